@@ -21,6 +21,7 @@ from accelerate import PartialState
 from trl import get_peft_config
 
 from hf_mxfp4 import MXFP4GRPOTrainer
+from hf_mxfp4.lab import RunReportCallback
 from recipes.common.schemes import describe
 from recipes.common.terminal import TrainingBar, leave_together, tell
 from recipes.post_training import output as files
@@ -66,9 +67,13 @@ def main(argv: list[str]) -> dict:
     evaluate = PolicyEvaluation(trainer, task, recipe)
     if recipe.evaluate_every:
         trainer.add_callback(EvaluationCallback(evaluate, recipe.evaluate_every, recipe.evaluate_every_n))
+    report = RunReportCallback(training.report_every)
+    if training.report_every:
+        trainer.add_callback(report)
     before = evaluate.before_training() if recipe.evaluate_before else None
     evaluate.report("before RL", before)
-    trainer.train(resume_from_checkpoint=files.resume_choice(training))
+    with report.on_exit(trainer):
+        trainer.train(resume_from_checkpoint=files.resume_choice(training))
     after = evaluate("evaluating after RL")
     evaluate.report("after RL", after)
 
@@ -78,7 +83,7 @@ def main(argv: list[str]) -> dict:
     trainer.accelerator.wait_for_everyone()
     summary: dict = {}
     if trainer.is_world_process_zero():
-        summary = files.write_results(output, trainer, task, before, after, saved, origin)
+        summary = files.write_results(output, trainer, report, task, before, after, saved, origin)
     # Last, when all results are written: a second model beside the states of training may not fit into memory. All
     # processes take part.
     trainer.accelerator.wait_for_everyone()

@@ -13,20 +13,18 @@ class FakeVLLM:
 
     Args:
         port: where it listens; by default a free one.
-        versions: whether it keeps a version of its weights, as vLLM does since that has one.
         dies: the request in which it dies, as ``(path, how many it answers before)``.
         answers: other answers than usual, by path: ``(status, body)``.
 
     Attributes:
         url: where it listens.
         requests: paths of everything that was asked, in order.
-        version: of its weights.
     """
 
-    def __init__(self, port: int = 0, *, versions: bool = True, dies: tuple[str, int] | None = None, answers=()):
-        self.versions, self.dies, self.answers = versions, dies, dict(answers)
+    def __init__(self, port: int = 0, *, dies: tuple[str, int] | None = None, answers=()):
+        self.dies, self.answers = dies, dict(answers)
         self.requests: list[str] = []
-        self.version, self.is_dead = "default", False
+        self.is_dead = False
         self._http = ThreadingHTTPServer(("127.0.0.1", port), type("Handler", (_Handler,), {"fake": self}))
         self._http.daemon_threads = True
         self.port = self._http.server_address[1]
@@ -56,11 +54,6 @@ class FakeVLLM:
         if path == "/server_info":
             model = {"logprobs_mode": "processed_logprobs", "dtype": "torch.float32", "quantization": None}
             return 200, {"vllm_config": {"weight_transfer_config": {}, "model_config": model}}
-        if path in ("/weight_info", "/update_weight_version"):
-            if not self.versions:
-                return 404, {"detail": "Not Found"}
-            self.version = body.get("new_version", self.version)
-            return 200, {"weight_version": self.version}
         if path == "/v1/completions":
             return 200, {"choices": [_choice(prompt, i) for prompt in body["prompt"] for i in range(body["n"])]}
         return 200, {}

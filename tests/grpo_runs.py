@@ -76,7 +76,6 @@ def trainer_factory(tmp_path, layers=2):
             "disable_tqdm": True,
             "aqn_num_stages": 4,
             "error_every": 0,
-            "error_layers": 2,
             "movement_every": 0,
             "report_every": 0,
             **options,

@@ -71,3 +71,19 @@ def choices_of(name: str, module: nn.Module, output: Any) -> torch.Tensor:
         f"{name} ({type(module).__name__}) does not return the indices of the experts it chooses ([tokens, k]), so its "
         "choices are not known; router telemetry and router replay do not work with this architecture"
     )
+
+
+def choice_agreement(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """Return the share of each token's experts in ``a`` that ``b`` chose too, in any order.
+
+    Args:
+        a, b: expert indices ``[..., k]``, distinct along the last axis.
+
+    Returns:
+        ``[...]``, float32 in [0, 1].
+
+    Raises `ValueError` when the shapes differ.
+    """
+    if a.shape != b.shape:
+        raise ValueError(f"two routings of the same tokens have one shape, got {tuple(a.shape)} and {tuple(b.shape)}")
+    return (a.unsqueeze(-1) == b.unsqueeze(-2)).any(dim=-1).float().mean(dim=-1)

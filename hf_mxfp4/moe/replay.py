@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from .agreement import choice_agreement
+from .find import choice_agreement
 
 
 #: In a recording, in place of expert indices: the router chooses for itself.

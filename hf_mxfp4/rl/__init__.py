@@ -8,22 +8,28 @@ from .._lazy import lazy_names
 
 
 _LAZY = {
-    "ActivationErrorCallback": "callbacks.activation_errors",
-    "EntropyCallback": "callbacks.base",
-    "ErrorCallback": "callbacks.base",
-    "ExactResumeMixin": "resume.state",
+    "ActivationErrorCallback": "callbacks.errors",
+    "EntropyCallback": "callbacks.entropy",
+    "ErrorCallback": "callbacks.errors",
+    "ExactResumeMixin": "resume",
     "MXFP4AsyncGRPOTrainer": "asynchronous",
     "MXFP4GRPOConfig": "config",
     "MXFP4GRPOTrainer": "trainer",
-    "NoiseSchedule": "noise.schedule",
-    "NormNoise": "noise.norms",
+    "MOVEMENT_ALARM": "callbacks.movement",
+    "NoiseSchedule": "noise",
+    "NormNoise": "noise",
     "OscillationResetCallback": "callbacks.oscillation",
-    "QuantizationStepCallback": "callbacks.base",
+    "PREVIOUS_LOG": "callbacks.run_log",
+    "QuantizationStepCallback": "callbacks.entropy",
+    "RUN_LOG": "callbacks.run_log",
     "RewardError": "rewards.guard",
-    "RouterCallback": "callbacks.routers",
-    "RunReportCallback": "callbacks.report",
+    "RunLog": "callbacks.run_log",
+    "RunLogCallback": "callbacks.run_log",
     "StepMovementCallback": "callbacks.movement",
-    "VLLMServerError": "rollout.vllm_server",
+    "VLLMServerError": "rollout.vllm_engine",
+    "movement_advice": "callbacks.movement",
+    "plain_name": "noise",
+    "rollout_parameters": "rollout.vllm",
 }
 
 __all__ = sorted(_LAZY)

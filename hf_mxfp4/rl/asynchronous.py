@@ -12,11 +12,10 @@ from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer
 from .._logging import get_logger
 from ..integrations.vllm import SETTINGS_KEY
 from ..layers import QUANTIZED, random_layers
-from .callbacks.base import QuantizationStepCallback
+from .callbacks.entropy import QuantizationStepCallback
 from .checks import check_scheme, count_quantized, warn_of_16_bit_masters
 from .rollout.vllm import Parameters, rollout_parameters
-from .rollout.vllm_engine import VLLMEngine
-from .rollout.vllm_start import check_forward
+from .rollout.vllm_engine import VLLMEngine, check_forward
 
 
 class MXFP4AsyncGRPOTrainer(AsyncGRPOTrainer):

@@ -20,12 +20,11 @@ def count_quantized(model: nn.Module) -> int:
     return sum(len(matrix_names("", module)) for module in model.modules() if isinstance(module, QUANTIZED))
 
 
-def sharding_of(accelerator: Accelerator) -> str | None:
-    """What shards the weights over processes, in words; `None` where every process has them all."""
-    if getattr(accelerator.state, "fsdp_plugin", None) is not None:
-        return "FSDP"
+def is_sharded(accelerator: Accelerator) -> bool:
+    """Return whether FSDP or DeepSpeed ZeRO-3 shards the weights over processes."""
     plugin = getattr(accelerator.state, "deepspeed_plugin", None)
-    return "DeepSpeed ZeRO-3" if plugin is not None and plugin.zero_stage == 3 else None
+    is_zero3 = plugin is not None and plugin.zero_stage == 3
+    return is_zero3 or getattr(accelerator.state, "fsdp_plugin", None) is not None
 
 
 def check_arguments(
@@ -84,9 +83,9 @@ def check_tokens(tokenizer: Any, train_dataset: Any, eval_dataset: Any) -> None:
             raise ValueError(f"row {empty} of {name} has an empty prompt, from which nothing can be generated")
 
 
-def check_policy(model: nn.Module, n_quantized: int, args: MXFP4GRPOConfig, accelerator: Accelerator) -> None:
-    """Raise `ValueError` for a model without an MXFP4 layer (unless `allow_full_precision`), and where continuous
-    batching would damage what is trained; warn of master weights in 16 bits."""
+def check_policy(model: nn.Module, n_quantized: int, args: MXFP4GRPOConfig) -> None:
+    """Raise `ValueError` for a model without an MXFP4 layer (unless `allow_full_precision`); warn of master weights in
+    16 bits."""
     if n_quantized == 0 and not args.allow_full_precision:
         raise ValueError(
             f"{type(model).__name__} has no MXFP4 layer: this run would train in full precision. Load the "
@@ -94,16 +93,6 @@ def check_policy(model: nn.Module, n_quantized: int, args: MXFP4GRPOConfig, acce
             "set allow_full_precision=True for a baseline"
         )
     warn_of_16_bit_masters(model)
-    casts = args.use_transformers_continuous_batching and (args.bf16 or args.fp16)
-    if casts and any(p.dtype == torch.float32 for p in model.parameters() if p.requires_grad):
-        # PEFT makes adapters in float32 whatever the model is loaded in.
-        adapters = isinstance(accelerator.unwrap_model(model), PeftModel)
-        what, remedy = ("adapters", ", with the model loaded in bfloat16") if adapters else ("master weights", "")
-        half = "bf16" if args.bf16 else "fp16"
-        raise ValueError(
-            "use_transformers_continuous_batching casts the model for good before generating, which would round "
-            f"float32 {what}; set use_transformers_continuous_batching=False, or {half}=False{remedy}"
-        )
 
 
 def warn_of_16_bit_masters(model: nn.Module) -> None:

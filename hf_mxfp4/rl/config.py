@@ -2,48 +2,62 @@
 """`MXFP4GRPOConfig`: TRL's `GRPOConfig` with the options of [`MXFP4GRPOTrainer`]."""
 
 import math
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, make_dataclass
 
 from trl import GRPOConfig
 
 from .._logging import get_logger
 from ..layers import WEIGHT_FORMS
-from ..module_names import read_names
 from ..suggestions import described_options
-from .noise.schedule import NoiseSchedule
-from .rollout.correction_options import check_correction, share_with_trl
-from .rollout.options import check_compiled_rollouts, check_replayed_rollouts
+from .noise import NoiseSchedule
+from .rollout.correction import check_correction, share_with_trl
 
-
-#: What `step_weights` can be.
-STEP_WEIGHTS = (*WEIGHT_FORMS, "none")
-
-_NO_ENTROPY = (
-    "choose 'exponential', 'linear', 'cosine' or 'constant'; use_adaptive_entropy of TRL keeps the policy entropy at a "
-    "target"
-)
-_NO_LINEARS = "noise is on norms alone; leave the option out"
-#: Options that are gone: the value that had no effect, and what to use.
-_REMOVED = {
-    "aqn_targets": ("norms", _NO_LINEARS),
-    "aqn_linear_sigma_scale": (1.0, _NO_LINEARS),
-    "aqn_target_entropy": (None, _NO_ENTROPY),
-    "aqn_rate_limit": (0.05, _NO_ENTROPY),
-    "gradient_gain_every": (
-        0,
-        "gradients are no longer compared with full precision; leave the option out (error_every measures the "
-        "quantization error itself)",
-    ),
-}
 
 #: What `vllm_weights` can be.
 VLLM_WEIGHTS = ("packed", "dense", "checkpoint")
 
+_NO_LINEARS = "noise is on norms alone; leave the option out"
+_NO_ENTROPY = "use_adaptive_entropy of TRL keeps the policy entropy at a target"
+_NO_SAMPLING = "raise num_generations, or train with trl.experimental's GRPOWithReplayBufferTrainer"
+#: Options that are gone: the values that had no effect, and what to use.
+_REMOVED = {
+    "aqn_schedule": (("exponential",), "for constant noise set aqn_sigma_end to aqn_sigma_start"),
+    "aqn_layers": ((), "noise is on all norms; leave the option out"),
+    "aqn_seed": ((), "noise follows seed"),
+    "aqn_targets": (("norms",), _NO_LINEARS),
+    "aqn_linear_sigma_scale": (("1.0", "1"), _NO_LINEARS),
+    "aqn_target_entropy": ((), _NO_ENTROPY),
+    "aqn_rate_limit": (("0.05",), _NO_ENTROPY),
+    "rollout_weights": (("auto",), "step_weights is the form of the copies that rollouts compute with, too"),
+    "rollout_correction_min": ((), "importance ratios have an upper limit alone, rollout_correction_cap"),
+    "dynamic_sampling": (("false",), _NO_SAMPLING),
+    "dynamic_sampling_max_rounds": (("3",), _NO_SAMPLING),
+    "compile_rollouts": (("false",), "use_vllm=True makes rollouts fast"),
+    "entropy_collapse": (("0.05",), "the alarm's limits are fixed; leave the option out"),
+    "entropy_explosion": (("2.0", "2"), "the alarm's limits are fixed; leave the option out"),
+    "error_layers": (("4",), "four layers are decomposed; error_every=0 measures none"),
+    "gradient_gain_every": (("0",), "error_every measures the quantization error itself"),
+    "router_every": (
+        ("0",),
+        "hf_mxfp4.lab.router_statistics(model, input_ids, attention_mask) measures routers; router_replay logs how "
+        "many choices differ between rollout and training",
+    ),
+}
+
+#: TRL's config with the removed options, so that files that have them at values without effect are still read.
+_OlderConfig = make_dataclass(
+    "_OlderConfig",
+    [
+        (name, str | None, field(default=None, metadata={"help": f"Removed: {new}"}))
+        for name, (_, new) in _REMOVED.items()
+    ],
+    bases=(GRPOConfig,),
+)
+
 
 @described_options
 @dataclass
-class MXFP4GRPOConfig(GRPOConfig):
+class MXFP4GRPOConfig(_OlderConfig):
     """Options of [`MXFP4GRPOTrainer`], beside all of [`trl.GRPOConfig`]'s. Flat, so that YAML and the command line can
     set each one. Raises `ValueError` for values that mean nothing."""
 
@@ -54,43 +68,21 @@ class MXFP4GRPOConfig(GRPOConfig):
             "and nowhere else. False switches all `aqn_*` options off."
         },
     )
-    aqn_schedule: str = field(
-        default="exponential",
-        metadata={
-            "help": "Standard deviation over training: 'exponential' stages (QeRL, arXiv 2605.20402), 'linear', "
-            "'cosine' or 'constant', all of them noise-free in the first of `aqn_num_stages` parts of training."
-        },
-    )
     aqn_sigma_start: float = field(
         default=1e-2,
         metadata={"help": "Standard deviation of the noise where it sets in, absolute."},
     )
     aqn_sigma_end: float = field(
         default=1e-3,
-        metadata={
-            "help": "Standard deviation at the end of training: 1e-3 in arXiv 2605.20402, 1e-4 in QeRL. None "
-            "under 'constant'."
-        },
+        metadata={"help": "Standard deviation at the end of training: 1e-3 in arXiv 2605.20402, 1e-4 in QeRL."},
     )
     aqn_num_stages: int = field(
         default=10,
         metadata={
-            "help": "Equal parts of training, the first of them noise-free (1: none is). Exponential noise has one "
-            "standard deviation in each."
+            "help": "Equal parts of training, the first of them noise-free (1: none is), with one standard "
+            "deviation in each, falling geometrically (QeRL, arXiv 2605.20402)."
         },
     )
-    aqn_layers: list[str] | None = field(
-        default=None,
-        metadata={
-            "help": "Norms to put noise on: whole dotted name parts such as "
-            "'layers.0' or 'input_layernorm', or 're:<regex on the full name>'; by default all."
-        },
-    )
-    aqn_seed: int | None = field(default=None, metadata={"help": "Seed of the noise; by default `seed`."})
-    aqn_targets: str | None = field(default=None, metadata={"help": "Removed: noise is on norms."})
-    aqn_linear_sigma_scale: float | None = field(default=None, metadata={"help": "Removed with linear noise."})
-    aqn_target_entropy: float | None = field(default=None, metadata={"help": "Removed with aqn_schedule='entropy'."})
-    aqn_rate_limit: float | None = field(default=None, metadata={"help": "Removed with aqn_schedule='entropy'."})
     rollout_correction: bool = field(
         default=True,
         metadata={
@@ -107,32 +99,14 @@ class MXFP4GRPOConfig(GRPOConfig):
         },
     )
     rollout_correction_cap: float = field(default=2.0, metadata={"help": "Upper limit of an importance ratio."})
-    rollout_correction_min: float | None = field(
-        default=None, metadata={"help": "Lower limit of an importance ratio; by default none."}
-    )
     vllm_importance_sampling_correction: bool | None = field(
         default=None, metadata={"help": "TRL's name of `rollout_correction` under vLLM; by default the same."}
     )
     vllm_importance_sampling_mode: str | None = field(
         default=None,
         metadata={
-            "help": "TRL's name of `rollout_correction_mode` under vLLM; by default the same. So are "
-            "`vllm_importance_sampling_clip_max` and `_clip_min` of `rollout_correction_cap` and `_min`, where they "
-            "are not set to other values than TRL's defaults (3.0 and none)."
-        },
-    )
-    dynamic_sampling: bool = field(
-        default=False,
-        metadata={
-            "help": "Replace groups whose completions all earn the same, and so train nothing, by groups of other "
-            "prompts of the training dataset (DAPO): of none that the batch has, unless there are no others."
-        },
-    )
-    dynamic_sampling_max_rounds: int = field(
-        default=3,
-        metadata={
-            "help": "Additional rollouts that `dynamic_sampling` may take for one batch, each of as many groups as are "
-            "to be replaced. What is left then is kept, with zero advantages."
+            "help": "TRL's name of `rollout_correction_mode` under vLLM; by default the same. So is "
+            "`vllm_importance_sampling_clip_max` of `rollout_correction_cap`."
         },
     )
     overlong_buffer: int = field(
@@ -162,25 +136,14 @@ class MXFP4GRPOConfig(GRPOConfig):
             "vLLM's own copy."
         },
     )
-    rollout_weights: str = field(
-        default="auto",
-        metadata={
-            "help": "Form of the copies that `cache_rollout_weights` keeps of trainable weights: 'dense' in the dtype "
-            "of products, 'packed' as 4-bit codes and scales, 'auto' packed where products are computed on those "
-            "(GPUs with Triton, CPUs with a C++ compiler), dense elsewhere. Packed copies take about a quarter of the "
-            "memory; the products are the same but for the rounding of the copy and the order of sums."
-        },
-    )
     step_weights: str = field(
         default="auto",
         metadata={
             "help": "What each weight was quantized to, kept from the rollout of an optimizer step to its last "
             "backward pass, so that it is quantized once per step: 'dense' in the dtype of products, 2 or 4 bytes an "
-            "element; 'packed' as 4-bit codes and scales, 4.25 bits (8.56 with outlier fallback and macro blocks), "
-            "from which each use makes the dense operand of one layer; 'none' quantizes again for each forward and "
-            "backward pass. The same bits in all cases. 'auto' is packed where a kernel reads codes (GPUs with "
-            "Triton) and dense elsewhere, but none with cache_rollout_weights=False, and under FSDP and ZeRO-3, which "
-            "shard the weights."
+            "element; 'packed' as 4-bit codes and scales, 4.25 bits (8.56 with outlier fallback and macro blocks); "
+            "'auto' packed where a kernel reads codes and dense elsewhere; 'none' keeps nothing beyond a rollout, nor "
+            "does any of them under FSDP and ZeRO-3, which shard the weights."
         },
     )
     vllm_weights: str = field(
@@ -188,24 +151,9 @@ class MXFP4GRPOConfig(GRPOConfig):
         metadata={
             "help": "How a colocated vLLM keeps quantized weights: 'packed' as 4-bit codes and scales in the scheme of "
             "the policy, which weight updates send too, with room for LoRA adapters; 'dense' in the scheme of the "
-            "policy and 16 bits, as it does by itself for noise on linear layers and adapters on experts; 'checkpoint' "
+            "policy and 16 bits, as it does by itself for adapters on experts; 'checkpoint' "
             "starts it on the checkpoint of the policy as it is. A server is told when it is started."
         },
-    )
-    compile_rollouts: bool = field(
-        default=False,
-        metadata={
-            "help": "Generate with a static key-value cache and a compiled forward pass (torch.compile, with CUDA "
-            "graphs on GPUs that have them). Costs a compilation at the start of training, one more when noise sets "
-            "in, and a cache of the full length for every sequence. Not with vLLM, continuous batching, FSDP, ZeRO-3."
-        },
-    )
-    entropy_collapse: float = field(
-        default=0.05, metadata={"help": "Alarm when the policy entropy (nats per token) falls below this; 0: never."}
-    )
-    entropy_explosion: float = field(
-        default=2.0,
-        metadata={"help": "Alarm when the policy entropy exceeds this multiple of its value at the start; 0: never."},
     )
     error_every: int = field(
         default=50,
@@ -214,8 +162,6 @@ class MXFP4GRPOConfig(GRPOConfig):
             "0: never."
         },
     )
-    error_layers: int = field(default=4, metadata={"help": "Number of layers decomposed, spread over the depth."})
-    gradient_gain_every: int | None = field(default=None, metadata={"help": "Removed with the gradient gain."})
     movement_every: int = field(
         default=50,
         metadata={
@@ -227,15 +173,8 @@ class MXFP4GRPOConfig(GRPOConfig):
     report_every: int = field(
         default=100,
         metadata={
-            "help": "Steps between versions of run_report.html in output_dir, which is written at the end of training "
-            "too, also of one that fails; 0: no report."
-        },
-    )
-    router_every: int = field(
-        default=0,
-        metadata={
-            "help": "Mixture of experts: steps between measurements of the routing, against full precision and of the "
-            "experts' load, on the last training batch; 0: never."
+            "help": "Steps between versions of run_report.html, which recipes/grpo.py (or `RunReportCallback` of "
+            "hf_mxfp4.lab) makes of the run_log.jsonl that the trainer writes; 0: neither file."
         },
     )
     router_replay: bool = field(
@@ -251,32 +190,22 @@ class MXFP4GRPOConfig(GRPOConfig):
 
     def __post_init__(self):
         self._check_removed()
-        self._check_noise()
+        self.noise_schedule  # noqa: B018  it checks its own numbers
         check_correction(self)
         share_with_trl(self)
-        if self.dynamic_sampling_max_rounds < 1:
-            raise ValueError(
-                f"dynamic_sampling_max_rounds={self.dynamic_sampling_max_rounds} must be at least 1; to take none, set "
-                "dynamic_sampling=False"
-            )
         self._check_overlong_penalty()
-        cadences = ("error_every", "movement_every", "report_every", "router_every")
-        for name in ("entropy_collapse", "entropy_explosion", "error_layers", *cadences):
+        for name in ("error_every", "movement_every", "report_every"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name}={getattr(self, name)} must not be negative")
         self._check_weight_copies()
-        self._check_vllm_weights()
-        if self.router_replay:
-            check_replayed_rollouts(self)
-        super().__post_init__()
-        by_group = self.scale_rewards in ("group", "none") and self.multi_objective_aggregation == "sum_then_normalize"
-        if self.dynamic_sampling and not by_group:
+        if self.use_transformers_continuous_batching:
             raise ValueError(
-                "dynamic_sampling=True keeps advantages as they were computed within a group: use scale_rewards="
-                "'group' or 'none' and multi_objective_aggregation='sum_then_normalize'"
+                "use_transformers_continuous_batching=True is not supported for quantized policies: use_vllm=True "
+                "makes rollouts fast"
             )
-        if self.compile_rollouts:
-            check_compiled_rollouts(self)
+        if self.router_replay and self.use_vllm:
+            self._check_replayed_rollouts()
+        super().__post_init__()
 
     def check_overlong_buffer(self) -> None:
         """Raise `ValueError` for an `overlong_buffer` longer than a completion may be. For who sets
@@ -284,6 +213,18 @@ class MXFP4GRPOConfig(GRPOConfig):
         buffer, longest = self.overlong_buffer, self.max_completion_length
         if buffer and longest is not None and buffer > longest:
             raise ValueError(f"overlong_buffer={buffer} is more than max_completion_length={longest}")
+
+    @property
+    def noise_schedule(self) -> NoiseSchedule:
+        """The standard deviation over training that the `aqn_*` options describe."""
+        return NoiseSchedule(self.aqn_sigma_start, self.aqn_sigma_end, self.aqn_num_stages)
+
+    def _check_removed(self) -> None:
+        for name, (inert, advice) in _REMOVED.items():
+            value = getattr(self, name)
+            if value is not None and str(value).lower() not in inert:
+                raise ValueError(f"{name}={value!r} was removed: {advice}")
+            setattr(self, name, None)
 
     def _check_overlong_penalty(self) -> None:
         if self.overlong_buffer < 0:
@@ -301,61 +242,28 @@ class MXFP4GRPOConfig(GRPOConfig):
         self.check_overlong_buffer()
 
     def _check_weight_copies(self) -> None:
-        if self.step_weights not in STEP_WEIGHTS:
-            raise ValueError(
-                f"step_weights={self.step_weights!r} is not known; choose one of {', '.join(STEP_WEIGHTS)}"
-            )
-        if self.rollout_weights not in WEIGHT_FORMS:
-            raise ValueError(
-                f"rollout_weights={self.rollout_weights!r} is not known; choose one of {', '.join(WEIGHT_FORMS)}"
-            )
-        for reason, idle in (
-            ("cache_rollout_weights=False, which keeps no copies", not self.cache_rollout_weights),
-            ("use_vllm=True: vLLM has its own copy of the weights", self.use_vllm),
-        ):
-            if idle and self._is_set("rollout_weights"):
-                raise ValueError(
-                    f"rollout_weights={self.rollout_weights!r} has no effect with {reason}; leave rollout_weights at "
-                    f"{self._default('rollout_weights')!r}"
-                )
-
-    def _check_vllm_weights(self) -> None:
-        if self.vllm_weights not in VLLM_WEIGHTS:
-            raise ValueError(
-                f"vllm_weights={self.vllm_weights!r} is not known; choose one of {', '.join(VLLM_WEIGHTS)}"
-            )
+        for name, known in (("step_weights", WEIGHT_FORMS), ("vllm_weights", VLLM_WEIGHTS)):
+            if getattr(self, name) not in known:
+                raise ValueError(f"{name}={getattr(self, name)!r} is not known; choose one of {', '.join(known)}")
         if self._is_set("vllm_weights") and not (self.use_vllm and self.vllm_mode == "colocate"):
             raise ValueError(
-                f"vllm_weights={self.vllm_weights!r} has no effect without a vLLM in this process (use_vllm=True, "
-                "vllm_mode='colocate'); a server is told when it is started (docs/vllm.md)"
+                f"vllm_weights={self.vllm_weights!r} has no effect without use_vllm=True and vllm_mode='colocate'; a "
+                "server is told when it is started (docs/vllm.md)"
             )
 
-    def _default(self, name: str) -> Any:
-        return type(self).__dataclass_fields__[name].default
+    def _check_replayed_rollouts(self) -> None:
+        """Raise `ValueError` where the experts that vLLM chose do not come back."""
+        if self.vllm_mode != "colocate":
+            raise ValueError(
+                "router_replay=True needs the experts that were chosen in the rollout, and TRL drops them from what a "
+                f"server answers (vllm_mode={self.vllm_mode!r}): use vllm_mode='colocate', or router_replay=False"
+            )
+        if self.vllm_tensor_parallel_size > 1:
+            raise ValueError(
+                f"router_replay=True with vllm_tensor_parallel_size={self.vllm_tensor_parallel_size}: vLLM returns the "
+                "experts to the first of these processes alone; set vllm_tensor_parallel_size=1"
+            )
 
     def _is_set(self, name: str) -> bool:
         """Whether an option has another value than by default."""
-        return getattr(self, name) != self._default(name)
-
-    def _check_removed(self) -> None:
-        for name, (inert, reason) in _REMOVED.items():
-            if getattr(self, name) not in (None, inert):
-                raise ValueError(f"{name}={getattr(self, name)!r} was removed: {reason}")
-        if self.aqn_schedule == "entropy":
-            raise ValueError(f"aqn_schedule='entropy' was removed: {_NO_ENTROPY}")
-
-    def _check_noise(self) -> None:
-        self.noise_schedule  # noqa: B018  it checks its own numbers
-        constant = self.aqn and self.aqn_schedule == "constant"
-        if constant and self._is_set("aqn_sigma_end") and self.aqn_sigma_end != self.aqn_sigma_start:
-            raise ValueError(
-                f"aqn_sigma_end={self.aqn_sigma_end} has no effect on aqn_schedule='constant', whose noise is that "
-                f"of aqn_sigma_start throughout; leave aqn_sigma_end at {self._default('aqn_sigma_end')}"
-            )
-        read_names("aqn_layers", self.aqn_layers)
-
-    @property
-    def noise_schedule(self) -> NoiseSchedule:
-        """The standard deviation over training that the `aqn_*` options describe."""
-        end = self.aqn_sigma_start if self.aqn_schedule == "constant" else self.aqn_sigma_end
-        return NoiseSchedule(self.aqn_sigma_start, end, self.aqn_num_stages, self.aqn_schedule)
+        return getattr(self, name) != type(self).__dataclass_fields__[name].default

@@ -12,15 +12,9 @@ from collections.abc import Callable, Iterator
 
 from accelerate import Accelerator
 from torch import nn
-from transformers.training_args import OptimizerNames
 
-from .._logging import get_logger
 from ..gemm import GemmSpec, WeightCache, gemm_states, weight_quantizations
 from .config import MXFP4GRPOConfig
-
-
-#: Optimizers that write weights in the backward pass.
-_INSIDE_BACKWARD = (OptimizerNames.LOMO, OptimizerNames.ADALOMO)
 
 
 class StepQuantization:
@@ -35,10 +29,8 @@ class StepQuantization:
         reference: the policy that it is held to; `None` without one of its own.
         args: of the trainer.
         accelerator: knows which micro-batch is the last one before the optimizer steps.
-        sharding: what shards the weights over processes, in words; `None` where every process has them all.
+        is_sharded: whether weights are sharded over processes, so that none is kept beyond a rollout.
         record: called with a metric's name and value.
-
-    Raises `ValueError` where weights are sharded and copies of them asked for.
     """
 
     def __init__(
@@ -47,27 +39,17 @@ class StepQuantization:
         reference: nn.Module | None,
         args: MXFP4GRPOConfig,
         accelerator: Accelerator,
-        sharding: str | None,
+        is_sharded: bool,
         record: Callable[[str, float], None],
     ):
         self._accelerator, self._record = accelerator, record
         self._is_counted = any(isinstance(state.spec, GemmSpec) for state in gemm_states(model))
-        self._ends_each_pass = args.optim in _INSIDE_BACKWARD
         self._counts: Counter[str] = Counter()
         self._step: int | None = None
-        form = args.step_weights
-        if form in ("dense", "packed") and sharding is not None:
-            raise ValueError(
-                f"step_weights={form!r} would keep copies of all weights in each process, which {sharding} shards; "
-                "leave it at 'auto', or set 'none'"
-            )
-        if form == "auto" and (sharding is not None or not args.cache_rollout_weights):
-            form = "none"
-        if form != "none" and args.step_weights != "auto" and not self._is_counted:
-            get_logger().warning("step_weights=%s has no effect: no trainable layer of the policy is quantized", form)
-        self.form = form
-        self._policy = WeightCache(model, form=form)
-        self._reference = WeightCache(*([] if reference is None else [reference]), form=form)
+        is_off = is_sharded or args.step_weights == "auto" and not args.cache_rollout_weights
+        self.form = "none" if is_off else args.step_weights
+        self._policy = WeightCache(model, form=self.form)
+        self._reference = WeightCache(*([] if reference is None else [reference]), form=self.form)
 
     @contextlib.contextmanager
     def training(self) -> Iterator[None]:
@@ -88,8 +70,6 @@ class StepQuantization:
         with self._kept():
             yield
         self._counts += weight_quantizations() - before
-        if self._ends_each_pass:
-            self._policy.clear()
         if self._accelerator.sync_gradients:
             counts = self._counts
             self.end()

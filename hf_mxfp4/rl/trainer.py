@@ -1,28 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
 """`MXFP4GRPOTrainer`: TRL's GRPO for policies whose linear layers compute in MXFP4 (arXiv 2605.20402).
 
-One training step, in the order in which it happens, and what of this package has a part in it:
+One training step, in order, and what of this package has a part in it:
 
-1. A step begins: the boundary of `checkpoints` remembers random states, for a checkpoint of this point; layers that
-   draw random numbers are told the step ([`QuantizationStepCallback`]). From here to the last backward pass of the step
+1. A step begins: `exit_checkpoint` remembers random states, for a checkpoint of this point; layers that draw random
+   numbers are told the step ([`QuantizationStepCallback`]). From here to the last backward pass of the step
    `quantization` keeps what each weight was quantized to.
-2. Completions are sampled (`_generate`), within what makes the policy that samples: `generation` keeps the quantized
-   copies of weights, `rollout_noise` puts noise on norms (or on what `vllm_policy` pushes), and
-   `replay` records the experts. Around a single `generate` (`_generate_single_turn`), `correction` records the
-   log-probability of every token, and `generation` sets the dtype, switches dropout off, and compiles.
-3. Completions are scored (`_calculate_rewards`): reward functions are guarded.
-4. The batch is made (`_generate_and_score_completions`): `replay` adds the experts to it, and `sampler` replaces groups
-   that earn the same by groups of other prompts, for each of which 2 and 3 come again.
-5. The loss is computed (`compute_loss`): `replay` has the routers choose as they did, `monitor` measures the inputs of
-   layers, and `correction` weights the advantages once TRL has computed log-probabilities.
-6. Gradients are computed and the optimizer steps, in [`transformers.Trainer`]. `replay` ends before the optimizer does.
-7. A step ends: the callbacks of `monitor` measure errors, gradients and movement.
-8. What was measured is logged (`log`), `checkpoints` are written (`_process_state` is what they have beside TRL's), and
+2. Completions are sampled (`_generate`), with `noise` on norms (or on what `vllm_policy` pushes), while `routing`
+   records the experts. Around a single `generate` (`_generate_single_turn`) the log-probability of every token is
+   recorded ([`recorded_log_probs`]).
+3. Completions are scored: reward functions are guarded.
+4. The batch is made (`_generate_and_score_completions`): `routing` adds the experts to it.
+5. The loss is computed (`compute_loss`): `routing` has the routers choose as they did, `activation_callback` measures
+   the inputs of layers, and `correction` weights the advantages once TRL has computed log-probabilities.
+6. Gradients are computed and the optimizer steps, in [`transformers.Trainer`]. Replay ends before the optimizer does.
+7. A step ends: callbacks measure errors and movement.
+8. What was measured is logged, checkpoints are written (`_process_state` is what they have in addition to TRL's), and
    evaluations run on the policy without noise (`evaluate`).
 
-`rollout_noise`, `vllm_policy`, `replay` and `sampler` are `None` when they are switched off. Components are
-told what they need (the step, the batch, what records a metric), and `checkpoints` alone keeps the trainer. What is
-overridden of TRL is overridden here, apart from what [`ExactResumeMixin`] does to any Trainer.
+What is switched off is `None`. What is overridden of TRL is overridden here, apart from what [`ExactResumeMixin`] does
+to any Trainer.
 """
 
 import contextlib
@@ -39,8 +36,12 @@ from trl.rewards import get_soft_overlong_punishment
 
 from .._logging import get_logger
 from ..checkpoint import decoration
-from .callbacks.monitor import PolicyMonitor
-from .callbacks.run_facts import mend_card, run_facts
+from ..files import replace_file
+from ..layers import QUANTIZED, TRAINABLE, cached_weights, random_layers
+from .callbacks.entropy import EntropyCallback, QuantizationStepCallback
+from .callbacks.errors import LAYERS, ActivationErrorCallback, ErrorCallback, spread_modules
+from .callbacks.movement import StepMovementCallback, sample_weights
+from .callbacks.run_log import RunLogCallback, run_facts
 from .checks import (
     check_adapter,
     check_arguments,
@@ -49,22 +50,19 @@ from .checks import (
     check_router_replay,
     check_tokens,
     count_quantized,
+    is_sharded,
     reference_config,
-    sharding_of,
 )
 from .config import MXFP4GRPOConfig
-from .noise.rollouts import RolloutNoise
-from .resume.run import RunCheckpoints
-from .resume.state import ExactResumeMixin, random_states_kept
+from .interruption import CheckpointOnExit
+from .noise import NormNoise
+from .resume import ExactResumeMixin, random_states_kept
 from .rewards.guard import guard_reward
 from .rollout.correction import RolloutCorrection
-from .rollout.correction_options import limits_in_force
-from .rollout.generation import RolloutGeneration, describe_rollout_weights
+from .rollout.generation import recorded_log_probs, sampling
 from .rollout.replay import BATCH_KEY, RouterReplay
-from .rollout.sampling import DynamicSampling, equal_rewards, logs_set_aside
-from .rollout.served_experts import experts_returned
 from .rollout.vllm import VLLMPolicy
-from .rollout.vllm_start import vllm_in_scheme
+from .rollout.vllm_engine import vllm_in_scheme
 from .step_quantization import StepQuantization
 
 
@@ -79,10 +77,11 @@ class MXFP4GRPOTrainer(ExactResumeMixin, GRPOTrainer):
 
     Attributes:
         n_quantized: weight matrices of the policy that are in MXFP4.
-        noise: on norms, in rollouts; `None` without.
-        routing: what records and replays experts, under `router_replay`; else `None`.
-        entropy_callback, error_callback, activation_callback, movement_callback, router_callback, report_callback: what
-            watches; `None` where it is off.
+        noise: on norms, in rollouts.
+        routing: records and replays experts, under `router_replay`.
+        vllm_policy: what vLLM is given.
+        entropy_callback, error_callback, activation_callback, movement_callback: what watches.
+        run_log: writes `run_log.jsonl`.
 
     Raises:
         ValueError: the model has no MXFP4 layer (unless `allow_full_precision`), a dataset is empty, the model has no
@@ -112,54 +111,78 @@ class MXFP4GRPOTrainer(ExactResumeMixin, GRPOTrainer):
         if functions is not None:
             functions = [guard_reward(function) for function in functions]
         scheme = reference_config(model, quantization_config, args)
-        with vllm_in_scheme(args), experts_returned(args):
+        with vllm_in_scheme(args):
             super().__init__(model, functions, args, train_dataset, eval_dataset, quantization_config=scheme, **kwargs)
         self.n_quantized = count_quantized(self.model)
         check_tokens(self._tokenizer, train_dataset, eval_dataset)
-        check_policy(self.model, self.n_quantized, args, self.accelerator)
+        check_policy(self.model, self.n_quantized, args)
         check_reference(self.model, self.ref_model, args)
-        self._make_components()
-        if self.use_vllm:
-            self._push_rollout_policy_to_vllm()
-        get_logger().info(
-            "MXFP4GRPOTrainer: n_quantized=%d, noise on %s, rollout correction %s, rollout weights: %s",
-            self.n_quantized,
-            self.rollout_noise.describe() if self.rollout_noise is not None else "nothing",
-            (limits_in_force(args) or ("off",))[0],
-            describe_rollout_weights(self.model, args.cache_rollout_weights, args.rollout_weights),
-        )
-
-    def _make_components(self) -> None:
-        """Make what a training step consists of, as the module says."""
-        args, model, accelerator, sharding = self.args, self.model, self.accelerator, sharding_of(self.accelerator)
-        batching, is_custom = self.continuous_batching_config, self.rollout_func is not None
-        config = None if self.use_vllm else self.generation_config
-        self.generation = RolloutGeneration(args, accelerator, config, batching, is_custom, sharding)
-        self.quantization = StepQuantization(model, self.ref_model, args, accelerator, sharding, self._record)
-        self.rollout_noise: RolloutNoise | None = None
-        if args.aqn:
-            self.rollout_noise = RolloutNoise(model, args, self.generation.is_compiled, self._record)
-        self.vllm_policy: VLLMPolicy | None = None
-        self.correction = RolloutCorrection(args, accelerator, batching, self._record)
-        self.sampler: DynamicSampling | None = None
-        if args.dynamic_sampling:
-            pad_token = self._tokenizer.pad_token_id
-            self.sampler = DynamicSampling(args, self.train_dataset, accelerator, pad_token, self._record)
         if args.overlong_buffer:
             self._punish_long_completions(args)
-        facts = functools.partial(run_facts, self)  # gathered when training begins
-        self.monitor = PolicyMonitor(model, args, self.n_quantized, self._record, self._record_mean, facts)
-        self.replay: RouterReplay | None = None
+        self._make_components(args)
+        self._add_callbacks(args)
+        get_logger().info(
+            "MXFP4GRPOTrainer: n_quantized=%d, noise on %d norms, rollout correction %s",
+            self.n_quantized,
+            len(self.noise.norms) if self.noise is not None else 0,
+            args.rollout_correction_mode if args.rollout_correction else "off",
+        )
+
+    def _make_components(self, args: MXFP4GRPOConfig) -> None:
+        """Make what a training step consists of, as the module says."""
+        model, accelerator = self.model, self.accelerator
+        sharded = is_sharded(accelerator)
+        self.quantization = StepQuantization(model, self.ref_model, args, accelerator, sharded, self._record)
+        self.noise = NormNoise(model, args.seed) if args.aqn else None
+        self._warned_of_noise = False
+        self.correction = RolloutCorrection(args, accelerator, self._record)
+        self.routing: RouterReplay | None = None
         if args.router_replay:
-            check_router_replay(bool(self.tools) or is_custom or self.environment_factories is not None)
+            several = self.tools or self.rollout_func is not None or self.environment_factories is not None
+            check_router_replay(bool(several))
             llm = self.vllm_generation.llm if self.use_vllm else None
             is_scored_by_trl = self.use_vllm and self.vllm_importance_sampling_correction
-            self.replay = RouterReplay(model, accelerator, self._record, llm, is_scored_by_trl)
+            self.routing = RouterReplay(model, accelerator, self._record, llm, is_scored_by_trl)
         self._in_step = contextlib.ExitStack()
-        self.checkpoints = RunCheckpoints(self)
-        self.callback_handler.callbacks[:0] = self.monitor.first
-        for callback in (*self.monitor.last, self.checkpoints.boundary):
-            self.add_callback(callback)
+        self.vllm_policy: VLLMPolicy | None = None
+        if self.use_vllm:
+            self._push_rollout_policy_to_vllm()
+
+    def _add_callbacks(self, args: MXFP4GRPOConfig) -> None:
+        model = self.model
+        self.entropy_callback = EntropyCallback()
+        facts = functools.partial(run_facts, self)  # gathered when training begins
+        self.run_log = RunLogCallback(facts) if args.report_every else None
+        self.error_callback, self.activation_callback = self._error_callbacks(args)
+        self.movement_callback: StepMovementCallback | None = None
+        if args.movement_every and sample_weights(model):  # frozen and packed weights do not move
+            self.movement_callback = StepMovementCallback(args.movement_every, record=self._record)
+        self.exit_checkpoint = CheckpointOnExit(self)
+        # First in line: what the one adds to the logs reaches the trackers, which are callbacks too, and the other has
+        # written it down when a tracker fails.
+        first = (self.entropy_callback, self.run_log)
+        self.callback_handler.callbacks[:0] = [callback for callback in first if callback is not None]
+        steps = QuantizationStepCallback() if random_layers(model) else None
+        measuring = (self.error_callback, self.activation_callback, self.movement_callback)
+        for callback in (*measuring, steps, self.exit_checkpoint):
+            if callback is not None:
+                self.add_callback(callback)
+
+    def _error_callbacks(self, args: MXFP4GRPOConfig) -> tuple[ErrorCallback | None, ActivationErrorCallback | None]:
+        """Callbacks for what can be measured: packed weights have nothing left to be compared with."""
+        layer = next((module for module in self.model.modules() if isinstance(module, QUANTIZED)), None)
+        if not args.error_every or layer is None:
+            return None, None
+        reason = layer.config.weights_alone_unsupported_reason
+        if reason:
+            get_logger().warning("no error components are measured: %s", reason)
+            return None, None
+        errors = activations = None
+        if any(isinstance(module, TRAINABLE) for module in self.model.modules()):
+            errors = ErrorCallback(args.error_every, record=self._record)
+        if not args.torch_compile and spread_modules(self.model, LAYERS):
+            activations = ActivationErrorCallback(self.model, args.error_every, LAYERS, self._record_mean)
+        return errors, activations
 
     def _punish_long_completions(self, args: MXFP4GRPOConfig) -> None:
         """Make TRL's soft overlong punishment the last reward function, as TRL adds the rewards of environments."""
@@ -177,7 +200,7 @@ class MXFP4GRPOTrainer(ExactResumeMixin, GRPOTrainer):
 
         Raises `ValueError` when the checkpoint to resume from is not whole, or there is none that is.
         """
-        with self.checkpoints.left_behind(), self.quantization.training():
+        with self.exit_checkpoint.checkpoint_on_exit(), self.quantization.training():
             return super().train(resume_from_checkpoint, *args, **kwargs)
 
     def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -188,99 +211,89 @@ class MXFP4GRPOTrainer(ExactResumeMixin, GRPOTrainer):
     # ---- a rollout ------------------------------------------------------------------------------------------------
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
-        batch = self._rollout(inputs)
-        if not self.model.training:
-            return batch
-        # TRL's `frac_reward_zero_std` is that of the batch, zero or one, where rewards are scaled by the batch.
-        equal = self._equal_groups()
-        self._record("dynamic_sampling/zero_variance_share", equal.float().mean().item())
-        if self.sampler is None:
-            return batch
-        replacement = self.sampler.replacement(batch, inputs, equal, self._step)
-        with logs_set_aside(self):
-            while replacement.goes_on:
-                found = self._rollout(replacement.next_inputs())
-                replacement.take(found, self._equal_groups())
-        return self.sampler.finish(replacement, self.state.global_step)
-
-    def _rollout(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
-        """One rollout of these rows of the dataset, scored, as a batch."""
         batch = super()._generate_and_score_completions(inputs)
         if not self.model.training:
             return batch
-        is_same = self.vllm_policy is not None and self.vllm_policy.is_what_trains()
-        self.correction.check(batch, self.state.global_step, is_same)
-        if self.replay is not None:
-            batch[BATCH_KEY] = self.replay.padded(batch["prompt_mask"], batch["completion_ids"])
-            if "old_per_token_logps" in batch and not self.replay.is_scored_by_trl:
+        self.correction.check(batch, self.state.global_step)
+        if self.routing is not None:
+            batch[BATCH_KEY] = self.routing.padded(batch["prompt_mask"], batch["completion_ids"])
+            if "old_per_token_logps" in batch and not self.routing.is_scored_by_trl:
                 # What TRL computed is under free routing.
                 batch["old_per_token_logps"] = self._replayed_log_probs(batch)
         return batch
 
     def _generate(self, prompts: list):
         with self._rollout_policy():
-            if self.replay is None or not self.model.training:
+            if self.routing is None or not self.model.training:
                 return super()._generate(prompts)
-            with self.replay.recording():
+            with self.routing.recording():
                 output = super()._generate(prompts)
-            self.replay.keep(output[0], output[1])
+            self.routing.keep(output[0], output[1])
         return output
 
     @contextlib.contextmanager
     def _rollout_policy(self) -> Iterator[None]:
         """The policy as it samples: with copies of its weights, and with noise in training."""
         step, sigma = self.state.global_step, self._sigma()
-        is_noisy = self.rollout_noise is not None and self.model.training
+        is_noisy = self.noise is not None and self.model.training
         if self.use_vllm and (is_noisy or self.vllm_policy.has_noise):
             # The noise travels with the weights: a push is due even if they have not changed, to bring noise, or in
             # evaluation to take it away.
             self._last_loaded_step = -1
         noise = contextlib.nullcontext()
         if is_noisy:
-            noise = self.rollout_noise.pushed(step, sigma) if self.use_vllm else self.rollout_noise.active(step, sigma)
-        with self.generation.weight_copies(self.model), noise:
+            noise = self.noise.pushed(step, sigma) if self.use_vllm else self.noise.active(step, sigma)
+        with self._weight_copies(), noise:
             yield
+        if is_noisy:
+            self._log_noise(sigma)
+
+    def _weight_copies(self) -> contextlib.AbstractContextManager[None]:
+        """Within this context each quantized weight is copied once (`cache_rollout_weights`)."""
+        form = "auto" if self.args.step_weights == "none" else self.args.step_weights
+        return cached_weights(self.model, form if self.args.cache_rollout_weights else "none")
 
     def _sigma(self) -> float:
         """Standard deviation of the noise at this step; 0 outside of training."""
-        if self.rollout_noise is None or not self.model.training:
+        if self.noise is None or not self.model.training:
             return 0.0
-        return self.rollout_noise.sigma(self.state.global_step, self.state.max_steps)
+        return self.args.noise_schedule.sigma(self.state.global_step, self.state.max_steps)
+
+    def _log_noise(self, sigma: float) -> None:
+        report = self.noise.last_report
+        self._record("aqn/sigma", sigma)
+        self._record("aqn/measured_std", report.measured_std)
+        self._record("aqn/n_modules", report.modules)
+        if report.is_swallowed and not self._warned_of_noise:
+            self._warned_of_noise = True
+            get_logger().warning(
+                "step %d: noise on norms was meant to have a standard deviation of %.2g and has %.2g: the dtype that "
+                "they sample in rounds it away; raise aqn_sigma_end, or sample in float32",
+                self.state.global_step, report.sigma, report.measured_std,
+            )  # fmt: skip
 
     def _generate_single_turn(self, prompt_ids: list[list[int]], *args: Any, **kwargs: Any):
         if self.use_vllm:
             # Weights that are merged for it are to be summed in their own dtype.
             return super()._generate_single_turn(prompt_ids, *args, **kwargs)
-        if not self.model.training:
-            with self.generation.sampling(self.model):
-                return super()._generate_single_turn(prompt_ids, *args, **kwargs)
-        with self.correction.recording(self.model) as log_probs_of, self.generation.sampling(self.model):
-            completions, _ = super()._generate_single_turn(prompt_ids, *args, **kwargs)
-        return completions, log_probs_of(completions)
+        with recorded_log_probs(self.model) as recorder, sampling(self.model, self.accelerator):
+            completions, log_probs = super()._generate_single_turn(prompt_ids, *args, **kwargs)
+        return completions, recorder.rows(completions) if self.model.training else log_probs
 
     def _push_rollout_policy_to_vllm(self) -> None:
         def rollout() -> tuple[int, float]:
             return self.state.global_step, self._sigma()
 
-        noise, record = self.rollout_noise, self._record
-        self.vllm_policy = VLLMPolicy(self.vllm_generation, self.model, self.args, noise, rollout, record)
-
-    def _calculate_rewards(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        self._rewards = super()._calculate_rewards(*args, **kwargs)  # [all processes' completions, functions]
-        return self._rewards
-
-    def _equal_groups(self) -> torch.Tensor:
-        """Which groups of the last rollout earn the same: bool ``[groups of all processes]``."""
-        return equal_rewards(self._rewards, self.reward_weights.to(self._rewards.device), self.num_generations)
+        self.vllm_policy = VLLMPolicy(self.vllm_generation, self.model, self.args, self.noise, rollout, self._record)
 
     @torch.no_grad()
     def _replayed_log_probs(self, batch: dict[str, Any]) -> torch.Tensor:
         """Log-probabilities ``[B, T]`` of the last rollout's completions, routed as it was."""
         masks = batch["prompt_mask"], batch["completion_mask"]
         with (
-            self.generation.weight_copies(self.model),
+            self._weight_copies(),
             disable_gradient_checkpointing(self.model, self.args.gradient_checkpointing_kwargs),
-            self.replay.scoring(*masks),
+            self.routing.scoring(*masks),
         ):
             logps, _, _ = self._get_per_token_logps_and_entropies(
                 self.model,
@@ -297,10 +310,12 @@ class MXFP4GRPOTrainer(ExactResumeMixin, GRPOTrainer):
         if not self.model.training:
             return super().compute_loss(model, inputs, *args, **kwargs)
         self.quantization.release_reference()  # it has scored the rollout
-        if self.replay is not None:
-            self._in_step.enter_context(self.replay.training(inputs))
+        if self.routing is not None:
+            self._in_step.enter_context(self.routing.training(inputs))
         logged = len(self._metrics["train"].get("entropy", ()))
-        with self.monitor.watching(inputs), self.correction.weighting(inputs, self.state.global_step) as weighted:
+        mask = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1)
+        watching = self.activation_callback.observing(mask) if self.activation_callback else contextlib.nullcontext()
+        with watching, self.correction.weighting(inputs, self.state.global_step) as weighted:
             loss = super().compute_loss(model, weighted, *args, **kwargs)
         entropies = self._metrics["train"].get("entropy", [])
         if len(entropies) > logged:
@@ -311,7 +326,7 @@ class MXFP4GRPOTrainer(ExactResumeMixin, GRPOTrainer):
         return loss
 
     def _get_per_token_logps_and_entropies(self, model: Any, ids: Any, mask: Any, width: int, *args, **kwargs):
-        with contextlib.nullcontext() if self.replay is None else self.replay.scoring_next(mask, width):
+        with contextlib.nullcontext() if self.routing is None else self.routing.scoring_next(mask, width):
             output = super()._get_per_token_logps_and_entropies(model, ids, mask, width, *args, **kwargs)
         self.correction.take_log_probs(output[0])
         return output
@@ -336,15 +351,6 @@ class MXFP4GRPOTrainer(ExactResumeMixin, GRPOTrainer):
         values = self.accelerator.gather(torch.tensor([value], dtype=torch.float32, device=self.accelerator.device))
         self._record(name, values.nanmean().item())
 
-    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """[`transformers.Trainer.log`]. A callback that fails in it leaves nothing of this line for the next."""
-        metrics, lines = self._metrics["train" if self.model.training else "eval"], len(self.state.log_history)
-        try:
-            super().log(logs, start_time)
-        finally:
-            if len(self.state.log_history) > lines:
-                metrics.clear()
-
     # ---- checkpoints ----------------------------------------------------------------------------------------------
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
@@ -353,34 +359,54 @@ class MXFP4GRPOTrainer(ExactResumeMixin, GRPOTrainer):
             super().create_model_card(*args, **kwargs)
             if self.is_world_process_zero():
                 source = Path(getattr(self.model.config, "_name_or_path", "")).name or type(self.model).__name__
-                mend_card(Path(self.args.output_dir) / "README.md", source, self.n_quantized > 0)
+                fix_model_card(Path(self.args.output_dir) / "README.md", source, self.n_quantized > 0)
 
     def _process_state(self) -> dict[str, Any]:
-        return {**super()._process_state(), **self.checkpoints.process_state()}
+        # Completions are sampled for several optimizer steps at once, and a checkpoint may fall between two of them.
+        rollouts = {
+            "micro_step": self._step,
+            "batches": self._buffered_inputs,
+            "tokens_seen": self.state.num_input_tokens_seen,
+            "split": self._batch_split(),
+        }
+        return {**super()._process_state(), "rollouts": rollouts}
 
-    def _load_process_state(self, state: dict[str, Any], exact: bool) -> None:
-        super()._load_process_state(state, exact)
-        self.checkpoints.load_process_state(state, exact)
+    def _batch_split(self) -> dict[str, int]:
+        """What decides which micro-batch of which rollout an optimizer step trains on."""
+        names = ("steps_per_generation", "num_iterations", "per_device_train_batch_size")
+        return {name: getattr(self.args, name) for name in names}
+
+    def _load_process_state(self, state: dict[str, Any]) -> None:
+        super()._load_process_state(state)
+        rollouts, split = state["rollouts"], self._batch_split()
+        before = rollouts.get("split", split)  # unknown in older checkpoints
+        self.state.num_input_tokens_seen = rollouts["tokens_seen"]
+        if before == split:
+            self._step, self._buffered_inputs = rollouts["micro_step"], rollouts["batches"]
+        else:
+            get_logger().warning(
+                "the checkpoint was written with %s and is resumed with %s: rollouts start over, so that this run "
+                "does not repeat one that was never stopped", before, split,
+            )  # fmt: skip
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
         super()._load_rng_state(checkpoint)
         # The epoch has begun before a Trainer loads them, and the states of then belong to no step.
-        self.checkpoints.boundary.remember(self.state.global_step)
+        self.exit_checkpoint.remember(self.state.global_step)
 
-    def _restore_process(self, checkpoint: str) -> None:
-        super()._restore_process(checkpoint)
-        self.checkpoints.read_epoch(checkpoint)
 
-    def _get_train_sampler(self, dataset: Any = None):
-        return self.checkpoints.skip_epochs(super()._get_train_sampler(dataset))
+def fix_model_card(path: Path, base: str, quantized: bool) -> None:
+    """Rewrite the card (`README.md`) that TRL writes into a run's folder, without links to what does not exist: what
+    was trained in the place of ``None``, and the import that MXFP4 layers need.
 
-    # ---- what callbacks and users look at -------------------------------------------------------------------------
-
-    noise = property(lambda self: None if self.rollout_noise is None else self.rollout_noise.norms)
-    routing = property(lambda self: self.replay)
-    entropy_callback = property(lambda self: self.monitor.entropy)
-    error_callback = property(lambda self: self.monitor.errors)
-    activation_callback = property(lambda self: self.monitor.activations)
-    movement_callback = property(lambda self: self.monitor.movement)
-    router_callback = property(lambda self: self.monitor.routers)
-    report_callback = property(lambda self: self.monitor.report)
+    Args:
+        base: name of a local model, or of a class where the model has none.
+        quantized: whether the policy has MXFP4 layers.
+    """
+    text = path.read_text(encoding="utf-8")
+    text = text.replace("[None](https://huggingface.co/None)", f"the local model `{base}`")
+    text = text.replace('model="None"', 'model="path/to/this/model"')
+    if quantized:
+        pipeline = "from transformers import pipeline\n"
+        text = text.replace(pipeline, f"import hf_mxfp4  # the layers\n{pipeline}")
+    replace_file(path, text)

@@ -48,7 +48,7 @@ class PolicyEvaluation:
 
     def report(self, when: str, evaluation: Evaluation | None) -> None:
         """Put the accuracy by each score into the run report, where there are both."""
-        if self.trainer.report_callback is not None and evaluation is not None:
+        if self.trainer.run_log is not None and evaluation is not None:
             scores = {
                 name: {
                     "accuracy": evaluation.accuracy(name),
@@ -57,7 +57,7 @@ class PolicyEvaluation:
                 }
                 for name in evaluation.correct
             }
-            self.trainer.report_callback.add_evaluation(when, self.trainer.state.global_step, scores)
+            self.trainer.run_log.add_evaluation(when, self.trainer.state.global_step, scores)
 
     def compare_reloaded(
         self, saved: Path, load_saved: Callable[[], PreTrainedModel], after: Evaluation

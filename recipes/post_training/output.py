@@ -18,7 +18,7 @@ import hf_mxfp4
 from hf_mxfp4 import MXFP4GRPOConfig, MXFP4GRPOTrainer
 from hf_mxfp4.checkpoint import add_evaluation, checkpoint_step, invalidate, last_complete_checkpoint
 from hf_mxfp4.files import replace_file
-from hf_mxfp4.lab import plot_training
+from hf_mxfp4.lab import RunReportCallback, plot_training
 from hf_mxfp4.stats import share_text
 from recipes.common.records import versions
 from recipes.common.terminal import console, tell
@@ -115,6 +115,7 @@ def write_resolved_config(folder: Path, *groups: Any) -> None:
 def write_results(
     output: Path,
     trainer: MXFP4GRPOTrainer,
+    run_report: RunReportCallback,
     task: Task,
     before: Evaluation | None,
     after: Evaluation,
@@ -128,7 +129,8 @@ def write_results(
     plot = plot_training(trainer.state.log_history, output / "training.png")
     history = [entry for entry in trainer.state.log_history if "entropy" in entry]
     sigmas = [entry["aqn/sigma"] for entry in history if "aqn/sigma" in entry]
-    written = trainer.report_callback and trainer.report_callback.path
+    if trainer.run_log is not None:
+        run_report.write(output)  # with the evaluation
     report = getattr(trainer.accelerator.unwrap_model(trainer.model), "quantization_report", None)
     adapter = saved is not None and (saved / "adapter_config.json").is_file()
     summary = {
@@ -152,7 +154,7 @@ def write_results(
         "saved": saved and str(saved),
         "adapter": adapter,
         "plot": str(plot),
-        "run_report": str(written) if written else None,
+        "run_report": run_report.path and str(run_report.path),
         "reloaded": None,
     }
     if saved is not None:

@@ -32,8 +32,8 @@ RUNS: dict[str, tuple[str, dict, bool, dict]] = {
     "dense random": (DENSE, _RANDOM, False, {"save_steps": 3}),
     "lora": (DENSE, {"mode": "packed", "preset": "w4a4", "outlier_fallback": 0.5}, True, {"save_steps": 2}),
     "lora qat": (DENSE, {}, True, {}),
-    "experts": (MOE, {}, False, {"router_every": 1, "router_replay": True, "report_every": 2}),
-    "experts lora": (MOE, {"mode": "packed"}, True, {"router_every": 2}),
+    "experts": (MOE, {}, False, {"router_replay": True, "report_every": 2}),
+    "experts lora": (MOE, {"mode": "packed"}, True, {}),
     "fallback rate": (DENSE, {"outlier_fallback_rate": 0.2}, False, {"rollout_correction": True}),
     "without noise": (DENSE, {}, False, {"aqn": False, "beta": 0.05, "quantize_reference": True}),
     "two iterations": (
@@ -52,7 +52,7 @@ RUNS: dict[str, tuple[str, dict, bool, dict]] = {
         DENSE,
         {},
         False,
-        {"dynamic_sampling": True, "overlong_buffer": 2, "movement_every": 1},
+        {"overlong_buffer": 2, "movement_every": 1},
     ),
 }
 
@@ -114,7 +114,6 @@ def make_trainer(
         "disable_tqdm": True,
         "aqn_num_stages": 4,
         "error_every": 2,
-        "error_layers": 2,
         "report_every": 0,
         "seed": 7,
     }

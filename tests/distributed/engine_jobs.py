@@ -31,7 +31,7 @@ COUNTED = "quantization/weights_per_step"
 #: On attention alone.
 MOE_LORA = {"target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"]}
 #: Of a mixture of experts, GRPO replays and measures routing, and decomposes the error of weights.
-MOE_GRPO = {"router_replay": True, "router_every": 2, "error_every": 2}
+MOE_GRPO = {"router_replay": True, "error_every": 2}
 
 
 class PlainTrainer(ExactResumeMixin, Trainer):
@@ -156,8 +156,6 @@ def train_and_save(engine: str | None, mode: str, base: str, out: str, mixed_pre
         }
         trainer.save_model(str(out / kind / "saved"))
         trainer.accelerator.wait_for_everyone()
-    if engine and engine.startswith(("fsdp2", "zero3")):
-        results["compiled rollouts"] = refusal(grpo_trainer, base, "qat", out, compile_rollouts=True)
     if os.environ.get("RANK", "0") == "0":
         torch.save(results, out / "results.pt")
 
@@ -169,7 +167,7 @@ def train_on_uneven_rollouts(engine: str, base: str, out: str) -> None:
     rank, seen = os.environ["RANK"], {}
     for kept in (True, False):
         options = {"max_steps": 2, "save_strategy": "no", "max_completion_length": 6, "cache_rollout_weights": kept}
-        options |= {"rollout_weights": "dense"} if kept else {}  # the bits of those without copies
+        options |= {"step_weights": "dense"} if kept else {}  # the bits of those without copies
         trainer = grpo_trainer(base, "moe", Path(out) / f"kept-{kept}", **options)
         if rank == "1":
             trainer.generation_config.eos_token_id = trainer.eos_token_ids = list(range(32))
@@ -188,42 +186,6 @@ def train_on_uneven_rollouts(engine: str, base: str, out: str) -> None:
         left_out = ("step_time", "quantization/weights_per_step")
         seen[str(kept)] = {"held": held, "logs": [{k: v for k, v in log.items() if k not in left_out} for log in logs]}
     (Path(out) / f"rank{rank}.json").write_text(json.dumps(seen))
-
-
-#: Ways to generate: in eager mode from dense copies of the weights, and from packed ones in others.
-ROLLOUTS = {
-    "eager": {"rollout_weights": "dense"},
-    "compiled": {"compile_rollouts": True, "rollout_weights": "packed"},
-    "batched": {
-        "use_transformers_continuous_batching": True,
-        "transformers_continuous_batching_config": {"num_blocks": 16, "max_batch_tokens": 64},
-        "rollout_weights": "packed",
-    },
-}
-
-
-def train_on_all_rollouts(mode: str, kinds: list[str], base: str, out: str) -> None:
-    """GRPO with greedy rollouts of each kind, under noise from the second step on. Rank 0 writes what each logged and
-    trained to ``out/results.pt``."""
-    use_engine("ddp", Path(out))
-    results = {}
-    for kind in kinds:
-        options = {"max_steps": 2, "save_strategy": "no", "generation_kwargs": {"do_sample": False}}
-        noise = {"aqn_sigma_start": 0.5, "aqn_sigma_end": 0.1, "error_every": 0}
-        trainer = grpo_trainer(base, mode, Path(out) / kind, **noise, **options, **ROLLOUTS[kind])
-        if trainer.args.compile_rollouts:
-            trainer.generation_config.compile_config.backend = "aot_eager"
-            trainer.generation_config.compile_config.mode = None
-        trainer.train()
-        logs = [entry for entry in trainer.state.log_history if "grad_norm" in entry]
-        seen = ("reward", "aqn/sigma", "aqn/n_modules", "completions/mean_length")
-        results[kind] = {
-            "logs": [{name: float(entry[name]) for name in seen} for entry in logs],
-            "weights": [parameter.detach().clone() for parameter in trainer.model.parameters()],
-            "processes": trainer.accelerator.num_processes,
-        }
-    if os.environ["RANK"] == "0":
-        torch.save(results, Path(out) / "results.pt")
 
 
 def push_codes_to_vllm(engine: str | None, base: str, out: str) -> None:

@@ -13,8 +13,8 @@ from hf_mxfp4 import fake_quantize
 from hf_mxfp4.integrations.peft.rollout import policy_parameters
 from hf_mxfp4.integrations.transformers.swap import quantize_linears
 from hf_mxfp4.layers import trainable_matrices
-from hf_mxfp4.rl.callbacks.base import spread_layers
-from hf_mxfp4.rl.rollout.vllm import rollout_parameters
+from hf_mxfp4.rl import rollout_parameters
+from hf_mxfp4.rl.callbacks.errors import spread_layers
 
 
 IDS = torch.arange(2, 26).view(2, 12)
@@ -108,11 +108,11 @@ def test_grpo_trains_experts(options, tmp_path):
     policy = make_model("qwen3_moe", **config)
     quantize_linears(policy, factors_config(**options))
     before = policy.model.layers[1].mlp.experts.down_proj.detach().clone()
-    trainer = trainer_factory(tmp_path)(policy=policy, max_steps=2, error_layers=3, error_every=1)
+    trainer = trainer_factory(tmp_path)(policy=policy, max_steps=2, error_every=1)
     assert trainer.n_quantized == 2 * (4 + 8)
     trainer.train()
     assert not torch.equal(policy.model.layers[1].mlp.experts.down_proj, before)
     layers = {entry["layer"] for entry in trainer.error_callback.history}
-    assert len(layers) == 3 and any(".mlp.experts." in name for name in layers)
+    assert len(layers) == 4 and any(".mlp.experts." in name for name in layers)
     logged = trainer.state.log_history[0]
     assert all(name in logged for name in ("error/grid", "aqn/sigma"))

@@ -12,7 +12,7 @@ from hf_mxfp4 import MXFP4RLConfig
 from hf_mxfp4.integrations.transformers.swap import quantize_linears
 from hf_mxfp4.numerics import decompose_scheme
 from hf_mxfp4.rl import ActivationErrorCallback
-from hf_mxfp4.rl.callbacks.activation_errors import spread_modules
+from hf_mxfp4.rl.callbacks.errors import spread_modules
 
 
 PARTS = ("scale_bias", "deadzone", "grid", "sqnr_db")

@@ -13,9 +13,8 @@ from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 
 from hf_mxfp4.backends.devices import widest_float
 from hf_mxfp4.moe import find_routers
-from hf_mxfp4.rl.noise import norms as aqn
-from hf_mxfp4.rl.noise.norms import NormNoise, find_norms
-from hf_mxfp4.rl.rollout.vllm import rollout_parameters
+from hf_mxfp4.rl import noise as aqn
+from hf_mxfp4.rl.noise import NormNoise, find_norms
 
 
 IDS = torch.arange(24).reshape(2, 12) % 32
@@ -61,7 +60,7 @@ def test_of_a_model_of_images_the_decoder_gets_noise():
 
 
 def test_model_without_norm_is_refused():
-    with pytest.raises(ValueError, match="found no RMSNorm in Linear"):
+    with pytest.raises(ValueError, match="found none in Linear"):
         NormNoise(nn.Linear(2, 2), seed=0)
 
 
@@ -153,7 +152,7 @@ def test_a_noisy_norm_runs_once_and_in_the_dtype_of_the_clean_one(family, dtype,
     assert len(calls) == 3 * len(inputs) + kinds  # the clean pass tells the dtype, once for each kind of input
 
 
-def test_a_norm_weight_that_changes_outside_of_cached_weights_is_read_anew():
+def test_a_norm_weight_that_changes_is_read_again():
     model = make_model()
     noise, norm = NormNoise(model, seed=3), model.model.norm
     x, shifted = torch.randn(3, 64), copy.deepcopy(norm)
@@ -256,25 +255,6 @@ def test_noise_that_reaches_no_norm_is_an_error_and_none_needs_no_forward():
     with noise.active(0, 0.0):
         pass
     assert noise.last_report.modules == 0 and noise.last_report.measured_std == 0
-
-
-def test_chosen_norms_have_the_noise_that_they_have_among_all():
-    model = make_model()
-    everything, some = NormNoise(model, seed=0), NormNoise(model, seed=0, layers=["layers.1", "model.norm"])
-    assert list(some.norms) == [name for name in everything.norms if "layers.0" not in name]
-    weight = torch.ones(8)
-    assert torch.equal(some.noise(0, weight, 3, 0.1), everything.noise(2, weight, 3, 0.1))
-    named = list(model.named_parameters())
-    pushed, clean = dict(rollout_parameters(named, model, some, 3, 0.1)), dict(named)
-    assert [name for name in clean if not torch.equal(clean[name], pushed[name])] == [f"{n}.weight" for n in some.norms]
-    index = list(everything.norms).index("model.norm")
-    expected = model.model.norm.weight + everything.noise(index, model.model.norm.weight, 3, 0.1)
-    assert torch.equal(pushed["model.norm.weight"], expected)
-    with torch.no_grad(), some.active(3, 0.1):
-        model(IDS)
-    assert some.last_report.modules == 3
-    with pytest.raises(ValueError, match="chooses none of the 5 norms"):
-        NormNoise(model, seed=0, layers=["q_proj"])
 
 
 def test_router_logits_are_bit_identical_for_the_same_hidden_state():

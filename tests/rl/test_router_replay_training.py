@@ -171,8 +171,6 @@ def test_a_batch_without_a_recording_is_an_error(build):
 def test_a_dense_policy_is_refused(tmp_path):
     with pytest.raises(ValueError, match="Qwen2ForCausalLM has no router"):
         trainer_factory(tmp_path)(router_replay=True)
-    with pytest.raises(ValueError, match="Qwen2ForCausalLM has no router"):
-        trainer_factory(tmp_path)(router_every=1)
 
 
 def test_a_recording_of_another_batch_is_refused():

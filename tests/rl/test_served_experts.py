@@ -13,9 +13,9 @@ from transformers import AutoModelForCausalLM
 
 from hf_mxfp4 import MXFP4GRPOConfig, MXFP4RLConfig
 from hf_mxfp4.moe import RouterReplayError, find_routers, recorded_choices
-from hf_mxfp4.rl.rollout import served_experts
-from hf_mxfp4.rl.rollout.replay import RouterReplay
-from hf_mxfp4.rl.rollout.served_experts import ServedChoices, experts_returned
+from hf_mxfp4.rl.rollout import vllm_engine
+from hf_mxfp4.rl.rollout.replay import RouterReplay, ServedChoices
+from hf_mxfp4.rl.rollout.vllm_engine import vllm_in_scheme
 
 
 COMPLETION = [5, 7, 9]
@@ -72,7 +72,7 @@ def build(tmp_path):
         trainer.vllm_generation, trainer._last_loaded_step = Generation(trainer.model), -1
         by_trl = trainer.vllm_importance_sampling_correction
         llm = trainer.vllm_generation.llm
-        trainer.replay = RouterReplay(trainer.model, trainer.accelerator, trainer._record, llm, by_trl)
+        trainer.routing = RouterReplay(trainer.model, trainer.accelerator, trainer._record, llm, by_trl)
         trainer._push_rollout_policy_to_vllm()
         return trainer
 
@@ -82,7 +82,7 @@ def build(tmp_path):
 @pytest.mark.parametrize("correction", [True, False])
 def test_what_vllm_chose_is_replayed_wherever_the_policy_computes_log_probabilities(build, correction):
     """Under the correction TRL scores each rollout first, and compares it with what vLLM sampled."""
-    trainer = build(vllm_importance_sampling_correction=correction, num_iterations=2, learning_rate=1e-2)
+    trainer = build(rollout_correction=correction, num_iterations=2, learning_rate=1e-2)
     compute, calls = trainer._get_per_token_logps_and_entropies, []
 
     def watched(*args, **kwargs):
@@ -143,11 +143,11 @@ def other_tokens(answer):
 @pytest.mark.parametrize(
     "change, reason",
     [
-        (without_experts, "no experts of sequence 1; it was not made with enable_return_routed_experts"),
+        (without_experts, r"experts None of sequence 1.*enable_return_routed_experts"),
         (of_one_layer, r"experts \(4, 1, 2\) of sequence 1"),
         (too_short, r"experts \(3, 2, 2\) of sequence 1, which is not \[4 tokens, layers up to 1"),
         (unrecorded, "the same expert twice for one token of sequence 1: it has not recorded"),
-        (other_tokens, "sequence 1 came back with 2 . 3 tokens that are not those that vLLM generated"),
+        (other_tokens, "sequence 1 came back with other tokens than vLLM generated"),
     ],
 )
 def test_what_does_not_belong_to_the_rollout_is_an_error(change, reason):
@@ -183,18 +183,14 @@ def test_routers_without_the_number_of_their_layer_are_refused():
         recorder(**{"encoder.gate": None})
 
 
-def test_trl_makes_a_vllm_that_returns_experts(tmp_path, monkeypatch):
+def test_trl_makes_a_vllm_that_returns_experts(build, tmp_path, monkeypatch):
     made = []
     monkeypatch.setattr(generation, "LLM", lambda **options: made.append(options), raising=False)
-    monkeypatch.setattr(served_experts, "check_version", lambda: None)
-    make = generation.LLM
+    monkeypatch.setattr(vllm_engine, "_check_returns_experts", lambda: None)
+    monkeypatch.setattr(generation.VLLMGeneration, "_init_vllm", lambda self: generation.LLM(model="policy"))
     args = MXFP4GRPOConfig(str(tmp_path), use_cpu=True, bf16=False, use_vllm=True, router_replay=True)
-    with experts_returned(args):
-        generation.LLM(model="policy")
-    assert made == [{"model": "policy", "enable_return_routed_experts": True}] and generation.LLM is make
-    with pytest.raises(RuntimeError, match="TRL starts vLLM in another way"):
-        with experts_returned(args):
-            pass
-    args.router_replay = False
-    with experts_returned(args):
-        assert generation.LLM is make
+    engine = object.__new__(generation.VLLMGeneration)
+    engine.model = build().model
+    with vllm_in_scheme(args):
+        engine._init_vllm()
+    assert made[0]["model"] == "policy" and made[0]["enable_return_routed_experts"] is True

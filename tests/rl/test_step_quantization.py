@@ -2,8 +2,6 @@
 """Each weight is quantized once per optimizer step: counted, and the same bits as quantizing it for each use, whatever
 writes weights between two steps."""
 
-import itertools
-
 import pytest
 import torch
 from grpo_runs import logged, prompts
@@ -43,10 +41,7 @@ RUNS = {
     "w4a4": ({"preset": "w4a4"}, {}, [5, 5]),
     "w4a16, checkpointing": ({"preset": "w4a16"}, {"gradient_checkpointing": True}, [9, 9]),
     "w4a4g4": ({"preset": "w4a4g4"}, {}, [5, 5]),
-    "w4a4g4, checkpointing": ({"preset": "w4a4g4"}, {"gradient_checkpointing": True}, [9, 9]),
     "two iterations": ({}, REUSED, [13, 4, 4, 4]),
-    "two iterations, checkpointing": ({}, {**REUSED, "gradient_checkpointing": True}, [17, 8, 8, 8]),
-    "rollouts of codes": ({"preset": "w4a4"}, {"rollout_weights": "packed"}, [5, 5]),
     "stochastic": (STOCHASTIC, {}, [5, 5]),
     "bfloat16": ({"preset": "w4a4"}, {"bf16": True}, [5, 5]),
 }
@@ -56,7 +51,8 @@ RUNS = {
 def test_once_per_optimizer_step(build, tmp_path, name):
     scheme, options, without = RUNS[name]
     found = {}
-    for form in ("auto", "packed", "none"):
+    # Weights that are rounded at random are not kept as codes.
+    for form in ("auto", "none") if name == "stochastic" else ("auto", "packed", "none"):
         out = str(tmp_path / form)
         config = MXFP4RLConfig(**scheme)
         trainer = build(scheme=config, step_weights=form, output_dir=out, **{**ACCUMULATED, **options})
@@ -65,10 +61,9 @@ def test_once_per_optimizer_step(build, tmp_path, name):
         assert counts(trainer) == expected, form
         # Along the other axis, for the gradient of each input but the first layer's three.
         assert counts(trainer, "dgrad_") == ([4 * 14] * len(without) if config.preset == "w4a4g4" else [])
-        assert not trainer.quantization._weights or not trainer.quantization._weights.is_open
         found[form] = ended(trainer)
     assert_equal(found["auto"], found["none"])
-    assert_equal(found["packed"], found["none"])
+    assert_equal(found.get("packed", found["none"]), found["none"])
 
 
 def test_the_reference_and_the_policy_once_each(build, tmp_path):
@@ -99,15 +94,14 @@ def test_adapters_on_trainable_layers(build, tmp_path):
 
 def test_each_matrix_of_experts_once(build, tmp_path, dense_products):
     found = []
-    for form, rollouts in itertools.product(("auto", "none"), ("dense", "packed")):
+    for form in ("dense", "packed", "none"):
         policy = make_moe(num_hidden_layers=1)
         quantize_linears(policy, MXFP4RLConfig())
-        options = {"step_weights": form, "rollout_weights": rollouts, "output_dir": str(tmp_path / form / rollouts)}
-        trainer = build(policy=policy, **ACCUMULATED, **options)
+        trainer = build(policy=policy, **ACCUMULATED, step_weights=form, output_dir=str(tmp_path / form))
         trainer.train()
         assert trainer.n_quantized == 4 + 6 * 2
         # The passes of training on a CPU, too, take the matrices of all experts.
-        assert counts(trainer) == [trainer.n_quantized * (1 if form == "auto" else 5)] * 2
+        assert counts(trainer) == [trainer.n_quantized * (5 if form == "none" else 1)] * 2
         found.append(ended(trainer))
     for other in found[1:]:
         assert_equal(other, found[0])
@@ -196,11 +190,3 @@ def test_nothing_is_kept_where_no_copies_are_wanted(build):
     trainer = build(cache_rollout_weights=False, **ACCUMULATED)
     assert trainer.quantization.form == "none"
     assert build(cache_rollout_weights=False, step_weights="packed").quantization.form == "packed"
-
-
-def test_what_has_no_effect_is_said(build, capsys):
-    scheme = MXFP4RLConfig(mode="packed")
-    trainer = build(scheme=scheme, peft_config=LoraConfig(r=2), step_weights="dense", **ACCUMULATED)
-    assert "step_weights=dense has no effect: no trainable layer" in capsys.readouterr().err
-    trainer.train()
-    assert counts(trainer) == []

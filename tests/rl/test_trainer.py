@@ -15,7 +15,6 @@ from trl import GRPOConfig
 from hf_mxfp4 import MXFP4GRPOConfig, MXFP4GRPOTrainer, MXFP4Linear, MXFP4RLConfig
 from hf_mxfp4.integrations.transformers.swap import quantize_linears
 from hf_mxfp4.rl import NoiseSchedule, RewardError
-from hf_mxfp4.rl.rollout.generation import describe_rollout_weights
 from recipes.tasks.tiny_model import build_char_tokenizer
 
 
@@ -142,7 +141,7 @@ def test_training_moves_every_master_and_logs_entropy_and_error_components(two_e
     assert sorted(logged(trainer, "entropy")) == sorted(logged(trainer, "entropy/slope")) == list(range(1, 9))
     assert sorted(logged(trainer, "error/grid")) == [1, 2, 4, 6, 8]  # what was measured before step 1 is in its log
     history = trainer.error_callback.history
-    assert {entry["step"] for entry in history} == {0, 2, 4, 6, 8} and len({entry["layer"] for entry in history}) == 2
+    assert {entry["step"] for entry in history} == {0, 2, 4, 6, 8} and len({entry["layer"] for entry in history}) == 4
 
 
 def test_gradient_checkpointing_trains_the_same_weights(build, tmp_path):
@@ -280,33 +279,6 @@ def test_a_failing_save_does_not_hide_the_cause(build, monkeypatch, capsys):
     assert "saving failed too: OSError: no space left on device" in capsys.readouterr().err
 
 
-def test_continuous_batching_that_would_round_float32_masters_is_refused(build):
-    remedy = "set use_transformers_continuous_batching=False, or bf16=False$"
-    with pytest.raises(ValueError, match=f"would round float32 master weights; {remedy}"):
-        build(use_transformers_continuous_batching=True, bf16=True)
-
-
-def test_continuous_batching_that_would_round_adapters_is_refused_with_advice_that_helps(build, tmp_path):
-    """PEFT keeps adapters in float32 whatever the model is loaded in, so that loading it in bfloat16 is not enough."""
-    build()
-    batching = {"transformers_continuous_batching_config": {"num_blocks": 16, "max_batch_tokens": 64}}
-    options = {"use_transformers_continuous_batching": True, **batching, "max_steps": 1}
-
-    def with_adapters(bf16):
-        policy = AutoModelForCausalLM.from_pretrained(
-            tmp_path / "base", quantization_config=MXFP4RLConfig(mode="packed"), dtype=torch.bfloat16
-        )
-        lora = LoraConfig(task_type="CAUSAL_LM", target_modules="all-linear", r=2)
-        return build(policy=policy, peft_config=lora, bf16=bf16, **options)
-
-    with pytest.raises(ValueError, match="float32 adapters; .* or bf16=False, with the model loaded in bfloat16$"):
-        with_adapters(bf16=True)
-    trainer = with_adapters(bf16=False)
-    trainer.train()
-    dtypes = {parameter.dtype for parameter in trainer.model.parameters() if parameter.requires_grad}
-    assert dtypes == {torch.float32} and trainer.state.global_step == 1
-
-
 def test_the_name_of_a_scheme_is_refused_before_anything_is_loaded(tmp_path):
     message = "must be an MXFP4RLConfig, such as .* got 'mxfp4_rl'"
     config = MXFP4GRPOConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False)
@@ -315,16 +287,3 @@ def test_the_name_of_a_scheme_is_refused_before_anything_is_loaded(tmp_path):
     config.model_init_kwargs = {"quantization_config": "mxfp4_rl"}
     with pytest.raises(TypeError, match=f"^quantization_config in model_init_kwargs {message}"):
         MXFP4GRPOTrainer("no/such-model", even_digits, config, prompts())
-
-
-@pytest.mark.usefixtures("dense_products")
-def test_rollouts_from_packed_copies_train_the_same_weights(build):
-    weights = []
-    for form in ("dense", "packed"):
-        trainer = build(max_steps=1, rollout_weights=form)
-        trainer.train()
-        weights.append(snapshot(trainer.model))
-    assert all(torch.equal(value, weights[1][name]) for name, value in weights[0].items())
-    found = [describe_rollout_weights(trainer.model, kept, "packed") for kept in (True, False)]
-    assert found == ["copies of 14 linear layers packed, of 0 dense", "no copies"]
-    assert describe_rollout_weights(trainer.model, True, "auto").endswith("of 14 linear layers packed, of 0 dense")

@@ -1,15 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Servers that die, or that are others than the weights were pushed to, without vLLM; with it:
-`tests/vllm_integration`."""
-
-import time
+"""Servers that die, and what they are pushed, without vLLM; with it: `tests/vllm_integration`."""
 
 import pytest
 import torch
 from fake_vllm import FakeVLLM, use_fake_vllm
 from grpo_runs import logged
 from peft import LoraConfig
-from trl.generation import vllm_client
 
 from hf_mxfp4 import MXFP4RLConfig
 from hf_mxfp4.rl import VLLMServerError
@@ -40,7 +36,6 @@ def uninterrupted(build, tmp_path):
     [
         pytest.param("/v1/completions", "while sampling", marks=pytest.mark.large),
         ("/update_weights", "while receiving weights"),
-        pytest.param("/weight_info", "while sampling", marks=pytest.mark.large),
     ],
 )
 def test_a_server_that_dies_leaves_a_checkpoint_from_which_a_new_one_goes_on(
@@ -50,7 +45,7 @@ def test_a_server_that_dies_leaves_a_checkpoint_from_which_a_new_one_goes_on(
         trainer = trainer_on(build, server)
         with pytest.raises(VLLMServerError, match="resume this run with resume_from_checkpoint") as caught:
             trainer.train()
-    assert server.url in str(caught.value) and "does not answer any more" in str(caught.value)
+    assert server.url in str(caught.value)
     assert what in str(caught.value)
     assert trainer.state.global_step == 2
     assert f"saved as {tmp_path / 'run' / 'checkpoint-2'}" in caplog.text
@@ -66,82 +61,12 @@ def test_a_server_that_dies_leaves_a_checkpoint_from_which_a_new_one_goes_on(
     assert not torch.equal(pushed[0][name], layer.effective_weight(layer.weight))
 
 
-def test_a_server_that_was_started_anew_is_not_sampled_from(build, monkeypatch):
-    with FakeVLLM() as server:
-        trainer = trainer_on(build, server)
-        sync = trainer.vllm_generation.sync_weights
-
-        def sync_and_restart():
-            sync()
-            if trainer.state.global_step == 2:
-                server.version = "default"
-
-        monkeypatch.setattr(trainer.vllm_generation, "sync_weights", sync_and_restart)
-        with pytest.raises(VLLMServerError, match="'default' instead of '[0-9a-f]{32}-3'.* started anew") as caught:
-            trainer.train()
-    assert "resume_from_checkpoint" in str(caught.value)
-    assert trainer.state.global_step == 2 and len(logged(trainer, "loss")) == 2
-
-
-def test_two_runs_on_one_server_are_noticed(build, tmp_path):
-    with FakeVLLM() as server:
-        first, second = trainer_on(build, server), trainer_on(build, server, output_dir=str(tmp_path / "other"))
-        first.vllm_generation.sync_weights()
-        second.vllm_generation.sync_weights()
-        second.vllm_generation.generate([[2, 3]] * 4, None, 4)
-        with pytest.raises(VLLMServerError, match="another run pushes to it"):
-            first.vllm_generation.generate([[2, 3]] * 4, None, 4)
-
-
-def test_a_server_without_versions_is_told_of_and_used(build, caplog):
-    with FakeVLLM(versions=False) as server:
-        trainer = trainer_on(build, server, max_steps=2)
-        trainer.train()
-    assert trainer.state.global_step == 2 and server.requests.count("/weight_info") == 0
-    assert caplog.text.count("keeps no version of its weights") == 1
-
-
 def test_what_a_server_says_is_said(build):
     refusal = {"error": {"message": "the prompt is longer than max_model_len"}}
     with FakeVLLM(answers={"/v1/completions": (400, refusal)}) as server:
         trainer = trainer_on(build, server)
-        with pytest.raises(VLLMServerError, match="runs; it failed while sampling.*longer than max_model_len"):
+        with pytest.raises(VLLMServerError, match="failed while sampling.*longer than max_model_len"):
             trainer.train()
-
-
-def test_errors_of_this_process_are_not_blamed_on_the_server(build, monkeypatch):
-    with FakeVLLM() as server:
-        trainer = trainer_on(build, server)
-        trainer.vllm_generation.sync_weights()
-
-        def failing():
-            raise OSError("a shard cannot be read")
-            yield
-
-        monkeypatch.setattr(trainer.vllm_generation, "_iter_named_params", failing)
-        with pytest.raises(OSError, match="^a shard cannot be read$"):
-            trainer.vllm_generation.sync_weights()
-
-
-def test_who_waits_for_a_server_that_is_gone_is_told(build, monkeypatch, caplog):
-    """NCCL waits for ever where the other side dies in the middle of a push."""
-    monkeypatch.setattr("hf_mxfp4.rl.rollout.vllm_server._PATIENCE", 0.05)
-    told = "does not answer any more, while receiving weights; if this process goes on waiting"
-    with FakeVLLM() as server:
-        trainer = trainer_on(build, server)
-
-        def stuck(iterator, **options):
-            time.sleep(0.3)
-            assert told not in caplog.text
-            server.die()
-            end = time.monotonic() + 30
-            while told not in caplog.text and time.monotonic() < end:
-                time.sleep(0.01)
-
-        monkeypatch.setattr(vllm_client, "packed_nccl_broadcast_producer", stuck)
-        with pytest.raises(VLLMServerError):
-            trainer.vllm_generation.sync_weights()
-    assert told in caplog.text
 
 
 # ---- what a server is pushed ----------------------------------------------------------------------------------------

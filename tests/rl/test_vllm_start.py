@@ -18,7 +18,7 @@ from trl.generation import vllm_generation
 from hf_mxfp4 import MXFP4GRPOConfig, MXFP4RLConfig
 from hf_mxfp4.integrations.transformers.swap import quantize_linears
 from hf_mxfp4.integrations.vllm import EngineSettings
-from hf_mxfp4.rl.rollout.vllm_start import quantization_config, tell_how_to_serve, vllm_in_scheme
+from hf_mxfp4.rl.rollout.vllm_engine import log_how_to_serve, quantization_config, vllm_in_scheme
 
 
 PACKED, DENSE = {"weights": "packed", "adapter_rank": 0}, {"weights": "dense", "adapter_rank": 0}
@@ -192,7 +192,6 @@ def test_the_trainer_starts_vllm_in_the_scheme(kind, full, tmp_path, made):
     assert given["hf_overrides"]["quantization_config"]["preset"] == "w4a16"
     engine = trainer.vllm_policy.engine
     assert engine.is_packed and engine.settings.adapter_rank == (4 if kind == "lora" else 0)
-    assert trainer.vllm_policy.is_what_trains()
     assert (vllm_generation.VLLMGeneration._init_vllm, vllm_generation.LLM) == before
     if kind == "lora":
         assert trainer.model.peft_config["default"].base_model_name_or_path == str(full)
@@ -218,16 +217,9 @@ def test_the_log_says_how_vllm_is_started(option, scheme, level, message, full, 
     assert ("hf_overrides" in made[0]) is is_told is (trainer.vllm_policy.engine.scheme is not None)
 
 
-def test_a_baseline_in_full_precision_is_no_reason_for_a_warning(full, tmp_path, made, caplog):
-    policy = AutoModelForCausalLM.from_pretrained(full)
-    options = {"use_vllm": True, "vllm_mode": "colocate", "aqn": False, "allow_full_precision": True}
-    trainer_factory(tmp_path)(policy=policy, **options)
-    assert "hf_overrides" not in made[0] and "vLLM is started" not in caplog.text
-
-
 def test_who_has_a_server_in_16_bits_is_told_how_to_start_another(full, caplog):
     caplog.set_level(logging.INFO, "hf_mxfp4")
-    tell_how_to_serve(load(full), MXFP4GRPOConfig(use_cpu=True, bf16=False, use_vllm=True))
+    log_how_to_serve(load(full), MXFP4GRPOConfig(use_cpu=True, bf16=False, use_vllm=True))
     found = re.search(r"vllm serve (\S+) --host 127.0.0.1 --hf-overrides '(.*)'", caplog.text)
     given = json.loads(found[2])["quantization_config"]
     assert found[1] == str(full) and given["vllm"] == PACKED

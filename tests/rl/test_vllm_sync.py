@@ -13,7 +13,7 @@ from tiny_models import make_model
 
 from hf_mxfp4 import MXFP4GRPOConfig, MXFP4RLConfig
 from hf_mxfp4.integrations.transformers.swap import quantize_linears
-from hf_mxfp4.rl.noise.norms import NormNoise
+from hf_mxfp4.rl.noise import NormNoise
 from hf_mxfp4.rl.rollout.vllm import VLLMPolicy, rollout_parameters
 from hf_mxfp4.rl.rollout.vllm_engine import VLLMEngine
 
@@ -428,31 +428,3 @@ def test_noise_is_measured_after_the_rounding_of_vllm(build):
         measured[dtype] = logs["aqn/measured_std"][0]
         assert measured[dtype] == pytest.approx((noisy.to(dtype).double() - 1).square().mean().sqrt().item(), rel=1e-5)
     assert measured[torch.float32] == pytest.approx(1e-3, rel=0.15) and measured[torch.bfloat16] < 9e-4
-
-
-# ---- a sampler that is not what was pushed --------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("engine", "options", "expected"),
-    [
-        ({}, {}, True),
-        ({}, {"top_p": 0.9}, False),
-        ({}, {"top_k": 5}, False),
-        ({}, {"min_p": 0.1}, False),
-        ({}, {"repetition_penalty": 1.1}, False),
-        ({}, {"generation_kwargs": {"frequency_penalty": 1.0}}, False),
-        ({}, {"aqn": True, "aqn_num_stages": 1}, False),
-        ({}, {"aqn": True, "aqn_num_stages": 4}, True),  # the first stage has no noise
-        ({"scheme": W4A4}, {}, False),
-        ({}, {"scheme": factors_config(preset="w4a4")}, False),
-        ({"scheme": FALLBACK}, {"scheme": factors_config(preset="w4a4")}, True),
-    ],
-)
-def test_where_both_policies_are_one_garbage_is_noticed(build, caplog, engine, options, expected):
-    """The stand-in says that every token has a probability of one."""
-    trainer = build(**{"aqn": False, "max_steps": 1, "scheme": factors_config(preset="w4a16"), **options})
-    with_simulated_vllm(trainer, **engine)
-    trainer.train()
-    found = [record for record in caplog.records if "more than half of the sampled tokens" in record.getMessage()]
-    assert len(found) == expected

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from hf_mxfp4 import MXFP4RLConfig
 from hf_mxfp4.layers import MXFP4PackedLinear, trainable_matrices
-from hf_mxfp4.rl.noise.targets import plain_name
+from hf_mxfp4.rl import plain_name
 from hf_mxfp4.rl.rollout import correction
 
 
@@ -137,14 +137,13 @@ def weights_inside(trainer):
 @pytest.fixture
 def differences(monkeypatch):
     """Absolute differences of the log-probabilities of all sampled tokens, in vLLM and in training."""
-    found, log_ratios = [], correction.log_ratios
+    found, add = [], correction.MismatchSums.add
 
-    def recorded(trained, sampled, mask):
-        ratios = log_ratios(trained, sampled, mask)
-        found.extend(ratios[mask.bool()].abs().tolist())
-        return ratios
+    def recorded(self, log_ratio, mask, *limits):
+        found.extend(log_ratio[mask.bool()].abs().tolist())
+        add(self, log_ratio, mask, *limits)
 
-    monkeypatch.setattr(correction, "log_ratios", recorded)
+    monkeypatch.setattr(correction.MismatchSums, "add", recorded)
     return found
 
 
@@ -163,7 +162,7 @@ def load(folder, **scheme):
 def test_qat_with_noise_on_norms(tmp_path, differences):
     """From a checkpoint in full precision; constant noise has two stages, the first without."""
     policy = load(checkpoint(tmp_path / "full"), preset="w4a16")
-    noise = {"aqn_schedule": "constant", "aqn_sigma_start": 0.02, "eval_strategy": "steps", "eval_steps": 1}
+    noise = {"aqn_sigma_start": 0.02, "aqn_sigma_end": 0.02, "eval_strategy": "steps", "eval_steps": 1}
     trainer = colocated(tmp_path, policy, eval_dataset=prompts(4), **noise)
     looks = looked_at(trainer)
     trainer.train()
@@ -174,7 +173,6 @@ def test_qat_with_noise_on_norms(tmp_path, differences):
     first, second = (logged(trainer, "sampling/importance_sampling_ratio/m" + end)[1] for end in ("in", "ax"))
     assert 1 - 1e-4 < first < second < 1 + 1e-4
     assert set(logged(trainer, "vllm/sync_bytes").values()) == {n_bytes(trainer)}
-    assert n_bytes(trainer) < 0.6 * logged(trainer, "vllm/sync_bytes_16bit")[1]  # fallback doubles what is in 4 bits
 
 
 def test_w4a4_from_its_own_checkpoint(tmp_path, differences):
@@ -214,7 +212,6 @@ def test_lora(tmp_path, packed, differences):
     adapters = [p for name, p in trainer.model.named_parameters() if "lora_" in name]
     assert all(p.abs().max() > 1e-3 for p in adapters)  # trained
     assert size[2] == size[3] == sum(p.nbytes for p in adapters) < size[1]
-    assert size[1] < 0.8 * logged(trainer, "vllm/sync_bytes_16bit")[1]
 
 
 def test_experts(tmp_path, differences):

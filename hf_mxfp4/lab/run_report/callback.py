@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """The callback that makes a report of a run while it trains."""
 
+import contextlib
+from collections.abc import Iterator
 from pathlib import Path
 
-from transformers import TrainerCallback
+from transformers import Trainer, TrainerCallback
 
 from ..._logging import get_logger
 from .page import write_run_report
@@ -33,6 +35,16 @@ class RunReportCallback(TrainerCallback):
 
     def on_train_end(self, args, state, control, **kwargs):
         self._write(args, state)
+
+    @contextlib.contextmanager
+    def on_exit(self, trainer: Trainer) -> Iterator[None]:
+        """Write the report of a training within this context that ends by an exception, too."""
+        try:
+            yield
+        except BaseException:
+            if self in trainer.callback_handler.callbacks:
+                self._write(trainer.args, trainer.state)
+            raise
 
     def _write(self, args, state) -> None:
         if state.is_world_process_zero and state.log_history:

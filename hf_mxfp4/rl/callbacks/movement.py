@@ -2,7 +2,8 @@
 """How far a step moves the quantized weights, against how far it moves their masters."""
 
 import math
-from collections.abc import Callable, Iterable
+from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 
 import torch
@@ -12,16 +13,15 @@ from transformers import TrainerCallback
 
 from ..._logging import get_logger
 from ...backends import fake_quantize
-from ...layers import trainable_matrices
-from ...numerics import QuantScheme
-from ...run_log import MOVEMENT_ALARM, movement_advice
-from .weight_samples import WeightSample, sample_weights
+from ...layers import WeightMatrix, gathered, trainable_matrices
+from .entropy import add_to_log
+from .errors import evenly_spread
 
 
-#: Weights that are watched, at most: 64 MiB of float32.
-_MAX_WEIGHTS = 2**24
-#: Weights that are quantized and summed at a time.
-_AT_A_TIME = 2**20
+#: From here on, beyond two standard errors, quantized weights jump.
+MOVEMENT_ALARM = 3.0
+#: Matrices that are watched, at most, and weights of each: 64 MiB of float32.
+_MATRICES, _WEIGHTS = 256, 2**16
 
 
 @dataclass(frozen=True)
@@ -53,72 +53,86 @@ class Movement:
         return self.n_changed / self.n_weights
 
 
-class MovementSums:
-    """What a [`Movement`] is made of, summed over weights."""
+@dataclass(frozen=True)
+class WeightSample:
+    """Evenly spaced units of one matrix: single rows, or the groups of rows that share scales, so that their quantized
+    values are those that they have in the whole matrix."""
 
-    def __init__(self):
-        self._sums = torch.zeros(7, dtype=torch.float64)
-        self._n_units = self._n_weights = 0
+    matrix: WeightMatrix
 
-    def add(self, before: torch.Tensor, after: torch.Tensor, scheme: QuantScheme, backend: str, n_weights: int) -> None:
-        """Count masters before and after a step ``[units, rows, K]``, of which ``n_weights`` are no padding. Units are
-        quantized independently of each other."""
-        units = max(1, _AT_A_TIME // before[0].numel())
-        for old, new in zip(before.split(units), after.split(units), strict=True):
-            if not torch.equal(old, new):  # NaN differs from itself
-                self._sums += self._of(old, new, scheme, backend)
-        self._n_units += len(before)
-        self._n_weights += n_weights
-
-    @staticmethod
     @torch.no_grad()
-    def _of(before: torch.Tensor, after: torch.Tensor, scheme: QuantScheme, backend: str) -> torch.Tensor:
-        quantized = [fake_quantize(weights, scheme, backend) for weights in (before, after)]
+    def take(self) -> torch.Tensor:
+        """Return the units as they are now ``[units, rows, K]``, a copy. Under FSDP2 and ZeRO-3 all processes must call
+        this."""
+        with gathered(getattr(self.matrix.layer, self.matrix.parameter)) as value:
+            weight = self.matrix.of(value)
+            size = min(self.matrix.fprop.right.block_rows, len(weight))
+            units = weight[: len(weight) // size * size].unflatten(0, (-1, size))
+            return units[:: max(1, weight.numel() // _WEIGHTS)].clone()
+
+    @torch.no_grad()
+    def sums(self, before: torch.Tensor) -> torch.Tensor:
+        """Return what a [`Movement`] is made of, float64 ``[9]``, for the step since ``before`` was taken."""
+        after, scheme, backend = self.take(), self.matrix.fprop.right, self.matrix.layer.config.backend
+        counts = [float(len(before)), float(before.numel())]
+        if torch.equal(before, after):
+            return torch.tensor([0.0] * 7 + counts, dtype=torch.float64)
         # Differences in float32 and sums in float64, which not all accelerators have.
         wide = torch.promote_types(before.dtype, torch.float32)
         exact = torch.float64 if before.device.type in ("cpu", "cuda") else wide
+        old, new = (fake_quantize(weights, scheme, backend).to(wide) for weights in (before, after))
         step = (after.to(wide) - before.to(wide)).to(exact).flatten(1)
-        moved = (quantized[1].to(wide) - quantized[0].to(wide)).to(exact).flatten(1)
-        error = (quantized[0].to(wide) - before.to(wide)).to(exact).flatten(1)
+        moved, error = (new - old).to(exact).flatten(1), (old - before.to(wide)).to(exact).flatten(1)
         along, length = (moved * step).sum(dim=1), step.square().sum(dim=1)
         # An error that is uniform over a spacing of the grid has a twelfth of its square as its energy. A weight that
         # moves by d changes with probability |d| / spacing, and adds spacing * |d| to the projection if it does.
-        spacing = (12 * error.square().mean(dim=1)).sqrt()
-        by_chance = spacing * step.abs().pow(3).sum(dim=1)
-        products = (along, length, along.square(), along * length, length.square(), by_chance)
-        sums = [product.to("cpu", torch.float64).sum() for product in products]
-        return torch.stack([*sums, (moved != 0).sum().cpu().double()])
-
-    def __add__(self, other: "MovementSums") -> "MovementSums":
-        total = MovementSums()
-        total._sums = self._sums + other._sums
-        total._n_units, total._n_weights = self._n_units + other._n_units, self._n_weights + other._n_weights
-        return total
-
-    @property
-    def movement(self) -> Movement | None:
-        """What was counted; `None` where no master moved, or one is not finite."""
-        along, length, squares, mixed, lengths, by_chance, n_changed = self._sums.tolist()
-        if not length > 0 or not math.isfinite(along) or not math.isfinite(length):
-            return None
-        ratio = along / length
-        # The variance of a ratio of sums over units, as in sampling by clusters.
-        scatter = max(0.0, squares - 2 * ratio * mixed + ratio * ratio * lengths)
-        scatter *= self._n_units / max(1, self._n_units - 1)
-        error = math.sqrt(max(scatter, by_chance)) / length
-        return Movement(ratio, error, int(n_changed), self._n_weights)
+        by_chance = (12 * error.square().mean(dim=1)).sqrt() * step.abs().pow(3).sum(dim=1)
+        products = (along, length, along.square(), along * length, length.square(), by_chance, (moved != 0).to(exact))
+        return torch.tensor([*(float(product.sum()) for product in products), *counts], dtype=torch.float64)
 
 
-def step_movement(samples: Iterable[WeightSample], before: Iterable[torch.Tensor]) -> dict[str, Movement]:
-    """The movement since ``before`` was taken of ``samples``, one each: ``"total"``, and by layer type those of which a
-    master moved. Empty where none did. Under FSDP2 and ZeRO-3 all processes must call this."""
-    sums: dict[str, MovementSums] = {}
+def sample_weights(model: nn.Module) -> list[WeightSample]:
+    """Return at most 256 trained quantized matrices, evenly spread over the model's.
+
+    Empty where nothing is trained. Layers whose weights have no values of their own between two steps (rotated, rounded
+    at random, or in full precision; see `weights_alone_unsupported_reason` of the config) are left out.
+    """
+    matrices = [
+        (matrix.name, WeightSample(matrix))
+        for matrix in trainable_matrices(model)
+        if getattr(matrix.layer, matrix.parameter).requires_grad
+        and not matrix.layer.config.weights_alone_unsupported_reason
+    ]
+    return list(evenly_spread(matrices, _MATRICES).values())
+
+
+def layer_type(matrix: WeightMatrix) -> str:
+    """Return ``"q_proj"`` of ``model.layers.3.self_attn.q_proj``; of experts ``"experts.down_proj"``."""
+    name = matrix.name.removesuffix(".base_layer").rpartition(".")[2]  # PEFT's name for what it wraps
+    return name if matrix.expert is None else f"experts.{name}"
+
+
+def step_movement(samples: list[WeightSample], before: list[torch.Tensor]) -> dict[str, Movement]:
+    """Return the movement since ``before`` was taken of ``samples``, one each: ``"total"``, and by layer type those of
+    which a master moved. Empty where none did. Under FSDP2 and ZeRO-3 all processes must call this."""
+    sums: dict[str, torch.Tensor] = defaultdict(lambda: torch.zeros(9, dtype=torch.float64))
     for sample, old in zip(samples, before, strict=True):
-        of_kind = sums.setdefault(sample.kind, MovementSums())
-        of_kind.add(old, sample.take(), sample.scheme, sample.backend, sample.n_weights)
-    found = {"total": sum(sums.values(), MovementSums()).movement}
-    found |= {kind: of_kind.movement for kind, of_kind in sums.items()}
-    return {name: movement for name, movement in found.items() if movement is not None}
+        found = sample.sums(old)
+        sums["total"] += found
+        sums[layer_type(sample.matrix)] += found
+    movements = {name: _movement(values) for name, values in sums.items()}
+    return {name: movement for name, movement in movements.items() if movement is not None}
+
+
+def _movement(sums: torch.Tensor) -> Movement | None:
+    """What was counted; `None` where no master moved, or one is not finite."""
+    along, length, squares, mixed, lengths, by_chance, n_changed, n_units, n_weights = sums.tolist()
+    if not length > 0 or not math.isfinite(along) or not math.isfinite(length):
+        return None
+    ratio = along / length
+    # The variance of a ratio of sums over units, as in sampling by clusters.
+    scatter = max(0.0, squares - 2 * ratio * mixed + ratio * ratio * lengths) * n_units / max(1, n_units - 1)
+    return Movement(ratio, math.sqrt(max(scatter, by_chance)) / length, int(n_changed), int(n_weights))
 
 
 class StepMovementCallback(TrainerCallback):
@@ -132,53 +146,39 @@ class StepMovementCallback(TrainerCallback):
     `movement_se/...` of the same names (standard errors), and `movement/flipped_share`, the share of quantized values
     that changed. A total above 3 beyond two standard errors is a warning as well.
 
-    Cost: evenly spaced rows of all trained matrices are copied before the step and compared after it, about
-    ``max_weights`` elements (in float32 4 bytes each; under DeepSpeed, which steps in the backward pass, they are held
-    during the forward pass too), and quantized twice, a million at a time. Under FSDP2 and ZeRO-3 each weight is
-    gathered twice, one at a time. Every process measures, on the same numbers.
+    Cost: evenly spaced rows of at most 256 trained matrices, 65,536 weights of each, are copied before the step and
+    compared after it. Under FSDP2 and ZeRO-3 each weight is gathered twice, one at a time. Every process measures, on
+    the same numbers.
 
     Args:
         every: steps between measurements.
         record: called with a metric's name and value; by default they are added to the next line of the log history and
-            reach the callbacks after this one (trackers come before those that a Trainer was given: put it first in
-            `trainer.callback_handler.callbacks`).
-        max_weights: how many weights are watched.
+            reach the callbacks after this one.
 
     Attributes:
         history: one dictionary per measurement: `step`, and by `total` and layer type the fields of a [`Movement`].
-        samples: what is watched.
 
-    Raises:
-        ValueError: ``every`` or ``max_weights`` is not positive; at the start of training, no weight is trained whose
-            quantized values could move.
+    Raises `ValueError` when ``every`` is not positive, and at the start of training when no weight is trained whose
+    quantized values could move.
     """
 
-    def __init__(
-        self, every: int = 50, record: Callable[[str, float], None] | None = None, max_weights: int = _MAX_WEIGHTS
-    ):
-        if every < 1 or max_weights < 1:
-            raise ValueError(f"every={every} and max_weights={max_weights} must be at least 1")
-        self.every, self.record, self.max_weights = every, record, max_weights
+    def __init__(self, every: int = 50, record: Callable[[str, float], None] | None = None):
+        if every < 1:
+            raise ValueError(f"every={every} must be at least 1")
+        self.every, self.record = every, record
         self.history: list[dict] = []
-        self.samples: list[WeightSample] = []
+        self._samples: list[WeightSample] = []
         self._due = True
         self._before: list[torch.Tensor] | None = None
         self._unlogged: dict[str, float] = {}
 
     def on_train_begin(self, args, state, control, model=None, **kwargs):
-        self.samples = sample_weights(model, self.max_weights)
-        if not self.samples:
-            reason = movement_unsupported_reason(model) or "it has no weight"
+        self._samples = sample_weights(model)
+        if not self._samples:
             raise ValueError(
-                f"no step of {type(model).__name__} can be measured: {reason}; leave StepMovementCallback out"
+                f"no step of {type(model).__name__} can be measured: it has no quantized layer whose master weights "
+                "are trained and have quantized values of their own; leave StepMovementCallback out"
             )
-        get_logger().info(
-            "movement of quantized weights in a step, first and every %d: %d rows of %d matrices, %.3g M weights",
-            self.every,
-            sum(sample.n_rows for sample in self.samples),
-            sum(len(sample.matrices) for sample in self.samples),
-            sum(sample.n_weights for sample in self.samples) / 1e6,
-        )
 
     def on_step_begin(self, args, state, control, optimizer=None, **kwargs):
         step = state.global_step + 1
@@ -193,28 +193,28 @@ class StepMovementCallback(TrainerCallback):
 
     def on_step_end(self, args, state, control, **kwargs):
         before, self._before = self._before, None
-        if before is None:
-            return
-        found = step_movement(self.samples, before)
+        found = step_movement(self._samples, before) if before is not None else {}
         if not found:
             return
         self._due = False
-        entry = {name: asdict(movement) for name, movement in found.items()}
-        self.history.append({"step": state.global_step, **entry})
+        self.history.append({"step": state.global_step, **{name: asdict(value) for name, value in found.items()}})
         self._report(found)
-        self._warn(state.global_step, found["total"])
+        total = found["total"]
+        if total.ratio - 2 * total.standard_error > MOVEMENT_ALARM:
+            get_logger().warning(
+                "step %d: quantized weights moved %.3g +- %.2g times as far as their masters, which training takes for "
+                "1. %s",
+                state.global_step, total.ratio, 2 * total.standard_error, movement_advice(len(self.history) == 1),
+            )  # fmt: skip
 
     def on_log(self, args, state, control, logs=None, **kwargs):
-        if not self._unlogged or logs is None:
-            return
-        values, self._unlogged = self._unlogged, {}
-        if state.log_history:
-            state.log_history[-1].update(values)
-        logs.update(values)
+        if self._unlogged and logs is not None:
+            add_to_log(state, logs, self._unlogged)
+            self._unlogged = {}
 
     def _look(self) -> None:
         if self._due:
-            self._before = [sample.take() for sample in self.samples]
+            self._before = [sample.take() for sample in self._samples]
 
     def _report(self, found: dict[str, Movement]) -> None:
         values = {"movement/flipped_share": found["total"].changed_share}
@@ -226,23 +226,16 @@ class StepMovementCallback(TrainerCallback):
         for name, value in values.items():
             self.record(name, value)
 
-    def _warn(self, step: int, total: Movement) -> None:
-        if total.ratio - 2 * total.standard_error > MOVEMENT_ALARM:
-            get_logger().warning(
-                "step %d: quantized weights moved %.3g +- %.2g times as far as their masters, which training takes for "
-                "1. %s",
-                step,
-                total.ratio,
-                2 * total.standard_error,
-                movement_advice(is_first=len(self.history) == 1),
-            )
 
-
-def movement_unsupported_reason(model: nn.Module) -> str | None:
-    """Why no movement can be measured for a model; `None` where it can."""
-    matrices = list(trainable_matrices(model))
-    if not matrices:
-        return "it has no quantized layer with master weights"
-    if not any(getattr(matrix.layer, matrix.parameter).requires_grad for matrix in matrices):
-        return "the master weights of its quantized layers are frozen"
-    return matrices[0].layer.config.weights_alone_unsupported_reason
+def movement_advice(is_first: bool) -> str:
+    """Say what it means that quantized weights move much further than masters, in the first step or in a later one."""
+    if is_first:
+        return (
+            "Many masters lie exactly between two quantized values (ties of a checkpoint in 16 bits), and any step, "
+            "however small, moves them all: load the model with dtype=torch.float32, and leave dither_ties of "
+            "MXFP4RLConfig on."
+        )
+    return (
+        "Masters have gathered at the boundaries between quantized values, or were rounded to 16 bits on the way: keep "
+        "them in float32, lower learning_rate, or add OscillationResetCallback."
+    )

@@ -2,7 +2,6 @@
 """Resets weights that oscillate between two grid points (OsciReset of TetraJet-v2, arXiv 2510.27527)."""
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from functools import partial
 
 import torch
@@ -12,6 +11,7 @@ from transformers import TrainerCallback
 from ..._logging import get_logger
 from ...layers import MXFP4Experts, MXFP4Linear
 from ...numerics import QuantScheme
+from .entropy import add_to_log
 
 
 #: A master weight, what the forward product takes for it, and its name.
@@ -94,15 +94,9 @@ class OscillationResetCallback(TrainerCallback):
     def on_log(self, args, state, control, logs=None, **kwargs):
         if len(self.history) == self._logged or logs is None:
             return
-        self._logged = len(self.history)
-        last = self.history[-1]
-        values = {
-            "oscillation/n_reset": last["n_reset"],
-            "oscillation/share": last["n_reset"] / last["n_weights"],
-        }
-        if state.log_history:
-            state.log_history[-1].update(values)
-        logs.update(values)
+        self._logged, last = len(self.history), self.history[-1]
+        share = last["n_reset"] / last["n_weights"]
+        add_to_log(state, logs, {"oscillation/n_reset": last["n_reset"], "oscillation/share": share})
 
     def _reset(self, step: int) -> None:
         n_reset = sum(travel.reset(self.ratio) for travel in self._travels)
@@ -127,22 +121,13 @@ def quantized_weights(model: nn.Module) -> Iterator[Target]:
                     yield f"{name}.{projection}", weight, partial(module.effective_weight, projection)
 
 
-@dataclass
 class _Travel:
     """How far a weight and its quantized value have gone since the window began."""
 
-    weight: nn.Parameter
-    quantize: Callable[[torch.Tensor], torch.Tensor]
-    master: torch.Tensor = field(init=False)
-    quantized: torch.Tensor = field(init=False)
-    of_master: torch.Tensor = field(init=False)
-    of_quantized: torch.Tensor = field(init=False)
-
-    def __post_init__(self):
-        self.master = self.weight.detach().clone()
-        self.quantized = self.quantize(self.weight)
-        self.of_master = torch.zeros_like(self.master)
-        self.of_quantized = torch.zeros_like(self.master)
+    def __init__(self, weight: nn.Parameter, quantize: Callable[[torch.Tensor], torch.Tensor]):
+        self.weight, self.quantize = weight, quantize
+        self.master, self.quantized = weight.detach().clone(), quantize(weight)
+        self.of_master, self.of_quantized = torch.zeros_like(self.master), torch.zeros_like(self.master)
 
     @torch.no_grad()
     def add(self) -> None:
@@ -155,7 +140,7 @@ class _Travel:
 
     @torch.no_grad()
     def reset(self, ratio: float) -> int:
-        """Set the oscillating elements to their quantized values; how many there were."""
+        """Set the oscillating elements to their quantized values; return how many there were."""
         oscillates = (self.of_quantized >= ratio * self.of_master) & (self.of_master > 0)
         self.weight.copy_(torch.where(oscillates, self.quantized, self.weight))
         return int(oscillates.sum())

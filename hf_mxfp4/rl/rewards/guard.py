@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reward functions that fail say so: which one, on which completion, and why."""
 
+import contextlib
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -26,39 +27,31 @@ def guard_reward(function: Any) -> Any:
     """
     if isinstance(function, (str, nn.Module)) or not callable(function):
         return function
-    name = _name(function)
-    wrapped = _guard_async(function, name) if _is_async(function) else _guard_sync(function, name)
+    name = getattr(_without_partial(function), "__name__", type(_without_partial(function)).__name__)
+
+    @functools.wraps(function)
+    def guarded(*args, **kwargs):
+        with _named(name):
+            rewards = function(*args, **kwargs)
+        return _checked(rewards, name, kwargs.get("completions"))
+
+    @functools.wraps(function)
+    async def guarded_async(*args, **kwargs):
+        with _named(name):
+            rewards = await function(*args, **kwargs)
+        return _checked(rewards, name, kwargs.get("completions"))
+
+    wrapped = guarded_async if _is_async(function) else guarded
     wrapped.__name__ = name
     return wrapped
 
 
-def _guard_sync(function: Callable, name: str) -> Callable:
-    @functools.wraps(function)
-    def guarded(*args, **kwargs):
-        try:
-            rewards = function(*args, **kwargs)
-        except Exception as error:
-            raise RewardError(f"reward function {name!r} raised {type(error).__name__}: {error}") from error
-        return _checked(rewards, name, kwargs.get("completions"))
-
-    return guarded
-
-
-def _guard_async(function: Callable, name: str) -> Callable:
-    @functools.wraps(function)
-    async def guarded(*args, **kwargs):
-        try:
-            rewards = await function(*args, **kwargs)
-        except Exception as error:
-            raise RewardError(f"reward function {name!r} raised {type(error).__name__}: {error}") from error
-        return _checked(rewards, name, kwargs.get("completions"))
-
-    return guarded
-
-
-def _name(function: Callable) -> str:
-    function = _without_partial(function)
-    return getattr(function, "__name__", type(function).__name__)
+@contextlib.contextmanager
+def _named(name: str) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:
+        raise RewardError(f"reward function {name!r} raised {type(error).__name__}: {error}") from error
 
 
 def _without_partial(function: Callable) -> Callable:

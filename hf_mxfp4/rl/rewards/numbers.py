@@ -21,21 +21,6 @@ from decimal import Decimal
 from typing import Any
 
 
-__all__ = [
-    "exact_match_reward",
-    "extract_flexible",
-    "extract_strict",
-    "gsm8k_flexible_reward",
-    "gsm8k_gold",
-    "gsm8k_strict_reward",
-    "is_exact_match",
-    "is_flexible_correct",
-    "is_strict_correct",
-    "math_reward",
-    "normalize_number",
-    "rewards_of",
-]
-
 ANSWER_MARKER = "####"
 
 # Unicode characters used as a minus sign: hyphens, en dash, minus sign, small and full-width hyphen-minus.
@@ -69,12 +54,10 @@ def _canonical(match: re.Match[str]) -> str:
 
 
 def normalize_number(s: str) -> str:
-    """The canonical decimal string of a number: ``"$1,234.50" -> "1234.5"``, ``"+7." -> "7"``, ``"-0" -> "0"``.
+    """Return the canonical decimal string of a number: ``"$1,234.50" -> "1234.5"``, ``"+7." -> "7"``, ``"-0" -> "0"``.
 
-    Currency symbols, thousands commas, percent signs (the value is not divided by 100) and white space are dropped,
-    Unicode minus signs become ``-``, and leading zeros, trailing zeros after the point and a leading ``+`` go. The
-    value is exact for any number of digits, and the function is idempotent: two numbers are equal if and only if
-    their canonical strings are.
+    Currency symbols, thousands commas, percent signs (the value is not divided by 100) and white space are dropped.
+    Exact for any number of digits: two numbers are equal if and only if their canonical strings are.
 
     Raises:
         TypeError: `s` is not a str.
@@ -91,13 +74,11 @@ def normalize_number(s: str) -> str:
 
 
 def extract_strict(text: str) -> str | None:
-    """The number after the last ``####`` of `text`, in canonical form, or None.
+    """Return the number after the last ``####`` of `text`, in canonical form, or None.
 
     ``"... #### 1,234" -> "1234"``. Between the marker and the number only blanks, a currency symbol, a sign,
-    emphasis (``**18**``) or ``\\boxed{`` may stand, on the same line; what follows the number is ignored.
-
-    Raises:
-        TypeError: `text` is not a str.
+    emphasis (``**18**``) or ``\\boxed{`` may be, on the same line; what follows the number is ignored. Raises
+    `TypeError` for other than a str.
     """
     _, marker, tail = _require_str(text, "the text to extract an answer from").rpartition(ANSWER_MARKER)
     match = _STRICT.match(_prepare(tail)) if marker else None
@@ -105,14 +86,12 @@ def extract_strict(text: str) -> str | None:
 
 
 def extract_flexible(text: str) -> str | None:
-    """The last number anywhere in `text`, in canonical form, or None if there is no digit in it.
+    """Return the last number anywhere in `text`, in canonical form, or None if there is no digit in it.
 
     Understands ``$``, thousands commas (also LaTeX ``{,}``), ``%``, a trailing full stop, decimals, ``\\boxed{..}`` and
     negatives (``-5``, ``$-5``, ``-$5``, Unicode minus). A minus that directly follows a letter, a digit or a closing
-    bracket separates two numbers (``3-5`` ends in 5). A unit such as ``m^2`` counts as a number, as do dates.
-
-    Raises:
-        TypeError: `text` is not a str.
+    bracket separates two numbers (``3-5`` ends in 5). Units such as ``m^2`` and dates count as numbers. Raises
+    `TypeError` for other than a str.
     """
     text = _prepare(_require_str(text, "the text to extract an answer from"))
     last = deque(_FLEXIBLE.finditer(text), maxlen=1)
@@ -120,12 +99,8 @@ def extract_flexible(text: str) -> str | None:
 
 
 def gsm8k_gold(answer_text: str) -> str:
-    """The gold answer (canonical form) of a GSM8K reference solution, read strictly.
-
-    Raises:
-        TypeError: `answer_text` is not a str.
-        ValueError: it has no ``#### <number>``; the message shows the text.
-    """
+    """Return the gold answer (canonical form) of a GSM8K reference solution, read strictly. Raises `TypeError` for
+    other than a str, and `ValueError` for a text without ``#### <number>``."""
     gold = extract_strict(answer_text)
     if gold is None:
         raise ValueError(f"no '#### <number>' in the reference solution {answer_text!r}")
@@ -138,26 +113,18 @@ def _equal(extracted: str | None, answer: str) -> bool:
 
 
 def is_strict_correct(completion: str, answer: str) -> bool:
-    """Whether the number after the last ``####`` of `completion` equals `answer` (exact decimals).
-
-    Raises:
-        TypeError: an argument is not a str.
-        ValueError: `answer` is not a number.
-    """
+    """Return whether the number after the last ``####`` of `completion` equals `answer` (exact decimals). Raises
+    `TypeError` for other than a str, and `ValueError` for an answer that is no number."""
     return _equal(extract_strict(completion), answer)
 
 
 def is_flexible_correct(completion: str, answer: str) -> bool:
-    """Whether the last number of `completion` equals `answer` (exact decimals). Errors as `is_strict_correct`."""
+    """Return whether the last number of `completion` equals `answer`. Errors as `is_strict_correct`."""
     return _equal(extract_flexible(completion), answer)
 
 
 def is_exact_match(completion: str, answer: str) -> bool:
-    """Whether `completion` is `answer` up to white space around it.
-
-    Raises:
-        TypeError: an argument is not a str.
-    """
+    """Return whether `completion` is `answer` up to white space around it. Raises `TypeError` for other than a str."""
     return _require_str(completion, "a completion").strip() == _require_str(answer, "a gold answer").strip()
 
 
@@ -225,12 +192,8 @@ def exact_match_reward(completions: Sequence[Any], answer: Sequence[str], **kwar
 
 def math_reward(completions: Sequence[Any], answer: Sequence[str], **kwargs: Any) -> list[float]:
     """1.0 where the final answer of the completion, boxed or not, is mathematically equal to the gold answer (LaTeX or
-    text), else 0.0. As `gsm8k_strict_reward` otherwise. A comparison has 5
-    seconds, and all completions together a minute.
+    text), else 0.0. As `gsm8k_strict_reward` otherwise. Raises `ModuleNotFoundError` without math-verify (the extra
+    ``eval``)."""
+    from .math import is_math_correct  # needs more than the standard library
 
-    Raises:
-        ModuleNotFoundError: math-verify is not installed (the extra ``eval``).
-    """
-    from .math import are_math_correct  # needs more than the standard library
-
-    return [float(verdict) for verdict in are_math_correct([_text(completion) for completion in completions], answer)]
+    return rewards_of(is_math_correct, completions, answer)

@@ -1,37 +1,83 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weights on sampled tokens by how likely the policy that trains is to sample them.
+"""Importance weights on sampled tokens: how likely is the policy that trains to sample them?
 
-TRL weights them for vLLM alone. Without vLLM the policy that samples is another one, too: noise in its norms, tokens
-computed one by one from a key-value cache, compiled code, packed copies of weights, each with its own rounding, which
-4-bit activations turn into steps of their grid. See docs/rollouts.md.
+TRL weights them for vLLM alone. Without vLLM the policy that samples differs, too: noise in its norms, tokens computed
+one by one from a key-value cache, packed copies of weights, each with its own rounding, which 4-bit activations turn
+into steps of their grid. See docs/rollouts.md.
+
+``log_ratio`` is log p(token) - log q(token), with q the policy that sampled and p the one that trains, ``[B, T]``; what
+``mask`` leaves out is not counted.
 """
 
 import contextlib
+import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from accelerate import Accelerator
-from torch import nn
-from transformers import ContinuousBatchingConfig
 
 from ..._logging import get_logger
-from ..config import MXFP4GRPOConfig
-from .correction_options import limits_in_force
-from .generation import generating_module
-from .logprobs import recorded_batches, recorded_generate
-from .mismatch import FAR, MismatchSums, importance_ratios, limit_ratios, log_ratios
+from ...backends.devices import widest_float
 
+
+#: As in TRL's `vllm_importance_sampling_mode`: a weight per token, or one per sequence, the product of its tokens'
+#: ratios; those above the limit are set to the limit, or to zero.
+CORRECTION_MODES = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
+#: TRL's options for vLLM, by ours.
+_THEIRS = {
+    "rollout_correction": "vllm_importance_sampling_correction",
+    "rollout_correction_mode": "vllm_importance_sampling_mode",
+    "rollout_correction_cap": "vllm_importance_sampling_clip_max",
+}
 
 _SAMPLED = "sampling_per_token_logps"
 #: What TRL records under vLLM itself.
 _RECORDED_BY_TRL = ("sampling/importance_sampling_ratio/m", "sampling/sampling_logp_difference/")
-
+#: Beyond it the exponential says nothing but "too large".
+_LARGEST = 20.0
 #: An effective sample size of the weights below this share of the sequences (or tokens) is warned of.
 _FEW = 0.3
 
-#: Gives one list of log-probabilities for each of the completions that were generated.
-RowsOf = Callable[[list[list[int]]], list[list[float]]]
+
+def check_correction(args: Any) -> None:
+    """Raise `ValueError` for values of `rollout_correction*` that mean nothing."""
+    mode, cap = args.rollout_correction_mode, args.rollout_correction_cap
+    if mode not in CORRECTION_MODES:
+        raise ValueError(f"rollout_correction_mode={mode!r} is not known; choose one of {', '.join(CORRECTION_MODES)}")
+    if not cap > 0 or not math.isfinite(cap):
+        raise ValueError(f"rollout_correction_cap={cap} must be a positive number")
+    if args.rollout_correction and args.loss_type == "vespo" and mode.startswith("sequence"):
+        raise ValueError(
+            "loss_type='vespo' multiplies the ratios of a sequence's tokens itself: use rollout_correction_mode="
+            "'token_truncate' or 'token_mask'"
+        )
+
+
+def share_with_trl(args: Any) -> None:
+    """Give TRL's options for vLLM the values of ours.
+
+    Raises `ValueError` under `use_vllm` where one of TRL's is given, as far as its value can tell, and differs.
+    """
+    if args.vllm_importance_sampling_cap is not None:  # the old name of the upper limit, which TRL still reads
+        args.vllm_importance_sampling_clip_max = args.vllm_importance_sampling_cap
+    for own, theirs in _THEIRS.items():
+        given, value = getattr(args, theirs), getattr(args, own)
+        if args.use_vllm and given not in (value, args.__dataclass_fields__[theirs].default):
+            raise ValueError(f"{theirs}={given!r} is the same option as {own}={value!r}; set {own} alone")
+        setattr(args, theirs, value)
+
+
+def importance_ratios(log_ratio: torch.Tensor, mode: str) -> torch.Tensor:
+    """p / q: ``[B, T]``, or ``[B, 1]`` under the sequence modes."""
+    if mode.startswith("sequence"):
+        log_ratio = log_ratio.sum(dim=1, keepdim=True)
+    return log_ratio.clamp(-_LARGEST, _LARGEST).exp()
+
+
+def limit_ratios(ratio: torch.Tensor, mode: str, cap: float) -> torch.Tensor:
+    """The weights of one of `CORRECTION_MODES`."""
+    return ratio.clamp(max=cap) if mode.endswith("truncate") else ratio.masked_fill(ratio > cap, 0.0)
 
 
 class RolloutCorrection:
@@ -39,57 +85,25 @@ class RolloutCorrection:
 
     Both need the log-probabilities of the sampled tokens under the policy as it is when training on them begins. Where
     TRL does not compute those (rollouts and updates are aligned), they are what the training step itself computes, at
-    no cost. TRL's loss takes one advantage per token as well as one per completion: the door for the weights, since
-    they are not negative and every loss but VESPO's is, for a token, proportional to its advantage as long as the sign
-    stays. VESPO takes them as they are.
+    no cost. The weights multiply the advantages, of which TRL's losses take one per token as well: they are not
+    negative, and every loss but VESPO's is proportional to a token's advantage. VESPO takes them as they are.
 
     Args:
-        args: of the trainer.
+        args: an [`MXFP4GRPOConfig`].
         accelerator: knows when an optimizer step ends, and gathers its measures.
-        batching: under continuous batching, which is made to return log-probabilities; else `None`.
         record: called with a metric's name and value.
     """
 
-    def __init__(
-        self,
-        args: MXFP4GRPOConfig,
-        accelerator: Accelerator,
-        batching: ContinuousBatchingConfig | None,
-        record: Callable[[str, float], None],
-    ):
-        self._args, self._accelerator, self._batching, self._record = args, accelerator, batching, record
+    def __init__(self, args: Any, accelerator: Accelerator, record: Callable[[str, float], None]):
+        self._args, self._accelerator, self._record = args, accelerator, record
         self._sums, self._sums_step = MismatchSums(), -1
         self._waiting: tuple[dict[str, Any], torch.Tensor, int] | None = None
-        self._is_same_policy = False
-        self._warned: set[str] = set()
-        if batching is not None:
-            batching.return_logprobs = True
+        self._warned = False
 
-    # ---- the policy that samples ----------------------------------------------------------------------------------
-
-    @contextlib.contextmanager
-    def recording(self, model: nn.Module) -> Iterator[RowsOf]:
-        """Within this context one generation is recorded; gives what has its log-probabilities afterwards."""
-        generator = generating_module(model)
-        if self._batching is not None:
-            with recorded_batches(generator) as rows:
-                yield lambda completions: rows
-        else:
-            with recorded_generate(generator) as recorder:
-                yield recorder.rows
-
-    def check(self, batch: dict[str, Any], step: int, is_same_policy: bool = False) -> None:
-        """Warn, before the first step, of a rollout for training that came without log-probabilities.
-
-        Args:
-            is_same_policy: whether what sampled this batch should differ from what trains by rounding alone, so that a
-                warning is due when it does not.
-        """
-        self._is_same_policy = is_same_policy
-        if _SAMPLED not in batch and limits_in_force(self._args) and step == 0:
+    def check(self, batch: dict[str, Any], step: int) -> None:
+        """Warn, before the first step, of a rollout for training that came without log-probabilities."""
+        if _SAMPLED not in batch and self._args.rollout_correction and step == 0:
             get_logger().warning("rollout_func returns no log-probabilities: its rollouts are not corrected")
-
-    # ---- the policy that trains -----------------------------------------------------------------------------------
 
     @contextlib.contextmanager
     def weighting(self, inputs: dict[str, Any], step: int) -> Iterator[dict[str, Any]]:
@@ -98,7 +112,7 @@ class RolloutCorrection:
         if _SAMPLED not in inputs:
             yield inputs
             return
-        inputs = dict(inputs)  # weighted anew when the batch is trained on again
+        inputs = dict(inputs)  # the batch itself may be trained on again
         old = inputs.get("old_per_token_logps")
         if old is not None:
             self._weigh(inputs, old, step)
@@ -119,59 +133,102 @@ class RolloutCorrection:
 
     def _weigh(self, inputs: dict[str, Any], trained: torch.Tensor, step: int) -> None:
         """Weight a batch in place by the ratio of ``trained`` to the probabilities it was sampled with; measure it."""
-        mask = inputs["completion_mask"] * inputs.get("tool_mask", 1)
-        log_ratio = log_ratios(trained, inputs[_SAMPLED], mask)
-        limits = limits_in_force(self._args)
-        self._measure(log_ratio, mask, limits, step)
-        if self._args.use_vllm or limits is None:
+        mask, args = inputs["completion_mask"] * inputs.get("tool_mask", 1), self._args
+        # NaN: a token that the sampler could not score.
+        log_ratio = torch.nan_to_num((trained - inputs[_SAMPLED]) * mask, nan=0.0)
+        self._measure(log_ratio, mask, step)
+        if args.use_vllm or not args.rollout_correction:
             return
-        weights = limit_ratios(importance_ratios(log_ratio, limits[0]), *limits)
-        if self._args.loss_type == "vespo":
+        mode, cap = args.rollout_correction_mode, args.rollout_correction_cap
+        weights = limit_ratios(importance_ratios(log_ratio, mode), mode, cap)
+        if args.loss_type == "vespo":
             inputs["importance_sampling_ratio"] = weights.masked_fill(~mask.bool(), 1.0)
         else:
             inputs["advantages"] = inputs["advantages"].unsqueeze(1) * weights
 
-    def _measure(self, log_ratio: torch.Tensor, mask: torch.Tensor, limits: tuple | None, step: int) -> None:
+    def _measure(self, log_ratio: torch.Tensor, mask: torch.Tensor, step: int) -> None:
         """Add to what is logged once per optimizer step, over its batches and all processes."""
         if self._sums_step != step:
             self._sums, self._sums_step = MismatchSums(), step
         args = self._args
-        would_be = args.rollout_correction_mode, args.rollout_correction_cap, args.rollout_correction_min
-        self._sums.add(log_ratio, mask, *(limits or would_be))
-        if self._accelerator.sync_gradients:
-            by_trl = args.use_vllm and limits is not None
-            measures = self._sums.measures(self._accelerator.gather)
-            for name, value in measures.items():
-                if not (by_trl and name.startswith(_RECORDED_BY_TRL)):
-                    self._record(name, value)
-            if measures:
-                self._judge(measures, limits, step)
-            self._sums_step = -1
+        self._sums.add(log_ratio, mask, args.rollout_correction_mode, args.rollout_correction_cap)
+        if not self._accelerator.sync_gradients:
+            return
+        self._sums_step = -1
+        measures = self._sums.measures(self._accelerator.gather)
+        for name, value in measures.items():
+            if not (args.use_vllm and args.rollout_correction and name.startswith(_RECORDED_BY_TRL)):
+                self._record(name, value)
+        if measures:
+            self._judge(measures["sampling/effective_sample_size_weights"], step)
 
-    def _judge(self, measures: dict[str, float], limits: tuple | None, step: int) -> None:
-        """Count and warn of, once each, weights that leave little to learn from, and a sampler that is another policy
-        where it should not be."""
-        if limits is not None:
-            share = measures["sampling/effective_sample_size_weights"]
-            self._record("sampling/few_effective", float(share < _FEW))
-            if share < _FEW:
-                self._warn(
-                    "few",
-                    "step %d: the importance weights (%s) have an effective sample size of %.2g of the %s: little is "
-                    "learnt from the others. What samples is too far from what trains: see sampling/kl, lower the "
-                    "noise, quantize alike on both sides, or use rollout_correction_mode='token_truncate'",
-                    step, limits[0], share, "sequences" if limits[0].startswith("sequence") else "tokens",
-                )  # fmt: skip
-        if self._is_same_policy and measures["sampling/far_share"] > 0.5:
-            self._warn(
-                "far",
-                "step %d: more than half of the sampled tokens have log-probabilities in vLLM that are off by more "
-                "than %g, without noise and with the same quantization on both sides: what vLLM samples from is not "
-                "what was pushed to it (a weight that it has renamed, repacked or not taken), or not what trains",
-                step, FAR,
-            )  # fmt: skip
+    def _judge(self, share: float, step: int) -> None:
+        """Warn once of weights that leave little to learn from."""
+        if self._warned or not self._args.rollout_correction or share >= _FEW:
+            return
+        self._warned, mode = True, self._args.rollout_correction_mode
+        get_logger().warning(
+            "step %d: the importance weights (%s) have an effective sample size of %.2g of the %s: little is learnt "
+            "from the others. What samples is too far from what trains: see sampling/kl, lower the noise, quantize "
+            "alike on both sides, or use rollout_correction_mode='token_truncate'",
+            step, mode, share, "sequences" if mode.startswith("sequence") else "tokens",
+        )  # fmt: skip
 
-    def _warn(self, what: str, message: str, *values: Any) -> None:
-        if what not in self._warned:
-            self._warned.add(what)
-            get_logger().warning(message, *values)
+
+class MismatchSums:
+    """Sums over tokens and sequences, of several batches and then of all processes, and the measures they give."""
+
+    def __init__(self):
+        self._sums: torch.Tensor | None = None
+        self._extremes: torch.Tensor | None = None
+
+    def add(self, log_ratio: torch.Tensor, mask: torch.Tensor, mode: str, cap: float) -> None:
+        """Count one batch, with the weights that ``mode`` and ``cap`` would give it."""
+        mask, exact = mask.bool(), widest_float(log_ratio.device)
+        has_tokens = mask.any(dim=1)
+        by_sequence = importance_ratios(log_ratio, "sequence")[has_tokens, 0].to(exact)
+        ratio = importance_ratios(log_ratio, mode)
+        judged = ratio[has_tokens, 0] if mode.startswith("sequence") else ratio[mask]
+        clipped, weights = judged > cap, limit_ratios(judged, mode, cap).to(exact)
+        log_ratio = log_ratio[mask].to(exact)
+        ratio = log_ratio.clamp(-_LARGEST, _LARGEST).exp()
+        parts = [
+            torch.ones_like(ratio), ratio, ratio.square(), ratio - 1 - log_ratio, log_ratio.abs(),
+            torch.ones_like(by_sequence), by_sequence, by_sequence.square(), clipped.to(exact),
+            torch.ones_like(weights), weights, weights.square(),
+        ]  # fmt: skip
+        sums = torch.stack([part.sum() for part in parts])
+        largest = [torch.full((), -torch.inf, dtype=exact, device=ratio.device)] * 3
+        if ratio.numel():
+            largest = [(-ratio).max(), ratio.max(), log_ratio.abs().max()]
+        extremes = torch.stack(largest)
+        self._sums = sums if self._sums is None else self._sums + sums
+        self._extremes = extremes if self._extremes is None else torch.maximum(self._extremes, extremes)
+
+    def measures(self, gather: Callable[[torch.Tensor], torch.Tensor]) -> dict[str, float]:
+        """Metrics under the names that they are logged by; empty when no process had a token.
+
+        Args:
+            gather: concatenates a tensor's first axis over processes, as `Accelerator.gather` does.
+        """
+        rows = gather(torch.cat([self._sums, self._extremes]).unsqueeze(0))
+        sums = rows[:, : len(self._sums)].sum(dim=0).tolist()
+        smallest, largest, difference = rows[:, len(self._sums) :].amax(dim=0).tolist()
+        tokens, total, squares, k3, absolute, sequences, by_sequence, by_sequence_squares, *sums = sums
+        clipped, judged, weights, weight_squares = sums
+        if tokens == 0:
+            return {}
+        # Weights that are all alike and next to nothing count for little, too: no more than their mean.
+        effective = min(weights**2 / (judged * weight_squares), weights / judged) if weight_squares else 0.0
+        return {
+            "sampling/importance_sampling_ratio/min": -smallest,
+            "sampling/importance_sampling_ratio/mean": total / tokens,
+            "sampling/importance_sampling_ratio/max": largest,
+            "sampling/importance_sampling_ratio/clipped": clipped / judged,
+            "sampling/sampling_logp_difference/mean": absolute / tokens,
+            "sampling/sampling_logp_difference/max": difference,
+            "sampling/kl": k3 / tokens,
+            "sampling/effective_sample_size": total**2 / (tokens * squares),
+            "sampling/effective_sample_size_sequence": by_sequence**2 / (sequences * by_sequence_squares),
+            "sampling/effective_sample_size_weights": effective,
+        }

@@ -3,7 +3,8 @@
 it sampled are those that it trains with."""
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,13 +12,14 @@ from accelerate import Accelerator
 from torch import nn
 
 from ..._logging import get_logger
-from ...moe import ChoiceRecorder, ReplayReport, RouterReplayError, find_routers, replayed_choices
-from ...moe.replay import UNRECORDED
-from .served_experts import ServedChoices
+from ...moe import UNRECORDED, ChoiceRecorder, ReplayReport, RouterReplayError, find_routers, replayed_choices
+from ..noise import replaced_method
+from .vllm_engine import EXPERTS_OPTION
 
 
 #: The recording in a batch of the trainer: int16 ``[B, prompt + completion, layers, k]``, -1 where nothing is recorded.
 BATCH_KEY = "router_choices"
+_LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 
 
 class RouterReplay:
@@ -141,3 +143,82 @@ def routed_tokens(prompt_mask: torch.Tensor, completion_mask: torch.Tensor) -> t
     order = completion_mask.cumsum(dim=1)
     fed = completion_mask & (order < order[:, -1:])
     return torch.cat([prompt_mask.bool(), fed], dim=1)
+
+
+class ServedChoices:
+    """Records the experts of what TRL's colocated vLLM generates, as [`ChoiceRecorder`] does those of `generate`.
+
+    Args:
+        llm: TRL's, made within [`vllm_in_scheme`].
+        routers: of the policy, of [`find_routers`]. Their order is that of the layer axis of what is recorded.
+
+    Raises `ValueError` when the layers of the routers cannot be told from their names.
+    """
+
+    def __init__(self, llm: Any, routers: Mapping[str, nn.Module]):
+        self._llm, self.routers = llm, routers
+        self._outputs: list[Any] | None = None
+        found = {name: _LAYER.search(name) for name in routers}
+        unknown = [name for name, match in found.items() if match is None]
+        self._layers = [int(match[1]) for match in found.values() if match is not None]
+        if unknown or len(set(self._layers)) < len(self._layers):
+            raise ValueError(
+                "router replay with vLLM finds the experts of a router by the number of its layer, which the names "
+                f"{', '.join(unknown or routers)} do not tell; set use_vllm=False or router_replay=False"
+            )
+
+    @contextlib.contextmanager
+    def recording(self) -> Iterator[None]:
+        """Records what vLLM generates within, in place of what it did before.
+
+        Raises `RuntimeError` at the end unless it generated once.
+        """
+        outputs: list[list[Any]] = []
+        generate = self._llm.generate
+
+        def recorded(*args: Any, **kwargs: Any) -> list[Any]:
+            outputs.append(generate(*args, **kwargs))
+            return outputs[-1]
+
+        with replaced_method(self._llm, "generate", recorded):
+            yield
+        if len(outputs) != 1:
+            raise RuntimeError(f"router replay records a rollout of one generation; vLLM ran {len(outputs)}")
+        (self._outputs,) = outputs
+
+    def rows(self, prompts: Sequence[Sequence[int]], completions: Sequence[Sequence[int]]) -> list[torch.Tensor]:
+        """The choices for each sequence, without its last token, which vLLM has not fed to the model either.
+
+        Args:
+            prompts, completions: token ids of what was generated, in the order of the batch.
+
+        Returns:
+            For each sequence int16 ``[len(prompt) + len(completion) - 1, layers, k]``, on the CPU.
+
+        Raises `RouterReplayError` when vLLM returned no experts, or those of other tokens, layers or numbers of them.
+        """
+        outputs, self._outputs = self._outputs or [], None
+        if len(outputs) != len(prompts):
+            raise RouterReplayError(f"router replay: vLLM generated {len(outputs)} sequences of {len(prompts)}")
+        sequences = enumerate(zip(outputs, prompts, completions, strict=True))
+        return [self._row(number, *sequence) for number, sequence in sequences]
+
+    def _row(self, number: int, output: Any, prompt: Sequence[int], completion: Sequence[int]) -> torch.Tensor:
+        answer, tokens = output.outputs[0], len(prompt) + len(completion) - 1
+        experts = answer.routed_experts  # [tokens, all layers, k]
+        if list(output.prompt_token_ids) != list(prompt) or list(answer.token_ids) != list(completion):
+            raise RouterReplayError(f"router replay: sequence {number} came back with other tokens than vLLM generated")
+        if experts is None or len(experts) != tokens or experts.shape[1] <= max(self._layers):
+            found = None if experts is None else tuple(experts.shape)
+            raise RouterReplayError(
+                f"router replay: vLLM returned experts {found} of sequence {number}, which is not [{tokens} tokens, "
+                f"layers up to {max(self._layers)}, k]; it is to be made with {EXPERTS_OPTION}"
+            )
+        row = torch.from_numpy(experts[:, self._layers].astype("int16"))
+        ordered = row.sort(dim=-1).values
+        if (ordered[..., 1:] == ordered[..., :-1]).any():
+            raise RouterReplayError(
+                f"router replay: vLLM returned the same expert twice for one token of sequence {number}: it has not "
+                "recorded what this model's layers chose"
+            )
+        return row

@@ -5,8 +5,7 @@ TRL pushes raw parameters. For a trained quantized policy these are the master w
 do not reach vLLM's; so quantized layers send ``Q(W)`` and norms send their noisy weights. A vLLM that keeps weights in
 4 bits is sent those codes and scales, and the factors of adapters beside them ([`adapter_factors`]). Elsewhere adapters
 are not merged into master weights, as TRL would do: ``Q(W) + delta`` is sent, which is what the policy computes with,
-of trainable layers ([`adapter_sums`]) and of packed ones ([`policy_parameters`]). What vLLM keeps, and what it does to
-activations, [`VLLMEngine`] knows.
+of trainable layers ([`adapter_sums`]) and of packed ones ([`policy_parameters`]).
 """
 
 import math
@@ -26,16 +25,10 @@ from ...integrations.peft import (
     is_trainable_with_adapters,
     policy_parameters,
 )
-from ...layers import MXFP4Linear, MXFP4PackedLinear, trainable_matrices
-from ...layers.experts_base import ExpertsBase
-from ..config import MXFP4GRPOConfig
-from ..noise.norms import NoiseReport, NormNoise
-from ..noise.rollouts import RolloutNoise
-from ..noise.targets import plain_name
-from .vllm_engine import VLLMEngine
-from .vllm_held import HeldWeights, bytes_in_16_bits
-from .vllm_server import WatchedServer
-from .vllm_start import check_forward, tell_how_to_serve
+from ...layers import trainable_matrices
+from ..noise import NoiseReport, NormNoise, plain_name
+from .pushed import PushedWeights
+from .vllm_engine import VLLMEngine, check_forward, explain_server_errors, log_how_to_serve
 
 
 #: ``(name, weight)`` pairs.
@@ -51,7 +44,7 @@ class VLLMPolicy:
     Args:
         generation: TRL's object.
         model: the policy.
-        args: of the trainer.
+        args: an [`MXFP4GRPOConfig`].
         noise: what goes on the weights; `None` without.
         rollout: gives the step and the standard deviation of its noise, now.
         record: called with a metric's name and value.
@@ -59,9 +52,8 @@ class VLLMPolicy:
     Attributes:
         engine: what vLLM computes with.
         has_noise: whether some of vLLM's weights are noisy.
-        held: what vLLM has as it is.
+        pushed: what vLLM has as it is.
         n_syncs: how many times the weights were pushed.
-        server: what watches vLLM where it is a server; `None` elsewhere.
 
     Raises `ValueError` for adapters that cannot be pushed, and where what vLLM keeps cannot hold the policy.
     """
@@ -70,36 +62,30 @@ class VLLMPolicy:
         self,
         generation: Any,
         model: nn.Module,
-        args: MXFP4GRPOConfig,
-        noise: RolloutNoise | None,
+        args: Any,
+        noise: NormNoise | None,
         rollout: Callable[[], tuple[int, float]],
         record: Callable[[str, float], None],
     ):
-        self._generation, self._model, self._args, self._noise = generation, model, args, noise
+        self._generation, self._model, self._noise = generation, model, noise
         self._rollout, self._record = rollout, record
-        self.has_noise, self.n_syncs, self._told = False, 0, 0
+        self.has_noise, self.n_syncs = False, 0
         self.engine = VLLMEngine.of(generation)
         self.engine.describe(model, args)
-        self.engine.check(model, args)
+        self.engine.check(model)
         check_forward(model)
+        self._is_server = getattr(generation, "mode", None) == "server"
         if self._is_server and self.engine.scheme is None:
-            tell_how_to_serve(model, args)
-        self.server = WatchedServer.of(generation)
+            log_how_to_serve(model, args)
+        if self._is_server and getattr(generation, "vllm_client", None) is not None:  # in the main process
+            explain_server_errors(generation.vllm_client)
         if is_trainable_with_adapters(model):
             adapter_sums(model)
-        self.held = HeldWeights(model, whole_layers=self._is_server)
-        self._in_16_bits = bytes_in_16_bits(model)
+        self.pushed = PushedWeights(model, whole_layers=self._is_server)
         self._announced: dict[frozenset[str], Any] = {}
         self._walk, sync = generation._iter_named_params, generation.sync_weights
         generation._iter_named_params = self._parameters
         generation.sync_weights = lambda: self._sync(sync)
-
-    def is_what_trains(self) -> bool:
-        """Whether what vLLM samples from now, and the policy that trains, differ by rounding alone."""
-        args = self._args
-        is_plain = args.top_p == 1 and not args.top_k and not args.min_p and args.repetition_penalty == 1
-        is_plain = is_plain and not args.generation_kwargs and not args.vllm_structured_outputs_regex
-        return is_plain and self._rollout()[1] == 0 and self.engine.quantizes_as(self._model)
 
     def _sync(self, sync: Callable[[], None]) -> None:
         """TRL's push of the weights, which must be one."""
@@ -107,7 +93,7 @@ class VLLMPolicy:
         if self._is_server:
             # TRL announces tensors by a list that it makes once: here it has one for each set of them.
             self._begin(True, *self._of_policy()[1:3])
-            left_out = self.held.left_out
+            left_out = self.pushed.left_out
             self._generation._weight_metadata = self._announced.get(left_out)
             sync()
             self._announced[left_out] = self._generation._weight_metadata
@@ -118,15 +104,11 @@ class VLLMPolicy:
 
     def _begin(self, is_push: bool, merged: Set[str], deltas: Mapping[str, Any]) -> None:
         if self._sleeps:
-            self.held.forget()
+            self.pushed.forget()
         changing = set(merged) | deltas.keys()
         if self._noise is not None and self._rollout()[1] > 0:
-            changing |= {f"{plain_name(name)}.weight" for name in self._noise.norms.norms}
-        self.held.begin(is_push, changing)
-
-    @property
-    def _is_server(self) -> bool:
-        return getattr(self._generation, "mode", None) == "server"
+            changing |= {f"{plain_name(name)}.weight" for name in self._noise.norms}
+        self.pushed.begin(is_push, changing)
 
     @property
     def _sleeps(self) -> bool:
@@ -135,20 +117,21 @@ class VLLMPolicy:
 
     def _parameters(self) -> Parameters:
         (step, sigma), model = self._rollout(), self._model
-        # A server is told first what it will be pushed, by a walk of its own.
+        # A server is announced first what it will be pushed, by a walk of its own.
         is_push = not (self._is_server and getattr(self._generation, "_weight_metadata", ()) is None)
         named, merged, deltas, factors = self._of_policy()
         self._begin(is_push, merged, deltas)
         # From the first tensor on, and until all of them are clean again.
         self.has_noise = self.has_noise or sigma > 0
-        norms = None if self._noise is None else self._noise.norms
-        pushed = rollout_parameters(
-            named, model, norms, step, sigma, deltas, self.engine.dtype,
-            factors=factors, packs=self.engine.is_packed, held=self.held, merged=merged,
+        tensors = rollout_parameters(
+            named, model, self._noise, step, sigma, deltas, self.engine.dtype,
+            factors=factors, packs=self.engine.is_packed, pushed=self.pushed, merged=merged,
         )  # fmt: skip
-        rounded, n_bytes, n_tensors = self._rounded_names(), 0, 0
-        for name, tensor in pushed:
-            if name in rounded and tensor.is_floating_point():
+        # In vLLM's dtype half of the bytes; other parameters may be in another one there.
+        quantized = {} if self.engine.is_assumed else {plain_name(m.full_name) for m in trainable_matrices(model)}
+        n_bytes = n_tensors = 0
+        for name, tensor in tensors:
+            if name in quantized and tensor.is_floating_point():
                 tensor = tensor.to(self.engine.dtype)
             n_bytes, n_tensors = n_bytes + tensor.nbytes, n_tensors + 1
             yield name, tensor
@@ -156,7 +139,12 @@ class VLLMPolicy:
             raise RuntimeError("nothing of the policy is left to push to vLLM: all of it is frozen, and vLLM has it")
         if is_push:
             self.has_noise = sigma > 0
-            self._log(n_bytes, n_tensors)
+            self.n_syncs += 1
+            self._record("vllm/sync_bytes", n_bytes)
+            if self.n_syncs <= 2:
+                get_logger().info(
+                    "push %d of weights to vLLM: %.4g MiB in %d tensors", self.n_syncs, n_bytes / 2**20, n_tensors
+                )
 
     def _of_policy(self) -> tuple[Parameters, set[str], dict, dict]:
         """The parameters to push, those of them that have adapters in them already, what adapters add to others, and
@@ -174,33 +162,6 @@ class VLLMPolicy:
             return self._walk(), set(), {}, factors
         deltas = {name: delta for name, delta in adapter_sums(model).items() if name not in apart}
         return _without_merging(self._walk, model), adapted_parameters(model), deltas, factors
-
-    def _rounded_names(self) -> set[str]:
-        """Parameters to push in vLLM's dtype, to which it rounds them: most of what is pushed in floating point. Others
-        may be kept in another one."""
-        if self.engine.is_assumed:
-            return set()
-        names = set()
-        for name, module in self._model.named_modules():
-            owner = plain_name(name)
-            if isinstance(module, (MXFP4Linear, MXFP4PackedLinear)):
-                names |= {f"{owner}.weight", f"{owner}.lora_A.weight", f"{owner}.lora_B.weight"}
-            elif isinstance(module, ExpertsBase):
-                names |= {f"{owner}.{projection}" for projection in module.projections}
-            elif isinstance(module, nn.Embedding) or owner == "lm_head" and isinstance(module, nn.Linear):
-                names.add(f"{owner}.weight")
-        return names
-
-    def _log(self, n_bytes: int, n_tensors: int) -> None:
-        self.n_syncs += 1
-        self._record("vllm/sync_bytes", n_bytes)
-        self._record("vllm/sync_bytes_16bit", self._in_16_bits)
-        if n_bytes != self._told and self.n_syncs <= 2:
-            get_logger().info(
-                "push %d of weights to vLLM: %.4g MiB in %d tensors; all of them in 16 bits would be %.4g MiB",
-                self.n_syncs, n_bytes / 2**20, n_tensors, self._in_16_bits / 2**20,
-            )  # fmt: skip
-        self._told = n_bytes
 
 
 def _without_merging(walk: Callable[[], Parameters], model: nn.Module) -> Parameters:
@@ -228,7 +189,7 @@ def rollout_parameters(
     *,
     factors: Mapping[str, Callable[[], tuple[torch.Tensor, torch.Tensor]]] | None = None,
     packs: bool = False,
-    held: HeldWeights | None = None,
+    pushed: PushedWeights | None = None,
     merged: Set[str] = frozenset(),
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """The pairs of ``named`` with quantized weights in place of master weights, and noise on the weights of
@@ -243,8 +204,8 @@ def rollout_parameters(
         factors: of adapters that vLLM keeps apart, by layer, see [`adapter_factors`]; they follow the weight of the
             layer as ``<layer>.lora_A.weight`` and ``<layer>.lora_B.weight``.
         packs: quantized weights without noise or ``deltas`` are codes and scales, by the names of packed checkpoints.
-        held: what vLLM has, and what is left out therefore; it is told what is pushed.
-        merged: the names of ``named`` that have adapters in them, which ``held`` does not see.
+        pushed: what vLLM has, and what is left out therefore; it is told what is pushed.
+        merged: the names of ``named`` that have adapters in them, which ``pushed`` does not see.
 
     Raises `ValueError` for a forward scheme that weights alone cannot express, such as one with rotated operands.
     Raises `RuntimeError` at the end when the model has quantized layers, or noise is on, and no name matched them, or
@@ -264,7 +225,7 @@ def rollout_parameters(
         delta = deltas.pop(name, None)
         has_noise = name.endswith(".weight") and owner in norms
         is_clean = delta is None and not has_noise
-        if is_clean and held is not None and name in held.left_out:
+        if is_clean and pushed is not None and name in pushed.left_out:
             pass
         elif is_clean and packs and matrix is not None:
             for suffix, part in matrix.packed_values(tensor).items():
@@ -280,8 +241,8 @@ def rollout_parameters(
                 yield name, noisy
             else:
                 yield name, tensor if adapted is clean and matrix is None else adapted
-        if held is not None and name not in held.left_out:
-            held.note(name, is_clean and name not in merged)
+        if pushed is not None and name not in pushed.left_out:
+            pushed.note(name, is_clean and name not in merged)
         if name.endswith(".weight") and owner in factors:
             for side, factor in zip("AB", factors.pop(owner)(), strict=True):
                 yield f"{owner}.lora_{side}.weight", factor

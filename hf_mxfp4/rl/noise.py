@@ -1,0 +1,260 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Adaptive quantization noise (AQN): Gaussian noise on RMSNorm weights while the policy samples.
+
+Noise ``Z`` on a norm's weight is multiplicative noise on the input channels of the linear layers behind it (QeRL, arXiv
+2510.11696, section 3.3; used for MXFP4 in arXiv 2605.20402). It is added in the norm's forward pass, in float32, or to
+the weights that vLLM is given for a rollout. No parameter is written, so there is nothing to restore, and bfloat16
+weights do not round small noise away.
+"""
+
+import contextlib
+import functools
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..backends.devices import widest_float
+from ..model_structure import text_part
+from ..module_names import name_matches
+from ..moe import present_routers
+
+
+#: Where models whose routers are plain linear layers (those of other repositories) keep them.
+_ROUTER_NAMES = ("mlp.gate", "mlp.router", "block_sparse_moe.gate", "feed_forward.router", "feed_forward.gate")
+
+
+@dataclass(frozen=True)
+class NoiseSchedule:
+    """Standard deviation over training in ``stages`` equal parts (QeRL): the first is noise-free, and the others fall
+    geometrically from ``start`` to ``end``; with two stages the second has ``start``. A single stage has ``start``
+    throughout. With fewer steps than stages step 0 alone is noise-free.
+
+    Raises `ValueError` unless ``start >= end > 0`` and ``stages >= 1``.
+    """
+
+    start: float = 1e-2
+    end: float = 1e-3
+    stages: int = 10
+
+    def __post_init__(self):
+        if not (math.isfinite(self.start) and self.start >= self.end > 0):
+            raise ValueError(
+                f"aqn_sigma_start={self.start} must be finite and at least aqn_sigma_end={self.end}, which must be "
+                "positive"
+            )
+        if self.stages < 1:
+            raise ValueError(f"aqn_num_stages={self.stages} must be at least 1")
+
+    def sigma(self, step: int, max_steps: int) -> float:
+        """Return the value at optimizer step ``step`` (the number of steps taken before) of ``max_steps``: a function
+        of these two numbers alone, so that epochs and resumed runs follow the same curve."""
+        max_steps = max(max_steps, 1)
+        if self.stages > 1 and step * self.stages < max_steps:
+            return 0.0
+        if self.stages <= 2:
+            return self.start
+        stage = min(step * self.stages // max_steps, self.stages - 1)
+        return self.start * (self.end / self.start) ** ((stage - 1) / (self.stages - 2))
+
+
+def plain_name(name: str) -> str:
+    """Return a module's name without the wrappers that PEFT puts around models, layers and modules to save."""
+    name = name.removeprefix("base_model.model.").replace(".base_layer", "").removesuffix(".original_module")
+    return name.split(".modules_to_save.")[0]
+
+
+def find_norms(model: nn.Module) -> dict[str, nn.Module]:
+    """Return the RMSNorm modules to put noise on, by name.
+
+    Found by structure, whichever library defines the class: a leaf with one parameter, a 1-D ``weight``, and "norm" in
+    the name of its class or of its place. In a decoder layer with a router, of the layer's own norms only
+    ``input_layernorm`` is taken: the others feed the router, whose choices noise would scramble. Of a norm that PEFT
+    trains a copy of (``modules_to_save``), the copy is taken. Of a model of images or sound, the norms of its language
+    model's decoder are.
+    """
+    routers, decoder = _router_names(model), text_part(model)
+    norms = {
+        name: module
+        for name, module in model.named_modules()
+        if (decoder is None or module in decoder) and not name.endswith(".original_module") and _is_norm(name, module)
+    }
+    owners = {_owner(name) for name in norms}
+    routed = {_nearest(router, owners) for router in routers}
+    return {
+        name: module
+        for name, module in norms.items()
+        if (_owner(name) not in routed or name_matches(name, "input_layernorm"))
+        and not any(name_matches(plain_name(name), router) for router in routers)
+    }
+
+
+def _is_norm(name: str, module: nn.Module) -> bool:
+    parameters = dict(module.named_parameters(recurse=False))
+    if set(parameters) != {"weight"} or parameters["weight"].dim() != 1 or any(module.children()):
+        return False
+    return "norm" in type(module).__name__.lower() or "norm" in plain_name(name).rpartition(".")[2].lower()
+
+
+def _router_names(model: nn.Module) -> set[str]:
+    """The plain names of the routers of ``model``, of other repositories' too, whose routers are plain layers."""
+    known = tuple(f".{router}" for router in _ROUTER_NAMES)
+    by_name = {plain_name(name) for name, _ in model.named_modules() if plain_name(name).endswith(known)}
+    return by_name | {plain_name(name) for name in present_routers(model)}
+
+
+def _owner(name: str) -> str:
+    """The module that a norm is a part of."""
+    return plain_name(name).rpartition(".")[0]
+
+
+def _nearest(router: str, owners: set[str]) -> str | None:
+    """The decoder layer of a router: of the modules around it, the nearest that owns norms."""
+    around = router.split(".")[:-1]
+    prefixes = (".".join(around[:count]) for count in range(len(around), 0, -1))
+    return next((prefix for prefix in prefixes if prefix in owners), None)
+
+
+@dataclass(frozen=True)
+class NoiseReport:
+    """What noise did in one rollout: ``modules`` norms ran with it, and their weights, ``elements`` in number, deviated
+    from the clean ones with standard deviation ``measured_std``, where ``sigma`` was intended."""
+
+    sigma: float
+    measured_std: float
+    modules: int
+    elements: int = 0
+
+    @property
+    def is_swallowed(self) -> bool:
+        """Whether the weights deviated by less than 90 % of what was intended, and not by chance."""
+        chance = 3 / math.sqrt(2 * self.elements) if self.elements else 1.0
+        return self.measured_std < (0.9 - chance) * self.sigma
+
+
+class NormNoise:
+    """Puts noise on the norms of one model.
+
+    Args:
+        model: the policy, possibly wrapped by PEFT; the forward passes of its norms are replaced for a rollout, which
+            DDP and FSDP2 allow.
+        seed: base seed. Noise is a function of seed, step and module order, drawn on the CPU, so it is the same on
+            all ranks, and global random state is not touched.
+
+    Attributes:
+        norms: by name, see [`find_norms`].
+        last_report: of the last rollout.
+
+    Raises `ValueError` when the model has no norm to put noise on.
+    """
+
+    def __init__(self, model: nn.Module, seed: int):
+        self.norms, self.seed = find_norms(model), seed
+        self.last_report: NoiseReport | None = None
+        if not self.norms:
+            raise ValueError(
+                f"adaptive quantization noise needs RMSNorm modules and found none in {type(model).__name__} "
+                "(a module with nothing but a 1-D weight and 'norm' in its name) that feeds no router; set aqn=False"
+            )
+
+    def noise(self, index: int, weight: torch.Tensor, step: int, sigma: float) -> torch.Tensor:
+        """Return the float32 noise of the ``index``-th norm at a step, on the device of its weight."""
+        generator = torch.Generator().manual_seed(((self.seed * 1_000_003 + step) * 1_000_003 + index) % 2**63)
+        return (torch.randn(weight.shape, generator=generator) * sigma).to(weight.device)
+
+    @contextlib.contextmanager
+    def active(self, step: int, sigma: float) -> Iterator[None]:
+        """Noise at this step for as long as the context lasts, gone after it even when it ends by an exception.
+
+        Raises `RuntimeError` at the end when ``sigma > 0`` and no norm ran with noise: whatever generated did not use
+        these modules.
+        """
+        self.last_report = None
+        if sigma == 0:
+            yield
+            self.last_report = NoiseReport(0.0, 0.0, 0)
+            return
+        noisy = [
+            _NoisyNorm(module, functools.partial(self.noise, index, step=step, sigma=sigma))
+            for index, module in enumerate(self.norms.values())
+        ]
+        with contextlib.ExitStack() as stack:
+            for norm in noisy:
+                stack.enter_context(replaced_method(norm.module, "forward", norm.forward))
+            yield
+        ran = [norm for norm in noisy if norm.noise is not None]
+        if not ran:
+            raise RuntimeError(
+                f"adaptive quantization noise (sigma={sigma:g}) reached none of {len(self.norms)} norms: "
+                "generation did not run through the policy's own modules"
+            )
+        count = sum(norm.noise.numel() for norm in ran)
+        measured = math.sqrt(sum(norm.energy for norm in ran) / count)
+        self.last_report = NoiseReport(sigma, measured, len(ran), count)
+
+    @contextlib.contextmanager
+    def pushed(self, step: int, sigma: float) -> Iterator[None]:
+        """One rollout by vLLM, to which weights are pushed within the context; they carry the noise, see
+        [`rollout_parameters`]. Raises `RuntimeError` at the end when none were pushed."""
+        self.last_report = NoiseReport(0.0, 0.0, 0) if sigma == 0 else None
+        yield
+        if self.last_report is None:
+            raise RuntimeError("adaptive quantization noise did not reach vLLM: no weights were pushed")
+
+
+class _NoisyNorm:
+    """One norm in one rollout. ``noise`` is drawn in its first forward pass; ``energy`` is the sum of squares of what
+    it does to the weight."""
+
+    def __init__(self, module: nn.Module, draw: Callable[[torch.Tensor], torch.Tensor]):
+        self.module, self._clean, self._draw = module, module.forward, draw
+        self.noise: torch.Tensor | None = None
+        self.energy = 0.0
+        self._dtypes: dict[tuple, torch.dtype] = {}
+
+    def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Return the noisy output of the norm, in the dtype of the clean forward pass, which runs once for each kind of
+        input to find that out."""
+        parameter = self.module.weight
+        kind = parameter.dtype, *(x.dtype for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor))
+        if kind not in self._dtypes:
+            self._dtypes[kind] = self._clean(*args, **kwargs).dtype
+        self.module._parameters["weight"] = self._noisy(parameter)  # the parameter itself is not written
+        try:
+            output = self._clean(*map(_float, args), **{name: _float(value) for name, value in kwargs.items()})
+        finally:
+            self.module._parameters["weight"] = parameter
+        return output.to(self._dtypes[kind])
+
+    def _noisy(self, weight: torch.Tensor) -> torch.Tensor:
+        clean = weight.detach().float()
+        if self.noise is None:
+            if clean.numel() == 0:
+                raise RuntimeError(
+                    "a norm's weight is sharded away while the policy generates; with DeepSpeed ZeRO-3 set "
+                    "ds3_gather_for_generation=True"
+                )
+            self.noise = self._draw(clean)
+            deviation = (clean + self.noise) - clean
+            self.energy = float(deviation.to(widest_float(deviation.device)).square().sum())
+        return clean + self.noise
+
+
+@contextlib.contextmanager
+def replaced_method(module: Any, method: str, replacement: Callable) -> Iterator[None]:
+    """Replace a method of one object within the context; it is back even after an exception."""
+    own = vars(module).get(method)
+    setattr(module, method, replacement)
+    try:
+        yield
+    finally:
+        delattr(module, method)
+        if own is not None:
+            setattr(module, method, own)
+
+
+def _float(value: Any) -> Any:
+    return value.float() if isinstance(value, torch.Tensor) and value.is_floating_point() else value

@@ -1,2 +1,0 @@
-# SPDX-License-Identifier: Apache-2.0
-"""Runs that stop and are resumed: saved state, where a step ended, signals."""
