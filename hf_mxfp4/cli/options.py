@@ -45,7 +45,7 @@ SkipOption = Annotated[
 ModelArgument = Annotated[
     str, typer.Argument(metavar="MODEL", help="A checkpoint's folder, or a model on the Hub, in full precision.")
 ]
-OutArgument = Annotated[Path, typer.Argument(metavar="OUT", help="Folder of the new checkpoint.")]
+OutArgument = Annotated[Path, typer.Argument(metavar="OUT", help="Folder to write: a new or an empty one.")]
 TextFieldOption = Annotated[
     str | None,
     typer.Option("--text-field", help="Field of the texts, or several with commas between. [default: the usual names]"),
@@ -53,7 +53,7 @@ TextFieldOption = Annotated[
 SamplesOption = Annotated[int, typer.Option("--samples", min=1, help="Texts, or windows of a running text.")]
 MaxLengthOption = Annotated[int, typer.Option("--max-length", min=2, help="Tokens per text or window.")]
 DeviceOption = Annotated[str, typer.Option("--device", help="'cpu', 'cuda', ...", show_default="a GPU if any")]
-OverwriteOption = Annotated[bool, typer.Option("--overwrite", help="Replace what is in OUT, or in --out.")]
+OverwriteOption = Annotated[bool, typer.Option("--overwrite", help="Replace what is in the folder.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON on standard output, for scripts.")]
 
 #: Earlier names of options, and what they are called now.
@@ -62,8 +62,11 @@ _ROUND_FIRST = "run hf-mxfp4 gptq DIR ROUNDED --text FILE --scheme even, and exp
 #: Options that are gone, by command, and what to use.
 _REMOVED = {
     ("analyze", "--perplexity"): "run hf-mxfp4 eval MODEL --text TEXT",
+    ("analyze", "--activations"): "hf-mxfp4 eval MODEL --text TEXT --scheme SCHEME measures what quantizing them costs",
     ("export", "--text"): _ROUND_FIRST,
     ("export", "--calibrate"): _ROUND_FIRST,
+    ("pack", "--verbose"): "every layer is in pack_report.json in OUT",
+    ("export", "--verbose"): "every layer is in export_report.json in OUT",
     ("gptq", "--inputs"): "weights are rounded for inputs in full precision; leave the option out",
 }
 

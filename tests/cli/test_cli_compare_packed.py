@@ -120,13 +120,6 @@ def test_files_of_a_comparison(checkpoint, tmp_path):
     assert "B holds exactly what packing A now gives" in html and NAME in html and html.endswith("</html>\n")
 
 
-def test_files_of_two_schemes(checkpoint, tmp_path):
-    done = run(checkpoint(), "--scheme", "rceil", "--scheme", "even", "--out", tmp_path / "out")
-    assert done.exit_code == 0, done.stderr
-    [header, *rows] = (tmp_path / "out" / "comparison.csv").read_text().splitlines()
-    assert header == "name,first_relative_mse,second_relative_mse,mse_ratio,sqnr_gain_db" and len(rows) == 14
-
-
 def test_what_cannot_be_compared(checkpoint, tmp_path):
     original = Path(checkpoint())
     packed = packed_of(original, tmp_path / "packed")

@@ -29,7 +29,7 @@ def test_texts_modules_and_overwrite_have_one_name():
 @pytest.mark.parametrize(
     ("command", "old", "now"),
     [
-        ("analyze MODEL", "--activations --dataset a.jsonl", "--activations --text a.jsonl"),
+        ("eval MODEL", "--dataset a.jsonl", "--text a.jsonl"),
         ("analyze MODEL", "--exclude a --exclude=b", "--modules-to-not-convert a --modules-to-not-convert=b"),
         ("compare A B", "--exclude a", "--skip a"),
     ],

@@ -113,7 +113,7 @@ class MXFP4RLQuantizer(HfQuantizer):
             layer._is_hf_initialized = True
         if self.pre_quantized and files:
             tie_packed(model)
-            self.record = check_checkpoint(files, model, self.quantization_config)
+            self.record = check_checkpoint(files, self.quantization_config)
         elif files:
             check_unquantized(files)
         return model
