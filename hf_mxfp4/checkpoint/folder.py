@@ -147,9 +147,10 @@ def open_checkpoint(path: str | os.PathLike) -> CheckpointFolder:
     tensors = tensors_by_name(read_header(folder / file) for file in files)
     if not tensors:
         raise ShardError(f"{files[0]} holds no tensors")
-    for name, file in weight_map.items():
-        if name not in tensors or tensors[name].file.name != file:
-            raise ShardError(f"{file} lacks {name}, though {INDEX} says otherwise")
+    if weight_map and (wrong := weight_map.items() ^ {(name, tensor.file.name) for name, tensor in tensors.items()}):
+        name, _ = min(wrong)
+        found = f"is in {tensors[name].file.name}" if name in tensors else "is in none of the files"
+        raise ShardError(f"{INDEX} places {name} in {weight_map.get(name)}, but it {found}")
     return CheckpointFolder(folder, config, tensors)
 
 

@@ -250,29 +250,6 @@ def test_rollouts_without_kept_copies_have_the_same_bits(build, tmp_path):
     assert_same(*ends)
 
 
-@pytest.mark.parametrize(("cached", "times"), [(True, 1), (False, 4)])
-def test_how_often_a_rollout_quantizes_the_experts(build, monkeypatch, cached, times):
-    """For each of four tokens, or once."""
-    import hf_mxfp4.gemm.operands as module
-
-    options = {"cache_rollout_weights": cached, "rollout_weights": "dense" if cached else "auto"}
-    trainer = build(mixture=True, max_steps=1, save_strategy="no", aqn=False, **options)
-    trainer.generation_config.eos_token_id = None
-    calls, quantize, generate = [], module.weight_operand, trainer._generate
-    monkeypatch.setattr(module, "weight_operand", lambda *args: calls.append(args[0].shape) or quantize(*args))
-    counts = []
-
-    def counted(prompts):
-        calls.clear()
-        output = generate(prompts)
-        counts.append(sum(len(shape) == 3 for shape in calls))  # not those of attention
-        return output
-
-    trainer._generate = counted
-    trainer.train()
-    assert counts == [times * 2]  # projections
-
-
 # ---- which checkpoint -----------------------------------------------------------------------------------------------
 
 

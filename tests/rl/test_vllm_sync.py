@@ -392,10 +392,10 @@ def test_a_colocated_vllm_is_asked(tmp_path):
         ("w4a16", None, True, None),
         ("w4a16", W4A16, True, None),
         ("w4a4", FALLBACK, True, None),
-        ("w4a4", W4A4, True, "quantized activations, W4A4 .* and .* quantized activations, W4A4 by another scheme"),
-        ("w4a4", None, True, "full-precision activations, W4A16 .as it says. and .*quantized activations, W4A4;"),
-        ("w4a4", W4A16, False, "full-precision activations.*nothing corrects the difference"),
-        ("w4a16", W4A4, True, r"quantized activations, W4A4 .*trains with full-precision .*\(token_truncate\) account"),
+        ("w4a4", W4A4, True, "account for the difference"),
+        ("w4a4", None, True, "activations in full precision .as it says.*account for the difference"),
+        ("w4a4", W4A16, False, "full precision.*nothing corrects the difference"),
+        ("w4a16", W4A4, True, r"trains with None; importance weights \(token_truncate\) account"),
     ],
 )
 def test_words_about_activations_are_true_of_both_sides(caplog, policy, loaded, correction, expected):
