@@ -51,11 +51,6 @@ class CheckpointFolder:
     tensors: Mapping[str, StoredTensor]
 
     @property
-    def origin(self) -> Path:
-        """The path that no output may overwrite or lie inside of."""
-        return self.path.resolve()
-
-    @property
     def files(self) -> list[Path]:
         """The weight files, sorted."""
         return sorted({tensor.file for tensor in self.tensors.values()})
@@ -92,10 +87,6 @@ class CheckpointFolder:
                 return found(config)
         except Exception as error:  # whatever the numbers in it make of a model
             raise CheckpointError(f"{file} describes no model ({type(error).__name__}: {first_line(error)})") from error
-
-    def notes(self) -> list[str]:
-        """Return what is lost or changed by reading these files, in sentences."""
-        return []
 
     def copy_side_files(self, target: Path) -> None:
         """Copy tokenizer, generation config and the like."""

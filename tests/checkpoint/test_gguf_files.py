@@ -14,7 +14,7 @@ from tiny_tokenizers import CHAT, SPECIAL, SPLITS, make_fallback_tokenizer, make
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
 from hf_mxfp4 import MXFP4RLConfig, fake_quantize
-from hf_mxfp4.checkpoint import CheckpointError, export, from_blocks, to_blocks
+from hf_mxfp4.checkpoint import CheckpointError, export, to_blocks
 
 
 FILE = "model-MXFP4.gguf"
@@ -51,8 +51,6 @@ def test_every_byte_means_the_same_to_ggml():
     with np.errstate(over="ignore"):
         found = gguf.dequantize(blocks.numpy(), MXFP4)
     assert torch.equal(torch.from_numpy(found), decode(codes, scale).float())
-    for one, other in zip(from_blocks(blocks), (codes, scale), strict=True):
-        assert torch.equal(one, other)
 
 
 @pytest.mark.parametrize(("family", "architecture"), list(zip(FAMILIES, ARCHITECTURES, strict=True)))
