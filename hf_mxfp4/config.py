@@ -169,7 +169,6 @@ class MXFP4RLConfig(QuantizationConfigMixin):
     )
 
     REMOVED = {"layer_overrides": "all layers share dgrad and wgrad; modules_to_not_convert leaves layers out"}
-    layer_overrides = None
 
     #: Not an option: modules that a saved model keeps in full precision, where names alone do not tell.
     #: Written to `config.json` and read from it, so that a checkpoint keeps its choice of layers.
@@ -265,8 +264,8 @@ class MXFP4RLConfig(QuantizationConfigMixin):
         scheme = self.gemms().fprop.left
         return scheme if isinstance(scheme, QuantScheme) else None
 
-    def gemms(self, *names: str) -> LinearScheme:
-        """Return how the three products of a layer are computed, of all layers alike."""
+    def gemms(self) -> LinearScheme:
+        """Return how the three products of a layer are computed."""
         return self._gemms
 
     @functools.cached_property

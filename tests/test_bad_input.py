@@ -30,17 +30,6 @@ MESSAGES = {
         TypeError,
         "MXFP4RLConfig has no option 'scale_rul'; did you mean 'scale_rule'?",
     ),
-    "rule-we-do-not-have": (
-        {"scale_rule": "ceil"},
-        ValueError,
-        "scale_rule='ceil' is not supported; choose one of 'rceil', 'floor', 'even', 'mse'",
-    ),
-    "macro-block": (
-        {"macro_block": 100},
-        ValueError,
-        "macro_block=100 is not supported; choose one of None, 32, 64, 128, 256, 'row'",
-    ),
-    "alpha": ({"outlier_fallback": 2}, ValueError, "outlier_fallback=2 must be None or a number in (0, 1]"),
     "skips-as-text": (
         {"modules_to_not_convert": "lm_head"},
         ValueError,

@@ -5,7 +5,6 @@ import math
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
 from tables import GEMMS
 from tiny_models import make_model
 from transformers import AutoModelForCausalLM
@@ -44,20 +43,6 @@ EXPECTED = {
 def test_presets(preset):
     scheme = MXFP4RLConfig(preset=preset).gemms()
     assert (scheme.fprop, scheme.dgrad, scheme.wgrad) == EXPECTED[preset]
-
-
-def test_options_of_a_preset_can_be_given():
-    config = MXFP4RLConfig(preset="paper_b", scale_rule="even", macro_block=64, weight_block="1x32")
-    assert config.gemms().dgrad == GemmScheme(
-        QuantScheme(ScaleRule.EVEN, 64, "static"), QuantScheme(ScaleRule.EVEN, 64, "dynamic")
-    )
-    assert MXFP4RLConfig(preset="paper_a", outlier_fallback=None).outlier_fallback is None
-    assert MXFP4RLConfig(preset="w4a4_tuned", outlier_fallback=None).gemms().fprop == GemmScheme(EVEN, EVEN)
-    assert MXFP4RLConfig(preset="w4a4_tuned", outlier_fallback_rate=None).outlier_fallback_rate is None
-    without = MXFP4RLConfig(preset="w4a4_h64", outlier_fallback=None)
-    assert without.gemms().fprop == GemmScheme(EVEN, EVEN, Rotation(64))
-    assert without.outlier_fallback_operands == "both"
-    assert MXFP4RLConfig(preset="w4a4_h64", fprop={"rotation": "none"}).gemms().fprop == GemmScheme(SELECTIVE, EVEN)
 
 
 def test_operands_that_are_not_named_keep_the_presets():
@@ -184,25 +169,6 @@ def test_the_reported_error_is_that_of_what_is_computed(checkpoint):
     assert reports[1] == math.inf and reports[2] == reports[3]
 
 
-def test_a_packed_policy_computes_the_forward_product_of_the_trained_one(checkpoint):
-    ids = torch.arange(2, 26).view(2, 12)
-    model = AutoModelForCausalLM.from_pretrained(checkpoint(), quantization_config=MXFP4RLConfig(preset="paper_b"))
-    with torch.no_grad():
-        expected = model(ids).logits
-        assert torch.equal(hf_mxfp4.pack(model)(ids).logits, expected)
-
-
-def test_adapters_on_quantized_backward_products(checkpoint):
-    config = MXFP4RLConfig(preset="w4a4g4", outlier_fallback_rate=0.2)
-    model = AutoModelForCausalLM.from_pretrained(checkpoint(), quantization_config=config)
-    model = get_peft_model(model, LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False))
-    ids = torch.arange(2, 26).view(2, 12)
-    model(ids, labels=ids).loss.backward()
-    grads = {name: p.grad for name, p in model.named_parameters()}
-    assert all((grad is not None) == ("lora_" in name) for name, grad in grads.items())
-    assert all(grad.isfinite().all() and grad.any() for grad in grads.values() if grad is not None)
-
-
 # ---- training ------------------------------------------------------------------------------------------------------
 
 
@@ -245,10 +211,3 @@ def test_a_tiny_model_trains(name, full_precision):
     assert full_precision[-1] < 0.6 * full_precision[0]
     fall = (values[0] - values[-1]) / (full_precision[0] - full_precision[-1])
     assert 0.8 < fall < 1.2, (values[-1], full_precision[-1])
-
-
-def test_a_step_without_random_layers_is_an_error():
-    model = make_model()
-    quantize_linears(model, MXFP4RLConfig(preset="w4a4g4"))
-    with pytest.raises(ValueError, match="has no layer that draws random numbers"):
-        hf_mxfp4.set_quantization_step(model, 1)

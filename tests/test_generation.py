@@ -3,7 +3,6 @@
 
 import contextlib
 import copy
-import inspect
 import threading
 
 import accelerate
@@ -11,8 +10,6 @@ import pytest
 import torch
 from transformers import (
     AutoModelForCausalLM,
-    GenerationMixin,
-    Qwen2ForCausalLM,
 )
 
 from hf_mxfp4 import MXFP4RLConfig, cached_weights, uncached_weights
@@ -115,25 +112,6 @@ def test_copies_of_a_model_generate_with_their_own_weights(checkpoint, count):
     assert not torch.allclose(logits(other), expected)
     assert count() == LINEARS
     assert torch.equal(logits(model), expected)
-
-
-def test_the_method_looks_like_the_one_it_wraps(checkpoint):
-    load(checkpoint)
-    load(checkpoint)
-    own, original = Qwen2ForCausalLM.generate, GenerationMixin.generate
-    assert own.__wrapped__ is original  # once
-    assert inspect.signature(own) == inspect.signature(original)
-    assert own.__doc__ == original.__doc__ and own.__name__ == "generate"
-
-
-def test_a_class_that_generates_in_its_own_way(checkpoint):
-    class Own(Qwen2ForCausalLM):
-        def generate(self, *args, **kwargs):
-            return "own", super().generate(*args, **kwargs)
-
-    model = Own.from_pretrained(checkpoint("qwen2"), quantization_config=MXFP4RLConfig())
-    mark, tokens = generate(model)
-    assert mark == "own" and tokens.shape == (1, IDS.shape[1] + TOKENS)
 
 
 def test_outer_contexts_decide(checkpoint, count):

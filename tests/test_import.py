@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What importing the package does and costs, and which way its parts depend on each other."""
+"""What importing the package does and costs."""
 
 import ast
 import functools
@@ -34,13 +34,6 @@ import contextlib, io, sys
 sys.modules["torchao"] = None
 def loaded(*names):
     return sorted(set(names) & sys.modules.keys())
-import mxfp4_kernels
-print(loaded("triton", "torch", "transformers", "hf_mxfp4"))
-scheme = {"scale_rule": "rceil", "macro_block": 128, "macro_search": "static", "outlier_fallback": 0.5}
-print(mxfp4_kernels.supports("torch.float32", **scheme), loaded("triton", "torch"))
-for name in [name for name in sys.modules if name.partition(".")[0] == "mxfp4_kernels"]:
-    del sys.modules[name]
-
 import hf_mxfp4
 print(loaded("torch", "transformers"))
 sys.argv = ["/somewhere/bin/hf-mxfp4", "--help"]
@@ -59,14 +52,7 @@ print(loaded("torch", "transformers.quantizers", "trl", "mxfp4_kernels", "matplo
 
 
 def test_importing_and_asking_for_help_load_nothing_heavy():
-    assert run_python("-c", LIGHT).stdout.splitlines() == ["[]", "None []", "[]", "14 []", "[]"]
-
-
-def test_help_of_the_module_imports_neither_torch_nor_transformers():
-    done = run_python("-X", "importtime", "-m", "hf_mxfp4.cli", "--help")
-    assert "analyze" in done.stdout
-    imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
-    assert "hf_mxfp4.cli.training" in imported and not {"torch", "transformers"} & imported
+    assert run_python("-c", LIGHT).stdout.splitlines() == ["[]", "14 []", "[]"]
 
 
 #: Runs the programs that it is given, each in a fork that has imported what takes longest.
@@ -102,27 +88,13 @@ print(sorted({"trl", "mxfp4_kernels", "matplotlib", "peft"} & sys.modules.keys()
 """
 
 AFTER_TRANSFORMERS = """
-import importlib, sys
-from transformers.quantizers import auto
-from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING as configs
+import sys
 from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING as quantizers
 from transformers.quantizers.auto import AutoQuantizationConfig
 import hf_mxfp4
 print("hf_mxfp4.layers" in sys.modules, quantizers["mxfp4_rl"].requires_calibration)
 config = AutoQuantizationConfig.from_dict({"quant_method": "mxfp4_rl", "preset": "w4a16"})
 print(type(config) is hf_mxfp4.MXFP4RLConfig, config.preset)
-from hf_mxfp4 import config as config_module
-from hf_mxfp4.integrations.transformers import quantizer
-for module in (hf_mxfp4, quantizer, config_module, quantizer, hf_mxfp4):
-    importlib.reload(module)
-print(configs["mxfp4_rl"] is hf_mxfp4.MXFP4RLConfig, quantizers["mxfp4_rl"] is hf_mxfp4.MXFP4RLQuantizer)
-importlib.reload(auto)
-print(auto.AUTO_QUANTIZER_MAPPING is quantizers, auto.AUTO_QUANTIZER_MAPPING["mxfp4_rl"].__name__)
-for name in [name for name in sys.modules if name.partition(".")[0] == "hf_mxfp4"]:
-    del sys.modules[name]
-import hf_mxfp4 as anew
-made = auto.AUTO_QUANTIZATION_CONFIG_MAPPING["mxfp4_rl"].from_dict({"preset": "w4a16"})
-print(anew is hf_mxfp4, type(made) is anew.MXFP4RLConfig)
 """
 
 IN_THREADS = """
@@ -159,9 +131,6 @@ def test_the_method_is_registered_whoever_is_imported_first():
         "program 1",
         "False False",
         "True w4a16",
-        "True True",
-        "False MXFP4RLQuantizer",
-        "False True",
         "program 2",
         "[] True",
     ]
@@ -175,75 +144,9 @@ def test_public_names():
         assert getattr(hf_mxfp4, name).__name__ == f"hf_mxfp4.{name}"
 
 
-def test_a_name_that_does_not_exist():
-    with pytest.raises(AttributeError, match="'hf_mxfp4' has no attribute 'MXFP5Linear'"):
-        _ = hf_mxfp4.MXFP5Linear
-
-
 @functools.cache
 def parsed(file: Path) -> ast.Module:
     return ast.parse(file.read_text())
-
-
-def imports_of(file: Path, root: Path) -> set[str]:
-    """Absolute names of all that ``file`` imports, anywhere in it; ``root`` is the folder of its top-level package."""
-    package = [root.name, *file.relative_to(root).parent.parts]
-    names = set()
-    for node in ast.walk(parsed(file)):
-        if isinstance(node, ast.Import):
-            names.update(alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            parents = package[: len(package) + 1 - node.level] if node.level else []
-            base = ".".join([*parents, *([node.module] if node.module else [])])
-            names.update(f"{base}.{alias.name}" for alias in node.names)
-    return names
-
-
-def is_in(name: str, package: str) -> bool:
-    return name == package or name.startswith(f"{package}.")
-
-
-def files_of(folder: Path) -> list[Path]:
-    files = sorted(folder.rglob("*.py"))
-    assert files
-    return files
-
-
-def test_relative_imports_are_resolved():
-    assert "hf_mxfp4.gemm.autocast_dtype" in imports_of(PACKAGE / "layers" / "linear.py", PACKAGE)
-    assert "hf_mxfp4.config.MXFP4RLConfig" in imports_of(PACKAGE / "__init__.py", PACKAGE)
-    assert "mxfp4_kernels.quantization.launch" in imports_of(KERNELS / "__init__.py", KERNELS)
-
-
-def test_numerics_imports_nothing_of_ours_and_no_transformers():
-    for file in files_of(PACKAGE / "numerics"):
-        for name in imports_of(file, PACKAGE):
-            assert is_in(name, "hf_mxfp4.numerics") or not is_in(name, "hf_mxfp4"), f"{file.name} imports {name}"
-            assert not is_in(name, "mxfp4_kernels"), f"{file.name} imports {name}"
-            assert not is_in(name, "transformers") and not is_in(name, "torch.nn.Module"), f"{file.name}: {name}"
-
-
-def test_kernels_stand_alone():
-    for file in files_of(KERNELS):
-        for name in imports_of(file, KERNELS):
-            assert not is_in(name, "hf_mxfp4") and not is_in(name, "transformers"), f"{file.name} imports {name}"
-
-
-# Part -> parts of the package that it must not import: dependencies point one way.
-ABOVE = {
-    "backends": ["gemm", "layers", "checkpoint", "integrations", "config", "module_names", "rl", "lab"],
-    "gemm": ["layers", "checkpoint", "integrations", "config", "module_names", "rl", "lab"],
-    "layers": ["checkpoint", "integrations", "rl", "lab"],
-    "integrations": ["rl", "lab"],
-    "moe": ["rl", "lab"],
-}
-
-
-@pytest.mark.parametrize("part", ABOVE)
-def test_dependencies_point_one_way(part):
-    for file in files_of(PACKAGE / part):
-        for name in imports_of(file, PACKAGE):
-            assert not any(is_in(name, f"hf_mxfp4.{other}") for other in ABOVE[part]), f"{file.name} imports {name}"
 
 
 def imported_at_once(file: Path) -> set[str]:
@@ -261,19 +164,15 @@ def imported_at_once(file: Path) -> set[str]:
     return names
 
 
-@pytest.mark.parametrize("part", ["*.py", "numerics", "backends", "gemm", "layers", "moe", "checkpoint"])
+@pytest.mark.parametrize(
+    "part", ["*.py", "numerics", "backends", "gemm", "layers", "moe", "checkpoint", "integrations/transformers"]
+)
 def test_optional_packages_are_imported_on_use(part):
     files = list(PACKAGE.glob(part) if part.endswith(".py") else (PACKAGE / part).rglob("*.py"))
     assert files
     for file in files:
         heavy = {"triton", "mxfp4_kernels", "trl", "peft", "matplotlib", "datasets", "evaluate", "vllm"}
         assert not imported_at_once(file) & heavy, file
-
-
-def test_nothing_of_the_package_imports_recipes():
-    for file in [*files_of(PACKAGE), *files_of(KERNELS)]:
-        root = PACKAGE if PACKAGE in file.parents else KERNELS
-        assert not any(is_in(name, "recipes") or is_in(name, "tasks") for name in imports_of(file, root)), file
 
 
 def test_every_folder_of_the_sources_is_a_package_that_the_build_finds():
@@ -287,4 +186,4 @@ def test_every_folder_of_the_sources_is_a_package_that_the_build_finds():
     folders = set()
     for top in (PACKAGE, KERNELS):
         folders |= {str(path.parent.relative_to(top.parent)).replace("/", ".") for path in top.rglob("*.py")}
-    assert found == folders and "mxfp4_kernels" in found and "hf_mxfp4.lab.run_report" in found
+    assert found == folders and "mxfp4_kernels" in found and "hf_mxfp4.lab.smoothing" in found

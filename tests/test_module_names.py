@@ -1,10 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which layers are quantized: whole name parts, never substrings."""
 
-from collections import OrderedDict
-
 import pytest
-import torch
 from tiny_models import make_model
 from torch import nn
 
@@ -16,23 +13,15 @@ from hf_mxfp4.module_names import fused_experts, name_matches, split_linears
     [
         ("model.layers.2.mlp.up_proj", "layers.2", True),
         ("model.layers.20.mlp.up_proj", "layers.2", False),
-        ("model.layers.12.mlp.up_proj", "layers.2", False),
         ("model.layers.2.mlp.gate", "mlp.gate", True),
         ("model.layers.2.mlp.gate_proj", "mlp.gate", False),
-        ("model.layers.2.mlp.gate", "gate", True),
-        ("model.layers.2.mlp.gate_proj", "gate", False),
         ("model.layers.2.mlp.gate_up_proj", "up_proj", False),
         ("lm_head", "lm_head", True),
-        ("model.lm_head", "lm_head", True),
         ("lm_head_2", "lm_head", False),
-        ("model.layers.0", "model", True),
-        ("model.layers.0", "model.layers.0", True),
         ("model.layers.0", "model.layers.0.mlp", False),
         ("model.layers.0.mlp", "layers.mlp", False),
         ("model.layers.0.mlp", "layers.0.", False),
-        ("model.layers.0.mlp", ".layers.0", False),
         ("model.layers.0.mlp", "layers.*.mlp", False),
-        ("model.layers.0.mlp", "modelXlayers", False),
         ("model.layers.0.mlp.up_proj", r"re:model\.layers\.\d+\.mlp\..*", True),
         ("model.layers.0.mlp.up_proj", r"re:model\.layers\.\d+\.mlp", False),
         ("model.layers.0.mlp.up_proj", "re:up_proj", False),
@@ -69,13 +58,6 @@ def test_routers_and_heads_are_left_alone_by_name(name):
     model = tree(**{name: nn.Linear(4, 2), "layers__0__mlp__gate_proj": nn.Linear(4, 4)})
     quantized, skipped = split_linears(model)
     assert list(quantized) == ["layers.0.mlp.gate_proj"] and skipped == [name.replace("__", ".")]
-
-
-def test_a_head_of_another_name_is_found_through_the_model():
-    model = tree(body=nn.Linear(4, 4), prediction=nn.Linear(4, 2))
-    model.get_output_embeddings = lambda: model.prediction
-    quantized, skipped = split_linears(model)
-    assert list(quantized) == ["body"] and skipped == ["prediction"]
 
 
 @pytest.mark.parametrize("tie", [False, True], ids=["untied", "tied"])
@@ -134,13 +116,6 @@ def test_fused_experts_are_found():
     names = ["model.layers.0.mlp.experts", "model.layers.1.mlp.experts"]
     assert fused_experts(model) == names
     assert fused_experts(make_model("qwen2")) == []
-
-
-def test_nothing_to_quantize_is_an_empty_answer():
-    model = nn.Sequential(OrderedDict(norm=nn.LayerNorm(4), embed=nn.Embedding(4, 4)))
-    assert split_linears(model) == ({}, [])
-    with torch.device("meta"):
-        assert list(split_linears(nn.Sequential(nn.Linear(2, 2)))[0]) == ["0"]
 
 
 def test_expressions_that_would_take_hours_are_refused():

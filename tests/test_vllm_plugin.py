@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Linear layers of the vLLM plugin, and which layers it quantizes, against stand-ins for vLLM's classes; `VLLM_SOURCE`,
-a folder with vLLM's Python sources, lets the stand-ins be compared with the real ones."""
+"""Linear layers of the vLLM plugin, and which layers it quantizes, against stand-ins for vLLM's classes;
+`tests/vllm_integration` runs the real ones."""
 
-import ast
 import importlib
 import json
 import os
@@ -288,34 +287,3 @@ def test_latent_attention_with_quantized_inputs_is_refused_unless_its_layers_com
     assert type(weights_only.get_quant_method(LinearBase(), name)) is kind
     monkeypatch.setenv("VLLM_MLA_DISABLE", "1")
     assert type(config.get_quant_method(LinearBase(), name)) is kind
-
-
-# ---- the stand-ins against the real sources -------------------------------------------------------------------------
-
-SOURCES = {
-    "QuantizeMethodBase": "layers/quantization/base_config.py",
-    "QuantizationConfig": "layers/quantization/base_config.py",
-    "LinearMethodBase": "layers/linear.py",
-}
-
-
-@pytest.mark.skipif("VLLM_SOURCE" not in os.environ, reason="set VLLM_SOURCE to a folder with vLLM's sources")
-@pytest.mark.parametrize("name", SOURCES)
-def test_stand_ins_have_the_real_signatures(name):
-    def methods(tree):
-        (cls,) = (node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == name)
-        found = {}
-        for node in cls.body:
-            if isinstance(node, ast.FunctionDef):
-                arguments = node.args
-                starred = [arg.arg for arg in (arguments.vararg, arguments.kwarg) if arg]
-                marks = {ast.unparse(mark).rpartition(".")[2] for mark in node.decorator_list}
-                found[node.name] = ([arg.arg for arg in arguments.args] + starred, marks, len(arguments.defaults))
-        return found
-
-    folder = Path(os.environ["VLLM_SOURCE"]) / "vllm" / "model_executor"
-    real = methods(ast.parse((folder / SOURCES[name]).read_text()))
-    ours = methods(ast.parse(Path(vllm_stand_ins.__file__).read_text()))
-    assert {method: real[method] for method in ours} == ours
-    abstract = {method for method, (_, marks, _) in real.items() if "abstractmethod" in marks}
-    assert abstract == {method for method, (_, marks, _) in ours.items() if "abstractmethod" in marks}

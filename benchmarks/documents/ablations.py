@@ -47,17 +47,17 @@ CLAIMS = (
 
 def ablation(folder: Path = RESULTS) -> str:
     """Return the table of each model, with what ran where."""
-    return _of_each_model(folder, _results)
+    return _of_each_model(folder, "ablation_*.json", _results)
 
 
 def ablation_claims(folder: Path = RESULTS) -> str:
-    """Return the claims of arXiv 2605.20402 that the recorded cells of each model can be asked about."""
-    return _of_each_model(folder, lambda runs, model: f"**{model}**\n\n{claims_table(runs)}")
+    """Return the claims of arXiv 2605.20402 that the recorded cells of the real model can be asked about."""
+    return _of_each_model(folder, "ablation_smollm2.json", lambda runs, _: claims_table(runs))
 
 
-def _of_each_model(folder: Path, text_of: Callable[[list[dict], str], str]) -> str:
+def _of_each_model(folder: Path, pattern: str, text_of: Callable[[list[dict], str], str]) -> str:
     """Real models come before the small ones of ``ablation_cpu``."""
-    found = [json.loads(path.read_text()) for path in sorted(folder.glob("ablation_*.json"), reverse=True)]
+    found = [json.loads(path.read_text()) for path in sorted(folder.glob(pattern), reverse=True)]
     return "\n".join(
         text_of([r for r in runs if r["model"] == model], model) for runs in found for model in models(runs)
     )

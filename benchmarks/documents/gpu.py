@@ -66,7 +66,7 @@ def modelled() -> str:
     for (name, shape), of_gpu in by_case.items():
         first = of_gpu.get(names[0], {})
         cells = [_modelled_cell(of_gpu[each]) if each in of_gpu else "" for each in names]
-        rows.append([name, shape, *cells, str(first.get("launches", "")), first.get("bottleneck", "")])
+        rows.append([name, shape, *cells, first.get("bottleneck", "")])
     one = found[0]
     made = f"`{one['command']}`, Triton {one['versions'].get('triton')}, {one['date']}"
     return f"{table(['case', 'shape', *names, 'launches', f'bound on {names[0]}'], rows)}\n{made}\n"

@@ -10,8 +10,9 @@ from torch._C._functorch import is_functorch_wrapped_tensor
 from .. import numerics
 from ..numerics import MXFP4Tensor, QuantScheme, apply_scheme, rotate
 from ..numerics.rng import noise_source
-from . import cpu, self_check
+from . import cpu
 from . import triton as triton_kernels
+from .self_check import is_verified
 
 
 #: The eager reference computes rows in portions of this many elements on the CPU, so that what lies between input and
@@ -99,7 +100,7 @@ def dequantize_e4m3(
     device, kernels = elements.device, False
     if not torch.compiler.is_compiling() and is_torchs_own(elements):
         kernels = _choice(device.type, dtype, _BLOCKS, backend, None, 0) == "triton"
-        kernels = kernels and (backend != "auto" or works("dequantize", device))
+        kernels = kernels and (backend != "auto" or is_verified("dequantize", device))
     return (triton_kernels if kernels else numerics).dequantize_e4m3(elements, byte, dtype)
 
 
@@ -122,7 +123,7 @@ def dequantize(tensor: MXFP4Tensor, dtype: torch.dtype, backend: str = "auto") -
     if not torch.compiler.is_compiling() and is_torchs_own(tensor.codes):
         device = tensor.codes.device
         name = _choice(device.type, dtype, scheme, backend, None, tensor.length)
-        if name == "triton" and backend == "auto" and not works("dequantize", device):
+        if name == "triton" and backend == "auto" and not is_verified("dequantize", device):
             name = "eager"
     if name == "cpu":
         return cpu.dequantize(tensor, dtype)
@@ -144,7 +145,7 @@ def computes_on_codes(x: torch.Tensor, dtype: torch.dtype, scheme: QuantScheme, 
     if torch.compiler.is_compiling() or not is_torchs_own(x):
         return False
     name = _choice(x.device.type, dtype, as_read(scheme), backend, None, 0)
-    return name == "cpu" or name == "triton" and (backend != "auto" or works("decode", x.device))
+    return name == "cpu" or name == "triton" and (backend != "auto" or is_verified("decode", x.device))
 
 
 def choose_backend(
@@ -158,12 +159,7 @@ def choose_backend(
     if length is None:
         length = x.shape[-1] if scheme.macro_block == "row" else 0
     name = _choice(x.device.type, x.dtype, scheme, backend, seed, length)
-    return name if name != "triton" or backend != "auto" or works("quantize", x.device) else "eager"
-
-
-def works(family: str, device: torch.device) -> bool:
-    """Whether the Triton kernels of a family do on a device what they should; see [`hf_mxfp4.backends.self_check`]."""
-    return self_check.problem(device, family) is None
+    return name if name != "triton" or backend != "auto" or is_verified("quantize", x.device) else "eager"
 
 
 def _choice(

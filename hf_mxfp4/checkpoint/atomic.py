@@ -80,9 +80,9 @@ def _check_replaceable(target: Path, overwrite: bool) -> None:
 
 
 @contextlib.contextmanager
-def staged(folder: str | os.PathLike, variant: str | None = None, written: list[str] | None = None) -> Iterator[Path]:
+def staged(folder: str | os.PathLike, variant: str | None = None) -> Iterator[Path]:
     """Yield a new folder inside ``folder`` to save a checkpoint into; when the context ends without error its files
-    move up, with a manifest of the weights, and their names are added to ``written``.
+    move up, with a manifest of the weights.
 
     ``folder`` may hold other files, and others may be writing there, so it is not replaced as a whole. One name decides
     which checkpoint is loaded: `model.safetensors` if it exists, else the index of shards. All that a name refers to is
@@ -103,13 +103,11 @@ def staged(folder: str | os.PathLike, variant: str | None = None, written: list[
         # The folder is not locked while the context lasts: several ranks may have to save together.
         yield staging
         with one_writer(folder):
-            names = _move_in(staging, folder, variant)
+            _move_in(staging, folder, variant)
             for left in folder.glob(f"{_STAGING}*"):
                 with one_writer(left, wait=False) as is_unused:
                     if is_unused:
                         shutil.rmtree(left, ignore_errors=True)
-        if written is not None:
-            written.extend(names)
 
 
 def is_staging(folder: str | os.PathLike) -> bool:
@@ -129,8 +127,8 @@ def is_shard(name: str, single: str) -> bool:
     return match is not None and match["stem"] == single.removesuffix(".safetensors")
 
 
-def _move_in(staging: Path, folder: Path, variant: str | None) -> list[str]:
-    """Move the files of a new checkpoint up, and return their names."""
+def _move_in(staging: Path, folder: Path, variant: str | None) -> None:
+    """Move the files of a new checkpoint up."""
     single, index = weight_names(variant)
     if (staging / index).is_file():
         _rename_shards(staging, index, _shards_of(folder / index))
@@ -159,7 +157,6 @@ def _move_in(staging: Path, folder: Path, variant: str | None) -> list[str]:
         for path in folder.iterdir():
             if is_shard(path.name, single) and path.name not in new_shards:
                 path.unlink()
-    return files
 
 
 def _kept_records(staging: Path, folder: Path, variant: str | None) -> dict[str, FileRecord]:

@@ -19,9 +19,8 @@ from .._logging import get_logger
 from ..experts_layout import matrix_names
 from ..module_names import find_layers
 from ..report import QuantizationReport, master_sqnr
-from .card_text import HERE, Subject, card_text, export_text, pipeline_tag, with_evaluation, with_perplexity
+from .card_text import HERE, Subject, card_text, pipeline_tag, with_evaluation, with_perplexity
 from .layers import quantizable_layers
-from .report import ConversionReport
 
 
 if TYPE_CHECKING:
@@ -81,27 +80,6 @@ def write_packed_card(source: "LayerSource", sqnr_db: float | None, folder: Path
         )
         subject = Subject(type(model).__name__, config, report, str(source.folder.path), sqnr_db)
         _keep_or_save(_card_of(subject), folder, existing)
-
-
-def write_export_card(
-    source: "LayerSource", report: ConversionReport, how_to_run: str, folder: Path, *, existing: str | os.PathLike
-) -> None:
-    """Write a card into ``folder``, the new one of ``report``, or copy that of ``existing`` that somebody wrote.
-    ``how_to_run`` is Markdown."""
-    with decoration():
-        architecture = type(source.model).__name__
-        base_model = base_model_of(str(source.folder.path))
-        data = ModelCardData(
-            base_model=base_model,
-            base_model_relation="quantized" if base_model else None,
-            library_name=report.format,
-            pipeline_tag=pipeline_tag(architecture),
-            tags=[*TAGS, report.format],
-        )
-        left = find_layers(source.model, source.config.modules_to_not_convert or ())[1]
-        scheme = report.weights or str(source.config.weight_scheme)
-        text = export_text(architecture, report, scheme, len(left), how_to_run)
-        _keep_or_save(signed_card(data, text), folder, existing)
 
 
 def add_evaluation(folder: str | os.PathLike, summary: Mapping[str, Any] | str | os.PathLike) -> None:

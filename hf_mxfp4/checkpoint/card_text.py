@@ -15,7 +15,6 @@ from ..numerics import PLAIN, OperandScheme, QuantScheme
 from ..presets import ALL_OPERANDS
 from ..report import QuantizationReport
 from ..stats import share_text
-from .report import ConversionReport, bits_per_weight
 
 
 #: Stands for the repository or folder until its name is known.
@@ -39,14 +38,6 @@ _TASKS = {
     "AutoModelForQuestionAnswering": "question-answering",
     "AutoModelForMaskedLM": "fill-mask",
     "AutoModel": None,
-}
-#: What was done to layers, in the report's words -> in those of the card.
-_ACTIONS = {
-    "kept": "with the bytes of a packed checkpoint",
-    "packed": "quantized once, from full precision",
-    "requantized": "quantized a second time",
-    "dequantized": "dequantized to bfloat16",
-    "left": "left in bfloat16",
 }
 
 
@@ -100,45 +91,18 @@ def code(text: str) -> str:
 
 def card_text(subject: Subject) -> str:
     """Return everything of a card below its metadata."""
+    import hf_mxfp4
+
     experts = any(_EXPERT.search(name) for name in subject.report.quantized)
     what = "Linear layers and experts" if experts else "Linear layers"
     kind = "packed 4-bit weights" if subject.is_packed else "full-precision master weights, quantized during forward"
-    return _sections(
-        f"{subject.architecture} in MXFP4",
-        f"{what} in MXFP4 (blocks of 32 E2M1 values under an E8M0 scale), by hf-mxfp4: {kind}.",
-        f"## How to load\n\n{_loading(subject)}",
-        table(_scheme(subject.config, subject.report)),
-        _error(subject),
-    )
-
-
-def export_text(architecture: str, report: ConversionReport, scheme: str, n_left: int, how_to_run: str) -> str:
-    """Return the card of a checkpoint in another engine's format, with ``scheme`` of its weights and ``n_left`` linear
-    layers in full precision."""
-    rows = {"weights": f"`{scheme}`"}
-    rows |= {f"layers {_ACTIONS[action]}": count for action, count in report.counts().items()}
-    rows["other linear layers, in 16 bits or more"] = n_left
-    rows["bits per weight of the layers"] = f"{bits_per_weight(report.layers):.4g}"
-    error = report.error()
-    return _sections(
-        f"{architecture} in MXFP4, {report.format.upper()}",
-        "Layers in MXFP4 (blocks of 32 E2M1 values under an E8M0 scale), by hf-mxfp4.",
-        f"## How to run\n\n{how_to_run}",
-        table(rows),
-        f"{error[0].upper()}{error[1:]}.",
-    )
-
-
-def _sections(title: str, what: str, usage: str, scheme: str, error: str) -> str:
-    import hf_mxfp4
-
     return "\n\n".join(
         [
-            f"# {title}",
-            what,
-            usage,
-            f"## Scheme\n\n{scheme}",
-            f"## Quantization error of the weights\n\n{error}",
+            f"# {subject.architecture} in MXFP4",
+            f"{what} in MXFP4 (blocks of 32 E2M1 values under an E8M0 scale), by hf-mxfp4: {kind}.",
+            f"## How to load\n\n{_loading(subject)}",
+            f"## Scheme\n\n{table(_scheme(subject.config, subject.report))}",
+            f"## Quantization error of the weights\n\n{_error(subject)}",
             f"## Evaluation\n\n{NO_EVALUATION}",
             "## Not measured\n\nThe error of quantized activations on real data, speed, memory in use, and how the "
             "model behaves in other engines. Biases, licence terms and intended uses are those of the base model; they "
@@ -182,8 +146,6 @@ def _scheme(config: MXFP4RLConfig, report: QuantizationReport) -> dict[str, Any]
     for gemm, product in (("dgrad", scheme.dgrad), ("wgrad", scheme.wgrad)):
         if product != PLAIN:
             rows[f"backward product {gemm}"] = scheme.describe(gemm)
-    for pattern, options in config.layer_overrides or ():
-        rows[f"backward of {code(pattern)}"] = "; ".join(f"{gemm} {dict(given)}" for gemm, given in options)
     rows["quantized layers"] = report.n_quantized
     if n_experts := sum(_EXPERT.search(name) is not None for name in report.quantized):
         rows["of these in experts, one for each projection of each"] = n_experts

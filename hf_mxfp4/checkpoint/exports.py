@@ -2,8 +2,7 @@
 """Export to the formats of other engines."""
 
 import os
-from collections.abc import Callable, Mapping, Sequence, Set
-from functools import partial
+from collections.abc import Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,6 @@ from torch import nn
 from ..config import MXFP4RLConfig
 from ..numerics import QuantScheme, ScaleRule
 from ..numerics.schemes import one_of
-from .card import write_export_card
 from .conversion import convert
 from .exported_layer import Decision, decide, exported_layer
 from .folder import CheckpointError, model_dtype, open_checkpoint
@@ -21,7 +19,7 @@ from .formats import FORMATS, Format, PackedFormat
 from .layers import plain_tensors
 from .manifest import OnBytes, ignore_bytes
 from .report import ORIGINAL, PACKED, ConversionReport
-from .scheme import WIDEST_FLOAT, make_record, without_scheme
+from .scheme import without_scheme
 from .sources import LayerSource, MasterSource, PackedSource, own_config
 from .tensors import MAX_SHARD_SIZE
 
@@ -100,8 +98,6 @@ def export(
         source_sqnr_db=source.sqnr_db if isinstance(source, PackedSource) else None,
         file="export_report.json",
     )
-    metadata, final_metadata = _metadata(source, decisions, report)
-    how = target.how_to_run
     return convert(
         source,
         out_dir,
@@ -113,16 +109,14 @@ def export(
         overwrite=overwrite,
         max_shard_size=max_shard_size,
         on_bytes=on_bytes,
-        metadata=metadata,
-        final_metadata=final_metadata,
-        finish=how and partial(write_export_card, source, report, how, existing=out_dir),
     )
 
 
 def option(name: str, value: Any) -> str:
     """Return an argument with its value, and the option of the command in brackets."""
     flag = {"modules_to_not_convert": "skip"}.get(name, name.replace("_", "-"))
-    return f"{name}={value!r} (--{flag} {' '.join(value) if isinstance(value, list | tuple) else value})"
+    values = [value] if isinstance(value, str) else value
+    return f"{name}={value!r} ({' '.join(f'--{flag} {one}' for one in values)})"
 
 
 def _open_source(
@@ -288,20 +282,6 @@ def _notes(
     if isinstance(format, PackedFormat) and set(actions) <= {"dequantized", "left"}:
         notes.append("No layer is MXFP4 any more: this is a plain checkpoint, as format bf16 writes it.")
     return notes
-
-
-def _metadata(
-    source: LayerSource, decisions: Mapping[str, Decision], report: ConversionReport
-) -> tuple[dict[str, str], Callable[[], Mapping[str, str]] | None]:
-    """Return the record of the weights for the headers, before and after writing, so that an import finds it: that of a
-    packed source if its weights are the same, and what was measured of those that were quantized here."""
-    actions = {decision.action for decision in decisions.values()}
-    if isinstance(source, PackedSource):
-        return (make_record(source.config, source.sqnr_db) if actions == {"kept"} else {}), None
-    if "packed" not in actions or "dequantized" in actions:
-        return {}, None
-    plain = MXFP4RLConfig(mode="packed", macro_block=None)  # a record says nothing of the rule
-    return make_record(plain, WIDEST_FLOAT), lambda: make_record(plain, report.total_sqnr_db)
 
 
 def _config(config: Mapping[str, Any], options: dict[str, Any] | None) -> dict[str, Any]:

@@ -97,10 +97,6 @@ class CheckpointFolder:
         """Return what is lost or changed by reading these files, in sentences."""
         return []
 
-    def header_texts(self, key: str) -> set[str | None]:
-        """Return what the headers of the files have under ``key`` in their metadata; `None` for files without it."""
-        return {read_header(file).metadata.get(key) for file in self.files}
-
     def copy_side_files(self, target: Path) -> None:
         """Copy tokenizer, generation config and the like."""
         for pattern in SIDE_FILES:

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Packing of a full-precision checkpoint, and import of other engines' MXFP4 checkpoints, without loading the model."""
 
-import json
 import os
 from pathlib import Path
 
@@ -18,7 +17,7 @@ from .formats.gguf import is_gguf, open_gguf
 from .layers import stack_packed
 from .manifest import OnBytes, ignore_bytes
 from .report import PACKED, ConversionReport, LayerCost
-from .scheme import RECORD, WIDEST_FLOAT, make_record, with_scheme
+from .scheme import WIDEST_FLOAT, make_record, with_scheme
 from .sources import NOT_IMPORTED, ForeignSource, MasterSource, importable
 from .tensors import MAX_SHARD_SIZE
 
@@ -113,7 +112,6 @@ def import_checkpoint(
             what = "is not quantized; there is nothing to import, use hf-mxfp4 pack or export on it"
         raise CheckpointError(f"{folder.path} {what}")
     source = ForeignSource(folder, known[method])
-    sqnr_db = _recorded_sqnr(source)
 
     def keep(layer: str) -> dict[str, torch.Tensor]:
         shape = source.shapes[layer]
@@ -125,7 +123,6 @@ def import_checkpoint(
         source.config.describe(),
         notes=source.notes,
         against=PACKED,
-        source_sqnr_db=sqnr_db,
     )
     return convert(
         source,
@@ -137,16 +134,6 @@ def import_checkpoint(
         overwrite=overwrite,
         max_shard_size=max_shard_size,
         on_bytes=on_bytes,
-        metadata=make_record(source.config, sqnr_db),
-        finish=lambda new: write_packed_card(source, sqnr_db, new, existing=out_dir),
+        metadata=make_record(source.config, None),
+        finish=lambda new: write_packed_card(source, None, new, existing=out_dir),
     )
-
-
-def _recorded_sqnr(source: ForeignSource) -> float | None:
-    """Return the weights' SQNR in decibels, if this package exported them and all files agree on what was recorded."""
-    records = source.folder.header_texts(RECORD)
-    record = records.pop()
-    if records or record is None:
-        return None
-    sqnr_db = json.loads(record).get("weight_sqnr_db")
-    return sqnr_db if make_record(source.config, sqnr_db) == {RECORD: record} else None

@@ -86,24 +86,23 @@ def _wrap_save(original):
             # Of a checkpoint that all ranks write together, none can tell when it is complete.
             if options.get("distributed_checkpoint") or not _writes(self, options["is_main_process"]):
                 return original(self, *args, **kwargs)
-            written = _save(self, original, call, options)
+            _save(self, original, call, options)
         if options["push_to_hub"]:
-            from .hub import create_and_upload
+            from .hub import push
 
-            given = {name: options[name] for name in _UPLOAD_OPTIONS if options.get(name) is not None}
-            repo_id = options.get("repo_id") or os.path.basename(os.path.normpath(folder))
-            create_and_upload(folder, repo_id, written, variant=options.get("variant"), **given)
+            names = (*_UPLOAD_OPTIONS, "state_dict", "max_shard_size", "variant")
+            given = {name: options[name] for name in names if options.get(name) is not None}
+            push(self, options.get("repo_id") or os.path.basename(os.path.normpath(folder)), **given)
 
     save_pretrained.wraps_saving = True
     return save_pretrained
 
 
-def _save(model: "PreTrainedModel", original, call: inspect.BoundArguments, options: dict[str, Any]) -> list[str]:
-    """Save a model, and return the names of the files that were written."""
+def _save(model: "PreTrainedModel", original, call: inspect.BoundArguments, options: dict[str, Any]) -> None:
     from .card import save_card
 
-    folder, written = options["save_directory"], []
-    with staged(folder, options.get("variant"), written) as staging:
+    folder = options["save_directory"]
+    with staged(folder, options.get("variant")) as staging:
         local = {name: value for name, value in options.items() if name in call.signature.parameters}
         local |= {"save_directory": str(staging), "push_to_hub": False}
         model_argument = local.pop(next(iter(call.signature.parameters)))
@@ -114,7 +113,6 @@ def _save(model: "PreTrainedModel", original, call: inspect.BoundArguments, opti
             guard_folder(staging)
         if not adapters_alone and hasattr(model, "quantization_report"):
             save_card(model, staging, existing=folder)
-    return written
 
 
 def _writes(model: "PreTrainedModel", is_main_process: bool) -> bool:

@@ -13,14 +13,10 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import nn
-
 from ..config import FORMAT_VERSION, MXFP4RLConfig
 from ..files import write_json
 from .folder import read_json
-from .tensor_names import FileNames
-from .tensors import FileHeader, ShardError, tensors_by_name
+from .tensors import FileHeader, ShardError
 
 
 KEY = "transformers_weights"
@@ -71,44 +67,18 @@ def make_record(config: MXFP4RLConfig, sqnr_db: float | None) -> dict[str, str]:
     return {RECORD: json.dumps(record)}
 
 
-def check_checkpoint(
-    files: Sequence[FileHeader | str | PathLike], model: nn.Module, config: MXFP4RLConfig
-) -> dict[str, Any]:
-    """Raise `ValueError` unless the files hold the packed tensors of ``model``, written under the scheme ``config``.
+def check_checkpoint(files: Sequence[FileHeader | str | PathLike], config: MXFP4RLConfig) -> dict[str, Any]:
+    """Raise `ValueError` unless the files were written under the scheme ``config`` of their `config.json`.
 
-    transformers knows nothing of what packed bytes mean. Other tensors are left to it.
+    transformers knows nothing of what packed bytes mean. Names and shapes of tensors are left to it.
 
-    Args:
-        files: headers of all weight files of the checkpoint.
-        model: with its quantized layers in place and not loaded yet (meta tensors).
-        config: the scheme in `config.json`.
-
-    Returns:
-        The record that [`make_record`] left, empty for files written by something else.
+    Returns the record that [`make_record`] left, empty for files written by something else.
     """
     for file in files:
         if not isinstance(file, FileHeader):
             raise ShardError(
                 f"{Path(file).name} is not a safetensors file; a checkpoint of quant_method={config.quant_method!r} is "
                 "read from no other format"
-            )
-    stored = tensors_by_name(files)
-    names = FileNames(model, stored)
-    packed = {name: tensor for name, tensor in model.state_dict().items() if tensor.dtype == torch.uint8}
-    for name, needed in packed.items():
-        tensor = stored.get(names.stored.get(name, ""))
-        if tensor is None:
-            if name in names.missing:
-                raise ValueError(f"the checkpoint has no tensor {name}; complete the files, or pack the weights again")
-        elif tensor.dtype.is_floating_point:
-            raise ValueError(
-                f"{tensor.file.name}: {tensor.name} is not packed ({tensor.dtype}), but config.json describes packed "
-                "weights; load the files as they were saved, then call hf_mxfp4.pack"
-            )
-        elif (tensor.dtype, tensor.shape) != (needed.dtype, tuple(needed.shape)):
-            raise ValueError(
-                f"{tensor.file.name}: {tensor.name} is {tensor.dtype} {list(tensor.shape)}, but config.json describes "
-                f"a model where it is {needed.dtype} {list(needed.shape)}"
             )
     return read_record(files, config)
 

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from . import analyze, compare, convert, env, evaluate, rewrite, run, training, verify
+from . import analyze, convert, env, evaluate, rewrite, training, verify
 from .options import Command
 
 
@@ -23,7 +23,7 @@ app = typer.Typer(
 )
 _command = functools.partial(app.command, cls=Command)
 _command("analyze")(analyze.analyze)
-_command("compare")(compare.compare)
+_command("compare")(analyze.compare)
 _command("eval")(evaluate.evaluate)
 _command("simulate")(analyze.simulate)
 _command("smooth")(rewrite.smooth)
@@ -35,7 +35,7 @@ _command("export")(convert.export)
 _command("import")(convert.import_)
 _command("verify")(verify.verify)
 _command("env")(env.env)
-app.command("run", context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})(run.run)
+app.command("run", context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})(training.run)
 
 
 def _print_version(wanted: bool) -> None:

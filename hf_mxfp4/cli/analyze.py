@@ -1,20 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`hf-mxfp4 analyze` and `simulate`: what quantization does to the weights of a checkpoint, and to random data."""
+"""`hf-mxfp4 analyze`, `compare` and `simulate`: what quantization does to weights, activations and random data."""
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
+from .console import WorkProgress, print_json, print_table, report_problems, say
 from .options import (
     IncludeOption,
     JsonOption,
-    MaxLengthOption,
     OverwriteOption,
     SchemeOption,
     SkipOption,
-    TextFieldOption,
     fail,
     report_folder,
     reported_errors,
@@ -23,19 +21,16 @@ from .options import (
 
 
 if TYPE_CHECKING:
-    from ..config import MXFP4RLConfig
-    from ..lab import Analysis, ErrorStatistics, TextOptions
+    from ..lab import Analysis, Comparison, ErrorStatistics
     from ..lab.source import Source
     from ..numerics import QuantScheme
 
 
 PROGRESS_NAME = "progress.jsonl"
-#: Tensors of largest relative error that are shown.
-_WORST = 5
-#: Columns of statistics on a terminal, and on one that is narrower than `_WIDE`.
+#: Tensors of largest error that are shown.
+_WORST, _WORST_COMPARED = 5, 10
+#: Columns of statistics on screen.
 _COLUMNS = ("SQNR dB", "rel. MSE %", "floor %", "scale bias", "deadzone", "grid", "to zero %", "gain")
-_NARROW = ("SQNR dB", "scale bias", "deadzone", "grid")
-_WIDE = 140
 
 
 def analyze(
@@ -54,20 +49,6 @@ def analyze(
         Path | None, typer.Option("--out", help="Folder of the reports. [default: analysis/<model name>]")
     ] = None,
     overwrite: OverwriteOption = False,
-    activations: Annotated[
-        bool,
-        typer.Option(
-            "--activations",
-            help="Also load the whole model into memory, run it on texts of --text, and analyse what enters the "
-            "layers.",
-        ),
-    ] = False,
-    text: Annotated[
-        str | None, typer.Option("--text", help="The texts for --activations: JSON lines, or what eval takes.")
-    ] = None,
-    text_field: TextFieldOption = None,
-    samples: Annotated[int, typer.Option("--samples", min=1, help="Texts to run.")] = 8,
-    max_length: MaxLengthOption = 512,
     as_json: JsonOption = False,
 ) -> None:
     """Measure the MXFP4 error of every weight that would be quantized, and write a report.
@@ -75,26 +56,27 @@ def analyze(
     Schemes default to the checkpoint's own, or, for one that has none, to plain MXFP4 and the two corrections of arXiv
     2605.20402. An interrupted run resumes when the same command is given again.
     """
-    if activations != (text is not None):
-        fail("--activations and --text go together")
     with reported_errors("the same command resumes where it stopped"):
-        wanted = schemes_of(scheme or ())
-        from ..lab import TextOptions, open_source, write_analysis
+        from .. import __version__
+        from ..lab import PAPER_SCHEMES, Selection, TensorLog, analyze_weights, open_source, write_analysis
         from ..lab.reports import analysis_summary
-        from ..lab.texts import TEXT_FIELDS
-        from .console import report_problems
+        from ..lab.weights import bytes_to_analyze
 
-        options = TextOptions(text or "", text_field, samples, max_length, TEXT_FIELDS)
-        texts = [] if text is None else options.read()
         source = open_source(model)
+        own = source.scheme
+        schemes = schemes_of(scheme or ()) or ([own.weight_scheme] if own else schemes_of(PAPER_SCHEMES))
+        selection = Selection.of(source, include or (), exclude or ())
         folder = out or Path("analysis") / report_folder(model)
-        analysis = _analyze_weights(source, wanted, include or (), exclude or (), folder, overwrite)
-        if texts:
-            _add_activations(analysis, model, source.scheme, wanted, options, texts)
+        path, names = folder / PROGRESS_NAME, [str(scheme) for scheme in schemes]
+        with TensorLog(path, source.name, names, __version__, overwrite=overwrite) as log:
+            if len(log):
+                typer.echo(f"{path} holds {len(log)} tensors that are done", err=True)
+            with WorkProgress(bytes_to_analyze(source, selection)) as progress:
+                analysis = analyze_weights(source, schemes, selection, log=log, on_bytes=progress)
         facts = source.describe()
         paths = write_analysis(analysis, facts, folder)
         if as_json:
-            typer.echo(json.dumps(analysis_summary(analysis, facts), indent=1, allow_nan=False))
+            print_json(analysis_summary(analysis, facts))
         else:
             _show(analysis)
         report_problems(analysis.problems)
@@ -103,100 +85,116 @@ def analyze(
         raise typer.Exit(1)
 
 
-def _default_schemes(own: "MXFP4RLConfig | None", kind: str) -> list["QuantScheme"]:
-    from ..lab import PAPER_SCHEMES
-
-    if own is None:
-        return schemes_of(PAPER_SCHEMES)
-    return [own.weight_scheme if kind == "weight" else own.activation_scheme or own.weight_scheme]
-
-
-def _analyze_weights(source: "Source", wanted, include, exclude, folder: Path, overwrite: bool) -> "Analysis":
-    from .. import __version__
-    from ..lab import Selection, TensorLog, analyze_weights
-    from ..lab.weights import bytes_to_analyze
-    from .console import WorkProgress
-
-    schemes = wanted or _default_schemes(source.scheme, "weight")
-    selection = Selection.of(source, include, exclude)
-    path, names = folder / PROGRESS_NAME, [str(scheme) for scheme in schemes]
-    with TensorLog(path, source.name, names, __version__, overwrite=overwrite) as log:
-        if len(log):
-            typer.echo(f"{path} holds {len(log)} tensors that are done", err=True)
-        with WorkProgress(bytes_to_analyze(source, selection)) as progress:
-            return analyze_weights(source, schemes, selection, log=log, on_bytes=progress)
-
-
-def _add_activations(analysis: "Analysis", model: str, own, wanted, options: "TextOptions", texts: list[str]) -> None:
-    from ..lab import analyze_activations, load
-    from ..module_names import fused_experts
-
-    typer.echo(f"loading the whole model into memory to run {len(texts)} texts", err=True)
-    loaded = load(model, as_trained=True)
-    batches = [ids.to(loaded.model.device) for ids in options.tokens(loaded.tokenizer, texts)]
-    results, problems = analyze_activations(loaded.model, batches, wanted or _default_schemes(own, "activation"))
-    analysis.results += results
-    analysis.problems += problems
-    tokens = sum(batch.shape[-1] for batch in batches)
-    precision = "quantized as its config says" if own else f"in {loaded.dtype}"
-    analysis.notes.append(f"Activations: {len(batches)} texts, {tokens} tokens, with the model {precision}.")
-    if experts := fused_experts(loaded.model):
-        analysis.notes.append(
-            f"Activations: {len(experts)} modules keep their experts in fused weights, not in linear layers; "
-            "what enters them is not among the numbers."
-        )
-
-
 def _show(analysis: "Analysis") -> None:
-    """Print schemes, the best one, layer types and worst tensors of each kind, and what is not among them."""
+    """Print schemes, the best one, layer types and worst tensors, and what is not among them."""
     from ..lab.page import number
     from ..lab.reports import LEGEND
     from ..lab.results import SQNR_NOTE, least_error
-    from .console import out, plain_table, say
 
-    console = out()
-
-    def by_scheme(title: str, heading: str, rows: dict[str, list["ErrorStatistics"]], count: int) -> None:
-        cells = [[name, *(number(statistics.sqnr_db, 2) for statistics in row)] for name, row in rows.items()]
-        numbers = map(str, range(1, count + 1))
-        console.print(plain_table(f"{title}: SQNR in dB, by scheme", [heading, *numbers], cells))
-
-    for kind in analysis.kinds:
-        totals, results = analysis.totals(kind), analysis.of_kind(kind)
+    if analysis.results:
+        totals = analysis.totals()
         elements = next(iter(totals.values())).elements
-        _show_statistics(f"{analysis.model}: {len(results)} {kind} tensors, {elements:,} elements", totals)
+        _show_statistics(f"{analysis.model}: {len(analysis.results)} tensors, {elements:,} elements", totals)
         for sentence in (LEGEND, least_error(totals), SQNR_NOTE):
-            say(sentence, console)
-        groups = {scheme: analysis.by_layer_type(kind, scheme) for scheme in totals}
-        names = next(iter(groups.values()))
-        types = {name: [groups[scheme][name] for scheme in totals] for name in names}
-        by_scheme(f"{kind} tensors by layer", "layer type", types, len(totals))
+            say(sentence)
         best = min(totals, key=lambda scheme: totals[scheme].total)
-        shown = analysis.worst(kind, best, _WORST)
-        worst = {r.name: list(r.statistics.values()) for r in results if r.name in shown}
-        if worst:
-            ordered = {name: worst[name] for name in shown}
-            by_scheme(f"largest relative errors under {best}", "tensor", ordered, len(totals))
+        types = {scheme: analysis.by_layer_type(scheme) for scheme in totals}
+        tensors = {scheme: {r.name: r.statistics[scheme] for r in analysis.results} for scheme in totals}
+        for title, heading, groups, names in (
+            ("tensors by layer", "layer type", types, list(types[best])),
+            (f"largest relative errors under {best}", "tensor", tensors, list(analysis.worst(best, _WORST))),
+        ):
+            rows = [[name, *(number(groups[scheme][name].sqnr_db, 2) for scheme in totals)] for name in names]
+            numbers = [str(i) for i in range(1, len(totals) + 1)]
+            print_table(f"{title}: SQNR in dB, by scheme", [heading, *numbers], rows)
     if analysis.skipped:
         reasons = [f"{len(names)} {reason} (such as {min(names)})" for reason, names in analysis.skipped.items()]
-        say(f"left out: {'; '.join(reasons)}", console)
-    for note in analysis.notes:
-        say(note, console)
+        say(f"left out: {'; '.join(reasons)}")
 
 
 def _show_statistics(title: str, rows: "dict[str, ErrorStatistics]") -> None:
     """Print one row per scheme; the numbers before them are the headings of the tables below."""
     from ..lab.reports import COLUMNS
     from ..lab.schemes import bits_text
-    from .console import out, plain_table
 
-    console = out()
-    columns = _COLUMNS if console.width >= _WIDE else _NARROW
     cells = [
-        [f"{i}  {scheme}", bits_text(scheme), *(COLUMNS[column](statistics) for column in columns)]
+        [f"{i}  {scheme}", bits_text(scheme), *(COLUMNS[column](statistics) for column in _COLUMNS)]
         for i, (scheme, statistics) in enumerate(rows.items(), 1)
     ]
-    console.print(plain_table(title, ["scheme", "bits", *columns], cells))
+    print_table(title, ["scheme", "bits", *_COLUMNS], cells)
+
+
+def compare(
+    model: Annotated[str, typer.Argument(metavar="A", help="A checkpoint, as for analyze.")],
+    other: Annotated[str | None, typer.Argument(metavar="B", help="Another checkpoint, plain or packed.")] = None,
+    scheme: SchemeOption = None,
+    include: IncludeOption = None,
+    exclude: SkipOption = None,
+    out: Annotated[
+        Path | None,
+        typer.Option("--out", help="Folder to write comparison.json, comparison.csv and comparison.html to."),
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Compare two checkpoints under one scheme (by default A's own, or 'rceil'), or an original and the packed
+    checkpoint made from it. To compare schemes, give them to analyze.
+
+    For two checkpoints also the relative difference |A - B| / |A| of every tensor. Ratios are B's error over A's. Of a
+    packed checkpoint (also one of compressed-tensors, Quark or gpt-oss) the weights are taken as they are stored.
+    """
+    with reported_errors():
+        schemes = schemes_of(scheme or ())
+        if other is None:
+            fail("give a second checkpoint; hf-mxfp4 analyze A --scheme X --scheme Y compares schemes")
+        if len(schemes) > 1:
+            fail("two checkpoints are compared under one scheme; give --scheme once at most")
+        from ..lab import open_source, write_comparison
+
+        sources = [open_source(model), open_source(other)]
+        result = _compared(sources, schemes, include or (), exclude or ())
+        _show_comparison(result, as_json)
+        if out is not None:
+            typer.echo(f"reports: {', '.join(map(str, write_comparison(result, out)))}", err=True)
+    if result.problems:
+        raise typer.Exit(1)
+
+
+def _compared(sources: list["Source"], schemes: list["QuantScheme"], include, exclude) -> "Comparison":
+    from ..lab import Selection, compare_checkpoints, compare_packed, is_packed
+    from ..lab.comparison import bytes_to_compare
+    from ..lab.weights import bytes_to_analyze
+
+    packed = [source for source in sources if is_packed(source)]
+    if len(packed) == 2:
+        fail("both checkpoints store quantized weights; give the original of one of them as A")
+    if packed:
+        if schemes:
+            fail(f"{packed[0].name} stores weights under a scheme of its own; give no --scheme")
+        original, stored = sorted(sources, key=is_packed)
+        with WorkProgress(bytes_to_compare(original, stored)) as progress:
+            return compare_packed(original, stored, Selection(tuple(include), tuple(exclude)), progress)
+    selections = tuple(Selection.of(source, include, exclude) for source in sources)
+    own = sources[0].scheme
+    scheme = schemes[0] if schemes else own.weight_scheme if own else schemes_of(["rceil"])[0]
+    with WorkProgress(sum(map(bytes_to_analyze, sources, selections))) as progress:
+        return compare_checkpoints(*sources, scheme, selections, progress)
+
+
+def _show_comparison(result: "Comparison", as_json: bool) -> None:
+
+    if as_json:
+        print_json(result.to_dict())
+    else:
+        for line in result.lines:
+            say(line)
+        headings = ["tensors", *(title for title, *_ in result.columns)]
+        for title, rows in result.tables(_WORST_COMPARED):
+            print_table(title, headings, rows)
+        for side, names in (("A", result.only_first), ("B", result.only_second)):
+            if names:
+                more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+                say(f"only in {side}: {', '.join(names[:5])}{more}")
+    report_problems(result.problems)
 
 
 def simulate(
@@ -215,10 +213,8 @@ def simulate(
     if not df > 2:
         fail(f"--df {df:g}: the variance of student-t exists for more than 2 degrees of freedom only")
     with reported_errors():
-        from ..files import json_clean
         from ..lab import PAPER_SCHEMES, error_statistics, sample
         from ..lab.reports import LEGEND
-        from .console import say
 
         x = sample(distribution, elements, seed, df)
         results = {str(s): error_statistics(x, s) for s in schemes_of(scheme or PAPER_SCHEMES)}
@@ -226,7 +222,7 @@ def simulate(
     if as_json:
         facts = {"distribution": distribution, "elements": x.numel(), "seed": seed, **of}
         summaries = {name: statistics.summary() for name, statistics in results.items()}
-        typer.echo(json.dumps(json_clean({**facts, "schemes": summaries}), indent=1, allow_nan=False))
+        print_json({**facts, "schemes": summaries})
         return
     named = f"{distribution}({df:g})" if of else distribution
     _show_statistics(f"{named}, {x.numel():,} elements, seed {seed}", results)

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Progress on standard error, and tables on standard output."""
 
+import json
 import sys
 import time
 from collections.abc import Sequence
@@ -11,7 +12,7 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
-from ..files import printable
+from ..files import json_clean, printable
 
 
 #: Seconds between lines where there is no terminal to draw a bar on.
@@ -51,13 +52,13 @@ class WorkProgress:
             print(f"{of} in {now - self._started:.0f} s, at {name}", file=sys.stderr, flush=True)
 
 
-def out() -> Console:
+def screen() -> Console:
     """Return standard output as it is now; as wide as a table needs where it is no terminal."""
     return Console() if sys.stdout.isatty() else Console(width=_PLAIN_WIDTH)
 
 
-def plain_table(title: str, headings: Sequence[str], *sections: Sequence[Sequence[str]]) -> Table:
-    """Make a table: text left, numbers right; a line between sections of rows. Nothing in it is read as markup."""
+def print_table(title: str, headings: Sequence[str], *sections: Sequence[Sequence[str]]) -> None:
+    """Print a table: text left, numbers right; a line between sections of rows. Nothing in it is read as markup."""
     table = Table(title=Text(printable(title)), title_justify="left", title_style="bold")
     for i, heading in enumerate(headings):
         table.add_column(Text(printable(heading)), justify="right" if i else "left", no_wrap=i > 0, overflow="fold")
@@ -65,13 +66,18 @@ def plain_table(title: str, headings: Sequence[str], *sections: Sequence[Sequenc
         for row in rows:
             table.add_row(*(Text(printable(cell)) for cell in row))
         table.add_section()
-    return table
+    screen().print(table)
 
 
-def say(text: str, console: Console | None = None) -> None:
+def say(text: str) -> None:
     """Print a line as it is: no markup, no control characters, no line breaks of ours. Nothing for an empty one."""
     if text:
-        (console or out()).print(printable(text), markup=False, highlight=False, soft_wrap=True)
+        screen().print(printable(text), markup=False, highlight=False, soft_wrap=True)
+
+
+def print_json(value: Any) -> None:
+    """Print a value on standard output; numbers that do not exist are null."""
+    print(json.dumps(json_clean(value), indent=1, allow_nan=False))
 
 
 def report_problems(problems: Sequence[Any]) -> None:

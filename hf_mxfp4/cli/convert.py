@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """`hf-mxfp4 pack`, `export` and `import`: to packed checkpoints, and to and from the formats of other engines."""
 
-import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,21 +9,14 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from .options import JsonOption, SkipOption, reported_errors
+from .console import WorkProgress, print_json, print_table, say
+from .options import JsonOption, OutArgument, OverwriteOption, SkipOption, reported_errors
 
 
 if TYPE_CHECKING:
     from ..checkpoint import ConversionReport, LayerCost
     from ..config import MXFP4RLConfig
 
-
-OutArgument = Annotated[Path, typer.Argument(metavar="OUT", help="Folder to write: a new or an empty one.")]
-OverwriteOption = Annotated[
-    bool, typer.Option("--overwrite", help="Replace the checkpoint in OUT, once the new one is complete.")
-]
-VerboseOption = Annotated[
-    bool, typer.Option("--verbose", help="Print a line for each layer too, not only for each type of layer.")
-]
 
 #: What the actions of a report are called in sentences.
 _ACTIONS = {
@@ -64,7 +56,6 @@ def pack(
     skip: SkipOption = None,
     overwrite: OverwriteOption = False,
     as_json: JsonOption = False,
-    verbose: VerboseOption = False,
 ) -> None:
     """Pack the weights of a checkpoint into 4 bits, one at a time.
 
@@ -84,12 +75,11 @@ def pack(
     given = {name: value for name, value in options.items() if value is not None}
     with reported_errors():
         from ..checkpoint import pack_checkpoint
-        from .console import WorkProgress
 
         config = _scheme_for(source, given)
         with WorkProgress(bytes_in(source)) as progress:
             report = pack_checkpoint(source, out, config, overwrite=overwrite, on_bytes=progress)
-    _show(report, as_json, verbose)
+    _show(report, as_json)
 
 
 def export(
@@ -131,7 +121,6 @@ def export(
     skip: SkipOption = None,
     overwrite: OverwriteOption = False,
     as_json: JsonOption = False,
-    verbose: VerboseOption = False,
 ) -> None:
     """Write a checkpoint in another engine's format, and say what it cost.
 
@@ -139,7 +128,6 @@ def export(
     """
     with reported_errors():
         from ..checkpoint import export as export_checkpoint
-        from .console import WorkProgress
 
         with WorkProgress(bytes_in(source)) as progress:
             report = export_checkpoint(
@@ -153,7 +141,7 @@ def export(
                 overwrite=overwrite,
                 on_bytes=progress,
             )
-    _show(report, as_json, verbose)
+    _show(report, as_json)
 
 
 def import_(
@@ -171,7 +159,6 @@ def import_(
     """Turn another engine's MXFP4 checkpoint into a packed one, bit for bit."""
     with reported_errors():
         from ..checkpoint import import_checkpoint
-        from .console import WorkProgress
 
         with WorkProgress(bytes_in(source)) as progress:
             report = import_checkpoint(source, out, overwrite=overwrite, on_bytes=progress)
@@ -196,22 +183,17 @@ def _scheme_for(source: Path, given: dict[str, Any]) -> "MXFP4RLConfig | None":
     return MXFP4RLConfig(mode="packed", **given)
 
 
-def _show(report: "ConversionReport", as_json: bool, verbose: bool = False) -> None:
+def _show(report: "ConversionReport", as_json: bool) -> None:
     """Print what was done to each type of layer, what it cost and what it saved, on standard output."""
     from ..checkpoint import bits_per_weight
-    from .console import out, plain_table, say
 
     if as_json:
-        typer.echo(json.dumps(report.to_dict(), indent=1, allow_nan=False))
+        print_json(report.to_dict())
         return
-    console = out()
     if any(layer.action != "kept" for layer in report.layers):
         title = report.scheme if report.weights is None else f"weights in {report.weights}"
-        if verbose:
-            rows = [[_name(c), c.action, _decibels(c.sqnr_db, c.action), c.reason or ""] for c in report.layers]
-            console.print(plain_table(title, ["layer", "what", "SQNR dB", "why"], rows))
         headings = ["type of layer", "layers", "what", "SQNR dB: median", "worst", "bits per weight"]
-        console.print(plain_table(title, headings, _by_type(report.layers)))
+        print_table(title, headings, _by_type(report.layers))
     counts = ", ".join(f"{count} {_ACTIONS[action]}" for action, count in report.counts().items())
     say(f"{report.path}: {report.format}, {report.n_layers} layers: {counts}")
     say(f"weights: {report.error()}")
@@ -221,7 +203,7 @@ def _show(report: "ConversionReport", as_json: bool, verbose: bool = False) -> N
     for note in [*_reasons(report), *report.notes]:
         say(note)
     if report.file is not None:
-        say(f"every layer: {report.path / report.file}" + ("" if verbose else ", or --verbose"))
+        say(f"every layer: {report.path / report.file}")
 
 
 def _by_type(costs: "Sequence[LayerCost]") -> list[list[str]]:
@@ -247,10 +229,6 @@ def _reasons(report: "ConversionReport") -> list[str]:
         if cost.reason and not any(cost.reason in note for note in report.notes):
             found[cost.action, cost.reason] = found.get((cost.action, cost.reason), 0) + cost.matrices
     return [f"{count} layers were {_ACTIONS[action]}: {reason}." for (action, reason), count in found.items()]
-
-
-def _name(cost: "LayerCost") -> str:
-    return cost.name if cost.matrices == 1 else f"{cost.name} ({cost.matrices} experts)"
 
 
 def _decibels(value: float, action: str) -> str:

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """`hf-mxfp4 env`: versions, devices, and what computes what here; for bug reports."""
 
-import json
 from collections import Counter
 from typing import Annotated, Any
 
 import typer
 
 from ..environment import machine, package_versions
+from .console import print_json, print_table
 from .options import JsonOption
 
 
@@ -23,7 +23,7 @@ def env(
     """Show versions, devices, and what quantizes on them; with --verbose, what multiplies, and why."""
     facts = environment(check)
     if as_json:
-        typer.echo(json.dumps(facts, indent=1))
+        print_json(facts)
         return
     for name, version in facts["versions"].items():
         typer.echo(f"{name:<13} {version or 'not installed'}")
@@ -46,11 +46,10 @@ def env(
 
 
 def _show_details(facts: dict[str, Any]) -> None:
-    from .console import out, plain_table
 
     for title, key in (("what quantizes", "quantization"), ("what multiplies", "products")):
         rows = [[str(value or "") for value in row.values()] for row in facts[key]]
-        out().print(plain_table(title, list(facts[key][0]), rows))
+        print_table(title, list(facts[key][0]), rows)
 
 
 def environment(check: bool = False) -> dict[str, Any]:
@@ -62,12 +61,11 @@ def environment(check: bool = False) -> dict[str, Any]:
     facts = machine()
     kinds = [gpu["type"] for gpu in facts["gpus"]]
     devices = [torch.device(kind, kinds[:i].count(kind)) for i, kind in enumerate(kinds)]
-    asked = self_check.check_all if check else self_check.states
     return {
         "versions": package_versions(),
         **facts,
         "quantization": _quantization(["cpu", *sorted(set(kinds))]),
-        "self_checks": {str(device): asked(device) for device in devices},
+        "self_checks": {str(device): self_check.states(device, check) for device in devices},
         "products": _products(devices),
     }
 

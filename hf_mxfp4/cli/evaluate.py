@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """`hf-mxfp4 eval`: perplexity of schemes on a text, and their divergence from full precision."""
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
+from .console import WorkProgress, print_json, print_table, say
 from .options import (
     DeviceOption,
     JsonOption,
@@ -101,7 +101,6 @@ def evaluate(
             fail("--card writes into a checkpoint's folder; MODEL is none")
         from ..lab import TextOptions, evaluate_checkpoint, load, texts_to_predict
         from ..lab import without_each as parts_left_out
-        from .console import WorkProgress
 
         options = TextOptions(text, text_field, samples, max_length)
         texts = options.read()
@@ -153,7 +152,6 @@ def _check_card(folder: Path) -> None:
 
 def _finish(evaluation: "Evaluation", folder: Path, card: Path | None, as_json: bool) -> None:
     from ..checkpoint import add_perplexity
-    from ..files import json_clean
     from ..lab.reports import (
         evaluation_columns,
         evaluation_legend,
@@ -161,14 +159,13 @@ def _finish(evaluation: "Evaluation", folder: Path, card: Path | None, as_json: 
         evaluation_title,
         write_evaluation,
     )
-    from .console import out, plain_table, say
 
     paths = write_evaluation(evaluation, folder)
     if as_json:
-        typer.echo(json.dumps(json_clean(evaluation.to_dict()), indent=1, allow_nan=False))
+        print_json(evaluation.to_dict())
     else:
         headings, rows = evaluation_columns(evaluation), evaluation_table(evaluation)
-        out().print(plain_table(evaluation_title(evaluation), headings, rows))
+        print_table(evaluation_title(evaluation), headings, rows)
         say(evaluation_legend(evaluation))
     if card is not None:
         add_perplexity(card, evaluation.to_dict())

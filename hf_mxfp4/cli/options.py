@@ -45,7 +45,7 @@ SkipOption = Annotated[
 ModelArgument = Annotated[
     str, typer.Argument(metavar="MODEL", help="A checkpoint's folder, or a model on the Hub, in full precision.")
 ]
-OutArgument = Annotated[Path, typer.Argument(metavar="OUT", help="Folder of the new checkpoint.")]
+OutArgument = Annotated[Path, typer.Argument(metavar="OUT", help="Folder to write: a new or an empty one.")]
 TextFieldOption = Annotated[
     str | None,
     typer.Option("--text-field", help="Field of the texts, or several with commas between. [default: the usual names]"),
@@ -53,7 +53,7 @@ TextFieldOption = Annotated[
 SamplesOption = Annotated[int, typer.Option("--samples", min=1, help="Texts, or windows of a running text.")]
 MaxLengthOption = Annotated[int, typer.Option("--max-length", min=2, help="Tokens per text or window.")]
 DeviceOption = Annotated[str, typer.Option("--device", help="'cpu', 'cuda', ...", show_default="a GPU if any")]
-OverwriteOption = Annotated[bool, typer.Option("--overwrite", help="Replace what is in OUT, or in --out.")]
+OverwriteOption = Annotated[bool, typer.Option("--overwrite", help="Replace what is in the folder.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON on standard output, for scripts.")]
 
 #: Earlier names of options, and what they are called now.
@@ -62,15 +62,17 @@ _ROUND_FIRST = "run hf-mxfp4 gptq DIR ROUNDED --text FILE --scheme even, and exp
 #: Options that are gone, by command, and what to use.
 _REMOVED = {
     ("analyze", "--perplexity"): "run hf-mxfp4 eval MODEL --text TEXT",
+    ("analyze", "--activations"): "hf-mxfp4 eval MODEL --text TEXT --scheme SCHEME measures what quantizing them costs",
     ("export", "--text"): _ROUND_FIRST,
     ("export", "--calibrate"): _ROUND_FIRST,
+    ("pack", "--verbose"): "every layer is in pack_report.json in OUT",
+    ("export", "--verbose"): "every layer is in export_report.json in OUT",
     ("gptq", "--inputs"): "weights are rounded for inputs in full precision; leave the option out",
 }
 
 
 class Command(TyperCommand):
-    """A command that reads earlier names of its options, with a warning; names with underscores and ``--overwrite
-    true``, as recipes have them."""
+    """A command that reads earlier names of its options, with a warning, and names with underscores."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         for word in args:
@@ -94,11 +96,7 @@ def _current_names(args: list[str], own: Set[str], command: str | None) -> list[
                 typer.echo(f"warning: {name} is now {_RENAMED[dashed]}", err=True)
                 dashed = _RENAMED[dashed]
             name = dashed if dashed in own else name
-        for part in (name, value) if equals and name == "--overwrite" else (name + equals + value,):
-            if found[-1:] == ["--overwrite"] and part in ("true", "false"):
-                del found[len(found) - (part == "false") :]
-            else:
-                found.append(part)
+        found.append(name + equals + value)
     return found + args[end:]
 
 

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """`hf-mxfp4 smooth` and `gptq`: a checkpoint in full precision that loses less when it is quantized."""
 
-import json
 from dataclasses import asdict
 from typing import Annotated
 
 import typer
 
+from .console import print_json
 from .options import (
     DeviceOption,
     JsonOption,
@@ -57,7 +57,7 @@ def smooth(
             overwrite=overwrite,
         )
     if as_json:
-        typer.echo(json.dumps(asdict(found), indent=1))
+        print_json(asdict(found))
         return
     low, high = found.exponents
     typer.echo(
@@ -105,7 +105,7 @@ def gptq(
         options = TextOptions(text, text_field, samples, max_length)
         found = rewrite_checkpoint(model, out, options, change, device=device, overwrite=overwrite)
     if as_json:
-        typer.echo(json.dumps(asdict(found), indent=1))
+        print_json(asdict(found))
         return
     typer.echo(
         f"{out}: {len(found.layers)} layers rounded for {scheme}; the errors of their outputs are {found.gain_db:.1f} "

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """`hf-mxfp4 verify`: compare everything in a checkpoint with the checksums that were written with it."""
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from .console import WorkProgress, print_json
 from .convert import bytes_in
 from .options import JsonOption, fail, reported_errors
 
@@ -53,7 +53,7 @@ def verify(
         except Exception as error:  # exit code 1 means damage and nothing else
             fail(f"{model} could not be checked: {type(error).__name__}: {error}")
     if as_json:
-        typer.echo(json.dumps({"model": model, **found.to_dict()}, indent=1))
+        print_json({"model": model, **found.to_dict()})
     else:
         _show(model, found)
     if found.problems:
@@ -65,20 +65,11 @@ def verify(
 def _verified(model: str) -> "Verification":
     from ..checkpoint import verify_folder
     from ..checkpoint.verify import Verification
-    from ..lab.source import DamagedSourceError, open_source
-    from .console import WorkProgress
+    from ..lab.source import local_path
 
-    path = Path(model).expanduser()
-    if not path.is_dir():
-        try:
-            source = open_source(model)
-        except DamagedSourceError as error:
-            found = Verification()
-            found.add(error.file, str(error))
-            return found
-        path = source.folder / next(iter(source.expected)) if source.kind == "file" else source.folder
+    path, kind = local_path(model)
     with WorkProgress(bytes_in(path)) as progress:
-        if path.is_dir():
+        if kind != "file":
             return verify_folder(path, progress)
         found = Verification()
         found.check_file(path, found.manifest_of(path.parent).get(path.name), progress)
@@ -88,7 +79,6 @@ def _verified(model: str) -> "Verification":
 def _add(folder: Path) -> None:
     from ..checkpoint import verify_folder
     from ..checkpoint.verify import add_to_folder
-    from .console import WorkProgress
 
     if not folder.is_dir():
         fail(f"--add writes into a folder, and {folder} is none")

@@ -11,6 +11,8 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
+from ..backends import select as backends
+from ..backends import triton as triton_kernels
 from .dispatch import count_inexact
 
 
@@ -26,6 +28,10 @@ class FP8Operand(NamedTuple):
 
 def to_fp8(values: torch.Tensor) -> FP8Operand:
     """A matrix of quantized values as elements and scales of its rows. NaN and infinite values become NaN."""
+    if backends.takes_e4m3(values):
+        elements, scale, inexact = triton_kernels.to_fp8(values)
+        count_inexact(inexact)
+        return FP8Operand(elements, scale)
     wide = values.float()
     finite = wide.isfinite()
     top = torch.where(finite, wide.abs(), 0).amax(dim=1, keepdim=True)

@@ -16,7 +16,7 @@ from torch.autograd.function import once_differentiable
 
 from ..backends import select as backends
 from ..backends import triton as triton_kernels
-from ..numerics import FP8, FULL, GEMM_OPERANDS, REUSE, GemmScheme, QuantScheme
+from ..numerics import FULL, GEMM_OPERANDS, REUSE, GemmScheme, QuantScheme
 from . import fp8
 from .counts import count_weight
 from .dispatch import count_product, hardware_of, select_matmul
@@ -288,8 +288,6 @@ def _both_directions(
     where the Triton kernels do not make both, or the schemes differ in more than rounding and rotation."""
     products = spec.scheme.dgrad, spec.scheme.wgrad
     schemes, rotations = [each.left for each in products], [each.rotation for each in products]
-    if schemes == [FP8, FP8] and rotations == [None, None] and backends.takes_e4m3(grad, spec.backend):
-        return triton_kernels.fake_quantize_e4m3_both(grad.detach())
     if not all(isinstance(scheme, QuantScheme) for scheme in schemes) or (rotations[0] is None) != (
         rotations[1] is None
     ):

@@ -16,8 +16,6 @@ from .packed_weight import of_expert
 #: Values in the dtype of the product, codes and scale bytes, or E4M3 elements and scales of rows.
 Operand = torch.Tensor | MXFP4Tensor | FP8Operand
 
-_KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-
 
 def matmul(
     a: torch.Tensor | FP8Operand,
@@ -83,9 +81,8 @@ def _on_codes(a: torch.Tensor, b: MXFP4Tensor, bias: torch.Tensor | None, backen
     name = backends.choose_backend(a, backends.as_read(b.scheme), backend)
     if name == "cpu":
         return on_cpu.product(a, b, bias)
-    if name == "triton" and (backend != "auto" or backends.works("decode", a.device)):
-        sizes = a.shape[:-1].numel(), b.codes.shape[0], b.length
-        if 0 in sizes or triton_kernels.plan_linear(*sizes, b.scheme, a.dtype).route == "fused":
+    if name == "triton" and (backend != "auto" or backends.is_verified("decode", a.device)):
+        if triton_kernels.unsupported_product(a.shape[:-1].numel(), b.length, a.dtype) is None:
             return triton_kernels.linear(a, b, bias)
     return F.linear(a, backends.dequantize(b, a.dtype, backend), bias)
 
@@ -95,8 +92,9 @@ def _experts_on_codes(
 ) -> torch.Tensor:
     """All experts at once where a kernel takes their rows; otherwise the values of one expert at a time."""
     name = backends.choose_backend(a, backends.as_read(b.scheme), backend)
-    if name == "triton" and (backend != "auto" or backends.works("packed experts", a.device)):
-        return triton_kernels.grouped_matmul_packed(a, b, groups.offsets(a.device), bias)
+    if name == "triton" and (backend != "auto" or backends.is_verified("packed experts", a.device)):
+        if triton_kernels.unsupported_product(len(a), b.length, a.dtype, len(b.codes)) is None:
+            return triton_kernels.linear(a, b, bias, groups.offsets(a.device))
     if name == "cpu" and max(groups.counts, default=0) <= on_cpu.most_rows():
         return on_cpu.grouped_product(a, b, groups.offsets(a.device), bias)
     out = a.new_empty(a.shape[0], b.codes.shape[1])
@@ -124,13 +122,12 @@ def matmul_route(
         return ("fused", f"up to {most} rows") if n_tokens <= most else ("panels", f"more than {most} rows")
     if name != "triton":
         return name, reason or f"the tensor is on {device_type}"
-    plan = triton_kernels.plan_linear(n_tokens, out_features, in_features, scheme, dtype)
-    return plan.route, plan.reason
+    reason = triton_kernels.unsupported_product(n_tokens, in_features, dtype)
+    return ("dense", reason) if reason else ("fused", f"{n_tokens} rows: codes are a quarter of 16-bit weights")
 
 
 def reads_packed_on_gpus(scheme: QuantScheme, backend: str) -> bool:
     """Whether the kernels are certain to multiply with weights of this scheme on a CUDA device, so that a CUDA graph
     can hold the product."""
-    read = backends.as_read(scheme)
-    reasons = (triton_kernels.unsupported_reason("cuda", dtype, read) for dtype in _KERNEL_DTYPES)
-    return backend in ("auto", "triton") and all(reason is None for reason in reasons)
+    reason = triton_kernels.unsupported_reason("cuda", torch.bfloat16, backends.as_read(scheme))
+    return backend in ("auto", "triton") and reason is None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compare two checkpoints under one scheme, two schemes on one checkpoint, or an original and its packed weights."""
+"""Compare two checkpoints under one scheme, or an original and its packed weights."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -25,7 +25,6 @@ from ..gemm import quantize_weight, weight_values
 from ..numerics import QuantScheme
 from .layers import Selection, location_of, natural_key
 from .page import number
-from .results import Analysis
 from .source import OnBytes, Problem, Source, SourceError
 from .statistics import error_statistics
 from .weights import SLICE_ELEMENTS, selected, weight_slices
@@ -41,12 +40,12 @@ _COLUMNS: tuple[Column, ...] = (
     ("B rel. MSE %", "second_relative_mse", 100, 4),
     ("B / A", "mse_ratio", 1, 4),
     ("SQNR gain dB", "sqnr_gain_db", 1, 2),
+    ("|A-B| / |A|", "relative_difference", 1, 6),
 )
-_DIFFERENCE: Column = ("|A-B| / |A|", "relative_difference", 1, 6)
 _PACKED_COLUMNS: tuple[Column, ...] = (
     ("SQNR dB", "sqnr_db", 1, 2),
     ("rel. MSE %", "relative_mse", 100, 4),
-    _DIFFERENCE,
+    ("|A-B| / |A|", "relative_difference", 1, 6),
 )
 _OTHERWISE: Column = ("packed otherwise", "elements_packed_otherwise", 1, 0)
 
@@ -59,7 +58,7 @@ class Comparison:
         derive: gives the numbers of a table from sums.
         order: the number by which the worst tensors are found.
         columns, groups_title, worst_title, lines: how tables and sentences show it.
-        scheme: the one that two checkpoints are compared under; `None` for two schemes on one checkpoint.
+        scheme: the one that two checkpoints are compared under, or that of the packed weights.
         extra: more facts for the JSON report.
     """
 
@@ -70,7 +69,7 @@ class Comparison:
     columns: tuple[Column, ...]
     groups_title: str
     worst_title: str
-    scheme: str | None = None
+    scheme: str
     sums: dict[str, Sums] = field(default_factory=dict)
     only_first: list[str] = field(default_factory=list)
     only_second: list[str] = field(default_factory=list)
@@ -133,7 +132,9 @@ def compare_checkpoints(
 
     Raises [`SourceError`] when they have no tensor to quantize in common, or one stores quantized weights.
     """
-    result = _of_two(first.name, second.name, str(scheme))
+    titles = f"under {scheme}, by layer", "where B is worst against A"
+    lines = [f"A: {first.name}", f"B: {second.name}"]
+    result = Comparison(first.name, second.name, _numbers, "mse_ratio", _COLUMNS, *titles, str(scheme), lines=lines)
     mine, theirs = (
         {tensor.name: (tensor, axis) for tensor, axis in selected(source, selection, result.problems)}
         for source, selection in zip((first, second), selections, strict=True)
@@ -152,18 +153,6 @@ def compare_checkpoints(
             result.sums[name] = _compare_tensor(a, b, axis, scheme, on_bytes)
         except (ShardError, ValueError) as error:
             result.problems.append(Problem(name, str(error)))
-    return result
-
-
-def compare_schemes(analysis: Analysis) -> Comparison:
-    """Compare the two schemes of an analysis of weights."""
-    one, two = analysis.schemes
-    result = _of_two(f"{analysis.model}, {one}", f"{analysis.model}, {two}", None)
-    result.problems = analysis.problems
-    for each in analysis.results:
-        first, second = each.statistics[one], each.statistics[two]
-        noises = {"first_noise": first.total, "second_noise": second.total}
-        result.sums[each.name] = {"first": first.energy, "second": second.energy, **noises, "distance": 0.0}
     return result
 
 
@@ -239,15 +228,6 @@ def compare_packed(
 def bytes_to_compare(original: Source, packed: Source) -> int:
     """Return about what will be read of the two."""
     return sum(source.path(shard).stat().st_size for source in (original, packed) for shard in source.expected)
-
-
-def _of_two(first: str, second: str, scheme: str | None) -> Comparison:
-    title = "by layer" if scheme is None else f"under {scheme}, by layer"
-    columns = _COLUMNS if scheme is None else (*_COLUMNS, _DIFFERENCE)
-    numbers = _numbers if scheme else lambda sums: {k: v for k, v in _numbers(sums).items() if k != _DIFFERENCE[1]}
-    lines = [f"A: {first}", f"B: {second}"]
-    worst = "where B is worst against A"
-    return Comparison(first, second, numbers, "mse_ratio", columns, title, worst, scheme, lines=lines)
 
 
 def _numbers(sums: Sums) -> dict[str, float]:

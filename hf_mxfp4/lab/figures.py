@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Figures of an error analysis, after figures 1 to 3 of arXiv 2605.20402, and of an evaluation.
+"""Figures of an error analysis, after figures 1 and 3 of arXiv 2605.20402, and of an evaluation.
 
 Each function takes data and returns a matplotlib `Figure`, which belongs to no window: `figure.savefig(...)`.
 """
@@ -11,7 +11,6 @@ from typing import Any
 
 from .evaluation import Evaluation
 from .statistics import HISTOGRAM_BINS, HISTOGRAM_RANGE, ErrorStatistics
-from .sweep import MANTISSA_BITS, SHARED_BY, PrecisionSweep
 
 
 #: `matplotlib.figure.Figure`, which is not imported to be named.
@@ -39,26 +38,6 @@ def cosine_figure(layers: Mapping[str, ErrorStatistics], title: str = "") -> Fig
         axes.set_xticks(list(positions), list(map(plain, layers)), rotation=75, ha="right", fontsize=7)
     else:
         axes.set_xlabel("layer, in order of the model")
-    axes.legend(fontsize=8)
-    axes.grid(alpha=0.3)
-    return figure
-
-
-def precision_figure(sweep: PrecisionSweep, title: str = "") -> Figure:
-    """Relative squared error against the mantissa bits of the scale, down to the ideal scale (figure 2).
-
-    Raises `ValueError` when the sweep saw no data.
-    """
-    if not sweep.energy:
-        raise ValueError("nothing to plot: the sweep saw no non-zero element")
-    figure = _figure((6.5, 4.2))
-    axes = figure.subplots()
-    for size in SHARED_BY:
-        label = "a mantissa per block of 32" if size == 32 else f"a mantissa shared by {size} elements"
-        axes.plot(MANTISSA_BITS, [100 * value for value in sweep.relative_mse(size)], marker="o", label=label)
-    axes.axhline(100 * sweep.floor_relative_mse, color="0.4", linestyle="--", label="floor: ideal scale, amax / 6")
-    axes.set(title=title or "Precision of the scale", xlabel="mantissa bits of the scale", ylabel="relative MSE, %")
-    axes.set_ylim(bottom=0)
     axes.legend(fontsize=8)
     axes.grid(alpha=0.3)
     return figure

@@ -1,16 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Load models to measure: in full precision where that exists, with what changes when their files do."""
+"""Load models: in full precision where that exists, with what changes when their files do; and rewrite them."""
 
+import os
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
-from ..checkpoint import refuse_kernels, remove_scheme
+from ..checkpoint import atomic_folder, refuse_kernels, remove_scheme, weight_files, write_manifest
 from ..config import QUANT_METHOD, MXFP4RLConfig
 from .source import SourceError
+from .texts import TextOptions
+
+
+Found = TypeVar("Found")
 
 
 @dataclass(frozen=True)
@@ -36,13 +42,12 @@ class Loaded:
         return str(self.model.dtype).removeprefix("torch.")
 
 
-def load(model: str, dtype: str = "auto", device: str = "auto", *, as_trained: bool = False) -> Loaded:
+def load(model: str, dtype: str = "auto", device: str = "auto") -> Loaded:
     """Load a checkpoint's folder or a model of the Hub.
 
     Args:
         dtype: ``"bfloat16"``, ``"float16"`` or ``"float32"``; by default that of the checkpoint.
         device: where it computes; by default on a GPU where there is one.
-        as_trained: leave a policy quantized as it was trained.
 
     Raises [`SourceError`] when it cannot be loaded.
     """
@@ -61,7 +66,7 @@ def load(model: str, dtype: str = "auto", device: str = "auto", *, as_trained: b
         config = AutoConfig.from_pretrained(name, trust_remote_code=False)
         options = getattr(config, "quantization_config", None)
         own = _own_config(options)
-        if own is not None and not as_trained:
+        if own is not None:
             remove_scheme(config)  # the master weights, as they are
         precision = dtype if dtype == "auto" else getattr(torch, dtype)
         loaded = AutoModelForCausalLM.from_pretrained(name, config=config, dtype=precision, trust_remote_code=False)
@@ -70,6 +75,44 @@ def load(model: str, dtype: str = "auto", device: str = "auto", *, as_trained: b
         raise SourceError(f"{model} cannot be loaded to run it: {error}") from error
     shown = path.resolve().name if path.exists() else model
     return Loaded(shown, loaded, tokenizer, own, own is None and options is not None, _identity(path, config))
+
+
+def rewrite_checkpoint(
+    model: str | os.PathLike,
+    out: str | os.PathLike,
+    options: TextOptions,
+    change: Callable[[nn.Module, Sequence[torch.Tensor]], Found],
+    *,
+    device: str = "auto",
+    overwrite: bool = False,
+) -> Found:
+    """Load a model, change it, and save it with its tokenizer, in its own dtype, into a folder that appears whole.
+
+    Args:
+        model: a folder, or a model on the Hub; all of it is loaded.
+        out: the new folder.
+        options: which texts activations are measured on.
+        change: what is done with the model, in place, on the token ids of the texts.
+        overwrite: replace a checkpoint that is there.
+
+    Returns:
+        What ``change`` does.
+
+    Raises:
+        SourceError: the model or texts cannot be read, or it is quantized.
+        ValueError: as ``change`` does.
+        FolderError: ``out`` cannot be written.
+    """
+    texts = options.read()  # what is wrong with them is known before a model is loaded
+    with atomic_folder(Path(out).expanduser().resolve(), overwrite=overwrite) as folder:
+        loaded = load(str(model), "auto", device)
+        if loaded.stored or loaded.own is not None:
+            raise SourceError(f"{model} is quantized; take the original, and quantize what comes out")
+        found = change(loaded.model, options.tokens(loaded.tokenizer, texts))
+        loaded.model.save_pretrained(folder)
+        write_manifest(folder, weight_files(folder))
+        loaded.tokenizer.save_pretrained(folder)
+    return found
 
 
 def check_same_tokens(model: Loaded, reference: Loaded) -> None:

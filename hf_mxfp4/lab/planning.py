@@ -55,15 +55,8 @@ class Setup:
 
 @dataclass(frozen=True)
 class Sizes:
-    """Sizes of a model.
-
-    Attributes:
-        elements, quantized: of all parameters, and of those that are quantized.
-        adapter: elements of adapters of rank 1 on all quantized linear layers.
-        layers: decoder layers.
-        saved: bytes that the backward pass needs of one token in one decoder layer.
-        hidden, vocabulary: widths of the residual stream and of the logits.
-    """
+    """Sizes of a model: elements of all parameters, of those that are quantized, and of adapters of rank 1; decoder
+    layers; bytes that the backward pass needs of one token in one layer; widths of residual stream and logits."""
 
     elements: int
     quantized: int
@@ -141,8 +134,7 @@ def plan(sizes: Sizes, setup: Setup) -> dict[str, float]:
     packed = setup.quantization is not None and setup.quantization.mode == "packed"
     sharded = setup.engine in ("fsdp2", "zero3")
     trained = sizes.adapter * setup.lora_rank if packed else sizes.elements
-    stored = _packed_bytes(sizes, setup.quantization)
-    frozen = stored + _COMPUTE * (sizes.elements - sizes.quantized) if packed else 0.0
+    frozen = _packed_bytes(sizes, setup.quantization) + _COMPUTE * (sizes.elements - sizes.quantized) if packed else 0.0
     masters, gradients = _MASTER * trained, _MASTER * trained
     states = OPTIMIZERS[setup.optimizer] * trained
     share = setup.gpus if setup.engine != "ddp" else 1
@@ -158,12 +150,11 @@ def plan(sizes: Sizes, setup: Setup) -> dict[str, float]:
     tokens = setup.batch * setup.length
     in_layers = (1 if setup.checkpointing else sizes.layers) * sizes.saved
     boundaries = sizes.layers * _COMPUTE * sizes.hidden if setup.checkpointing else 0
-    copies = 0.0 if packed or sharded else _COMPUTE * sizes.elements if setup.quantization is None else stored
     return {
         "weights": frozen / (share if sharded else 1) + masters / share,
         "gradients": gradients / share,
         "optimizer": states / share,
-        "copies of weights": copies,  # in 16 bits, of autocast, or quantized
+        "copies of weights": 0.0 if packed or sharded else _COMPUTE * sizes.elements,  # in 16 bits, for the products
         "activations": tokens * (in_layers + boundaries),
         "logits": min(tokens, _LOGIT_TOKENS) * sizes.vocabulary * (_MASTER + _COMPUTE),
         "buffers of the engine": buffers[setup.engine],

@@ -12,12 +12,11 @@ from .. import __version__
 from ..files import json_clean, replace_file, write_json
 from .comparison import Comparison
 from .evaluation import Evaluation
-from .figures import cosine_figure, delta_figure, front_figure, layer_labels, precision_figure, ratio_figure
+from .figures import cosine_figure, delta_figure, front_figure, layer_labels, ratio_figure
 from .layers import location_of
 from .page import number, render_page
 from .results import SQNR_NOTE, Analysis, least_error
 from .statistics import ErrorStatistics
-from .sweep import SAMPLE_ELEMENTS
 
 
 #: Titles of the columns of statistics, and how to fill the cells.
@@ -39,8 +38,6 @@ LEGEND = (
     "scale bias, deadzone, grid: energy of that part of the error over that of the whole error; floor: error of the "
     "ideal scale amax / 6"
 )
-_TITLES = {"weight": "Weights", "activation": "Activations (inputs of the layers)"}
-_SAMPLE = f"the first {SAMPLE_ELEMENTS} elements (whole rows, at least one) of every tensor"
 
 
 def write_analysis(analysis: Analysis, source: Mapping[str, Any], folder: Path) -> list[Path]:
@@ -49,14 +46,12 @@ def write_analysis(analysis: Analysis, source: Mapping[str, Any], folder: Path) 
     Args:
         source: what to say about where the model came from, see [`hf_mxfp4.lab.source.Source.describe`].
     """
-    results = [(kind, result) for kind in analysis.kinds for result in analysis.of_kind(kind)]
     tensors, rows = [], []
-    for kind, result in results:
+    for result in analysis.in_order:
         layer_type, depth = location_of(result.name)
-        facts = {"name": result.name, "kind": kind, "layer_type": layer_type, "depth": depth}
+        facts = {"name": result.name, "kind": "weight", "layer_type": layer_type, "depth": depth}
         summaries = {scheme: stats.summary() for scheme, stats in result.statistics.items()}
-        shown = {"shape": list(result.shape), "dtype": result.dtype, "schemes": summaries}
-        tensors.append({**facts, **shown})
+        tensors.append({**facts, "shape": list(result.shape), "dtype": result.dtype, "schemes": summaries})
         shape = "x".join(map(str, result.shape))
         rows += [[*facts.values(), shape, result.dtype, scheme, *s.values()] for scheme, s in summaries.items()]
     columns = ["name", "kind", "layer_type", "depth", "shape", "dtype", "scheme", *ErrorStatistics().summary()]
@@ -74,37 +69,29 @@ def analysis_summary(analysis: Analysis, source: Mapping[str, Any]) -> dict[str,
             "model": analysis.model,
             "source": dict(source),
             "schemes": list(analysis.schemes),
-            "kinds": {kind: _kind_summary(analysis, kind) for kind in analysis.kinds},
+            "kinds": {"weight": _weights_summary(analysis)} if analysis.results else {},
             "skipped": {
                 reason: {"count": len(names), "names": sorted(names)} for reason, names in analysis.skipped.items()
             },
             "problems": [{"where": problem.where, "reason": problem.reason} for problem in analysis.problems],
-            "notes": list(analysis.notes),
         }
     )
 
 
-def _kind_summary(analysis: Analysis, kind: str) -> dict[str, Any]:
-    schemes, totals, sweep = analysis.schemes_of(kind), analysis.totals(kind), analysis.sweep(kind)
+def _weights_summary(analysis: Analysis) -> dict[str, Any]:
+    schemes, totals = analysis.schemes, analysis.totals()
 
-    def summaries(grouped: Callable[[str, str], Mapping[Any, ErrorStatistics]]) -> dict[str, dict]:
-        return {scheme: {str(name): s.summary() for name, s in grouped(kind, scheme).items()} for scheme in schemes}
+    def summaries(grouped: Callable[[str], Mapping[Any, ErrorStatistics]]) -> dict[str, dict]:
+        return {scheme: {str(name): s.summary() for name, s in grouped(scheme).items()} for scheme in schemes}
 
     return {
-        "tensors": len(analysis.of_kind(kind)),
+        "tensors": len(analysis.results),
         "total": {scheme: {**t.summary(), "delta_histogram": list(t.histogram)} for scheme, t in totals.items()},
         "verdict": least_error(totals),
         "by_layer_type": summaries(analysis.by_layer_type),
         "by_depth": summaries(analysis.by_depth),
         "worst": {
-            scheme: [{"name": name, **s.summary()} for name, s in analysis.worst(kind, scheme).items()]
-            for scheme in schemes
-        },
-        "scale_precision": {
-            "sample": _SAMPLE,
-            "floor_relative_mse": sweep.floor_relative_mse,
-            "relative_mse_per_block": list(sweep.relative_mse(32)),
-            "relative_mse_shared_by_128": list(sweep.relative_mse(128)),
+            scheme: [{"name": name, **s.summary()} for name, s in analysis.worst(scheme).items()] for scheme in schemes
         },
     }
 
@@ -115,7 +102,7 @@ def _page(analysis: Analysis, source: Mapping[str, Any]) -> str:
         analysis=analysis,
         version=__version__,
         facts=", ".join(str(value) for value in (source.get("architecture"), source.get("kind")) if value),
-        sections=[_section(analysis, kind) for kind in analysis.kinds],
+        section=_section(analysis) if analysis.results else None,
         skipped=[[reason, len(names), ", ".join(sorted(names)[:3])] for reason, names in analysis.skipped.items()],
         columns=list(COLUMNS),
         legend=LEGEND,
@@ -123,31 +110,26 @@ def _page(analysis: Analysis, source: Mapping[str, Any]) -> str:
     )
 
 
-def _section(analysis: Analysis, kind: str) -> dict[str, Any]:
-    """What the page shows of one kind of tensors; the figures are of the first scheme where they show one."""
-    results, totals = analysis.of_kind(kind), analysis.totals(kind)
+def _section(analysis: Analysis) -> dict[str, Any]:
+    """What the page shows of the tensors; figures that show one scheme show the first."""
+    results, totals = analysis.in_order, analysis.totals()
     first = next(iter(totals))
-    types = {scheme: analysis.by_layer_type(kind, scheme) for scheme in totals}
-    depths = {scheme: analysis.by_depth(kind, scheme) for scheme in totals}
+    types = {scheme: analysis.by_layer_type(scheme) for scheme in totals}
+    depths = {scheme: analysis.by_depth(scheme) for scheme in totals}
     labels = layer_labels([result.name for result in results])
     layers = {label: result.statistics[first] for label, result in zip(labels, results, strict=True)}
-    sweep = analysis.sweep(kind)
-    figures = [(cosine_figure(layers, f"Cosines of the error components, {first}"), "cosines per layer", "")]
-    if sweep.energy:
-        note = f"Ceiling rule, on {_SAMPLE}."
-        figures.append((precision_figure(sweep), "error against the mantissa bits of the scale", note))
+    figures = [(cosine_figure(layers, f"Cosines of the error components, {first}"), "cosines per layer")]
     if any(total.blocks for total in totals.values()):
-        figures.append((delta_figure(totals), "histogram of the scale over the ideal scale", ""))
+        figures.append((delta_figure(totals), "histogram of the scale over the ideal scale"))
     if depths[first]:
-        figures.append((ratio_figure(depths, "depth"), "error by depth", ""))
-    figures.append((ratio_figure(types, "layer type"), "error by layer type", ""))
+        figures.append((ratio_figure(depths, "depth"), "error by depth"))
+    figures.append((ratio_figure(types, "layer type"), "error by layer type"))
     folded = []
     for scheme in totals:
         if depths[scheme]:
             folded.append(("depth", f"{scheme}, by depth", _rows(depths[scheme])))
-        folded.append(("tensor", f"{scheme}, largest relative errors", _rows(analysis.worst(kind, scheme))))
+        folded.append(("tensor", f"{scheme}, largest relative errors", _rows(analysis.worst(scheme))))
     return {
-        "title": _TITLES[kind],
         "n_tensors": len(results),
         "elements": f"{totals[first].elements:,}",
         "ranking": least_error(totals),
@@ -190,10 +172,6 @@ def write_evaluation(evaluation: Evaluation, folder: Path) -> list[Path]:
         columns=evaluation_columns(evaluation),
         rows=evaluation_table(evaluation),
         figure=front_figure(evaluation) if compared else None,
-        names=[row.name for row in rows],
-        pairs=[
-            [row.name, *("-" if other is row else row.difference(other).text(3, "+") for other in rows)] for row in rows
-        ],
         schemes=[[row.name, row.scheme.config.describe()] for row in evaluation.schemes],
     )
     scores = [

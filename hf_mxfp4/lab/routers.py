@@ -103,14 +103,6 @@ def router_statistics(
     ]
 
 
-def router_agreement(
-    model: nn.Module, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None
-) -> dict[str, float]:
-    """Return by router the share of its top-k choices that quantization leaves as they are; see
-    [`router_statistics`]."""
-    return {stats.name: stats.agreement for stats in router_statistics(model, input_ids, attention_mask)}
-
-
 def _num_experts(router: nn.Module) -> int:
     count = getattr(router, "num_experts", None)
     return count if isinstance(count, int) else router.weight.shape[0]

@@ -23,15 +23,9 @@ _LEAST = 2.0**-40
 
 @dataclass(frozen=True)
 class Place:
-    """Activations between what writes their channels and the linear layers that read them.
+    """Activations between the tensors that write their channels, along the first axis, and the layers that read them.
 
-    Attributes:
-        name: of the first layer that reads them.
-        writers: tensors whose first axis is the channels, as they are written: a norm's weight, or weight and bias of a
-            linear layer.
-        readers: the linear layers.
-        heads: of values of attention, how many heads there are, and how many of them one head of the writer is
-            repeated for; ``(1, 1)`` elsewhere.
+    ``heads`` are, for values of attention, how many there are and how often one of the writer is repeated.
     """
 
     name: str
@@ -40,13 +34,12 @@ class Place:
     heads: tuple[int, int] = (1, 1)
 
     def written(self, per_reader: torch.Tensor) -> torch.Tensor:
-        """What belongs to the channels of the readers ``[K]``, as the geometric mean for each channel of the writers.
-        Numbers are positive."""
+        """Return positive numbers of the readers' channels ``[K]`` as geometric means for the writers' channels."""
         heads, repeats = self.heads
         return per_reader.log().view(heads // repeats, repeats, -1).mean(1).exp().flatten()
 
     def read(self, per_writer: torch.Tensor) -> torch.Tensor:
-        """What belongs to the channels of the writers, for each channel of the readers."""
+        """Return numbers of the writers' channels for each channel of the readers."""
         heads, repeats = self.heads
         return per_writer.view(heads // repeats, 1, -1).expand(-1, repeats, -1).flatten()
 

@@ -23,14 +23,6 @@ class SourceError(ValueError):
     """There is nothing to work on where the user pointed; the message says what to give instead."""
 
 
-class DamagedSourceError(SourceError):
-    """The index or `config.json` of a checkpoint cannot be read; ``file`` is its name."""
-
-    def __init__(self, file: Path, message: str):
-        super().__init__(message)
-        self.file = file.name
-
-
 @dataclass(frozen=True)
 class Problem:
     """A shard or tensor that could not be read, and why."""
@@ -113,35 +105,40 @@ class Source:
         return {"kind": self.kind, "architecture": architecture, "files": len(self.expected)}
 
 
-def open_source(model: str) -> Source:
-    """Open a folder, a .safetensors file, or a model on the Hub, whose weights are downloaded into the usual cache.
+def local_path(model: str) -> tuple[Path, str]:
+    """Return where the files of a model are, and what it is: a ``"folder"``, a ``"file"``, or on the ``"hub"``, whose
+    weights are downloaded into the usual cache.
 
-    Raises [`SourceError`] when there is no such thing or it holds no safetensors.
+    Raises [`SourceError`] when there is no such thing.
     """
     path = Path(model).expanduser()
     if path.is_file():
         if path.suffix != ".safetensors":
             raise SourceError(f"{model} is not a .safetensors file; give one, a checkpoint's folder or a hub id")
-        return Source(path.stem, "file", path.parent, _read_json(path.parent / "config.json"), {path.name: ()})
+        return path, "file"
     if path.is_dir():
-        return _open_folder(path, path.resolve().name, "folder")
+        return path, "folder"
     if path.is_absolute() or model.startswith((".", "~")) or not _HUB_ID.fullmatch(model):
         raise SourceError(f"{model} does not exist; give a checkpoint's folder, a .safetensors file or a hub id")
-    return _open_folder(_download(model), model, "hub")
+    return _download(model), "hub"
 
 
-def _open_folder(path: Path, name: str, kind: str) -> Source:
-    config = _read_json(path / "config.json")
-    if (path / _INDEX).is_file():
+def open_source(model: str) -> Source:
+    """Open the checkpoint at [`local_path`]. Raises [`SourceError`] when it holds no safetensors."""
+    path, kind = local_path(model)
+    folder = path.parent if kind == "file" else path
+    config = _read_json(folder / "config.json")
+    name = {"file": path.stem, "folder": path.resolve().name, "hub": model}[kind]
+    if kind != "file" and (path / _INDEX).is_file():
         return Source(name, kind, path, config, _shards_of(path / _INDEX))
-    found = sorted(file.name for file in path.glob("*.safetensors"))
+    found = [path.name] if kind == "file" else sorted(file.name for file in path.glob("*.safetensors"))
     if not found:
         other = sorted({file.suffix for file in path.iterdir() if file.suffix in (".bin", ".pt", ".pth", ".gguf")})
         hint = f"; it has {', '.join(other)} files: convert them to safetensors first" if other else ""
-        raise SourceError(f"{name if kind == 'hub' else path} holds no .safetensors file{hint}")
-    if (path / "adapter_config.json").is_file() and not config:
-        raise SourceError(f"{path} holds an adapter, not a model; merge it into its base model first")
-    return Source(name, kind, path, config, dict.fromkeys([_SINGLE] if _SINGLE in found else found, ()))
+        raise SourceError(f"{model} holds no .safetensors file{hint}")
+    if (folder / "adapter_config.json").is_file() and not config:
+        raise SourceError(f"{model} holds an adapter, not a model; merge it into its base model first")
+    return Source(name, kind, folder, config, dict.fromkeys([_SINGLE] if _SINGLE in found else found, ()))
 
 
 def _download(repo: str) -> Path:
@@ -162,9 +159,9 @@ def _download(repo: str) -> Path:
 def _shards_of(path: Path) -> dict[str, tuple[str, ...]]:
     weight_map = _read_json(path).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map or not all(isinstance(v, str) for v in weight_map.values()):
-        raise DamagedSourceError(path, f"{path} has no usable weight_map; is it complete?")
+        raise SourceError(f"{path} has no usable weight_map; is it complete?")
     if outside := [shard for shard in weight_map.values() if Path(shard).name != shard]:
-        raise DamagedSourceError(path, f"{path} points outside of its folder: {outside[0]!r}")
+        raise SourceError(f"{path} points outside of its folder: {outside[0]!r}")
     shards: dict[str, list[str]] = {shard: [] for shard in sorted(set(weight_map.values()))}
     for name, shard in weight_map.items():
         shards[shard].append(name)
@@ -177,7 +174,7 @@ def _read_json(path: Path) -> dict:
     try:
         contents = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise DamagedSourceError(path, f"{path} cannot be read: {error}") from error
+        raise SourceError(f"{path} cannot be read: {error}") from error
     if not isinstance(contents, dict):
-        raise DamagedSourceError(path, f"{path} is not a JSON object")
+        raise SourceError(f"{path} is not a JSON object")
     return contents

@@ -15,7 +15,6 @@ from .results import Analysis, TensorResult
 from .resume_log import ProgressMismatch, ResumeLog
 from .source import OnBytes, Problem, Source, SourceError
 from .statistics import ErrorStatistics, error_statistics
-from .sweep import PrecisionSweep, precision_sweep
 
 
 #: Elements that are read at once.
@@ -38,7 +37,7 @@ class TensorLog(ResumeLog):
     """
 
     def __init__(self, path: Path, model: str, schemes: Sequence[str], version: str, *, overwrite: bool = False):
-        header = {"format": 1, "hf_mxfp4": version, "model": model, "schemes": list(schemes)}
+        header = {"format": 2, "hf_mxfp4": version, "model": model, "schemes": list(schemes)}
         super().__init__(path, header, lambda line: line["tensor"], overwrite=overwrite)
 
     def find(self, tensor: StoredTensor) -> TensorResult | None:
@@ -55,8 +54,7 @@ class TensorLog(ResumeLog):
                 "start over with --overwrite, or give another --out"
             )
         statistics = {scheme: ErrorStatistics.from_dict(sums) for scheme, sums in line["statistics"].items()}
-        sweep = PrecisionSweep.from_dict(line["sweep"])
-        return TensorResult(tensor.name, "weight", tuple(line["shape"]), line["dtype"], statistics, sweep)
+        return TensorResult(tensor.name, tuple(line["shape"]), line["dtype"], statistics)
 
     def keep(self, result: TensorResult, file: Path) -> None:
         """Append a finished result."""
@@ -68,7 +66,6 @@ class TensorLog(ResumeLog):
                 "shape": list(result.shape),
                 "dtype": result.dtype,
                 "statistics": {scheme: statistics.to_dict() for scheme, statistics in result.statistics.items()},
-                "sweep": result.sweep.to_dict(),
             }
         )
 
@@ -143,18 +140,17 @@ def analyze_tensor(
     Raises [`NonFiniteError`] with the count of NaN and infinite elements, and `ShardError`.
     """
     statistics = {str(scheme): ErrorStatistics() for scheme in schemes}
-    sweep, bad = None, 0
+    bad = 0
     for x in weight_slices(tensor, axis, schemes):
         bad += int((~torch.isfinite(x)).sum())
         if bad == 0:
             for scheme in schemes:
                 statistics[str(scheme)] += error_statistics(x, scheme)
-            sweep = precision_sweep(x) if sweep is None else sweep
         on_bytes(x.numel() * x.element_size(), tensor.name)
     if bad:
         raise NonFiniteError(f"{bad} of {math.prod(tensor.shape)} elements are NaN or infinite")
     dtype = str(tensor.dtype).removeprefix("torch.")
-    return TensorResult(tensor.name, "weight", tensor.shape, dtype, statistics, sweep or PrecisionSweep())
+    return TensorResult(tensor.name, tensor.shape, dtype, statistics)
 
 
 def _slices(tensor: StoredTensor, max_elements: int, multiple_of: int = 1) -> Iterator[torch.Tensor]:

@@ -33,7 +33,7 @@ class MXFP4Experts(ExpertsBase):
         layer = cls._around(experts, config, name)
         layer.dithered = {}
         for projection in layer.projections:
-            spec = spec_of(config, config.gemms(f"{name}.{projection}"), layer.is_transposed)
+            spec = spec_of(config, config.gemms(), layer.is_transposed)
             # As those of a linear layer have the name that the layer would have.
             names = [f"{name}.{expert}.{projection}" for expert in range(layer.n_experts)]
             layer.states[projection] = GemmState(spec, [LayerRng(config.stochastic_seed, own) for own in names])
@@ -54,7 +54,7 @@ class MXFP4Experts(ExpertsBase):
 
     def set_gemms(self, gemms: LinearScheme, projection: str) -> None:
         """Compute the three products of a projection as ``gemms`` says, whose forward one must be the config's."""
-        if gemms.fprop != self.config.gemms(self.name).fprop:
+        if gemms.fprop != self.config.gemms().fprop:
             raise ValueError(f"{self._label()}: single layers can differ from the config in dgrad and wgrad alone")
         self.states[projection].spec = spec_of(self.config, gemms, self.is_transposed)
 

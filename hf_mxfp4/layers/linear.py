@@ -50,7 +50,7 @@ class MXFP4Linear(nn.Linear):
         self.config = config or MXFP4RLConfig()
         self.name = name
         self.dithered: dict[str, tuple[torch.dtype, int]] = {}
-        spec = spec_of(self.config, self.config.gemms(name))
+        spec = spec_of(self.config, self.config.gemms())
         self.state = GemmState(spec, [LayerRng(self.config.stochastic_seed, name)])
 
     @property
@@ -60,7 +60,7 @@ class MXFP4Linear(nn.Linear):
 
     def set_gemms(self, gemms: LinearScheme) -> None:
         """Compute the three products as ``gemms`` says, whose forward one must be the config's."""
-        if gemms.fprop != self.config.gemms(self.name).fprop:
+        if gemms.fprop != self.config.gemms().fprop:
             raise ValueError(f"{self._label()}: single layers can differ from the config in dgrad and wgrad alone")
         self.state.spec = spec_of(self.config, gemms)
 

@@ -31,8 +31,6 @@ _MSE_OFFSETS = (0, 1, -1)
 #: Elements, of all candidates together, that a search for macro factors computes at a time. On the CPU what it needs
 #: stays in the processor's cache.
 _PORTION, _PORTION_CPU = 1 << 25, 1 << 18
-#: Elements of tensors so small that they are searched at once: calls take longer there than memory.
-_SMALL = 1 << 15
 
 
 class Blocks:
@@ -141,23 +139,21 @@ class Blocks:
         # Rounding is monotonic, so the maximum of the products is the product of the maximum.
         self.amax = self.amax * self.factor
 
-    def _best_macro(self, z: torch.Tensor, amax: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
+    def _best_macro(self, z: torch.Tensor, amax: torch.Tensor) -> torch.Tensor:
         """``m8`` of the candidate with the least squared error per macro block; the smallest factor wins a tie."""
         macro_amax = self._by_macro(amax).amax(dim=-1)
         m8 = macro.dynamic_candidates(macro_amax)
         factor = self._per_block(macro.macro_factor(m8))
-        scaled = torch.mul(z, factor.unsqueeze(-1), out=out)
-        q, scale = self._pass(scaled, amax * factor, "nearest")
+        q, scale = self._pass(z * factor.unsqueeze(-1), amax * factor, "nearest")
         error = q.mul_(decode_e8m0(scale).unsqueeze(-1)).div_(factor.unsqueeze(-1)).sub_(z)
         error.mul_(self._per_block(inverse_power_of_two(macro_amax)).unsqueeze(-1))
         sse = self._by_macro(sum_of_squares(error)).sum(dim=-1)
         return m8.gather(0, sse.argmin(dim=0, keepdim=True)).squeeze(0)
 
-    def _best_mantissa(self, z: torch.Tensor, amax: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
+    def _best_mantissa(self, z: torch.Tensor, amax: torch.Tensor) -> torch.Tensor:
         """Two-bit mantissa of least squared error for every block; the smallest wins a tie, non-finite blocks get 0."""
         factor = macro.mantissa_factor(torch.arange(macro.BLOCK_MANTISSAS, device=z.device)).view(-1, 1, 1)
-        scaled = torch.div(z, factor.unsqueeze(-1), out=out)
-        q, scale = self._pass(scaled, amax / factor, "nearest")
+        q, scale = self._pass(z / factor.unsqueeze(-1), amax / factor, "nearest")
         value = q.mul_(decode_e8m0(scale).unsqueeze(-1)).mul_(factor.unsqueeze(-1))
         # The largest numbers may leave float32 here. An infinite error has no integer: processors disagree on it.
         error = saturate(value, torch.float32).sub_(z).mul_(inverse_power_of_two(amax).unsqueeze(-1))
@@ -165,19 +161,15 @@ class Blocks:
         return sse.argmin(dim=0).to(torch.int32).masked_fill_(~amax.isfinite(), 0)
 
     def _in_portions(self, search: Callable[..., torch.Tensor], tries: int) -> torch.Tensor:
-        """Return what ``search(z, amax, out)`` finds, int32 ``[..., n]``, for as many rows of blocks at a time as
-        memory should be taken for. ``out``, ``[tries, *z.shape]`` or `None`, is memory that it may use."""
+        """Return what ``search(z, amax)`` finds, int32 ``[..., n]``, for as many rows of blocks at a time as memory
+        should be taken for."""
         z, amax = self.z.unsqueeze(0).flatten(0, -3), self.amax.unsqueeze(0).flatten(0, -2)
         portion = _PORTION_CPU if z.device.type == "cpu" else _PORTION
         step = max(1, portion // max(1, tries * z.shape[1:].numel()))
-        at_once = z.shape[0] <= step or z.numel() <= _SMALL
-        if at_once or z.device.type == "meta" or torch.compiler.is_compiling():
-            found = search(z, amax, None)
+        if z.shape[0] <= step or z.device.type == "meta" or torch.compiler.is_compiling():
+            found = search(z, amax)
         else:
-            # One memory for all portions: its pages are there already.
-            out = z.new_empty(tries, step, *z.shape[1:])
-            pairs = zip(z.split(step), amax.split(step), strict=True)
-            found = torch.cat([search(some, largest, out[:, : some.shape[0]]) for some, largest in pairs])
+            found = torch.cat([search(*some) for some in zip(z.split(step), amax.split(step), strict=True)])
         return found.view(*self.amax.shape[:-1], found.shape[-1])
 
 

@@ -51,7 +51,7 @@ def test_claims_are_paired_by_seed_and_stand_beside_the_paper(tmp_path):
     found = [record(cell, seed, value) for cell, values in cells.items() for seed, value in enumerate(values)]
     for entry in found:
         entry["paper"] = {"bf16": {"dense": 82.0, "MoE": 91.5}, "mxfp4": {"dense": 60.0}, "of": {}}[entry["cell"]]
-    (tmp_path / "ablation_cpu.json").write_text(json.dumps(found))
+    (tmp_path / "ablation_smollm2.json").write_text(json.dumps(found))
     lines = ablation_claims(tmp_path).splitlines()
     assert "| Plain MXFP4 costs accuracy | -24.5 [-30.9, -18.1] | holds | -22.0 (dense) |" in lines
     # +12.5 and -2: mean 5.25, standard error 7.25, times 12.706 with one degree of freedom

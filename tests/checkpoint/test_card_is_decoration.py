@@ -95,21 +95,6 @@ def test_the_class_that_a_card_names_has_the_head(architecture, expected, task):
     assert hasattr(transformers, expected)
 
 
-@pytest.mark.parametrize("mode", ["qat", "packed"])
-def test_the_card_of_a_classifier_loads_its_head(base, tmp_path, mode):
-    scheme = {"quantization_config": MXFP4RLConfig(mode=mode, modules_to_not_convert=["score"])}
-    plain = transformers.AutoModelForSequenceClassification.from_pretrained(base, num_labels=3)
-    plain.save_pretrained(tmp_path / "plain")
-    model = transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path / "plain", **scheme)
-    model.save_pretrained(tmp_path / "saved")
-    text = (tmp_path / "saved/README.md").read_text()
-    assert "AutoModelForSequenceClassification.from_pretrained(" in text and "pipeline_tag: text-classification" in text
-    assert "pip install hf-mxfp4" not in text and "clone of its repository" in text
-    lora = LoraConfig(task_type="SEQ_CLS", target_modules=["q_proj"], modules_to_save=["score"])
-    get_peft_model(model, lora).save_pretrained(tmp_path / "adapter")
-    assert "base = AutoModelForSequenceClassification.from_pretrained(" in (tmp_path / "adapter/README.md").read_text()
-
-
 def test_names_that_are_markup_stay_text(base, tmp_path):
     (base / "README.md").write_text("---\nbase_model: 'a\"); import os; (\"'\n---\nx")
     lora = LoraConfig(task_type="CAUSAL_LM", target_modules=r".*\.(q_proj|v_proj)")

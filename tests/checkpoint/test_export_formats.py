@@ -11,7 +11,7 @@ from same_bits import tensors_in
 from transformers import AutoModelForCausalLM
 
 import hf_mxfp4
-from hf_mxfp4.checkpoint import FORMATS, CheckpointError, FolderError, export
+from hf_mxfp4.checkpoint import CheckpointError, FolderError, export
 
 
 IDS = torch.arange(2, 14).view(2, 6)
@@ -33,10 +33,6 @@ QUARK_TENSOR = {
     "scale_type": "float",
     "symmetric": None,
 }
-
-
-def test_the_formats():
-    assert list(FORMATS) == ["compressed-tensors", "quark", "gpt-oss", "gguf", "bf16"]
 
 
 @pytest.mark.parametrize(
@@ -224,16 +220,6 @@ def test_requantizing_is_plain_mxfp4_of_the_dequantized_values(config, tmp_path)
     assert 10 < report.total_sqnr_db < 40
 
 
-def test_dequantizing_every_layer_leaves_a_plain_checkpoint(tmp_path):
-    source = save_packed(tmp_path / "packed", config=MACRO)
-    report = export(source, tmp_path / "out", "compressed-tensors", "dequantize")
-    export(source, tmp_path / "bf16", "bf16")
-    assert report.counts() == {"dequantized": 14} and "plain checkpoint" in report.notes[-1]
-    assert config_in(tmp_path / "out") == config_in(tmp_path / "bf16")
-    ours, plain = tensors_in(tmp_path / "out"), tensors_in(tmp_path / "bf16")
-    assert ours.keys() == plain.keys() and all(torch.equal(ours[name], plain[name]) for name in ours)
-
-
 @pytest.mark.parametrize("choice", ["requantize", "dequantize"])
 def test_layers_of_odd_length_are_dequantized_and_ignored(choice, tmp_path):
     source = save_packed(tmp_path / "packed", layers=1, intermediate=80)
@@ -290,14 +276,6 @@ def test_shards_side_files_and_report(tmp_path):
     assert (tmp_path / "out" / "merges.txt").read_text() == "merges.txt"
     assert json.loads((tmp_path / "out" / "export_report.json").read_text()) == json.loads(json.dumps(report.to_dict()))
     assert sum(seen) == sum(tensor.nbytes for tensor in tensors_in(source).values())
-
-
-def test_one_file_or_many_hold_the_same(tmp_path):
-    source = save_packed(tmp_path / "packed")
-    export(source, tmp_path / "one", "quark")
-    export(source, tmp_path / "many", "quark", max_shard_size="20KB")
-    one, many = tensors_in(tmp_path / "one"), tensors_in(tmp_path / "many")
-    assert one.keys() == many.keys() and all(torch.equal(one[name], many[name]) for name in one)
 
 
 def test_unknown_choices(tmp_path):

@@ -4,7 +4,6 @@
 import pytest
 import torch
 from export_files import same_files, save_packed, save_plain
-from huggingface_hub import ModelCard
 from safetensors.torch import save_file
 from same_bits import tensors_in
 from tables import CONFIGS, some
@@ -75,33 +74,6 @@ def test_a_plain_folder_packs_like_its_model(family, tmp_path):
     assert report.total_sqnr_db == pytest.approx(model.quantization_report.sqnr_db, abs=0.2)
     if dense:
         assert (tmp_path / "out" / "README.md").read_text() == (tmp_path / "packed" / "README.md").read_text()
-
-
-def test_the_card_names_the_base_model_and_never_none(tmp_path):
-    plain = save_plain(tmp_path / "plain", layers=1)
-    pack_checkpoint(plain, tmp_path / "out", MXFP4RLConfig(mode="packed"))
-    assert "None" not in (tmp_path / "out" / "README.md").read_text()
-    (plain / "README.md").write_text("---\nbase_model: me/my-model\n---\nTrained at home.\n")
-    pack_checkpoint(plain, tmp_path / "out", MXFP4RLConfig(mode="packed"), overwrite=True)
-    data = ModelCard.load(tmp_path / "out" / "README.md").data
-    assert (data.base_model, data.base_model_relation) == ("me/my-model", "quantized")
-
-
-def test_a_card_that_somebody_wrote_stays(tmp_path):
-    plain = save_plain(tmp_path / "plain", layers=1)
-    pack_checkpoint(plain, tmp_path / "out", MXFP4RLConfig(mode="packed"))
-    card = tmp_path / "out" / "README.md"
-    card.write_text("My own words.\n")
-    pack_checkpoint(plain, tmp_path / "out", MXFP4RLConfig(mode="packed"), overwrite=True)
-    assert card.read_text() == "My own words.\n"
-
-
-def test_attention_of_a_mixture_of_experts(tmp_path):
-    config = MXFP4RLConfig(mode="packed", modules_to_not_convert=["experts"])
-    plain = save_plain(tmp_path / "plain", "qwen3_moe")
-    hf_mxfp4.pack(AutoModelForCausalLM.from_pretrained(plain), config).save_pretrained(tmp_path / "packed")
-    pack_checkpoint(plain, tmp_path / "out", config)
-    same_files(tmp_path / "packed", tmp_path / "out")
 
 
 def test_what_cannot_be_packed_says_why(tmp_path):

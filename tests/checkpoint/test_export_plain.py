@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 import hf_mxfp4
 from hf_mxfp4 import MXFP4RLConfig
-from hf_mxfp4.checkpoint import CheckpointError, export, import_checkpoint, pack_checkpoint
+from hf_mxfp4.checkpoint import CheckpointError, export
 
 
 Q_PROJ, DOWN_PROJ = "model.layers.0.self_attn.q_proj", "model.layers.0.mlp.down_proj"
@@ -51,24 +51,6 @@ def test_codes_and_scales_are_those_of_quantize(rule, shard_size, tmp_path):
     assert report.weights == f"mxfp4+{rule or 'even'}" and report.scheme == "full precision"
 
 
-@pytest.mark.parametrize("format", ["compressed-tensors", "quark", "bf16"])
-@pytest.mark.parametrize(
-    ("family", "options"),
-    [("qwen2", {"tie": True}), ("qwen2", {"dtype": torch.float32}), ("qwen3_moe", {}), ("mixtral", {})],
-    ids=["tied", "float32", "qwen3_moe", "mixtral"],
-)
-def test_packing_first_gives_the_same_files(family, options, format, tmp_path):
-    plain = save_plain(tmp_path / "plain", family, **options)
-    pack_checkpoint(plain, tmp_path / "packed", plain_scheme())
-    export(tmp_path / "packed", tmp_path / "from-packed", format)
-    report = export(plain, tmp_path / "out", format)
-    one, other = tensors_in(tmp_path / "out"), tensors_in(tmp_path / "from-packed")
-    assert one.keys() == other.keys()
-    assert all(torch.equal(one[name], other[name]) and one[name].dtype == other[name].dtype for name in one)
-    assert config_in(tmp_path / "out") == config_in(tmp_path / "from-packed")
-    assert report.counts() == {"dequantized" if format == "bf16" else "packed": report.n_layers}
-
-
 @pytest.mark.parametrize("format", ["compressed-tensors", "bf16"])
 def test_errors_are_those_against_the_full_precision_weights(format, tmp_path):
     plain = save_plain(tmp_path / "plain", "llama", layers=1, dtype=torch.float32)
@@ -89,26 +71,6 @@ def test_errors_are_those_against_the_full_precision_weights(format, tmp_path):
     assert written["sqnr_db"] == pytest.approx(sqnr, abs=1e-3)
 
 
-def test_sizes_before_and_after(tmp_path):
-    plain = save_plain(tmp_path / "plain", "llama", dtype=torch.float32)
-    report = export(plain, tmp_path / "out", "compressed-tensors")
-    assert report.bytes_before == sum(tensor.nbytes for tensor in tensors_in(plain).values())
-    assert report.bytes_after == sum(tensor.nbytes for tensor in tensors_in(tmp_path / "out").values())
-    written = json.loads((tmp_path / "out" / "export_report.json").read_text())
-    assert (written["bits_per_weight_before"], written["bits_per_weight_after"]) == (32.0, 4.25)
-
-
-def test_an_import_finds_what_was_measured(tmp_path):
-    plain = save_plain(tmp_path / "plain", "llama", layers=1)
-    report = export(plain, tmp_path / "out", "compressed-tensors")
-    back = import_checkpoint(tmp_path / "out", tmp_path / "back")
-    assert back.source_sqnr_db == report.total_sqnr_db
-    sqnr = f"SQNR {report.total_sqnr_db:.2f} dB against the original weights"
-    assert back.error() == f"bit for bit the packed values, which themselves have {sqnr}"
-    again = export(tmp_path / "back", tmp_path / "again", "quark")
-    assert again.source_sqnr_db == report.total_sqnr_db and again.against == "the packed values"
-
-
 def test_what_the_user_leaves_alone_stays(tmp_path):
     plain = save_plain(tmp_path / "plain", "llama")
     report = export(plain, tmp_path / "out", "quark", modules_to_not_convert=["mlp.up_proj"], preset="w4a4")
@@ -118,31 +80,6 @@ def test_what_the_user_leaves_alone_stays(tmp_path):
     assert scheme["global_quant_config"]["input_tensors"]["scale_calculation_mode"] == "even"
     name = "model.layers.0.mlp.up_proj.weight"
     assert torch.equal(tensors_in(tmp_path / "out")[name], tensors_in(plain)[name])
-
-
-def test_layers_of_odd_length_stay_as_they_are(tmp_path):
-    plain = save_plain(tmp_path / "plain", "llama", layers=1, intermediate=80)
-    with pytest.raises(CheckpointError, match=r"1 of 7 layers.*down_proj, in_features=80") as refusal:
-        export(plain, tmp_path / "out", "compressed-tensors")
-    assert "on_mismatch='dequantize' (--on-mismatch dequantize) leaves them in bfloat16" in str(refusal.value)
-    report = export(plain, tmp_path / "out", "compressed-tensors", "dequantize")
-    assert report.counts() == {"packed": 6, "left": 1} and len(report.changed) == 6
-    name = f"{DOWN_PROJ}.weight"
-    assert torch.equal(tensors_in(tmp_path / "out")[name], tensors_in(plain)[name])
-    assert config_in(tmp_path / "out")["quantization_config"]["ignore"] == ["lm_head", DOWN_PROJ]
-
-
-def test_linear_layers_of_gpt_oss_are_not_touched(tmp_path):
-    plain = save_plain(tmp_path / "plain", "gpt_oss", layers=1)
-    report = export(plain, tmp_path / "out", "gpt-oss")
-    assert report.counts() == {"packed": 8, "left": 4}
-    assert report.notes == ["4 layers were left in bfloat16: only experts are MXFP4 in this format."]
-    before, after = tensors_in(plain), tensors_in(tmp_path / "out")
-    assert torch.equal(after[f"{Q_PROJ}.weight"], before[f"{Q_PROJ}.weight"])
-    name = "model.layers.0.mlp.experts.down_proj"
-    expected = hf_mxfp4.quantize(before[name][1].t(), scale_rule="even")
-    assert torch.equal(after[f"{name}_blocks"][1].flatten(-2), expected.codes)
-    assert torch.equal(after[f"{name}_scales"][1], expected.scale)
 
 
 def test_a_trained_checkpoint_of_plain_mxfp4_has_the_codes_of_its_policy(tmp_path):
@@ -223,11 +160,3 @@ def test_arguments_without_effect_are_refused(kind, format, arguments, words, tm
     with pytest.raises(CheckpointError, match=words):
         export(source, tmp_path / "out", format, **arguments)
     assert not (tmp_path / "out").exists()
-
-
-def test_unknown_choices(tmp_path):
-    plain = save_plain(tmp_path / "plain", layers=1)
-    with pytest.raises(ValueError, match="'rceil', 'floor', 'even', 'mse'"):
-        export(plain, tmp_path / "out", "quark", scale_rule="ceil")
-    with pytest.raises(ValueError, match="'w4a4g4'"):
-        export(plain, tmp_path / "out", "quark", preset="w4a4g4")

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import torch
 from export_files import decode, save_packed, save_plain
-from huggingface_hub import ModelCard
 from same_bits import tensors_in
 from tiny_models import make_model
 from tiny_tokenizers import CHAT, SPECIAL, SPLITS, make_fallback_tokenizer, make_tokenizer
@@ -54,12 +53,6 @@ def test_every_byte_means_the_same_to_ggml():
     assert torch.equal(torch.from_numpy(found), decode(codes, scale).float())
     for one, other in zip(from_blocks(blocks), (codes, scale), strict=True):
         assert torch.equal(one, other)
-
-
-def test_a_block_by_hand():
-    codes = torch.tensor([[0x10, 0x32, 0x54, 0x76, 0x98, 0xBA, 0xDC, 0xFE] + [0x77] * 8], dtype=torch.uint8)
-    expected = [130] + [0x70 + i for i in range(16)]
-    assert to_blocks(codes, torch.tensor([[130]], dtype=torch.uint8)).tolist() == [expected]
 
 
 @pytest.mark.parametrize(("family", "architecture"), list(zip(FAMILIES, ARCHITECTURES, strict=True)))
@@ -265,27 +258,6 @@ def test_a_trained_policy_has_its_codes(tmp_path):
     assert torch.equal(values_of(found["blk.0.ffn_down.weight"]), fake_quantize(master, scale_rule="rceil"))
 
 
-def test_what_the_format_has_no_place_for(tmp_path):
-    source = save_packed(tmp_path / "packed", "llama", config={"macro_block": 128})
-    with pytest.raises(CheckpointError, match="macro-block factors"):
-        export(source, tmp_path / "out", "gguf")
-    assert export(source, tmp_path / "again", "gguf", "requantize").counts() == {"requantized": 14}
-    assert export(source, tmp_path / "wide", "gguf", "dequantize").counts() == {"dequantized": 14}
-    assert [file.name for file in (tmp_path / "wide").glob("*.gguf")] == ["model-BF16.gguf"]
-
-
-def test_rows_of_whole_blocks(tmp_path):
-    source = save_plain(tmp_path / "plain", "llama", intermediate=80)
-    with pytest.raises(CheckpointError, match="in_features=80 is not a multiple of 32"):
-        export(source, tmp_path / "out", "gguf")
-    report = export(source, tmp_path / "out", "gguf", "dequantize")
-    assert report.counts() == {"packed": 12, "left": 2}
-    found, before = tensors_of(tmp_path / "out"), tensors_in(source)
-    assert found["blk.1.ffn_down.weight"].tensor_type == BF16 and found["blk.1.ffn_up.weight"].tensor_type == MXFP4
-    down = before["model.layers.1.mlp.down_proj.weight"].float()
-    assert torch.equal(values_of(found["blk.1.ffn_down.weight"]), down)
-
-
 @pytest.mark.parametrize(
     ("family", "options", "words"),
     [
@@ -317,15 +289,6 @@ def test_nan_is_refused_since_it_would_become_a_number(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["plain"]
 
 
-def test_yarn_that_llama_cpp_rounds_is_told(tmp_path):
-    rope = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 16}
-    for truncate, count in ((False, 1), (True, 0)):
-        options = {"rope_parameters": {**rope, "truncate": truncate}}
-        source = save_plain(tmp_path / f"plain-{truncate}", "gpt_oss", **options)
-        notes = export(source, tmp_path / f"out-{truncate}", "gguf").notes
-        assert sum("yarn's ramp" in note for note in notes) == count
-
-
 def test_one_file_whatever_its_size(tmp_path):
     source = save_plain(tmp_path / "plain", "llama")
     with pytest.raises(CheckpointError, match="leave out max_shard_size"):
@@ -337,18 +300,3 @@ def test_without_the_package(monkeypatch, tmp_path):
     source = save_plain(tmp_path / "plain", "llama")
     with pytest.raises(CheckpointError, match="pip install gguf"):
         export(source, tmp_path / "out", "gguf")
-
-
-def test_the_card_beside_the_file(tmp_path):
-    source = save_plain(tmp_path / "plain", "llama", intermediate=80)
-    report = export(source, tmp_path / "out", "gguf", "dequantize")
-    card = ModelCard.load(tmp_path / "out" / "README.md")
-    assert card.data.library_name == "gguf" and {"gguf", "mxfp4"} <= set(card.data.tags)
-    rows = ["weights | `mxfp4+even`", "quantized once, from full precision | 12", "left in bfloat16 | 2", "more | 1 |"]
-    for words in ["-m model-MXFP4.gguf", f"SQNR {report.total_sqnr_db:.2f} dB against the full-prec", *rows]:
-        assert words in card.text
-    (tmp_path / "out" / "README.md").write_text("Mine.")
-    export(source, tmp_path / "out", "gguf", "dequantize", overwrite=True)
-    assert (tmp_path / "out" / "README.md").read_text() == "Mine."
-    export(source, tmp_path / "ct", "compressed-tensors", "dequantize")
-    assert not (tmp_path / "ct" / "README.md").exists()

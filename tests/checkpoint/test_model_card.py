@@ -68,12 +68,6 @@ def test_the_base_model_is_handed_on_through_folders(model, tmp_path):
     assert ModelCard.load(tmp_path / "second" / "README.md").data.base_model == "Qwen/Qwen2.5-3B"
 
 
-def test_a_name_that_is_no_repository_is_not_given(model):
-    for name in ("", "relative/path/of/three", "/absolute/path", "gpt2", "org/name/"):
-        model.config._name_or_path = name
-        assert make_card(model).data.base_model is None, name
-
-
 def test_scheme_and_loading(model):
     text = make_card(model).text
     rows = numbers(text)
@@ -123,11 +117,6 @@ def test_packed_models_keep_the_ratio_measured_when_they_were_packed(model, tmp_
     assert rows["bits per quantized weight"] == f"{packed.quantization_report.bits_per_weight:.4g}"
 
 
-def test_nothing_is_claimed_without_an_evaluation(model):
-    text = make_card(model).text
-    assert "No evaluation came with these weights" in text and "## Not measured" in text
-
-
 def test_an_evaluation_goes_into_text_and_metadata(model, tmp_path):
     model.save_pretrained(tmp_path)
     (tmp_path / "summary.json").write_text(json.dumps(SUMMARY))
@@ -163,18 +152,6 @@ def test_a_card_that_somebody_wrote_is_not_touched(model, tmp_path, edit):
     model.save_pretrained(tmp_path)
     assert (tmp_path / "README.md").read_text() == text
     with pytest.raises(ValueError, match="written or edited by somebody"):
-        add_evaluation(tmp_path, SUMMARY)
-
-
-def test_new_metadata_is_no_edit(model, tmp_path):
-    save_card(model, tmp_path)
-    card = ModelCard.load(tmp_path / "README.md")
-    card.data.tags.append("more")
-    assert is_generated(str(card)) and not is_generated(str(card) + "\nmore\n") and not is_generated(EMPTY)
-
-
-def test_no_card_to_add_to(tmp_path):
-    with pytest.raises(FileNotFoundError):
         add_evaluation(tmp_path, SUMMARY)
 
 

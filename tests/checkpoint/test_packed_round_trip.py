@@ -14,7 +14,7 @@ from same_bits import tensors_in
 from tables import CONFIGS, some
 from tiny_models import make_model
 from torch import nn
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.trainer_utils import validate_quantization_for_training
 
 from hf_mxfp4 import MXFP4Linear, MXFP4PackedLinear, MXFP4RLConfig, cached_weights, pack, quantize
@@ -71,17 +71,6 @@ def test_bfloat16_to_packed_to_disk_and_back(family, tie, shard_size, checkpoint
         assert torch.equal(again.generate(IDS, **arguments), model.generate(IDS, **arguments))
 
 
-@pytest.mark.parametrize("device_map", ["cpu", "auto", {"": "cpu"}], ids=str)
-def test_device_maps(device_map, checkpoint, tmp_path):
-    source = checkpoint("qwen2", dtype=torch.bfloat16, shard_size="20KB")
-    expected = logits(load(source))
-    model = load(source, device_map=device_map)
-    assert torch.equal(logits(model), expected)
-    model.save_pretrained(tmp_path / "saved")
-    again = AutoModelForCausalLM.from_pretrained(tmp_path / "saved", device_map=device_map)
-    assert torch.equal(logits(again), expected)
-
-
 def test_meta_and_disk(checkpoint, tmp_path):
     source = checkpoint("qwen2")
     for options in ({}, {"weight_block": "32x32"}):
@@ -135,22 +124,6 @@ def test_memory_and_counts(options, bits, checkpoint):
     assert f"packed {bits} bits/weight w4a16" in str(report)
 
 
-def test_report_of_packing_and_of_packed(checkpoint, tmp_path):
-    source = checkpoint("qwen2")
-    model = load(source)
-    trainable = AutoModelForCausalLM.from_pretrained(
-        source, quantization_config=MXFP4RLConfig(preset="w4a16", outlier_fallback=None)
-    )
-    report, other = model.quantization_report, trainable.quantization_report
-    assert report.sqnr_db == pytest.approx(other.sqnr_db, abs=1e-4)
-    assert (report.quantized, report.skipped, report.scheme) == (other.quantized, other.skipped, other.scheme)
-    assert other.bits_per_weight is None and other.n_weights == report.n_weights
-    model.save_pretrained(tmp_path / "saved")
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "saved").quantization_report
-    assert loaded.sqnr_db is None and loaded.quantized == report.quantized
-    assert "SQNR=not measured (the originals of packed weights are gone)" in str(loaded)
-
-
 def test_the_dtype_asked_for(checkpoint, tmp_path):
     source = checkpoint("qwen2", dtype=torch.bfloat16)
     model = load(source, dtype=torch.float32)
@@ -167,39 +140,9 @@ def test_the_dtype_asked_for(checkpoint, tmp_path):
     assert layers_of(again).popitem()[1].compute_dtype == torch.bfloat16
 
 
-def test_a_base_model_and_a_new_head(checkpoint, tmp_path):
-    model = load(checkpoint("qwen2"))
-    model.save_pretrained(tmp_path / "saved")
-    base = AutoModel.from_pretrained(tmp_path / "saved")
-    expected = model.model(IDS).last_hidden_state
-    assert len(layers_of(base)) == 14 and torch.equal(base(IDS).last_hidden_state, expected)
-    base.save_pretrained(tmp_path / "base")
-    assert torch.equal(AutoModel.from_pretrained(tmp_path / "base")(IDS).last_hidden_state, expected)
-    classifier = AutoModelForSequenceClassification.from_pretrained(tmp_path / "saved", num_labels=3)
-    assert torch.equal(classifier.model(IDS).last_hidden_state, expected)
-    assert classifier.quantization_report.skipped == ("score",)
-
-
-def test_attention_of_a_mixture_of_experts(checkpoint, tmp_path):
-    source = checkpoint("qwen3_moe", dtype=torch.bfloat16)
-    model = load(source, modules_to_not_convert=["experts"])
-    assert len(layers_of(model)) == 8
-    model.save_pretrained(tmp_path / "saved", max_shard_size="30KB")
-    again = AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
-    assert torch.equal(logits(again), logits(model))
-    stored, original = tensors_in(tmp_path / "saved"), tensors_in(source)
-    assert {n for n in stored if "experts" in n} == {n for n in original if "experts" in n}
-
-
 def test_nothing_to_pack_is_an_error(checkpoint):
     with pytest.raises(ValueError, match="matches no layer of Qwen2ForCausalLM"):
         load(checkpoint("qwen2"), modules_to_not_convert=["layers"])
-
-
-def test_dictionary_form_is_accepted(checkpoint):
-    options = {"quant_method": "mxfp4_rl", "mode": "packed", "macro_block": None}
-    model = AutoModelForCausalLM.from_pretrained(checkpoint("qwen2"), quantization_config=options)
-    assert model.hf_quantizer.quantization_config == MXFP4RLConfig(mode="packed", macro_block=None)
 
 
 def test_training_needs_adapters(checkpoint):

@@ -5,19 +5,14 @@ import json
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
 from same_bits import tensors_in
-from tiny_models import make_model
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
 from hf_mxfp4 import MXFP4PackedLinear, MXFP4RLConfig, numerics, pack, quantize
 from hf_mxfp4.checkpoint import CheckpointError, export, pack_checkpoint
 from hf_mxfp4.cli import app
-from hf_mxfp4.integrations.peft import merge_adapters
-from hf_mxfp4.lab import Selection, compare_packed, open_source
 from hf_mxfp4.layers import MXFP4PackedExperts
-from hf_mxfp4.rl.rollout.vllm_engine import check_forward
 
 
 IDS = torch.arange(2, 14).view(2, 6)
@@ -134,14 +129,6 @@ def test_a_config_without_the_rotation_of_the_weights_is_noticed(packed_folder):
 # ---- read by others -------------------------------------------------------------------------------------------------
 
 
-def test_compared_with_the_original_every_code_is_that_of_packing_it_again(packed_folder):
-    source, folder = packed_folder
-    result = compare_packed(open_source(str(source)), open_source(str(folder)), Selection())
-    pairs = result.pairs.values()
-    assert len(pairs) == 14 and not result.problems and sum(pair.other for pair in pairs) == 0
-    assert all(0.0005 < pair.noise / pair.energy < 0.05 for pair in pairs)
-
-
 @pytest.mark.parametrize("kind", ["packed", "qat"])
 def test_of_other_formats_bfloat16_alone_takes_the_weights_and_rotates_them_back(kind, packed_folder, tmp_path):
     source, folder = packed_folder
@@ -159,30 +146,3 @@ def test_of_other_formats_bfloat16_alone_takes_the_weights_and_rotates_them_back
     for name, layer in layers_of(packed).items():
         assert torch.equal(stored[f"{name}.weight"], layer.dequantized_weight(torch.float32).bfloat16()), name
     torch.testing.assert_close(logits(load(tmp_path / "plain")), logits(packed), rtol=0.1, atol=0.1)
-
-
-def test_a_dequantized_model_is_plain_and_in_its_own_basis(packed_folder):
-    packed = load(packed_folder[1], dtype=torch.float32)
-    expected = logits(packed)
-    plain = packed.dequantize()
-    assert not layers_of(plain)
-    torch.testing.assert_close(logits(plain), expected, rtol=1e-3, atol=1e-4)
-
-
-def test_vllm_is_refused(packed_folder):
-    model = get_peft_model(load(packed_folder[1]), LoraConfig(target_modules="all-linear", task_type="CAUSAL_LM"))
-    with pytest.raises(ValueError, match=r"vLLM cannot sample from .* rotates .*, which weights alone cannot express"):
-        check_forward(model)
-
-
-def test_adapters_of_a_trainable_model_merge_into_a_packed_one():
-    from hf_mxfp4.integrations.transformers.swap import quantize_linears
-
-    model = make_model()
-    quantize_linears(model, MXFP4RLConfig(preset="w4a16", outlier_fallback=None, **SCHEME))
-    adapted = get_peft_model(model, LoraConfig(target_modules=["up_proj"], init_lora_weights=False, r=2))
-    layer = adapted.get_submodule("base_model.model.model.layers.0.mlp.up_proj")
-    total = layer.base_layer.weight.detach() + layer.get_delta_weight("default").detach()
-    merged = merge_adapters(adapted, into="packed")
-    found = merged.get_submodule("model.layers.0.mlp.up_proj")
-    assert torch.equal(found.weight, found.pack_weight(total)["weight"])

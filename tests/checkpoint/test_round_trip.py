@@ -7,9 +7,7 @@ import pytest
 import torch
 from export_files import config_in, header_and_data
 from factors import factors_config
-from pairwise import pairwise_params
 from processes import code, run
-from same_bits import tensors_in
 from transformers import AutoModelForCausalLM
 
 from hf_mxfp4 import MXFP4Linear, pack
@@ -57,21 +55,6 @@ def test_the_scheme_comes_back_without_being_named(options, shard_size, checkpoi
     assert torch.equal(again.generate(IDS, **arguments), model.generate(IDS, **arguments))
 
 
-@pytest.mark.parametrize(
-    ("family", "dtype", "tie"),
-    pairwise_params(["llama", "qwen2", "qwen3", "gemma"], [torch.float32, torch.bfloat16], [False, True]),
-)
-def test_the_files_hold_the_masters_bit_for_bit(family, dtype, tie, checkpoint, tmp_path):
-    source, target = checkpoint(family, dtype=dtype, tie=tie), tmp_path / "saved"
-    load(source).save_pretrained(target)
-    original, saved = tensors_in(source), tensors_in(target)
-    assert list(saved) == list(original)
-    for name, tensor in original.items():
-        assert saved[name].dtype == dtype
-        assert torch.equal(saved[name].view(torch.uint8), tensor.view(torch.uint8)), name
-    assert ("lm_head.weight" in saved) == (not tie)
-
-
 @pytest.mark.parametrize("mode", ["qat", "packed"])
 def test_only_the_scheme_is_added_to_the_config(mode, checkpoint, tmp_path):
     source, target = checkpoint("qwen2"), tmp_path / "saved"
@@ -111,23 +94,6 @@ def test_a_trained_model_round_trips(dtype, checkpoint, tmp_path):
     trained = dict(again.named_parameters())
     assert all(torch.equal(p, trained[name]) for name, p in model.named_parameters())
     assert torch.equal(pack(again)(IDS).logits, expected)
-
-
-def test_device_map_round_trip(checkpoint, tmp_path):
-    source = checkpoint("qwen2")
-    model = AutoModelForCausalLM.from_pretrained(source, quantization_config=factors_config(), device_map="cpu")
-    model.save_pretrained(tmp_path / "saved")
-    again = AutoModelForCausalLM.from_pretrained(tmp_path / "saved", device_map="cpu")
-    assert torch.equal(again(IDS).logits, model(IDS).logits)
-    original, saved = tensors_in(source), tensors_in(tmp_path / "saved")
-    assert all(torch.equal(saved[name], tensor) for name, tensor in original.items())
-
-
-def test_another_scheme_for_a_saved_model_is_not_silently_ignored(checkpoint, tmp_path):
-    load(checkpoint("qwen2")).save_pretrained(tmp_path / "saved")
-    with pytest.warns(UserWarning, match="already has a `quantization_config`"):
-        model = load(tmp_path / "saved", preset="w4a16")
-    assert model.quantization_report.scheme == factors_config().describe()
 
 
 def test_a_new_process_applies_and_prints_the_scheme(checkpoint, tmp_path):

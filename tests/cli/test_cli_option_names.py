@@ -29,7 +29,7 @@ def test_texts_modules_and_overwrite_have_one_name():
 @pytest.mark.parametrize(
     ("command", "old", "now"),
     [
-        ("analyze MODEL", "--activations --dataset a.jsonl", "--activations --text a.jsonl"),
+        ("eval MODEL", "--dataset a.jsonl", "--text a.jsonl"),
         ("analyze MODEL", "--exclude a --exclude=b", "--modules-to-not-convert a --modules-to-not-convert=b"),
         ("compare A B", "--exclude a", "--skip a"),
     ],
@@ -48,10 +48,6 @@ def test_earlier_names_work_with_a_warning(command, old, now, capsys):
     ("words", "value"),
     [
         ("--overwrite", True),
-        ("--overwrite true", True),
-        ("--overwrite=true", True),
-        ("--overwrite false", False),
-        ("--overwrite=false", False),
         ("--overwrite --modules_to_not_convert a", True),
         ("--modules_to_not_convert=a", False),
     ],

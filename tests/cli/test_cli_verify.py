@@ -142,14 +142,6 @@ def test_a_config_of_another_model_or_scheme(copy, name):
     assert where(folder) == ["config.json"]
 
 
-def test_an_architecture_that_transformers_has_not_is_a_note(copy):
-    folder = copy("packed")
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, "architectures": ["MyOwnModel"]}))
-    done = run(folder)
-    assert done.exit_code == 0 and "not compared with the model that config.json describes" in done.stdout
-
-
 def test_nothing_to_compare(saved, tmp_path):
     done = run(saved["plain"])
     assert (
@@ -195,13 +187,6 @@ def test_adding_checksums(copy):
     assert done.exit_code == 2 and "--add writes into a folder" in done.stderr
 
 
-def test_a_plain_checkpoint_gets_checksums_and_is_then_checked(copy):
-    folder = copy("plain")
-    assert run(folder, "--add").exit_code == 0
-    flip(folder / "model.safetensors", "lm_head.weight")
-    assert run(folder).exit_code == 1
-
-
 def test_a_repository(copy, monkeypatch):
     folder = copy("master")
     monkeypatch.setattr("huggingface_hub.snapshot_download", lambda repo, **options: folder)
@@ -210,10 +195,6 @@ def test_a_repository(copy, monkeypatch):
     flip(shards(folder)[2], "model.norm.weight")
     done = run("me/model")
     assert done.exit_code == 1 and f"{shards(folder)[2].name} is damaged" in done.stdout
-    for name, text in ((INDEX, '{"weight_map": {}}'), (INDEX, "[]"), ("config.json", '{"model_type')):
-        (folder / name).write_text(text)
-        done = run("me/model")
-        assert done.exit_code == 1 and name in done.stdout
 
 
 @pytest.mark.skipif(os.name == "nt", reason="file names are text there")
@@ -228,29 +209,6 @@ def test_a_folder_whose_name_is_not_utf_8(copy, tmp_path, damaged):
     done = run(folder)
     assert (done.exit_code, "na\\udcefve: 43 tensors" in done.stdout) == (int(damaged), True), done.output
     assert json.loads(run(folder, "--json").stdout)["model"] == str(folder)
-
-
-@pytest.mark.parametrize(
-    ("name", "text"),
-    [
-        ("config.json", "[" * 100_000),
-        (INDEX, '{"metadata": ' + "[" * 100_000),
-        (MANIFEST, '{"files": ' + "[" * 100_000),
-        (INDEX, '{"metadata": {}, "weight_map": {"x": "a\\u0000b.safetensors"}}'),
-        (MANIFEST, '{"files": {"a\\u0000b": 1}}'),
-        ("header", "[" * 100_000),
-        ("header", '{"a\\u0000b": ' + "[" * 100_000),
-    ],
-)
-def test_hostile_files_are_damage_in_one_line(copy, name, text):
-    folder = copy("master")
-    if name == "header":
-        (folder / shards(folder)[0].name).write_bytes(len(text).to_bytes(8, "little") + text.encode())
-    else:
-        (folder / name).write_text(text)
-    done = run(folder)
-    assert done.exit_code == 1 and done.exception.__class__ is SystemExit, done.output
-    assert len(done.output.splitlines()) <= 3
 
 
 def test_what_cannot_be_checked_is_not_damage(copy, monkeypatch):

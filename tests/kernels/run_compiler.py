@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compiles the kernels ahead of time for one target, without a GPU; prints the generated code as JSON.
+"""Compiles the kernels ahead of time for one target, without a GPU, as they are launched; prints the code as JSON.
 
     python run_compiler.py cuda 90 [variant ...]
 
@@ -12,118 +12,151 @@ import sys
 import torch
 from ahead_of_time import compile_kernel, gpu_target
 
-from mxfp4_kernels.common import plan
-from mxfp4_kernels.common.arguments import BothLengths, Lengths, MacroBytes, PackedPointers, RowBytes, Sides
-from mxfp4_kernels.common.plan import PLAIN, Scheme, Side
-from mxfp4_kernels.quantization.both import quantize_both_kernel
-from mxfp4_kernels.quantization.dequantize import dequantize_kernel
-from mxfp4_kernels.quantization.rows import quantize_kernel
+from mxfp4_kernels import Scheme, Side
+from mxfp4_kernels.common.arguments import Lengths, PackedPointers, Partial, RowBytes, Sides
+from mxfp4_kernels.common.scheme import scheme_constants
+from mxfp4_kernels.decode.config import Gpu, tile_config
+from mxfp4_kernels.decode.product import decode_kernel, weight_constants
+from mxfp4_kernels.dequantize import dequantize_kernel
+from mxfp4_kernels.fp8 import from_fp8_kernel, to_fp8_kernel
+from mxfp4_kernels.quantize import compile_options, quantize_kernel, tile_shape
 
 
-FLAT, ROWS = plan._FLAT_TILE, plan._ROW_TILE
-DEFAULT = Scheme("rceil", 128, "static", 0.5)
-BOTH, BOTH_DEFAULT = plan.both_tile(Scheme()), plan.both_tile(DEFAULT)
-SIGNS = torch.ones(1)
-#: Name: kernel, dtype, scheme, tile, type of sizes, whether sizes are multiples of 16, and perhaps: what belongs to the
-#: axis that blocks run along (`None` for columns alone), and in the kernels of `quantization/both.py` to the other one.
-VARIANTS = {
-    "plain": ("fake_quantize", torch.bfloat16, Scheme("rceil"), FLAT, "i32", True),
-    "fallback": ("fake_quantize", torch.bfloat16, Scheme("even", outlier_fallback=0.3), FLAT, "i32", True),
-    "default": ("fake_quantize", torch.bfloat16, DEFAULT, FLAT, "i32", True),
-    "macro": ("fake_quantize", torch.bfloat16, Scheme("rceil", 128), FLAT, "i32", True),
-    "float32 rows": ("fake_quantize", torch.float32, Scheme("floor", 256, "static", 0.5), ROWS, "i32", True),
-    "float16 odd huge": ("fake_quantize", torch.float16, Scheme("even", 64), ROWS, "i64", False),
-    "dynamic": ("fake_quantize", torch.bfloat16, Scheme("rceil", 128, "dynamic", 0.5), FLAT, "i32", True),
-    "dynamic mse": ("fake_quantize", torch.float32, Scheme("mse", 256, "dynamic", 0.5), ROWS, "i32", True),
-    "tiles": ("fake_quantize", torch.bfloat16, Scheme("mse", block_rows=32), (32, 128), "i32", True),
-    "mse tiles": ("fake_quantize", torch.float32, Scheme("mse", 256, "dynamic", 1.0, 32), (32, 256), "i32", True),
-    "quantize": ("quantize", torch.bfloat16, DEFAULT, FLAT, "i32", True),
-    "quantize plain": ("quantize", torch.float16, Scheme("even"), FLAT, "i32", True),
-    "quantize odd huge": ("quantize", torch.float32, Scheme("floor", 128, "blockwise", 0.5), ROWS, "i64", False),
-    "quantize tiles": ("quantize", torch.bfloat16, Scheme("rceil", 128, "dynamic", 0.5, 32), (32, 128), "i32", True),
-    "dequantize": ("dequantize", torch.bfloat16, DEFAULT, FLAT, "i32", True),
-    "dequantize odd huge": ("dequantize", torch.float32, Scheme("rceil", 128, "blockwise", 0.5), ROWS, "i64", False),
-    "stochastic": ("fake_quantize", torch.bfloat16, Scheme("rceil"), FLAT, "i32", True, Side(5)),
-    "quantize stochastic": ("quantize", torch.bfloat16, DEFAULT, FLAT, "i32", True, Side(5)),
-    "rotated": ("fake_quantize", torch.bfloat16, Scheme("rceil"), FLAT, "i32", True, Side(None, 16)),
-    "rotated far": ("fake_quantize", torch.bfloat16, Scheme("rceil"), ROWS, "i32", True, Side(None, 128, SIGNS)),
-    "quantize rotated": ("quantize", torch.bfloat16, Scheme("rceil"), FLAT, "i32", True, Side(5, 32)),
-    "columns": ("fake_quantize_both", torch.bfloat16, Scheme("rceil"), BOTH, "i32", True, None, PLAIN),
-    "quantize columns": ("quantize_both", torch.float32, Scheme("even"), BOTH, "i32", True, None, PLAIN),
-    "both": ("fake_quantize_both", torch.bfloat16, Scheme("rceil"), BOTH, "i32", True, PLAIN, Side(5, 16)),
-    "both default": ("fake_quantize_both", torch.bfloat16, DEFAULT, BOTH_DEFAULT, "i32", True, PLAIN, PLAIN),
-    "quantize both": ("quantize_both", torch.bfloat16, Scheme("rceil", 128), BOTH, "i32", True, PLAIN, PLAIN),
-    "quantize whole rows": ("quantize", torch.bfloat16, Scheme("rceil", 4096), (1, 4096), "i32", True),
-    "dynamic with bytes": (
-        "fake_quantize_with_macro",
-        torch.bfloat16,
-        Scheme("rceil", 128, "dynamic"),
-        FLAT,
-        "i32",
-        True,
-    ),
-    "by bytes": ("fake_quantize_by_macro", torch.bfloat16, Scheme("rceil", 128, "given"), FLAT, "i32", True),
-    "quantize with values": ("quantize_with_values", torch.bfloat16, Scheme("rceil", 128), FLAT, "i32", True),
-    "both odd huge": ("fake_quantize_both", torch.float16, Scheme("even"), BOTH, "i64", False, PLAIN, PLAIN),
+PLAIN, STATIC = Scheme(), Scheme("rceil", 128, "static", 0.5)
+MANTISSAS = Scheme("even", 128, "block_mantissas", 1.0)
+BOTH = Sides(Side(), Side())
+ROWS, COLUMNS = Sides(Side(), None), Sides(None, Side())
+BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
+#: Name: dtype, scheme, sides, whether codes are written, whether sizes are multiples of 16 (otherwise they are int64).
+QUANTIZE = {
+    "values": (BF16, PLAIN, ROWS, False, True),
+    "values with residual": (BF16, Scheme("even", outlier_fallback=0.3), ROWS, False, True),
+    "values static": (F32, STATIC, ROWS, False, True),
+    "values mantissas": (BF16, MANTISSAS, ROWS, False, True),
+    "values tiles": (BF16, Scheme("mse", block_rows=32), ROWS, False, True),
+    "values stochastic rotated": (BF16, PLAIN, Sides(Side(5, 128, torch.ones(1)), None), False, True),
+    "values columns": (BF16, PLAIN, COLUMNS, False, True),
+    "values both": (BF16, STATIC, BOTH, False, True),
+    "codes": (BF16, STATIC, ROWS, True, True),
+    "codes odd": (F16, MANTISSAS, ROWS, True, False),
+    "codes both": (F32, Scheme("even"), Sides(Side(), Side(5, 16)), True, True),
 }
-_INPUTS = {torch.float32: "*fp32", torch.float16: "*fp16", torch.bfloat16: "*i16"}
-_OUTPUTS = _INPUTS | {torch.bfloat16: "*bf16"}
-_SMALL = ("col_tiles", "first_row", "seed_low", "seed_high", "seed_low_t", "seed_high_t")
-#: What says how long rows are, here or in the output: at least multiples of 16 where anything is.
-_LENGTHS = ("n_macros", "n_cols", "n_read", "n_codes", "out_cols", "out_cols_t", "x_row_stride", "x_stack_stride")
+#: Name: rows, columns, scheme, experts.
+DECODE = {
+    "decode": (1, 4096, PLAIN, 0),
+    "decode static": (1, 4096, Scheme("rceil", 128), 0),
+    "decode mantissas": (8, 4096, MANTISSAS, 0),
+    "decode 16 rows": (16, 4096, Scheme("rceil", 128), 0),
+    "decode 64 rows": (64, 4096, Scheme("even", 128, "block_mantissas"), 0),
+    "decode odd": (3, 1288, PLAIN, 0),
+    "decode experts": (8, 2048, Scheme("even", 128, "block_mantissas"), 128),
+    "decode experts residual": (64, 2048, STATIC, 128),
+}
+_INPUTS = {F32: "*fp32", F16: "*fp16", BF16: "*i16"}
+_OUTPUTS = _INPUTS | {BF16: "*bf16"}
+_GPUS = {"100": (148, 232448), "120": (170, 101376), "80": (108, 166912), "gfx942": (304, 65536)}
+_POINTERS = (
+    "pointer",
+    "x_ptr",
+    "out_ptr",
+    "rows",
+    "columns",
+    "elements_ptr",
+    *PackedPointers._fields,
+    *Partial._fields,
+)
 
 
-def compile_variant(
-    target,
-    name: str,
-    dtype,
-    scheme: Scheme,
-    tile,
-    size: str,
-    aligned: bool,
-    side: Side | None = PLAIN,
-    side_t: Side = PLAIN,
-) -> dict:
-    both, packs = name.endswith("both"), name.startswith("quantize")
-    kernel = quantize_both_kernel if both else dequantize_kernel if name == "dequantize" else quantize_kernel
-    scheme_constants = plan.scheme_constants(dtype, scheme)
-    sides = Sides((side or PLAIN).constants, side_t.constants)
-    constants = {"SCHEME": scheme_constants, "SIDE": sides.rows, "SIDES": sides, "BY_ROWS": side is not None}
-    constants |= dict(zip(("TILE", "STRIP") if both else ("ROWS", "COLS"), tile, strict=True))
-    values = not packs or name.endswith("values")
-    constants |= {} if values else {"alpha": None}
-    packed = PackedPointers(
-        codes="*u8",
-        scale="*u8",
-        macro=None if scheme.macro_block is None else "*u8",
-        residual_codes=None if scheme.outlier_fallback is None else "*u8",
-        residual_scale=None if scheme.outlier_fallback is None else "*u8",
-    )
-    row_bytes = RowBytes(*[size] * 3) if packs else None
-    out = _OUTPUTS[dtype] if values else packed if both else None
-    signs = tuple("*fp32" if one is not None and one.signs is not None else None for one in (side, side_t))
-    types = dict.fromkeys(_SMALL, "i32") | {
+def _packed(scheme: Scheme, codes: str) -> PackedPointers:
+    macro = None if scheme.macro_block is None else "*u8"
+    residual = (None, None) if scheme.outlier_fallback is None else (codes, "*u8")
+    return PackedPointers(codes, "*u8", macro, *residual)
+
+
+def quantize_variant(target, dtype, scheme: Scheme, sides: Sides, packs: bool, aligned: bool) -> dict:
+    size = "i32" if aligned else "i64"
+    out = _packed(scheme, "*u8") if packs else _OUTPUTS[dtype]
+    signs = Sides(*("*fp32" if side is not None and side.signs is not None else None for side in sides))
+    types = {
         "x_ptr": _INPUTS[dtype],
-        "macro": MacroBytes("*u8", size) if name.endswith(("macro", "values")) else None,
-        "out_ptr": _OUTPUTS[dtype],
-        "out": None if both and side is None else out,
-        "out_t": out,
-        "packed": packed if packs or name == "dequantize" else None,
-        "signs_ptr": signs[0],
+        "out": Sides(*(None if side is None else out for side in sides)),
         "signs": signs,
-        "n_rows": size,
-        "lengths": BothLengths(*[size] * 6) if both else Lengths(size, size, size, row_bytes),
-        "row_bytes": None if row_bytes is None else (row_bytes, row_bytes),
-        "alpha": "fp32",
+        "lengths": Lengths(*[size] * 6),
+        "row_bytes": Sides(*[RowBytes(*[size] * 3) if packs else None] * 2),
+        "alpha": None if packs else "fp32",
+        **dict.fromkeys(("col_tiles", "seed_low", "seed_high", "seed_low_t", "seed_high_t"), "i32"),
     }
-    if name == "dequantize":
-        types["lengths"] = Lengths(size, None, None, RowBytes(*[size] * 3))
-    pointers = ("pointer", "x_ptr", "out_ptr", "out", "out_t", "signs_ptr", "signs", *PackedPointers._fields)
-    multiples = [*pointers, *_LENGTHS * aligned, *["n_rows"] * (aligned and both)]
-    return compile_kernel(target, kernel, types, constants, plan.options(*tile, scheme_constants), multiples)
+    tile = tile_shape(scheme, sides)
+    constants = {
+        "TILE": tile,
+        "SCHEME": scheme_constants(dtype, scheme, dtype),
+        "SIDES": Sides(*(None if side is None else side.constants for side in sides)),
+    }
+    multiples = [*_POINTERS, *(Lengths._fields + RowBytes._fields) * aligned]
+    return compile_kernel(target, quantize_kernel, types, constants, compile_options(tile), multiples)
 
+
+def dequantize_variant(target, scheme: Scheme) -> dict:
+    types = {
+        "out_ptr": "*bf16",
+        "packed": _packed(scheme, "*u8"),
+        "row_bytes": RowBytes(*["i32"] * 3),
+        "alpha": "fp32",
+        **dict.fromkeys(("n_rows", "n_cols", "col_tiles"), "i32"),
+    }
+    constants = {"SCHEME": scheme_constants(BF16, scheme, BF16)}
+    options = {"num_warps": 4, "enable_fp_fusion": False}
+    return compile_kernel(target, dequantize_kernel, types, constants, options, [*_POINTERS, "n_cols", "n_codes"])
+
+
+def fp8_variant(target, to: bool, columns: bool = False) -> dict:
+    numbers = dict.fromkeys(("n_rows", "n_cols", "row_stride", "col_stride", "col_tiles"), "i32")
+    types = {"x_ptr": "*i16", "elements_ptr": "*u8", "scale_ptr": "*fp32", "byte_ptr": "*u8", "out_ptr": "*bf16"}
+    rows, cols = (16, 256) if columns else (4, 1024 if to else 512)
+    constants = {"ROWS": rows, "COLS": cols, "BF16": True, "LARGEST": 3e38, "INTERPRETED": False}
+    constants |= {"row_stride" if columns else "col_stride": 1} if to else {}
+    kernel = to_fp8_kernel if to else from_fp8_kernel
+    constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
+    options = {"num_warps": 4, "enable_fp_fusion": False}
+    return compile_kernel(target, kernel, types | numbers, constants, options, [*_POINTERS, "n_cols", "row_stride"])
+
+
+def decode_variant(target, backend: str, arch: str, rows: int, k: int, scheme: Scheme, experts: int) -> dict:
+    gpu = Gpu(arch, *_GPUS.get(arch, (132, 232448)))
+    config = tile_config(rows, scheme.outlier_fallback is not None, gpu)
+    weight = weight_constants(4096, k, experts, scheme, config, backend == "cuda")
+    types = {
+        "x_ptr": "*bf16",
+        "packed": _packed(scheme, "*i32"),
+        "bias_ptr": "*bf16",
+        "out_ptr": "*bf16",
+        "partial": Partial("*fp32", "*i32"),
+        "offsets_ptr": "*i32" if experts else None,
+        "alpha": "fp32",
+        **dict.fromkeys(("n_rows", "n_experts", "split_steps", "n_splits", "x_row_stride"), "i32"),
+    }
+    options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
+    constants = {"WEIGHT": weight._replace(CUDA=backend == "cuda", INTERPRETED=False)}
+    multiples = [*_POINTERS, *["x_row_stride"] * (k % 16 == 0)]
+    report = compile_kernel(target, decode_kernel, types, constants, options, multiples)
+    weights = config.BN * weight.BK // (32 * config.num_warps) * (1 if scheme.outlier_fallback is None else 2)
+    return report | {"weights_per_thread": weights, "config": config}
+
+
+def compile_variant(target, backend: str, arch: str, name: str) -> dict:
+    if name in QUANTIZE:
+        return quantize_variant(target, *QUANTIZE[name])
+    if name in DECODE:
+        return decode_variant(target, backend, arch, *DECODE[name])
+    if name.startswith("dequantize"):
+        return dequantize_variant(target, MANTISSAS if name.endswith("mantissas") else STATIC)
+    return fp8_variant(target, name.startswith("to_fp8"), name.endswith("columns"))
+
+
+OTHERS = ("dequantize", "dequantize mantissas", "to_fp8", "to_fp8 columns", "from_fp8")
 
 if __name__ == "__main__":
-    target = gpu_target(*sys.argv[1:3])
-    names = sys.argv[3:] or list(VARIANTS)
-    print(json.dumps({name: compile_variant(target, *VARIANTS[name]) for name in names}))
+    backend, arch, *names = sys.argv[1:]
+    target = gpu_target(backend, arch)
+    names = names or [*QUANTIZE, *OTHERS, *DECODE]
+    print(json.dumps({name: compile_variant(target, backend, arch, name) for name in names}))

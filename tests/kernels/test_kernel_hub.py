@@ -24,17 +24,15 @@ FOLDER = Path(mxfp4_kernels.__file__).parents[1]
 CHECK = """
 import sys
 assert sorted(kernel.__all__) == NAMES
-scheme = dict(scale_rule='rceil', macro_block=128, macro_search='static', outlier_fallback=0.5)
-assert kernel.supports('torch.float32', **scheme) is None
-assert 'row' in kernel.supports('torch.float32', **(scheme | {'macro_block': 'row', 'block_rows': 32}))
 import torch
+assert kernel.unsupported_dtype(torch.float32) is None
+assert 'row' in kernel.unsupported_scheme('rceil', 'row', 'static', 0.5)
+scheme = kernel.Scheme(macro_block=128)
 x = torch.randn(4, 256, generator=torch.Generator().manual_seed(0))
-result = kernel.fake_quantize(x, macro_block=128)
+result = kernel.fake_quantize(x, scheme)
 expected = torch.load(sys.argv[1], weights_only=True)
 assert torch.equal(result, expected)
-packed = kernel.quantize(x, macro_block=128)
-options = dict(length=256, macro=packed.macro, macro_block=128, dtype=torch.float32)
-assert torch.equal(kernel.dequantize(packed.codes, packed.scale, **options), expected)
+assert torch.equal(kernel.dequantize(kernel.quantize(x, scheme), 256, scheme, torch.float32), expected)
 assert 'mxfp4_kernels' not in sys.modules
 print('ok')
 """.replace("NAMES", repr(sorted(mxfp4_kernels.__all__)))
@@ -46,27 +44,21 @@ sys.modules['mxfp4_kernels'] = kernel
 import torch
 from torch import nn
 from hf_mxfp4 import MXFP4Linear, MXFP4PackedLinear, MXFP4RLConfig
-from hf_mxfp4.gemm import matmul_counts
 calls = []
 def counted(name):
     function = getattr(kernel, name)
     setattr(kernel, name, lambda *given, **options: (calls.append(name), function(*given, **options))[1])
-for name in ('fake_quantize', 'quantize', 'linear_w4a16', 'fold_e4m3', 'matmul_e4m3'):
+for name in ('fake_quantize', 'quantize', 'linear_w4a16'):
     counted(name)
 torch.manual_seed(0)
-linear, x = nn.Linear(160, 24), torch.randn(3, 160)
+linear, x = nn.Linear(160, 24).bfloat16(), torch.randn(3, 160).bfloat16()
 plain = dict(preset='w4a4', macro_search='static', outlier_fallback=None)
-for layer, options, fast in (
-    (MXFP4Linear, plain, dict(backend='triton')),
-    (MXFP4Linear, plain, dict(backend='triton', engine='fp8')),
-    (MXFP4PackedLinear, dict(preset='w4a16', mode='packed'), dict(backend='triton')),
-):
+for layer, options in ((MXFP4Linear, plain), (MXFP4PackedLinear, dict(preset='w4a16', mode='packed'))):
     found, expected = (
-        layer.from_linear(linear, MXFP4RLConfig(**options, **how))(x) for how in (fast, dict(backend='eager'))
+        layer.from_linear(linear, MXFP4RLConfig(**options, backend=name))(x) for name in ('triton', 'eager')
     )
-    assert (found - expected).abs().max() <= 2e-6, (layer, fast)
-assert {'fake_quantize', 'quantize', 'linear_w4a16', 'fold_e4m3', 'matmul_e4m3'} == set(calls), calls
-assert matmul_counts()['fprop']['fp8'] == 1
+    assert (found - expected).abs().max() <= 0.02 * expected.abs().max(), layer
+assert {'fake_quantize', 'quantize', 'linear_w4a16'} == set(calls), calls
 names = [name for name in sys.modules if name.partition('.')[0] == 'mxfp4_kernels']
 assert all(sys.modules[name].__file__.startswith(sys.argv[1]) for name in names), names
 print('ok')
@@ -112,7 +104,7 @@ def test_one_variant_for_each_backend(assembled):
     sources = {path.relative_to(package).as_posix() for path in package.rglob("*.py")}
     for variant in variants(assembled):
         written = {path.relative_to(variant).as_posix() for path in variant.rglob("*.py")}
-        assert written == sources | {"mxfp4_kernels/__init__.py"} and "gemm/matmul.py" in written
+        assert written == sources | {"mxfp4_kernels/__init__.py"} and "decode/product.py" in written
 
 
 def test_metadata_says_what_the_hub_asks_for(assembled):

@@ -9,13 +9,10 @@ import torch
 
 from hf_mxfp4.lab import (
     ErrorStatistics,
-    PrecisionSweep,
     cosine_figure,
     delta_figure,
     error_statistics,
     layer_labels,
-    precision_figure,
-    precision_sweep,
     ratio_figure,
 )
 from hf_mxfp4.numerics import parse_scheme
@@ -54,16 +51,6 @@ def test_many_layers_have_no_labels():
     assert len(axes.get_xticklabels()) < 50 and axes.get_xlabel() == "layer, in order of the model"
 
 
-def test_precision_down_to_the_floor():
-    sweep = precision_sweep(torch.randn(32, 256, generator=torch.Generator().manual_seed(0)))
-    [axes] = precision_figure(sweep).axes
-    per_block, shared, floor = axes.get_lines()
-    assert list(per_block.get_xdata()) == list(range(9))
-    assert list(per_block.get_ydata()) == [100 * value for value in sweep.relative_mse(32)]
-    assert list(shared.get_ydata()) == [100 * value for value in sweep.relative_mse(128)]
-    assert floor.get_ydata()[0] == 100 * sweep.floor_relative_mse
-
-
 def test_histograms_are_densities():
     shown = {"rceil": statistics("rceil"), "even": statistics("even"), "none": ErrorStatistics()}
     [axes] = delta_figure(shown).axes
@@ -92,7 +79,6 @@ def test_ratios_side_by_side():
     "draw",
     [
         lambda: cosine_figure({}),
-        lambda: precision_figure(PrecisionSweep()),
         lambda: delta_figure({"rceil": ErrorStatistics()}),
         lambda: ratio_figure({}, "depth"),
         lambda: ratio_figure({"rceil": {}}, "depth"),

@@ -9,16 +9,7 @@ import pytest
 import torch
 from tiny_models import make_model
 
-from hf_mxfp4.lab import (
-    Evaluation,
-    Row,
-    Score,
-    ScoreLog,
-    evaluate,
-    front_figure,
-    read_schemes,
-    write_evaluation,
-)
+from hf_mxfp4.lab import Evaluation, Row, Score, ScoreLog, evaluate, front_figure, read_schemes, write_evaluation
 from hf_mxfp4.lab.reports import evaluation_columns, evaluation_table
 
 

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from hf_mxfp4 import MXFP4RLConfig
 from hf_mxfp4.cli import app
 from hf_mxfp4.lab import evaluate, read_schemes, round_model
-from hf_mxfp4.lab.decoder import DecoderRun
+from hf_mxfp4.lab.gptq import DecoderRun
 from recipes.tasks.tiny_model import build_char_tokenizer
 
 

@@ -11,7 +11,7 @@ from tiny_models import make_model
 
 from hf_mxfp4 import MXFP4RLConfig, pack
 from hf_mxfp4.integrations.transformers.swap import quantize_linears
-from hf_mxfp4.lab import RouterStatistics, router_agreement, router_statistics
+from hf_mxfp4.lab import RouterStatistics, router_statistics
 from hf_mxfp4.moe import find_routers, recorded_choices
 
 
@@ -49,7 +49,7 @@ def test_load_in_numbers():
 def test_agreement_is_that_of_the_model_before_quantization(family):
     model, ids = quantized(family), tokens(16, 16)
     theirs, ours = chosen_sets(make_moe(family), ids), chosen_sets(model, ids)
-    agreement = router_agreement(model, ids)
+    agreement = {stats.name: stats.agreement for stats in router_statistics(model, ids)}
     for name in ours:
         shared = [len(a & b) / 2 for a, b in zip(ours[name], theirs[name], strict=True)]
         assert agreement[name] == pytest.approx(sum(shared) / len(shared))
@@ -80,11 +80,11 @@ def test_the_model_is_left_as_it_was():
 def test_models_without_something_to_compare_with():
     plain, packed = make_moe(), pack(quantized())
     with pytest.raises(ValueError, match="no quantized layer"):
-        router_agreement(plain, tokens())
+        router_statistics(plain, tokens())
     with pytest.raises(ValueError, match="4 bits only"):
-        router_agreement(packed, tokens())
+        router_statistics(packed, tokens())
     for model in (plain, packed):
         stats = router_statistics(model, tokens(), compare=False)
         assert len(stats) == 2 and all(s.agreement is None and s.load_entropy > 0 for s in stats)
     with pytest.raises(ValueError, match="has no router"):
-        router_agreement(make_model(), tokens())
+        router_statistics(make_model(), tokens())

@@ -232,7 +232,6 @@ def test_a_healthy_run_is_green(tmp_path):
         (moved(2.0, 0.2), "Step movement", "amber", "ties of a 16-bit checkpoint"),
         (moved(0.0, 0.2), "Step movement", "amber", "quantized before"),
         (moved(0.6, 0.3), "Step movement", "green", "where training assumes 1"),
-        ({"router/agreement": 0.5}, "Router agreement", "red", "router_replay"),
         ({"grad_norm": float("nan")}, "Finite numbers", "red", "NaN or infinite in 20 logged steps, first at step 1"),
         ({"reward": 0.3}, "Reward", "amber", "chance"),
     ],
@@ -334,7 +333,7 @@ def test_the_page_is_well_formed_and_needs_nothing_from_outside(tmp_path):
     page = Reader(render_run(read_run(tmp_path)))
     assert "script" not in page.tags and "link" not in page.tags and "(NO)" not in page.text
     assert page.references and all(reference.startswith("data:image/png;base64,") for reference in page.references)
-    assert "Not measured" in page.text and "router_every (mixtures of experts)" in page.text
+    assert "Not measured" in page.text and "movement_every (needs master weights" in page.text
 
 
 @pytest.mark.usefixtures("blank_pictures")
@@ -371,16 +370,6 @@ def test_movement_is_drawn_with_its_interval(tmp_path, total, scale):
     assert (low, high) == (total - 1, total + 1)
 
 
-@pytest.mark.parametrize("share", [None, 0.2])
-def test_the_share_of_groups_without_a_signal_is_drawn_once(tmp_path, share):
-    own = {} if share is None else {"dynamic_sampling/zero_variance_share": share}
-    write_log(tmp_path, **own)
-    (chart,) = [chart for chart in CHARTS if chart.title == "Groups without a signal"]
-    chart.draw(axes := Figure().subplots(), read_run(tmp_path))
-    (line,) = axes.get_lines()
-    assert line.get_label() == "all rewards equal" and set(line.get_ydata()) == {share or 0.1}
-
-
 def test_the_picture(tmp_path):
     """All charts in one."""
     log = RunLog(tmp_path)
@@ -396,9 +385,9 @@ def test_the_picture(tmp_path):
 
 
 def test_limits_that_fall_are_reached_from_above(tmp_path):
-    write_log(tmp_path, **{"router/agreement": 0.9, "sampling/effective_sample_size": 0.71})
-    found = states(read_run(tmp_path))
-    assert (found["Router agreement"], found["Effective sample size"]) == ("amber", "green")
+    for value, state in ((0.71, "green"), (0.7, "amber"), (0.3, "red")):
+        write_log(tmp_path, **{"sampling/effective_sample_size": value})
+        assert states(read_run(tmp_path))["Effective sample size"] == state
 
 
 def test_noise_that_was_measured_and_never_set_is_no_error(tmp_path):

@@ -35,9 +35,8 @@ def test_every_weight_of_a_sharded_checkpoint(checkpoint):
     assert len(analysis.results) == 14 and analysis.problems == []
     for result in analysis.results:
         x = tensors.pop(result.name)
-        assert (result.shape, result.dtype, result.kind) == (tuple(x.shape), "float32", "weight")
+        assert (result.shape, result.dtype) == (tuple(x.shape), "float32")
         assert result.statistics == {str(scheme): error_statistics(x, scheme) for scheme in schemes}
-        assert result.sweep.energy == result.statistics["mxfp4+rceil"].energy
     skipped = {name for names in analysis.skipped.values() for name in names}
     assert skipped == set(tensors)
     assert {reason: len(names) for reason, names in analysis.skipped.items()} == {
@@ -49,15 +48,15 @@ def test_every_weight_of_a_sharded_checkpoint(checkpoint):
 
 def test_groups_and_totals(checkpoint):
     analysis = analyzed(checkpoint())
-    total = analysis.total("weight", "mxfp4+rceil")
-    types, depths = analysis.by_layer_type("weight", "mxfp4+rceil"), analysis.by_depth("weight", "mxfp4+rceil")
+    total = analysis.totals()["mxfp4+rceil"]
+    types, depths = analysis.by_layer_type("mxfp4+rceil"), analysis.by_depth("mxfp4+rceil")
     assert list(depths) == [0, 1] and len(types) == 7 and "mlp.down_proj" in types
     for groups in (types, depths):
         assert (
             sum(s.elements for s in groups.values()) == total.elements == 2 * (64 * 64 * 2 + 2 * 32 * 64 + 3 * 64 * 96)
         )
         assert sum(s.total for s in groups.values()) == pytest.approx(total.total, rel=1e-12)
-    worst = analysis.worst("weight", "mxfp4+rceil", 3)
+    worst = analysis.worst("mxfp4+rceil", 3)
     errors = [r.statistics["mxfp4+rceil"].relative_mse for r in analysis.results]
     assert [s.relative_mse for s in worst.values()] == sorted(errors, reverse=True)[:3]
 
@@ -212,7 +211,7 @@ def test_zero_and_empty_tensors(tmp_path):
     tensors = {"layers.0.a.weight": torch.zeros(8, 64), "layers.0.b.weight": torch.zeros(0, 64)}
     save_file(tensors, tmp_path / "model.safetensors")
     analysis = analyzed(tmp_path)
-    assert len(analysis.results) == 2 and analysis.worst("weight", "mxfp4+rceil") == {}
+    assert len(analysis.results) == 2 and analysis.worst("mxfp4+rceil") == {}
 
 
 def test_bytes_are_counted_as_they_are_read(checkpoint):

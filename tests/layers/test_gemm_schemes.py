@@ -14,7 +14,7 @@ from tables import PLAIN
 
 from hf_mxfp4 import MXFP4Linear, numerics
 from hf_mxfp4.gemm import layer_rng as draws_module
-from hf_mxfp4.gemm.operands import padded_length
+from hf_mxfp4.gemm import padded_length
 
 
 OPERANDS = [

@@ -45,13 +45,10 @@ def test_a_gpu_is_served_by_triton_where_it_covers_the_scheme():
     assert backend_for("cuda", torch.bfloat16, STATIC, "eager")[0] == "eager"
 
 
-def test_rows_too_long_for_registers_are_eager():
+def test_macro_blocks_of_whole_rows_are_eager():
     pytest.importorskip("triton")
-    scheme = numerics.parse_scheme("rceil+mbsrow-dynamic")
-    assert backend_for("cuda", torch.bfloat16, scheme, "auto", 16384) == ("triton", None)
-    name, reason = backend_for("cuda", torch.bfloat16, scheme, "auto", 16385)
-    assert name == "eager" and "up to 16384 elements" in reason
-    assert backend_for("cuda", torch.bfloat16, STATIC, "auto", 1 << 20) == ("triton", None)
+    name, reason = backend_for("cuda", torch.bfloat16, numerics.parse_scheme("rceil+mbsrow-dynamic"), "auto")
+    assert name == "eager" and "macro_block='row' is not supported" in reason
 
 
 @pytest.mark.parametrize(
@@ -104,9 +101,9 @@ def test_the_values_are_those_of_the_numeric_contract(scheme, dtype):
     [
         ("cpu", "rceil", "eager", "eager", "eager was asked for"),
         ("mps", "rceil", "auto", "eager", "the tensor is on mps"),
-        ("cuda", "rceil+mbsrow-static", "auto", "dense", "whole rows"),
+        ("cuda", "rceil+mbsrow-static", "auto", "eager", "macro_block='row' is not supported"),
         ("cuda", "rceil+mbs128-static", "auto", "fused", "1 rows"),
-        ("cuda", "rceil+mbs32-static", "auto", "dense", "macro blocks of 32"),
+        ("cuda", "rceil+mbs32-static", "auto", "fused", "1 rows"),
     ],
 )
 def test_how_products_with_packed_weights_are_computed_and_why(device, scheme, backend, route, why):

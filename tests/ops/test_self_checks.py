@@ -4,109 +4,97 @@
 import pytest
 import torch
 
-from hf_mxfp4.backends import self_check
-from hf_mxfp4.backends.self_check import FAMILIES, verdicts
-from hf_mxfp4.backends.self_check.verdicts import Family
+from hf_mxfp4 import numerics
+from hf_mxfp4.backends import select, self_check
+from hf_mxfp4.backends import triton as triton_kernels
+from hf_mxfp4.numerics import QuantScheme
 
 
-GPU = torch.device("cuda", 0)
-
-
-@pytest.mark.parametrize(("what", "faults"), [("few", 10), pytest.param("all", 29, marks=pytest.mark.large)])
-def test_checks_pass_and_find_each_broken_kernel(run_script, what, faults):
-    report = run_script("run_self_checks.py", what, interpret=True)
-    assert report["as they are"] == dict.fromkeys(FAMILIES)
-    assert len(report["broken"]) == faults
-    for name, found in report["broken"].items():
-        assert found is not None and ("off by" in found or "not the definition's" in found), name
+CPU = torch.device("cpu")
 
 
 @pytest.fixture
-def one_gpu(monkeypatch):
-    """A GPU that does not exist, and nothing known about it."""
-    capturing = []
-    monkeypatch.setattr(verdicts, "_is_captured", lambda device: bool(capturing))
-    monkeypatch.setattr(verdicts, "_found", {})
-    monkeypatch.delenv("HF_MXFP4_SELF_CHECK", raising=False)
-    return capturing
+def eager_kernels(monkeypatch):
+    """Functions that stand for right kernels, and nothing known about them."""
+
+    def linear(x, weight, bias, offsets=None):
+        values = weight.dequantize(torch.float32)
+        if offsets is None:
+            return (x.float() @ values.t()).bfloat16()
+        return torch.cat([x[:3].float() @ values[0].t(), x[3:].float() @ values[1].t()]).bfloat16()
+
+    monkeypatch.setattr(triton_kernels, "fake_quantize", numerics.apply_scheme)
+    monkeypatch.setattr(triton_kernels, "quantize", lambda x, scheme, axis: numerics.quantize(x, **vars(scheme)))
+    monkeypatch.setattr(triton_kernels, "dequantize", lambda tensor, dtype: tensor.dequantize(dtype))
+    monkeypatch.setattr(triton_kernels, "quantize_e4m3", numerics.quantize_e4m3)
+    monkeypatch.setattr(triton_kernels, "dequantize_e4m3", numerics.dequantize_e4m3)
+    monkeypatch.setattr(triton_kernels, "linear", linear)
+    monkeypatch.setattr(self_check, "_found", {})
 
 
-def family(found: object, name: str = "sums") -> tuple[Family, list]:
-    """A family whose check finds this, or raises it, and the devices that it was asked about."""
-    asked = []
-
-    def check(device: torch.device) -> str | None:
-        asked.append(device)
-        if isinstance(found, Exception):
-            raise found
-        return found
-
-    return Family(name, check, "ordinary sums"), asked
+def test_right_kernels_are_verified(eager_kernels):
+    assert set(self_check.states(CPU).values()) == {"not checked yet"}
+    assert all(self_check.is_verified(family, CPU) for family in self_check.FAMILIES)
+    assert set(self_check.states(CPU).values()) == {"checked"}
 
 
-def test_what_passes_is_checked_once_in_a_process(one_gpu):
-    sums, asked = family(None)
-    assert verdicts.state(sums, GPU) == "not checked yet"
-    assert verdicts.problem(sums, GPU) is verdicts.problem(sums, GPU) is None
-    assert verdicts.state(sums, GPU) == "checked" and asked == [GPU]
+def test_interpreted_kernels_are_verified(run_script):
+    found = run_script("run_self_checks.py", interpret=True)
+    assert found == dict.fromkeys(self_check.FAMILIES, "checked")
+
+
+def off_by_a_bit(x: torch.Tensor, *_) -> torch.Tensor:
+    return x.clone()
 
 
 @pytest.mark.parametrize(
-    ("found", "words"), [("is off by 1", "is off by 1"), (RuntimeError("no memory"), "RuntimeError: no memory")]
+    ("family", "name", "broken"),
+    [
+        ("quantize", "fake_quantize", off_by_a_bit),
+        ("quantize", "quantize", lambda x, scheme, axis: numerics.quantize(x)),
+        ("quantize", "quantize_e4m3", lambda x: numerics.quantize_e4m3(x.contiguous().nan_to_num())),
+        ("dequantize", "dequantize", lambda tensor, dtype: tensor.dequantize(dtype).nan_to_num()),
+        ("dequantize", "dequantize_e4m3", lambda elements, byte, dtype: elements.to(dtype)),
+        ("decode", "linear", lambda x, weight, *_: x.new_zeros(len(x), weight.codes.shape[-2])),
+        ("packed experts", "linear", lambda x, weight, *_: x.new_zeros(len(x), weight.codes.shape[-2])),
+    ],
 )
-def test_what_fails_is_reported_once(one_gpu, found, words, caplog):
-    sums, asked = family(found)
-    with pytest.warns(UserWarning, match=f"the sums kernels do not work on cuda:0: {words}.*ordinary sums"):
-        assert verdicts.problem(sums, GPU) == words
-    assert verdicts.problem(sums, GPU) == words  # and no second warning, which would be an error
-    assert asked == [GPU] and [entry.levelname for entry in caplog.records] == ["ERROR"]
-    assert verdicts.state(sums, GPU) == f"failed: {words}; ordinary sums in their place"
+def test_a_broken_kernel_is_found_once(eager_kernels, monkeypatch, family, name, broken):
+    monkeypatch.setattr(triton_kernels, name, broken)
+    with pytest.warns(UserWarning, match=f"'{family}' Triton kernels do not work on cpu: .* differ from the eager"):
+        assert not self_check.is_verified(family, CPU)
+    assert not self_check.is_verified(family, CPU)  # and no second warning, which would be an error
 
 
-def test_nothing_is_checked_under_capture_or_while_code_is_traced(one_gpu, monkeypatch):
-    sums, asked = family(None)
-    one_gpu.append(True)
-    with pytest.warns(UserWarning, match="sums kernels: a CUDA graph is captured.*run the model once before"):
-        assert "is captured" in verdicts.problem(sums, GPU)
-    one_gpu.clear()
-    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
-    assert "is traced" in verdicts.problem(sums, GPU)
-    assert asked == []
-    monkeypatch.undo()
-    monkeypatch.setattr(verdicts, "_found", {})
-    monkeypatch.setattr(verdicts, "_is_captured", lambda device: False)
-    assert verdicts.problem(sums, GPU) is None and asked == [GPU]
+def test_a_kernel_that_raises_is_not_used(eager_kernels, monkeypatch):
+    def raises(*_):
+        raise RuntimeError("no memory")
+
+    monkeypatch.setattr(triton_kernels, "fake_quantize", raises)
+    with pytest.warns(UserWarning, match="RuntimeError: no memory"):
+        assert not self_check.is_verified("quantize", CPU)
 
 
-def test_the_environment_switches_checks_off(one_gpu, monkeypatch):
-    sums, asked = family("is off by 1")
-    monkeypatch.setenv("HF_MXFP4_SELF_CHECK", "0")
-    assert verdicts.problem(sums, GPU) is None and asked == []
-    assert verdicts.state(sums, GPU) == "not checked (HF_MXFP4_SELF_CHECK=0)"
+def test_nothing_is_checked_under_capture_or_while_code_is_traced(eager_kernels, monkeypatch):
+    with monkeypatch.context() as capturing:
+        capturing.setattr(self_check, "_is_capturing", lambda device: True)
+        assert not self_check.is_verified("quantize", CPU)
+    with monkeypatch.context() as tracing:
+        tracing.setattr(torch.compiler, "is_compiling", lambda: True)
+        assert not self_check.is_verified("quantize", CPU)
+    assert self_check.is_verified("quantize", CPU)
 
 
-def test_checks_begin_without_the_modes_of_who_asks(one_gpu):
-    def check(device: torch.device) -> str | None:
-        made = torch.ones(1, device="cpu") @ torch.ones(1, device="cpu")
-        return f"{made.dtype} {made.is_inference()} {torch.ones(1).device} {torch.is_grad_enabled()}"
-
+def test_checks_run_without_the_modes_of_the_caller(eager_kernels):
     with torch.device("meta"), torch.autocast("cpu", torch.bfloat16), torch.inference_mode():
-        with pytest.warns(UserWarning, match="torch.float32 False cpu False"):
-            verdicts.problem(Family("modes", check, "nothing"), GPU)
+        assert self_check.is_verified("decode", CPU)
 
 
-def test_hardware_without_the_instructions_needs_no_check(one_gpu, monkeypatch):
-    asked = []
-    for name in ("has_fp8", "has_mxfp4", "has_e2m1"):
-        monkeypatch.setattr(f"mxfp4_kernels.{name}", lambda device, name=name: name == "has_fp8")
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 9))
-    for name, known in FAMILIES.items():
-        changed = Family(name, lambda device, name=name: asked.append(name), known.instead, known.needs, known.exists)
-        monkeypatch.setitem(FAMILIES, name, changed)
-    found = self_check.check_all(GPU)
-    absent = "mxfp4 products", "fp8 products of torch", "codes by instruction"
-    assert asked == [name for name in FAMILIES if name not in absent]
-    assert found.pop("codes by instruction") == "not checked (no instruction for E2M1 here)"
-    assert found.pop("mxfp4 products") == "not checked (no MXFP4 tensor cores here)"
-    assert found.pop("fp8 products of torch").startswith("not checked (no product of FP8 with scales of 128")
-    assert set(found.values()) == {"checked"} and list(found) == asked
+@pytest.mark.parametrize("backend", ["auto", "triton"])
+@pytest.mark.parametrize("problem", [None, "broken"])
+def test_kernels_asked_for_by_name_are_not_checked(monkeypatch, backend, problem):
+    device = torch.device("meta")
+    monkeypatch.setattr(self_check, "_found", {("quantize", device): problem})
+    monkeypatch.setattr(select, "backend_for", lambda *_: ("triton", None))
+    found = select.choose_backend(torch.empty(4, 32, device=device), QuantScheme(), backend)
+    assert (found == "triton") == (backend == "triton" or problem is None)

@@ -10,11 +10,28 @@ from recipes.ablations.grid import read_grid
 
 
 CONFIGS = Path(__file__).resolve().parents[2] / "recipes" / "configs"
-SHIPPED = [CONFIGS / f"ablation_{name}.yaml" for name in ("cpu", "h200_dense", "h200_moe", "qwen_dense", "qwen_moe")]
+SHIPPED = [
+    path for path in sorted(CONFIGS.glob("ablation_*.yaml")) if path.stem not in ("ablation_cells", "ablation_smollm2")
+]
 #: The rows of the paper's tables, and what is beyond them.
-CELLS = (
-    "bf16 mxfp4 mbs of mbs_of aqn aqn_mbs aqn_mbs_of mbs_of1 best best_aqn floor w4a16 w4a16_mbs aqn_low aqn_high"
-).split()
+CELLS = [
+    "bf16",
+    "mxfp4",
+    "mbs",
+    "of",
+    "mbs_of",
+    "aqn",
+    "aqn_mbs",
+    "aqn_mbs_of",
+    "mbs_of1",
+    "best",
+    "best_aqn",
+    "floor",
+    "w4a16",
+    "w4a16_mbs",
+    "aqn_low",
+    "aqn_high",
+]
 
 
 def write(path, **changes):

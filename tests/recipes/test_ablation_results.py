@@ -8,7 +8,11 @@ from pathlib import Path
 import pytest
 
 from recipes.ablations.grid import read_grid
-from recipes.ablations.results import draw_accuracy, markdown, models, statistics, table_rows
+from recipes.ablations.results import (
+    draw_accuracy,
+    markdown,
+    statistics,
+)
 
 
 def record(cell, seed, value, **changes):
@@ -56,16 +60,6 @@ def test_differences_are_taken_within_seeds():
     assert row(RECORDS, "bf16")["difference"] is None
 
 
-def test_only_seeds_that_both_have_are_compared():
-    records = [r for r in RECORDS if (r["cell"], r["seed"]) not in {("bf16", 1), ("mbs", 2)}]
-    found = row(records, "mbs")
-    assert found["difference"]["n"] == 1 and found["difference"]["interval"] is None
-    assert found["difference"]["mean"] == pytest.approx(-0.10)
-    assert found["recovered"] == pytest.approx(0.5)
-    alone = row([r for r in RECORDS if r["cell"] == "mbs"], "mbs")
-    assert alone["difference"] is None and alone["recovered"] is None
-
-
 def test_the_share_of_the_gap_that_is_recovered():
     # Of three times 20 points, 10, 8 and 12.
     assert row(RECORDS, "mbs")["recovered"] == pytest.approx(0.5)
@@ -73,16 +67,6 @@ def test_the_share_of_the_gap_that_is_recovered():
     # Nothing was lost: there is nothing to recover.
     no_gap = [record(r["cell"], r["seed"], 0.9 if r["cell"] == "mxfp4" else r["value"]) for r in RECORDS]
     assert row(no_gap, "mbs")["recovered"] is None
-
-
-def test_a_cell_may_have_a_naive_cell_of_its_own():
-    records = [
-        *RECORDS,
-        *(record("w4a16", seed, 0.70 + 0.04 * seed) for seed in range(3)),
-        *(record("w4a16_mbs", seed, 0.78 + 0.04 * seed, naive="w4a16") for seed in range(3)),
-    ]
-    assert row(records, "w4a16_mbs")["recovered"] == pytest.approx(0.8)
-    assert row(records, "w4a16")["recovered"] == pytest.approx(0.5)
 
 
 def test_one_seed_has_no_spread():
@@ -100,14 +84,6 @@ def test_the_table_to_the_letter():
         "| MXFP4 | 20.0 | 64.0 | 2.3 | 4.8 | -20.0 [-20.0, -20.0] |  | 60.1 | 88.8 |\n"
         "| MBS |  | 74.0 | 3.1 | 4.4 | -10.0 [-15.0, -5.0] | 50 % |  | 90.1 |\n"
     )
-
-
-def test_models_have_tables_of_their_own():
-    records = [*RECORDS, record("bf16", 0, 0.5, model="other"), record("mxfp4", 0, 0.4, model="other")]
-    assert models(records) == ["m", "other"]
-    _, rows = table_rows(records, "other")
-    assert [line[2] for line in rows] == ["50.0", "40.0"] and rows[1][5] == "-10.0 (one seed)"
-    assert len(rows[0]) == 7  # no column of the paper
 
 
 def test_accuracy_is_shown_beside_the_papers_distances():

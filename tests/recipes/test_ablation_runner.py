@@ -157,14 +157,6 @@ def test_other_settings_are_refused(ablation, grid, tmp_path, capsys):
     assert records_in(tmp_path / "out")[1]["value"] == 0.3125 and len(starts(tmp_path, "bf16", 0)) == 1
 
 
-def test_another_starting_point_makes_runs_stale(ablation, grid, tmp_path):
-    path = grid(bf16=0.75, mxfp4=0.375, seeds=[0])
-    ablation(["--config", path])
-    (tmp_path / "model" / "model.safetensors").write_bytes(b"other weights")
-    with pytest.raises(SystemExit, match="was run with other base;"):
-        ablation(["--config", path])
-
-
 @pytest.mark.parametrize("with_checkpoint", [False, True])
 def test_a_killed_run_goes_on_from_its_checkpoint_or_from_the_start(ablation, grid, tmp_path, with_checkpoint):
     path = grid(bf16=0.75, mxfp4=0.375, seeds=[0])

@@ -2,13 +2,9 @@
 """`evaluate.py` from the command line to the result."""
 
 import json
-import runpy
 import shutil
-import sys
-from importlib.machinery import PathFinder
 from pathlib import Path
 
-import evaluate
 import processes
 import pytest
 import torch
@@ -18,11 +14,21 @@ from transformers import AutoModelForCausalLM
 
 from hf_mxfp4 import MXFP4RLConfig
 from recipes.evaluation import generate as evaluation
-from recipes.evaluation.generate import Batch, CompletionFile, complete_batches, tokenize
+from recipes.evaluation.generate import (
+    Batch,
+    CompletionFile,
+    complete_batches,
+    tokenize,
+)
 from recipes.evaluation.policy import load_policy
 from recipes.evaluation.run import main
 from recipes.tasks import ALPHABET, load_task
-from recipes.tasks.tiny_model import build_byte_tokenizer, build_char_tokenizer, build_qwen2, supervised_warmup
+from recipes.tasks.tiny_model import (
+    build_byte_tokenizer,
+    build_char_tokenizer,
+    build_qwen2,
+    supervised_warmup,
+)
 
 
 HERE = Path(__file__).resolve().parent
@@ -147,14 +153,6 @@ def test_an_evaluation_that_was_killed_goes_on_to_the_same_completions(whole, po
     assert main(command)["generated"] == 0
 
 
-def test_more_samples_are_added_to_those_that_are_there(whole, policy, tmp_path):
-    command = [policy, *TASK, f"--output_dir={tmp_path}"]
-    assert main([*command, "--samples=2"])["generated"] == 90
-    assert main([*command, *SAMPLED])["generated"] == 60
-    assert completions(tmp_path, "samples.jsonl") == completions(whole[0], "samples.jsonl")
-    assert main([*command, "--samples=1", "--no_greedy"])["scores"]["exact_match"].keys() == {"pass@1"}
-
-
 @pytest.mark.parametrize(
     ("change", "named"),
     [
@@ -217,18 +215,6 @@ def test_results_of_other_problems_are_not_compared(whole, policy, tmp_path):
         main([str(whole[0] / "result.json")])
 
 
-def test_sampled_results_are_compared_by_the_pass_at_k_of_each_problem(whole, policy, tmp_path):
-    other = main(
-        [policy, *TASK, *SAMPLED, "--seed=3", f"--output_dir={tmp_path}", f"--compare={whole[0] / 'result.json'}"]
-    )
-    rows = {row["measure"]: row for row in other["differences"]}
-    assert rows["greedy"]["difference"]["value"] == 0 and rows["greedy"]["p_value"] == 1
-    for measure in ("pass@1", "pass@4"):
-        of = rows[measure]["difference"]
-        values = [result["scores"]["exact_match"][measure]["value"] for result in (other, whole[1])]
-        assert of["value"] == pytest.approx(values[0] - values[1]) and of["low"] <= 0 <= of["high"]
-
-
 # ---- tasks ----------------------------------------------------------------------------------------------------------
 
 
@@ -286,39 +272,6 @@ def test_your_own_file_with_a_score_of_your_choice(writer, tmp_path, monkeypatch
     assert {measures["greedy"]["value"] for measures in result["scores"].values()} == {0.5}
 
 
-def test_your_own_file_can_be_trained_on_too(tmp_path):
-    file = write(tmp_path / "mine.jsonl", [{"prompt": f"{i}?", "answer": str(i)} for i in range(5)])
-    options = {"score": "number", "prompt_template": "Q: {question}"}
-    task = load_task("file", train_file=file, test_file=file, n_train=3, **options)
-    assert (len(task.train), len(task.test), list(task.scores)) == (3, 5, ["strict", "flexible"])
-    assert task.test[1] == {"prompt": "Q: 1?", "completion": "1", "answer": "1"}
-    [reward] = task.reward_funcs
-    assert reward(completions=["it is 3", "4"], answer=["3", "5"]) == [1.0, 0.0]
-    with pytest.raises(ValueError, match="the task 'file' needs train_file"):
-        load_task("file", test_file=file)
-    write(tmp_path / "mine.jsonl", [{"prompt": "?", "answer": "three"}])
-    with pytest.raises(ValueError, match="mine.jsonl:1: not a decimal number"):
-        load_task("file", test_file=file, test_only=True, score="number")
-
-
-def test_math500_from_a_file(writer, tmp_path, monkeypatch):
-    pytest.importorskip("math_verify")
-    rows = [
-        {"problem": "What is $1/2$?", "solution": r"It is $\boxed{\frac{1}{2}}$.", "answer": r"\frac{1}{2}"},
-        {"problem": "Roots of $x^2=1$?", "solution": r"$\boxed{\pm 1}$", "answer": r"\{1,-1\}"},
-    ]
-    file = write(tmp_path / "math.jsonl", rows)
-    golden_completions(monkeypatch, [r"\boxed{\{-1, 1\}}", r"half, so \boxed{0.5}"])  # the longest prompt first
-    options = ["--task=math500", f"--test_file={file}", "--max_new_tokens=2", f"--output_dir={tmp_path}/out"]
-    result = main([writer, *options])
-    assert {name: of["greedy"]["value"] for name, of in result["scores"].items()} == {"boxed": 1.0, "flexible": 1.0}
-    task = load_task("math500", test_file=file, test_only=True)
-    assert task.train is None and "\\boxed{}" in task.test[0]["prompt"]
-    write(tmp_path / "math.jsonl", [*rows, {"problem": "?", "solution": "", "answer": " "}])
-    with pytest.raises(SystemExit, match=r"math.jsonl:3: math-verify finds no answer in ' '"):
-        main([writer, *options])
-
-
 def test_conversations_go_through_the_chat_template(writer, tmp_path):
     file = write(tmp_path / "mine.jsonl", [{"prompt": "hello", "answer": "x"}] * 3)
     options = ["--task=file", f"--test_file={file}", "--max_new_tokens=2"]
@@ -342,12 +295,6 @@ def test_plain_prompts_get_the_begin_of_sequence_that_training_gave_them_and_cha
     assert tokenize(tokenizer, ["a"])["input_ids"] == tokenizer(["a"])["input_ids"] == [[begin, ord("a") + 2]]
     chat = tokenize(tokenizer, [[{"role": "user", "content": "a"}]])["input_ids"]
     assert begin not in chat[0]
-
-
-def test_lengths_end_at_the_first_end_of_sequence():
-    assert evaluation._completion("ab", [5, 6, 1, 0, 0], {1}) == evaluation.Completion("ab", 3, False)
-    assert evaluation._completion("ab", [5, 6, 7], {1, 2}) == evaluation.Completion("ab", 3, True)
-    assert evaluation._completion("", [2, 1, 1], {1, 2}) == evaluation.Completion("", 1, False)  # padded with the end
 
 
 def drawn(model, tokenizer, batches):
@@ -375,14 +322,6 @@ def test_draws_depend_on_the_seed_and_leave_the_random_state_alone():
     assert [nucleus[0, i] for i in range(3)] == [cold[None, i] for i in range(3)]
 
 
-def test_defaults_of_the_checkpoint_do_not_change_what_is_generated():
-    model, tokenizer = make_model(layers=1, hidden=32, intermediate=32, vocab_size=14), build_char_tokenizer(ALPHABET)
-    batches = [Batch((0, 1, 2)), Batch((0, 1, 2), 0, 1)]
-    plain = drawn(model, tokenizer, batches)
-    model.generation_config.update(repetition_penalty=5.0, top_k=1, temperature=0.1, do_sample=True)
-    assert drawn(model, tokenizer, batches) == plain
-
-
 # ---- options --------------------------------------------------------------------------------------------------------
 
 
@@ -392,25 +331,17 @@ def test_defaults_of_the_checkpoint_do_not_change_what_is_generated():
         (["--task=gsm9k"], "unknown task 'gsm9k': the tasks are"),
         (["--sampels=3"], "no option 'sampels'; did you mean 'samples'"),
         (["extra"], "'extra' is one word more"),
-        (["--task=gsm8k", "--test_file=missing.jsonl"], "missing.jsonl"),
         (["--task=gsm8k", "--test_file=empty.jsonl"], "empty.jsonl is empty: no JSON lines in it"),
-        (["--task=file"], "the task 'file' needs test_file"),
         (["--task=file", "--test_file=x", "--score=maths"], "unknown score 'maths': the scores are"),
-        (["--task=arithmetic", "--score=math"], "does not take score"),
         (["--task=word_problems", "--problem_steps=3"], "problem_steps=[3] must be the fewest"),
         (["--task=word_problems", "--task_options={a: 1}"], "task_options is gone: give the options of the task by"),
-        (["--task=arithmetic", "--test_file=x"], "does not take test_file"),
-        (["--task=arithmetic", "--n_test=501"], "has 500 rows, 501 were asked for"),
         (["--task=arithmetic", "--n_test=0"], "--n_test 0 must be at least 1"),
         (["--samples=4", "--k=1,8"], "--k 1,8 must be whole numbers such as 1,4,16, from 1 to --samples 4"),
         (["--k=1"], "from 1 to --samples 0"),
-        (["--samples=4", "--k=a"], "must be whole numbers"),
         (["--no_greedy"], "leaves nothing to do"),
         (["--samples=1", "--temperature=0"], "--temperature 0.0 must be above 0"),
-        (["--samples=1", "--top_p=1.5"], "--top_p 1.5 must be above 0 and at most 1"),
         (["--dequantize=all"], "invalid choice: 'all'"),
         (["--task=arithmetic", "--max_new_tokens=64"], "more than the 64 positions of the model"),
-        (["--task=arithmetic", "--compare=no.json"], "no.json"),
     ],
     ids=lambda value: value[-1] if isinstance(value, list) else "",
 )
@@ -423,25 +354,7 @@ def test_wrong_options_end_with_a_message(policy, tmp_path, monkeypatch, options
     assert not (tmp_path / "out").exists()
 
 
-def test_the_default_folder_tells_models_and_controls_apart(policy, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    main([policy, *TASK, "--n_test=2"])
-    main([policy, *TASK, "--n_test=2", "--dequantize"])
-    folder = tmp_path / "outputs" / "evaluation" / "-".join(Path(policy).parts[-2:])
-    assert {path.parent.name for path in folder.rglob("result.json")} == {"arithmetic", "arithmetic-masters"}
-
-
 # ---- the script -----------------------------------------------------------------------------------------------------
-
-
-def test_beside_the_scripts_the_library_and_the_parts_are_found_and_not_the_script(monkeypatch):
-    folder = str(ROOT / "recipes")
-    monkeypatch.setattr(sys, "path", [folder, *sys.path])
-    assert PathFinder.find_spec("evaluate", sys.path).origin == str(ROOT / "recipes" / "evaluate.py")
-    runpy.run_path(str(ROOT / "recipes" / "from_root.py"))
-    assert sys.path[0] == str(ROOT) and folder not in sys.path
-    assert PathFinder.find_spec("evaluate", sys.path).origin == evaluate.__file__
-    assert Path(evaluate.__file__).name == "__init__.py" and callable(evaluate.load)
 
 
 def test_two_processes_find_what_one_finds(whole, policy, tmp_path):

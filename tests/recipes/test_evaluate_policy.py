@@ -8,13 +8,11 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from tiny_models import make_model
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 
 import hf_mxfp4
 from hf_mxfp4 import MXFP4RLConfig
-from hf_mxfp4.checkpoint import remove_scheme
 from hf_mxfp4.layers import QUANTIZED
-from recipes.evaluation import policy as policy_module
 from recipes.evaluation.policy import folder_digest, load_policy
 from recipes.tasks import ALPHABET
 from recipes.tasks.tiny_model import build_char_tokenizer
@@ -87,16 +85,6 @@ def test_the_control_on_masters_is_full_precision_and_says_so(folders):
     assert "(bfloat16)" in in_16_bits.description["computed_in"]
 
 
-def test_the_control_on_quantized_weights_leaves_activations_alone(folders):
-    control = load_policy(folders["policy"], control="quantized")
-    dequantized = AutoModelForCausalLM.from_pretrained(folders["policy"]).dequantize()
-    assert n_layers(control) == 0 and torch.equal(logits(control.model), logits(dequantized))
-    own, masters = load_policy(folders["policy"]), load_policy(folders["policy"], control="masters")
-    assert not torch.equal(logits(control.model), logits(own.model))
-    assert not torch.equal(logits(control.model), logits(masters.model))
-    assert "dequantized weights" in control.description["computed_in"]
-
-
 def test_packed_weights(folders, dense_products):
     packed = load_policy(folders["packed"])
     assert (*about(packed, "n_quantized", "scheme"), n_layers(packed)) == (14, SCHEME.describe(), 14)
@@ -114,23 +102,6 @@ def test_an_adapter_is_evaluated_on_its_base_in_the_scheme_it_was_trained_on(fol
     assert found.description["scheme"] == MXFP4RLConfig.from_dict(recorded).describe()
     assert (*about(found, "n_quantized", "adapter_on"), n_layers(found)) == (14, folders[base], 14)
     assert not torch.equal(logits(found.model), logits(load_policy(folders[base]).model))  # the adapter does something
-
-
-def test_the_control_of_an_adapter_keeps_the_adapter(folders):
-    control = load_policy(folders["on_base"], control="masters")
-    plain = load_policy(folders["base"])
-    assert n_layers(control) == 0 and not torch.equal(logits(control.model), logits(plain.model))
-    with control.model.disable_adapter():
-        assert torch.equal(logits(control.model), logits(plain.model))
-    assert control.description["computed_in"].startswith("CONTROL")
-    for name, base in (("on_policy", "policy"), ("on_packed", "packed")):
-        control, plain = (
-            load_policy(folders[name], control="quantized"),
-            load_policy(folders[base], control="quantized"),
-        )
-        assert n_layers(control) == 0 and not torch.equal(logits(control.model), logits(plain.model))
-        with control.model.disable_adapter():
-            assert torch.equal(logits(control.model), logits(plain.model))
 
 
 def test_a_base_that_moved_is_named(folders, tmp_path):
@@ -151,19 +122,6 @@ def test_a_model_without_a_scheme_is_called_that_and_has_no_control(folders):
     for control in ("masters", "quantized"):
         with pytest.raises(ValueError, match="carries no MXFP4 scheme, so there is nothing to dequantize"):
             load_policy(folders["base"], control=control)
-
-
-def test_a_scheme_that_quantized_nothing_is_refused(folders, monkeypatch):
-    load = AutoModelForCausalLM.from_pretrained
-
-    def load_plain(name, **options):
-        config = AutoConfig.from_pretrained(name)
-        remove_scheme(config)
-        return load(name, **{**options, "config": config})
-
-    monkeypatch.setattr(policy_module.AutoModelForCausalLM, "from_pretrained", load_plain)
-    with pytest.raises(ValueError, match="carries the scheme w4a4 .* not one layer of Qwen2ForCausalLM was quantized"):
-        load_policy(folders["policy"])
 
 
 def test_missing_models_are_named(tmp_path):

@@ -3,7 +3,6 @@ import contextlib
 import io
 import json
 import os
-import sys
 from pathlib import Path
 
 import processes
@@ -97,17 +96,6 @@ def test_the_whole_recipe_and_a_reload_in_a_new_process(whole):
     assert "n_quantized=14 n_skipped=1 (lm_head)" in process.stderr and MXFP4RLConfig().describe() in process.stderr
 
 
-def test_the_documented_command_runs_under_the_launcher(tmp_path):
-    """`accelerate launch recipes/grpo.py` with no configuration at all is the CPU default. The parts are those beside
-    the script, wherever it is called from. The launcher is a fork; what it launches is a new process."""
-    options = [*TINY, "--max_steps=1", "--n_test=4", "--reload_check=0", f"--output_dir={tmp_path / 'out'}"]
-    job = processes.module("accelerate.commands.launch", "--num_processes=1", ROOT / "recipes" / "grpo.py", *options)
-    environment = {**os.environ, "PYTHONPATH": str(ROOT / "kernels")}
-    process = processes.run(job, environment=environment, cwd=tmp_path)
-    assert process.returncode == 0, process.stderr[-2000:]
-    assert json.loads((tmp_path / "out" / "summary.json").read_text())["n_quantized"] == 14
-
-
 def test_all_evaluations_of_a_run_in_mixed_precision_are_in_it(tmp_path, monkeypatch):
     found, original = [], evaluation.complete_batches
 
@@ -165,39 +153,6 @@ def test_shipped_configurations_parse(path):
         if name not in ("use_cpu", "bf16", "report_to"):
             value = tuple(value) if isinstance(value, list) else value  # as the config keeps it
             assert getattr(owners[0], name) in (value, str(value)), name
-
-
-@pytest.mark.parametrize("name", ["vllm", "vllm_server"])
-def test_configurations_with_vllm_are_the_one_without_but_for_where_it_samples(name):
-    plain, other = (yaml.safe_load((CONFIGS / f"qwen2.5_3b_gsm8k{end}.yaml").read_text()) for end in ("", f"_{name}"))
-    different = {key for key in plain | other if plain.get(key) != other.get(key)}
-    assert {key for key in different if not key.startswith(("use_vllm", "vllm_"))} <= {
-        "output_dir",
-        "gradient_accumulation_steps",
-    }
-    # One of the two GPUs is the server's.
-    processes = 1 if name == "vllm_server" else 2
-    batch = other["per_device_train_batch_size"] * other["gradient_accumulation_steps"] * processes
-    assert batch == 2 * plain["per_device_train_batch_size"] * plain["gradient_accumulation_steps"]
-    assert other["use_vllm"] is True and other["vllm_mode"] == {"vllm": "colocate", "vllm_server": "server"}[name]
-
-
-def test_the_command_line_wins_over_yaml(tmp_path):
-    path = tmp_path / "run.yaml"
-    path.write_text("preset: w4a16\nmacro_block: 64\noutlier_fallback: null\nuse_cpu: true\nbf16: false\n")
-    _, quantization, training, _ = parse(
-        ["--config", str(path), f"--output_dir={tmp_path}", "--macro_block=row", "--aqn_num_stages", "7"]
-    )
-    assert quantization == MXFP4RLConfig(preset="w4a16", macro_block="row", outlier_fallback=None)
-    assert training.aqn_num_stages == 7
-
-
-def test_none_on_the_command_line_switches_off(tmp_path):
-    _, quantization, _, model = parse(
-        [f"--output_dir={tmp_path}", "--macro_block=none", "--outlier_fallback", "none", "--model_name_or_path=none"]
-    )
-    assert quantization.macro_block is None and quantization.outlier_fallback is None
-    assert model.model_name_or_path is None
 
 
 def test_options_of_the_products_in_yaml_and_on_the_command_line(tmp_path):
@@ -279,15 +234,6 @@ def test_wrong_yaml_ends_with_a_message(text, message, tmp_path):
     assert message.format(path=path) in str(caught.value)
 
 
-def test_math500_without_math_verify_says_what_to_install(tmp_path, monkeypatch):
-    row = json.dumps({"problem": "1+1?", "solution": "two", "answer": "2"})
-    (tmp_path / "rows.jsonl").write_text(row + "\n")
-    files = [f"--{split}_file={tmp_path / 'rows.jsonl'}" for split in ("train", "test")]
-    monkeypatch.setitem(sys.modules, "math_verify", None)
-    with pytest.raises(SystemExit, match=r"error: .*math-verify"):
-        short_run(tmp_path / "out", "--task=math500", "--n_train=1", *files)
-
-
 @pytest.mark.parametrize("name", ["grpo", "pretrain", "ablation", "evaluate"])
 def test_help_of_the_scripts(name):
     done = processes.run(processes.script(ROOT / "recipes" / f"{name}.py", "--help"))
@@ -345,15 +291,6 @@ def test_checkpoints_of_a_run_that_is_written_over_are_removed_when_nothing_is_r
     # Whoever resumes needs them, whatever is written over beside.
     short_run(out, *short, "--resume_from_checkpoint=true")
     assert (out / "checkpoint-2").is_dir()
-
-
-@pytest.mark.parametrize("choice", ["false", '"false"', "null", "none"])
-def test_not_to_resume_guards_a_used_folder_in_yaml_too(tmp_path, choice):
-    (tmp_path / "precious.txt").write_text("results")
-    config = tmp_path / "run.yaml"
-    config.write_text(f"resume_from_checkpoint: {choice}\nuse_cpu: true\nbf16: false\n")
-    with pytest.raises(SystemExit, match="is not empty; choose another"):
-        main(["--config", str(config), f"--output_dir={tmp_path}"])
 
 
 def test_a_saved_policy_is_not_trained_under_another_scheme(whole, tmp_path):

@@ -7,12 +7,10 @@ import json
 import shutil
 from pathlib import Path
 
-import processes
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from test_grpo import TINY
-from test_grpo_two_processes import launch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from undrawn import leave_figures_undrawn
 
@@ -75,15 +73,6 @@ tokenizer = AutoTokenizer.from_pretrained(folder + "/policy", padding_side="left
 result = evaluate_greedy(model, tokenizer, task.test, task.scores, max_new_tokens=4, batch_size=8)
 print(json.dumps(result.completions))
 """
-
-
-def test_the_adapter_in_a_new_process(whole):
-    folder = whole[0]
-    done = processes.run(processes.code(RELOAD, folder))
-    assert done.returncode == 0, done.stderr[-2000:]
-    lines = (folder / "completions_after.jsonl").read_text().splitlines()
-    assert json.loads(done.stdout.splitlines()[-1]) == [json.loads(line)["completion"] for line in lines]
-    assert "made for a base quantized" not in done.stderr
 
 
 def test_a_packed_checkpoint_as_the_start(whole, tmp_path):
@@ -154,19 +143,6 @@ def test_what_cannot_train_on_packed_weights_ends_before_anything_is_made(option
     with pytest.raises(SystemExit, match=message):
         short_run(tmp_path / "out", option)
     assert not (tmp_path / "out").exists()
-
-
-def test_the_same_recipe_in_full_precision(tmp_path):
-    summary = short_run(tmp_path / "out", "--full_precision=true", "--aqn=false", "--max_steps=1")
-    assert summary["scheme"] == "full precision" and summary["n_quantized"] == 0 and summary["adapter"]
-    assert summary["reloaded"] == {"compared": 16, "identical": 16}
-
-
-@pytest.mark.large
-def test_two_processes(tmp_path):
-    summary = launch(tmp_path / "out", 2, "--config", str(CONFIGS / "tiny_cpu_lora.yaml"), "--lora_r=2")
-    assert summary["n_quantized"] == 14 and summary["steps"] == 3
-    assert summary["reloaded"] == {"compared": 13, "identical": 13}
 
 
 @pytest.mark.parametrize("name", ["tiny_cpu_lora", "qwen2.5_7b_lora"])

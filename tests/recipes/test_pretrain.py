@@ -53,15 +53,6 @@ def test_a_study_end_to_end_continued_and_extended(tmp_path, monkeypatch, capsys
     assert trained == ["all_oscireset"] and set(more["arms"]) == {"baseline", "all_sr", "all_oscireset"}
 
 
-def test_the_same_study_twice_gives_the_same_curves(tmp_path, no_figures):
-    curves = []
-    for name in ("a", "b"):
-        short_study(tmp_path / name, "--arms", "baseline", "all_random16", "--seeds", "3")
-        runs = json.loads((tmp_path / name / "study.json").read_text())["runs"]
-        curves.append([run["curve"] for run in runs])
-    assert curves[0] == curves[1]
-
-
 def test_a_run_that_was_killed_goes_on_from_its_checkpoint(tmp_path, monkeypatch, no_figures):
     words = ("--arms", "baseline", "all_sr", "--save_strategy", "steps", "--save_steps", "2", "--save_only_model=false")
     short_study(tmp_path, *words)

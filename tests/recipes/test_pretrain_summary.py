@@ -3,8 +3,8 @@
 
 import pytest
 
-from recipes.pretraining.plots import draw_overheads, mean_curve
-from recipes.pretraining.summary import loss_at, summarize, t_interval, tokens_to_target
+from recipes.pretraining.plots import draw_overheads
+from recipes.pretraining.summary import loss_at, summarize, tokens_to_target
 
 
 FALLING = [(0, 4.0), (100, 3.0), (200, 2.5), (300, 2.0)]
@@ -39,29 +39,6 @@ def test_loss_beyond_the_curve():
         loss_at(FALLING, 301)
     assert loss_at([(0, 4.0), (100, None)], 300) is None
     assert loss_at([(0, 4.0), (100, None)], 50) is None
-
-
-@pytest.mark.parametrize(
-    "values, mean, sd, half",
-    [
-        # Half widths: t.ppf(.975, n - 1) * sd / sqrt(n) of scipy 1.15.
-        ([1.0, 3.0], 2.0, 1.4142136, 12.7062),
-        ([1.0, 2.0, 3.0], 2.0, 1.0, 2.48414),
-        ([2.0, 2.0, 2.0, 2.0], 2.0, 0.0, 0.0),
-    ],
-)
-def test_intervals(values, mean, sd, half):
-    result = t_interval(values)
-    assert result["n"] == len(values) and result["mean"] == pytest.approx(mean) and result["sd"] == pytest.approx(sd)
-    low, high = result["interval"]
-    assert (high - low) / 2 == pytest.approx(half, rel=1e-4) and (high + low) / 2 == pytest.approx(mean)
-
-
-def test_intervals_of_many_and_of_one():
-    assert t_interval([5.0])["interval"] is None and t_interval([5.0])["sd"] is None
-    values = [0.0, 2.0] * 20  # 39 degrees of freedom, t = 2.0227
-    low, high = t_interval(values)["interval"]
-    assert (high - low) / 2 == pytest.approx(2.0227 * t_interval(values)["sd"] / 40**0.5, rel=1e-4)
 
 
 def run(arm, seed, curve):
@@ -110,7 +87,3 @@ def test_arms_are_compared_with_the_reference_by_seed():
     assert arms["other"]["versus"]["arm"] == "all"
     assert arms["other"]["versus"]["overhead"]["mean"] == pytest.approx(1.0)
     assert arms["other"]["versus"]["gap"]["interval"] == pytest.approx([0.75, 0.75])
-
-
-def test_the_mean_curve_ends_where_a_run_does():
-    assert mean_curve([FALLING, [(0, 2.0), (100, 1.0), (200, None)]]) == ([0, 100], [3.0, 2.0])

@@ -12,8 +12,7 @@ from recipes.ablation import parse as parse_ablation
 from recipes.ablations.grid import read_grid
 from recipes.common.schemes import preset_of
 from recipes.evaluation.arguments import parse as parse_evaluation
-from recipes.post_training.arguments import load_task_or_exit, parse
-from recipes.pretraining.arguments import parse as parse_study
+from recipes.post_training.arguments import parse
 
 
 CONFIGS = Path(__file__).resolve().parents[2] / "recipes" / "configs"
@@ -36,23 +35,9 @@ def test_a_preset_on_the_command_line_is_exactly_that_preset(preset, words, caps
     assert f"--preset {preset} resets what" in told and "scale_rule=even, macro_block=128" in told
 
 
-def test_paper_a_has_the_options_of_the_paper():
-    weights = parse(["--preset", "paper_a"])[1].weight_scheme
-    assert str(weights).replace("mxfp4+", "") == "rceil+mbs128-static+of0.5"
-
-
 @pytest.mark.parametrize("words", [[], of_file("qwen2.5_3b_gsm8k")], ids=["demo", "qwen"])
 def test_another_mode_on_the_command_line_resets_the_scheme_too(words):
     assert parse([*words, "--mode=packed", "--use_peft"])[1] == MXFP4RLConfig(mode="packed")
-
-
-def test_options_beside_the_preset_on_the_command_line_count_and_others_stay(tmp_path, capsys):
-    path = tmp_path / "run.yaml"
-    path.write_text("scale_rule: floor\nmodules_to_not_convert: [layers.0]\nstochastic_seed: 3\nbackend: eager\n")
-    scheme = parse(["--config", str(path), *CPU, "--preset=paper_b", "--scale_rule=even"])[1]
-    kept = {"modules_to_not_convert": ["layers.0"], "stochastic_seed": 3, "backend": "eager"}
-    assert scheme == MXFP4RLConfig(preset="paper_b", scale_rule="even", **kept)
-    assert "resets" not in capsys.readouterr().out  # the command line names the one that would be
 
 
 def test_a_preset_in_the_file_keeps_the_options_beside_it(tmp_path):
@@ -133,11 +118,6 @@ def test_options_for_all_cells_that_cannot_be(options, message, tmp_path):
         read_grid(grid_of(tmp_path / "grid.yaml"), options=options)
 
 
-def test_a_rehearsal_says_what_to_do_instead():
-    with pytest.raises(ValueError, match="rehearse is gone: .* --max_steps 2"):
-        parse_ablation(["--config", "grid.yaml", "--rehearse"])
-
-
 # ---- without a configuration ----------------------------------------------------------------------------------------
 
 
@@ -160,14 +140,6 @@ def test_options_of_the_demo_are_not_those_of_another_model_or_task(words, capsy
     assert "is not the demo's: options that are not named have their defaults" in capsys.readouterr().out
 
 
-def test_completions_are_as_long_as_the_task_needs_where_nobody_says(tmp_path):
-    recipe, _, training, _ = parse([*CPU, "--task=word_problems", "--problem_count=100"])
-    load_task_or_exit(recipe, training)
-    assert training.max_completion_length == 13 * 4 + 16
-    _, _, training, _ = parse([*CPU, "--task=word_problems", "--max-completion-length=9"])
-    assert training.max_completion_length == 9
-
-
 # ---- spellings ------------------------------------------------------------------------------------------------------
 
 
@@ -175,11 +147,6 @@ def test_completions_are_as_long_as_the_task_needs_where_nobody_says(tmp_path):
 def test_a_flag_may_have_a_value_or_none(words):
     assert parse(words)[0].overwrite is True
     assert parse_evaluation(["model", *words]).overwrite is True
-
-
-def test_a_flag_may_be_false():
-    assert parse(["--overwrite", "false"])[0].overwrite is False
-    assert parse_evaluation(["model", "--overwrite", "false", "--use-cpu=false"]).overwrite is False
 
 
 def test_modules_to_leave_out_have_one_name_and_earlier_ones_warn(tmp_path, capsys):
@@ -209,9 +176,3 @@ def test_evaluation_and_training_call_an_option_the_same_and_earlier_names_are_r
     found = parse_evaluation(["model", "--limit=9", "--data-seed", "3"])
     assert (found.n_test, found.data_seed_split) == (9, 3)
     assert "--limit is called --n_test here" in capsys.readouterr().out
-
-
-def test_hyphens_in_the_study():
-    assert parse_study(["--max-steps=40", "--extra_tokens=0"]).total_steps == 40
-    with pytest.raises(ValueError, match="the command line has no option 'skip'"):
-        parse_study(["--skip", "layers.0"])

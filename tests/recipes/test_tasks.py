@@ -11,8 +11,6 @@ import numpy as np
 import pytest
 import torch
 from datasets import Dataset
-from hypothesis import given
-from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
 from recipes.post_training.arguments import load_task_or_exit, parse
@@ -123,14 +121,6 @@ def test_gsm8k_prompts(files):
             load_task("gsm8k", prompt_template=template, **files)
 
 
-def test_gsm8k_subsets_follow_the_seed(files):
-    chosen = {seed: tuple(load_task("gsm8k", n_train=2, seed=seed, **files).train["answer"]) for seed in range(8)}
-    assert len(set(chosen.values())) > 1 and all(len(rows) == 2 for rows in chosen.values())
-    assert chosen[3] == tuple(load_task("gsm8k", n_train=2, seed=3, **files).train["answer"])
-    with pytest.raises(ValueError, match="gsm8k: the test split has 2 rows, 3 were asked for"):
-        load_task("gsm8k", n_test=3, **files)
-
-
 @pytest.mark.parametrize(
     ("line", "message"),
     [
@@ -151,16 +141,6 @@ def test_gsm8k_bad_lines_are_named(tmp_path, files, line, message):
     for key in ("train_file", "test_file"):
         with pytest.raises(ValueError, match="bad.jsonl" + message):
             load_task("gsm8k", **{**files, key: bad})
-
-
-def test_gsm8k_encodings(tmp_path, files):
-    path = tmp_path / "bytes.jsonl"
-    row = json.dumps(ROWS[2], ensure_ascii=False).encode()
-    path.write_bytes(b"\xef\xbb\xbf" + row + b"\r\n" + row)  # a byte order mark, CRLF, no last newline
-    assert len(load_task("gsm8k", **{**files, "train_file": path}).train) == 2
-    path.write_bytes(row + b"\n" + row.replace(b"Cold", b"\xff"))
-    with pytest.raises(ValueError, match=r"bytes.jsonl:2: not a line of JSON"):
-        load_task("gsm8k", **{**files, "train_file": path})
 
 
 @pytest.mark.parametrize("content", ["", "\n \n"])
@@ -211,11 +191,6 @@ def test_gsm8k_from_the_hub(monkeypatch):
         load_task("gsm8k")
 
 
-def test_annotations():
-    assert sources.strip_annotations("48/2 = <<48/2=24>>24, 2*3=<<2*3=6>>6") == "48/2 = 24, 2*3=6"
-    assert sources.strip_annotations("a << b\nc >> d, 1 < 2") == "a << b\nc >> d, 1 < 2"
-
-
 @pytest.mark.skipif("GSM8K_DIR" not in os.environ, reason="set GSM8K_DIR to a folder with train.jsonl and test.jsonl")
 def test_the_real_gsm8k():
     folder = Path(os.environ["GSM8K_DIR"])
@@ -232,22 +207,6 @@ def test_the_real_gsm8k():
 CHARS = "0123456789+= <>padeos\n\u00e9\U0001f44d"
 
 
-@given(st.text(alphabet=CHARS))
-def test_char_tokenizer_round_trip(text):
-    tokenizer = CHAR_TOKENIZER
-    ids = tokenizer(text)["input_ids"]
-    assert len(ids) == len(text)
-    assert tokenizer.decode(ids) == tokenizer.decode(ids, skip_special_tokens=True) == text
-    assert not {tokenizer.pad_token_id, tokenizer.eos_token_id} & set(ids)
-
-
-@given(st.text())
-def test_byte_tokenizer_round_trip(text):
-    ids = BYTE_TOKENIZER(text)["input_ids"]
-    assert ids == [byte + 2 for byte in text.encode()]
-    assert BYTE_TOKENIZER.decode(ids) == BYTE_TOKENIZER.decode(ids, skip_special_tokens=True) == text
-
-
 CHAR_TOKENIZER = tiny_model.build_char_tokenizer(CHARS)
 BYTE_TOKENIZER = tiny_model.build_byte_tokenizer()
 
@@ -258,7 +217,7 @@ def test_tokenizers_pad_left_save_and_load(tokenizer, tmp_path):
     tokenizer.save_pretrained(tmp_path)
     loaded = AutoTokenizer.from_pretrained(tmp_path)
     assert loaded.get_vocab() == tokenizer.get_vocab()
-    texts = ["1+2=", "<pad>", "<pad>\n p", ""]
+    texts = ["1+2=", "<pad>", "<pad>\n p", "", "\u00e9\U0001f44d"]
     for one in (tokenizer, loaded):
         batch = one(texts, padding=True)
         assert one.batch_decode(batch["input_ids"], skip_special_tokens=True) == texts
@@ -315,14 +274,6 @@ def test_labels_cover_the_completion_and_eos():
     ids, labels = tiny_model.encode_example(BYTE_TOKENIZER, [{"role": "user", "content": "h\u00e9"}], "ok")
     assert BYTE_TOKENIZER.decode(ids) == "user: h\u00e9\nassistant: ok<|endoftext|>"
     assert [label for label in labels if label != -100] == ids[-3:] and len(labels) == len(ids)
-
-
-def test_padding_does_not_change_the_loss():
-    model = small_model(CHAR_TOKENIZER)
-    examples = [tiny_model.encode_example(CHAR_TOKENIZER, p, c) for p, c in (("1+2=", "3"), ("10+20=", "30"))]
-    together = model(**tiny_model._collate(examples, 0, model.device)).loss
-    alone = [model(**tiny_model._collate([example], 0, model.device)).loss for example in examples]
-    torch.testing.assert_close(together, (2 * alone[0] + 3 * alone[1]) / 5)
 
 
 @pytest.mark.parametrize("conversational", [False, True])
@@ -418,22 +369,6 @@ def test_every_solution_is_the_arithmetic_of_its_problem():
         assert row["answer"] == str(value) and row["completion"].endswith(f" #### {value}")
         assert all(score(row["completion"], row["answer"]) for score in task.scores.values())
     assert kinds == {*words, "doubles", "triples"}
-
-
-def test_splits_are_disjoint_and_follow_the_seed():
-    first, again, other = (load_task("word_problems", problem_count=200, seed=seed) for seed in (0, 0, 1))
-    assert first.train["prompt"] == again.train["prompt"] != other.train["prompt"]
-    assert not set(first.train["prompt"]) & set(first.test["prompt"])
-    few = load_task("word_problems", problem_count=200, problem_steps=[2, 4], n_test=5)
-    assert set(few.test["prompt"]) < set(first.test["prompt"]) and len(few.test) == 5
-    assert load_task("word_problems", problem_count=20, conversational=True).train[0]["prompt"][0]["role"] == "user"
-
-
-def test_lengths_are_within_the_hint_for_completions():
-    tokenizer = build_tokenizer("word_problems")
-    task = load_task("word_problems", problem_count=2000, problem_steps=(4, 4))
-    longest = max(len(tokenizer(text)["input_ids"]) for text in task.train["completion"])
-    assert longest + 1 <= task.max_completion_length
 
 
 def test_the_tokenizer_knows_every_word_of_every_problem():
@@ -563,12 +498,6 @@ def test_a_reward_of_ones_own_takes_the_place_of_the_tasks(own, name, conversati
     assert [reward.__name__ for reward in task.reward_funcs] == [name] and list(task.scores) == ["exact_match"]
 
 
-def test_a_reward_for_another_task(tmp_path):
-    (tmp_path / "f.py").write_text(FUNCTIONS)
-    task = load_task("arithmetic", reward=f"{tmp_path}/f.py:length")
-    assert task.reward_funcs[0].__name__ == "length" and list(task.scores) == ["exact_match"]
-
-
 @pytest.mark.parametrize(
     ("option", "message"),
     [
@@ -593,12 +522,6 @@ def test_functions_that_cannot_be_are_named_when_the_task_is_loaded(own, option,
         own(**option)
 
 
-def test_a_file_that_cannot_be_run(tmp_path):
-    (tmp_path / "broken.py").write_text("import nothing_of_this_name")
-    with pytest.raises(ValueError, match="broken.py cannot be run: ModuleNotFoundError: No module named"):
-        load_task("arithmetic", reward=f"{tmp_path}/broken.py:f")
-
-
 def test_they_are_options_of_training_and_end_with_a_message(own, tmp_path):
     rows = tmp_path / "rows.jsonl"
     words = ["--task=file", f"--train_file={rows}", f"--test_file={rows}", "--prompt_column=q", "--use_cpu"]
@@ -612,17 +535,3 @@ def test_they_are_options_of_training_and_end_with_a_message(own, tmp_path):
     recipe, _, training, _ = parse([*words, "--answer_column=a", f"--reward={tmp_path}/f.py:one"])
     with pytest.raises(SystemExit, match="^error: reward='.*f.py:one' must be f"):
         load_task_or_exit(recipe, training)
-
-
-def test_a_dataset_of_the_hub_in_columns_of_ones_own(monkeypatch):
-    asked = []
-
-    def load_dataset(name, config, split):
-        asked.append((name, config, split))
-        return Dataset.from_list([{"q": "1+1?", "a": "2"}])
-
-    monkeypatch.setattr(sources.datasets, "load_dataset", load_dataset)
-    columns = {"prompt_column": "q", "answer_column": "a"}
-    task = load_task("file", dataset_name="me/sums", dataset_config="main", **columns)
-    assert asked == [("me/sums", "main", split) for split in ("train", "test")]
-    assert task.test["prompt"] == ["1+1?"]

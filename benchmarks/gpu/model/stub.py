@@ -8,7 +8,6 @@ numbers, count as passed.
 """
 
 import contextlib
-import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -90,9 +89,11 @@ def stub_gpu(gpu: GPU) -> Iterator[list[Step]]:
 
     Raises `RuntimeError` under TRITON_INTERPRET=1, whose kernels go other ways.
     """
-    from mxfp4_kernels.common import counters, plan
+    from hf_mxfp4.backends import self_check
+    from mxfp4_kernels.common.launch import INTERPRETED
+    from mxfp4_kernels.decode import counters
 
-    if plan.INTERPRETED:
+    if INTERPRETED:
         raise RuntimeError("TRITON_INTERPRET=1 is set: kernels go other ways then; unset it")
     steps: list[Step] = []
     device = cuda_of(gpu)
@@ -101,7 +102,8 @@ def stub_gpu(gpu: GPU) -> Iterator[list[Step]]:
             stack.enter_context(mock.patch.object(target, name, value))
         zeros = lambda count, device, stream: torch.zeros(count, dtype=torch.int32, device=device)  # noqa: E731
         stack.enter_context(mock.patch.object(counters, "_kept_zeros", zeros))
-        stack.enter_context(mock.patch.dict(os.environ, {"HF_MXFP4_SELF_CHECK": "0"}))
+        verified = {(family, device): None for family in self_check.FAMILIES}
+        stack.enter_context(mock.patch.dict(self_check._found, verified))
         stack.enter_context(_Operators(steps))
         yield steps
 

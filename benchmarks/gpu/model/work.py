@@ -84,112 +84,48 @@ def _once(*counts: float) -> tuple[float, ...]:
     return tuple(count for count in counts if count != 1)
 
 
-def _searched(at: Arguments) -> tuple[float, ...]:
-    """Of the search for macro bytes within a strip or tile."""
-    from mxfp4_kernels.common import macro
-    from mxfp4_kernels.common.blocks import DYNAMIC
-
-    return (float(macro._DYNAMIC_CANDIDATES.value),) if at["SCHEME"].SEARCH == DYNAMIC.value else ()
-
-
-def _plain(launch: Launch, at: Arguments, n_elements: int, trips: Sequence[float]) -> Work:
+def _plain(launch: Launch, n_elements: int, trips: Sequence[float] = ()) -> Work:
     return Work(bytes_of(launch.arguments), n_elements, "element", launch.programs, tuple(trips))
 
 
-def _rows(launch: Launch, at: Arguments, _: float) -> Work:
-    return _plain(launch, at, at["x_ptr"].numel(), _searched(at))
+def _quantize(launch: Launch, at: Arguments, _: float) -> Work:
+    from mxfp4_kernels.common import blocks
 
-
-def _both(launch: Launch, at: Arguments, _: float) -> Work:
-    search = _searched(at)
-    strips = at["TILE"] // at["STRIP"]
-    columns = strips if at["BY_ROWS"] else 1
-    trips = (*_once(columns), *search, *((*_once(strips), *search) if at["BY_ROWS"] else ()))
-    return _plain(launch, at, at["x_ptr"].numel(), trips)
+    search = {blocks.DYNAMIC.value: (16.0,), blocks.BLOCK_MANTISSAS.value: (4.0,)}.get(at["SCHEME"].SEARCH, ())
+    tile, trips = at["TILE"], ()
+    if at["SIDES"].columns is not None:
+        trips += (*_once(tile.WIDTH // tile.STRIP), *search)
+    if at["SIDES"].rows is not None:
+        trips += (*_once(tile.HEIGHT // tile.STRIP), *search)
+    return _plain(launch, at["x_ptr"].numel(), trips)
 
 
 def _dequantize(launch: Launch, at: Arguments, _: float) -> Work:
-    return _plain(launch, at, at["out_ptr"].numel(), ())
+    return _plain(launch, at["out_ptr"].numel())
 
 
-def _fold_groups(launch: Launch, at: Arguments, _: float) -> Work:
-    return _plain(launch, at, at["x_ptr"].numel(), _searched(at))
-
-
-def _fold_rows(launch: Launch, at: Arguments, _: float) -> Work:
-    steps = math.ceil(at["lengths"].padded_cols / at["COLS"])
-    trips = () if at["ONE_TILE"] else _once(steps, steps)
-    return _plain(launch, at, at["x_ptr"].numel(), trips)
-
-
-def _fold_both(launch: Launch, at: Arguments, _: float) -> Work:
-    strips, search = 128 // at["STRIP"], _searched(at)
-    return _plain(launch, at, at["x_ptr"].numel(), (strips, *search, strips, *search))
-
-
-def _pairs(launch: Launch, at: Arguments, _: float) -> Work:
-    return _plain(launch, at, 32 * at["n_blocks"], ())
-
-
-def _pairs_both(launch: Launch, at: Arguments, _: float) -> Work:
-    strips = 128 // at["STRIP"]
-    return _plain(launch, at, at["x_ptr"].numel(), (strips, strips) if at["BY_ROWS"] else ())
-
-
-def _fp8_rows(launch: Launch, at: Arguments, _: float) -> Work:
+def _to_fp8(launch: Launch, at: Arguments, _: float) -> Work:
     steps = math.ceil(at["n_cols"] / at["COLS"])
-    return _plain(launch, at, at["x_ptr"].numel(), () if at["ONE_TILE"] else _once(steps, steps))
+    return _plain(launch, at["x_ptr"].numel(), (steps, steps))
 
 
-def _column_maxima(launch: Launch, at: Arguments, _: float) -> Work:
-    return _plain(launch, at, at["x_ptr"].numel(), (at["part_steps"],))
-
-
-def _decode(launch: Launch, at: Arguments, _: float) -> Work:
-    n_tokens, n_rows, n_cols, tile = at["n_tokens"], at["n_rows"], at["n_cols"], at["TILE"]
-    steps = math.ceil(n_cols / tile.BK)
-    trips = steps / at["n_splits"]
-    n_bytes = bytes_of((at["x_ptr"], at["packed"], at["bias_ptr"], at["out_ptr"]))
-    copies = 2 if at["packed"].residual_codes is not None else 1
-    return Work(
-        n_bytes=n_bytes,
-        elements=n_rows * n_cols * copies * math.ceil(n_tokens / tile.BM),
-        unit="weight",
-        programs=launch.programs,
-        trips=(trips,),
-        finishing=1 / at["n_splits"],
-        flops={"bf16": 2.0 * max(n_tokens, tile.BM) * n_rows * n_cols * copies},
-        product_in_loop=True,
-    )
-
-
-def _grouped_packed(launch: Launch, at: Arguments, reached: float) -> Work:
-    shape, tile, x = at["SHAPE"], at["TILE"], at["x_ptr"]
-    experts = max(1.0, reached * at["n_experts"])
-    # Each of as many splits as share a tile takes its steps; the sums of splits are not counted.
-    programs = math.ceil(experts * math.ceil(shape.N / tile.BN)) * at["n_splits"]
-    trips = min(at["split_steps"], math.ceil(shape.K / tile.BK))
-    weights = experts * shape.N * shape.K
-    n_bytes = bytes_of(at["packed"]) * experts / at["n_experts"] + bytes_of((x, at["out_ptr"]))
-    flops = {"bf16": 2.0 * tile.BM * weights}
-    return Work(n_bytes, weights, "weight", programs, _once(trips), 1.0, flops, True)
+def _decode(launch: Launch, at: Arguments, reached: float) -> Work:
+    weight, x, packed = at["WEIGHT"], at["x_ptr"], at["packed"]
+    experts = max(1.0, reached * at["n_experts"]) if weight.EXPERTS else 1
+    tiles = math.ceil(weight.N / weight.BN) * (experts if weight.EXPERTS else math.ceil(at["n_rows"] / weight.BM))
+    # As many programs as there are splits share a tile; the sums of splits are not counted.
+    trips = min(at["split_steps"], math.ceil(weight.K / weight.BK))
+    copies = 2 if packed.residual_codes is not None else 1
+    weights = tiles * weight.BN * weight.K * copies
+    n_bytes = bytes_of(packed) * experts / at["n_experts"] + bytes_of((x, at["bias_ptr"], at["out_ptr"]))
+    flops = {"bf16": 2.0 * weight.BM * weights}
+    return Work(n_bytes, weights, "weight", math.ceil(tiles) * at["n_splits"], _once(trips), 1.0, flops, True)
 
 
 _RULES: dict[str, Callable[[Launch, Arguments, float], Work]] = {
-    "quantize_kernel": _rows,
-    "quantize_both_kernel": _both,
-    "quantize_pairs_kernel": _pairs,
-    "pairs_values_kernel": _pairs,
-    "quantize_mantissas_kernel": _pairs,
-    "fake_mantissas_kernel": _pairs,
-    "quantize_pairs_both_kernel": _pairs_both,
+    "quantize_kernel": _quantize,
     "dequantize_kernel": _dequantize,
-    "fold_groups_kernel": _fold_groups,
-    "fold_rows_kernel": _fold_rows,
-    "fold_both_kernel": _fold_both,
-    "fake_rows_kernel": _fp8_rows,
-    "column_maxima_kernel": _column_maxima,
-    "scale_bytes_kernel": _column_maxima,
-    "linear_kernel": _decode,
-    "grouped_packed_kernel": _grouped_packed,
+    "from_fp8_kernel": _dequantize,
+    "to_fp8_kernel": _to_fp8,
+    "decode_kernel": _decode,
 }

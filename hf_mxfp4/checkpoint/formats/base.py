@@ -39,8 +39,6 @@ class Format(ABC):
     name: ClassVar[str]
     #: Whether engines that read it quantize activations too, if it says so.
     quantizes_activations: ClassVar[bool] = False
-    #: How its files are run, in Markdown, for a model card; exports of formats without it have none.
-    how_to_run: ClassVar[str | None] = None
     #: Whether tensors have the names that files of a plain model have, or else those of the model itself.
     plain_names: ClassVar[bool] = True
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which modules of a model are replaced by quantized layers, and by what."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 
 import torch
 from torch import nn
@@ -16,7 +16,6 @@ from ...module_names import (
     full_names,
     fused_experts,
     is_skipped_by_name,
-    name_matches,
     skip_reasons,
 )
 
@@ -38,23 +37,11 @@ def quantize_linears(
     ``make_layer`` builds a layer from a plain one, the config and its name; by default the layer class of the config's
     mode does. ``reasons`` replaces what [`skip_reasons`] says.
 
-    Raises `ValueError` when nothing matched, an entry of the config's ``layer_overrides`` matched no quantized layer,
-    or the model keeps experts in a way that is not known.
+    Raises `ValueError` when nothing matched, or the model keeps experts in a way that is not known.
     """
     skips = config.modules_to_not_convert or ()
     layers, skipped = choose_layers(model, skip_reasons(model, skips) if reasons is None else reasons, skips)
-    # Overrides name linear layers, and projections of experts.
-    names = {
-        place: {place: ()} if isinstance(layer, nn.Linear) else {f"{place}.{p}": (p,) for p in projections(layer)}
-        for place, layer in layers.items()
-    }
-    _check_overrides(model, config, [name for own in names.values() for name in own])
-    quantized = swap_layers(model, layers, config, make_layer or from_plain)
-    if config.layer_overrides:
-        for place, own in names.items():
-            for name, projection in own.items():
-                model.get_submodule(place).set_gemms(config.gemms(*full_names(model, name)), *projection)
-    return quantized, skipped
+    return swap_layers(model, layers, config, make_layer or from_plain), skipped
 
 
 def from_plain(layer: nn.Module, config: MXFP4RLConfig, name: str) -> nn.Module:
@@ -68,15 +55,6 @@ def from_plain(layer: nn.Module, config: MXFP4RLConfig, name: str) -> nn.Module:
 def placeholder(layer: nn.Module, config: MXFP4RLConfig, name: str) -> nn.Module:
     """Return the packed layer that a full-precision checkpoint is loaded into."""
     return (MXFP4PackedLinear if isinstance(layer, nn.Linear) else MXFP4PackedExperts).placeholder(layer, config, name)
-
-
-def _check_overrides(model: nn.Module, config: MXFP4RLConfig, names: Sequence[str]) -> None:
-    for pattern, _ in config.layer_overrides or ():
-        if not any(name_matches(full, pattern) for name in names for full in full_names(model, name)):
-            raise ValueError(
-                f"layer_overrides has {pattern!r}, which matches no quantized layer of {type(model).__name__}; give "
-                "whole dotted name parts such as 'layers.0' or 'mlp.down_proj', or 're:<regex on the full name>'"
-            )
 
 
 def swap_layers(

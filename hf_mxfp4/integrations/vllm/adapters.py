@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Room for LoRA adapters beside the packed weight of a linear layer, written in place: ``y + (x A^T) B^T``.
+"""LoRA adapters next to the packed weight of a linear layer, written in place: ``y + (x A^T) B^T``.
 
 The factors are modules of their own, ``lora_A`` and ``lora_B``, so that their weights have the names by which trainers
 push them, and that vLLM can load the layer again without them. Both are zero until something is pushed.
@@ -19,9 +19,7 @@ PART_INDEX = {"q": 0, "k": 1, "v": 2}
 
 
 class _Factor(nn.Module):
-    """The weight of one factor, of all layers that vLLM has joined in ``layer``."""
-
-    is_mxfp4_adapter = True
+    """Weight of one factor, of all layers that vLLM has joined in ``layer``."""
 
     def __init__(self, layer: nn.Module, name: str, rank: int, shape: tuple[int, int], dtype: torch.dtype):
         super().__init__()
@@ -29,9 +27,6 @@ class _Factor(nn.Module):
         self._layer, self._name, self._rank = weakref.ref(layer), name, rank
         self.weight = nn.Parameter(torch.zeros(shape, dtype=dtype), requires_grad=False)
         self.weight.weight_loader = self.load
-
-    def load(self, param: torch.Tensor, loaded_weight: torch.Tensor, loaded_shard_id: Any = None) -> None:
-        raise NotImplementedError
 
     def _check(self, rank: int) -> None:
         if rank > self._rank:
@@ -45,7 +40,7 @@ class _Down(_Factor):
     """``A`` ``[parts * rank, K]``: the parts of a joined layer below each other, each of this process's columns."""
 
     def load(self, param: torch.Tensor, loaded_weight: torch.Tensor, loaded_shard_id: Any = None) -> None:
-        """Take ``[r, K]`` in the place of one part's adapter, whatever rank that had."""
+        """Load ``[r, K]`` in the place of one part's adapter, whatever rank that had."""
         self._check(loaded_weight.shape[0])
         columns = param.shape[1]
         if loaded_weight.shape[1] != columns:  # split by columns
@@ -68,7 +63,7 @@ class _Up(_Factor):
         self._loader = loader.__func__
 
     def load(self, param: torch.Tensor, loaded_weight: torch.Tensor, loaded_shard_id: Any = None) -> None:
-        """Take ``[N, r]`` in the place of one part's adapter, as vLLM takes the rows of its weight."""
+        """Load ``[N, r]`` in the place of one part's adapter, as vLLM loads the rows of its weight."""
         self._check(loaded_weight.shape[1])
         padded = F.pad(loaded_weight, (0, self._rank - loaded_weight.shape[1]))
         shard = () if loaded_shard_id is None else (loaded_shard_id,)
@@ -98,7 +93,7 @@ def make_room(
 
 
 def add_adapters(y: torch.Tensor, x: torch.Tensor, layer: nn.Module, rows: list[int]) -> torch.Tensor:
-    """``y`` ``[..., N]`` with what the adapters of ``layer`` add to it for inputs ``x`` ``[..., K]``.
+    """Return ``y`` ``[..., N]`` with what the adapters of ``layer`` add to it for inputs ``x`` ``[..., K]``.
 
     Args:
         rows: of this process, of each layer with an adapter of its own.

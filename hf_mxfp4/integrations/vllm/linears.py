@@ -12,8 +12,14 @@ from vllm.model_executor.parameter import ChannelQuantScaleParameter, ModelWeigh
 
 from ...backends import fake_quantize
 from ...config import MXFP4RLConfig
-from ...gemm import PACKED_FIELDS, check_rotation, packed_shapes, read_scheme
-from ...gemm import packed as _operators  # noqa: F401  (registers operators)
+from ...gemm import (
+    PACKED_FIELDS,
+    PackedSpec,
+    check_rotation,
+    compiled_packed_linear,
+    packed_shapes,
+    read_scheme,
+)
 from ...numerics import BLOCK_SIZE, QuantScheme
 from .adapters import add_adapters, make_room
 from .weight_loading import ExpectedLayers
@@ -83,10 +89,7 @@ class MXFP4RLLinearMethod(LinearMethodBase):
 
     def __init__(self, scheme: MXFP4RLConfig, name: str, expected: ExpectedLayers, parts: list[str]):
         self.scheme, self.name, self.expected, self.parts = scheme, name, expected, parts
-        inputs = scheme.activation_scheme
-        self._texts = str(scheme.weight_scheme), "" if inputs is None else str(inputs)
         self._names = packed_shapes(1, BLOCK_SIZE, scheme.weight_scheme).keys()
-        self._rotation = scheme.weight_rotation
 
     def create_weights(
         self,
@@ -103,10 +106,11 @@ class MXFP4RLLinearMethod(LinearMethodBase):
         Raises `ValueError` when a share would cut what is quantized together.
         """
         weights, loader = self.scheme.weight_scheme, extra_weight_attrs["weight_loader"]
-        check_rotation(self.name, input_size, self._rotation)
-        unit = BLOCK_SIZE if self._rotation is None else self._rotation.size
-        schemes = weights, self.scheme.activation_scheme
+        rotation, schemes = self.scheme.weight_rotation, (weights, self.scheme.activation_scheme)
+        check_rotation(self.name, input_size, rotation)
+        unit = BLOCK_SIZE if rotation is None else rotation.size
         check_share(self.name, input_size_per_partition, input_size, schemes, "tensor_parallel_size=1", unit)
+        self._spec = PackedSpec(*schemes, input_size_per_partition, self.scheme.backend, rotation)
         shapes = packed_shapes(sum(output_partition_sizes), input_size_per_partition, weights)
         for name, shape in shapes.items():
             data = torch.empty(shape, dtype=torch.uint8)
@@ -123,11 +127,8 @@ class MXFP4RLLinearMethod(LinearMethodBase):
         self.expected.check_linear(self.parts, self.scheme.weight_scheme)
 
     def apply(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        packed = [getattr(layer, name) if name in self._names else None for name in PACKED_FIELDS]
-        operand, backend, (weights, inputs) = x, self.scheme.backend, self._texts
-        if self._rotation is not None:
-            operand, inputs = torch.ops.hf_mxfp4.rotated_input(x, self._rotation.size, inputs, x.dtype, backend), ""
-        y = torch.ops.hf_mxfp4.packed_linear(operand, *packed, bias, None, x.dtype, weights, inputs, backend)
+        packed = tuple(getattr(layer, name) if name in self._names else None for name in PACKED_FIELDS)
+        y = compiled_packed_linear(x, packed, bias, self._spec)  # one operator
         return add_adapters(y, x, layer, layer.mxfp4_adapter_rows) if self.expected.settings.adapter_rank else y
 
     def _make_room(

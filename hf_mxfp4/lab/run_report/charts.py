@@ -101,12 +101,6 @@ def _entropy_alarms(axes: Axes, record: RunRecord) -> bool:
     return False
 
 
-def _constant_rewards(axes: Axes, record: RunRecord) -> bool:
-    """Draw TRL's share, where the log has no other: the same, or that of whole batches (`scale_rewards: batch`)."""
-    known = record.values("dynamic_sampling/zero_variance_share")
-    return not known and _line(axes, record, "frac_reward_zero_std", "all rewards equal")
-
-
 def _step_movement(axes: Axes, record: RunRecord) -> bool:
     """Draw the total with its intervals; logarithmic above 1 where one exceeds 10."""
     found = record.movements()
@@ -163,13 +157,9 @@ CHARTS: tuple[Chart, ...] = (
     Chart(
         "Groups without a signal",
         "share of groups",
-        (
-            ("dynamic_sampling/zero_variance_share", "all rewards equal"),
-            ("dynamic_sampling/replaced_share", "replaced by others"),
-        ),
+        (("frac_reward_zero_std", "all rewards equal"),),
         "Groups whose responses all got the same reward teach nothing; near 1 the prompts are too easy or too hard.",
         "logging_steps",
-        extra=_constant_rewards,
     ),
     Chart(
         "Adaptive quantization noise",
@@ -258,20 +248,6 @@ CHARTS: tuple[Chart, ...] = (
     ),
     Chart("Learning rate", "rate", (("learning_rate", "rate"),), "As scheduled.", "logging_steps"),
     Chart(
-        "Router agreement",
-        "share of choices",
-        (("router/agreement", "mean"), ("router/agreement_min_layer", "worst router")),
-        "Share of the experts that full precision would choose too; far below 1, quantization trains other experts.",
-        "router_every (mixtures of experts)",
-    ),
-    Chart(
-        "Expert load",
-        "share",
-        (("router/load_entropy", "load entropy (1: even)"), ("router/dead_experts", "unused experts")),
-        "Falling load entropy is a router that collapses onto few experts.",
-        "router_every (mixtures of experts)",
-    ),
-    Chart(
         "Time per step",
         "seconds",
         (("step_time", "step"),),
@@ -299,22 +275,13 @@ def charts_figure(record: RunRecord, title: str = "", columns: int = 4) -> Figur
 
     Raises `ValueError` when there is none.
     """
-    probe = Figure().subplots()
-    shown = []
-    for chart in CHARTS:
-        probe.clear()
-        if chart.draw(probe, record):
-            shown.append(chart)
+    shown = [chart for chart, _ in draw_charts(record)[0]]
     if not shown:
         raise ValueError("nothing to plot: the run logged none of the quantities that a report shows")
-    columns = min(columns, len(shown))
     rows = -(-len(shown) // columns)
     figure = Figure(figsize=(3.6 * columns, 2.5 * rows + 0.4), layout="constrained")
-    grid = list(figure.subplots(rows, columns, squeeze=False).flat)
-    for axes, chart in zip(grid, shown, strict=False):
-        chart.draw(axes, record)
-    for axes in grid[len(shown) :]:
-        axes.set_visible(False)
+    for number, chart in enumerate(shown, 1):
+        chart.draw(figure.add_subplot(rows, columns, number), record)
     figure.suptitle("\n".join(textwrap.wrap(title, 32 * columns)), fontsize=12)
     return figure
 

@@ -40,26 +40,23 @@ class Rule:
     """A check of one logged quantity against two limits.
 
     Attributes:
-        metrics: names in the log; the first that has values counts. Without any the check is left out.
-        measure: from its values to the number that is judged.
-        limits: of that number, where it is amber and where red; falling ones for a quantity that should be high.
-        finding: a format of the words, with ``value`` (the number), and ``mean`` and ``max`` of the values.
+        metric: its name in the log; without values the check is left out.
+        limits: of the mean, where it is amber and where red; falling ones for a quantity that should be high.
+        finding: a format of the words, with ``mean`` and ``max`` of the values.
     """
 
     title: str
-    metrics: tuple[str, ...]
-    measure: Callable[[Sequence[float]], float]
+    metric: str
     limits: tuple[float, float]
     finding: str
     advice: str
 
     def __call__(self, record: RunRecord) -> Check | None:
-        values = next(filter(None, map(record.values, self.metrics)), None)
+        values = record.values(self.metric)
         if not values:
             return None
-        value = self.measure(values)
-        words = self.finding.format(value=value, mean=fmean(values), max=max(values))
-        return graded(self.title, words, value, self.limits, self.advice)
+        words = self.finding.format(mean=fmean(values), max=max(values))
+        return graded(self.title, words, fmean(values), self.limits, self.advice)
 
 
 def graded(title: str, finding: str, value: float, limits: tuple[float, float], advice: str) -> Check:
@@ -277,39 +274,28 @@ CHECKS: tuple[Callable[[RunRecord], Check | None], ...] = (
     _sqnr,
     Rule(
         "Importance weights",
-        ("sampling/importance_sampling_ratio/clipped",),
-        fmean,
+        "sampling/importance_sampling_ratio/clipped",
         (0.01, 0.10),
         "{mean:.2%} of the importance weights were clipped on average, {max:.2%} at most.",
         "Rollouts are far from the policy that trains: lower aqn_sigma_start, or reuse rollouts less.",
     ),
     Rule(
         "Effective sample size",
-        ("sampling/effective_sample_size",),
-        fmean,
+        "sampling/effective_sample_size",
         (0.7, 0.3),
         "{mean:.1%} on average.",
         "Few tokens carry the gradient: lower aqn_sigma_start, or reuse rollouts less.",
     ),
     Rule(
         "Learning signal",
-        ("dynamic_sampling/zero_variance_share", "frac_reward_zero_std"),
-        fmean,
+        "frac_reward_zero_std",
         (0.5, 0.9),
         "In {mean:.0%} of the groups all responses got the same reward, and taught nothing.",
-        "Choose prompts the policy solves sometimes, raise num_generations or temperature, or resample groups.",
+        "Choose prompts the policy solves sometimes, or raise num_generations or temperature.",
     ),
     _lengths,
     _movement,
     _finite,
-    Rule(
-        "Router agreement",
-        ("router/agreement",),
-        lambda values: values[-1],
-        (0.9, 0.7),
-        "{value:.1%} of the experts chosen are those that full precision would choose.",
-        "Try router_replay: true, and a scheme with less error.",
-    ),
 )
 
 

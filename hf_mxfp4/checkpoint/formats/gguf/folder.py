@@ -66,9 +66,6 @@ class GGUFFolder(CheckpointFolder):
             return []
         return [f"Tensors in {', '.join(kinds)} are written as the float32 values that they stand for."]
 
-    def header_texts(self, key: str) -> set[str | None]:
-        return {None}
-
 
 def is_gguf(path: str | os.PathLike) -> bool:
     """Return whether ``path`` is a GGUF file, or a folder with one and no safetensors file."""

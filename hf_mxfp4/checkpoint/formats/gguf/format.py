@@ -14,7 +14,7 @@ from ...layers import LayerShape
 from ...tensors import MAX_SHARD_SIZE, NewTensor, StoredTensor
 from ..base import Imported, Packed, PackedFormat, Read
 from .folder import METHOD
-from .layout import Rows, TensorNames, gguf_package, head_dim, of_model, rounds_ramp, unsupported_reason, write_options
+from .layout import Rows, TensorNames, gguf_package, head_dim, of_model, unsupported_reason, write_options
 from .tensors import from_blocks, model_tensors_of, row_bytes, tensors_for, to_blocks
 from .tokenizer import Tokenizer, add_no_tokenizer, read_tokenizer
 
@@ -36,12 +36,6 @@ class GGUFFormat(PackedFormat):
     name = "gguf"
     quant_method = METHOD
     plain_names = False
-    how_to_run = (
-        "llama.cpp and what builds on it run the file `model-MXFP4.gguf` alone:\n\n"
-        "```bash\nllama-cli -hf USER/REPOSITORY:MXFP4     # from the Hub\n"
-        "llama-cli -m model-MXFP4.gguf           # the file\n```\n\n"
-        "`hf-mxfp4 import model-MXFP4.gguf OUT` makes a packed checkpoint of it, for transformers, with the same bits."
-    )
 
     def __init__(self, folder: CheckpointFolder | None = None, model: "PreTrainedModel | None" = None):
         self._folder, self._model = folder, model
@@ -65,11 +59,6 @@ class GGUFFormat(PackedFormat):
             notes.append(
                 f"Activations were quantized ({config.activation_scheme}); llama.cpp rounds them to 8-bit integers on "
                 "CPUs; on GPUs it depends on the kernel."
-            )
-        if rounds_ramp(self._model.config):
-            notes.append(
-                "llama.cpp rounds the bounds of yarn's ramp to whole dimensions (truncate), which this model does "
-                "not: logits differ a little."
             )
         if isinstance(self._tokenizer, str):
             notes.append(f"The file has no tokenizer and takes token numbers only: {self._tokenizer}.")

@@ -215,12 +215,6 @@ def rope_of(config: "PreTrainedConfig") -> dict[str, Any]:
     return {"rope_type": "default", **(config.rope_parameters or {})}
 
 
-def rounds_ramp(config: "PreTrainedConfig") -> bool:
-    """Return whether the model's yarn does not round the bounds of its ramp (gpt-oss), as llama.cpp's does."""
-    rope = rope_of(config)
-    return rope["rope_type"] == "yarn" and rope.get("truncate") is False
-
-
 def write_options(architecture: Architecture, config: "PreTrainedConfig") -> dict[str, int | float | str]:
     """Return the metadata, by full keys."""
     values = {key: getattr(config, name, None) for key, name in architecture.options.items()}

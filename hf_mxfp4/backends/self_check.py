@@ -1,0 +1,174 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One comparison of each family of Triton kernels with the eager functions, at its first use on a device.
+
+A family that gives other results is not used there; a warning says so. Kernels that are asked for by name
+(``backend="triton"``) are not checked.
+"""
+
+import contextlib
+import warnings
+from collections.abc import Iterator
+
+import torch
+
+from .. import numerics
+from ..numerics import MXFP4Tensor, QuantScheme
+from . import triton as kernels
+
+
+_SCHEMES = (
+    QuantScheme(),
+    QuantScheme("rceil", 128, "static", 0.5),
+    QuantScheme("even", 128, "blockwise", 1.0),
+)
+_PARTS = ("codes", "scale", "macro", "residual_codes", "residual_scale")
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+#: Family and device -> what is wrong, `None` where nothing is.
+_found: dict[tuple[str, torch.device], str | None] = {}
+
+
+def is_verified(family: str, device: torch.device) -> bool:
+    """Return whether a family of `FAMILIES` gives the results of the eager functions on a device.
+
+    It is checked at the first call. While a CUDA graph is captured or code is traced nothing can be checked, and the
+    answer is `False` until the next call outside of these.
+    """
+    if (family, device) not in _found:
+        if torch.compiler.is_compiling() or _is_capturing(device):
+            return False
+        _found[family, device] = problem = _check(family, device)
+        if problem is not None:
+            warnings.warn(
+                f"the {family!r} Triton kernels do not work on {device}: {problem}. Slower functions replace them. "
+                "Please report this with the output of `hf-mxfp4 env`",
+                stacklevel=3,
+            )
+    return _found[family, device] is None
+
+
+def states(device: torch.device, check: bool = False) -> dict[str, str]:
+    """Return what is known of each family on a device, in words; with ``check`` after checking all."""
+    found = {}
+    for family in FAMILIES:
+        if check:
+            is_verified(family, device)
+        problem = _found.get((family, device), "not checked yet")
+        found[family] = "checked" if problem is None else problem
+    return found
+
+
+def _is_capturing(device: torch.device) -> bool:
+    if device.type != "cuda":
+        return False
+    with torch.cuda.device(device):
+        return torch.cuda.is_current_stream_capturing()
+
+
+def _check(family: str, device: torch.device) -> str | None:
+    # Without the modes of the calling code.
+    modes = (
+        torch.inference_mode(False),
+        torch.no_grad(),
+        torch.device("cpu"),
+        torch.autocast(device.type, enabled=False),
+    )
+    try:
+        with contextlib.ExitStack() as stack:
+            for mode in modes:
+                stack.enter_context(mode)
+            for name, found, expected in FAMILIES[family](device):
+                if not _same_bits(found, expected):
+                    return f"{name} differ from the eager ones"
+    except Exception as error:  # compilers and drivers fail in every way, and the eager functions do not
+        return f"{type(error).__name__}: {error}"
+    return None
+
+
+def _same_bits(found: torch.Tensor | None, expected: torch.Tensor | None) -> bool:
+    """Whether two tensors have the same bits, NaN and NaN apart."""
+    if found is None or expected is None:
+        return found is expected
+    if (found.shape, found.dtype) != (expected.shape, expected.dtype):
+        return False
+    found, integers = found.cpu(), _INTEGERS[expected.element_size()]
+    same = found.contiguous().view(integers) == expected.contiguous().view(integers)
+    if expected.is_floating_point():
+        same |= found.float().isnan() & expected.float().isnan()
+    return bool(same.all())
+
+
+def _input(n_cols: int) -> torch.Tensor:
+    """A matrix whose blocks have magnitudes from 2**-18 to 2**12, with NaN, infinity, zeros and ties."""
+    rng = torch.Generator().manual_seed(n_cols)
+    exponents = torch.randint(-18, 13, (33, n_cols // 32), generator=rng).repeat_interleave(32, dim=1)
+    x = torch.randn(33, n_cols, generator=rng) * torch.exp2(exponents.float())
+    x[0, 3], x[32, 5], x[1] = torch.nan, torch.inf, 0
+    x[2] = torch.tensor([0.25, -0.75, 1.25, 1.75, -2.5, 3.5, 5.0, 6.0]).repeat(n_cols // 8)
+    return x.bfloat16()
+
+
+def _quantized(device: torch.device) -> Iterator[tuple[str, torch.Tensor | None, torch.Tensor | None]]:
+    for scheme in _SCHEMES:
+        x = _input(640)
+        there, values = x.to(device), numerics.apply_scheme(x, scheme)
+        yield f"values ({scheme})", kernels.fake_quantize(there, scheme), values
+        yield f"values of a transpose ({scheme})", kernels.fake_quantize(there.t().contiguous().t(), scheme), values
+        found, expected = kernels.quantize(there, scheme, 1), numerics.quantize(x, **vars(scheme), axis=1)
+        for part in _PARTS:
+            yield f"{part} ({scheme})", getattr(found, part), getattr(expected, part)
+    for rows in (x, x.t()):
+        expected = numerics.quantize_e4m3(rows)
+        for name, *pair in zip(("elements", "scales"), kernels.quantize_e4m3(rows.to(device)), expected, strict=True):
+            yield f"E4M3 {name}", *pair
+
+
+def _dequantized(device: torch.device) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
+    for scheme in _SCHEMES:
+        tensor = numerics.quantize(_input(640), **vars(scheme), axis=1)
+        found = kernels.dequantize(_moved(tensor, device), torch.bfloat16)
+        yield f"values ({scheme})", found, tensor.dequantize(torch.bfloat16)
+    elements, byte = numerics.quantize_e4m3(_input(640))
+    found = kernels.dequantize_e4m3(elements.to(device), byte.to(device), torch.bfloat16)
+    yield "values of E4M3", found, numerics.dequantize_e4m3(elements, byte, torch.bfloat16)
+
+
+def _multiplied(device: torch.device) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
+    """Products of whole numbers, which are exact in every order."""
+    for scheme, x, weight in _operands():
+        values = weight.dequantize(torch.float32)[0]
+        found = kernels.linear(x.to(device), _moved(weight, device, 0), None)
+        yield f"products ({scheme})", found, (x.double() @ values.double().t()).bfloat16()
+
+
+def _multiplied_experts(device: torch.device) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
+    for scheme, x, weight in _operands():
+        values = weight.dequantize(torch.float32).double()
+        found = kernels.linear(x.to(device), _moved(weight, device), None, torch.tensor([3, 5]).int().to(device))
+        expected = torch.cat([x[:3].double() @ values[0].t(), x[3:].double() @ values[1].t()])
+        yield f"products of experts ({scheme})", found, expected.bfloat16()
+
+
+def _operands() -> Iterator[tuple[QuantScheme, torch.Tensor, MXFP4Tensor]]:
+    """Rows, and packed weights of two experts."""
+    rng = torch.Generator().manual_seed(0)
+    for scheme in _SCHEMES[::2]:
+        weight = torch.randint(-4, 5, (2, 72, 640), generator=rng).float()
+        x = torch.randint(-2, 3, (5, 640), generator=rng).bfloat16()
+        yield scheme, x, numerics.quantize(weight, **vars(scheme), axis=2)
+
+
+def _moved(tensor: MXFP4Tensor, device: torch.device, expert: int | None = None) -> MXFP4Tensor:
+    """A packed tensor, or the matrix of one expert, on a device."""
+    fields, at = dict(vars(tensor)), slice(None) if expert is None else expert
+    for part in _PARTS:
+        fields[part] = None if fields[part] is None else fields[part][at].to(device)
+    return MXFP4Tensor(**fields | {"axis": fields["codes"].dim() - 1})
+
+
+#: What the kernels do, and the comparison.
+FAMILIES = {
+    "quantize": _quantized,
+    "dequantize": _dequantized,
+    "decode": _multiplied,
+    "packed experts": _multiplied_experts,
+}

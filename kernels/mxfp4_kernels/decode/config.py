@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tiles of products with packed weights, and how many programs share one, by shape and GPU."""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import torch
+import triton
+
+
+#: Whether this Triton hands tensor cores eight neighbours from a thread where they read the decoded weight from
+#: registers. From 3.8 on it is fewer, and two warps take more instructions for a weight than four.
+IN_REGISTERS = tuple(map(int, triton.__version__.split(".")[:2])) < (3, 8)
+#: Columns of a step.
+STEP = 128
+#: Architectures whose tensor cores work for four warps at once (AMD's warps have twice the threads).
+_FOUR_WARPS = ("90", "100", "103", "gfx942", "gfx950")
+#: Values that a thread holds without spilling registers, of which it has 255.
+_MOST_VALUES = 160
+#: Warps that a multiprocessor holds at once, with the registers that the kernel takes.
+_WARPS_PER_MULTIPROCESSOR = 12
+#: Warps that a multiprocessor needs to issue in most cycles: fewer wait for their own results half of the time.
+_BUSY_WARPS = 8
+#: Steps of a split that pay for its start.
+_LEAST_STEPS = 2
+_MOST_SPLITS = 16
+#: Shared memory that a program takes besides its pipeline.
+_BESIDES = 4096
+
+
+class Gpu(NamedTuple):
+    """Facts about a GPU.
+
+    Attributes:
+        arch: ``"90"`` and the like for NVIDIA's compute capability 9.0, ``"gfx942"`` and the like for AMD.
+        multiprocessors: how many it has.
+        shared_memory: bytes that one program may have.
+    """
+
+    arch: str
+    multiprocessors: int
+    shared_memory: int
+
+
+@functools.lru_cache(maxsize=64)
+def gpu_of(device: torch.device) -> Gpu:
+    """Return the facts about a device; for the interpreter, those of an H100."""
+    if device.type != "cuda":
+        return Gpu("90", 132, 232448)
+    properties = torch.cuda.get_device_properties(device)
+    count = properties.multi_processor_count
+    if torch.version.hip:
+        arch = properties.gcnArchName.split(":")[0]
+        return Gpu(arch, count, (160 if "gfx95" in arch else 64) * 1024)
+    return Gpu(f"{properties.major}{properties.minor}", count, properties.shared_memory_per_block_optin)
+
+
+class Config(NamedTuple):
+    """``BM`` rows of the other operand and ``BN`` rows of the weight in a tile, and options of the compiler."""
+
+    BM: int
+    BN: int
+    num_warps: int
+    num_stages: int
+
+
+@functools.lru_cache(maxsize=1024)
+def tile_config(rows: int, has_fallback: bool, gpu: Gpu) -> Config:
+    """Return the tile for products with so many rows (of each expert, in the mean)."""
+    smallest = 16 if gpu.arch.startswith("gfx") else 8  # of the right operand of tensor cores
+    height = min(64, max(smallest, triton.next_power_of_2(rows)))
+    while True:
+        width, warps = 64, 4
+        if height == 16 and gpu.arch == "90" and IN_REGISTERS:
+            # Four warps multiply as a group there and read the decoded weight from shared memory; two read registers.
+            warps = 2
+        elif height == 8 and not has_fallback:
+            width = 128
+        if height == smallest or _fits(height, width, warps, has_fallback, gpu.arch):
+            break
+        height //= 2
+    # Rows, codes and scale bytes of a step; one stage is in registers, where codes are decoded.
+    stage = STEP * (2 * height + width * 17 // 32 * (2 if has_fallback else 1))
+    stages = 3 if 2 * stage + _BESIDES <= gpu.shared_memory and not gpu.arch.startswith("gfx") else 2
+    return Config(height, width, warps, stages)
+
+
+def _fits(height: int, width: int, warps: int, has_fallback: bool, arch: str) -> bool:
+    """Whether threads hold a tile in registers: sums of a step and of all, decoded weights in pairs, the other operand.
+    Of what passes, compilers spill a few bytes at most on sm_90, sm_100 and sm_120."""
+    copies = 1
+    # Instructions of a warp take both operands from registers, those of four read one from shared memory.
+    if warps < 4 or arch not in _FOUR_WARPS:
+        copies = 4 if has_fallback else 2 if warps < 4 else 1
+    values = 2 * height * width + width * STEP // 2 + height * STEP * copies
+    return values <= _MOST_VALUES * 32 * warps
+
+
+def split_steps(steps: int, tiles: int, warps: int, multiprocessors: int) -> int:
+    """Return how many of its ``steps`` along K each program of a tile takes.
+
+    The multiprocessor with the most programs is the last one, and the start and the end of a program take as long as a
+    step. Of equal times the one with the fewest splits.
+    """
+
+    def time(splits: int) -> int:
+        on_busiest = -(-tiles * splits // multiprocessors)
+        alone = on_busiest * warps < _BUSY_WARPS
+        return on_busiest * (-(-steps // splits) + 1) * (2 if alone else 1)
+
+    programs = _WARPS_PER_MULTIPROCESSOR * multiprocessors // warps
+    most = max(1, min(programs // tiles, steps // _LEAST_STEPS, _MOST_SPLITS))
+    return -(-steps // min(range(1, most + 1), key=time))

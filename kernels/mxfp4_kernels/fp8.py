@@ -1,0 +1,188 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Conversion to FP8 (E4M3) with one power-of-two scale per row, and back.
+
+What it computes: the scale of a row is the smallest power of two by which no finite element clips. With scale bytes, a
+row with NaN or infinity is NaN as a whole (``hf_mxfp4.numerics.quantize_e4m3``); with float32 scales these elements
+alone are NaN (``hf_mxfp4.gemm.to_fp8``). Rows may have any strides, so that the columns of a matrix are the rows of its
+transpose.
+
+Tile: a program owns some rows and goes over their columns twice: for the largest magnitude, and to convert. Launch: one
+program for every few rows; elements are converted by integer arithmetic, because not all GPUs have E4M3.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from .common.blocks import EXPONENT_FIELD, MAGNITUDE_FIELD, NAN_BITS, NAN_BYTE, as_stored, clamp, scale_value, to_float
+from .common.launch import INTERPRETED, bits, launch
+from .common.launch import as_stored as output
+from .common.scheme import check_device, check_input, check_output
+
+
+# 2**-6, the smallest normal E4M3 number, as float32 bits; and half of 1.5 * 2**23 over the 2**3 steps of a binade.
+_SMALLEST_NORMAL = tl.constexpr(0x3C800000)
+_ROUND_MAGIC = tl.constexpr(1.5 * 2.0**20)
+# Contracting a multiply and an add would change bits; see `common/blocks.py`.
+_OPTIONS = {"num_warps": 4, "enable_fp_fusion": False}
+
+
+@triton.jit
+def _e4m3_bits(value):
+    """E4M3 (float8_e4m3fn) bytes of float32 values in [-448, 448], to nearest, ties to even; NaN of all others."""
+    bits = value.to(tl.int32, bitcast=True)
+    binade = tl.maximum(bits & EXPONENT_FIELD, _SMALLEST_NORMAL).to(tl.float32, bitcast=True)
+    # The products are exact, so that it does not matter whether the sums are fused.
+    rounded = tl.fma(binade, -_ROUND_MAGIC, tl.fma(binade, _ROUND_MAGIC, value))
+    magnitude = rounded.to(tl.int32, bitcast=True) & MAGNITUDE_FIELD
+    subnormal = (tl.abs(rounded) * 512.0).to(tl.int32)
+    code = tl.where(magnitude >= _SMALLEST_NORMAL, (magnitude >> 20) - 960, subnormal)
+    code = tl.where((bits & MAGNITUDE_FIELD) >= EXPONENT_FIELD, 0x7F, code)
+    return (code | ((bits >> 24) & 0x80)).to(tl.uint8)
+
+
+@triton.jit
+def _e4m3_values(bits):
+    """Float32 values of E4M3 bytes."""
+    bits = bits.to(tl.int32)
+    # The fields of E4M3 at the place of those of float32, whose exponent is larger by 120 for the same number.
+    fields = tl.where((bits & 0x7F) == 0x7F, NAN_BITS, ((bits & 0x7F) << 20) | ((bits & 0x80) << 24))
+    return fields.to(tl.float32, bitcast=True) * 2.0**120
+
+
+@triton.jit(do_not_specialize=["n_rows"])
+def to_fp8_kernel(
+    x_ptr,
+    elements_ptr,
+    scale_ptr,
+    inexact_ptr,
+    n_rows,
+    n_cols,
+    row_stride,
+    col_stride,
+    ROWS: tl.constexpr,
+    COLS: tl.constexpr,
+    BF16: tl.constexpr,
+):
+    """Elements ``[n_rows, n_cols]`` (bytes, contiguous) and scales ``[n_rows]`` of a matrix with any strides. Scales
+    are float32, or their bytes where ``scale_ptr`` points to bytes. ``inexact_ptr``, if it is not `None`, points to a
+    counter of elements that were rounded."""
+    rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
+    cols = tl.arange(0, COLS)[None, :].to(tl.int64)
+    inside = rows < n_rows
+    BYTES: tl.constexpr = scale_ptr.dtype.element_ty == tl.uint8
+    top = tl.zeros([ROWS, 1], tl.int32)
+    col = tl.full([], 0, tl.int64)
+    while col < n_cols:
+        mask = inside & (cols < n_cols - col)
+        x = to_float(tl.load(x_ptr + rows * row_stride + (col + cols) * col_stride, mask=mask, other=0), BF16)
+        magnitude = x.to(tl.int32, bitcast=True) & MAGNITUDE_FIELD
+        if not BYTES:
+            magnitude = tl.where(magnitude < EXPONENT_FIELD, magnitude, 0)
+        top = tl.maximum(top, tl.max(magnitude, axis=1, keep_dims=True))
+        col += COLS
+    # The largest E4M3 value is 1.75 * 2**8.
+    byte = tl.maximum(((tl.minimum(top, EXPONENT_FIELD) + 0x1FFFFF) >> 23) - 8, 1)
+    byte = tl.where(top >= EXPONENT_FIELD, NAN_BYTE, byte)
+    inverse = tl.where(byte == NAN_BYTE, NAN_BITS, (254 - byte) << 23).to(tl.float32, bitcast=True)
+    n_inexact = tl.zeros([ROWS, 1], tl.int32)
+    col = tl.full([], 0, tl.int64)
+    while col < n_cols:
+        mask = inside & (cols < n_cols - col)
+        x = to_float(tl.load(x_ptr + rows * row_stride + (col + cols) * col_stride, mask=mask, other=0), BF16)
+        element = _e4m3_bits(x * inverse)
+        tl.store(elements_ptr + rows * n_cols + col + cols, element, mask=mask)
+        if inexact_ptr is not None:
+            differs = (_e4m3_values(element) * scale_value(byte) != x) & (tl.abs(x) < float("inf"))
+            n_inexact += tl.sum(differs.to(tl.int32), axis=1, keep_dims=True)
+        col += COLS
+    if inexact_ptr is not None:
+        tl.atomic_add(inexact_ptr, tl.sum(tl.sum(n_inexact, axis=1), axis=0), sem="relaxed")
+    scale = byte.to(tl.uint8) if BYTES else scale_value(byte)
+    tl.store(scale_ptr + rows, scale, mask=inside)
+
+
+@triton.jit(do_not_specialize=["n_rows", "col_tiles"])
+def from_fp8_kernel(
+    elements_ptr,
+    byte_ptr,
+    out_ptr,
+    n_rows,
+    n_cols,
+    col_tiles,
+    ROWS: tl.constexpr,
+    COLS: tl.constexpr,
+    LARGEST: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+):
+    """Values of elements ``[n_rows, n_cols]`` with a scale byte per row, all contiguous."""
+    pid = tl.program_id(0)
+    rows = (pid // col_tiles).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
+    cols = (pid % col_tiles) * COLS + tl.arange(0, COLS)[None, :]
+    mask = (rows < n_rows) & (cols < n_cols)
+    element = tl.load(elements_ptr + rows * n_cols + cols, mask=mask, other=0)
+    scale = scale_value(tl.load(byte_ptr + rows, mask=rows < n_rows, other=0).to(tl.int32))
+    values = clamp(_e4m3_values(element) * scale, LARGEST)
+    tl.store(out_ptr + rows * n_cols + cols, as_stored(values, out_ptr, INTERPRETED), mask=mask)
+
+
+def to_fp8(
+    x: torch.Tensor, scale_dtype: torch.dtype = torch.float32, inexact: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Round ``x`` to E4M3 with one power-of-two scale for each row along the last axis. No gradient flows.
+
+    Args:
+        x: float32, bfloat16 or float16 tensor ``[..., K]`` on a GPU. A matrix may have any strides: ``x.mT`` is
+            converted along the columns of ``x``.
+        scale_dtype: float32 for scales, uint8 for their E8M0 bytes, where a row with NaN or infinity is NaN as a whole.
+        inexact: int32 scalar on the same device, to which the number of elements that were rounded is added, or `None`.
+
+    Returns:
+        Elements ``float8_e4m3fn [..., K]``, contiguous, and scales ``[..., 1]``.
+
+    Raises:
+        TypeError: not a tensor, or another dtype.
+        ValueError: a scalar, or not on a GPU.
+    """
+    check_input("to_fp8", x)
+    if scale_dtype not in (torch.float32, torch.uint8):
+        raise TypeError(f"scales are float32 or uint8 bytes, not {scale_dtype}")
+    elements = torch.empty(x.shape, dtype=torch.float8_e4m3fn, device=x.device)
+    # Without elements, scales are those of zeros.
+    scale = torch.zeros(*x.shape[:-1], 1, dtype=scale_dtype, device=x.device)
+    if x.numel():
+        matrix = x.detach().reshape(-1, x.shape[-1])
+        n_rows, n_cols = matrix.shape
+        # Neighbours in memory are neighbours in a row, or in a column.
+        rows, cols = (4, 1024) if n_cols == 1 or matrix.stride(1) == 1 else (16, 256)
+        numbers = (n_rows, n_cols, *matrix.stride())
+        constants = {"ROWS": rows, "COLS": min(cols, triton.next_power_of_2(n_cols)), "BF16": x.dtype == torch.bfloat16}
+        pointers = (bits(matrix), elements.view(torch.uint8), scale, inexact)
+        launch(to_fp8_kernel, (triton.cdiv(n_rows, rows),), x.device, *pointers, *numbers, **constants, **_OPTIONS)
+    return elements, scale
+
+
+def from_fp8(elements: torch.Tensor, byte: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return the values ``[..., K]`` of what [`to_fp8`] returns with scale bytes, in float32, bfloat16 or float16.
+
+    Raises:
+        TypeError: another dtype, or other tensors.
+        ValueError: shapes that do not fit together, or tensors that are not on a GPU.
+    """
+    check_output(dtype)
+    if elements.dtype != torch.float8_e4m3fn or byte.dtype != torch.uint8:
+        raise TypeError(f"elements must be float8_e4m3fn and scales uint8, got {elements.dtype} and {byte.dtype}")
+    if elements.dim() == 0 or byte.shape != (*elements.shape[:-1], 1):
+        raise ValueError(f"elements {list(elements.shape)} need a scale byte each row, got {list(byte.shape)}")
+    check_device(elements)
+    out = torch.empty(elements.shape, dtype=dtype, device=elements.device)
+    if out.numel():
+        n_cols = elements.shape[-1]
+        n_rows, col_tiles = out.numel() // n_cols, triton.cdiv(n_cols, 512)
+        parts = (elements.contiguous().view(torch.uint8), byte.contiguous(), output(out))
+        constants = {"ROWS": 4, "COLS": 512, "LARGEST": torch.finfo(dtype).max, "INTERPRETED": INTERPRETED}
+        grid = (triton.cdiv(n_rows, 4) * col_tiles,)
+        launch(from_fp8_kernel, grid, out.device, *parts, n_rows, n_cols, col_tiles, **constants, **_OPTIONS)
+    return out

@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Layers of hf_mxfp4 with backend="triton" against the same with "eager"; prints, for each, the largest difference
+relative to the largest value of outputs and gradients, and how often kernels were launched.
+
+TRITON_INTERPRET=1 python run_layers.py
+"""
+
+import json
+from collections import Counter
+from functools import partial
+
+import torch
+from torch import nn
+
+import mxfp4_kernels
+from hf_mxfp4 import MXFP4Linear, MXFP4PackedLinear, MXFP4RLConfig
+from hf_mxfp4.layers import MXFP4PackedExperts
+
+
+LAUNCHES: Counter = Counter()
+NAMES = ("fake_quantize", "fake_quantize_both", "quantize", "dequantize", "to_fp8", "from_fp8", "linear_w4a16")
+LAYERS = {
+    "w4a4": (MXFP4Linear, {"preset": "w4a4"}),
+    "w4a4g4": (MXFP4Linear, {"preset": "w4a4g4"}),
+    "w4a4g8": (MXFP4Linear, {"preset": "w4a4g8", "saved_activations": "fp8"}),
+    "paper_a": (MXFP4Linear, {"preset": "paper_a"}),
+    "paper_b": (MXFP4Linear, {"preset": "paper_b", "wgrad": {"rotation": "random-16"}}),
+    "packed": (MXFP4PackedLinear, {"preset": "w4a16", "mode": "packed"}),
+    "packed, rotated": (
+        MXFP4PackedLinear,
+        {"preset": "w4a4", "mode": "packed", "fprop": {"rotation": "deterministic-32"}},
+    ),
+}
+
+
+class Experts(nn.Module):
+    """Laid out as transformers' experts are."""
+
+    def __init__(self):
+        super().__init__()
+        self.num_experts, self.hidden_dim, self.intermediate_dim = 3, 64, 48
+        self.has_gate, self.has_bias, self.is_transposed, self.is_concatenated = True, False, False, True
+        self.gate_up_proj = nn.Parameter(torch.randn(3, 96, 64) * 0.3)
+        self.down_proj = nn.Parameter(torch.randn(3, 64, 48) * 0.3)
+        self.act_fn = nn.SiLU()
+
+    def _apply_gate(self, states):
+        gate, up = states.chunk(2, dim=-1)
+        return self.act_fn(gate) * up
+
+
+def spy() -> None:
+    def counted(name, function, *arguments, **options):
+        LAUNCHES[name] += 1
+        return function(*arguments, **options)
+
+    for name in NAMES:
+        setattr(mxfp4_kernels, name, partial(counted, name, getattr(mxfp4_kernels, name)))
+
+
+def linear(kind: type, options: dict, backend: str) -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    layer = kind.from_linear(nn.Linear(160, 48).bfloat16(), MXFP4RLConfig(backend=backend, **options))
+    x = torch.randn(2, 20, 160).bfloat16().requires_grad_()
+    out = layer(x)
+    out.backward(torch.randn(out.shape).bfloat16())
+    return [out.detach(), x.grad, *(p.grad for p in layer.parameters() if p.grad is not None)]
+
+
+def experts(backend: str) -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    config = MXFP4RLConfig(preset="w4a16", mode="packed", backend=backend)
+    layer = MXFP4PackedExperts.from_experts(Experts().bfloat16(), config, "experts")
+    x, chosen = torch.randn(6, 64).bfloat16(), torch.tensor([[0, 1], [2, 1], [0, 2], [1, 0], [0, 1], [1, 0]])
+    with torch.no_grad():
+        return [layer(x, chosen, torch.rand(6, 2).bfloat16())]
+
+
+def compared(compute) -> dict:
+    expected = compute("eager")
+    LAUNCHES.clear()
+    found = compute("triton")
+    differences = [float((a - b).abs().max() / b.abs().max()) for a, b in zip(found, expected, strict=True)]
+    return {"differences": differences, "launches": dict(LAUNCHES)}
+
+
+if __name__ == "__main__":
+    spy()
+    report = {name: compared(partial(linear, *given)) for name, given in LAYERS.items()}
+    print(json.dumps(report | {"experts": compared(experts)}))

@@ -1,0 +1,181 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Mistakes that other projects made in runs, evaluations and records: B13 to B15, B25 to B28, B30 to B33, and B35 as
+far as it applies, one test or more named after each."""
+
+import multiprocessing
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from grpo_runs import even_digits, logged, prompts
+from same_bits import assert_same, weights
+from tiny_models import make_model
+
+from hf_mxfp4 import MXFP4Linear, MXFP4RLConfig
+from hf_mxfp4.integrations.transformers.swap import quantize_linears
+from hf_mxfp4.rl import NormNoise
+from recipes.grpo import main
+
+
+CONFIGS = Path(__file__).resolve().parents[2] / "recipes" / "configs"
+TINY = """--sft_steps=3 --sft_batch_size=8 --tiny_hidden_size=32 --tiny_num_layers=2 --per_device_train_batch_size=8
+--num_generations=4 --max_steps=3 --logging_steps=2 --aqn_num_stages=3 --reload_check=0 --greedy_batch_size=8
+--n_test=16 --seed=5 --report_every=0""".split()
+
+
+@pytest.fixture(scope="module")
+def recipe_run(tmp_path_factory):
+    """The folder and the summary of a short run of the recipe, whose steps no cadence divides."""
+    folder = tmp_path_factory.mktemp("recipe") / "out"
+    return folder, main([*TINY, "--macro_block=64", f"--output_dir={folder}"])
+
+
+# ---- B13: groups without variance -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("value", [0.0, 1.0])
+def test_b13_a_constant_reward_trains_to_the_end_logs_its_share_and_changes_nothing(run, value):
+    trainer = run(lambda completions, **kwargs: [value] * len(completions), max_steps=2)
+    before = weights(trainer.model)
+    trainer.train()
+    assert trainer.state.global_step == 2
+    assert logged(trainer, "frac_reward_zero_std") == {1: 1.0, 2: 1.0}
+    assert_same(weights(trainer.model), before)
+
+
+# ---- B14, B25, B26: evaluations that are missing, or of other weights -----------------------------------------------
+
+
+def test_b14_b25_evaluations_come_at_their_cadence_and_after_the_last_step_beside_sigma(run):
+    rows = prompts(4)
+    trainer = run(eval_dataset=rows, max_steps=5, eval_strategy="steps", eval_steps=2, per_device_eval_batch_size=4)
+    trainer.train()
+    evaluated, sigma = logged(trainer, "eval_reward"), logged(trainer, "aqn/sigma")
+    assert list(evaluated) == [2, 4, 5]
+    assert evaluated.keys() <= sigma.keys() and any(sigma[step] > 0 for step in evaluated)
+
+
+class Engine:
+    """TRL's interface to vLLM, holding the weights that were pushed last."""
+
+    def __init__(self, trainer):
+        self.trainer, self.held, self.sampled_with = trainer, None, []
+
+    def _iter_named_params(self):
+        yield from self.trainer.model.named_parameters()
+
+    def sync_weights(self):
+        self.held = dict(self._iter_named_params())
+
+    def generate(self, prompts, **kwargs):
+        self.sampled_with.append(self.held)
+        return None, [[2, 1]] * len(prompts), [[[0.0], [0.0]]] * len(prompts), None
+
+
+def vllm_trainer(run, **options):
+    trainer = run(**options)
+    trainer.use_vllm = trainer.args.use_vllm = True
+    trainer.vllm_generation, trainer._last_loaded_step = Engine(trainer), -1
+    trainer._push_rollout_policy_to_vllm()
+    trainer.state.max_steps = 4
+    return trainer
+
+
+def test_b26_an_evaluation_alone_samples_from_weights_that_were_pushed(run):
+    """There is no copy of a checkpoint to sync here: weights go to vLLM before it generates. See B28 for counts."""
+    trainer = vllm_trainer(run)
+    trainer.model.eval()
+    trainer._generate(["1+1="])
+    (held,) = trainer.vllm_generation.sampled_with
+    layer = trainer.model.model.layers[0].mlp.up_proj
+    assert torch.equal(held["model.layers.0.mlp.up_proj.weight"], layer.quantized_weight(layer.weight, torch.float32))
+    assert torch.equal(held["model.norm.weight"], trainer.model.model.norm.weight)
+
+
+def test_b26_b29_an_evaluation_after_a_noisy_rollout_of_the_same_step_samples_from_clean_weights(run):
+    trainer = vllm_trainer(run, aqn_num_stages=1, aqn_sigma_start=0.1, aqn_sigma_end=0.1)
+    for training in (True, False):
+        trainer.model.train(training)
+        trainer._generate(["1+1="])
+    noisy, clean = (held["model.norm.weight"] for held in trainer.vllm_generation.sampled_with)
+    assert not torch.equal(noisy, clean) and torch.equal(clean, trainer.model.model.norm.weight)
+
+
+# ---- B15, B30, B31: recipes and records -----------------------------------------------------------------------------
+
+
+def test_b30_results_are_not_written_over(recipe_run):
+    folder, _ = recipe_run
+    before = (folder / "summary.json").read_bytes()
+    with pytest.raises(SystemExit, match="is not empty"):
+        main([*TINY, f"--output_dir={folder}"])
+    assert (folder / "summary.json").read_bytes() == before
+
+
+def test_b31_a_run_writes_down_every_option_that_it_used(recipe_run):
+    folder, _ = recipe_run
+    options = yaml.safe_load((folder / "resolved_config.yaml").read_text())["options"]
+    given = {"seed": 5, "macro_block": 64, "aqn_num_stages": 3, "max_steps": 3, "tiny_hidden_size": 32}
+    assert given.items() <= options.items()  # from the command line
+    assert options["task"] == "arithmetic" and options["learning_rate"] == 1e-4  # from the file
+    assert options["aqn"] is True and options["rollout_correction"] is True  # by default
+    assert options["max_completion_length"] == 4 and not any(name.endswith("token") for name in options)
+
+
+# ---- B27: scores of the format and not of the policy ----------------------------------------------------------------
+
+
+def test_b27_accuracy_before_training_is_reported(recipe_run):
+    _, summary = recipe_run
+    assert 0 <= summary["accuracy_before"]["exact_match"] <= 1
+
+
+# ---- B28: patches that no worker saw --------------------------------------------------------------------------------
+
+
+def test_b28_what_touched_nothing_is_an_error_and_not_a_result(run, monkeypatch):
+    """Here the counts come from where the work is done: layers that ran, norms that ran, weights that were pushed."""
+    with pytest.raises(ValueError, match="matches no layer"):
+        quantize_linears(torch.nn.Sequential(torch.nn.ReLU()), MXFP4RLConfig())
+    with pytest.raises(ValueError, match="would train in full precision"):
+        run(policy=make_model(layers=1, hidden=32, intermediate=48))
+    noise = NormNoise(make_model(), seed=0)
+    with pytest.raises(RuntimeError, match="reached none of 5 norms"), noise.active(0, 0.1):
+        make_model()(torch.tensor([[2, 3]]))  # another copy of the model, as in another process
+    monkeypatch.setattr(Engine, "sync_weights", lambda self: None)
+    trainer = vllm_trainer(run, aqn_num_stages=1)
+    trainer.model.train()
+    with pytest.raises(RuntimeError, match="pushed none of the weights of the policy to vLLM"):
+        trainer._generate(["1+1="])
+
+
+# ---- B32: a reference of another scheme -----------------------------------------------------------------------------
+
+
+def test_b32_the_reference_policy_shares_the_scheme(run):
+    scheme = MXFP4RLConfig(scale_rule="even", outlier_fallback=None)
+    trainer = run(scheme=scheme, beta=0.1, max_steps=1, aqn=False)
+    found = [module.config for module in trainer.ref_model.modules() if isinstance(module, MXFP4Linear)]
+    assert found == [scheme] * 14
+    trainer.train()
+    assert abs(logged(trainer, "kl")[1]) < 1e-6  # policy and reference are one until the first update
+
+
+# ---- B33: collapse and reward hacking that nobody watches -----------------------------------------------------------
+
+
+# ---- B35: runs that do not end --------------------------------------------------------------------------------------
+
+
+def test_b35_a_run_without_a_tracker_ends_and_leaves_nothing_running(run):
+    before = set(threading.enumerate())
+    trainer = run(even_digits, max_steps=1, report_to="none", logging_strategy="no")
+    trainer.train()
+    assert trainer.state.global_step == 1
+    assert not multiprocessing.active_children()
+    assert not [thread for thread in threading.enumerate() if thread not in before and not thread.daemon]
+
+
+# ---- the list -------------------------------------------------------------------------------------------------------
