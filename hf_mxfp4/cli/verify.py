@@ -63,8 +63,7 @@ def verify(
 
 
 def _verified(model: str) -> "Verification":
-    from ..checkpoint import verify_folder
-    from ..checkpoint.verify import Verification
+    from ..checkpoint import Verification, verify_folder
     from ..lab.source import local_path
 
     path, kind = local_path(model)
@@ -77,8 +76,7 @@ def _verified(model: str) -> "Verification":
 
 
 def _add(folder: Path) -> None:
-    from ..checkpoint import verify_folder
-    from ..checkpoint.verify import add_to_folder
+    from ..checkpoint import add_to_folder, verify_folder
 
     if not folder.is_dir():
         fail(f"--add writes into a folder, and {folder} is none")
