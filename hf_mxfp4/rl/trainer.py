@@ -37,8 +37,8 @@ from trl.rewards import get_soft_overlong_punishment
 from .._logging import get_logger
 from ..checkpoint import decoration
 from ..files import replace_file
-from ..layers import QUANTIZED, TRAINABLE, cached_weights, random_layers
-from .callbacks.entropy import EntropyCallback, QuantizationStepCallback
+from ..layers import QUANTIZED, TRAINABLE, cached_weights
+from .callbacks.entropy import EntropyCallback
 from .callbacks.errors import LAYERS, ActivationErrorCallback, ErrorCallback, spread_modules
 from .callbacks.movement import StepMovementCallback, sample_weights
 from .callbacks.run_log import RunLogCallback, run_facts
@@ -164,9 +164,7 @@ class MXFP4GRPOTrainer(ExactResumeMixin, GRPOTrainer):
         # written it down when a tracker fails.
         first = (self.entropy_callback, self.run_log)
         self.callback_handler.callbacks[:0] = [callback for callback in first if callback is not None]
-        steps = QuantizationStepCallback() if random_layers(model) else None
-        measuring = (self.error_callback, self.activation_callback, self.movement_callback)
-        for callback in (*measuring, steps, self.exit_checkpoint):
+        for callback in (self.error_callback, self.activation_callback, self.movement_callback, self.exit_checkpoint):
             if callback is not None:
                 self.add_callback(callback)
 
