@@ -37,8 +37,6 @@ ORDER = (
     ("numerics",),
     ("mxfp4_kernels",),
 )
-#: Imports that still point up.
-STILL_UP = {("rl", "lab"), ("checkpoint", "lab")}
 SOURCES = ("hf_mxfp4", "kernels/mxfp4_kernels", "recipes", "benchmarks")
 CPP = (".cpp", ".h")
 
@@ -156,11 +154,10 @@ def faults(graph: Graph) -> list[str]:
         f"{unit} imports {target}, which is above it in benchmarks/packages.py: move what it needs down."
         for unit, targets in sorted(graph.items())
         for target in sorted(targets)
-        if unit in rank and rank.get(target, len(ORDER)) < rank[unit] and (unit, target) not in STILL_UP
+        if unit in rank and rank.get(target, len(ORDER)) < rank[unit]
     ]
-    down = {unit: {target for target in targets if (unit, target) not in STILL_UP} for unit, targets in graph.items()}
     try:
-        TopologicalSorter(down).prepare()
+        TopologicalSorter(graph).prepare()
     except CycleError as error:
         found.append(f"{' -> '.join(reversed(error.args[1]))} import each other in a circle: take one import out.")
     return found
@@ -172,9 +169,8 @@ def mermaid(graph: Graph) -> str:
     down = {name: {target for target in _reached(graph, name) if target in names} for name in names}
     arrows = []
     for name in names:
-        direct = {target for target in down[name] if (name, target) not in STILL_UP}
-        behind = {further for target in direct for further in down[target]}
-        arrows += [f"    {name} --> {target}" for target in names if target in direct - behind]
+        behind = {further for target in down[name] for further in down[target]}
+        arrows += [f"    {name} --> {target}" for target in names if target in down[name] - behind]
     return "\n".join(["```mermaid", "graph TD", *arrows, "```\n"])
 
 
@@ -183,7 +179,7 @@ def _reached(graph: Graph, unit: str) -> set[str]:
     found, open_ones = set(), [unit]
     while open_ones:
         at = open_ones.pop()
-        new = {target for target in graph.get(at, ()) if (at, target) not in STILL_UP} - found
+        new = set(graph.get(at, ())) - found
         found |= new
         open_ones += new
     return found - {unit}

@@ -10,10 +10,11 @@ from benchmarks.tiny_architectures import shrunk
 from hf_mxfp4 import module_names
 
 
+LARGE = ("mamba", "smolvlm")
 FOUND = {record["name"]: record for record in records("architectures")}
 
 
-@pytest.mark.parametrize("name", ["mamba", "qwen3_moe", "smolvlm", "t5"])
+@pytest.mark.parametrize("name", ["qwen3_moe", "t5", *(pytest.param(each, marks=pytest.mark.large) for each in LARGE)])
 def test_an_architecture_of_each_kind_is_right(name):
     assert architectures.try_architecture(name)["outcome"] == "right"
 

@@ -106,7 +106,7 @@ def test_without_a_gpu_it_says_what_to_do(tmp_path, monkeypatch, capsys):
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("sections", [("quantize", "to_e4m3"), pytest.param(command.SECTIONS, marks=pytest.mark.large)])
+@pytest.mark.parametrize("sections", [("to_e4m3",), pytest.param(command.SECTIONS, marks=pytest.mark.large)])
 def test_sections_run_in_the_interpreter(tmp_path, sections):
     environment = os.environ | {"TRITON_CACHE_DIR": str(tmp_path / "cache")}
     job = processes.module("benchmarks.gpu", "--tiny", "--out", tmp_path, "--only", *sections)

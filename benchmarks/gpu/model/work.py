@@ -7,7 +7,7 @@ refused ([`benchmarks.gpu.model.estimate.executed`]).
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -42,23 +42,15 @@ class Work:
     has_rule: bool = True
 
 
-class Arguments(dict):
-    """Of a launch, by name; those in capitals that bundles hold are there by their own names too."""
-
-    def __init__(self, launch: Launch):
-        names = launch.kernel.arg_names
-        super().__init__(zip(names, launch.arguments, strict=False))
-        self.update(launch.constants)
-        for bundle in list(self.values()):
-            for name, value in getattr(bundle, "_asdict", dict)().items():
-                if name.isupper():
-                    self.setdefault(name, value)
+#: Of a launch, by name.
+Arguments = Mapping[str, Any]
 
 
 def work_of(launch: Launch, reached: float = 1.0) -> Work:
-    """``reached``: the part of experts that have rows, for kernels of mixtures."""
+    """Return the work of a launch; ``reached`` is the part of experts that have rows."""
     if launch.name in _RULES:
-        return _RULES[launch.name](launch, Arguments(launch), reached)
+        at = dict(zip(launch.kernel.arg_names, launch.arguments, strict=False)) | launch.constants
+        return _RULES[launch.name](launch, at, reached)
     n_elements = tensors_of(launch.arguments)[0].numel()
     return Work(bytes_of(launch.arguments), n_elements, "element", launch.programs, has_rule=False)
 
