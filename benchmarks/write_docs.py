@@ -23,7 +23,7 @@ MARKED = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 TABLES: dict[str, Callable[[], str]] = {
     name: getattr(module, name)
     for module, names in (
-        (errors, "schemes mantissas alphas components statements readme_schemes"),
+        (errors, "schemes mantissas statements readme_schemes"),
         (evidence, "readme_evidence evidence_front evidence_claims gptq smoothing export_perplexity gguf_perplexity"),
         (runs, "demo lora moe vllm_agreement memory pretrain quantize_cpu packed_product_cpu architectures"),
         (gpu, "gpu modelled"),

@@ -3,6 +3,7 @@
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 from torch import nn
 
@@ -28,3 +29,16 @@ def evaluation_mode(model: nn.Module) -> Iterator[None]:
     finally:
         for module, training in modes:
             module.training = training
+
+
+@contextlib.contextmanager
+def replaced_method(module: Any, method: str, replacement: Callable) -> Iterator[None]:
+    """Replace a method of one object, module or class; restore it on exit."""
+    own = vars(module).get(method)
+    setattr(module, method, replacement)
+    try:
+        yield
+    finally:
+        delattr(module, method)
+        if own is not None:
+            setattr(module, method, own)

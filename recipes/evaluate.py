@@ -11,10 +11,10 @@ if __name__ == "__main__" and not __package__:
 
 import sys
 
-from recipes.common.terminal import leave_together
+from recipes.common.terminal import shutdown
 from recipes.evaluation.run import main
 
 
 if __name__ == "__main__":
     main(sys.argv[1:])
-    leave_together()
+    shutdown()

@@ -23,7 +23,7 @@ from trl import get_peft_config
 from hf_mxfp4 import MXFP4GRPOTrainer
 from hf_mxfp4.lab import RunReportCallback
 from recipes.common.schemes import describe
-from recipes.common.terminal import TrainingBar, leave_together, tell
+from recipes.common.terminal import TrainingBar, shutdown, tell
 from recipes.post_training import output as files
 from recipes.post_training.arguments import load_task_or_exit, parse_or_exit
 from recipes.post_training.evaluation import EvaluationCallback, PolicyEvaluation
@@ -105,4 +105,4 @@ def main(argv: list[str]) -> dict:
 
 if __name__ == "__main__":
     main(sys.argv[1:])
-    leave_together()
+    shutdown()

@@ -19,7 +19,7 @@ from typing import Any
 
 from hf_mxfp4.files import write_json
 from recipes.common.schemes import preset_of
-from recipes.common.terminal import errors_as_messages, leave_together, tell
+from recipes.common.terminal import errors_as_messages, shutdown, tell
 from recipes.pretraining.arguments import TARGET_FRACTION, Study, parse_or_exit
 from recipes.pretraining.corpus import load_corpus
 from recipes.pretraining.plots import draw_curves, draw_overheads
@@ -90,4 +90,4 @@ def finish(study: Study, runs: list[dict[str, Any]], output: Path) -> dict[str, 
 
 if __name__ == "__main__":
     main(sys.argv[1:])
-    leave_together()
+    shutdown()

@@ -186,4 +186,4 @@ def test_every_folder_of_the_sources_is_a_package_that_the_build_finds():
     folders = set()
     for top in (PACKAGE, KERNELS):
         folders |= {str(path.parent.relative_to(top.parent)).replace("/", ".") for path in top.rglob("*.py")}
-    assert found == folders and "mxfp4_kernels" in found and "hf_mxfp4.lab.smoothing" in found
+    assert found == folders and "mxfp4_kernels" in found and "hf_mxfp4.numerics.formats" in found

@@ -26,39 +26,6 @@ def mantissas() -> str:
     return table(["scale factors of a block", *DISTRIBUTIONS], rows)
 
 
-def alphas() -> str:
-    found = scheme_error()
-    names = [name for on, name in found if on == "Gaussian" and name.startswith("fallback alpha")]
-    rows = [
-        [name.removeprefix("fallback alpha "), *(percent(found[on, name]["value"], 4) for on in DISTRIBUTIONS)]
-        for name in names
-    ]
-    return table(["alpha", *DISTRIBUTIONS], rows)
-
-
-def components() -> str:
-    found = scheme_error()
-    rows = []
-    for name in (
-        "rceil",
-        "rceil, static factor",
-        "even",
-        "even, dynamic factor",
-        "even, block mantissas",
-        "rceil, static factor, fallback 0.5",
-        "rceil, static factor, fallback 1",
-    ):
-        for on in ("Gaussian", "trained weights"):
-            r = found[on, name]
-            ratios = [f"{r[f'ratio_{part}']:.3f}" for part in ("scale_bias", "deadzone", "grid")]
-            cosines = [f"{r['cosine_scale_grid']:+.3f}", f"{r['cosine_scale_deadzone_unmasked']:+.4f}"]
-            shares = [percent(r["deadzone_fraction"], 1), percent(r["zero_fraction"], 1)]
-            rows.append([name, on, percent(r["value"]), *ratios, *cosines, *shares, f"{r['gain']:.4f}"])
-            rows[-1] += [f"{r['gamma_mean']:.3f}"]
-    columns = ["scheme", "data", "error %", "scale", "deadzone", "grid", "cos(scale, grid)", "cos(scale, deadzone)"]
-    return table([*columns, "deadzone %", "zeroed %", "gain", "mean gamma"], rows)
-
-
 def statements() -> str:
     found = scheme_error()
 

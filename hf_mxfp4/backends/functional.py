@@ -72,7 +72,7 @@ def quantize(
         noise_source(scheme.rounding, None, seed)
         if backends.needs_operator(x) and scheme.rounding == "nearest":
             return _compiled_quantize(x, scheme, axis, backend)
-        name = backends.choose_backend(x, scheme, backend, seed, x.shape[axis])
+        name = backends.choose_backend(x, scheme, backend, seed)
         if name == "cpu":
             return _FusedTensor(**vars(cpu.quantize(x, scheme, axis)))
         if name == "triton":

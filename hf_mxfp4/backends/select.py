@@ -83,14 +83,14 @@ def rotate_rows(
 
 def fake_quantize_e4m3(x: torch.Tensor, backend: str = "auto") -> torch.Tensor:
     """[`hf_mxfp4.numerics.fake_quantize_e4m3`], the same bits, by Triton where that quantizes blocks of ``x``."""
-    if takes_e4m3(x, backend):
+    if supports_e4m3(x, backend):
         return triton_kernels.fake_quantize_e4m3(x)
     return numerics.fake_quantize_e4m3(x)
 
 
 def quantize_e4m3(x: torch.Tensor, backend: str = "auto") -> tuple[torch.Tensor, torch.Tensor]:
     """[`hf_mxfp4.numerics.quantize_e4m3`], the same bits, by Triton where that quantizes blocks of ``x``."""
-    return (triton_kernels if takes_e4m3(x, backend) else numerics).quantize_e4m3(x)
+    return (triton_kernels if supports_e4m3(x, backend) else numerics).quantize_e4m3(x)
 
 
 def dequantize_e4m3(
@@ -99,12 +99,12 @@ def dequantize_e4m3(
     """[`hf_mxfp4.numerics.dequantize_e4m3`], the same bits, by Triton where that dequantizes MXFP4."""
     device, kernels = elements.device, False
     if not torch.compiler.is_compiling() and is_torchs_own(elements):
-        kernels = _choice(device.type, dtype, _BLOCKS, backend, None, 0) == "triton"
+        kernels = _choice(device.type, dtype, _BLOCKS, backend, None) == "triton"
         kernels = kernels and (backend != "auto" or is_verified("dequantize", device))
     return (triton_kernels if kernels else numerics).dequantize_e4m3(elements, byte, dtype)
 
 
-def takes_e4m3(x: torch.Tensor, backend: str = "auto") -> bool:
+def supports_e4m3(x: torch.Tensor, backend: str = "auto") -> bool:
     """Whether the Triton kernels round rows of a tensor to E4M3: where they quantize blocks of it."""
     return x.is_floating_point() and x.dim() > 0 and choose_backend(x, _BLOCKS, backend) == "triton"
 
@@ -122,7 +122,7 @@ def dequantize(tensor: MXFP4Tensor, dtype: torch.dtype, backend: str = "auto") -
     name = "eager"
     if not torch.compiler.is_compiling() and is_torchs_own(tensor.codes):
         device = tensor.codes.device
-        name = _choice(device.type, dtype, scheme, backend, None, tensor.length)
+        name = _choice(device.type, dtype, scheme, backend, None)
         if name == "triton" and backend == "auto" and not is_verified("dequantize", device):
             name = "eager"
     if name == "cpu":
@@ -144,29 +144,21 @@ def computes_on_codes(x: torch.Tensor, dtype: torch.dtype, scheme: QuantScheme, 
     `ValueError` when the backend named cannot do it."""
     if torch.compiler.is_compiling() or not is_torchs_own(x):
         return False
-    name = _choice(x.device.type, dtype, as_read(scheme), backend, None, 0)
+    name = _choice(x.device.type, dtype, as_read(scheme), backend, None)
     return name == "cpu" or name == "triton" and (backend != "auto" or is_verified("decode", x.device))
 
 
-def choose_backend(
-    x: torch.Tensor, scheme: QuantScheme, backend: str, seed: int | None = None, length: int | None = None
-) -> str:
-    """The backend for this tensor, whose quantized axis has ``length`` elements (by default, the last axis). Raises
-    `ValueError` when the one named cannot do it."""
+def choose_backend(x: torch.Tensor, scheme: QuantScheme, backend: str, seed: int | None = None) -> str:
+    """The backend for this tensor. Raises `ValueError` when the one named cannot do it."""
     if torch.compiler.is_compiling() or not is_torchs_own(x):
         # Tracing and other stand-ins for tensors have no memory to hand to a kernel.
         return "eager"
-    if length is None:
-        length = x.shape[-1] if scheme.macro_block == "row" else 0
-    name = _choice(x.device.type, x.dtype, scheme, backend, seed, length)
+    name = _choice(x.device.type, x.dtype, scheme, backend, seed)
     return name if name != "triton" or backend != "auto" or is_verified("quantize", x.device) else "eager"
 
 
-def _choice(
-    device_type: str, dtype: torch.dtype, scheme: QuantScheme, backend: str, seed: int | None, length: int
-) -> str:
-    # Only rows that are macro blocks can be too long; other lengths would but fill the cache.
-    name, reason = backend_for(device_type, dtype, scheme, backend, length if scheme.macro_block == "row" else 0)
+def _choice(device_type: str, dtype: torch.dtype, scheme: QuantScheme, backend: str, seed: int | None) -> str:
+    name, reason = backend_for(device_type, dtype, scheme, backend)
     if name == "triton" and not reason and scheme.rounding != "nearest" and seed is None:
         name, reason = ("eager" if backend == "auto" else name), f"{scheme} draws random numbers and needs a seed"
     if reason and name == backend != "eager":
@@ -175,11 +167,9 @@ def _choice(
 
 
 @functools.lru_cache(maxsize=256)
-def backend_for(
-    device_type: str, dtype: torch.dtype, scheme: QuantScheme, backend: str, length: int = 0
-) -> tuple[str, str | None]:
-    """The backend chosen for a tensor with ``length`` elements along the quantized axis (0: any), and why the fast one
-    (that was named, or that belongs to the device) is not usable; `None` when it is."""
+def backend_for(device_type: str, dtype: torch.dtype, scheme: QuantScheme, backend: str) -> tuple[str, str | None]:
+    """The backend for tensors of a device and dtype, and why the fast one (that was named, or that belongs to the
+    device) is not usable; `None` when it is."""
     if backend == "eager":
         return "eager", "eager was asked for"
     fast = backend if backend != "auto" else ("cpu" if device_type == "cpu" else "triton")
@@ -187,7 +177,7 @@ def backend_for(
         on_cpu = device_type == "cpu"
         reason = cpu.unsupported_reason(dtype, scheme) if on_cpu else f"the tensor is on {device_type}"
     else:
-        reason = triton_kernels.unsupported_reason(device_type, dtype, scheme, length)
+        reason = triton_kernels.unsupported_reason(device_type, dtype, scheme)
     return ("eager" if reason and backend == "auto" else fast), reason
 
 

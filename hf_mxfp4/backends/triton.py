@@ -16,7 +16,7 @@ from ..numerics.blocks import keep_selected
 MOST_DECODED_ROWS, MOST_DECODED_ROWS_OF_EXPERTS = 256, 128
 
 
-def unsupported_reason(device_type: str, dtype: torch.dtype, scheme: QuantScheme, length: int = 0) -> str | None:
+def unsupported_reason(device_type: str, dtype: torch.dtype, scheme: QuantScheme) -> str | None:
     """Return why the kernels cannot quantize tensors of this device and dtype under this scheme, or read what they make
     of them; `None` when they can. On the CPU they run in Triton's interpreter, under TRITON_INTERPRET=1, and slowly."""
     if (reason := unavailable(device_type)) is not None:

@@ -24,8 +24,8 @@ _NAMES = {
     "card_text": ["auto_class", "pipeline_tag"],
     "exports": ["export"],
     "folder": ["CheckpointError", "CheckpointFolder", "model_dtype", "open_checkpoint", "refuse_kernels"],
-    "formats": ["FORMATS", "PackedFormat"],
-    "formats.gguf": ["from_blocks", "to_blocks"],
+    "formats": ["FORMATS", "ImportableFormat"],
+    "formats.gguf": ["to_blocks"],
     "hub": ["push"],
     "manifest": [
         "MANIFEST",

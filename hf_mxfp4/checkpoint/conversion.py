@@ -47,7 +47,7 @@ def convert(
     Raises `FolderError` when ``out`` cannot be written, and `ShardError` when the source cannot be read.
     """
     target = Path(out).expanduser().resolve()
-    origin = source.folder.origin
+    origin = source.folder.path.resolve()
     if target == origin or origin in target.parents or target in origin.parents:
         raise FolderError(f"{target} and the checkpoint {origin} must be apart, neither inside of the other")
     tensors = [_counted(tensor, on_bytes, tensor.nbytes) for tensor in others]

@@ -51,11 +51,6 @@ class CheckpointFolder:
     tensors: Mapping[str, StoredTensor]
 
     @property
-    def origin(self) -> Path:
-        """The path that no output may overwrite or lie inside of."""
-        return self.path.resolve()
-
-    @property
     def files(self) -> list[Path]:
         """The weight files, sorted."""
         return sorted({tensor.file for tensor in self.tensors.values()})
@@ -92,10 +87,6 @@ class CheckpointFolder:
                 return found(config)
         except Exception as error:  # whatever the numbers in it make of a model
             raise CheckpointError(f"{file} describes no model ({type(error).__name__}: {first_line(error)})") from error
-
-    def notes(self) -> list[str]:
-        """Return what is lost or changed by reading these files, in sentences."""
-        return []
 
     def copy_side_files(self, target: Path) -> None:
         """Copy tokenizer, generation config and the like."""
@@ -147,9 +138,10 @@ def open_checkpoint(path: str | os.PathLike) -> CheckpointFolder:
     tensors = tensors_by_name(read_header(folder / file) for file in files)
     if not tensors:
         raise ShardError(f"{files[0]} holds no tensors")
-    for name, file in weight_map.items():
-        if name not in tensors or tensors[name].file.name != file:
-            raise ShardError(f"{file} lacks {name}, though {INDEX} says otherwise")
+    if weight_map and (wrong := weight_map.items() ^ {(name, tensor.file.name) for name, tensor in tensors.items()}):
+        name, _ = min(wrong)
+        found = f"is in {tensors[name].file.name}" if name in tensors else "is in none of the files"
+        raise ShardError(f"{INDEX} places {name} in {weight_map.get(name)}, but it {found}")
     return CheckpointFolder(folder, config, tensors)
 
 

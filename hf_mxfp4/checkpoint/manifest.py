@@ -54,7 +54,7 @@ def read_manifest(folder: Path) -> dict[str, FileRecord]:
         }
     except FileNotFoundError:
         return {}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ShardError(f"{MANIFEST} is damaged: {type(error).__name__}: {error}") from error
     for name in records:
         if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:

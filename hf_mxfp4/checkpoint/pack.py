@@ -12,8 +12,7 @@ from ..module_names import full_precision_record, skip_reasons
 from ..report import ErrorEnergy, add_packed
 from .card import write_packed_card
 from .conversion import convert
-from .folder import CheckpointError, model_dtype, open_checkpoint
-from .formats.gguf import is_gguf, open_gguf
+from .folder import CheckpointError, open_checkpoint
 from .layers import stack_packed
 from .manifest import OnBytes, ignore_bytes
 from .report import PACKED, ConversionReport, LayerCost
@@ -91,11 +90,10 @@ def import_checkpoint(
     max_shard_size: int | str = MAX_SHARD_SIZE,
     on_bytes: OnBytes = ignore_bytes,
 ) -> ConversionReport:
-    """Write a compressed-tensors `mxfp4-pack-quantized`, a Quark MXFP4 or a gpt-oss checkpoint, or a GGUF file with
-    MXFP4 tensors, as a packed one of this package.
+    """Write a compressed-tensors `mxfp4-pack-quantized`, a Quark MXFP4 or a gpt-oss checkpoint as a packed one of this
+    package.
 
-    Codes and scales keep their values. Layers that are not quantized there become `modules_to_not_convert`. A GGUF file
-    needs the `config.json` of its model next to it, and the tokenizer's files if the result is to have one.
+    Codes and scales keep their values. Layers that are not quantized there become `modules_to_not_convert`.
 
     Raises:
         CheckpointError: the format is another one, or has something this package has no equal of: other elements or
@@ -103,7 +101,12 @@ def import_checkpoint(
         FolderError: ``out_dir`` cannot be written.
         ShardError: a file is missing or damaged.
     """
-    folder = open_gguf(source_dir) if is_gguf(source_dir) else open_checkpoint(source_dir)
+    if (path := Path(source_dir)).suffix == ".gguf" or any(path.glob("*.gguf")) and not any(path.glob("*.safetensors")):
+        raise CheckpointError(
+            f"{path} is GGUF, which is not imported; use the checkpoint that it was made from, or load it in full "
+            "precision with from_pretrained(FOLDER, gguf_file=FILE) and save it"
+        )
+    folder = open_checkpoint(source_dir)
     method = folder.quantization.get("quant_method")
     known = importable()
     if str(method) not in known:
@@ -128,7 +131,7 @@ def import_checkpoint(
         source,
         out_dir,
         {layer: (source.packed_layer(layer, keep), LayerCost(layer, "kept")) for layer in source.shapes},
-        source.format.restored(source.packed_rest(), model_dtype(folder)),
+        source.packed_rest(),
         with_scheme(folder.config, source.config),
         report,
         overwrite=overwrite,

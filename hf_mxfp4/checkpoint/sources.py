@@ -2,7 +2,7 @@
 """Checkpoints that are converted, read one matrix at a time: packed, full-precision, and other engines' formats."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
@@ -12,10 +12,10 @@ from torch import nn
 
 from ..config import QUANT_METHOD, MXFP4RLConfig
 from ..experts_layout import unsupported_reason
-from ..gemm import check_rotation, quantize_weight
+from ..gemm import check_rotation, packed_shapes, quantize_weight
 from ..module_names import fused_experts
 from .folder import CheckpointError, CheckpointFolder
-from .formats import FORMATS, PackedFormat
+from .formats import FORMATS, ImportableFormat
 from .layers import LayerShape, NewLayer, layer_shapes, packed_tensors, plain_tensors, quantizable_layers
 from .scheme import read_record
 from .tensor_names import FileNames, unknown_layout
@@ -24,7 +24,7 @@ from .tensors import NewTensor, StoredTensor, read_header
 
 #: What to do with checkpoints of bitsandbytes, GPTQ, AWQ, FP8 and the like.
 NOT_IMPORTED = (
-    "what can be imported are MXFP4 checkpoints of compressed-tensors, quark, gpt-oss and gguf. Use the full-precision "
+    "what can be imported are MXFP4 checkpoints of compressed-tensors, quark and gpt-oss. Use the full-precision "
     "checkpoint that this one was made from. If there is none, load it with transformers, call model.dequantize() "
     "where its method has that, save it with save_pretrained, and use that folder: its weights are then quantized twice"
 )
@@ -60,6 +60,7 @@ class LayerSource(ABC):
         }
         self.has_experts = any(not isinstance(layer, nn.Linear) for layer in layers.values())
         self.shapes = layer_shapes(layers, self.names)
+        self._stored: dict[str, list[StoredTensor]] = {}
         for layer, shape in self.shapes.items():
             try:
                 check_rotation(layer, shape.in_features, config.weight_rotation)
@@ -82,9 +83,9 @@ class LayerSource(ABC):
             return self.names.whole.get(layer, layer)
         return self.names.whole[f"{layer}.weight"].removesuffix(".weight")
 
-    @abstractmethod
-    def stored(self, layer: str) -> Iterable[StoredTensor]:
+    def stored(self, layer: str) -> list[StoredTensor]:
         """Return the tensors of the files that make up a weight."""
+        return self._stored[layer]
 
     @abstractmethod
     def read(self, layer: str, expert: int | None = None) -> dict[str, torch.Tensor]:
@@ -211,19 +212,15 @@ class PackedSource(LayerSource):
         if config is None or config.mode != "packed":
             raise CheckpointError(f"{folder.path} is no packed checkpoint")
         super().__init__(folder, config)
-        self._fields: dict[str, dict[str, StoredTensor]] = {}
         for layer, shape in self.shapes.items():
-            fields = shape.meta_packed(config.weight_scheme)
-            specs = packed_tensors(self.in_files(layer), shape, fields)
-            self._fields[layer] = {field: self.find(*spec) for field, spec in zip(fields, specs.items(), strict=True)}
+            specs = packed_tensors(self.in_files(layer), shape, shape.meta_packed(config.weight_scheme))
+            self._stored[layer] = [self.find(*spec) for spec in specs.items()]
         self.check_complete()
         self.sqnr_db: float | None = _record(folder, config).get("weight_sqnr_db")
 
-    def stored(self, layer: str) -> list[StoredTensor]:
-        return list(self._fields[layer].values())
-
     def read(self, layer: str, expert: int | None = None) -> dict[str, torch.Tensor]:
-        return {field: _read(tensor, expert) for field, tensor in self._fields[layer].items()}
+        fields = packed_shapes(1, 1, self.config.weight_scheme)
+        return {field: _read(tensor, expert) for field, tensor in zip(fields, self._stored[layer], strict=True)}
 
 
 class MasterSource(LayerSource):
@@ -247,7 +244,6 @@ class MasterSource(LayerSource):
         super().__init__(folder, config or own.packed())
         if own is not None:
             _record(folder, own)
-        self._stored: dict[str, list[StoredTensor]] = {}
         for layer, shape in self.shapes.items():
             name = layer if shape.experts is not None else f"{layer}.weight"
             whole = name in self.names.stored or not shape.pieces
@@ -255,9 +251,6 @@ class MasterSource(LayerSource):
             specs = {name: spec} if whole else plain_tensors(name, shape, shape.meta())
             self._stored[layer] = [self.find(*spec) for spec in specs.items()]
         self.check_complete()
-
-    def stored(self, layer: str) -> list[StoredTensor]:
-        return self._stored[layer]
 
     def master(self, layer: str, expert: int | None = None) -> torch.Tensor:
         """Return one full-precision matrix ``[N, K]``. Raises `ShardError`."""
@@ -282,7 +275,7 @@ class ForeignSource(LayerSource):
     Raises [`CheckpointError`] when it quantizes layers that this package never does, or stores what has no equal here.
     """
 
-    def __init__(self, folder: CheckpointFolder, format: PackedFormat):
+    def __init__(self, folder: CheckpointFolder, format: ImportableFormat):
         imported = format.read_config(folder.quantization)
         scales = {name for name, tensor in folder.tensors.items() if format.marks(tensor)}
         if not scales:
@@ -291,10 +284,8 @@ class ForeignSource(LayerSource):
             if meaning := format.foreign.get(name.rsplit(".", 1)[-1]):
                 raise CheckpointError(f"{folder.path} has {name}: {meaning}, which this package has no equal of")
         model = folder.empty_model()
-        format = format.for_checkpoint(folder, model)
-        self.notes, self.format = [*imported.notes, *folder.notes()], format
-        # Formats with names of their own map these themselves.
-        names = FileNames(model, folder.tensors if format.plain_names else (), format.plain_name)
+        self.notes, self.format = imported.notes, format
+        names = FileNames(model, folder.tensors, format.plain_name)
         left_out = [name for name in fused_experts(model) if unsupported_reason(model.get_submodule(name))]
         candidates = quantizable_layers(model, _with_skips(imported.config, left_out))
         quantized: set[str] = set()
@@ -321,11 +312,7 @@ class ForeignSource(LayerSource):
             layer: [self.find(*spec) for spec in format.specs(self.in_files(layer), shape).items()]
             for layer, shape in self.shapes.items()
         }
-        if format.plain_names:
-            self.check_complete()
-
-    def stored(self, layer: str) -> list[StoredTensor]:
-        return self._stored[layer]
+        self.check_complete()
 
     def read(self, layer: str, expert: int | None = None) -> dict[str, torch.Tensor]:
         def read(name: str, index: int | None = None) -> torch.Tensor:
@@ -355,9 +342,9 @@ def open_own(folder: CheckpointFolder) -> LayerSource:
     return PackedSource(folder) if config is not None and config.mode == "packed" else MasterSource(folder)
 
 
-def importable() -> dict[str, PackedFormat]:
+def importable() -> dict[str, ImportableFormat]:
     """Return the formats that can be imported, by their `quant_method`."""
-    return {format.quant_method: format for format in FORMATS.values() if isinstance(format, PackedFormat)}
+    return {format.quant_method: format for format in FORMATS.values() if isinstance(format, ImportableFormat)}
 
 
 def _what_is_possible(options: Mapping[str, Any]) -> str:

@@ -22,7 +22,7 @@ from .manifest import (
     weight_files,
     write_manifest,
 )
-from .tensors import ShardError, StoredTensor, is_safetensors, read_header
+from .tensors import INDEX, ShardError, is_safetensors, read_header
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,6 @@ class Verification:
         unchecked: names of the files without one.
         n_tensors, n_bytes: how much was compared.
         problems: everything that is damaged.
-        lacking: files without checksums that the index names together with files that have some.
         notes: what could not be compared, in sentences.
     """
 
@@ -51,10 +50,12 @@ class Verification:
     n_tensors: int = 0
     n_bytes: int = 0
     problems: list[Problem] = field(default_factory=list)
-    lacking: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
-    #: By the names of the files that could be read, and of the tensors.
-    _tensors: dict[str, dict[str, StoredTensor]] = field(default_factory=dict, repr=False)
+
+    @property
+    def lacking(self) -> list[str]:
+        """Files of the model without checksums; all files if none has one."""
+        return [name for name in self.unchecked if not self.checked or name.startswith("model")]
 
     def to_dict(self) -> dict[str, Any]:
         """Return what `hf-mxfp4 verify --json` prints."""
@@ -70,8 +71,7 @@ class Verification:
     def check_file(self, file: Path, record: FileRecord | None, on_bytes: OnBytes = ignore_bytes) -> None:
         """Compare a file with its record in the manifest."""
         try:
-            if is_safetensors(file):
-                self._tensors[file.name] = {tensor.name: tensor for tensor in read_header(file).tensors}
+            n_tensors = len(read_header(file).tensors) if is_safetensors(file) else 0
             damage = None if record is None else file_damage(file, record, on_bytes)
         except ShardError as error:
             self.add(file.name, str(error))
@@ -80,38 +80,16 @@ class Verification:
             self.unchecked.append(file.name)
         else:
             self.checked.append(file.name)
-            self.n_tensors += len(self._tensors.get(file.name, ()))
+            self.n_tensors += n_tensors
             self.n_bytes += file.stat().st_size if file.is_file() else 0
         if damage is not None:
             self.add(file.name, damage)
 
     def check_folder(self, folder: Path) -> None:
-        """Compare the files with the index and with `config.json`, when all files have been checked."""
-        index = _index_of(folder)
-        if index is not None:
-            self._check_index(index)
-        if not self.problems and (folder / CONFIG).is_file():
-            self._check_config(folder)
-
-    def _check_index(self, index: Path) -> None:
-        try:
-            places = read_index(index)
-        except ShardError as error:
-            self.add(index.name, str(error))
-            return
-        files = sorted(set(places.values()))
-        stored = {name: file for file in files for name in self._tensors.get(file, ())}
-        promised = {name: file for name, file in places.items() if file in self._tensors}
-        for name, file in sorted({*stored.items()} ^ {*promised.items()}):
-            has = "has it not" if places.get(name) == file else "has it"
-            self.add(index.name, f"{index.name} is damaged: it places {name} in {places.get(name)}, but {file} {has}")
-        if set(files).intersection(self.checked):
-            self.lacking += sorted(set(files).intersection(self.unchecked))
-
-    def _check_config(self, folder: Path) -> None:
+        """Compare the files with the index and with `config.json`, if they have no other problem."""
         from .sources import open_own, own_config
 
-        if _index_of(folder) is None and not (folder / weight_names()[0]).is_file():
+        if self.problems or not (folder / CONFIG).is_file():
             return
         try:
             opened = open_checkpoint(folder)
@@ -121,7 +99,9 @@ class Verification:
                     open_own(opened)
         except RemoteCodeError as error:
             self.notes.append(f"the tensors were not compared with the model that {CONFIG} describes: {error}")
-        except (CheckpointError, ShardError) as error:
+        except ShardError as error:
+            self.add(INDEX, str(error))
+        except CheckpointError as error:
             self.add(CONFIG, str(error))
 
     def manifest_of(self, folder: Path) -> dict[str, FileRecord]:
@@ -173,16 +153,10 @@ def _names(folder: Path, manifest: Iterable[str]) -> list[str]:
     """Return the names of all weight files of a folder, and of those that its index or manifest names."""
     if not folder.is_dir():
         raise CheckpointError(f"{folder} is not a folder; give that of a checkpoint")
-    names, index = {*weight_files(folder), *manifest}, _index_of(folder)
-    if index is not None:
+    names, (single, index) = {*weight_files(folder), *manifest}, weight_names()
+    if (folder / index).is_file() and not (folder / single).is_file():
         with contextlib.suppress(ShardError):  # reported when the index is checked
-            names |= set(read_index(index).values())
+            names |= set(read_index(folder / index).values())
     if not any(name.endswith((".safetensors", ".gguf")) for name in names):
         raise CheckpointError(f"{folder} holds no .safetensors or .gguf file")
     return sorted(names)
-
-
-def _index_of(folder: Path) -> Path | None:
-    """Return the index that transformers reads: `None` if one file has all weights."""
-    single, index = weight_names()
-    return folder / index if (folder / index).is_file() and not (folder / single).is_file() else None

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from .console import WorkProgress, print_json, print_table, report_problems, say, screen
+from .console import WorkProgress, print_json, print_table, report_problems, say
 from .options import (
     IncludeOption,
     JsonOption,
@@ -29,10 +29,8 @@ if TYPE_CHECKING:
 PROGRESS_NAME = "progress.jsonl"
 #: Tensors of largest error that are shown.
 _WORST, _WORST_COMPARED = 5, 10
-#: Columns of statistics on a terminal, and on one that is narrower than `_WIDE`.
+#: Columns of statistics on screen.
 _COLUMNS = ("SQNR dB", "rel. MSE %", "floor %", "scale bias", "deadzone", "grid", "to zero %", "gain")
-_NARROW = ("SQNR dB", "scale bias", "deadzone", "grid")
-_WIDE = 140
 
 
 def analyze(
@@ -119,12 +117,11 @@ def _show_statistics(title: str, rows: "dict[str, ErrorStatistics]") -> None:
     from ..lab.reports import COLUMNS
     from ..lab.schemes import bits_text
 
-    columns = _COLUMNS if screen().width >= _WIDE else _NARROW
     cells = [
-        [f"{i}  {scheme}", bits_text(scheme), *(COLUMNS[column](statistics) for column in columns)]
+        [f"{i}  {scheme}", bits_text(scheme), *(COLUMNS[column](statistics) for column in _COLUMNS)]
         for i, (scheme, statistics) in enumerate(rows.items(), 1)
     ]
-    print_table(title, ["scheme", "bits", *columns], cells)
+    print_table(title, ["scheme", "bits", *_COLUMNS], cells)
 
 
 def compare(

@@ -149,7 +149,7 @@ def import_(
         Path,
         typer.Argument(
             metavar="SOURCE",
-            help="Folder of an MXFP4 checkpoint of compressed-tensors, AMD Quark or gpt-oss, or a GGUF file.",
+            help="Folder of an MXFP4 checkpoint of compressed-tensors, AMD Quark or gpt-oss.",
         ),
     ],
     out: OutArgument,

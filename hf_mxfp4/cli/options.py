@@ -72,8 +72,7 @@ _REMOVED = {
 
 
 class Command(TyperCommand):
-    """A command that reads earlier names of its options, with a warning; names with underscores and ``--overwrite
-    true``, as recipes have them."""
+    """A command that reads earlier names of its options, with a warning, and names with underscores."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         for word in args:
@@ -97,11 +96,7 @@ def _current_names(args: list[str], own: Set[str], command: str | None) -> list[
                 typer.echo(f"warning: {name} is now {_RENAMED[dashed]}", err=True)
                 dashed = _RENAMED[dashed]
             name = dashed if dashed in own else name
-        for part in (name, value) if equals and name == "--overwrite" else (name + equals + value,):
-            if found[-1:] == ["--overwrite"] and part in ("true", "false"):
-                del found[len(found) - (part == "false") :]
-            else:
-                found.append(part)
+        found.append(name + equals + value)
     return found + args[end:]
 
 

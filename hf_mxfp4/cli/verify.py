@@ -58,13 +58,12 @@ def verify(
         _show(model, found)
     if found.problems:
         raise typer.Exit(1)
-    if missing := found.lacking if found.checked else found.unchecked:
+    if missing := found.lacking:
         fail(f"not compared, without checksums: {', '.join(missing)}. {_HOW}")
 
 
 def _verified(model: str) -> "Verification":
-    from ..checkpoint import verify_folder
-    from ..checkpoint.verify import Verification
+    from ..checkpoint import Verification, verify_folder
     from ..lab.source import local_path
 
     path, kind = local_path(model)
@@ -77,8 +76,7 @@ def _verified(model: str) -> "Verification":
 
 
 def _add(folder: Path) -> None:
-    from ..checkpoint import verify_folder
-    from ..checkpoint.verify import add_to_folder
+    from ..checkpoint import add_to_folder, verify_folder
 
     if not folder.is_dir():
         fail(f"--add writes into a folder, and {folder} is none")

@@ -10,7 +10,7 @@ from .fp8 import FP8Operand, to_fp8
 from .groups import Groups, group_by_expert
 from .layer_rng import LayerRng
 from .linear import autocast_dtype, quantized_linear
-from .matmul import matmul, matmul_route, reads_packed_on_gpus
+from .matmul import matmul, reads_packed_on_gpus
 from .operands import (
     effective_rows,
     input_operand,
@@ -69,7 +69,6 @@ __all__ = [
     "keeps_codes",
     "matmul",
     "matmul_counts",
-    "matmul_route",
     "packed_forward",
     "packed_linear",
     "packed_shapes",

@@ -28,7 +28,7 @@ class FP8Operand(NamedTuple):
 
 def to_fp8(values: torch.Tensor) -> FP8Operand:
     """A matrix of quantized values as elements and scales of its rows. NaN and infinite values become NaN."""
-    if backends.takes_e4m3(values):
+    if backends.supports_e4m3(values):
         elements, scale, inexact = triton_kernels.to_fp8(values)
         count_inexact(inexact)
         return FP8Operand(elements, scale)

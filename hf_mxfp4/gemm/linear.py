@@ -298,7 +298,7 @@ def _both_directions(
     seeds, signs = [], []
     for gemm, scheme, rotation, length in zip(("dgrad", "wgrad"), schemes, rotations, grad.shape[::-1], strict=True):
         seeds.append(operand_seed(scheme, gemm, "grad", rng))
-        if backends.choose_backend(grad, scheme, spec.backend, seeds[-1], length) != "triton":
+        if backends.choose_backend(grad, scheme, spec.backend, seeds[-1]) != "triton":
             return None, None
         signs.append(rotation and rotation_signs(rotation, gemm, length, rng, grad.device))
     sizes = tuple(rotation and rotation.size for rotation in rotations)

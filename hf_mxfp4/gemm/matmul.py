@@ -104,28 +104,6 @@ def _experts_on_codes(
     return out
 
 
-def matmul_route(
-    n_tokens: int,
-    out_features: int,
-    in_features: int,
-    scheme: QuantScheme,
-    device_type: str,
-    dtype: torch.dtype = torch.bfloat16,
-    backend: str = "auto",
-) -> tuple[str, str]:
-    """Say how [`matmul`] multiplies with codes, in a word, and why: ``"fused"`` on the codes, ``"dense"`` on values
-    that the kernels dequantize, ``"panels"`` on those of some rows of the weight after the other, ``"eager"`` on values
-    that this backend dequantizes."""
-    name, reason = backends.backend_for(device_type, dtype, backends.as_read(scheme), backend)
-    if name == "cpu":
-        most = on_cpu.most_rows()
-        return ("fused", f"up to {most} rows") if n_tokens <= most else ("panels", f"more than {most} rows")
-    if name != "triton":
-        return name, reason or f"the tensor is on {device_type}"
-    reason = triton_kernels.unsupported_product(n_tokens, in_features, dtype)
-    return ("dense", reason) if reason else ("fused", f"{n_tokens} rows: codes are a quarter of 16-bit weights")
-
-
 def reads_packed_on_gpus(scheme: QuantScheme, backend: str) -> bool:
     """Whether the kernels are certain to multiply with weights of this scheme on a CUDA device, so that a CUDA graph
     can hold the product."""

@@ -18,7 +18,7 @@ from ..checkpoint import (
     open_checkpoint,
     own_config,
 )
-from ..checkpoint.formats import FORMATS, PackedFormat
+from ..checkpoint.formats import FORMATS, ImportableFormat
 from ..config import QUANT_METHOD
 from ..files import json_clean
 from ..gemm import quantize_weight, weight_values
@@ -327,8 +327,8 @@ def _packed_lines(result: Comparison, same: Sequence[str], changed: Sequence[str
     return lines
 
 
-def _foreign_format(options: dict[str, Any]) -> PackedFormat | None:
-    formats = (format for format in FORMATS.values() if isinstance(format, PackedFormat))
+def _foreign_format(options: dict[str, Any]) -> ImportableFormat | None:
+    formats = (format for format in FORMATS.values() if isinstance(format, ImportableFormat))
     return next((format for format in formats if format.quant_method == options.get("quant_method")), None)
 
 

@@ -83,7 +83,7 @@ class Source:
         that the index promises and a file lacks."""
         for shard, expected in self.expected.items():
             try:
-                tensors = read_header(self.path(shard))
+                tensors = read_header(self.path(shard)).tensors
             except ShardError as error:
                 lost = f" ({len(expected)} tensors)" if expected else ""
                 problems.append(Problem(shard, f"{error}{lost}"))

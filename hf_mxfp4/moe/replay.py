@@ -7,7 +7,7 @@ architecture does, so gradients reach the router through them. To this end the r
 """
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+from ..hooks import replaced_method
 from .find import choice_agreement
 
 
@@ -89,7 +90,7 @@ def replayed_choices(
     replays = {name: _Replay(name, choices[:, :, layer], required) for layer, name in enumerate(routers)}
     with contextlib.ExitStack() as stack:
         for name, router in routers.items():
-            stack.enter_context(_forward_replaced(router, replays[name]))
+            stack.enter_context(replaced_method(router, "forward", _replaying(router, replays[name])))
         yield report
         for name, replay in replays.items():
             if replay.seen < len(choices):
@@ -100,10 +101,8 @@ def replayed_choices(
             report.agreement[name] = replay.agreement()
 
 
-@contextlib.contextmanager
-def _forward_replaced(router: nn.Module, replay: "_Replay") -> Iterator[None]:
-    """The router's forward runs with its `torch.topk` replaced."""
-    own = router.__dict__.get("forward")
+def _replaying(router: nn.Module, replay: "_Replay") -> Callable:
+    """The router's forward pass, with its `torch.topk` replaced."""
     forward = router.forward
 
     def replaying(hidden_states: torch.Tensor, *args: Any, **kwargs: Any):
@@ -112,13 +111,7 @@ def _forward_replaced(router: nn.Module, replay: "_Replay") -> Iterator[None]:
         topk.check()
         return output
 
-    router.forward = replaying
-    try:
-        yield
-    finally:
-        del router.forward
-        if own is not None:
-            router.forward = own
+    return replaying
 
 
 class _Replay:

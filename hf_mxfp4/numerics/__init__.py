@@ -2,7 +2,6 @@
 """The numeric contract of MXFP4 quantization in pure torch: no modules, no transformers."""
 
 from .decompose import COMPONENTS, ErrorDecomposition, decompose, decompose_scheme
-from .fold import FOLD_GROUPS, FoldedOperand, fold, fold_across, fold_unsupported_reason
 from .formats.e2m1 import E2M1_MAGNITUDES, E2M1_MAX, decode_e2m1, encode_e2m1, pack_codes, unpack_codes
 from .formats.e4m3 import dequantize_e4m3, e4m3_scale_byte, fake_quantize_e4m3, quantize_e4m3
 from .formats.e8m0 import BLOCK_SIZE, ScaleRule, decode_e8m0, scale_from_amax
@@ -33,10 +32,8 @@ __all__ = [
     "E2M1_MAGNITUDES",
     "E2M1_MAX",
     "ErrorDecomposition",
-    "FOLD_GROUPS",
     "FP8",
     "FULL",
-    "FoldedOperand",
     "GEMM_OPERANDS",
     "GemmScheme",
     "LinearScheme",
@@ -60,9 +57,6 @@ __all__ = [
     "encode_e2m1",
     "fake_quantize",
     "fake_quantize_e4m3",
-    "fold",
-    "fold_across",
-    "fold_unsupported_reason",
     "pack_codes",
     "parse_rotation",
     "parse_scheme",

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What [`MXFP4GRPOTrainer`] refuses or warns of before it begins: arguments, data, the policy, and the reference policy
-that `beta` > 0 holds it to, which is to compute under the same scheme."""
+"""What [`MXFP4GRPOTrainer`] refuses or warns of before it begins: arguments, data, the policy and its reference."""
 
 from typing import Any
 
@@ -30,14 +29,9 @@ def is_sharded(accelerator: Accelerator) -> bool:
 def check_arguments(
     args: Any, quantization_config: Any, train_dataset: Any, eval_dataset: Any, needs_prompt: bool
 ) -> None:
-    """Check what a trainer is made of besides its model.
-
-    Args:
-        needs_prompt: whether rows of datasets must have a prompt: not where environments make them.
-
-    Raises `TypeError` for another config, or a scheme's name in the place of a config.
-    Raises `ValueError` for a dataset that is empty or has no prompts, and for lengths that contradict one another.
-    """
+    """Raise `TypeError` for another config, or a scheme's name in the place of a config, and `ValueError` for a dataset
+    that is empty or has no prompts (unless environments make them: ``needs_prompt``), and for lengths that contradict
+    one another."""
     if not isinstance(args, MXFP4GRPOConfig):
         raise TypeError(f"args must be an MXFP4GRPOConfig, got {type(args).__name__}")
     check_scheme("quantization_config", quantization_config)
@@ -142,54 +136,16 @@ def check_scheme(option: str, given: Any) -> None:
         )
 
 
-def reference_config(model: Any, given: Any, args: MXFP4GRPOConfig) -> Any:
-    """The `quantization_config` to give [`trl.GRPOTrainer`], which loads the reference with it, and the policy too when
-    ``model`` is a name. TRL by itself would load the reference of a policy that is no name in full precision.
-
-    Raises `ValueError` where the two cannot differ.
-    """
-    if args.beta == 0 or (isinstance(model, str) and args.quantize_reference):
-        return given
-    if isinstance(model, str):
-        raise ValueError(
-            "quantize_reference=False loads the reference in another way than the policy: load the policy first, and "
-            "give the model instead of its name"
-        )
-    if not args.quantize_reference:
-        return None
-    return getattr(model.config, "quantization_config", None) if given is None else given
-
-
-def check_reference(policy: nn.Module, reference: nn.Module | None, args: MXFP4GRPOConfig) -> None:
-    """Log what the reference policy computes in; ``reference`` is `None` without `beta` and for adapters.
-
-    Raises `ValueError` when that is not what `quantize_reference` asks for.
-    """
-    if args.beta == 0:
-        return
+def check_reference(policy: nn.Module, reference: nn.Module | None) -> None:
+    """Raise `ValueError` for a reference policy that does not compute under the scheme of the policy; `None` without
+    `beta` and for adapters, whose reference is the policy itself without them."""
     if reference is None:
-        if not args.quantize_reference:
-            raise ValueError(
-                "quantize_reference=False has no meaning with adapters: the reference is the policy itself without them"
-            )
-        get_logger().info("reference policy: the policy without its adapters, under its scheme")
         return
     expected, found = count_quantized(policy), count_quantized(reference)
     get_logger().info("reference policy: n_quantized=%d, of the policy %d", found, expected)
-    if args.quantize_reference and found != expected:
+    if found != expected:
         raise ValueError(
             f"the reference policy has {found} MXFP4 weight matrices and the policy {expected}: their divergence would "
             "include what quantization does. Load the policy by from_pretrained with quantization_config, which the "
-            "reference is then loaded with; or set quantize_reference=False to accept it"
-        )
-    if not args.quantize_reference and found:
-        raise ValueError(
-            f"quantize_reference=False, but the checkpoint that the reference is loaded from is quantized ({found} "
-            "weight matrices); remove quantization_config and transformers_weights from its config.json"
-        )
-    if expected and not found:
-        get_logger().warning(
-            "the reference policy is in full precision and the policy quantized: beta=%g holds the policy to what it "
-            "cannot compute, since kl includes the error of quantization",
-            args.beta,
+            "reference is then loaded with"
         )

@@ -32,6 +32,7 @@ _REMOVED = {
     "rollout_correction_min": ((), "importance ratios have an upper limit alone, rollout_correction_cap"),
     "dynamic_sampling": (("false",), _NO_SAMPLING),
     "dynamic_sampling_max_rounds": (("3",), _NO_SAMPLING),
+    "quantize_reference": (("true",), "the reference policy always computes under the scheme of the policy"),
     "compile_rollouts": (("false",), "use_vllm=True makes rollouts fast"),
     "entropy_collapse": (("0.05",), "the alarm's limits are fixed; leave the option out"),
     "entropy_explosion": (("2.0", "2"), "the alarm's limits are fixed; leave the option out"),
@@ -118,14 +119,6 @@ class MXFP4GRPOConfig(_OlderConfig):
     )
     overlong_penalty: float = field(
         default=1.0, metadata={"help": "Weight of the soft overlong punishment: what a truncated completion loses."}
-    )
-    quantize_reference: bool = field(
-        default=True,
-        metadata={
-            "help": "With `beta` > 0: the reference policy computes under the scheme of the policy. False: in full "
-            "precision, so that the divergence includes what quantization does. With adapters the reference is the "
-            "policy itself without them."
-        },
     )
     cache_rollout_weights: bool = field(
         default=True,

@@ -2,7 +2,6 @@
 """The checkpoint that a GRPO run leaves when it ends early: by an exception, Ctrl-C, or SIGTERM from a scheduler."""
 
 import contextlib
-import shutil
 import signal
 import threading
 from collections.abc import Iterator
@@ -147,9 +146,8 @@ class CheckpointOnExit(TrainerCallback):
                 self._rewind(step)
                 trainer._save_checkpoint(trainer.model, trial=None)
         except Exception as failure:
-            free, newest = _free_gigabytes(output_dir), _newest_checkpoint(output_dir)
-            failed = f"{type(failure).__name__}: {failure} ({free} GB are free there)"
-            logger.error("%s; saving failed too: %s; %s", what, failed, newest)
+            newest = _newest_checkpoint(output_dir)
+            logger.error("%s; saving failed too: %s: %s; %s", what, type(failure).__name__, failure, newest)
         else:
             logger.error("%s; saved as %s, resume with resume_from_checkpoint", what, folder)
 
@@ -186,11 +184,3 @@ def _newest_checkpoint(output_dir: str) -> str:
     if path is None:
         return f"there is no whole checkpoint in {output_dir}"
     return f"the newest whole checkpoint is {path}, resume with resume_from_checkpoint"
-
-
-def _free_gigabytes(folder: str) -> str:
-    """Free space where ``folder`` is, in words: it may be gone, and that is not the error to report."""
-    try:
-        return f"{shutil.disk_usage(folder).free / 1e9:.3g}"
-    except OSError:
-        return "an unknown number of"

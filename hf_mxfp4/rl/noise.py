@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from ..backends.devices import widest_float
+from ..hooks import replaced_method
 from ..model_structure import text_part
 from ..module_names import name_matches
 from ..moe import present_routers
@@ -241,19 +242,6 @@ class _NoisyNorm:
             deviation = (clean + self.noise) - clean
             self.energy = float(deviation.to(widest_float(deviation.device)).square().sum())
         return clean + self.noise
-
-
-@contextlib.contextmanager
-def replaced_method(module: Any, method: str, replacement: Callable) -> Iterator[None]:
-    """Replace a method of one object within the context; it is back even after an exception."""
-    own = vars(module).get(method)
-    setattr(module, method, replacement)
-    try:
-        yield
-    finally:
-        delattr(module, method)
-        if own is not None:
-            setattr(module, method, own)
 
 
 def _float(value: Any) -> Any:

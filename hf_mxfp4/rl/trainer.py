@@ -37,8 +37,8 @@ from trl.rewards import get_soft_overlong_punishment
 from .._logging import get_logger
 from ..checkpoint import decoration
 from ..files import replace_file
-from ..layers import QUANTIZED, TRAINABLE, cached_weights, random_layers
-from .callbacks.entropy import EntropyCallback, QuantizationStepCallback
+from ..layers import QUANTIZED, TRAINABLE, cached_weights
+from .callbacks.entropy import EntropyCallback
 from .callbacks.errors import LAYERS, ActivationErrorCallback, ErrorCallback, spread_modules
 from .callbacks.movement import StepMovementCallback, sample_weights
 from .callbacks.run_log import RunLogCallback, run_facts
@@ -51,7 +51,6 @@ from .checks import (
     check_tokens,
     count_quantized,
     is_sharded,
-    reference_config,
 )
 from .config import MXFP4GRPOConfig
 from .interruption import CheckpointOnExit
@@ -110,13 +109,16 @@ class MXFP4GRPOTrainer(ExactResumeMixin, GRPOTrainer):
         functions = reward_funcs if isinstance(reward_funcs, list) or reward_funcs is None else [reward_funcs]
         if functions is not None:
             functions = [guard_reward(function) for function in functions]
-        scheme = reference_config(model, quantization_config, args)
+        scheme = quantization_config
+        if args.beta and scheme is None and not isinstance(model, str):
+            # TRL loads the reference with it; by itself it would load one in full precision.
+            scheme = getattr(model.config, "quantization_config", None)
         with vllm_in_scheme(args):
             super().__init__(model, functions, args, train_dataset, eval_dataset, quantization_config=scheme, **kwargs)
         self.n_quantized = count_quantized(self.model)
         check_tokens(self._tokenizer, train_dataset, eval_dataset)
         check_policy(self.model, self.n_quantized, args)
-        check_reference(self.model, self.ref_model, args)
+        check_reference(self.model, self.ref_model)
         if args.overlong_buffer:
             self._punish_long_completions(args)
         self._make_components(args)
@@ -162,9 +164,7 @@ class MXFP4GRPOTrainer(ExactResumeMixin, GRPOTrainer):
         # written it down when a tracker fails.
         first = (self.entropy_callback, self.run_log)
         self.callback_handler.callbacks[:0] = [callback for callback in first if callback is not None]
-        steps = QuantizationStepCallback() if random_layers(model) else None
-        measuring = (self.error_callback, self.activation_callback, self.movement_callback)
-        for callback in (*measuring, steps, self.exit_checkpoint):
+        for callback in (self.error_callback, self.activation_callback, self.movement_callback, self.exit_checkpoint):
             if callback is not None:
                 self.add_callback(callback)
 

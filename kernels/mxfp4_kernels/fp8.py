@@ -150,9 +150,10 @@ def to_fp8(
     if scale_dtype not in (torch.float32, torch.uint8):
         raise TypeError(f"scales are float32 or uint8 bytes, not {scale_dtype}")
     elements = torch.empty(x.shape, dtype=torch.float8_e4m3fn, device=x.device)
-    # Without elements, scales are those of zeros.
-    scale = torch.zeros(*x.shape[:-1], 1, dtype=scale_dtype, device=x.device)
-    if x.numel():
+    scale = torch.empty(*x.shape[:-1], 1, dtype=scale_dtype, device=x.device)
+    if not x.numel():
+        scale.zero_()
+    else:
         matrix = x.detach().reshape(-1, x.shape[-1])
         n_rows, n_cols = matrix.shape
         # Neighbours in memory are neighbours in a row, or in a column.

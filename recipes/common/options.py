@@ -88,7 +88,9 @@ def read_words(
     parser = Parser(groups, **options)
     parser.add_argument("--config", help="YAML file of options; the command line wins")
     for name in removed:
-        parser.add_argument(f"--{name}", f"--{name.replace('_', '-')}", type=yaml.safe_load, nargs="?", help="gone")
+        parser.add_argument(
+            f"--{name}", f"--{name.replace('_', '-')}", type=yaml.safe_load, nargs="?", help=argparse.SUPPRESS
+        )
     for action in parser._actions:
         action.default = argparse.SUPPRESS
     found, rest = parser.parse_known_args(words)

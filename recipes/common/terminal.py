@@ -65,7 +65,7 @@ class TrainingBar(ProgressCallback):
             self.training_bar.set_postfix(found)
 
 
-def leave_together() -> None:
+def shutdown() -> None:
     """Wait for the other processes, end the process group, and end this process; without a group, do nothing.
 
     To be called as the last thing of a run that succeeded. Exit handlers are run and output is written, but the

@@ -35,7 +35,7 @@ RUNS: dict[str, tuple[str, dict, bool, dict]] = {
     "experts": (MOE, {}, False, {"router_replay": True, "report_every": 2}),
     "experts lora": (MOE, {"mode": "packed"}, True, {}),
     "fallback rate": (DENSE, {"outlier_fallback_rate": 0.2}, False, {"rollout_correction": True}),
-    "without noise": (DENSE, {}, False, {"aqn": False, "beta": 0.05, "quantize_reference": True}),
+    "without noise": (DENSE, {}, False, {"aqn": False, "beta": 0.05}),
     "two iterations": (
         DENSE,
         {},

@@ -93,11 +93,3 @@ def test_whatever_fails_in_making_a_card_is_a_warning(base, tmp_path, monkeypatc
 def test_the_class_that_a_card_names_has_the_head(architecture, expected, task):
     assert (auto_class(architecture), pipeline_tag(architecture)) == (expected, task)
     assert hasattr(transformers, expected)
-
-
-def test_names_that_are_markup_stay_text(base, tmp_path):
-    (base / "README.md").write_text("---\nbase_model: 'a\"); import os; (\"'\n---\nx")
-    lora = LoraConfig(task_type="CAUSAL_LM", target_modules=r".*\.(q_proj|v_proj)")
-    get_peft_model(load(base, "packed"), lora).save_pretrained(tmp_path / "adapter")
-    text = (tmp_path / "adapter/README.md").read_text()
-    assert r"| targets | `.*\.(q_proj\|v_proj)` |" in text and "import os" not in text

@@ -287,7 +287,10 @@ def test_pickled_weights_are_refused_unread(damaged, monkeypatch, kind):
             {"metadata": {}, "weight_map": {"weight": "../model.safetensors"}},
             "'../model.safetensors', which is outside",
         ),
-        ({"metadata": {}, "weight_map": {"bias": "model.safetensors"}}, "model.safetensors lacks bias, though"),
+        (
+            {"metadata": {}, "weight_map": {"bias": "model.safetensors"}},
+            "places bias in model.safetensors, but",
+        ),
     ],
 )
 def test_a_folder_with_an_index_that_says_nothing(tmp_path, index, words):

@@ -66,12 +66,6 @@ def test_experts_that_are_stored_one_by_one_and_by_other_names(tmp_path, family,
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_without_the_head(tmp_path, mode):
-    model, folder = save(tmp_path, make_model("qwen2"), mode)
-    assert same_logits(model.model, AutoModel.from_pretrained(folder))
-
-
-@pytest.mark.parametrize("mode", MODES)
 def test_a_new_head(tmp_path, mode):
     model, folder = save(tmp_path, make_model("qwen2"), mode)
     other = AutoModelForSequenceClassification.from_pretrained(folder, num_labels=1)
@@ -100,10 +94,3 @@ def test_master_weights_under_another_scheme(tmp_path):
     config.quantization_config = MXFP4RLConfig(preset="w4a16", macro_block=None).to_dict()
     model = AutoModelForCausalLM.from_pretrained(folder, config=config)
     assert model.config.quantization_config.preset == "w4a16"
-
-
-def test_packed_weights_without_a_record(tmp_path):
-    model, folder = save(tmp_path, make_model("qwen2"), "packed")
-    for file in folder.glob("*.safetensors"):
-        save_file(load_file(file), file, metadata={"format": "pt"})
-    assert same_logits(model, AutoModelForCausalLM.from_pretrained(folder))

@@ -1,15 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Mixtures of experts on their way through files: trainable, packed, and back to plain ones."""
 
-from pathlib import Path
-
 import pytest
 import torch
 from factors import factors_config
 from safetensors.torch import load_file, save_file
 from same_bits import tensors_in
 from tiny_models import make_model
-from transformers import AutoModel, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 
 import hf_mxfp4
 from hf_mxfp4 import MXFP4Experts
@@ -100,36 +98,6 @@ def test_tensors_on_disk(checkpoint, tmp_path):
     assert again.quantization_report.bits_per_weight == pytest.approx(4.3, abs=0.15)
 
 
-def test_tensors_of_a_transposed_layout_have_the_contraction_axis_last(checkpoint, tmp_path):
-    source = checkpoint("gpt_oss", intermediate=40)
-    model = load(source, mode="packed", outlier_fallback=0.5, preset="w4a4")
-    model.save_pretrained(tmp_path / "saved")
-    stored, prefix = tensors_in(tmp_path / "saved"), "model.layers.0.mlp.experts."
-    found = {n.removeprefix(prefix): (t.dtype, list(t.shape)) for n, t in stored.items() if n.startswith(prefix)}
-    assert found == {
-        "gate_up_proj": (U8, [4, 80, 32]),
-        "gate_up_proj_scale": (U8, [4, 80, 2]),
-        "gate_up_proj_macro": (U8, [4, 80, 1]),
-        "gate_up_proj_residual": (U8, [4, 80, 32]),
-        "gate_up_proj_residual_scale": (U8, [4, 80, 2]),
-        "gate_up_proj_bias": (torch.float32, [4, 80]),
-        "down_proj": (U8, [4, 64, 20]),
-        "down_proj_scale": (U8, [4, 64, 2]),
-        "down_proj_macro": (U8, [4, 64, 1]),
-        "down_proj_residual": (U8, [4, 64, 20]),
-        "down_proj_residual_scale": (U8, [4, 64, 2]),
-        "down_proj_bias": (torch.float32, [4, 64]),
-    }
-    # The codes of an expert are those of its matrix, written down as a linear layer would be.
-    weight = tensors_in(source)[f"{prefix}down_proj"][2].T.contiguous()
-    scheme = {"macro_block": 128, "macro_search": "dynamic", "outlier_fallback": 0.5}
-    tensor = hf_mxfp4.quantize(weight, **scheme)
-    assert torch.equal(stored[f"{prefix}down_proj"][2], tensor.codes)
-    assert torch.equal(stored[f"{prefix}down_proj_scale"][2], tensor.scale)
-    assert torch.equal(stored[f"{prefix}down_proj_residual"][2], tensor.residual_codes)
-    assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(tmp_path / "saved")), logits(model))
-
-
 @pytest.mark.usefixtures("dense_products")
 @pytest.mark.parametrize(
     ("family", "scheme"),
@@ -175,24 +143,6 @@ def test_skips(mode, skips, quantized, skipped, checkpoint, tmp_path):
     assert torch.equal(logits(again), logits(model))
 
 
-def test_a_base_model_of_a_packed_checkpoint_and_the_other_way_round(checkpoint, tmp_path):
-    model = load(checkpoint("qwen3_moe"), mode="packed")
-    model.save_pretrained(tmp_path / "whole")
-    with torch.no_grad():
-        expected = model.model(IDS).last_hidden_state
-    base = AutoModel.from_pretrained(tmp_path / "whole")
-    assert torch.equal(base(IDS).last_hidden_state, expected)
-    base.save_pretrained(tmp_path / "base")
-    assert torch.equal(AutoModel.from_pretrained(tmp_path / "base")(IDS).last_hidden_state, expected)
-
-
-def test_a_plain_model_that_was_never_in_a_file(tmp_path):
-    model = hf_mxfp4.pack(make_model("mixtral"), factors_config(mode="packed"))
-    model.save_pretrained(tmp_path / "saved")
-    assert "model.layers.0.mlp.experts.down_proj_scale" in tensors_in(tmp_path / "saved")
-    assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(tmp_path / "saved")), logits(model))
-
-
 def test_packing_refuses_what_is_packed_or_not_here():
     model = make_model("qwen3_moe", layers=1)
     missing = make_model("qwen3_moe", layers=1).to("meta")
@@ -233,12 +183,3 @@ def test_damaged_files_are_refused_by_name(damage, message, checkpoint, tmp_path
     save_file(tensors, file, metadata)
     with pytest.raises((ValueError, RuntimeError), match=message):
         AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
-
-
-def test_a_missing_expert_of_a_checkpoint_that_is_packed_as_it_is_read(checkpoint):
-    source = Path(checkpoint("gpt_oss"))
-    tensors = load_file(source / "model.safetensors")
-    del tensors["model.layers.1.mlp.experts.down_proj"]
-    save_file(tensors, source / "model.safetensors", {"format": "pt"})
-    with pytest.raises(ValueError, match="model.layers.1.mlp.experts.down_proj is in no file of the checkpoint"):
-        load(source, mode="packed")

@@ -161,19 +161,6 @@ def test_bf16_is_the_plain_model_with_the_dequantized_values(family, config, tmp
     assert report.total_sqnr_db == float("inf") if not config else 45 < report.total_sqnr_db < 65
 
 
-def test_float32_becomes_bfloat16_and_says_so(tmp_path):
-    source = save_packed(tmp_path / "packed", dtype=torch.float32)
-    report = export(source, tmp_path / "out", "quark")
-    assert report.notes == [
-        "All other tensors are converted from torch.float32 to bfloat16, what other engines compute in."
-    ]
-    before, after = tensors_in(source), tensors_in(tmp_path / "out")
-    for name, tensor in before.items():
-        expected = tensor if tensor.dtype == torch.uint8 else tensor.to(torch.bfloat16)
-        assert after[name].dtype == expected.dtype and torch.equal(after[name], expected), name
-    assert config_in(source)["dtype"] == "float32" and config_in(tmp_path / "out")["dtype"] == "bfloat16"
-
-
 MISFITS = {
     "mbs": (MACRO, "macro-block factors (mbs128-dynamic)"),
     "blockwise": ({"macro_block": 128, "macro_search": "blockwise"}, "macro-block factors (mbs128-blockwise)"),

@@ -119,18 +119,6 @@ def test_the_refusals_name_the_better_way_first(tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-def test_a_packed_checkpoint_is_requantized_with_the_rule_asked_for(tmp_path):
-    source = save_packed(tmp_path / "packed", "llama", layers=1, config={"macro_block": 128, "scale_rule": "rceil"})
-    report = export(source, tmp_path / "out", "quark", "requantize", scale_rule="mse")
-    values = AutoModelForCausalLM.from_pretrained(source).get_submodule(Q_PROJ).dequantized_weight(torch.float32)
-    expected = hf_mxfp4.quantize(values, scale_rule="mse")
-    assert torch.equal(tensors_in(tmp_path / "out")[f"{Q_PROJ}.weight"], expected.codes)
-    assert report.weights == "mxfp4+mse" and "quantized a second time" in report.notes[0]
-    recorded = AutoModelForCausalLM.from_pretrained(source).hf_quantizer.recorded_sqnr_db
-    words = f"the packed values, which themselves have SQNR {recorded:.2f} dB against the original weights"
-    assert report.error() == f"SQNR {report.total_sqnr_db:.2f} dB against {words}"
-
-
 @pytest.mark.parametrize(
     ("kind", "format", "arguments", "words"),
     [

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 from huggingface_hub import ModelCard
-from transformers import AutoModel, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 
 import hf_mxfp4
 from hf_mxfp4 import MXFP4RLConfig
@@ -60,14 +60,6 @@ def test_the_base_model_is_named_when_it_came_from_the_hub(model, relation, pack
     assert data.base_model == "Qwen/Qwen2.5-3B" and data.get("base_model_relation") == relation
 
 
-def test_the_base_model_is_handed_on_through_folders(model, tmp_path):
-    model.config._name_or_path = "Qwen/Qwen2.5-3B"
-    model.save_pretrained(tmp_path / "first")
-    again = AutoModelForCausalLM.from_pretrained(tmp_path / "first")
-    again.save_pretrained(tmp_path / "second")
-    assert ModelCard.load(tmp_path / "second" / "README.md").data.base_model == "Qwen/Qwen2.5-3B"
-
-
 def test_scheme_and_loading(model):
     text = make_card(model).text
     rows = numbers(text)
@@ -76,13 +68,6 @@ def test_scheme_and_loading(model):
     assert rows["activations"] == "`mxfp4+even+mbs128-blockwise+of1`"
     assert rows["quantized layers"] == "14" and rows["linear layers in full precision"] == "1 (lm_head)"
     assert "import hf_mxfp4" in text and "AutoModelForCausalLM.from_pretrained(" in text
-
-
-def test_a_base_model_is_loaded_as_one(checkpoint):
-    model = AutoModel.from_pretrained(checkpoint("qwen2"), quantization_config=MXFP4RLConfig(preset="w4a16"))
-    card = make_card(model)
-    assert card.data.pipeline_tag is None and "import AutoModel\n" in card.text
-    assert numbers(card.text)["activations"] == "full precision"
 
 
 @pytest.mark.parametrize("options", [{}, {"macro_block": None, "outlier_fallback": None}, {"weight_block": "32x32"}])

@@ -2,8 +2,6 @@
 """Names of tensors in files that differ from those of the model: what was saved loads again, folders are packed and
 exported, and tensors that transformers ignores are left out."""
 
-import json
-
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -120,14 +118,6 @@ def test_what_was_saved_loads(folder_of, tmp_path, name, mode):
     assert not verify_folder(tmp_path / "saved").problems
 
 
-def test_packed_layers_that_share_a_weight_share_all_its_tensors(folder_of, tmp_path):
-    model = AutoModelForCausalLM.from_pretrained(folder_of("zamba2"), quantization_config=PACKED)
-    model.save_pretrained(tmp_path / "saved")
-    for each in (model, AutoModelForCausalLM.from_pretrained(tmp_path / "saved")):
-        first, second = (layer.shared_transformer.self_attn.q_proj for layer in each.model.layers)
-        assert first.weight is second.weight and first.weight_scale is second.weight_scale
-
-
 @pytest.mark.parametrize("name", MODELS)
 def test_a_folder_packs_like_its_model(folder_of, tmp_path, name):
     model = MODELS[name][0].from_pretrained(folder_of(name))
@@ -174,15 +164,3 @@ def test_a_folder_that_lacks_a_tensor_is_not_converted(tmp_path, name):
     ):
         with pytest.raises(CheckpointError, match=f"has no {name}, which a LlamaForCausalLM needs"):
             convert(tmp_path / "out")
-
-
-@pytest.mark.parametrize(
-    "options", [{"quant_method": "bitsandbytes", "load_in_4bit": True}, {"quant_method": "gptq", "bits": 4}], ids=str
-)
-def test_other_methods_are_refused_with_what_is_possible(tmp_path, options):
-    make_model("llama", layers=1).save_pretrained(tmp_path / "base")
-    config = json.loads((tmp_path / "base" / "config.json").read_text())
-    (tmp_path / "base" / "config.json").write_text(json.dumps({**config, "quantization_config": options}))
-    for convert in (pack_checkpoint, import_checkpoint, lambda source, out: export(source, out, "bf16")):
-        with pytest.raises(CheckpointError, match=f"by '{options['quant_method']}'; .*Use the full-precision"):
-            convert(tmp_path / "base", tmp_path / "out")

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Packed models: made from full-precision checkpoints and trained models, saved, loaded, and made plain again."""
 
-import gc
-import weakref
 from pathlib import Path
 
 import pytest
@@ -71,20 +69,6 @@ def test_bfloat16_to_packed_to_disk_and_back(family, tie, shard_size, checkpoint
         assert torch.equal(again.generate(IDS, **arguments), model.generate(IDS, **arguments))
 
 
-def test_meta_and_disk(checkpoint, tmp_path):
-    source = checkpoint("qwen2")
-    for options in ({}, {"weight_block": "32x32"}):
-        report = load(source, device_map={"": "meta"}, **options).quantization_report
-        assert report.n_quantized == 14 and report.sqnr_db is None
-    load(source).save_pretrained(tmp_path / "saved")
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "saved", device_map={"": "meta"})
-    assert all(p.is_meta for p in model.parameters())
-    places = {"model.embed_tokens": "cpu", "model.layers": "disk", "model.norm": "cpu", "lm_head": "cpu"}
-    for folder, options in ((source, {"quantization_config": MXFP4RLConfig(mode="packed")}), (tmp_path / "saved", {})):
-        with pytest.raises(ValueError, match="device_map puts packed weights on disk"):
-            AutoModelForCausalLM.from_pretrained(folder, device_map=places, offload_folder=tmp_path, **options)
-
-
 @pytest.mark.parametrize("options", [{}, {"outlier_fallback": 0.5}, {"macro_block": None}], ids=str)
 def test_the_files_hold_exactly_the_packed_tensors(options, checkpoint, tmp_path):
     source = checkpoint("qwen2", dtype=torch.bfloat16, hidden=128, intermediate=288)
@@ -122,22 +106,6 @@ def test_memory_and_counts(options, bits, checkpoint):
     assert full.get_memory_footprint() - model.get_memory_footprint() == 2 * n_weights - report.packed_bytes
     assert full.num_parameters() - model.num_parameters() == n_weights - report.packed_bytes
     assert f"packed {bits} bits/weight w4a16" in str(report)
-
-
-def test_the_dtype_asked_for(checkpoint, tmp_path):
-    source = checkpoint("qwen2", dtype=torch.bfloat16)
-    model = load(source, dtype=torch.float32)
-    assert logits(model).dtype == torch.float32
-    assert {p.dtype for p in model.parameters()} == {torch.float32, torch.uint8}
-    bfloat16 = load(source)
-    for name, layer in layers_of(model).items():
-        # The same bfloat16 values were quantized, so the same bytes came out.
-        assert torch.equal(layer.weight, bfloat16.get_submodule(name).weight)
-        assert layer.compute_dtype == torch.float32
-    model.save_pretrained(tmp_path / "saved")
-    again = AutoModelForCausalLM.from_pretrained(tmp_path / "saved", dtype=torch.bfloat16)
-    assert torch.equal(logits(again), logits(bfloat16))
-    assert layers_of(again).popitem()[1].compute_dtype == torch.bfloat16
 
 
 def test_nothing_to_pack_is_an_error(checkpoint):
@@ -241,33 +209,6 @@ def test_what_cannot_be_packed():
     for adapted in (get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj"])), model):
         with pytest.raises(ValueError, match="has adapters; merge them into it first"):
             pack(adapted)
-
-
-def test_masters_are_freed_layer_by_layer(monkeypatch):
-    model = make_model(layers=3)
-    quantize_linears(model, MXFP4RLConfig())
-    masters = [weakref.ref(layer.weight) for layer in layers_of(model, MXFP4Linear).values()]
-    alive, original = [], MXFP4PackedLinear.from_linear.__func__
-
-    def spy(cls, *args):
-        alive.append(sum(master() is not None for master in masters))
-        return original(cls, *args)
-
-    monkeypatch.setattr(MXFP4PackedLinear, "from_linear", classmethod(spy))
-    pack(model)
-    gc.collect()
-    # One more than those to come: the layer replaced last is still at hand.
-    assert len(alive) == 21 and all(count <= 22 - i for i, count in enumerate(alive))
-    assert not any(master() is not None for master in masters)
-
-
-def test_a_layer_that_stands_in_two_places_is_packed_once(tmp_path):
-    model = make_model("llama")
-    model.model.layers[1].mlp.up_proj = model.model.layers[0].mlp.up_proj
-    quantize_linears(model, MXFP4RLConfig())
-    pack(model)
-    assert model.model.layers[1].mlp.up_proj is model.model.layers[0].mlp.up_proj
-    assert model.quantization_report.n_quantized == 13
 
 
 def test_a_config_for_a_trainable_checkpoint_is_not_silently_ignored(checkpoint, tmp_path):

@@ -5,11 +5,8 @@ import csv
 import json
 import os
 import shutil
-import signal
-import time
 from pathlib import Path
 
-import processes
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -68,18 +65,6 @@ def test_a_checkpoint_from_start_to_end(checkpoint, tmp_path):
         assert text in done.stdout
     assert len(done.stdout.splitlines()) < 45 and len(done.stdout.encode()) < 6000
     assert "report.html" in done.stderr
-
-
-def test_the_default_folder_and_json_alone_on_standard_output(checkpoint, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    folder = Path(checkpoint())
-    done = run(folder, "--scheme", "rceil", "--scheme", "mxfp4+even", "--json")
-    summary = json.loads(done.stdout)
-    assert summary["schemes"] == ["mxfp4+rceil", "mxfp4+even"] and "tensors" not in summary
-    out = tmp_path / "analysis" / "--".join(folder.parts[-2:])
-    assert sorted(path.name for path in out.iterdir()) == sorted(["progress.jsonl", *REPORTS])
-    report = json.loads((out / "report.json").read_text())
-    assert {key: report[key] for key in summary} == summary
 
 
 def test_a_policy_under_its_own_scheme(checkpoint, tmp_path):
@@ -204,36 +189,3 @@ def test_a_model_on_the_hub(checkpoint, tmp_path, monkeypatch):
     assert done.exit_code == 0, done.stderr
     report = json.loads((tmp_path / "analysis" / "someone--model" / "report.json").read_text())
     assert (report["model"], report["source"]["kind"], len(report["tensors"])) == ("someone/model", "hub", 14)
-
-
-def test_killed_half_way(tmp_path):
-    """SIGKILL once the log has a few lines; the resumed run's files are those of a run that was never interrupted."""
-    torch.manual_seed(0)
-    model, lines = tmp_path / "model", 5
-    model.mkdir()
-    tensors = {f"layers.{i}.up_proj.weight": torch.randn(256, 512) for i in range(40)}
-    names = list(tensors)
-    for shard in range(5):
-        part = {name: tensors[name] for name in names[8 * shard : 8 * shard + 8]}
-        save_file(part, model / f"model-{shard}.safetensors")
-    weight_map = {name: f"model-{i // 8}.safetensors" for i, name in enumerate(names)}
-    (model / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
-
-    log = tmp_path / "killed" / "progress.jsonl"
-    process = processes.start(
-        processes.module("hf_mxfp4.cli", "analyze", model, "--scheme", "mse", "--out", log.parent)
-    )
-    deadline = time.monotonic() + 120
-    while not log.exists() or log.read_bytes().count(b"\n") < lines:
-        assert process.poll() is None and time.monotonic() < deadline
-        time.sleep(0.005)
-    process.send_signal(signal.SIGKILL)
-    assert process.wait().returncode == -signal.SIGKILL
-    finished = log.read_bytes().count(b"\n") - 1
-    assert lines - 1 <= finished < 40 and not (log.parent / "report.json").exists()
-
-    resumed = run(model, "--scheme", "mse", "--out", log.parent)
-    assert resumed.exit_code == 0 and f"holds {finished} tensors that are done" in resumed.stderr
-    assert run(model, "--scheme", "mse", "--out", tmp_path / "whole").exit_code == 0
-    assert contents(log.parent) == contents(tmp_path / "whole")
-    assert log.read_bytes() == (tmp_path / "whole" / "progress.jsonl").read_bytes()

@@ -165,12 +165,6 @@ def test_wrong_usage(folder, text, tmp_path, monkeypatch, arguments, message):
     assert not (tmp_path / "out" / "evaluation.json").exists()
 
 
-def test_no_such_model(text, tmp_path):
-    done = run(tmp_path / "gone", "--text", text)
-    assert done.exit_code == 2 and "cannot be loaded to run it" in done.stderr
-    assert run("some/model", "--text", text, "--card").exit_code == 2
-
-
 def test_a_policy_is_measured_on_its_master_weights_and_under_its_own_scheme(policy, text, tmp_path):
     done = run(policy, "--text", text, "--out", tmp_path / "out", "--card", "--json")
     assert done.exit_code == 0, done.stderr

@@ -48,10 +48,6 @@ def test_earlier_names_work_with_a_warning(command, old, now, capsys):
     ("words", "value"),
     [
         ("--overwrite", True),
-        ("--overwrite true", True),
-        ("--overwrite=true", True),
-        ("--overwrite false", False),
-        ("--overwrite=false", False),
         ("--overwrite --modules_to_not_convert a", True),
         ("--modules_to_not_convert=a", False),
     ],

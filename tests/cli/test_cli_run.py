@@ -55,12 +55,10 @@ def test_transformers_alone_stops_and_saves_nothing(saved):
     assert not list(saved.glob("*-again"))
 
 
-@pytest.mark.slow
 def test_a_program_under_run_computes_in_mxfp4(saved):
-    command = [sys.executable, "-m", "hf_mxfp4.cli", "run", "--", "program.py", "qat", "packed"]
-    done = subprocess.run(command, cwd=saved, env=ENVIRONMENT, capture_output=True, text=True)
-    found = [line for line in done.stdout.splitlines() if line.endswith("Linear")]
-    assert found == ["MXFP4Linear", "MXFP4PackedLinear"], done.stderr
+    done = run(module("hf_mxfp4.cli", "run", "--", "program.py", "qat", "packed"), cwd=saved, environment=ENVIRONMENT)
+    found = [line for line in done.output.splitlines() if line.endswith("Linear")]
+    assert found == ["MXFP4Linear", "MXFP4PackedLinear"], done.output
     for mode in ("qat", "packed"):
         first, second = (json.loads((saved / name / "config.json").read_text()) for name in (mode, f"{mode}-again"))
         assert first == second and first["quantization_config"]["mode"] == mode

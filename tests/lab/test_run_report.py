@@ -11,7 +11,7 @@ from hf_mxfp4.lab import RunLogError, health_checks, read_run, write_run_picture
 from hf_mxfp4.lab.run_report.charts import CHARTS
 from hf_mxfp4.lab.run_report.health import _reward_change, overall, summary
 from hf_mxfp4.lab.run_report.page import render_run
-from hf_mxfp4.rl import PREVIOUS_LOG, RUN_LOG, RunLog
+from hf_mxfp4.run_log import PREVIOUS_LOG, RUN_LOG, RunLog
 
 
 FACTS = {

@@ -12,7 +12,7 @@ from tiny_tokenizers import SPLITS, TEXT, make_fallback_tokenizer, make_tokenize
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_mxfp4 import MXFP4RLConfig
-from hf_mxfp4.checkpoint import export, import_checkpoint
+from hf_mxfp4.checkpoint import export
 
 
 pytestmark = pytest.mark.llamacpp
@@ -69,9 +69,8 @@ def save(folder: Path, family: str, **options) -> Path:
 
 
 def exported_values(folder: Path, work: Path):
-    """A plain float32 model with the values in an exported file."""
-    import_checkpoint(folder, work / "packed")
-    export(work / "packed", work / "bf16", "bf16")
+    """A plain float32 model with the values of an exported checkpoint."""
+    export(folder, work / "bf16", "bf16")
     return AutoModelForCausalLM.from_pretrained(work / "bf16", dtype=torch.float32).eval()
 
 
@@ -80,7 +79,7 @@ def exported_values(folder: Path, work: Path):
 def test_logits_are_ours_but_for_its_eight_bit_inputs(name, run_tokens, tmp_path):
     family, options = MODELS[name]
     export(save(tmp_path / "model", family, **options), tmp_path / "out", "gguf")
-    model = exported_values(tmp_path / "out", tmp_path)
+    model = exported_values(tmp_path / "model", tmp_path)
     ours = model(torch.tensor([TOKENS])).logits[0]
     exact, _ = compute(run_tokens, in_float32(tmp_path / "out" / FILE, tmp_path / "exact.gguf"), TOKENS)
     assert distance(exact, ours) < 1e-5
@@ -143,7 +142,7 @@ def test_a_real_model(run_tokens, tmp_path):
     text = "Question: Natalia sold 48 clips in April, and half as many in May. How many in all?\nAnswer:"
     tokens = tokenize(run_tokens, tmp_path / "out" / FILE, text)
     assert tokens == AutoTokenizer.from_pretrained(folder)(text).input_ids
-    model = exported_values(tmp_path / "out", tmp_path)
+    model = exported_values(folder, tmp_path)
     ours = model(torch.tensor([tokens])).logits[0]
     exact, theirs = compute(run_tokens, in_float32(tmp_path / "out" / FILE, tmp_path / "exact.gguf"), tokens, new=32)
     assert distance(exact, ours) < 1e-4

@@ -14,7 +14,7 @@ NARROW = [torch.float32, torch.bfloat16, torch.float16]
 ALPHAS = [None, 0.25, 0.5, 0.75, 1.0, 0.3]
 OPTIONS = ("scale_rule", "macro_block", "macro_search", "outlier_fallback")
 
-properties = settings(max_examples=30, deadline=None, derandomize=True, database=None)
+properties = settings(max_examples=20, deadline=None, derandomize=True, database=None)
 
 
 @st.composite

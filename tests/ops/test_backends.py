@@ -6,7 +6,6 @@ import torch
 
 from hf_mxfp4 import QuantScheme, numerics
 from hf_mxfp4.backends import backend_for, cpu, fake_quantize
-from hf_mxfp4.gemm import matmul_route
 from hf_mxfp4.numerics import fake_quantize as reference
 
 
@@ -94,20 +93,3 @@ def test_the_values_are_those_of_the_numeric_contract(scheme, dtype):
     out = fake_quantize(x, scheme)
     assert out.dtype == dtype and torch.equal(out, expected)
     assert not torch.equal(out, x)
-
-
-@pytest.mark.parametrize(
-    ("device", "scheme", "backend", "route", "why"),
-    [
-        ("cpu", "rceil", "eager", "eager", "eager was asked for"),
-        ("mps", "rceil", "auto", "eager", "the tensor is on mps"),
-        ("cuda", "rceil+mbsrow-static", "auto", "eager", "macro_block='row' is not supported"),
-        ("cuda", "rceil+mbs128-static", "auto", "fused", "1 rows"),
-        ("cuda", "rceil+mbs32-static", "auto", "fused", "1 rows"),
-    ],
-)
-def test_how_products_with_packed_weights_are_computed_and_why(device, scheme, backend, route, why):
-    if device == "cuda":
-        pytest.importorskip("triton")
-    found = matmul_route(1, 256, 512, numerics.parse_scheme(scheme), device, backend=backend)
-    assert found[0] == route and why in found[1]

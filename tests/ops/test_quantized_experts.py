@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The grouped linear of experts, against one quantized linear for each of them."""
 
+import importlib
+
 import pytest
 import torch
 from tables import CONFIGS, some
@@ -129,7 +131,7 @@ def test_each_expert_is_a_quantized_linear_of_its_own(scheme, transposed):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_grouped_product_of_pytorch_gives_what_the_loop_gives(dtype, bias, monkeypatch):
     loop = run(*tensors(bias, dtype=dtype))
-    monkeypatch.setattr("hf_mxfp4.gemm.matmul._runs_grouped", lambda *operands: True)
+    monkeypatch.setattr(importlib.import_module("hf_mxfp4.gemm.matmul"), "_runs_grouped", lambda *operands: True)
     x, weight, b, grad = (None if t is None else t.detach() for t in tensors(bias, dtype=dtype))
     values, groups = quantize(weight, dtype), Groups(COUNTS)
     tolerance = 1e-5 if dtype == torch.float32 else 2e-2
@@ -143,7 +145,7 @@ def test_a_frozen_weight_keeps_no_input_and_gets_no_gradient():
     x, weight, bias, grad = tensors()
     weight.requires_grad_(False)
     out = quantized_linear(x, weight, bias, states()[0], Groups(COUNTS))
-    assert [t.data_ptr() for t in out.grad_fn.saved_tensors] == [weight.data_ptr()]
+    assert x.shape not in [tensor.shape for tensor in out.grad_fn.saved_tensors]
     out.backward(grad)
     assert weight.grad is None and x.grad.abs().sum() > 0 and bias.grad.abs().sum() > 0
 

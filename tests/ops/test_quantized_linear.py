@@ -10,18 +10,21 @@ from hf_mxfp4.gemm import GemmSpec, GemmState, LayerRng, quantized_linear
 from hf_mxfp4.numerics import FULL, GemmScheme, LinearScheme, QuantScheme
 
 
-STATE = GemmState(GemmSpec(LinearScheme(GemmScheme(FULL, QuantScheme()))), [LayerRng(0, "layer")])
+def state_of(inputs) -> GemmState:
+    return GemmState(GemmSpec(LinearScheme(GemmScheme(inputs, QuantScheme()))), [LayerRng(0, "layer")])
 
 
-def changed_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """The product of "quantized" operands whose every trace in a result is visible, and exact."""
-    return quantized_linear(x, weight, bias, input_operand=x.detach() / 2, weight_operand=weight.detach() * 4)
+STATE, WEIGHT_ONLY = state_of(QuantScheme()), state_of(FULL)
 
 
 def integers(*shape: int, seed: int = 0) -> torch.Tensor:
-    """Small integers, on which every sum of products below is exact in float32, in any order."""
+    """Small integers, many of which quantization changes, and on which sums of products are exact in float32."""
     generator = torch.Generator().manual_seed(seed)
-    return torch.randint(-4, 5, shape, generator=generator).float()
+    return torch.randint(-9, 10, shape, generator=generator).float()
+
+
+def quantized(x: torch.Tensor) -> torch.Tensor:
+    return fake_quantize(x.detach())
 
 
 @pytest.mark.parametrize("shape", [(6,), (3, 6), (2, 3, 6), (2, 1, 3, 6), (0, 6), (2, 0, 6)], ids=str)
@@ -29,27 +32,28 @@ def integers(*shape: int, seed: int = 0) -> torch.Tensor:
 def test_forward_and_the_three_gradients(shape, has_bias):
     x, weight = integers(*shape).requires_grad_(), integers(5, 6, seed=1).requires_grad_()
     bias = integers(5, seed=2).requires_grad_() if has_bias else None
-    y = changed_linear(x, weight, bias)
-    assert torch.equal(y, F.linear(x / 2, weight * 4, bias))
+    y = quantized_linear(x, weight, bias, STATE)
+    assert torch.equal(y, F.linear(quantized(x), quantized(weight), bias))
+    assert not torch.equal(quantized(weight), weight)
 
     grad = integers(*shape[:-1], 5, seed=3)
     y.backward(grad)
     rows = grad.reshape(-1, 5)
-    assert torch.equal(x.grad, grad @ (weight.detach() * 4))
-    assert torch.equal(weight.grad, rows.t() @ (x.detach().reshape(-1, 6) / 2))
+    assert torch.equal(x.grad, grad @ quantized(weight))
+    assert torch.equal(weight.grad, rows.t() @ quantized(x).reshape(-1, 6))
     if has_bias:
         assert torch.equal(bias.grad, rows.sum(0))
 
 
 def test_literal():
-    x = torch.tensor([[2.0, 4.0]], requires_grad=True)
-    weight = torch.tensor([[1.0, -1.0], [0.5, 0.0]], requires_grad=True)
+    x = torch.tensor([[2.0, 5.5]], requires_grad=True)  # 5.5 becomes 6
+    weight = torch.tensor([[1.0, -6.0], [0.3, 6.0]], requires_grad=True)  # 0.3 becomes 0.5
     bias = torch.tensor([10.0, 20.0], requires_grad=True)
-    y = changed_linear(x, weight, bias)
-    assert y.tolist() == [[4.0 - 8.0 + 10.0, 2.0 + 20.0]]
+    y = quantized_linear(x, weight, bias, STATE)
+    assert y.tolist() == [[2.0 - 36.0 + 10.0, 1.0 + 36.0 + 20.0]]
     y.backward(torch.tensor([[1.0, 2.0]]))
-    assert x.grad.tolist() == [[4.0 + 2.0 * 2.0, -4.0]]
-    assert weight.grad.tolist() == [[1.0, 2.0], [2.0, 4.0]]
+    assert x.grad.tolist() == [[1.0 + 1.0, -6.0 + 12.0]]
+    assert weight.grad.tolist() == [[2.0, 6.0], [4.0, 12.0]]
     assert bias.grad.tolist() == [1.0, 2.0]
 
 
@@ -58,20 +62,20 @@ def test_no_gradient_where_none_is_needed(frozen):
     tensors = {"x": integers(3, 6), "weight": integers(5, 6, seed=1), "bias": integers(5, seed=2)}
     for name, operand in tensors.items():
         operand.requires_grad_(name != frozen)
-    changed_linear(*tensors.values()).sum().backward()
+    quantized_linear(*tensors.values(), STATE).sum().backward()
     for name, operand in tensors.items():
         assert (operand.grad is None) == (name == frozen)
 
 
 def test_nothing_is_recorded_without_gradients():
     with torch.no_grad():
-        y = changed_linear(integers(3, 6), integers(5, 6).requires_grad_(), None)
+        y = quantized_linear(integers(3, 6), integers(5, 6).requires_grad_(), None, STATE)
     assert not y.requires_grad
 
 
 def test_backward_survives_a_weight_whose_storage_was_freed_in_between():
     x, weight = integers(3, 6).requires_grad_(), integers(5, 6, seed=1).requires_grad_()
-    y = quantized_linear(x, weight, None, STATE)
+    y = quantized_linear(x, weight, None, WEIGHT_ONLY)
     kept = weight.data
     weight.data = torch.empty(0)
     weight.data = kept
@@ -81,7 +85,7 @@ def test_backward_survives_a_weight_whose_storage_was_freed_in_between():
 
 def test_a_weight_written_between_forward_and_backward_is_an_error():
     x, weight = integers(3, 6).requires_grad_(), integers(5, 6, seed=1).requires_grad_()
-    y = changed_linear(x, weight, None)
+    y = quantized_linear(x, weight, None, STATE)
     with torch.no_grad():
         weight.add_(1)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
@@ -90,7 +94,7 @@ def test_a_weight_written_between_forward_and_backward_is_an_error():
 
 def test_there_is_no_second_derivative():
     x, weight = integers(3, 6).requires_grad_(), integers(5, 6, seed=1).requires_grad_()
-    (grad,) = torch.autograd.grad(changed_linear(x, weight, None).square().sum(), x, create_graph=True)
+    (grad,) = torch.autograd.grad(quantized_linear(x, weight, None, STATE).square().sum(), x, create_graph=True)
     with pytest.raises(RuntimeError, match="once_differentiable"):
         grad.sum().backward()
 

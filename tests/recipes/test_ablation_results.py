@@ -69,12 +69,6 @@ def test_the_share_of_the_gap_that_is_recovered():
     assert row(no_gap, "mbs")["recovered"] is None
 
 
-def test_one_seed_has_no_spread():
-    records = [r for r in RECORDS if r["seed"] == 0]
-    assert row(records, "mbs")["over_seeds"] is None
-    assert "-10.0 (one seed)" in markdown(records, "m")
-
-
 def test_the_table_to_the_letter():
     assert markdown(RECORDS, "m") == (
         "| cell | before RL | after RL | seeds ± | problems ± | minus reference | recovered | paper: dense | "

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 from hf_mxfp4 import MXFP4RLConfig
 from hf_mxfp4.checkpoint import last_complete_checkpoint
 from hf_mxfp4.lab import page
-from hf_mxfp4.rl import RUN_LOG
+from hf_mxfp4.run_log import RUN_LOG
 from hf_mxfp4.stats import wilson
 from recipes.evaluation import generate as evaluation
 from recipes.grpo import main

@@ -1,24 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """The `evaluate` metrics of the recipes."""
 
-import ast
-import json
-import os
 import sys
 import threading
 from pathlib import Path
 
 import evaluate
 import pytest
-from huggingface_hub import RepoCard
 
 from hf_mxfp4.rl.rewards import math as math_answers
-from hf_mxfp4.rl.rewards.numbers import gsm8k_gold, math_reward
-from recipes.tasks.sources import strip_annotations
+from hf_mxfp4.rl.rewards.numbers import math_reward
 
 
 METRICS = Path(__file__).resolve().parents[2] / "recipes" / "metrics"
-FOLDERS = sorted(folder for folder in METRICS.iterdir() if folder.is_dir())
 
 
 @pytest.fixture(scope="module")
@@ -54,19 +48,6 @@ def test_number_answer_gives_shares_and_verdicts(number_answer):
     }
     with pytest.raises(ValueError, match="not a decimal number"):
         number_answer.compute(predictions=["1"], references=["one"])
-
-
-def test_b27_golden_solutions_are_all_correct_and_the_format_alone_decides_strictly(number_answer):
-    """'MXFP4 destroys the model' was a model that did not know '####': both readings, and golden answers score 1."""
-    path = Path(os.environ.get("GSM8K_DIR", "nowhere")) / "test.jsonl"
-    rows = [{"answer": "3+4=<<3+4=7>>7 pears.\n#### 7"}, {"answer": "It is $<<2400/2=1200>>1,200.\n#### 1,200"}]
-    if path.is_file():
-        rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-    golds = [gsm8k_gold(row["answer"]) for row in rows]
-    texts = [strip_annotations(row["answer"]) for row in rows]
-    assert number_answer.compute(predictions=texts, references=golds) == {"strict": 1.0, "flexible": 1.0}
-    unmarked = [text.replace("#### ", "The answer is ") for text in texts]
-    assert number_answer.compute(predictions=unmarked, references=golds) == {"strict": 0.0, "flexible": 1.0}
 
 
 @pytest.mark.parametrize(
@@ -125,28 +106,3 @@ def test_without_math_verify_the_message_says_what_to_install(monkeypatch):
     math_answers._read_gold.cache_clear()
     with pytest.raises(ModuleNotFoundError, match=r"pip install 'hf-mxfp4\[eval\]'"):
         math_answers.is_math_correct("1", "1")
-
-
-@pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
-def test_a_folder_is_a_whole_space(folder):
-    card = RepoCard.load(folder / "README.md")
-    assert card.data.sdk == "gradio" and "metric" in card.data.tags and card.data.title
-    assert f'evaluate.load("{folder.name}.py")' in (folder / "app.py").read_text()
-    assert "evaluate" in (folder / "requirements.txt").read_text()
-
-
-@pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
-def test_a_metric_imports_nothing_but_its_folder_and_its_requirements(folder):
-    """As on a Space, where hf_mxfp4 is not installed."""
-    allowed = {*sys.stdlib_module_names, "evaluate", "datasets"}
-    if "math-verify" in (folder / "requirements.txt").read_text():
-        allowed.add("math_verify")
-    for path in folder.glob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.Import):
-                assert {alias.name.split(".")[0] for alias in node.names} <= allowed, path
-            elif isinstance(node, ast.ImportFrom) and node.level == 0:
-                assert node.module.split(".")[0] in allowed, path
-            elif isinstance(node, ast.ImportFrom) and path.stem == folder.name:
-                # The library copies what the script itself imports, and nothing that those files do.
-                assert (folder / f"{node.module}.py").is_file(), path

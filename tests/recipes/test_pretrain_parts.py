@@ -82,25 +82,6 @@ def test_bad_arms(names, extra, message):
 # ---- the generated language
 
 
-def test_documents_are_sentences_sums_and_copies():
-    kinds = {"sum": 0, "copy": 0, "sentence": 0}
-    for text, nats in itertools.islice(Language().documents("train"), 1000):
-        assert set(text) <= set(ALPHABET) and nats > 0
-        if "=" in text:
-            a, b = text.split("=")[0].split("+")
-            assert int(a) + int(b) == int(text.split("=")[1])
-            assert nats == pytest.approx(2 * math.log(100) - math.log(0.2))
-            kinds["sum"] += 1
-        elif "|" in text:
-            assert text.split("|")[0] == text.split("|")[1]
-            kinds["copy"] += 1
-        else:
-            assert 4 <= len(text.split()) <= 12
-            kinds["sentence"] += 1
-    # Binomial, 1000 draws: four standard deviations are 0.05 and 0.06.
-    assert abs(kinds["sum"] - 200) < 50 and abs(kinds["copy"] - 200) < 50 and abs(kinds["sentence"] - 600) < 62
-
-
 def test_entropy_is_that_of_the_generator():
     language = Language()
     texts, entropy = generate(language, "validation", 5000)

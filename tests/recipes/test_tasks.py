@@ -176,16 +176,9 @@ def test_gsm8k_from_the_hub(monkeypatch):
     monkeypatch.setattr(sources.datasets, "load_dataset", load_dataset)
     task = load_task("gsm8k")
     assert (len(task.train), len(task.test)) == (3, 1)
-    load_task("gsm8k", dataset_name="me/maths", dataset_config="hard", n_train=1)
     load_task("gsm8k", dataset_name="me/maths")
-    names = [("openai/gsm8k", "main"), ("me/maths", "hard"), ("me/maths", None)]
+    names = [("openai/gsm8k", "main"), ("me/maths", None)]
     assert asked == [(*name, split) for name in names for split in ("train", "test")]
-
-    monkeypatch.setattr(
-        sources.datasets, "load_dataset", lambda *a, **k: Dataset.from_dict({"question": [], "answer": []})
-    )
-    with pytest.raises(ValueError, match="gsm8k: the train split is empty"):
-        load_task("gsm8k")
     monkeypatch.setattr(sources.datasets, "load_dataset", lambda *a, **k: Dataset.from_dict({"text": ["a"]}))
     with pytest.raises(ValueError, match="train row 0: 'question' must be there"):
         load_task("gsm8k")
@@ -255,16 +248,6 @@ def test_build_qwen2():
     assert model.get_output_embeddings().weight is not model.get_input_embeddings().weight
     with pytest.raises(ValueError, match="divisible"):
         tiny_model.build_qwen2(tokenizer, hidden_size=30)
-
-
-def test_build_qwen2_depends_on_its_seed_only():
-    torch.manual_seed(5)
-    before = torch.get_rng_state()
-    first = small_model(BYTE_TOKENIZER, seed=1)
-    assert torch.equal(before, torch.get_rng_state())
-    torch.manual_seed(6)
-    assert same(first, small_model(BYTE_TOKENIZER, seed=1))
-    assert not same(first, small_model(BYTE_TOKENIZER, seed=2))
 
 
 def test_labels_cover_the_completion_and_eos():

@@ -62,15 +62,6 @@ def test_only_steps_that_are_due_and_once_in_each():
     assert not any(module._forward_pre_hooks for module in model.modules())
 
 
-def test_hooks_go_even_after_an_exception():
-    model = quantized_model(layers=1)
-    callback = ActivationErrorCallback(model, every=1, layers=2, record=lambda name, value: None)
-    begin(callback, 1)
-    with pytest.raises(ZeroDivisionError), callback.observing(torch.ones(1, 8)):
-        raise ZeroDivisionError
-    assert not any(module._forward_pre_hooks for module in model.modules())
-
-
 def test_measuring_nothing_is_an_error():
     callback = ActivationErrorCallback(quantized_model(layers=1), every=1, layers=1, record=lambda name, value: None)
     begin(callback, 1)
@@ -84,16 +75,6 @@ def test_layers_without_quantized_activations_are_refused():
     assert spread_modules(model, 4) == {}
     with pytest.raises(ValueError, match="no MXFP4 layer that quantizes its input"):
         ActivationErrorCallback(model, every=1, layers=1, record=lambda name, value: None)
-
-
-def test_nan_is_recorded_and_not_raised():
-    model = quantized_model(layers=1)
-    recorded = {}
-    callback = ActivationErrorCallback(model, every=1, layers=1, record=recorded.__setitem__)
-    begin(callback, 1)
-    with callback.observing(torch.ones(1, 4)):
-        next(iter(callback.chosen.values()))(torch.full((1, 4, 64), float("nan")))
-    assert all(value != value for value in recorded.values()) and len(recorded) == 4
 
 
 def test_the_log_of_a_run_has_them(build):

@@ -7,7 +7,7 @@ import shutil
 
 import pytest
 import torch
-from grpo_runs import MEASURED, TOKENIZER, ResumableTrainer, even_digits, logged, train_plainly, trainer_factory
+from grpo_runs import MEASURED, TOKENIZER, ResumableTrainer, logged, train_plainly, trainer_factory
 from moe_models import make_moe
 from peft import LoraConfig, get_peft_model
 from safetensors import safe_open
@@ -15,7 +15,6 @@ from same_bits import assert_same
 from transformers import AutoModelForCausalLM, Trainer
 
 from hf_mxfp4 import MXFP4Experts, MXFP4RLConfig
-from hf_mxfp4.rl import RewardError
 
 
 #: Eight steps are two epochs of four.
@@ -153,36 +152,6 @@ def test_a_finished_run_is_not_trained_further(build, tmp_path):
     assert_same(everything(resumed)["weights"], everything(finished)["weights"])
 
 
-def test_a_run_that_finished_with_an_epoch_is_not_trained_further(build, whole):
-    expected, folder = whole
-    resumed = build()
-    resumed.train(resume_from_checkpoint=str(folder / "checkpoint-8"))
-    assert resumed.state.global_step == 8
-    assert_same(everything(resumed)["weights"], expected["weights"])
-
-
-def test_a_run_that_failed_is_continued_as_if_it_had_not(tmp_path):
-    factory = trainer_factory(tmp_path)
-    options = {**RUN, **REUSED, "steps_per_generation": 2, "max_steps": 6}
-
-    def train(folder, resume=None, fails_at=None):
-        def even_digits_drawing(completions, trainer_state, **kwargs):
-            torch.rand(len(completions))  # a reward function may draw numbers
-            if trainer_state.global_step == fails_at:
-                raise KeyError("answer")
-            return even_digits(completions)
-
-        trainer = factory(even_digits_drawing, scheme=SCHEMES["w4a4"], output_dir=str(tmp_path / folder), **options)
-        trainer.train(resume_from_checkpoint=resume)
-        return trainer
-
-    whole = train("whole")
-    with pytest.raises(RewardError):
-        train("failing", fails_at=4)
-    assert [path.name for path in (tmp_path / "failing").glob("checkpoint-*")] == ["checkpoint-4"]
-    assert_same(everything(train("failing", resume=True)), everything(whole))
-
-
 def test_another_split_of_rollouts_starts_them_anew(build, tmp_path, capsys):
     """The micro-batches of the checkpoint are those of another number of optimizer steps."""
     options = {"num_iterations": 2, "per_device_train_batch_size": 4}
@@ -248,29 +217,6 @@ def test_rollouts_without_kept_copies_have_the_same_bits(build, tmp_path):
         assert ends[-1]["logs"][0].pop("quantization/weights_per_step") == counted
         assert counted == trainer.n_quantized * (1 if not options else 5)  # for each of four tokens, and a pass
     assert_same(*ends)
-
-
-@pytest.mark.parametrize(("cached", "times"), [(True, 1), (False, 4)])
-def test_how_often_a_rollout_quantizes_the_experts(build, monkeypatch, cached, times):
-    """For each of four tokens, or once."""
-    import hf_mxfp4.gemm.operands as module
-
-    options = {"cache_rollout_weights": cached, "rollout_weights": "dense" if cached else "auto"}
-    trainer = build(mixture=True, max_steps=1, save_strategy="no", aqn=False, **options)
-    trainer.generation_config.eos_token_id = None
-    calls, quantize, generate = [], module.weight_operand, trainer._generate
-    monkeypatch.setattr(module, "weight_operand", lambda *args: calls.append(args[0].shape) or quantize(*args))
-    counts = []
-
-    def counted(prompts):
-        calls.clear()
-        output = generate(prompts)
-        counts.append(sum(len(shape) == 3 for shape in calls))  # not those of attention
-        return output
-
-    trainer._generate = counted
-    trainer.train()
-    assert counts == [times * 2]  # projections
 
 
 # ---- which checkpoint -----------------------------------------------------------------------------------------------

@@ -10,8 +10,6 @@ from tiny_models import make_model
 from hf_mxfp4 import MXFP4PackedLinear, MXFP4RLConfig, cached_weights
 from hf_mxfp4.integrations.peft import is_packed_with_adapters, policy_parameters
 from hf_mxfp4.integrations.transformers.swap import quantize_linears
-from hf_mxfp4.rl.noise import NormNoise, find_norms
-from hf_mxfp4.rl.rollout.vllm import rollout_parameters
 
 
 IDS = torch.arange(2, 14).view(2, 6)
@@ -131,25 +129,6 @@ def test_noise_is_on_each_norm_of_the_base_once_and_the_mismatch_is_corrected(tr
         assert 0.5 < ratios[step] < 2 and abs(ratios[step] - 1) > 1e-4
 
 
-def test_noise_under_adapters_is_the_noise_without_them():
-    plain = make_model()
-    quantize_linears(plain, PACKED)
-    with NormNoise(plain, seed=3).active(2, 0.1), torch.no_grad():
-        expected = plain(IDS).logits
-    adapted = get_peft_model(plain, lora())  # a new adapter adds nothing
-    noise = NormNoise(adapted, seed=3)
-    with noise.active(2, 0.1), torch.no_grad():
-        assert torch.equal(adapted(IDS).logits, expected)
-    assert noise.last_report.modules == 5
-
-
-@pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama", "gemma"])
-def test_the_same_norms_with_and_without_adapters(family):
-    plain = find_norms(make_model(family))
-    adapted = find_norms(packed_policy(family=family))
-    assert [name.removeprefix("base_model.model.") for name in adapted] == list(plain)
-
-
 def test_trained_norms_keep_their_updates_and_none_of_the_noise(build):
     trainer = build(
         peft_config=lora(modules_to_save=["norm"]), aqn_num_stages=1, aqn_sigma_start=0.5, aqn_sigma_end=0.5
@@ -161,39 +140,6 @@ def test_trained_norms_keep_their_updates_and_none_of_the_noise(build):
     for name, module in trainer.noise.norms.items():
         change = (module.weight.detach() - before[name]).abs().max()
         assert 0 < change < 0.02, name  # four steps of Adam at 1e-3
-
-
-def test_trained_norms_get_noise_once():
-    model = packed_policy(modules_to_save=["input_layernorm", "norm"])
-    noise = NormNoise(model, seed=0)
-    # "norm" is the end of every norm's name: PEFT makes copies of all five.
-    assert len(noise.norms) == 5 and all("modules_to_save.default" in name for name in noise.norms)
-    with torch.no_grad(), noise.active(1, 0.1):
-        model(IDS)
-    assert noise.last_report.modules == 5
-    pushed = dict(rollout_parameters(policy_parameters(model), model, noise, 1, 0.1))
-    clean = dict(policy_parameters(model))
-    assert [name for name in clean if not torch.equal(clean[name], pushed[name])] == [
-        f"model.layers.{i}.{kind}.weight" for i in range(2) for kind in ("input_layernorm", "post_attention_layernorm")
-    ] + ["model.norm.weight"]
-    assert noise.last_report.modules == 5
-
-
-def test_norms_that_feed_a_router_get_no_noise_under_wrappers_either():
-    model = make_model("qwen3_moe")
-    plain = list(find_norms(model))
-    quantize_linears(model, MXFP4RLConfig(mode="packed", modules_to_not_convert=["experts"]))
-    config = lora(target_modules=["q_proj"], modules_to_save=["post_attention_layernorm", "input_layernorm"])
-    model = get_peft_model(model, config)
-    assert not any("post_attention_layernorm" in name for name in find_norms(model))
-    assert len(find_norms(model)) == len(plain)
-
-
-def test_no_noise_in_evaluation(build):
-    trainer = build(aqn_num_stages=1, aqn_sigma_start=1.0, aqn_sigma_end=1.0)
-    trainer.model.eval()
-    trainer._generate(["1+1="])
-    assert "aqn/sigma" not in trainer._metrics["train"]
 
 
 # ---- rollouts and training see one policy ---------------------------------------------------------------------------
@@ -282,41 +228,6 @@ def test_pushed_tensors_are_the_policy_under_its_original_names(family, tie):
     }
     plain.load_state_dict(pushed, strict=not tie)
     torch.testing.assert_close(plain(IDS).logits, model(IDS).logits, rtol=1e-4, atol=1e-4)
-
-
-def test_pushed_tensors_under_other_states_of_the_adapters():
-    model = packed_policy(target_modules=["q_proj", "up_proj"])
-    layer = model.base_model.model.model.layers[0].mlp.up_proj
-    base = layer.base_layer.dequantized_weight()
-    before = stored(model)
-    name = "model.layers.0.mlp.up_proj.weight"
-    assert not torch.equal(dict(policy_parameters(model))[name], base)
-    with model.disable_adapter():
-        assert torch.equal(dict(policy_parameters(model))[name], base)
-    untouched = "model.layers.0.mlp.down_proj.weight"
-    assert torch.equal(
-        dict(policy_parameters(model))[untouched],
-        model.base_model.model.model.layers[0].mlp.down_proj.dequantized_weight(),
-    )
-    assert all(torch.equal(value, before[key]) for key, value in stored(model).items()) and not layer.merged
-    model.merge_adapter()
-    assert torch.equal(dict(policy_parameters(model))[name], layer.base_layer.dequantized_weight())
-
-
-def test_a_bfloat16_policy_is_pushed_in_bfloat16():
-    model = packed_policy(dtype=torch.bfloat16)
-    assert {tensor.dtype for _, tensor in policy_parameters(model)} == {torch.bfloat16}
-
-
-def test_what_cannot_be_pushed_is_named():
-    model = packed_policy(target_modules=["q_proj", "lm_head"])
-    with pytest.raises(ValueError, match="lm_head has an adapter but is no packed layer"):
-        list(policy_parameters(model))
-    model = packed_policy()
-    norm = model.base_model.model.model.norm
-    norm.weight = torch.nn.Parameter(torch.empty(0))
-    with pytest.raises(RuntimeError, match="model.norm.weight is sharded"):
-        list(policy_parameters(model))
 
 
 def test_the_trainer_pushes_the_packed_policy_without_merging(build):

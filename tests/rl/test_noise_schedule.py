@@ -13,13 +13,6 @@ def test_values_are_those_of_the_formula():
     assert values == pytest.approx([0, 0, 1.0, 1.0, 0.1, 0.1, 0.01, 0.01])
 
 
-def test_schedule_defaults_span_a_decade():
-    schedule = NoiseSchedule()
-    assert schedule.sigma(0, 150) == 0 and schedule.sigma(14, 150) == 0
-    assert schedule.sigma(15, 150) == 1e-2
-    assert schedule.sigma(149, 150) == pytest.approx(1e-3)
-
-
 @pytest.mark.parametrize(
     ("stages", "expected"),
     [(1, [0.5, 0.5, 0.5, 0.5]), (2, [0, 0, 0.5, 0.5]), (3, [0, 0, 0.5, 0.1])],

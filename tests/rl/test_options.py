@@ -55,6 +55,7 @@ REMOVED = {
     "rollout_correction_min": (0.5, "rollout_correction_cap"),
     "dynamic_sampling": (True, "GRPOWithReplayBufferTrainer"),
     "dynamic_sampling_max_rounds": (5, "GRPOWithReplayBufferTrainer"),
+    "quantize_reference": (False, "under the scheme of the policy"),
     "compile_rollouts": (True, "use_vllm=True"),
     "entropy_collapse": (0.1, "limits are fixed"),
     "entropy_explosion": (3.0, "limits are fixed"),
@@ -66,8 +67,9 @@ REMOVED = {
 INERT = {
     "aqn_schedule": "exponential", "aqn_layers": None, "aqn_seed": None, "aqn_targets": "norms", "aqn_rate_limit": 0.05,
     "aqn_linear_sigma_scale": 1.0, "rollout_weights": "auto", "rollout_correction_min": None, "dynamic_sampling": False,
-    "dynamic_sampling_max_rounds": 3, "compile_rollouts": False, "entropy_collapse": 0.05, "entropy_explosion": 2.0,
-    "error_layers": 4, "gradient_gain_every": 0, "router_every": 0,
+    "dynamic_sampling_max_rounds": 3,
+    "compile_rollouts": False, "quantize_reference": True,
+    "entropy_collapse": 0.05, "entropy_explosion": 2.0, "error_layers": 4, "gradient_gain_every": 0, "router_every": 0,
 }  # fmt: skip
 ACCEPTED = [
     INERT,

@@ -11,12 +11,6 @@ def constant(completions, **kwargs):
     return [1.0] * len(completions)
 
 
-@pytest.mark.parametrize(("length", "expected"), [(1, 0.0), (6, 0.0), (7, -0.25), (8, -0.5), (10, -1.0)])
-def test_the_penalty_rises_over_the_buffer(build, length, expected):
-    trainer = build(max_completion_length=10, overlong_buffer=4)
-    assert trainer.reward_funcs[-1](completions=["x"], completion_ids=[[5] * length]) == [expected]
-
-
 def test_it_is_weighted_beside_the_others(build):
     trainer = build([even_digits, constant], reward_weights=[2.0, 0.5], overlong_buffer=2, overlong_penalty=0.3)
     assert trainer.reward_weights.tolist() == pytest.approx([2.0, 0.5, 0.3])
@@ -41,30 +35,6 @@ def test_training_logs_it_and_the_reward_contains_it(build):
         assert entry["reward"] == pytest.approx(1 + 0.5 * punished, abs=1e-5)
 
 
-def test_longer_completions_get_lower_advantages(build):
-    trainer = build(constant, overlong_buffer=3)
-    trainer.model.train()
-    trainer.state.max_steps = 4
-    rows = [dict(row) for row in trainer.train_dataset.select(range(2)) for _ in range(4)]
-    batch = trainer._generate_and_score_completions(rows)
-    lengths, advantages = batch["completion_mask"].sum(1).view(2, 4).float(), batch["advantages"].view(2, 4)
-    assert (lengths.std(1) > 0).any()
-    for length, advantage in zip(lengths, advantages, strict=True):
-        assert length[advantage.argmin()] == length.max()
-
-
-def scored(trainer):
-    """Advantages of two prompts' completions, four each, all of the same length."""
-    trainer.model.train()
-    trainer.state.max_steps = 4
-    rows = [dict(row) for row in trainer.train_dataset.select(range(2)) for _ in range(4)]
-    return trainer._generate_and_score_completions(rows)["advantages"].tolist()
-
-
-def test_none_by_default(build):
-    assert build().reward_func_names == ["even_digits"]
-
-
 def config(tmp_path, **options):
     return MXFP4GRPOConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False, **options)
 
@@ -87,12 +57,3 @@ def test_a_buffer_longer_than_a_completion_is_refused(tmp_path):
 def test_a_buffer_of_completions_without_an_end_is_refused(build):
     with pytest.raises(ValueError, match="overlong_buffer=5 needs max_completion_length"):
         build(overlong_buffer=5, max_completion_length=None)
-
-
-def test_a_penalty_that_is_not_used_is_said(tmp_path, caplog):
-    config(tmp_path, overlong_penalty=0.5)
-    assert "overlong_penalty=0.5 has no effect without overlong_buffer" in caplog.text
-    caplog.clear()
-    config(tmp_path)
-    config(tmp_path, overlong_buffer=2, overlong_penalty=0.5)
-    assert "overlong_penalty" not in caplog.text

@@ -184,9 +184,3 @@ def test_evaluation_quantizes_once_and_is_not_counted(build, tmp_path):
         assert trainer._metrics["train"]["quantization/weights_per_step"] == []
     values = [{k: v for k, v in metrics.items() if "time" not in k and "per_second" not in k} for metrics in found]
     assert values[0] == values[1] and {"eval_loss", "eval_reward", "eval_entropy"} <= values[0].keys()
-
-
-def test_nothing_is_kept_where_no_copies_are_wanted(build):
-    trainer = build(cache_rollout_weights=False, **ACCUMULATED)
-    assert trainer.quantization.form == "none"
-    assert build(cache_rollout_weights=False, step_weights="packed").quantization.form == "packed"

@@ -271,14 +271,6 @@ def test_a_vllm_that_would_quantize_twice_is_refused(made, settings, options, me
     Pushes(model, vllm_llm(scheme=PLAIN, settings=EngineSettings("dense")), **options)
 
 
-def test_other_skipped_modules_are_refused():
-    model = policy()
-    model.config.quantization_config = PLAIN
-    other = factors_config(preset="w4a16", outlier_fallback=None, modules_to_not_convert=["q_proj"])
-    with pytest.raises(ValueError, match="modules_to_not_convert=.'q_proj',. and the policy None"):
-        Pushes(model, vllm_llm(scheme=other, settings=EngineSettings()))
-
-
 # ---- a server -------------------------------------------------------------------------------------------------------
 
 

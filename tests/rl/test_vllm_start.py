@@ -226,31 +226,9 @@ def test_who_has_a_server_in_16_bits_is_told_how_to_start_another(full, caplog):
     assert MXFP4RLConfig.from_dict(given) == load(full).config.quantization_config
 
 
-def test_everything_of_trl_is_itself_again_after_an_error(full, made, monkeypatch):
-    start = vllm_generation.VLLMGeneration._init_vllm
-
-    def failing(**options):
-        raise MemoryError
-
-    monkeypatch.setattr(vllm_generation, "LLM", failing)
-    generation = object.__new__(vllm_generation.VLLMGeneration)
-    generation.model = load(full)
-    with pytest.raises(AttributeError), vllm_in_scheme(args()):  # it has no mode
-        generation._init_vllm()
-    assert vllm_generation.VLLMGeneration._init_vllm is start and vllm_generation.LLM is failing
-
-
 def test_a_trl_that_makes_vllm_otherwise_is_an_error(full, made, monkeypatch):
     generation = object.__new__(vllm_generation.VLLMGeneration)
     generation.model = load(full)
     monkeypatch.setattr(vllm_generation.VLLMGeneration, "_init_vllm", lambda self: None)
     with pytest.raises(RuntimeError, match="starts vLLM in another way"), vllm_in_scheme(args()):
         generation._init_vllm()
-
-
-@pytest.mark.parametrize("options", [{"use_vllm": False}, {"vllm_mode": "server"}])
-def test_nothing_is_told_where_trl_makes_no_vllm(options, made):
-    start = vllm_generation.VLLMGeneration._init_vllm
-    config = MXFP4GRPOConfig(**{"use_cpu": True, "bf16": False, "use_vllm": True, **options})
-    with vllm_in_scheme(config):
-        assert vllm_generation.VLLMGeneration._init_vllm is start

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checkpoint formats of other engines, by name."""
 
-from .base import BF16Format, Format, PackedFormat
+from .base import BF16Format, Format, ImportableFormat, PackedFormat
 from .compressed_tensors import CompressedTensorsFormat
 from .gguf import GGUFFormat
 from .gpt_oss import GptOssFormat
@@ -14,4 +14,4 @@ FORMATS: dict[str, Format] = {
     for format in (CompressedTensorsFormat(), QuarkFormat(), GptOssFormat(), GGUFFormat(), BF16Format())
 }
 
-__all__ = ["FORMATS", "Format", "PackedFormat"]
+__all__ = ["FORMATS", "Format", "ImportableFormat", "PackedFormat"]

@@ -87,11 +87,6 @@ class Format(ABC):
 class PackedFormat(Format):
     """A format with MXFP4 layers: plain ones, with only codes and block scales."""
 
-    #: `quant_method` of its `quantization_config`.
-    quant_method: ClassVar[str]
-    #: Last parts of the names of tensors that mean something this project has not -> what that is.
-    foreign: ClassVar[Mapping[str, str]] = {}
-
     def misfits(self, scheme: QuantScheme) -> list[str]:
         """Return parts of a weight scheme that the format cannot hold; empty when it holds the weight bit for bit."""
         parts = []
@@ -111,14 +106,6 @@ class PackedFormat(Format):
             return f"in_features={shape.in_features} is not a multiple of {BLOCK_SIZE}"
         return None
 
-    def plain_name(self, name: str) -> str:
-        """Return the name that a plain checkpoint has for a stored weight of this format; others unchanged."""
-        return name
-
-    @abstractmethod
-    def marks(self, tensor: StoredTensor) -> bool:
-        """Return whether a tensor of the files is one that only quantized layers have, such as their scales."""
-
     @abstractmethod
     def tensors(self, layer: str, shape: LayerShape, packed: Packed) -> dict[str, torch.Tensor]:
         """Return the tensors that the ``weight`` and ``weight_scale`` of all matrices of a layer are stored as; no
@@ -128,21 +115,33 @@ class PackedFormat(Format):
         """Return [`tensors`] on the meta device."""
         return self.tensors(layer, shape, shape.meta_packed(QuantScheme(ScaleRule.EVEN)))
 
+
+class ImportableFormat(PackedFormat):
+    """A format whose checkpoints can be imported."""
+
+    #: `quant_method` of its `quantization_config`.
+    quant_method: ClassVar[str]
+    #: Last parts of the names of tensors that mean something this project has not -> what that is.
+    foreign: ClassVar[Mapping[str, str]] = {}
+
+    @abstractmethod
+    def plain_name(self, name: str) -> str:
+        """Return the name that a plain checkpoint has for a stored weight of this format; others unchanged."""
+
+    @abstractmethod
+    def marks(self, tensor: StoredTensor) -> bool:
+        """Return whether a tensor of the files is one that only quantized layers have, such as their scales."""
+
     @abstractmethod
     def read(self, layer: str, shape: LayerShape, expert: int | None, read: Read) -> dict[str, torch.Tensor]:
         """Return the ``weight`` and ``weight_scale`` of one matrix from the tensors of the files."""
-
-    def restored(self, tensors: Sequence[NewTensor], dtype: torch.dtype) -> list[NewTensor]:
-        """Return the model's tensors, in ``dtype``, for those of the files that are not quantized: by default the
-        same."""
-        return list(tensors)
 
     @abstractmethod
     def read_config(self, options: Mapping[str, Any]) -> Imported:
         """Read a `quantization_config` of this format. Raises [`CheckpointError`] for what has no equal here."""
 
 
-class RenamedFormat(PackedFormat):
+class RenamedFormat(ImportableFormat):
     """A format that stores the bytes of this package under other names, one matrix or rows of one in each tensor."""
 
     #: Our name of a layer's tensor -> the format's.

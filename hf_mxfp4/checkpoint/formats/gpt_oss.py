@@ -15,7 +15,7 @@ from ...numerics import BLOCK_SIZE
 from ..folder import CheckpointError
 from ..layers import LayerShape
 from ..tensors import StoredTensor
-from .base import Imported, Packed, PackedFormat, Read
+from .base import ImportableFormat, Imported, Packed, Read
 
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 _NOT_CONVERTED = ("model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head")
 
 
-class GptOssFormat(PackedFormat):
+class GptOssFormat(ImportableFormat):
     name = "gpt-oss"
     quant_method = "mxfp4"
 

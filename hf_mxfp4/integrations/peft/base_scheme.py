@@ -68,15 +68,7 @@ def record_base(config: LoraConfig, model: nn.Module, adapter_name: str) -> None
     if found is not None and type(config) is LoraConfig:
         # In place, because PEFT holds several references to this object and reads from each of them.
         config.__class__ = MXFP4LoraConfig
-    elif found is not None and not isinstance(config, MXFP4LoraConfig):
-        get_logger().warning(
-            "adapter %r has a config of the class %s, which cannot carry the scheme of its base; derive it from "
-            "hf_mxfp4.integrations.peft.MXFP4LoraConfig",
-            adapter_name,
-            type(config).__name__,
-        )
-        return
-    if found is not None or stored is not None:
+    if isinstance(config, MXFP4LoraConfig):
         config.base_quantization = None if found is None else found.to_dict()
 
 

@@ -223,7 +223,7 @@ class MXFP4LoraExpertParameter(MergesIntoMasters, ParamWrapper):
 
     @property
     def is_on_weight(self) -> bool:
-        """Whether the parameter is a quantized weight, and not a bias."""
+        """Return whether the parameter is a quantized weight, and not a bias."""
         return self.parameter_name in getattr(self.get_base_layer(), "projections", ())
 
     def factors(self, adapter: str) -> tuple[torch.Tensor, torch.Tensor]:

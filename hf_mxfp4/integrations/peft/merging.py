@@ -48,13 +48,13 @@ class MergeError:
 
     @property
     def update_sqnr_db(self) -> float:
-        """The same for what the adapters add: below 0, more was lost in quantizing than they had changed."""
+        """The same ratio for what the adapters add: below 0, more was lost in quantizing than they had changed."""
         return _decibels(self.update, self.noise)
 
 
 @dataclass(frozen=True)
 class MergeReport:
-    """The errors of merging, by the layers' names; `model.merge_report` after `merge_and_unload`.
+    """Errors of merging, by the layers' names; `model.merge_report` after `merge_and_unload`.
 
     Attributes:
         layers: by name; of experts whose adapters are on single parameters, by the parameters' names.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What loading a checkpoint does: weights are packed as they are read, and what was loaded is checked."""
+"""Pack weights as a checkpoint is read, and check what was loaded."""
 
 import torch
 from torch import nn

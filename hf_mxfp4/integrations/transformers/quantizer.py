@@ -119,7 +119,7 @@ class MXFP4RLQuantizer(HfQuantizer):
         return model
 
     def param_needs_quantization(self, model, param_name: str, **kwargs) -> bool:
-        """Exactly the full-precision placeholders of a checkpoint that is packed as it is read."""
+        """Return True for exactly the full-precision placeholders of a checkpoint that is packed as it is read."""
         owner, _, name = param_name.rpartition(".")
         if not self._packs_on_load:
             return False
@@ -180,12 +180,12 @@ class MXFP4RLQuantizer(HfQuantizer):
         return model
 
     def matrices(self, model) -> Iterator[WeightMatrix]:
-        """The master weights of the model's quantized layers, one by one."""
+        """Yield the master weights of the model's quantized layers."""
         return trainable_matrices(model)
 
     def dequantize(self, model, dtype=None):
-        """A plain model: every quantized layer becomes an `nn.Linear`, or experts of the model's own class, that holds
-        the quantized values.
+        """Return a plain model: every quantized layer becomes an `nn.Linear`, or experts of the model's own class, that
+        holds the quantized values.
 
         With a ``dtype`` all floating-point parameters are converted to it; without one, none is (transformers would
         fall back to the dtype that the model was loaded in, which may no longer be its own).

@@ -42,13 +42,13 @@ def check_trainer() -> None:
 
 def policy_scheme() -> MXFP4RLConfig | None:
     """Return the scheme of the quantized policy of the TRL trainer that is loading a reference from the same place;
-    `None` where no trainer is, or where it has ``quantize_reference=False``."""
+    `None` where no trainer is."""
     trainer, source = loading_trainer()
     config = getattr(getattr(trainer, "model", None), "config", None)
     scheme = getattr(config, "quantization_config", None)
     if not isinstance(scheme, MXFP4RLConfig) or config.name_or_path != str(source):
         return None
-    return scheme if getattr(trainer.args, "quantize_reference", True) else None
+    return scheme
 
 
 def watch_references() -> None:

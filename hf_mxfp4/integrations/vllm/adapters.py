@@ -19,7 +19,7 @@ PART_INDEX = {"q": 0, "k": 1, "v": 2}
 
 
 class _Factor(nn.Module):
-    """The weight of one factor, of all layers that vLLM has joined in ``layer``."""
+    """Weight of one factor, of all layers that vLLM has joined in ``layer``."""
 
     def __init__(self, layer: nn.Module, name: str, rank: int, shape: tuple[int, int], dtype: torch.dtype):
         super().__init__()

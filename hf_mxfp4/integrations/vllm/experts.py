@@ -21,7 +21,7 @@ from .weight_loading import ExpectedLayers, check_complete
 
 
 def experts_method(layer: Any, scheme: MXFP4RLConfig, expected: ExpectedLayers, name: str) -> Any:
-    """What computes quantized experts, which are made known to ``expected``.
+    """Return the method that computes quantized experts, and add them to ``expected``.
 
     Raises `ValueError` for what it could not compute, before any weight is read.
     """
@@ -40,7 +40,7 @@ def experts_method(layer: Any, scheme: MXFP4RLConfig, expected: ExpectedLayers, 
 
 
 class _FromOurCheckpoint:
-    """What methods share: that they do not run on weights which reached them unconverted."""
+    """Mixin that refuses weights which were not converted."""
 
     def __init__(self, moe: Any, scheme: MXFP4RLConfig, expected: ExpectedLayers, target: ExpertsTarget):
         super().__init__(moe)

@@ -64,7 +64,7 @@ def experts_operator(
     activation: str,
     backend: str,
 ) -> torch.Tensor:
-    """The weighted sum ``[tokens, hidden]`` of the experts of each token, in the dtype of ``x``.
+    """Return the weighted sum ``[tokens, hidden]`` of the experts of each token, in the dtype of ``x``.
 
     Args:
         x: ``[tokens, hidden]``.
@@ -120,8 +120,8 @@ def _(
 def _sorted(
     ids: torch.Tensor, expert_map: torch.Tensor | None, n_experts: int
 ) -> tuple[torch.Tensor, Groups, torch.Tensor | None]:
-    """The order that sorts rows by expert, their groups, and which of the sorted rows, ``[S, 1]``, have an expert here:
-    those of others come last."""
+    """Return the order that sorts rows by expert, their groups, and which of the sorted rows, ``[S, 1]``, have an
+    expert here: those of others come last."""
     if expert_map is None:
         return *group_by_expert(ids, n_experts), None
     ids = expert_map[ids]

@@ -45,7 +45,7 @@ class ConvertingMapper(WeightsMapper):
 
 
 class MXFP4RLVLLMConfig(QuantizationConfig):
-    """The scheme of a packed checkpoint, or of one of master weights, as vLLM asks for it.
+    """Scheme of a packed checkpoint, or of one of master weights, as vLLM asks for it.
 
     Raises `ValueError` for master weights whose quantized values are not what the policy computes with, and for
     versions of vLLM that do not let a plugin convert weights.

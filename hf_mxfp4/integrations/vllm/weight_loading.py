@@ -42,7 +42,7 @@ _DONE = "mxfp4_is_converted"
 
 @dataclass
 class ExpectedLayers:
-    """What vLLM has made layers for, and what was loaded into them.
+    """Layers that vLLM has made, and what was loaded into them.
 
     Attributes:
         settings: how vLLM keeps their weights.
@@ -72,7 +72,7 @@ class ExpectedLayers:
 
     @property
     def is_packed(self) -> bool:
-        """Whether codes and scales are kept."""
+        """Return whether codes and scales are kept."""
         return self.settings.weights == "packed"
 
     def own_name(self, name: str) -> str:
@@ -147,7 +147,7 @@ class WeightConverter:
 
     @property
     def _quantizes(self) -> bool:
-        """Whether 16-bit weights are quantized. What is pushed into dense ones is as it should be."""
+        """Return whether 16-bit weights are quantized; those pushed into dense layers are already."""
         return self.expected.is_packed or self.scheme.mode == "qat" and not self.expected.is_loaded
 
     def _check_adapter(self, name: str, layer: str) -> None:

@@ -129,7 +129,7 @@ CHARTS: tuple[Chart, ...] = (
         "share of problems solved",
         (),
         "Intervals that do not overlap are a difference that chance hardly explains.",
-        "recipes/grpo.py, which evaluates before and after training, or report_callback.add_evaluation(...)",
+        "recipes/grpo.py, which evaluates before and after training, or run_log.add_evaluation(...)",
         extra=_accuracies,
     ),
     Chart(

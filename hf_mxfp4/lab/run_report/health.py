@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from statistics import fmean, variance
 
 from ...files import is_number
-from ...rl import MOVEMENT_ALARM, movement_advice
+from ...run_log import MOVEMENT_ALARM, movement_advice
 from ...stats import difference_interval, share_text, t_975
 from .log import RunRecord
 

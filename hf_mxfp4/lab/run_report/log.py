@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Read what a training run left: `run_log.jsonl` (see [`hf_mxfp4.rl.RunLog`]), or the log history of a checkpoint."""
+"""Read what a training run left: `run_log.jsonl` (see [`hf_mxfp4.run_log`]), or the log history of a checkpoint."""
 
 import json
 from dataclasses import dataclass, field
@@ -8,7 +8,7 @@ from typing import Any
 
 from ...checkpoint import TRAINER_STATE, checkpoint_step, last_complete_checkpoint
 from ...files import is_number
-from ...rl import RUN_LOG
+from ...run_log import RUN_LOG
 
 
 class RunLogError(ValueError):

@@ -14,12 +14,11 @@ from transformers import TrainerCallback
 from ..._logging import get_logger
 from ...backends import fake_quantize
 from ...layers import WeightMatrix, gathered, trainable_matrices
+from ...run_log import MOVEMENT_ALARM, movement_advice
 from .entropy import add_to_log
 from .errors import evenly_spread
 
 
-#: From here on, beyond two standard errors, quantized weights jump.
-MOVEMENT_ALARM = 3.0
 #: Matrices that are watched, at most, and weights of each: 64 MiB of float32.
 _MATRICES, _WEIGHTS = 256, 2**16
 
@@ -28,17 +27,12 @@ _MATRICES, _WEIGHTS = 256, 2**16
 class Movement:
     """The movement of quantized weights along a step, over what the straight-through estimator assumes.
 
-    A step takes masters from ``w`` to ``w'`` and their quantized values from ``Q(w)`` to ``Q(w')``. The estimator lets
-    gradients through as if both moved alike, so that it takes the projection
-    ``<Q(w') - Q(w), w' - w> / <w' - w, w' - w>`` for 1. In a small step few quantized values change, each by a whole
-    spacing of the grid, and where masters lie anywhere between two values that gives 1 on average. Masters that lie
-    exactly between two values (ties) all change at once, however small the step: half as long a step, twice the ratio.
-
     Attributes:
-        ratio: 1 on average for masters in general position.
+        ratio: ``<Q(w') - Q(w), w' - w> / <w' - w, w' - w>`` of a step from masters ``w`` to ``w'``, which the estimator
+            takes for 1. In a small step few quantized values change, each by a whole spacing of the grid: 1 on average
+            for masters in general position. Those exactly between two values (ties) all change, however small the step.
         standard_error: of the ratio, from the scatter between rows (between groups of rows that share scales), and at
-            least what chance does to that many changes where the estimator holds: with hardly any change to count, the
-            scatter alone would be zero.
+            least what chance does to that many changes where the estimator holds.
         n_changed, n_weights: how many quantized values changed, and of how many.
     """
 
@@ -139,16 +133,13 @@ class StepMovementCallback(TrainerCallback):
     """Measures how far a step moves quantized weights over how far it moves their masters, which the straight-through
     estimator takes for 1: see [`Movement`]. For any [`transformers.Trainer`].
 
-    Measured in the first step that moves a master, every ``every`` steps and in the last; a step without movement (a
-    warm-up that begins at a learning rate of 0, a step that was skipped) is passed over for the next that has some.
-
-    Metrics: `movement/total` and one for each layer type (`movement/q_proj`, `movement/experts.down_proj`),
-    `movement_se/...` of the same names (standard errors), and `movement/flipped_share`, the share of quantized values
-    that changed. A total above 3 beyond two standard errors is a warning as well.
+    Measured in the first step that moves a master, every ``every`` steps and in the last. Metrics: `movement/total` and
+    one for each layer type (`movement/q_proj`, `movement/experts.down_proj`), `movement_se/...` of the same names
+    (standard errors), and `movement/flipped_share`, the share of quantized values that changed. A total above 3 beyond
+    two standard errors is a warning as well.
 
     Cost: evenly spaced rows of at most 256 trained matrices, 65,536 weights of each, are copied before the step and
-    compared after it. Under FSDP2 and ZeRO-3 each weight is gathered twice, one at a time. Every process measures, on
-    the same numbers.
+    compared after it. Under FSDP2 and ZeRO-3 each weight is gathered twice, one at a time.
 
     Args:
         every: steps between measurements.
@@ -225,17 +216,3 @@ class StepMovementCallback(TrainerCallback):
             return
         for name, value in values.items():
             self.record(name, value)
-
-
-def movement_advice(is_first: bool) -> str:
-    """Say what it means that quantized weights move much further than masters, in the first step or in a later one."""
-    if is_first:
-        return (
-            "Many masters lie exactly between two quantized values (ties of a checkpoint in 16 bits), and any step, "
-            "however small, moves them all: load the model with dtype=torch.float32, and leave dither_ties of "
-            "MXFP4RLConfig on."
-        )
-    return (
-        "Masters have gathered at the boundaries between quantized values, or were rounded to 16 bits on the way: keep "
-        "them in float32, lower learning_rate, or add OscillationResetCallback."
-    )

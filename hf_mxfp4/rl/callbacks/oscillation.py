@@ -24,11 +24,8 @@ class OscillationResetCallback(TrainerCallback):
 
     Over a window of optimizer steps it sums, for every element, how far the master travelled, ``d_w = sum |dw|``, and
     how far its quantized value did, ``d_Q = sum |dQ(w)|``. Elements with ``d_Q >= ratio * d_w`` and ``d_w > 0`` become
-    ``Q(w)`` at the end of the window; the optimizer's state stays. Masters are written right after an optimizer step
-    and at no other time, in place, so that kept quantized weights are made anew.
-
-    State: four tensors of the shape and dtype of each quantized weight (16 bytes per float32 element) while a window is
-    open, none in between. It is not part of checkpoints: a run that is resumed within a window skips that window.
+    ``Q(w)`` at the end of the window. A window takes 16 bytes per float32 element; a run that is resumed within one
+    skips it.
 
     Args:
         start: optimizer steps before the first window; the source begins at 0.6 to 0.7 of training.

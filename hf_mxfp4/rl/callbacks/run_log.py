@@ -1,14 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`run_log.jsonl`: what a training run says about itself, line by line, so that a killed run leaves all but its last
-moments. `hf-mxfp4 report` and [`hf_mxfp4.lab.RunReportCallback`] make a report of it."""
+"""The callback that writes `run_log.jsonl`, of which `hf-mxfp4 report` and [`hf_mxfp4.lab.RunReportCallback`] make a
+report."""
 
 import contextlib
-import json
-import os
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import MISSING, fields
-from pathlib import Path
 from typing import Any
 
 from torch import nn
@@ -16,49 +12,7 @@ from transformers import Trainer, TrainerCallback, TrainerState
 
 from ..._logging import get_logger
 from ...environment import machine, package_versions
-from ...files import append_lines, json_clean
-
-
-RUN_LOG = "run_log.jsonl"
-#: The log of the run before, when a new one begins in the same folder.
-PREVIOUS_LOG = "run_log.previous.jsonl"
-
-
-class RunLog:
-    """Appends lines to the `run_log.jsonl` of one folder; each is on its way to the disk when the call returns."""
-
-    def __init__(self, folder: str | Path):
-        self.path = Path(folder) / RUN_LOG
-
-    def start(self, step: int, max_steps: int, facts: dict[str, Any], history: Sequence[dict[str, Any]]) -> None:
-        """Begin a log at step 0, and set the log of an earlier run aside; at a later step go on, with what ``history``
-        (the log history of the checkpoint) has and the file has not."""
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        if step == 0 and self.path.is_file():
-            os.replace(self.path, self.path.with_name(PREVIOUS_LOG))
-        known = self._logged()
-        for entry in history:
-            if _identity(entry) not in known:
-                self.write("log", **entry)
-        self.write("start", step=step, max_steps=max_steps, facts=facts)
-
-    def write(self, kind: str, **entry: Any) -> None:
-        """Append one line; numbers that JSON has no word for become null."""
-        line = json_clean({"kind": kind, "time": round(time.time(), 3), **entry})
-        append_lines(self.path, [line], allow_nan=False, default=str)
-
-    def _logged(self) -> set[tuple[int, bool]]:
-        known = set()
-        for line in self.path.read_bytes().splitlines() if self.path.is_file() else ():
-            with contextlib.suppress(ValueError, KeyError, TypeError):  # a line that was cut short
-                entry = json.loads(line)
-                known |= {_identity(entry)} if entry["kind"] == "log" else set()
-        return known
-
-
-def _identity(entry: dict[str, Any]) -> tuple[int, bool]:
-    """What tells the values of one logging step from those of an evaluation at it."""
-    return entry["step"], any(key.startswith("eval_") for key in entry)
+from ...run_log import RUN_LOG, RunLog
 
 
 class RunLogCallback(TrainerCallback):

@@ -19,20 +19,14 @@ from accelerate import Accelerator
 from torch import nn
 from transformers import GenerationMixin, LogitsProcessor
 
-from ..noise import replaced_method
+from ...hooks import evaluation_mode, replaced_method
 
 
 @contextlib.contextmanager
 def sampling(model: nn.Module, accelerator: Accelerator) -> Iterator[None]:
     """Generate in the dtype of training and without dropout within this context, which restores each module's mode."""
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
-        with accelerator.autocast():
-            yield
-    finally:
-        for module, training in modes:
-            module.training = training
+    with evaluation_mode(model), accelerator.autocast():
+        yield
 
 
 class SampledLogProbs(LogitsProcessor):

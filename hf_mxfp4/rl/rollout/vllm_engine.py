@@ -24,12 +24,12 @@ from trl.generation import vllm_generation
 from ..._logging import get_logger
 from ...config import MXFP4RLConfig
 from ...gemm import reads_packed_on_gpus
+from ...hooks import replaced_method
 from ...integrations.peft import adapter_rank, base_scheme, has_inseparable_adapters
 from ...integrations.vllm import SETTINGS_KEY, EngineSettings
 from ...layers import QUANTIZED
 from ...layers.experts_base import ExpertsBase
 from ...registration import QUANT_METHOD
-from ..noise import replaced_method
 
 
 #: vLLM's option for router replay; it brings model runner V2, which it refuses to do without (and that needs Triton).
@@ -280,23 +280,15 @@ class VLLMEngine:
         name = str(self.dtype).removeprefix("torch.")
         form = f"quantized weights in 4 bits, others in {name}" if self.is_packed else f"weights in {name}"
         get_logger().info("vLLM keeps %s (%s)", form, source)
-        if self.quantizes_as(model):
-            return
-        trained = " and ".join(sorted({_words(layer.config.activation_scheme) for layer in _quantized(model)}))
-        get_logger().warning(
-            "vLLM samples with %s (%s) and the policy trains with %s%s; %s",
-            _words(self.inputs),
-            source,
-            trained,
-            " by another scheme" if trained == _words(self.inputs) else "",
-            f"importance weights ({args.rollout_correction_mode}) account for the difference"
-            if args.rollout_correction
-            else "nothing corrects the difference, since rollout_correction is off",
-        )
-
-
-def _words(inputs: Any) -> str:
-    return "full-precision activations, W4A16" if inputs is None else "quantized activations, W4A4"
+        if not self.quantizes_as(model):
+            trained = " and ".join(sorted({str(layer.config.activation_scheme) for layer in _quantized(model)}))
+            get_logger().warning(
+                "vLLM samples with activations in %s (%s) and the policy trains with %s; %s",
+                self.inputs or "full precision", source, trained,
+                f"importance weights ({args.rollout_correction_mode}) account for the difference"
+                if args.rollout_correction
+                else "nothing corrects the difference, since rollout_correction is off",
+            )  # fmt: skip
 
 
 def _quantized(model: nn.Module) -> list[nn.Module]:

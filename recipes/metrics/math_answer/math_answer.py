@@ -20,18 +20,6 @@ Args:
 Returns:
     boxed, flexible: float, shares from 0 to 1.
     verdicts: with verdicts=True, {"boxed": list of bool, "flexible": list of bool}.
-Examples:
-    >>> metric = evaluate.load("math_answer")
-    >>> metric.compute(predictions=["so \\\\boxed{0.5}", "it is $\\\\frac12$"], references=["\\\\frac{1}{2}"] * 2)
-    {'boxed': 0.5, 'flexible': 1.0}
-"""
-_CITATION = """
-@misc{kydlicek2025mathverify,
-  title={Math-Verify: Math Verification Library},
-  author={Kydl\\'{i}\\v{c}ek, Hynek},
-  year={2025},
-  url={https://github.com/huggingface/math-verify}
-}
 """
 _SCORES = {"boxed": is_boxed_correct, "flexible": is_math_correct}
 
@@ -40,7 +28,7 @@ class MathAnswer(evaluate.Metric):
     def _info(self):
         return evaluate.MetricInfo(
             description=_DESCRIPTION,
-            citation=_CITATION,
+            citation="https://github.com/huggingface/math-verify",
             inputs_description=_INPUTS,
             features=datasets.Features(
                 {"predictions": datasets.Value("string"), "references": datasets.Value("string")}

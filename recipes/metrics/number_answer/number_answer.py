@@ -20,18 +20,6 @@ Args:
 Returns:
     strict, flexible: float, shares from 0 to 1.
     verdicts: with verdicts=True, {"strict": list of bool, "flexible": list of bool}.
-Examples:
-    >>> metric = evaluate.load("number_answer")
-    >>> metric.compute(predictions=["2 + 3 = 5 apples\\n#### 5", "So it is 5."], references=["5", "5"])
-    {'strict': 0.5, 'flexible': 1.0}
-"""
-_CITATION = """
-@article{cobbe2021gsm8k,
-  title={Training Verifiers to Solve Math Word Problems},
-  author={Cobbe, Karl and Kosaraju, Vineet and Bavarian, Mohammad and others},
-  journal={arXiv preprint arXiv:2110.14168},
-  year={2021}
-}
 """
 _SCORES = {"strict": is_strict_correct, "flexible": is_flexible_correct}
 
@@ -40,7 +28,7 @@ class NumberAnswer(evaluate.Metric):
     def _info(self):
         return evaluate.MetricInfo(
             description=_DESCRIPTION,
-            citation=_CITATION,
+            citation="arXiv 2110.14168 (GSM8K)",
             inputs_description=_INPUTS,
             features=datasets.Features(
                 {"predictions": datasets.Value("string"), "references": datasets.Value("string")}

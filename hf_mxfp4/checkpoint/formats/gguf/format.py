@@ -3,7 +3,7 @@
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -11,11 +11,10 @@ import torch
 from ....config import MXFP4RLConfig
 from ...folder import CheckpointError, CheckpointFolder
 from ...layers import LayerShape
-from ...tensors import MAX_SHARD_SIZE, NewTensor, StoredTensor
-from ..base import Imported, Packed, PackedFormat, Read
-from .folder import METHOD
+from ...tensors import MAX_SHARD_SIZE, NewTensor
+from ..base import Packed, PackedFormat
 from .layout import Rows, TensorNames, gguf_package, head_dim, of_model, unsupported_reason, write_options
-from .tensors import from_blocks, model_tensors_of, row_bytes, tensors_for, to_blocks
+from .tensors import tensors_for, to_blocks
 from .tokenizer import Tokenizer, add_no_tokenizer, read_tokenizer
 
 
@@ -34,7 +33,6 @@ class GGUFFormat(PackedFormat):
     and metadata are the architecture's."""
 
     name = "gguf"
-    quant_method = METHOD
     plain_names = False
 
     def __init__(self, folder: CheckpointFolder | None = None, model: "PreTrainedModel | None" = None):
@@ -64,13 +62,6 @@ class GGUFFormat(PackedFormat):
             notes.append(f"The file has no tokenizer and takes token numbers only: {self._tokenizer}.")
         return notes
 
-    def read_config(self, options: Mapping[str, Any]) -> Imported:
-        config = MXFP4RLConfig(mode="packed", preset="w4a16", scale_rule="even", macro_block=None)
-        return Imported(config, ["The file does not record which rule made its scales (scale_rule='even')."])
-
-    def marks(self, tensor: StoredTensor) -> bool:
-        return tensor.dtype == torch.uint8
-
     def tensors(self, layer: str, shape: LayerShape, packed: Packed) -> dict[str, torch.Tensor]:
         if not packed["weight"].is_meta and (packed["weight_scale"] == _NAN).any():
             raise CheckpointError(
@@ -79,20 +70,11 @@ class GGUFFormat(PackedFormat):
             )
         return self.full_tensors(layer, shape, to_blocks(packed["weight"], packed["weight_scale"]))
 
-    def read(self, layer: str, shape: LayerShape, expert: int | None, read: Read) -> dict[str, torch.Tensor]:
-        blocks = torch.empty(shape.out_features, row_bytes(shape.in_features), dtype=torch.uint8)
-        for name, rows in self._places(layer, shape).items():
-            blocks[rows] = read(name, expert)
-        return dict(zip(("weight", "weight_scale"), from_blocks(blocks), strict=True))
-
     def full_tensors(self, layer: str, shape: LayerShape, weight: torch.Tensor) -> dict[str, torch.Tensor]:
         return {name: weight[..., rows, :] for name, rows in self._places(layer, shape).items()}
 
     def others(self, tensors: Sequence[NewTensor], dtype: torch.dtype) -> list[NewTensor]:
         return tensors_for(self._names, self._model.config, tensors, dtype)
-
-    def restored(self, tensors: Sequence[NewTensor], dtype: torch.dtype) -> list[NewTensor]:
-        return model_tensors_of(self._names, self._model, tensors, self._folder.tensors.keys(), dtype)
 
     def write(
         self, folder: Path, tensors: Sequence[NewTensor], max_shard_size: int | str, metadata: Mapping[str, str]

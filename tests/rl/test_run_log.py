@@ -9,11 +9,10 @@ import torch
 from grpo_runs import MEASURED, logged, trainer_factory
 from transformers import TrainerCallback
 
-from hf_mxfp4.lab import RunReportCallback, write_run_report
+from hf_mxfp4.lab import RunReportCallback, read_run, write_run_report
 from hf_mxfp4.lab.run_report.charts import CHARTS
-from hf_mxfp4.lab.run_report.log import read_run
 from hf_mxfp4.lab.run_report.page import RUN_REPORT
-from hf_mxfp4.rl import RUN_LOG, RunLog
+from hf_mxfp4.run_log import RUN_LOG, RunLog
 
 
 class Stop(Exception):

@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`run_log.jsonl`, the log that a training run leaves line by line, and what the trainer and its report both say.
+
+`hf_mxfp4.lab` reads the log and makes the report."""
+
+import json
+import os
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from .files import append_lines, json_clean
+
+
+RUN_LOG = "run_log.jsonl"
+#: The log of the run before, when a new one begins in the same folder.
+PREVIOUS_LOG = "run_log.previous.jsonl"
+#: Step movement (see [`hf_mxfp4.rl.StepMovementCallback`]) above which, beyond two standard errors, weights jump.
+MOVEMENT_ALARM = 3.0
+
+
+class RunLog:
+    """Append lines to the `run_log.jsonl` of a folder; each is on its way to the disk when the call returns, so that a
+    killed run keeps all of them."""
+
+    def __init__(self, folder: str | Path):
+        self.path = Path(folder) / RUN_LOG
+
+    def start(self, step: int, max_steps: int, facts: dict[str, Any], history: Sequence[dict[str, Any]]) -> None:
+        """Begin a run at step 0, and set the log of an earlier one aside; at a later step continue the log, with those
+        entries of ``history`` (the log history of the checkpoint) that the file lacks."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        if step == 0 and self.path.is_file():
+            os.replace(self.path, self.path.with_name(PREVIOUS_LOG))
+        known = {_identity(entry) for entry in self._logged()}
+        for entry in history:
+            if _identity(entry) not in known:
+                self.write("log", **entry)
+        self.write("start", step=step, max_steps=max_steps, facts=facts)
+
+    def write(self, kind: str, **entry: Any) -> None:
+        """Append one line; NaN and infinity become null."""
+        line = json_clean({"kind": kind, "time": round(time.time(), 3), **entry})
+        append_lines(self.path, [line], allow_nan=False, default=str)
+
+    def _logged(self) -> list[dict[str, Any]]:
+        found = []
+        for line in self.path.read_bytes().splitlines() if self.path.is_file() else ():
+            try:
+                entry = json.loads(line)
+            except ValueError:  # a line that a killed process left
+                continue
+            if isinstance(entry, dict) and entry.get("kind") == "log" and "step" in entry:
+                found.append(entry)
+        return found
+
+
+def movement_advice(is_first: bool) -> str:
+    """Say what it means that quantized weights move much further than master weights, in the first or a later step."""
+    if is_first:
+        return (
+            "Many master weights lie exactly between two quantized values (ties of a 16-bit checkpoint), and any step "
+            "moves them all: load the model with dtype=torch.float32, and leave dither_ties of MXFP4RLConfig on."
+        )
+    return (
+        "Master weights have gathered at the boundaries between quantized values, or were rounded to 16 bits: keep "
+        "them in float32, lower learning_rate, or add OscillationResetCallback."
+    )
+
+
+def _identity(entry: dict[str, Any]) -> tuple[int, bool]:
+    """Tell the values of one logging step from those of an evaluation at it."""
+    return entry["step"], any(key.startswith("eval_") for key in entry)
