@@ -15,7 +15,7 @@ import torch
 
 import mxfp4_kernels
 from hf_mxfp4 import MXFP4RLConfig
-from hf_mxfp4.gemm import Groups, packed_tensor, quantize_weight
+from hf_mxfp4.gemm import Groups, quantize_weight
 from hf_mxfp4.integrations.vllm import experts_operator
 
 
@@ -23,8 +23,6 @@ E, HIDDEN, INNER, TOKENS = 4, 128, 64, 6
 CASES = {
     "packed w4a16": {"preset": "w4a16"},
     "packed w4a4": {"preset": "w4a4", "outlier_fallback": 0.5},
-    "packed row": {"preset": "w4a4", "macro_block": "row"},
-    "dense w4a4": {"preset": "w4a4"},
 }
 LAUNCHES = Counter()
 
@@ -36,33 +34,28 @@ def spy() -> None:
         LAUNCHES[name] += 1
         return function(*args, **kwargs)
 
-    for name in ("grouped_matmul", "grouped_matmul_packed"):
-        setattr(mxfp4_kernels, name, partial(counted, name, getattr(mxfp4_kernels, name)))
+    mxfp4_kernels.linear_w4a16 = partial(counted, "linear_w4a16", mxfp4_kernels.linear_w4a16)
     counts = vars(Groups)["counts"].func
     Groups.counts = property(lambda groups: counted("read", counts, groups))
 
 
-def weights(config: MXFP4RLConfig, is_packed: bool) -> list[list[torch.Tensor]]:
+def weights(config: MXFP4RLConfig) -> list[list[torch.Tensor]]:
     generator = torch.Generator().manual_seed(0)
     found = []
     for shape in ((E, 2 * INNER, HIDDEN), (E, HIDDEN, INNER)):
         values = torch.randn(shape, generator=generator) * 0.3
         parts = [quantize_weight(value, config.weight_scheme) for value in values]
-        if is_packed:
-            found.append([torch.stack([part[name] for part in parts]) for name in parts[0]])
-        else:
-            tensors = (packed_tensor(part, shape[2], config.weight_scheme, torch.float32) for part in parts)
-            found.append([torch.stack([tensor.dequantize() for tensor in tensors])])
+        found.append([torch.stack([part[name] for part in parts]) for name in parts[0]])
     return found
 
 
 def compute(case: str, backend: str, places: list[list[int]]) -> torch.Tensor:
     """The sum over processes of which each has the experts named."""
-    config, is_packed = MXFP4RLConfig(mode="packed", **CASES[case]), case.startswith("packed")
+    config = MXFP4RLConfig(mode="packed", **CASES[case])
     generator = torch.Generator().manual_seed(1)
-    x = torch.randn(TOKENS, HIDDEN, generator=generator)
+    x = torch.randn(TOKENS, HIDDEN, generator=generator).bfloat16()
     ids = torch.tensor([[0, 1], [2, 1], [0, 2], [1, 0], [0, 1], [1, 3]])
-    biases = [torch.randn(E, size, generator=generator) for size in (2 * INNER, HIDDEN)]
+    biases = [torch.randn(E, size, generator=generator).bfloat16() for size in (2 * INNER, HIDDEN)]
     inputs, out = config.activation_scheme, 0
     for own in places:
         expert_map = torch.tensor([own.index(expert) if expert in own else -1 for expert in range(E)])
@@ -71,9 +64,9 @@ def compute(case: str, backend: str, places: list[list[int]]) -> torch.Tensor:
             torch.rand(TOKENS, 2, generator=torch.Generator().manual_seed(2)),
             ids,
             None if len(own) == E else expert_map,
-            *([part[own] for part in weight] for weight in weights(config, is_packed)),
+            *([part[own] for part in weight] for weight in weights(config)),
             [bias[own] for bias in biases],
-            str(config.weight_scheme) if is_packed else "",
+            str(config.weight_scheme),
             "" if inputs is None else str(inputs),
             "swigluoai",
             backend,

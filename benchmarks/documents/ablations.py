@@ -1,22 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tables of the ablations whose records are in `benchmarks/results/ablation_*.json`.
+"""Tables of the ablation on a real model.
 
-python recipes/ablation.py --config recipes/configs/ablation_cpu.yaml
-cp outputs/ablation_cpu/ablation.json benchmarks/results/ablation_cpu.json
+python recipes/ablation.py --config recipes/configs/ablation_smollm2.yaml
+cp outputs/ablation_smollm2/ablation.json benchmarks/results/ablation_smollm2.json
 python -m benchmarks.write_docs
 """
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from hf_mxfp4.stats import t_interval
-from recipes.ablations.results import markdown, models
+from recipes.ablations.results import markdown
 
 from ..records import RESULTS, table
 
 
+RECORDS = RESULTS / "ablation_smollm2.json"
 #: What is claimed, the cell that should be better (or, with -1, worse) than the other, in points of the sign given.
 CLAIMS = (
     ("Plain MXFP4 costs accuracy", "mxfp4", "bf16", -1),
@@ -45,28 +46,17 @@ CLAIMS = (
 )
 
 
-def ablation(folder: Path = RESULTS) -> str:
-    """Return the table of each model, with what ran where."""
-    return _of_each_model(folder, "ablation_*.json", _results)
-
-
-def ablation_claims(folder: Path = RESULTS) -> str:
-    """Return the claims of arXiv 2605.20402 that the recorded cells of the real model can be asked about."""
-    return _of_each_model(folder, "ablation_smollm2.json", lambda runs, _: claims_table(runs))
-
-
-def _of_each_model(folder: Path, pattern: str, text_of: Callable[[list[dict], str], str]) -> str:
-    """Real models come before the small ones of ``ablation_cpu``."""
-    found = [json.loads(path.read_text()) for path in sorted(folder.glob(pattern), reverse=True)]
-    return "\n".join(
-        text_of([r for r in runs if r["model"] == model], model) for runs in found for model in models(runs)
-    )
-
-
-def _results(runs: list[dict], model: str) -> str:
+def ablation(path: Path = RECORDS) -> str:
+    """Return the table of the ablation on a real model, with what ran where."""
+    runs = json.loads(path.read_text())
     first, hours = runs[0], sum(r["seconds"] for r in runs) / 3600
     made = f"{first['shape']}; {len(runs)} runs, {hours:.1f} h on {first['hardware']}"
-    return f"**{model}**: {made}; `{first['command']}`, {first['date']}\n\n{markdown(runs, model)}"
+    return f"**{first['model']}**: {made}; `{first['command']}`, {first['date']}\n\n{markdown(runs, first['model'])}"
+
+
+def ablation_claims(path: Path = RECORDS) -> str:
+    """Return the claims of arXiv 2605.20402 that its cells can be asked about."""
+    return claims_table(json.loads(path.read_text()))
 
 
 def claims_table(records: Sequence[Mapping[str, Any]]) -> str:

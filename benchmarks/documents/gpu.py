@@ -69,7 +69,7 @@ def modelled() -> str:
         rows.append([name, shape, *cells, first.get("bottleneck", "")])
     one = found[0]
     made = f"`{one['command']}`, Triton {one['versions'].get('triton')}, {one['date']}"
-    return f"{table(['case', 'shape', *names, 'launches', f'bound on {names[0]}'], rows)}\n{made}\n"
+    return f"{table(['case', 'shape', *names, f'bound on {names[0]}'], rows)}\n{made}\n"
 
 
 def _modelled_cell(record: dict) -> str:

@@ -38,7 +38,7 @@ def vllm_agreement() -> str:
 
 
 def memory() -> str:
-    parts = ("weights", "gradients", "optimizer", "saved", "peak", "process")
+    parts = ("weights", "gradients", "optimizer", "saved", "peak")
     rows = [
         [*r["name"].split(" / checkpointing "), *(f"{r['measured'][part] / 1e6:.0f}" for part in parts)]
         for r in records("memory")
@@ -52,16 +52,20 @@ def pretrain() -> str:
     for r in records("pretrain"):
         if r["name"] == "baseline":
             continue
-        overhead, versus = r["overhead"], r.get("versus", {}).get("gap")
-        reached = f"{overhead['n_finite']} of {overhead['n']}"
+        overhead = r["overhead"]
         found = f"over {100 * r['value']:.0f}" if r["unit"].endswith("at least") and overhead["at_least"] else None
-        rows.append(
-            [f"`{r['name']}`", str(sum(count > 0 for count in r["quantized_operands"].values()))]
-            + [found or interval(overhead, 100, 1), reached, interval(r["gap"], 1, 4)]
-            + [interval(versus, 1, 4) if versus else "", r["paper"] or ""]
-        )
-    columns = ["arm", "quantized operands", "more tokens, %", "seeds that got there", "loss above the baseline's"]
-    return table([*columns, "loss above that of `all`", "paper: more tokens"], rows)
+        operands = sum(count > 0 for count in r["quantized_operands"].values())
+        cells = [found or interval(overhead, 100, 1), str(overhead["n"]), interval(r["gap"], 1, 4), r["paper"] or ""]
+        rows.append([f"`{r['name']}`", str(operands), *cells])
+    columns = [
+        "arm",
+        "quantized operands",
+        "more tokens, %",
+        "seeds",
+        "loss above the baseline's",
+        "paper: more tokens",
+    ]
+    return table(columns, rows)
 
 
 def quantize_cpu() -> str:
@@ -90,17 +94,16 @@ def packed_product_cpu() -> str:
 
 
 def architectures() -> str:
-    """Return the architectures that are right and not tried by kind, and those that are refused with the reason."""
+    """Return the architectures that are right by kind, and those that are refused with the reason."""
     found = records("architectures")
     outcomes = ("right", "refused", "wrong", "not tried")
     counts = Counter(record["outcome"] for record in found)
     parts = [f"{len(found)} architectures: {', '.join(f'{counts[each]} {each}' for each in outcomes)}.\n"]
-    kinds = dict.fromkeys(record["kind_of_model"] for record in found)
-    for outcome in ("right", "not tried"):
-        of = {kind: [r for r in found if (r["kind_of_model"], r["outcome"]) == (kind, outcome)] for kind in kinds}
-        names = {kind: " ".join(f"`{r['name']}`" for r in chosen) for kind, chosen in of.items() if chosen}
-        lists = [f"* {kind}: {text}" for kind, text in names.items()]
-        parts += [f"**{outcome.capitalize()}**\n", *lists, ""]
+    kinds: dict[str, list[str]] = {}
+    for record in found:
+        if record["outcome"] == "right":
+            kinds.setdefault(record["kind_of_model"], []).append(f"`{record['name']}`")
+    parts += [f"* {kind}: {' '.join(names)}" for kind, names in kinds.items()] + [""]
     rows = [[f"`{r['name']}`", r["detail"].partition(": ")[2]] for r in found if r["outcome"] in ("refused", "wrong")]
     rows = [[name, reason.replace("|", "\\|").replace("<", "&lt;")] for name, reason in rows]
     return "\n".join([*parts, table(["refused", "reason"], rows)])

@@ -16,11 +16,7 @@ from ..numerics import MXFP4Tensor, QuantScheme
 from . import triton as kernels
 
 
-_SCHEMES = (
-    QuantScheme(),
-    QuantScheme("rceil", 128, "static", 0.5),
-    QuantScheme("even", 128, "blockwise", 1.0),
-)
+_SCHEMES = QuantScheme(), QuantScheme("rceil", 128, "static", 0.5), QuantScheme("even", 128, "blockwise", 1.0)
 _PARTS = ("codes", "scale", "macro", "residual_codes", "residual_scale")
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 #: Family and device -> what is wrong, `None` where nothing is.
@@ -125,36 +121,24 @@ def _quantized(device: torch.device) -> Iterator[tuple[str, torch.Tensor | None,
 def _dequantized(device: torch.device) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
     for scheme in _SCHEMES:
         tensor = numerics.quantize(_input(640), **vars(scheme), axis=1)
-        found = kernels.dequantize(_moved(tensor, device), torch.bfloat16)
-        yield f"values ({scheme})", found, tensor.dequantize(torch.bfloat16)
+        values = kernels.dequantize(_moved(tensor, device), torch.bfloat16)
+        yield f"values ({scheme})", values, tensor.dequantize(torch.bfloat16)
     elements, byte = numerics.quantize_e4m3(_input(640))
     found = kernels.dequantize_e4m3(elements.to(device), byte.to(device), torch.bfloat16)
     yield "values of E4M3", found, numerics.dequantize_e4m3(elements, byte, torch.bfloat16)
 
 
 def _multiplied(device: torch.device) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
-    """Products of whole numbers, which are exact in every order."""
-    for scheme, x, weight in _operands():
-        values = weight.dequantize(torch.float32)[0]
-        found = kernels.linear(x.to(device), _moved(weight, device, 0), None)
-        yield f"products ({scheme})", found, (x.double() @ values.double().t()).bfloat16()
-
-
-def _multiplied_experts(device: torch.device) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
-    for scheme, x, weight in _operands():
-        values = weight.dequantize(torch.float32).double()
-        found = kernels.linear(x.to(device), _moved(weight, device), None, torch.tensor([3, 5]).int().to(device))
-        expected = torch.cat([x[:3].double() @ values[0].t(), x[3:].double() @ values[1].t()])
-        yield f"products of experts ({scheme})", found, expected.bfloat16()
-
-
-def _operands() -> Iterator[tuple[QuantScheme, torch.Tensor, MXFP4Tensor]]:
-    """Rows, and packed weights of two experts."""
+    """Products of whole numbers, which are exact in every order, with the first of two weights and with both."""
     rng = torch.Generator().manual_seed(0)
+    x, ends = torch.randint(-2, 3, (5, 640), generator=rng).bfloat16(), torch.tensor([3, 5], dtype=torch.int32)
     for scheme in _SCHEMES[::2]:
-        weight = torch.randint(-4, 5, (2, 72, 640), generator=rng).float()
-        x = torch.randint(-2, 3, (5, 640), generator=rng).bfloat16()
-        yield scheme, x, numerics.quantize(weight, **vars(scheme), axis=2)
+        weight = numerics.quantize(torch.randint(-4, 5, (2, 72, 640), generator=rng).float(), **vars(scheme), axis=2)
+        first, second = weight.dequantize(torch.float32).double()
+        expected = torch.cat([x[:3].double() @ first.t(), x[3:].double() @ second.t()]).bfloat16()
+        found = kernels.linear(x.to(device), _moved(weight, device), None, ends.to(device))
+        yield f"products of experts ({scheme})", found, expected
+        yield f"products ({scheme})", kernels.linear(x[:3].to(device), _moved(weight, device, 0), None), expected[:3]
 
 
 def _moved(tensor: MXFP4Tensor, device: torch.device, expert: int | None = None) -> MXFP4Tensor:
@@ -166,9 +150,4 @@ def _moved(tensor: MXFP4Tensor, device: torch.device, expert: int | None = None)
 
 
 #: What the kernels do, and the comparison.
-FAMILIES = {
-    "quantize": _quantized,
-    "dequantize": _dequantized,
-    "decode": _multiplied,
-    "packed experts": _multiplied_experts,
-}
+FAMILIES = {"quantize": _quantized, "dequantize": _dequantized, "decode": _multiplied}

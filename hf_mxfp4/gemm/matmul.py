@@ -92,7 +92,7 @@ def _experts_on_codes(
 ) -> torch.Tensor:
     """All experts at once where a kernel takes their rows; otherwise the values of one expert at a time."""
     name = backends.choose_backend(a, backends.as_read(b.scheme), backend)
-    if name == "triton" and (backend != "auto" or backends.is_verified("packed experts", a.device)):
+    if name == "triton" and (backend != "auto" or backends.is_verified("decode", a.device)):
         if triton_kernels.unsupported_product(len(a), b.length, a.dtype, len(b.codes)) is None:
             return triton_kernels.linear(a, b, bias, groups.offsets(a.device))
     if name == "cpu" and max(groups.counts, default=0) <= on_cpu.most_rows():

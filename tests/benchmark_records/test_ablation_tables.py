@@ -20,12 +20,10 @@ def record(cell, seed, value, model="small", **metrics):
 
 def test_the_table_says_what_ran_where(tmp_path):
     found = [record(cell, seed, value) for seed in (0, 1) for cell, value in (("bf16", 0.75), ("mxfp4", 0.5))]
-    (tmp_path / "ablation_cpu.json").write_text(json.dumps([*found, record("bf16", 0, 0.5, model="mixture")]))
-    (tmp_path / "other.json").write_text("[]")
-    text = ablation(tmp_path)
+    (tmp_path / "records.json").write_text(json.dumps(found))
+    text = ablation(tmp_path / "records.json")
     assert text.startswith("**small**: 0.50 M parameters; 4 runs, 2.0 h on a machine; `made so`, 2026-01-02\n")
     assert "| mxfp4 |  | 50.0 | 0.0 | 5.0 | -25.0 [-25.0, -25.0] |" in text
-    assert "**mixture**: 0.50 M parameters; 1 runs, 0.5 h" in text
 
 
 @pytest.mark.parametrize(
@@ -51,8 +49,8 @@ def test_claims_are_paired_by_seed_and_stand_beside_the_paper(tmp_path):
     found = [record(cell, seed, value) for cell, values in cells.items() for seed, value in enumerate(values)]
     for entry in found:
         entry["paper"] = {"bf16": {"dense": 82.0, "MoE": 91.5}, "mxfp4": {"dense": 60.0}, "of": {}}[entry["cell"]]
-    (tmp_path / "ablation_smollm2.json").write_text(json.dumps(found))
-    lines = ablation_claims(tmp_path).splitlines()
+    (tmp_path / "records.json").write_text(json.dumps(found))
+    lines = ablation_claims(tmp_path / "records.json").splitlines()
     assert "| Plain MXFP4 costs accuracy | -24.5 [-30.9, -18.1] | holds | -22.0 (dense) |" in lines
     # +12.5 and -2: mean 5.25, standard error 7.25, times 12.706 with one degree of freedom
     assert "| Outlier fallback gives some of it back | +5.2 [-86.9, +97.4] | not seen |  |" in lines

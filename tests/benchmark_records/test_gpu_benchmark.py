@@ -163,6 +163,7 @@ def test_a_table_of_what_was_modelled(folder):
     other = {"name": "quantize / rceil", "ratio": None, "ceiling_fraction": 0.884}
     put(folder, "gpu_modelled", modelled(), modelled(gpu="H100", ratio=2.06), modelled(gpu="H100", **other))
     text = tables.modelled()
+    assert text.startswith("| case | shape | H100 | H200 | bound on H100 |\n")
     assert "| decode / 1 rows | 4096x4096 | 2.06x | 3.20x | issue of linear_kernel |" in text
     assert "| quantize / rceil | 4096x4096 | 88 % |  |" in text and "Triton 3.7.1, 2026-11-21" in text
 

@@ -370,8 +370,6 @@ def test_the_recipe_runs_from_start_to_reload(jobs, engine, config):
     assert answer.codes == [0, 0], answer.output[-4000:]
     summary = json.loads((out / "run" / "summary.json").read_text())
     assert summary["steps"] == 3 and summary["reloaded"] == {"compared": 16, "identical": 16}
-    checksum = summary["base_checksum"]
-    assert checksum is None if config != "tiny_cpu_lora" else checksum["before"] == checksum["after"]
 
 
 #: A rollout quantizes a weight once. Where weights are sharded, nothing is kept beyond it: each of two micro-batches

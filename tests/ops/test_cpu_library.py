@@ -81,6 +81,21 @@ def test_the_library_is_compiled_once_kept_and_replaced_where_it_is_damaged(tmp_
     assert list(cache.iterdir()) == [compiled] and compiled.stat().st_size > 500
 
 
+def test_what_is_not_private_is_not_loaded(tmp_path, compiler):
+    """What lies in the folder is run as code; the folder that nobody chose is made private."""
+    cache = tmp_path / "hf_mxfp4"
+    cache.mkdir()
+    cache.chmod(0o775)
+    assert backend_in_a_new_process(XDG_CACHE_HOME=tmp_path, CXX=compiler)[0].startswith("cpu None")
+    assert cache.stat().st_mode & 0o777 == 0o700
+    (compiled,) = cache.iterdir()
+    compiled.chmod(0o722)
+    assert backend_in_a_new_process(HF_MXFP4_CACHE=cache, CXX="", PATH="")[0].startswith("eager no C++ compiler")
+    compiled.chmod(0o700)
+    cache.chmod(0o777)
+    assert backend_in_a_new_process(HF_MXFP4_CACHE=cache, CXX="", PATH="")[0].startswith("eager no C++ compiler")
+
+
 def test_without_a_usable_folder_a_temporary_one_serves_with_a_warning(tmp_path, compiler):
     (tmp_path / "cache").touch()
     out, log = backend_in_a_new_process(HF_MXFP4_CACHE=tmp_path / "cache", CXX=compiler, TMPDIR=tmp_path)

@@ -56,7 +56,6 @@ def off_by_a_bit(x: torch.Tensor, *_) -> torch.Tensor:
         ("dequantize", "dequantize", lambda tensor, dtype: tensor.dequantize(dtype).nan_to_num()),
         ("dequantize", "dequantize_e4m3", lambda elements, byte, dtype: elements.to(dtype)),
         ("decode", "linear", lambda x, weight, *_: x.new_zeros(len(x), weight.codes.shape[-2])),
-        ("packed experts", "linear", lambda x, weight, *_: x.new_zeros(len(x), weight.codes.shape[-2])),
     ],
 )
 def test_a_broken_kernel_is_found_once(eager_kernels, monkeypatch, family, name, broken):

@@ -33,7 +33,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--arch", type=_archs(ARCHS), default=list(ARCHS), metavar="NAME[,NAME]",
                       help=f"any of {', '.join(ARCHS)}; all by default")  # fmt: skip
     made.add_argument("--only", nargs="+", metavar="SECTION", help="sections of benchmarks.gpu; all by default")
-    made.add_argument("--kernels", action="store_true", help="a line for each launch, too")
+    made.add_argument("--kernels", action="store_true", help="a line for each launch of our kernels, too")
     made.add_argument("--out", default=str(RESULTS / f"{MODELLED}.json"),
                       help="file of records, whose others stay; - writes none")  # fmt: skip
     return made
@@ -99,7 +99,7 @@ def modelled(case: Any, gpu: Any) -> dict[str, Any]:
         "ceiling_fraction": _digits(floor / whole.seconds),
         "bottleneck": f"{slowest.bottleneck} of {about['name']}",
         "launches": len(kernels),
-        "kernels": [about for about, _ in kernels],
+        "kernels": [about for about, _ in kernels if "pipes" in about],
     }
     if plain is not None:
         baseline = in_turn([found for _, found in plain])
@@ -170,10 +170,8 @@ def row(record: dict[str, Any]) -> str:
 
 
 def kernel_row(kernel: dict[str, Any]) -> str:
-    """Return a launch as a line."""
+    """Return a launch of one of our kernels as a line."""
     line = f"      {1e6 * kernel['seconds']:8.1f} us  {kernel['name']}, {kernel['bottleneck']}"
-    if "programs" not in kernel:
-        return line
     pipes = ", ".join(f"{name} {count:g}" for name, count in kernel["pipes"].items())
     takes = f"{kernel['programs']} programs of {kernel['warps']} warps, {kernel['resident']} at once"
     memory = f"{kernel['registers']} registers, {kernel['shared']} bytes shared, {kernel['spilled']} spilled"

@@ -110,31 +110,45 @@ def load() -> tuple[ctypes.CDLL | None, str | None]:
 
 
 def _open() -> ctypes.CDLL:
-    name = f"cpu-{_key()}.so"
-    folder = _cache_folder()
-    if folder is not None:
-        with contextlib.suppress(OSError):  # not there, or damaged
-            return ctypes.CDLL(str(folder / name))
-        if os.access(folder, os.W_OK):
-            return ctypes.CDLL(str(_compile(folder / name)))
+    key, folder = _key(), _cache_folder()
+    for path in sorted(folder.glob(f"{key}-*.so")) if folder is not None else ():
+        with contextlib.suppress(OSError):  # not readable, or of a machine with another C library
+            if _is_private(path) and path.stem == f"{key}-{_digest(path)}":
+                return ctypes.CDLL(str(path))
+    if folder is not None and os.access(folder, os.W_OK):
+        return ctypes.CDLL(str(_compile(folder, key)))
     with tempfile.TemporaryDirectory(prefix="hf_mxfp4-") as temporary:
-        library = ctypes.CDLL(str(_compile(Path(temporary) / name)))
+        library = ctypes.CDLL(str(_compile(Path(temporary), key)))
     get_logger().warning(
-        "the compiled CPU functions are not kept, since the cache folder cannot be written; set %s to one that can",
+        "the compiled CPU functions are not kept: set %s to a folder that you, and only you, can write to",
         CACHE_VARIABLE,
     )
     return library
 
 
 def _cache_folder() -> Path | None:
-    """Return the folder of compiled libraries; `None` where there is none and none can be made."""
+    """Return the folder of compiled libraries; `None` where there is none that only this user can write to: what lies
+    there is run as code."""
     try:
         chosen = os.environ.get(CACHE_VARIABLE)
         folder = Path(chosen or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hf_mxfp4")
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if not chosen and not _is_private(folder):
+            folder.chmod(0o700)
+        return folder if _is_private(folder) else None
     except (OSError, RuntimeError):  # no home, or not a folder
         return None
-    return folder
+
+
+def _is_private(path: Path) -> bool:
+    """Whether nobody but this user and root can write to it."""
+    status = path.stat()
+    return status.st_uid in (os.getuid(), 0) and not status.st_mode & 0o022
+
+
+def _digest(path: Path) -> str:
+    """Of a library's bytes, in its name: a damaged one would end the process that loads it."""
+    return hashlib.sha256(path.read_bytes()).hexdigest()[:20]
 
 
 def _key() -> str:
@@ -147,17 +161,17 @@ def _key() -> str:
     processor = sorted({line for line in lines if line.split(":")[0].strip().lower() in wanted})
     sources = b"".join(source.read_bytes() for source in SOURCES)
     identity = "\n".join(map(str, (sources, platform.platform(), processor, _FLAGS, _tuning())))
-    return hashlib.sha256(identity.encode()).hexdigest()[:20]
+    return f"cpu-{hashlib.sha256(identity.encode()).hexdigest()[:20]}"
 
 
-def _compile(target: Path) -> Path:
-    """Compile the library to ``target``: other processes see all of it or nothing."""
+def _compile(folder: Path, key: str) -> Path:
+    """Compile the library into a folder: other processes see all of it or nothing."""
     candidates = filter(None, (os.environ.get("CXX"), "c++", "g++", "clang++"))
     compiler = next(filter(None, map(shutil.which, candidates)), None)
     if compiler is None:
         raise CompilationError("no C++ compiler was found (install g++ or clang++, or set CXX)")
     files = [str(source) for source in SOURCES if source.suffix == ".cpp"]
-    draft = target.with_name(f"{target.stem}-{os.getpid()}.so")
+    draft = folder / f"{key}-{os.getpid()}.part"
     started, message = time.perf_counter(), ""
     try:
         for tuning in _tuning():
@@ -167,6 +181,8 @@ def _compile(target: Path) -> Path:
             except (OSError, subprocess.TimeoutExpired) as error:
                 raise CompilationError(f"{compiler} did not run: {error}") from error
             if result.returncode == 0:
+                draft.chmod(0o700)
+                target = folder / f"{key}-{_digest(draft)}.so"
                 os.replace(draft, target)
                 seconds = time.perf_counter() - started
                 get_logger().info("compiled the fused CPU functions in %.1f s: %s", seconds, target)
