@@ -6,7 +6,6 @@ import shutil
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from tiny_models import make_model
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
