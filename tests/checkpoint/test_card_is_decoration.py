@@ -4,7 +4,6 @@
 import pytest
 import torch
 import transformers
-from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM
 
 from hf_mxfp4 import MXFP4RLConfig
@@ -48,19 +47,6 @@ def test_a_readme_that_is_no_card_does_not_end_a_save(base, tmp_path, text, mode
     assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(target)), logits(model))
     model.save_pretrained(tmp_path / "fresh")
     assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(tmp_path / "fresh")), logits(model))
-
-
-@pytest.mark.parametrize("text", BROKEN)
-def test_a_readme_that_is_no_card_does_not_end_the_save_of_an_adapter(base, tmp_path, text):
-    (base / "README.md").write_text(text)
-    lora = LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"], init_lora_weights=False)
-    model, target = get_peft_model(load(base, "packed"), lora), tmp_path / "adapter"
-    target.mkdir()
-    (target / "README.md").write_text(text)
-    model.save_pretrained(target)
-    assert torch.equal(logits(PeftModel.from_pretrained(load(base, "packed"), target)), logits(model))
-    model.save_pretrained(tmp_path / "fresh")
-    assert "## How to load" in (tmp_path / "fresh/README.md").read_text()
 
 
 def test_whatever_fails_in_making_a_card_is_a_warning(base, tmp_path, monkeypatch, capsys):

@@ -106,23 +106,6 @@ def test_the_config_of_quark(preset, tmp_path):
     assert not any(written[key] for key in ("layer_quant_config", "layer_type_quant_config", "kv_cache_quant_config"))
 
 
-@pytest.mark.parametrize(
-    ("format", "config", "notes"),
-    [
-        ("compressed-tensors", {"preset": "w4a4"}, ["W4A16"]),
-        ("quark", {"preset": "w4a4"}, []),
-        ("quark", {"preset": "w4a4", "scale_rule": "floor"}, []),
-        ("quark", {"preset": "w4a4", "scale_rule": "rceil"}, ["mxfp4+rceil; the exported model quantizes them as"]),
-        ("bf16", {"preset": "w4a4"}, ["full precision"]),
-        ("bf16", {}, []),
-    ],
-)
-def test_what_happens_to_activations_is_told(format, config, notes, tmp_path):
-    report = export(save_packed(tmp_path / "packed", config=config), tmp_path / "out", format)
-    assert len(report.notes) == len(notes)
-    assert all(words in note for words, note in zip(notes, report.notes, strict=True))
-
-
 def test_exactly_what_is_not_quantized_is_ignored(tmp_path):
     skips = ["experts", "layers.1.self_attn.o_proj"]
     source = save_packed(tmp_path / "packed", "qwen3_moe", config={"modules_to_not_convert": skips})
