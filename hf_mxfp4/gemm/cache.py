@@ -78,33 +78,37 @@ class WeightCache:
 
 
 class _Kept(NamedTuple):
-    """A value, and the weight that it was made of: compiled code passes the same memory in other objects."""
+    """A value, and the weight that it was made of: compiled code and engines that shard weights pass the same memory in
+    other objects, or the same object in memory that was freed and reserved again."""
 
     value: Any
     weight: weakref.ref
     storage: StorageWeakRef | None
-    memory: tuple
+    layout: tuple
     version: int | None
 
     @classmethod
     def of(cls, weight: torch.Tensor, value: Any) -> "_Kept":
-        storage = StorageWeakRef(weight.untyped_storage()) if _has_memory(weight) else None
-        return cls(value, weakref.ref(weight), storage, _memory(weight), _version(weight))
+        return cls(value, weakref.ref(weight), _storage(weight), _layout(weight), _version(weight))
 
     def is_of(self, weight: torch.Tensor) -> bool:
-        if self.version != _version(weight) or self.memory != _memory(weight):
+        if self.version != _version(weight) or self.layout != _layout(weight):
             return False
+        if self.storage is None:
+            return self.weight() is weight
         # Memory that was freed may have been given to another tensor meanwhile.
-        return self.weight() is weight or self.storage is not None and not self.storage.expired()
+        return not self.storage.expired() and self.storage == _storage(weight)
 
 
-def _has_memory(weight: torch.Tensor) -> bool:
-    return type(weight) in (torch.Tensor, nn.Parameter) and weight.data_ptr() != 0
+def _storage(weight: torch.Tensor) -> StorageWeakRef | None:
+    """What tells a weight's memory; `None` for tensors that have none of their own."""
+    if type(weight) not in (torch.Tensor, nn.Parameter) or weight.is_meta:
+        return None
+    return StorageWeakRef(weight.untyped_storage())
 
 
-def _memory(weight: torch.Tensor) -> tuple:
-    place = weight.data_ptr() if _has_memory(weight) else None
-    return place, weight.shape, weight.stride(), weight.dtype, weight.device
+def _layout(weight: torch.Tensor) -> tuple:
+    return weight.storage_offset(), weight.shape, weight.stride(), weight.dtype, weight.device
 
 
 def _version(weight: torch.Tensor) -> int | None:

@@ -152,8 +152,10 @@ def weight_operand(weight: torch.Tensor, dtype: torch.dtype, state: GemmState) -
     def make() -> torch.Tensor:
         return values_of(weight_codes(weight, state), dtype, spec) if on_codes else _weight_values(weight, dtype, state)
 
-    # Codes are small; values of all experts are another model, which the memory of a GPU may not hold.
-    keeps = cache.form == "dense" or cache.form == "auto" and (weight.is_cpu or not on_codes and weight.dim() == 2)
+    if on_codes:
+        keeps = cache.form == "dense" or cache.form == "auto" and weight.is_cpu
+    else:  # values of all experts are another model, which the memory of a GPU may not hold
+        keeps = cache.form != "auto" or weight.is_cpu or weight.dim() == 2
     return cache.get(weight, (state, dtype, _step(state)), make) if keeps else make()
 
 

@@ -373,8 +373,8 @@ def test_the_recipe_runs_from_start_to_reload(jobs, engine, config):
 
 
 #: How often a step quantizes a weight: at least, and less than. Where weights are sharded, nothing is kept beyond a
-#: rollout: each of two micro-batches quantizes a weight in its forward and in its backward pass. A rollout does so again
-#: where FSDP2 gathers a weight in other memory.
+#: rollout: each of two micro-batches quantizes a weight in its forward and in its backward pass. A rollout does so
+#: again where FSDP2 gathers a weight in other memory.
 SHARDED, WHOLE = (1 + 2 * 2, 2 * (2 + 2)), (1, 1.001)
 
 
