@@ -329,12 +329,18 @@ def _count_pass(state: GemmState, groups: Groups | None) -> None:
             state.rngs[expert].n_backward += 1
 
 
+def _keeps_operand(weight: torch.Tensor) -> bool:
+    """Whether ``Q(W)`` is kept from the forward pass to the backward pass: not on accelerators and not in jobs that may
+    shard weights, where copies of all of them would be another model in memory."""
+    dist = torch.distributed
+    return weight.is_cpu and not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1)
+
+
 class _QuantizedLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, bias, state, groups, dtype, weight_needs_grad):
         out, tensors, ctx.record, right = linear_forward(x, weight, bias, state, groups, dtype, weight_needs_grad)
-        # On accelerators a copy of each weight until its backward pass would be another model in their memory.
-        keeps = weight.is_cpu and ctx.needs_input_grad[0] and state.spec.reuses_weight
+        keeps = ctx.needs_input_grad[0] and state.spec.reuses_weight and _keeps_operand(weight)
         ctx.save_for_backward(weight, right if keeps else None, *tensors)
         ctx.state, ctx.groups = state, groups
         return not_a_view(out)
