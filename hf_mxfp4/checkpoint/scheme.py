@@ -13,6 +13,8 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from ..config import FORMAT_VERSION, MXFP4RLConfig
 from ..files import write_json
 from .folder import read_json
@@ -70,7 +72,8 @@ def make_record(config: MXFP4RLConfig, sqnr_db: float | None) -> dict[str, str]:
 def check_checkpoint(files: Sequence[FileHeader | str | PathLike], config: MXFP4RLConfig) -> dict[str, Any]:
     """Raise `ValueError` unless the files were written under the scheme ``config`` of their `config.json`.
 
-    transformers knows nothing of what packed bytes mean. Names and shapes of tensors are left to it.
+    transformers knows nothing of what packed bytes mean, and would round other numbers to bytes without a word. Names
+    and shapes of tensors are left to it.
 
     Returns the record that [`make_record`] left, empty for files written by something else.
     """
@@ -80,7 +83,21 @@ def check_checkpoint(files: Sequence[FileHeader | str | PathLike], config: MXFP4
                 f"{Path(file).name} is not a safetensors file; a checkpoint of quant_method={config.quant_method!r} is "
                 "read from no other format"
             )
+    if config.mode == "packed":
+        _check_bytes(files)
     return read_record(files, config)
+
+
+def _check_bytes(files: Sequence[FileHeader]) -> None:
+    """Raise `ValueError` for codes or scales of a packed weight that are no bytes."""
+    tensors = {tensor.name: tensor for file in files for tensor in file.tensors}
+    for name in [name for name in tensors if name.endswith(("weight_scale", "proj_scale"))]:
+        for part in (name, name.removesuffix("_scale")):
+            if part in tensors and tensors[part].dtype != torch.uint8:
+                raise ValueError(
+                    f"{tensors[part].file.name}: {part} is {tensors[part].dtype}, and packed weights are uint8; pack "
+                    "the full-precision model again with hf-mxfp4 pack"
+                )
 
 
 def check_unquantized(files: Sequence[FileHeader | str | PathLike]) -> None:

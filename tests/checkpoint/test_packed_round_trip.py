@@ -8,6 +8,7 @@ import torch
 from pairwise import pairwise_params
 from peft import LoraConfig, get_peft_model
 from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 from same_bits import tensors_in
 from tables import CONFIGS, some
 from tiny_models import make_model
@@ -223,3 +224,12 @@ def test_a_config_for_a_trainable_checkpoint_is_not_silently_ignored(checkpoint,
         tmp_path / "qat", config=config, quantization_config=MXFP4RLConfig(mode="packed")
     )
     assert torch.equal(logits(packed), logits(load(source)))
+
+
+def test_numbers_under_the_names_of_bytes_are_refused(checkpoint, tmp_path):
+    load(checkpoint()).save_pretrained(tmp_path)
+    tensors, metadata = load_file(tmp_path / "model.safetensors"), metadata_of(tmp_path)
+    name = next(name for name in tensors if name.endswith("down_proj.weight_scale"))
+    save_file(tensors | {name: tensors[name].float()}, tmp_path / "model.safetensors", metadata)
+    with pytest.raises(ValueError, match=f"{name} is torch.float32, and packed weights are uint8; pack the full"):
+        load(tmp_path)
