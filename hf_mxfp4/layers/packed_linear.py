@@ -164,7 +164,8 @@ class MXFP4PackedLinear(nn.Linear):
 
     def packed_weight(self) -> PackedWeight:
         """The packed tensors in the order of [`PACKED_FIELDS`], `None` for those that the scheme has not."""
-        return tuple(getattr(self, name) for name in PACKED_FIELDS)
+        own = self._parameters  # where they nearly always are; `getattr` takes longer than a product of one token
+        return tuple(own[name] if name in own else getattr(self, name) for name in PACKED_FIELDS)
 
     def dequantized_weight(self, dtype: torch.dtype | None = None) -> torch.Tensor:
         """``Q(W)`` ``[out_features, in_features]`` in ``dtype``, default `compute_dtype`; of a weight that is stored

@@ -31,8 +31,14 @@ def one_of(name: str, value: object, allowed: tuple) -> None:
         raise ValueError(f"{name}={value!r} is not supported; choose one of {', '.join(map(repr, allowed))}")
 
 
+class _KeepsHash:
+    """Room for the hash of a scheme, which is a key of many caches: to compute it takes longer than to look one up."""
+
+    __slots__ = ("_hash",)
+
+
 @dataclass(frozen=True)
-class QuantScheme:
+class QuantScheme(_KeepsHash):
     """How one tensor is quantized.
 
     Attributes:

@@ -4,11 +4,13 @@ dequantized values that stay in the cache."""
 
 import ctypes
 import functools
+from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 
-from ...numerics import MXFP4Tensor
+from ...numerics import MXFP4Tensor, QuantScheme
 from .functions import (
     TYPES,
     checked_parts,
@@ -28,6 +30,22 @@ _WORTH_A_THREAD = 1 << 17
 _PANEL, _PANEL_ROWS = 1 << 20, (512, 1024)
 
 
+@functools.lru_cache(maxsize=256)
+def _prepared(
+    scheme: QuantScheme, in_features: int, out_features: int, dtype: torch.dtype
+) -> tuple[ProductStruct, tuple[int | None, ...], Callable[[Any], None]]:
+    """What products with weights of one scheme and shape have in common: arguments, sizes of parts, the function."""
+    arguments = ProductStruct(
+        type=TYPES[dtype],
+        in_features=in_features,
+        out_features=out_features,
+        weights=ctypes.pointer(description(scheme, in_features)),
+        n_experts=1,
+        threads=1,
+    )
+    return arguments, part_sizes(scheme, in_features), load()[0].mxfp4_product
+
+
 def _on_codes(
     x: torch.Tensor,
     weight: MXFP4Tensor,
@@ -35,37 +53,31 @@ def _on_codes(
     ends: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """[`product`], or [`grouped_product`] with the ``ends`` of rows."""
-    scheme, in_features, out_features = weight.scheme, weight.length, weight.codes.shape[-2]
+    in_features, out_features = weight.length, weight.codes.shape[-2]
+    common, sizes, function = _prepared(weight.scheme, in_features, out_features, x.dtype)
     leading = (out_features,) if ends is None else (len(ends), out_features)
     _check(x, bias, x.dtype, in_features, leading)
-    parts = checked_parts(parts_of(weight), leading, part_sizes(scheme, in_features))
+    parts = checked_parts(parts_of(weight), leading, sizes)
     out = x.new_empty((*x.shape[:-1], out_features))
-    if not out.numel():
+    size = out.numel()
+    if not size:
         return out
-    x, n_rows = in_memory(x), out.numel() // out_features
     # All that the library reads stays referenced until it returns.
-    bias = None if bias is None else in_memory(bias)
-    ends = None if ends is None else _checked_ends(ends, n_rows)
-    codes, scale, macro, residual_codes, residual_scale = map(_address, parts)
-    arguments = ProductStruct(
-        x=x.data_ptr(),
-        type=TYPES[x.dtype],
-        n_rows=n_rows,
-        codes=codes,
-        scale=scale,
-        macro=macro,
-        residual_codes=residual_codes,
-        residual_scale=residual_scale,
-        in_features=in_features,
-        out_features=out_features,
-        weights=ctypes.pointer(description(scheme, in_features)),
-        bias=_address(bias),
-        ends=_address(ends),
-        n_experts=1 if ends is None else len(ends),
-        y=out.data_ptr(),
-        threads=torch.get_num_threads() if out.numel() * in_features >= 2 * _WORTH_A_THREAD else 1,
-    )
-    load()[0].mxfp4_product(ctypes.byref(arguments))
+    x, n_rows = in_memory(x), size // out_features
+    arguments = ProductStruct.from_buffer_copy(common)
+    arguments.x, arguments.y, arguments.n_rows = x.data_ptr(), out.data_ptr(), n_rows
+    arguments.codes, arguments.scale, arguments.macro = map(_address, parts[:3])
+    if parts[3] is not None:
+        arguments.residual_codes, arguments.residual_scale = map(_address, parts[3:])
+    if bias is not None:
+        bias = in_memory(bias)
+        arguments.bias = bias.data_ptr()
+    if ends is not None:
+        ends = _checked_ends(ends, n_rows)
+        arguments.ends, arguments.n_experts = ends.data_ptr(), len(ends)
+    if size * in_features >= 2 * _WORTH_A_THREAD:
+        arguments.threads = torch.get_num_threads()
+    function(ctypes.byref(arguments))
     return out
 
 
