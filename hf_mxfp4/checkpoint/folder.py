@@ -81,6 +81,7 @@ class CheckpointFolder:
                 "models of remote code are not converted"
             )
         refuse_kernels(self.config, file)
+        _check_counts(self.config, len(self.tensors), file)
         try:
             config = transformers.AutoConfig.from_pretrained(self.path, trust_remote_code=False)
             with torch.device("meta"):
@@ -94,6 +95,15 @@ class CheckpointFolder:
             for file in self.path.glob(pattern):
                 if file.is_file() and not (target / file.name).exists():
                     shutil.copyfile(file, target / file.name)
+
+
+def _check_counts(config: Mapping[str, Any], n_tensors: int, file: Path) -> None:
+    """Raise [`CheckpointError`] for more layers than tensors: making them takes hours before anything else is wrong."""
+    for key, value in config.items():
+        if isinstance(value, Mapping):
+            _check_counts(value, n_tensors, file)
+        elif str(key).endswith(("layers", "layer", "experts")) and isinstance(value, int) and value > 1024 + n_tensors:
+            raise CheckpointError(f"{file} has {key}={value}, but the files hold only {n_tensors} tensors")
 
 
 def refuse_kernels(config: Any, where: Any) -> None:

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the products of a layer are: plain data, made once per layer."""
 
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, field
 
 from ..numerics import FULL, PLAIN, REUSE, GemmScheme, LinearScheme, QuantScheme, Rotation
 
@@ -17,6 +16,14 @@ class GemmSpec:
         matmul_backend: what multiplies; see [`hf_mxfp4.gemm.select_matmul`].
         saved: the form of the input that is saved for Wgrad, one of [`hf_mxfp4.numerics.SAVED_FORMS`].
         transposed: whether the weights of experts are ``[E, K, N]`` and not ``[E, N, K]``.
+        is_plain: whether gradients are products of output gradients as they are with the operands of the forward
+            product, that is without random numbers, rotations and quantization of their own.
+        draws_forward: whether the forward product draws random numbers.
+        saves_raw_input: whether Wgrad takes the input itself and not what the forward product used of it.
+        reuses_weight: whether Dgrad takes what the forward product used of the weight.
+        rotation_size: of the forward product; 1 without a rotation.
+        input_scheme, weight_scheme: how the forward product quantizes its operands in blocks; `None` where it does not.
+        packs_weight: whether stored 4-bit weights can stand for the forward operand.
     """
 
     scheme: LinearScheme
@@ -24,50 +31,31 @@ class GemmSpec:
     matmul_backend: str = "dense"
     saved: str = "full"
     transposed: bool = False
+    is_plain: bool = field(init=False)
+    draws_forward: bool = field(init=False)
+    saves_raw_input: bool = field(init=False)
+    reuses_weight: bool = field(init=False)
+    rotation_size: int = field(init=False)
+    input_scheme: QuantScheme | None = field(init=False)
+    weight_scheme: QuantScheme | None = field(init=False)
+    packs_weight: bool = field(init=False)
 
-    @cached_property
-    def is_plain(self) -> bool:
-        """Whether gradients are products of output gradients as they are with the operands of the forward product."""
-        scheme = self.scheme
-        return scheme.dgrad == scheme.wgrad == PLAIN and self.rotation_size == 1 and not scheme.is_random
-
-    @cached_property
-    def draws_forward(self) -> bool:
-        """Whether the forward product draws random numbers."""
-        return self.scheme.fprop.is_random
-
-    @cached_property
-    def saves_raw_input(self) -> bool:
-        """Whether Wgrad takes the input itself and not what the forward product used of it."""
-        return self.scheme.wgrad.right is not REUSE
-
-    @cached_property
-    def reuses_weight(self) -> bool:
-        """Whether Dgrad takes what the forward product used of the weight."""
-        return self.scheme.dgrad.right is REUSE
-
-    @cached_property
-    def rotation_size(self) -> int:
-        """The size of the forward product's rotation; 1 without one."""
-        rotation = self.scheme.fprop.rotation
-        return 1 if rotation is None else rotation.size
-
-    @cached_property
-    def input_scheme(self) -> QuantScheme | None:
-        """How the forward product quantizes the input in blocks; `None` where it does not."""
-        left = self.scheme.fprop.left
-        return left if isinstance(left, QuantScheme) else None
-
-    @cached_property
-    def weight_scheme(self) -> QuantScheme | None:
-        """How the forward product quantizes the weight; `None` where it does not."""
-        right = self.scheme.fprop.right
-        return right if isinstance(right, QuantScheme) else None
-
-    @cached_property
-    def packs_weight(self) -> bool:
-        """Whether stored 4-bit weights can stand for the forward operand."""
-        return self.weight_scheme is not None and self.rotation_size == 1 and not self.draws_forward
+    def __post_init__(self):
+        scheme, fprop = self.scheme, self.scheme.fprop
+        quantized_x, quantized_weight = (isinstance(side, QuantScheme) for side in (fprop.left, fprop.right))
+        rotates = fprop.rotation is not None
+        derived = {
+            "is_plain": scheme.dgrad == scheme.wgrad == PLAIN and not rotates and not scheme.is_random,
+            "draws_forward": fprop.is_random,
+            "saves_raw_input": scheme.wgrad.right is not REUSE,
+            "reuses_weight": scheme.dgrad.right is REUSE,
+            "rotation_size": fprop.rotation.size if rotates else 1,
+            "input_scheme": fprop.left if quantized_x else None,
+            "weight_scheme": fprop.right if quantized_weight else None,
+            "packs_weight": quantized_weight and not rotates and not fprop.is_random,
+        }
+        for name, value in derived.items():
+            object.__setattr__(self, name, value)
 
 
 #: Operands as they are, as those of adapters.

@@ -91,7 +91,5 @@ def test_killed_while_writing_a_checkpoint(runs, file):
     else:
         assert found["checkpoint-2"] is None and found["checkpoint-3"] is not None
     output = finish(runs, folder)
-    resumed = "checkpoint-3" if file == "rotation" else "checkpoint-2"
-    assert f"{folder}/{resumed}" in output
     assert (file == "rotation") == ("is not resumed from" not in output)
     assert why_incomplete(folder / f"checkpoint-{STEPS}") is None
