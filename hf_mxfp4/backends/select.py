@@ -144,8 +144,21 @@ def computes_on_codes(x: torch.Tensor, dtype: torch.dtype, scheme: QuantScheme, 
     `ValueError` when the backend named cannot do it."""
     if torch.compiler.is_compiling() or not is_torchs_own(x):
         return False
-    name = _choice(x.device.type, dtype, as_read(scheme), backend, None)
+    name = _reader(x.device.type, dtype, scheme, backend)
     return name == "cpu" or name == "triton" and (backend != "auto" or is_verified("decode", x.device))
+
+
+def reader(x: torch.Tensor, scheme: QuantScheme, backend: str) -> str:
+    """The backend that reads codes of a scheme for products with tensors like ``x``. Raises `ValueError` when the one
+    named cannot do it."""
+    if torch.compiler.is_compiling() or not is_torchs_own(x):
+        return "eager"
+    return _reader(x.device.type, x.dtype, scheme, backend)
+
+
+@functools.lru_cache(maxsize=256)
+def _reader(device_type: str, dtype: torch.dtype, scheme: QuantScheme, backend: str) -> str:
+    return _choice(device_type, dtype, as_read(scheme), backend, None)
 
 
 def choose_backend(x: torch.Tensor, scheme: QuantScheme, backend: str, seed: int | None = None) -> str:

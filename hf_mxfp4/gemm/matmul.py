@@ -78,7 +78,7 @@ def _runs_grouped(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def _on_codes(a: torch.Tensor, b: MXFP4Tensor, bias: torch.Tensor | None, backend: str) -> torch.Tensor:
-    name = backends.choose_backend(a, backends.as_read(b.scheme), backend)
+    name = backends.reader(a, b.scheme, backend)
     if name == "cpu":
         return on_cpu.product(a, b, bias)
     if name == "triton" and (backend != "auto" or backends.is_verified("decode", a.device)):
@@ -91,7 +91,7 @@ def _experts_on_codes(
     a: torch.Tensor, b: MXFP4Tensor, bias: torch.Tensor | None, groups: Groups, backend: str
 ) -> torch.Tensor:
     """All experts at once where a kernel takes their rows; otherwise the values of one expert at a time."""
-    name = backends.choose_backend(a, backends.as_read(b.scheme), backend)
+    name = backends.reader(a, b.scheme, backend)
     if name == "triton" and (backend != "auto" or backends.is_verified("decode", a.device)):
         if triton_kernels.unsupported_product(len(a), b.length, a.dtype, len(b.codes)) is None:
             return triton_kernels.linear(a, b, bias, groups.offsets(a.device))

@@ -83,7 +83,7 @@ def _forward(
     spec, cache = state.spec, state.cache
     if cache is None or cache.form != "dense" or groups is not None:
         return packed_forward(x, packed, bias, spec, groups, dtype)
-    if backends.choose_backend(x, backends.as_read(spec.weights), spec.backend) == "cpu":
+    if backends.reader(x, spec.weights, spec.backend) == "cpu":
         return packed_forward(x, packed, bias, spec, groups, dtype)
     operand = quantize_input(x, dtype, spec.inputs, spec.backend, spec.rotation)
 

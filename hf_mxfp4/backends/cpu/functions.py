@@ -3,6 +3,7 @@
 
 import ctypes
 import functools
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -110,6 +111,7 @@ def checked_parts(
     """Return the parts of a packed tensor as [`in_memory`] does, whose axes are those ``leading`` and one of a size of
     [`part_sizes`]. Raises `ValueError` for parts of other shapes and `RuntimeError` for one that is not on the CPU."""
     found: list[torch.Tensor | None] = []
+    rows = math.prod(leading)
     for name, part, size in zip(_PARTS, parts, sizes, strict=True):
         if part is None and size is None:
             found.append(None)
@@ -120,7 +122,8 @@ def checked_parts(
             actual = "missing" if part is None else f"{part.dtype} {list(part.shape)}"
             expected = "none" if size is None else f"torch.uint8 {[*leading, size]}"
             raise ValueError(f"{name} of a packed tensor is {actual}; its scheme and length need {expected}")
-        found.append(in_memory(part))
+        whole = part.is_contiguous() and part.untyped_storage().nbytes() == rows * size
+        found.append(part if whole else in_memory(part))
     return found
 
 
