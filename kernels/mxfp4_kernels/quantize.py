@@ -294,15 +294,15 @@ def _launch(x: torch.Tensor, out: Sides, scheme: Scheme, sides: Sides, dtype: to
         None if packs else scheme.alpha,
         TILE=tile,
         SCHEME=constants,
-        SIDES=_side_constants(x, scheme, sides, dtype),
+        SIDES=_side_constants(x, scheme, sides, dtype, packs),
         **compile_options(tile),
     )
 
 
-def _side_constants(x: torch.Tensor, scheme: Scheme, sides: Sides, dtype: torch.dtype) -> Sides:
+def _side_constants(x: torch.Tensor, scheme: Scheme, sides: Sides, dtype: torch.dtype, packs: bool) -> Sides:
     """Compile-time arguments of both sides. Pairs need whole blocks, and an NVIDIA GPU from sm_80 on; those of rows are
     read as words."""
-    pairs = dtype == x.dtype and has_pairs(x.dtype, scheme)
+    pairs = dtype == x.dtype and has_pairs(x.dtype, scheme, packs)
     if pairs and not INTERPRETED:
         pairs = torch.version.hip is None and torch.cuda.get_device_capability(x.device) >= (8, 0)
     has_words = x.stride(0) % 2 == x.stride(1) % 2 == x.data_ptr() // 2 % 2 == 0

@@ -89,7 +89,7 @@ def quantize_variant(target, dtype, scheme: Scheme, sides: Sides, packs: bool, a
         **dict.fromkeys(("col_tiles", "seed_low", "seed_high", "seed_low_t", "seed_high_t"), "i32"),
     }
     tile = tile_shape(scheme, sides)
-    pairs = aligned and target.backend == "cuda" and has_pairs(dtype, scheme)
+    pairs = aligned and target.backend == "cuda" and has_pairs(dtype, scheme, packs)
     constants = {
         "TILE": tile,
         "SCHEME": scheme_constants(dtype, scheme, dtype),

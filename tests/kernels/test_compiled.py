@@ -17,6 +17,7 @@ NO_DIVISION = (
     "values tiles",
     "values stochastic rotated",
     "values columns",
+    "values mantissas",
     "codes mantissas",
     "codes both",
 )

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Blocks of bfloat16 to codes or values, two or four elements an instruction, on NVIDIA GPUs: the bits of
-`common/blocks.py` for rounding to nearest with one scale per block, or with block mantissas under the rule ``"even"``.
+`common/blocks.py` for rounding to nearest with one scale per block, or with block mantissas under the rule ``"even"``,
+and the same of what these leave.
 
 A tile is four words of eight neighbours each, ``[ROWS, macro blocks, blocks, 4]``; see [`words_of`].
 
@@ -221,9 +222,9 @@ def _best_mantissas(y, bits, top, INTERPRETED: tl.constexpr):
 
 
 @triton.jit
-def quantize_words(w, SCHEME: tl.constexpr):
-    """Of the four words of a tile: the bits of block maxima, mantissas, scale bytes but for NaN, and words of
-    [`_rounded`]."""
+def quantize_words(w, mantissa, SCHEME: tl.constexpr):
+    """Of the four words of a tile: the bits of block maxima, mantissas (`None` to find them), scale bytes but for NaN,
+    and words of [`_rounded`]."""
     INTERPRETED: tl.constexpr = SCHEME.INTERPRETED
     bits = _max_bits(w, INTERPRETED)
     least: tl.constexpr = _LEAST_TOP_OF_MANTISSAS if SCHEME.SEARCH == BLOCK_MANTISSAS else _LEAST_TOP
@@ -232,8 +233,9 @@ def quantize_words(w, SCHEME: tl.constexpr):
     inverse = (255 - (top >> 7)) * 0x00800080
     y0, y1 = _over_power_of_two(w[0], inverse, INTERPRETED), _over_power_of_two(w[1], inverse, INTERPRETED)
     y2, y3 = _over_power_of_two(w[2], inverse, INTERPRETED), _over_power_of_two(w[3], inverse, INTERPRETED)
-    mantissa = tl.zeros_like(bits)
-    if SCHEME.SEARCH == BLOCK_MANTISSAS:
+    if SCHEME.SEARCH != BLOCK_MANTISSAS:
+        mantissa = tl.zeros_like(bits)
+    elif mantissa is None:
         mantissa = _best_mantissas((y0, y1, y2, y3), bits, top, INTERPRETED)
     byte, inverse = _scales(top, mantissa, SCHEME)
     t0, t1 = _rounded(y0, inverse, byte, SCHEME), _rounded(y1, inverse, byte, SCHEME)
@@ -242,41 +244,88 @@ def quantize_words(w, SCHEME: tl.constexpr):
 
 
 @triton.jit
-def codes_of_words(w, SCHEME: tl.constexpr):
-    """Of the four words of a tile: words of eight codes ``[.., 4]``, scale bytes ``[.., 1]`` (int32) and bytes of
-    mantissas ``[.., 1, 1]``."""
-    bits, mantissa, byte, t = quantize_words(w, SCHEME)
-    codes = _signed_codes(w, t, tl.where(bits < _INFINITE, -1, 0), SCHEME.INTERPRETED)
-    m8 = mantissa
-    if SCHEME.SEARCH == BLOCK_MANTISSAS:
-        m8 = tl.sum(mantissa << (2 * tl.arange(0, 4)[None, None, :, None]), axis=2, keep_dims=True)
-    return codes, tl.where(bits < _INFINITE, byte, NAN_BYTE), m8
+def _steps(byte, mantissa):
+    """Factor times scale, ``byte`` not below -1, in both halves of words; subnormal below byte 1."""
+    digits = 0x80 + (mantissa << 5)
+    bits = tl.where(byte > 0, (byte << 7) + (mantissa << 5), digits >> (1 - tl.minimum(byte, 1)))
+    return bits * 0x00010001
 
 
 @triton.jit
-def _value(w, t, step, limit, multiplier, INTERPRETED: tl.constexpr):
-    """Values of codes times ``step``, cut to ``limit``, times ``multiplier`` and a sign that zero does not have."""
-    value = multiply((t >> 3) & _CODES, _TO_VALUES, INTERPRETED)
-    value = smaller(multiply(value, step, INTERPRETED), limit, INTERPRETED)
-    return multiply_add(value, (w & _SIGNS) | multiplier, 0, INTERPRETED)
+def _grid(t, INTERPRETED: tl.constexpr):
+    """Values on the grid of what [`_rounded`] gives."""
+    return multiply((t >> 3) & _CODES, _TO_VALUES, INTERPRETED)
+
+
+@triton.jit
+def _residuals(w, t, byte, mantissa, INTERPRETED: tl.constexpr):
+    """Magnitudes less their values: factor times residual, which has no more than 8 digits."""
+    minus = _steps(byte, mantissa) | _SIGNS
+    r0 = multiply_add(_grid(t[0], INTERPRETED), minus, w[0] & _MAGNITUDES, INTERPRETED)
+    r1 = multiply_add(_grid(t[1], INTERPRETED), minus, w[1] & _MAGNITUDES, INTERPRETED)
+    r2 = multiply_add(_grid(t[2], INTERPRETED), minus, w[2] & _MAGNITUDES, INTERPRETED)
+    r3 = multiply_add(_grid(t[3], INTERPRETED), minus, w[3] & _MAGNITUDES, INTERPRETED)
+    return r0, r1, r2, r3
+
+
+@triton.jit
+def codes_of_words(w, SCHEME: tl.constexpr):
+    """Of the four words of a tile: words of eight codes ``[.., 4]``, scale bytes ``[.., 1]`` (int32), bytes of
+    mantissas ``[.., 1, 1]``, and codes and scale bytes of the residual (without one, the first)."""
+    bits, mantissa, byte, t = quantize_words(w, None, SCHEME)
+    finite = tl.where(bits < _INFINITE, -1, 0)
+    codes = _signed_codes(w, t, finite, SCHEME.INTERPRETED)
+    m8 = mantissa
+    if SCHEME.SEARCH == BLOCK_MANTISSAS:
+        m8 = tl.sum(mantissa << (2 * tl.arange(0, 4)[None, None, :, None]), axis=2, keep_dims=True)
+    residual_codes, residual_byte = codes, byte
+    if SCHEME.HAS_FALLBACK:
+        r = _residuals(w, t, byte, mantissa, SCHEME.INTERPRETED)
+        _, _, residual_byte, t = quantize_words(r, mantissa, SCHEME)
+        signs = w[0] ^ r[0], w[1] ^ r[1], w[2] ^ r[2], w[3] ^ r[3]
+        residual_codes = _signed_codes(signs, t, finite, SCHEME.INTERPRETED)
+    return codes, tl.where(bits < _INFINITE, byte, NAN_BYTE), m8, residual_codes, residual_byte & finite
+
+
+@triton.jit
+def _with_residual(value, r, t, step, INTERPRETED: tl.constexpr):
+    """Values and ``step`` times those of residuals, which have the signs of these. Both have 5 digits, one of them is
+    that of the residual of the other: the sum is rounded as the definition's is, which is exact in float32."""
+    return multiply_add(_grid(t, INTERPRETED) | (r & _SIGNS), step, value, INTERPRETED)
+
+
+@triton.jit
+def _with_sign_of(w, value, limit, multiplier, INTERPRETED: tl.constexpr):
+    """Magnitudes cut to ``limit``, times ``multiplier`` and a sign that zero does not have."""
+    return multiply_add(smaller(value, limit, INTERPRETED), (w & _SIGNS) | multiplier, 0, INTERPRETED)
 
 
 @triton.jit
 def values_of_words(w, SCHEME: tl.constexpr):
-    """Words ``[.., 16]`` of the values of two elements each, of the four words of a tile.
+    """Words ``[.., 16]`` of the values of two elements each, of the four words of a tile; the residual is added whole.
 
     A product of factor, scale and a value on the grid has 5 digits. Of blocks from 2**127 on, half of it is computed,
     which is finite always."""
-    bits, mantissa, byte, t = quantize_words(w, SCHEME)
+    INTERPRETED: tl.constexpr = SCHEME.INTERPRETED
+    bits, mantissa, byte, t = quantize_words(w, None, SCHEME)
     halved = (bits >= _HALVED).to(tl.int32)
-    byte -= halved
-    # Factor times scale, subnormal below byte 1.
-    digits = 0x80 + (mantissa << 5)
-    step = tl.where(byte > 0, (byte << 7) + (mantissa << 5), digits >> (1 - tl.minimum(byte, 1))) * 0x00010001
+    step = _steps(byte - halved, mantissa)
+    a, b = multiply(_grid(t[0], INTERPRETED), step, INTERPRETED), multiply(_grid(t[1], INTERPRETED), step, INTERPRETED)
+    c, d = multiply(_grid(t[2], INTERPRETED), step, INTERPRETED), multiply(_grid(t[3], INTERPRETED), step, INTERPRETED)
+    if SCHEME.HAS_FALLBACK:
+        r = _residuals(w, t, byte, mantissa, INTERPRETED)
+        _, _, byte, t = quantize_words(r, mantissa, SCHEME)
+        step = _steps(byte - halved, mantissa)
+        a, b = _with_residual(a, r[0], t[0], step, INTERPRETED), _with_residual(b, r[1], t[1], step, INTERPRETED)
+        c, d = _with_residual(c, r[2], t[2], step, INTERPRETED), _with_residual(d, r[3], t[3], step, INTERPRETED)
     limit = tl.where(halved == 0, _LARGEST, _HALF_OF_LARGEST)
     multiplier = tl.where(bits < _INFINITE, tl.where(halved == 0, _ONE, _TWO), _NAN)
-    a = _value(w[0], t[0], step, limit, multiplier, SCHEME.INTERPRETED)
-    b = _value(w[1], t[1], step, limit, multiplier, SCHEME.INTERPRETED)
-    c = _value(w[2], t[2], step, limit, multiplier, SCHEME.INTERPRETED)
-    d = _value(w[3], t[3], step, limit, multiplier, SCHEME.INTERPRETED)
+    a, b = (
+        _with_sign_of(w[0], a, limit, multiplier, INTERPRETED),
+        _with_sign_of(w[1], b, limit, multiplier, INTERPRETED),
+    )
+    c, d = (
+        _with_sign_of(w[2], c, limit, multiplier, INTERPRETED),
+        _with_sign_of(w[3], d, limit, multiplier, INTERPRETED),
+    )
     return tl.reshape(tl.join(tl.join(a, c), tl.join(b, d)), [a.shape[0], a.shape[1], a.shape[2], 16])

@@ -224,9 +224,10 @@ def scheme_constants(dtype: torch.dtype, scheme: Scheme, out: torch.dtype) -> Sc
     )
 
 
-def has_pairs(dtype: torch.dtype, scheme: Scheme) -> bool:
-    """Return whether `common/pair_blocks.py` has a scheme, for input and output of a dtype."""
-    if dtype != torch.bfloat16 or scheme.outlier_fallback is not None or scheme.block_rows != 1:
+def has_pairs(dtype: torch.dtype, scheme: Scheme, packs: bool) -> bool:
+    """Return whether `common/pair_blocks.py` has a scheme, for input and output of a dtype: codes, or values, whose
+    residual it adds whole."""
+    if dtype != torch.bfloat16 or scheme.block_rows != 1 or not (packs or scheme.alpha == 1):
         return False
     rules = {blocks.NO_MACRO.value: ("rceil", "floor", "even"), blocks.BLOCK_MANTISSAS.value: ("even",)}
     return scheme.scale_rule in rules.get(scheme.search, ())
