@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Quantization to MXFP4: values, or codes and scales, of a matrix along its rows, along its columns, or both.
 
-What it computes: the bits of the eager definition (`hf_mxfp4.numerics`), block by block; see `common/blocks.py`.
+What it computes: the bits of the eager definition (`hf_mxfp4.numerics`), block by block; see `common/blocks.py`, and
+`common/pair_blocks.py` for what takes two elements of bfloat16 at a time.
 
 Tile: a program owns ``HEIGHT x WIDTH`` elements and goes over them in strips. A strip of rows is read as it is. A strip
 of columns is transposed on the way into registers; from there on it is like any strip of rows. For both directions a

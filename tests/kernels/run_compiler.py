@@ -115,6 +115,7 @@ def dequantize_variant(target, scheme: Scheme) -> dict:
 def fp8_variant(target, to: bool, columns: bool = False) -> dict:
     numbers = dict.fromkeys(("n_rows", "n_cols", "row_stride", "col_stride", "col_tiles"), "i32")
     types = {"x_ptr": "*i16", "elements_ptr": "*u8", "scale_ptr": "*fp32", "byte_ptr": "*u8", "out_ptr": "*bf16"}
+    types |= {"inexact_ptr": "*i32"}
     rows, cols = (16, 256) if columns else (4, 1024 if to else 512)
     constants = {"ROWS": rows, "COLS": cols, "BF16": True, "LARGEST": 3e38, "INTERPRETED": False}
     constants |= {"row_stride" if columns else "col_stride": 1} if to else {}

@@ -153,18 +153,18 @@ def pairs() -> Iterator[Case]:
 
     def up_to(least: float, most: float) -> torch.Tensor:
         """Blocks of any exponents below a maximum near the end of the range, and ties."""
-        top = torch.rand(24, 8, 1, generator=rng, dtype=torch.float64) * (most - least) + least
-        parts = torch.rand(24, 8, 32, generator=rng, dtype=torch.float64) ** 2
-        ties = torch.randint(0, 29, (24, 8, 32), generator=rng) / 28
-        return (torch.where(torch.rand(24, 8, 1, generator=rng) < 0.5, parts, ties) * top).flatten(1).bfloat16()
+        top = torch.rand(12, 8, 1, generator=rng, dtype=torch.float64) * (most - least) + least
+        parts = torch.rand(12, 8, 32, generator=rng, dtype=torch.float64) ** 2
+        ties = torch.randint(0, 29, (12, 8, 32), generator=rng) / 28
+        return (torch.where(torch.rand(12, 8, 1, generator=rng) < 0.5, parts, ties) * top).flatten(1).bfloat16()
 
-    texts = ("rceil", "floor", "even", "even+mbs128-blockwise")
-    for text in (*texts, *(f"{text}+of1" for text in texts), "rceil+of0.3"):
+    mantissas = "even+mbs128-blockwise"
+    for text in ("rceil", "floor", "even", mantissas, "rceil+of0.3", "floor+of1", f"{mantissas}+of1"):
         scheme = numerics.parse_scheme(text)
-        rows = adversarial_rows((40, 256), torch.bfloat16, 0, rng)
-        yield f"{text} rows", wrong(rows, scheme, {}, torch.bfloat16)
+        rows = adversarial_rows((32, 256), torch.bfloat16, 0, rng)
+        yield f"{text} rows", wrong(rows[:20], scheme, {}, torch.bfloat16)
         yield f"{text} a part", wrong(rows[:9, 4:164], scheme, {}, torch.bfloat16)
-        yield f"{text} both", wrong_both(rows[:32, :200], scheme, ({}, {}), torch.bfloat16)
+        yield f"{text} both", wrong_both(rows[:, :192], scheme, ({}, {}), torch.bfloat16)
         yield f"{text} largest", wrong(up_to(2.0**126, 3.38e38), scheme, {}, torch.bfloat16)
         yield f"{text} ordinary", wrong(up_to(1.0, 2.0), scheme, {}, torch.bfloat16)
 
