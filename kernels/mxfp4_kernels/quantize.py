@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Quantization to MXFP4: values, or codes and scales, of a matrix along its rows, along its columns, or both.
 
-What it computes: the bits of the eager definition (`hf_mxfp4.numerics`), block by block; see `common/blocks.py`.
+What it computes: the bits of the eager definition (`hf_mxfp4.numerics`), block by block; see `common/blocks.py`, and
+`common/pair_blocks.py` for what takes two elements of bfloat16 at a time.
 
 Tile: a program owns ``HEIGHT x WIDTH`` elements and goes over them in strips. A strip of rows is read as it is. A strip
 of columns is transposed on the way into registers; from there on it is like any strip of rows. For both directions a
@@ -19,7 +20,8 @@ import triton.language as tl
 
 from .common.arguments import Lengths, PackedPointers, Random, Sides, Tile, TileShape
 from .common.blocks import to_float
-from .common.launch import as_stored, bits, launch
+from .common.launch import INTERPRETED, as_stored, bits, launch
+from .common.pairs import read_words, words_of
 from .common.scheme import (
     BLOCK,
     NEAREST,
@@ -29,10 +31,11 @@ from .common.scheme import (
     Side,
     check_input,
     check_output,
+    has_pairs,
     row_bytes,
     scheme_constants,
 )
-from .common.tile import rotated, store_packed, store_values
+from .common.tile import rotated, store_packed, store_pair_codes, store_pair_values, store_values
 
 
 # AMD's warps have 64 threads, and programs 1024 at most.
@@ -75,14 +78,19 @@ def _quantize_strip(
 ):
     """Write stored elements ``[ROWS, COLS]``, quantized, to their place in matrix number ``stack`` of ``out``: values,
     or codes and scales if there are ``row_bytes``."""
-    y = tl.reshape(y, [y.shape[0], y.shape[1] // SCHEME.MACRO, SCHEME.MACRO // 32, 32])
-    y = rotated(to_float(y, SCHEME.BF16), at.col_start, at.n_cols, signs_ptr, SIDE)
+    ROWS: tl.constexpr = y[0].shape[0] if SIDE.PAIRS else y.shape[0]
+    if not SIDE.PAIRS:
+        y = tl.reshape(y, [y.shape[0], y.shape[1] // SCHEME.MACRO, SCHEME.MACRO // 32, 32])
+        y = rotated(to_float(y, SCHEME.BF16), at.col_start, at.n_cols, signs_ptr, SIDE)
     before = stack * at.n_rows
     random = Random(before, seed_low, seed_high)
-    rows = at.rows + tl.arange(0, y.shape[0])[:, None, None, None]
+    rows = at.rows + tl.arange(0, ROWS)[:, None, None, None]
     place = Tile(rows, at.col_start, at.n_rows, at.n_cols)
     if row_bytes is None:
-        store_values(y, out + before * at.n_cols, place, alpha, random, SCHEME, SIDE)
+        if SIDE.PAIRS:
+            store_pair_values(y, out + before * at.n_cols, place, SCHEME)
+        else:
+            store_values(y, out + before * at.n_cols, place, alpha, random, SCHEME, SIDE)
     else:
         n_codes, n_blocks = row_bytes.n_codes, row_bytes.n_blocks
         out = PackedPointers(
@@ -92,7 +100,10 @@ def _quantize_strip(
             out.residual_codes + before * n_codes if SCHEME.HAS_FALLBACK else None,
             out.residual_scale + before * n_blocks if SCHEME.HAS_FALLBACK else None,
         )
-        store_packed(y, out, place, row_bytes, random, SCHEME, SIDE)
+        if SIDE.PAIRS:
+            store_pair_codes(y, out, place, row_bytes, SCHEME)
+        else:
+            store_packed(y, out, place, row_bytes, random, SCHEME, SIDE)
 
 
 @triton.jit(do_not_specialize=["col_tiles", "seed_low", "seed_high", "seed_low_t", "seed_high_t"])
@@ -128,6 +139,8 @@ def quantize_kernel(
         for strip in range(TILE.WIDTH // TILE.STRIP):
             start = col_start + strip * TILE.STRIP
             y = _transposed(_read(x_ptr, row_start, start, n_rows, n_cols, stride, TILE.HEIGHT, TILE.STRIP))
+            if SIDE_T.PAIRS:
+                y = words_of(y, SCHEME.MACRO // 32)
             at = Tile(start, row_start, n_cols, lengths.out_cols_t)
             _quantize_strip(
                 y,
@@ -145,7 +158,12 @@ def quantize_kernel(
     if SIDE is not None:
         for strip in range(TILE.HEIGHT // TILE.STRIP):
             start = row_start + strip * TILE.STRIP
-            y = _read(x_ptr, start, col_start, n_rows, n_cols, stride, TILE.STRIP, TILE.WIDTH)
+            if SIDE.PAIRS:
+                y = read_words(
+                    x_ptr, start, col_start, n_rows, n_cols, stride, TILE.STRIP, TILE.WIDTH, SCHEME.MACRO // 32
+                )
+            else:
+                y = _read(x_ptr, start, col_start, n_rows, n_cols, stride, TILE.STRIP, TILE.WIDTH)
             at = Tile(start, col_start, n_rows, lengths.out_cols)
             _quantize_strip(
                 y, out.rows, signs.rows, at, row_bytes.rows, alpha, stack, seed_low, seed_high, SCHEME, SIDE
@@ -277,8 +295,22 @@ def _launch(x: torch.Tensor, out: Sides, scheme: Scheme, sides: Sides, dtype: to
         None if packs else scheme.alpha,
         TILE=tile,
         SCHEME=constants,
-        SIDES=Sides(*(None if side is None else side.constants for side in sides)),
+        SIDES=_side_constants(x, scheme, sides, dtype, packs),
         **compile_options(tile),
+    )
+
+
+def _side_constants(x: torch.Tensor, scheme: Scheme, sides: Sides, dtype: torch.dtype, packs: bool) -> Sides:
+    """Compile-time arguments of both sides. Pairs need whole blocks, and an NVIDIA GPU from sm_80 on; those of rows are
+    read as words."""
+    pairs = dtype == x.dtype and has_pairs(x.dtype, scheme, packs)
+    if pairs and not INTERPRETED:
+        pairs = torch.version.hip is None and torch.cuda.get_device_capability(x.device) >= (8, 0)
+    has_words = x.stride(0) % 2 == x.stride(1) % 2 == x.data_ptr() // 2 % 2 == 0
+    rows, columns = sides
+    return Sides(
+        rows and rows.constants(pairs and has_words and x.shape[2] % BLOCK == 0),
+        columns and columns.constants(pairs and x.shape[1] % BLOCK == 0),
     )
 
 
@@ -298,7 +330,7 @@ def tile_shape(scheme: Scheme, sides: Sides) -> TileShape:
     """Return the tile of a program, whose sides are multiples of macro blocks and rotations."""
     unit = 256 if (scheme.macro_block or BLOCK) > 128 else 128
     if sides.columns is None:
-        height = scheme.block_rows if scheme.block_rows > 1 else 8
+        height = scheme.block_rows if scheme.block_rows > 1 else 16
         return TileShape(height, 256 if scheme.block_rows == 1 else unit, height)
     # A residual needs more registers per element than half of the threads of a multiprocessor have.
     whole = scheme.block_rows == 1 and scheme.outlier_fallback is None and unit == 128
@@ -309,4 +341,4 @@ def tile_shape(scheme: Scheme, sides: Sides) -> TileShape:
 def compile_options(tile: TileShape) -> dict[str, int | bool]:
     """Return how to compile for a tile. Contracting a multiply and an add would change bits; see `common/blocks.py`."""
     elements = max(tile.HEIGHT, tile.WIDTH) * tile.STRIP
-    return {"num_warps": min(elements // 512, _MOST_WARPS), "enable_fp_fusion": False}
+    return {"num_warps": min(elements // 1024, _MOST_WARPS), "enable_fp_fusion": False}

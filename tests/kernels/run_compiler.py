@@ -14,7 +14,7 @@ from ahead_of_time import compile_kernel, gpu_target
 
 from mxfp4_kernels import Scheme, Side
 from mxfp4_kernels.common.arguments import Lengths, PackedPointers, Partial, RowBytes, Sides
-from mxfp4_kernels.common.scheme import scheme_constants
+from mxfp4_kernels.common.scheme import has_pairs, scheme_constants
 from mxfp4_kernels.decode.config import Gpu, tile_config
 from mxfp4_kernels.decode.product import decode_kernel, weight_constants
 from mxfp4_kernels.dequantize import dequantize_kernel
@@ -30,6 +30,7 @@ BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 #: Name: dtype, scheme, sides, whether codes are written, whether sizes are multiples of 16 (otherwise they are int64).
 QUANTIZE = {
     "values": (BF16, PLAIN, ROWS, False, True),
+    "values half": (F16, PLAIN, ROWS, False, True),
     "values with residual": (BF16, Scheme("even", outlier_fallback=0.3), ROWS, False, True),
     "values static": (F32, STATIC, ROWS, False, True),
     "values mantissas": (BF16, MANTISSAS, ROWS, False, True),
@@ -38,6 +39,7 @@ QUANTIZE = {
     "values columns": (BF16, PLAIN, COLUMNS, False, True),
     "values both": (BF16, STATIC, BOTH, False, True),
     "codes": (BF16, STATIC, ROWS, True, True),
+    "codes mantissas": (BF16, Scheme("even", 128, "block_mantissas"), ROWS, True, True),
     "codes odd": (F16, MANTISSAS, ROWS, True, False),
     "codes both": (F32, Scheme("even"), Sides(Side(), Side(5, 16)), True, True),
 }
@@ -87,10 +89,11 @@ def quantize_variant(target, dtype, scheme: Scheme, sides: Sides, packs: bool, a
         **dict.fromkeys(("col_tiles", "seed_low", "seed_high", "seed_low_t", "seed_high_t"), "i32"),
     }
     tile = tile_shape(scheme, sides)
+    pairs = aligned and target.backend == "cuda" and has_pairs(dtype, scheme, packs)
     constants = {
         "TILE": tile,
         "SCHEME": scheme_constants(dtype, scheme, dtype),
-        "SIDES": Sides(*(None if side is None else side.constants for side in sides)),
+        "SIDES": Sides(*(None if side is None else side.constants(pairs) for side in sides)),
     }
     multiples = [*_POINTERS, *(Lengths._fields + RowBytes._fields) * aligned]
     return compile_kernel(target, quantize_kernel, types, constants, compile_options(tile), multiples)
@@ -112,6 +115,7 @@ def dequantize_variant(target, scheme: Scheme) -> dict:
 def fp8_variant(target, to: bool, columns: bool = False) -> dict:
     numbers = dict.fromkeys(("n_rows", "n_cols", "row_stride", "col_stride", "col_tiles"), "i32")
     types = {"x_ptr": "*i16", "elements_ptr": "*u8", "scale_ptr": "*fp32", "byte_ptr": "*u8", "out_ptr": "*bf16"}
+    types |= {"inexact_ptr": "*i32"}
     rows, cols = (16, 256) if columns else (4, 1024 if to else 512)
     constants = {"ROWS": rows, "COLS": cols, "BF16": True, "LARGEST": 3e38, "INTERPRETED": False}
     constants |= {"row_stride" if columns else "col_stride": 1} if to else {}

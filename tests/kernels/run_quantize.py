@@ -3,6 +3,7 @@
 
     TRITON_INTERPRET=1 python run_quantize.py schemes         interpreted: every scheme, on one dtype and shape each
     TRITON_INTERPRET=1 python run_quantize.py layouts         interpreted: shapes, strides, special values
+    TRITON_INTERPRET=1 python run_quantize.py pairs           interpreted: bfloat16 in whole blocks, two at a time
     TRITON_INTERPRET=1 python run_quantize.py sides           interpreted: random numbers, rotations, both directions
     TRITON_INTERPRET=1 python run_quantize.py fp8             interpreted: conversion to FP8 and back
     TRITON_INTERPRET=1 python run_quantize.py property        interpreted: any shape, scheme and range
@@ -147,6 +148,27 @@ def layouts() -> Iterator[Case]:
         yield "powers of two", wrong(2.0 ** torch.arange(256).remainder(7).float().repeat(2, 1), scheme, {}, DTYPES[1])
 
 
+def pairs() -> Iterator[Case]:
+    rng = torch.Generator().manual_seed(14)
+
+    def up_to(least: float, most: float) -> torch.Tensor:
+        """Blocks of any exponents below a maximum near the end of the range, and ties."""
+        top = torch.rand(12, 8, 1, generator=rng, dtype=torch.float64) * (most - least) + least
+        parts = torch.rand(12, 8, 32, generator=rng, dtype=torch.float64) ** 2
+        ties = torch.randint(0, 29, (12, 8, 32), generator=rng) / 28
+        return (torch.where(torch.rand(12, 8, 1, generator=rng) < 0.5, parts, ties) * top).flatten(1).bfloat16()
+
+    mantissas = "even+mbs128-blockwise"
+    for text in ("rceil", "floor", "even", mantissas, "rceil+of0.3", "floor+of1", f"{mantissas}+of1"):
+        scheme = numerics.parse_scheme(text)
+        rows = adversarial_rows((32, 256), torch.bfloat16, 0, rng)
+        yield f"{text} rows", wrong(rows[:20], scheme, {}, torch.bfloat16)
+        yield f"{text} a part", wrong(rows[:9, 4:164], scheme, {}, torch.bfloat16)
+        yield f"{text} both", wrong_both(rows[:, :192], scheme, ({}, {}), torch.bfloat16)
+        yield f"{text} largest", wrong(up_to(2.0**126, 3.38e38), scheme, {}, torch.bfloat16)
+        yield f"{text} ordinary", wrong(up_to(1.0, 2.0), scheme, {}, torch.bfloat16)
+
+
 def sides() -> Iterator[Case]:
     rng = torch.Generator().manual_seed(21)
     some = [*SCHEMES[::9], *TILES[:2]]
@@ -237,5 +259,5 @@ if __name__ == "__main__":
         any_shape_and_spread()
         print("{}")
     else:
-        modes = {"schemes": schemes, "layouts": layouts, "sides": sides, "fp8": fp8}
+        modes = {"schemes": schemes, "layouts": layouts, "pairs": pairs, "sides": sides, "fp8": fp8}
         print(json.dumps(compare(modes[sys.argv[1]]())))

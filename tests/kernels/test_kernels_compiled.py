@@ -7,15 +7,18 @@ import pytest
 
 
 #: Variants that every run compiles; the long one compiles all, for all targets.
-FEW = ("values", "values mantissas", "codes odd", "dequantize", "decode static")
+FEW = ("values", "values half", "values mantissas", "codes mantissas", "codes odd", "dequantize", "decode static")
 FEW_HIP = ("values static", "decode mantissas")
 #: Variants that divide nothing.
 NO_DIVISION = (
     "values",
+    "values half",
     "values with residual",
     "values tiles",
     "values stochastic rotated",
     "values columns",
+    "values mantissas",
+    "codes mantissas",
     "codes both",
 )
 #: Bytes of registers that do not fit, at most.
@@ -37,7 +40,7 @@ def assert_exact_arithmetic(name: str, llir: str):
 )
 def test_cuda(run_script, arch, names):
     report = run_script("run_compiler.py", "cuda", arch, *names, interpret=False)
-    assert len(report) == (len(names) or 24)
+    assert len(report) == (len(names) or 26)
     for name, asm in report.items():
         ptx = asm["ptx"]
         stack, local = re.search(r"STACK:(\d+).*LOCAL:(\d+)", asm["sass"]).groups()
@@ -54,9 +57,13 @@ def test_cuda(run_script, arch, names):
         if name.startswith(("values", "codes")):
             assert ("div.rn.f32" in ptx) == (name not in NO_DIVISION), name
     if "values" in report:
-        # Two fused multiply-adds for each of 16 elements, those written out in the kernel, and 16 bytes at a time.
-        assert len(re.findall(r"\bfma\.rn\.f32", report["values"]["ptx"])) == 32
-        assert "ld.global.v4.b32" in report["values"]["ptx"] and "st.global.v4.b32" in report["values"]["ptx"]
+        # Of each of 16 words: over the power of two, to the grid, to values, with signs; and one product by float16.
+        ptx = report["values"]["ptx"]
+        assert [len(re.findall(rf"\bfma\.rn\.{kind}\b", ptx)) for kind in ("bf16x2", "f16x2", "f32")] == [64, 16, 0]
+        # 16 bytes at a time.
+        assert "ld.global.v4.b32" in ptx and "st.global.v4.b32" in ptx
+        # Two fused multiply-adds for each of 32 elements, those written out in the kernel.
+        assert len(re.findall(r"\bfma\.rn\.f32", report["values half"]["ptx"])) == 64
 
 
 @pytest.mark.parametrize(

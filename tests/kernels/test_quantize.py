@@ -8,7 +8,9 @@ import mxfp4_kernels
 from mxfp4_kernels import Packed, Scheme, Side
 
 
-@pytest.mark.parametrize(("what", "cases"), [("schemes", 52), ("layouts", 28), ("sides", 29), ("fp8", 21)])
+@pytest.mark.parametrize(
+    ("what", "cases"), [("schemes", 52), ("pairs", 35), ("layouts", 28), ("sides", 29), ("fp8", 21)]
+)
 def test_interpreted_kernels_equal_eager_bit_for_bit(run_script, what, cases):
     report = run_script("run_quantize.py", what, interpret=True)
     assert report == {"cases": cases, "mismatches": []}

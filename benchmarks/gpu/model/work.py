@@ -84,11 +84,10 @@ def _quantize(launch: Launch, at: Arguments, _: float) -> Work:
     from mxfp4_kernels.common import blocks
 
     search = {blocks.DYNAMIC.value: (16.0,), blocks.BLOCK_MANTISSAS.value: (4.0,)}.get(at["SCHEME"].SEARCH, ())
-    tile, trips = at["TILE"], ()
-    if at["SIDES"].columns is not None:
-        trips += (*_once(tile.WIDTH // tile.STRIP), *search)
-    if at["SIDES"].rows is not None:
-        trips += (*_once(tile.HEIGHT // tile.STRIP), *search)
+    tile, sides, trips = at["TILE"], at["SIDES"], ()
+    for side, length in ((sides.columns, tile.WIDTH), (sides.rows, tile.HEIGHT)):
+        if side is not None:
+            trips += (*_once(length // tile.STRIP), *(() if side.PAIRS else search))
     return _plain(launch, at["x_ptr"].numel(), trips)
 
 

@@ -42,12 +42,14 @@ class SchemeConstants(NamedTuple):
 
 
 class SideConstants(NamedTuple):
-    """What blocks along one axis have of their own: stochastic rounding, and the rotation and signs before it."""
+    """What blocks along one axis have of their own: stochastic rounding, the rotation and signs before it, and whether
+    they are quantized by `common/pair_blocks.py`."""
 
     STOCHASTIC: bool = False
     ROTATION: int = 0
     ROTATION_SCALE: float = 1.0
     HAS_SIGNS: bool = False
+    PAIRS: bool = False
 
 
 class Sides(NamedTuple):

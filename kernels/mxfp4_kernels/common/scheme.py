@@ -127,11 +127,12 @@ class Side(NamedTuple):
         """Return the elements of an axis of ``length`` after the rotation."""
         return length + -length % (self.rotation or 1)
 
-    @property
-    def constants(self) -> SideConstants:
-        """Compile-time arguments."""
+    def constants(self, pairs: bool) -> SideConstants:
+        """Return compile-time arguments; ``pairs`` tells whether `common/pair_blocks.py` has what is asked for when it
+        is rounded to nearest, and not rotated."""
         rotation = self.rotation or 0
-        return SideConstants(self.seed is not None, rotation, (rotation or 1) ** -0.5, self.signs is not None)
+        pairs = pairs and self.seed is None and not rotation
+        return SideConstants(self.seed is not None, rotation, (rotation or 1) ** -0.5, self.signs is not None, pairs)
 
     @property
     def halves(self) -> tuple[int, int]:
@@ -221,6 +222,15 @@ def scheme_constants(dtype: torch.dtype, scheme: Scheme, out: torch.dtype) -> Sc
         TILES=scheme.block_rows != 1,
         INTERPRETED=INTERPRETED,
     )
+
+
+def has_pairs(dtype: torch.dtype, scheme: Scheme, packs: bool) -> bool:
+    """Return whether `common/pair_blocks.py` has a scheme, for input and output of a dtype: codes, or values, whose
+    residual it adds whole."""
+    if dtype != torch.bfloat16 or scheme.block_rows != 1 or not (packs or scheme.alpha == 1):
+        return False
+    rules = {blocks.NO_MACRO.value: ("rceil", "floor", "even"), blocks.BLOCK_MANTISSAS.value: ("even",)}
+    return scheme.scale_rule in rules.get(scheme.search, ())
 
 
 def check_input(name: str, x: object, axes: int = 1) -> None:

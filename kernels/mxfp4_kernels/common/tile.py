@@ -14,6 +14,7 @@ from .blocks import (
     scale_value,
     without_factor,
 )
+from .pair_blocks import codes_of_words, values_of_words
 from .rng import uniform
 
 
@@ -86,6 +87,48 @@ def _store_codes(q, byte, codes_ptr, scale_ptr, at, row_bytes):
     at_codes, at_blocks = _offsets_of(q, 32, 16), _offsets_of(q, 32, 1)
     store(scale_ptr, at.rows, at.col_start // 32, at_blocks, at.n_rows, row_bytes.n_blocks, byte, False)
     store(codes_ptr, at.rows, at.col_start // 2, at_codes, at.n_rows, row_bytes.n_codes, _codes(q, byte), False)
+
+
+@triton.jit
+def _as_words(pointer):
+    """A pointer to words of four bytes."""
+    return pointer.to(tl.pointer_type(tl.int32), bitcast=True)
+
+
+@triton.jit
+def store_pair_values(w, out_ptr, at, SCHEME: tl.constexpr):
+    """[`store_values`] of a tile given as [`words_of`] bfloat16, whose rows are whole blocks."""
+    values = values_of_words(w, SCHEME)
+    store(
+        _as_words(out_ptr),
+        at.rows,
+        at.col_start // 2,
+        _offsets_of(values, 32, 16),
+        at.n_rows,
+        at.n_cols // 2,
+        values,
+        False,
+    )
+
+
+@triton.jit
+def _store_code_words(codes, byte, codes_ptr, scale_ptr, at, row_bytes):
+    """Write words of eight codes, and scale bytes."""
+    at_codes, at_blocks = _offsets_of(codes, 32, 4), _offsets_of(codes, 32, 1)
+    store(_as_words(codes_ptr), at.rows, at.col_start // 8, at_codes, at.n_rows, row_bytes.n_codes // 4, codes, False)
+    store(scale_ptr, at.rows, at.col_start // 32, at_blocks, at.n_rows, row_bytes.n_blocks, byte, False)
+
+
+@triton.jit
+def store_pair_codes(w, out, at, row_bytes, SCHEME: tl.constexpr):
+    """[`store_packed`] of a tile given as [`words_of`] bfloat16, whose rows are whole blocks."""
+    codes, byte, m8, residual_codes, residual_byte = codes_of_words(w, SCHEME)
+    _store_code_words(codes, byte, out.codes, out.scale, at, row_bytes)
+    if SCHEME.SEARCH != NO_MACRO:
+        start, at_macros = at.col_start // SCHEME.MACRO, _offsets_of(codes, SCHEME.MACRO, 1)
+        store(out.macro, at.rows, start, at_macros, at.n_rows, row_bytes.n_macros, m8, False)
+    if SCHEME.HAS_FALLBACK:
+        _store_code_words(residual_codes, residual_byte, out.residual_codes, out.residual_scale, at, row_bytes)
 
 
 @triton.jit
