@@ -164,8 +164,8 @@ class MXFP4RLConfig(QuantizationConfigMixin):
     )
     engine: str = _option(
         "auto",
-        "What multiplies quantized operands: 'auto' (on GPUs the fastest that is exact for the product), 'dense' "
-        "(ordinary products of the values), 'fp8' (FP8 tensor cores) or 'mxfp4' (those for MXFP4).",
+        "What multiplies quantized operands: 'auto' (FP8 tensor cores for products whose values are E4M3 numbers), "
+        "'dense' (ordinary products of the values) or 'fp8' (as 'auto', on CPUs too).",
     )
 
     REMOVED = {"layer_overrides": "all layers share dgrad and wgrad; modules_to_not_convert leaves layers out"}
@@ -212,6 +212,9 @@ class MXFP4RLConfig(QuantizationConfigMixin):
         if self.macro_search is Default.BY_PRESET:
             # Where there are four blocks to share a byte; macro blocks of other sizes have one factor.
             self._set("macro_search", "block_mantissas" if self.macro_block == 128 else "hybrid")
+        if self.engine == "mxfp4":
+            get_logger().warning("engine='mxfp4' is gone, since PyTorch has those products; engine='auto' is taken")
+            self._set("engine", "auto")
         if self.macro_search == "blockwise":  # its earlier name
             self._set("macro_search", "block_mantissas")
 

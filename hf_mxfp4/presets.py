@@ -20,7 +20,7 @@ CHOICES = {
     "weight_block": tuple(WEIGHT_BLOCKS),
     "saved_activations": SAVED_FORMS,
     "backend": ("auto", "eager", "cpu", "triton"),
-    "engine": ("auto", "dense", "fp8", "mxfp4"),
+    "engine": ("auto", "dense", "fp8"),
 }
 
 #: Presets of both modes, which say no more than which forward operands are quantized.

@@ -302,3 +302,7 @@ def test_the_fallback_rate_goes_where_fallback_goes(operands, rates):
 )
 def test_describe(options, expected):
     assert MXFP4RLConfig(**options).describe() == expected
+
+
+def test_an_engine_of_earlier_versions_is_still_read():
+    assert MXFP4RLConfig.from_dict({"engine": "mxfp4"}) == MXFP4RLConfig()

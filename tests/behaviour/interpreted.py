@@ -24,7 +24,7 @@ _SCHEMES = (
 _MODELS = {
     "w4a4": ("qat", {"preset": "w4a4"}),
     "w4a4g8": ("qat", {"preset": "w4a4g8", "engine": "fp8", "macro_block": None, "outlier_fallback": None}),
-    "w4a4g4": ("qat", {"preset": "w4a4g4", "engine": "mxfp4", "macro_block": None, "outlier_fallback": None}),
+    "w4a4g4": ("qat", {"preset": "w4a4g4", "engine": "fp8", "macro_block": None, "outlier_fallback": None}),
     "paper_b": ("qat", {"preset": "paper_b", "engine": "fp8"}),
     "tuned": ("qat", {"preset": "w4a4g4_tuned"}),
     "packed": ("packed", {"preset": "w4a16"}),
