@@ -33,6 +33,10 @@ def test_imports_point_down_and_have_no_circle():
     assert packages.faults(graph) == []
 
 
+def test_the_map_shows_the_graph_of_the_imports():
+    assert packages.mermaid(packages.imports(ROOT)).strip() in MAP
+
+
 def test_every_package_has_its_place_in_the_order():
     folders = {f"integrations.{each.parent.name}" for each in (ROOT / "hf_mxfp4/integrations").glob("*/__init__.py")}
     folders |= {each.parent.name for each in (ROOT / "hf_mxfp4").glob("*/__init__.py")} - {"integrations"}
