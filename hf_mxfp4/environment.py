@@ -15,7 +15,7 @@ def package_versions() -> dict[str, str | None]:
     """Versions of Python and of the packages that matter here, `None` for those that are not installed."""
     from . import __version__
 
-    versions = {"python": platform.python_version(), **{name: _version(name) for name in PACKAGES}}
+    versions = {"python": platform.python_version(), **{name: installed_version(name) for name in PACKAGES}}
     versions["hf-mxfp4"] = __version__
     return versions
 
@@ -24,7 +24,7 @@ def machine() -> dict[str, Any]:
     """The operating system, the CPU (name and cores) and the GPUs, JSON-clean."""
     return {
         "system": platform.platform(),
-        "cpu": {"name": _cpu_name(), "cores": os.cpu_count()},
+        "cpu": {"name": cpu_name(), "cores": os.cpu_count()},
         "gpus": present_gpus(),
     }
 
@@ -46,14 +46,16 @@ def present_gpus() -> list[dict[str, Any]]:
     return found
 
 
-def _version(name: str) -> str | None:
+def installed_version(name: str) -> str | None:
+    """The version of a package; `None` for one that is not installed."""
     try:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
         return None
 
 
-def _cpu_name() -> str:
+def cpu_name() -> str:
+    """The processor's name."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

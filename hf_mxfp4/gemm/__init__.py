@@ -34,6 +34,7 @@ from .packed_weight import (
     check_rotation,
     packed_shapes,
     packed_tensor,
+    quantize_experts,
     quantize_weight,
     weight_values,
 )
@@ -75,6 +76,7 @@ __all__ = [
     "packed_tensor",
     "padded_length",
     "quantize",
+    "quantize_experts",
     "quantize_input",
     "quantize_operand",
     "quantize_weight",

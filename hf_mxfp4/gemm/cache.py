@@ -14,7 +14,7 @@ from .state import GemmState
 
 
 #: What a [`WeightCache`] keeps of trainable weights: ``"dense"`` values in the dtype of products, ``"packed"`` codes
-#: and scale bytes, from which each product in a wider dtype makes its values anew, ``"auto"`` codes where products
+#: and scale bytes, from which each product in a wider dtype makes its values again, ``"auto"`` codes where products
 #: without gradients are computed on those (on GPUs with Triton, on CPUs with a compiler), and values where they are not
 #: and on CPUs, ``"none"`` nothing.
 WEIGHT_FORMS = ("auto", "dense", "packed", "none")

@@ -13,7 +13,7 @@ from ..numerics import FP8, MXFP4Tensor, OperandScheme, QuantScheme, Rotation, u
 from .counts import count_weight
 from .groups import Groups
 from .layer_rng import LayerRng
-from .packed_weight import cat_rows, of_expert, pack_rows, packed_tensor, quantize_weight
+from .packed_weight import cat_rows, of_expert, pack_rows, packed_tensor, quantize_experts, quantize_weight
 from .spec import GemmSpec
 from .state import GemmState
 
@@ -147,13 +147,13 @@ def weight_operand(weight: torch.Tensor, dtype: torch.dtype, state: GemmState) -
         return rows_first(weight.detach(), spec).to(dtype)
     if cache is None or cache.form == "none":
         return _weight_values(weight, dtype, state)
-    on_codes = spec.packs_weight and weight.is_leaf and keeps_codes(weight, dtype, state)
+    on_codes = weight.is_leaf and keeps_codes(weight, dtype, state)
 
     def make() -> torch.Tensor:
         return values_of(weight_codes(weight, state), dtype, spec) if on_codes else _weight_values(weight, dtype, state)
 
     if on_codes:
-        keeps = cache.form == "dense" or cache.form == "auto" and weight.is_cpu
+        keeps = cache.form == "auto" and weight.is_cpu
     else:  # values of all experts are another model, which the memory of a GPU may not hold
         keeps = cache.form != "auto" or weight.is_cpu or weight.dim() == 2
     return cache.get(weight, (state, dtype, _step(state)), make) if keeps else make()
@@ -167,11 +167,8 @@ def weight_codes(weight: torch.Tensor, state: GemmState) -> MXFP4Tensor:
     def make() -> MXFP4Tensor:
         count_weight(weight)
         rows, scheme = rows_first(weight.detach(), spec), spec.weight_scheme
-        if rows.dim() == 2 or _quantized_at_once(rows, spec):
-            parts = quantize_weight(rows, scheme, spec.backend)
-        else:
-            of_experts = [quantize_weight(own, scheme, spec.backend) for own in rows]
-            parts = {name: torch.stack([own[name] for own in of_experts]) for name in of_experts[0]}
+        whole = rows.dim() == 2 or _quantized_at_once(rows, spec)
+        parts = (quantize_weight if whole else quantize_experts)(rows, scheme, spec.backend)
         return packed_tensor(parts, rows.shape[-1], scheme, weight.dtype)
 
     return make() if state.cache is None else state.cache.get(weight, (state, "codes"), make)
@@ -180,10 +177,10 @@ def weight_codes(weight: torch.Tensor, state: GemmState) -> MXFP4Tensor:
 def keeps_codes(x: torch.Tensor, dtype: torch.dtype, state: GemmState) -> bool:
     """Whether the cache that is open keeps the codes of a weight that can be packed, for products like those of ``x``
     in ``dtype``."""
-    form = "none" if state.cache is None else state.cache.form
-    if not isinstance(state.spec, GemmSpec) or not state.spec.packs_weight or form in ("none", "dense"):
+    spec, cache = state.spec, state.cache
+    if cache is None or cache.form in ("none", "dense") or not spec.packs_weight:
         return False
-    return form == "packed" or backends.computes_on_codes(x, dtype, state.spec.weight_scheme, state.spec.backend)
+    return cache.form == "packed" or backends.computes_on_codes(x, dtype, spec.weight_scheme, spec.backend)
 
 
 def values_of(packed: MXFP4Tensor, dtype: torch.dtype, spec: GemmSpec) -> torch.Tensor:

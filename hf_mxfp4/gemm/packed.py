@@ -52,10 +52,12 @@ def packed_forward(
     spec: PackedSpec,
     groups: Groups | None,
     dtype: torch.dtype,
+    values: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The forward pass of [`packed_linear`], without a gradient."""
+    """The forward pass of [`packed_linear`], without a gradient; ``values`` take the place of the codes."""
     operand = quantize_input(x, dtype, spec.inputs, spec.backend, spec.rotation)
-    return matmul(operand, _tensor(packed, spec, dtype), as_dtype(bias, dtype), groups, backend=spec.backend)
+    weight = _tensor(packed, spec, dtype) if values is None else values
+    return matmul(operand, weight, as_dtype(bias, dtype), groups, backend=spec.backend)
 
 
 def packed_grad_x(grad: torch.Tensor, packed: PackedWeight, spec: PackedSpec, groups: Groups | None) -> torch.Tensor:
@@ -80,17 +82,15 @@ def _forward(
     dtype: torch.dtype,
 ) -> torch.Tensor:
     """[`packed_forward`], with dequantized values where a cache shall keep those and products are none on codes."""
-    spec, cache = state.spec, state.cache
-    if cache is None or cache.form != "dense" or groups is not None:
-        return packed_forward(x, packed, bias, spec, groups, dtype)
-    if backends.reader(x, spec.weights, spec.backend) == "cpu":
-        return packed_forward(x, packed, bias, spec, groups, dtype)
-    operand = quantize_input(x, dtype, spec.inputs, spec.backend, spec.rotation)
+    spec, cache, values = state.spec, state.cache, None
 
-    def values() -> torch.Tensor:
+    def dequantize() -> torch.Tensor:
         return backends.dequantize(_tensor(packed, spec, dtype), dtype, spec.backend)
 
-    return matmul(operand, cache.get(packed[0], (state, dtype), values), as_dtype(bias, dtype))
+    if cache is not None and cache.form == "dense" and groups is None:
+        if backends.reader(x, spec.weights, spec.backend) != "cpu":
+            values = cache.get(packed[0], (state, dtype), dequantize)
+    return packed_forward(x, packed, bias, spec, groups, dtype, values)
 
 
 class _PackedLinear(torch.autograd.Function):

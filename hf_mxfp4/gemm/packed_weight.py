@@ -99,6 +99,19 @@ def quantize_weight(
     return packed
 
 
+def quantize_experts(
+    weights: torch.Tensor, scheme: QuantScheme, backend: str = "auto", rotation: Rotation | None = None
+) -> dict[str, torch.Tensor]:
+    """[`quantize_weight`] of ``[E, N, K]``, one expert at a time: tensors ``[E, N, ...]``."""
+    packed: dict[str, torch.Tensor] = {}
+    for expert, weight in enumerate(weights):
+        for name, part in quantize_weight(weight, scheme, backend, rotation).items():
+            if expert == 0:
+                packed[name] = part.new_empty(len(weights), *part.shape)
+            packed[name][expert] = part
+    return packed
+
+
 def packed_tensor(
     packed: Mapping[str, torch.Tensor | None], length: int, scheme: QuantScheme, dtype: torch.dtype
 ) -> MXFP4Tensor:

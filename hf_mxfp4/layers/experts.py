@@ -44,19 +44,13 @@ class MXFP4Experts(ExpertsBase):
 
     @property
     def gemms(self) -> dict[str, LinearScheme]:
-        """Return by projection what the scheme means for the three products; see [`set_gemms`]."""
+        """Return by projection what the scheme means for the three products."""
         return {projection: state.spec.scheme for projection, state in self.states.items()}
 
     @property
     def rngs(self) -> dict[str, tuple[LayerRng, ...]]:
         """Return by projection the random numbers of each expert; see [`set_quantization_step`]."""
         return {projection: state.rngs for projection, state in self.states.items()}
-
-    def set_gemms(self, gemms: LinearScheme, projection: str) -> None:
-        """Compute the three products of a projection as ``gemms`` says, whose forward one must be the config's."""
-        if gemms.fprop != self.config.gemms().fprop:
-            raise ValueError(f"{self._label()}: single layers can differ from the config in dgrad and wgrad alone")
-        self.states[projection].spec = spec_of(self.config, gemms, self.is_transposed)
 
     def full_precision_forward(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor

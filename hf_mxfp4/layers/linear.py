@@ -12,7 +12,6 @@ from ..gemm import (
     autocast_dtype,
     compiled_linear,
     effective_rows,
-    input_operand,
     quantize_input,
     quantized_linear,
     weight_operand,
@@ -55,14 +54,8 @@ class MXFP4Linear(nn.Linear):
 
     @property
     def gemms(self) -> LinearScheme:
-        """Return what the scheme means for the three products of this layer; see [`set_gemms`]."""
+        """Return what the scheme means for the three products of this layer."""
         return self.state.spec.scheme
-
-    def set_gemms(self, gemms: LinearScheme) -> None:
-        """Compute the three products as ``gemms`` says, whose forward one must be the config's."""
-        if gemms.fprop != self.config.gemms().fprop:
-            raise ValueError(f"{self._label()}: single layers can differ from the config in dgrad and wgrad alone")
-        self.state.spec = spec_of(self.config, gemms)
 
     @property
     def rng(self) -> LayerRng:
@@ -121,10 +114,6 @@ class MXFP4Linear(nn.Linear):
     def full_precision_forward(self, x: torch.Tensor) -> torch.Tensor:
         """Compute what the plain layer does on the master weight; see [`full_precision`]."""
         return super().forward(x)
-
-    def forward_input(self, x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """The input as the forward product takes it, in ``dtype``: rotated and quantized as the scheme says."""
-        return input_operand(x, dtype, self.state)
 
     def quantized_input(self, x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """``Q(x)`` in ``dtype``; ``x`` itself under a weight-only preset."""

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from .. import experts_layout
-from ..gemm import LayerRng, quantize_weight
+from ..gemm import LayerRng, quantize_experts, quantize_weight
 from ..numerics import GemmScheme
 from .experts import MXFP4Experts
 from .experts_base import ExpertsBase
@@ -78,15 +78,11 @@ class WeightMatrix:
         """Codes and scales of [`layer_values`], uint8 ``[N, ...]`` or of experts ``[E, N, ...]``, where the scheme can
         be packed; by what their names in a packed checkpoint have after that of the parameter."""
         scheme, backend = self.layer.config.weight_scheme, self.layer.config.backend
-        weights = value.detach()[None] if self.expert is None else self.layer.rows_first(value.detach())
-        packed: dict[str, torch.Tensor] = {}
-        for index, rows in enumerate(weights):
-            for field, part in quantize_weight(rows, scheme, backend).items():
-                name = field.removeprefix("weight")
-                if index == 0:
-                    packed[name] = part.new_empty(len(weights), *part.shape)
-                packed[name][index] = part
-        return {name: part[0] for name, part in packed.items()} if self.expert is None else packed
+        if self.expert is None:
+            packed = quantize_weight(value.detach(), scheme, backend)
+        else:
+            packed = quantize_experts(self.layer.rows_first(value.detach()), scheme, backend)
+        return {field.removeprefix("weight"): part for field, part in packed.items()}
 
     def effective_rows(self, rows: torch.Tensor) -> torch.Tensor:
         """The values that the forward product takes for rows of the matrix, rotated back, in its dtype."""

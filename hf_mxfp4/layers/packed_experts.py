@@ -22,6 +22,7 @@ from ..gemm import (
     packed_linear,
     packed_shapes,
     packed_tensor,
+    quantize_experts,
     quantize_input,
     quantize_weight,
     weight_values,
@@ -98,14 +99,9 @@ class MXFP4PackedExperts(ExpertsBase):
     def pack_weight(self, projection: str, weight: torch.Tensor) -> dict[str, torch.Tensor]:
         """The packed tensors, by their names here, of a full-precision weight in the layout of the model, one expert
         after the other; without memory for a meta tensor."""
-        packed: dict[str, torch.Tensor] = {}
-        for expert, rows in enumerate(weight.transpose(1, 2) if self.is_transposed else weight):
-            for field, value in self.pack_matrix(rows).items():
-                name = self._tensor_name(projection, field)
-                if expert == 0:
-                    packed[name] = value.new_empty(self.n_experts, *value.shape)
-                packed[name][expert] = value
-        return packed
+        config, rows = self.config, weight.transpose(1, 2) if self.is_transposed else weight
+        packed = quantize_experts(rows, config.weight_scheme, config.backend, config.weight_rotation)
+        return {self._tensor_name(projection, field): value for field, value in packed.items()}
 
     def pack_matrix(self, weight: torch.Tensor) -> dict[str, torch.Tensor]:
         """The tensors of [`packed_shapes`] of one expert's weight ``[N, K]``, or of rows of it."""

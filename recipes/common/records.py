@@ -1,37 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
 """What records of runs share: the machine, versions of packages, and numbers and tables as text."""
 
-import importlib.metadata
 import os
-import platform
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 
+from hf_mxfp4.environment import cpu_name, installed_version
+
 
 def hardware(threads: int | None = None) -> str:
     """Describe this machine: GPU, processor, cores, and the threads that torch uses (or ``threads``)."""
-    model = platform.processor() or platform.machine()
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        model = next(line.split(":")[1].strip() for line in lines if line.startswith("model name"))
-    except (OSError, StopIteration):
-        pass
     gpu = f"{torch.cuda.get_device_name()}, " if torch.cuda.is_available() else ""
-    return f"{gpu}{model}, {os.cpu_count()} logical cores, {threads or torch.get_num_threads()} threads"
+    return f"{gpu}{cpu_name()}, {os.cpu_count()} logical cores, {threads or torch.get_num_threads()} threads"
 
 
 def versions(packages: Iterable[str]) -> dict[str, str | None]:
     """Look up the installed version of each package; None for one that is not installed."""
-    found: dict[str, str | None] = {}
-    for package in packages:
-        try:
-            found[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            found[package] = None
-    return found
+    return {package: installed_version(package) for package in packages}
 
 
 def markdown_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

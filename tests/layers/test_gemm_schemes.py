@@ -5,6 +5,7 @@ written here in another way: explicit rotation matrices, explicit padding, produ
 import copy
 import itertools
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -155,9 +156,7 @@ def test_rotations_cancel_without_quantization(rotation):
     spec = numerics.parse_rotation(rotation)
     full = numerics.GemmScheme(numerics.FULL, numerics.FULL, spec)
     scheme = numerics.LinearScheme(full, full, full)
-    options = {"gemms": lambda self, *names: scheme, "backend": "auto", "engine": "dense", "saved_activations": "full"}
-    layer.config = type("Config", (), options)()
-    layer.set_gemms(scheme)
+    layer.state.spec = replace(layer.state.spec, scheme=scheme)
     x = torch.randn(M, K, requires_grad=True)
     grad = torch.randn(M, N)
     y = layer(x)

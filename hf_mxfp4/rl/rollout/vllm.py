@@ -226,7 +226,7 @@ def rollout_parameters(
         has_noise = name.endswith(".weight") and owner in norms
         is_clean = delta is None and not has_noise
         if is_clean and pushed is not None and name in pushed.left_out:
-            pass
+            pass  # vLLM has it already
         elif is_clean and packs and matrix is not None:
             for suffix, part in matrix.packed_values(tensor).items():
                 yield f"{name}{suffix}", part
