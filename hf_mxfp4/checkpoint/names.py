@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Names of tensors in checkpoint files and in the model, as transformers maps them.
+"""The weights of a model that are quantized, and the names that tensors have in checkpoint files, as transformers maps
+them.
 
 Nothing here knows an architecture. Loading is asked of `rename_source_key`, the function with which transformers finds
 the place of each stored tensor. Saving is asked of `revert_weight_conversion`: it gets tensors of row numbers, and
@@ -7,17 +8,22 @@ where the numbers turn up is what the files look like.
 """
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 import torch
 from torch import nn
 
-from ..experts_layout import projections, unsupported_reason
-from ..gemm import PACKED_SUFFIXES
-from ..module_names import fused_experts
+from ..config import MXFP4RLConfig
+from ..experts_layout import projections, unsupported_reason, weight_size
+from ..gemm import PACKED_FIELDS, PACKED_SUFFIXES, packed_shapes
+from ..module_names import find_layers, fused_experts
+from ..numerics import QuantScheme
 from .folder import CheckpointError
+
+
+# ---- names --------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -48,19 +54,16 @@ class FileNames:
     def __init__(self, model: nn.Module, stored: Iterable[str] = (), spell: Callable[[str], str] = str):
         self._model = model
         self._shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
-        self.tied = tied_weights(model, self._shapes)
         self.places: dict[str, str] = {}
         self.converted: dict[str, str] = {}
         self.unexpected: set[str] = set()
         self._found = found = self._place({spell(name): name for name in stored})
         self.stored = {place: spell(name) for name, place in self.places.items()}
-        sources = {self.tied.get(name, name) for name in found}
-        computed = _matcher(getattr(model, "_keys_to_ignore_on_load_missing", None))
-        self.missing = {
-            name
-            for name in self._shapes.keys() - found
-            if self.tied.get(name, name) not in sources and not computed(name)
-        }
+        tied = tied_weights(model, self._shapes)
+        sources = {tied.get(name, name) for name in found}
+        missing = {name for name in self._shapes.keys() - found if tied.get(name, name) not in sources}
+        computed = getattr(model, "_keys_to_ignore_on_load_missing", None) or ()
+        self.missing = {name for name in missing if not any(re.search(pattern, name) for pattern in computed)}
 
     def _place(self, stored: Mapping[str, str]) -> set[str]:
         """Find the places of all stored tensors; the tensors of the model that get a value."""
@@ -76,11 +79,10 @@ class FileNames:
             place, pattern = rename_source_key(name, renamings, converters, prefix, self._shapes)
             if place not in self._shapes and name in self._shapes:
                 place, pattern = rename_source_key(name, [], [], prefix, self._shapes)
+            targets = [place]
             if pattern is not None:
                 first, *others = by_pattern[pattern].target_patterns
-                targets = [place, *(place.replace(first, other) for other in others)]
-            else:
-                targets = [place]
+                targets += [place.replace(first, other) for other in others]
             targets = [target for target in targets if target in self._shapes]
             found.update(targets)
             if not targets:
@@ -141,11 +143,6 @@ def unknown_layout(model: nn.Module, name: str) -> CheckpointError:
     )
 
 
-def _matcher(patterns: Iterable[str] | None) -> Callable[[str], object]:
-    compiled = [re.compile(pattern) for pattern in patterns or ()]
-    return lambda name: any(pattern.search(name) for pattern in compiled)
-
-
 def _fused_weights(model: nn.Module) -> list[str]:
     """Weights of experts ``[experts, N, K]``, all of one module after the other."""
     experts = {name: model.get_submodule(name) for name in fused_experts(model)}
@@ -177,3 +174,103 @@ def _pieces(model: nn.Module, name: str, found: dict[str, torch.Tensor], n_rows:
             raise unknown_layout(model, name)
         pieces.append(Piece(own, expert, slice(start, min(stop, n_rows), step)))
     return tuple(sorted(pieces, key=lambda piece: (piece.expert, piece.rows.start)))
+
+
+# ---- weights --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class LayerShape:
+    """The logical weight ``[out_features, in_features]`` of a linear layer, or those of as many experts.
+
+    Attributes:
+        experts: how many there are in a fused weight; `None` for a linear layer.
+        transposed: the model has ``[experts, in_features, out_features]``.
+        pieces: the tensors that plain checkpoints have in place of a fused weight; empty if it is one tensor there too.
+    """
+
+    out_features: int
+    in_features: int
+    experts: int | None = None
+    transposed: bool = False
+    pieces: tuple[Piece, ...] = ()
+
+    @property
+    def matrices(self) -> Sequence[int | None]:
+        """The experts, or `None` for the one matrix of a linear layer."""
+        return (None,) if self.experts is None else range(self.experts)
+
+    @property
+    def n_weights(self) -> int:
+        """The number of elements of all matrices."""
+        return len(self.matrices) * self.out_features * self.in_features
+
+    def pieces_of(self, expert: int) -> list[Piece]:
+        return [piece for piece in self.pieces if piece.expert == expert]
+
+    def meta(self) -> torch.Tensor:
+        """Return the weight in bfloat16, ``[N, K]`` or ``[experts, N, K]``, on the meta device."""
+        return self._meta((self.out_features, self.in_features), torch.bfloat16)
+
+    def meta_in_model(self) -> torch.Tensor:
+        """Return [`meta`] as the model has it."""
+        return self.meta().mT if self.transposed else self.meta()
+
+    def meta_packed(self, scheme: QuantScheme) -> dict[str, torch.Tensor]:
+        """Return the packed fields of the weight on the meta device."""
+        shapes = packed_shapes(self.out_features, self.in_features, scheme)
+        return {field: self._meta(shape, torch.uint8) for field, shape in shapes.items()}
+
+    def _meta(self, matrix: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        leading = () if self.experts is None else (self.experts,)
+        return torch.empty(*leading, *matrix, dtype=dtype, device="meta")
+
+
+def quantizable_layers(model: nn.Module, config: MXFP4RLConfig) -> dict[str, nn.Module]:
+    """Return linear layers and experts to be quantized; one that is in several places under its first name.
+
+    Raises [`CheckpointError`] as [`find_layers`] raises `ValueError`.
+    """
+    try:
+        layers = find_layers(model, config.modules_to_not_convert or ())[0]
+    except ValueError as error:
+        raise CheckpointError(str(error)) from None
+    first: dict[int, str] = {}
+    return {name: layer for name, layer in layers.items() if first.setdefault(id(layer), name) == name}
+
+
+def layer_shapes(layers: Mapping[str, nn.Module], names: FileNames) -> dict[str, LayerShape]:
+    """Return the weights of linear layers by the layers' names, the fused ones of experts by their own."""
+    shapes: dict[str, LayerShape] = {}
+    for name, layer in layers.items():
+        if isinstance(layer, nn.Linear):
+            shapes[name] = LayerShape(layer.out_features, layer.in_features)
+            continue
+        for projection in projections(layer):
+            experts, rows, columns = weight_size(layer, projection)
+            weight = f"{name}.{projection}"
+            shapes[weight] = LayerShape(rows, columns, experts, layer.is_transposed, names.pieces.get(weight, ()))
+    return shapes
+
+
+def plain_tensors(name: str, shape: LayerShape, weight: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Return the tensors that plain files have for a weight ``[N, K]`` or ``[experts, N, K]`` called ``name`` there."""
+    if shape.experts is None:
+        return {f"{name}.weight": weight}
+    if shape.pieces:
+        return {piece.name: weight[piece.expert, piece.rows] for piece in shape.pieces}
+    return {name: weight.mT if shape.transposed else weight}
+
+
+def packed_tensors(name: str, shape: LayerShape, packed: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return the tensors that our own packed files have for the packed fields of a weight."""
+    base = f"{name}.weight" if shape.experts is None else name
+    return {f"{base}{field.removeprefix('weight')}": packed[field] for field in PACKED_FIELDS if field in packed}
+
+
+def stack_packed(shape: LayerShape, make: Callable[[int | None], Mapping[str, torch.Tensor]]) -> dict:
+    """Return the packed fields of a weight; ``make`` returns those of one matrix."""
+    packed = [make(expert) for expert in shape.matrices]
+    if shape.experts is None:
+        return dict(packed[0])
+    return {field: torch.stack([part[field] for part in packed]) for field in packed[0]}

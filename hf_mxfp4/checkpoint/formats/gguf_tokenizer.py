@@ -5,13 +5,13 @@ llama.cpp splits text by rules of its own before it merges, and a file names one
 one a tokenizer needs is read off its `tokenizer.json`. One that llama.cpp has no equal of is left out, with a reason.
 """
 
+import json
 import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ...folder import read_json
-from .layout import gguf_package
+from ..folder import read_json
 
 
 if TYPE_CHECKING:
@@ -51,6 +51,8 @@ class Tokenizer:
 
     def add_to(self, writer: "GGUFWriter") -> None:
         """Add the metadata, those of special tokens and the chat template as the package `gguf` finds them."""
+        import gguf
+
         writer.add_tokenizer_model("gpt2" if self.scores is None else "llama")
         writer.add_tokenizer_pre(self.split_name)
         writer.add_token_list(self.tokens)
@@ -58,15 +60,14 @@ class Tokenizer:
         if self.scores is not None:
             writer.add_token_scores(self.scores)
             writer.add_add_space_prefix(self.prefixes_space)
-        load_merges = self.scores is None
-        special = gguf_package().SpecialVocab(self.folder, load_merges=load_merges, n_vocab=len(self.tokens))
+        special = gguf.SpecialVocab(self.folder, load_merges=self.scores is None, n_vocab=len(self.tokens))
         # llama.cpp has a default for each kind; what the post-processor in tokenizer.json does is read already.
         special.add_special_token.setdefault("bos", False)
         special.add_to_gguf(writer, quiet=True)
 
 
 def read_tokenizer(folder: Path, vocab_size: int) -> Tokenizer | str:
-    """The tokenizer in ``folder``, or why there is none that llama.cpp could use."""
+    """Return the tokenizer in ``folder``, or why there is none that llama.cpp could use."""
     if not (folder / "tokenizer.json").is_file():
         return f"{folder} has no tokenizer.json"
     stored = read_json(folder / "tokenizer.json")
@@ -93,13 +94,9 @@ def read_tokenizer(folder: Path, vocab_size: int) -> Tokenizer | str:
 def add_no_tokenizer(writer: "GGUFWriter", config: "PreTrainedConfig") -> None:
     """Say in the metadata that there is no tokenizer, and which numbers begin and end a text."""
     writer.add_tokenizer_model("no_vocab")
-    for kind, add in {
-        "bos": writer.add_bos_token_id,
-        "eos": writer.add_eos_token_id,
-        "pad": writer.add_pad_token_id,
-    }.items():
+    for kind in ("bos", "eos", "pad"):
         if isinstance(number := getattr(config, f"{kind}_token_id", None), int):
-            add(number)
+            getattr(writer, f"add_{kind}_token_id")(number)
 
 
 def _split_name(tokenizer: dict[str, Any]) -> str | None:
@@ -118,7 +115,8 @@ def _split_name(tokenizer: dict[str, Any]) -> str | None:
 
 
 def _kind(text: str | None, added: dict[str, Any] | None, by_bytes: bool) -> int:
-    kinds = gguf_package().TokenType
+    from gguf import TokenType as kinds
+
     if text is None:
         return kinds.UNUSED
     if added is not None:
@@ -135,14 +133,6 @@ def _scores(merges: list[Any], tokens: list[str]) -> list[float]:
 
 
 def _prefixes_space(tokenizer: dict[str, Any]) -> bool:
-    """Whether a space comes before text, by the normalizer or the way that text is split."""
-    steps = []
-    for part, inner in (("normalizer", "normalizers"), ("pre_tokenizer", "pretokenizers")):
-        found = tokenizer.get(part) or {}
-        steps += found.get(inner, [found])
-    return any(
-        step.get("type") == "Prepend"
-        or step.get("type") == "Metaspace"
-        and (step.get("prepend_scheme", "always") != "never")
-        for step in steps
-    )
+    """Return whether a space comes before text, by the normalizer or the way that text is split."""
+    steps = json.dumps([tokenizer.get("normalizer"), tokenizer.get("pre_tokenizer")])
+    return '"Prepend"' in steps or '"Metaspace"' in steps and '"prepend_scheme": "never"' not in steps
