@@ -58,11 +58,6 @@ def test_pulled_models_repeat_the_logits_of_the_pushed_ones(pushed, pulled, name
     assert torch.equal(torch.tensor(result["logits"]), torch.load(pushed[1] / f"{mode}.pt", weights_only=True))
 
 
-def test_packed_logits_are_those_of_the_trained_model(pulled):
-    trained, packed = (torch.tensor(pulled[name]["logits"]) for name in ("org/qat", "org/packed"))
-    torch.testing.assert_close(packed, trained, rtol=1e-5, atol=1e-5)  # of few rows, computed on the codes
-
-
 def test_what_is_pushed_is_the_model_and_its_card(pushed):
     hub = pushed[0]
     assert set(hub.repos["org/qat"].files()) == {
@@ -81,11 +76,8 @@ def test_the_card_is_ours_and_not_the_empty_one_of_transformers(pushed):
         assert {"mxfp4", "mxfp4_rl", mode} <= set(ours.data.tags)
         assert ours.data.library_name == "transformers"
     assert "extra" in qat.data.tags and "extra" not in packed.data.tags
-    assert 'from_pretrained("org/qat")' in qat.text and 'from_pretrained("org/packed")' in packed.text
-
-
-def test_a_policy_that_was_pulled_names_its_source(pushed):
     assert ModelCard.load(pushed[1] / "again" / "README.md").data.base_model == "org/qat"
+    assert 'from_pretrained("org/qat")' in qat.text and 'from_pretrained("org/packed")' in packed.text
 
 
 def test_a_card_that_somebody_wrote_stays(pushed):
@@ -119,12 +111,6 @@ def test_an_upload_that_breaks_off_fails_and_succeeds_when_repeated(pushed):
     assert hub.broken_uploads == 0
     commits = hub.repos["org/broken"].commits
     assert len(commits) == 2  # the empty one, and the one that succeeded: nothing was committed by halves
-
-
-def test_one_broken_upload_is_repeated_by_the_client(pushed):
-    hub = pushed[0]
-    attempts = [request for request in hub.requests if request.startswith("PUT ")]
-    assert len(attempts) > len(set(attempts))
 
 
 @pytest.mark.parametrize("how", ["wrong token", "wrong token, saving"])
