@@ -14,7 +14,7 @@ from hf_mxfp4 import MXFP4Linear, MXFP4RLConfig
 from hf_mxfp4.checkpoint import CheckpointError, pack_checkpoint
 from hf_mxfp4.integrations.transformers.swap import quantize_linears
 from hf_mxfp4.numerics import FP8, FULL, PLAIN, REUSE, GemmScheme, QuantScheme, Rotation, ScaleRule
-from hf_mxfp4.rl.rollout.vllm import rollout_parameters
+from hf_mxfp4.rl.vllm import rollout_parameters
 
 
 WEIGHT = INPUT = QuantScheme(ScaleRule.EVEN, 128, "blockwise", 1.0)

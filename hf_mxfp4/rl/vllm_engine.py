@@ -8,11 +8,11 @@ policy, which is in full precision, would be sampled from in full precision. The
 """
 
 import contextlib
-import functools
 import json
 import shlex
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,15 +21,15 @@ from torch import nn
 from transformers import PreTrainedConfig
 from trl.generation import vllm_generation
 
-from ..._logging import get_logger
-from ...config import MXFP4RLConfig
-from ...gemm import reads_packed_on_gpus
-from ...hooks import replaced_method
-from ...integrations.peft import adapter_rank, base_scheme, has_inseparable_adapters
-from ...integrations.vllm import SETTINGS_KEY, EngineSettings
-from ...layers import QUANTIZED
-from ...layers.experts_base import ExpertsBase
-from ...registration import QUANT_METHOD
+from .._logging import get_logger
+from ..config import MXFP4RLConfig
+from ..gemm import reads_packed_on_gpus
+from ..hooks import replaced_method
+from ..integrations.peft import adapter_rank, base_scheme, has_inseparable_adapters
+from ..integrations.vllm import SETTINGS_KEY, EngineSettings
+from ..layers import QUANTIZED
+from ..layers.experts_base import ExpertsBase
+from ..registration import QUANT_METHOD
 
 
 #: vLLM's option for router replay; it brings model runner V2, which it refuses to do without (and that needs Triton).
@@ -61,9 +61,9 @@ def vllm_in_scheme(args: Any) -> Iterator[None]:
     def start(generation: Any) -> None:
         options = _options(generation.model, args)
 
-        def make_changed(*arguments: Any, **own: Any) -> Any:
+        def make_changed(**own: Any) -> Any:
             made.append(True)
-            return make(*arguments, **{**own, **options})
+            return make(**{**own, **options})
 
         with replaced_method(vllm_generation, "LLM", make_changed):
             init(generation)
@@ -93,9 +93,8 @@ def _options(model: nn.Module, args: Any) -> dict[str, Any]:
         get_logger().info("vLLM is started in the scheme of the policy, %s", words)
         return {**options, "hf_overrides": {"quantization_config": config}}
     is_asked_for = args.vllm_weights == "checkpoint" or not _quantized(model)
-    (get_logger().info if is_asked_for else get_logger().warning)(
-        "vLLM is started on the checkpoint of the policy as it is, and not in its scheme: %s", words
-    )
+    log = get_logger().info if is_asked_for else get_logger().warning
+    log("vLLM is started on the checkpoint of the policy as it is, and not in its scheme: %s", words)
     return options
 
 
@@ -113,8 +112,8 @@ def quantization_config(model: nn.Module, args: Any) -> tuple[dict[str, Any] | N
     reason = _unsupported_reason(model, name, stored, args)
     if reason:
         return None, reason
-    dense_reason = "vllm_weights='dense'" if args.vllm_weights == "dense" else needs_dense(model)
-    dense_reason = dense_reason or _slow_experts(model)
+    dense_reason = "vllm_weights='dense'" if args.vllm_weights == "dense" else None
+    dense_reason = dense_reason or _needs_dense(model) or _slow_experts(model)
     settings = EngineSettings("dense") if dense_reason else EngineSettings("packed", adapter_rank(model))
     mode = (stored.get("quantization_config") or {}).get("mode", "qat")
     # What is left out is about gradients alone.
@@ -146,16 +145,15 @@ def _unsupported_reason(model: nn.Module, name: str, stored: dict[str, Any], arg
 
 def _slow_experts(model: nn.Module) -> str | None:
     """Why packed experts cannot be in vLLM's CUDA graphs; `None` where they can, or there are none of the two."""
-    for layer in _quantized(model):
-        if isinstance(layer, ExpertsBase) and torch.cuda.is_available():
-            weights, backend = layer.config.weight_scheme, layer.config.backend
-            if not reads_packed_on_gpus(weights, backend):
-                return f"no kernel multiplies with experts packed by {weights} (backend={backend!r})"
+    for layer in _quantized(model) if torch.cuda.is_available() else ():
+        weights, backend = layer.config.weight_scheme, layer.config.backend
+        if isinstance(layer, ExpertsBase) and not reads_packed_on_gpus(weights, backend):
+            return f"no kernel multiplies with experts packed by {weights} (backend={backend!r})"
     return None
 
 
-def needs_dense(model: nn.Module) -> str | None:
-    """Return why the weights that the policy samples with are not those of 4 bits; `None` where they are."""
+def _needs_dense(model: nn.Module) -> str | None:
+    """Why the weights that the policy samples with are not those of 4 bits; `None` where they are."""
     return "adapters on experts are added to them" if has_inseparable_adapters(model) else None
 
 
@@ -247,7 +245,7 @@ class VLLMEngine:
         """Raise `ValueError` where vLLM keeps weights in a form that the policy's cannot be pushed into."""
         if not self.is_packed:
             return
-        what = self._differs_from(model) or needs_dense(model)
+        what = self._differs_from(model) or _needs_dense(model)
         if what:
             raise ValueError(
                 f"vLLM keeps weights in 4 bits, and {what}: start it in the scheme of the policy, with "
@@ -329,21 +327,17 @@ def stored_config(name: str) -> dict[str, Any]:
 def explain_server_errors(client: Any) -> None:
     """Make what TRL's `VLLMClient` raises a [`VLLMServerError`] that says how to go on. Replaces its methods."""
     for method, what in {"generate": "sampling", "update_named_params": "receiving weights"}.items():
-        setattr(client, method, _explained(client, getattr(client, method), what))
+        setattr(client, method, partial(_explained, client, getattr(client, method), what))
 
 
-def _explained(client: Any, method: Callable, what: str) -> Callable:
-    @functools.wraps(method)
-    def explained(*args: Any, **kwargs: Any) -> Any:
-        try:
-            return method(*args, **kwargs)
-        except Exception as error:
-            # Errors of `requests` are OSError; for answers other than 200 TRL raises a bare Exception.
-            if not isinstance(error, OSError) and type(error) is not Exception:
-                raise
-            raise VLLMServerError(
-                f"the vLLM server at {client.base_url} failed while {what}: {error}\nStart the server again with the "
-                "same command, and resume this run with resume_from_checkpoint: it pushes its weights before it samples"
-            ) from error
-
-    return explained
+def _explained(client: Any, method: Callable, what: str, *args: Any, **kwargs: Any) -> Any:
+    try:
+        return method(*args, **kwargs)
+    except Exception as error:
+        # Errors of `requests` are OSError; for answers other than 200 TRL raises a bare Exception.
+        if not isinstance(error, OSError) and type(error) is not Exception:
+            raise
+        raise VLLMServerError(
+            f"the vLLM server at {client.base_url} failed while {what}: {error}\nStart the server again with the "
+            "same command, and resume this run with resume_from_checkpoint: it pushes its weights before it samples"
+        ) from error

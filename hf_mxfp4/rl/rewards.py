@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Verifiable rewards: GSM8K-style number extraction and exact match. Standard library only.
+"""Verifiable rewards: GSM8K-style number extraction and exact match; and a guard around any reward function.
 
 Two ways to read an answer, always reported side by side because they measure different things:
 
@@ -12,13 +12,19 @@ trainers call (``reward_func(prompts=..., completions=..., completion_ids=..., <
 ``is_*`` predicates are the same tests for one completion, for evaluation.
 """
 
-from __future__ import annotations
-
+import contextlib
+import functools
+import inspect
 import re
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from decimal import Decimal
 from typing import Any
+
+import torch
+from torch import nn
+
+from .math_answers import is_math_correct
 
 
 ANSWER_MARKER = "####"
@@ -46,30 +52,27 @@ def _require_str(value: Any, what: str) -> str:
 
 
 def _prepare(text: str) -> str:
+    text = _require_str(text, "the text to extract an answer from")
     return _LATEX_GROUPING.sub(",", text.translate(_MINUS))
 
 
-def _canonical(match: re.Match[str]) -> str:
-    return normalize_number((match["sign"] or "") + match["digits"])
+def _canonical(match: re.Match[str] | None) -> str | None:
+    return None if match is None else normalize_number((match["sign"] or "") + match["digits"])
 
 
 def normalize_number(s: str) -> str:
     """Return the canonical decimal string of a number: ``"$1,234.50" -> "1234.5"``, ``"+7." -> "7"``, ``"-0" -> "0"``.
 
     Currency symbols, thousands commas, percent signs (the value is not divided by 100) and white space are dropped.
-    Exact for any number of digits: two numbers are equal if and only if their canonical strings are.
-
-    Raises:
-        TypeError: `s` is not a str.
-        ValueError: `s` is not one decimal number (exponents and fractions are not accepted).
+    Exact for any number of digits: two numbers are equal if and only if their canonical strings are. Raises `TypeError`
+    for other than a str, and `ValueError` for one that is not one decimal number (no exponents, no fractions).
     """
     text = _STRIPPED.sub("", _require_str(s, "a number").translate(_MINUS))
     match = _PLAIN.fullmatch(text)
     if match is None or not (match["whole"] or match["fraction"]):
         raise ValueError(f"not a decimal number: {s!r:.80}")
     whole = match["whole"].lstrip("0") or "0"
-    fraction = (match["fraction"] or "").rstrip("0")
-    magnitude = f"{whole}.{fraction}" if fraction else whole
+    magnitude = f"{whole}.{match['fraction'] or ''}".rstrip("0").rstrip(".")
     return f"-{magnitude}" if match["sign"] == "-" and magnitude != "0" else magnitude
 
 
@@ -80,9 +83,8 @@ def extract_strict(text: str) -> str | None:
     emphasis (``**18**``) or ``\\boxed{`` may be, on the same line; what follows the number is ignored. Raises
     `TypeError` for other than a str.
     """
-    _, marker, tail = _require_str(text, "the text to extract an answer from").rpartition(ANSWER_MARKER)
-    match = _STRICT.match(_prepare(tail)) if marker else None
-    return None if match is None else _canonical(match)
+    _, marker, tail = _prepare(text).rpartition(ANSWER_MARKER)
+    return _canonical(_STRICT.match(tail)) if marker else None
 
 
 def extract_flexible(text: str) -> str | None:
@@ -93,9 +95,8 @@ def extract_flexible(text: str) -> str | None:
     bracket separates two numbers (``3-5`` ends in 5). Units such as ``m^2`` and dates count as numbers. Raises
     `TypeError` for other than a str.
     """
-    text = _prepare(_require_str(text, "the text to extract an answer from"))
-    last = deque(_FLEXIBLE.finditer(text), maxlen=1)
-    return _canonical(last[0]) if last else None
+    last = deque(_FLEXIBLE.finditer(_prepare(text)), maxlen=1)
+    return _canonical(last[0] if last else None)
 
 
 def gsm8k_gold(answer_text: str) -> str:
@@ -149,11 +150,14 @@ def _text(completion: Any) -> str:
 
 
 def rewards_of(check: Callable[[str, str], bool], completions: Sequence[Any], answer: Sequence[str]) -> list[float]:
-    """1.0 for each completion, a text or a conversation, that ``check`` finds right beside its gold answer, else 0.0.
+    """Return 1.0 for each completion that ``check`` finds right beside its gold answer, else 0.0.
 
-    Raises:
-        TypeError: `completions` or `answer` is a str, or a completion is neither.
-        ValueError: there is not one answer per completion.
+    Args:
+        check: called with the text of a completion and its answer.
+        completions: n texts, or n conversations ``[{"role": "assistant", "content": ...}]``.
+        answer: n gold answers.
+
+    Raises `TypeError` for a str in place of a list, or a completion that is neither; `ValueError` for other lengths.
     """
     if isinstance(completions, str) or isinstance(answer, str):
         raise TypeError("completions and answer must be lists with one entry per completion, not a str")
@@ -163,37 +167,87 @@ def rewards_of(check: Callable[[str, str], bool], completions: Sequence[Any], an
 
 
 def gsm8k_strict_reward(completions: Sequence[Any], answer: Sequence[str], **kwargs: Any) -> list[float]:
-    """1.0 where the number after the last ``####`` is the gold answer, else 0.0.
-
-    Args:
-        completions: n texts, or n conversations ``[{"role": "assistant", "content": ...}]``.
-        answer: n gold numbers (the dataset column ``answer``).
-        kwargs: everything else that the trainer passes; ignored.
-
-    Returns:
-        n floats, in order.
-
-    Raises:
-        TypeError: an entry is of the wrong type.
-        ValueError: the lengths differ, or a gold answer is not a number.
-    """
+    """1.0 where the number after the last ``####`` is the gold answer (the dataset column ``answer``), else 0.0. Errors
+    are those of `rewards_of`, and `ValueError` for a gold answer that is not a number."""
     return rewards_of(is_strict_correct, completions, answer)
 
 
 def gsm8k_flexible_reward(completions: Sequence[Any], answer: Sequence[str], **kwargs: Any) -> list[float]:
-    """1.0 where the last number of the completion is the gold answer, else 0.0. As `gsm8k_strict_reward` otherwise."""
+    """1.0 where the last number of the completion is the gold answer, else 0.0; as `gsm8k_strict_reward`."""
     return rewards_of(is_flexible_correct, completions, answer)
 
 
 def exact_match_reward(completions: Sequence[Any], answer: Sequence[str], **kwargs: Any) -> list[float]:
-    """1.0 where the stripped completion is the gold string, else 0.0. As `gsm8k_strict_reward` otherwise."""
+    """1.0 where the stripped completion is the gold string, else 0.0; as `gsm8k_strict_reward`."""
     return rewards_of(is_exact_match, completions, answer)
 
 
 def math_reward(completions: Sequence[Any], answer: Sequence[str], **kwargs: Any) -> list[float]:
     """1.0 where the final answer of the completion, boxed or not, is mathematically equal to the gold answer (LaTeX or
-    text), else 0.0. As `gsm8k_strict_reward` otherwise. Raises `ModuleNotFoundError` without math-verify (the extra
-    ``eval``)."""
-    from .math import is_math_correct  # needs more than the standard library
-
+    text), else 0.0. Raises `ModuleNotFoundError` without math-verify (the extra ``eval``)."""
     return rewards_of(is_math_correct, completions, answer)
+
+
+# ---- a guard around reward functions ------------------------------------------------------------------------------
+
+
+class RewardError(RuntimeError):
+    """A reward function raised, or returned something that is no reward. The message names the function."""
+
+
+def guard_reward(function: Any) -> Any:
+    """Wrap a reward function so that its failures become [`RewardError`]; its name and signature stay. A
+    `functools.partial` has the name of its function, as in TRL.
+
+    Reward models and model names are returned as they are. A function may return `None` for a completion it does not
+    apply to, but not NaN or infinity.
+    """
+    if isinstance(function, (str, nn.Module)) or not callable(function):
+        return function
+    inner = function
+    while isinstance(inner, functools.partial):
+        inner = inner.func
+    name = getattr(inner, "__name__", type(inner).__name__)
+
+    @functools.wraps(function)
+    def guarded(*args, **kwargs):
+        with _named(name):
+            rewards = function(*args, **kwargs)
+        return _checked(rewards, name, kwargs.get("completions"))
+
+    @functools.wraps(function)
+    async def guarded_async(*args, **kwargs):
+        with _named(name):
+            rewards = await function(*args, **kwargs)
+        return _checked(rewards, name, kwargs.get("completions"))
+
+    is_async = inspect.iscoroutinefunction(inner) or inspect.iscoroutinefunction(type(inner).__call__)
+    wrapped = guarded_async if is_async else guarded
+    wrapped.__name__ = name
+    return wrapped
+
+
+@contextlib.contextmanager
+def _named(name: str) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:
+        raise RewardError(f"reward function {name!r} raised {type(error).__name__}: {error}") from error
+
+
+def _checked(rewards: Any, name: str, completions: list | None) -> list[float | None]:
+    try:
+        rewards = [None if reward is None else float(reward) for reward in rewards]
+    except (TypeError, ValueError) as error:
+        raise RewardError(
+            f"reward function {name!r} must return one number (or None) per completion, got {rewards!r:.200}"
+        ) from error
+    for index, reward in enumerate(rewards):
+        # Rewards become float32 tensors, in which larger numbers are infinite.
+        if reward is not None and not abs(reward) <= torch.finfo(torch.float32).max:
+            completion = repr(completions[index])[:200] if completions and index < len(completions) else "unknown"
+            raise RewardError(
+                f"reward function {name!r} returned {reward}, which is no finite float32 number, for completion "
+                f"{index}: {completion}"
+            )
+    return rewards

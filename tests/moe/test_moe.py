@@ -1,12 +1,192 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Replaying recorded choices: the same experts, the architecture's own weights, gradients into the router."""
+"""Routers of mixtures of experts: found, recorded in `generate`, replayed."""
 
 import pytest
 import torch
 from moe_models import FAMILIES, make_moe, tokens
+from peft import LoraConfig, get_peft_model
+from tiny_models import make_model
 from torch import nn
 
-from hf_mxfp4.moe import RouterReplayError, find_routers, recorded_choices, replayed_choices
+from hf_mxfp4.moe import (
+    ChoiceRecorder,
+    RouterReplayError,
+    choice_agreement,
+    find_routers,
+    present_routers,
+    recorded_choices,
+    replayed_choices,
+)
+
+
+PLACES = {"gpt_oss": "mlp.router", "granitemoe": "block_sparse_moe.router"}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_router_is_found_and_its_choices_are_read(family):
+    model = make_moe(family)
+    routers = find_routers(model)
+    layers = [1] if family == "deepseek_v3" else [0, 1]  # whose first layer is dense
+    assert list(routers) == [f"model.layers.{layer}.{PLACES.get(family, 'mlp.gate')}" for layer in layers]
+    logits = []
+    handles = [
+        router.register_forward_hook(lambda module, args, output: logits.append(max(output, key=lambda t: t.shape[-1])))
+        for router in routers.values()
+    ]
+    with torch.no_grad(), recorded_choices(routers) as choices:
+        model(tokens())
+    for handle in handles:
+        handle.remove()
+    for (name, (chosen,)), scores in zip(choices.items(), logits, strict=True):
+        assert chosen.shape == (21, 2) and scores.shape == (21, 6), name
+        if family != "deepseek_v3":  # the best of all, where there are no groups
+            assert torch.equal(chosen.sort().values, scores.argsort(descending=True)[:, :2].sort().values)
+
+
+def test_without_a_router():
+    model = make_model("qwen2")
+    assert present_routers(model) == {}
+    with pytest.raises(ValueError, match="Qwen2ForCausalLM has no router.*mixture-of-experts models"):
+        find_routers(model)
+
+
+def test_a_router_of_another_library_is_found_by_structure():
+    class Gate(nn.Module):
+        def __init__(self, experts):
+            super().__init__()
+            self.top_k, self.num_experts = 2, 4
+            self.weight = nn.Parameter(torch.zeros(experts, 8))
+
+    found = find_routers(nn.ModuleDict({"a": Gate(4), "b": Gate(5), "c": nn.Linear(8, 4)}))
+    assert list(found) == ["a"]  # the others lack a row for each expert, or top_k
+
+
+def test_of_a_router_trained_as_a_copy_the_copy_is_taken():
+    options = {"target_modules": ["q_proj"], "modules_to_save": ["gate"], "r": 2}
+    model = get_peft_model(make_moe(), LoraConfig(**options))
+    routers = find_routers(model)
+    assert len(routers) == 2 and all(name.endswith(".mlp.gate.modules_to_save.default") for name in routers)
+    with torch.no_grad(), recorded_choices(routers) as choices:
+        model(tokens())
+    assert [len(passes) for passes in choices.values()] == [1, 1]
+
+
+def test_routers_under_lora_on_their_weights():
+    model = get_peft_model(make_moe(), LoraConfig(target_parameters=["mlp.gate.weight"], r=2))
+    with torch.no_grad(), recorded_choices(find_routers(model)) as choices:
+        model(tokens())
+    assert [len(passes) for passes in choices.values()] == [1, 1]
+
+
+def test_a_router_that_does_not_tell_its_choices_is_named():
+    model = make_moe()
+    router = model.model.layers[1].mlp.gate
+    forward = router.forward
+    router.forward = lambda x: (*forward(x)[:2], forward(x)[2].float())
+    with torch.no_grad(), recorded_choices(find_routers(model)):
+        with pytest.raises(ValueError, match=r"layers.1.mlp.gate \(Qwen3MoeTopKRouter\) does not return the indices"):
+            model(tokens())
+
+
+def test_recording_ends_with_its_context():
+    model = make_moe()
+    with recorded_choices(find_routers(model)) as choices:
+        pass
+    with torch.no_grad():
+        model(tokens())
+    assert not any(choices.values())
+
+
+def test_agreement_counts_experts_in_any_order():
+    a = torch.tensor([[0, 1, 2], [3, 4, 5], [0, 1, 2], [5, 0, 3]])
+    b = torch.tensor([[2, 0, 1], [0, 1, 2], [0, 4, 3], [0, 3, 1]])
+    assert choice_agreement(a, b).tolist() == pytest.approx([1.0, 0.0, 1 / 3, 2 / 3])
+    with pytest.raises(ValueError, match="one shape"):
+        choice_agreement(a, b[:, :2])
+
+
+PROMPTS = [[5, 6, 7], [8, 9, 10, 11, 12], [3]]
+
+
+def generate(model, prompts=PROMPTS, *, new=4, **options):
+    """Completions of left-padded prompts, each cut after its first end token (1)."""
+    width = max(map(len, prompts))
+    ids = torch.tensor([[0] * (width - len(prompt)) + prompt for prompt in prompts])
+    torch.manual_seed(0)
+    mask = (ids != 0).long()
+    out = model.generate(ids, attention_mask=mask, max_new_tokens=new, do_sample=True, pad_token_id=0, **options)
+    rows = out[:, width:].tolist()
+    return [row[: row.index(1) + 1] if 1 in row else row for row in rows]
+
+
+def choices_alone(model, sequence):
+    """The choices for one sequence without padding or cache: ``[length, layers, k]``."""
+    with torch.no_grad(), recorded_choices(find_routers(model)) as choices:
+        model(torch.tensor([sequence]))
+    return torch.stack([passes[0] for passes in choices.values()], dim=1)
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "gpt_oss", "deepseek_v3"])
+def test_each_sequence_gets_its_own_choices(family):
+    model = make_moe(family)
+    recorder = ChoiceRecorder(model, find_routers(model))
+    with recorder.recording():
+        completions = generate(model)
+    rows = recorder.rows(PROMPTS, completions)
+    for prompt, completion, row in zip(PROMPTS, completions, rows, strict=True):
+        alone = choices_alone(model, [*prompt, *completion])
+        assert row.dtype == torch.int16 and len(row) == len(prompt) + len(completion) - 1
+        assert torch.equal(row.sort().values, alone[:-1].sort().values.to(torch.int16))
+
+
+def test_sequences_that_ended_early():
+    model = make_moe()
+    recorder = ChoiceRecorder(model, find_routers(model))
+    with recorder.recording():
+        full = generate(model, new=6, suppress_tokens=[1])
+    ended = [full[0][:2], full[1], full[2][:5]]  # as if they had ended there
+    assert [len(row) for row in recorder.rows(PROMPTS, ended)] == [3 + 1, 5 + 5, 1 + 4]
+
+
+def test_a_second_recording_replaces_the_first():
+    model = make_moe()
+    recorder = ChoiceRecorder(model, find_routers(model))
+    with recorder.recording():
+        generate(model, [[4, 4, 4, 4]])
+    with recorder.recording():
+        completions = generate(model)
+    assert len(recorder.rows(PROMPTS, completions)) == 3
+
+
+def test_what_cannot_be_told_apart_is_refused():
+    model = make_moe()
+    recorder = ChoiceRecorder(model, find_routers(model))
+    with recorder.recording():
+        completions = generate(model, use_cache=False)
+    with pytest.raises(ValueError, match="key-value cache.*set use_cache=True"):
+        recorder.rows(PROMPTS, completions)
+    with recorder.recording():
+        completions = generate(model)
+    wrong = [completions[0], [completions[1][0] ^ 2, *completions[1][1:]], completions[2]]
+    with pytest.raises(ValueError, match="sequence 1 came back with 5 . 4 tokens that are not the"):
+        recorder.rows(PROMPTS, wrong)
+    with pytest.raises(ValueError, match="recorded 3 sequences but 2 came back"):
+        recorder.rows(PROMPTS[:2], completions[:2])
+    with recorder.recording():
+        pass
+    with pytest.raises(ValueError, match="key-value cache"):
+        recorder.rows(PROMPTS, completions)
+
+
+def test_generation_past_the_routers_is_refused():
+    model = make_moe()
+    routers = dict(find_routers(model))
+    routers["elsewhere"] = make_moe().model.layers[0].mlp.gate
+    recorder = ChoiceRecorder(model, routers)
+    with recorder.recording():
+        completions = generate(model)
+    with pytest.raises(ValueError, match="elsewhere routed 0 tokens in 0 passes while the model read"):
+        recorder.rows(PROMPTS, completions)
 
 
 ALL = torch.ones(3, 7, dtype=torch.bool)

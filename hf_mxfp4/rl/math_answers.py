@@ -1,18 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Free-form mathematical answers (MATH-500 and the like), compared by math-verify, which is an optional dependency.
 
-Two ways to read an answer, as in `numbers.py`:
-
-* *boxed*: the content of the last ``\\boxed{...}``.
-* *flexible*: that, or without one whatever math-verify takes for the final answer: the last formula or number.
+Read *boxed*: the content of the last ``\\boxed{...}``; or *flexible*: without one, whatever math-verify takes for the
+final answer, the last formula or number.
 
 A completion such as ``\\boxed{9^{9^{9^9}}}`` can keep math-verify busy for hours, so it runs in a process of its own
-(this file, as a script), which is killed after a time limit. That works from any thread.
-
-This file imports nothing of this package, since it is run as a script.
+(this file, as a script, so it imports nothing of this package), which is killed after a time limit. That works from
+any thread.
 """
-
-from __future__ import annotations
 
 import contextlib
 import functools
@@ -24,8 +19,6 @@ import subprocess
 import sys
 import threading
 
-
-__all__ = ["check_math_answer", "extract_boxed", "is_boxed_correct", "is_math_correct"]
 
 #: Seconds for one answer.
 ANSWER_SECONDS = 5.0

@@ -1,18 +1,102 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The callback that writes `run_log.jsonl`, of which `hf-mxfp4 report` and [`hf_mxfp4.lab.RunReportCallback`] make a
-report."""
+"""Callbacks of a run: policy entropy, the step of layers that draw random numbers, and the log `run_log.jsonl`, which
+`hf-mxfp4 report` and [`hf_mxfp4.lab.RunReportCallback`] make a report of."""
 
 import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import MISSING, fields
 from typing import Any
 
+import torch
 from torch import nn
 from transformers import Trainer, TrainerCallback, TrainerState
 
-from ..._logging import get_logger
-from ...environment import machine, package_versions
-from ...run_log import RUN_LOG, RunLog
+from .._logging import get_logger
+from ..environment import machine, package_versions
+from ..layers import set_quantization_step
+from ..run_log import RUN_LOG, RunLog
+
+
+#: Logged values that the entropy at the start is averaged over, and that its slope is fitted to.
+_START_VALUES, _SLOPE_VALUES = 3, 20
+_CODES = {"": 0, "collapse": -1, "explosion": 1}
+_ADVICE = {
+    "collapse": "the policy stopped exploring; raise aqn_sigma_start or entropy_coef, or lower the rate",
+    "explosion": "the policy is losing its shape; lower aqn_sigma_start or the learning rate",
+}
+
+
+def add_to_log(state: TrainerState, logs: dict, values: dict[str, float]) -> None:
+    """Add values to the line that is being logged, for the history and for the callbacks that come after."""
+    if state.log_history:
+        state.log_history[-1].update(values)
+    logs.update(values)
+
+
+class EntropyCallback(TrainerCallback):
+    """Follows the policy entropy that the trainer logs, and raises an alarm when it collapses or explodes.
+
+    Adds `entropy/slope` (nats per step, least squares over the last 20 logged values) and `entropy/alarm` (-1 collapse,
+    1 explosion, 0 neither) to the log history.
+
+    Args:
+        collapse: alarm below this entropy, in nats per token; 0: never.
+        explosion: alarm above this multiple of the entropy at the start; 0: never.
+
+    Attributes:
+        history: `(step, entropy)` pairs.
+        alarms: `(step, "collapse" or "explosion", entropy)`, one entry for each time an alarm begins.
+    """
+
+    def __init__(self, collapse: float = 0.05, explosion: float = 2.0):
+        self.collapse, self.explosion = collapse, explosion
+        self.history: list[tuple[int, float]] = []
+        self.alarms: list[tuple[int, str, float]] = []
+        self._state = ""
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        self.history = [(entry["step"], entry["entropy"]) for entry in state.log_history if "entropy" in entry]
+
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        entropy = (logs or {}).get("entropy")
+        if entropy is None:
+            return
+        self.history.append((state.global_step, float(entropy)))
+        alarm = self._alarm(float(entropy))
+        if alarm and alarm != self._state:
+            self.alarms.append((state.global_step, alarm, float(entropy)))
+            get_logger().warning("step %d: entropy %s (%.4f): %s", state.global_step, alarm, entropy, _ADVICE[alarm])
+        self._state = alarm
+        add_to_log(state, logs, {"entropy/slope": self.slope(), "entropy/alarm": _CODES[alarm]})
+
+    def slope(self) -> float:
+        """Return nats per step over the last 20 logged values; 0 for fewer than two."""
+        recent = torch.tensor(self.history[-_SLOPE_VALUES:], dtype=torch.float64)
+        if len(recent) < 2:
+            return 0.0
+        step, entropy = (recent - recent.mean(dim=0)).unbind(dim=1)
+        spread = step.square().sum()
+        return float((step * entropy).sum() / spread) if spread > 0 else 0.0
+
+    def _alarm(self, entropy: float) -> str:
+        if entropy < self.collapse:
+            return "collapse"
+        start = [value for _, value in self.history[:_START_VALUES]]
+        has_begun = self.explosion and len(self.history) > _START_VALUES
+        return "explosion" if has_begun and entropy > self.explosion * sum(start) / len(start) else ""
+
+
+class QuantizationStepCallback(TrainerCallback):
+    """Tells the layers that draw random numbers which step they are in, so that a resumed run repeats them.
+
+    Raises `ValueError` at the first step of a model without such a layer.
+    """
+
+    def on_step_begin(self, args, state, control, model=None, **kwargs):
+        set_quantization_step(model, state.global_step)
+
+
+# ---- the log of a run ---------------------------------------------------------------------------------------------
 
 
 class RunLogCallback(TrainerCallback):
@@ -77,9 +161,8 @@ class RunLogCallback(TrainerCallback):
             yield
         except Exception as error:
             if not self._warned:
-                get_logger().warning(
-                    "%s is not complete: %s: %s; training goes on", RUN_LOG, type(error).__name__, error
-                )
+                kind = type(error).__name__
+                get_logger().warning("%s is not complete: %s: %s; training goes on", RUN_LOG, kind, error)
             self._warned = True
 
 
@@ -114,8 +197,8 @@ def run_facts(trainer: Trainer) -> dict[str, Any]:
 
 
 def count_parameters(model: nn.Module) -> int:
-    """Return the elements of all parameters, those of packed weights included: the elements that they stand for, and
-    not the bytes that hold them, which transformers' `num_parameters` counts."""
+    """Return the elements of all parameters, of packed weights those that they stand for, and not the bytes that hold
+    them, which transformers' `num_parameters` counts."""
     report = getattr(model, "quantization_report", None)
     if report is None or report.packed_bytes is None:
         return sum(_size(parameter) for parameter in model.parameters())

@@ -9,15 +9,16 @@ of trainable layers ([`adapter_sums`]) and of packed ones ([`policy_parameters`]
 """
 
 import math
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from typing import Any
 
 import torch
 from torch import nn
 
-from ..._logging import get_logger
-from ...backends.devices import widest_float
-from ...integrations.peft import (
+from .._logging import get_logger
+from ..backends.devices import widest_float
+from ..integrations.peft import (
     adapted_parameters,
     adapter_factors,
     adapter_sums,
@@ -25,21 +26,22 @@ from ...integrations.peft import (
     is_trainable_with_adapters,
     policy_parameters,
 )
-from ...layers import trainable_matrices
-from ..noise import NoiseReport, NormNoise, plain_name
-from .pushed import PushedWeights
+from ..layers import trainable_matrices
+from .noise import NoiseReport, NormNoise, plain_name
 from .vllm_engine import VLLMEngine, check_forward, explain_server_errors, log_how_to_serve
 
 
 #: ``(name, weight)`` pairs.
 Parameters = Iterable[tuple[str, torch.Tensor]]
+#: What wrappers of models and layers add to the names of parameters, in addition to the names of PEFT's adapters.
+_WRAPPERS = ("base_model.model.", "base_layer.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
 
 
 class VLLMPolicy:
     """The policy as vLLM is to sample from it, whenever TRL's `VLLMGeneration` pushes weights.
 
     TRL makes that object itself, and walks over the parameters wherever it pushes: that walk is replaced, for good. It
-    leaves out what vLLM has already: frozen weights, since they were pushed.
+    leaves out what a colocated vLLM that does not sleep has already: frozen weights, since they were pushed.
 
     Args:
         generation: TRL's object.
@@ -52,7 +54,6 @@ class VLLMPolicy:
     Attributes:
         engine: what vLLM computes with.
         has_noise: whether some of vLLM's weights are noisy.
-        pushed: what vLLM has as it is.
         n_syncs: how many times the weights were pushed.
 
     Raises `ValueError` for adapters that cannot be pushed, and where what vLLM keeps cannot hold the policy.
@@ -81,8 +82,9 @@ class VLLMPolicy:
             explain_server_errors(generation.vllm_client)
         if is_trainable_with_adapters(model):
             adapter_sums(model)
-        self.pushed = PushedWeights(model, whole_layers=self._is_server)
-        self._announced: dict[frozenset[str], Any] = {}
+        # At the level at which TRL lets vLLM sleep, it throws weights away after each generation.
+        forgets = self._is_server or getattr(generation, "enable_sleep_mode", False)
+        self._pushed = None if forgets else PushedWeights(model)
         self._walk, sync = generation._iter_named_params, generation.sync_weights
         generation._iter_named_params = self._parameters
         generation.sync_weights = lambda: self._sync(sync)
@@ -90,42 +92,23 @@ class VLLMPolicy:
     def _sync(self, sync: Callable[[], None]) -> None:
         """TRL's push of the weights, which must be one."""
         before = self.n_syncs
-        if self._is_server:
-            # TRL announces tensors by a list that it makes once: here it has one for each set of them.
-            self._begin(True, *self._of_policy()[1:3])
-            left_out = self.pushed.left_out
-            self._generation._weight_metadata = self._announced.get(left_out)
-            sync()
-            self._announced[left_out] = self._generation._weight_metadata
-        else:
-            sync()
+        sync()
         if self.n_syncs == before:
             raise RuntimeError("TRL has pushed none of the weights of the policy to vLLM")
-
-    def _begin(self, is_push: bool, merged: Set[str], deltas: Mapping[str, Any]) -> None:
-        if self._sleeps:
-            self.pushed.forget()
-        changing = set(merged) | deltas.keys()
-        if self._noise is not None and self._rollout()[1] > 0:
-            changing |= {f"{plain_name(name)}.weight" for name in self._noise.norms}
-        self.pushed.begin(is_push, changing)
-
-    @property
-    def _sleeps(self) -> bool:
-        """Whether vLLM throws weights away after each generation: TRL lets it sleep at that level."""
-        return bool(getattr(self._generation, "enable_sleep_mode", False)) and not self._is_server
 
     def _parameters(self) -> Parameters:
         (step, sigma), model = self._rollout(), self._model
         # A server is announced first what it will be pushed, by a walk of its own.
         is_push = not (self._is_server and getattr(self._generation, "_weight_metadata", ()) is None)
         named, merged, deltas, factors = self._of_policy()
-        self._begin(is_push, merged, deltas)
+        if self._pushed is not None:
+            norms = self._noise.norms if self._noise is not None and sigma > 0 else ()
+            self._pushed.begin({*merged, *deltas, *(f"{plain_name(name)}.weight" for name in norms)})
         # From the first tensor on, and until all of them are clean again.
         self.has_noise = self.has_noise or sigma > 0
         tensors = rollout_parameters(
             named, model, self._noise, step, sigma, deltas, self.engine.dtype,
-            factors=factors, packs=self.engine.is_packed, pushed=self.pushed, merged=merged,
+            factors=factors, packs=self.engine.is_packed, pushed=self._pushed, merged=merged,
         )  # fmt: skip
         # In vLLM's dtype half of the bytes; other parameters may be in another one there.
         quantized = {} if self.engine.is_assumed else {plain_name(m.full_name) for m in trainable_matrices(model)}
@@ -150,9 +133,9 @@ class VLLMPolicy:
         """The parameters to push, those of them that have adapters in them already, what adapters add to others, and
         the factors of adapters that are pushed apart."""
         model, packs = self._model, self.engine.is_packed
-        # Of layers without adapters vLLM has zeros, unless it throws them away: a server to load those of a layer that
-        # is joined with it.
-        everywhere = packs and self.engine.settings.adapter_rank > 0 and (self._sleeps or self._is_server)
+        # Of layers without adapters vLLM has zeros, unless it throws them away; a server is to load those of a layer
+        # that is joined with one that has an adapter.
+        everywhere = packs and self.engine.settings.adapter_rank > 0 and self._pushed is None
         factors = adapter_factors(model, everywhere) if packs else {}
         apart = {f"{name}.weight" for name in factors}
         if is_packed_with_adapters(model):
@@ -176,6 +159,52 @@ def _without_merging(walk: Callable[[], Parameters], model: nn.Module) -> Parame
             yield named
     finally:
         del model.merge_adapter, model.unmerge_adapter
+
+
+class PushedWeights:
+    """Frozen parameters of the policy that vLLM has as they are now, since they were pushed. One that was replaced, or
+    written in place, is another one.
+
+    Attributes:
+        left_out: names of what need not be pushed in the walk over the parameters that has begun.
+    """
+
+    def __init__(self, model: nn.Module):
+        self._model = model
+        self._pushed: dict[str, tuple[weakref.ref, int]] = {}
+        self._frozen: dict[str, nn.Parameter] = {}
+        self.left_out: set[str] = set()
+
+    def begin(self, changing: Set[str]) -> None:
+        """Begin a walk, in which what is named ``changing`` is pushed with noise, or with adapters in it."""
+        self._frozen = {n: p for n, p in _plain_parameters(self._model).items() if not p.requires_grad}
+        self.left_out = {name for name in self._pushed if self._has(name)} - changing
+
+    def note(self, name: str, is_clean: bool) -> None:
+        """Remember that this parameter was pushed, and whether as it is: without noise, and without adapters in it."""
+        parameter = self._frozen.get(name)
+        if is_clean and parameter is not None:
+            self._pushed[name] = weakref.ref(parameter), parameter._version
+        else:
+            self._pushed.pop(name, None)
+
+    def _has(self, name: str) -> bool:
+        parameter, (pushed, version) = self._frozen.get(name), self._pushed[name]
+        return parameter is not None and pushed() is parameter and version == parameter._version
+
+
+def _plain_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """The parameters of a policy by the names that they have without PEFT and other wrappers: of one that PEFT trains a
+    copy of the copy, and none of adapters."""
+    found = {}
+    for name, parameter in model.named_parameters():
+        if ".lora_" in name or ".original_module." in name:
+            continue
+        for wrapper in _WRAPPERS:
+            name = name.replace(wrapper, "")
+        before, saved, after = name.partition(".modules_to_save.")
+        found[f"{before}.{after.partition('.')[2]}" if saved else name] = parameter
+    return found
 
 
 def rollout_parameters(
@@ -211,12 +240,12 @@ def rollout_parameters(
     Raises `RuntimeError` at the end when the model has quantized layers, or noise is on, and no name matched them, or
     when an adapter's did not.
     """
+    check_forward(model)
     quantized = {plain_name(matrix.full_name): matrix for matrix in trainable_matrices(model)}
     deltas, factors = dict(deltas or {}), dict(factors or {})
-    norms = (
-        {plain_name(name): index for index, name in enumerate(noise.norms)} if noise is not None and sigma > 0 else {}
-    )
-    check_forward(model)
+    norms = noise.norms if noise is not None and sigma > 0 else ()
+    norms = {plain_name(name): index for index, name in enumerate(norms)}
+    left_out = set() if pushed is None else pushed.left_out
     n_quantized = n_noisy = n_elements = 0
     energy = 0.0
     for name, tensor in named:
@@ -225,7 +254,7 @@ def rollout_parameters(
         delta = deltas.pop(name, None)
         has_noise = name.endswith(".weight") and owner in norms
         is_clean = delta is None and not has_noise
-        if is_clean and pushed is not None and name in pushed.left_out:
+        if is_clean and name in left_out:
             pass  # vLLM has it already
         elif is_clean and packs and matrix is not None:
             for suffix, part in matrix.packed_values(tensor).items():
@@ -241,7 +270,7 @@ def rollout_parameters(
                 yield name, noisy
             else:
                 yield name, tensor if adapted is clean and matrix is None else adapted
-        if pushed is not None and name not in pushed.left_out:
+        if pushed is not None and name not in left_out:
             pushed.note(name, is_clean and name not in merged)
         if name.endswith(".weight") and owner in factors:
             for side, factor in zip("AB", factors.pop(owner)(), strict=True):

@@ -11,9 +11,9 @@ import torch
 from accelerate import Accelerator
 from torch import nn
 
-from ..._logging import get_logger
-from ...hooks import replaced_method
-from ...moe import UNRECORDED, ChoiceRecorder, ReplayReport, RouterReplayError, find_routers, replayed_choices
+from .._logging import get_logger
+from ..hooks import replaced_method
+from ..moe import UNRECORDED, ChoiceRecorder, ReplayReport, RouterReplayError, find_routers, replayed_choices
 from .vllm_engine import EXPERTS_OPTION
 
 
@@ -66,14 +66,9 @@ class RouterReplay:
         self._is_scored_next = self.is_scored_by_trl
 
     def padded(self, prompt_mask: torch.Tensor, completions: torch.Tensor) -> torch.Tensor:
-        """The recording of the last rollout for its padded batch: prompts left, completions right.
-
-        Args:
-            prompt_mask: ``[B, P]``.
-            completions: ``[B, C]``, for the width.
-
-        Returns:
-            int16 ``[B, P + C, layers, k]`` on the CPU, where it takes no accelerator memory while it waits.
+        """Return the recording of the last rollout for its padded batch, prompts left and completions right:
+        ``[B, P]``, ``[B, C]`` (for the width) -> int16 ``[B, P + C, layers, k]`` on the CPU, where it takes no
+        accelerator memory while it waits.
 
         Raises `RouterReplayError` when no rollout of this size was recorded.
         """
@@ -83,9 +78,8 @@ class RouterReplay:
                 f"router replay has recordings of {recorded} sequences for a batch of {len(prompt_mask)}"
             )
         width = prompt_mask.shape[1]
-        batch = torch.full(
-            (len(self._rows), width + completions.shape[1], *self._rows[0].shape[1:]), UNRECORDED, dtype=torch.int16
-        )
+        shape = len(self._rows), width + completions.shape[1], *self._rows[0].shape[1:]
+        batch = torch.full(shape, UNRECORDED, dtype=torch.int16)
         for target, row, length in zip(batch, self._rows, prompt_mask.sum(dim=1).tolist(), strict=True):
             start = width - int(length)
             target[start : start + len(row)] = row
@@ -94,10 +88,7 @@ class RouterReplay:
     @contextlib.contextmanager
     def scoring_next(self, mask: torch.Tensor, width: int) -> Iterator[None]:
         """[`scoring`] where TRL computes log-probabilities of the last rollout for the first time; else nothing.
-
-        Args:
-            mask: ``[B, P + C]`` of prompts and completions.
-            width: of completions.
+        ``mask`` is ``[B, P + C]``, and ``width`` C.
         """
         if not self._is_scored_next:
             yield
@@ -108,14 +99,14 @@ class RouterReplay:
 
     @contextlib.contextmanager
     def scoring(self, prompt_mask: torch.Tensor, completion_mask: torch.Tensor) -> Iterator[ReplayReport]:
-        """Replays the last rollout while the policy computes its log-probabilities, without gradients."""
+        """Replay the last rollout while the policy computes its log-probabilities, without gradients."""
         choices = self.padded(prompt_mask, completion_mask)
         with replayed_choices(self.routers, choices, routed_tokens(prompt_mask, completion_mask)) as report:
             yield report
 
     @contextlib.contextmanager
     def training(self, inputs: dict[str, Any]) -> Iterator[ReplayReport]:
-        """Replays the recording in a training batch, and logs what it did when it ends: gradient checkpointing runs
+        """Replay the recording in a training batch, and log what it did when it ends: gradient checkpointing runs
         forward passes in the backward pass, so it is to last until that is over.
 
         Raises `RouterReplayError` when the batch has no recording, or one that does not cover it.
@@ -135,9 +126,8 @@ class RouterReplay:
 
 
 def routed_tokens(prompt_mask: torch.Tensor, completion_mask: torch.Tensor) -> torch.Tensor:
-    """Bool ``[B, P + C]``, the tokens that generation fed to the model: all but padding and each completion's last.
-
-    The last token's routing has no part in any log-probability: that of completion token t is read at position t - 1.
+    """Return the tokens that generation fed to the model, bool ``[B, P + C]``: all but padding and each completion's
+    last, whose routing has no part in any log-probability: that of completion token t is read at position t - 1.
     """
     completion_mask = completion_mask.bool()
     order = completion_mask.cumsum(dim=1)
@@ -158,9 +148,9 @@ class ServedChoices:
     def __init__(self, llm: Any, routers: Mapping[str, nn.Module]):
         self._llm, self.routers = llm, routers
         self._outputs: list[Any] | None = None
-        found = {name: _LAYER.search(name) for name in routers}
-        unknown = [name for name, match in found.items() if match is None]
-        self._layers = [int(match[1]) for match in found.values() if match is not None]
+        found = {name: _LAYER.findall(name)[:1] for name in routers}
+        unknown = [name for name, layers in found.items() if not layers]
+        self._layers = [int(layer) for layers in found.values() for layer in layers]
         if unknown or len(set(self._layers)) < len(self._layers):
             raise ValueError(
                 "router replay with vLLM finds the experts of a router by the number of its layer, which the names "
@@ -169,10 +159,7 @@ class ServedChoices:
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[None]:
-        """Records what vLLM generates within, in place of what it did before.
-
-        Raises `RuntimeError` at the end unless it generated once.
-        """
+        """Record what vLLM generates within; raises `RuntimeError` at the end unless it generated once."""
         outputs: list[list[Any]] = []
         generate = self._llm.generate
 
@@ -187,16 +174,8 @@ class ServedChoices:
         (self._outputs,) = outputs
 
     def rows(self, prompts: Sequence[Sequence[int]], completions: Sequence[Sequence[int]]) -> list[torch.Tensor]:
-        """The choices for each sequence, without its last token, which vLLM has not fed to the model either.
-
-        Args:
-            prompts, completions: token ids of what was generated, in the order of the batch.
-
-        Returns:
-            For each sequence int16 ``[len(prompt) + len(completion) - 1, layers, k]``, on the CPU.
-
-        Raises `RouterReplayError` when vLLM returned no experts, or those of other tokens, layers or numbers of them.
-        """
+        """Return what [`ChoiceRecorder.rows`] does. Raises `RouterReplayError` when vLLM returned no experts, or those
+        of other tokens, layers or numbers of them."""
         outputs, self._outputs = self._outputs or [], None
         if len(outputs) != len(prompts):
             raise RouterReplayError(f"router replay: vLLM generated {len(outputs)} sequences of {len(prompts)}")

@@ -1,24 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Importance weights on sampled tokens: how likely is the policy that trains to sample them?
+"""Rollouts: the log-probability that each token was drawn with, and importance weights on it (docs/rollouts.md).
 
-TRL weights them for vLLM alone. Without vLLM the policy that samples differs, too: noise in its norms, tokens computed
-one by one from a key-value cache, packed copies of weights, each with its own rounding, which 4-bit activations turn
-into steps of their grid. See docs/rollouts.md.
+Log-probabilities come from the very scores that transformers samples from, so noise, the key-value cache, packed copies
+of weights, temperature, top-k and top-p are all in them, and no second forward pass is needed.
 
 ``log_ratio`` is log p(token) - log q(token), with q the policy that sampled and p the one that trains, ``[B, T]``; what
 ``mask`` leaves out is not counted.
 """
 
 import contextlib
+import functools
 import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from accelerate import Accelerator
+from torch import nn
+from transformers import GenerationMixin, LogitsProcessor
 
-from ..._logging import get_logger
-from ...backends.devices import widest_float
+from .._logging import get_logger
+from ..backends.devices import widest_float
+from ..hooks import evaluation_mode, replaced_method
 
 
 #: As in TRL's `vllm_importance_sampling_mode`: a weight per token, or one per sequence, the product of its tokens'
@@ -38,6 +41,75 @@ _RECORDED_BY_TRL = ("sampling/importance_sampling_ratio/m", "sampling/sampling_l
 _LARGEST = 20.0
 #: An effective sample size of the weights below this share of the sequences (or tokens) is warned of.
 _FEW = 0.3
+
+
+# ---- generation ---------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def sampling(model: nn.Module, accelerator: Accelerator) -> Iterator[None]:
+    """Generate in the dtype of training and without dropout within this context, which restores each module's mode.
+
+    accelerate puts autocast on the forward pass of what TRL trains. For adapters that is PEFT's, which `generate` goes
+    past; and TRL samples in training mode, in which dropout would draw another policy for each token.
+    """
+    with evaluation_mode(model), accelerator.autocast():
+        yield
+
+
+class SampledLogProbs(LogitsProcessor):
+    """Last in `generate`'s chain of processors: keeps the log-probability of each token that was drawn. It sees the
+    scores of a position before the token is drawn, so the token is read off the next call's input."""
+
+    def __init__(self):
+        self._steps: list[torch.Tensor] = []
+        self._scores: torch.Tensor | None = None
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        if self._scores is not None:
+            self._steps.append(_log_prob(self._scores, input_ids[:, -1]))
+        self._scores = scores
+        return scores
+
+    def rows(self, completions: list[list[int]]) -> list[list[float]]:
+        """One list per completion, as long as it is. Raises `RuntimeError` when fewer positions were sampled."""
+        longest = max((len(row) for row in completions), default=0)
+        if self._scores is None or len(self._scores) != len(completions) or longest > len(self._steps) + 1:
+            sampled = 0 if self._scores is None else len(self._steps) + 1
+            raise RuntimeError(
+                f"{sampled} sampled positions are recorded for {len(completions)} completions of up to {longest} tokens"
+            )
+        # The token of the last position went into no further call; a completion that ended earlier does not need it.
+        last = torch.tensor([row[-1] if row else 0 for row in completions], device=self._scores.device)
+        steps = torch.stack([*self._steps, _log_prob(self._scores, last)], dim=1).tolist()
+        return [row[: len(ids)] for row, ids in zip(steps, completions, strict=True)]
+
+
+def _log_prob(scores: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    """``[B, V]``, ``[B]`` -> float32 ``[B]``."""
+    scores = scores.float()
+    return scores.gather(1, tokens.unsqueeze(1)).squeeze(1) - scores.logsumexp(dim=1)
+
+
+@contextlib.contextmanager
+def recorded_log_probs(model: nn.Module) -> Iterator[SampledLogProbs]:
+    """Record one `generate` of ``model``, which PEFT may have wrapped, within this context."""
+    generator = next(module for module in model.modules() if isinstance(module, GenerationMixin))
+    recorder = SampledLogProbs()
+    make_processors = generator._get_logits_processor
+
+    # The public `logits_processor` of `generate` runs before temperature, top-k and top-p.
+    @functools.wraps(make_processors)
+    def with_recorder(*args: Any, **kwargs: Any):
+        processors = make_processors(*args, **kwargs)
+        processors.append(recorder)
+        return processors
+
+    with replaced_method(generator, "_get_logits_processor", with_recorder):
+        yield recorder
+
+
+# ---- correction ---------------------------------------------------------------------------------------------------
 
 
 def check_correction(args: Any) -> None:
@@ -84,9 +156,8 @@ class RolloutCorrection:
     """Importance weights (`rollout_correction*`) and the `sampling/*` metrics.
 
     Both need the log-probabilities of the sampled tokens under the policy as it is when training on them begins. Where
-    TRL does not compute those (rollouts and updates are aligned), they are what the training step itself computes, at
-    no cost. The weights multiply the advantages, of which TRL's losses take one per token as well: they are not
-    negative, and every loss but VESPO's is proportional to a token's advantage. VESPO takes them as they are.
+    TRL does not compute those (rollouts and updates are aligned), the training step itself does. The weights multiply
+    the advantages, of which TRL's losses take one per token as well; VESPO takes them as they are.
 
     Args:
         args: an [`MXFP4GRPOConfig`].
@@ -159,14 +230,10 @@ class RolloutCorrection:
         for name, value in measures.items():
             if not (args.use_vllm and args.rollout_correction and name.startswith(_RECORDED_BY_TRL)):
                 self._record(name, value)
-        if measures:
-            self._judge(measures["sampling/effective_sample_size_weights"], step)
-
-    def _judge(self, share: float, step: int) -> None:
-        """Warn once of weights that leave little to learn from."""
-        if self._warned or not self._args.rollout_correction or share >= _FEW:
+        share, mode = measures.get("sampling/effective_sample_size_weights", 1.0), args.rollout_correction_mode
+        if self._warned or not args.rollout_correction or share >= _FEW:
             return
-        self._warned, mode = True, self._args.rollout_correction_mode
+        self._warned = True
         get_logger().warning(
             "step %d: the importance weights (%s) have an effective sample size of %.2g of the %s: little is learnt "
             "from the others. What samples is too far from what trains: see sampling/kl, lower the noise, quantize "
