@@ -11,11 +11,12 @@ from pairwise import pairwise_params
 from torch.library import opcheck
 
 from hf_mxfp4 import MXFP4Linear, MXFP4PackedLinear, MXFP4RLConfig, QuantScheme, numerics
+from hf_mxfp4.gemm import PACKED_FIELDS
 from hf_mxfp4.gemm.compile import state_of, what_is_saved
-from hf_mxfp4.gemm.saved import PARTS
 from hf_mxfp4.numerics import parse_scheme
 
 
+PARTS = tuple(PACKED_FIELDS.values())
 OPS = torch.ops.hf_mxfp4
 SCHEMES = [
     "rceil",
