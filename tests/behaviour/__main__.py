@@ -9,13 +9,10 @@ version first (``tests`` has no ``__init__.py``, so that the scripts are still f
 
     cd /tmp && PYTHONPATH=OLD:OLD/kernels:NEW python -m tests.behaviour record before
 
-The scripts use names that outlive a reorganisation alone: those that the packages export, options, files, commands.
-Each section runs in a process of its own, on one thread, seeded. An entry has a name and the digest of its exact bytes;
-the tensors lie beside in ``SECTION.safetensors`` and texts are in ``SECTION.json``, so that a difference can be read.
-An error that the project raises is recorded, too, as a text.
-
-``compare`` lists what differs, is missing or new, and ends with 1 unless each difference is explained by a line
-``GLOB: reason`` of the file of intended ones, where GLOB matches ``section/name``.
+The scripts only use names that outlive a reorganisation: those that the packages export, options, files, commands. Each
+section runs in a process of its own, on one thread, seeded. An entry has a name and the digest of its bytes; tensors
+are in ``SECTION.safetensors`` and texts, errors among them, in ``SECTION.json``. ``compare`` lists what differs, is
+missing or new, and ends with 1 unless each difference matches a line ``GLOB: reason`` of the file of intended ones.
 
 Sections:
     numerics          bits and values of tensors under many schemes, eager and by the CPU library
@@ -50,17 +47,9 @@ from .record import open_record
 
 
 #: Section: the module that records it, and what it gets beside the record.
-SECTIONS = {
-    "numerics": ("numerics", ()),
-    "interpreted": ("interpreted", ()),
-    "models": ("models", ()),
-    "training": ("training", ()),
-    "files": ("files", ()),
-    "commands": ("files", ("commands",)),
-    "kernels_sm90": ("kernels", (90,)),
-    "kernels_sm100": ("kernels", (100,)),
-    "demo": ("training", ("demo",)),
-}
+SECTIONS: dict[str, tuple] = {name: (name,) for name in ("numerics", "interpreted", "models", "training", "files")}
+SECTIONS |= {"commands": ("files", "commands"), "kernels_sm90": ("kernels", 90), "kernels_sm100": ("kernels", 100)}
+SECTIONS["demo"] = ("training", "demo")
 
 #: What every section runs under.
 ENVIRONMENT = {
@@ -85,12 +74,8 @@ def main() -> int:
     one = commands.add_parser("section", help="one section, in this process; what `record` starts")
     one.add_argument("name", choices=SECTIONS)
     one.add_argument("out", type=Path)
-    arguments = parser.parse_args()
-    if arguments.command == "compare":
-        return _compare(arguments.before, arguments.after, arguments.intended)
-    if arguments.command == "section":
-        return _record_section(arguments.name, arguments.out)
-    return _record(arguments.out, arguments.only, arguments.demo)
+    options = vars(parser.parse_args())
+    return {"compare": _compare, "section": _record_section, "record": _record}[options.pop("command")](**options)
 
 
 def _record(out: Path, only: str, demo: bool) -> int:
@@ -115,7 +100,7 @@ def _record(out: Path, only: str, demo: bool) -> int:
 
 
 def _record_section(name: str, out: Path) -> int:
-    module, arguments = SECTIONS[name]
+    module, *arguments = SECTIONS[name]
     with open_record(out, name) as record:
         importlib.import_module(f".{module}", __package__).record(record, *arguments)
     errors = [entry for entry in record.entries if entry.endswith("/error")]
@@ -167,12 +152,11 @@ def read_intended(path: Path) -> list[tuple[str, str]]:
     """
     found = []
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
-        if not line.strip() or line.startswith("#"):
-            continue
-        pattern, colon, reason = line.partition(": ")
-        if not colon or not reason.strip():
-            raise ValueError(f"{path}, line {number}: expected 'GLOB: reason', got {line!r}")
-        found.append((pattern.strip(), reason.strip()))
+        pattern, _, reason = (part.strip() for part in line.partition(": "))
+        if line.strip() and not line.startswith("#"):
+            if not reason:
+                raise ValueError(f"{path}, line {number}: expected 'GLOB: reason', got {line!r}")
+            found.append((pattern, reason))
     return found
 
 

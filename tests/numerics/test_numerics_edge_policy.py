@@ -25,9 +25,6 @@ def gaussian(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-# ---- zeros and the two ends of the range ----
-
-
 @every_scheme
 def test_zeros(scheme):
     for dtype in DTYPES:
@@ -69,11 +66,6 @@ def test_the_largest_finite_numbers_stay_finite(scheme):
             assert torch.equal(out, -fake_quantize(-x, **scheme))
 
 
-
-
-# ---- NaN and infinity ----
-
-
 @every_scheme
 def test_one_bad_element_poisons_its_own_block_only(scheme):
     """Every second row has one bad element; the rows between do not notice."""
@@ -112,9 +104,6 @@ def test_the_healthy_blocks_of_a_poisoned_macro_block_are_quantized_without_a_fa
     out = packed.dequantize()
     assert torch.equal(out[0, :128][healthy[:128]], fake_quantize(x)[0, :128][healthy[:128]])
     assert torch.equal(out[0, 128:], fake_quantize(x[:, 128:], macro_block=128, macro_search=search)[0])
-
-
-# ---- shapes ----
 
 
 @every_scheme
@@ -185,9 +174,6 @@ def test_the_caller_s_random_state_is_left_alone():
     assert torch.equal(torch.get_rng_state(), state)
 
 
-# ---- arguments ----
-
-
 @pytest.mark.parametrize(
     ("x", "named"),
     [(torch.ones(32, dtype=torch.int32), "int32"), (torch.ones(32) * 1j, "complex64"), ([1.0], "list")],
@@ -199,8 +185,6 @@ def test_input_that_is_not_a_floating_point_tensor(x, named):
             function(x)
         with pytest.raises(ValueError, match="at least one axis, got a scalar tensor"):
             function(torch.tensor(1.0))
-
-
 
 
 @pytest.mark.parametrize(
@@ -242,14 +226,9 @@ def test_apply_scheme_and_the_packed_tensor_carry_the_scheme(scheme):
     assert torch.equal(dequantize(packed.codes, packed.scale, length=45, **given), packed.dequantize())
 
 
-# ---- float64 input --------------------------------------------------------------------------------------------------
-
-
 def test_float64_stays_finite_within_and_beyond_float32():
     within = torch.full((32,), 3.4e38, dtype=torch.float64)
     beyond = torch.full((32,), 1e300, dtype=torch.float64)
     assert fake_quantize(within, outlier_fallback=1.0).isfinite().all()
     assert torch.equal(fake_quantize(beyond), fake_quantize(within))
     assert fake_quantize(torch.full((32,), float("inf"), dtype=torch.float64)).isnan().all()
-
-

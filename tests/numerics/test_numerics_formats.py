@@ -274,15 +274,6 @@ def test_shapes_that_do_not_fit(options, message):
         dequantize(torch.zeros(3, 32, dtype=torch.uint8), BYTES, **options)
 
 
-def test_dequantize_dtype():
-    for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
-        packed = quantize(torch.randn(2, 64, generator=torch.Generator().manual_seed(1)).to(dtype))
-        assert packed.dequantize().dtype == dtype
-        # Two significant bits fit everywhere: the plain result is the same number in every dtype.
-        assert torch.equal(packed.dequantize().double(), packed.dequantize(torch.float64))
-        assert packed.dequantize(torch.bfloat16).dtype == torch.bfloat16
-
-
 @pytest.mark.parametrize(
     ("scheme", "dtype"),
     [

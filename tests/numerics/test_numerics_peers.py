@@ -147,8 +147,6 @@ def test_elements_are_those_of_ml_dtypes_at_our_scale(x):
         check_ml_dtypes(x, rule)
 
 
-# ---- ten million elements -------------------------------------------------------------------------------------------
-
 #: Seeds of the samples, and the size of each.
 PORTIONS, LARGE = range(0, 24, 10), (256, 4096)
 
