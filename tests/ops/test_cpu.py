@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The fused C++ functions: the bits of the eager reference, over schemes, dtypes, shapes and special values."""
+"""The fused C++ functions: the bits of the eager reference, and how their library is compiled, kept and checked."""
 
 import dataclasses
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -11,7 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 from pairwise import pairwise_params
-from tables import RULES
+from processes import code, run
+from tables import MACROS, RULES
 
 import hf_mxfp4
 from hf_mxfp4 import numerics
@@ -23,21 +25,10 @@ from hf_mxfp4.numerics import ROTATION_SIZES, MXFP4Tensor, QuantScheme
 
 pytestmark = pytest.mark.skipif(library.load()[0] is None, reason=f"no fused CPU functions: {library.load()[1]}")
 
+
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-MACROS = (
-    (None, "static"),
-    (32, "static"),
-    (128, "static"),
-    (256, "dynamic"),
-    (128, "dynamic"),
-    (128, "blockwise"),
-    ("row", "static"),
-    ("row", "dynamic"),
-)
+
 ALPHAS = (None, 0.3, 1.0)
-every_option = pytest.mark.parametrize(
-    ("rule", "macro", "alpha", "dtype"), pairwise_params(RULES, MACROS, ALPHAS, DTYPES)
-)
 
 
 def special_values(dtype: torch.dtype, columns: int) -> torch.Tensor:
@@ -73,7 +64,7 @@ def assert_same_parts(packed: MXFP4Tensor, expected: MXFP4Tensor):
         assert ours is None or torch.equal(ours, theirs), name
 
 
-@every_option
+@pytest.mark.parametrize(("rule", "macro", "alpha", "dtype"), pairwise_params(RULES, MACROS, ALPHAS, DTYPES))
 def test_bits_of_the_reference(rule, macro, alpha, dtype):
     scheme = QuantScheme(rule, *macro, alpha)
     for columns in (1, 33, 128, 300):
@@ -89,18 +80,9 @@ def test_bits_of_the_reference(rule, macro, alpha, dtype):
 @pytest.mark.parametrize(("rule", "macro", "alpha", "dtype"), pairwise_params(RULES, MACROS, ALPHAS[1:], DTYPES))
 def test_selective_fallback_has_the_bits_of_the_reference(rule, macro, alpha, dtype):
     for rate, columns in ((0.05, 1), (0.3, 33), (0.1, 300), (0.9, 300)):
-        scheme = QuantScheme(rule, *macro, alpha, fallback_rate=rate)
-        x = special_values(dtype, columns)
-        expected = numerics.apply_scheme(x, scheme)
-        assert_same_bits(cpu.fake_quantize(x, scheme), expected)
+        scheme, x = QuantScheme(rule, *macro, alpha, fallback_rate=rate), special_values(dtype, columns)
+        assert_same_bits(cpu.fake_quantize(x, scheme), numerics.apply_scheme(x, scheme))
         assert_same_parts(cpu.quantize(x, scheme, 1), numerics.quantize(x, **vars(scheme)))
-
-
-def test_ties_of_errors_go_to_the_first_blocks_of_each_row():
-    x = torch.randn(1, 32, generator=torch.Generator().manual_seed(0)).repeat(3, 21)
-    scheme = QuantScheme(outlier_fallback=1.0, fallback_rate=0.2)
-    chosen = cpu.quantize(x, scheme, 1).residual_scale.bool()
-    assert chosen.tolist() == [[True] * 5 + [False] * 16] * 3  # ceil(.2 * 21)
 
 
 def test_every_code_and_scale_byte_dequantizes_as_the_reference_says():
@@ -197,40 +179,25 @@ def test_rotations_of_other_lengths_are_padded_and_signs_and_gradients_are_eager
     torch.testing.assert_close(wide.grad, numerics.unrotate(grad, 64))
 
 
-@pytest.mark.parametrize("axis", [0, 1, -1])
-def test_axes_and_strides_and_the_input_left_alone(axis):
-    base = torch.randn(96, 2 * 70)
-    x = base[:, ::2]
-    before = base.clone()
-    out = hf_mxfp4.fake_quantize(x, axis=axis, macro_block=128)
-    assert torch.equal(out, numerics.fake_quantize(x, axis=axis, macro_block=128))
-    packed = hf_mxfp4.quantize(x, axis=axis, macro_block=128)
-    assert torch.equal(packed.dequantize(), out)
-    assert torch.equal(base, before)
-
-
 def test_the_public_functions_run_on_the_fused_backend(monkeypatch):
     def refuse(*args, **kwargs):
         raise AssertionError("the eager reference was called")
 
-    x = torch.randn(4, 64)
-    expected = numerics.fake_quantize(x)
+    x, strided = torch.randn(4, 64), torch.randn(96, 140)[:, ::2]
+    expected, by_axis = numerics.fake_quantize(x), numerics.fake_quantize(strided, axis=0)
     monkeypatch.setattr(numerics, "quantize", refuse)
     monkeypatch.setattr("hf_mxfp4.backends.select.apply_scheme", refuse)
     monkeypatch.setattr("hf_mxfp4.numerics.packed.dequantize", refuse)
     assert torch.equal(hf_mxfp4.fake_quantize(x), expected)
     assert torch.equal(hf_mxfp4.quantize(x).dequantize(), expected)
+    assert torch.equal(hf_mxfp4.fake_quantize(strided, axis=0), by_axis)
+    assert torch.equal(hf_mxfp4.quantize(strided, axis=0).dequantize(), by_axis)
     with pytest.raises(AssertionError, match="eager reference"):
         hf_mxfp4.fake_quantize(x, backend="eager")
 
 
 @pytest.mark.parametrize(
-    ("options", "word"),
-    [
-        ({"rounding": "stochastic"}, "stochastic"),
-        ({"block_rows": 32}, "block_rows"),
-    ],
-    ids=["stochastic", "tiles"],
+    ("options", "word"), [({"rounding": "stochastic"}, "stochastic"), ({"block_rows": 32}, "rows")]
 )
 def test_what_is_not_fused_runs_eagerly_and_is_refused_by_name(options, word):
     x = torch.randn(64, 64)
@@ -239,12 +206,6 @@ def test_what_is_not_fused_runs_eagerly_and_is_refused_by_name(options, word):
     for function in (hf_mxfp4.fake_quantize, hf_mxfp4.quantize):
         with pytest.raises(ValueError, match=f"backend='cpu' cannot quantize here.*{word}"):
             function(x, backend="cpu", **options)
-
-
-def test_large_eager_tensors_go_through_in_portions():
-    x = torch.randn(600, 1000)
-    for options in ({"macro_block": 128, "outlier_fallback": 0.5}, {"macro_block": "row"}):
-        assert torch.equal(hf_mxfp4.fake_quantize(x, backend="eager", **options), numerics.fake_quantize(x, **options))
 
 
 NOT_PLAIN = {
@@ -261,8 +222,6 @@ def test_tensors_whose_memory_says_something_else(make):
     expected = numerics.apply_scheme(plain, scheme)
     for quantize in (
         lambda x: hf_mxfp4.fake_quantize(x, **vars(scheme)),
-        lambda x: hf_mxfp4.quantize(x, **vars(scheme)).dequantize(),
-        lambda x: cpu.fake_quantize(x, scheme),
         lambda x: cpu.quantize(x, scheme, 1).dequantize(),
         lambda x: torch.ops.hf_mxfp4.fake_quantize(x, str(scheme), "auto"),
     ):
@@ -290,11 +249,9 @@ def test_freed_storage_is_an_error(size):
     calls = (
         lambda: cpu.fake_quantize(x, QuantScheme()),
         lambda: cpu.fake_quantize(x[:, ::2], QuantScheme()),
-        lambda: cpu.quantize(x, QuantScheme(), 1),
         lambda: cpu.quantize(x, QuantScheme(), 0),
         lambda: cpu.dequantize(packed, x.dtype),
         lambda: cpu.rotate(x, 64),
-        lambda: hf_mxfp4.fake_quantize(x),
     )
     for call in calls:
         with pytest.raises(RuntimeError, match="was freed|out of bounds for storage"):
@@ -306,14 +263,13 @@ def test_freed_storage_is_an_error(size):
     [
         (QuantScheme(), {"length": 6400}, r"codes .* \[3, 32\]; .* need torch.uint8 \[3, 3200\]"),
         (QuantScheme(), {"scale": torch.zeros(3, 1, dtype=torch.uint8)}, r"scale .* need torch.uint8 \[3, 2\]"),
-        (QuantScheme(), {"scale": torch.zeros(2, 2, dtype=torch.uint8)}, r"scale .* need torch.uint8 \[3, 2\]"),
         (QuantScheme(), {"scale": torch.zeros(3, 2)}, r"scale .* is torch.float32"),
         (QuantScheme("rceil", 32), {"macro": None}, "macro .* is missing"),
         (QuantScheme(), {"scheme": QuantScheme("rceil", 32)}, "macro .* is missing"),
         (QuantScheme(outlier_fallback=1.0), {"residual_scale": torch.zeros(3, 0, dtype=torch.uint8)}, "residual_scale"),
         (QuantScheme(outlier_fallback=1.0), {"scheme": QuantScheme()}, "residual_codes .* need none"),
     ],
-    ids=["length", "blocks", "rows", "dtype", "no macro", "scheme", "residual", "no residual"],
+    ids=["length", "blocks", "dtype", "no macro", "scheme", "residual", "no residual"],
 )
 def test_parts_that_do_not_fit_together_are_refused(scheme, change, message):
     tensor = hf_mxfp4.quantize(torch.randn(3, 64), **vars(scheme))
@@ -327,11 +283,101 @@ def test_parts_that_do_not_fit_together_are_refused(scheme, change, message):
 
 @pytest.mark.large
 @pytest.mark.parametrize("variant", ("avx2", "portable"))
-@pytest.mark.parametrize("name", ("test_cpu_fused.py", "test_cpu_products.py"))
+@pytest.mark.parametrize("name", ("test_cpu.py", "test_cpu_products.py"))
 def test_other_instructions(name, variant, tmp_path):
     """The tests of a file in a process whose library has fewer instructions."""
     environment = {**os.environ, "HF_MXFP4_CPU": variant, "HF_MXFP4_CACHE": str(tmp_path)}
     file = str(Path(__file__).with_name(name))
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not large", file]
+    command = [sys.executable, "-m", "pytest", "-q", "-m", "not large", file]
     ran = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert ran.returncode == 0 and " passed" in ran.stdout and " skipped" not in ran.stdout, ran.stdout[-2000:]
+
+
+PRINT_BACKEND = """
+import torch
+from hf_mxfp4.numerics import QuantScheme, apply_scheme
+from hf_mxfp4.backends import backend_for, fake_quantize
+x = torch.randn(8, 128)
+assert torch.equal(fake_quantize(x, QuantScheme()), apply_scheme(x, QuantScheme()))
+print(*backend_for("cpu", x.dtype, QuantScheme(), "auto"))
+"""
+
+
+def backend_in_a_new_process(**variables) -> tuple[str, str]:
+    """What a process prints and logs."""
+    environment = {**os.environ, **{name: str(value) for name, value in variables.items()}}
+    result = run(code(PRINT_BACKEND), environment=environment)
+    assert result.returncode == 0, result.stderr
+    return result.stdout, "".join(line for line in result.stderr.splitlines() if line.startswith("[hf_mxfp4]"))
+
+
+def script(path: Path, text: str) -> Path:
+    path.write_text(text)
+    path.chmod(0o755)
+    return path
+
+
+@pytest.fixture
+def compiler(tmp_path) -> Path:
+    """A compiler that takes no time: it gives the library of this process."""
+    return script(tmp_path / "c++", f'#!/bin/sh\nfor target; do :; done\ncp {library.load()[0]._name} "$target"\n')
+
+
+def test_without_a_compiler_everything_runs_eagerly_with_one_warning(tmp_path):
+    out, log = backend_in_a_new_process(CXX="", PATH=tmp_path, HF_MXFP4_CACHE=tmp_path / "cache")
+    assert out.startswith("eager no C++ compiler was found")
+    assert log.count("runs eagerly") == 1 and "install g++ or clang++" in log
+
+
+def test_a_compiler_that_fails_is_named_and_leaves_nothing(tmp_path):
+    broken = script(tmp_path / "c++", "#!/bin/sh\necho no luck >&2\nexit 1\n")
+    out, _ = backend_in_a_new_process(CXX=broken, HF_MXFP4_CACHE=tmp_path / "cache")
+    assert out.startswith("eager") and str(broken) in out and "no luck" in out
+    assert list((tmp_path / "cache").iterdir()) == []
+
+
+def test_a_library_that_computes_otherwise_is_not_used(tmp_path):
+    wrong = tmp_path / "wrong"
+    wrong.mkdir()
+    for source in library.SOURCES:
+        (wrong / source.name).write_text(source.read_text().replace("6291456.0f", "12582912.0f"))
+    arguments = f'$(echo "$@" | sed "s,{library.SOURCES[0].parent},{wrong},g") -O0'  # most of the time is optimization
+    quick = script(tmp_path / "c++", f"#!/bin/sh\nexec {shutil.which('c++')} {arguments}\n")
+    out, log = backend_in_a_new_process(CXX=quick, HF_MXFP4_CACHE=tmp_path / "cache")
+    assert out.startswith("eager") and "disagree with the reference" in out
+    assert f"delete {next((tmp_path / 'cache').iterdir())}" in log
+
+
+def test_the_library_is_compiled_once_kept_and_replaced_where_it_is_damaged(tmp_path, compiler):
+    cache = tmp_path / "cache"
+    assert backend_in_a_new_process(HF_MXFP4_CACHE=cache, CXX=compiler)[0].startswith("cpu None")
+    (compiled,) = cache.iterdir()
+    assert cache.stat().st_mode & 0o777 == 0o700
+    out, log = backend_in_a_new_process(HF_MXFP4_CACHE=cache, CXX="", PATH="")
+    assert out.startswith("cpu None") and not log
+    compiled.write_bytes(compiled.read_bytes()[:500])
+    assert backend_in_a_new_process(HF_MXFP4_CACHE=cache, CXX="", PATH="")[0].startswith("eager no C++ compiler")
+    assert backend_in_a_new_process(HF_MXFP4_CACHE=cache, CXX=compiler)[0].startswith("cpu None")
+    assert list(cache.iterdir()) == [compiled] and compiled.stat().st_size > 500
+
+
+def test_what_is_not_private_is_not_loaded(tmp_path, compiler):
+    """What lies in the folder is run as code; the folder that nobody chose is made private."""
+    cache = tmp_path / "hf_mxfp4"
+    cache.mkdir()
+    cache.chmod(0o775)
+    assert backend_in_a_new_process(XDG_CACHE_HOME=tmp_path, CXX=compiler)[0].startswith("cpu None")
+    assert cache.stat().st_mode & 0o777 == 0o700
+    (compiled,) = cache.iterdir()
+    compiled.chmod(0o722)
+    assert backend_in_a_new_process(HF_MXFP4_CACHE=cache, CXX="", PATH="")[0].startswith("eager no C++ compiler")
+    compiled.chmod(0o700)
+    cache.chmod(0o777)
+    assert backend_in_a_new_process(HF_MXFP4_CACHE=cache, CXX="", PATH="")[0].startswith("eager no C++ compiler")
+
+
+def test_without_a_usable_folder_a_temporary_one_serves_with_a_warning(tmp_path, compiler):
+    (tmp_path / "cache").touch()
+    out, log = backend_in_a_new_process(HF_MXFP4_CACHE=tmp_path / "cache", CXX=compiler, TMPDIR=tmp_path)
+    assert out.startswith("cpu None") and log.count("the compiled CPU functions are not kept") == 1
+    assert not list(tmp_path.glob("hf_mxfp4-*")), "a temporary folder is left"

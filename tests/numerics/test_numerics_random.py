@@ -1,24 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stochastic rounding: reproducible, unbiased, and only ever to a neighbour; by a generator, or by counted numbers."""
+"""Stochastic rounding: reproducible, unbiased, only ever to a neighbour; numbers that are counted; and rotations."""
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from hf_mxfp4 import fake_quantize as fastest
-from hf_mxfp4.numerics import E2M1_MAGNITUDES, QuantScheme, apply_scheme, fake_quantize, quantize
-from hf_mxfp4.numerics.formats.e2m1 import round_stochastic
-from hf_mxfp4.numerics.rng import counted_uniform
+from hf_mxfp4.numerics import (
+    E2M1_MAGNITUDES,
+    ROTATION_SIZES,
+    apply_scheme,
+    counted_uniform,
+    fake_quantize,
+    parse_scheme,
+    quantize,
+    random_signs,
+    rotate,
+    unrotate,
+)
 
 
 WORD = 2**32 - 1
-SCHEMES = {
-    "plain": {},
-    "mbs128": {"macro_block": 128},
-    "mbs64-dynamic": {"macro_block": 64, "macro_search": "dynamic"},
-    "of": {"outlier_fallback": 0.5},
-    "mse-mbs-row-of": {"scale_rule": "mse", "macro_block": "row", "outlier_fallback": 1.0},
-}
-every_scheme = pytest.mark.parametrize("scheme", SCHEMES.values(), ids=SCHEMES.keys())
 
 
 def seeded(seed: int) -> torch.Generator:
@@ -29,17 +32,21 @@ def stochastic(x: torch.Tensor, seed: int, **scheme) -> torch.Tensor:
     return fake_quantize(x, rounding="stochastic", generator=seeded(seed), **scheme)
 
 
-@every_scheme
-def test_same_seed_same_result(scheme):
-    x = torch.randn(8, 150, generator=seeded(0))
-    first = stochastic(x, 7, **scheme)
-    assert torch.equal(first, stochastic(x, 7, **scheme))
-    assert not torch.equal(first, stochastic(x, 8, **scheme))
-    assert torch.equal(first, quantize(x, rounding="stochastic", generator=seeded(7), **scheme).dequantize())
+def round_stochastic(values: torch.Tensor, seed: int = 0) -> torch.Tensor:
+    """Values ``[..., n]``, of at most 6, in blocks whose scale is 1."""
+    count = -(values.shape[-1] // -31)
+    blocks = torch.nn.functional.pad(values, (0, 31 * count - values.shape[-1])).unflatten(-1, (count, 31))
+    blocks = torch.cat([blocks, torch.full((*blocks.shape[:-1], 1), 6.0)], dim=-1)
+    return stochastic(blocks, seed)[..., :-1].flatten(-2)[..., : values.shape[-1]]
 
 
-def test_without_a_generator_the_global_one_is_used():
+def test_generators_and_the_global_one():
     x = torch.randn(8, 64, generator=seeded(0))
+    for scheme in ({}, {"macro_block": 128}, {"macro_block": 64, "macro_search": "dynamic", "outlier_fallback": 0.5}):
+        first = stochastic(x, 7, **scheme)
+        assert torch.equal(first, stochastic(x, 7, **scheme))
+        assert not torch.equal(first, stochastic(x, 8, **scheme))
+        assert torch.equal(first, quantize(x, rounding="stochastic", generator=seeded(7), **scheme).dequantize())
     torch.manual_seed(3)
     first = fake_quantize(x, rounding="stochastic")
     assert not torch.equal(first, fake_quantize(x, rounding="stochastic"))
@@ -50,7 +57,7 @@ def test_without_a_generator_the_global_one_is_used():
 def test_only_the_two_neighbours_are_reached():
     points = torch.tensor(sorted({sign * magnitude for magnitude in E2M1_MAGNITUDES for sign in (1, -1)}))
     y = torch.linspace(-6, 6, 385)
-    draws = round_stochastic(y.expand(2000, -1).clone(), seeded(0))
+    draws = round_stochastic(y.expand(2000, -1))
     index = torch.searchsorted(points, y, right=True) - 1
     below = points[index]
     above = torch.where(below == y, below, points[(index + 1).clamp(max=len(points) - 1)])
@@ -64,9 +71,9 @@ def test_only_the_two_neighbours_are_reached():
 @pytest.mark.parametrize("draw", [0.0, 1 - 2.0**-24], ids=["smallest", "largest"])
 def test_the_extreme_draws_stay_on_the_grid(draw, monkeypatch):
     monkeypatch.setattr(torch, "rand", lambda shape, **_: torch.full(tuple(shape), draw))
-    y = torch.tensor([0.01, 0.4, 0.9, 1.1, 1.6, 2.5, 3.5, 4.5, 5.9, 6.0, 7.0])
-    below = torch.tensor([0.0, 0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 4.0, 6.0, 6.0])
-    above = torch.tensor([0.5, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 6.0, 6.0, 6.0])
+    y = torch.tensor([0.01, 0.4, 0.9, 1.1, 1.6, 2.5, 3.5, 4.5, 5.9, 6.0])
+    below = torch.tensor([0.0, 0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 4.0, 6.0])
+    above = torch.tensor([0.5, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 6.0, 6.0])
     for sign in (1, -1):
         assert torch.equal(round_stochastic(sign * y), sign * (above if draw else below))
 
@@ -76,17 +83,13 @@ def test_probability_is_the_distance_to_the_other_neighbour():
     above = torch.tensor([0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 6.0])
     probability = torch.tensor([0.2, 0.2, 0.6, 0.8, 0.2, 0.75, 0.25, 0.75], dtype=torch.float64)
     n = 100_000
-    frequency = (round_stochastic(y.expand(n, -1).clone(), seeded(9)) == above).double().mean(0)
+    frequency = (round_stochastic(y.expand(n, -1), 9) == above).double().mean(0)
     assert ((frequency - probability).abs() < 5 * (probability * (1 - probability) / n).sqrt()).all()
 
 
 @pytest.mark.parametrize(
     ("scheme", "gain", "relative_mse"),
-    [
-        ({}, 1.0, 0.0278),
-        ({"macro_block": 128}, 1.0, 0.0240),
-        ({"scale_rule": "floor"}, 0.987, 0.0249),
-    ],
+    [({}, 1.0, 0.0278), ({"macro_block": 128}, 1.0, 0.0240), ({"scale_rule": "floor"}, 0.987, 0.0249)],
     ids=["rceil", "rceil-mbs128", "floor-shrinks"],
 )
 def test_gain_and_error_on_gaussian_data(scheme, gain, relative_mse):
@@ -96,9 +99,6 @@ def test_gain_and_error_on_gaussian_data(scheme, gain, relative_mse):
     energy = x.double().square().sum()
     assert float((out * x).sum() / energy) == pytest.approx(gain, abs=0.002)
     assert float((out - x).square().sum() / energy) == pytest.approx(relative_mse, rel=0.015)
-
-
-# ---- counted numbers, by a seed ----
 
 
 def philox(counter: tuple[int, ...], key: tuple[int, int]) -> list[int]:
@@ -131,18 +131,17 @@ def test_numbers_are_those_of_the_definition(seed):
 
 
 @pytest.mark.parametrize(
-    "scheme",
+    "text",
     [
-        QuantScheme("rceil", None, "static", 0.5, "stochastic"),
-        QuantScheme("mse", 64, "dynamic", 0.3, "stochastic"),
-        QuantScheme("even", 128, "static", 1.0, "stochastic", 32),
-        QuantScheme("even", 128, "blockwise", None, "stochastic"),
-        QuantScheme("floor", "row", "static", 0.5, "stochastic", fallback_rate=0.2),
+        "rceil+of0.5",
+        "mse+mbs64-dynamic+of0.3",
+        "even+mbs128+of1+32x32",
+        "even+mbs128-blockwise",
+        "floor+mbsrow+of0.5@0.2",
     ],
-    ids=str,
 )
-def test_codes_give_the_values_and_a_seed_repeats(scheme):
-    x = torch.randn(35, 70, generator=seeded(0))
+def test_codes_give_the_values_and_a_seed_repeats(text):
+    x, scheme = torch.randn(35, 70, generator=seeded(0)), parse_scheme(f"{text}+stochastic")
     for axis in (0, -1):
         values = apply_scheme(x, scheme, axis=axis, seed=9)
         assert torch.equal(values, apply_scheme(x, scheme, axis=axis, seed=9))
@@ -160,11 +159,6 @@ def test_rows_are_counted_over_all_leading_axes():
     assert torch.equal(fake_quantize(x.t(), rounding="stochastic", seed=4, axis=0), flat.t())
 
 
-def test_the_residual_has_numbers_of_its_own():
-    a, b = (counted_uniform((4, 64), 1, draw, "cpu") for draw in (0, 1))
-    assert (a != b).all()
-
-
 @pytest.mark.parametrize(
     ("options", "error", "words"),
     [
@@ -180,3 +174,53 @@ def test_wrong_seeds_raise(options, error, words):
     for function in (fake_quantize, quantize, fastest):
         with pytest.raises(error, match=words):
             function(torch.ones(2, 32), **options)
+
+
+def randn(*shape, seed=0, dtype=torch.float64):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
+
+
+@pytest.mark.parametrize("size", ROTATION_SIZES)
+def test_is_the_block_diagonal_sylvester_matrix(size):
+    x = randn(3, 2 * size)
+    matrix = torch.tensor([[(-1.0) ** (i & j).bit_count() for j in range(size)] for i in range(size)]).double()
+    expected = (x.unflatten(-1, (2, size)) @ matrix / size**0.5).flatten(-2)
+    assert torch.allclose(rotate(x, size), expected, atol=1e-12)
+
+
+@given(size=st.sampled_from(ROTATION_SIZES), blocks=st.integers(1, 3), seed=st.integers(0, 999), signed=st.booleans())
+@settings(max_examples=30, deadline=None, derandomize=True, database=None)
+def test_products_inverse_and_norm(size, blocks, seed, signed):
+    x = randn(2, blocks * size, seed=seed)
+    signs = random_signs(blocks * size, seed) if signed else None
+    rotated = rotate(x, size, signs=signs)
+    other = randn(7, blocks * size, seed=seed + 1)
+    assert torch.allclose(rotated @ rotate(other, size, signs=signs).T, x @ other.T, atol=1e-10)
+    assert torch.allclose(unrotate(rotated, size, signs=signs), x, atol=1e-12)
+    assert torch.allclose(rotated.norm(dim=-1), x.norm(dim=-1), atol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+def test_rotations_along_any_axis_and_dtype(dtype):
+    x = randn(32, 5, 3).to(dtype)
+    along_first = rotate(x, 32, axis=0)
+    assert along_first.dtype == dtype and along_first.shape == x.shape
+    assert torch.equal(along_first, rotate(x.movedim(0, -1), 32).movedim(-1, 0))
+
+
+def test_signs_are_a_function_of_the_seed():
+    assert torch.equal(random_signs(512, 1), random_signs(512, 1))
+    assert not torch.equal(random_signs(512, 1), random_signs(512, 2))
+    assert set(random_signs(512, 1).tolist()) == {-1.0, 1.0}
+    state = torch.get_rng_state()
+    random_signs(8, 0)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_what_does_not_fit_is_named():
+    with pytest.raises(ValueError, match="size=32 does not divide the 40 elements"):
+        rotate(torch.ones(2, 40), 32)
+    with pytest.raises(ValueError, match=r"signs has shape \(3,\)"):
+        rotate(torch.ones(2, 32), 32, signs=torch.ones(3))
+    with pytest.raises(TypeError, match="torch.int64"):
+        rotate(torch.ones(2, 32, dtype=torch.int64), 32)
