@@ -16,7 +16,7 @@ from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from torch import nn
 
 from .._logging import get_logger
-from ..experts_layout import matrix_names
+from ..model_structure import matrix_names
 from ..module_names import find_layers
 from ..report import QuantizationReport, master_sqnr
 from .card_text import HERE, Subject, card_text, pipeline_tag, with_evaluation, with_perplexity

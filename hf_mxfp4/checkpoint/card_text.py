@@ -14,7 +14,7 @@ from ..config import MXFP4RLConfig
 from ..numerics import PLAIN, OperandScheme, QuantScheme
 from ..presets import ALL_OPERANDS
 from ..report import QuantizationReport
-from ..stats import share_text
+from ..utils import share_text
 
 
 #: Stands for the repository or folder until its name is known.

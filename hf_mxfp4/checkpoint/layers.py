@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from ..config import MXFP4RLConfig
-from ..experts_layout import projections, weight_size
 from ..gemm import PACKED_FIELDS, packed_shapes
+from ..model_structure import projections, weight_size
 from ..module_names import find_layers
 from ..numerics import QuantScheme
 from .folder import CheckpointError

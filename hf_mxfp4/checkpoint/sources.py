@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from ..config import QUANT_METHOD, MXFP4RLConfig
-from ..experts_layout import unsupported_reason
 from ..gemm import check_rotation, packed_shapes, quantize_weight
+from ..model_structure import experts_unsupported_reason
 from ..module_names import fused_experts
 from .folder import CheckpointError, CheckpointFolder
 from .formats import FORMATS, ImportableFormat
@@ -184,7 +184,7 @@ class LayerSource(ABC):
         """Return the fused weights of experts that are several tensors in files and are not quantized."""
         owners = {name.rpartition(".")[0] for name in self.names.pieces.keys() - self.shapes.keys()}
         layers = {name: self.model.get_submodule(name) for name in sorted(owners)}
-        supported = {name: layer for name, layer in layers.items() if unsupported_reason(layer) is None}
+        supported = {name: layer for name, layer in layers.items() if experts_unsupported_reason(layer) is None}
         return layer_shapes(supported, self.names)
 
     def _joined(self, name: str, shape: LayerShape) -> NewTensor:
@@ -286,7 +286,7 @@ class ForeignSource(LayerSource):
         model = folder.empty_model()
         self.notes, self.format = imported.notes, format
         names = FileNames(model, folder.tensors, format.plain_name)
-        left_out = [name for name in fused_experts(model) if unsupported_reason(model.get_submodule(name))]
+        left_out = [name for name in fused_experts(model) if experts_unsupported_reason(model.get_submodule(name))]
         candidates = quantizable_layers(model, _with_skips(imported.config, left_out))
         quantized: set[str] = set()
         for name, layer in candidates.items():

@@ -14,8 +14,8 @@ from functools import cached_property
 import torch
 from torch import nn
 
-from ..experts_layout import projections, unsupported_reason
 from ..gemm import PACKED_SUFFIXES
+from ..model_structure import experts_unsupported_reason, projections
 from ..module_names import fused_experts
 from .folder import CheckpointError
 
@@ -152,7 +152,7 @@ def _fused_weights(model: nn.Module) -> list[str]:
     return [
         f"{name}.{projection}"
         for name, module in experts.items()
-        if unsupported_reason(module) is None and not module.is_transposed
+        if experts_unsupported_reason(module) is None and not module.is_transposed
         for projection in projections(module)
     ]
 

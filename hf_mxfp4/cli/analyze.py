@@ -6,17 +6,22 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from .console import WorkProgress, print_json, print_table, report_problems, say
-from .options import (
+from .common import (
+    CheckpointArgument,
     IncludeOption,
     JsonOption,
     OverwriteOption,
     SchemeOption,
     SkipOption,
     fail,
+    print_json,
+    print_table,
     report_folder,
+    report_problems,
     reported_errors,
+    say,
     schemes_of,
+    work_progress,
 )
 
 
@@ -34,14 +39,7 @@ _COLUMNS = ("SQNR dB", "rel. MSE %", "floor %", "scale bias", "deadzone", "grid"
 
 
 def analyze(
-    model: Annotated[
-        str,
-        typer.Argument(
-            metavar="MODEL",
-            help="A checkpoint's folder, a .safetensors file, or a model on the Hugging Face Hub, which is downloaded "
-            "to the usual cache.",
-        ),
-    ],
+    model: CheckpointArgument,
     scheme: SchemeOption = None,
     include: IncludeOption = None,
     exclude: SkipOption = None,
@@ -71,7 +69,7 @@ def analyze(
         with TensorLog(path, source.name, names, __version__, overwrite=overwrite) as log:
             if len(log):
                 typer.echo(f"{path} holds {len(log)} tensors that are done", err=True)
-            with WorkProgress(bytes_to_analyze(source, selection)) as progress:
+            with work_progress(bytes_to_analyze(source, selection)) as progress:
                 analysis = analyze_weights(source, schemes, selection, log=log, on_bytes=progress)
         facts = source.describe()
         paths = write_analysis(analysis, facts, folder)
@@ -89,7 +87,7 @@ def _show(analysis: "Analysis") -> None:
     """Print schemes, the best one, layer types and worst tensors, and what is not among them."""
     from ..lab.page import number
     from ..lab.reports import LEGEND
-    from ..lab.results import SQNR_NOTE, least_error
+    from ..lab.weights import SQNR_NOTE, least_error
 
     if analysis.results:
         totals = analysis.totals()
@@ -171,12 +169,12 @@ def _compared(sources: list["Source"], schemes: list["QuantScheme"], include, ex
         if schemes:
             fail(f"{packed[0].name} stores weights under a scheme of its own; give no --scheme")
         original, stored = sorted(sources, key=is_packed)
-        with WorkProgress(bytes_to_compare(original, stored)) as progress:
+        with work_progress(bytes_to_compare(original, stored)) as progress:
             return compare_packed(original, stored, Selection(tuple(include), tuple(exclude)), progress)
     selections = tuple(Selection.of(source, include, exclude) for source in sources)
     own = sources[0].scheme
     scheme = schemes[0] if schemes else own.weight_scheme if own else schemes_of(["rceil"])[0]
-    with WorkProgress(sum(map(bytes_to_analyze, sources, selections))) as progress:
+    with work_progress(sum(map(bytes_to_analyze, sources, selections))) as progress:
         return compare_checkpoints(*sources, scheme, selections, progress)
 
 

@@ -6,9 +6,8 @@ from typing import Annotated, Any
 
 import typer
 
-from ..environment import machine, package_versions
-from .console import print_json, print_table
-from .options import JsonOption
+from ..utils import machine, package_versions
+from .common import JsonOption, print_json, print_table
 
 
 #: Where products are shown for when there is no GPU.

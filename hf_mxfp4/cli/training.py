@@ -12,8 +12,7 @@ from typing import Annotated, Any, Literal, NoReturn
 
 import typer
 
-from .console import print_json, print_table, say
-from .options import JsonOption, fail, reported_errors
+from .common import JsonOption, fail, print_json, print_table, reported_errors, say
 
 
 #: How the processes of a launcher are started.

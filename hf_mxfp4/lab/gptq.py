@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 from ..config import MXFP4RLConfig
-from ..hooks import hooked_inputs
 from ..module_names import find_layers
 from ..numerics import QuantScheme, Rotation
+from ..utils import hooked_inputs
 from .rounding import output_error, quantized_again, round_weight, unsupported_reason
 
 

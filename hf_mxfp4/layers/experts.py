@@ -5,8 +5,8 @@ import torch
 from torch import nn
 
 from ..config import MXFP4RLConfig
-from ..experts_layout import weight_size
 from ..gemm import GemmState, Groups, LayerRng, compiled_linear, effective_rows, quantized_linear, weight_operand
+from ..model_structure import weight_size
 from ..numerics import LinearScheme
 from .experts_base import ExpertsBase
 from .linear import spec_of

@@ -137,4 +137,4 @@ class MXFP4Linear(nn.Linear):
 
 def spec_of(config: MXFP4RLConfig, gemms: LinearScheme, transposed: bool = False) -> GemmSpec:
     """The products of a layer under a config."""
-    return GemmSpec(gemms, config.backend, config.engine, config.saved_activations, transposed)
+    return GemmSpec(gemms, config.backend, config.matmul_backend, config.saved_activations, transposed)

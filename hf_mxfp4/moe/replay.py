@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from ..hooks import replaced_method
+from ..utils import replaced_method
 from .find import choice_agreement
 
 

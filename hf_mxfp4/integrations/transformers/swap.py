@@ -8,8 +8,8 @@ from torch import nn
 
 from ...checkpoint import FileHeader, tensors_by_name
 from ...config import MXFP4RLConfig
-from ...experts_layout import projections, unsupported_reason
 from ...layers import MXFP4Experts, MXFP4Linear, MXFP4PackedExperts, MXFP4PackedLinear, matrix_names
+from ...model_structure import experts_unsupported_reason, projections
 from ...module_names import (
     BY_OPTION,
     choose_layers,
@@ -118,7 +118,7 @@ def _candidates(model: nn.Module) -> dict[str, str]:
     found = {n: f"{n}.weight" for n, m in model.named_modules(remove_duplicate=False) if type(m) is nn.Linear}
     for name in fused_experts(model):
         experts = model.get_submodule(name)
-        if unsupported_reason(experts) is None:
+        if experts_unsupported_reason(experts) is None:
             found[name] = f"{name}.{projections(experts)[0]}"
     return found
 

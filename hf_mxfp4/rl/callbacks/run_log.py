@@ -11,8 +11,8 @@ from torch import nn
 from transformers import Trainer, TrainerCallback, TrainerState
 
 from ..._logging import get_logger
-from ...environment import machine, package_versions
 from ...run_log import RUN_LOG, RunLog
+from ...utils import machine, package_versions
 
 
 class RunLogCallback(TrainerCallback):

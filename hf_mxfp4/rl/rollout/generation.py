@@ -19,7 +19,7 @@ from accelerate import Accelerator
 from torch import nn
 from transformers import GenerationMixin, LogitsProcessor
 
-from ...hooks import evaluation_mode, replaced_method
+from ...utils import evaluation_mode, replaced_method
 
 
 @contextlib.contextmanager
