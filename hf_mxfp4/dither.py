@@ -15,7 +15,6 @@ import torch
 from torch import nn
 from transformers.utils.logging import tqdm
 
-from ._logging import get_logger
 from .gemm import quantize
 from .layers import WeightMatrix, trainable_matrices
 from .layers.sharded import gathered
@@ -89,34 +88,6 @@ def dither_masters(model: nn.Module) -> DitherReport:
     return report
 
 
-@torch.no_grad()
-def round_frozen_masters(model: nn.Module) -> int:
-    """Give frozen master weights that were dithered, and not trained since, the 16-bit numbers of the checkpoint back,
-    in place: no step will move them. Returns the number of parameters; codes and scales stay the same.
-
-    PEFT's LoRA does this to the base that it freezes. Under ZeRO-3 all processes must call it.
-    """
-    n_rounded = 0
-    for layer in {id(matrix.layer): matrix.layer for matrix in trainable_matrices(model)}.values():
-        for name, (dtype, digest) in list(layer.dithered.items()):
-            parameter = getattr(layer, name)
-            if parameter.requires_grad or parameter.is_meta or hasattr(parameter, "full_tensor"):
-                continue
-            del layer.dithered[name]
-            with gathered(parameter, writes=True) as value:
-                if value.dtype == torch.float32 and _digest(value) == digest:
-                    value.copy_(value.to(dtype))
-                    n_rounded += 1
-    if n_rounded:
-        get_logger().info("%s: the dither of %d frozen weights was taken back", type(model).__name__, n_rounded)
-    return n_rounded
-
-
-def _digest(value: torch.Tensor) -> int:
-    """A number that a training step changes."""
-    return int(value.view(torch.int32).sum(dtype=torch.int64))
-
-
 def _dither_parameter(matrices: list[WeightMatrix], report: DitherReport) -> None:
     """Dither all matrices that one parameter holds."""
     parameter = getattr(matrices[0].layer, matrices[0].parameter)
@@ -131,7 +102,6 @@ def _dither_parameter(matrices: list[WeightMatrix], report: DitherReport) -> Non
             else:
                 for matrix in matrices:
                     _dither_matrix(matrix, matrix.of(value), dtype, report)
-                matrices[0].layer.dithered[matrices[0].parameter] = dtype, _digest(value)
     if reason is not None:
         report.skipped[reason] = report.skipped.get(reason, 0) + len(matrices)
 

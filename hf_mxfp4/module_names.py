@@ -110,21 +110,17 @@ def skip_reasons(model: nn.Module, extra_skips: Iterable[str] = ()) -> dict[str,
     return reasons
 
 
-def find_layers(model: nn.Module, extra_skips: Iterable[str] = ()) -> tuple[dict[str, nn.Module], dict[str, str]]:
+def find_layers(
+    model: nn.Module, extra_skips: Iterable[str] = (), reasons: dict[str, str] | None = None
+) -> tuple[dict[str, nn.Module], dict[str, str]]:
     """Return the linear layers and the fused experts of ``model`` to quantize, by name, and of the linear maps to leave
-    alone the names with the reasons.
+    alone the names with the reasons. ``reasons`` replaces those of [`skip_reasons`].
 
     Raises `ValueError` as [`skip_reasons`] does, when nothing is left to quantize, and for fused experts of a layout
     that is not known here and that are not skipped.
     """
     extra_skips = tuple(extra_skips)
-    return choose_layers(model, skip_reasons(model, extra_skips), extra_skips)
-
-
-def choose_layers(
-    model: nn.Module, reasons: dict[str, str], extra_skips: tuple[str, ...] = ()
-) -> tuple[dict[str, nn.Module], dict[str, str]]:
-    """[`find_layers`] with the reasons of [`skip_reasons`], or others."""
+    reasons = skip_reasons(model, extra_skips) if reasons is None else reasons
     layers: dict[str, nn.Module] = {}
     skipped: dict[str, str] = {}
     for name, module in _candidates(model).items():

@@ -12,7 +12,7 @@ import math
 import os
 import platform
 import textwrap
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -95,17 +95,6 @@ def nearest_names(name: str, known: Sequence[str]) -> list[str]:
         for size in (length, length + 1):
             runs |= dict.fromkeys(".".join(parts[i : i + size]) for i in range(len(parts) - size + 1))
     return difflib.get_close_matches(name, list(runs), n=3, cutoff=0.5) or list(known[:3])
-
-
-@contextlib.contextmanager
-def hooked_inputs(hooks: Iterable[tuple["nn.Module", Callable]]) -> Iterator[None]:
-    """Call the hook of each module with its arguments within this context, as `register_forward_pre_hook` does."""
-    handles = [module.register_forward_pre_hook(hook) for module, hook in hooks]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 @contextlib.contextmanager

@@ -12,7 +12,8 @@ try:
     import jinja2
     from matplotlib.figure import Figure
 except ModuleNotFoundError as error:
-    raise ImportError(f"reports need {error.name.partition('.')[0]}, which is not installed: pip install 'hf-mxfp4[lab]'") from error
+    missing = error.name.partition(".")[0]
+    raise ImportError(f"reports need {missing}, which is not installed: pip install 'hf-mxfp4[lab]'") from error
 
 
 def render_page(template: str, **values: Any) -> str:

@@ -12,11 +12,10 @@ from ...layers import MXFP4Experts, MXFP4Linear, MXFP4PackedExperts, MXFP4Packed
 from ...model_structure import experts_unsupported_reason, projections
 from ...module_names import (
     BY_OPTION,
-    choose_layers,
+    find_layers,
     full_names,
     fused_experts,
     is_skipped_by_name,
-    skip_reasons,
 )
 
 
@@ -40,7 +39,7 @@ def quantize_linears(
     Raises `ValueError` when nothing matched, or the model keeps experts in a way that is not known.
     """
     skips = config.modules_to_not_convert or ()
-    layers, skipped = choose_layers(model, skip_reasons(model, skips) if reasons is None else reasons, skips)
+    layers, skipped = find_layers(model, skips, reasons)
     return swap_layers(model, layers, config, make_layer or from_plain), skipped
 
 
