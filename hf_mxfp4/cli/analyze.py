@@ -18,7 +18,6 @@ from .common import (
     print_table,
     report_folder,
     report_problems,
-    reported_errors,
     say,
     schemes_of,
     work_progress,
@@ -54,31 +53,30 @@ def analyze(
     Schemes default to the checkpoint's own, or, for one that has none, to plain MXFP4 and the two corrections of arXiv
     2605.20402. An interrupted run resumes when the same command is given again.
     """
-    with reported_errors("the same command resumes where it stopped"):
-        from .. import __version__
-        from ..lab import PAPER_SCHEMES, Selection, TensorLog, analyze_weights, open_source, write_analysis
-        from ..lab.reports import analysis_summary
-        from ..lab.weights import bytes_to_analyze
+    from .. import __version__
+    from ..lab import PAPER_SCHEMES, Selection, TensorLog, analyze_weights, open_source, write_analysis
+    from ..lab.reports import analysis_summary
+    from ..lab.weights import bytes_to_analyze
 
-        source = open_source(model)
-        own = source.scheme
-        schemes = schemes_of(scheme or ()) or ([own.weight_scheme] if own else schemes_of(PAPER_SCHEMES))
-        selection = Selection.of(source, include or (), exclude or ())
-        folder = out or Path("analysis") / report_folder(model)
-        path, names = folder / PROGRESS_NAME, [str(scheme) for scheme in schemes]
-        with TensorLog(path, source.name, names, __version__, overwrite=overwrite) as log:
-            if len(log):
-                typer.echo(f"{path} holds {len(log)} tensors that are done", err=True)
-            with work_progress(bytes_to_analyze(source, selection)) as progress:
-                analysis = analyze_weights(source, schemes, selection, log=log, on_bytes=progress)
-        facts = source.describe()
-        paths = write_analysis(analysis, facts, folder)
-        if as_json:
-            print_json(analysis_summary(analysis, facts))
-        else:
-            _show(analysis)
-        report_problems(analysis.problems)
-        typer.echo(f"reports: {', '.join(str(path) for path in paths)}", err=True)
+    source = open_source(model)
+    own = source.scheme
+    schemes = schemes_of(scheme or ()) or ([own.weight_scheme] if own else schemes_of(PAPER_SCHEMES))
+    selection = Selection.of(source, include or (), exclude or ())
+    folder = out or Path("analysis") / report_folder(model)
+    path, names = folder / PROGRESS_NAME, [str(scheme) for scheme in schemes]
+    with TensorLog(path, source.name, names, __version__, overwrite=overwrite) as log:
+        if len(log):
+            typer.echo(f"{path} holds {len(log)} tensors that are done", err=True)
+        with work_progress(bytes_to_analyze(source, selection)) as progress:
+            analysis = analyze_weights(source, schemes, selection, log=log, on_bytes=progress)
+    facts = source.describe()
+    paths = write_analysis(analysis, facts, folder)
+    if as_json:
+        print_json(analysis_summary(analysis, facts))
+    else:
+        _show(analysis)
+    report_problems(analysis.problems)
+    typer.echo(f"reports: {', '.join(str(path) for path in paths)}", err=True)
     if analysis.problems:
         raise typer.Exit(1)
 
@@ -140,19 +138,18 @@ def compare(
     For two checkpoints also the relative difference |A - B| / |A| of every tensor. Ratios are B's error over A's. Of a
     packed checkpoint (also one of compressed-tensors, Quark or gpt-oss) the weights are taken as they are stored.
     """
-    with reported_errors():
-        schemes = schemes_of(scheme or ())
-        if other is None:
-            fail("give a second checkpoint; hf-mxfp4 analyze A --scheme X --scheme Y compares schemes")
-        if len(schemes) > 1:
-            fail("two checkpoints are compared under one scheme; give --scheme once at most")
-        from ..lab import open_source, write_comparison
+    schemes = schemes_of(scheme or ())
+    if other is None:
+        fail("give a second checkpoint; hf-mxfp4 analyze A --scheme X --scheme Y compares schemes")
+    if len(schemes) > 1:
+        fail("two checkpoints are compared under one scheme; give --scheme once at most")
+    from ..lab import open_source, write_comparison
 
-        sources = [open_source(model), open_source(other)]
-        result = _compared(sources, schemes, include or (), exclude or ())
-        _show_comparison(result, as_json)
-        if out is not None:
-            typer.echo(f"reports: {', '.join(map(str, write_comparison(result, out)))}", err=True)
+    sources = [open_source(model), open_source(other)]
+    result = _compared(sources, schemes, include or (), exclude or ())
+    _show_comparison(result, as_json)
+    if out is not None:
+        typer.echo(f"reports: {', '.join(map(str, write_comparison(result, out)))}", err=True)
     if result.problems:
         raise typer.Exit(1)
 
@@ -210,12 +207,11 @@ def simulate(
     """Measure schemes on random data, whose rows have standard deviations spread over one octave."""
     if not df > 2:
         fail(f"--df {df:g}: the variance of student-t exists for more than 2 degrees of freedom only")
-    with reported_errors():
-        from ..lab import PAPER_SCHEMES, error_statistics, sample
-        from ..lab.reports import LEGEND
+    from ..lab import PAPER_SCHEMES, error_statistics, sample
+    from ..lab.reports import LEGEND
 
-        x = sample(distribution, elements, seed, df)
-        results = {str(s): error_statistics(x, s) for s in schemes_of(scheme or PAPER_SCHEMES)}
+    x = sample(distribution, elements, seed, df)
+    results = {str(s): error_statistics(x, s) for s in schemes_of(scheme or PAPER_SCHEMES)}
     of = {"df": df} if distribution == "student-t" else {}
     if as_json:
         facts = {"distribution": distribution, "elements": x.numel(), "seed": seed, **of}

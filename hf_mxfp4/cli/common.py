@@ -76,6 +76,8 @@ JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON on standard
 LINE_SECONDS = 10.0
 #: Columns assumed where there is no terminal, so that tables in files and pipes are not cut.
 _PLAIN_WIDTH = 200
+#: Commands that keep what they have done.
+_RESUMABLE = ("analyze", "eval")
 #: Earlier names of options, and what they are called now.
 _RENAMED = {"--dataset": "--text", "--calibrate": "--text", "--exclude": "--modules-to-not-convert"}
 _ROUND_FIRST = "run hf-mxfp4 gptq DIR ROUNDED --text FILE --scheme even, and export ROUNDED"
@@ -92,7 +94,24 @@ _REMOVED = {
 
 
 class Command(TyperCommand):
-    """A command that reads earlier names of its options, with a warning, and names with underscores."""
+    """A command that reads earlier names of its options, with a warning, and names with underscores; it turns an error
+    that a user can fix into a message and exit code 2, and Ctrl-C into a message and 130."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except (ImportError, ValueError) as error:  # an extra that is not installed; wrong input
+            # Some messages name an argument as Python or as the command line spells it.
+            fail(error.on_command_line() if hasattr(error, "on_command_line") else str(error))
+        except OSError as error:
+            fail(f"{error.strerror or error}" + (f": {error.filename}" if error.filename else ""))
+        except RecursionError:
+            fail("a file is nested too deeply to be read")
+        except KeyboardInterrupt:
+            resumes = self.name in _RESUMABLE
+            kept = "the same command resumes where it stopped" if resumes else "nothing was written"
+            typer.echo(f"\ninterrupted; {kept}", err=True)
+            raise typer.Exit(130) from None
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         for word in args:
@@ -139,25 +158,6 @@ def report_folder(model: str) -> str:
     path = Path(model).expanduser()
     parts = [part for part in path.resolve().parts[-2:] if part != "/"] if path.exists() else model.split("/")
     return "--".join(parts) or "model"
-
-
-@contextlib.contextmanager
-def reported_errors(when_interrupted: str = "nothing was written") -> Iterator[None]:
-    """Turn an error that a user can fix into a message and exit code 2, and Ctrl-C into a message and 130."""
-    try:
-        yield
-    except ImportError as error:  # of an extra that is not installed
-        fail(str(error))
-    except ValueError as error:
-        # Some messages name an argument as Python or as the command line spells it.
-        fail(error.on_command_line() if hasattr(error, "on_command_line") else str(error))
-    except OSError as error:
-        fail(f"{error.strerror or error}" + (f": {error.filename}" if error.filename else ""))
-    except RecursionError:
-        fail("a file is nested too deeply to be read")
-    except KeyboardInterrupt:
-        typer.echo(f"\ninterrupted; {when_interrupted}", err=True)
-        raise typer.Exit(130) from None
 
 
 @contextlib.contextmanager

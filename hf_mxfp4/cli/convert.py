@@ -19,7 +19,6 @@ from .common import (
     fail,
     print_json,
     print_table,
-    reported_errors,
     say,
     work_progress,
 )
@@ -86,12 +85,11 @@ def pack(
         "modules_to_not_convert": skip,
     }
     given = {name: value for name, value in options.items() if value is not None}
-    with reported_errors():
-        from ..checkpoint import pack_checkpoint
+    from ..checkpoint import pack_checkpoint
 
-        config = _scheme_for(source, given)
-        with work_progress(_bytes_in(source)) as progress:
-            report = pack_checkpoint(source, out, config, overwrite=overwrite, on_bytes=progress)
+    config = _scheme_for(source, given)
+    with work_progress(_bytes_in(source)) as progress:
+        report = pack_checkpoint(source, out, config, overwrite=overwrite, on_bytes=progress)
     _show(report, as_json)
 
 
@@ -139,21 +137,20 @@ def export(
 
     Full-precision weights are quantized once, to plain MXFP4; packed ones of plain MXFP4 keep their bytes.
     """
-    with reported_errors():
-        from ..checkpoint import export as export_checkpoint
+    from ..checkpoint import export as export_checkpoint
 
-        with work_progress(_bytes_in(source)) as progress:
-            report = export_checkpoint(
-                source,
-                out,
-                format,
-                on_mismatch,
-                scale_rule=scale_rule,
-                preset=preset,
-                modules_to_not_convert=skip,
-                overwrite=overwrite,
-                on_bytes=progress,
-            )
+    with work_progress(_bytes_in(source)) as progress:
+        report = export_checkpoint(
+            source,
+            out,
+            format,
+            on_mismatch,
+            scale_rule=scale_rule,
+            preset=preset,
+            modules_to_not_convert=skip,
+            overwrite=overwrite,
+            on_bytes=progress,
+        )
     _show(report, as_json)
 
 
@@ -170,11 +167,10 @@ def import_(
     as_json: JsonOption = False,
 ) -> None:
     """Turn another engine's MXFP4 checkpoint into a packed one, bit for bit."""
-    with reported_errors():
-        from ..checkpoint import import_checkpoint
+    from ..checkpoint import import_checkpoint
 
-        with work_progress(_bytes_in(source)) as progress:
-            report = import_checkpoint(source, out, overwrite=overwrite, on_bytes=progress)
+    with work_progress(_bytes_in(source)) as progress:
+        report = import_checkpoint(source, out, overwrite=overwrite, on_bytes=progress)
     _show(report, as_json)
 
 
@@ -272,15 +268,14 @@ def verify(
     Exit code 0: nothing is. 1: something is. 2: files have no checksums, there is no such checkpoint, or it could not
     be checked.
     """
-    with reported_errors():
-        try:
-            if add:
-                _add(Path(model).expanduser())
-            found = _verified(model)
-        except (typer.Exit, OSError, ValueError):
-            raise
-        except Exception as error:  # exit code 1 means damage and nothing else
-            fail(f"{model} could not be checked: {type(error).__name__}: {error}")
+    try:
+        if add:
+            _add(Path(model).expanduser())
+        found = _verified(model)
+    except (typer.Exit, OSError, ValueError):
+        raise
+    except Exception as error:  # exit code 1 means damage and nothing else
+        fail(f"{model} could not be checked: {type(error).__name__}: {error}")
     if as_json:
         print_json({"model": model, **found.to_dict()})
     else:

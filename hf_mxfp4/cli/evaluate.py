@@ -21,7 +21,6 @@ from .common import (
     print_json,
     print_table,
     report_folder,
-    reported_errors,
     say,
     work_progress,
 )
@@ -105,40 +104,39 @@ def evaluate(
     The weights are loaded once. An interrupted run resumes when the same command is given again; results of a finished
     one are used again where other schemes are added.
     """
-    with reported_errors("the same command resumes where it stopped"):
-        folder = Path(model).expanduser()
-        if card and not folder.is_dir():
-            fail("--card writes into a checkpoint's folder; MODEL is none")
-        from ..lab import TextOptions, evaluate_checkpoint, load, texts_to_predict
-        from ..lab import without_each as parts_left_out
+    folder = Path(model).expanduser()
+    if card and not folder.is_dir():
+        fail("--card writes into a checkpoint's folder; MODEL is none")
+    from ..lab import TextOptions, evaluate_checkpoint, load, texts_to_predict
+    from ..lab import without_each as parts_left_out
 
-        options = TextOptions(text, text_field, samples, max_length)
-        texts = options.read()
-        if card:
-            _check_card(folder)
-        typer.echo(f"loading {model} into memory", err=True)
-        loaded = load(model, dtype, device)
-        other = None if reference is None else load(reference, dtype, device)
-        batches = texts_to_predict(options, loaded.tokenizer, texts)
-        schemes = _schemes(loaded, scheme, card)
-        if without_each is not None:
-            if not schemes:
-                fail("--without-each needs a scheme, and weights that are in full precision")
-            schemes += parts_left_out(schemes[0], loaded.model, without_each)
-        reports = out or Path("evaluation") / report_folder(model)
-        rows = 1 + len(schemes) + (other is not None)
-        with work_progress(rows * sum(ids.shape[-1] - 1 for ids in batches), "tokens") as progress:
-            evaluation = evaluate_checkpoint(
-                loaded,
-                text,
-                batches,
-                schemes,
-                other,
-                reports / "progress.jsonl",
-                overwrite=overwrite,
-                on_tokens=progress,
-            )
-        _finish(evaluation, reports, folder if card else None, as_json)
+    options = TextOptions(text, text_field, samples, max_length)
+    texts = options.read()
+    if card:
+        _check_card(folder)
+    typer.echo(f"loading {model} into memory", err=True)
+    loaded = load(model, dtype, device)
+    other = None if reference is None else load(reference, dtype, device)
+    batches = texts_to_predict(options, loaded.tokenizer, texts)
+    schemes = _schemes(loaded, scheme, card)
+    if without_each is not None:
+        if not schemes:
+            fail("--without-each needs a scheme, and weights that are in full precision")
+        schemes += parts_left_out(schemes[0], loaded.model, without_each)
+    reports = out or Path("evaluation") / report_folder(model)
+    rows = 1 + len(schemes) + (other is not None)
+    with work_progress(rows * sum(ids.shape[-1] - 1 for ids in batches), "tokens") as progress:
+        evaluation = evaluate_checkpoint(
+            loaded,
+            text,
+            batches,
+            schemes,
+            other,
+            reports / "progress.jsonl",
+            overwrite=overwrite,
+            on_tokens=progress,
+        )
+    _finish(evaluation, reports, folder if card else None, as_json)
 
 
 def _schemes(loaded: "Loaded", wanted: list[str] | None, card: bool) -> "list[ModelScheme]":
@@ -202,18 +200,17 @@ def smooth(
 
     What comes out is a plain checkpoint, for training, packing and export as any other.
     """
-    with reported_errors():
-        from ..lab import TextOptions, rewrite_checkpoint, smooth_model
+    from ..lab import TextOptions, rewrite_checkpoint, smooth_model
 
-        options = TextOptions(text, text_field, samples, max_length)
-        found = rewrite_checkpoint(
-            model,
-            out,
-            options,
-            lambda loaded, batches: smooth_model(loaded, batches, strength),
-            device=device,
-            overwrite=overwrite,
-        )
+    options = TextOptions(text, text_field, samples, max_length)
+    found = rewrite_checkpoint(
+        model,
+        out,
+        options,
+        lambda loaded, batches: smooth_model(loaded, batches, strength),
+        device=device,
+        overwrite=overwrite,
+    )
     if as_json:
         print_json(asdict(found))
         return
@@ -252,16 +249,15 @@ def gptq(
     What comes out is a plain checkpoint, which loses nothing more when its weights are quantized under that scheme: for
     packing, LoRA on packed weights, and export.
     """
-    with reported_errors():
-        from ..lab import TextOptions, read_schemes, rewrite_checkpoint, round_model
+    from ..lab import TextOptions, read_schemes, rewrite_checkpoint, round_model
 
-        config = read_schemes([scheme])[0].config
+    config = read_schemes([scheme])[0].config
 
-        def change(loaded, batches):
-            return round_model(loaded, batches, config, lambda name: typer.echo(f"rounded {name}", err=True))
+    def change(loaded, batches):
+        return round_model(loaded, batches, config, lambda name: typer.echo(f"rounded {name}", err=True))
 
-        options = TextOptions(text, text_field, samples, max_length)
-        found = rewrite_checkpoint(model, out, options, change, device=device, overwrite=overwrite)
+    options = TextOptions(text, text_field, samples, max_length)
+    found = rewrite_checkpoint(model, out, options, change, device=device, overwrite=overwrite)
     if as_json:
         print_json(asdict(found))
         return
