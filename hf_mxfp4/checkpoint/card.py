@@ -20,11 +20,11 @@ from transformers.models.auto import modeling_auto
 
 from .._logging import get_logger
 from ..config import MXFP4RLConfig
-from ..experts_layout import matrix_names
+from ..model_structure import matrix_names
 from ..module_names import find_layers
 from ..presets import ALL_OPERANDS
 from ..report import QuantizationReport, master_sqnr
-from ..stats import share_text
+from ..utils import share_text
 from .names import quantizable_layers
 
 

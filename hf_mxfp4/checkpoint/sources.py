@@ -11,7 +11,6 @@ import torch
 from torch import nn
 
 from ..config import QUANT_METHOD, MXFP4RLConfig
-from ..experts_layout import unsupported_reason
 from ..gemm import check_rotation, packed_shapes, quantize_weight
 from ..module_names import fused_experts
 from .folder import CheckpointError, CheckpointFolder
@@ -275,7 +274,7 @@ class ForeignSource(LayerSource):
                 raise CheckpointError(f"{folder.path} has {name}: {meaning}, which this package has no equal of")
         model, self.format = folder.empty_model(), format
         names = FileNames(model, folder.tensors, format.plain_name)
-        left_out = [name for name in fused_experts(model) if unsupported_reason(model.get_submodule(name))]
+        left_out = [name for name in fused_experts(model) if experts_unsupported_reason(model.get_submodule(name))]
         candidates, skips = quantizable_layers(model, _with_skips(config, left_out)), []
         for name, layer in candidates.items():
             own = {

@@ -6,14 +6,15 @@ All intervals are 95 %."""
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from statistics import NormalDist, fmean, stdev
+from statistics import fmean, stdev
 from typing import Any
 
 import numpy as np
 
+from ..utils import Z_975, wilson_interval
+
 
 CONFIDENCE = 0.95
-_Z = NormalDist().inv_cdf((1 + CONFIDENCE) / 2)
 _RESAMPLES = 10_000
 #: Resamples whose indices are held in memory at a time.
 _CHUNK = 500
@@ -48,24 +49,13 @@ class Estimate:
 
 
 def wilson(correct: int, n: int) -> Estimate:
-    """Return the share ``correct / n`` with Wilson's score interval (JASA 22, 1927), which stays within 0 and 1 and has
-    a width also when none or all are correct.
+    """Return the share ``correct / n`` with Wilson's score interval ([`hf_mxfp4.utils.wilson_interval`]).
 
     Raises `ValueError` unless 0 <= ``correct`` <= ``n`` and ``n`` >= 1.
     """
     if not 0 <= correct <= n or n < 1:
         raise ValueError(f"a share needs 0 <= correct <= n and n >= 1, got {correct} of {n}")
-    p = correct / n
-    center = (p + _Z * _Z / (2 * n)) / (1 + _Z * _Z / n)
-    half = _Z / (1 + _Z * _Z / n) * math.sqrt(p * (1 - p) / n + _Z * _Z / (4 * n * n))
-    # The ends are exactly 0 and 1 there; rounding errors are not.
-    low, high = 0.0 if correct == 0 else center - half, 1.0 if correct == n else center + half
-    return Estimate(p, low, high, n, "Wilson")
-
-
-def share_text(accuracy: float, n: int) -> str:
-    """Return an accuracy on ``n`` problems with its interval, as ``0.250 [0.071, 0.591]``."""
-    return str(wilson(round(accuracy * n), n))
+    return Estimate(correct / n, *wilson_interval(correct, n), n, "Wilson")
 
 
 def difference_interval(first: tuple[int, int], second: tuple[int, int]) -> tuple[float, float]:
@@ -163,7 +153,7 @@ def paired_share_difference(first: Sequence[bool], second: Sequence[bool]) -> tu
     only_first = sum(a and not b for a, b in zip(first, second, strict=True))
     only_second = sum(b and not a for a, b in zip(first, second, strict=True))
     p12, p21 = (only_first + 1) / (n + 2), (only_second + 1) / (n + 2)
-    half = _Z * math.sqrt((p12 + p21 - (p12 - p21) ** 2) / (n + 2))
+    half = Z_975 * math.sqrt((p12 + p21 - (p12 - p21) ** 2) / (n + 2))
     low, high = max(-1.0, p12 - p21 - half), min(1.0, p12 - p21 + half)
     return Estimate((only_first - only_second) / n, low, high, n, "Bonett-Price"), mcnemar(only_first, only_second)
 

@@ -1,14 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Options that several commands share, and how errors are reported."""
+"""What commands share: options, how errors are reported, progress on standard error, tables on standard output."""
 
 import contextlib
+import json
 import os
-from collections.abc import Iterator, Sequence, Set
+import sys
+from collections.abc import Callable, Iterator, Sequence, Set
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+from tqdm import tqdm
 from typer.core import TyperCommand
+
+from ..files import json_clean, printable
 
 
 if TYPE_CHECKING:
@@ -42,6 +50,14 @@ SkipOption = Annotated[
         help="Tensors or layers to leave out, in full precision; patterns as for --include. Repeatable.",
     ),
 ]
+CheckpointArgument = Annotated[
+    str,
+    typer.Argument(
+        metavar="MODEL",
+        help="A checkpoint's folder, a .safetensors file, or a model on the Hugging Face Hub, which is downloaded to "
+        "the usual cache.",
+    ),
+]
 ModelArgument = Annotated[
     str, typer.Argument(metavar="MODEL", help="A checkpoint's folder, or a model on the Hub, in full precision.")
 ]
@@ -56,6 +72,12 @@ DeviceOption = Annotated[str, typer.Option("--device", help="'cpu', 'cuda', ..."
 OverwriteOption = Annotated[bool, typer.Option("--overwrite", help="Replace what is in the folder.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON on standard output, for scripts.")]
 
+#: Seconds before and between lines of progress where there is no terminal.
+LINE_SECONDS = 10.0
+#: Columns assumed where there is no terminal, so that tables in files and pipes are not cut.
+_PLAIN_WIDTH = 200
+#: Commands that keep what they have done.
+_RESUMABLE = ("analyze", "eval")
 #: Earlier names of options, and what they are called now.
 _RENAMED = {"--dataset": "--text", "--calibrate": "--text", "--exclude": "--modules-to-not-convert"}
 _ROUND_FIRST = "run hf-mxfp4 gptq DIR ROUNDED --text FILE --scheme even, and export ROUNDED"
@@ -72,7 +94,24 @@ _REMOVED = {
 
 
 class Command(TyperCommand):
-    """A command that reads earlier names of its options, with a warning, and names with underscores."""
+    """A command that reads earlier names of its options, with a warning, and names with underscores; it turns an error
+    that a user can fix into a message and exit code 2, and Ctrl-C into a message and 130."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except (ImportError, ValueError) as error:  # an extra that is not installed; wrong input
+            # Some messages name an argument as Python or as the command line spells it.
+            fail(error.on_command_line() if hasattr(error, "on_command_line") else str(error))
+        except OSError as error:
+            fail(f"{error.strerror or error}" + (f": {error.filename}" if error.filename else ""))
+        except RecursionError:
+            fail("a file is nested too deeply to be read")
+        except KeyboardInterrupt:
+            resumes = self.name in _RESUMABLE
+            kept = "the same command resumes where it stopped" if resumes else "nothing was written"
+            typer.echo(f"\ninterrupted; {kept}", err=True)
+            raise typer.Exit(130) from None
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         for word in args:
@@ -102,8 +141,6 @@ def _current_names(args: list[str], own: Set[str], command: str | None) -> list[
 
 def fail(message: str, code: int = 2) -> NoReturn:
     """Say on standard error why there is no result, and leave."""
-    from ..files import printable
-
     typer.echo(f"error: {printable(message)}", err=True)
     raise typer.Exit(code)
 
@@ -124,17 +161,48 @@ def report_folder(model: str) -> str:
 
 
 @contextlib.contextmanager
-def reported_errors(when_interrupted: str = "nothing was written") -> Iterator[None]:
-    """Turn an error that a user can fix into a message and exit code 2, and Ctrl-C into a message and 130."""
-    try:
-        yield
-    except ValueError as error:
-        # Some messages name an argument as Python or as the command line spells it.
-        fail(error.on_command_line() if hasattr(error, "on_command_line") else str(error))
-    except OSError as error:
-        fail(f"{error.strerror or error}" + (f": {error.filename}" if error.filename else ""))
-    except RecursionError:
-        fail("a file is nested too deeply to be read")
-    except KeyboardInterrupt:
-        typer.echo(f"\ninterrupted; {when_interrupted}", err=True)
-        raise typer.Exit(130) from None
+def work_progress(total: int, unit: str = "B") -> Iterator[Callable[[int, str], None]]:
+    """Show how much of a total is done: a bar on a terminal, a line every ten seconds elsewhere. Gives what to call
+    with an amount and what it belongs to."""
+    seconds = 0.1 if sys.stderr.isatty() else LINE_SECONDS
+    with tqdm(total=total, unit=unit, unit_scale=True, leave=False, mininterval=seconds, delay=seconds) as bar:
+
+        def done(amount: int, name: str) -> None:
+            bar.set_description_str(name[-40:], refresh=False)
+            bar.update(amount)
+
+        yield done
+
+
+def screen() -> Console:
+    """Return standard output as it is now; as wide as a table needs where it is no terminal."""
+    return Console() if sys.stdout.isatty() else Console(width=_PLAIN_WIDTH)
+
+
+def print_table(title: str, headings: Sequence[str], *sections: Sequence[Sequence[str]]) -> None:
+    """Print a table: text left, numbers right; a line between sections of rows. Nothing in it is read as markup."""
+    table = Table(title=Text(printable(title)), title_justify="left", title_style="bold")
+    for i, heading in enumerate(headings):
+        table.add_column(Text(printable(heading)), justify="right" if i else "left", no_wrap=i > 0, overflow="fold")
+    for rows in sections:
+        for row in rows:
+            table.add_row(*(Text(printable(cell)) for cell in row))
+        table.add_section()
+    screen().print(table)
+
+
+def say(text: str) -> None:
+    """Print a line as it is: no markup, no control characters, no line breaks of ours. Nothing for an empty one."""
+    if text:
+        screen().print(printable(text), markup=False, highlight=False, soft_wrap=True)
+
+
+def print_json(value: Any) -> None:
+    """Print a value on standard output; numbers that do not exist are null."""
+    print(json.dumps(json_clean(value), indent=1, allow_nan=False))
+
+
+def report_problems(problems: Sequence[Any]) -> None:
+    """Print every problem on standard error, one line each."""
+    for problem in problems:
+        print(printable(f"problem: {problem.where}: {problem.reason}"), file=sys.stderr)
