@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Quantized models on disk: saving, loading, packing, export, import and verification."""
 
-from .._lazy import lazy_names
+from ..utils import lazy_names
 
 
 _NAMES = {

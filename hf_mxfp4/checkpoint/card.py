@@ -21,7 +21,7 @@ from .._logging import get_logger
 from ..config import MXFP4RLConfig
 from ..module_names import find_layers
 from ..report import master_sqnr
-from ..stats import share_text
+from ..utils import share_text
 
 
 if TYPE_CHECKING:

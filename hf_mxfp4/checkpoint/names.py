@@ -16,8 +16,8 @@ import torch
 from torch import nn
 
 from ..config import MXFP4RLConfig
-from ..experts_layout import projections, unsupported_reason, weight_size
 from ..gemm import PACKED_FIELDS, PACKED_SUFFIXES, packed_shapes
+from ..model_structure import experts_unsupported_reason, projections, weight_size
 from ..module_names import find_layers, fused_experts
 from ..numerics import QuantScheme
 from .folder import CheckpointError
@@ -145,7 +145,7 @@ def _fused_weights(model: nn.Module) -> list[str]:
     return [
         f"{name}.{projection}"
         for name, module in experts.items()
-        if unsupported_reason(module) is None and not module.is_transposed
+        if experts_unsupported_reason(module) is None and not module.is_transposed
         for projection in projections(module)
     ]
 

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from ..config import QUANT_METHOD, MXFP4RLConfig
-from ..experts_layout import unsupported_reason
 from ..gemm import check_rotation, packed_shapes, quantize_weight
+from ..model_structure import experts_unsupported_reason
 from ..module_names import fused_experts
 from .folder import CheckpointError, CheckpointFolder
 from .formats import IMPORTABLE, ImportableFormat
@@ -266,7 +266,7 @@ class ForeignSource(LayerSource):
             raise CheckpointError(f"{folder.path} has no block scales, so nothing in it is quantized")
         model, self.format = folder.empty_model(), format
         names = FileNames(model, folder.tensors, format.plain_name)
-        left_out = [name for name in fused_experts(model) if unsupported_reason(model.get_submodule(name))]
+        left_out = [name for name in fused_experts(model) if experts_unsupported_reason(model.get_submodule(name))]
         candidates, skips = quantizable_layers(model, replace(config, modules_to_not_convert=left_out or None)), []
         for name, layer in candidates.items():
             own = {
