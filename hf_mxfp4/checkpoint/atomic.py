@@ -44,8 +44,8 @@ def atomic_folder(path: str | os.PathLike, *, overwrite: bool = False) -> Iterat
     partial.mkdir()
     try:
         yield partial
-        for path in (*partial.iterdir(), partial):
-            sync_to_disk(path)
+        for file in (*partial.iterdir(), partial):
+            sync_to_disk(file)
         _check_replaceable(target, overwrite)
         if target.exists():
             target.rename(old)

@@ -39,8 +39,6 @@ _SIGNATURE = re.compile(
 )
 #: In the card that transformers pushes when it finds none.
 _EMPTY_CARD = "This is the model card of a 🤗 transformers model that has been pushed on the Hub."
-#: Rows of an evaluation of the checkpoint as it is: master weights under their own scheme, or stored ones.
-_OWN_ROWS = ("own", "as stored")
 _EXPERT = re.compile(r"\.experts\.\d+\.")
 _TEXT = """# {architecture} in MXFP4
 
@@ -148,7 +146,7 @@ def add_perplexity(folder: str | os.PathLike, evaluation: Mapping[str, Any] | st
     """
     evaluation, card = _read(evaluation), read_generated(folder)
     rows = {row["name"]: row for row in evaluation["rows"]}
-    own = next((rows[name] for name in _OWN_ROWS if name in rows), None)
+    own = rows.get("own", rows.get("as stored"))
     if own is None:
         raise ValueError(
             f"the evaluation has {', '.join(rows)}, none of which is the checkpoint's own scheme; run hf-mxfp4 eval "

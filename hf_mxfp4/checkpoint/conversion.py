@@ -267,13 +267,14 @@ def pack_checkpoint(
 
     reasons = skip_reasons(source.model, config.modules_to_not_convert or ())
     saved = config.keeping(full_precision_record(source.model, reasons))
-    weights = str(config.weight_scheme)
     return convert(
         source,
         [(cost, source.packed_layer(layer, pack)) for layer, cost in costs.items()],
         source.packed_rest(),
         with_scheme(folder.config, saved),
-        ConversionReport(Path(out_dir), "mxfp4_rl", config.describe(), weights=weights, file="pack_report.json"),
+        ConversionReport(
+            Path(out_dir), "mxfp4_rl", config.describe(), weights=str(config.weight_scheme), file="pack_report.json"
+        ),
         overwrite=overwrite,
         max_shard_size=max_shard_size,
         on_bytes=on_bytes,

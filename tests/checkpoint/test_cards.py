@@ -18,15 +18,12 @@ from hf_mxfp4.checkpoint import add_evaluation, auto_class, choose_card, is_gene
 
 SUMMARY = {
     "task": "arithmetic",
-    "model": "made on the spot",
     "scheme": "w4a4 [...]",
     "seed": 7,
     "steps": 200,
     "n_test": 500,
     "accuracy_before": {"exact": 0.428},
     "accuracy_after": {"exact": 0.696},
-    "standard_error_before": {"exact": 0.0221},
-    "standard_error_after": {"exact": 0.0206},
     "saved": "outputs/run/policy",
 }
 EMPTY = (

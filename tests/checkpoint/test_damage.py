@@ -214,16 +214,11 @@ def test_packed_weights_without_their_config(damaged):
     assert "model.safetensors holds packed weights" in message and "restore the config.json" in message
 
 
-def test_a_source_without_a_weight_or_with_one_of_another_shape(damaged):
+def test_a_source_without_a_weight(damaged):
     folder, packed = damaged("qat"), MXFP4RLConfig(mode="packed")
     config = AutoConfig.from_pretrained(folder)
     hf_mxfp4.checkpoint.remove_scheme(config)
     config.save_pretrained(folder)
-    rewrite(
-        shards(folder)[0], lambda tensors: tensors.update({f"{LINEAR}.weight": tensors[f"{LINEAR}.weight"][:, :16]})
-    )
-    with pytest.raises(RuntimeError, match="issues during automatic conversion"):
-        AutoModelForCausalLM.from_pretrained(folder, quantization_config=packed)
     rewrite(shards(folder)[0], lambda tensors: tensors.pop(f"{LINEAR}.weight"))
     assert f"{LINEAR}.weight is in no file of the checkpoint" in refusal(folder, quantization_config=packed)
 

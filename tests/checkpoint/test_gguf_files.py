@@ -177,20 +177,14 @@ def test_tokenizers_with_bytes_as_a_fallback(tmp_path):
     assert [scores[token] for token in ranked] == [-float(ranked.index(token)) for token in ranked]
 
 
-@pytest.mark.parametrize(
-    ("change", "reason"),
-    [
-        ({"pre_tokenizer": {"type": "Whitespace"}}, "no name for the way"),
-        ({"model": {"type": "WordLevel", "vocab": {}}}, "of the type 'WordLevel'"),
-    ],
-)
-def test_tokenizers_that_llama_cpp_has_not_are_left_out_and_it_is_said(change, reason, tmp_path):
+def test_tokenizers_that_llama_cpp_has_not_are_left_out_and_it_is_said(tmp_path):
+    change = {"pre_tokenizer": {"type": "Whitespace"}}
     save_plain(tmp_path / "plain", "llama", layers=1, vocab_size=404)
     make_tokenizer("gpt-2").save_pretrained(tmp_path / "plain")
     file = tmp_path / "plain" / "tokenizer.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), **change}))
     report = export(tmp_path / "plain", tmp_path / "out", "gguf")
-    assert reason in report.notes[0]
+    assert "no name for the way" in report.notes[0]
     assert metadata_of(tmp_path / "out")["tokenizer.ggml.model"] == "no_vocab"
 
 

@@ -17,45 +17,39 @@ import hf_mxfp4
 
 
 CLIENT = Path(__file__).with_name("run_hub_client.py")
+PULLED = [f"org/{name}" for name in ("qat", "packed", "single", "sharded", "broken", "carded", "mine")]
 WRITTEN_CARD = "---\nlicense: mit\ntags: [mine]\n---\n# Written by hand\n"
 
 
-def run_client(hub: HubServer, action: str, folder: Path, *names: str) -> dict:
-    """What the client reports."""
-    environment = os.environ | hub.environment(str(folder / f"cache-{action}"))
-    done = run(script(CLIENT, action, folder, *names), environment=environment, no_warnings=True)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
-
-
 @pytest.fixture(scope="module")
-def pushed(tmp_path_factory):
-    """The server after everything was pushed, the folder of the client, and what it reported."""
+def client(tmp_path_factory):
+    """The server after everything was pushed, the folder of the client, and what it reported of pushes and pulls."""
     folder = tmp_path_factory.mktemp("hub")
     with HubServer() as hub:
         hub.repos["org/carded"] = Repo()
         hub.repos["org/carded"].commit("main", {"README.md": WRITTEN_CARD.encode(), "data.bin": b"1"})
         hub.broken_uploads = 6  # as often as the client tries one file
-        yield hub, folder, run_client(hub, "push", folder)
+        environment = os.environ | hub.environment(str(folder / "cache"))
+        done = run(script(CLIENT, folder, *PULLED), environment=environment, no_warnings=True)
+        assert done.returncode == 0, done.stderr
+        yield hub, folder, *json.loads(done.stdout.splitlines()[-1])
 
 
-@pytest.fixture(scope="module")
-def pulled(pushed):
-    hub, folder, _ = pushed
-    names = [f"org/{name}" for name in ("qat", "packed", "single", "sharded", "broken", "carded", "mine")]
-    return run_client(hub, "pull", folder, *names)
+@pytest.fixture
+def pushed(client):
+    return client[:3]
 
 
 def card(hub: HubServer, name: str, branch: str = "main") -> ModelCard:
     return ModelCard(hub.repos[name].files(branch)["README.md"].decode())
 
 
-@pytest.mark.parametrize("name", ["qat", "packed", "single", "sharded", "broken", "carded", "mine"])
-def test_pulled_models_repeat_the_logits_of_the_pushed_ones(pushed, pulled, name):
-    mode = "qat" if name in ("qat", "broken") else "packed"
-    result = pulled[f"org/{name}"]
+@pytest.mark.parametrize("name", PULLED)
+def test_pulled_models_repeat_the_logits_of_the_pushed_ones(client, name):
+    mode = "qat" if name in ("org/qat", "org/broken") else "packed"
+    result = client[3][name]
     assert result["mode"] == mode
-    assert torch.equal(torch.tensor(result["logits"]), torch.load(pushed[1] / f"{mode}.pt", weights_only=True))
+    assert torch.equal(torch.tensor(result["logits"]), torch.load(client[1] / f"{mode}.pt", weights_only=True))
 
 
 def test_what_is_pushed_is_the_model_and_its_card(pushed):

@@ -12,7 +12,7 @@ from same_bits import tensors_in
 from transformers import AutoModelForCausalLM
 
 from hf_mxfp4 import MXFP4RLConfig
-from hf_mxfp4.checkpoint import FORMATS, CheckpointError, ShardError, export, import_checkpoint
+from hf_mxfp4.checkpoint import FORMATS, CheckpointError, export, import_checkpoint
 from hf_mxfp4.files import write_json
 from hf_mxfp4.layers import MXFP4PackedLinear
 
@@ -121,14 +121,12 @@ REFUSED = {
     ("compressed-tensors", "config_groups/group_0"): (["Linear"], "only a full scheme"),
     ("compressed-tensors", "kv_cache_scheme"): ({"num_bits": 8}, "kv_cache_scheme"),
     ("compressed-tensors", "transform_config"): ({"config_groups": {"u": {}}}, "transform_config"),
-    ("compressed-tensors", "quantization_status"): ("initialized", "quantization_status='initialized'"),
     ("compressed-tensors", "quant_method"): ("gptq", "'gptq'; what can be imported are MXFP4 checkpoints of"),
     ("quark", "global_quant_config/weight/dtype"): ("fp6_e3m2", "dtype='fp6_e3m2'; only 'fp4'"),
     ("quark", "global_quant_config/weight"): ([{}, {}], "not a JSON object"),
     ("quark", "global_quant_config/input_tensors"): ({"dtype": "fp8_e4m3"}, "input_tensors has dtype='fp8_e4m3'"),
     ("quark", "layer_quant_config"): ({"*q_proj": {}}, "layer_quant_config"),
     ("quark", "algo_config"): ([{"name": "rotation"}], "rotation"),
-    ("quark", "export/weight_format"): ("fake_quantized", "weight_format='fake_quantized'"),
 }
 
 
@@ -154,7 +152,6 @@ TENSORS = {
         "quantizes model.layers.0.mlp.experts.0",
     ),
     "scale-dtype": ({f"{Q_PROJ}.weight_scale": torch.ones(64, 2)}, f"{Q_PROJ}.weight_scale is torch.float32"),
-    "weight-shape": ({f"{Q_PROJ}.weight_packed": byte(64, 64)}, "[64, 64]; the model needs torch.uint8 [64, 32]"),
     "weight-missing": ({f"{Q_PROJ}.weight_packed": None}, f"no {Q_PROJ}.weight_packed"),
     "nothing": (None, "nothing in it is quantized"),
 }
@@ -181,10 +178,6 @@ def test_damaged_and_unquantized_sources(tmp_path):
     config["architectures"] = ["MyOwnModel"]
     write_json(folder / "config.json", config)
     with pytest.raises(CheckpointError, match="'MyOwnModel'.*remote code"):
-        import_checkpoint(folder, tmp_path / "out")
-    content = (folder / "model.safetensors").read_bytes()
-    (folder / "model.safetensors").write_bytes(content[:-1])
-    with pytest.raises(ShardError, match="truncated"):
         import_checkpoint(folder, tmp_path / "out")
     (folder / "config.json").write_text("{")
     with pytest.raises(CheckpointError, match="config.json cannot be read"):

@@ -105,10 +105,7 @@ def test_adding_leaves_the_files_as_they_are(copy):
     assert sum(done) == (folder / "model.safetensors").stat().st_size
     assert header_and_data(folder / "model.safetensors") == before and not where(folder)
     assert add_to_folder(folder) == []
-
-
-def test_what_is_recorded_is_not_replaced(copy):
-    folder = copy("packed")
+    # What is recorded is not replaced.
     (folder / "more.safetensors").write_bytes((folder / "model.safetensors").read_bytes())
     flip_last_bit(folder / "model.safetensors")
     assert add_to_folder(folder) == ["more.safetensors"] and where(folder) == ["model.safetensors"]

@@ -11,6 +11,7 @@ from export_files import config_in, header_and_data
 from factors import factors_config
 from processes import code, run
 from safetensors.torch import load_file
+from tables import CONFIGS, some
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForMaskedLM,
@@ -36,17 +37,7 @@ def load(folder, **options):
     return AutoModelForCausalLM.from_pretrained(folder, quantization_config=factors_config(**options))
 
 
-SCHEMES = {
-    "default": {},
-    "weight-only": {"preset": "w4a16"},
-    "ocp-with-skips": {
-        "scale_rule": "floor",
-        "macro_block": None,
-        "outlier_fallback": None,
-        "modules_to_not_convert": ["layers.0.mlp", "re:.*o_proj"],
-        "backend": "eager",
-    },
-}
+SCHEMES = some(CONFIGS, "default", "w4a16 plain", "skips")
 
 
 @pytest.mark.parametrize(("options", "shard_size"), list(zip(SCHEMES.values(), ["5GB", "20KB", "20KB"], strict=True)))
