@@ -30,9 +30,9 @@ _SCHEMES = (
 #: Of models: mode and options.
 _MODELS = {
     "w4a4": ("qat", {"preset": "w4a4"}),
-    "w4a4g8": ("qat", {"preset": "w4a4g8", "engine": "fp8", "macro_block": None, "outlier_fallback": None}),
-    "w4a4g4": ("qat", {"preset": "w4a4g4", "engine": "fp8", "macro_block": None, "outlier_fallback": None}),
-    "paper_b": ("qat", {"preset": "paper_b", "engine": "fp8"}),
+    "w4a4g8": ("qat", {"preset": "w4a4g8", "matmul_backend": "fp8", "macro_block": None, "outlier_fallback": None}),
+    "w4a4g4": ("qat", {"preset": "w4a4g4", "matmul_backend": "fp8", "macro_block": None, "outlier_fallback": None}),
+    "paper_b": ("qat", {"preset": "paper_b", "matmul_backend": "fp8"}),
     "tuned": ("qat", {"preset": "w4a4g4_tuned"}),
     "packed": ("packed", {"preset": "w4a16"}),
     "packed w4a4": ("packed", {"preset": "w4a4", "macro_block": None}),

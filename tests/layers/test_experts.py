@@ -15,9 +15,9 @@ from tiny_models import make_model
 from torch import nn
 
 from hf_mxfp4 import MXFP4Experts, cached_weights, fake_quantize, set_quantization_step
-from hf_mxfp4.experts_layout import unsupported_reason
 from hf_mxfp4.integrations.transformers import quantize_linears
 from hf_mxfp4.layers import random_layers
+from hf_mxfp4.model_structure import experts_unsupported_reason
 
 
 FAMILIES = ["qwen3_moe", "qwen2_moe", "mixtral", "gpt_oss"]
@@ -204,7 +204,7 @@ def test_other_layouts_are_refused(change, message):
     experts = plain_experts()
     for name, value in change.items():
         setattr(experts, name, value)
-    assert message in unsupported_reason(experts)
+    assert message in experts_unsupported_reason(experts)
     with pytest.raises(ValueError, match=f"layers.0.mlp.experts cannot be quantized: .*{message}"):
         MXFP4Experts.from_experts(experts, factors_config(), NAME)
 
@@ -215,7 +215,8 @@ def test_a_class_of_ones_own_is_refused():
             super().__init__()
             self.weight = nn.Parameter(torch.zeros(2, 4, 4))
 
-    assert unsupported_reason(MyExperts()) == "MyExperts is not made by transformers' use_experts_implementation"
+    reason = "MyExperts is not made by transformers' use_experts_implementation"
+    assert experts_unsupported_reason(MyExperts()) == reason
     model = nn.Sequential(nn.Linear(4, 4))
     model.experts = MyExperts()
     with pytest.raises(ValueError, match="cannot be quantized .experts: MyExperts is not made by.*add 'experts' to"):
