@@ -52,13 +52,6 @@ def test_the_scheme_is_in_the_adapters_config(load, tmp_path, scheme):
     assert MXFP4RLConfig.from_dict(config.base_quantization) == scheme
 
 
-def test_every_adapter_of_a_model_is_saved_with_it(load, tmp_path):
-    model = adapter(load(PACKED))
-    model.add_adapter("second", LoraConfig(r=2, target_modules=["v_proj"]))
-    model.save_pretrained(tmp_path)
-    assert saved_scheme(tmp_path) == saved_scheme(tmp_path / "second") == PACKED.to_dict()
-
-
 @pytest.mark.parametrize(
     ("trained", "found"),
     [

@@ -32,7 +32,7 @@ from transformers import AutoModelForCausalLM
 
 from hf_mxfp4 import MXFP4RLConfig
 from hf_mxfp4.moe import find_routers, recorded_choices
-from hf_mxfp4.rl.rollout.replay import BATCH_KEY, routed_tokens
+from hf_mxfp4.rl.router_replay import BATCH_KEY, routed_tokens
 
 
 pytestmark = pytest.mark.vllm

@@ -14,7 +14,7 @@ from torch import nn
 from ..._logging import get_logger
 from ...config import MXFP4RLConfig
 from ...layers import PACKED, QUANTIZED, MXFP4Experts, MXFP4Linear, MXFP4PackedExperts, MXFP4PackedLinear
-from ...suggestions import nearest_names
+from ...utils import nearest_names
 from .layers import MXFP4LoraExpertParameter, MXFP4LoraExperts, MXFP4LoraLinear, MXFP4LoraMasterLinear, lora_on_experts
 from .merging import LOSSY_DB, MergeReport, Merges
 from .methods import targeted_layers

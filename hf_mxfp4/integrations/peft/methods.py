@@ -14,7 +14,6 @@ from peft import PEFT_TYPE_TO_TUNER_MAPPING, PeftConfig
 from peft.tuners.tuners_utils import BaseTuner, check_target_module_exists
 from torch import nn
 
-from ...dither import round_frozen_masters
 from ...layers import PACKED, QUANTIZED, MXFP4Linear
 from .merging import Merges, adapters_on_quantized
 
@@ -105,7 +104,6 @@ def _attach(self: BaseTuner, model: nn.Module, peft_config: Any, adapter_name: s
 def _inject(self: BaseTuner, model: nn.Module, adapter_name: str, *args: Any, **kwargs: Any) -> None:
     check_method(self, model, self.peft_config[adapter_name])
     _INJECT(self, model, adapter_name, *args, **kwargs)
-    round_frozen_masters(model)
 
 
 @functools.wraps(_MERGE_ALLOWED)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The quantizer that transformers calls: which modules it replaces, how weights are loaded and packed, the report."""
 
-from ..._lazy import lazy_names
+from ...utils import lazy_names
 
 
 _LAZY = {"MXFP4RLQuantizer": "quantizer", "pack": "quantizer", "quantize_linears": "swap", "to_plain": "swap"}

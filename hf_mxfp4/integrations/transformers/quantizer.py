@@ -24,8 +24,8 @@ from ...checkpoint import (
 )
 from ...config import MXFP4RLConfig
 from ...dither import dither_masters
-from ...experts_layout import projections
 from ...layers import PACKED, QUANTIZED, TRAINABLE, MXFP4Experts, MXFP4PackedExperts
+from ...model_structure import projections
 from ...module_names import find_layers, full_precision_record, skip_reasons
 from ...registration import QUANT_METHOD, enter_classes
 from ...report import ErrorEnergy, QuantizationReport, count_weights, master_sqnr

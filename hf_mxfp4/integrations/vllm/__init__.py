@@ -6,9 +6,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-from ..._lazy import lazy_names
 from ...registration import QUANT_METHOD
-from ...suggestions import unknown_key_message
+from ...utils import lazy_names, unknown_key_message
 
 
 __all__ = ["SETTINGS_KEY", "EngineSettings", "ExpectedLayers", "WeightConverter", "register"]
