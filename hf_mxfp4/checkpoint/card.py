@@ -19,6 +19,7 @@ from torch import nn
 
 from .._logging import get_logger
 from ..config import MXFP4RLConfig
+from ..layers import trainable_matrices
 from ..module_names import find_layers
 from ..report import master_sqnr
 from ..utils import share_text
@@ -329,7 +330,7 @@ def _keep_or_save(card: ModelCard, folder: Path, existing: str | os.PathLike) ->
 
 def _master_sqnr(model: nn.Module) -> float | None:
     """Return the SQNR of the master weights in decibels; `None` if they are sharded or not finite."""
-    weights = [getattr(matrix.layer, matrix.parameter).detach() for matrix in model.hf_quantizer.matrices(model)]
+    weights = [getattr(matrix.layer, matrix.parameter).detach() for matrix in trainable_matrices(model)]
     if any(type(weight) is not torch.Tensor or weight.is_meta or weight.dim() < 2 for weight in weights):
         return None
     return master_sqnr(model)
