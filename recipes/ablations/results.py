@@ -8,7 +8,7 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from hf_mxfp4.stats import t_interval
+from hf_mxfp4.lab.stats import t_interval
 from recipes.common.reporting import draw_intervals, markdown_table, with_interval
 
 from .grid import Grid

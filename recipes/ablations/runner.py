@@ -16,7 +16,7 @@ import yaml
 
 from hf_mxfp4.checkpoint import last_complete_checkpoint
 from hf_mxfp4.files import write_json
-from hf_mxfp4.stats import share_text
+from hf_mxfp4.utils import share_text
 from recipes.common.reporting import hardware, tell, versions
 
 from .grid import Grid, Run

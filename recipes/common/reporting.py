@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.text import Text
 from transformers import PrinterCallback, ProgressCallback, Trainer
 
-from hf_mxfp4.environment import cpu_name, installed_version
+from hf_mxfp4.utils import cpu_name, installed_version
 
 
 console = Console()

@@ -11,7 +11,7 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
-from hf_mxfp4.stats import (
+from hf_mxfp4.lab.stats import (
     Estimate,
     bootstrap_mean,
     mean_pass_at_k,

@@ -17,7 +17,7 @@ from transformers import TrainingArguments
 
 from hf_mxfp4 import MXFP4Linear, MXFP4RLConfig
 from hf_mxfp4.numerics import FP8, GEMM_OPERANDS, QuantScheme
-from hf_mxfp4.suggestions import unknown_key_message
+from hf_mxfp4.utils import unknown_key_message
 from recipes.common.options import build, exit_on_wrong_options, option, read_command, read_file, read_yaml
 
 
@@ -106,12 +106,15 @@ def quantized_operands(model: nn.Module) -> dict[str, int]:
 
 DEFAULT_CONFIG = Path(__file__).parents[1] / "configs" / "pretrain_tiny_cpu.yaml"
 CORPORA = ("generated", "files", "hub")
-_NO_RESETS = (None, "give hf_mxfp4.rl.OscillationResetCallback to a Trainer of your own")
+_NO_RESETS = "resets of oscillating weights made no difference; leave it out"
 #: Options that are gone, see [`recipes.common.options`].
 REMOVED = {
     "backend": ("auto", "give it in extra_arms, as an option of MXFP4RLConfig"),
     "corpus_seed": (0, "the generated language is always that of seed 0"),
-    **dict.fromkeys(("oscireset_start", "oscireset_ratio", "oscireset_period", "oscireset_window"), _NO_RESETS),
+    "oscireset_start": (0.6, _NO_RESETS),
+    "oscireset_ratio": (8.0, _NO_RESETS),
+    "oscireset_period": (200, _NO_RESETS),
+    "oscireset_window": (50, _NO_RESETS),
     "target_fraction": (0.9, "the target is the baseline's loss after 0.9 of max_steps"),
     "validation_split": ("validation", "use a dataset with a split 'validation', or corpus: files"),
 }

@@ -13,7 +13,7 @@ import numpy as np
 from matplotlib.figure import Figure
 from rich.table import Table
 
-from hf_mxfp4.stats import t_interval
+from hf_mxfp4.lab.stats import t_interval
 from recipes.common.reporting import console, draw_intervals, with_interval
 
 from .arguments import BASELINE
@@ -63,8 +63,6 @@ def summarize(runs: Sequence[Mapping[str, Any]], *, budget: int, target_fraction
 
     Args:
         runs: finished runs with ``arm``, ``seed``, ``curve``; the baseline's among them.
-        budget: tokens at which losses are compared.
-        target_fraction: in (0, 1].
 
     Returns:
         ``arms``: for each arm ``overhead`` and ``gap``, each with ``by_seed`` and the fields of [`t_interval`] over the

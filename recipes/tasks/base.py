@@ -14,7 +14,7 @@ from typing import Any
 
 from datasets import Dataset
 
-from hf_mxfp4.rl.rewards.numbers import rewards_of
+from hf_mxfp4.rl.rewards import rewards_of
 
 
 COLUMNS = ("prompt", "completion", "answer")

@@ -3,7 +3,7 @@
 
 import random
 
-from hf_mxfp4.rl.rewards.numbers import (
+from hf_mxfp4.rl.rewards import (
     exact_match_reward,
     is_exact_match,
 )

@@ -7,7 +7,7 @@ from pathlib import Path
 import evaluate
 import pytest
 
-from hf_mxfp4.rl.rewards import math as math_answers
+from hf_mxfp4.rl import math_answers
 
 
 METRICS = Path(__file__).resolve().parents[2] / "recipes" / "metrics"

@@ -214,7 +214,7 @@ def test_files_that_cannot_be_used(tmp_path):
         (["--arm", "all"], "did you mean 'arms'"),
         (["--extra_tokens", "-1"], "extra_tokens=-1.0"),
         (["--target_fraction", "0.5"], "target_fraction is gone: the target is"),
-        (["--oscireset_period", "9"], "oscireset_period is gone: give hf_mxfp4.rl.OscillationResetCallback"),
+        (["--oscireset_period", "9"], "oscireset_period is gone: resets of oscillating weights made no difference"),
         (["--corpus", "c4"], "must be one of generated, files, hub"),
         (["--corpus", "files"], "needs data_files"),
         (["--seeds", "1", "1"], "distinct"),
