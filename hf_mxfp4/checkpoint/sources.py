@@ -12,6 +12,7 @@ from torch import nn
 
 from ..config import QUANT_METHOD, MXFP4RLConfig
 from ..gemm import check_rotation, packed_shapes, quantize_weight
+from ..model_structure import experts_unsupported_reason
 from ..module_names import fused_experts
 from .folder import CheckpointError, CheckpointFolder
 from .formats import IMPORTABLE, ImportableFormat
