@@ -121,6 +121,33 @@ class Comparison:
         return [name, *(number(unit * numbers[key], digits) for _, key, unit, digits in self.columns)]
 
 
+def compare_sources(
+    first: Source,
+    second: Source,
+    scheme: QuantScheme | None = None,
+    include: Sequence[str] = (),
+    exclude: Sequence[str] = (),
+    on_bytes: OnBytes = lambda count, name: None,
+) -> Comparison:
+    """Compare two checkpoints under ``scheme``, by default the first one's own or `rceil`; or, where one of them is
+    packed, its weights as they are stored with those of the other.
+
+    Raises [`SourceError`] for two packed checkpoints, for a scheme and a packed one, and as the two functions below do.
+    """
+    packed = [source for source in (first, second) if is_packed(source)]
+    if len(packed) == 2:
+        raise SourceError("both checkpoints store quantized weights; give the original of one of them as A")
+    if packed:
+        if scheme is not None:
+            raise SourceError(f"{packed[0].name} stores weights under a scheme of its own; give no --scheme")
+        original, stored = sorted((first, second), key=is_packed)
+        return compare_packed(original, stored, Selection(tuple(include), tuple(exclude)), on_bytes)
+    selections = tuple(Selection.of(source, include, exclude) for source in (first, second))
+    if scheme is None:
+        scheme = first.scheme.weight_scheme if first.scheme else QuantScheme()
+    return compare_checkpoints(first, second, scheme, selections, on_bytes)
+
+
 def compare_checkpoints(
     first: Source,
     second: Source,
@@ -223,11 +250,6 @@ def compare_packed(
     result.extra["not_quantized"] = rest
     result.lines = _packed_lines(result, **rest)
     return result
-
-
-def bytes_to_compare(original: Source, packed: Source) -> int:
-    """Return about what will be read of the two."""
-    return sum(source.path(shard).stat().st_size for source in (original, packed) for shard in source.expected)
 
 
 def _numbers(sums: Sums) -> dict[str, float]:

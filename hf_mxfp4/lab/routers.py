@@ -2,7 +2,7 @@
 """What quantization does to the routing of a mixture of experts, and how evenly its experts are used."""
 
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -51,10 +51,6 @@ class RouterStatistics:
             load_max_over_mean=float(share.max() * num_experts),
             dead_experts=float((counts == 0).double().mean()),
         )
-
-    def to_dict(self) -> dict[str, str | float | None]:
-        """Return the attributes by name."""
-        return asdict(self)
 
 
 def router_statistics(

@@ -71,6 +71,11 @@ class Source:
         except (TypeError, ValueError) as error:
             raise SourceError(f"the quantization_config of {self.name} cannot be read: {error}") from error
 
+    @property
+    def n_bytes(self) -> int:
+        """Bytes of the files that are there."""
+        return sum(path.stat().st_size for shard in self.expected if (path := self.folder / shard).is_file())
+
     def path(self, shard: str) -> Path:
         """Return the path of a file. Raises [`ShardError`] when it is missing."""
         path = self.folder / shard

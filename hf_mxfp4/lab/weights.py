@@ -224,12 +224,6 @@ def weight_slices(tensor: StoredTensor, axis: int, schemes: Sequence[QuantScheme
             yield matrix.t()
 
 
-def bytes_to_analyze(source: Source, selection: Selection) -> int:
-    """Return the bytes of the selected tensors, for a progress bar."""
-    tensors = (tensor for _, tensors in source.shards([]) for tensor in tensors)
-    return sum(tensor.nbytes for tensor in tensors if selection.decide(tensor).axis is not None)
-
-
 def _identity(file: Path) -> list[int]:
     """What changes when the contents of a file may have: its size and the time of its last change."""
     stat = file.stat()

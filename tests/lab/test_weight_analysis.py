@@ -214,15 +214,6 @@ def test_zero_and_empty_tensors(tmp_path):
     assert len(analysis.results) == 2 and analysis.worst("mxfp4+rceil") == {}
 
 
-def test_bytes_are_counted_as_they_are_read(checkpoint):
-    folder = checkpoint(shard_size="60KB")
-    source = open_source(str(folder))
-    seen = []
-    analyzed(folder, on_bytes=lambda count, name: seen.append((count, name)))
-    assert sum(count for count, _ in seen) == module.bytes_to_analyze(source, Selection()) == 4 * 61440
-    assert len({name for _, name in seen}) == 14
-
-
 def test_finished_tensors_are_not_read_again(checkpoint, tmp_path):
     folder = checkpoint(shard_size="60KB")
     seen = []
