@@ -52,5 +52,5 @@ def movement_advice(is_first: bool) -> str:
         )
     return (
         "Master weights have gathered at the boundaries between quantized values, or were rounded to 16 bits: keep "
-        "them in float32, lower learning_rate, or add OscillationResetCallback."
+        "them in float32, or lower learning_rate."
     )

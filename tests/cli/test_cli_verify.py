@@ -221,7 +221,7 @@ def test_what_cannot_be_checked_is_not_damage(copy, monkeypatch):
     def fail(*arguments):
         raise ZeroDivisionError("a mistake")
 
-    monkeypatch.setattr("hf_mxfp4.checkpoint.verify.file_damage", fail)
+    monkeypatch.setattr("hf_mxfp4.checkpoint.manifest.record_of", fail)
     done = run(copy("packed"))
     assert done.exit_code == 2 and "could not be checked: ZeroDivisionError: a mistake" in done.stderr
 
