@@ -26,7 +26,7 @@ from ..numerics import QuantScheme
 from .layers import Selection, location_of, natural_key
 from .page import number
 from .source import OnBytes, Problem, Source, SourceError
-from .statistics import error_statistics
+from .statistics import error_statistics, quotient
 from .weights import SLICE_ELEMENTS, selected, weight_slices
 
 
@@ -253,19 +253,19 @@ def compare_packed(
 
 
 def _numbers(sums: Sums) -> dict[str, float]:
-    first, second = (_ratio(sums[f"{side}_noise"], sums[side]) for side in ("first", "second"))
-    ratio = _ratio(second, first)
+    first, second = (quotient(sums[f"{side}_noise"], sums[side]) for side in ("first", "second"))
+    ratio = quotient(second, first)
     return {
         "first_relative_mse": first,
         "second_relative_mse": second,
         "mse_ratio": ratio,
         "sqnr_gain_db": -10 * math.log10(ratio) if ratio > 0 else math.nan,
-        "relative_difference": math.sqrt(_ratio(sums["distance"], sums["first"])),
+        "relative_difference": math.sqrt(quotient(sums["distance"], sums["first"])),
     }
 
 
 def _packed_numbers(sums: Sums) -> dict[str, float]:
-    relative = _ratio(sums["noise"], sums["energy"])
+    relative = quotient(sums["noise"], sums["energy"])
     found = {
         "sqnr_db": math.inf if relative == 0 else -10.0 * math.log10(relative),
         "relative_mse": relative,
@@ -360,7 +360,3 @@ def _added(sums) -> Sums:
         for key, value in each.items():
             total[key] = total.get(key, 0) + value
     return total
-
-
-def _ratio(a: float, b: float) -> float:
-    return a / b if b else math.nan
