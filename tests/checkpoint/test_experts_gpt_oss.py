@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, Mxfp4Config
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 import hf_mxfp4
-from hf_mxfp4.backends.select import dequantize
+from hf_mxfp4.backends import dequantize
 from hf_mxfp4.checkpoint import export, import_checkpoint
 from hf_mxfp4.files import write_json
 from hf_mxfp4.gemm import packed_tensor

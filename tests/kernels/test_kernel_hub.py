@@ -123,7 +123,7 @@ def test_digests_are_those_of_all_files(assembled):
         found = {
             path.relative_to(variant).as_posix(): base64.b64encode(hashlib.sha256(path.read_bytes()).digest()).decode()
             for path in variant.rglob("*")
-            if path.is_file() and path.name != "metadata.json" and path.suffix == ".py"
+            if path.suffix in (".py", ".cpp", ".h")
         }
         assert digest == {"algorithm": "sha256", "files": found}
 

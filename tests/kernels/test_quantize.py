@@ -103,7 +103,7 @@ def test_parts_that_a_scheme_does_not_have_are_refused():
         Packed(**PACKED).check(160, Scheme("rceil", 128))
 
 
-FUNCTIONS = ("fake_quantize", "fake_quantize_both", "quantize", "quantize_both", "to_fp8")
+FUNCTIONS = ("fake_quantize", "fake_quantize_rows_and_columns", "quantize", "quantize_rows_and_columns", "to_fp8")
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)

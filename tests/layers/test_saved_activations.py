@@ -11,8 +11,8 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from hf_mxfp4 import MXFP4Experts, MXFP4Linear, MXFP4RLConfig, pack
 from hf_mxfp4.backends import cpu
+from hf_mxfp4.gemm import linear as saved_module
 from hf_mxfp4.gemm import packed_weight
-from hf_mxfp4.gemm import saved as saved_module
 from hf_mxfp4.integrations.transformers.swap import quantize_linears
 from hf_mxfp4.layers import set_quantization_step
 from hf_mxfp4.numerics import parse_scheme

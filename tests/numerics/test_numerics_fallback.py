@@ -8,7 +8,7 @@ import torch
 from tables import RULES
 
 from hf_mxfp4.numerics import decompose, fake_quantize, quantize
-from hf_mxfp4.numerics.fallback import LARGEST_ERROR, SMALLEST_ERROR, block_errors, blocks_at_rate, select_blocks
+from hf_mxfp4.numerics.corrections import LARGEST_ERROR, SMALLEST_ERROR, block_errors, blocks_at_rate, select_blocks
 
 
 MACROS = [

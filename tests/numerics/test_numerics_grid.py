@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from hf_mxfp4.numerics import E2M1_MAGNITUDES, decode_e2m1, encode_e2m1, pack_codes, unpack_codes
-from hf_mxfp4.numerics.formats.e2m1 import round_nearest
+from hf_mxfp4.numerics.formats import round_nearest
 
 
 # OCP MX v1.0, section 5.3.3: sign, two exponent bits, one mantissa bit.

@@ -9,7 +9,7 @@ import torch
 
 from hf_mxfp4 import MXFP4RLConfig
 from hf_mxfp4.numerics import fake_quantize, quantize
-from hf_mxfp4.numerics.macro import (
+from hf_mxfp4.numerics.corrections import (
     dynamic_candidates,
     mantissa_factor,
     pack_mantissas,

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from hf_mxfp4.numerics import ScaleRule, decode_e8m0, scale_from_amax
-from hf_mxfp4.numerics.formats.e8m0 import inverse_scale, largest_finite_magnitude
+from hf_mxfp4.numerics.formats import inverse_scale, largest_finite_magnitude
 
 
 ALL_BYTES = torch.arange(256, dtype=torch.int32)

@@ -6,7 +6,7 @@ import torch
 
 from hf_mxfp4 import fake_quantize as fastest
 from hf_mxfp4.numerics import E2M1_MAGNITUDES, QuantScheme, apply_scheme, fake_quantize, quantize
-from hf_mxfp4.numerics.formats.e2m1 import round_stochastic
+from hf_mxfp4.numerics.formats import round_stochastic
 from hf_mxfp4.numerics.rng import counted_uniform
 
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tables import RULES
 
 from hf_mxfp4.numerics import QuantScheme, apply_scheme, decompose, fake_quantize, quantize
-from hf_mxfp4.numerics.fallback import sum_of_squares
+from hf_mxfp4.numerics.corrections import sum_of_squares
 
 
 #: Schemes whose factors belong to one tile each.

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from processes import code, run
 
-from hf_mxfp4.backends.cpu import library
+from mxfp4_kernels import cpu as library
 
 
 pytestmark = pytest.mark.skipif(library.load()[0] is None, reason=f"no fused CPU functions: {library.load()[1]}")

@@ -12,8 +12,7 @@ from torch.library import opcheck
 
 from hf_mxfp4 import MXFP4Linear, MXFP4PackedLinear, MXFP4RLConfig, QuantScheme, numerics
 from hf_mxfp4.gemm.compile import state_of, what_is_saved
-from hf_mxfp4.gemm.saved import PARTS
-from hf_mxfp4.numerics import parse_scheme
+from hf_mxfp4.numerics import PARTS, parse_scheme
 
 
 OPS = torch.ops.hf_mxfp4

@@ -9,7 +9,7 @@ from tables import CONFIGS, some
 
 from hf_mxfp4 import MXFP4RLConfig, fake_quantize
 from hf_mxfp4 import quantize as mxfp4_quantize
-from hf_mxfp4.backends import select as backends
+from hf_mxfp4.backends import dispatch as backends
 from hf_mxfp4.gemm import (
     GemmSpec,
     GemmState,

@@ -4,7 +4,7 @@ serves exports without it, too."""
 
 import torch
 
-from hf_mxfp4.backends.select import dequantize
+from hf_mxfp4.backends import dequantize
 from hf_mxfp4.gemm import packed_shapes, packed_tensor
 from hf_mxfp4.numerics import QuantScheme
 

@@ -23,12 +23,12 @@ from ...config import MXFP4RLConfig
 from ...dither import dither_masters
 from ...layers import (
     QUANTIZED,
+    ExpertsBase,
     MXFP4PackedExperts,
     MXFP4PackedLinear,
     WeightMatrix,
     trainable_matrices,
 )
-from ...layers.experts_base import ExpertsBase
 from ...module_names import full_precision_record, skip_reasons
 from ...registration import QUANT_METHOD, enter_classes
 from ...report import ErrorEnergy, QuantizationReport, count_weights, master_sqnr

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from ...backends.select import dequantize
+from ...backends import dequantize
 from ...config import MXFP4RLConfig
 from ...gemm import (
     PACKED_FIELDS,

@@ -18,7 +18,7 @@ import torch
 from accelerate import Accelerator
 
 from ..._logging import get_logger
-from ...backends.devices import widest_float
+from ...backends import widest_float
 
 
 #: As in TRL's `vllm_importance_sampling_mode`: a weight per token, or one per sequence, the product of its tokens'

@@ -27,8 +27,7 @@ from ...gemm import reads_packed_on_gpus
 from ...hooks import replaced_method
 from ...integrations.peft import adapter_rank, base_scheme, has_inseparable_adapters
 from ...integrations.vllm import SETTINGS_KEY, EngineSettings
-from ...layers import QUANTIZED
-from ...layers.experts_base import ExpertsBase
+from ...layers import QUANTIZED, ExpertsBase
 from ...registration import QUANT_METHOD
 
 
