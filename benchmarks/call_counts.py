@@ -18,6 +18,7 @@ Flows:
     experts   the forward pass of `MXFP4Experts`, two projections, on the fused C++ of the CPU
     weight    a checkpoint through `from_pretrained`, and packed to disk
     trainer   one step of `MXFP4GRPOTrainer`: from prompts to a gradient
+    rollout   one rollout of it: completions, rewards and log-probabilities, by the code above the layers
 """
 
 import argparse
@@ -72,12 +73,13 @@ class Counter:
         self.files.add(frame.f_code.co_filename)
 
 
-def counted(flow: Flow, warm: bool = True) -> Counter:
-    """Return what a flow calls, its second time (its first without ``warm``)."""
+def counted(flow: Flow, parts: tuple[str, ...] = ("",), warm: bool = True) -> Counter:
+    """Return what a flow calls in these parts of the package, its second time (its first without ``warm``)."""
     import hf_mxfp4
     import mxfp4_kernels
 
-    folders = tuple(f"{Path(module.__file__).parent}{os.sep}" for module in (hf_mxfp4, mxfp4_kernels))
+    roots = [Path(module.__file__).parent for module in (hf_mxfp4, mxfp4_kernels)]
+    folders = tuple(os.path.join(root / part, "") for root in roots for part in parts)
     if warm:
         flow()
     with Counter(folders) as counter:
@@ -208,8 +210,8 @@ def tokenizer() -> Any:
     return PreTrainedTokenizerFast(tokenizer_object=words, pad_token="t0", eos_token="t1", unk_token="t2")
 
 
-def trainer(stack: ExitStack) -> Flow:
-    """Return one training step of GRPO on a quantized model of two layers."""
+def tiny_trainer(stack: ExitStack, **options: Any) -> Any:
+    """Return a trainer of GRPO on a quantized model of two layers."""
     from datasets import Dataset
     from transformers import AutoModelForCausalLM
 
@@ -228,15 +230,23 @@ def trainer(stack: ExitStack) -> Flow:
         bf16=False,
         save_strategy="no",
         disable_tqdm=True,
+        **options,
     )
-    made = MXFP4GRPOTrainer(
+    return MXFP4GRPOTrainer(
         model=model,
         reward_funcs=lambda completions, **_: [float(len(text)) for text in completions],
         args=args,
         train_dataset=Dataset.from_dict({"prompt": ["t5 t6", "t7 t8"]}),
         processing_class=tokenizer(),
     )
-    return made.train
+
+
+def rollout(stack: ExitStack) -> Flow:
+    """Return one rollout, with noise, of which the log-probabilities are computed at once."""
+    made = tiny_trainer(stack, aqn_num_stages=1, num_iterations=2)
+    made.model.train()
+    made.current_gradient_accumulation_steps = 1
+    return lambda: made._generate_and_score_completions([{"prompt": "t5 t6"}] * 2)
 
 
 FLOWS: dict[str, Callable[[ExitStack], Flow]] = {
@@ -248,17 +258,20 @@ FLOWS: dict[str, Callable[[ExitStack], Flow]] = {
     "triton": to_kernels,
     "experts": lambda _: experts(),
     "weight": weight,
-    "trainer": trainer,
+    "trainer": lambda stack: tiny_trainer(stack).train,
+    "rollout": rollout,
 }
 #: Flows that are too long to be timed here.
-RUNS = ("weight", "trainer")
+RUNS = ("weight", "trainer", "rollout")
+#: Parts of the package that are counted, of flows of which not all are.
+PARTS = {"rollout": ("rl", "moe", "integrations")}
 
 
 def count(name: str) -> tuple[Counter, float | None]:
     """Return what a flow calls, and the microseconds that it takes, of layers."""
     with ExitStack() as stack:
         flow = FLOWS[name](stack)
-        counter = counted(flow, warm=name != "trainer")
+        counter = counted(flow, PARTS.get(name, ("",)), warm=name != "trainer")
         return counter, None if name in RUNS else 1e6 * min(timeit.repeat(flow, number=1, repeat=200))
 
 

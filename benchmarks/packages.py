@@ -31,7 +31,7 @@ ORDER = (
     ("rl",),
     ("integrations.transformers", "integrations.peft", "integrations.vllm"),
     ("checkpoint",),
-    ("layers", "moe"),
+    ("layers",),
     ("gemm",),
     ("backends",),
     ("numerics",),

@@ -78,7 +78,7 @@ def finish(study: Study, runs: list[dict[str, Any]], output: Path) -> dict[str, 
         of_arm = [run for run in runs if run["arm"] == name]
         for key in ("scheme", "n_quantized", "n_skipped", "quantized_operands"):
             result[key] = of_arm[0][key]
-        for key in ("curve", "oscillation_resets", "seconds", "cpu_seconds"):
+        for key in ("curve", "seconds", "cpu_seconds"):
             result[key] = [run[key] for run in of_arm]
     write_json(output / "summary.json", summary, indent=1)
     curves = {name: result["curve"] for name, result in summary["arms"].items()}

@@ -22,6 +22,7 @@ from .formats import (
 from .hadamard import random_signs, rotate, unrotate
 from .packed import PARTS, MXFP4Tensor, dequantize, part_sizes
 from .quantize import apply_scheme, fake_quantize, quantize
+from .rng import counted_uniform
 from .schemes import (
     FP8,
     FULL,
@@ -62,6 +63,7 @@ __all__ = [
     "Rotation",
     "ScaleRule",
     "apply_scheme",
+    "counted_uniform",
     "decode_e2m1",
     "decode_e8m0",
     "decompose",

@@ -4,27 +4,26 @@
 trl is imported when the trainer or its config is first used.
 """
 
-from .._lazy import lazy_names
+from ..utils import lazy_names
 
 
 _LAZY = {
-    "ActivationErrorCallback": "callbacks.errors",
-    "EntropyCallback": "callbacks.entropy",
-    "ErrorCallback": "callbacks.errors",
+    "ActivationErrorCallback": "errors",
+    "EntropyCallback": "callbacks",
+    "ErrorCallback": "errors",
     "ExactResumeMixin": "resume",
     "MXFP4AsyncGRPOTrainer": "asynchronous",
     "MXFP4GRPOConfig": "config",
     "MXFP4GRPOTrainer": "trainer",
     "NoiseSchedule": "noise",
     "NormNoise": "noise",
-    "OscillationResetCallback": "callbacks.oscillation",
-    "QuantizationStepCallback": "callbacks.entropy",
-    "RewardError": "rewards.guard",
-    "RunLogCallback": "callbacks.run_log",
-    "StepMovementCallback": "callbacks.movement",
-    "VLLMServerError": "rollout.vllm_engine",
+    "QuantizationStepCallback": "callbacks",
+    "RewardError": "rewards",
+    "RunLogCallback": "callbacks",
+    "StepMovementCallback": "errors",
+    "VLLMServerError": "vllm_engine",
     "plain_name": "noise",
-    "rollout_parameters": "rollout.vllm",
+    "rollout_parameters": "vllm",
 }
 
 __all__ = sorted(_LAZY)

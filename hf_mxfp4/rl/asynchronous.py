@@ -6,16 +6,15 @@ from types import SimpleNamespace
 from typing import Any
 
 from accelerate.utils import is_peft_model
-from torch import nn
 from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer
 
 from .._logging import get_logger
 from ..integrations.vllm import SETTINGS_KEY
 from ..layers import QUANTIZED, random_layers
-from .callbacks.entropy import QuantizationStepCallback
-from .checks import check_scheme, count_quantized, warn_of_16_bit_masters
-from .rollout.vllm import Parameters, rollout_parameters
-from .rollout.vllm_engine import VLLMEngine, check_forward
+from .callbacks import QuantizationStepCallback
+from .checks import check_policy, check_scheme, count_quantized
+from .vllm import Parameters, rollout_parameters
+from .vllm_engine import VLLMEngine, check_forward
 
 
 class MXFP4AsyncGRPOTrainer(AsyncGRPOTrainer):
@@ -62,7 +61,14 @@ class MXFP4AsyncGRPOTrainer(AsyncGRPOTrainer):
             args.model_init_kwargs = given
         policy = self.accelerator.unwrap_model(self.model)
         self.n_quantized = count_quantized(policy)
-        _check_policy(policy, self.n_quantized, self._lora_sync)
+        check_policy(policy, self.n_quantized, otherwise="use trl's AsyncGRPOTrainer")
+        check_forward(policy)
+        if is_peft_model(policy) and not self._lora_sync:
+            raise ValueError(
+                "AsyncGRPOTrainer merges adapters into the weights below them where it cannot push them alone, which "
+                "writes master weights and fails on packed ones; start vLLM on the policy's own folder with "
+                "--enable-lora and VLLM_ALLOW_RUNTIME_LORA_UPDATING=1, and leave out weight_transfer"
+            )
         # A transfer that is given to the trainer may be to anything.
         self._is_server_asked = kwargs.get("weight_transfer") is None
         if not self._is_server_asked:
@@ -99,19 +105,3 @@ class MXFP4AsyncGRPOTrainer(AsyncGRPOTrainer):
                 f"the vLLM server at {self.args.vllm_server_base_url} {reason}: start it on a folder that the policy "
                 f"was saved in{also} (docs/vllm.md)"
             )
-
-
-def _check_policy(policy: nn.Module, n_quantized: int, is_adapter_pushed: bool) -> None:
-    if n_quantized == 0:
-        raise ValueError(
-            f"{type(policy).__name__} has no MXFP4 layer: this run would train in full precision. Give "
-            "quantization_config=MXFP4RLConfig(), or use trl's AsyncGRPOTrainer"
-        )
-    check_forward(policy)
-    if is_peft_model(policy) and not is_adapter_pushed:
-        raise ValueError(
-            "AsyncGRPOTrainer merges adapters into the weights below them where it cannot push them alone, which "
-            "writes master weights and fails on packed ones; start vLLM on the policy's own folder with --enable-lora "
-            "and VLLM_ALLOW_RUNTIME_LORA_UPDATING=1, and leave out weight_transfer"
-        )
-    warn_of_16_bit_masters(policy)

@@ -4,7 +4,6 @@
 from typing import Any
 
 import torch
-from accelerate import Accelerator
 from peft import PeftModel
 from torch import nn
 from transformers.utils.peft_utils import find_adapter_config_file
@@ -19,19 +18,11 @@ def count_quantized(model: nn.Module) -> int:
     return sum(len(matrix_names("", module)) for module in model.modules() if isinstance(module, QUANTIZED))
 
 
-def is_sharded(accelerator: Accelerator) -> bool:
-    """Return whether FSDP or DeepSpeed ZeRO-3 shards the weights over processes."""
-    plugin = getattr(accelerator.state, "deepspeed_plugin", None)
-    is_zero3 = plugin is not None and plugin.zero_stage == 3
-    return is_zero3 or getattr(accelerator.state, "fsdp_plugin", None) is not None
-
-
 def check_arguments(
     args: Any, quantization_config: Any, train_dataset: Any, eval_dataset: Any, needs_prompt: bool
 ) -> None:
-    """Raise `TypeError` for another config, or a scheme's name in the place of a config, and `ValueError` for a dataset
-    that is empty or has no prompts (unless environments make them: ``needs_prompt``), and for lengths that contradict
-    one another."""
+    """Raise `TypeError` for another config, or a scheme's name in the place of one, and `ValueError` for a dataset that
+    is empty or has no prompts (unless environments make them), and for lengths that contradict one another."""
     if not isinstance(args, MXFP4GRPOConfig):
         raise TypeError(f"args must be an MXFP4GRPOConfig, got {type(args).__name__}")
     check_scheme("quantization_config", quantization_config)
@@ -40,23 +31,18 @@ def check_arguments(
     if args.overlong_buffer and args.max_completion_length is None:
         raise ValueError(f"overlong_buffer={args.overlong_buffer} needs max_completion_length")
     for name, dataset in _named(train_dataset, eval_dataset):
-        _check_dataset(name, dataset, needs_prompt)
+        if hasattr(dataset, "__len__") and len(dataset) == 0:
+            raise ValueError(f"{name} is empty")
+        columns = getattr(dataset, "column_names", None)
+        if needs_prompt and columns is not None and "prompt" not in columns:
+            raise ValueError(f"{name} has no column 'prompt'; it has {', '.join(columns)}")
 
 
 def _named(train_dataset: Any, eval_dataset: Any) -> list[tuple[str, Any]]:
+    """The datasets that there are, with their names."""
     evaluated = eval_dataset if isinstance(eval_dataset, dict) else {"": eval_dataset}
     named = [(f"eval_dataset {name}".strip(), dataset) for name, dataset in evaluated.items()]
-    return [("train_dataset", train_dataset), *named]
-
-
-def _check_dataset(name: str, dataset: Any, needs_prompt: bool) -> None:
-    if dataset is None:
-        return
-    if hasattr(dataset, "__len__") and len(dataset) == 0:
-        raise ValueError(f"{name} is empty")
-    columns = getattr(dataset, "column_names", None)
-    if needs_prompt and columns is not None and "prompt" not in columns:
-        raise ValueError(f"{name} has no column 'prompt'; it has {', '.join(columns)}")
+    return [pair for pair in (("train_dataset", train_dataset), *named) if pair[1] is not None]
 
 
 def check_tokens(tokenizer: Any, train_dataset: Any, eval_dataset: Any) -> None:
@@ -67,30 +53,21 @@ def check_tokens(tokenizer: Any, train_dataset: Any, eval_dataset: Any) -> None:
             f"{type(tokenizer).__name__} has no end-of-sequence token, so no completion could end: set "
             "tokenizer.eos_token to the token that ends a text, and give the tokenizer as processing_class"
         )
-    for name, dataset in _named(train_dataset, eval_dataset):
-        if dataset is None or "prompt" not in (getattr(dataset, "column_names", None) or ()):
-            continue
-        if not hasattr(dataset, "__len__") or tokenizer("").input_ids:
-            continue
-        empty = next((row for row, prompt in enumerate(dataset["prompt"]) if prompt in ("", [])), None)
-        if empty is not None:
-            raise ValueError(f"row {empty} of {name} has an empty prompt, from which nothing can be generated")
+    for name, dataset in _named(train_dataset, eval_dataset) if not tokenizer("").input_ids else ():
+        has_prompts = hasattr(dataset, "__len__") and "prompt" in (getattr(dataset, "column_names", None) or ())
+        for row, prompt in enumerate(dataset["prompt"] if has_prompts else ()):
+            if prompt in ("", []):
+                raise ValueError(f"row {row} of {name} has an empty prompt, from which nothing can be generated")
 
 
-def check_policy(model: nn.Module, n_quantized: int, args: MXFP4GRPOConfig) -> None:
-    """Raise `ValueError` for a model without an MXFP4 layer (unless `allow_full_precision`); warn of master weights in
-    16 bits."""
-    if n_quantized == 0 and not args.allow_full_precision:
+def check_policy(model: nn.Module, n_quantized: int, otherwise: str) -> None:
+    """Raise `ValueError`, which says what to do ``otherwise``, for a model without an MXFP4 layer; warn of master
+    weights that are trained in 16 bits."""
+    if n_quantized == 0 and otherwise:
         raise ValueError(
-            f"{type(model).__name__} has no MXFP4 layer: this run would train in full precision. Load the "
-            "model with quantization_config=MXFP4RLConfig() (the trainer takes it too, beside a model's name), or "
-            "set allow_full_precision=True for a baseline"
+            f"{type(model).__name__} has no MXFP4 layer: this run would train in full precision. Load it with "
+            f"quantization_config=MXFP4RLConfig() (the trainer takes it too, beside a model's name), or {otherwise}"
         )
-    warn_of_16_bit_masters(model)
-
-
-def warn_of_16_bit_masters(model: nn.Module) -> None:
-    """Warn of master weights that are trained in 16 bits."""
     layers = [module for module in model.modules() if isinstance(module, TRAINABLE)]
     trained = [p for layer in layers for p in layer.parameters(recurse=False) if p.requires_grad and p.dim() > 1]
     if trained and trained[0].dtype in (torch.bfloat16, torch.float16):
@@ -98,15 +75,6 @@ def warn_of_16_bit_masters(model: nn.Module) -> None:
             "the master weights are trained in %s: updates smaller than a 256th (bfloat16) of a weight are rounded "
             "away, which at the learning rates of RL is most of them; load the model with dtype=torch.float32",
             trained[0].dtype,
-        )
-
-
-def check_router_replay(has_tools: bool) -> None:
-    """Raise `ValueError` where a rollout is more than one generation, of which `router_replay` records one."""
-    if has_tools:
-        raise ValueError(
-            "router_replay=True records rollouts of one generation each; it does not work with tools, "
-            "environment_factory or rollout_func"
         )
 
 
@@ -128,8 +96,7 @@ def check_adapter(model: Any, peft_config: Any) -> None:
 
 
 def check_scheme(option: str, given: Any) -> None:
-    """Raise `TypeError` for the name of a scheme in the place of a config, which transformers fails on without a
-    message."""
+    """Raise `TypeError` for the name of a scheme in the place of a config."""
     if isinstance(given, str):
         raise TypeError(
             f"{option} must be an MXFP4RLConfig, such as MXFP4RLConfig(preset='w4a4'), or its dict; got {given!r}"

@@ -8,9 +8,9 @@ from trl import GRPOConfig
 
 from .._logging import get_logger
 from ..layers import WEIGHT_FORMS
-from ..suggestions import described_options
+from ..utils import described_options
 from .noise import NoiseSchedule
-from .rollout.correction import check_correction, share_with_trl
+from .rollout import check_correction, share_with_trl
 
 
 #: What `vllm_weights` can be.
@@ -114,7 +114,7 @@ class MXFP4GRPOConfig(_OlderConfig):
         default=0,
         metadata={
             "help": "Soft overlong punishment (DAPO): the last tokens before `max_completion_length`, over which a "
-            "penalty rises from 0 to `overlong_penalty`. Added as a reward function. 0: none."
+            "penalty rises from 0 to `overlong_penalty`. 0: none."
         },
     )
     overlong_penalty: float = field(
@@ -123,20 +123,18 @@ class MXFP4GRPOConfig(_OlderConfig):
     cache_rollout_weights: bool = field(
         default=True,
         metadata={
-            "help": "Keep the quantized copy of every weight while a rollout lasts. It takes the memory of the weights "
-            "in the dtype of products, in each process, under FSDP2 and ZeRO-3 too. False keeps none and quantizes (or "
-            "dequantizes) every weight again for each generated token: slower, and the same to rounding. Not for "
-            "vLLM's own copy."
+            "help": "Keep the quantized copy of every weight while a rollout lasts, in the dtype of products and in "
+            "each process, under FSDP2 and ZeRO-3 too. False quantizes (or dequantizes) every weight again for each "
+            "generated token: slower, and the same to rounding. Not for vLLM's own copy."
         },
     )
     step_weights: str = field(
         default="auto",
         metadata={
             "help": "What each weight was quantized to, kept from the rollout of an optimizer step to its last "
-            "backward pass, so that it is quantized once per step: 'dense' in the dtype of products, 2 or 4 bytes an "
-            "element; 'packed' as 4-bit codes and scales, 4.25 bits (8.56 with outlier fallback and macro blocks); "
-            "'auto' packed where a kernel reads codes and dense elsewhere; 'none' keeps nothing beyond a rollout, nor "
-            "does any of them under FSDP and ZeRO-3, which shard the weights."
+            "backward pass: 'dense' in the dtype of products, 2 or 4 bytes an element; 'packed' as 4-bit codes and "
+            "scales, 4.25 bits (8.56 with outlier fallback and macro blocks); 'auto' packed where a kernel reads codes "
+            "and dense elsewhere; 'none' keeps nothing beyond a rollout, nor does any of them under FSDP and ZeRO-3."
         },
     )
     vllm_weights: str = field(
@@ -150,17 +148,13 @@ class MXFP4GRPOConfig(_OlderConfig):
     )
     error_every: int = field(
         default=50,
-        metadata={
-            "help": "Steps between measurements of the quantization error's components, of weights and of activations; "
-            "0: never."
-        },
+        metadata={"help": "Steps between measurements of the components of the quantization error; 0: never."},
     )
     movement_every: int = field(
         default=50,
         metadata={
             "help": "Steps between measurements of how far a step moves quantized weights over how far it moves their "
-            "masters, on at most 16.8 M weights (64 MiB in float32); also measured in the first step that moves one "
-            "and in the last; 0: never."
+            "masters, on at most 16.8 M weights (64 MiB in float32); 0: never."
         },
     )
     report_every: int = field(

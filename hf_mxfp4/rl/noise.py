@@ -18,10 +18,10 @@ import torch
 from torch import nn
 
 from ..backends import widest_float
-from ..hooks import replaced_method
 from ..model_structure import text_part
 from ..module_names import name_matches
 from ..moe import present_routers
+from ..utils import replaced_method
 
 
 #: Where models whose routers are plain linear layers (those of other repositories) keep them.
@@ -73,9 +73,8 @@ def find_norms(model: nn.Module) -> dict[str, nn.Module]:
 
     Found by structure, whichever library defines the class: a leaf with one parameter, a 1-D ``weight``, and "norm" in
     the name of its class or of its place. In a decoder layer with a router, of the layer's own norms only
-    ``input_layernorm`` is taken: the others feed the router, whose choices noise would scramble. Of a norm that PEFT
-    trains a copy of (``modules_to_save``), the copy is taken. Of a model of images or sound, the norms of its language
-    model's decoder are.
+    ``input_layernorm``: the others feed the router, whose choices noise would scramble. Of a norm that PEFT trains a
+    copy of (``modules_to_save``), the copy. Of a model of images or sound, the norms of its language model's decoder.
     """
     routers, decoder = _router_names(model), text_part(model)
     norms = {
@@ -83,12 +82,12 @@ def find_norms(model: nn.Module) -> dict[str, nn.Module]:
         for name, module in model.named_modules()
         if (decoder is None or module in decoder) and not name.endswith(".original_module") and _is_norm(name, module)
     }
-    owners = {_owner(name) for name in norms}
-    routed = {_nearest(router, owners) for router in routers}
+    owners = {name: plain_name(name).rpartition(".")[0] for name in norms}
+    routed = {_nearest(router, set(owners.values())) for router in routers}
     return {
         name: module
         for name, module in norms.items()
-        if (_owner(name) not in routed or name_matches(name, "input_layernorm"))
+        if (owners[name] not in routed or name_matches(name, "input_layernorm"))
         and not any(name_matches(plain_name(name), router) for router in routers)
     }
 
@@ -105,11 +104,6 @@ def _router_names(model: nn.Module) -> set[str]:
     known = tuple(f".{router}" for router in _ROUTER_NAMES)
     by_name = {plain_name(name) for name, _ in model.named_modules() if plain_name(name).endswith(known)}
     return by_name | {plain_name(name) for name in present_routers(model)}
-
-
-def _owner(name: str) -> str:
-    """The module that a norm is a part of."""
-    return plain_name(name).rpartition(".")[0]
 
 
 def _nearest(router: str, owners: set[str]) -> str | None:
@@ -137,11 +131,10 @@ class NoiseReport:
 
 
 class NormNoise:
-    """Puts noise on the norms of one model.
+    """Puts noise on the norms of one model, whose forward passes are replaced for a rollout; DDP and FSDP2 allow it.
 
     Args:
-        model: the policy, possibly wrapped by PEFT; the forward passes of its norms are replaced for a rollout, which
-            DDP and FSDP2 allow.
+        model: the policy, possibly wrapped by PEFT.
         seed: base seed. Noise is a function of seed, step and module order, drawn on the CPU, so it is the same on
             all ranks, and global random state is not touched.
 

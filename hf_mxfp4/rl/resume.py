@@ -1,11 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Training checkpoints that are whole, and that a run continues from to the bit."""
+"""Training checkpoints that are whole, that a run continues from to the bit, and one of them whenever a GRPO run ends
+early: by an exception, Ctrl-C, or SIGTERM from a scheduler."""
 
 import contextlib
 import math
 import random
-from collections.abc import Iterator
+import signal
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -13,12 +17,12 @@ import torch
 from accelerate.utils import broadcast_object_list
 from torch import nn
 from torch.utils.data import Sampler
-from transformers import Trainer, TrainerState
+from transformers import Trainer, TrainerCallback, TrainerState
 
 from .._logging import get_logger
 from ..checkpoint import checkpoint_step, invalidate, last_complete_checkpoint, why_incomplete, write_whole_manifest
 from ..layers import random_layers
-from .callbacks.entropy import QuantizationStepCallback
+from .callbacks import QuantizationStepCallback
 
 
 class ExactResumeMixin:
@@ -47,7 +51,7 @@ class ExactResumeMixin:
 
     def _save_checkpoint(self, model, trial):
         folder = Path(self._get_output_dir(trial=trial)) / f"checkpoint-{self.state.global_step}"
-        name = not_finite(self.model)
+        name = _not_finite(self.model)
         if self.accelerator.reduce(torch.tensor(float(name is not None), device=self.args.device)).item():
             raise ValueError(
                 f"step {self.state.global_step}: {name or 'a weight of another process'} holds NaN or infinity, so no "
@@ -71,7 +75,7 @@ class ExactResumeMixin:
     def _save(self, output_dir=None, state_dict=None):
         if self.is_deepspeed_enabled:
             state_dict = {} if state_dict is None else state_dict  # that of the other processes
-            replace_by_masters(self.model, state_dict)
+            _replace_by_masters(self.model, state_dict)
         model = self.accelerator.unwrap_model(self.model, keep_torch_compile=False)
         conversions = getattr(model, "_weight_conversions", None)
         if not conversions or output_dir is None or checkpoint_step(output_dir) is None:
@@ -108,7 +112,8 @@ class ExactResumeMixin:
         checkpoint = self._whole_checkpoint(resume_from_checkpoint)
         if checkpoint is not None:
             self._restore_process(checkpoint)
-        if random_layers(self.model) and not _has(self, QuantizationStepCallback):
+        told = any(isinstance(callback, QuantizationStepCallback) for callback in self.callback_handler.callbacks)
+        if random_layers(self.model) and not told:
             self.add_callback(QuantizationStepCallback())
         return super().train(checkpoint, *args, **kwargs)
 
@@ -159,10 +164,8 @@ class ExactResumeMixin:
             get_logger().warning(
                 "%s was written by %d processes and is resumed by %d: random states start over, so that this run does "
                 "not repeat one that was never stopped",
-                checkpoint,
-                state["world_size"],
-                self.args.world_size,
-            )
+                checkpoint, state["world_size"], self.args.world_size,
+            )  # fmt: skip
 
     def _load_process_state(self, state: dict[str, Any]) -> None:
         """Restore what [`_process_state`] returned, in a process of the same rank."""
@@ -176,23 +179,23 @@ class ExactResumeMixin:
         return sampler
 
     def _issue_warnings_after_load(self, load_result):
-        missing = missing_parameters(self.model, load_result.missing_keys)
+        keys = set(load_result.missing_keys)
+        named = list(self.model.named_parameters(remove_duplicate=False))
+        loaded = {id(parameter) for name, parameter in named if name not in keys}  # under any of its tied names
+        missing = {id(p): name for name, p in reversed(named) if id(p) not in loaded}
         if missing:
             raise ValueError(
-                f"the checkpoint has no weights for {len(missing)} parameters of the model, among them {missing[0]}, "
-                "which would keep the values that the model was loaded with. If they are experts, it was written by a "
-                "trainer without ExactResumeMixin: load the checkpoint itself as the model instead of resuming"
+                f"the checkpoint has no weights for {len(missing)} parameters of the model, among them "
+                f"{list(missing.values())[-1]}, which would keep the values that the model was loaded with. If they "
+                "are experts, it was written by a trainer without ExactResumeMixin: load the checkpoint itself as the "
+                "model instead of resuming"
             )
         super()._issue_warnings_after_load(load_result)
 
 
-def _has(trainer: Trainer, kind: type) -> bool:
-    return any(isinstance(callback, kind) for callback in trainer.callback_handler.callbacks)
-
-
-def not_finite(model: nn.Module, gradients: bool = False) -> str | None:
-    """Return the name of the first trained parameter that holds NaN or infinity, or whose gradient does; `None` for
-    none. Sharded ones are looked at where this process has them."""
+def _not_finite(model: nn.Module, gradients: bool = False) -> str | None:
+    """The name of the first trained parameter that holds NaN or infinity, or whose gradient does; `None` for none.
+    Sharded ones are looked at where this process has them."""
     named = [(n, p.grad if gradients else p.detach()) for n, p in model.named_parameters() if p.requires_grad]
     local = [(n, getattr(t, "_local_tensor", t)) for n, t in named if t is not None and t.numel()]
     # The largest magnitude is NaN or infinite where any element is; a norm of large numbers could overflow.
@@ -203,7 +206,7 @@ def not_finite(model: nn.Module, gradients: bool = False) -> str | None:
     return next((name for (name, _), good in zip(largest, finite, strict=True) if not good), None)
 
 
-def replace_by_masters(model: nn.Module, state_dict: dict[str, torch.Tensor]) -> None:
+def _replace_by_masters(model: nn.Module, state_dict: dict[str, torch.Tensor]) -> None:
     """Put the float32 weights that DeepSpeed's optimizer updates in the place of their 16-bit copies in ``state_dict``,
     which is filled on the process that writes it alone. To be called by all processes."""
     from deepspeed.utils import safe_get_full_fp32_param
@@ -215,43 +218,181 @@ def replace_by_masters(model: nn.Module, state_dict: dict[str, torch.Tensor]) ->
                 state_dict[name] = master.view(state_dict[name].shape).cpu()
 
 
-def missing_parameters(model: nn.Module, missing_keys: list[str]) -> list[str]:
-    """Return the parameters of ``model`` that no key was loaded into, under any of the names that they are tied to."""
-    missing, loaded = {}, set()
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        if name in missing_keys:
-            missing.setdefault(id(parameter), name)
-        else:
-            loaded.add(id(parameter))
-    return [name for key, name in missing.items() if key not in loaded]
+def keep_random_states() -> Callable[[], None]:
+    """Return a function that puts the global random generators of this process back to what they are now."""
+    python, numpy, cpu = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    cuda = torch.cuda.get_rng_state() if torch.cuda.is_available() else None
 
+    def restore() -> None:
+        random.setstate(python)
+        np.random.set_state(numpy)
+        torch.set_rng_state(cpu)
+        if cuda is not None:
+            torch.cuda.set_rng_state(cuda)
 
-def random_states() -> dict[str, Any]:
-    """Return the states of the global random generators of this process."""
-    states = {"python": random.getstate(), "numpy": np.random.get_state(), "torch": torch.get_rng_state()}
-    if torch.cuda.is_available():
-        states["cuda"] = torch.cuda.get_rng_state()
-    return states
-
-
-def restore_random_states(states: dict[str, Any]) -> None:
-    """Put the global random generators back to what [`random_states`] returned."""
-    random.setstate(states["python"])
-    np.random.set_state(states["numpy"])
-    torch.set_rng_state(states["torch"])
-    if "cuda" in states:
-        torch.cuda.set_rng_state(states["cuda"])
-
-
-@contextlib.contextmanager
-def random_states_kept() -> Iterator[None]:
-    """Restore the global random generators at the end of this context."""
-    states = random_states()
-    try:
-        yield
-    finally:
-        restore_random_states(states)
+    return restore
 
 
 def _state_file(checkpoint: str, rank: int) -> Path:
     return Path(checkpoint) / f"mxfp4_state_{rank}.pt"
+
+
+# ---- the checkpoint of a run that ends early ----------------------------------------------------------------------
+
+
+class Terminated(SystemExit):
+    """SIGTERM reached the process that trains. Its exit code is the one that shells give for it, 143."""
+
+    def __init__(self):
+        super().__init__(128 + signal.SIGTERM)
+
+    def __str__(self) -> str:
+        return "SIGTERM"
+
+
+class CheckpointOnExit(TrainerCallback):
+    """Saves the last finished optimizer step when training ends early, with the random states and rollouts of its end,
+    and stops an update that is not finite.
+
+    To this end it remembers these before each step, and holds back SIGTERM and Ctrl-C while the optimizer updates
+    weights and the callbacks of the end of its step run.
+    """
+
+    def __init__(self, trainer: Trainer):
+        self.trainer = trainer
+        self._update: int | None = None
+        self._waiting: BaseException | None = None
+        self._has_begun = False  # before its first step the state of a resumed run may not have been restored
+        self._step: int | None = None
+        self._restore_random: Callable[[], None] = lambda: None
+        self._state: dict[str, Any] = {}
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        self._step = self._update = self._waiting = None
+        self._has_begun = False
+
+    def on_epoch_begin(self, args, state, control, **kwargs):
+        self.remember(state.global_step)
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        # An epoch's data loader draws a number before its first step: there, the state before it counts.
+        if self._step != state.global_step:
+            self.remember(state.global_step)
+        self._has_begun = True
+        self._raise_what_waits()
+
+    def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
+        # In float16 the optimizer itself leaves out updates that are not finite.
+        if self.trainer.accelerator.scaler is None and (name := _not_finite(model, gradients=True)) is not None:
+            raise FloatingPointError(
+                f"the gradient of step {state.global_step + 1} holds NaN or infinity, among others that of {name}; the "
+                "weights were not changed. Look for such values in the rewards and logs of this step; a run that is "
+                "resumed repeats it unless learning_rate, the scheme, seed or data change"
+            )
+        self._update = state.global_step
+
+    def on_step_end(self, args, state, control, **kwargs):
+        self._update = None
+
+    def remember(self, step: int) -> None:
+        """Take the states of now for those of the end of optimizer step ``step``."""
+        self._step, self._restore_random, self._state = step, keep_random_states(), self.trainer._process_state()
+
+    @contextlib.contextmanager
+    def checkpoint_on_exit(self) -> Iterator[None]:
+        """Save the last finished step whenever this context ends by an exception."""
+        # Several processes could not save together, each somewhere else; signals end them as they always do.
+        single = self.trainer.accelerator.num_processes == 1
+        try:
+            with self._signals_as_exceptions() if single else contextlib.nullcontext():
+                yield
+        except BaseException as error:
+            self._save(f"training stopped at step {self.trainer.state.global_step} by {type(error).__name__}: {error}")
+            # After what was trained is saved: a scheduler may not wait.
+            if self.trainer.run_log is not None:
+                self.trainer.run_log.stopped_by(error, self.trainer.state)
+            raise
+
+    @contextlib.contextmanager
+    def _signals_as_exceptions(self) -> Iterator[None]:
+        """Have SIGTERM raise [`Terminated`], and neither it nor Ctrl-C interrupt an update: they are raised before the
+        next step. A second one does not wait.
+
+        Only in the main thread, and only in place of the handlers that Python starts with: those of others stay.
+        """
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        usual = {signal.SIGTERM: signal.SIG_DFL, signal.SIGINT: signal.default_int_handler}
+        taken = [number for number, handler in usual.items() if signal.getsignal(number) is handler]
+        for number in taken:
+            signal.signal(number, self._handle)
+        try:
+            yield
+            self._raise_what_waits()
+        finally:
+            for number in taken:
+                signal.signal(number, usual[number])
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        error = Terminated() if number == signal.SIGTERM else KeyboardInterrupt()
+        if self._update is None or self._waiting is not None:
+            raise error
+        self._waiting = error
+
+    def _raise_what_waits(self) -> None:
+        error, self._waiting = self._waiting, None
+        if error is not None:
+            raise error
+
+    def _save(self, what: str) -> None:
+        trainer, logger = self.trainer, get_logger()
+        reason = self._why_unsaved()
+        if reason is not None:
+            logger.error("%s%s", what, reason)
+            return
+        step, output_dir = trainer.state.global_step, trainer.args.output_dir
+        folder = Path(trainer._get_output_dir(trial=None)) / f"checkpoint-{step}"
+        try:
+            if why_incomplete(folder) is not None:
+                self._rewind(step)
+                trainer._save_checkpoint(trainer.model, trial=None)
+        except Exception as failure:
+            newest = _newest_checkpoint(output_dir)
+            logger.error("%s; saving failed too: %s: %s; %s", what, type(failure).__name__, failure, newest)
+        else:
+            logger.error("%s; saved as %s, resume with resume_from_checkpoint", what, folder)
+
+    def _why_unsaved(self) -> str | None:
+        step, output_dir = self.trainer.state.global_step, self.trainer.args.output_dir
+        if not self._has_begun or step == 0:
+            return "; nothing was trained yet, so nothing was saved"
+        if self.trainer.accelerator.num_processes > 1:
+            # Sharded weights are gathered by all ranks together, and the others may not be here.
+            return f"; not saved, since other processes may still be training; {_newest_checkpoint(output_dir)}"
+        if self._update == step:  # a step is counted after its update
+            newest = _newest_checkpoint(output_dir)
+            return f", in the middle of an update; not saved, since the weights are half-updated; {newest}"
+        return None
+
+    def _rewind(self, step: int) -> None:
+        """Put random states, rollouts and logs back to the end of step ``step``, if the next one has begun."""
+        trainer = self.trainer
+        if self._step == step:
+            self._restore_random()
+            trainer._load_process_state(self._state)
+            trainer._metrics["train"].clear()  # of what the step that failed had added
+        elif trainer.control.should_log and not any(line["step"] == step for line in trainer.state.log_history[-1:]):
+            # What was measured in a step that ended before its log must not be averaged into the next one's.
+            try:
+                trainer.log({})
+            except Exception as failure:
+                get_logger().error("logging it failed too: %s: %s", type(failure).__name__, failure)
+
+
+def _newest_checkpoint(output_dir: str) -> str:
+    """Which checkpoint of a run can be resumed from, in words."""
+    path = last_complete_checkpoint(output_dir)
+    if path is None:
+        return f"there is no whole checkpoint in {output_dir}"
+    return f"the newest whole checkpoint is {path}, resume with resume_from_checkpoint"

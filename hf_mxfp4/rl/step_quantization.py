@@ -28,8 +28,8 @@ class StepQuantization:
         model: the policy.
         reference: the policy that it is held to; `None` without one of its own.
         args: of the trainer.
-        accelerator: knows which micro-batch is the last one before the optimizer steps.
-        is_sharded: whether weights are sharded over processes, so that none is kept beyond a rollout.
+        accelerator: knows which micro-batch is the last one before the optimizer steps, and whether weights are sharded
+            over processes, so that none is kept beyond a rollout.
         record: called with a metric's name and value.
     """
 
@@ -39,14 +39,13 @@ class StepQuantization:
         reference: nn.Module | None,
         args: MXFP4GRPOConfig,
         accelerator: Accelerator,
-        is_sharded: bool,
         record: Callable[[str, float], None],
     ):
         self._accelerator, self._record = accelerator, record
         self._is_counted = any(isinstance(state.spec, GemmSpec) for state in gemm_states(model))
         self._counts: Counter[str] = Counter()
         self._step: int | None = None
-        is_off = is_sharded or args.step_weights == "auto" and not args.cache_rollout_weights
+        is_off = _is_sharded(accelerator) or args.step_weights == "auto" and not args.cache_rollout_weights
         self.form = "none" if is_off else args.step_weights
         self._policy = WeightCache(model, form=self.form)
         self._reference = WeightCache(*([] if reference is None else [reference]), form=self.form)
@@ -73,7 +72,10 @@ class StepQuantization:
         if self._accelerator.sync_gradients:
             counts = self._counts
             self.end()
-            self._log(counts)
+            if self._is_counted:
+                self._record("quantization/weights_per_step", counts["fprop"])
+            if counts["dgrad"]:
+                self._record("quantization/dgrad_weights_per_step", counts["dgrad"])
 
     @contextlib.contextmanager
     def evaluation(self) -> Iterator[None]:
@@ -99,9 +101,9 @@ class StepQuantization:
         with self._policy.open(), self._reference.open():
             yield
 
-    def _log(self, counts: Counter[str]) -> None:
-        if not self._is_counted:
-            return
-        self._record("quantization/weights_per_step", counts["fprop"])
-        if counts["dgrad"]:
-            self._record("quantization/dgrad_weights_per_step", counts["dgrad"])
+
+def _is_sharded(accelerator: Accelerator) -> bool:
+    """Whether FSDP or DeepSpeed ZeRO-3 shards the weights over processes."""
+    plugin = getattr(accelerator.state, "deepspeed_plugin", None)
+    is_zero3 = plugin is not None and plugin.zero_stage == 3
+    return is_zero3 or getattr(accelerator.state, "fsdp_plugin", None) is not None

@@ -38,31 +38,18 @@ from .._logging import get_logger
 from ..checkpoint import decoration
 from ..files import replace_file
 from ..layers import QUANTIZED, TRAINABLE, cached_weights
-from .callbacks.entropy import EntropyCallback
-from .callbacks.errors import LAYERS, ActivationErrorCallback, ErrorCallback, spread_modules
-from .callbacks.movement import StepMovementCallback, sample_weights
-from .callbacks.run_log import RunLogCallback, run_facts
-from .checks import (
-    check_adapter,
-    check_arguments,
-    check_policy,
-    check_reference,
-    check_router_replay,
-    check_tokens,
-    count_quantized,
-    is_sharded,
-)
+from .callbacks import EntropyCallback, RunLogCallback, run_facts
+from .checks import check_adapter, check_arguments, check_policy, check_reference, check_tokens, count_quantized
 from .config import MXFP4GRPOConfig
-from .interruption import CheckpointOnExit
+from .errors import LAYERS, ActivationErrorCallback, ErrorCallback, StepMovementCallback, movable, quantizing_inputs
 from .noise import NormNoise
-from .resume import ExactResumeMixin, random_states_kept
-from .rewards.guard import guard_reward
-from .rollout.correction import RolloutCorrection
-from .rollout.generation import recorded_log_probs, sampling
-from .rollout.replay import BATCH_KEY, RouterReplay
-from .rollout.vllm import VLLMPolicy
-from .rollout.vllm_engine import vllm_in_scheme
+from .resume import CheckpointOnExit, ExactResumeMixin, keep_random_states
+from .rewards import guard_reward
+from .rollout import RolloutCorrection, recorded_log_probs, sampling
+from .router_replay import BATCH_KEY, RouterReplay
 from .step_quantization import StepQuantization
+from .vllm import VLLMPolicy
+from .vllm_engine import vllm_in_scheme
 
 
 class MXFP4GRPOTrainer(ExactResumeMixin, GRPOTrainer):
@@ -117,7 +104,8 @@ class MXFP4GRPOTrainer(ExactResumeMixin, GRPOTrainer):
             super().__init__(model, functions, args, train_dataset, eval_dataset, quantization_config=scheme, **kwargs)
         self.n_quantized = count_quantized(self.model)
         check_tokens(self._tokenizer, train_dataset, eval_dataset)
-        check_policy(self.model, self.n_quantized, args)
+        baseline = "" if args.allow_full_precision else "set allow_full_precision=True for a baseline"
+        check_policy(self.model, self.n_quantized, otherwise=baseline)
         check_reference(self.model, self.ref_model)
         if args.overlong_buffer:
             self._punish_long_completions(args)
@@ -133,15 +121,17 @@ class MXFP4GRPOTrainer(ExactResumeMixin, GRPOTrainer):
     def _make_components(self, args: MXFP4GRPOConfig) -> None:
         """Make what a training step consists of, as the module says."""
         model, accelerator = self.model, self.accelerator
-        sharded = is_sharded(accelerator)
-        self.quantization = StepQuantization(model, self.ref_model, args, accelerator, sharded, self._record)
+        self.quantization = StepQuantization(model, self.ref_model, args, accelerator, self._record)
         self.noise = NormNoise(model, args.seed) if args.aqn else None
         self._warned_of_noise = False
         self.correction = RolloutCorrection(args, accelerator, self._record)
         self.routing: RouterReplay | None = None
         if args.router_replay:
-            several = self.tools or self.rollout_func is not None or self.environment_factories is not None
-            check_router_replay(bool(several))
+            if self.tools or self.rollout_func is not None or self.environment_factories is not None:
+                raise ValueError(
+                    "router_replay=True records rollouts of one generation each; it does not work with tools, "
+                    "environment_factory or rollout_func"
+                )
             llm = self.vllm_generation.llm if self.use_vllm else None
             is_scored_by_trl = self.use_vllm and self.vllm_importance_sampling_correction
             self.routing = RouterReplay(model, accelerator, self._record, llm, is_scored_by_trl)
@@ -157,7 +147,7 @@ class MXFP4GRPOTrainer(ExactResumeMixin, GRPOTrainer):
         self.run_log = RunLogCallback(facts) if args.report_every else None
         self.error_callback, self.activation_callback = self._error_callbacks(args)
         self.movement_callback: StepMovementCallback | None = None
-        if args.movement_every and sample_weights(model):  # frozen and packed weights do not move
+        if args.movement_every and movable(model):  # frozen and packed weights do not move
             self.movement_callback = StepMovementCallback(args.movement_every, record=self._record)
         self.exit_checkpoint = CheckpointOnExit(self)
         # First in line: what the one adds to the logs reaches the trackers, which are callbacks too, and the other has
@@ -180,7 +170,7 @@ class MXFP4GRPOTrainer(ExactResumeMixin, GRPOTrainer):
         errors = activations = None
         if any(isinstance(module, TRAINABLE) for module in self.model.modules()):
             errors = ErrorCallback(args.error_every, record=self._record)
-        if not args.torch_compile and spread_modules(self.model, LAYERS):
+        if not args.torch_compile and quantizing_inputs(self.model):
             activations = ActivationErrorCallback(self.model, args.error_every, LAYERS, self._record_mean)
         return errors, activations
 
@@ -337,7 +327,9 @@ class MXFP4GRPOTrainer(ExactResumeMixin, GRPOTrainer):
         """[`transformers.Trainer.evaluate`], which leaves training as it was, also where it is cut short: its rollouts
         draw from the random generators of training.
         """
-        with random_states_kept(), self.quantization.evaluation():
+        with contextlib.ExitStack() as stack:
+            stack.callback(keep_random_states())
+            stack.enter_context(self.quantization.evaluation())
             return super().evaluate(*args, **kwargs)
 
     # ---- logs -----------------------------------------------------------------------------------------------------
@@ -354,12 +346,19 @@ class MXFP4GRPOTrainer(ExactResumeMixin, GRPOTrainer):
     # ---- checkpoints ----------------------------------------------------------------------------------------------
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
-        """[`trl.GRPOTrainer.create_model_card`], without its links to `None` where the model comes from a folder."""
+        """[`trl.GRPOTrainer.create_model_card`], without links to `None` where the model comes from a folder, and with
+        the import that MXFP4 layers need."""
         with decoration():
             super().create_model_card(*args, **kwargs)
             if self.is_world_process_zero():
                 source = Path(getattr(self.model.config, "_name_or_path", "")).name or type(self.model).__name__
-                fix_model_card(Path(self.args.output_dir) / "README.md", source, self.n_quantized > 0)
+                path, pipeline = Path(self.args.output_dir) / "README.md", "from transformers import pipeline\n"
+                text = path.read_text(encoding="utf-8")
+                text = text.replace("[None](https://huggingface.co/None)", f"the local model `{source}`")
+                text = text.replace('model="None"', 'model="path/to/this/model"')
+                if self.n_quantized:
+                    text = text.replace(pipeline, f"import hf_mxfp4  # the layers\n{pipeline}")
+                replace_file(path, text)
 
     def _process_state(self) -> dict[str, Any]:
         # Completions are sampled for several optimizer steps at once, and a checkpoint may fall between two of them.
@@ -393,20 +392,3 @@ class MXFP4GRPOTrainer(ExactResumeMixin, GRPOTrainer):
         super()._load_rng_state(checkpoint)
         # The epoch has begun before a Trainer loads them, and the states of then belong to no step.
         self.exit_checkpoint.remember(self.state.global_step)
-
-
-def fix_model_card(path: Path, base: str, quantized: bool) -> None:
-    """Rewrite the card (`README.md`) that TRL writes into a run's folder, without links to what does not exist: what
-    was trained in the place of ``None``, and the import that MXFP4 layers need.
-
-    Args:
-        base: name of a local model, or of a class where the model has none.
-        quantized: whether the policy has MXFP4 layers.
-    """
-    text = path.read_text(encoding="utf-8")
-    text = text.replace("[None](https://huggingface.co/None)", f"the local model `{base}`")
-    text = text.replace('model="None"', 'model="path/to/this/model"')
-    if quantized:
-        pipeline = "from transformers import pipeline\n"
-        text = text.replace(pipeline, f"import hf_mxfp4  # the layers\n{pipeline}")
-    replace_file(path, text)

@@ -14,12 +14,15 @@ from .arms import BASELINE, NAMED_ARMS, Arm, choose_arms
 
 DEFAULT_CONFIG = Path(__file__).parents[1] / "configs" / "pretrain_tiny_cpu.yaml"
 CORPORA = ("generated", "files", "hub")
+_NO_RESETS = "resets of oscillating weights made no difference (docs/backward.md); leave it out"
 #: Options that are gone, see [`recipes.common.options`].
 REMOVED = {
     "backend": ("auto", "give it in extra_arms, as an option of MXFP4RLConfig"),
     "corpus_seed": (0, "the generated language is always that of seed 0"),
-    "oscireset_start": (0.6, "windows begin at 0.6 of max_steps"),
-    "oscireset_ratio": (8.0, "weights are reset from a ratio of 8 on"),
+    "oscireset_start": (0.6, _NO_RESETS),
+    "oscireset_ratio": (8.0, _NO_RESETS),
+    "oscireset_period": (200, _NO_RESETS),
+    "oscireset_window": (50, _NO_RESETS),
     "target_fraction": (0.9, "the target is the baseline's loss after 0.9 of max_steps"),
     "validation_split": ("validation", "use a dataset with a split 'validation', or corpus: files"),
 }
@@ -33,9 +36,7 @@ class StudyArguments:
     arms: list[str] = option(
         [BASELINE, "all"], f"Arms to train, of {', '.join(NAMED_ARMS)} and the names in extra_arms."
     )
-    extra_arms: str | None = option(
-        None, "Further arms: a mapping of names to options of MXFP4RLConfig, and oscireset: true."
-    )
+    extra_arms: str | None = option(None, "Further arms: a mapping of names to options of MXFP4RLConfig.")
     seeds: list[int] = option(
         [0], "One run of every arm for each: initial weights, data order and random rounding follow it."
     )
@@ -48,10 +49,6 @@ class StudyArguments:
         "tokens than the baseline can still reach its loss. The learning rate follows steps alone, never the "
         "arm.",
     )
-    oscireset_period: int = option(
-        200, "Steps from one window of arms with oscireset to the next, from 0.6 max_steps on."
-    )
-    oscireset_window: int = option(50, "Steps in a window.")
 
     corpus: str = option("generated", "'generated', 'files' (text or JSON lines) or 'hub' (streamed).")
     data_files: list[str] | None = option(None, "Files to train on: .txt, .json, .jsonl.")
@@ -93,7 +90,7 @@ class StudyArguments:
 
 
 #: Options that a study can be continued with others of: they choose runs, or are part of an arm's scheme.
-_FREE = ("arms", "extra_arms", "seeds", "scale_rule", "oscireset_period", "oscireset_window")
+_FREE = ("arms", "extra_arms", "seeds", "scale_rule")
 #: Options of the trainer that a result depends on.
 _TRAINING = (
     "max_steps per_device_train_batch_size gradient_accumulation_steps learning_rate lr_scheduler_type "
@@ -142,11 +139,7 @@ class Study:
         """Describe what an arm does, in one line."""
         if arm.config is None:
             return self.precision
-        text = arm.config.describe()
-        if arm.resets:
-            windows = f"{self.options.oscireset_window} of every {self.options.oscireset_period} steps from 0.6"
-            text += f", oscillating weights reset ({windows}, ratio 8)"
-        return text
+        return arm.config.describe()
 
     @property
     def settings(self) -> dict[str, Any]:

@@ -14,12 +14,10 @@ from torch import nn
 
 from hf_mxfp4 import MXFP4Linear, MXFP4RLConfig
 from hf_mxfp4.numerics import FP8, GEMM_OPERANDS, QuantScheme
-from hf_mxfp4.suggestions import unknown_key_message
+from hf_mxfp4.utils import unknown_key_message
 
 
 BASELINE = "baseline"
-#: The option of an arm that is no option of `MXFP4RLConfig`.
-RESET = "oscireset"
 
 _FULL_DGRAD = {"grad": "full", "weight": "full"}
 _FULL_WGRAD = {"grad": "full", "x": "full"}
@@ -33,7 +31,6 @@ _NAMED: dict[str, dict[str, Any]] = {
     "all_random16": {"wgrad": {"rotation": "random-16"}},
     "all_deterministic16": {"wgrad": {"rotation": "deterministic-16"}},
     "all_deterministic32": {"wgrad": {"rotation": "deterministic-32"}},
-    "all_oscireset": {"wgrad": _UNROTATED, RESET: True},
 }
 NAMED_ARMS = (BASELINE, *_NAMED)
 
@@ -45,12 +42,10 @@ class Arm:
     Attributes:
         name: in the results.
         config: the scheme; `None` for the baseline.
-        resets: whether oscillating weights are reset ([`hf_mxfp4.rl.OscillationResetCallback`]).
     """
 
     name: str
     config: MXFP4RLConfig | None
-    resets: bool = False
 
     def seeded(self, seed: int) -> MXFP4RLConfig | None:
         """Return the scheme of a run with this seed, which random rounding and signs follow."""
@@ -64,7 +59,7 @@ def choose_arms(names: Sequence[str], extra: Mapping[str, Mapping[str, Any]] | N
 
     Args:
         names: of arms, out of `NAMED_ARMS` and ``extra``.
-        extra: further arms, each a mapping of options of `MXFP4RLConfig`, and ``oscireset: true`` where wanted.
+        extra: further arms, each a mapping of options of `MXFP4RLConfig`.
         scale_rule: of the named arms.
 
     Raises `ValueError` for an unknown or repeated name, a study without baseline, or options that `MXFP4RLConfig`
@@ -76,6 +71,10 @@ def choose_arms(names: Sequence[str], extra: Mapping[str, Mapping[str, Any]] | N
     if same := [name for name in extra if name in NAMED_ARMS]:
         raise ValueError(f"extra_arms has {', '.join(same)}, the name of a built-in arm; give it another")
     known = [*NAMED_ARMS, *extra]
+    if "all_oscireset" in names:
+        raise ValueError(
+            "the arm all_oscireset was removed: resets made no difference (docs/backward.md); leave it out"
+        )
     for name in names:
         if name not in known:
             raise ValueError(unknown_key_message("arms", str(name), known))
@@ -93,9 +92,8 @@ def _arm(name: str, options: Mapping[str, Any] | None, scale_rule: str) -> Arm:
             if isinstance(value, dict):
                 value = {operand: text.replace("{rule}", scale_rule) for operand, text in value.items()}
             options[key] = value
-    config = {key: value for key, value in options.items() if key != RESET}
     try:
-        return Arm(name, MXFP4RLConfig(**config), bool(options.get(RESET, False)))
+        return Arm(name, MXFP4RLConfig(**options))
     except (TypeError, ValueError) as error:
         raise ValueError(f"arm {name}: {error}") from None
 

@@ -22,7 +22,7 @@ from transformers.trainer_utils import get_last_checkpoint
 
 from hf_mxfp4.files import write_json
 from hf_mxfp4.layers import random_layers
-from hf_mxfp4.rl import OscillationResetCallback, QuantizationStepCallback
+from hf_mxfp4.rl import QuantizationStepCallback
 from recipes.common.terminal import TrainingBar
 from recipes.tasks.tiny_model import build_qwen2
 
@@ -127,7 +127,6 @@ def train_arm(study: Study, arm: Arm, seed: int, corpus: Corpus, output: Path) -
     checkpoint = get_last_checkpoint(training.output_dir) if Path(training.output_dir).is_dir() else None
     trainer.train(resume_from_checkpoint=checkpoint)
     history = trainer.state.log_history
-    resets = [callback.history for callback in callbacks if isinstance(callback, OscillationResetCallback)]
     return {
         "arm": arm.name,
         "seed": seed,
@@ -142,7 +141,6 @@ def train_arm(study: Study, arm: Arm, seed: int, corpus: Corpus, output: Path) -
         "steps": trainer.state.global_step,
         "curve": _curve(history, "eval_loss", study.tokens_per_step),
         "training_loss": _curve(history, "loss", study.tokens_per_step),
-        "oscillation_resets": resets[0] if resets else None,
         "seconds": round(time.monotonic() - started, 1),
         "cpu_seconds": round(time.process_time() - used, 1),
     }
@@ -168,15 +166,6 @@ def _callbacks(study: Study, arm: Arm, model: PreTrainedModel) -> list[TrainerCa
     callbacks: list[TrainerCallback] = [StopOnDivergence()]
     if random_layers(model):
         callbacks.append(QuantizationStepCallback())
-    if arm.resets:
-        callbacks.append(
-            OscillationResetCallback(
-                start=round(0.6 * study.training.max_steps),
-                period=study.options.oscireset_period,
-                window=study.options.oscireset_window,
-                ratio=8.0,
-            )
-        )
     return callbacks
 
 

@@ -5,7 +5,7 @@ import random
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from hf_mxfp4.rl.rewards.numbers import (
+from hf_mxfp4.rl.rewards import (
     exact_match_reward,
     gsm8k_strict_reward,
     is_exact_match,

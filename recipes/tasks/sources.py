@@ -12,8 +12,8 @@ from typing import Any
 
 import datasets
 
-from hf_mxfp4.rl.rewards.math import check_math_answer, is_boxed_correct, is_math_correct
-from hf_mxfp4.rl.rewards.numbers import (
+from hf_mxfp4.rl.math_answers import check_math_answer, is_boxed_correct, is_math_correct
+from hf_mxfp4.rl.rewards import (
     exact_match_reward,
     gsm8k_flexible_reward,
     gsm8k_gold,

@@ -14,7 +14,7 @@ from grpo_runs import even_digits
 from transformers import TrainerState
 
 from hf_mxfp4.checkpoint import last_complete_checkpoint
-from hf_mxfp4.rl.rewards.guard import guard_reward
+from hf_mxfp4.rl.rewards import guard_reward
 
 
 STEPS = 5

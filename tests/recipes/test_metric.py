@@ -7,8 +7,8 @@ from pathlib import Path
 import evaluate
 import pytest
 
-from hf_mxfp4.rl.rewards import math as math_answers
-from hf_mxfp4.rl.rewards.numbers import math_reward
+from hf_mxfp4.rl import math_answers
+from hf_mxfp4.rl.rewards import math_reward
 
 
 METRICS = Path(__file__).resolve().parents[2] / "recipes" / "metrics"

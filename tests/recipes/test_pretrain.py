@@ -49,8 +49,8 @@ def test_a_study_end_to_end_continued_and_extended(tmp_path, monkeypatch, capsys
 
     monkeypatch.setattr(pretrain, "train_arm", note_and_train)
     assert short_study(folder, "--arms", "baseline", "all_sr") == summary and not trained
-    more = short_study(folder, "--arms", "baseline", "all_sr", "all_oscireset", "--oscireset_window=2")
-    assert trained == ["all_oscireset"] and set(more["arms"]) == {"baseline", "all_sr", "all_oscireset"}
+    more = short_study(folder, "--arms", "baseline", "all_sr", "fprop")
+    assert trained == ["fprop"] and set(more["arms"]) == {"baseline", "all_sr", "fprop"}
 
 
 def test_a_run_that_was_killed_goes_on_from_its_checkpoint(tmp_path, monkeypatch, no_figures):

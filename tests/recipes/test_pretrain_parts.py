@@ -51,7 +51,6 @@ def test_rotation_and_rounding_of_the_stabilisers():
     assert rotations == {
         "all": "None",
         "all_sr": "None",
-        "all_oscireset": "None",
         "all_random16": "random-16",
         "all_deterministic16": "deterministic-16",
         "all_deterministic32": "deterministic-32",
@@ -190,6 +189,3 @@ def test_shipped_configurations_of_studies_parse(path):
         owner = study.options if hasattr(study.options, name) else study.training
         if name not in ("use_cpu", "bf16", "tf32", "report_to"):
             assert getattr(owner, name) in (value, str(value)), name
-    resets = [arm for arm in study.arms if arm.resets]
-    start = 0.6 * study.training.max_steps
-    assert not resets or start + study.options.oscireset_window <= study.total_steps

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How the trainer has TRL start a colocated vLLM, without vLLM; with it: `tests/vllm_integration/test_training.py`."""
+"""How a colocated vLLM is started, and servers that die, without vLLM; with it: `tests/vllm_integration`."""
 
 import json
 import logging
@@ -9,7 +9,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from grpo_runs import TOKENIZER, trainer_factory
+from fake_vllm import FakeVLLM, use_fake_vllm
+from grpo_runs import TOKENIZER, logged, trainer_factory
 from peft import LoraConfig, get_peft_model
 from tiny_models import make_model
 from transformers import AutoModelForCausalLM
@@ -18,7 +19,8 @@ from trl.generation import vllm_generation
 from hf_mxfp4 import MXFP4GRPOConfig, MXFP4RLConfig
 from hf_mxfp4.integrations.transformers.swap import quantize_linears
 from hf_mxfp4.integrations.vllm import EngineSettings
-from hf_mxfp4.rl.rollout.vllm_engine import log_how_to_serve, quantization_config, vllm_in_scheme
+from hf_mxfp4.rl import VLLMServerError
+from hf_mxfp4.rl.vllm_engine import log_how_to_serve, quantization_config, vllm_in_scheme
 
 
 PACKED, DENSE = {"weights": "packed", "adapter_rank": 0}, {"weights": "dense", "adapter_rank": 0}
@@ -232,3 +234,95 @@ def test_a_trl_that_makes_vllm_otherwise_is_an_error(full, made, monkeypatch):
     monkeypatch.setattr(vllm_generation.VLLMGeneration, "_init_vllm", lambda self: None)
     with pytest.raises(RuntimeError, match="starts vLLM in another way"), vllm_in_scheme(args()):
         generation._init_vllm()
+
+
+STEPS = {"max_steps": 4, "vllm_mode": "server", "use_vllm": True, "vllm_server_timeout": 0.0, "aqn_num_stages": 4}
+
+
+@pytest.fixture(autouse=True)
+def pushed(monkeypatch):
+    return use_fake_vllm(monkeypatch)
+
+
+def trainer_on(build, server, **options):
+    return build(vllm_server_base_url=server.url, **{**STEPS, **options})
+
+
+@pytest.fixture
+def uninterrupted(build, tmp_path):
+    with FakeVLLM() as server:
+        trainer = trainer_on(build, server, output_dir=str(tmp_path / "whole"))
+        trainer.train()
+    return trainer
+
+
+@pytest.mark.parametrize(
+    "path, what",
+    [
+        pytest.param("/v1/completions", "while sampling", marks=pytest.mark.large),
+        ("/update_weights", "while receiving weights"),
+    ],
+)
+def test_a_server_that_dies_leaves_a_checkpoint_from_which_a_new_one_goes_on(
+    build, uninterrupted, pushed, path, what, tmp_path, caplog
+):
+    with FakeVLLM(dies=(path, 2)) as server:
+        trainer = trainer_on(build, server)
+        with pytest.raises(VLLMServerError, match="resume this run with resume_from_checkpoint") as caught:
+            trainer.train()
+    assert server.url in str(caught.value)
+    assert what in str(caught.value)
+    assert trainer.state.global_step == 2
+    assert f"saved as {tmp_path / 'run' / 'checkpoint-2'}" in caplog.text
+    with FakeVLLM(server.port) as again:
+        resumed = trainer_on(build, again)
+        pushed.clear()
+        resumed.train(resume_from_checkpoint=True)
+        assert again.requests.index("/update_weights") < again.requests.index("/v1/completions")
+    assert logged(resumed, "loss") == logged(uninterrupted, "loss")
+    name = "model.layers.0.mlp.down_proj.weight"
+    layer = uninterrupted.model.model.layers[0].mlp.down_proj
+    assert torch.equal(resumed.model.get_parameter(name), layer.weight)
+    assert not torch.equal(pushed[0][name], layer.effective_weight(layer.weight))
+
+
+def test_what_a_server_says_is_said(build):
+    refusal = {"error": {"message": "the prompt is longer than max_model_len"}}
+    with FakeVLLM(answers={"/v1/completions": (400, refusal)}) as server:
+        trainer = trainer_on(build, server)
+        with pytest.raises(VLLMServerError, match="failed while sampling.*longer than max_model_len"):
+            trainer.train()
+
+
+# ---- what a server is pushed ----------------------------------------------------------------------------------------
+
+LAYER = "model.layers.0"
+
+
+def packed_server(rank):
+    """A server that keeps weights of the default policy in 4 bits."""
+    scheme = {**MXFP4RLConfig().to_dict(), "vllm": {"adapter_rank": rank}}
+    model = {
+        "logprobs_mode": "processed_logprobs",
+        "dtype": "torch.float32",
+        "quantization": "mxfp4_rl",
+        "hf_overrides": {"quantization_config": scheme},
+    }
+    answer = {"vllm_config": {"weight_transfer_config": {}, "model_config": model}}
+    return FakeVLLM(answers={"/server_info": (200, answer)})
+
+
+def test_a_server_gets_factors_of_all_layers(build, pushed):
+    """Those of another run may be in it, and two of three that are joined would leave the third one what it is."""
+    lora = LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=["q_proj", "v_proj"])
+    with packed_server(rank=4) as server:
+        trainer = trainer_on(build, server, aqn=False, peft_config=lora)
+        pushed.clear()
+        for _ in range(2):
+            trainer.vllm_generation.sync_weights()
+    first, second = pushed
+    layers = [f"self_attn.{name}_proj" for name in "qkvo"] + [f"mlp.{name}_proj" for name in ("gate", "up", "down")]
+    names = {f"model.layers.{i}.{layer}.lora_{side}.weight" for i in (0, 1) for layer in layers for side in "AB"}
+    assert second.keys() == first.keys() > names
+    assert second[f"{LAYER}.self_attn.q_proj.lora_A.weight"].shape == (4, 32)
+    assert torch.count_nonzero(second[f"{LAYER}.self_attn.k_proj.lora_A.weight"]) == 0

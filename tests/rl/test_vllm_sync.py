@@ -14,8 +14,8 @@ from tiny_models import make_model
 from hf_mxfp4 import MXFP4GRPOConfig, MXFP4RLConfig
 from hf_mxfp4.integrations.transformers.swap import quantize_linears
 from hf_mxfp4.rl.noise import NormNoise
-from hf_mxfp4.rl.rollout.vllm import VLLMPolicy, rollout_parameters
-from hf_mxfp4.rl.rollout.vllm_engine import VLLMEngine
+from hf_mxfp4.rl.vllm import VLLMPolicy, rollout_parameters
+from hf_mxfp4.rl.vllm_engine import VLLMEngine
 
 
 IDS = torch.arange(2, 14).view(2, 6)

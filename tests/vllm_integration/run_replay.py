@@ -36,7 +36,7 @@ from transformers import AutoModelForCausalLM  # noqa: E402
 
 from hf_mxfp4 import MXFP4RLConfig  # noqa: E402
 from hf_mxfp4.moe import find_routers, recorded_choices  # noqa: E402
-from hf_mxfp4.rl.rollout.replay import BATCH_KEY, routed_tokens  # noqa: E402
+from hf_mxfp4.rl.router_replay import BATCH_KEY, routed_tokens  # noqa: E402
 
 
 #: Two rollouts, each trained on twice: the second time by routers that have changed.

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 from hf_mxfp4 import MXFP4RLConfig
 from hf_mxfp4.layers import MXFP4PackedLinear, trainable_matrices
 from hf_mxfp4.rl import plain_name
-from hf_mxfp4.rl.rollout import correction
+from hf_mxfp4.rl import rollout as correction
 
 
 pytestmark = pytest.mark.vllm

@@ -4,7 +4,7 @@
 import datasets
 import evaluate
 
-from hf_mxfp4.rl.rewards.math import is_boxed_correct, is_math_correct
+from hf_mxfp4.rl.math_answers import is_boxed_correct, is_math_correct
 
 
 _DESCRIPTION = """

@@ -4,7 +4,7 @@
 import datasets
 import evaluate
 
-from hf_mxfp4.rl.rewards.numbers import is_flexible_correct, is_strict_correct
+from hf_mxfp4.rl.rewards import is_flexible_correct, is_strict_correct
 
 
 _DESCRIPTION = """

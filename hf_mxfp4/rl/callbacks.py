@@ -1,0 +1,220 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Callbacks of a run: policy entropy, the step of layers that draw random numbers, and the log `run_log.jsonl`, which
+`hf-mxfp4 report` and [`hf_mxfp4.lab.RunReportCallback`] make a report of."""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import MISSING, fields
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import Trainer, TrainerCallback, TrainerState
+
+from .._logging import get_logger
+from ..layers import set_quantization_step
+from ..run_log import RUN_LOG, RunLog
+from ..utils import machine, package_versions
+
+
+#: Logged values that the entropy at the start is averaged over, and that its slope is fitted to.
+_START_VALUES, _SLOPE_VALUES = 3, 20
+_CODES = {"": 0, "collapse": -1, "explosion": 1}
+_ADVICE = {
+    "collapse": "the policy stopped exploring; raise aqn_sigma_start or entropy_coef, or lower the rate",
+    "explosion": "the policy is losing its shape; lower aqn_sigma_start or the learning rate",
+}
+
+
+def add_to_log(state: TrainerState, logs: dict, values: dict[str, float]) -> None:
+    """Add values to the line that is being logged, for the history and for the callbacks that come after."""
+    if state.log_history:
+        state.log_history[-1].update(values)
+    logs.update(values)
+
+
+class EntropyCallback(TrainerCallback):
+    """Follows the policy entropy that the trainer logs, and raises an alarm when it collapses or explodes.
+
+    Adds `entropy/slope` (nats per step, least squares over the last 20 logged values) and `entropy/alarm` (-1 collapse,
+    1 explosion, 0 neither) to the log history.
+
+    Args:
+        collapse: alarm below this entropy, in nats per token; 0: never.
+        explosion: alarm above this multiple of the entropy at the start; 0: never.
+
+    Attributes:
+        history: `(step, entropy)` pairs.
+        alarms: `(step, "collapse" or "explosion", entropy)`, one entry for each time an alarm begins.
+    """
+
+    def __init__(self, collapse: float = 0.05, explosion: float = 2.0):
+        self.collapse, self.explosion = collapse, explosion
+        self.history: list[tuple[int, float]] = []
+        self.alarms: list[tuple[int, str, float]] = []
+        self._state = ""
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        self.history = [(entry["step"], entry["entropy"]) for entry in state.log_history if "entropy" in entry]
+
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        entropy = (logs or {}).get("entropy")
+        if entropy is None:
+            return
+        self.history.append((state.global_step, float(entropy)))
+        alarm = self._alarm(float(entropy))
+        if alarm and alarm != self._state:
+            self.alarms.append((state.global_step, alarm, float(entropy)))
+            get_logger().warning("step %d: entropy %s (%.4f): %s", state.global_step, alarm, entropy, _ADVICE[alarm])
+        self._state = alarm
+        add_to_log(state, logs, {"entropy/slope": self.slope(), "entropy/alarm": _CODES[alarm]})
+
+    def slope(self) -> float:
+        """Return nats per step over the last 20 logged values; 0 for fewer than two."""
+        recent = torch.tensor(self.history[-_SLOPE_VALUES:], dtype=torch.float64)
+        if len(recent) < 2:
+            return 0.0
+        step, entropy = (recent - recent.mean(dim=0)).unbind(dim=1)
+        spread = step.square().sum()
+        return float((step * entropy).sum() / spread) if spread > 0 else 0.0
+
+    def _alarm(self, entropy: float) -> str:
+        if entropy < self.collapse:
+            return "collapse"
+        start = [value for _, value in self.history[:_START_VALUES]]
+        has_begun = self.explosion and len(self.history) > _START_VALUES
+        return "explosion" if has_begun and entropy > self.explosion * sum(start) / len(start) else ""
+
+
+class QuantizationStepCallback(TrainerCallback):
+    """Tells the layers that draw random numbers which step they are in, so that a resumed run repeats them.
+
+    Raises `ValueError` at the first step of a model without such a layer.
+    """
+
+    def on_step_begin(self, args, state, control, model=None, **kwargs):
+        set_quantization_step(model, state.global_step)
+
+
+# ---- the log of a run ---------------------------------------------------------------------------------------------
+
+
+class RunLogCallback(TrainerCallback):
+    """Appends what is logged to `run_log.jsonl` in the output folder, by the main process. Whatever fails in it (a full
+    disk) is a warning, and training goes on.
+
+    Args:
+        facts: gives what a report says about the run besides its numbers, once it begins.
+    """
+
+    def __init__(self, facts: Callable[[], dict[str, Any]]):
+        self.facts = facts
+        self._log: RunLog | None = None
+        self._pending: list[dict[str, Any]] = []
+        self._warned = False
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        # The facts are gathered here, where all processes are.
+        with self._harmless():
+            facts = self.facts()
+            if not state.is_world_process_zero:
+                return
+            self._log = RunLog(args.output_dir)
+            self._log.start(state.global_step, state.max_steps, facts, state.log_history)
+        for evaluation in self._pending:
+            self._write("evaluation", **evaluation)
+
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        if state.log_history:
+            self._write("log", **{**state.log_history[-1], "step": state.global_step})
+
+    def on_train_end(self, args, state, control, **kwargs):
+        early = state.global_step < state.max_steps
+        reason = "stopped early by a callback" if early else "finished"
+        self._write("end", step=state.global_step, reason=reason, error=None)
+
+    def stopped_by(self, error: BaseException, state: TrainerState) -> None:
+        """Note that training ended by an exception."""
+        text = f"{type(error).__name__}: {error}"
+        self._write("end", step=state.global_step, reason="stopped by an error", error=text)
+
+    def add_evaluation(self, when: str, step: int, scores: dict[str, dict[str, float]]) -> None:
+        """Log an evaluation, of any time before or after training; one of the same ``when`` replaces it in reports.
+
+        Args:
+            scores: by name, ``accuracy`` and ``standard_error`` (0 to 1) and ``n``, the number of problems.
+        """
+        evaluation = {"when": when, "step": step, "scores": scores}
+        if self._log is None:
+            self._pending.append(evaluation)
+        self._write("evaluation", **evaluation)
+
+    def _write(self, kind: str, **entry: Any) -> None:
+        if self._log is not None:
+            with self._harmless():
+                self._log.write(kind, **entry)
+
+    @contextlib.contextmanager
+    def _harmless(self) -> Iterator[None]:
+        """Warn once of what fails: no line is worth a training run."""
+        try:
+            yield
+        except Exception as error:
+            if not self._warned:
+                kind = type(error).__name__
+                get_logger().warning("%s is not complete: %s: %s; training goes on", RUN_LOG, kind, error)
+            self._warned = True
+
+
+def run_facts(trainer: Trainer) -> dict[str, Any]:
+    """Return model, scheme, counts of layers, every option (tokens blanked out) and which differ from their defaults,
+    versions and machine; JSON-clean."""
+    model = trainer.accelerator.unwrap_model(trainer.model)
+    report = getattr(model, "quantization_report", None)
+    config = getattr(model.config, "quantization_config", None)
+    options = trainer.args.to_dict()
+    return {
+        "model": getattr(model.config, "_name_or_path", "") or type(model).__name__,
+        "architecture": type(model).__name__,
+        "parameters": count_parameters(model),
+        "trained_parameters": sum(_size(p) for p in model.parameters() if p.requires_grad),
+        "scheme": report.scheme if report else "full precision",
+        "n_quantized": trainer.n_quantized,
+        "n_skipped": report.n_skipped if report else None,
+        "skipped": list(report.skipped[:8]) if report else [],
+        "weight_sqnr_db": report.sqnr_db if report else None,
+        "train_rows": len(trainer.train_dataset) if hasattr(trainer.train_dataset, "__len__") else None,
+        "options": options,
+        "changed_options": _changed(trainer.args, options),
+        "quantization": config.to_dict() if hasattr(config, "to_dict") else config,
+        "processes": trainer.args.world_size,
+        "device": str(trainer.args.device),
+        "distributed": str(trainer.accelerator.distributed_type).removeprefix("DistributedType."),
+        "precision": trainer.accelerator.mixed_precision,
+        "versions": package_versions(),
+        "machine": machine(),
+    }
+
+
+def count_parameters(model: nn.Module) -> int:
+    """Return the elements of all parameters, of packed weights those that they stand for, and not the bytes that hold
+    them, which transformers' `num_parameters` counts."""
+    report = getattr(model, "quantization_report", None)
+    if report is None or report.packed_bytes is None:
+        return sum(_size(parameter) for parameter in model.parameters())
+    return report.n_weights + sum(_size(p) for p in model.parameters() if p.is_floating_point())
+
+
+def _size(parameter: nn.Parameter) -> int:
+    # Under ZeRO-3 the shape of a parameter that is sharded away is empty.
+    return getattr(parameter, "ds_numel", parameter.numel())
+
+
+def _changed(args: Any, options: dict[str, Any]) -> list[str]:
+    """Names of the options whose values are not their defaults."""
+    changed = []
+    for option in fields(args):
+        default = option.default_factory() if option.default_factory is not MISSING else option.default
+        if option.init and option.name in options and getattr(args, option.name) != default:
+            changed.append(option.name)
+    return changed

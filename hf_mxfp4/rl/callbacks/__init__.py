@@ -1,2 +1,0 @@
-# SPDX-License-Identifier: Apache-2.0
-"""Callbacks that watch a run, and the report of it."""

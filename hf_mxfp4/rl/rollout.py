@@ -1,0 +1,301 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rollouts: the log-probability that each token was drawn with, and importance weights on it (docs/rollouts.md).
+
+Log-probabilities come from the very scores that transformers samples from, so noise, the key-value cache, packed copies
+of weights, temperature, top-k and top-p are all in them, and no second forward pass is needed.
+
+``log_ratio`` is log p(token) - log q(token), with q the policy that sampled and p the one that trains, ``[B, T]``; what
+``mask`` leaves out is not counted.
+"""
+
+import contextlib
+import functools
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from torch import nn
+from transformers import GenerationMixin, LogitsProcessor
+
+from .._logging import get_logger
+from ..backends import widest_float
+from ..utils import evaluation_mode, replaced_method
+
+
+#: As in TRL's `vllm_importance_sampling_mode`: a weight per token, or one per sequence, the product of its tokens'
+#: ratios; those above the limit are set to the limit, or to zero.
+CORRECTION_MODES = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
+#: TRL's options for vLLM, by ours.
+_THEIRS = {
+    "rollout_correction": "vllm_importance_sampling_correction",
+    "rollout_correction_mode": "vllm_importance_sampling_mode",
+    "rollout_correction_cap": "vllm_importance_sampling_clip_max",
+}
+
+_SAMPLED = "sampling_per_token_logps"
+#: What TRL records under vLLM itself.
+_RECORDED_BY_TRL = ("sampling/importance_sampling_ratio/m", "sampling/sampling_logp_difference/")
+#: Beyond it the exponential says nothing but "too large".
+_LARGEST = 20.0
+#: An effective sample size of the weights below this share of the sequences (or tokens) is warned of.
+_FEW = 0.3
+
+
+# ---- generation ---------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def sampling(model: nn.Module, accelerator: Accelerator) -> Iterator[None]:
+    """Generate in the dtype of training and without dropout within this context, which restores each module's mode.
+
+    accelerate puts autocast on the forward pass of what TRL trains. For adapters that is PEFT's, which `generate` goes
+    past; and TRL samples in training mode, in which dropout would draw another policy for each token.
+    """
+    with evaluation_mode(model), accelerator.autocast():
+        yield
+
+
+class SampledLogProbs(LogitsProcessor):
+    """Last in `generate`'s chain of processors: keeps the log-probability of each token that was drawn. It sees the
+    scores of a position before the token is drawn, so the token is read off the next call's input."""
+
+    def __init__(self):
+        self._steps: list[torch.Tensor] = []
+        self._scores: torch.Tensor | None = None
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        if self._scores is not None:
+            self._steps.append(_log_prob(self._scores, input_ids[:, -1]))
+        self._scores = scores
+        return scores
+
+    def rows(self, completions: list[list[int]]) -> list[list[float]]:
+        """One list per completion, as long as it is. Raises `RuntimeError` when fewer positions were sampled."""
+        longest = max((len(row) for row in completions), default=0)
+        if self._scores is None or len(self._scores) != len(completions) or longest > len(self._steps) + 1:
+            sampled = 0 if self._scores is None else len(self._steps) + 1
+            raise RuntimeError(
+                f"{sampled} sampled positions are recorded for {len(completions)} completions of up to {longest} tokens"
+            )
+        # The token of the last position went into no further call; a completion that ended earlier does not need it.
+        last = torch.tensor([row[-1] if row else 0 for row in completions], device=self._scores.device)
+        steps = torch.stack([*self._steps, _log_prob(self._scores, last)], dim=1).tolist()
+        return [row[: len(ids)] for row, ids in zip(steps, completions, strict=True)]
+
+
+def _log_prob(scores: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    """``[B, V]``, ``[B]`` -> float32 ``[B]``."""
+    scores = scores.float()
+    return scores.gather(1, tokens.unsqueeze(1)).squeeze(1) - scores.logsumexp(dim=1)
+
+
+@contextlib.contextmanager
+def recorded_log_probs(model: nn.Module) -> Iterator[SampledLogProbs]:
+    """Record one `generate` of ``model``, which PEFT may have wrapped, within this context."""
+    generator = next(module for module in model.modules() if isinstance(module, GenerationMixin))
+    recorder = SampledLogProbs()
+    make_processors = generator._get_logits_processor
+
+    # The public `logits_processor` of `generate` runs before temperature, top-k and top-p.
+    @functools.wraps(make_processors)
+    def with_recorder(*args: Any, **kwargs: Any):
+        processors = make_processors(*args, **kwargs)
+        processors.append(recorder)
+        return processors
+
+    with replaced_method(generator, "_get_logits_processor", with_recorder):
+        yield recorder
+
+
+# ---- correction ---------------------------------------------------------------------------------------------------
+
+
+def check_correction(args: Any) -> None:
+    """Raise `ValueError` for values of `rollout_correction*` that mean nothing."""
+    mode, cap = args.rollout_correction_mode, args.rollout_correction_cap
+    if mode not in CORRECTION_MODES:
+        raise ValueError(f"rollout_correction_mode={mode!r} is not known; choose one of {', '.join(CORRECTION_MODES)}")
+    if not cap > 0 or not math.isfinite(cap):
+        raise ValueError(f"rollout_correction_cap={cap} must be a positive number")
+    if args.rollout_correction and args.loss_type == "vespo" and mode.startswith("sequence"):
+        raise ValueError(
+            "loss_type='vespo' multiplies the ratios of a sequence's tokens itself: use rollout_correction_mode="
+            "'token_truncate' or 'token_mask'"
+        )
+
+
+def share_with_trl(args: Any) -> None:
+    """Give TRL's options for vLLM the values of ours.
+
+    Raises `ValueError` under `use_vllm` where one of TRL's is given, as far as its value can tell, and differs.
+    """
+    if args.vllm_importance_sampling_cap is not None:  # the old name of the upper limit, which TRL still reads
+        args.vllm_importance_sampling_clip_max = args.vllm_importance_sampling_cap
+    for own, theirs in _THEIRS.items():
+        given, value = getattr(args, theirs), getattr(args, own)
+        if args.use_vllm and given not in (value, args.__dataclass_fields__[theirs].default):
+            raise ValueError(f"{theirs}={given!r} is the same option as {own}={value!r}; set {own} alone")
+        setattr(args, theirs, value)
+
+
+def importance_ratios(log_ratio: torch.Tensor, mode: str) -> torch.Tensor:
+    """p / q: ``[B, T]``, or ``[B, 1]`` under the sequence modes."""
+    if mode.startswith("sequence"):
+        log_ratio = log_ratio.sum(dim=1, keepdim=True)
+    return log_ratio.clamp(-_LARGEST, _LARGEST).exp()
+
+
+def limit_ratios(ratio: torch.Tensor, mode: str, cap: float) -> torch.Tensor:
+    """The weights of one of `CORRECTION_MODES`."""
+    return ratio.clamp(max=cap) if mode.endswith("truncate") else ratio.masked_fill(ratio > cap, 0.0)
+
+
+class RolloutCorrection:
+    """Importance weights (`rollout_correction*`) and the `sampling/*` metrics.
+
+    Both need the log-probabilities of the sampled tokens under the policy as it is when training on them begins. Where
+    TRL does not compute those (rollouts and updates are aligned), the training step itself does. The weights multiply
+    the advantages, of which TRL's losses take one per token as well; VESPO takes them as they are.
+
+    Args:
+        args: an [`MXFP4GRPOConfig`].
+        accelerator: knows when an optimizer step ends, and gathers its measures.
+        record: called with a metric's name and value.
+    """
+
+    def __init__(self, args: Any, accelerator: Accelerator, record: Callable[[str, float], None]):
+        self._args, self._accelerator, self._record = args, accelerator, record
+        self._sums, self._sums_step = MismatchSums(), -1
+        self._waiting: tuple[dict[str, Any], torch.Tensor, int] | None = None
+        self._warned = False
+
+    def check(self, batch: dict[str, Any], step: int) -> None:
+        """Warn, before the first step, of a rollout for training that came without log-probabilities."""
+        if _SAMPLED not in batch and self._args.rollout_correction and step == 0:
+            get_logger().warning("rollout_func returns no log-probabilities: its rollouts are not corrected")
+
+    @contextlib.contextmanager
+    def weighting(self, inputs: dict[str, Any], step: int) -> Iterator[dict[str, Any]]:
+        """Gives the training batch to compute the loss of within this context: its advantages are weighted already, or
+        not there before [`take_log_probs`] was called, so that a loss that reads them earlier fails."""
+        if _SAMPLED not in inputs:
+            yield inputs
+            return
+        inputs = dict(inputs)  # the batch itself may be trained on again
+        old = inputs.get("old_per_token_logps")
+        if old is not None:
+            self._weigh(inputs, old, step)
+            yield inputs
+            return
+        self._waiting = inputs, inputs.pop("advantages"), step
+        try:
+            yield inputs
+        finally:
+            self._waiting = None
+
+    def take_log_probs(self, trained: torch.Tensor) -> None:
+        """Weight the batch that waits for its log-probabilities ``[B, T]`` under the policy that trains."""
+        if self._waiting is not None:
+            (inputs, advantages, step), self._waiting = self._waiting, None
+            inputs["advantages"] = advantages
+            self._weigh(inputs, trained.detach(), step)
+
+    def _weigh(self, inputs: dict[str, Any], trained: torch.Tensor, step: int) -> None:
+        """Weight a batch in place by the ratio of ``trained`` to the probabilities it was sampled with; measure it."""
+        mask, args = inputs["completion_mask"] * inputs.get("tool_mask", 1), self._args
+        # NaN: a token that the sampler could not score.
+        log_ratio = torch.nan_to_num((trained - inputs[_SAMPLED]) * mask, nan=0.0)
+        self._measure(log_ratio, mask, step)
+        if args.use_vllm or not args.rollout_correction:
+            return
+        mode, cap = args.rollout_correction_mode, args.rollout_correction_cap
+        weights = limit_ratios(importance_ratios(log_ratio, mode), mode, cap)
+        if args.loss_type == "vespo":
+            inputs["importance_sampling_ratio"] = weights.masked_fill(~mask.bool(), 1.0)
+        else:
+            inputs["advantages"] = inputs["advantages"].unsqueeze(1) * weights
+
+    def _measure(self, log_ratio: torch.Tensor, mask: torch.Tensor, step: int) -> None:
+        """Add to what is logged once per optimizer step, over its batches and all processes."""
+        if self._sums_step != step:
+            self._sums, self._sums_step = MismatchSums(), step
+        args = self._args
+        self._sums.add(log_ratio, mask, args.rollout_correction_mode, args.rollout_correction_cap)
+        if not self._accelerator.sync_gradients:
+            return
+        self._sums_step = -1
+        measures = self._sums.measures(self._accelerator.gather)
+        for name, value in measures.items():
+            if not (args.use_vllm and args.rollout_correction and name.startswith(_RECORDED_BY_TRL)):
+                self._record(name, value)
+        share, mode = measures.get("sampling/effective_sample_size_weights", 1.0), args.rollout_correction_mode
+        if self._warned or not args.rollout_correction or share >= _FEW:
+            return
+        self._warned = True
+        get_logger().warning(
+            "step %d: the importance weights (%s) have an effective sample size of %.2g of the %s: little is learnt "
+            "from the others. What samples is too far from what trains: see sampling/kl, lower the noise, quantize "
+            "alike on both sides, or use rollout_correction_mode='token_truncate'",
+            step, mode, share, "sequences" if mode.startswith("sequence") else "tokens",
+        )  # fmt: skip
+
+
+class MismatchSums:
+    """Sums over tokens and sequences, of several batches and then of all processes, and the measures they give."""
+
+    def __init__(self):
+        self._sums: torch.Tensor | None = None
+        self._extremes: torch.Tensor | None = None
+
+    def add(self, log_ratio: torch.Tensor, mask: torch.Tensor, mode: str, cap: float) -> None:
+        """Count one batch, with the weights that ``mode`` and ``cap`` would give it."""
+        mask, exact = mask.bool(), widest_float(log_ratio.device)
+        has_tokens = mask.any(dim=1)
+        by_sequence = importance_ratios(log_ratio, "sequence")[has_tokens, 0].to(exact)
+        ratio = importance_ratios(log_ratio, mode)
+        judged = ratio[has_tokens, 0] if mode.startswith("sequence") else ratio[mask]
+        clipped, weights = judged > cap, limit_ratios(judged, mode, cap).to(exact)
+        log_ratio = log_ratio[mask].to(exact)
+        ratio = log_ratio.clamp(-_LARGEST, _LARGEST).exp()
+        parts = [
+            torch.ones_like(ratio), ratio, ratio.square(), ratio - 1 - log_ratio, log_ratio.abs(),
+            torch.ones_like(by_sequence), by_sequence, by_sequence.square(), clipped.to(exact),
+            torch.ones_like(weights), weights, weights.square(),
+        ]  # fmt: skip
+        sums = torch.stack([part.sum() for part in parts])
+        largest = [torch.full((), -torch.inf, dtype=exact, device=ratio.device)] * 3
+        if ratio.numel():
+            largest = [(-ratio).max(), ratio.max(), log_ratio.abs().max()]
+        extremes = torch.stack(largest)
+        self._sums = sums if self._sums is None else self._sums + sums
+        self._extremes = extremes if self._extremes is None else torch.maximum(self._extremes, extremes)
+
+    def measures(self, gather: Callable[[torch.Tensor], torch.Tensor]) -> dict[str, float]:
+        """Metrics under the names that they are logged by; empty when no process had a token.
+
+        Args:
+            gather: concatenates a tensor's first axis over processes, as `Accelerator.gather` does.
+        """
+        rows = gather(torch.cat([self._sums, self._extremes]).unsqueeze(0))
+        sums = rows[:, : len(self._sums)].sum(dim=0).tolist()
+        smallest, largest, difference = rows[:, len(self._sums) :].amax(dim=0).tolist()
+        tokens, total, squares, k3, absolute, sequences, by_sequence, by_sequence_squares, *sums = sums
+        clipped, judged, weights, weight_squares = sums
+        if tokens == 0:
+            return {}
+        # Weights that are all alike and next to nothing count for little, too: no more than their mean.
+        effective = min(weights**2 / (judged * weight_squares), weights / judged) if weight_squares else 0.0
+        return {
+            "sampling/importance_sampling_ratio/min": -smallest,
+            "sampling/importance_sampling_ratio/mean": total / tokens,
+            "sampling/importance_sampling_ratio/max": largest,
+            "sampling/importance_sampling_ratio/clipped": clipped / judged,
+            "sampling/sampling_logp_difference/mean": absolute / tokens,
+            "sampling/sampling_logp_difference/max": difference,
+            "sampling/kl": k3 / tokens,
+            "sampling/effective_sample_size": total**2 / (tokens * squares),
+            "sampling/effective_sample_size_sequence": by_sequence**2 / (sequences * by_sequence_squares),
+            "sampling/effective_sample_size_weights": effective,
+        }

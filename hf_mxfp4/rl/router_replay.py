@@ -1,0 +1,203 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Router replay between a rollout and the training on it (R3, arXiv 2510.11370): the experts that a mixture chose while
+it sampled are those that it trains with."""
+
+import contextlib
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from torch import nn
+
+from .._logging import get_logger
+from ..moe import UNRECORDED, ChoiceRecorder, ReplayReport, RouterReplayError, find_routers, replayed_choices
+from ..utils import replaced_method
+from .vllm_engine import EXPERTS_OPTION
+
+
+#: The recording in a batch of the trainer: int16 ``[B, prompt + completion, layers, k]``, -1 where nothing is recorded.
+BATCH_KEY = "router_choices"
+_LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
+
+
+class RouterReplay:
+    """Records the experts of each rollout and replays them where the policy scores or trains on it (`router_replay`).
+
+    Metrics of each batch that is trained on: `router_replay/coverage` and `router_replay/changed`, see
+    [`ReplayReport`].
+
+    Args:
+        model: the policy.
+        accelerator: averages the metrics over processes.
+        record: called with a metric's name and value.
+        llm: the colocated vLLM that samples; `None` for `generate`.
+        is_scored_by_trl: whether TRL compares each rollout with what trains, and to this end computes log-probabilities
+            before anything else does.
+
+    Raises `ValueError` when the model has no router.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        accelerator: Accelerator,
+        record: Callable[[str, float], None],
+        llm: Any = None,
+        is_scored_by_trl: bool = False,
+    ):
+        self.routers = find_routers(model)
+        self._accelerator, self._record = accelerator, record
+        self._recorder = ChoiceRecorder(model, self.routers) if llm is None else ServedChoices(llm, self.routers)
+        self._rows: list[torch.Tensor] | None = None
+        self.is_scored_by_trl, self._is_scored_next = is_scored_by_trl, False
+        source = "generate" if llm is None else "vLLM"
+        get_logger().info("router replay: %d routers, recorded in %s", len(self.routers), source)
+
+    def recording(self) -> contextlib.AbstractContextManager[None]:
+        """Record the experts of what is generated within the context."""
+        self._rows = None
+        return self._recorder.recording()
+
+    def keep(self, prompts: Sequence[Sequence[int]], completions: Sequence[Sequence[int]]) -> None:
+        """Keep what was recorded for these sequences; raises `ValueError` when it does not belong to them."""
+        self._rows = self._recorder.rows(prompts, completions)
+        self._is_scored_next = self.is_scored_by_trl
+
+    def padded(self, prompt_mask: torch.Tensor, completions: torch.Tensor) -> torch.Tensor:
+        """Return the recording of the last rollout for its padded batch, prompts left and completions right:
+        ``[B, P]``, ``[B, C]`` (for the width) -> int16 ``[B, P + C, layers, k]`` on the CPU, where it takes no
+        accelerator memory while it waits.
+
+        Raises `RouterReplayError` when no rollout of this size was recorded.
+        """
+        if self._rows is None or len(self._rows) != len(prompt_mask):
+            recorded = 0 if self._rows is None else len(self._rows)
+            raise RouterReplayError(
+                f"router replay has recordings of {recorded} sequences for a batch of {len(prompt_mask)}"
+            )
+        width = prompt_mask.shape[1]
+        shape = len(self._rows), width + completions.shape[1], *self._rows[0].shape[1:]
+        batch = torch.full(shape, UNRECORDED, dtype=torch.int16)
+        for target, row, length in zip(batch, self._rows, prompt_mask.sum(dim=1).tolist(), strict=True):
+            start = width - int(length)
+            target[start : start + len(row)] = row
+        return batch
+
+    @contextlib.contextmanager
+    def scoring_next(self, mask: torch.Tensor, width: int) -> Iterator[None]:
+        """[`scoring`] where TRL computes log-probabilities of the last rollout for the first time; else nothing.
+        ``mask`` is ``[B, P + C]``, and ``width`` C.
+        """
+        if not self._is_scored_next:
+            yield
+            return
+        self._is_scored_next = False
+        with self.scoring(mask[:, :-width], mask[:, -width:]):
+            yield
+
+    @contextlib.contextmanager
+    def scoring(self, prompt_mask: torch.Tensor, completion_mask: torch.Tensor) -> Iterator[ReplayReport]:
+        """Replay the last rollout while the policy computes its log-probabilities, without gradients."""
+        choices = self.padded(prompt_mask, completion_mask)
+        with replayed_choices(self.routers, choices, routed_tokens(prompt_mask, completion_mask)) as report:
+            yield report
+
+    @contextlib.contextmanager
+    def training(self, inputs: dict[str, Any]) -> Iterator[ReplayReport]:
+        """Replay the recording in a training batch, and log what it did when it ends: gradient checkpointing runs
+        forward passes in the backward pass, so it is to last until that is over.
+
+        Raises `RouterReplayError` when the batch has no recording, or one that does not cover it.
+        """
+        required = routed_tokens(inputs["prompt_mask"], inputs["completion_mask"])
+        if inputs.get(BATCH_KEY) is None:
+            raise RouterReplayError(
+                f"router replay covers 0 of {int(required.sum())} tokens: the training batch has no recording "
+                f"({BATCH_KEY!r}); it was not made by this trainer's rollout"
+            )
+        with replayed_choices(self.routers, inputs[BATCH_KEY], required) as report:
+            yield report
+        values = torch.tensor([[report.coverage, report.changed]], device=self._accelerator.device)
+        coverage, changed = self._accelerator.gather(values).mean(dim=0).tolist()
+        self._record("router_replay/coverage", coverage)
+        self._record("router_replay/changed", changed)
+
+
+def routed_tokens(prompt_mask: torch.Tensor, completion_mask: torch.Tensor) -> torch.Tensor:
+    """Return the tokens that generation fed to the model, bool ``[B, P + C]``: all but padding and each completion's
+    last, whose routing has no part in any log-probability: that of completion token t is read at position t - 1.
+    """
+    completion_mask = completion_mask.bool()
+    order = completion_mask.cumsum(dim=1)
+    fed = completion_mask & (order < order[:, -1:])
+    return torch.cat([prompt_mask.bool(), fed], dim=1)
+
+
+class ServedChoices:
+    """Records the experts of what TRL's colocated vLLM generates, as [`ChoiceRecorder`] does those of `generate`.
+
+    Args:
+        llm: TRL's, made within [`vllm_in_scheme`].
+        routers: of the policy, of [`find_routers`]. Their order is that of the layer axis of what is recorded.
+
+    Raises `ValueError` when the layers of the routers cannot be told from their names.
+    """
+
+    def __init__(self, llm: Any, routers: Mapping[str, nn.Module]):
+        self._llm, self.routers = llm, routers
+        self._outputs: list[Any] | None = None
+        found = {name: _LAYER.findall(name)[:1] for name in routers}
+        unknown = [name for name, layers in found.items() if not layers]
+        self._layers = [int(layer) for layers in found.values() for layer in layers]
+        if unknown or len(set(self._layers)) < len(self._layers):
+            raise ValueError(
+                "router replay with vLLM finds the experts of a router by the number of its layer, which the names "
+                f"{', '.join(unknown or routers)} do not tell; set use_vllm=False or router_replay=False"
+            )
+
+    @contextlib.contextmanager
+    def recording(self) -> Iterator[None]:
+        """Record what vLLM generates within; raises `RuntimeError` at the end unless it generated once."""
+        outputs: list[list[Any]] = []
+        generate = self._llm.generate
+
+        def recorded(*args: Any, **kwargs: Any) -> list[Any]:
+            outputs.append(generate(*args, **kwargs))
+            return outputs[-1]
+
+        with replaced_method(self._llm, "generate", recorded):
+            yield
+        if len(outputs) != 1:
+            raise RuntimeError(f"router replay records a rollout of one generation; vLLM ran {len(outputs)}")
+        (self._outputs,) = outputs
+
+    def rows(self, prompts: Sequence[Sequence[int]], completions: Sequence[Sequence[int]]) -> list[torch.Tensor]:
+        """Return what [`ChoiceRecorder.rows`] does. Raises `RouterReplayError` when vLLM returned no experts, or those
+        of other tokens, layers or numbers of them."""
+        outputs, self._outputs = self._outputs or [], None
+        if len(outputs) != len(prompts):
+            raise RouterReplayError(f"router replay: vLLM generated {len(outputs)} sequences of {len(prompts)}")
+        sequences = enumerate(zip(outputs, prompts, completions, strict=True))
+        return [self._row(number, *sequence) for number, sequence in sequences]
+
+    def _row(self, number: int, output: Any, prompt: Sequence[int], completion: Sequence[int]) -> torch.Tensor:
+        answer, tokens = output.outputs[0], len(prompt) + len(completion) - 1
+        experts = answer.routed_experts  # [tokens, all layers, k]
+        if list(output.prompt_token_ids) != list(prompt) or list(answer.token_ids) != list(completion):
+            raise RouterReplayError(f"router replay: sequence {number} came back with other tokens than vLLM generated")
+        if experts is None or len(experts) != tokens or experts.shape[1] <= max(self._layers):
+            found = None if experts is None else tuple(experts.shape)
+            raise RouterReplayError(
+                f"router replay: vLLM returned experts {found} of sequence {number}, which is not [{tokens} tokens, "
+                f"layers up to {max(self._layers)}, k]; it is to be made with {EXPERTS_OPTION}"
+            )
+        row = torch.from_numpy(experts[:, self._layers].astype("int16"))
+        ordered = row.sort(dim=-1).values
+        if (ordered[..., 1:] == ordered[..., :-1]).any():
+            raise RouterReplayError(
+                f"router replay: vLLM returned the same expert twice for one token of sequence {number}: it has not "
+                "recorded what this model's layers chose"
+            )
+        return row

@@ -1,0 +1,292 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Weights on their way to vLLM: what the policy computes with, not what it stores.
+
+TRL pushes raw parameters. For a trained quantized policy these are the master weights, and hooks on the policy's norms
+do not reach vLLM's; so quantized layers send ``Q(W)`` and norms send their noisy weights. A vLLM that keeps weights in
+4 bits is sent those codes and scales, and the factors of adapters beside them ([`adapter_factors`]). Elsewhere adapters
+are not merged into master weights, as TRL would do: ``Q(W) + delta`` is sent, which is what the policy computes with,
+of trainable layers ([`adapter_sums`]) and of packed ones ([`policy_parameters`]).
+"""
+
+import math
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
+from typing import Any
+
+import torch
+from torch import nn
+
+from .._logging import get_logger
+from ..backends import widest_float
+from ..integrations.peft import (
+    adapted_parameters,
+    adapter_factors,
+    adapter_sums,
+    is_packed_with_adapters,
+    is_trainable_with_adapters,
+    policy_parameters,
+)
+from ..layers import trainable_matrices
+from .noise import NoiseReport, NormNoise, plain_name
+from .vllm_engine import VLLMEngine, check_forward, explain_server_errors, log_how_to_serve
+
+
+#: ``(name, weight)`` pairs.
+Parameters = Iterable[tuple[str, torch.Tensor]]
+#: What wrappers of models and layers add to the names of parameters, in addition to the names of PEFT's adapters.
+_WRAPPERS = ("base_model.model.", "base_layer.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
+
+
+class VLLMPolicy:
+    """The policy as vLLM is to sample from it, whenever TRL's `VLLMGeneration` pushes weights.
+
+    TRL makes that object itself, and walks over the parameters wherever it pushes: that walk is replaced, for good. It
+    leaves out what a colocated vLLM that does not sleep has already: frozen weights, since they were pushed.
+
+    Args:
+        generation: TRL's object.
+        model: the policy.
+        args: an [`MXFP4GRPOConfig`].
+        noise: what goes on the weights; `None` without.
+        rollout: gives the step and the standard deviation of its noise, now.
+        record: called with a metric's name and value.
+
+    Attributes:
+        engine: what vLLM computes with.
+        has_noise: whether some of vLLM's weights are noisy.
+        n_syncs: how many times the weights were pushed.
+
+    Raises `ValueError` for adapters that cannot be pushed, and where what vLLM keeps cannot hold the policy.
+    """
+
+    def __init__(
+        self,
+        generation: Any,
+        model: nn.Module,
+        args: Any,
+        noise: NormNoise | None,
+        rollout: Callable[[], tuple[int, float]],
+        record: Callable[[str, float], None],
+    ):
+        self._generation, self._model, self._noise = generation, model, noise
+        self._rollout, self._record = rollout, record
+        self.has_noise, self.n_syncs = False, 0
+        self.engine = VLLMEngine.of(generation)
+        self.engine.describe(model, args)
+        self.engine.check(model)
+        check_forward(model)
+        self._is_server = getattr(generation, "mode", None) == "server"
+        if self._is_server and self.engine.scheme is None:
+            log_how_to_serve(model, args)
+        if self._is_server and getattr(generation, "vllm_client", None) is not None:  # in the main process
+            explain_server_errors(generation.vllm_client)
+        if is_trainable_with_adapters(model):
+            adapter_sums(model)
+        # At the level at which TRL lets vLLM sleep, it throws weights away after each generation.
+        forgets = self._is_server or getattr(generation, "enable_sleep_mode", False)
+        self._pushed = None if forgets else PushedWeights(model)
+        self._walk, sync = generation._iter_named_params, generation.sync_weights
+        generation._iter_named_params = self._parameters
+        generation.sync_weights = lambda: self._sync(sync)
+
+    def _sync(self, sync: Callable[[], None]) -> None:
+        """TRL's push of the weights, which must be one."""
+        before = self.n_syncs
+        sync()
+        if self.n_syncs == before:
+            raise RuntimeError("TRL has pushed none of the weights of the policy to vLLM")
+
+    def _parameters(self) -> Parameters:
+        (step, sigma), model = self._rollout(), self._model
+        # A server is announced first what it will be pushed, by a walk of its own.
+        is_push = not (self._is_server and getattr(self._generation, "_weight_metadata", ()) is None)
+        named, merged, deltas, factors = self._of_policy()
+        if self._pushed is not None:
+            norms = self._noise.norms if self._noise is not None and sigma > 0 else ()
+            self._pushed.begin({*merged, *deltas, *(f"{plain_name(name)}.weight" for name in norms)})
+        # From the first tensor on, and until all of them are clean again.
+        self.has_noise = self.has_noise or sigma > 0
+        tensors = rollout_parameters(
+            named, model, self._noise, step, sigma, deltas, self.engine.dtype,
+            factors=factors, packs=self.engine.is_packed, pushed=self._pushed, merged=merged,
+        )  # fmt: skip
+        # In vLLM's dtype half of the bytes; other parameters may be in another one there.
+        quantized = {} if self.engine.is_assumed else {plain_name(m.full_name) for m in trainable_matrices(model)}
+        n_bytes = n_tensors = 0
+        for name, tensor in tensors:
+            if name in quantized and tensor.is_floating_point():
+                tensor = tensor.to(self.engine.dtype)
+            n_bytes, n_tensors = n_bytes + tensor.nbytes, n_tensors + 1
+            yield name, tensor
+        if n_tensors == 0:
+            raise RuntimeError("nothing of the policy is left to push to vLLM: all of it is frozen, and vLLM has it")
+        if is_push:
+            self.has_noise = sigma > 0
+            self.n_syncs += 1
+            self._record("vllm/sync_bytes", n_bytes)
+            if self.n_syncs <= 2:
+                get_logger().info(
+                    "push %d of weights to vLLM: %.4g MiB in %d tensors", self.n_syncs, n_bytes / 2**20, n_tensors
+                )
+
+    def _of_policy(self) -> tuple[Parameters, set[str], dict, dict]:
+        """The parameters to push, those of them that have adapters in them already, what adapters add to others, and
+        the factors of adapters that are pushed apart."""
+        model, packs = self._model, self.engine.is_packed
+        # Of layers without adapters vLLM has zeros, unless it throws them away; a server is to load those of a layer
+        # that is joined with one that has an adapter.
+        everywhere = packs and self.engine.settings.adapter_rank > 0 and self._pushed is None
+        factors = adapter_factors(model, everywhere) if packs else {}
+        apart = {f"{name}.weight" for name in factors}
+        if is_packed_with_adapters(model):
+            merged = adapted_parameters(model)
+            return policy_parameters(model, packed=packs), merged - apart if packs else merged, {}, factors
+        if not is_trainable_with_adapters(model):
+            return self._walk(), set(), {}, factors
+        deltas = {name: delta for name, delta in adapter_sums(model).items() if name not in apart}
+        return _without_merging(self._walk, model), adapted_parameters(model), deltas, factors
+
+
+def _without_merging(walk: Callable[[], Parameters], model: nn.Module) -> Parameters:
+    """TRL's walk over the parameters of a PEFT model, which gathers what is sharded, without the merge and unmerge
+    around it, which would write the master weights."""
+    merges = []
+    model.merge_adapter, model.unmerge_adapter = lambda: merges.append(True), lambda: None
+    try:
+        for named in walk():
+            if not merges:
+                raise RuntimeError("TRL walks over a PEFT model in another way than this version of hf-mxfp4 knows")
+            yield named
+    finally:
+        del model.merge_adapter, model.unmerge_adapter
+
+
+class PushedWeights:
+    """Frozen parameters of the policy that vLLM has as they are now, since they were pushed. One that was replaced, or
+    written in place, is another one.
+
+    Attributes:
+        left_out: names of what need not be pushed in the walk over the parameters that has begun.
+    """
+
+    def __init__(self, model: nn.Module):
+        self._model = model
+        self._pushed: dict[str, tuple[weakref.ref, int]] = {}
+        self._frozen: dict[str, nn.Parameter] = {}
+        self.left_out: set[str] = set()
+
+    def begin(self, changing: Set[str]) -> None:
+        """Begin a walk, in which what is named ``changing`` is pushed with noise, or with adapters in it."""
+        self._frozen = {n: p for n, p in _plain_parameters(self._model).items() if not p.requires_grad}
+        self.left_out = {name for name in self._pushed if self._has(name)} - changing
+
+    def note(self, name: str, is_clean: bool) -> None:
+        """Remember that this parameter was pushed, and whether as it is: without noise, and without adapters in it."""
+        parameter = self._frozen.get(name)
+        if is_clean and parameter is not None:
+            self._pushed[name] = weakref.ref(parameter), parameter._version
+        else:
+            self._pushed.pop(name, None)
+
+    def _has(self, name: str) -> bool:
+        parameter, (pushed, version) = self._frozen.get(name), self._pushed[name]
+        return parameter is not None and pushed() is parameter and version == parameter._version
+
+
+def _plain_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """The parameters of a policy by the names that they have without PEFT and other wrappers: of one that PEFT trains a
+    copy of the copy, and none of adapters."""
+    found = {}
+    for name, parameter in model.named_parameters():
+        if ".lora_" in name or ".original_module." in name:
+            continue
+        for wrapper in _WRAPPERS:
+            name = name.replace(wrapper, "")
+        before, saved, after = name.partition(".modules_to_save.")
+        found[f"{before}.{after.partition('.')[2]}" if saved else name] = parameter
+    return found
+
+
+def rollout_parameters(
+    named: Parameters,
+    model: nn.Module,
+    noise: NormNoise | None = None,
+    step: int = 0,
+    sigma: float = 0.0,
+    deltas: Mapping[str, Callable[[], torch.Tensor]] | None = None,
+    dtype: torch.dtype | None = None,
+    *,
+    factors: Mapping[str, Callable[[], tuple[torch.Tensor, torch.Tensor]]] | None = None,
+    packs: bool = False,
+    pushed: PushedWeights | None = None,
+    merged: Set[str] = frozenset(),
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """The pairs of ``named`` with quantized weights in place of master weights, and noise on the weights of
+    norms: that of a rollout in this process, at the same step.
+
+    What the noise changed, after rounding to the dtype that is pushed and to that of vLLM, is left in the
+    ``last_report`` of ``noise``.
+
+    Args:
+        deltas: what adapters add to parameters, see [`adapter_sums`]; added in float32, after quantization.
+        dtype: in which vLLM keeps weights; by default that of each.
+        factors: of adapters that vLLM keeps apart, by layer, see [`adapter_factors`]; they follow the weight of the
+            layer as ``<layer>.lora_A.weight`` and ``<layer>.lora_B.weight``.
+        packs: quantized weights without noise or ``deltas`` are codes and scales, by the names of packed checkpoints.
+        pushed: what vLLM has, and what is left out therefore; it is told what is pushed.
+        merged: the names of ``named`` that have adapters in them, which ``pushed`` does not see.
+
+    Raises `ValueError` for a forward scheme that weights alone cannot express, such as one with rotated operands.
+    Raises `RuntimeError` at the end when the model has quantized layers, or noise is on, and no name matched them, or
+    when an adapter's did not.
+    """
+    check_forward(model)
+    quantized = {plain_name(matrix.full_name): matrix for matrix in trainable_matrices(model)}
+    deltas, factors = dict(deltas or {}), dict(factors or {})
+    norms = noise.norms if noise is not None and sigma > 0 else ()
+    norms = {plain_name(name): index for index, name in enumerate(norms)}
+    left_out = set() if pushed is None else pushed.left_out
+    n_quantized = n_noisy = n_elements = 0
+    energy = 0.0
+    for name, tensor in named:
+        owner, matrix = name.removesuffix(".weight"), quantized.get(name)
+        n_quantized += matrix is not None
+        delta = deltas.pop(name, None)
+        has_noise = name.endswith(".weight") and owner in norms
+        is_clean = delta is None and not has_noise
+        if is_clean and name in left_out:
+            pass  # vLLM has it already
+        elif is_clean and packs and matrix is not None:
+            for suffix, part in matrix.packed_values(tensor).items():
+                yield f"{name}{suffix}", part
+        else:
+            clean = tensor.detach() if matrix is None else matrix.layer_values(tensor)
+            adapted = clean if delta is None else (clean.float() + delta()).to(clean.dtype)
+            if has_noise:
+                n_noisy += 1
+                noisy = (adapted.float() + noise.noise(norms[owner], adapted, step, sigma)).to(adapted.dtype)
+                energy += _energy(noisy, adapted, dtype or adapted.dtype)
+                n_elements += tensor.numel()
+                yield name, noisy
+            else:
+                yield name, tensor if adapted is clean and matrix is None else adapted
+        if pushed is not None and name not in left_out:
+            pushed.note(name, is_clean and name not in merged)
+        if name.endswith(".weight") and owner in factors:
+            for side, factor in zip("AB", factors.pop(owner)(), strict=True):
+                yield f"{owner}.lora_{side}.weight", factor
+    if quantized and n_quantized == 0:
+        raise RuntimeError("the weights pushed to vLLM include none of the quantized layers")
+    if deltas or factors:
+        names = ", ".join([*deltas, *factors])
+        raise RuntimeError(f"adapters reached none of the weights pushed to vLLM by the name of {names}")
+    if norms and n_noisy == 0:
+        raise RuntimeError("adaptive quantization noise reached none of the weights pushed to vLLM")
+    if norms:
+        noise.last_report = NoiseReport(sigma, math.sqrt(energy / n_elements), n_noisy, n_elements)
+
+
+def _energy(noisy: torch.Tensor, clean: torch.Tensor, dtype: torch.dtype) -> float:
+    """Sum of squared differences of two tensors, each rounded to a dtype."""
+    exact = widest_float(clean.device)
+    return float((noisy.to(dtype).to(exact) - clean.to(dtype).to(exact)).square().sum())

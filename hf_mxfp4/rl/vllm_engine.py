@@ -1,0 +1,342 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The vLLM that samples: how TRL's colocated one is started in the scheme of the policy, what it computes with, and
+errors of a server.
+
+TRL gives vLLM the name of the checkpoint and nothing of how the policy was quantized, so that the checkpoint of a QAT
+policy, which is in full precision, would be sampled from in full precision. The scheme is given as vLLM's
+`hf_overrides`: nothing is written, and vLLM reads and caches what it would have.
+"""
+
+import contextlib
+import json
+import shlex
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from accelerate.utils import broadcast_object_list
+from torch import nn
+from transformers import PreTrainedConfig
+from trl.generation import vllm_generation
+
+from .._logging import get_logger
+from ..config import MXFP4RLConfig
+from ..gemm import reads_packed_on_gpus
+from ..integrations.peft import adapter_rank, base_scheme, has_inseparable_adapters
+from ..integrations.vllm import SETTINGS_KEY, EngineSettings
+from ..layers import QUANTIZED, ExpertsBase
+from ..registration import QUANT_METHOD
+from ..utils import replaced_method
+
+
+#: vLLM's option for router replay; it brings model runner V2, which it refuses to do without (and that needs Triton).
+EXPERTS_OPTION = "enable_return_routed_experts"
+
+
+class VLLMServerError(RuntimeError):
+    """The vLLM server does not answer, or cannot do what it was asked."""
+
+
+# ---- starting one -------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def vllm_in_scheme(args: Any) -> Iterator[None]:
+    """Have TRL, within this context, make a colocated vLLM that computes as the policy does, where the plugin can, and
+    that returns the experts it chooses, if `router_replay` needs it to. The log says why where it cannot.
+
+    Raises `ValueError` for a vLLM that cannot return experts, and `RuntimeError` where TRL makes none.
+    """
+    make = getattr(vllm_generation, "LLM", None)
+    if not args.use_vllm or args.vllm_mode != "colocate" or make is None:  # without vLLM TRL says so
+        yield
+        return
+    if args.router_replay:
+        _check_returns_experts()
+    init, made = vllm_generation.VLLMGeneration._init_vllm, []
+
+    def start(generation: Any) -> None:
+        options = _options(generation.model, args)
+
+        def make_changed(**own: Any) -> Any:
+            made.append(True)
+            return make(**{**own, **options})
+
+        with replaced_method(vllm_generation, "LLM", make_changed):
+            init(generation)
+
+    with replaced_method(vllm_generation.VLLMGeneration, "_init_vllm", start):
+        yield
+    if not made:
+        raise RuntimeError("TRL starts vLLM in another way than this version of hf-mxfp4 knows")
+
+
+def _check_returns_experts() -> None:
+    import vllm
+    from vllm.engine.arg_utils import EngineArgs
+
+    if not hasattr(EngineArgs, EXPERTS_OPTION):
+        raise ValueError(
+            f"router_replay=True with use_vllm=True needs {EXPERTS_OPTION} of vLLM, which version {vllm.__version__} "
+            "has not (0.32 has): use another version, or router_replay=False"
+        )
+
+
+def _options(model: nn.Module, args: Any) -> dict[str, Any]:
+    """What to add to the options that TRL makes its colocated vLLM with."""
+    options: dict[str, Any] = {EXPERTS_OPTION: True} if args.router_replay else {}
+    config, words = quantization_config(model, args)
+    if config is not None:
+        get_logger().info("vLLM is started in the scheme of the policy, %s", words)
+        return {**options, "hf_overrides": {"quantization_config": config}}
+    is_asked_for = args.vllm_weights == "checkpoint" or not _quantized(model)
+    log = get_logger().info if is_asked_for else get_logger().warning
+    log("vLLM is started on the checkpoint of the policy as it is, and not in its scheme: %s", words)
+    return options
+
+
+def quantization_config(model: nn.Module, args: Any) -> tuple[dict[str, Any] | None, str]:
+    """Return the `quantization_config` for vLLM to compute as the policy does, and what that is in words; `None`, and
+    the reason, where vLLM can take the checkpoint only as it is.
+
+    Raises `ValueError` for a policy that no vLLM can sample from, see [`check_forward`].
+    """
+    check_forward(model)
+    if args.vllm_weights == "checkpoint":
+        return None, "vllm_weights='checkpoint'"
+    name = getattr(model, "name_or_path", "")
+    stored = stored_config(name)
+    reason = _unsupported_reason(model, name, stored, args)
+    if reason:
+        return None, reason
+    dense_reason = "vllm_weights='dense'" if args.vllm_weights == "dense" else None
+    dense_reason = dense_reason or _needs_dense(model) or _slow_experts(model)
+    settings = EngineSettings("dense") if dense_reason else EngineSettings("packed", adapter_rank(model))
+    mode = (stored.get("quantization_config") or {}).get("mode", "qat")
+    # What is left out is about gradients alone.
+    scheme = replace(base_scheme(model), mode=mode, stochastic_seed=0)
+    form = f"dense: {dense_reason}" if dense_reason else f"in 4 bits, for adapters up to rank {settings.adapter_rank}"
+    words = f"{scheme.describe()} (mode {mode}), quantized weights {form}"
+    return {**scheme.to_dict(), SETTINGS_KEY: settings.to_dict()}, words
+
+
+def _unsupported_reason(model: nn.Module, name: str, stored: dict[str, Any], args: Any) -> str | None:
+    """Why vLLM cannot be started in the scheme of the policy on its checkpoint."""
+    scheme, theirs = base_scheme(model), stored.get("quantization_config") or {}
+    if not _quantized(model):
+        return "it has no quantized layer"
+    if scheme is None:
+        return "its config does not have the scheme: it was not quantized by from_pretrained"
+    if not stored:
+        return f"its checkpoint, {name!r}, has no config.json on this machine"
+    if args.vllm_model_impl not in ("auto", "vllm"):
+        return f"vllm_model_impl={args.vllm_model_impl!r} loads weights past the plugin"
+    if theirs and theirs.get("quant_method") != QUANT_METHOD:
+        return f"its checkpoint is quantized by {theirs.get('quant_method')!r}"
+    if theirs.get("mode") == "packed":
+        packed = MXFP4RLConfig.from_dict(theirs)
+        if scheme.mode != "packed" or packed.weight_scheme != scheme.weight_scheme:
+            return f"its checkpoint is packed by another scheme, {packed.describe()}"
+    return None
+
+
+def _slow_experts(model: nn.Module) -> str | None:
+    """Why packed experts cannot be in vLLM's CUDA graphs; `None` where they can, or there are none of the two."""
+    for layer in _quantized(model) if torch.cuda.is_available() else ():
+        weights, backend = layer.config.weight_scheme, layer.config.backend
+        if isinstance(layer, ExpertsBase) and not reads_packed_on_gpus(weights, backend):
+            return f"no kernel multiplies with experts packed by {weights} (backend={backend!r})"
+    return None
+
+
+def _needs_dense(model: nn.Module) -> str | None:
+    """Why the weights that the policy samples with are not those of 4 bits; `None` where they are."""
+    return "adapters on experts are added to them" if has_inseparable_adapters(model) else None
+
+
+def log_how_to_serve(model: nn.Module, args: Any) -> None:
+    """Log the command of a server that computes as the policy does, for users whose server does not."""
+    config, words = quantization_config(model, args)
+    if config is None:
+        get_logger().info("the vLLM server cannot be started in the scheme of the policy: %s", words)
+        return
+    overrides = json.dumps({"quantization_config": config})
+    get_logger().info(
+        "the vLLM server keeps weights in 16 bits. One in the scheme of the policy, %s, is started by %s",
+        words,
+        shlex.join(["vllm", "serve", model.name_or_path, "--host", "127.0.0.1", "--hf-overrides", overrides]),
+    )
+
+
+def check_forward(model: nn.Module) -> None:
+    """Raise `ValueError` for a forward scheme that weights alone cannot express, such as one with rotated operands."""
+    for name, layer in model.named_modules():
+        if isinstance(layer, QUANTIZED) and layer.config.weights_alone_unsupported_reason:
+            raise ValueError(
+                f"vLLM cannot sample from {name}: {layer.config.weights_alone_unsupported_reason}; set use_vllm=False"
+            )
+
+
+# ---- what it computes with ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class VLLMEngine:
+    """What is known of the vLLM that samples.
+
+    Attributes:
+        dtype: of its weights.
+        inputs: the scheme that its layers quantize their inputs by; `None` for full precision.
+        is_assumed: whether some of that is read off the checkpoint that it was started on, since it does not say.
+        scheme: of its quantized layers; `None` where it has none of ours, or does not say which.
+        settings: how it keeps their weights; `None` without a scheme.
+    """
+
+    dtype: torch.dtype
+    inputs: Any
+    is_assumed: bool
+    scheme: MXFP4RLConfig | None = None
+    settings: EngineSettings | None = None
+
+    @classmethod
+    def of(cls, generation: Any) -> "VLLMEngine":
+        """Ask TRL's `VLLMGeneration`: its vLLM in this process or its server; for want of an answer, the checkpoint of
+        its model. All processes must call this."""
+        config = getattr(getattr(getattr(generation, "llm", None), "llm_engine", None), "vllm_config", None)
+        if config is None:
+            return cls._of_server(generation)
+        scheme = getattr(config.quant_config, "scheme", None)
+        if not isinstance(scheme, MXFP4RLConfig):
+            return cls(config.model_config.dtype, None, is_assumed=False)
+        settings = getattr(config.quant_config, "settings", None) or EngineSettings(weights="dense")
+        return cls(config.model_config.dtype, scheme.activation_scheme, False, scheme, settings)
+
+    @classmethod
+    def _of_server(cls, generation: Any) -> "VLLMEngine":
+        answer = _server_answer(generation)
+        stored = stored_config(answer.get("model") or getattr(getattr(generation, "model", None), "name_or_path", ""))
+        overrides = answer.get("hf_overrides")  # of a server that was given another scheme than its checkpoint has
+        stored = {**stored, **(overrides if isinstance(overrides, dict) else {})}
+        scheme = stored.get("quantization_config") or {}
+        is_ours = scheme.get("quant_method") == QUANT_METHOD
+        # Of a plugin's scheme a server gives the name alone.
+        is_known = "dtype" in answer and is_ours == (answer.get("quantization") == QUANT_METHOD)
+        dtype = _dtype(answer["dtype"]) if "dtype" in answer else None
+        if dtype is None:
+            dtype = _dtype(stored.get("dtype", stored.get("torch_dtype"))) or torch.float32
+            dtype = torch.bfloat16 if dtype == torch.float32 else dtype  # as vLLM's dtype="auto" does
+        if not is_ours:
+            return cls(dtype, None, is_assumed=not is_known)
+        settings = EngineSettings.read(scheme.get(SETTINGS_KEY))
+        scheme = MXFP4RLConfig.from_dict(scheme)
+        # A server that does not say is not given codes.
+        known = (scheme, settings) if is_known else (None, None)
+        return cls(dtype, scheme.activation_scheme, not is_known, *known)
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether quantized weights are kept in 4 bits."""
+        return self.settings is not None and self.settings.weights == "packed"
+
+    def check(self, model: nn.Module) -> None:
+        """Raise `ValueError` where vLLM keeps weights in a form that the policy's cannot be pushed into."""
+        if not self.is_packed:
+            return
+        what = self._differs_from(model) or _needs_dense(model)
+        if what:
+            raise ValueError(
+                f"vLLM keeps weights in 4 bits, and {what}: start it in the scheme of the policy, with "
+                f'{{"{SETTINGS_KEY}": {{"weights": "dense"}}}} inside of quantization_config (docs/vllm.md)'
+            )
+        rank = adapter_rank(model)
+        if rank > self.settings.adapter_rank:
+            raise ValueError(
+                f"vLLM has room for adapters of rank {self.settings.adapter_rank} beside 4-bit weights, and those of "
+                f'the policy have rank {rank}: start it with {{"{SETTINGS_KEY}": {{"adapter_rank": {rank}}}}} inside '
+                "of quantization_config (docs/vllm.md)"
+            )
+
+    def _differs_from(self, model: nn.Module) -> str | None:
+        schemes = {str(layer.config.weight_scheme) for layer in _quantized(model)} - {str(self.scheme.weight_scheme)}
+        if schemes:
+            return f"quantizes weights by {self.scheme.weight_scheme} and the policy by {' and '.join(schemes)}"
+        skips, trained = self.scheme.modules_to_not_convert, base_scheme(model)
+        if trained is not None and trained.modules_to_not_convert != skips:
+            return f"has modules_to_not_convert={skips} and the policy {trained.modules_to_not_convert}"
+        return None
+
+    def quantizes_as(self, model: nn.Module) -> bool:
+        """Return whether the inputs of all quantized layers of the policy are quantized here as they are there."""
+        return all(layer.config.activation_scheme == self.inputs for layer in _quantized(model))
+
+    def describe(self, model: nn.Module, args: Any) -> None:
+        """Log what vLLM samples with, and warn where it is something else than the policy trains with."""
+        source = "assumed from its checkpoint, as dtype='auto' does" if self.is_assumed else "as it says"
+        name = str(self.dtype).removeprefix("torch.")
+        form = f"quantized weights in 4 bits, others in {name}" if self.is_packed else f"weights in {name}"
+        get_logger().info("vLLM keeps %s (%s)", form, source)
+        if not self.quantizes_as(model):
+            trained = " and ".join(sorted({str(layer.config.activation_scheme) for layer in _quantized(model)}))
+            get_logger().warning(
+                "vLLM samples with activations in %s (%s) and the policy trains with %s; %s",
+                self.inputs or "full precision", source, trained,
+                f"importance weights ({args.rollout_correction_mode}) account for the difference"
+                if args.rollout_correction
+                else "nothing corrects the difference, since rollout_correction is off",
+            )  # fmt: skip
+
+
+def _quantized(model: nn.Module) -> list[nn.Module]:
+    return [module for module in model.modules() if isinstance(module, QUANTIZED)]
+
+
+def _server_answer(generation: Any) -> dict[str, Any]:
+    """What a vLLM server says of its model, to all processes; empty where there is none, or it does not say."""
+    if getattr(generation, "mode", None) != "server":
+        return {}
+    answers = [{}]
+    client = getattr(generation, "vllm_client", None)  # of the main process
+    if client is not None:
+        try:
+            answers = [client.get_server_info()["model_config"]]
+        except (OSError, RuntimeError, KeyError) as error:
+            get_logger().info("the vLLM server does not say what it computes with: %s", error)
+    broadcast_object_list(answers, from_process=0)
+    return answers[0]
+
+
+def _dtype(name: Any) -> torch.dtype | None:
+    found = getattr(torch, str(name).removeprefix("torch."), None)
+    return found if isinstance(found, torch.dtype) else None
+
+
+def stored_config(name: str) -> dict[str, Any]:
+    """Return `config.json` of a checkpoint that is here already; empty without one."""
+    try:
+        return PreTrainedConfig.get_config_dict(name, local_files_only=True)[0] if name else {}
+    except (OSError, ValueError):
+        return {}
+
+
+# ---- errors of a server -------------------------------------------------------------------------------------------
+
+
+def explain_server_errors(client: Any) -> None:
+    """Make what TRL's `VLLMClient` raises a [`VLLMServerError`] that says how to go on. Replaces its methods."""
+    for method, what in {"generate": "sampling", "update_named_params": "receiving weights"}.items():
+        setattr(client, method, partial(_explained, client, getattr(client, method), what))
+
+
+def _explained(client: Any, method: Callable, what: str, *args: Any, **kwargs: Any) -> Any:
+    try:
+        return method(*args, **kwargs)
+    except Exception as error:
+        # Errors of `requests` are OSError; for answers other than 200 TRL raises a bare Exception.
+        if not isinstance(error, OSError) and type(error) is not Exception:
+            raise
+        raise VLLMServerError(
+            f"the vLLM server at {client.base_url} failed while {what}: {error}\nStart the server again with the "
+            "same command, and resume this run with resume_from_checkpoint: it pushes its weights before it samples"
+        ) from error

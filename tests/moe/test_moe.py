@@ -1,0 +1,396 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Routers of mixtures of experts: found, recorded in `generate`, replayed."""
+
+import pytest
+import torch
+from moe_models import FAMILIES, make_moe, tokens
+from peft import LoraConfig, get_peft_model
+from tiny_models import make_model
+from torch import nn
+
+from hf_mxfp4.moe import (
+    ChoiceRecorder,
+    RouterReplayError,
+    choice_agreement,
+    find_routers,
+    present_routers,
+    recorded_choices,
+    replayed_choices,
+)
+
+
+PLACES = {"gpt_oss": "mlp.router", "granitemoe": "block_sparse_moe.router"}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_router_is_found_and_its_choices_are_read(family):
+    model = make_moe(family)
+    routers = find_routers(model)
+    layers = [1] if family == "deepseek_v3" else [0, 1]  # whose first layer is dense
+    assert list(routers) == [f"model.layers.{layer}.{PLACES.get(family, 'mlp.gate')}" for layer in layers]
+    logits = []
+    handles = [
+        router.register_forward_hook(lambda module, args, output: logits.append(max(output, key=lambda t: t.shape[-1])))
+        for router in routers.values()
+    ]
+    with torch.no_grad(), recorded_choices(routers) as choices:
+        model(tokens())
+    for handle in handles:
+        handle.remove()
+    for (name, (chosen,)), scores in zip(choices.items(), logits, strict=True):
+        assert chosen.shape == (21, 2) and scores.shape == (21, 6), name
+        if family != "deepseek_v3":  # the best of all, where there are no groups
+            assert torch.equal(chosen.sort().values, scores.argsort(descending=True)[:, :2].sort().values)
+
+
+def test_without_a_router():
+    model = make_model("qwen2")
+    assert present_routers(model) == {}
+    with pytest.raises(ValueError, match="Qwen2ForCausalLM has no router.*mixture-of-experts models"):
+        find_routers(model)
+
+
+def test_a_router_of_another_library_is_found_by_structure():
+    class Gate(nn.Module):
+        def __init__(self, experts):
+            super().__init__()
+            self.top_k, self.num_experts = 2, 4
+            self.weight = nn.Parameter(torch.zeros(experts, 8))
+
+    found = find_routers(nn.ModuleDict({"a": Gate(4), "b": Gate(5), "c": nn.Linear(8, 4)}))
+    assert list(found) == ["a"]  # the others lack a row for each expert, or top_k
+
+
+def test_of_a_router_trained_as_a_copy_the_copy_is_taken():
+    options = {"target_modules": ["q_proj"], "modules_to_save": ["gate"], "r": 2}
+    model = get_peft_model(make_moe(), LoraConfig(**options))
+    routers = find_routers(model)
+    assert len(routers) == 2 and all(name.endswith(".mlp.gate.modules_to_save.default") for name in routers)
+    with torch.no_grad(), recorded_choices(routers) as choices:
+        model(tokens())
+    assert [len(passes) for passes in choices.values()] == [1, 1]
+
+
+def test_routers_under_lora_on_their_weights():
+    model = get_peft_model(make_moe(), LoraConfig(target_parameters=["mlp.gate.weight"], r=2))
+    with torch.no_grad(), recorded_choices(find_routers(model)) as choices:
+        model(tokens())
+    assert [len(passes) for passes in choices.values()] == [1, 1]
+
+
+def test_a_router_that_does_not_tell_its_choices_is_named():
+    model = make_moe()
+    router = model.model.layers[1].mlp.gate
+    forward = router.forward
+    router.forward = lambda x: (*forward(x)[:2], forward(x)[2].float())
+    with torch.no_grad(), recorded_choices(find_routers(model)):
+        with pytest.raises(ValueError, match=r"layers.1.mlp.gate \(Qwen3MoeTopKRouter\) does not return the indices"):
+            model(tokens())
+
+
+def test_recording_ends_with_its_context():
+    model = make_moe()
+    with recorded_choices(find_routers(model)) as choices:
+        pass
+    with torch.no_grad():
+        model(tokens())
+    assert not any(choices.values())
+
+
+def test_agreement_counts_experts_in_any_order():
+    a = torch.tensor([[0, 1, 2], [3, 4, 5], [0, 1, 2], [5, 0, 3]])
+    b = torch.tensor([[2, 0, 1], [0, 1, 2], [0, 4, 3], [0, 3, 1]])
+    assert choice_agreement(a, b).tolist() == pytest.approx([1.0, 0.0, 1 / 3, 2 / 3])
+    with pytest.raises(ValueError, match="one shape"):
+        choice_agreement(a, b[:, :2])
+
+
+PROMPTS = [[5, 6, 7], [8, 9, 10, 11, 12], [3]]
+
+
+def generate(model, prompts=PROMPTS, *, new=4, **options):
+    """Completions of left-padded prompts, each cut after its first end token (1)."""
+    width = max(map(len, prompts))
+    ids = torch.tensor([[0] * (width - len(prompt)) + prompt for prompt in prompts])
+    torch.manual_seed(0)
+    mask = (ids != 0).long()
+    out = model.generate(ids, attention_mask=mask, max_new_tokens=new, do_sample=True, pad_token_id=0, **options)
+    rows = out[:, width:].tolist()
+    return [row[: row.index(1) + 1] if 1 in row else row for row in rows]
+
+
+def choices_alone(model, sequence):
+    """The choices for one sequence without padding or cache: ``[length, layers, k]``."""
+    with torch.no_grad(), recorded_choices(find_routers(model)) as choices:
+        model(torch.tensor([sequence]))
+    return torch.stack([passes[0] for passes in choices.values()], dim=1)
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "gpt_oss", "deepseek_v3"])
+def test_each_sequence_gets_its_own_choices(family):
+    model = make_moe(family)
+    recorder = ChoiceRecorder(model, find_routers(model))
+    with recorder.recording():
+        completions = generate(model)
+    rows = recorder.rows(PROMPTS, completions)
+    for prompt, completion, row in zip(PROMPTS, completions, rows, strict=True):
+        alone = choices_alone(model, [*prompt, *completion])
+        assert row.dtype == torch.int16 and len(row) == len(prompt) + len(completion) - 1
+        assert torch.equal(row.sort().values, alone[:-1].sort().values.to(torch.int16))
+
+
+def test_sequences_that_ended_early():
+    model = make_moe()
+    recorder = ChoiceRecorder(model, find_routers(model))
+    with recorder.recording():
+        full = generate(model, new=6, suppress_tokens=[1])
+    ended = [full[0][:2], full[1], full[2][:5]]  # as if they had ended there
+    assert [len(row) for row in recorder.rows(PROMPTS, ended)] == [3 + 1, 5 + 5, 1 + 4]
+
+
+def test_a_second_recording_replaces_the_first():
+    model = make_moe()
+    recorder = ChoiceRecorder(model, find_routers(model))
+    with recorder.recording():
+        generate(model, [[4, 4, 4, 4]])
+    with recorder.recording():
+        completions = generate(model)
+    assert len(recorder.rows(PROMPTS, completions)) == 3
+
+
+def test_what_cannot_be_told_apart_is_refused():
+    model = make_moe()
+    recorder = ChoiceRecorder(model, find_routers(model))
+    with recorder.recording():
+        completions = generate(model, use_cache=False)
+    with pytest.raises(ValueError, match="key-value cache.*set use_cache=True"):
+        recorder.rows(PROMPTS, completions)
+    with recorder.recording():
+        completions = generate(model)
+    wrong = [completions[0], [completions[1][0] ^ 2, *completions[1][1:]], completions[2]]
+    with pytest.raises(ValueError, match="sequence 1 came back with 5 . 4 tokens that are not the"):
+        recorder.rows(PROMPTS, wrong)
+    with pytest.raises(ValueError, match="recorded 3 sequences but 2 came back"):
+        recorder.rows(PROMPTS[:2], completions[:2])
+    with recorder.recording():
+        pass
+    with pytest.raises(ValueError, match="key-value cache"):
+        recorder.rows(PROMPTS, completions)
+
+
+def test_generation_past_the_routers_is_refused():
+    model = make_moe()
+    routers = dict(find_routers(model))
+    routers["elsewhere"] = make_moe().model.layers[0].mlp.gate
+    recorder = ChoiceRecorder(model, routers)
+    with recorder.recording():
+        completions = generate(model)
+    with pytest.raises(ValueError, match="elsewhere routed 0 tokens in 0 passes while the model read"):
+        recorder.rows(PROMPTS, completions)
+
+
+ALL = torch.ones(3, 7, dtype=torch.bool)
+
+
+def other_choices(model, seed=1):
+    """Two distinct experts of six for each token and layer, at random: ``[3, 7, layers, 2]``."""
+    shape = (3, 7, len(find_routers(model)), 6)
+    return torch.rand(shape, generator=torch.Generator().manual_seed(seed)).argsort()[..., :2]
+
+
+def free_choices(model):
+    routers = find_routers(model)
+    with torch.no_grad(), recorded_choices(routers) as choices:
+        model(tokens())
+    return torch.stack([passes[0].view(3, 7, 2) for passes in choices.values()], dim=2)
+
+
+def weights_of(family, logits, chosen):
+    """Independent of the models: what each architecture makes of the chosen logits."""
+    if family == "deepseek_v3":
+        picked = logits.sigmoid().gather(1, chosen)
+        return picked / picked.sum(1, keepdim=True) * 2.5
+    if family in ("gpt_oss", "granitemoe"):
+        return logits.gather(1, chosen).softmax(1)
+    picked = logits.softmax(1).gather(1, chosen)
+    return picked if family in ("qwen2_moe", "olmoe") else picked / picked.sum(1, keepdim=True)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_recorded_experts_are_chosen_with_the_weights_of_the_architecture(family):
+    model = make_moe(family)
+    routers, wanted = find_routers(model), other_choices(model)
+    assert not torch.equal(free_choices(model).sort().values, wanted.sort().values)
+    outputs = []
+    handles = [r.register_forward_hook(lambda m, args, out: outputs.append(out)) for r in routers.values()]
+    with torch.no_grad(), replayed_choices(routers, wanted, ALL) as report:
+        model(tokens())
+    for handle in handles:
+        handle.remove()
+    assert len(outputs) == len(routers)
+    for layer, output in enumerate(outputs):
+        logits = next(t for t in output if t.shape[-1] == 6)
+        weights, chosen = (next(t for t in output if t.shape[-1] == 2 and t.is_floating_point() == f) for f in (1, 0))
+        assert torch.equal(chosen, wanted[:, :, layer].flatten(0, 1))
+        torch.testing.assert_close(weights, weights_of(family, logits, chosen))
+    assert report.coverage == 1 and report.tokens == 21 and 0 < report.changed < 1
+
+
+class FixedRouter(nn.Module):
+    """A router by itself: chooses what it is told, whatever the logits, and weighs it as ``family`` does."""
+
+    def __init__(self, family, router, chosen):
+        super().__init__()
+        self.family, self.weight, self.bias, self.chosen = family, router.weight, getattr(router, "bias", None), chosen
+
+    def forward(self, x):
+        logits = nn.functional.linear(x.reshape(-1, x.shape[-1]), self.weight, self.bias)
+        return logits, weights_of(self.family, logits, self.chosen), self.chosen
+
+
+def loss_of(model):
+    ids = tokens()
+    return nn.functional.cross_entropy(model(ids).logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+
+
+def gradients(model):
+    return {name: parameter.grad.clone() for name, parameter in model.named_parameters() if parameter.grad is not None}
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "qwen2_moe", "mixtral", "gpt_oss"])
+def test_gradients_are_those_of_a_model_that_has_no_choice(family):
+    model, reference = make_moe(family), make_moe(family)
+    wanted = other_choices(model)
+    with replayed_choices(find_routers(model), wanted, ALL):
+        loss_of(model).backward()
+    for layer, (name, router) in enumerate(find_routers(reference).items()):
+        reference.set_submodule(name, FixedRouter(family, router, wanted[:, :, layer].flatten(0, 1)))
+    loss_of(reference).backward()
+    ours, theirs = gradients(model), gradients(reference)
+    assert set(ours) == set(theirs)
+    for name in ours:
+        torch.testing.assert_close(ours[name], theirs[name], msg=name)
+    assert all(ours[f"{name}.weight"].abs().max() > 1e-6 for name in find_routers(model))
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_gradient_checkpointing_replays_again(reentrant):
+    model, wanted = make_moe().train(), other_choices(make_moe())
+    with replayed_choices(find_routers(model), wanted, ALL):
+        loss_of(model).backward()
+    plain = gradients(model)
+    model.zero_grad()
+    model.enable_input_require_grads()
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    routers = find_routers(model)
+    with replayed_choices(routers, wanted, ALL), recorded_choices(routers) as choices:
+        loss_of(model).backward()
+    assert all(len(passes) == 2 and torch.equal(*passes) for passes in choices.values())  # forward, and once more
+    for name, gradient in gradients(model).items():
+        torch.testing.assert_close(gradient, plain[name], msg=name)
+
+
+def test_tokens_without_a_recording_route_freely():
+    model = make_moe()
+    routers, wanted, free = find_routers(model), other_choices(model), free_choices(model)
+    wanted[:, 3:] = -1
+    required = wanted[..., 0, 0] >= 0
+    with torch.no_grad(), recorded_choices(routers) as choices, replayed_choices(routers, wanted, required):
+        model(tokens())
+    first = choices["model.layers.0.mlp.gate"][0].view(3, 7, 2)  # whose input does not depend on choices
+    assert torch.equal(first[:, :3], wanted[:, :3, 0]) and torch.equal(first[:, 3:], free[:, 3:, 0])
+
+
+def test_what_would_have_been_chosen_anyway_changes_nothing():
+    model = make_moe()
+    with torch.no_grad():
+        before = model(tokens()).logits
+        with replayed_choices(find_routers(model), free_choices(model).to(torch.int16), ALL) as report:
+            after = model(tokens()).logits
+    assert torch.equal(before, after) and report.changed == 0
+    assert report.agreement == {"model.layers.0.mlp.gate": 1.0, "model.layers.1.mlp.gate": 1.0}
+
+
+def test_the_share_of_changed_choices_is_counted_over_required_tokens():
+    model = make_moe()
+    wanted, required = free_choices(model), ALL.clone()
+    # In the last layer, so that nothing else changes: one of two experts, for two required and one other token.
+    for row, position in ((0, 1), (2, 6), (1, 4)):
+        pair = wanted[row, position, 1]
+        pair[0] = next(expert for expert in range(6) if expert not in pair.tolist())
+    required[1, 4] = False
+    with torch.no_grad(), replayed_choices(find_routers(model), wanted, required) as report:
+        model(tokens())
+    assert report.tokens == 20
+    assert report.agreement["model.layers.1.mlp.gate"] == pytest.approx(1 - 1 / 20)
+    assert report.changed == pytest.approx(1 / 40)
+
+
+def test_a_batch_in_parts_gets_the_recording_of_its_rows():
+    model = make_moe()
+    routers, wanted, ids = find_routers(model), other_choices(model), tokens()
+    with torch.no_grad(), replayed_choices(routers, wanted, ALL) as report, recorded_choices(routers) as choices:
+        for part in (ids[:2], ids[2:], ids[:1], ids[1:2], ids[2:]):
+            model(part)
+    for layer, passes in enumerate(choices.values()):
+        twice = torch.cat([wanted[:, :, layer].flatten(0, 1)] * 2)
+        assert torch.equal(torch.cat(passes), twice)
+    assert report.tokens == 21 and set(report.agreement) == set(routers)
+
+
+# ---- errors ---------------------------------------------------------------------------------------------------------
+
+
+def test_missing_choices_are_an_error_with_numbers():
+    model = make_moe()
+    wanted = other_choices(model)
+    wanted[1, 2:4] = -1
+    wanted[2, 0, 1, 0] = -1
+    with pytest.raises(RouterReplayError, match=r"covers 18 of 21 tokens \(85.7%\): in 2 of 3 sequences"):
+        with replayed_choices(find_routers(model), wanted, ALL):
+            pytest.fail("not entered")
+
+
+def test_passes_that_do_not_fit_the_recording():
+    model = make_moe()
+    routers, wanted = find_routers(model), other_choices(model)
+    with pytest.raises(RouterReplayError, match="got 28 tokens where 3 sequences of 7 are left"):
+        with replayed_choices(routers, wanted, ALL):
+            model(tokens(batch=4))
+    with pytest.raises(RouterReplayError, match="got 18 tokens"):
+        with replayed_choices(routers, wanted, ALL):
+            model(tokens(length=6))
+    with pytest.raises(RouterReplayError, match="got 2 of 3 sequences in a pass with gradients"):
+        with replayed_choices(routers, wanted, ALL):
+            model(tokens()[:2])
+    with pytest.raises(RouterReplayError, match="chose for 2 of 3 sequences"):
+        with torch.no_grad(), replayed_choices(routers, wanted, ALL):
+            model(tokens()[:2])
+    with pytest.raises(RouterReplayError, match="chose for 0 of 3 sequences"):
+        with replayed_choices(routers, wanted, ALL):
+            pass
+    with pytest.raises(ValueError, match="must be .batch, length, 2 routers, k."):
+        with replayed_choices(routers, wanted[:, :, :1], ALL):
+            pass
+
+
+def test_a_router_that_chooses_in_another_way_is_named():
+    model = make_moe()
+    router = model.model.layers[0].mlp.gate
+    router.forward = lambda x: (None, None, torch.zeros(21, 2, dtype=torch.long))
+    with pytest.raises(RouterReplayError, match="Qwen3MoeTopKRouter. chose 0 times by torch.topk"):
+        with torch.no_grad(), replayed_choices(find_routers(model), other_choices(model), ALL):
+            model(tokens())
+
+
+def test_nothing_is_left_behind_by_an_exception():
+    model = make_moe()
+    router = model.model.layers[0].mlp.gate
+    own = router.forward
+    router.forward = own  # as accelerate's hooks leave it
+    before = free_choices(model)
+    with pytest.raises(ZeroDivisionError):
+        with replayed_choices(find_routers(model), other_choices(model), ALL):
+            raise ZeroDivisionError
+    assert router.__dict__["forward"] is own and "forward" not in model.model.layers[1].mlp.gate.__dict__
+    assert torch.equal(free_choices(model), before)

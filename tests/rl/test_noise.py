@@ -1,0 +1,299 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Noise on norms: on which, how strong, when, gone after the rollout; never on one whose output a router reads."""
+
+import copy
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from moe_models import FAMILIES, make_moe, tokens
+from peft import LoraConfig, get_peft_model
+from tiny_models import make_model
+from torch import nn
+from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
+
+from hf_mxfp4.moe import find_routers
+from hf_mxfp4.rl import NoiseSchedule
+from hf_mxfp4.rl.noise import NormNoise, find_norms
+
+
+IDS = torch.arange(24).reshape(2, 12) % 32
+
+
+# ---- which norms ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("family", "expected"), [("llama", 2 * 3 + 1), ("qwen2", 2 * 3 + 1), ("qwen3", 4 * 3 + 1), ("gemma", 2 * 3 + 1)]
+)
+def test_all_rms_norms_are_found(family, expected):
+    assert len(find_norms(make_model(family, layers=3))) == expected
+
+
+def test_norm_of_another_library_is_found_by_structure():
+    class FasterRMSNorm(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(4))
+
+    model = nn.ModuleDict({"a": FasterRMSNorm(), "final_norm": nn.PReLU(4), "b": nn.LayerNorm(4), "c": nn.PReLU(4)})
+    assert list(find_norms(model)) == ["a", "final_norm"]
+
+
+def test_of_a_model_of_images_the_decoder_gets_noise():
+    text = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+    text |= {
+        "num_key_value_heads": 1,
+        "vocab_size": 32,
+        "rope_parameters": {"mrope_section": [1, 1, 2], "rope_type": "default"},
+    }
+    vision = {"depth": 2, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 16}
+    model = Qwen2_5_VLForConditionalGeneration(Qwen2_5_VLConfig(text_config=text, vision_config=vision))
+    assert any("visual" in name and name.endswith("norm1") for name, _ in model.named_modules())
+    expected = [
+        f"model.language_model.layers.{i}.{kind}_layernorm" for i in range(2) for kind in ("input", "post_attention")
+    ] + ["model.language_model.norm"]
+    assert list(find_norms(model)) == expected
+    assert list(find_norms(get_peft_model(model, LoraConfig(target_modules=["q_proj"])))) == [
+        f"base_model.model.{name}" for name in expected
+    ]
+
+
+def test_model_without_norm_is_refused():
+    with pytest.raises(ValueError, match="found none in Linear"):
+        NormNoise(nn.Linear(2, 2), seed=0)
+
+
+def norms_before_routers(model):
+    """The norms whose output is what a router gets, seen while the model runs: the same memory."""
+    outputs, feeding = {}, set()
+    handles = [
+        module.register_forward_hook(lambda m, args, output, name=name: outputs.update({name: output}))
+        for name, module in model.named_modules()
+        if "norm" in name.rsplit(".", 1)[-1]
+    ]
+
+    def look(module, args):
+        same = [name for name, output in outputs.items() if output.data_ptr() == args[0].data_ptr()]
+        assert same, "a router reads something else than a norm's output"
+        feeding.update(same)
+
+    handles += [router.register_forward_pre_hook(look) for router in find_routers(model).values()]
+    with torch.no_grad():
+        model(tokens())
+    for handle in handles:
+        handle.remove()
+    return feeding
+
+
+@pytest.mark.parametrize("peft", [False, True], ids=["plain", "peft"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_no_norm_that_feeds_a_router_is_noised(family, peft):
+    model = make_moe(family)
+    if peft:
+        model = get_peft_model(model, LoraConfig(target_modules=["q_b_proj" if family == "deepseek_v3" else "q_proj"]))
+    feeding, noised = norms_before_routers(model), set(find_norms(model))
+    assert len(feeding) == len(find_routers(model))
+    assert not feeding & noised
+    # All else is: the two norms before attention, the final one, and for a dense layer the one before its MLP.
+    expected = {name for name, _ in model.named_modules() if name.endswith((".input_layernorm", "model.norm"))}
+    if family == "deepseek_v3":
+        expected |= {name for name, _ in model.named_modules() if name.endswith("layers.0.post_attention_layernorm")}
+    assert len(expected) == 3 + (family == "deepseek_v3") and expected <= noised
+
+
+def test_routers_that_are_plain_linear_layers_count_by_name():
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.input_layernorm, self.post_attention_layernorm = nn.RMSNorm(4), nn.RMSNorm(4)
+            self.mlp = nn.ModuleDict({"gate": nn.Linear(4, 2)})
+
+    assert list(find_norms(nn.ModuleDict({"layer": Block()}))) == ["layer.input_layernorm"]
+
+
+# ---- what noise does ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "gemma"])
+def test_noise_acts_as_if_added_to_the_norm_weights(family):
+    model = make_model(family)
+    noise = NormNoise(model, seed=3)
+    shifted = copy.deepcopy(model)
+    with torch.no_grad():
+        for index, module in enumerate(find_norms(shifted).values()):
+            module.weight.add_(noise.noise(index, module.weight, 7, 0.05))
+        with noise.active(7, 0.05):
+            noisy = model(IDS).logits
+        assert torch.equal(noisy, shifted(IDS).logits)
+        assert not torch.equal(noisy, model(IDS).logits)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "gemma"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_noisy_norm_runs_once_and_in_the_dtype_of_the_clean_one(family, dtype, monkeypatch):
+    model = make_model(family, dtype=dtype)
+    noise, norm = NormNoise(model, seed=3), model.model.norm
+    calls, forward = [], type(norm).forward
+    monkeypatch.setattr(type(norm), "forward", lambda self, x: calls.append(self) or forward(self, x))
+    inputs = [torch.randn(3, 64).to(dtype), torch.randn(3, 64)]
+    with torch.no_grad():
+        clean = [norm(x) for x in inputs]
+        weight = norm.weight.float() + noise.noise(len(noise.norms) - 1, norm.weight, 7, 0.05)
+        shifted = copy.deepcopy(norm)
+        shifted.weight = nn.Parameter(weight)
+        expected = [shifted(x.float()).to(y.dtype) for x, y in zip(inputs, clean, strict=True)]
+        calls.clear()
+        with noise.active(7, 0.05):
+            found = [[norm(x) for x in inputs] for _ in range(3)]
+    for outputs in found:
+        assert all(y.dtype == z.dtype and torch.equal(y, z) for y, z in zip(outputs, expected, strict=True))
+    kinds = len({x.dtype for x in inputs})
+    assert len(calls) == 3 * len(inputs) + kinds  # the clean pass tells the dtype, once for each kind of input
+
+
+def test_a_norm_weight_that_changes_is_read_again():
+    model = make_model()
+    noise, norm = NormNoise(model, seed=3), model.model.norm
+    x, shifted = torch.randn(3, 64), copy.deepcopy(norm)
+    with torch.no_grad(), noise.active(7, 0.05):
+        before = norm(x)
+        norm.weight.data.mul_(2)
+        shifted.weight.copy_(norm.weight + noise.noise(len(noise.norms) - 1, norm.weight, 7, 0.05))
+        assert not torch.equal(norm(x), before) and torch.equal(norm(x), shifted(x))
+
+
+def test_bfloat16_weights_do_not_swallow_small_noise():
+    """In bfloat16 an addition of 3e-4 to a weight of 1 changes nothing; the noise is applied before that rounding."""
+    torch.manual_seed(0)
+    model = make_model(hidden=128, layers=1, dtype=torch.bfloat16)
+    norm = model.model.norm
+    with torch.no_grad():
+        norm.weight.fill_(1.0)
+    noise = NormNoise(model, seed=0)
+    index = list(noise.norms.values()).index(norm)
+    x = torch.randn(40_000, 128, dtype=torch.bfloat16)
+    with torch.no_grad():
+        clean = norm(x).double()
+        with noise.active(1, 3e-4):
+            noisy = norm(x).double()
+        z = noise.noise(index, norm.weight, 1, 3e-4).double()
+        swallowed = norm.weight + z.bfloat16() == norm.weight
+        normed = x.double() * (x.double().square().mean(-1, keepdim=True) + norm.variance_epsilon).rsqrt()
+    assert swallowed.float().mean() > 0.99  # what adding to the weight would give
+    # The mean change per channel follows the noise, although each output is rounded to bfloat16.
+    response = ((noisy - clean) * normed).mean(0) / normed.square().mean(0)
+    slope = (response * z).sum() / z.square().sum()
+    assert slope == pytest.approx(1.0, abs=0.15)
+
+
+def test_parameters_are_never_written_and_hooks_leave_with_an_exception():
+    model = make_model()
+    before = copy.deepcopy(model.state_dict())
+    noise = NormNoise(model, seed=0)
+    with pytest.raises(ZeroDivisionError), torch.no_grad(), noise.active(3, 0.1):
+        model(IDS)
+        raise ZeroDivisionError
+    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+    assert all(not module._forward_hooks for module in model.modules())
+    assert all(isinstance(module.weight, nn.Parameter) for module in noise.norms.values())
+
+
+def test_noise_is_a_function_of_seed_step_and_place_alone():
+    weight = torch.ones(16)
+    first, second = NormNoise(make_model(seed=0), seed=1), NormNoise(make_model(seed=5), seed=1)
+    state = torch.get_rng_state()
+    assert torch.equal(first.noise(2, weight, 9, 0.1), second.noise(2, weight, 9, 0.1))
+    assert torch.equal(torch.get_rng_state(), state)
+    others = [first.noise(2, weight, 10, 0.1), first.noise(1, weight, 9, 0.1)]
+    others.append(NormNoise(make_model(), seed=2).noise(2, weight, 9, 0.1))
+    assert all(not torch.equal(first.noise(2, weight, 9, 0.1), other) for other in others)
+
+
+def test_noise_is_reported_as_measured_and_does_not_grow_with_rollouts():
+    model = make_model(hidden=256, intermediate=64)
+    noise = NormNoise(model, seed=0)
+    measured = []
+    with torch.no_grad():
+        for step in range(10):
+            with noise.active(step, 0.01):
+                model(IDS)
+            measured.append(noise.last_report.measured_std)
+    assert noise.last_report.modules == 5
+    assert measured == pytest.approx([0.01] * 10, rel=0.1) and sum(measured) / 10 == pytest.approx(0.01, rel=0.03)
+
+
+def test_noise_that_reaches_no_norm_is_an_error_and_none_needs_no_forward():
+    noise = NormNoise(make_model(), seed=0)
+    with pytest.raises(RuntimeError, match="reached none of 5 norms"), noise.active(0, 0.1):
+        pass
+    with noise.active(0, 0.0):
+        pass
+    assert noise.last_report.modules == 0 and noise.last_report.measured_std == 0
+
+
+def test_router_logits_are_bit_identical_for_the_same_hidden_state():
+    model = make_model("qwen3_moe", layers=1, hidden=32)
+    layer = model.model.layers[0]
+    x = torch.randn(1, 5, 32)
+    noise = NormNoise(model, seed=0)
+    seen = []
+    handle = layer.mlp.gate.register_forward_hook(lambda module, args, output: seen.append(output[0]))
+    with torch.no_grad():
+        layer.mlp(layer.post_attention_layernorm(x))
+        with noise.active(0, 0.5):
+            layer.mlp(layer.post_attention_layernorm(x))
+            layer.input_layernorm(x)
+    handle.remove()
+    assert torch.equal(seen[0], seen[1])
+
+
+def test_values_are_those_of_the_formula():
+    values = [NoiseSchedule(1.0, 0.01, 4).sigma(step, 8) for step in range(8)]
+    assert values == pytest.approx([0, 0, 1.0, 1.0, 0.1, 0.1, 0.01, 0.01])
+
+
+@pytest.mark.parametrize(
+    ("stages", "expected"),
+    [(1, [0.5, 0.5, 0.5, 0.5]), (2, [0, 0, 0.5, 0.5]), (3, [0, 0, 0.5, 0.1])],
+    ids=["one-stage-is-constant", "two-stages", "three-stages"],
+)
+def test_schedule_with_few_stages(stages, expected):
+    schedule = NoiseSchedule(0.5, 0.1, stages)
+    assert [schedule.sigma(step, 4) for step in range(4)] == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    "arguments", [(1e-3, 1e-2, 10), (1e-2, 0.0, 10), (1e-2, 1e-3, 0), (math.inf, 1e-3, 10), (math.nan, 1e-3, 10)]
+)
+def test_schedule_refuses_what_is_no_schedule(arguments):
+    with pytest.raises(ValueError):
+        NoiseSchedule(*arguments)
+
+
+@given(
+    stages=st.integers(1, 40),
+    max_steps=st.integers(1, 500),
+    start=st.floats(1e-3, 1.0),
+    ratio=st.floats(1e-3, 1.0),
+)
+@settings(max_examples=150, deadline=None)
+def test_sigma_is_finite_bounded_and_never_rises_after_it_set_in(stages, max_steps, start, ratio):
+    schedule = NoiseSchedule(start, start * ratio, stages)
+    values = [schedule.sigma(step, max_steps) for step in range(max_steps + 5)]
+    assert all(math.isfinite(value) for value in values)
+    silent = -(-max_steps // stages) if stages > 1 else 0
+    assert not any(values[:silent]) and all(values[silent:])
+    noisy = values[silent:]
+    assert all(start * ratio * (1 - 1e-9) <= value <= start * (1 + 1e-9) for value in noisy)
+    assert all(a >= b * (1 - 1e-12) for a, b in zip(noisy, noisy[1:], strict=False))
+    assert len(set(values[max_steps:])) == 1
+    if max_steps >= stages:  # otherwise steps leave stages out
+        assert noisy[0] == pytest.approx(start)
+
+
+def test_fewer_steps_than_stages_leave_step_0_alone_without_noise():
+    values = [NoiseSchedule(1.0, 0.1, 10).sigma(step, 4) for step in range(4)]
+    assert values[0] == 0 and all(value > 0 for value in values[1:])
