@@ -1,17 +1,32 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Analysis of checkpoints: against whole tensors, and with files that are broken in every way."""
+"""Analysis of checkpoints: against whole tensors, of experts, with broken files, and the log that it resumes from."""
 
 import json
+import os
 import re
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tiny_models import make_model
+from transformers import AutoModelForCausalLM
 
 import hf_mxfp4
-from hf_mxfp4.lab import Selection, SourceError, TensorLog, analyze_weights, error_statistics, open_source
+from hf_mxfp4 import MXFP4RLConfig, fake_quantize
+from hf_mxfp4.checkpoint import FileNames, read_header
+from hf_mxfp4.lab import (
+    ProgressMismatch,
+    Selection,
+    SourceError,
+    TensorLog,
+    analyze_weights,
+    error_statistics,
+    open_source,
+)
 from hf_mxfp4.lab import weights as module
+from hf_mxfp4.lab.layers import classify
+from hf_mxfp4.lab.weights import analyze_tensor
 from hf_mxfp4.numerics import QuantScheme, parse_scheme
 
 
@@ -84,13 +99,6 @@ def test_fused_experts(tmp_path):
         found = result.statistics["mxfp4+rceil"]
         assert found.histogram == expected.histogram and found.total == pytest.approx(expected.total, rel=1e-12)
     assert error_statistics(x, RCEIL, axis=1).total != error_statistics(x, RCEIL).total
-
-
-def test_include_and_exclude(checkpoint):
-    folder = checkpoint()
-    names = [r.name for r in analyzed(folder, include=["layers.1"], exclude=["mlp"]).results]
-    assert names == [f"model.layers.1.self_attn.{p}_proj.weight" for p in "koqv"]
-    assert len(analyzed(folder, include=["re:.*up_proj"]).results) == 2
 
 
 @pytest.mark.parametrize("options", [{"include": ["layer.1"]}, {"exclude": ["layers.1", "mlpp"]}])
@@ -214,15 +222,6 @@ def test_zero_and_empty_tensors(tmp_path):
     assert len(analysis.results) == 2 and analysis.worst("mxfp4+rceil") == {}
 
 
-def test_bytes_are_counted_as_they_are_read(checkpoint):
-    folder = checkpoint(shard_size="60KB")
-    source = open_source(str(folder))
-    seen = []
-    analyzed(folder, on_bytes=lambda count, name: seen.append((count, name)))
-    assert sum(count for count, _ in seen) == module.bytes_to_analyze(source, Selection()) == 4 * 61440
-    assert len({name for _, name in seen}) == 14
-
-
 def test_finished_tensors_are_not_read_again(checkpoint, tmp_path):
     folder = checkpoint(shard_size="60KB")
     seen = []
@@ -231,3 +230,147 @@ def test_finished_tensors_are_not_read_again(checkpoint, tmp_path):
     with TensorLog(tmp_path / "p.jsonl", "m", ["mxfp4+rceil"], "1") as log:
         again = analyzed(folder, log=log, on_bytes=lambda count, name: seen.append(name))
     assert seen == [] and again == first
+
+
+FAMILIES = ["qwen3_moe", "qwen2_moe", "mixtral", "gpt_oss"]
+
+
+def quantized_tensors(model) -> set[str]:
+    """The names in files of what a loaded model has in MXFP4, from its own report."""
+    names = FileNames(make_model_like(model))
+    found = set()
+    for name in model.quantization_report.quantized:
+        stem, _, projection = name.rpartition(".")
+        experts, _, number = stem.rpartition(".")
+        if not number.isdigit():
+            found.add(f"{name}.weight")
+            continue
+        pieces = names.pieces.get(f"{experts}.{projection}")
+        found |= {p.name for p in pieces if p.expert == int(number)} if pieces else {f"{experts}.{projection}"}
+    return found
+
+
+def make_model_like(model):
+    with torch.device("meta"):
+        return type(model)(model.config)
+
+
+SKIPS = [None, ["layers.0.mlp.experts"], ["experts"], ["re:.*1.mlp.experts"]]
+#: In every run each family as it is, and with patterns of another kind.
+FEW = {(family, number) for i, family in enumerate(FAMILIES) for number in (0, 1 + i % 3)}
+
+
+@pytest.mark.parametrize(
+    ("family", "skips"),
+    [
+        pytest.param(family, skips, marks=() if (family, number) in FEW else pytest.mark.large)
+        for family in FAMILIES
+        for number, skips in enumerate(SKIPS)
+    ],
+)
+def test_what_is_analysed_is_what_is_quantized(family, skips, tmp_path):
+    make_model(family).save_pretrained(tmp_path / "base")
+    config = MXFP4RLConfig(modules_to_not_convert=skips)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "base", quantization_config=config)
+    model.save_pretrained(tmp_path / "qat")
+    source = open_source(str(tmp_path / "qat"))
+    analysis = analyze_weights(source, [RCEIL], Selection.of(source))
+    assert {result.name for result in analysis.results} == quantized_tensors(model) and not analysis.problems
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_errors_are_those_of_each_expert_by_itself(family, tmp_path):
+    model = make_model(family, layers=1)
+    model.save_pretrained(tmp_path / "base")
+    source = open_source(str(tmp_path / "base"))
+    analysis = analyze_weights(source, [RCEIL], Selection.of(source))
+    down = [
+        result.statistics[str(RCEIL)] for result in analysis.results if "down" in result.name or "w2" in result.name
+    ]
+    total = sum(statistics.total for statistics in down)
+    weight = model.model.layers[0].mlp.experts.down_proj.detach()
+    weight = weight.transpose(1, 2) if family == "gpt_oss" else weight
+    expected = sum((fake_quantize(matrix.contiguous()) - matrix).double().square().sum().item() for matrix in weight)
+    if family == "qwen2_moe":
+        shared = model.model.layers[0].mlp.shared_expert.down_proj.weight.detach()
+        expected += (fake_quantize(shared) - shared).double().square().sum().item()
+    assert total == pytest.approx(expected, rel=1e-5)
+
+
+def test_a_pattern_means_the_modules_of_the_model():
+    name, shape = "model.layers.1.block_sparse_moe.experts.3.w1.weight", (64, 32)
+    for pattern in ("experts", "layers.1.mlp.experts", "layers.1.mlp", "re:.*mlp.experts", "layers.1"):
+        assert classify(name, shape, torch.float32, "mixtral", [pattern]).skipped == "modules_to_not_convert", pattern
+    for pattern in ("layers.0.mlp.experts", "re:.*w1", "re:experts"):
+        assert classify(name, shape, torch.float32, "mixtral", [pattern]).axis == -1, pattern
+
+
+@pytest.fixture
+def tensors(tmp_path):
+    torch.manual_seed(0)
+    save_file({name: torch.randn(4, 64) for name in "abc"}, tmp_path / "m.safetensors")
+    return read_header(tmp_path / "m.safetensors").tensors
+
+
+def result(tensor):
+    return analyze_tensor(tensor, -1, [QuantScheme()])
+
+
+def opened(path, *, model="m", schemes=("mxfp4+rceil",), version="1", **options):
+    return TensorLog(path, model, schemes, version, **options)
+
+
+@pytest.fixture
+def path(tensors, tmp_path):
+    path = tmp_path / "out" / "progress.jsonl"
+    with opened(path) as log:
+        for tensor in tensors[:2]:
+            log.keep(result(tensor), tensor.file)
+    return path
+
+
+def test_results_come_back_exactly(path, tensors):
+    before = path.read_bytes()
+    with opened(path) as log:
+        assert [log.find(tensor) for tensor in tensors] == [*map(result, tensors[:2]), None]
+        assert path.read_bytes() == before
+        log.keep(result(tensors[2]), tensors[2].file)
+        assert json.loads(path.read_text().splitlines()[-1])["tensor"] == "c"
+
+
+def test_every_torn_last_line_is_dropped(path, tensors):
+    whole = path.read_bytes()
+    last = whole.rindex(b"\n", 0, -1) + 1
+    for end in [last, *range(last + 1, len(whole), 211), len(whole) - 1]:
+        path.write_bytes(whole[:end])
+        with opened(path) as log:
+            assert len(log) == 1 and log.find(tensors[1]) is None
+            log.keep(result(tensors[1]), tensors[1].file)
+        assert path.read_bytes() == whole
+
+
+def test_damage_in_the_middle_is_reported(path):
+    lines = path.read_bytes().split(b"\n")
+    lines[1] = lines[1][:-3]
+    path.write_bytes(b"\n".join(lines))
+    with pytest.raises(ProgressMismatch, match="line 2 of .* is damaged; start over with --overwrite"):
+        opened(path)
+
+
+@pytest.mark.skipif(os.name == "nt", reason="no locks")
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_a_log_that_is_being_written_is_refused_and_stays(path, tensors, overwrite):
+    with opened(path) as log:
+        with pytest.raises(ProgressMismatch, match="another process is writing .*; wait for it, or give another --out"):
+            opened(path, overwrite=overwrite)
+        log.keep(result(tensors[2]), tensors[2].file)
+    with opened(path) as log:
+        assert len(log) == 3
+
+
+def test_a_link_as_log_is_not_followed(tmp_path):
+    (tmp_path / "victim").write_text("precious")
+    (tmp_path / "log").symlink_to(tmp_path / "victim")
+    with pytest.raises(OSError):
+        opened(tmp_path / "log", overwrite=True)
+    assert (tmp_path / "victim").read_text() == "precious"
