@@ -212,20 +212,6 @@ def test_ratios_side_by_side():
     assert [label.get_text() for label in named.axes[0].get_xticklabels()] == ["mlp.up", "zero"]
 
 
-@pytest.mark.parametrize(
-    "draw",
-    [
-        lambda: cosine_figure({}),
-        lambda: delta_figure({"rceil": ErrorStatistics()}),
-        lambda: ratio_figure({}, "depth"),
-        lambda: ratio_figure({"rceil": {}}, "depth"),
-    ],
-)
-def test_nothing_to_plot(draw):
-    with pytest.raises(ValueError, match="nothing to plot"):
-        draw()
-
-
 def test_labels_drop_what_all_share():
     names = ["model.layers.0.mlp.up.weight", "model.layers.10.mlp.up.weight"]
     assert layer_labels(names) == ["0.mlp.up", "10.mlp.up"]

@@ -8,7 +8,6 @@ import pytest
 
 from hf_mxfp4 import MXFP4RLConfig
 from hf_mxfp4.lab import PAPER_SCHEMES, SourceError, read_schemes
-from hf_mxfp4.lab.schemes import for_evaluation
 from hf_mxfp4.numerics import QuantScheme, parse_scheme
 
 
@@ -129,12 +128,6 @@ def test_options_from_files_and_the_checkpoint(tmp_path):
     assert [scheme.name for scheme in found] == ["own", "rceil", f"config:{tmp_path / 'own.json'}"]
     assert [scheme.config.modules_to_not_convert for scheme in found] == [("mlp",), ("mlp",), None]
     assert found[0].config.stochastic_seed == 0
-
-
-def test_random_numbers_are_those_of_the_config():
-    config = MXFP4RLConfig(preset="w4a4", fprop={"rotation": "random-16"}, stochastic_seed=5)
-    assert for_evaluation(config).stochastic_seed == 5
-    assert for_evaluation(for_evaluation(config)) is not config and for_evaluation(config).gemms() == config.gemms()
 
 
 @pytest.mark.parametrize(

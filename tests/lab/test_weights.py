@@ -12,7 +12,6 @@ from safetensors.torch import load_file, save_file
 from tiny_models import make_model
 from transformers import AutoModelForCausalLM
 
-import hf_mxfp4
 from hf_mxfp4 import MXFP4RLConfig, fake_quantize
 from hf_mxfp4.checkpoint import FileNames, read_header
 from hf_mxfp4.lab import (
@@ -119,16 +118,6 @@ def test_a_model_of_conv1d_is_told_so(tmp_path):
         analyzed(tmp_path)
 
 
-def test_own_scheme_and_skips(checkpoint, tmp_path):
-    config = hf_mxfp4.MXFP4RLConfig(scale_rule="even", modules_to_not_convert=["layers.0"])
-    folder = Path(checkpoint())
-    written = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**written, "quantization_config": config.to_dict()}))
-    assert open_source(str(folder)).scheme == config
-    analysis = analyzed(folder, [config.weight_scheme])
-    assert len(analysis.results) == 7 and len(analysis.skipped["modules_to_not_convert"]) == 7
-
-
 @pytest.mark.parametrize(
     ("quantization", "message"),
     [
@@ -150,35 +139,6 @@ def test_quantized_tensors_are_refused(tmp_path):
     save_file({"layers.0.up_proj.weight": torch.zeros(8, 16, dtype=torch.uint8)}, tmp_path / "model.safetensors")
     with pytest.raises(SourceError, match=re.escape("such as layers.0.up_proj.weight (uint8)")):
         analyzed(tmp_path)
-
-
-def test_a_truncated_shard(checkpoint):
-    folder = Path(checkpoint(shard_size="60KB"))
-    healthy = analyzed(folder)
-    source = open_source(str(folder))
-    broken = max(source.expected, key=lambda shard: len(source.expected[shard]))
-    file = folder / broken
-    file.write_bytes(file.read_bytes()[:-100])
-    analysis = analyzed(folder)
-    [problem] = analysis.problems
-    assert problem.where == broken
-    assert problem.reason.startswith(f"{broken} is damaged, truncated or not a safetensors file")
-    assert problem.reason.endswith(f"({len(source.expected[broken])} tensors)")
-    left = [r for r in healthy.results if r.name not in source.expected[broken]]
-    assert analysis.results == left and left
-
-
-def test_a_missing_shard_and_a_damaged_header(checkpoint):
-    folder = Path(checkpoint(shard_size="60KB"))
-    shards = list(open_source(str(folder)).expected)
-    (folder / shards[0]).unlink()
-    contents = bytearray((folder / shards[2]).read_bytes())
-    contents[8] ^= 1
-    (folder / shards[2]).write_bytes(contents)
-    analysis = analyzed(folder)
-    assert [problem.where for problem in analysis.problems] == [shards[0], shards[2]]
-    assert "is missing" in analysis.problems[0].reason and "is damaged" in analysis.problems[1].reason
-    assert analysis.results
 
 
 def test_a_tensor_that_the_index_promises(checkpoint):
@@ -327,15 +287,6 @@ def path(tensors, tmp_path):
         for tensor in tensors[:2]:
             log.keep(result(tensor), tensor.file)
     return path
-
-
-def test_results_come_back_exactly(path, tensors):
-    before = path.read_bytes()
-    with opened(path) as log:
-        assert [log.find(tensor) for tensor in tensors] == [*map(result, tensors[:2]), None]
-        assert path.read_bytes() == before
-        log.keep(result(tensors[2]), tensors[2].file)
-        assert json.loads(path.read_text().splitlines()[-1])["tensor"] == "c"
 
 
 def test_every_torn_last_line_is_dropped(path, tensors):
