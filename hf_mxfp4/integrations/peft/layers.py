@@ -1,48 +1,84 @@
 # SPDX-License-Identifier: Apache-2.0
-"""LoRA on experts: a pair of factors for each projection of each expert. On packed experts by a layer of our own, on
-trainable ones by PEFT's ``target_parameters``, added beside the quantized weight."""
+"""LoRA on quantized layers: PEFT's layers with merging that knows what the weight is; and on experts, which get a pair
+of factors for each projection of each expert."""
 
 import contextlib
 import itertools
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
 import torch
 from peft import LoraConfig
+from peft.tuners.lora import Linear as LoraLinear
 from peft.tuners.lora import LoraLayer
 from peft.tuners.lora.layer import ParamWrapper
-from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 
 from ...gemm import PACKED_FIELDS, Groups, compiled_linear, quantized_linear
-from ...layers import MXFP4Experts, is_full_precision
+from ...layers import is_full_precision
 from .merging import MergesIntoMasters, MergesIntoPacked
 
 
-#: Of one adapter and projection: ``A`` ``[experts, r, K]``, ``B`` ``[experts, N, r]``, the scaling and the dropout.
-Factors = tuple[torch.Tensor, torch.Tensor, float, nn.Module]
+# ---- linear layers ---------------------------------------------------------------------------------------------------
 
 
-def add_factors(
-    layer: BaseTunerLayer, result: torch.Tensor, x: torch.Tensor, groups: Groups, factors: Iterable[Factors]
-) -> torch.Tensor:
-    """Add ``s B_e A_e x`` of each adapter, for the rows of expert ``e``, to the result of a projection of experts.
+class MXFP4LoraLinear(MergesIntoPacked, LoraLinear):
+    """[`peft.tuners.lora.Linear`] on an [`MXFP4PackedLinear`]: ``Q(x) Q(W)^T + b + s B A x``."""
 
-    Args:
-        layer: whose adapters they are.
-        result: ``[S, N]``, rows sorted by expert.
-        x: ``[S, K]``, the same rows of the input in full precision.
-    """
-    total, linear = result, compiled_linear if torch.compiler.is_compiling() else quantized_linear
-    for a, b, scaling, dropout in factors:
-        inner = linear(dropout(layer._cast_input_dtype(x, a.dtype)), a, None, groups=groups)
-        total = total + linear(inner, b, None, groups=groups) * scaling
-    return total.to(result.dtype)
+    def places(self) -> list[tuple]:
+        return [()]
+
+    def parts(self, tensors: dict[str, torch.Tensor], place: tuple) -> dict[str, torch.Tensor]:
+        return tensors
+
+    def factors(self, place: tuple, adapter: str) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.lora_A[adapter].weight, self.lora_B[adapter].weight
+
+    def pack(self, weight: torch.Tensor) -> dict[str, torch.Tensor]:
+        return self.get_base_layer().pack_weight(weight)
+
+    def unpack(self, packed: dict[str, torch.Tensor], place: tuple) -> torch.Tensor:
+        return self.get_base_layer().unpacked(packed, torch.float32)
+
+    @torch.no_grad()
+    def effective_weight(self) -> torch.Tensor:
+        """Return the float32 weight ``Q(W) + delta`` of the active adapters, as the forward pass computes with."""
+        if self.merged:
+            return self.get_base_layer().dequantized_weight(torch.float32)
+        return self.sum_at((), [] if self.disable_adapters else self.active_here())[0]
+
+
+class MXFP4LoraMasterLinear(MergesIntoMasters, LoraLinear):
+    """[`peft.tuners.lora.Linear`] on an [`MXFP4Linear`]: ``Q(x) Q(W)^T + b + s B A x``, with a frozen master ``W``."""
+
+    def master(self) -> nn.Parameter:
+        return self.get_base_layer().weight
+
+    def quantized(self, weight: torch.Tensor) -> torch.Tensor:
+        return self.get_base_layer().effective_weight(weight).float()
+
+    def delta(self, adapter: str) -> torch.Tensor:
+        return self.get_delta_weight(adapter).float()
 
 
 # ---- packed experts -------------------------------------------------------------------------------------------------
+
+#: ``A`` ``[experts, r, K]`` and ``B`` ``[experts, N, r]`` of a projection, by adapter.
+Factors = dict[str, tuple[torch.Tensor, torch.Tensor]]
+
+
+def add_factors(
+    layer: LoraLayer, result: torch.Tensor, x: torch.Tensor, groups: Groups, factors: Factors
+) -> torch.Tensor:
+    """Add ``s B_e A_e x`` of each adapter of ``layer``, for the rows of expert ``e``, to ``result`` ``[S, N]`` of a
+    projection, for rows ``x`` ``[S, K]`` in full precision, sorted by expert."""
+    total, linear = result, compiled_linear if torch.compiler.is_compiling() else quantized_linear
+    for name, (a, b) in factors.items():
+        inner = linear(layer.lora_dropout[name](layer._cast_input_dtype(x, a.dtype)), a, None, groups=groups)
+        total = total + linear(inner, b, None, groups=groups) * layer.scaling[name]
+    return total.to(result.dtype)
 
 
 class MXFP4LoraExperts(MergesIntoPacked, nn.Module, LoraLayer):
@@ -50,19 +86,10 @@ class MXFP4LoraExperts(MergesIntoPacked, nn.Module, LoraLayer):
 
     `lora_A.<adapter>.gate_up_proj` is ``[experts, r, K]``, `lora_B.<adapter>.gate_up_proj` ``[experts, N, r]``,
     likewise `down_proj`: each expert starts as PEFT's linear layers do, and one without tokens has zero gradients.
-    Rank, alpha, rsLoRA, dropout, several adapters, `disable_adapter`, saving and loading are PEFT's. Merging is as in
-    [`MXFP4LoraLinear`], expert by expert; `merge_error` is summed over them.
+    All else is as in [`MXFP4LoraLinear`]; `merge_error` is summed over experts.
     """
 
-    def __init__(
-        self,
-        base_layer: nn.Module,
-        adapter_name: str,
-        config: LoraConfig,
-        r: int = 0,
-        lora_alpha: int = 1,
-        **kwargs: Any,
-    ):
+    def __init__(self, base_layer: nn.Module, adapter_name: str, config: LoraConfig, r: int, lora_alpha: int, **kwargs):
         super().__init__()
         LoraLayer.__init__(self, base_layer, **kwargs)
         self._active_adapter = adapter_name
@@ -76,26 +103,24 @@ class MXFP4LoraExperts(MergesIntoPacked, nn.Module, LoraLayer):
         """Add an adapter. Raises `ValueError` for a rank below 1."""
         if r <= 0:
             raise ValueError(f"r={r} is not a positive rank")
-        base = self.get_base_layer()
-        sides: tuple[nn.ParameterDict, nn.ParameterDict] = nn.ParameterDict(), nn.ParameterDict()
+        base, down, up = self.get_base_layer(), nn.ParameterDict(), nn.ParameterDict()
         for projection in base.projections:
             experts, rows, columns = base.weight_size(projection)
-            for side, size in zip(sides, ((experts, r, columns), (experts, rows, r)), strict=True):
-                side[projection] = nn.Parameter(torch.empty(size))
+            down[projection] = nn.Parameter(torch.empty(experts, r, columns))
+            up[projection] = nn.Parameter(torch.empty(experts, rows, r))
         self.r[adapter_name], self.lora_alpha[adapter_name] = r, lora_alpha
         self.lora_bias[adapter_name] = self.use_dora[adapter_name] = False
         self.use_rslora[adapter_name] = config.use_rslora
         self.scaling[adapter_name] = lora_alpha / (math.sqrt(r) if config.use_rslora else r)
         self.lora_dropout[adapter_name] = nn.Dropout(config.lora_dropout) if config.lora_dropout else nn.Identity()
-        self.lora_A[adapter_name], self.lora_B[adapter_name] = sides
+        self.lora_A[adapter_name], self.lora_B[adapter_name] = down, up
         self.reset_lora_parameters(adapter_name, config.init_lora_weights)
         self._move_adapter_to_device_of_base_layer(adapter_name)
         self.set_adapter(self.active_adapters, inference_mode=config.inference_mode)
 
     @torch.no_grad()
     def reset_lora_parameters(self, adapter_name: str, init_lora_weights: bool | str) -> None:
-        """Set new factors as PEFT's linear layers do: ``A`` uniform (or ``"gaussian"``) and ``B`` zero, or both random
-        for `False`."""
+        """Set factors as PEFT does: ``A`` uniform (or ``"gaussian"``) and ``B`` zero, or both random for `False`."""
         for side in (self.lora_A, self.lora_B):
             for matrix in (matrix for factors in side[adapter_name].values() for matrix in factors):
                 if side is self.lora_B and init_lora_weights is not False:
@@ -118,8 +143,7 @@ class MXFP4LoraExperts(MergesIntoPacked, nn.Module, LoraLayer):
     ) -> torch.Tensor:
         """Compute what the experts do, with their adapters.
 
-        Raises `ValueError` for ``adapter_names`` (another adapter for each sample), which tokens sorted by expert no
-        longer tell.
+        Raises `ValueError` for ``adapter_names`` (another adapter for each sample): tokens are sorted by expert.
         """
         if kwargs.get("adapter_names") is not None:
             raise ValueError("adapter_names in one batch is not supported on experts; call the model once per adapter")
@@ -131,11 +155,8 @@ class MXFP4LoraExperts(MergesIntoPacked, nn.Module, LoraLayer):
         result = self.get_base_layer().project(projection, x, groups)
         if self.disable_adapters or self.merged:
             return result
-        factors = []
-        for name in self.active_here():
-            sides = self.lora_A[name][projection], self.lora_B[name][projection]
-            factors.append((*sides, self.scaling[name], self.lora_dropout[name]))
-        return add_factors(self, result, x, groups, factors)
+        sides = {name: (self.lora_A[name][projection], self.lora_B[name][projection]) for name in self.active_here()}
+        return add_factors(self, result, x, groups, sides)
 
     def places(self) -> Iterator[tuple[str, int]]:
         base = self.get_base_layer()
@@ -157,30 +178,14 @@ class MXFP4LoraExperts(MergesIntoPacked, nn.Module, LoraLayer):
         return self.get_base_layer().unpacked(place[0], packed, torch.float32)
 
     @torch.no_grad()
-    def to_plain(self, dtype: torch.dtype, names: list[str]) -> nn.Module:
-        """Return plain experts of weights ``Q(W) + delta`` of these adapters, summed in float32 and rounded to
-        ``dtype`` once."""
-        base = self.get_base_layer()
-        plain = base.to_experts(dtype)
-        for projection in base.projections:
-            self._fill(getattr(plain, projection).data, projection, names)
-        return plain
-
-    @torch.no_grad()
     def effective_weight(self, projection: str, dtype: torch.dtype) -> torch.Tensor:
-        """Return ``Q(W) + delta`` of the active adapters, as the forward pass computes with, in the model's layout."""
-        weight = self.get_base_layer().dequantized_weight(projection, dtype)
+        """Return ``Q(W) + delta`` of the active adapters in the model's layout, summed in float32 and rounded once."""
+        base = self.get_base_layer()
+        weight = base.dequantized_weight(projection, dtype)
         if not self.merged and not self.disable_adapters:
-            self._fill(weight, projection, self.active_here())
+            for expert, rows in enumerate(weight.transpose(1, 2) if base.is_transposed else weight):
+                rows.copy_(self.sum_at((projection, expert), self.active_here())[0])
         return weight
-
-    def _fill(self, weight: torch.Tensor, projection: str, names: list[str]) -> None:
-        """Write the sums into a weight in the model's layout."""
-        for expert, rows in enumerate(weight.transpose(1, 2) if self.get_base_layer().is_transposed else weight):
-            rows.copy_(self.sum_at((projection, expert), names)[0])
-
-    def __repr__(self) -> str:
-        return f"lora.{super().__repr__()}"
 
 
 # ---- trainable experts ----------------------------------------------------------------------------------------------
@@ -190,12 +195,9 @@ class MXFP4LoraExpertParameter(MergesIntoMasters, ParamWrapper):
     """[`peft.tuners.lora.ParamWrapper`] on a projection of [`MXFP4Experts`]: expert ``e`` computes
     ``Q(x) Q(W_e)^T + b_e + s B_e A_e x``, as linear layers and packed experts with adapters do.
 
-    PEFT's own computes with ``Q(W_e + s B_e A_e)``: a change of the weight that is small against its quantization steps
-    is lost in them, or comes out as another one, and the adapter is trained on that.
-
-    Factors, their names, files, adapters and switching are PEFT's. So is the nesting: a wrapper for each parameter, one
-    inside the other. Biases, which are not quantized, are adapted by PEFT's own code, and so are weights within
-    [`full_precision`].
+    PEFT's own computes with ``Q(W_e + s B_e A_e)``, in which a change below a quantization step is lost.
+    All else is PEFT's, such as the nesting: a wrapper for each parameter, one inside the other. Biases, and weights
+    within [`full_precision`], are adapted by PEFT's own code.
     """
 
     def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -203,23 +205,27 @@ class MXFP4LoraExpertParameter(MergesIntoMasters, ParamWrapper):
 
         Raises `ValueError` for ``adapter_names`` (another adapter for each sample), as PEFT does.
         """
-        base = self.get_base_layer()
+        base, layer, wrappers = self.get_base_layer(), self, {}
         if is_full_precision(base):
             return super().forward(x, *args, **kwargs)
         self._check_forward_args(x, *args, **kwargs)
         kwargs.pop("adapter_names", None)
+
+        def project(projection: str, rows: torch.Tensor, groups: Groups) -> torch.Tensor:
+            result = base.project(projection, rows, groups)
+            return wrappers[projection]._added(result, rows, groups) if projection in wrappers else result
+
         with contextlib.ExitStack() as stack:
-            wrappers = {}
-            for wrapper in self._nested():
-                if wrapper.disable_adapters and wrapper.merged:
-                    wrapper.unmerge()
-                if wrapper.disable_adapters or wrapper.merged:
-                    continue
-                if wrapper.is_on_weight:
-                    wrappers[wrapper.parameter_name] = wrapper
-                else:
-                    stack.enter_context(wrapper._activate_lora(wrapper.active_adapters))
-            return base(x, *args, project=partial(_project, base, wrappers), **kwargs)
+            while isinstance(layer, ParamWrapper):  # this one and those inside
+                if layer.disable_adapters and layer.merged:
+                    layer.unmerge()
+                if not layer.disable_adapters and not layer.merged:
+                    if layer.is_on_weight:
+                        wrappers[layer.parameter_name] = layer
+                    else:
+                        stack.enter_context(layer._activate_lora(layer.active_adapters))
+                layer = layer.base_layer
+            return base(x, *args, project=project, **kwargs)
 
     @property
     def is_on_weight(self) -> bool:
@@ -243,21 +249,12 @@ class MXFP4LoraExpertParameter(MergesIntoMasters, ParamWrapper):
         return delta.transpose(1, 2) if self.get_base_layer().is_transposed else delta
 
     def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
-        """[`MergesIntoMasters.merge`]; into a bias PEFT's own, which costs nothing."""
+        """[`MergesIntoMasters.merge`]; into a bias PEFT's own."""
         merge = super().merge if self.is_on_weight else partial(ParamWrapper.merge, self)
         merge(safe_merge, adapter_names)
 
-    def _nested(self) -> Iterator["MXFP4LoraExpertParameter"]:
-        """Yield this wrapper and those inside."""
-        layer: nn.Module = self
-        while isinstance(layer, ParamWrapper):
-            yield layer
-            layer = layer.base_layer
-
     def _added(self, result: torch.Tensor, x: torch.Tensor, groups: Groups) -> torch.Tensor:
-        names = self.active_here()
-        factors = [(*self.factors(name), self.scaling[name], self.lora_dropout[name]) for name in names]
-        return add_factors(self, result, x, groups, factors)
+        return add_factors(self, result, x, groups, {name: self.factors(name) for name in self.active_here()})
 
 
 # PEFT finds the wrapper of an adapter by this name of its class when another adapter goes on the same parameter.
@@ -267,19 +264,7 @@ MXFP4LoraExpertParameter.__name__ = ParamWrapper.__name__
 def lora_on_experts(
     target: nn.Module, adapter_name: str, config: LoraConfig, parameter_name: str | None = None, **kwargs: Any
 ) -> MXFP4LoraExpertParameter | None:
-    """Return the PEFT layer on trainable experts, for `LoraConfig._register_custom_module`; `None`, which PEFT refuses,
-    for ``target_modules``."""
+    """Return the PEFT layer on trainable experts; `None`, which PEFT refuses, for ``target_modules``."""
     if parameter_name is None:
         return None
     return MXFP4LoraExpertParameter(target, adapter_name, parameter_name=parameter_name, config=config, **kwargs)
-
-
-def _project(
-    base: MXFP4Experts,
-    wrappers: dict[str, MXFP4LoraExpertParameter],
-    projection: str,
-    x: torch.Tensor,
-    groups: Groups,
-) -> torch.Tensor:
-    result = base.project(projection, x, groups)
-    return wrappers[projection]._added(result, x, groups) if projection in wrappers else result

@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the exporters write: names, bytes and configs, against the formats' own descriptions."""
+"""What the exporters write: names, bytes and configs, against the formats' own descriptions; and that full-precision
+weights, plain and trained ones, are quantized once."""
 
 import json
+import math
 
 import pytest
 import torch
@@ -124,7 +126,7 @@ def test_exactly_what_is_not_quantized_is_ignored(tmp_path):
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3_moe", "qwen2_moe", "mixtral", "gpt_oss"])
-@pytest.mark.parametrize("config", [{}, MACRO, {**MACRO, "outlier_fallback": 0.5}], ids=str)
+@pytest.mark.parametrize("config", [{}, {**MACRO, "outlier_fallback": 0.5}], ids=str)
 def test_bf16_is_the_plain_model_with_the_dequantized_values(family, config, tmp_path):
     source = save_packed(tmp_path / "packed", family, config=config)
     report = export(source, tmp_path / "out", "bf16")
@@ -147,7 +149,6 @@ def test_bf16_is_the_plain_model_with_the_dequantized_values(family, config, tmp
 MISFITS = {
     "mbs": (MACRO, "macro-block factors (mbs128-dynamic)"),
     "blockwise": ({"macro_block": 128, "macro_search": "blockwise"}, "macro-block factors (mbs128-blockwise)"),
-    "of": ({"outlier_fallback": 0.5}, "the outlier-fallback residual (of0.5)"),
     "selective": ({"outlier_fallback": 0.5, "outlier_fallback_rate": 0.25}, "the outlier-fallback residual (of0.5)"),
     "both": (
         {"macro_block": "row", "outlier_fallback": 0.25},
@@ -156,46 +157,38 @@ MISFITS = {
 }
 
 
-@pytest.mark.parametrize("format", ["compressed-tensors", "quark"])
 @pytest.mark.parametrize(("config", "parts"), MISFITS.values(), ids=MISFITS)
-def test_what_has_no_place_is_refused_with_both_choices(config, parts, format, tmp_path):
+def test_what_has_no_place_is_refused_with_both_choices(config, parts, tmp_path):
     source = save_packed(tmp_path / "packed", layers=1, config=config)
     with pytest.raises(CheckpointError) as refusal:
-        export(source, tmp_path / "out", format)
-    for words in (format, "7 of 7 layers", parts, "on_mismatch='requantize'", "'dequantize'"):
+        export(source, tmp_path / "out", "quark")
+    for words in ("quark", "7 of 7 layers", parts, "on_mismatch='requantize'", "'dequantize'"):
         assert words in str(refusal.value)
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("config", [config for config, _ in MISFITS.values()], ids=MISFITS)
-def test_requantizing_is_plain_mxfp4_of_the_dequantized_values(config, tmp_path):
-    source = save_packed(tmp_path / "packed", layers=1, config={"scale_rule": "rceil", **config})
+@pytest.mark.parametrize("name", ["mbs", "blockwise", "both"])
+def test_requantizing_is_plain_mxfp4_of_the_dequantized_values(name, tmp_path):
+    config = {"scale_rule": "rceil", **MISFITS[name][0]}
+    source = save_packed(tmp_path / "packed", layers=1, config=config)
     report = export(source, tmp_path / "out", "quark", "requantize")
-    after = tensors_in(tmp_path / "out")
-    signal = noise = 0.0
-    for name, layer in AutoModelForCausalLM.from_pretrained(source).named_modules():
-        if not hasattr(layer, "dequantized_weight"):
-            continue
-        values = layer.dequantized_weight(torch.float32)
+    after, costs = tensors_in(tmp_path / "out"), {cost.name: cost for cost in report.layers}
+    model = AutoModelForCausalLM.from_pretrained(source)
+    for name, cost in costs.items():
+        values = model.get_submodule(name).dequantized_weight(torch.float32)
         expected = hf_mxfp4.quantize(values, scale_rule="rceil")
         assert torch.equal(after[f"{name}.weight"], expected.codes)
         assert torch.equal(after[f"{name}.weight_scale"], expected.scale)
         error = (decode(expected.codes, expected.scale) - values.double()).square().sum().item()
-        energy = values.double().square().sum().item()
-        cost = next(cost for cost in report.layers if cost.name == name)
         assert cost.action == "requantized" and cost.noise == pytest.approx(error) and error > 0
-        assert cost.sqnr_db == pytest.approx(10 * torch.log10(torch.tensor(energy / error)).item(), abs=1e-3)
-        signal, noise = signal + energy, noise + error
-    assert report.total_sqnr_db == pytest.approx(10 * torch.log10(torch.tensor(signal / noise)).item(), abs=1e-3)
-    assert 10 < report.total_sqnr_db < 40
+    assert len(costs) == 7 and 10 < report.total_sqnr_db < 40
 
 
-@pytest.mark.parametrize("choice", ["requantize", "dequantize"])
-def test_layers_of_odd_length_are_dequantized_and_ignored(choice, tmp_path):
+def test_layers_of_odd_length_are_dequantized_and_ignored(tmp_path):
     source = save_packed(tmp_path / "packed", layers=1, intermediate=80)
     with pytest.raises(CheckpointError, match=r"1 of 7 layers.*mlp.down_proj, in_features=80 is not a multiple of 32"):
         export(source, tmp_path / "out", "compressed-tensors")
-    report = export(source, tmp_path / "out", "compressed-tensors", choice)
+    report = export(source, tmp_path / "out", "compressed-tensors", "dequantize")
     assert report.counts() == {"kept": 6, "dequantized": 1}
     (odd,) = [cost for cost in report.layers if cost.action == "dequantized"]
     assert (odd.name, odd.sqnr_db) == ("model.layers.0.mlp.down_proj", float("inf"))
@@ -206,19 +199,6 @@ def test_layers_of_odd_length_are_dequantized_and_ignored(choice, tmp_path):
     assert weight.dtype == torch.bfloat16 and torch.equal(weight, layer.dequantized_weight(torch.bfloat16))
 
 
-def test_a_qat_checkpoint_is_packed_on_the_way(tmp_path):
-    config = factors_config(macro_block=None, outlier_fallback=None, preset="w4a16")
-    plain = save_plain(tmp_path / "plain", "qwen3")
-    model = AutoModelForCausalLM.from_pretrained(plain, quantization_config=config)
-    model.save_pretrained(tmp_path / "qat")
-    hf_mxfp4.pack(model).save_pretrained(tmp_path / "packed")
-    for source in ("qat", "packed"):
-        export(tmp_path / source, tmp_path / f"from-{source}", "compressed-tensors")
-    one, other = tensors_in(tmp_path / "from-qat"), tensors_in(tmp_path / "from-packed")
-    assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
-    assert config_in(tmp_path / "from-qat") == config_in(tmp_path / "from-packed")
-
-
 def test_shards_side_files_and_report(tmp_path):
     source = save_packed(tmp_path / "packed", config=MACRO)
     for name in ("tokenizer.json", "merges.txt", "chat_template.jinja"):
@@ -226,14 +206,8 @@ def test_shards_side_files_and_report(tmp_path):
     for name in ("optimizer.pt", "training_args.bin", "README.md"):
         (source / name).write_text(name, encoding="utf-8")
     seen = []
-    report = export(
-        source,
-        tmp_path / "out",
-        "quark",
-        "requantize",
-        max_shard_size="20KB",
-        on_bytes=lambda count, name: seen.append(count),
-    )
+    options = {"max_shard_size": "20KB", "on_bytes": lambda count, name: seen.append(count)}
+    report = export(source, tmp_path / "out", "quark", "requantize", **options)
     files = {file.name for file in (tmp_path / "out").iterdir()}
     shards = {name for name in files if name.endswith(".safetensors")}
     assert len(shards) > 2
@@ -248,16 +222,11 @@ def test_shards_side_files_and_report(tmp_path):
     assert sum(seen) == sum(tensor.nbytes for tensor in tensors_in(source).values())
 
 
-def test_unknown_choices(tmp_path):
+def test_what_cannot_be_exported_says_why(tmp_path):
     with pytest.raises(ValueError, match="'compressed-tensors', 'quark', 'gpt-oss', 'gguf', 'bf16'"):
         export(tmp_path, tmp_path / "out", "gptq")
     with pytest.raises(ValueError, match="'refuse', 'requantize', 'dequantize'"):
         export(tmp_path, tmp_path / "out", "quark", "ask")
-
-
-def test_what_cannot_be_exported_says_why(tmp_path):
-    with pytest.raises(CheckpointError, match="is not a folder"):
-        export(tmp_path / "nowhere", tmp_path / "out", "quark")
     packed = save_packed(tmp_path / "packed", layers=1)
     with pytest.raises(FolderError, match="must be apart"):
         export(packed, packed / "out", "quark")
@@ -267,4 +236,111 @@ def test_what_cannot_be_exported_says_why(tmp_path):
     (packed / "model.safetensors").unlink()
     with pytest.raises(CheckpointError, match="only safetensors checkpoints are read"):
         export(packed, tmp_path / "out", "bf16")
+    assert not (tmp_path / "out").exists()
+
+
+# ---- from full precision --------------------------------------------------------------------------------------------
+
+
+def save_qat(folder, **options):
+    """A trained checkpoint in float32 masters."""
+    plain = save_plain(folder.with_name(f"{folder.name}-plain"), "llama", layers=1, dtype=torch.float32)
+    config = factors_config(preset="w4a16", **options)
+    AutoModelForCausalLM.from_pretrained(plain, quantization_config=config).save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("rule", "shard_size"), [("rceil", "50GB"), ("floor", "30KB"), ("mse", "50GB"), (None, "30KB")]
+)
+def test_codes_and_scales_are_those_of_quantize(rule, shard_size, tmp_path):
+    plain = save_plain(tmp_path / "plain", "llama")
+    AutoModelForCausalLM.from_pretrained(plain).save_pretrained(tmp_path / "source", max_shard_size=shard_size)
+    report = export(tmp_path / "source", tmp_path / "out", "compressed-tensors", scale_rule=rule)
+    before, after = tensors_in(tmp_path / "source"), tensors_in(tmp_path / "out")
+    layers = {name.removesuffix("_packed") for name in after if name.endswith(".weight_packed")}
+    assert len(layers) == 14 and report.counts() == {"packed": 14}
+    for name in layers:
+        expected = hf_mxfp4.quantize(before[name], scale_rule=rule or "even")
+        assert torch.equal(after[f"{name}_packed"], expected.codes), name
+        assert torch.equal(after[f"{name}_scale"], expected.scale), name
+    for name in before.keys() - layers:
+        assert torch.equal(after[name], before[name]), name
+    assert report.weights == f"mxfp4+{rule or 'even'}" and report.scheme == "full precision"
+
+
+@pytest.mark.parametrize("format", ["compressed-tensors", "bf16"])
+def test_errors_are_those_against_the_full_precision_weights(format, tmp_path):
+    plain = save_plain(tmp_path / "plain", "llama", layers=1, dtype=torch.float32)
+    report = export(plain, tmp_path / "out", format, scale_rule="floor")
+    signal = noise = 0.0
+    for cost in report.layers:
+        weight = tensors_in(plain)[f"{cost.name}.weight"]
+        packed = hf_mxfp4.quantize(weight, scale_rule="floor")
+        error = (decode(packed.codes, packed.scale) - weight.double()).square().sum().item()
+        energy = weight.double().square().sum().item()
+        assert cost.sqnr_db == pytest.approx(10 * math.log10(energy / error), abs=1e-3)
+        signal, noise = signal + energy, noise + error
+    sqnr = 10 * math.log10(signal / noise)
+    assert report.total_sqnr_db == pytest.approx(sqnr, abs=1e-3) and 10 < sqnr < 40
+    assert report.error() == f"SQNR {sqnr:.2f} dB against the full-precision weights"
+    written = json.loads((tmp_path / "out" / "export_report.json").read_text())
+    assert written["sqnr_against"] == "the full-precision weights" and written["source_sqnr_db"] is None
+    assert written["sqnr_db"] == pytest.approx(sqnr, abs=1e-3)
+
+
+def test_what_the_user_leaves_alone_stays(tmp_path):
+    plain = save_plain(tmp_path / "plain", "llama")
+    report = export(plain, tmp_path / "out", "quark", modules_to_not_convert=["mlp.up_proj"], preset="w4a4")
+    assert report.counts() == {"packed": 12}
+    scheme = config_in(tmp_path / "out")["quantization_config"]
+    assert scheme["exclude"] == ["lm_head", "model.layers.0.mlp.up_proj", "model.layers.1.mlp.up_proj"]
+    assert scheme["global_quant_config"]["input_tensors"]["scale_calculation_mode"] == "even"
+    name = "model.layers.0.mlp.up_proj.weight"
+    assert torch.equal(tensors_in(tmp_path / "out")[name], tensors_in(plain)[name])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "rule"),
+    [({"scale_rule": "even"}, "even"), ({"on_mismatch": "requantize"}, "rceil")],
+    ids=["rule", "requantize"],
+)
+def test_a_trained_checkpoint_with_macro_factors_is_quantized_once(arguments, rule, tmp_path):
+    source = save_qat(tmp_path / "qat")
+    report = export(source, tmp_path / "out", "quark", **arguments)
+    expected = hf_mxfp4.quantize(tensors_in(source)[f"{Q_PROJ}.weight"], scale_rule=rule)
+    assert torch.equal(tensors_in(tmp_path / "out")[f"{Q_PROJ}.weight"], expected.codes)
+    assert report.counts() == {"packed": 7}
+    assert any("trained with weights in mxfp4+rceil+mbs128-dynamic+of0.5" in note for note in report.notes)
+
+
+def test_the_refusals_name_the_better_way_first(tmp_path):
+    qat = save_qat(tmp_path / "qat")
+    packed = save_packed(tmp_path / "packed", "llama", layers=1, config={"macro_block": 128})
+    for source in (qat, packed):
+        with pytest.raises(CheckpointError) as refusal:
+            export(source, tmp_path / "out", "compressed-tensors")
+        text, rule, choice = str(refusal.value), "scale_rule='even' (--scale-rule even)", "on_mismatch='requantize'"
+        assert 0 < text.index("Best: ") < text.index(rule) < text.index(choice)
+        assert "export the original full-precision checkpoint" in text or source is qat
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("kind", "format", "arguments", "words"),
+    [
+        ("packed", "quark", {"scale_rule": "floor"}, "--scale-rule floor. has no effect here: the packed bytes are"),
+        ("qat", "bf16", {"scale_rule": "floor"}, "has no effect here: the quantized values are written"),
+        ("packed", "quark", {"preset": "w4a4"}, "has a scheme of its own .*; leave out preset='w4a4'"),
+        ("qat", "quark", {"modules_to_not_convert": ["mlp"]}, r"; leave out modules_to_not_convert=\['mlp'\]"),
+        ("plain", "compressed-tensors", {"preset": "w4a4"}, "--preset w4a4. has no effect in format"),
+        ("plain", "quark", {"modules_to_not_convert": ["nonsense"]}, "'nonsense', which matches no module"),
+        ("plain", "gpt-oss", {}, "is for the architecture 'gpt_oss'"),
+    ],
+)
+def test_arguments_without_effect_are_refused(kind, format, arguments, words, tmp_path):
+    make = {"packed": save_packed, "qat": save_qat, "plain": save_plain}[kind]
+    source = make(tmp_path / kind) if kind == "qat" else make(tmp_path / kind, layers=1)
+    with pytest.raises(CheckpointError, match=words):
+        export(source, tmp_path / "out", format, **arguments)
     assert not (tmp_path / "out").exists()

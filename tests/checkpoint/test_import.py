@@ -12,7 +12,7 @@ from same_bits import tensors_in
 from transformers import AutoModelForCausalLM
 
 from hf_mxfp4 import MXFP4RLConfig
-from hf_mxfp4.checkpoint import FORMATS, CheckpointError, ShardError, export, import_checkpoint
+from hf_mxfp4.checkpoint import FORMATS, CheckpointError, export, import_checkpoint
 from hf_mxfp4.files import write_json
 from hf_mxfp4.layers import MXFP4PackedLinear
 
@@ -113,27 +113,20 @@ WEIGHTS = "config_groups/group_0/weights"
 REFUSED = {
     ("compressed-tensors", "config_groups/group_0/format"): ("float-quantized", "format 'float-quantized'"),
     ("compressed-tensors", f"{WEIGHTS}/group_size"): (16, "group_size=16; only 32"),
-    ("compressed-tensors", f"{WEIGHTS}/type"): ("int", "type='int'; only 'float'"),
     ("compressed-tensors", f"{WEIGHTS}/actorder"): ("weight", "actorder='weight'"),
     ("compressed-tensors", "config_groups/group_0/input_activations"): (
         {"num_bits": 8, "type": "float", "strategy": "token", "symmetric": True, "dynamic": True},
         "input_activations has num_bits=8",
     ),
-    ("compressed-tensors", "config_groups/group_0/output_activations"): ({"num_bits": 8}, "output_activations"),
     ("compressed-tensors", "config_groups/group_0"): (["Linear"], "only a full scheme"),
     ("compressed-tensors", "kv_cache_scheme"): ({"num_bits": 8}, "kv_cache_scheme"),
     ("compressed-tensors", "transform_config"): ({"config_groups": {"u": {}}}, "transform_config"),
-    ("compressed-tensors", "quantization_status"): ("initialized", "quantization_status='initialized'"),
-    ("compressed-tensors", "quant_method"): (
-        "gptq",
-        "'gptq'; what can be imported are MXFP4 checkpoints of compressed",
-    ),
+    ("compressed-tensors", "quant_method"): ("gptq", "'gptq'; what can be imported are MXFP4 checkpoints of"),
     ("quark", "global_quant_config/weight/dtype"): ("fp6_e3m2", "dtype='fp6_e3m2'; only 'fp4'"),
     ("quark", "global_quant_config/weight"): ([{}, {}], "not a JSON object"),
     ("quark", "global_quant_config/input_tensors"): ({"dtype": "fp8_e4m3"}, "input_tensors has dtype='fp8_e4m3'"),
     ("quark", "layer_quant_config"): ({"*q_proj": {}}, "layer_quant_config"),
     ("quark", "algo_config"): ([{"name": "rotation"}], "rotation"),
-    ("quark", "export/weight_format"): ("fake_quantized", "weight_format='fake_quantized'"),
 }
 
 
@@ -153,18 +146,12 @@ def byte(*shape):
 
 
 TENSORS = {
-    "nvfp4": ({f"{Q_PROJ}.weight_global_scale": torch.ones(1)}, "a global scale (NVFP4)"),
-    "actorder": ({f"{Q_PROJ}.weight_g_idx": torch.zeros(64, dtype=torch.int32)}, "an order of columns"),
-    "zero-point": ({f"{Q_PROJ}.weight_zero_point": byte(64, 2)}, "zero points"),
-    "kv-cache": ({"model.layers.0.self_attn.k_scale": torch.ones(1)}, "key cache"),
     "head": ({"lm_head.weight_packed": byte(32, 32), "lm_head.weight_scale": byte(32, 2)}, "quantizes lm_head"),
     "expert": (
         {f"model.layers.0.mlp.experts.0.{n}": byte(4, 4) for n in ("weight_packed", "weight_scale")},
         "quantizes model.layers.0.mlp.experts.0",
     ),
     "scale-dtype": ({f"{Q_PROJ}.weight_scale": torch.ones(64, 2)}, f"{Q_PROJ}.weight_scale is torch.float32"),
-    "scale-shape": ({f"{Q_PROJ}.weight_scale": byte(64, 4)}, "[64, 4]; the model needs torch.uint8 [64, 2]"),
-    "weight-shape": ({f"{Q_PROJ}.weight_packed": byte(64, 64)}, "[64, 64]; the model needs torch.uint8 [64, 32]"),
     "weight-missing": ({f"{Q_PROJ}.weight_packed": None}, f"no {Q_PROJ}.weight_packed"),
     "nothing": (None, "nothing in it is quantized"),
 }
@@ -191,10 +178,6 @@ def test_damaged_and_unquantized_sources(tmp_path):
     config["architectures"] = ["MyOwnModel"]
     write_json(folder / "config.json", config)
     with pytest.raises(CheckpointError, match="'MyOwnModel'.*remote code"):
-        import_checkpoint(folder, tmp_path / "out")
-    content = (folder / "model.safetensors").read_bytes()
-    (folder / "model.safetensors").write_bytes(content[:-1])
-    with pytest.raises(ShardError, match="truncated"):
         import_checkpoint(folder, tmp_path / "out")
     (folder / "config.json").write_text("{")
     with pytest.raises(CheckpointError, match="config.json cannot be read"):

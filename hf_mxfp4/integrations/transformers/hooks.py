@@ -1,21 +1,56 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models that a trainer of TRL loads by itself.
+"""What this package hooks into: `generate()`, and models that a trainer of TRL loads by itself.
 
-DPO and other trainers load their reference from the folder or name that the policy was loaded from, without the
-policy's `quantization_config`: in full precision it would hold the policy to values that the policy cannot compute.
-TRL's asynchronous GRPO pushes parameters to vLLM as they are stored: those of a quantized policy are master weights.
-TRL has no hook for either, so the trainer that is loading a model is found on the call stack.
+DPO and other trainers load their reference from where the policy was loaded, without its `quantization_config`: in full
+precision it would hold the policy to values that the policy cannot compute. TRL's asynchronous GRPO would push master
+weights to vLLM. TRL has no hook for either, so the trainer that is loading a model is found on the call stack.
 """
 
+import contextlib
 import copy
 import functools
 import sys
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from transformers import modeling_utils
 
 from ..._logging import get_logger
+from ...checkpoint import is_quantized
 from ...config import MXFP4RLConfig
+from ...gemm import cached_weights
+
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+def wrap_generation(cls: type["PreTrainedModel"]) -> None:
+    """Make `generate` of the quantized models of a class keep quantized weights while a call lasts, in which nothing
+    changes them (see [`hf_mxfp4.cached_weights`]). Wraps the method once; other models of the class generate as ever.
+    """
+    if not hasattr(cls, "generate") or getattr(cls.generate, "keeps_quantized_weights", False):
+        return
+    own = vars(cls).get("generate")
+
+    @functools.wraps(cls.generate)
+    def generate(self, *args, **kwargs):
+        # Looked up at each call where it is inherited: others replace the method of a base class too.
+        original = super(cls, self).generate if own is None else functools.partial(own, self)
+        with cached_weights(self) if _keeps_weights(self) else contextlib.nullcontext():
+            return original(*args, **kwargs)
+
+    generate.keeps_quantized_weights = True
+    cls.generate = generate
+
+
+def _keeps_weights(model: "PreTrainedModel") -> bool:
+    """Not of models that accelerate offloads, whose weights do not fit on the device together: copies would stay."""
+    hooks = [getattr(module, "_hf_hook", None) for module in model.modules()]
+    hooks += [hook for outer in hooks for hook in getattr(outer, "hooks", ())]
+    return is_quantized(model) and not any(getattr(hook, "offload", False) for hook in hooks)
+
+
+# ---- TRL ------------------------------------------------------------------------------------------------------------
 
 
 def loading_trainer() -> tuple[Any, str | None]:
@@ -41,8 +76,7 @@ def check_trainer() -> None:
 
 
 def policy_scheme() -> MXFP4RLConfig | None:
-    """Return the scheme of the quantized policy of the TRL trainer that is loading a reference from the same place;
-    `None` where no trainer is."""
+    """Return the scheme of the policy whose TRL trainer is loading a reference from the same place, if one is."""
     trainer, source = loading_trainer()
     config = getattr(getattr(trainer, "model", None), "config", None)
     scheme = getattr(config, "quantization_config", None)

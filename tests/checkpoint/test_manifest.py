@@ -1,15 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checksums of a checkpoint's files: who writes them, and what finds a difference. The oracle hashes with xxhash."""
+"""Checksums of a checkpoint's files: who writes them, what finds a difference, and which checkpoints of a training run
+count as whole. The oracle hashes with xxhash."""
 
 import json
-import threading
 from pathlib import Path
 
 import pytest
-import torch
 from export_files import header_and_data, save_plain
-from peft import LoraConfig, get_peft_model
-from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 from xxhash import xxh3_128_hexdigest
 
@@ -18,11 +15,15 @@ from hf_mxfp4 import MXFP4RLConfig
 from hf_mxfp4.checkpoint import (
     MANIFEST,
     add_to_folder,
+    checkpoint_step,
     export,
     import_checkpoint,
+    invalidate,
+    last_complete_checkpoint,
     pack_checkpoint,
-    read_header,
     verify_folder,
+    why_incomplete,
+    write_whole_manifest,
 )
 
 
@@ -79,23 +80,6 @@ def test_master_weights_are_the_files_of_the_plain_model(saved, tmp_path):
     assert not (tmp_path / "plain" / MANIFEST).exists()
 
 
-@pytest.mark.parametrize("name", ["master", "packed"])
-def test_the_same_model_gives_the_same_bytes(saved, tmp_path, name):
-    model = AutoModelForCausalLM.from_pretrained(saved[name])
-    for folder in ("one", "two"):
-        model.save_pretrained(tmp_path / folder, max_shard_size="10KB")
-    files = files_in(tmp_path / "one")
-    for file, other in zip(files, files_in(tmp_path / "two"), strict=True):
-        assert (file.read_bytes() == other.read_bytes()) is True, file.name
-    assert len(files) > 1
-
-
-def test_adapters_have_none(saved, tmp_path):
-    model = AutoModelForCausalLM.from_pretrained(saved["packed"])
-    get_peft_model(model, LoraConfig(target_modules=["q_proj"])).save_pretrained(tmp_path)
-    assert not (tmp_path / MANIFEST).exists()
-
-
 def test_a_second_save_keeps_records_of_other_files(copy):
     folder = copy("packed")
     (folder / "extra.safetensors").write_bytes((folder / "model.safetensors").read_bytes())
@@ -114,17 +98,6 @@ def test_verify_finds_what_loading_does_not_read(copy, name):
     assert problem.where == files_in(folder)[-1].name and "its checksum is" in problem.reason
 
 
-def test_checksums_in_the_headers_of_older_files_are_no_checksums_any_more(copy):
-    folder = copy("packed")
-    (file,) = files_in(folder)
-    header = read_header(file)
-    old = {"mxfp4_rl_checksums": "{}", "mxfp4_rl_header_checksum": "0"}
-    save_file({tensor.name: tensor.read().clone() for tensor in header.tensors}, file, {**header.metadata, **old})
-    (folder / MANIFEST).unlink()
-    assert AutoModelForCausalLM.from_pretrained(folder).quantization_report.n_quantized == 7
-    assert verify_folder(folder).unchecked == [file.name] and add_to_folder(folder) == [file.name]
-
-
 def test_adding_leaves_the_files_as_they_are(copy):
     folder = copy("plain")
     before, done = header_and_data(folder / "model.safetensors"), []
@@ -132,29 +105,85 @@ def test_adding_leaves_the_files_as_they_are(copy):
     assert sum(done) == (folder / "model.safetensors").stat().st_size
     assert header_and_data(folder / "model.safetensors") == before and not where(folder)
     assert add_to_folder(folder) == []
-
-
-def test_what_is_recorded_is_not_replaced(copy):
-    folder = copy("packed")
+    # What is recorded is not replaced.
     (folder / "more.safetensors").write_bytes((folder / "model.safetensors").read_bytes())
     flip_last_bit(folder / "model.safetensors")
     assert add_to_folder(folder) == ["more.safetensors"] and where(folder) == ["model.safetensors"]
 
 
-def test_saves_into_one_folder_take_turns(saved, tmp_path):
-    model = AutoModelForCausalLM.from_pretrained(saved["packed"])
-    failures = []
+# ---- checkpoints of a training run --------------------------------------------------------------------------------
 
-    def save():
-        try:
-            model.save_pretrained(tmp_path, max_shard_size="10KB")
-        except Exception as error:
-            failures.append(error)
 
-    threads = [threading.Thread(target=save) for _ in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not failures and not where(tmp_path) and not list(tmp_path.glob(".saving-*"))
-    assert torch.equal(AutoModelForCausalLM.from_pretrained(tmp_path).lm_head.weight, model.lm_head.weight)
+@pytest.fixture
+def make(tmp_path):
+    def checkpoint(step, manifest=True):
+        folder = tmp_path / f"checkpoint-{step}"
+        (folder / "global_step").mkdir(parents=True)
+        (folder / "optimizer.pt").write_bytes(b"weights")
+        (folder / "global_step" / "shard.pt").write_bytes(b"shard")
+        (folder / "README.md").write_text("card")
+        (folder / ".draft-0123").write_text("{")  # of a killed process
+        if manifest:
+            assert write_whole_manifest(folder) == 2
+        (folder / "trainer_state.json").write_text(json.dumps({"global_step": step}))
+        return folder
+
+    return checkpoint
+
+
+def test_the_step_is_in_the_name():
+    names = ["checkpoint-7", "run/checkpoint-12", "checkpoint-7-best", "policy", "checkpoint-"]
+    assert [checkpoint_step(name) for name in names] == [7, 12, None, None, None]
+
+
+def test_a_whole_one_is_taken_and_its_card_may_change(make):
+    folder = make(3)
+    (folder / "README.md").write_text("edited by hand")
+    (folder / "notes.txt").write_text("added later")
+    assert why_incomplete(folder) is None
+
+
+@pytest.mark.parametrize(
+    ("damage", "reason"),
+    [
+        (lambda f: (f / "trainer_state.json").unlink(), "it has no trainer_state.json: saving it was not finished"),
+        (lambda f: (f / "trainer_state.json").write_text('{"global_st'), "its trainer_state.json is cut short"),
+        (lambda f: (f / "trainer_state.json").write_text(""), "its trainer_state.json is cut short"),
+        (lambda f: (f / "optimizer.pt").write_bytes(b"w"), "optimizer.pt: it has 1 bytes instead of 7"),
+        (lambda f: (f / "global_step" / "shard.pt").unlink(), "global_step/shard.pt: it is missing"),
+        (lambda f: (f / "mxfp4_manifest.json").write_text("{"), "mxfp4_manifest.json is damaged"),
+        (lambda f: (f / "mxfp4_manifest.json").write_text("[]"), "mxfp4_manifest.json is damaged"),
+        (lambda f: (f / "mxfp4_manifest.json").write_text('{"files": {"../a": 1}}'), "mxfp4_manifest.json is damaged"),
+    ],
+)
+def test_what_is_damaged_is_said(make, damage, reason):
+    folder = make(3)
+    damage(folder)
+    assert why_incomplete(folder).startswith(reason)
+
+
+def test_one_that_is_written_over_counts_no_more(make):
+    folder = make(3)
+    invalidate(folder)
+    assert why_incomplete(folder) == "it has no trainer_state.json: saving it was not finished"
+    assert (folder / "optimizer.pt").is_file()
+    invalidate(folder)  # again, or of a new folder: nothing to do
+
+
+def test_the_newest_whole_one_by_number(make, tmp_path):
+    assert last_complete_checkpoint(tmp_path) is None and last_complete_checkpoint(tmp_path / "missing") is None
+    for step in (2, 9, 10, 11):
+        make(step)
+    (tmp_path / "checkpoint-30").write_text("a file")
+    (tmp_path / "checkpoint-11" / "optimizer.pt").unlink()
+    assert last_complete_checkpoint(tmp_path) == str(tmp_path / "checkpoint-10")
+    make(12, manifest=False)  # of another trainer
+    assert last_complete_checkpoint(tmp_path) == str(tmp_path / "checkpoint-12")
+
+
+def test_a_manifest_of_sizes_is_still_read(make):
+    folder = make(3)
+    (folder / MANIFEST).write_text('{"files": {"optimizer.pt": 7, "global_step/shard.pt": 5}}')
+    assert why_incomplete(folder) is None
+    (folder / "optimizer.pt").write_bytes(b"w")
+    assert why_incomplete(folder) == "optimizer.pt: it has 1 bytes instead of 7"
