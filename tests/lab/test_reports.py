@@ -13,7 +13,6 @@ from safetensors.torch import save_file
 
 import hf_mxfp4
 from hf_mxfp4.lab import (
-    Analysis,
     ErrorStatistics,
     Problem,
     Selection,
@@ -118,14 +117,6 @@ def test_html_is_one_file_for_any_screen(written):
     assert "my &lt;model&gt;" in page and "<model>" not in page
     assert "it is &lt;broken&gt;" in page
     assert "Verdict, least error: at 4.25 bits an element mxfp4+" in page
-
-
-def test_a_report_of_problems_alone(tmp_path):
-    analysis = Analysis("m", ("mxfp4+rceil",), problems=[Problem("s", "gone")])
-    paths = write_analysis(analysis, {}, tmp_path)
-    assert json.loads(paths[0].read_text())["kinds"] == {}
-    assert "gone" in paths[2].read_text()
-    assert len(paths[1].read_text().splitlines()) == 1
 
 
 def statistics(text):

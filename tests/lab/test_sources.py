@@ -8,8 +8,7 @@ import pytest
 import torch
 from huggingface_hub.errors import LocalEntryNotFoundError
 from safetensors.torch import save_file
-from tiny_models import make_model
-from tiny_tokenizers import make_tokenizer
+from tiny_models import make_model, make_tokenizer
 
 from hf_mxfp4.lab import SourceError, TextOptions, open_source
 from hf_mxfp4.lab.layers import classify, location_of
