@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decoders of a few thousand parameters, one per family; tokenizers of a few hundred tokens, one per way to split text."""
+"""Decoders of a few thousand parameters, one per family; tokenizers of a few hundred tokens, split in several ways."""
 
 import json
 
