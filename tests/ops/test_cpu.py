@@ -11,9 +11,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from pairwise import pairwise_params
 from processes import code, run
-from tables import MACROS, RULES
+from tables import MACROS, RULES, pairwise_params
 
 import hf_mxfp4
 from hf_mxfp4 import numerics
