@@ -52,23 +52,10 @@ def test_explosion_alarm_is_relative_to_the_start():
     assert callback.alarms == [(5, "explosion", 1.01)]
 
 
-def test_alarms_can_be_switched_off():
-    callback = EntropyCallback(collapse=0, explosion=0)
-    feed(callback, [1.0, 1.0, 1.0, 50.0, 0.0])
-    assert callback.alarms == []
-
-
 def test_slope_is_in_nats_per_step():
     callback = EntropyCallback()
     feed(callback, [1.0 - 0.01 * step for step in range(30)])
     assert callback.slope() == pytest.approx(-0.01)
-
-
-def test_logs_without_entropy_are_ignored():
-    callback = EntropyCallback()
-    callback.on_log(None, TrainerState(), TrainerControl(), logs={"loss": 1.0})
-    callback.on_log(None, TrainerState(), TrainerControl(), logs=None)
-    assert callback.history == []
 
 
 # ---- error components -----------------------------------------------------------------------------------------------
@@ -150,35 +137,6 @@ def test_error_components_are_not_claimed_for_a_rotated_forward_product(build):
     trainer = build(scheme=rotated, error_every=1, max_steps=1)
     assert trainer.error_callback is None
     trainer.train()
-
-
-# ---- trackers: what is measured reaches those of TRL through the normal log -----------------------------------------
-
-#: One metric of each callback.
-EXPECTED = {
-    "entropy/slope",
-    "entropy/alarm",
-    "error/grid",
-    "error/activations/grid",
-    "aqn/sigma",
-    "aqn/measured_std",
-    "completions/mean_length",
-    "reward",
-}
-
-
-def test_tensorboard_has_the_series(build, tmp_path, monkeypatch):
-    pytest.importorskip("tensorboard")
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    monkeypatch.setenv("TENSORBOARD_LOGGING_DIR", str(tmp_path / "events"))
-    trainer = build(**MEASURED, report_to="tensorboard")
-    trainer.train()
-    events = EventAccumulator(str(tmp_path / "events")).Reload()
-    names = set(events.Tags()["scalars"])
-    assert {f"train/{name}" for name in EXPECTED} <= names
-    found = {event.step: event.value for event in events.Scalars("train/aqn/sigma")}
-    assert found == pytest.approx(logged(trainer, "aqn/sigma"))
 
 
 # ---- parameters -----------------------------------------------------------------------------------------------------

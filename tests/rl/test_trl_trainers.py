@@ -133,13 +133,6 @@ def test_adapters_are_their_own_reference(build):
     assert abs(first) < 1e-6 < second
 
 
-def test_full_precision_has_a_reference_in_full_precision(build, tmp_path):
-    build()
-    policy = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
-    trainer = build(policy=policy, beta=0.1, allow_full_precision=True)
-    assert count_quantized(trainer.ref_model) == trainer.n_quantized == 0
-
-
 def test_a_synchronized_reference_follows_the_masters(build):
     """`sync_ref_model` mixes master weights; what the reference computes with follows."""
     trainer = build(

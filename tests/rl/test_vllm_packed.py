@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a vLLM that keeps weights in 4 bits is given, without vLLM; with it: `tests/vllm_integration`."""
 
-import logging
 from types import SimpleNamespace
 
 import pytest
@@ -223,23 +222,6 @@ def test_nothing_left_to_push_is_an_error():
     push.of.n_syncs = 0
     with pytest.raises(RuntimeError, match="pushed none of the weights"):
         push()
-
-
-def test_bytes_are_those_of_the_format(caplog):
-    """4.5 bits a quantized weight with macro blocks of 32, and 4 bytes of everything else."""
-    scheme = factors_config(preset="w4a16", outlier_fallback=None, macro_block=32)
-    model = policy(scheme)
-    caplog.set_level(logging.INFO, "hf_mxfp4")
-    push = Pushes(model, vllm_llm(torch.bfloat16, scheme, EngineSettings()))
-    pushed = push()
-    parameters = dict(model.named_parameters())
-    quantized = sum(
-        parameters[name].numel() for name, value in pushed.items() if value.dtype == torch.uint8 and name in parameters
-    )
-    wide = sum(p.numel() for p in parameters.values()) - quantized
-    assert push.records["vllm/sync_bytes"] == [quantized * (4 + 8 / 32 + 8 / 32) / 8 + 4 * wide]
-    lines = [record.getMessage() for record in caplog.records if "MiB in" in record.getMessage()]
-    assert len(lines) == 1 and f"{len(pushed)} tensors" in lines[0]
 
 
 # ---- where a push would not be what is sampled from -----------------------------------------------------------------

@@ -2,9 +2,7 @@
 """How a colocated vLLM is started, and servers that die, without vLLM; with it: `tests/vllm_integration`."""
 
 import json
-import logging
 import os
-import re
 from types import SimpleNamespace
 
 import pytest
@@ -20,7 +18,7 @@ from hf_mxfp4 import MXFP4GRPOConfig, MXFP4RLConfig
 from hf_mxfp4.integrations.transformers.swap import quantize_linears
 from hf_mxfp4.integrations.vllm import EngineSettings
 from hf_mxfp4.rl import VLLMServerError
-from hf_mxfp4.rl.vllm_engine import log_how_to_serve, quantization_config, vllm_in_scheme
+from hf_mxfp4.rl.vllm_engine import quantization_config, vllm_in_scheme
 
 
 PACKED, DENSE = {"weights": "packed", "adapter_rank": 0}, {"weights": "dense", "adapter_rank": 0}
@@ -197,35 +195,6 @@ def test_the_trainer_starts_vllm_in_the_scheme(kind, full, tmp_path, made):
     assert (vllm_generation.VLLMGeneration._init_vllm, vllm_generation.LLM) == before
     if kind == "lora":
         assert trainer.model.peft_config["default"].base_model_name_or_path == str(full)
-
-
-@pytest.mark.parametrize(
-    ("option", "scheme", "level", "message"),
-    [
-        ("packed", {"outlier_fallback_rate": 0.1}, "INFO", r"started in the scheme of the policy, .*of1@0.1"),
-        ("checkpoint", {}, "INFO", "not in its scheme: vllm_weights='checkpoint'"),
-        ("packed", {}, "INFO", r"started in the scheme of the policy, .*\(mode qat\), quantized weights in 4 bits"),
-        ("dense", {}, "INFO", r"quantized weights dense: vllm_weights='dense'"),
-    ],
-)
-def test_the_log_says_how_vllm_is_started(option, scheme, level, message, full, tmp_path, made, caplog):
-    caplog.set_level(logging.INFO, "hf_mxfp4")
-    trainer = trainer_factory(tmp_path)(
-        policy=load(full, **scheme), use_vllm=True, vllm_mode="colocate", aqn=False, vllm_weights=option
-    )
-    (record,) = [record for record in caplog.records if record.getMessage().startswith("vLLM is started")]
-    assert record.levelname == level and re.search(message, record.getMessage())
-    is_told = "not in its scheme" not in message
-    assert ("hf_overrides" in made[0]) is is_told is (trainer.vllm_policy.engine.scheme is not None)
-
-
-def test_who_has_a_server_in_16_bits_is_told_how_to_start_another(full, caplog):
-    caplog.set_level(logging.INFO, "hf_mxfp4")
-    log_how_to_serve(load(full), MXFP4GRPOConfig(use_cpu=True, bf16=False, use_vllm=True))
-    found = re.search(r"vllm serve (\S+) --host 127.0.0.1 --hf-overrides '(.*)'", caplog.text)
-    given = json.loads(found[2])["quantization_config"]
-    assert found[1] == str(full) and given["vllm"] == PACKED
-    assert MXFP4RLConfig.from_dict(given) == load(full).config.quantization_config
 
 
 def test_a_trl_that_makes_vllm_otherwise_is_an_error(full, made, monkeypatch):
