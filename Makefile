@@ -72,7 +72,7 @@ clean:
 $(VENV)/runtime: $(INPUTS)
 	@echo "installing torch, transformers, trl and the rest into $(VENV) (2.3 GB; a few minutes, and pip is silent)"
 	$(PYTHON) -m venv $(VENV)
-	$(PIP) --editable .
+	$(PIP) --editable '.[lab]'
 	@touch $@
 
 $(VENV)/bench: $(VENV)/runtime

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 import hf_mxfp4
 from hf_mxfp4.lab import ErrorStatistics, error_statistics
-from hf_mxfp4.module_names import split_linears
+from hf_mxfp4.module_names import find_layers
 from hf_mxfp4.numerics import QuantScheme
 from recipes.tasks import ALPHABET, Task, load_task
 from recipes.tasks.tiny_model import build_char_tokenizer, build_qwen2, encode_example, supervised_warmup
@@ -90,14 +90,14 @@ def trained_layers() -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Weight ``[N, K]`` and its input ``[tokens, K]`` on texts that the model has not seen."""
     model, tokenizer, task = trained_model()
     unseen = inputs(model, tokenizer, task.test)
-    linears, _ = split_linears(model)
+    linears, _ = find_layers(model)
     return [(linear.weight.detach(), unseen[name][:2000]) for name, linear in linears.items()]
 
 
 def inputs(model: PreTrainedModel, tokenizer, rows) -> dict[str, torch.Tensor]:
     """What enters each linear layer, ``[tokens, K]``."""
     found: dict[str, list[torch.Tensor]] = {}
-    linears, _ = split_linears(model)
+    linears, _ = find_layers(model)
 
     def keep(name):
         def hook(module, arguments):

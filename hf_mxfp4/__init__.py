@@ -7,8 +7,8 @@ imported. Everything else is imported when it is first used, torch and transform
 
 from typing import TYPE_CHECKING
 
-from ._lazy import lazy_names
 from .registration import register_with_tables
+from .utils import lazy_names
 
 
 __version__ = "0.1.0"

@@ -9,16 +9,8 @@ from typing import Any
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from ._logging import get_logger
-from .gemm_options import (
-    apply_options,
-    check_products,
-    describe,
-    packing_unsupported_reason,
-    read_gemm,
-    weights_alone_unsupported_reason,
-)
 from .module_names import read_names
-from .numerics import GEMM_OPERANDS, LinearScheme, QuantScheme, Rotation, ScaleRule
+from .numerics import GEMM_OPERANDS, PLAIN, LinearScheme, QuantScheme, Rotation, ScaleRule
 from .numerics.schemes import check_alpha, check_fallback_rate, one_of
 from .presets import (
     CHOICES,
@@ -27,11 +19,14 @@ from .presets import (
     PRESETS,
     WEIGHT_BLOCKS,
     Default,
+    apply_options,
+    check_products,
     preset_gemms,
+    read_gemm,
     usual_options,
 )
 from .registration import QUANT_METHOD
-from .suggestions import described_options
+from .utils import described_options
 
 
 #: Version of the meaning of the fields, written to `config.json`; a newer one is refused instead of misread.
@@ -46,7 +41,7 @@ _UNWRITTEN = {
     "stochastic_seed": 0,
     "dither_ties": True,
     "saved_activations": "full",
-    "engine": "auto",
+    "matmul_backend": "auto",
 }
 
 
@@ -162,12 +157,13 @@ class MXFP4RLConfig(QuantizationConfigMixin):
         "Where quantization runs: 'auto' (Triton on GPUs, fused C++ on CPUs, where they apply), 'eager', 'cpu' or "
         "'triton'.",
     )
-    engine: str = _option(
+    matmul_backend: str = _option(
         "auto",
         "What multiplies quantized operands: 'auto' (FP8 tensor cores for products whose values are E4M3 numbers), "
         "'dense' (ordinary products of the values) or 'fp8' (as 'auto', on CPUs too).",
     )
 
+    RENAMED = {"engine": "matmul_backend"}
     REMOVED = {"layer_overrides": "all layers share dgrad and wgrad; modules_to_not_convert leaves layers out"}
 
     #: Not an option: modules that a saved model keeps in full precision, where names alone do not tell.
@@ -190,7 +186,7 @@ class MXFP4RLConfig(QuantizationConfigMixin):
             one_of(name, getattr(self, name), values)
         self._check_fallback_and_macro()
         for gemm in GEMM_OPERANDS:
-            self._set(gemm, read_gemm(gemm, getattr(self, gemm), gemm))
+            self._set(gemm, read_gemm(gemm, getattr(self, gemm)))
         if self.mode == "packed" and self.packing_unsupported_reason:
             raise ValueError(f"mode='packed' cannot use this config: {self.packing_unsupported_reason}")
         check_products(self.gemms(), self.backend, self.saved_activations)
@@ -212,9 +208,9 @@ class MXFP4RLConfig(QuantizationConfigMixin):
         if self.macro_search is Default.BY_PRESET:
             # Where there are four blocks to share a byte; macro blocks of other sizes have one factor.
             self._set("macro_search", "block_mantissas" if self.macro_block == 128 else "hybrid")
-        if self.engine == "mxfp4":
-            get_logger().warning("engine='mxfp4' is gone, since PyTorch has those products; engine='auto' is taken")
-            self._set("engine", "auto")
+        if self.matmul_backend == "mxfp4":
+            get_logger().warning("matmul_backend='mxfp4' is gone, since PyTorch has its products: 'auto' is used")
+            self._set("matmul_backend", "auto")
         if self.macro_search == "blockwise":  # its earlier name
             self._set("macro_search", "block_mantissas")
 
@@ -283,13 +279,21 @@ class MXFP4RLConfig(QuantizationConfigMixin):
     @property
     def packing_unsupported_reason(self) -> str | None:
         """Why stored 4-bit weights cannot stand for the forward product; `None` where they can."""
-        return packing_unsupported_reason(self.gemms().fprop)
+        fprop = self.gemms().fprop
+        if not isinstance(fprop.right, QuantScheme):
+            return "its fprop leaves weights in full precision"
+        if fprop.rotation is not None and fprop.rotation.random:
+            return f"its fprop rotates both operands by signs that are drawn anew in every step ({fprop.rotation})"
+        return "its fprop rounds stochastically, anew in every step" if fprop.is_random else None
 
     @property
     def weights_alone_unsupported_reason(self) -> str | None:
         """Why the forward product is none with quantized weights as they are, in any layer or engine that knows nothing
         of the scheme: what cannot be packed, and what rotates. `None` where it is one."""
-        return weights_alone_unsupported_reason(self.gemms().fprop)
+        fprop = self.gemms().fprop
+        if fprop.rotation is not None and isinstance(fprop.right, QuantScheme):
+            return f"its fprop rotates both operands ({fprop.rotation}), which weights alone cannot express"
+        return self.packing_unsupported_reason
 
     @property
     def weight_rotation(self) -> Rotation | None:
@@ -314,7 +318,7 @@ class MXFP4RLConfig(QuantizationConfigMixin):
         idle = {
             "dgrad": (backward, None),
             "wgrad": (backward, None),
-            "engine": ("whose products unpack the weights themselves", "auto"),
+            "matmul_backend": ("whose products unpack the weights themselves", "auto"),
             "dither_ties": ("whose weights no step moves", True),
             "saved_activations": ("whose frozen weights need no input kept", "full"),
         }
@@ -343,8 +347,15 @@ class MXFP4RLConfig(QuantizationConfigMixin):
         return config
 
     def describe(self) -> str:
-        """One line: preset and what is done to each operand."""
-        return describe(self.preset, self.gemms(), self.saved_activations)
+        """Return one line: the preset, and each operand with a scheme of its own."""
+        scheme, fprop = self.gemms(), self.gemms().fprop
+        rotation = f", rotation {fprop.rotation}" if fprop.rotation else ""
+        parts = [f"{self.preset} [weights {fprop.right}, activations {fprop.left}{rotation}]"]
+        if not scheme.dgrad == scheme.wgrad == PLAIN:
+            parts += [f"{gemm} [{scheme.describe(gemm)}]" for gemm in ("dgrad", "wgrad")]
+        if self.saved_activations != "full":
+            parts.append(f"saved activations {self.saved_activations}")
+        return ", ".join(parts)
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], return_unused_kwargs: bool = False, **kwargs: Any):

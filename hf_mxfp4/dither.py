@@ -5,17 +5,16 @@ About 1 % of the weights of a bfloat16 checkpoint lie exactly on a boundary betw
 optimizer step, however small, flips them all along the gradient, while the straight-through estimator assumes that
 quantized weights move as far as their masters. A random place within the cell of each 16-bit number, that is, among
 the float32 numbers that round to it, puts the masters where those of a float32 checkpoint would be. The dither is
-one-sided where it has to be: a weight that would cross a boundary is reflected at it, so that the quantized policy of
-the first forward pass is that of the checkpoint.
+one-sided where it has to be: a place across a boundary is drawn again, so that the quantized policy of the first
+forward pass is that of the checkpoint.
 """
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import torch
 from torch import nn
 from transformers.utils.logging import tqdm
 
-from ._logging import get_logger
 from .gemm import quantize
 from .layers import WeightMatrix, trainable_matrices
 from .layers.sharded import gathered
@@ -89,34 +88,6 @@ def dither_masters(model: nn.Module) -> DitherReport:
     return report
 
 
-@torch.no_grad()
-def round_frozen_masters(model: nn.Module) -> int:
-    """Give frozen master weights that were dithered, and not trained since, the 16-bit numbers of the checkpoint back,
-    in place: no step will move them. Returns the number of parameters; codes and scales stay the same.
-
-    PEFT's LoRA does this to the base that it freezes. Under ZeRO-3 all processes must call it.
-    """
-    n_rounded = 0
-    for layer in {id(matrix.layer): matrix.layer for matrix in trainable_matrices(model)}.values():
-        for name, (dtype, digest) in list(layer.dithered.items()):
-            parameter = getattr(layer, name)
-            if parameter.requires_grad or parameter.is_meta or hasattr(parameter, "full_tensor"):
-                continue
-            del layer.dithered[name]
-            with gathered(parameter, writes=True) as value:
-                if value.dtype == torch.float32 and _digest(value) == digest:
-                    value.copy_(value.to(dtype))
-                    n_rounded += 1
-    if n_rounded:
-        get_logger().info("%s: the dither of %d frozen weights was taken back", type(model).__name__, n_rounded)
-    return n_rounded
-
-
-def _digest(value: torch.Tensor) -> int:
-    """A number that a training step changes."""
-    return int(value.view(torch.int32).sum(dtype=torch.int64))
-
-
 def _dither_parameter(matrices: list[WeightMatrix], report: DitherReport) -> None:
     """Dither all matrices that one parameter holds."""
     parameter = getattr(matrices[0].layer, matrices[0].parameter)
@@ -131,7 +102,6 @@ def _dither_parameter(matrices: list[WeightMatrix], report: DitherReport) -> Non
             else:
                 for matrix in matrices:
                     _dither_matrix(matrix, matrix.of(value), dtype, report)
-                matrices[0].layer.dithered[matrices[0].parameter] = dtype, _digest(value)
     if reason is not None:
         report.skipped[reason] = report.skipped.get(reason, 0) + len(matrices)
 
@@ -202,16 +172,14 @@ def _places(
     active = torch.arange(len(weight), device=weight.device)
     for attempt in range(_ATTEMPTS):
         rows, tried = weight[active], places[active]
-        moved = _at(rows, tried)
-        wanted, found = (quantize(values, **vars(scheme), backend=backend) for values in (rows, moved))
-        codes, blocks = _changes(wanted, found)
-        differs = (codes | blocks).any(dim=1).view(-1, height).any(dim=1).repeat_interleave(height)
+        wanted, found = (quantize(values, **vars(scheme), backend=backend) for values in (rows, _at(rows, tried)))
+        changed = _changes(wanted, found)
+        differs = changed.any(dim=1).view(-1, height).any(dim=1).repeat_interleave(height)
         if not differs.any():
             return places
-        reflected = _reflected(rows, tried, moved, wanted, found, codes, dtype)
-        changed = torch.where(blocks, _draw(rows, dtype, generator), reflected)
+        other = _draw(rows, dtype, generator)
         nearer = max(0, attempt - _ATTEMPTS // 2)
-        places[active] = torch.where(codes | blocks, changed.sign() * (changed.abs() >> nearer), tried)
+        places[active] = torch.where(changed, other.sign() * (other.abs() >> nearer), tried)
         active = active[differs]
     places[active] = 0
     return places
@@ -231,51 +199,22 @@ def _at(weight: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
     return (weight.view(torch.int32) + places).view(torch.float32)
 
 
-def _changes(wanted: MXFP4Tensor, found: MXFP4Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the masks ``[N, K]`` of the elements whose code differs in either pass, and of those in blocks of which a
-    scale or a macro byte does."""
-    length, scheme = wanted.length, wanted.scheme
-
-    def of_blocks(name: str, size: int) -> torch.Tensor:
-        differs = getattr(wanted, name) != getattr(found, name)
-        return differs.repeat_interleave(size, dim=-1)[..., :length]
-
-    def of_codes(name: str) -> torch.Tensor:
-        return unpack_codes(getattr(wanted, name) ^ getattr(found, name), length) != 0
-
-    codes, blocks = of_codes("codes"), of_blocks("scale", BLOCK_SIZE)
-    if wanted.macro is not None:
-        size = length if scheme.macro_block == "row" else max(scheme.macro_block, BLOCK_SIZE)
-        blocks = blocks | of_blocks("macro", size)
-    if wanted.residual_codes is not None:
-        codes, blocks = codes | of_codes("residual_codes"), blocks | of_blocks("residual_scale", BLOCK_SIZE)
-    return codes, blocks
-
-
-def _reflected(
-    weight: torch.Tensor,
-    places: torch.Tensor,
-    moved: torch.Tensor,
-    wanted: MXFP4Tensor,
-    found: MXFP4Tensor,
-    crossed: torch.Tensor,
-    dtype: torch.dtype,
-) -> torch.Tensor:
-    """Return the places on the other side of the boundaries of codes that were crossed: these lie in the middle between
-    the grid values on their sides. What leaves its cell, or stays, is mirrored in the cell."""
-    (first, residual), (other, other_residual) = _passes(wanted), _passes(found)
-    boundary = torch.where(first == other, first + (residual + other_residual) / 2, (first + other) / 2)
-    reflected = (2 * boundary - moved).view(torch.int32) - weight.view(torch.int32)
-    fits = (reflected.abs() < _HALF_CELL[dtype]) & (reflected != places)
-    return torch.where(crossed, torch.where(fits, reflected, -places), places)
-
-
-def _passes(tensor: MXFP4Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return what the codes of the first pass stand for, and those of the residual pass (or zeros), without its weight
-    alpha."""
-    plain = replace(tensor.scheme, outlier_fallback=None, fallback_rate=None)
-    first = replace(tensor, residual_codes=None, residual_scale=None, scheme=plain)
-    values = first.dequantize(torch.float32)
-    if tensor.residual_codes is None:
-        return values, torch.zeros_like(values)
-    return values, replace(first, codes=tensor.residual_codes, scale=tensor.residual_scale).dequantize(torch.float32)
+def _changes(wanted: MXFP4Tensor, found: MXFP4Tensor) -> torch.Tensor:
+    """Return the mask ``[N, K]`` of the elements whose code differs in either pass, or that share a scale or a macro
+    byte which does."""
+    length = wanted.length
+    macro = wanted.scheme.macro_block
+    sizes = {
+        "scale": BLOCK_SIZE,
+        "macro": length if macro == "row" else max(macro or 0, BLOCK_SIZE),
+        "residual_scale": BLOCK_SIZE,
+    }
+    changed = torch.zeros(wanted.codes.shape[0], length, dtype=torch.bool, device=wanted.codes.device)
+    for name in ("codes", "residual_codes"):
+        if getattr(wanted, name) is not None:
+            changed |= unpack_codes(getattr(wanted, name) ^ getattr(found, name), length) != 0
+    for name, size in sizes.items():
+        if getattr(wanted, name) is not None:
+            differs = getattr(wanted, name) != getattr(found, name)
+            changed |= differs.repeat_interleave(size, dim=-1)[..., :length]
+    return changed

@@ -9,8 +9,7 @@ import regex
 from torch import nn
 
 from ._logging import get_logger
-from .experts_layout import matrix_names, unsupported_reason
-from .model_structure import HEAD, has_structure, is_leaf, outside_body
+from .model_structure import HEAD, experts_unsupported_reason, has_structure, is_leaf, matrix_names, outside_body
 from .weight_readers import find_weight_readers
 
 
@@ -74,23 +73,15 @@ def name_matches(name: str, pattern: str) -> bool:
     return f".{pattern}." in f".{name}."
 
 
-def split_linears(model: nn.Module, extra_skips: Iterable[str] = ()) -> tuple[dict[str, nn.Linear], list[str]]:
-    """Return the linear layers of ``model`` to quantize, by name, and the names of those to leave alone.
-
-    Only exact `nn.Linear` modules count: subclasses already are something else. A layer that stands in several places
-    is listed under each. See [`skip_reasons`] for what is left alone, and for errors.
-    """
-    reasons = skip_reasons(model, extra_skips)
-    linears = {n: m for n, m in model.named_modules(remove_duplicate=False) if type(m) is nn.Linear}
-    return {n: m for n, m in linears.items() if n not in reasons}, [n for n in linears if n in reasons]
-
-
 def skip_reasons(model: nn.Module, extra_skips: Iterable[str] = ()) -> dict[str, str]:
     """Return why linear layers and fused experts of ``model`` stay in full precision, by their names.
 
     In a transformers model these are heads, routers and all that is outside the layers of the (text) decoder or encoder
     ([`hf_mxfp4.model_structure`]), layers whose weight the model's own code reads
     ([`hf_mxfp4.weight_readers`]), adapters, and what ``extra_skips`` names. In other modules, names decide.
+
+    Only exact `nn.Linear` modules count: subclasses already are something else. A layer that stands in several places
+    is listed under each.
 
     Raises `ValueError` for an entry of ``extra_skips`` that matches no module, which would be a silent misspelling.
     """
@@ -119,26 +110,22 @@ def skip_reasons(model: nn.Module, extra_skips: Iterable[str] = ()) -> dict[str,
     return reasons
 
 
-def find_layers(model: nn.Module, extra_skips: Iterable[str] = ()) -> tuple[dict[str, nn.Module], dict[str, str]]:
+def find_layers(
+    model: nn.Module, extra_skips: Iterable[str] = (), reasons: dict[str, str] | None = None
+) -> tuple[dict[str, nn.Module], dict[str, str]]:
     """Return the linear layers and the fused experts of ``model`` to quantize, by name, and of the linear maps to leave
-    alone the names with the reasons.
+    alone the names with the reasons. ``reasons`` replaces those of [`skip_reasons`].
 
     Raises `ValueError` as [`skip_reasons`] does, when nothing is left to quantize, and for fused experts of a layout
     that is not known here and that are not skipped.
     """
     extra_skips = tuple(extra_skips)
-    return choose_layers(model, skip_reasons(model, extra_skips), extra_skips)
-
-
-def choose_layers(
-    model: nn.Module, reasons: dict[str, str], extra_skips: tuple[str, ...] = ()
-) -> tuple[dict[str, nn.Module], dict[str, str]]:
-    """[`find_layers`] with the reasons of [`skip_reasons`], or others."""
+    reasons = skip_reasons(model, extra_skips) if reasons is None else reasons
     layers: dict[str, nn.Module] = {}
     skipped: dict[str, str] = {}
     for name, module in _candidates(model).items():
         is_linear = type(module) is nn.Linear
-        problem = None if is_linear else unsupported_reason(module)
+        problem = None if is_linear else experts_unsupported_reason(module)
         if name in reasons:
             own = [name] if is_linear or problem else matrix_names(name, module)
             skipped |= dict.fromkeys(own, reasons[name])

@@ -1,17 +1,41 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Values of the options of `MXFP4RLConfig`, and what its presets stand for."""
+"""Values of the options of `MXFP4RLConfig`, what its presets stand for, and its options `fprop`, `dgrad` and `wgrad`.
+
+These three are written as dictionaries, in YAML and JSON too, and kept as tuples of pairs, which are frozen and
+hashable.
+"""
 
 import enum
+from collections.abc import Mapping
 from typing import Any
 
-from .numerics import FP8, FULL, PLAIN, REUSE, SAVED_FORMS, GemmScheme, LinearScheme, QuantScheme, Rotation, ScaleRule
+from .numerics import (
+    FP8,
+    FULL,
+    GEMM_OPERANDS,
+    PLAIN,
+    REUSE,
+    SAVED_FORMS,
+    GemmScheme,
+    LinearScheme,
+    OperandScheme,
+    QuantScheme,
+    Rotation,
+    ScaleRule,
+    parse_rotation,
+    parse_scheme,
+)
 from .numerics.schemes import MACRO_BLOCKS
+from .utils import unknown_key_message
 
+
+#: Options of one product: operand or "rotation", and its text.
+GemmOptions = tuple[tuple[str, str], ...]
 
 MODES = ("qat", "packed")
 #: Rows x columns of a weight that share a block scale, and the rows of it.
 WEIGHT_BLOCKS = {"1x32": 1, "32x32": 32}
-#: Values of options that have a fixed set of them. For `engine` see [`hf_mxfp4.gemm.select_matmul`].
+#: Values of options that have a fixed set of them. For `matmul_backend` see [`hf_mxfp4.gemm.select_matmul`].
 CHOICES = {
     "scale_rule": tuple(rule.value for rule in ScaleRule),
     "macro_block": (None, *MACRO_BLOCKS),
@@ -20,7 +44,7 @@ CHOICES = {
     "weight_block": tuple(WEIGHT_BLOCKS),
     "saved_activations": SAVED_FORMS,
     "backend": ("auto", "eager", "cpu", "triton"),
-    "engine": ("auto", "dense", "fp8"),
+    "matmul_backend": ("auto", "dense", "fp8"),
 }
 
 #: Presets of both modes, which say no more than which forward operands are quantized.
@@ -54,6 +78,14 @@ PRESET_DEFAULTS = {
 }
 #: Weight of the residual, where neither the preset nor the user says it.
 _FALLBACK = {"qat": 1.0, "packed": None}
+#: Operands that can take the values of the forward product.
+_REUSED = (("dgrad", "weight"), ("wgrad", "x"))
+_EXAMPLES = {
+    "x": "'full' or 'rceil+mbs128-static'",
+    "weight": "'full' or 'rceil+32x32'",
+    "grad": "'full', 'fp8' or 'rceil+stochastic'",
+    "rotation": "'none' or 'deterministic-16'",
+}
 
 
 class Default(enum.Enum):
@@ -87,3 +119,90 @@ def preset_gemms(preset: str, weights: QuantScheme, activations: QuantScheme) ->
         wgrad = GemmScheme(activations, activations, ALL_OPERANDS[preset])
         return LinearScheme(fprop, GemmScheme(activations, weights), wgrad)
     return LinearScheme(fprop, PLAIN, PLAIN)
+
+
+def read_gemm(gemm: str, options: Any) -> GemmOptions | None:
+    """The options of one product as pairs.
+
+    Args:
+        gemm: ``"fprop"``, ``"dgrad"`` or ``"wgrad"``.
+        options: a mapping of its operands to ``"full"``, ``"reuse"``, ``"fp8"`` or the text of a scheme
+            ([`hf_mxfp4.numerics.parse_scheme`]), and of ``"rotation"`` to ``"none"``, ``"deterministic-<size>"`` or
+            ``"random-<size>"``; or `None`.
+
+    Raises `ValueError` for what is none of these, with the nearest names.
+    """
+    if options is None:
+        return None
+    known = [*GEMM_OPERANDS[gemm], "rotation"]
+    if isinstance(options, tuple):  # already read, as by dataclasses.replace
+        options = dict(options)
+    if not isinstance(options, Mapping) or not options:
+        raise ValueError(f"{gemm}={options!r} must be a mapping with some of {', '.join(known)}, or none")
+    for key, text in options.items():
+        if key not in known:
+            raise ValueError(unknown_key_message(gemm, str(key), known))
+        if not isinstance(text, str):
+            raise ValueError(f"{gemm} has {key}={text!r}, which must be text such as {_EXAMPLES[key]}")
+        try:
+            parse_rotation(text) if key == "rotation" else parse_operand(gemm, key, text)
+        except ValueError as error:
+            raise ValueError(f"{gemm}, {key}: {error}") from None
+    return tuple((key, options[key]) for key in known if key in options)
+
+
+def parse_operand(gemm: str, operand: str, text: str) -> OperandScheme:
+    """Read how an operand is treated. Raises `ValueError` for what cannot be read or does not fit the operand."""
+    if text == FULL.value:
+        return FULL
+    if text == REUSE.value:
+        if (gemm, operand) not in _REUSED:
+            raise ValueError("'reuse' is for the weight of dgrad and the x of wgrad, which fprop has quantized before")
+        return REUSE
+    if text == FP8.value:
+        if operand != "grad":
+            raise ValueError("'fp8' is for output gradients (grad); give a scheme of MXFP4, or 'full'")
+        return FP8
+    try:
+        scheme = parse_scheme(text)
+    except ValueError as error:
+        raise ValueError(f"{error}; or 'full', 'reuse' (of fprop's values), 'fp8' (grad)") from None
+    if scheme.block_rows != 1 and operand != "weight":
+        raise ValueError("tiles of 32x32 are for weights: rows of other operands are tokens")
+    return scheme
+
+
+def apply_options(gemm: str, scheme: GemmScheme, options: GemmOptions | None) -> GemmScheme:
+    """``scheme`` with the options of one product in place. Its rotation goes where they leave nothing to quantize, and
+    do not ask for one themselves."""
+    if options is None:
+        return scheme
+    given = dict(options)
+    left, right = (
+        parse_operand(gemm, name, given[name]) if name in given else default
+        for name, default in zip(GEMM_OPERANDS[gemm], (scheme.left, scheme.right), strict=True)
+    )
+    if "rotation" in given:
+        return GemmScheme(left, right, parse_rotation(given["rotation"]))
+    return GemmScheme(left, right, scheme.rotation if GemmScheme(left, right).quantizes else None)
+
+
+def check_products(scheme: LinearScheme, backend: str, saved: str) -> None:
+    """Raise `ValueError` for a rotation that would do nothing, a backend that does not round stochastically, or inputs
+    that cannot be saved in the form ``saved`` (one of [`hf_mxfp4.numerics.SAVED_FORMS`])."""
+    for gemm in GEMM_OPERANDS:
+        product: GemmScheme = getattr(scheme, gemm)
+        if product.rotation is not None and not product.quantizes:
+            raise ValueError(
+                f"rotation={product.rotation} of {gemm} has no effect, since neither operand is quantized in "
+                "it; leave it out"
+            )
+        if product.rounds_stochastically and backend == "cpu":
+            raise ValueError(f"backend={backend!r} does not round stochastically; use backend='auto'")
+    reuses = scheme.wgrad.right is REUSE
+    if saved == "mxfp4" and not (reuses and isinstance(scheme.fprop.left, QuantScheme)):
+        why = "fprop takes x unquantized" if reuses else "wgrad does not reuse the x of fprop"
+        raise ValueError(
+            f"saved_activations='mxfp4' keeps the MXFP4 codes of the forward product's input, but {why}; use "
+            "saved_activations='fp8' (rounded), or a preset whose wgrad reuses a quantized input: w4a4, w4a4g8, paper_a"
+        )

@@ -3,7 +3,6 @@
 
 `hf_mxfp4.lab` reads the log and makes the report."""
 
-import json
 import os
 import time
 from collections.abc import Sequence
@@ -28,14 +27,13 @@ class RunLog:
         self.path = Path(folder) / RUN_LOG
 
     def start(self, step: int, max_steps: int, facts: dict[str, Any], history: Sequence[dict[str, Any]]) -> None:
-        """Begin a run at step 0, and set the log of an earlier one aside; at a later step continue the log, with those
-        entries of ``history`` (the log history of the checkpoint) that the file lacks."""
+        """Begin a run at step 0, and set the log of an earlier one aside; at a later step continue the log, or begin
+        one with ``history``, the log history of the checkpoint, where the folder has none."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         if step == 0 and self.path.is_file():
             os.replace(self.path, self.path.with_name(PREVIOUS_LOG))
-        known = {_identity(entry) for entry in self._logged()}
-        for entry in history:
-            if _identity(entry) not in known:
+        if not self.path.is_file():
+            for entry in history:
                 self.write("log", **entry)
         self.write("start", step=step, max_steps=max_steps, facts=facts)
 
@@ -43,17 +41,6 @@ class RunLog:
         """Append one line; NaN and infinity become null."""
         line = json_clean({"kind": kind, "time": round(time.time(), 3), **entry})
         append_lines(self.path, [line], allow_nan=False, default=str)
-
-    def _logged(self) -> list[dict[str, Any]]:
-        found = []
-        for line in self.path.read_bytes().splitlines() if self.path.is_file() else ():
-            try:
-                entry = json.loads(line)
-            except ValueError:  # a line that a killed process left
-                continue
-            if isinstance(entry, dict) and entry.get("kind") == "log" and "step" in entry:
-                found.append(entry)
-        return found
 
 
 def movement_advice(is_first: bool) -> str:
@@ -67,8 +54,3 @@ def movement_advice(is_first: bool) -> str:
         "Master weights have gathered at the boundaries between quantized values, or were rounded to 16 bits: keep "
         "them in float32, or lower learning_rate."
     )
-
-
-def _identity(entry: dict[str, Any]) -> tuple[int, bool]:
-    """Tell the values of one logging step from those of an evaluation at it."""
-    return entry["step"], any(key.startswith("eval_") for key in entry)

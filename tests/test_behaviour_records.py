@@ -5,10 +5,8 @@ import sys
 
 import pytest
 import torch
-from behaviour.__main__ import main
-from behaviour.compare import differences, read_intended, split
-from behaviour.record import Record
-from behaviour.texts import visible_text, without_names
+from behaviour.__main__ import differences, main, read_intended, split
+from behaviour.record import Record, visible_text, without_names
 
 
 @pytest.fixture

@@ -19,13 +19,13 @@ PACKAGE = Path(hf_mxfp4.__file__).parent
 KERNELS = Path(mxfp4_kernels.__file__).parent
 
 
-def run_python(*arguments: str) -> subprocess.CompletedProcess:
+def run_python(*arguments: str, code: int = 0) -> subprocess.CompletedProcess:
     """A new process, which has imported nothing. transformers imports torchao where it is installed, which loads much
     that is not ours: the programs below hide it."""
     path = os.pathsep.join([str(PACKAGE.parent), str(KERNELS.parent)])
     command, environment = [sys.executable, *arguments], {**os.environ, "PYTHONPATH": path}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
+    assert done.returncode == code, done.stderr
     return done
 
 
@@ -53,6 +53,27 @@ print(loaded("torch", "transformers.quantizers", "trl", "mxfp4_kernels", "matplo
 
 def test_importing_and_asking_for_help_load_nothing_heavy():
     assert run_python("-c", LIGHT).stdout.splitlines() == ["[]", "14 []", "[]"]
+
+
+WITHOUT_EXTRAS = """
+import sys
+sys.modules |= dict.fromkeys(["torchao", "matplotlib", "evaluate", "math_verify", "gguf", "deepspeed"])
+import hf_mxfp4
+for name in hf_mxfp4.__all__:
+    getattr(hf_mxfp4, name)
+from hf_mxfp4 import checkpoint, moe, rl
+from hf_mxfp4.lab import evaluate, plan, round_model, smooth_model
+sys.argv = ["hf-mxfp4", "simulate"]
+from hf_mxfp4.cli import main
+main()
+"""
+
+
+def test_the_core_needs_no_extra_and_the_lab_names_its_own():
+    done = run_python("-c", WITHOUT_EXTRAS, code=2)
+    assert done.stderr.splitlines()[-1] == (
+        "error: reports need matplotlib, which is not installed: pip install 'hf-mxfp4[lab]'"
+    )
 
 
 #: Runs the programs that it is given, each in a fork that has imported what takes longest.

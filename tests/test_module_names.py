@@ -1,11 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which layers are quantized: whole name parts, never substrings."""
+"""Which layers are quantized: decided by the structure of a model, by whole name parts, and by what its code reads."""
 
 import pytest
+import torch
+import torch.nn.functional as F
+import transformers
 from tiny_models import make_model
 from torch import nn
+from transformers import BloomConfig, BloomForCausalLM, MambaConfig, MambaForCausalLM, T5Config, T5Model
 
-from hf_mxfp4.module_names import fused_experts, name_matches, split_linears
+from hf_mxfp4.model_structure import HEAD, OTHER_MODALITY, ROUTER, outside_body, text_part
+from hf_mxfp4.module_names import find_layers, fused_experts, name_matches, skip_reasons
+from hf_mxfp4.weight_readers import find_weight_readers
+
+
+# ---- names ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -56,14 +65,14 @@ HEADS = ("lm_head", "embed_out", "score", "classifier", "qa_outputs")
 @pytest.mark.parametrize("name", [*(f"layers__0__{router}" for router in ROUTERS), *HEADS])
 def test_routers_and_heads_are_left_alone_by_name(name):
     model = tree(**{name: nn.Linear(4, 2), "layers__0__mlp__gate_proj": nn.Linear(4, 4)})
-    quantized, skipped = split_linears(model)
-    assert list(quantized) == ["layers.0.mlp.gate_proj"] and skipped == [name.replace("__", ".")]
+    quantized, skipped = find_layers(model)
+    assert list(quantized) == ["layers.0.mlp.gate_proj"] and list(skipped) == [name.replace("__", ".")]
 
 
 @pytest.mark.parametrize("tie", [False, True], ids=["untied", "tied"])
 @pytest.mark.parametrize("extra", [(), ("layers.0",)], ids=["no-extra", "extra"])
 def test_the_head_of_a_model_is_always_skipped(tie, extra):
-    quantized, skipped = split_linears(make_model("llama", tie=tie), extra)
+    quantized, skipped = find_layers(make_model("llama", tie=tie), extra)
     assert "lm_head" in skipped and "lm_head" not in quantized
     assert len(quantized) == (7 if extra else 14)
 
@@ -85,20 +94,20 @@ def test_the_head_of_a_model_is_always_skipped(tie, extra):
     ids=str,
 )
 def test_extra_skips(patterns, n_quantized):
-    quantized, skipped = split_linears(make_model(), patterns)
+    quantized, skipped = find_layers(make_model(), patterns)
     assert len(quantized) == n_quantized and len(skipped) == 15 - n_quantized
 
 
 @pytest.mark.parametrize("pattern", ["layers.2", "mlp.gate_pro", "q_projs", "re:down_proj", "model.layer.0", "layers."])
 def test_a_skip_that_matches_nothing_is_an_error(pattern):
     with pytest.raises(ValueError, match="modules_to_not_convert.*matches no module of Qwen2ForCausalLM") as error:
-        split_linears(make_model(), ["layers.0", pattern])
+        find_layers(make_model(), ["layers.0", pattern])
     assert repr(pattern) in str(error.value)
 
 
 @pytest.mark.parametrize("pattern", ["model.layers.1", "layers.1", r"re:model\.layers\.1\..*", r"re:layers\.1\..*"])
 def test_a_base_model_understands_the_names_of_its_head_model(pattern):
-    quantized, skipped = split_linears(make_model("llama").model, [pattern])
+    quantized, skipped = find_layers(make_model("llama").model, [pattern])
     assert len(quantized) == 7 and all(name.startswith("layers.0.") for name in quantized)
     assert len(skipped) == 7
 
@@ -107,8 +116,8 @@ def test_subclasses_of_linear_are_left_alone():
     class Special(nn.Linear):
         pass
 
-    quantized, skipped = split_linears(tree(a=nn.Linear(4, 4), b=Special(4, 4), c=nn.Bilinear(4, 4, 4)))
-    assert list(quantized) == ["a"] and skipped == []
+    quantized, skipped = find_layers(tree(a=nn.Linear(4, 4), b=Special(4, 4), c=nn.Bilinear(4, 4, 4)))
+    assert list(quantized) == ["a"] and skipped == {}
 
 
 def test_fused_experts_are_found():
@@ -122,3 +131,238 @@ def test_expressions_that_would_take_hours_are_refused():
     name = "model.layers.0.self_attn.q_proj" * 4
     with pytest.raises(ValueError, match="takes too long to match 'model.layers.0"):
         name_matches(name, "re:((.|..)+(.|...)+)+[!?]")
+
+
+# ---- structure ------------------------------------------------------------------------------------------------------
+
+
+ENCODER = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+BART = {"d_model": 64, "encoder_layers": 1, "decoder_layers": 1, "encoder_ffn_dim": 64, "decoder_ffn_dim": 64}
+T5 = {"d_model": 64, "d_kv": 32, "d_ff": 64, "num_layers": 1, "num_heads": 2}
+VISION = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+TEXT = {**VISION, "num_key_value_heads": 1, "vocab_size": 64, "pad_token_id": 0}
+
+
+def on_meta(model: str, config: str, **options) -> nn.Module:
+    with torch.device("meta"):
+        return getattr(transformers, model)(getattr(transformers, config)(**options))
+
+
+def outside(model: nn.Module) -> dict[str, str]:
+    found = outside_body(model)
+    return {name: found[module] for name, module in model.named_modules() if module in found}
+
+
+@pytest.mark.parametrize(
+    ("model", "config", "options", "heads"),
+    [
+        ("BertForSequenceClassification", "BertConfig", ENCODER, ["bert.pooler.dense", "classifier"]),
+        ("BertForMaskedLM", "BertConfig", ENCODER, ["cls.predictions.transform.dense", "cls.predictions.decoder"]),
+        ("BertModel", "BertConfig", ENCODER, ["pooler.dense"]),
+        (
+            "BartForSequenceClassification",
+            "BartConfig",
+            BART,
+            ["classification_head.dense", "classification_head.out_proj"],
+        ),
+        ("T5ForQuestionAnswering", "T5Config", T5, ["qa_outputs"]),
+        ("T5ForConditionalGeneration", "T5Config", T5, ["lm_head"]),
+    ],
+)
+def test_heads_are_what_stands_outside_the_layers(model, config, options, heads):
+    assert outside(on_meta(model, config, **options)) == dict.fromkeys(heads, HEAD)
+
+
+@pytest.mark.parametrize(
+    ("model", "config", "options", "body"),
+    [
+        ("Idefics2ForConditionalGeneration", "Idefics2Config", {}, "model.text_model.layers."),
+        ("SmolVLMForConditionalGeneration", "SmolVLMConfig", {}, "model.text_model.layers."),
+        ("Phi4MultimodalForCausalLM", "Phi4MultimodalConfig", {}, "model.layers."),
+        ("GitForCausalLM", "GitConfig", {}, "git.encoder.layer."),
+        ("IdeficsForVisionText2Text", "IdeficsConfig", {}, ("model.layers.", "model.gated_cross_attn_layers.")),
+        ("Blip2ForConditionalGeneration", "Blip2Config", {}, "language_model.model.decoder.layers."),
+        ("JanusForConditionalGeneration", "JanusConfig", {}, "model.language_model.layers."),
+    ],
+)
+def test_of_several_modalities_the_layers_of_the_text_decoder_are_quantized(model, config, options, body):
+    model = on_meta(model, config, **options)
+    quantized, skipped = find_layers(model)
+    assert quantized and all(name.startswith(body) for name in quantized)
+    assert {reason for name, reason in skipped.items() if name != "lm_head"} <= {OTHER_MODALITY, HEAD}
+    inside = text_part(model)
+    assert all(module in inside for module in quantized.values())
+
+
+@pytest.mark.parametrize(
+    ("model", "config"), [("WhisperForConditionalGeneration", "WhisperConfig"), ("ViTModel", "ViTConfig")]
+)
+def test_the_layers_of_a_speech_or_vision_model_alone_are_quantized(model, config):
+    model = on_meta(model, config)
+    quantized, skipped = find_layers(model)
+    assert len(quantized) > 10 * len(skipped) and text_part(model) is None
+
+
+def test_routers_are_found_by_their_number_of_outputs():
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.chooser = nn.Linear(64, 8)
+            self.deep_chooser = nn.Sequential(nn.Linear(64, 16), nn.Linear(16, 9))
+            self.weight_of_shared = nn.Linear(64, 1)
+            # As wide as there are experts, and no router.
+            self.shared_expert = nn.ModuleDict({"up": nn.Linear(64, 8), "down": nn.Linear(8, 64)})
+            self.experts = nn.ModuleList([nn.Linear(64, 64) for _ in range(8)])
+
+    found = outside(Block())
+    assert found == dict.fromkeys(["chooser", "deep_chooser.0", "deep_chooser.1", "weight_of_shared"], ROUTER)
+
+
+def test_experts_in_a_tower_are_left_alone():
+    model = on_meta(
+        "LlavaForConditionalGeneration",
+        "LlavaConfig",
+        vision_config=transformers.CLIPVisionConfig(**VISION, image_size=32, patch_size=16),
+        text_config=transformers.LlamaConfig(**TEXT),
+    )
+    tower = next(module for module in model.modules() if isinstance(module, nn.ModuleList))
+    assert "vision" in next(name for name, module in model.named_modules() if module is tower)
+    tower[0].add_module("experts", nn.Module())
+    tower[0].experts.up_proj = nn.Parameter(torch.empty(4, 8, 8, device="meta"))
+    name = next(name for name, module in model.named_modules() if module is tower[0].experts)
+    assert skip_reasons(model)[name] == OTHER_MODALITY
+
+
+# ---- weights that code reads ----------------------------------------------------------------------------------------
+
+
+class Reader(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.read, self.called = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.many = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])
+        self.is_fused, self.is_slow = True, False
+
+
+class Direct(Reader):
+    def forward(self, x):
+        return F.linear(self.called(x), self.read.weight)
+
+
+class Dtype(Reader):
+    def forward(self, x):
+        return self.read(self.called(x).to(self.read.weight.dtype))
+
+
+class Alias(Reader):
+    def forward(self, x):
+        layer = self.read
+        return self.called(x @ layer.weight.t())
+
+
+class ByMethod(Reader):
+    def forward(self, x):
+        return self.called(self.fused(x))
+
+    def fused(self, x):
+        return F.linear(x, self.read.weight)
+
+
+class Inherited(ByMethod):
+    def fused(self, x):
+        return super().fused(x)
+
+
+class SwitchedOn(Reader):
+    def forward(self, x):
+        if self.is_fused and x.dim() == 2:
+            return F.linear(x, self.read.weight)
+        return self.read(self.called(x))
+
+
+class InTraining(Reader):
+    def forward(self, x):
+        if self.training:
+            return F.linear(x, self.read.weight)
+        return self.read(self.called(x))
+
+
+class SwitchedOff(Reader):
+    def forward(self, x):
+        if self.is_slow and self.is_fused:
+            return F.linear(x, self.read.weight)
+        return self.read(self.called(x))
+
+
+class NotInForward(Reader):
+    def reset(self):
+        nn.init.zeros_(self.read.weight)
+
+    def forward(self, x):
+        return self.read(x + self.called.bias)
+
+
+class FromOutside(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = SwitchedOff()
+
+    def forward(self, x):
+        return F.linear(self.inner(x), self.inner.read.weight)
+
+
+@pytest.mark.parametrize("cls", [Direct, Dtype, Alias, ByMethod, Inherited, SwitchedOn, InTraining])
+def test_a_weight_that_is_read_is_found(cls):
+    model = cls().eval()
+    assert list(find_weight_readers(nn.Sequential(model))) == [model.read]
+
+
+@pytest.mark.parametrize("cls", [SwitchedOff, NotInForward])
+def test_a_weight_that_is_not_read_is_not_found(cls):
+    assert find_weight_readers(nn.Sequential(cls())) == {}
+
+
+def test_the_reader_is_named_and_may_be_a_module_around():
+    model = FromOutside()
+    assert find_weight_readers(model) == {model.inner.read: "FromOutside.forward"}
+
+
+class Loop(Reader):
+    def forward(self, x):
+        for layer in self.many:
+            x = F.linear(x, layer.weight)
+        return x
+
+
+class Numbered(Reader):
+    def forward(self, x):
+        for index, layer in enumerate(self.many):
+            x = F.linear(x, layer.weight) + index
+        return x
+
+
+class Index(Reader):
+    def forward(self, x):
+        return F.linear(x, self.many[0].weight)
+
+
+@pytest.mark.parametrize("cls", [Loop, Numbered, Index])
+def test_elements_of_a_container_are_found(cls):
+    model = cls()
+    assert set(find_weight_readers(model)) == set(model.many)
+
+
+def test_models_of_transformers():
+    with torch.device("meta"):
+        mamba = MambaForCausalLM(MambaConfig(hidden_size=64, num_hidden_layers=1, vocab_size=32))
+        t5 = T5Model(T5Config(d_model=64, d_kv=32, d_ff=64, num_layers=1, num_heads=2, vocab_size=32))
+        bloom = BloomForCausalLM(BloomConfig(hidden_size=64, n_layer=1, n_head=2, vocab_size=32))
+        slow = BloomConfig(hidden_size=64, n_layer=1, n_head=2, vocab_size=32, pretraining_tp=2, slow_but_exact=True)
+        slow = BloomForCausalLM(slow)
+    mixer = mamba.backbone.layers[0].mixer
+    assert set(find_weight_readers(mamba)) == {mixer.x_proj, mixer.dt_proj, mixer.out_proj, mamba.lm_head}
+    found = find_weight_readers(t5)
+    assert len(found) == 2 and set(found.values()) == {"T5DenseActDense.forward"}
+    assert find_weight_readers(bloom) == {}
+    block = slow.transformer.h[0]
+    assert set(find_weight_readers(slow)) == {block.self_attention.dense, block.mlp.dense_4h_to_h}

@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from hf_mxfp4.stats import (
+from hf_mxfp4.lab.stats import (
     bootstrap_mean,
     difference_interval,
     mcnemar,
@@ -16,9 +16,9 @@ from hf_mxfp4.stats import (
     paired_share_difference,
     pass_at_k,
     ratio_of_sums,
-    share_text,
     wilson,
 )
+from hf_mxfp4.utils import share_text
 
 
 # Newcombe, Statistics in Medicine 17 (1998), table I, method 3.

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from hf_mxfp4.stats import t_interval
+from hf_mxfp4.lab.stats import t_interval
 from recipes.ablations.results import markdown
 
 from ..records import RESULTS, table

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Quantized models on disk: saving, loading, packing, export, import and verification."""
 
-from .._lazy import lazy_names
+from ..utils import lazy_names
 
 
 _NAMES = {
@@ -10,6 +10,7 @@ _NAMES = {
         "TAGS",
         "add_evaluation",
         "add_perplexity",
+        "auto_class",
         "base_model_of",
         "choose_card",
         "decoration",
@@ -18,29 +19,29 @@ _NAMES = {
         "read_generated",
         "save_card",
     ],
-    "card_text": ["auto_class", "pipeline_tag"],
+    "conversion": ["ConversionReport", "LayerCost", "bits_per_weight", "import_checkpoint", "pack_checkpoint"],
     "exports": ["export"],
     "folder": ["CheckpointError", "model_dtype", "open_checkpoint", "refuse_kernels"],
     "formats": ["FORMATS", "ImportableFormat"],
     "formats.gguf": ["to_blocks"],
-    "hub": ["push"],
     "manifest": [
         "MANIFEST",
         "TRAINER_STATE",
+        "Verification",
+        "add_to_folder",
         "checkpoint_step",
         "invalidate",
         "last_complete_checkpoint",
+        "verify_folder",
         "weight_files",
         "why_incomplete",
         "write_manifest",
         "write_whole_manifest",
     ],
-    "pack": ["import_checkpoint", "pack_checkpoint"],
-    "report": ["ConversionReport", "LayerCost", "bits_per_weight"],
-    "save": ["is_quantized", "take_state_dict", "wrap_saving"],
+    "names": ["FileNames", "Piece", "tied_weights"],
+    "save": ["is_quantized", "push", "take_state_dict", "wrap_saving"],
     "scheme": ["check_checkpoint", "check_unquantized", "make_record", "remove_scheme", "unguard"],
     "sources": ["ForeignSource", "LayerSource", "MasterSource", "PackedSource", "own_config"],
-    "tensor_names": ["FileNames", "Piece", "tied_weights"],
     "tensors": [
         "FileHeader",
         "ShardError",
@@ -50,7 +51,6 @@ _NAMES = {
         "tensors_by_name",
         "write_metadata",
     ],
-    "verify": ["Verification", "add_to_folder", "verify_folder"],
 }
 _LAZY = {name: module for module, names in _NAMES.items() for name in names}
 

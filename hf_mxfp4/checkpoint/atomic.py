@@ -11,11 +11,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from ..files import one_writer, sync_to_disk, write_json
-from .manifest import MANIFEST, FileRecord, read_manifest, weight_files, write_manifest
+from .folder import CONFIG
+from .manifest import MANIFEST, read_manifest, weight_files, write_manifest
 from .tensors import ShardError, read_header, write_metadata
 
 
-CONFIG = "config.json"
 _STAGING = ".saving-"
 _SHARD = re.compile(r"(?P<stem>.*?)(?P<tag>-b)?(?P<count>-\d{5}-of-\d{5})\.safetensors")
 
@@ -28,11 +28,8 @@ class FolderError(ValueError):
 def atomic_folder(path: str | os.PathLike, *, overwrite: bool = False) -> Iterator[Path]:
     """Yield a new folder next to ``path`` to write into, which replaces ``path`` when the context ends without error.
 
-    Its files are on the disk (fsync) before it gets its name. After an exception it is removed and ``path`` is
-    unchanged. A killed process leaves it behind as ``.<name>.partial-<random>``, which can be deleted.
-
-    An existing checkpoint is replaced only with ``overwrite``, as a whole: it is renamed, the new folder takes its
-    name, then the old one is deleted. A process killed between the first two leaves both complete, the old one as
+    Its files are on the disk (fsync) before it gets its name. After an exception ``path`` is unchanged. A killed
+    process leaves the new folder as ``.<name>.partial-<random>``, or the one that it was replacing as
     ``.<name>.replaced-<random>``.
 
     Raises [`FolderError`] when ``path`` is a file, or a folder that is not empty and may not be replaced: without
@@ -47,10 +44,8 @@ def atomic_folder(path: str | os.PathLike, *, overwrite: bool = False) -> Iterat
     partial.mkdir()
     try:
         yield partial
-        for file in partial.iterdir():
-            if file.is_file():
-                sync_to_disk(file)
-        sync_to_disk(partial)
+        for path in (*partial.iterdir(), partial):
+            sync_to_disk(path)
         _check_replaceable(target, overwrite)
         if target.exists():
             target.rename(old)
@@ -64,11 +59,9 @@ def atomic_folder(path: str | os.PathLike, *, overwrite: bool = False) -> Iterat
 
 
 def _check_replaceable(target: Path, overwrite: bool) -> None:
-    if not target.exists():
-        return
-    if not target.is_dir():
+    if target.is_file():
         raise FolderError(f"{target} is a file; give a folder")
-    entries = list(target.iterdir())
+    entries = list(target.iterdir()) if target.is_dir() else []
     if not entries:
         return
     if not overwrite:
@@ -88,9 +81,8 @@ def staged(folder: str | os.PathLike, variant: str | None = None) -> Iterator[Pa
     which checkpoint is loaded: `model.safetensors` if it exists, else the index of shards. All that a name refers to is
     in place before the name is. A process killed at any moment leaves the old checkpoint or the new one; what else it
     leaves (``.saving-*``, shards that no index names) is removed by the next save. A `config.json` that changes moves
-    right after the weights. If several processes save into one folder, the last one to finish wins.
-
-    After an exception ``folder`` is unchanged. Raises `OSError` when it cannot be written.
+    right after the weights. Of several processes that save into one folder, the last one to finish wins. After an
+    exception ``folder`` is unchanged.
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -121,10 +113,12 @@ def weight_names(variant: str | None = None) -> tuple[str, str]:
     return f"model{infix}.safetensors", f"model.safetensors.index{infix}.json"
 
 
-def is_shard(name: str, single: str) -> bool:
-    """Return whether ``name`` is one of the shards that stand for the file ``single``."""
-    match = _SHARD.fullmatch(name)
-    return match is not None and match["stem"] == single.removesuffix(".safetensors")
+def _weights_in(folder: Path, variant: str | None) -> set[str]:
+    """Return the names in a folder of all weights of a variant: the file, the index, and shards old and new."""
+    names = weight_names(variant)
+    stem = names[0].removesuffix(".safetensors")
+    found = {path.name: _SHARD.fullmatch(path.name) for path in folder.iterdir()}
+    return {name for name, match in found.items() if name in names or match is not None and match["stem"] == stem}
 
 
 def _move_in(staging: Path, folder: Path, variant: str | None) -> None:
@@ -132,13 +126,16 @@ def _move_in(staging: Path, folder: Path, variant: str | None) -> None:
     single, index = weight_names(variant)
     if (staging / index).is_file():
         _rename_shards(staging, index, _shards_of(folder / index))
-    new_shards = _shards_of(staging / index)
-    for name in {single, *new_shards}:
-        if (staging / name).is_file() and (metadata := read_header(staging / name).metadata):
-            write_metadata(staging / name, metadata)
-    new_weights = (staging / single).is_file() or (staging / index).is_file()
-    if new_weights:
-        write_manifest(staging, weight_files(staging), _kept_records(staging, folder, variant))
+    new, old = _weights_in(staging, variant), _weights_in(folder, variant)
+    for file in staging.glob("*.safetensors"):
+        if metadata := read_header(file).metadata:
+            write_metadata(file, metadata)
+    if new:
+        kept = {}
+        with contextlib.suppress(ShardError):
+            kept = read_manifest(folder)
+        kept = {name: kept[name] for name in kept.keys() - old if not (staging / name).exists()}
+        write_manifest(staging, weight_files(staging), kept)
         (folder / MANIFEST).unlink(missing_ok=True)
     files = [path.relative_to(staging).as_posix() for path in staging.rglob("*") if path.is_file()]
     # The names that decide what is loaded come last.
@@ -151,26 +148,8 @@ def _move_in(staging: Path, folder: Path, variant: str | None) -> None:
         if file == index:
             (folder / single).unlink(missing_ok=True)
     sync_to_disk(folder)
-    if new_weights:
-        if single in files:
-            (folder / index).unlink(missing_ok=True)
-        for path in folder.iterdir():
-            if is_shard(path.name, single) and path.name not in new_shards:
-                path.unlink()
-
-
-def _kept_records(staging: Path, folder: Path, variant: str | None) -> dict[str, FileRecord]:
-    """Return what the manifest of a folder records of files that stay."""
-    single, index = weight_names(variant)
-    try:
-        records = read_manifest(folder)
-    except ShardError:
-        return {}
-    return {
-        name: record
-        for name, record in records.items()
-        if name not in (single, index) and not is_shard(name, single) and not (staging / name).exists()
-    }
+    for name in sorted(old - new, key=lambda name: name != index) if new else ():  # what names shards goes first
+        (folder / name).unlink(missing_ok=True)
 
 
 def _rename_shards(staging: Path, index: str, taken: set[str]) -> None:

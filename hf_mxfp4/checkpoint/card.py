@@ -4,6 +4,7 @@
 import contextlib
 import hashlib
 import json
+import math
 import os
 import re
 import shutil
@@ -12,15 +13,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+import transformers
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from torch import nn
+from transformers.models.auto import modeling_auto
 
 from .._logging import get_logger
-from ..experts_layout import matrix_names
+from ..config import MXFP4RLConfig
+from ..model_structure import matrix_names
 from ..module_names import find_layers
+from ..presets import ALL_OPERANDS
 from ..report import QuantizationReport, master_sqnr
-from .card_text import HERE, Subject, card_text, pipeline_tag, with_evaluation, with_perplexity
-from .layers import quantizable_layers
+from ..utils import share_text
+from .names import quantizable_layers
 
 
 if TYPE_CHECKING:
@@ -30,21 +35,73 @@ if TYPE_CHECKING:
 
 CARD = "README.md"
 TAGS = ("mxfp4", "mxfp4_rl", "hf-mxfp4")
+#: Stands for the repository or folder until its name is known.
+HERE = "<this repository or folder>"
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 _SIGNATURE = re.compile(
     r"\n*<!-- written by hf_mxfp4, and renewed with the weights while unedited: ([0-9a-f]{16}) -->\s*$"
 )
 #: In the card that transformers pushes when it finds none.
 _EMPTY_CARD = "This is the model card of a 🤗 transformers model that has been pushed on the Hub."
+_EVALUATION = re.compile(r"(?<=## Evaluation\n\n).*?(?=\n\n## |\Z)", re.DOTALL)
+_PERPLEXITY = re.compile(r"## Perplexity\n\n.*?\n\n(?=## )", re.DOTALL)
+#: Rows of an evaluation of the checkpoint as it is: master weights under their own scheme, or stored ones.
+_OWN_ROWS = ("own", "as stored")
+_EXPERT = re.compile(r"\.experts\.\d+\.")
+#: Searched in this order because a class can be in several tables.
+_AUTO_CLASSES = (
+    "AutoModelForImageTextToText",
+    "AutoModelForSpeechSeq2Seq",
+    "AutoModelForSeq2SeqLM",
+    "AutoModelForCausalLM",
+    "AutoModelForSequenceClassification",
+    "AutoModelForTokenClassification",
+    "AutoModelForQuestionAnswering",
+    "AutoModelForMaskedLM",
+    "AutoModel",
+)
+_TEXT = """# {architecture} in MXFP4
+
+{what} in MXFP4 (blocks of 32 E2M1 values under an E8M0 scale), by hf-mxfp4: {kind}.
+
+## How to load
+
+```python
+import hf_mxfp4  # registers the quantization method mxfp4_rl
+from transformers import {auto}
+
+model = {auto}.from_pretrained("{here}")
+```
+
+hf-mxfp4 has no release yet: install it from a clone of its repository, with `pip install .` in that folder. The import
+applies the scheme below. {without}
+
+## Scheme
+
+{scheme}
+
+## Quantization error of the weights
+
+{error}
+
+## Evaluation
+
+No evaluation came with these weights: nothing is claimed about their quality on any task.
+
+## Not measured
+
+The error of quantized activations on real data, speed, memory in use, and how the model behaves in other engines.
+Biases, licence terms and intended uses are those of the base model; they were not checked.
+
+Written by hf_mxfp4 {version} with transformers {transformers}.
+"""
 
 
 def make_card(model: "PreTrainedModel") -> ModelCard:
     """Return a card for a quantized model."""
     config = model.hf_quantizer.quantization_config
     sqnr_db = model.hf_quantizer.recorded_sqnr_db if config.mode == "packed" else _master_sqnr(model)
-    return _card_of(
-        Subject(type(model).__name__, config, model.quantization_report, model.config.name_or_path, sqnr_db)
-    )
+    return _card(type(model).__name__, config, model.quantization_report, model.config.name_or_path, sqnr_db)
 
 
 def save_card(model: "PreTrainedModel", folder: str | os.PathLike, *, existing: str | os.PathLike | None = None):
@@ -54,7 +111,7 @@ def save_card(model: "PreTrainedModel", folder: str | os.PathLike, *, existing: 
         _keep_or_save(make_card(model), Path(folder), folder if existing is None else existing)
 
 
-def write_packed_card(source: "LayerSource", sqnr_db: float | None, folder: Path, *, existing: str | os.PathLike):
+def save_packed_card(source: "LayerSource", sqnr_db: float | None, folder: Path, *, existing: str | os.PathLike):
     """Write into ``folder`` the card that the model would have saved, had it been loaded and packed.
 
     Args:
@@ -78,8 +135,8 @@ def write_packed_card(source: "LayerSource", sqnr_db: float | None, folder: Path
             n_weights=sum(shape.n_weights for shape in source.shapes.values()),
             packed_bytes=sum(tensor.nbytes for fields in packed for tensor in fields.values()),
         )
-        subject = Subject(type(model).__name__, config, report, str(source.folder.path), sqnr_db)
-        _keep_or_save(_card_of(subject), folder, existing)
+        card = _card(type(model).__name__, config, report, str(source.folder.path), sqnr_db)
+        _keep_or_save(card, folder, existing)
 
 
 def add_evaluation(folder: str | os.PathLike, summary: Mapping[str, Any] | str | os.PathLike) -> None:
@@ -94,20 +151,28 @@ def add_evaluation(folder: str | os.PathLike, summary: Mapping[str, Any] | str |
         ValueError: the card is not a generated one, or was edited.
     """
     summary, card = _read(summary), read_generated(folder)
-    data = card.data
+    data, task, n_test = card.data, summary["task"], summary["n_test"]
+    before, after = summary["accuracy_before"], summary["accuracy_after"]
     data.model_name = data.model_name or Path(str(summary.get("saved", "policy"))).name
     data.eval_results = [
         EvalResult(
             task_type="text-generation",
-            dataset_type=str(summary["task"]),
-            dataset_name=str(summary["task"]),
+            dataset_type=str(task),
+            dataset_name=str(task),
             metric_type="accuracy",
-            metric_name=f"{name}, greedy, n = {summary['n_test']}",
+            metric_name=f"{name}, greedy, n = {n_test}",
             metric_value=round(value, 4),
         )
-        for name, value in summary["accuracy_after"].items()
+        for name, value in after.items()
     ]
-    signed_card(data, with_evaluation(_unsigned(card.text), summary)).save(Path(folder) / CARD)
+    rows = [f"| {n} | {share_text(before[n], n_test)} | {share_text(after[n], n_test)} |\n" for n in after]
+    section = (
+        f"Greedy accuracy on {n_test} held-out problems of `{task}` (in brackets the 95 % interval), before and after "
+        f"{summary['steps']} steps of GRPO, seed {summary['seed']}, both under the scheme {summary['scheme']}. One "
+        f"run: it says nothing about other seeds.\n\n| score | before RL | after RL |\n|---|---|---|\n{''.join(rows)}"
+    )
+    body = _EVALUATION.sub(lambda _: section.rstrip(), _unsigned(card.text), count=1)
+    signed_card(data, body).save(Path(folder) / CARD)
 
 
 def add_perplexity(folder: str | os.PathLike, evaluation: Mapping[str, Any] | str | os.PathLike) -> None:
@@ -122,8 +187,29 @@ def add_perplexity(folder: str | os.PathLike, evaluation: Mapping[str, Any] | st
         FileNotFoundError: there is no card.
         ValueError: the card is not a generated one, or was edited; or the checkpoint's own scheme was not evaluated.
     """
-    card = read_generated(folder)
-    signed_card(card.data, with_perplexity(_unsigned(card.text), _read(evaluation))).save(Path(folder) / CARD)
+    evaluation, card = _read(evaluation), read_generated(folder)
+    rows = {row["name"]: row for row in evaluation["rows"]}
+    own = next((rows[name] for name in _OWN_ROWS if name in rows), None)
+    if own is None:
+        raise ValueError(
+            f"the evaluation has {', '.join(rows)}, none of which is the checkpoint's own scheme; run hf-mxfp4 eval "
+            "with --scheme own"
+        )
+    cells, base = {"perplexity": f"{own['perplexity']:.3f}"}, rows.get(evaluation["reference"])
+    if base is not None and base is not own:
+        name = "full precision (the master weights)" if base["name"] == "full precision" else f"`{base['name']}`"
+        cells |= {
+            f"perplexity of {name}": f"{base['perplexity']:.3f}",
+            "difference, nats per token": _with_error(own["difference"], 3, "+"),
+            "KL to it, nats per token": _with_error(own["kl"], 4),
+            "same likeliest token": f"{100 * own['same_top']:.1f} %",
+        }
+    section = (
+        f"## Perplexity\n\nOn {evaluation['texts']} texts of `{evaluation['text']}`, {evaluation['tokens']} predicted "
+        f"tokens, in {evaluation['dtype']} (`hf-mxfp4 eval`; ± standard errors by text).\n\n{_table(cells)}\n\n"
+    )
+    before, title, after = _PERPLEXITY.sub("", _unsigned(card.text), count=1).partition("## Evaluation\n\n")
+    signed_card(card.data, f"{before}{section}{title}{after}").save(Path(folder) / CARD)
 
 
 def read_generated(folder: str | os.PathLike) -> ModelCard:
@@ -175,13 +261,10 @@ def signed_card(data: ModelCardData, body: str) -> ModelCard:
 
 def base_model_of(name: str) -> Any:
     """Return the Hub's name of what the weights came from; for a local checkpoint, the one that its card names."""
-    if not name:
-        return None
-    if not Path(name).exists():
-        return name if _HUB_ID.fullmatch(name) else None
-    card = Path(name) / CARD
-    found = read_card(card.read_text(encoding="utf-8", errors="replace")) if card.is_file() else None
-    name = None if found is None else found.data.base_model
+    if name and Path(name).exists():
+        card = Path(name) / CARD
+        found = read_card(card.read_text(encoding="utf-8", errors="replace")) if card.is_file() else None
+        name = None if found is None else found.data.base_model
     return name if isinstance(name, str) and _HUB_ID.fullmatch(name) else None
 
 
@@ -202,16 +285,80 @@ def decoration() -> Iterator[None]:
         get_logger().warning("no model card was written: %s: %s", type(error).__name__, error)
 
 
-def _card_of(subject: Subject) -> ModelCard:
-    base_model = base_model_of(subject.source)
+def auto_class(architecture: str) -> str:
+    """Return the name of the auto class that makes an ``architecture`` with its head, or of the class itself."""
+    for name in _AUTO_CLASSES:
+        table = getattr(modeling_auto, name)._model_mapping._model_mapping
+        if any(architecture in ([entry] if isinstance(entry, str) else entry) for entry in table.values()):
+            return name
+    if hasattr(transformers, architecture):
+        return architecture
+    head = f"AutoModelFor{architecture.rpartition('For')[2]}"
+    return head if hasattr(modeling_auto, head) else "AutoModel"
+
+
+def _card(
+    architecture: str, config: MXFP4RLConfig, report: QuantizationReport, source: str, sqnr_db: float | None
+) -> ModelCard:
+    """Return the card of a checkpoint that came from ``source``, a Hub name or a folder, and whose weights have an SQNR
+    of ``sqnr_db`` decibels, if it was measured."""
+    import hf_mxfp4
+
+    is_packed, base_model = config.mode == "packed", base_model_of(source)
+    masters = "Without it transformers warns and loads the master weights in full precision."
+    body = _TEXT.format(
+        architecture=architecture,
+        what="Linear layers and experts" if any(map(_EXPERT.search, report.quantized)) else "Linear layers",
+        kind="packed 4-bit weights" if is_packed else "full-precision master weights, quantized during forward",
+        auto=auto_class(architecture),
+        here=HERE,
+        without="Without it the files cannot be loaded." if is_packed else masters,
+        scheme=_table(_scheme(config, report)),
+        error=_error(sqnr_db, is_packed),
+        version=hf_mxfp4.__version__,
+        transformers=transformers.__version__,
+    )
     data = ModelCardData(
         base_model=base_model,
-        base_model_relation="quantized" if base_model and subject.is_packed else None,
+        base_model_relation="quantized" if base_model and is_packed else None,
         library_name="transformers",
-        pipeline_tag=pipeline_tag(subject.architecture),
-        tags=[*TAGS, subject.config.mode],
+        tags=[*TAGS, config.mode],
     )
-    return signed_card(data, card_text(subject))
+    return signed_card(data, body)
+
+
+def _scheme(config: MXFP4RLConfig, report: QuantizationReport) -> dict[str, Any]:
+    everything = dict.fromkeys(ALL_OPERANDS, "all operands of the three products")
+    operands = {"w4a16": "weights only", **everything}.get(config.preset, "weights and activations")
+    left = f" ({', '.join(report.skipped)})" if 0 < report.n_skipped <= 4 else ""
+    rows = {
+        "mode": f"`{config.mode}`",
+        "preset": f"`{config.preset}`: {operands} in MXFP4",
+        "scheme": f"`{config.describe()}`".replace("|", "\\|"),
+        "quantized layers": report.n_quantized,
+        "linear layers in full precision": f"{report.n_skipped}{left}",
+    }
+    if report.bits_per_weight is not None:
+        rows["bits per quantized weight"] = f"{report.bits_per_weight:.4g}"
+    return rows
+
+
+def _error(sqnr_db: float | None, is_packed: bool) -> str:
+    if sqnr_db is None or math.isnan(sqnr_db):
+        return "Not measured."
+    number = "∞" if math.isinf(sqnr_db) else f"{sqnr_db:.2f}"
+    when = "when the weights were packed, against what was packed" if is_packed else "on these master weights"
+    return f"Signal to quantization noise ratio {number} dB, measured {when} (evenly spaced rows of every layer)."
+
+
+def _table(rows: Mapping[str, Any]) -> str:
+    """Return a table of two columns."""
+    return "| | |\n|---|---|\n" + "\n".join(f"| {name} | {value} |" for name, value in rows.items())
+
+
+def _with_error(mean: Mapping[str, float | None], digits: int, sign: str = "") -> str:
+    error = "" if mean["standard_error"] is None else f" ± {mean['standard_error']:.{digits}f}"
+    return f"{mean['value']:{sign}.{digits}f}{error}"
 
 
 def _keep_or_save(card: ModelCard, folder: Path, existing: str | os.PathLike) -> None:

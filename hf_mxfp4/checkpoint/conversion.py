@@ -1,25 +1,172 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From a source to a new checkpoint folder: what packing, export and import share."""
+"""Conversions of checkpoint folders without loading the model: packing of a full-precision one, import of other
+engines' MXFP4 checkpoints, and what they share with [`exports`]."""
 
+import math
 import os
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from ..files import write_json
+import torch
+
+from ..config import MXFP4RLConfig
+from ..files import json_clean, write_json
+from ..gemm import weight_values
+from ..module_names import full_precision_record, skip_reasons
+from ..report import ErrorEnergy, add_packed
 from .atomic import FolderError, atomic_folder
-from .layers import NewLayer
+from .card import save_packed_card
+from .folder import CheckpointError, open_checkpoint
+from .formats import IMPORTABLE
 from .manifest import OnBytes, ignore_bytes, weight_files, write_manifest
-from .report import ConversionReport, LayerCost
-from .sources import LayerSource
+from .names import stack_packed
+from .scheme import WIDEST_FLOAT, make_record, with_scheme
+from .sources import NOT_IMPORTED, ForeignSource, LayerSource, MasterSource
 from .tensors import MAX_SHARD_SIZE, NewTensor, write_metadata, write_shards
+
+
+#: What can happen to a layer: the same bytes, MXFP4 again from its packed values, full precision with the quantized
+#: values, MXFP4 straight from full precision, or full precision as it was.
+ACTIONS = ("kept", "requantized", "dequantized", "packed", "left")
+#: What an error is measured against: full-precision weights that were read, or the values of packed ones.
+ORIGINAL, PACKED = "the full-precision weights", "the packed values"
+#: Rows that are compared at a time.
+_ROWS = 1024
+
+
+@dataclass
+class LayerCost:
+    """What was done to one weight, that of a linear layer or of all experts of a layer.
+
+    Attributes:
+        action, reason: one of [`ACTIONS`], and why, if it was not the user's choice for all layers.
+        matrices, n_weights: numbers of linear maps and of elements.
+        signal, noise: energy of the values before, and of their change; elements that are not finite left out.
+        bytes_before, bytes_after: size of its tensors in the files read and written, biases not counted.
+    """
+
+    name: str
+    action: str
+    reason: str | None = None
+    matrices: int = 1
+    n_weights: int = 0
+    signal: float = 0.0
+    noise: float = 0.0
+    bytes_before: int = 0
+    bytes_after: int = 0
+
+    def add(self, before: torch.Tensor, after: torch.Tensor) -> None:
+        """Count a matrix before and after the change, in any dtypes."""
+        for old, new in zip(before.split(_ROWS), after.split(_ROWS), strict=True):
+            self.signal += old.float().square().nansum(dtype=torch.float64).item()
+            self.noise += (new.float() - old.float()).square().nansum(dtype=torch.float64).item()
+
+    @property
+    def sqnr_db(self) -> float:
+        """Signal to noise in decibels; infinite when nothing changed."""
+        return sqnr_db([self])
+
+
+def sqnr_db(costs: Sequence[LayerCost]) -> float:
+    """Return signal to noise of several layers in decibels, energies summed; infinite when nothing changed."""
+    signal, noise = (math.fsum(getattr(cost, name) for cost in costs) for name in ("signal", "noise"))
+    if noise == 0:
+        return math.inf
+    return 10.0 * math.log10(signal / noise) if signal else -math.inf
+
+
+def bits_per_weight(costs: Iterable[LayerCost], when: str = "after") -> float | None:
+    """Return bits in the files per element of some layers, ``"before"`` or ``"after"``; `None` without elements."""
+    costs = list(costs)
+    n_weights = sum(cost.n_weights for cost in costs)
+    return 8 * sum(getattr(cost, f"bytes_{when}") for cost in costs) / n_weights if n_weights else None
+
+
+@dataclass
+class ConversionReport:
+    """What a conversion wrote.
+
+    Attributes:
+        path, file: the folder, and the name of the file in it that holds this report.
+        format: of the checkpoint written; ``"mxfp4_rl"`` is our own packed one.
+        scheme: of the checkpoint read, one line.
+        weights: the scheme of the weights written, if it differs from that of those read.
+        notes: what else is different, in sentences.
+        against: [`ORIGINAL`] or [`PACKED`], what errors are measured against.
+        source_sqnr_db: of a packed checkpoint that was read, the recorded SQNR of its values against what was packed.
+        bytes_before, bytes_after: all tensors in the files read and written.
+    """
+
+    path: Path
+    format: str
+    scheme: str
+    layers: list[LayerCost] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    weights: str | None = None
+    against: str = ORIGINAL
+    source_sqnr_db: float | None = None
+    bytes_before: int = 0
+    bytes_after: int = 0
+    file: str | None = None
+
+    def counts(self) -> dict[str, int]:
+        """Return the number of linear maps by action, those that happened; each expert counts."""
+        found = {action: sum(c.matrices for c in self.layers if c.action == action) for action in ACTIONS}
+        return {action: count for action, count in found.items() if count}
+
+    @property
+    def n_layers(self) -> int:
+        """Linear maps that are quantized, before or after, or that only the format leaves in full precision."""
+        return sum(layer.matrices for layer in self.layers)
+
+    @property
+    def changed(self) -> list[LayerCost]:
+        """Layers whose values are not exactly what they were."""
+        return [layer for layer in self.layers if layer.noise]
+
+    @property
+    def total_sqnr_db(self) -> float:
+        return sqnr_db(self.layers)
+
+    def error(self) -> str:
+        """Return the error of all weights in one sentence, and what it is measured against."""
+        sqnr = f"SQNR {self.total_sqnr_db:.2f} dB against"
+        if self.against == ORIGINAL:
+            return f"{sqnr} {ORIGINAL}" if self.changed else "no weight differs from the full-precision ones"
+        before = "whose distance from the original weights is not recorded"
+        if self.source_sqnr_db is not None:
+            before = f"which themselves have SQNR {self.source_sqnr_db:.2f} dB against the original weights"
+        return f"{sqnr if self.changed else 'bit for bit'} {PACKED}, {before}"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return a value for JSON; `sqnr_db` is null where nothing changed."""
+        shown = ("name", "matrices", "action", "reason", "sqnr_db", "bytes_before", "bytes_after")
+        return json_clean(
+            {
+                "format": self.format,
+                "source_scheme": self.scheme,
+                "weights": self.weights,
+                "n_layers": self.n_layers,
+                "actions": self.counts(),
+                "n_changed": len(self.changed),
+                "sqnr_db": self.total_sqnr_db,
+                "sqnr_against": self.against,
+                "source_sqnr_db": self.source_sqnr_db,
+                "bytes_before": self.bytes_before,
+                "bytes_after": self.bytes_after,
+                "bits_per_weight_before": bits_per_weight(self.layers, "before"),
+                "bits_per_weight_after": bits_per_weight(self.layers),
+                "notes": self.notes,
+                "layers": [{name: getattr(layer, name) for name in shown} for layer in self.layers],
+            }
+        )
 
 
 def convert(
     source: LayerSource,
-    out: str | os.PathLike,
-    layers: Mapping[str, tuple[NewLayer, LayerCost]],
+    layers: Sequence[tuple[LayerCost, list[NewTensor]]],
     others: Sequence[NewTensor],
     config: dict[str, Any],
     report: ConversionReport,
@@ -28,8 +175,7 @@ def convert(
     overwrite: bool = False,
     max_shard_size: int | str = MAX_SHARD_SIZE,
     on_bytes: OnBytes = ignore_bytes,
-    metadata: Mapping[str, str] | None = None,
-    final_metadata: Callable[[], Mapping[str, str]] | None = None,
+    record: Callable[[bool], Mapping[str, str]] = lambda is_done: {},
     finish: Callable[[Path], None] | None = None,
 ) -> ConversionReport:
     """Write a checkpoint from the tensors of ``layers`` and ``others``, with ``config`` as `config.json`.
@@ -37,36 +183,36 @@ def convert(
     One shard is in memory at a time, and the layer that is converted.
 
     Args:
-        layers: the new tensors of each layer, and its entry in the report, which is filled as they are made.
-        write: writes the files, as [`write_shards`] does.
+        layers: each layer's entry in the report, which is filled as its new tensors are made, and these.
         report: gets the layers' costs and sizes, is written to ``report.file``, and is returned.
-        metadata: for the headers of the files.
-        final_metadata: replaces it when all is written; it must not be longer.
+        write: writes the files, as [`write_shards`] does.
+        record: returns metadata for the headers of the files, called before and after the tensors are made; the second
+            result must not be longer.
         finish: called with the new folder before it gets its name, to write more files into it.
 
-    Raises `FolderError` when ``out`` cannot be written, and `ShardError` when the source cannot be read.
+    Raises `FolderError` when ``report.path`` cannot be written, and `ShardError` when the source cannot be read.
     """
-    target = Path(out).expanduser().resolve()
+    from transformers.core_model_loading import dot_natural_key
+
+    target = report.path.expanduser().resolve()
     origin = source.folder.path.resolve()
     if target == origin or origin in target.parents or target in origin.parents:
         raise FolderError(f"{target} and the checkpoint {origin} must be apart, neither inside of the other")
     tensors = [_counted(tensor, on_bytes, tensor.nbytes) for tensor in others]
-    for name, (layer, cost) in layers.items():
-        cost.matrices, cost.n_weights = source.shapes[name].n_matrices, source.shapes[name].n_weights
-        cost.bytes_before = source.bytes_of(name)
-        cost.bytes_after = sum(tensor.nbytes for tensor in layer.tensors)
+    for cost, (first, *rest) in layers:
+        shape = source.shapes[cost.name]
+        cost.matrices, cost.n_weights = len(shape.matrices), shape.n_weights
+        cost.bytes_before = source.bytes_of(cost.name)
+        cost.bytes_after = sum(tensor.nbytes for tensor in (first, *rest))
         report.layers.append(cost)
-        first, *rest = layer.tensors
         tensors += [_counted(first, on_bytes, cost.bytes_before), *rest]
-    tensors.sort(key=lambda tensor: _natural_order(tensor.name))  # as `save_pretrained` splits shards
+    tensors.sort(key=lambda tensor: dot_natural_key(tensor.name))  # as `save_pretrained` splits shards
     report.notes += source.notes_on_rest()
-    report.bytes_before = source.total_bytes
+    report.bytes_before = sum(tensor.nbytes for tensor in source.folder.tensors.values())
     report.bytes_after = sum(tensor.nbytes for tensor in tensors)
     with atomic_folder(target, overwrite=overwrite) as folder:
-        files = write(folder, tensors, max_shard_size, metadata or {})
-        if final_metadata is not None:
-            for file in files:
-                write_metadata(file, {"format": "pt", **final_metadata()})
+        for file in write(folder, tensors, max_shard_size, record(False)):
+            write_metadata(file, {"format": "pt", **record(True)})
         write_json(folder / "config.json", config, sort_keys=True)
         source.folder.copy_side_files(folder)
         if report.file is not None:
@@ -86,5 +232,113 @@ def _counted(tensor: NewTensor, on_bytes: OnBytes, n_bytes: int) -> NewTensor:
     return replace(tensor, make=make)
 
 
-def _natural_order(name: str) -> list[tuple[int, int, str]]:
-    return [(0, int(part), "") if part.isdigit() else (1, 0, part) for part in name.split(".")]
+def pack_checkpoint(
+    source_dir: str | os.PathLike,
+    out_dir: str | os.PathLike,
+    config: MXFP4RLConfig | None = None,
+    *,
+    overwrite: bool = False,
+    max_shard_size: int | str = MAX_SHARD_SIZE,
+    on_bytes: OnBytes = ignore_bytes,
+) -> ConversionReport:
+    """Write the packed checkpoint that `hf_mxfp4.pack(model).save_pretrained` would, model card included, without
+    loading the model: one layer and one output shard are in memory.
+
+    Args:
+        source_dir: a checkpoint trained with ``mode="qat"``, or a plain one.
+        out_dir: new or empty folder; with ``overwrite`` also a checkpoint, which is replaced.
+        config: of mode ``"packed"``, for a plain checkpoint; a QAT one is packed under its own scheme.
+
+    Returns:
+        The SQNR of every packed weight against the full-precision one, which is also in `pack_report.json` in the
+        folder.
+
+    Raises:
+        CheckpointError: the checkpoint cannot be read, is packed already, or has no scheme and got none, or both.
+        FolderError: ``out_dir`` cannot be written.
+        ShardError: a file is missing or damaged.
+    """
+    folder = open_checkpoint(source_dir)
+    source = MasterSource(folder, config)
+    config, energy = source.config, ErrorEnergy()
+    costs = {layer: LayerCost(layer, "packed") for layer in source.shapes}
+
+    def pack(layer: str) -> dict[str, torch.Tensor]:
+        shape = source.shapes[layer]
+
+        def matrix(expert: int | None) -> dict[str, torch.Tensor]:
+            master = source.master(layer, expert)
+            packed = source.pack(master)
+            add_packed(energy, master, packed, config, len(shape.matrices))
+            options = config.weight_scheme, torch.float32, "auto", config.weight_rotation
+            costs[layer].add(master, weight_values(packed, master.shape[1], *options))
+            return packed
+
+        return stack_packed(shape, matrix)
+
+    reasons = skip_reasons(source.model, config.modules_to_not_convert or ())
+    saved = config.keeping(full_precision_record(source.model, reasons))
+    weights = str(config.weight_scheme)
+    return convert(
+        source,
+        [(cost, source.packed_layer(layer, pack)) for layer, cost in costs.items()],
+        source.packed_rest(),
+        with_scheme(folder.config, saved),
+        ConversionReport(Path(out_dir), "mxfp4_rl", config.describe(), weights=weights, file="pack_report.json"),
+        overwrite=overwrite,
+        max_shard_size=max_shard_size,
+        on_bytes=on_bytes,
+        record=lambda is_done: make_record(config, energy.sqnr_db if is_done else WIDEST_FLOAT),
+        finish=lambda new: save_packed_card(source, energy.sqnr_db, new, existing=out_dir),
+    )
+
+
+def import_checkpoint(
+    source_dir: str | os.PathLike,
+    out_dir: str | os.PathLike,
+    *,
+    overwrite: bool = False,
+    max_shard_size: int | str = MAX_SHARD_SIZE,
+    on_bytes: OnBytes = ignore_bytes,
+) -> ConversionReport:
+    """Write a compressed-tensors `mxfp4-pack-quantized`, a Quark MXFP4 or a gpt-oss checkpoint as a packed one of this
+    package.
+
+    Codes and scales keep their values. Layers that are not quantized there become `modules_to_not_convert`.
+
+    Raises:
+        CheckpointError: the format is another one, or has something this package has no equal of: other elements or
+            group sizes (NVFP4), column orders, other activation quantization, quantized heads, routers or experts.
+        FolderError: ``out_dir`` cannot be written.
+        ShardError: a file is missing or damaged.
+    """
+    if (path := Path(source_dir)).suffix == ".gguf" or any(path.glob("*.gguf")) and not any(path.glob("*.safetensors")):
+        raise CheckpointError(
+            f"{path} is GGUF, which is not imported; use the checkpoint that it was made from, or load it in full "
+            "precision with from_pretrained(FOLDER, gguf_file=FILE) and save it"
+        )
+    folder = open_checkpoint(source_dir)
+    method = folder.quantization.get("quant_method")
+    if str(method) not in IMPORTABLE:
+        what = f"is quantized by {method!r}; {NOT_IMPORTED}"
+        if not method:
+            what = "is not quantized; there is nothing to import, use hf-mxfp4 pack or export on it"
+        raise CheckpointError(f"{folder.path} {what}")
+    source = ForeignSource(folder, IMPORTABLE[method])
+    config, notes = source.config, source.notes
+
+    def keep(layer: str) -> dict[str, torch.Tensor]:
+        return stack_packed(source.shapes[layer], lambda expert: source.read(layer, expert))
+
+    return convert(
+        source,
+        [(LayerCost(layer, "kept"), source.packed_layer(layer, keep)) for layer in source.shapes],
+        source.packed_rest(),
+        with_scheme(folder.config, config),
+        ConversionReport(Path(out_dir), "mxfp4_rl", config.describe(), notes=notes, against=PACKED),
+        overwrite=overwrite,
+        max_shard_size=max_shard_size,
+        on_bytes=on_bytes,
+        record=lambda is_done: make_record(config, None),
+        finish=lambda new: save_packed_card(source, None, new, existing=out_dir),
+    )

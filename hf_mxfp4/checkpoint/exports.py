@@ -10,21 +10,20 @@ import torch
 from torch import nn
 
 from ..config import MXFP4RLConfig
+from ..gemm import quantize_weight, weight_values
 from ..numerics import QuantScheme, ScaleRule
 from ..numerics.schemes import one_of
-from .conversion import convert
-from .exported_layer import Decision, decide, exported_layer
-from .folder import CheckpointError, model_dtype, open_checkpoint
+from .conversion import ORIGINAL, PACKED, ConversionReport, LayerCost, convert
+from .folder import CheckpointError, CheckpointFolder, model_dtype, open_checkpoint
 from .formats import FORMATS, Format, PackedFormat
-from .layers import plain_tensors
 from .manifest import OnBytes, ignore_bytes
-from .report import ORIGINAL, PACKED, ConversionReport
+from .names import LayerShape, plain_tensors, stack_packed
 from .scheme import without_scheme
 from .sources import LayerSource, MasterSource, PackedSource, own_config
-from .tensors import MAX_SHARD_SIZE
+from .tensors import MAX_SHARD_SIZE, NewTensor, new_tensors
 
 
-ON_MISMATCH = ("refuse", "requantize", "dequantize")
+ON_MISMATCH = {"refuse": "refused", "requantize": "requantized", "dequantize": "dequantized"}
 #: For plain checkpoints: the rule with the lowest perplexity at 4.25 bits, see docs/checkpoints.md.
 DEFAULT_RULE = "even"
 
@@ -74,36 +73,31 @@ def export(
         ValueError: an unknown ``format``, ``on_mismatch``, ``scale_rule`` or ``preset``.
     """
     one_of("format", format, tuple(FORMATS))
-    one_of("on_mismatch", on_mismatch, ON_MISMATCH)
+    one_of("on_mismatch", on_mismatch, tuple(ON_MISMATCH))
     one_of("scale_rule", scale_rule, (None, *(rule.value for rule in ScaleRule)))
     folder = open_checkpoint(source_dir)
     source = _open_source(folder, FORMATS[format], scale_rule, preset, modules_to_not_convert)
-    target = _format_for(source, FORMATS[format])
-    written = _written(source, target, scale_rule, on_mismatch)
-    decisions = {layer: decide(target, source, written, shape, on_mismatch) for layer, shape in source.shapes.items()}
-    if any(decision.action == "refused" for decision in decisions.values()):
-        raise _refusal(source, target, written, decisions)
-    _check_rule_counts(source, scale_rule, decisions)
-    quantized = sorted(layer for layer, decision in decisions.items() if decision.is_quantized)
+    plan = Plan(source, _format_for(source, FORMATS[format]), scale_rule, on_mismatch)
+    target, dtype = plan.format, model_dtype(folder)
+    quantized = sorted(layer for layer, (action, _) in plan.decisions.items() if action not in ("dequantized", "left"))
     names = ignored_layers(source, set(quantized)), quantized
-    options = target.quantization_config(source.config, *names) if quantized else None
-    dtype = model_dtype(folder)
     report = ConversionReport(
         Path(out_dir),
         format,
-        "full precision" if _is_plain(source) else source.config.describe(),
-        notes=[*target.notes(source.config, *names), *_notes(source, target, decisions, written, dtype)],
-        weights=_new_weights(source, written, decisions),
+        "full precision" if plan.is_plain else source.config.describe(),
+        notes=[*target.notes(source.config, *names), *plan.notes(dtype)],
+        weights=str(plan.written) if plan.actions & {"packed", "requantized"} or plan.is_plain else None,
         against=PACKED if isinstance(source, PackedSource) else ORIGINAL,
         source_sqnr_db=source.sqnr_db if isinstance(source, PackedSource) else None,
         file="export_report.json",
     )
+    config = _in_bf16(without_scheme(folder.config))
+    options = target.quantization_config(source.config, *names) if quantized else None
     return convert(
         source,
-        out_dir,
-        {layer: exported_layer(source, layer, target, decision, written) for layer, decision in decisions.items()},
+        [plan.layer(layer) for layer in plan.decisions],
         target.others(source.plain_rest() if target.plain_names else source.model_rest(), dtype),
-        _config(folder.config, options),
+        config if options is None else {**config, "quantization_config": options},
         report,
         write=target.write,
         overwrite=overwrite,
@@ -120,46 +114,32 @@ def option(name: str, value: Any) -> str:
 
 
 def _open_source(
-    folder, format: Format, scale_rule: str | None, preset: str | None, skips: Sequence[str] | None
+    folder: CheckpointFolder, format: Format, scale_rule: str | None, preset: str | None, skips: Sequence[str] | None
 ) -> LayerSource:
     own = own_config(folder)
-    if own is None:
-        return MasterSource(folder, _plain_config(format, scale_rule, preset, skips))
-    for name, value in (("preset", preset), ("modules_to_not_convert", skips)):
-        if value is not None:
-            raise CheckpointError(
-                f"{folder.path} has a scheme of its own ({own.describe()}); leave out {option(name, value)}"
-            )
-    return PackedSource(folder) if own.mode == "packed" else MasterSource(folder)
-
-
-def _plain_config(
-    format: Format, scale_rule: str | None, preset: str | None, skips: Sequence[str] | None
-) -> MXFP4RLConfig:
-    """Return the scheme for a plain checkpoint."""
+    if own is not None:
+        for name, value in (("preset", preset), ("modules_to_not_convert", skips)):
+            if value is not None:
+                raise CheckpointError(
+                    f"{folder.path} has a scheme of its own ({own.describe()}); leave out {option(name, value)}"
+                )
+        return PackedSource(folder) if own.mode == "packed" else MasterSource(folder)
     if preset == "w4a4" and not format.quantizes_activations:
         raise CheckpointError(
             f"{option('preset', 'w4a4')} has no effect in format {format.name!r}, whose engines compute activations in "
             f"full precision; leave it out, or use {option('format', 'quark')}"
         )
-    return MXFP4RLConfig(
-        mode="packed",
-        preset=preset or "w4a16",
-        scale_rule=scale_rule or DEFAULT_RULE,
-        macro_block=None,
-        modules_to_not_convert=skips,
-    )
+    scheme = {"preset": preset or "w4a16", "scale_rule": scale_rule or DEFAULT_RULE, "macro_block": None}
+    return MasterSource(folder, MXFP4RLConfig(mode="packed", **scheme, modules_to_not_convert=skips))
 
 
 def _format_for(source: LayerSource, format: Format) -> Format:
     """Return the format for the checkpoint. Raises [`CheckpointError`] if it cannot hold its architecture or
     rotation."""
-    path = source.folder.path
-    if reason := format.architecture_misfit(source.model.config):
-        raise CheckpointError(f"format {format.name!r} cannot hold {path}: {reason}")
-    if source.config.weight_rotation is not None and isinstance(format, PackedFormat):
+    rotation = source.config.weight_rotation
+    if rotation is not None and isinstance(format, PackedFormat):
         raise CheckpointError(
-            f"{path} has a scheme whose products rotate both operands ({source.config.weight_rotation}), and format "
+            f"{source.folder.path} has a scheme whose products rotate both operands ({rotation}), and format "
             f"{format.name!r} cannot hold rotated weights. Format 'bf16' can, dequantized and rotated back; for 4 bits "
             "elsewhere, export the checkpoint that they were made from (hf-mxfp4 gptq --scheme even)"
         )
@@ -172,33 +152,147 @@ def plain_scheme(scheme: QuantScheme, scale_rule: str | None = None) -> QuantSch
     return QuantScheme(ScaleRule(scale_rule or scheme.scale_rule), block_rows=scheme.block_rows)
 
 
-def _is_plain(source: LayerSource) -> bool:
-    return isinstance(source, MasterSource) and source.is_plain
+class Plan:
+    """What an export does to each layer, and doing it.
 
+    Attributes:
+        has_masters, is_plain: whether full-precision weights are read, and whether they were never quantized.
+        written: the scheme of what is quantized here.
+        decisions: one of the report's actions for each layer, and why if the format leaves no choice.
 
-def _written(source: LayerSource, format: Format, scale_rule: str | None, on_mismatch: str) -> QuantScheme:
-    """Return the scheme of weights that are quantized by the export."""
-    scheme = source.config.weight_scheme
-    misfits = isinstance(format, PackedFormat) and bool(format.misfits(scheme))
-    again = scale_rule is not None or misfits and on_mismatch == "requantize"
-    return plain_scheme(scheme, scale_rule) if again or not isinstance(source, MasterSource) else scheme
+    Raises [`CheckpointError`] for layers that are refused, and for a scale rule without effect.
+    """
 
+    def __init__(self, source: LayerSource, format: Format, scale_rule: str | None, on_mismatch: str):
+        self.source, self.format, self.scheme = source, format, source.config.weight_scheme
+        self.has_masters = isinstance(source, MasterSource)
+        self.is_plain = self.has_masters and source.is_plain
+        self.is_packed = isinstance(format, PackedFormat)
+        again = scale_rule is not None or self.is_packed and format.misfits(self.scheme) and on_mismatch == "requantize"
+        self.written = plain_scheme(self.scheme, scale_rule) if again or not self.has_masters else self.scheme
+        self.misfits = format.misfits(self.written if self.has_masters else self.scheme) if self.is_packed else []
+        self.decisions = {layer: self._decide(shape, on_mismatch) for layer, shape in source.shapes.items()}
+        self.actions = {action for action, _ in self.decisions.values()}
+        if "refused" in self.actions:
+            raise self._refusal()
+        if scale_rule is not None and not self.actions & {"packed", "requantized"} and not self.is_plain:
+            values = "quantized values are written" if self.has_masters else "packed bytes are kept"
+            raise CheckpointError(
+                f"{option('scale_rule', scale_rule)} has no effect here: the {values} as {source.folder.path} has them "
+                f"({self.scheme}). Leave it out, or export the original full-precision checkpoint with it"
+            )
 
-def _check_rule_counts(source: LayerSource, scale_rule: str | None, decisions: Mapping[str, Decision]) -> None:
-    done = any(decision.action in ("packed", "requantized") for decision in decisions.values())
-    if scale_rule is None or done or _is_plain(source):
-        return
-    values = "packed bytes are kept" if isinstance(source, PackedSource) else "quantized values are written"
-    raise CheckpointError(
-        f"{option('scale_rule', scale_rule)} has no effect here: the {values} as {source.folder.path} has them "
-        f"({source.config.weight_scheme}). Leave it out, or export the original full-precision checkpoint with it"
-    )
+    def _decide(self, shape: LayerShape, on_mismatch: str) -> tuple[str, str | None]:
+        if not self.is_packed:
+            return "dequantized", None
+        # Weights of a plain checkpoint were never quantized, and stay so.
+        full = "left" if self.is_plain else "dequantized"
+        if reason := self.format.leaves_out(shape):
+            return full, reason
+        if reason := self.format.shape_misfit(shape):
+            return "refused" if on_mismatch == "refuse" else full, reason
+        if not self.misfits:
+            return "packed" if self.has_masters else "kept", None
+        return ON_MISMATCH[on_mismatch], None
 
+    def layer(self, layer: str) -> tuple[LayerCost, list[NewTensor]]:
+        """Return a layer's entry in the report, which is filled as its tensors are made, and these."""
+        format, shape = self.format, self.source.shapes[layer]
+        cost = LayerCost(layer, *self.decisions[layer])
+        name = self.source.in_plain_files(layer) if format.plain_names else layer
+        if cost.action not in ("dequantized", "left"):
+            specs = format.specs(name, shape)
+            return cost, new_tensors(
+                specs, lambda: format.tensors(name, shape, stack_packed(shape, lambda e: self._packed(cost, e)))
+            )
 
-def _new_weights(source: LayerSource, written: QuantScheme, decisions: Mapping[str, Decision]) -> str | None:
-    """Return the scheme of the weights written, if it is new to them."""
-    actions = {decision.action for decision in decisions.values()}
-    return str(written) if actions & {"packed", "requantized"} or _is_plain(source) else None
+        def make() -> dict[str, torch.Tensor]:
+            full = [self._full(cost, expert) for expert in shape.matrices]
+            return format.full_tensors(name, shape, full[0] if shape.experts is None else torch.stack(full))
+
+        return cost, new_tensors(format.full_tensors(name, shape, shape.meta()), make)
+
+    def _packed(self, cost: LayerCost, expert: int | None) -> dict[str, torch.Tensor]:
+        """Return the packed fields of one matrix, in the scheme [`written`] unless they are kept."""
+        source = self.source
+        if cost.action == "kept":
+            return source.read(cost.name, expert)
+        if cost.action == "packed":
+            before, backend = source.master(cost.name, expert), source.config.backend
+        else:
+            columns = source.shapes[cost.name].in_features
+            before = weight_values(source.read(cost.name, expert), columns, self.scheme, torch.float32)
+            backend = "auto"
+        packed = quantize_weight(before, self.written, backend)
+        cost.add(before, weight_values(packed, before.shape[1], self.written, torch.float32))
+        return packed
+
+    def _full(self, cost: LayerCost, expert: int | None) -> torch.Tensor:
+        """Return one matrix in bfloat16, with its quantized values unless it is left alone."""
+        source = self.source
+        before = source.master(cost.name, expert) if self.has_masters else None
+        if cost.action == "left":
+            return before.to(torch.bfloat16)
+        packed = source.read(cost.name, expert) if before is None else source.pack(before)
+        options = packed, source.shapes[cost.name].in_features, self.scheme
+        rotation = source.config.weight_rotation
+        after = weight_values(*options, torch.bfloat16, "auto", rotation)
+        cost.add(weight_values(*options, torch.float32, "auto", rotation) if before is None else before, after)
+        return after
+
+    def _refusal(self) -> CheckpointError:
+        refused = {layer: reason for layer, (action, reason) in self.decisions.items() if action == "refused"}
+        odd = {layer: reason for layer, reason in refused.items() if reason}
+        reasons = [f"it has no place for {' and '.join(self.misfits)}"] if self.misfits else []
+        if odd:
+            more = f" and {len(odd) - 1} more" if len(odd) > 1 else ""
+            reasons.append(f"of {min(odd)}{more}, {odd[min(odd)]}")
+        shapes = self.source.shapes
+        n_refused, n_layers = (sum(len(shapes[layer].matrices) for layer in each) for each in (refused, shapes))
+        scheme = "" if self.is_plain else f" ({self.scheme})"
+        requantize, dequantize = (option("on_mismatch", choice) for choice in ("requantize", "dequantize"))
+        even = option("scale_rule", DEFAULT_RULE)
+        if not self.misfits:
+            advice = f"{dequantize} writes them in bfloat16, listed as not quantized"
+        elif self.has_masters:
+            advice = (
+                f"Best: {even} quantizes the full-precision weights once, to plain MXFP4; {requantize} does so with "
+                f"their own rule ({plain_scheme(self.scheme)}). Only {dequantize} keeps the values of the policy, in "
+                "bfloat16"
+            )
+        else:
+            advice = (
+                f"Best: export the original full-precision checkpoint with {even}, so that weights are quantized once. "
+                f"{requantize} quantizes the packed ones again ({self.written}), which costs much more accuracy; "
+                f"{dequantize} makes bfloat16"
+            )
+        return CheckpointError(
+            f"format {self.format.name!r} cannot hold {n_refused} of {n_layers} layers of {self.source.folder.path}"
+            f"{scheme}: {'; '.join(reasons)}. {advice}"
+        )
+
+    def notes(self, dtype: torch.dtype) -> list[str]:
+        """Say in sentences what was changed; ``dtype`` is the model's."""
+        notes = []
+        left_out = [self.format.leaves_out(shape) for shape in self.source.shapes.values()] if self.is_packed else []
+        if left_out := [reason for reason in left_out if reason]:
+            done = "left in" if "left" in self.actions else "dequantized to"
+            notes.append(f"{len(left_out)} layers were {done} bfloat16: {left_out[0]}.")
+        if "requantized" in self.actions:
+            notes.append(
+                f"The packed weights were quantized a second time ({self.written}). Exporting the full-precision "
+                "checkpoint that they were packed from loses less."
+            )
+        if "packed" in self.actions and not self.is_plain and self.written != self.scheme:
+            notes.append(
+                f"The policy was trained with weights in {self.scheme}; the exported ones are {self.written}, "
+                "quantized once from its full-precision weights."
+            )
+        if dtype != torch.bfloat16:
+            notes.append(f"All other tensors are converted from {dtype} to bfloat16, what other engines compute in.")
+        if self.is_packed and self.actions <= {"dequantized", "left"}:
+            notes.append("No layer is MXFP4 any more: this is a plain checkpoint, as format bf16 writes it.")
+        return notes
 
 
 def ignored_layers(source: LayerSource, quantized: Set[str]) -> list[str]:
@@ -220,74 +314,6 @@ def ignored_layers(source: LayerSource, quantized: Set[str]) -> list[str]:
     embeddings = {name for name, module in modules.items() if isinstance(module, nn.Embedding)}
     embeddings |= {source.names.stored.get(f"{name}.weight", "").removesuffix(".weight") for name in embeddings}
     return sorted((linears | matrices) - embeddings - quantized)
-
-
-def _refusal(
-    source: LayerSource, format: PackedFormat, written: QuantScheme, decisions: Mapping[str, Decision]
-) -> CheckpointError:
-    refused = {layer: decision.reason for layer, decision in decisions.items() if decision.action == "refused"}
-    odd = {layer: reason for layer, reason in refused.items() if reason}
-    masters, plain = isinstance(source, MasterSource), _is_plain(source)
-    parts = format.misfits(written if masters else source.config.weight_scheme)
-    reasons = [f"it has no place for {' and '.join(parts)}"] if parts else []
-    if odd:
-        more = f" and {len(odd) - 1} more" if len(odd) > 1 else ""
-        reasons.append(f"of {min(odd)}{more}, {odd[min(odd)]}")
-    n_refused, n_layers = (sum(source.shapes[layer].n_matrices for layer in layers) for layers in (refused, decisions))
-    scheme = "" if plain else f" ({source.config.weight_scheme})"
-    requantize, dequantize = (option("on_mismatch", choice) for choice in ("requantize", "dequantize"))
-    even = option("scale_rule", DEFAULT_RULE)
-    if not parts:
-        advice = f"{dequantize} {'leaves them in' if plain else 'makes them'} bfloat16, listed as not quantized"
-    elif masters:
-        advice = (
-            f"Best: {even} quantizes the full-precision weights straight to plain MXFP4, once; {requantize} does so "
-            f"with their own rule ({plain_scheme(source.config.weight_scheme)}). Neither is exactly the policy that "
-            f"was trained; {dequantize} is, in bfloat16, which costs memory"
-        )
-    else:
-        advice = (
-            f"Best: export the original full-precision checkpoint instead, plain or trained, with {even}: its weights "
-            f"are then quantized once. {requantize} makes plain MXFP4 ({written}) of the packed ones, which quantizes "
-            f"twice and costs much more accuracy; {dequantize} makes bfloat16, which costs memory"
-        )
-    return CheckpointError(
-        f"format {format.name!r} cannot hold {n_refused} of {n_layers} layers of {source.folder.path}{scheme}: "
-        f"{'; '.join(reasons)}. {advice}"
-    )
-
-
-def _notes(
-    source: LayerSource, format: Format, decisions: Mapping[str, Decision], written: QuantScheme, dtype: torch.dtype
-) -> list[str]:
-    notes = []
-    actions = [decision.action for decision in decisions.values()]
-    if isinstance(format, PackedFormat):
-        left_out = [reason for shape in source.shapes.values() if (reason := format.leaves_out(shape))]
-        if left_out:
-            done = "left in" if "left" in actions else "dequantized to"
-            notes.append(f"{len(left_out)} layers were {done} bfloat16: {left_out[0]}.")
-    if "requantized" in actions:
-        notes.append(
-            f"The packed weights were quantized a second time ({written}). Exporting the full-precision checkpoint "
-            "that they were packed from loses less."
-        )
-    if "packed" in actions and not _is_plain(source) and written != source.config.weight_scheme:
-        notes.append(
-            f"The policy was trained with weights in {source.config.weight_scheme}; the exported ones are "
-            f"{written}, quantized once from its full-precision weights."
-        )
-    if dtype != torch.bfloat16:
-        notes.append(f"All other tensors are converted from {dtype} to bfloat16, what other engines compute in.")
-    if isinstance(format, PackedFormat) and set(actions) <= {"dequantized", "left"}:
-        notes.append("No layer is MXFP4 any more: this is a plain checkpoint, as format bf16 writes it.")
-    return notes
-
-
-def _config(config: Mapping[str, Any], options: dict[str, Any] | None) -> dict[str, Any]:
-    """Return the `config.json` of a bfloat16 model, with another `quantization_config` or none."""
-    rest = _in_bf16(without_scheme(config))
-    return rest if options is None else {**rest, "quantization_config": options}
 
 
 def _in_bf16(value: Any) -> Any:

@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .tensors import INDEX, ShardError, StoredTensor, read_header, tensors_by_name
+from .tensors import INDEX, SINGLE, ShardError, StoredTensor, read_header, tensors_by_name
 
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+CONFIG = "config.json"
 #: Files that belong to a checkpoint of any format, apart from the weights. No pickles, optimizer state or model card.
 SIDE_FILES = (
     "generation_config.json",
@@ -51,16 +52,11 @@ class CheckpointFolder:
     tensors: Mapping[str, StoredTensor]
 
     @property
-    def files(self) -> list[Path]:
-        """The weight files, sorted."""
-        return sorted({tensor.file for tensor in self.tensors.values()})
-
-    @property
     def quantization(self) -> dict[str, Any]:
         """The `quantization_config`; empty for a full-precision checkpoint. Raises [`CheckpointError`]."""
         options = self.config.get("quantization_config") or {}
         if not isinstance(options, dict):
-            raise CheckpointError(f"quantization_config in {self.path / 'config.json'} is not a JSON object")
+            raise CheckpointError(f"quantization_config in {self.path / CONFIG} is not a JSON object")
         return options
 
     def empty_model(self) -> "PreTrainedModel":
@@ -71,7 +67,7 @@ class CheckpointFolder:
         """
         import transformers
 
-        file = self.path / "config.json"
+        file = self.path / CONFIG
         names = self.config.get("architectures")
         name = names[0] if isinstance(names, list) and names else None
         found = getattr(transformers, name, None) if isinstance(name, str) else None
@@ -81,7 +77,6 @@ class CheckpointFolder:
                 "models of remote code are not converted"
             )
         refuse_kernels(self.config, file)
-        _check_counts(self.config, len(self.tensors), file)
         try:
             config = transformers.AutoConfig.from_pretrained(self.path, trust_remote_code=False)
             with torch.device("meta"):
@@ -95,15 +90,6 @@ class CheckpointFolder:
             for file in self.path.glob(pattern):
                 if file.is_file() and not (target / file.name).exists():
                     shutil.copyfile(file, target / file.name)
-
-
-def _check_counts(config: Mapping[str, Any], n_tensors: int, file: Path) -> None:
-    """Raise [`CheckpointError`] for more layers than tensors: making them takes hours before anything else is wrong."""
-    for key, value in config.items():
-        if isinstance(value, Mapping):
-            _check_counts(value, n_tensors, file)
-        elif str(key).endswith(("layers", "layer", "experts")) and isinstance(value, int) and value > 1024 + n_tensors:
-            raise CheckpointError(f"{file} has {key}={value}, but the files hold only {n_tensors} tensors")
 
 
 def refuse_kernels(config: Any, where: Any) -> None:
@@ -137,14 +123,11 @@ def open_checkpoint(path: str | os.PathLike) -> CheckpointFolder:
     folder = Path(path).expanduser()
     if not folder.is_dir():
         raise CheckpointError(f"{folder} is not a folder; give that of a checkpoint")
-    config = read_json(folder / "config.json")
-    if (folder / INDEX).is_file():
-        weight_map = read_index(folder / INDEX)
-        files = sorted(set(weight_map.values()))
-    else:
-        weight_map, files = {}, ["model.safetensors"]
-        if not (folder / files[0]).is_file():
-            raise CheckpointError(f"{folder} has neither {INDEX} nor {files[0]}; only safetensors checkpoints are read")
+    config = read_json(folder / CONFIG)
+    weight_map = read_index(folder / INDEX) if (folder / INDEX).is_file() else {}
+    files = sorted(set(weight_map.values())) or [SINGLE]
+    if not weight_map and not (folder / SINGLE).is_file():
+        raise CheckpointError(f"{folder} has neither {INDEX} nor {SINGLE}; only safetensors checkpoints are read")
     tensors = tensors_by_name(read_header(folder / file) for file in files)
     if not tensors:
         raise ShardError(f"{files[0]} holds no tensors")
@@ -165,7 +148,7 @@ def read_index(index: Path) -> dict[str, str]:
     except CheckpointError as error:
         raise ShardError(f"{index.name} is damaged: {error}") from error
     places = content.get("weight_map")
-    if not isinstance(places, dict) or not places or not isinstance(content.get("metadata"), dict):
+    if not places or not isinstance(places, dict) or not isinstance(content.get("metadata"), dict):
         raise ShardError(f"{index.name} is damaged: it has no weight_map with the files of tensors, or no metadata")
     for name, file in places.items():
         if not isinstance(file, str) or Path(file).name != file or "\0" in file:
@@ -175,8 +158,8 @@ def read_index(index: Path) -> dict[str, str]:
 
 def model_dtype(folder: CheckpointFolder) -> torch.dtype:
     """Return the dtype of the model, as `config.json` or else its largest floating-point tensor says."""
-    named = folder.config.get("dtype") or folder.config.get("torch_dtype")
-    dtype = getattr(torch, str(named).removeprefix("torch."), None)
+    named = str(folder.config.get("dtype") or folder.config.get("torch_dtype"))
+    dtype = getattr(torch, named.removeprefix("torch."), None)
     if isinstance(dtype, torch.dtype):
         return dtype
     floats = [tensor for tensor in folder.tensors.values() if tensor.dtype.is_floating_point]

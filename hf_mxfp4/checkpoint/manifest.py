@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sizes and checksums of a checkpoint's files in `mxfp4_manifest.json`, and which training checkpoints are complete.
+"""Sizes and checksums of a checkpoint's files in `mxfp4_manifest.json`: what is damaged, and which training checkpoints
+are complete.
 
 The manifest is written when a checkpoint is saved. `hf-mxfp4 verify` compares the checksums, resuming a run the sizes.
 A checksum finds damage; it does not say who wrote a file.
@@ -9,18 +10,22 @@ step: after a kill, the half-written one. Here a checkpoint counts only when its
 all files of the manifest have their sizes.
 """
 
+import contextlib
 import json
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path, PurePosixPath
+from typing import Any
 
 from xxhash import xxh3_128
 
 from .._logging import get_logger
-from ..files import is_draft, write_json
-from .tensors import ShardError
+from ..files import is_draft, one_writer, write_json
+from ..registration import QUANT_METHOD
+from .folder import CONFIG, CheckpointError, RemoteCodeError, open_checkpoint, read_index
+from .tensors import INDEX, SINGLE, ShardError, read_header
 
 
 MANIFEST = "mxfp4_manifest.json"
@@ -104,30 +109,15 @@ def record_of(file: Path, on_bytes: OnBytes = ignore_bytes) -> FileRecord:
     return FileRecord(size, checksum.hexdigest())
 
 
-def file_damage(file: Path, record: FileRecord, on_bytes: OnBytes = ignore_bytes) -> str | None:
-    """Compare a file with its record and return what is damaged, in a sentence; `None` for nothing.
-
-    Raises [`ShardError`] when it cannot be read.
-    """
-    problem = size_problem(file, record)
-    if problem is None and record.xxh3_128 is not None:
-        found = record_of(file, on_bytes).xxh3_128
-        if found != record.xxh3_128:
-            problem = f"its checksum is {found}, and was {record.xxh3_128} when saved"
-    if problem is None:
-        return None
-    return (
-        f"{file.name} is damaged: {problem}. If it was changed on purpose, delete {MANIFEST} and run hf-mxfp4 verify "
-        "--add"
-    )
-
-
 def size_problem(file: Path, record: FileRecord) -> str | None:
     """Return what is wrong with a file without reading it; `None` for nothing."""
     if not file.is_file():
         return "it is missing"
     size = file.stat().st_size
     return None if size == record.size else f"it has {size} bytes instead of {record.size}"
+
+
+# ---- checkpoints of a training run --------------------------------------------------------------------------------
 
 
 def checkpoint_step(folder: str | os.PathLike) -> int | None:
@@ -149,16 +139,14 @@ def why_incomplete(folder: str | os.PathLike) -> str | None:
     if not folder.is_dir():
         return "there is no such folder"
     try:
-        state = json.loads((folder / TRAINER_STATE).read_text(encoding="utf-8"))
-        state["global_step"]
+        json.loads((folder / TRAINER_STATE).read_text(encoding="utf-8"))["global_step"]
+        records = read_manifest(folder)
+    except ShardError as error:
+        return str(error)
     except FileNotFoundError:
         return f"it has no {TRAINER_STATE}: saving it was not finished"
     except (OSError, ValueError, KeyError, TypeError):
         return f"its {TRAINER_STATE} is cut short"
-    try:
-        records = read_manifest(folder)
-    except ShardError as error:
-        return str(error)
     problems = ((name, size_problem(folder / name, record)) for name, record in records.items())
     return next((f"{name}: {problem}" for name, problem in problems if problem), None)
 
@@ -170,8 +158,143 @@ def last_complete_checkpoint(output_dir: str | os.PathLike) -> str | None:
     entries = output_dir.iterdir() if output_dir.is_dir() else ()
     folders = [path for path in entries if checkpoint_step(path) is not None and path.is_dir()]
     for folder in sorted(folders, key=checkpoint_step, reverse=True):
-        reason = why_incomplete(folder)
-        if reason is None:
+        if (reason := why_incomplete(folder)) is None:
             return str(folder)
         get_logger().warning("%s is not resumed from: %s", folder, reason)
     return None
+
+
+# ---- verification -------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Problem:
+    """``where``: the file. ``reason``: a sentence that names the file."""
+
+    where: str
+    reason: str
+
+
+@dataclass
+class Verification:
+    """What was compared, and what was wrong.
+
+    Attributes:
+        checked: names of the files that were compared with their checksums.
+        unchecked: names of the files without one.
+        n_tensors, n_bytes: how much was compared.
+        problems: everything that is damaged.
+        notes: what could not be compared, in sentences.
+    """
+
+    checked: list[str] = field(default_factory=list)
+    unchecked: list[str] = field(default_factory=list)
+    n_tensors: int = 0
+    n_bytes: int = 0
+    problems: list[Problem] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def lacking(self) -> list[str]:
+        """Files of the model without checksums; all files if none has one."""
+        return [name for name in self.unchecked if not self.checked or name.startswith("model")]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return what `hf-mxfp4 verify --json` prints."""
+        short = {"n_tensors": "tensors", "n_bytes": "bytes"}
+        return {short.get(name, name): value for name, value in asdict(self).items()}
+
+    def check_file(self, file: Path, record: FileRecord | None, on_bytes: OnBytes = ignore_bytes) -> None:
+        """Compare a file with its record in the manifest."""
+        try:
+            n_tensors = len(read_header(file).tensors) if file.suffix == ".safetensors" else 0
+            problem = None if record is None else size_problem(file, record)
+            if record is None or record.xxh3_128 is None:
+                self.unchecked.append(file.name)
+            else:
+                found = record if problem else record_of(file, on_bytes)
+                if found != record:
+                    problem = f"its checksum is {found.xxh3_128}, and was {record.xxh3_128} when saved"
+                self.checked.append(file.name)
+                self.n_tensors += n_tensors
+                self.n_bytes += file.stat().st_size if file.is_file() else 0
+        except ShardError as error:
+            self._add(file.name, error)
+            return
+        if problem is not None:
+            advice = f"If it was changed on purpose, delete {MANIFEST} and run hf-mxfp4 verify --add"
+            self._add(file.name, f"{file.name} is damaged: {problem}. {advice}")
+
+    def check_folder(self, folder: Path) -> None:
+        """Compare the files with the index and with `config.json`, if they have no other problem."""
+        from .sources import MasterSource, PackedSource, own_config
+
+        if self.problems or not (folder / CONFIG).is_file():
+            return
+        try:
+            opened = open_checkpoint(folder)
+            if opened.quantization.get("quant_method") == QUANT_METHOD:
+                own = own_config(opened)
+                if own.mode == "packed":
+                    PackedSource(opened)
+                elif not own.packing_unsupported_reason:
+                    MasterSource(opened)
+        except RemoteCodeError as error:
+            self.notes.append(f"the tensors were not compared with the model that {CONFIG} describes: {error}")
+        except ShardError as error:
+            self._add(INDEX, error)
+        except CheckpointError as error:
+            self._add(CONFIG, error)
+
+    def _add(self, where: str, reason: str | Exception) -> None:
+        self.problems.append(Problem(where, str(reason)))
+
+
+def verify_folder(path: str | os.PathLike, on_bytes: OnBytes = ignore_bytes) -> Verification:
+    """Check every file of a folder that has a checksum, all safetensors files, the index, and that `config.json`
+    describes them; or one file alone.
+
+    Raises [`CheckpointError`] for what is neither, or a folder without weights.
+    """
+    path, found = Path(path).expanduser(), Verification()
+    is_file = path.is_file()
+    folder, manifest = path.parent if is_file else path, {}
+    try:
+        manifest = read_manifest(folder)
+    except ShardError as error:
+        found._add(MANIFEST, error)
+    for name in [path.name] if is_file else _names(folder, manifest):
+        found.check_file(folder / name, manifest.get(name), on_bytes)
+    if not is_file:
+        found.check_folder(folder)
+    return found
+
+
+def add_to_folder(folder: str | os.PathLike, on_bytes: OnBytes = ignore_bytes) -> list[str]:
+    """Record checksums of those weight files of a folder that have none, as they are now; return their names. The files
+    do not change; one process at a time does this in a folder, and the others wait.
+
+    Raises as [`verify_folder`], `ShardError` for a file that cannot be read, and `OSError` if the manifest cannot be
+    written.
+    """
+    folder = Path(folder).expanduser()
+    with one_writer(folder):
+        manifest = read_manifest(folder)
+        known = {name for name, record in manifest.items() if record.xxh3_128 is not None}
+        names = [name for name in _names(folder, manifest) if name not in known]
+        if names:
+            write_manifest(folder, names, manifest, on_bytes)
+    return names
+
+
+def _names(folder: Path, manifest: Iterable[str]) -> list[str]:
+    """Return the names of all weight files of a folder, and of those that its index or manifest names."""
+    if not folder.is_dir():
+        raise CheckpointError(f"{folder} is not a folder; give that of a checkpoint")
+    names = {*weight_files(folder), *manifest}
+    if (folder / INDEX).is_file() and not (folder / SINGLE).is_file():
+        with contextlib.suppress(ShardError):  # reported when the index is checked
+            names |= set(read_index(folder / INDEX).values())
+    if not any(name.endswith((".safetensors", ".gguf")) for name in names):
+        raise CheckpointError(f"{folder} holds no .safetensors or .gguf file")
+    return sorted(names)

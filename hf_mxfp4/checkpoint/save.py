@@ -2,15 +2,18 @@
 """`save_pretrained` and `push_to_hub` of quantized models: nothing half-written, checksums of the weights, and a model
 card."""
 
-import contextlib
 import functools
 import inspect
 import os
-from collections.abc import Iterator
+import tempfile
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from huggingface_hub import CommitInfo, HfApi
+from huggingface_hub.errors import EntryNotFoundError
+
 from ..config import MXFP4RLConfig
-from .atomic import is_staging, staged
+from .atomic import is_staging, staged, weight_names
 from .scheme import guard_folder
 
 
@@ -39,28 +42,18 @@ def wrap_saving(cls: type["PreTrainedModel"]) -> None:
 
 
 def is_quantized(model: "PreTrainedModel") -> bool:
-    """Whether ``model`` was quantized by this package and not made plain again."""
+    """Return whether ``model`` was quantized by this package and not made plain again."""
     config = getattr(getattr(model, "hf_quantizer", None), "quantization_config", None)
     return isinstance(config, MXFP4RLConfig)
 
 
-@contextlib.contextmanager
-def _set_aside(model: "PreTrainedModel", state_dict: dict | None) -> Iterator[None]:
-    """Make [`take_state_dict`] return ``state_dict`` while the context lasts.
+def take_state_dict(model: "PreTrainedModel") -> dict | None:
+    """Return the state dict of the `save_pretrained` call in progress, if it was given one.
 
     transformers replaces the caller's ``state_dict`` by the quantizer's when a model has one, without passing it on.
     Under FSDP2 and ZeRO-3 the caller's is the gathered one: without it, the first hangs on save and the second writes
     empty tensors. So it is stored on the model for the quantizer to return.
     """
-    model.__dict__[_SET_ASIDE] = state_dict
-    try:
-        yield
-    finally:
-        model.__dict__.pop(_SET_ASIDE, None)
-
-
-def take_state_dict(model: "PreTrainedModel") -> dict | None:
-    """Return the state dict of the `save_pretrained` call in progress, if it was given one."""
     return model.__dict__.get(_SET_ASIDE)
 
 
@@ -79,17 +72,18 @@ def _wrap_save(original):
         call.apply_defaults()
         extra = call.arguments.pop("kwargs", {})
         options = {**call.arguments, **extra}
-        state_dict, folder = options["state_dict"], options["save_directory"]
+        folder = options["save_directory"]
         if is_staging(folder):  # the save of a subclass, within which that of its parent class is called
             return original(self, *args, **kwargs)
-        with _set_aside(self, state_dict):
+        self.__dict__[_SET_ASIDE] = options["state_dict"]
+        try:
             # Of a checkpoint that all ranks write together, none can tell when it is complete.
             if options.get("distributed_checkpoint") or not _writes(self, options["is_main_process"]):
                 return original(self, *args, **kwargs)
             _save(self, original, call, options)
+        finally:
+            self.__dict__.pop(_SET_ASIDE, None)
         if options["push_to_hub"]:
-            from .hub import push
-
             names = (*_UPLOAD_OPTIONS, "state_dict", "max_shard_size", "variant")
             given = {name: options[name] for name in names if options.get(name) is not None}
             push(self, options.get("repo_id") or os.path.basename(os.path.normpath(folder)), **given)
@@ -106,12 +100,11 @@ def _save(model: "PreTrainedModel", original, call: inspect.BoundArguments, opti
         local = {name: value for name, value in options.items() if name in call.signature.parameters}
         local |= {"save_directory": str(staging), "push_to_hub": False}
         model_argument = local.pop(next(iter(call.signature.parameters)))
-        # Of adapters alone there is nothing to say here: files and card are PEFT's.
-        adapters_alone = getattr(model, "_hf_peft_config_loaded", False)
         original(model_argument, **local)
-        if not adapters_alone:
-            guard_folder(staging)
-        if not adapters_alone and hasattr(model, "quantization_report"):
+        if getattr(model, "_hf_peft_config_loaded", False):
+            return  # adapters alone: files and card are PEFT's
+        guard_folder(staging)
+        if hasattr(model, "quantization_report"):
             save_card(model, staging, existing=folder)
 
 
@@ -126,10 +119,62 @@ def _wrap_push(original):
     def push_to_hub(self, repo_id: str, *args, max_shard_size: int | str = "50GB", **options):
         if not is_quantized(self) or args:
             return original(self, repo_id, *args, max_shard_size=max_shard_size, **options)
-        from .hub import push
-
         tags = options.pop("tags", None) or []
         tags = [tags] if isinstance(tags, str) else list(tags)
         return push(self, repo_id, max_shard_size=max_shard_size, tags=[*(self.model_tags or []), *tags], **options)
 
     return push_to_hub
+
+
+def push(
+    model: "PreTrainedModel",
+    repo_id: str,
+    *,
+    private: bool | None = None,
+    commit_message: str | None = None,
+    commit_description: str | None = None,
+    token: bool | str | None = None,
+    revision: str | None = None,
+    create_pr: bool = False,
+    tags: list[str] | None = None,
+    variant: str | None = None,
+    **options: Any,
+) -> CommitInfo:
+    """Save ``model`` to a temporary folder and upload it; other ``options`` are those of `save_pretrained`.
+
+    The repository is made first, so that a wrong token is found before anything is written. A card that someone wrote
+    on the Hub stays, with ``tags`` added; one that was generated is replaced. Weights of an earlier push that are not
+    overwritten are deleted in the same commit: transformers would prefer an old `model.safetensors` to new shards.
+
+    Raises as the Hub's client does; what an interrupted upload did transfer is not sent again.
+    """
+    from .card import CARD, choose_card, decoration
+
+    api = HfApi(token=token)
+    repo_id = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
+    if revision is not None and not revision.startswith("refs/pr"):
+        api.create_branch(repo_id, branch=revision, exist_ok=True)
+    with tempfile.TemporaryDirectory() as folder:
+        model.save_pretrained(folder, variant=variant, **options)
+        with decoration():
+            card = choose_card(_remote_card(api, repo_id, revision), Path(folder), tags or [], repo_id)
+            card.save(Path(folder) / CARD)
+        single, index = weight_names(variant)
+        stem = single.removesuffix(".safetensors")
+        return api.upload_folder(
+            repo_id=repo_id,
+            folder_path=folder,
+            delete_patterns=[single, index, f"{stem}-*-of-*.safetensors"],
+            commit_message=commit_message or "Upload model",
+            commit_description=commit_description,
+            revision=revision,
+            create_pr=create_pr,
+        )
+
+
+def _remote_card(api: HfApi, repo_id: str, revision: str | None) -> str | None:
+    try:
+        path = api.hf_hub_download(repo_id, "README.md", revision=revision)
+    except EntryNotFoundError:
+        return None
+    return Path(path).read_text(encoding="utf-8")

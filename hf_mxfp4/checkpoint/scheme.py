@@ -18,7 +18,7 @@ import torch
 from ..config import FORMAT_VERSION, MXFP4RLConfig
 from ..files import write_json
 from .folder import read_json
-from .tensors import FileHeader, ShardError
+from .tensors import FileHeader, ShardError, tensors_by_name
 
 
 KEY = "transformers_weights"
@@ -83,21 +83,15 @@ def check_checkpoint(files: Sequence[FileHeader | str | PathLike], config: MXFP4
                 f"{Path(file).name} is not a safetensors file; a checkpoint of quant_method={config.quant_method!r} is "
                 "read from no other format"
             )
-    if config.mode == "packed":
-        _check_bytes(files)
+    tensors = tensors_by_name(files) if config.mode == "packed" else {}
+    scales = [name for name in tensors if name.endswith(("weight_scale", "proj_scale"))]
+    for name in [*scales, *(name.removesuffix("_scale") for name in scales)]:
+        if name in tensors and tensors[name].dtype != torch.uint8:
+            raise ValueError(
+                f"{tensors[name].file.name}: {name} is {tensors[name].dtype}, and packed weights are uint8; pack the "
+                "full-precision model again with hf-mxfp4 pack"
+            )
     return read_record(files, config)
-
-
-def _check_bytes(files: Sequence[FileHeader]) -> None:
-    """Raise `ValueError` for codes or scales of a packed weight that are no bytes."""
-    tensors = {tensor.name: tensor for file in files for tensor in file.tensors}
-    for name in [name for name in tensors if name.endswith(("weight_scale", "proj_scale"))]:
-        for part in (name, name.removesuffix("_scale")):
-            if part in tensors and tensors[part].dtype != torch.uint8:
-                raise ValueError(
-                    f"{tensors[part].file.name}: {part} is {tensors[part].dtype}, and packed weights are uint8; pack "
-                    "the full-precision model again with hf-mxfp4 pack"
-                )
 
 
 def check_unquantized(files: Sequence[FileHeader | str | PathLike]) -> None:
@@ -125,8 +119,7 @@ def read_record(headers: Sequence[FileHeader], config: MXFP4RLConfig) -> dict[st
         return {}
     try:
         record = json.loads(records[first])
-        version, meaning = record["format_version"], record["meaning"]
-        record["weight_sqnr_db"]
+        version, meaning, _ = (record[key] for key in ("format_version", "meaning", "weight_sqnr_db"))
     except (ValueError, KeyError, TypeError) as error:
         raise ShardError(f"{first} is damaged: the scheme in its header cannot be read") from error
     if version != FORMAT_VERSION:

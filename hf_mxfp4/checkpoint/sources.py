@@ -11,15 +11,21 @@ import torch
 from torch import nn
 
 from ..config import QUANT_METHOD, MXFP4RLConfig
-from ..experts_layout import unsupported_reason
 from ..gemm import check_rotation, packed_shapes, quantize_weight
 from ..module_names import fused_experts
 from .folder import CheckpointError, CheckpointFolder
-from .formats import FORMATS, ImportableFormat
-from .layers import LayerShape, NewLayer, layer_shapes, packed_tensors, plain_tensors, quantizable_layers
+from .formats import IMPORTABLE, ImportableFormat
+from .names import (
+    FileNames,
+    LayerShape,
+    layer_shapes,
+    packed_tensors,
+    plain_tensors,
+    quantizable_layers,
+    unknown_layout,
+)
 from .scheme import read_record
-from .tensor_names import FileNames, unknown_layout
-from .tensors import NewTensor, StoredTensor, read_header
+from .tensors import NewTensor, StoredTensor, new_tensors, read_header
 
 
 #: What to do with checkpoints of bitsandbytes, GPTQ, AWQ, FP8 and the like.
@@ -41,6 +47,7 @@ class LayerSource(ABC):
         has_experts: whether experts are quantized; packed checkpoints then have the model's names.
         shapes: weights to be quantized, in the model's order: linear layers by their names, the fused weights of
             experts by theirs (``...experts.gate_up_proj``).
+        stored: the tensors of the files that make up each of these weights.
     """
 
     def __init__(
@@ -60,20 +67,26 @@ class LayerSource(ABC):
         }
         self.has_experts = any(not isinstance(layer, nn.Linear) for layer in layers.values())
         self.shapes = layer_shapes(layers, self.names)
-        self._stored: dict[str, list[StoredTensor]] = {}
         for layer, shape in self.shapes.items():
             try:
                 check_rotation(layer, shape.in_features, config.weight_rotation)
             except ValueError as error:
                 raise CheckpointError(f"{folder.path}: {error}") from None
+        self.stored = {layer: self._find(self._specs(layer, shape)) for layer, shape in self.shapes.items()}
+        if self.names.missing:
+            self._find({min(self.names.missing): None})
+
+    @abstractmethod
+    def _specs(self, layer: str, shape: LayerShape) -> dict[str, torch.Tensor]:
+        """Return the tensors that make up a weight, on the meta device, by their names in the files."""
+
+    @abstractmethod
+    def read(self, layer: str, expert: int | None = None) -> dict[str, torch.Tensor]:
+        """Return the packed tensors of one matrix by the names of [`PACKED_FIELDS`]. Raises `ShardError`."""
 
     def in_files(self, layer: str) -> str:
         """Return what the files call a layer of [`shapes`]."""
         return _owner(self.names, layer, self.shapes[layer])
-
-    def in_packed_files(self, layer: str) -> str:
-        """Return what `save_pretrained` of the packed model calls a layer."""
-        return layer if self.has_experts else self.in_files(layer)
 
     def in_plain_files(self, layer: str) -> str:
         """Return what `save_pretrained` of the plain model calls a layer."""
@@ -83,49 +96,39 @@ class LayerSource(ABC):
             return self.names.whole.get(layer, layer)
         return self.names.whole[f"{layer}.weight"].removesuffix(".weight")
 
-    def stored(self, layer: str) -> list[StoredTensor]:
-        """Return the tensors of the files that make up a weight."""
-        return self._stored[layer]
-
-    @abstractmethod
-    def read(self, layer: str, expert: int | None = None) -> dict[str, torch.Tensor]:
-        """Return the packed tensors of one matrix by the names of [`PACKED_FIELDS`]. Raises `ShardError`."""
-
-    def packed_layer(self, layer: str, make: Callable[[str], dict[str, torch.Tensor]]) -> NewLayer:
+    def packed_layer(self, layer: str, make: Callable[[str], dict[str, torch.Tensor]]) -> list[NewTensor]:
         """Return a layer in our own packed files; ``make(layer)`` makes its packed fields."""
-        name, shape = self.in_packed_files(layer), self.shapes[layer]
+        name, shape = layer if self.has_experts else self.in_files(layer), self.shapes[layer]
         specs = packed_tensors(name, shape, shape.meta_packed(self.config.weight_scheme))
-        return NewLayer(specs, lambda: packed_tensors(name, shape, make(layer)))
+        return new_tensors(specs, lambda: packed_tensors(name, shape, make(layer)))
 
-    def find(self, name: str, spec: torch.Tensor | None = None) -> StoredTensor:
-        """Return the tensor of the files for one of the model. Raises [`CheckpointError`] if there is none, or it has
-        not the shape of ``spec``, or another dtype unless both are floating-point."""
-        stored = self.folder.tensors.get(self.names.stored.get(name, name))
-        if stored is None and name in self.names.converted.values():
-            raise unknown_layout(self.model, name)
-        if stored is None:
-            raise CheckpointError(
-                f"{self.folder.path} has no {name}, which a {type(self.model).__name__} needs; complete the files, or "
-                "restore the config.json that was saved with them"
-            )
-        if spec is not None:
-            same = stored.dtype == spec.dtype or stored.dtype.is_floating_point and spec.dtype.is_floating_point
-            if not same or stored.shape != tuple(spec.shape):
-                kind = "floating-point" if spec.dtype.is_floating_point else spec.dtype
+    def bytes_of(self, layer: str) -> int:
+        return sum(tensor.nbytes for tensor in self.stored[layer])
+
+    def _find(self, specs: Mapping[str, torch.Tensor | None]) -> list[StoredTensor]:
+        """Return the tensors of the files for those of the model. Raises [`CheckpointError`] if one is missing, has
+        another shape than its spec, or another dtype unless both are floating-point."""
+        found = []
+        for name, spec in specs.items():
+            stored = self.folder.tensors.get(self.names.stored.get(name, name))
+            if stored is None and name in self.names.converted.values():
+                raise unknown_layout(self.model, name)
+            if stored is None:
+                raise CheckpointError(
+                    f"{self.folder.path} has no {name}, which a {type(self.model).__name__} needs; complete the files, "
+                    "or restore the config.json that was saved with them"
+                )
+            both_float = spec is not None and spec.is_floating_point() and stored.dtype.is_floating_point
+            if spec is not None and (stored.shape != spec.shape or not both_float and stored.dtype != spec.dtype):
+                kind = "floating-point" if spec.is_floating_point() else spec.dtype
                 raise CheckpointError(
                     f"{stored.file.name}: {stored.name} is {stored.dtype} {list(stored.shape)}; the model needs "
                     f"{kind} {list(spec.shape)}"
                 )
-        return stored
+            found.append(stored)
+        return found
 
-    def check_complete(self) -> None:
-        """Raise [`CheckpointError`] if the files lack a tensor that the model needs."""
-        if self.names.missing:
-            self.find(min(self.names.missing))
-
-    @cached_property
-    def _taken(self) -> set[str]:
-        return {tensor.name for layer in self.shapes for tensor in self.stored(layer)}
+    # ---- tensors that are not quantized ---------------------------------------------------------------------------
 
     @cached_property
     def rest(self) -> dict[str, StoredTensor]:
@@ -133,24 +136,16 @@ class LayerSource(ABC):
         out = self._taken | self.names.unexpected
         return {name: tensor for name, tensor in self.folder.tensors.items() if name not in out}
 
+    @cached_property
+    def _taken(self) -> set[str]:
+        return {tensor.name for stored in self.stored.values() for tensor in stored}
+
     def notes_on_rest(self) -> list[str]:
         """Name the tensors of the files that are left out, as transformers ignores them."""
-        ignored = sorted(self.names.unexpected - self._taken)
-        if not ignored:
-            return []
+        ignored, kind = sorted(self.names.unexpected - self._taken), type(self.model).__name__
         shown = ", ".join(ignored[:3]) + (", ..." if len(ignored) > 3 else "")
-        return [
-            f"{len(ignored)} tensors that transformers ignores in a {type(self.model).__name__} were left out: {shown}."
-        ]
-
-    def bytes_of(self, layer: str) -> int:
-        return sum(tensor.nbytes for tensor in self.stored(layer))
-
-    @property
-    def total_bytes(self) -> int:
-        return sum(tensor.nbytes for tensor in self.folder.tensors.values())
-
-    # ---- tensors that are not quantized ---------------------------------------------------------------------------
+        note = f"{len(ignored)} tensors that transformers ignores in a {kind} were left out: {shown}."
+        return [note] if ignored else []
 
     def packed_rest(self) -> list[NewTensor]:
         """Return all other tensors by the names that `save_pretrained` of the packed model gives."""
@@ -172,7 +167,7 @@ class LayerSource(ABC):
                 renamed += _split(tensor, shape) if to_files and shape.pieces else _copies({name: tensor})
             elif all(piece.name in rest for piece in shape.pieces):
                 pieces = {piece.name: rest.pop(piece.name) for piece in shape.pieces}
-                renamed += _copies(pieces) if to_files else [self._joined(name, shape)]
+                renamed += _copies(pieces) if to_files else self._joined(name, shape)
         for stored, tensor in rest.items():
             if not to_files and stored in names.converted:
                 raise unknown_layout(self.model, names.converted[stored])
@@ -183,15 +178,11 @@ class LayerSource(ABC):
     def _unquantized_experts(self) -> dict[str, LayerShape]:
         """Return the fused weights of experts that are several tensors in files and are not quantized."""
         owners = {name.rpartition(".")[0] for name in self.names.pieces.keys() - self.shapes.keys()}
-        layers = {name: self.model.get_submodule(name) for name in sorted(owners)}
-        supported = {name: layer for name, layer in layers.items() if unsupported_reason(layer) is None}
-        return layer_shapes(supported, self.names)
+        return layer_shapes({name: self.model.get_submodule(name) for name in sorted(owners)}, self.names)
 
-    def _joined(self, name: str, shape: LayerShape) -> NewTensor:
-        dtype = self.folder.tensors[shape.pieces[0].name].dtype
-        return NewTensor(
-            name, dtype, shape.full_shape(), lambda: torch.stack([self.join(shape, e) for e in shape.matrices])
-        )
+    def _joined(self, name: str, shape: LayerShape) -> list[NewTensor]:
+        spec = shape.meta().to(self.folder.tensors[shape.pieces[0].name].dtype)
+        return new_tensors({name: spec}, lambda: {name: torch.stack([self.join(shape, e) for e in shape.matrices])})
 
     def join(self, shape: LayerShape, expert: int) -> torch.Tensor:
         """Return an expert's matrix ``[N, K]`` from the tensors that hold its rows. Raises `ShardError`."""
@@ -212,15 +203,14 @@ class PackedSource(LayerSource):
         if config is None or config.mode != "packed":
             raise CheckpointError(f"{folder.path} is no packed checkpoint")
         super().__init__(folder, config)
-        for layer, shape in self.shapes.items():
-            specs = packed_tensors(self.in_files(layer), shape, shape.meta_packed(config.weight_scheme))
-            self._stored[layer] = [self.find(*spec) for spec in specs.items()]
-        self.check_complete()
         self.sqnr_db: float | None = _record(folder, config).get("weight_sqnr_db")
+
+    def _specs(self, layer: str, shape: LayerShape) -> dict[str, torch.Tensor]:
+        return packed_tensors(self.in_files(layer), shape, shape.meta_packed(self.config.weight_scheme))
 
     def read(self, layer: str, expert: int | None = None) -> dict[str, torch.Tensor]:
         fields = packed_shapes(1, 1, self.config.weight_scheme)
-        return {field: _read(tensor, expert) for field, tensor in zip(fields, self._stored[layer], strict=True)}
+        return {field: _read(tensor, expert) for field, tensor in zip(fields, self.stored[layer], strict=True)}
 
 
 class MasterSource(LayerSource):
@@ -244,17 +234,16 @@ class MasterSource(LayerSource):
         super().__init__(folder, config or own.packed())
         if own is not None:
             _record(folder, own)
-        for layer, shape in self.shapes.items():
-            name = layer if shape.experts is not None else f"{layer}.weight"
-            whole = name in self.names.stored or not shape.pieces
-            spec = torch.empty(shape.full_shape(), device="meta")
-            specs = {name: spec} if whole else plain_tensors(name, shape, shape.meta())
-            self._stored[layer] = [self.find(*spec) for spec in specs.items()]
-        self.check_complete()
+
+    def _specs(self, layer: str, shape: LayerShape) -> dict[str, torch.Tensor]:
+        name = layer if shape.experts is not None else f"{layer}.weight"
+        if name in self.names.stored or not shape.pieces:
+            return {name: shape.meta_in_model()}
+        return plain_tensors(name, shape, shape.meta())
 
     def master(self, layer: str, expert: int | None = None) -> torch.Tensor:
         """Return one full-precision matrix ``[N, K]``. Raises `ShardError`."""
-        shape, stored = self.shapes[layer], self._stored[layer]
+        shape, stored = self.shapes[layer], self.stored[layer]
         if len(stored) > 1:
             return self.join(shape, expert)
         weight = _read(stored[0], expert)
@@ -276,19 +265,17 @@ class ForeignSource(LayerSource):
     """
 
     def __init__(self, folder: CheckpointFolder, format: ImportableFormat):
-        imported = format.read_config(folder.quantization)
+        config, self.notes = format.read_config(folder.quantization)
         scales = {name for name, tensor in folder.tensors.items() if format.marks(tensor)}
         if not scales:
             raise CheckpointError(f"{folder.path} has no block scales, so nothing in it is quantized")
         for name in folder.tensors:
             if meaning := format.foreign.get(name.rsplit(".", 1)[-1]):
                 raise CheckpointError(f"{folder.path} has {name}: {meaning}, which this package has no equal of")
-        model = folder.empty_model()
-        self.notes, self.format = imported.notes, format
+        model, self.format = folder.empty_model(), format
         names = FileNames(model, folder.tensors, format.plain_name)
-        left_out = [name for name in fused_experts(model) if unsupported_reason(model.get_submodule(name))]
-        candidates = quantizable_layers(model, _with_skips(imported.config, left_out))
-        quantized: set[str] = set()
+        left_out = [name for name in fused_experts(model) if experts_unsupported_reason(model.get_submodule(name))]
+        candidates, skips = quantizable_layers(model, _with_skips(config, left_out)), []
         for name, layer in candidates.items():
             own = {
                 spec
@@ -296,9 +283,9 @@ class ForeignSource(LayerSource):
                 if not format.shape_misfit(shape)
                 for spec in format.specs(_owner(names, weight, shape), shape)
             }
-            if not scales.isdisjoint(own):
-                quantized.add(name)
-                scales -= own
+            if scales.isdisjoint(own):
+                skips.append(name)
+            scales -= own
         if scales:
             foreign = min(scales).removesuffix(".weight_scale").removesuffix("_scales")
             more = f" and {len(scales) - 1} more" if len(scales) > 1 else ""
@@ -306,13 +293,10 @@ class ForeignSource(LayerSource):
                 f"{folder.path} quantizes {foreign}{more}, which this package keeps in full precision (heads, routers, "
                 "embeddings) or cannot pack"
             )
-        skips = [*(name for name in candidates if name not in quantized), *left_out]
-        super().__init__(folder, _with_skips(imported.config, skips), model, names)
-        self._stored = {
-            layer: [self.find(*spec) for spec in format.specs(self.in_files(layer), shape).items()]
-            for layer, shape in self.shapes.items()
-        }
-        self.check_complete()
+        super().__init__(folder, _with_skips(config, [*skips, *left_out]), model, names)
+
+    def _specs(self, layer: str, shape: LayerShape) -> dict[str, torch.Tensor]:
+        return self.format.specs(self.in_files(layer), shape)
 
     def read(self, layer: str, expert: int | None = None) -> dict[str, torch.Tensor]:
         def read(name: str, index: int | None = None) -> torch.Tensor:
@@ -328,39 +312,19 @@ def own_config(folder: CheckpointFolder) -> MXFP4RLConfig | None:
         return None
     method = options.get("quant_method")
     if method != QUANT_METHOD:
-        raise CheckpointError(f"{folder.path} is quantized by {method!r}; {_what_is_possible(options)}")
+        way = "import it first (hf-mxfp4 import), or use the full-precision checkpoint that it was made from"
+        way = way if str(method) in IMPORTABLE else NOT_IMPORTED
+        raise CheckpointError(f"{folder.path} is quantized by {method!r}; {way}")
     try:
         return MXFP4RLConfig.from_dict(options)
     except (TypeError, ValueError) as error:
         raise CheckpointError(f"the quantization_config of {folder.path} cannot be read: {error}") from error
 
 
-def open_own(folder: CheckpointFolder) -> LayerSource:
-    """Return a checkpoint of this package, and check that `config.json` describes its files. Raises
-    [`CheckpointError`]."""
-    config = own_config(folder)
-    return PackedSource(folder) if config is not None and config.mode == "packed" else MasterSource(folder)
-
-
-def importable() -> dict[str, ImportableFormat]:
-    """Return the formats that can be imported, by their `quant_method`."""
-    return {format.quant_method: format for format in FORMATS.values() if isinstance(format, ImportableFormat)}
-
-
-def _what_is_possible(options: Mapping[str, Any]) -> str:
-    """Say what to do with a checkpoint that another method quantized."""
-    if (format := importable().get(str(options.get("quant_method")))) is not None:
-        try:
-            format.read_config(options)
-        except CheckpointError as error:
-            return f"it cannot be imported ({error}); {NOT_IMPORTED}"
-        return "import it first (hf-mxfp4 import), or use the full-precision checkpoint that it was made from"
-    return NOT_IMPORTED
-
-
 def _record(folder: CheckpointFolder, config: MXFP4RLConfig) -> dict[str, Any]:
     try:
-        return read_record([read_header(file) for file in folder.files], config)
+        files = sorted({tensor.file for tensor in folder.tensors.values()})
+        return read_record([read_header(file) for file in files], config)
     except ValueError as error:
         raise CheckpointError(f"{folder.path}: {error}") from None
 
@@ -375,8 +339,7 @@ def _copies(tensors: Mapping[str, StoredTensor]) -> list[NewTensor]:
 
 def _split(tensor: StoredTensor, shape: LayerShape) -> list[NewTensor]:
     specs = plain_tensors("", shape, torch.empty(tensor.shape, dtype=tensor.dtype, device="meta"))
-    layer = NewLayer(specs, lambda: plain_tensors("", shape, tensor.read()))
-    return layer.tensors
+    return new_tensors(specs, lambda: plain_tensors("", shape, tensor.read()))
 
 
 def _owner(names: FileNames, weight: str, shape: LayerShape) -> str:

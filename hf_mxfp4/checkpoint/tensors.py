@@ -5,39 +5,22 @@ import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from os import PathLike
 from pathlib import Path
 
 import torch
 from huggingface_hub import split_state_dict_into_shards_factory
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors.torch import _TYPES, save_file
 
 from ..files import write_json
 
 
-INDEX = "model.safetensors.index.json"
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 #: Conversions hold one shard in memory.
 MAX_SHARD_SIZE = "5GB"
-_DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "F8_E8M0": torch.float8_e8m0fnu,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U64": torch.uint64,
-    "U32": torch.uint32,
-    "U16": torch.uint16,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-}
+_DTYPES = {**_TYPES, "F8_E8M0": torch.float8_e8m0fnu}
 
 
 class ShardError(ValueError):
@@ -93,9 +76,16 @@ class NewTensor:
         return replace(self, dtype=after, make=lambda: self.make().to(after)) if self.dtype == before else self
 
 
-def is_safetensors(file: str | PathLike | FileHeader) -> bool:
-    """Return whether a file is one of safetensors, by its name."""
-    return isinstance(file, FileHeader) or Path(file).name.endswith(".safetensors")
+def new_tensors(specs: Mapping[str, torch.Tensor], make: Callable[[], Mapping[str, torch.Tensor]]) -> list[NewTensor]:
+    """Return tensors like ``specs`` that ``make`` makes all at once, when the first is written."""
+    made: dict[str, torch.Tensor] = {}
+
+    def take(name: str) -> torch.Tensor:
+        if not made:
+            made.update(make())
+        return made.pop(name)
+
+    return [NewTensor(name, spec.dtype, tuple(spec.shape), partial(take, name)) for name, spec in specs.items()]
 
 
 def read_header(file: str | PathLike) -> FileHeader:
@@ -116,7 +106,7 @@ def read_header(file: str | PathLike) -> FileHeader:
 
 def read_headers(files: Iterable[str | PathLike]) -> list[FileHeader | str | PathLike]:
     """Return the headers of safetensors files; files of other formats stay as they are. Raises [`ShardError`]."""
-    return [read_header(file) if is_safetensors(file) else file for file in files]
+    return [read_header(file) if str(file).endswith(".safetensors") else file for file in files]
 
 
 def tensors_by_name(headers: Iterable[FileHeader]) -> dict[str, StoredTensor]:
@@ -167,8 +157,8 @@ def write_metadata(file: Path, metadata: Mapping[str, str]) -> None:
 
 
 def _unreadable(file: Path, error: Exception) -> ShardError:
-    if isinstance(error, OSError) and error.strerror:
-        return ShardError(f"{file.name} cannot be read: {error.strerror}")
     if isinstance(error, FileNotFoundError):
         return ShardError(f"{file.name} is missing")
+    if isinstance(error, OSError) and error.strerror:
+        return ShardError(f"{file.name} cannot be read: {error.strerror}")
     return ShardError(f"{file.name} is damaged, truncated or not a safetensors file: {error}")

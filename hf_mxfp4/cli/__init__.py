@@ -8,8 +8,8 @@ from typing import Annotated
 
 import typer
 
-from . import analyze, convert, env, evaluate, rewrite, training, verify
-from .options import Command
+from . import analyze, convert, env, evaluate, training
+from .common import Command
 
 
 app = typer.Typer(
@@ -26,14 +26,14 @@ _command("analyze")(analyze.analyze)
 _command("compare")(analyze.compare)
 _command("eval")(evaluate.evaluate)
 _command("simulate")(analyze.simulate)
-_command("smooth")(rewrite.smooth)
-_command("gptq")(rewrite.gptq)
+_command("smooth")(evaluate.smooth)
+_command("gptq")(evaluate.gptq)
 _command("plan")(training.plan)
 _command("report")(training.report)
 _command("pack")(convert.pack)
 _command("export")(convert.export)
 _command("import")(convert.import_)
-_command("verify")(verify.verify)
+_command("verify")(convert.verify)
 _command("env")(env.env)
 app.command("run", context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})(training.run)
 

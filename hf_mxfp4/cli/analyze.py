@@ -6,17 +6,21 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from .console import WorkProgress, print_json, print_table, report_problems, say
-from .options import (
+from .common import (
+    CheckpointArgument,
     IncludeOption,
     JsonOption,
     OverwriteOption,
     SchemeOption,
     SkipOption,
     fail,
+    print_json,
+    print_table,
     report_folder,
-    reported_errors,
+    report_problems,
+    say,
     schemes_of,
+    work_progress,
 )
 
 
@@ -34,14 +38,7 @@ _COLUMNS = ("SQNR dB", "rel. MSE %", "floor %", "scale bias", "deadzone", "grid"
 
 
 def analyze(
-    model: Annotated[
-        str,
-        typer.Argument(
-            metavar="MODEL",
-            help="A checkpoint's folder, a .safetensors file, or a model on the Hugging Face Hub, which is downloaded "
-            "to the usual cache.",
-        ),
-    ],
+    model: CheckpointArgument,
     scheme: SchemeOption = None,
     include: IncludeOption = None,
     exclude: SkipOption = None,
@@ -56,31 +53,30 @@ def analyze(
     Schemes default to the checkpoint's own, or, for one that has none, to plain MXFP4 and the two corrections of arXiv
     2605.20402. An interrupted run resumes when the same command is given again.
     """
-    with reported_errors("the same command resumes where it stopped"):
-        from .. import __version__
-        from ..lab import PAPER_SCHEMES, Selection, TensorLog, analyze_weights, open_source, write_analysis
-        from ..lab.reports import analysis_summary
-        from ..lab.weights import bytes_to_analyze
+    from .. import __version__
+    from ..lab import PAPER_SCHEMES, Selection, TensorLog, analyze_weights, open_source, write_analysis
+    from ..lab.reports import analysis_summary
+    from ..lab.weights import bytes_to_analyze
 
-        source = open_source(model)
-        own = source.scheme
-        schemes = schemes_of(scheme or ()) or ([own.weight_scheme] if own else schemes_of(PAPER_SCHEMES))
-        selection = Selection.of(source, include or (), exclude or ())
-        folder = out or Path("analysis") / report_folder(model)
-        path, names = folder / PROGRESS_NAME, [str(scheme) for scheme in schemes]
-        with TensorLog(path, source.name, names, __version__, overwrite=overwrite) as log:
-            if len(log):
-                typer.echo(f"{path} holds {len(log)} tensors that are done", err=True)
-            with WorkProgress(bytes_to_analyze(source, selection)) as progress:
-                analysis = analyze_weights(source, schemes, selection, log=log, on_bytes=progress)
-        facts = source.describe()
-        paths = write_analysis(analysis, facts, folder)
-        if as_json:
-            print_json(analysis_summary(analysis, facts))
-        else:
-            _show(analysis)
-        report_problems(analysis.problems)
-        typer.echo(f"reports: {', '.join(str(path) for path in paths)}", err=True)
+    source = open_source(model)
+    own = source.scheme
+    schemes = schemes_of(scheme or ()) or ([own.weight_scheme] if own else schemes_of(PAPER_SCHEMES))
+    selection = Selection.of(source, include or (), exclude or ())
+    folder = out or Path("analysis") / report_folder(model)
+    path, names = folder / PROGRESS_NAME, [str(scheme) for scheme in schemes]
+    with TensorLog(path, source.name, names, __version__, overwrite=overwrite) as log:
+        if len(log):
+            typer.echo(f"{path} holds {len(log)} tensors that are done", err=True)
+        with work_progress(bytes_to_analyze(source, selection)) as progress:
+            analysis = analyze_weights(source, schemes, selection, log=log, on_bytes=progress)
+    facts = source.describe()
+    paths = write_analysis(analysis, facts, folder)
+    if as_json:
+        print_json(analysis_summary(analysis, facts))
+    else:
+        _show(analysis)
+    report_problems(analysis.problems)
+    typer.echo(f"reports: {', '.join(str(path) for path in paths)}", err=True)
     if analysis.problems:
         raise typer.Exit(1)
 
@@ -89,7 +85,7 @@ def _show(analysis: "Analysis") -> None:
     """Print schemes, the best one, layer types and worst tensors, and what is not among them."""
     from ..lab.page import number
     from ..lab.reports import LEGEND
-    from ..lab.results import SQNR_NOTE, least_error
+    from ..lab.weights import SQNR_NOTE, least_error
 
     if analysis.results:
         totals = analysis.totals()
@@ -142,19 +138,18 @@ def compare(
     For two checkpoints also the relative difference |A - B| / |A| of every tensor. Ratios are B's error over A's. Of a
     packed checkpoint (also one of compressed-tensors, Quark or gpt-oss) the weights are taken as they are stored.
     """
-    with reported_errors():
-        schemes = schemes_of(scheme or ())
-        if other is None:
-            fail("give a second checkpoint; hf-mxfp4 analyze A --scheme X --scheme Y compares schemes")
-        if len(schemes) > 1:
-            fail("two checkpoints are compared under one scheme; give --scheme once at most")
-        from ..lab import open_source, write_comparison
+    schemes = schemes_of(scheme or ())
+    if other is None:
+        fail("give a second checkpoint; hf-mxfp4 analyze A --scheme X --scheme Y compares schemes")
+    if len(schemes) > 1:
+        fail("two checkpoints are compared under one scheme; give --scheme once at most")
+    from ..lab import open_source, write_comparison
 
-        sources = [open_source(model), open_source(other)]
-        result = _compared(sources, schemes, include or (), exclude or ())
-        _show_comparison(result, as_json)
-        if out is not None:
-            typer.echo(f"reports: {', '.join(map(str, write_comparison(result, out)))}", err=True)
+    sources = [open_source(model), open_source(other)]
+    result = _compared(sources, schemes, include or (), exclude or ())
+    _show_comparison(result, as_json)
+    if out is not None:
+        typer.echo(f"reports: {', '.join(map(str, write_comparison(result, out)))}", err=True)
     if result.problems:
         raise typer.Exit(1)
 
@@ -171,12 +166,12 @@ def _compared(sources: list["Source"], schemes: list["QuantScheme"], include, ex
         if schemes:
             fail(f"{packed[0].name} stores weights under a scheme of its own; give no --scheme")
         original, stored = sorted(sources, key=is_packed)
-        with WorkProgress(bytes_to_compare(original, stored)) as progress:
+        with work_progress(bytes_to_compare(original, stored)) as progress:
             return compare_packed(original, stored, Selection(tuple(include), tuple(exclude)), progress)
     selections = tuple(Selection.of(source, include, exclude) for source in sources)
     own = sources[0].scheme
     scheme = schemes[0] if schemes else own.weight_scheme if own else schemes_of(["rceil"])[0]
-    with WorkProgress(sum(map(bytes_to_analyze, sources, selections))) as progress:
+    with work_progress(sum(map(bytes_to_analyze, sources, selections))) as progress:
         return compare_checkpoints(*sources, scheme, selections, progress)
 
 
@@ -212,12 +207,11 @@ def simulate(
     """Measure schemes on random data, whose rows have standard deviations spread over one octave."""
     if not df > 2:
         fail(f"--df {df:g}: the variance of student-t exists for more than 2 degrees of freedom only")
-    with reported_errors():
-        from ..lab import PAPER_SCHEMES, error_statistics, sample
-        from ..lab.reports import LEGEND
+    from ..lab import PAPER_SCHEMES, error_statistics, sample
+    from ..lab.reports import LEGEND
 
-        x = sample(distribution, elements, seed, df)
-        results = {str(s): error_statistics(x, s) for s in schemes_of(scheme or PAPER_SCHEMES)}
+    x = sample(distribution, elements, seed, df)
+    results = {str(s): error_statistics(x, s) for s in schemes_of(scheme or PAPER_SCHEMES)}
     of = {"df": df} if distribution == "student-t" else {}
     if as_json:
         facts = {"distribution": distribution, "elements": x.numel(), "seed": seed, **of}

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`hf-mxfp4 pack`, `export` and `import`: to packed checkpoints, and to and from the formats of other engines."""
+"""`hf-mxfp4 pack`, `export`, `import` and `verify`: to packed checkpoints, to and from other engines' formats, and
+checksums."""
 
 import math
 from collections.abc import Sequence
@@ -9,15 +10,26 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from .console import WorkProgress, print_json, print_table, say
-from .options import JsonOption, OutArgument, OverwriteOption, SkipOption, reported_errors
+from .common import (
+    CheckpointArgument,
+    JsonOption,
+    OutArgument,
+    OverwriteOption,
+    SkipOption,
+    fail,
+    print_json,
+    print_table,
+    say,
+    work_progress,
+)
 
 
 if TYPE_CHECKING:
-    from ..checkpoint import ConversionReport, LayerCost
+    from ..checkpoint import ConversionReport, LayerCost, Verification
     from ..config import MXFP4RLConfig
 
 
+_HOW = "save_pretrained, hf-mxfp4 pack, export and import write them; hf-mxfp4 verify --add does for a folder as it is"
 #: What the actions of a report are called in sentences.
 _ACTIONS = {
     "kept": "kept byte for byte",
@@ -73,12 +85,11 @@ def pack(
         "modules_to_not_convert": skip,
     }
     given = {name: value for name, value in options.items() if value is not None}
-    with reported_errors():
-        from ..checkpoint import pack_checkpoint
+    from ..checkpoint import pack_checkpoint
 
-        config = _scheme_for(source, given)
-        with WorkProgress(bytes_in(source)) as progress:
-            report = pack_checkpoint(source, out, config, overwrite=overwrite, on_bytes=progress)
+    config = _scheme_for(source, given)
+    with work_progress(_bytes_in(source)) as progress:
+        report = pack_checkpoint(source, out, config, overwrite=overwrite, on_bytes=progress)
     _show(report, as_json)
 
 
@@ -126,21 +137,20 @@ def export(
 
     Full-precision weights are quantized once, to plain MXFP4; packed ones of plain MXFP4 keep their bytes.
     """
-    with reported_errors():
-        from ..checkpoint import export as export_checkpoint
+    from ..checkpoint import export as export_checkpoint
 
-        with WorkProgress(bytes_in(source)) as progress:
-            report = export_checkpoint(
-                source,
-                out,
-                format,
-                on_mismatch,
-                scale_rule=scale_rule,
-                preset=preset,
-                modules_to_not_convert=skip,
-                overwrite=overwrite,
-                on_bytes=progress,
-            )
+    with work_progress(_bytes_in(source)) as progress:
+        report = export_checkpoint(
+            source,
+            out,
+            format,
+            on_mismatch,
+            scale_rule=scale_rule,
+            preset=preset,
+            modules_to_not_convert=skip,
+            overwrite=overwrite,
+            on_bytes=progress,
+        )
     _show(report, as_json)
 
 
@@ -157,15 +167,14 @@ def import_(
     as_json: JsonOption = False,
 ) -> None:
     """Turn another engine's MXFP4 checkpoint into a packed one, bit for bit."""
-    with reported_errors():
-        from ..checkpoint import import_checkpoint
+    from ..checkpoint import import_checkpoint
 
-        with WorkProgress(bytes_in(source)) as progress:
-            report = import_checkpoint(source, out, overwrite=overwrite, on_bytes=progress)
+    with work_progress(_bytes_in(source)) as progress:
+        report = import_checkpoint(source, out, overwrite=overwrite, on_bytes=progress)
     _show(report, as_json)
 
 
-def bytes_in(folder: Path) -> int:
+def _bytes_in(folder: Path) -> int:
     """Return about what will be read of a checkpoint."""
     files = [folder] if folder.is_file() else [*folder.glob("*.safetensors"), *folder.glob("*.gguf")]
     return sum(file.stat().st_size for file in files)
@@ -239,3 +248,75 @@ def _decibels(value: float, action: str) -> str:
 
 def _size(n_bytes: int) -> str:
     return f"{n_bytes / 1e9:.2f} GB" if n_bytes >= 1e9 else f"{n_bytes / 1e6:.1f} MB"
+
+
+def verify(
+    model: CheckpointArgument,
+    add: Annotated[
+        bool,
+        typer.Option(
+            "--add",
+            help="First record checksums of those files of the folder that have none, as they are now, in "
+            "mxfp4_manifest.json. The files themselves stay as they are.",
+        ),
+    ] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Check all files of a checkpoint against the checksums that were written with it, and that the index and
+    config.json describe them. Everything that is damaged is named.
+
+    Exit code 0: nothing is. 1: something is. 2: files have no checksums, there is no such checkpoint, or it could not
+    be checked.
+    """
+    try:
+        if add:
+            _add(Path(model).expanduser())
+        found = _verified(model)
+    except (typer.Exit, OSError, ValueError):
+        raise
+    except Exception as error:  # exit code 1 means damage and nothing else
+        fail(f"{model} could not be checked: {type(error).__name__}: {error}")
+    if as_json:
+        print_json({"model": model, **found.to_dict()})
+    else:
+        _show_verification(model, found)
+    if found.problems:
+        raise typer.Exit(1)
+    if missing := found.lacking:
+        fail(f"not compared, without checksums: {', '.join(missing)}. {_HOW}")
+
+
+def _verified(model: str) -> "Verification":
+    from ..checkpoint import verify_folder
+    from ..lab.source import local_path
+
+    path, _ = local_path(model)
+    with work_progress(_bytes_in(path)) as progress:
+        return verify_folder(path, progress)
+
+
+def _add(folder: Path) -> None:
+    from ..checkpoint import add_to_folder, verify_folder
+
+    if not folder.is_dir():
+        fail(f"--add writes into a folder, and {folder} is none")
+    before = verify_folder(folder)
+    if before.problems:
+        _show_verification(str(folder), before)
+        fail("no checksums were added to what is damaged", code=1)
+    with work_progress(_bytes_in(folder)) as progress:
+        added = add_to_folder(folder, progress)
+    typer.echo(f"checksums added to {len(added)} files", err=True)
+
+
+def _show_verification(model: str, found: "Verification") -> None:
+    for problem in found.problems:
+        typer.echo(problem.reason)
+    for note in found.notes:
+        typer.echo(note)
+    if found.checked and found.unchecked:
+        typer.echo(f"not compared, without checksums: {', '.join(found.unchecked)}")
+    if found.checked:
+        verdict = f"{len(found.problems)} problems" if found.problems else "all as it was written"
+        size = f"{found.n_tensors} tensors in {len(found.checked)} files, {found.n_bytes / 1e6:.1f} MB"
+        typer.echo(f"{model}: {size}: {verdict}")

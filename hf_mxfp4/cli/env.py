@@ -6,9 +6,8 @@ from typing import Annotated, Any
 
 import typer
 
-from ..environment import machine, package_versions
-from .console import print_json, print_table
-from .options import JsonOption
+from ..utils import machine, package_versions
+from .common import JsonOption, print_json, print_table
 
 
 #: Where products are shown for when there is no GPU.
@@ -32,21 +31,18 @@ def env(
     gpus = [f"{gpu['name']}, {gpu['capability']}" for gpu in facts["gpus"]]
     for i, gpu in enumerate(gpus or ["none"]):
         typer.echo(f"{f'GPU {i}' if gpus else 'GPUs':<13} {gpu}")
-    for device in dict.fromkeys(row["device"] for row in facts["quantization"]):
-        rows = [row for row in facts["quantization"] if row["device"] == device]
-        names = dict.fromkeys(row["backend"] + (f" ({row['reason']})" if row["reason"] else "") for row in rows)
+    backends: dict[str, dict[str, None]] = {}
+    for row in facts["quantization"]:
+        name = row["backend"] + (f" ({row['reason']})" if row["reason"] else "")
+        backends.setdefault(row["device"], {})[name] = None
+    for device, names in backends.items():
         typer.echo(f"quantization on {device}: {', '.join(names)}")
     for device, states in facts["self_checks"].items():
         counts = Counter(states.values())
         typer.echo(f"kernels on {device}: {', '.join(f'{count} {state}' for state, count in counts.items())}")
-    if verbose:
-        _show_details(facts)
-    else:
+    if not verbose:
         typer.echo("what computes what, and why: hf-mxfp4 env --verbose")
-
-
-def _show_details(facts: dict[str, Any]) -> None:
-
+        return
     for title, key in (("what quantizes", "quantization"), ("what multiplies", "products")):
         rows = [[str(value or "") for value in row.values()] for row in facts[key]]
         print_table(title, list(facts[key][0]), rows)
@@ -77,16 +73,13 @@ def _quantization(devices: list[str]) -> list[dict[str, Any]]:
     from ..config import MXFP4RLConfig
     from ..numerics import QuantScheme
 
-    default = MXFP4RLConfig()
-    rows = []
+    default, rows = MXFP4RLConfig(), []
     for device in devices:
-        for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        for dtype in ("float32", "bfloat16", "float16"):
             for scheme in dict.fromkeys([QuantScheme(), default.weight_scheme, default.activation_scheme]):
-                backend, reason = backend_for(device, dtype, scheme, "auto")
-                name = str(dtype).removeprefix("torch.")
-                rows.append(
-                    {"device": device, "dtype": name, "scheme": str(scheme), "backend": backend, "reason": reason}
-                )
+                backend, reason = backend_for(device, getattr(torch, dtype), scheme, "auto")
+                row = {"device": device, "dtype": dtype, "scheme": str(scheme)}
+                rows.append({**row, "backend": backend, "reason": reason})
     return rows
 
 
@@ -103,14 +96,6 @@ def _products(devices: list[Any]) -> list[dict[str, Any]]:
         for hardware in list(dict.fromkeys(map(hardware_of, devices))) or _TYPICAL_HARDWARE:
             for gemm in GEMM_OPERANDS:
                 layer, experts = (select_matmul(gemm, scheme, hardware, experts=of) for of in (False, True))
-                rows.append(
-                    {
-                        "preset": preset,
-                        "hardware": hardware,
-                        "product": gemm,
-                        "linear": layer.name,
-                        "experts": experts.name,
-                        "reason": layer.reason,
-                    }
-                )
+                row = {"preset": preset, "hardware": hardware, "product": gemm}
+                rows.append({**row, "linear": layer.name, "experts": experts.name, "reason": layer.reason})
     return rows

@@ -1,22 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`hf-mxfp4 eval`: perplexity of schemes on a text, and their divergence from full precision."""
+"""`hf-mxfp4 eval`, `smooth` and `gptq`: perplexity of schemes on a text, and checkpoints in full precision that lose
+less when they are quantized."""
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from .console import WorkProgress, print_json, print_table, say
-from .options import (
+from .common import (
     DeviceOption,
     JsonOption,
     MaxLengthOption,
+    ModelArgument,
+    OutArgument,
     OverwriteOption,
     SamplesOption,
     TextFieldOption,
     fail,
+    print_json,
+    print_table,
     report_folder,
-    reported_errors,
+    say,
+    work_progress,
 )
 
 
@@ -25,6 +31,9 @@ if TYPE_CHECKING:
     from ..lab.loading import Loaded
 
 
+TextOption = Annotated[
+    str, typer.Option("--text", metavar="TEXT", help="Texts like those that the model is for; as for hf-mxfp4 eval.")
+]
 #: What a checkpoint without a scheme of its own is measured under where nothing is asked for.
 DEFAULT_SCHEMES = ("w4a16:rceil", "w4a16:even+mbs128-blockwise", "rceil", "even+mbs128-blockwise", "default")
 
@@ -95,40 +104,39 @@ def evaluate(
     The weights are loaded once. An interrupted run resumes when the same command is given again; results of a finished
     one are used again where other schemes are added.
     """
-    with reported_errors("the same command resumes where it stopped"):
-        folder = Path(model).expanduser()
-        if card and not folder.is_dir():
-            fail("--card writes into a checkpoint's folder; MODEL is none")
-        from ..lab import TextOptions, evaluate_checkpoint, load, texts_to_predict
-        from ..lab import without_each as parts_left_out
+    folder = Path(model).expanduser()
+    if card and not folder.is_dir():
+        fail("--card writes into a checkpoint's folder; MODEL is none")
+    from ..lab import TextOptions, evaluate_checkpoint, load, texts_to_predict
+    from ..lab import without_each as parts_left_out
 
-        options = TextOptions(text, text_field, samples, max_length)
-        texts = options.read()
-        if card:
-            _check_card(folder)
-        typer.echo(f"loading {model} into memory", err=True)
-        loaded = load(model, dtype, device)
-        other = None if reference is None else load(reference, dtype, device)
-        batches = texts_to_predict(options, loaded.tokenizer, texts)
-        schemes = _schemes(loaded, scheme, card)
-        if without_each is not None:
-            if not schemes:
-                fail("--without-each needs a scheme, and weights that are in full precision")
-            schemes += parts_left_out(schemes[0], loaded.model, without_each)
-        reports = out or Path("evaluation") / report_folder(model)
-        rows = 1 + len(schemes) + (other is not None)
-        with WorkProgress(rows * sum(ids.shape[-1] - 1 for ids in batches), "tokens", 1) as progress:
-            evaluation = evaluate_checkpoint(
-                loaded,
-                text,
-                batches,
-                schemes,
-                other,
-                reports / "progress.jsonl",
-                overwrite=overwrite,
-                on_tokens=progress,
-            )
-        _finish(evaluation, reports, folder if card else None, as_json)
+    options = TextOptions(text, text_field, samples, max_length)
+    texts = options.read()
+    if card:
+        _check_card(folder)
+    typer.echo(f"loading {model} into memory", err=True)
+    loaded = load(model, dtype, device)
+    other = None if reference is None else load(reference, dtype, device)
+    batches = texts_to_predict(options, loaded.tokenizer, texts)
+    schemes = _schemes(loaded, scheme, card)
+    if without_each is not None:
+        if not schemes:
+            fail("--without-each needs a scheme, and weights that are in full precision")
+        schemes += parts_left_out(schemes[0], loaded.model, without_each)
+    reports = out or Path("evaluation") / report_folder(model)
+    rows = 1 + len(schemes) + (other is not None)
+    with work_progress(rows * sum(ids.shape[-1] - 1 for ids in batches), "tokens") as progress:
+        evaluation = evaluate_checkpoint(
+            loaded,
+            text,
+            batches,
+            schemes,
+            other,
+            reports / "progress.jsonl",
+            overwrite=overwrite,
+            on_tokens=progress,
+        )
+    _finish(evaluation, reports, folder if card else None, as_json)
 
 
 def _schemes(loaded: "Loaded", wanted: list[str] | None, card: bool) -> "list[ModelScheme]":
@@ -171,3 +179,91 @@ def _finish(evaluation: "Evaluation", folder: Path, card: Path | None, as_json: 
         add_perplexity(card, evaluation.to_dict())
         typer.echo(f"{card / 'README.md'} has the figures", err=True)
     typer.echo(f"reports: {', '.join(str(path) for path in paths)}", err=True)
+
+
+def smooth(
+    model: ModelArgument,
+    out: OutArgument,
+    text: TextOption,
+    text_field: TextFieldOption = None,
+    samples: SamplesOption = 32,
+    max_length: MaxLengthOption = 512,
+    strength: Annotated[
+        float, typer.Option("--strength", min=0, max=1, help="0 makes weights alike, 1 activations.")
+    ] = 0.5,
+    device: DeviceOption = "auto",
+    overwrite: OverwriteOption = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Scale the channels of activations by powers of two, and the weights that read them by the inverse: the model
+    computes the same, bit for bit, and loses less when activations are quantized too.
+
+    What comes out is a plain checkpoint, for training, packing and export as any other.
+    """
+    from ..lab import TextOptions, rewrite_checkpoint, smooth_model
+
+    options = TextOptions(text, text_field, samples, max_length)
+    found = rewrite_checkpoint(
+        model,
+        out,
+        options,
+        lambda loaded, batches: smooth_model(loaded, batches, strength),
+        device=device,
+        overwrite=overwrite,
+    )
+    if as_json:
+        print_json(asdict(found))
+        return
+    low, high = found.exponents
+    typer.echo(
+        f"{out}: activations scaled at {len(found.places)} places, {found.n_channels} of {found.n_all} channels by "
+        f"2^{low} to 2^{high}; the logits are the same bit for bit"
+    )
+    if found.left:
+        typer.echo(f"left alone, since their dtype cannot hold the scaled weights: {', '.join(found.left)}")
+
+
+def gptq(
+    model: ModelArgument,
+    out: OutArgument,
+    text: TextOption,
+    scheme: Annotated[
+        str,
+        typer.Option(
+            "--scheme",
+            metavar="SCHEME",
+            help="What weights will be quantized to, as for hf-mxfp4 eval; of fallback with whole residuals (of1) "
+            "alone. 'even' for exports to plain MXFP4.",
+        ),
+    ] = "even+mbs128-blockwise",
+    text_field: TextFieldOption = None,
+    samples: SamplesOption = 128,
+    max_length: MaxLengthOption = 512,
+    device: DeviceOption = "auto",
+    overwrite: OverwriteOption = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Round the weights of a model onto the 4-bit grid of a scheme, column by column, so that what each rounding loses
+    is made up for by the columns that follow (GPTQ).
+
+    What comes out is a plain checkpoint, which loses nothing more when its weights are quantized under that scheme: for
+    packing, LoRA on packed weights, and export.
+    """
+    from ..lab import TextOptions, read_schemes, rewrite_checkpoint, round_model
+
+    config = read_schemes([scheme])[0].config
+
+    def change(loaded, batches):
+        return round_model(loaded, batches, config, lambda name: typer.echo(f"rounded {name}", err=True))
+
+    options = TextOptions(text, text_field, samples, max_length)
+    found = rewrite_checkpoint(model, out, options, change, device=device, overwrite=overwrite)
+    if as_json:
+        print_json(asdict(found))
+        return
+    typer.echo(
+        f"{out}: {len(found.layers)} layers rounded for {scheme}; the errors of their outputs are {found.gain_db:.1f} "
+        "dB below those of the nearest values"
+    )
+    if found.left:
+        typer.echo(f"left alone: {', '.join(found.left)}")

@@ -12,8 +12,7 @@ from typing import Annotated, Any, Literal, NoReturn
 
 import typer
 
-from .console import print_json, print_table, say
-from .options import JsonOption, fail, reported_errors
+from .common import JsonOption, fail, print_json, print_table, say
 
 
 #: How the processes of a launcher are started.
@@ -48,15 +47,14 @@ def plan(
 
     A tenth of each GPU is left for the CUDA context and fragmentation. Exit code 1 when nothing fits.
     """
-    with reported_errors():
-        from ..config import MXFP4RLConfig
-        from ..lab import Setup, sizes_of
-        from ..lab import plan as planned
-        from ..lab.planning import ENGINES, read_config
+    from ..config import MXFP4RLConfig
+    from ..lab import Setup, sizes_of
+    from ..lab import plan as planned
+    from ..lab.planning import ENGINES, read_config
 
-        options = {} if preset is None else {"preset": preset}
-        quantization = None if mode == "full" else MXFP4RLConfig(mode=mode, **options)
-        sizes = sizes_of(read_config(model), quantization)
+    options = {} if preset is None else {"preset": preset}
+    quantization = None if mode == "full" else MXFP4RLConfig(mode=mode, **options)
+    sizes = sizes_of(read_config(model), quantization)
     usable, plans = 0.9 * gpu_memory * 1e9, {}
     for name in [engine] if engine else [name for name in ENGINES if gpus > 1 or name == "ddp"]:
         setup = Setup(quantization, name, gpus, batch, length, optimizer, checkpointing, lora_rank)
@@ -109,10 +107,9 @@ def report(
     """
     if out is not None and png is not None:
         fail("--out and --png are two commands")
-    with reported_errors():
-        from ..lab import write_run_picture, write_run_report
+    from ..lab import write_run_picture, write_run_report
 
-        path = write_run_report(run, out) if png is None else write_run_picture(run, png)
+    path = write_run_report(run, out) if png is None else write_run_picture(run, png)
     typer.echo(str(path))
 
 

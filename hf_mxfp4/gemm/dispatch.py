@@ -66,7 +66,7 @@ def select_matmul(
         experts: whether the product is that of all experts of a layer.
     """
     if requested == "dense":
-        return MatmulBackend("dense", "engine='dense' was asked for")
+        return MatmulBackend("dense", "matmul_backend='dense' was asked for")
     if experts:
         return MatmulBackend("dense", "experts are multiplied in 16 bits")
     on_cpu = hardware in ("cpu", "interpreter")

@@ -3,11 +3,11 @@
 
 Only the command line, recipes and benchmarks import this package; training does not."""
 
-from .._lazy import lazy_names
+from ..utils import lazy_names
 
 
 _LAZY = {
-    "Analysis": "results",
+    "Analysis": "weights",
     "Comparison": "comparison",
     "ErrorStatistics": "statistics",
     "Evaluation": "evaluation",
@@ -19,14 +19,14 @@ _LAZY = {
     "RouterStatistics": "routers",
     "Row": "evaluation",
     "RunLogError": "run_report.log",
-    "RunReportCallback": "run_report.callback",
+    "RunReportCallback": "run_report.page",
     "Score": "scoring",
     "ScoreLog": "perplexity",
     "Selection": "layers",
     "Setup": "planning",
     "SourceError": "source",
     "TensorLog": "weights",
-    "TensorResult": "results",
+    "TensorResult": "weights",
     "TextOptions": "texts",
     "analyze_weights": "weights",
     "compare_checkpoints": "comparison",
@@ -53,7 +53,7 @@ _LAZY = {
     "round_model": "gptq",
     "round_weight": "rounding",
     "router_statistics": "routers",
-    "sample": "distributions",
+    "sample": "statistics",
     "score": "scoring",
     "second_moments": "gptq",
     "sizes_of": "planning",

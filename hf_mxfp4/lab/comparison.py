@@ -210,7 +210,7 @@ def compare_packed(
     result.groups_title = f"error of the stored weights ({result.scheme}), by layer"
     for name in common:
         mine, theirs = masters.shapes[name], stored.shapes[name]
-        sizes = [[s.n_matrices, s.out_features, s.in_features] for s in (mine, theirs)]
+        sizes = [[len(s.matrices), s.out_features, s.in_features] for s in (mine, theirs)]
         if sizes[0] != sizes[1]:
             result.problems.append(Problem(name, f"shapes differ: {sizes[0]} and {sizes[1]}"))
             continue

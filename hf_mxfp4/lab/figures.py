@@ -7,14 +7,11 @@ Each function takes data and returns a matplotlib `Figure`, which belongs to no 
 import itertools
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from .evaluation import Evaluation
+from .page import Figure
 from .statistics import HISTOGRAM_BINS, HISTOGRAM_RANGE, ErrorStatistics
 
-
-#: `matplotlib.figure.Figure`, which is not imported to be named.
-Figure = Any
 
 _COMPONENTS = {"scale_bias": "scale bias", "deadzone": "deadzone", "grid": "grid noise"}
 
@@ -147,9 +144,7 @@ def plain(name: str) -> str:
 
 
 def _figure(size: tuple[float, float]) -> Figure:
-    from matplotlib import figure
-
-    return figure.Figure(figsize=size, layout="constrained")
+    return Figure(figsize=size, layout="constrained")
 
 
 def _require(data: object) -> None:

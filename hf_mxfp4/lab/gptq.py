@@ -11,13 +11,23 @@ import torch
 from torch import nn
 
 from ..config import MXFP4RLConfig
-from ..hooks import hooked_inputs
 from ..module_names import find_layers
 from ..numerics import QuantScheme, Rotation
 from .rounding import output_error, quantized_again, round_weight, unsupported_reason
 
 
 _STATES = "hidden_states"
+
+
+@contextlib.contextmanager
+def hooked_inputs(hooks: Iterable[tuple[nn.Module, Callable]]) -> Iterator[None]:
+    """Call the hook of each module with its arguments within this context, as `register_forward_pre_hook` does."""
+    handles = [module.register_forward_pre_hook(hook) for module, hook in hooks]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 class _Reached(Exception):

@@ -7,7 +7,13 @@ import io
 import math
 from typing import Any
 
-import jinja2
+
+try:
+    import jinja2
+    from matplotlib.figure import Figure
+except ModuleNotFoundError as error:
+    missing = error.name.partition(".")[0]
+    raise ImportError(f"reports need {missing}, which is not installed: pip install 'hf-mxfp4[lab]'") from error
 
 
 def render_page(template: str, **values: Any) -> str:
@@ -25,8 +31,8 @@ def number(value: float, digits: int) -> str:
     return "inf" if math.isinf(value) else f"{value:,.{digits}f}"
 
 
-def _png_base64(figure: Any) -> str:
-    """A matplotlib figure as what an image inside the page is made of."""
+def _png_base64(figure: Figure) -> str:
+    """Return a figure as what an image inside the page is made of."""
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png", dpi=110)
     return base64.b64encode(buffer.getvalue()).decode()

@@ -15,8 +15,8 @@ from .evaluation import Evaluation
 from .figures import cosine_figure, delta_figure, front_figure, layer_labels, ratio_figure
 from .layers import location_of
 from .page import number, render_page
-from .results import SQNR_NOTE, Analysis, least_error
 from .statistics import ErrorStatistics
+from .weights import SQNR_NOTE, Analysis, least_error
 
 
 #: Titles of the columns of statistics, and how to fill the cells.

@@ -7,9 +7,9 @@ from dataclasses import asdict, dataclass
 import torch
 from torch import nn
 
-from ..hooks import evaluation_mode
 from ..layers import full_precision
 from ..moe import choice_agreement, find_routers, recorded_choices
+from ..utils import evaluation_mode
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from ..hooks import hooked_inputs
+from .gptq import hooked_inputs
 
 
 #: Exponents of scales beyond which they are cut.

@@ -5,8 +5,8 @@ import torch
 from torch import nn
 
 from ..config import MXFP4RLConfig
-from ..experts_layout import weight_size
 from ..gemm import GemmState, Groups, LayerRng, compiled_linear, effective_rows, quantized_linear, weight_operand
+from ..model_structure import weight_size
 from ..numerics import LinearScheme
 from .experts_base import ExpertsBase
 from .linear import spec_of
@@ -19,9 +19,6 @@ class MXFP4Experts(ExpertsBase):
     master weight. The parameters are those of the transformers module (same names, shapes and dtypes), so conversion
     of checkpoints, optimizers, DDP, FSDP2, ZeRO and PEFT's ``target_parameters`` see the experts that they know;
     nothing ever writes them but the optimizer. Made by [`from_experts`] alone.
-
-    Attributes, besides those of the experts and of [`ExpertsBase`]:
-        dithered: as of [`MXFP4Linear`].
     """
 
     @classmethod
@@ -31,16 +28,12 @@ class MXFP4Experts(ExpertsBase):
         Raises `ValueError` for a module that is not laid out as transformers' experts are.
         """
         layer = cls._around(experts, config, name)
-        layer.dithered = {}
         for projection in layer.projections:
             spec = spec_of(config, config.gemms(), layer.is_transposed)
             # As those of a linear layer have the name that the layer would have.
             names = [f"{name}.{expert}.{projection}" for expert in range(layer.n_experts)]
             layer.states[projection] = GemmState(spec, [LayerRng(config.stochastic_seed, own) for own in names])
         return layer
-
-    def _own_attributes(self) -> tuple[str, ...]:
-        return (*super()._own_attributes(), "dithered")
 
     @property
     def gemms(self) -> dict[str, LinearScheme]:

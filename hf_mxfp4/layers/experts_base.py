@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from ..config import MXFP4RLConfig
-from ..experts_layout import projections, unsupported_reason
 from ..gemm import GemmState, Groups, autocast_dtype, group_by_expert
+from ..model_structure import experts_unsupported_reason, projections
 
 
 #: See [`ExpertsBase.project`].
@@ -49,7 +49,7 @@ class ExpertsBase(nn.Module):
 
         Raises `ValueError` for a module that is not laid out as transformers' experts are.
         """
-        problem = unsupported_reason(experts)
+        problem = experts_unsupported_reason(experts)
         if problem:
             raise ValueError(f"{name or 'these experts'} cannot be quantized: {problem}")
         layer_class = cls.class_for(type(experts))

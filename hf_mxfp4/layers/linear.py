@@ -30,8 +30,6 @@ class MXFP4Linear(nn.Linear):
         config: the scheme; see [`MXFP4RLConfig`].
         name: the layer's place in the model, for messages, the options of single layers, and random numbers.
         state: the products of this layer and what of them changes: random numbers, and the cache that is open.
-        dithered: by parameter, the dtype whose numbers it held before it was dithered, and what tells whether it has
-            been trained since; see [`dither_masters`].
     """
 
     def __init__(
@@ -48,7 +46,6 @@ class MXFP4Linear(nn.Linear):
         super().__init__(in_features, out_features, bias, device, dtype)
         self.config = config or MXFP4RLConfig()
         self.name = name
-        self.dithered: dict[str, tuple[torch.dtype, int]] = {}
         spec = spec_of(self.config, self.config.gemms())
         self.state = GemmState(spec, [LayerRng(self.config.stochastic_seed, name)])
 
@@ -137,4 +134,4 @@ class MXFP4Linear(nn.Linear):
 
 def spec_of(config: MXFP4RLConfig, gemms: LinearScheme, transposed: bool = False) -> GemmSpec:
     """The products of a layer under a config."""
-    return GemmSpec(gemms, config.backend, config.engine, config.saved_activations, transposed)
+    return GemmSpec(gemms, config.backend, config.matmul_backend, config.saved_activations, transposed)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from .. import experts_layout
+from .. import model_structure
 from ..gemm import LayerRng, quantize_experts, quantize_weight
 from ..numerics import GemmScheme
 from .experts import MXFP4Experts
@@ -93,7 +93,7 @@ class WeightMatrix:
 
 def matrix_names(name: str, layer: nn.Module) -> list[str]:
     """The names of the linear maps in a quantized layer called ``name``, as they are counted and reported."""
-    return experts_layout.matrix_names(name, layer) if isinstance(layer, ExpertsBase) else [name]
+    return model_structure.matrix_names(name, layer) if isinstance(layer, ExpertsBase) else [name]
 
 
 def trainable_matrices(model: nn.Module) -> Iterator[WeightMatrix]:

@@ -8,7 +8,6 @@ from torch import nn
 
 from ..backends.select import dequantize
 from ..config import MXFP4RLConfig
-from ..experts_layout import weight_size
 from ..gemm import (
     PACKED_FIELDS,
     PACKED_SUFFIXES,
@@ -27,6 +26,7 @@ from ..gemm import (
     quantize_weight,
     weight_values,
 )
+from ..model_structure import weight_size
 from ..numerics import MXFP4Tensor
 from .experts_base import ExpertsBase
 

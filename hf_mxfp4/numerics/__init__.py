@@ -8,6 +8,7 @@ from .formats.e8m0 import BLOCK_SIZE, ScaleRule, decode_e8m0, scale_from_amax
 from .hadamard import random_signs, rotate, unrotate
 from .packed import MXFP4Tensor, dequantize
 from .quantize import apply_scheme, fake_quantize, quantize
+from .rng import counted_uniform
 from .schemes import (
     FP8,
     FULL,
@@ -47,6 +48,7 @@ __all__ = [
     "Rotation",
     "ScaleRule",
     "apply_scheme",
+    "counted_uniform",
     "decode_e2m1",
     "decode_e8m0",
     "decompose",

@@ -4,7 +4,7 @@
 trl is imported when the trainer or its config is first used.
 """
 
-from .._lazy import lazy_names
+from ..utils import lazy_names
 
 
 _LAZY = {

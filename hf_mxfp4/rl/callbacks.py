@@ -12,9 +12,9 @@ from torch import nn
 from transformers import Trainer, TrainerCallback, TrainerState
 
 from .._logging import get_logger
-from ..environment import machine, package_versions
 from ..layers import set_quantization_step
 from ..run_log import RUN_LOG, RunLog
+from ..utils import machine, package_versions
 
 
 #: Logged values that the entropy at the start is averaged over, and that its slope is fitted to.

@@ -8,7 +8,7 @@ from trl import GRPOConfig
 
 from .._logging import get_logger
 from ..layers import WEIGHT_FORMS
-from ..suggestions import described_options
+from ..utils import described_options
 from .noise import NoiseSchedule
 from .rollout import check_correction, share_with_trl
 

@@ -17,10 +17,10 @@ import torch
 from torch import nn
 
 from ..backends.devices import widest_float
-from ..hooks import replaced_method
 from ..model_structure import text_part
 from ..module_names import name_matches
 from ..moe import present_routers
+from ..utils import replaced_method
 
 
 #: Where models whose routers are plain linear layers (those of other repositories) keep them.

@@ -21,7 +21,7 @@ from transformers import GenerationMixin, LogitsProcessor
 
 from .._logging import get_logger
 from ..backends.devices import widest_float
-from ..hooks import replaced_method
+from ..utils import replaced_method
 
 
 #: As in TRL's `vllm_importance_sampling_mode`: a weight per token, or one per sequence, the product of its tokens'

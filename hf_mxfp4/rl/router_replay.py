@@ -12,8 +12,8 @@ from accelerate import Accelerator
 from torch import nn
 
 from .._logging import get_logger
-from ..hooks import replaced_method
 from ..moe import UNRECORDED, ChoiceRecorder, ReplayReport, RouterReplayError, find_routers, replayed_choices
+from ..utils import replaced_method
 from .vllm_engine import EXPERTS_OPTION
 
 

@@ -37,8 +37,8 @@ from trl.rewards import get_soft_overlong_punishment
 from .._logging import get_logger
 from ..checkpoint import decoration
 from ..files import replace_file
-from ..hooks import evaluation_mode
 from ..layers import QUANTIZED, TRAINABLE, cached_weights
+from ..utils import evaluation_mode
 from .callbacks import EntropyCallback, RunLogCallback, run_facts
 from .checks import check_adapter, check_arguments, check_policy, check_reference, check_tokens, count_quantized
 from .config import MXFP4GRPOConfig

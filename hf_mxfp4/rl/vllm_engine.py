@@ -22,12 +22,12 @@ from trl.generation import vllm_generation
 from .._logging import get_logger
 from ..config import MXFP4RLConfig
 from ..gemm import reads_packed_on_gpus
-from ..hooks import replaced_method
 from ..integrations.peft import adapter_rank, base_scheme, has_inseparable_adapters
 from ..integrations.vllm import SETTINGS_KEY, EngineSettings
 from ..layers import QUANTIZED
 from ..layers.experts_base import ExpertsBase
 from ..registration import QUANT_METHOD
+from ..utils import replaced_method
 
 
 #: vLLM's option for router replay; it brings model runner V2, which it refuses to do without (and that needs Triton).

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import yaml
 
-from hf_mxfp4.suggestions import unknown_key_message
+from hf_mxfp4.utils import unknown_key_message
 from recipes.common.options import names
 from recipes.common.schemes import put_over
 from recipes.common.terminal import tell

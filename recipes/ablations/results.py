@@ -9,7 +9,7 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from hf_mxfp4.stats import t_interval
+from hf_mxfp4.lab.stats import t_interval
 from recipes.common.records import markdown_table, with_interval
 
 from .grid import Grid, Run

@@ -20,7 +20,7 @@ from transformers import AutoTokenizer, DataCollatorForSeq2Seq, Trainer, Trainin
 from hf_mxfp4.checkpoint import last_complete_checkpoint
 from hf_mxfp4.files import write_json
 from hf_mxfp4.rl import ExactResumeMixin
-from hf_mxfp4.stats import share_text
+from hf_mxfp4.utils import share_text
 from recipes.common.records import hardware, versions
 from recipes.common.terminal import TrainingBar, tell
 from recipes.evaluation.policy import folder_digest

@@ -12,14 +12,18 @@ import torch
 import yaml
 from trl import TrlParser
 
-from hf_mxfp4.suggestions import unknown_key_message
+from hf_mxfp4.utils import unknown_key_message
 from recipes.common.terminal import tell
 
 
 Parsed = TypeVar("Parsed")
 Groups = Sequence[type]
 #: Other names of options, and what they are called here.
-RENAMED = {"skip": "modules_to_not_convert", "exclude": "modules_to_not_convert"}
+RENAMED = {
+    "skip": "modules_to_not_convert",
+    "exclude": "modules_to_not_convert",
+    "engine": "matmul_backend",
+}
 #: Options that are gone: the value that they now always have, and what to do instead of another one.
 Removed = Mapping[str, tuple[Any, str]]
 

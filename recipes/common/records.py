@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from hf_mxfp4.environment import cpu_name, installed_version
+from hf_mxfp4.utils import cpu_name, installed_version
 
 
 def hardware(threads: int | None = None) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
-from hf_mxfp4.stats import (
+from hf_mxfp4.lab.stats import (
     Estimate,
     mean_pass_at_k,
     paired_mean_difference,

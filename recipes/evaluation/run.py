@@ -14,7 +14,7 @@ from accelerate import PartialState
 from tqdm.auto import tqdm
 
 from hf_mxfp4.files import write_json
-from hf_mxfp4.stats import bootstrap_mean
+from hf_mxfp4.lab.stats import bootstrap_mean
 from recipes.common.records import versions
 from recipes.common.terminal import INPUT_ERRORS, console, errors_as_messages, tell
 from recipes.tasks import Task, call_reward

@@ -19,7 +19,7 @@ from hf_mxfp4 import MXFP4GRPOConfig, MXFP4GRPOTrainer
 from hf_mxfp4.checkpoint import add_evaluation, checkpoint_step, invalidate, last_complete_checkpoint
 from hf_mxfp4.files import replace_file
 from hf_mxfp4.lab import RunReportCallback, plot_training
-from hf_mxfp4.stats import share_text
+from hf_mxfp4.utils import share_text
 from recipes.common.records import versions
 from recipes.common.terminal import console, tell
 from recipes.evaluation.generate import Evaluation, write_completions

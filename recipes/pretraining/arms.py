@@ -14,7 +14,7 @@ from torch import nn
 
 from hf_mxfp4 import MXFP4Linear, MXFP4RLConfig
 from hf_mxfp4.numerics import FP8, GEMM_OPERANDS, QuantScheme
-from hf_mxfp4.suggestions import unknown_key_message
+from hf_mxfp4.utils import unknown_key_message
 
 
 BASELINE = "baseline"

@@ -10,7 +10,7 @@ from typing import Any
 
 from rich.table import Table
 
-from hf_mxfp4.stats import t_interval
+from hf_mxfp4.lab.stats import t_interval
 from recipes.common.records import with_interval
 from recipes.common.terminal import console
 

@@ -1,45 +1,62 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``python -m tests.behaviour``: see the package."""
+"""A record of what the project computes, and the comparison of two: the proof that moving code changed nothing.
+
+    python -m tests.behaviour record OUT [--only NAMES] [--demo]        # from the root of the repository
+    python -m tests.behaviour compare BEFORE AFTER [--intended FILE]
+
+To record another version of the project with these very scripts, start from a folder that is no checkout and put that
+version first (``tests`` has no ``__init__.py``, so that the scripts are still found):
+
+    cd /tmp && PYTHONPATH=OLD:OLD/kernels:NEW python -m tests.behaviour record before
+
+The scripts only use names that outlive a reorganisation: those that the packages export, options, files, commands. Each
+section runs in a process of its own, on one thread, seeded. An entry has a name and the digest of its bytes; tensors
+are in ``SECTION.safetensors`` and texts, errors among them, in ``SECTION.json``. ``compare`` lists what differs, is
+missing or new, and ends with 1 unless each difference matches a line ``GLOB: reason`` of the file of intended ones.
+
+Sections:
+    numerics          bits and values of tensors under many schemes, eager and by the CPU library
+    interpreted       the same, and layers, by the Triton kernels, interpreted
+    models            logits, losses and gradients of tiny models: presets, modes, backends, adapters, noise, compiled
+    training          logs, completions and weights of GRPO runs, and of resumed ones
+    files             what is saved, packed, exported and imported, to the byte
+    commands          what the command line prints
+    kernels_sm90      PTX of every kernel that the public functions of `mxfp4_kernels` launch, for sm_90
+    kernels_sm100     and for sm_100
+    demo              what `make demo` reports (minutes; only with --demo)
+"""
 
 import argparse
+import difflib
 import fnmatch
 import importlib
+import json
 import os
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any, NamedTuple
 
-from . import compare
+import torch
+from safetensors import safe_open
+
 from .record import open_record
 
 
 #: Section: the module that records it, and what it gets beside the record.
-SECTIONS = {
-    "numerics": ("numerics", ()),
-    "interpreted": ("interpreted", ()),
-    "models": ("models", ()),
-    "training": ("training", ()),
-    "files": ("files", ()),
-    "commands": ("commands", ()),
-    "kernels_sm90": ("kernels", (90,)),
-    "kernels_sm100": ("kernels", (100,)),
-    "demo": ("demo", ()),
-}
+SECTIONS: dict[str, tuple] = {name: (name,) for name in ("numerics", "interpreted", "models", "training", "files")}
+SECTIONS |= {"commands": ("files", "commands"), "kernels_sm90": ("kernels", 90), "kernels_sm100": ("kernels", 100)}
+SECTIONS["demo"] = ("training", "demo")
+
 #: What every section runs under.
 ENVIRONMENT = {
-    "OMP_NUM_THREADS": "1",
-    "PYTHONHASHSEED": "0",
-    "HF_HUB_OFFLINE": "1",
-    "HF_HUB_DISABLE_PROGRESS_BARS": "1",
-    "TOKENIZERS_PARALLELISM": "false",
-    "HF_MXFP4_VERBOSITY": "warning",
-    "WANDB_MODE": "disabled",
-    "COLUMNS": "200",
-    "NO_COLOR": "1",
-    "CI": "1",
-}
+    "OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0", "HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+    "TOKENIZERS_PARALLELISM": "false", "HF_MXFP4_VERBOSITY": "warning", "WANDB_MODE": "disabled",
+    "COLUMNS": "200", "NO_COLOR": "1", "CI": "1",
+}  # fmt: skip
 
 
 def main() -> int:
@@ -57,12 +74,8 @@ def main() -> int:
     one = commands.add_parser("section", help="one section, in this process; what `record` starts")
     one.add_argument("name", choices=SECTIONS)
     one.add_argument("out", type=Path)
-    arguments = parser.parse_args()
-    if arguments.command == "compare":
-        return _compare(arguments.before, arguments.after, arguments.intended)
-    if arguments.command == "section":
-        return _record_section(arguments.name, arguments.out)
-    return _record(arguments.out, arguments.only, arguments.demo)
+    options = vars(parser.parse_args())
+    return {"compare": _compare, "section": _record_section, "record": _record}[options.pop("command")](**options)
 
 
 def _record(out: Path, only: str, demo: bool) -> int:
@@ -87,7 +100,7 @@ def _record(out: Path, only: str, demo: bool) -> int:
 
 
 def _record_section(name: str, out: Path) -> int:
-    module, arguments = SECTIONS[name]
+    module, *arguments = SECTIONS[name]
     with open_record(out, name) as record:
         importlib.import_module(f".{module}", __package__).record(record, *arguments)
     errors = [entry for entry in record.entries if entry.endswith("/error")]
@@ -99,8 +112,8 @@ def _record_section(name: str, out: Path) -> int:
 
 def _compare(before: Path, after: Path, intended: Path | None) -> int:
     try:
-        found = compare.differences(before, after)
-        unexplained, explained, idle = compare.split(found, compare.read_intended(intended) if intended else [])
+        found = differences(before, after)
+        unexplained, explained, idle = split(found, read_intended(intended) if intended else [])
     except (OSError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -112,6 +125,111 @@ def _compare(before: Path, after: Path, intended: Path | None) -> int:
         print(f"nothing differs that matches {pattern!r}, which is listed as intended")
     print(f"{len(unexplained)} unexplained differences, {len(explained)} intended ones")
     return 1 if unexplained else 0
+
+
+#: Lines of a changed text that are shown.
+_SHOWN_LINES = 6
+
+
+class Difference(NamedTuple):
+    """``name``: ``section/entry``; ``kind``: ``"missing"``, ``"new"`` or ``"changed"``; ``detail``: what, in words."""
+
+    name: str
+    kind: str
+    detail: str
+
+
+def differences(before: Path, after: Path) -> list[Difference]:
+    """All differences of two records, by name. Raises `ValueError` when a folder holds no record."""
+    sections = sorted(_sections(before) | _sections(after))
+    return [found for section in sections for found in _of_section(section, before, after)]
+
+
+def read_intended(path: Path) -> list[tuple[str, str]]:
+    """Pattern and reason of each line ``GLOB: reason``, but for empty lines and those that begin with ``#``.
+
+    Raises `ValueError` for a line without a reason.
+    """
+    found = []
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+        pattern, _, reason = (part.strip() for part in line.partition(": "))
+        if line.strip() and not line.startswith("#"):
+            if not reason:
+                raise ValueError(f"{path}, line {number}: expected 'GLOB: reason', got {line!r}")
+            found.append((pattern, reason))
+    return found
+
+
+def split(
+    found: Sequence[Difference], intended: Sequence[tuple[str, str]]
+) -> tuple[list[Difference], list[tuple[Difference, str]], list[str]]:
+    """Unexplained differences, explained ones with the reason, and patterns that explain nothing."""
+    unexplained, explained, used = [], [], set()
+    for difference in found:
+        line = next((line for line in intended if fnmatch.fnmatchcase(difference.name, line[0])), None)
+        if line is None:
+            unexplained.append(difference)
+        else:
+            explained.append((difference, line[1]))
+            used.add(line[0])
+    return unexplained, explained, [pattern for pattern, _ in intended if pattern not in used]
+
+
+def _sections(folder: Path) -> set[str]:
+    found = {path.stem for path in folder.glob("*.json")}
+    if not found:
+        raise ValueError(f"{folder} holds no record; make one with `python -m tests.behaviour record {folder}`")
+    return found
+
+
+def _of_section(section: str, before: Path, after: Path) -> list[Difference]:
+    files = before / f"{section}.json", after / f"{section}.json"
+    if not all(file.exists() for file in files):
+        return [Difference(f"{section}/*", "missing" if files[0].exists() else "new", "the whole section")]
+    old, new = (json.loads(file.read_text(encoding="utf-8")) for file in files)
+    found = []
+    for name in sorted(old.keys() | new.keys()):
+        if name not in new:
+            found.append(Difference(f"{section}/{name}", "missing", _summary(old[name])))
+        elif name not in old:
+            found.append(Difference(f"{section}/{name}", "new", _summary(new[name])))
+        elif any(old[name].get(key) != new[name].get(key) for key in ("sha256", "shape", "dtype", "kind")):
+            detail = _change(section, name, old[name], new[name], before, after)
+            found.append(Difference(f"{section}/{name}", "changed", detail))
+    return found
+
+
+def _summary(entry: dict[str, Any]) -> str:
+    if entry["kind"] == "tensor":
+        return f"{entry['dtype']} {entry['shape']}"
+    return f"{entry['kind']} {entry.get('text', '')[:200]!r}"
+
+
+def _change(section: str, name: str, old: dict, new: dict, before: Path, after: Path) -> str:
+    if old["kind"] != new["kind"] or old["kind"] == "file":
+        return f"{_summary(old)} became {_summary(new)}; {old.get('bytes')} and {new.get('bytes')} bytes"
+    if old["kind"] == "text":
+        lines = difflib.unified_diff(old["text"].splitlines(), new["text"].splitlines(), lineterm="", n=0)
+        shown = [line[:200] for line in lines if not line.startswith(("---", "+++", "@@"))]
+        more = f"\n    ... {len(shown) - _SHOWN_LINES} more lines" if len(shown) > _SHOWN_LINES else ""
+        return f"{len(shown)} lines of text\n    " + "\n    ".join(shown[:_SHOWN_LINES]) + more
+    if old["kind"] == "value":
+        return f"{old['text'][:400]} became {new['text'][:400]}"
+    if (old["shape"], old["dtype"]) != (new["shape"], new["dtype"]):
+        return f"{_summary(old)} became {_summary(new)}"
+    paths = [folder / f"{section}.safetensors" for folder in (before, after)]
+    return _distance(*(safe_open(path, "pt").get_tensor(name) for path in paths))
+
+
+def _distance(old: torch.Tensor, new: torch.Tensor) -> str:
+    """How far apart two tensors of one shape and dtype are, in words."""
+    a, b = old.double(), new.double()
+    changed = int((~((a == b) | (a.isnan() & b.isnan()))).sum())
+    both = a.isfinite() & b.isfinite()
+    if not both.any():
+        return f"{changed} of {a.numel()} elements, none of them finite"
+    largest, scale = float((a - b)[both].abs().max()), float(a[both].abs().max())
+    return f"{changed} of {a.numel()} elements, max abs difference {largest:.3g} (largest value {scale:.3g})"
 
 
 if __name__ == "__main__":

@@ -1,11 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Section ``files``: the bytes of everything that is saved, packed, exported and imported."""
+"""Section ``files``: the bytes of everything that is saved, packed, exported and imported.
+
+And section ``commands``: what the command line prints.
+"""
 
 import itertools
 from pathlib import Path
 
 import torch
 from transformers import AutoModelForCausalLM
+from typer.main import get_command
 from typer.testing import CliRunner
 
 import hf_mxfp4
@@ -13,7 +17,7 @@ from hf_mxfp4.cli import app
 
 from .inputs import FAMILIES, save_base, token_ids
 from .models import DENSE, MOE, PRESETS, load, with_adapters
-from .record import Record
+from .record import Record, visible_text
 
 
 #: What `hf-mxfp4 pack` is called with.
@@ -23,7 +27,9 @@ _PACK = {
     "blockwise": ("--macro-search", "blockwise", "--skip", "layers.0"),
     "fallback": ("--outlier-fallback", "0.5", "--preset", "w4a4"),
 }
+
 _FORMATS = ("compressed-tensors", "quark", "gpt-oss", "bf16")
+
 _MISMATCH = ("refuse", "requantize", "dequantize")
 
 
@@ -38,8 +44,10 @@ def command(record: Record, name: str, *arguments: object) -> int:
     return result.exit_code
 
 
-def record(record: Record) -> None:
-    """Record everything of this section."""
+def record(record: Record, section: str = "files") -> None:
+    """Record everything of this section, or of the section ``commands``."""
+    if section == "commands":
+        return _record_commands(record)
     for family in (DENSE, MOE):
         _record_saved(record, family)
     for family in FAMILIES:
@@ -99,3 +107,40 @@ def _record_conversions(record: Record, family: str) -> None:
             back = out.with_name("back-" + out.name)
             if command(record, f"import/{family}/{kind}/{form}", "import", out, back, "--json") == 0:
                 record.folder_of_files(f"import/{family}/{kind}/{form}", back)
+
+
+def _record_commands(record: Record) -> None:
+    """What the command line prints and writes, and the help of every command."""
+    record.text("help", get_command(app).get_short_help_str(10_000))
+    command(record, "help of all", "--help")
+    for name in sorted(get_command(app).commands):
+        command(record, f"help of {name}", name, "--help")
+    base = save_base("qwen2", record.workplace / "base", torch.bfloat16)
+    moe = save_base("qwen3_moe", record.workplace / "moe")
+    other = save_base("qwen2", record.workplace / "other", num_hidden_layers=1)
+    for number, options in enumerate(
+        (
+            (base, "--gpus", 4, "--gpu-memory", 80),
+            (base, "--gpus", 1, "--gpu-memory", 24, "--mode", "packed", "--lora-rank", 16, "--json"),
+            (moe, "--gpus", 2, "--gpu-memory", 0.001, "--saved-activations", "mxfp4"),
+        )
+    ):
+        command(record, f"plan/{number}", "plan", *options)
+    for name, folder in (("base", base), ("moe", moe)):
+        out = record.workplace / f"analysis-{name}"
+        command(record, f"analyze/{name}", "analyze", folder, "--out", out)
+        for path in sorted(out.iterdir()) if out.is_dir() else ():
+            if path.suffix == ".html":
+                record.text(f"analyze/{name}/{path.name}", visible_text(path.read_text()))
+            elif path.name != "progress.jsonl":
+                record.file(f"analyze/{name}/{path.name}", path)
+    command(record, "analyze/json", "analyze", base, "--json", "--scheme", "even", "--out", record.workplace / "even")
+    command(record, "analyze/wrong", "analyze", base, "--scheme", "rciel")
+    command(record, "compare/checkpoints", "compare", base, other)
+    command(record, "compare/json", "compare", base, other, "--scheme", "even", "--json")
+    command(record, "compare/schemes", "compare", base, "--scheme", "rceil", "--scheme", "rceil+of0.5")
+    for distribution in ("gaussian", "laplace", "student-t"):
+        options = ("--distribution", distribution, "--elements", 8192, "--seed", 3)
+        command(record, f"simulate/{distribution}", "simulate", *options)
+    command(record, "mistake", "analyse")
+    command(record, "report/nothing", "report", record.workplace / "base")

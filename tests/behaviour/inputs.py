@@ -13,19 +13,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreT
 
 VOCABULARY = 32
 _COMMON = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 32,
-    "max_position_embeddings": 64,
-    "tie_word_embeddings": False,
-    "pad_token_id": 0,
-    "eos_token_id": 1,
-    "bos_token_id": None,
-}
+    "vocab_size": VOCABULARY, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
+    "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32, "max_position_embeddings": 64,
+    "tie_word_embeddings": False, "pad_token_id": 0, "eos_token_id": 1, "bos_token_id": None,
+}  # fmt: skip
 _EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 FAMILIES = {
     "qwen2": {},

@@ -1,47 +1,111 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sections ``kernels_sm90`` and ``kernels_sm100``: PTX, grids and arguments of the kernels that the public functions of
-`mxfp4_kernels` launch. Names of kernels and parameters do not count; the number and order of parameters do."""
+`mxfp4_kernels` launch, on a GPU that is not there: they are compiled, and do not run. Names of kernels and parameters
+do not count; the number and order of parameters do."""
 
-import importlib
+import contextlib
 import os
-import pkgutil
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
 
+import torch
 import triton
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.compiler import CUDABackend
+from triton.compiler.compiler import CompiledKernel
 
-import mxfp4_kernels
-
-from .fake_gpu import Launch, fake_gpu
-from .launches import launches
-from .record import Record
+from .interpreted import launches
+from .record import Record, without_names
 
 
 def record(record: Record, capability: int) -> None:
-    """Record everything of this section; says which kernels nothing launched."""
+    """Record everything of this section."""
     os.environ["TRITON_DISABLE_LINE_INFO"] = "1"
-    launched = set()
     for name in launches("meta", small=False):
         with record.errors(name), fake_gpu(capability) as found:
             launches("cuda", small=False)[name]()
-            launched.update(launch.kernel for launch in found)
             record.value(f"{name}/launches", len(found))
             for number, launch in enumerate(found):
-                _record_launch(record, f"{name}/{number}", launch)
-    if missed := sorted(kernel_names() - launched):
-        print(f"not launched, so not recorded: {', '.join(missed)}")
+                record.text(f"{name}/{number}/ptx", launch.pop("ptx"))
+                for part, value in launch.items():
+                    record.value(f"{name}/{number}/{part}", value)
 
 
-def _record_launch(record: Record, name: str, launch: Launch) -> None:
-    record.text(f"{name}/ptx", launch.ptx)
-    record.value(f"{name}/grid", launch.grid)
-    record.value(f"{name}/settings", launch.settings)
-    record.value(f"{name}/arguments", launch.arguments)
+def _launch(kernel: CompiledKernel, grid: tuple[int, ...], arguments: tuple) -> dict[str, Any]:
+    """One launch: names of kernels out of the PTX, tensors among the arguments of run time as dtype and shape."""
+    data = kernel.metadata
+    return {
+        "ptx": without_names(kernel.asm["ptx"]),
+        "grid": grid,
+        "settings": {"warps": data.num_warps, "stages": data.num_stages, "shared": data.shared},
+        "arguments": list(_runtime_arguments(kernel.src.signature.values(), arguments)),
+    }
 
 
-def kernel_names() -> set[str]:
-    """The kernels of the package: Triton's functions whose name ends with ``_kernel``."""
-    found = set()
-    for module in pkgutil.walk_packages(mxfp4_kernels.__path__, "mxfp4_kernels."):
-        for name, value in vars(importlib.import_module(module.name)).items():
-            if isinstance(value, triton.JITFunction) and name.endswith("_kernel"):
-                found.add(name)
-    return found
+@contextlib.contextmanager
+def fake_gpu(capability: int) -> Iterator[list[dict[str, Any]]]:
+    """Within, tensors are made without storage, those on ``"cuda"`` seem to be on a GPU of a compute capability, and
+    the list grows by each launch."""
+    properties = SimpleNamespace(major=capability // 10, minor=0, gcnArchName="", name=f"sm_{capability}")
+    properties.multi_processor_count, properties.shared_memory_per_block_optin = (
+        {90: 132, 100: 148}[capability],
+        227 * 1024,
+    )
+    stream = SimpleNamespace(cuda_stream=0, synchronize=lambda: None)
+    driver = SimpleNamespace(
+        get_current_target=lambda: GPUTarget("cuda", capability, 32),
+        get_current_device=lambda: 0,
+        get_current_stream=lambda device: 0,
+    )
+    launches: list[dict[str, Any]] = []
+
+    def run(kernel: CompiledKernel) -> Any:
+        def launch(x: int, y: int, z: int, stream: int, function: Any, *rest: Any) -> None:
+            _, _, _, _, *arguments = rest
+            launches.append(_launch(kernel, (x, y, z), tuple(arguments)))
+
+        return launch
+
+    stand_ins = {
+        "device": lambda device: contextlib.nullcontext(),
+        "stream": lambda stream: contextlib.nullcontext(),
+        "current_stream": lambda device=None: stream,
+        "current_device": lambda: 0,
+        "is_current_stream_capturing": lambda: False,
+        "get_device_capability": lambda device=None: (properties.major, properties.minor),
+        "get_device_properties": lambda device=None: properties,
+        "get_device_name": lambda device=None: properties.name,
+    }
+    with contextlib.ExitStack() as stack:
+        for name, stand_in in stand_ins.items():
+            stack.enter_context(mock.patch.object(torch.cuda, name, stand_in))
+        stack.enter_context(mock.patch.object(triton.runtime.driver, "_active", driver))
+        stack.enter_context(mock.patch.object(CompiledKernel, "run", property(run)))
+        stack.enter_context(mock.patch.object(CompiledKernel, "_init_handles", lambda kernel: None))
+        # Machine code is the work of ptxas alone.
+        stack.enter_context(mock.patch.object(CUDABackend, "make_cubin", lambda *arguments: b""))
+        stack.enter_context(mock.patch.object(FakeTensor, "data_ptr", lambda tensor: 1 << 20))
+        # Another thread would make real tensors.
+        stack.enter_context(mock.patch.object(ThreadPoolExecutor, "submit", _submit))
+        stack.enter_context(FakeTensorMode())
+        yield launches
+
+
+def _submit(pool: ThreadPoolExecutor, function: Any, *arguments: Any, **options: Any) -> Future:
+    future: Future = Future()
+    future.set_result(function(*arguments, **options))
+    return future
+
+
+def _runtime_arguments(types: Any, values: Any) -> Iterator[str]:
+    """What is passed at run time of arguments, which may be tuples of others, in order."""
+    for kind, value in zip(types, values, strict=True):
+        if isinstance(kind, tuple):
+            yield from _runtime_arguments(kind, value)
+        elif kind != "constexpr":
+            is_tensor = isinstance(value, torch.Tensor)
+            yield f"{kind}: " + (f"{value.dtype} {list(value.shape)}" if is_tensor else repr(value))

@@ -1,29 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a section records: entries with a name and a digest, and the tensors behind them."""
+"""What a section records: entries with a name and a digest, the tensors behind them, and texts without what differs
+between runs."""
 
 import contextlib
 import hashlib
 import json
 import os
+import re
 import tempfile
 from collections.abc import Iterator
+from html import unescape
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
 
-from .texts import masked
-
 
 class Record:
-    """The entries of one section.
-
-    Args:
-        folder: where [`save`] writes.
-        section: their common name.
-        workplace: a folder whose path is replaced in texts.
-    """
+    """Entries of a section, which [`save`] writes into ``folder``; in texts the path ``workplace`` is replaced."""
 
     def __init__(self, folder: Path, section: str, workplace: Path):
         self.folder, self.section, self.workplace = folder, section, workplace
@@ -55,11 +50,13 @@ class Record:
         self._add(name, text.encode(), {"kind": "value", "text": text})
 
     def file(self, name: str, path: Path) -> None:
-        """Record the bytes of a file; of texts those that [`text`] keeps. Of safetensors, whose header has its metadata
-        in an order that changes from process to process, with a sorted header, and each tensor too."""
+        """Record the bytes of a file; of texts those that [`text`] keeps. Of safetensors each tensor, and the header
+        sorted, since the order of its metadata changes from process to process."""
         raw = path.read_bytes()
         if path.suffix == ".safetensors":
-            self._add(name, _with_sorted_header(raw), {"kind": "file", "bytes": len(raw)})
+            end = 8 + int.from_bytes(raw[:8], "little")
+            header = json.dumps(json.loads(raw[8:end]), sort_keys=True).encode()
+            self._add(name, header + raw[end:], {"kind": "file", "bytes": len(raw)})
             for key, tensor in load_file(path).items():
                 self.tensor(f"{name}/{key}", tensor)
             return
@@ -68,10 +65,9 @@ class Record:
         except UnicodeDecodeError:
             self._add(name, raw, {"kind": "file", "bytes": len(raw)})
 
-    def folder_of_files(self, name: str, folder: Path, leave_out: tuple[str, ...] = ()) -> None:
-        """Record all files of a folder but those that match a pattern, and their names."""
+    def folder_of_files(self, name: str, folder: Path) -> None:
+        """Record all files of a folder, and their names."""
         paths = [path for path in sorted(folder.rglob("*")) if path.is_file()]
-        paths = [path for path in paths if not any(path.match(pattern) for pattern in leave_out)]
         self.value(f"{name}/names", [str(path.relative_to(folder)) for path in paths])
         for path in paths:
             self.file(f"{name}/{path.relative_to(folder)}", path)
@@ -97,12 +93,6 @@ class Record:
         save_file(self.tensors, self.folder / f"{self.section}.safetensors")
 
 
-def _with_sorted_header(raw: bytes) -> bytes:
-    """The bytes of a safetensors file with the keys of its header in order."""
-    end = 8 + int.from_bytes(raw[:8], "little")
-    return json.dumps(json.loads(raw[8:end]), sort_keys=True).encode() + raw[end:]
-
-
 @contextlib.contextmanager
 def open_record(folder: Path, section: str) -> Iterator[Record]:
     """A record that is saved on leaving, with an empty workplace that is the current folder until then."""
@@ -115,3 +105,38 @@ def open_record(folder: Path, section: str) -> Iterator[Record]:
         finally:
             os.chdir(before)
     record.save()
+
+
+#: What differs between runs and versions without a difference in behaviour, and what stands in its place.
+_MASKS = (
+    # Lines of progress, which are written every ten seconds.
+    (re.compile(r"^.* MB (of .* MB )?\(\d+ ?%\).*\n?", re.MULTILINE), ""),
+    (re.compile(r'("transformers_version": )"[^"]*"'), r'\1"VERSION"'),
+    (re.compile(r"\b20\d\d-\d\d-\d\d([ T]\d\d:\d\d(:\d\d)?)?"), "DATE"),
+    (re.compile(r"\b\d+(\.\d+)? ?(ms|s|seconds?|min|minutes?|h|hours?)\b"), "TIME"),
+    (re.compile(r"\b\d+(\.\d+)? [kMG]?B/s"), "SPEED"),
+)
+
+
+def masked(text: str) -> str:
+    """``text`` with words for dates, durations, speeds and the version of transformers, without lines of progress."""
+    for pattern, replacement in _MASKS:
+        text = pattern.sub(replacement, text)
+    return text
+
+
+def without_names(ptx: str) -> str:
+    """PTX with numbers for the names of kernels and parameters, without comments and locations in sources."""
+    ptx = re.sub(r"//.*", "", ptx)
+    ptx = re.sub(r"^\s*\.(loc|file|section|b\d+)\b.*$", "", ptx, flags=re.MULTILINE)
+    names = dict.fromkeys(re.findall(r"\.(?:entry|func)(?:\s*\([^)]*\))?\s+([\w$]+)", ptx))
+    for number, name in enumerate(sorted(names, key=len, reverse=True)):
+        ptx = re.sub(rf"\b{re.escape(name)}(?=\b|_param_\d)", f"function{number}", ptx)
+    return "\n".join(line.rstrip() for line in ptx.splitlines() if line.strip())
+
+
+def visible_text(html: str) -> str:
+    """The text of a page, one line per piece, without scripts and styles."""
+    html = re.sub(r"(?s)<(script|style)\b.*?</\1>|<!.*?>", "", html)
+    pieces = (" ".join(unescape(piece).split()) for piece in re.split(r"<[^>]+>", html))
+    return "\n".join(piece for piece in pieces if piece)

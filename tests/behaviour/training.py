@@ -1,7 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Section ``training``: GRPO runs of a few steps, whole and resumed: logs, completions, weights and reports."""
+"""Section ``training``: GRPO runs of a few steps, whole and resumed: logs, completions, weights and reports.
 
+And section ``demo``: what a run of the recipe reports.
+"""
+
+import json
+import os
 import re
+import subprocess
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,21 +18,28 @@ from datasets import Dataset
 from peft import LoraConfig
 from transformers import AutoModelForCausalLM, PrinterCallback
 
+import hf_mxfp4
 from hf_mxfp4 import MXFP4GRPOConfig, MXFP4GRPOTrainer, MXFP4RLConfig
 
 from .inputs import make_tokenizer, save_base
 from .models import DENSE, MOE
-from .record import Record
-from .texts import visible_text
+from .record import Record, visible_text
 
 
 #: Keys of logs that hold times, or what is made of them.
 _TIMES = re.compile(r"time|runtime|per_second|flos|memory|gpu|hours")
+
 _RANDOM = {
     "preset": "w4a4g4",
     "fprop": {"weight": "rceil+stochastic"},
     "wgrad": {"grad": "rceil+stochastic", "rotation": "random-16"},
 }
+
+_TWO_ITERATIONS = {
+    "num_iterations": 2, "steps_per_generation": 4, "gradient_accumulation_steps": 2, "gradient_checkpointing": True,
+    "per_device_train_batch_size": 4,
+}  # fmt: skip
+
 #: Name: family, scheme, whether LoRA is trained, options of the trainer.
 RUNS: dict[str, tuple[str, dict, bool, dict]] = {
     "dense": (DENSE, {}, False, {"save_steps": 2, "report_every": 2}),
@@ -36,29 +50,15 @@ RUNS: dict[str, tuple[str, dict, bool, dict]] = {
     "experts lora": (MOE, {"mode": "packed"}, True, {}),
     "fallback rate": (DENSE, {"outlier_fallback_rate": 0.2}, False, {"rollout_correction": True}),
     "without noise": (DENSE, {}, False, {"aqn": False, "beta": 0.05}),
-    "two iterations": (
-        DENSE,
-        {},
-        False,
-        {
-            "num_iterations": 2,
-            "steps_per_generation": 4,
-            "gradient_accumulation_steps": 2,
-            "gradient_checkpointing": True,
-            "per_device_train_batch_size": 4,
-        },
-    ),
-    "sampling": (
-        DENSE,
-        {},
-        False,
-        {"overlong_buffer": 2, "movement_every": 1},
-    ),
+    "two iterations": (DENSE, {}, False, _TWO_ITERATIONS),
+    "sampling": (DENSE, {}, False, {"overlong_buffer": 2, "movement_every": 1}),
 }
 
 
-def record(record: Record) -> None:
-    """Record everything of this section."""
+def record(record: Record, section: str = "training") -> None:
+    """Record everything of this section, or of the section ``demo``."""
+    if section == "demo":
+        return _record_demo(record)
     for name, (family, scheme, lora, options) in RUNS.items():
         base = save_base(family, record.workplace / family, hidden_size=32, intermediate_size=48, head_dim=16)
         folder = record.workplace / name
@@ -70,22 +70,12 @@ def record(record: Record) -> None:
                 _train(record, f"{name}/resumed", base, again, scheme, lora, options, start)
 
 
-def _train(
-    record: Record,
-    name: str,
-    base: Path,
-    out: Path,
-    scheme: Mapping,
-    lora: bool,
-    options: Mapping,
-    start: Path | None = None,
-) -> None:
+def _train(record: Record, name: str, base: Path, out: Path, scheme: Mapping, lora: bool, options: Mapping, start=None):
     completions: list[Sequence[str]] = []
     trainer = make_trainer(base, out, _reward(completions), scheme, lora, options)
     trainer.train(resume_from_checkpoint=start and str(start))
-    logs = [{key: value for key, value in log.items() if not _TIMES.search(key)} for log in trainer.state.log_history]
-    for number, log in enumerate(logs):
-        record.value(f"{name}/log/{number}", log)
+    for number, log in enumerate(trainer.state.log_history):
+        record.value(f"{name}/log/{number}", {key: value for key, value in log.items() if not _TIMES.search(key)})
     record.value(f"{name}/completions", completions)
     for key, parameter in trainer.model.named_parameters():
         if parameter.requires_grad:
@@ -99,36 +89,18 @@ def make_trainer(
 ) -> MXFP4GRPOTrainer:
     """A trainer of 4 steps of 2 prompts with 4 completions of 4 tokens each."""
     settings: dict[str, Any] = {
-        "output_dir": str(out),
-        "per_device_train_batch_size": 8,
-        "num_generations": 4,
-        "max_completion_length": 4,
-        "max_steps": 4,
-        "learning_rate": 1e-3,
-        "logging_steps": 1,
-        "save_strategy": "steps" if "save_steps" in options else "no",
-        "report_to": "none",
-        "use_cpu": True,
-        "bf16": False,
-        "gradient_checkpointing": False,
-        "disable_tqdm": True,
-        "aqn_num_stages": 4,
-        "error_every": 2,
-        "report_every": 0,
-        "seed": 7,
-    }
+        "output_dir": str(out), "save_strategy": "steps" if "save_steps" in options else "no",
+        "per_device_train_batch_size": 8, "num_generations": 4, "max_completion_length": 4, "max_steps": 4,
+        "learning_rate": 1e-3, "logging_steps": 1, "report_to": "none", "use_cpu": True, "bf16": False,
+        "gradient_checkpointing": False, "disable_tqdm": True, "aqn_num_stages": 4, "error_every": 2,
+        "report_every": 0, "seed": 7,
+    }  # fmt: skip
     rows = [{"prompt": f"{i}+{i}=", "answer": str(2 * i)} for i in range(8)]
     torch.manual_seed(0)
     policy = AutoModelForCausalLM.from_pretrained(base, quantization_config=MXFP4RLConfig(**scheme))
     adapters = LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=["q_proj", "o_proj"]) if lora else None
-    trainer = MXFP4GRPOTrainer(
-        policy,
-        reward,
-        MXFP4GRPOConfig(**{**settings, **options}),
-        Dataset.from_list(rows),
-        processing_class=make_tokenizer(),
-        peft_config=adapters,
-    )
+    trained = {"args": MXFP4GRPOConfig(**{**settings, **options}), "train_dataset": Dataset.from_list(rows)}
+    trainer = MXFP4GRPOTrainer(policy, reward, **trained, processing_class=make_tokenizer(), peft_config=adapters)
     trainer.remove_callback(PrinterCallback)
     return trainer
 
@@ -140,3 +112,30 @@ def _reward(seen: list[Sequence[str]]) -> Callable:
         return [sum(c in "02468" for c in text) / 4 + good for text, good in zip(completions, right, strict=True)]
 
     return even_digits
+
+
+#: Results that depend on the machine.
+_MACHINE = ("time", "second", "memory", "version", "hardware", "command", "path", "dir")
+
+
+def _record_demo(record: Record) -> None:
+    """What a run of the recipe on the demo's config reports: minutes."""
+    root = Path(hf_mxfp4.__file__).parents[1]
+    out = record.workplace / "demo"
+    launcher = [sys.executable, "-m", "accelerate.commands.launch", "--num_processes", "1", "--num_machines", "1"]
+    launcher += ["--mixed_precision", "no", "--dynamo_backend", "no"]
+    recipe = [root / "recipes/grpo.py", "--config", root / "recipes/configs/tiny_cpu.yaml", "--output_dir", out]
+    environment = {**os.environ, "OMP_NUM_THREADS": "2"}
+    result = subprocess.run([*launcher, *map(str, recipe)], cwd=root, env=environment, capture_output=True, text=True)
+    if result.returncode:
+        raise RuntimeError(f"the demo failed:\n{result.stderr[-4000:]}")
+    print(result.stdout)
+    for key, value in _flat(json.loads((out / "summary.json").read_text())):
+        if not any(word in key.lower() for word in _MACHINE):
+            record.value(key, value)
+
+
+def _flat(value: object, place: str = "") -> list[tuple[str, object]]:
+    if isinstance(value, dict):
+        return [found for key, one in value.items() for found in _flat(one, f"{place}/{key}" if place else str(key))]
+    return [(place, value)]

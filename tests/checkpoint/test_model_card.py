@@ -46,7 +46,7 @@ def numbers(text: str) -> dict[str, str]:
 
 def test_metadata(model):
     data = make_card(model).data
-    assert data.library_name == "transformers" and data.pipeline_tag == "text-generation"
+    assert data.library_name == "transformers"
     assert data.tags == ["mxfp4", "mxfp4_rl", "hf-mxfp4", "qat"]
     assert data.base_model is None and data.eval_results is None
     packed = make_card(hf_mxfp4.pack(model)).data
@@ -64,8 +64,7 @@ def test_scheme_and_loading(model):
     text = make_card(model).text
     rows = numbers(text)
     assert rows["mode"] == "`qat`" and rows["preset"] == "`w4a4`: weights and activations in MXFP4"
-    assert rows["weights"] == "`mxfp4+even+mbs128-blockwise+of1`"
-    assert rows["activations"] == "`mxfp4+even+mbs128-blockwise+of1`"
+    assert rows["scheme"] == f"`{MXFP4RLConfig().describe()}`" and "mxfp4+even+mbs128-blockwise+of1" in rows["scheme"]
     assert rows["quantized layers"] == "14" and rows["linear layers in full precision"] == "1 (lm_head)"
     assert "import hf_mxfp4" in text and "AutoModelForCausalLM.from_pretrained(" in text
 

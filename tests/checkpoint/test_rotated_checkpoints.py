@@ -63,7 +63,7 @@ def test_files_hold_the_codes_of_rotated_weights_and_load_to_the_same_model(chec
     assert torch.equal(logits(again), expected) and again.hf_quantizer.quantization_config == PACKED
     assert "rotation deterministic-32" in str(again.quantization_report)
     card = (tmp_path / "saved" / "README.md").read_text()
-    assert "| rotation of the forward product | `deterministic-32` |" in card
+    assert "rotation deterministic-32" in card
     # Errors are those of the values rotated back: what is lost is what any packing of such weights loses.
     plain = load(source, MXFP4RLConfig(mode="packed", scale_rule="even", macro_search="blockwise"))
     assert report.sqnr_db == pytest.approx(plain.quantization_report.sqnr_db, abs=1.5)

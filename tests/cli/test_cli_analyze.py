@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`hf-mxfp4 analyze` as a user meets it: files, messages, exit codes, interruption and resumption."""
+"""`hf-mxfp4 analyze` and `compare` as a user meets them: files, messages, exit codes, interruption and resumption."""
 
 import csv
 import json
+import math
 import os
 import shutil
 from pathlib import Path
@@ -12,12 +13,14 @@ import torch
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
-import hf_mxfp4
+from hf_mxfp4 import MXFP4RLConfig, decompose, fake_quantize
+from hf_mxfp4.checkpoint import export, pack_checkpoint
 from hf_mxfp4.cli import app
 from hf_mxfp4.lab import PAPER_SCHEMES, open_source
 from hf_mxfp4.lab import weights as weights_module
 
 
+NAME = "model.layers.0.mlp.up_proj"
 REPORTS = ("report.json", "tensors.csv", "report.html")
 
 
@@ -26,6 +29,10 @@ pytestmark = pytest.mark.usefixtures("blank_pictures")
 
 def run(*arguments):
     return CliRunner().invoke(app, ["analyze", *map(str, arguments)])
+
+
+def compare(*arguments):
+    return CliRunner().invoke(app, ["compare", *map(str, arguments)])
 
 
 def test_names_from_a_file_are_text_and_nothing_else(tmp_path):
@@ -69,13 +76,12 @@ def test_a_checkpoint_from_start_to_end(checkpoint, tmp_path):
 
 def test_a_policy_under_its_own_scheme(checkpoint, tmp_path):
     folder = Path(checkpoint())
-    config = hf_mxfp4.MXFP4RLConfig(scale_rule="even", outlier_fallback=None)
+    config = MXFP4RLConfig(scale_rule="even", outlier_fallback=None)
     written = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**written, "quantization_config": config.to_dict()}))
     summary = json.loads(run(folder, "--json", "--out", tmp_path / "a").stdout)
     assert summary["schemes"] == ["mxfp4+even+mbs128-blockwise"]
-    summary = json.loads(run(folder, "--json", "--out", tmp_path / "b", "--scheme", "rceil").stdout)
-    assert summary["schemes"] == ["mxfp4+rceil"]
+    assert json.loads(compare(folder, checkpoint(seed=1), "--json").stdout)["scheme"] == "mxfp4+even+mbs128-blockwise"
 
 
 @pytest.mark.parametrize(
@@ -94,13 +100,10 @@ def test_wrong_usage(checkpoint, tmp_path, arguments, message):
     assert not (tmp_path / "out" / "report.json").exists()
 
 
-def test_no_such_model(tmp_path):
+def test_no_such_model_or_folder(checkpoint, tmp_path):
     done = run(tmp_path / "gone", "--out", tmp_path)
     assert done.exit_code == 2 and "does not exist" in done.stderr
     assert run(tmp_path).exit_code == 2
-
-
-def test_a_folder_that_cannot_be_made(checkpoint, tmp_path):
     (tmp_path / "file").touch()
     done = run(checkpoint(), "--scheme", "rceil", "--out", tmp_path / "file")
     assert done.exit_code == 2 and done.stderr == f"error: File exists: {tmp_path / 'file'}\n"
@@ -181,11 +184,140 @@ def test_ctrl_c_and_on(checkpoint, tmp_path, monkeypatch):
     assert contents(tmp_path / "halves") == contents(tmp_path / "whole")
 
 
-def test_a_model_on_the_hub(checkpoint, tmp_path, monkeypatch):
-    folder = Path(checkpoint(shard_size="60KB"))
-    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda repo, **options: folder)
-    monkeypatch.chdir(tmp_path)
-    done = run("someone/model", "--scheme", "rceil")
+# ---- compare --------------------------------------------------------------------------------------------------------
+
+
+def test_two_checkpoints(checkpoint):
+    a, b = checkpoint(seed=0), checkpoint(seed=1)
+    done = compare(a, b, "--scheme", "even", "--json")
     assert done.exit_code == 0, done.stderr
-    report = json.loads((tmp_path / "analysis" / "someone--model" / "report.json").read_text())
-    assert (report["model"], report["source"]["kind"], len(report["tensors"])) == ("someone/model", "hub", 14)
+    data = json.loads(done.stdout)
+    assert (data["scheme"], len(data["tensors"]), len(data["by_layer_type"])) == ("mxfp4+even", 14, 7)
+    name = "model.layers.0.mlp.up_proj.weight"
+    x, y = (load_file(Path(folder, "model.safetensors"))[name] for folder in (a, b))
+    pair = data["tensors"][name]
+    assert pair["first_relative_mse"] == pytest.approx(decompose(x, scale_rule="even").relative_mse, rel=1e-9)
+    assert pair["second_relative_mse"] == pytest.approx(decompose(y, scale_rule="even").relative_mse, rel=1e-9)
+    assert pair["relative_difference"] == pytest.approx(float((x - y).norm() / x.norm()), rel=1e-5)
+    table = compare(a, b)
+    assert table.exit_code == 0 and "under mxfp4+rceil, by layer" in table.stdout and "|A-B| / |A|" in table.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "give a second checkpoint; hf-mxfp4 analyze A --scheme X --scheme Y compares schemes"),
+        (["{model}", "--scheme", "rceil", "--scheme", "even"], "--scheme once at most"),
+        (["gone/gone/gone"], "does not exist"),
+    ],
+)
+def test_wrong_comparisons(checkpoint, arguments, message):
+    folder = checkpoint()
+    done = compare(folder, *[argument.format(model=folder) for argument in arguments])
+    assert done.exit_code == 2 and message in done.stderr
+
+
+def packed_of(original, folder, **options):
+    pack_checkpoint(original, folder, MXFP4RLConfig(mode="packed", **options))
+    return folder
+
+
+@pytest.mark.parametrize("options", [{}, {"scale_rule": "even", "macro_block": None}, {"outlier_fallback": 0.5}])
+def test_the_error_of_the_stored_weights(checkpoint, tmp_path, options):
+    original = Path(checkpoint(dtype=torch.bfloat16))
+    packed = packed_of(original, tmp_path / "packed", **options)
+    done = compare(original, packed, "--json")
+    assert done.exit_code == 0, done.stderr
+    data = json.loads(done.stdout)
+    weight = load_file(original / "model.safetensors")[f"{NAME}.weight"]
+    scheme = MXFP4RLConfig(mode="packed", **options).weight_scheme
+    noise = (fake_quantize(weight.float(), **vars(scheme)) - weight.float()).double().square().sum()
+    sqnr = 10 * math.log10(float(weight.double().square().sum() / noise))
+    assert data["tensors"][NAME]["sqnr_db"] == pytest.approx(sqnr, rel=1e-6)
+    assert len(data["tensors"]) == 14 and data["scheme"] == str(scheme)
+    assert data["total"]["elements_packed_otherwise"] == 0
+    assert data["not_quantized"]["changed"] == [] and "lm_head.weight" in data["not_quantized"]["same"]
+    assert data["only_first"] == data["only_second"] == data["problems"] == []
+
+
+def test_the_order_does_not_matter_and_the_screen_says_what_is_compared(checkpoint, tmp_path):
+    original = Path(checkpoint())
+    packed = packed_of(original, tmp_path / "packed")
+    done = compare(packed, original)
+    assert done.exit_code == 0, done.stderr
+    assert done.stdout == compare(original, packed).stdout
+    for text in (
+        f"A: {original.name}, the original",
+        "B: packed, whose packed weights are compared as they are stored, dequantized",
+        "SQNR of 14 weights: ",
+        "B holds exactly what packing A now gives",
+        "tensors that are not quantized: 13 the same, 0 with other values",
+        "error of the stored weights (mxfp4+even+mbs128-blockwise), by layer",
+        "largest relative errors",
+    ):
+        assert text in done.stdout
+
+
+def test_fused_experts_meet_experts_of_their_own(checkpoint, tmp_path):
+    original = Path(checkpoint("qwen3_moe"))
+    packed = packed_of(original, tmp_path / "packed")
+    assert any(".experts.0." in name for name in load_file(original / "model.safetensors"))
+    data = json.loads(compare(original, packed, "--json", "--include", "mlp.experts").stdout)
+    assert sorted(data["tensors"]) == [
+        f"model.layers.{i}.mlp.experts.{name}" for i in range(2) for name in ("down_proj", "gate_up_proj")
+    ]
+    assert data["total"]["elements_packed_otherwise"] == 0 and 15 < data["total"]["sqnr_db"] < 25
+
+
+def test_an_exported_checkpoint(checkpoint, tmp_path):
+    original = checkpoint()
+    packed = packed_of(original, tmp_path / "packed", macro_block=None)
+    export(packed, tmp_path / "out", "compressed-tensors")
+    exported, own = (compare(original, folder, "--json") for folder in (tmp_path / "out", packed))
+    assert exported.exit_code == 0, exported.stderr
+    mine, theirs = json.loads(own.stdout), json.loads(exported.stdout)
+    assert {name: pair["sqnr_db"] for name, pair in theirs["tensors"].items()} == {
+        name: pair["sqnr_db"] for name, pair in mine["tensors"].items()
+    }
+    assert "elements_packed_otherwise" not in theirs["total"] and theirs["scheme"] == "compressed-tensors"
+    assert "packing A now" not in compare(original, tmp_path / "out").stdout
+
+
+def test_files_of_a_comparison(checkpoint, tmp_path):
+    original = checkpoint()
+    packed = packed_of(original, tmp_path / "packed")
+    done = compare(original, packed, "--out", tmp_path / "out", "--json")
+    assert done.exit_code == 0 and "comparison.html" in done.stderr
+    written = json.loads((tmp_path / "out" / "comparison.json").read_text())
+    assert {key: written[key] for key in json.loads(done.stdout)} == json.loads(done.stdout)
+    rows = list(csv.DictReader((tmp_path / "out" / "comparison.csv").open()))
+    assert [row["name"] for row in rows] == list(written["tensors"])
+    assert float(rows[0]["sqnr_db"]) == written["tensors"][rows[0]["name"]]["sqnr_db"]
+    html = (tmp_path / "out" / "comparison.html").read_text()
+    assert "B holds exactly what packing A now gives" in html and NAME in html and html.endswith("</html>\n")
+
+
+def test_what_cannot_be_compared(checkpoint, tmp_path):
+    original = Path(checkpoint())
+    packed = packed_of(original, tmp_path / "packed")
+    for arguments, message in (
+        ([packed, packed], "both checkpoints store quantized weights; give the original of one of them as A"),
+        ([original, packed, "--scheme", "rceil"], "packed stores weights under a scheme of its own; give no --scheme"),
+        ([original, packed, "--include", "layers.9"], "no quantized layer of packed matches the pattern 'layers.9'"),
+        ([checkpoint("llama", layers=1), packed, "--include", "layers.1"], "have no quantized weight in common"),
+    ):
+        done = compare(*arguments)
+        assert done.exit_code == 2 and message in done.stderr, done.output
+
+
+def test_other_shapes_and_nan_are_problems(checkpoint, tmp_path):
+    original = Path(checkpoint())
+    packed = packed_of(original, tmp_path / "packed")
+    tensors = load_file(original / "model.safetensors")
+    tensors[f"{NAME}.weight"][0, 0] = math.nan
+    save_file(tensors, original / "model.safetensors")
+    done = compare(original, packed)
+    assert done.exit_code == 1 and f"problem: {NAME}: 1 elements are NaN or infinite" in done.stderr
+    other = checkpoint(intermediate=128)
+    done = compare(other, packed)
+    assert done.exit_code == 1 and f"problem: {NAME}: shapes differ: [1, 128, 64] and [1, 96, 64]" in done.stderr

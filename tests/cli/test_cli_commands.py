@@ -1,21 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`hf-mxfp4 compare`, `simulate`, `env`, and the command itself."""
+"""`hf-mxfp4 simulate`, `env`, the command itself, and the names of its options."""
 
 import json
 import os
-import sys
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+import typer
 from typer.testing import CliRunner
 
 import hf_mxfp4
-from hf_mxfp4 import MXFP4RLConfig, decompose, environment
+from hf_mxfp4 import decompose, utils
 from hf_mxfp4 import gemm as ops
 from hf_mxfp4.backends import self_check
-from hf_mxfp4.cli import app, console, main
+from hf_mxfp4.cli import app, common
 from hf_mxfp4.lab import sample
 
 
@@ -30,53 +29,10 @@ def test_version_and_help():
     for name in ("analyze", "compare", "simulate", "report", "env"):
         assert run(name, "--help").exit_code == 0
     assert run("analyse").exit_code == 2
-
-
-def test_the_entry_point(monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["hf-mxfp4", "simulate", "--elements", "1024", "--scheme", "nonsense"])
-    with pytest.raises(SystemExit) as exit:
-        main()
-    printed = capsys.readouterr()
-    assert exit.value.code == 2 and printed.out == ""
-    assert "error: scheme 'nonsense': no scale rule 'nonsense'; known are rceil" in printed.err
-
-
-def test_two_checkpoints(checkpoint):
-    a, b = checkpoint(seed=0), checkpoint(seed=1)
-    done = run("compare", a, b, "--scheme", "even", "--json")
-    assert done.exit_code == 0, done.stderr
-    data = json.loads(done.stdout)
-    assert (data["scheme"], len(data["tensors"]), len(data["by_layer_type"])) == ("mxfp4+even", 14, 7)
-    name = "model.layers.0.mlp.up_proj.weight"
-    x, y = (load_file(Path(folder, "model.safetensors"))[name] for folder in (a, b))
-    pair = data["tensors"][name]
-    assert pair["first_relative_mse"] == pytest.approx(decompose(x, scale_rule="even").relative_mse, rel=1e-9)
-    assert pair["second_relative_mse"] == pytest.approx(decompose(y, scale_rule="even").relative_mse, rel=1e-9)
-    assert pair["relative_difference"] == pytest.approx(float((x - y).norm() / x.norm()), rel=1e-5)
-    table = run("compare", a, b)
-    assert table.exit_code == 0 and "under mxfp4+rceil, by layer" in table.stdout and "|A-B| / |A|" in table.stdout
-
-
-def test_the_scheme_of_the_first_checkpoint(checkpoint):
-    a, b = Path(checkpoint(seed=0)), checkpoint(seed=1)
-    written = json.loads((a / "config.json").read_text())
-    config = MXFP4RLConfig(scale_rule="floor", macro_block=None, outlier_fallback=None)
-    (a / "config.json").write_text(json.dumps({**written, "quantization_config": config.to_dict()}))
-    assert json.loads(run("compare", a, b, "--json").stdout)["scheme"] == "mxfp4+floor"
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ([], "give a second checkpoint; hf-mxfp4 analyze A --scheme X --scheme Y compares schemes"),
-        (["{model}", "--scheme", "rceil", "--scheme", "even"], "--scheme once at most"),
-        (["gone/gone/gone"], "does not exist"),
-    ],
-)
-def test_wrong_comparisons(checkpoint, arguments, message):
-    folder = checkpoint()
-    done = run("compare", folder, *[argument.format(model=folder) for argument in arguments])
-    assert done.exit_code == 2 and message in done.stderr
+    wrong = run("simulate", "--elements", 1024, "--scheme", "nonsense")
+    assert (
+        wrong.exit_code == 2 and "error: scheme 'nonsense': no scale rule 'nonsense'; known are rceil" in wrong.stderr
+    )
 
 
 def test_simulation_is_the_decomposition():
@@ -101,7 +57,7 @@ def test_simulation_on_screen():
 def test_environment():
     data = json.loads(run("env", "--json").stdout)
     assert data["versions"]["hf-mxfp4"] == hf_mxfp4.__version__ and data["versions"]["torch"] == torch.__version__
-    assert set(environment.PACKAGES) < set(data["versions"])
+    assert set(utils.PACKAGES) < set(data["versions"])
     assert data["cpu"]["cores"] == os.cpu_count()
     cpu = [row for row in data["quantization"] if row["device"] == "cpu"]
     assert len(cpu) == 6 and {row["backend"] for row in cpu} <= {"cpu", "eager"}
@@ -115,7 +71,7 @@ def test_environment():
 
 def test_environment_on_screen(monkeypatch):
     gpu = {"type": "cuda", "name": "A GPU", "capability": "compute capability 9.0"}
-    monkeypatch.setattr(environment, "present_gpus", lambda: [gpu])
+    monkeypatch.setattr(utils, "present_gpus", lambda: [gpu])
     monkeypatch.setattr(ops, "hardware_of", lambda device: "sm_90")
     states = {"decode": "not checked yet"}, {"decode": "failed: off by 1"}
     monkeypatch.setattr(self_check, "states", lambda device, check: states[check])
@@ -129,23 +85,69 @@ def test_environment_on_screen(monkeypatch):
 
 
 def test_lines_where_there_is_no_terminal(monkeypatch, capsys):
-    with console.WorkProgress(4_000_000) as progress:
+    with common.work_progress(4_000_000) as progress:
         progress(1_000_000, "layers.0")
     assert capsys.readouterr().err == ""
-    monkeypatch.setattr(console, "LINE_SECONDS", 0.0)
-    with console.WorkProgress(4_000_000) as progress:
+    monkeypatch.setattr(common, "LINE_SECONDS", 1e-9)
+    with common.work_progress(4_000_000) as progress:
         progress(1_000_000, "layers.0")
         progress(1_000_000, "layers.1")
-    lines = capsys.readouterr().err.splitlines()
-    assert lines == ["1 of 4 MB (25%) in 0 s, at layers.0", "2 of 4 MB (50%) in 0 s, at layers.1"]
+    printed = capsys.readouterr().err
+    assert "layers.0" in printed and "layers.1:  50%" in printed and "2.00M/4.00M" in printed
 
 
-def test_a_bar_on_a_terminal(monkeypatch, capsys):
-    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
-    monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.setenv("FORCE_COLOR", "1")
-    with console.WorkProgress(2_000_000) as progress:
-        progress(1_000_000, "layers.0.up_proj")
-        progress._bar.refresh()
-    assert "layers.0.up_proj" in capsys.readouterr().err
-    assert progress._bar.tasks[0].percentage == 50
+# ---- names of options -----------------------------------------------------------------------------------------------
+
+
+def parsed(words):
+    """Values that a command is called with."""
+    name, *arguments = words.split()
+    return typer.main.get_command(app).commands[name].make_context(name, arguments).params
+
+
+@pytest.mark.parametrize(
+    ("old", "now", "warning"),
+    [
+        ("eval MODEL --dataset a.jsonl", "eval MODEL --text a.jsonl", "--dataset is now --text"),
+        (
+            "analyze A --exclude a --exclude=b",
+            "analyze A --modules-to-not-convert a --skip=b",
+            "--exclude is now --mod",
+        ),
+        ("compare A B --exclude a", "compare A B --skip a", "--exclude is now --modules-to-not-convert"),
+    ],
+)
+def test_earlier_names_work_with_a_warning(old, now, warning, capsys):
+    expected = parsed(now)
+    assert capsys.readouterr().err == ""
+    assert parsed(old) == expected
+    assert f"warning: {warning}" in capsys.readouterr().err
+
+
+def test_options_as_recipes_have_them(capsys):
+    found = parsed("pack DIR --overwrite --modules_to_not_convert a OUT")
+    assert found["overwrite"] and found["out"] == Path("OUT") and list(found["skip"]) == ["a"]
+    assert parsed("pack DIR --modules_to_not_convert=a OUT")["skip"] == found["skip"]
+    assert parsed("pack DIR -- --overwrite")["out"] == Path("--overwrite")
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        ("verify ~nobody-of-this-name/x", "~nobody-of-this-name/x: there is no such home folder"),
+        ("eval MODEL --text deep.jsonl", "nested too deeply"),
+        ("gptq MODEL OUT --text texts.txt --scheme config:bad.yaml", "bad.yaml cannot be read: while parsing"),
+        (f"eval {'x' * 300} --text texts.txt --card", "name too long"),
+        ("simulate --elements 99999999999999999999999", "--elements"),
+        ("pack DIR OUT --modules-to-not-covert a", "--modules-to-not-convert"),
+        ("export DIR OUT --format gguf --calibrate a.txt", "was removed: run hf-mxfp4 gptq DIR ROUNDED --text FILE"),
+    ],
+)
+def test_wrong_words_are_one_line(command, message, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("deep.jsonl").write_text("[" * 100_000)
+    Path("texts.txt").write_text("some text")
+    Path("bad.yaml").write_text("preset: [1")
+    done = run(*command.split())
+    assert done.exit_code == 2 and message in done.stderr

@@ -3,7 +3,6 @@
 
 import json
 import math
-import shutil
 from pathlib import Path
 
 import pytest
@@ -109,7 +108,8 @@ def test_ctrl_c_and_on(folder, text, tmp_path, monkeypatch):
     assert done.exit_code == 0 and count == 5 + 2
     assert done.stdout == whole and json.loads(whole)["rows"][1]["name"] == "rceil"
     assert all((tmp_path / "halves" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes() for name in FILES)
-    assert run(*arguments, tmp_path / "whole", "--samples", 2).exit_code == 2
+    other = run(*arguments, tmp_path / "whole", "--samples", 2)
+    assert other.exit_code == 2 and "start over with --overwrite" in other.stderr
     again = run(*arguments, tmp_path / "whole", "--samples", 2, "--overwrite")
     assert json.loads(again.stdout)["texts"] == 2
 
@@ -131,17 +131,6 @@ def test_each_layer_in_full_precision_in_turn(folder, text, tmp_path):
     assert [row["name"] for row in by_type[2:5]] == [f"w4a16:floor without self_attn.{x}_proj" for x in "qkv"]
     refused = run(folder, "--text", text, "--without-each", "layer", "--scheme", "own", "--out", tmp_path / "other")
     assert refused.exit_code == 2
-
-
-def test_folders_of_reports_are_told_apart(folder, text, tmp_path, monkeypatch):
-    """Two policies in folders of the same name, as every run of the recipe has them."""
-    monkeypatch.chdir(tmp_path)
-    for name in ("one", "two"):
-        shutil.copytree(folder, tmp_path / name / "policy", copy_function=shutil.copy)
-        assert run(f"{name}/policy", "--text", text, "--scheme", "rceil").exit_code == 0
-    assert sorted(path.name for path in (tmp_path / "evaluation").iterdir()) == ["one--policy", "two--policy"]
-    done = run("one/policy", "--text", text, "--out", "evaluation/two--policy")
-    assert done.exit_code == 2 and "holds results for other files of the model than there are now" in done.stderr
 
 
 @pytest.mark.parametrize(

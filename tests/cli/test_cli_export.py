@@ -95,21 +95,6 @@ def test_why_a_format_left_no_choice_is_said_once(run, tmp_path):
     assert result.stdout.count("multiple of 32") == 1
 
 
-def test_pack_takes_the_options_of_the_scheme(run, plain, tmp_path):
-    options = ["--preset", "w4a4", "--macro-search", "static", "--macro-block", "64"]
-    options += ["--outlier-fallback", "0.25", "--weight-block", "32x32"]
-    run("pack", plain, tmp_path / "packed", *options, "--json")
-    expected = MXFP4RLConfig(
-        mode="packed",
-        preset="w4a4",
-        macro_search="static",
-        macro_block=64,
-        outlier_fallback=0.25,
-        weight_block="32x32",
-    )
-    assert scheme_in(tmp_path / "packed") == expected.to_dict()
-
-
 def test_a_qat_checkpoint_keeps_its_scheme(run, plain, tmp_path):
     config = MXFP4RLConfig(scale_rule="floor")
     AutoModelForCausalLM.from_pretrained(plain, quantization_config=config).save_pretrained(tmp_path / "qat")

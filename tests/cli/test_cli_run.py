@@ -64,7 +64,7 @@ def test_a_program_under_run_computes_in_mxfp4(saved):
         assert first == second and first["quantization_config"]["mode"] == mode
 
 
-@pytest.mark.slow
+@pytest.mark.large
 def test_trl_sft_under_run_trains_in_mxfp4(saved):
     """TRL starts another process by accelerate."""
     (saved / "data").mkdir()

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`hf-mxfp4 verify`: what it finds in folders, files and repositories, what it prints, and its exit codes."""
+"""`hf-mxfp4 verify`: what it finds in folders, files and repositories, what it prints, and its exit codes; folders made
+to harm, of which `verify`, `pack` and `export` run no code, and end with one line."""
 
 import json
 import shutil
@@ -16,6 +17,8 @@ import hf_mxfp4
 from hf_mxfp4 import MXFP4RLConfig
 from hf_mxfp4.checkpoint import MANIFEST, verify_folder
 from hf_mxfp4.cli import app
+from hf_mxfp4.lab import load
+from hf_mxfp4.lab.planning import read_config
 
 
 INDEX = "model.safetensors.index.json"
@@ -28,7 +31,9 @@ def saved(tmp_path_factory) -> dict[str, Path]:
     model = AutoModelForCausalLM.from_pretrained(base / "plain", quantization_config=MXFP4RLConfig())
     model.save_pretrained(base / "master", max_shard_size="20KB")
     hf_mxfp4.pack(model).save_pretrained(base / "packed")
-    return {name: base / name for name in ("plain", "master", "packed")}
+    plain = make_model("llama", layers=1)
+    hf_mxfp4.pack(plain, MXFP4RLConfig(mode="packed", macro_block=None)).save_pretrained(base / "hostile")
+    return {name: base / name for name in ("plain", "master", "packed", "hostile")}
 
 
 def run(*arguments):
@@ -196,12 +201,9 @@ def test_a_repository(copy, monkeypatch):
     ("name", "text"),
     [
         ("config.json", "[" * 100_000),
-        (INDEX, '{"metadata": ' + "[" * 100_000),
-        (MANIFEST, '{"files": ' + "[" * 100_000),
         (INDEX, '{"metadata": {}, "weight_map": {"x": "a\\u0000b.safetensors"}}'),
         (MANIFEST, '{"files": {"a\\u0000b": 1}}'),
         ("header", "[" * 100_000),
-        ("header", '{"a\\u0000b": ' + "[" * 100_000),
     ],
 )
 def test_hostile_files_are_damage_in_one_line(copy, name, text):
@@ -219,6 +221,99 @@ def test_what_cannot_be_checked_is_not_damage(copy, monkeypatch):
     def fail(*arguments):
         raise ZeroDivisionError("a mistake")
 
-    monkeypatch.setattr("hf_mxfp4.checkpoint.verify.file_damage", fail)
+    monkeypatch.setattr("hf_mxfp4.checkpoint.manifest.record_of", fail)
     done = run(copy("packed"))
     assert done.exit_code == 2 and "could not be checked: ZeroDivisionError: a mistake" in done.stderr
+
+
+# ---- folders made to harm -------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def folder(saved, tmp_path):
+    """A packed folder to make hostile."""
+    return shutil.copytree(saved["hostile"], tmp_path / "model")
+
+
+def edit(folder, **options) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, **options}))
+
+
+def assert_one_line(folder, verify_code: int, words: str = "") -> None:
+    """Check the exit codes and output of `verify` and `export`."""
+    export = ("export", str(folder), str(folder.with_name("out")), "--format", "bf16")
+    verified, exported = (CliRunner().invoke(app, each, input="y\n") for each in (("verify", str(folder)), export))
+    for result in (verified, exported):
+        assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
+    assert verified.exit_code == verify_code, verified.output
+    assert exported.exit_code == 2 and exported.output.count("\n") == 1 and words in exported.output, exported.output
+
+
+def test_code_in_the_folder_is_not_run_and_not_asked_about(folder, tmp_path):
+    classes = {"AutoConfig": "evil.Config", "AutoModelForCausalLM": "evil.Model"}
+    edit(folder, model_type="evil", auto_map=classes)
+    (folder / "evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
+    assert_one_line(folder, 1)
+    with pytest.raises(ValueError):
+        read_config(str(folder))
+    with pytest.raises(ValueError):
+        load(str(folder))
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"_attn_implementation": "evil/kernel"},
+        {"text_config": {"_experts_implementation": "evil/kernel"}},
+    ],
+)
+def test_kernels_of_the_hub_are_refused(folder, options):
+    edit(folder, **options)
+    assert_one_line(folder, 0, "asks for the kernel")
+    for reader in (read_config, lambda model: read_config(f"{model}/config.json"), load):
+        with pytest.raises(ValueError, match="asks for the kernel"):
+            reader(str(folder))
+
+
+@pytest.mark.parametrize(
+    ("options", "code", "words"),
+    [
+        ({"num_hidden_layers": 10**9}, 1, "num_hidden_layers=1000000000"),
+        ({"hidden_size": 10**18}, 1, "describes no model"),
+        ({"rope_parameters": [1]}, 1, "describes no model"),
+        ({"quantization_config": {"quant_method": "mxfp4_rl", "mode": "packed", "macro_block": "x"}}, 1, ""),
+        ({"quantization_config": {"quant_method": []}}, 0, ""),
+        ({"architectures": ["pipeline"]}, 0, "'pipeline'"),
+        ({"architectures": ["LlamaConfig"]}, 0, "'LlamaConfig'"),
+        ({"architectures": [3]}, 0, "3"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_what_makes_no_model_is_damage_or_refused(folder, options, code, words):
+    edit(folder, **options)
+    assert_one_line(folder, code, words)
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        b'{"a":' * 100_000 + b"1" + b"}" * 100_000,
+        b'{"\\ud800":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}}',
+        b'{"a":{"dtype":"F32","shape":[' + b"9" * 5000 + b'],"data_offsets":[0,4]}}',
+        b"{}",
+    ],
+    ids=["deep", "surrogate", "number", "empty"],
+)
+def test_headers(folder, header):
+    (folder / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + b"0000" * (header != b"{}"))
+    assert_one_line(folder, 1)
+
+
+@pytest.mark.parametrize("file", ["model\0.safetensors", "..", "x" * 5000, 3])
+def test_files_of_an_index(folder, file):
+    (folder / "model.safetensors").rename(folder / "model-1.safetensors")
+    index = {"metadata": {}, "weight_map": {"lm_head.weight": file}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert_one_line(folder, 1)

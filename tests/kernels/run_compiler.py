@@ -7,10 +7,16 @@ A process of its own, because a process that interprets kernels cannot compile t
 """
 
 import json
+import subprocess
 import sys
+import tempfile
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 import torch
-from ahead_of_time import compile_kernel, gpu_target
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
 
 from mxfp4_kernels import Scheme, Side
 from mxfp4_kernels.common.arguments import Lengths, PackedPointers, Partial, RowBytes, Sides
@@ -22,11 +28,78 @@ from mxfp4_kernels.fp8 import from_fp8_kernel, to_fp8_kernel
 from mxfp4_kernels.quantize import compile_options, quantize_kernel, tile_shape
 
 
+#: What is read from machine code: instructions, which takes half of the time, and resources.
+READ = ["-sass", "-res-usage"]
+
+
+def gpu_target(backend: str, arch: str) -> GPUTarget:
+    """``"cuda", "90"`` or ``"hip", "gfx950"``."""
+    return GPUTarget("cuda", int(arch), 32) if backend == "cuda" else GPUTarget("hip", arch, 64)
+
+
+def compile_kernel(
+    target: GPUTarget,
+    kernel: Any,
+    types: Mapping[str, str],
+    constants: Mapping[str, Any],
+    options: Mapping[str, Any],
+    multiples_of_16: Iterable[str] = (),
+) -> dict[str, Any]:
+    """Code of one variant of a kernel: ``llir``, ``ptx`` and ``sass`` (with resource usage) or ``amdgcn``, and bytes of
+    ``shared`` memory.
+
+    Args:
+        types: Triton's type of every argument that is not constant; of a bundle, a tuple of types and constants.
+        constants: values of compile-time arguments; `None` for a pointer that is not used.
+        multiples_of_16: arguments, and parts of bundles, that are multiples of 16 (pointers: aligned to 16 bytes).
+    """
+    signature, values, attributes = {}, {}, {}
+
+    def kind_of(name: str, path: tuple[int, ...], kind: Any) -> Any:
+        if isinstance(kind, tuple):
+            parts = getattr(kind, "_fields", [name] * len(kind))
+            found = [kind_of(part, (*path, i), k) for i, (part, k) in enumerate(zip(parts, kind, strict=True))]
+            return type(kind)(*found) if hasattr(kind, "_fields") else tuple(found)
+        if not isinstance(kind, str):
+            values[path] = kind
+            return "constexpr"
+        if name in multiples_of_16:
+            attributes[path] = [["tt.divisibility", 16]]
+        return kind
+
+    for place, name in enumerate(kernel.arg_names):
+        if name in constants:
+            signature[name], values[(place,)] = "constexpr", constants[name]
+        else:
+            signature[name] = kind_of(name, (place,), types[name])
+    source = ASTSource(kernel, signature=signature, constexprs=values, attrs=attributes)
+    compiled = triton.compile(source, target=target, options=dict(options))
+    report = {kind: compiled.asm[kind] for kind in ("llir", "ptx", "amdgcn") if kind in compiled.asm}
+    if "cubin" in compiled.asm:
+        report["sass"] = _disassemble(compiled.asm["cubin"])
+    return report | {"shared": compiled.metadata.shared}
+
+
+def _disassemble(cubin: bytes) -> str:
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [triton.knobs.nvidia.cuobjdump.path, *READ, file.name]
+        nvdisasm = triton.knobs.nvidia.nvdisasm.path
+        environment = {"PATH": nvdisasm.rpartition("/")[0]}
+        return subprocess.run(command, capture_output=True, text=True, check=True, env=environment).stdout
+
+
 PLAIN, STATIC = Scheme(), Scheme("rceil", 128, "static", 0.5)
+
 MANTISSAS = Scheme("even", 128, "block_mantissas", 1.0)
+
 BOTH = Sides(Side(), Side())
+
 ROWS, COLUMNS = Sides(Side(), None), Sides(None, Side())
+
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
+
 #: Name: dtype, scheme, sides, whether codes are written, whether sizes are multiples of 16 (otherwise they are int64).
 QUANTIZE = {
     "values": (BF16, PLAIN, ROWS, False, True),
@@ -43,6 +116,7 @@ QUANTIZE = {
     "codes odd": (F16, MANTISSAS, ROWS, True, False),
     "codes both": (F32, Scheme("even"), Sides(Side(), Side(5, 16)), True, True),
 }
+
 #: Name: rows, columns, scheme, experts.
 DECODE = {
     "decode": (1, 4096, PLAIN, 0),
@@ -54,19 +128,16 @@ DECODE = {
     "decode experts": (8, 2048, Scheme("even", 128, "block_mantissas"), 128),
     "decode experts residual": (64, 2048, STATIC, 128),
 }
+
 _INPUTS = {F32: "*fp32", F16: "*fp16", BF16: "*i16"}
+
 _OUTPUTS = _INPUTS | {BF16: "*bf16"}
+
 _GPUS = {"100": (148, 232448), "120": (170, 101376), "80": (108, 166912), "gfx942": (304, 65536)}
-_POINTERS = (
-    "pointer",
-    "x_ptr",
-    "out_ptr",
-    "rows",
-    "columns",
-    "elements_ptr",
-    *PackedPointers._fields,
-    *Partial._fields,
-)
+
+_POINTERS = ("pointer", "x_ptr", "out_ptr", "rows", "columns", "elements_ptr")
+
+_POINTERS += PackedPointers._fields + Partial._fields
 
 
 def _packed(scheme: Scheme, codes: str) -> PackedPointers:
@@ -158,6 +229,7 @@ def compile_variant(target, backend: str, arch: str, name: str) -> dict:
 
 
 OTHERS = ("dequantize", "dequantize mantissas", "to_fp8", "to_fp8 columns", "from_fp8")
+
 
 if __name__ == "__main__":
     backend, arch, *names = sys.argv[1:]

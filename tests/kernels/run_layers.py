@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Layers of hf_mxfp4 with backend="triton" against the same with "eager"; prints, for each, the largest difference
-relative to the largest value of outputs and gradients, and how often kernels were launched.
+relative to the largest value of outputs and gradients, and how often kernels were launched; and what self-checks find.
 
 TRITON_INTERPRET=1 python run_layers.py
 """
@@ -14,11 +14,13 @@ from torch import nn
 
 import mxfp4_kernels
 from hf_mxfp4 import MXFP4Linear, MXFP4PackedLinear, MXFP4RLConfig
+from hf_mxfp4.backends import self_check
 from hf_mxfp4.layers import MXFP4PackedExperts
 
 
 LAUNCHES: Counter = Counter()
 NAMES = ("fake_quantize", "fake_quantize_both", "quantize", "dequantize", "to_fp8", "from_fp8", "linear_w4a16")
+ROTATED = {"rotation": "deterministic-32"}
 LAYERS = {
     "w4a4": (MXFP4Linear, {"preset": "w4a4"}),
     "w4a4g4": (MXFP4Linear, {"preset": "w4a4g4"}),
@@ -26,10 +28,7 @@ LAYERS = {
     "paper_a": (MXFP4Linear, {"preset": "paper_a"}),
     "paper_b": (MXFP4Linear, {"preset": "paper_b", "wgrad": {"rotation": "random-16"}}),
     "packed": (MXFP4PackedLinear, {"preset": "w4a16", "mode": "packed"}),
-    "packed, rotated": (
-        MXFP4PackedLinear,
-        {"preset": "w4a4", "mode": "packed", "fprop": {"rotation": "deterministic-32"}},
-    ),
+    "packed, rotated": (MXFP4PackedLinear, {"preset": "w4a4", "mode": "packed", "fprop": ROTATED}),
 }
 
 
@@ -87,4 +86,5 @@ def compared(compute) -> dict:
 if __name__ == "__main__":
     spy()
     report = {name: compared(partial(linear, *given)) for name, given in LAYERS.items()}
-    print(json.dumps(report | {"experts": compared(experts)}))
+    report |= {"experts": compared(experts), "self-checks": self_check.states(torch.device("cpu"), check=True)}
+    print(json.dumps(report))

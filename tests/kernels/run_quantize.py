@@ -20,7 +20,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from adversarial import adversarial_rows, same
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -31,27 +30,72 @@ from hf_mxfp4.numerics import QuantScheme
 from mxfp4_kernels import Scheme, Side
 
 
+def adversarial_rows(shape: tuple[int, int], dtype: torch.dtype, start: int, rng: torch.Generator) -> torch.Tensor:
+    """Rows that cycle, from the kind ``start`` on, through the kinds of data that break quantizers."""
+    n_rows, n_cols = shape
+    finfo = torch.finfo(dtype)
+
+    def normal() -> torch.Tensor:
+        return torch.randn(n_cols, generator=rng).double()
+
+    def choice(*values: float) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.float64)[torch.randint(len(values), (n_cols,), generator=rng)]
+
+    def exponents(low: float, high: float) -> torch.Tensor:
+        return 2.0 ** (torch.rand(n_cols, generator=rng).double() * (high - low) + low).floor()
+
+    grid_and_ties = (0.0, 0.25, 0.5, 0.75, 1.0, 1.25, 1.5, 1.75, 2.0, 2.5, 3.0, 3.5, 4.0, 5.0, 6.0, 7.0)
+    lowest = -149 if dtype != torch.float16 else -24
+    kinds = (
+        lambda: normal(),
+        lambda: normal() * exponents(-12, 12),
+        lambda: choice(*grid_and_ties) * choice(-1.0, 1.0) * 2.0**-3,
+        lambda: choice(0.0, -0.0, 0.0, 3.0),
+        lambda: choice(*(1.0,) * 60, float("nan"), float("inf"), -float("inf")) * normal(),
+        lambda: normal() * exponents(lowest, lowest + 12),
+        lambda: choice(finfo.max, -finfo.max, finfo.max / 2, finfo.max * 0.8, 1.0),
+        lambda: normal() * exponents(-124, 126) if dtype != torch.float16 else normal() * exponents(-24, 14),
+        lambda: finfo.max * torch.rand(n_cols, generator=rng).double(),
+        lambda: torch.zeros(n_cols, dtype=torch.float64),
+    )
+    rows = [kinds[(start + row) % len(kinds)]() for row in range(n_rows)]
+    return torch.stack(rows).to(dtype) if rows else torch.empty(shape, dtype=dtype)
+
+
+def same(found: torch.Tensor | None, expected: torch.Tensor | None) -> bool:
+    """Equal bits, NaN and NaN apart, and no gradient."""
+    if found is None or expected is None:
+        return found is expected
+    found = found.cpu()
+    if (found.shape, found.dtype, found.requires_grad) != (expected.shape, expected.dtype, False):
+        return False
+    integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[found.element_size()]
+    equal = found.contiguous().view(integers) == expected.contiguous().view(integers)
+    if found.is_floating_point():
+        equal |= found.float().isnan() & expected.float().isnan()
+    return bool(equal.all())
+
+
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-MACROS = (
-    (None, "static"),
-    (32, "static"),
-    (128, "static"),
-    (64, "dynamic"),
-    (256, "dynamic"),
-    (128, "blockwise"),
-)
+
+MACROS = ((None, "static"), (32, "static"), (128, "static"), (64, "dynamic"), (256, "dynamic"), (128, "blockwise"))
+
 SCHEMES = [
     QuantScheme(rule, macro, search, alpha)
     for rule, (macro, search), alpha in itertools.product(("rceil", "floor", "even", "mse"), MACROS, (None, 0.3))
 ]
+
 TILES = [
     QuantScheme("rceil", block_rows=32),
     QuantScheme("even", 256, "static", 0.5, block_rows=32),
     QuantScheme("mse", 128, "dynamic", 1.0, block_rows=32),
     QuantScheme("rceil", 128, "blockwise", 0.3, block_rows=32),
 ]
+
 PARTS = ("codes", "scale", "macro", "residual_codes", "residual_scale")
+
 DEVICE = sys.argv[2] if len(sys.argv) > 2 else "cpu"
+
 Case = tuple[str, list[str]]
 
 
@@ -102,7 +146,9 @@ def wrong_both(x: torch.Tensor, scheme: QuantScheme, sides: tuple[dict, dict], d
 def schemes() -> Iterator[Case]:
     rng = torch.Generator().manual_seed(11)
     shapes = ((5, 270), (8, 256), (3, 33), (40, 300))
-    for number, scheme in enumerate(SCHEMES + TILES):
+    # Interpreted, every rule with every search, and a residual with half of them.
+    few = [scheme for number, scheme in enumerate(SCHEMES) if (number // 12 + number // 2 + number) % 2 == 0]
+    for number, scheme in enumerate((few if DEVICE == "cpu" else SCHEMES) + TILES):
         every = list(itertools.product(DTYPES, shapes))
         for dtype, shape in [(DTYPES[number % 3], shapes[number // 3 % 4])] if DEVICE == "cpu" else every:
             x = adversarial_rows(shape, dtype, number, rng)
@@ -151,22 +197,21 @@ def layouts() -> Iterator[Case]:
 def pairs() -> Iterator[Case]:
     rng = torch.Generator().manual_seed(14)
 
-    def up_to(least: float, most: float) -> torch.Tensor:
+    def up_to(most: float) -> torch.Tensor:
         """Blocks of any exponents below a maximum near the end of the range, and ties."""
-        top = torch.rand(12, 8, 1, generator=rng, dtype=torch.float64) * (most - least) + least
+        top = torch.rand(12, 8, 1, generator=rng, dtype=torch.float64) * most
         parts = torch.rand(12, 8, 32, generator=rng, dtype=torch.float64) ** 2
         ties = torch.randint(0, 29, (12, 8, 32), generator=rng) / 28
         return (torch.where(torch.rand(12, 8, 1, generator=rng) < 0.5, parts, ties) * top).flatten(1).bfloat16()
 
     mantissas = "even+mbs128-blockwise"
-    for text in ("rceil", "floor", "even", mantissas, "rceil+of0.3", "floor+of1", f"{mantissas}+of1"):
+    for text in ("rceil", "even", mantissas, "rceil+of0.3", "floor+of1", f"{mantissas}+of1"):
         scheme = numerics.parse_scheme(text)
         rows = adversarial_rows((32, 256), torch.bfloat16, 0, rng)
         yield f"{text} rows", wrong(rows[:20], scheme, {}, torch.bfloat16)
         yield f"{text} a part", wrong(rows[:9, 4:164], scheme, {}, torch.bfloat16)
         yield f"{text} both", wrong_both(rows[:, :192], scheme, ({}, {}), torch.bfloat16)
-        yield f"{text} largest", wrong(up_to(2.0**126, 3.38e38), scheme, {}, torch.bfloat16)
-        yield f"{text} ordinary", wrong(up_to(1.0, 2.0), scheme, {}, torch.bfloat16)
+        yield f"{text} largest", wrong(up_to(3.38e38), scheme, {}, torch.bfloat16)
 
 
 def sides() -> Iterator[Case]:
@@ -226,10 +271,8 @@ def fp8() -> Iterator[Case]:
     byte = torch.linspace(0, 255, 32).to(torch.uint8)[:, None]
     for dtype in DTYPES:
         found = mxfp4_kernels.from_fp8(every.to(DEVICE), byte.to(DEVICE), dtype)
-        yield (
-            f"every element as {dtype}",
-            [] if same(found, numerics.dequantize_e4m3(every, byte, dtype)) else ["values"],
-        )
+        right = same(found, numerics.dequantize_e4m3(every, byte, dtype))
+        yield f"every element as {dtype}", [] if right else ["values"]
 
 
 @settings(max_examples=12 if DEVICE == "cpu" else 500, deadline=None, database=None, derandomize=True)

@@ -14,8 +14,10 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 import mxfp4_kernels
+from hf_mxfp4.numerics import fake_quantize
 
 
 FOLDER = Path(mxfp4_kernels.__file__).parents[1]
@@ -65,19 +67,14 @@ print('ok')
 """
 
 
-def load_by_path(name: str, path: Path):
-    spec = importlib.util.spec_from_file_location(name, path)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
 @pytest.fixture(scope="module")
 def assembled(tmp_path_factory) -> Path:
     out = tmp_path_factory.mktemp("kernel") / "repository"
     out.mkdir()
-    load_by_path("assemble_kernels", FOLDER / "assemble.py").assemble(out)
+    spec = importlib.util.spec_from_file_location("assemble_kernels", FOLDER / "assemble.py")
+    module = sys.modules["assemble_kernels"] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    module.assemble(out)
     return out
 
 
@@ -85,47 +82,36 @@ def variants(assembled: Path) -> list[Path]:
     return sorted((assembled / "build").iterdir())
 
 
-def run_check(folder: Path, loading: str, *paths: str) -> None:
-    import torch
-
-    from hf_mxfp4.numerics import fake_quantize
-
-    x = torch.randn(4, 256, generator=torch.Generator().manual_seed(0))
-    torch.save(fake_quantize(x, macro_block=128), folder / "expected.pt")
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "TRITON_INTERPRET": "1"}
-    command = [sys.executable, "-W", "ignore", "-c", loading + CHECK, str(folder / "expected.pt")]
+def run_program(folder: Path, program: str, argument: Path, *paths: str, **variables: str) -> None:
+    """Run a program, with these paths to import from, that interprets kernels and prints "ok"."""
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "TRITON_INTERPRET": "1"} | variables
+    command = [sys.executable, "-W", "ignore", "-c", program, str(argument)]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=folder, timeout=300)
     assert done.returncode == 0 and done.stdout.split() == ["ok"], done.stderr
 
 
-def test_one_variant_for_each_backend(assembled):
+def run_check(folder: Path, loading: str, *paths: str) -> None:
+    x = torch.randn(4, 256, generator=torch.Generator().manual_seed(0))
+    torch.save(fake_quantize(x, macro_block=128), folder / "expected.pt")
+    run_program(folder, loading + CHECK, folder / "expected.pt", *paths)
+
+
+def test_each_backend_has_a_variant_with_the_metadata_that_the_hub_asks_for(assembled):
     assert [path.name for path in variants(assembled)] == ["torch-cuda", "torch-rocm"]
     package = FOLDER / "mxfp4_kernels"
     sources = {path.relative_to(package).as_posix() for path in package.rglob("*.py")}
-    for variant in variants(assembled):
-        written = {path.relative_to(variant).as_posix() for path in variant.rglob("*.py")}
-        assert written == sources | {"mxfp4_kernels/__init__.py"} and "decode/product.py" in written
-
-
-def test_metadata_says_what_the_hub_asks_for(assembled):
     for variant in variants(assembled):
         metadata = json.loads((variant / "metadata.json").read_text())
         assert metadata["name"] == "mxfp4-kernels" and metadata["version"] == 0
         assert metadata["license"] == "Apache-2.0" and metadata["python-depends"] == []
         assert metadata["backend"] == {"type": variant.name.removeprefix("torch-")}
-        assert metadata["id"].isidentifier()
         assert re.fullmatch(r"_mxfp4_kernels_(cuda|rocm)_[0-9a-f]{7}", metadata["id"])
-
-
-def test_digests_are_those_of_all_files(assembled):
-    for variant in variants(assembled):
-        digest = json.loads((variant / "metadata.json").read_text())["digest"]
-        found = {
+        digests = {
             path.relative_to(variant).as_posix(): base64.b64encode(hashlib.sha256(path.read_bytes()).digest()).decode()
-            for path in variant.rglob("*")
-            if path.is_file() and path.name != "metadata.json" and path.suffix == ".py"
+            for path in variant.rglob("*.py")
         }
-        assert digest == {"algorithm": "sha256", "files": found}
+        assert digests.keys() == sources | {"mxfp4_kernels/__init__.py"} and "decode/product.py" in sources
+        assert metadata["digest"] == {"algorithm": "sha256", "files": digests}
 
 
 def test_the_id_changes_with_the_sources(assembled, tmp_path, monkeypatch):
@@ -146,12 +132,8 @@ def test_the_id_changes_with_the_sources(assembled, tmp_path, monkeypatch):
 def test_only_the_standard_library_torch_triton_and_itself_are_imported():
     for path in (FOLDER / "mxfp4_kernels").rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Import):
-                names = [alias.name for alias in node.names]
-            elif isinstance(node, ast.ImportFrom):
-                names = [] if node.level else [node.module]
-            else:
-                continue
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module] if isinstance(node, ast.ImportFrom) and not node.level else []
             for name in names:
                 assert name.partition(".")[0] in {*sys.stdlib_module_names, "torch", "triton"}, f"{path.name}: {name}"
 
@@ -169,31 +151,22 @@ def test_the_builders_file_agrees_with_what_is_assembled():
 
 def by_path(path: Path) -> str:
     """A program that loads a kernel without any library."""
-    return (
-        "import importlib.util, sys\n"
-        f"spec = importlib.util.spec_from_file_location('_unique_1', {str(path)!r})\n"
-        "kernel = importlib.util.module_from_spec(spec)\n"
-        "sys.modules['_unique_1'] = kernel\n"
-        "spec.loader.exec_module(kernel)\n"
-    )
+    return f"""
+import importlib.util, sys
+spec = importlib.util.spec_from_file_location('_unique_1', {str(path)!r})
+kernel = sys.modules['_unique_1'] = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(kernel)
+"""
 
 
-@pytest.mark.parametrize("place", ["__init__.py", "mxfp4_kernels/__init__.py"])
-def test_a_variant_works_from_any_path_under_any_name(assembled, place):
-    run_check(assembled, by_path(variants(assembled)[0] / place))
-
-
-def run_layers(assembled: Path, loading: str, *paths: str, **variables: str) -> None:
-    """Run `LAYERS` on a kernel from the assembled repository."""
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join((str(FOLDER.parent), *paths)), "TRITON_INTERPRET": "1"}
-    command = [sys.executable, "-W", "ignore", "-c", loading + LAYERS, str(assembled)]
-    options = {"capture_output": True, "text": True, "cwd": assembled, "timeout": 300}
-    done = subprocess.run(command, env=environment | variables, **options)
-    assert done.returncode == 0 and done.stdout.split() == ["ok"], done.stderr
+def test_a_variant_works_from_any_path_under_any_name(assembled):
+    """The layers below load the other path that it has."""
+    run_check(assembled, by_path(variants(assembled)[0] / "mxfp4_kernels/__init__.py"))
 
 
 def test_layers_compute_on_a_variant(assembled):
-    run_layers(assembled, by_path(variants(assembled)[0] / "__init__.py"))
+    loading = by_path(variants(assembled)[0] / "__init__.py")
+    run_program(assembled, loading + LAYERS, assembled, str(FOLDER.parent))
 
 
 def has_kernels_library() -> bool:
@@ -201,27 +174,30 @@ def has_kernels_library() -> bool:
     return spec is not None and spec.origin is not None  # the folder kernels/ of this repository has none
 
 
-@pytest.mark.skipif(not has_kernels_library(), reason="the kernels library is not installed")
+needs_library = pytest.mark.skipif(not has_kernels_library(), reason="the kernels library is not installed")
+
+
+@needs_library
 def test_the_kernels_library_reads_and_loads_it(assembled):
     site = str(Path(importlib.util.find_spec("kernels").origin).parents[1])
     for variant in variants(assembled):
-        loading = (
-            "from pathlib import Path\n"
-            "from kernels import get_local_kernel\n"
-            "from kernels._rust import Build, Digest, DigestAlgorithm, Metadata\n"
-            "import sys\n"
-            f"assert len(Build.open({str(FOLDER)!r}).general.backends) == 2\n"
-            f"variant = Path({str(variant)!r})\n"
-            "metadata = Metadata.read_from_file(variant / 'metadata.json')\n"
-            "metadata.digest.validate(Digest.hash_variant(DigestAlgorithm.SHA256, variant))\n"
-            "kernel = get_local_kernel(variant)\n"
-        )
+        loading = f"""
+from pathlib import Path
+from kernels import get_local_kernel
+from kernels._rust import Build, Digest, DigestAlgorithm, Metadata
+assert len(Build.open({str(FOLDER)!r}).general.backends) == 2
+variant = Path({str(variant)!r})
+metadata = Metadata.read_from_file(variant / 'metadata.json')
+metadata.digest.validate(Digest.hash_variant(DigestAlgorithm.SHA256, variant))
+kernel = get_local_kernel(variant)
+"""
         run_check(assembled, loading, site)
 
 
-@pytest.mark.skipif(not has_kernels_library(), reason="the kernels library is not installed")
+@needs_library
 def test_layers_compute_on_what_the_kernels_library_gets_from_a_repository(assembled):
     """A folder stands for the repository, as the library lets one say."""
     site = str(Path(importlib.util.find_spec("kernels").origin).parents[1])
     loading = "import sys\nfrom kernels import get_kernel\nkernel = get_kernel('some/mxfp4-kernels', version=0)\n"
-    run_layers(assembled, loading, site, LOCAL_KERNELS=f"some/mxfp4-kernels={variants(assembled)[0]}")
+    place = f"some/mxfp4-kernels={variants(assembled)[0]}"
+    run_program(assembled, loading + LAYERS, assembled, str(FOLDER.parent), site, LOCAL_KERNELS=place)

@@ -7,20 +7,13 @@ import pytest
 
 
 #: Variants that every run compiles; the long one compiles all, for all targets.
-FEW = ("values", "values half", "values mantissas", "codes mantissas", "codes odd", "dequantize", "decode static")
+FEW = ("values", "values half", "codes mantissas", "dequantize", "decode static")
 FEW_HIP = ("values static", "decode mantissas")
 #: Variants that divide nothing.
 NO_DIVISION = (
-    "values",
-    "values half",
-    "values with residual",
-    "values tiles",
-    "values stochastic rotated",
-    "values columns",
-    "values mantissas",
-    "codes mantissas",
-    "codes both",
-)
+    "values", "values half", "values with residual", "values tiles", "values stochastic rotated", "values columns",
+    "values mantissas", "codes mantissas", "codes both",
+)  # fmt: skip
 #: Bytes of registers that do not fit, at most.
 MOST_STACK = 24
 #: Bytes of shared memory that one program may have.

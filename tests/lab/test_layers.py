@@ -6,7 +6,7 @@ import torch
 from tiny_models import make_model
 
 from hf_mxfp4.lab.layers import classify, location_of, natural_key
-from hf_mxfp4.module_names import split_linears
+from hf_mxfp4.module_names import find_layers
 
 
 BF16 = torch.bfloat16
@@ -106,7 +106,7 @@ def test_the_same_layers_as_the_quantizer(family):
         for name, tensor in model.state_dict().items()
         if classify(name, tensor.shape, tensor.dtype, model.config.model_type).axis is not None
     }
-    assert chosen == set(split_linears(model)[0])
+    assert chosen == {name for name, layer in find_layers(model)[0].items() if isinstance(layer, torch.nn.Linear)}
 
 
 def test_natural_order():

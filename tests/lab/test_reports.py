@@ -22,8 +22,8 @@ from hf_mxfp4.lab import (
     write_analysis,
 )
 from hf_mxfp4.lab.layers import natural_key
-from hf_mxfp4.lab.results import least_error
 from hf_mxfp4.lab.schemes import bits_per_element
+from hf_mxfp4.lab.weights import least_error
 from hf_mxfp4.numerics import parse_scheme
 
 

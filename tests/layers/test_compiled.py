@@ -6,27 +6,79 @@ a layer, and all of a model under ``aot_eager`` where transformers runs the same
 backward kernel when compiled). Inductor rounds what it fuses around the operators in its own way.
 """
 
+import copy
+
 import pytest
 import torch
-from compiling import SELECTIVE, STOCHASTIC, assert_equal, check_training, compiled
 from pairwise import pairwise_params
 from peft import LoraConfig, get_peft_model
 from tiny_models import make_model
 from torch._dynamo.testing import CompileCounterWithBackend
 from transformers import AutoModelForCausalLM
 
-from hf_mxfp4 import (
-    MXFP4Linear,
-    MXFP4PackedLinear,
-    MXFP4RLConfig,
-    cached_weights,
-    fake_quantize,
-    quantize,
-)
+from hf_mxfp4 import MXFP4Linear, MXFP4PackedLinear, MXFP4RLConfig, cached_weights, fake_quantize, quantize
 from hf_mxfp4.gemm import weight_quantizations
-from hf_mxfp4.integrations.transformers.swap import quantize_linears
+from hf_mxfp4.integrations.transformers import quantize_linears
 from hf_mxfp4.layers import set_quantization_step
 from hf_mxfp4.presets import PRESETS
+
+
+#: Random numbers in all three products.
+STOCHASTIC = {
+    "preset": "w4a4g4",
+    "fprop": {"x": "rceil+stochastic"},
+    "wgrad": {"grad": "rceil+stochastic", "x": "rceil+stochastic", "rotation": "random-32"},
+}
+
+#: Blocks above a threshold that moves from step to step.
+SELECTIVE = {"preset": "w4a4", "outlier_fallback": 0.5, "outlier_fallback_rate": 0.1}
+
+
+def compiled(function, backend="aot_eager"):
+    """One graph or an error, and how often it was compiled."""
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend(backend)
+    return torch.compile(function, fullgraph=True, backend=counter), counter
+
+
+def assert_equal(found, expected):
+    assert len(found) == len(expected)
+    for a, b in zip(found, expected, strict=True):
+        assert a.dtype == b.dtype and torch.equal(a, b)
+
+
+def train(model, function, options, steps=3) -> list[torch.Tensor]:
+    """Losses, logits and gradients of a few steps of SGD."""
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    found = []
+    for step in range(steps):
+        if options.get("random"):
+            set_quantization_step(model, step)
+        ids = torch.randint(2, 32, (2, 6), generator=torch.Generator().manual_seed(step))
+        optimizer.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16, enabled=options.get("autocast", False)):
+            out = function(input_ids=ids, labels=ids, use_cache=False)
+        out.loss.backward()
+        found += [out.loss.detach(), out.logits.detach()]
+        found += [p.grad.clone() for p in model.parameters() if p.grad is not None]
+        optimizer.step()
+    return found
+
+
+def check_training(model, **options):
+    """A model compiled once trains as in eager mode: to the bit, or as inductor rounds."""
+    model.train()
+    if options.get("checkpointing"):
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        model.disable_input_require_grads()  # PEFT's hook for the reentrant kind
+    twin = copy.deepcopy(model)
+    call, counter = compiled(twin, options.get("backend", "aot_eager"))
+    expected, found = train(model, model, options), train(twin, call, options)
+    assert counter.frame_count == 1
+    if options.get("backend") != "inductor":
+        return assert_equal(found, expected)
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4)
 
 
 @pytest.fixture(autouse=True)
@@ -35,33 +87,21 @@ def fresh_compiler():
     torch._dynamo.reset()
 
 
-# ---- functions ------------------------------------------------------------------------------------------------------
-
-
 _MACRO = {"macro_block": 128, "macro_search": "dynamic", "outlier_fallback": 0.3}
 
 
 @pytest.mark.parametrize(
-    ("axis", "options"),
-    [
-        (0, {}),
-        (-1, _MACRO),
-        pytest.param(-1, {}, marks=pytest.mark.large),
-        pytest.param(0, _MACRO, marks=pytest.mark.large),
-    ],
-    ids=str,
+    "function",
+    [lambda x: fake_quantize(x, axis=0), lambda x: quantize(x, **_MACRO).dequantize()],
+    ids=["fake_quantize", "quantize"],
 )
-def test_functions_on_tensors(axis, options):
-    for function in (fake_quantize, lambda x, **kwargs: quantize(x, **kwargs).dequantize()):
-        call, counter = compiled(lambda x, function=function: function(x, axis=axis, **options))
-        for rows in (33, 34, 35):  # the second makes sizes symbols
-            x = torch.randn(rows, rows + 7, requires_grad=True)
-            assert torch.equal(call(x), function(x, axis=axis, **options))
-            assert not call(x).requires_grad
-        assert counter.frame_count <= 2
-
-
-# ---- layers ---------------------------------------------------------------------------------------------------------
+def test_functions_on_tensors(function):
+    call, counter = compiled(function)
+    for rows in (33, 34, 35):  # the second makes sizes symbols
+        x = torch.randn(rows, rows + 7, requires_grad=True)
+        assert torch.equal(call(x), function(x))
+        assert not call(x).requires_grad
+    assert counter.frame_count <= 2
 
 
 def passes(function, layer, x, grad, autocast=False) -> list[torch.Tensor]:
@@ -120,15 +160,6 @@ def test_rows_may_vary():
     assert counter.frame_count <= 2
 
 
-def test_frozen_weights_keep_no_input():
-    layer = MXFP4Linear(64, 32)
-    layer.weight.requires_grad_(False)
-    x, grad = torch.randn(3, 64), torch.randn(3, 32)
-    call, _ = compiled(layer)
-    expected = passes(layer, layer, x, grad)
-    assert_equal(passes(call, layer, x, grad), expected)
-
-
 def test_a_step_between_forward_and_backward_is_still_an_error():
     layer = MXFP4Linear(32, 32, config=MXFP4RLConfig(**STOCHASTIC), name="a")
     out = compiled(layer)[0](torch.randn(2, 32))
@@ -163,57 +194,39 @@ def test_packed_layers(scheme, autocast):
     assert counter.frame_count == 1
 
 
-# ---- models ---------------------------------------------------------------------------------------------------------
-
-
 def quantized(family="qwen2", layers=1, dtype=torch.float32, **scheme):
     model = make_model(family, layers=layers, dtype=dtype, attn_implementation="eager")
     quantize_linears(model, MXFP4RLConfig(**scheme))
     return model
 
 
-@pytest.mark.large  # in every run: each preset's layers above, models of random, selective and packed layers below
-@pytest.mark.parametrize("preset", PRESETS)
-def test_models_train_as_in_eager_mode(preset):
-    check_training(quantized(preset=preset))
+#: Of models: options of the scheme, and of training. In every run each preset's layers above, and models of random,
+#: selective and packed layers.
+MODELS = [
+    pytest.param({**STOCHASTIC}, {"random": True, "checkpointing": True}, id="random"),
+    pytest.param({**SELECTIVE}, {"checkpointing": True}, id="selective"),
+    *(pytest.param({"preset": preset}, {}, marks=pytest.mark.large, id=preset) for preset in PRESETS),
+    pytest.param(
+        {"preset": "w4a4g4"}, {"autocast": True, "checkpointing": True}, marks=pytest.mark.large, id="autocast"
+    ),
+    pytest.param({"preset": "paper_b", "dtype": torch.bfloat16}, {}, marks=pytest.mark.large, id="bfloat16"),
+    pytest.param({"preset": "w4a4g8"}, {"backend": "inductor"}, marks=pytest.mark.large, id="inductor"),
+    *(
+        pytest.param({"preset": "w4a4g8", "saved_activations": form}, {}, marks=pytest.mark.large, id=f"saved {form}")
+        for form in ("mxfp4", "fp8")
+    ),
+]
 
 
-@pytest.mark.large
-@pytest.mark.parametrize("saved", ["mxfp4", "fp8"])
-def test_models_that_save_less(saved):
-    check_training(quantized("llama", preset="w4a4g8", saved_activations=saved))
-
-
-@pytest.mark.parametrize(("layers", "checkpointing"), [pytest.param(2, False, marks=pytest.mark.large), (1, True)])
-def test_models_that_draw_random_numbers(layers, checkpointing):
-    check_training(quantized(layers=layers, **STOCHASTIC), random=True, checkpointing=checkpointing)
-
-
-@pytest.mark.parametrize("checkpointing", [pytest.param(False, marks=pytest.mark.large), True])
-def test_models_that_select_blocks_for_fallback(checkpointing):
-    check_training(quantized(**SELECTIVE), selective=True, checkpointing=checkpointing)
-
-
-@pytest.mark.large
-@pytest.mark.parametrize("options", [{"autocast": True}, {"autocast": True, "checkpointing": True}], ids=str)
-def test_models_under_autocast(options):
-    check_training(quantized(preset="w4a4g4"), **options)
-
-
-@pytest.mark.large
-def test_models_in_bfloat16():
-    check_training(quantized(preset="paper_b", dtype=torch.bfloat16))
-
-
-_CHECKPOINTED = {"autocast": True, "checkpointing": True}
+@pytest.mark.parametrize(("scheme", "options"), MODELS)
+def test_models_train_as_in_eager_mode(scheme, options):
+    check_training(quantized(**scheme), **options)
 
 
 @pytest.mark.parametrize(
     ("preset", "options"),
     [
-        ("w4a16", _CHECKPOINTED),
-        pytest.param("w4a16", {}, marks=pytest.mark.large),
-        pytest.param("w4a4", {"autocast": True}, marks=pytest.mark.large),
+        ("w4a16", {"autocast": True, "checkpointing": True}),
         pytest.param("w4a4", {"checkpointing": True}, marks=pytest.mark.large),
     ],
     ids=str,
@@ -243,9 +256,3 @@ def test_blocks_compiled_one_by_one_share_a_graph():
         found.append([out.logits.detach(), *(p.grad.clone() for p in model.parameters())])
     assert_equal(*found)
     assert counter.frame_count == 1
-
-
-@pytest.mark.large
-@pytest.mark.parametrize("preset", ["w4a4", "w4a4g8"])
-def test_inductor_agrees_to_rounding(preset):
-    check_training(quantized(preset=preset), backend="inductor")

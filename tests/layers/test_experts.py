@@ -10,29 +10,20 @@ import torch
 import torch.nn.functional as F
 from accelerate.hooks import ModelHook, add_hook_to_module
 from factors import factors_config
-from tables import CONFIGS, some
+from tables import CONFIGS
 from tiny_models import make_model
 from torch import nn
 
-from hf_mxfp4 import (
-    MXFP4Experts,
-    MXFP4Linear,
-    fake_quantize,
-    set_quantization_step,
-)
-from hf_mxfp4.experts_layout import unsupported_reason
-from hf_mxfp4.integrations.transformers.swap import quantize_linears
+from hf_mxfp4 import MXFP4Experts, cached_weights, fake_quantize, set_quantization_step
+from hf_mxfp4.integrations.transformers import quantize_linears
 from hf_mxfp4.layers import random_layers
+from hf_mxfp4.model_structure import experts_unsupported_reason
 
 
 FAMILIES = ["qwen3_moe", "qwen2_moe", "mixtral", "gpt_oss"]
 WEIGHT = {"macro_block": 128, "macro_search": "dynamic", "outlier_fallback": 0.5}
 INPUT = {"macro_block": 128, "macro_search": "static", "outlier_fallback": 0.5}
 OFF = {"fprop": {"x": "full", "weight": "full"}}
-SCHEMES = some(
-    CONFIGS, "default", "w4a16", "w4a4g8", "w4a4g4", "paper_a", "paper_b", "plain tiles", "selective weights",
-    "rotated, own wgrad", "random",
-)  # fmt: skip
 NAME = "model.layers.0.mlp.experts"
 
 
@@ -105,61 +96,6 @@ def test_outputs_and_gradients_are_those_of_the_equations(family, preset):
         assert want.grad.abs().sum() > 0
 
 
-class Separate(nn.Module):
-    """The same experts as one `MXFP4Linear` for each projection of each."""
-
-    def __init__(self, layer, family, config):
-        super().__init__()
-        self.layers, self.family = nn.ModuleDict(), family
-        for expert in range(4):
-            for projection in ("gate_up_proj", "down_proj"):
-                weight = getattr(layer, projection).detach()[expert]
-                weight = weight.T if family == "gpt_oss" else weight
-                name = f"{NAME}.{expert}.{projection}"
-                linear = MXFP4Linear(
-                    weight.shape[1], weight.shape[0], family == "gpt_oss", dtype=weight.dtype, config=config, name=name
-                )
-                linear.weight = nn.Parameter(weight.clone())
-                if family == "gpt_oss":
-                    linear.bias = nn.Parameter(getattr(layer, f"{projection}_bias").detach()[expert].clone())
-                self.layers[f"{expert}-{projection}"] = linear
-
-    def gradient(self, projection):
-        grads = [self.layers[f"{e}-{projection}"].weight.grad for e in range(4)]
-        grads = [torch.zeros_like(self.layers[f"0-{projection}"].weight) if g is None else g for g in grads]
-        return torch.stack([g.T if self.family == "gpt_oss" else g for g in grads])
-
-    def forward(self, states, index, weights):
-        out = torch.zeros(len(states), index.shape[1], states.shape[1], dtype=states.dtype)
-        for expert in range(4):
-            token, slot = torch.where(index == expert)
-            if len(token):
-                up = self.layers[f"{expert}-gate_up_proj"](states[token])
-                x = torch.stack([gated(self.family, row) for row in up])
-                out[token, slot] = self.layers[f"{expert}-down_proj"](x) * weights[token, slot, None]
-        return out.sum(dim=1)
-
-
-@pytest.mark.parametrize("scheme", SCHEMES)
-@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
-def test_each_expert_is_an_mxfp4_linear_under_every_preset(family, scheme):
-    config = factors_config(**SCHEMES[scheme])
-    layer = MXFP4Experts.from_experts(plain_experts(family, torch.float32), config, NAME)
-    separate = Separate(layer, family, config)
-    states, index, weights = routing(40, dtype=torch.float32, unused=2)
-    ours, theirs = states.clone().requires_grad_(), states.clone().requires_grad_()
-    out, expected = layer(ours, index, weights), separate(theirs, index, weights)
-    torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)
-    probe = torch.linspace(-1, 1, out.numel()).view(out.shape)
-    (out * probe).sum().backward()
-    (expected * probe).sum().backward()
-    torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-4, atol=1e-4)
-    for projection in ("gate_up_proj", "down_proj"):
-        grad = getattr(layer, projection).grad
-        torch.testing.assert_close(grad, separate.gradient(projection), rtol=1e-4, atol=1e-4)
-        assert grad[2].abs().sum() == 0 and grad.isfinite().all() and grad[0].abs().sum() > 0
-
-
 @pytest.mark.parametrize("family", FAMILIES)
 def test_without_quantization_they_are_the_models_own_experts(family):
     for implementation, dtype, tolerance in (("eager", torch.float64, 1e-10), ("grouped_mm", torch.float32, 1e-5)):
@@ -187,33 +123,18 @@ def test_parameters_are_the_very_ones_and_the_class_is_still_the_models(family):
     assert "w4a4" in repr(layer) and "gate_up_proj [4, " in repr(layer)
 
 
-def test_a_change_of_one_expert_is_seen_whatever_way_it_was_made():
+def test_a_change_of_one_expert_is_seen():
     layer = quantized(dtype=torch.float32)
     states, _, weights = routing(dtype=torch.float32)
-    index = torch.tensor([[3, 0]]).expand(21, 2)
-    before = layer(states, index, weights)
-    assert torch.equal(layer(states, index, weights), before)
-    layer.gate_up_proj.data[3].mul_(2)
-    doubled = layer(states, index, weights)
-    assert not torch.equal(doubled, before)
-    layer.gate_up_proj.data[3].div_(2)
-    assert torch.equal(layer(states, index, weights), before)
+    index = torch.tensor([[1, 2]]).expand(21, 2)
+    with cached_weights(layer):
+        before = layer(states, index, weights)
     # Two experts that trade places have the same elements.
     layer.gate_up_proj.data[[1, 2]] = layer.gate_up_proj.data[[2, 1]]
-    swapped = layer(states, torch.tensor([[1, 2]]).expand(21, 2), weights)
-    fresh = copy.deepcopy(layer)
-    assert torch.equal(fresh(states, torch.tensor([[1, 2]]).expand(21, 2), weights), swapped)
-
-
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))], ids=["deepcopy", "pickle"])
-def test_copies_are_independent_and_equal(copied):
-    layer = quantized(dtype=torch.float32)
-    inputs = routing(dtype=torch.float32)
-    twin = copied(layer)
-    assert type(twin) is type(layer) and torch.equal(twin(*inputs), layer(*inputs))
-    with torch.no_grad():
-        twin.down_proj.zero_()
-    assert twin(*inputs).abs().sum() == 0 and layer(*inputs).abs().sum() > 0
+    with cached_weights(layer):
+        swapped = layer(states, index, weights)
+    assert torch.equal(pickle.loads(pickle.dumps(layer))(states, index, weights), swapped)
+    assert torch.equal(copy.deepcopy(layer)(states, index, weights), swapped) and not torch.equal(swapped, before)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -232,7 +153,7 @@ def test_plain_experts_of_the_quantized_values(family):
 
 
 def test_random_numbers_belong_to_layer_and_expert_and_follow_the_step():
-    layer = quantized(dtype=torch.float32, **SCHEMES["random"])
+    layer = quantized(dtype=torch.float32, **CONFIGS["random"])
     inputs = routing(dtype=torch.float32)
     with torch.no_grad():
         first = layer(*inputs)
@@ -268,17 +189,6 @@ def test_hooks_of_accelerate_do_not_bring_the_plain_experts_back():
     assert not torch.equal(layer(*inputs), plain(*inputs))
 
 
-def test_autocast():
-    layer = quantized(dtype=torch.float32)
-    states, index, weights = routing(dtype=torch.float32)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        out = layer(states, index, weights)
-    assert out.dtype == torch.float32
-    torch.testing.assert_close(out, layer(states, index, weights), rtol=0.1, atol=0.1)
-    out.sum().backward()
-    assert layer.down_proj.grad.dtype == torch.float32
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -294,7 +204,7 @@ def test_other_layouts_are_refused(change, message):
     experts = plain_experts()
     for name, value in change.items():
         setattr(experts, name, value)
-    assert message in unsupported_reason(experts)
+    assert message in experts_unsupported_reason(experts)
     with pytest.raises(ValueError, match=f"layers.0.mlp.experts cannot be quantized: .*{message}"):
         MXFP4Experts.from_experts(experts, factors_config(), NAME)
 
@@ -305,7 +215,8 @@ def test_a_class_of_ones_own_is_refused():
             super().__init__()
             self.weight = nn.Parameter(torch.zeros(2, 4, 4))
 
-    assert unsupported_reason(MyExperts()) == "MyExperts is not made by transformers' use_experts_implementation"
+    reason = "MyExperts is not made by transformers' use_experts_implementation"
+    assert experts_unsupported_reason(MyExperts()) == reason
     model = nn.Sequential(nn.Linear(4, 4))
     model.experts = MyExperts()
     with pytest.raises(ValueError, match="cannot be quantized .experts: MyExperts is not made by.*add 'experts' to"):

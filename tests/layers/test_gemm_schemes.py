@@ -5,7 +5,6 @@ written here in another way: explicit rotation matrices, explicit padding, produ
 import copy
 import itertools
 import math
-from dataclasses import replace
 
 import pytest
 import torch
@@ -15,7 +14,6 @@ from tables import PLAIN
 
 from hf_mxfp4 import MXFP4Linear, numerics
 from hf_mxfp4.gemm import layer_rng as draws_module
-from hf_mxfp4.gemm import padded_length
 
 
 OPERANDS = [
@@ -48,19 +46,16 @@ def make_layer(bias=True, seed=0, in_features=K, out_features=N, **options) -> M
     return MXFP4Linear(in_features, out_features, bias, config=config, name="layers.3.mlp.up_proj")
 
 
-def hadamard(size: int) -> torch.Tensor:
-    """``H[i, j] = (-1) ** popcount(i & j) / sqrt(size)``."""
-    signs = [[(-1) ** bin(i & j).count("1") for j in range(size)] for i in range(size)]
-    return torch.tensor(signs, dtype=torch.float64) / math.sqrt(size)
-
-
 def rotation_matrix(rotation: str, length: int, signs: torch.Tensor | None) -> torch.Tensor:
     """``[length, padded length]``: what an operand is multiplied by, padding included."""
     if rotation == "none":
         return torch.eye(length, dtype=torch.float64)
     size = int(rotation.split("-")[1])
     padded = math.ceil(length / size) * size
-    matrix = torch.block_diag(*[hadamard(size)] * (padded // size))
+    hadamard = torch.tensor(
+        [[(-1.0) ** (i & j).bit_count() for j in range(size)] for i in range(size)]
+    ).double() / math.sqrt(size)
+    matrix = torch.block_diag(*[hadamard] * (padded // size))
     if signs is not None:
         matrix = torch.diag(signs.double()) @ matrix
     return matrix[:length]
@@ -69,11 +64,10 @@ def rotation_matrix(rotation: str, length: int, signs: torch.Tensor | None) -> t
 class Oracle:
     """One pass of a layer in float64, with the layer's own random numbers drawn again by their keys."""
 
-    def __init__(self, layer: MXFP4Linear, options: dict, backward: int = 0):
+    def __init__(self, layer: MXFP4Linear, options: dict):
         self.options, self.rng = options, copy.deepcopy(layer.rng)
-        self.rng.n_backward = backward
 
-    def operand(self, gemm: str, name: str, values: torch.Tensor, text: str | None = None) -> torch.Tensor:
+    def operand(self, gemm: str, name: str, values: torch.Tensor) -> torch.Tensor:
         """``values [rows, contraction]`` after rotation and quantization."""
         rotation = self.options[gemm].get("rotation", "none")
         signs = None
@@ -83,14 +77,11 @@ class Oracle:
         rotated = values.double() @ rotation_matrix(rotation, values.shape[1], signs)
         if rotation != "none":
             # The very rotated values decide on which side of a rounding boundary they fall.
-            kernel = numerics.rotate(
-                F.pad(values.float(), (0, rotated.shape[1] - values.shape[1])),
-                size := int(rotation.split("-")[1]),
-                signs=signs,
-            )
+            padded = F.pad(values.float(), (0, rotated.shape[1] - values.shape[1]))
+            kernel = numerics.rotate(padded, size := int(rotation.split("-")[1]), signs=signs)
             torch.testing.assert_close(kernel.double(), rotated, rtol=0, atol=2e-6 * size * float(values.abs().max()))
             rotated = kernel
-        text = text or self.options[gemm][name]
+        text = self.options[gemm][name]
         if text in ("full", "reuse"):
             return rotated.double()
         seed = self.rng.seed_of(gemm, name) if "stochastic" in text else None
@@ -102,15 +93,12 @@ class Oracle:
         return torch.einsum("mk,nk->mn", left, right) + bias.double()
 
     def grad_x(self, grad, weight):
-        return torch.einsum(
-            "mn,kn->mk", self.operand("dgrad", "grad", grad), self.operand("dgrad", "weight", weight.t().contiguous())
-        )
+        left, right = self.operand("dgrad", "grad", grad), self.operand("dgrad", "weight", weight.t().contiguous())
+        return torch.einsum("mn,kn->mk", left, right)
 
     def grad_weight(self, grad, x):
-        return torch.einsum(
-            "nm,km->nk", self.operand("wgrad", "grad", grad.t().contiguous()),
-            self.operand("wgrad", "x", x.t().contiguous()),
-        )  # fmt: skip
+        left = self.operand("wgrad", "grad", grad.t().contiguous())
+        return torch.einsum("nm,km->nk", left, self.operand("wgrad", "x", x.t().contiguous()))
 
 
 COMBINATIONS = [set(c) for r in range(7) for c in itertools.combinations(OPERANDS, r)]
@@ -141,35 +129,13 @@ def test_every_combination_of_operands(rotation, rounding):
         y = layer(x)
         y.backward(grad)
         weight = layer.weight.detach()
-        expected = (oracle.forward(batch, weight, layer.bias.detach()), oracle.grad_x(grad, weight))
-        expected = (*expected, oracle.grad_weight(grad, batch))
+        y_grad_x = oracle.forward(batch, weight, layer.bias.detach()), oracle.grad_x(grad, weight)
+        expected = (*y_grad_x, oracle.grad_weight(grad, batch))
         for actual, reference in zip((y.detach(), x.grad, layer.weight.grad), expected, strict=True):
             torch.testing.assert_close(actual.double(), reference, rtol=1e-5, atol=2e-5)
         torch.testing.assert_close(layer.bias.grad, grad.sum(0))
         seen.add(tuple(round(float(t.sum()), 4) for t in expected))
     assert len(seen) == 64  # every choice shows in a value
-
-
-@pytest.mark.parametrize("rotation", ["deterministic-16", "random-32", "deterministic-64", "random-128"])
-def test_rotations_cancel_without_quantization(rotation):
-    layer = make_layer(fprop={"x": "full", "weight": "full"}, dgrad={"weight": "full"}, wgrad={"x": "full"})
-    spec = numerics.parse_rotation(rotation)
-    full = numerics.GemmScheme(numerics.FULL, numerics.FULL, spec)
-    scheme = numerics.LinearScheme(full, full, full)
-    layer.state.spec = replace(layer.state.spec, scheme=scheme)
-    x = torch.randn(M, K, requires_grad=True)
-    grad = torch.randn(M, N)
-    y = layer(x)
-    y.backward(grad)
-    close = {"rtol": 1e-5, "atol": 1e-5}
-    torch.testing.assert_close(y, F.linear(x, layer.weight, layer.bias), **close)
-    torch.testing.assert_close(x.grad, grad @ layer.weight, **close)
-    torch.testing.assert_close(layer.weight.grad, grad.t() @ x, **close)
-
-
-def test_rotated_operands_are_padded_to_whole_rotations():
-    layer = MXFP4Linear(40, 8, config=factors_config(**PLAIN, fprop={"rotation": "deterministic-32"}))
-    assert [padded_length(length, layer.state.spec) for length in (1, 32, 40, 64)] == [32, 32, 64, 64]
 
 
 def test_all_off_is_a_plain_linear_layer_to_the_last_bit():
@@ -231,14 +197,10 @@ def test_fp8_output_gradients_are_quantized_along_each_contraction():
     weight = numerics.fake_quantize(layer.weight.detach()).double()
     by_token, by_output = numerics.fake_quantize_e4m3(grad), numerics.fake_quantize_e4m3(grad.t())
     assert not torch.equal(by_token, grad) and not torch.equal(by_token, by_output.t())
-    close = {"rtol": 1e-5, "atol": 2e-4}
+    close, of_x = {"rtol": 1e-5, "atol": 2e-4}, numerics.fake_quantize(x).double()
     torch.testing.assert_close(leaf.grad.double(), by_token.double() @ weight, **close)
-    torch.testing.assert_close(
-        layer.weight.grad.double(), by_output.double() @ numerics.fake_quantize(x).double(), **close
-    )
+    torch.testing.assert_close(layer.weight.grad.double(), by_output.double() @ of_x, **close)
 
-
-# ---- random numbers ------------------------------------------------------------------------------------------------
 
 RANDOM = {
     "preset": "w4a4g4",
@@ -263,16 +225,18 @@ def same(first, second) -> list[bool]:
 def test_draws_are_a_function_of_seed_rank_step_layer_and_operand(monkeypatch):
     layer, x, grad = make_layer(**RANDOM), torch.randn(M, K), torch.randn(M, N)
     layer.set_step(3)
+    state = torch.get_rng_state()
     first = one_pass(layer, x, grad)
+    assert torch.equal(torch.get_rng_state(), state)
     assert same(one_pass(layer, x, grad), first) == [True, False, False]  # the next micro-batch of the step
     layer.set_step(3)
     assert same(one_pass(layer, x, grad), first) == [True, True, True]
     layer.set_step(4)
     assert same(one_pass(layer, x, grad), first) == [False, False, False]
 
-    for change in ({"stochastic_seed": 1}, {"name": "layers.4.mlp.up_proj"}):
-        options = {**PLAIN, **RANDOM, **{k: v for k, v in change.items() if k != "name"}}
-        other = MXFP4Linear(K, N, config=factors_config(**options), name=change.get("name", layer.name))
+    for seed, name in ((1, layer.name), (0, "layers.4.mlp.up_proj")):
+        config = factors_config(**{**PLAIN, **RANDOM, "stochastic_seed": seed})
+        other = MXFP4Linear(K, N, config=config, name=name)
         other.load_state_dict(layer.state_dict())
         other.set_step(3)
         assert same(one_pass(other, x, grad), first) == [False, False, False]
@@ -288,8 +252,7 @@ def test_draws_are_a_function_of_seed_rank_step_layer_and_operand(monkeypatch):
 
 def test_operands_draw_independently():
     layer = make_layer(**RANDOM)
-    names = [("fprop", "x"), ("fprop", "weight"), *OPERANDS[2:]]
-    assert len({layer.rng.seed_of(*name) for name in names}) == 6
+    assert len({layer.rng.seed_of(*name) for name in OPERANDS}) == 6
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
@@ -314,18 +277,8 @@ def test_a_step_set_between_forward_and_backward_is_an_error():
     layer = make_layer(**RANDOM)
     y = layer(torch.randn(3, K))
     layer.set_step(1)
-    with pytest.raises(
-        RuntimeError, match="layers.3.mlp.up_proj went from 0 to 1 between its forward and its backward"
-    ):
+    with pytest.raises(RuntimeError, match="layers.3.mlp.up_proj went from 0 to 1 between its forward and its b"):
         y.sum().backward()
-
-
-def test_random_numbers_of_others_are_not_touched():
-    layer = make_layer(**RANDOM)
-    x, grad = torch.randn(M, K), torch.randn(M, N)
-    state = torch.get_rng_state()
-    one_pass(layer, x, grad)
-    assert torch.equal(torch.get_rng_state(), state)
 
 
 @pytest.mark.parametrize(
@@ -345,7 +298,7 @@ def test_stochastic_products_are_unbiased(options, index):
     x, grad = torch.randn(M, K), torch.randn(M, N)
     weight = layer.weight.detach().double()
     exact = (x.double() @ weight.t(), grad.double() @ weight, grad.double().t() @ x.double())[index]
-    n, total, squares = 150, 0.0, 0.0
+    n, total, squares = 100, 0.0, 0.0
     for step in range(n):
         layer.set_step(step)
         error = one_pass(layer, x, grad)[index].double() - exact
@@ -358,11 +311,8 @@ def test_stochastic_products_are_unbiased(options, index):
     assert float(z.abs().max()) < 5.5
 
 
-# ---- other inputs --------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("preset", ["w4a4g8", "w4a4g4", "paper_a", "paper_b", "w4a4_tuned", "w4a4_h64", "w4a4g4_tuned"])
-@pytest.mark.parametrize("shape", [(0, K), (2, 0, K), (K,), (1, K), (2, 3, K)], ids=str)
+@pytest.mark.parametrize("shape", [(2, 0, K), (K,), (2, 3, K)], ids=str)
 def test_shapes_down_to_no_tokens(preset, shape):
     torch.manual_seed(0)
     layer = MXFP4Linear(K, N, config=factors_config(preset=preset))
@@ -370,26 +320,7 @@ def test_shapes_down_to_no_tokens(preset, shape):
     y = layer(x)
     y.backward(torch.ones_like(y))
     assert y.shape == (*shape[:-1], N) and x.grad.shape == shape and layer.weight.grad.shape == (N, K)
-    if x.numel() == 0:
-        assert not layer.weight.grad.any()
-    else:
-        assert layer.weight.grad.isfinite().all() and layer.weight.grad.any()
-
-
-@pytest.mark.parametrize("preset", ["w4a4g8", "w4a4g4", "paper_b", "w4a4g4_tuned"])
-def test_tokens_without_gradient_at_the_end_change_nothing(preset):
-    """Padding of a batch: the token axis is padded with zeros anyway."""
-    torch.manual_seed(0)
-    layer = MXFP4Linear(K, N, config=factors_config(preset=preset))
-    x, grad = torch.randn(33, K), torch.randn(33, N)
-    results = []
-    for extra in (0, 31):
-        layer.zero_grad()
-        leaf = F.pad(x, (0, 0, 0, extra)).requires_grad_()
-        layer(leaf).backward(F.pad(grad, (0, 0, 0, extra)))
-        results.append((layer.weight.grad.clone(), leaf.grad[:33], layer.bias.grad.clone()))
-    for actual, expected in zip(*results, strict=True):
-        torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
+    assert layer.weight.grad.isfinite().all() and layer.weight.grad.any() == (x.numel() > 0)
 
 
 @pytest.mark.parametrize("preset", ["w4a4g8", "w4a4g4", "paper_b", "w4a4g4_tuned"])
@@ -436,10 +367,3 @@ def test_tiles_serve_the_weight_and_its_transpose():
     forward_weight = layer.quantized_weight(layer.weight, torch.float32)
     expected = numerics.fake_quantize(grad).double() @ forward_weight.double()
     torch.testing.assert_close(x.grad.double(), expected, rtol=1e-5, atol=1e-5)
-
-
-def test_copies_draw_from_their_own_state():
-    layer = make_layer(**RANDOM)
-    other = copy.deepcopy(layer)
-    other.set_step(7)
-    assert layer.rng.step == 0 and other.rng is not layer.rng

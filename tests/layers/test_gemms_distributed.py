@@ -1,19 +1,81 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every preset under DDP and FSDP2 with two processes on the CPU, dense and with experts, against one process."""
+"""Every preset under DDP and FSDP2 with two processes on the CPU, dense and with experts, against one process.
+
+As a script, ``FILE SCHEME ...``, it is one of the two processes, and writes what rank 0 sees.
+"""
 
 import functools
-from pathlib import Path
+import sys
 
 import pytest
 import torch
+import torch.distributed as dist
 from processes import run, script
-from run_gemms_distributed import SCHEMES, train
+from tiny_models import make_model
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from hf_mxfp4 import MXFP4RLConfig
+from hf_mxfp4.integrations.transformers import quantize_linears
+from hf_mxfp4.presets import PRESETS
+
+
+#: Name -> options; names that start with "experts" are of a mixture of experts.
+SCHEMES = {
+    **{preset: {"preset": preset} for preset in PRESETS},
+    **{f"experts_{preset}": {"preset": preset} for preset in PRESETS},
+    "saved_mxfp4": {"saved_activations": "mxfp4"},
+    "saved_fp8": {"preset": "w4a4g4", "saved_activations": "fp8"},
+    "experts_saved_mxfp4": {"saved_activations": "mxfp4"},
+    "stochastic": {"preset": "w4a4g4", "wgrad": {"grad": "rceil+stochastic", "rotation": "random-16"}},
+}
+
+STEPS = 3
+
+
+def train(engine: str, scheme: str) -> dict:
+    """The gradients of the first step and the losses of all, over two halves of a batch, one per process, or one after
+    the other without an engine."""
+    model = make_model("qwen3_moe" if scheme.startswith("experts") else "llama", layers=2).train()
+    quantize_linears(model, MXFP4RLConfig(**SCHEMES[scheme]))
+    ids = torch.arange(2, 30).repeat(2).view(2, 1, 28) % 31
+    ids[1] = ids[1].flip(-1)
+    wrapped, halves = wrap(model, engine), ids if engine == "none" else ids[dist.get_rank()][None]
+    optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.3)
+    gradients, losses = {}, []
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        loss = torch.zeros(())
+        for half in halves:
+            part = wrapped(half, labels=half).loss / len(halves)
+            part.backward()
+            loss += part.detach()
+        if engine != "none":
+            dist.all_reduce(loss)
+            loss /= dist.get_world_size()
+        losses.append(loss.item())
+        if step == 0:
+            full = {name: getattr(p.grad, "full_tensor", lambda p=p: p.grad)() for name, p in model.named_parameters()}
+            gradients = {name: grad.clone() for name, grad in full.items()}
+        optimizer.step()
+    return {"gradients": gradients, "losses": losses}
+
+
+def wrap(model: torch.nn.Module, engine: str) -> torch.nn.Module:
+    if engine == "none":
+        return model
+    if engine == "ddp":
+        return DistributedDataParallel(model)
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
 
 
 #: Schemes of every run, each rule of what is saved, multiplied and drawn among them; the others are large.
-FEW = (
-    "w4a4g8", "w4a4g4_tuned", "experts_w4a4", "experts_paper_b", "saved_fp8", "experts_saved_mxfp4", "stochastic",
-)  # fmt: skip
+FEW = ("w4a4g8", "w4a4g4_tuned", "experts_paper_b", "experts_saved_mxfp4", "stochastic")
+
 REST = tuple(name for name in SCHEMES if name not in FEW)
 
 
@@ -24,7 +86,7 @@ def distributed(tmp_path_factory):
     @functools.cache
     def results(schemes: tuple[str, ...]) -> dict:
         out = tmp_path_factory.mktemp("gemms") / "results.pt"
-        done = run(script(Path(__file__).with_name("run_gemms_distributed.py"), out, *schemes), ranks=2)
+        done = run(script(__file__, out, *schemes), ranks=2)
         assert done.returncode == 0, done.output[-3000:]
         return torch.load(out)
 
@@ -46,7 +108,7 @@ def test_training_is_that_of_one_process(distributed, engine, scheme):
     # Sums in another order can move a value over the edge between two codes, later steps more than the first.
     assert found["losses"] == pytest.approx(expected["losses"], rel=2e-3)
     assert found["losses"][0] == pytest.approx(expected["losses"][0], rel=1e-5)
-    assert expected["losses"][-1] < expected["losses"][0] - 0.1
+    assert expected["losses"][-1] < expected["losses"][0] - 0.05
 
 
 @pytest.mark.parametrize("engine", ["ddp", "fsdp2"])
@@ -56,3 +118,13 @@ def test_random_numbers_differ_by_rank_and_do_not_harm(distributed, engine):
     expected, exact = (alone(scheme)["gradients"][name] for scheme in ("stochastic", "w4a4g4"))
     assert not torch.equal(found, expected)
     assert (found - exact).norm() < 0.5 * exact.norm()
+
+
+if __name__ == "__main__":
+    dist.init_process_group("gloo")
+    results = {(e, s): train(e, s) for e in ("ddp", "fsdp2") for s in sys.argv[2:]}
+    if dist.get_rank() == 0:
+        torch.save(results, sys.argv[1])
+    # A process that leaves before the other has ended, and with its group open, can be aborted at its exit.
+    dist.barrier()
+    dist.destroy_process_group()

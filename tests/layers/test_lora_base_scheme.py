@@ -54,13 +54,6 @@ def test_the_scheme_is_in_the_adapters_config(load, tmp_path, scheme):
     assert MXFP4RLConfig.from_dict(config.base_quantization) == scheme
 
 
-def test_every_adapter_of_a_model_is_saved_with_it(load, tmp_path):
-    model = adapter(load(PACKED))
-    model.add_adapter("second", LoraConfig(r=2, target_modules=["v_proj"]))
-    model.save_pretrained(tmp_path)
-    assert saved_scheme(tmp_path) == saved_scheme(tmp_path / "second") == PACKED.to_dict()
-
-
 @pytest.mark.parametrize(
     ("trained", "found"),
     [
@@ -126,15 +119,13 @@ def test_a_scheme_that_cannot_be_read_is_a_warning(load, tmp_path, capsys, chang
     assert "names a quantization scheme of its base that cannot be read" in text and message in text
 
 
-# ---- the card -------------------------------------------------------------------------------------------------------
-
-
 def card(folder) -> str:
     return (folder / "README.md").read_text()
 
 
-@pytest.mark.parametrize("name", ["default", "mine"])
-@pytest.mark.parametrize("scheme", [PACKED, factors_config(preset="w4a16"), None], ids=["packed", "qat", "stored"])
+@pytest.mark.parametrize(
+    ("scheme", "name"), [(PACKED, "default"), (factors_config(preset="w4a16"), "mine"), (None, "mine")], ids=str
+)
 def test_the_card_names_the_scheme_and_its_code_loads_the_adapter(load, saved_base, scheme, name, tmp_path):
     place, base = saved_base("qwen2", layers=1), load(scheme or PACKED)
     if scheme is None:  # a base whose files have the scheme

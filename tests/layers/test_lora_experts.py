@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""LoRA on packed experts: values and gradients against a loop over tokens, PEFT's own ways of saving and switching,
-merging, and what other engines are given."""
+"""LoRA on experts, packed and trainable: values and gradients against sums of weights, merging, other engines."""
 
 import copy
 import functools
@@ -11,15 +10,19 @@ import torch
 from grpo_runs import trainer_factory
 from lora_models import IDS, gradients, same_tensors, stored
 from peft import LoraConfig, PeftModel
+from safetensors.torch import load_file
 from tiny_models import make_model
 from transformers import AutoModelForCausalLM
 
 from hf_mxfp4 import MXFP4RLConfig, merge_adapters, quantize
-from hf_mxfp4.integrations.peft import MXFP4LoraExperts, MXFP4LoraLinear, policy_parameters
-from hf_mxfp4.layers import MXFP4PackedExperts
+from hf_mxfp4.integrations.peft import MXFP4LoraExpertParameter, MXFP4LoraExperts, MXFP4LoraLinear, policy_parameters
+from hf_mxfp4.integrations.transformers import quantize_linears
+from hf_mxfp4.layers import MXFP4Experts, MXFP4PackedExperts
+from hf_mxfp4.numerics import apply_scheme
 
 
 FAMILIES = ["qwen3_moe", "qwen2_moe", "mixtral", "gpt_oss"]
+
 EXPERTS = "base_model.model.model.layers.0.mlp.experts"
 
 
@@ -47,15 +50,10 @@ def summed_twin(model: PeftModel):
                 del plain._parameters[projection]
                 setattr(plain, projection, weight)
             twin.set_submodule(name, plain)
-        elif isinstance(module, MXFP4LoraLinear):
-            raise AssertionError("only experts have adapters here")
         elif hasattr(module, "to_linear"):
             twin.set_submodule(name, module.to_linear().requires_grad_(False))
     twin.config._experts_implementation = "eager"
     return twin
-
-
-# ---- attaching ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -79,9 +77,6 @@ def test_every_expert_gets_factors_of_its_own(load, family):
     assert "lora.MXFP4LoraExperts" in repr(layers[0])
 
 
-# ---- values and gradients -------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("family", "options"), [*((family, {}) for family in FAMILIES), ("gpt_oss", {"use_rslora": True, "r": 2})], ids=str
 )
@@ -100,26 +95,6 @@ def test_values_and_gradients_are_those_of_the_sums(load, options, family):
         torch.testing.assert_close(grad, theirs[name], rtol=1e-3, atol=1e-6, msg=name)
 
 
-def test_one_expert_by_hand(load):
-    model = with_lora(load("mixtral", macro_block=None))
-    layer = model.get_submodule(EXPERTS)
-    x = torch.randn(3, 64, generator=torch.Generator().manual_seed(1))
-    index, weights = torch.tensor([[2], [0], [2]]), torch.tensor([[0.5], [2.0], [1.0]])
-    found = layer(x, index, weights)
-    for token in range(3):
-        expert = int(index[token])
-        up, down = (
-            layer.base_layer.quantized_tensor(name, expert).dequantize(torch.float32) + deltas(layer, name)[expert]
-            for name in ("gate_up_proj", "down_proj")
-        )
-        gate, linear = (up @ x[token]).chunk(2)
-        expected = weights[token] * (down @ (torch.nn.functional.silu(gate) * linear))
-        torch.testing.assert_close(found[token], expected, rtol=1e-4, atol=1e-5)
-
-
-# ---- PEFT's ways ----------------------------------------------------------------------------------------------------
-
-
 def test_two_adapters_at_once_are_added_and_not_mixed_in_one_batch(load):
     model = with_lora(load("qwen3_moe"))
     torch.manual_seed(9)
@@ -131,9 +106,6 @@ def test_two_adapters_at_once_are_added_and_not_mixed_in_one_batch(load):
     torch.testing.assert_close(layer.effective_weight("down_proj", torch.float32), expected)
     with pytest.raises(ValueError, match="adapter_names in one batch"):
         model.eval()(IDS, adapter_names=["default", "__base__"])
-
-
-# ---- which names reach experts --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("family", "linears"), [("qwen3_moe", 8), ("qwen2_moe", 14), ("gpt_oss", 8)])
@@ -160,30 +132,14 @@ def test_names_that_experts_no_longer_have_are_refused(load):
     assert sum(isinstance(m, MXFP4LoraExperts) for m in model.modules()) == 2
 
 
-BYTES = "target_parameters has '{0}': .*{0} is a packed layer.*modules_to_not_convert"
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"target_modules": ["q_proj"], "target_parameters": ["experts.down_proj"]}, BYTES.format("experts.down_proj")),
-        ({"target_parameters": ["mlp.experts.gate_up_proj"]}, BYTES.format("mlp.experts.gate_up_proj")),
-        ({"target_parameters": ["down_proj_scale"]}, BYTES.format("down_proj_scale")),
-        ({"target_modules": ["q_proj"], "modules_to_save": ["mlp"]}, "modules_to_save has 'mlp'"),
-        ({"lora_bias": True}, "lora_bias=True is not supported on packed layers"),
-        ({"use_dora": True}, "use_dora=True is not supported on packed layers"),
-        ({"init_lora_weights": "pissa"}, "init_lora_weights='pissa' is not supported"),
-    ],
-    ids=["parameter", "longer-name", "scale", "module", "bias", "dora", "pissa"],
-)
-def test_what_cannot_be_is_refused(load, options, words):
+@pytest.mark.parametrize("name", ["experts.down_proj", "mlp.experts.gate_up_proj", "down_proj_scale"])
+def test_stored_bytes_of_experts_are_refused(load, name):
     model = load("qwen3_moe")
-    with pytest.raises(ValueError, match=words):
-        with_lora(model, **options)
+    with pytest.raises(ValueError, match=f"target_parameters has '{name}': .*{name} is a packed layer"):
+        with_lora(model, target_modules=["q_proj"], target_parameters=[name])
+    with pytest.raises(ValueError, match="modules_to_save has 'mlp'"):
+        with_lora(model, modules_to_save=["mlp"])
     assert isinstance(model.model.layers[0].mlp.experts, MXFP4PackedExperts)
-
-
-# ---- merging --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
@@ -199,12 +155,7 @@ def test_merging_packs_the_sums_and_unmerging_restores_every_bit(load, family):
     assert torch.equal(base.down_proj_scale[1], expected.scale)
     report = model.base_model.merge_report
     assert set(report.layers) == {f"model.layers.{n}.mlp.experts" for n in range(2)}
-    signal = 0.0
-    for projection in ("gate_up_proj", "down_proj"):
-        packed = torch.stack([base.quantized_tensor(projection, e).dequantize(torch.float32) for e in range(4)])
-        rows = [n for n in before if n.startswith(EXPERTS) and n.endswith(f".{projection}")]
-        assert len(rows) == 1 and not torch.equal(before[rows[0]], getattr(base, projection))
-        signal += packed.square().sum().item()
+    signal = sum(base.dequantized_weight(name).square().sum().item() for name in base.projections)
     assert layer.merge_error.signal == pytest.approx(signal, rel=0.05) and layer.merge_error.sqnr_db > 10
     model.unmerge_adapter()
     assert same_tensors(stored(model), before)
@@ -231,9 +182,8 @@ def test_merged_into_bf16(load, family, targets, tmp_path):
     experts = plain.model.layers[0].mlp.experts
     assert type(experts) is plain_class and plain.dtype == torch.bfloat16
     assert torch.equal(experts.gate_up_proj, expected)
-    assert {p.dtype for p in plain.parameters()} == {torch.bfloat16} and not hasattr(
-        plain.config, "quantization_config"
-    )
+    assert {p.dtype for p in plain.parameters()} == {torch.bfloat16}
+    assert not hasattr(plain.config, "quantization_config")
     plain.save_pretrained(tmp_path)
     reloaded, info = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
     assert not any(info.values()) and torch.equal(reloaded(IDS).logits, plain(IDS).logits)
@@ -246,9 +196,6 @@ def test_a_sum_that_is_not_finite_changes_nothing(load):
     with pytest.raises(ValueError, match=r"experts\.down_proj\.2: merging default gives weights that are not finite"):
         layer.merge(safe_merge=True)
     assert not layer.merged and same_tensors(stored(model), before)
-
-
-# ---- other engines --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
@@ -267,14 +214,116 @@ def test_what_other_engines_are_given(load, family):
     assert torch.equal(merged, layer.base_layer.dequantized_weight("down_proj")) and not torch.equal(merged, before)
 
 
-def test_grpo_trains_the_factors_of_experts(tmp_path):
-    make_model("qwen3_moe", hidden=32, intermediate=48, moe_intermediate_size=32).save_pretrained(tmp_path / "moe")
-    scheme = MXFP4RLConfig(mode="packed")
-    policy = AutoModelForCausalLM.from_pretrained(tmp_path / "moe", quantization_config=scheme)
-    lora = LoraConfig(task_type="CAUSAL_LM", r=2, lora_dropout=0.05, target_modules=["q_proj", "experts"])
+PARAMETER_FAMILIES = ["qwen3_moe", "mixtral", "gpt_oss"]
+
+TARGETS = ["experts.gate_up_proj", "experts.down_proj"]
+
+BLOCK = "base_model.model.model.layers.0.mlp"
+
+
+def qat(family="qwen3_moe", layers=1, dtype=torch.float32, **scheme):
+    model = make_model(family, layers=layers, dtype=dtype)
+    quantize_linears(model, MXFP4RLConfig(**{"preset": "w4a16", **scheme}))
+    return model
+
+
+def with_parameters(model, std=0.01, **options):
+    """Adapters of experts alone, unless the options name other targets."""
+    targets = {"target_modules": [], "target_parameters": TARGETS}
+    return lora_models.with_lora(model, std=std, **{**targets, **options})
+
+
+def wrappers(model) -> dict[str, MXFP4LoraExpertParameter]:
+    return {m.parameter_name: m for m in model.modules() if isinstance(m, MXFP4LoraExpertParameter)}
+
+
+def experts_of(model) -> MXFP4Experts:
+    return next(m for m in model.modules() if isinstance(m, MXFP4Experts))
+
+
+def summed_twin_of_parameters(model: PeftModel) -> torch.nn.Module:
+    """A plain model of weights ``Q(W) + s B A`` by PEFT's own sums, differentiable in the factors of ``model``."""
+    twin = copy.deepcopy(model.get_base_model())
+    for name, module in list(twin.named_modules()):
+        if hasattr(module, "to_linear"):
+            twin.set_submodule(name, module.to_linear().requires_grad_(False))
+    for index, layer in enumerate(twin.model.layers):
+        plain = experts_of(layer).to_experts()
+        ours = wrappers(model.get_base_model().model.layers[index])
+        for projection in ("gate_up_proj", "down_proj"):
+            weight = getattr(plain, projection).detach() + ours[projection].get_delta_weight("default")
+            del plain._parameters[projection]
+            setattr(plain, projection, weight)
+        layer.mlp.experts = plain
+    twin.config._experts_implementation = "eager"
+    return twin
+
+
+@pytest.mark.parametrize("family", PARAMETER_FAMILIES)
+@pytest.mark.parametrize("options", [{}, {"use_rslora": True}], ids=["", "rslora"])
+def test_values_and_gradients_of_parameters_are_those_of_the_sums(family, options):
+    model = with_parameters(qat(family), std=0.05, **options)
+    torch.testing.assert_close(model(IDS).logits, summed_twin_of_parameters(model)(IDS).logits, rtol=1e-4, atol=1e-5)
+    ours = gradients(model)
+    assert len(ours) == 4 and all("lora_" in name and grad.norm() > 0 for name, grad in ours.items())
+    model.zero_grad(set_to_none=True)
+    summed_twin_of_parameters(model)(IDS, labels=IDS, use_cache=False).loss.backward()
+    for name, parameter in model.named_parameters():
+        if name in ours:
+            torch.testing.assert_close(ours[name], parameter.grad, rtol=1e-3, atol=1e-6, msg=name)
+
+
+@torch.no_grad()
+def test_an_expert_by_hand_with_quantized_inputs():
+    """The adapter takes the input in full precision, the weight takes it in MXFP4."""
+    model = with_parameters(qat(preset="w4a4"), std=1e-4)
+    experts, ours = experts_of(model), wrappers(model)
+    x = torch.randn(3, 64, generator=torch.Generator().manual_seed(1))
+    index, weights = torch.tensor([[2], [0], [2]]), torch.tensor([[0.5], [2.0], [1.0]])
+    found = model.get_submodule(f"{BLOCK}.experts")(x, index, weights)
+    plain = {name: experts.to_experts().get_parameter(name) for name in experts.projections}
+    delta = {name: ours[name].get_delta_weight("default") for name in experts.projections}
+
+    def project(name, x, expert):
+        quantized = apply_scheme(x, experts.gemms[name].fprop.left)
+        return quantized @ plain[name][expert].T + x @ delta[name][expert].T
+
+    for token in range(3):
+        expert = int(index[token])
+        gate, linear = project("gate_up_proj", x[token : token + 1], expert).chunk(2, dim=-1)
+        expected = weights[token] * project("down_proj", torch.nn.functional.silu(gate) * linear, expert)
+        torch.testing.assert_close(found[token : token + 1], expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("family", PARAMETER_FAMILIES)
+def test_files_are_pefts(family, tmp_path):
+    model = with_parameters(qat(family), std=0.05, target_modules=["q_proj"])
+    expected = model(IDS).logits
+    model.save_pretrained(tmp_path / "ours")
+    with_parameters(make_model(family, layers=1), target_modules=["q_proj"]).save_pretrained(tmp_path / "theirs")
+    ours, theirs = (load_file(tmp_path / name / "adapter_model.safetensors") for name in ("ours", "theirs"))
+    assert {n: t.shape for n, t in ours.items()} == {n: t.shape for n, t in theirs.items()} and len(ours) == 6
+    again = PeftModel.from_pretrained(qat(family), tmp_path / "ours")
+    assert torch.equal(again(IDS).logits, expected) and len(wrappers(again)) == 2
+
+
+@pytest.mark.parametrize("target", ["q_proj.weight", "model.layers.0.self_attn.o_proj.weight"])
+def test_weights_of_linear_layers_are_refused(target):
+    with pytest.raises(ValueError, match=f"target_parameters has '{target}'.*name the layer in target_modules"):
+        with_parameters(qat(), target_modules=["v_proj"], target_parameters=[target])
+
+
+def test_grpo_with_router_replay_and_checkpointing(tmp_path):
+    lora = LoraConfig(task_type="CAUSAL_LM", r=2, target_modules=["q_proj"], target_parameters=TARGETS)
+    policy = qat(layers=2, preset="w4a4")
     build = trainer_factory(tmp_path)
-    trainer = build(policy=policy, peft_config=lora, max_steps=2, gradient_checkpointing=True, learning_rate=1e-2)
-    before = stored(trainer.model)
+    options = {"max_steps": 2, "gradient_checkpointing": True, "learning_rate": 1e-2, "router_replay": True}
+    trainer = build(policy=policy, peft_config=lora, **options)
+    before = {name: p.detach().clone() for name, p in trainer.model.named_parameters() if "lora_" not in name}
     trainer.train()
-    factors = [p for name, p in trainer.model.named_parameters() if "experts.lora_B.default" in name]
-    assert len(factors) == 4 and all(p.any() for p in factors) and same_tensors(stored(trainer.model), before)
+    logged = [entry for entry in trainer.state.log_history if "router_replay/coverage" in entry]
+    assert logged and all(entry["router_replay/coverage"] == 1.0 for entry in logged)
+    factors = [p for name, p in trainer.model.named_parameters() if "experts" in name and "lora_B.default" in name]
+    assert len(factors) == 4 and all(p.any() for p in factors)
+    after = dict(trainer.model.named_parameters())
+    assert all(torch.equal(after[name], value) for name, value in before.items())

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`MXFP4PackedExperts` against the trainable experts of the same scheme."""
+"""`MXFP4PackedExperts` against the trainable experts of the same scheme, and packed layers of a scheme that rotates."""
 
 import copy
 import gc
@@ -7,13 +7,18 @@ import pickle
 
 import pytest
 import torch
+from lora_models import IDS, UP, with_lora
+from test_lora_experts import deltas, summed_twin
 from tiny_models import make_model
+from torch import nn
 
-from hf_mxfp4 import MXFP4Experts, MXFP4RLConfig, cached_weights
+from hf_mxfp4 import MXFP4Experts, MXFP4Linear, MXFP4PackedLinear, MXFP4RLConfig, cached_weights, pack
+from hf_mxfp4.integrations.transformers import quantize_linears
 from hf_mxfp4.layers import MXFP4PackedExperts
 
 
 FAMILIES = ["qwen3_moe", "qwen2_moe", "mixtral", "gpt_oss"]
+
 CONFIG = MXFP4RLConfig(outlier_fallback=None)
 
 
@@ -27,18 +32,17 @@ def twins(family="qwen3_moe", config=CONFIG, dtype=torch.float32):
 def routing(dtype=torch.float32, tokens=19):
     generator = torch.Generator().manual_seed(1)
     index = torch.rand(tokens, 4, generator=generator).topk(2).indices
-    return (
-        torch.randn(tokens, 64, generator=generator).to(dtype),
-        index,
-        torch.rand(tokens, 2, generator=generator).to(dtype),
-    )
+    states = torch.randn(tokens, 64, generator=generator).to(dtype)
+    return states, index, torch.rand(tokens, 2, generator=generator).to(dtype)
 
 
 @pytest.mark.usefixtures("dense_products")
+@pytest.mark.parametrize("rate", [None, 0.2])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_outputs_and_gradients_repeat_the_trainable_ones(family, dtype):
-    trained, packed = twins(family, dtype=dtype)
+def test_outputs_and_gradients_repeat_the_trainable_ones(family, dtype, rate):
+    config = CONFIG if rate is None else MXFP4RLConfig(outlier_fallback_rate=rate)
+    trained, packed = twins(family, config, dtype)
     states, index, weights = routing(dtype)
     inputs = [t.clone().requires_grad_() for t in (states, states)]
     outs = [layer(x, index, weights) for layer, x in zip((trained, packed), inputs, strict=True)]
@@ -72,16 +76,6 @@ def test_plain_experts_again(family):
         assert plain.down_proj_bias is not packed.down_proj_bias
 
 
-def test_tensors_and_shapes():
-    _, packed = twins("gpt_oss", MXFP4RLConfig())
-    packed.check()
-    assert packed.shapes() == {name: tuple(p.shape) for name, p in packed.named_parameters() if "bias" not in name}
-    assert packed.quantized_tensor("down_proj", 1).dequantize(torch.float32).shape == (64, 96)
-    packed.down_proj_scale = None
-    with pytest.raises(ValueError, match="mlp.experts.down_proj_scale is missing; expected uint8 .4, 64, 3."):
-        packed.check()
-
-
 def test_nothing_is_kept_of_what_was_dequantized():
     _, packed = twins()
     inputs = routing()
@@ -94,12 +88,6 @@ def test_nothing_is_kept_of_what_was_dequantized():
     with torch.no_grad(), cached_weights(packed):
         packed(*inputs)
         assert len(matrices()) == len(others)
-
-
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))], ids=["deepcopy", "pickle"])
-def test_copies(copied):
-    _, packed = twins()
-    assert torch.equal(copied(packed)(*routing()), packed(*routing()))
 
 
 def test_dtype_follows_to():
@@ -117,14 +105,18 @@ def test_float_tensors_are_not_rounded_into_it():
     state["down_proj"] = torch.ones(4, 64, 16)
     with pytest.raises(RuntimeError, match="down_proj is torch.float32, but packed experts need the uint8 tensor"):
         packed.load_state_dict(state)
+    packed.down_proj_scale = None
+    with pytest.raises(ValueError, match="mlp.experts.down_proj_scale is missing; expected uint8 .4, 64, 1."):
+        packed.check()
     packed.down_proj = torch.nn.Parameter(torch.ones(4, 64, 32))
     with pytest.raises(TypeError, match="down_proj was replaced by a tensor of torch.float32"):
         packed(*routing())
 
 
-def test_a_state_dict_is_read():
+def test_a_state_dict_is_read_and_copies_are_equal():
     _, packed = twins()
-    _, other = twins()
+    other = pickle.loads(pickle.dumps(copy.deepcopy(packed)))
+    assert torch.equal(other(*routing()), packed(*routing()))
     for tensor in other.state_dict().values():
         tensor.zero_()
     assert not torch.equal(other(*routing()), packed(*routing()))
@@ -143,9 +135,208 @@ def test_what_cannot_be_packed():
         MXFP4PackedExperts.from_experts(plain, CONFIG.packed())
 
 
+#: Of mode "qat": the packed twin of each is what is tested.
+SCHEMES = {
+    "weights, H64": {"preset": "w4a16", "scale_rule": "even", "macro_search": "blockwise", "outlier_fallback": None},
+    "weights with residuals": {"preset": "w4a16", "outlier_fallback": 0.5},
+    "both": {"preset": "w4a4", "outlier_fallback": None},
+    "both with residuals": {"preset": "w4a4", "outlier_fallback": 0.5},
+    "selected residuals": {"preset": "w4a4", "outlier_fallback": 0.5, "outlier_fallback_rate": 0.2},
+    "tiles": {"preset": "w4a4", "macro_block": None, "outlier_fallback": None, "weight_block": "32x32"},
+}
+
+SIZES = {"weights with residuals": 16, "both": 128, "tiles": 32}
+
+ALL = pytest.mark.parametrize("name", SCHEMES)
+
+K = 256
+
+
+def config(name: str, **options) -> MXFP4RLConfig:
+    rotation = {"rotation": f"deterministic-{SIZES.get(name, 64)}"}
+    return MXFP4RLConfig(fprop=rotation, **{**SCHEMES[name], **options})
+
+
+def pair(name: str, dtype=torch.float32, **options) -> tuple[MXFP4Linear, MXFP4PackedLinear]:
+    """A trainable layer and its packed twin, with outliers that a rotation spreads."""
+    trained = MXFP4Linear(K, 96, config=config(name, **options), name="a.layer", dtype=dtype)
+    with torch.no_grad():
+        trained.weight[:, ::37] *= 20
+    return trained, MXFP4PackedLinear.from_linear(trained, trained.config.packed(), "a.layer")
+
+
+def inputs(dtype=torch.float32, tokens=5) -> torch.Tensor:
+    x = torch.randn(2, tokens, K, dtype=dtype)
+    x[..., 3] *= 30
+    return x
+
+
+def rotation_matrix(size: int) -> torch.Tensor:
+    block = (
+        torch.tensor([[(-1.0) ** (i & j).bit_count() for j in range(size)] for i in range(size)]).double() / size**0.5
+    )
+    return torch.block_diag(*[block] * (K // size))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@ALL
+def test_the_codes_are_those_of_the_operand_that_the_trainable_layer_multiplies_with(name, dtype):
+    trained, packed = pair(name, dtype)
+    values = packed.forward_weight(dtype)
+    assert torch.equal(values, trained.quantized_weight(trained.weight, dtype))
+    plain = MXFP4PackedLinear.from_linear(trained, MXFP4RLConfig(mode="packed", **SCHEMES[name]))
+    assert not torch.equal(values, plain.forward_weight(dtype))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@ALL
+def test_outputs_and_gradients_are_the_trainable_ones_where_both_multiply_dense_values(name, dtype):
+    trained, packed = pair(name, dtype, backend="eager")
+    x = inputs(dtype)
+    taken = [x.clone().requires_grad_() for _ in range(2)]
+    outs = [layer(each) for layer, each in zip((trained, packed), taken, strict=True)]
+    assert torch.equal(*outs)
+    grad = torch.randn_like(outs[0])
+    for out in outs:
+        out.backward(grad)
+    # The trainable layer rotates the weight back, this one the gradient.
+    close = {"rtol": 1e-5, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 3e-2, "atol": 0.25}
+    torch.testing.assert_close(taken[1].grad, taken[0].grad, **close)
+    expected = grad.double().reshape(-1, 96) @ packed.dequantized_weight(torch.float64)
+    torch.testing.assert_close(taken[1].grad.double().reshape(-1, K), expected, **close)
+    assert taken[1].grad.dtype == dtype
+
+
+@ALL
+def test_on_codes_outputs_are_the_trainable_ones_up_to_float32_sums(name):
+    trained, packed = pair(name)
+    for tokens in (1, 40):
+        x = inputs(tokens=tokens)
+        torch.testing.assert_close(packed(x), trained(x), rtol=2e-5, atol=2e-4)
+        with torch.no_grad():
+            torch.testing.assert_close(packed(x), trained(x), rtol=2e-5, atol=2e-4)
+
+
+def test_dequantized_weights_are_in_the_basis_of_the_model():
+    _, packed = pair("both")
+    turned = packed.forward_weight(torch.float64) @ rotation_matrix(128).T
+    torch.testing.assert_close(packed.dequantized_weight(torch.float64), turned, rtol=0, atol=1e-6)
+    _, packed = pair("weights, H64")
+    x, plain = inputs(), packed.to_linear()
+    torch.testing.assert_close(plain(x), packed(x), rtol=1e-4, atol=1e-4)
+    assert packed.to_linear(torch.bfloat16).weight.dtype == torch.bfloat16
+    # It is the trainable layer's, and near the weight itself.
+    trained, packed = pair("weights, H64")
+    values = packed.dequantized_weight()
+    torch.testing.assert_close(values, trained.effective_weight(trained.weight), rtol=0, atol=1e-6)
+    assert (values - trained.weight).norm() < 0.15 * trained.weight.norm()
+
+
+@ALL
+def test_compiled_layers_have_the_bits_of_eager_ones(name):
+    _, packed = pair(name)
+    taken = [inputs().requires_grad_()]
+    taken.append(taken[0].detach().clone().requires_grad_())
+    compiled = torch.compile(packed, backend="aot_eager", fullgraph=True)
+    outs = packed(taken[0]), compiled(taken[1])
+    for out in outs:
+        out.square().sum().backward()
+    assert torch.equal(*outs) and torch.equal(taken[0].grad, taken[1].grad)
+    torch._dynamo.reset()
+
+
+def test_autocast_rotates_in_float32_and_multiplies_in_its_dtype():
+    trained, packed = pair("both", backend="eager")
+    x = inputs().requires_grad_()
+    with torch.autocast("cpu", torch.bfloat16):
+        y = packed(x)
+        assert torch.equal(y, trained(x)) and y.dtype == torch.bfloat16
+    y.float().sum().backward()
+    assert x.grad.dtype == torch.float32 and x.grad.abs().sum() > 0
+
+
+@pytest.mark.parametrize("name", ["weights, H64", "both with residuals"])
+@torch.no_grad()
+def test_a_packed_model_is_the_trained_one(name, load):
+    model = load(**vars_of(name), dither_ties=False)
+    expected = model(IDS).logits
+    packed = pack(model)
+    torch.testing.assert_close(packed(IDS).logits, expected, rtol=1e-4, atol=1e-4)
+    with cached_weights(packed):
+        torch.testing.assert_close(packed(IDS).logits, expected, rtol=1e-4, atol=1e-4)
+
+
+def vars_of(name: str) -> dict:
+    return {"mode": "qat", **SCHEMES[name], "fprop": {"rotation": "deterministic-16"}}
+
+
+def test_adapters_merge_in_the_basis_of_the_model_and_come_apart_again(load):
+    adapted = with_lora(pack(load(**vars_of("weights, H64"), dither_ties=False)))
+    layer = adapted.get_submodule(UP)
+    base, before = layer.base_layer, layer.base_layer.weight.clone()
+    total = base.dequantized_weight(torch.float32) + layer.get_delta_weight("default")
+    torch.testing.assert_close(layer.effective_weight(), total, rtol=0, atol=1e-6)
+    layer.merge()
+    summed = nn.Linear(total.shape[1], total.shape[0], bias=False)
+    summed.weight = nn.Parameter(total)
+    again = MXFP4PackedLinear.from_linear(summed, base.config)
+    assert torch.equal(base.weight, again.weight) and not torch.equal(base.weight, before)
+    # What a merge loses is measured in that basis too: far less than the adapter and the weight together.
+    assert layer.merge_error.noise < 0.05 * total.square().sum().item()
+    layer.unmerge()
+    assert torch.equal(base.weight, before)
+
+
 @pytest.mark.usefixtures("dense_products")
-def test_selective_fallback_is_the_trainable_experts():
-    config = MXFP4RLConfig(outlier_fallback_rate=0.2)
-    trained, _ = twins(config=config)
-    packed = MXFP4PackedExperts.from_experts(trained, config.packed())
-    assert torch.equal(packed(*routing()), trained(*routing()))
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+def test_packed_experts_repeat_the_trainable_ones(family):
+    scheme = MXFP4RLConfig(outlier_fallback=None, fprop={"rotation": "deterministic-32"})
+    trained, packed = twins(family, scheme)
+    states, index, weights = routing()
+    taken = [states.clone().requires_grad_() for _ in range(2)]
+    outs = [layer(x, index, weights) for layer, x in zip((trained, packed), taken, strict=True)]
+    torch.testing.assert_close(outs[1], outs[0], rtol=1e-5, atol=1e-6)
+    for out in outs:
+        out.square().sum().backward()
+    torch.testing.assert_close(taken[1].grad, taken[0].grad, rtol=1e-4, atol=1e-6)
+    for projection in packed.projections:
+        operand = trained.quantized_weight(projection, getattr(trained, projection), torch.float32)
+        assert torch.equal(packed.forward_weight(projection), operand)
+        plain = trained.to_experts().get_parameter(projection)
+        torch.testing.assert_close(packed.dequantized_weight(projection), plain, rtol=0, atol=1e-6)
+
+
+def test_lora_on_packed_experts_is_in_the_basis_of_the_model(load):
+    scheme = {"scale_rule": "even", "macro_search": "blockwise", "fprop": {"rotation": "deterministic-32"}}
+    model = with_lora(load("qwen3_moe", **scheme), target_modules=["experts"])
+    layer = model.get_submodule("base_model.model.model.layers.0.mlp.experts")
+    twin = summed_twin(model)
+    found, expected = model(IDS).logits, twin(IDS).logits
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+    factors = [p for p in model.parameters() if p.requires_grad]
+    pairs = zip(*(torch.autograd.grad(each.square().sum(), factors) for each in (found, expected)), strict=True)
+    assert all(torch.allclose(one, other, rtol=1e-3, atol=1e-4) for one, other in pairs)
+    base = layer.base_layer
+    total = base.dequantized_weight("down_proj", torch.float32)[1] + deltas(layer, "down_proj")[1].detach()
+    layer.merge()
+    assert torch.equal(base.down_proj[1], base.pack_matrix(total)["weight"])
+
+
+def test_a_width_that_the_rotation_does_not_divide_is_refused_by_name():
+    linear = nn.Linear(72, 8)
+    own = config("weights, H64").packed()
+    with pytest.raises(ValueError, match=r"a\.layer has 72 inputs, no multiple of 64.*modules_to_not_convert"):
+        MXFP4PackedLinear.from_linear(linear, own, "a.layer")
+
+
+def test_random_signs_are_refused():
+    with pytest.raises(ValueError, match="rotates both operands by signs that are drawn anew"):
+        MXFP4RLConfig(fprop={"rotation": "random-16"}).packed()
+    with pytest.raises(ValueError, match="rotates both operands by signs that are drawn anew"):
+        MXFP4RLConfig(mode="packed", fprop={"rotation": "random-16"})
+
+
+def test_a_model_that_does_not_fit_is_refused():
+    model = make_model()
+    with pytest.raises(ValueError, match="inputs, no multiple of 128"):
+        quantize_linears(model, MXFP4RLConfig(mode="packed", fprop={"rotation": "deterministic-128"}))

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Each of PEFT's methods on quantized layers: the same as on plain layers that hold ``Q(W)``, or refused at attach."""
 
+import copy
+import functools
 import inspect
 from pathlib import Path
 
@@ -45,19 +47,18 @@ NEVER_MERGED = {"LILY"}
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
+def load(tmp_path_factory):
+    """`load(mode, skips)` gives a model that is loaded once."""
     folder = tmp_path_factory.mktemp("base")
     make_model().save_pretrained(folder)
-    return folder
 
-
-@pytest.fixture
-def load(folder):
-    def load(mode):
-        scheme = hf_mxfp4.MXFP4RLConfig(mode=mode, preset="w4a16", outlier_fallback=None)
+    @functools.cache
+    def loaded(mode, skips):
+        options = {"preset": "w4a16", "outlier_fallback": None, "modules_to_not_convert": list(skips)}
+        scheme = hf_mxfp4.MXFP4RLConfig(mode=mode, **options)
         return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, quantization_config=scheme)
 
-    return load
+    return lambda mode, skips=(): copy.deepcopy(loaded(mode, skips))
 
 
 def config_of(method, **options):
@@ -159,10 +160,8 @@ def test_a_refusal_says_what_to_use_instead(load):
     assert "computes with the plain weight" in refused(load, "MISS", "qat", init_weights="bat")
 
 
-def test_layers_in_full_precision_take_any_method(folder):
-    scheme = hf_mxfp4.MXFP4RLConfig(mode="packed", preset="w4a16", modules_to_not_convert=["q_proj", "o_proj"])
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, quantization_config=scheme)
-    model = attach(model, "HRA")
+def test_layers_in_full_precision_take_any_method(load):
+    model = attach(load("packed", ("q_proj", "o_proj")), "HRA")
     before = logits(model)
     assert distance(logits(model.merge_and_unload()), before) < 1e-5
 

@@ -20,16 +20,6 @@ def gaussian_octave(rows: int = 256, columns: int = 512, seed: int = 0) -> torch
     return torch.randn(rows, columns, generator=generator) * sigma[:, None]
 
 
-def check_exact(x: torch.Tensor, **options) -> None:
-    parts = decompose(x, generator=torch.Generator().manual_seed(5), **options)
-    values = fake_quantize(x.float(), generator=torch.Generator().manual_seed(5), **options)
-    error = values.double() - x.double()
-    for part in (parts.scale_bias, parts.deadzone, parts.grid):
-        assert part.dtype == torch.float64 and part.shape == x.shape and part.isfinite().all()
-    assert torch.equal(parts.scale_bias + parts.deadzone + parts.grid, error)
-    assert torch.equal(parts.total, error)
-
-
 @settings(max_examples=20, deadline=None, derandomize=True, database=None)
 @given(
     seed=st.integers(0, 2**31),
@@ -54,7 +44,13 @@ def test_components_sum_to_the_error_at_any_magnitude(
     largest = torch.finfo(dtype).max
     x = (sign * mantissa.double() * torch.exp2(exponent.double())).clamp(-largest, largest).to(dtype)
     assert x.isfinite().all()
-    check_exact(x, **vars(QuantScheme(rule, *macro, fallback[0], rounding, block_rows, fallback[1])))
+    options = vars(QuantScheme(rule, *macro, fallback[0], rounding, block_rows, fallback[1]))
+    parts = decompose(x, generator=torch.Generator().manual_seed(5), **options)
+    error = fake_quantize(x.float(), generator=torch.Generator().manual_seed(5), **options).double() - x.double()
+    for part in (parts.scale_bias, parts.deadzone, parts.grid):
+        assert part.dtype == torch.float64 and part.shape == x.shape and part.isfinite().all()
+    assert torch.equal(parts.scale_bias + parts.deadzone + parts.grid, error)
+    assert torch.equal(parts.total, error)
 
 
 @pytest.mark.parametrize("rule", RULES)
@@ -88,20 +84,6 @@ def test_every_component_by_its_definition(rule):
     assert parts.cosine_scale_grid == pytest.approx(cosine)
 
 
-def test_the_deadzone_of_plain_rceil_is_disjoint_from_the_rest():
-    x = torch.randn(64, 256, generator=torch.Generator().manual_seed(4))
-    parts = decompose(x)
-    deadzone = parts.deadzone != 0
-    assert deadzone.any() and (parts.scale_bias != 0).any() and (parts.grid != 0).any()
-    assert not (deadzone & (parts.scale_bias != 0)).any()
-    assert not (deadzone & (parts.grid != 0)).any()
-    # The quantizer sends all of it to zero: the error there is -x.
-    assert torch.equal(parts.deadzone[deadzone], -x.double()[deadzone])
-    ratio = parts.energy_ratio
-    cross = 2 * parts.cosine_scale_grid * math.sqrt(ratio["scale_bias"] * ratio["grid"])
-    assert sum(ratio.values()) + cross == pytest.approx(1)
-
-
 @pytest.mark.parametrize(
     ("options", "scale_bias", "deadzone", "grid", "cosine", "zeros"),
     [
@@ -110,7 +92,7 @@ def test_the_deadzone_of_plain_rceil_is_disjoint_from_the_rest():
         ({"macro_block": 128}, 1.375, 0.023, 0.840, -0.576, 0.093),
         ({"scale_rule": "even"}, 1.754, 0.022, 0.789, -0.663, 0.096),
     ],
-    ids=["rceil", "rceil-mbs128", "even"],
+    ids=str,
 )
 def test_gaussian_reference_values(options, scale_bias, deadzone, grid, cosine, zeros):
     parts = decompose(gaussian_octave(1024, 1024), **options)
@@ -131,7 +113,6 @@ def test_gaussian_reference_values(options, scale_bias, deadzone, grid, cosine, 
         ("even", {"plain": 1.260, "static": 1.175, "dynamic": 1.009, "blockwise": 0.907}),
         ("mse", {"plain": 1.250, "static": 1.174, "dynamic": 1.006, "blockwise": 0.904}),
     ],
-    ids=["floor", "rceil", "even", "mse"],
 )
 def test_gaussian_relative_error(rule, percent):
     x = gaussian_octave(512, 512)
@@ -172,8 +153,9 @@ def test_axis_and_scheme():
     by_axis, moved = decompose(x, axis=0, macro_block=32), decompose(x.t().contiguous(), macro_block=32)
     for name in ("scale_bias", "deadzone", "grid"):
         assert torch.equal(getattr(by_axis, name), getattr(moved, name).t())
-    described = decompose_scheme(x, QuantScheme(macro_block=32), axis=0)
-    assert torch.equal(described.grid, by_axis.grid) and torch.equal(described.total, by_axis.total)
+    scheme = QuantScheme("even", 64, "static", 0.5, "nearest", 32, 0.3)
+    error = fake_quantize(x, axis=0, **vars(scheme)).double() - x.double()
+    assert torch.equal(decompose_scheme(x, scheme, axis=0).total, error)
     assert not decompose(x.requires_grad_()).total.requires_grad
 
 
@@ -186,14 +168,6 @@ def test_tiles_have_their_own_deadzone():
     assert parts.scale_ratio.tolist() == pytest.approx([8 / 5])
     assert decompose(x).deadzone_fraction == 31 / 1024
     assert torch.equal(parts.deadzone[1:], torch.full((31, 32), -1.0, dtype=torch.float64))
-
-
-def test_scheme_and_keywords_agree():
-    x = gaussian_octave(40, 64)
-    scheme = QuantScheme("even", 64, "static", 0.5, "nearest", 32, 0.3)
-    by_name = decompose(x, scale_rule="even", macro_block=64, outlier_fallback=0.5, block_rows=32, fallback_rate=0.3)
-    assert torch.equal(decompose_scheme(x, scheme).total, by_name.total)
-    assert torch.equal(by_name.total, fake_quantize(x, **vars(scheme)).double() - x.double())
 
 
 def test_scale_ratio_is_literal():

@@ -5,47 +5,24 @@ import math
 
 import pytest
 import torch
-from tables import RULES
 
-from hf_mxfp4.numerics import QuantScheme, apply_scheme, dequantize, fake_quantize, quantize
+from hf_mxfp4.numerics import QuantScheme, apply_scheme, dequantize, fake_quantize, parse_scheme, quantize
 
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 SCHEMES = {
-    "plain": {},
-    "floor": {"scale_rule": "floor"},
-    "even": {"scale_rule": "even"},
-    "mse": {"scale_rule": "mse"},
-    "of": {"outlier_fallback": 0.5},
-    "of1": {"outlier_fallback": 1.0},
-    "mbs32": {"macro_block": 32},
-    "mbs128": {"macro_block": 128},
-    "mbs-row": {"macro_block": "row"},
-    "mbs128-dynamic": {"macro_block": 128, "macro_search": "dynamic"},
-    "mse-mbs64-dynamic-of": {
-        "scale_rule": "mse",
-        "macro_block": 64,
-        "macro_search": "dynamic",
-        "outlier_fallback": 0.5,
-    },
-    "mbs128-of": {"macro_block": 128, "outlier_fallback": 0.5},
-    "even-mbs128-blockwise-of": {
-        "scale_rule": "even",
-        "macro_block": 128,
-        "macro_search": "blockwise",
-        "outlier_fallback": 0.3,
-    },
-}
-every_scheme = pytest.mark.parametrize("scheme", SCHEMES.values(), ids=SCHEMES.keys())
-every_rule = pytest.mark.parametrize("rule", RULES)
+    text: vars(parse_scheme(text))
+    for text in (
+        "rceil", "floor", "even", "mse", "rceil+of0.5", "rceil+of1", "rceil+mbs32", "rceil+mbs128", "rceil+mbsrow",
+        "rceil+mbs128-dynamic", "rceil+mbs128+of0.5", "mse+mbs64-dynamic+of0.5", "even+mbs128-blockwise+of0.3",
+    )
+}  # fmt: skip
+every_scheme = pytest.mark.parametrize("scheme", SCHEMES.values(), ids=SCHEMES)
 FUNCTIONS = (fake_quantize, quantize)
 
 
 def gaussian(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
-
-
-# ---- zeros and the two ends of the range ----
 
 
 @every_scheme
@@ -66,9 +43,9 @@ def test_float32_subnormals_round_to_multiples_of_the_last_step(scheme):
     out = fake_quantize(x, **scheme)
     assert out.any() and out.isfinite().all()
     assert torch.equal(out.sign()[out != 0], x.sign()[out != 0])
-    if "macro_block" not in scheme and "outlier_fallback" not in scheme:
+    if scheme["macro_block"] is None and scheme["outlier_fallback"] is None:
         assert torch.equal((out / 2.0**-128).round() * 2.0**-128, out)
-    if scheme == {}:
+    if scheme == SCHEMES["rceil"]:
         # amax is 31 / 4 of 2**-126: scale 2**-125, steps of 2**-126.
         assert out[-1] == 32 * 2.0**-128
 
@@ -87,16 +64,6 @@ def test_the_largest_finite_numbers_stay_finite(scheme):
             before, after = x[:, -1].double(), out[:, -1].double()
             assert (0.74 * before <= after).all() and (after <= (4 / 3 * before).clamp(max=largest)).all()
             assert torch.equal(out, -fake_quantize(-x, **scheme))
-
-
-@every_rule
-def test_float32_max_saturates_at_the_last_grid_point(rule):
-    x = torch.tensor([torch.finfo(torch.float32).max, -torch.finfo(torch.float32).max, 3.6 * 2.0**126, 2.0**127])
-    last = 3 * 2.0**126
-    assert fake_quantize(x, scale_rule=rule).tolist() == [last, -last, last, 2.0**127]
-
-
-# ---- NaN and infinity ----
 
 
 @every_scheme
@@ -137,9 +104,6 @@ def test_the_healthy_blocks_of_a_poisoned_macro_block_are_quantized_without_a_fa
     out = packed.dequantize()
     assert torch.equal(out[0, :128][healthy[:128]], fake_quantize(x)[0, :128][healthy[:128]])
     assert torch.equal(out[0, 128:], fake_quantize(x[:, 128:], macro_block=128, macro_search=search)[0])
-
-
-# ---- shapes ----
 
 
 @every_scheme
@@ -202,9 +166,6 @@ def test_layout_of_the_input_does_not_matter_and_the_input_is_never_written(sche
     assert torch.equal(base, before)
 
 
-# ---- dtypes and gradients ----
-
-
 def test_the_caller_s_random_state_is_left_alone():
     torch.manual_seed(0)
     state = torch.get_rng_state()
@@ -213,29 +174,15 @@ def test_the_caller_s_random_state_is_left_alone():
     assert torch.equal(torch.get_rng_state(), state)
 
 
-# ---- arguments ----
-
-
 @pytest.mark.parametrize(
     ("x", "named"),
-    [
-        (torch.ones(32, dtype=torch.int32), "int32"),
-        (torch.ones(32, dtype=torch.uint8), "uint8"),
-        (torch.ones(32, dtype=torch.bool), "bool"),
-        (torch.ones(32, dtype=torch.complex64), "complex64"),
-        ([1.0, 2.0], "list"),
-        (None, "NoneType"),
-    ],
-    ids=["int32", "uint8", "bool", "complex", "list", "none"],
+    [(torch.ones(32, dtype=torch.int32), "int32"), (torch.ones(32) * 1j, "complex64"), ([1.0], "list")],
+    ids=["int32", "complex", "list"],
 )
 def test_input_that_is_not_a_floating_point_tensor(x, named):
     for function in FUNCTIONS:
         with pytest.raises(TypeError, match=rf"floating-point tensor, got .*{named}"):
             function(x)
-
-
-def test_scalar_tensor():
-    for function in FUNCTIONS:
         with pytest.raises(ValueError, match="at least one axis, got a scalar tensor"):
             function(torch.tensor(1.0))
 
@@ -244,25 +191,20 @@ def test_scalar_tensor():
     ("options", "message"),
     [
         ({"scale_rule": "ceil"}, "scale_rule='ceil' is not supported.*'rceil', 'floor', 'even', 'mse'"),
-        ({"scale_rule": None}, "scale_rule=None"),
         ({"macro_block": 100}, "macro_block=100 is not supported.*None, 32, 64, 128, 256, 'row'"),
         ({"macro_block": 0}, "macro_block=0"),
         ({"macro_block": True}, "macro_block=True"),
-        ({"macro_block": 32.0}, "macro_block=32.0"),
         ({"macro_block": 128.0}, "macro_block=128.0"),
         ({"macro_block": "column"}, "macro_block='column'"),
         ({"macro_search": "exhaustive"}, "macro_search='exhaustive' is not supported.*'static', 'dynamic'"),
         ({"macro_search": "hybrid"}, "macro_search='hybrid' means dynamic for weights"),
         ({"rounding": "up"}, "rounding='up' is not supported.*'nearest', 'stochastic'"),
         ({"outlier_fallback": 0}, r"outlier_fallback=0 must be None or a number in \(0, 1\]"),
-        ({"outlier_fallback": -0.5}, "outlier_fallback=-0.5"),
         ({"outlier_fallback": 1.5}, "outlier_fallback=1.5"),
         ({"outlier_fallback": math.nan}, "outlier_fallback=nan"),
-        ({"outlier_fallback": math.inf}, "outlier_fallback=inf"),
         ({"outlier_fallback": True}, "outlier_fallback=True"),
         ({"outlier_fallback": "0.5"}, "outlier_fallback='0.5'"),
         ({"axis": 2}, "axis=2 is out of range for a tensor with 2 axes"),
-        ({"axis": -3}, "axis=-3 is out of range for a tensor with 2 axes"),
     ],
     ids=lambda value: "-".join(f"{k}-{v}" for k, v in value.items()) if isinstance(value, dict) else "",
 )
@@ -279,21 +221,9 @@ def test_apply_scheme_and_the_packed_tensor_carry_the_scheme(scheme):
     assert torch.equal(apply_scheme(x, described), fake_quantize(x, **scheme))
     packed = quantize(x, **scheme)
     assert packed.scheme == described
-    by_hand = dequantize(
-        packed.codes,
-        packed.scale,
-        length=45,
-        macro=packed.macro,
-        macro_block=described.macro_block,
-        macro_search=described.macro_search,
-        residual_codes=packed.residual_codes,
-        residual_scale=packed.residual_scale,
-        outlier_fallback=described.outlier_fallback,
-    )
-    assert torch.equal(by_hand, packed.dequantize())
-
-
-# ---- float64 input --------------------------------------------------------------------------------------------------
+    given = {name: getattr(packed, name) for name in ("macro", "residual_codes", "residual_scale")}
+    given |= {name: scheme[name] for name in ("macro_block", "macro_search", "outlier_fallback")}
+    assert torch.equal(dequantize(packed.codes, packed.scale, length=45, **given), packed.dequantize())
 
 
 def test_float64_stays_finite_within_and_beyond_float32():
@@ -302,19 +232,3 @@ def test_float64_stays_finite_within_and_beyond_float32():
     assert fake_quantize(within, outlier_fallback=1.0).isfinite().all()
     assert torch.equal(fake_quantize(beyond), fake_quantize(within))
     assert fake_quantize(torch.full((32,), float("inf"), dtype=torch.float64)).isnan().all()
-
-
-@pytest.mark.parametrize("missing", ["outlier_fallback", "residual_scale", "macro_block"])
-def test_dequantize_names_what_is_missing(missing):
-    packed = quantize(torch.ones(2, 64), macro_block=32, outlier_fallback=0.5)
-    options = {
-        "macro": packed.macro,
-        "macro_block": 32,
-        "residual_codes": packed.residual_codes,
-        "residual_scale": packed.residual_scale,
-        "outlier_fallback": 0.5,
-        "length": 64,
-    }
-    del options[missing]
-    with pytest.raises(ValueError, match=missing):
-        dequantize(packed.codes, packed.scale, **options)

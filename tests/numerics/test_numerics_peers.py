@@ -6,8 +6,6 @@ Left out of every comparison, because the libraries themselves differ there: blo
 blocks, and maxima of 1.75 * 2**127 or more, which saturate here instead of becoming infinite.
 """
 
-import math
-
 import ml_dtypes
 import numpy as np
 import pytest
@@ -17,53 +15,50 @@ from tables import ROUNDING_RULES, RULES
 from hf_mxfp4.numerics import decode_e8m0, quantize, unpack_codes
 
 
-ROWS, COLUMNS = 64, 512
+Size = tuple[int, int]
 
 
-def generator(seed: int = 0) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
+def random(size: Size, seed: int, uniform: bool = False) -> torch.Tensor:
+    return (torch.rand if uniform else torch.randn)(*size, generator=torch.Generator().manual_seed(seed))
 
 
-def gaussian() -> torch.Tensor:
-    return torch.randn(ROWS, COLUMNS, generator=generator())
+def integers(low: int, high: int, size: Size, seed: int) -> torch.Tensor:
+    return torch.randint(low, high, size, generator=torch.Generator().manual_seed(seed))
 
 
-def sixty_octaves() -> torch.Tensor:
-    exponent = torch.rand(ROWS, COLUMNS, generator=generator(1)) * 60 - 30
-    return torch.randn(ROWS, COLUMNS, generator=generator(2)) * torch.exp2(exponent)
+def sixty_octaves(size: Size, seed: int) -> torch.Tensor:
+    return random(size, seed) * torch.exp2(random(size, seed + 1, uniform=True) * 60 - 30)
 
 
-def heavy_tailed() -> torch.Tensor:
+def heavy_tailed(size: Size, seed: int) -> torch.Tensor:
     """Student-t with two degrees of freedom."""
-    chi = torch.randn(2, ROWS, COLUMNS, generator=generator(3)).square().sum(0)
-    return torch.randn(ROWS, COLUMNS, generator=generator(4)) * torch.sqrt(2 / chi)
+    return random(size, seed) * torch.sqrt(2 / (random(size, seed + 1).square() + random(size, seed + 2).square()))
 
 
-def sparse() -> torch.Tensor:
-    x = torch.randn(ROWS, COLUMNS, generator=generator(5))
-    return x * (torch.rand(ROWS, COLUMNS, generator=generator(6)) < 0.05)
+def sparse(size: Size, seed: int) -> torch.Tensor:
+    return random(size, seed) * (random(size, seed + 1, uniform=True) < 0.05)
 
 
-def ties() -> torch.Tensor:
-    """Midpoints of the grid, and the grid itself, at every scale."""
+def ties(size: Size, seed: int) -> torch.Tensor:
+    """Midpoints of the grid, the grid itself, and what lies next to both sides of them, at many scales."""
     points = torch.tensor([0, 0.25, 0.5, 0.75, 1, 1.25, 1.5, 1.75, 2, 2.5, 3, 3.5, 4, 5, 6, 7])
-    picked = points[torch.randint(0, len(points), (ROWS, COLUMNS), generator=generator(7))]
-    sign = torch.randint(0, 2, (ROWS, COLUMNS), generator=generator(8)) * 2 - 1
-    return picked * sign * torch.exp2(torch.arange(ROWS) - 32.0)[:, None]
+    picked = points[integers(0, len(points), size, seed)] * (integers(0, 2, size, seed + 1) * 2 - 1)
+    picked *= 1 + integers(-1, 2, (size[0], 1), seed + 2) * 2.0**-7
+    return picked * torch.exp2(integers(-100, 100, (size[0], size[1] // 32), seed + 3).float()).repeat_interleave(32, 1)
 
 
-def block_maxima() -> torch.Tensor:
+def block_maxima(size: Size, seed: int) -> torch.Tensor:
     """All 128 bfloat16 mantissas as the block maximum, at exponents across the range, on a tie-rich filling."""
     exponents = torch.tensor([*range(-124, 127, 9), -2, 0, 1, 126, 127])
     mantissas = 1 + torch.arange(128) / 128
     amax = (mantissas[:, None] * torch.exp2(exponents.float())).flatten()
     amax = amax[amax < 1.75 * 2.0**127]
-    filling = torch.randint(-128, 129, (len(amax), 32), generator=generator(9)) / 128
+    filling = integers(-128, 129, (len(amax), 32), seed) / 128
     filling[:, 0] = 1
-    return (filling * amax[:, None]).view(-1, 32)
+    return filling * amax[:, None]
 
 
-DISTRIBUTIONS = [gaussian, sixty_octaves, heavy_tailed, sparse, ties, block_maxima]
+DISTRIBUTIONS = [random, sixty_octaves, heavy_tailed, sparse, ties, block_maxima]
 
 
 def canonical(packed: torch.Tensor) -> torch.Tensor:
@@ -73,7 +68,7 @@ def canonical(packed: torch.Tensor) -> torch.Tensor:
 
 @pytest.fixture(params=DISTRIBUTIONS, ids=lambda function: function.__name__)
 def x(request, dtype):
-    return request.param().to(dtype)
+    return request.param((64, 512), 0).to(dtype)
 
 
 @pytest.fixture(params=[torch.bfloat16, torch.float32], ids=str)
@@ -152,31 +147,8 @@ def test_elements_are_those_of_ml_dtypes_at_our_scale(x):
         check_ml_dtypes(x, rule)
 
 
-# ---- ten million elements -------------------------------------------------------------------------------------------
-
-
-PORTIONS, LARGE = 12, (256, 4096)
-assert PORTIONS * math.prod(LARGE) >= 10_000_000
-GRID_AND_TIES = (0, 0.25, 0.5, 0.75, 1, 1.25, 1.5, 1.75, 2, 2.5, 3, 3.5, 4, 5, 6, 7)
-
-
-def portion(seed: int, dtype: torch.dtype) -> torch.Tensor:
-    """A matrix ``[256, 4096]``: a fifth each Gaussian, over sixty octaves, heavy-tailed, sparse, and on grid points and
-    ties next to both sides of every midpoint; block maxima inside the range that is compared."""
-    g = torch.Generator().manual_seed(seed)
-    x = torch.randn(*LARGE, generator=g)
-    kind = torch.arange(LARGE[0]) % 5
-    octaves = torch.exp2(torch.rand(*LARGE, generator=g) * 60 - 30)
-    heavy = torch.sqrt(2 / torch.randn(2, *LARGE, generator=g).square().sum(0))
-    sparse = (torch.rand(*LARGE, generator=g) < 0.05).float()
-    points = torch.tensor(GRID_AND_TIES)[torch.randint(0, len(GRID_AND_TIES), LARGE, generator=g)]
-    nudge = 1 + (torch.randint(-1, 2, LARGE, generator=g)) * 2.0**-7
-    sign = torch.randint(0, 2, LARGE, generator=g) * 2 - 1
-    scale = torch.exp2(torch.randint(-100, 100, (LARGE[0], LARGE[1] // 32), generator=g).float())
-    ties = points * nudge * sign * scale.repeat_interleave(32, dim=1)
-    for index, other in enumerate((x * octaves, x * heavy, x * sparse, ties), start=1):
-        x = torch.where((kind == index)[:, None], other, x)
-    return x.to(dtype)
+#: Seeds of the samples, and the size of each.
+PORTIONS, LARGE = range(0, 24, 10), (256, 4096)
 
 
 def rounds_down(x: torch.Tensor) -> torch.Tensor:
@@ -189,20 +161,15 @@ def rounds_down(x: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.large
 @pytest.mark.slow
-def test_large_samples_against_torchao_and_compressed_tensors(dtype):
-    for seed in range(PORTIONS):
-        x = portion(seed, dtype)
+@pytest.mark.parametrize("distribution", DISTRIBUTIONS[:-1])
+def test_large_samples(distribution, dtype):
+    for seed in PORTIONS:
+        x = distribution(LARGE, seed).to(dtype)
         compared = ~rounds_down(x)
         assert (~compared).sum() <= 2
         check_torchao(x, "rceil", compared)
         check_torchao(x, "floor")
         check_torchao(x, "even")
         check_compressed_tensors(x)
-
-
-@pytest.mark.large
-@pytest.mark.slow
-@pytest.mark.parametrize("rule", RULES)
-def test_large_samples_against_ml_dtypes(rule):
-    for seed in range(PORTIONS):
-        check_ml_dtypes(portion(seed, torch.bfloat16), rule)
+        for rule in RULES:
+            check_ml_dtypes(x, rule)

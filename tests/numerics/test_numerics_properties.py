@@ -1,18 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Properties over shapes, dtypes, schemes and magnitudes."""
+"""Properties over shapes, dtypes, schemes and magnitudes; blocks of 32 x 32 serve a product and its transpose."""
 
+import math
+
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tables import MACROS, RULES
 
-from hf_mxfp4.numerics import E2M1_MAGNITUDES, decode_e8m0, fake_quantize, quantize
+from hf_mxfp4.numerics import E2M1_MAGNITUDES, decode_e8m0, decompose, fake_quantize, quantize
 
 
 GRID = torch.tensor(E2M1_MAGNITUDES, dtype=torch.float64)
+
 NARROW = [torch.float32, torch.bfloat16, torch.float16]
+
 ALPHAS = [None, 0.25, 0.5, 0.75, 1.0, 0.3]
+
 OPTIONS = ("scale_rule", "macro_block", "macro_search", "outlier_fallback")
+
 
 properties = settings(max_examples=20, deadline=None, derandomize=True, database=None)
 
@@ -63,11 +70,14 @@ def in_blocks(x: torch.Tensor) -> torch.Tensor:
     x=tensors((*NARROW, torch.float64), special=True),
     scheme=schemes,
     rounding=st.sampled_from(["nearest", "stochastic"]),
+    rate=st.sampled_from([None, 0.4]),
+    block_rows=st.sampled_from([1, 32]),
     data=st.data(),
 )
-def test_packed_and_fake_quantized_values_agree(x, scheme, rounding, data):
+def test_packed_and_fake_quantized_values_agree(x, scheme, rounding, rate, block_rows, data):
     axis = data.draw(st.integers(-x.dim(), x.dim() - 1))
-    options = {**scheme, "rounding": rounding, "axis": axis}
+    options = {**scheme, "rounding": rounding, "axis": axis, "block_rows": block_rows if x.dim() > 1 else 1}
+    options["fallback_rate"] = None if scheme["outlier_fallback"] is None else rate
     packed = quantize(x, generator=torch.Generator().manual_seed(1), **options)
     values = fake_quantize(x, generator=torch.Generator().manual_seed(1), **options)
     assert values.shape == x.shape and values.dtype == x.dtype
@@ -136,3 +146,82 @@ def test_outlier_fallback_never_increases_an_error(x, rule, alpha):
     corrected = fake_quantize(x, scale_rule=rule, outlier_fallback=alpha).double()
     slack = corrected.abs() * 2.0**-23 + 2.0**-149
     assert ((corrected - x).abs() <= (plain - x).abs() + slack).all()
+
+
+#: Schemes whose factors belong to one tile each.
+SYMMETRIC = [
+    {},
+    {"outlier_fallback": 0.5},
+    {"macro_block": 32},
+    {"macro_block": 32, "macro_search": "dynamic", "outlier_fallback": 0.5},
+    {"macro_block": 128, "macro_search": "blockwise"},
+]
+
+
+def spread_rows(*shape, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, generator=generator) * torch.exp2(4 * torch.rand(*shape[:-1], 1, generator=generator))
+
+
+@pytest.mark.parametrize("options", SYMMETRIC, ids=str)
+@pytest.mark.parametrize("rule", RULES)
+def test_a_matrix_and_its_transpose_have_the_same_values(rule, options):
+    for shape in ((64, 96), (70, 33), (1, 200), (3, 40, 70)):
+        w = spread_rows(*shape)
+        scheme = {"scale_rule": rule, "block_rows": 32, **options}
+        expected = fake_quantize(w, **scheme)
+        assert torch.equal(fake_quantize(w.mT, **scheme), expected.mT), shape
+        assert torch.equal(fake_quantize(w, axis=-2, **scheme), expected), shape
+        assert not torch.equal(expected, w)
+
+
+def test_literal_tile():
+    """The largest magnitude of the tile sets the scale of all of its rows; the next tile has its own."""
+    w = torch.zeros(33, 33)
+    w[0, 0], w[1, 1], w[31, 31] = 12.0, 0.5, 1.2
+    w[0, 32], w[32, 0], w[32, 32] = 0.5, 3.1, 0.1
+    packed = quantize(w, block_rows=32)
+    assert packed.scale[:, 0].tolist() == [128] * 32 + [127]
+    assert packed.scale[:, 1].tolist() == [124] * 32 + [122]
+    q = packed.dequantize()
+    assert (q[0, 0], q[1, 1], q[31, 31]) == (12.0, 0.0, 1.0)
+    assert (q[0, 32], q[32, 0]) == (0.5, 3.0)
+    assert q[32, 32] == pytest.approx(0.09375)
+    assert q.count_nonzero() == 5
+
+
+@pytest.mark.parametrize("options", [{}, *SYMMETRIC[1:]], ids=str)
+def test_a_bad_element_spoils_its_tile_alone(options):
+    everywhere = {"block_rows": 32, **options, "fallback_rate": None}
+    bad_tiles = torch.zeros(3, 3, dtype=torch.bool)
+    bad_tiles[1, 0] = bad_tiles[0, 1] = bad_tiles[2, 2] = True
+    by_row = bad_tiles.repeat_interleave(32, dim=0)[:70]
+    spoiled_elements = by_row.repeat_interleave(32, dim=1)[:, :70]
+    for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
+        w = spread_rows(70, 70).to(dtype)
+        clean = fake_quantize(w, **everywhere)
+        w[40, 10], w[0, 63], w[69, 64] = math.nan, math.inf, -math.inf
+        packed = quantize(w, **everywhere)
+        values = packed.dequantize()
+        assert torch.equal(values.isnan(), spoiled_elements)
+        assert torch.equal(values[~spoiled_elements], clean[~spoiled_elements])
+        assert torch.equal(packed.scale == 255, by_row)
+        selective = quantize(w, **{**everywhere, "outlier_fallback": 0.5, "fallback_rate": 0.9})
+        assert (selective.residual_scale[by_row] == 0).all()
+
+
+def test_sums_of_1024_squares_do_not_overflow():
+    """Each square fits 31 bits; their sum over a tile does not."""
+    assert quantize(torch.full((32, 32), 1.99), block_rows=32, scale_rule="mse").scale.unique().tolist() == [126]
+
+
+def test_two_axes_are_needed():
+    for call in (fake_quantize, quantize, decompose):
+        with pytest.raises(ValueError, match="32 rows need a tensor with at least two axes, got 1"):
+            call(torch.ones(64), block_rows=32)
+
+
+@pytest.mark.parametrize("value", [0, 2, 16, 64, True, "32", None, 32.0])
+def test_other_heights_are_refused(value):
+    with pytest.raises(ValueError, match=f"block_rows={value!r}"):
+        fake_quantize(torch.ones(64, 64), block_rows=value)

@@ -249,16 +249,14 @@ def test_several_macro_blocks_in_a_row():
 
 
 @pytest.mark.parametrize(
-    ("rule", "macro", "rate", "block_rows"),
-    pairwise_params(["rceil", "mse"], SEARCHES, [0.1, 0.5, 0.95], [1, 32]),
+    ("rule", "macro", "rate", "block_rows"), pairwise_params(["rceil", "mse"], SEARCHES, [0.1, 0.5, 0.95], [1, 32])
 )
 def test_exact_share_of_fallback(rule, macro, rate, block_rows):
     check(matrix(rows_of(block_rows), 150, 2), rule, macro, 0.5, block_rows, rate)
 
 
 @pytest.mark.parametrize(
-    ("dtype", "rule", "macro", "alpha"),
-    pairwise_params([torch.bfloat16, torch.float16], RULES, SEARCHES, ALPHAS),
+    ("dtype", "rule", "macro", "alpha"), pairwise_params([torch.bfloat16, torch.float16], RULES, SEARCHES, ALPHAS)
 )
 def test_narrow_dtypes_are_computed_on_in_float32_and_rounded_once(dtype, rule, macro, alpha):
     x = matrix(33, 65, 6).clamp(-60, 60).to(dtype)

@@ -15,8 +15,8 @@ from transformers import AutoModelForCausalLM
 from hf_mxfp4 import MXFP4RLConfig
 from hf_mxfp4.checkpoint import last_complete_checkpoint
 from hf_mxfp4.lab import page
+from hf_mxfp4.lab.stats import wilson
 from hf_mxfp4.run_log import RUN_LOG
-from hf_mxfp4.stats import wilson
 from recipes.evaluation import generate as evaluation
 from recipes.grpo import main
 from recipes.post_training.arguments import parse, parse_or_exit

@@ -8,10 +8,12 @@ from .gpt_oss import GptOssFormat
 from .quark import QuarkFormat
 
 
-#: A new format is one more module, or package, and one more line here.
+#: A new format is one more module, and one more line here.
 FORMATS: dict[str, Format] = {
     format.name: format
     for format in (CompressedTensorsFormat(), QuarkFormat(), GptOssFormat(), GGUFFormat(), BF16Format())
 }
+#: The formats that can be imported, by their `quant_method`.
+IMPORTABLE = {format.quant_method: format for format in FORMATS.values() if isinstance(format, ImportableFormat)}
 
-__all__ = ["FORMATS", "Format", "ImportableFormat", "PackedFormat"]
+__all__ = ["FORMATS", "IMPORTABLE", "Format", "ImportableFormat", "PackedFormat"]

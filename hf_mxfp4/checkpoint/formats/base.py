@@ -3,7 +3,6 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -12,24 +11,16 @@ import torch
 from ...config import MXFP4RLConfig
 from ...numerics import BLOCK_SIZE, QuantScheme, ScaleRule
 from ..folder import CheckpointError, CheckpointFolder
-from ..layers import LayerShape, plain_tensors
+from ..names import LayerShape, plain_tensors
 from ..tensors import NewTensor, StoredTensor, write_shards
 
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedConfig, PreTrainedModel
+    from transformers import PreTrainedModel
 
 #: Reads a tensor of the files by its name, or one slice of its first axis.
 Read = Callable[..., torch.Tensor]
 Packed = Mapping[str, torch.Tensor]
-
-
-@dataclass(frozen=True)
-class Imported:
-    """What another format's config says: the scheme in our terms, and remarks on what it does not say."""
-
-    config: MXFP4RLConfig
-    notes: list[str] = field(default_factory=list)
 
 
 class Format(ABC):
@@ -39,16 +30,16 @@ class Format(ABC):
     name: ClassVar[str]
     #: Whether engines that read it quantize activations too, if it says so.
     quantizes_activations: ClassVar[bool] = False
+    #: What becomes of quantized activations otherwise, in words that continue a sentence.
+    activations: ClassVar[str] = "the exported model computes them in full precision (W4A16)"
     #: Whether tensors have the names that files of a plain model have, or else those of the model itself.
     plain_names: ClassVar[bool] = True
 
-    def architecture_misfit(self, config: "PreTrainedConfig") -> str | None:
-        """Return why no model of this config can be stored; `None` if it can."""
-        return None
-
     def for_checkpoint(self, folder: CheckpointFolder, model: "PreTrainedModel") -> "Format":
-        """Return the format for one checkpoint, if names or metadata depend on its architecture. ``model`` is on the
-        meta device. Raises [`CheckpointError`] if a package is missing for it."""
+        """Return the format for one checkpoint, whose ``model`` is on the meta device.
+
+        Raises [`CheckpointError`] if it cannot hold a model of this architecture, or a package is missing for it.
+        """
         return self
 
     def quantization_config(
@@ -62,10 +53,11 @@ class Format(ABC):
         """
         return None
 
-    @abstractmethod
     def notes(self, config: MXFP4RLConfig, ignored: Sequence[str], quantized: Sequence[str] = ()) -> list[str]:
         """Say what of ``config`` the format leaves out, apart from the weights; in sentences for the user.
         Arguments as those of [`quantization_config`]."""
+        scheme = config.activation_scheme
+        return [] if scheme is None else [f"Activations were quantized ({scheme}); {self.activations}."]
 
     def full_tensors(self, layer: str, shape: LayerShape, weight: torch.Tensor) -> dict[str, torch.Tensor]:
         """Return the tensors that a full-precision weight ``[N, K]`` or ``[experts, N, K]`` is stored as. On the meta
@@ -137,8 +129,11 @@ class ImportableFormat(PackedFormat):
         """Return the ``weight`` and ``weight_scale`` of one matrix from the tensors of the files."""
 
     @abstractmethod
-    def read_config(self, options: Mapping[str, Any]) -> Imported:
-        """Read a `quantization_config` of this format. Raises [`CheckpointError`] for what has no equal here."""
+    def read_config(self, options: Mapping[str, Any]) -> tuple[MXFP4RLConfig, list[str]]:
+        """Read a `quantization_config` of this format: the scheme in our terms, and remarks on what it does not say.
+
+        Raises [`CheckpointError`] for what has no equal here.
+        """
 
 
 class RenamedFormat(ImportableFormat):
@@ -184,20 +179,17 @@ class BF16Format(Format):
     """A plain bfloat16 checkpoint that holds the dequantized values: anything loads it."""
 
     name = "bf16"
+    activations = "the exported model computes in full precision"
 
     def notes(self, config: MXFP4RLConfig, ignored: Sequence[str], quantized: Sequence[str] = ()) -> list[str]:
-        notes = []
-        if config.weight_rotation is not None:
-            notes.append(
-                f"Weights were rotated before they were quantized ({config.weight_rotation}); the exported ones are "
-                "rotated back and rounded to bfloat16, and no input is rotated."
-            )
-        if config.activation_scheme is not None:
-            notes.append(
-                f"Activations were quantized ({config.activation_scheme}); the exported model computes in full "
-                "precision."
-            )
-        return notes
+        notes = super().notes(config, ignored, quantized)
+        if config.weight_rotation is None:
+            return notes
+        return [
+            f"Weights were rotated before they were quantized ({config.weight_rotation}); the exported ones are "
+            "rotated back and rounded to bfloat16, and no input is rotated.",
+            *notes,
+        ]
 
 
 def expect(where: str, options: Any, expected: Mapping[str, Any]) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 from ...config import MXFP4RLConfig
 from ..folder import CheckpointError
-from .base import Imported, RenamedFormat, expect
+from .base import RenamedFormat, expect
 
 
 FORMAT = "mxfp4-pack-quantized"
@@ -31,6 +31,10 @@ _EXPERTS_GROUP = {
 class CompressedTensorsFormat(RenamedFormat):
     name = quant_method = "compressed-tensors"
     names = {"weight": "weight_packed", "weight_scale": "weight_scale"}
+    activations = (
+        "the exported model says that they are not (W4A16), though vLLM quantizes them where its GPU can. Format quark "
+        "keeps W4A4, in plain MXFP4"
+    )
     foreign = {
         "weight_global_scale": "a global scale (NVFP4)",
         "weight_zero_point": "zero points (asymmetric quantization)",
@@ -60,12 +64,7 @@ class CompressedTensorsFormat(RenamedFormat):
         }
 
     def notes(self, config: MXFP4RLConfig, ignored: Sequence[str], quantized: Sequence[str] = ()) -> list[str]:
-        notes = []
-        if config.activation_scheme is not None:
-            notes.append(
-                f"Activations were quantized ({config.activation_scheme}); the exported model says that they are not "
-                "(W4A16), though vLLM quantizes them where its GPU can. Format quark keeps W4A4, in plain MXFP4."
-            )
+        notes = super().notes(config, ignored, quantized)
         if _has_experts(ignored) and _has_experts(quantized):
             notes.append(
                 "Some weights of experts are MXFP4 and others are not: transformers 5.23 fails to load such a "
@@ -73,7 +72,7 @@ class CompressedTensorsFormat(RenamedFormat):
             )
         return notes
 
-    def read_config(self, options: Mapping[str, Any]) -> Imported:
+    def read_config(self, options: Mapping[str, Any]) -> tuple[MXFP4RLConfig, list[str]]:
         where = "quantization_config"
         groups = options.get("config_groups")
         if not isinstance(groups, Mapping) or not groups:
@@ -93,9 +92,7 @@ class CompressedTensorsFormat(RenamedFormat):
         if len(presets) > 1:
             raise CheckpointError(f"{where} quantizes the activations of some groups only; a config here is for all")
         config = MXFP4RLConfig(mode="packed", preset=presets.pop(), scale_rule="even", macro_block=None)
-        return Imported(
-            config, ["The scales are taken as they are; scale_rule='even' is compressed-tensors' own rule."]
-        )
+        return config, ["The scales are taken as they are; scale_rule='even' is compressed-tensors' own rule."]
 
     def _preset(self, where: str, group: Mapping[str, Any]) -> str:
         expect(f"{where}.weights", group.get("weights"), {**_ELEMENTS, "dynamic": (False, None), "actorder": None})

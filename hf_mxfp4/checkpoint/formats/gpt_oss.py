@@ -12,14 +12,14 @@ import torch
 
 from ...config import MXFP4RLConfig
 from ...numerics import BLOCK_SIZE
-from ..folder import CheckpointError
-from ..layers import LayerShape
+from ..folder import CheckpointError, CheckpointFolder
+from ..names import LayerShape
 from ..tensors import StoredTensor
-from .base import ImportableFormat, Imported, Packed, Read
+from .base import ImportableFormat, Packed, Read
 
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedConfig
+    from transformers import PreTrainedModel
 
 #: Of OpenAI's own checkpoints.
 _NOT_CONVERTED = ("model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head")
@@ -29,9 +29,12 @@ class GptOssFormat(ImportableFormat):
     name = "gpt-oss"
     quant_method = "mxfp4"
 
-    def architecture_misfit(self, config: "PreTrainedConfig") -> str | None:
-        kind = config.model_type
-        return None if kind == "gpt_oss" else f"it is for the architecture 'gpt_oss', not {kind!r}"
+    def for_checkpoint(self, folder: CheckpointFolder, model: "PreTrainedModel") -> "GptOssFormat":
+        if (kind := model.config.model_type) != "gpt_oss":
+            raise CheckpointError(
+                f"format 'gpt-oss' cannot hold {folder.path}: it is for the architecture 'gpt_oss', not {kind!r}"
+            )
+        return self
 
     def leaves_out(self, shape: LayerShape) -> str | None:
         return "only experts are MXFP4 in this format" if shape.experts is None else None
@@ -58,19 +61,9 @@ class GptOssFormat(ImportableFormat):
         experts = {name.rpartition(".")[0] for name in ignored if ".experts." in name}
         return {"quant_method": self.quant_method, "modules_to_not_convert": [*_NOT_CONVERTED, *sorted(experts)]}
 
-    def notes(self, config: MXFP4RLConfig, ignored: Sequence[str], quantized: Sequence[str] = ()) -> list[str]:
-        if config.activation_scheme is None:
-            return []
-        return [
-            f"Activations were quantized ({config.activation_scheme}); the exported model computes them in full "
-            "precision (W4A16)."
-        ]
-
-    def read_config(self, options: Mapping[str, Any]) -> Imported:
+    def read_config(self, options: Mapping[str, Any]) -> tuple[MXFP4RLConfig, list[str]]:
         known = {"quant_method", "modules_to_not_convert", "dequantize"}
         if unknown := sorted(options.keys() - known):
             raise CheckpointError(f"quantization_config has {unknown[0]!r}, which this package has no equal of")
         config = MXFP4RLConfig(mode="packed", preset="w4a16", scale_rule="rceil", macro_block=None)
-        return Imported(
-            config, ["The scales are taken as they are; which rule made them is not recorded (scale_rule='rceil')."]
-        )
+        return config, ["The scales are taken as they are; which rule made them is not recorded (scale_rule='rceil')."]

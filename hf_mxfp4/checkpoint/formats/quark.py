@@ -11,7 +11,7 @@ from typing import Any
 from ...config import MXFP4RLConfig
 from ...numerics import QuantScheme, ScaleRule
 from ..folder import CheckpointError
-from .base import Imported, RenamedFormat, expect
+from .base import RenamedFormat, expect
 
 
 _TENSOR = {"dtype": "fp4", "qscheme": "per_group", "group_size": 32, "scale_format": "e8m0"}
@@ -77,7 +77,7 @@ class QuarkFormat(RenamedFormat):
             return []
         return [f"Activations were quantized as {scheme}; the exported model quantizes them as {kept}."]
 
-    def read_config(self, options: Mapping[str, Any]) -> Imported:
+    def read_config(self, options: Mapping[str, Any]) -> tuple[MXFP4RLConfig, list[str]]:
         where = "quantization_config"
         expect(f"{where}.export", options.get("export"), {"weight_format": (None, "real_quantized")})
         for key in ("layer_quant_config", "layer_type_quant_config", "kv_cache_quant_config"):
@@ -97,8 +97,7 @@ class QuarkFormat(RenamedFormat):
             rule = activations.get("scale_calculation_mode") or "even"
         rule = rule if rule in _MODES.values() else "even"
         preset = "w4a16" if activations is None else "w4a4"
-        config = MXFP4RLConfig(mode="packed", preset=preset, scale_rule=rule, macro_block=None)
-        return Imported(config)
+        return MXFP4RLConfig(mode="packed", preset=preset, scale_rule=rule, macro_block=None), []
 
 
 def _mode(config: MXFP4RLConfig) -> str:

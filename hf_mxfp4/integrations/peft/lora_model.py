@@ -15,7 +15,7 @@ from torch import nn
 
 from ..._logging import get_logger
 from ...layers import PACKED, QUANTIZED, TRAINABLE, MXFP4Experts, MXFP4Linear, MXFP4PackedExperts, MXFP4PackedLinear
-from ...suggestions import nearest_names
+from ...utils import nearest_names
 from ..transformers.pack_model import pack
 from .base_scheme import record_base
 from .experts import MXFP4LoraExpertParameter, MXFP4LoraExperts, lora_on_experts

@@ -15,7 +15,6 @@ from peft import PEFT_TYPE_TO_TUNER_MAPPING, PeftConfig
 from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer, check_target_module_exists
 from torch import nn
 
-from ...dither import round_frozen_masters
 from ...layers import PACKED, QUANTIZED, MXFP4PackedExperts, MXFP4PackedLinear
 from .merging import Merges
 
@@ -148,7 +147,6 @@ def _attach(self: BaseTuner, model: nn.Module, peft_config: Any, adapter_name: s
 def _inject(self: BaseTuner, model: nn.Module, adapter_name: str, *args: Any, **kwargs: Any) -> None:
     check_method(self, model, self.peft_config[adapter_name])
     _INJECT(self, model, adapter_name, *args, **kwargs)
-    round_frozen_masters(model)
 
 
 @functools.wraps(_MERGE_ALLOWED)

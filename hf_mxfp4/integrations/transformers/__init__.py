@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The quantizer that transformers calls: which modules it replaces, how weights are loaded and packed, the report."""
 
-from ..._lazy import lazy_names
+from ...utils import lazy_names
 
 
 __all__ = ["MXFP4RLQuantizer", "pack", "quantize_linears"]

@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from ...config import MXFP4RLConfig
-from ...experts_layout import projections
 from ...layers import PACKED, TRAINABLE, MXFP4PackedLinear
+from ...model_structure import projections
 from ...module_names import find_layers, full_precision_record, skip_reasons
 from ...report import ErrorEnergy, add_packed, add_packed_experts
 from .quantizer import MXFP4RLQuantizer

@@ -8,15 +8,14 @@ from torch import nn
 
 from ...checkpoint import FileHeader, tensors_by_name
 from ...config import MXFP4RLConfig
-from ...experts_layout import projections, unsupported_reason
 from ...layers import MXFP4Experts, MXFP4Linear, MXFP4PackedExperts, MXFP4PackedLinear, matrix_names
+from ...model_structure import experts_unsupported_reason, projections
 from ...module_names import (
     BY_OPTION,
-    choose_layers,
+    find_layers,
     full_names,
     fused_experts,
     is_skipped_by_name,
-    skip_reasons,
 )
 
 
@@ -40,7 +39,7 @@ def quantize_linears(
     Raises `ValueError` when nothing matched, or the model keeps experts in a way that is not known.
     """
     skips = config.modules_to_not_convert or ()
-    layers, skipped = choose_layers(model, skip_reasons(model, skips) if reasons is None else reasons, skips)
+    layers, skipped = find_layers(model, skips, reasons)
     return swap_layers(model, layers, config, make_layer or from_plain), skipped
 
 
@@ -118,7 +117,7 @@ def _candidates(model: nn.Module) -> dict[str, str]:
     found = {n: f"{n}.weight" for n, m in model.named_modules(remove_duplicate=False) if type(m) is nn.Linear}
     for name in fused_experts(model):
         experts = model.get_submodule(name)
-        if unsupported_reason(experts) is None:
+        if experts_unsupported_reason(experts) is None:
             found[name] = f"{name}.{projections(experts)[0]}"
     return found
 

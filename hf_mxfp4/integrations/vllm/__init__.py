@@ -2,7 +2,7 @@
 """vLLM loads checkpoints of this package: the entry point `vllm.general_plugins` names [`register`]. The names below
 need no vLLM."""
 
-from ..._lazy import lazy_names
+from ...utils import lazy_names
 
 
 __all__ = [

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-from ...suggestions import unknown_key_message
+from ...utils import unknown_key_message
 
 
 #: The key inside `quantization_config`.

@@ -7,9 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from matplotlib.figure import Figure
-
-from ...stats import wilson
+from ...utils import wilson_interval
+from ..page import Figure
 from .log import RunRecord
 
 
@@ -90,8 +89,8 @@ def _accuracies(axes: Axes, record: RunRecord) -> bool:
 
 def _interval(accuracy: float, n: int, **other: Any) -> tuple[float, float, float]:
     """An accuracy, and how far Wilson's interval reaches below and above."""
-    found = wilson(round(accuracy * n), n)
-    return accuracy, max(accuracy - found.low, 0.0), max(found.high - accuracy, 0.0)
+    low, high = wilson_interval(round(accuracy * n), n)
+    return accuracy, max(accuracy - low, 0.0), max(high - accuracy, 0.0)
 
 
 def _entropy_alarms(axes: Axes, record: RunRecord) -> bool:

@@ -11,7 +11,8 @@ from statistics import fmean, variance
 
 from ...files import is_number
 from ...run_log import MOVEMENT_ALARM, movement_advice
-from ...stats import difference_interval, share_text, t_975
+from ...utils import share_text
+from ..stats import difference_interval, t_975
 from .log import RunRecord
 
 

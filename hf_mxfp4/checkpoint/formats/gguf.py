@@ -1,0 +1,330 @@
+# SPDX-License-Identifier: Apache-2.0
+"""GGUF, the one-file format of llama.cpp: all tensors of a model, quantized ones as GGML's MXFP4.
+
+GGML's `block_mxfp4` has 17 bytes for 32 elements: a scale byte and the codes. Byte ``j`` has element ``j`` in the low
+nibble and ``j + 16`` in the high one, where this package has ``2j`` and ``2j + 1``. Byte 255, NaN here, is 2^128 there.
+
+Tensors have the names of the package `gguf`. Rows of ``q`` and ``k`` are stored in another order for Llama, whose
+rotary embedding rotates adjacent rows there. Gate and up projections of experts are tensors of their own; in gpt-oss
+models their rows alternate. Of tensors that are not quantized, vectors and routers are float32, as llama.cpp wants
+them; the others keep 16 bits.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from ...config import MXFP4RLConfig
+from ...numerics import BLOCK_SIZE
+from ..folder import CheckpointError, CheckpointFolder
+from ..names import LayerShape
+from ..tensors import MAX_SHARD_SIZE, NewTensor
+from .base import Packed, PackedFormat
+from .gguf_tokenizer import Tokenizer, add_no_tokenizer, read_tokenizer
+
+
+if TYPE_CHECKING:
+    from gguf import GGUFWriter
+    from transformers import PreTrainedConfig, PreTrainedModel
+
+#: Rows of a model's tensor that are in a tensor of the file, in the order there; of biases elements.
+Rows = slice | torch.Tensor
+
+#: GGML reads this scale byte, NaN here, as a number.
+_NAN = 255
+_FLOATS = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32"}
+#: Tensors of these dtypes, and bytes, which are blocks of MXFP4 -> GGML's types.
+_KINDS = {torch.uint8: "MXFP4", **_FLOATS}
+#: Key of a file, after the architecture's name -> attribute of transformers' config.
+_COMMON = {
+    "block_count": "num_hidden_layers",
+    "context_length": "max_position_embeddings",
+    "embedding_length": "hidden_size",
+    "feed_forward_length": "intermediate_size",
+    "attention.head_count": "num_attention_heads",
+    "attention.head_count_kv": "num_key_value_heads",
+    "attention.layer_norm_rms_epsilon": "rms_norm_eps",
+    "vocab_size": "vocab_size",
+}
+_HEADS = {"attention.key_length": "head_dim", "attention.value_length": "head_dim"}
+_LLAMA = {**_HEADS, "rope.dimension_count": "head_dim"}
+_EXPERTS = {"expert_count": "num_local_experts", "expert_used_count": "num_experts_per_tok"}
+_EXPERTS_WIDTH = "expert_feed_forward_length"
+_NO_WINDOW = {"use_sliding_window": (False, None)}
+_NO_BIAS = {"attention_bias": (False, None)}
+_ALL_EXPERTS = {"norm_topk_prob": (True,), "decoder_sparse_step": (1,), "mlp_only_layers": ([], None)}
+#: Type of rotary embedding -> key after `rope.scaling.` -> option of `rope_parameters`.
+_ROPE_OPTIONS = {
+    "default": {},
+    "linear": {"factor": "factor"},
+    "yarn": {
+        "factor": "factor",
+        "original_context_length": "original_max_position_embeddings",
+        "yarn_beta_fast": "beta_fast",
+        "yarn_beta_slow": "beta_slow",
+    },
+    "llama3": {},  # its frequencies are a tensor in the file
+}
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """One architecture of llama.cpp, as far as models of one `model_type` use it.
+
+    Attributes:
+        name: `general.architecture`.
+        model_class: of transformers.
+        options: key of the file after ``name`` -> attribute of the config, in addition to the common ones.
+        computes: attribute of the config -> the values that llama.cpp computes, which the file does not record.
+    """
+
+    name: str
+    model_class: str
+    options: Mapping[str, str]
+    computes: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+
+
+#: `model_type` of transformers -> what llama.cpp has for it.
+ARCHITECTURES = {
+    "llama": Architecture("llama", "LlamaForCausalLM", _LLAMA),
+    "mixtral": Architecture("llama", "MixtralForCausalLM", _LLAMA | _EXPERTS, {"sliding_window": (None,)}),
+    "qwen2": Architecture("qwen2", "Qwen2ForCausalLM", {}, _NO_WINDOW),
+    "qwen3": Architecture("qwen3", "Qwen3ForCausalLM", _HEADS, _NO_WINDOW | _NO_BIAS),
+    "qwen3_moe": Architecture(
+        "qwen3moe",
+        "Qwen3MoeForCausalLM",
+        {**_HEADS, **_EXPERTS, _EXPERTS_WIDTH: "moe_intermediate_size"},
+        {**_NO_WINDOW, **_NO_BIAS, **_ALL_EXPERTS},
+    ),
+    "gpt_oss": Architecture(
+        "gpt-oss",
+        "GptOssForCausalLM",
+        {**_HEADS, "attention.sliding_window": "sliding_window", **_EXPERTS, _EXPERTS_WIDTH: "intermediate_size"},
+        {"attention_bias": (True,), "swiglu_alpha": (1.702, None), "swiglu_limit": (7.0, None)},
+    ),
+}
+
+
+class GGUFFormat(PackedFormat):
+    """The format as such, and with a ``model`` that for its checkpoint in ``folder``: names of tensors, order of rows
+    and metadata are the architecture's."""
+
+    name = "gguf"
+    activations = "llama.cpp rounds them to 8-bit integers on CPUs; on GPUs it depends on the kernel"
+    plain_names = False
+
+    def __init__(self, folder: CheckpointFolder | None = None, model: "PreTrainedModel | None" = None):
+        self._folder = folder
+        if model is not None:
+            gguf, self._config = gguf_package(), model.config
+            self._architecture = ARCHITECTURES[self._config.model_type]
+            keys = {name: key for key, name in gguf.MODEL_ARCH_NAMES.items()}
+            self._names = gguf.get_tensor_name_map(keys[self._architecture.name], self._config.num_hidden_layers)
+            self._tokenizer = read_tokenizer(folder.path, self._config.vocab_size)
+
+    def for_checkpoint(self, folder: CheckpointFolder, model: "PreTrainedModel") -> "GGUFFormat":
+        if reason := unsupported_reason(model.config):
+            raise CheckpointError(f"format 'gguf' cannot hold {folder.path}: {reason}")
+        return GGUFFormat(folder, model)
+
+    def notes(self, config: MXFP4RLConfig, ignored: Sequence[str], quantized: Sequence[str] = ()) -> list[str]:
+        notes = super().notes(config, ignored, quantized)
+        if isinstance(self._tokenizer, str):
+            notes.append(f"The file has no tokenizer and takes token numbers only: {self._tokenizer}.")
+        return notes
+
+    def tensors(self, layer: str, shape: LayerShape, packed: Packed) -> dict[str, torch.Tensor]:
+        if not packed["weight"].is_meta and (packed["weight_scale"] == _NAN).any():
+            raise CheckpointError(
+                f"{layer} holds NaN or infinity in a block, which GGML has no scale for and llama.cpp would read as "
+                "numbers; export a checkpoint without them"
+            )
+        return self.full_tensors(layer, shape, to_blocks(packed["weight"], packed["weight_scale"]))
+
+    def full_tensors(self, layer: str, shape: LayerShape, weight: torch.Tensor) -> dict[str, torch.Tensor]:
+        name = f"{layer}.weight" if shape.experts is None else layer
+        return {place: weight[..., rows, :] for place, rows in self._places(name, shape.out_features).items()}
+
+    def others(self, tensors: Sequence[NewTensor], dtype: torch.dtype) -> list[NewTensor]:
+        found = []
+        for tensor in tensors:
+            if tensor.name == "lm_head.weight" and self._config.tie_word_embeddings:
+                continue  # the embedding, which llama.cpp uses for it
+            if tensor.dtype not in _FLOATS:
+                raise CheckpointError(f"{tensor.name} is {tensor.dtype}, which GGUF files of llama.cpp do not hold")
+            found += self._parts(tensor, dtype)
+        if (frequencies := rope_frequencies(self._config)) is not None:
+            shape = tuple(frequencies.shape)
+            found.append(NewTensor("rope_freqs.weight", torch.float32, shape, lambda: frequencies))
+        return found
+
+    def write(
+        self, folder: Path, tensors: Sequence[NewTensor], max_shard_size: int | str, metadata: Mapping[str, str]
+    ) -> list[Path]:
+        if max_shard_size != MAX_SHARD_SIZE:
+            raise CheckpointError("a GGUF file is written in one piece; leave out max_shard_size")
+        gguf = gguf_package()
+        kind = "MXFP4" if any(tensor.dtype == torch.uint8 for tensor in tensors) else "BF16"
+        writer = gguf.GGUFWriter(folder / f"model-{kind}.gguf", self._architecture.name)
+        self._add_metadata(writer, "MOSTLY_MXFP4_MOE" if kind == "MXFP4" else "MOSTLY_BF16")
+        for tensor in tensors:
+            raw = np.dtype("uint8" if tensor.dtype == torch.uint8 else "float32")
+            type_in_file = gguf.GGMLQuantizationType[_KINDS[tensor.dtype]]
+            writer.add_tensor_info(tensor.name, tensor.shape, raw, tensor.nbytes, raw_dtype=type_in_file)
+        try:
+            writer.write_header_to_file()
+            writer.write_kv_data_to_file()
+            writer.write_ti_data_to_file()
+            for tensor in tensors:
+                writer.write_tensor_data(tensor.make().contiguous().view(torch.uint8).numpy())
+        finally:
+            writer.close()
+        return []
+
+    def _add_metadata(self, writer: "GGUFWriter", file_type: str) -> None:
+        gguf = gguf_package()
+        writer.add_type(gguf.GGUFType.MODEL)
+        writer.add_name(self._folder.path.resolve().name)
+        writer.add_file_type(gguf.LlamaFileType[file_type])
+        writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
+        for key, value in _options(self._architecture, self._config).items():
+            {int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}[type(value)](key, value)
+        if isinstance(self._tokenizer, Tokenizer):
+            self._tokenizer.add_to(writer)
+        else:
+            add_no_tokenizer(writer, self._config)
+
+    def _places(self, name: str, n_rows: int) -> dict[str, Rows]:
+        """Return the tensors of the file that have the rows of ``name``, a tensor of the model with ``n_rows`` of them.
+
+        Raises [`CheckpointError`] for a tensor that llama.cpp has no place for.
+        """
+        own = name.replace("_proj_bias", "_proj.bias")
+        own = own if own.endswith((".weight", ".bias")) else f"{own}.weight"
+        rows = {own: self._order(own)}
+        if ".experts.gate_up_proj" in own:
+            half = n_rows // 2
+            gate, up = (slice(0, half), slice(half, n_rows))
+            if self._architecture.name == "gpt-oss":
+                gate, up = (slice(0, None, 2), slice(1, None, 2))
+            rows = {own.replace("gate_up_proj", "gate_proj"): gate, own.replace("gate_up_proj", "up_proj"): up}
+        found = {self._names.get_name(part, try_suffixes=(".weight", ".bias")): each for part, each in rows.items()}
+        if None in found:
+            raise CheckpointError(f"{name} has no place in a GGUF file of the architecture {self._architecture.name!r}")
+        return found
+
+    def _order(self, own: str) -> Rows:
+        config, kind = self._config, own.rpartition("self_attn.")[2].partition(".")[0]
+        heads = {"q_proj": config.num_attention_heads, "k_proj": _key_heads(config)}.get(kind)
+        if heads is None or self._architecture.name != "llama":
+            return slice(None)
+        return torch.arange(heads * head_dim(config)).view(heads, 2, -1).transpose(1, 2).flatten()
+
+    def _parts(self, tensor: NewTensor, dtype: torch.dtype) -> list[NewTensor]:
+        """Return the tensors of the file for one that is not quantized, of a model in ``dtype``."""
+        of_experts = ".experts." in tensor.name
+        is_transposed = of_experts and len(tensor.shape) == 3 and self._architecture.name == "gpt-oss"
+
+        def select(values: torch.Tensor, rows: Rows = slice(None)) -> torch.Tensor:
+            values = values.mT if is_transposed else values
+            return values[:, rows] if of_experts else values[rows]
+
+        def part(place: str, rows: Rows) -> NewTensor:
+            shape = tuple(select(whole, rows).shape)
+            wide = len(shape) == 1 or place.endswith(".bias") or ".ffn_gate_inp." in place
+            stays = tensor.dtype != dtype or tensor.dtype == torch.float16
+            kind = torch.float32 if wide else tensor.dtype if stays else torch.bfloat16
+            return NewTensor(place, kind, shape, lambda: select(tensor.make(), rows).to(kind))
+
+        whole = torch.empty(tensor.shape, device="meta")
+        n_rows = select(whole).shape[1 if of_experts else 0]
+        return [part(place, rows) for place, rows in self._places(tensor.name, n_rows).items()]
+
+
+def to_blocks(codes: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """Return codes ``[..., K/2]`` and scale bytes ``[..., K/32]`` as rows of blocks ``[..., K/32 * 17]``, all uint8."""
+    first, second = codes.unflatten(-1, (-1, 2, BLOCK_SIZE // 4)).unbind(-2)
+    even, odd = first & 15 | second << 4, first >> 4 | second & 0xF0
+    return torch.cat([scale[..., None], torch.stack([even, odd], dim=-1).flatten(-2)], dim=-1).flatten(-2)
+
+
+def gguf_package() -> ModuleType:
+    """Return the module `gguf`. Raises [`CheckpointError`] if it is not installed, or knows no MXFP4."""
+    try:
+        import gguf
+    except ImportError:
+        raise CheckpointError("GGUF files need the package gguf; install it with `pip install gguf`") from None
+    if not hasattr(gguf.GGMLQuantizationType, "MXFP4"):
+        raise CheckpointError("this version of the package gguf knows no MXFP4; `pip install --upgrade gguf`")
+    return gguf
+
+
+def head_dim(config: "PreTrainedConfig") -> int:
+    """Return the rows of each attention head."""
+    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+
+
+def unsupported_reason(config: "PreTrainedConfig") -> str | None:
+    """Return why llama.cpp does not compute a model of this config as transformers does; `None` if it does."""
+    known = ARCHITECTURES.get(config.model_type)
+    if known is None:
+        return f"the architecture {config.model_type!r} is not one of {', '.join(ARCHITECTURES)}"
+    if (config.architectures or [known.model_class])[0] != known.model_class:
+        return f"{config.architectures[0]} is no language model with a head ({known.model_class})"
+    for name, values in {"hidden_act": ("silu",), **known.computes}.items():
+        value = getattr(config, name, values[0])
+        if value not in values:
+            return f"llama.cpp computes {known.model_class} with {name}={values[0]!r} alone, not {value!r}"
+    if known.name == "qwen2" and head_dim(config) * config.num_attention_heads != config.hidden_size:
+        return "llama.cpp has no place for heads of Qwen2 that are not hidden_size / num_attention_heads wide"
+    alternating = ["sliding_attention", "full_attention"] * config.num_hidden_layers
+    if known.name == "gpt-oss" and config.layer_types != alternating[: len(config.layer_types)]:
+        return "llama.cpp takes layers of gpt-oss for sliding and full attention by turns"
+    rope = _rope(config)
+    if rope["rope_type"] not in _ROPE_OPTIONS or rope["rope_type"] == "llama3" and config.model_type != "llama":
+        return f"llama.cpp has no rotary embedding of the type {rope['rope_type']!r} for {config.model_type!r}"
+    if extra := sorted(k for k in ("attention_factor", "mscale", "mscale_all_dim") if rope.get(k) is not None):
+        return f"rope_parameters has {extra[0]!r}, which is not written to GGUF files"
+    return None
+
+
+def rope_frequencies(config: "PreTrainedConfig") -> torch.Tensor | None:
+    """Return the divisors of Llama 3's rotary frequencies, float32 ``[head_dim / 2]``; `None` for any other rotary
+    embedding."""
+    rope = _rope(config)
+    if rope["rope_type"] != "llama3":
+        return None
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    scaled, _ = ROPE_INIT_FUNCTIONS["llama3"](config, "cpu")
+    size = head_dim(config)
+    return rope["rope_theta"] ** -(torch.arange(0, size, 2, dtype=torch.float32) / size) / scaled
+
+
+def _rope(config: "PreTrainedConfig") -> dict[str, Any]:
+    """Return `rope_parameters`, with the type in any case."""
+    return {"rope_type": "default", **(config.rope_parameters or {})}
+
+
+def _key_heads(config: "PreTrainedConfig") -> int:
+    return config.num_key_value_heads or config.num_attention_heads
+
+
+def _options(architecture: Architecture, config: "PreTrainedConfig") -> dict[str, int | float | str]:
+    """Return the metadata of a model, by full keys."""
+    names = {**_COMMON, **architecture.options}
+    values = {key: head_dim(config) if n == "head_dim" else getattr(config, n, None) for key, n in names.items()}
+    rope = _rope(config)
+    values["rope.freq_base"] = float(rope["rope_theta"])
+    if scaling := _ROPE_OPTIONS[rope["rope_type"]]:
+        values["rope.scaling.type"] = rope["rope_type"]
+        for key, name in scaling.items():
+            value = rope.get(name)
+            whole = value is None or name.startswith("original")
+            values[f"rope.scaling.{key}"] = value if whole else float(value)
+    return {f"{architecture.name}.{key}": value for key, value in values.items() if value is not None}

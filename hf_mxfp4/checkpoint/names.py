@@ -1,0 +1,276 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The weights of a model that are quantized, and the names that tensors have in checkpoint files, as transformers maps
+them.
+
+Nothing here knows an architecture. Loading is asked of `rename_source_key`, the function with which transformers finds
+the place of each stored tensor. Saving is asked of `revert_weight_conversion`: it gets tensors of row numbers, and
+where the numbers turn up is what the files look like.
+"""
+
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import nn
+
+from ..config import MXFP4RLConfig
+from ..gemm import PACKED_FIELDS, PACKED_SUFFIXES, packed_shapes
+from ..model_structure import experts_unsupported_reason, projections, weight_size
+from ..module_names import find_layers, fused_experts
+from ..numerics import QuantScheme
+from .folder import CheckpointError
+
+
+# ---- names --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A tensor of the files that holds rows of one expert's weight."""
+
+    name: str
+    expert: int
+    rows: slice
+
+
+class FileNames:
+    """What the files of a checkpoint call the tensors of ``model``, and what they hold besides.
+
+    Args:
+        model: on the meta device or not; of its tensors only the names and shapes count.
+        stored: the names in the files.
+        spell: the name that a plain checkpoint would have for a stored name, where a format adds suffixes of its own.
+
+    Attributes:
+        places: stored name -> name in the model, of tensors that are loaded as they are.
+        stored: the other way round, as ``spell`` makes the names.
+        converted: stored name -> first tensor of the model that transformers computes from it.
+        unexpected: stored names that transformers ignores.
+        missing: tensors of the model that no file has, except tied ones and those that the architecture computes.
+    """
+
+    def __init__(self, model: nn.Module, stored: Iterable[str] = (), spell: Callable[[str], str] = str):
+        self._model = model
+        self._shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+        self.places: dict[str, str] = {}
+        self.converted: dict[str, str] = {}
+        self.unexpected: set[str] = set()
+        self._found = found = self._place({spell(name): name for name in stored})
+        self.stored = {place: spell(name) for name, place in self.places.items()}
+        tied = tied_weights(model, self._shapes)
+        sources = {tied.get(name, name) for name in found}
+        missing = {name for name in self._shapes.keys() - found if tied.get(name, name) not in sources}
+        computed = getattr(model, "_keys_to_ignore_on_load_missing", None) or ()
+        self.missing = {name for name in missing if not any(re.search(pattern, name) for pattern in computed)}
+
+    def _place(self, stored: Mapping[str, str]) -> set[str]:
+        """Find the places of all stored tensors; the tensors of the model that get a value."""
+        from transformers.conversion_mapping import get_model_conversion_mapping
+        from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
+
+        transforms = get_model_conversion_mapping(self._model) if hasattr(self._model, "base_model_prefix") else []
+        renamings = [entry for entry in transforms if isinstance(entry, WeightRenaming)]
+        converters = [entry for entry in transforms if isinstance(entry, WeightConverter)]
+        by_pattern = {pattern: entry for entry in converters for pattern in entry.source_patterns}
+        prefix, found = getattr(self._model, "base_model_prefix", ""), set()
+        for name in sorted(stored, key=dot_natural_key):
+            place, pattern = rename_source_key(name, renamings, converters, prefix, self._shapes)
+            if place not in self._shapes and name in self._shapes:
+                place, pattern = rename_source_key(name, [], [], prefix, self._shapes)
+            targets = [place]
+            if pattern is not None:
+                first, *others = by_pattern[pattern].target_patterns
+                targets += [place.replace(first, other) for other in others]
+            targets = [target for target in targets if target in self._shapes]
+            found.update(targets)
+            if not targets:
+                self.unexpected.add(stored[name])
+            elif pattern is not None:
+                self.converted[stored[name]] = targets[0]
+            else:
+                self.places[stored[name]] = place
+        return found
+
+    def is_tied_away(self, name: str) -> bool:
+        """Return whether the files have a tensor of the model only under the name of another that it is tied to."""
+        return name in self._shapes and name not in self._found and name not in self.missing
+
+    @cached_property
+    def pieces(self) -> dict[str, tuple[Piece, ...]]:
+        """Fused weights of experts -> the tensors that plain files have in their place, experts and rows in order."""
+        pieces = {}
+        for name in _fused_weights(self._model):
+            n_experts, n_rows, _ = self._shapes[name]
+            # Two columns, since older versions of transformers drop an axis of length one.
+            numbers = torch.arange(n_experts * n_rows).view(n_experts, n_rows, 1).expand(-1, -1, 2)
+            found = _saved(self._model, {name: numbers})
+            if len(found) > 1 or next(iter(found.values())).shape != numbers.shape:
+                pieces[name] = _pieces(self._model, name, found, n_rows)
+        return pieces
+
+    @cached_property
+    def whole(self) -> dict[str, str]:
+        """Name in the model -> name in files that `save_pretrained` writes, of tensors that are the same in both.
+
+        Raises [`CheckpointError`] for an architecture whose other tensors are converted.
+        """
+        names = [name for name in self._shapes if name not in self.pieces]
+        fused = set(_fused_weights(self._model))
+        whole = {name: next(iter(_saved(self._model, {name: torch.zeros(1, 1, 2)}))) for name in fused & set(names)}
+        rest = [name for name in names if name not in fused]
+        for name, mark in _saved(self._model, {name: torch.tensor([i]) for i, name in enumerate(rest)}).items():
+            if mark.shape != (1,):
+                raise unknown_layout(self._model, name)
+            whole[rest[int(mark)]] = name
+        return whole
+
+
+def tied_weights(model: nn.Module, names: Iterable[str]) -> dict[str, str]:
+    """Return the tied tensors of a model and those that they are tied to, with all fields of packed weights."""
+    tied, names = dict(getattr(model, "all_tied_weights_keys", None) or {}), set(names)
+    for target, source in list(tied.items()):
+        tied |= {f"{target}{end}": f"{source}{end}" for end in PACKED_SUFFIXES if f"{source}{end}" in names}
+    return tied
+
+
+def unknown_layout(model: nn.Module, name: str) -> CheckpointError:
+    """Return the error for a tensor that transformers computes from those in the files."""
+    return CheckpointError(
+        f"checkpoints of {type(model).__name__} keep {name} in a way that is not converted file by file; load the "
+        "model with from_pretrained, and write a packed checkpoint with hf_mxfp4.pack(model).save_pretrained(...)"
+    )
+
+
+def _fused_weights(model: nn.Module) -> list[str]:
+    """Weights of experts ``[experts, N, K]``, all of one module after the other."""
+    experts = {name: model.get_submodule(name) for name in fused_experts(model)}
+    return [
+        f"{name}.{projection}"
+        for name, module in experts.items()
+        if experts_unsupported_reason(module) is None and not module.is_transposed
+        for projection in projections(module)
+    ]
+
+
+def _saved(model: nn.Module, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    from transformers.core_model_loading import revert_weight_conversion  # brings torch.compile's machinery with it
+
+    try:
+        return revert_weight_conversion(model, tensors)
+    except (RuntimeError, ValueError, IndexError, KeyError) as error:
+        raise unknown_layout(model, next(iter(tensors))) from error
+
+
+def _pieces(model: nn.Module, name: str, found: dict[str, torch.Tensor], n_rows: int) -> tuple[Piece, ...]:
+    pieces = []
+    for own, numbers in found.items():
+        rows = numbers.reshape(-1, 2)[:, 0]
+        expert, start = divmod(int(rows[0]), n_rows)
+        step = int(rows[1] - rows[0]) if len(rows) > 1 else 1
+        stop = start + step * len(rows)
+        if not torch.equal(rows, expert * n_rows + torch.arange(start, stop, step)):
+            raise unknown_layout(model, name)
+        pieces.append(Piece(own, expert, slice(start, min(stop, n_rows), step)))
+    return tuple(sorted(pieces, key=lambda piece: (piece.expert, piece.rows.start)))
+
+
+# ---- weights --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class LayerShape:
+    """The logical weight ``[out_features, in_features]`` of a linear layer, or those of as many experts.
+
+    Attributes:
+        experts: how many there are in a fused weight; `None` for a linear layer.
+        transposed: the model has ``[experts, in_features, out_features]``.
+        pieces: the tensors that plain checkpoints have in place of a fused weight; empty if it is one tensor there too.
+    """
+
+    out_features: int
+    in_features: int
+    experts: int | None = None
+    transposed: bool = False
+    pieces: tuple[Piece, ...] = ()
+
+    @property
+    def matrices(self) -> Sequence[int | None]:
+        """The experts, or `None` for the one matrix of a linear layer."""
+        return (None,) if self.experts is None else range(self.experts)
+
+    @property
+    def n_weights(self) -> int:
+        """The number of elements of all matrices."""
+        return len(self.matrices) * self.out_features * self.in_features
+
+    def pieces_of(self, expert: int) -> list[Piece]:
+        return [piece for piece in self.pieces if piece.expert == expert]
+
+    def meta(self) -> torch.Tensor:
+        """Return the weight in bfloat16, ``[N, K]`` or ``[experts, N, K]``, on the meta device."""
+        return self._meta((self.out_features, self.in_features), torch.bfloat16)
+
+    def meta_in_model(self) -> torch.Tensor:
+        """Return [`meta`] as the model has it."""
+        return self.meta().mT if self.transposed else self.meta()
+
+    def meta_packed(self, scheme: QuantScheme) -> dict[str, torch.Tensor]:
+        """Return the packed fields of the weight on the meta device."""
+        shapes = packed_shapes(self.out_features, self.in_features, scheme)
+        return {field: self._meta(shape, torch.uint8) for field, shape in shapes.items()}
+
+    def _meta(self, matrix: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        leading = () if self.experts is None else (self.experts,)
+        return torch.empty(*leading, *matrix, dtype=dtype, device="meta")
+
+
+def quantizable_layers(model: nn.Module, config: MXFP4RLConfig) -> dict[str, nn.Module]:
+    """Return linear layers and experts to be quantized; one that is in several places under its first name.
+
+    Raises [`CheckpointError`] as [`find_layers`] raises `ValueError`.
+    """
+    try:
+        layers = find_layers(model, config.modules_to_not_convert or ())[0]
+    except ValueError as error:
+        raise CheckpointError(str(error)) from None
+    first: dict[int, str] = {}
+    return {name: layer for name, layer in layers.items() if first.setdefault(id(layer), name) == name}
+
+
+def layer_shapes(layers: Mapping[str, nn.Module], names: FileNames) -> dict[str, LayerShape]:
+    """Return the weights of linear layers by the layers' names, the fused ones of experts by their own."""
+    shapes: dict[str, LayerShape] = {}
+    for name, layer in layers.items():
+        if isinstance(layer, nn.Linear):
+            shapes[name] = LayerShape(layer.out_features, layer.in_features)
+            continue
+        for projection in projections(layer):
+            experts, rows, columns = weight_size(layer, projection)
+            weight = f"{name}.{projection}"
+            shapes[weight] = LayerShape(rows, columns, experts, layer.is_transposed, names.pieces.get(weight, ()))
+    return shapes
+
+
+def plain_tensors(name: str, shape: LayerShape, weight: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Return the tensors that plain files have for a weight ``[N, K]`` or ``[experts, N, K]`` called ``name`` there."""
+    if shape.experts is None:
+        return {f"{name}.weight": weight}
+    if shape.pieces:
+        return {piece.name: weight[piece.expert, piece.rows] for piece in shape.pieces}
+    return {name: weight.mT if shape.transposed else weight}
+
+
+def packed_tensors(name: str, shape: LayerShape, packed: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return the tensors that our own packed files have for the packed fields of a weight."""
+    base = f"{name}.weight" if shape.experts is None else name
+    return {f"{base}{field.removeprefix('weight')}": packed[field] for field in PACKED_FIELDS if field in packed}
+
+
+def stack_packed(shape: LayerShape, make: Callable[[int | None], Mapping[str, torch.Tensor]]) -> dict:
+    """Return the packed fields of a weight; ``make`` returns those of one matrix."""
+    packed = [make(expert) for expert in shape.matrices]
+    if shape.experts is None:
+        return dict(packed[0])
+    return {field: torch.stack([part[field] for part in packed]) for field in packed[0]}

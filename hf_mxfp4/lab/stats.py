@@ -1,0 +1,194 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Confidence intervals and standard errors: of shares, of pass@k, of means, and of differences, paired or not.
+
+All intervals are 95 %."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from statistics import fmean, stdev
+from typing import Any
+
+import numpy as np
+
+from ..utils import Z_975, wilson_interval
+
+
+CONFIDENCE = 0.95
+_RESAMPLES = 10_000
+#: Resamples whose indices are held in memory at a time.
+_CHUNK = 500
+#: 97.5 % quantiles of Student's t for 1 to 30 degrees of freedom.
+_T_975 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131)
+_T_975 += (2.120, 2.110, 2.101, 2.093, 2.086, 2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045, 2.042)
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A number between 0 and 1 (a difference: between -1 and 1) and its confidence interval.
+
+    Attributes:
+        value, low, high: the estimate and the ends of its interval.
+        n: problems that it rests on.
+        confidence: probability that such an interval covers the true value.
+        method: how the interval was made.
+    """
+
+    value: float
+    low: float
+    high: float
+    n: int
+    method: str
+    confidence: float = CONFIDENCE
+
+    def to_dict(self) -> dict[str, float | int | str]:
+        return asdict(self)
+
+    def __str__(self) -> str:
+        return f"{self.value:.3f} [{self.low:.3f}, {self.high:.3f}]"
+
+
+def wilson(correct: int, n: int) -> Estimate:
+    """Return the share ``correct / n`` with Wilson's score interval ([`hf_mxfp4.utils.wilson_interval`]).
+
+    Raises `ValueError` unless 0 <= ``correct`` <= ``n`` and ``n`` >= 1.
+    """
+    if not 0 <= correct <= n or n < 1:
+        raise ValueError(f"a share needs 0 <= correct <= n and n >= 1, got {correct} of {n}")
+    return Estimate(correct / n, *wilson_interval(correct, n), n, "Wilson")
+
+
+def difference_interval(first: tuple[int, int], second: tuple[int, int]) -> tuple[float, float]:
+    """Return the interval of the share ``second`` less the share ``first``, each ``(correct, n)`` of independent
+    problems: made of the two Wilson intervals (Newcombe, Statistics in Medicine 17, 1998, method 10)."""
+    a, b = wilson(*first), wilson(*second)
+    difference = b.value - a.value
+    low = difference - math.hypot(b.value - b.low, a.high - a.value)
+    return low, difference + math.hypot(b.high - b.value, a.value - a.low)
+
+
+def t_interval(values: Sequence[float]) -> dict[str, Any]:
+    """Return mean, standard deviation and interval of the mean under Student's t; the last two `None` for one value."""
+    n, mean = len(values), fmean(values)
+    if n < 2:
+        return {"n": n, "mean": mean, "sd": None, "interval": None}
+    sd = stdev(values)
+    half = t_975(n - 1) * sd / math.sqrt(n)
+    return {"n": n, "mean": mean, "sd": sd, "interval": [mean - half, mean + half]}
+
+
+def t_975(freedom: int) -> float:
+    """Return the 97.5 % quantile of Student's t."""
+    # Beyond the table: the normal quantile and the next two terms of its expansion in 1 / freedom.
+    return _T_975[freedom - 1] if freedom <= len(_T_975) else 1.95996 + 2.3723 / freedom + 2.823 / freedom**2
+
+
+def ratio_of_sums(sums: Sequence[float], counts: Sequence[int]) -> tuple[float, float | None]:
+    """Return the mean over items that come in groups (tokens in texts), and its standard error by group: items of one
+    group depend on each other.
+
+    With the sum ``y_i`` of a group and its ``n_i`` items, the mean is ``r = sum(y_i) / sum(n_i)``, and its standard
+    error that of a ratio estimator (Cochran, Sampling Techniques, 1977, chapter 6): ``sqrt(k / (k - 1) * sum((y_i - r
+    n_i)**2)) / sum(n_i)`` for ``k`` groups; `None` for one. Of paired differences ``y_i`` are those of the two sums.
+
+    Raises `ValueError` for sequences of different length, and where there is no item.
+    """
+    total = sum(counts)
+    if len(sums) != len(counts) or total < 1:
+        raise ValueError(f"a mean over groups needs a sum and a count of each: {len(sums)} sums, {total} items")
+    mean, groups = math.fsum(sums) / total, len(sums)
+    if groups < 2:
+        return mean, None
+    squares = math.fsum((value - mean * count) ** 2 for value, count in zip(sums, counts, strict=True))
+    return mean, math.sqrt(groups / (groups - 1) * squares) / total
+
+
+def pass_at_k(samples: int, correct: int, k: int) -> float:
+    """Return an unbiased estimate of the probability that one of ``k`` completions of a problem is correct, when
+    ``correct`` of ``samples`` were: 1 - C(n-c, k) / C(n, k) (Chen et al., arXiv 2107.03374, equation 1).
+
+    Raises `ValueError` unless 1 <= ``k`` <= ``samples`` and 0 <= ``correct`` <= ``samples``.
+    """
+    if not 1 <= k <= samples:
+        raise ValueError(f"pass@{k} needs 1 <= k <= samples, and there are {samples} samples")
+    if not 0 <= correct <= samples:
+        raise ValueError(f"{correct} correct of {samples} samples")
+    return 1.0 - math.comb(samples - correct, k) / math.comb(samples, k)
+
+
+def mean_pass_at_k(correct: Sequence[int], samples: int, k: int, seed: int = 0) -> Estimate:
+    """Return pass@``k`` averaged over problems, of which ``correct`` has the number of correct ones among ``samples``
+    completions each. Completions of one problem depend on each other, so whole problems are resampled; a single
+    completion per problem is a plain share."""
+    if samples == 1:
+        return wilson(sum(correct), len(correct))
+    return bootstrap_mean([pass_at_k(samples, c, k) for c in correct], seed)
+
+
+def bootstrap_mean(values: Sequence[float], seed: int = 0) -> Estimate:
+    """Return the mean of one value per problem with the percentile bootstrap interval over problems (Efron, 1979).
+
+    Where all values are 0, or all are 1, every resample is the same; the interval is then Wilson's.
+
+    Raises `ValueError` for an empty sequence.
+    """
+    data = np.asarray(values, dtype=np.float64)
+    if data.size == 0:
+        raise ValueError("no values to average")
+    if (data == data[0]).all() and data[0] in (0.0, 1.0):
+        return wilson(int(data.sum()), data.size)
+    return _bootstrap(data, seed, "bootstrap over problems")
+
+
+def paired_share_difference(first: Sequence[bool], second: Sequence[bool]) -> tuple[Estimate, float]:
+    """Return the accuracy of ``first`` less that of ``second`` on the same problems, and the two-sided p-value of
+    McNemar's exact test that both are equally good.
+
+    The interval is that of Bonett and Price (J. Educ. Behav. Stat. 37, 2012, equation 4): Wald's after one more problem
+    of each kind of disagreement, which keeps its coverage when few problems disagree.
+
+    Raises `ValueError` for sequences that are empty or of different length.
+    """
+    n = _paired(first, second)
+    only_first = sum(a and not b for a, b in zip(first, second, strict=True))
+    only_second = sum(b and not a for a, b in zip(first, second, strict=True))
+    p12, p21 = (only_first + 1) / (n + 2), (only_second + 1) / (n + 2)
+    half = Z_975 * math.sqrt((p12 + p21 - (p12 - p21) ** 2) / (n + 2))
+    low, high = max(-1.0, p12 - p21 - half), min(1.0, p12 - p21 + half)
+    return Estimate((only_first - only_second) / n, low, high, n, "Bonett-Price"), mcnemar(only_first, only_second)
+
+
+def mcnemar(only_first: int, only_second: int) -> float:
+    """Return the two-sided p-value of the exact McNemar test: so many problems that only one of two models solves, or
+    more, fall on one side by chance (binomial with probability 1/2)."""
+    discordant, fewer = only_first + only_second, min(only_first, only_second)
+    tail = sum(math.comb(discordant, i) for i in range(fewer + 1))
+    # Integers as long as they can be: 2 ** discordant overflows a float from 1024 problems on.
+    return min(1.0, 2 * tail / 2**discordant)
+
+
+def paired_mean_difference(first: Sequence[float], second: Sequence[float], seed: int = 0) -> Estimate:
+    """Return the mean of ``first`` less that of ``second``, one value per problem, with the bootstrap interval over
+    problems. Where no problem differs, every resample is the same; the interval is then that of shares without
+    disagreement.
+
+    Raises `ValueError` for sequences that are empty or of different length.
+    """
+    n = _paired(first, second)
+    data = np.asarray(first, dtype=np.float64) - np.asarray(second, dtype=np.float64)
+    if not data.any():
+        return paired_share_difference([True] * n, [True] * n)[0]
+    return _bootstrap(data, seed, "paired bootstrap over problems")
+
+
+def _bootstrap(data: np.ndarray, seed: int, method: str) -> Estimate:
+    rng = np.random.default_rng(seed)
+    means = [data[rng.integers(data.size, size=(_CHUNK, data.size))].mean(axis=1) for _ in range(_RESAMPLES // _CHUNK)]
+    low, high = np.quantile(np.concatenate(means), [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2])
+    return Estimate(float(data.mean()), float(low), float(high), data.size, method)
+
+
+def _paired(first: Sequence, second: Sequence) -> int:
+    if len(first) == 0 or len(first) != len(second):
+        raise ValueError(f"a paired difference needs the same problems twice, got {len(first)} and {len(second)}")
+    return len(first)

@@ -1,0 +1,191 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Small helpers of many packages: lazy imports, dataclasses of options, changes to a model that are undone, and the
+versions and the machine that a result belongs to. Importing this module imports no other package."""
+
+import contextlib
+import dataclasses
+import difflib
+import functools
+import importlib
+import importlib.metadata
+import math
+import os
+import platform
+import textwrap
+from collections.abc import Callable, Collection, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from ._logging import get_logger
+
+
+if TYPE_CHECKING:
+    from torch import nn
+
+_Class = TypeVar("_Class", bound=type)
+
+#: 97.5 % quantile of the normal distribution.
+Z_975 = 1.9599639845400536
+#: Packages whose versions belong to a result.
+PACKAGES = ("hf-mxfp4", "torch", "transformers", "trl", "peft", "accelerate", "triton", "safetensors")
+
+
+def lazy_names(package: str, modules: dict[str, str], parts: Collection[str] = ()) -> Callable[[str], Any]:
+    """Return a package's `__getattr__` for names that live in the submodules that ``modules`` gives for them, and for
+    its submodules ``parts`` themselves: each is imported when it is first used."""
+
+    def get(name: str) -> Any:
+        if name in parts:
+            return importlib.import_module(f".{name}", package)
+        if name not in modules:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        return getattr(importlib.import_module(f".{modules[name]}", package), name)
+
+    return get
+
+
+def described_options(cls: _Class) -> _Class:
+    """Make a dataclass of options refuse unknown ones with the nearest names, and list its own in its docstring, by the
+    ``help`` that their fields carry. Options named in its ``REMOVED`` may still be `None`; those in its ``RENAMED`` are
+    read under their new name, with a warning."""
+    known = [option.name for option in dataclasses.fields(cls) if option.init]
+    removed, renamed = getattr(cls, "REMOVED", {}), getattr(cls, "RENAMED", {})
+    init = cls.__init__
+
+    @functools.wraps(init)
+    def __init__(self, *args: Any, **options: Any) -> None:
+        for old in [name for name in options if name in renamed]:
+            get_logger().warning("%s of %s is now called %s", old, cls.__name__, renamed[old])
+            options[renamed[old]] = options.pop(old)
+        for name in options:
+            if name in removed and options[name] is not None:
+                raise TypeError(f"{cls.__name__} no longer has the option {name!r}: {removed[name]}")
+            if name not in known and name not in removed:
+                raise TypeError(unknown_key_message(cls.__name__, name, known))
+        init(self, *args, **{name: value for name, value in options.items() if name not in removed})
+
+    cls.__init__ = __init__
+    inherited = {name for base in cls.__bases__ for name in getattr(base, "__dataclass_fields__", {})}
+    own = [option for option in dataclasses.fields(cls) if option.init and option.name not in inherited]
+    cls.__doc__ = f"{cls.__doc__.rstrip()}\n\n    Args:\n" + "\n".join(map(_described, own)) + "\n    "
+    return cls
+
+
+def _described(option: dataclasses.Field) -> str:
+    kind = option.type.__name__ if type(option.type) is type else str(option.type)
+    text = f"{option.name} ({kind}, default {option.default!r}): {option.metadata['help']}"
+    return textwrap.fill(text, 116, initial_indent=" " * 8, subsequent_indent=" " * 12, break_on_hyphens=False)
+
+
+def unknown_key_message(owner: str, key: str, known: list[str]) -> str:
+    """Return ``"<owner> has no option 'key'"``, with the closest known names when there are any."""
+    close = difflib.get_close_matches(key, known, n=2)
+    if close:
+        return f"{owner} has no option {key!r}; did you mean {' or '.join(map(repr, close))}?"
+    return f"{owner} has no option {key!r}" + (f"; options are {', '.join(known)}" if len(known) < 30 else "")
+
+
+def nearest_names(name: str, known: Sequence[str]) -> list[str]:
+    """Return at most three names that a misspelled one may have meant, given the full dotted names ``known``: ends of
+    these as long as the name and one part longer; else, full names."""
+    length = name.count(".") + 1
+    runs: dict[str, None] = {}
+    for full in known:
+        parts = full.split(".")
+        for size in (length, length + 1):
+            runs |= dict.fromkeys(".".join(parts[i : i + size]) for i in range(len(parts) - size + 1))
+    return difflib.get_close_matches(name, list(runs), n=3, cutoff=0.5) or list(known[:3])
+
+
+@contextlib.contextmanager
+def evaluation_mode(model: "nn.Module") -> Iterator[None]:
+    """Turn dropout and checkpointing off; restore the training mode of every module on exit."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training
+
+
+@contextlib.contextmanager
+def replaced_method(module: Any, method: str, replacement: Callable) -> Iterator[None]:
+    """Replace a method of one object, module or class; restore it on exit."""
+    own = vars(module).get(method)
+    setattr(module, method, replacement)
+    try:
+        yield
+    finally:
+        delattr(module, method)
+        if own is not None:
+            setattr(module, method, own)
+
+
+def wilson_interval(correct: int, n: int) -> tuple[float, float]:
+    """Return the 95 % interval of the share ``correct / n`` after Wilson (JASA 22, 1927): it stays within 0 and 1 and
+    has a width also when none or all are correct."""
+    p, z = correct / n, Z_975
+    center = (p + z * z / (2 * n)) / (1 + z * z / n)
+    half = z / (1 + z * z / n) * math.sqrt(p * (1 - p) / n + z * z / (4 * n * n))
+    # The ends are exactly 0 and 1 there; rounding errors are not.
+    return 0.0 if correct == 0 else center - half, 1.0 if correct == n else center + half
+
+
+def share_text(accuracy: float, n: int) -> str:
+    """Return an accuracy on ``n`` problems with its interval, as ``0.250 [0.071, 0.591]``."""
+    correct = round(accuracy * n)
+    return "{:.3f} [{:.3f}, {:.3f}]".format(correct / n, *wilson_interval(correct, n))
+
+
+def package_versions() -> dict[str, str | None]:
+    """Return the versions of Python and of the packages that matter here, `None` for those not installed."""
+    from . import __version__
+
+    versions = {"python": platform.python_version(), **{name: installed_version(name) for name in PACKAGES}}
+    versions["hf-mxfp4"] = __version__
+    return versions
+
+
+def installed_version(name: str) -> str | None:
+    """Return the version of a package; `None` for one that is not installed."""
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def machine() -> dict[str, Any]:
+    """Return the operating system, the CPU (name and cores) and the GPUs, JSON-clean."""
+    return {
+        "system": platform.platform(),
+        "cpu": {"name": cpu_name(), "cores": os.cpu_count()},
+        "gpus": present_gpus(),
+    }
+
+
+def cpu_name() -> str:
+    """Return the processor's name."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
+
+
+def present_gpus() -> list[dict[str, Any]]:
+    """Return type, name and capability of each GPU that torch sees."""
+    import torch
+
+    found = []
+    for kind in ("cuda", "xpu"):
+        module = getattr(torch, kind)
+        for i in range(module.device_count() if module.is_available() else 0):
+            capability = f"compute capability {'.'.join(map(str, module.get_device_capability(i)))}"
+            if kind == "xpu":
+                capability = "xpu"
+            elif torch.version.hip:
+                capability = torch.cuda.get_device_properties(i).gcnArchName
+            found.append({"type": kind, "name": module.get_device_name(i), "capability": capability})
+    return found

@@ -1,0 +1,378 @@
+# SPDX-License-Identifier: Apache-2.0
+"""LoRA on quantized layers: values and gradients, PEFT's ways with adapters, and what is refused."""
+
+import copy
+from typing import NamedTuple
+
+import peft
+import pytest
+import torch
+from lora_models import IDS, UP, fill, gradients, same_tensors, stored, with_lora
+from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file
+from tiny_models import make_model
+from torch import nn
+from transformers import AutoModelForCausalLM
+
+from hf_mxfp4 import MXFP4Linear, MXFP4PackedLinear, MXFP4RLConfig, fake_quantize
+from hf_mxfp4.integrations import peft as adapters
+from hf_mxfp4.integrations.peft import MXFP4LoraLinear, MXFP4LoraModel
+from hf_mxfp4.integrations.transformers import quantize_linears
+
+
+def float_twin(model: PeftModel) -> PeftModel:
+    """The same adapters on plain layers that hold the dequantized weights."""
+    twin = copy.deepcopy(model)
+    for module in list(twin.modules()):
+        if isinstance(module, MXFP4LoraLinear):
+            module.base_layer = module.base_layer.to_linear().requires_grad_(False)
+    return twin
+
+
+@pytest.mark.parametrize(
+    ("family", "options", "scheme"),
+    [
+        ("qwen2", {}, {}),
+        ("llama", {"use_rslora": True}, {}),
+        ("qwen2", {"rank_pattern": {"q_proj": 2}}, {"outlier_fallback": 0.5}),
+        ("qwen2", {}, {"macro_search": "blockwise"}),
+    ],
+    ids=["default", "rslora", "rank-pattern", "mantissas"],
+)
+def test_values_and_gradients_are_those_of_the_dequantized_weights(load, family, options, scheme):
+    model = with_lora(load(family, **scheme), **options)
+    twin = float_twin(model)
+    torch.testing.assert_close(model(IDS).logits, twin(IDS).logits, rtol=1e-5, atol=1e-5)
+    ours, theirs = gradients(model), gradients(twin)
+    assert ours.keys() == theirs.keys() and len(ours) >= 4
+    for name, grad in ours.items():
+        torch.testing.assert_close(grad, theirs[name], rtol=1e-4, atol=1e-6, msg=name)
+
+
+@pytest.mark.parametrize("mode", ["packed", "qat"])
+def test_quantized_activations_reach_the_base_and_not_the_adapter(load, mode):
+    """``y = Q(x) Q(W)^T + 2 B A x``; ``dL/dB = 2 g^T A x``, ``dL/dx = g Q(W) + 2 g B A``."""
+    model = with_lora(load("llama", mode=mode, preset="w4a4", outlier_fallback=0.5))
+    layer = model.get_submodule(UP)
+    torch.manual_seed(1)
+    x = torch.randn(3, 64, requires_grad=True)
+    a, b = layer.lora_A["default"].weight.detach(), layer.lora_B["default"].weight.detach()
+    scheme = {"scale_rule": "rceil", "macro_block": 128, "outlier_fallback": 0.5}
+    quantized_x = fake_quantize(x.detach(), **scheme, macro_search="static")
+    if mode == "packed":
+        weight = layer.base_layer.dequantized_weight()
+    else:
+        weight = fake_quantize(layer.base_layer.weight.detach(), **scheme, macro_search="dynamic")
+    y = layer(x)
+    torch.testing.assert_close(y, quantized_x @ weight.T + 2 * (x @ a.T @ b.T), rtol=1e-5, atol=1e-5)
+    g = torch.randn_like(y)
+    y.backward(g)
+    torch.testing.assert_close(layer.lora_B["default"].weight.grad, 2 * g.T @ (x.detach() @ a.T), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(x.grad, g @ weight + 2 * (g @ b @ a), rtol=1e-5, atol=1e-5)
+    with model.disable_adapter():
+        torch.testing.assert_close(layer(x), quantized_x @ weight.T, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_gradient_checkpointing_that_was_switched_on_before_adapters_came(load, reentrant):
+    expected = gradients(with_lora(load()))
+    base = load()
+    base.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    found = gradients(with_lora(base))
+    assert found.keys() == expected.keys() and len(found) == 28
+    for name, grad in found.items():
+        torch.testing.assert_close(grad, expected[name], rtol=1e-5, atol=1e-7, msg=name)
+
+
+@pytest.mark.parametrize(
+    ("options", "part", "expected"),
+    [
+        ({"bias": "all"}, ".bias", 2 * 3),
+        ({"modules_to_save": ["lm_head", "input_layernorm"]}, "modules_to_save", 3),
+        ({"trainable_token_indices": [3, 5]}, "trainable_tokens_delta", 1),
+    ],
+    ids=["biases", "modules", "tokens"],
+)
+def test_other_parameters_train_on_request(load, options, part, expected):
+    grads = gradients(with_lora(load(), **options))
+    found = [grad for name, grad in grads.items() if part in name]
+    assert len(found) == expected and all(grad.norm() > 0 for grad in found)
+    assert sum("lora_" in name for name in grads) == 28
+    assert part != "trainable_tokens_delta" or found[0].shape == (2, 64)
+
+
+def test_rows_of_one_batch_with_different_adapters(load):
+    model = with_lora(load(), "first")
+    torch.manual_seed(7)
+    model.add_adapter("second", LoraConfig(r=2, target_modules="all-linear", init_lora_weights=False))
+    model.eval()
+    mixed = model(IDS, adapter_names=["__base__", "second"]).logits
+    model.set_adapter("second")
+    torch.testing.assert_close(mixed[1], model(IDS).logits[1], rtol=1e-5, atol=1e-5)
+    with model.disable_adapter():
+        torch.testing.assert_close(mixed[0], model(IDS).logits[0], rtol=1e-5, atol=1e-5)
+
+
+class Kind(NamedTuple):
+    """A quantized model of two layers, what is adapted in it, and by what: a class of layers and tensors of factors."""
+
+    family: str
+    scheme: dict
+    lora: dict
+    layer: type
+    layers: int
+    factors: int
+
+
+LINEAR, EXPERTS, WEIGHTS = (
+    {"target_modules": "all-linear"},
+    {"target_modules": ["experts"]},
+    {"mode": "qat", "preset": "w4a16"},
+)
+
+PARAMETERS = {"target_modules": [], "target_parameters": ["experts.gate_up_proj", "experts.down_proj"]}
+
+KINDS = {
+    "packed": Kind("qwen2", {"mode": "packed"}, LINEAR, adapters.MXFP4LoraLinear, 14, 28),
+    "trainable": Kind("qwen2", {"mode": "qat"}, LINEAR, adapters.MXFP4LoraMasterLinear, 14, 28),
+    "packed experts": Kind("qwen3_moe", {"mode": "packed"}, EXPERTS, adapters.MXFP4LoraExperts, 2, 8),
+    "trainable experts": Kind("qwen3_moe", WEIGHTS, PARAMETERS, adapters.MXFP4LoraExpertParameter, 4, 8),
+}
+
+
+@pytest.fixture(params=KINDS)
+def kind(request):
+    return KINDS[request.param]
+
+
+def count(model, kind) -> int:
+    return sum(isinstance(module, kind) for module in model.modules())
+
+
+def factors(model) -> dict[str, torch.Tensor]:
+    return {name: p.detach().clone() for name, p in model.named_parameters() if "lora_" in name}
+
+
+def test_a_new_adapter_changes_nothing_yet(load, kind):
+    base = load(kind.family, **kind.scheme)
+    expected = base(IDS).logits
+    model = with_lora(base, init_lora_weights=True, **kind.lora)
+    assert count(model, kind.layer) == kind.layers and torch.equal(model(IDS).logits, expected)
+
+
+@pytest.mark.parametrize(("autocast", "dtype"), [(True, torch.float32), (False, torch.bfloat16)])
+def test_adapters_on_a_bfloat16_base(load, kind, autocast, dtype):
+    torch.manual_seed(0)
+    config = LoraConfig(task_type="CAUSAL_LM", r=2, **kind.lora)
+    base = load(kind.family, dtype=torch.bfloat16, **kind.scheme)
+    model = get_peft_model(base, config, autocast_adapter_dtype=autocast)
+    fill(model, "default", 0.05)
+    assert {p.dtype for p in model.parameters() if p.requires_grad} == {dtype}
+    grads = gradients(model).values()
+    assert len(grads) == kind.factors
+    assert all(grad.dtype == dtype and grad.isfinite().all() and grad.norm() > 0 for grad in grads)
+    assert model(IDS).logits.dtype == torch.bfloat16
+
+
+def test_training_moves_adapters_and_not_one_bit_of_the_base(load, kind):
+    model = with_lora(load(kind.family, **{**kind.scheme, "preset": "w4a4"}), std=0.05, **kind.lora)
+    base, before = stored(model), factors(model)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2, weight_decay=0.1)
+    losses = []
+    for _ in range(2):
+        optimizer.zero_grad()
+        loss = model(IDS, labels=IDS).loss
+        loss.backward()
+        for name, parameter in model.named_parameters():
+            assert (parameter.grad is not None and parameter.grad.norm() > 0) == ("lora_" in name), name
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0]
+    assert same_tensors(stored(model), base)
+    after = factors(model)
+    assert len(after) == kind.factors and not any(torch.equal(after[name], before[name]) for name in before)
+
+
+def test_several_adapters_and_none(load, kind):
+    base = load(kind.family, **kind.scheme)
+    plain = base(IDS).logits
+    model = with_lora(base, std=0.05, **kind.lora)
+    first = model(IDS).logits
+    model.add_adapter("second", LoraConfig(r=2, **kind.lora))
+    fill(model, "second", 0.07)
+    assert count(model, kind.layer) == kind.layers
+    model.set_adapter("second")
+    second = model(IDS).logits
+    assert not torch.equal(first, second) and not torch.equal(first, plain)
+    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    assert trained == {name for name in factors(model) if ".second." in name} and len(trained) == kind.factors
+    with model.disable_adapter():
+        assert torch.equal(model(IDS).logits, plain)
+    model.set_adapter("default")
+    assert torch.equal(model(IDS).logits, first)
+    model.delete_adapter("second")
+    model.set_adapter("default")
+    assert torch.equal(model(IDS).logits, first)
+    assert torch.equal(model.unload()(IDS).logits, plain)
+
+
+def test_adapters_round_trip_over_a_base_quantized_anew_and_over_a_saved_one(load, kind, tmp_path):
+    base = load(kind.family, **kind.scheme)
+    base.save_pretrained(tmp_path / "base")
+    model = with_lora(base, std=0.05, **kind.lora)
+    expected = model(IDS).logits
+    model.save_pretrained(tmp_path / "adapter")
+    files = {file.name for file in (tmp_path / "adapter").iterdir()}
+    assert files == {"README.md", "adapter_config.json", "adapter_model.safetensors"}
+    names = load_file(tmp_path / "adapter" / "adapter_model.safetensors").keys()
+    assert len(names) == kind.factors and all("lora_" in name for name in names)
+    for base in (AutoModelForCausalLM.from_pretrained(tmp_path / "base"), load(kind.family, **kind.scheme)):
+        again = PeftModel.from_pretrained(base, tmp_path / "adapter")
+        assert count(again, kind.layer) == kind.layers
+        assert torch.equal(again(IDS).logits, expected)
+        assert again.peft_config["default"].base_quantization["mode"] == kind.scheme["mode"]
+        assert not any("lora_" in name and p.requires_grad for name, p in again.named_parameters())
+    again.load_adapter(tmp_path / "adapter", "trainable", is_trainable=True)
+    again.set_adapter("trainable")
+    assert len(gradients(again)) == kind.factors
+
+
+def test_through_transformers_own_adapter_methods(load, kind, tmp_path):
+    model = load(kind.family, **kind.scheme)
+    plain = model(IDS).logits
+    torch.manual_seed(0)
+    model.add_adapter(LoraConfig(r=2, **kind.lora), "mine")
+    fill(model, "mine", 0.05)
+    assert count(model, kind.layer) == kind.layers
+    expected = model(IDS).logits
+    assert not torch.equal(expected, plain)
+    model.save_pretrained(tmp_path)
+    model.disable_adapters()
+    assert torch.equal(model(IDS).logits, plain)
+    other = load(kind.family, **kind.scheme)
+    other.load_adapter(tmp_path)
+    assert torch.equal(other(IDS).logits, expected)
+
+
+def model_of(mode="packed", **options):
+    assert MXFP4LoraModel  # registered by its import; loading a model does it too
+    model = make_model(**options)
+    quantize_linears(model, MXFP4RLConfig(mode=mode, preset="w4a16"))
+    return model
+
+
+def attach(model, **options):
+    return get_peft_model(model, LoraConfig(**{"r": 4, "target_modules": ["q_proj", "up_proj"], **options}))
+
+
+REFUSED = [
+    ({"init_lora_weights": "pissa"}, "init_lora_weights='pissa' is not supported on packed layers.*mode='qat'"),
+    ({"init_lora_weights": "eva"}, "init_lora_weights='eva' is not .*True, False, 'gaussian'"),
+    ({"use_dora": True}, "use_dora=True is not supported on packed layers, .*use plain LoRA"),
+    ({"lora_bias": True}, "lora_bias=True is not supported on packed layers, .*use plain LoRA"),
+    ({"alora_invocation_tokens": [1]}, "alora_invocation_tokens=.* is not supported on packed layers"),
+    *(
+        ({"target_parameters": [name]}, f"target_parameters has .*{name}.*is a packed layer.*modules_to_not_convert")
+        for name in ("mlp.down_proj.weight", "weight_scale", "model.layers.0.mlp.gate_proj.weight_macro")
+    ),
+    *(
+        ({"modules_to_save": [name]}, f"modules_to_save has '{name}': .*{name}.* is a packed layer")
+        for name in ("down_proj", "model.layers.1.self_attn.o_proj", "mlp", "layers.1")
+    ),
+]
+
+
+@pytest.mark.parametrize(("options", "message"), REFUSED, ids=str)
+def test_what_packed_layers_cannot_do_is_refused_and_nothing_touched(options, message):
+    model = model_of()
+    before = [(name, type(module)) for name, module in model.named_modules()]
+    with pytest.raises(ValueError, match=message):
+        attach(model, **options)
+    assert [(name, type(module)) for name, module in model.named_modules()] == before
+    assert not any(m.weight.requires_grad for m in model.modules() if isinstance(m, MXFP4PackedLinear))
+
+
+def test_a_second_adapter_is_refused_too():
+    model = attach(model_of())
+    for options in ({"use_dora": True}, {"init_lora_weights": "pissa"}, {"modules_to_save": ["up_proj"]}):
+        with pytest.raises(ValueError, match="packed layer"):
+            model.add_adapter("second", LoraConfig(target_modules=["q_proj"], **options))
+
+
+def test_a_layer_kept_in_full_precision_can_be_trained_in_full():
+    model = make_model()
+    quantize_linears(model, MXFP4RLConfig(mode="packed", modules_to_not_convert=["down_proj"]))
+    model = attach(model, modules_to_save=["down_proj"])
+    assert sum("down_proj.modules_to_save" in name for name, p in model.named_parameters() if p.requires_grad) == 2
+
+
+def test_variants_that_compute_with_the_master_weight():
+    with pytest.raises(ValueError, match="use_dora=True is not supported on layers that quantize their weight"):
+        attach(model_of("qat"), use_dora=True)
+    attach(model_of("qat"), use_dora=True, target_modules=["lm_head"])
+
+
+@pytest.mark.parametrize(
+    ("mode", "options", "factors"),
+    [
+        ("plain", {"use_dora": True}, 3),
+        ("plain", {"init_lora_weights": "pissa"}, 2),
+        ("qat", {"init_lora_weights": "pissa"}, 2),
+    ],
+    ids=["dora", "pissa", "pissa of masters"],
+)
+def test_trainable_and_plain_models_keep_what_peft_offers(mode, options, factors):
+    model = attach(make_model() if mode == "plain" else model_of("qat"), **options)
+    model(IDS, labels=IDS).loss.backward()
+    trained = [p for p in model.parameters() if p.requires_grad]
+    # PiSSA makes both factors of the weight; LoRA's B begins at zero, so that its A has no gradient yet.
+    assert len(trained) == factors * 4 and all(p.grad.isfinite().all() for p in trained)
+    assert sum(bool(p.grad.any()) for p in trained) >= 2 * 4
+    assert sum(isinstance(m, MXFP4Linear) for m in model.modules()) == (14 if mode == "qat" else 0)
+
+
+def test_plain_models_get_pefts_own_layers():
+    model = attach(make_model())
+    assert {type(m) for m in model.modules() if hasattr(m, "lora_A")} == {peft.tuners.lora.Linear}
+    assert isinstance(model.base_model, peft.LoraModel)
+    assert not hasattr(model.peft_config["default"], "base_quantization")
+    assert type(model.get_output_embeddings()) is nn.Linear
+
+
+@pytest.mark.parametrize(
+    ("mode", "options", "words"),
+    [
+        (
+            "qat",
+            {"target_modules": ["q_proj", "k_porj"]},
+            "'k_porj', the name of no module of Qwen3Moe.*near: 'k_proj'",
+        ),
+        ("packed", {"target_modules": ["mlp.q_proj", "v_proj"]}, "'mlp.q_proj', the name .*near: 'self_attn.q_proj'"),
+        (
+            "qat",
+            {"target_modules": ["q_proj"], "target_parameters": ["experts.gate_up"]},
+            "target_parameters has 'experts.gate_up', the name of no parameter .*near: 'experts.gate_up_proj'",
+        ),
+    ],
+    ids=["module", "part", "parameter"],
+)
+def test_a_target_that_is_the_name_of_nothing_is_refused_and_nothing_touched(mode, options, words):
+    model = model_of(mode, family="qwen3_moe")
+    before = [type(module) for module in model.modules()]
+    with pytest.raises(ValueError, match=words):
+        attach(model, **options)
+    assert [type(module) for module in model.modules()] == before
+
+
+def test_names_that_are_there_are_accepted():
+    model = attach(model_of("qat"), target_modules=["q_proj", "layers.1.mlp.up_proj"])
+    model.add_adapter("second", LoraConfig(target_modules=["q_proj", "model.layers.0.self_attn.k_proj"]))
+    attach(model_of("packed"), target_modules="all-linear")
+    attach(model_of("qat"), target_modules=r".*\.q_proj")
+    experts = ["experts.gate_up_proj", "experts.down_proj"]
+    moe = attach(model_of("qat", family="qwen3_moe"), target_modules=["q_proj"], target_parameters=experts)
+    moe.add_adapter("second", LoraConfig(target_modules=["q_proj"], target_parameters=experts))
+    # Names that these experts had in older checkpoints, which PEFT translates.
+    attach(model_of("qat", family="qwen3_moe"), target_modules=["q_proj", "gate_proj", "up_proj", "down_proj"])
+    attach(model_of("qat"), target_modules=None)
+    attach(make_model(), target_modules=["q_proj", "nonsense"])  # plain models are PEFT's matter

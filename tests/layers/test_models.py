@@ -1,0 +1,286 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Quantized layers in models: equations, untouched masters, experts, full precision for a while, checkpointing."""
+
+import contextlib
+import copy
+from functools import partial
+
+import pytest
+import torch
+import torch.nn.functional as F
+from factors import factors_config
+from lora_models import gradients, with_lora
+from moe_models import make_moe, tokens
+from peft import LoraConfig, get_peft_model
+from tables import CONFIGS
+from tiny_models import make_model
+from torch import nn
+
+import hf_mxfp4.integrations.peft
+from hf_mxfp4 import MXFP4Linear, MXFP4RLConfig, cached_weights, fake_quantize, pack
+from hf_mxfp4.integrations.transformers import quantize_linears
+from hf_mxfp4.layers import full_precision, trainable_matrices
+
+
+WEIGHT = {"scale_rule": "rceil", "macro_block": 128, "macro_search": "dynamic", "outlier_fallback": 0.5}
+
+INPUT = {"scale_rule": "rceil", "macro_block": 128, "macro_search": "static", "outlier_fallback": 0.5}
+
+IDS = torch.arange(2, 14).view(2, 6)
+
+
+def dense_model(family="qwen2", preset="w4a4", *, layers=2, **options):
+    model = make_model(family, layers=layers, **options)
+    quantized, _ = quantize_linears(model, factors_config(preset=preset))
+    assert len(quantized) == 7 * layers
+    return model
+
+
+def mxfp4_layers(model) -> dict[str, MXFP4Linear]:
+    return {name: module for name, module in model.named_modules() if isinstance(module, MXFP4Linear)}
+
+
+def loss_of(model) -> torch.Tensor:
+    return model(IDS, labels=IDS).loss
+
+
+def bits(model) -> dict[str, torch.Tensor]:
+    """The bits of every parameter."""
+    return {name: p.detach().clone().view(torch.uint8) for name, p in model.named_parameters()}
+
+
+def assert_untouched(model, before: dict[str, torch.Tensor]) -> None:
+    after = bits(model)
+    assert list(after) == list(before)
+    assert all(torch.equal(after[name], before[name]) for name in before)
+
+
+@pytest.mark.parametrize("preset", ["w4a4", "w4a16"])
+@pytest.mark.parametrize("family", ["llama", "qwen2"])
+def test_every_layer_computes_its_equations(family, preset):
+    model = dense_model(family, preset, layers=4)
+    layers = mxfp4_layers(model)
+    seen = {name: {} for name in layers}
+    for name, layer in layers.items():
+        layer.register_forward_hook(lambda _, args, y, name=name: seen[name].update(x=args[0].detach(), y=y.detach()))
+        layer.register_full_backward_hook(lambda _, dx, dy, name=name: seen[name].update(dx=dx[0], dy=dy[0]))
+    loss_of(model).backward()
+
+    for name, layer in layers.items():
+        x, y, dx, dy = (seen[name][key] for key in ("x", "y", "dx", "dy"))
+        quantized_x = fake_quantize(x, **INPUT) if preset == "w4a4" else x
+        quantized_w = fake_quantize(layer.weight.detach(), **WEIGHT)
+        rows = dy.reshape(-1, layer.out_features)
+        assert torch.equal(y, F.linear(quantized_x, quantized_w, layer.bias)), name
+        assert torch.equal(dx, dy @ quantized_w), name
+        assert torch.equal(layer.weight.grad, rows.t() @ quantized_x.reshape(-1, layer.in_features)), name
+        assert (layer.bias is not None) == (family == "qwen2" and name.endswith(("q_proj", "k_proj", "v_proj")))
+        if layer.bias is not None:
+            assert torch.equal(layer.bias.grad, rows.sum(0)), name
+
+
+def interrupt(*_):
+    raise KeyboardInterrupt("in the middle")
+
+
+#: Families, their schemes, and modules after which a pass fails.
+WRITTEN = [
+    ("qwen2", {}, ["model.layers.0.mlp.act_fn", "model.layers.1.self_attn.o_proj", "model.norm"]),
+    ("qwen3_moe", CONFIGS["random"], ["model.layers.1.mlp.experts.act_fn"]),
+]
+
+
+@pytest.mark.parametrize("cached", [False, True], ids=["plain", "in-cached_weights"])
+@pytest.mark.parametrize(("family", "scheme", "places"), WRITTEN, ids=[family for family, *_ in WRITTEN])
+def test_nothing_writes_the_masters(family, scheme, places, cached, dense_products):
+    model = make_model(family)
+    quantize_linears(model, factors_config(**scheme))
+    before, versions = bits(model), [(p._version, p.data_ptr()) for p in model.parameters()]
+    context = partial(cached_weights, model) if cached else contextlib.nullcontext
+    with torch.no_grad(), context():
+        expected = model(IDS).logits
+    assert_untouched(model, before)
+    with context():
+        model.generate(IDS, max_new_tokens=4, do_sample=False)
+    assert_untouched(model, before)
+    for place in places:
+        hook = model.get_submodule(place).register_forward_hook(interrupt)
+        with pytest.raises(KeyboardInterrupt, match="in the middle"), context():
+            model.generate(IDS, max_new_tokens=4)
+        with pytest.raises(KeyboardInterrupt, match="in the middle"), context():
+            loss_of(model)
+        hook.remove()
+        assert_untouched(model, before)
+    hook = model.model.layers[1].register_full_backward_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt, match="in the middle"):
+        loss_of(model).backward()
+    hook.remove()
+    assert_untouched(model, before)
+    loss_of(model).backward()
+    assert_untouched(model, before)
+    with torch.no_grad():
+        assert torch.equal(model(IDS).logits, expected)
+    assert [(p._version, p.data_ptr()) for p in model.parameters()] == versions
+
+
+LONG_IDS = torch.arange(2, 26).view(2, 12)
+
+EXPERTS = "model.layers.{}.mlp.experts"
+
+STOCHASTIC = {"preset": "w4a4g4", "wgrad": {"grad": "rceil+stochastic", "rotation": "random-16"}}
+
+
+def quantized(family="qwen3_moe", layers=2, **options):
+    model = make_model(family, layers=layers)
+    quantize_linears(model, factors_config(**options))
+    return model
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "qwen2_moe", "mixtral", "gpt_oss"])
+def test_routers_and_gates_of_shared_experts_are_left_alone(family):
+    plain, model = make_model(family, layers=1), quantized(family, layers=1)
+    block, twin = model.model.layers[0].mlp, plain.model.layers[0].mlp
+    router, plain_router = (b.router if family == "gpt_oss" else b.gate for b in (block, twin))
+    assert type(router) is type(plain_router)
+    states = torch.randn(9, 64, generator=torch.Generator().manual_seed(0))
+    for found, want in zip(router(states), plain_router(states), strict=True):
+        assert torch.equal(found, want)
+    if family == "qwen2_moe":
+        assert type(block.shared_expert_gate) is nn.Linear
+        assert type(block.shared_expert.up_proj).__name__ == "MXFP4Linear"
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+@pytest.mark.parametrize("implementation", ["eager", "grouped_mm", "batched_mm"])
+def test_the_experts_implementation_of_the_model_does_not_matter(family, implementation):
+    model = quantized(family, layers=1)
+    expected = model(LONG_IDS).logits
+    model.set_experts_implementation(implementation)
+    assert torch.equal(model(LONG_IDS).logits, expected)
+
+
+def test_matrices_one_by_one():
+    model = quantized("gpt_oss", layers=1)
+    found = {matrix.name: matrix for matrix in trainable_matrices(model)}
+    assert len(found) == 4 + 8
+    matrix, linear = found[f"{EXPERTS.format(0)}.2.down_proj"], found["model.layers.0.self_attn.q_proj"]
+    experts = model.model.layers[0].mlp.experts
+    assert torch.equal(matrix.weight(), experts.down_proj[2].T) and matrix.siblings == 4
+    assert matrix.full_name == f"{EXPERTS.format(0)}.down_proj" and linear.full_name.endswith(".q_proj.weight")
+    assert torch.equal(matrix.effective_rows(matrix.weight()), experts.to_experts().down_proj[2].T)
+    assert linear.siblings == 1 and linear.weight().shape == (64, 64)
+
+
+SHORT_IDS = torch.arange(2, 18).view(2, 8)
+
+
+def logits(model):
+    with torch.no_grad():
+        return model(SHORT_IDS).logits
+
+
+@pytest.mark.parametrize("scheme", [{}, {"preset": "w4a4g4"}, {"fprop": {"rotation": "random-16"}}], ids=str)
+def test_full_precision_is_the_plain_model_bit_for_bit(scheme):
+    plain = make_model()
+    model = copy.deepcopy(plain)
+    quantize_linears(model, MXFP4RLConfig(**scheme))
+    before = logits(model)
+    with full_precision(model) as switched:
+        assert switched == 14
+        assert torch.equal(logits(model), logits(plain))
+    assert not torch.equal(before, logits(plain))
+    assert torch.equal(logits(model), before)
+    assert not any("forward" in module.__dict__ for module in model.modules())
+
+
+def test_full_precision_of_a_mixture_of_experts():
+    plain = make_moe()
+    model = copy.deepcopy(plain)
+    quantize_linears(model, MXFP4RLConfig())
+    with torch.no_grad(), full_precision(model):
+        assert torch.equal(model(tokens()).logits, plain(tokens()).logits)
+
+
+def test_adapters_stay_on_in_full_precision():
+    plain = make_model()
+    model = copy.deepcopy(plain)
+    quantize_linears(model, MXFP4RLConfig())
+    torch.manual_seed(0)
+    adapted = get_peft_model(model, LoraConfig(target_modules=["q_proj"], init_lora_weights=False))
+    reference = get_peft_model(plain, LoraConfig(target_modules=["q_proj"], init_lora_weights=False))
+    reference.load_state_dict(adapted.state_dict())
+    with full_precision(adapted):
+        assert torch.equal(logits(adapted), logits(reference))
+
+
+def test_an_exception_leaves_nothing_behind():
+    model = make_model()
+    quantize_linears(model, MXFP4RLConfig())
+    layers = [module for module in model.modules() if isinstance(module, MXFP4Linear)]
+    own = layers[0].forward
+    layers[0].forward = own  # as accelerate's hooks leave it
+    before = logits(model)
+    with pytest.raises(ZeroDivisionError), full_precision(model):
+        raise ZeroDivisionError
+    assert layers[0].__dict__["forward"] is own
+    assert not any("forward" in layer.__dict__ for layer in layers[1:])
+    assert torch.equal(logits(model), before)
+
+
+def test_models_that_have_no_full_precision_are_refused():
+    with pytest.raises(ValueError, match="has no quantized layer"), full_precision(make_model()):
+        pytest.fail("not entered")
+    model = make_model()
+    quantize_linears(model, MXFP4RLConfig())
+    with pytest.raises(ValueError, match="packed layers, whose weights exist in 4 bits only"):
+        with full_precision(pack(model)):
+            pytest.fail("not entered")
+
+
+PARAMETERS = {"target_modules": [], "target_parameters": ["experts.gate_up_proj", "experts.down_proj"]}
+
+#: Family, scheme, options of adapters or none.
+MODELS = {
+    "w4a4": ("qwen2", {}, None),
+    "w4a16": ("qwen2", {"preset": "w4a16"}, None),
+    "saved as mxfp4": ("qwen2", {"saved_activations": "mxfp4"}, None),
+    "selective": ("qwen2", {"saved_activations": "mxfp4", "outlier_fallback_rate": 0.25}, None),
+    "saved as fp8": ("qwen2", {"preset": "w4a4g4", "saved_activations": "fp8"}, None),
+    "experts": ("qwen3_moe", {}, None),
+    "experts at random": ("qwen3_moe", STOCHASTIC, None),
+    "adapters": ("qwen2", {"mode": "packed", "preset": "w4a4"}, {}),
+    "adapters of packed experts": ("qwen3_moe", {"mode": "packed"}, {"target_modules": ["experts"]}),
+    "adapters of trainable experts": ("qwen3_moe", {"preset": "w4a16"}, PARAMETERS),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "reentrant", "autocast"),
+    [
+        *((name, number % 2 == 0, False) for number, name in enumerate(MODELS)),
+        *(pytest.param(name, number % 2 == 1, False, marks=pytest.mark.large) for number, name in enumerate(MODELS)),
+        ("w4a4", True, True),
+        ("w4a4", False, True),
+    ],
+)
+def test_the_gradients_are_those_of_a_plain_backward_pass(name, reentrant, autocast):
+    assert hf_mxfp4.integrations.peft.MXFP4LoraModel  # registered by its import
+    family, scheme, lora = MODELS[name]
+    found, calls = [], []
+    for checkpointing in (False, True):
+        model = make_model(family)
+        quantize_linears(model, MXFP4RLConfig(**scheme))
+        block = model.model.layers[0].mlp
+        if lora is not None:
+            model = with_lora(model, **lora)
+        if checkpointing:
+            model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+            model.enable_input_require_grads()
+            block.register_forward_pre_hook(lambda *_: calls.append(1))
+        with torch.autocast("cpu", torch.bfloat16) if autocast else contextlib.nullcontext():
+            found.append(gradients(model))
+    expected, found = found
+    assert len(calls) == 2, "the block was not recomputed"
+    assert found.keys() == expected.keys() and len(found) >= 8
+    for parameter, grad in expected.items():
+        assert torch.equal(found[parameter], grad) and grad.isfinite().all(), parameter

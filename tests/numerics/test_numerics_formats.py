@@ -1,0 +1,304 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Formats of elements and scales, E2M1, E8M0 and E4M3, and what stored bytes decode to."""
+
+import math
+from fractions import Fraction
+
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from hf_mxfp4.numerics import (
+    E2M1_MAGNITUDES,
+    ScaleRule,
+    apply_scheme,
+    decode_e2m1,
+    decode_e8m0,
+    dequantize,
+    encode_e2m1,
+    fake_quantize,
+    fake_quantize_e4m3,
+    pack_codes,
+    parse_scheme,
+    quantize,
+    scale_from_amax,
+    unpack_codes,
+)
+
+
+#: Of codes 0 to 15: sign, two exponent bits, one mantissa bit (OCP MX v1.0, section 5.3.3).
+CODE_VALUES = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0]
+
+
+def test_decode_each_code():
+    values = decode_e2m1(torch.arange(16, dtype=torch.uint8))
+    assert values.dtype == torch.float32 and values.tolist() == CODE_VALUES
+    assert torch.signbit(values).tolist() == [code >= 8 for code in range(16)]
+    theirs = np.arange(16, dtype=np.uint8).view(ml_dtypes.float4_e2m1fn)
+    assert values.tolist() == theirs.astype(np.float32).tolist()
+
+
+def test_encode_inverts_decode_and_drops_the_sign_of_zero():
+    codes = encode_e2m1(torch.tensor(CODE_VALUES))
+    assert codes.dtype == torch.uint8
+    assert codes.tolist() == [0, 1, 2, 3, 4, 5, 6, 7, 0, 9, 10, 11, 12, 13, 14, 15]
+
+
+def round_nearest(values: np.ndarray) -> torch.Tensor:
+    """Each value, of at most 6, in a block whose scale is 1."""
+    x = torch.zeros(len(values), 32)
+    x[:, 0], x[:, 1] = torch.from_numpy(values), 6.0
+    return fake_quantize(x)[:, 0]
+
+
+def test_ties_go_to_the_even_code():
+    ties = ((0.25, 0.0), (0.75, 1.0), (1.25, 1.0), (1.75, 2.0), (2.5, 2.0), (3.5, 4.0), (5.0, 4.0))
+    for tie, even in ties:
+        below, above = sorted(sorted(E2M1_MAGNITUDES, key=lambda magnitude: abs(magnitude - tie))[:2])
+        y = np.float32(tie)
+        inputs = np.array([np.nextafter(y, np.float32(0)), y, np.nextafter(y, np.float32(8))])
+        for sign in (1, -1):
+            assert round_nearest(sign * inputs).tolist() == [sign * below, sign * even, sign * above], tie
+
+
+def test_rounding_matches_ml_dtypes_everywhere():
+    rng = np.random.default_rng(0)
+    sweep = np.arange(-6 * 256, 6 * 256 + 1, dtype=np.float32) / 256
+    random = (rng.choice([-1.0, 1.0], 50_000) * 2.0 ** rng.uniform(-12, 2.5, 50_000)).astype(np.float32)
+    values = np.concatenate([sweep, np.nextafter(sweep, np.float32(0)), random])
+    np.testing.assert_array_equal(
+        round_nearest(values).numpy(), values.astype(ml_dtypes.float4_e2m1fn).astype(np.float32)
+    )
+
+
+def test_pack_puts_the_even_index_in_the_low_nibble():
+    codes = torch.tensor([[0x1, 0x2, 0xA, 0xF], [0x0, 0x8, 0x7, 0x0]], dtype=torch.uint8)
+    packed = pack_codes(codes)
+    assert packed.dtype == torch.uint8
+    assert packed.tolist() == [[0x21, 0xFA], [0x80, 0x07]]
+
+
+def test_pack_unpack_round_trip():
+    for length in range(10):
+        codes = torch.randint(0, 16, (3, 2, length), dtype=torch.uint8, generator=torch.Generator().manual_seed(length))
+        packed = pack_codes(codes)
+        assert packed.shape == (3, 2, (length + 1) // 2)
+        assert torch.equal(unpack_codes(packed, length), codes), length
+
+
+@pytest.mark.parametrize("length", [0, 6, 9, 32])
+def test_unpack_refuses_a_length_that_does_not_fit(length):
+    with pytest.raises(ValueError, match=rf"4 packed bytes cannot hold {length} .* expected {(length + 1) // 2} bytes"):
+        unpack_codes(torch.zeros(2, 4, dtype=torch.uint8), length)
+
+
+def expected_byte(amax: float, rule: str) -> int:
+    """In exact fractions."""
+    mantissa, exponent = math.frexp(amax)
+    shift = {"rceil": mantissa > 0.75, "even": mantissa >= 0.875}.get(rule, False)
+    return min(max(exponent - 3 + shift + 127, 0), 254)
+
+
+def boundary_maxima() -> list[float]:
+    """Every float32 exponent with the mantissas next to where a rule switches."""
+    values = []
+    for exponent in range(-126, 128):
+        for mantissa in (1.0, 1.25, 1.5, 1.75, 1.99):
+            value = np.float32(math.ldexp(mantissa, exponent))
+            values += [np.nextafter(value, np.float32(0)), value, np.nextafter(value, np.float32(math.inf))]
+    return [float(value) for value in values]
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int32, torch.int64], ids=str)
+def test_scales_are_those_of_ml_dtypes_and_torch(dtype):
+    raw = np.arange(256, dtype=np.uint8)
+    ours = decode_e8m0(torch.from_numpy(raw).to(dtype)).numpy()
+    np.testing.assert_array_equal(ours, raw.view(ml_dtypes.float8_e8m0fnu).astype(np.float32))
+    np.testing.assert_array_equal(ours, torch.from_numpy(raw).view(torch.float8_e8m0fnu).float().numpy())
+
+
+@pytest.mark.parametrize("rule", list(ScaleRule), ids=lambda rule: rule.value)
+def test_rule_at_every_boundary_of_every_exponent(rule):
+    maxima = boundary_maxima()
+    bytes_ = scale_from_amax(torch.tensor(maxima, dtype=torch.float32), rule).tolist()
+    wrong = [(amax, byte) for amax, byte in zip(maxima, bytes_, strict=True) if byte != expected_byte(amax, rule.value)]
+    assert not wrong[:5]
+
+
+@pytest.mark.parametrize(("rule", "largest"), [("rceil", 253), ("floor", 252), ("even", 253), ("mse", 252)])
+def test_rule_outside_the_normal_range(rule, largest):
+    amax = torch.tensor([0.0, 1e-45, 2.0**-126, torch.finfo(torch.float32).max, math.inf, math.nan])
+    assert scale_from_amax(amax, ScaleRule(rule)).tolist() == [0, 0, 0, largest, 255, 255]
+    nan_with_a_sign = torch.tensor([-1, -0x400000], dtype=torch.int32).view(torch.float32)  # 0xFFFFFFFF, 0xFFC00000
+    assert scale_from_amax(nan_with_a_sign, ScaleRule(rule)).tolist() == [255, 255]
+
+
+def test_clips_says_which_rules_saturate():
+    maxima = torch.tensor([math.ldexp(1 + i / 64, 0) for i in range(64)])
+    for rule in ScaleRule:
+        saturates = bool((maxima > 6 * decode_e8m0(scale_from_amax(maxima, rule))).any())
+        assert rule.clips == saturates
+
+
+@pytest.mark.parametrize(
+    ("row", "expected"),
+    [
+        ([448.0, 1.0, 17.0, 19.0], [448.0, 1.0, 16.0, 20.0]),  # scale 1; ties to even
+        ([449.0, 1.0, 0.0, -3.0], [448.0, 1.0, 0.0, -3.0]),  # scale 2
+        ([1.0, 1.0625, 1.1, -1.75], [1.0, 1.0, 1.125, -1.75]),  # scale 2**-8
+        ([0.0, 0.0, 0.0, -0.0], [0.0, 0.0, 0.0, 0.0]),
+    ],
+)
+def test_e4m3_literals(row, expected):
+    for dtype in (torch.float32, torch.float64, torch.bfloat16):
+        x = torch.tensor([row], dtype=torch.float64).to(dtype)
+        if x.double().tolist() == [row]:
+            assert fake_quantize_e4m3(x).tolist() == [expected] and fake_quantize_e4m3(x).dtype == dtype
+
+
+@pytest.mark.parametrize("power", [-100, -20, 0, 20, 100])
+def test_e4m3_against_ml_dtypes(power):
+    x = torch.randn(50, 77, generator=torch.Generator().manual_seed(0)) * 2.0**power
+    x[:, ::3] *= 1e-3
+    scale = 2.0 ** np.ceil(np.log2(x.abs().amax(dim=1, keepdim=True).double().numpy() / 448))
+    elements = (x.double().numpy() / scale).astype(np.float32).astype(ml_dtypes.float8_e4m3fn)
+    np.testing.assert_array_equal(fake_quantize_e4m3(x).double().numpy(), elements.astype(np.float64) * scale)
+
+
+def test_the_largest_e4m3_numbers_stay_finite():
+    for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
+        largest = torch.finfo(dtype).max
+        values = fake_quantize_e4m3(torch.tensor([[largest, -largest, 1.0]], dtype=dtype))
+        assert values.isfinite().all() and values[0, 0] > 0.9 * min(largest, torch.finfo(torch.float32).max)
+
+
+def test_a_row_with_nan_or_infinity_is_nan_and_the_others_are_not():
+    x = torch.ones(3, 4)
+    x[0, 1], x[2, 3] = torch.nan, torch.inf
+    values = fake_quantize_e4m3(x)
+    assert values[[0, 2]].isnan().all() and torch.equal(values[1], torch.ones(4))
+
+
+def test_e4m3_shapes_and_kinds():
+    for shape in ((0, 5), (5, 0)):
+        assert fake_quantize_e4m3(torch.zeros(shape)).shape == shape
+    assert fake_quantize_e4m3(torch.ones(3)).tolist() == [1.0] * 3
+    with pytest.raises(TypeError, match="torch.int64"):
+        fake_quantize_e4m3(torch.ones(3, dtype=torch.int64))
+
+
+def all_pairs() -> tuple[torch.Tensor, torch.Tensor]:
+    """256 rows of one block each: row b has scale byte b and the sixteen codes twice."""
+    codes = pack_codes(torch.arange(32, dtype=torch.uint8).remainder(16).expand(256, 32).contiguous())
+    return codes, torch.arange(256, dtype=torch.int32).to(torch.uint8).view(256, 1)
+
+
+def exact_value(code: int, byte: int) -> Fraction:
+    magnitude = Fraction(E2M1_MAGNITUDES[code & 7]) * Fraction(2) ** (byte - 127)
+    return -magnitude if code & 8 else magnitude
+
+
+def test_every_pair_is_exact_in_float64():
+    values = dequantize(*all_pairs(), length=32, dtype=torch.float64)
+    assert values.dtype == torch.float64
+    for byte in range(255):
+        assert [Fraction(value) for value in values[byte].tolist()] == [exact_value(i % 16, byte) for i in range(32)]
+    assert values[255].isnan().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_every_pair_in_a_narrow_dtype_is_rounded_once_and_saturates(dtype):
+    codes, scale = all_pairs()
+    exact = dequantize(codes, scale, length=32, dtype=torch.float64)
+    largest = torch.finfo(dtype).max
+    values = dequantize(codes, scale, length=32, dtype=dtype)
+    assert values.dtype == dtype
+    assert torch.equal(values[:255], exact[:255].clamp(-largest, largest).to(dtype))
+    assert values[:255].isfinite().all() and values[255].isnan().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_every_pair_of_bytes_against_transformers(dtype):
+    from transformers.integrations import mxfp4
+
+    blocks = torch.arange(256, dtype=torch.int32).to(torch.uint8).view(1, 1, 16, 16).expand(1, 256, 16, 16)
+    scale = torch.arange(256, dtype=torch.int32).to(torch.uint8).view(1, 256, 1).expand(1, 256, 16)
+    theirs = mxfp4._convert_moe_packed_tensors(blocks.contiguous(), scale.contiguous(), dtype=dtype)
+    theirs = theirs.transpose(1, 2)[0]
+    ours = dequantize(blocks[0].flatten(-2), scale[0], length=512, dtype=dtype)
+    # Byte 255 is NaN in the specification and 2**128 there; overflow saturates here and is infinite there.
+    fits = theirs.isfinite()
+    fits[255] = False
+    assert int((~fits[:255]).sum()) == 2 * (2 + 4) * 32
+    assert torch.equal(ours[fits], theirs[fits])
+    assert torch.equal(ours[:255][~fits[:255]], torch.finfo(dtype).max * theirs[:255][~fits[:255]].sign())
+    assert ours[255].isnan().all()
+
+
+def test_literal_bytes():
+    # 0x21: 0.5 then 1.0; 0xFA: -1.0 then -6.0; 0x07: 6.0
+    codes = torch.tensor([[0x21, 0xFA, 0x07]], dtype=torch.uint8)
+    scale = torch.tensor([[129]], dtype=torch.uint8)
+    assert dequantize(codes, scale, length=5).tolist() == [[2.0, 4.0, -4.0, -24.0, 24.0]]
+
+
+def test_literal_bytes_with_macro_and_residual():
+    codes, scale, macro, residual, residual_scale = torch.tensor([0x66, 127, 64, 0xA4, 126], dtype=torch.uint8)[
+        :, None, None
+    ]
+    factors = {"macro": macro, "macro_block": 128, "residual_codes": residual, "residual_scale": residual_scale}
+    out = dequantize(codes, scale, length=2, outlier_fallback=0.5, **factors)
+    # (4 + 0.5 * 0.5 * 2) / 1.25 and (4 - 0.5 * 0.5 * 1) / 1.25
+    assert out.tolist() == [[float(np.float32(4.5) / np.float32(1.25)), 3.0]]
+
+
+BYTES = torch.zeros(3, 2, dtype=torch.uint8)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"length": 65}, "scale has 2 bytes along its last axis; 65 elements need 3"),
+        ({"length": 30}, "scale has 2 bytes along its last axis; 30 elements need 1"),
+        ({"length": 61}, "32 packed bytes cannot hold 61 4-bit codes; expected 31 bytes"),
+        ({"length": 64, "residual_scale": BYTES[:, :1]}, "residual_scale has 1 bytes .*; 64 elements need 2"),
+        ({"length": 64, "macro": BYTES, "macro_block": 128}, "macro has 2 bytes .* macro blocks of 128 need 1"),
+        ({"length": 64, "macro": BYTES, "macro_block": "row"}, "macro has 2 bytes .* macro blocks of row need 1"),
+    ],
+    ids=["scale-short", "scale-long", "codes", "residual-scale", "macro", "macro-row"],
+)
+def test_shapes_that_do_not_fit(options, message):
+    with pytest.raises(ValueError, match=message):
+        dequantize(torch.zeros(3, 32, dtype=torch.uint8), BYTES, **options)
+
+
+@pytest.mark.parametrize(
+    ("scheme", "dtype"),
+    [
+        ("mse+of0.5", torch.bfloat16),
+        ("rceil+mbs64-dynamic", torch.float32),
+        ("even+mbs128-blockwise", torch.float64),
+        ("floor+mbsrow", torch.float32),
+        ("rceil+of0.5@0.1", torch.bfloat16),
+    ],
+)
+def test_no_host_reads_a_value_or_sends_one(scheme, dtype):
+    """Fake tensors have no values to read, and refuse a tensor that the host makes beside them. What is left can be
+    captured in a CUDA graph. Meta: the branches for devices, on a machine without one."""
+    scheme = parse_scheme(scheme)
+    with FakeTensorMode(allow_non_fake_inputs=False):
+        x = torch.empty(40, 65, dtype=dtype, device="meta")
+        assert apply_scheme(x, scheme).shape == x.shape
+        assert quantize(x, **vars(scheme)).dequantize().shape == x.shape
+
+
+@pytest.mark.parametrize("missing", ["outlier_fallback", "residual_scale", "macro_block"])
+def test_dequantize_names_what_is_missing(missing):
+    packed = quantize(torch.ones(2, 64), macro_block=32, outlier_fallback=0.5)
+    options = {name: getattr(packed, name) for name in ("macro", "residual_codes", "residual_scale")}
+    options |= {"macro_block": 32, "outlier_fallback": 0.5}
+    del options[missing]
+    with pytest.raises(ValueError, match=missing):
+        dequantize(packed.codes, packed.scale, length=64, **options)

@@ -1,0 +1,355 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Products of quantized operands with the straight-through gradient: of one weight, of experts, and as FP8 tensor cores
+compute them."""
+
+import importlib
+
+import pytest
+import torch
+from factors import factors_config
+from tables import CONFIGS, some
+from torch import nn
+
+from hf_mxfp4 import MXFP4Linear, MXFP4RLConfig, fake_quantize
+from hf_mxfp4 import quantize as mxfp4_quantize
+from hf_mxfp4.backends import select as backends
+from hf_mxfp4.gemm import (
+    GemmSpec,
+    GemmState,
+    Groups,
+    LayerRng,
+    PackedSpec,
+    group_by_expert,
+    matmul,
+    matmul_counts,
+    packed_linear,
+    quantized_linear,
+    reset_matmul_counts,
+    select_matmul,
+    to_fp8,
+)
+from hf_mxfp4.numerics import FULL, GemmScheme, LinearScheme, QuantScheme
+
+
+def state_of(inputs) -> GemmState:
+    return GemmState(GemmSpec(LinearScheme(GemmScheme(inputs, QuantScheme()))), [LayerRng(0, "layer")])
+
+
+STATE, WEIGHT_ONLY = state_of(QuantScheme()), state_of(FULL)
+
+
+def integers(*shape: int, seed: int = 0) -> torch.Tensor:
+    """Small integers, many of which quantization changes, and on which sums of products are exact in float32."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(-9, 10, shape, generator=generator).float()
+
+
+def quantized(x: torch.Tensor) -> torch.Tensor:
+    return fake_quantize(x.detach())
+
+
+def test_literal():
+    x = torch.tensor([[2.0, 5.5]], requires_grad=True)  # 5.5 becomes 6
+    weight = torch.tensor([[1.0, -6.0], [0.3, 6.0]], requires_grad=True)  # 0.3 becomes 0.5
+    bias = torch.tensor([10.0, 20.0], requires_grad=True)
+    y = quantized_linear(x, weight, bias, STATE)
+    assert y.tolist() == [[2.0 - 36.0 + 10.0, 1.0 + 36.0 + 20.0]]
+    y.backward(torch.tensor([[1.0, 2.0]]))
+    assert x.grad.tolist() == [[1.0 + 1.0, -6.0 + 12.0]]
+    assert weight.grad.tolist() == [[2.0, 6.0], [4.0, 12.0]]
+    assert bias.grad.tolist() == [1.0, 2.0]
+
+
+@pytest.mark.parametrize("frozen", ["x", "weight", "bias"])
+def test_no_gradient_where_none_is_needed(frozen):
+    tensors = {"x": integers(3, 6), "weight": integers(5, 6, seed=1), "bias": integers(5, seed=2)}
+    for name, operand in tensors.items():
+        operand.requires_grad_(name != frozen)
+    quantized_linear(*tensors.values(), STATE).sum().backward()
+    for name, operand in tensors.items():
+        assert (operand.grad is None) == (name == frozen)
+
+
+def test_backward_survives_a_weight_whose_storage_was_freed_in_between():
+    x, weight = integers(3, 6).requires_grad_(), integers(5, 6, seed=1).requires_grad_()
+    y = quantized_linear(x, weight, None, WEIGHT_ONLY)
+    kept = weight.data
+    weight.data = torch.empty(0)
+    weight.data = kept
+    y.sum().backward()
+    assert torch.equal(x.grad, torch.ones(3, 5) @ fake_quantize(weight.detach()))
+
+
+def test_there_is_no_second_derivative():
+    x, weight = integers(3, 6).requires_grad_(), integers(5, 6, seed=1).requires_grad_()
+    (grad,) = torch.autograd.grad(quantized_linear(x, weight, None, STATE).square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        grad.sum().backward()
+
+
+COUNTS = (5, 0, 33, 2)
+
+E, N, K = 4, 48, 40
+
+SCHEME = QuantScheme(macro_block=32)
+
+SCHEMES = some(
+    CONFIGS, "default", "w4a16", "w4a4g8", "w4a4g4", "paper_a", "paper_b", "plain tiles", "selective weights", "full",
+    "rotated, own wgrad", "random", "random wgrad",
+)  # fmt: skip
+
+
+def quantized_as(x, dtype):
+    return fake_quantize(x.detach(), macro_block=32).to(dtype)
+
+
+def tensors(bias=True, transposed=False, dtype=torch.float32, seed=0):
+    """Input, weight, bias and output gradient; the numbers of the weight do not depend on its layout."""
+    generator = torch.Generator().manual_seed(seed)
+    x, weight, b, grad = (
+        torch.randn(*size, generator=generator).to(dtype)
+        for size in ((sum(COUNTS), K), (E, N, K), (E, N), (sum(COUNTS), N))
+    )
+    weight = weight.transpose(1, 2).contiguous() if transposed else weight
+    leaves = [t.requires_grad_() for t in (x, weight, b)]
+    return leaves[0], leaves[1], leaves[2] if bias else None, grad
+
+
+def states(scheme=None, transposed=False, matrices=E):
+    """Of the experts, and of linear layers of their own. ``None``: what gradients reuse is all that is quantized."""
+    gemms = LinearScheme(GemmScheme(SCHEME, SCHEME))
+    if scheme is not None:
+        gemms = factors_config(**SCHEMES[scheme]).gemms()
+    rngs = [[LayerRng(0, f"experts.{e}") for e in range(matrices)] for _ in range(2)]
+    of_experts = GemmState(GemmSpec(gemms, transposed=transposed), rngs[0])
+    return of_experts, [GemmState(GemmSpec(gemms), [rng]) for rng in rngs[1]]
+
+
+def passes_of_experts(x, weight, bias, grad, state=None):
+    out = quantized_linear(x, weight, bias, state or states()[0], Groups(COUNTS))
+    out.backward(grad)
+    return out.detach(), [None if t is None else t.grad for t in (x, weight, bias)]
+
+
+def expected(x, weight, bias, grad, transposed=False, own_states=None):
+    """One linear layer for each expert."""
+    out, grads = torch.empty(len(x), N, dtype=x.dtype), [torch.zeros_like(t) for t in (x, weight, bias)]
+    start = 0
+    for e, count in enumerate(COUNTS):
+        rows = slice(start, start := start + count)
+        if not count:
+            continue
+        own = (x[rows], weight[e].t() if transposed else weight[e], bias[e])
+        own = [t.detach().clone().requires_grad_() for t in own]
+        y = quantized_linear(*own, (own_states or states()[1])[e])
+        y.backward(grad[rows])
+        out[rows] = y.detach()
+        grads[0][rows], grads[2][e] = own[0].grad, own[2].grad
+        grads[1][e] = own[1].grad.t() if transposed else own[1].grad
+    return out, grads
+
+
+def test_rows_are_grouped_by_expert_in_their_order():
+    order, groups = group_by_expert(torch.tensor([2, 0, 2, 3, 0]), 5)
+    assert order.tolist() == [1, 4, 0, 2, 3]
+    assert groups.counts == (2, 0, 2, 1, 0)
+    assert list(groups) == [(0, slice(0, 2)), (2, slice(2, 4)), (3, slice(4, 5))]
+    assert groups.offsets(torch.device("cpu")).tolist() == [2, 2, 4, 5, 5]
+    assert groups.offsets(torch.device("cpu")).dtype == torch.int32
+    assert groups.per_row(torch.arange(5)).tolist() == [0, 0, 2, 2, 3]
+
+
+def test_counts_are_read_back_only_when_asked_for():
+    _, groups = group_by_expert(torch.tensor([2, 0, 2, 3, 0]), 5)
+    assert "counts" not in vars(groups)
+    groups.offsets(torch.device("cpu")), groups.per_row(torch.arange(5))
+    assert "counts" not in vars(groups) and groups.counts == (2, 0, 2, 1, 0) and "counts" in vars(groups)
+
+
+def test_no_rows_and_an_expert_that_does_not_exist():
+    order, groups = group_by_expert(torch.empty(0, dtype=torch.long), 3)
+    assert order.numel() == 0 and groups.counts == (0, 0, 0) and list(groups) == []
+    x, weight = torch.empty(0, K, requires_grad=True), torch.randn(3, N, K, requires_grad=True)
+    out = quantized_linear(x, weight, None, states(matrices=3)[0], groups)
+    out.sum().backward()
+    assert out.shape == (0, N) and x.grad.shape == (0, K) and weight.grad.abs().sum() == 0
+    with pytest.raises(ValueError, match="a token was sent to expert 4 of 4; MXFP4 experts know no expert parallelism"):
+        group_by_expert(torch.tensor([0, 4]), 4)
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("scheme", [None, *SCHEMES])
+def test_each_expert_is_a_quantized_linear_of_its_own(scheme, transposed):
+    mine, theirs = states(scheme, transposed)
+    out, grads = passes_of_experts(*tensors(transposed=transposed), mine)
+    wanted, wanted_grads = expected(*tensors(transposed=transposed), transposed, theirs)
+    assert torch.equal(out, wanted)
+    for found, want in zip(grads, wanted_grads, strict=True):
+        torch.testing.assert_close(found, want, rtol=1e-6, atol=1e-6)
+    assert grads[1][1].abs().sum() == grads[2][1].abs().sum() == 0  # the expert without rows
+    assert all(grads[1][e].abs().sum() > 0 for e in (0, 2, 3))
+    counts = [rng.n_backward for rng in mine.rngs]
+    assert counts == [state.rngs[0].n_backward for state in theirs]
+    assert counts == ([1, 0, 1, 1] if mine.spec.scheme.is_random else [0] * E)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_grouped_product_of_pytorch_gives_what_the_loop_gives(dtype, bias, monkeypatch):
+    loop = passes_of_experts(*tensors(bias, dtype=dtype))
+    monkeypatch.setattr(importlib.import_module("hf_mxfp4.gemm.matmul"), "_runs_grouped", lambda *operands: True)
+    x, weight, b, grad = (None if t is None else t.detach() for t in tensors(bias, dtype=dtype))
+    values, groups = quantized_as(weight, dtype), Groups(COUNTS)
+    tolerance = 1e-5 if dtype == torch.float32 else 2e-2
+    out = matmul(quantized_as(x, dtype), values, b, groups)
+    torch.testing.assert_close(out, loop[0], rtol=tolerance, atol=tolerance)
+    grad_x = matmul(grad, values.transpose(1, 2), groups=groups)
+    torch.testing.assert_close(grad_x, loop[1][0], rtol=tolerance, atol=10 * tolerance)
+
+
+def test_a_frozen_weight_keeps_no_input_and_gets_no_gradient():
+    x, weight, bias, grad = tensors()
+    weight.requires_grad_(False)
+    out = quantized_linear(x, weight, bias, states()[0], Groups(COUNTS))
+    assert x.shape not in [tensor.shape for tensor in out.grad_fn.saved_tensors]
+    out.backward(grad)
+    assert weight.grad is None and x.grad.abs().sum() > 0 and bias.grad.abs().sum() > 0
+
+
+def test_autocast_computes_in_its_dtype_and_gradients_have_the_masters():
+    x, weight, bias, grad = tensors()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out = quantized_linear(x, weight, bias, states()[0], Groups(COUNTS))
+    assert out.dtype == torch.bfloat16
+    out.backward(grad.bfloat16())
+    assert {t.grad.dtype for t in (x, weight, bias)} == {torch.float32}
+    exact = passes_of_experts(*tensors())
+    torch.testing.assert_close(out.float(), exact[0], rtol=0.05, atol=0.3)
+    torch.testing.assert_close(weight.grad, exact[1][1], rtol=0.05, atol=0.3)
+
+
+def test_packed_weights_are_dequantized_for_experts_with_rows_alone(monkeypatch):
+    x, weight, bias, grad = tensors()
+    packed, seen, dequantize = mxfp4_quantize(weight.detach(), macro_block=32), [], backends.dequantize
+    state = GemmState(PackedSpec(SCHEME, SCHEME, K, "eager"))
+
+    def noted(tensor, *args):
+        seen.append((tensor.codes.data_ptr() - packed.codes.data_ptr()) // packed.codes[0].numel())
+        return dequantize(tensor, *args)
+
+    monkeypatch.setattr(backends, "dequantize", noted)
+    parts = packed.codes, packed.scale, packed.macro, None, None
+    out = packed_linear(x, parts, bias, state, Groups(COUNTS))
+    assert seen == [0, 2, 3]
+    out.backward(grad)
+    assert seen == [0, 2, 3] * 2
+    wanted, grads = expected(*tensors())
+    assert torch.equal(out, wanted) and torch.equal(x.grad, grads[0]) and torch.equal(bias.grad, grads[2])
+
+
+def test_packed_weights_of_experts_with_few_rows_are_read_as_codes(monkeypatch):
+    x, weight, bias, grad = tensors()
+    packed, seen, dequantize = mxfp4_quantize(weight.detach(), macro_block=32), [], backends.dequantize
+    monkeypatch.setattr(backends, "dequantize", lambda *args: seen.append(1) or dequantize(*args))
+    parts = packed.codes, packed.scale, packed.macro, None, None
+    out = packed_linear(x, parts, bias, GemmState(PackedSpec(SCHEME, SCHEME, K, "cpu")), Groups(COUNTS))
+    assert not seen
+    out.backward(grad)
+    assert len(seen) == 3
+    wanted, grads = expected(*tensors())
+    # Sums of 41 terms in float32, in another order.
+    size = (
+        quantized_as(x, torch.float64).abs() @ quantized_as(weight, torch.float64).abs().amax(dim=(0, 1))
+        + bias.abs().max()
+    )
+    assert ((out - wanted).abs() <= 2 * 42 * 2**-24 * size[:, None]).all()
+    assert torch.equal(x.grad, grads[0]) and torch.equal(bias.grad, grads[2])
+
+
+PLAIN = {"macro_block": None, "outlier_fallback": None, "scale_rule": "rceil"}
+
+#: Preset, and the products that have an FP8 form.
+FP8_PRODUCTS = {"w4a4": ("fprop",), "w4a4g8": ("fprop", "dgrad", "wgrad"), "w4a4g4": ("fprop", "dgrad", "wgrad")}
+
+
+@pytest.fixture(autouse=True)
+def fresh_counts():
+    reset_matmul_counts()
+
+
+def test_the_largest_of_a_row_lies_between_256_and_448():
+    rows = torch.tensor([[6.0, -0.5, 0.0], [1.0, 3.0, 2.0], [0.0, 0.0, 0.0], [7.5, 1.0, 0.5]])
+    elements, scale = to_fp8(rows)
+    assert scale.flatten().tolist() == [2**-6, 2**-7, scale[2].item(), 2**-5]
+    assert elements.float().tolist() == [[384, -32, 0], [128, 384, 256], [0, 0, 0], [240, 32, 16]]
+    assert matmul_counts()["inexact_elements"] == 0
+
+
+def test_values_too_small_beside_the_largest_are_rounded_and_counted():
+    rows = torch.tensor([[2.0**8, 3 * 2.0**-10, 2.0**-9, 3 * 2.0**-9, float("nan"), float("inf")]])
+    elements, _ = to_fp8(rows)
+    assert elements[:, :4].float().tolist() == [[256, 2**-8, 2**-9, 3 * 2**-9]]
+    assert elements[:, 4:].float().isnan().all()
+    assert matmul_counts()["inexact_elements"] == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("axis", [0, 1])
+def test_quantized_values_are_exact_along_both_axes(dtype, axis):
+    x = torch.randn(64, 96, generator=torch.Generator().manual_seed(0)).to(dtype)
+    values = fake_quantize(x)
+    values = values if axis else values.t()
+    elements, scale = to_fp8(values)
+    assert torch.equal(elements.float() * scale, values.float())
+    assert matmul_counts()["inexact_elements"] == 0
+
+
+def test_a_product_of_elements_is_that_of_the_values():
+    generator = torch.Generator().manual_seed(1)
+    a, b = (fake_quantize(torch.randn(n, 70, generator=generator)) for n in (9, 33))
+    bias = torch.randn(33, generator=generator)
+    found = matmul(to_fp8(a), to_fp8(b), bias, dtype=torch.float32)
+    torch.testing.assert_close(found, a @ b.t() + bias, rtol=1e-5, atol=1e-5)
+
+
+def passes(engine: str, preset: str, x: torch.Tensor, grad: torch.Tensor) -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    config = MXFP4RLConfig(preset=preset, engine=engine, **PLAIN)
+    layer, x = MXFP4Linear.from_linear(nn.Linear(96, 48), config), x.clone().requires_grad_()
+    y = layer(x)
+    y.backward(grad)
+    return [y.detach(), x.grad, layer.weight.grad, layer.bias.grad]
+
+
+@pytest.mark.parametrize("preset", FP8_PRODUCTS)
+def test_a_layer_computes_as_with_dense_products(preset):
+    generator = torch.Generator().manual_seed(2)
+    x, grad = torch.randn(2, 5, 96, generator=generator), torch.randn(2, 5, 48, generator=generator)
+    expected = passes("dense", preset, x, grad)
+    reset_matmul_counts()
+    found = passes("fp8", preset, x, grad)
+    for mine, dense in zip(found, expected, strict=True):
+        torch.testing.assert_close(mine, dense, rtol=1e-5, atol=1e-5)
+    counts = matmul_counts()
+    assert {gemm: counts[gemm] for gemm in ("fprop", "dgrad", "wgrad")} == {
+        gemm: {"fp8" if gemm in FP8_PRODUCTS[preset] else "dense": 1} for gemm in ("fprop", "dgrad", "wgrad")
+    }
+
+
+@pytest.mark.parametrize(
+    ("options", "hardware", "experts", "reason"),
+    [
+        ({}, "sm_90", False, "the values are E4M3 numbers"),
+        ({}, "sm_80", False, "sm_80 has no FP8 products"),
+        ({}, "cpu", False, "on the CPU there is nothing faster"),
+        ({}, "sm_90", True, "experts are multiplied in 16 bits"),
+        ({"macro_block": 128, "macro_search": "static"}, "sm_90", False, "macro factors of x"),
+        ({"outlier_fallback": 0.5}, "sm_90", False, "residuals of x"),
+        ({"preset": "w4a16"}, "sm_90", False, "x is in full precision"),
+    ],
+    ids=str,
+)
+def test_why_a_product_is_dense(options, hardware, experts, reason):
+    scheme = MXFP4RLConfig(**{"preset": "w4a4", **PLAIN, **options}).gemms()
+    found = select_matmul("fprop", scheme, hardware, experts=experts)
+    assert reason in found.reason and (found.name == "fp8") == found.reason.startswith("the values")
