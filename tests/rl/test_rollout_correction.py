@@ -263,16 +263,6 @@ def test_every_loss_is_weighted_as_trl_weights_it_under_vllm(build):
     assert len(set.union(*by_mode)) == 4  # the modes differ here
 
 
-def test_weights_are_the_same_where_trl_scores_the_rollout_itself(build):
-    """In flight, from the training step's own log-probabilities, or from those that TRL took before."""
-    trainer = build(**NOISY, loss_type="grpo")
-    batch = rollout(trainer)
-    in_flight = trainer.compute_loss(trainer.model, batch)
-    trained = log_probs(trainer, batch)
-    scored = trainer.compute_loss(trainer.model, {**batch, "old_per_token_logps": trained})
-    assert torch.allclose(in_flight, scored, atol=1e-5)
-
-
 # ---- without noise both policies are one ----------------------------------------------------------------------------
 
 POLICIES = {

@@ -145,28 +145,6 @@ def test_what_adapters_compute_is_what_is_pushed():
         torch.testing.assert_close(base + delta, merged[f"{layer}.weight"], rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("packed", [False, True])
-def test_adapters_that_are_off_or_merged_are_zero_in_vllm(packed):
-    model = policy(packed=packed, target_modules=["q_proj"])
-    push = Pushes(model)
-    before = push()
-    with model.disable_adapter():
-        off = push()
-    assert off.keys() == {f"{LAYER}.lora_{side}.weight" for side in "AB"}
-    assert not any(value.any() for value in off.values())
-    model.merge_adapter()
-    merged = push()
-    assert not merged[f"{LAYER}.lora_B.weight"].any()
-    assert not torch.equal(merged[f"{LAYER}.weight"], before[f"{LAYER}.weight"])
-    model.unmerge_adapter()
-    again = push()
-    assert again[f"{LAYER}.lora_B.weight"].any()
-    changed = again[f"{LAYER}.weight"] != before[f"{LAYER}.weight"]
-    assert changed.float().mean() < (
-        1e-9 if packed else 0.01
-    )  # what was added to masters and subtracted leaves a trace
-
-
 def test_frozen_weights_that_were_written_are_pushed_again():
     model = policy(target_modules=["q_proj"])
     push = Pushes(model)

@@ -93,14 +93,6 @@ def test_vllm_is_told_the_scheme_of_the_policy(name, full, tmp_path):
     assert scheme.modules_to_not_convert == trained.modules_to_not_convert
 
 
-def test_adapters_on_experts_need_dense_weights(tmp_path):
-    make_model("qwen3_moe").save_pretrained(tmp_path)
-    model = load(tmp_path, preset="w4a16")
-    assert quantization_config(model, args())[0]["vllm"] == PACKED
-    model = with_lora(model, target_parameters=["experts.down_proj"])
-    assert quantization_config(model, args())[0]["vllm"] == DENSE
-
-
 def foreign(full, tmp_path):
     model = load(full)
     stored = json.loads((full / "config.json").read_text())
@@ -264,34 +256,3 @@ def test_what_a_server_says_is_said(build):
 
 
 # ---- what a server is pushed ----------------------------------------------------------------------------------------
-
-LAYER = "model.layers.0"
-
-
-def packed_server(rank):
-    """A server that keeps weights of the default policy in 4 bits."""
-    scheme = {**MXFP4RLConfig().to_dict(), "vllm": {"adapter_rank": rank}}
-    model = {
-        "logprobs_mode": "processed_logprobs",
-        "dtype": "torch.float32",
-        "quantization": "mxfp4_rl",
-        "hf_overrides": {"quantization_config": scheme},
-    }
-    answer = {"vllm_config": {"weight_transfer_config": {}, "model_config": model}}
-    return FakeVLLM(answers={"/server_info": (200, answer)})
-
-
-def test_a_server_gets_factors_of_all_layers(build, pushed):
-    """Those of another run may be in it, and two of three that are joined would leave the third one what it is."""
-    lora = LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=["q_proj", "v_proj"])
-    with packed_server(rank=4) as server:
-        trainer = trainer_on(build, server, aqn=False, peft_config=lora)
-        pushed.clear()
-        for _ in range(2):
-            trainer.vllm_generation.sync_weights()
-    first, second = pushed
-    layers = [f"self_attn.{name}_proj" for name in "qkvo"] + [f"mlp.{name}_proj" for name in ("gate", "up", "down")]
-    names = {f"model.layers.{i}.{layer}.lora_{side}.weight" for i in (0, 1) for layer in layers for side in "AB"}
-    assert second.keys() == first.keys() > names
-    assert second[f"{LAYER}.self_attn.q_proj.lora_A.weight"].shape == (4, 32)
-    assert torch.count_nonzero(second[f"{LAYER}.self_attn.k_proj.lora_A.weight"]) == 0
