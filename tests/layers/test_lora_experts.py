@@ -71,7 +71,7 @@ def test_every_expert_gets_factors_of_its_own(load, family):
     # kaiming_uniform of one matrix [r, K] with a = sqrt(5): bound 1/sqrt(K), whatever the number of experts.
     assert 0.9 / 8 < factors.abs().max() <= 1 / 8 and not torch.equal(factors[0], factors[1])
     assert not layers[0].lora_B["default"].gate_up_proj.any()
-    assert "lora.MXFP4LoraExperts" in repr(layers[0])
+    assert "MXFP4LoraExperts" in repr(layers[0])
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from torch import nn
 
 from hf_mxfp4 import MXFP4Linear, MXFP4RLConfig, fake_quantize
 from hf_mxfp4 import quantize as mxfp4_quantize
-from hf_mxfp4.backends import select as backends
+from hf_mxfp4.backends import dispatch as backends
 from hf_mxfp4.gemm import (
     GemmSpec,
     GemmState,
@@ -310,7 +310,7 @@ def test_a_product_of_elements_is_that_of_the_values():
 
 def passes(engine: str, preset: str, x: torch.Tensor, grad: torch.Tensor) -> list[torch.Tensor]:
     torch.manual_seed(0)
-    config = MXFP4RLConfig(preset=preset, engine=engine, **PLAIN)
+    config = MXFP4RLConfig(preset=preset, matmul_backend=engine, **PLAIN)
     layer, x = MXFP4Linear.from_linear(nn.Linear(96, 48), config), x.clone().requires_grad_()
     y = layer(x)
     y.backward(grad)
