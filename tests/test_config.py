@@ -242,16 +242,6 @@ def test_schemes_of_the_operands(preset, operands, search):
 
 
 @pytest.mark.parametrize(
-    ("operands", "rates"), [("both", (0.1, 0.1)), ("weights", (0.1, None)), ("activations", (None, 0.1))]
-)
-def test_the_fallback_rate_goes_where_fallback_goes(operands, rates):
-    config = MXFP4RLConfig(outlier_fallback_rate=0.1, outlier_fallback_operands=operands)
-    assert (config.weight_scheme.fallback_rate, config.activation_scheme.fallback_rate) == rates
-    weight_only = MXFP4RLConfig(outlier_fallback_rate=0.1, preset="w4a16")
-    assert weight_only.weight_scheme.fallback_rate == 0.1 and weight_only.activation_scheme is None
-
-
-@pytest.mark.parametrize(
     ("options", "expected"),
     [
         (
@@ -334,13 +324,9 @@ def test_operands_that_are_not_named_keep_the_presets():
     x = QuantScheme(ScaleRule.EVEN, 64, "static", rounding="stochastic")
     assert config.gemms().wgrad == GemmScheme(INPUT, x, Rotation(64, random=True))
     assert (config.gemms().fprop, config.gemms().dgrad) == EXPECTED["w4a4g4"][:2]
+    assert MXFP4RLConfig(preset="paper_b", wgrad={"grad": "full", "x": "reuse"}).gemms().wgrad == PLAIN
     off = MXFP4RLConfig(preset="paper_b", wgrad={"rotation": "none"})
     assert off.gemms().wgrad == GemmScheme(FLOOR, FLOOR)
-
-
-def test_a_rotation_goes_with_the_quantization_that_it_is_for():
-    off = {"grad": "full", "x": "reuse"}
-    assert MXFP4RLConfig(preset="paper_b", wgrad=off).gemms().wgrad == PLAIN
 
 
 def test_fprop_is_what_the_schemes_of_weights_and_activations_follow():

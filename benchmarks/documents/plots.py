@@ -6,7 +6,7 @@ from pathlib import Path
 import matplotlib
 from matplotlib.figure import Figure
 
-from recipes.pretraining.plots import draw_overheads
+from recipes.pretraining.summary import draw_overheads
 
 from ..records import DATA, records, scheme_error
 from .evidence import evidence_plot

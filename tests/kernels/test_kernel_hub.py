@@ -21,7 +21,6 @@ from hf_mxfp4.numerics import fake_quantize
 
 
 FOLDER = Path(mxfp4_kernels.__file__).parents[1]
-
 #: What a loaded kernel must do, in a process that cannot import the package by its own name.
 CHECK = """
 import sys
@@ -38,8 +37,6 @@ assert torch.equal(kernel.dequantize(kernel.quantize(x, scheme), 256, scheme, to
 assert 'mxfp4_kernels' not in sys.modules
 print('ok')
 """.replace("NAMES", repr(sorted(mxfp4_kernels.__all__)))
-
-
 #: Layers of this project on a loaded kernel, in a process that has it under the name that they import.
 LAYERS = """
 sys.modules['mxfp4_kernels'] = kernel

@@ -84,26 +84,13 @@ def test_packed_weights_are_refused(tmp_path):
 
 @pytest.mark.parametrize("distribution", ["gaussian", "laplace", "student-t", "uniform", "outliers"])
 def test_samples(distribution):
-    x = sample(distribution, 5000, seed=3)
-    assert x.shape == (5, 1024) and x.dtype == torch.float32 and x.isfinite().all()
-    assert torch.equal(x, sample(distribution, 5000, seed=3))
-    assert not torch.equal(x, sample(distribution, 5000, seed=4))
-
-
-def test_rows_spread_over_one_octave():
-    spread = sample("uniform", 2**20, seed=0).abs().amax(dim=-1)
-    assert 0.97 < spread.min() < 1.02 and 1.95 < spread.max() <= 2.0
-
-
-def test_outlier_channels_are_the_same_in_every_row():
-    x = sample("outliers", 2**16, seed=0)
-    large = (x.square().mean(dim=0).sqrt() > 10).nonzero()
-    assert len(large) == 8
-
-
-def test_sampling_leaves_the_global_generator_alone():
     torch.manual_seed(0)
     expected = torch.rand(3)
     torch.manual_seed(0)
-    sample("laplace", 1024, seed=9)
-    assert torch.equal(torch.rand(3), expected)
+    x = sample(distribution, 2**16 - 5, seed=3)
+    assert torch.equal(torch.rand(3), expected)  # the global generator is left alone
+    assert x.shape == (64, 1024) and x.dtype == torch.float32 and x.isfinite().all()
+    assert torch.equal(x, sample(distribution, 2**16, seed=3)) and not torch.equal(x, sample(distribution, 2**16, 4))
+    assert int((x.square().mean(dim=0).sqrt() > 10).sum()) == (8 if distribution == "outliers" else 0)
+    if distribution == "uniform":  # standard deviations of rows spread over one octave
+        assert 0.97 < x.abs().amax(dim=-1).min() < 1.1 and 1.9 < x.abs().amax(dim=-1).max() <= 2.0

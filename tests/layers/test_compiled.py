@@ -29,7 +29,6 @@ STOCHASTIC = {
     "fprop": {"x": "rceil+stochastic"},
     "wgrad": {"grad": "rceil+stochastic", "x": "rceil+stochastic", "rotation": "random-32"},
 }
-
 #: Blocks above a threshold that moves from step to step.
 SELECTIVE = {"preset": "w4a4", "outlier_fallback": 0.5, "outlier_fallback_rate": 0.1}
 

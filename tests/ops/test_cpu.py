@@ -24,10 +24,7 @@ from hf_mxfp4.numerics import ROTATION_SIZES, MXFP4Tensor, QuantScheme
 
 
 pytestmark = pytest.mark.skipif(library.load()[0] is None, reason=f"no fused CPU functions: {library.load()[1]}")
-
-
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-
 ALPHAS = (None, 0.3, 1.0)
 
 
