@@ -94,13 +94,3 @@ def test_texts_are_recorded_without_what_changes_from_run_to_run(tmp_path):
     assert record.entries["progress"]["text"] == "a\nb 3 MB\n"
     with pytest.raises(ValueError, match="texts/a is recorded twice"):
         record.text("a", "")
-
-
-def test_the_order_in_the_header_of_a_file_does_not_count(tmp_path):
-    record = Record(tmp_path, "files", tmp_path)
-    for number, header in enumerate(('{"__metadata__":{"a":"1","b":"2"}}', '{"__metadata__":{"b":"2","a":"1"}}')):
-        path = tmp_path / f"{number}.safetensors"
-        path.write_bytes(len(header).to_bytes(8, "little") + header.encode())
-        record.file(path.name, path)
-    first, second = record.entries.values()
-    assert first == second

@@ -47,12 +47,6 @@ def test_the_environment_is_the_one_given_and_a_job_leaves_nothing():
     assert run(code(show + "; print(torch.get_num_threads())")).stdout == "None False 67280421310721\n1\n"
 
 
-@pytest.mark.parametrize("interpret", [False, True])
-def test_kernels_are_interpreted_in_one_of_the_servers(interpret):
-    text = "from triton.language import sum; print(type(sum).__name__)"
-    assert run(code(text), interpret=interpret).stdout == ("InterpretedFunction\n" if interpret else "JITFunction\n")
-
-
 def test_ranks_find_each_other(tmp_path):
     text = (
         "import os, torch, torch.distributed as dist\n"
@@ -80,17 +74,6 @@ def ends(pid):
     while alive(pid) and time.monotonic() < deadline:
         time.sleep(0.01)
     return not alive(pid)
-
-
-def test_a_job_that_nobody_waits_for_is_killed_with_what_it_started(tmp_path):
-    text = "import subprocess, time; print(subprocess.Popen(['sleep', '600']).pid, flush=True); time.sleep(600)"
-    process = start(code(text), log=tmp_path / "log")
-    while not (tmp_path / "log").read_text().endswith("\n"):
-        time.sleep(0.01)
-    pids = [*process.pids, int((tmp_path / "log").read_text())]
-    assert all(alive(pid) for pid in pids)
-    del process
-    assert all(ends(pid) for pid in pids)
 
 
 def test_nothing_outlives_a_killed_test_run():

@@ -4,8 +4,7 @@
 import itertools
 
 import pytest
-from pairwise import pairwise, pairwise_params
-from tables import CONFIGS, MACROS, RULES, TENSOR_SCHEMES
+from tables import CONFIGS, MACROS, RULES, TENSOR_SCHEMES, pairwise, pairwise_params
 
 from hf_mxfp4.numerics import QuantScheme, ScaleRule, parse_scheme
 from hf_mxfp4.presets import PRESETS

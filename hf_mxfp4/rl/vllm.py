@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..backends.devices import widest_float
+from ..backends import widest_float
 from ..integrations.peft import (
     adapted_parameters,
     adapter_factors,

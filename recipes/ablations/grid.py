@@ -24,6 +24,7 @@ _WITHOUT_EFFECT = ("evaluate_before", "output_dir", "overwrite", "model_name_or_
 MANAGED = (*_WITHOUT_EFFECT, "reload_check", "resume_from_checkpoint", "save_policy", "seed")
 _GRID_KEYS = "name output_dir seeds launcher reference naive task evaluation train base cells extra_cells label".split()
 _NEEDED = ("seeds", "task", "train", "cells", "base", "output_dir")
+_BASE_KEYS = ("model_name_or_path", "architecture", "sizes", "pretraining", "seed", "attn_implementation")
 _CELL_KEYS = ("label", "options", "paper", "naive")
 
 
@@ -140,7 +141,8 @@ def read_grid(
     _mapping(content, f"{path}", _GRID_KEYS)
     if missing := [key for key in _NEEDED if key not in content]:
         raise ValueError(f"{path} lacks {', '.join(missing)}")
-    start = options.pop("model_name_or_path", content["base"].get("model_name_or_path"))
+    base = _mapping(content["base"], "base", _BASE_KEYS)
+    start = options.pop("model_name_or_path", base.get("model_name_or_path"))
     if not start:
         raise ValueError(
             "base needs model_name_or_path: a grid makes no model; `make demo` makes outputs/tiny_cpu/base"

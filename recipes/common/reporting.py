@@ -59,10 +59,9 @@ class TrainingBar(ProgressCallback):
 def shutdown() -> None:
     """Wait for the other processes, end the process group, and end this process; without a group, do nothing.
 
-    To be called as the last thing of a run that succeeded. Exit handlers are run and output is written, but the
-    interpreter is not taken apart: while it is, a process can be aborted ("terminate called without an active
-    exception": a thread of the process group may still hold a tensor). The launcher takes that for a failure of the
-    job, and kills the process that writes the results.
+    Call it last in a run that succeeded. Exit handlers are run and output is written, but the interpreter is not taken
+    apart: while it is, a process can be aborted (a thread of the process group may still hold a tensor), which the
+    launcher takes for a failure of the job.
     """
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         return

@@ -19,10 +19,6 @@ from recipes.tasks.tiny_model import build_byte_tokenizer, build_char_tokenizer
 from .arguments import StudyArguments
 
 
-#: Documents that a streamed dataset is shuffled among.
-_SHUFFLE_BUFFER = 10_000
-
-
 @dataclass
 class Corpus:
     """Sequences to train and validate on.
@@ -42,7 +38,7 @@ class Corpus:
         """Return the training sequences in the order of a seed, the same for every arm: as many as fill whole steps of
         ``batch`` sequences. Raises `ValueError` for less than one."""
         if isinstance(self.train, IterableDataset):
-            return self.train.shuffle(seed=seed, buffer_size=_SHUFFLE_BUFFER)
+            return self.train.shuffle(seed=seed, buffer_size=10_000)
         order = torch.randperm(len(self.train), generator=torch.Generator().manual_seed(seed))
         order = order[: len(order) // batch * batch]
         if len(order) == 0:

@@ -134,8 +134,9 @@ def launches(device: str, small: bool) -> dict[str, Callable[[], Any]]:
         if side == Side():
             found[f"dequantize/{name}"] = partial(_dequantize, inputs, dtype, odd, scheme)
     for name, (dtype, odd, scheme, side) in _BOTH.items():
-        for function in ("fake_quantize_both", "quantize_both"):
-            found[f"{function}/{name}"] = partial(_quantize, inputs, function, dtype, odd, scheme, Side(), side)
+        for what in ("fake_quantize", "quantize"):
+            function = f"{what}_rows_and_columns"
+            found[f"{what}_both/{name}"] = partial(_quantize, inputs, function, dtype, odd, scheme, Side(), side)
     return found | _others(inputs) | _products(inputs)
 
 

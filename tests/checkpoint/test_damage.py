@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from pairwise import pairwise_params
 from safetensors.torch import load_file, save_file
 from same_bits import tensors_in
+from tables import pairwise_params
 from tiny_models import make_model
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 

@@ -9,8 +9,7 @@ import pytest
 import torch
 from export_files import decode, save_plain
 from same_bits import tensors_in
-from tiny_models import make_model
-from tiny_tokenizers import CHAT, SPECIAL, SPLITS, make_fallback_tokenizer, make_tokenizer
+from tiny_models import CHAT, SPECIAL, SPLITS, make_fallback_tokenizer, make_model, make_tokenizer
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
 from hf_mxfp4 import MXFP4RLConfig, fake_quantize

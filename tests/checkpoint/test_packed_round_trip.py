@@ -5,11 +5,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from pairwise import pairwise_params
 from peft import LoraConfig, get_peft_model
 from safetensors import safe_open
 from same_bits import tensors_in
-from tables import CONFIGS, some
+from tables import CONFIGS, pairwise_params, some
 from tiny_models import make_model
 from torch import nn
 from transformers import AutoModelForCausalLM

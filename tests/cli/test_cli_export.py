@@ -85,15 +85,6 @@ def test_output_fits_a_screen_and_lists_every_layer_elsewhere(run, tmp_path):
     assert f"every layer: {tmp_path / 'packed' / 'pack_report.json'}" in result.stdout
 
 
-def test_why_a_format_left_no_choice_is_said_once(run, tmp_path):
-    make_model("llama", layers=2, intermediate=80, dtype=torch.bfloat16).save_pretrained(tmp_path / "plain")
-    arguments = ("--format", "compressed-tensors", "--on-mismatch", "dequantize")
-    result = run("export", tmp_path / "plain", tmp_path / "out", *arguments)
-    assert ["mlp.down_proj", "2", "left", "-", "-", "16"] in table_in(result)
-    assert "2 layers were left in full precision: in_features=80 is not a multiple of 32." in result.stdout
-    assert result.stdout.count("multiple of 32") == 1
-
-
 def test_a_qat_checkpoint_keeps_its_scheme(run, plain, tmp_path):
     config = MXFP4RLConfig(scale_rule="floor")
     AutoModelForCausalLM.from_pretrained(plain, quantization_config=config).save_pretrained(tmp_path / "qat")

@@ -20,7 +20,15 @@ from hf_mxfp4.layers import MXFP4PackedExperts
 
 
 LAUNCHES: Counter = Counter()
-NAMES = ("fake_quantize", "fake_quantize_both", "quantize", "dequantize", "to_fp8", "from_fp8", "linear_w4a16")
+NAMES = (
+    "fake_quantize",
+    "fake_quantize_rows_and_columns",
+    "quantize",
+    "dequantize",
+    "to_fp8",
+    "from_fp8",
+    "linear_w4a16",
+)
 ROTATED = {"rotation": "deterministic-32"}
 LAYERS = {
     "w4a4": (MXFP4Linear, {"preset": "w4a4"}),

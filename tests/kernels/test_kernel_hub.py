@@ -21,6 +21,8 @@ from hf_mxfp4.numerics import fake_quantize
 
 
 FOLDER = Path(mxfp4_kernels.__file__).parents[1]
+SOURCES = (".py", ".cpp", ".h")
+
 #: What a loaded kernel must do, in a process that cannot import the package by its own name.
 CHECK = """
 import sys
@@ -96,7 +98,7 @@ def run_check(folder: Path, loading: str, *paths: str) -> None:
 def test_each_backend_has_a_variant_with_the_metadata_that_the_hub_asks_for(assembled):
     assert [path.name for path in variants(assembled)] == ["torch-cuda", "torch-rocm"]
     package = FOLDER / "mxfp4_kernels"
-    sources = {path.relative_to(package).as_posix() for path in package.rglob("*.py")}
+    sources = {path.relative_to(package).as_posix() for path in package.rglob("*") if path.suffix in SOURCES}
     for variant in variants(assembled):
         metadata = json.loads((variant / "metadata.json").read_text())
         assert metadata["name"] == "mxfp4-kernels" and metadata["version"] == 0
@@ -105,9 +107,13 @@ def test_each_backend_has_a_variant_with_the_metadata_that_the_hub_asks_for(asse
         assert re.fullmatch(r"_mxfp4_kernels_(cuda|rocm)_[0-9a-f]{7}", metadata["id"])
         digests = {
             path.relative_to(variant).as_posix(): base64.b64encode(hashlib.sha256(path.read_bytes()).digest()).decode()
-            for path in variant.rglob("*.py")
+            for path in variant.rglob("*")
+            if path.suffix in SOURCES
         }
-        assert digests.keys() == sources | {"mxfp4_kernels/__init__.py"} and "decode/product.py" in sources
+        assert (
+            digests.keys() == sources | {"mxfp4_kernels/__init__.py"}
+            and {"decode/product.py", "cpu/quantize.cpp"} <= sources
+        )
         assert metadata["digest"] == {"algorithm": "sha256", "files": digests}
 
 

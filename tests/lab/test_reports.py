@@ -13,7 +13,6 @@ from safetensors.torch import save_file
 
 import hf_mxfp4
 from hf_mxfp4.lab import (
-    Analysis,
     ErrorStatistics,
     Problem,
     Selection,
@@ -120,14 +119,6 @@ def test_html_is_one_file_for_any_screen(written):
     assert "Verdict, least error: at 4.25 bits an element mxfp4+" in page
 
 
-def test_a_report_of_problems_alone(tmp_path):
-    analysis = Analysis("m", ("mxfp4+rceil",), problems=[Problem("s", "gone")])
-    paths = write_analysis(analysis, {}, tmp_path)
-    assert json.loads(paths[0].read_text())["kinds"] == {}
-    assert "gone" in paths[2].read_text()
-    assert len(paths[1].read_text().splitlines()) == 1
-
-
 def statistics(text):
     x = torch.randn(64, 256, generator=torch.Generator().manual_seed(0))
     return error_statistics(x, parse_scheme(text))
@@ -210,20 +201,6 @@ def test_ratios_side_by_side():
     assert list(whole.get_ydata()) == [100 * s.relative_mse for s in groups["floor"].values()]
     named = ratio_figure({"rceil": {"mlp.up": drawn_statistics("rceil"), "zero": ErrorStatistics()}}, "layer type")
     assert [label.get_text() for label in named.axes[0].get_xticklabels()] == ["mlp.up", "zero"]
-
-
-@pytest.mark.parametrize(
-    "draw",
-    [
-        lambda: cosine_figure({}),
-        lambda: delta_figure({"rceil": ErrorStatistics()}),
-        lambda: ratio_figure({}, "depth"),
-        lambda: ratio_figure({"rceil": {}}, "depth"),
-    ],
-)
-def test_nothing_to_plot(draw):
-    with pytest.raises(ValueError, match="nothing to plot"):
-        draw()
 
 
 def test_labels_drop_what_all_share():

@@ -77,12 +77,6 @@ def test_scales_are_the_definition():
     assert _scale(place, place_input.double() ** 2, 1.0).tolist() == [0.5, 8, 0.5, 0.5]
 
 
-def test_heads_that_are_repeated_share_a_scale():
-    place = Place("o", (), (), heads=(4, 2))
-    assert place.read(torch.tensor([1.0, 2, 3, 4])).tolist() == [1, 2, 1, 2, 3, 4, 3, 4]
-    assert place.written(torch.tensor([1.0, 2, 4, 2, 3, 4, 3, 1])).tolist() == pytest.approx([2, 2, 3, 2])
-
-
 def test_quantized_activations_lose_less():
     def error(model):
         """Of the inputs of the first layer's MLP, quantized, relative to their squares."""

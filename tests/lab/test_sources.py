@@ -8,10 +8,8 @@ import pytest
 import torch
 from huggingface_hub.errors import LocalEntryNotFoundError
 from safetensors.torch import save_file
-from tiny_models import make_model
-from tiny_tokenizers import make_tokenizer
+from tiny_models import make_model, make_tokenizer
 
-from hf_mxfp4.checkpoint import ShardError
 from hf_mxfp4.lab import SourceError, TextOptions, open_source
 from hf_mxfp4.lab.layers import classify, location_of
 from hf_mxfp4.module_names import find_layers
@@ -40,16 +38,6 @@ def test_a_folder_of_one_file_and_that_file_itself(checkpoint):
     alone = open_source(str(folder / "model.safetensors"))
     assert (alone.name, alone.kind, alone.expected) == ("model", "file", source.expected)
     assert alone.config == source.config
-
-
-def test_a_missing_shard_is_told_when_it_is_asked_for(checkpoint):
-    folder = Path(checkpoint(shard_size="60KB"))
-    source = open_source(str(folder))
-    name = list(source.expected)[1]
-    (folder / name).unlink()
-    assert open_source(str(folder)).expected == source.expected
-    with pytest.raises(ShardError, match=f"{name} is missing"):
-        source.path(name)
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,6 @@ from safetensors.torch import load_file, save_file
 from tiny_models import make_model
 from transformers import AutoModelForCausalLM
 
-import hf_mxfp4
 from hf_mxfp4 import MXFP4RLConfig, fake_quantize
 from hf_mxfp4.checkpoint import FileNames, read_header
 from hf_mxfp4.lab import (
@@ -86,30 +85,10 @@ def test_slices_give_the_whole(checkpoint, monkeypatch):
         assert x.histogram == y.histogram and x.total == pytest.approx(y.total, rel=1e-12)
 
 
-def test_fused_experts(tmp_path):
-    torch.manual_seed(0)
-    x = torch.randn(3, 64, 96)
-    for model_type, axis in (("qwen3_moe", -1), ("gpt_oss", 1)):
-        folder = tmp_path / model_type
-        folder.mkdir()
-        save_file({"model.layers.0.mlp.experts.down_proj": x}, folder / "model.safetensors")
-        (folder / "config.json").write_text(json.dumps({"model_type": model_type}))
-        [result] = analyzed(folder).results
-        expected = error_statistics(x, RCEIL, axis=axis)
-        found = result.statistics["mxfp4+rceil"]
-        assert found.histogram == expected.histogram and found.total == pytest.approx(expected.total, rel=1e-12)
-    assert error_statistics(x, RCEIL, axis=1).total != error_statistics(x, RCEIL).total
-
-
 @pytest.mark.parametrize("options", [{"include": ["layer.1"]}, {"exclude": ["layers.1", "mlpp"]}])
 def test_a_pattern_that_matches_nothing_is_an_error(checkpoint, options):
     with pytest.raises(SourceError, match="matches the pattern '(layer.1|mlpp)'"):
         analyzed(checkpoint(shard_size="60KB"), **options)
-
-
-def test_nothing_selected_is_an_error(checkpoint):
-    with pytest.raises(SourceError, match="no weight of .* would be quantized; skipped: .*1 embedding"):
-        analyzed(checkpoint(), include=["embed_tokens", "norm"])
 
 
 def test_a_model_of_conv1d_is_told_so(tmp_path):
@@ -117,16 +96,6 @@ def test_a_model_of_conv1d_is_told_so(tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
     with pytest.raises(SourceError, match="skipped: 1 not the weight of a linear layer. This .* Conv1D, as GPT-2 does"):
         analyzed(tmp_path)
-
-
-def test_own_scheme_and_skips(checkpoint, tmp_path):
-    config = hf_mxfp4.MXFP4RLConfig(scale_rule="even", modules_to_not_convert=["layers.0"])
-    folder = Path(checkpoint())
-    written = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**written, "quantization_config": config.to_dict()}))
-    assert open_source(str(folder)).scheme == config
-    analysis = analyzed(folder, [config.weight_scheme])
-    assert len(analysis.results) == 7 and len(analysis.skipped["modules_to_not_convert"]) == 7
 
 
 @pytest.mark.parametrize(
@@ -150,35 +119,6 @@ def test_quantized_tensors_are_refused(tmp_path):
     save_file({"layers.0.up_proj.weight": torch.zeros(8, 16, dtype=torch.uint8)}, tmp_path / "model.safetensors")
     with pytest.raises(SourceError, match=re.escape("such as layers.0.up_proj.weight (uint8)")):
         analyzed(tmp_path)
-
-
-def test_a_truncated_shard(checkpoint):
-    folder = Path(checkpoint(shard_size="60KB"))
-    healthy = analyzed(folder)
-    source = open_source(str(folder))
-    broken = max(source.expected, key=lambda shard: len(source.expected[shard]))
-    file = folder / broken
-    file.write_bytes(file.read_bytes()[:-100])
-    analysis = analyzed(folder)
-    [problem] = analysis.problems
-    assert problem.where == broken
-    assert problem.reason.startswith(f"{broken} is damaged, truncated or not a safetensors file")
-    assert problem.reason.endswith(f"({len(source.expected[broken])} tensors)")
-    left = [r for r in healthy.results if r.name not in source.expected[broken]]
-    assert analysis.results == left and left
-
-
-def test_a_missing_shard_and_a_damaged_header(checkpoint):
-    folder = Path(checkpoint(shard_size="60KB"))
-    shards = list(open_source(str(folder)).expected)
-    (folder / shards[0]).unlink()
-    contents = bytearray((folder / shards[2]).read_bytes())
-    contents[8] ^= 1
-    (folder / shards[2]).write_bytes(contents)
-    analysis = analyzed(folder)
-    assert [problem.where for problem in analysis.problems] == [shards[0], shards[2]]
-    assert "is missing" in analysis.problems[0].reason and "is damaged" in analysis.problems[1].reason
-    assert analysis.results
 
 
 def test_a_tensor_that_the_index_promises(checkpoint):
@@ -213,13 +153,6 @@ def test_a_tensor_in_two_files(tmp_path):
         "layers.0.w.weight",
         "is in b.safetensors too; the one in a.safetensors counts",
     )
-
-
-def test_zero_and_empty_tensors(tmp_path):
-    tensors = {"layers.0.a.weight": torch.zeros(8, 64), "layers.0.b.weight": torch.zeros(0, 64)}
-    save_file(tensors, tmp_path / "model.safetensors")
-    analysis = analyzed(tmp_path)
-    assert len(analysis.results) == 2 and analysis.worst("mxfp4+rceil") == {}
 
 
 def test_finished_tensors_are_not_read_again(checkpoint, tmp_path):
@@ -327,15 +260,6 @@ def path(tensors, tmp_path):
         for tensor in tensors[:2]:
             log.keep(result(tensor), tensor.file)
     return path
-
-
-def test_results_come_back_exactly(path, tensors):
-    before = path.read_bytes()
-    with opened(path) as log:
-        assert [log.find(tensor) for tensor in tensors] == [*map(result, tensors[:2]), None]
-        assert path.read_bytes() == before
-        log.keep(result(tensors[2]), tensors[2].file)
-        assert json.loads(path.read_text().splitlines()[-1])["tensor"] == "c"
 
 
 def test_every_torn_last_line_is_dropped(path, tensors):

@@ -10,8 +10,8 @@ import copy
 
 import pytest
 import torch
-from pairwise import pairwise_params
 from peft import LoraConfig, get_peft_model
+from tables import pairwise_params
 from tiny_models import make_model
 from torch._dynamo.testing import CompileCounterWithBackend
 from transformers import AutoModelForCausalLM

@@ -13,7 +13,7 @@ from factors import factors_config
 from tables import PLAIN
 
 from hf_mxfp4 import MXFP4Linear, numerics
-from hf_mxfp4.gemm import layer_rng as draws_module
+from hf_mxfp4.gemm import state as draws_module
 
 
 OPERANDS = [

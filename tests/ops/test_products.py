@@ -12,7 +12,7 @@ from torch import nn
 
 from hf_mxfp4 import MXFP4Linear, MXFP4RLConfig, fake_quantize
 from hf_mxfp4 import quantize as mxfp4_quantize
-from hf_mxfp4.backends import select as backends
+from hf_mxfp4.backends import dispatch as backends
 from hf_mxfp4.gemm import (
     GemmSpec,
     GemmState,

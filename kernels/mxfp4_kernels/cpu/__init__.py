@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The shared library of the fused CPU functions: compiled on first use and kept in the user's cache.
+"""Quantization, rotation, and products with packed weights on CPUs: a library of C++ functions, compiled on first use
+and kept in the user's cache.
 
 A compiler alone makes it in a few seconds. `torch.utils.cpp_extension` needs ninja and, with torch's headers, half a
 minute.
@@ -9,18 +10,23 @@ import contextlib
 import ctypes
 import functools
 import hashlib
+import logging
+import math
 import os
 import platform
 import shutil
 import subprocess
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
-from ..._logging import get_logger
+import torch
 
 
 SOURCES = tuple(sorted(path for path in Path(__file__).parent.iterdir() if path.suffix in (".cpp", ".h")))
+#: Below that of the package that calls: its settings apply.
+_logger = logging.getLogger("hf_mxfp4.cpu")
 #: Folder of the compiled libraries, instead of the user's cache folder.
 CACHE_VARIABLE = "HF_MXFP4_CACHE"
 # The results must be those of the arithmetic as written; the last two drop only error flags that nobody reads.
@@ -36,6 +42,10 @@ _TUNING = {
     "sanitized": ("-march=native -fsanitize=address,undefined -fno-sanitize-recover=all -g",),
 }
 _COMPILE_SECONDS = 600
+#: Parts of a packed tensor, in the order of the functions' arguments.
+PARTS = ("codes", "scale", "macro", "residual_codes", "residual_scale")
+#: Dtypes of values.
+TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 #: The process that may have torch's OpenMP threads: one that is forked from it has none.
 _PROCESS = os.getpid()
 _POINTER, _INT64 = ctypes.c_void_p, ctypes.c_int64
@@ -96,7 +106,7 @@ class CompilationError(RuntimeError):
 
 @functools.cache
 def load() -> tuple[ctypes.CDLL | None, str | None]:
-    """Return the library, or `None` and the reason, which is logged. Tried once per process."""
+    """Return the library, or `None` and the reason. Tried once per process."""
     try:
         library = _open()
         for name, arguments in _SIGNATURES.items():
@@ -104,7 +114,6 @@ def load() -> tuple[ctypes.CDLL | None, str | None]:
             function.argtypes, function.restype = arguments, _INT64 if "_rows" in name else None
         ctypes.c_int.in_dll(library, "mxfp4_process").value = _PROCESS
     except (CompilationError, OSError, AttributeError) as error:
-        get_logger().warning("CPU quantization runs eagerly, without the fused functions: %s", error)
         return None, str(error)
     return library, None
 
@@ -119,7 +128,7 @@ def _open() -> ctypes.CDLL:
         return ctypes.CDLL(str(_compile(folder, key)))
     with tempfile.TemporaryDirectory(prefix="hf_mxfp4-") as temporary:
         library = ctypes.CDLL(str(_compile(Path(temporary), key)))
-    get_logger().warning(
+    _logger.warning(
         "the compiled CPU functions are not kept: set %s to a folder that you, and only you, can write to",
         CACHE_VARIABLE,
     )
@@ -185,7 +194,7 @@ def _compile(folder: Path, key: str) -> Path:
                 target = folder / f"{key}-{_digest(draft)}.so"
                 os.replace(draft, target)
                 seconds = time.perf_counter() - started
-                get_logger().info("compiled the fused CPU functions in %.1f s: %s", seconds, target)
+                _logger.info("compiled the fused CPU functions in %.1f s: %s", seconds, target)
                 return target
             message = result.stderr.strip()[-500:]
     finally:
@@ -198,3 +207,45 @@ def _tuning() -> tuple[str, ...]:
     if variant not in _TUNING:
         raise CompilationError(f"{VARIANT_VARIABLE}={variant} is not known; choose one of {', '.join(_TUNING)}")
     return _TUNING[variant]
+
+
+# ---- tensors as the functions take them -----------------------------------------------------------------------------
+
+
+def in_memory(x: torch.Tensor) -> torch.Tensor:
+    """Return ``x``, detached, with contiguous elements in memory. Raises `RuntimeError` where its storage was freed."""
+    contiguous, n_bytes = x.is_contiguous(), x.nbytes
+    if n_bytes and not contiguous:
+        n_bytes = (1 + sum((n - 1) * step for n, step in zip(x.shape, x.stride(), strict=True))) * x.itemsize
+    if n_bytes and n_bytes + x.storage_offset() * x.itemsize > x.untyped_storage().nbytes():
+        raise RuntimeError(
+            f"the memory of a tensor {list(x.shape)} was freed (FSDP frees parameters between passes); "
+            "gather its values before it is quantized or multiplied"
+        )
+    if x.requires_grad:
+        x = x.detach()
+    if x.is_neg() or x._is_zerotensor():
+        return x.clone(memory_format=torch.contiguous_format)
+    return x if contiguous else x.contiguous()
+
+
+def checked_parts(
+    parts: Sequence[torch.Tensor | None], leading: Sequence[int], sizes: Sequence[int | None]
+) -> list[torch.Tensor | None]:
+    """Return the parts of a packed tensor as [`in_memory`] does, whose axes are those ``leading`` and one of a size of
+    `part_sizes`. Raises `ValueError` for parts of other shapes and `RuntimeError` for one that is not on the CPU."""
+    found: list[torch.Tensor | None] = []
+    rows = math.prod(leading)
+    for name, part, size in zip(PARTS, parts, sizes, strict=True):
+        if part is None and size is None:
+            found.append(None)
+            continue
+        if part is not None and not part.is_cpu:
+            raise RuntimeError(f"the packed weight is on {part.device}, its input on cpu; move one of them")
+        if part is None or size is None or part.dtype is not torch.uint8 or part.shape != (*leading, size):
+            actual = "missing" if part is None else f"{part.dtype} {list(part.shape)}"
+            expected = "none" if size is None else f"torch.uint8 {[*leading, size]}"
+            raise ValueError(f"{name} of a packed tensor is {actual}; its scheme and length need {expected}")
+        whole = part.is_contiguous() and part.untyped_storage().nbytes() == rows * size
+        found.append(part if whole else in_memory(part))
+    return found

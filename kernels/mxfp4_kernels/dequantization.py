@@ -22,8 +22,7 @@ from .common.blocks import (
     scale_value,
     without_factor,
 )
-from .common.launch import as_stored, launch
-from .common.scheme import Packed, Scheme, check_device, check_output, row_bytes, scheme_constants
+from .common.scheme import Packed, Scheme, as_stored, check_device, check_output, on, row_bytes, scheme_constants
 from .common.tile import offsets_in_tile, store
 
 
@@ -101,19 +100,17 @@ def dequantize(packed: Packed, length: int, scheme: Scheme, dtype: torch.dtype) 
     out = torch.empty(*packed.codes.shape[:-1], length, dtype=dtype, device=packed.codes.device)
     if out.numel():
         n_rows, col_tiles = out.numel() // length, triton.cdiv(length, _COLS.value)
-        launch(
-            dequantize_kernel,
-            (triton.cdiv(n_rows, _ROWS.value) * col_tiles,),
-            out.device,
-            as_stored(out),
-            packed.pointers(),
-            n_rows,
-            length,
-            row_bytes(length, scheme),
-            col_tiles,
-            scheme.alpha,
-            SCHEME=scheme_constants(dtype, scheme, dtype),
-            num_warps=4,
-            enable_fp_fusion=False,
-        )
+        with on(out.device):
+            dequantize_kernel[(triton.cdiv(n_rows, _ROWS.value) * col_tiles,)](
+                as_stored(out),
+                packed.pointers(),
+                n_rows,
+                length,
+                row_bytes(length, scheme),
+                col_tiles,
+                scheme.alpha,
+                SCHEME=scheme_constants(dtype, scheme, dtype),
+                num_warps=4,
+                enable_fp_fusion=False,
+            )
     return out

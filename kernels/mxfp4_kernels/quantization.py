@@ -2,7 +2,7 @@
 """Quantization to MXFP4: values, or codes and scales, of a matrix along its rows, along its columns, or both.
 
 What it computes: the bits of the eager definition (`hf_mxfp4.numerics`), block by block; see `common/blocks.py`, and
-`common/pair_blocks.py` for what takes two elements of bfloat16 at a time.
+`common/bf16x2_blocks.py` for what takes two elements of bfloat16 at a time.
 
 Tile: a program owns ``HEIGHT x WIDTH`` elements and goes over them in strips. A strip of rows is read as it is. A strip
 of columns is transposed on the way into registers; from there on it is like any strip of rows. For both directions a
@@ -19,19 +19,22 @@ import triton
 import triton.language as tl
 
 from .common.arguments import Lengths, PackedPointers, Random, Sides, Tile, TileShape
+from .common.bf16x2 import read_words, words_of
 from .common.blocks import to_float
-from .common.launch import INTERPRETED, as_stored, bits, launch
-from .common.pairs import read_words, words_of
 from .common.scheme import (
     BLOCK,
+    INTERPRETED,
     NEAREST,
     PLAIN,
     Packed,
     Scheme,
     Side,
+    as_stored,
+    bits,
     check_input,
     check_output,
-    has_pairs,
+    has_bf16x2,
+    on,
     row_bytes,
     scheme_constants,
 )
@@ -78,8 +81,8 @@ def _quantize_strip(
 ):
     """Write stored elements ``[ROWS, COLS]``, quantized, to their place in matrix number ``stack`` of ``out``: values,
     or codes and scales if there are ``row_bytes``."""
-    ROWS: tl.constexpr = y[0].shape[0] if SIDE.PAIRS else y.shape[0]
-    if not SIDE.PAIRS:
+    ROWS: tl.constexpr = y[0].shape[0] if SIDE.BF16X2 else y.shape[0]
+    if not SIDE.BF16X2:
         y = tl.reshape(y, [y.shape[0], y.shape[1] // SCHEME.MACRO, SCHEME.MACRO // 32, 32])
         y = rotated(to_float(y, SCHEME.BF16), at.col_start, at.n_cols, signs_ptr, SIDE)
     before = stack * at.n_rows
@@ -87,7 +90,7 @@ def _quantize_strip(
     rows = at.rows + tl.arange(0, ROWS)[:, None, None, None]
     place = Tile(rows, at.col_start, at.n_rows, at.n_cols)
     if row_bytes is None:
-        if SIDE.PAIRS:
+        if SIDE.BF16X2:
             store_pair_values(y, out + before * at.n_cols, place, SCHEME)
         else:
             store_values(y, out + before * at.n_cols, place, alpha, random, SCHEME, SIDE)
@@ -100,7 +103,7 @@ def _quantize_strip(
             out.residual_codes + before * n_codes if SCHEME.HAS_FALLBACK else None,
             out.residual_scale + before * n_blocks if SCHEME.HAS_FALLBACK else None,
         )
-        if SIDE.PAIRS:
+        if SIDE.BF16X2:
             store_pair_codes(y, out, place, row_bytes, SCHEME)
         else:
             store_packed(y, out, place, row_bytes, random, SCHEME, SIDE)
@@ -139,7 +142,7 @@ def quantize_kernel(
         for strip in range(TILE.WIDTH // TILE.STRIP):
             start = col_start + strip * TILE.STRIP
             y = _transposed(_read(x_ptr, row_start, start, n_rows, n_cols, stride, TILE.HEIGHT, TILE.STRIP))
-            if SIDE_T.PAIRS:
+            if SIDE_T.BF16X2:
                 y = words_of(y, SCHEME.MACRO // 32)
             at = Tile(start, row_start, n_cols, lengths.out_cols_t)
             _quantize_strip(
@@ -158,7 +161,7 @@ def quantize_kernel(
     if SIDE is not None:
         for strip in range(TILE.HEIGHT // TILE.STRIP):
             start = row_start + strip * TILE.STRIP
-            if SIDE.PAIRS:
+            if SIDE.BF16X2:
                 y = read_words(
                     x_ptr, start, col_start, n_rows, n_cols, stride, TILE.STRIP, TILE.WIDTH, SCHEME.MACRO // 32
                 )
@@ -198,7 +201,7 @@ def fake_quantize(
     return _values(x, scheme, Sides(side, None), dtype)[0]
 
 
-def fake_quantize_both(
+def fake_quantize_rows_and_columns(
     x: torch.Tensor,
     scheme: Scheme = PLAIN,
     rows: Side = NEAREST,
@@ -209,7 +212,7 @@ def fake_quantize_both(
 
     Arguments and errors as in [`fake_quantize`]. Contiguous tensors ``[..., M, K]`` and ``[..., K, M]``.
     """
-    return _values(*_checked_both("fake_quantize_both", x, scheme, rows, columns), dtype)
+    return _values(*_checked_rows_and_columns("fake_quantize_rows_and_columns", x, scheme, rows, columns), dtype)
 
 
 def quantize(x: torch.Tensor, scheme: Scheme = PLAIN, side: Side = NEAREST) -> Packed:
@@ -221,11 +224,11 @@ def quantize(x: torch.Tensor, scheme: Scheme = PLAIN, side: Side = NEAREST) -> P
     return _packed(x, scheme, Sides(side, None))[0]
 
 
-def quantize_both(
+def quantize_rows_and_columns(
     x: torch.Tensor, scheme: Scheme = PLAIN, rows: Side = NEAREST, columns: Side = NEAREST
 ) -> tuple[Packed, Packed]:
     """Return ``quantize(x, scheme, rows)`` and ``quantize(x.mT, scheme, columns)`` from one read of ``x``."""
-    return _packed(*_checked_both("quantize_both", x, scheme, rows, columns))
+    return _packed(*_checked_rows_and_columns("quantize_rows_and_columns", x, scheme, rows, columns))
 
 
 def _oriented(name: str, x: torch.Tensor, scheme: Scheme, side: Side) -> tuple[torch.Tensor, bool, Side]:
@@ -237,7 +240,7 @@ def _oriented(name: str, x: torch.Tensor, scheme: Scheme, side: Side) -> tuple[t
     return (x.mT if by_columns else x).detach(), by_columns, side
 
 
-def _checked_both(
+def _checked_rows_and_columns(
     name: str, x: torch.Tensor, scheme: Scheme, rows: Side, columns: Side
 ) -> tuple[torch.Tensor, Scheme, Sides]:
     check_input(name, x, 2)
@@ -280,37 +283,35 @@ def _launch(x: torch.Tensor, out: Sides, scheme: Scheme, sides: Sides, dtype: to
     out_cols, out_cols_t = rows.padded(n_cols), columns.padded(n_rows)
     col_tiles = triton.cdiv(out_cols if sides.rows else n_cols, tile.WIDTH)
     row_tiles = triton.cdiv(out_cols_t if sides.columns else n_rows, tile.HEIGHT)
-    launch(
-        quantize_kernel,
-        (row_tiles * col_tiles, stack),
-        x.device,
-        bits(x),
-        out,
-        Sides(rows.signs, columns.signs),
-        Lengths(n_rows, n_cols, out_cols, out_cols_t, x.stride(1), x.stride(0)),
-        Sides(row_bytes(out_cols, scheme), row_bytes(out_cols_t, scheme)) if packs else Sides(None, None),
-        col_tiles,
-        *rows.halves,
-        *columns.halves,
-        None if packs else scheme.alpha,
-        TILE=tile,
-        SCHEME=constants,
-        SIDES=_side_constants(x, scheme, sides, dtype, packs),
-        **compile_options(tile),
-    )
+    with on(x.device):
+        quantize_kernel[(row_tiles * col_tiles, stack)](
+            bits(x),
+            out,
+            Sides(rows.signs, columns.signs),
+            Lengths(n_rows, n_cols, out_cols, out_cols_t, x.stride(1), x.stride(0)),
+            Sides(row_bytes(out_cols, scheme), row_bytes(out_cols_t, scheme)) if packs else Sides(None, None),
+            col_tiles,
+            *rows.halves,
+            *columns.halves,
+            None if packs else scheme.alpha,
+            TILE=tile,
+            SCHEME=constants,
+            SIDES=_side_constants(x, scheme, sides, dtype, packs),
+            **compile_options(tile),
+        )
 
 
 def _side_constants(x: torch.Tensor, scheme: Scheme, sides: Sides, dtype: torch.dtype, packs: bool) -> Sides:
     """Compile-time arguments of both sides. Pairs need whole blocks, and an NVIDIA GPU from sm_80 on; those of rows are
     read as words."""
-    pairs = dtype == x.dtype and has_pairs(x.dtype, scheme, packs)
-    if pairs and not INTERPRETED:
-        pairs = torch.version.hip is None and torch.cuda.get_device_capability(x.device) >= (8, 0)
+    bf16x2 = dtype == x.dtype and has_bf16x2(x.dtype, scheme, packs)
+    if bf16x2 and not INTERPRETED:
+        bf16x2 = torch.version.hip is None and torch.cuda.get_device_capability(x.device) >= (8, 0)
     has_words = x.stride(0) % 2 == x.stride(1) % 2 == x.data_ptr() // 2 % 2 == 0
     rows, columns = sides
     return Sides(
-        rows and rows.constants(pairs and has_words and x.shape[2] % BLOCK == 0),
-        columns and columns.constants(pairs and x.shape[1] % BLOCK == 0),
+        rows and rows.constants(bf16x2 and has_words and x.shape[2] % BLOCK == 0),
+        columns and columns.constants(bf16x2 and x.shape[1] % BLOCK == 0),
     )
 
 

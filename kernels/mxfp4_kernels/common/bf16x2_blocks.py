@@ -27,8 +27,8 @@ and ``9 * s`` to what is finite, which is 8 scales and less by so little that it
 import triton
 import triton.language as tl
 
+from .bf16x2 import LOW, bytes_of, dot, larger, multiply, multiply_add, smaller
 from .blocks import BLOCK_MANTISSAS, NAN_BYTE
-from .pairs import LOW, bytes_of, dot, larger, multiply, multiply_add, smaller
 
 
 _MAGNITUDES = tl.constexpr(0x7FFF7FFF)

@@ -1,8 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The weight matrices of a model one by one: of a linear layer there is one, of experts there are many."""
+"""What is done with the quantized layers of a model: their weight matrices one by one (a linear layer has one, experts
+have many), full precision for a while, the optimizer step of their random numbers, parameters that are gathered."""
 
+import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NoReturn
 
 import torch
 from torch import nn
@@ -10,8 +13,7 @@ from torch import nn
 from .. import model_structure
 from ..gemm import LayerRng, quantize_experts, quantize_weight
 from ..numerics import GemmScheme
-from .experts import MXFP4Experts
-from .experts_base import ExpertsBase
+from .experts import ExpertsBase, MXFP4Experts
 from .linear import MXFP4Linear
 from .packed_experts import MXFP4PackedExperts
 from .packed_linear import MXFP4PackedLinear
@@ -105,3 +107,100 @@ def trainable_matrices(model: nn.Module) -> Iterator[WeightMatrix]:
             for expert in range(layer.n_experts):
                 for projection in layer.projections:
                     yield WeightMatrix(f"{name}.{expert}.{projection}", layer, projection, expert)
+
+
+@contextlib.contextmanager
+def full_precision(model: nn.Module) -> Iterator[int]:
+    """Within this context the quantized layers of ``model`` compute as the plain layers that they stand for, on their
+    master weights; afterwards, even after an exception, they quantize again. Gives the number of layers switched.
+
+    Nothing is copied or written. The pass belongs to no rollout and to no gradient of a parameter: call it under
+    `torch.no_grad`, or ask for gradients of hidden states alone.
+
+    Raises `ValueError` when ``model`` has packed layers, whose full-precision weights are gone, or no quantized layer.
+    """
+    modules = list(model.modules())
+    if any(isinstance(module, PACKED) for module in modules):
+        raise ValueError(
+            f"{type(model).__name__} has packed layers, whose weights exist in 4 bits only: it cannot be computed in "
+            "full precision; a policy with mode='qat' can"
+        )
+    layers = [module for module in modules if hasattr(module, "full_precision_forward")]
+    if not layers:
+        raise ValueError(f"{type(model).__name__} has no quantized layer: it is in full precision as it is")
+    with contextlib.ExitStack() as stack:
+        for layer in layers:
+            stack.enter_context(_plain(layer))
+        yield len(layers)
+
+
+def is_full_precision(layer: nn.Module) -> bool:
+    """Whether a quantized layer computes in full precision now, within [`full_precision`]."""
+    own = layer.__dict__.get("forward")
+    return own is not None and own == getattr(layer, "full_precision_forward", None)
+
+
+@contextlib.contextmanager
+def _plain(layer: nn.Module) -> Iterator[None]:
+    own = layer.__dict__.get("forward")
+    layer.forward = layer.full_precision_forward
+    try:
+        yield
+    finally:
+        del layer.forward
+        if own is not None:
+            layer.forward = own
+
+
+def random_layers(model: nn.Module) -> list[MXFP4Linear | MXFP4Experts]:
+    """The layers of ``model`` that round stochastically or rotate with random signs."""
+    return [m for m in model.modules() if isinstance(m, (MXFP4Linear, MXFP4Experts)) and m.is_random]
+
+
+def set_quantization_step(model: nn.Module, step: int) -> int:
+    """Let every layer draw the random numbers of optimizer step ``step``, the number of steps taken before.
+
+    To be called before the first forward pass of each step; the trainers' callback does it. A run that never calls it
+    stays at step 0: backward products still draw anew in every pass, the forward one does not.
+
+    Returns:
+        The number of layers that draw any.
+
+    Raises `ValueError` when no layer of ``model`` does.
+    """
+    layers = random_layers(model)
+    if not layers:
+        raise ValueError(
+            f"{type(model).__name__} has no layer that draws random numbers; ask for stochastic rounding or a random "
+            "rotation in the fprop, dgrad or wgrad of MXFP4RLConfig"
+        )
+    for layer in layers:
+        layer.set_step(step)
+    return len(layers)
+
+
+@contextlib.contextmanager
+def gathered(parameter: nn.Parameter, writes: bool = False) -> Iterator[torch.Tensor]:
+    """All of a parameter's values, detached, to be read within the context: gathered from all processes under FSDP2 and
+    ZeRO-3, whose processes must all enter it; elsewhere the parameter's own memory. With ``writes`` they can be changed
+    there, by all processes alike, but under FSDP2."""
+    with contextlib.ExitStack() as stack:
+        if hasattr(parameter, "ds_id"):
+            import deepspeed
+
+            rank = 0 if writes else None
+            stack.enter_context(deepspeed.zero.GatheredParameters([parameter], modifier_rank=rank))
+        tensor = parameter.detach()
+        yield tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+def fallback_thresholds(model: nn.Module) -> dict[str, float]:
+    """Return an empty dictionary: blocks are selected in each row, without thresholds."""
+    return {}
+
+
+def update_fallback_thresholds(model: nn.Module) -> NoReturn:
+    """Raise `RuntimeError`: there is nothing to update."""
+    raise RuntimeError(
+        "selective outlier fallback selects the blocks of each row and has no thresholds; remove this call"
+    )
