@@ -16,8 +16,7 @@ from torch import nn
 from transformers.utils.logging import tqdm
 
 from .gemm import quantize
-from .layers import WeightMatrix, trainable_matrices
-from .layers.sharded import gathered
+from .layers import WeightMatrix, gathered, trainable_matrices
 from .numerics import BLOCK_SIZE, GemmScheme, MXFP4Tensor, QuantScheme, unpack_codes
 
 

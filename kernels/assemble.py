@@ -39,7 +39,7 @@ def assemble(out: Path) -> list[Path]:
     """Write all build variants below ``out``; their folders. Raises `FileExistsError` when ``out`` has a build."""
     general = _general()
     package = SOURCE / general["name"].replace("-", "_")
-    sources = {path.relative_to(package).as_posix(): path.read_bytes() for path in sorted(package.rglob("*.py"))}
+    sources = {path.relative_to(package).as_posix(): path.read_bytes() for path in _sources(package)}
     sources[f"{package.name}/__init__.py"] = _COMPATIBLE.encode()
     digests = {name: hashlib.sha256(content) for name, content in sources.items()}
     whole = hashlib.sha256(b"".join(digest.digest() for digest in digests.values())).hexdigest()[:7]
@@ -65,6 +65,11 @@ def assemble(out: Path) -> list[Path]:
         (variant / "metadata.json").write_text(json.dumps(metadata, indent=2) + "\n")
         variants.append(variant)
     return variants
+
+
+def _sources(package: Path) -> list[Path]:
+    """Files of the package: Python, and the C++ that CPUs compile when they first use it."""
+    return sorted(path for path in package.rglob("*") if path.suffix in (".py", ".cpp", ".h"))
 
 
 def _general() -> dict:

@@ -61,7 +61,7 @@ def dense_products(monkeypatch):
     """Products with packed weights on the CPU have the bits of `F.linear` with the dequantized weight, those of few
     rows too, which are otherwise computed on the codes: for tests of something else that compare packed layers with
     trainable or dense ones."""
-    monkeypatch.setattr("hf_mxfp4.backends.cpu.packed_product.most_rows", lambda: 0)
+    monkeypatch.setattr("hf_mxfp4.backends.cpu.most_rows", lambda: 0)
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 import hf_mxfp4
 import mxfp4_kernels
 from hf_mxfp4 import MXFP4Linear, MXFP4RLConfig, numerics
-from hf_mxfp4.backends.select import quantize_e4m3
+from hf_mxfp4.backends import quantize_e4m3
 from hf_mxfp4.layers import MXFP4PackedExperts, MXFP4PackedLinear
 
 from .bench import Call, Case
@@ -94,7 +94,7 @@ def _quantizer_of_both(shape: tuple[int, ...]):
     def build(device: torch.device, backend: str) -> Call:
         x = random_matrix(device, *shape)
         if backend == "triton":
-            return lambda: [(made.codes, made.scale) for made in mxfp4_kernels.quantize_both(x)]
+            return lambda: [(made.codes, made.scale) for made in mxfp4_kernels.quantize_rows_and_columns(x)]
         return lambda: [(made.codes, made.scale) for made in map(numerics.quantize, (x, x.mT.contiguous()))]
 
     return build

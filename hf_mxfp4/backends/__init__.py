@@ -1,7 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """How a tensor is quantized: by the eager reference, the Triton kernels, or the fused C++ on the CPU."""
 
-from .select import backend_for, fake_quantize
+from .dispatch import backend_for, choose_backend, dequantize, fake_quantize, quantize_e4m3, rotate_rows, widest_float
 
 
-__all__ = ["backend_for", "fake_quantize"]
+__all__ = [
+    "backend_for",
+    "choose_backend",
+    "dequantize",
+    "fake_quantize",
+    "quantize_e4m3",
+    "rotate_rows",
+    "widest_float",
+]

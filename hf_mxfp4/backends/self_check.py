@@ -12,12 +12,11 @@ from collections.abc import Iterator
 import torch
 
 from .. import numerics
-from ..numerics import MXFP4Tensor, QuantScheme
+from ..numerics import PARTS, MXFP4Tensor, QuantScheme
 from . import triton as kernels
 
 
-_SCHEMES = QuantScheme(), QuantScheme("rceil", 128, "static", 0.5), QuantScheme("even", 128, "blockwise", 1.0)
-_PARTS = ("codes", "scale", "macro", "residual_codes", "residual_scale")
+_SCHEMES = QuantScheme(), QuantScheme("rceil", 128, "static", 0.5), QuantScheme("even", 128, "block_mantissas", 1.0)
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 #: Family and device -> what is wrong, `None` where nothing is.
 _found: dict[tuple[str, torch.device], str | None] = {}
@@ -110,7 +109,7 @@ def _quantized(device: torch.device) -> Iterator[tuple[str, torch.Tensor | None,
         yield f"values ({scheme})", kernels.fake_quantize(there, scheme), values
         yield f"values of a transpose ({scheme})", kernels.fake_quantize(there.t().contiguous().t(), scheme), values
         found, expected = kernels.quantize(there, scheme, 1), numerics.quantize(x, **vars(scheme), axis=1)
-        for part in _PARTS:
+        for part in PARTS:
             yield f"{part} ({scheme})", getattr(found, part), getattr(expected, part)
     for rows in (x, x.t()):
         expected = numerics.quantize_e4m3(rows)
@@ -144,7 +143,7 @@ def _multiplied(device: torch.device) -> Iterator[tuple[str, torch.Tensor, torch
 def _moved(tensor: MXFP4Tensor, device: torch.device, expert: int | None = None) -> MXFP4Tensor:
     """A packed tensor, or the matrix of one expert, on a device."""
     fields, at = dict(vars(tensor)), slice(None) if expert is None else expert
-    for part in _PARTS:
+    for part in PARTS:
         fields[part] = None if fields[part] is None else fields[part][at].to(device)
     return MXFP4Tensor(**fields | {"axis": fields["codes"].dim() - 1})
 

@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Calls of the Triton kernels (`mxfp4_kernels`, imported when first used) on torch tensors."""
+"""Calls of the Triton kernels of [`mxfp4_kernels`] on torch tensors."""
 
 import functools
 import os
 from typing import Any
 
 import torch
+
+import mxfp4_kernels
 
 from ..numerics import MXFP4Tensor, QuantScheme
 from ..numerics.blocks import keep_selected
@@ -23,8 +25,6 @@ def unsupported_reason(device_type: str, dtype: torch.dtype, scheme: QuantScheme
         return reason
     if scheme.fallback_rate is not None and scheme.block_rows != 1:
         return "selective outlier fallback (fallback_rate) of tiles has no Triton kernel"
-    import mxfp4_kernels
-
     return mxfp4_kernels.unsupported_dtype(dtype) or mxfp4_kernels.unsupported_scheme(*_fields(scheme))
 
 
@@ -33,34 +33,28 @@ def unavailable(device_type: str) -> str | None:
     if device_type not in ("cuda", "xpu") and not (device_type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1"):
         return f"the tensor is on {device_type}"
     try:
-        import mxfp4_kernels  # noqa: F401
+        mxfp4_kernels.Scheme  # noqa: B018
     except ImportError as error:
         return f"Triton is not installed ({error})"
     return None
 
 
 def fake_quantize(
-    x: torch.Tensor, scheme: QuantScheme, seed: int | None = None, dtype: torch.dtype | None = None
-) -> torch.Tensor:
-    """[`hf_mxfp4.numerics.apply_scheme`] along the last axis of a tensor that the kernels support, converted to
-    ``dtype``."""
-    if scheme.fallback_rate is not None:
-        return dequantize(quantize(x, scheme, x.dim() - 1, seed), x.dtype).to(dtype or x.dtype)
-    written = x.dtype if dtype is None or x.dtype != torch.float32 else written_dtype(scheme, dtype)
-    return _kernels().fake_quantize(x, _scheme(scheme), _side(scheme, seed), written).to(dtype or x.dtype)
-
-
-def fake_quantize_rotated(
     x: torch.Tensor,
     scheme: QuantScheme,
-    seed: int | None,
-    rotation: int,
-    signs: torch.Tensor | None,
-    dtype: torch.dtype,
+    seed: int | None = None,
+    rotation: int | None = None,
+    signs: torch.Tensor | None = None,
+    dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """[`fake_quantize`] of ``x`` padded and rotated along its last axis, as ``dtype``."""
-    side = _side(scheme, seed, rotation, signs)
-    return _kernels().fake_quantize(x, _scheme(scheme), side, written_dtype(scheme, dtype)).to(dtype)
+    """[`hf_mxfp4.backends.dispatch.fake_quantize`] of a tensor that the kernels support. Without a rotation where the
+    scheme has a ``fallback_rate``."""
+    if scheme.fallback_rate is not None:
+        return dequantize(quantize(x, scheme, x.dim() - 1, seed), x.dtype).to(dtype or x.dtype)
+    made = x.dtype if rotation is None else torch.float32
+    dtype = dtype or made
+    written = written_dtype(scheme, dtype) if made == torch.float32 else made
+    return mxfp4_kernels.fake_quantize(x, _scheme(scheme), _side(scheme, seed, rotation, signs), written).to(dtype)
 
 
 def written_dtype(scheme: QuantScheme, dtype: torch.dtype) -> torch.dtype:
@@ -69,7 +63,7 @@ def written_dtype(scheme: QuantScheme, dtype: torch.dtype) -> torch.dtype:
     return torch.bfloat16 if dtype == torch.bfloat16 and scheme.outlier_fallback is None else torch.float32
 
 
-def fake_quantize_both(
+def fake_quantize_rows_and_columns(
     x: torch.Tensor,
     schemes: tuple[QuantScheme, QuantScheme],
     seeds: tuple[int | None, int | None],
@@ -80,38 +74,38 @@ def fake_quantize_both(
     """Values of ``x [M, K]`` and of its transpose from one read, as ``dtype``; schemes differ in their rounding."""
     sides = [_side(*side) for side in zip(schemes, seeds, rotations, signs, strict=True)]
     written = written_dtype(schemes[0], dtype) if any(rotations) else x.dtype
-    rows, columns = _kernels().fake_quantize_both(x, _scheme(schemes[0]), *sides, dtype=written)
+    rows, columns = mxfp4_kernels.fake_quantize_rows_and_columns(x, _scheme(schemes[0]), *sides, dtype=written)
     return rows.to(dtype), columns.to(dtype)
 
 
 def quantize(x: torch.Tensor, scheme: QuantScheme, axis: int, seed: int | None = None) -> MXFP4Tensor:
     """[`hf_mxfp4.numerics.quantize`] of a tensor that the kernels support; ``axis`` is not negative."""
-    packed = _kernels().quantize(x.movedim(axis, -1), _scheme(scheme), _side(scheme, seed))
+    packed = mxfp4_kernels.quantize(x.movedim(axis, -1), _scheme(scheme), _side(scheme, seed))
     tensor = MXFP4Tensor(*packed, length=x.shape[axis], axis=axis, scheme=scheme, dtype=x.dtype)
     return tensor if scheme.fallback_rate is None else keep_selected(x.movedim(axis, -1), tensor)
 
 
 def dequantize(tensor: MXFP4Tensor, dtype: torch.dtype) -> torch.Tensor:
     """[`MXFP4Tensor.dequantize`] of what [`unsupported_reason`] does not refuse."""
-    out = _kernels().dequantize(_packed(tensor), tensor.length, _scheme(tensor.scheme), dtype)
+    out = mxfp4_kernels.dequantize(_packed(tensor), tensor.length, _scheme(tensor.scheme), dtype)
     return out.movedim(-1, tensor.axis)
 
 
 def quantize_e4m3(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """[`hf_mxfp4.numerics.quantize_e4m3`] of a tensor that the kernels support."""
-    return _kernels().to_fp8(x, torch.uint8)
+    return mxfp4_kernels.to_fp8(x, torch.uint8)
 
 
 def dequantize_e4m3(elements: torch.Tensor, byte: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """[`hf_mxfp4.numerics.dequantize_e4m3`] in a dtype that the kernels support."""
-    return _kernels().from_fp8(elements, byte, dtype)
+    return mxfp4_kernels.from_fp8(elements, byte, dtype)
 
 
 def to_fp8(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """[`hf_mxfp4.gemm.to_fp8`] of a matrix that the kernels support: elements, scales, and the number of elements that
     were rounded, a scalar on the device."""
     inexact = torch.zeros((), dtype=torch.int32, device=x.device)
-    return *_kernels().to_fp8(x, inexact=inexact), inexact
+    return *mxfp4_kernels.to_fp8(x, inexact=inexact), inexact
 
 
 def fake_quantize_e4m3(x: torch.Tensor) -> torch.Tensor:
@@ -126,7 +120,7 @@ def unsupported_product(rows: int, length: int, dtype: torch.dtype, n_experts: i
     most = MOST_DECODED_ROWS if n_experts is None else MOST_DECODED_ROWS_OF_EXPERTS * max(1, min(rows, n_experts))
     if rows > most:
         return f"{rows} rows: decoding the weight once costs less than once for every tile of rows"
-    return _kernels().unsupported_weight(dtype, length)
+    return mxfp4_kernels.unsupported_weight(dtype, length)
 
 
 def linear(
@@ -134,30 +128,23 @@ def linear(
 ) -> torch.Tensor:
     """``x Q(W)^T + b`` on the codes of a weight ``[N, K]``, or with ``offsets`` (where the rows of each expert end,
     int32) of weights ``[E, N, K]``, that [`unsupported_product`] does not refuse."""
-    return _kernels().linear_w4a16(x, _packed(weight), weight.length, _scheme(weight.scheme), bias, offsets)
-
-
-def _kernels() -> Any:
-    import mxfp4_kernels
-
-    return mxfp4_kernels
+    return mxfp4_kernels.linear_w4a16(x, _packed(weight), weight.length, _scheme(weight.scheme), bias, offsets)
 
 
 def _fields(scheme: QuantScheme) -> tuple:
     """The fields of the kernels' scheme."""
-    search = "block_mantissas" if scheme.macro_search == "blockwise" else scheme.macro_search
-    return scheme.scale_rule.value, scheme.macro_block, search, scheme.outlier_fallback, scheme.block_rows
+    return scheme.scale_rule.value, scheme.macro_block, scheme.macro_search, scheme.outlier_fallback, scheme.block_rows
 
 
 @functools.lru_cache(maxsize=64)
 def _scheme(scheme: QuantScheme) -> Any:
     scale_rule, macro_block, search, *rest = _fields(scheme)
-    return _kernels().Scheme(scale_rule, macro_block, search if macro_block else "static", *rest)
+    return mxfp4_kernels.Scheme(scale_rule, macro_block, search if macro_block else "static", *rest)
 
 
 def _side(scheme: QuantScheme, seed: int | None, rotation: int | None = None, signs: torch.Tensor | None = None) -> Any:
-    return _kernels().Side(None if scheme.rounding == "nearest" else seed, rotation, signs)
+    return mxfp4_kernels.Side(None if scheme.rounding == "nearest" else seed, rotation, signs)
 
 
 def _packed(tensor: MXFP4Tensor) -> Any:
-    return _kernels().Packed(tensor.codes, tensor.scale, tensor.macro, tensor.residual_codes, tensor.residual_scale)
+    return mxfp4_kernels.Packed(tensor.codes, tensor.scale, tensor.macro, tensor.residual_codes, tensor.residual_scale)

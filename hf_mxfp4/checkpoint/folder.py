@@ -24,13 +24,11 @@ SIDE_FILES = (
     "tokenizer*",
     "vocab*",
     "merges.txt",
-    "special_tokens_map.json",
-    "added_tokens.json",
+    "*_token*.json",
     "chat_template*",
     "*.model",
     "*.tiktoken",
-    "preprocessor_config.json",
-    "processor_config.json",
+    "*processor_config.json",
     "LICENSE*",
 )
 

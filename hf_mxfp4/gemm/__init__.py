@@ -3,14 +3,20 @@
 
 from ..backends.functional import fake_quantize, quantize
 from .cache import WEIGHT_FORMS, WeightCache, cached_weights, gemm_states, uncached_weights
-from .compile import compiled_linear, compiled_packed_linear
-from .counts import weight_quantizations
-from .dispatch import MatmulBackend, hardware_of, matmul_counts, reset_matmul_counts, select_matmul
-from .fp8 import FP8Operand, to_fp8
+from .compile import compiled_linear, compiled_packed_linear, read_scheme
 from .groups import Groups, group_by_expert
-from .layer_rng import LayerRng
 from .linear import autocast_dtype, quantized_linear
-from .matmul import matmul, reads_packed_on_gpus
+from .matmul import (
+    FP8Operand,
+    MatmulBackend,
+    hardware_of,
+    matmul,
+    matmul_counts,
+    reads_packed_on_gpus,
+    reset_matmul_counts,
+    select_matmul,
+    to_fp8,
+)
 from .operands import (
     effective_rows,
     input_operand,
@@ -23,8 +29,8 @@ from .operands import (
     rows_first,
     weight_codes,
     weight_operand,
+    weight_quantizations,
 )
-from .operators import read_scheme
 from .packed import packed_forward, packed_linear
 from .packed_weight import (
     PACKED_FIELDS,
@@ -38,8 +44,7 @@ from .packed_weight import (
     quantize_weight,
     weight_values,
 )
-from .spec import GemmSpec, PackedSpec
-from .state import GemmState
+from .state import GemmSpec, GemmState, LayerRng, PackedSpec
 
 
 __all__ = [

@@ -14,11 +14,12 @@ from collections.abc import Sequence
 
 import torch
 
-from ..numerics import MXFP4Tensor, Rotation
+from ..backends import dispatch
+from ..numerics import PARTS, MXFP4Tensor, QuantScheme, Rotation, parse_scheme, part_sizes
 from .groups import Groups
 from .linear import (
-    PLAIN_STATE,
     LinearRecord,
+    SavedRecord,
     autocast_dtype,
     linear_backward,
     linear_forward,
@@ -26,12 +27,9 @@ from .linear import (
     sum_rows,
 )
 from .operands import padded_length
-from .operators import parse, read_scheme
 from .packed import packed_forward, packed_grad_x
-from .packed_weight import PackedWeight, part_sizes
-from .saved import PARTS, SavedRecord
-from .spec import GemmSpec, PackedSpec
-from .state import GemmState, state_of
+from .packed_weight import PackedWeight
+from .state import PLAIN_STATE, GemmSpec, GemmState, PackedSpec, state_of
 
 
 _UNSAFE = (torch.Tag.cudagraph_unsafe,)
@@ -51,6 +49,100 @@ def groups_of(ends: torch.Tensor | None, n_rows: int) -> Groups | None:
             f"a token was sent to an expert beyond the {len(ends)}; MXFP4 experts know no expert parallelism"
         )
     return Groups.of_ends(ends, n_rows)
+
+
+# ---- functions of tensors -------------------------------------------------------------------------------------------
+
+
+parse = functools.lru_cache(maxsize=256)(parse_scheme)
+
+
+def read_scheme(text: str) -> QuantScheme:
+    """The scheme of an operator's argument. Raises `ValueError` for one that draws random numbers: an operator must be
+    a function of its arguments."""
+    scheme = parse(text)
+    if scheme.rounding != "nearest":
+        raise ValueError(f"scheme {text!r} draws random numbers; the operators round to nearest")
+    return scheme
+
+
+@torch.library.custom_op("hf_mxfp4::fake_quantize", mutates_args=())
+def _fake_quantize(x: torch.Tensor, scheme: str, backend: str) -> torch.Tensor:
+    return dispatch.fake_quantize(x.detach(), read_scheme(scheme), backend).contiguous()
+
+
+@torch.library.custom_op("hf_mxfp4::fake_quantize_e4m3", mutates_args=())
+def _fake_quantize_e4m3(x: torch.Tensor) -> torch.Tensor:
+    return dispatch.fake_quantize_e4m3(x.detach()).contiguous()
+
+
+@_fake_quantize.register_fake
+def _(x, scheme, backend):
+    return torch.empty(x.shape, dtype=x.dtype, device=x.device)
+
+
+@_fake_quantize_e4m3.register_fake
+def _(x):
+    return torch.empty(x.shape, dtype=x.dtype, device=x.device)
+
+
+_fake_quantize.register_autograd(lambda ctx, grad: (grad, None, None))
+_fake_quantize_e4m3.register_autograd(lambda ctx, grad: grad)
+
+
+@torch.library.custom_op("hf_mxfp4::quantize", mutates_args=())
+def _quantize(
+    x: torch.Tensor, scheme: str, backend: str
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    packed = dispatch.quantize(x.detach(), read_scheme(scheme), backend)
+    parts = (getattr(packed, part) for part in PARTS)
+    return tuple(x.new_empty(0, dtype=torch.uint8) if part is None else part.contiguous() for part in parts)
+
+
+@_quantize.register_fake
+def _(x, scheme, backend):
+    sizes = part_sizes(read_scheme(scheme), x.shape[-1])
+    shapes = ((0,) if size is None else (*x.shape[:-1], size) for size in sizes)
+    return tuple(torch.empty(shape, dtype=torch.uint8, device=x.device) for shape in shapes)
+
+
+@torch.library.custom_op("hf_mxfp4::dequantize", mutates_args=())
+def _dequantize(
+    codes: torch.Tensor,
+    scale: torch.Tensor,
+    macro: torch.Tensor | None,
+    residual_codes: torch.Tensor | None,
+    residual_scale: torch.Tensor | None,
+    length: int,
+    scheme: str,
+    dtype: torch.dtype,
+    backend: str,
+) -> torch.Tensor:
+    parts = codes, scale, macro, residual_codes, residual_scale
+    packed = MXFP4Tensor(*parts, length=length, axis=codes.dim() - 1, scheme=read_scheme(scheme), dtype=dtype)
+    return dispatch.dequantize(packed, dtype, backend).contiguous()
+
+
+@_dequantize.register_fake
+def _(codes, scale, macro, residual_codes, residual_scale, length, scheme, dtype, backend):
+    return torch.empty(*codes.shape[:-1], length, dtype=dtype, device=codes.device)
+
+
+def _define_vmap(operator: torch.library.CustomOpDef) -> None:
+    """Under `torch.vmap`, run an operator on all tensors at once: rows do not depend on each other."""
+
+    def batched(info, axes, *arguments):
+        moved = [x if axis is None else x.movedim(axis, 0) for x, axis in zip(arguments, axes, strict=True)]
+        out = operator(*moved)
+        if isinstance(out, torch.Tensor):
+            return out, 0
+        return out, tuple(0 if part.numel() else None for part in out)  # parts that the scheme does not have are empty
+
+    operator.register_vmap(batched)
+
+
+for _operator in (_fake_quantize, _quantize, _dequantize):
+    _define_vmap(_operator)
 
 
 # ---- trainable weights ----------------------------------------------------------------------------------------------
@@ -135,7 +227,7 @@ def _returned_shapes(x: torch.Tensor, dtype: torch.dtype, saved: str, columns: i
         return [x.new_empty(*rows, columns, dtype=dtype)]
     if saved.endswith("fp8"):
         return [x.new_empty(*rows, size, dtype=torch.uint8) for size in (length, 1)]
-    sizes = part_sizes(parse(scheme), columns).values() if saved == "mxfp4" else ()
+    sizes = part_sizes(parse(scheme), columns) if saved == "mxfp4" else ()
     return [x.new_empty(*rows, size, dtype=torch.uint8) for size in sizes if size is not None]
 
 
@@ -147,10 +239,10 @@ def _saved_input(
     x_dtype: torch.dtype,
     dtype: torch.dtype,
 ) -> tuple[tuple[torch.Tensor | None, ...], SavedRecord]:
-    """What an operator returned of its input, as [`hf_mxfp4.gemm.saved.restore_input`] takes it."""
+    """What an operator returned of its input, as [`hf_mxfp4.gemm.linear.restore_input`] takes it."""
     if saved == "mxfp4":
         scheme, remaining = spec.input_scheme, iter(tensors)
-        found = tuple(None if size is None else next(remaining) for size in part_sizes(scheme, 1).values())
+        found = tuple(None if size is None else next(remaining) for size in part_sizes(scheme, 1))
         made_of = torch.float32 if spec.rotation_size > 1 and x_dtype != torch.float64 else x_dtype
         options = {"length": padded_length(in_features, spec), "axis": 1, "scheme": scheme, "dtype": made_of}
         return found, SavedRecord("mxfp4", dtype, MXFP4Tensor(**dict.fromkeys(PARTS), **options))

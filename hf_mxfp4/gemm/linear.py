@@ -14,19 +14,17 @@ import torch
 from torch.autograd import forward_ad
 from torch.autograd.function import once_differentiable
 
-from ..backends import select as backends
+from ..backends import dispatch
 from ..backends import triton as triton_kernels
-from ..numerics import FULL, GEMM_OPERANDS, REUSE, GemmScheme, QuantScheme
-from . import fp8
-from .counts import count_weight
-from .dispatch import count_product, hardware_of, select_matmul
+from ..numerics import FULL, GEMM_OPERANDS, PARTS, REUSE, GemmScheme, MXFP4Tensor, QuantScheme
 from .groups import Groups
-from .layer_rng import LayerRng
-from .matmul import matmul, matmul_tokens
+from .matmul import matmul, matmul_tokens, multiply
 from .operands import (
+    count_weight,
     input_operand,
     keeps_codes,
     operand_seed,
+    packed_input,
     quantize_operand,
     rotate_back,
     rotation_signs,
@@ -34,16 +32,14 @@ from .operands import (
     weight_codes,
     weight_operand,
 )
-from .saved import SavedRecord, SavedTensors, restore_input, save_input
-from .spec import FULL_PRECISION, GemmSpec
-from .state import GemmState
+from .packed_weight import rows_per_portion
+from .state import PLAIN_STATE, GemmSpec, GemmState, LayerRng
 
 
 #: Types of devices that have autocast at all. Dynamo of torch 2.11 does not trace the question.
 _AUTOCASTS = frozenset(filter(torch.amp.is_autocast_available, ("cpu", "cuda", "xpu", "mps", "hpu", "mtia")))
 
-#: Of products whose operands are not quantized.
-PLAIN_STATE = GemmState(FULL_PRECISION)
+SavedTensors = tuple[torch.Tensor | None, ...]
 
 
 def quantized_linear(
@@ -95,6 +91,21 @@ def linear_without_gradient(
 
 
 @dataclass(frozen=True)
+class SavedRecord:
+    """What the saved tensors are.
+
+    Attributes:
+        form: one of [`hf_mxfp4.numerics.SAVED_FORMS`].
+        dtype: that the values come back in.
+        layout: of codes, the [`MXFP4Tensor`] without its tensors.
+    """
+
+    form: str
+    dtype: torch.dtype
+    layout: MXFP4Tensor | None = None
+
+
+@dataclass(frozen=True)
 class LinearRecord:
     """What the backward pass must know of the forward pass beside tensors.
 
@@ -131,7 +142,7 @@ def linear_forward(
     record = LinearRecord(saved, step, x.dtype, None if bias is None else bias.dtype)
     bias = as_dtype(bias, dtype)
     if groups is None:
-        out = _multiply("fprop", left, right, state.spec, bias)
+        out = multiply("fprop", left, right, state.spec, bias)
     else:
         out = matmul(left, right, bias, groups)
     return out, tensors, record, right
@@ -203,7 +214,7 @@ def _gradients(
     spec, rng, columns = state.spec, state.rng_of(group or 0), masters.shape[-1]
     left = left_t = grad_x = grad_weight = None
     if needs[0] and needs[1] and not spec.is_plain:
-        left, left_t = _both_directions(rows, spec, rng)
+        left, left_t = _rows_and_columns(rows, spec, rng)
     if needs[0]:
         weight = _rotated_back(right, columns, spec, rng) if spec.reuses_weight else masters
         grad_x = _product("dgrad", rows, weight.t(), spec, rng, left)
@@ -263,25 +274,10 @@ def _product(
             options = {"rotation": scheme.rotation, "dtype": left.dtype}
             values = quantize_operand(values, precision, gemm, name, rng, spec.backend, **options)
         operands.append(values.to(left.dtype))
-    return _multiply(gemm, *operands, spec)
+    return multiply(gemm, *operands, spec)
 
 
-def _multiply(
-    gemm: str, left: torch.Tensor, right: torch.Tensor, spec: GemmSpec, bias: torch.Tensor | None = None
-) -> torch.Tensor:
-    """``left [..., C] right[D, C]^T + bias`` of quantized values by the backend that the spec names."""
-    if spec.matmul_backend == "dense":
-        return matmul(left, right, bias)
-    choice = select_matmul(gemm, spec.scheme, hardware_of(left.device), left.dtype, spec.matmul_backend)
-    is_fp8 = choice.name == "fp8" and backends.is_torchs_own(left) and fp8.multiplies(left, right)
-    count_product(gemm, "fp8" if is_fp8 else "dense")
-    if not is_fp8:
-        return matmul(left, right, bias)
-    rows = fp8.to_fp8(left.reshape(-1, left.shape[-1]))
-    return matmul(rows, fp8.to_fp8(right), bias, dtype=left.dtype).view(*left.shape[:-1], right.shape[0])
-
-
-def _both_directions(
+def _rows_and_columns(
     grad: torch.Tensor, spec: GemmSpec, rng: LayerRng | None
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """The left operands of Dgrad and Wgrad, of ``grad [M, N]`` and of its transpose, from one read of it; `None` twice
@@ -298,11 +294,11 @@ def _both_directions(
     seeds, signs = [], []
     for gemm, scheme, rotation, length in zip(("dgrad", "wgrad"), schemes, rotations, grad.shape[::-1], strict=True):
         seeds.append(operand_seed(scheme, gemm, "grad", rng))
-        if backends.choose_backend(grad, scheme, spec.backend, seeds[-1]) != "triton":
+        if dispatch.choose_backend(grad, scheme, spec.backend, seeds[-1]) != "triton":
             return None, None
         signs.append(rotation and rotation_signs(rotation, gemm, length, rng, grad.device))
     sizes = tuple(rotation and rotation.size for rotation in rotations)
-    return triton_kernels.fake_quantize_both(
+    return triton_kernels.fake_quantize_rows_and_columns(
         grad.detach(), tuple(schemes), tuple(seeds), sizes, tuple(signs), grad.dtype
     )
 
@@ -352,6 +348,52 @@ class _QuantizedLinear(torch.autograd.Function):
         needs = ctx.needs_input_grad[:3]
         gradients = linear_backward(grad, weight, tuple(tensors), ctx.record, ctx.state, ctx.groups, needs, right)
         return *gradients, *(None,) * 4
+
+
+# ---- the input, saved for the gradient of the weight ----------------------------------------------------------------
+# Rows are tokens, in any number and order, so the inputs of grouped experts are saved in the same way.
+
+
+def save_input(
+    x: torch.Tensor, dtype: torch.dtype, state: GemmState, groups: Groups | None
+) -> tuple[torch.Tensor, SavedTensors, SavedRecord]:
+    """The operand of the forward product, the tensors to save for Wgrad, and the record that [`restore_input`] reads
+    them by.
+
+    Raises `ValueError` for an input saved in MXFP4 while Wgrad takes another one than the forward product.
+    """
+    spec = state.spec
+    if spec.saved == "mxfp4":
+        if spec.saves_raw_input:
+            raise ValueError("saved in MXFP4 is what the forward product takes, and Wgrad takes the input itself")
+        packed = packed_input(x, state, groups)
+        tensors = tuple(getattr(packed, part) for part in PARTS)
+        record = SavedRecord("mxfp4", dtype, replace(packed, **dict.fromkeys(PARTS)))
+        return restore_input(tensors, record), tensors, record
+    operand = input_operand(x, dtype, state, groups)
+    saved = x if spec.saves_raw_input else operand
+    tensors = dispatch.quantize_e4m3(saved, spec.backend) if spec.saved == "fp8" else (saved,)
+    return operand, tensors, SavedRecord(spec.saved, saved.dtype)
+
+
+def restore_input(tensors: SavedTensors, record: SavedRecord) -> torch.Tensor:
+    """The values ``[..., K]`` that [`save_input`] saved; of a rotated operand with the columns of its padding."""
+    if record.form == "mxfp4":
+        return _unpack(tensors, record)
+    return dispatch.dequantize_e4m3(*tensors, record.dtype) if record.form == "fp8" else tensors[0]
+
+
+def _unpack(tensors: SavedTensors, record: SavedRecord) -> torch.Tensor:
+    leading = tensors[0].shape[:-1]
+    rows = [None if tensor is None else tensor.view(-1, tensor.shape[-1]) for tensor in tensors]
+    step = rows_per_portion(record.layout.length)
+    layout, values = replace(record.layout, axis=1), []
+    for start in range(0, max(1, rows[0].shape[0]), step):
+        some = [None if tensor is None else tensor[start : start + step] for tensor in rows]
+        portion = replace(layout, **dict(zip(PARTS, some, strict=True)))
+        # By way of the input's dtype, as the operand is made everywhere: that of autocast may saturate elsewhere.
+        values.append(dispatch.dequantize(portion, portion.dtype).to(record.dtype))
+    return (torch.cat(values) if len(values) > 1 else values[0]).view(*leading, record.layout.length)
 
 
 # ---- dtypes and gradients -------------------------------------------------------------------------------------------

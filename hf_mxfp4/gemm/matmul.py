@@ -1,16 +1,63 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One product of two operands, of one weight or of all experts, by what multiplies such operands on their device."""
+"""One product of two operands, of one weight or of all experts: which backend multiplies them, why, and how often each
+did.
+
+* ``dense``: an ordinary product of the quantized values, in the dtype of the model. Always possible. Of codes, those of
+  few rows are multiplied without values in memory.
+* ``fp8``: the same values as E4M3 elements with one scale per row ([`FP8Operand`]), on FP8 tensor cores by
+  `torch.nn.functional.scaled_mm`. Differs from the dense product by the rounding of sums and of the output, and by
+  elements too small for E4M3 beside the largest of their row, which are counted.
+"""
+
+import functools
+import os
+from collections import Counter
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 
-from ..backends import select as backends
+from ..backends import cpu as on_cpu
+from ..backends import dispatch
 from ..backends import triton as triton_kernels
-from ..backends.cpu import packed_product as on_cpu
-from ..numerics import MXFP4Tensor, QuantScheme
-from .fp8 import FP8Operand, scaled_product
+from ..numerics import FULL, GEMM_OPERANDS, REUSE, GemmScheme, LinearScheme, MXFP4Tensor, OperandScheme, QuantScheme
 from .groups import Groups
 from .packed_weight import of_expert
+from .state import GemmSpec
+
+
+#: Hardware with FP8 tensor cores; what `hf-mxfp4 env` lists.
+FP8_HARDWARE = ("sm_89", "sm_90", "sm_100", "sm_103", "sm_120", "sm_121", "gfx950")
+_LARGEST_E4M3 = 448.0
+
+_counts: Counter[tuple[str, str]] = Counter()
+#: Per device, elements that E4M3 rounded: a scalar that is added to without waiting for the device.
+_inexact: dict[torch.device, torch.Tensor] = {}
+
+
+class FP8Operand(NamedTuple):
+    """``elements [R, C]``, float8_e4m3fn, times ``scale [R, 1]``, float32 powers of two."""
+
+    elements: torch.Tensor
+    scale: torch.Tensor
+
+
+def to_fp8(values: torch.Tensor) -> FP8Operand:
+    """A matrix of quantized values as elements and scales of its rows. NaN and infinite values become NaN."""
+    if dispatch.supports_e4m3(values):
+        elements, scale, inexact = triton_kernels.to_fp8(values)
+        _count_inexact(inexact)
+        return FP8Operand(elements, scale)
+    wide = values.float()
+    finite = wide.isfinite()
+    top = torch.where(finite, wide.abs(), 0).amax(dim=1, keepdim=True)
+    _, exponent = torch.frexp(top)
+    scale = torch.ldexp(torch.ones_like(top), (exponent - 9).clamp(-126, 126))
+    scale = torch.where(top > scale * _LARGEST_E4M3, scale * 2, scale)
+    elements = torch.where(finite, wide / scale, torch.nan).to(torch.float8_e4m3fn)
+    _count_inexact((elements.float() * scale != wide).logical_and(finite).sum())
+    return FP8Operand(elements.contiguous(), scale)
 
 
 #: Values in the dtype of the product, codes and scale bytes, or E4M3 elements and scales of rows.
@@ -41,7 +88,17 @@ def matmul(
         backend: what reads codes; see [`hf_mxfp4.fake_quantize`].
     """
     if isinstance(b, FP8Operand):
-        return scaled_product(a, b, bias, dtype)
+        out = F.scaled_mm(
+            a.elements,
+            b.elements.t(),
+            a.scale,
+            F.ScalingType.RowWise,
+            b.scale.t(),
+            F.ScalingType.RowWise,
+            output_dtype=dtype,
+            use_fast_accum=False,  # which would keep 14 bits of the sums
+        )
+        return out if bias is None else out + bias
     if isinstance(b, MXFP4Tensor):
         return _on_codes(a, b, bias, backend) if groups is None else _experts_on_codes(a, b, bias, groups, backend)
     if groups is None:
@@ -53,6 +110,28 @@ def matmul(
     for expert, rows in groups:
         out[rows] = F.linear(a[rows], b[expert], None if bias is None else bias[expert])
     return out
+
+
+def multiply(
+    gemm: str, left: torch.Tensor, right: torch.Tensor, spec: GemmSpec, bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    """``left [..., C] right[D, C]^T + bias`` of quantized values by the backend that the spec names."""
+    if spec.matmul_backend == "dense":
+        return F.linear(left, right, bias)
+    choice = select_matmul(gemm, spec.scheme, hardware_of(left.device), left.dtype, spec.matmul_backend)
+    is_fp8 = choice.name == "fp8" and dispatch.is_torchs_own(left) and _fits_fp8(left, right)
+    _counts[gemm, "fp8" if is_fp8 else "dense"] += 1
+    if not is_fp8:
+        return F.linear(left, right, bias)
+    rows = to_fp8(left.reshape(-1, left.shape[-1]))
+    return matmul(rows, to_fp8(right), bias, dtype=left.dtype).view(*left.shape[:-1], right.shape[0])
+
+
+def _fits_fp8(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether FP8 tensor cores multiply operands of these shapes, ``a [..., C] b[D, C]^T``: C and D multiples of 16."""
+    if 0 in (*a.shape, *b.shape):
+        return False
+    return a.is_cpu or b.shape[1] % 16 == 0 and b.shape[0] % 16 == 0
 
 
 def matmul_tokens(a: torch.Tensor, b: torch.Tensor, groups: Groups) -> torch.Tensor:
@@ -78,23 +157,21 @@ def _runs_grouped(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def _on_codes(a: torch.Tensor, b: MXFP4Tensor, bias: torch.Tensor | None, backend: str) -> torch.Tensor:
-    name = backends.reader(a, b.scheme, backend)
+    name = dispatch.choose_backend(a, b.scheme, backend, family="decode")
     if name == "cpu":
         return on_cpu.product(a, b, bias)
-    if name == "triton" and (backend != "auto" or backends.is_verified("decode", a.device)):
-        if triton_kernels.unsupported_product(a.shape[:-1].numel(), b.length, a.dtype) is None:
-            return triton_kernels.linear(a, b, bias)
-    return F.linear(a, backends.dequantize(b, a.dtype, backend), bias)
+    if name == "triton" and triton_kernels.unsupported_product(a.shape[:-1].numel(), b.length, a.dtype) is None:
+        return triton_kernels.linear(a, b, bias)
+    return F.linear(a, dispatch.dequantize(b, a.dtype, backend), bias)
 
 
 def _experts_on_codes(
     a: torch.Tensor, b: MXFP4Tensor, bias: torch.Tensor | None, groups: Groups, backend: str
 ) -> torch.Tensor:
     """All experts at once where a kernel takes their rows; otherwise the values of one expert at a time."""
-    name = backends.reader(a, b.scheme, backend)
-    if name == "triton" and (backend != "auto" or backends.is_verified("decode", a.device)):
-        if triton_kernels.unsupported_product(len(a), b.length, a.dtype, len(b.codes)) is None:
-            return triton_kernels.linear(a, b, bias, groups.offsets(a.device))
+    name = dispatch.choose_backend(a, b.scheme, backend, family="decode")
+    if name == "triton" and triton_kernels.unsupported_product(len(a), b.length, a.dtype, len(b.codes)) is None:
+        return triton_kernels.linear(a, b, bias, groups.offsets(a.device))
     if name == "cpu" and max(groups.counts, default=0) <= on_cpu.most_rows():
         return on_cpu.grouped_product(a, b, groups.offsets(a.device), bias)
     out = a.new_empty(a.shape[0], b.codes.shape[1])
@@ -104,8 +181,112 @@ def _experts_on_codes(
     return out
 
 
+def computes_on_codes(x: torch.Tensor, dtype: torch.dtype, scheme: QuantScheme, backend: str = "auto") -> bool:
+    """Return whether products in ``dtype`` of few rows on the device of ``x`` are computed on a weight's codes. Raises
+    `ValueError` when the backend named cannot do it."""
+    return dispatch.choose_backend(x, scheme, backend, family="decode", dtype=dtype) != "eager"
+
+
 def reads_packed_on_gpus(scheme: QuantScheme, backend: str) -> bool:
-    """Whether the kernels are certain to multiply with weights of this scheme on a CUDA device, so that a CUDA graph
-    can hold the product."""
-    reason = triton_kernels.unsupported_reason("cuda", torch.bfloat16, backends.as_read(scheme))
+    """Return whether the kernels are certain to multiply with weights of this scheme on a CUDA device, so that a CUDA
+    graph can hold the product."""
+    reason = triton_kernels.unsupported_reason("cuda", torch.bfloat16, dispatch.as_read(scheme))
     return backend in ("auto", "triton") and reason is None
+
+
+# ---- the choice -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class MatmulBackend:
+    """``name``: ``"dense"`` or ``"fp8"``; ``reason``: why that one, in words."""
+
+    name: str
+    reason: str
+
+
+@functools.lru_cache(maxsize=64)
+def hardware_of(device: torch.device) -> str:
+    """``"sm_90"``, ``"gfx950"``, ``"cpu"``, or ``"interpreter"`` for a CPU under TRITON_INTERPRET=1."""
+    if device.type == "cuda" and torch.version.hip:
+        return torch.cuda.get_device_properties(device).gcnArchName.partition(":")[0]
+    if device.type == "cuda":
+        return "sm_{}{}".format(*torch.cuda.get_device_capability(device))
+    if device.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1":
+        return "interpreter"
+    return device.type
+
+
+@functools.lru_cache(maxsize=1024)
+def select_matmul(
+    gemm: str,
+    scheme: LinearScheme,
+    hardware: str,
+    dtype: torch.dtype = torch.bfloat16,
+    requested: str = "auto",
+    experts: bool = False,
+) -> MatmulBackend:
+    """Choose the backend of one product.
+
+    Args:
+        gemm: ``"fprop"``, ``"dgrad"`` or ``"wgrad"``.
+        scheme: of the layer's products.
+        hardware: see [`hardware_of`].
+        dtype: of the output.
+        requested: ``"dense"``, ``"fp8"``, or ``"auto"`` for the fastest that multiplies the very values; on the CPU
+            that is the dense one, whose FP8 products are for tests.
+        experts: whether the product is that of all experts of a layer.
+    """
+    if requested == "dense":
+        return MatmulBackend("dense", "matmul_backend='dense' was asked for")
+    if experts:
+        return MatmulBackend("dense", "experts are multiplied in 16 bits")
+    on_cpu = hardware in ("cpu", "interpreter")
+    if on_cpu and requested == "auto":
+        return MatmulBackend("dense", "on the CPU there is nothing faster")
+    if not on_cpu and hardware not in FP8_HARDWARE:
+        return MatmulBackend("dense", f"{hardware} has no FP8 products")
+    if dtype != (torch.float32 if on_cpu else torch.bfloat16):
+        return MatmulBackend("dense", f"FP8 products on {hardware} have no output in {dtype}")
+    product: GemmScheme = getattr(scheme, gemm)
+    for operand, precision in zip(GEMM_OPERANDS[gemm], (product.left, product.right), strict=True):
+        reason = _operand_problem(operand, precision, scheme)
+        if reason is not None:
+            return MatmulBackend("dense", reason)
+    return MatmulBackend("fp8", "the values are E4M3 numbers times a scale per row")
+
+
+def _operand_problem(operand: str, precision: OperandScheme, scheme: LinearScheme) -> str | None:
+    """Why the values of an operand are no E4M3 numbers times one power of two per row; `None` where they are."""
+    if precision is REUSE:
+        if scheme.fprop.rotation is not None:
+            return f"the reused {operand} is rotated along the other axis"
+        precision = scheme.fprop.right if operand == "weight" else scheme.fprop.left
+    if precision is FULL:
+        return f"{operand} is in full precision"
+    if isinstance(precision, QuantScheme) and precision.macro_block is not None:
+        return f"macro factors of {operand} have more digits than E4M3"
+    if isinstance(precision, QuantScheme) and precision.outlier_fallback is not None:
+        return f"residuals of {operand} have more digits than E4M3"
+    return None
+
+
+def _count_inexact(number: torch.Tensor) -> None:
+    """Add elements that were rounded, a scalar on their device, to [`matmul_counts`]."""
+    total = _inexact.setdefault(number.device, torch.zeros((), dtype=torch.int64, device=number.device))
+    total.add_(number)
+
+
+def matmul_counts() -> dict[str, dict[str, int] | int]:
+    """Products of this process so far whose backend was chosen: by product and backend, as ``{"fprop": {"fp8": 12,
+    "dense": 3}, ...}``, and under ``"inexact_elements"`` those that E4M3 rounded. Waits for the GPU."""
+    found: dict[str, dict[str, int] | int] = {gemm: {} for gemm in GEMM_OPERANDS}
+    for (gemm, name), count in sorted(_counts.items()):
+        found[gemm][name] = count
+    return found | {"inexact_elements": sum(int(number) for number in _inexact.values())}
+
+
+def reset_matmul_counts() -> None:
+    """Count from zero."""
+    _counts.clear()
+    _inexact.clear()

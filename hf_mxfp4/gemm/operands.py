@@ -5,17 +5,20 @@ An operand is one of three: values in the dtype of the product, a [`MXFP4Tensor`
 [`FP8Operand`]; see [`hf_mxfp4.gemm.matmul`].
 """
 
+from collections import Counter
+
 import torch
 
-from ..backends import functional
-from ..backends import select as backends
+from ..backends import dispatch
 from ..numerics import FP8, MXFP4Tensor, OperandScheme, QuantScheme, Rotation, unrotate
-from .counts import count_weight
 from .groups import Groups
-from .layer_rng import LayerRng
+from .matmul import computes_on_codes
 from .packed_weight import cat_rows, of_expert, pack_rows, packed_tensor, quantize_experts, quantize_weight
-from .spec import GemmSpec
-from .state import GemmState
+from .state import GemmSpec, GemmState, LayerRng
+
+
+#: By product, weight matrices that were quantized since the process began.
+_quantized: Counter[str] = Counter()
 
 
 def rotation_signs(
@@ -28,11 +31,11 @@ def rotation_signs(
 def rotate_operand(
     x: torch.Tensor, rotation: Rotation | None, gemm: str, rng: LayerRng | None, backend: str = "auto"
 ) -> torch.Tensor:
-    """An operand of a product in the domain in which it is quantized; see [`hf_mxfp4.backends.select.rotate_rows`]."""
+    """An operand of a product in the domain in which it is quantized; see [`hf_mxfp4.backends.rotate_rows`]."""
     if rotation is None:
         return x
     signs = rotation_signs(rotation, gemm, x.shape[-1], rng, x.device)
-    return backends.rotate_rows(x, rotation.size, backend, signs=signs)
+    return dispatch.rotate_rows(x, rotation.size, backend, signs=signs)
 
 
 def rotate_back(
@@ -61,14 +64,14 @@ def quantize_operand(
     rotation; without quantization where the scheme has none. As ``dtype`` if one is given."""
     if not isinstance(scheme, QuantScheme):
         x = rotate_operand(x, rotation, gemm, rng, backend)
-        x = backends.fake_quantize_e4m3(x, backend) if scheme is FP8 else x
+        x = dispatch.fake_quantize_e4m3(x, backend) if scheme is FP8 else x
         return x if dtype is None else x.to(dtype)
     seed = operand_seed(scheme, gemm, operand, rng)
     if rotation is None:
-        return backends.fake_quantize(x.detach(), scheme, backend, seed=seed, dtype=dtype)
+        return dispatch.fake_quantize(x.detach(), scheme, backend, seed=seed, dtype=dtype)
     signs = rotation_signs(rotation, gemm, x.shape[-1], rng, x.device)
     options = {"seed": seed, "rotation": rotation.size, "signs": signs, "dtype": dtype}
-    return backends.fake_quantize(x.detach(), scheme, backend, **options)
+    return dispatch.fake_quantize(x.detach(), scheme, backend, **options)
 
 
 def operand_seed(scheme: QuantScheme, gemm: str, operand: str, rng: LayerRng | None) -> int | None:
@@ -104,10 +107,10 @@ def quantize_input(
     """``Q(x)`` along the last axis in ``dtype``, rounded to nearest; ``x`` itself without a scheme. A deterministic
     ``rotation``, whose size divides the axis, is done before, as [`input_operand`] does it."""
     if rotation is not None and scheme is not None:
-        return backends.fake_quantize(x, scheme, backend, rotation=rotation.size, dtype=dtype)
+        return dispatch.fake_quantize(x, scheme, backend, rotation=rotation.size, dtype=dtype)
     if rotation is not None:
-        return backends.rotate_rows(x, rotation.size, backend, dtype=dtype)
-    return x.to(dtype) if scheme is None else backends.fake_quantize(x, scheme, backend).to(dtype)
+        return dispatch.rotate_rows(x, rotation.size, backend, dtype=dtype)
+    return x.to(dtype) if scheme is None else dispatch.fake_quantize(x, scheme, backend).to(dtype)
 
 
 def packed_input(x: torch.Tensor, state: GemmState, groups: Groups | None = None) -> MXFP4Tensor:
@@ -122,7 +125,7 @@ def _packed(x: torch.Tensor, spec: GemmSpec, rng: LayerRng | None) -> MXFP4Tenso
     scheme, backend = spec.input_scheme, spec.backend
     x = rotate_operand(x.detach(), spec.scheme.fprop.rotation, "fprop", rng, backend)
     if scheme.rounding == "stochastic":
-        return functional.quantize(x, **vars(scheme), seed=operand_seed(scheme, "fprop", "x", rng), backend=backend)
+        return dispatch.quantize(x, scheme, backend, seed=operand_seed(scheme, "fprop", "x", rng))
     return pack_rows(x, scheme, backend)
 
 
@@ -180,7 +183,7 @@ def keeps_codes(x: torch.Tensor, dtype: torch.dtype, state: GemmState) -> bool:
     spec, cache = state.spec, state.cache
     if cache is None or cache.form in ("none", "dense") or not spec.packs_weight:
         return False
-    return cache.form == "packed" or backends.computes_on_codes(x, dtype, spec.weight_scheme, spec.backend)
+    return cache.form == "packed" or computes_on_codes(x, dtype, spec.weight_scheme, spec.backend)
 
 
 def values_of(packed: MXFP4Tensor, dtype: torch.dtype, spec: GemmSpec) -> torch.Tensor:
@@ -188,10 +191,10 @@ def values_of(packed: MXFP4Tensor, dtype: torch.dtype, spec: GemmSpec) -> torch.
     # By way of the master's dtype, in which an operand is quantized: of float32 that is rounding once.
     made = dtype if packed.dtype == torch.float32 else packed.dtype
     if packed.codes.dim() == 2:
-        return backends.dequantize(packed, made, spec.backend).to(dtype)
+        return dispatch.dequantize(packed, made, spec.backend).to(dtype)
     out = packed.codes.new_empty(*packed.codes.shape[:2], packed.length, dtype=dtype)
     for expert, values in enumerate(out):  # the eager functions take several times the memory of what they make
-        values.copy_(backends.dequantize(of_expert(packed, expert), made, spec.backend))
+        values.copy_(dispatch.dequantize(of_expert(packed, expert), made, spec.backend))
     return out
 
 
@@ -217,7 +220,7 @@ def _quantized_at_once(rows: torch.Tensor, spec: GemmSpec) -> bool:
     scheme = spec.weight_scheme
     if scheme is None or scheme.block_rows != 1 or scheme.rounding != "nearest":
         return False
-    return backends.choose_backend(rows, scheme, spec.backend) != "eager"
+    return dispatch.choose_backend(rows, scheme, spec.backend) != "eager"
 
 
 def _step(state: GemmState) -> int | None:
@@ -242,3 +245,14 @@ def effective_rows(rows: torch.Tensor, state: GemmState, group: int = 0) -> torc
     """The values ``[n, K]`` that the forward product takes for rows of a weight, rotated back, in their dtype."""
     values, rotation = matrix_operand(rows, state, group), state.spec.scheme.fprop.rotation
     return rotate_back(values, rotation, "fprop", rows.shape[-1], state.rng_of(group)).to(rows.dtype)
+
+
+def count_weight(weight: torch.Tensor, gemm: str = "fprop") -> None:
+    """Count one quantization of a weight ``[N, K]``, or of those of all experts, for a product: ``"fprop"``, or
+    ``"dgrad"`` where that one takes another operand than the forward product does."""
+    _quantized[gemm] += 1 if weight.dim() == 2 else weight.shape[0]
+
+
+def weight_quantizations() -> Counter[str]:
+    """Return by product how many weight matrices were quantized since the process began; each expert's is one."""
+    return Counter(_quantized)

@@ -4,15 +4,14 @@
 import torch
 from torch.autograd.function import once_differentiable
 
-from ..backends import select as backends
+from ..backends import dispatch
 from ..numerics import MXFP4Tensor
 from .groups import Groups
 from .linear import as_dtype, autocast_dtype, needs_gradient, not_a_view, sum_rows
 from .matmul import matmul
 from .operands import quantize_input
 from .packed_weight import PACKED_FIELDS, PackedWeight, of_expert
-from .spec import PackedSpec
-from .state import GemmState
+from .state import GemmState, PackedSpec
 
 
 def packed_linear(
@@ -64,13 +63,13 @@ def packed_grad_x(grad: torch.Tensor, packed: PackedWeight, spec: PackedSpec, gr
     """The gradient ``[..., K]`` of the input of [`packed_linear`], in float32 or wider where the spec rotates."""
     weight = _tensor(packed, spec, grad.dtype)
     if groups is None:
-        grad_x = grad @ backends.dequantize(weight, grad.dtype, spec.backend)
+        grad_x = grad @ dispatch.dequantize(weight, grad.dtype, spec.backend)
     else:
         grad_x = grad.new_empty(grad.shape[0], spec.in_features)
         for expert, rows in groups:
-            grad_x[rows] = grad[rows] @ backends.dequantize(of_expert(weight, expert), grad.dtype, spec.backend)
+            grad_x[rows] = grad[rows] @ dispatch.dequantize(of_expert(weight, expert), grad.dtype, spec.backend)
     # The inverse of a deterministic rotation is its transpose, and itself.
-    return grad_x if spec.rotation is None else backends.rotate_rows(grad_x, spec.rotation.size, spec.backend)
+    return grad_x if spec.rotation is None else dispatch.rotate_rows(grad_x, spec.rotation.size, spec.backend)
 
 
 def _forward(
@@ -85,10 +84,10 @@ def _forward(
     spec, cache, values = state.spec, state.cache, None
 
     def dequantize() -> torch.Tensor:
-        return backends.dequantize(_tensor(packed, spec, dtype), dtype, spec.backend)
+        return dispatch.dequantize(_tensor(packed, spec, dtype), dtype, spec.backend)
 
     if cache is not None and cache.form == "dense" and groups is None:
-        if backends.reader(x, spec.weights, spec.backend) != "cpu":
+        if dispatch.choose_backend(x, spec.weights, spec.backend, family="decode") != "cpu":
             values = cache.get(packed[0], (state, dtype), dequantize)
     return packed_forward(x, packed, bias, spec, groups, dtype, values)
 

@@ -10,9 +10,8 @@ from dataclasses import replace
 
 import torch
 
-from ..backends import select as backends
-from ..backends.functional import quantize
-from ..numerics import BLOCK_SIZE, MXFP4Tensor, QuantScheme, Rotation
+from ..backends import dispatch
+from ..numerics import BLOCK_SIZE, PARTS, MXFP4Tensor, QuantScheme, Rotation, part_sizes
 
 
 #: Names of a packed weight's tensors on its layer and on disk -> the fields of [`MXFP4Tensor`] that they hold.
@@ -34,23 +33,11 @@ PORTION = 1 << 22
 PackedWeight = tuple[torch.Tensor | None, ...]
 
 
-def part_sizes(scheme: QuantScheme, length: int) -> dict[str, int | None]:
-    """The last axis, in bytes, of each tensor of an [`MXFP4Tensor`] of ``length`` elements, by field; `None` for those
-    that the scheme has not."""
-    n_bytes, n_blocks = (length + 1) // 2, (length + BLOCK_SIZE - 1) // BLOCK_SIZE
-    macro = None
-    if scheme.macro_block is not None:
-        macro = 1 if scheme.macro_block == "row" else (length + scheme.macro_block - 1) // scheme.macro_block
-    residual = (None, None) if scheme.outlier_fallback is None else (n_bytes, n_blocks)
-    return dict(zip(PACKED_FIELDS.values(), (n_bytes, n_blocks, macro, *residual), strict=True))
-
-
 def packed_shapes(out_features: int, in_features: int, scheme: QuantScheme) -> dict[str, tuple[int, int]]:
     """Shapes of the uint8 tensors that a weight ``[out_features, in_features]`` consists of under ``scheme``, by name,
     in the order of [`PACKED_FIELDS`]."""
-    sizes = part_sizes(scheme, in_features)
-    columns = {name: sizes[field] for name, field in PACKED_FIELDS.items()}
-    return {name: (out_features, size) for name, size in columns.items() if size is not None}
+    sizes = zip(PACKED_FIELDS, part_sizes(scheme, in_features), strict=True)
+    return {name: (out_features, size) for name, size in sizes if size is not None}
 
 
 def check_packed(
@@ -84,11 +71,11 @@ def quantize_weight(
     if weight.is_meta:
         shapes = packed_shapes(*weight.shape, scheme)
         return {name: torch.empty(shape, dtype=torch.uint8, device="meta") for name, shape in shapes.items()}
-    rows, eager = weight.shape[0], backends.choose_backend(weight, scheme, backend) == "eager"
+    rows, eager = weight.shape[0], dispatch.choose_backend(weight, scheme, backend) == "eager"
     if eager or rotation is not None:
         rows = max(1, PORTION // max(1, weight.shape[1]) // BLOCK_SIZE) * BLOCK_SIZE
     portions = [
-        quantize(_rotated(portion, rotation, backend), **vars(scheme), backend=backend)
+        dispatch.quantize(_rotated(portion, rotation, backend), scheme, backend)
         for portion in weight.detach().split(rows)
     ]
     packed = {}
@@ -133,14 +120,14 @@ def weight_values(
     """The weight ``[n, length]`` in ``dtype`` that rows of [`quantize_weight`] with the same ``rotation`` stand for,
     rotated back in float32 and then rounded, by which the values are no longer those that products take."""
     if rotation is None:
-        return backends.dequantize(packed_tensor(packed, length, scheme, dtype), dtype, backend)
+        return dispatch.dequantize(packed_tensor(packed, length, scheme, dtype), dtype, backend)
     wide = torch.float64 if dtype == torch.float64 else torch.float32
-    values = backends.dequantize(packed_tensor(packed, length, scheme, wide), wide, backend)
+    values = dispatch.dequantize(packed_tensor(packed, length, scheme, wide), wide, backend)
     return _rotated(values, rotation, backend).to(dtype)  # its own inverse
 
 
 def _rotated(weight: torch.Tensor, rotation: Rotation | None, backend: str) -> torch.Tensor:
-    return weight if rotation is None else backends.rotate_rows(weight, rotation.size, backend)
+    return weight if rotation is None else dispatch.rotate_rows(weight, rotation.size, backend)
 
 
 def pack_rows(x: torch.Tensor, scheme: QuantScheme, backend: str = "auto") -> MXFP4Tensor:
@@ -151,10 +138,10 @@ def pack_rows(x: torch.Tensor, scheme: QuantScheme, backend: str = "auto") -> MX
     if scheme.rounding != "nearest" or scheme.block_rows != 1:
         raise ValueError(f"{scheme} quantizes rows that depend on each other")
     portions = _split(x.detach())
-    if len(portions) == 1 or backends.choose_backend(x, scheme, backend) != "eager":
-        return quantize(x, **vars(scheme), backend=backend)
-    packed = cat_rows([quantize(portion, **vars(scheme), backend=backend) for portion in portions])
-    parts = {name: _shaped(getattr(packed, name), x.shape[:-1]) for name in PACKED_FIELDS.values()}
+    if len(portions) == 1 or dispatch.choose_backend(x, scheme, backend) != "eager":
+        return dispatch.quantize(x, scheme, backend)
+    packed = cat_rows([dispatch.quantize(portion, scheme, backend) for portion in portions])
+    parts = {name: _shaped(getattr(packed, name), x.shape[:-1]) for name in PARTS}
     return replace(packed, **parts, axis=x.dim() - 1)
 
 
@@ -163,7 +150,7 @@ def cat_rows(tensors: Sequence[MXFP4Tensor]) -> MXFP4Tensor:
     if len(tensors) == 1:
         return tensors[0]
     parts = {}
-    for name in PACKED_FIELDS.values():
+    for name in PARTS:
         found = [getattr(tensor, name) for tensor in tensors]
         parts[name] = None if found[0] is None else torch.cat(found)
     return replace(tensors[0], **parts)
@@ -171,7 +158,7 @@ def cat_rows(tensors: Sequence[MXFP4Tensor]) -> MXFP4Tensor:
 
 def of_expert(packed: MXFP4Tensor, expert: int) -> MXFP4Tensor:
     """The weight ``[N, K]`` of one expert, the same memory."""
-    found = {field: getattr(packed, field) for field in PACKED_FIELDS.values()}
+    found = {field: getattr(packed, field) for field in PARTS}
     return replace(packed, **{field: None if part is None else part[expert] for field, part in found.items()})
 
 

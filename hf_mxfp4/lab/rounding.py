@@ -6,8 +6,17 @@ import dataclasses
 
 import torch
 
-from ..numerics import BLOCK_SIZE, QuantScheme, Rotation, apply_scheme, dequantize, quantize, rotate, unrotate
-from ..numerics.formats.e2m1 import round_nearest
+from ..numerics import (
+    BLOCK_SIZE,
+    QuantScheme,
+    Rotation,
+    apply_scheme,
+    dequantize,
+    quantize,
+    rotate,
+    round_nearest,
+    unrotate,
+)
 
 
 #: Two E2M1 codes of 1.0.
@@ -34,10 +43,10 @@ def unsupported_reason(scheme: QuantScheme, rotation: Rotation | None = None) ->
         )
     if scheme.rounding != "nearest":
         return f"{scheme.rounding} rounding does not give the same values twice"
-    if scheme.macro_block is not None and scheme.macro_search != "blockwise":
+    if scheme.macro_block is not None and scheme.macro_search != "block_mantissas":
         return (
             f"the factors of {scheme.macro_search} macro blocks are others once weights are rounded; use "
-            "macro_search='blockwise' or no macro blocks"
+            "macro_search='block_mantissas' or no macro blocks"
         )
     return None
 

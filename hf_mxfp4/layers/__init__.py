@@ -2,18 +2,29 @@
 """Layers that compute on MXFP4 operands."""
 
 from ..gemm import WEIGHT_FORMS, WeightCache, cached_weights, uncached_weights
-from .experts import MXFP4Experts
-from .fallback import fallback_thresholds, update_fallback_thresholds
-from .full_precision import full_precision, is_full_precision
+from .experts import ExpertsBase, MXFP4Experts
 from .linear import MXFP4Linear
-from .matrices import PACKED, QUANTIZED, TRAINABLE, WeightMatrix, matrix_names, trainable_matrices
+from .model import (
+    PACKED,
+    QUANTIZED,
+    TRAINABLE,
+    WeightMatrix,
+    fallback_thresholds,
+    full_precision,
+    gathered,
+    is_full_precision,
+    matrix_names,
+    random_layers,
+    set_quantization_step,
+    trainable_matrices,
+    update_fallback_thresholds,
+)
 from .packed_experts import MXFP4PackedExperts
 from .packed_linear import MXFP4PackedLinear
-from .sharded import gathered
-from .step import random_layers, set_quantization_step
 
 
 __all__ = [
+    "ExpertsBase",
     "MXFP4Experts",
     "MXFP4Linear",
     "MXFP4PackedExperts",

@@ -1,15 +1,199 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Trainable experts of a mixture: full-precision master weights in one 3-D parameter, MXFP4 operands."""
+"""Experts of a mixture: what trainable and packed ones share (how they stand in for a transformers module, and how
+tokens pass them), and the trainable ones, with full-precision master weights in one 3-D parameter, MXFP4 operands."""
+
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
 
 from ..config import MXFP4RLConfig
-from ..gemm import GemmState, Groups, LayerRng, compiled_linear, effective_rows, quantized_linear, weight_operand
-from ..model_structure import weight_size
+from ..gemm import (
+    GemmState,
+    Groups,
+    LayerRng,
+    autocast_dtype,
+    compiled_linear,
+    effective_rows,
+    group_by_expert,
+    quantized_linear,
+    weight_operand,
+)
+from ..model_structure import experts_unsupported_reason, projections, weight_size
 from ..numerics import LinearScheme
-from .experts_base import ExpertsBase
 from .linear import spec_of
+
+
+#: See [`ExpertsBase.project`].
+Projection = Callable[[str, torch.Tensor, Groups], torch.Tensor]
+
+
+class ExpertsBase(nn.Module):
+    """Mixin before a class of transformers' experts, whose parameters' names, activation and gating it keeps.
+
+    Attributes:
+        config: the scheme; see [`MXFP4RLConfig`]. (The model's own config, which transformers keeps under this name,
+            is of no use here: neither the choice of an experts implementation nor anything else is read from it.)
+        name: the module's place in the model, for messages, the options of single layers, and random numbers.
+        projections: names of the two weights, ``gate_up_proj`` (or ``up_proj``) and ``down_proj``.
+        n_experts: how many there are.
+        states: by projection, the product and what of it changes, as `state` of [`MXFP4Linear`].
+    """
+
+    #: The class of transformers that this one stands for.
+    plain_class: type[nn.Module]
+
+    @classmethod
+    def class_for(cls, plain_class: type[nn.Module]) -> type["ExpertsBase"]:
+        """The class that is both this one and ``plain_class``; always the same."""
+        classes = cls.__dict__.get("_classes")
+        if classes is None:
+            classes = cls._classes = {}
+        if plain_class not in classes:
+            prefix = cls.__name__.removesuffix("Experts")
+            names = {"plain_class": plain_class, "__module__": cls.__module__}
+            classes[plain_class] = type(f"{prefix}{plain_class.__name__}", (cls, plain_class), names)
+        return classes[plain_class]
+
+    @classmethod
+    def _around(cls, experts: nn.Module, config: MXFP4RLConfig, name: str) -> "ExpertsBase":
+        """A module of [`class_for`] with everything that ``experts`` has: its very parameters, buffers and submodules.
+
+        Raises `ValueError` for a module that is not laid out as transformers' experts are.
+        """
+        problem = experts_unsupported_reason(experts)
+        if problem:
+            raise ValueError(f"{name or 'these experts'} cannot be quantized: {problem}")
+        layer_class = cls.class_for(type(experts))
+        layer = layer_class.__new__(layer_class)
+        layer.__dict__.update(_shallow(experts))
+        for hooked in ("forward", "_old_forward", "_hf_hook"):  # accelerate's, which would run the plain experts
+            layer.__dict__.pop(hooked, None)
+        layer.plain_attributes = {key: layer.__dict__[key] for key in ("config", "name") if key in layer.__dict__}
+        layer.config, layer.name = config, name
+        layer.projections = projections(experts)
+        layer.n_experts = getattr(experts, layer.projections[0]).shape[0]
+        layer.states = {}
+        return layer
+
+    def _to_plain(self) -> nn.Module:
+        """A module of the plain class with everything that this one has but what `_around` and subclasses added."""
+        plain = self.plain_class.__new__(self.plain_class)
+        plain.__dict__.update(_shallow(self))
+        for name in self._own_attributes():
+            plain.__dict__.pop(name, None)
+        plain.__dict__.update(self.plain_attributes)
+        return plain
+
+    def _own_attributes(self) -> tuple[str, ...]:
+        return ("config", "name", "projections", "n_experts", "states", "plain_attributes")
+
+    states: dict[str, GemmState]
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        top_k_index: torch.Tensor,
+        top_k_weights: torch.Tensor,
+        project: Projection | None = None,
+    ) -> torch.Tensor:
+        """Compute what transformers' experts do, whatever implementation the model's config names.
+
+        Args:
+            hidden_states: ``[tokens, hidden]``.
+            top_k_index: ``[tokens, k]``, the experts of each token.
+            top_k_weights: ``[tokens, k]``, their weights in the sum.
+            project: takes the place of [`project`], as adapters do.
+
+        Returns:
+            ``[tokens, hidden]`` in the dtype of ``hidden_states``. The ``k`` outputs of a token are summed in the order
+            of ``top_k_index``, so that equal inputs give equal bits.
+
+        Raises:
+            ValueError: the experts are spread over processes, or ``hidden_states`` has another size.
+            TypeError: the dtypes of ``hidden_states`` and the weights differ outside of autocast.
+        """
+        return self.forward_with(project or self.project, hidden_states, top_k_index, top_k_weights)
+
+    def forward_with(
+        self,
+        project: Projection,
+        hidden_states: torch.Tensor,
+        top_k_index: torch.Tensor,
+        top_k_weights: torch.Tensor,
+    ) -> torch.Tensor:
+        """[`forward`] with something else in the place of [`project`], as adapters have it."""
+        self._check_input(hidden_states)
+        n_tokens, k = top_k_index.shape
+        order, groups = group_by_expert(top_k_index.reshape(-1), self.n_experts)
+        up, down = self.projections
+        states = project(up, hidden_states[order // k], groups)
+        dtype = states.dtype
+        states = self._apply_gate(states) if self.has_gate else self.act_fn(states)
+        states = project(down, states.to(dtype), groups)
+        if getattr(self, "has_post_expert_norm", False):
+            states = self.post_expert_norm(states)
+        states = states * top_k_weights.reshape(-1)[order].unsqueeze(-1)
+        places = torch.empty_like(order)
+        places[order] = torch.arange(order.numel(), device=order.device)
+        return states[places].view(n_tokens, k, -1).sum(dim=1).to(hidden_states.dtype)
+
+    def project(self, projection: str, x: torch.Tensor, groups: Groups) -> torch.Tensor:
+        """``[S, K]`` to ``[S, N]``, rows sorted by expert."""
+        raise NotImplementedError
+
+    def _check_input(self, hidden_states: torch.Tensor) -> None:
+        if getattr(self, "_is_expert_parallel", False):
+            raise ValueError(
+                f"{self._label()}: MXFP4 experts cannot be spread over processes; load the model without expert "
+                "parallelism"
+            )
+        features, needed = self.weight_size(self.projections[0])[2], self._input_dtype()
+        if hidden_states.dim() != 2 or hidden_states.shape[1] != features:
+            raise ValueError(f"{self._label()}: input {tuple(hidden_states.shape)} is not [tokens, {features}]")
+        dtype = hidden_states.dtype
+        if not dtype.is_floating_point or dtype != needed and autocast_dtype(hidden_states) is None:
+            raise TypeError(
+                f"{self._label()}: input is {dtype} but the layer's dtype is {needed}; "
+                "convert one of them, or run under torch.autocast"
+            )
+
+    def weight_size(self, projection: str) -> tuple[int, int, int]:
+        """``(experts, N, K)`` of a weight that maps ``K`` features to ``N``."""
+        raise NotImplementedError
+
+    def _input_dtype(self) -> torch.dtype:
+        raise NotImplementedError
+
+    def bias_of(self, projection: str) -> nn.Parameter | None:
+        """Return the bias ``[experts, N]`` of a projection, or `None`."""
+        return getattr(self, f"{projection}_bias") if self.has_bias else None
+
+    def extra_repr(self) -> str:
+        sizes = ", ".join(f"{name} {list(self.weight_size(name))}" for name in self.projections)
+        return f"{sizes}, {self.config.describe()}"
+
+    def _label(self) -> str:
+        return f"{type(self).__name__} {self.name}".rstrip()
+
+    def __reduce__(self):
+        # Its class is made at run time: pickle cannot find it by name.
+        base = next(cls for cls in type(self).__mro__ if "_classes" in cls.__dict__)
+        return _rebuild, (base, self.plain_class), self.__getstate__()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__.copy()
+
+
+def _rebuild(base: type[ExpertsBase], plain_class: type[nn.Module]) -> ExpertsBase:
+    layer_class = base.class_for(plain_class)
+    return layer_class.__new__(layer_class)
+
+
+def _shallow(module: nn.Module) -> dict[str, Any]:
+    """The attributes of a module, in containers of their own: to add a parameter to the copy changes it alone."""
+    return {key: value.copy() if isinstance(value, (dict, set)) else value for key, value in vars(module).items()}
 
 
 class MXFP4Experts(ExpertsBase):

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 import torch
 from torch import nn
 
-from ..backends.select import dequantize
+from ..backends import dequantize
 from ..config import MXFP4RLConfig
 from ..gemm import (
     PACKED_FIELDS,
@@ -28,7 +28,7 @@ from ..gemm import (
 )
 from ..model_structure import weight_size
 from ..numerics import MXFP4Tensor
-from .experts_base import ExpertsBase
+from .experts import ExpertsBase
 
 
 class MXFP4PackedExperts(ExpertsBase):

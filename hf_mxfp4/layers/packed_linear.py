@@ -6,7 +6,7 @@ from collections.abc import Mapping
 import torch
 from torch import nn
 
-from ..backends.select import dequantize
+from ..backends import dequantize
 from ..config import MXFP4RLConfig
 from ..gemm import (
     PACKED_FIELDS,

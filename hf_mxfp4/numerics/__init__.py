@@ -2,11 +2,25 @@
 """The numeric contract of MXFP4 quantization in pure torch: no modules, no transformers."""
 
 from .decompose import COMPONENTS, ErrorDecomposition, decompose, decompose_scheme
-from .formats.e2m1 import E2M1_MAGNITUDES, E2M1_MAX, decode_e2m1, encode_e2m1, pack_codes, unpack_codes
-from .formats.e4m3 import dequantize_e4m3, e4m3_scale_byte, fake_quantize_e4m3, quantize_e4m3
-from .formats.e8m0 import BLOCK_SIZE, ScaleRule, decode_e8m0, scale_from_amax
+from .formats import (
+    BLOCK_SIZE,
+    E2M1_MAGNITUDES,
+    E2M1_MAX,
+    ScaleRule,
+    decode_e2m1,
+    decode_e8m0,
+    dequantize_e4m3,
+    e4m3_scale_byte,
+    encode_e2m1,
+    fake_quantize_e4m3,
+    pack_codes,
+    quantize_e4m3,
+    round_nearest,
+    scale_from_amax,
+    unpack_codes,
+)
 from .hadamard import random_signs, rotate, unrotate
-from .packed import MXFP4Tensor, dequantize
+from .packed import PARTS, MXFP4Tensor, dequantize, part_sizes
 from .quantize import apply_scheme, fake_quantize, quantize
 from .rng import counted_uniform
 from .schemes import (
@@ -40,6 +54,7 @@ __all__ = [
     "LinearScheme",
     "MXFP4Tensor",
     "OperandScheme",
+    "PARTS",
     "PLAIN",
     "QuantScheme",
     "REUSE",
@@ -62,10 +77,12 @@ __all__ = [
     "pack_codes",
     "parse_rotation",
     "parse_scheme",
+    "part_sizes",
     "quantize",
     "quantize_e4m3",
     "random_signs",
     "rotate",
+    "round_nearest",
     "scale_from_amax",
     "unpack_codes",
     "unrotate",

@@ -9,19 +9,20 @@ from collections.abc import Callable
 
 import torch
 
-from . import macro
-from .fallback import block_errors, inverse_power_of_two, select_blocks, sum_of_squares
-from .formats import e2m1 as grid
-from .formats.e8m0 import (
+from . import corrections as macro
+from . import formats as grid
+from .corrections import block_errors, inverse_power_of_two, select_blocks, sum_of_squares
+from .formats import (
     BLOCK_SIZE,
     E8M0_NAN,
     ScaleRule,
     decode_e8m0,
     inverse_scale,
     largest_finite_magnitude,
+    saturate,
     scale_from_amax,
 )
-from .packed import MXFP4Tensor, saturate
+from .packed import MXFP4Tensor
 from .rng import NoiseSource, counted_uniform
 from .schemes import QuantScheme
 
@@ -123,7 +124,7 @@ class Blocks:
 
     def _apply_macro(self) -> None:
         search = self.scheme.macro_search
-        if search == "blockwise":
+        if search == "block_mantissas":
             mantissa = self._in_portions(self._best_mantissa, macro.BLOCK_MANTISSAS)
             self.m8 = macro.pack_mantissas(mantissa)
             self.multiplier = macro.mantissa_factor(mantissa)
@@ -184,7 +185,7 @@ def keep_selected(x: torch.Tensor, tensor: MXFP4Tensor) -> MXFP4Tensor:
     scheme, length = tensor.scheme, tensor.length
     z = to_blocks(x.detach().to(torch.float32, copy=True), BLOCK_SIZE, 1)
     amax, factor, multiplier = z.abs().amax(dim=-1), None, None
-    if tensor.macro is not None and scheme.macro_search == "blockwise":
+    if tensor.macro is not None and scheme.macro_search == "block_mantissas":
         multiplier = macro.mantissa_factor(macro.unpack_mantissas(tensor.macro))[..., : z.shape[-2]]
         z.div_(multiplier.unsqueeze(-1))
         amax = amax / multiplier

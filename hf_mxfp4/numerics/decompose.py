@@ -8,8 +8,7 @@ from typing import Any
 import torch
 
 from .blocks import Blocks, from_blocks, to_blocks
-from .formats.e2m1 import round_nearest
-from .formats.e8m0 import BLOCK_SIZE, decode_e8m0
+from .formats import BLOCK_SIZE, decode_e8m0, round_nearest
 from .quantize import check_input
 from .schemes import QuantScheme
 

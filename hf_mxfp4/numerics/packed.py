@@ -5,10 +5,13 @@ from dataclasses import dataclass
 
 import torch
 
-from .formats import e2m1 as grid
-from .formats.e8m0 import BLOCK_SIZE, decode_e8m0
-from .macro import macro_factor, mantissa_factor, unpack_mantissas
+from .corrections import macro_factor, mantissa_factor, unpack_mantissas
+from .formats import BLOCK_SIZE, decode_e2m1, decode_e8m0, saturate, unpack_codes
 from .schemes import QuantScheme
+
+
+#: Fields of an [`MXFP4Tensor`] that are tensors.
+PARTS = ("codes", "scale", "macro", "residual_codes", "residual_scale")
 
 
 @dataclass(frozen=True)
@@ -55,6 +58,17 @@ class MXFP4Tensor:
         return out.movedim(-1, self.axis)
 
 
+def part_sizes(scheme: QuantScheme, length: int) -> tuple[int | None, ...]:
+    """Return the last axis, in bytes, of each of `PARTS` for rows of ``length`` elements; `None` for those that the
+    scheme has not."""
+    n_bytes, n_blocks = (length + 1) // 2, -(-length // BLOCK_SIZE)
+    macro = None
+    if scheme.macro_block is not None:
+        macro = min(1, length) if scheme.macro_block == "row" else -(-length // scheme.macro_block)
+    residual = (None, None) if scheme.outlier_fallback is None else (n_bytes, n_blocks)
+    return n_bytes, n_blocks, macro, *residual
+
+
 def dequantize(
     codes: torch.Tensor,
     scale: torch.Tensor,
@@ -89,7 +103,7 @@ def dequantize(
             raise ValueError(f"{name} has {size} bytes along its last axis; {length} elements need {n_blocks}")
 
     def values(packed: torch.Tensor, byte: torch.Tensor) -> torch.Tensor:
-        element = grid.decode_e2m1(grid.unpack_codes(packed, length)).to(compute)
+        element = decode_e2m1(unpack_codes(packed, length)).to(compute)
         product = element * decode_e8m0(byte, compute).repeat_interleave(BLOCK_SIZE, dim=-1)[..., :length]
         return saturate(product, compute)
 
@@ -103,15 +117,9 @@ def dequantize(
                 f"macro has {macro.shape[-1]} bytes along its last axis; {length} elements in macro blocks of "
                 f"{macro_block} need {-(-length // size)}"
             )
-        if macro_search == "blockwise":
+        if macro_search == "block_mantissas":
             per_block = mantissa_factor(unpack_mantissas(macro))
             out = out * per_block.repeat_interleave(BLOCK_SIZE, dim=-1)[..., :length]
         else:
             out = out / macro_factor(macro).repeat_interleave(size, dim=-1)[..., :length]
     return saturate(out, dtype).to(dtype)
-
-
-def saturate(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Clamp to the finite range of ``dtype`` and of the computation; NaN passes. ``values`` is consumed."""
-    largest = min(torch.finfo(dtype).max, torch.finfo(values.dtype).max)
-    return values.clamp_(-largest, largest)

@@ -3,12 +3,12 @@
 
 Definition, per block of 32 elements along ``axis``, or per tile of 32 rows of them (all steps in float32):
 
-1. with macro blocks, ``z = f * x`` ([`hf_mxfp4.numerics.macro`]), otherwise ``z = x``; with blockwise mantissas
+1. with macro blocks, ``z = f * x`` ([`hf_mxfp4.numerics.corrections`]), otherwise ``z = x``; with blockwise mantissas
    ``z = x / g``, ``g = 1 + m / 4``, and the result is multiplied by ``g`` where it says ``/ f``;
 2. scale ``s = 2**e`` from the largest ``|z|`` of the block ([`ScaleRule`]); ``q = round(z / s)`` on the E2M1 grid;
 3. with outlier fallback, the residual ``z - s * q`` is quantized in the same way to ``s2 * q2``
    (arXiv 2605.20402, "outlier fallback"); under a ``fallback_rate`` only in the blocks with the largest errors
-   of each row ([`hf_mxfp4.numerics.fallback`]), and ``q2 = 0`` with scale byte 0 in the others;
+   of each row ([`hf_mxfp4.numerics.corrections`]), and ``q2 = 0`` with scale byte 0 in the others;
 4. the result is ``(s * q + alpha * s2 * q2) / f``.
 
 Searches (the ``mse`` rule, dynamic macro factors) compare squared errors as integers: each error is divided by the
@@ -27,7 +27,7 @@ from typing import Any
 import torch
 
 from .blocks import Blocks, from_blocks, per_row
-from .formats import e2m1 as grid
+from .formats import encode_e2m1, pack_codes
 from .packed import MXFP4Tensor
 from .rng import noise_source
 from .schemes import QuantScheme
@@ -96,7 +96,7 @@ def quantize(
         (q, scale), residual = blocks.quantize(source)
 
         def codes_of(values: torch.Tensor) -> torch.Tensor:
-            return grid.pack_codes(from_blocks(grid.encode_e2m1(values), blocks.shape, block_rows))
+            return pack_codes(from_blocks(encode_e2m1(values), blocks.shape, block_rows))
 
         def byte_of(values: torch.Tensor) -> torch.Tensor:
             return per_row(values.to(torch.uint8), blocks.shape, block_rows).contiguous()

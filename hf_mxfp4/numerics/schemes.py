@@ -12,12 +12,14 @@ import re
 from dataclasses import dataclass
 from numbers import Real
 
-from .formats.e8m0 import ScaleRule
+from .formats import ScaleRule
 
 
 #: Elements per macro block that have a definition; ``"row"`` is the whole axis.
 MACRO_BLOCKS = (32, 64, 128, 256, "row")
-MACRO_SEARCHES = ("static", "dynamic", "blockwise")
+MACRO_SEARCHES = ("static", "dynamic", "block_mantissas")
+#: What a search is called in the text of a scheme, where that is not its name.
+_TEXTS = {"block_mantissas": "blockwise"}
 ROUNDINGS = ("nearest", "stochastic")
 # Dynamo of torch 2.11 does not go through the members of a class.
 _SCALE_RULES = tuple(rule.value for rule in ScaleRule)
@@ -45,7 +47,8 @@ class QuantScheme(_KeepsHash):
         scale_rule: how block scales are chosen; see [`ScaleRule`].
         macro_block: elements per macro block (32, 64, 128, 256 or ``"row"``), or `None` for no macro-block scaling.
         macro_search: ``"static"`` (factor from the macro maximum), ``"dynamic"`` (the best of 16 by squared error) or
-            ``"blockwise"`` (no common factor: two mantissa bits for each block's scale, by squared error).
+            ``"block_mantissas"`` (no common factor: two mantissa bits for each block's scale, by squared error; an
+            earlier name, ``"blockwise"``, is still read).
         outlier_fallback: weight ``alpha`` in (0, 1] of the quantized residual, or `None` for one pass only.
         rounding: ``"nearest"`` (ties to even) or ``"stochastic"`` (both passes).
         block_rows: 1 for blocks of 32 elements along the quantized axis; 32 for tiles of 32 x 32, over that axis and
@@ -75,12 +78,12 @@ class QuantScheme(_KeepsHash):
                 "macro_search='hybrid' means dynamic for weights and static for activations; "
                 "one tensor is either: pass 'dynamic' or 'static'"
             )
-        if self.macro_search == "block_mantissas":  # the name of the option
-            object.__setattr__(self, "macro_search", "blockwise")
+        if self.macro_search == "blockwise":
+            object.__setattr__(self, "macro_search", "block_mantissas")
         one_of("macro_search", self.macro_search, MACRO_SEARCHES)
-        if self.macro_search == "blockwise" and self.macro_block not in (None, 128):
+        if self.macro_search == "block_mantissas" and self.macro_block not in (None, 128):
             raise ValueError(
-                f"macro_search='blockwise' needs macro_block=128, whose byte holds the mantissas of four blocks; "
+                f"macro_search='block_mantissas' needs macro_block=128, whose byte holds the mantissas of four blocks; "
                 f"got macro_block={self.macro_block!r}"
             )
         one_of("rounding", self.rounding, ROUNDINGS)
@@ -91,7 +94,7 @@ class QuantScheme(_KeepsHash):
     def __str__(self) -> str:
         parts = ["mxfp4", self.scale_rule.value]
         if self.macro_block is not None:
-            parts.append(f"mbs{self.macro_block}-{self.macro_search}")
+            parts.append(f"mbs{self.macro_block}-{_TEXTS.get(self.macro_search, self.macro_search)}")
         if self.outlier_fallback is not None:
             rate = "" if self.fallback_rate is None else f"@{_number_text(self.fallback_rate)}"
             parts.append(f"of{_number_text(self.outlier_fallback)}{rate}")
@@ -173,8 +176,8 @@ def _part_options(text: str, part: str) -> dict:
             raise ValueError(
                 f"scheme {text!r}: macro blocks have {', '.join(sizes[:-1])} elements or 'row', not {size}"
             )
-        if search not in MACRO_SEARCHES:
-            known = list(MACRO_SEARCHES)
+        if search not in (*MACRO_SEARCHES, *_TEXTS.values()):
+            known = [_TEXTS.get(name, name) for name in MACRO_SEARCHES]
             raise ValueError(f"scheme {text!r}: no macro search {search!r}; {_nearest(search, known)}")
         return {"macro_block": size if size == "row" else int(size), "macro_search": search}
     if match := _FALLBACK.fullmatch(part):

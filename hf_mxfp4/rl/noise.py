@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..backends.devices import widest_float
+from ..backends import widest_float
 from ..model_structure import text_part
 from ..module_names import name_matches
 from ..moe import present_routers

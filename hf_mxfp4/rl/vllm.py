@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from .._logging import get_logger
-from ..backends.devices import widest_float
+from ..backends import widest_float
 from ..integrations.peft import (
     adapted_parameters,
     adapter_factors,

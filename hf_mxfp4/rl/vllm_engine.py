@@ -26,8 +26,7 @@ from ..config import MXFP4RLConfig
 from ..gemm import reads_packed_on_gpus
 from ..integrations.peft import adapter_rank, base_scheme, has_inseparable_adapters
 from ..integrations.vllm import SETTINGS_KEY, EngineSettings
-from ..layers import QUANTIZED
-from ..layers.experts_base import ExpertsBase
+from ..layers import QUANTIZED, ExpertsBase
 from ..registration import QUANT_METHOD
 from ..utils import replaced_method
 

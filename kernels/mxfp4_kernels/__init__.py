@@ -1,17 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Triton kernels for MXFP4: quantization, dequantization, conversion to FP8, and products of a few rows with packed
-weights. Needs torch and Triton only.
+"""Kernels for MXFP4. In Triton: quantization, dequantization, conversion to FP8, and products of a few rows with packed
+weights; in C++ for CPUs, compiled on first use: [`mxfp4_kernels.cpu`]. Needs torch, and Triton or a C++ compiler.
 
 Blocks are quantized as a [`Scheme`] says, along an axis with what a [`Side`] has of its own; codes and scales are a
-[`Packed`].
+[`Packed`]. Names are imported when they are first used, so that the C++ needs no Triton.
 """
 
-from .common.scheme import Packed, Scheme, Side, unsupported_dtype, unsupported_scheme
-from .decode.product import linear_w4a16, unsupported_weight
-from .dequantize import dequantize
-from .fp8 import from_fp8, to_fp8
-from .quantize import fake_quantize, fake_quantize_both, quantize, quantize_both
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
+
+if TYPE_CHECKING:
+    from .common.scheme import Packed, Scheme, Side, unsupported_dtype, unsupported_scheme
+    from .decode.product import linear_w4a16, unsupported_weight
+    from .dequantization import dequantize
+    from .fp8 import from_fp8, to_fp8
+    from .quantization import fake_quantize, fake_quantize_rows_and_columns, quantize, quantize_rows_and_columns
+
+_MODULES = {
+    ".common.scheme": ("Packed", "Scheme", "Side", "unsupported_dtype", "unsupported_scheme"),
+    ".decode.product": ("linear_w4a16", "unsupported_weight"),
+    ".dequantization": ("dequantize",),
+    ".fp8": ("from_fp8", "to_fp8"),
+    ".quantization": ("fake_quantize", "fake_quantize_rows_and_columns", "quantize", "quantize_rows_and_columns"),
+}
 
 __all__ = [
     "Packed",
@@ -19,13 +31,21 @@ __all__ = [
     "Side",
     "dequantize",
     "fake_quantize",
-    "fake_quantize_both",
+    "fake_quantize_rows_and_columns",
     "from_fp8",
     "linear_w4a16",
     "quantize",
-    "quantize_both",
+    "quantize_rows_and_columns",
     "to_fp8",
     "unsupported_dtype",
     "unsupported_scheme",
     "unsupported_weight",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    for module, names in _MODULES.items():
+        if name in names:
+            value = globals()[name] = getattr(import_module(module, __name__), name)
+            return value
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

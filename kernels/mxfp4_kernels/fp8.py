@@ -17,9 +17,8 @@ import triton
 import triton.language as tl
 
 from .common.blocks import EXPONENT_FIELD, MAGNITUDE_FIELD, NAN_BITS, NAN_BYTE, as_stored, clamp, scale_value, to_float
-from .common.launch import INTERPRETED, bits, launch
-from .common.launch import as_stored as output
-from .common.scheme import check_device, check_input, check_output
+from .common.scheme import INTERPRETED, bits, check_device, check_input, check_output, on
+from .common.scheme import as_stored as output
 
 
 # 2**-6, the smallest normal E4M3 number, as float32 bits; and half of 1.5 * 2**23 over the 2**3 steps of a binade.
@@ -161,7 +160,8 @@ def to_fp8(
         numbers = (n_rows, n_cols, *matrix.stride())
         constants = {"ROWS": rows, "COLS": min(cols, triton.next_power_of_2(n_cols)), "BF16": x.dtype == torch.bfloat16}
         pointers = (bits(matrix), elements.view(torch.uint8), scale, inexact)
-        launch(to_fp8_kernel, (triton.cdiv(n_rows, rows),), x.device, *pointers, *numbers, **constants, **_OPTIONS)
+        with on(x.device):
+            to_fp8_kernel[(triton.cdiv(n_rows, rows),)](*pointers, *numbers, **constants, **_OPTIONS)
     return elements, scale
 
 
@@ -185,5 +185,6 @@ def from_fp8(elements: torch.Tensor, byte: torch.Tensor, dtype: torch.dtype) -> 
         parts = (elements.contiguous().view(torch.uint8), byte.contiguous(), output(out))
         constants = {"ROWS": 4, "COLS": 512, "LARGEST": torch.finfo(dtype).max, "INTERPRETED": INTERPRETED}
         grid = (triton.cdiv(n_rows, 4) * col_tiles,)
-        launch(from_fp8_kernel, grid, out.device, *parts, n_rows, n_cols, col_tiles, **constants, **_OPTIONS)
+        with on(out.device):
+            from_fp8_kernel[grid](*parts, n_rows, n_cols, col_tiles, **constants, **_OPTIONS)
     return out

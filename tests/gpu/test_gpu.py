@@ -17,7 +17,7 @@ from hf_mxfp4.backends import backend_for, self_check
 from hf_mxfp4.backends import triton as triton_kernels
 from hf_mxfp4.gemm import group_by_expert
 from hf_mxfp4.integrations.transformers.swap import quantize_linears
-from mxfp4_kernels import Packed, Scheme, Side, fake_quantize_both, linear_w4a16
+from mxfp4_kernels import Packed, Scheme, Side, fake_quantize_rows_and_columns, linear_w4a16
 
 
 TESTS = Path(__file__).resolve().parents[1]
@@ -74,7 +74,7 @@ def test_more_than_2_to_the_31_elements():
 def test_more_than_2_to_the_31_elements_in_both_directions():
     rows, cols = 2**16 + 32, 2**15
     x = torch.randn(rows, cols, device="cuda", dtype=torch.bfloat16)
-    values, transposed = fake_quantize_both(x, Scheme(), Side(7), Side(None, 16))
+    values, transposed = fake_quantize_rows_and_columns(x, Scheme(), Side(7), Side(None, 16))
     blocks = x[-32:].cpu()
     nearest = numerics.fake_quantize(blocks)
     assert (values[-32:].cpu().float() - nearest.float()).abs().max() <= blocks.float().abs().max() / 2

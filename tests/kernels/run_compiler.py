@@ -20,12 +20,12 @@ from triton.compiler import ASTSource
 
 from mxfp4_kernels import Scheme, Side
 from mxfp4_kernels.common.arguments import Lengths, PackedPointers, Partial, RowBytes, Sides
-from mxfp4_kernels.common.scheme import has_pairs, scheme_constants
+from mxfp4_kernels.common.scheme import has_bf16x2, scheme_constants
 from mxfp4_kernels.decode.config import Gpu, tile_config
 from mxfp4_kernels.decode.product import decode_kernel, weight_constants
-from mxfp4_kernels.dequantize import dequantize_kernel
+from mxfp4_kernels.dequantization import dequantize_kernel
 from mxfp4_kernels.fp8 import from_fp8_kernel, to_fp8_kernel
-from mxfp4_kernels.quantize import compile_options, quantize_kernel, tile_shape
+from mxfp4_kernels.quantization import compile_options, quantize_kernel, tile_shape
 
 
 #: What is read from machine code: instructions, which takes half of the time, and resources.
@@ -160,7 +160,7 @@ def quantize_variant(target, dtype, scheme: Scheme, sides: Sides, packs: bool, a
         **dict.fromkeys(("col_tiles", "seed_low", "seed_high", "seed_low_t", "seed_high_t"), "i32"),
     }
     tile = tile_shape(scheme, sides)
-    pairs = aligned and target.backend == "cuda" and has_pairs(dtype, scheme, packs)
+    pairs = aligned and target.backend == "cuda" and has_bf16x2(dtype, scheme, packs)
     constants = {
         "TILE": tile,
         "SCHEME": scheme_constants(dtype, scheme, dtype),

@@ -134,8 +134,8 @@ def wrong(x: torch.Tensor, scheme: QuantScheme, side: dict[str, Any], dtype: tor
 def wrong_both(x: torch.Tensor, scheme: QuantScheme, sides: tuple[dict, dict], dtype: torch.dtype) -> list[str]:
     """What of the results for ``x`` and its transpose is not the definition's."""
     arguments = x.to(DEVICE), of_kernels(scheme), *map(on_device, sides)
-    found, bad = mxfp4_kernels.fake_quantize_both(*arguments, dtype), []
-    packed = mxfp4_kernels.quantize_both(*arguments)
+    found, bad = mxfp4_kernels.fake_quantize_rows_and_columns(*arguments, dtype), []
+    packed = mxfp4_kernels.quantize_rows_and_columns(*arguments)
     for label, view, side, actual, parts in zip("xt", (x, x.mT), sides, found, packed, strict=True):
         values, expected = eager(view, scheme, side, dtype)
         bad += [] if same(actual, values) and actual.is_contiguous() else [f"{label} values"]

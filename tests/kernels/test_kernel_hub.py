@@ -21,6 +21,7 @@ from hf_mxfp4.numerics import fake_quantize
 
 
 FOLDER = Path(mxfp4_kernels.__file__).parents[1]
+SOURCES = (".py", ".cpp", ".h")
 
 #: What a loaded kernel must do, in a process that cannot import the package by its own name.
 CHECK = """
@@ -38,8 +39,6 @@ assert torch.equal(kernel.dequantize(kernel.quantize(x, scheme), 256, scheme, to
 assert 'mxfp4_kernels' not in sys.modules
 print('ok')
 """.replace("NAMES", repr(sorted(mxfp4_kernels.__all__)))
-
-
 #: Layers of this project on a loaded kernel, in a process that has it under the name that they import.
 LAYERS = """
 sys.modules['mxfp4_kernels'] = kernel
@@ -99,7 +98,7 @@ def run_check(folder: Path, loading: str, *paths: str) -> None:
 def test_each_backend_has_a_variant_with_the_metadata_that_the_hub_asks_for(assembled):
     assert [path.name for path in variants(assembled)] == ["torch-cuda", "torch-rocm"]
     package = FOLDER / "mxfp4_kernels"
-    sources = {path.relative_to(package).as_posix() for path in package.rglob("*.py")}
+    sources = {path.relative_to(package).as_posix() for path in package.rglob("*") if path.suffix in SOURCES}
     for variant in variants(assembled):
         metadata = json.loads((variant / "metadata.json").read_text())
         assert metadata["name"] == "mxfp4-kernels" and metadata["version"] == 0
@@ -108,9 +107,13 @@ def test_each_backend_has_a_variant_with_the_metadata_that_the_hub_asks_for(asse
         assert re.fullmatch(r"_mxfp4_kernels_(cuda|rocm)_[0-9a-f]{7}", metadata["id"])
         digests = {
             path.relative_to(variant).as_posix(): base64.b64encode(hashlib.sha256(path.read_bytes()).digest()).decode()
-            for path in variant.rglob("*.py")
+            for path in variant.rglob("*")
+            if path.suffix in SOURCES
         }
-        assert digests.keys() == sources | {"mxfp4_kernels/__init__.py"} and "decode/product.py" in sources
+        assert (
+            digests.keys() == sources | {"mxfp4_kernels/__init__.py"}
+            and {"decode/product.py", "cpu/quantize.cpp"} <= sources
+        )
         assert metadata["digest"] == {"algorithm": "sha256", "files": digests}
 
 

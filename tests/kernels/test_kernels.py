@@ -68,7 +68,6 @@ def test_wrong_sides_raise(side, error, words):
 
 
 COLUMNS = {"codes": 80, "scale": 5, "macro": 2, "residual_codes": 80, "residual_scale": 5}
-
 PACKED = {name: torch.zeros(3, columns, dtype=torch.uint8) for name, columns in COLUMNS.items()}
 
 
@@ -96,7 +95,9 @@ def test_parts_that_a_scheme_does_not_have_are_refused(has, scheme):
         Packed(**PACKED).check(160, scheme)
 
 
-@pytest.mark.parametrize("name", ["fake_quantize", "fake_quantize_both", "quantize", "quantize_both", "to_fp8"])
+@pytest.mark.parametrize(
+    "name", ["fake_quantize", "fake_quantize_rows_and_columns", "quantize", "quantize_rows_and_columns", "to_fp8"]
+)
 def test_wrong_inputs_raise(name):
     function = getattr(mxfp4_kernels, name)
     with pytest.raises(TypeError, match="list"):
@@ -130,7 +131,7 @@ def test_layers_on_the_kernels_are_those_on_the_eager_functions(run_script):
         assert max(found["differences"]) <= bound, (name, found)
     launches = {name: set(found["launches"]) for name, found in report.items()}
     assert report["experts"]["launches"]["linear_w4a16"] == 2 and "dequantize" not in launches["experts"]
-    assert "linear_w4a16" in launches["packed"] and "fake_quantize_both" in launches["w4a4g4"]
+    assert "linear_w4a16" in launches["packed"] and "fake_quantize_rows_and_columns" in launches["w4a4g4"]
     assert {"to_fp8", "from_fp8"} <= launches["w4a4g8"]
     assert all("fake_quantize" in launches[name] for name in ("w4a4", "paper_a", "paper_b"))
 
@@ -159,9 +160,7 @@ def test_there_are_slots_for_all_tiles_of_experts(counts, tile):
 
 
 STATIC = Scheme("rceil", 128)
-
 WEIGHT = numerics.quantize(torch.ones(4, 64), macro_block=128)
-
 BF16 = torch.ones(2, 64).bfloat16()
 
 

@@ -22,10 +22,7 @@ from hf_mxfp4.numerics import apply_scheme
 
 
 FAMILIES = ["qwen3_moe", "qwen2_moe", "mixtral", "gpt_oss"]
-
 EXPERTS = "base_model.model.model.layers.0.mlp.experts"
-
-
 #: Adapters of experts alone.
 with_lora = functools.partial(lora_models.with_lora, target_modules=["experts"])
 
@@ -215,9 +212,7 @@ def test_what_other_engines_are_given(load, family):
 
 
 PARAMETER_FAMILIES = ["qwen3_moe", "mixtral", "gpt_oss"]
-
 TARGETS = ["experts.gate_up_proj", "experts.down_proj"]
-
 BLOCK = "base_model.model.model.layers.0.mlp"
 
 

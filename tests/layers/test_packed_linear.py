@@ -15,7 +15,7 @@ from tables import CONFIGS, some
 from torch import nn
 
 from hf_mxfp4 import MXFP4Linear, MXFP4PackedLinear, MXFP4RLConfig, cached_weights, numerics, quantize
-from hf_mxfp4.backends import select as backends
+from hf_mxfp4.backends import dispatch as backends
 from hf_mxfp4.gemm import PACKED_FIELDS
 
 

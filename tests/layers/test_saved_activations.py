@@ -124,15 +124,6 @@ def test_huge_values_saturate_alike(autocast):
         torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)
 
 
-@pytest.mark.parametrize("backend", ["auto", "eager"])
-@pytest.mark.parametrize("shape", [(M, K), (5, 9, K)], ids=str)
-def test_portions_of_rows_change_nothing(monkeypatch, shape, backend):
-    full, saved = pair_of_layers(backend=backend)
-    expected = outputs(full, inputs(*shape))
-    monkeypatch.setattr("hf_mxfp4.gemm.packed_weight.PORTION", 7 * K + 3)
-    assert_same(outputs(saved, inputs(*shape)), expected)
-
-
 def test_a_nan_stays_where_it_was():
     full, saved = pair_of_layers()
     x = inputs(M, 2 * K)[:, :K]

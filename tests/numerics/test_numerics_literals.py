@@ -220,7 +220,7 @@ def test_a_bad_block_spoils_the_mantissa_of_itself_alone():
 
 @pytest.mark.parametrize("size", [32, 64, 256, "row"])
 def test_other_macro_sizes_are_refused(size):
-    with pytest.raises(ValueError, match="'blockwise' needs macro_block=128"):
+    with pytest.raises(ValueError, match="'block_mantissas' needs macro_block=128"):
         fake_quantize(torch.ones(2, 256), macro_block=size, macro_search="blockwise")
     with pytest.raises(ValueError, match="'block_mantissas' needs macro_block=128"):
         MXFP4RLConfig(macro_block=size, macro_search="blockwise")

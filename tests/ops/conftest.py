@@ -7,7 +7,7 @@ import os
 import pytest
 import torch
 
-from hf_mxfp4.backends.cpu import library
+from mxfp4_kernels import cpu as library
 
 
 @pytest.fixture(params=["openmp", "no openmp"])

@@ -5,16 +5,13 @@ import pytest
 import torch
 
 from hf_mxfp4 import numerics
-from hf_mxfp4.backends import backend_for, cpu, fake_quantize, select, self_check
+from hf_mxfp4.backends import backend_for, cpu, dispatch, fake_quantize, self_check
 from hf_mxfp4.backends import triton as triton_kernels
 from hf_mxfp4.numerics import QuantScheme, parse_scheme
 
 
 STATIC = QuantScheme("rceil", 128, "static", 0.5)
-
-
 F32, BF16 = torch.float32, torch.bfloat16
-
 #: Device, dtype, scheme and backend that is asked for; the backend that is found, and words of why it cannot.
 CHOICES = [
     ("cpu", F32, STATIC, "auto", "cpu", None),
@@ -133,6 +130,6 @@ def test_checks_run_without_the_modes_of_the_caller(eager_kernels):
 def test_kernels_asked_for_by_name_are_not_checked(monkeypatch, backend, problem):
     device = torch.device("meta")
     monkeypatch.setattr(self_check, "_found", {("quantize", device): problem})
-    monkeypatch.setattr(select, "backend_for", lambda *_: ("triton", None))
-    found = select.choose_backend(torch.empty(4, 32, device=device), QuantScheme(), backend)
+    monkeypatch.setattr(dispatch, "backend_for", lambda *_: ("triton", None))
+    found = dispatch.choose_backend(torch.empty(4, 32, device=device), QuantScheme(), backend)
     assert (found == "triton") == (backend == "triton" or problem is None)

@@ -11,23 +11,18 @@ from pathlib import Path
 
 import pytest
 import torch
-from pairwise import pairwise_params
 from processes import code, run
-from tables import MACROS, RULES
+from tables import MACROS, RULES, pairwise_params
 
 import hf_mxfp4
 from hf_mxfp4 import numerics
-from hf_mxfp4.backends import backend_for, cpu
-from hf_mxfp4.backends.cpu import functions, library
-from hf_mxfp4.backends.select import rotate_rows
+from hf_mxfp4.backends import backend_for, cpu, rotate_rows
 from hf_mxfp4.numerics import ROTATION_SIZES, MXFP4Tensor, QuantScheme
+from mxfp4_kernels import cpu as library
 
 
 pytestmark = pytest.mark.skipif(library.load()[0] is None, reason=f"no fused CPU functions: {library.load()[1]}")
-
-
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-
 ALPHAS = (None, 0.3, 1.0)
 
 
@@ -153,7 +148,7 @@ def test_a_forked_child_does_not_wait_for_threads_of_its_parent():
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("size", ROTATION_SIZES)
 def test_rotations_have_the_bits_of_the_reference(size, dtype, monkeypatch):
-    monkeypatch.setattr(functions, "WORTH_A_THREAD", 64)
+    monkeypatch.setattr(cpu, "_WORTH_A_THREAD", 64)
     x = special_values(dtype, 384)
     expected = numerics.rotate(x.float(), size)
     assert expected.isnan().any() and expected.isinf().any()
@@ -186,7 +181,7 @@ def test_the_public_functions_run_on_the_fused_backend(monkeypatch):
     x, strided = torch.randn(4, 64), torch.randn(96, 140)[:, ::2]
     expected, by_axis = numerics.fake_quantize(x), numerics.fake_quantize(strided, axis=0)
     monkeypatch.setattr(numerics, "quantize", refuse)
-    monkeypatch.setattr("hf_mxfp4.backends.select.apply_scheme", refuse)
+    monkeypatch.setattr("hf_mxfp4.backends.dispatch.apply_scheme", refuse)
     monkeypatch.setattr("hf_mxfp4.numerics.packed.dequantize", refuse)
     assert torch.equal(hf_mxfp4.fake_quantize(x), expected)
     assert torch.equal(hf_mxfp4.quantize(x).dequantize(), expected)

@@ -11,7 +11,8 @@ import torch
 import torch.nn.functional as F
 
 import hf_mxfp4
-from hf_mxfp4.backends.cpu import grouped_product, packed_product, product, unsupported_reason
+from hf_mxfp4.backends import cpu as packed_product
+from hf_mxfp4.backends.cpu import grouped_product, product, unsupported_reason
 from hf_mxfp4.gemm import packed_tensor, quantize_weight
 from hf_mxfp4.numerics import MXFP4Tensor, QuantScheme
 
@@ -19,7 +20,6 @@ from hf_mxfp4.numerics import MXFP4Tensor, QuantScheme
 pytestmark = pytest.mark.skipif(
     unsupported_reason(torch.float32, QuantScheme()) is not None, reason="no compiler for the CPU's functions"
 )
-
 SCHEMES = {
     "plain": QuantScheme("even"),
     "static": QuantScheme("rceil", 128, "static"),
@@ -132,7 +132,7 @@ def test_several_panels(monkeypatch):
 
 
 def test_threads_do_not_change_bits(threads, monkeypatch):
-    monkeypatch.setattr(packed_product, "_WORTH_A_THREAD", 1)
+    monkeypatch.setattr(packed_product, "_PRODUCTS_WORTH_A_THREAD", 1)
     x, weight = random(5, 320, dtype=torch.bfloat16), packed(random(200, 320), SCHEMES["static"])
     found = [(threads(count), product(x, weight))[1] for count in (1, 2, 3)]
     assert all(torch.equal(found[0], other) for other in found[1:])

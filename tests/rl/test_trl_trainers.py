@@ -8,8 +8,7 @@ from datasets import Dataset
 from factors import factors_config
 from grpo_runs import logged
 from peft import LoraConfig, PeftModel
-from tiny_models import make_model
-from tiny_tokenizers import make_tokenizer
+from tiny_models import make_model, make_tokenizer
 from transformers import AutoModelForCausalLM
 
 from hf_mxfp4 import MXFP4RLConfig

@@ -90,7 +90,7 @@ def stub_gpu(gpu: GPU) -> Iterator[list[Step]]:
     Raises `RuntimeError` under TRITON_INTERPRET=1, whose kernels go other ways.
     """
     from hf_mxfp4.backends import self_check
-    from mxfp4_kernels.common.launch import INTERPRETED
+    from mxfp4_kernels.common.scheme import INTERPRETED
     from mxfp4_kernels.decode import counters
 
     if INTERPRETED:

@@ -87,7 +87,7 @@ def _quantize(launch: Launch, at: Arguments, _: float) -> Work:
     tile, sides, trips = at["TILE"], at["SIDES"], ()
     for side, length in ((sides.columns, tile.WIDTH), (sides.rows, tile.HEIGHT)):
         if side is not None:
-            trips += (*_once(length // tile.STRIP), *(() if side.PAIRS else search))
+            trips += (*_once(length // tile.STRIP), *(() if side.BF16X2 else search))
     return _plain(launch, at["x_ptr"].numel(), trips)
 
 

@@ -35,17 +35,6 @@ class CompressedTensorsFormat(RenamedFormat):
         "the exported model says that they are not (W4A16), though vLLM quantizes them where its GPU can. Format quark "
         "keeps W4A4, in plain MXFP4"
     )
-    foreign = {
-        "weight_global_scale": "a global scale (NVFP4)",
-        "weight_zero_point": "zero points (asymmetric quantization)",
-        "weight_g_idx": "an order of columns (actorder)",
-        "weight_shape": "integer packing",
-        "input_scale": "static activation quantization",
-        "input_global_scale": "static activation quantization",
-        "output_scale": "output quantization",
-        "k_scale": "key cache quantization",
-        "v_scale": "value cache quantization",
-    }
 
     def quantization_config(
         self, config: MXFP4RLConfig, ignored: Sequence[str], quantized: Sequence[str] = ()

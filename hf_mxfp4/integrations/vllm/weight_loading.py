@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...backends.select import dequantize
+from ...backends import dequantize
 from ...config import MXFP4RLConfig
 from ...gemm import PACKED_FIELDS, PACKED_SUFFIXES, check_packed, packed_shapes, packed_tensor, quantize_weight
 from ...numerics import BLOCK_SIZE, QuantScheme

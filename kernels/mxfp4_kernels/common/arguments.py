@@ -43,13 +43,13 @@ class SchemeConstants(NamedTuple):
 
 class SideConstants(NamedTuple):
     """What blocks along one axis have of their own: stochastic rounding, the rotation and signs before it, and whether
-    they are quantized by `common/pair_blocks.py`."""
+    they are quantized by `common/bf16x2_blocks.py`."""
 
     STOCHASTIC: bool = False
     ROTATION: int = 0
     ROTATION_SCALE: float = 1.0
     HAS_SIGNS: bool = False
-    PAIRS: bool = False
+    BF16X2: bool = False
 
 
 class Sides(NamedTuple):

@@ -1,20 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What to do to blocks, packed tensors, and what the kernels support of both."""
+"""What to do to blocks, packed tensors, what the kernels support of both, and where they run."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import math
 from typing import NamedTuple
 
 import torch
+import triton
 
 from . import blocks
 from .arguments import PackedPointers, RowBytes, SchemeConstants, SideConstants
-from .launch import INTERPRETED
 
 
+#: Whether TRITON_INTERPRET=1 was set when the kernels were defined, which is what counts.
+INTERPRETED = not isinstance(blocks.clamp, triton.JITFunction)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 BLOCK = 32
 #: Added to the float32 bits of a block maximum so that its exponent rounds up where the scale rule says.
@@ -127,12 +130,12 @@ class Side(NamedTuple):
         """Return the elements of an axis of ``length`` after the rotation."""
         return length + -length % (self.rotation or 1)
 
-    def constants(self, pairs: bool) -> SideConstants:
-        """Return compile-time arguments; ``pairs`` tells whether `common/pair_blocks.py` has what is asked for when it
-        is rounded to nearest, and not rotated."""
+    def constants(self, bf16x2: bool) -> SideConstants:
+        """Return compile-time arguments; ``bf16x2`` tells whether `common/bf16x2_blocks.py` has what is asked for when
+        it is rounded to nearest, and not rotated."""
         rotation = self.rotation or 0
-        pairs = pairs and self.seed is None and not rotation
-        return SideConstants(self.seed is not None, rotation, (rotation or 1) ** -0.5, self.signs is not None, pairs)
+        bf16x2 = bf16x2 and self.seed is None and not rotation
+        return SideConstants(self.seed is not None, rotation, (rotation or 1) ** -0.5, self.signs is not None, bf16x2)
 
     @property
     def halves(self) -> tuple[int, int]:
@@ -224,8 +227,8 @@ def scheme_constants(dtype: torch.dtype, scheme: Scheme, out: torch.dtype) -> Sc
     )
 
 
-def has_pairs(dtype: torch.dtype, scheme: Scheme, packs: bool) -> bool:
-    """Return whether `common/pair_blocks.py` has a scheme, for input and output of a dtype: codes, or values, whose
+def has_bf16x2(dtype: torch.dtype, scheme: Scheme, packs: bool) -> bool:
+    """Return whether `common/bf16x2_blocks.py` has a scheme, for input and output of a dtype: codes, or values, whose
     residual it adds whole."""
     if dtype != torch.bfloat16 or scheme.block_rows != 1 or not (packs or scheme.alpha == 1):
         return False
@@ -254,3 +257,21 @@ def check_device(x: torch.Tensor) -> None:
     """Raise `ValueError` for a tensor on a CPU where kernels are not interpreted."""
     if x.device.type == "cpu" and not INTERPRETED:
         raise ValueError("the Triton kernel needs a GPU tensor, got one on the CPU")
+
+
+# ---- launches -------------------------------------------------------------------------------------------------------
+
+
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor as kernels read it: bfloat16 as int16 bits."""
+    return tensor.view(torch.int16) if tensor.dtype == torch.bfloat16 else tensor
+
+
+def as_stored(tensor: torch.Tensor | None) -> torch.Tensor | None:
+    """Return an output as kernels write it: interpreted, bfloat16 passes as int16 bits."""
+    return bits(tensor) if INTERPRETED and tensor is not None else tensor
+
+
+def on(device: torch.device) -> contextlib.AbstractContextManager:
+    """Return a context in which kernels start on a device."""
+    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()

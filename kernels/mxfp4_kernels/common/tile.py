@@ -4,6 +4,7 @@
 import triton
 import triton.language as tl
 
+from .bf16x2_blocks import codes_of_words, values_of_words
 from .blocks import (
     NAN_BYTE,
     NO_MACRO,
@@ -14,7 +15,6 @@ from .blocks import (
     scale_value,
     without_factor,
 )
-from .pair_blocks import codes_of_words, values_of_words
 from .rng import uniform
 
 

@@ -20,13 +20,11 @@ import triton.language as tl
 
 from ..common.arguments import Partial, WeightConstants
 from ..common.blocks import BLOCK_MANTISSAS, NO_MACRO, as_stored, to_float
-from ..common.launch import INTERPRETED, launch
-from ..common.launch import as_stored as stored
-from ..common.scheme import BLOCK, Packed, Scheme, check_device
+from ..common.scheme import BLOCK, INTERPRETED, Packed, Scheme, check_device, on
+from ..common.scheme import as_stored as stored
 from .config import STEP, Config, gpu_of, split_steps, tile_config
 from .counters import zeros_of_a_launch
-from .splits import arrives_last, sum_of_splits
-from .tile import NARROW_BYTE, decoded_product, inverse_of_macro, load_inside
+from .tile import NARROW_BYTE, arrives_last, decoded_product, inverse_of_macro, load_inside, sum_of_splits
 
 
 #: Mean rows per expert up to which most experts have 8 at most.
@@ -252,7 +250,8 @@ def _launch(
     arguments = (stored(x), pointers, stored(bias), stored(out), partial, offsets)
     numbers = (n_rows, n_experts, of_split, splits, x.stride(0), scheme.alpha)
     options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
-    launch(decode_kernel, (tiles, splits), x.device, *arguments, *numbers, WEIGHT=weight, **options)
+    with on(x.device):
+        decode_kernel[(tiles, splits)](*arguments, *numbers, WEIGHT=weight, **options)
 
 
 def rows_class(n_rows: int, offsets: torch.Tensor | None) -> int:

@@ -1,0 +1,324 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Calls of the C++ functions of [`mxfp4_kernels.cpu`] on torch tensors: quantization fused into one pass, with the
+reference's bits, and products with packed weights, on the codes for few rows, as in decoding, and for more with panels
+of dequantized values that stay in the cache."""
+
+import ctypes
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from mxfp4_kernels import cpu as library
+
+from .. import numerics
+from .._logging import get_logger
+from ..numerics import BLOCK_SIZE, MXFP4Tensor, QuantScheme, ScaleRule, part_sizes
+from ..numerics.corrections import blocks_at_rate
+from ..numerics.formats import CARRY
+
+
+TYPES = library.TYPES
+_SEARCHES = {"static": 1, "dynamic": 2, "block_mantissas": 3}
+_part_sizes = functools.lru_cache(maxsize=256)(part_sizes)
+#: Work that is worth waking a thread for: elements of plain quantization, and multiplications.
+_WORTH_A_THREAD, _PRODUCTS_WORTH_A_THREAD = 1 << 19, 1 << 17
+#: Elements of a panel, and the least rows, on one thread and on several: torch's product with fewer is slow. oneDNN
+#: computes some with fewer than 1024 on one thread whatever their number.
+_PANEL, _PANEL_ROWS = 1 << 20, (512, 1024)
+
+
+def unsupported_reason(dtype: torch.dtype, scheme: QuantScheme) -> str | None:
+    """Return why the functions cannot quantize CPU tensors of this dtype under this scheme; `None` when they can."""
+    if dtype not in TYPES:
+        return f"the fused CPU functions take float32, bfloat16 and float16, not {dtype}"
+    if scheme.rounding != "nearest":
+        return f"rounding={scheme.rounding!r} has no fused CPU function"
+    if scheme.block_rows != 1:
+        return f"block_rows={scheme.block_rows} has no fused CPU function"
+    return library_problem()
+
+
+@functools.cache
+def library_problem() -> str | None:
+    """Return why the library cannot be used; `None` when it can."""
+    logger = get_logger()
+    loaded, reason = library.load()
+    if loaded is None:
+        logger.warning("CPU quantization runs eagerly, without the fused functions: %s", reason)
+        return reason
+    if not _agrees_with_the_reference():
+        logger.warning(
+            "the fused CPU functions were compiled wrongly and are not used, so the CPU runs eagerly; to compile them "
+            "with another compiler, set CXX and delete %s",
+            loaded._name,
+        )
+        return "the compiled functions disagree with the reference (compiler fault?)"
+    return None
+
+
+# ---- quantization ---------------------------------------------------------------------------------------------------
+
+
+def fake_quantize(x: torch.Tensor, scheme: QuantScheme) -> torch.Tensor:
+    """[`hf_mxfp4.numerics.apply_scheme`] along the last axis of a CPU tensor that is supported."""
+    rows = library.in_memory(x)
+    out = torch.empty_like(rows)
+    if rows.numel():
+        _over_rows("mxfp4_quantize", rows, scheme, out.data_ptr(), None, None, None, None, None)
+    return out
+
+
+def quantize(x: torch.Tensor, scheme: QuantScheme, axis: int) -> MXFP4Tensor:
+    """[`hf_mxfp4.numerics.quantize`] of a CPU tensor that is supported; ``axis`` is not negative."""
+    rows = library.in_memory(x.movedim(axis, -1))
+    *leading, length = rows.shape
+    sizes = _part_sizes(scheme, length)
+    parts = [None if size is None else torch.empty(*leading, size, dtype=torch.uint8) for size in sizes]
+    if rows.numel():
+        _over_rows("mxfp4_quantize", rows, scheme, None, *map(_address, parts))
+    return MXFP4Tensor(*parts, length=length, axis=axis, scheme=scheme, dtype=x.dtype)
+
+
+def dequantize(tensor: MXFP4Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """[`MXFP4Tensor.dequantize`] of CPU tensors; ``dtype`` is float32, bfloat16 or float16."""
+    leading = tensor.codes.shape[:-1]
+    out = torch.empty(*leading, tensor.length, dtype=dtype)
+    _dequantize_into(out, _checked_parts(tensor, leading), tensor.scheme)
+    return out.movedim(-1, tensor.axis)
+
+
+def _dequantize_into(out: torch.Tensor, parts: Sequence[torch.Tensor | None], scheme: QuantScheme) -> None:
+    if out.numel():
+        _over_rows("mxfp4_dequantize", out, scheme, *map(_address, parts))
+
+
+def takes_rotation(x: torch.Tensor) -> bool:
+    """Return whether [`rotate`] takes a tensor of torch's own kind."""
+    return x.is_cpu and x.dtype in TYPES and library_problem() is None
+
+
+def rotate(x: torch.Tensor, size: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """[`hf_mxfp4.numerics.rotate`] of a CPU tensor in float32, bfloat16 or float16 along its last axis, which ``size``
+    (16, 32, 64 or 128) divides: computed in float32, rounded to ``dtype`` once. It is its own inverse."""
+    if size not in numerics.ROTATION_SIZES or x.shape[-1] % size:
+        raise ValueError(f"rows of {x.shape[-1]} elements cannot be rotated in blocks of {size}")
+    rows = library.in_memory(x)
+    out = torch.empty_like(rows, dtype=torch.float32)
+    count, threads = rows.numel() // size, _threads_for(rows.numel())
+    library.load()[0].mxfp4_rotate(rows.data_ptr(), TYPES[x.dtype], out.data_ptr(), size, size**-0.5, count, threads)
+    return out.to(dtype)
+
+
+def _over_rows(name: str, rows: torch.Tensor, scheme: QuantScheme, *rest: Any) -> None:
+    """Call a function of the library on all rows. The ``rest`` of its arguments ends with the addresses of values and
+    of the tensors of an [`MXFP4Tensor`], `None` for those that are not asked for or not there."""
+    length, size = rows.shape[-1], rows.numel()
+    described, cost = _description(scheme, length)
+    function = getattr(library.load()[0], name)
+    function(rows.data_ptr(), TYPES[rows.dtype], length, described, size // length, _threads_for(size * cost), *rest)
+
+
+def _threads_for(cost: int) -> int:
+    """All threads that torch computes with, or one for little work: OpenMP ends threads that it is not asked for."""
+    return torch.get_num_threads() if cost > _WORTH_A_THREAD else 1
+
+
+def _address(tensor: torch.Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
+
+
+@functools.lru_cache(maxsize=256)
+def _description(scheme: QuantScheme, length: int) -> tuple[Any, int]:
+    """A pointer to a scheme for rows of this length as the library takes it, and roughly how many elements of plain
+    quantization take as long as one under this scheme."""
+    rule, alpha, rate = scheme.scale_rule, scheme.outlier_fallback, scheme.fallback_rate
+    described = library.SchemeStruct(
+        carry=CARRY[rule],
+        clips=rule.clips,
+        least_squares=rule is ScaleRule.MSE,
+        search=0 if scheme.macro_block is None else _SEARCHES[scheme.macro_search],
+        macro_blocks=_macro_blocks(scheme, length),
+        fallback=alpha is not None,
+        alpha=alpha or 0.0,
+        fallback_blocks=0 if rate is None else blocks_at_rate(rate, -(-length // BLOCK_SIZE)),
+    )
+    passes = 2 if alpha is not None else 1
+    if scheme.macro_block is not None:
+        passes += {"static": 0, "dynamic": 12, "block_mantissas": 8}[scheme.macro_search]
+    return ctypes.pointer(described), passes * (3 if rule is ScaleRule.MSE else 1)
+
+
+def _macro_blocks(scheme: QuantScheme, length: int) -> int:
+    if scheme.macro_block == "row":
+        return max(1, -(-length // BLOCK_SIZE))
+    return 1 if scheme.macro_block is None else scheme.macro_block // BLOCK_SIZE
+
+
+def _checked_parts(tensor: MXFP4Tensor, leading: Sequence[int]) -> list[torch.Tensor | None]:
+    parts = tensor.codes, tensor.scale, tensor.macro, tensor.residual_codes, tensor.residual_scale
+    return library.checked_parts(parts, leading, _part_sizes(tensor.scheme, tensor.length))
+
+
+def _agrees_with_the_reference() -> bool:
+    """A compiler that does not keep to the arithmetic as written must not go unnoticed."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(8, 300, generator=generator) * torch.exp2(torch.arange(-40.0, 40.0, 10.0))[:, None]
+    searched = QuantScheme("mse", 128, "dynamic", 0.3), QuantScheme("even", 128, "block_mantissas")
+    selective = QuantScheme("even", 128, "static", 1.0, fallback_rate=0.3)
+    for scheme in (*searched, selective, QuantScheme()):
+        for dtype in (torch.float32, torch.bfloat16):
+            values = x.to(dtype)
+            packed, expected = quantize(values, scheme, 1), numerics.quantize(values, **vars(scheme))
+            if not torch.equal(fake_quantize(values, scheme), numerics.apply_scheme(values, scheme)):
+                return False
+            if not torch.equal(packed.codes, expected.codes) or not torch.equal(packed.scale, expected.scale):
+                return False
+            if not torch.equal(dequantize(packed, dtype), expected.dequantize(dtype)):
+                return False
+    x = x[:, :256]
+    return all(torch.equal(rotate(x, size), numerics.rotate(x, size)) for size in numerics.ROTATION_SIZES)
+
+
+# ---- products with packed weights -----------------------------------------------------------------------------------
+
+
+def product(x: torch.Tensor, weight: MXFP4Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """``x Q(W)^T + b`` of CPU tensors, without gradients.
+
+    Of up to [`most_rows`] rows sums are in float32, of exact products up to the rounding of a macro factor, and rounded
+    once, the same whatever the number of threads; of more, ``Q(W)`` is rounded to the dtype of ``x`` first, in panels.
+
+    Args:
+        x: ``[..., K]`` float32, bfloat16 or float16.
+        weight: ``[N, K]``, quantized along its last axis.
+        bias: ``[N]`` in the dtype of ``x``.
+
+    Returns:
+        ``[..., N]`` in the dtype of ``x``.
+
+    Raises:
+        ValueError: ``x``, the weight and the bias do not fit together.
+        RuntimeError: one of them is not on the CPU, or its memory was freed.
+    """
+    if x.shape[:-1].numel() > most_rows() and weight.codes.shape[0]:
+        return _by_panels(x, weight, bias)
+    return _on_codes(x, weight, bias)
+
+
+def grouped_product(
+    x: torch.Tensor, weight: MXFP4Tensor, ends: torch.Tensor, bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    """[`product`] of each expert's rows with its own weight, all on the codes.
+
+    Args:
+        x: ``[S, K]``, rows sorted by expert.
+        weight: ``[experts, N, K]``, quantized along its last axis.
+        ends: int32 ``[experts]`` on the CPU, where the rows of each end.
+        bias: ``[experts, N]`` in the dtype of ``x``.
+
+    Returns:
+        ``[S, N]`` in the dtype of ``x``.
+    """
+    return _on_codes(x, weight, bias, ends)
+
+
+@functools.cache
+def most_rows() -> int:
+    """Return up to how many rows products are computed on the codes: beyond, panels are faster on this processor."""
+    return library.load()[0].mxfp4_product_rows()
+
+
+@functools.lru_cache(maxsize=256)
+def _prepared(
+    scheme: QuantScheme, in_features: int, out_features: int, dtype: torch.dtype
+) -> tuple[Any, Callable[[Any], None]]:
+    """What products with weights of one scheme and shape have in common: arguments, and the function."""
+    arguments = library.ProductStruct(
+        type=TYPES[dtype],
+        in_features=in_features,
+        out_features=out_features,
+        weights=_description(scheme, in_features)[0],
+        n_experts=1,
+        threads=1,
+    )
+    return arguments, library.load()[0].mxfp4_product
+
+
+def _on_codes(
+    x: torch.Tensor, weight: MXFP4Tensor, bias: torch.Tensor | None, ends: torch.Tensor | None = None
+) -> torch.Tensor:
+    """[`product`], or [`grouped_product`] with the ``ends`` of rows."""
+    in_features, out_features = weight.length, weight.codes.shape[-2]
+    common, function = _prepared(weight.scheme, in_features, out_features, x.dtype)
+    leading = (out_features,) if ends is None else (len(ends), out_features)
+    _check(x, bias, in_features, leading)
+    parts = _checked_parts(weight, leading)
+    out = x.new_empty((*x.shape[:-1], out_features))
+    size = out.numel()
+    if not size:
+        return out
+    # All that the library reads stays referenced until it returns.
+    x, n_rows = library.in_memory(x), size // out_features
+    arguments = library.ProductStruct.from_buffer_copy(common)
+    arguments.x, arguments.y, arguments.n_rows = x.data_ptr(), out.data_ptr(), n_rows
+    arguments.codes, arguments.scale, arguments.macro = map(_address, parts[:3])
+    if parts[3] is not None:
+        arguments.residual_codes, arguments.residual_scale = map(_address, parts[3:])
+    if bias is not None:
+        bias = library.in_memory(bias)
+        arguments.bias = bias.data_ptr()
+    if ends is not None:
+        ends = _checked_ends(ends, n_rows)
+        arguments.ends, arguments.n_experts = ends.data_ptr(), len(ends)
+    if size * in_features >= 2 * _PRODUCTS_WORTH_A_THREAD:
+        arguments.threads = torch.get_num_threads()
+    function(ctypes.byref(arguments))
+    return out
+
+
+def _check(x: torch.Tensor, bias: torch.Tensor | None, in_features: int, leading: tuple[int, ...]) -> None:
+    """Raise the errors of [`product`] for ``x`` and the bias; ``leading`` is the shape of the bias."""
+    if x.shape[-1] != in_features:
+        raise ValueError(f"an input of {x.shape[-1]} columns meets a weight of {in_features}")
+    if bias is None:
+        return
+    if bias.dtype is not x.dtype or bias.shape != leading:
+        raise ValueError(f"the bias is {bias.dtype} {list(bias.shape)}; expected {x.dtype} {list(leading)}")
+    if not bias.is_cpu:
+        raise RuntimeError(f"the bias is on {bias.device}, the input on cpu; move one of them")
+
+
+def _checked_ends(ends: torch.Tensor, n_rows: int) -> torch.Tensor:
+    """Return where the rows of experts end, in memory; rows after them belong to experts of other processes. Raises
+    `ValueError` where they are no rows."""
+    places = [0, *ends.flatten().tolist()]
+    if ends.dtype is not torch.int32 or ends.dim() != 1 or places != sorted(places) or places[-1] > n_rows:
+        raise ValueError(
+            f"the rows of experts end at {ends.dtype} {list(ends.shape)} {places[1:]}; expected an int32 vector that "
+            f"rises to at most the number of rows, {n_rows}"
+        )
+    return library.in_memory(ends.cpu())
+
+
+def _by_panels(x: torch.Tensor, weight: MXFP4Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """A product with the dequantized values of some rows of the weight after the other, in memory that is used again:
+    fresh memory as large as the weight costs more than to fill it."""
+    out_features, length = weight.codes.shape[0], weight.length
+    _check(x, bias, length, (out_features,))
+    least = _PANEL_ROWS[torch.get_num_threads() > 1]
+    rows = min(out_features, max(least, _PANEL // max(1, length)))
+    panel = torch.empty(rows, length, dtype=x.dtype)
+    parts = _checked_parts(weight, (out_features,))
+    out = x.new_empty(*x.shape[:-1], out_features) if rows < out_features else None
+    for start in range(0, out_features, rows):
+        stop = min(start + rows, out_features)
+        some = panel[: stop - start]
+        _dequantize_into(some, [None if part is None else part[start:stop] for part in parts], weight.scheme)
+        values = F.linear(x, some, None if bias is None else bias[start:stop])
+        if out is None:
+            return values
+        out[..., start:stop] = values
+    return out

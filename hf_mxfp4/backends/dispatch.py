@@ -1,0 +1,242 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which backend quantizes a tensor: the eager reference, the Triton kernels on a GPU, or the fused C++ on the CPU.
+
+All backends give the same bits. Each function here raises `ValueError` when the backend named cannot do what is asked.
+"""
+
+import functools
+
+import torch
+import torch.nn.functional as F
+from torch._C._functorch import is_functorch_wrapped_tensor
+
+from .. import numerics
+from ..numerics import MXFP4Tensor, QuantScheme, apply_scheme, part_sizes
+from ..numerics.rng import noise_source
+from . import cpu
+from . import triton as triton_kernels
+from .self_check import is_verified
+
+
+#: The eager reference computes rows in portions of this many elements on the CPU, so that what lies between input and
+#: output stays in the processor's cache.
+_EAGER_PORTION = 1 << 17
+_BLOCKS = QuantScheme()
+_OWN_TYPES = (torch.Tensor, torch.nn.Parameter)
+
+
+# ---- the choice -----------------------------------------------------------------------------------------------------
+
+
+def choose_backend(
+    x: torch.Tensor,
+    scheme: QuantScheme,
+    backend: str,
+    seed: int | None = None,
+    *,
+    family: str = "quantize",
+    dtype: torch.dtype | None = None,
+) -> str:
+    """Return the backend for a tensor.
+
+    Args:
+        x: what is quantized; otherwise any tensor on the device.
+        scheme: of the codes.
+        backend: ``"auto"``, or the one named.
+        seed: for stochastic rounding, which is eager without one.
+        family: ``"quantize"``, or what is done with codes: ``"dequantize"`` or ``"decode"`` (multiply with them).
+        dtype: of values that codes become; by default that of ``x``.
+    """
+    if torch.compiler.is_compiling() or not is_torchs_own(x):
+        # Tracing and other stand-ins for tensors have no memory to hand to a kernel.
+        return "eager"
+    device = x.device
+    name = _choice(device.type, dtype or x.dtype, scheme, backend, seed is not None, family != "quantize")
+    return name if name != "triton" or backend != "auto" or is_verified(family, device) else "eager"
+
+
+@functools.lru_cache(maxsize=256)
+def _choice(
+    device_type: str, dtype: torch.dtype, scheme: QuantScheme, backend: str, has_seed: bool, reads: bool
+) -> str:
+    if reads:
+        scheme = as_read(scheme)
+    name, reason = backend_for(device_type, dtype, scheme, backend)
+    if name == "triton" and not reason and scheme.rounding != "nearest" and not has_seed:
+        name, reason = ("eager" if backend == "auto" else name), f"{scheme} draws random numbers and needs a seed"
+    if reason and name == backend != "eager":
+        raise ValueError(f"backend={backend!r} cannot quantize here: {reason}; use backend='auto'")
+    return name
+
+
+def backend_for(device_type: str, dtype: torch.dtype, scheme: QuantScheme, backend: str) -> tuple[str, str | None]:
+    """Return the backend for tensors of a device and dtype, and why the fast one (that was named, or that belongs to
+    the device) is not usable; `None` when it is."""
+    if backend == "eager":
+        return "eager", "eager was asked for"
+    fast = backend if backend != "auto" else ("cpu" if device_type == "cpu" else "triton")
+    if fast == "cpu":
+        on_cpu = device_type == "cpu"
+        reason = cpu.unsupported_reason(dtype, scheme) if on_cpu else f"the tensor is on {device_type}"
+    else:
+        reason = triton_kernels.unsupported_reason(device_type, dtype, scheme)
+    return ("eager" if reason and backend == "auto" else fast), reason
+
+
+def as_read(scheme: QuantScheme) -> QuantScheme:
+    """Return what of a scheme matters to who reads codes: not how scales were chosen and values rounded."""
+    return QuantScheme("rceil", scheme.macro_block, scheme.macro_search, scheme.outlier_fallback)
+
+
+def supports_e4m3(x: torch.Tensor, backend: str = "auto") -> bool:
+    """Return whether the Triton kernels round rows of a tensor to E4M3: where they quantize blocks of it."""
+    return x.is_floating_point() and x.dim() > 0 and choose_backend(x, _BLOCKS, backend) == "triton"
+
+
+def is_torchs_own(x: torch.Tensor) -> bool:
+    """Return whether the values of a tensor are what its memory holds, so that a kernel may read it: a tensor of one of
+    torch's own kinds, not inside `torch.vmap` or `torch.func.jvp`, not negated and not zero without memory."""
+    if type(x) not in _OWN_TYPES:
+        return False
+    return not (is_functorch_wrapped_tensor(x) or x.is_neg() or x._is_zerotensor())
+
+
+def needs_operator(x: torch.Tensor) -> bool:
+    """Return whether an operator stands for what runs on a tensor's memory: where Dynamo traces, and inside
+    `torch.vmap` and `torch.func.jvp`."""
+    return type(x) in _OWN_TYPES and (torch.compiler.is_compiling() or is_functorch_wrapped_tensor(x))
+
+
+def widest_float(device: torch.device) -> torch.dtype:
+    """Return the dtype to add many numbers up in: float64, or float32 on devices that have no other (Apple's GPUs)."""
+    return torch.float32 if device.type == "mps" else torch.float64
+
+
+# ---- what backends do -----------------------------------------------------------------------------------------------
+
+
+def fake_quantize(
+    x: torch.Tensor,
+    scheme: QuantScheme,
+    backend: str = "auto",
+    *,
+    seed: int | None = None,
+    rotation: int | None = None,
+    signs: torch.Tensor | None = None,
+    dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    """[`hf_mxfp4.numerics.fake_quantize`] along the last axis, on the backend named or, for ``"auto"``, the fastest
+    that covers the scheme. Stochastic rounding is eager without a ``seed``.
+
+    With a ``rotation`` the axis is first padded with zeros to a multiple of that size and rotated in float32 (with
+    ``signs`` of its padded length; see [`hf_mxfp4.numerics.rotate`]), and the result is float32, of float64 the same,
+    or of the ``dtype`` given.
+    """
+    if seed is not None:
+        noise_source(scheme.rounding, None, seed)
+    if rotation is None and scheme.rounding == "nearest" and needs_operator(x):
+        values = torch.ops.hf_mxfp4.fake_quantize(x.detach(), str(scheme), backend)
+        return values if dtype is None else values.to(dtype)
+    name = choose_backend(x, scheme, backend, seed)
+    if rotation is not None and (name != "triton" or scheme.fallback_rate is not None):
+        x, rotation = rotate_rows(x, rotation, "cpu" if name == "cpu" else "eager", signs=signs), None
+        name = choose_backend(x, scheme, backend, seed)
+    if name == "triton":
+        return triton_kernels.fake_quantize(x, scheme, seed, rotation, signs, dtype)
+    values = cpu.fake_quantize(x, scheme) if name == "cpu" else _eager(x, scheme, seed)
+    return values if dtype is None else values.to(dtype)
+
+
+def quantize(
+    x: torch.Tensor, scheme: QuantScheme, backend: str = "auto", *, axis: int = -1, seed: int | None = None
+) -> MXFP4Tensor:
+    """[`hf_mxfp4.numerics.quantize`] on the backend named or the fastest. The tensor's `dequantize` takes the fastest
+    too."""
+    axis %= x.dim()
+    if scheme.rounding == "nearest" and needs_operator(x):
+        parts = torch.ops.hf_mxfp4.quantize(x.detach().movedim(axis, -1), str(scheme), backend)
+        parts = [part if size is not None else None for part, size in zip(parts, part_sizes(scheme, 1), strict=True)]
+        return FusedTensor(*parts, length=x.shape[axis], axis=axis, scheme=scheme, dtype=x.dtype)
+    name = choose_backend(x, scheme, backend, seed)
+    if name == "cpu":
+        tensor = cpu.quantize(x, scheme, axis)
+    elif name == "triton":
+        tensor = triton_kernels.quantize(x, scheme, axis, seed)
+    else:
+        tensor = numerics.quantize(x, **vars(scheme), axis=axis, seed=seed)
+    return FusedTensor(**vars(tensor))
+
+
+class FusedTensor(MXFP4Tensor):
+    """[`MXFP4Tensor`] that dequantizes on the fused backend where there is one."""
+
+    def dequantize(self, dtype: torch.dtype | None = None) -> torch.Tensor:
+        return dequantize(self, dtype or self.dtype)
+
+
+def dequantize(tensor: MXFP4Tensor, dtype: torch.dtype, backend: str = "auto") -> torch.Tensor:
+    """[`MXFP4Tensor.dequantize`] on the backend named or, for ``"auto"``, the fastest that there is."""
+    if needs_operator(tensor.codes):
+        parts = tensor.codes, tensor.scale, tensor.macro, tensor.residual_codes, tensor.residual_scale
+        scheme = str(as_read(tensor.scheme))
+        out = torch.ops.hf_mxfp4.dequantize(*parts, tensor.length, scheme, dtype, backend)
+        return out.movedim(-1, tensor.axis)
+    name = choose_backend(tensor.codes, tensor.scheme, backend, family="dequantize", dtype=dtype)
+    if name == "cpu":
+        return cpu.dequantize(tensor, dtype)
+    if name == "triton":
+        return triton_kernels.dequantize(tensor, dtype)
+    # The class is named because a subclass may choose a backend of its own.
+    return MXFP4Tensor.dequantize(tensor, dtype)
+
+
+def rotate_rows(
+    x: torch.Tensor,
+    size: int,
+    backend: str = "auto",
+    *,
+    signs: torch.Tensor | None = None,
+    dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    """``x`` padded with zeros along its last axis to a multiple of ``size`` and rotated in float32 (float64 stays) by
+    [`hf_mxfp4.numerics.rotate`], in that dtype or the ``dtype`` given. On a CPU in fused C++ where there are no
+    ``signs``, unless the ``backend`` is the eager one."""
+    padding = -x.shape[-1] % size
+    if padding:
+        x = F.pad(x, (0, padding))
+    has_memory = not torch.compiler.is_compiling() and is_torchs_own(x)
+    is_fused = has_memory and signs is None and backend in ("auto", "cpu")
+    if is_fused and not (x.requires_grad and torch.is_grad_enabled()) and cpu.takes_rotation(x):
+        return cpu.rotate(x, size, dtype or torch.float32)
+    values = numerics.rotate(x if x.dtype == torch.float64 else x.float(), size, signs=signs)
+    return values if dtype is None else values.to(dtype)
+
+
+def quantize_e4m3(x: torch.Tensor, backend: str = "auto") -> tuple[torch.Tensor, torch.Tensor]:
+    """[`hf_mxfp4.numerics.quantize_e4m3`], by Triton where that quantizes blocks of ``x``."""
+    return (triton_kernels if supports_e4m3(x, backend) else numerics).quantize_e4m3(x)
+
+
+def dequantize_e4m3(
+    elements: torch.Tensor, byte: torch.Tensor, dtype: torch.dtype, backend: str = "auto"
+) -> torch.Tensor:
+    """[`hf_mxfp4.numerics.dequantize_e4m3`], by Triton where that dequantizes MXFP4."""
+    name = choose_backend(elements, _BLOCKS, backend, family="dequantize", dtype=dtype)
+    return (triton_kernels if name == "triton" else numerics).dequantize_e4m3(elements, byte, dtype)
+
+
+def fake_quantize_e4m3(x: torch.Tensor, backend: str = "auto") -> torch.Tensor:
+    """[`hf_mxfp4.numerics.fake_quantize_e4m3`], by Triton where that quantizes blocks of ``x``."""
+    return (triton_kernels if supports_e4m3(x, backend) else numerics).fake_quantize_e4m3(x)
+
+
+def _eager(x: torch.Tensor, scheme: QuantScheme, seed: int | None = None) -> torch.Tensor:
+    whole = scheme.rounding != "nearest" or scheme.block_rows != 1
+    if whole or x.device.type != "cpu" or x.dim() < 2 or x.numel() <= 2 * _EAGER_PORTION or not is_torchs_own(x):
+        return apply_scheme(x, scheme, seed=seed)
+    rows = x.detach().reshape(-1, x.shape[-1])
+    out = torch.empty(rows.shape, dtype=x.dtype)
+    step = max(1, _EAGER_PORTION // x.shape[-1])
+    for start in range(0, rows.shape[0], step):
+        out[start : start + step] = apply_scheme(rows[start : start + step], scheme)
+    return out.view(x.shape)

@@ -1,0 +1,206 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is done with the quantized layers of a model: their weight matrices one by one (a linear layer has one, experts
+have many), full precision for a while, the optimizer step of their random numbers, parameters that are gathered."""
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NoReturn
+
+import torch
+from torch import nn
+
+from .. import model_structure
+from ..gemm import LayerRng, quantize_experts, quantize_weight
+from ..numerics import GemmScheme
+from .experts import ExpertsBase, MXFP4Experts
+from .linear import MXFP4Linear
+from .packed_experts import MXFP4PackedExperts
+from .packed_linear import MXFP4PackedLinear
+
+
+TRAINABLE = (MXFP4Linear, MXFP4Experts)
+PACKED = (MXFP4PackedLinear, MXFP4PackedExperts)
+QUANTIZED = (*TRAINABLE, *PACKED)
+
+
+@dataclass(frozen=True)
+class WeightMatrix:
+    """A matrix ``[N, K]`` that is quantized on its own, of a layer of trainable weights.
+
+    Attributes:
+        name: of the linear map: that of a linear layer, or ``...experts.3.gate_up_proj``.
+        layer: what it is a part of.
+        parameter: the parameter of ``layer`` that holds it.
+        expert: its index in that parameter, `None` when it is all of it.
+    """
+
+    name: str
+    layer: MXFP4Linear | MXFP4Experts
+    parameter: str
+    expert: int | None = None
+
+    @property
+    def full_name(self) -> str:
+        """The parameter's name in the model."""
+        owner = self.name if self.expert is None else self.name.removesuffix(f".{self.expert}.{self.parameter}")
+        return f"{owner}.{self.parameter}"
+
+    @property
+    def fprop(self) -> GemmScheme:
+        """How the forward product takes the matrix, as its right operand."""
+        return self.layer.gemms.fprop if self.expert is None else self.layer.gemms[self.parameter].fprop
+
+    @property
+    def rng(self) -> LayerRng:
+        """The random numbers of the linear map."""
+        return self.layer.rng if self.expert is None else self.layer.rngs[self.parameter][self.expert]
+
+    @property
+    def siblings(self) -> int:
+        """Return how many matrices the parameter holds."""
+        return 1 if self.expert is None else self.layer.n_experts
+
+    def of(self, value: torch.Tensor) -> torch.Tensor:
+        """This matrix of a value of the parameter, the same memory."""
+        return value if self.expert is None else self.layer.rows_first(value)[self.expert]
+
+    def weight(self) -> torch.Tensor:
+        """The master weight as it is now, detached."""
+        return self.of(getattr(self.layer, self.parameter).detach())
+
+    def layer_values(self, value: torch.Tensor) -> torch.Tensor:
+        """The values that the forward product takes for a value of the whole parameter, in its shape and dtype, where
+        the scheme does not rotate."""
+        if self.expert is None:
+            return self.layer.quantized_weight(value, value.dtype)
+        return self.layer.rows_first(self.layer.quantized_weight(self.parameter, value, value.dtype))
+
+    def packed_values(self, value: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Codes and scales of [`layer_values`], uint8 ``[N, ...]`` or of experts ``[E, N, ...]``, where the scheme can
+        be packed; by what their names in a packed checkpoint have after that of the parameter."""
+        scheme, backend = self.layer.config.weight_scheme, self.layer.config.backend
+        if self.expert is None:
+            packed = quantize_weight(value.detach(), scheme, backend)
+        else:
+            packed = quantize_experts(self.layer.rows_first(value.detach()), scheme, backend)
+        return {field.removeprefix("weight"): part for field, part in packed.items()}
+
+    def effective_rows(self, rows: torch.Tensor) -> torch.Tensor:
+        """The values that the forward product takes for rows of the matrix, rotated back, in its dtype."""
+        if self.expert is None:
+            return self.layer.effective_weight(rows)
+        return self.layer.effective_rows(self.parameter, self.expert, rows)
+
+
+def matrix_names(name: str, layer: nn.Module) -> list[str]:
+    """The names of the linear maps in a quantized layer called ``name``, as they are counted and reported."""
+    return model_structure.matrix_names(name, layer) if isinstance(layer, ExpertsBase) else [name]
+
+
+def trainable_matrices(model: nn.Module) -> Iterator[WeightMatrix]:
+    """All matrices of the trainable quantized layers of ``model``, in its order."""
+    for name, layer in model.named_modules():
+        if isinstance(layer, MXFP4Linear):
+            yield WeightMatrix(name, layer, "weight")
+        elif isinstance(layer, MXFP4Experts):
+            for expert in range(layer.n_experts):
+                for projection in layer.projections:
+                    yield WeightMatrix(f"{name}.{expert}.{projection}", layer, projection, expert)
+
+
+@contextlib.contextmanager
+def full_precision(model: nn.Module) -> Iterator[int]:
+    """Within this context the quantized layers of ``model`` compute as the plain layers that they stand for, on their
+    master weights; afterwards, even after an exception, they quantize again. Gives the number of layers switched.
+
+    Nothing is copied or written. The pass belongs to no rollout and to no gradient of a parameter: call it under
+    `torch.no_grad`, or ask for gradients of hidden states alone.
+
+    Raises `ValueError` when ``model`` has packed layers, whose full-precision weights are gone, or no quantized layer.
+    """
+    modules = list(model.modules())
+    if any(isinstance(module, PACKED) for module in modules):
+        raise ValueError(
+            f"{type(model).__name__} has packed layers, whose weights exist in 4 bits only: it cannot be computed in "
+            "full precision; a policy with mode='qat' can"
+        )
+    layers = [module for module in modules if hasattr(module, "full_precision_forward")]
+    if not layers:
+        raise ValueError(f"{type(model).__name__} has no quantized layer: it is in full precision as it is")
+    with contextlib.ExitStack() as stack:
+        for layer in layers:
+            stack.enter_context(_plain(layer))
+        yield len(layers)
+
+
+def is_full_precision(layer: nn.Module) -> bool:
+    """Whether a quantized layer computes in full precision now, within [`full_precision`]."""
+    own = layer.__dict__.get("forward")
+    return own is not None and own == getattr(layer, "full_precision_forward", None)
+
+
+@contextlib.contextmanager
+def _plain(layer: nn.Module) -> Iterator[None]:
+    own = layer.__dict__.get("forward")
+    layer.forward = layer.full_precision_forward
+    try:
+        yield
+    finally:
+        del layer.forward
+        if own is not None:
+            layer.forward = own
+
+
+def random_layers(model: nn.Module) -> list[MXFP4Linear | MXFP4Experts]:
+    """The layers of ``model`` that round stochastically or rotate with random signs."""
+    return [m for m in model.modules() if isinstance(m, (MXFP4Linear, MXFP4Experts)) and m.is_random]
+
+
+def set_quantization_step(model: nn.Module, step: int) -> int:
+    """Let every layer draw the random numbers of optimizer step ``step``, the number of steps taken before.
+
+    To be called before the first forward pass of each step; the trainers' callback does it. A run that never calls it
+    stays at step 0: backward products still draw anew in every pass, the forward one does not.
+
+    Returns:
+        The number of layers that draw any.
+
+    Raises `ValueError` when no layer of ``model`` does.
+    """
+    layers = random_layers(model)
+    if not layers:
+        raise ValueError(
+            f"{type(model).__name__} has no layer that draws random numbers; ask for stochastic rounding or a random "
+            "rotation in the fprop, dgrad or wgrad of MXFP4RLConfig"
+        )
+    for layer in layers:
+        layer.set_step(step)
+    return len(layers)
+
+
+@contextlib.contextmanager
+def gathered(parameter: nn.Parameter, writes: bool = False) -> Iterator[torch.Tensor]:
+    """All of a parameter's values, detached, to be read within the context: gathered from all processes under FSDP2 and
+    ZeRO-3, whose processes must all enter it; elsewhere the parameter's own memory. With ``writes`` they can be changed
+    there, by all processes alike, but under FSDP2."""
+    with contextlib.ExitStack() as stack:
+        if hasattr(parameter, "ds_id"):
+            import deepspeed
+
+            rank = 0 if writes else None
+            stack.enter_context(deepspeed.zero.GatheredParameters([parameter], modifier_rank=rank))
+        tensor = parameter.detach()
+        yield tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+def fallback_thresholds(model: nn.Module) -> dict[str, float]:
+    """Return an empty dictionary: blocks are selected in each row, without thresholds."""
+    return {}
+
+
+def update_fallback_thresholds(model: nn.Module) -> NoReturn:
+    """Raise `RuntimeError`: there is nothing to update."""
+    raise RuntimeError(
+        "selective outlier fallback selects the blocks of each row and has no thresholds; remove this call"
+    )

@@ -1,0 +1,138 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Corrections of block scales: macro factors, block mantissas, and the choice of blocks with a residual.
+
+Macro-block scaling (MBS): one factor ``f = 1 + m8 / 256`` per macro block, applied before and undone after the ordinary
+quantization (arXiv 2603.08713; used for RL in arXiv 2605.20402). The factor and both of its uses stay in float32:
+bfloat16 has one mantissa bit too few to hold it.
+
+Block mantissas spend the same byte otherwise: two bits for the scale of each of the four blocks, so that a scale is
+``2**e * (1 + m / 4)`` with the ``m`` of least squared error. Products of the grid with these scales are exact in
+bfloat16.
+
+Selective outlier fallback: in each row along the quantized axis, the blocks (tiles) with the largest squared errors of
+their first pass get the residual pass. The selection depends on that row alone, not on other rows, earlier tensors or
+the batch. arXiv 2503.08040 selects by a threshold that follows a target rate instead.
+"""
+
+import math
+from fractions import Fraction
+
+import torch
+
+
+#: Factors tried by the dynamic search: ``1 + j / 16``.
+DYNAMIC_CANDIDATES = 16
+#: Mantissas tried per block by the blockwise search, and blocks whose mantissas share a byte.
+BLOCK_MANTISSAS = 4
+BLOCKS_PER_BYTE = 4
+_TOO_LARGE_TO_SCALE = 2.0**127
+
+
+def static_macro(amax: torch.Tensor) -> torch.Tensor:
+    """``m8`` (int32, 0..255): the top eight mantissa bits of ``6 / amax``, truncated, never rounded up.
+
+    ``f * amax`` then sits just below ``6 * 2**k``, the top of the grid (for 7 of the 2**23 mantissas one unit in the
+    last place above, where the division rounds up; none of them is a bfloat16). Zero, non-finite and the largest maxima
+    (2**127 and more, where ``f * amax`` would leave float32) get 0, that is ``f = 1``.
+    """
+    # Not `6.0 / amax`, which torch computes as a product with the rounded reciprocal.
+    bits = torch.full_like(amax, 6.0).div_(amax).view(torch.int32)
+    unusable = ~(amax < _TOO_LARGE_TO_SCALE)
+    return ((bits >> 15) & 0xFF).masked_fill_(unusable, 0)
+
+
+def dynamic_candidates(amax: torch.Tensor) -> torch.Tensor:
+    """``m8`` (int32 ``[16, ...]``) that the dynamic search tries for every macro block, from the smallest factor on; 0
+    where [`static_macro`] is too."""
+    m8 = torch.arange(0, 256, 256 // DYNAMIC_CANDIDATES, dtype=torch.int32, device=amax.device)
+    return torch.where(amax < _TOO_LARGE_TO_SCALE, m8.view(-1, *[1] * amax.dim()), 0)
+
+
+def macro_factor(m8: torch.Tensor) -> torch.Tensor:
+    """Float32 factors ``1 + m8 / 256`` of macro bytes (any integer dtype, 0..255); exact."""
+    return m8.to(torch.float32).mul_(1.0 / 256.0).add_(1.0)
+
+
+def mantissa_factor(mantissa: torch.Tensor) -> torch.Tensor:
+    """Float32 scale factors ``1 + m / 4`` of two-bit block mantissas (any integer dtype, 0..3); exact."""
+    return mantissa.to(torch.float32).mul_(0.25).add_(1.0)
+
+
+def pack_mantissas(mantissa: torch.Tensor) -> torch.Tensor:
+    """Bytes ``[..., blocks / 4]`` (int32) of block mantissas ``[..., blocks]``; block j of four has bits 2j, 2j+1."""
+    fields = mantissa.view(*mantissa.shape[:-1], mantissa.shape[-1] // BLOCKS_PER_BYTE, BLOCKS_PER_BYTE)
+    shifts = torch.arange(0, 2 * BLOCKS_PER_BYTE, 2, dtype=torch.int32, device=mantissa.device)
+    return (fields << shifts).sum(dim=-1, dtype=torch.int32)
+
+
+def unpack_mantissas(packed: torch.Tensor) -> torch.Tensor:
+    """Block mantissas ``[..., 4 * bytes]`` of what [`pack_mantissas`] packed (any integer dtype)."""
+    shifts = torch.arange(0, 2 * BLOCKS_PER_BYTE, 2, dtype=torch.int32, device=packed.device)
+    return ((packed.to(torch.int32).unsqueeze(-1) >> shifts) & 3).flatten(-2)
+
+
+#: Squared errors are cut to multiples of ``1 / SQUARE_UNITS``.
+SQUARE_UNITS = 2.0**23
+#: Errors of a block that are not zero are at least and at most this.
+SMALLEST_ERROR = torch.finfo(torch.float32).tiny
+LARGEST_ERROR = torch.finfo(torch.float32).max
+
+
+def sum_of_squares(error: torch.Tensor) -> torch.Tensor:
+    """Sums over the last axis of ``error**2``, in units of 2**-23, as int64: no sum depends on its order, so that all
+    backends compare alike.
+
+    Each square is cut to an int32 first: ``error`` is below 16 in magnitude (scaled by [`inverse_power_of_two`], below
+    4) and is consumed.
+    """
+    return error.square_().mul_(SQUARE_UNITS).to(torch.int32).sum(dim=-1)
+
+
+def inverse_power_of_two(amax: torch.Tensor) -> torch.Tensor:
+    """``2**-floor(log2 amax)``, to bring errors into a range whose squares neither overflow nor vanish. Its exponent is
+    cut to -126..127."""
+    exponent = (amax.view(torch.int32) >> 23) & 0xFF
+    return ((254 - exponent).clamp_(1, 254) << 23).view(torch.float32)
+
+
+def block_errors(
+    residual: torch.Tensor, amax: torch.Tensor, divisor: torch.Tensor | None, multiplier: torch.Tensor | None
+) -> torch.Tensor:
+    """Squared error of each block's first pass, in the domain of ``x``: float32 ``[..., blocks]``.
+
+    The same number in whatever order it is added up: with ``2**E`` the power of two below the block's largest magnitude
+    it is ``n * 2**-23 * 4**E / f**2``, where ``n`` is the integer sum of the squares of ``residual / 2**E``, each cut
+    to a multiple of 2**-23. Zero only if ``n`` is; otherwise it saturates at the smallest normal and at the largest
+    finite float32 number, so that blocks outside of about 1e-19..1e19 in magnitude are told apart no longer.
+
+    Args:
+        residual: ``z - Q(z)``, ``[..., blocks, elements]``; 0 where the block is NaN.
+        amax: largest magnitude of ``z`` per block.
+        divisor: the macro factor ``f`` per block by which results are divided, or `None`.
+        multiplier: the blockwise factor by which they are multiplied, or `None`.
+    """
+    unit = inverse_power_of_two(amax)
+    count = sum_of_squares(residual * unit.unsqueeze(-1))
+    error = count.to(torch.float32).mul_(1.0 / SQUARE_UNITS)
+    # The factors have at most nine bits, hence exact squares.
+    if divisor is not None:
+        error.div_(divisor.square())
+    if multiplier is not None:
+        error.mul_(multiplier.square())
+    # Twice a power of two, since 4**E may leave float32 where the result does not; subnormal ones end as the smallest.
+    power = ((254 << 23) - unit.view(torch.int32)).clamp_(min=1 << 23).view(torch.float32)
+    error.mul_(power).mul_(power).clamp_(SMALLEST_ERROR, LARGEST_ERROR)
+    return error.masked_fill_(count == 0, 0.0)
+
+
+def blocks_at_rate(rate: float, total: int) -> int:
+    """``ceil(rate * total)`` for the decimal number that ``rate`` is written as: 3 for 0.1 of 30, not 4."""
+    return math.ceil(Fraction(repr(float(rate))) * total)
+
+
+def select_blocks(errors: torch.Tensor, rate: float) -> torch.Tensor:
+    """Mask of the ``ceil(rate * blocks)`` blocks with the largest errors of each row of ``errors``, ``[..., blocks]``.
+    The lowest index wins a tie. Blocks without error are never selected."""
+    count = blocks_at_rate(rate, errors.shape[-1])
+    chosen = torch.sort(errors, dim=-1, descending=True, stable=True).indices[..., :count]
+    return torch.zeros_like(errors, dtype=torch.bool).scatter_(-1, chosen, True).logical_and_(errors > 0)
