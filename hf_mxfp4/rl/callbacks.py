@@ -101,11 +101,7 @@ class QuantizationStepCallback(TrainerCallback):
 
 class RunLogCallback(TrainerCallback):
     """Appends what is logged to `run_log.jsonl` in the output folder, by the main process. Whatever fails in it (a full
-    disk) is a warning, and training goes on.
-
-    Args:
-        facts: gives what a report says about the run besides its numbers, once it begins.
-    """
+    disk) is a warning, and training goes on. ``facts`` gives what a report says of the run besides its numbers."""
 
     def __init__(self, facts: Callable[[], dict[str, Any]]):
         self.facts = facts
@@ -129,8 +125,7 @@ class RunLogCallback(TrainerCallback):
             self._write("log", **{**state.log_history[-1], "step": state.global_step})
 
     def on_train_end(self, args, state, control, **kwargs):
-        early = state.global_step < state.max_steps
-        reason = "stopped early by a callback" if early else "finished"
+        reason = "stopped early by a callback" if state.global_step < state.max_steps else "finished"
         self._write("end", step=state.global_step, reason=reason, error=None)
 
     def stopped_by(self, error: BaseException, state: TrainerState) -> None:
@@ -140,10 +135,7 @@ class RunLogCallback(TrainerCallback):
 
     def add_evaluation(self, when: str, step: int, scores: dict[str, dict[str, float]]) -> None:
         """Log an evaluation, of any time before or after training; one of the same ``when`` replaces it in reports.
-
-        Args:
-            scores: by name, ``accuracy`` and ``standard_error`` (0 to 1) and ``n``, the number of problems.
-        """
+        Scores have ``accuracy`` and ``standard_error`` (0 to 1) and ``n``, the number of problems."""
         evaluation = {"when": when, "step": step, "scores": scores}
         if self._log is None:
             self._pending.append(evaluation)

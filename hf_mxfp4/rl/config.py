@@ -141,9 +141,8 @@ class MXFP4GRPOConfig(_OlderConfig):
         default="packed",
         metadata={
             "help": "How a colocated vLLM keeps quantized weights: 'packed' as 4-bit codes and scales in the scheme of "
-            "the policy, which weight updates send too, with room for LoRA adapters; 'dense' in the scheme of the "
-            "policy and 16 bits, as it does by itself for adapters on experts; 'checkpoint' "
-            "starts it on the checkpoint of the policy as it is. A server is told when it is started."
+            "the policy, with room for LoRA adapters; 'dense' in 16 bits, as it does for adapters on experts; "
+            "'checkpoint' starts it on the checkpoint of the policy. A server is told when it is started."
         },
     )
     error_every: int = field(

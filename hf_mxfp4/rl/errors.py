@@ -51,10 +51,10 @@ class ErrorCallback(TrainerCallback):
     Args:
         every: steps between measurements; also measured before the first step and at the end.
         layers: number of layers, evenly spread over the model's; each projection of each expert counts as one.
-        record: called with a metric's name and value, normally the trainer's log.
+        record: called with a metric's name and value.
 
     Attributes:
-        history: one dictionary per measurement: `step`, `layer` and the metrics of that layer.
+        history: one dictionary per measurement and layer: `step`, `layer` and the metrics of that layer.
 
     Raises `ValueError` at the start of training when the model has no quantized layer.
     """
@@ -90,17 +90,9 @@ class ActivationErrorCallback(TrainerCallback):
     Metrics: those of [`ErrorCallback`] below `error/activations/`, of at most 1024 tokens of each layer. Padding does
     not count. Of experts, what enters them is measured.
 
-    Args:
-        model: the policy.
-        every: steps between measurements; also measured in the first step and in the last.
-        layers: number of layers, evenly spread over the model's.
-        record: called with a metric's name and value, normally the trainer's log.
-
-    Attributes:
-        history: one dictionary per measurement and layer: `step`, `layer` and the metrics of that layer.
-
-    Raises `ValueError` when the model has no layer that quantizes activations, and `RuntimeError` in training when none
-    of the chosen layers ran.
+    Arguments and `history` are those of [`ErrorCallback`], and the policy; measured in the first step, every few steps
+    and in the last. Raises `ValueError` when the model has no layer that quantizes activations, and `RuntimeError` in
+    training when none of the chosen layers ran.
     """
 
     def __init__(self, model: nn.Module, every: int, layers: int, record: Record):
@@ -295,15 +287,11 @@ def movable(model: nn.Module) -> list[WeightMatrix]:
     """Return at most 256 trained quantized matrices, evenly spread over the model's.
 
     Empty where nothing is trained. Layers whose weights have no values of their own between two steps (rotated, rounded
-    at random, or in full precision; see `weights_alone_unsupported_reason` of the config) are left out.
+    at random, or in full precision) are left out.
     """
-    matrices = [
-        (matrix.name, matrix)
-        for matrix in trainable_matrices(model)
-        if getattr(matrix.layer, matrix.parameter).requires_grad
-        and not matrix.layer.config.weights_alone_unsupported_reason
-    ]
-    return list(evenly_spread(matrices, _MATRICES).values())
+    found = [m for m in trainable_matrices(model) if not m.layer.config.weights_alone_unsupported_reason]
+    trained = [(m.name, m) for m in found if getattr(m.layer, m.parameter).requires_grad]
+    return list(evenly_spread(trained, _MATRICES).values())
 
 
 @torch.no_grad()

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Adaptive quantization noise (AQN): Gaussian noise on RMSNorm weights while the policy samples.
+"""Adaptive quantization noise (AQN): Gaussian noise on RMSNorm weights while the policy samples (QeRL, arXiv
+2510.11696, section 3.3; used for MXFP4 in arXiv 2605.20402).
 
-Noise ``Z`` on a norm's weight is multiplicative noise on the input channels of the linear layers behind it (QeRL, arXiv
-2510.11696, section 3.3; used for MXFP4 in arXiv 2605.20402). It is added in the norm's forward pass, in float32, or to
-the weights that vLLM is given for a rollout. No parameter is written, so there is nothing to restore, and bfloat16
-weights do not round small noise away.
+It is added in the norm's forward pass, in float32, or to the weights that vLLM is given for a rollout. No parameter is
+written, so there is nothing to restore, and bfloat16 weights do not round small noise away.
 """
 
 import contextlib
@@ -115,12 +114,12 @@ def _nearest(router: str, owners: set[str]) -> str | None:
 
 @dataclass(frozen=True)
 class NoiseReport:
-    """What noise did in one rollout: ``modules`` norms ran with it, and their weights, ``elements`` in number, deviated
-    from the clean ones with standard deviation ``measured_std``, where ``sigma`` was intended."""
+    """What noise did in one rollout: the weights of ``modules`` norms, ``elements`` in number, deviated from the clean
+    ones with standard deviation ``measured_std``, where ``sigma`` was intended."""
 
-    sigma: float
-    measured_std: float
-    modules: int
+    sigma: float = 0.0
+    measured_std: float = 0.0
+    modules: int = 0
     elements: int = 0
 
     @property
@@ -161,15 +160,12 @@ class NormNoise:
 
     @contextlib.contextmanager
     def active(self, step: int, sigma: float) -> Iterator[None]:
-        """Noise at this step for as long as the context lasts, gone after it even when it ends by an exception.
-
-        Raises `RuntimeError` at the end when ``sigma > 0`` and no norm ran with noise: whatever generated did not use
-        these modules.
-        """
+        """Noise at this step within the context. Raises `RuntimeError` at the end when ``sigma > 0`` and no norm ran
+        with noise: whatever generated did not use these modules."""
         self.last_report = None
         if sigma == 0:
             yield
-            self.last_report = NoiseReport(0.0, 0.0, 0)
+            self.last_report = NoiseReport()
             return
         noisy = [
             _NoisyNorm(module, functools.partial(self.noise, index, step=step, sigma=sigma))
@@ -193,7 +189,7 @@ class NormNoise:
     def pushed(self, step: int, sigma: float) -> Iterator[None]:
         """One rollout by vLLM, to which weights are pushed within the context; they carry the noise, see
         [`rollout_parameters`]. Raises `RuntimeError` at the end when none were pushed."""
-        self.last_report = NoiseReport(0.0, 0.0, 0) if sigma == 0 else None
+        self.last_report = NoiseReport() if sigma == 0 else None
         yield
         if self.last_report is None:
             raise RuntimeError("adaptive quantization noise did not reach vLLM: no weights were pushed")

@@ -254,8 +254,8 @@ class CheckpointOnExit(TrainerCallback):
     """Saves the last finished optimizer step when training ends early, with the random states and rollouts of its end,
     and stops an update that is not finite.
 
-    To this end it remembers these before each step, and holds back SIGTERM and Ctrl-C while the optimizer updates
-    weights and the callbacks of the end of its step run.
+    It remembers these before each step, and holds back SIGTERM and Ctrl-C while the optimizer updates weights and the
+    callbacks of the end of its step run.
     """
 
     def __init__(self, trainer: Trainer):
@@ -351,29 +351,36 @@ class CheckpointOnExit(TrainerCallback):
         if reason is not None:
             logger.error("%s%s", what, reason)
             return
-        step, output_dir = trainer.state.global_step, trainer.args.output_dir
+        step = trainer.state.global_step
         folder = Path(trainer._get_output_dir(trial=None)) / f"checkpoint-{step}"
         try:
             if why_incomplete(folder) is not None:
                 self._rewind(step)
                 trainer._save_checkpoint(trainer.model, trial=None)
         except Exception as failure:
-            newest = _newest_checkpoint(output_dir)
-            logger.error("%s; saving failed too: %s: %s; %s", what, type(failure).__name__, failure, newest)
+            kind = type(failure).__name__
+            logger.error("%s; saving failed too: %s: %s; %s", what, kind, failure, self._newest_checkpoint())
         else:
             logger.error("%s; saved as %s, resume with resume_from_checkpoint", what, folder)
 
     def _why_unsaved(self) -> str | None:
-        step, output_dir = self.trainer.state.global_step, self.trainer.args.output_dir
+        step = self.trainer.state.global_step
         if not self._has_begun or step == 0:
             return "; nothing was trained yet, so nothing was saved"
+        reason = None
         if self.trainer.accelerator.num_processes > 1:
             # Sharded weights are gathered by all ranks together, and the others may not be here.
-            return f"; not saved, since other processes may still be training; {_newest_checkpoint(output_dir)}"
-        if self._update == step:  # a step is counted after its update
-            newest = _newest_checkpoint(output_dir)
-            return f", in the middle of an update; not saved, since the weights are half-updated; {newest}"
-        return None
+            reason = "; not saved, since other processes may still be training"
+        elif self._update == step:  # a step is counted after its update
+            reason = ", in the middle of an update; not saved, since the weights are half-updated"
+        return reason and f"{reason}; {self._newest_checkpoint()}"
+
+    def _newest_checkpoint(self) -> str:
+        """Which checkpoint can be resumed from, in words."""
+        path = last_complete_checkpoint(self.trainer.args.output_dir)
+        if path is None:
+            return f"there is no whole checkpoint in {self.trainer.args.output_dir}"
+        return f"the newest whole checkpoint is {path}, resume with resume_from_checkpoint"
 
     def _rewind(self, step: int) -> None:
         """Put random states, rollouts and logs back to the end of step ``step``, if the next one has begun."""
@@ -388,11 +395,3 @@ class CheckpointOnExit(TrainerCallback):
                 trainer.log({})
             except Exception as failure:
                 get_logger().error("logging it failed too: %s: %s", type(failure).__name__, failure)
-
-
-def _newest_checkpoint(output_dir: str) -> str:
-    """Which checkpoint of a run can be resumed from, in words."""
-    path = last_complete_checkpoint(output_dir)
-    if path is None:
-        return f"there is no whole checkpoint in {output_dir}"
-    return f"the newest whole checkpoint is {path}, resume with resume_from_checkpoint"

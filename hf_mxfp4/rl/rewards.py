@@ -77,11 +77,10 @@ def normalize_number(s: str) -> str:
 
 
 def extract_strict(text: str) -> str | None:
-    """Return the number after the last ``####`` of `text`, in canonical form, or None.
+    """Return the number after the last ``####`` of `text`, in canonical form, or None: ``"#### 1,234" -> "1234"``.
 
-    ``"... #### 1,234" -> "1234"``. Between the marker and the number only blanks, a currency symbol, a sign,
-    emphasis (``**18**``) or ``\\boxed{`` may be, on the same line; what follows the number is ignored. Raises
-    `TypeError` for other than a str.
+    Between the marker and the number only blanks, a currency symbol, a sign, emphasis (``**18**``) or ``\\boxed{`` may
+    be, on the same line; what follows the number is ignored. Raises `TypeError` for other than a str.
     """
     _, marker, tail = _prepare(text).rpartition(ANSWER_MARKER)
     return _canonical(_STRICT.match(tail)) if marker else None

@@ -33,8 +33,7 @@ class RouterReplay:
         accelerator: averages the metrics over processes.
         record: called with a metric's name and value.
         llm: the colocated vLLM that samples; `None` for `generate`.
-        is_scored_by_trl: whether TRL compares each rollout with what trains, and to this end computes log-probabilities
-            before anything else does.
+        is_scored_by_trl: whether TRL computes log-probabilities of each rollout before anything else does.
 
     Raises `ValueError` when the model has no router.
     """
@@ -137,13 +136,7 @@ def routed_tokens(prompt_mask: torch.Tensor, completion_mask: torch.Tensor) -> t
 
 class ServedChoices:
     """Records the experts of what TRL's colocated vLLM generates, as [`ChoiceRecorder`] does those of `generate`.
-
-    Args:
-        llm: TRL's, made within [`vllm_in_scheme`].
-        routers: of the policy, of [`find_routers`]. Their order is that of the layer axis of what is recorded.
-
-    Raises `ValueError` when the layers of the routers cannot be told from their names.
-    """
+    Raises `ValueError` when the layers of the routers cannot be told from their names."""
 
     def __init__(self, llm: Any, routers: Mapping[str, nn.Module]):
         self._llm, self.routers = llm, routers

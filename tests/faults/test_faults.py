@@ -1,14 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""SIGTERM and Ctrl-C, and a reward function that raises: what was trained is saved, and goes on to the same bits."""
+"""Signals, rewards and callbacks that raise, a full disk: what was trained is saved, and goes on to the same bits."""
 
 import os
+import resource
 import signal
 
 import pytest
 import torch
 from grpo_runs import even_digits, prompts, trainer_factory
-from same_bits import assert_same
+from same_bits import assert_same, weights
+from transformers import TrainerCallback
 
+from hf_mxfp4.checkpoint import last_complete_checkpoint, why_incomplete
 from hf_mxfp4.rl import RewardError
 
 
@@ -202,17 +205,6 @@ def test_what_is_measured_after_an_update_is_finished_too(build, tmp_path):
     assert_same(end_of(build, tmp_path / "parts", resume=True, **options), whole)
 
 
-def test_handlers_are_those_from_before_when_training_ends(build, tmp_path):
-    before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
-    seen = []
-    trainer = build(
-        at_step(0, lambda: seen.append(signal.getsignal(signal.SIGTERM))), output_dir=str(tmp_path), max_steps=1
-    )
-    trainer.train()
-    assert seen[0] is not before[0]
-    assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)] == before
-
-
 def test_handlers_of_others_are_left_alone(build, tmp_path):
     """Such as those of transformers' `enable_jit_checkpoint`, and of launchers."""
     caught = []
@@ -240,3 +232,97 @@ def test_a_second_signal_does_not_wait_for_the_update(build, tmp_path, monkeypat
     with pytest.raises(SystemExit):
         trainer.train()
     assert checkpoints(tmp_path) == []  # of half an update
+
+
+class Broken(TrainerCallback):
+    """A callback that raises at one step."""
+
+    def __init__(self, event, step):
+        def handle(args, state, control, **kwargs):
+            if state.global_step == step:
+                raise KeyError("mistake")
+
+        setattr(self, event, handle)
+
+
+CALLBACK_RUN = {"max_steps": 4, "num_iterations": 2}
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    """The end of a run of these options that nothing stops: weights, logs."""
+    trainer = trainer_factory(tmp_path_factory.mktemp("undisturbed"))(**CALLBACK_RUN)
+    trainer.train()
+    return weights(trainer.model), everything(trainer)["logs"]
+
+
+@pytest.mark.parametrize(
+    ("event", "lacks"), [("on_log", set()), ("on_step_end", {"loss", "grad_norm", "learning_rate"})]
+)
+def test_a_callback_that_fails_stops_training_with_everything_saved(undisturbed, tmp_path, event, lacks, capsys):
+    run = trainer_factory(tmp_path)
+    with pytest.raises(KeyError, match="mistake"):
+        run(callbacks=[Broken(event, 2)], **CALLBACK_RUN).train()
+    saved = tmp_path / "run" / "checkpoint-2"
+    assert f"training stopped at step 2 by KeyError: 'mistake'; saved as {saved}" in capsys.readouterr().err
+    resumed = run(**CALLBACK_RUN)
+    resumed.train(resume_from_checkpoint=True)
+    values, (first, second, *rest) = undisturbed
+    assert resumed.state.global_step == 4
+    assert_same(weights(resumed.model), values)
+    assert lacks < set(second)
+    second = {key: value for key, value in second.items() if key not in lacks}
+    assert_same(sorted(everything(resumed)["logs"][1].items()), sorted(second.items()))
+    assert_same(everything(resumed)["logs"][2:], rest)
+
+
+#: A checkpoint at each step, in the middle of rollouts too.
+SAVING = {"max_steps": 5, "save_strategy": "steps", "save_steps": 1, "num_iterations": 2}
+
+
+class LimitFrom(TrainerCallback):
+    """From an optimizer step on no file may be larger than the limit, in bytes: writing fails in the middle of one."""
+
+    def __init__(self, step, limit):
+        self.step, self.limit = step, limit
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        if state.global_step == self.step:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (self.limit, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+
+
+@pytest.fixture
+def limits():
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@pytest.fixture(scope="module")
+def fitting(tmp_path_factory):
+    """What makes trainers, the folder of a run on a disk of any size, and its weights."""
+    folder = tmp_path_factory.mktemp("whole")
+    build = trainer_factory(folder)
+    trainer = build(**SAVING)
+    trainer.train()
+    return build, folder / "run", weights(trainer.model)
+
+
+@pytest.mark.parametrize("file", ["model.safetensors", "optimizer.pt"])
+def test_a_checkpoint_that_does_not_fit_leaves_the_one_before_usable(tmp_path, file, fitting, limits, capsys):
+    build, folder, expected = fitting
+    size = (folder / "checkpoint-1" / file).stat().st_size
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    trainer = build(output_dir=str(tmp_path / "run"), callbacks=[LimitFrom(2, size - 1000)], **SAVING)
+    with pytest.raises(Exception, match="File too large|iostream error"):
+        trainer.train()
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    said = capsys.readouterr().err
+    newest = tmp_path / "run" / "checkpoint-2"
+    assert "training stopped at step 3 by" in said and "saving failed too" in said
+    assert f"the newest whole checkpoint is {newest}, resume with resume_from_checkpoint" in said
+    assert why_incomplete(tmp_path / "run" / "checkpoint-3") is not None
+    assert last_complete_checkpoint(tmp_path / "run") == str(newest)
+    resumed = build(output_dir=str(tmp_path / "run"), **SAVING)
+    resumed.train(resume_from_checkpoint=True)
+    assert_same(weights(resumed.model), expected)

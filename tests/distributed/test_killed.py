@@ -1,14 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Training processes that are killed at random moments, or while they write a checkpoint, and resumed: the end is, bit
-for bit, that of a run that was never stopped."""
-
-import random
-import time
+"""Processes that are killed while they write a checkpoint, and jobs that lose a rank: the end is, bit for bit, that of
+a run that was never stopped."""
 
 import pytest
 import torch
+from cpu_engines import run_job
 from kill_jobs import STEPS
-from rank_jobs import run_job, start_job
 from same_bits import assert_same
 
 from hf_mxfp4.checkpoint import last_complete_checkpoint, why_incomplete
@@ -33,39 +30,6 @@ def finish(runs, folder):
     assert answer.codes == [0], answer.output[-3000:]
     assert_same(torch.load(folder / "final.pt"), expected)
     return answer.output
-
-
-def trial(runs, seed):
-    """One run with one or two kills; what each of them met."""
-    root, _ = runs
-    chance = random.Random(seed)
-    folder = root / f"trial{seed}"
-    folder.mkdir()
-    met = []
-    for step in sorted(chance.sample(range(1, STEPS + 1), chance.choice([1, 1, 2]))):
-        # Some time after a step has begun to write its checkpoint: a save and a step take about 0.3 s together.
-        job = start_job(JOB, folder / f"{step}.log", base=str(root / "base"), run=str(folder))
-        while job.poll() is None and not (folder / f"checkpoint-{step}").exists():
-            time.sleep(0.001)
-        time.sleep(chance.uniform(0, 0.3))
-        job.send_signal()
-        answer = job.wait()
-        assert answer.codes in ([-9], [0]), answer.output[-3000:]
-        newest = max(folder.glob("checkpoint-*"), key=lambda path: int(path.name[11:]), default=None)
-        reason = newest and why_incomplete(newest)
-        complete = last_complete_checkpoint(folder)
-        met.append((answer.codes[0], newest and newest.name, reason, complete and complete.rpartition("/")[2]))
-    finish(runs, folder)
-    return met
-
-
-@pytest.mark.large
-def test_killed_at_twenty_random_moments(runs):
-    met = [kill for seed in range(100, 120) for kill in trial(runs, seed)]
-    killed = [kill for kill in met if kill[0] == -9]
-    half_written = [kill for kill in killed if kill[2] is not None]
-    print(f"{len(met)} processes, {len(killed)} killed in time, {len(half_written)} while writing a checkpoint")
-    assert len(killed) >= 10 and half_written
 
 
 @pytest.mark.parametrize(
@@ -93,3 +57,42 @@ def test_killed_while_writing_a_checkpoint(runs, file):
     output = finish(runs, folder)
     assert (file == "rotation") == ("is not resumed from" not in output)
     assert why_incomplete(folder / f"checkpoint-{STEPS}") is None
+
+
+@pytest.fixture
+def base(tmp_path):
+    run_job("kill_jobs:make_base", tmp_path / "base.log", folder=str(tmp_path / "base"))
+    return str(tmp_path / "base")
+
+
+def train(base, folder, failure):
+    folder.mkdir(exist_ok=True)
+    arguments = {"base": base, "run": str(folder), "failure": failure}
+    done = run_job("kill_jobs:train_with_a_failing_rank", folder / f"{failure}.log", ranks=2, **arguments)
+    assert not done.timed_out
+    return done
+
+
+def test_a_reward_that_raises_in_one_rank_ends_the_job(base, tmp_path):
+    failed = train(base, tmp_path / "run", "raises")
+    assert all(code > 0 for code in failed.codes), failed.codes
+    assert "RewardError: reward function 'even_digits' raised KeyError: 'answer'" in failed.output
+    assert "not saved, since other processes may still be training" in failed.output
+    newest = str(tmp_path / "run" / "checkpoint-2")
+    assert last_complete_checkpoint(tmp_path / "run") == newest
+    assert f"the newest whole checkpoint is {newest}" in failed.output
+
+
+@pytest.mark.large
+def test_a_killed_rank_ends_the_job_and_its_checkpoint_goes_on_exactly(base, tmp_path):
+    whole = train(base, tmp_path / "whole", None)
+    assert whole.codes == [0, 0], whole.output[-3000:]
+    killed = train(base, tmp_path / "run", "killed")
+    assert killed.codes[1] == -9 and killed.codes[0] > 0, killed.output[-3000:]
+    newest = str(tmp_path / "run" / "checkpoint-2")
+    assert last_complete_checkpoint(tmp_path / "run") == newest
+    assert f"the newest whole checkpoint is {newest}" in killed.output
+    resumed = train(base, tmp_path / "run", None)
+    assert resumed.codes == [0, 0], resumed.output[-3000:]
+    assert f"resuming from {newest}" in resumed.output
+    assert_same(torch.load(tmp_path / "run" / "final.pt"), torch.load(tmp_path / "whole" / "final.pt"))
