@@ -15,10 +15,6 @@ class FakeVLLM:
         port: where it listens; by default a free one.
         dies: the request in which it dies, as ``(path, how many it answers before)``.
         answers: other answers than usual, by path: ``(status, body)``.
-
-    Attributes:
-        url: where it listens.
-        requests: paths of everything that was asked, in order.
     """
 
     def __init__(self, port: int = 0, *, dies: tuple[str, int] | None = None, answers=()):

@@ -98,11 +98,11 @@ def test_experts_that_would_be_others_are_refused(plugin, changes, reason):
 
 def test_adapters_of_vllm_on_experts_are_refused(plugin, monkeypatch):
     source, config, _ = packed_experts("qwen3_moe", {"preset": "w4a16"})
-    monkeypatch.setattr(ENGINE, "lora_config", SimpleNamespace(target_modules=None))
+    monkeypatch.setattr(ENGINE, "lora_config", SimpleNamespace(target_modules=["q_proj", "o_proj"]))
+    Engine(plugin, source, config, "qwen3_moe")
+    ENGINE.lora_config.target_modules = None
     with pytest.raises(ValueError, match="lora_target_modules"):
         Engine(plugin, source, config, "qwen3_moe")
-    ENGINE.lora_config.target_modules = ["q_proj", "o_proj"]
-    Engine(plugin, source, config, "qwen3_moe")
 
 
 @pytest.mark.parametrize(
@@ -139,14 +139,7 @@ def test_the_operator_is_one_for_compiled_code(plugin, weights):
     x, ids, topk_weights = tokens()
     compiled = torch.compile(lambda *inputs: engine(*inputs), fullgraph=True, backend="eager")
     assert torch.equal(compiled(x, ids, topk_weights), engine(x, ids, topk_weights))
-    parts = [[parameter for name, parameter in engine.layer.named_parameters() if name.startswith(f"{own}_weight")]
-             for own in ("w13", "w2")]  # fmt: skip
-    biases = [engine.layer.w13_bias, engine.layer.w2_bias]
-    scheme = str(config.weight_scheme) if weights == "packed" else ""
-    texts = scheme, str(config.activation_scheme), "swigluoai", "auto"
-    arguments = x, topk_weights, ids, torch.tensor([0, 1, -1, 2, 3]), *parts, biases, *texts
-    torch.library.opcheck(plugin.experts_operator, arguments, test_utils=["test_schema", "test_faketensor"])
-    assert plugin.experts_operator(x[:0], topk_weights[:0], ids[:0], *arguments[3:]).shape == (0, SIZES["hidden"])
+    assert engine(x[:0], ids[:0], topk_weights[:0]).shape == (0, SIZES["hidden"])
 
 
 # ---- the grouped kernels --------------------------------------------------------------------------------------------

@@ -90,13 +90,10 @@ class FusedMoEMethodBase:
 
 class UnquantizedFusedMoEMethod(FusedMoEMethodBase):
     def create_weights(self, layer, num_experts, hidden_size, intermediate_size_per_partition, params_dtype, **extra):
-        for name, shape in (
-            ("w13", (num_experts, 2 * intermediate_size_per_partition, hidden_size)),
-            ("w2", (num_experts, hidden_size, intermediate_size_per_partition)),
-        ):
-            layer.register_parameter(f"{name}_weight", nn.Parameter(torch.empty(shape, dtype=params_dtype)))
-            if self.moe.has_bias:
-                layer.register_parameter(f"{name}_bias", nn.Parameter(torch.empty(shape[:2], dtype=params_dtype)))
+        rows = {"w13": 2 * intermediate_size_per_partition, "w2": hidden_size}
+        if self.moe.has_bias:  # weights are not looked at
+            for name, n in rows.items():
+                layer.register_parameter(f"{name}_bias", nn.Parameter(torch.empty(num_experts, n, dtype=params_dtype)))
 
 
 def set_weight_attrs(weight, attributes):
@@ -158,23 +155,13 @@ class Engine:
         ids = list(range(n_experts))
         is_split = by_expert and size > 1
         own = ids[rank::size] if is_split else ids
-        parallel = SimpleNamespace(
-            tp_rank=0 if by_expert else rank,
-            tp_size=1 if by_expert else size,
-            dp_size=1,
-            pcp_size=1,
-            is_sequence_parallel=False,
-            enable_eplb=False,
-        )
-        moe = SimpleNamespace(
-            num_experts=n_experts,
-            hidden_dim=hidden,
-            intermediate_size=columns,
-            has_bias=source.has_bias,
-            activation=SimpleNamespace(value=ACTIVATIONS[family]),
-            swiglu_limit=None,
-            moe_parallel_config=parallel,
-        )
+        tp_rank, tp_size = (0, 1) if by_expert else (rank, size)
+        others = {"dp_size": 1, "pcp_size": 1, "is_sequence_parallel": False, "enable_eplb": False}
+        parallel = SimpleNamespace(tp_rank=tp_rank, tp_size=tp_size, **others)
+        sizes = {"num_experts": n_experts, "hidden_dim": hidden, "intermediate_size": columns}
+        activation = SimpleNamespace(value=ACTIVATIONS[family])
+        moe = SimpleNamespace(**sizes, has_bias=source.has_bias, activation=activation, swiglu_limit=None)
+        moe.moe_parallel_config = parallel
         self.layer = layer = nn.Module()
         layer.moe_config, layer.activation, layer.apply_router_weight_on_input = moe, moe.activation, False
         layer.expert_map_manager = SimpleNamespace(get_local_expert_ids=lambda: own)
