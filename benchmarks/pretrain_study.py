@@ -4,16 +4,15 @@
     python recipes/pretrain.py --config recipes/configs/pretrain_study_cpu.yaml
     python -m benchmarks.pretrain_study outputs/pretrain_study_cpu/summary.json
 
-`value` is the token overhead over the baseline, mean over seeds; a lower bound where a seed did not reach its target,
-which `unit` says; and "diverged" where there is none.
+`value` is the token overhead over the baseline, mean over seeds; "not reached" where a seed did not reach its target.
 """
 
 import argparse
 import json
 from pathlib import Path
 
-from recipes.pretraining.arms import BASELINE
-from recipes.pretraining.plots import PAPER
+from recipes.pretraining.arguments import BASELINE
+from recipes.pretraining.summary import PAPER
 
 from .records import RESULTS, hardware, made, write
 
@@ -24,15 +23,13 @@ PACKAGES = ("torch", "transformers", "accelerate", "datasets")
 def record(arm: str, summary: dict, command: str, machine: str) -> dict:
     """The benchmark record of one arm of a study's `summary.json`."""
     result = summary["arms"][arm]
-    overhead = result["overhead"]
-    complete = overhead["mean"] is not None
-    value = overhead["mean"] if complete else overhead["at_least"]
+    value = result["overhead"]["mean"]
     steps, size = summary["steps"], summary["tokens_per_step"]
     return {
         "name": arm,
         "shape": f"{summary['parameters'] / 1e6:.2f} M parameters, {steps} steps of {size} tokens",
-        "value": "diverged" if value is None else value,
-        "unit": "token overhead" if complete else "token overhead, at least",
+        "value": "not reached" if value is None else value,
+        "unit": "token overhead",
         "baseline": 0.0,
         "ratio": None if value is None else round(1 / (1 + value), 4),
         "ceiling_fraction": None,

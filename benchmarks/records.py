@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from hf_mxfp4.files import write_json
-from recipes.common.records import hardware, markdown_table, versions, with_interval
+from recipes.common.reporting import hardware, markdown_table, versions, with_interval
 
 
 ROOT = Path(__file__).resolve().parents[1]

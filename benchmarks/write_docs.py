@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from .documents import ablations, errors, evidence, gpu, runs
+from .documents import errors, evidence, gpu, runs
 from .records import PLOTS, ROOT
 
 
@@ -23,11 +23,10 @@ MARKED = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 TABLES: dict[str, Callable[[], str]] = {
     name: getattr(module, name)
     for module, names in (
-        (errors, "schemes mantissas statements readme_schemes"),
+        (errors, "schemes statements readme_schemes"),
         (evidence, "readme_evidence evidence_front evidence_claims gptq smoothing export_perplexity gguf_perplexity"),
-        (runs, "demo lora moe vllm_agreement memory pretrain quantize_cpu packed_product_cpu architectures"),
+        (runs, "demo lora moe vllm_agreement memory pretrain quantize_cpu packed_product_cpu architectures ablation"),
         (gpu, "gpu modelled"),
-        (ablations, "ablation ablation_claims"),
     )
     for name in names.split()
 }

@@ -38,7 +38,7 @@ _LAZY = {
     "dither_masters": "dither",
     "fake_quantize": "gemm",
     "merge_adapters": "integrations.peft",
-    "pack": "integrations.transformers.pack_model",
+    "pack": "integrations.transformers",
     "quantize": "gemm",
     "set_quantization_step": "layers",
     "uncached_weights": "layers",

@@ -171,12 +171,10 @@ class MXFP4RLConfig(QuantizationConfigMixin):
     full_precision = None
 
     def __post_init__(self):
-        if type(self.format_version) is not int or self.format_version != FORMAT_VERSION:
-            newer = type(self.format_version) is int and self.format_version > FORMAT_VERSION
-            advice = "; install a newer hf_mxfp4 to load this checkpoint" if newer else ""
-            raise ValueError(
-                f"format_version={self.format_version!r}: this hf_mxfp4 reads version {FORMAT_VERSION}{advice}"
-            )
+        version = self.format_version
+        if type(version) is not int or version != FORMAT_VERSION:
+            advice = "install a newer hf_mxfp4 to load this checkpoint"
+            raise ValueError(f"format_version={version!r}: this hf_mxfp4 reads version {FORMAT_VERSION}; {advice}")
         one_of("mode", self.mode, MODES)
         if self.preset is Default.BY_MODE:
             self._set("preset", "w4a4" if self.mode == "qat" else "w4a16")
@@ -190,7 +188,7 @@ class MXFP4RLConfig(QuantizationConfigMixin):
         if self.mode == "packed" and self.packing_unsupported_reason:
             raise ValueError(f"mode='packed' cannot use this config: {self.packing_unsupported_reason}")
         check_products(self.gemms(), self.backend, self.saved_activations)
-        self._check_seed_and_dither()
+        self._check_seed()
         for name, (reason, _) in self._idle_options().items() if self.mode == "packed" else ():
             raise ValueError(f"{name}={getattr(self, name)!r} has no effect in mode='packed' {reason}; leave it out")
         self._set("modules_to_not_convert", read_names("modules_to_not_convert", self.modules_to_not_convert))
@@ -228,7 +226,7 @@ class MXFP4RLConfig(QuantizationConfigMixin):
                 "which quantizes no activations; use 'weights', or preset='w4a4'"
             )
 
-    def _check_seed_and_dither(self) -> None:
+    def _check_seed(self) -> None:
         seed, dithers = self.stochastic_seed, self.dither_ties
         if type(dithers) is not bool:
             raise ValueError(f"dither_ties={dithers!r} must be True or False")

@@ -113,8 +113,10 @@ def append_lines(path: str | Path, entries: Iterable[Any], **options: Any) -> No
     """Append each entry as a line of JSON, after ending a line that a killed process left half written; ``options`` are
     those of `json.dumps`."""
     with open(path, "a+b") as file:
-        if file.tell() and not _ends_with_newline(file):
-            file.write(b"\n")
+        if file.tell():
+            file.seek(-1, os.SEEK_END)
+            if file.read(1) != b"\n":
+                file.write(b"\n")
         file.write("".join(json.dumps(entry, **options) + "\n" for entry in entries).encode())
 
 
@@ -127,8 +129,3 @@ def sync_to_disk(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def _ends_with_newline(file: BinaryIO) -> bool:
-    file.seek(-1, os.SEEK_END)
-    return file.read(1) == b"\n"

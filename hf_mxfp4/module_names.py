@@ -139,9 +139,7 @@ def find_layers(
             layers[name] = module
     conv1d = sum(type(module).__name__ == "Conv1D" for module in model.modules())
     if not layers:
-        kinds = Counter(
-            type(m).__name__ for m in model.modules() if next(m.parameters(recurse=False), None) is not None
-        )
+        kinds = Counter(type(module).__name__ for module in model.modules() if list(module.parameters(recurse=False)))
         raise ValueError(
             f"MXFP4RLConfig matches no layer of {type(model).__name__}: it has {len(skipped)} nn.Linear, all skipped "
             f"(modules_to_not_convert={list(extra_skips)}), and {dict(kinds.most_common(5))}"
@@ -207,18 +205,15 @@ def _outermost(name: str, others: list[str]) -> str:
 
 
 def read_names(option: str, names: Any) -> tuple[str, ...] | None:
-    """A list of module names or patterns as a tuple. Raises `ValueError`, naming the option, for anything else."""
+    """Return a list of module names or patterns as a tuple. Raises `ValueError`, naming the option, for the rest."""
     if names is None:
         return None
-    problem = f"{option}={names!r} must be a list of module names"
-    if isinstance(names, str) or not isinstance(names, Iterable):
-        raise ValueError(problem)
-    names = tuple(names)
-    if not all(isinstance(name, str) and name for name in names):
-        raise ValueError(problem)
-    for name in names:
+    found = tuple(names) if isinstance(names, Iterable) and not isinstance(names, str) else (None,)
+    if not all(isinstance(name, str) and name for name in found):
+        raise ValueError(f"{option}={names!r} must be a list of module names")
+    for name in found:
         try:
             regex.compile(name[3:] if name.startswith("re:") else "")
         except regex.error as error:
             raise ValueError(f"{option} has {name!r}, which is no regular expression: {error}") from error
-    return names
+    return found

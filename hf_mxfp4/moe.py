@@ -3,15 +3,11 @@
 
 In transformers 5 (checked in 5.17 and 5.23) a router is a module of its own that takes the hidden states and returns
 ``(logits [T, E], weights [T, k], indices [T, k])`` for the T tokens of a batch (GraniteMoE of 5.17 in the reverse
-order), and chooses by `torch.topk`. The weights are what its architecture makes of the chosen logits: Qwen2-MoE,
-Qwen3-MoE and OLMoE take the softmax over all experts, which `norm_topk_prob` renormalises over the chosen; Mixtral
-always renormalises; gpt-oss and GraniteMoE take the softmax of the chosen; DeepSeek-V3 takes sigmoids, chooses by them
-plus a bias within the best groups, renormalises and scales.
+order), and chooses by `torch.topk`. The weights are what its architecture makes of the chosen logits.
 
-Rollout routing replay (R3, arXiv 2510.11370) has training choose the experts that generation chose. Only the choice is
-replayed: the weights of the chosen experts are computed by the router from its own logits, so gradients reach the
-router through them. To this end the router runs unchanged but for its `torch.topk`, which gives the recorded indices
-and the values found there.
+Rollout routing replay (R3, arXiv 2510.11370) has training choose the experts that generation chose. The router runs
+unchanged but for its `torch.topk`, which gives the recorded indices and the values found there, so gradients reach the
+router through the weights of the chosen experts.
 """
 
 import contextlib
@@ -43,8 +39,7 @@ def find_routers(model: nn.Module) -> dict[str, nn.Module]:
     if not routers:
         raise ValueError(
             f"{type(model).__name__} has no router: no module has top_k, num_experts and a weight of [num_experts, "
-            "hidden], and the model does not declare where its router_logits come from; router options are for "
-            "mixture-of-experts models"
+            "hidden], and none is declared; router options are for mixture-of-experts models"
         )
     return routers
 
@@ -52,8 +47,8 @@ def find_routers(model: nn.Module) -> dict[str, nn.Module]:
 def present_routers(model: nn.Module) -> dict[str, nn.Module]:
     """Return the routers of ``model`` by name, none for a dense model.
 
-    Found by structure (a 2-D ``weight`` of its own with one row for each of ``num_experts``, and ``top_k``), and by
-    what a transformers model says about the origin of its router logits.
+    Found by structure (a 2-D ``weight`` with one row for each of ``num_experts``, and ``top_k``), and by what a
+    transformers model says about the origin of its router logits.
     """
     declared = tuple({kind for module in model.modules() for kind in _declared_routers(module)})
     return {
@@ -81,16 +76,8 @@ def _declared_routers(module: nn.Module) -> list[type[nn.Module]]:
 
 
 def choice_agreement(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """Return the share of each token's experts in ``a`` that ``b`` chose too, in any order.
-
-    Args:
-        a, b: expert indices ``[..., k]``, distinct along the last axis.
-
-    Returns:
-        ``[...]``, float32 in [0, 1].
-
-    Raises `ValueError` when the shapes differ.
-    """
+    """Return the share of each token's experts in ``a`` that ``b`` chose too, in any order: ``[..., k]`` twice,
+    distinct along the last axis, -> float32 ``[...]`` in [0, 1]. Raises `ValueError` when the shapes differ."""
     if a.shape != b.shape:
         raise ValueError(f"two routings of the same tokens have one shape, got {tuple(a.shape)} and {tuple(b.shape)}")
     return (a.unsqueeze(-1) == b.unsqueeze(-2)).any(dim=-1).float().mean(dim=-1)
@@ -128,14 +115,8 @@ def _choices_of(name: str, module: nn.Module, output: Any) -> torch.Tensor:
 
 class ChoiceRecorder:
     """Records generation by `generate` with a key-value cache: the prompts at once, then one token of every sequence at
-    a time.
-
-    Args:
-        model: the policy; its input embeddings show which tokens each pass is about.
-        routers: of [`find_routers`].
-
-    Attributes:
-        routers: as given. Their order is that of the layer axis of what is recorded.
+    a time. The input embeddings of the model show which tokens each pass is about. ``routers`` are those of
+    [`find_routers`], in the order of the layer axis of what is recorded.
     """
 
     def __init__(self, model: nn.Module, routers: Mapping[str, nn.Module]):
@@ -149,21 +130,17 @@ class ChoiceRecorder:
         """Record the passes within, in place of those recorded before."""
         self._tokens = []
         handle = self._embeddings.register_forward_hook(lambda _, args, __: self._tokens.append(args[0].detach()))
-        try:
-            with recorded_choices(self.routers) as self._choices:
-                yield
-        finally:
-            handle.remove()
+        with contextlib.ExitStack() as stack:
+            stack.callback(handle.remove)
+            self._choices = stack.enter_context(recorded_choices(self.routers))
+            yield
 
     def rows(self, prompts: Sequence[Sequence[int]], completions: Sequence[Sequence[int]]) -> list[torch.Tensor]:
-        """Return the choices for each sequence, without padding and without the last token: generation ends with it, so
-        no pass has routed it, and no log-probability depends on it.
+        """Return the choices for each sequence, int16 ``[len(prompt) + len(completion) - 1, layers, k]`` on the CPU:
+        no pass has routed the last token, and no log-probability depends on it.
 
         Args:
             prompts, completions: token ids of what was generated, in the order of the batch.
-
-        Returns:
-            For each sequence int16 ``[len(prompt) + len(completion) - 1, layers, k]``, on the CPU.
 
         Raises `ValueError` when the recorded passes are not those of a generation with a key-value cache, or are about
         other tokens than these.
@@ -194,8 +171,9 @@ class ChoiceRecorder:
                 f"of each sequence at a time), but the passes had the shapes {shapes[:4]}; set use_cache=True in the "
                 "generation config, without assisted or chunked decoding"
             )
+        expected = [batch * length for batch, length in shapes]
         for name, recorded in self._choices.items():
-            sizes, expected = [len(choice) for choice in recorded], [batch * length for batch, length in shapes]
+            sizes = [len(choice) for choice in recorded]
             if sizes != expected:
                 raise ValueError(
                     f"router replay: {name} routed {sum(sizes)} tokens in {len(sizes)} passes while the model read "
@@ -214,14 +192,8 @@ class ChoiceRecorder:
 
 @dataclass
 class ReplayReport:
-    """What one replay did.
-
-    Attributes:
-        tokens: tokens that had to be covered, each by all routers.
-        covered: of these, those with recorded choices.
-        agreement: by router, the share of the replayed choices that it would have made by itself. Empty before the
-            forward pass.
-    """
+    """What one replay did: of ``tokens`` that all routers had to cover, ``covered`` have recorded choices, and by
+    router the ``agreement``: the share of the replayed choices that it would have made by itself."""
 
     tokens: int
     covered: int
@@ -253,10 +225,8 @@ def replayed_choices(
         choices: expert indices ``[B, L, layers, k]`` of any integer dtype, -1 where nothing is recorded.
         required: bool ``[B, L]``: the tokens that must be covered.
 
-    Raises:
-        RouterReplayError: a required token has no recorded choice (on entry), or a router did not run over the whole
-            batch (at the end).
-        ValueError: ``choices`` does not fit the routers or ``required``.
+    Raises `RouterReplayError` when a required token has no recorded choice (on entry), or a router did not run over the
+    whole batch (at the end), and `ValueError` when ``choices`` does not fit the routers or ``required``.
     """
     if choices.dim() != 4 or choices.shape[2] != len(routers) or choices.shape[:2] != required.shape:
         raise ValueError(

@@ -122,13 +122,9 @@ def preset_gemms(preset: str, weights: QuantScheme, activations: QuantScheme) ->
 
 
 def read_gemm(gemm: str, options: Any) -> GemmOptions | None:
-    """The options of one product as pairs.
-
-    Args:
-        gemm: ``"fprop"``, ``"dgrad"`` or ``"wgrad"``.
-        options: a mapping of its operands to ``"full"``, ``"reuse"``, ``"fp8"`` or the text of a scheme
-            ([`hf_mxfp4.numerics.parse_scheme`]), and of ``"rotation"`` to ``"none"``, ``"deterministic-<size>"`` or
-            ``"random-<size>"``; or `None`.
+    """Return the options of the product ``gemm`` as pairs, from a mapping of its operands to ``"full"``, ``"reuse"``,
+    ``"fp8"`` or the text of a scheme ([`hf_mxfp4.numerics.parse_scheme`]), and of ``"rotation"`` to ``"none"``,
+    ``"deterministic-<size>"`` or ``"random-<size>"``; or from `None`.
 
     Raises `ValueError` for what is none of these, with the nearest names.
     """

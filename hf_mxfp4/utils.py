@@ -88,13 +88,9 @@ def unknown_key_message(owner: str, key: str, known: list[str]) -> str:
 def nearest_names(name: str, known: Sequence[str]) -> list[str]:
     """Return at most three names that a misspelled one may have meant, given the full dotted names ``known``: ends of
     these as long as the name and one part longer; else, full names."""
-    length = name.count(".") + 1
-    runs: dict[str, None] = {}
-    for full in known:
-        parts = full.split(".")
-        for size in (length, length + 1):
-            runs |= dict.fromkeys(".".join(parts[i : i + size]) for i in range(len(parts) - size + 1))
-    return difflib.get_close_matches(name, list(runs), n=3, cutoff=0.5) or list(known[:3])
+    size = name.count(".") + 1
+    ends = dict.fromkeys(".".join(full.split(".")[-count:]) for full in known for count in (size, size + 1))
+    return difflib.get_close_matches(name, list(ends), n=3, cutoff=0.5) or list(known[:3])
 
 
 @contextlib.contextmanager

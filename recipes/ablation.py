@@ -3,11 +3,11 @@
 
     python recipes/ablation.py --config recipes/configs/ablation_cpu.yaml [--out DIR] [--jobs N] [--seeds 0,1,2]
 
-Pretrains the starting point of the grid once (or takes a checkpoint), then runs `grpo.py` for every cell and seed in a
-process and a folder of its own, and writes `ablation.json` (one record per run), `table.md` and `accuracy.png`. A grid
-that was stopped goes on where it was: finished runs are kept, a killed one is started again. A run that fails is
-reported, and the others go on; the exit code is then 1. A grid may be spread over machines of one kind: `--only` and
-`--seeds` run parts of it, and `--report_only` reports all of them from a folder that the others have been copied into.
+Runs `grpo.py` for every cell and seed in a process and a folder of its own, and writes `ablation.json` (one record per
+run), `table.md` and `accuracy.png`. A grid that was stopped goes on where it was: finished runs are kept, a killed one
+is started again. A run that fails is reported, and the others go on; the exit code is then 1. A grid may be spread over
+machines of one kind: `--only` and `--seeds` run parts of it, and `--report_only` reports all of them from a folder that
+the others have been copied into.
 
 Options of `grpo.py` take the place of those that all cells share. To try a grid before it is started, give it two steps
 of a small model and another folder: `--max_steps 2 --n_train 64 --n_test 8 --model_name_or_path SMALL --out DIR`.
@@ -17,7 +17,6 @@ if __name__ == "__main__" and not __package__:
     import from_root  # noqa: F401  parts are found as recipes.*
 
 import json
-import os
 import shlex
 import signal
 import sys
@@ -33,9 +32,9 @@ from rich.text import Text
 from hf_mxfp4.files import lock, replace_file
 from recipes.ablations.grid import Grid, read_grid
 from recipes.ablations.results import draw_accuracy, make_records, markdown, table_rows
-from recipes.ablations.runner import prepare_base, run_grid
+from recipes.ablations.runner import run_grid
 from recipes.common.options import option, read_command, read_words
-from recipes.common.terminal import console, tell
+from recipes.common.reporting import console, tell
 from recipes.post_training.arguments import GROUPS
 
 
@@ -44,8 +43,7 @@ warnings.filterwarnings("ignore", category=FutureWarning, message=".*gradient_ch
 _REMOVED = {
     "rehearse": (
         False,
-        "try the cells on a small model with --max_steps 2 --n_train 64 --n_test 8 --model_name_or_path SMALL_MODEL "
-        "--launcher '' --out FOLDER (and on the CPU --use_cpu true --bf16 false)",
+        "try the cells: --max_steps 2 --n_train 64 --n_test 8 --model_name_or_path SMALL --out DIR",
     ),
     "records": ("", "copy the output folders of the other machines into this one, and give --report_only"),
     "models": (None, "there is a file for each model"),
@@ -67,8 +65,7 @@ class GridArguments:
 
 
 def parse(argv: Sequence[str]) -> tuple[str, GridArguments, dict[str, Any]]:
-    """Parse the command line: the file of the grid, its options, and those of `grpo.py`. Raises `ValueError` for words
-    that are neither."""
+    """Parse the command line: the file of the grid, its options, and those of `grpo.py`."""
     own, words = read_words(argv, (GridArguments,), removed=_REMOVED, description=__doc__)
     path = own.pop("config", None)
     if not path:
@@ -80,14 +77,12 @@ def main(argv: list[str]) -> int:
     """Run what is missing of a grid and write its results; return the exit code."""
     if not sys.stdout.isatty():
         console.width = 140  # of the tables in a log
-    if not sys.stderr.isatty():
-        os.environ.setdefault("TQDM_MININTERVAL", "30")  # in a log, bars are a line now and then
     failed = []
     try:
         path, arguments, options = parse(argv)
         changes = {"output": arguments.out, "launcher": arguments.launcher, "options": options}
         only, seeds = (text and text.split(",") for text in (arguments.only, arguments.seeds))
-        grid = read_grid(path, only=only, seeds=seeds and [int(seed) for seed in seeds], **changes)
+        grid = read_grid(path, only=only, seeds=seeds and list(map(int, seeds)), **changes)
         for run in grid.runs:
             run.parse()
         grid.output.mkdir(parents=True, exist_ok=True)
@@ -96,14 +91,12 @@ def main(argv: list[str]) -> int:
             if not lock(file.fileno(), wait=False):
                 raise ValueError(f"another process is at work in {grid.output}, or a run that it started still is")
             if not arguments.report_only:
-                failed = run_grid(grid, prepare_base(grid), file, jobs=arguments.jobs)
+                failed = run_grid(grid, file, jobs=arguments.jobs)
             # Everything that is there, not only the part that was asked for.
             words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
             command = "python recipes/ablation.py " + shlex.join(["--config", path, *words])
             report(read_grid(path, **changes).with_stored_seeds(), command)
-    except FileNotFoundError as error:
-        raise SystemExit(f"error: no file {error.filename}") from error
-    except (RuntimeError, ValueError, yaml.YAMLError) as error:
+    except (FileNotFoundError, RuntimeError, ValueError, yaml.YAMLError) as error:
         raise SystemExit(f"error: {error}") from error
     if failed:
         tell("failed", ", ".join(failed))
@@ -118,13 +111,13 @@ def report(grid: Grid, command: str) -> None:
     if not records:
         raise RuntimeError("no run has finished, so there is nothing to report")
     replace_file(grid.output / "ablation.json", "[\n" + ",\n".join(map(json.dumps, records)) + "\n]\n")
-    columns, rows = table_rows(records, grid.label)
+    columns, rows = table_rows(records)
     table = Table(*columns, title=f"{grid.label}, greedy accuracy in %")
     for row in rows:
         table.add_row(*map(Text, row))
     console.print(table)
-    (grid.output / "table.md").write_text(f"{grid.label}\n\n{markdown(records, grid.label)}")
-    draw_accuracy(records, grid.label).savefig(grid.output / "accuracy.png", dpi=120)
+    (grid.output / "table.md").write_text(f"{grid.label}\n\n{markdown(records)}")
+    draw_accuracy(records).savefig(grid.output / "accuracy.png", dpi=120)
     tell("results", f"{grid.output}: ablation.json, table.md, accuracy.png")
 
 

@@ -9,10 +9,193 @@
 if __name__ == "__main__" and not __package__:
     import from_root  # noqa: F401  parts are found as recipes.*, and `evaluate` is the library
 
+import hashlib
+import inspect
+import json
 import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
-from recipes.common.terminal import shutdown
-from recipes.evaluation.run import main
+from accelerate import PartialState
+from tqdm.auto import tqdm
+
+from hf_mxfp4.files import write_json
+from recipes.common.options import exit_on_wrong_options
+from recipes.common.reporting import INPUT_ERRORS, console, errors_as_messages, shutdown, tell, versions
+from recipes.evaluation import results
+from recipes.evaluation.arguments import EvaluationArguments, parse
+from recipes.evaluation.generate import Batch, CompletionFile, complete_batches, tokenize
+from recipes.evaluation.policy import Policy, load_policy
+from recipes.tasks import Task
+
+
+#: Those that decide what is measured.
+PACKAGES = ("hf-mxfp4", "torch", "transformers", "peft", "accelerate", "evaluate", "math-verify")
+
+
+def main(argv: list[str]) -> dict[str, Any]:
+    """Evaluate, or compare two results; return the result that is also written, or the differences."""
+    options = exit_on_wrong_options(parse, argv)
+    if options.model.endswith(".json"):
+        return {"differences": _compare_files(options)}
+    started = time.monotonic()
+    state = PartialState(cpu=options.use_cpu)
+    with errors_as_messages(*INPUT_ERRORS):
+        task = options.load_task(test_only=True)
+        other = None if options.compare is None else results.read_result(options.compare)
+        policy = load_policy(options, state.device)
+        options.max_new_tokens = options.max_new_tokens or task.max_completion_length
+        token_ids = _token_ids(policy, list(task.test["prompt"]), options.max_new_tokens)
+        keys = results.problem_keys(task.test["prompt"], task.test["answer"])
+        if other is not None:
+            results.check_same_problems(keys, task.name, other)
+        folder = Path(options.output_dir) if options.output_dir else _default_folder(options)
+        files = _open_files(options, policy, task, token_ids, folder)
+    about = policy.description
+    tell("scheme", about["computed_in"])
+    tell("layers", f"n_quantized={about['n_quantized']} n_skipped={about['n_skipped']}")
+    if not options.conversational and policy.tokenizer.chat_template is not None:
+        tell("prompts", "plain text; --conversational uses the chat template of the tokenizer")
+
+    generated = _complete(policy, task, _plan([len(ids) for ids in token_ids], options), files, options)
+    if not state.is_main_process:
+        return {}
+    completions = [completion for file in files.values() for completion in file.found.values()]
+    names = ("max_new_tokens", "conversational", "samples", "temperature", "top_p", "seed", "batch_size")
+    result = {
+        "task": task.name,
+        **about,
+        **results.summarize(completions, keys, list(task.scores), options),
+        "generation": {name: getattr(options, name) for name in names},
+        "identity": policy.identity,
+        "versions": versions(PACKAGES),
+        "device": str(state.device),
+        "processes": state.num_processes,
+        "generated": generated,
+        "seconds": round(time.monotonic() - started, 1),
+    }
+    if options.reward is not None:
+        with errors_as_messages(ValueError):
+            result["reward"] = results.mean_rewards(task, completions, options)
+    if other is not None:
+        result["compared_with"] = str(options.compare)
+        result["differences"] = results.compare(result, other)
+    write_json(folder / results.RESULT_FILE, result, indent=1, ensure_ascii=False)
+    console.print(results.table(result))
+    if other is not None:
+        console.print(results.difference_table(result["differences"], result, other))
+    console.print(f"written to {folder / results.RESULT_FILE}", highlight=False, markup=False)
+    return result
+
+
+def _compare_files(options: EvaluationArguments) -> list[dict[str, Any]]:
+    with errors_as_messages(*INPUT_ERRORS):
+        if options.compare is None:
+            raise ValueError(f"{options.model} is a result; name another one with --compare")
+        first, second = (results.read_result(path) for path in (options.model, options.compare))
+        rows = results.compare(first, second)
+    console.print(results.difference_table(rows, first, second))
+    return rows
+
+
+def _token_ids(policy: Policy, prompts: Sequence[Any], max_new_tokens: int) -> list[list[int]]:
+    """Return the prompts in tokens; raise `ValueError` when a completion would not fit into the model's positions, or a
+    conversation has no template."""
+    if not isinstance(prompts[0], str) and policy.tokenizer.chat_template is None:
+        raise ValueError("--conversational needs a chat template, and the tokenizer has none")
+    ids = tokenize(policy.tokenizer, prompts)["input_ids"]
+    longest = max(map(len, ids))
+    positions = getattr(policy.model.config.get_text_config(), "max_position_embeddings", None)
+    if positions is not None and longest + max_new_tokens > positions:
+        raise ValueError(
+            f"the longest prompt has {longest} tokens, with --max_new_tokens {max_new_tokens} more than the "
+            f"{positions} positions of the model; shorten the completions or the prompts"
+        )
+    return ids
+
+
+def _default_folder(options: EvaluationArguments) -> Path:
+    """By model (its last two names, as `policy` alone says little), task and control."""
+    model = "-".join(part for part in Path(options.model).parts[-2:] if part not in ("/", ".", "..", "~"))
+    return Path("outputs/evaluation") / model / "-".join(filter(None, (options.task, options.dequantize)))
+
+
+def _open_files(
+    options: EvaluationArguments, policy: Policy, task: Task, token_ids: list[list[int]], folder: Path
+) -> dict[bool, CompletionFile]:
+    """Open the files of completions, by whether they are sampled. All processes read them, one will write."""
+    # Another source of the scores means that verdicts on disk may be out of date.
+    sources = {Path(inspect.getsourcefile(score)) for score in task.scores.values()}
+    common = {
+        "task": task.name,
+        "problems": len(token_ids),
+        "prompts": _digest([token_ids, list(task.test["answer"])]),
+        "model": policy.identity,
+        **{name: policy.description[name] for name in ("computed_in", "dtype", "attention", "n_quantized")},
+        "max_new_tokens": options.max_new_tokens,
+        "scores": _digest([path.read_text() for path in sorted(sources)]),
+    }
+    files = {}
+    if not options.no_greedy:
+        files[False] = CompletionFile(folder / "greedy.jsonl", common, options.overwrite)
+    if options.samples:
+        sampling = {"temperature": options.temperature, "top_p": options.top_p, "seed": options.seed}
+        files[True] = CompletionFile(folder / "samples.jsonl", {**common, **sampling}, options.overwrite)
+    PartialState().wait_for_everyone()  # before one writes
+    return files
+
+
+def _digest(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value).encode()).hexdigest()[:12]
+
+
+def _plan(lengths: Sequence[int], options: EvaluationArguments) -> list[Batch]:
+    """List all batches, whatever is done already, so that the draws of a batch are the same in every attempt. The
+    longest prompts come first: what does not fit into memory fails at once, and batches have little padding."""
+    order = sorted(range(len(lengths)), key=lambda row: -lengths[row])
+    groups = [tuple(order[start : start + options.batch_size]) for start in range(0, len(order), options.batch_size)]
+    batches = [] if options.no_greedy else [Batch(rows) for rows in groups]
+    for sample in range(options.samples):
+        batches += [Batch(rows, sample, int(_digest([options.seed, sample, rows[0]]), 16)) for rows in groups]
+    return batches
+
+
+def _complete(
+    policy: Policy, task: Task, batches: list[Batch], files: dict[bool, CompletionFile], options: EvaluationArguments
+) -> int:
+    """Complete, score and keep the completions that are missing; return their number. A batch of which one is missing
+    is done again as a whole, for the same draws."""
+    main_process = PartialState().is_main_process
+    known = {key for file in files.values() for key in file.found}
+    wanted = [(batch.sample, row) for batch in batches for row in batch.rows]
+    todo = {*wanted} - known
+    missing = [batch for batch in batches if any((batch.sample, row) in todo for row in batch.rows)]
+    rounds = complete_batches(
+        policy.model,
+        policy.tokenizer,
+        task.test,
+        task.scores,
+        missing,
+        max_new_tokens=options.max_new_tokens,
+        temperature=options.temperature,
+        top_p=options.top_p,
+        cache_weights=not options.no_weight_cache,
+    )
+    bar = {"total": len(wanted), "initial": len(wanted) - len(todo), "desc": "evaluating", "unit": "completion"}
+    try:
+        with tqdm(**bar, disable=not main_process) as progress:
+            for found in rounds:
+                if not main_process:
+                    continue
+                new = [one for one in found if one.key in todo]
+                for sampled, file in files.items():
+                    file.append(one for one in new if (one.sample is not None) == sampled)
+                progress.update(len(new))
+    except KeyboardInterrupt:
+        raise SystemExit("interrupted; the same command goes on from here") from None
+    return len(todo)
 
 
 if __name__ == "__main__":

@@ -1,10 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Imported first by the scripts beside this file: the root of the checkout takes the place of this folder.
 
-Python searches the folder of a script before any other, so that `import evaluate` would find `evaluate.py` here instead
-of the library, and parts would go by names as common as `tasks`. From the root everything has one name:
-`recipes.tasks`, and `evaluate` is the library, whoever imports it. This is the one place that edits the search path for
-recipes.
+Python searches the folder of a script first, so that `import evaluate` would find `evaluate.py` here instead of the
+library. From the root everything has one name: `recipes.tasks`, and `evaluate` is the library, whoever imports it.
 """
 
 import sys

@@ -21,11 +21,11 @@ from accelerate import PartialState
 from trl import get_peft_config
 
 from hf_mxfp4 import MXFP4GRPOTrainer
+from hf_mxfp4.files import write_json
 from hf_mxfp4.lab import RunReportCallback
-from recipes.common.schemes import describe
-from recipes.common.terminal import TrainingBar, shutdown, tell
+from recipes.common.reporting import INPUT_ERRORS, TrainingBar, errors_as_messages, shutdown, tell
 from recipes.post_training import output as files
-from recipes.post_training.arguments import load_task_or_exit, parse_or_exit
+from recipes.post_training.arguments import parse_or_exit
 from recipes.post_training.evaluation import EvaluationCallback, PolicyEvaluation
 from recipes.post_training.policy import find_start, load_policy, load_saved, prepare_start
 
@@ -41,11 +41,14 @@ def main(argv: list[str]) -> dict:
     recipe, _, training, model_args = options
     output = Path(training.output_dir)
     files.refuse_used_folder(output, recipe, training)
-    task = load_task_or_exit(recipe, training)
+    with errors_as_messages(*INPUT_ERRORS):
+        task = recipe.load_task()
+        training.max_completion_length = training.max_completion_length or task.max_completion_length
+        training.check_overlong_buffer()
     tell("task", f"{task.name}: {len(task.train)} training and {len(task.test)} test problems")
     start = find_start(options)
     options = options._replace(quantization=start.scheme)
-    tell("scheme", "full precision" if recipe.full_precision else describe(start.scheme))
+    tell("scheme", "full precision" if recipe.full_precision else start.scheme.describe())
 
     start, origin = prepare_start(start, options, task, output / "base")
     policy, tokenizer = load_policy(start, options)
@@ -58,7 +61,7 @@ def main(argv: list[str]) -> dict:
         processing_class=tokenizer,
         peft_config=None if start.is_adapter else get_peft_config(model_args),
     )
-    TrainingBar.install(trainer, "GRPO", reward="reward", entropy="entropy", sigma="aqn/sigma")
+    TrainingBar.install(trainer)
     # Not earlier: a start that fails is to leave an empty folder, which can be used again, or what the old run left.
     files.remove_old_checkpoints(output, recipe, training)
     if PartialState().is_main_process:
@@ -66,7 +69,7 @@ def main(argv: list[str]) -> dict:
 
     evaluate = PolicyEvaluation(trainer, task, recipe)
     if recipe.evaluate_every:
-        trainer.add_callback(EvaluationCallback(evaluate, recipe.evaluate_every, recipe.evaluate_every_n))
+        trainer.add_callback(EvaluationCallback(evaluate))
     report = RunReportCallback(training.report_every)
     if training.report_every:
         trainer.add_callback(report)
@@ -97,7 +100,7 @@ def main(argv: list[str]) -> dict:
     finally:
         if summary:
             summary["seconds"] = round(time.monotonic() - started, 1)
-            files.write_summary(output, summary)
+            write_json(output / "summary.json", summary, indent=2)
             files.print_summary(summary)
     trainer.accelerator.wait_for_everyone()
     return summary

@@ -18,13 +18,11 @@ from pathlib import Path
 from typing import Any
 
 from hf_mxfp4.files import write_json
-from recipes.common.schemes import preset_of
-from recipes.common.terminal import errors_as_messages, shutdown, tell
+from recipes.common.reporting import errors_as_messages, shutdown, tell
 from recipes.pretraining.arguments import TARGET_FRACTION, Study, parse_or_exit
 from recipes.pretraining.corpus import load_corpus
-from recipes.pretraining.plots import draw_curves, draw_overheads
 from recipes.pretraining.runs import StudyFile, train_arm
-from recipes.pretraining.summary import print_summary, summarize
+from recipes.pretraining.summary import draw_overheads, print_summary, summarize
 
 
 def main(argv: list[str]) -> dict[str, Any]:
@@ -41,7 +39,7 @@ def main(argv: list[str]) -> dict[str, Any]:
         ]
         corpus = load_corpus(study.options, study.total_steps * study.tokens_per_step) if missing else None
     for arm in study.arms:
-        tell(f"arm {arm.name}", study.scheme_text(arm) + (f": {preset_of(arm.config)}" if arm.config else ""))
+        tell(f"arm {arm.name}", study.scheme_text(arm))
     steps, total = study.training.max_steps, len(study.arms) * len(study.options.seeds)
     tell("budget", f"{steps} steps of {study.tokens_per_step} tokens, every arm goes on to step {study.total_steps}")
     tell("runs", f"{len(missing)} of {total} are missing in {output}")
@@ -51,8 +49,7 @@ def main(argv: list[str]) -> dict[str, Any]:
         if study.training.process_index == 0:
             stored.add(run)
         operands = " ".join(f"{name}:{count}" for name, count in run["quantized_operands"].items() if count)
-        last = "not finite" if run["curve"][-1][1] is None else f"{run['curve'][-1][1]:.4f}"
-        told = f"validation loss {last} after {run['steps']} steps, {run['seconds']:.0f} s"
+        told = f"validation loss {run['curve'][-1][1]} after {run['steps']} steps, {run['seconds']:.0f} s"
         tell(f"{arm.name}, seed {seed}", f"{told}; n_quantized={run['n_quantized']} {operands}")
     if study.training.process_index != 0:
         return {}
@@ -62,12 +59,14 @@ def main(argv: list[str]) -> dict[str, Any]:
 
 
 def finish(study: Study, runs: list[dict[str, Any]], output: Path) -> dict[str, Any]:
-    """Summarize the arms and seeds that were asked for; write `summary.json` and figures."""
+    """Summarize the arms and seeds that were asked for; write `summary.json` and a figure."""
     arms = [arm.name for arm in study.arms]
     runs = [run for run in runs if run["arm"] in arms and run["seed"] in study.options.seeds]
     runs.sort(key=lambda run: (arms.index(run["arm"]), run["seed"]))
     with errors_as_messages(ValueError):
-        found = summarize(runs, budget=study.budget_tokens, target_fraction=TARGET_FRACTION)
+        found = summarize(
+            runs, budget=study.training.max_steps * study.tokens_per_step, target_fraction=TARGET_FRACTION
+        )
     summary = {
         "baseline": study.precision,
         "tokens_per_step": study.tokens_per_step,
@@ -81,10 +80,7 @@ def finish(study: Study, runs: list[dict[str, Any]], output: Path) -> dict[str, 
         for key in ("curve", "seconds", "cpu_seconds"):
             result[key] = [run[key] for run in of_arm]
     write_json(output / "summary.json", summary, indent=1)
-    curves = {name: result["curve"] for name, result in summary["arms"].items()}
-    draw_curves(curves, entropy=summary["entropy"]).savefig(output / "curves.png", dpi=120)
-    if len(summary["arms"]) > 1:
-        draw_overheads(summary["arms"]).savefig(output / "overheads.png", dpi=120)
+    draw_overheads(summary["arms"]).savefig(output / "overheads.png", dpi=120)
     return summary
 
 

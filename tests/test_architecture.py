@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""docs/architecture.md names what exists, and imports between packages point down."""
+"""docs/architecture.md names what exists, imports between packages point down, and the project stays small."""
 
+import json
 import re
 from pathlib import Path
 
@@ -37,12 +38,6 @@ def test_the_map_shows_the_graph_of_the_imports():
     assert packages.mermaid(packages.imports(ROOT)).strip() in MAP
 
 
-def test_every_package_has_its_place_in_the_order():
-    folders = {f"integrations.{each.parent.name}" for each in (ROOT / "hf_mxfp4/integrations").glob("*/__init__.py")}
-    folders |= {each.parent.name for each in (ROOT / "hf_mxfp4").glob("*/__init__.py")} - {"integrations"}
-    assert folders | {"recipes", "benchmarks", "mxfp4_kernels"} == {name for line in packages.ORDER for name in line}
-
-
 def test_imports_are_read_anywhere_in_a_file(tmp_path):
     files = {
         "hf_mxfp4/__init__.py": "",
@@ -67,3 +62,18 @@ def test_imports_are_read_anywhere_in_a_file(tmp_path):
     assert up.startswith("gemm imports layers, which is above it") and "import each other in a circle" in circle
     assert "gemm" in packages.faults({"gemm": {"report"}, "report": {"gemm"}})[0]
     assert "layers --> gemm" in packages.mermaid(graph) and "stats" not in packages.mermaid(graph)
+
+
+LIMITS = json.loads((ROOT / "tests" / "size_limits.json").read_text())
+SIZES = packages.sizes(ROOT)
+
+
+def test_every_package_has_a_limit():
+    assert {name: set(size) for name, size in SIZES.items()} == {name: set(limit) for name, limit in LIMITS.items()}
+    assert all(number > 100 for size in SIZES.values() for unit, number in size.items() if unit != "files")
+
+
+@pytest.mark.parametrize("package", LIMITS)
+def test_a_package_is_within_its_limit(package):
+    over = {unit: (SIZES[package][unit], most) for unit, most in LIMITS[package].items() if SIZES[package][unit] > most}
+    assert not over, f"shorten {package}, or raise its limit in tests/size_limits.json and say why"

@@ -6,7 +6,7 @@ import sys
 import pytest
 import torch
 from behaviour.__main__ import differences, main, read_intended, split
-from behaviour.record import Record, visible_text, without_names
+from behaviour.record import Record
 
 
 @pytest.fixture
@@ -32,24 +32,13 @@ def found(before, after):
     return [(one.name, one.kind) for one in differences(before, after)]
 
 
-def test_equal_records(make):
-    assert found(make("a"), make("b")) == []
-
-
 def test_one_changed_bit(make):
+    assert found(make("equal"), make("alike")) == []
     x = torch.tensor([1.0, -2.0, float("nan")])
     x.view(torch.int32)[1] ^= 1
     (difference,) = differences(make("a"), make("b", tensor=x))
     assert (difference.name, difference.kind) == ("numbers/x", "changed")
     assert difference.detail == "1 of 3 elements, max abs difference 2.38e-07 (largest value 2)"
-
-
-def test_the_sign_of_zero_and_the_dtype_count(make):
-    zero = torch.zeros(2)
-    (difference,) = differences(make("a", tensor=zero), make("b", tensor=-zero))
-    assert difference.detail == "0 of 2 elements, max abs difference 0 (largest value 0)"
-    (difference,) = differences(make("a", tensor=zero), make("c", tensor=zero.half()))
-    assert difference.detail == "float32 [2] became float16 [2]"
 
 
 def test_missing_and_new_entries_and_sections(make, tmp_path):
@@ -60,11 +49,6 @@ def test_missing_and_new_entries_and_sections(make, tmp_path):
     assert found(whole, part) == [("numbers/*", "missing"), ("others/*", "new")]
     with pytest.raises(ValueError, match="holds no record"):
         differences(whole, tmp_path / "nowhere")
-
-
-def test_changed_texts_show_their_lines(make):
-    (difference,) = differences(make("a"), make("b", text="loss 0.25\nreward 1"))
-    assert difference.detail == "2 lines of text\n    -loss 0.5\n    +loss 0.25"
 
 
 def test_intended_differences_need_a_reason(make, tmp_path):
@@ -110,20 +94,3 @@ def test_texts_are_recorded_without_what_changes_from_run_to_run(tmp_path):
     assert record.entries["progress"]["text"] == "a\nb 3 MB\n"
     with pytest.raises(ValueError, match="texts/a is recorded twice"):
         record.text("a", "")
-
-
-def test_the_order_in_the_header_of_a_file_does_not_count(tmp_path):
-    record = Record(tmp_path, "files", tmp_path)
-    for number, header in enumerate(('{"__metadata__":{"a":"1","b":"2"}}', '{"__metadata__":{"b":"2","a":"1"}}')):
-        path = tmp_path / f"{number}.safetensors"
-        path.write_bytes(len(header).to_bytes(8, "little") + header.encode())
-        record.file(path.name, path)
-    first, second = record.entries.values()
-    assert first == second
-
-
-def test_names_in_ptx_and_scripts_in_pages_do_not_count():
-    ptx = ".entry {0}_kernel(\n\t.param .u64 {0}_kernel_param_0 // {0}\n)\n\t.loc 1 2 3\nld [{0}_kernel_param_0];"
-    assert without_names(ptx.format("old")) == without_names(ptx.format("new_name"))
-    assert without_names(ptx.format("old")) != without_names(ptx.replace("param_0];", "param_1];").format("old"))
-    assert visible_text("<p>a <b>b</b></p><script>var c</script><style>d</style>") == "a\nb"

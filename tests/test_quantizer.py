@@ -1,8 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Loading through `from_pretrained`: what is quantized, what is reported, what is refused, and the way back."""
 
+import gc
+import json
 import math
 import re
+import weakref
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,9 +14,9 @@ from factors import factors_config
 from safetensors.torch import load_file
 from tiny_models import make_model
 from torch import nn
-from transformers import AutoModel, AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
+from transformers import AutoModel, AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, Lfm2Config, Lfm2ForCausalLM
 
-from hf_mxfp4 import MXFP4Linear, MXFP4RLQuantizer, fake_quantize
+from hf_mxfp4 import MXFP4Linear, MXFP4RLConfig, MXFP4RLQuantizer, fake_quantize
 from hf_mxfp4.integrations.transformers import quantize_linears
 
 
@@ -67,10 +71,8 @@ def test_report_in_words(checkpoint):
     assert re.match(expected, str(report))
     many = load(checkpoint("qwen2"), modules_to_not_convert=["mlp"]).quantization_report
     assert str(many).startswith("n_quantized=8 n_skipped=7 weight SQNR=")
-    assert many.skipped == (
-        *(f"model.layers.{i}.mlp.{n}_proj" for i in (0, 1) for n in ("gate", "up", "down")),
-        "lm_head",
-    )
+    names = [f"model.layers.{i}.mlp.{n}_proj" for i in (0, 1) for n in ("gate", "up", "down")]
+    assert many.skipped == (*names, "lm_head")
 
 
 # heads 2 of 20: neither width is a multiple of 32, nor are the outputs.
@@ -88,25 +90,21 @@ def test_sizes_that_are_not_multiples_of_32(family, options, checkpoint, tmp_pat
     assert {name: t.shape for name, t in saved.items()} == {name: t.shape for name, t in original.items()}
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_masters_are_the_checkpoints_bit_for_bit(dtype, checkpoint):
-    folder = checkpoint("qwen2", dtype=dtype)
-    model = load(folder)
+@pytest.mark.parametrize(
+    ("stored", "dtype"),
+    [*((dtype, dtype) for dtype in (torch.float32, torch.bfloat16, torch.float16)), (torch.bfloat16, torch.float32)],
+    ids=str,
+)
+def test_masters_are_the_checkpoints_bit_for_bit(stored, dtype, checkpoint):
+    folder, config = checkpoint("qwen2", dtype=stored), factors_config(dither_ties=False)
+    model = AutoModelForCausalLM.from_pretrained(folder, quantization_config=config, dtype=dtype)
     masters = load_file(f"{folder}/model.safetensors")
     parameters = dict(model.named_parameters())
     assert parameters.keys() == masters.keys()
     for name, tensor in masters.items():
-        assert parameters[name].dtype == dtype and torch.equal(parameters[name], tensor), name
+        assert parameters[name].dtype == dtype and torch.equal(parameters[name], tensor.to(dtype)), name
     assert all(p.requires_grad for p in parameters.values())
     assert model(IDS).logits.dtype == dtype
-
-
-def test_a_bfloat16_checkpoint_loads_as_float32_masters(checkpoint):
-    model = AutoModelForCausalLM.from_pretrained(
-        checkpoint("qwen2", dtype=torch.bfloat16), quantization_config=factors_config(), dtype=torch.float32
-    )
-    assert {p.dtype for p in model.parameters()} == {torch.float32}
-    assert model(IDS).logits.dtype == torch.float32
 
 
 def test_a_sharded_checkpoint(checkpoint):
@@ -124,7 +122,7 @@ def test_a_base_model(checkpoint):
     assert torch.equal(model(IDS).last_hidden_state, expected(IDS).last_hidden_state)
 
 
-@pytest.mark.parametrize("skips", [["layers.0", "layers.1"], ["re:.*"], ["mlp", "self_attn"]], ids=str)
+@pytest.mark.parametrize("skips", [["layers.0", "layers.1"], ["re:.*"]], ids=str)
 def test_nothing_left_to_quantize_is_an_error(skips, checkpoint):
     with pytest.raises(ValueError) as error:
         load(checkpoint("qwen2"), modules_to_not_convert=skips)
@@ -162,14 +160,6 @@ def test_fused_experts_left_in_full_precision_on_purpose(checkpoint, tmp_path):
     assert model.quantization_report.n_quantized == 4 * 2
     assert model.quantization_report.n_skipped == 1 + 2 * 4 * 2  # the head, and two projections of each expert
     assert all(".self_attn." in name for name in mxfp4_layers(model))
-    plain = AutoModelForCausalLM.from_pretrained(folder)
-    for name, module in plain.named_modules():
-        if name.endswith((".mlp.gate", ".mlp.experts")):
-            assert type(model.get_submodule(name)) is type(module)
-            assert all(
-                torch.equal(p, q)
-                for p, q in zip(model.get_submodule(name).parameters(), module.parameters(), strict=True)
-            )
     model.save_pretrained(tmp_path / "saved")
     original, saved = load_file(f"{folder}/model.safetensors"), load_file(tmp_path / "saved" / "model.safetensors")
     assert original.keys() == saved.keys()
@@ -180,18 +170,14 @@ def test_fused_experts_left_in_full_precision_on_purpose(checkpoint, tmp_path):
 
 def test_exactly_the_weights_of_packed_layers_are_packed_as_they_are_read(checkpoint):
     model = load(checkpoint("qwen2"), mode="packed", modules_to_not_convert=["layers.1"])
-    names = [name for name, _ in model.named_parameters()]
+    parameters = dict(model.named_parameters())
     on_the_fly = MXFP4RLQuantizer(factors_config(mode="packed"), pre_quantized=False)
     expected = [f"{name}.weight" for name in model.quantization_report.quantized]
-    assert [name for name in names if on_the_fly.param_needs_quantization(model, name)] == expected
-    for quantizer in (
-        MXFP4RLQuantizer(factors_config(mode="packed"), pre_quantized=True),
-        MXFP4RLQuantizer(factors_config(), pre_quantized=False),
-    ):
-        assert not any(quantizer.param_needs_quantization(model, name) for name in names)
-    parameters, sizes = dict(model.named_parameters()), {}
-    for name in names:
-        sizes[name] = on_the_fly.param_element_size(model, name, parameters[name])
+    assert [name for name in parameters if on_the_fly.param_needs_quantization(model, name)] == expected
+    for mode, is_stored in (("packed", True), ("qat", False)):
+        quantizer = MXFP4RLQuantizer(factors_config(mode=mode), pre_quantized=is_stored)
+        assert not any(quantizer.param_needs_quantization(model, name) for name in parameters)
+    sizes = {name: on_the_fly.param_element_size(model, name, value) for name, value in parameters.items()}
     layer = "model.layers.0.self_attn.q_proj"
     assert [sizes[f"{layer}.{part}"] for part in ("weight", "weight_scale", "weight_macro", "bias")] == [0.5, 1, 1, 4]
     assert sizes["model.layers.1.self_attn.q_proj.weight"] == sizes["model.norm.weight"] == 4
@@ -209,8 +195,7 @@ def quantized_values(model) -> dict[str, torch.Tensor]:
     return {name: fake_quantize(layer.weight.detach(), **DEFAULT_WEIGHT) for name, layer in mxfp4_layers(model).items()}
 
 
-@pytest.mark.parametrize("tie", [False, True], ids=["untied", "tied"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("dtype", "tie"), [(torch.float32, False), (torch.bfloat16, True)], ids=str)
 def test_dequantize_gives_a_plain_model_of_the_quantized_values(dtype, tie, checkpoint, tmp_path):
     model = load(checkpoint("qwen2", tie=tie, dtype=dtype), preset="w4a16")
     expected, values = model(IDS).logits, quantized_values(model)
@@ -233,6 +218,20 @@ def test_dequantize_gives_a_plain_model_of_the_quantized_values(dtype, tie, chec
     assert torch.equal(again(IDS).logits, expected)
 
 
+def test_dequantize_in_another_dtype(checkpoint):
+    folder = checkpoint("qwen2", dtype=torch.bfloat16)
+    moved = load(folder, preset="w4a16").to(torch.float32)
+    expected = moved(IDS).logits
+    assert torch.equal(moved.dequantize()(IDS).logits, expected)
+    load(folder, preset="w4a16").dequantize(torch.float32)(IDS)
+
+
+def test_dequantize_keeps_frozen_weights_frozen(checkpoint):
+    model = load(checkpoint("qwen2"))
+    model.requires_grad_(False)
+    assert not any(p.requires_grad for p in model.dequantize().parameters())
+
+
 def test_dequantize_twice_is_an_error(checkpoint):
     model = load(checkpoint("qwen2"))
     quantizer = model.hf_quantizer
@@ -241,3 +240,130 @@ def test_dequantize_twice_is_an_error(checkpoint):
         model.dequantize()
     with pytest.raises(ValueError, match="nothing to dequantize"):
         quantizer.dequantize(model)
+
+
+# ---- corners that were broken once ----------------------------------------------------------------------------------
+
+
+def test_convolutions_are_not_experts(tmp_path):
+    sizes = {"vocab_size": 32, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "pad_token_id": 0}
+    config = Lfm2Config(num_attention_heads=2, num_key_value_heads=1, full_attn_idxs=[1], **sizes)
+    Lfm2ForCausalLM(config).save_pretrained(tmp_path)
+    AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=MXFP4RLConfig())
+
+
+def test_positional_state_dict(checkpoint, tmp_path):
+    model = load(checkpoint("qwen2"))
+    model.save_pretrained(tmp_path / "saved", True, model.state_dict())
+
+
+@pytest.mark.parametrize("preset", ["w4a4", "w4a16"])
+def test_meta_forward(preset):
+    layer = MXFP4Linear(64, 32, device="meta", config=MXFP4RLConfig(preset=preset))
+    assert layer(torch.zeros(2, 64, device="meta")).shape == (2, 32)
+
+
+def test_a_frozen_weight_does_not_keep_the_input_alive():
+    layer = MXFP4Linear(64, 32)
+    layer.requires_grad_(False)
+    y = layer(torch.randn(2, 64, requires_grad=True))
+    assert (2, 64) not in [tuple(t.shape) for t in y.grad_fn.saved_tensors if t is not None]
+
+
+def test_shared_module():
+    linear = torch.nn.Linear(8, 8)
+    model = torch.nn.ModuleDict({"a": linear, "b": linear})
+    quantize_linears(model, MXFP4RLConfig())
+    assert type(model["b"]) is MXFP4Linear and model["a"] is model["b"]
+
+
+def test_a_deleted_model_is_freed_at_once(checkpoint):
+    model = load(checkpoint("qwen2"))
+    gc.collect()
+    reference = weakref.ref(model.lm_head.weight)
+    gc.disable()
+    del model
+    gc.enable()
+    assert reference() is None
+
+
+# ---- what a user reads who asked for something that cannot be done ---------------------------------------------------
+
+
+def with_quantization_config(folder: str, scheme: dict) -> str:
+    """``folder`` again, after an edit of its config.json."""
+    file = Path(folder, "config.json")
+    file.write_text(json.dumps({**json.loads(file.read_text()), "quantization_config": scheme}))
+    return folder
+
+
+MESSAGES = {
+    "unknown-preset": (
+        {"preset": "w4a8"},
+        ValueError,
+        "preset='w4a8' is not supported; choose one of 'w4a16', 'w4a4', 'w4a4_tuned', 'w4a4_h64', 'w4a4g8', 'w4a4g4', "
+        "'paper_a', 'paper_b', 'w4a4g4_tuned'",
+    ),
+    "misspelt-option": (
+        {"scale_rul": "floor"},
+        TypeError,
+        "MXFP4RLConfig has no option 'scale_rul'; did you mean 'scale_rule'?",
+    ),
+    "skips-as-text": (
+        {"modules_to_not_convert": "lm_head"},
+        ValueError,
+        "modules_to_not_convert='lm_head' must be a list of module names",
+    ),
+    "newer-format": (
+        {"format_version": 2},
+        ValueError,
+        "format_version=2: this hf_mxfp4 reads version 1; install a newer hf_mxfp4 to load this checkpoint",
+    ),
+}
+
+
+@pytest.mark.parametrize(("options", "error", "message"), MESSAGES.values(), ids=MESSAGES)
+def test_the_message_is_the_same_from_python_a_dictionary_and_a_checkpoint(options, error, message, checkpoint):
+    folder, as_dict = checkpoint("qwen2", layers=1), {"quant_method": "mxfp4_rl", **options}
+    builds = [
+        lambda: MXFP4RLConfig(**options),
+        lambda: AutoModelForCausalLM.from_pretrained(folder, quantization_config=as_dict),
+        lambda: AutoModelForCausalLM.from_pretrained(with_quantization_config(folder, as_dict)),
+    ]
+    for build in builds:
+        with pytest.raises(error) as caught:
+            build()
+        assert str(caught.value) == message
+
+
+def test_a_dictionary_that_does_not_say_whose_it_is(checkpoint):
+    with pytest.raises(ValueError, match="has no `quant_method`"):
+        AutoModelForCausalLM.from_pretrained(checkpoint("qwen2", layers=1), quantization_config={"preset": "w4a16"})
+
+
+@pytest.mark.parametrize(("method", "owner"), [("mxfp4", "Mxfp4Config"), ("fp8", "FineGrainedFP8Config")])
+def test_a_checkpoint_of_another_method_is_refused(method, owner, checkpoint):
+    folder = with_quantization_config(checkpoint("qwen2", layers=1), {"quant_method": method})
+    with pytest.raises(ValueError, match=f"{owner}.*MXFP4RLConfig"):
+        AutoModelForCausalLM.from_pretrained(folder, quantization_config=MXFP4RLConfig())
+
+
+@pytest.mark.parametrize("preset", ["w4a4", "w4a16"])
+@pytest.mark.parametrize("dtype", [torch.int64, torch.uint8, torch.bool], ids=str)
+def test_integers_are_no_input_of_a_layer(dtype, preset):
+    layer = MXFP4Linear(32, 8, config=MXFP4RLConfig(preset=preset), name="model.layers.0.mlp.up_proj")
+    with pytest.raises(TypeError) as error:
+        layer(torch.zeros(2, 32, dtype=dtype))
+    assert str(error.value) == (
+        f"MXFP4Linear model.layers.0.mlp.up_proj: input is {dtype} but the layer's dtype is torch.float32; "
+        "convert one of them, or run under torch.autocast"
+    )
+    with torch.autocast("cpu", torch.bfloat16), pytest.raises(TypeError, match="MXFP4Linear model.layers.0.mlp.up_pr"):
+        layer(torch.zeros(2, 32, dtype=dtype))
+
+
+@pytest.mark.parametrize("shape", [(2, 33), ()], ids=str)
+def test_an_input_of_the_wrong_size(shape):
+    with pytest.raises(ValueError) as error:
+        MXFP4Linear(32, 8, name="model.layers.0.mlp.up_proj")(torch.zeros(shape))
+    assert str(error.value) == f"MXFP4Linear model.layers.0.mlp.up_proj: input {shape} does not end in in_features=32"

@@ -2,13 +2,17 @@
 """Experts of the vLLM plugin against the packed experts of this package, bit for bit: what they compute, and what is
 refused."""
 
+import json
+from collections import Counter
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
 import torch
 from vllm_stand_ins import ACTIVATIONS, ENGINE, NAME, SIZES, Engine, packed_experts, plugin_with_stand_ins, tokens
 
-from hf_mxfp4.integrations.vllm import experts_operator
+import mxfp4_kernels
+from hf_mxfp4.gemm import Groups
 
 
 SCHEMES = [
@@ -141,15 +145,55 @@ def test_the_operator_is_one_for_compiled_code(plugin, weights):
     scheme = str(config.weight_scheme) if weights == "packed" else ""
     texts = scheme, str(config.activation_scheme), "swigluoai", "auto"
     arguments = x, topk_weights, ids, torch.tensor([0, 1, -1, 2, 3]), *parts, biases, *texts
-    torch.library.opcheck(experts_operator, arguments, test_utils=["test_schema", "test_faketensor"])
-    assert experts_operator(x[:0], topk_weights[:0], ids[:0], *arguments[3:]).shape == (0, SIZES["hidden"])
+    torch.library.opcheck(plugin.experts_operator, arguments, test_utils=["test_schema", "test_faketensor"])
+    assert plugin.experts_operator(x[:0], topk_weights[:0], ids[:0], *arguments[3:]).shape == (0, SIZES["hidden"])
+
+
+# ---- the grouped kernels --------------------------------------------------------------------------------------------
+
+CASES = {"packed w4a16": {"preset": "w4a16"}, "packed w4a4": {"preset": "w4a4", "outlier_fallback": 0.5}}
 
 
 @pytest.mark.large
 def test_on_the_kernels_nothing_is_read_back(run_script):
     """Of one process and of two with half the experts each: rows of the other's experts are in no product."""
-    report = run_script("run_vllm_experts.py", interpret=True)
+    report = run_script("test_vllm_experts.py", interpret=True)
     for case, found in report.items():
-        assert found["launches"] == {"linear_w4a16": 2} and found["read"] == 0, case
-        assert max(found["differences"].values()) < 2e-2, case
-    assert report.keys() == {"packed w4a16", "packed w4a4"}
+        assert found["launches"] == {"linear_w4a16": 2, "read": 0}, case
+        assert max(found["differences"]) < 2e-2, case
+    assert report.keys() == CASES.keys()
+
+
+def compute(plugin, case: str, backend: str, size: int) -> torch.Tensor:
+    """The sum over ``size`` processes of what their experts add."""
+    source, config, _ = packed_experts("gpt_oss", {**CASES[case], "backend": backend}, torch.bfloat16)
+    x, ids, weights = tokens(torch.bfloat16, n=4)
+    out = 0
+    for rank in range(size):
+        engine = Engine(plugin, source, config, "gpt_oss", rank=rank, size=size, by_expert=True)
+        engine.push_codes(source)
+        out = out + engine(x, ids, weights)
+    return out
+
+
+def counted(name, function, *args, **kwargs):
+    LAUNCHES[name] += 1
+    return function(*args, **kwargs)
+
+
+if __name__ == "__main__":  # in a process whose kernels are interpreted; memory that nothing was written to is NaN
+    LAUNCHES, report = Counter(), {}
+    mxfp4_kernels.linear_w4a16 = partial(counted, "linear_w4a16", mxfp4_kernels.linear_w4a16)
+    read = vars(Groups)["counts"].func
+    Groups.counts = property(partial(counted, "read", read))  # where rows of experts end
+    torch.use_deterministic_algorithms(True)
+    with plugin_with_stand_ins() as modules:
+        for case in CASES:
+            wanted = compute(modules.experts, case, "eager", 1)
+            LAUNCHES.clear()
+            one = compute(modules.experts, case, "triton", 1)
+            launches = dict(LAUNCHES)
+            found = one, compute(modules.experts, case, "triton", 2)
+            differences = [((out - wanted).abs().max() / wanted.abs().max()).item() for out in found]
+            report[case] = {"differences": differences, "launches": launches | {"read": LAUNCHES["read"]}}
+    print(json.dumps(report))

@@ -6,14 +6,13 @@ import re
 
 import pytest
 import torch
-from torch import nn
-from vllm_stand_ins import ACTIVATIONS, Engine, packed_experts, plugin_with_stand_ins, tokens
+from vllm_stand_ins import ACTIVATIONS, Engine, Layer, linear_method, packed_experts, plugin_with_stand_ins, tokens
 from vllm_stand_ins import NAME as EXPERTS
 
 from hf_mxfp4 import MXFP4RLConfig
 from hf_mxfp4.backends import dequantize
 from hf_mxfp4.gemm import packed_tensor, quantize_weight
-from hf_mxfp4.integrations.vllm import EngineSettings, ExpectedLayers, WeightConverter, add_adapters, make_room
+from hf_mxfp4.integrations.vllm import EngineSettings, ExpectedLayers, WeightConverter
 
 
 NAME = "model.layers.0.mlp.down_proj"
@@ -53,12 +52,6 @@ def test_settings_are_read_and_written():
 def test_unknown_settings_are_refused(options, reason):
     with pytest.raises(ValueError, match=reason):
         EngineSettings.read(options)
-
-
-def test_environment_variables_of_older_versions_are_refused(monkeypatch):
-    monkeypatch.setenv("MXFP4_RL_VLLM_WEIGHTS", "dense")
-    with pytest.raises(ValueError, match="MXFP4_RL_VLLM_WEIGHTS is not read any more; give vLLM hf_overrides"):
-        EngineSettings.read({})
 
 
 # ---- linear layers ---------------------------------------------------------------------------------------------------
@@ -160,21 +153,10 @@ def test_adapters_need_room():
 # ---- adapters --------------------------------------------------------------------------------------------------------
 
 
-class Joined(nn.Module):
-    """A layer of vLLM: parts below each other, of which this process has a share of the rows or of the columns."""
-
-    def __init__(self, rows, columns, rank, n_parts, *, tp_rank=0):
-        super().__init__()
-        self.rows, self.tp_rank = rows, tp_rank
-        make_room(self, "layer", rank, n_parts, (sum(rows), columns), torch.float32, self.weight_loader)
-
-    def weight_loader(self, param, loaded_weight, loaded_shard_id=None):
-        data = param.data
-        if loaded_shard_id is not None:
-            index = "qkv".index(loaded_shard_id)
-            data = data.narrow(param.output_dim, sum(self.rows[:index]), self.rows[index])
-        assert data.shape == loaded_weight.shape
-        data.copy_(loaded_weight)
+def adapted_layer(plugin, rows, n_parts, **split):
+    """A layer that vLLM has joined, with room for adapters of rank 4."""
+    method = linear_method(plugin, CONFIGS[0], [f"layer{i}" for i in range(n_parts)], adapter_rank=4)
+    return Layer(method, 256, rows, torch.float32, **split)
 
 
 def load(layer, a, b, *shard):
@@ -182,40 +164,41 @@ def load(layer, a, b, *shard):
     layer.lora_B.weight.weight_loader(layer.lora_B.weight, b, *shard)
 
 
-def test_adapters_of_joined_layers_have_ranks_of_their_own():
-    layer, x, y = Joined([32, 8, 8], 64, 4, 3), torch.randn(5, 64), torch.randn(5, 48)
-    addresses = [parameter.data_ptr() for parameter in layer.parameters()]
-    assert torch.equal(add_adapters(y, x, layer, layer.rows), y)
-    q, v = (torch.randn(4, 64), torch.randn(32, 4)), (torch.randn(2, 64), torch.randn(8, 2))
+def test_adapters_of_joined_layers_have_ranks_of_their_own(plugin):
+    layer, add = adapted_layer(plugin, [32, 8, 8], 3), plugin.linears.add_adapters
+    x, y, addresses = torch.randn(5, 256), torch.randn(5, 48), [p.data_ptr() for p in layer.parameters()]
+    assert torch.equal(add(y, x, layer), y)
+    q, v = (torch.randn(4, 256), torch.randn(32, 4)), (torch.randn(2, 256), torch.randn(8, 2))
     load(layer, *q, "q")
     load(layer, *v, "v")
     added = torch.cat([x @ q[0].T @ q[1].T, torch.zeros(5, 8), x @ v[0].T @ v[1].T], dim=1)
-    assert torch.allclose(add_adapters(y, x, layer, layer.rows), y + added, atol=1e-5)
-    smaller = torch.randn(1, 64), torch.randn(32, 1)
+    assert torch.allclose(add(y, x, layer), y + added, atol=1e-4)
+    smaller = torch.randn(1, 256), torch.randn(32, 1)
     load(layer, *smaller, "q")
     added[:, :32] = x @ smaller[0].T @ smaller[1].T
-    assert torch.allclose(add_adapters(y, x, layer, layer.rows), y + added, atol=1e-5)
-    assert [parameter.data_ptr() for parameter in layer.parameters()] == addresses
+    assert torch.allclose(add(y, x, layer), y + added, atol=1e-4)
+    assert [p.data_ptr() for p in layer.parameters()] == addresses
 
 
-def test_processes_split_the_columns_of_an_adapter():
-    a, b, x = torch.randn(2, 64), torch.randn(8, 2), torch.randn(5, 64)
-    y = torch.zeros(5, 8)
-    for tp_rank in range(2):
-        layer = Joined([8], 32, 2, 1, tp_rank=tp_rank)
+def test_processes_split_the_columns_of_an_adapter(plugin):
+    a, b, x, y = torch.randn(2, 256), torch.randn(8, 2), torch.randn(5, 256), torch.zeros(5, 8)
+    for rank in (0, 1):
+        layer = adapted_layer(plugin, [8], 1, shares=2, rank=rank)
         load(layer, a, b)
-        y = add_adapters(y, x[:, 32 * tp_rank : 32 * (tp_rank + 1)], layer, layer.rows)
-    assert torch.allclose(y, x @ a.T @ b.T, atol=1e-5)
+        y = plugin.linears.add_adapters(y, x[:, 128 * rank :][:, :128], layer)
+    assert torch.allclose(y, x @ a.T @ b.T, atol=1e-4)
 
 
-def test_what_has_no_room_is_refused():
-    layer = Joined([32, 8, 8], 64, 4, 3)
-    with pytest.raises(ValueError, match="layer: an adapter of rank 5 was pushed, and there is room for rank 4"):
-        load(layer, torch.zeros(5, 64), torch.zeros(32, 5), "q")
-    with pytest.raises(ValueError, match="layer: an adapter of rank 5 was pushed"):
+def test_what_has_no_room_is_refused(plugin):
+    layer = adapted_layer(plugin, [32, 8, 8], 3)
+    with pytest.raises(ValueError, match="layer0: an adapter of rank 5 was pushed, and there is room for rank 4"):
+        load(layer, torch.zeros(5, 256), torch.zeros(32, 5), "q")
+    with pytest.raises(ValueError, match="layer0: an adapter of rank 5 was pushed"):
         layer.lora_B.weight.weight_loader(layer.lora_B.weight, torch.zeros(32, 5), "q")
-    with pytest.raises(ValueError, match="layer: None is none of the layers that vLLM has joined"):
-        load(layer, torch.zeros(4, 64), torch.zeros(48, 4))
+    with pytest.raises(ValueError, match="layer0: None is none of the layers that vLLM has joined"):
+        load(layer, torch.zeros(4, 256), torch.zeros(48, 4))
+    with pytest.raises(ValueError, match="layer0: vLLM joins 2 layers of checkpoints into 3 parts"):
+        adapted_layer(plugin, [32, 8, 8], 2)
 
 
 # ---- experts ---------------------------------------------------------------------------------------------------------
@@ -223,14 +206,16 @@ def test_what_has_no_room_is_refused():
 
 @pytest.mark.parametrize(
     "options",
-    [{}, *({"weight_block": "32x32", "macro_block": 32}, {"outlier_fallback": 0.5, "outlier_fallback_rate": 0.2})],
+    [
+        {},
+        {"weight_block": "32x32", "macro_block": 32},
+        {"outlier_fallback": 0.5, "outlier_fallback_rate": 0.2, "outlier_fallback_operands": "weights"},
+    ],
     ids=str,
 )
 @pytest.mark.parametrize("family", ACTIVATIONS)
 def test_masters_become_the_codes_of_the_policy(plugin, family, options):
     """Fused as transformers has them in memory, or gate, up and down of each expert as it has them on disk."""
-    if "outlier_fallback_rate" in options:
-        options = {**options, "outlier_fallback_operands": "weights"}
     options = {"preset": "w4a16", "outlier_fallback": None, **options}
     source, _, plain = packed_experts(family, options)
     config = MXFP4RLConfig(**options)

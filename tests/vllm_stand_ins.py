@@ -30,7 +30,8 @@ SIZES = {"hidden": 128, "intermediate": 256, "moe_intermediate_size": 256}
 
 
 class LinearMethodBase:
-    pass
+    def process_weights_after_loading(self, layer):
+        pass
 
 
 class UnquantizedLinearMethod(LinearMethodBase):
@@ -105,32 +106,25 @@ def set_weight_attrs(weight, attributes):
 
 
 ENGINE = SimpleNamespace(lora_config=None, model_config=SimpleNamespace(enforce_eager=False))
-FUSED_MOE = "vllm.model_executor.layers.fused_moe"
+
+
+def get_current_vllm_config():
+    return ENGINE
+
+
+LAYERS, FUSED_MOE = "vllm.model_executor.layers", "vllm.model_executor.layers.fused_moe"
 STAND_INS = {
-    "vllm": {},
-    "vllm.config": {"get_current_vllm_config": lambda: ENGINE},
-    "vllm.model_executor": {},
-    "vllm.model_executor.layers": {},
-    "vllm.model_executor.layers.linear": {
-        "LinearBase": LinearBase,
-        "LinearMethodBase": LinearMethodBase,
-        "UnquantizedLinearMethod": UnquantizedLinearMethod,
-    },
-    "vllm.model_executor.layers.quantization": {"register_quantization_config": register_quantization_config},
-    "vllm.model_executor.layers.quantization.base_config": {"QuantizationConfig": QuantizationConfig},
-    "vllm.model_executor.models": {},
-    "vllm.model_executor.models.utils": {"WeightsMapper": WeightsMapper},
-    "vllm.model_executor.parameter": {
-        "ChannelQuantScaleParameter": ChannelQuantScaleParameter,
-        "ModelWeightParameter": ModelWeightParameter,
-    },
-    FUSED_MOE: {},
-    f"{FUSED_MOE}.fused_moe_method_base": {"FusedMoEMethodBase": FusedMoEMethodBase},
-    f"{FUSED_MOE}.unquantized_fused_moe_method": {"UnquantizedFusedMoEMethod": UnquantizedFusedMoEMethod},
-    "vllm.model_executor.utils": {"set_weight_attrs": set_weight_attrs},
+    **{name: [] for name in ("vllm", "vllm.model_executor", LAYERS, "vllm.model_executor.models", FUSED_MOE)},
+    "vllm.config": [get_current_vllm_config],
+    f"{LAYERS}.linear": [LinearBase, LinearMethodBase, UnquantizedLinearMethod],
+    f"{LAYERS}.quantization": [register_quantization_config],
+    f"{LAYERS}.quantization.base_config": [QuantizationConfig],
+    "vllm.model_executor.models.utils": [WeightsMapper],
+    "vllm.model_executor.parameter": [ChannelQuantScaleParameter, ModelWeightParameter],
+    f"{FUSED_MOE}.fused_moe_method_base": [FusedMoEMethodBase],
+    f"{FUSED_MOE}.unquantized_fused_moe_method": [UnquantizedFusedMoEMethod],
+    "vllm.model_executor.utils": [set_weight_attrs],
 }
-
-
 PACKAGE = "hf_mxfp4.integrations.vllm"
 
 
@@ -141,7 +135,7 @@ def plugin_with_stand_ins() -> Iterator[SimpleNamespace]:
     with pytest.MonkeyPatch.context() as patch:
         for name, members in STAND_INS.items():
             module = types.ModuleType(name)
-            module.__dict__.update(members)
+            module.__dict__.update({member.__name__: member for member in members})
             patch.setitem(sys.modules, name, module)
         for name in names:
             patch.delitem(sys.modules, f"{PACKAGE}.{name}", raising=False)
@@ -244,7 +238,7 @@ class Layer(LinearBase):
 
     def __init__(self, method, columns, rows, dtype, shares=1, rank=0):
         super().__init__()
-        self.rows, self.rank = rows, rank
+        self.rows, self.tp_rank = rows, rank
         sizes = columns // shares, rows, columns, sum(rows), dtype
         method.create_weights(self, *sizes, weight_loader=self.weight_loader)
 
@@ -253,7 +247,7 @@ class Layer(LinearBase):
         data = param.data
         if getattr(param, "input_dim", None) is not None:
             size = data.shape[param.input_dim]
-            loaded_weight = loaded_weight.narrow(param.input_dim, self.rank * size, size)
+            loaded_weight = loaded_weight.narrow(param.input_dim, self.tp_rank * size, size)
         if loaded_shard_id is not None:
             index = "qkv".index(loaded_shard_id)
             data = data.narrow(param.output_dim, sum(self.rows[:index]), self.rows[index])

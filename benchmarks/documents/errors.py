@@ -16,16 +16,6 @@ def schemes() -> str:
     return table(["scheme", *DATA, outputs], rows)
 
 
-def mantissas() -> str:
-    found = scheme_error()
-    names = [name for on, name in found if on == "Gaussian" and name.startswith("scale factors")]
-    rows = [
-        [name.removeprefix("scale factors "), *(percent(found[on, name]["value"]) for on in DISTRIBUTIONS)]
-        for name in names
-    ]
-    return table(["scale factors of a block", *DISTRIBUTIONS], rows)
-
-
 def statements() -> str:
     found = scheme_error()
 

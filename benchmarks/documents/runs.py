@@ -3,6 +3,8 @@
 
 from collections import Counter
 
+from recipes.ablations.results import markdown
+
 from ..records import interval, records, table
 
 
@@ -50,34 +52,21 @@ def memory() -> str:
 def pretrain() -> str:
     rows = []
     for r in records("pretrain"):
-        if r["name"] == "baseline":
+        if r["name"] in ("baseline", "all_oscireset"):  # the second is gone
             continue
         overhead = r["overhead"]
-        found = f"over {100 * r['value']:.0f}" if r["unit"].endswith("at least") and overhead["at_least"] else None
         operands = sum(count > 0 for count in r["quantized_operands"].values())
-        cells = [found or interval(overhead, 100, 1), str(overhead["n"]), interval(r["gap"], 1, 4), r["paper"] or ""]
+        cells = [interval(overhead, 100, 1), str(overhead["n"]), interval(r["gap"], 1, 4), r["paper"] or ""]
         rows.append([f"`{r['name']}`", str(operands), *cells])
-    columns = [
-        "arm",
-        "quantized operands",
-        "more tokens, %",
-        "seeds",
-        "loss above the baseline's",
-        "paper: more tokens",
-    ]
-    return table(columns, rows)
+    columns = ["arm", "quantized operands", "more tokens, %", "seeds", "loss above the baseline's"]
+    return table([*columns, "paper: more tokens"], rows)
 
 
 def quantize_cpu() -> str:
-    dropped = "fouroversix", "microxcaling", "searched"
+    dropped = "fouroversix", "microxcaling", "searched", "dequantize"
     found = [r for r in records("quantize_cpu") if not any(name in r["name"] for name in dropped)]
-    found = [r for r in found if r["shape"][0] in (1024, 4096)]
-    sizes = sorted({record["shape"][0] for record in found})
-    rows: dict[tuple[str, str], list[str]] = {}
-    for record in found:
-        key = tuple(record["name"].split(" / "))
-        rows.setdefault(key, [*key]).append(f"{record['value']:.3g} ({record['ratio']:.2f})")
-    return table(["operation", "contender", *(f"{size}²: GB/s (time / ours)" for size in sizes)], list(rows.values()))
+    rows = [[*r["name"].split(" / "), f"{r['value']:.3g}", f"{r['ratio']:.2f}"] for r in found if r["shape"][0] == 4096]
+    return table(["operation", "contender", "GB/s", "time / ours"], rows)
 
 
 def packed_product_cpu() -> str:
@@ -94,7 +83,7 @@ def packed_product_cpu() -> str:
 
 
 def architectures() -> str:
-    """Return the architectures that are right by kind, and those that are refused with the reason."""
+    """Return the architectures that are right by kind, and those that are not."""
     found = records("architectures")
     outcomes = ("right", "refused", "wrong", "not tried")
     counts = Counter(record["outcome"] for record in found)
@@ -104,6 +93,16 @@ def architectures() -> str:
         if record["outcome"] == "right":
             kinds.setdefault(record["kind_of_model"], []).append(f"`{record['name']}`")
     parts += [f"* {kind}: {' '.join(names)}" for kind, names in kinds.items()] + [""]
-    rows = [[f"`{r['name']}`", r["detail"].partition(": ")[2]] for r in found if r["outcome"] in ("refused", "wrong")]
-    rows = [[name, reason.replace("|", "\\|").replace("<", "&lt;")] for name, reason in rows]
-    return "\n".join([*parts, table(["refused", "reason"], rows)])
+    for outcome in ("refused", "wrong"):
+        if names := [f"`{record['name']}`" for record in found if record["outcome"] == outcome]:
+            parts.append(f"{outcome.capitalize()}: {' '.join(names)}\n")
+    return "\n".join(parts)
+
+
+def ablation() -> str:
+    """Return the table of the ablation on a real model (`recipes/configs/ablation_smollm2.yaml`; copy its
+    `ablation.json` into the records), with what ran where."""
+    runs = records("ablation_smollm2")
+    first, hours = runs[0], sum(r["seconds"] for r in runs) / 3600
+    made = f"{first['shape']}; {len(runs)} runs, {hours:.1f} h on {first['hardware']}"
+    return f"**{first['model']}**: {made}; `{first['command']}`, {first['date']}\n\n{markdown(runs)}"

@@ -44,8 +44,8 @@ def atomic_folder(path: str | os.PathLike, *, overwrite: bool = False) -> Iterat
     partial.mkdir()
     try:
         yield partial
-        for path in (*partial.iterdir(), partial):
-            sync_to_disk(path)
+        for file in (*partial.iterdir(), partial):
+            sync_to_disk(file)
         _check_replaceable(target, overwrite)
         if target.exists():
             target.rename(old)
@@ -80,9 +80,8 @@ def staged(folder: str | os.PathLike, variant: str | None = None) -> Iterator[Pa
     ``folder`` may hold other files, and others may be writing there, so it is not replaced as a whole. One name decides
     which checkpoint is loaded: `model.safetensors` if it exists, else the index of shards. All that a name refers to is
     in place before the name is. A process killed at any moment leaves the old checkpoint or the new one; what else it
-    leaves (``.saving-*``, shards that no index names) is removed by the next save. A `config.json` that changes moves
-    right after the weights. Of several processes that save into one folder, the last one to finish wins. After an
-    exception ``folder`` is unchanged.
+    leaves (``.saving-*``, shards that no index names) is removed by the next save. Of several processes that save into
+    one folder, the last one to finish wins. After an exception ``folder`` is unchanged.
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)

@@ -8,7 +8,7 @@ import math
 import os
 import re
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,16 +16,13 @@ import torch
 import transformers
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from torch import nn
-from transformers.models.auto import modeling_auto
 
 from .._logging import get_logger
 from ..config import MXFP4RLConfig
-from ..model_structure import matrix_names
+from ..layers import trainable_matrices
 from ..module_names import find_layers
-from ..presets import ALL_OPERANDS
-from ..report import QuantizationReport, master_sqnr
+from ..report import master_sqnr
 from ..utils import share_text
-from .names import quantizable_layers
 
 
 if TYPE_CHECKING:
@@ -43,23 +40,6 @@ _SIGNATURE = re.compile(
 )
 #: In the card that transformers pushes when it finds none.
 _EMPTY_CARD = "This is the model card of a 🤗 transformers model that has been pushed on the Hub."
-_EVALUATION = re.compile(r"(?<=## Evaluation\n\n).*?(?=\n\n## |\Z)", re.DOTALL)
-_PERPLEXITY = re.compile(r"## Perplexity\n\n.*?\n\n(?=## )", re.DOTALL)
-#: Rows of an evaluation of the checkpoint as it is: master weights under their own scheme, or stored ones.
-_OWN_ROWS = ("own", "as stored")
-_EXPERT = re.compile(r"\.experts\.\d+\.")
-#: Searched in this order because a class can be in several tables.
-_AUTO_CLASSES = (
-    "AutoModelForImageTextToText",
-    "AutoModelForSpeechSeq2Seq",
-    "AutoModelForSeq2SeqLM",
-    "AutoModelForCausalLM",
-    "AutoModelForSequenceClassification",
-    "AutoModelForTokenClassification",
-    "AutoModelForQuestionAnswering",
-    "AutoModelForMaskedLM",
-    "AutoModel",
-)
 _TEXT = """# {architecture} in MXFP4
 
 {what} in MXFP4 (blocks of 32 E2M1 values under an E8M0 scale), by hf-mxfp4: {kind}.
@@ -99,9 +79,11 @@ Written by hf_mxfp4 {version} with transformers {transformers}.
 
 def make_card(model: "PreTrainedModel") -> ModelCard:
     """Return a card for a quantized model."""
-    config = model.hf_quantizer.quantization_config
+    config, report = model.hf_quantizer.quantization_config, model.quantization_report
     sqnr_db = model.hf_quantizer.recorded_sqnr_db if config.mode == "packed" else _master_sqnr(model)
-    return _card(type(model).__name__, config, model.quantization_report, model.config.name_or_path, sqnr_db)
+    rows = _scheme(config, report.n_quantized, report.skipped, report.bits_per_weight)
+    has_experts = any(".experts." in name for name in report.quantized)
+    return _card(type(model).__name__, config, model.config.name_or_path, sqnr_db, rows, has_experts)
 
 
 def save_card(model: "PreTrainedModel", folder: str | os.PathLike, *, existing: str | os.PathLike | None = None):
@@ -112,43 +94,24 @@ def save_card(model: "PreTrainedModel", folder: str | os.PathLike, *, existing: 
 
 
 def save_packed_card(source: "LayerSource", sqnr_db: float | None, folder: Path, *, existing: str | os.PathLike):
-    """Write into ``folder`` the card that the model would have saved, had it been loaded and packed.
-
-    Args:
-        source: what was packed.
-        sqnr_db: what was measured of the weights as they were packed, in decibels.
-        existing: the folder that is replaced; a card there that somebody wrote is kept.
-    """
+    """Write into ``folder`` the card that the model would have saved, had it been loaded and packed with an SQNR of
+    ``sqnr_db`` decibels; or copy one that somebody wrote from ``existing``, the folder that is replaced."""
     with decoration():
-        model, config = source.model, source.config
-        names = [
-            name
-            for place, layer in quantizable_layers(model, config).items()
-            for name in ([place] if isinstance(layer, nn.Linear) else matrix_names(place, layer))
-        ]
-        packed = [shape.meta_packed(config.weight_scheme) for shape in source.shapes.values()]
-        report = QuantizationReport(
-            scheme=config.describe(),
-            quantized=tuple(names),
-            skipped=tuple(find_layers(model, config.modules_to_not_convert or ())[1]),
-            sqnr_db=sqnr_db,
-            n_weights=sum(shape.n_weights for shape in source.shapes.values()),
-            packed_bytes=sum(tensor.nbytes for fields in packed for tensor in fields.values()),
-        )
-        card = _card(type(model).__name__, config, report, str(source.folder.path), sqnr_db)
+        config, shapes = source.config, source.shapes.values()
+        skipped = find_layers(source.model, config.modules_to_not_convert or ())[1]
+        n_bytes = sum(tensor.nbytes for shape in shapes for tensor in shape.meta_packed(config.weight_scheme).values())
+        bits = 8 * n_bytes / sum(shape.n_weights for shape in shapes)
+        rows = _scheme(config, sum(len(shape.matrices) for shape in shapes), skipped, bits)
+        architecture = type(source.model).__name__
+        card = _card(architecture, config, str(source.folder.path), sqnr_db, rows, source.has_experts)
         _keep_or_save(card, folder, existing)
 
 
 def add_evaluation(folder: str | os.PathLike, summary: Mapping[str, Any] | str | os.PathLike) -> None:
-    """Put the accuracies of a run into the generated card of the policy that it saved.
+    """Put the accuracies of a run into the generated card of the policy that it saved in ``folder``. ``summary`` is
+    what `recipes/grpo.py` wrote to `summary.json`, or the path of that file.
 
-    Args:
-        folder: holds the saved policy and its card.
-        summary: what `recipes/grpo.py` wrote to `summary.json`, or the path of that file.
-
-    Raises:
-        FileNotFoundError: there is no card.
-        ValueError: the card is not a generated one, or was edited.
+    Raises `FileNotFoundError` without a card, and `ValueError` when it is not a generated one, or was edited.
     """
     summary, card = _read(summary), read_generated(folder)
     data, task, n_test = card.data, summary["task"], summary["n_test"]
@@ -171,25 +134,19 @@ def add_evaluation(folder: str | os.PathLike, summary: Mapping[str, Any] | str |
         f"{summary['steps']} steps of GRPO, seed {summary['seed']}, both under the scheme {summary['scheme']}. One "
         f"run: it says nothing about other seeds.\n\n| score | before RL | after RL |\n|---|---|---|\n{''.join(rows)}"
     )
-    body = _EVALUATION.sub(lambda _: section.rstrip(), _unsigned(card.text), count=1)
-    signed_card(data, body).save(Path(folder) / CARD)
+    _with_section(card, "Evaluation", section).save(Path(folder) / CARD)
 
 
 def add_perplexity(folder: str | os.PathLike, evaluation: Mapping[str, Any] | str | os.PathLike) -> None:
-    """Put perplexity and divergence into the generated card of a saved checkpoint, replacing earlier ones.
+    """Put perplexity and divergence into the generated card of a saved checkpoint, replacing earlier ones;
+    ``evaluation`` is what `hf-mxfp4 eval` wrote to `evaluation.json` for the checkpoint's own scheme (``--scheme own``,
+    or a packed checkpoint), or the path of that file.
 
-    Args:
-        folder: holds the checkpoint and its card.
-        evaluation: what `hf-mxfp4 eval` wrote to `evaluation.json` for the checkpoint's own scheme (``--scheme own``,
-            or a packed checkpoint), or the path of that file.
-
-    Raises:
-        FileNotFoundError: there is no card.
-        ValueError: the card is not a generated one, or was edited; or the checkpoint's own scheme was not evaluated.
+    Raises as [`add_evaluation`], and `ValueError` when the checkpoint's own scheme was not evaluated.
     """
     evaluation, card = _read(evaluation), read_generated(folder)
     rows = {row["name"]: row for row in evaluation["rows"]}
-    own = next((rows[name] for name in _OWN_ROWS if name in rows), None)
+    own = rows.get("own", rows.get("as stored"))
     if own is None:
         raise ValueError(
             f"the evaluation has {', '.join(rows)}, none of which is the checkpoint's own scheme; run hf-mxfp4 eval "
@@ -205,11 +162,10 @@ def add_perplexity(folder: str | os.PathLike, evaluation: Mapping[str, Any] | st
             "same likeliest token": f"{100 * own['same_top']:.1f} %",
         }
     section = (
-        f"## Perplexity\n\nOn {evaluation['texts']} texts of `{evaluation['text']}`, {evaluation['tokens']} predicted "
-        f"tokens, in {evaluation['dtype']} (`hf-mxfp4 eval`; ± standard errors by text).\n\n{_table(cells)}\n\n"
+        f"On {evaluation['texts']} texts of `{evaluation['text']}`, {evaluation['tokens']} predicted "
+        f"tokens, in {evaluation['dtype']} (`hf-mxfp4 eval`; ± standard errors by text).\n\n{_table(cells)}"
     )
-    before, title, after = _PERPLEXITY.sub("", _unsigned(card.text), count=1).partition("## Evaluation\n\n")
-    signed_card(card.data, f"{before}{section}{title}{after}").save(Path(folder) / CARD)
+    _with_section(card, "Perplexity", section).save(Path(folder) / CARD)
 
 
 def read_generated(folder: str | os.PathLike) -> ModelCard:
@@ -286,34 +242,32 @@ def decoration() -> Iterator[None]:
 
 
 def auto_class(architecture: str) -> str:
-    """Return the name of the auto class that makes an ``architecture`` with its head, or of the class itself."""
-    for name in _AUTO_CLASSES:
-        table = getattr(modeling_auto, name)._model_mapping._model_mapping
-        if any(architecture in ([entry] if isinstance(entry, str) else entry) for entry in table.values()):
-            return name
-    if hasattr(transformers, architecture):
-        return architecture
-    head = f"AutoModelFor{architecture.rpartition('For')[2]}"
-    return head if hasattr(modeling_auto, head) else "AutoModel"
+    """Return the name of a class of transformers that loads an ``architecture`` with its head."""
+    names = (f"AutoModelFor{architecture.rpartition('For')[2]}", architecture)
+    return next((name for name in names if hasattr(transformers, name)), "AutoModel")
 
 
 def _card(
-    architecture: str, config: MXFP4RLConfig, report: QuantizationReport, source: str, sqnr_db: float | None
+    architecture: str,
+    config: MXFP4RLConfig,
+    source: str,
+    sqnr_db: float | None,
+    rows: Mapping[str, Any],
+    has_experts: bool,
 ) -> ModelCard:
-    """Return the card of a checkpoint that came from ``source``, a Hub name or a folder, and whose weights have an SQNR
-    of ``sqnr_db`` decibels, if it was measured."""
+    """Return the card of a checkpoint that came from ``source``, a Hub name, a folder or nothing."""
     import hf_mxfp4
 
     is_packed, base_model = config.mode == "packed", base_model_of(source)
     masters = "Without it transformers warns and loads the master weights in full precision."
     body = _TEXT.format(
         architecture=architecture,
-        what="Linear layers and experts" if any(map(_EXPERT.search, report.quantized)) else "Linear layers",
+        what="Linear layers and experts" if has_experts else "Linear layers",
         kind="packed 4-bit weights" if is_packed else "full-precision master weights, quantized during forward",
         auto=auto_class(architecture),
         here=HERE,
         without="Without it the files cannot be loaded." if is_packed else masters,
-        scheme=_table(_scheme(config, report)),
+        scheme=_table(rows),
         error=_error(sqnr_db, is_packed),
         version=hf_mxfp4.__version__,
         transformers=transformers.__version__,
@@ -327,28 +281,25 @@ def _card(
     return signed_card(data, body)
 
 
-def _scheme(config: MXFP4RLConfig, report: QuantizationReport) -> dict[str, Any]:
-    everything = dict.fromkeys(ALL_OPERANDS, "all operands of the three products")
-    operands = {"w4a16": "weights only", **everything}.get(config.preset, "weights and activations")
-    left = f" ({', '.join(report.skipped)})" if 0 < report.n_skipped <= 4 else ""
+def _scheme(
+    config: MXFP4RLConfig, n_quantized: int, skipped: Collection[str], bits_per_weight: float | None
+) -> dict[str, Any]:
+    left = f" ({', '.join(skipped)})" if 0 < len(skipped) <= 4 else ""
     rows = {
         "mode": f"`{config.mode}`",
-        "preset": f"`{config.preset}`: {operands} in MXFP4",
+        "preset": f"`{config.preset}`",
         "scheme": f"`{config.describe()}`".replace("|", "\\|"),
-        "quantized layers": report.n_quantized,
-        "linear layers in full precision": f"{report.n_skipped}{left}",
+        "quantized layers": n_quantized,
+        "linear layers in full precision": f"{len(skipped)}{left}",
     }
-    if report.bits_per_weight is not None:
-        rows["bits per quantized weight"] = f"{report.bits_per_weight:.4g}"
-    return rows
+    return rows if bits_per_weight is None else {**rows, "bits per quantized weight": f"{bits_per_weight:.4g}"}
 
 
 def _error(sqnr_db: float | None, is_packed: bool) -> str:
     if sqnr_db is None or math.isnan(sqnr_db):
         return "Not measured."
-    number = "∞" if math.isinf(sqnr_db) else f"{sqnr_db:.2f}"
     when = "when the weights were packed, against what was packed" if is_packed else "on these master weights"
-    return f"Signal to quantization noise ratio {number} dB, measured {when} (evenly spaced rows of every layer)."
+    return f"Signal to quantization noise ratio {sqnr_db:.2f} dB, measured {when} (evenly spaced rows of every layer)."
 
 
 def _table(rows: Mapping[str, Any]) -> str:
@@ -361,6 +312,13 @@ def _with_error(mean: Mapping[str, float | None], digits: int, sign: str = "") -
     return f"{mean['value']:{sign}.{digits}f}{error}"
 
 
+def _with_section(card: ModelCard, title: str, text: str) -> ModelCard:
+    """Return a card with a section of this title, in place of the old one or before the evaluation."""
+    body = re.sub(rf"## {title}\n\n.*?\n\n(?=## )", "", _unsigned(card.text), flags=re.DOTALL)
+    before, mark, after = body.partition("## Not measured" if title == "Evaluation" else "## Evaluation")
+    return signed_card(card.data, f"{before}## {title}\n\n{text.strip()}\n\n{mark}{after}")
+
+
 def _keep_or_save(card: ModelCard, folder: Path, existing: str | os.PathLike) -> None:
     found = Path(existing).expanduser() / CARD
     if not found.is_file() or is_generated(found.read_text(encoding="utf-8", errors="replace")):
@@ -371,7 +329,7 @@ def _keep_or_save(card: ModelCard, folder: Path, existing: str | os.PathLike) ->
 
 def _master_sqnr(model: nn.Module) -> float | None:
     """Return the SQNR of the master weights in decibels; `None` if they are sharded or not finite."""
-    weights = [getattr(matrix.layer, matrix.parameter).detach() for matrix in model.hf_quantizer.matrices(model)]
+    weights = [getattr(matrix.layer, matrix.parameter).detach() for matrix in trainable_matrices(model)]
     if any(type(weight) is not torch.Tensor or weight.is_meta or weight.dim() < 2 for weight in weights):
         return None
     return master_sqnr(model)

@@ -4,7 +4,7 @@ engines' MXFP4 checkpoints, and what they share with [`exports`]."""
 
 import math
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -27,8 +27,8 @@ from .sources import NOT_IMPORTED, ForeignSource, LayerSource, MasterSource
 from .tensors import MAX_SHARD_SIZE, NewTensor, write_metadata, write_shards
 
 
-#: What can happen to a layer: the same bytes, MXFP4 again from its packed values, full precision with the quantized
-#: values, MXFP4 straight from full precision, or full precision as it was.
+#: The same bytes, packed again from packed values, in full precision with the quantized values, packed from full
+#: precision, or in full precision as it was.
 ACTIONS = ("kept", "requantized", "dequantized", "packed", "left")
 #: What an error is measured against: full-precision weights that were read, or the values of packed ones.
 ORIGINAL, PACKED = "the full-precision weights", "the packed values"
@@ -77,9 +77,8 @@ def sqnr_db(costs: Sequence[LayerCost]) -> float:
     return 10.0 * math.log10(signal / noise) if signal else -math.inf
 
 
-def bits_per_weight(costs: Iterable[LayerCost], when: str = "after") -> float | None:
+def bits_per_weight(costs: Sequence[LayerCost], when: str = "after") -> float | None:
     """Return bits in the files per element of some layers, ``"before"`` or ``"after"``; `None` without elements."""
-    costs = list(costs)
     n_weights = sum(cost.n_weights for cost in costs)
     return 8 * sum(getattr(cost, f"bytes_{when}") for cost in costs) / n_weights if n_weights else None
 
@@ -180,8 +179,6 @@ def convert(
 ) -> ConversionReport:
     """Write a checkpoint from the tensors of ``layers`` and ``others``, with ``config`` as `config.json`.
 
-    One shard is in memory at a time, and the layer that is converted.
-
     Args:
         layers: each layer's entry in the report, which is filled as its new tensors are made, and these.
         report: gets the layers' costs and sizes, is written to ``report.file``, and is returned.
@@ -189,8 +186,6 @@ def convert(
         record: returns metadata for the headers of the files, called before and after the tensors are made; the second
             result must not be longer.
         finish: called with the new folder before it gets its name, to write more files into it.
-
-    Raises `FolderError` when ``report.path`` cannot be written, and `ShardError` when the source cannot be read.
     """
     from transformers.core_model_loading import dot_natural_key
 
@@ -241,22 +236,16 @@ def pack_checkpoint(
     max_shard_size: int | str = MAX_SHARD_SIZE,
     on_bytes: OnBytes = ignore_bytes,
 ) -> ConversionReport:
-    """Write the packed checkpoint that `hf_mxfp4.pack(model).save_pretrained` would, model card included, without
-    loading the model: one layer and one output shard are in memory.
+    """Write the packed checkpoint that `hf_mxfp4.pack(model).save_pretrained` would, model card included, and return
+    the SQNR of every weight, which is also in `pack_report.json`. One layer and one output shard are in memory.
 
     Args:
         source_dir: a checkpoint trained with ``mode="qat"``, or a plain one.
         out_dir: new or empty folder; with ``overwrite`` also a checkpoint, which is replaced.
         config: of mode ``"packed"``, for a plain checkpoint; a QAT one is packed under its own scheme.
 
-    Returns:
-        The SQNR of every packed weight against the full-precision one, which is also in `pack_report.json` in the
-        folder.
-
-    Raises:
-        CheckpointError: the checkpoint cannot be read, is packed already, or has no scheme and got none, or both.
-        FolderError: ``out_dir`` cannot be written.
-        ShardError: a file is missing or damaged.
+    Raises `CheckpointError` for a checkpoint that cannot be read or is packed already, or a wrong ``config``;
+    `FolderError` when ``out_dir`` cannot be written; `ShardError` when a file is missing or damaged.
     """
     folder = open_checkpoint(source_dir)
     source = MasterSource(folder, config)
@@ -278,13 +267,14 @@ def pack_checkpoint(
 
     reasons = skip_reasons(source.model, config.modules_to_not_convert or ())
     saved = config.keeping(full_precision_record(source.model, reasons))
-    weights = str(config.weight_scheme)
     return convert(
         source,
         [(cost, source.packed_layer(layer, pack)) for layer, cost in costs.items()],
         source.packed_rest(),
         with_scheme(folder.config, saved),
-        ConversionReport(Path(out_dir), "mxfp4_rl", config.describe(), weights=weights, file="pack_report.json"),
+        ConversionReport(
+            Path(out_dir), "mxfp4_rl", config.describe(), weights=str(config.weight_scheme), file="pack_report.json"
+        ),
         overwrite=overwrite,
         max_shard_size=max_shard_size,
         on_bytes=on_bytes,
@@ -306,17 +296,9 @@ def import_checkpoint(
 
     Codes and scales keep their values. Layers that are not quantized there become `modules_to_not_convert`.
 
-    Raises:
-        CheckpointError: the format is another one, or has something this package has no equal of: other elements or
-            group sizes (NVFP4), column orders, other activation quantization, quantized heads, routers or experts.
-        FolderError: ``out_dir`` cannot be written.
-        ShardError: a file is missing or damaged.
+    Raises as [`pack_checkpoint`]; `CheckpointError` also for something that this package has no equal of: other
+    elements or group sizes (NVFP4), column orders, other activation quantization, quantized heads or routers.
     """
-    if (path := Path(source_dir)).suffix == ".gguf" or any(path.glob("*.gguf")) and not any(path.glob("*.safetensors")):
-        raise CheckpointError(
-            f"{path} is GGUF, which is not imported; use the checkpoint that it was made from, or load it in full "
-            "precision with from_pretrained(FOLDER, gguf_file=FILE) and save it"
-        )
     folder = open_checkpoint(source_dir)
     method = folder.quantization.get("quant_method")
     if str(method) not in IMPORTABLE:

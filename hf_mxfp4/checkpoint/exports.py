@@ -52,33 +52,28 @@ def export(
         out_dir: new or empty folder; with ``overwrite`` also a checkpoint, which is replaced.
         format: ``"compressed-tensors"``, ``"quark"``, ``"gpt-oss"``, ``"gguf"`` or ``"bf16"``.
         on_mismatch: for layers that the format cannot hold: ``"refuse"``; ``"requantize"`` to plain MXFP4;
-            ``"dequantize"`` to bfloat16. Layers that cannot be MXFP4 there at all are dequantized (those of plain
-            checkpoints left as they are) under either of the last two, and those that a format never quantizes always.
+            ``"dequantize"`` to bfloat16. Layers that cannot be MXFP4 there at all are in bfloat16 under either of the
+            last two, and those that a format never quantizes always.
         scale_rule: how block scales are chosen: ``"rceil"``, ``"floor"``, ``"even"`` or ``"mse"``. By default
-            ``"even"`` for a plain checkpoint; for others their own, so that the codes of a trained one are those of its
-            policy. Given a rule, a trained checkpoint is quantized without its macro factors and outlier fallback.
+            ``"even"`` for a plain checkpoint; for others their own. Given a rule, a trained checkpoint is quantized
+            without its macro factors and outlier fallback.
         preset: for a plain checkpoint: ``"w4a16"`` (default), or ``"w4a4"`` for engines that quantize activations too.
         modules_to_not_convert: for a plain checkpoint: layers to leave alone, as in [`MXFP4RLConfig`].
 
     Returns:
-        What was done to each layer and its error, which is also in `export_report.json` in the folder: the ratio of the
-        values to their change, in decibels. The values are those of the full-precision weights if these were read, and
-        of the packed ones otherwise.
+        What was done to each layer and its error in decibels, against the full-precision weights if these were read,
+        and against the packed ones otherwise; also in `export_report.json` in the folder.
 
-    Raises:
-        CheckpointError: the source cannot be read, the format does not hold it and ``on_mismatch="refuse"``, or an
-            argument has no effect on it.
-        FolderError: ``out_dir`` cannot be written.
-        ShardError: a file of the source is missing or damaged.
-        ValueError: an unknown ``format``, ``on_mismatch``, ``scale_rule`` or ``preset``.
+    Raises as [`pack_checkpoint`]; `CheckpointError` also when the format does not hold the source and
+    ``on_mismatch="refuse"``, or an argument has no effect on it.
     """
     one_of("format", format, tuple(FORMATS))
     one_of("on_mismatch", on_mismatch, tuple(ON_MISMATCH))
     one_of("scale_rule", scale_rule, (None, *(rule.value for rule in ScaleRule)))
     folder = open_checkpoint(source_dir)
     source = _open_source(folder, FORMATS[format], scale_rule, preset, modules_to_not_convert)
-    plan = Plan(source, _format_for(source, FORMATS[format]), scale_rule, on_mismatch)
-    target, dtype = plan.format, model_dtype(folder)
+    target, dtype = FORMATS[format].for_checkpoint(folder, source.model), model_dtype(folder)
+    plan = Plan(source, target, scale_rule, on_mismatch)
     quantized = sorted(layer for layer, (action, _) in plan.decisions.items() if action not in ("dequantized", "left"))
     names = ignored_layers(source, set(quantized)), quantized
     report = ConversionReport(
@@ -133,19 +128,6 @@ def _open_source(
     return MasterSource(folder, MXFP4RLConfig(mode="packed", **scheme, modules_to_not_convert=skips))
 
 
-def _format_for(source: LayerSource, format: Format) -> Format:
-    """Return the format for the checkpoint. Raises [`CheckpointError`] if it cannot hold its architecture or
-    rotation."""
-    rotation = source.config.weight_rotation
-    if rotation is not None and isinstance(format, PackedFormat):
-        raise CheckpointError(
-            f"{source.folder.path} has a scheme whose products rotate both operands ({rotation}), and format "
-            f"{format.name!r} cannot hold rotated weights. Format 'bf16' can, dequantized and rotated back; for 4 bits "
-            "elsewhere, export the checkpoint that they were made from (hf-mxfp4 gptq --scheme even)"
-        )
-    return format.for_checkpoint(source.folder, source.model)
-
-
 def plain_scheme(scheme: QuantScheme, scale_rule: str | None = None) -> QuantScheme:
     """Return the scheme without macro factors and outlier fallback: the same blocks, and the same rule unless one is
     given."""
@@ -160,7 +142,7 @@ class Plan:
         written: the scheme of what is quantized here.
         decisions: one of the report's actions for each layer, and why if the format leaves no choice.
 
-    Raises [`CheckpointError`] for layers that are refused, and for a scale rule without effect.
+    Raises [`CheckpointError`] for what the format cannot hold, and for a scale rule without effect.
     """
 
     def __init__(self, source: LayerSource, format: Format, scale_rule: str | None, on_mismatch: str):
@@ -168,6 +150,13 @@ class Plan:
         self.has_masters = isinstance(source, MasterSource)
         self.is_plain = self.has_masters and source.is_plain
         self.is_packed = isinstance(format, PackedFormat)
+        if source.config.weight_rotation is not None and self.is_packed:
+            raise CheckpointError(
+                f"{source.folder.path} has a scheme whose products rotate both operands "
+                f"({source.config.weight_rotation}), and format {format.name!r} cannot hold rotated weights. Format "
+                "'bf16' can, dequantized and rotated back; for 4 bits elsewhere, export the checkpoint that they were "
+                "made from (hf-mxfp4 gptq --scheme even)"
+            )
         again = scale_rule is not None or self.is_packed and format.misfits(self.scheme) and on_mismatch == "requantize"
         self.written = plain_scheme(self.scheme, scale_rule) if again or not self.has_masters else self.scheme
         self.misfits = format.misfits(self.written if self.has_masters else self.scheme) if self.is_packed else []
@@ -296,11 +285,8 @@ class Plan:
 
 
 def ignored_layers(source: LayerSource, quantized: Set[str]) -> list[str]:
-    """Return the names of everything that an engine may take for a linear layer and that is not quantized, sorted.
-
-    These are the model's linear layers, and the matrices in the files that are neither embeddings nor of such a layer:
-    experts have one each there while the model keeps them in one.
-    """
+    """Return the names of everything that an engine may take for a linear layer and that is not quantized, sorted: the
+    model's linear layers, and other matrices in the files but embeddings, as experts have one each there."""
     shapes = {tensor.name: tensor.shape for tensor in source.plain_rest()}
     for layer, shape in source.shapes.items():
         if layer not in quantized:

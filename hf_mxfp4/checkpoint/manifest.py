@@ -3,11 +3,8 @@
 are complete.
 
 The manifest is written when a checkpoint is saved. `hf-mxfp4 verify` compares the checksums, resuming a run the sizes.
-A checksum finds damage; it does not say who wrote a file.
-
-A Trainer writes into the final `checkpoint-<step>` folder, `trainer_state.json` last, and resumes from the largest
-step: after a kill, the half-written one. Here a checkpoint counts only when its `trainer_state.json` can be read and
-all files of the manifest have their sizes.
+A Trainer resumes from the largest step: after a kill, the half-written one. Here a checkpoint counts only when its
+`trainer_state.json`, which is written last, can be read and all files of the manifest have their sizes.
 """
 
 import contextlib
@@ -30,8 +27,6 @@ from .tensors import INDEX, SINGLE, ShardError, read_header
 
 MANIFEST = "mxfp4_manifest.json"
 TRAINER_STATE = "trainer_state.json"
-_READ = 1 << 20
-_CHECKPOINT = re.compile(r"checkpoint-(\d+)")
 
 #: Called with a number of bytes that were read, and the name of what they belong to.
 OnBytes = Callable[[int, str], None]
@@ -68,10 +63,7 @@ def read_manifest(folder: Path) -> dict[str, FileRecord]:
 
 
 def write_manifest(
-    folder: Path,
-    names: Iterable[str],
-    kept: Mapping[str, FileRecord] | None = None,
-    on_bytes: OnBytes = ignore_bytes,
+    folder: Path, names: Iterable[str], kept: Mapping[str, FileRecord] | None = None, on_bytes: OnBytes = ignore_bytes
 ) -> int:
     """Record the files ``names`` of a folder, in addition to ``kept`` of another manifest; return how many."""
     records = {name: record_of(folder / name, on_bytes) for name in names}
@@ -100,7 +92,7 @@ def record_of(file: Path, on_bytes: OnBytes = ignore_bytes) -> FileRecord:
     checksum, size = xxh3_128(), 0
     try:
         with open(file, "rb") as stream:
-            while portion := stream.read(_READ):
+            while portion := stream.read(1 << 20):
                 checksum.update(portion)
                 size += len(portion)
                 on_bytes(len(portion), file.name)
@@ -117,12 +109,9 @@ def size_problem(file: Path, record: FileRecord) -> str | None:
     return None if size == record.size else f"it has {size} bytes instead of {record.size}"
 
 
-# ---- checkpoints of a training run --------------------------------------------------------------------------------
-
-
 def checkpoint_step(folder: str | os.PathLike) -> int | None:
     """Return the step in the name of a checkpoint folder; `None` for any other name."""
-    match = _CHECKPOINT.fullmatch(Path(folder).name)
+    match = re.fullmatch(r"checkpoint-(\d+)", Path(folder).name)
     return int(match[1]) if match else None
 
 
@@ -164,9 +153,6 @@ def last_complete_checkpoint(output_dir: str | os.PathLike) -> str | None:
     return None
 
 
-# ---- verification -------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Problem:
     """``where``: the file. ``reason``: a sentence that names the file."""
@@ -180,10 +166,8 @@ class Verification:
     """What was compared, and what was wrong.
 
     Attributes:
-        checked: names of the files that were compared with their checksums.
-        unchecked: names of the files without one.
+        checked, unchecked: names of the files that were compared with their checksums, and of those without one.
         n_tensors, n_bytes: how much was compared.
-        problems: everything that is damaged.
         notes: what could not be compared, in sentences.
     """
 
@@ -271,11 +255,9 @@ def verify_folder(path: str | os.PathLike, on_bytes: OnBytes = ignore_bytes) -> 
 
 
 def add_to_folder(folder: str | os.PathLike, on_bytes: OnBytes = ignore_bytes) -> list[str]:
-    """Record checksums of those weight files of a folder that have none, as they are now; return their names. The files
-    do not change; one process at a time does this in a folder, and the others wait.
+    """Record checksums of those weight files of a folder that have none, as they are now; return their names.
 
-    Raises as [`verify_folder`], `ShardError` for a file that cannot be read, and `OSError` if the manifest cannot be
-    written.
+    Raises as [`verify_folder`], `ShardError` for a file that cannot be read, and `OSError`.
     """
     folder = Path(folder).expanduser()
     with one_writer(folder):

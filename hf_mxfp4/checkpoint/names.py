@@ -23,9 +23,6 @@ from ..numerics import QuantScheme
 from .folder import CheckpointError
 
 
-# ---- names --------------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Piece:
     """A tensor of the files that holds rows of one expert's weight."""
@@ -36,10 +33,9 @@ class Piece:
 
 
 class FileNames:
-    """What the files of a checkpoint call the tensors of ``model``, and what they hold besides.
+    """What the files of a checkpoint call the tensors of ``model``, of which only names and shapes count.
 
     Args:
-        model: on the meta device or not; of its tensors only the names and shapes count.
         stored: the names in the files.
         spell: the name that a plain checkpoint would have for a stored name, where a format adds suffixes of its own.
 
@@ -176,15 +172,11 @@ def _pieces(model: nn.Module, name: str, found: dict[str, torch.Tensor], n_rows:
     return tuple(sorted(pieces, key=lambda piece: (piece.expert, piece.rows.start)))
 
 
-# ---- weights --------------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class LayerShape:
-    """The logical weight ``[out_features, in_features]`` of a linear layer, or those of as many experts.
+    """The logical weight ``[out_features, in_features]`` of a linear layer, or those of ``experts`` in a fused weight.
 
     Attributes:
-        experts: how many there are in a fused weight; `None` for a linear layer.
         transposed: the model has ``[experts, in_features, out_features]``.
         pieces: the tensors that plain checkpoints have in place of a fused weight; empty if it is one tensor there too.
     """

@@ -30,11 +30,9 @@ def wrap_saving(cls: type["PreTrainedModel"]) -> None:
     """Make saving safe and complete for the quantized models of a class.
 
     `save_pretrained` then uses its ``state_dict``, replaces an old checkpoint without a moment in which there is none
-    ([`hf_mxfp4.checkpoint.atomic.staged`]), writes checksums, and adds a model card; `push_to_hub` uploads that card
-    instead of an empty one, and removes weights of an earlier push that would be loaded in place of the new ones.
-
-    Wraps the methods of the class, once; models of the class that are not quantized save as ever. (On the model
-    itself it would be a reference cycle, which keeps a deleted model in memory, and be lost in copies.)
+    ([`hf_mxfp4.checkpoint.atomic.staged`]), writes checksums, and adds a model card; `push_to_hub` calls [`push`].
+    Models of the class that are not quantized save as ever. (Methods of the model itself would be a reference cycle,
+    which keeps a deleted model in memory, and be lost in copies.)
     """
     if not getattr(cls.save_pretrained, "wraps_saving", False):
         cls.save_pretrained = _wrap_save(cls.save_pretrained)
@@ -130,23 +128,18 @@ def push(
     model: "PreTrainedModel",
     repo_id: str,
     *,
-    private: bool | None = None,
-    commit_message: str | None = None,
-    commit_description: str | None = None,
     token: bool | str | None = None,
+    private: bool | None = None,
     revision: str | None = None,
-    create_pr: bool = False,
     tags: list[str] | None = None,
     variant: str | None = None,
     **options: Any,
 ) -> CommitInfo:
-    """Save ``model`` to a temporary folder and upload it; other ``options`` are those of `save_pretrained`.
+    """Save ``model`` to a temporary folder and upload it in one commit; other ``options`` are those of `push_to_hub`.
 
     The repository is made first, so that a wrong token is found before anything is written. A card that someone wrote
     on the Hub stays, with ``tags`` added; one that was generated is replaced. Weights of an earlier push that are not
-    overwritten are deleted in the same commit: transformers would prefer an old `model.safetensors` to new shards.
-
-    Raises as the Hub's client does; what an interrupted upload did transfer is not sent again.
+    overwritten are deleted: transformers would prefer an old `model.safetensors` to new shards.
     """
     from .card import CARD, choose_card, decoration
 
@@ -154,6 +147,8 @@ def push(
     repo_id = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
     if revision is not None and not revision.startswith("refs/pr"):
         api.create_branch(repo_id, branch=revision, exist_ok=True)
+    upload = {name: options.pop(name, None) for name in ("commit_message", "commit_description", "create_pr")}
+    upload["commit_message"] = upload["commit_message"] or "Upload model"
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder, variant=variant, **options)
         with decoration():
@@ -165,10 +160,8 @@ def push(
             repo_id=repo_id,
             folder_path=folder,
             delete_patterns=[single, index, f"{stem}-*-of-*.safetensors"],
-            commit_message=commit_message or "Upload model",
-            commit_description=commit_description,
             revision=revision,
-            create_pr=create_pr,
+            **upload,
         )
 
 

@@ -61,8 +61,8 @@ def unguard(config: Any) -> None:
 
 
 def make_record(config: MXFP4RLConfig, sqnr_db: float | None) -> dict[str, str]:
-    """Return metadata for the files of a checkpoint: how the bytes of packed weights are to be read, and their SQNR in
-    decibels if it was measured. Empty for master weights, whose files are those of the plain model."""
+    """Return metadata for the files of a checkpoint: how packed bytes are to be read, and their SQNR in decibels if it
+    was measured. Empty for master weights, whose files are those of the plain model."""
     if config.mode == "qat":
         return {}
     record = {"format_version": FORMAT_VERSION, "meaning": _meaning(config), "weight_sqnr_db": sqnr_db}
@@ -70,12 +70,10 @@ def make_record(config: MXFP4RLConfig, sqnr_db: float | None) -> dict[str, str]:
 
 
 def check_checkpoint(files: Sequence[FileHeader | str | PathLike], config: MXFP4RLConfig) -> dict[str, Any]:
-    """Raise `ValueError` unless the files were written under the scheme ``config`` of their `config.json`.
+    """Return the record that [`make_record`] left, empty for files written by something else.
 
-    transformers knows nothing of what packed bytes mean, and would round other numbers to bytes without a word. Names
-    and shapes of tensors are left to it.
-
-    Returns the record that [`make_record`] left, empty for files written by something else.
+    Raises `ValueError` unless the files were written under the scheme ``config`` of their `config.json`: transformers
+    would round other numbers to bytes without a word. Names and shapes of tensors are left to it.
     """
     for file in files:
         if not isinstance(file, FileHeader):

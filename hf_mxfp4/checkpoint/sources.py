@@ -32,8 +32,8 @@ from .tensors import NewTensor, StoredTensor, new_tensors, read_header
 #: What to do with checkpoints of bitsandbytes, GPTQ, AWQ, FP8 and the like.
 NOT_IMPORTED = (
     "what can be imported are MXFP4 checkpoints of compressed-tensors, quark and gpt-oss. Use the full-precision "
-    "checkpoint that this one was made from. If there is none, load it with transformers, call model.dequantize() "
-    "where its method has that, save it with save_pretrained, and use that folder: its weights are then quantized twice"
+    "checkpoint that this one was made from; or load it with transformers, call model.dequantize() where its method "
+    "has that, and save it: weights are then quantized twice"
 )
 
 
@@ -41,10 +41,9 @@ class LayerSource(ABC):
     """A checkpoint whose quantized layers can be read in packed form.
 
     Attributes:
-        folder: what is read.
         config: the scheme, of mode ``"packed"``.
         model: the model on the meta device.
-        names: what the files call the tensors of the model.
+        names: what the files call its tensors.
         has_experts: whether experts are quantized; packed checkpoints then have the model's names.
         shapes: weights to be quantized, in the model's order: linear layers by their names, the fused weights of
             experts by theirs (``...experts.gate_up_proj``).
@@ -162,7 +161,10 @@ class LayerSource(ABC):
 
     def _renamed(self, to_files: bool) -> list[NewTensor]:
         names, rest, renamed = self.names, dict(self.rest), []
-        for name, shape in self._unquantized_experts().items():
+        # Fused weights of experts that are several tensors in files and are not quantized.
+        owners = {name.rpartition(".")[0] for name in names.pieces.keys() - self.shapes.keys()}
+        experts = layer_shapes({name: self.model.get_submodule(name) for name in sorted(owners)}, names)
+        for name, shape in experts.items():
             if (stored := names.stored.get(name, name)) in rest:
                 tensor = rest.pop(stored)
                 renamed += _split(tensor, shape) if to_files and shape.pieces else _copies({name: tensor})
@@ -175,11 +177,6 @@ class LayerSource(ABC):
             name = names.places.get(stored, stored)
             renamed += _copies({names.whole.get(name, stored) if to_files else name: tensor})
         return renamed
-
-    def _unquantized_experts(self) -> dict[str, LayerShape]:
-        """Return the fused weights of experts that are several tensors in files and are not quantized."""
-        owners = {name.rpartition(".")[0] for name in self.names.pieces.keys() - self.shapes.keys()}
-        return layer_shapes({name: self.model.get_submodule(name) for name in sorted(owners)}, self.names)
 
     def _joined(self, name: str, shape: LayerShape) -> list[NewTensor]:
         spec = shape.meta().to(self.folder.tensors[shape.pieces[0].name].dtype)
@@ -200,11 +197,8 @@ class PackedSource(LayerSource):
     was recorded."""
 
     def __init__(self, folder: CheckpointFolder):
-        config = own_config(folder)
-        if config is None or config.mode != "packed":
-            raise CheckpointError(f"{folder.path} is no packed checkpoint")
-        super().__init__(folder, config)
-        self.sqnr_db: float | None = _record(folder, config).get("weight_sqnr_db")
+        super().__init__(folder, own_config(folder))
+        self.sqnr_db: float | None = _record(folder, self.config).get("weight_sqnr_db")
 
     def _specs(self, layer: str, shape: LayerShape) -> dict[str, torch.Tensor]:
         return packed_tensors(self.in_files(layer), shape, shape.meta_packed(self.config.weight_scheme))
@@ -270,13 +264,10 @@ class ForeignSource(LayerSource):
         scales = {name for name, tensor in folder.tensors.items() if format.marks(tensor)}
         if not scales:
             raise CheckpointError(f"{folder.path} has no block scales, so nothing in it is quantized")
-        for name in folder.tensors:
-            if meaning := format.foreign.get(name.rsplit(".", 1)[-1]):
-                raise CheckpointError(f"{folder.path} has {name}: {meaning}, which this package has no equal of")
         model, self.format = folder.empty_model(), format
         names = FileNames(model, folder.tensors, format.plain_name)
         left_out = [name for name in fused_experts(model) if experts_unsupported_reason(model.get_submodule(name))]
-        candidates, skips = quantizable_layers(model, _with_skips(config, left_out)), []
+        candidates, skips = quantizable_layers(model, replace(config, modules_to_not_convert=left_out or None)), []
         for name, layer in candidates.items():
             own = {
                 spec
@@ -294,7 +285,8 @@ class ForeignSource(LayerSource):
                 f"{folder.path} quantizes {foreign}{more}, which this package keeps in full precision (heads, routers, "
                 "embeddings) or cannot pack"
             )
-        super().__init__(folder, _with_skips(config, [*skips, *left_out]), model, names)
+        skips = [*skips, *left_out] or None
+        super().__init__(folder, replace(config, modules_to_not_convert=skips), model, names)
 
     def _specs(self, layer: str, shape: LayerShape) -> dict[str, torch.Tensor]:
         return self.format.specs(self.in_files(layer), shape)
@@ -346,7 +338,3 @@ def _split(tensor: StoredTensor, shape: LayerShape) -> list[NewTensor]:
 def _owner(names: FileNames, weight: str, shape: LayerShape) -> str:
     end = "" if shape.experts is not None else ".weight"
     return names.stored.get(f"{weight}{end}", weight).removesuffix(".weight")
-
-
-def _with_skips(config: MXFP4RLConfig, names: list[str]) -> MXFP4RLConfig:
-    return replace(config, modules_to_not_convert=names or None)

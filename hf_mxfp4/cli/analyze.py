@@ -25,16 +25,10 @@ from .common import (
 
 
 if TYPE_CHECKING:
-    from ..lab import Analysis, Comparison, ErrorStatistics
-    from ..lab.source import Source
-    from ..numerics import QuantScheme
+    from ..lab import Analysis, Comparison
 
 
 PROGRESS_NAME = "progress.jsonl"
-#: Tensors of largest error that are shown.
-_WORST, _WORST_COMPARED = 5, 10
-#: Columns of statistics on screen.
-_COLUMNS = ("SQNR dB", "rel. MSE %", "floor %", "scale bias", "deadzone", "grid", "to zero %", "gain")
 
 
 def analyze(
@@ -56,7 +50,6 @@ def analyze(
     from .. import __version__
     from ..lab import PAPER_SCHEMES, Selection, TensorLog, analyze_weights, open_source, write_analysis
     from ..lab.reports import analysis_summary
-    from ..lab.weights import bytes_to_analyze
 
     source = open_source(model)
     own = source.scheme
@@ -67,7 +60,7 @@ def analyze(
     with TensorLog(path, source.name, names, __version__, overwrite=overwrite) as log:
         if len(log):
             typer.echo(f"{path} holds {len(log)} tensors that are done", err=True)
-        with work_progress(bytes_to_analyze(source, selection)) as progress:
+        with work_progress(source.n_bytes) as progress:
             analysis = analyze_weights(source, schemes, selection, log=log, on_bytes=progress)
     facts = source.describe()
     paths = write_analysis(analysis, facts, folder)
@@ -83,41 +76,21 @@ def analyze(
 
 def _show(analysis: "Analysis") -> None:
     """Print schemes, the best one, layer types and worst tensors, and what is not among them."""
-    from ..lab.page import number
-    from ..lab.reports import LEGEND
+    from ..lab.reports import LEGEND, sqnr_tables, statistics_table
     from ..lab.weights import SQNR_NOTE, least_error
 
     if analysis.results:
         totals = analysis.totals()
         elements = next(iter(totals.values())).elements
-        _show_statistics(f"{analysis.model}: {len(analysis.results)} tensors, {elements:,} elements", totals)
+        title = f"{analysis.model}: {len(analysis.results)} tensors, {elements:,} elements"
+        print_table(title, *statistics_table(totals))
         for sentence in (LEGEND, least_error(totals), SQNR_NOTE):
             say(sentence)
-        best = min(totals, key=lambda scheme: totals[scheme].total)
-        types = {scheme: analysis.by_layer_type(scheme) for scheme in totals}
-        tensors = {scheme: {r.name: r.statistics[scheme] for r in analysis.results} for scheme in totals}
-        for title, heading, groups, names in (
-            ("tensors by layer", "layer type", types, list(types[best])),
-            (f"largest relative errors under {best}", "tensor", tensors, list(analysis.worst(best, _WORST))),
-        ):
-            rows = [[name, *(number(groups[scheme][name].sqnr_db, 2) for scheme in totals)] for name in names]
-            numbers = [str(i) for i in range(1, len(totals) + 1)]
-            print_table(f"{title}: SQNR in dB, by scheme", [heading, *numbers], rows)
+        for table in sqnr_tables(analysis):
+            print_table(*table)
     if analysis.skipped:
         reasons = [f"{len(names)} {reason} (such as {min(names)})" for reason, names in analysis.skipped.items()]
         say(f"left out: {'; '.join(reasons)}")
-
-
-def _show_statistics(title: str, rows: "dict[str, ErrorStatistics]") -> None:
-    """Print one row per scheme; the numbers before them are the headings of the tables below."""
-    from ..lab.reports import COLUMNS
-    from ..lab.schemes import bits_text
-
-    cells = [
-        [f"{i}  {scheme}", bits_text(scheme), *(COLUMNS[column](statistics) for column in _COLUMNS)]
-        for i, (scheme, statistics) in enumerate(rows.items(), 1)
-    ]
-    print_table(title, ["scheme", "bits", *_COLUMNS], cells)
 
 
 def compare(
@@ -143,10 +116,11 @@ def compare(
         fail("give a second checkpoint; hf-mxfp4 analyze A --scheme X --scheme Y compares schemes")
     if len(schemes) > 1:
         fail("two checkpoints are compared under one scheme; give --scheme once at most")
-    from ..lab import open_source, write_comparison
+    from ..lab import compare_sources, open_source, write_comparison
 
     sources = [open_source(model), open_source(other)]
-    result = _compared(sources, schemes, include or (), exclude or ())
+    with work_progress(sum(source.n_bytes for source in sources)) as progress:
+        result = compare_sources(*sources, schemes[0] if schemes else None, include or (), exclude or (), progress)
     _show_comparison(result, as_json)
     if out is not None:
         typer.echo(f"reports: {', '.join(map(str, write_comparison(result, out)))}", err=True)
@@ -154,36 +128,14 @@ def compare(
         raise typer.Exit(1)
 
 
-def _compared(sources: list["Source"], schemes: list["QuantScheme"], include, exclude) -> "Comparison":
-    from ..lab import Selection, compare_checkpoints, compare_packed, is_packed
-    from ..lab.comparison import bytes_to_compare
-    from ..lab.weights import bytes_to_analyze
-
-    packed = [source for source in sources if is_packed(source)]
-    if len(packed) == 2:
-        fail("both checkpoints store quantized weights; give the original of one of them as A")
-    if packed:
-        if schemes:
-            fail(f"{packed[0].name} stores weights under a scheme of its own; give no --scheme")
-        original, stored = sorted(sources, key=is_packed)
-        with work_progress(bytes_to_compare(original, stored)) as progress:
-            return compare_packed(original, stored, Selection(tuple(include), tuple(exclude)), progress)
-    selections = tuple(Selection.of(source, include, exclude) for source in sources)
-    own = sources[0].scheme
-    scheme = schemes[0] if schemes else own.weight_scheme if own else schemes_of(["rceil"])[0]
-    with work_progress(sum(map(bytes_to_analyze, sources, selections))) as progress:
-        return compare_checkpoints(*sources, scheme, selections, progress)
-
-
 def _show_comparison(result: "Comparison", as_json: bool) -> None:
-
     if as_json:
         print_json(result.to_dict())
     else:
         for line in result.lines:
             say(line)
         headings = ["tensors", *(title for title, *_ in result.columns)]
-        for title, rows in result.tables(_WORST_COMPARED):
+        for title, rows in result.tables(10):
             print_table(title, headings, rows)
         for side, names in (("A", result.only_first), ("B", result.only_second)):
             if names:
@@ -208,7 +160,7 @@ def simulate(
     if not df > 2:
         fail(f"--df {df:g}: the variance of student-t exists for more than 2 degrees of freedom only")
     from ..lab import PAPER_SCHEMES, error_statistics, sample
-    from ..lab.reports import LEGEND
+    from ..lab.reports import LEGEND, statistics_table
 
     x = sample(distribution, elements, seed, df)
     results = {str(s): error_statistics(x, s) for s in schemes_of(scheme or PAPER_SCHEMES)}
@@ -219,5 +171,5 @@ def simulate(
         print_json({**facts, "schemes": summaries})
         return
     named = f"{distribution}({df:g})" if of else distribution
-    _show_statistics(f"{named}, {x.numel():,} elements, seed {seed}", results)
+    print_table(f"{named}, {x.numel():,} elements, seed {seed}", *statistics_table(results))
     say(LEGEND)

@@ -3,6 +3,7 @@
 checksums."""
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
@@ -209,14 +210,20 @@ def _show(report: "ConversionReport", as_json: bool) -> None:
     bits = [bits_per_weight(report.layers, when) for when in ("before", "after")]
     in_bits = f"; bits per weight of these layers: {bits[0]:.4g} -> {bits[1]:.4g}" if None not in bits else ""
     say(f"tensors: {_size(report.bytes_before)} -> {_size(report.bytes_after)}{in_bits}")
-    for note in [*_reasons(report), *report.notes]:
+    reasons: Counter = Counter()  # why the format left no choice, where the notes do not say it
+    for cost in report.layers:
+        if cost.reason and not any(cost.reason in note for note in report.notes):
+            reasons[cost.action, cost.reason] += cost.matrices
+    for (action, reason), count in reasons.items():
+        say(f"{count} layers were {_ACTIONS[action]}: {reason}.")
+    for note in report.notes:
         say(note)
     if report.file is not None:
         say(f"every layer: {report.path / report.file}")
 
 
 def _by_type(costs: "Sequence[LayerCost]") -> list[list[str]]:
-    """A row for all layers of a type that the same was done to."""
+    """Return a row for all layers of a type that the same was done to."""
     from ..checkpoint import bits_per_weight
     from ..lab.layers import location_of
 
@@ -226,24 +233,10 @@ def _by_type(costs: "Sequence[LayerCost]") -> list[list[str]]:
     rows = []
     for (layer_type, action), members in groups.items():
         values = [member.sqnr_db for member in members]
+        found = ["exact" if value == math.inf else f"{value:.2f}" for value in (median(values), min(values))]
         count, bits = str(sum(member.matrices for member in members)), f"{bits_per_weight(members):.4g}"
-        rows.append([layer_type, count, action, *(_decibels(find(values), action) for find in (median, min)), bits])
+        rows.append([layer_type, count, action, *(["-", "-"] if action == "left" else found), bits])
     return rows
-
-
-def _reasons(report: "ConversionReport") -> list[str]:
-    """Why the format left no choice for some layers, where the notes do not say it."""
-    found: dict[tuple[str, str], int] = {}
-    for cost in report.layers:
-        if cost.reason and not any(cost.reason in note for note in report.notes):
-            found[cost.action, cost.reason] = found.get((cost.action, cost.reason), 0) + cost.matrices
-    return [f"{count} layers were {_ACTIONS[action]}: {reason}." for (action, reason), count in found.items()]
-
-
-def _decibels(value: float, action: str) -> str:
-    if action == "left":
-        return "-"
-    return "exact" if value == math.inf else f"{value:.2f}"
 
 
 def _size(n_bytes: int) -> str:
@@ -287,12 +280,16 @@ def verify(
 
 
 def _verified(model: str) -> "Verification":
-    from ..checkpoint import verify_folder
+    from ..checkpoint import Verification, verify_folder
     from ..lab.source import local_path
 
-    path, _ = local_path(model)
+    path, kind = local_path(model)
     with work_progress(_bytes_in(path)) as progress:
-        return verify_folder(path, progress)
+        if kind != "file":
+            return verify_folder(path, progress)
+        found = Verification()
+        found.check_file(path, found.manifest_of(path.parent).get(path.name), progress)
+        return found
 
 
 def _add(folder: Path) -> None:
@@ -310,10 +307,8 @@ def _add(folder: Path) -> None:
 
 
 def _show_verification(model: str, found: "Verification") -> None:
-    for problem in found.problems:
-        typer.echo(problem.reason)
-    for note in found.notes:
-        typer.echo(note)
+    for line in (*(problem.reason for problem in found.problems), *found.notes):
+        typer.echo(line)
     if found.checked and found.unchecked:
         typer.echo(f"not compared, without checksums: {', '.join(found.unchecked)}")
     if found.checked:

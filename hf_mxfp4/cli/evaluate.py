@@ -27,7 +27,7 @@ from .common import (
 
 
 if TYPE_CHECKING:
-    from ..lab import Evaluation, ModelScheme
+    from ..lab import ModelScheme
     from ..lab.loading import Loaded
 
 
@@ -107,13 +107,17 @@ def evaluate(
     folder = Path(model).expanduser()
     if card and not folder.is_dir():
         fail("--card writes into a checkpoint's folder; MODEL is none")
-    from ..lab import TextOptions, evaluate_checkpoint, load, texts_to_predict
+    from ..checkpoint import add_perplexity, read_generated
+    from ..lab import TextOptions, evaluate_checkpoint, load, reports, texts_to_predict
     from ..lab import without_each as parts_left_out
 
     options = TextOptions(text, text_field, samples, max_length)
     texts = options.read()
     if card:
-        _check_card(folder)
+        try:
+            read_generated(folder)
+        except (FileNotFoundError, ValueError) as error:
+            fail(f"--card: {error}")
     typer.echo(f"loading {model} into memory", err=True)
     loaded = load(model, dtype, device)
     other = None if reference is None else load(reference, dtype, device)
@@ -123,20 +127,21 @@ def evaluate(
         if not schemes:
             fail("--without-each needs a scheme, and weights that are in full precision")
         schemes += parts_left_out(schemes[0], loaded.model, without_each)
-    reports = out or Path("evaluation") / report_folder(model)
-    rows = 1 + len(schemes) + (other is not None)
+    out = out or Path("evaluation") / report_folder(model)
+    log, rows = out / "progress.jsonl", 1 + len(schemes) + (other is not None)
     with work_progress(rows * sum(ids.shape[-1] - 1 for ids in batches), "tokens") as progress:
-        evaluation = evaluate_checkpoint(
-            loaded,
-            text,
-            batches,
-            schemes,
-            other,
-            reports / "progress.jsonl",
-            overwrite=overwrite,
-            on_tokens=progress,
-        )
-    _finish(evaluation, reports, folder if card else None, as_json)
+        found = evaluate_checkpoint(loaded, text, batches, schemes, other, log, overwrite=overwrite, on_tokens=progress)
+    paths = reports.write_evaluation(found, out)
+    if as_json:
+        print_json(found.to_dict())
+    else:
+        table = reports.evaluation_columns(found), reports.evaluation_table(found)
+        print_table(reports.evaluation_title(found), *table)
+        say(reports.evaluation_legend(found))
+    if card:
+        add_perplexity(folder, found.to_dict())
+        typer.echo(f"{folder / 'README.md'} has the figures", err=True)
+    typer.echo(f"reports: {', '.join(map(str, paths))}", err=True)
 
 
 def _schemes(loaded: "Loaded", wanted: list[str] | None, card: bool) -> "list[ModelScheme]":
@@ -147,38 +152,6 @@ def _schemes(loaded: "Loaded", wanted: list[str] | None, card: bool) -> "list[Mo
     if card and not loaded.stored and "own" not in wanted:
         wanted = ["own", *wanted]
     return read_schemes(wanted, loaded.own)
-
-
-def _check_card(folder: Path) -> None:
-    from ..checkpoint import read_generated
-
-    try:
-        read_generated(folder)
-    except (FileNotFoundError, ValueError) as error:
-        fail(f"--card: {error}")
-
-
-def _finish(evaluation: "Evaluation", folder: Path, card: Path | None, as_json: bool) -> None:
-    from ..checkpoint import add_perplexity
-    from ..lab.reports import (
-        evaluation_columns,
-        evaluation_legend,
-        evaluation_table,
-        evaluation_title,
-        write_evaluation,
-    )
-
-    paths = write_evaluation(evaluation, folder)
-    if as_json:
-        print_json(evaluation.to_dict())
-    else:
-        headings, rows = evaluation_columns(evaluation), evaluation_table(evaluation)
-        print_table(evaluation_title(evaluation), headings, rows)
-        say(evaluation_legend(evaluation))
-    if card is not None:
-        add_perplexity(card, evaluation.to_dict())
-        typer.echo(f"{card / 'README.md'} has the figures", err=True)
-    typer.echo(f"reports: {', '.join(str(path) for path in paths)}", err=True)
 
 
 def smooth(
@@ -203,14 +176,11 @@ def smooth(
     from ..lab import TextOptions, rewrite_checkpoint, smooth_model
 
     options = TextOptions(text, text_field, samples, max_length)
-    found = rewrite_checkpoint(
-        model,
-        out,
-        options,
-        lambda loaded, batches: smooth_model(loaded, batches, strength),
-        device=device,
-        overwrite=overwrite,
-    )
+
+    def change(loaded, batches):
+        return smooth_model(loaded, batches, strength)
+
+    found = rewrite_checkpoint(model, out, options, change, device=device, overwrite=overwrite)
     if as_json:
         print_json(asdict(found))
         return

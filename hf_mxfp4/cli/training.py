@@ -8,13 +8,16 @@ import sys
 from dataclasses import replace
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import Annotated, Any, Literal, NoReturn
+from typing import Annotated, Any, Literal
 
 import typer
 
 from .common import JsonOption, fail, print_json, print_table, say
 
 
+_ESTIMATE = (
+    "An estimate (docs/performance.md): states are exact, activations within about a quarter. Rollouts come on top."
+)
 #: How the processes of a launcher are started.
 _MODULE, _COMMAND = f"{__package__}", ("run", "--")
 #: Modules of launchers, and the function of each that starts processes.
@@ -65,28 +68,21 @@ def plan(
     if as_json:
         print_json({"model": model, "usable_bytes_per_gpu": usable, "engines": plans})
     else:
-        _show(f"{model}, GPUs: {gpus}, {batch} x {length} tokens each", usable, plans)
+        parts = {name: each["bytes"] | {"sum": sum(each["bytes"].values())} for name, each in plans.items()}
+        rows = [[part, *(f"{each[part] / 1e9:.2f}" for each in parts.values())] for part in parts[next(iter(plans))]]
+        verdict = [
+            [f"fits {usable / 1e9:.1f} GB", *("yes" if each["fits"] else "no" for each in plans.values())],
+            ["largest batch per GPU", *(str(each["largest_batch"]) for each in plans.values())],
+        ]
+        title = f"{model}, GPUs: {gpus}, {batch} x {length} tokens each"
+        print_table(title, ["GB per GPU", *plans], rows, verdict)
+        say(_ESTIMATE)
     if not any(each["fits"] for each in plans.values()):
         fail(
             f"nothing fits into {usable / 1e9:.1f} GB per GPU; use more GPUs with --engine fsdp2 or zero3, a smaller "
             "--batch, --optimizer adamw_8bit, or LoRA on packed weights (--mode packed)",
             code=1,
         )
-
-
-def _show(title: str, usable: float, plans: dict[str, dict]) -> None:
-
-    names = next(iter(plans.values()))["bytes"]
-    rows = [[name, *(f"{each['bytes'][name] / 1e9:.2f}" for each in plans.values())] for name in names]
-    rows.append(["sum", *(f"{sum(each['bytes'].values()) / 1e9:.2f}" for each in plans.values())])
-    verdict = [
-        [f"fits {usable / 1e9:.1f} GB", *("yes" if each["fits"] else "no" for each in plans.values())],
-        ["largest batch per GPU", *(str(each["largest_batch"]) for each in plans.values())],
-    ]
-    print_table(title, ["GB per GPU", *plans], rows, verdict)
-    say(
-        "An estimate (docs/performance.md): states are exact, activations within about a quarter. Rollouts come on top."
-    )
 
 
 def report(
@@ -132,7 +128,9 @@ def run(
     name, *arguments = command
     if name == "deepspeed":
         fail(f"deepspeed starts its own processes; run deepspeed --module {_MODULE} {' '.join(_COMMAND)} SCRIPT ...")
-    _wrap_launchers()
+    for launcher, function in _LAUNCHERS.items():
+        module = importlib.import_module(launcher)
+        setattr(module, function, _wrapped(getattr(module, function)))
     if name == "-m":
         if not arguments:
             fail("-m needs the name of a module")
@@ -149,22 +147,13 @@ def run(
         sys.path[0] = str(Path(name).resolve().parent)
         runpy.run_path(name, run_name="__main__")
     else:
-        _refuse(name)
-
-
-def _refuse(name: str) -> NoReturn:
-    kind = "an option of python; -m MODULE is the only one here" if name.startswith("-") else "no such command"
-    fail(f"{name!r} is {kind}. Give a console script that is installed here, a Python file, or -m and a module")
-
-
-def _wrap_launchers() -> None:
-    """Make accelerate (which `trl` uses) and torchrun start their processes through this command."""
-    for name, function in _LAUNCHERS.items():
-        module = importlib.import_module(name)
-        setattr(module, function, _wrapped(getattr(module, function)))
+        kind = "an option of python; -m MODULE is the only one here" if name.startswith("-") else "no such command"
+        fail(f"{name!r} is {kind}. Give a console script that is installed here, a Python file, or -m and a module")
 
 
 def _wrapped(launch: Any) -> Any:
+    """Make accelerate (which `trl` uses) or torchrun start its processes through this command."""
+
     def launch_through_run(args: Any) -> Any:
         if args.training_script != _MODULE:
             script = ["-m", args.training_script] if args.module else [args.training_script]

@@ -26,7 +26,7 @@ from ..numerics import QuantScheme
 from .layers import Selection, location_of, natural_key
 from .page import number
 from .source import OnBytes, Problem, Source, SourceError
-from .statistics import error_statistics
+from .statistics import error_statistics, quotient
 from .weights import SLICE_ELEMENTS, selected, weight_slices
 
 
@@ -119,6 +119,33 @@ class Comparison:
     def _row(self, name: str, sums: Sums) -> list[str]:
         numbers = self.derive(sums)
         return [name, *(number(unit * numbers[key], digits) for _, key, unit, digits in self.columns)]
+
+
+def compare_sources(
+    first: Source,
+    second: Source,
+    scheme: QuantScheme | None = None,
+    include: Sequence[str] = (),
+    exclude: Sequence[str] = (),
+    on_bytes: OnBytes = lambda count, name: None,
+) -> Comparison:
+    """Compare two checkpoints under ``scheme``, by default the first one's own or `rceil`; or, where one of them is
+    packed, its weights as they are stored with those of the other.
+
+    Raises [`SourceError`] for two packed checkpoints, for a scheme and a packed one, and as the two functions below do.
+    """
+    packed = [source for source in (first, second) if is_packed(source)]
+    if len(packed) == 2:
+        raise SourceError("both checkpoints store quantized weights; give the original of one of them as A")
+    if packed:
+        if scheme is not None:
+            raise SourceError(f"{packed[0].name} stores weights under a scheme of its own; give no --scheme")
+        original, stored = sorted((first, second), key=is_packed)
+        return compare_packed(original, stored, Selection(tuple(include), tuple(exclude)), on_bytes)
+    selections = tuple(Selection.of(source, include, exclude) for source in (first, second))
+    if scheme is None:
+        scheme = first.scheme.weight_scheme if first.scheme else QuantScheme()
+    return compare_checkpoints(first, second, scheme, selections, on_bytes)
 
 
 def compare_checkpoints(
@@ -225,25 +252,20 @@ def compare_packed(
     return result
 
 
-def bytes_to_compare(original: Source, packed: Source) -> int:
-    """Return about what will be read of the two."""
-    return sum(source.path(shard).stat().st_size for source in (original, packed) for shard in source.expected)
-
-
 def _numbers(sums: Sums) -> dict[str, float]:
-    first, second = (_ratio(sums[f"{side}_noise"], sums[side]) for side in ("first", "second"))
-    ratio = _ratio(second, first)
+    first, second = (quotient(sums[f"{side}_noise"], sums[side]) for side in ("first", "second"))
+    ratio = quotient(second, first)
     return {
         "first_relative_mse": first,
         "second_relative_mse": second,
         "mse_ratio": ratio,
         "sqnr_gain_db": -10 * math.log10(ratio) if ratio > 0 else math.nan,
-        "relative_difference": math.sqrt(_ratio(sums["distance"], sums["first"])),
+        "relative_difference": math.sqrt(quotient(sums["distance"], sums["first"])),
     }
 
 
 def _packed_numbers(sums: Sums) -> dict[str, float]:
-    relative = _ratio(sums["noise"], sums["energy"])
+    relative = quotient(sums["noise"], sums["energy"])
     found = {
         "sqnr_db": math.inf if relative == 0 else -10.0 * math.log10(relative),
         "relative_mse": relative,
@@ -338,7 +360,3 @@ def _added(sums) -> Sums:
         for key, value in each.items():
             total[key] = total.get(key, 0) + value
     return total
-
-
-def _ratio(a: float, b: float) -> float:
-    return a / b if b else math.nan

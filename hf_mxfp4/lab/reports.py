@@ -4,7 +4,7 @@ the tables that they have in common with the screen. The same results give the s
 
 import csv
 import io
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from .evaluation import Evaluation
 from .figures import cosine_figure, delta_figure, front_figure, layer_labels, ratio_figure
 from .layers import location_of
 from .page import number, render_page
+from .schemes import bits_text
 from .statistics import ErrorStatistics
 from .weights import SQNR_NOTE, Analysis, least_error
 
@@ -33,11 +34,36 @@ COLUMNS: dict[str, Callable[[ErrorStatistics], str]] = {
     "gain": lambda s: number(s.gain, 4),
     "gamma mean": lambda s: number(s.gamma_mean, 3),
 }
+_ON_SCREEN = ("SQNR dB", "rel. MSE %", "floor %", "scale bias", "deadzone", "grid", "to zero %", "gain")
 #: Units that the titles have no room for.
 LEGEND = (
     "scale bias, deadzone, grid: energy of that part of the error over that of the whole error; floor: error of the "
     "ideal scale amax / 6"
 )
+
+
+def statistics_table(by_scheme: Mapping[str, ErrorStatistics]) -> tuple[list[str], list[list[str]]]:
+    """Return headings and rows of the table on screen; the schemes' numbers are the headings of [`sqnr_tables`]."""
+    rows = [
+        [f"{i}  {scheme}", bits_text(scheme), *(COLUMNS[column](statistics) for column in _ON_SCREEN)]
+        for i, (scheme, statistics) in enumerate(by_scheme.items(), 1)
+    ]
+    return ["scheme", "bits", *_ON_SCREEN], rows
+
+
+def sqnr_tables(analysis: Analysis, worst: int = 5) -> Iterator[tuple[str, list[str], list[list[str]]]]:
+    """Yield titles, headings and rows of two tables of SQNR by scheme: of layer types, and of the worst tensors."""
+    totals = analysis.totals()
+    best = min(totals, key=lambda scheme: totals[scheme].total)
+    types = {scheme: analysis.by_layer_type(scheme) for scheme in totals}
+    tensors = {scheme: {r.name: r.statistics[scheme] for r in analysis.results} for scheme in totals}
+    for title, heading, groups, names in (
+        ("tensors by layer", "layer type", types, types[best]),
+        (f"largest relative errors under {best}", "tensor", tensors, analysis.worst(best, worst)),
+    ):
+        rows = [[name, *(number(groups[scheme][name].sqnr_db, 2) for scheme in totals)] for name in names]
+        headings = [heading, *(str(i) for i in range(1, len(totals) + 1))]
+        yield f"{title}: SQNR in dB, by scheme", headings, rows
 
 
 def write_analysis(analysis: Analysis, source: Mapping[str, Any], folder: Path) -> list[Path]:

@@ -2,7 +2,7 @@
 """What quantization does to the routing of a mixture of experts, and how evenly its experts are used."""
 
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -52,17 +52,9 @@ class RouterStatistics:
             dead_experts=float((counts == 0).double().mean()),
         )
 
-    def to_dict(self) -> dict[str, str | float | None]:
-        """Return the attributes by name."""
-        return asdict(self)
-
 
 def router_statistics(
-    model: nn.Module,
-    input_ids: torch.Tensor,
-    attention_mask: torch.Tensor | None = None,
-    *,
-    compare: bool = True,
+    model: nn.Module, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None
 ) -> list[RouterStatistics]:
     """Statistics of every router of ``model``, from the first layer to the last: one forward pass as the model is, in
     evaluation mode and without gradients, and one more in full precision to compare with.
@@ -73,10 +65,9 @@ def router_statistics(
         model: with trainable quantized layers.
         input_ids: ``[batch, length]``.
         attention_mask: the same shape; padding (0) does not count.
-        compare: measure the agreement, which takes the second pass.
 
-    Raises `ValueError` when the model has no router, or one of unknown form; when nothing is left of the tokens; and to
-    compare, when the model has packed layers or no quantized layer.
+    Raises `ValueError` when the model has no router, or one of unknown form; when nothing is left of the tokens; and
+    when the model has packed layers or no quantized layer.
     """
     routers = find_routers(model)
     device = next(model.parameters()).device
@@ -93,10 +84,8 @@ def router_statistics(
 
     with torch.no_grad(), evaluation_mode(model):
         quantized = choices()
-        reference = {}
-        if compare:
-            with full_precision(model):
-                reference = choices()
+        with full_precision(model):
+            reference = choices()
     return [
         RouterStatistics.of(name, quantized[name], _num_experts(router), reference.get(name))
         for name, router in routers.items()

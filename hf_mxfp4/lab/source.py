@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Find the checkpoint that a user names: a folder, one file, or a model on the Hugging Face Hub."""
 
-import json
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -9,13 +8,14 @@ from pathlib import Path
 from typing import Any
 
 from ..checkpoint import ShardError, StoredTensor, read_header
+from ..checkpoint.folder import read_index, read_json
+from ..checkpoint.tensors import INDEX, SINGLE
 from ..config import QUANT_METHOD, MXFP4RLConfig
 
 
 #: Told of bytes as they are done, with the name of the tensor that they belong to.
 OnBytes = Callable[[int, str], None]
 
-_INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
@@ -71,6 +71,11 @@ class Source:
         except (TypeError, ValueError) as error:
             raise SourceError(f"the quantization_config of {self.name} cannot be read: {error}") from error
 
+    @property
+    def n_bytes(self) -> int:
+        """Bytes of the files that are there."""
+        return sum(path.stat().st_size for shard in self.expected if (path := self.folder / shard).is_file())
+
     def path(self, shard: str) -> Path:
         """Return the path of a file. Raises [`ShardError`] when it is missing."""
         path = self.folder / shard
@@ -124,13 +129,19 @@ def local_path(model: str) -> tuple[Path, str]:
 
 
 def open_source(model: str) -> Source:
-    """Open the checkpoint at [`local_path`]. Raises [`SourceError`] when it holds no safetensors."""
+    """Open the checkpoint at [`local_path`].
+
+    Raises [`SourceError`] when it holds no safetensors, and another `ValueError` for a damaged index or config.
+    """
     path, kind = local_path(model)
     folder = path.parent if kind == "file" else path
-    config = _read_json(folder / "config.json")
+    config = read_json(folder / "config.json") if (folder / "config.json").is_file() else {}
     name = {"file": path.stem, "folder": path.resolve().name, "hub": model}[kind]
-    if kind != "file" and (path / _INDEX).is_file():
-        return Source(name, kind, path, config, _shards_of(path / _INDEX))
+    if kind != "file" and (path / INDEX).is_file():
+        shards: dict[str, tuple[str, ...]] = {}
+        for tensor, shard in sorted(read_index(path / INDEX).items(), key=lambda item: item[1]):
+            shards[shard] = (*shards.get(shard, ()), tensor)
+        return Source(name, kind, path, config, shards)
     found = [path.name] if kind == "file" else sorted(file.name for file in path.glob("*.safetensors"))
     if not found:
         other = sorted({file.suffix for file in path.iterdir() if file.suffix in (".bin", ".pt", ".pth", ".gguf")})
@@ -138,7 +149,7 @@ def open_source(model: str) -> Source:
         raise SourceError(f"{model} holds no .safetensors file{hint}")
     if (folder / "adapter_config.json").is_file() and not config:
         raise SourceError(f"{model} holds an adapter, not a model; merge it into its base model first")
-    return Source(name, kind, folder, config, dict.fromkeys([_SINGLE] if _SINGLE in found else found, ()))
+    return Source(name, kind, folder, config, dict.fromkeys([SINGLE] if SINGLE in found else found, ()))
 
 
 def _download(repo: str) -> Path:
@@ -154,27 +165,3 @@ def _download(repo: str) -> Path:
     except (HfHubHTTPError, HFValidationError, OSError) as error:
         reason = str(error).splitlines()[0]
         raise SourceError(f"{repo} is neither a local path nor a readable model on the Hub: {reason}") from error
-
-
-def _shards_of(path: Path) -> dict[str, tuple[str, ...]]:
-    weight_map = _read_json(path).get("weight_map")
-    if not isinstance(weight_map, dict) or not weight_map or not all(isinstance(v, str) for v in weight_map.values()):
-        raise SourceError(f"{path} has no usable weight_map; is it complete?")
-    if outside := [shard for shard in weight_map.values() if Path(shard).name != shard]:
-        raise SourceError(f"{path} points outside of its folder: {outside[0]!r}")
-    shards: dict[str, list[str]] = {shard: [] for shard in sorted(set(weight_map.values()))}
-    for name, shard in weight_map.items():
-        shards[shard].append(name)
-    return {shard: tuple(names) for shard, names in shards.items()}
-
-
-def _read_json(path: Path) -> dict:
-    if not path.is_file():
-        return {}
-    try:
-        contents = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise SourceError(f"{path} cannot be read: {error}") from error
-    if not isinstance(contents, dict):
-        raise SourceError(f"{path} is not a JSON object")
-    return contents

@@ -79,7 +79,7 @@ class ErrorStatistics:
     @property
     def relative_mse(self) -> float:
         """``|Q - x|**2 / |x|**2``; NaN when x is zero throughout."""
-        return _ratio(self.total, self.energy)
+        return quotient(self.total, self.energy)
 
     @property
     def sqnr_db(self) -> float:
@@ -90,12 +90,12 @@ class ErrorStatistics:
     @property
     def floor_relative_mse(self) -> float:
         """[`relative_mse`] of the ideal scale ``s* = amax / 6`` in every block: what absmax scaling cannot go below."""
-        return _ratio(self.grid + self.unmasked_deadzone, self.energy)
+        return quotient(self.grid + self.unmasked_deadzone, self.energy)
 
     @property
     def energy_ratio(self) -> dict[str, float]:
         """Energy of each component over that of the whole error; NaN without error."""
-        return {name: _ratio(getattr(self, name), self.total) for name in ("scale_bias", "deadzone", "grid")}
+        return {name: quotient(getattr(self, name), self.total) for name in ("scale_bias", "deadzone", "grid")}
 
     @property
     def cosine_scale_grid(self) -> float:
@@ -115,21 +115,21 @@ class ErrorStatistics:
     @property
     def gain(self) -> float:
         """``<Q, x> / <x, x>``: the factor by which the quantizer scales what it is given, on average."""
-        return _ratio(self.quantized_dot, self.energy)
+        return quotient(self.quantized_dot, self.energy)
 
     @property
     def deadzone_fraction(self) -> float:
         """Share of elements in the deadzone."""
-        return _ratio(self.deadzone_count, self.elements)
+        return quotient(self.deadzone_count, self.elements)
 
     @property
     def zero_fraction(self) -> float:
         """Share of elements that the quantizer sends to zero, zeros of x not counted."""
-        return _ratio(self.zero_count, self.elements)
+        return quotient(self.zero_count, self.elements)
 
     @property
     def gamma_mean(self) -> float:
-        return _ratio(self.gamma_sum, self.blocks)
+        return quotient(self.gamma_sum, self.blocks)
 
     @property
     def gamma_variance(self) -> float:
@@ -137,7 +137,7 @@ class ErrorStatistics:
 
     @property
     def delta_mean(self) -> float:
-        return _ratio(self.delta_sum, self.blocks)
+        return quotient(self.delta_sum, self.blocks)
 
     @property
     def delta_variance(self) -> float:
@@ -254,12 +254,13 @@ def _sum(x: torch.Tensor) -> float:
     return float(x.sum(dim=-1).sum())
 
 
-def _ratio(a: float, b: float) -> float:
+def quotient(a: float, b: float) -> float:
+    """Return ``a / b``; NaN where ``b`` is zero."""
     return a / b if b else math.nan
 
 
 def _cosine(dot: float, a: float, b: float) -> float:
-    return _ratio(dot, math.sqrt(a * b))
+    return quotient(dot, math.sqrt(a * b))
 
 
 def _variance(total: float, squares: float, count: int) -> float:

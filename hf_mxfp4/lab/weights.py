@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from ..checkpoint import ShardError, StoredTensor
+from ..checkpoint import StoredTensor
 from ..module_names import CONV1D_HINT, CONV1D_MODELS
 from ..numerics import QuantScheme
 from .layers import Selection, location_of, natural_key
@@ -70,10 +70,6 @@ class Analysis:
         """Return the tensors of largest relative error; all-zero ones, which have none, are left out."""
         known = {r.name: r.statistics[scheme] for r in self.in_order if r.statistics[scheme].energy > 0}
         return dict(sorted(known.items(), key=lambda item: -item[1].relative_mse)[:count])
-
-
-class NonFiniteError(ValueError):
-    """A tensor that holds NaN or infinity has no quantization error."""
 
 
 class TensorLog(ResumeLog):
@@ -143,7 +139,7 @@ def analyze_weights(
         if result is None:
             try:
                 result = analyze_tensor(tensor, axis, schemes, on_bytes)
-            except (ShardError, NonFiniteError) as error:
+            except ValueError as error:
                 analysis.problems.append(Problem(tensor.name, str(error)))
                 continue
             if log is not None:
@@ -188,7 +184,7 @@ def analyze_tensor(
 ) -> TensorResult:
     """Measure a stored tensor with two or three axes, blocks along the last (-1) or the middle one (1).
 
-    Raises [`NonFiniteError`] with the count of NaN and infinite elements, and `ShardError`.
+    Raises `ValueError` with the count of NaN and infinite elements, and `ShardError`.
     """
     statistics = {str(scheme): ErrorStatistics() for scheme in schemes}
     bad = 0
@@ -199,7 +195,7 @@ def analyze_tensor(
                 statistics[str(scheme)] += error_statistics(x, scheme)
         on_bytes(x.numel() * x.element_size(), tensor.name)
     if bad:
-        raise NonFiniteError(f"{bad} of {math.prod(tensor.shape)} elements are NaN or infinite")
+        raise ValueError(f"{bad} of {math.prod(tensor.shape)} elements are NaN or infinite")
     dtype = str(tensor.dtype).removeprefix("torch.")
     return TensorResult(tensor.name, tensor.shape, dtype, statistics)
 
@@ -222,12 +218,6 @@ def weight_slices(tensor: StoredTensor, axis: int, schemes: Sequence[QuantScheme
     else:
         for matrix in _slices(tensor, tensor.shape[-2] * tensor.shape[-1]):
             yield matrix.t()
-
-
-def bytes_to_analyze(source: Source, selection: Selection) -> int:
-    """Return the bytes of the selected tensors, for a progress bar."""
-    tensors = (tensor for _, tensors in source.shards([]) for tensor in tensors)
-    return sum(tensor.nbytes for tensor in tensors if selection.decide(tensor).axis is not None)
 
 
 def _identity(file: Path) -> list[int]:

@@ -29,9 +29,7 @@ class MXFP4AsyncGRPOTrainer(AsyncGRPOTrainer):
         quantization_config: an `MXFP4RLConfig`, unless the folder has one.
 
     Adapters (`peft_config`) are pushed alone, to a server with `--enable-lora` that serves the policy's own scheme.
-
-    Attributes:
-        n_quantized: weight matrices of the policy that are in MXFP4.
+    `n_quantized` is the number of weight matrices in MXFP4.
 
     Raises:
         ValueError: the model has no MXFP4 layer, its forward scheme is none that weights can express, or adapters would

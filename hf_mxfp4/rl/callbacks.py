@@ -101,11 +101,7 @@ class QuantizationStepCallback(TrainerCallback):
 
 class RunLogCallback(TrainerCallback):
     """Appends what is logged to `run_log.jsonl` in the output folder, by the main process. Whatever fails in it (a full
-    disk) is a warning, and training goes on.
-
-    Args:
-        facts: gives what a report says about the run besides its numbers, once it begins.
-    """
+    disk) is a warning, and training goes on. ``facts`` gives what a report says of the run besides its numbers."""
 
     def __init__(self, facts: Callable[[], dict[str, Any]]):
         self.facts = facts
@@ -114,9 +110,8 @@ class RunLogCallback(TrainerCallback):
         self._warned = False
 
     def on_train_begin(self, args, state, control, **kwargs):
-        # The facts are gathered here, where all processes are.
         with self._harmless():
-            facts = self.facts()
+            facts = self.facts()  # gathered here, where all processes are
             if not state.is_world_process_zero:
                 return
             self._log = RunLog(args.output_dir)
@@ -129,8 +124,7 @@ class RunLogCallback(TrainerCallback):
             self._write("log", **{**state.log_history[-1], "step": state.global_step})
 
     def on_train_end(self, args, state, control, **kwargs):
-        early = state.global_step < state.max_steps
-        reason = "stopped early by a callback" if early else "finished"
+        reason = "stopped early by a callback" if state.global_step < state.max_steps else "finished"
         self._write("end", step=state.global_step, reason=reason, error=None)
 
     def stopped_by(self, error: BaseException, state: TrainerState) -> None:
@@ -140,10 +134,7 @@ class RunLogCallback(TrainerCallback):
 
     def add_evaluation(self, when: str, step: int, scores: dict[str, dict[str, float]]) -> None:
         """Log an evaluation, of any time before or after training; one of the same ``when`` replaces it in reports.
-
-        Args:
-            scores: by name, ``accuracy`` and ``standard_error`` (0 to 1) and ``n``, the number of problems.
-        """
+        Scores have ``accuracy`` and ``standard_error`` (0 to 1) and ``n``, the number of problems."""
         evaluation = {"when": when, "step": step, "scores": scores}
         if self._log is None:
             self._pending.append(evaluation)
@@ -212,9 +203,6 @@ def _size(parameter: nn.Parameter) -> int:
 
 def _changed(args: Any, options: dict[str, Any]) -> list[str]:
     """Names of the options whose values are not their defaults."""
-    changed = []
-    for option in fields(args):
-        default = option.default_factory() if option.default_factory is not MISSING else option.default
-        if option.init and option.name in options and getattr(args, option.name) != default:
-            changed.append(option.name)
-    return changed
+    named = [option for option in fields(args) if option.init and option.name in options]
+    defaults = {o.name: o.default if o.default_factory is MISSING else o.default_factory() for o in named}
+    return [name for name, default in defaults.items() if getattr(args, name) != default]

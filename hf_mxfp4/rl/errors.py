@@ -43,18 +43,16 @@ def evenly_spread(found: Iterable[tuple[str, Layer]], count: int) -> dict[str, L
 
 
 class ErrorCallback(TrainerCallback):
-    """Splits the weights' quantization error into its three components every few steps, for a few layers.
-
-    Metrics: `error/scale_bias`, `error/deadzone`, `error/grid` (energy over that of the whole error), `error/sqnr_db`,
-    means over the layers.
+    """Splits the weights' quantization error into its three components every few steps, for a few layers: means over
+    them of `error/scale_bias`, `error/deadzone`, `error/grid` (energy over that of the whole error), `error/sqnr_db`.
 
     Args:
         every: steps between measurements; also measured before the first step and at the end.
         layers: number of layers, evenly spread over the model's; each projection of each expert counts as one.
-        record: called with a metric's name and value, normally the trainer's log.
+        record: called with a metric's name and value.
 
     Attributes:
-        history: one dictionary per measurement: `step`, `layer` and the metrics of that layer.
+        history: one dictionary per measurement and layer: `step`, `layer` and the metrics of that layer.
 
     Raises `ValueError` at the start of training when the model has no quantized layer.
     """
@@ -90,17 +88,9 @@ class ActivationErrorCallback(TrainerCallback):
     Metrics: those of [`ErrorCallback`] below `error/activations/`, of at most 1024 tokens of each layer. Padding does
     not count. Of experts, what enters them is measured.
 
-    Args:
-        model: the policy.
-        every: steps between measurements; also measured in the first step and in the last.
-        layers: number of layers, evenly spread over the model's.
-        record: called with a metric's name and value, normally the trainer's log.
-
-    Attributes:
-        history: one dictionary per measurement and layer: `step`, `layer` and the metrics of that layer.
-
-    Raises `ValueError` when the model has no layer that quantizes activations, and `RuntimeError` in training when none
-    of the chosen layers ran.
+    Arguments and `history` are those of [`ErrorCallback`], and the policy; measured in the first step, every few steps
+    and in the last. Raises `ValueError` when the model has no layer that quantizes activations, and `RuntimeError` in
+    training when none of the chosen layers ran.
     """
 
     def __init__(self, model: nn.Module, every: int, layers: int, record: Record):
@@ -113,8 +103,7 @@ class ActivationErrorCallback(TrainerCallback):
 
     def on_step_begin(self, args, state, control, **kwargs):
         step = state.global_step + 1
-        due = step == 1 or step % self.every == 0 or step == state.max_steps
-        self._step = step if due else None
+        self._step = step if step == 1 or step % self.every == 0 or step == state.max_steps else None
 
     @contextlib.contextmanager
     def observing(self, attention_mask: torch.Tensor) -> Iterator[None]:
@@ -215,14 +204,13 @@ class StepMovementCallback(TrainerCallback):
 
     Args:
         every: steps between measurements.
-        record: called with a metric's name and value; by default they are added to the next line of the log history and
-            reach the callbacks after this one.
+        record: called with a metric's name and value; by default they are added to the next line of the log history.
 
     Attributes:
         history: one dictionary per measurement: `step`, and by `total` and layer type the fields of a [`Movement`].
 
-    Raises `ValueError` when ``every`` is not positive, and at the start of training when no weight is trained whose
-    quantized values could move.
+    Raises `ValueError` when ``every`` is not positive, and at the start of training when no weight that is trained has
+    quantized values that could move.
     """
 
     def __init__(self, every: int = 50, record: Record | None = None):
@@ -295,15 +283,11 @@ def movable(model: nn.Module) -> list[WeightMatrix]:
     """Return at most 256 trained quantized matrices, evenly spread over the model's.
 
     Empty where nothing is trained. Layers whose weights have no values of their own between two steps (rotated, rounded
-    at random, or in full precision; see `weights_alone_unsupported_reason` of the config) are left out.
+    at random, or in full precision) are left out.
     """
-    matrices = [
-        (matrix.name, matrix)
-        for matrix in trainable_matrices(model)
-        if getattr(matrix.layer, matrix.parameter).requires_grad
-        and not matrix.layer.config.weights_alone_unsupported_reason
-    ]
-    return list(evenly_spread(matrices, _MATRICES).values())
+    found = [m for m in trainable_matrices(model) if not m.layer.config.weights_alone_unsupported_reason]
+    trained = [(m.name, m) for m in found if getattr(m.layer, m.parameter).requires_grad]
+    return list(evenly_spread(trained, _MATRICES).values())
 
 
 @torch.no_grad()
@@ -354,7 +338,7 @@ def _movements(matrices: list[WeightMatrix], before: list[torch.Tensor]) -> dict
 def _movement(sums: torch.Tensor) -> Movement | None:
     """What was counted; `None` where no master moved, or one is not finite."""
     along, length, squares, mixed, lengths, by_chance, n_changed, n_units, n_weights = sums.tolist()
-    if not length > 0 or not math.isfinite(along) or not math.isfinite(length):
+    if not (length > 0 and math.isfinite(along) and math.isfinite(length)):
         return None
     ratio = along / length
     # The variance of a ratio of sums over units, as in sampling by clusters.

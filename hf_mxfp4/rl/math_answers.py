@@ -49,20 +49,15 @@ def check_math_answer(answer: str) -> None:
 
 def is_boxed_correct(completion: str, answer: str) -> bool:
     """Return whether the content of the last ``\\boxed{...}`` of ``completion`` is mathematically equal to ``answer``
-    (LaTeX or plain text). A comparison that takes longer than 5 seconds counts as wrong.
-
-    Raises:
-        ModuleNotFoundError: math-verify is not installed.
-        ValueError: there is nothing to read in ``answer``.
-    """
+    (LaTeX or plain text). A comparison that takes longer than 5 seconds counts as wrong. Raises `ModuleNotFoundError`
+    without math-verify, and `ValueError` where there is nothing to read in ``answer``."""
     check_math_answer(answer)
     boxed = extract_boxed(completion)
     return boxed is not None and bool(_WORKER.ask(answer, f"\\boxed{{{boxed}}}", ANSWER_SECONDS))
 
 
 def is_math_correct(completion: str, answer: str) -> bool:
-    """Return whether the final answer of ``completion``, boxed or not, is mathematically equal to ``answer``. Limits
-    and errors as those of `is_boxed_correct`."""
+    """Return whether the final answer of ``completion``, boxed or not, equals ``answer``; as `is_boxed_correct`."""
     check_math_answer(answer)
     boxed = extract_boxed(completion)
     return bool(_WORKER.ask(answer, completion if boxed is None else f"\\boxed{{{boxed}}}", ANSWER_SECONDS))
@@ -94,10 +89,9 @@ class _Worker:
             with contextlib.suppress(BrokenPipeError):  # it has just ended, and so there is no reply
                 self._process.stdin.write(json.dumps([answer, text]).encode() + b"\n")
             reply = self._read(seconds)
-            if reply not in (b"0", b"1"):
+            if not reply:
                 self._stop()
-                return None
-            return reply == b"1"
+            return reply == b"1" if reply else None
 
     def _start(self) -> None:
         run = "import runpy, sys; runpy.run_path(sys.argv[1], run_name='__main__')"
@@ -113,7 +107,7 @@ class _Worker:
             raise RuntimeError("math-verify cannot be run; `python -c 'import math_verify'` says why")
 
     def _read(self, seconds: float) -> bytes:
-        """Return one byte; nothing when there is none in time, or when the process has ended."""
+        """One byte; nothing when there is none in time, or when the process has ended."""
         stream = self._process.stdout.fileno()
         return os.read(stream, 1) if select.select([stream], [], [], seconds)[0] else b""
 
@@ -126,12 +120,7 @@ class _Worker:
 _WORKER = _Worker()
 
 
-def _renew_worker() -> None:
-    global _WORKER
-    _WORKER = _Worker()
-
-
-os.register_at_fork(after_in_child=_renew_worker)
+os.register_at_fork(after_in_child=_WORKER.__init__)  # the process is the parent's
 
 
 def _serve() -> None:
@@ -141,13 +130,9 @@ def _serve() -> None:
     from math_verify import parse, verify
 
     def is_equal(answer: str, text: str | None) -> bool:
+        gold = parse(f"\\boxed{{{answer}}}", parsing_timeout=None)
         found = text is None or parse(text, parsing_timeout=None)
-        gold = read_gold(answer)
         return bool(gold and found and (text is None or verify(gold, found, timeout_seconds=None)))
-
-    @functools.lru_cache(maxsize=4096)
-    def read_gold(answer: str) -> list:
-        return parse(f"\\boxed{{{answer}}}", parsing_timeout=None)
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # it is the other process that is interrupted
     with contextlib.suppress(ImportError, ValueError, OSError):  # not on every system

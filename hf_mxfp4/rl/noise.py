@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Adaptive quantization noise (AQN): Gaussian noise on RMSNorm weights while the policy samples.
+"""Adaptive quantization noise (AQN): Gaussian noise on RMSNorm weights while the policy samples (QeRL, arXiv
+2510.11696, section 3.3; used for MXFP4 in arXiv 2605.20402).
 
-Noise ``Z`` on a norm's weight is multiplicative noise on the input channels of the linear layers behind it (QeRL, arXiv
-2510.11696, section 3.3; used for MXFP4 in arXiv 2605.20402). It is added in the norm's forward pass, in float32, or to
-the weights that vLLM is given for a rollout. No parameter is written, so there is nothing to restore, and bfloat16
-weights do not round small noise away.
+It is added in the norm's forward pass, in float32, or to the weights that vLLM is given for a rollout. No parameter is
+written, so there is nothing to restore, and bfloat16 weights do not round small noise away.
 """
 
 import contextlib
@@ -102,8 +101,8 @@ def _is_norm(name: str, module: nn.Module) -> bool:
 def _router_names(model: nn.Module) -> set[str]:
     """The plain names of the routers of ``model``, of other repositories' too, whose routers are plain layers."""
     known = tuple(f".{router}" for router in _ROUTER_NAMES)
-    by_name = {plain_name(name) for name, _ in model.named_modules() if plain_name(name).endswith(known)}
-    return by_name | {plain_name(name) for name in present_routers(model)}
+    names = {plain_name(name) for name, _ in model.named_modules()}
+    return {name for name in names if name.endswith(known)} | {plain_name(name) for name in present_routers(model)}
 
 
 def _nearest(router: str, owners: set[str]) -> str | None:
@@ -115,12 +114,12 @@ def _nearest(router: str, owners: set[str]) -> str | None:
 
 @dataclass(frozen=True)
 class NoiseReport:
-    """What noise did in one rollout: ``modules`` norms ran with it, and their weights, ``elements`` in number, deviated
-    from the clean ones with standard deviation ``measured_std``, where ``sigma`` was intended."""
+    """What noise did in one rollout: the weights of ``modules`` norms, ``elements`` in number, deviated from the clean
+    ones with standard deviation ``measured_std``, where ``sigma`` was intended."""
 
-    sigma: float
-    measured_std: float
-    modules: int
+    sigma: float = 0.0
+    measured_std: float = 0.0
+    modules: int = 0
     elements: int = 0
 
     @property
@@ -131,18 +130,11 @@ class NoiseReport:
 
 
 class NormNoise:
-    """Puts noise on the norms of one model, whose forward passes are replaced for a rollout; DDP and FSDP2 allow it.
+    """Puts noise on the norms of one model (``norms``, see [`find_norms`]), whose forward passes are replaced for a
+    rollout; DDP and FSDP2 allow it. What it did in the last rollout is its ``last_report``.
 
-    Args:
-        model: the policy, possibly wrapped by PEFT.
-        seed: base seed. Noise is a function of seed, step and module order, drawn on the CPU, so it is the same on
-            all ranks, and global random state is not touched.
-
-    Attributes:
-        norms: by name, see [`find_norms`].
-        last_report: of the last rollout.
-
-    Raises `ValueError` when the model has no norm to put noise on.
+    Noise is a function of seed, step and module order, drawn on the CPU, so it is the same on all ranks, and global
+    random state is not touched. Raises `ValueError` when the model has no norm to put noise on.
     """
 
     def __init__(self, model: nn.Module, seed: int):
@@ -161,23 +153,18 @@ class NormNoise:
 
     @contextlib.contextmanager
     def active(self, step: int, sigma: float) -> Iterator[None]:
-        """Noise at this step for as long as the context lasts, gone after it even when it ends by an exception.
-
-        Raises `RuntimeError` at the end when ``sigma > 0`` and no norm ran with noise: whatever generated did not use
-        these modules.
-        """
+        """Noise at this step within the context. Raises `RuntimeError` at the end when ``sigma > 0`` and no norm ran
+        with noise: whatever generated did not use these modules."""
         self.last_report = None
         if sigma == 0:
             yield
-            self.last_report = NoiseReport(0.0, 0.0, 0)
+            self.last_report = NoiseReport()
             return
-        noisy = [
-            _NoisyNorm(module, functools.partial(self.noise, index, step=step, sigma=sigma))
-            for index, module in enumerate(self.norms.values())
-        ]
+        noisy = []
         with contextlib.ExitStack() as stack:
-            for norm in noisy:
-                stack.enter_context(replaced_method(norm.module, "forward", norm.forward))
+            for index, module in enumerate(self.norms.values()):
+                noisy.append(_NoisyNorm(module, functools.partial(self.noise, index, step=step, sigma=sigma)))
+                stack.enter_context(replaced_method(module, "forward", noisy[-1].forward))
             yield
         ran = [norm for norm in noisy if norm.noise is not None]
         if not ran:
@@ -190,10 +177,10 @@ class NormNoise:
         self.last_report = NoiseReport(sigma, measured, len(ran), count)
 
     @contextlib.contextmanager
-    def pushed(self, step: int, sigma: float) -> Iterator[None]:
-        """One rollout by vLLM, to which weights are pushed within the context; they carry the noise, see
-        [`rollout_parameters`]. Raises `RuntimeError` at the end when none were pushed."""
-        self.last_report = NoiseReport(0.0, 0.0, 0) if sigma == 0 else None
+    def pushed(self, sigma: float) -> Iterator[None]:
+        """One rollout by vLLM, to which weights are pushed within the context, with the noise. Raises `RuntimeError` at
+        the end when none were pushed."""
+        self.last_report = NoiseReport() if sigma == 0 else None
         yield
         if self.last_report is None:
             raise RuntimeError("adaptive quantization noise did not reach vLLM: no weights were pushed")

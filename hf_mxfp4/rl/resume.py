@@ -149,23 +149,18 @@ class ExactResumeMixin:
         self._epochs_begun = math.floor(TrainerState.load_from_json(f"{checkpoint}/trainer_state.json").epoch or 0)
         file = _state_file(checkpoint, self.args.process_index)
         file = file if file.is_file() else _state_file(checkpoint, 0)
-        if not file.is_file():
-            get_logger().warning(
-                "%s was not written by a trainer with ExactResumeMixin, or holds the model alone (save_only_model): "
-                "what it lacks starts over, so that this run does not repeat one that was never stopped",
-                checkpoint,
-            )
-            return
-        device = "cpu" if self.args.device.type == "cpu" else self.args.device  # torch.load knows no "cpu:0"
-        state = torch.load(file, map_location=device, weights_only=True)
-        if state["world_size"] == self.args.world_size:
-            self._load_process_state(state)
-        else:
-            get_logger().warning(
-                "%s was written by %d processes and is resumed by %d: random states start over, so that this run does "
-                "not repeat one that was never stopped",
-                checkpoint, state["world_size"], self.args.world_size,
-            )  # fmt: skip
+        reason = "was not written by a trainer with ExactResumeMixin, or holds the model alone (save_only_model)"
+        if file.is_file():
+            device = "cpu" if self.args.device.type == "cpu" else self.args.device  # torch.load knows no "cpu:0"
+            state = torch.load(file, map_location=device, weights_only=True)
+            if state["world_size"] == self.args.world_size:
+                self._load_process_state(state)
+                return
+            reason = f"was written by {state['world_size']} processes and is resumed by {self.args.world_size}"
+        get_logger().warning(
+            "%s %s: what it lacks, or random states, start over, so that this run does not repeat one that was never "
+            "stopped", checkpoint, reason,
+        )  # fmt: skip
 
     def _load_process_state(self, state: dict[str, Any]) -> None:
         """Restore what [`_process_state`] returned, in a process of the same rank."""
@@ -208,7 +203,7 @@ def _not_finite(model: nn.Module, gradients: bool = False) -> str | None:
 
 def _replace_by_masters(model: nn.Module, state_dict: dict[str, torch.Tensor]) -> None:
     """Put the float32 weights that DeepSpeed's optimizer updates in the place of their 16-bit copies in ``state_dict``,
-    which is filled on the process that writes it alone. To be called by all processes."""
+    which only the process that writes it has. Collective."""
     from deepspeed.utils import safe_get_full_fp32_param
 
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -254,8 +249,8 @@ class CheckpointOnExit(TrainerCallback):
     """Saves the last finished optimizer step when training ends early, with the random states and rollouts of its end,
     and stops an update that is not finite.
 
-    To this end it remembers these before each step, and holds back SIGTERM and Ctrl-C while the optimizer updates
-    weights and the callbacks of the end of its step run.
+    It remembers these before each step, and holds back SIGTERM and Ctrl-C while the optimizer updates weights and the
+    callbacks of the end of its step run.
     """
 
     def __init__(self, trainer: Trainer):
@@ -351,29 +346,36 @@ class CheckpointOnExit(TrainerCallback):
         if reason is not None:
             logger.error("%s%s", what, reason)
             return
-        step, output_dir = trainer.state.global_step, trainer.args.output_dir
+        step = trainer.state.global_step
         folder = Path(trainer._get_output_dir(trial=None)) / f"checkpoint-{step}"
         try:
             if why_incomplete(folder) is not None:
                 self._rewind(step)
                 trainer._save_checkpoint(trainer.model, trial=None)
         except Exception as failure:
-            newest = _newest_checkpoint(output_dir)
-            logger.error("%s; saving failed too: %s: %s; %s", what, type(failure).__name__, failure, newest)
+            kind = type(failure).__name__
+            logger.error("%s; saving failed too: %s: %s; %s", what, kind, failure, self._newest_checkpoint())
         else:
             logger.error("%s; saved as %s, resume with resume_from_checkpoint", what, folder)
 
     def _why_unsaved(self) -> str | None:
-        step, output_dir = self.trainer.state.global_step, self.trainer.args.output_dir
+        step = self.trainer.state.global_step
         if not self._has_begun or step == 0:
             return "; nothing was trained yet, so nothing was saved"
+        reason = None
         if self.trainer.accelerator.num_processes > 1:
             # Sharded weights are gathered by all ranks together, and the others may not be here.
-            return f"; not saved, since other processes may still be training; {_newest_checkpoint(output_dir)}"
-        if self._update == step:  # a step is counted after its update
-            newest = _newest_checkpoint(output_dir)
-            return f", in the middle of an update; not saved, since the weights are half-updated; {newest}"
-        return None
+            reason = "; not saved, since other processes may still be training"
+        elif self._update == step:  # a step is counted after its update
+            reason = ", in the middle of an update; not saved, since the weights are half-updated"
+        return reason and f"{reason}; {self._newest_checkpoint()}"
+
+    def _newest_checkpoint(self) -> str:
+        """Which checkpoint can be resumed from, in words."""
+        path = last_complete_checkpoint(self.trainer.args.output_dir)
+        if path is None:
+            return f"there is no whole checkpoint in {self.trainer.args.output_dir}"
+        return f"the newest whole checkpoint is {path}, resume with resume_from_checkpoint"
 
     def _rewind(self, step: int) -> None:
         """Put random states, rollouts and logs back to the end of step ``step``, if the next one has begun."""
@@ -388,11 +390,3 @@ class CheckpointOnExit(TrainerCallback):
                 trainer.log({})
             except Exception as failure:
                 get_logger().error("logging it failed too: %s: %s", type(failure).__name__, failure)
-
-
-def _newest_checkpoint(output_dir: str) -> str:
-    """Which checkpoint of a run can be resumed from, in words."""
-    path = last_complete_checkpoint(output_dir)
-    if path is None:
-        return f"there is no whole checkpoint in {output_dir}"
-    return f"the newest whole checkpoint is {path}, resume with resume_from_checkpoint"

@@ -21,7 +21,7 @@ from transformers import GenerationMixin, LogitsProcessor
 
 from .._logging import get_logger
 from ..backends import widest_float
-from ..utils import evaluation_mode, replaced_method
+from ..utils import replaced_method
 
 
 #: As in TRL's `vllm_importance_sampling_mode`: a weight per token, or one per sequence, the product of its tokens'
@@ -44,17 +44,6 @@ _FEW = 0.3
 
 
 # ---- generation ---------------------------------------------------------------------------------------------------
-
-
-@contextlib.contextmanager
-def sampling(model: nn.Module, accelerator: Accelerator) -> Iterator[None]:
-    """Generate in the dtype of training and without dropout within this context, which restores each module's mode.
-
-    accelerate puts autocast on the forward pass of what TRL trains. For adapters that is PEFT's, which `generate` goes
-    past; and TRL samples in training mode, in which dropout would draw another policy for each token.
-    """
-    with evaluation_mode(model), accelerator.autocast():
-        yield
 
 
 class SampledLogProbs(LogitsProcessor):
@@ -158,11 +147,6 @@ class RolloutCorrection:
     Both need the log-probabilities of the sampled tokens under the policy as it is when training on them begins. Where
     TRL does not compute those (rollouts and updates are aligned), the training step itself does. The weights multiply
     the advantages, of which TRL's losses take one per token as well; VESPO takes them as they are.
-
-    Args:
-        args: an [`MXFP4GRPOConfig`].
-        accelerator: knows when an optimizer step ends, and gathers its measures.
-        record: called with a metric's name and value.
     """
 
     def __init__(self, args: Any, accelerator: Accelerator, record: Callable[[str, float], None]):
@@ -178,8 +162,8 @@ class RolloutCorrection:
 
     @contextlib.contextmanager
     def weighting(self, inputs: dict[str, Any], step: int) -> Iterator[dict[str, Any]]:
-        """Gives the training batch to compute the loss of within this context: its advantages are weighted already, or
-        not there before [`take_log_probs`] was called, so that a loss that reads them earlier fails."""
+        """Give the training batch to compute the loss of: its advantages are weighted already, or not there before
+        [`take_log_probs`] was called, so that a loss that reads them earlier fails."""
         if _SAMPLED not in inputs:
             yield inputs
             return
@@ -273,11 +257,8 @@ class MismatchSums:
         self._extremes = extremes if self._extremes is None else torch.maximum(self._extremes, extremes)
 
     def measures(self, gather: Callable[[torch.Tensor], torch.Tensor]) -> dict[str, float]:
-        """Metrics under the names that they are logged by; empty when no process had a token.
-
-        Args:
-            gather: concatenates a tensor's first axis over processes, as `Accelerator.gather` does.
-        """
+        """Return metrics under the names that they are logged by; empty when no process had a token. ``gather``
+        concatenates a tensor's first axis over processes, as `Accelerator.gather` does."""
         rows = gather(torch.cat([self._sums, self._extremes]).unsqueeze(0))
         sums = rows[:, : len(self._sums)].sum(dim=0).tolist()
         smallest, largest, difference = rows[:, len(self._sums) :].amax(dim=0).tolist()

@@ -11,7 +11,6 @@ import torch
 from accelerate import Accelerator
 from torch import nn
 
-from .._logging import get_logger
 from ..moe import UNRECORDED, ChoiceRecorder, ReplayReport, RouterReplayError, find_routers, replayed_choices
 from ..utils import replaced_method
 from .vllm_engine import EXPERTS_OPTION
@@ -26,17 +25,14 @@ class RouterReplay:
     """Records the experts of each rollout and replays them where the policy scores or trains on it (`router_replay`).
 
     Metrics of each batch that is trained on: `router_replay/coverage` and `router_replay/changed`, see
-    [`ReplayReport`].
+    [`ReplayReport`]. Raises `ValueError` when the model has no router.
 
     Args:
         model: the policy.
         accelerator: averages the metrics over processes.
         record: called with a metric's name and value.
         llm: the colocated vLLM that samples; `None` for `generate`.
-        is_scored_by_trl: whether TRL compares each rollout with what trains, and to this end computes log-probabilities
-            before anything else does.
-
-    Raises `ValueError` when the model has no router.
+        is_scored_by_trl: whether TRL computes log-probabilities of each rollout before anything else does.
     """
 
     def __init__(
@@ -52,11 +48,9 @@ class RouterReplay:
         self._recorder = ChoiceRecorder(model, self.routers) if llm is None else ServedChoices(llm, self.routers)
         self._rows: list[torch.Tensor] | None = None
         self.is_scored_by_trl, self._is_scored_next = is_scored_by_trl, False
-        source = "generate" if llm is None else "vLLM"
-        get_logger().info("router replay: %d routers, recorded in %s", len(self.routers), source)
 
     def recording(self) -> contextlib.AbstractContextManager[None]:
-        """Record the experts of what is generated within the context."""
+        """Record the experts of what is generated within."""
         self._rows = None
         return self._recorder.recording()
 
@@ -137,13 +131,7 @@ def routed_tokens(prompt_mask: torch.Tensor, completion_mask: torch.Tensor) -> t
 
 class ServedChoices:
     """Records the experts of what TRL's colocated vLLM generates, as [`ChoiceRecorder`] does those of `generate`.
-
-    Args:
-        llm: TRL's, made within [`vllm_in_scheme`].
-        routers: of the policy, of [`find_routers`]. Their order is that of the layer axis of what is recorded.
-
-    Raises `ValueError` when the layers of the routers cannot be told from their names.
-    """
+    Raises `ValueError` when the layers of the routers cannot be told from their names."""
 
     def __init__(self, llm: Any, routers: Mapping[str, nn.Module]):
         self._llm, self.routers = llm, routers

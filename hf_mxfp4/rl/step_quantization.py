@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """One quantization of each weight per optimizer step, for its rollouts, log-probabilities and passes; and their count.
 
-A Trainer's optimizer steps after the last micro-batch, outside of `training_step`, in which rollouts are sampled too;
-checkpoints are loaded, callbacks called and evaluations run there as well. So quantizations are kept in `training_step`
-alone: from that of the first micro-batch to the end of that of the last one.
+A Trainer's optimizer steps, loads checkpoints, calls callbacks and evaluates outside of `training_step`. So
+quantizations are kept from the first `training_step` of an optimizer step to the end of the last one alone.
 """
 
 import contextlib
@@ -24,13 +23,7 @@ class StepQuantization:
     rollouts included; `quantization/dgrad_weights_per_step`, those of schemes whose Dgrad takes another. Each matrix
     of experts counts. Not counted: evaluation, what callbacks measure, and codes that are pushed to vLLM.
 
-    Args:
-        model: the policy.
-        reference: the policy that it is held to; `None` without one of its own.
-        args: of the trainer.
-        accelerator: knows which micro-batch is the last one before the optimizer steps, and whether weights are sharded
-            over processes, so that none is kept beyond a rollout.
-        record: called with a metric's name and value.
+    The accelerator knows the last micro-batch of a step, and whether weights are sharded, so that none is kept.
     """
 
     def __init__(

@@ -38,6 +38,7 @@ from .._logging import get_logger
 from ..checkpoint import decoration
 from ..files import replace_file
 from ..layers import QUANTIZED, TRAINABLE, cached_weights
+from ..utils import evaluation_mode
 from .callbacks import EntropyCallback, RunLogCallback, run_facts
 from .checks import check_adapter, check_arguments, check_policy, check_reference, check_tokens, count_quantized
 from .config import MXFP4GRPOConfig
@@ -45,7 +46,7 @@ from .errors import LAYERS, ActivationErrorCallback, ErrorCallback, StepMovement
 from .noise import NormNoise
 from .resume import CheckpointOnExit, ExactResumeMixin, keep_random_states
 from .rewards import guard_reward
-from .rollout import RolloutCorrection, recorded_log_probs, sampling
+from .rollout import RolloutCorrection, recorded_log_probs
 from .router_replay import BATCH_KEY, RouterReplay
 from .step_quantization import StepQuantization
 from .vllm import VLLMPolicy
@@ -63,16 +64,14 @@ class MXFP4GRPOTrainer(ExactResumeMixin, GRPOTrainer):
 
     Attributes:
         n_quantized: weight matrices of the policy that are in MXFP4.
-        noise: on norms, in rollouts.
-        routing: records and replays experts, under `router_replay`.
-        vllm_policy: what vLLM is given.
+        noise, routing, vllm_policy: noise on norms, replay of experts, and what vLLM is given; `None` without.
         entropy_callback, error_callback, activation_callback, movement_callback: what watches.
         run_log: writes `run_log.jsonl`.
 
     Raises:
         ValueError: the model has no MXFP4 layer (unless `allow_full_precision`), a dataset is empty, the model has no
-            norm for the noise, an option would damage the master weights, `peft_config` names a target that the model
-            has not, or a trained adapter would be replaced or stay frozen.
+            norm for the noise, `peft_config` names a target that the model has not, or a trained adapter would be
+            replaced or stay frozen.
         TypeError: `args` is another config, or `quantization_config` is the name of a scheme.
     """
 
@@ -111,12 +110,11 @@ class MXFP4GRPOTrainer(ExactResumeMixin, GRPOTrainer):
             self._punish_long_completions(args)
         self._make_components(args)
         self._add_callbacks(args)
+        n_norms, mode = len(self.noise.norms) if self.noise is not None else 0, args.rollout_correction_mode
         get_logger().info(
             "MXFP4GRPOTrainer: n_quantized=%d, noise on %d norms, rollout correction %s",
-            self.n_quantized,
-            len(self.noise.norms) if self.noise is not None else 0,
-            args.rollout_correction_mode if args.rollout_correction else "off",
-        )
+            self.n_quantized, n_norms, mode if args.rollout_correction else "off",
+        )  # fmt: skip
 
     def _make_components(self, args: MXFP4GRPOConfig) -> None:
         """Make what a training step consists of, as the module says."""
@@ -163,8 +161,7 @@ class MXFP4GRPOTrainer(ExactResumeMixin, GRPOTrainer):
         layer = next((module for module in self.model.modules() if isinstance(module, QUANTIZED)), None)
         if not args.error_every or layer is None:
             return None, None
-        reason = layer.config.weights_alone_unsupported_reason
-        if reason:
+        if reason := layer.config.weights_alone_unsupported_reason:
             get_logger().warning("no error components are measured: %s", reason)
             return None, None
         errors = activations = None
@@ -232,7 +229,7 @@ class MXFP4GRPOTrainer(ExactResumeMixin, GRPOTrainer):
             self._last_loaded_step = -1
         noise = contextlib.nullcontext()
         if is_noisy:
-            noise = self.noise.pushed(step, sigma) if self.use_vllm else self.noise.active(step, sigma)
+            noise = self.noise.pushed(sigma) if self.use_vllm else self.noise.active(step, sigma)
         with self._weight_copies(), noise:
             yield
         if is_noisy:
@@ -266,7 +263,9 @@ class MXFP4GRPOTrainer(ExactResumeMixin, GRPOTrainer):
         if self.use_vllm:
             # Weights that are merged for it are to be summed in their own dtype.
             return super()._generate_single_turn(prompt_ids, *args, **kwargs)
-        with recorded_log_probs(self.model) as recorder, sampling(self.model, self.accelerator):
+        # accelerate puts autocast on the forward pass of what TRL trains, which for adapters `generate` goes past; and
+        # in training mode dropout would draw another policy for each token.
+        with recorded_log_probs(self.model) as recorder, evaluation_mode(self.model), self.accelerator.autocast():
             completions, log_probs = super()._generate_single_turn(prompt_ids, *args, **kwargs)
         return completions, recorder.rows(completions) if self.model.training else log_probs
 

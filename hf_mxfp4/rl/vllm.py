@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Weights on their way to vLLM: what the policy computes with, not what it stores.
 
-TRL pushes raw parameters. For a trained quantized policy these are the master weights, and hooks on the policy's norms
-do not reach vLLM's; so quantized layers send ``Q(W)`` and norms send their noisy weights. A vLLM that keeps weights in
-4 bits is sent those codes and scales, and the factors of adapters beside them ([`adapter_factors`]). Elsewhere adapters
-are not merged into master weights, as TRL would do: ``Q(W) + delta`` is sent, which is what the policy computes with,
-of trainable layers ([`adapter_sums`]) and of packed ones ([`policy_parameters`]).
+TRL pushes raw parameters, which for a trained quantized policy are the master weights. Here quantized layers send
+``Q(W)``, and norms their noisy weights. A vLLM that keeps weights in 4 bits is sent codes and scales, and the factors
+of adapters beside them ([`adapter_factors`]); others ``Q(W) + delta``, which is what the policy computes with, of
+trainable layers ([`adapter_sums`]) and of packed ones ([`policy_parameters`]).
 """
 
 import math
@@ -16,7 +15,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from .._logging import get_logger
 from ..backends import widest_float
 from ..integrations.peft import (
     adapted_parameters,
@@ -28,7 +26,7 @@ from ..integrations.peft import (
 )
 from ..layers import trainable_matrices
 from .noise import NoiseReport, NormNoise, plain_name
-from .vllm_engine import VLLMEngine, check_forward, explain_server_errors, log_how_to_serve
+from .vllm_engine import VLLMEngine, check_forward, explain_server_errors
 
 
 #: ``(name, weight)`` pairs.
@@ -40,13 +38,11 @@ _WRAPPERS = ("base_model.model.", "base_layer.", "_checkpoint_wrapped_module.", 
 class VLLMPolicy:
     """The policy as vLLM is to sample from it, whenever TRL's `VLLMGeneration` pushes weights.
 
-    TRL makes that object itself, and walks over the parameters wherever it pushes: that walk is replaced, for good. It
-    leaves out what a colocated vLLM that does not sleep has already: frozen weights, since they were pushed.
+    TRL's walk over the parameters is replaced, for good. It leaves out what a colocated vLLM that does not sleep has
+    already: frozen weights, since they were pushed.
 
     Args:
         generation: TRL's object.
-        model: the policy.
-        args: an [`MXFP4GRPOConfig`].
         noise: what goes on the weights; `None` without.
         rollout: gives the step and the standard deviation of its noise, now.
         record: called with a metric's name and value.
@@ -76,8 +72,6 @@ class VLLMPolicy:
         self.engine.check(model)
         check_forward(model)
         self._is_server = getattr(generation, "mode", None) == "server"
-        if self._is_server and self.engine.scheme is None:
-            log_how_to_serve(model, args)
         if self._is_server and getattr(generation, "vllm_client", None) is not None:  # in the main process
             explain_server_errors(generation.vllm_client)
         if is_trainable_with_adapters(model):
@@ -124,10 +118,6 @@ class VLLMPolicy:
             self.has_noise = sigma > 0
             self.n_syncs += 1
             self._record("vllm/sync_bytes", n_bytes)
-            if self.n_syncs <= 2:
-                get_logger().info(
-                    "push %d of weights to vLLM: %.4g MiB in %d tensors", self.n_syncs, n_bytes / 2**20, n_tensors
-                )
 
     def _of_policy(self) -> tuple[Parameters, set[str], dict, dict]:
         """The parameters to push, those of them that have adapters in them already, what adapters add to others, and
@@ -162,12 +152,8 @@ def _without_merging(walk: Callable[[], Parameters], model: nn.Module) -> Parame
 
 
 class PushedWeights:
-    """Frozen parameters of the policy that vLLM has as they are now, since they were pushed. One that was replaced, or
-    written in place, is another one.
-
-    Attributes:
-        left_out: names of what need not be pushed in the walk over the parameters that has begun.
-    """
+    """Frozen parameters of the policy that vLLM has as they are now, since they were pushed; one that was replaced, or
+    written in place, is another one. ``left_out`` need not be pushed in the walk that has begun."""
 
     def __init__(self, model: nn.Module):
         self._model = model
@@ -230,8 +216,7 @@ def rollout_parameters(
     Args:
         deltas: what adapters add to parameters, see [`adapter_sums`]; added in float32, after quantization.
         dtype: in which vLLM keeps weights; by default that of each.
-        factors: of adapters that vLLM keeps apart, by layer, see [`adapter_factors`]; they follow the weight of the
-            layer as ``<layer>.lora_A.weight`` and ``<layer>.lora_B.weight``.
+        factors: of adapters that vLLM keeps apart, by layer, see [`adapter_factors`]; they follow the layer's weight.
         packs: quantized weights without noise or ``deltas`` are codes and scales, by the names of packed checkpoints.
         pushed: what vLLM has, and what is left out therefore; it is told what is pushed.
         merged: the names of ``named`` that have adapters in them, which ``pushed`` does not see.
@@ -243,8 +228,8 @@ def rollout_parameters(
     check_forward(model)
     quantized = {plain_name(matrix.full_name): matrix for matrix in trainable_matrices(model)}
     deltas, factors = dict(deltas or {}), dict(factors or {})
-    norms = noise.norms if noise is not None and sigma > 0 else ()
-    norms = {plain_name(name): index for index, name in enumerate(norms)}
+    noisy_norms = noise.norms if noise is not None and sigma > 0 else ()
+    norms = {plain_name(name): index for index, name in enumerate(noisy_norms)}
     left_out = set() if pushed is None else pushed.left_out
     n_quantized = n_noisy = n_elements = 0
     energy = 0.0
@@ -265,7 +250,8 @@ def rollout_parameters(
             if has_noise:
                 n_noisy += 1
                 noisy = (adapted.float() + noise.noise(norms[owner], adapted, step, sigma)).to(adapted.dtype)
-                energy += _energy(noisy, adapted, dtype or adapted.dtype)
+                rounded = [each.to(dtype or adapted.dtype).to(widest_float(each.device)) for each in (noisy, adapted)]
+                energy += float((rounded[0] - rounded[1]).square().sum())
                 n_elements += tensor.numel()
                 yield name, noisy
             else:
@@ -284,9 +270,3 @@ def rollout_parameters(
         raise RuntimeError("adaptive quantization noise reached none of the weights pushed to vLLM")
     if norms:
         noise.last_report = NoiseReport(sigma, math.sqrt(energy / n_elements), n_noisy, n_elements)
-
-
-def _energy(noisy: torch.Tensor, clean: torch.Tensor, dtype: torch.dtype) -> float:
-    """Sum of squared differences of two tensors, each rounded to a dtype."""
-    exact = widest_float(clean.device)
-    return float((noisy.to(dtype).to(exact) - clean.to(dtype).to(exact)).square().sum())

@@ -2,14 +2,12 @@
 """The vLLM that samples: how TRL's colocated one is started in the scheme of the policy, what it computes with, and
 errors of a server.
 
-TRL gives vLLM the name of the checkpoint and nothing of how the policy was quantized, so that the checkpoint of a QAT
-policy, which is in full precision, would be sampled from in full precision. The scheme is given as vLLM's
-`hf_overrides`: nothing is written, and vLLM reads and caches what it would have.
+TRL gives vLLM the name of the checkpoint alone, and that of a QAT policy is in full precision. The scheme is given as
+vLLM's `hf_overrides`.
 """
 
 import contextlib
 import json
-import shlex
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
@@ -45,16 +43,12 @@ class VLLMServerError(RuntimeError):
 @contextlib.contextmanager
 def vllm_in_scheme(args: Any) -> Iterator[None]:
     """Have TRL, within this context, make a colocated vLLM that computes as the policy does, where the plugin can, and
-    that returns the experts it chooses, if `router_replay` needs it to. The log says why where it cannot.
-
-    Raises `ValueError` for a vLLM that cannot return experts, and `RuntimeError` where TRL makes none.
-    """
+    that returns the experts it chooses, if `router_replay` needs it to. The log says why where it cannot. Raises
+    `RuntimeError` where TRL makes none."""
     make = getattr(vllm_generation, "LLM", None)
     if not args.use_vllm or args.vllm_mode != "colocate" or make is None:  # without vLLM TRL says so
         yield
         return
-    if args.router_replay:
-        _check_returns_experts()
     init, made = vllm_generation.VLLMGeneration._init_vllm, []
 
     def start(generation: Any) -> None:
@@ -71,17 +65,6 @@ def vllm_in_scheme(args: Any) -> Iterator[None]:
         yield
     if not made:
         raise RuntimeError("TRL starts vLLM in another way than this version of hf-mxfp4 knows")
-
-
-def _check_returns_experts() -> None:
-    import vllm
-    from vllm.engine.arg_utils import EngineArgs
-
-    if not hasattr(EngineArgs, EXPERTS_OPTION):
-        raise ValueError(
-            f"router_replay=True with use_vllm=True needs {EXPERTS_OPTION} of vLLM, which version {vllm.__version__} "
-            "has not (0.32 has): use another version, or router_replay=False"
-        )
 
 
 def _options(model: nn.Module, args: Any) -> dict[str, Any]:
@@ -107,12 +90,13 @@ def quantization_config(model: nn.Module, args: Any) -> tuple[dict[str, Any] | N
     if args.vllm_weights == "checkpoint":
         return None, "vllm_weights='checkpoint'"
     name = getattr(model, "name_or_path", "")
-    stored = stored_config(name)
+    stored = _stored_config(name)
     reason = _unsupported_reason(model, name, stored, args)
     if reason:
         return None, reason
-    dense_reason = "vllm_weights='dense'" if args.vllm_weights == "dense" else None
-    dense_reason = dense_reason or _needs_dense(model) or _slow_experts(model)
+    dense_reason = (
+        "vllm_weights='dense'" if args.vllm_weights == "dense" else needs_dense(model) or _slow_experts(model)
+    )
     settings = EngineSettings("dense") if dense_reason else EngineSettings("packed", adapter_rank(model))
     mode = (stored.get("quantization_config") or {}).get("mode", "qat")
     # What is left out is about gradients alone.
@@ -151,23 +135,9 @@ def _slow_experts(model: nn.Module) -> str | None:
     return None
 
 
-def _needs_dense(model: nn.Module) -> str | None:
-    """Why the weights that the policy samples with are not those of 4 bits; `None` where they are."""
+def needs_dense(model: nn.Module) -> str | None:
+    """Return why the weights that the policy samples with are not those of 4 bits; `None` where they are."""
     return "adapters on experts are added to them" if has_inseparable_adapters(model) else None
-
-
-def log_how_to_serve(model: nn.Module, args: Any) -> None:
-    """Log the command of a server that computes as the policy does, for users whose server does not."""
-    config, words = quantization_config(model, args)
-    if config is None:
-        get_logger().info("the vLLM server cannot be started in the scheme of the policy: %s", words)
-        return
-    overrides = json.dumps({"quantization_config": config})
-    get_logger().info(
-        "the vLLM server keeps weights in 16 bits. One in the scheme of the policy, %s, is started by %s",
-        words,
-        shlex.join(["vllm", "serve", model.name_or_path, "--host", "127.0.0.1", "--hf-overrides", overrides]),
-    )
 
 
 def check_forward(model: nn.Module) -> None:
@@ -184,21 +154,13 @@ def check_forward(model: nn.Module) -> None:
 
 @dataclass(frozen=True)
 class VLLMEngine:
-    """What is known of the vLLM that samples.
+    """What is known of the vLLM that samples."""
 
-    Attributes:
-        dtype: of its weights.
-        inputs: the scheme that its layers quantize their inputs by; `None` for full precision.
-        is_assumed: whether some of that is read off the checkpoint that it was started on, since it does not say.
-        scheme: of its quantized layers; `None` where it has none of ours, or does not say which.
-        settings: how it keeps their weights; `None` without a scheme.
-    """
-
-    dtype: torch.dtype
-    inputs: Any
-    is_assumed: bool
-    scheme: MXFP4RLConfig | None = None
-    settings: EngineSettings | None = None
+    dtype: torch.dtype  # of its weights
+    inputs: Any  # the scheme that its layers quantize their inputs by; `None` for full precision
+    is_assumed: bool  # some of that is read off the checkpoint that it was started on, since it does not say
+    scheme: MXFP4RLConfig | None = None  # of its layers; `None` where it is none of ours, or it does not say which
+    settings: EngineSettings | None = None  # how it keeps their weights; `None` without a scheme
 
     @classmethod
     def of(cls, generation: Any) -> "VLLMEngine":
@@ -216,7 +178,7 @@ class VLLMEngine:
     @classmethod
     def _of_server(cls, generation: Any) -> "VLLMEngine":
         answer = _server_answer(generation)
-        stored = stored_config(answer.get("model") or getattr(getattr(generation, "model", None), "name_or_path", ""))
+        stored = _stored_config(answer.get("model") or getattr(getattr(generation, "model", None), "name_or_path", ""))
         overrides = answer.get("hf_overrides")  # of a server that was given another scheme than its checkpoint has
         stored = {**stored, **(overrides if isinstance(overrides, dict) else {})}
         scheme = stored.get("quantization_config") or {}
@@ -244,18 +206,17 @@ class VLLMEngine:
         """Raise `ValueError` where vLLM keeps weights in a form that the policy's cannot be pushed into."""
         if not self.is_packed:
             return
-        what = self._differs_from(model) or _needs_dense(model)
+        rank, what = adapter_rank(model), self._differs_from(model) or needs_dense(model)
+        settings: dict[str, Any] = {"weights": "dense"}
+        if not what and rank > self.settings.adapter_rank:
+            what = (
+                f"has room for adapters of rank {self.settings.adapter_rank}, and those of the policy have rank {rank}"
+            )
+            settings = {"adapter_rank": rank}
         if what:
             raise ValueError(
                 f"vLLM keeps weights in 4 bits, and {what}: start it in the scheme of the policy, with "
-                f'{{"{SETTINGS_KEY}": {{"weights": "dense"}}}} inside of quantization_config (docs/vllm.md)'
-            )
-        rank = adapter_rank(model)
-        if rank > self.settings.adapter_rank:
-            raise ValueError(
-                f"vLLM has room for adapters of rank {self.settings.adapter_rank} beside 4-bit weights, and those of "
-                f'the policy have rank {rank}: start it with {{"{SETTINGS_KEY}": {{"adapter_rank": {rank}}}}} inside '
-                "of quantization_config (docs/vllm.md)"
+                f"{json.dumps({SETTINGS_KEY: settings})} inside of quantization_config (docs/vllm.md)"
             )
 
     def _differs_from(self, model: nn.Module) -> str | None:
@@ -274,17 +235,16 @@ class VLLMEngine:
     def describe(self, model: nn.Module, args: Any) -> None:
         """Log what vLLM samples with, and warn where it is something else than the policy trains with."""
         source = "assumed from its checkpoint, as dtype='auto' does" if self.is_assumed else "as it says"
-        name = str(self.dtype).removeprefix("torch.")
-        form = f"quantized weights in 4 bits, others in {name}" if self.is_packed else f"weights in {name}"
-        get_logger().info("vLLM keeps %s (%s)", form, source)
+        form = "quantized weights in 4 bits, others in" if self.is_packed else "weights in"
+        get_logger().info("vLLM keeps %s %s (%s)", form, str(self.dtype).removeprefix("torch."), source)
         if not self.quantizes_as(model):
             trained = " and ".join(sorted({str(layer.config.activation_scheme) for layer in _quantized(model)}))
+            remedy = "nothing corrects the difference, since rollout_correction is off"
+            if args.rollout_correction:
+                remedy = f"importance weights ({args.rollout_correction_mode}) account for the difference"
             get_logger().warning(
                 "vLLM samples with activations in %s (%s) and the policy trains with %s; %s",
-                self.inputs or "full precision", source, trained,
-                f"importance weights ({args.rollout_correction_mode}) account for the difference"
-                if args.rollout_correction
-                else "nothing corrects the difference, since rollout_correction is off",
+                self.inputs or "full precision", source, trained, remedy,
             )  # fmt: skip
 
 
@@ -312,8 +272,8 @@ def _dtype(name: Any) -> torch.dtype | None:
     return found if isinstance(found, torch.dtype) else None
 
 
-def stored_config(name: str) -> dict[str, Any]:
-    """Return `config.json` of a checkpoint that is here already; empty without one."""
+def _stored_config(name: str) -> dict[str, Any]:
+    """The `config.json` of a checkpoint that is here already; empty without one."""
     try:
         return PreTrainedConfig.get_config_dict(name, local_files_only=True)[0] if name else {}
     except (OSError, ValueError):

@@ -12,32 +12,26 @@ import torch
 import yaml
 
 from hf_mxfp4.utils import unknown_key_message
+from recipes.common.checkpoints import put_over
 from recipes.common.options import names
-from recipes.common.schemes import put_over
-from recipes.common.terminal import tell
+from recipes.common.reporting import tell
+from recipes.evaluation.policy import folder_digest
 from recipes.post_training.arguments import GROUPS, REMOVED, Options, make_options
-from recipes.tasks.tiny_model import TINY_MODELS
 
 
-#: Options of `grpo.py` that the grid sets itself.
-MANAGED = (
-    "evaluate_before model_name_or_path output_dir overwrite reload_check resume_from_checkpoint save_policy seed"
-).split()
-#: Of those, the ones that a run's result does not depend on.
+#: Options of `grpo.py` that the grid sets itself: those that a run's result does not depend on, and others.
 _WITHOUT_EFFECT = ("evaluate_before", "output_dir", "overwrite", "model_name_or_path")
+MANAGED = (*_WITHOUT_EFFECT, "reload_check", "resume_from_checkpoint", "save_policy", "seed")
 _GRID_KEYS = "name output_dir seeds launcher reference naive task evaluation train base cells extra_cells label".split()
-_CELL_KEYS = ("label", "options", "paper", "naive")
+_NEEDED = ("seeds", "task", "train", "cells", "base", "output_dir")
 _BASE_KEYS = ("model_name_or_path", "architecture", "sizes", "pretraining", "seed", "attn_implementation")
+_CELL_KEYS = ("label", "options", "paper", "naive")
 
 
 @dataclass(frozen=True)
 class Cell:
-    """A row of the table: what differs from the options that all cells share.
-
-    Attributes:
-        paper: accuracies that the paper states, in percent, by its model.
-        naive: the cell whose distance from the reference this one may recover.
-    """
+    """A row of the table: what differs from the options that all cells share, the accuracies that the ``paper`` states
+    in percent by its model, and the ``naive`` cell whose distance from the reference this one may recover."""
 
     name: str
     label: str
@@ -48,30 +42,19 @@ class Cell:
 
 @dataclass(frozen=True)
 class Grid:
-    """A parsed grid.
-
-    Attributes:
-        label: of the model, in tables.
-        reference: the cell that all are compared with.
-        base: a checkpoint (``model_name_or_path``), or how a small model is pretrained.
-        shared: the options that the cells have in common.
-        launcher: words before `grpo.py`.
-    """
+    """A parsed grid: ``label`` names the model in tables, all cells are compared with ``reference``, every run begins
+    from the checkpoint ``start``, the cells have the options ``shared`` in common, and ``launcher`` is the words before
+    `grpo.py`."""
 
     name: str
     label: str
     output: Path
     seeds: Sequence[int]
     reference: str
-    base: Mapping[str, Any]
+    start: str
     shared: Mapping[str, Any]
     launcher: Sequence[str]
     cells: Sequence[Cell]
-
-    @property
-    def start(self) -> str:
-        """The checkpoint that every run starts from."""
-        return self.base.get("model_name_or_path") or str(self.output / "base")
 
     @property
     def runs(self) -> Iterator[Run]:
@@ -121,8 +104,11 @@ class Run:
             "overwrite": True,
         }
 
-    def settings(self, base: Mapping[str, Any]) -> dict[str, Any]:
-        """Everything that the result depends on; `base` are the settings of the starting point."""
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Everything that the result depends on."""
+        start = Path(self.grid.start)
+        base = {"model_name_or_path": self.grid.start, "weights": folder_digest(start) if start.is_dir() else None}
         return {**{name: value for name, value in self.config.items() if name not in _WITHOUT_EFFECT}, "base": base}
 
     def parse(self) -> Options:
@@ -143,26 +129,24 @@ def read_grid(
     launcher: str | None = None,
     options: Mapping[str, Any] | None = None,
 ) -> Grid:
-    """Read a grid; `output`, `seeds`, `only` (cells) and `launcher` take the place of what the file says.
+    """Read a grid. `output`, `seeds`, `only` (cells) and `launcher` take the place of what the file says, `options` of
+    `grpo.py` that of those that the cells share, and `model_name_or_path` among them that of the base.
 
-    `options` of `grpo.py` take the place of those that the cells share, and `model_name_or_path` that of the base.
-
-    Raises:
-        FileNotFoundError, yaml.YAMLError: the file cannot be read.
-        ValueError: an option that does not exist or has the wrong form, or a cell or reference that is not in the file.
+    Raises `ValueError` for an option that does not exist or has the wrong form, or a cell that is not in the file.
     """
     path, options = Path(path), dict(options or {})
-    content = _read_yaml(path)
+    content = yaml.safe_load(path.read_text(encoding="utf-8"))
     if isinstance(content, dict) and "models" in content:
         raise ValueError(f"{path}: models is gone: write a file for each model, with its base, launcher and train")
     _mapping(content, f"{path}", _GRID_KEYS)
-    for key in ("seeds", "task", "train", "cells", "base", "output_dir"):
-        if key not in content:
-            raise ValueError(f"{path} lacks {key}")
-    start = options.pop("model_name_or_path", None)
-    base = {"model_name_or_path": start} if start else _mapping(content["base"], "base", _BASE_KEYS)
-    if "model_name_or_path" not in base and base.get("architecture") not in TINY_MODELS:
-        raise ValueError(f"base: architecture={base.get('architecture')!r} must be one of {', '.join(TINY_MODELS)}")
+    if missing := [key for key in _NEEDED if key not in content]:
+        raise ValueError(f"{path} lacks {', '.join(missing)}")
+    base = _mapping(content["base"], "base", _BASE_KEYS)
+    start = options.pop("model_name_or_path", base.get("model_name_or_path"))
+    if not start:
+        raise ValueError(
+            "base needs model_name_or_path: a grid makes no model; `make demo` makes outputs/tiny_cpu/base"
+        )
     shared: dict[str, Any] = {}
     for section in ("task", "evaluation", "train"):
         shared |= _options(content.get(section), section)
@@ -177,7 +161,7 @@ def read_grid(
         output=Path(output or content["output_dir"]),
         seeds=seeds,
         reference=content.get("reference", "bf16"),
-        base=base,
+        start=start,
         shared=put_over(shared, options)[0] | options,
         launcher=((content.get("launcher") if launcher is None else launcher) or "").split(),
         cells=_cells(content, path, only),
@@ -190,7 +174,7 @@ def _cells(content: Mapping[str, Any], path: Path, only: Sequence[str] | None) -
     """The chosen cells of a grid."""
     described = content["cells"]
     if isinstance(described, str):
-        described = _read_yaml(path.parent / described)
+        described = yaml.safe_load((path.parent / described).read_text(encoding="utf-8"))
     described = {**described, **content.get("extra_cells", {})}
     cells = []
     for name, cell in described.items():
@@ -202,17 +186,12 @@ def _cells(content: Mapping[str, Any], path: Path, only: Sequence[str] | None) -
 
 
 def _check_cells(grid: Grid, options: Mapping[str, Any]) -> None:
-    """Refuse cells with options of their own among those given for all, and say what a preset of a cell resets."""
     for cell in grid.cells:
         if same := sorted({*options} & {*cell.options}):
             raise ValueError(f"the cell {cell.name} has {', '.join(same)} of its own; change that in the file")
         if dropped := put_over(grid.shared, cell.options)[1]:
             told = ", ".join(f"{name}={value}" for name, value in dropped.items())
             tell(f"cell {cell.name}", f"its own preset or mode resets {told}, which the other cells share")
-
-
-def _read_yaml(path: Path) -> Any:
-    return yaml.safe_load(path.read_text(encoding="utf-8"))
 
 
 def _mapping(value: Any, where: str, known: Sequence[str]) -> dict[str, Any]:
@@ -229,7 +208,6 @@ def _known(where: str, found: Any, known: Any) -> None:
 
 
 def _options(value: Any, where: str) -> dict[str, Any]:
-    """Options of `grpo.py`."""
     value = _mapping(value or {}, where, [*names(GROUPS), *REMOVED])
     for name in value:
         if name in MANAGED:

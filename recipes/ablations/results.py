@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the runs of a grid say: records, statistics over seeds, and the table."""
+"""What the runs of a grid say: records, statistics over seeds, the table and the figure."""
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from statistics import fmean
@@ -10,14 +9,12 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from hf_mxfp4.lab.stats import t_interval
-from recipes.common.records import markdown_table, with_interval
+from recipes.common.reporting import draw_intervals, markdown_table, with_interval
 
-from .grid import Grid, Run
-from .runner import finished, stored_base
+from .grid import Grid
+from .runner import finished
 
 
-#: What is logged and says nothing in the mean.
-_NO_METRICS = ("step", "epoch", "num_tokens", "total_flos", "learning_rate", "train_", "greedy")
 Record = Mapping[str, Any]
 
 
@@ -30,24 +27,21 @@ def make_records(grid: Grid, command: str) -> tuple[list[dict[str, Any]], list[s
     found, left_out = [], []
     for run in grid.runs:
         try:
-            base = stored_base(grid)
-            result = base and finished(run, base["settings"])
+            result = finished(run)
         except ValueError:
             left_out.append(run.name)
             continue
         if result:
-            found.append((run, base["parameters"], result))
-    accuracies = {run.folder: next(iter(result["accuracy_after"].values())) for run, _, result in found}
+            found.append((run, result))
+    accuracies = {run.name: next(iter(result["accuracy_after"].values())) for run, result in found}
     records = []
-    for run, parameters, result in found:
-        score = next(iter(result["accuracy_after"]))
-        after = accuracies[run.folder]
-        baseline = accuracies.get(grid.output / "cells" / grid.reference / f"seed{run.seed}")
-        size = f"{parameters / 1e6:.2f} M parameters, " if parameters else ""
+    for run, result in found:
+        score, after = next(iter(result["accuracy_after"].items()))
+        baseline = accuracies.get(f"{grid.reference}/seed{run.seed}")
         records.append(
             {
                 "name": f"{grid.name}/{run.name}",
-                "shape": f"{size}{result['n_test']} problems, {result['steps']} GRPO steps",
+                "shape": f"{result['n_test']} problems, {result['steps']} GRPO steps",
                 "value": after,
                 "unit": f"greedy {score} accuracy",
                 "baseline": baseline,
@@ -63,11 +57,7 @@ def make_records(grid: Grid, command: str) -> tuple[list[dict[str, Any]], list[s
                 "naive": run.cell.naive,
                 "before": result["accuracy_before"] and result["accuracy_before"][score],
                 "standard_error": result["standard_error_after"][score],
-                "scores": result["accuracy_after"],
-                "entropy": [result["entropy_first"], result["entropy_last"]],
-                "entropy_alarms": len(result["entropy_alarms"]),
                 **{key: result[key] for key in ("n_test", "steps", "scheme", "n_quantized", "weight_sqnr_db")},
-                "metrics": _logged(run),
                 "seconds": round(result["seconds"] + result["state"].get("earlier", 0.0), 1),
                 **{key: result["state"][key] for key in ("hardware", "versions", "date")},
                 "command": command,
@@ -76,26 +66,11 @@ def make_records(grid: Grid, command: str) -> tuple[list[dict[str, Any]], list[s
     return records, left_out
 
 
-def _logged(run: Run) -> dict[str, float]:
-    """Means of what the trainer logged."""
-    metrics: dict[str, list[float]] = {}
-    for entry in json.loads((run.folder / "log_history.json").read_text()):
-        for key, value in entry.items():
-            if not key.startswith(_NO_METRICS) and isinstance(value, int | float) and math.isfinite(value):
-                metrics.setdefault(key, []).append(value)
-    return {key: float(f"{fmean(values):.6g}") for key, values in metrics.items()}
-
-
 # ---- statistics -----------------------------------------------------------------------------------------------------
 
 
-def models(records: Sequence[Record]) -> list[str]:
-    """Return the models that records are about, in their order."""
-    return list(dict.fromkeys(record["model"] for record in records))
-
-
-def statistics(records: Sequence[Record], model: str) -> list[dict[str, Any]]:
-    """One entry per cell of a model, accuracies from 0 to 1:
+def statistics(records: Sequence[Record]) -> list[dict[str, Any]]:
+    """Return one entry per cell, accuracies from 0 to 1:
 
     * ``before``: of the starting point under the cell's scheme, mean over seeds; `None` where it was not evaluated;
     * ``after``: mean over seeds, with the standard error of this mean (``over_seeds``, `None` for one seed) and the one
@@ -104,70 +79,54 @@ def statistics(records: Sequence[Record], model: str) -> list[dict[str, Any]]:
     * ``recovered``: the share of the distance of the naive cell from the reference that this cell is above it, from
       means over the seeds that all three have; `None` where the naive cell is not below the reference.
     """
-    by_cell: dict[str, dict[int, Record]] = {}
+    values: dict[str, dict[int, float]] = {}
     for record in records:
-        if record["model"] == model:
-            by_cell.setdefault(record["cell"], {})[record["seed"]] = record
+        values.setdefault(record["cell"], {})[record["seed"]] = record["value"]
     rows = []
-    for cell, of_seed in by_cell.items():
-        first = next(iter(of_seed.values()))
-        values = {seed: record["value"] for seed, record in of_seed.items()}
-        mean = fmean(values.values())
-        spread = t_interval(list(values.values()))
-        reference = {seed: record["value"] for seed, record in by_cell.get(first["reference"], {}).items()}
-        naive = {seed: record["value"] for seed, record in by_cell.get(first["naive"], {}).items()}
-        paired = [values[seed] - reference[seed] for seed in values if seed in reference]
-        recovered = _share(values, naive, reference)
-        before = [record["before"] for record in of_seed.values() if record["before"] is not None]
+    for cell, own in values.items():
+        of_cell = [record for record in records if record["cell"] == cell]
+        first = of_cell[0]
+        reference, naive = (values.get(first[name], {}) for name in ("reference", "naive"))
+        paired = [own[seed] - reference[seed] for seed in own if seed in reference]
+        before = [record["before"] for record in of_cell if record["before"] is not None]
+        after, spread = fmean(own.values()), t_interval(list(own.values()))["sd"]
         rows.append(
             {
-                "cell": cell,
-                "label": first["label"],
-                "reference": first["reference"],
-                "scheme": first["scheme"],
-                "paper": first["paper"],
-                "seeds": sorted(values),
+                **{key: first[key] for key in ("cell", "label", "reference", "paper")},
+                "seeds": sorted(own),
                 "before": fmean(before) if before else None,
-                "after": mean,
-                "over_seeds": None if spread["sd"] is None else spread["sd"] / math.sqrt(len(values)),
-                "of_problems": math.sqrt(mean * (1 - mean) / first["n_test"]),
+                "after": after,
+                "over_seeds": None if spread is None else spread / math.sqrt(len(own)),
+                "of_problems": math.sqrt(after * (1 - after) / first["n_test"]),
                 "difference": t_interval(paired) if paired and cell != first["reference"] else None,
-                "recovered": None if cell in (first["reference"], first["naive"]) else recovered,
-                "entropy": [_mean([r["entropy"][i] for r in of_seed.values()]) for i in (0, 1)],
-                "seconds": fmean(record["seconds"] for record in of_seed.values()),
+                "recovered": None if cell in (first["reference"], first["naive"]) else _share(own, naive, reference),
             }
         )
     return rows
 
 
-def _mean(values: Sequence[float | None]) -> float | None:
-    return None if None in values else fmean(values)
-
-
-def _share(values: Mapping[int, float], naive: Mapping[int, float], reference: Mapping[int, float]) -> float | None:
-    seeds = [seed for seed in values if seed in naive and seed in reference]
+def _share(own: Mapping[int, float], naive: Mapping[int, float], reference: Mapping[int, float]) -> float | None:
+    seeds = [seed for seed in own if seed in naive and seed in reference]
     lost = sum(reference[seed] - naive[seed] for seed in seeds)
-    return sum(values[seed] - naive[seed] for seed in seeds) / lost if lost > 0 else None
+    return sum(own[seed] - naive[seed] for seed in seeds) / lost if lost > 0 else None
 
 
-# ---- tables ---------------------------------------------------------------------------------------------------------
+# ---- the table and the figure ---------------------------------------------------------------------------------------
 
 
-def table_rows(records: Sequence[Record], model: str) -> tuple[list[str], list[list[str]]]:
-    """Columns and rows of a model's table, accuracies in percent."""
-    rows = statistics(records, model)
+def table_rows(records: Sequence[Record]) -> tuple[list[str], list[list[str]]]:
+    """Return columns and rows of a grid's table, accuracies in percent."""
+    rows = statistics(records)
     papers = list(dict.fromkeys(name for row in rows for name in row["paper"]))
     columns = ["cell", "before RL", "after RL", "seeds ±", "problems ±", "minus reference", "recovered"]
     columns += [*(f"paper: {name}" for name in papers)]
     lines = []
     for row in rows:
+        percent = [row[key] for key in ("before", "after", "over_seeds", "of_problems")]
         lines.append(
             [
                 row["label"],
-                _percent(row["before"]),
-                _percent(row["after"]),
-                _percent(row["over_seeds"]),
-                _percent(row["of_problems"]),
+                *("" if value is None else f"{100 * value:.1f}" for value in percent),
                 "" if row["difference"] is None else with_interval(row["difference"], 100, 1),
                 "" if row["recovered"] is None else f"{100 * row['recovered']:.0f} %",
                 *(f"{row['paper'][name]:.1f}" if name in row["paper"] else "" for name in papers),
@@ -176,41 +135,18 @@ def table_rows(records: Sequence[Record], model: str) -> tuple[list[str], list[l
     return columns, lines
 
 
-def markdown(records: Sequence[Record], model: str) -> str:
-    """A model's table in Markdown."""
-    return markdown_table(*table_rows(records, model))
+def markdown(records: Sequence[Record]) -> str:
+    """Return a grid's table in Markdown."""
+    return markdown_table(*table_rows(records))
 
 
-def _percent(value: float | None) -> str:
-    return "" if value is None else f"{100 * value:.1f}"
-
-
-def draw_accuracy(records: Sequence[Record], model: str) -> Figure:
-    """Draw accuracies before and after RL with the standard error over seeds (of the problems where there is one seed),
-    next to the paper's distance from its reference."""
-    rows = statistics(records, model)
-    figure = Figure(figsize=(10, 0.42 * len(rows) + 1.8), layout="constrained")
-    left, right = figure.subplots(1, 2, sharey=True)
-    for i, row in enumerate(rows):
-        error = row["of_problems"] if row["over_seeds"] is None else row["over_seeds"]
-        left.barh(i, 100 * row["after"], 0.6, xerr=100 * error, capsize=3, color="tab:blue")
-        if row["before"] is not None:
-            left.plot(100 * row["before"], i, "k|", markersize=14)
-        if row["difference"] is not None:
-            mean, interval = 100 * row["difference"]["mean"], row["difference"]["interval"]
-            error = None if interval is None else [[mean - 100 * interval[0]], [100 * interval[1] - mean]]
-            right.errorbar(mean, i, xerr=error, fmt="o", color="tab:blue", capsize=3)
-    reference = next((row for row in rows if row["cell"] == row["reference"]), {"paper": {}})
-    for (name, zero), marker in zip(reference["paper"].items(), "sD^v", strict=False):
-        stated = [(row["paper"][name] - zero, i) for i, row in enumerate(rows) if name in row["paper"]]
-        right.plot(*zip(*stated, strict=True), marker, color="0.55", label=f"paper: {name}")
-    left.set_yticks(range(len(rows)), [row["label"] for row in rows], fontsize=8)
-    left.invert_yaxis()
-    left.set(xlabel="greedy accuracy after RL, % (before: |)", title=model)
-    right.set(xlabel="minus the reference, points", title="with 95 % intervals over seeds")
-    right.axvline(0.0, color="black", linewidth=0.8)
-    right.plot([], [], "o", color="tab:blue", label="here")
-    right.legend(fontsize=7)
-    for axes in (left, right):
-        axes.grid(axis="x", alpha=0.3)
-    return figure
+def draw_accuracy(records: Sequence[Record]) -> Figure:
+    """Draw the accuracies after RL minus that of the reference, next to the paper's."""
+    rows = statistics(records)
+    found = {row["label"]: row["difference"] or {"mean": None, "interval": None} for row in rows}
+    zeros = next((row["paper"] for row in rows if row["cell"] == row["reference"]), {})
+    stated = {
+        f"paper: {name}": {row["label"]: row["paper"][name] - zero for row in rows if name in row["paper"]}
+        for name, zero in zeros.items()
+    }
+    return draw_intervals(found, stated, "greedy accuracy after RL minus that of the reference, points")

@@ -13,17 +13,13 @@ import yaml
 from trl import TrlParser
 
 from hf_mxfp4.utils import unknown_key_message
-from recipes.common.terminal import tell
+from recipes.common.reporting import tell
 
 
 Parsed = TypeVar("Parsed")
 Groups = Sequence[type]
 #: Other names of options, and what they are called here.
-RENAMED = {
-    "skip": "modules_to_not_convert",
-    "exclude": "modules_to_not_convert",
-    "engine": "matmul_backend",
-}
+RENAMED = {"skip": "modules_to_not_convert", "exclude": "modules_to_not_convert", "engine": "matmul_backend"}
 #: Options that are gone: the value that they now always have, and what to do instead of another one.
 Removed = Mapping[str, tuple[Any, str]]
 
@@ -69,17 +65,8 @@ def read_words(
     removed: Removed | None = None,
     **options: Any,
 ) -> tuple[dict[str, Any], list[str]]:
-    """Read the options that a command line names, and nothing else, with their values; `config` is one of them.
-
-    Args:
-        groups: dataclasses of options.
-        renamed: earlier names.
-        removed: options that are gone.
-        options: of the parser, such as its description.
-
-    Returns:
-        The options by name, and the words that belong to none.
-    """
+    """Return the options of the dataclasses ``groups`` that a command line names, `config` among them, and the words
+    that belong to none. ``options``: of the parser, such as its description."""
     words = []
     for word in argv:
         name, equals, value = word.partition("=")
@@ -106,18 +93,16 @@ def read_command(argv: Sequence[str], groups: Groups, **options: Any) -> dict[st
     option, with the nearest names."""
     found, rest = read_words(argv, groups, **options)
     refuse_words(rest, groups)
-    if "config" in found and not found["config"]:
-        raise ValueError("--config needs the name of a YAML file")
     return found
 
 
 def refuse_words(words: Sequence[str], groups: Groups) -> None:
     """Raise `ValueError` for words that belong to no option."""
-    for word in words:
-        if word.startswith("--"):
-            name = word[2:].partition("=")[0].replace("-", "_")
-            raise ValueError(unknown_key_message("the command line", name, names(groups)))
-        raise ValueError(f"{word!r} is one word more than the options")
+    if words and words[0].startswith("--"):
+        name = words[0][2:].partition("=")[0].replace("-", "_")
+        raise ValueError(unknown_key_message("the command line", name, names(groups)))
+    if words:
+        raise ValueError(f"{words[0]!r} is one word more than the options")
 
 
 def read_file(path: Path, groups: Groups, removed: Removed | None = None) -> dict[str, Any]:
@@ -126,9 +111,10 @@ def read_file(path: Path, groups: Groups, removed: Removed | None = None) -> dic
     if not isinstance(options, dict):
         raise ValueError(f"{path} must hold one `option: value` per line")
     known = names(groups)
-    for name in [name for name, new in RENAMED.items() if name in options and new in known]:
-        tell("warning", f"{name} is called {RENAMED[name]} here")
-        options[RENAMED[name]] = options.pop(name)
+    for name, new in RENAMED.items():
+        if name in options and new in known:
+            tell("warning", f"{name} is called {new} here")
+            options[new] = options.pop(name)
     options = _without_removed(options, removed or {})
     for name in options:
         if name not in known and name != "env":
@@ -167,8 +153,6 @@ def exit_on_wrong_options(parse: Callable[[list[str]], Parsed], argv: list[str],
     missing GPU with ``gpu_hint`` added."""
     try:
         return parse(argv)
-    except FileNotFoundError as error:
-        raise SystemExit(f"error: no configuration file {error.filename}") from error
     except OSError as error:
         raise SystemExit(f"error: cannot read {error.filename}: {error.strerror}") from error
     except yaml.YAMLError as error:

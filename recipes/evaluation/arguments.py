@@ -4,14 +4,17 @@
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from recipes.common.options import build, exit_on_wrong_options, option, read_file, read_words, refuse_words
+from recipes.common.options import build, option, read_file, read_words, refuse_words
 from recipes.tasks import TaskArguments
 
-from .policy import CONTROLS
 
-
+#: What `--dequantize` can leave out of the scheme; neither control quantizes activations.
+CONTROLS = {
+    "masters": "full precision on the master weights",
+    "quantized": "full precision on the dequantized weights",
+}
 _RENAMED = {"limit": "n_test", "data_seed": "data_seed_split"}
-_REMOVED = {"task_options": (None, "give the options of the task by themselves, such as --problem_count 2000")}
+_REMOVED = {"task_options": (None, "give the options of the task by themselves, such as --score number")}
 
 
 @dataclass
@@ -63,11 +66,7 @@ class EvaluationArguments(TaskArguments):
         if self.no_greedy and self.samples == 0:
             raise ValueError("--no_greedy leaves nothing to do without --samples")
         if self.temperature <= 0:
-            raise ValueError(
-                f"--temperature {self.temperature} must be above 0; greedy completions need no temperature"
-            )
-        if not 0 < self.top_p <= 1:
-            raise ValueError(f"--top_p {self.top_p} must be above 0 and at most 1")
+            raise ValueError(f"--temperature {self.temperature} must be above 0; greedy completions need none")
         if self.k and (not self.ks or not 1 <= self.ks[0] <= self.ks[-1] <= self.samples):
             raise ValueError(f"--k {self.k} must be whole numbers such as 1,4,16, from 1 to --samples {self.samples}")
 
@@ -81,11 +80,7 @@ class EvaluationArguments(TaskArguments):
 
 
 def parse(argv: list[str]) -> EvaluationArguments:
-    """Parse and check the command line; end with a message where it is wrong."""
-    return exit_on_wrong_options(_parse, argv)
-
-
-def _parse(argv: list[str]) -> EvaluationArguments:
+    """Parse and check the command line. Raises `ValueError` for what is wrong."""
     groups = (EvaluationArguments,)
     given, words = read_words(argv, groups, _RENAMED, _REMOVED, prog="evaluate.py", usage="evaluate.py MODEL [options]")
     if words and not words[0].startswith("--") and "model" not in given:

@@ -14,19 +14,10 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokeni
 
 from hf_mxfp4.checkpoint import remove_scheme
 from hf_mxfp4.layers import QUANTIZED
-from recipes.common.schemes import preset_of
-from recipes.common.stored import Stored, load_tokenizer, method, read_stored
+from recipes.common.checkpoints import Stored, load_tokenizer, method, read_stored
 
+from .arguments import CONTROLS, EvaluationArguments
 from .results import RESULT_FILE
-
-
-#: What `--dequantize` can leave out of the scheme; neither control quantizes activations.
-CONTROLS = {
-    "masters": "full precision on the master weights",
-    "quantized": "full precision on the dequantized weights",
-}
-#: Bytes of each file that count for the digest: so many pieces, evenly spaced.
-_PIECES, _PIECE_BYTES = 64, 1 << 16
 
 
 @dataclass(frozen=True)
@@ -34,7 +25,6 @@ class Policy:
     """A loaded model, and what it computes in.
 
     Attributes:
-        preset: which preset its scheme is, or what differs from one; `None` without a scheme of this package.
         identity: what tells these weights from others.
         description: for the result file: ``model`` (folder or Hub id as asked for), ``adapter_on`` (the base of an
             adapter), ``scheme`` (that the checkpoint carries), ``control`` (what stands in its place), ``computed_in``
@@ -45,82 +35,41 @@ class Policy:
 
     model: PreTrainedModel | PeftModel
     tokenizer: PreTrainedTokenizerBase
-    preset: str | None
     identity: str
     description: dict[str, Any]
 
 
-def load_policy(
-    source: str,
-    *,
-    control: str | None = None,
-    base: str | None = None,
-    dtype: str = "auto",
-    revision: str | None = None,
-    attn_implementation: str | None = None,
-    trust_remote_code: bool = False,
-    device: torch.device | str = "cpu",
-) -> Policy:
+def load_policy(options: EvaluationArguments, device: torch.device | str = "cpu") -> Policy:
     """Load a policy, packed weights, an adapter or a plain model.
 
-    Args:
-        source: a folder or a Hub id.
-        control: `None`: under the scheme in its configuration (an adapter: in that of its base or, when the base has
-            none, the one that the adapter was trained on). A key of `CONTROLS`: without.
-        base: what an adapter belongs on, instead of the model that its configuration names.
-        dtype: of the weights; ``"auto"``: as stored.
-        revision, attn_implementation, trust_remote_code: as in `from_pretrained`.
+    With ``options.dequantize``, a key of `CONTROLS`, without its scheme. Otherwise under the scheme in its
+    configuration; an adapter under that of its base or, when the base has none, the one that it was trained on.
 
     Raises:
         OSError: nothing to load.
         ValueError: a control of a model without a scheme, of packed weights' masters, or a scheme under which nothing
             was quantized.
     """
+    source, revision, control = options.model, options.revision, options.dequantize
     source = str(Path(source).expanduser()) if source.startswith("~") else source
-    stored = read_stored(source, revision=revision, base=base, trust_remote_code=trust_remote_code)
-    scheme = stored.scheme
-    _check_control(control, stored)
-
-    options: dict[str, Any] = {}
-    if control == "masters":
-        options["config"] = copy.deepcopy(stored.config)
-        remove_scheme(options["config"])
-    elif scheme is not None and not stored.quantization:
-        options["quantization_config"] = scheme
-    model = AutoModelForCausalLM.from_pretrained(
-        stored.weights,
-        revision=stored.revision,
-        dtype=dtype,
-        attn_implementation=attn_implementation,
-        trust_remote_code=trust_remote_code,
-        **options,
-    )
+    trust = {"trust_remote_code": options.trust_remote_code}
+    stored = read_stored(source, revision=revision, base=options.base, **trust)
+    model = _load_model(source, stored, options)
     report = getattr(model, "quantization_report", None)
-    if scheme is not None and control != "masters" and (report is None or not _quantized_layers(model)):
-        raise ValueError(
-            f"{source} carries the scheme {scheme.describe()}, but not one layer of {type(model).__name__} was "
-            "quantized: what would be measured is full precision"
-        )
-    if control == "quantized":
-        model = model.dequantize()
-    if control is not None and _quantized_layers(model):
-        raise ValueError(f"{source} still has quantized layers, so that it is no control in full precision")
     identities = [_identity(stored.weights, getattr(stored.config, "_commit_hash", None))]
     if stored.adapter is not None:
         model = PeftModel.from_pretrained(model, source, revision=revision)
         identities.append(_identity(source, stored.adapter_folder.name))
     dtype = str(model.dtype).removeprefix("torch.")
-    own = scheme.describe() if scheme else None
-    if scheme is None and stored.quantization:
+    own = stored.scheme.describe() if stored.scheme else None
+    if stored.scheme is None and stored.quantization:
         own = f"{method(stored.quantization)} (by transformers)"
+    computed_in = own or f"full precision ({dtype}); the checkpoint carries no scheme"
     if control is not None:
         report, computed_in = None, f"CONTROL: {CONTROLS[control]} ({dtype}), nothing quantized; own scheme: {own}"
-    else:
-        computed_in = own or f"full precision ({dtype}); the checkpoint carries no scheme"
     return Policy(
         model=model.to(device).eval(),
-        tokenizer=load_tokenizer(source, stored, revision=revision, trust_remote_code=trust_remote_code),
-        preset=None if scheme is None else preset_of(scheme),
+        tokenizer=load_tokenizer(source, stored, revision=revision, **trust),
         identity="+".join(identities),
         description={
             "model": source,
@@ -137,11 +86,40 @@ def load_policy(
     )
 
 
+def _load_model(source: str, stored: Stored, options: EvaluationArguments) -> PreTrainedModel:
+    """Load the whole weights under their scheme or as a control; check that it is what it is called."""
+    scheme, control = stored.scheme, options.dequantize
+    _check_control(control, stored)
+    how: dict[str, Any] = {}
+    if control == "masters":
+        how["config"] = copy.deepcopy(stored.config)
+        remove_scheme(how["config"])
+    elif scheme is not None and not stored.quantization:
+        how["quantization_config"] = scheme
+    model = AutoModelForCausalLM.from_pretrained(
+        stored.weights,
+        revision=stored.revision,
+        dtype=options.dtype,
+        attn_implementation=options.attn_implementation,
+        trust_remote_code=options.trust_remote_code,
+        **how,
+    )
+    if scheme is not None and control != "masters" and not _is_quantized(model):
+        raise ValueError(
+            f"{source} carries the scheme {scheme.describe()}, but not one layer of {type(model).__name__} was "
+            "quantized: what would be measured is full precision"
+        )
+    if control == "quantized":
+        model = model.dequantize()
+    if control is not None and _is_quantized(model):
+        raise ValueError(f"{source} still has quantized layers, so that it is no control in full precision")
+    return model
+
+
 def _check_control(control: str | None, stored: Stored) -> None:
     if control is not None and stored.scheme is None:
         raise ValueError(
-            f"{stored.weights} carries no MXFP4 scheme, so there is nothing to dequantize: evaluate it without "
-            "--dequantize"
+            f"{stored.weights} carries no MXFP4 scheme, so there is nothing to dequantize: leave --dequantize out"
         )
     if control == "masters" and stored.scheme.mode == "packed" and stored.quantization:
         raise ValueError(
@@ -150,30 +128,27 @@ def _check_control(control: str | None, stored: Stored) -> None:
         )
 
 
-def _quantized_layers(model: nn.Module) -> int:
-    return sum(isinstance(module, QUANTIZED) for module in model.modules())
+def _is_quantized(model: nn.Module) -> bool:
+    return any(isinstance(module, QUANTIZED) for module in model.modules())
 
 
 def _identity(name: str, commit: str | None) -> str:
-    """A digest of a local folder, the commit of a Hub repository."""
+    """Return a digest of a local folder, the commit of a Hub repository."""
     folder = Path(name)
     return folder_digest(folder) if folder.is_dir() else f"{name}@{commit}"
 
 
 def folder_digest(folder: Path) -> str:
     """Return a SHA-256 (12 digits) of a checkpoint's configuration and tokenizer and of evenly spaced pieces of its
-    weights: it changes with training, costs no time, and survives a copy. The result of an evaluation that was written
-    into the folder does not count."""
-    digest = hashlib.sha256()
+    weights: it changes with training, costs no time, and survives a copy."""
+    digest, pieces, length = hashlib.sha256(), 64, 1 << 16
     found = {path for ending in ("safetensors", "bin", "json") for path in folder.glob(f"*.{ending}")}
     for path in sorted(found - {folder / RESULT_FILE}):
         size = path.stat().st_size
         digest.update(f"{path.name}:{size}\n".encode())
-        starts = range(0, size, _PIECE_BYTES)
-        if size > _PIECES * _PIECE_BYTES:
-            starts = [(size - _PIECE_BYTES) * piece // (_PIECES - 1) for piece in range(_PIECES)]
+        starts = {max(0, size - length) * piece // (pieces - 1) for piece in range(pieces)}
         with path.open("rb") as file:
-            for start in starts:
+            for start in sorted(starts):
                 file.seek(start)
-                digest.update(file.read(_PIECE_BYTES))
+                digest.update(file.read(length))
     return digest.hexdigest()[:12]

@@ -5,6 +5,7 @@ import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from rich.table import Table
@@ -12,14 +13,17 @@ from rich.text import Text
 
 from hf_mxfp4.lab.stats import (
     Estimate,
+    bootstrap_mean,
     mean_pass_at_k,
     paired_mean_difference,
     paired_share_difference,
     pass_at_k,
     wilson,
 )
+from recipes.tasks import Task, call_reward
 
-from .generate import ScoredCompletion
+from .arguments import EvaluationArguments
+from .generate import Completion
 
 
 GREEDY = "greedy"
@@ -34,14 +38,7 @@ def problem_keys(prompts: Sequence[Any], answers: Sequence[str]) -> list[str]:
 
 
 def summarize(
-    completions: Iterable[ScoredCompletion],
-    keys: Sequence[str],
-    scores: Sequence[str],
-    *,
-    greedy: bool,
-    samples: int,
-    ks: Sequence[int],
-    seed: int,
+    completions: Iterable[Completion], keys: Sequence[str], scores: Sequence[str], options: EvaluationArguments
 ) -> dict[str, Any]:
     """Estimate accuracies from whole passes over the problems ``keys``.
 
@@ -51,38 +48,52 @@ def summarize(
         mean length in tokens; ``problems``: what a paired comparison needs.
     """
     by_key = {completion.key: completion for completion in completions}
-    passes = {GREEDY: [None]} if greedy else {}
-    if samples:
-        passes["sampled"] = list(range(samples))
+    passes = {} if options.no_greedy else {GREEDY: [None]}
+    if options.samples:
+        passes["sampled"] = list(range(options.samples))
     lengths, correct = {}, {}
-    for name, numbers in passes.items():
-        found = [by_key[number, problem] for problem in range(len(keys)) for number in numbers]
+    for name, samples in passes.items():
+        of_problems = [[by_key[sample, problem] for sample in samples] for problem in range(len(keys))]
+        found = [completion for of_problem in of_problems for completion in of_problem]
         lengths[name] = {
             "completions": len(found),
             "truncated": sum(completion.truncated for completion in found),
-            "mean_tokens": sum(completion.n_tokens for completion in found) / len(found),
+            "mean_tokens": fmean(completion.n_tokens for completion in found),
         }
-        correct[name] = {
-            score: [sum(by_key[number, problem].correct[score] for number in numbers) for problem in range(len(keys))]
-            for score in scores
-        }
+        correct[name] = {score: [sum(one.correct[score] for one in of) for of in of_problems] for score in scores}
     estimates: dict[str, dict[str, Any]] = {score: {} for score in scores}
-    for score in scores:
-        if greedy:
-            estimates[score][GREEDY] = wilson(sum(correct[GREEDY][score]), len(keys)).to_dict()
-        for k in ks if samples else ():
-            estimates[score][f"pass@{k}"] = mean_pass_at_k(correct["sampled"][score], samples, k, seed).to_dict()
-    problems = {"keys": list(keys), "samples": samples, "correct": correct}
+    for score, measures in estimates.items():
+        if GREEDY in correct:
+            measures[GREEDY] = wilson(sum(correct[GREEDY][score]), len(keys)).to_dict()
+        for k in options.ks:
+            estimate = mean_pass_at_k(correct["sampled"][score], options.samples, k, options.seed)
+            measures[f"pass@{k}"] = estimate.to_dict()
+    problems = {"keys": list(keys), "samples": options.samples, "correct": correct}
     return {"n": len(keys), "scores": estimates, "lengths": lengths, "problems": problems}
 
 
-def read_result(path: str | Path) -> dict[str, Any]:
-    """Read a `result.json`.
+def mean_rewards(task: Task, completions: Sequence[Completion], options: EvaluationArguments) -> dict[str, Any]:
+    """Compute the mean over problems of the reward of greedy and of sampled completions, with bootstrap intervals."""
+    found: dict[str, Any] = {"name": options.reward}
+    for name, sampled in ((GREEDY, False), ("sampled", True)):
+        chosen = [one for one in completions if (one.sample is not None) == sampled]
+        if not chosen:
+            continue
+        rows = task.test.select([one.problem for one in chosen])
+        texts = [one.completion for one in chosen]
+        rewards = call_reward(task.reward_funcs[0], options.reward, rows["prompt"], texts, rows["answer"])
+        by_problem: dict[int, list[float]] = {}
+        for one, reward in zip(chosen, rewards, strict=True):
+            if reward is not None:
+                by_problem.setdefault(one.problem, []).append(reward)
+        if not by_problem:
+            raise ValueError(f"reward={options.reward!r} gave None for every {name} completion")
+        found[name] = bootstrap_mean([fmean(values) for values in by_problem.values()], options.seed).to_dict()
+    return found
 
-    Raises:
-        FileNotFoundError: there is no such file.
-        ValueError: it is not a result of an evaluation.
-    """
+
+def read_result(path: str | Path) -> dict[str, Any]:
+    """Read a `result.json`. Raises `FileNotFoundError`, or `ValueError` for what is not a result of an evaluation."""
     try:
         result = json.loads(Path(path).read_text(encoding="utf-8"))
     except json.JSONDecodeError as error:
@@ -104,23 +115,18 @@ def table(result: Mapping[str, Any]) -> Table:
     sqnr = "" if result["weight_sqnr_db"] is None else f", weight SQNR {result['weight_sqnr_db']:.1f} dB"
     skipped = "" if result["n_skipped"] is None else f" ({result['n_skipped']} left in full precision)"
     shown.add_row("quantized layers", f"{result['n_quantized']}{skipped}{sqnr}")
-    for score, measures in result["scores"].items():
-        for measure, estimate in measures.items():
-            shown.add_row(f"{score}, {measure}", Text(f"{Estimate(**estimate)}  ({_basis(result, estimate, measure)})"))
-    for name, estimate in result.get("reward", {}).items():
-        if name != "name":
-            shown.add_row(f"mean reward, {name}", Text(f"{Estimate(**estimate)}  ({_basis(result, estimate, name)})"))
+    shares = {f"{score}, {measure}": of for score, row in result["scores"].items() for measure, of in row.items()}
+    rewards = {f"mean reward, {name}": of for name, of in result.get("reward", {}).items() if name != "name"}
+    for name, of in {**shares, **rewards}.items():
+        samples = "" if name.endswith(GREEDY) else f", {result['problems']['samples']} samples each"
+        basis = f"{of['confidence']:.0%} {of['method']}, n = {of['n']}{samples}"
+        shown.add_row(name, Text(f"{Estimate(**of)}  ({basis})"))
     for name, of in result["lengths"].items():
         share = of["truncated"] / of["completions"]
         cut = f"{of['truncated']} cut off ({share:.1%})"
         shown.add_row(name, f"{of['completions']} completions of {of['mean_tokens']:.1f} tokens on average, {cut}")
     shown.add_row("time", f"{result['seconds']:.0f} s for {result['generated']} completions")
     return shown
-
-
-def _basis(result: Mapping[str, Any], estimate: Mapping[str, Any], measure: str) -> str:
-    samples = "" if measure == GREEDY else f", {result['problems']['samples']} samples each"
-    return f"{estimate['confidence']:.0%} {estimate['method']}, n = {estimate['n']}{samples}"
 
 
 # ---- two results on the same problems -------------------------------------------------------------------------------
@@ -140,13 +146,10 @@ def check_same_problems(keys: Sequence[str], task: str, other: Mapping[str, Any]
 def compare(first: Mapping[str, Any], second: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Compute paired differences, first less second, of every score and measure that both results have.
 
-    Returns:
-        One dictionary per difference: ``score``, ``measure``, ``first`` and ``second`` (the values), ``difference``
-        (an `Estimate` as a dictionary), and for greedy accuracies ``p_value`` (McNemar's exact test) and
-        ``only_first``, ``only_second`` (problems that one of the two alone solves).
-
-    Raises:
-        ValueError: the results are of other problems, or have no score and measure in common.
+    Each has ``score``, ``measure``, ``first`` and ``second`` (the values), ``difference`` (an `Estimate` as a
+    dictionary), and for greedy accuracies ``p_value`` (McNemar's exact test) and ``only_first``, ``only_second``
+    (problems that one of the two alone solves). Raises `ValueError` for results of other problems, or without a score
+    and measure in common.
     """
     keys, others = first["problems"]["keys"], second["problems"]["keys"]
     check_same_problems(keys, first["task"], second)

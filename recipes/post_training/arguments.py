@@ -6,14 +6,14 @@ from dataclasses import dataclass, field, fields, make_dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from transformers import TrainingArguments
 from trl import ModelConfig
 
 from hf_mxfp4 import MXFP4GRPOConfig, MXFP4RLConfig
+from recipes.common.checkpoints import is_adapter, put_over
 from recipes.common.options import build, exit_on_wrong_options, option, read_command, read_file, read_yaml
-from recipes.common.schemes import put_over
-from recipes.common.stored import is_adapter
-from recipes.common.terminal import INPUT_ERRORS, errors_as_messages, tell
-from recipes.tasks import Task, TaskArguments
+from recipes.common.reporting import tell
+from recipes.tasks import TaskArguments
 from recipes.tasks.tiny_model import TINY_MODELS
 
 
@@ -23,6 +23,7 @@ REMOVED = {
     "tiny_max_positions": (512, "a model that is made has 2048 positions"),
     "sft_target_loss": (0.55, "the supervised steps stop at a loss of 0.55; bound them by sft_steps"),
     "sft_learning_rate": (5e-4, "the supervised steps have a learning rate of 5e-4; bound them by sft_steps"),
+    **dict.fromkeys(("problem_count", "problem_steps"), (None, "use the task arithmetic, few_shot or file")),
     "samples_shown": (3, "completions_after.jsonl has all completions"),
 }
 
@@ -49,50 +50,46 @@ class RecipeArguments(TaskArguments):
     named: frozenset[str] = field(default=frozenset(), init=False)
 
 
-#: Options of `MXFP4RLConfig` that are mappings or lists of them: nested in a YAML file, as YAML or JSON on the command
-#: line.
+#: Options of `MXFP4RLConfig` that are mappings: nested in a YAML file, as YAML or JSON on the command line.
 _YAML_OPTIONS = ("fprop", "dgrad", "wgrad")
-
-
-def _quantization_arguments() -> type:
-    """The options of `MXFP4RLConfig` as a plain dataclass, with types that an argument parser can read."""
-    parser_types = {
-        "macro_block": str | None,
-        "outlier_fallback": str | None,
-        "modules_to_not_convert": list[str] | None,
-        **dict.fromkeys(_YAML_OPTIONS, str | None),
-    }
-    specs = []
-    for own in fields(MXFP4RLConfig):
-        if own.init and own.name != "format_version":
-            kind = parser_types.get(own.name, own.type)
-            specs.append((own.name, kind, field(default=own.default, metadata=dict(own.metadata))))
-    return make_dataclass("QuantizationArguments", specs)
-
-
-QuantizationArguments = _quantization_arguments()
+#: Types that an argument parser can read.
+_PARSER_TYPES = {
+    "modules_to_not_convert": list[str] | None,
+    **dict.fromkeys(("macro_block", *_YAML_OPTIONS), str | None),
+}
+#: The options of `MXFP4RLConfig` as a plain dataclass.
+QuantizationArguments = make_dataclass(
+    "QuantizationArguments",
+    [
+        (own.name, _PARSER_TYPES.get(own.name, own.type), field(default=own.default, metadata=dict(own.metadata)))
+        for own in fields(MXFP4RLConfig)
+        if own.init and own.name != "format_version"
+    ],
+)
 
 #: Options that mean another model or task than those of the demo.
 OTHER_THAN_THE_DEMO = ("model_name_or_path", "train_file", "test_file", "dataset_name")
+
+
+def groups_of(training: type[TrainingArguments]) -> tuple[type, ...]:
+    """Return everything that has options of a recipe whose trainer has ``training``."""
+    return RecipeArguments, QuantizationArguments, training, ModelConfig
+
+
 #: Everything that has options of `grpo.py`.
-GROUPS = (RecipeArguments, QuantizationArguments, MXFP4GRPOConfig, ModelConfig)
+GROUPS = groups_of(MXFP4GRPOConfig)
 
 
 def quantization_config(arguments: object) -> MXFP4RLConfig:
     """Return the `MXFP4RLConfig` that parsed `QuantizationArguments` describe; raise `ValueError` as it does."""
     options = {own.name: getattr(arguments, own.name) for own in fields(QuantizationArguments)}
-    if isinstance(options["outlier_fallback"], str):
-        try:
-            options["outlier_fallback"] = float(options["outlier_fallback"])
-        except ValueError:
-            raise ValueError(f"outlier_fallback={options['outlier_fallback']!r} must be a number or none") from None
     for name in _YAML_OPTIONS:
         options[name] = read_yaml(name, options[name])
     return MXFP4RLConfig(**options)
 
 
 class Options(NamedTuple):
-    """All options of a run of `grpo.py`."""
+    """All options of a run."""
 
     recipe: RecipeArguments
     quantization: MXFP4RLConfig
@@ -100,31 +97,37 @@ class Options(NamedTuple):
     model: ModelConfig
 
 
-def parse(argv: list[str]) -> Options:
+def parse(argv: list[str], training: type[TrainingArguments] = MXFP4GRPOConfig) -> Options:
     """Parse the command line and the YAML file that `--config` names; without one, and without another model or task
-    than the demo's, `tiny_cpu.yaml`.
+    than the demo's, `tiny_cpu.yaml`. ``training`` are the options of the recipe's trainer.
 
     A preset or mode on the command line resets the options of the scheme that the file has. Raises `ValueError` for an
     option that does not exist, with the nearest names, or has a value outside its set.
     """
-    lists = "--modules_to_not_convert"
-    if sum(word.replace("-", "_")[2:].partition("=")[0] == lists[2:] for word in argv) > 1:
-        raise ValueError(f"{lists} is given more than once; give all modules after one: {lists} layers.0 down_proj")
-    given = read_command(argv, GROUPS, removed=REMOVED)
+    groups, modules = groups_of(training), "modules_to_not_convert"
+    if sum(word.replace("-", "_")[2:].partition("=")[0] == modules for word in argv) > 1:
+        raise ValueError(f"--{modules} is given more than once; give all after one: --{modules} layers.0 down_proj")
+    given = read_command(argv, groups, removed=REMOVED)
     path = given.pop("config", None) or _demo(given)
-    file = read_file(Path(path), GROUPS, REMOVED) if path else {}
+    file = read_file(Path(path), groups, REMOVED) if path else {}
     kept, dropped = put_over(file, given)
     if dropped:
         word = "preset" if "preset" in given else "mode"
         told = ", ".join(f"{name}={value}" for name, value in dropped.items())
         tell("scheme", f"--{word} {given[word]} resets what {Path(path).name} says of the scheme: {told}")
-    return make_options({**kept, **given}, named=frozenset(file) | frozenset(given))
+    return make_options({**kept, **given}, training, named=frozenset(file) | frozenset(given))
 
 
-def make_options(options: Mapping[str, Any], named: frozenset[str] = frozenset()) -> Options:
+def make_options(
+    options: Mapping[str, Any],
+    training: type[TrainingArguments] = MXFP4GRPOConfig,
+    named: frozenset[str] = frozenset(),
+) -> Options:
     """Make the options of a run of options by name, as a YAML file has them; raise as [`parse`] does."""
-    # The task's own, and not TRL's, where nobody says how long completions may be.
-    recipe, quantization, training, model = build(GROUPS, {"max_completion_length": None, **options})
+    if training is MXFP4GRPOConfig:
+        # The task's own, and not TRL's, where nobody says how long completions may be.
+        options = {"max_completion_length": None, **options}
+    recipe, quantization, arguments, model = build(groups_of(training), options)
     recipe.named = named
     if model.load_in_4bit or model.load_in_8bit:
         raise ValueError("load_in_4bit and load_in_8bit are bitsandbytes' schemes; here `preset` says what is MXFP4")
@@ -133,48 +136,29 @@ def make_options(options: Mapping[str, Any], named: frozenset[str] = frozenset()
     scheme = quantization_config(quantization)
     if scheme.mode == "packed" and not recipe.full_precision:
         check_packed(model)
-    return Options(recipe, scheme, training, model)
+    return Options(recipe, scheme, arguments, model)
 
 
 def _demo(given: dict) -> Path | None:
-    """The file of the demo, unless it is another model or task that is to be trained."""
+    """Return the file of the demo, unless it is another model or task that is to be trained."""
     others = ["task"] if given.get("task", "arithmetic") != "arithmetic" else []
     others += [name for name in OTHER_THAN_THE_DEMO if given.get(name) is not None]
     if not others:
         return DEFAULT_CONFIG
-    tell(
-        "options",
-        f"no --config, and --{others[0]} is not the demo's: options that are not named have their defaults, and not "
-        f"those of {DEFAULT_CONFIG.name}",
-    )
+    told = "options that are not named have their defaults, and not those of"
+    tell("options", f"no --config, and --{others[0]} is not the demo's: {told} {DEFAULT_CONFIG.name}")
     return None
 
 
 def check_packed(model: ModelConfig) -> None:
     """Raise `ValueError` where nothing could be trained on packed weights, before a model is made or loaded."""
     if not model.use_peft and not (model.model_name_or_path and is_adapter(model)):
-        raise ValueError(
-            "mode='packed' freezes the weights; train adapters on them with --use_peft true, or use mode='qat'"
-        )
+        raise ValueError("mode='packed' freezes the weights; train adapters with --use_peft true, or use mode='qat'")
     if model.use_dora:
         raise ValueError("use_dora needs full-precision weights, which mode='packed' does not keep; use mode='qat'")
 
 
 def parse_or_exit(argv: list[str]) -> Options:
     """Parse as [`parse`]; end with a message for wrong options and for a missing GPU."""
-    return exit_on_wrong_options(
-        parse,
-        argv,
-        "Run it on a GPU machine, or on the CPU with --use_cpu true (and a model small enough for it); with no options "
-        "at all a small model trains there.",
-    )
-
-
-def load_task_or_exit(recipe: RecipeArguments, training: MXFP4GRPOConfig) -> Task:
-    """Load the task, whose longest completion fills in what ``training`` leaves open. End with a message about data
-    that is missing or malformed, or about lengths that do not fit together."""
-    with errors_as_messages(*INPUT_ERRORS):
-        task = recipe.load_task()
-        training.max_completion_length = training.max_completion_length or task.max_completion_length
-        training.check_overlong_buffer()
-    return task
+    hint = "Run it on a GPU machine, or a small model on the CPU with --use_cpu true; without options one is made."
+    return exit_on_wrong_options(parse, argv, hint)

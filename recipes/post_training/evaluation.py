@@ -6,28 +6,23 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
-from accelerate import PartialState
 from datasets import Dataset
 from torch import nn
-from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase, Trainer, TrainerCallback
+from transformers import AutoTokenizer, PreTrainedModel, Trainer, TrainerCallback
 
 from hf_mxfp4 import MXFP4GRPOTrainer
-from recipes.common.terminal import console
 from recipes.evaluation.generate import Evaluation, evaluate_greedy
 from recipes.post_training.arguments import RecipeArguments
 from recipes.tasks import Task
 
 
 class PolicyEvaluation:
-    """Evaluates the policy of a trainer on the test split of a task; all processes call it together.
-
-    Args:
-        trainer: whose policy, in the precision of its training.
-        task, recipe: what is evaluated, and in which batches.
-    """
+    """Evaluates the policy of a trainer on the test split of a task, in the precision of its training; all processes
+    call it together."""
 
     def __init__(self, trainer: MXFP4GRPOTrainer, task: Task, recipe: RecipeArguments):
         self.trainer, self.task, self.recipe = trainer, task, recipe
+        self.tokenizer = trainer.processing_class
 
     @property
     def model(self) -> PreTrainedModel:
@@ -35,8 +30,11 @@ class PolicyEvaluation:
 
     def __call__(self, title: str, most: int | None = None) -> Evaluation:
         """Evaluate the policy as it is, on the first ``most`` problems, leaving training alone."""
-        problems = self.task.test.select(range(min(most or len(self.task.test), len(self.task.test))))
-        return self._evaluate(self.model, self.trainer.processing_class, problems, title)
+        return self._evaluate(self.model, self.tokenizer, self._problems(most), title)
+
+    def _problems(self, most: int | None = None) -> Dataset:
+        test = self.task.test
+        return test.select(range(min(most or len(test), len(test))))
 
     def before_training(self) -> Evaluation | None:
         """Evaluate the policy before its first step; return None for one whose weights are read when training
@@ -49,38 +47,27 @@ class PolicyEvaluation:
     def report(self, when: str, evaluation: Evaluation | None) -> None:
         """Put the accuracy by each score into the run report, where there are both."""
         if self.trainer.run_log is not None and evaluation is not None:
-            scores = {
-                name: {
-                    "accuracy": evaluation.accuracy(name),
-                    "standard_error": evaluation.standard_error(name),
-                    "n": len(evaluation.completions),
-                }
-                for name in evaluation.correct
-            }
+            n, scores = len(evaluation.completions), {}
+            for name in evaluation.correct:
+                error = evaluation.standard_error(name)
+                scores[name] = {"accuracy": evaluation.accuracy(name), "standard_error": error, "n": n}
             self.trainer.run_log.add_evaluation(when, self.trainer.state.global_step, scores)
 
     def compare_reloaded(
         self, saved: Path, load_saved: Callable[[], PreTrainedModel], after: Evaluation
     ) -> dict[str, int]:
-        """Load the saved policy, compare its completions with the trained one's, and print some; return how many were
-        ``compared`` and are ``identical``."""
-        recipe, training, test = self.recipe, self.trainer.args, self.task.test
+        """Load the saved policy and compare its completions with the trained one's; return how many were ``compared``
+        and are ``identical``."""
+        recipe, training = self.recipe, self.trainer.args
         # Whole batches of the evaluation, so that padding is the same and completions can be compared to the letter.
-        count = min(-(-recipe.reload_check // recipe.greedy_batch_size) * recipe.greedy_batch_size, len(test))
+        problems = self._problems(-(-recipe.reload_check // recipe.greedy_batch_size) * recipe.greedy_batch_size)
         trust = training.trust_remote_code
         tokenizer = AutoTokenizer.from_pretrained(saved, padding_side="left", trust_remote_code=trust)
-        subset = test.select(range(count))
-        evaluation = self._evaluate(load_saved().to(training.device), tokenizer, subset, "reloaded policy")
-        same = sum(a == b for a, b in zip(evaluation.completions, after.completions, strict=False))
-        if PartialState().is_main_process:
-            for row, completion in zip(subset.select(range(min(3, count))), evaluation.completions, strict=False):
-                prompt = row["prompt"] if isinstance(row["prompt"], str) else row["prompt"][-1]["content"]
-                console.print(f"  {prompt!r} -> {completion!r}  (answer {row['answer']})", markup=False)
-        return {"compared": count, "identical": same}
+        found = self._evaluate(load_saved().to(training.device), tokenizer, problems, "reloaded policy").completions
+        same = sum(a == b for a, b in zip(found, after.completions, strict=False))
+        return {"compared": len(problems), "identical": same}
 
-    def _evaluate(
-        self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, problems: Dataset, title: str
-    ) -> Evaluation:
+    def _evaluate(self, model: PreTrainedModel, tokenizer, problems: Dataset, title: str) -> Evaluation:
         # In the precision of training, which a model has in itself only once it is trained.
         with self.trainer.accelerator.autocast():
             return evaluate_greedy(
@@ -102,15 +89,14 @@ class EvaluationCallback(TrainerCallback):
     which would end the step's averages before the step does.
     """
 
-    def __init__(self, evaluation: PolicyEvaluation, every: int, most: int):
-        self.evaluation, self.every, self.most = evaluation, every, most
+    def __init__(self, evaluation: PolicyEvaluation):
+        self.evaluation = evaluation
 
     def on_step_end(self, args, state, control, **kwargs):
-        if state.global_step % self.every == 0:
-            evaluation = self.evaluation("evaluating", self.most)
+        if state.global_step % self.evaluation.recipe.evaluate_every == 0:
+            found = self.evaluation("evaluating", self.evaluation.recipe.evaluate_every_n)
             due = control.should_log
-            values = {f"greedy/{score}": evaluation.accuracy(score) for score in evaluation.correct}
-            Trainer.log(self.evaluation.trainer, values)
+            Trainer.log(self.evaluation.trainer, {f"greedy/{score}": found.accuracy(score) for score in found.correct})
             control.should_log = due  # what the step itself logs comes still
 
 

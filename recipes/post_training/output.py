@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The output folder of a run: which run it belongs to, every option that was used, results, and the closing table."""
 
-import hashlib
 import json
 import shutil
 from dataclasses import fields
@@ -17,11 +16,10 @@ from transformers import TrainingArguments
 import hf_mxfp4
 from hf_mxfp4 import MXFP4GRPOConfig, MXFP4GRPOTrainer
 from hf_mxfp4.checkpoint import add_evaluation, checkpoint_step, invalidate, last_complete_checkpoint
-from hf_mxfp4.files import replace_file
+from hf_mxfp4.files import write_json
 from hf_mxfp4.lab import RunReportCallback, plot_training
 from hf_mxfp4.utils import share_text
-from recipes.common.records import versions
-from recipes.common.terminal import console, tell
+from recipes.common.reporting import console, tell, versions
 from recipes.evaluation.generate import Evaluation, write_completions
 from recipes.post_training.arguments import RecipeArguments
 from recipes.tasks import Task
@@ -60,9 +58,6 @@ def remove_old_checkpoints(output: Path, recipe: RecipeArguments, training: MXFP
     one with the largest step, be it an old one. To be called by all processes, when nothing can be refused any more."""
     if recipe.overwrite and resume_choice(training) is None and PartialState().is_main_process:
         for folder in [path for path in output.iterdir() if checkpoint_step(path) is not None and path.is_dir()]:
-            if folder.is_symlink():
-                folder.unlink()
-                continue
             # First what makes it count as whole: should removing it be cut short, nobody resumes from the rest.
             invalidate(folder)
             shutil.rmtree(folder)
@@ -72,41 +67,21 @@ def remove_old_checkpoints(output: Path, recipe: RecipeArguments, training: MXFP
 
 # ---- options --------------------------------------------------------------------------------------------------------
 
-RESOLVED_CONFIG = "resolved_config.yaml"
-#: Options that say where a run is written and whether it goes on, not what it computes.
-BOOKKEEPING = ("output_dir", "overwrite", "resume_from_checkpoint", "logging_dir", "run_name")
 
-
-def resolved_options(*groups: Any) -> dict[str, Any]:
-    """Return all options of dataclasses as plain values by name, in the order of the groups, without tokens."""
+def write_resolved_config(folder: Path, *groups: Any) -> None:
+    """Write `resolved_config.yaml`: the options of all groups, in their order and without tokens, and the versions of
+    packages."""
     options: dict[str, Any] = {}
     for group in groups:
         named = isinstance(group, TrainingArguments)
         own = group.to_dict() if named else {f.name: getattr(group, f.name) for f in fields(group) if f.init}
         options |= {name: value for name, value in own.items() if not name.endswith("_token")}
-    return json.loads(json.dumps(options, default=str))
-
-
-def run_id(options: dict[str, Any]) -> str:
-    """Return twelve hexadecimal digits that two runs share when all their options but `BOOKKEEPING` and the version of
-    this package are equal."""
-    counted = {name: value for name, value in options.items() if name not in BOOKKEEPING}
-    text = json.dumps([hf_mxfp4.__version__, counted], sort_keys=True, default=str)
-    return hashlib.sha256(text.encode()).hexdigest()[:12]
-
-
-def write_resolved_config(folder: Path, *groups: Any) -> None:
-    """Write `resolved_config.yaml`: the options of all groups, versions of packages, and the id of the run."""
-    options = resolved_options(*groups)
     packages = versions(("torch", "transformers", "trl", "peft", "accelerate"))
-    content = {
-        "run_id": run_id(options),
-        "versions": {"hf_mxfp4": hf_mxfp4.__version__, **packages},
-        "options": options,
-    }
-    text = yaml.safe_dump(content, sort_keys=False, allow_unicode=True)
-    (folder / RESOLVED_CONFIG).write_text(text, encoding="utf-8")
-    tell("options", f"all of them in {folder / RESOLVED_CONFIG} (run {content['run_id']})")
+    content = {"versions": {"hf_mxfp4": hf_mxfp4.__version__, **packages}, "options": options}
+    plain = json.loads(json.dumps(content, default=str))
+    file = folder / "resolved_config.yaml"
+    file.write_text(yaml.safe_dump(plain, sort_keys=False, allow_unicode=True), encoding="utf-8")
+    tell("options", f"all of them in {file}")
 
 
 # ---- results --------------------------------------------------------------------------------------------------------
@@ -124,15 +99,15 @@ def write_results(
 ) -> dict[str, Any]:
     """Write all that is known once the policy is trained and saved: completions, plot, logged values, the evaluation in
     the card of the saved policy, and `summary.json`. For one process; returns the summary."""
+    logged = trainer.state.log_history
     write_completions(after, task.test, output / "completions_after.jsonl")
-    replace_file(output / "log_history.json", json.dumps(trainer.state.log_history) + "\n")
-    plot = plot_training(trainer.state.log_history, output / "training.png")
-    history = [entry for entry in trainer.state.log_history if "entropy" in entry]
-    sigmas = [entry["aqn/sigma"] for entry in history if "aqn/sigma" in entry]
+    write_json(output / "log_history.json", logged)
+    plot = plot_training(logged, output / "training.png")
     if trainer.run_log is not None:
         run_report.write(output)  # with the evaluation
+    entropies = [entry["entropy"] for entry in logged if "entropy" in entry]
+    sigmas = [entry["aqn/sigma"] for entry in logged if "entropy" in entry and "aqn/sigma" in entry]
     report = getattr(trainer.accelerator.unwrap_model(trainer.model), "quantization_report", None)
-    adapter = saved is not None and (saved / "adapter_config.json").is_file()
     summary = {
         "task": task.name,
         "model": model,
@@ -144,51 +119,42 @@ def write_results(
         "accuracy_after": {name: after.accuracy(name) for name in task.scores},
         "standard_error_before": before and {name: before.standard_error(name) for name in task.scores},
         "standard_error_after": {name: after.standard_error(name) for name in task.scores},
-        "entropy_first": history[0]["entropy"] if history else None,
-        "entropy_last": history[-1]["entropy"] if history else None,
+        "entropy_first": entropies[0] if entropies else None,
+        "entropy_last": entropies[-1] if entropies else None,
         "entropy_alarms": trainer.entropy_callback.alarms,
         "aqn_sigma_logged": sigmas and {"largest": max(sigmas), "last": sigmas[-1]},
         "n_quantized": trainer.n_quantized,
         "n_skipped": report.n_skipped if report else None,
         "weight_sqnr_db": report.sqnr_db if report else None,
         "saved": saved and str(saved),
-        "adapter": adapter,
+        "adapter": saved is not None and (saved / "adapter_config.json").is_file(),
         "plot": str(plot),
         "run_report": run_report.path and str(run_report.path),
         "reloaded": None,
     }
     if saved is not None:
-        if not adapter and trainer.n_quantized and before is not None:
+        if not summary["adapter"] and trainer.n_quantized and before is not None:
             add_evaluation(saved, summary)
         summary["bytes_on_disk"] = sum(file.stat().st_size for file in saved.rglob("*") if file.is_file())
-    write_summary(output, summary)
+    write_json(output / "summary.json", summary, indent=2)
     return summary
 
 
-def write_summary(output: Path, summary: dict[str, Any]) -> None:
-    """Write `summary.json`, or replace an earlier one."""
-    replace_file(output / "summary.json", json.dumps(summary, indent=2) + "\n")
-
-
 def print_summary(summary: dict[str, Any]) -> None:
-    """Print the closing table."""
-    table = Table(
-        title=f"{summary['task']} · {summary['steps']} GRPO steps · seed {summary['seed']}", show_header=False
-    )
+    """Print the closing table, and paths below it, where they can be copied from a narrow terminal."""
+    title = "{task} · {steps} GRPO steps · seed {seed}".format(**summary)
+    table = Table(title=title, show_header=False)
     table.add_column(style="bold")
     table.add_column(overflow="fold")
-
-    def accuracy(when: str, name: str) -> str:
-        return share_text(summary[f"accuracy_{when}"][name], summary["n_test"])
-
     table.add_row("model", Text(summary["model"]))
     table.add_row("scheme", Text(summary["scheme"]))
     for name, after in summary["accuracy_after"].items():
         remark = f"95 %, n = {summary['n_test']}"
         if summary["accuracy_before"]:
-            table.add_row(f"{name}, greedy, before RL", f"{accuracy('before', name)}  ({remark})")
-            remark = f"{after - summary['accuracy_before'][name]:+.3f}"
-        table.add_row(f"{name}, greedy, after RL", f"{accuracy('after', name)}  ({remark})")
+            before = summary["accuracy_before"][name]
+            table.add_row(f"{name}, greedy, before RL", f"{share_text(before, summary['n_test'])}  ({remark})")
+            remark = f"{after - before:+.3f}"
+        table.add_row(f"{name}, greedy, after RL", f"{share_text(after, summary['n_test'])}  ({remark})")
     if summary["entropy_first"] is not None:
         alarms = f", {len(summary['entropy_alarms'])} alarms"
         table.add_row("entropy", f"{summary['entropy_first']:.3f} -> {summary['entropy_last']:.3f} nats{alarms}")
@@ -201,12 +167,10 @@ def print_summary(summary: dict[str, Any]) -> None:
         kind = "adapter alone" if summary["adapter"] else "master weights"
         table.add_row("size on disk", f"{summary['bytes_on_disk'] / 1e6:.2f} MB ({kind})")
     if summary["reloaded"]:
-        table.add_row(
-            "after reloading", "{identical} of {compared} completions identical".format(**summary["reloaded"])
-        )
+        same = "{identical} of {compared} completions identical".format(**summary["reloaded"])
+        table.add_row("after reloading", same)
     table.add_row("time", f"{summary['seconds']:.0f} s")
     console.print(table)
-    # Paths are for copying: a table would break them on a narrow terminal.
     if summary["saved"]:
         tell("saved model", summary["saved"])
     tell("plot", summary["plot"])

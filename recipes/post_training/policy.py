@@ -12,10 +12,9 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokeni
 
 from hf_mxfp4 import MXFP4RLConfig
 from hf_mxfp4.checkpoint import remove_scheme
-from recipes.common.schemes import differences
-from recipes.common.stored import Stored, load_tokenizer, read_stored
-from recipes.common.terminal import errors_as_messages, tell
-from recipes.post_training.arguments import Options, check_packed
+from recipes.common.checkpoints import Stored, differences, load_tokenizer, read_stored
+from recipes.common.reporting import errors_as_messages, tell
+from recipes.post_training.arguments import Options, RecipeArguments, check_packed
 from recipes.post_training.output import resume_choice
 from recipes.tasks import Task, build_tokenizer
 from recipes.tasks.tiny_model import TINY_MODELS, supervised_warmup
@@ -30,13 +29,8 @@ _ADAPTER_OPTIONS = {
 
 @dataclass(frozen=True)
 class Start:
-    """What a run starts from.
-
-    Attributes:
-        name: folder or Hub id; None for a model that is still to be made.
-        stored: what is there.
-        scheme: of the policy, which is that of the checkpoint where none was asked for.
-    """
+    """What a run starts from: the ``name`` of a folder or on the Hub (None for a model that is still to be made), what
+    is ``stored`` there, and the ``scheme`` of the policy, which is the checkpoint's where none was asked for."""
 
     name: str | None
     stored: Stored | None
@@ -48,11 +42,8 @@ class Start:
 
 
 def find_start(options: Options) -> Start:
-    """Find out what a run starts from, before anything is made or loaded.
-
-    The adapter of a folder is continued (`use_peft` is then set). Ends with a message where the model is missing, or
-    was saved under another scheme or with other adapter options than those that are named.
-    """
+    """Find out what a run starts from, before anything is made or loaded. The adapter of a folder is continued. Ends
+    with a message where the model is missing, or was saved with another scheme or adapter than what is named."""
     recipe, scheme, training, model = options
     name = model.model_name_or_path
     if name is None:
@@ -61,10 +52,7 @@ def find_start(options: Options) -> Start:
     try:
         stored = read_stored(name, revision=model.model_revision, trust_remote_code=training.trust_remote_code)
     except (OSError, ValueError) as error:
-        raise SystemExit(
-            f"error: cannot load the model {name!r}: {error}\nGive --model_name_or_path a local folder, or a Hub id "
-            "while the Hub is reachable; leave it out to make a small model."
-        ) from error
+        raise SystemExit(f"error: cannot load the model {name!r}: {error}") from error
     if stored.adapter is not None:
         _check_adapter(name, stored.adapter, options)
         model.use_peft = True
@@ -103,62 +91,51 @@ def prepare_start(start: Start, options: Options, task: Task, folder: Path) -> t
     """Return the start with what is loaded, and a name for it; make a small model in ``folder`` where none is named."""
     if start.stored is not None:
         return start, f"{start.name}, an adapter on {start.stored.weights}" if start.is_adapter else start.name
-    recipe = options.recipe
-    made = str(make_base_model(options, task, folder))
+    recipe, made = options.recipe, str(folder)
+    if resume_choice(options.training) is None or not (folder / "config.json").is_file():
+        if PartialState().is_main_process:
+            make_base_model(recipe, task, options.training.seed, folder)
+        PartialState().wait_for_everyone()
     size = f"{recipe.tiny_num_layers} layers, width {recipe.tiny_hidden_size}"
     return replace(start, name=made, stored=read_stored(made)), f"{recipe.tiny_architecture} made for this run ({size})"
 
 
-def make_base_model(options: Options, task: Task, folder: Path) -> Path:
-    """Build, warm up and save a small full-precision model and its tokenizer; an existing one is reused on resume."""
-    recipe, training = options.recipe, options.training
-    if resume_choice(training) is not None and (folder / "config.json").is_file():
-        return folder
-    if PartialState().is_main_process:
-        tokenizer = build_tokenizer(task.name)
-        model = TINY_MODELS[recipe.tiny_architecture](
-            tokenizer,
-            hidden_size=recipe.tiny_hidden_size,
-            num_layers=recipe.tiny_num_layers,
-            intermediate_size=2 * recipe.tiny_hidden_size,
-            max_positions=2048,
-            seed=training.seed,
-        )
-        tell("model", f"{recipe.tiny_architecture} with {model.num_parameters() / 1e6:.2f} M parameters is made")
-        if recipe.sft_steps:
-            supervised_warmup(
-                model,
-                tokenizer,
-                task.train,
-                steps=recipe.sft_steps,
-                batch_size=recipe.sft_batch_size,
-                seed=training.seed,
-                target_loss=0.55,
-            )
-        model.save_pretrained(folder)
-        tokenizer.save_pretrained(folder)
-    PartialState().wait_for_everyone()
-    return folder
+def make_base_model(recipe: RecipeArguments, task: Task, seed: int, folder: Path) -> None:
+    """Build, warm up and save a small full-precision model and its tokenizer."""
+    tokenizer = build_tokenizer(task.name)
+    model = TINY_MODELS[recipe.tiny_architecture](
+        tokenizer,
+        hidden_size=recipe.tiny_hidden_size,
+        num_layers=recipe.tiny_num_layers,
+        intermediate_size=2 * recipe.tiny_hidden_size,
+        max_positions=2048,
+        seed=seed,
+    )
+    tell("model", f"{recipe.tiny_architecture} with {model.num_parameters() / 1e6:.2f} M parameters is made")
+    if recipe.sft_steps:
+        sft = {"steps": recipe.sft_steps, "batch_size": recipe.sft_batch_size, "target_loss": 0.55}
+        supervised_warmup(model, tokenizer, task.train, seed=seed, **sft)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
 
 
 def load_policy(start: Start, options: Options) -> tuple[PreTrainedModel | PeftModel, PreTrainedTokenizerBase]:
-    """The policy under its scheme, and its tokenizer; a message when the checkpoint is missing or unsuitable."""
-    name, stored, model, trust = start.name, start.stored, options.model, options.training.trust_remote_code
+    """Load the policy under its scheme, and its tokenizer; end with a message when the checkpoint is unsuitable."""
+    name, stored, revision = start.name, start.stored, options.model.model_revision
     try:
-        tokenizer = load_tokenizer(name, stored, revision=model.model_revision, trust_remote_code=trust)
+        trust = options.training.trust_remote_code
+        tokenizer = load_tokenizer(name, stored, revision=revision, trust_remote_code=trust)
         policy = load_weights(start, options)
         if start.is_adapter:
-            policy = PeftModel.from_pretrained(policy, name, revision=model.model_revision, is_trainable=True)
+            policy = PeftModel.from_pretrained(policy, name, revision=revision, is_trainable=True)
             tell("adapter", f"{name} is trained further, on {stored.weights}")
-    except OSError as error:
-        raise SystemExit(f"error: cannot load the model {name!r}: {error}") from error
-    except ValueError as error:
+    except (OSError, ValueError) as error:
         raise SystemExit(f"error: cannot load the model {name!r} under this scheme: {error}") from error
     return policy, tokenizer
 
 
 def load_weights(start: Start, options: Options) -> PreTrainedModel:
-    """The whole weights of the start under the scheme of the run, without an adapter."""
+    """Load the whole weights of the start under the scheme of the run, without an adapter."""
     scheme: dict[str, Any] = {"quantization_config": start.scheme}
     if options.recipe.full_precision:
         scheme = {"config": copy.deepcopy(start.stored.config)}
@@ -174,7 +151,7 @@ def load_weights(start: Start, options: Options) -> PreTrainedModel:
 
 
 def load_saved(saved: Path, start: Start, options: Options) -> PreTrainedModel | PeftModel:
-    """A policy that this run saved, or an adapter on the weights that it was trained on."""
+    """Load a policy that this run saved, or an adapter on the weights that it was trained on."""
     if options.model.use_peft:
         return PeftModel.from_pretrained(load_weights(start, options), saved)
     return AutoModelForCausalLM.from_pretrained(

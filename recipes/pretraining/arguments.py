@@ -1,20 +1,112 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Options of `pretrain.py`, in YAML or on the command line."""
+"""Arms and options of `pretrain.py`.
 
-from dataclasses import dataclass, fields
+An arm says which operands of which products are quantized, and by what. The named ones follow arXiv 2605.09825: the
+forward product alone, then the gradient of the input, then that of the weight (progressively), and all three with each
+stabiliser. Products that are not quantized run on full-precision operands, the master weight and the layer's input, and
+not on the values of the forward product.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
+from torch import nn
 from transformers import TrainingArguments
 
+from hf_mxfp4 import MXFP4Linear, MXFP4RLConfig
+from hf_mxfp4.numerics import FP8, GEMM_OPERANDS, QuantScheme
+from hf_mxfp4.utils import unknown_key_message
 from recipes.common.options import build, exit_on_wrong_options, option, read_command, read_file, read_yaml
 
-from .arms import BASELINE, NAMED_ARMS, Arm, choose_arms
 
+# ---- arms -----------------------------------------------------------------------------------------------------------
+
+BASELINE = "baseline"
+_FULL_DGRAD = {"grad": "full", "weight": "full"}
+_FULL_WGRAD = {"grad": "full", "x": "full"}
+_UNROTATED = {"rotation": "none"}
+#: Options on top of `paper_b`; "{rule}" stands for the study's scale rule.
+_NAMED: dict[str, dict[str, Any]] = {
+    "fprop": {"dgrad": _FULL_DGRAD, "wgrad": _FULL_WGRAD},
+    "fprop_dgrad": {"wgrad": _FULL_WGRAD},
+    "all": {"wgrad": _UNROTATED},
+    "all_sr": {"dgrad": {"grad": "{rule}+stochastic"}, "wgrad": {"grad": "{rule}+stochastic", **_UNROTATED}},
+    "all_random16": {"wgrad": {"rotation": "random-16"}},
+    "all_deterministic16": {"wgrad": {"rotation": "deterministic-16"}},
+    "all_deterministic32": {"wgrad": {"rotation": "deterministic-32"}},
+}
+NAMED_ARMS = (BASELINE, *_NAMED)
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One way to train: its name in the results, and the scheme, `None` for the baseline."""
+
+    name: str
+    config: MXFP4RLConfig | None
+
+    def seeded(self, seed: int) -> MXFP4RLConfig | None:
+        """Return the scheme of a run with this seed, which random rounding and signs follow."""
+        if self.config is None or not self.config.gemms().is_random:
+            return self.config
+        return replace(self.config, stochastic_seed=seed)
+
+
+def choose_arms(names: Sequence[str], extra: Mapping[str, Mapping[str, Any]] | None, scale_rule: str) -> list[Arm]:
+    """Return the arms of a study, the baseline first.
+
+    ``extra`` has further arms, each a mapping of options of `MXFP4RLConfig`; ``scale_rule`` is that of the named
+    arms. Raises `ValueError` for an unknown or repeated name, a study without
+    baseline, or options that `MXFP4RLConfig` refuses.
+    """
+    extra = {} if extra is None else extra
+    if not isinstance(extra, Mapping) or not all(isinstance(options, Mapping) for options in extra.values()):
+        raise ValueError(f"extra_arms={extra!r} must map names to options of MXFP4RLConfig")
+    if same := [name for name in extra if name in NAMED_ARMS]:
+        raise ValueError(f"extra_arms has {', '.join(same)}, the name of a built-in arm; give it another")
+    known = [*NAMED_ARMS, *extra]
+    for name in names:
+        if name not in known:
+            raise ValueError(unknown_key_message("arms", str(name), known))
+    if BASELINE not in names or len(set(names)) != len(names):
+        raise ValueError(f"arms={list(names)} must be distinct, with {BASELINE!r}, which the others are compared with")
+    return [_arm(name, extra.get(name), scale_rule) for name in sorted(names, key=lambda name: name != BASELINE)]
+
+
+def _arm(name: str, options: Mapping[str, Any] | None, scale_rule: str) -> Arm:
+    if name == BASELINE:
+        return Arm(name, None)
+    if options is None:
+        options = {"preset": "paper_b", "scale_rule": scale_rule}
+        for key, value in _NAMED[name].items():
+            if isinstance(value, dict):
+                value = {operand: text.replace("{rule}", scale_rule) for operand, text in value.items()}
+            options[key] = value
+    try:
+        return Arm(name, MXFP4RLConfig(**options))
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"arm {name}: {error}") from None
+
+
+def quantized_operands(model: nn.Module) -> dict[str, int]:
+    """Count in how many layers each operand (``"fprop.x"``, ... ``"wgrad.x"``) is quantized for its product."""
+    counts = {f"{gemm}.{operand}": 0 for gemm, operands in GEMM_OPERANDS.items() for operand in operands}
+    for module in model.modules():
+        if isinstance(module, MXFP4Linear):
+            for gemm, names in GEMM_OPERANDS.items():
+                product = getattr(module.gemms, gemm)
+                for name, scheme in zip(names, (product.left, product.right), strict=True):
+                    counts[f"{gemm}.{name}"] += isinstance(scheme, QuantScheme) or scheme is FP8
+    return counts
+
+
+# ---- options ---------------------------------------------------------------------------------------------------------
 
 DEFAULT_CONFIG = Path(__file__).parents[1] / "configs" / "pretrain_tiny_cpu.yaml"
 CORPORA = ("generated", "files", "hub")
-_NO_RESETS = "resets of oscillating weights made no difference (docs/backward.md); leave it out"
+_NO_RESETS = "resets of oscillating weights made no difference; leave it out"
 #: Options that are gone, see [`recipes.common.options`].
 REMOVED = {
     "backend": ("auto", "give it in extra_arms, as an option of MXFP4RLConfig"),
@@ -44,10 +136,7 @@ class StudyArguments:
         "floor", "Of the named arms: 'floor' (OCP; the paper does not say), 'rceil', 'even' or 'mse'."
     )
     extra_tokens: float = option(
-        0.4,
-        "How much longer than max_steps every arm trains, as a share of it, so that one that needs more "
-        "tokens than the baseline can still reach its loss. The learning rate follows steps alone, never the "
-        "arm.",
+        0.4, "How much longer than max_steps every arm trains, as a share of it, to reach the loss of the baseline."
     )
 
     corpus: str = option("generated", "'generated', 'files' (text or JSON lines) or 'hub' (streamed).")
@@ -80,15 +169,11 @@ class StudyArguments:
         files = (bool(self.data_files), bool(self.validation_files))
         if files != ((True, True) if self.corpus == "files" else (False, False)):
             raise ValueError("corpus='files' needs data_files and validation_files, and they need corpus='files'")
-        if self.corpus == "generated" and self.tokenizer_name:
-            raise ValueError("the generated corpus has its own tokenizer; leave tokenizer_name out")
-        for name in ("sequence_length", "validation_sequences"):
-            if getattr(self, name) < 2:
-                raise ValueError(f"{name}={getattr(self, name)} must be at least 2")
         if not self.seeds or len(set(self.seeds)) != len(self.seeds):
             raise ValueError(f"seeds={self.seeds} must be distinct numbers, at least one")
 
 
+SIZES = "hidden_size num_layers intermediate_size num_heads num_kv_heads tie_word_embeddings initializer_range".split()
 #: Options that a study can be continued with others of: they choose runs, or are part of an arm's scheme.
 _FREE = ("arms", "extra_arms", "seeds", "scale_rule")
 #: Options of the trainer that a result depends on.
@@ -126,20 +211,13 @@ class Study:
         return self.sequences_per_step * self.options.sequence_length
 
     @property
-    def budget_tokens(self) -> int:
-        """Tokens in `max_steps`."""
-        return self.training.max_steps * self.tokens_per_step
-
-    @property
     def precision(self) -> str:
         """What the baseline, and whatever is not quantized, computes in."""
         return "BF16" if self.training.bf16 else "FP16" if self.training.fp16 else "full precision (float32)"
 
     def scheme_text(self, arm: Arm) -> str:
         """Describe what an arm does, in one line."""
-        if arm.config is None:
-            return self.precision
-        return arm.config.describe()
+        return self.precision if arm.config is None else arm.config.describe()
 
     @property
     def settings(self) -> dict[str, Any]:

@@ -19,18 +19,12 @@ from recipes.tasks.tiny_model import build_byte_tokenizer, build_char_tokenizer
 from .arguments import StudyArguments
 
 
-#: Documents that a streamed dataset is shuffled among.
-_SHUFFLE_BUFFER = 10_000
-
-
 @dataclass
 class Corpus:
     """Sequences to train and validate on.
 
     Attributes:
-        tokenizer: what made them.
-        train: rows of ``input_ids`` and ``labels``, endless or not.
-        validation: the same, the same for all seeds.
+        train, validation: rows of ``input_ids`` and ``labels``; those to validate on are the same for all seeds.
         entropy: nats per validation token under the generator itself, the loss that no model can stay below; `None`
             where the text was not generated.
     """
@@ -44,7 +38,7 @@ class Corpus:
         """Return the training sequences in the order of a seed, the same for every arm: as many as fill whole steps of
         ``batch`` sequences. Raises `ValueError` for less than one."""
         if isinstance(self.train, IterableDataset):
-            return self.train.shuffle(seed=seed, buffer_size=_SHUFFLE_BUFFER)
+            return self.train.shuffle(seed=seed, buffer_size=10_000)
         order = torch.randperm(len(self.train), generator=torch.Generator().manual_seed(seed))
         order = order[: len(order) // batch * batch]
         if len(order) == 0:
@@ -53,16 +47,9 @@ class Corpus:
 
 
 def load_corpus(options: StudyArguments, tokens: int) -> Corpus:
-    """Load the corpus that the options ask for.
+    """Load the corpus that the options ask for. A generated one has as many ``tokens`` to train on and repeats nothing.
 
-    Args:
-        options: of the study.
-        tokens: to train on; a generated corpus has as many and repeats nothing.
-
-    Raises:
-        OSError: a file or the tokenizer cannot be read.
-        RuntimeError: the Hub cannot be reached or lacks the dataset.
-        ValueError: there is too little text.
+    Raises `OSError` for what cannot be read, and `ValueError` when there is too little text.
     """
     column, length, count = options.text_column, options.sequence_length, options.validation_sequences
     if options.corpus == "generated":
@@ -110,9 +97,6 @@ def _packed(dataset: Any, tokenizer: PreTrainedTokenizerBase, column: str, lengt
 
 
 def _read_files(files: list[str], column: str) -> Dataset:
-    for file in files:
-        if not Path(file).is_file():
-            raise FileNotFoundError(f"there is no file {file}")
     kinds = {"json" if Path(file).suffix in (".json", ".jsonl") else "text" for file in files}
     if len(kinds) > 1:
         raise ValueError(f"give text files or JSON lines, not both: {', '.join(files)}")
@@ -122,13 +106,7 @@ def _read_files(files: list[str], column: str) -> Dataset:
 
 
 def _stream(options: StudyArguments, split: str) -> Any:
-    try:
-        stream = load_dataset(options.dataset_name, options.dataset_config, split=split, streaming=True)
-    except Exception as error:  # datasets raises what its storage raises
-        raise RuntimeError(
-            f"cannot stream {options.dataset_name!r} ({options.dataset_config}, {split}): {error}\nIt needs the "
-            "Hub; without it use corpus: files with data_files, or corpus: generated."
-        ) from error
+    stream = load_dataset(options.dataset_name, options.dataset_config, split=split, streaming=True)
     return stream.select_columns([options.text_column]) if stream.column_names is None else stream
 
 
@@ -156,10 +134,9 @@ def _generated(tokens: int, length: int, validation_sequences: int) -> Corpus:
 class Language:
     """A made-up language: nothing to download, and its entropy is known.
 
-    A document is one of three things: a sentence of a probabilistic grammar (a Markov chain over word classes, each
-    with its own words of Zipf-distributed frequency: the rarer the word, the later it is learnt), an addition, or
-    letters to copy. The text of a document determines how it was generated, so that the generator's own log-probability
-    is that of the text, and its mean over a split is the loss that no model can stay below.
+    A document is a sentence of a probabilistic grammar (a Markov chain over word classes, each with its own words of
+    Zipf-distributed frequency), an addition, or letters to copy. The text determines how it was generated, so that the
+    generator's log-probability is that of the text, and its mean over a split is the loss that no model can stay below.
     """
 
     def __init__(self):

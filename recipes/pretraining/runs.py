@@ -12,7 +12,6 @@ from typing import Any
 from accelerate import PartialState
 from transformers import (
     AutoModelForCausalLM,
-    PreTrainedModel,
     Trainer,
     TrainerCallback,
     TrainingArguments,
@@ -23,11 +22,10 @@ from transformers.trainer_utils import get_last_checkpoint
 from hf_mxfp4.files import write_json
 from hf_mxfp4.layers import random_layers
 from hf_mxfp4.rl import QuantizationStepCallback
-from recipes.common.terminal import TrainingBar
+from recipes.common.reporting import TrainingBar
 from recipes.tasks.tiny_model import build_qwen2
 
-from .arguments import Study
-from .arms import Arm, quantized_operands
+from .arguments import SIZES, Arm, Study, quantized_operands
 from .corpus import Corpus
 
 
@@ -47,23 +45,21 @@ class StudyFile:
         self.runs: list[dict[str, Any]] = []
         if path.is_file():
             stored = json.loads(path.read_text())
-            changed = [name for name, value in self.settings.items() if stored["settings"].get(name) != value]
-            if changed:
-                told = ", ".join(f"{name}={stored['settings'].get(name)!r}" for name in changed)
+            before = {name: stored["settings"].get(name) for name in self.settings}
+            if changed := [f"{name}={value!r}" for name, value in before.items() if value != self.settings[name]]:
+                told = ", ".join(changed)
                 raise ValueError(f"{path} holds a study with {told}; choose another output_dir, or the same options")
             self.runs = stored["runs"]
 
     def finished(self, arm: str, seed: int, scheme: str) -> bool:
         """Return whether there is such a run. Raises `ValueError` when it was of another scheme."""
-        for run in self.runs:
-            if (run["arm"], run["seed"]) == (arm, seed):
-                if run["scheme"] != scheme:
-                    raise ValueError(
-                        f"{self.path} has a run of arm {arm!r} with the scheme {run['scheme']}, not {scheme}; give the "
-                        "arm another name"
-                    )
-                return True
-        return False
+        schemes = [run["scheme"] for run in self.runs if (run["arm"], run["seed"]) == (arm, seed)]
+        if schemes and schemes[0] != scheme:
+            raise ValueError(
+                f"{self.path} has a run of arm {arm!r} with the scheme {schemes[0]}, not {scheme}; give the arm "
+                "another name"
+            )
+        return bool(schemes)
 
     def add(self, run: dict[str, Any]) -> None:
         """Append a run; a process killed meanwhile leaves the file as it was."""
@@ -82,10 +78,7 @@ class StopOnDivergence(TrainerCallback):
 def initial_model(study: Study, corpus: Corpus, seed: int, folder: Path) -> Path:
     """Make the full-precision model that all arms of a seed start from; return its folder."""
     if PartialState().is_main_process and not (folder / "config.json").is_file():
-        sizes = (
-            "hidden_size num_layers intermediate_size num_heads num_kv_heads tie_word_embeddings initializer_range"
-        ).split()
-        options = {name: getattr(study.options, name) for name in sizes}
+        options = {name: getattr(study.options, name) for name in SIZES}
         model = build_qwen2(corpus.tokenizer, **options, max_positions=study.options.sequence_length, seed=seed)
         model.save_pretrained(folder)
     PartialState().wait_for_everyone()
@@ -95,16 +88,9 @@ def initial_model(study: Study, corpus: Corpus, seed: int, folder: Path) -> Path
 def train_arm(study: Study, arm: Arm, seed: int, corpus: Corpus, output: Path) -> dict[str, Any]:
     """Train one arm with one seed.
 
-    Args:
-        study, corpus: whose options and text.
-        arm, seed: which run.
-        output: folder of the study; initial weights and checkpoints, if any, are kept there.
-
-    Returns:
-        The run, JSON: the curve as ``[tokens, validation loss]`` (`None` for a loss that is not finite), what was
-        quantized, and times.
-
-    Raises `ValueError` when the arm should quantize and no operand is.
+    Initial weights, and checkpoints, if any, are kept in the folder ``output`` of the study. Returns the run, JSON: the
+    curve as ``[tokens, validation loss]`` (`None` for a loss that is not finite), what was quantized, and times. Raises
+    `ValueError` when the arm should quantize and no operand is.
     """
     start = initial_model(study, corpus, seed, output / f"initial-seed{seed}")
     model = AutoModelForCausalLM.from_pretrained(start, dtype="float32", quantization_config=arm.seeded(seed))
@@ -112,8 +98,10 @@ def train_arm(study: Study, arm: Arm, seed: int, corpus: Corpus, output: Path) -
     operands = quantized_operands(model)
     if arm.config is not None and not any(operands.values()):
         raise ValueError(f"arm {arm.name} quantizes no operand of any layer")
+    callbacks: list[TrainerCallback] = [StopOnDivergence()]
+    if random_layers(model):
+        callbacks.append(QuantizationStepCallback())
     training = _training_arguments(study, arm, seed, output)
-    callbacks = _callbacks(study, arm, model)
     trainer = Trainer(
         model,
         training,
@@ -122,25 +110,21 @@ def train_arm(study: Study, arm: Arm, seed: int, corpus: Corpus, output: Path) -
         data_collator=default_data_collator,
         callbacks=callbacks,
     )
-    TrainingBar.install(trainer, f"{arm.name}, seed {seed}", validation="eval_loss", loss="loss")
+    TrainingBar.install(trainer)
     started, used = time.monotonic(), time.process_time()
     checkpoint = get_last_checkpoint(training.output_dir) if Path(training.output_dir).is_dir() else None
     trainer.train(resume_from_checkpoint=checkpoint)
-    history = trainer.state.log_history
     return {
         "arm": arm.name,
         "seed": seed,
         "scheme": study.scheme_text(arm),
-        "config": None if arm.config is None else arm.config.to_dict(),
-        "precision": study.precision,
         "parameters": model.num_parameters(),
         "n_quantized": 0 if report is None else report.n_quantized,
         "n_skipped": 0 if report is None else report.n_skipped,
         "quantized_operands": operands,
         "entropy": corpus.entropy,
         "steps": trainer.state.global_step,
-        "curve": _curve(history, "eval_loss", study.tokens_per_step),
-        "training_loss": _curve(history, "loss", study.tokens_per_step),
+        "curve": _curve(trainer.state.log_history, study.tokens_per_step),
         "seconds": round(time.monotonic() - started, 1),
         "cpu_seconds": round(time.process_time() - used, 1),
     }
@@ -162,14 +146,7 @@ def _training_arguments(study: Study, arm: Arm, seed: int, output: Path) -> Trai
     )
 
 
-def _callbacks(study: Study, arm: Arm, model: PreTrainedModel) -> list[TrainerCallback]:
-    callbacks: list[TrainerCallback] = [StopOnDivergence()]
-    if random_layers(model):
-        callbacks.append(QuantizationStepCallback())
-    return callbacks
-
-
-def _curve(history: list[dict], key: str, tokens_per_step: int) -> list[list]:
+def _curve(history: list[dict], tokens_per_step: int) -> list[list]:
     # A resumed run evaluates again at the step that it resumes at.
-    found = {entry["step"] * tokens_per_step: entry[key] for entry in history if key in entry}
+    found = {entry["step"] * tokens_per_step: entry["eval_loss"] for entry in history if "eval_loss" in entry}
     return [[tokens, value if math.isfinite(value) else None] for tokens, value in found.items()]

@@ -9,16 +9,15 @@ from transformers import PreTrainedTokenizerFast
 
 from recipes.common.options import option
 
-from .base import Subsets, Task
-from .generated import ALPHABET, arithmetic, few_shot, vocabulary, word_problems
-from .own_functions import REWARD_FORM, call_reward, load_function
+from .base import REWARD_FORM, Subsets, Task, call_reward, load_function
+from .generated import ALPHABET, arithmetic, few_shot
 from .sources import SCORES, Source, gsm8k, math500, own_problems
-from .tiny_model import build_byte_tokenizer, build_char_tokenizer, build_word_tokenizer
+from .tiny_model import build_byte_tokenizer, build_char_tokenizer
 
 
 __all__ = ["ALPHABET", "TASKS", "Task", "TaskArguments", "build_tokenizer", "call_reward", "load_task"]
 
-_GENERATED = {"arithmetic": arithmetic, "word_problems": word_problems, "few_shot": few_shot}
+_GENERATED = {"arithmetic": arithmetic, "few_shot": few_shot}
 #: Tasks that are read, with their dataset on the Hub.
 _READ = {
     "gsm8k": (gsm8k, {"dataset_name": "openai/gsm8k", "dataset_config": "main"}),
@@ -40,8 +39,6 @@ class TaskArguments:
     n_train: int | None = option(None, "Rows of the train split to use; default all.")
     n_test: int | None = option(None, "Rows of the test split to use; default all.")
     data_seed_split: int = option(0, "Seed of the task's split and subsets.")
-    problem_count: int | None = option(None, "word_problems: problems to generate; 40000.")
-    problem_steps: list[int] | None = option(None, "word_problems: fewest and most steps of a problem; 2 4.")
     prompt_column: str | None = option(None, "file: column of the prompts; prompt.")
     answer_column: str | None = option(None, "file: column of the answers; answer.")
     score: str | None = option(None, f"file: {', '.join(SCORES)} or FILE.py:function, called as f(completion, answer).")
@@ -64,9 +61,7 @@ def load_task(name: str, *, reward: str | None = None, test_only: bool = False, 
         name: one of `TASKS`.
         reward: ``FILE.py:function`` in place of the task's own reward; it is tried on two problems.
         test_only: for evaluation: a train split that would have to be read is left out (the task's `train` is None).
-        options: those of the task; None leaves one at its default. All have those of [`Subsets`], tasks that are read
-            (gsm8k, math500, file) those of [`Source`]; ``file`` also ``prompt_column``, ``answer_column`` and
-            ``score``; ``word_problems`` also ``problem_count`` and ``problem_steps``.
+        options: those of the task, see [`TaskArguments`]; None leaves one at its default.
 
     Raises:
         ValueError: an unknown name, an option that the task does not have, an empty split, or a function that cannot
@@ -97,9 +92,5 @@ def load_task(name: str, *, reward: str | None = None, test_only: bool = False, 
 
 
 def build_tokenizer(task: str) -> PreTrainedTokenizerFast:
-    """Build the smallest tokenizer that a model made for a task needs: its characters or words, otherwise bytes."""
-    if task == "arithmetic":
-        return build_char_tokenizer(ALPHABET)
-    if task == "word_problems":
-        return build_word_tokenizer(vocabulary())
-    return build_byte_tokenizer()
+    """Build the smallest tokenizer that a model made for a task needs: its characters, otherwise bytes."""
+    return build_char_tokenizer(ALPHABET) if task == "arithmetic" else build_byte_tokenizer()

@@ -1,12 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a task is: two datasets, the rewards to train on, and the scores to report."""
+"""What a task is: two datasets, the rewards to train on, and the scores to report; and scores and rewards from a file
+of the user, which are tried on a few problems before anything runs."""
 
+import asyncio
+import importlib.util
+import inspect
+import math
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from datasets import Dataset
+
+from hf_mxfp4.rl.rewards import rewards_of
 
 
 COLUMNS = ("prompt", "completion", "answer")
@@ -17,14 +25,13 @@ class Task:
     """A verifiable-reward task.
 
     Attributes:
-        name: what `load_task` was asked for.
         train: columns ``prompt`` (str, or a conversation ``[{"role": "user", "content": ...}]``), ``completion``
             (str: the reference completion, for supervised warm-up) and ``answer`` (str: the gold answer). None for a
             task that is only evaluated on.
         test: the same columns, disjoint from `train`.
         reward_funcs: TRL reward functions ``f(completions, answer, **kwargs) -> list[float]``.
         scores: metric name -> ``f(completion, answer) -> bool``; the first entry is the headline accuracy.
-        max_completion_length: a sufficient number of new tokens (a hint).
+        max_completion_length: a sufficient number of new tokens.
     """
 
     name: str
@@ -36,22 +43,12 @@ class Task:
 
 
 def choose_rows(n_rows: int, n_wanted: int | None, *, what: str, seed: int) -> list[int]:
-    """Draw the indices of `n_wanted` of `n_rows` rows without replacement by `seed`, kept in order; None: all.
-
-    Args:
-        what: the split or file, for error messages.
-
-    Raises:
-        ValueError: there are no rows, none or a negative number is asked for, or more than there are.
-    """
-    if n_rows == 0:
-        raise ValueError(f"{what} is empty")
+    """Draw the indices of `n_wanted` of `n_rows` rows without replacement by `seed`, kept in order; None: all. Raises
+    `ValueError`, which begins with ``what`` (the split or file), for a number that there cannot be."""
     if n_wanted is None:
         return list(range(n_rows))
-    if not isinstance(n_wanted, int) or n_wanted < 1:
-        raise ValueError(f"{what}: {n_wanted!r} rows were asked for; give a whole number, at least 1")
-    if n_wanted > n_rows:
-        raise ValueError(f"{what} has {n_rows} rows, {n_wanted} were asked for")
+    if not isinstance(n_wanted, int) or not 1 <= n_wanted <= n_rows:
+        raise ValueError(f"{what} has {n_rows} rows, {n_wanted!r} were asked for; give a whole number, at least 1")
     return sorted(random.Random(seed).sample(range(n_rows), n_wanted))
 
 
@@ -61,7 +58,7 @@ class Subsets:
 
     Attributes:
         seed: of generated problems, of their split and of subsets: the same in training and evaluation.
-        n_train, n_test: draw so many rows of a split; None: all. They never move a problem to the other split.
+        n_train, n_test: draw so many rows of a split; None: all.
         conversational: prompts are conversations of one user message, for chat models.
     """
 
@@ -85,3 +82,84 @@ class Subsets:
         if self.conversational:
             columns["prompt"] = [[{"role": "user", "content": text}] for text in columns["prompt"]]
         return Dataset.from_dict(columns)
+
+
+# ---- scores and rewards of the user ----------------------------------------------------------------------------------
+
+#: How they are called.
+SCORE_FORM = "f(completion, answer) -> bool"
+REWARD_FORM = "f(completions, answer, **kwargs) -> list[float]"
+
+
+def load_function(name: str, option: str, form: str) -> Callable[..., Any]:
+    """Load ``FILE.py:function``; ``option`` names it, and ``form`` is how it is called, for error messages.
+
+    Raises `FileNotFoundError`, or `ValueError` when ``name`` has another form or the file has no such function.
+    """
+    path, _, function = name.rpartition(":")
+    if not path.endswith(".py") or not function:
+        raise ValueError(f"{option}={name!r} must be FILE.py:function, a function {form}")
+    if not Path(path).is_file():
+        raise FileNotFoundError(f"{option}={name!r}: there is no file {path}")
+    spec = importlib.util.spec_from_file_location(Path(path).stem, path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    found = getattr(module, function, None)
+    if not callable(found):
+        known = ", ".join(key for key, value in vars(module).items() if inspect.isfunction(value))
+        raise ValueError(f"{option}={name!r}: {path} has no function {function!r}; it has {known or 'none'}")
+    return found
+
+
+def reward_of(score: Callable[[str, str], bool]) -> Callable[..., list[float]]:
+    """Make a reward function of a score: 1.0 where the completion is right, else 0.0."""
+
+    def reward(completions, answer, **kwargs):
+        return rewards_of(score, completions, answer)
+
+    reward.__name__ = score.__name__
+    return reward
+
+
+def check_score(score: Callable[..., Any], name: str, completions: Sequence[str], answers: Sequence[str]) -> None:
+    """Raise `ValueError` unless ``score`` can be called on texts and says whether they are right."""
+    for completion, answer in zip(completions, answers, strict=True):
+        verdict = _try(f"score={name!r}", SCORE_FORM, score, completion, answer)
+        if type(verdict).__name__ not in ("bool_", "bool"):  # numpy has truth values of its own
+            raise ValueError(f"score={name!r} must be {SCORE_FORM}, and gave {verdict!r} for {completion!r}")
+
+
+def call_reward(
+    reward: Callable[..., Any], name: str, prompts: Sequence[Any], completions: Sequence[str], answers: Sequence[str]
+) -> list[float | None]:
+    """Call a reward as TRL does, with texts, or messages where the prompts are conversations; return the rewards.
+
+    Raises `ValueError` when the call fails or does not give one finite number, or None, for each completion.
+    """
+    if not isinstance(prompts[0], str):
+        completions = [[{"role": "assistant", "content": text}] for text in completions]
+    columns = {"prompts": list(prompts), "completions": list(completions), "answer": list(answers)}
+    of_trl = {"completion_ids": [[] for _ in completions], "trainer_state": None}
+    of_trl |= dict.fromkeys(("log_extra", "log_metric"), lambda *args, **kwargs: None)
+    found = _try(f"reward={name!r}", REWARD_FORM, reward, **columns, **of_trl)
+    try:
+        rewards = [None if value is None else float(value) for value in found]
+    except (TypeError, ValueError):
+        rewards = []
+    if len(rewards) != len(completions) or not all(value is None or math.isfinite(value) for value in rewards):
+        raise ValueError(
+            f"reward={name!r} must be {REWARD_FORM}, a finite number or None for each of {len(completions)} "
+            f"completions, and gave {found!r:.200}"
+        )
+    return rewards
+
+
+def _try(what: str, form: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    try:
+        found = function(*args, **kwargs)
+        return asyncio.run(found) if inspect.iscoroutine(found) else found
+    except Exception as error:
+        raise ValueError(
+            f"{what}, with the signature {inspect.signature(function)}, failed on problems of the task: "
+            f"{type(error).__name__}: {error}; it must be callable as {form}"
+        ) from error

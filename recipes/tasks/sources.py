@@ -4,7 +4,6 @@
 import json
 import os
 import re
-import string
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,32 +22,22 @@ from hf_mxfp4.rl.rewards import (
     is_strict_correct,
     math_reward,
     normalize_number,
-    rewards_of,
 )
 
-from .base import Subsets, Task, choose_rows
-from .own_functions import SCORE_FORM, check_score, load_function
+from .base import SCORE_FORM, Subsets, Task, check_score, choose_rows, load_function, reward_of
 
 
 PathLike = str | os.PathLike[str]
 
 
-@dataclass(frozen=True)
-class Scoring:
-    """How completions are scored: a check of gold answers, scores by name, and a reward."""
-
-    check: Callable[[str], object]
-    scores: dict[str, Callable[[str, str], bool]]
-    reward: Callable[..., list[float]]
-
-
-#: Scores of the task ``file``: the answer to the letter, as a number, or as mathematics.
+#: Scores of the task ``file``: the answer to the letter, as a number, or as mathematics. Each has a check of gold
+#: answers, scores by name, and a reward.
+_NUMBERS = {"strict": is_strict_correct, "flexible": is_flexible_correct}
+_MATHEMATICS = {"boxed": is_boxed_correct, "flexible": is_math_correct}
 SCORES = {
-    "exact_match": Scoring(str, {"exact_match": is_exact_match}, exact_match_reward),
-    "number": Scoring(
-        normalize_number, {"strict": is_strict_correct, "flexible": is_flexible_correct}, gsm8k_flexible_reward
-    ),
-    "math": Scoring(check_math_answer, {"boxed": is_boxed_correct, "flexible": is_math_correct}, math_reward),
+    "exact_match": (str, {"exact_match": is_exact_match}, exact_match_reward),
+    "number": (normalize_number, _NUMBERS, gsm8k_flexible_reward),
+    "math": (check_math_answer, _MATHEMATICS, math_reward),
 }
 _GSM8K = 'Reason step by step, and finish with the final answer on a line of its own as "#### <number>".'
 _MATH = "Reason step by step, and put the final answer within \\boxed{{}}."
@@ -56,14 +45,8 @@ _MATH = "Reason step by step, and put the final answer within \\boxed{{}}."
 
 @dataclass(frozen=True, kw_only=True)
 class Source(Subsets):
-    """Where the problems of a task come from and how prompts are made of them; rows keep the order of their source.
-
-    Attributes:
-        train_file, test_file: JSON lines; a split without a file is loaded from the Hub.
-        dataset_name, dataset_config: a Hub dataset in the format of the task.
-        prompt_template: a format string with the field ``{question}``.
-        test_only: read no train split.
-    """
+    """Where the problems of a task come from, JSON lines or else a Hub dataset, and the format string with the field
+    ``{question}`` that makes prompts of them. With ``test_only`` no train split is read."""
 
     train_file: PathLike | None = None
     test_file: PathLike | None = None
@@ -85,12 +68,9 @@ class Source(Subsets):
         Args:
             columns: that are read; all hold text.
             read_row: the question, the reference completion and the answer of a row; what it raises is blamed on the
-                row. templates: of plain and of conversational prompts. task: the other attributes of [`Task`].
-
-        Raises:
-            FileNotFoundError, RuntimeError: a source cannot be read.
-            ValueError: a source is missing, malformed or empty, more rows are asked for than there are, or the template
-                has other fields.
+                row.
+            templates: of plain and of conversational prompts.
+            task: the other attributes of [`Task`].
         """
         template = self.prompt_template or templates[self.conversational]
         _check_template(template)
@@ -109,10 +89,8 @@ class Source(Subsets):
             splits[split] = self.dataset(rows)
         return Task(name, **splits, **task)
 
-    def _rows(
-        self, name: str, split: str, path: PathLike | None, columns: Sequence[str]
-    ) -> list[tuple[str, dict[str, Any]]]:
-        """The rows of a split, each with where it is from."""
+    def _rows(self, name: str, split: str, path: PathLike | None, columns: Sequence[str]) -> list[tuple[str, dict]]:
+        """Return the rows of a split, each with where it is from."""
         if path is None and self.dataset_name is None:
             raise ValueError(
                 f"the task {name!r} needs {split}_file, JSON lines with {' and '.join(map(repr, columns))}, or "
@@ -126,15 +104,14 @@ class Source(Subsets):
                     raise ValueError(f"{where}: {key!r} must be there and hold a string (found: {found or 'nothing'})")
         return rows
 
-    def _read_hub(self, split: str, columns: Sequence[str]) -> list[tuple[str, dict[str, Any]]]:
+    def _read_hub(self, split: str, columns: Sequence[str]) -> list[tuple[str, dict]]:
         what = f"{self.dataset_name} ({self.dataset_config})" if self.dataset_config else self.dataset_name
         try:
             dataset = datasets.load_dataset(self.dataset_name, self.dataset_config, split=split)
-        except Exception as error:  # offline, unknown, gated, a broken cache: the same way out for all of them
+        except Exception as error:  # offline, unknown, gated, a broken cache
             raise RuntimeError(
-                f"could not load the {split} split of {what}: {type(error).__name__}: {error}\n"
-                "Without access to the Hub, pass train_file and test_file: local JSON lines files with the strings "
-                f"{' and '.join(f'`{column}`' for column in columns)} on each line."
+                f"could not load the {split} split of {what}: {type(error).__name__}: {error}\nWithout access to the "
+                f"Hub, pass train_file and test_file: JSON lines with {' and '.join(f'`{name}`' for name in columns)}."
             ) from error
         return [(f"{what}, {split} row {index}", row) for index, row in enumerate(dataset)]
 
@@ -158,14 +135,11 @@ def _read_lines(path: Path) -> list[tuple[str, Any]]:
 
 def _check_template(template: str) -> None:
     try:
-        fields = {field for _, field, _, _ in string.Formatter().parse(template) if field is not None}
-    except ValueError as error:
-        raise ValueError(f"prompt_template {template!r} is not a format string: {error}") from error
-    if fields != {"question"}:
-        raise ValueError(
-            "prompt_template must contain {question} and no other field (write {{ and }} for literal braces), got "
-            f"{template!r}"
-        )
+        has_question = template.format(question="\0") != template.format(question="")
+    except (IndexError, KeyError, ValueError) as error:
+        raise ValueError(f"prompt_template {template!r} can have no field but {{question}}: {error!r}") from error
+    if not has_question:
+        raise ValueError(f"prompt_template must contain {{question}}, got {template!r}")
 
 
 # ---- the tasks ------------------------------------------------------------------------------------------------------
@@ -185,7 +159,7 @@ def gsm8k(source: Source) -> Task:
         lambda row: (row["question"], strip_annotations(row["answer"]), gsm8k_gold(row["answer"])),
         ("Question: {question}\n" + _GSM8K + "\nAnswer:", "{question}\n\n" + _GSM8K),
         reward_funcs=[gsm8k_strict_reward],
-        scores=SCORES["number"].scores,
+        scores=_NUMBERS,
         max_completion_length=512,
     )
 
@@ -205,7 +179,7 @@ def math500(source: Source) -> Task:
         read_row,
         ("Problem: {question}\n" + _MATH + "\nSolution:", "{question}\n\n" + _MATH),
         reward_funcs=[math_reward],
-        scores=SCORES["math"].scores,
+        scores=_MATHEMATICS,
         max_completion_length=2048,
     )
 
@@ -215,18 +189,16 @@ def own_problems(
 ) -> Task:
     """Problems of your own; the prompt column alone is the prompt by default.
 
-    Args:
-        score: one of `SCORES`, or ``FILE.py:function``; see [`own_functions`].
-
-    Raises `ValueError` for an unknown score, or an answer that the score cannot read.
+    ``score`` is one of `SCORES`, or ``FILE.py:function``. Raises `ValueError` for an unknown score, or an answer that
+    the score cannot read.
     """
     own = load_function(score, "score", SCORE_FORM) if ".py:" in score else None
     if own is None and score not in SCORES:
         raise ValueError(f"unknown score {score!r}: the scores are {', '.join(SCORES)} and FILE.py:function")
-    scoring = SCORES[score] if own is None else _own_scoring(own)
+    check, scores, reward = SCORES[score] if own is None else (str, {own.__name__: own}, reward_of(own))
 
     def read_row(row: dict[str, Any]) -> tuple[str, str, str]:
-        scoring.check(row[answer_column])
+        check(row[answer_column])
         return row[prompt_column], row[answer_column], row[answer_column]
 
     task = source.read(
@@ -234,19 +206,11 @@ def own_problems(
         (prompt_column, answer_column),
         read_row,
         ("{question}", "{question}"),
-        reward_funcs=[scoring.reward],
-        scores=scoring.scores,
+        reward_funcs=[reward],
+        scores=scores,
         max_completion_length=512,
     )
     if own:
         tried = task.test.select(range(min(2, len(task.test))))
         check_score(own, score, tried["completion"], tried["answer"])
     return task
-
-
-def _own_scoring(score: Callable[[str, str], bool]) -> Scoring:
-    def reward(completions, answer, **kwargs):
-        return rewards_of(score, completions, answer)
-
-    reward.__name__ = score.__name__
-    return Scoring(str, {score.__name__: score}, reward)

@@ -50,7 +50,6 @@ from .record import open_record
 SECTIONS: dict[str, tuple] = {name: (name,) for name in ("numerics", "interpreted", "models", "training", "files")}
 SECTIONS |= {"commands": ("files", "commands"), "kernels_sm90": ("kernels", 90), "kernels_sm100": ("kernels", 100)}
 SECTIONS["demo"] = ("training", "demo")
-
 #: What every section runs under.
 ENVIRONMENT = {
     "OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0", "HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1",

@@ -27,9 +27,7 @@ _PACK = {
     "blockwise": ("--macro-search", "blockwise", "--skip", "layers.0"),
     "fallback": ("--outlier-fallback", "0.5", "--preset", "w4a4"),
 }
-
 _FORMATS = ("compressed-tensors", "quark", "gpt-oss", "bf16")
-
 _MISMATCH = ("refuse", "requantize", "dequantize")
 
 

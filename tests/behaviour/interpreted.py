@@ -27,7 +27,6 @@ _SCHEMES = (
     {"macro_block": 64, "macro_search": "dynamic", "block_rows": 32},
     {"macro_block": 128, "macro_search": "blockwise", "outlier_fallback": 0.3},
 )
-
 #: Of models: mode and options.
 _MODELS = {
     "w4a4": ("qat", {"preset": "w4a4"}),
@@ -38,7 +37,6 @@ _MODELS = {
     "packed": ("packed", {"preset": "w4a16"}),
     "packed w4a4": ("packed", {"preset": "w4a4", "macro_block": None}),
 }
-
 _SMALL = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "head_dim": 16}
 
 
@@ -77,11 +75,8 @@ def flat(results: object) -> list:
 
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
-
 _STATIC = Scheme("rceil", 128, "static", 0.5)
-
 _MANTISSAS = Scheme("even", 128, "block_mantissas")
-
 #: Of the functions that quantize: dtype, whether sizes are odd, scheme, and what the axis has of its own.
 _QUANTIZE = {
     "plain": (BF16, False, Scheme(), Side()),
@@ -94,14 +89,12 @@ _QUANTIZE = {
     "stochastic": (BF16, False, _STATIC, Side(5)),
     "rotated": (F32, True, Scheme(), Side(None, 128)),
 }
-
 #: Of the functions for a matrix and its transpose.
 _BOTH = {
     "plain": (BF16, False, Scheme(), Side()),
     "random": (BF16, False, _STATIC, Side(5, 16)),
     "tiles odd": (F16, True, Scheme("even", block_rows=32), Side()),
 }
-
 _PACKED = {"plain": Scheme(), "static": _STATIC, "mantissas": _MANTISSAS}
 
 

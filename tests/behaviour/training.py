@@ -28,18 +28,15 @@ from .record import Record, visible_text
 
 #: Keys of logs that hold times, or what is made of them.
 _TIMES = re.compile(r"time|runtime|per_second|flos|memory|gpu|hours")
-
 _RANDOM = {
     "preset": "w4a4g4",
     "fprop": {"weight": "rceil+stochastic"},
     "wgrad": {"grad": "rceil+stochastic", "rotation": "random-16"},
 }
-
 _TWO_ITERATIONS = {
     "num_iterations": 2, "steps_per_generation": 4, "gradient_accumulation_steps": 2, "gradient_checkpointing": True,
     "per_device_train_batch_size": 4,
 }  # fmt: skip
-
 #: Name: family, scheme, whether LoRA is trained, options of the trainer.
 RUNS: dict[str, tuple[str, dict, bool, dict]] = {
     "dense": (DENSE, {}, False, {"save_steps": 2, "report_every": 2}),

@@ -49,11 +49,6 @@ def test_configs_are_shrunk_in_all_their_parts():
     assert shrunk(options) == {"vocab_size": 256, "attention_dropout": 0.0, "text_config": text}
 
 
-def test_the_record_has_enough_architectures():
-    outcomes = [record["outcome"] for record in FOUND.values()]
-    assert sum(outcome in ("right", "refused") for outcome in outcomes) >= 80
-
-
 @pytest.mark.large
 @pytest.mark.parametrize("name", [name for name, record in FOUND.items() if record["outcome"] != "not tried"])
 def test_the_record_is_true(name):

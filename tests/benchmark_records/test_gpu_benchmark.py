@@ -11,7 +11,7 @@ import torch
 from benchmarks import records
 from benchmarks.documents import gpu as tables
 from benchmarks.gpu import __main__ as command
-from benchmarks.gpu.bench import INTERPRETER, Absent, Bench, Case, WrongResult, expect_close
+from benchmarks.gpu.bench import INTERPRETER, Bench, Case, WrongResult, expect_close
 from benchmarks.gpu.cases import cases
 
 
@@ -73,14 +73,6 @@ def test_what_no_longer_fits_into_the_time_is_skipped(tmp_path):
     bench = Bench(CPU, True, tmp_path, "command", seconds=0.0)
     bench.run(case())
     assert [(r["status"], r["reason"]) for r in recorded(bench)] == [("skipped", "no time left")]
-
-
-def test_an_absent_library_is_no_failure(bench):
-    def measure():
-        raise Absent("bitsandbytes is not installed")
-
-    bench.record("some", "NF4", [1], measure)
-    assert [(r["status"], r["reason"]) for r in recorded(bench)] == [("skipped", "bitsandbytes is not installed")]
 
 
 def test_bytes_are_compared_bit_for_bit():
@@ -145,11 +137,6 @@ def folder(tmp_path, monkeypatch):
 
 def put(folder, name, *found):
     (folder / f"{name}.json").write_text(json.dumps(found))
-
-
-def test_words_where_nothing_was_measured(folder):
-    put(folder, "gpu_modelled", modelled())
-    assert tables.gpu(folder) == tables.NONE_YET and tables.COMMAND in tables.NONE_YET
 
 
 def test_a_table_of_what_was_measured(folder):

@@ -22,7 +22,7 @@ from benchmarks.gpu.model.code import (
     weights_of,
 )
 from benchmarks.gpu.model.estimate import estimate, estimate_operator, executed, in_turn, resident
-from benchmarks.gpu.model.gpus import ARCHS, GPUS, gpus_of
+from benchmarks.gpu.model.gpus import ARCHS, gpus_of
 from benchmarks.gpu.model.stub import Operator
 from benchmarks.gpu.model.work import Work
 
@@ -97,12 +97,6 @@ def test_a_loop_that_does_not_run_takes_what_its_branch_skips():
     assert found["float"] == 7 and found["integer"] == 7 + 2
 
 
-def test_programs_that_do_not_go_on():
-    assert numbers(SASS, 7, 1)["loads"] - numbers(SASS, 7, 1, finishing=0.25)["loads"] == 0.75
-    with pytest.raises(ValueError, match="has 2 loops, and trips are given for 3"):
-        numbers(SASS, 1, 1, 1)
-
-
 def test_targets_of_branches_are_read_beside_what_an_instruction_waits_for():
     lines = [
         "/*2a30*/                   BRA.U UP1, 0xe90          &req={3}         ?trans11;    /* 0x1 */",
@@ -166,13 +160,6 @@ def test_a_kernel_of_integers_is_bound_by_their_pipe():
     assert found.parts["issue"] == pytest.approx(100 * 1001 / (0.7 * 1.7e9))
 
 
-def test_one_warp_of_a_scheduler_issues_half_as_often():
-    lines = "\n".join(f"/*{16 * at:04x}*/ FADD R0, R0, R0 ;" for at in range(999))
-    compiled = Compiled(f"{lines}\n/*4000*/ EXIT ;", 16, 0, 0, 4)
-    alone, two = (estimate(compiled, H100, Work(1.0, 1.0, "unit", n)).parts["issue"] for n in (132, 264))
-    assert alone == pytest.approx(two) == pytest.approx(1000 / (0.35 * 1.7e9))
-
-
 def test_products_that_the_compiler_put_before_the_loop_are_trips_less():
     peeled = SASS.replace("MOV R1, c[0x0][0x28]", "HMMA.16816.F32.BF16 R8, R4, R6, R8")
     work = Work(1.0, 1.0, "unit", 1, trips=(7,), product_in_loop=True)
@@ -207,14 +194,6 @@ def test_two_numbers_of_fp4_are_one_element_and_experts_without_rows_are_not_rea
     n_bytes = 2 * (8 * 64 + 4 * 64 * 32 + 8 * 32)
     grouped = estimate_operator(Operator("_grouped_mm", inputs, n_bytes), H100, reached=0.25)
     assert grouped.parts["memory"] == pytest.approx(2 * (8 * 64 + 64 * 32 + 8 * 32) / H100.copy)
-
-
-def test_the_table_of_gpus():
-    assert ARCHS == ("sm_90", "sm_100", "sm_120")
-    assert [gpu.name for gpu in GPUS] == ["H100", "H200", "B200", "RTX 5090"]
-    assert len({gpu.number for gpu in GPUS}) == len(GPUS) and max(gpu.number for gpu in GPUS) < 128
-    assert (H100.copy, H200.copy) == (pytest.approx(3.015e12), pytest.approx(4.32e12))
-    assert H100.library("bf16") == pytest.approx(791.2e12)
 
 
 # ---- what is compiled -----------------------------------------------------------------------------------------------

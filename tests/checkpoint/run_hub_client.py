@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pushes to, or pulls from, the Hub that the environment names; prints what happened as JSON.
+"""Pushes to the Hub that the environment names, and pulls from it; prints what happened as JSON.
 
-    python run_hub_client.py push FOLDER
-    python run_hub_client.py pull FOLDER REPOSITORY...
+    python run_hub_client.py FOLDER REPOSITORY...
 
 A process of its own: the client's settings, read when it was imported, are read again from the environment.
 """
@@ -73,7 +72,7 @@ def push(folder: Path) -> dict:
     return results
 
 
-def pull(folder: Path, *repositories: str) -> dict:
+def pull(repositories: list[str]) -> dict:
     torch.load = None  # nothing may be unpickled
     pulled = {name: AutoModelForCausalLM.from_pretrained(name) for name in repositories}
     return {
@@ -84,5 +83,5 @@ def pull(folder: Path, *repositories: str) -> dict:
 
 if __name__ == "__main__":
     importlib.reload(huggingface_hub.constants)
-    action, folder, *rest = sys.argv[1:]
-    print(json.dumps({"push": push, "pull": pull}[action](Path(folder), *rest)))
+    results = push(Path(sys.argv[1]))
+    print(json.dumps([results, pull(sys.argv[2:])]))

@@ -4,25 +4,20 @@
 import pytest
 import torch
 from factors import factors_config
-from safetensors.torch import load_file, save_file
 from same_bits import tensors_in
-from tiny_models import make_model
 from transformers import AutoModelForCausalLM
 
 import hf_mxfp4
-from hf_mxfp4 import MXFP4Experts
-from hf_mxfp4.layers import MXFP4PackedExperts
 
 
-FAMILIES = ["qwen3_moe", "qwen2_moe", "mixtral", "gpt_oss"]
 #: Linear maps in 2 decoder layers: 4 of attention, 2 for each of 4 experts, 3 of a shared expert.
 N_QUANTIZED = {"qwen3_moe": 24, "qwen2_moe": 30, "mixtral": 24, "gpt_oss": 24}
 IDS = torch.arange(2, 22).view(2, 10)
 U8 = torch.uint8
 
 
-def load(folder, auto=AutoModelForCausalLM, **options):
-    return auto.from_pretrained(folder, quantization_config=factors_config(**options))
+def load(folder, **options):
+    return AutoModelForCausalLM.from_pretrained(folder, quantization_config=factors_config(**options))
 
 
 def logits(model) -> torch.Tensor:
@@ -35,11 +30,7 @@ def same_tensors(first, second) -> bool:
     return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
 
 
-def experts_of(model, kind) -> list:
-    return [module for module in model.modules() if isinstance(module, kind)]
-
-
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", N_QUANTIZED)
 def test_trainable_experts_are_saved_as_they_came(family, checkpoint, tmp_path):
     source = checkpoint(family)
     model = load(source)
@@ -48,7 +39,6 @@ def test_trainable_experts_are_saved_as_they_came(family, checkpoint, tmp_path):
     assert "model.layers.1.mlp.experts.3.gate_up_proj" in report.quantized
     assert report.n_skipped == (3 if family == "qwen2_moe" else 1)
     assert 22 < report.sqnr_db < 30
-    assert len(experts_of(model, MXFP4Experts)) == 2
     model.save_pretrained(tmp_path / "saved")
     assert same_tensors(source, tmp_path / "saved")
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
@@ -58,7 +48,7 @@ def test_trainable_experts_are_saved_as_they_came(family, checkpoint, tmp_path):
 
 
 @pytest.mark.usefixtures("dense_products")
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", N_QUANTIZED)
 def test_packed_experts(family, checkpoint, tmp_path):
     source = checkpoint(family)
     trained = load(source)
@@ -75,7 +65,6 @@ def test_packed_experts(family, checkpoint, tmp_path):
     assert same_tensors(tmp_path / "saved", tmp_path / "twice")
     hf_mxfp4.pack(trained).save_pretrained(tmp_path / "by-hand")
     assert torch.equal(logits(trained), expected) and same_tensors(tmp_path / "saved", tmp_path / "by-hand")
-    assert len(experts_of(trained, MXFP4PackedExperts)) == 2
     generated = packed.generate(IDS[:1], max_new_tokens=3, do_sample=False)
     assert torch.equal(generated, again.generate(IDS[:1], max_new_tokens=3, do_sample=False))
 
@@ -104,12 +93,11 @@ def test_tensors_on_disk(checkpoint, tmp_path):
     [
         ("qwen3_moe", {"preset": "w4a16", "outlier_fallback": None, "macro_block": None}),
         ("gpt_oss", {"outlier_fallback_rate": 0.2}),
-        ("qwen3_moe", {"weight_block": "32x32"}),
         ("gpt_oss", {"weight_block": "32x32", "outlier_fallback": None}),
         ("mixtral", {"macro_search": "blockwise", "outlier_fallback": None}),
         ("gpt_oss", {"scale_rule": "mse", "macro_block": "row", "outlier_fallback": None}),
     ],
-    ids=["plain", "selective", "tiles", "transposed-tiles", "blockwise", "mse-row"],
+    ids=["plain", "selective", "transposed-tiles", "blockwise", "mse-row"],
 )
 def test_packed_experts_repeat_the_trainable_ones_under_every_scheme(family, scheme, checkpoint, tmp_path):
     source = checkpoint(family, dtype=torch.bfloat16, layers=1)
@@ -125,7 +113,6 @@ def test_packed_experts_repeat_the_trainable_ones_under_every_scheme(family, sch
 @pytest.mark.parametrize(
     ("skips", "quantized", "skipped"),
     [
-        (["experts"], 8, 17),
         (["layers.1"], 12, 13),
         (["layers.1.mlp.experts"], 16, 9),
         ([r"re:model\.layers\.\d+\.mlp\.experts"], 8, 17),
@@ -141,45 +128,3 @@ def test_skips(mode, skips, quantized, skipped, checkpoint, tmp_path):
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
     assert again.quantization_report.quantized == report.quantized
     assert torch.equal(logits(again), logits(model))
-
-
-def test_packing_refuses_what_is_packed_or_not_here():
-    model = make_model("qwen3_moe", layers=1)
-    missing = make_model("qwen3_moe", layers=1).to("meta")
-    with pytest.raises(ValueError, match=r"weight is not here in full .* on meta"):
-        hf_mxfp4.pack(missing, factors_config(mode="packed"))
-    config = factors_config(mode="packed", modules_to_not_convert=["self_attn"])
-    with pytest.raises(ValueError, match=r"experts.gate_up_proj is not here in full .* on meta"):
-        hf_mxfp4.pack(missing, config)
-    hf_mxfp4.pack(model, config)
-    with pytest.raises(ValueError, match="is packed already"):
-        hf_mxfp4.pack(model, config)
-
-
-NAME = "model.layers.1.mlp.experts."
-
-
-@pytest.mark.parametrize(
-    ("damage", "message"),
-    [
-        (lambda t: t.pop(f"{NAME}down_proj_scale"), f"{NAME}down_proj_scale is in no file of the checkpoint"),
-        (lambda t: t.pop(f"{NAME}gate_up_proj"), f"{NAME}gate_up_proj is in no file of the checkpoint"),
-        (
-            lambda t: t.update({f"{NAME}down_proj_macro": t[f"{NAME}down_proj_macro"][:, :63].clone()}),
-            "ignore_mismatched_sizes",
-        ),
-    ],
-    ids=["scale", "codes", "shape"],
-)
-def test_damaged_files_are_refused_by_name(damage, message, checkpoint, tmp_path):
-    load(checkpoint("qwen3_moe"), mode="packed").save_pretrained(tmp_path / "saved")
-    from safetensors import safe_open
-
-    file = tmp_path / "saved" / "model.safetensors"
-    with safe_open(file, "pt") as opened:
-        metadata = opened.metadata()
-    tensors = load_file(file)
-    damage(tensors)
-    save_file(tensors, file, metadata)
-    with pytest.raises((ValueError, RuntimeError), match=message):
-        AutoModelForCausalLM.from_pretrained(tmp_path / "saved")

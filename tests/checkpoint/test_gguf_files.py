@@ -9,8 +9,7 @@ import pytest
 import torch
 from export_files import decode, save_plain
 from same_bits import tensors_in
-from tiny_models import make_model
-from tiny_tokenizers import CHAT, SPECIAL, SPLITS, make_fallback_tokenizer, make_tokenizer
+from tiny_models import CHAT, SPECIAL, SPLITS, make_fallback_tokenizer, make_model, make_tokenizer
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
 from hf_mxfp4 import MXFP4RLConfig, fake_quantize
@@ -28,7 +27,6 @@ FAMILIES = {
     "mixtral": {},
     "gpt_oss": {},
 }
-ARCHITECTURES = ["llama", "qwen2", "qwen3", "qwen3moe", "llama", "gpt-oss"]
 
 
 def tensors_of(folder) -> dict:
@@ -53,33 +51,26 @@ def test_every_byte_means_the_same_to_ggml():
     assert torch.equal(torch.from_numpy(found), decode(codes, scale).float())
 
 
-@pytest.mark.parametrize(("family", "architecture"), list(zip(FAMILIES, ARCHITECTURES, strict=True)))
-def test_names_are_those_of_the_package(family, architecture, tmp_path):
-    """Of experts and sinks the package has no name for those of the model, but for those of its own converter."""
-    model = make_model(family, **FAMILIES[family])
-    model.save_pretrained(tmp_path / "plain")
+LAYER = {
+    "llama": "attn_q attn_k attn_v attn_output ffn_gate ffn_up ffn_down attn_norm ffn_norm",
+    "gpt_oss": "attn_q attn_k attn_v attn_output attn_sinks attn_norm post_attention_norm ffn_gate_inp ffn_gate_exps "
+    "ffn_up_exps ffn_down_exps",
+}
+
+
+@pytest.mark.parametrize("family", LAYER)
+def test_names_and_types_are_those_of_llama_cpp(family, tmp_path):
+    """The package `gguf` knows the names, and not what is in which type."""
+    make_model(family, **FAMILIES[family]).save_pretrained(tmp_path / "plain")
     export(tmp_path / "plain", tmp_path / "out", "gguf", modules_to_not_convert=["q_proj"])
-    names = gguf.get_tensor_name_map(
-        {name: key for key, name in gguf.MODEL_ARCH_NAMES.items()}[architecture], model.config.num_hidden_layers
-    )
-    expected = {}
-    for name, tensor in model.state_dict().items():
-        gates = ["gate_proj", "up_proj"] if "gate_up_proj" in name else [None]
-        for gate in gates:
-            own = name.replace("gate_up_proj", gate) if gate else name
-            own = own.replace("_proj_bias", "_proj.bias").replace("sinks", "sinks.weight")
-            own = own if own.endswith((".weight", ".bias")) else f"{own}.weight"
-            found = names.get_name(own, try_suffixes=(".weight", ".bias"))
-            assert found is not None, own
-            expected[found] = tensor
-    found = tensors_of(tmp_path / "out")
-    assert found.keys() == expected.keys()
+    found, of_layer = tensors_of(tmp_path / "out"), set(LAYER[family].split())
+    assert {name.split(".")[2] for name in found if name.startswith("blk.1.")} == of_layer
+    top = {name for name in found if not name.startswith("blk.")}
+    assert top == {"token_embd.weight", "output.weight", "output_norm.weight"}
     for name, tensor in found.items():
-        vector = tensor.data.ndim == 1 or name.endswith(".bias")
-        is_float = vector or "ffn_gate_inp" in name
+        is_float = tensor.data.ndim == 1 or name.endswith(".bias") or "ffn_gate_inp" in name
         whole = name in ("token_embd.weight", "output.weight") or ".attn_q." in name
         assert tensor.tensor_type == (F32 if is_float else BF16 if whole else MXFP4), name
-        assert tensor.n_elements * (2 if "_gate_exps" in name or "_up_exps" in name else 1) == expected[name].numel()
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "qwen3_moe"])
@@ -185,20 +176,14 @@ def test_tokenizers_with_bytes_as_a_fallback(tmp_path):
     assert [scores[token] for token in ranked] == [-float(ranked.index(token)) for token in ranked]
 
 
-@pytest.mark.parametrize(
-    ("change", "reason"),
-    [
-        ({"pre_tokenizer": {"type": "Whitespace"}}, "no name for the way"),
-        ({"model": {"type": "WordLevel", "vocab": {}}}, "of the type 'WordLevel'"),
-    ],
-)
-def test_tokenizers_that_llama_cpp_has_not_are_left_out_and_it_is_said(change, reason, tmp_path):
+def test_tokenizers_that_llama_cpp_has_not_are_left_out_and_it_is_said(tmp_path):
+    change = {"pre_tokenizer": {"type": "Whitespace"}}
     save_plain(tmp_path / "plain", "llama", layers=1, vocab_size=404)
     make_tokenizer("gpt-2").save_pretrained(tmp_path / "plain")
     file = tmp_path / "plain" / "tokenizer.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), **change}))
     report = export(tmp_path / "plain", tmp_path / "out", "gguf")
-    assert reason in report.notes[0]
+    assert "no name for the way" in report.notes[0]
     assert metadata_of(tmp_path / "out")["tokenizer.ggml.model"] == "no_vocab"
 
 
@@ -220,7 +205,6 @@ def test_a_trained_policy_has_its_codes(tmp_path):
     [
         ("gemma", {}, "the architecture 'gemma' is not one of llama"),
         ("qwen3_moe", {"norm_topk_prob": False}, "norm_topk_prob=True alone, not False"),
-        ("qwen3_moe", {"norm_topk_prob": True, "mlp_only_layers": [0]}, "mlp_only_layers"),
         ("qwen3", {"attention_bias": True}, "attention_bias=False alone"),
         ("mixtral", {"sliding_window": 8}, "sliding_window=None alone, not 8"),
         ("qwen2", {"head_dim": 16}, "heads of Qwen2"),

@@ -5,15 +5,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from pairwise import pairwise_params
 from peft import LoraConfig, get_peft_model
 from safetensors import safe_open
-from safetensors.torch import load_file, save_file
 from same_bits import tensors_in
-from tables import CONFIGS, some
+from tables import CONFIGS, pairwise_params, some
 from tiny_models import make_model
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 from transformers.trainer_utils import validate_quantization_for_training
 
 from hf_mxfp4 import MXFP4Linear, MXFP4PackedLinear, MXFP4RLConfig, cached_weights, pack, quantize
@@ -98,8 +96,7 @@ def test_the_files_hold_exactly_the_packed_tensors(options, checkpoint, tmp_path
 )
 def test_memory_and_counts(options, bits, checkpoint):
     source = checkpoint("llama", hidden=128, intermediate=256, dtype=torch.bfloat16)
-    full = AutoModelForCausalLM.from_pretrained(source)
-    model = load(source, **options)
+    full, model = AutoModelForCausalLM.from_pretrained(source), load(source, **options)
     report = model.quantization_report
     n_weights = sum(layer.in_features * layer.out_features for layer in layers_of(model).values())
     assert report.n_weights == n_weights and report.bits_per_weight == bits
@@ -107,11 +104,6 @@ def test_memory_and_counts(options, bits, checkpoint):
     assert full.get_memory_footprint() - model.get_memory_footprint() == 2 * n_weights - report.packed_bytes
     assert full.num_parameters() - model.num_parameters() == n_weights - report.packed_bytes
     assert f"packed {bits} bits/weight w4a16" in str(report)
-
-
-def test_nothing_to_pack_is_an_error(checkpoint):
-    with pytest.raises(ValueError, match="matches no layer of Qwen2ForCausalLM"):
-        load(checkpoint("qwen2"), modules_to_not_convert=["layers"])
 
 
 def test_training_needs_adapters(checkpoint):
@@ -142,12 +134,7 @@ def test_dequantize(dtype, checkpoint, tmp_path):
 
 @pytest.mark.usefixtures("dense_products")
 @pytest.mark.parametrize(
-    ("name", "dtype"),
-    [
-        *((name, "float32") for name in SCHEMES),
-        *((name, "bfloat16") for name in BFLOAT16),
-        *(pytest.param(name, "bfloat16", marks=pytest.mark.large) for name in SCHEMES if name not in BFLOAT16),
-    ],
+    ("name", "dtype"), [*((name, "float32") for name in SCHEMES), *((name, "bfloat16") for name in BFLOAT16)]
 )
 def test_pack_repeats_the_trained_models_bits(name, dtype, checkpoint, tmp_path):
     options, dtype = SCHEMES[name], getattr(torch, dtype)
@@ -169,17 +156,6 @@ def test_pack_repeats_the_trained_models_bits(name, dtype, checkpoint, tmp_path)
     assert torch.equal(logits(again), expected)
 
 
-def test_pack_of_a_plain_model_equals_packing_while_loading(checkpoint):
-    source = checkpoint("llama", tie=True, dtype=torch.bfloat16)
-    plain = AutoModelForCausalLM.from_pretrained(source)
-    with pytest.raises(ValueError, match=r"no MXFP4Linear layer to pack; pass config=MXFP4RLConfig\(mode='packed'\)"):
-        pack(plain)
-    config = MXFP4RLConfig(mode="packed", preset="w4a4")
-    expected = AutoModelForCausalLM.from_pretrained(source, quantization_config=config)
-    assert torch.equal(logits(pack(plain, config)), logits(expected))
-    assert plain.quantization_report == expected.quantization_report
-
-
 def test_pack_under_another_scheme_keeps_the_choice_of_layers(checkpoint):
     source, skips = checkpoint("qwen2"), ["layers.0"]
     options = {"quantization_config": MXFP4RLConfig(modules_to_not_convert=skips)}
@@ -197,6 +173,8 @@ def test_what_cannot_be_packed():
     config = MXFP4RLConfig(mode="packed")
     with pytest.raises(TypeError, match="pack takes a transformers model, not Linear"):
         pack(nn.Linear(2, 2), config)
+    with pytest.raises(ValueError, match=r"no MXFP4Linear layer to pack; pass config=MXFP4RLConfig\(mode='packed'\)"):
+        pack(make_model())
     with pytest.raises(ValueError, match="pack needs a config of mode='packed', not 'qat'"):
         pack(make_model(), MXFP4RLConfig())
     with pytest.raises(ValueError, match="Qwen2ForCausalLM is packed already"):
@@ -217,19 +195,3 @@ def test_a_config_for_a_trainable_checkpoint_is_not_silently_ignored(checkpoint,
     AutoModelForCausalLM.from_pretrained(source, quantization_config=MXFP4RLConfig()).save_pretrained(tmp_path / "qat")
     with pytest.warns(UserWarning, match="already has a `quantization_config`"):
         assert not layers_of(load(tmp_path / "qat"))
-    # The way to load its masters as any full-precision checkpoint:
-    config = AutoConfig.from_pretrained(tmp_path / "qat")
-    del config.quantization_config
-    packed = AutoModelForCausalLM.from_pretrained(
-        tmp_path / "qat", config=config, quantization_config=MXFP4RLConfig(mode="packed")
-    )
-    assert torch.equal(logits(packed), logits(load(source)))
-
-
-def test_numbers_under_the_names_of_bytes_are_refused(checkpoint, tmp_path):
-    load(checkpoint()).save_pretrained(tmp_path)
-    tensors, metadata = load_file(tmp_path / "model.safetensors"), metadata_of(tmp_path)
-    name = next(name for name in tensors if name.endswith("down_proj.weight_scale"))
-    save_file(tensors | {name: tensors[name].float()}, tmp_path / "model.safetensors", metadata)
-    with pytest.raises(ValueError, match=f"{name} is torch.float32, and packed weights are uint8; pack the full"):
-        load(tmp_path)

@@ -1,16 +1,33 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Save and load: the scheme comes back by itself, the masters bit for bit, in this process and in a new one."""
+"""Save and load: the scheme and the choice of layers come back by themselves, the masters bit for bit, in this process
+and in a new one; `save_pretrained` writes the state dict it is given."""
 
 import os
+from pathlib import Path
 
 import pytest
 import torch
 from export_files import config_in, header_and_data
 from factors import factors_config
 from processes import code, run
-from transformers import AutoModelForCausalLM
+from safetensors.torch import load_file
+from tables import CONFIGS, some
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForMaskedLM,
+    AutoModelForSeq2SeqLM,
+    AutoModelForSequenceClassification,
+    BertConfig,
+    BertForMaskedLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    T5Config,
+    T5ForConditionalGeneration,
+)
 
-from hf_mxfp4 import MXFP4Linear, pack
+from hf_mxfp4 import MXFP4RLConfig, module_names, pack
+from hf_mxfp4.checkpoint import pack_checkpoint, take_state_dict
+from hf_mxfp4.integrations.transformers import quantizer
 
 
 IDS = torch.arange(2, 14).view(2, 6)
@@ -20,25 +37,10 @@ def load(folder, **options):
     return AutoModelForCausalLM.from_pretrained(folder, quantization_config=factors_config(**options))
 
 
-def count(model) -> int:
-    return sum(isinstance(module, MXFP4Linear) for module in model.modules())
+SCHEMES = some(CONFIGS, "default", "w4a16 plain", "skips")
 
 
-SCHEMES = {
-    "default": {},
-    "weight-only": {"preset": "w4a16"},
-    "ocp-with-skips": {
-        "scale_rule": "floor",
-        "macro_block": None,
-        "outlier_fallback": None,
-        "modules_to_not_convert": ["layers.0.mlp", "re:.*o_proj"],
-        "backend": "eager",
-    },
-}
-
-
-@pytest.mark.parametrize("shard_size", ["5GB", "20KB"], ids=["one-file", "sharded"])
-@pytest.mark.parametrize("options", SCHEMES.values(), ids=SCHEMES)
+@pytest.mark.parametrize(("options", "shard_size"), list(zip(SCHEMES.values(), ["5GB", "20KB", "20KB"], strict=True)))
 def test_the_scheme_comes_back_without_being_named(options, shard_size, checkpoint, tmp_path):
     source, target = checkpoint("qwen2"), tmp_path / "saved"
     model = load(source, **options)
@@ -49,7 +51,6 @@ def test_the_scheme_comes_back_without_being_named(options, shard_size, checkpoi
     again = AutoModelForCausalLM.from_pretrained(target)
     assert again.hf_quantizer.quantization_config == factors_config(**options)
     assert again.quantization_report == model.quantization_report
-    assert count(again) == count(model) == model.quantization_report.n_quantized
     assert torch.equal(again(IDS).logits, model(IDS).logits)
     arguments = {"max_new_tokens": 8, "do_sample": False}
     assert torch.equal(again.generate(IDS, **arguments), model.generate(IDS, **arguments))
@@ -116,3 +117,160 @@ def test_a_new_process_applies_and_prints_the_scheme(checkpoint, tmp_path):
     out = torch.load(tmp_path / "out.pt")
     assert torch.equal(out["logits"], model(IDS).logits)
     assert torch.equal(out["tokens"], model.generate(IDS, max_new_tokens=8, do_sample=False))
+
+
+# ---- the choice of layers -------------------------------------------------------------------------------------------
+
+
+SIZES = {"vocab_size": 64, "d_model": 64, "d_kv": 32, "d_ff": 64, "num_layers": 1, "num_heads": 2}
+
+
+@pytest.fixture
+def t5(tmp_path) -> Path:
+    torch.manual_seed(0)
+    config = T5Config(**SIZES, decoder_start_token_id=0, pad_token_id=0, eos_token_id=1)
+    T5ForConditionalGeneration(config).save_pretrained(tmp_path / "plain")
+    return tmp_path / "plain"
+
+
+def load_as(folder: Path, mode: str | None = None, auto=AutoModelForSeq2SeqLM, **options):
+    scheme = {} if mode is None else {"quantization_config": MXFP4RLConfig(mode=mode)}
+    return auto.from_pretrained(folder, dtype=torch.float32, **scheme, **options).eval()
+
+
+@torch.no_grad()
+def logits(model) -> torch.Tensor:
+    return model(input_ids=IDS, decoder_input_ids=IDS).logits
+
+
+@pytest.mark.parametrize("mode", ["qat", "packed"])
+def test_a_checkpoint_whose_feed_forward_was_quantized_still_loads_so(mode, t5, tmp_path, monkeypatch):
+    """As versions wrote them that did not look for readers of weights, and recorded nothing."""
+    with monkeypatch.context() as patch:
+        patch.setattr(module_names, "find_weight_readers", lambda model: {})
+        patch.setattr(quantizer, "full_precision_record", lambda model, reasons: None)
+        old = load_as(t5, mode)
+        assert sum(name.endswith("wo") for name in old.quantization_report.quantized) == 2
+        old.save_pretrained(tmp_path / "old")
+        if mode == "qat":
+            expected = logits(old)
+    again = load_as(tmp_path / "old")
+    assert again.quantization_report.quantized == old.quantization_report.quantized
+    if mode == "qat":
+        assert torch.equal(logits(again), expected)
+
+
+@pytest.mark.parametrize("mode", ["qat", "packed"])
+def test_logits_are_those_of_the_saved_model(mode, t5, tmp_path):
+    model = load_as(t5, mode)
+    report = model.quantization_report
+    readers = {reason for name, reason in report.skip_reasons.items() if name.endswith("wo")}
+    assert readers == {"T5DenseActDense.forward reads its weight"}
+    assert "2 layers in full precision: T5DenseActDense.forward reads its weight" in str(report)
+    model.save_pretrained(tmp_path / "saved")
+    again = load_as(tmp_path / "saved")
+    assert again.quantization_report.quantized == report.quantized
+    assert torch.equal(logits(again), logits(model))
+
+
+def test_what_names_do_not_tell_is_recorded_and_used(t5, tmp_path, monkeypatch):
+    model = load_as(t5, "qat")
+    model.save_pretrained(tmp_path / "saved")
+    kept = config_in(tmp_path / "saved")["quantization_config"]["full_precision"]
+    assert kept == [
+        "encoder.block.0.layer.1.DenseReluDense.wo",
+        "decoder.block.0.layer.2.DenseReluDense.wo",
+        "lm_head",
+    ]
+    # A version that would choose otherwise.
+    monkeypatch.setattr(module_names, "find_weight_readers", lambda model: {})
+    again = load_as(tmp_path / "saved")
+    assert again.quantization_report.quantized == model.quantization_report.quantized
+    again.save_pretrained(tmp_path / "again")
+    assert config_in(tmp_path / "again") == config_in(tmp_path / "saved")
+
+
+@pytest.mark.parametrize("mode", ["qat", "packed"])
+def test_a_new_head_and_a_new_pooler_are_plain_and_initialized(mode, tmp_path):
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+    BertForMaskedLM(BertConfig(**sizes, vocab_size=64, pad_token_id=0)).save_pretrained(tmp_path / "plain")
+    saved = load_as(tmp_path / "plain", mode, AutoModelForMaskedLM)
+    saved.save_pretrained(tmp_path / "saved")
+    for folder, how in (("plain", mode), ("saved", None)):
+        model = load_as(tmp_path / folder, how, AutoModelForSequenceClassification, num_labels=3)
+        for head in (model.bert.pooler.dense, model.classifier):
+            assert type(head) is torch.nn.Linear and head.weight.isfinite().all() and 0 < head.weight.std() < 0.1
+        assert len(model.quantization_report.quantized) == 6
+
+
+def test_every_way_to_pack_records_the_same(t5, tmp_path):
+    config = MXFP4RLConfig(mode="packed")
+    load_as(t5, "packed").save_pretrained(tmp_path / "loaded")
+    pack(load_as(t5), config).save_pretrained(tmp_path / "packed")
+    pack_checkpoint(t5, tmp_path / "folder", config)
+    kept = {
+        name: config_in(tmp_path / name)["quantization_config"]["full_precision"]
+        for name in ("loaded", "packed", "folder")
+    }
+    assert kept["loaded"] == kept["packed"] == kept["folder"] and len(kept["loaded"]) == 3
+
+
+def test_a_model_that_saves_itself_by_passing_its_arguments_on(tmp_path):
+    class Own(Qwen2ForCausalLM):
+        def save_pretrained(self, save_directory, *args, **kwargs):
+            super().save_pretrained(save_directory, *args, **kwargs)
+
+    sizes = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1}
+    model = Own(Qwen2Config(**sizes, num_attention_heads=2, num_key_value_heads=1, pad_token_id=0))
+    model.save_pretrained(tmp_path / "plain")
+    load_as(tmp_path / "plain", "qat", Qwen2ForCausalLM)  # the parent class saves our way too, from now on
+    model = load_as(tmp_path / "plain", "qat", Own)
+    model.save_pretrained(tmp_path / "saved")
+    with torch.no_grad():
+        assert torch.equal(load_as(tmp_path / "saved", None, Own)(IDS).logits, model(IDS).logits)
+
+
+# ---- state dicts ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def model(checkpoint):
+    return AutoModelForCausalLM.from_pretrained(checkpoint("qwen2"), quantization_config=MXFP4RLConfig())
+
+
+def shifted(model) -> dict[str, torch.Tensor]:
+    """A state dict that differs from the model's everywhere, as a gathered one does from a shard."""
+    return {name: tensor + 1.0 for name, tensor in model.state_dict().items()}
+
+
+def assert_written(folder, state_dict) -> None:
+    saved = load_file(folder / "model.safetensors")
+    assert saved.keys() == state_dict.keys()
+    assert all(torch.equal(saved[name], tensor) for name, tensor in state_dict.items())
+
+
+def test_what_is_given_is_what_is_written(model, tmp_path):
+    given = shifted(model)
+    attributes = set(vars(model))
+    model.save_pretrained(tmp_path / "saved", state_dict=dict(given))
+    assert_written(tmp_path / "saved", given)
+    assert set(vars(model)) == attributes and take_state_dict(model) is None
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
+    assert all(torch.equal(tensor, given[name]) for name, tensor in again.state_dict().items())
+    assert again.quantization_report.n_quantized == 14
+
+
+def test_without_one_the_models_own_is_written(model, tmp_path):
+    own = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    model.save_pretrained(tmp_path / "given", state_dict=shifted(model))
+    model.save_pretrained(tmp_path / "none", state_dict=None)
+    assert_written(tmp_path / "none", own)
+
+
+def test_nothing_is_left_on_the_model_after_an_exception(model, tmp_path):
+    (tmp_path / "file").write_text("")
+    attributes = set(vars(model))
+    with pytest.raises(NotADirectoryError):
+        model.save_pretrained(tmp_path / "file" / "saved", state_dict=shifted(model))
+    assert set(vars(model)) == attributes and take_state_dict(model) is None

@@ -13,7 +13,6 @@ from typer.testing import CliRunner
 from hf_mxfp4 import MXFP4RLConfig
 from hf_mxfp4.checkpoint import add_evaluation, add_perplexity, choose_card, is_generated
 from hf_mxfp4.cli import app
-from hf_mxfp4.lab import scoring
 from recipes.tasks.tiny_model import build_char_tokenizer
 
 
@@ -85,33 +84,6 @@ def test_a_checkpoint_from_start_to_end(folder, text, tmp_path, monkeypatch):
         assert words in done.stdout
     page = (out / "evaluation.html").read_text()
     assert "w4a4 [weights mxfp4+even+mbs128-blockwise" in page and 'src="http' not in page
-
-
-def test_ctrl_c_and_on(folder, text, tmp_path, monkeypatch):
-    arguments = (folder, "--text", text, "--scheme", "rceil", "--json", "--out")
-    whole = run(*arguments, tmp_path / "whole").stdout
-    original, count = scoring._scored, 0
-
-    def interrupted(*given):
-        nonlocal count
-        count += 1
-        if count == 5:
-            raise KeyboardInterrupt
-        return original(*given)
-
-    monkeypatch.setattr(scoring, "_scored", interrupted)
-    done = run(*arguments, tmp_path / "halves")
-    assert done.exit_code == 130 and "interrupted; the same command resumes where it stopped" in done.stderr
-    assert not (tmp_path / "halves" / "evaluation.json").exists()
-    done = run(*arguments, tmp_path / "halves")
-    # What the log lacks of the scheme.
-    assert done.exit_code == 0 and count == 5 + 2
-    assert done.stdout == whole and json.loads(whole)["rows"][1]["name"] == "rceil"
-    assert all((tmp_path / "halves" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes() for name in FILES)
-    other = run(*arguments, tmp_path / "whole", "--samples", 2)
-    assert other.exit_code == 2 and "start over with --overwrite" in other.stderr
-    again = run(*arguments, tmp_path / "whole", "--samples", 2, "--overwrite")
-    assert json.loads(again.stdout)["texts"] == 2
 
 
 def test_each_layer_in_full_precision_in_turn(folder, text, tmp_path):
@@ -208,17 +180,3 @@ def test_weights_that_are_stored_in_four_bits(folder, policy, text, tmp_path):
     build_char_tokenizer(ALPHABET[::-1]).save_pretrained(folder)
     refused = run(packed, "--text", text, "--reference", folder, "--out", tmp_path / "third")
     assert refused.exit_code == 2 and "another vocabulary" in refused.stderr
-
-
-def test_an_exported_checkpoint_is_what_its_scheme_says(checkpoint, text, tmp_path):
-    original = Path(checkpoint("llama", dtype=torch.bfloat16))
-    build_char_tokenizer(ALPHABET).save_pretrained(original)
-    options = ("--format", "compressed-tensors", "--scale-rule", "even")
-    assert run(original, tmp_path / "exported", *options, command="export").exit_code == 0
-    build_char_tokenizer(ALPHABET).save_pretrained(tmp_path / "exported")
-    done = run(tmp_path / "exported", "--text", text, "--reference", original, "--out", tmp_path / "a", "--json")
-    assert done.exit_code == 0, done.stderr
-    swapped = run(original, "--text", text, "--scheme", "w4a16:even", "--out", tmp_path / "b", "--json")
-    stored, own = (json.loads(one.stdout)["rows"][1] for one in (done, swapped))
-    assert (stored["name"], own["name"]) == ("as stored", "w4a16:even")
-    assert stored["kl"] == own["kl"] and stored["difference"] == own["difference"]

@@ -11,8 +11,7 @@ import accelerate.commands.launch
 import pytest
 import torch.distributed.run
 from processes import PATHS, module, run
-from tiny_models import make_model
-from tiny_tokenizers import make_tokenizer
+from tiny_models import make_model, make_tokenizer
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 

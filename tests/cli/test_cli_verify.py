@@ -187,16 +187,6 @@ def test_adding_checksums(copy):
     assert done.exit_code == 2 and "--add writes into a folder" in done.stderr
 
 
-def test_a_repository(copy, monkeypatch):
-    folder = copy("master")
-    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda repo, **options: folder)
-    done = run("me/model")
-    assert done.exit_code == 0 and done.stdout.startswith("me/model: 15 tensors in 4 files"), done.stderr
-    flip(shards(folder)[2], "model.norm.weight")
-    done = run("me/model")
-    assert done.exit_code == 1 and f"{shards(folder)[2].name} is damaged" in done.stdout
-
-
 @pytest.mark.parametrize(
     ("name", "text"),
     [

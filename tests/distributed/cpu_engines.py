@@ -5,8 +5,10 @@ import importlib
 import json
 import os
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
+import processes
 import torch
 import yaml
 
@@ -65,3 +67,13 @@ def use_engine(name: str, folder: Path, mixed_precision: str = "no", options: di
     os.environ["ACCELERATE_TORCH_DEVICE"] = "cpu"
     training_args.is_torch_bf16_gpu_available = lambda: True  # the CPU has bfloat16 too
     PartialState._prepare_backend = lambda self, *args, **kwargs: ("gloo", "MULTI_GPU")
+
+
+#: On top of the environment; as users have it.
+VARIABLES = {"HF_MXFP4_VERBOSITY": "info"}
+
+
+def run_job(name: str, log: Path, *, ranks: int = 1, timeout: float = 400, **arguments: Any) -> processes.Done:
+    """Run ``"module:function"`` in each rank to its end; ``log`` and ``output`` get what all of them write."""
+    options = {"ranks": ranks, "timeout": timeout, "log": log, "environment": os.environ | VARIABLES}
+    return processes.start(processes.function(name, **arguments), **options).wait()

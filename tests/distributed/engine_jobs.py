@@ -188,61 +188,40 @@ def train_on_uneven_rollouts(engine: str, base: str, out: str) -> None:
     (Path(out) / f"rank{rank}.json").write_text(json.dumps(seen))
 
 
-def push_codes_to_vllm(engine: str | None, base: str, out: str) -> None:
-    """Two steps of GRPO of adapters on trainable layers, pushed to something with the interface of a vLLM that keeps 4
-    bits. Each rank writes its pushes to ``out/pushed<i>.pt``."""
+def push_to_vllm(engine: str | None, base: str, out: str, packs: bool) -> None:
+    """GRPO of adapters on trainable layers, whose weights are pushed for each rollout to something like
+    a vLLM that keeps 4 bits (``packs``), or to another, with adapters on experts too and under noise. Each rank writes
+    what it pushed, and whether the masters are as they were, to ``out/pushed<i>.pt``."""
     if engine is not None:
         use_engine(engine, Path(out))
     scheme = MXFP4RLConfig(preset="w4a16")
     policy = AutoModelForCausalLM.from_pretrained(base, quantization_config=scheme, dtype=torch.float32)
     torch.manual_seed(0)
-    policy = get_peft_model(policy, LoraConfig(r=2, target_modules=["q_proj"]))
-    options = {"num_generations": 4, "max_completion_length": 4, "aqn": False, "report_every": 0, "max_steps": 2}
-    measured = dict.fromkeys(("error_every", "movement_every"), 0)
-    args = arguments(Path(out), MXFP4GRPOConfig, **{**options, **measured})
-    trainer = MXFP4GRPOTrainer(policy, even_digits, args, prompts(), processing_class=TOKENIZER)
-    pushed = with_simulated_vllm(trainer, scheme=scheme, settings=EngineSettings("packed", 2))
-    trainer.train()
-    torch.save(pushed, Path(out) / f"pushed{os.environ.get('RANK', '0')}.pt")
-
-
-def push_to_vllm(engine: str | None, base: str, out: str) -> None:
-    """GRPO of adapters on trainable layers and experts, whose weights are pushed for each rollout to something with the
-    interface of vLLM, under noise. Each rank writes what it pushed, and whether the masters are as they were, to
-    ``out/pushed<i>.pt``."""
-    if engine is not None:
-        use_engine(engine, Path(out))
-    policy = AutoModelForCausalLM.from_pretrained(
-        base, quantization_config=MXFP4RLConfig(preset="w4a16"), dtype=torch.float32
-    )
-    torch.manual_seed(0)
-    policy = get_peft_model(policy, LoraConfig(r=2, target_modules=["q_proj"], target_parameters=EXPERTS))
+    experts = None if packs else EXPERTS
+    policy = get_peft_model(policy, LoraConfig(r=2, target_modules=["q_proj"], target_parameters=experts))
     for name, parameter in policy.named_parameters():
         if "lora_B" in name:
             torch.nn.init.normal_(parameter, std=0.1)
-    options = {"num_generations": 4, "max_completion_length": 4, "report_every": 0}
-    measured = dict.fromkeys(("error_every", "movement_every"), 0)
-    args = arguments(Path(out), MXFP4GRPOConfig, **{**options, **measured, "aqn_num_stages": 1, "max_steps": 1})
+    options = {"num_generations": 4, "max_completion_length": 4, "report_every": 0, "error_every": 0}
+    options |= {"movement_every": 0, "aqn": not packs, "aqn_num_stages": 1, "max_steps": 2 if packs else 1}
+    args = arguments(Path(out), MXFP4GRPOConfig, **options)
     trainer = MXFP4GRPOTrainer(policy, even_digits, args, prompts(), processing_class=TOKENIZER)
-    pushed = with_simulated_vllm(trainer)
-    versions = {}
+    vllm = {"scheme": scheme, "settings": EngineSettings("packed", 2)} if packs else {}
+    pushes, unwritten, generate = with_simulated_vllm(trainer, **vllm), [], trainer._generate
 
-    def note(name):
-        found = trainer.model.named_parameters()
-        versions[name] = {key: value._version for key, value in found if "lora_" not in key}
-
-    generate = trainer._generate
+    def versions():
+        return {key: value._version for key, value in trainer.model.named_parameters() if "lora_" not in key}
 
     def generate_noted(*args):
-        note("before")
+        before = versions()
         output = generate(*args)
-        note("after")
+        unwritten.append(before == versions())
         return output
 
     trainer._generate = generate_noted
     trainer.train()
-    unwritten = versions["before"] == versions["after"]
-    result = {"weights": pushed[0], "unwritten": unwritten, "noise": trainer.noise.last_report.measured_std}
+    noise = trainer.noise.last_report.measured_std if trainer.noise else 0.0
+    result = {"pushes": pushes, "unwritten": all(unwritten), "noise": noise}
     torch.save(result, Path(out) / f"pushed{os.environ.get('RANK', '0')}.pt")
 
 

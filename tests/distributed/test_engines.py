@@ -6,9 +6,8 @@ import json
 
 import pytest
 import torch
-from cpu_engines import CONFIGS
+from cpu_engines import CONFIGS, run_job
 from peft import PeftModel
-from rank_jobs import run_job
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
@@ -260,43 +259,41 @@ def test_rollouts_of_unequal_length_with_and_without_kept_copies(jobs, engine):
         assert all(log["completions/max_length"] == 6 for log in kept["logs"])
 
 
-@pytest.mark.parametrize("engine", ["fsdp2_lora", pytest.param("zero3", marks=[pytest.mark.large, NO_DEEPSPEED])])
-def test_vllm_gets_adapters_on_quantized_weights_from_sharded_masters(jobs, engine):
-    """The weights that one process pushes, to the bit, on all ranks."""
-    found = {}
+SHARDING = pytest.mark.parametrize(
+    "engine", ["fsdp2_lora", pytest.param("zero3", marks=[pytest.mark.large, NO_DEEPSPEED])]
+)
+
+
+def pushed(jobs, engine, packs):
+    """What one process pushes, and what each of two ranks does."""
+    found = []
     for name, ranks in ((None, 1), (engine, 2)):
-        out = jobs.root / f"pushed-{engine}-{ranks}"
+        out = jobs.root / f"pushed-{engine}-{ranks}-{packs}"
         out.mkdir()
-        arguments = {"engine": name, "base": str(jobs.base("moe")), "out": str(out)}
+        arguments = {"engine": name, "base": str(jobs.base("moe")), "out": str(out), "packs": packs}
         answer = run_job("engine_jobs:push_to_vllm", out / "log", ranks=ranks, **arguments)
         assert answer.codes == [0] * ranks, answer.output[-4000:]
-        found[ranks] = [torch.load(out / f"pushed{rank}.pt") for rank in range(ranks)]
-    (expected,) = found[1]
-    assert 0.009 < expected["noise"] < 0.011 and "model.layers.1.mlp.experts.down_proj" in expected["weights"]
-    for rank in found[2]:
-        assert rank["unwritten"] and rank["noise"] == pytest.approx(expected["noise"], rel=1e-6)
-        assert rank["weights"].keys() == expected["weights"].keys()
-        for name, weight in expected["weights"].items():
-            assert torch.equal(rank["weights"][name], weight), name
+        found += [torch.load(out / f"pushed{rank}.pt") for rank in range(ranks)]
+    for rank in found[1:]:
+        assert rank["unwritten"] and [push.keys() for push in rank["pushes"]] == [p.keys() for p in found[0]["pushes"]]
+        for name, weight in found[0]["pushes"][0].items():
+            assert torch.equal(rank["pushes"][0][name], weight), name
+    return found
 
 
-@pytest.mark.parametrize("engine", ["fsdp2_lora", pytest.param("zero3", marks=[pytest.mark.large, NO_DEEPSPEED])])
+@SHARDING
+def test_vllm_gets_adapters_on_quantized_weights_from_sharded_masters(jobs, engine):
+    """The weights that one process pushes, to the bit, on all ranks."""
+    expected, *ranks = pushed(jobs, engine, packs=False)
+    assert 0.009 < expected["noise"] < 0.011 and "model.layers.1.mlp.experts.down_proj" in expected["pushes"][0]
+    assert [rank["noise"] for rank in ranks] == [pytest.approx(expected["noise"], rel=1e-6)] * 2
+
+
+@SHARDING
 def test_vllm_gets_codes_once_and_factors_from_sharded_masters(jobs, engine):
-    found = {}
-    for name, ranks in ((None, 1), (engine, 2)):
-        out = jobs.root / f"codes-{engine}-{ranks}"
-        out.mkdir()
-        arguments = {"engine": name, "base": str(jobs.base("moe")), "out": str(out)}
-        answer = run_job("engine_jobs:push_codes_to_vllm", out / "log", ranks=ranks, **arguments)
-        assert answer.codes == [0] * ranks, answer.output[-4000:]
-        found[ranks] = [torch.load(out / f"pushed{rank}.pt") for rank in range(ranks)]
-    first, second = found[1][0]
+    first, second = pushed(jobs, engine, packs=True)[0]["pushes"]
     factors = {f"model.layers.{i}.self_attn.q_proj.lora_{side}.weight" for i in range(2) for side in "AB"}
     assert second.keys() == factors and first["model.layers.1.mlp.experts.down_proj"].dtype == torch.uint8
-    for rank in found[2]:
-        assert [push.keys() for push in rank] == [first.keys(), factors]
-        for name, weight in first.items():
-            assert torch.equal(rank[0][name], weight), name
 
 
 @pytest.mark.large

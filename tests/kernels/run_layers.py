@@ -10,6 +10,7 @@ from collections import Counter
 from functools import partial
 
 import torch
+from tiny_models import make_model
 from torch import nn
 
 import mxfp4_kernels
@@ -40,22 +41,6 @@ LAYERS = {
 }
 
 
-class Experts(nn.Module):
-    """Laid out as transformers' experts are."""
-
-    def __init__(self):
-        super().__init__()
-        self.num_experts, self.hidden_dim, self.intermediate_dim = 3, 64, 48
-        self.has_gate, self.has_bias, self.is_transposed, self.is_concatenated = True, False, False, True
-        self.gate_up_proj = nn.Parameter(torch.randn(3, 96, 64) * 0.3)
-        self.down_proj = nn.Parameter(torch.randn(3, 64, 48) * 0.3)
-        self.act_fn = nn.SiLU()
-
-    def _apply_gate(self, states):
-        gate, up = states.chunk(2, dim=-1)
-        return self.act_fn(gate) * up
-
-
 def spy() -> None:
     def counted(name, function, *arguments, **options):
         LAUNCHES[name] += 1
@@ -77,7 +62,8 @@ def linear(kind: type, options: dict, backend: str) -> list[torch.Tensor]:
 def experts(backend: str) -> list[torch.Tensor]:
     torch.manual_seed(0)
     config = MXFP4RLConfig(preset="w4a16", mode="packed", backend=backend)
-    layer = MXFP4PackedExperts.from_experts(Experts().bfloat16(), config, "experts")
+    plain = make_model("qwen3_moe", layers=1, dtype=torch.bfloat16).model.layers[0].mlp.experts
+    layer = MXFP4PackedExperts.from_experts(plain, config, "experts")
     x, chosen = torch.randn(6, 64).bfloat16(), torch.tensor([[0, 1], [2, 1], [0, 2], [1, 0], [0, 1], [1, 0]])
     with torch.no_grad():
         return [layer(x, chosen, torch.rand(6, 2).bfloat16())]

@@ -39,8 +39,6 @@ assert torch.equal(kernel.dequantize(kernel.quantize(x, scheme), 256, scheme, to
 assert 'mxfp4_kernels' not in sys.modules
 print('ok')
 """.replace("NAMES", repr(sorted(mxfp4_kernels.__all__)))
-
-
 #: Layers of this project on a loaded kernel, in a process that has it under the name that they import.
 LAYERS = """
 sys.modules['mxfp4_kernels'] = kernel

@@ -68,7 +68,6 @@ def test_wrong_sides_raise(side, error, words):
 
 
 COLUMNS = {"codes": 80, "scale": 5, "macro": 2, "residual_codes": 80, "residual_scale": 5}
-
 PACKED = {name: torch.zeros(3, columns, dtype=torch.uint8) for name, columns in COLUMNS.items()}
 
 
@@ -161,9 +160,7 @@ def test_there_are_slots_for_all_tiles_of_experts(counts, tile):
 
 
 STATIC = Scheme("rceil", 128)
-
 WEIGHT = numerics.quantize(torch.ones(4, 64), macro_block=128)
-
 BF16 = torch.ones(2, 64).bfloat16()
 
 

@@ -9,7 +9,6 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from hf_mxfp4.lab import Selection, SourceError, compare_checkpoints, error_statistics, open_source, sample
-from hf_mxfp4.lab import weights as weights_module
 from hf_mxfp4.numerics import QuantScheme
 
 
@@ -44,14 +43,6 @@ def test_two_checkpoints(checkpoint):
     assert [ratios[name] for name in result.worst(5)] == sorted(ratios.values(), reverse=True)[:5]
 
 
-def test_a_checkpoint_with_itself(checkpoint, monkeypatch):
-    monkeypatch.setattr(weights_module, "SLICE_ELEMENTS", 640)
-    folder = checkpoint()
-    result = compared(folder, folder)
-    total = result.derive(result.total())
-    assert (total["relative_difference"], total["mse_ratio"], total["sqnr_gain_db"]) == (0.0, 1.0, 0.0)
-
-
 def test_names_shapes_and_nan(tmp_path):
     one, nan = torch.ones(4, 32), torch.full((4, 32), math.nan)
     a = folder_of(tmp_path / "a", {f"layers.{i}.w.weight": x for i, x in enumerate((one, one, one[:2], nan, 0 * one))})
@@ -84,26 +75,13 @@ def test_packed_weights_are_refused(tmp_path):
 
 @pytest.mark.parametrize("distribution", ["gaussian", "laplace", "student-t", "uniform", "outliers"])
 def test_samples(distribution):
-    x = sample(distribution, 5000, seed=3)
-    assert x.shape == (5, 1024) and x.dtype == torch.float32 and x.isfinite().all()
-    assert torch.equal(x, sample(distribution, 5000, seed=3))
-    assert not torch.equal(x, sample(distribution, 5000, seed=4))
-
-
-def test_rows_spread_over_one_octave():
-    spread = sample("uniform", 2**20, seed=0).abs().amax(dim=-1)
-    assert 0.97 < spread.min() < 1.02 and 1.95 < spread.max() <= 2.0
-
-
-def test_outlier_channels_are_the_same_in_every_row():
-    x = sample("outliers", 2**16, seed=0)
-    large = (x.square().mean(dim=0).sqrt() > 10).nonzero()
-    assert len(large) == 8
-
-
-def test_sampling_leaves_the_global_generator_alone():
     torch.manual_seed(0)
     expected = torch.rand(3)
     torch.manual_seed(0)
-    sample("laplace", 1024, seed=9)
-    assert torch.equal(torch.rand(3), expected)
+    x = sample(distribution, 2**16 - 5, seed=3)
+    assert torch.equal(torch.rand(3), expected)  # the global generator is left alone
+    assert x.shape == (64, 1024) and x.dtype == torch.float32 and x.isfinite().all()
+    assert torch.equal(x, sample(distribution, 2**16, seed=3)) and not torch.equal(x, sample(distribution, 2**16, 4))
+    assert int((x.square().mean(dim=0).sqrt() > 10).sum()) == (8 if distribution == "outliers" else 0)
+    if distribution == "uniform":  # standard deviations of rows spread over one octave
+        assert 0.97 < x.abs().amax(dim=-1).min() < 1.1 and 1.9 < x.abs().amax(dim=-1).max() <= 2.0

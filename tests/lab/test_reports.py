@@ -1,24 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The report files: complete, valid, self-contained, and the same bytes for the same analysis."""
+"""Reports and figures of an analysis: complete, valid, self-contained, and what is drawn is what was measured."""
 
-import csv
 import html.parser
+import io
 import json
 from pathlib import Path
 
+import matplotlib
 import pytest
 import torch
 from safetensors.torch import save_file
 
 import hf_mxfp4
 from hf_mxfp4.lab import (
-    Analysis,
     ErrorStatistics,
     Problem,
     Selection,
     analyze_weights,
+    cosine_figure,
+    delta_figure,
     error_statistics,
+    layer_labels,
     open_source,
+    ratio_figure,
     write_analysis,
 )
 from hf_mxfp4.lab.layers import natural_key
@@ -74,16 +78,6 @@ def test_json_is_valid_and_complete(analysis, written):
     assert report["problems"] == [{"where": "model-00002.safetensors", "reason": "it is <broken>"}]
 
 
-def test_csv_has_a_row_per_tensor_and_scheme(analysis, written):
-    rows = list(csv.DictReader((written[0] / "tensors.csv").open()))
-    assert len(rows) == 25 * 3
-    row = rows[0]
-    assert (row["name"], row["shape"], row["scheme"]) == ("model.layers.0.mlp.down.weight", "64x128", "mxfp4+rceil")
-    result = analysis.in_order[0]
-    assert float(row["relative_mse"]) == result.statistics["mxfp4+rceil"].relative_mse
-    assert next(row for row in rows if "zero" in row["name"])["sqnr_db"] == ""
-
-
 def test_the_same_analysis_gives_the_same_bytes(analysis, written, tmp_path):
     folder, first = written
     second = write_analysis(analysis, SOURCE, tmp_path)
@@ -125,14 +119,6 @@ def test_html_is_one_file_for_any_screen(written):
     assert "Verdict, least error: at 4.25 bits an element mxfp4+" in page
 
 
-def test_a_report_of_problems_alone(tmp_path):
-    analysis = Analysis("m", ("mxfp4+rceil",), problems=[Problem("s", "gone")])
-    paths = write_analysis(analysis, {}, tmp_path)
-    assert json.loads(paths[0].read_text())["kinds"] == {}
-    assert "gone" in paths[2].read_text()
-    assert len(paths[1].read_text().splitlines()) == 1
-
-
 def statistics(text):
     x = torch.randn(64, 256, generator=torch.Generator().manual_seed(0))
     return error_statistics(x, parse_scheme(text))
@@ -164,3 +150,61 @@ def test_the_ranking_names_the_best_at_each_number_of_bits():
 )
 def test_bits_of_an_element(text, bits):
     assert bits_per_element(parse_scheme(text)) == pytest.approx(bits)
+
+
+def drawn_statistics(text, seed=0):
+    x = torch.randn(32, 256, generator=torch.Generator().manual_seed(seed))
+    return error_statistics(x, parse_scheme(text))
+
+
+def legend(axes):
+    return [text.get_text() for text in axes.get_legend().get_texts()]
+
+
+def test_cosines_per_layer():
+    layers = {f"{i}.up": drawn_statistics("floor", i) for i in range(5)}
+    [axes] = cosine_figure(layers).axes
+    assert legend(axes) == ["scale bias · deadzone", "scale bias · grid", "deadzone · grid"]
+    for line, pair in zip(axes.get_lines(), ("scale_bias/deadzone", "scale_bias/grid", "deadzone/grid"), strict=False):
+        assert list(line.get_ydata()) == [s.paper_cosines[pair] for s in layers.values()]
+    assert [label.get_text() for label in axes.get_xticklabels()] == list(layers)
+
+
+def test_names_are_no_formulas():
+    """Dollar signs begin formulas in matplotlib, and an unfinished one is an error."""
+    name = r"a$\frac$.up"
+    figure = cosine_figure({name: drawn_statistics("floor", 0), "b": drawn_statistics("floor", 1)})
+    with matplotlib.rc_context({"svg.fonttype": "none"}):
+        figure.savefig(drawn := io.BytesIO(), format="svg")
+    assert name in drawn.getvalue().decode()
+
+
+def test_histograms_are_densities():
+    shown = {"rceil": drawn_statistics("rceil"), "even": drawn_statistics("even"), "none": ErrorStatistics()}
+    [axes] = delta_figure(shown).axes
+    assert len(axes.patches) == 2
+    for patch, s in zip(axes.patches, shown.values(), strict=False):
+        values, edges, _ = patch.get_data()
+        assert (values * (edges[1:] - edges[:-1])).sum() == pytest.approx(1)
+        assert (values > 0).tolist() == [count > 0 for count in s.histogram]
+    low, high = axes.get_xlim()
+    assert low < -0.2 and 1.0 < high < 1.3
+
+
+def test_ratios_side_by_side():
+    groups = {scheme: {i: drawn_statistics(scheme, i) for i in range(3)} for scheme in ("rceil", "floor")}
+    first, second = ratio_figure(groups, "depth").axes
+    assert (first.get_title(), second.get_title(), first.get_xlabel()) == ("rceil", "floor", "depth")
+    assert legend(first) == ["scale bias", "deadzone", "grid noise", "whole error"]
+    whole = second.get_lines()[3]
+    assert list(whole.get_xdata()) == [0, 1, 2]
+    assert list(whole.get_ydata()) == [100 * s.relative_mse for s in groups["floor"].values()]
+    named = ratio_figure({"rceil": {"mlp.up": drawn_statistics("rceil"), "zero": ErrorStatistics()}}, "layer type")
+    assert [label.get_text() for label in named.axes[0].get_xticklabels()] == ["mlp.up", "zero"]
+
+
+def test_labels_drop_what_all_share():
+    names = ["model.layers.0.mlp.up.weight", "model.layers.10.mlp.up.weight"]
+    assert layer_labels(names) == ["0.mlp.up", "10.mlp.up"]
+    assert layer_labels(names[:1]) == ["model.layers.0.mlp.up"]
+    assert layer_labels(["a.weight", "a.b.weight"]) == ["a", "a.b"]

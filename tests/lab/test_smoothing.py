@@ -11,7 +11,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
-from hf_mxfp4 import MXFP4RLConfig, numerics
+from hf_mxfp4 import numerics
 from hf_mxfp4.cli import app
 from hf_mxfp4.lab import smooth_model
 from hf_mxfp4.lab.smoothing import Place, _apply, _scale
@@ -77,12 +77,6 @@ def test_scales_are_the_definition():
     assert _scale(place, place_input.double() ** 2, 1.0).tolist() == [0.5, 8, 0.5, 0.5]
 
 
-def test_heads_that_are_repeated_share_a_scale():
-    place = Place("o", (), (), heads=(4, 2))
-    assert place.read(torch.tensor([1.0, 2, 3, 4])).tolist() == [1, 2, 1, 2, 3, 4, 3, 4]
-    assert place.written(torch.tensor([1.0, 2, 4, 2, 3, 4, 3, 1])).tolist() == pytest.approx([2, 2, 3, 2])
-
-
 def test_quantized_activations_lose_less():
     def error(model):
         """Of the inputs of the first layer's MLP, quantized, relative to their squares."""
@@ -99,24 +93,14 @@ def test_quantized_activations_lose_less():
     assert error(model) < 0.75 * before
 
 
-def test_norms_that_add_one_are_passed_over():
-    model = make_model("gemma")
+@pytest.mark.parametrize(
+    ("family", "places"),
+    [("gemma", ("o_proj", "down_proj")), ("qwen3_moe", ("q_proj", "o_proj")), ("mixtral", ("q_proj", "o_proj"))],
+)
+def test_norms_that_add_one_and_experts_are_passed_over(family, places):
+    model = make_model("gemma") if family == "gemma" else with_outliers(family)
     before = logits(model)
-    assert {name.split(".", 3)[3] for name in smooth_model(model, texts()).places} == {
-        "self_attn.o_proj",
-        "mlp.down_proj",
-    }
-    assert all(map(torch.equal, before, logits(model)))
-
-
-@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "qwen2_moe"])
-def test_of_mixtures_only_attention_is_scaled(family):
-    model = with_outliers(family)
-    before = logits(model)
-    assert {name.split(".", 3)[3] for name in smooth_model(model, texts()).places} == {
-        "self_attn.q_proj",
-        "self_attn.o_proj",
-    }
+    assert {name.rpartition(".")[2] for name in smooth_model(model, texts()).places} == set(places)
     assert all(map(torch.equal, before, logits(model)))
 
 
@@ -138,12 +122,6 @@ def test_what_a_dtype_cannot_hold_is_left_alone():
     found = smooth_model(model, texts())
     assert found.left == ("model.layers.0.mlp.down_proj",) and len(found.places) == 7
     assert torch.equal(logits(model)[0], before[0])
-
-
-def test_a_dtype_that_holds_nothing_is_an_error():
-    model = with_outliers(dtype=torch.float16)
-    with pytest.raises(ValueError, match="float16 cannot hold the scaled weights exactly; use bfloat16"):
-        smooth_model(model, texts())
 
 
 @pytest.mark.parametrize(
@@ -184,11 +162,3 @@ def test_the_command_writes_a_checkpoint_that_computes_the_same(folder):
     assert CliRunner().invoke(app, ["verify", str(folder / "out")]).exit_code == 0
     again = run(folder / "base", folder / "out", "--text", folder / "sums.jsonl")
     assert again.exit_code == 2 and "overwrite" in again.stderr
-
-
-def test_the_command_refuses_quantized_checkpoints(folder):
-    model = AutoModelForCausalLM.from_pretrained(folder / "base", quantization_config=MXFP4RLConfig())
-    model.save_pretrained(folder / "policy")
-    build_char_tokenizer(ALPHABET).save_pretrained(folder / "policy")
-    done = run(folder / "policy", folder / "out", "--text", folder / "sums.jsonl")
-    assert done.exit_code == 2 and "take the original" in done.stderr and not (folder / "out").exists()

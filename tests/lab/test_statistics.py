@@ -64,15 +64,6 @@ def test_a_block_by_hand():
     assert (s.deadzone_fraction, s.zero_fraction) == (30 / 32, 1 / 32)
 
 
-def test_the_edge_of_the_deadzone_by_hand():
-    # amax 6 is its own ideal, s = s* = 1: 0.25 is amax / 24, outside of the deadzone, and rounds to zero (a tie).
-    x = torch.zeros(2, 32)
-    x[0, :2] = torch.tensor([6.0, -0.25])
-    s = error_statistics(x, RCEIL)
-    assert (s.deadzone_count, s.zero_count, s.blocks) == (30, 1, 1)  # an all-zero block has no deadzone
-    assert (s.deadzone, s.grid, s.scale_bias) == (0.0, 0.0625, 0.0)
-
-
 def test_the_unmasked_scale_error_by_hand():
     # floor: amax 7 has s = 1. 0.28 < 7/24 is in the deadzone, but rounds to 0.5 here: Q - Q* = 0.5, Q* - x = -0.28.
     x = torch.zeros(1, 32)
@@ -123,12 +114,6 @@ def test_against_whole_tensors(scheme):
     assert sum(s.histogram) == s.blocks == parts.scale_ratio.numel()
 
 
-@pytest.mark.parametrize("scheme", [RCEIL, QuantScheme("rceil", 128)], ids=str)
-def test_orthogonality_is_exact_for_rceil(scheme):
-    cosines = error_statistics(gaussian(64, 256), scheme).paper_cosines
-    assert cosines["scale_bias/deadzone"] == 0 and cosines["deadzone/grid"] == 0
-
-
 # papers.md 9.2 and section 0: the paper's Gaussian numbers.
 @pytest.mark.parametrize(
     ("scheme", "ratios", "cosine"),
@@ -153,14 +138,6 @@ def test_chunks_merge_to_the_whole(scheme, monkeypatch):
     assert_close(error_statistics(x[:17], scheme) + error_statistics(x[17:], scheme), whole)
 
 
-def test_factors_of_whole_rows():
-    x = gaussian(3, 1024, seed=4)
-    row = QuantScheme("rceil", "row")
-    assert error_statistics(x, row).total == pytest.approx(
-        float((apply_scheme(x, row).double() - x.double()).square().sum()), rel=1e-12
-    )
-
-
 def test_axes_and_layouts():
     x = gaussian(4, 64, 96, seed=5)
     along_last = sum((error_statistics(part, RCEIL) for part in x), ErrorStatistics())
@@ -181,12 +158,6 @@ def test_tiles_do_not_straddle_matrices(monkeypatch):
     assert s.deadzone_count == round(sum(part.deadzone_fraction for part in parts) * 40 * 64)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
-def test_dtypes(dtype):
-    x = gaussian(8, 64).to(dtype)
-    assert_close(error_statistics(x, RCEIL), error_statistics(x.float(), RCEIL))
-
-
 def test_all_zero_and_empty_tensors():
     for x in (torch.zeros(4, 64), torch.zeros(0, 64), torch.zeros(4, 0)):
         s = error_statistics(x, RCEIL)
@@ -197,37 +168,12 @@ def test_all_zero_and_empty_tensors():
     assert error_statistics(torch.zeros(0, 64), RCEIL) == ErrorStatistics()
 
 
-def test_no_error_is_infinite_sqnr():
-    s = error_statistics(torch.full((1, 32), 6.0), RCEIL)
-    assert s.total == 0 and s.sqnr_db == math.inf and s.relative_mse == 0
-
-
-def test_stochastic_rounding_repeats():
-    scheme = QuantScheme(rounding="stochastic")
-    x = gaussian(8, 64)
-    assert error_statistics(x, scheme) == error_statistics(x, scheme)
-    assert error_statistics(x, scheme) != error_statistics(x, RCEIL)
-
-
-def test_deltas_beyond_the_histogram_count_in_its_outer_bins():
-    # The least scale, 2**-127, is far above amax / 6 of a tiny block.
-    s = error_statistics(torch.full((1, 32), 2.0**-140), RCEIL)
-    assert s.delta_mean > 2 and s.histogram[-1] == 1
-
-
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_non_finite_is_refused(bad):
     x = gaussian(4, 64)
     x[2, 5] = bad
     with pytest.raises(ValueError, match="NaN or infinity"):
         error_statistics(x, RCEIL)
-
-
-def test_not_floating_point_or_without_axes():
-    with pytest.raises(TypeError, match="floating-point"):
-        error_statistics(torch.zeros(4, 32, dtype=torch.int8), RCEIL)
-    with pytest.raises(ValueError, match="at least one axis"):
-        error_statistics(torch.tensor(1.0), RCEIL)
 
 
 def test_json_round_trip_is_exact():

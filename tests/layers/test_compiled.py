@@ -10,8 +10,8 @@ import copy
 
 import pytest
 import torch
-from pairwise import pairwise_params
 from peft import LoraConfig, get_peft_model
+from tables import pairwise_params
 from tiny_models import make_model
 from torch._dynamo.testing import CompileCounterWithBackend
 from transformers import AutoModelForCausalLM
@@ -29,7 +29,6 @@ STOCHASTIC = {
     "fprop": {"x": "rceil+stochastic"},
     "wgrad": {"grad": "rceil+stochastic", "x": "rceil+stochastic", "rotation": "random-32"},
 }
-
 #: Blocks above a threshold that moves from step to step.
 SELECTIVE = {"preset": "w4a4", "outlier_fallback": 0.5, "outlier_fallback_rate": 0.1}
 

@@ -19,7 +19,6 @@ from hf_mxfp4.layers import MXFP4PackedExperts
 
 
 OPS = torch.ops.hf_mxfp4
-
 FAMILIES = ["qwen3_moe", "gpt_oss"]  # gpt-oss has transposed weights and biases
 
 

@@ -17,7 +17,6 @@ from hf_mxfp4.numerics import apply_scheme, parse_scheme
 
 
 ACTIVATIONS = {"outlier_fallback_operands": "activations"}
-
 #: Options of the config, then what they must do to a weight and to an input (`None`: nothing).
 RECIPES = {
     "w4a4": ({}, "rceil+mbs128-dynamic+of0.5", "rceil+mbs128+of0.5"),
@@ -36,7 +35,6 @@ RECIPES = {
     ),
     "tiles": ({"weight_block": "32x32", "macro_search": "static"}, "rceil+mbs128+of0.5+32x32", "rceil+mbs128+of0.5"),
 }
-
 SHAPES = [(2, 5, 64), (33,), (2, 3, 65), (1, 1), (2, 200)]
 
 

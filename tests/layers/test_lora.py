@@ -129,9 +129,7 @@ LINEAR, EXPERTS, WEIGHTS = (
     {"target_modules": ["experts"]},
     {"mode": "qat", "preset": "w4a16"},
 )
-
 PARAMETERS = {"target_modules": [], "target_parameters": ["experts.gate_up_proj", "experts.down_proj"]}
-
 KINDS = {
     "packed": Kind("qwen2", {"mode": "packed"}, LINEAR, adapters.MXFP4LoraLinear, 14, 28),
     "trainable": Kind("qwen2", {"mode": "qat"}, LINEAR, adapters.MXFP4LoraMasterLinear, 14, 28),

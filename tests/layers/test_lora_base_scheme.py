@@ -2,12 +2,10 @@
 """Adapters carry the scheme of the base that they were trained on, and compare it when they are loaded."""
 
 import json
-import re
 
 import pytest
 import torch
 from factors import factors_config
-from huggingface_hub import ModelCard
 from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM
 
@@ -117,55 +115,3 @@ def test_a_scheme_that_cannot_be_read_is_a_warning(load, tmp_path, capsys, chang
     PeftModel.from_pretrained(load(PACKED), tmp_path)
     text = capsys.readouterr().err
     assert "names a quantization scheme of its base that cannot be read" in text and message in text
-
-
-def card(folder) -> str:
-    return (folder / "README.md").read_text()
-
-
-@pytest.mark.parametrize(
-    ("scheme", "name"), [(PACKED, "default"), (factors_config(preset="w4a16"), "mine"), (None, "mine")], ids=str
-)
-def test_the_card_names_the_scheme_and_its_code_loads_the_adapter(load, saved_base, scheme, name, tmp_path):
-    place, base = saved_base("qwen2", layers=1), load(scheme or PACKED)
-    if scheme is None:  # a base whose files have the scheme
-        place = tmp_path / "base"
-        base.save_pretrained(place)
-        base = AutoModelForCausalLM.from_pretrained(place)
-    config = LoraConfig(task_type="CAUSAL_LM", r=2, lora_alpha=6, target_modules=["q_proj"], init_lora_weights=False)
-    model = get_peft_model(base, config, adapter_name=name).eval()
-    model.save_pretrained(tmp_path / "adapter")
-    text = card(tmp_path / "adapter")
-    assert "More Information Needed" not in text and "# LoRA adapter for Qwen2ForCausalLM in MXFP4" in text
-    assert f"`{(scheme or PACKED).describe()}`" in text and "(rank 2, alpha 6, on `q_proj`)" in text
-    data = ModelCard.load(tmp_path / "adapter" / "README.md").data
-    assert data.library_name == "peft" and {"lora", "mxfp4", "hf-mxfp4"} <= set(data.tags)
-    assert data.base_model is None and not any(tag.startswith("base_model:") for tag in data.tags)
-    code = re.search(r"```python\n(.*?)```", text, re.DOTALL)[1]
-    assert ("quantization_config" in code) == (scheme is not None)
-    code = code.replace("<the base model>", str(place))
-    names: dict = {}
-    exec(code.replace("<this repository or folder>", str(tmp_path / "adapter")), names)
-    ids = torch.arange(2, 14).view(2, 6)
-    assert torch.equal(names["model"].eval()(ids).logits, model(ids).logits)
-
-
-def test_a_base_from_the_hub_is_named(load, tmp_path):
-    model = load(PACKED)
-    model.config._name_or_path = model.name_or_path = "Qwen/Qwen2.5-3B"
-    adapter(model, tmp_path)
-    data = ModelCard.load(tmp_path / "README.md").data
-    assert data.base_model == "Qwen/Qwen2.5-3B" and "base_model:adapter:Qwen/Qwen2.5-3B" in data.tags
-    assert 'from_pretrained("Qwen/Qwen2.5-3B", quantization_config=hf_mxfp4.MXFP4RLConfig(' in card(tmp_path)
-
-
-def test_a_card_that_somebody_wrote_or_edited_stays(load, tmp_path):
-    (tmp_path / "README.md").write_text("---\nlicence: mit\n---\n# My adapter\n\nFor nothing in particular.\n")
-    adapter(load(PACKED), tmp_path)
-    assert "For nothing in particular." in card(tmp_path) and "How to load" not in card(tmp_path)
-    model = adapter(load(PACKED), tmp_path / "edited")
-    (tmp_path / "edited/README.md").write_text(card(tmp_path / "edited").replace("## Evaluation", "My words."))
-    model.save_pretrained(tmp_path / "edited")
-    assert card(tmp_path / "edited").count("My words.") == 1
-    adapter(load(), tmp_path / "plain")
-    assert "More Information Needed" in card(tmp_path / "plain")  # PEFT's own

@@ -22,10 +22,7 @@ from hf_mxfp4.numerics import apply_scheme
 
 
 FAMILIES = ["qwen3_moe", "qwen2_moe", "mixtral", "gpt_oss"]
-
 EXPERTS = "base_model.model.model.layers.0.mlp.experts"
-
-
 #: Adapters of experts alone.
 with_lora = functools.partial(lora_models.with_lora, target_modules=["experts"])
 
@@ -74,7 +71,7 @@ def test_every_expert_gets_factors_of_its_own(load, family):
     # kaiming_uniform of one matrix [r, K] with a = sqrt(5): bound 1/sqrt(K), whatever the number of experts.
     assert 0.9 / 8 < factors.abs().max() <= 1 / 8 and not torch.equal(factors[0], factors[1])
     assert not layers[0].lora_B["default"].gate_up_proj.any()
-    assert "lora.MXFP4LoraExperts" in repr(layers[0])
+    assert "MXFP4LoraExperts" in repr(layers[0])
 
 
 @pytest.mark.parametrize(
@@ -215,9 +212,7 @@ def test_what_other_engines_are_given(load, family):
 
 
 PARAMETER_FAMILIES = ["qwen3_moe", "mixtral", "gpt_oss"]
-
 TARGETS = ["experts.gate_up_proj", "experts.down_proj"]
-
 BLOCK = "base_model.model.model.layers.0.mlp"
 
 

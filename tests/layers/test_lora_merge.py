@@ -22,12 +22,8 @@ from hf_mxfp4.layers import MXFP4Experts
 
 
 SCHEME = {"scale_rule": "rceil", "macro_block": 128, "macro_search": "dynamic"}
-
-
 #: Adapters whose sums with the weights outlive being packed.
 with_lora = functools.partial(lora_models.with_lora, lora_alpha=2)
-
-
 EXPERTS = ["experts.gate_up_proj", "experts.down_proj"]
 ROTATED = {"fprop": {"x": "full", "weight": "rceil", "rotation": "deterministic-32"}}
 

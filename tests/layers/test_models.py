@@ -14,7 +14,6 @@ from moe_models import make_moe, tokens
 from peft import LoraConfig, get_peft_model
 from tables import CONFIGS
 from tiny_models import make_model
-from torch import nn
 
 import hf_mxfp4.integrations.peft
 from hf_mxfp4 import MXFP4Linear, MXFP4RLConfig, cached_weights, fake_quantize, pack
@@ -23,9 +22,7 @@ from hf_mxfp4.layers import full_precision, trainable_matrices
 
 
 WEIGHT = {"scale_rule": "rceil", "macro_block": 128, "macro_search": "dynamic", "outlier_fallback": 0.5}
-
 INPUT = {"scale_rule": "rceil", "macro_block": 128, "macro_search": "static", "outlier_fallback": 0.5}
-
 IDS = torch.arange(2, 14).view(2, 6)
 
 
@@ -124,9 +121,7 @@ def test_nothing_writes_the_masters(family, scheme, places, cached, dense_produc
 
 
 LONG_IDS = torch.arange(2, 26).view(2, 12)
-
 EXPERTS = "model.layers.{}.mlp.experts"
-
 STOCHASTIC = {"preset": "w4a4g4", "wgrad": {"grad": "rceil+stochastic", "rotation": "random-16"}}
 
 
@@ -134,20 +129,6 @@ def quantized(family="qwen3_moe", layers=2, **options):
     model = make_model(family, layers=layers)
     quantize_linears(model, factors_config(**options))
     return model
-
-
-@pytest.mark.parametrize("family", ["qwen3_moe", "qwen2_moe", "mixtral", "gpt_oss"])
-def test_routers_and_gates_of_shared_experts_are_left_alone(family):
-    plain, model = make_model(family, layers=1), quantized(family, layers=1)
-    block, twin = model.model.layers[0].mlp, plain.model.layers[0].mlp
-    router, plain_router = (b.router if family == "gpt_oss" else b.gate for b in (block, twin))
-    assert type(router) is type(plain_router)
-    states = torch.randn(9, 64, generator=torch.Generator().manual_seed(0))
-    for found, want in zip(router(states), plain_router(states), strict=True):
-        assert torch.equal(found, want)
-    if family == "qwen2_moe":
-        assert type(block.shared_expert_gate) is nn.Linear
-        assert type(block.shared_expert.up_proj).__name__ == "MXFP4Linear"
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
@@ -238,7 +219,6 @@ def test_models_that_have_no_full_precision_are_refused():
 
 
 PARAMETERS = {"target_modules": [], "target_parameters": ["experts.gate_up_proj", "experts.down_proj"]}
-
 #: Family, scheme, options of adapters or none.
 MODELS = {
     "w4a4": ("qwen2", {}, None),

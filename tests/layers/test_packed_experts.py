@@ -18,7 +18,6 @@ from hf_mxfp4.layers import MXFP4PackedExperts
 
 
 FAMILIES = ["qwen3_moe", "qwen2_moe", "mixtral", "gpt_oss"]
-
 CONFIG = MXFP4RLConfig(outlier_fallback=None)
 
 
@@ -144,11 +143,8 @@ SCHEMES = {
     "selected residuals": {"preset": "w4a4", "outlier_fallback": 0.5, "outlier_fallback_rate": 0.2},
     "tiles": {"preset": "w4a4", "macro_block": None, "outlier_fallback": None, "weight_block": "32x32"},
 }
-
 SIZES = {"weights with residuals": 16, "both": 128, "tiles": 32}
-
 ALL = pytest.mark.parametrize("name", SCHEMES)
-
 K = 256
 
 

@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from llamacpp_harness import compute, distance, eight_bit_inputs, in_float32, tokenize
-from tiny_models import make_model
-from tiny_tokenizers import SPLITS, TEXT, make_fallback_tokenizer, make_tokenizer
+from tiny_models import SPLITS, TEXT, make_fallback_tokenizer, make_model, make_tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_mxfp4 import MXFP4RLConfig

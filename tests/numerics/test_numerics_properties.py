@@ -13,14 +13,9 @@ from hf_mxfp4.numerics import E2M1_MAGNITUDES, decode_e8m0, decompose, fake_quan
 
 
 GRID = torch.tensor(E2M1_MAGNITUDES, dtype=torch.float64)
-
 NARROW = [torch.float32, torch.bfloat16, torch.float16]
-
 ALPHAS = [None, 0.25, 0.5, 0.75, 1.0, 0.3]
-
 OPTIONS = ("scale_rule", "macro_block", "macro_search", "outlier_fallback")
-
-
 properties = settings(max_examples=20, deadline=None, derandomize=True, database=None)
 
 

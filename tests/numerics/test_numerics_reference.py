@@ -13,8 +13,7 @@ from fractions import Fraction
 import numpy as np
 import pytest
 import torch
-from pairwise import pairwise_params
-from tables import MACROS, RULES
+from tables import MACROS, RULES, pairwise_params
 
 from hf_mxfp4.numerics import fake_quantize, quantize, unpack_codes
 

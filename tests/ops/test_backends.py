@@ -11,10 +11,7 @@ from hf_mxfp4.numerics import QuantScheme, parse_scheme
 
 
 STATIC = QuantScheme("rceil", 128, "static", 0.5)
-
-
 F32, BF16 = torch.float32, torch.bfloat16
-
 #: Device, dtype, scheme and backend that is asked for; the backend that is found, and words of why it cannot.
 CHOICES = [
     ("cpu", F32, STATIC, "auto", "cpu", None),

@@ -11,9 +11,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from pairwise import pairwise_params
 from processes import code, run
-from tables import MACROS, RULES
+from tables import MACROS, RULES, pairwise_params
 
 import hf_mxfp4
 from hf_mxfp4 import numerics
@@ -23,10 +22,7 @@ from mxfp4_kernels import cpu as library
 
 
 pytestmark = pytest.mark.skipif(library.load()[0] is None, reason=f"no fused CPU functions: {library.load()[1]}")
-
-
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-
 ALPHAS = (None, 0.3, 1.0)
 
 

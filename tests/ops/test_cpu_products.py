@@ -20,7 +20,6 @@ from hf_mxfp4.numerics import MXFP4Tensor, QuantScheme
 pytestmark = pytest.mark.skipif(
     unsupported_reason(torch.float32, QuantScheme()) is not None, reason="no compiler for the CPU's functions"
 )
-
 SCHEMES = {
     "plain": QuantScheme("even"),
     "static": QuantScheme("rceil", 128, "static"),

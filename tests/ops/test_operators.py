@@ -7,7 +7,7 @@ import pickle
 
 import pytest
 import torch
-from pairwise import pairwise_params
+from tables import pairwise_params
 from torch.library import opcheck
 
 from hf_mxfp4 import MXFP4Linear, MXFP4PackedLinear, MXFP4RLConfig, QuantScheme, numerics

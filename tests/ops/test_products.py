@@ -88,11 +88,8 @@ def test_there_is_no_second_derivative():
 
 
 COUNTS = (5, 0, 33, 2)
-
 E, N, K = 4, 48, 40
-
 SCHEME = QuantScheme(macro_block=32)
-
 SCHEMES = some(
     CONFIGS, "default", "w4a16", "w4a4g8", "w4a4g4", "paper_a", "paper_b", "plain tiles", "selective weights", "full",
     "rotated, own wgrad", "random", "random wgrad",
@@ -267,7 +264,6 @@ def test_packed_weights_of_experts_with_few_rows_are_read_as_codes(monkeypatch):
 
 
 PLAIN = {"macro_block": None, "outlier_fallback": None, "scale_rule": "rceil"}
-
 #: Preset, and the products that have an FP8 form.
 FP8_PRODUCTS = {"w4a4": ("fprop",), "w4a4g8": ("fprop", "dgrad", "wgrad"), "w4a4g4": ("fprop", "dgrad", "wgrad")}
 
@@ -314,7 +310,7 @@ def test_a_product_of_elements_is_that_of_the_values():
 
 def passes(engine: str, preset: str, x: torch.Tensor, grad: torch.Tensor) -> list[torch.Tensor]:
     torch.manual_seed(0)
-    config = MXFP4RLConfig(preset=preset, engine=engine, **PLAIN)
+    config = MXFP4RLConfig(preset=preset, matmul_backend=engine, **PLAIN)
     layer, x = MXFP4Linear.from_linear(nn.Linear(96, 48), config), x.clone().requires_grad_()
     y = layer(x)
     y.backward(grad)

@@ -57,24 +57,6 @@ def test_the_whole_recipe_on_a_packed_base(whole):
         assert text in table
 
 
-RELOAD = """
-import json, sys
-import hf_mxfp4
-from recipes.evaluation.generate import evaluate_greedy
-from peft import PeftModel
-from recipes.tasks import load_task
-from transformers import AutoModelForCausalLM, AutoTokenizer
-folder = sys.argv[1]
-task = load_task("arithmetic", n_test=16)
-config = hf_mxfp4.MXFP4RLConfig(mode="packed")
-base = AutoModelForCausalLM.from_pretrained(folder + "/base", quantization_config=config)
-model = PeftModel.from_pretrained(base, folder + "/policy")
-tokenizer = AutoTokenizer.from_pretrained(folder + "/policy", padding_side="left")
-result = evaluate_greedy(model, tokenizer, task.test, task.scores, max_new_tokens=4, batch_size=8)
-print(json.dumps(result.completions))
-"""
-
-
 def test_a_packed_checkpoint_as_the_start(whole, tmp_path):
     base = whole[0] / "base"
     AutoModelForCausalLM.from_pretrained(base, quantization_config=PACKED).save_pretrained(tmp_path / "packed")
@@ -143,11 +125,3 @@ def test_what_cannot_train_on_packed_weights_ends_before_anything_is_made(option
     with pytest.raises(SystemExit, match=message):
         short_run(tmp_path / "out", option)
     assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.parametrize("name", ["tiny_cpu_lora", "qwen2.5_7b_lora"])
-def test_the_shipped_configurations_are_packed_with_lora(name):
-    arguments = ["--config", str(CONFIGS / f"{name}.yaml"), "--use_cpu=true", "--bf16=false"]
-    _, quantization, training, model = parse(arguments)
-    assert quantization == PACKED and training.aqn
-    assert model.use_peft and model.lora_target_modules == "all-linear" and model.lora_r == 16

@@ -8,7 +8,6 @@ import evaluate
 import pytest
 
 from hf_mxfp4.rl import math_answers
-from hf_mxfp4.rl.rewards import math_reward
 
 
 METRICS = Path(__file__).resolve().parents[2] / "recipes" / "metrics"
@@ -25,11 +24,9 @@ def number_answer():
         ("2 + 3 = 5\n#### 5", "5", True, True),
         ("So it is 5.", "5", False, True),
         ("#### 5\nor rather 6", "5", True, False),
-        ("#### 6", "5", False, False),
         ("#### $1,234.50", "1234.5", True, True),
         ("#### **-7**", "-7", True, True),
         ("The answer is \\boxed{1{,}000}.", "1000", False, True),
-        ("", "5", False, False),
         ("no number", "0", False, False),
     ],
 )
@@ -53,16 +50,12 @@ def test_number_answer_gives_shares_and_verdicts(number_answer):
     ("text", "gold", "boxed", "flexible"),
     [
         (r"so \boxed{\frac12}", r"\frac{1}{2}", True, True),
-        (r"so \boxed{0.5}", r"\frac{1}{2}", True, True),
         (r"it is $\frac{14}{3}$.", r"\frac{14}{3}", False, True),
         (r"\boxed{(3,\pi/2)}", r"\left( 3, \frac{\pi}{2} \right)", True, True),
         (r"\boxed{\{1,2\}}", r"\{2,1\}", True, True),
-        (r"\boxed{x+1}", "1 + x", True, True),
         (r"\boxed{Evelyn}", r"\text{Evelyn}", True, True),
-        (r"\boxed{1}, no: \boxed{2}", "2", True, True),
         (r"\boxed{1}, no: \boxed{2}", "1", False, False),
         (r"\boxed{\frac{1}{2}} and more}", r"\frac{1}{2}", True, True),
-        ("it is 6", "5", False, False),
         ("", "5", False, False),
     ],
 )
@@ -75,13 +68,11 @@ def test_math_answer_compares_mathematically(text, gold, boxed, flexible):
     }
 
 
-def test_math_reward_and_unreadable_gold_answers():
+def test_unreadable_gold_answers_raise_and_cut_off_completions_are_wrong():
     pytest.importorskip("math_verify")
-    chat = [{"role": "assistant", "content": r"\boxed{2}"}]
-    assert math_reward(completions=[chat, "it is 3"], answer=["2", "2"], prompts=None) == [1.0, 0.0]
     with pytest.raises(ValueError, match="math-verify finds no answer in ' '"):
         math_answers.is_boxed_correct(r"\boxed{1}", " ")
-    assert not math_answers.is_boxed_correct(r"\boxed{1} \boxed{1", "1")  # cut off
+    assert not math_answers.is_boxed_correct(r"\boxed{1} \boxed{1", "1")
 
 
 @pytest.mark.parametrize("in_thread", [False, True], ids=["main thread", "other thread"])

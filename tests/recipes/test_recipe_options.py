@@ -4,13 +4,9 @@
 from pathlib import Path
 
 import pytest
-import yaml
 
 from hf_mxfp4 import MXFP4RLConfig
 from hf_mxfp4.presets import PRESETS
-from recipes.ablation import parse as parse_ablation
-from recipes.ablations.grid import read_grid
-from recipes.common.schemes import preset_of
 from recipes.evaluation.arguments import parse as parse_evaluation
 from recipes.post_training.arguments import parse
 
@@ -30,7 +26,7 @@ def of_file(name):
 @pytest.mark.parametrize("words", [[], of_file("qwen2.5_3b_gsm8k")], ids=["demo", "qwen"])
 def test_a_preset_on_the_command_line_is_exactly_that_preset(preset, words, capsys):
     scheme = parse([*words, f"--preset={preset}"])[1]
-    assert scheme == MXFP4RLConfig(preset=preset) and preset_of(scheme) == f"exactly the preset {preset}"
+    assert scheme == MXFP4RLConfig(preset=preset)
     told = capsys.readouterr().out
     assert f"--preset {preset} resets what" in told and "scale_rule=even, macro_block=128" in told
 
@@ -43,79 +39,7 @@ def test_another_mode_on_the_command_line_resets_the_scheme_too(words):
 def test_a_preset_in_the_file_keeps_the_options_beside_it(tmp_path):
     path = tmp_path / "run.yaml"
     path.write_text("preset: paper_a\noutlier_fallback: null\n")
-    scheme = parse(["--config", str(path), *CPU])[1]
-    assert scheme == MXFP4RLConfig(preset="paper_a", outlier_fallback=None)
-    assert preset_of(scheme) == "the preset paper_a but for outlier_fallback=None (not 0.5)"
-
-
-def test_options_that_make_up_another_preset_are_called_that():
-    scheme = parse(["--scale_rule=rceil", "--macro_search=static", "--outlier_fallback=0.5"])[1]
-    assert preset_of(scheme) == "exactly the preset paper_a (written as w4a4)"
-    assert preset_of(MXFP4RLConfig(mode="packed")) == "exactly the preset w4a16"
-    assert "wgrad=" in preset_of(MXFP4RLConfig(preset="paper_b", wgrad={"rotation": "none"}))
-
-
-def grid_of(path, **changes):
-    content = {
-        "output_dir": str(path.parent / "out"),
-        "seeds": [0],
-        "task": {"task": "arithmetic"},
-        "base": {"model_name_or_path": "model"},
-        "train": {"scale_rule": "rceil", "macro_block": None, "outlier_fallback": None, "use_cpu": True, "bf16": False},
-        "cells": {
-            "bf16": {"options": {"full_precision": True}},
-            "mxfp4": {},
-            "paper": {"options": {"preset": "paper_a"}},
-            "of": {"options": {"preset": "paper_a", "outlier_fallback": 1.0}},
-        },
-        **changes,
-    }
-    path.write_text(yaml.safe_dump(content, sort_keys=False))
-    return path
-
-
-def schemes_of(grid):
-    return {run.cell.name: run.parse().quantization for run in grid.runs}
-
-
-def test_a_cell_with_a_preset_is_exactly_that_preset(tmp_path, capsys):
-    grid = read_grid(grid_of(tmp_path / "grid.yaml"))
-    told = " ".join(capsys.readouterr().out.split())
-    assert "cell paper its own preset or mode resets scale_rule=rceil, macro_block=None, outlier_fallback=None" in told
-    assert "cell mxfp4" not in told
-    schemes = schemes_of(grid)
-    assert schemes["paper"] == MXFP4RLConfig(preset="paper_a")
-    assert schemes["of"] == MXFP4RLConfig(preset="paper_a", outlier_fallback=1.0)
-    assert schemes["mxfp4"] == MXFP4RLConfig(scale_rule="rceil", macro_block=None, outlier_fallback=None)
-
-
-# ---- options of grpo.py for a whole grid, in place of a rehearsal ---------------------------------------------------
-
-
-def test_options_for_all_cells_and_another_start(tmp_path):
-    path = grid_of(tmp_path / "grid.yaml", launcher="accelerate launch")
-    words = ["--config", str(path), "--max_steps", "2", "--model_name_or_path=small", "--launcher", "", "--report-only"]
-    config, arguments, options = parse_ablation(words)
-    assert config == str(path) and arguments.report_only and options == {"max_steps": 2, "model_name_or_path": "small"}
-    grid = read_grid(path, launcher=arguments.launcher, options=options)
-    assert grid.launcher == []
-    assert {(run.config["max_steps"], run.config["model_name_or_path"]) for run in grid.runs} == {(2, "small")}
-    preset = read_grid(path, options={"preset": "paper_a"}, only=["mxfp4"])
-    assert schemes_of(preset) == {"mxfp4": MXFP4RLConfig(preset="paper_a")}
-    assert next(preset.runs).folder == tmp_path / "out" / "cells" / "mxfp4" / "seed0"
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"max_stepz": 2}, "the command line has no option 'max_stepz'; did you mean 'max_steps'"),
-        ({"outlier_fallback": 1.0}, "the cell of has outlier_fallback of its own"),
-        ({"seed": 2}, "the command line: seed is set for each run"),
-    ],
-)
-def test_options_for_all_cells_that_cannot_be(options, message, tmp_path):
-    with pytest.raises(ValueError, match=message):
-        read_grid(grid_of(tmp_path / "grid.yaml"), options=options)
+    assert parse(["--config", str(path), *CPU])[1] == MXFP4RLConfig(preset="paper_a", outlier_fallback=None)
 
 
 # ---- without a configuration ----------------------------------------------------------------------------------------
@@ -143,12 +67,6 @@ def test_options_of_the_demo_are_not_those_of_another_model_or_task(words, capsy
 # ---- spellings ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("words", [["--overwrite"], ["--overwrite", "true"], ["--overwrite=True"]])
-def test_a_flag_may_have_a_value_or_none(words):
-    assert parse(words)[0].overwrite is True
-    assert parse_evaluation(["model", *words]).overwrite is True
-
-
 def test_modules_to_leave_out_have_one_name_and_earlier_ones_warn(tmp_path, capsys):
     expected = MXFP4RLConfig(modules_to_not_convert=["layers.0", "down_proj"])
     for word in ("--modules_to_not_convert", "--modules-to-not-convert"):
@@ -159,7 +77,7 @@ def test_modules_to_leave_out_have_one_name_and_earlier_ones_warn(tmp_path, caps
     for words in (["--skip", "layers.0", "down_proj"], ["--config", str(path), *CPU]):
         assert parse(words)[1] == expected
         assert "is called" in capsys.readouterr().out
-    with pytest.raises(ValueError, match="is given more than once; give all modules after one"):
+    with pytest.raises(ValueError, match="is given more than once; give all after one"):
         parse(["--modules-to-not-convert", "layers.0", "--modules_to_not_convert", "down_proj"])
 
 
@@ -167,9 +85,13 @@ def test_options_that_are_gone_are_read_from_files_with_the_value_that_they_have
     path = tmp_path / "run.yaml"
     path.write_text("sft_target_loss: 0.55\nsft_learning_rate: 5.0e-4\n")
     assert parse(["--config", str(path), *CPU])[0].sft_steps == 400
-    path.write_text("sft_target_loss: 0.4\n")
-    with pytest.raises(ValueError, match="sft_target_loss is gone: .* bound them by sft_steps"):
-        parse(["--config", str(path), *CPU])
+    for line, message in (
+        ("sft_target_loss: 0.4", "sft_target_loss is gone: .* bound them by sft_steps"),
+        ("problem_count: 9", "problem_count is gone: use the task arithmetic"),
+    ):
+        path.write_text(line)
+        with pytest.raises(ValueError, match=message):
+            parse(["--config", str(path), *CPU])
 
 
 def test_evaluation_and_training_call_an_option_the_same_and_earlier_names_are_read(capsys):

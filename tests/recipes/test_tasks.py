@@ -4,7 +4,6 @@
 import json
 import os
 import random
-import re
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +12,6 @@ import torch
 from datasets import Dataset
 from transformers import AutoTokenizer
 
-from recipes.post_training.arguments import load_task_or_exit, parse
 from recipes.tasks import ALPHABET, build_tokenizer, load_task, sources, tiny_model
 
 
@@ -42,7 +40,7 @@ def no_hub(*args, **kwargs):
 def test_unknown_names_and_options_are_refused():
     with pytest.raises(ValueError, match="unknown task 'GSM8K': the tasks are .*gsm8k"):
         load_task("GSM8K")
-    for task, option in (("arithmetic", "train_file"), ("arithmetic", "problem_steps"), ("gsm8k", "prompt_column")):
+    for task, option in (("arithmetic", "train_file"), ("gsm8k", "prompt_column")):
         with pytest.raises(ValueError, match=f"does not take {option}; for problems of your own use the task 'file'"):
             load_task(task, **{option: "x"})
     assert load_task("arithmetic", train_file=None, n_train=2).name == "arithmetic"  # None is no value
@@ -80,11 +78,9 @@ def test_arithmetic_splits_follow_the_seed_only():
 
 
 @pytest.mark.parametrize("split", ["train", "test"])
-@pytest.mark.parametrize(
-    ("wanted", "message"), [(0, "0 rows"), (-1, "-1 rows"), (2001, "2001 were asked"), (2.5, "2.5 rows.*whole")]
-)
-def test_arithmetic_sizes_are_checked(split, wanted, message):
-    with pytest.raises(ValueError, match=f"arithmetic: the {split} split.*{message}"):
+@pytest.mark.parametrize("wanted", [0, -1, 2001, 2.5])
+def test_arithmetic_sizes_are_checked(split, wanted):
+    with pytest.raises(ValueError, match=f"arithmetic: the {split} split has .* rows, {wanted} were asked"):
         load_task("arithmetic", **{f"n_{split}": wanted})
 
 
@@ -104,8 +100,6 @@ def test_gsm8k_from_files(files):
         assert source["question"] in row["prompt"] and "#### <number>" in row["prompt"]
         assert row["prompt"].endswith("\nAnswer:")
     assert list(task.scores) == ["strict", "flexible"]
-    for reward in task.reward_funcs:
-        assert reward(completions=list(task.train["completion"]), answer=list(task.train["answer"])) == [1.0] * 3
     for score in task.scores.values():
         assert all(score(row["completion"], row["answer"]) for row in task.train)
 
@@ -143,16 +137,6 @@ def test_gsm8k_bad_lines_are_named(tmp_path, files, line, message):
             load_task("gsm8k", **{**files, key: bad})
 
 
-@pytest.mark.parametrize("content", ["", "\n \n"])
-def test_gsm8k_empty_and_missing_files(tmp_path, files, content):
-    empty = tmp_path / "empty.jsonl"
-    empty.write_text(content)
-    with pytest.raises(ValueError, match="empty.jsonl is empty"):
-        load_task("gsm8k", **{**files, "test_file": empty})
-    with pytest.raises(FileNotFoundError, match="absent.jsonl"):
-        load_task("gsm8k", **{**files, "train_file": tmp_path / "absent.jsonl"})
-
-
 def test_gsm8k_offline_says_what_to_do(monkeypatch, files):
     monkeypatch.setattr(sources.datasets, "load_dataset", no_hub)
     assert len(load_task("gsm8k", **files).train) == 3  # files need no Hub
@@ -162,8 +146,6 @@ def test_gsm8k_offline_says_what_to_do(monkeypatch, files):
         load_task("gsm8k")
     assert isinstance(info.value.__cause__, ConnectionError)
     assert all(word in str(info.value) for word in ("test_file", "JSON lines", "`question`", "`answer`"))
-    with pytest.raises(RuntimeError, match="test split of me/maths"):
-        load_task("gsm8k", train_file=files["train_file"], dataset_name="me/maths")
 
 
 def test_gsm8k_from_the_hub(monkeypatch):
@@ -239,13 +221,9 @@ def test_build_qwen2():
     model = tiny_model.build_qwen2(tokenizer)
     assert 500_000 < model.num_parameters() < 700_000
     assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
-    assert model.get_output_embeddings().weight.shape == (len(tokenizer), 128)
     config, generation = model.config, model.generation_config
     assert (generation.pad_token_id, generation.eos_token_id, generation.bos_token_id) == (0, 1, None)
     assert (config.pad_token_id, config.eos_token_id, config.max_position_embeddings) == (0, 1, 512)
-    tied = tiny_model.build_qwen2(tokenizer, tie_word_embeddings=True)
-    assert tied.get_output_embeddings().weight is tied.get_input_embeddings().weight
-    assert model.get_output_embeddings().weight is not model.get_input_embeddings().weight
     with pytest.raises(ValueError, match="divisible"):
         tiny_model.build_qwen2(tokenizer, hidden_size=30)
 
@@ -302,15 +280,7 @@ def test_warmup_learns_and_stops_at_a_target_loss(capsys):
     assert CHAR_TOKENIZER.batch_decode(output[:, 2:], skip_special_tokens=True) == ["4", "55", "6"]
 
 
-def test_warmup_refuses_bad_arguments():
-    task = load_task("arithmetic", n_train=4, n_test=1)
-    model = small_model(CHAR_TOKENIZER, max_positions=5)
-    for options, message in (({"steps": 0}, "at least 1"), ({"steps": 1}, "tokens, the model has 5 positions")):
-        with pytest.raises(ValueError, match=message):
-            tiny_model.supervised_warmup(model, CHAR_TOKENIZER, task.train, **options)
-
-
-# ---- few_shot and word_problems -------------------------------------------------------------------------------------
+# ---- few_shot -------------------------------------------------------------------------------------------------------
 
 
 def test_few_shot_problems_are_right_and_their_first_line_counts():
@@ -327,78 +297,18 @@ def test_few_shot_problems_are_right_and_their_first_line_counts():
     assert task.reward_funcs[0](completions=["17\n1+1=2", "3"], answer=["17", "17"]) == [1.0, 0.0]
 
 
-def test_every_solution_is_the_arithmetic_of_its_problem():
-    task = load_task("word_problems", problem_count=600, problem_steps=(1, 5), seed=3)
-    assert (len(task.test), len(task.train)) == (60, 540)
-    words = {"gives": "-", "loses": "-", "sells": "-", "buys": "+", "finds": "+", "gets": "+"}
-    kinds = set()
-    for row in [*task.train, *task.test]:
-        sentences = row["prompt"].split(". ")
-        value = int(re.search(r"has (\d+)", sentences[0])[1])
-        *steps, final = row["completion"].split(" ")[1:-1]
-        assert final == "####" and len(steps) == len(sentences) - 2
-        for sentence, step in zip(sentences[1:-1], steps, strict=True):
-            verb = sentence.split()[1]
-            kinds.add(verb)
-            if verb in ("doubles", "triples"):
-                n = 2 if verb == "doubles" else 3
-                expected, after = f"{value}*{n}", value * n
-            else:
-                n = int(re.search(r"\d+", sentence)[0])
-                after = value + n if words[verb] == "+" else value - n
-                expected = f"{value}{words[verb]}{n}"
-            value = after
-            assert step == f"{expected}={value}" and 0 <= value <= 199
-        assert row["answer"] == str(value) and row["completion"].endswith(f" #### {value}")
-        assert all(score(row["completion"], row["answer"]) for score in task.scores.values())
-    assert kinds == {*words, "doubles", "triples"}
-
-
-def test_the_tokenizer_knows_every_word_of_every_problem():
-    tokenizer = build_tokenizer("word_problems")
-    assert tokenizer.get_vocab() == build_tokenizer("word_problems").get_vocab()
-    task = load_task("word_problems", problem_count=1000, problem_steps=(1, 6), seed=7)
-    texts = [row[column] for row in [*task.train, *task.test] for column in ("prompt", "completion")]
-    assert tokenizer.batch_decode(tokenizer(texts)["input_ids"]) == texts
-    words = {word for text in texts for word in re.findall(r" ?[A-Za-z]+", text)}
-    assert all(len(tokenizer.tokenize(word)) == 1 for word in words)
-    assert tokenizer.tokenize("12+7=19 #### 19", split_special_tokens=True) == [
-        "1", "2", "+", "7", "=", "1", "9", "Ġ", "#", "#", "#", "#", "Ġ", "1", "9",
-    ]  # fmt: skip
-
-
 @pytest.mark.parametrize("family", sorted(tiny_model.TINY_MODELS))
-@pytest.mark.parametrize("task", ["word_problems", "arithmetic", "gsm8k"])
+@pytest.mark.parametrize("task", ["arithmetic", "gsm8k"])
 def test_a_saved_tokenizer_splits_as_before_beside_a_model_of_any_family(family, task, tmp_path):
     """`AutoTokenizer` takes the family's own tokenizer for Qwen2, which would drop every word of another kind."""
     tokenizer = build_tokenizer(task)
     tiny_model.TINY_MODELS[family](tokenizer, hidden_size=32, num_layers=1).save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
-    texts = {
-        "word_problems": "Ann has 23 apples. How many apples does Ann have? 23+1=24 #### 24",
-        "arithmetic": "12+3=15",
-        "gsm8k": "Any text, na\u00efve too.\n#### 7",
-    }
+    texts = {"arithmetic": "12+3=15", "gsm8k": "Any text, na\u00efve too.\n#### 7"}
     loaded = AutoTokenizer.from_pretrained(tmp_path, padding_side="left")
     ids = loaded(texts[task])["input_ids"]
     assert ids == tokenizer(texts[task])["input_ids"] and loaded.decode(ids) == texts[task]
     assert loaded.padding_side == "left" and (loaded.pad_token_id, loaded.eos_token_id) == (0, 1)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"problem_steps": [0, 2]}, r"problem_steps=\[0, 2\] must be the fewest"),
-        ({"problem_steps": [3]}, "must be the fewest"),
-        ({"problem_steps": 3}, "problem_steps=3 must be"),
-        ({"problem_steps": [2, 2.5]}, r"problem_steps=\[2, 2.5\] must be"),
-        ({"problem_count": "many"}, "problem_count='many' must be at least 10"),
-        ({"problem_count": 9}, "problem_count=9 must be at least 10"),
-    ],
-)
-def test_wrong_sizes_of_word_problems_are_named(options, message):
-    with pytest.raises(ValueError, match=message):
-        load_task("word_problems", **options)
 
 
 # ---- problems, scores and rewards of one's own ----------------------------------------------------------------------
@@ -420,23 +330,11 @@ def length(completions, answer, **kwargs):
 async def later(completions, **kwargs):
     return [None for _ in completions]
 
-def as_array(completions, **kwargs):
-    return numpy.ones(len(completions))
-
 def positional(texts, golds):
     return [0.0] * len(texts)
 
 def one(completions, **kwargs):
     return 1.0
-
-def too_few(completions, **kwargs):
-    return [1.0]
-
-def word(completions, **kwargs):
-    return ["good" for _ in completions]
-
-def infinite(completions, **kwargs):
-    return [float("inf") for _ in completions]
 
 def failing(completions, **kwargs):
     return [completions[7]]
@@ -474,7 +372,7 @@ def test_a_score_of_ones_own_is_the_reward_too(own):
     assert list(own(score="f.py:by_numpy").scores) == ["by_numpy"]
 
 
-@pytest.mark.parametrize("name", ["length", "later", "as_array"])
+@pytest.mark.parametrize("name", ["length", "later"])
 @pytest.mark.parametrize("conversational", [False, True])
 def test_a_reward_of_ones_own_takes_the_place_of_the_tasks(own, name, conversational):
     task = own(reward=f"f.py:{name}", conversational=conversational)
@@ -486,9 +384,6 @@ def test_a_reward_of_ones_own_takes_the_place_of_the_tasks(own, name, conversati
     [
         ({"reward": "f.py:positional"}, r"signature \(texts, golds\), failed .* callable as f\(completions, answer"),
         ({"reward": "f.py:one"}, "must be f.* for each of 2 completions, and gave 1.0"),
-        ({"reward": "f.py:too_few"}, r"for each of 2 completions, and gave \[1.0\]"),
-        ({"reward": "f.py:word"}, "a finite number or None .* and gave \\['good'"),
-        ({"reward": "f.py:infinite"}, "a finite number or None .* and gave \\[inf"),
         ({"reward": "f.py:failing"}, "failed on problems of the task: IndexError"),
         ({"reward": "f.py:nothing"}, "has no function 'nothing'; it has ends, by_numpy, length"),
         ({"reward": "length"}, "reward='length' must be FILE.py:function"),
@@ -496,25 +391,9 @@ def test_a_reward_of_ones_own_takes_the_place_of_the_tasks(own, name, conversati
         ({"score": "f.py:number"}, r"must be f\(completion, answer\) -> bool, and gave 0.5 for '1'"),
         ({"score": "f.py:alone"}, r"signature \(completion\), failed .* callable as f\(completion, answer\)"),
         ({"score": "exact"}, "unknown score 'exact': the scores are exact_match, number, math"),
-        ({"dataset_config": "x", "score": "f.py:nothing"}, "has no function 'nothing'"),
     ],
     ids=lambda value: "" if isinstance(value, str) else next(reversed(value.values())),
 )
 def test_functions_that_cannot_be_are_named_when_the_task_is_loaded(own, option, message):
     with pytest.raises((ValueError, OSError), match=message):
         own(**option)
-
-
-def test_they_are_options_of_training_and_end_with_a_message(own, tmp_path):
-    rows = tmp_path / "rows.jsonl"
-    words = ["--task=file", f"--train_file={rows}", f"--test_file={rows}", "--prompt_column=q", "--use_cpu"]
-    recipe, _, training, _ = parse(
-        [*words, "--answer_column=a", f"--score={tmp_path}/f.py:ends", f"--reward={tmp_path}/f.py:length"]
-    )
-    task = load_task_or_exit(recipe, training)
-    assert list(task.scores) == ["ends"] and task.reward_funcs[0].__name__ == "length"
-    assert task.train["prompt"][0] == "0 and 1?" and task.train["answer"][0] == "1"
-    assert training.max_completion_length == task.max_completion_length
-    recipe, _, training, _ = parse([*words, "--answer_column=a", f"--reward={tmp_path}/f.py:one"])
-    with pytest.raises(SystemExit, match="^error: reward='.*f.py:one' must be f"):
-        load_task_or_exit(recipe, training)

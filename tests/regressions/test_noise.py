@@ -6,7 +6,7 @@ Against what users see: options, logged numbers, weights and completions.
 
 import pytest
 import torch
-from grpo_runs import even_digits, logged, prompts
+from grpo_runs import even_digits, logged, prompts, trainer_factory
 from peft import LoraConfig
 from same_bits import assert_same, weights
 from tiny_models import make_model
@@ -24,13 +24,16 @@ CONSTANT = {"aqn_num_stages": 1, "aqn_sigma_start": 0.05, "aqn_sigma_end": 0.05}
 STILL = {"learning_rate": 0.0, "weight_decay": 0.0}
 
 
+@pytest.fixture
+def run(tmp_path):
+    return trainer_factory(tmp_path)
+
+
 def staircase(step, total, start=1e-2, end=1e-3, stages=4):
     """The closed form of the papers, written down once more."""
     stage = min(step * stages // total, stages - 1)
     return 0.0 if stage == 0 else start * (end / start) ** ((stage - 1) / (stages - 2))
 
-
-# ---- B1: noise matched no norm --------------------------------------------------------------------------------------
 
 #: Norms per layer, those of the decoder beside them; of a mixture, without the norm that feeds its router.
 PER_LAYER = {"llama": 2, "qwen2": 2, "qwen3": 4, "gemma": 2, "qwen3_moe": 3, "mixtral": 1}
@@ -45,9 +48,6 @@ def test_b01_every_norm_of_every_family_is_reached(family):
     assert noise.last_report.modules == 3 * PER_LAYER[family] + 1
 
 
-# ---- B2, B10: sigma that is not told the step -----------------------------------------------------------------------
-
-
 def test_b02_b10_sigma_is_the_closed_form_over_epochs_and_a_resume_in_the_middle_of_one(run, tmp_path):
     options = {"max_steps": -1, "num_train_epochs": 2, "save_strategy": "steps", "save_steps": 6}
     whole = run(**options)
@@ -60,30 +60,22 @@ def test_b02_b10_sigma_is_the_closed_form_over_epochs_and_a_resume_in_the_middle
     assert logged(resumed, "aqn/sigma") == expected
 
 
-# ---- B3: a sigma is printed, and nothing happens --------------------------------------------------------------------
-
-
 def test_b03_the_logged_spread_is_what_the_norms_really_did():
-    model = make_model(hidden=512, intermediate=64)
-    noise = NormNoise(model, seed=0)
+    noise = NormNoise(make_model(hidden=512, intermediate=64), seed=0)
     probe = torch.ones(1, 512)  # so that a norm gives its own weight
+    weights_of = lambda: torch.stack([norm(probe)[0] for norm in noise.norms.values()])  # noqa: E731
     with torch.no_grad():
-        clean = torch.stack([norm(probe)[0] for norm in noise.norms.values()])
+        clean = weights_of()
         with noise.active(3, 0.02):
-            noisy = torch.stack([norm(probe)[0] for norm in noise.norms.values()])
-    seen = float((noisy - clean).std())
+            seen = float((weights_of() - clean).std())
     assert seen == pytest.approx(0.02, rel=0.05)
     assert noise.last_report.measured_std == pytest.approx(seen, rel=0.01)
     assert noise.last_report.modules == 5
 
 
-# ---- B4: options that never arrive ----------------------------------------------------------------------------------
-
-
 def test_b04_the_config_given_is_the_object_that_every_layer_applies(run, tmp_path):
-    scheme = MXFP4RLConfig(
-        scale_rule="even", macro_block=None, outlier_fallback=0.25, modules_to_not_convert=["o_proj"]
-    )
+    options = {"scale_rule": "even", "macro_block": None, "outlier_fallback": 0.25}
+    scheme = MXFP4RLConfig(modules_to_not_convert=["o_proj"], **options)
     trainer = run(scheme=scheme, max_steps=1, aqn_sigma_start=0.125, aqn_sigma_end=0.125, aqn_num_stages=1)
     layers = [module for module in trainer.model.modules() if isinstance(module, MXFP4Linear)]
     assert len(layers) == 12 and all(layer.config == scheme for layer in layers)
@@ -95,15 +87,12 @@ def test_b04_the_config_given_is_the_object_that_every_layer_applies(run, tmp_pa
     assert found == [scheme] * 12 and MXFP4RLConfig.from_dict(scheme.to_dict()) == scheme
 
 
-# ---- B5, B6, B29: noise that stays ----------------------------------------------------------------------------------
-
-
 def test_b05_weights_are_bit_identical_after_many_noisy_rollouts_and_in_what_is_saved(run, tmp_path):
     trainer = run(max_steps=5, **CONSTANT, **STILL)
     before = weights(trainer.model)
     trainer.train()
-    spread = [logged(trainer, "aqn/measured_std")[step] for step in range(1, 6)]
-    assert min(spread) > 0.04 and max(spread) < 0.06  # 0.05 * sqrt(5) is 0.11
+    spread = logged(trainer, "aqn/measured_std").values()
+    assert len(spread) == 5 and min(spread) > 0.04 and max(spread) < 0.06  # 0.05 * sqrt(5) is 0.11
     assert_same(weights(trainer.model), before)
     trainer.save_model(str(tmp_path / "saved"))
     assert_same(weights(AutoModelForCausalLM.from_pretrained(tmp_path / "saved")), before)
@@ -138,8 +127,7 @@ def greedy_evaluation(run, folder, **options):
     seen = []
 
     def reward(completions, answer, **kwargs):
-        if answer[0] == "evaluated":
-            seen.extend(completions)
+        seen.extend(completions if answer[0] == "evaluated" else [])
         return even_digits(completions)
 
     rows = prompts(4).map(lambda row: {"prompt": f"9{row['prompt']}", "answer": "evaluated"})
@@ -160,9 +148,6 @@ def test_b08_b29_evaluations_do_not_know_of_noise(run, tmp_path):
     assert greedy_evaluation(run, tmp_path / "a", **noise) == greedy_evaluation(run, tmp_path / "b", aqn=False)
 
 
-# ---- B7: bfloat16 swallows small noise ------------------------------------------------------------------------------
-
-
 def test_b07_bfloat16_norms_feel_noise_far_below_their_resolution():
     model = make_model(hidden=512, intermediate=64, layers=1, dtype=torch.bfloat16)
     norm = model.model.norm
@@ -176,32 +161,6 @@ def test_b07_bfloat16_norms_feel_noise_far_below_their_resolution():
     # An addition to the weight would leave 97.6 % of the channels as they were; the outputs here move in all.
     assert ((noisy - clean).abs().sum(dim=0) > 0).double().mean() > 0.99
     assert noise.last_report.measured_std == pytest.approx(1e-3, rel=0.1)
-
-
-# ---- B9: few stages -------------------------------------------------------------------------------------------------
-
-
-# ---- B11: ranks that draw different noise ---------------------------------------------------------------------------
-
-
-def noisy_logits(rank, rendezvous, answers):
-    """What one of two ranks computes under noise; each has its own global random state."""
-    store = torch.distributed.FileStore(rendezvous, 2)
-    torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=2)
-    model = make_model()
-    torch.manual_seed(rank)
-    state = torch.get_rng_state()
-    noise = NormNoise(model, seed=3)
-    with torch.no_grad(), noise.active(4, 0.05):
-        logits = model(IDS).logits
-    gathered = [torch.empty_like(logits) for _ in range(2)]
-    torch.distributed.all_gather(gathered, logits)
-    clean = model(IDS).logits
-    answers.put((torch.equal(*gathered), torch.equal(logits, clean), torch.equal(torch.get_rng_state(), state)))
-    torch.distributed.destroy_process_group()
-
-
-# ---- B12: noise on linear weights by default ------------------------------------------------------------------------
 
 
 def test_b12_by_default_noise_is_on_norms_alone():

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from grpo_runs import even_digits, logged, prompts
+from grpo_runs import even_digits, logged, prompts, trainer_factory
 from same_bits import assert_same, weights
 from tiny_models import make_model
 
@@ -25,14 +25,16 @@ TINY = """--sft_steps=3 --sft_batch_size=8 --tiny_hidden_size=32 --tiny_num_laye
 --n_test=16 --seed=5 --report_every=0""".split()
 
 
+@pytest.fixture
+def run(tmp_path):
+    return trainer_factory(tmp_path)
+
+
 @pytest.fixture(scope="module")
 def recipe_run(tmp_path_factory):
     """The folder and the summary of a short run of the recipe, whose steps no cadence divides."""
     folder = tmp_path_factory.mktemp("recipe") / "out"
     return folder, main([*TINY, "--macro_block=64", f"--output_dir={folder}"])
-
-
-# ---- B13: groups without variance -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("value", [0.0, 1.0])
@@ -43,9 +45,6 @@ def test_b13_a_constant_reward_trains_to_the_end_logs_its_share_and_changes_noth
     assert trainer.state.global_step == 2
     assert logged(trainer, "frac_reward_zero_std") == {1: 1.0, 2: 1.0}
     assert_same(weights(trainer.model), before)
-
-
-# ---- B14, B25, B26: evaluations that are missing, or of other weights -----------------------------------------------
 
 
 def test_b14_b25_evaluations_come_at_their_cadence_and_after_the_last_step_beside_sigma(run):
@@ -83,27 +82,17 @@ def vllm_trainer(run, **options):
     return trainer
 
 
-def test_b26_an_evaluation_alone_samples_from_weights_that_were_pushed(run):
+def test_b26_b29_an_evaluation_samples_from_clean_weights_that_were_pushed_even_after_a_noisy_rollout(run):
     """There is no copy of a checkpoint to sync here: weights go to vLLM before it generates. See B28 for counts."""
-    trainer = vllm_trainer(run)
-    trainer.model.eval()
-    trainer._generate(["1+1="])
-    (held,) = trainer.vllm_generation.sampled_with
-    layer = trainer.model.model.layers[0].mlp.up_proj
-    assert torch.equal(held["model.layers.0.mlp.up_proj.weight"], layer.quantized_weight(layer.weight, torch.float32))
-    assert torch.equal(held["model.norm.weight"], trainer.model.model.norm.weight)
-
-
-def test_b26_b29_an_evaluation_after_a_noisy_rollout_of_the_same_step_samples_from_clean_weights(run):
     trainer = vllm_trainer(run, aqn_num_stages=1, aqn_sigma_start=0.1, aqn_sigma_end=0.1)
-    for training in (True, False):
+    for training in (False, True, False):
         trainer.model.train(training)
         trainer._generate(["1+1="])
-    noisy, clean = (held["model.norm.weight"] for held in trainer.vllm_generation.sampled_with)
-    assert not torch.equal(noisy, clean) and torch.equal(clean, trainer.model.model.norm.weight)
-
-
-# ---- B15, B30, B31: recipes and records -----------------------------------------------------------------------------
+    first, noisy, clean = trainer.vllm_generation.sampled_with
+    norm, layer = "model.norm.weight", trainer.model.model.layers[0].mlp.up_proj
+    assert torch.equal(first["model.layers.0.mlp.up_proj.weight"], layer.quantized_weight(layer.weight, torch.float32))
+    assert torch.equal(first[norm], trainer.model.model.norm.weight) and torch.equal(clean[norm], first[norm])
+    assert not torch.equal(noisy[norm], clean[norm])
 
 
 def test_b30_results_are_not_written_over(recipe_run):
@@ -114,25 +103,15 @@ def test_b30_results_are_not_written_over(recipe_run):
     assert (folder / "summary.json").read_bytes() == before
 
 
-def test_b31_a_run_writes_down_every_option_that_it_used(recipe_run):
-    folder, _ = recipe_run
+def test_b27_b31_a_run_writes_down_every_option_that_it_used_and_the_accuracy_before(recipe_run):
+    folder, summary = recipe_run
+    assert 0 <= summary["accuracy_before"]["exact_match"] <= 1
     options = yaml.safe_load((folder / "resolved_config.yaml").read_text())["options"]
     given = {"seed": 5, "macro_block": 64, "aqn_num_stages": 3, "max_steps": 3, "tiny_hidden_size": 32}
     assert given.items() <= options.items()  # from the command line
     assert options["task"] == "arithmetic" and options["learning_rate"] == 1e-4  # from the file
     assert options["aqn"] is True and options["rollout_correction"] is True  # by default
     assert options["max_completion_length"] == 4 and not any(name.endswith("token") for name in options)
-
-
-# ---- B27: scores of the format and not of the policy ----------------------------------------------------------------
-
-
-def test_b27_accuracy_before_training_is_reported(recipe_run):
-    _, summary = recipe_run
-    assert 0 <= summary["accuracy_before"]["exact_match"] <= 1
-
-
-# ---- B28: patches that no worker saw --------------------------------------------------------------------------------
 
 
 def test_b28_what_touched_nothing_is_an_error_and_not_a_result(run, monkeypatch):
@@ -151,9 +130,6 @@ def test_b28_what_touched_nothing_is_an_error_and_not_a_result(run, monkeypatch)
         trainer._generate(["1+1="])
 
 
-# ---- B32: a reference of another scheme -----------------------------------------------------------------------------
-
-
 def test_b32_the_reference_policy_shares_the_scheme(run):
     scheme = MXFP4RLConfig(scale_rule="even", outlier_fallback=None)
     trainer = run(scheme=scheme, beta=0.1, max_steps=1, aqn=False)
@@ -163,12 +139,6 @@ def test_b32_the_reference_policy_shares_the_scheme(run):
     assert abs(logged(trainer, "kl")[1]) < 1e-6  # policy and reference are one until the first update
 
 
-# ---- B33: collapse and reward hacking that nobody watches -----------------------------------------------------------
-
-
-# ---- B35: runs that do not end --------------------------------------------------------------------------------------
-
-
 def test_b35_a_run_without_a_tracker_ends_and_leaves_nothing_running(run):
     before = set(threading.enumerate())
     trainer = run(even_digits, max_steps=1, report_to="none", logging_strategy="no")
@@ -176,6 +146,3 @@ def test_b35_a_run_without_a_tracker_ends_and_leaves_nothing_running(run):
     assert trainer.state.global_step == 1
     assert not multiprocessing.active_children()
     assert not [thread for thread in threading.enumerate() if thread not in before and not thread.daemon]
-
-
-# ---- the list -------------------------------------------------------------------------------------------------------

@@ -52,23 +52,10 @@ def test_explosion_alarm_is_relative_to_the_start():
     assert callback.alarms == [(5, "explosion", 1.01)]
 
 
-def test_alarms_can_be_switched_off():
-    callback = EntropyCallback(collapse=0, explosion=0)
-    feed(callback, [1.0, 1.0, 1.0, 50.0, 0.0])
-    assert callback.alarms == []
-
-
 def test_slope_is_in_nats_per_step():
     callback = EntropyCallback()
     feed(callback, [1.0 - 0.01 * step for step in range(30)])
     assert callback.slope() == pytest.approx(-0.01)
-
-
-def test_logs_without_entropy_are_ignored():
-    callback = EntropyCallback()
-    callback.on_log(None, TrainerState(), TrainerControl(), logs={"loss": 1.0})
-    callback.on_log(None, TrainerState(), TrainerControl(), logs=None)
-    assert callback.history == []
 
 
 # ---- error components -----------------------------------------------------------------------------------------------
@@ -101,11 +88,6 @@ def test_chosen_layers_span_the_depth():
         assert [entry["layer"] for entry in callback.history] == chosen
 
 
-def test_error_callback_needs_a_quantized_layer():
-    with pytest.raises(ValueError, match="no MXFP4 layer"):
-        ErrorCallback().on_train_begin(None, TrainerState(), None, model=torch.nn.Linear(2, 2))
-
-
 # ---- the step of layers with random numbers -------------------------------------------------------------------------
 
 
@@ -132,53 +114,12 @@ def test_a_model_without_random_numbers_is_refused():
         QuantizationStepCallback().on_step_begin(None, TrainerState(), TrainerControl(), model=make_model())
 
 
-@pytest.mark.parametrize("checkpointing", [False, True])
-def test_a_run_repeats_itself(build, tmp_path, checkpointing):
-    weights = []
-    for run in range(2):
-        out = str(tmp_path / str(run))
-        trainer = build(scheme=RANDOM, max_steps=2, gradient_checkpointing=checkpointing, output_dir=out)
-        trainer.train()
-        assert {layer.rng.step for layer in random_layers(trainer.model)} == {1}
-        weights.append([p.detach().clone() for p in trainer.model.parameters()])
-    assert all(torch.equal(a, b) for a, b in zip(*weights, strict=True))
-
-
 def test_error_components_are_not_claimed_for_a_rotated_forward_product(build):
     assert build(scheme=RANDOM, error_every=1).error_callback is not None
     rotated = factors_config(fprop={"rotation": "deterministic-16"})
     trainer = build(scheme=rotated, error_every=1, max_steps=1)
     assert trainer.error_callback is None
     trainer.train()
-
-
-# ---- trackers: what is measured reaches those of TRL through the normal log -----------------------------------------
-
-#: One metric of each callback.
-EXPECTED = {
-    "entropy/slope",
-    "entropy/alarm",
-    "error/grid",
-    "error/activations/grid",
-    "aqn/sigma",
-    "aqn/measured_std",
-    "completions/mean_length",
-    "reward",
-}
-
-
-def test_tensorboard_has_the_series(build, tmp_path, monkeypatch):
-    pytest.importorskip("tensorboard")
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    monkeypatch.setenv("TENSORBOARD_LOGGING_DIR", str(tmp_path / "events"))
-    trainer = build(**MEASURED, report_to="tensorboard")
-    trainer.train()
-    events = EventAccumulator(str(tmp_path / "events")).Reload()
-    names = set(events.Tags()["scalars"])
-    assert {f"train/{name}" for name in EXPECTED} <= names
-    found = {event.step: event.value for event in events.Scalars("train/aqn/sigma")}
-    assert found == pytest.approx(logged(trainer, "aqn/sigma"))
 
 
 # ---- parameters -----------------------------------------------------------------------------------------------------

@@ -143,12 +143,6 @@ def test_the_standard_error_is_that_of_repeated_measurements():
     assert 0.8 < errors.square().mean().sqrt() / ratios.std() < 1.25
 
 
-def test_no_change_at_all_is_no_certainty():
-    """A quarter of a change was to be expected: zero is within the error."""
-    found = measured(layer().weight.detach() + 0.1, torch.full((1, 32), 2.0**-9), PLAIN)
-    assert found.n_changed == 0 and found.ratio == 0 and found.standard_error > 0.5
-
-
 # ---- when -----------------------------------------------------------------------------------------------------------
 
 
@@ -197,13 +191,6 @@ def test_layer_types_and_experts(family):
     # What did not move has no ratio.
     assert set(callback.history[0]) == {"step", "total", "q_proj", "experts.down_proj"}
     assert callback.history[0]["total"]["n_weights"] == n_weights
-
-
-def test_of_a_large_matrix_evenly_spaced_rows_are_watched():
-    model = MXFP4Linear(256, 1024, bias=False, config=PLAIN)
-    callback = StepMovementCallback()
-    run(callback, model, [lambda m: m.weight.add_(1e-3)])
-    assert callback.history[0]["total"]["n_weights"] == 2**16
 
 
 def frozen():

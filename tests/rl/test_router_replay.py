@@ -14,7 +14,6 @@ from transformers import AutoModelForCausalLM
 
 from hf_mxfp4 import MXFP4GRPOConfig, MXFP4RLConfig
 from hf_mxfp4.moe import RouterReplayError, find_routers, recorded_choices
-from hf_mxfp4.rl import vllm_engine
 from hf_mxfp4.rl.router_replay import BATCH_KEY, RouterReplay, ServedChoices, routed_tokens
 from hf_mxfp4.rl.vllm_engine import vllm_in_scheme
 
@@ -328,7 +327,6 @@ def test_routers_without_the_number_of_their_layer_are_refused():
 def test_trl_makes_a_vllm_that_returns_experts(serve, tmp_path, monkeypatch):
     made = []
     monkeypatch.setattr(generation, "LLM", lambda **options: made.append(options), raising=False)
-    monkeypatch.setattr(vllm_engine, "_check_returns_experts", lambda: None)
     monkeypatch.setattr(generation.VLLMGeneration, "_init_vllm", lambda self: generation.LLM(model="policy"))
     args = MXFP4GRPOConfig(str(tmp_path), use_cpu=True, bf16=False, use_vllm=True, router_replay=True)
     engine = object.__new__(generation.VLLMGeneration)

@@ -156,25 +156,6 @@ def test_whatever_writes_weights_between_passes_is_seen(build, tmp_path):
     assert_equal(found[1], found[2])
 
 
-def test_a_training_that_was_cut_short_leaves_nothing_to_the_next(build, tmp_path):
-    class Stops(TrainerCallback):
-        def on_substep_end(self, args, state, control, **kwargs):
-            control.should_training_stop = True
-
-    found = []
-    for form in ("dense", "none"):
-        trainer = build(callbacks=[Stops], step_weights=form, output_dir=str(tmp_path / form), **ACCUMULATED)
-        trainer.train()
-        assert trainer.state.global_step == 0
-        for parameter in trainer.model.parameters():
-            parameter.data.mul_(1.1)
-        trainer.remove_callback(Stops)
-        trainer.train()
-        assert trainer.state.global_step == 2
-        found.append(ended(trainer))
-    assert_equal(*found)
-
-
 def test_evaluation_quantizes_once_and_is_not_counted(build, tmp_path):
     found = []
     for form in ("dense", "none"):

@@ -8,8 +8,7 @@ from datasets import Dataset
 from factors import factors_config
 from grpo_runs import logged
 from peft import LoraConfig, PeftModel
-from tiny_models import make_model
-from tiny_tokenizers import make_tokenizer
+from tiny_models import make_model, make_tokenizer
 from transformers import AutoModelForCausalLM
 
 from hf_mxfp4 import MXFP4RLConfig
@@ -59,23 +58,10 @@ def test_the_reference_of_dpo_has_the_scheme_of_the_policy(base, tmp_path, schem
     assert abs(first["rewards/chosen"]) < 1e-6  # one policy at the first step
 
 
-def test_the_reference_of_kto_has_the_scheme_of_the_policy(base, tmp_path):
-    args = trl.KTOConfig(output_dir=str(tmp_path / "kto"), **EVERY_RUN)
-    rated = Dataset.from_list([{"prompt": "1+2", "completion": f"={i}", "label": i == 3} for i in range(2, 6)])
-    trainer = trl.KTOTrainer(load(base, mode="qat"), args=args, train_dataset=rated, processing_class=TOKENIZER)
-    assert count_quantized(trainer.ref_model) == 14
-
-
 def test_a_reference_that_is_given_stays_as_it_is(base, tmp_path):
     reference = load(base)
     trainer = dpo(load(base, mode="qat"), tmp_path, ref_model=reference)
     assert count_quantized(trainer.ref_model) == 0
-
-
-def test_models_outside_of_trainers_are_loaded_as_asked(base, tmp_path):
-    policy = load(base, mode="qat")
-    assert count_quantized(policy) == 14 and count_quantized(load(base)) == 0
-    assert count_quantized(dpo(load(base), tmp_path).ref_model) == 0
 
 
 def sft(policy, out, **options):
@@ -131,13 +117,6 @@ def test_adapters_are_their_own_reference(build):
     trainer.train()
     first, second = logged(trainer, "kl").values()
     assert abs(first) < 1e-6 < second
-
-
-def test_full_precision_has_a_reference_in_full_precision(build, tmp_path):
-    build()
-    policy = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
-    trainer = build(policy=policy, beta=0.1, allow_full_precision=True)
-    assert count_quantized(trainer.ref_model) == trainer.n_quantized == 0
 
 
 def test_a_synchronized_reference_follows_the_masters(build):

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a vLLM that keeps weights in 4 bits is given, without vLLM; with it: `tests/vllm_integration`."""
 
-import logging
 from types import SimpleNamespace
 
 import pytest
@@ -146,28 +145,6 @@ def test_what_adapters_compute_is_what_is_pushed():
         torch.testing.assert_close(base + delta, merged[f"{layer}.weight"], rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("packed", [False, True])
-def test_adapters_that_are_off_or_merged_are_zero_in_vllm(packed):
-    model = policy(packed=packed, target_modules=["q_proj"])
-    push = Pushes(model)
-    before = push()
-    with model.disable_adapter():
-        off = push()
-    assert off.keys() == {f"{LAYER}.lora_{side}.weight" for side in "AB"}
-    assert not any(value.any() for value in off.values())
-    model.merge_adapter()
-    merged = push()
-    assert not merged[f"{LAYER}.lora_B.weight"].any()
-    assert not torch.equal(merged[f"{LAYER}.weight"], before[f"{LAYER}.weight"])
-    model.unmerge_adapter()
-    again = push()
-    assert again[f"{LAYER}.lora_B.weight"].any()
-    changed = again[f"{LAYER}.weight"] != before[f"{LAYER}.weight"]
-    assert changed.float().mean() < (
-        1e-9 if packed else 0.01
-    )  # what was added to masters and subtracted leaves a trace
-
-
 def test_frozen_weights_that_were_written_are_pushed_again():
     model = policy(target_modules=["q_proj"])
     push = Pushes(model)
@@ -223,23 +200,6 @@ def test_nothing_left_to_push_is_an_error():
     push.of.n_syncs = 0
     with pytest.raises(RuntimeError, match="pushed none of the weights"):
         push()
-
-
-def test_bytes_are_those_of_the_format(caplog):
-    """4.5 bits a quantized weight with macro blocks of 32, and 4 bytes of everything else."""
-    scheme = factors_config(preset="w4a16", outlier_fallback=None, macro_block=32)
-    model = policy(scheme)
-    caplog.set_level(logging.INFO, "hf_mxfp4")
-    push = Pushes(model, vllm_llm(torch.bfloat16, scheme, EngineSettings()))
-    pushed = push()
-    parameters = dict(model.named_parameters())
-    quantized = sum(
-        parameters[name].numel() for name, value in pushed.items() if value.dtype == torch.uint8 and name in parameters
-    )
-    wide = sum(p.numel() for p in parameters.values()) - quantized
-    assert push.records["vllm/sync_bytes"] == [quantized * (4 + 8 / 32 + 8 / 32) / 8 + 4 * wide]
-    lines = [record.getMessage() for record in caplog.records if "MiB in" in record.getMessage()]
-    assert len(lines) == 1 and f"{len(pushed)} tensors" in lines[0]
 
 
 # ---- where a push would not be what is sampled from -----------------------------------------------------------------

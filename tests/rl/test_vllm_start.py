@@ -2,9 +2,7 @@
 """How a colocated vLLM is started, and servers that die, without vLLM; with it: `tests/vllm_integration`."""
 
 import json
-import logging
 import os
-import re
 from types import SimpleNamespace
 
 import pytest
@@ -20,7 +18,7 @@ from hf_mxfp4 import MXFP4GRPOConfig, MXFP4RLConfig
 from hf_mxfp4.integrations.transformers.swap import quantize_linears
 from hf_mxfp4.integrations.vllm import EngineSettings
 from hf_mxfp4.rl import VLLMServerError
-from hf_mxfp4.rl.vllm_engine import log_how_to_serve, quantization_config, vllm_in_scheme
+from hf_mxfp4.rl.vllm_engine import quantization_config, vllm_in_scheme
 
 
 PACKED, DENSE = {"weights": "packed", "adapter_rank": 0}, {"weights": "dense", "adapter_rank": 0}
@@ -93,14 +91,6 @@ def test_vllm_is_told_the_scheme_of_the_policy(name, full, tmp_path):
     assert scheme.mode == mode
     assert scheme.gemms().fprop == trained.gemms().fprop
     assert scheme.modules_to_not_convert == trained.modules_to_not_convert
-
-
-def test_adapters_on_experts_need_dense_weights(tmp_path):
-    make_model("qwen3_moe").save_pretrained(tmp_path)
-    model = load(tmp_path, preset="w4a16")
-    assert quantization_config(model, args())[0]["vllm"] == PACKED
-    model = with_lora(model, target_parameters=["experts.down_proj"])
-    assert quantization_config(model, args())[0]["vllm"] == DENSE
 
 
 def foreign(full, tmp_path):
@@ -199,35 +189,6 @@ def test_the_trainer_starts_vllm_in_the_scheme(kind, full, tmp_path, made):
         assert trainer.model.peft_config["default"].base_model_name_or_path == str(full)
 
 
-@pytest.mark.parametrize(
-    ("option", "scheme", "level", "message"),
-    [
-        ("packed", {"outlier_fallback_rate": 0.1}, "INFO", r"started in the scheme of the policy, .*of1@0.1"),
-        ("checkpoint", {}, "INFO", "not in its scheme: vllm_weights='checkpoint'"),
-        ("packed", {}, "INFO", r"started in the scheme of the policy, .*\(mode qat\), quantized weights in 4 bits"),
-        ("dense", {}, "INFO", r"quantized weights dense: vllm_weights='dense'"),
-    ],
-)
-def test_the_log_says_how_vllm_is_started(option, scheme, level, message, full, tmp_path, made, caplog):
-    caplog.set_level(logging.INFO, "hf_mxfp4")
-    trainer = trainer_factory(tmp_path)(
-        policy=load(full, **scheme), use_vllm=True, vllm_mode="colocate", aqn=False, vllm_weights=option
-    )
-    (record,) = [record for record in caplog.records if record.getMessage().startswith("vLLM is started")]
-    assert record.levelname == level and re.search(message, record.getMessage())
-    is_told = "not in its scheme" not in message
-    assert ("hf_overrides" in made[0]) is is_told is (trainer.vllm_policy.engine.scheme is not None)
-
-
-def test_who_has_a_server_in_16_bits_is_told_how_to_start_another(full, caplog):
-    caplog.set_level(logging.INFO, "hf_mxfp4")
-    log_how_to_serve(load(full), MXFP4GRPOConfig(use_cpu=True, bf16=False, use_vllm=True))
-    found = re.search(r"vllm serve (\S+) --host 127.0.0.1 --hf-overrides '(.*)'", caplog.text)
-    given = json.loads(found[2])["quantization_config"]
-    assert found[1] == str(full) and given["vllm"] == PACKED
-    assert MXFP4RLConfig.from_dict(given) == load(full).config.quantization_config
-
-
 def test_a_trl_that_makes_vllm_otherwise_is_an_error(full, made, monkeypatch):
     generation = object.__new__(vllm_generation.VLLMGeneration)
     generation.model = load(full)
@@ -295,34 +256,3 @@ def test_what_a_server_says_is_said(build):
 
 
 # ---- what a server is pushed ----------------------------------------------------------------------------------------
-
-LAYER = "model.layers.0"
-
-
-def packed_server(rank):
-    """A server that keeps weights of the default policy in 4 bits."""
-    scheme = {**MXFP4RLConfig().to_dict(), "vllm": {"adapter_rank": rank}}
-    model = {
-        "logprobs_mode": "processed_logprobs",
-        "dtype": "torch.float32",
-        "quantization": "mxfp4_rl",
-        "hf_overrides": {"quantization_config": scheme},
-    }
-    answer = {"vllm_config": {"weight_transfer_config": {}, "model_config": model}}
-    return FakeVLLM(answers={"/server_info": (200, answer)})
-
-
-def test_a_server_gets_factors_of_all_layers(build, pushed):
-    """Those of another run may be in it, and two of three that are joined would leave the third one what it is."""
-    lora = LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=["q_proj", "v_proj"])
-    with packed_server(rank=4) as server:
-        trainer = trainer_on(build, server, aqn=False, peft_config=lora)
-        pushed.clear()
-        for _ in range(2):
-            trainer.vllm_generation.sync_weights()
-    first, second = pushed
-    layers = [f"self_attn.{name}_proj" for name in "qkvo"] + [f"mlp.{name}_proj" for name in ("gate", "up", "down")]
-    names = {f"model.layers.{i}.{layer}.lora_{side}.weight" for i in (0, 1) for layer in layers for side in "AB"}
-    assert second.keys() == first.keys() > names
-    assert second[f"{LAYER}.self_attn.q_proj.lora_A.weight"].shape == (4, 32)
-    assert torch.count_nonzero(second[f"{LAYER}.self_attn.k_proj.lora_A.weight"]) == 0

@@ -53,12 +53,6 @@ def test_noise_travels_on_norm_weights_only():
     assert noise.last_report.measured_std == pytest.approx(0.1, rel=0.1)
 
 
-def test_nothing_matching_is_an_error():
-    model = quantized_model()
-    with pytest.raises(RuntimeError, match="none of the quantized layers"):
-        list(rollout_parameters([("other.weight", torch.ones(2))], model))
-
-
 def test_the_trainer_pushes_the_rollout_policy_and_reports_its_noise(build):
     """Against the interface of TRL's `VLLMGeneration`: vLLM itself does not run here."""
     trainer = build()
@@ -194,13 +188,6 @@ def test_adapters_of_experts_are_added_to_quantized_weights(family):
     plain = make_model(family, layers=1)
     plain.load_state_dict(pushed)
     torch.testing.assert_close(plain(IDS).logits, model(IDS).logits, rtol=1e-4, atol=1e-4)
-
-
-def test_layers_outside_of_the_scheme_are_pushed_with_their_adapters():
-    model = with_adapters(quantized_model(), target_modules=["q_proj", "lm_head"])
-    head = model.get_base_model().lm_head
-    expected = head.base_layer.weight + 2.0 * (head.lora_B["default"].weight @ head.lora_A["default"].weight)
-    assert torch.equal(pushed_by_trl(model)["lm_head.weight"], expected)
 
 
 def test_adapters_that_cannot_be_pushed_are_refused_at_the_start():

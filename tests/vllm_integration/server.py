@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 #: As docs/vllm.md says, with the transfer of the tests, in float32 and without compilation.
 OPTIONS = [
-    "--weight-transfer-config", '{"backend": "store"}', "--worker-extension-cls", "server_worker.Extension",
+    "--weight-transfer-config", '{"backend": "store"}', "--worker-extension-cls", "harness.Extension",
     "--logprobs-mode", "processed_logprobs", "--max-logprobs", "-1", "--dtype", "float32", "--enforce-eager",
     "--max-model-len", "64", "--max-num-seqs", "8", "--host", "127.0.0.1",
 ]  # fmt: skip

@@ -70,7 +70,7 @@ def served(bases, tmp_path_factory):
     for name, (family, format, options, _) in ROWS.items():
         export(bases[family], folders[name], format, **options)
     command = [sys.executable, str(HERE / "serve_alone.py"), str(root / "found.json"), *map(str, folders.values())]
-    environment = {**os.environ, "PYTHONPATH": str(HERE.parent)}
+    environment = {**os.environ, "PYTHONPATH": str(HERE.parent), "VLLM_PLUGINS": ""}
     done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
     found = json.loads((root / "found.json").read_text())

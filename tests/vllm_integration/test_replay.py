@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Router replay with a colocated vLLM: training chooses the experts that vLLM chose."""
+"""Router replay with a colocated vLLM: training chooses the experts that vLLM chose.
+
+vLLM returns experts from its model runner V2 alone, whose bookkeeping is Triton kernels. Triton has no CPU backend
+here, so they are interpreted, and vLLM is told that there is one: in a process of its own, which runs this file.
+"""
 
 import json
 import os
@@ -8,17 +12,100 @@ import sys
 from pathlib import Path
 
 import pytest
+import triton.backends
+
+
+if __name__ == "__main__":
+
+    class _Interpreter:
+        """What vLLM asks of a driver."""
+
+        is_active = staticmethod(lambda: True)
+
+    triton.backends.backends["cpu"] = triton.backends.Backend(compiler=None, driver=_Interpreter)
+
+import harness
+import torch
+import trl.generation.vllm_generation as generation
+from grpo_runs import TOKENIZER, logged, trainer_factory
+from transformers import AutoModelForCausalLM
+
+from hf_mxfp4 import MXFP4RLConfig
+from hf_mxfp4.moe import find_routers, recorded_choices
+from hf_mxfp4.rl.router_replay import BATCH_KEY, routed_tokens
 
 
 pytestmark = pytest.mark.vllm
 
-HERE = Path(__file__).resolve().parent
-PATHS = (HERE.parent.parent, HERE.parent.parent / "kernels", HERE.parent)
+ROOT = Path(__file__).resolve().parents[2]
+#: Two rollouts, each trained on twice: the second time by routers that have changed.
+OPTIONS = {
+    "use_vllm": True,
+    "vllm_mode": "colocate",
+    "vllm_max_model_length": 64,
+    "vllm_gpu_memory_utilization": 0.1,
+    "router_replay": True,
+    "aqn": False,
+    "max_steps": 4,
+    "num_iterations": 2,
+    "learning_rate": 1e-2,
+}
+
+
+def in_float32() -> None:
+    """TRL says no dtype, and vLLM then computes float32 checkpoints in bfloat16."""
+    make = generation.LLM
+    options = {"dtype": "float32", "enforce_eager": True, "disable_log_stats": True}
+    generation.LLM = lambda **given: make(**{**given, **options})
+
+
+def watched(trainer) -> dict[str, list]:
+    """What vLLM returns, ``[tokens, layers, k]`` of each sequence, and whether training routes as its batch says."""
+    found = {"returned": [], "recorded": [], "as_recorded": [], "covered": []}
+    llm, compute = trainer.vllm_generation.llm, trainer._compute_loss
+    generate = llm.generate
+
+    def generated(*args, **kwargs):
+        outputs = generate(*args, **kwargs)
+        found["returned"] += [output.outputs[0].routed_experts.tolist() for output in outputs]
+        return outputs
+
+    def computed(model, inputs):
+        with recorded_choices(find_routers(trainer.model)) as choices:
+            loss = compute(model, inputs)
+        routed = torch.stack([torch.cat(passes) for passes in choices.values()], dim=1)
+        recorded = inputs[BATCH_KEY].long()
+        known = recorded >= 0
+        required = routed_tokens(inputs["prompt_mask"], inputs["completion_mask"])
+        found["as_recorded"].append(torch.equal(routed.view_as(recorded)[known], recorded[known]))
+        found["covered"].append(bool(known.flatten(2).all(-1)[required].all()))
+        rows = [row[keep.flatten(1).all(-1)].tolist() for row, keep in zip(recorded, known, strict=True)]
+        found["recorded"].append(rows)
+        return loss
+
+    llm.generate, trainer._compute_loss = generated, computed
+    return found
+
+
+def run(folder: Path) -> None:
+    harness.tiny_model("qwen3_moe", moe_intermediate_size=128).save_pretrained(folder / "full")
+    TOKENIZER.save_pretrained(folder / "full")
+    scheme = MXFP4RLConfig(preset="w4a16")
+    AutoModelForCausalLM.from_pretrained(folder / "full", quantization_config=scheme).save_pretrained(folder / "policy")
+    TOKENIZER.save_pretrained(folder / "policy")
+    in_float32()
+    trainer = trainer_factory(folder)(policy=AutoModelForCausalLM.from_pretrained(folder / "policy"), **OPTIONS)
+    found = watched(trainer)
+    trainer.train()
+    keys = {key for entry in trainer.state.log_history for key in entry if key.startswith(("sampling", "router"))}
+    found["logged"] = {key: list(logged(trainer, key).values()) for key in sorted(keys)}
+    (folder / "found.json").write_text(json.dumps(found))
 
 
 def test_training_routes_as_vllm_did(tmp_path):
-    command = [sys.executable, str(HERE / "run_replay.py"), str(tmp_path)]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, PATHS))}
+    command = [sys.executable, __file__, str(tmp_path)]
+    paths = os.pathsep.join(map(str, [ROOT, ROOT / "kernels", ROOT / "tests"]))
+    environment = {**os.environ, "PYTHONPATH": paths, "TRITON_INTERPRET": "1", "VLLM_USE_V2_MODEL_RUNNER": "1"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
     found = json.loads((tmp_path / "found.json").read_text())
@@ -33,3 +120,7 @@ def test_training_routes_as_vllm_did(tmp_path):
     assert changed[0] == changed[2] == 0.0 and changed[1] > 0.02
     for bound in ("min", "max"):
         assert log[f"sampling/importance_sampling_ratio/{bound}"] == pytest.approx([1, 1], abs=1e-4)
+
+
+if __name__ == "__main__":
+    run(Path(sys.argv[1]))

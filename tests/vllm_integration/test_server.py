@@ -1,23 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
-"""GRPO with `vllm serve`: the server has the weights of the policy, with its noise, and may die.
+"""GRPO with `vllm serve`: the server has the weights of the policy, with its noise, and may die; asynchronous GRPO.
 
-One server for all tests but the last, which kills it. Those that need no vLLM are in `tests/rl/test_vllm_server.py`.
+One server for all tests of GRPO but the last, which kills it. Those that need no vLLM are in
+`tests/rl/test_vllm_server.py`.
 """
 
 import json
 
 import pytest
 import torch
+import trl.experimental.async_grpo.weight_transfer as transfer
+from async_runs import Worker, on_a_cpu, settings
 from grpo_runs import logged, prompts, trainer_factory
 from harness import PROMPTS, model_logprobs, tiny_model
 from peft import LoraConfig
-from server import Server, free_port, use_store
-from small_recipes import run
+from server import Server, _send, free_port, use_store
+from test_training import run_recipe
 from transformers import AutoModelForCausalLM
+from vllm.distributed.utils import StatelessProcessGroup
 
 from hf_mxfp4 import MXFP4RLConfig
 from hf_mxfp4.layers import trainable_matrices
-from hf_mxfp4.rl import VLLMServerError, plain_name
+from hf_mxfp4.rl import MXFP4AsyncGRPOTrainer, VLLMServerError, plain_name
 from recipes.tasks.tiny_model import build_byte_tokenizer
 
 
@@ -117,20 +121,20 @@ def test_the_server_has_the_weights_of_the_policy_and_its_noise(served, folder, 
 def test_the_recipe_with_a_server(served, folder, tmp_path, monkeypatch):
     """The configuration shipped for Qwen2.5-3B, with a small model in its place."""
     options = [f"--vllm_server_base_url={served.url}", f"--vllm_group_port={free_port()}", "--preset=w4a16"]
-    summary = run("qwen2.5_3b_gsm8k_vllm_server", folder, tmp_path, monkeypatch, *options)
+    summary = run_recipe("qwen2.5_3b_gsm8k_vllm_server", folder, tmp_path, monkeypatch, *options)
     assert summary["steps"] == 2
     policy = AutoModelForCausalLM.from_pretrained(tmp_path / "out" / "policy")
     assert "model.norm.weight" in differing(served, policy)  # the last push was before the last step, with noise
 
 
-def test_adapters_beside_codes_that_are_pushed_once(served, folder, tmp_path):
-    """Of queries, keys and values, which vLLM joins, two have adapters: a server loads anew what anything comes of."""
+def test_adapters_beside_codes(served, folder, tmp_path):
+    """Of queries, keys and values, which vLLM joins, two have adapters; everything is pushed each time."""
     lora = LoraConfig(task_type="CAUSAL_LM", r=4, lora_alpha=8, target_modules=["q_proj", "v_proj", "down_proj"])
     trainer = trainer_on(served, folder, tmp_path, aqn=False, peft_config=lora)
     trainer.train()
     trainer.vllm_generation.sync_weights()
     sent = logged(trainer, "vllm/sync_bytes")
-    assert sent[2] < 0.2 * sent[1]
+    assert sent[2] == sent[1]
     assert max(logged(trainer, "sampling/sampling_logp_difference/max").values()) < 1e-4
     assert differing(served, trainer.model) == set()
     assert (served.logprobs(PROMPTS) - model_logprobs(trainer.model)).abs().max() < 1e-4
@@ -165,3 +169,40 @@ def test_a_run_goes_on_with_a_new_server_when_the_old_one_dies(served, folder, w
         assert off[2] < 0.1 * off[1], off
         resumed.vllm_generation.sync_weights()
         assert differing(again, resumed.model) == set()
+
+
+# ---- asynchronous GRPO ----------------------------------------------------------------------------------------------
+
+
+class Group:
+    """TRL's end of the transfer, over a TCP store; it looks into ``group`` when it lets go of it."""
+
+    def __init__(self, info):
+        address = info["master_address"], info["master_port"]
+        self.group = StatelessProcessGroup.create(*address, 0, info["world_size"])
+
+    def broadcast_obj(self, value, src):
+        self.group.broadcast_obj(value, src)
+
+
+def test_a_server_in_full_precision_samples_from_quantized_values(folder, tmp_path, monkeypatch):
+    on_a_cpu(monkeypatch)
+    monkeypatch.setattr(transfer, "open_trainer_endpoint", Group)
+    monkeypatch.setattr(transfer, "packed_nccl_broadcast_producer", _send)
+    monkeypatch.setattr(transfer, "get_ip", lambda: "127.0.0.1")
+    with Server(folder, tmp_path) as server:
+        worker = Worker(server.logprobs)
+        given = settings(tmp_path / "run", worker, vllm_server_base_url=server.url)
+        trainer = MXFP4AsyncGRPOTrainer(str(folder), quantization_config=MXFP4RLConfig(preset="w4a16"), **given)
+        before = server.weights()
+        trainer.train()
+        inside = server.weights()
+    assert trainer.model_version == 4  # before the first step and after each
+    matrices = list(trainable_matrices(trainer.model))
+    assert len(matrices) == 14
+    for matrix in matrices:
+        masters = getattr(matrix.layer, matrix.parameter).detach()
+        assert torch.equal(inside[matrix.full_name], matrix.layer_values(masters)), matrix.full_name
+        assert not torch.equal(inside[matrix.full_name], before[matrix.full_name])
+    assert torch.equal(inside["model.norm.weight"], trainer.model.model.norm.weight.detach())
+    assert logged(trainer, "ratio")[1] == pytest.approx(1, abs=1e-4) and abs(logged(trainer, "kl")[1]) < 1e-8

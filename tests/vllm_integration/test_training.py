@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """GRPO with TRL's colocated vLLM: before every generation, the engine holds what the scheme makes of the policy."""
 
+import json
 import re
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import harness
 import pytest
@@ -11,15 +13,19 @@ import trl.generation.vllm_generation as generation
 from grpo_runs import TOKENIZER, logged, prompts, trainer_factory
 from peft import LoraConfig
 from transformers import AutoModelForCausalLM
+from undrawn import leave_figures_undrawn
 
 from hf_mxfp4 import MXFP4RLConfig
 from hf_mxfp4.layers import MXFP4PackedLinear, trainable_matrices
 from hf_mxfp4.rl import plain_name
 from hf_mxfp4.rl import rollout as correction
+from recipes.grpo import main
+from recipes.tasks.tiny_model import build_byte_tokenizer
 
 
 pytestmark = pytest.mark.vllm
 
+CONFIGS = Path(__file__).resolve().parents[2] / "recipes" / "configs"
 LORA = LoraConfig(task_type="CAUSAL_LM", r=4, lora_alpha=8, target_modules="all-linear")
 
 
@@ -62,23 +68,22 @@ class Look:
         is_training: whether that was a rollout to train on.
         n_compared: quantized tensors and factors of adapters that were compared with the policy's.
         wrong: those that were not the policy's, bit for bit.
-        noise: standard deviation of what norms had beside the policy's weights, and of what linear layers had,
-            relative to the root mean square of each.
+        noise: standard deviation of what norms had beside the policy's weights.
     """
 
     is_training: bool
     n_compared: int = 0
     wrong: list[str] = field(default_factory=list)
-    noise: tuple[float, float] = (0.0, 0.0)
+    noise: float = 0.0
 
 
-def looked_at(trainer, is_dense=False):
+def looked_at(trainer):
     """The list of a [`Look`] before each generation of a run, which is to be filled."""
     engine, looks = trainer.vllm_generation, []
     generate = engine.generate
 
     def looking(*arguments, **options):
-        looks.append(look(trainer, is_dense))
+        looks.append(look(trainer))
         return generate(*arguments, **options)
 
     engine.generate = looking
@@ -86,43 +91,33 @@ def looked_at(trainer, is_dense=False):
 
 
 @torch.no_grad()
-def look(trainer, is_dense):
+def look(trainer):
     found, inside = Look(trainer.model.training), weights_inside(trainer)
     plain = {plain_name(name): parameter for name, parameter in trainer.model.named_parameters()}
-    on_norms = [inside[name] - value for name, value in plain.items() if name.endswith("norm.weight")]
-    on_linears = [torch.zeros(2)]
-    for name, value in policy(trainer.model, is_dense).items():
-        found.n_compared += 1
-        if is_dense:
-            on_linears.append(((inside[name] - value) / value.square().mean().sqrt()).flatten())
-        elif not torch.equal(inside[name], value):
-            found.wrong.append(name)
-    found.noise = tuple(torch.cat(change).std().item() for change in (on_norms, on_linears))
+    changes = [inside[name] - value for name, value in plain.items() if name.endswith("norm.weight")]
+    found.noise = torch.cat(changes).std().item()
+    expected = policy(trainer.model)
+    found.n_compared, found.wrong = len(expected), [n for n, v in expected.items() if not torch.equal(inside[n], v)]
     return found
 
 
-def policy(model, is_dense):
-    """What vLLM is to hold of a policy, by the names of transformers: codes and scales, or with ``is_dense`` values;
-    and factors of adapters by the names that vLLM has for them."""
+def policy(model):
+    """What vLLM is to hold of a policy: codes and scales by the names of transformers, and factors of adapters by the
+    names that vLLM has for them."""
     found = {}
     for matrix in trainable_matrices(model):
         name, master = plain_name(matrix.full_name), getattr(matrix.layer, matrix.parameter)
-        if is_dense:
-            found[name] = matrix.layer_values(master)
-        elif matrix.expert in (None, 0):
+        if matrix.expert in (None, 0):
             found.update({f"{name}{suffix}": value for suffix, value in matrix.packed_values(master).items()})
     for full_name, layer in model.named_modules():
         if isinstance(layer, MXFP4PackedLinear):
             found.update({f"{plain_name(full_name)}.{own}": p for own, p in layer.named_parameters() if own != "bias"})
         if full_name.endswith(("self_attn", "mlp")) and model is not layer and hasattr(model, "peft_config"):
-            joined = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
-            parts = joined["qkv_proj" if full_name.endswith("attn") else "gate_up_proj"]
-            for name, own in [("qkv_proj" if len(parts) == 3 else "gate_up_proj", parts)]:
-                layers = [getattr(layer, part) for part in own]
-                prefix = f"{plain_name(full_name)}.{name}"
-                found[f"{prefix}.lora_A.weight"] = torch.cat([part.lora_A["default"].weight for part in layers])
-                scaled = [part.lora_B["default"].weight * part.scaling["default"] for part in layers]
-                found[f"{prefix}.lora_B.weight"] = torch.cat(scaled)
+            name, parts = ("qkv_proj", "qkv") if full_name.endswith("attn") else ("gate_up_proj", ("gate", "up"))
+            layers, prefix = [getattr(layer, f"{part}_proj") for part in parts], f"{plain_name(full_name)}.{name}"
+            found[f"{prefix}.lora_A.weight"] = torch.cat([part.lora_A["default"].weight for part in layers])
+            scaled = [part.lora_B["default"].weight * part.scaling["default"] for part in layers]
+            found[f"{prefix}.lora_B.weight"] = torch.cat(scaled)
     return found
 
 
@@ -147,9 +142,9 @@ def differences(monkeypatch):
     return found
 
 
-def n_bytes(trainer, is_dense=False):
-    """What the format needs for all weights of a policy without adapters: of vLLM's float32 besides."""
-    quantized = policy(trainer.model, is_dense)
+def n_bytes(trainer):
+    """What the format needs for all weights of a policy without adapters, float32 among them."""
+    quantized = policy(trainer.model)
     parameters = {plain_name(name): parameter for name, parameter in trainer.model.named_parameters()}
     others = [parameter for name, parameter in parameters.items() if name not in quantized]
     return sum(value.nbytes for value in [*quantized.values(), *others])
@@ -168,7 +163,7 @@ def test_qat_with_noise_on_norms(tmp_path, differences):
     trainer.train()
     assert [look.is_training for look in looks] == [True, False, False] * 2
     assert {look.n_compared for look in looks} == {14 * 5} and not any(look.wrong for look in looks)
-    stds = [look.noise[0] for look in looks]
+    stds = [look.noise for look in looks]
     assert stds[3] == pytest.approx(0.02, rel=0.1) and stds[:3] + stds[4:] == [0.0] * 5
     first, second = (logged(trainer, "sampling/importance_sampling_ratio/m" + end)[1] for end in ("in", "ax"))
     assert 1 - 1e-4 < first < second < 1 + 1e-4
@@ -221,3 +216,40 @@ def test_experts(tmp_path, differences):
     assert {look.n_compared for look in looks} == {2 * (4 + 2) * 3} and not any(look.wrong for look in looks)
     assert max(differences) < 1e-4 and len(differences) > 40
     assert set(logged(trainer, "vllm/sync_bytes").values()) == {n_bytes(trainer)}
+
+
+# ---- recipes --------------------------------------------------------------------------------------------------------
+
+SMALL = [
+    "--use_cpu=true", "--bf16=false", "--gradient_checkpointing=false", "--per_device_train_batch_size=8",
+    "--gradient_accumulation_steps=1", "--num_generations=4", "--max_completion_length=8", "--max_steps=2",
+    "--warmup_steps=0", "--learning_rate=1e-3", "--overlong_buffer=0", "--error_every=1", "--aqn_num_stages=2",
+    "--save_strategy=no", "--report_every=0", "--greedy_batch_size=8", "--reload_check=4", "--n_test=4",
+]  # fmt: skip
+
+
+def run_recipe(name: str, model: Path, folder: Path, monkeypatch, *options: str) -> dict:
+    """Run a shipped configuration on ``model``, cut down, with problems in the form of GSM8K's: its summary. What it
+    writes is in ``folder / "out"``; figures, which need matplotlib, are left out."""
+    leave_figures_undrawn(monkeypatch.setattr)
+    problems = folder / "problems.jsonl"
+    rows = [{"question": f"{i}+{i}?", "answer": f"{i} and {i} are #### {2 * i}"} for i in range(16)]
+    problems.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    files = [f"--train_file={problems}", f"--test_file={problems}", f"--output_dir={folder / 'out'}"]
+    choices = [f"--model_name_or_path={model}", "--prompt_template=Q: {question} A:", *options]
+    return main(["--config", str(CONFIGS / f"{name}.yaml"), *SMALL, *files, *choices])
+
+
+def test_the_recipe_with_vllm_colocated(tmp_path, monkeypatch):
+    """The configuration shipped for Qwen2.5-3B, W4A4 with noise, with a small model in its place."""
+    tokenizer = build_byte_tokenizer()
+    harness.tiny_model("qwen2", vocab_size=len(tokenizer)).save_pretrained(tmp_path / "full")
+    tokenizer.save_pretrained(tmp_path / "full")
+    options = ["--vllm_max_model_length=64", "--vllm_gpu_memory_utilization=0.1"]
+    summary = run_recipe("qwen2.5_3b_gsm8k_vllm", tmp_path / "full", tmp_path, monkeypatch, *options)
+    assert summary["steps"] == 2 and summary["reloaded"] == {"compared": 4, "identical": 4}
+    history = json.loads((tmp_path / "out" / "log_history.json").read_text())
+    steps = [entry for entry in history if "sampling/importance_sampling_ratio/mean" in entry]
+    assert [entry["step"] for entry in steps] == [1, 2]
+    assert [entry["aqn/n_modules"] for entry in steps if entry.get("aqn/sigma")] == [5]
+    assert all(entry["sampling/effective_sample_size"] > 0.9 for entry in steps)

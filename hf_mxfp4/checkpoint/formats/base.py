@@ -36,21 +36,15 @@ class Format(ABC):
     plain_names: ClassVar[bool] = True
 
     def for_checkpoint(self, folder: CheckpointFolder, model: "PreTrainedModel") -> "Format":
-        """Return the format for one checkpoint, whose ``model`` is on the meta device.
-
-        Raises [`CheckpointError`] if it cannot hold a model of this architecture, or a package is missing for it.
-        """
+        """Return the format for one checkpoint, whose ``model`` is on the meta device. Raises [`CheckpointError`] if it
+        cannot hold this architecture, or a package is missing for it."""
         return self
 
     def quantization_config(
         self, config: MXFP4RLConfig, ignored: Sequence[str], quantized: Sequence[str] = ()
     ) -> dict[str, Any] | None:
-        """Return the entry of `config.json`; `None` for none.
-
-        Args:
-            ignored: linear layers that are not quantized, and experts that are not by the names that files have.
-            quantized: weights that are, by the names that they have in the model.
-        """
+        """Return the entry of `config.json`; `None` for none. ``ignored``: linear layers that are not quantized, and
+        experts by the names that files have. ``quantized``: weights that are, by the names in the model."""
         return None
 
     def notes(self, config: MXFP4RLConfig, ignored: Sequence[str], quantized: Sequence[str] = ()) -> list[str]:
@@ -113,8 +107,6 @@ class ImportableFormat(PackedFormat):
 
     #: `quant_method` of its `quantization_config`.
     quant_method: ClassVar[str]
-    #: Last parts of the names of tensors that mean something this project has not -> what that is.
-    foreign: ClassVar[Mapping[str, str]] = {}
 
     @abstractmethod
     def plain_name(self, name: str) -> str:
@@ -131,9 +123,7 @@ class ImportableFormat(PackedFormat):
     @abstractmethod
     def read_config(self, options: Mapping[str, Any]) -> tuple[MXFP4RLConfig, list[str]]:
         """Read a `quantization_config` of this format: the scheme in our terms, and remarks on what it does not say.
-
-        Raises [`CheckpointError`] for what has no equal here.
-        """
+        Raises [`CheckpointError`] for what has no equal here."""
 
 
 class RenamedFormat(ImportableFormat):

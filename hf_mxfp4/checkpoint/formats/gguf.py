@@ -37,9 +37,8 @@ Rows = slice | torch.Tensor
 
 #: GGML reads this scale byte, NaN here, as a number.
 _NAN = 255
-_FLOATS = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32"}
-#: Tensors of these dtypes, and bytes, which are blocks of MXFP4 -> GGML's types.
-_KINDS = {torch.uint8: "MXFP4", **_FLOATS}
+#: Dtypes of tensors -> GGML's types; bytes are blocks of MXFP4.
+_KINDS = {torch.uint8: "MXFP4", torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32"}
 #: Key of a file, after the architecture's name -> attribute of transformers' config.
 _COMMON = {
     "block_count": "num_hidden_layers",
@@ -54,7 +53,6 @@ _COMMON = {
 _HEADS = {"attention.key_length": "head_dim", "attention.value_length": "head_dim"}
 _LLAMA = {**_HEADS, "rope.dimension_count": "head_dim"}
 _EXPERTS = {"expert_count": "num_local_experts", "expert_used_count": "num_experts_per_tok"}
-_EXPERTS_WIDTH = "expert_feed_forward_length"
 _NO_WINDOW = {"use_sliding_window": (False, None)}
 _NO_BIAS = {"attention_bias": (False, None)}
 _ALL_EXPERTS = {"norm_topk_prob": (True,), "decoder_sparse_step": (1,), "mlp_only_layers": ([], None)}
@@ -77,8 +75,6 @@ class Architecture:
     """One architecture of llama.cpp, as far as models of one `model_type` use it.
 
     Attributes:
-        name: `general.architecture`.
-        model_class: of transformers.
         options: key of the file after ``name`` -> attribute of the config, in addition to the common ones.
         computes: attribute of the config -> the values that llama.cpp computes, which the file does not record.
     """
@@ -98,13 +94,18 @@ ARCHITECTURES = {
     "qwen3_moe": Architecture(
         "qwen3moe",
         "Qwen3MoeForCausalLM",
-        {**_HEADS, **_EXPERTS, _EXPERTS_WIDTH: "moe_intermediate_size"},
+        {**_HEADS, **_EXPERTS, "expert_feed_forward_length": "moe_intermediate_size"},
         {**_NO_WINDOW, **_NO_BIAS, **_ALL_EXPERTS},
     ),
     "gpt_oss": Architecture(
         "gpt-oss",
         "GptOssForCausalLM",
-        {**_HEADS, "attention.sliding_window": "sliding_window", **_EXPERTS, _EXPERTS_WIDTH: "intermediate_size"},
+        {
+            **_HEADS,
+            "attention.sliding_window": "sliding_window",
+            **_EXPERTS,
+            "expert_feed_forward_length": "intermediate_size",
+        },
         {"attention_bias": (True,), "swiglu_alpha": (1.702, None), "swiglu_limit": (7.0, None)},
     ),
 }
@@ -155,7 +156,7 @@ class GGUFFormat(PackedFormat):
         for tensor in tensors:
             if tensor.name == "lm_head.weight" and self._config.tie_word_embeddings:
                 continue  # the embedding, which llama.cpp uses for it
-            if tensor.dtype not in _FLOATS:
+            if _KINDS.get(tensor.dtype, "MXFP4") == "MXFP4":
                 raise CheckpointError(f"{tensor.name} is {tensor.dtype}, which GGUF files of llama.cpp do not hold")
             found += self._parts(tensor, dtype)
         if (frequencies := rope_frequencies(self._config)) is not None:
@@ -220,9 +221,9 @@ class GGUFFormat(PackedFormat):
 
     def _order(self, own: str) -> Rows:
         config, kind = self._config, own.rpartition("self_attn.")[2].partition(".")[0]
-        heads = {"q_proj": config.num_attention_heads, "k_proj": _key_heads(config)}.get(kind)
-        if heads is None or self._architecture.name != "llama":
+        if kind not in ("q_proj", "k_proj") or self._architecture.name != "llama":
             return slice(None)
+        heads = (kind == "k_proj" and config.num_key_value_heads) or config.num_attention_heads
         return torch.arange(heads * head_dim(config)).view(heads, 2, -1).transpose(1, 2).flatten()
 
     def _parts(self, tensor: NewTensor, dtype: torch.dtype) -> list[NewTensor]:
@@ -288,7 +289,7 @@ def unsupported_reason(config: "PreTrainedConfig") -> str | None:
     rope = _rope(config)
     if rope["rope_type"] not in _ROPE_OPTIONS or rope["rope_type"] == "llama3" and config.model_type != "llama":
         return f"llama.cpp has no rotary embedding of the type {rope['rope_type']!r} for {config.model_type!r}"
-    if extra := sorted(k for k in ("attention_factor", "mscale", "mscale_all_dim") if rope.get(k) is not None):
+    if extra := [k for k in ("attention_factor", "mscale", "mscale_all_dim") if rope.get(k) is not None]:
         return f"rope_parameters has {extra[0]!r}, which is not written to GGUF files"
     return None
 
@@ -309,10 +310,6 @@ def rope_frequencies(config: "PreTrainedConfig") -> torch.Tensor | None:
 def _rope(config: "PreTrainedConfig") -> dict[str, Any]:
     """Return `rope_parameters`, with the type in any case."""
     return {"rope_type": "default", **(config.rope_parameters or {})}
-
-
-def _key_heads(config: "PreTrainedConfig") -> int:
-    return config.num_key_value_heads or config.num_attention_heads
 
 
 def _options(architecture: Architecture, config: "PreTrainedConfig") -> dict[str, int | float | str]:

@@ -40,7 +40,7 @@ _LOOKS_SPECIAL = re.compile(r"<\|.*\|>")
 
 @dataclass(frozen=True)
 class Tokenizer:
-    """What a file needs of a tokenizer; ``scores`` are of those with bytes as a fallback, others have ``merges``."""
+    """What a file needs of a tokenizer; those with bytes as a fallback have ``scores``, others merges."""
 
     folder: Path
     split_name: str
@@ -86,9 +86,8 @@ def read_tokenizer(folder: Path, vocab_size: int) -> Tokenizer | str:
     numbers = range(vocab_size)
     tokens = [known.get(number, f"[PAD{number}]") for number in numbers]
     kinds = [_kind(known.get(number), added.get(number), by_bytes) for number in numbers]
-    if by_bytes:
-        return Tokenizer(folder, name, tokens, kinds)
-    return Tokenizer(folder, name, tokens, kinds, _scores(model["merges"], tokens), _prefixes_space(stored))
+    scores = None if by_bytes else _scores(model["merges"], tokens)
+    return Tokenizer(folder, name, tokens, kinds, scores, _prefixes_space(stored))
 
 
 def add_no_tokenizer(writer: "GGUFWriter", config: "PreTrainedConfig") -> None:

@@ -32,15 +32,6 @@ class QuarkFormat(RenamedFormat):
     name = quant_method = "quark"
     quantizes_activations = True
     names = {"weight": "weight", "weight_scale": "weight_scale"}
-    foreign = {
-        "weight_scale_2": "a second scale (NVFP4)",
-        "weight_zero_point": "zero points (asymmetric quantization)",
-        "input_scale": "static activation quantization",
-        "output_scale": "output quantization",
-        "bias_scale": "bias quantization",
-        "k_scale": "key cache quantization",
-        "v_scale": "value cache quantization",
-    }
 
     def quantization_config(
         self, config: MXFP4RLConfig, ignored: Sequence[str], quantized: Sequence[str] = ()

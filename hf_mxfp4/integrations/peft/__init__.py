@@ -7,11 +7,9 @@ they are attached to such layers. Loading a quantized model does so.
 
 from peft import PEFT_TYPE_TO_CONFIG_MAPPING, PEFT_TYPE_TO_TUNER_MAPPING, PeftType
 
-from .base_scheme import MXFP4LoraConfig, base_scheme
-from .experts import MXFP4LoraExpertParameter, MXFP4LoraExperts
-from .linear import MXFP4LoraLinear, MXFP4LoraMasterLinear
-from .lora_model import MXFP4LoraModel, merge_adapters
-from .merging import MergeError, MergeReport
+from .layers import MXFP4LoraExpertParameter, MXFP4LoraExperts, MXFP4LoraLinear, MXFP4LoraMasterLinear
+from .lora_model import MXFP4LoraConfig, MXFP4LoraModel, base_scheme
+from .merging import MergeError, MergeReport, merge_adapters
 from .methods import SUPPORTED, TRAINABLE_ONLY, watch_tuners
 from .rollout import (
     adapted_parameters,

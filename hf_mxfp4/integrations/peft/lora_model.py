@@ -1,27 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""LoRA on a model with quantized layers: what is attached, what is refused, and how all of it is merged."""
+"""LoRA on a model with quantized layers: what is attached, what is refused, and the scheme of the base in the adapter's
+`adapter_config.json`, which is compared on loading."""
 
 import copy
 import dataclasses
-import warnings
 from collections.abc import Iterable
 from typing import Any
 
-import torch
-from peft import LoraConfig, PeftModel
+from peft import LoraConfig
 from peft.tuners.lora import LoraModel
-from peft.tuners.tuners_utils import BaseTuner
 from torch import nn
 
 from ..._logging import get_logger
-from ...layers import PACKED, QUANTIZED, TRAINABLE, MXFP4Experts, MXFP4Linear, MXFP4PackedExperts, MXFP4PackedLinear
+from ...config import MXFP4RLConfig
+from ...layers import PACKED, QUANTIZED, MXFP4Experts, MXFP4Linear, MXFP4PackedExperts, MXFP4PackedLinear
 from ...utils import nearest_names
-from ..transformers.pack_model import pack
-from .base_scheme import record_base
-from .experts import MXFP4LoraExpertParameter, MXFP4LoraExperts, lora_on_experts
-from .linear import MXFP4LoraLinear, MXFP4LoraMasterLinear
+from .layers import MXFP4LoraExpertParameter, MXFP4LoraExperts, MXFP4LoraLinear, MXFP4LoraMasterLinear, lora_on_experts
 from .merging import LOSSY_DB, MergeReport, Merges
-from .methods import adapters_on_quantized, merge_into_plain, targeted_layers
+from .methods import targeted_layers
 
 
 #: The way that PEFT documents for layers of its users (developer guide, custom models): what stands for LoRA on which.
@@ -40,12 +36,12 @@ _VARIANTS = ("use_dora", "use_qalora", "lora_bias")
 
 
 class MXFP4LoraModel(LoraModel):
-    """[`peft.LoraModel`], which it is in all respects for models without quantized layers.
+    """[`peft.LoraModel`] that knows quantized layers.
 
-    Packed layers get [`MXFP4LoraLinear`], packed experts [`MXFP4LoraExperts`]. What would need their full-precision
-    weights, or would train nothing without a word, is refused with a `ValueError` before the model is touched. Layers
-    of trainable weights get [`MXFP4LoraMasterLinear`], their experts, by ``target_parameters``,
-    [`MXFP4LoraExpertParameter`]. The adapter's config records the base's scheme.
+    Packed layers get [`MXFP4LoraLinear`], packed experts [`MXFP4LoraExperts`], trainable layers
+    [`MXFP4LoraMasterLinear`], and trainable experts, by ``target_parameters``, [`MXFP4LoraExpertParameter`]. What would
+    need full-precision weights that are gone, or would train nothing without a word, is refused with a `ValueError`
+    before the model is touched. The adapter's config records the base's scheme.
 
     Attributes:
         merge_report: what the last merge into quantized layers cost; on the model itself after `merge_and_unload`.
@@ -54,8 +50,8 @@ class MXFP4LoraModel(LoraModel):
     merge_report: MergeReport | None = None
 
     def inject_adapter(self, model: nn.Module, adapter_name: str, *args: Any, **kwargs: Any) -> None:
-        """[`peft.LoraModel.inject_adapter`], but names of targets keep their meaning on models with packed experts:
-        PEFT would replace those that experts had in older models by ``target_parameters``."""
+        """Keep the targets as they are given, for models with packed experts: PEFT would replace names that experts had
+        in older models by ``target_parameters``."""
         config = self.peft_config[adapter_name]
         self._given = {option: copy.copy(getattr(config, option)) for option in _TARGETS}
         super().inject_adapter(model, adapter_name, *args, **kwargs)
@@ -68,14 +64,11 @@ class MXFP4LoraModel(LoraModel):
                 setattr(config, option, value)
         super()._check_new_adapter_config(config)
         if any(isinstance(module, QUANTIZED) for module in modules.values()):
+            config.fan_in_fan_out = False  # as PEFT does for linear layers
             _check_target_names(config, self.model, n_experts)
-            targeted = targeted_layers(self.model, config, type(self))
-            if targeted:
-                _check_computation(config, targeted.values())
-            _check_parameters(config, modules)
+            _check_computation(config, targeted_layers(self.model, config, type(self)).values())
             config._register_custom_module(_LAYERS)
-        names = [name for name, other in self.peft_config.items() if other is config]
-        record_base(config, self.model, names[0] if names else "")
+        _record_base(config, self.model, next((n for n, own in self.peft_config.items() if own is config), ""))
 
     def merge_adapter(self, *args: Any, **kwargs: Any) -> None:
         """[`peft.LoraModel.merge_adapter`]; what quantizing the sums costs is logged and kept in `merge_report`."""
@@ -93,11 +86,10 @@ class MXFP4LoraModel(LoraModel):
         return model
 
     def _report(self, layers: dict[str, Merges]) -> None:
-        merged = {name: layer for name, layer in layers.items() if layer.merge_error is not None}
-        self.merge_report = None
-        if not merged:
+        errors = {name: layer.merge_error for name, layer in layers.items() if layer.merge_error is not None}
+        self.merge_report = MergeReport(errors) if errors else None
+        if not errors:
             return
-        self.merge_report = MergeReport({name: layer.merge_error for name, layer in merged.items()})
         get_logger().info("%s", self.merge_report)
         kept = self.merge_report.total.update_sqnr_db
         if kept < LOSSY_DB:
@@ -107,52 +99,6 @@ class MXFP4LoraModel(LoraModel):
                 "hf_mxfp4.merge_adapters(model, into='bf16')",
                 kept,
             )
-
-
-def merge_adapters(model: PeftModel, into: str = "packed") -> nn.Module:
-    """Merge the active adapters of a quantized model into its weights, and return the model without adapters.
-
-    Args:
-        model: a model with adapters on packed layers or on layers of trainable weights. Methods of PEFT other than LoRA
-            can be merged ``into="bf16"`` only.
-        into: ``"packed"``: a packed model. Packed weights are packed again under their scheme, as
-            `model.merge_and_unload()` does, and sums with trainable weights as [`pack`] does; the signal to noise ratio
-            that this cost is logged per layer and kept in `merge_report`. ``"bf16"``: a plain bfloat16 model of weights
-            ``Q(W) + delta``; each sum is made in float32 and rounded once.
-
-    Raises:
-        TypeError: ``model`` is no PEFT model with adapters in its layers.
-        ValueError: another ``into``, a base that is not quantized, or a method that cannot be merged so.
-    """
-    if into not in ("packed", "bf16"):
-        raise ValueError(f"into={into!r} is not supported; choose one of 'packed', 'bf16'")
-    if not isinstance(model, PeftModel) or not isinstance(model.base_model, BaseTuner):
-        raise TypeError(f"merge_adapters takes a PeftModel with adapters in its layers, not {type(model).__name__}")
-    layers = adapters_on_quantized(model)
-    if not layers:
-        raise ValueError(
-            "no adapter of this model is on a quantized layer; use model.merge_and_unload(), which sums in full "
-            "precision"
-        )
-    if into == "packed":
-        masters = [layer for layer in layers if isinstance(layer.get_base_layer(), TRAINABLE)]
-        for layer in masters[:1]:
-            layer.get_base_layer().config.packed()  # raises for a scheme whose weights cannot be packed
-        merged = model.merge_and_unload()
-        return pack(merged) if masters else merged
-    merge_into_plain(layers, torch.bfloat16)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "All adapters are already merged")
-        plain = model.merge_and_unload()  # what is on plain layers
-    quantizer = plain.hf_quantizer
-    if any(isinstance(module, QUANTIZED) for module in plain.modules()):
-        return quantizer.dequantize(plain, torch.bfloat16)
-    plain.__dict__.pop("_weight_conversions", None)  # it saves as any plain model again
-    plain.__dict__.pop("quantization_report", None)
-    for parameter in plain.parameters():
-        parameter.data = parameter.data.to(torch.bfloat16)
-    quantizer.remove_quantization_config(plain)
-    return plain
 
 
 def _quantized_lora(model: nn.Module) -> dict[str, Merges]:
@@ -171,6 +117,8 @@ def _quantized_lora(model: nn.Module) -> dict[str, Merges]:
 
 def _check_computation(config: LoraConfig, targets: Iterable[nn.Module]) -> None:
     """Refuse what computes with the weights of quantized layers, or is made from packed ones."""
+    if not targets:
+        return
     packed = any(isinstance(layer, PACKED) for layer in targets)
     kind = "packed layers, whose full-precision weights are gone" if packed else "layers that quantize their weight"
     advice = f"is not supported on {kind}; use plain LoRA, or load the base"
@@ -186,23 +134,9 @@ def _check_computation(config: LoraConfig, targets: Iterable[nn.Module]) -> None
             raise ValueError(f"{name}={getattr(config, name)!r} {advice} in full precision")
 
 
-def _check_parameters(config: LoraConfig, modules: dict[str, nn.Module]) -> None:
-    """Refuse the weight of a trainable linear layer, of which PEFT would make ``Q(W + delta)``."""
-    weights = [f"{n.removesuffix('.base_layer')}.weight" for n, m in modules.items() if isinstance(m, MXFP4Linear)]
-    for target in config.target_parameters or ():
-        for weight in weights:
-            if f".{weight}".endswith(f".{target}"):
-                raise ValueError(
-                    f"target_parameters has {target!r}, which is {weight} of a quantized linear layer: PEFT would "
-                    "quantize the adapter with the weight, where most of it is lost; name the layer in target_modules, "
-                    "for an adapter beside the quantized weight"
-                )
-
-
 def _check_target_names(config: LoraConfig, model: nn.Module, n_experts: int) -> None:
-    """Refuse entries of ``target_modules`` and ``target_parameters`` of an adapter to be trained that are the name of
-    nothing in ``model``: PEFT would train the other targets only. Entries are matched as PEFT does it; text in place of
-    a list is left to PEFT, which refuses what matches nothing."""
+    """Refuse targets of an adapter to be trained that are the name of nothing in ``model``: PEFT would train the other
+    targets only. Names are matched as PEFT does it, which itself refuses text that matches nothing."""
     if n_experts and isinstance(config.target_modules, str) and config.target_modules.lower() == "all-linear":
         get_logger().warning(
             'target_modules="all-linear" means linear layers: the experts of %d layers get no adapters. For '
@@ -227,3 +161,69 @@ def _check_target_names(config: LoraConfig, model: nn.Module, n_experts: int) ->
                     f"{option} has {target!r}, the name of no {kind} of {type(model).__name__} (near: {near}). Correct "
                     f"it or leave it out: PEFT would train the other targets only.{experts}"
                 )
+
+
+# ---- the scheme of the base ------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass
+class MXFP4LoraConfig(LoraConfig):
+    """[`peft.LoraConfig`] of an adapter on a quantized base; `adapter_config.json` holds the base's scheme too.
+
+    A [`peft.LoraConfig`] becomes one when its adapter is attached to a quantized model. Without hf_mxfp4, PEFT reads
+    the file as well, and warns of the additional entry.
+    """
+
+    base_quantization: dict[str, Any] | None = dataclasses.field(
+        default=None,
+        metadata={"help": "The MXFP4RLConfig of the model that the adapter was trained on, as in its config.json."},
+    )
+
+
+def base_scheme(model: nn.Module) -> MXFP4RLConfig | None:
+    """Return the scheme of a model that was quantized by this package, otherwise `None`."""
+    scheme = getattr(getattr(model, "config", None), "quantization_config", None)
+    return scheme if isinstance(scheme, MXFP4RLConfig) else None
+
+
+def _record_base(config: LoraConfig, model: nn.Module, adapter_name: str) -> None:
+    """Note the scheme of ``model`` in ``config``, in place. If it has another one already, from a file, warn of the
+    difference; an adapter loaded for inference keeps it."""
+    found, stored = base_scheme(model), getattr(config, "base_quantization", None)
+    if stored is not None:
+        _compare(adapter_name, stored, found)
+        if config.inference_mode:
+            return
+    if found is not None and type(config) is LoraConfig:
+        # In place, because PEFT holds several references to this object and reads from each of them.
+        config.__class__ = MXFP4LoraConfig
+    if isinstance(config, MXFP4LoraConfig):
+        config.base_quantization = None if found is None else found.to_dict()
+
+
+def _compare(adapter_name: str, stored: dict[str, Any], found: MXFP4RLConfig | None) -> None:
+    try:
+        trained = MXFP4RLConfig.from_dict(stored)
+    except (TypeError, ValueError) as error:
+        get_logger().warning(
+            "adapter %r names a quantization scheme of its base that cannot be read: %s", adapter_name, error
+        )
+        return
+    if found is None or _values(found) != _values(trained):
+        get_logger().warning(
+            "adapter %r was made for a base quantized as %s, and is now attached to one %s: expect other outputs, or "
+            "load the base with the adapter's scheme",
+            adapter_name,
+            _describe(trained),
+            "in full precision" if found is None else f"quantized as {_describe(found)}",
+        )
+
+
+def _values(scheme: MXFP4RLConfig) -> tuple:
+    """Return what a scheme's values depend on: packed and trainable models of the same scheme compute alike."""
+    return scheme.gemms().fprop, frozenset(scheme.modules_to_not_convert or ())
+
+
+def _describe(scheme: MXFP4RLConfig) -> str:
+    names = scheme.modules_to_not_convert
+    return scheme.describe() + (f" without {', '.join(names)}" if names else "")

@@ -1,16 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Adapters merged into quantized weights: what PEFT layers of all kinds share, and the report of what it cost."""
+"""Merge adapters into quantized weights, and report what that cost."""
 
+import dataclasses
 import math
 import warnings
 from collections.abc import Iterable
-from dataclasses import dataclass
 
 import torch
-from peft.tuners.tuners_utils import check_adapters_to_merge
+from peft import PeftModel
+from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer, check_adapters_to_merge
 from torch import nn
 
-from ...layers import PACKED, QUANTIZED
+from ...layers import PACKED, QUANTIZED, TRAINABLE, MXFP4PackedExperts
+from ..transformers import pack, to_plain
 
 
 #: Below this SQNR of the adapters' change, a merge into quantized weights is pointed out: at 4 to 5 dB the policies of
@@ -18,13 +20,10 @@ from ...layers import PACKED, QUANTIZED
 LOSSY_DB = 10.0
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class MergeError:
-    """Energies (sums of squares) of one merged weight: of the sum ``Q(W) + delta``, of ``delta``, and of the error that
-    quantizing the sum made.
-
-    For a trainable weight, ``Q(W)`` are the quantized values of the master weight before the merge.
-    """
+    """Energies (sums of squares) of one merged weight: of the sum ``Q(W) + delta``, where ``Q(W)`` are the quantized
+    values before the merge, of ``delta``, and of the error that quantizing the sum made."""
 
     signal: float
     update: float
@@ -32,14 +31,13 @@ class MergeError:
 
     @classmethod
     def of(cls, total: torch.Tensor, update: torch.Tensor, merged: torch.Tensor) -> "MergeError":
-        """From the float32 sum, the adapters' part of it, and the values that the merged layer computes with."""
+        """Measure the float32 sum, the adapters' part of it, and the values after the merge."""
         parts = (total, update, merged - total)
         return cls(*(float(torch.linalg.vector_norm(part, dtype=torch.float64)) ** 2 for part in parts))
 
     @classmethod
     def summed(cls, errors: Iterable["MergeError"]) -> "MergeError":
-        errors = list(errors)
-        return cls(*(sum(getattr(error, part) for error in errors) for part in ("signal", "update", "noise")))
+        return cls(*map(sum, zip(*map(dataclasses.astuple, errors), strict=True)))
 
     @property
     def sqnr_db(self) -> float:
@@ -51,14 +49,13 @@ class MergeError:
         """The same ratio for what the adapters add: below 0, more was lost in quantizing than they had changed."""
         return _decibels(self.update, self.noise)
 
+    def __str__(self) -> str:
+        return f"SQNR {self.sqnr_db:.2f} dB, of the adapters' change {self.update_sqnr_db:.2f} dB"
 
-@dataclass(frozen=True)
+
+@dataclasses.dataclass(frozen=True)
 class MergeReport:
-    """Errors of merging, by the layers' names; `model.merge_report` after `merge_and_unload`.
-
-    Attributes:
-        layers: by name; of experts whose adapters are on single parameters, by the parameters' names.
-    """
+    """Errors of merging by the names of layers, or of single parameters that have adapters."""
 
     layers: dict[str, MergeError]
 
@@ -68,49 +65,39 @@ class MergeReport:
         return MergeError.summed(self.layers.values())
 
     def __str__(self) -> str:
-        lines = [f"merged into {len(self.layers)} quantized layers: {_line(self.total)}"]
-        return "\n".join([*lines, *(f"  {name}: {_line(error)}" for name, error in self.layers.items())])
-
-
-def _line(error: MergeError) -> str:
-    return f"SQNR {error.sqnr_db:.2f} dB, of the adapters' change {error.update_sqnr_db:.2f} dB"
+        lines = [f"merged into {len(self.layers)} quantized layers: {self.total}"]
+        return "\n".join([*lines, *(f"  {name}: {error}" for name, error in self.layers.items())])
 
 
 def _decibels(signal: float, noise: float) -> float:
     """Infinite without noise; NaN where there is nothing, or where weights are not finite."""
-    if not (math.isfinite(signal) and math.isfinite(noise)) or signal == noise == 0:
+    if not math.isfinite(signal + noise) or signal == noise == 0:
         return math.nan
-    if noise == 0:
-        return math.inf
-    return 10.0 * math.log10(signal / noise) if signal > 0 else -math.inf
+    if 0 in (signal, noise):
+        return math.inf if signal else -math.inf
+    return 10.0 * math.log10(signal / noise)
 
 
 class Merges:
-    """Mixin before a PEFT layer on a quantized one.
+    """Mixin before a PEFT layer on a quantized one."""
 
-    Attributes:
-        merge_error: what quantizing the sum cost in the last merge; `None` while nothing is merged.
-    """
-
+    #: What quantizing the sum cost in the last merge; `None` while nothing is merged.
     merge_error: MergeError | None = None
-
-    def names_to_merge(self, adapter_names: list[str] | None) -> list[str]:
-        """Return which of these adapters (default: the active ones) are on this layer and not merged yet."""
-        return [name for name in check_adapters_to_merge(self, adapter_names) if name in self.lora_A]
 
     def active_here(self) -> list[str]:
         """Return the active adapters that this layer has."""
         return [name for name in self.active_adapters if name in self.lora_A]
 
+    def _names_to_merge(self, adapter_names: list[str] | None) -> list[str]:
+        return [name for name in check_adapters_to_merge(self, adapter_names) if name in self.lora_A]
+
 
 class MergesIntoPacked(Merges):
-    """Mixin before a PEFT layer on packed weights: a merge packs the sum of the weight and the adapters, always from
-    the weight as it was before any merge, so that the order of adapters does not matter; unmerging puts that weight's
-    very tensors back.
+    """Mixin before a PEFT layer on packed weights: a merge packs the sum of the adapters and of the weight as it was
+    before any merge, so that the order of adapters does not matter; unmerging puts that weight's very tensors back.
 
-    A subclass has `places()`, what identifies each matrix of the layer; `parts(tensors, place)`, the packed tensors of
-    one in all tensors of the layer; `factors(place, adapter)`, its ``A`` and ``B``; and `pack` and `unpack`, from and
-    to float32 values.
+    A subclass has `places()`, which identify the matrices of the layer; `parts(tensors, place)`, the packed tensors of
+    one in all of the layer; `factors(place, adapter)`, its ``A`` and ``B``; and `pack` and `unpack` of float32 values.
     """
 
     _unmerged: dict[str, nn.Parameter] | None = None
@@ -118,12 +105,10 @@ class MergesIntoPacked(Merges):
     def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
         """Pack the sums of the weights and these adapters (default: the active ones) in place of the weights.
 
-        Args:
-            safe_merge: raise `ValueError`, and change nothing, when a sum is not finite.
-
-        Raises `ValueError` for weights that are not here in full.
+        Raises `ValueError`, and changes nothing, for weights that are not here in full and, with ``safe_merge``, for
+        sums that are not finite.
         """
-        base, names = self.get_base_layer(), self.names_to_merge(adapter_names)
+        base, names = self.get_base_layer(), self._names_to_merge(adapter_names)
         if not names:
             return
         if not isinstance(base, PACKED):  # it was dequantized, to be merged in full precision
@@ -175,19 +160,17 @@ class MergesIntoPacked(Merges):
 
 
 class MergesIntoMasters(Merges):
-    """Mixin before a PEFT layer on trainable weights: merging and unmerging are PEFT's, on the master weight ``W``, and
-    what the quantizer makes of it is measured.
+    """Mixin before a PEFT layer on trainable weights: merging and unmerging are PEFT's, on the master weight ``W``.
 
-    Before a merge the layer computes with ``Q(W) + delta``, afterwards with ``Q(W + delta)``: `merge_error` is of the
-    difference of the two. A subclass has `master()`, the parameter ``W``; `quantized(weight)`, the values of a master
-    weight in the forward product, in its layout and in float32; and `delta(adapter)`, likewise.
+    `merge_error` is the difference of ``Q(W) + delta`` before and ``Q(W + delta)`` after a merge. A subclass has
+    `master()`, the parameter ``W``; `quantized(weight)`, its values in the forward product, in its layout and in
+    float32; and `delta(adapter)`, likewise.
     """
 
     @torch.no_grad()
     def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
-        """Add these adapters (default: the active ones) to the master weight, as PEFT does, and measure in
-        `merge_error` what quantizing the sum costs."""
-        names = self.names_to_merge(adapter_names)
+        """Add these adapters (default: the active ones) to the master weight, and measure the cost in `merge_error`."""
+        names = self._names_to_merge(adapter_names)
         if not isinstance(self.get_base_layer(), QUANTIZED) or not names:
             super().merge(safe_merge, names)
             return
@@ -197,7 +180,7 @@ class MergesIntoMasters(Merges):
         self.merge_error = MergeError.of(before + update, update, self.quantized(whole(self.master())))
 
     def unmerge(self) -> None:
-        """Take the adapters off the master weight again, as PEFT does: the sum less the adapters, rounded."""
+        """Subtract the adapters from the master weight, as PEFT does."""
         super().unmerge()
         self.merge_error = None
 
@@ -206,3 +189,75 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
     """Return all values of a tensor that FSDP2 may have spread over processes."""
     tensor = tensor.detach()
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+# ---- a whole model ---------------------------------------------------------------------------------------------------
+
+
+def adapters_on_quantized(model: nn.Module) -> list[BaseTunerLayer]:
+    """Return the adapters on quantized layers, of any method; those of one layer from the outside in."""
+    layers = [module for module in model.modules() if isinstance(module, BaseTunerLayer)]
+    return [layer for layer in layers if isinstance(layer.get_base_layer(), QUANTIZED)]
+
+
+def merge_adapters(model: PeftModel, into: str = "packed") -> nn.Module:
+    """Merge the active adapters of a quantized model into its weights; return the model without adapters.
+
+    Args:
+        model: a model with adapters on quantized layers. Methods other than LoRA merge ``into="bf16"`` only.
+        into: ``"packed"``: a packed model of the sums; what packing them cost is logged per layer and kept in
+            `merge_report`. ``"bf16"``: a plain bfloat16 model of weights ``Q(W) + delta``; each sum is made in float32
+            and rounded once.
+
+    Raises:
+        TypeError: ``model`` is no PEFT model with adapters in its layers.
+        ValueError: another ``into``, a base that is not quantized, or a method that cannot be merged so.
+    """
+    if into not in ("packed", "bf16"):
+        raise ValueError(f"into={into!r} is not supported; choose one of 'packed', 'bf16'")
+    if not isinstance(model, PeftModel) or not isinstance(model.base_model, BaseTuner):
+        raise TypeError(f"merge_adapters takes a PeftModel with adapters in its layers, not {type(model).__name__}")
+    layers = adapters_on_quantized(model)
+    if not layers:
+        raise ValueError(
+            "no adapter of this model is on a quantized layer; use model.merge_and_unload(), which sums in full "
+            "precision"
+        )
+    if into == "bf16":
+        return _merged_into_bfloat16(model, layers)
+    masters = [layer for layer in layers if isinstance(layer.get_base_layer(), TRAINABLE)]
+    if masters:
+        masters[0].get_base_layer().config.packed()  # raises for a scheme whose weights cannot be packed
+    merged = model.merge_and_unload()
+    return pack(merged) if masters else merged
+
+
+def _merged_into_bfloat16(model: PeftModel, layers: list[BaseTunerLayer]) -> nn.Module:
+    for base in dict.fromkeys(layer.get_base_layer() for layer in layers):
+        _merge_into_plain(base, [layer for layer in layers if layer.get_base_layer() is base])
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "All adapters are already merged")
+        plain = model.merge_and_unload()  # what is on plain layers
+    return plain.hf_quantizer.make_plain(plain, torch.bfloat16)
+
+
+def _merge_into_plain(base: nn.Module, layers: list[BaseTunerLayer]) -> None:
+    """Put a plain layer that holds ``Q(W)`` below the adapters on ``base``, merge them into it in float32, and round it
+    to bfloat16. Adapters that were merged before are merged here, too."""
+    names = [list(dict.fromkeys([*layer.merged_adapters, *layer.active_adapters])) for layer in layers]
+    for layer in layers:
+        if layer.merged:
+            layer.unmerge()
+    if isinstance(base, MXFP4PackedExperts):  # PEFT has no layer for them
+        (layer,), (adapters,) = layers, names
+        layer.enable_adapters(True)
+        layer.set_adapter(adapters)
+        plain = to_plain(base, torch.bfloat16)
+        for projection in base.projections:
+            getattr(plain, projection).data = layer.effective_weight(projection, torch.bfloat16)
+        layer.base_layer, layer.merged_adapters = plain, adapters
+        return
+    layers[-1].base_layer = plain = to_plain(base, torch.float32)
+    for layer, adapters in zip(layers, names, strict=True):
+        layer.merge(adapter_names=adapters)
+    plain.to(torch.bfloat16)

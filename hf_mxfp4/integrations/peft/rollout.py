@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A policy with adapters as a sampler must be given it: as a plain one where the sampler knows no adapters, as its base
-and the adapters' factors where it does."""
+"""Give a policy with adapters to a sampler: as a plain one where the sampler knows no adapters, as its base and the
+adapters' factors where it does."""
 
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -12,11 +12,9 @@ from peft.tuners.lora.layer import ParamWrapper
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 
-from ...gemm import PACKED_FIELDS
-from ...layers import PACKED, QUANTIZED, TRAINABLE, MXFP4Linear, MXFP4PackedExperts, MXFP4PackedLinear
-from .experts import MXFP4LoraExpertParameter, MXFP4LoraExperts
-from .linear import MXFP4LoraLinear, MXFP4LoraMasterLinear
-from .merging import whole
+from ...layers import PACKED, TRAINABLE, MXFP4Linear, MXFP4PackedExperts, MXFP4PackedLinear
+from .layers import MXFP4LoraExpertParameter, MXFP4LoraExperts, MXFP4LoraLinear, MXFP4LoraMasterLinear
+from .merging import adapters_on_quantized, whole
 
 
 #: LoRA on quantized linear layers.
@@ -35,12 +33,8 @@ def is_trainable_with_adapters(model: nn.Module) -> bool:
 
 def has_inseparable_adapters(model: nn.Module) -> bool:
     """Return whether an adapter on a quantized weight has no [`adapter_factors`], as those of experts."""
-    layers = [m for m in model.modules() if isinstance(m, BaseTunerLayer) and not isinstance(m, _ON_LINEARS)]
-    return any(isinstance(layer.get_base_layer(), QUANTIZED) and not _is_on_bias(layer) for layer in layers)
-
-
-def _is_on_bias(layer: BaseTunerLayer) -> bool:
-    return isinstance(layer, MXFP4LoraExpertParameter) and not layer.is_on_weight
+    layers = [layer for layer in adapters_on_quantized(model) if not isinstance(layer, _ON_LINEARS)]
+    return any(getattr(layer, "is_on_weight", True) for layer in layers)
 
 
 def adapter_rank(model: nn.Module) -> int:
@@ -58,52 +52,48 @@ def _active(module: BaseTunerLayer) -> list[str]:
 def adapter_factors(
     model: nn.Module, everywhere: bool = False
 ) -> dict[str, Callable[[], tuple[torch.Tensor, torch.Tensor]]]:
-    """Return what the active adapters have on each quantized linear layer, by the name that it has without PEFT: a
-    function which gives ``A`` ``[r, K]`` and ``B`` ``[N, r]`` with the scaling in it, in float32; several adapters are
-    one of the sum of their ranks, and where none is active the factors are zero, of rank 1. Weights must be whole when
-    it is called; under FSDP2 it gathers factors, and all processes must call it.
-
-    Args:
-        everywhere: for all quantized linear layers, also those without adapters.
+    """Return what the active adapters have on each quantized linear layer (``everywhere``: also on those without), by
+    its name without PEFT: a function which gives ``A`` ``[r, K]`` and ``B`` ``[N, r]`` with the scaling in it, in
+    float32. Several adapters are one of the sum of their ranks; where none is active the factors are zero, of rank 1.
+    Weights must be whole; under FSDP2 the function gathers factors, and all processes must call it.
     """
-    base, found = model.get_base_model() if isinstance(model, PeftModel) else model, {}
-    for full_name, module in base.named_modules():
-        name = full_name.replace(".base_layer", "")
+    found = {}
+    for name, module in _plain_modules(model):
         if isinstance(module, _ON_LINEARS):
-            found[name] = partial(_factors, module)
+            found[name] = partial(_factors, module.get_base_layer(), module)
         elif everywhere and isinstance(module, (MXFP4Linear, MXFP4PackedLinear)):
-            found.setdefault(name, partial(_no_factors, module))
+            found.setdefault(name, partial(_factors, module))
     return found
 
 
+def _plain_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yield all modules by the names that they have without PEFT, adapters before what they are on."""
+    base = model.get_base_model() if isinstance(model, PeftModel) else model
+    for name, module in base.named_modules():
+        yield name.replace(".base_layer", ""), module
+
+
 @torch.no_grad()
-def _factors(module: LoraLinear) -> tuple[torch.Tensor, torch.Tensor]:
-    adapters = _active(module)
+def _factors(layer: nn.Linear, module: LoraLinear | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    adapters = [] if module is None else _active(module)
     if not adapters:
-        return _no_factors(module.get_base_layer())
+        device = layer.weight.device
+        return torch.zeros(1, layer.in_features, device=device), torch.zeros(layer.out_features, 1, device=device)
     a = [whole(module.lora_A[adapter].weight).float() for adapter in adapters]
     b = [whole(module.lora_B[adapter].weight).float() * module.scaling[adapter] for adapter in adapters]
     return torch.cat(a), torch.cat(b, dim=1)
 
 
-def _no_factors(layer: nn.Linear) -> tuple[torch.Tensor, torch.Tensor]:
-    device = layer.weight.device
-    return torch.zeros(1, layer.in_features, device=device), torch.zeros(layer.out_features, 1, device=device)
-
-
 def adapter_sums(model: PeftModel) -> dict[str, Callable[[], torch.Tensor]]:
-    """Return what the active adapters add to the parameters of a policy on trainable layers, by the names that those
-    have without PEFT: a function for each, which gives the sum in float32 and in full, under FSDP2 too, whose processes
-    must all call it.
+    """Return what the active adapters add to the parameters of a policy on trainable layers, by their names without
+    PEFT: a function for each, which gives the sum in float32 and in full; under FSDP2 all processes must call it.
 
-    Raises `ValueError` for an adapter that does more than add to one weight, such as DoRA or `lora_bias`, or is no LoRA
-    of a linear layer or of a single parameter.
+    Raises `ValueError` for an adapter that does more than add to one weight.
     """
     sums: dict[str, Callable[[], torch.Tensor]] = {}
-    for full_name, module in model.get_base_model().named_modules():
+    for name, module in _plain_modules(model):
         if not isinstance(module, BaseTunerLayer):
             continue
-        name = full_name.replace(".base_layer", "")
         adapters = _active(module) if isinstance(module, (LoraLinear, ParamWrapper)) else None
         if adapters is None or any(each in module.lora_variant or module.lora_bias.get(each) for each in adapters):
             raise ValueError(
@@ -124,11 +114,10 @@ def _sum_of_weights(module: LoraLinear | ParamWrapper, adapters: list[str]) -> t
 
 
 def adapted_parameters(model: PeftModel) -> set[str]:
-    """Return the names of the frozen parameters with adapters in them: merged ones, and for packed layers those that
-    [`policy_parameters`] makes."""
+    """Return the names of the frozen parameters with adapters in them: merged ones, and those that
+    [`policy_parameters`] makes of packed layers."""
     names = set()
-    for full_name, module in model.get_base_model().named_modules():
-        name = full_name.replace(".base_layer", "")
+    for name, module in _plain_modules(model):
         if isinstance(module, ParamWrapper) and module.merged:
             names.add(f"{name}.{module.parameter_name}")
         elif isinstance(module, MXFP4LoraExperts) and (module.merged or _active(module)):
@@ -144,18 +133,14 @@ def adapted_parameters(model: PeftModel) -> set[str]:
 def policy_parameters(model: PeftModel, packed: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the parameters of the model that ``model`` stands for, one at a time, by the names that they have without
     PEFT and without packing: ``Q(W) + delta`` of the active adapters in the layer's compute dtype, all others as they
-    are.
-
-    Nothing is merged or written.
+    are. Nothing is merged or written.
 
     Args:
-        packed: give packed weights as they are stored, by the names of packed checkpoints, without what adapters add to
-            them, see [`adapter_factors`].
+        packed: give packed weights as they are stored, without what adapters add to them, see [`adapter_factors`].
 
     Raises:
         RuntimeError: weights are sharded, so that no process has them in full.
-        ValueError: adapters on other layers than packed ones, or with ``packed`` on experts, whose sum is not made
-            here.
+        ValueError: adapters on other layers than packed ones, or with ``packed`` on experts.
     """
     base, seen = model.get_base_model(), set()
     inside = "\0"  # the adapter layer that the walk is in
@@ -165,8 +150,7 @@ def policy_parameters(model: PeftModel, packed: bool = False) -> Iterator[tuple[
         layer = module
         if isinstance(module, BaseTunerLayer):
             layer, inside = module.get_base_layer(), f"{name}."
-            _check_adapter(name, module, packed)
-        _check_whole(name, module)
+        _check_pushable(name, module, packed)
         if isinstance(layer, MXFP4PackedLinear):
             yield from _linear_parameters(name, layer, module, packed)
         elif isinstance(layer, MXFP4PackedExperts) and not packed:
@@ -179,18 +163,16 @@ def policy_parameters(model: PeftModel, packed: bool = False) -> Iterator[tuple[
                     yield plain, parameter.data
 
 
-def _check_adapter(name: str, module: BaseTunerLayer, packed: bool) -> None:
-    if not isinstance(module, (MXFP4LoraLinear, MXFP4LoraExperts)):
+def _check_pushable(name: str, module: nn.Module, packed: bool) -> None:
+    is_adapter = isinstance(module, BaseTunerLayer)
+    if is_adapter and not isinstance(module, (MXFP4LoraLinear, MXFP4LoraExperts)):
         raise ValueError(
             f"{name} has an adapter but is no packed layer; leave it out of the adapter's targets when rollouts run in "
             "another engine"
         )
     if packed and isinstance(module, MXFP4LoraExperts):
         raise ValueError(f"{name} has adapters on experts, which cannot be given apart from their weights")
-
-
-def _check_whole(name: str, module: nn.Module) -> None:
-    for own, parameter in module.named_parameters(name, recurse=isinstance(module, BaseTunerLayer)):
+    for own, parameter in module.named_parameters(name, recurse=is_adapter):
         if parameter.numel() == 0 or hasattr(parameter, "full_tensor"):
             raise RuntimeError(f"{own} is sharded; a packed policy is pushed to other engines from whole weights only")
 
@@ -199,9 +181,7 @@ def _linear_parameters(
     name: str, layer: MXFP4PackedLinear, module: nn.Module, packed: bool
 ) -> Iterator[tuple[str, torch.Tensor]]:
     if packed:
-        for field in PACKED_FIELDS:
-            if getattr(layer, field) is not None:
-                yield f"{name}.{field}", getattr(layer, field).data
+        yield from ((f"{name}.{field}", getattr(layer, field).data) for field in layer.shapes())
     elif module is layer:
         yield f"{name}.weight", layer.dequantized_weight()
     else:

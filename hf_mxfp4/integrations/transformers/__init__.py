@@ -4,6 +4,8 @@
 from ...utils import lazy_names
 
 
-__all__ = ["MXFP4RLQuantizer", "pack", "quantize_linears"]
+_LAZY = {"MXFP4RLQuantizer": "quantizer", "pack": "quantizer", "quantize_linears": "swap", "to_plain": "swap"}
 
-__getattr__ = lazy_names(__name__, {"MXFP4RLQuantizer": "quantizer", "pack": "pack_model", "quantize_linears": "swap"})
+__all__ = ["MXFP4RLQuantizer", "pack", "quantize_linears", "to_plain"]
+
+__getattr__ = lazy_names(__name__, _LAZY)

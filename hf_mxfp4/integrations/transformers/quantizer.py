@@ -1,10 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`MXFP4RLQuantizer`: how transformers applies an [`MXFP4RLConfig`] to a model it loads, saves or trains."""
+"""`MXFP4RLQuantizer`: how transformers applies an [`MXFP4RLConfig`] to a model it loads, saves or trains; and `pack`,
+for a model in memory."""
 
 import importlib
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
 from transformers.quantizers import HfQuantizer
 
@@ -21,30 +24,24 @@ from ...checkpoint import (
 )
 from ...config import MXFP4RLConfig
 from ...dither import dither_masters
-from ...layers import (
-    QUANTIZED,
-    ExpertsBase,
-    MXFP4PackedExperts,
-    MXFP4PackedLinear,
-    WeightMatrix,
-    trainable_matrices,
-)
-from ...module_names import full_precision_record, skip_reasons
+from ...layers import PACKED, QUANTIZED, TRAINABLE, MXFP4Experts, MXFP4PackedExperts
+from ...model_structure import projections
+from ...module_names import find_layers, full_precision_record, skip_reasons
 from ...registration import QUANT_METHOD, enter_classes
 from ...report import ErrorEnergy, QuantizationReport, count_weights, master_sqnr
-from .generation import wrap_generation
-from .load import PackOnLoad, check_loaded, packed_layers, refuse_parallel_plan, tie_packed
-from .swap import placeholder, quantize_linears, reasons_of_checkpoint
-from .trl_trainers import check_trainer, watch_references
+from . import swap
+from .hooks import check_trainer, watch_references, wrap_generation
+
+
+if TYPE_CHECKING:  # importing it would load torch.compile's machinery, and Triton with it
+    from transformers import PreTrainedModel
 
 
 class MXFP4RLQuantizer(HfQuantizer):
     """Swaps the linear layers of a decoder for [`MXFP4Linear`] or [`MXFP4PackedLinear`] as the model is loaded, and
     experts in fused weights for [`MXFP4Experts`] or [`MXFP4PackedExperts`].
 
-    Mode ``"qat"``: master weights keep their names and dtypes, so any checkpoint of the architecture loads, sharded or
-    not, and what `save_pretrained` writes is that checkpoint again plus the scheme in `config.json`.
-
+    Mode ``"qat"``: master weights keep their names and dtypes, and `save_pretrained` adds the scheme to `config.json`.
     Mode ``"packed"``: the weights of a full-precision checkpoint are packed one by one as they are read; a checkpoint
     of packed weights is checked against the scheme in its `config.json` and loaded as it is.
     """
@@ -53,14 +50,11 @@ class MXFP4RLQuantizer(HfQuantizer):
 
     def __init__(self, quantization_config: MXFP4RLConfig, **kwargs):
         super().__init__(quantization_config, **kwargs)
-        self._swapped: tuple[list[str], dict[str, str]] = ([], {})
+        self._skipped: dict[str, str] = {}
         self._loads = True
-        #: The error of packing a full-precision checkpoint.
-        self.error_energy = ErrorEnergy()
-        #: What the files of a quantized checkpoint say of themselves.
-        self.record: dict = {}
-        #: Of the model, whose methods know of quantized layers.
-        self.model_class: type | None = None
+        self.error_energy = ErrorEnergy()  # of packing a full-precision checkpoint
+        self.record: dict = {}  # what the files of a quantized checkpoint say of themselves
+        self.model_class: type | None = None  # whose methods know of quantized layers
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -75,10 +69,6 @@ class MXFP4RLQuantizer(HfQuantizer):
     def _packed(self) -> bool:
         return self.quantization_config.mode == "packed"
 
-    @property
-    def _packs_on_load(self) -> bool:
-        return self._packed and not self.pre_quantized
-
     def validate_environment(self, *args, device_map=None, **kwargs):
         if self._packed and isinstance(device_map, dict) and "disk" in device_map.values():
             raise ValueError(
@@ -92,27 +82,27 @@ class MXFP4RLQuantizer(HfQuantizer):
         return super().update_attn_implementation(config)
 
     def _process_model_before_weight_loading(self, model, checkpoint_files: Sequence[str] | None = None, **kwargs):
-        refuse_parallel_plan(model)
+        swap.refuse_parallel_plan(model)
         check_trainer()
         files = read_headers(checkpoint_files or ())
         reasons = skip_reasons(model, self.quantization_config.modules_to_not_convert or ())
         if self.pre_quantized:
             headers = [file for file in files if isinstance(file, FileHeader)]
-            reasons = reasons_of_checkpoint(model, self.quantization_config, reasons, headers)
+            reasons = swap.reasons_of_checkpoint(model, self.quantization_config, reasons, headers)
         self.quantization_config = self.quantization_config.keeping(full_precision_record(model, reasons))
-        make = placeholder if self._packs_on_load else None
-        self._swapped = quantize_linears(model, self.quantization_config, make, reasons)
-        if kwargs.get("use_kernels") and any(isinstance(module, ExpertsBase) for module in model.modules()):
+        make = swap.placeholder if self._packed and not self.pre_quantized else None
+        self._skipped = swap.quantize_linears(model, self.quantization_config, make, reasons)[1]
+        experts = MXFP4Experts, MXFP4PackedExperts
+        if kwargs.get("use_kernels") and any(isinstance(module, experts) for module in model.modules()):
             raise ValueError(
                 "use_kernels=True lets transformers replace whole layers of experts by kernels that compute in full "
                 "precision; load the model without it, or add 'experts' to modules_to_not_convert"
             )
-        layers = packed_layers(model)
-        for layer in layers.values():
+        for layer in swap.packed_layers(model).values():
             # transformers would draw random numbers for a tensor that is missing, and fail on uint8.
             layer._is_hf_initialized = True
         if self.pre_quantized and files:
-            tie_packed(model)
+            swap.tie_packed(model)
             self.record = check_checkpoint(files, self.quantization_config)
         elif files:
             check_unquantized(files)
@@ -120,48 +110,32 @@ class MXFP4RLQuantizer(HfQuantizer):
 
     def param_needs_quantization(self, model, param_name: str, **kwargs) -> bool:
         """Return True for exactly the full-precision placeholders of a checkpoint that is packed as it is read."""
-        owner, _, name = param_name.rpartition(".")
-        if not self._packs_on_load:
+        if not self._packed or self.pre_quantized:
             return False
+        owner, _, name = param_name.rpartition(".")
         layer = model.get_submodule(owner)
-        if isinstance(layer, MXFP4PackedExperts):
-            return name in layer.projections
-        return name == "weight" and isinstance(layer, MXFP4PackedLinear)
+        return isinstance(layer, PACKED) and name in swap.matrices_of(layer)
 
     def param_element_size(self, model, param_name: str, param) -> float:
         """Bytes per element, for `device_map="auto"`: two codes share a byte; the scales are counted by themselves."""
         return 0.5 if self.param_needs_quantization(model, param_name) else param.element_size()
 
     def get_quantize_ops(self):
-        return PackOnLoad(self.quantization_config, self.error_energy)
+        return swap.PackOnLoad(self.error_energy)
 
-    def attach(self, model, quantized: Sequence[str], skipped: Mapping[str, str], energy: ErrorEnergy) -> None:
-        """Make this the quantizer of a model whose layers were swapped by hand, so that it saves and reports as if it
-        had been loaded so."""
-        self._swapped, self._loads, self.error_energy = (list(quantized), dict(skipped)), False, energy
+    def attach(self, model, skipped: Mapping[str, str], energy: ErrorEnergy) -> None:
+        """Make this the quantizer of a model whose layers were swapped by hand."""
+        self._skipped, self._loads, self.error_energy = dict(skipped), False, energy
         model.hf_quantizer, model.is_quantized, model.quantization_method = self, True, QUANT_METHOD
         self.postprocess_model(model)
 
     def _process_model_after_weight_loading(self, model, **kwargs):
-        tie_packed(model)
+        swap.tie_packed(model)
         if self._loads:
-            check_loaded(model)
-        quantized, skipped = self._swapped
-        dithers = self._loads and not self._packed and self.quantization_config.dither_ties
-        dither = dither_masters(model) if dithers else None
-        n_weights, packed_bytes = count_weights(model)
-        model.quantization_report = QuantizationReport(
-            scheme=self.quantization_config.describe(),
-            quantized=tuple(quantized),
-            skipped=tuple(skipped),
-            skip_reasons=dict(skipped),
-            sqnr_db=self.error_energy.sqnr_db if self._packed else master_sqnr(model),
-            n_weights=n_weights,
-            packed_bytes=packed_bytes,
-            dither=dither,
-        )
-        get_logger().info("%s: %s", type(model).__name__, model.quantization_report)
-        if self._loads and model.quantization_report.masters_on_grid:
+            swap.check_loaded(model)
+        model.quantization_report = report = self._report(model)
+        get_logger().info("%s: %s", type(model).__name__, report)
+        if self._loads and report.masters_on_grid:
             get_logger().warning(
                 "The master weights of %s lie on the grid of their scheme (hf-mxfp4 gptq makes such checkpoints): "
                 "steps below half a grid step change no quantized weight, so training them does nothing at usual "
@@ -169,8 +143,7 @@ class MXFP4RLQuantizer(HfQuantizer):
                 type(model).__name__,
             )
         if any(isinstance(module, MXFP4PackedExperts) for module in model.modules()):
-            # transformers would split the experts' weights by name as it saves, and not their scales; so the files have
-            # the names that the model has.
+            # transformers would split the experts' weights as it saves, and not their scales: files have our names.
             model._weight_conversions = []
         self.model_class = type(model)
         self._wrap_methods()
@@ -179,31 +152,37 @@ class MXFP4RLQuantizer(HfQuantizer):
         watch_references()
         return model
 
-    def matrices(self, model) -> Iterator[WeightMatrix]:
-        """Yield the master weights of the model's quantized layers."""
-        return trainable_matrices(model)
+    def _report(self, model) -> QuantizationReport:
+        dithers = self._loads and not self._packed and self.quantization_config.dither_ties
+        dither = dither_masters(model) if dithers else None
+        n_weights, packed_bytes = count_weights(model)
+        return QuantizationReport(
+            scheme=self.quantization_config.describe(),
+            quantized=tuple(swap.quantized_names(model)),
+            skipped=tuple(self._skipped),
+            skip_reasons=self._skipped,
+            sqnr_db=self.error_energy.sqnr_db if self._packed else master_sqnr(model),
+            n_weights=n_weights,
+            packed_bytes=packed_bytes,
+            dither=dither,
+        )
 
     def dequantize(self, model, dtype=None):
-        """Return a plain model: every quantized layer becomes an `nn.Linear`, or experts of the model's own class, that
-        holds the quantized values.
-
-        With a ``dtype`` all floating-point parameters are converted to it; without one, none is (transformers would
-        fall back to the dtype that the model was loaded in, which may no longer be its own).
-        """
-        layers = {n: m for n, m in model.named_modules(remove_duplicate=False) if isinstance(m, QUANTIZED)}
-        if not layers:
+        """Return a plain model of the quantized values, all its parameters in ``dtype`` where that is given."""
+        if not any(isinstance(module, QUANTIZED) for module in model.modules()):
             raise ValueError("nothing to dequantize: the model has no MXFP4 layer")
-        plain: dict[nn.Module, nn.Module] = {}
-        for name, layer in layers.items():
-            if layer not in plain:
-                plain[layer] = (layer.to_linear if isinstance(layer, nn.Linear) else layer.to_experts)(dtype)
-            model.set_submodule(name, plain[layer])
+        return self.make_plain(model, dtype)
+
+    def make_plain(self, model, dtype=None):
+        """[`dequantize`] of a model that may have no quantized layer any more."""
+        layers = {n: m for n, m in model.named_modules(remove_duplicate=False) if isinstance(m, QUANTIZED)}
+        swap.swap_layers(model, layers, lambda layer, name: swap.to_plain(layer, dtype))
         # Not model.to(dtype): that would convert buffers such as the rotary frequencies too.
         for parameter in model.parameters():
             if dtype is not None and parameter.is_floating_point():
                 parameter.data = parameter.data.to(dtype)
-        if any(isinstance(layer, MXFP4PackedExperts) for layer in layers.values()):
-            model.__dict__.pop("_weight_conversions", None)  # it saves as any plain model again
+        if model.__dict__.get("_weight_conversions") == []:  # of packed experts: it saves as any plain model again
+            del model._weight_conversions
         model.__dict__.pop("quantization_report", None)
         self.remove_quantization_config(model)
         return model
@@ -232,6 +211,88 @@ class MXFP4RLQuantizer(HfQuantizer):
     def is_qat_trainable(self) -> bool:
         # Packed weights are frozen: transformers then asks for adapters.
         return not self._packed
+
+
+# ---- a model in memory ----------------------------------------------------------------------------------------------
+
+
+def pack(model: "PreTrainedModel", config: MXFP4RLConfig | None = None) -> "PreTrainedModel":
+    """Turn a model's full-precision weights into packed 4-bit ones, in place and layer by layer.
+
+    A packed model has the very weights of the trainable one under the same scheme; logits differ by the order of sums.
+    `save_pretrained` then writes a packed checkpoint.
+
+    Args:
+        model: trained with ``mode="qat"``, or a plain one; it is returned.
+        config: of mode ``"packed"``. A model of mode ``"qat"`` keeps its own scheme without one, and in any case its
+            choice of layers; a plain model needs one.
+
+    Raises:
+        TypeError: ``model`` is not a transformers model.
+        ValueError: it is packed already, has adapters, its weights are sharded or not loaded, nothing in it can be
+            packed, or the config is of another mode or missing.
+    """
+    if not hasattr(model, "config") or not hasattr(model, "save_pretrained"):
+        raise TypeError(f"pack takes a transformers model, not {type(model).__name__}; unwrap it first")
+    if any(isinstance(module, PACKED) for module in model.modules()):
+        raise ValueError(f"{type(model).__name__} is packed already")
+    if any(isinstance(getattr(module, "base_layer", None), nn.Module) for module in model.modules()):
+        raise ValueError(f"{type(model).__name__} has adapters; merge them into it first (merge_and_unload)")
+    trained = next((module.config for module in model.modules() if isinstance(module, TRAINABLE)), None)
+    config = _packed_config(type(model).__name__, trained, config)
+    energy = ErrorEnergy()
+
+    def make(layer: nn.Module, name: str) -> nn.Module:
+        _check_whole(name, layer)
+        packed = swap.from_plain(layer, config, name)
+        tensors = {own: getattr(packed, own) for own in packed.shapes()}
+        for own in swap.matrices_of(packed):
+            swap.add_error(energy, packed, own, getattr(layer, own).detach(), tensors)
+        return packed
+
+    if trained is None:
+        layers, skipped = find_layers(model, config.modules_to_not_convert or ())
+        kept = full_precision_record(model, skip_reasons(model, config.modules_to_not_convert or ()))
+    else:
+        modules = model.named_modules(remove_duplicate=False)
+        layers = {name: module for name, module in modules if isinstance(module, TRAINABLE)}
+        report = getattr(model, "quantization_report", None)
+        skipped, kept = {} if report is None else report.skip_reasons, trained.full_precision
+    swap.swap_layers(model, layers, make)
+    MXFP4RLQuantizer(config.keeping(kept), pre_quantized=True).attach(model, skipped, energy)
+    return model
+
+
+def _check_whole(name: str, layer: nn.Module) -> None:
+    is_linear = isinstance(layer, nn.Linear)
+    for own in ("weight",) if is_linear else projections(layer):
+        weight = getattr(layer, own)
+        whole = weight.shape == (layer.out_features, layer.in_features) if is_linear else weight.dim() == 3
+        if type(weight.data) is not torch.Tensor or weight.is_meta or not whole:
+            raise ValueError(
+                f"{name}.{own} is not here in full ({type(weight.data).__name__} {list(weight.shape)} on "
+                f"{weight.device}); gather or load the model's weights, then pack"
+            )
+
+
+def _packed_config(model: str, trained: MXFP4RLConfig | None, config: MXFP4RLConfig | None) -> MXFP4RLConfig:
+    if config is None:
+        if trained is None:
+            raise ValueError(
+                f"{model} has no MXFP4Linear layer to pack; pass config=MXFP4RLConfig(mode='packed') to pack its plain "
+                "linear layers"
+            )
+        return trained.packed()
+    if config.mode != "packed":
+        raise ValueError(f"pack needs a config of mode='packed', not {config.mode!r}")
+    if trained is None or config.modules_to_not_convert == trained.modules_to_not_convert:
+        return config
+    if config.modules_to_not_convert is not None:
+        raise ValueError(
+            f"{model} was trained with modules_to_not_convert={trained.modules_to_not_convert}, the config says "
+            f"{config.modules_to_not_convert}; leave it out to pack the layers that were trained in MXFP4"
+        )
+    return replace(config, modules_to_not_convert=trained.modules_to_not_convert)
 
 
 enter_classes(MXFP4RLConfig, MXFP4RLQuantizer)

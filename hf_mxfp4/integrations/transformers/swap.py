@@ -1,22 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which modules of a model are replaced by quantized layers, and by what."""
+"""Which modules of a model are replaced by quantized layers, and what is done with weights as a checkpoint is read."""
 
 from collections.abc import Callable, Iterable, Mapping
 
 import torch
 from torch import nn
+from transformers.core_model_loading import ConversionOps
 
-from ...checkpoint import FileHeader, tensors_by_name
+from ...checkpoint import FileHeader, tensors_by_name, tied_weights
 from ...config import MXFP4RLConfig
-from ...layers import MXFP4Experts, MXFP4Linear, MXFP4PackedExperts, MXFP4PackedLinear, matrix_names
+from ...layers import PACKED, QUANTIZED, MXFP4Experts, MXFP4Linear, MXFP4PackedExperts, MXFP4PackedLinear, matrix_names
 from ...model_structure import experts_unsupported_reason, projections
-from ...module_names import (
-    BY_OPTION,
-    find_layers,
-    full_names,
-    fused_experts,
-    is_skipped_by_name,
-)
+from ...module_names import BY_OPTION, find_layers, full_names, fused_experts, is_skipped_by_name
+from ...report import ErrorEnergy, add_packed, add_packed_experts
 
 
 MakeLayer = Callable[[nn.Module, MXFP4RLConfig, str], nn.Module]
@@ -33,14 +29,22 @@ def quantize_linears(
     """Swap the linear layers and the experts of ``model`` in place; return the names of the quantized linear maps, and
     those left alone with the reasons.
 
-    ``make_layer`` builds a layer from a plain one, the config and its name; by default the layer class of the config's
-    mode does. ``reasons`` replaces what [`skip_reasons`] says.
+    Args:
+        make_layer: builds a layer from a plain one, the config and its name; by default that of the config's mode.
+        reasons: replace what [`skip_reasons`] says.
 
     Raises `ValueError` when nothing matched, or the model keeps experts in a way that is not known.
     """
     skips = config.modules_to_not_convert or ()
     layers, skipped = find_layers(model, skips, reasons)
-    return swap_layers(model, layers, config, make_layer or from_plain), skipped
+    swap_layers(model, layers, lambda layer, name: (make_layer or from_plain)(layer, config, name))
+    return quantized_names(model), skipped
+
+
+def quantized_names(model: nn.Module) -> list[str]:
+    """Return the names of the linear maps of all quantized layers, each layer once."""
+    layers = ((name, layer) for name, layer in model.named_modules() if isinstance(layer, QUANTIZED))
+    return [own for name, layer in layers for own in matrix_names(name, layer)]
 
 
 def from_plain(layer: nn.Module, config: MXFP4RLConfig, name: str) -> nn.Module:
@@ -51,29 +55,28 @@ def from_plain(layer: nn.Module, config: MXFP4RLConfig, name: str) -> nn.Module:
     return (MXFP4PackedExperts if packed else MXFP4Experts).from_experts(layer, config, name)
 
 
+def to_plain(layer: nn.Module, dtype: torch.dtype | None) -> nn.Module:
+    """Return the plain layer that holds the quantized values."""
+    return (layer.to_linear if isinstance(layer, nn.Linear) else layer.to_experts)(dtype)
+
+
 def placeholder(layer: nn.Module, config: MXFP4RLConfig, name: str) -> nn.Module:
     """Return the packed layer that a full-precision checkpoint is loaded into."""
     return (MXFP4PackedLinear if isinstance(layer, nn.Linear) else MXFP4PackedExperts).placeholder(layer, config, name)
 
 
-def swap_layers(
-    model: nn.Module, layers: dict[str, nn.Module], config: MXFP4RLConfig, make_layer: MakeLayer
-) -> list[str]:
-    """Replace layers of ``model`` by what ``make_layer`` builds from them; return the names of their linear maps, each
-    layer once.
+def swap_layers(model: nn.Module, layers: dict[str, nn.Module], make: Callable[[nn.Module, str], nn.Module]) -> None:
+    """Replace layers of ``model`` by what ``make`` builds from them and their first name.
 
     ``layers`` is emptied on the way, so that what a replaced layer held can be freed before the next one is built.
     """
-    names = []
     while layers:
         name, old = next(iter(layers.items()))
-        new = make_layer(old, config, name)
+        new = make(old, name)
         for place in [place for place, other in layers.items() if other is old]:
             model.set_submodule(place, new)
             del layers[place]
-        names += matrix_names(name, new)
         del old, new
-    return names
 
 
 # ---- which layers a quantized checkpoint has in MXFP4 ---------------------------------------------------------------
@@ -82,13 +85,9 @@ def swap_layers(
 def reasons_of_checkpoint(
     model: nn.Module, config: MXFP4RLConfig, reasons: Mapping[str, str], headers: Iterable[FileHeader]
 ) -> dict[str, str]:
-    """Return the reasons of [`hf_mxfp4.module_names.skip_reasons`] changed to what the checkpoint in ``headers`` has.
-    Layers that no file has, such as those of a new head, stay as they are.
-
-    The choice of layers may differ between versions of this package, or between the class that a checkpoint was saved
-    from and the one that it is loaded into. Packed files show which weights are packed; for master weights,
-    `config.json` lists what stayed in full precision.
-    """
+    """Return the reasons of [`skip_reasons`] changed to what the checkpoint in ``headers`` has: other versions of this
+    package, or other classes of the model, choose other layers. Packed files show which weights are packed; for master
+    weights, `config.json` lists what stayed in full precision. Layers that no file has, such as a new head, stay."""
     stored, found = _stored_dtypes(model, headers), dict(reasons)
     for name, weight in _candidates(model).items():
         dtype = stored.get(weight)
@@ -136,3 +135,97 @@ def _stored_dtypes(model: nn.Module, headers: Iterable[FileHeader]) -> dict[str,
         own = name if name in state else rename_source_key(name, renamings, converters, prefix, state)[0]
         found[own] = tensor.dtype
     return found
+
+
+# ---- weights as they are read ---------------------------------------------------------------------------------------
+
+
+def matrices_of(layer: nn.Module) -> tuple[str, ...]:
+    """Return the names of the weights of a quantized layer."""
+    return ("weight",) if isinstance(layer, nn.Linear) else tuple(layer.projections)
+
+
+def add_error(
+    energy: ErrorEnergy, layer: nn.Module, own: str, original: torch.Tensor, packed: dict[str, torch.Tensor]
+) -> None:
+    """Count the error of one weight of a packed layer, and the tensors that it was packed into."""
+    if isinstance(layer, MXFP4PackedExperts):
+        add_packed_experts(energy, layer, own, original, packed)
+    else:
+        add_packed(energy, original, packed, layer.config)
+
+
+class PackOnLoad(ConversionOps):
+    """Packs one weight of a checkpoint as transformers reads it, so that full-precision weights exist one at a time,
+    and adds its error to ``energy``."""
+
+    def __init__(self, energy: ErrorEnergy):
+        self._energy = energy
+
+    def convert(self, input_dict, full_layer_name: str = "", model=None, **kwargs) -> dict[str, torch.Tensor]:
+        """Map ``{name of the weight: [tensor]}`` to the layer's packed tensors by their full names. Of several weights,
+        which one tensor of the files is split into, each name is a full one.
+
+        Raises `ValueError` when a weight is not of the layer's shape, which transformers does not check here.
+        """
+        names = [full_layer_name] if len(input_dict) == 1 else list(input_dict)
+        found: dict[str, torch.Tensor] = {}
+        for name, value in zip(names, input_dict.values(), strict=True):
+            found |= self._pack(model, name, value[0] if isinstance(value, list) else value)
+        return found
+
+    def _pack(self, model: nn.Module, full_layer_name: str, weight: torch.Tensor) -> dict[str, torch.Tensor]:
+        owner, _, own = full_layer_name.rpartition(".")
+        layer = model.get_submodule(owner)
+        if not isinstance(layer, PACKED) or own not in matrices_of(layer):
+            return {full_layer_name: weight}
+        needed = getattr(layer, own).shape  # the placeholder's
+        if weight.shape != needed:
+            raise ValueError(
+                f"{full_layer_name} is {list(weight.shape)} in the checkpoint, the model needs {list(needed)}"
+            )
+        packed = layer.pack_weight(weight) if own == "weight" else layer.pack_weight(own, weight)
+        add_error(self._energy, layer, own, weight, packed)
+        return {f"{owner}.{tensor}": nn.Parameter(data, requires_grad=False) for tensor, data in packed.items()}
+
+
+def refuse_parallel_plan(model: nn.Module) -> None:
+    """Raise `ValueError` for a model that transformers would split over devices as it loads, without scales."""
+    plan = getattr(model.config, "distributed_config", None)
+    asked = {name: getattr(plan, name, None) for name in ("tp_plan", "tp_size", "fsdp_size", "pp_size")}
+    asked = {name: value for name, value in asked.items() if value not in (None, 0, 1)}
+    if asked:
+        raise ValueError(
+            f"the layers of this package cannot be split over devices as they load ({str(asked)[:200]}); leave out "
+            "tp_plan, tp_size and distributed_config, and shard with FSDP2 or DeepSpeed through `accelerate launch` "
+            "(recipes/accelerate), or place whole layers with device_map"
+        )
+
+
+def packed_layers(model: nn.Module) -> dict[str, nn.Module]:
+    """Return the packed layers of a model by name."""
+    return {name: module for name, module in model.named_modules() if isinstance(module, PACKED)}
+
+
+def tie_packed(model: nn.Module) -> None:
+    """Share all packed tensors of layers whose weights are tied, and add their names to those of tied tensors."""
+    tied = getattr(model, "all_tied_weights_keys", None)
+    layers = packed_layers(model) if tied else {}
+    if not layers:
+        return
+    names = {f"{name}.{own}" for name, layer in layers.items() for own, _ in layer.named_parameters(recurse=False)}
+    for target, source in tied_weights(model, names).items():
+        (owner, _, own), other = target.rpartition("."), source.rpartition(".")[0]
+        if owner in layers and other in layers and own != "bias":
+            tied[target] = source
+            setattr(layers[owner], own, getattr(layers[other], own))
+
+
+def check_loaded(model: nn.Module) -> None:
+    """Raise `ValueError` for the first tensor of a packed layer that no file has. transformers only warns of it."""
+    for name, layer in packed_layers(model).items():
+        for own, parameter in layer.named_parameters(recurse=False):
+            # Offloaded parameters are meta tensors here, and left to the check of the files.
+            if not parameter.is_meta and not getattr(parameter, "_is_hf_initialized", False):
+                raise ValueError(f"{name}.{own} is in no file of the checkpoint")
+        layer.check()

@@ -1,37 +1,74 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM loads checkpoints of this package: the entry point `vllm.general_plugins` names [`register`]. The names below
-need no vLLM."""
+"""vLLM loads checkpoints of this package: the entry point `vllm.general_plugins` names [`register`]. This module and
+`weight_loading.py` import no vLLM."""
 
-from ...utils import lazy_names
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+from ...registration import QUANT_METHOD
+from ...utils import lazy_names, unknown_key_message
 
 
-__all__ = [
-    "SETTINGS_KEY",
-    "EngineSettings",
-    "ExpectedLayers",
-    "WeightConverter",
-    "add_adapters",
-    "experts_operator",
-    "make_room",
-    "register",
-]
+__all__ = ["SETTINGS_KEY", "EngineSettings", "ExpectedLayers", "WeightConverter", "register"]
 
-__getattr__ = lazy_names(
-    __name__,
-    {
-        "SETTINGS_KEY": "settings",
-        "EngineSettings": "settings",
-        "ExpectedLayers": "weight_loading",
-        "WeightConverter": "weight_loading",
-        "add_adapters": "adapters",
-        "make_room": "adapters",
-        "experts_operator": "experts_product",
-    },
-)
+__getattr__ = lazy_names(__name__, dict.fromkeys(["ExpectedLayers", "WeightConverter"], "weight_loading"))
 
 
 def register() -> None:
     """Teach vLLM the quantization method `mxfp4_rl`. vLLM calls this in each of its processes, maybe more than once."""
-    from .quantization import register_method
+    from vllm.model_executor.layers.quantization import register_quantization_config
 
-    register_method()
+    from .quantization import MXFP4RLVLLMConfig
+
+    register_quantization_config(QUANT_METHOD)(MXFP4RLVLLMConfig)
+
+
+#: The key of [`EngineSettings`] inside `quantization_config`.
+SETTINGS_KEY = "vllm"
+
+_REMOVED = {"native": "for vLLM's own MXFP4 kernels, run hf-mxfp4 export --format compressed-tensors"}
+
+
+@dataclass(frozen=True)
+class EngineSettings:
+    """How one vLLM keeps quantized weights.
+
+    Attributes:
+        weights: ``"packed"``: codes and scales, for good; ``"dense"``: values in the dtype of vLLM, dequantized when
+            they are loaded.
+        adapter_rank: the largest rank of the adapters that are pushed beside packed weights; 0 for no room.
+
+    Raises `ValueError` for other values, and for adapters beside dense weights.
+    """
+
+    weights: str = "packed"
+    adapter_rank: int = 0
+
+    def __post_init__(self):
+        if self.weights not in ("packed", "dense"):
+            removed = f"; {_REMOVED[self.weights]}" if self.weights in _REMOVED else ""
+            raise ValueError(f"{SETTINGS_KEY}.weights={self.weights!r} must be 'packed' or 'dense'{removed}")
+        if type(self.adapter_rank) is not int or self.adapter_rank < 0:
+            raise ValueError(f"{SETTINGS_KEY}.adapter_rank={self.adapter_rank!r} must be a whole number of at least 0")
+        if self.adapter_rank and self.weights != "packed":
+            raise ValueError(
+                f"{SETTINGS_KEY}.adapter_rank={self.adapter_rank} needs {SETTINGS_KEY}.weights='packed': into dense "
+                "weights adapters are added before they are pushed"
+            )
+
+    @classmethod
+    def read(cls, options: Any = None) -> "EngineSettings":
+        """Read the dictionary in a checkpoint, `None` without one. Raises `ValueError` for unknown keys, too."""
+        options = {} if options is None else options
+        if not isinstance(options, Mapping):
+            raise ValueError(f"{SETTINGS_KEY}={options!r} in the quantization config must be a mapping")
+        known = [field.name for field in fields(cls)]
+        for key in options:
+            if key not in known:
+                raise ValueError(unknown_key_message(f"{SETTINGS_KEY} in the quantization config", str(key), known))
+        return cls(**options)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return what [`read`] reads back."""
+        return asdict(self)

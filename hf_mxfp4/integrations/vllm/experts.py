@@ -1,37 +1,48 @@
 # SPDX-License-Identifier: Apache-2.0
 """Experts in vLLM: on packed weights, or with quantized inputs, by a product of our own; on dequantized weights alone
-by vLLM's kernels for 16-bit experts."""
+by vLLM's kernels for 16-bit experts.
+
+vLLM computes an expert in one kernel, in which the input of ``down_proj`` cannot be quantized; hence the operator. On
+GPUs each projection of all experts is one grouped kernel and nothing is read back, so that CUDA graphs can hold it
+([`hf_mxfp4.gemm.reads_packed_on_gpus`] says of which schemes); elsewhere experts come one after the other.
+"""
 
 from types import MethodType
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from vllm.config import get_current_vllm_config
 from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 from vllm.model_executor.utils import set_weight_attrs
 
 from ...config import MXFP4RLConfig
-from ...gemm import packed_shapes, reads_packed_on_gpus
-from ...numerics import QuantScheme
-from .experts_product import ACTIVATIONS, INTERLEAVED, experts_operator
-from .experts_storage import VLLM_NAMES, ExpertsTarget, packed_parameters, parameter_name, write
+from ...gemm import (
+    PACKED_FIELDS,
+    Groups,
+    PackedSpec,
+    group_by_expert,
+    matmul,
+    packed_forward,
+    packed_shapes,
+    quantize_input,
+    read_scheme,
+    reads_packed_on_gpus,
+)
+from ...numerics import BLOCK_SIZE, QuantScheme
 from .linears import check_share
-from .weight_loading import ExpectedLayers, check_complete
+from .weight_loading import VLLM_NAMES, ExpectedLayers, ExpertsTarget, check_complete, parameter_name, write
 
 
 def experts_method(layer: Any, scheme: MXFP4RLConfig, expected: ExpectedLayers, name: str) -> Any:
-    """Return the method that computes quantized experts, and add them to ``expected``.
-
-    Raises `ValueError` for what it could not compute, before any weight is read.
-    """
+    """Return the method that computes quantized experts, and add them to ``expected``. Raises `ValueError` for what it
+    could not compute."""
     method = MXFP4RLExpertsMethod
     if not expected.is_packed and scheme.activation_scheme is None:
         method = MXFP4RLDenseExpertsMethod
     else:
         _check_supported(layer, name)
-    # vLLM's, while it makes layers.
-    expected.device, expected.dtype = torch.get_default_device(), torch.get_default_dtype()
     expected.projection_names = layer.ckpt_gate_proj_name, layer.ckpt_up_proj_name, layer.ckpt_down_proj_name
     target = expected.experts[name] = _target(layer, scheme, name)
     if expected.is_packed:
@@ -58,8 +69,7 @@ class MXFP4RLDenseExpertsMethod(_FromOurCheckpoint, UnquantizedFusedMoEMethod):
 
 
 class MXFP4RLExpertsMethod(_FromOurCheckpoint, FusedMoEMethodBase):
-    """Experts as the policy computes them: both inputs quantized where the scheme does that, on packed weights or on
-    dequantized ones ([`mxfp4_rl::experts`](experts_product.py)).
+    """Experts as the policy computes them, by [`experts_operator`].
 
     Parameters of the layer with packed weights, for good, filled in place: ``w13_weight`` and ``w2_weight`` uint8
     ``[E, N, K / 2]``, ``w13_weight_scale``, ``w13_weight_macro`` and so on, those that the scheme has.
@@ -74,80 +84,51 @@ class MXFP4RLExpertsMethod(_FromOurCheckpoint, FusedMoEMethodBase):
         params_dtype: torch.dtype,
         **extra_weight_attrs: Any,
     ) -> None:
-        """Parameters for the experts of this process.
-
-        Raises `ValueError` when tensor parallelism would cut a block, or the kernels do not read the scheme.
-        """
+        """Make parameters. Raises `ValueError` where tensor parallelism cuts a block, or no kernel reads the scheme."""
         target, weights, inputs = self.target, self.scheme.weight_scheme, self.scheme.activation_scheme
         columns, schemes = target.sizes["down_proj"][1], (weights if target.is_packed else None, inputs)
-        name, advice = f"{target.name}.down_proj", "enable_expert_parallel=True"
-        check_share(name, columns // target.size, columns, schemes, advice)
+        sizes = columns // target.size, columns
+        check_share(f"{target.name}.down_proj", *sizes, schemes, "enable_expert_parallel=True")
         if target.is_packed:
             _check_graphs(target.name, weights, self.scheme.backend)
+        self._names = []
         for projection, (rows, columns) in target.own_sizes().items():
-            prefix = VLLM_NAMES[projection]
+            dtype, attributes, shapes = params_dtype, extra_weight_attrs, {"weight": (rows, columns)}
             if target.is_packed:
-                own = {"weight_loader": MethodType(write, layer)}
-                for part, shape in packed_shapes(rows, columns, weights).items():
-                    _register(layer, parameter_name(projection, part), (num_experts, *shape), torch.uint8, own)
-            else:
-                shape = num_experts, rows, columns
-                _register(layer, f"{prefix}_weight", shape, params_dtype, extra_weight_attrs)
+                dtype, attributes = torch.uint8, {"weight_loader": MethodType(write, layer)}
+                shapes = packed_shapes(rows, columns, weights)
+            self._names.append([parameter_name(projection, part) for part in shapes])
+            for name, shape in zip(self._names[-1], shapes.values(), strict=True):
+                _register(layer, name, (num_experts, *shape), dtype, attributes)
             if self.moe.has_bias:
-                _register(layer, f"{prefix}_bias", (num_experts, rows), params_dtype, extra_weight_attrs)
+                name = parameter_name(projection, "bias")
+                _register(layer, name, (num_experts, rows), params_dtype, extra_weight_attrs)
 
     def get_fused_moe_quant_config(self, layer: Any) -> None:
         return None  # of vLLM's kernels, which are not used
 
     def apply(
-        self,
-        layer: Any,
-        x: torch.Tensor,
-        topk_weights: torch.Tensor,
-        topk_ids: torch.Tensor,
-        shared_experts: Any,
-        shared_experts_input: torch.Tensor | None,
+        self, layer: Any, x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, *_: Any, **__: Any
     ) -> torch.Tensor:
-        gate_up, down = (packed_parameters(layer, projection) for projection in VLLM_NAMES)
+        gate_up, down = ([getattr(layer, name) for name in names] for names in self._names)
         biases = [layer.w13_bias, layer.w2_bias] if self.moe.has_bias else []
-        weights, inputs = self.scheme.weight_scheme, self.scheme.activation_scheme
-        return experts_operator(
-            x,
-            topk_weights,
-            topk_ids,
-            layer.expert_map,
-            gate_up,
-            down,
-            biases,
-            str(weights) if self.target.is_packed else "",
-            "" if inputs is None else str(inputs),
-            layer.activation.value,
-            self.scheme.backend,
-        )
+        weights = str(self.scheme.weight_scheme) if self.target.is_packed else ""
+        scheme = weights, str(self.scheme.activation_scheme or ""), layer.activation.value, self.scheme.backend
+        return experts_operator(x, topk_weights, topk_ids, layer.expert_map, gate_up, down, biases, *scheme)
 
 
-def _register(
-    layer: torch.nn.Module, name: str, shape: tuple[int, ...], dtype: torch.dtype, attributes: dict[str, Any]
-) -> None:
+def _register(layer: Any, name: str, shape: tuple[int, ...], dtype: torch.dtype, attributes: dict[str, Any]) -> None:
     parameter = torch.nn.Parameter(torch.zeros(shape, dtype=dtype), requires_grad=False)
     layer.register_parameter(name, parameter)
     set_weight_attrs(parameter, attributes)
 
 
 def _target(layer: Any, scheme: MXFP4RLConfig, name: str) -> ExpertsTarget:
-    moe, manager = layer.moe_config, layer.expert_map_manager
-    parallel = moe.moe_parallel_config
-    columns = moe.intermediate_size
-    return ExpertsTarget(
-        name,
-        scheme.weight_scheme,
-        {"gate_up_proj": (2 * columns, moe.hidden_dim), "down_proj": (moe.hidden_dim, columns)},
-        moe.num_experts,
-        tuple(manager.get_local_expert_ids()),
-        parallel.tp_rank,
-        parallel.tp_size,
-        moe.activation.value in INTERLEAVED,
-    )
+    moe, parallel = layer.moe_config, layer.moe_config.moe_parallel_config
+    columns, own = moe.intermediate_size, tuple(layer.expert_map_manager.get_local_expert_ids())
+    sizes = {"gate_up_proj": (2 * columns, moe.hidden_dim), "down_proj": (moe.hidden_dim, columns)}
+    share = parallel.tp_rank, parallel.tp_size, moe.activation.value in INTERLEAVED
+    return ExpertsTarget(name, scheme.weight_scheme, sizes, moe.num_experts, own, *share)
 
 
 def _check_supported(layer: Any, name: str) -> None:
@@ -185,3 +166,96 @@ def _check_graphs(name: str, weights: QuantScheme, backend: str) -> None:
             'other they cannot be in a CUDA graph; set enforce_eager=True, or quantization_config["vllm"] = '
             '{"weights": "dense"} in config.json'
         )
+
+
+# ---- the product ----------------------------------------------------------------------------------------------------
+
+
+def _swiglu(states: torch.Tensor) -> torch.Tensor:
+    gate, up = states.chunk(2, dim=-1)
+    return F.silu(gate) * up
+
+
+def _swiglu_oai(states: torch.Tensor) -> torch.Tensor:
+    """gpt-oss: gate and up columns alternate, and both are clamped."""
+    gate, up = states[..., ::2].clamp(max=7.0), states[..., 1::2].clamp(min=-7.0, max=7.0)
+    return (up + 1) * (gate * torch.sigmoid(gate * 1.702))
+
+
+#: What lies between the projections, ``[S, 2 I]`` to ``[S, I]``, by vLLM's names, with the arithmetic of transformers.
+ACTIVATIONS = {"silu": _swiglu, "swigluoai": _swiglu_oai}
+#: Those of [`ACTIVATIONS`] for which rows of gate and up alternate in the weight.
+INTERLEAVED = ("swigluoai",)
+
+
+@torch.library.custom_op("mxfp4_rl::experts", mutates_args=())
+def experts_operator(
+    x: torch.Tensor,
+    topk_weights: torch.Tensor,
+    topk_ids: torch.Tensor,
+    expert_map: torch.Tensor | None,
+    gate_up: list[torch.Tensor],
+    down: list[torch.Tensor],
+    biases: list[torch.Tensor],
+    weight_scheme: str,
+    input_scheme: str,
+    activation: str,
+    backend: str,
+) -> torch.Tensor:
+    """Return the weighted sum ``[tokens, hidden]`` of the experts of each token, in the dtype of ``x``.
+
+    Args:
+        x, topk_weights, topk_ids: ``[tokens, hidden]``, and ``[tokens, k]`` of each of the others.
+        expert_map: int ``[experts of the model]``, the place of each among the weights and -1 for those of other
+            processes, which add nothing to the sum; `None` when all are here.
+        gate_up, down: the weights of all experts here, ``[E, N, ...]``: the packed tensors that the scheme has, in the
+            order of [`PACKED_FIELDS`], or one tensor of dequantized values.
+        biases: ``[E, N]`` of each projection, or none.
+        weight_scheme, input_scheme: as text; ``""`` for dequantized weights, and inputs that are not quantized.
+        activation: one of [`ACTIVATIONS`].
+        backend: see [`hf_mxfp4.fake_quantize`].
+    """
+    n_tokens, k = topk_ids.shape
+    ids, order, groups = _sorted(topk_ids.reshape(-1), expert_map, len(gate_up[0]))
+    elsewhere = None if expert_map is None else (ids == groups.n_experts).unsqueeze(-1)
+    weights, inputs = (read_scheme(text) if text else None for text in (weight_scheme, input_scheme))
+
+    def project(states: torch.Tensor, weight: list[torch.Tensor], own: list[torch.Tensor]) -> torch.Tensor:
+        bias = own[0].to(x.dtype) if own else None
+        if weights is not None:
+            found = dict(zip(packed_shapes(1, BLOCK_SIZE, weights), weight, strict=True))
+            packed = tuple(found.get(name) for name in PACKED_FIELDS)
+            spec = PackedSpec(weights, inputs, states.shape[-1], backend)
+            out = packed_forward(states, packed, bias, spec, groups, x.dtype)
+        else:
+            states = quantize_input(states, x.dtype, inputs, backend)
+            out = matmul(states, weight[0], None if elsewhere is not None else bias, groups)
+            if elsewhere is not None and bias is not None:  # products with a bias need an expert for every row
+                out = out + bias[ids.clamp(max=len(bias) - 1)]
+        # No expert has written the rows of other processes.
+        return out if elsewhere is None else out.masked_fill(elsewhere, 0)
+
+    states = project(x[order // k], gate_up, biases[:1])
+    states = project(ACTIVATIONS[activation](states), down, biases[1:])
+    states = states * topk_weights.reshape(-1)[order].unsqueeze(-1)
+    places = torch.empty_like(order)
+    places[order] = torch.arange(order.numel(), device=order.device)
+    return states[places].view(n_tokens, k, states.shape[-1]).sum(dim=1).to(x.dtype)
+
+
+@experts_operator.register_fake
+def _(x, *others):
+    return torch.empty(x.shape, dtype=x.dtype, device=x.device)
+
+
+def _sorted(
+    ids: torch.Tensor, expert_map: torch.Tensor | None, n_experts: int
+) -> tuple[torch.Tensor | None, torch.Tensor, Groups]:
+    """Return the places of experts in order, ``n_experts`` for those of other processes, the order that sorts rows so,
+    and their groups."""
+    if expert_map is None:
+        return None, *group_by_expert(ids, n_experts)
+    ids = expert_map[ids]
+    ids, order = torch.sort(torch.where(ids < 0, n_experts, ids), stable=True)
+    ends = torch.searchsorted(ids, torch.arange(n_experts, device=ids.device, dtype=ids.dtype), right=True)
+    return ids, order, Groups.of_ends(ends.to(torch.int32), len(ids))

@@ -1,39 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Quantized linear layers in vLLM: on packed weights that stay as and where they were made, with adapters beside them,
-or on dense ones."""
+"""Quantized linear layers in vLLM: on packed weights that stay where they were made, with adapters beside them, or on
+dense ones."""
 
 import math
+import weakref
 from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.nn.functional as F
+from torch import nn
 from vllm.model_executor.layers.linear import LinearMethodBase, UnquantizedLinearMethod
 from vllm.model_executor.parameter import ChannelQuantScaleParameter, ModelWeightParameter
 
 from ...backends import fake_quantize
 from ...config import MXFP4RLConfig
-from ...gemm import (
-    PACKED_FIELDS,
-    PackedSpec,
-    check_rotation,
-    compiled_packed_linear,
-    packed_shapes,
-    read_scheme,
-)
+from ...gemm import PACKED_FIELDS, PackedSpec, check_rotation, compiled_packed_linear, packed_shapes, read_scheme
 from ...numerics import BLOCK_SIZE, QuantScheme
-from .adapters import add_adapters, make_room
 from .weight_loading import ExpectedLayers
 
 
 @torch.library.custom_op("mxfp4_rl::quantize_input", mutates_args=())
 def quantize_input(x: torch.Tensor, scheme: str, backend: str) -> torch.Tensor:
-    """Return ``Q(x)`` along the last axis, in the dtype of ``x``: one operator, so that vLLM can compile the model
-    around it.
-
-    Args:
-        scheme: of inputs, as text.
-        backend: see [`hf_mxfp4.fake_quantize`].
-    """
+    """Return ``Q(x)`` along the last axis, in the dtype of ``x``, by a scheme as text: one operator, so that vLLM can
+    compile the model around it."""
     return fake_quantize(x, read_scheme(scheme), backend).contiguous()
 
 
@@ -53,7 +43,7 @@ def check_share(
     """Raise `ValueError` when a process's ``share`` of the input ``columns`` cuts what is quantized together.
 
     Args:
-        schemes: of weights that are packed, and of inputs; `None` for others.
+        schemes: of packed weights and of inputs, if any.
         advice: what to set instead.
         unit: how many columns belong together in any case.
     """
@@ -74,22 +64,24 @@ def check_share(
         )
 
 
-class MXFP4RLLinearMethod(LinearMethodBase):
-    """``Q(x) Q(W)^T + b`` on codes and scales, by the names that they have on disk, and what adapters add to it.
-
-    The parameters are made once and written in place, by whatever is loaded or pushed, so that graphs which hold their
-    addresses stay true.
-
-    Args:
-        scheme: of the checkpoint.
-        name: of the layer, in vLLM.
-        expected: what is known of all layers.
-        parts: the layers that vLLM has joined in it, by the names that they have in checkpoints.
-    """
+class _FromOurCheckpoint:
+    """Mixin of methods for linear layers; ``parts`` are the names in checkpoints of what vLLM has joined in one."""
 
     def __init__(self, scheme: MXFP4RLConfig, name: str, expected: ExpectedLayers, parts: list[str]):
+        super().__init__()
         self.scheme, self.name, self.expected, self.parts = scheme, name, expected, parts
         self._names = packed_shapes(1, BLOCK_SIZE, scheme.weight_scheme).keys()
+        self._inputs = str(scheme.activation_scheme or "")
+
+    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+        """Raise `ValueError` unless all tensors came, of all that vLLM has joined here."""
+        self.expected.check_linear(self.parts, self.scheme.weight_scheme)
+        super().process_weights_after_loading(layer)
+
+
+class MXFP4RLLinearMethod(_FromOurCheckpoint, LinearMethodBase):
+    """``Q(x) Q(W)^T + b`` on codes and scales, by the names that they have on disk, and what adapters add to it. The
+    parameters are made once and written in place, so that graphs which hold their addresses stay true."""
 
     def create_weights(
         self,
@@ -101,10 +93,8 @@ class MXFP4RLLinearMethod(LinearMethodBase):
         params_dtype: torch.dtype,
         **extra_weight_attrs: Any,
     ) -> None:
-        """Make uint8 parameters of the shapes on disk; of a layer that is split by columns, the share of this process.
-
-        Raises `ValueError` when a share would cut what is quantized together.
-        """
+        """Make uint8 parameters of the shapes on disk, or of this process's share of the columns. Raises `ValueError`
+        when a share would cut what is quantized together."""
         weights, loader = self.scheme.weight_scheme, extra_weight_attrs["weight_loader"]
         rotation, schemes = self.scheme.weight_rotation, (weights, self.scheme.activation_scheme)
         check_rotation(self.name, input_size, rotation)
@@ -119,47 +109,118 @@ class MXFP4RLLinearMethod(LinearMethodBase):
             else:
                 parameter = ModelWeightParameter(data=data, input_dim=1, output_dim=0, weight_loader=loader)
             layer.register_parameter(name, parameter)
-        if self.expected.settings.adapter_rank:
-            self._make_room(layer, output_partition_sizes, input_size_per_partition, params_dtype, loader)
-
-    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
-        """Raise `ValueError` unless all tensors came, of all that vLLM has joined here."""
-        self.expected.check_linear(self.parts, self.scheme.weight_scheme)
+        if rank := self.expected.settings.adapter_rank:
+            sizes = output_partition_sizes, input_size_per_partition
+            make_room(layer, self.name, rank, len(self.parts), *sizes, params_dtype, loader)
 
     def apply(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         packed = tuple(getattr(layer, name) if name in self._names else None for name in PACKED_FIELDS)
         y = compiled_packed_linear(x, packed, bias, self._spec)  # one operator
-        return add_adapters(y, x, layer, layer.mxfp4_adapter_rows) if self.expected.settings.adapter_rank else y
-
-    def _make_room(
-        self, layer: torch.nn.Module, rows: list[int], columns: int, dtype: torch.dtype, loader: Callable[..., Any]
-    ) -> None:
-        if len(self.parts) not in (1, len(rows)):
-            raise ValueError(
-                f"{self.name}: vLLM joins {len(self.parts)} layers of checkpoints into {len(rows)} parts, and adapters "
-                "cannot be told apart; set adapter_rank=0 and push merged weights"
-            )
-        layer.mxfp4_adapter_rows = list(rows) if len(self.parts) == len(rows) else [sum(rows)]
-        rank, n_parts = self.expected.settings.adapter_rank, len(layer.mxfp4_adapter_rows)
-        make_room(layer, self.name, rank, n_parts, (sum(rows), columns), dtype, loader)
+        return add_adapters(y, x, layer) if self.expected.settings.adapter_rank else y
 
 
-class MXFP4RLDenseLinearMethod(UnquantizedLinearMethod):
+class MXFP4RLDenseLinearMethod(_FromOurCheckpoint, UnquantizedLinearMethod):
     """``Q(x) W^T + b`` on the values that came: ``Q(W)`` of a checkpoint, made before it is split among processes, and
     whatever a trainer pushes."""
-
-    def __init__(self, scheme: MXFP4RLConfig, name: str, expected: ExpectedLayers, parts: list[str]):
-        super().__init__()
-        self.scheme, self.name, self.expected, self.parts = scheme, name, expected, parts
-        inputs = scheme.activation_scheme
-        self._inputs = "" if inputs is None else str(inputs)
-
-    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
-        """Raise `ValueError` unless all tensors came, of all that vLLM has joined here."""
-        self.expected.check_linear(self.parts, self.scheme.weight_scheme)
-        super().process_weights_after_loading(layer)
 
     def apply(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         if self._inputs:
             x = quantize_input(x, self._inputs, self.scheme.backend)
         return super().apply(layer, x, bias)
+
+
+# ---- adapters -------------------------------------------------------------------------------------------------------
+# Next to the packed weight of a linear layer, written in place: ``y + (x A^T) B^T``. The factors are modules of their
+# own, ``lora_A`` and ``lora_B``, so that their weights have the names by which trainers push them, and vLLM can load
+# the layer again without them. Both are zero until something is pushed.
+
+#: vLLM's names of the parts of a layer that it joins from queries, keys and values; other parts have numbers.
+PART_INDEX = {"q": 0, "k": 1, "v": 2}
+
+
+class _Factor(nn.Module):
+    """Weight of one factor, of all layers that vLLM has joined in ``layer``."""
+
+    def __init__(self, layer: nn.Module, name: str, rank: int, shape: tuple[int, int], dtype: torch.dtype):
+        super().__init__()
+        # vLLM's reloading remembers parameters with their loaders, for as long as the module of these loaders lives.
+        self._layer, self._name, self._rank = weakref.ref(layer), name, rank
+        self.weight = nn.Parameter(torch.zeros(shape, dtype=dtype), requires_grad=False)
+        self.weight.weight_loader = self.load
+
+    def _room(self, rank: int) -> int:
+        """Return how much less than the largest rank this is."""
+        if rank > self._rank:
+            raise ValueError(
+                f"{self._name}: an adapter of rank {rank} was pushed, and there is room for rank {self._rank}; set "
+                "adapter_rank in the vllm settings of the checkpoint"
+            )
+        return self._rank - rank
+
+
+class _Down(_Factor):
+    """``A`` ``[parts * rank, K]``: the parts of a joined layer below each other, each of this process's columns."""
+
+    def load(self, param: torch.Tensor, loaded_weight: torch.Tensor, loaded_shard_id: Any = None) -> None:
+        """Load ``[r, K]`` in the place of one part's adapter, whatever rank that had."""
+        padded = F.pad(loaded_weight, (0, 0, 0, self._room(loaded_weight.shape[0])))
+        if padded.shape[1] != param.shape[1]:  # split by columns
+            padded = padded.narrow(1, self._layer().tp_rank * param.shape[1], param.shape[1])
+        index = PART_INDEX.get(loaded_shard_id, loaded_shard_id)
+        if index is None and param.shape[0] == self._rank:
+            index = 0
+        if not isinstance(index, int):
+            raise ValueError(f"{self._name}: {loaded_shard_id!r} is none of the layers that vLLM has joined in it")
+        param.data.narrow(0, index * self._rank, self._rank).copy_(padded)
+
+
+class _Up(_Factor):
+    """``B`` ``[N, rank]``, of this process's rows."""
+
+    def __init__(self, *arguments: Any, loader: Callable[..., Any]):
+        super().__init__(*arguments)
+        self.weight.output_dim = 0
+        self._loader = loader.__func__
+
+    def load(self, param: torch.Tensor, loaded_weight: torch.Tensor, loaded_shard_id: Any = None) -> None:
+        """Load ``[N, r]`` in the place of one part's adapter, as vLLM loads the rows of its weight."""
+        padded = F.pad(loaded_weight, (0, self._room(loaded_weight.shape[1])))
+        shard = () if loaded_shard_id is None else (loaded_shard_id,)
+        self._loader(self._layer(), param, padded, *shard)
+
+
+def make_room(
+    layer: nn.Module,
+    name: str,
+    rank: int,
+    n_parts: int,
+    rows: list[int],
+    columns: int,
+    dtype: torch.dtype,
+    loader: Callable[..., Any],
+) -> None:
+    """Give ``layer`` factors of zeros, for adapters up to ``rank`` of each of the ``n_parts`` layers joined in it.
+
+    Args:
+        rows, columns: of the weight in this process; the rows of each part.
+        loader: vLLM's, a method of ``layer``, which knows the rows of this process.
+
+    Raises `ValueError` when vLLM has split the rows otherwise than by those layers.
+    """
+    if n_parts not in (1, len(rows)):
+        raise ValueError(
+            f"{name}: vLLM joins {n_parts} layers of checkpoints into {len(rows)} parts, and adapters cannot be told "
+            "apart; set adapter_rank=0 and push merged weights"
+        )
+    layer.mxfp4_adapter_rows = list(rows) if n_parts == len(rows) else [sum(rows)]
+    layer.lora_A = _Down(layer, name, rank, (n_parts * rank, columns), dtype)
+    layer.lora_B = _Up(layer, name, rank, (sum(rows), rank), dtype, loader=loader)
+
+
+def add_adapters(y: torch.Tensor, x: torch.Tensor, layer: nn.Module) -> torch.Tensor:
+    """Return ``y`` ``[..., N]`` with what the adapters of ``layer`` add to it for inputs ``x`` ``[..., K]``."""
+    inner, up, rows = F.linear(x, layer.lora_A.weight), layer.lora_B.weight, layer.mxfp4_adapter_rows
+    if len(rows) == 1:
+        return y + F.linear(inner, up)
+    parts = zip(inner.chunk(len(rows), dim=-1), up.split(rows), strict=True)
+    return y + torch.cat([F.linear(part, factor) for part, factor in parts], dim=-1)

@@ -2,7 +2,7 @@
 """vLLM's view of `quant_method: mxfp4_rl`, through its documented interface for methods that it does not know.
 
 Linear layers (`linears.py`) and experts (`experts.py`) keep codes and scales, or dense values where the settings of the
-checkpoint say so (`settings.py`). Whatever is loaded, from disk or from a trainer, is converted on its way
+checkpoint say so. Whatever is loaded, from disk or from a trainer, is converted on its way
 (`weight_loading.py`): what is packed stays packed, and what is in full precision is quantized.
 """
 
@@ -12,20 +12,18 @@ from typing import Any
 
 import torch
 from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
-from vllm.model_executor.layers.quantization import register_quantization_config
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
 from vllm.model_executor.models.utils import WeightsMapper
 
 from ...config import QUANT_METHOD, MXFP4RLConfig
 from ...module_names import ALWAYS_SKIPPED, name_matches
+from . import SETTINGS_KEY, EngineSettings
 from .linears import MXFP4RLDenseLinearMethod, MXFP4RLLinearMethod
-from .settings import SETTINGS_KEY, EngineSettings
 from .weight_loading import ExpectedLayers, WeightConverter, Weights
 
 
 class ConvertingMapper(WeightsMapper):
-    """Converts weights, then does with their names what other mappers do: vLLM sends every stream of weights through
-    it."""
+    """Converts weights, then maps their names as other mappers do. vLLM sends every stream of weights through it."""
 
     def __init__(self, convert: Callable[[Weights], Weights], others: WeightsMapper | None = None):
         super().__init__()
@@ -87,7 +85,7 @@ class MXFP4RLVLLMConfig(QuantizationConfig):
 
     @staticmethod
     def get_config_filenames() -> list[str]:
-        return []  # the scheme stands in config.json
+        return []  # the scheme is in config.json
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> "MXFP4RLVLLMConfig":
@@ -98,24 +96,26 @@ class MXFP4RLVLLMConfig(QuantizationConfig):
         self.expected.is_transposed = getattr(hf_config, "model_type", None) == "gpt_oss"
 
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> Any:
+        expected = self.expected
+        # vLLM's, while it makes layers.
+        expected.device, expected.dtype = torch.get_default_device(), torch.get_default_dtype()
         if isinstance(layer, LinearBase):
             if self._skips(prefix):
                 return UnquantizedLinearMethod()
-            if prefix.endswith(".kv_b_proj") and self.scheme.activation_scheme is not None and not _is_mla_off():
+            has_mla = prefix.endswith(".kv_b_proj") and os.environ.get("VLLM_MLA_DISABLE", "0") in ("", "0")
+            if has_mla and self.scheme.activation_scheme is not None:
                 raise ValueError(
                     f"{prefix}: vLLM multiplies parts of this weight with queries and attention outputs, not with the "
                     "inputs that the scheme quantizes; set VLLM_MLA_DISABLE=1, or use preset='w4a16'"
                 )
-            parts, expected = self._parts(prefix), self.expected
+            parts = self._parts(prefix)
             expected.linears.update(parts)
-            # vLLM's, while it makes layers.
-            expected.device, expected.dtype = torch.get_default_device(), torch.get_default_dtype()
             method = MXFP4RLLinearMethod if expected.is_packed else MXFP4RLDenseLinearMethod
             return method(self.scheme, prefix, expected, parts)
         # By name: the class has moved between versions of vLLM.
         is_experts = any(cls.__name__ in ("RoutedExperts", "FusedMoE") for cls in type(layer).__mro__)
         if is_experts and ".block_sparse_moe." in prefix:
-            self.expected.has_old_names = True
+            expected.has_old_names = True
         if not is_experts or self._skips(prefix):
             return None
         if self.scheme.weight_rotation is not None:
@@ -125,7 +125,7 @@ class MXFP4RLVLLMConfig(QuantizationConfig):
             )
         from .experts import experts_method
 
-        return experts_method(layer, self.scheme, self.expected, prefix)
+        return experts_method(layer, self.scheme, expected, prefix)
 
     def get_checkpoint_weight_mapper(self) -> ConvertingMapper:
         """Return what vLLM sends all weights through before it loads them."""
@@ -142,25 +142,15 @@ class MXFP4RLVLLMConfig(QuantizationConfig):
 
     def _skips(self, prefix: str) -> bool:
         """Return whether the layers that vLLM has joined under ``prefix`` are in full precision; they must agree."""
-        names = self._parts(prefix)
-        patterns = (*ALWAYS_SKIPPED, *(self.scheme.modules_to_not_convert or ()))
+        names, given = self._parts(prefix), list(self.scheme.modules_to_not_convert or ())
         kept = tuple(f"{module}." for module in self.scheme.full_precision or ())
         skipped = {
-            name: f"{name}.".startswith(kept) or any(name_matches(name, pattern) for pattern in patterns)
+            f"{name}.".startswith(kept) or any(name_matches(name, pattern) for pattern in (*ALWAYS_SKIPPED, *given))
             for name in names
         }
-        if len(set(skipped.values())) > 1:
+        if len(skipped) > 1:
             raise ValueError(
-                f"vLLM joins {', '.join(names)} into one layer, but modules_to_not_convert="
-                f"{list(self.scheme.modules_to_not_convert or ())} skips only some of them"
+                f"vLLM joins {', '.join(names)} into one layer, but modules_to_not_convert={given} skips only some of "
+                "them"
             )
-        return all(skipped.values())
-
-
-def _is_mla_off() -> bool:
-    """Return whether vLLM computes latent attention (MLA) by its layers, as it does other attention."""
-    return os.environ.get("VLLM_MLA_DISABLE", "0") not in ("", "0")
-
-
-def register_method() -> None:
-    register_quantization_config(QUANT_METHOD)(MXFP4RLVLLMConfig)
+        return skipped.pop()

@@ -1,30 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weights on their way into vLLM, from disk or pushed by a trainer, each converted into what its layer keeps: packed
-layers keep codes and scales, which 16-bit weights become here; dense ones values, dequantized here.
+"""Convert weights on their way into vLLM, from disk or pushed by a trainer, into what their layer keeps: packed layers
+keep codes and scales, which 16-bit weights become here; dense ones values, dequantized here.
 
 A weight is converted whole, before vLLM splits it by columns or joins it with others. Its tensors may come in several
-streams, one in each. Nothing here imports vLLM.
+streams. vLLM's loaders know 16-bit experts only, so packed tensors of experts are written here, in place.
 """
 
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
+from torch import nn
 
 from ...backends import dequantize
 from ...config import MXFP4RLConfig
-from ...gemm import (
-    PACKED_FIELDS,
-    PACKED_SUFFIXES,
-    check_packed,
-    packed_shapes,
-    packed_tensor,
-    quantize_weight,
-)
+from ...gemm import PACKED_FIELDS, PACKED_SUFFIXES, check_packed, packed_shapes, packed_tensor, quantize_weight
 from ...numerics import BLOCK_SIZE, QuantScheme
-from .experts_storage import ExpertsTarget
-from .settings import EngineSettings
+from . import EngineSettings
 
 
 Weights = Iterable[tuple[str, torch.Tensor]]
@@ -38,6 +32,106 @@ _ONE_EXPERT = re.compile(r"(.*experts)\.(\d+)\.(\w+)\.weight$")
 
 #: An attribute of tensors that were made here: models hand weights on to their parts through another converter.
 _DONE = "mxfp4_is_converted"
+#: What vLLM calls the weights of a projection.
+VLLM_NAMES = {"gate_up_proj": "w13", "down_proj": "w2"}
+
+
+@dataclass
+class ExpertsTarget:
+    """Experts that vLLM has made, for what converts their weights.
+
+    Attributes:
+        name, scheme: as vLLM has it, and of the weights.
+        sizes: ``(N, K)`` of one expert's weight, the whole one, by projection.
+        n_experts, experts: how many the model has, and the numbers of those in this process, in their order.
+        rank, size: which of how many shares of each expert this process has.
+        is_interleaved: whether rows of gate and up alternate; otherwise all of gate come first.
+        layer: whose packed parameters are filled; `None` when dequantized weights go on to vLLM's own loaders.
+        parts: packed tensors of a projection that wait for the rest, to be dequantized.
+        halves: gate and up of single experts that wait for each other: rows are quantized together.
+        loaded: which tensors came, by projection, or experts of it, by number.
+    """
+
+    name: str
+    scheme: QuantScheme
+    sizes: dict[str, tuple[int, int]]
+    n_experts: int
+    experts: tuple[int, ...]
+    rank: int = 0
+    size: int = 1
+    is_interleaved: bool = False
+    layer: nn.Module | None = None
+    parts: dict[str, dict[str, torch.Tensor]] = field(default_factory=dict)
+    halves: dict[int, dict[str, torch.Tensor]] = field(default_factory=dict)
+    loaded: dict[str, set[str | int]] = field(default_factory=lambda: {name: set() for name in VLLM_NAMES})
+
+    @property
+    def is_packed(self) -> bool:
+        return self.layer is not None
+
+    def shapes(self, projection: str) -> dict[str, tuple[int, int, int]]:
+        """Return the shapes of the packed tensors of all experts of the model, by [`PACKED_FIELDS`]."""
+        shapes = packed_shapes(*self.sizes[projection], self.scheme)
+        return {name: (self.n_experts, *shape) for name, shape in shapes.items()}
+
+    def own_sizes(self) -> dict[str, tuple[int, int]]:
+        """Return ``(N, K)`` of one expert's weight in this process, by projection."""
+        (up_rows, hidden), (out, columns) = (self.sizes[projection] for projection in VLLM_NAMES)
+        return {"gate_up_proj": (up_rows // self.size, hidden), "down_proj": (out, columns // self.size)}
+
+    def store(self, projection: str, part: str, whole: torch.Tensor) -> None:
+        """Write one packed tensor ``[experts, N, ...]`` of all experts of the model."""
+        rows = whole if len(self.experts) == self.n_experts else whole[list(self.experts)]
+        self._copy(projection, part, slice(None), rows)
+        self.loaded[projection].add(part)
+
+    def store_expert(self, projection: str, expert: int, parts: dict[str, torch.Tensor]) -> None:
+        """Write the packed tensors ``[N, ...]`` of one expert, one of this process's."""
+        for part, whole in parts.items():
+            self._copy(projection, part, self.experts.index(expert), whole)
+        self.loaded[projection].add(expert)
+
+    def _copy(self, projection: str, part: str, places: int | slice, whole: torch.Tensor) -> None:
+        parameter = getattr(self.layer, parameter_name(projection, part))
+        # Its loader, since vLLM's reloading puts another in its place, which waits until it has all of a layer.
+        parameter.weight_loader(parameter, self._share(projection, whole), places)
+
+    def _share(self, projection: str, whole: torch.Tensor) -> torch.Tensor:
+        """Return this process's share of ``[..., N, columns]``, with two axes for rows of gate and up apart."""
+        if self.size == 1:
+            return whole
+        if projection == "gate_up_proj" and not self.is_interleaved:
+            whole = whole.unflatten(-2, (2, -1))
+        axis = -1 if projection == "down_proj" else -2
+        if axis == -1 and whole.shape[-1] == 1:  # one factor for a row is true of every part of it
+            return whole
+        length = whole.shape[axis] // self.size
+        return whole.narrow(axis, self.rank * length, length)
+
+    def missing(self, projection: str) -> list[str]:
+        """Return the names of what is missing of a projection: tensors of all experts, or single experts."""
+        loaded = self.loaded[projection]
+        absent = [expert for expert in self.experts if expert not in loaded]
+        if absent and len(absent) < len(self.experts):
+            return [f"{self.name}.{expert}.{projection}" for expert in absent]
+        found = loaded | self.parts.get(projection, {}).keys()
+        names = [name for name in self.shapes(projection) if absent and name not in found]
+        return [f"{self.name}.{projection}{name.removeprefix('weight')}" for name in names]
+
+
+def write(layer: nn.Module, param: torch.Tensor, loaded_weight: torch.Tensor, places: Any = None, **_: Any) -> None:
+    """Load a share of one expert, or of all. Raises `RuntimeError` when vLLM calls it, with other arguments."""
+    if places is None:
+        raise RuntimeError(
+            "vLLM loads a weight of packed experts past the plugin, which cannot read it; use "
+            'quantization_config["vllm"] = {"weights": "dense"} in config.json'
+        )
+    param.data[places].view(loaded_weight.shape).copy_(loaded_weight)
+
+
+def parameter_name(projection: str, part: str) -> str:
+    """Return what the layer inside vLLM calls a packed tensor, one of [`PACKED_FIELDS`], of a projection."""
+    return f"{VLLM_NAMES[projection]}_{part}"
 
 
 @dataclass
@@ -45,14 +139,12 @@ class ExpectedLayers:
     """Layers that vLLM has made, and what was loaded into them.
 
     Attributes:
-        settings: how vLLM keeps their weights.
         linears: names of quantized linear layers as in checkpoints, before vLLM joined them.
         experts: quantized experts, by the names that vLLM has for them.
         projection_names: what vLLM calls gate, up and down of one expert.
         is_transposed: whether vLLM reads experts as gpt-oss has them, fused and ``[experts, K, N]``.
         has_old_names: whether vLLM's modules are called ``block_sparse_moe``, which transformers calls ``mlp``.
-        device: where vLLM makes the layers, and weights are converted; `None` where they are.
-        dtype: of vLLM's weights; `None` for that of what is loaded.
+        device, dtype: of the layers that vLLM makes; `None` for those of what is loaded.
         pending: tensors of packed weights of which others are still to come, by the weight's name.
         loaded: the packed tensors of ``linears`` that came, or were made of what came.
         is_loaded: whether the checkpoint was read, so that what comes now is pushed by a trainer.
@@ -75,10 +167,6 @@ class ExpectedLayers:
         """Return whether codes and scales are kept."""
         return self.settings.weights == "packed"
 
-    def own_name(self, name: str) -> str:
-        """Return vLLM's name for one of transformers."""
-        return name.replace(".mlp.", ".block_sparse_moe.") if self.has_old_names else name
-
     def linear(self, name: str) -> str | None:
         """Return the one of ``linears`` that ``name`` stands for; `None` for none, and for more than one."""
         return _called(name, self.linears)
@@ -88,15 +176,10 @@ class ExpectedLayers:
         return self.experts.get(_called(name, self.experts))
 
     def check_linear(self, parts: list[str], scheme: QuantScheme) -> None:
-        """Note that vLLM has read a checkpoint. Raise `ValueError` unless it had all tensors of the linear layers
-        ``parts``."""
+        """Raise `ValueError` unless the checkpoint that vLLM has read had all tensors of the layers ``parts``."""
         self.is_loaded = True
         names = [f"{part}.{name}" for part in parts for name in packed_shapes(1, BLOCK_SIZE, scheme)]
         check_complete([name for name in names if name not in self.loaded])
-
-    def here(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return ``tensor`` where vLLM makes the layers."""
-        return tensor if self.device is None else tensor.to(self.device)
 
 
 def check_complete(missing: list[str]) -> None:
@@ -109,8 +192,7 @@ def check_complete(missing: list[str]) -> None:
 
 
 def _called(name: str, names: Iterable[str]) -> str | None:
-    """Return the same name, or the only one of the two with more before it: models hand weights on to their parts by
-    shorter names."""
+    """Return the same name, or the only longer or shorter one: models give weights to their parts by shorter names."""
     if name in names:
         return name
     found = [own for own in names if own.endswith(f".{name}") or name.endswith(f".{own}")]
@@ -118,25 +200,27 @@ def _called(name: str, names: Iterable[str]) -> str | None:
 
 
 class WeightConverter:
-    """Converts the weights of one model: what a checkpoint of ``scheme`` stores into what vLLM's layers compute with.
-
-    Raises `ValueError`, as tensors come, for packed ones of other shapes than the scheme says, and for adapters that
-    there is no room for.
-    """
+    """Converts what a checkpoint of ``scheme`` stores into what vLLM's layers compute with. Raises `ValueError` for
+    packed tensors of other shapes than the scheme's, and for adapters without room."""
 
     def __init__(self, scheme: MXFP4RLConfig, expected: ExpectedLayers):
         self.scheme, self.expected = scheme, expected
 
     def __call__(self, weights: Weights) -> Iterator[tuple[str, torch.Tensor]]:
         for name, tensor in weights:
-            name = self.expected.own_name(name)
-            converted = None if getattr(tensor, _DONE, False) else self.convert(name, tensor)
+            if self.expected.has_old_names:
+                name = name.replace(".mlp.", ".block_sparse_moe.")
+            converted = None if getattr(tensor, _DONE, False) else self._convert(name, tensor)
             yield from [(name, tensor)] if converted is None else converted
 
-    def convert(self, name: str, tensor: torch.Tensor) -> Weights | None:
+    def _convert(self, name: str, tensor: torch.Tensor) -> Weights | None:
         """Return what to load in the place of ``tensor``, maybe nothing yet; `None` for what goes on as it is."""
         if adapter := _ADAPTER.match(name):
-            self._check_adapter(name, adapter[1])
+            if self.expected.linear(adapter[1]) is not None and not self.expected.settings.adapter_rank:
+                raise ValueError(
+                    f"{name} was pushed, and vLLM has no room for adapters; set adapter_rank in the vllm settings of "
+                    "the checkpoint, or push merged weights"
+                )
         elif fused := _FUSED_EXPERTS.match(name):
             return self._fused_experts(*fused.groups(), tensor)
         elif (one := _ONE_EXPERT.match(name)) and (target := self.expected.experts_called(one[1])) is not None:
@@ -150,21 +234,17 @@ class WeightConverter:
         """Return whether 16-bit weights are quantized; those pushed into dense layers are already."""
         return self.expected.is_packed or self.scheme.mode == "qat" and not self.expected.is_loaded
 
-    def _check_adapter(self, name: str, layer: str) -> None:
-        if self.expected.linear(layer) is not None and not self.expected.settings.adapter_rank:
-            raise ValueError(
-                f"{name} was pushed, and vLLM has no room for adapters; set adapter_rank in the vllm settings of the "
-                "checkpoint, or push merged weights"
-            )
-
     def _pack(self, weight: torch.Tensor) -> dict[str, torch.Tensor]:
         options = self.scheme.weight_scheme, self.scheme.backend, self.scheme.weight_rotation
-        return quantize_weight(self.expected.here(weight.detach()).contiguous(), *options)
+        return quantize_weight(self._here(weight.detach()).contiguous(), *options)
 
     def _values(self, packed: dict[str, torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
-        packed = {name: self.expected.here(part) for name, part in packed.items()}
+        packed = {name: self._here(part) for name, part in packed.items()}
         tensor = packed_tensor(packed, 2 * packed["weight"].shape[1], self.scheme.weight_scheme, dtype)
         return dequantize(tensor, dtype, self.scheme.backend)
+
+    def _here(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor if self.expected.device is None else tensor.to(self.expected.device)
 
     @property
     def _dtype(self) -> torch.dtype:
@@ -180,9 +260,9 @@ class WeightConverter:
             return None
         packed = self._pack(tensor)
         self.expected.loaded.update(f"{owner}.{part}" for part in packed)
-        if self.expected.is_packed:
-            return [(f"{name}.{part}", _done(value)) for part, value in packed.items()]
-        return [(f"{name}.weight", _done(self._values(packed, tensor.dtype)))]
+        if not self.expected.is_packed:
+            packed = {"weight": self._values(packed, tensor.dtype)}
+        return [(f"{name}.{part}", _done(value)) for part, value in packed.items()]
 
     def _dequantized(self, owner: str, name: str, part: str, tensor: torch.Tensor) -> Weights:
         parts, scheme = self.expected.pending.setdefault(owner, {}), self.scheme.weight_scheme
@@ -190,8 +270,7 @@ class WeightConverter:
         if not parts.keys() >= packed_shapes(1, BLOCK_SIZE, scheme).keys():
             return []
         del self.expected.pending[owner]
-        rows, n_bytes = parts["weight"].shape
-        shapes = packed_shapes(rows, 2 * n_bytes, scheme)
+        shapes = packed_shapes(parts["weight"].shape[0], 2 * parts["weight"].shape[1], scheme)
         check_packed(name, {field: parts.get(field) for field in PACKED_FIELDS}, shapes, scheme)
         return [(f"{name}.weight", _done(self._values(parts, self._dtype)))]
 
@@ -214,10 +293,10 @@ class WeightConverter:
         return self._by_expert(owner, projection, (self._values(self._pack(each), each.dtype) for each in rows))
 
     def _codes(self, target: ExpertsTarget, owner: str, projection: str, part: str, tensor: torch.Tensor) -> Weights:
+        check_packed(f"{target.name}.{projection}", {part: tensor}, target.shapes(projection), target.scheme)
         if target.is_packed:
             target.store(projection, part, tensor)
             return ()
-        target.check(projection, {part: tensor})
         parts = target.parts.setdefault(projection, {})
         parts[part] = tensor
         if parts.keys() < target.shapes(projection).keys():

@@ -14,8 +14,7 @@ Numbers are compared as exact decimals; currency signs, thousands separators and
 """
 _INPUTS = """
 Args:
-    predictions: list of str, completions.
-    references: list of str, gold numbers ("1234", "-5", "0.25").
+    predictions, references: lists of str, completions and gold answers.
     verdicts: bool, whether to return a bool for each text too.
 Returns:
     strict, flexible: float, shares from 0 to 1.
@@ -30,16 +29,11 @@ class NumberAnswer(evaluate.Metric):
             description=_DESCRIPTION,
             citation="arXiv 2110.14168 (GSM8K)",
             inputs_description=_INPUTS,
-            features=datasets.Features(
-                {"predictions": datasets.Value("string"), "references": datasets.Value("string")}
-            ),
+            features=datasets.Features(dict.fromkeys(("predictions", "references"), datasets.Value("string"))),
             reference_urls=["https://huggingface.co/datasets/openai/gsm8k"],
         )
 
     def _compute(self, predictions, references, verdicts=False):
-        found = {
-            name: [score(text, gold) for text, gold in zip(predictions, references, strict=True)]
-            for name, score in _SCORES.items()
-        }
+        found = {name: list(map(score, predictions, references)) for name, score in _SCORES.items()}
         shares = {name: sum(flags) / len(flags) for name, flags in found.items()}
         return {**shares, "verdicts": found} if verdicts else shares

@@ -1,0 +1,103 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What this package hooks into: `generate()`, and models that a trainer of TRL loads by itself.
+
+DPO and other trainers load their reference from where the policy was loaded, without its `quantization_config`: in full
+precision it would hold the policy to values that the policy cannot compute. TRL's asynchronous GRPO would push master
+weights to vLLM. TRL has no hook for either, so the trainer that is loading a model is found on the call stack.
+"""
+
+import contextlib
+import copy
+import functools
+import sys
+from typing import TYPE_CHECKING, Any
+
+from transformers import modeling_utils
+
+from ..._logging import get_logger
+from ...checkpoint import is_quantized
+from ...config import MXFP4RLConfig
+from ...gemm import cached_weights
+
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+def wrap_generation(cls: type["PreTrainedModel"]) -> None:
+    """Make `generate` of the quantized models of a class keep quantized weights while a call lasts, in which nothing
+    changes them (see [`hf_mxfp4.cached_weights`]). Wraps the method once; other models of the class generate as ever.
+    """
+    if not hasattr(cls, "generate") or getattr(cls.generate, "keeps_quantized_weights", False):
+        return
+    own = vars(cls).get("generate")
+
+    @functools.wraps(cls.generate)
+    def generate(self, *args, **kwargs):
+        # Looked up at each call where it is inherited: others replace the method of a base class too.
+        original = super(cls, self).generate if own is None else functools.partial(own, self)
+        with cached_weights(self) if _keeps_weights(self) else contextlib.nullcontext():
+            return original(*args, **kwargs)
+
+    generate.keeps_quantized_weights = True
+    cls.generate = generate
+
+
+def _keeps_weights(model: "PreTrainedModel") -> bool:
+    """Not of models that accelerate offloads, whose weights do not fit on the device together: copies would stay."""
+    hooks = [getattr(module, "_hf_hook", None) for module in model.modules()]
+    hooks += [hook for outer in hooks for hook in getattr(outer, "hooks", ())]
+    return is_quantized(model) and not any(getattr(hook, "offload", False) for hook in hooks)
+
+
+# ---- TRL ------------------------------------------------------------------------------------------------------------
+
+
+def loading_trainer() -> tuple[Any, str | None]:
+    """Return the TRL trainer that is loading a model now, and from which name or folder; two `None` outside of one."""
+    frame, source = sys._getframe(1), None
+    while frame is not None:
+        if frame.f_globals.get("__name__", "").startswith("trl."):
+            source = frame.f_locals.get("model_id", source)
+            if "self" in frame.f_locals:
+                return frame.f_locals["self"], source
+        frame = frame.f_back
+    return None, None
+
+
+def check_trainer() -> None:
+    """Raise `ValueError` where TRL's own asynchronous GRPO loads a quantized policy."""
+    names = {cls.__name__ for cls in type(loading_trainer()[0]).__mro__}
+    if "AsyncGRPOTrainer" in names and "MXFP4AsyncGRPOTrainer" not in names:
+        raise ValueError(
+            "trl's AsyncGRPOTrainer would push the master weights of this policy to vLLM, which would sample from "
+            "them unquantized; use hf_mxfp4.rl.MXFP4AsyncGRPOTrainer in its place"
+        )
+
+
+def policy_scheme() -> MXFP4RLConfig | None:
+    """Return the scheme of the policy whose TRL trainer is loading a reference from the same place, if one is."""
+    trainer, source = loading_trainer()
+    config = getattr(getattr(trainer, "model", None), "config", None)
+    scheme = getattr(config, "quantization_config", None)
+    if not isinstance(scheme, MXFP4RLConfig) or config.name_or_path != str(source):
+        return None
+    return scheme
+
+
+def watch_references() -> None:
+    """Have transformers ask [`policy_scheme`] for models that are loaded without a scheme."""
+    choose = modeling_utils.get_hf_quantizer
+    if getattr(choose, "asks_policy_scheme", False):
+        return
+
+    @functools.wraps(choose)
+    def get_hf_quantizer(config: Any, quantization_config: Any, *args: Any, **kwargs: Any) -> Any:
+        if quantization_config is None and getattr(config, "quantization_config", None) is None:
+            quantization_config = copy.deepcopy(policy_scheme())
+            if quantization_config is not None:
+                get_logger().info("the reference gets the scheme of the policy: %s", quantization_config.describe())
+        return choose(config, quantization_config, *args, **kwargs)
+
+    get_hf_quantizer.asks_policy_scheme = True
+    modeling_utils.get_hf_quantizer = get_hf_quantizer

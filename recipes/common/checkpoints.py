@@ -1,0 +1,137 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a folder or a repository of the Hub holds, whole weights or an adapter, and where the options of a scheme come
+from."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoConfig, AutoTokenizer, PretrainedConfig
+from transformers.utils.peft_utils import find_adapter_config_file
+
+from hf_mxfp4 import MXFP4RLConfig
+from hf_mxfp4.config import QUANT_METHOD
+
+
+# ---- what is stored -------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A model as it is stored.
+
+    Attributes:
+        weights, revision, config: of the whole weights; of an adapter, those of its base.
+        adapter: the configuration of an adapter, otherwise `None`.
+        adapter_folder: where it was found; in the cache of the Hub it has the name of the commit.
+        quantization: how the checkpoint of the whole weights is quantized, by any method.
+        scheme: that of this package which the weights or else the adapter carry.
+    """
+
+    weights: str
+    revision: str | None
+    config: PretrainedConfig
+    adapter: dict[str, Any] | None
+    adapter_folder: Path | None
+    quantization: Any
+    scheme: MXFP4RLConfig | None
+
+
+def read_stored(
+    source: str, *, revision: str | None = None, base: str | None = None, trust_remote_code: bool = False
+) -> Stored:
+    """Read the configurations of a folder or on the Hub, and no weights; ``base`` is what an adapter belongs on instead
+    of the model that it names. Raises `OSError` where there is nothing to load, `ValueError` for an adapter that names
+    no base and a base for what is no adapter."""
+    if (source.startswith((".", "/")) or source.count("/") > 1) and not Path(source).is_dir():
+        raise FileNotFoundError(f"cannot load the model {source!r}: there is no such folder")
+    file = find_adapter_config_file(source, revision=revision)
+    adapter = None if file is None else json.loads(Path(file).read_text(encoding="utf-8"))
+    if adapter is None and base is not None:
+        raise ValueError(f"{source} is no adapter, so it takes no base ({base})")
+    weights = source if adapter is None else base or adapter.get("base_model_name_or_path")
+    if not weights:
+        raise ValueError(
+            f"the adapter {source} names no base; name it in adapter_config.json, or with --base of evaluate.py"
+        )
+    if adapter is not None:
+        revision = None if base else adapter.get("revision")
+    config = AutoConfig.from_pretrained(weights, revision=revision, trust_remote_code=trust_remote_code)
+    quantization = getattr(config, "quantization_config", None)
+    return Stored(
+        weights=weights,
+        revision=revision,
+        config=config,
+        adapter=adapter,
+        adapter_folder=None if file is None else Path(file).parent,
+        quantization=quantization,
+        scheme=_scheme(quantization or (adapter or {}).get("base_quantization")),
+    )
+
+
+def is_adapter(model: Any) -> bool:
+    """Return whether TRL's `ModelConfig` names an adapter."""
+    return find_adapter_config_file(model.model_name_or_path, revision=model.model_revision) is not None
+
+
+def method(quantization: Any) -> str | None:
+    """Return the name of a quantization method."""
+    found = quantization.get if isinstance(quantization, dict) else lambda name: getattr(quantization, name, None)
+    return found("quant_method")
+
+
+def _scheme(quantization: Any) -> MXFP4RLConfig | None:
+    if not quantization or method(quantization) != QUANT_METHOD:
+        return None
+    return quantization if isinstance(quantization, MXFP4RLConfig) else MXFP4RLConfig.from_dict(quantization)
+
+
+def load_tokenizer(source: str, stored: Stored, *, revision: str | None = None, **options: Any) -> Any:
+    """Load the tokenizer saved with an adapter, or else that of its base. ``options``: of `from_pretrained`."""
+    own = Path(source)
+    try:
+        if own.is_dir() and not (own / "tokenizer_config.json").is_file():
+            raise FileNotFoundError(f"{own} holds no tokenizer")
+        tokenizer = AutoTokenizer.from_pretrained(source, revision=revision, padding_side="left", **options)
+    except (OSError, ValueError):
+        base = {"revision": stored.revision, "padding_side": "left"}
+        tokenizer = AutoTokenizer.from_pretrained(stored.weights, **base, **options)
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer
+
+
+# ---- schemes --------------------------------------------------------------------------------------------------------
+
+
+_OPTIONS = [option.name for option in fields(MXFP4RLConfig) if option.init]
+#: Options that belong to the model or the machine, whatever the scheme.
+_OF_THE_MODEL = ("format_version", "modules_to_not_convert", "backend")
+#: Options that a preset leaves alone: they do not change the numbers that it stands for.
+_BESIDE_PRESETS = (*_OF_THE_MODEL, "mode", "matmul_backend", "stochastic_seed", "dither_ties")
+
+
+def put_over(earlier: Mapping[str, Any], later: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Prepare options for others to be put over them; return what is left of ``earlier``, and what was dropped.
+
+    A preset in ``later`` resets the options of the scheme in ``earlier``, so that it is exactly the preset, and so does
+    another mode.
+    """
+    kept: tuple[str, ...] = tuple(_OPTIONS)
+    if "mode" in later and later["mode"] != earlier.get("mode", "qat"):
+        kept = _OF_THE_MODEL
+    elif "preset" in later:
+        kept = _BESIDE_PRESETS
+    left = {name: value for name, value in earlier.items() if name in kept or name not in _OPTIONS or name in later}
+    return left, {name: value for name, value in earlier.items() if name not in left}
+
+
+def differences(config: MXFP4RLConfig, other: MXFP4RLConfig) -> list[str]:
+    """List the options in which two schemes differ, each as ``name=value (not other value)``."""
+    return [
+        f"{name}={getattr(config, name)} (not {getattr(other, name)})"
+        for name in _OPTIONS
+        if getattr(config, name) != getattr(other, name)
+    ]

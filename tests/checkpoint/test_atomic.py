@@ -1,0 +1,274 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Folders that appear whole or not at all, saves that are killed at every change of the folder and at random moments,
+and metadata of files that are replaced in place."""
+
+import itertools
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+import transformers.modeling_utils
+from processes import run, script
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from hf_mxfp4 import MXFP4RLConfig
+from hf_mxfp4.checkpoint import FolderError, atomic, atomic_folder, read_header, staged, verify_folder, write_metadata
+
+
+INDEX = "model.safetensors.index.json"
+FILES = ["config.json", "generation_config.json", "mxfp4_manifest.json"]
+SHAPES = {"one": 1, "three": 3, "four": 4}
+
+
+def contents(folder) -> dict[str, str]:
+    return {file.name: file.read_text() for file in Path(folder).iterdir()}
+
+
+def test_a_folder_appears_at_the_end(tmp_path):
+    target = tmp_path / "deep" / "out"
+    with atomic_folder(target) as folder:
+        (folder / "a").write_text("1")
+        assert not target.exists() and folder.parent == target.parent
+    assert contents(target) == {"a": "1"}
+    assert list(target.parent.iterdir()) == [target]
+
+
+@pytest.mark.parametrize(("error", "existing"), [(RuntimeError, True), (KeyboardInterrupt, False)])
+def test_after_an_error_all_is_as_before(error, existing, tmp_path):
+    target = tmp_path / "out"
+    if existing:
+        target.mkdir()
+        (target / "config.json").write_text("old")
+    with pytest.raises(error), atomic_folder(target, overwrite=True) as folder:
+        (folder / "config.json").write_text("new")
+        raise error
+    assert list(tmp_path.iterdir()) == ([target] if existing else [])
+    assert not existing or contents(target) == {"config.json": "old"}
+
+
+def test_an_interruption_between_the_two_renames_brings_the_old_folder_back(tmp_path, monkeypatch):
+    target, rename = tmp_path / "out", Path.rename
+    target.mkdir()
+    (target / "config.json").write_text("old")
+
+    def interrupted(self, to):
+        if ".partial-" in self.name:
+            raise KeyboardInterrupt
+        return rename(self, to)
+
+    monkeypatch.setattr(Path, "rename", interrupted)
+    with pytest.raises(KeyboardInterrupt), atomic_folder(target, overwrite=True) as folder:
+        (folder / "config.json").write_text("new")
+    assert list(tmp_path.iterdir()) == [target] and contents(target) == {"config.json": "old"}
+
+
+def test_an_empty_folder_is_used_and_a_checkpoint_replaced_on_request_only(tmp_path):
+    target = tmp_path / "out"
+    target.mkdir()
+    with atomic_folder(target) as folder:
+        (folder / "config.json").write_text("1")
+        (folder / "old-shard").write_text("1")
+    with pytest.raises(FolderError, match="is not empty"), atomic_folder(target):
+        pass
+    with atomic_folder(target, overwrite=True) as folder:
+        (folder / "config.json").write_text("2")
+    assert contents(target) == {"config.json": "2"}
+    assert list(tmp_path.iterdir()) == [target]
+
+
+def test_what_is_no_checkpoint_is_never_replaced(tmp_path):
+    (tmp_path / "file").write_text("x")
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "notes" / "diary.txt").write_text("x")
+    (tmp_path / "run" / "checkpoint-1").mkdir(parents=True)
+    (tmp_path / "run" / "config.json").write_text("x")
+    for name, words in (("file", "is a file"), ("notes", "no config.json"), ("run", "the folder checkpoint-1")):
+        with pytest.raises(FolderError, match=words), atomic_folder(tmp_path / name, overwrite=True):
+            pytest.fail("must not get here")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "notes", "run"]
+
+
+def test_a_folder_filled_meanwhile_is_not_overwritten(tmp_path):
+    target = tmp_path / "out"
+    with pytest.raises(FolderError, match="is not empty"), atomic_folder(target) as folder:
+        (folder / "config.json").write_text("mine")
+        target.mkdir()
+        (target / "config.json").write_text("theirs")
+    assert contents(target) == {"config.json": "theirs"}
+
+
+def test_a_link_stays_a_link(tmp_path):
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    with atomic_folder(tmp_path / "link") as folder:
+        (folder / "a").write_text("1")
+    assert (tmp_path / "link").is_symlink() and contents(tmp_path / "real") == {"a": "1"}
+
+
+class Killed(BaseException):
+    pass
+
+
+def write(folder: Path, shards: int, number: int) -> None:
+    """A checkpoint of 12 tensors that all hold ``number``."""
+    names = [f"t{i}" for i in range(12)]
+    (folder / "config.json").write_text("{}")
+    (folder / "generation_config.json").write_text("{}")
+    if shards == 1:
+        save_file({name: torch.tensor([number]) for name in names}, folder / "model.safetensors")
+        return
+    places = {name: f"model-{i % shards + 1:05d}-of-{shards:05d}.safetensors" for i, name in enumerate(names)}
+    for file in set(places.values()):
+        save_file({n: torch.tensor([number]) for n, place in places.items() if place == file}, folder / file)
+    (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": places}))
+
+
+def read(folder: Path) -> set[int]:
+    """The numbers in the checkpoint that transformers would load."""
+    assert (folder / "config.json").is_file()
+    if (folder / "model.safetensors").is_file():
+        tensors = load_file(folder / "model.safetensors")
+    else:
+        places = json.loads((folder / INDEX).read_text())["weight_map"]
+        tensors = {name: load_file(folder / file)[name] for name, file in places.items()}
+    assert len(tensors) == 12
+    return {int(tensor) for tensor in tensors.values()}
+
+
+def kill_after(monkeypatch, changes: int) -> None:
+    """Let so many changes of the folder happen, then none."""
+    left = itertools.count(changes, -1)
+
+    def limited(function):
+        def change(*args, **kwargs):
+            if next(left) <= 0:
+                raise Killed
+            return function(*args, **kwargs)
+
+        return change
+
+    monkeypatch.setattr(os, "replace", limited(os.replace))
+    monkeypatch.setattr(Path, "unlink", limited(Path.unlink))
+    monkeypatch.setattr(shutil, "rmtree", lambda *args, **kwargs: None)
+
+
+@pytest.fixture
+def no_sync(monkeypatch):
+    """Power failures are not what is tested here, and waiting for the disk takes most of the time."""
+    monkeypatch.setattr(atomic, "sync_to_disk", lambda path: None)
+
+
+def save(folder: Path, shards: int, number: int) -> None:
+    with staged(folder) as staging:
+        write(staging, shards, number)
+
+
+@pytest.mark.usefixtures("no_sync")
+@pytest.mark.parametrize("new", SHAPES)
+@pytest.mark.parametrize("old", SHAPES)
+def test_killed_at_every_change(tmp_path, old, new):
+    seen, killed = [], True
+    for changes in range(30):
+        folder = tmp_path / str(changes)
+        save(folder, SHAPES[old], 1)
+        (folder / "trainer_state.json").write_text("{}")
+        with pytest.MonkeyPatch.context() as patch:
+            kill_after(patch, changes)
+            try:
+                save(folder, SHAPES[new], 2)
+                killed = False
+            except Killed:
+                pass
+        assert (folder / "trainer_state.json").is_file()
+        seen += read(folder)
+        assert not verify_folder(folder).problems
+        # What the killed process left does not disturb the next save, of any shape.
+        for number, shards in enumerate([4, 3, 3, 1], start=3):
+            save(folder, shards, number)
+            assert read(folder) == {number}
+        assert {path.name for path in folder.iterdir()} == {*FILES, "model.safetensors", "trainer_state.json"}
+        if not killed:  # more changes than a save makes: nothing new
+            break
+    assert not killed and seen == sorted(seen) and set(seen) == {1, 2}
+
+
+@pytest.mark.usefixtures("no_sync")
+def test_nothing_of_the_old_checkpoint_is_left(tmp_path):
+    for number, shards in enumerate((1, 3, 3, 4, 1, 4, 3, 1, 1)):
+        save(tmp_path, shards, number)
+        assert read(tmp_path) == {number}
+        others = [path.name for path in tmp_path.iterdir() if "safetensors" not in path.name]
+        assert sorted(others) == FILES
+        assert len(list(tmp_path.glob("*.safetensors"))) == shards
+
+
+def test_a_variant_leaves_the_other_weights_alone(tmp_path):
+    save(tmp_path, 3, 1)
+    with staged(tmp_path, "fp16") as staging:
+        save_file({"t0": torch.tensor([2])}, staging / "model.fp16.safetensors")
+    assert read(tmp_path) == {1} and (tmp_path / "model.fp16.safetensors").is_file()
+
+
+def test_saves_at_the_same_time_do_not_remove_each_others_files(tmp_path):
+    with staged(tmp_path) as one:
+        with staged(tmp_path) as other:
+            write(other, 3, 2)
+        assert read(tmp_path) == {2} and one.is_dir()
+        write(one, 1, 1)
+    assert read(tmp_path) == {1} and not list(tmp_path.glob(".saving-*"))
+
+
+def test_an_exception_leaves_the_folder_as_it_was(tmp_path):
+    save(tmp_path, 3, 1)
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    with pytest.raises(RuntimeError), staged(tmp_path) as staging:
+        write(staging, 1, 2)
+        raise RuntimeError
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="forks")
+@pytest.mark.parametrize("count", [6, pytest.param(60, marks=pytest.mark.large)])
+def test_killed_at_random_moments(tmp_path, count):
+    program = Path(__file__).with_name("run_killed_saves.py")
+    done = run(script(program, tmp_path, count), no_warnings=True)
+    assert done.returncode == 0, done.stderr
+    *trials, end = json.loads(done.stdout.splitlines()[-1])
+    assert len(trials) == count
+    for trial in trials:
+        (number,) = trial["numbers"]
+        assert number in (trial["finished"], trial["finished"] + 1)
+    assert any(trial["left"] for trial in trials)  # some were killed while they were writing
+    assert ".saving-" not in " ".join(end["files"]) and "tokenizer.json" in end["files"]
+
+
+def test_a_full_disk_keeps_the_old_checkpoint(tmp_path, checkpoint, monkeypatch):
+    model = AutoModelForCausalLM.from_pretrained(checkpoint("qwen2"), quantization_config=MXFP4RLConfig())
+    model.save_pretrained(tmp_path / "saved")
+    shutil.copytree(tmp_path / "saved", tmp_path / "copy")
+
+    def full(*args, **kwargs):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(transformers.modeling_utils, "safe_save_file", full)
+    with pytest.raises(OSError, match="No space left"):
+        model.save_pretrained(tmp_path / "saved")
+    names = sorted(path.name for path in (tmp_path / "copy").iterdir())
+    assert sorted(path.name for path in (tmp_path / "saved").iterdir()) == names
+    assert all((tmp_path / "saved" / n).read_bytes() == (tmp_path / "copy" / n).read_bytes() for n in names)
+
+
+@pytest.mark.parametrize("final", ["12345678901234567890", "1"])
+def test_metadata_may_shrink_at_the_end(final, tmp_path):
+    tensors = {"b": torch.arange(6.0).view(2, 3), "ü": torch.arange(5, dtype=torch.uint8)}
+    save_file(tensors, tmp_path / "x.safetensors", {"k": "12345678901234567890"})
+    write_metadata(tmp_path / "x.safetensors", {"k": final})
+    loaded, header = load_file(tmp_path / "x.safetensors"), read_header(tmp_path / "x.safetensors")
+    assert loaded.keys() == tensors.keys() and all(torch.equal(loaded[name], tensors[name]) for name in tensors)
+    assert header.metadata == {"k": final}
+    with pytest.raises(ValueError, match="the header of x.safetensors has"):
+        write_metadata(tmp_path / "x.safetensors", {"k": "1" * 40})

@@ -1,0 +1,199 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The generated model card: what it says, that the numbers are right, whose text it leaves alone, and that a save does
+not fail for it."""
+
+import json
+import math
+
+import pytest
+import torch
+import transformers
+from huggingface_hub import ModelCard
+from transformers import AutoModelForCausalLM
+
+import hf_mxfp4
+from hf_mxfp4 import MXFP4RLConfig
+from hf_mxfp4.checkpoint import add_evaluation, auto_class, choose_card, is_generated, make_card, save_card
+
+
+SUMMARY = {
+    "task": "arithmetic",
+    "scheme": "w4a4 [...]",
+    "seed": 7,
+    "steps": 200,
+    "n_test": 500,
+    "accuracy_before": {"exact": 0.428},
+    "accuracy_after": {"exact": 0.696},
+    "saved": "outputs/run/policy",
+}
+EMPTY = (
+    "---\nlibrary_name: transformers\ntags: []\n---\n# Model Card for Model ID\n"
+    "This is the model card of a 🤗 transformers model that has been pushed on the Hub. [More Information Needed]\n"
+)
+
+
+IDS = torch.arange(2, 14).view(2, 6)
+#: No YAML; no dictionary; no metadata of a card.
+BROKEN = ["---\n: [unclosed\n---\nhello", "---\n- a\n- b\n---\nx", "---\nbase_model: [a]\ntags: 5\n---\nx"]
+
+
+@pytest.fixture
+def model(checkpoint):
+    return AutoModelForCausalLM.from_pretrained(checkpoint("qwen2"), quantization_config=MXFP4RLConfig())
+
+
+def numbers(text: str) -> dict[str, str]:
+    """Rows of two columns of the tables in a card."""
+    rows = [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("| ")]
+    return {row[0]: row[1] for row in rows if len(row) == 2}
+
+
+def test_metadata(model):
+    data = make_card(model).data
+    assert data.library_name == "transformers"
+    assert data.tags == ["mxfp4", "mxfp4_rl", "hf-mxfp4", "qat"]
+    assert data.base_model is None and data.eval_results is None
+    model.config._name_or_path = "Qwen/Qwen2.5-3B"
+    data = make_card(model).data
+    assert data.base_model == "Qwen/Qwen2.5-3B" and data.get("base_model_relation") is None
+    packed = make_card(hf_mxfp4.pack(model)).data
+    assert packed.tags[-1] == "packed" and packed.get("base_model_relation") == "quantized"
+
+
+def test_scheme_and_loading(model):
+    text = make_card(model).text
+    rows = numbers(text)
+    assert rows["mode"] == "`qat`" and rows["preset"] == "`w4a4`"
+    assert rows["scheme"] == f"`{MXFP4RLConfig().describe()}`" and "mxfp4+even+mbs128-blockwise+of1" in rows["scheme"]
+    assert rows["quantized layers"] == "14" and rows["linear layers in full precision"] == "1 (lm_head)"
+    assert "import hf_mxfp4" in text and "AutoModelForCausalLM.from_pretrained(" in text
+
+
+@pytest.mark.parametrize("options", [{}, {"weight_block": "32x32"}])
+def test_the_error_is_that_of_the_weights(checkpoint, options):
+    config = MXFP4RLConfig(**options)
+    model = AutoModelForCausalLM.from_pretrained(checkpoint("llama", hidden=64), quantization_config=config)
+    energy = error = 0.0
+    for layer in model.modules():
+        if isinstance(layer, hf_mxfp4.MXFP4Linear):
+            weight = layer.weight.detach().mul_(1.7)  # not the weights that were loaded
+            quantized = hf_mxfp4.fake_quantize(weight, **vars(config.weight_scheme))
+            energy += weight.double().square().sum().item()
+            error += (quantized - weight).double().square().sum().item()
+    assert f"ratio {-10 * math.log10(error / energy):.2f} dB, measured on these master weights" in make_card(model).text
+
+
+def test_what_cannot_be_measured_is_said(model):
+    model.model.layers[1].mlp.up_proj.weight = torch.nn.Parameter(torch.empty(0))  # sharded by ZeRO-3
+    assert "error of the weights\n\nNot measured." in make_card(model).text
+
+
+def test_packed_models_keep_the_ratio_measured_when_they_were_packed(model, tmp_path):
+    packed = hf_mxfp4.pack(model)
+    expected = f"{packed.quantization_report.sqnr_db:.2f} dB, measured when the weights were packed"
+    assert expected in make_card(packed).text
+    packed.save_pretrained(tmp_path / "first")
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "first")
+    assert expected in make_card(again).text
+    again.save_pretrained(tmp_path / "second")
+    assert expected in (tmp_path / "second" / "README.md").read_text()
+    rows = numbers(make_card(again).text)
+    assert rows["bits per quantized weight"] == f"{packed.quantization_report.bits_per_weight:.4g}"
+
+
+def test_an_evaluation_goes_into_text_and_metadata(model, tmp_path):
+    model.save_pretrained(tmp_path)
+    (tmp_path / "summary.json").write_text(json.dumps(SUMMARY))
+    add_evaluation(tmp_path, tmp_path / "summary.json")
+    card = ModelCard.load(tmp_path / "README.md")
+    assert "| exact | 0.428 [0.385, 0.472] | 0.696 [0.654, 0.735] |" in card.text
+    assert "500 held-out problems of `arithmetic`" in card.text and "seed 7" in card.text
+    assert "No evaluation came" not in card.text and "## Not measured" in card.text
+    (result,) = card.data.eval_results
+    assert (result.dataset_name, result.metric_type, result.metric_value) == ("arithmetic", "accuracy", 0.696)
+    assert card.data.model_name == "policy"
+    assert is_generated(str(card))
+    add_evaluation(tmp_path, {**SUMMARY, "accuracy_after": {"exact": 0.5}})
+    again = ModelCard.load(tmp_path / "README.md")
+    assert "0.500" in again.text and "0.696" not in again.text and len(again.data.eval_results) == 1
+    model.save_pretrained(tmp_path)
+    assert "No evaluation came" in (tmp_path / "README.md").read_text()
+
+
+@pytest.mark.parametrize("edit", ["written by hand", "edited"])
+def test_a_card_that_somebody_wrote_is_not_touched(model, tmp_path, edit):
+    text = "# Mine\n"
+    if edit == "edited":
+        model.save_pretrained(tmp_path)
+        text = (tmp_path / "README.md").read_text().replace("## Scheme", "My own words.\n\n## Scheme")
+    (tmp_path / "README.md").write_text(text)
+    model.save_pretrained(tmp_path)
+    assert (tmp_path / "README.md").read_text() == text
+    with pytest.raises(ValueError, match="written or edited by somebody"):
+        add_evaluation(tmp_path, SUMMARY)
+
+
+def test_which_card_is_uploaded(model, tmp_path):
+    """Ours, renewed, unless somebody wrote the one on the Hub or the one that lies beside the model."""
+    assert choose_card(None, tmp_path, [], "org/name").data.tags == ["mxfp4", "mxfp4_rl", "hf-mxfp4"]
+    save_card(model, tmp_path)
+    ours = choose_card(None, tmp_path, ["extra"], "org/name")
+    assert 'from_pretrained("org/name")' in ours.text and "extra" in ours.data.tags and is_generated(str(ours))
+    assert "More Information" not in choose_card(EMPTY, tmp_path, [], "org/name").text
+    written = choose_card("---\ntags: [a]\n---\n# Mine\n", tmp_path, ["b"], "org/name")
+    assert written.text.strip() == "# Mine" and written.data.tags == ["a", "b"]
+    older = str(choose_card(None, tmp_path, [], "org/name"))
+    save_card(hf_mxfp4.pack(model), tmp_path)
+    assert numbers(choose_card(older, tmp_path, [], "org/name").text)["mode"] == "`packed`"
+    (tmp_path / "README.md").write_text("---\ntags: [a]\n---\n# Mine\n")
+    assert choose_card(EMPTY, tmp_path, [], "org/name").text.strip() == "# Mine"
+
+
+def test_a_repository_is_not_its_own_base(model, tmp_path):
+    model.config._name_or_path = "org/name"
+    save_card(hf_mxfp4.pack(model), tmp_path)
+    card = choose_card(None, tmp_path, [], "org/name")
+    assert card.data.base_model is None and "base_model" not in card.data.to_yaml()
+    assert choose_card(None, tmp_path, [], "org/other").data.base_model == "org/name"
+
+
+@torch.no_grad()
+def logits(model) -> torch.Tensor:
+    return model(IDS).logits
+
+
+@pytest.mark.parametrize("text", BROKEN)
+def test_a_readme_that_is_no_card_does_not_end_a_save(checkpoint, tmp_path, text):
+    AutoModelForCausalLM.from_pretrained(checkpoint("qwen2")).save_pretrained(tmp_path / "base")
+    (tmp_path / "saved").mkdir()
+    for folder in ("base", "saved"):
+        (tmp_path / folder / "README.md").write_text(text)
+    config = MXFP4RLConfig(mode="packed")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "base", quantization_config=config)
+    for folder in ("saved", "fresh"):
+        model.save_pretrained(tmp_path / folder)
+        assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(tmp_path / folder)), logits(model))
+    assert (tmp_path / "saved" / "README.md").read_text() == text
+
+
+def test_whatever_fails_in_making_a_card_is_a_warning(model, tmp_path, monkeypatch, capsys):
+    def fail(*args, **kwargs):
+        raise RuntimeError("no card today")
+
+    monkeypatch.setattr("hf_mxfp4.checkpoint.card.make_card", fail)
+    model.save_pretrained(tmp_path / "saved")
+    assert "no model card was written: RuntimeError: no card today" in capsys.readouterr().err
+    assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(tmp_path / "saved")), logits(model))
+
+
+def test_the_class_that_a_card_names_has_the_head():
+    expected = {
+        "Qwen2ForCausalLM": "AutoModelForCausalLM",
+        "GPT2LMHeadModel": "GPT2LMHeadModel",
+        "BertForMaskedLM": "AutoModelForMaskedLM",
+        "T5ForConditionalGeneration": "T5ForConditionalGeneration",
+        "T5EncoderModel": "T5EncoderModel",
+        "ModelOfSomebodyForCausalLM": "AutoModelForCausalLM",
+    }
+    assert {name: auto_class(name) for name in expected} == expected
+    assert all(hasattr(transformers, name) for name in expected.values())

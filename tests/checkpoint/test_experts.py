@@ -1,0 +1,239 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Experts in conversions: packing a folder, exports, and the way back; the names that files have for experts; OpenAI's
+gpt-oss format, checked with transformers' own functions."""
+
+import pytest
+import torch
+from export_files import config_in, decode, header_and_data, same_files, save_packed, save_plain
+from safetensors.torch import load_file, save_file
+from same_bits import tensors_in
+from tiny_models import make_model
+from transformers import AutoModelForCausalLM, Mxfp4Config
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+import hf_mxfp4
+from hf_mxfp4 import MXFP4RLConfig
+from hf_mxfp4.checkpoint import CheckpointError, FileNames, Piece, export, import_checkpoint, pack_checkpoint
+from hf_mxfp4.files import write_json
+from hf_mxfp4.gemm import weight_values
+from hf_mxfp4.numerics import QuantScheme
+
+
+IDS = torch.arange(2, 14).view(2, 6)
+#: gate, up and down of expert 1 of layer 0, as the files of each family have them.
+ONE_EXPERT = {
+    "qwen3_moe": [f"model.layers.0.mlp.experts.1.{name}_proj" for name in ("gate", "up", "down")],
+    "qwen2_moe": [f"model.layers.0.mlp.experts.1.{name}_proj" for name in ("gate", "up", "down")],
+    "mixtral": [f"model.layers.0.block_sparse_moe.experts.1.{name}" for name in ("w1", "w3", "w2")],
+}
+EXPERTS = "model.layers.0.mlp.experts"
+EXPERTS_ONLY = {"modules_to_not_convert": ["self_attn"]}
+
+
+def test_the_names_of_experts_in_files():
+    names = FileNames(make_model("mixtral", layers=1, hidden=32, intermediate=48))
+    assert names.whole["model.layers.0.mlp.gate.weight"] == "model.layers.0.block_sparse_moe.gate.weight"
+    assert names.whole["lm_head.weight"] == "lm_head.weight"
+    assert names.pieces.keys() == {f"model.layers.0.mlp.experts.{p}" for p in ("gate_up_proj", "down_proj")}
+    stem = "model.layers.0.block_sparse_moe.experts"
+    assert names.pieces["model.layers.0.mlp.experts.gate_up_proj"][2:5] == (
+        Piece(f"{stem}.1.w1.weight", 1, slice(0, 48, 1)),
+        Piece(f"{stem}.1.w3.weight", 1, slice(48, 96, 1)),
+        Piece(f"{stem}.2.w1.weight", 2, slice(0, 48, 1)),
+    )
+    assert names.pieces["model.layers.0.mlp.experts.down_proj"][3] == Piece(f"{stem}.3.w2.weight", 3, slice(0, 32, 1))
+    assert FileNames(make_model("gpt_oss", layers=1)).pieces == {}
+
+
+def test_a_qat_folder_packs_like_its_model(tmp_path):
+    plain = save_plain(tmp_path / "plain", "mixtral", intermediate=80, dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(plain, quantization_config=MXFP4RLConfig(weight_block="32x32"))
+    model.save_pretrained(tmp_path / "qat")
+    assert any("block_sparse_moe.experts.0.w1" in name for name in tensors_in(tmp_path / "qat"))
+    hf_mxfp4.pack(model).save_pretrained(tmp_path / "packed")
+    pack_checkpoint(tmp_path / "qat", tmp_path / "out")
+    same_files(tmp_path / "packed", tmp_path / "out")
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral"])
+def test_some_experts_left_alone(family, tmp_path):
+    config = MXFP4RLConfig(mode="packed", modules_to_not_convert=["layers.0.mlp.experts"])
+    plain = save_plain(tmp_path / "plain", family)
+    hf_mxfp4.pack(AutoModelForCausalLM.from_pretrained(plain), config).save_pretrained(tmp_path / "packed")
+    pack_checkpoint(plain, tmp_path / "out", config)
+    same_files(tmp_path / "packed", tmp_path / "out")
+    stored = tensors_in(tmp_path / "out")
+    # One tensor again, joined expert by expert.
+    joined = stored["model.layers.0.mlp.experts.gate_up_proj"]
+    source = tensors_in(plain)
+    gate, up, down = (source[f"{name}.weight"] for name in ONE_EXPERT[family])
+    assert joined.dtype == torch.bfloat16 and torch.equal(joined[1], torch.cat([gate, up]))
+    assert torch.equal(stored["model.layers.0.mlp.experts.down_proj"][1], down)
+    # And apart again on the way out.
+    export(tmp_path / "out", tmp_path / "bf16", "bf16")
+    out = tensors_in(tmp_path / "bf16")
+    assert out.keys() == source.keys()
+    assert all(torch.equal(out[f"{name}.weight"], source[f"{name}.weight"]) for name in ONE_EXPERT[family])
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "qwen2_moe", "mixtral"])
+@pytest.mark.parametrize(
+    ("format", "weight"), [("compressed-tensors", "weight_packed"), ("quark", "weight")], ids=["ct", "quark"]
+)
+def test_one_matrix_in_each_tensor_and_back(format, weight, family, tmp_path):
+    source = save_packed(tmp_path / "packed", family, intermediate=96)
+    report = export(source, tmp_path / "out", format)
+    assert report.counts() == {"kept": report.n_layers} and not report.changed
+    ours, theirs = tensors_in(source), tensors_in(tmp_path / "out")
+    gate, up, down = ONE_EXPERT[family]
+    codes, scale = (ours[f"model.layers.0.mlp.experts.gate_up_proj{suffix}"][1] for suffix in ("", "_scale"))
+    half = len(codes) // 2
+    assert torch.equal(theirs[f"{gate}.{weight}"], codes[:half]) and torch.equal(theirs[f"{up}.{weight}"], codes[half:])
+    assert torch.equal(theirs[f"{up}.weight_scale"], scale[half:]) and half == (96 if family == "mixtral" else 32)
+    original = tensors_in(tmp_path / "packed-plain")
+    values = decode(theirs[f"{down}.{weight}"], theirs[f"{down}.weight_scale"])
+    expected = hf_mxfp4.quantize(original[f"{down}.weight"].float(), scale_rule="even").dequantize(torch.float64)
+    assert torch.equal(values, expected)
+    # Everything else by the names of plain checkpoints.
+    plain = {name for name in original if f"{name.removesuffix('.weight')}.weight_scale" not in theirs}
+    assert {name for name in theirs if not name.endswith(("weight_packed", "weight_scale"))} >= plain
+    ignored = config_in(tmp_path / "out")["quantization_config"]["ignore" if format != "quark" else "exclude"]
+    routers = [f"{gate.split('.experts')[0].replace('.0.', f'.{layer}.')}.gate" for layer in range(2)]
+    shared = [f"model.layers.{layer}.mlp.shared_expert_gate" for layer in range(2) if family == "qwen2_moe"]
+    assert ignored == sorted(["lm_head", *routers, *shared])
+    import_checkpoint(tmp_path / "out", tmp_path / "back")
+    back = tensors_in(tmp_path / "back")
+    assert config_in(source) == config_in(tmp_path / "back") and ours.keys() == back.keys()
+    assert all(torch.equal(back[name], tensor) for name, tensor in ours.items())
+
+
+def test_what_fits_and_what_does_not_in_one_model(tmp_path):
+    source = save_packed(tmp_path / "packed", "mixtral", intermediate=80)
+    words = r"cannot hold 8 of 24 layers .*experts.down_proj and 1 more, in_features=80"
+    with pytest.raises(CheckpointError, match=words):
+        export(source, tmp_path / "out", "compressed-tensors")
+    report = export(source, tmp_path / "out", "compressed-tensors", "dequantize")
+    assert report.counts() == {"kept": 16, "dequantized": 8}
+    assert len(report.notes) == 1 and "transformers 5.23 fails to load" in report.notes[0]
+    ignored = config_in(tmp_path / "out")["quantization_config"]["ignore"]
+    assert "model.layers.0.block_sparse_moe.experts.3.w2" in ignored
+    assert "model.layers.0.block_sparse_moe.experts.3.w1" not in ignored
+    with pytest.raises(CheckpointError, match="has no model.layers.0.block_sparse_moe.experts.0.w2.weight_packed"):
+        import_checkpoint(tmp_path / "out", tmp_path / "back")
+
+
+def test_experts_of_gpt_oss_have_no_place_in_formats_of_single_matrices(tmp_path):
+    source = save_packed(tmp_path / "packed", "gpt_oss", layers=1)
+    with pytest.raises(CheckpointError, match="all experts in one tensor, and this format one matrix in each"):
+        export(source, tmp_path / "out", "quark")
+    report = export(source, tmp_path / "out", "quark", "dequantize")
+    assert report.counts() == {"kept": 4, "dequantized": 8}
+
+
+def test_experts_that_are_quantized_in_part_are_refused(tmp_path):
+    export(save_packed(tmp_path / "packed", "qwen3_moe", layers=1), tmp_path / "ct", "compressed-tensors")
+    tensors = load_file(tmp_path / "ct" / "model.safetensors")
+    stem = "model.layers.0.mlp.experts.2.up_proj"
+    del tensors[f"{stem}.weight_packed"], tensors[f"{stem}.weight_scale"]
+    save_file({**tensors, f"{stem}.weight": torch.zeros(32, 64)}, tmp_path / "ct" / "model.safetensors")
+    with pytest.raises(CheckpointError, match=f"has no {stem}.weight_packed"):
+        import_checkpoint(tmp_path / "ct", tmp_path / "out")
+
+
+# ---- the format of gpt-oss ------------------------------------------------------------------------------------------
+
+
+def save_openai(folder, layers=1):
+    """A checkpoint as OpenAI's: blocks and scales of random bytes, the rest bfloat16."""
+    save_plain(folder, "gpt_oss", layers=layers)
+    tensors, generator = load_file(folder / "model.safetensors"), torch.Generator().manual_seed(0)
+    for layer in range(layers):
+        for projection, (rows, columns) in {"gate_up_proj": (192, 64), "down_proj": (64, 96)}.items():
+            stem = f"model.layers.{layer}.mlp.experts.{projection}"
+            del tensors[stem]
+            blocks = torch.randint(0, 256, (4, rows, columns // 32, 16), dtype=torch.uint8, generator=generator)
+            scales = torch.randint(115, 125, (4, rows, columns // 32), dtype=torch.uint8, generator=generator)
+            tensors |= {f"{stem}_blocks": blocks, f"{stem}_scales": scales}
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    skips = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
+    options = {"quant_method": "mxfp4", "modules_to_not_convert": skips}
+    write_json(folder / "config.json", {**config_in(folder), "quantization_config": options})
+    return folder
+
+
+def test_the_layout(tmp_path):
+    source = save_packed(tmp_path / "packed", "gpt_oss", config=EXPERTS_ONLY)
+    report = export(source, tmp_path / "out", "gpt-oss")
+    assert report.counts() == {"kept": 16} and not report.changed and report.notes == []
+    ours, theirs = tensors_in(source), tensors_in(tmp_path / "out")
+    assert theirs[f"{EXPERTS}.gate_up_proj_blocks"].shape == (4, 192, 2, 16)
+    assert theirs[f"{EXPERTS}.gate_up_proj_scales"].shape == (4, 192, 2)
+    assert theirs[f"{EXPERTS}.down_proj_blocks"].shape == (4, 64, 3, 16)
+    assert torch.equal(theirs[f"{EXPERTS}.down_proj_blocks"].flatten(2), ours[f"{EXPERTS}.down_proj"])
+    assert torch.equal(theirs[f"{EXPERTS}.down_proj_scales"], ours[f"{EXPERTS}.down_proj_scale"])
+    # Low nibble first, rows of gate and up as they alternate in the model, which has them as columns.
+    weight = tensors_in(tmp_path / "packed-plain")[f"{EXPERTS}.gate_up_proj"]
+    assert weight.shape == (4, 64, 192)
+    stored = decode(theirs[f"{EXPERTS}.gate_up_proj_blocks"].flatten(2), theirs[f"{EXPERTS}.gate_up_proj_scales"])
+    expected = hf_mxfp4.quantize(weight[2].t().float(), scale_rule="even").dequantize(torch.float64)
+    assert torch.equal(stored[2], expected)
+    # As transformers' own function reads them.
+    experts = AutoModelForCausalLM.from_pretrained(source).model.layers[0].mlp.experts
+    for projection in ("gate_up_proj", "down_proj"):
+        parts = (theirs[f"{EXPERTS}.{projection}_{part}"] for part in ("blocks", "scales"))
+        assert torch.equal(convert_moe_packed_tensors(*parts), experts.dequantized_weight(projection, torch.bfloat16))
+    others = {name for name in theirs if not name.endswith(("_blocks", "_scales"))}
+    plain = tensors_in(tmp_path / "packed-plain")
+    assert others == {name for name in plain if not name.endswith(("up_proj", "down_proj"))}
+    assert {tensor.dtype for name, tensor in theirs.items() if name in others} == {torch.bfloat16}
+    assert config_in(tmp_path / "out")["quantization_config"] == {
+        "quant_method": "mxfp4",
+        "modules_to_not_convert": [
+            "model.layers.*.self_attn",
+            "model.layers.*.mlp.router",
+            "model.embed_tokens",
+            "lm_head",
+        ],
+    }
+
+
+def test_openai_checkpoints_come_in_bit_for_bit(tmp_path):
+    source = save_openai(tmp_path / "openai", layers=2)
+    report = import_checkpoint(source, tmp_path / "packed")
+    assert report.counts() == {"kept": 16}
+    stored = tensors_in(source)
+    model, info = AutoModelForCausalLM.from_pretrained(tmp_path / "packed", output_loading_info=True)
+    assert not any(info.values())
+    experts = model.model.layers[1].mlp.experts
+    assert model.quantization_report.n_quantized == 16
+    stem = "model.layers.1.mlp.experts.down_proj"
+    assert torch.equal(experts.down_proj, stored[f"{stem}_blocks"].flatten(2))
+    assert torch.equal(experts.down_proj_scale, stored[f"{stem}_scales"])
+    reference = AutoModelForCausalLM.from_pretrained(source, quantization_config=Mxfp4Config(dequantize=True))
+    for name, parameter in model.dequantize().named_parameters():
+        assert torch.equal(parameter, reference.get_parameter(name)), name
+    assert torch.equal(model(IDS).logits, reference(IDS).logits)
+
+
+def test_out_and_in_again(tmp_path):
+    source = save_packed(tmp_path / "packed", "gpt_oss", config={**EXPERTS_ONLY, "scale_rule": "rceil"})
+    export(source, tmp_path / "out", "gpt-oss")
+    import_checkpoint(tmp_path / "out", tmp_path / "back")
+    files = (folder / "model.safetensors" for folder in (source, tmp_path / "back"))
+    (_, data), (_, back) = map(header_and_data, files)
+    assert (data == back) is True
+    # The same layers, told by their full names.
+    one, other = (config_in(folder)["quantization_config"] for folder in (source, tmp_path / "back"))
+    layers = [f"model.layers.{layer}.self_attn.{name}_proj" for layer in range(2) for name in "qkvo"]
+    assert other == {**one, "modules_to_not_convert": layers}
+
+
+def test_every_byte_means_the_same_to_transformers():
+    codes = torch.arange(256, dtype=torch.uint8).view(1, 256 // 16, 16)
+    # From 253 on, the largest values overflow bfloat16 or nearly so; 255 is NaN here, and 2^128 there.
+    for scale in range(253):
+        scales = torch.full((1, 16, 1), scale, dtype=torch.uint8)
+        theirs = convert_moe_packed_tensors(codes.unflatten(1, (16, 1)), scales)[0].t()
+        packed = {"weight": codes[0], "weight_scale": scales[0]}
+        ours = weight_values(packed, 32, QuantScheme(), torch.bfloat16)
+        assert torch.equal(ours, theirs), scale

@@ -1,0 +1,189 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checksums of a checkpoint's files: who writes them, what finds a difference, and which checkpoints of a training run
+count as whole. The oracle hashes with xxhash."""
+
+import json
+from pathlib import Path
+
+import pytest
+from export_files import header_and_data, save_plain
+from transformers import AutoModelForCausalLM
+from xxhash import xxh3_128_hexdigest
+
+import hf_mxfp4
+from hf_mxfp4 import MXFP4RLConfig
+from hf_mxfp4.checkpoint import (
+    MANIFEST,
+    add_to_folder,
+    checkpoint_step,
+    export,
+    import_checkpoint,
+    invalidate,
+    last_complete_checkpoint,
+    pack_checkpoint,
+    verify_folder,
+    why_incomplete,
+    write_whole_manifest,
+)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory) -> dict[str, Path]:
+    """A plain checkpoint, one of master weights in several files, and one of packed weights."""
+    base = tmp_path_factory.mktemp("checksums")
+    save_plain(base / "plain", layers=1, hidden=32, intermediate=64)
+    model = AutoModelForCausalLM.from_pretrained(base / "plain", quantization_config=MXFP4RLConfig())
+    model.save_pretrained(base / "master", max_shard_size="15KB")
+    assert len(files_in(base / "master")) > 1
+    hf_mxfp4.pack(model).save_pretrained(base / "packed")
+    return {name: base / name for name in ("plain", "master", "packed")}
+
+
+def files_in(folder: Path) -> list[Path]:
+    return sorted(Path(folder).glob("*.safetensors"))
+
+
+def manifest_of(folder: Path) -> dict:
+    return json.loads((folder / MANIFEST).read_text())["files"]
+
+
+def flip_last_bit(file: Path) -> None:
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 128
+    file.write_bytes(content)
+
+
+def where(folder: Path) -> list[str]:
+    return [problem.where for problem in verify_folder(folder).problems]
+
+
+def test_whatever_writes_weights_records_them(saved, tmp_path):
+    pack_checkpoint(saved["master"], tmp_path / "packed", max_shard_size="10KB")
+    export(saved["plain"], tmp_path / "exported", "compressed-tensors")
+    export(saved["master"], tmp_path / "bf16", "bf16")
+    import_checkpoint(tmp_path / "exported", tmp_path / "imported")
+    folders = [saved["master"], saved["packed"], *(tmp_path / n for n in ("packed", "exported", "bf16", "imported"))]
+    for folder in folders:
+        files = [*files_in(folder), *folder.glob("*.index.json")]
+        expected = {
+            file.name: {"size": file.stat().st_size, "xxh3_128": xxh3_128_hexdigest(file.read_bytes())}
+            for file in files
+        }
+        assert manifest_of(folder) == expected and not where(folder)
+
+
+def test_master_weights_are_the_files_of_the_plain_model(saved, tmp_path):
+    plain = AutoModelForCausalLM.from_pretrained(saved["plain"])
+    plain.save_pretrained(tmp_path / "plain", max_shard_size="15KB")
+    for file, other in zip(files_in(tmp_path / "plain"), files_in(saved["master"]), strict=True):
+        assert (file.read_bytes() == other.read_bytes()) is True
+    assert not (tmp_path / "plain" / MANIFEST).exists()
+
+
+def test_a_second_save_keeps_records_of_other_files(copy):
+    folder = copy("packed")
+    (folder / "extra.safetensors").write_bytes((folder / "model.safetensors").read_bytes())
+    add_to_folder(folder)
+    AutoModelForCausalLM.from_pretrained(folder).save_pretrained(folder, max_shard_size="10KB")
+    assert "model.safetensors" not in manifest_of(folder) and "extra.safetensors" in manifest_of(folder)
+    assert len(manifest_of(folder)) > 3 and not where(folder)
+
+
+@pytest.mark.parametrize("name", ["master", "packed"])
+def test_verify_finds_what_loading_does_not_read(copy, name):
+    folder = copy(name)
+    flip_last_bit(files_in(folder)[-1])
+    AutoModelForCausalLM.from_pretrained(folder)
+    (problem,) = verify_folder(folder).problems
+    assert problem.where == files_in(folder)[-1].name and "its checksum is" in problem.reason
+
+
+def test_adding_leaves_the_files_as_they_are(copy):
+    folder = copy("plain")
+    before, done = header_and_data(folder / "model.safetensors"), []
+    assert add_to_folder(folder, lambda count, name: done.append(count)) == ["model.safetensors"]
+    assert sum(done) == (folder / "model.safetensors").stat().st_size
+    assert header_and_data(folder / "model.safetensors") == before and not where(folder)
+    assert add_to_folder(folder) == []
+    # What is recorded is not replaced.
+    (folder / "more.safetensors").write_bytes((folder / "model.safetensors").read_bytes())
+    flip_last_bit(folder / "model.safetensors")
+    assert add_to_folder(folder) == ["more.safetensors"] and where(folder) == ["model.safetensors"]
+
+
+# ---- checkpoints of a training run --------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def make(tmp_path):
+    def checkpoint(step, manifest=True):
+        folder = tmp_path / f"checkpoint-{step}"
+        (folder / "global_step").mkdir(parents=True)
+        (folder / "optimizer.pt").write_bytes(b"weights")
+        (folder / "global_step" / "shard.pt").write_bytes(b"shard")
+        (folder / "README.md").write_text("card")
+        (folder / ".draft-0123").write_text("{")  # of a killed process
+        if manifest:
+            assert write_whole_manifest(folder) == 2
+        (folder / "trainer_state.json").write_text(json.dumps({"global_step": step}))
+        return folder
+
+    return checkpoint
+
+
+def test_the_step_is_in_the_name():
+    names = ["checkpoint-7", "run/checkpoint-12", "checkpoint-7-best", "policy", "checkpoint-"]
+    assert [checkpoint_step(name) for name in names] == [7, 12, None, None, None]
+
+
+def test_a_whole_one_is_taken_and_its_card_may_change(make):
+    folder = make(3)
+    (folder / "README.md").write_text("edited by hand")
+    (folder / "notes.txt").write_text("added later")
+    assert why_incomplete(folder) is None
+
+
+@pytest.mark.parametrize(
+    ("damage", "reason"),
+    [
+        (lambda f: (f / "trainer_state.json").unlink(), "it has no trainer_state.json: saving it was not finished"),
+        (lambda f: (f / "trainer_state.json").write_text('{"global_st'), "its trainer_state.json is cut short"),
+        (lambda f: (f / "trainer_state.json").write_text(""), "its trainer_state.json is cut short"),
+        (lambda f: (f / "optimizer.pt").write_bytes(b"w"), "optimizer.pt: it has 1 bytes instead of 7"),
+        (lambda f: (f / "global_step" / "shard.pt").unlink(), "global_step/shard.pt: it is missing"),
+        (lambda f: (f / "mxfp4_manifest.json").write_text("{"), "mxfp4_manifest.json is damaged"),
+        (lambda f: (f / "mxfp4_manifest.json").write_text("[]"), "mxfp4_manifest.json is damaged"),
+        (lambda f: (f / "mxfp4_manifest.json").write_text('{"files": {"../a": 1}}'), "mxfp4_manifest.json is damaged"),
+    ],
+)
+def test_what_is_damaged_is_said(make, damage, reason):
+    folder = make(3)
+    damage(folder)
+    assert why_incomplete(folder).startswith(reason)
+
+
+def test_one_that_is_written_over_counts_no_more(make):
+    folder = make(3)
+    invalidate(folder)
+    assert why_incomplete(folder) == "it has no trainer_state.json: saving it was not finished"
+    assert (folder / "optimizer.pt").is_file()
+    invalidate(folder)  # again, or of a new folder: nothing to do
+
+
+def test_the_newest_whole_one_by_number(make, tmp_path):
+    assert last_complete_checkpoint(tmp_path) is None and last_complete_checkpoint(tmp_path / "missing") is None
+    for step in (2, 9, 10, 11):
+        make(step)
+    (tmp_path / "checkpoint-30").write_text("a file")
+    (tmp_path / "checkpoint-11" / "optimizer.pt").unlink()
+    assert last_complete_checkpoint(tmp_path) == str(tmp_path / "checkpoint-10")
+    make(12, manifest=False)  # of another trainer
+    assert last_complete_checkpoint(tmp_path) == str(tmp_path / "checkpoint-12")
+
+
+def test_a_manifest_of_sizes_is_still_read(make):
+    folder = make(3)
+    (folder / MANIFEST).write_text('{"files": {"optimizer.pt": 7, "global_step/shard.pt": 5}}')
+    assert why_incomplete(folder) is None
+    (folder / "optimizer.pt").write_bytes(b"w")
+    assert why_incomplete(folder) == "optimizer.pt: it has 1 bytes instead of 7"

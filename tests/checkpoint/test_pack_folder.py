@@ -1,0 +1,185 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Packing a folder without loading the model: the same files as packing the model and saving it; weights that were
+rotated before they were quantized."""
+
+import json
+
+import pytest
+import torch
+from export_files import same_files, save_packed, save_plain
+from safetensors.torch import save_file
+from same_bits import tensors_in
+from tables import CONFIGS, some
+from transformers import AutoModelForCausalLM
+from typer.testing import CliRunner
+
+import hf_mxfp4
+from hf_mxfp4 import MXFP4PackedLinear, MXFP4RLConfig, numerics, pack, quantize
+from hf_mxfp4.checkpoint import CheckpointError, export, pack_checkpoint
+from hf_mxfp4.cli import app
+
+
+SCHEMES = some(CONFIGS, "default", "floor", "w4a16 blockwise", "selective", "row tiles", "skips")
+
+
+@pytest.mark.parametrize(("name", "shard_size"), list(zip(SCHEMES, ("50GB", "30KB") * 3, strict=True)))
+def test_a_qat_folder_packs_like_its_model(name, shard_size, tmp_path):
+    options, dtype = SCHEMES[name], torch.float32 if shard_size == "30KB" else torch.bfloat16
+    plain = save_plain(tmp_path / "plain", tie=True, dtype=dtype)
+    model = AutoModelForCausalLM.from_pretrained(plain, quantization_config=MXFP4RLConfig(**options))
+    model.save_pretrained(tmp_path / "qat", max_shard_size=shard_size)
+    hf_mxfp4.pack(model).save_pretrained(tmp_path / "packed", max_shard_size=shard_size)
+    report = pack_checkpoint(tmp_path / "qat", tmp_path / "out", max_shard_size=shard_size)
+    same_files(tmp_path / "packed", tmp_path / "out")
+    assert report.counts() == {"packed": model.quantization_report.n_quantized}
+    # The one model came from the QAT folder's predecessor, and neither folder names a base model.
+    assert (tmp_path / "out" / "README.md").read_text() == (tmp_path / "packed" / "README.md").read_text()
+    # The model's report looks at some rows of large layers; here it sees all of them.
+    assert report.total_sqnr_db == pytest.approx(model.quantization_report.sqnr_db, abs=0.05)
+
+
+#: Matrices in two decoder layers of each.
+FAMILIES = {"llama": 14, "qwen3": 14, "gemma": 14, "qwen3_moe": 24, "qwen2_moe": 30, "mixtral": 24, "gpt_oss": 24}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_plain_folder_packs_like_its_model(family, tmp_path):
+    dense = FAMILIES[family] == 14
+    config = MXFP4RLConfig(mode="packed", scale_rule="mse" if dense else "rceil")
+    plain = save_plain(tmp_path / "plain", family)
+    model = hf_mxfp4.pack(AutoModelForCausalLM.from_pretrained(plain), config)
+    model.save_pretrained(tmp_path / "packed", max_shard_size="60KB")
+    report = pack_checkpoint(plain, tmp_path / "out", config, max_shard_size="60KB")
+    same_files(tmp_path / "packed", tmp_path / "out")
+    assert report.counts() == {"packed": model.quantization_report.n_quantized}
+    assert report.n_layers == FAMILIES[family]
+    # The model's report looks at some rows of large layers, and its card says what it has seen.
+    assert report.total_sqnr_db == pytest.approx(model.quantization_report.sqnr_db, abs=0.2)
+    if dense:
+        assert (tmp_path / "out" / "README.md").read_text() == (tmp_path / "packed" / "README.md").read_text()
+
+
+def test_what_cannot_be_packed_says_why(tmp_path):
+    plain = save_plain(tmp_path / "plain", layers=1)
+    config = MXFP4RLConfig(mode="packed")
+    with pytest.raises(CheckpointError, match="has no scheme; give one"):
+        pack_checkpoint(plain, tmp_path / "out")
+    with pytest.raises(CheckpointError, match="is packed already"):
+        pack_checkpoint(save_packed(tmp_path / "packed", layers=1), tmp_path / "out")
+    AutoModelForCausalLM.from_pretrained(plain, quantization_config=MXFP4RLConfig()).save_pretrained(tmp_path / "qat")
+    with pytest.raises(CheckpointError, match="a scheme of its own"):
+        pack_checkpoint(tmp_path / "qat", tmp_path / "out", config)
+    with pytest.raises(CheckpointError, match="'nonsense', which matches no module"):
+        pack_checkpoint(plain, tmp_path / "out", MXFP4RLConfig(mode="packed", modules_to_not_convert=["nonsense"]))
+    tensors = tensors_in(plain)
+    name = "model.layers.0.mlp.up_proj.weight"
+    save_file({**tensors, name: torch.zeros(3, 4)}, plain / "model.safetensors", {"format": "pt"})
+    with pytest.raises(CheckpointError, match=r"is torch.float32 \[3, 4\]; the model needs floating-point \[96, 64\]"):
+        pack_checkpoint(plain, tmp_path / "out", config)
+    assert not (tmp_path / "out").exists()
+
+
+# ---- rotated weights ------------------------------------------------------------------------------------------------
+
+
+IDS = torch.arange(2, 14).view(2, 6)
+SCHEME = {"scale_rule": "even", "macro_search": "blockwise", "fprop": {"rotation": "deterministic-32"}}
+ROTATED = MXFP4RLConfig(mode="packed", **SCHEME)
+
+
+def load(folder, config=None, **options):
+    options |= {} if config is None else {"quantization_config": config}
+    return AutoModelForCausalLM.from_pretrained(folder, **options)
+
+
+def logits(model) -> torch.Tensor:
+    with torch.no_grad():
+        return model(IDS).logits
+
+
+def layers_of(model) -> dict[str, MXFP4PackedLinear]:
+    return {name: module for name, module in model.named_modules() if isinstance(module, MXFP4PackedLinear)}
+
+
+def qat(folder, **options):
+    scheme = {"preset": "w4a16", "outlier_fallback": None, "dither_ties": False, **SCHEME, **options}
+    return load(folder, MXFP4RLConfig(**scheme))
+
+
+@pytest.fixture
+def packed_folder(checkpoint, tmp_path):
+    source, out = checkpoint(dtype=torch.bfloat16), tmp_path / "packed"
+    pack_checkpoint(source, out, ROTATED)
+    return source, out
+
+
+def test_files_hold_the_codes_of_rotated_weights_and_load_to_the_same_model(checkpoint, tmp_path):
+    source = checkpoint(dtype=torch.bfloat16)
+    model = load(source, ROTATED)
+    expected, report = logits(model), model.quantization_report
+    model.save_pretrained(tmp_path / "saved")
+    stored, original = tensors_in(tmp_path / "saved"), tensors_in(source)
+    for name in layers_of(model):
+        rotated = numerics.rotate(original[f"{name}.weight"].float(), 32)
+        tensor = quantize(rotated, scale_rule="even", macro_block=128, macro_search="blockwise")
+        assert torch.equal(stored[f"{name}.weight"], tensor.codes), name
+        assert torch.equal(stored[f"{name}.weight_macro"], tensor.macro), name
+    again = load(tmp_path / "saved")
+    assert torch.equal(logits(again), expected) and again.hf_quantizer.quantization_config == ROTATED
+    assert "rotation deterministic-32" in str(again.quantization_report)
+    card = (tmp_path / "saved" / "README.md").read_text()
+    assert "rotation deterministic-32" in card
+    # Errors are those of the values rotated back: what is lost is what any packing of such weights loses.
+    plain = load(source, MXFP4RLConfig(mode="packed", scale_rule="even", macro_search="blockwise"))
+    assert report.sqnr_db == pytest.approx(plain.quantization_report.sqnr_db, abs=1.5)
+
+
+def test_every_way_to_pack_writes_the_same_files(packed_folder, checkpoint, tmp_path):
+    source, folder = packed_folder
+    model = qat(source)
+    model.save_pretrained(tmp_path / "qat")
+    expected = logits(model)
+    pack(model).save_pretrained(tmp_path / "trained")
+    torch.testing.assert_close(logits(load(tmp_path / "trained")).float(), expected.float(), rtol=0.05, atol=0.05)
+    pack_checkpoint(tmp_path / "qat", tmp_path / "of qat")
+    load(source, ROTATED).save_pretrained(tmp_path / "loaded")
+    options = ["--scale-rule", "even", "--macro-search", "blockwise", "--rotation", "deterministic-32"]
+    result = CliRunner().invoke(app, ["pack", str(source), str(tmp_path / "cli"), *options])
+    assert result.exit_code == 0, result.output
+    for way in ("trained", "of qat", "loaded", "cli"):
+        stored = tensors_in(tmp_path / way)
+        found = tensors_in(folder)
+        assert stored.keys() == found.keys() and all(torch.equal(stored[name], found[name]) for name in found), way
+    cost = json.loads((tmp_path / "cli" / "pack_report.json").read_text())["layers"][0]
+    assert 10 < cost["sqnr_db"] < 30
+    assert CliRunner().invoke(app, ["verify", str(folder)]).exit_code == 0
+
+
+def test_rotations_that_do_not_divide_the_inputs_of_a_layer_are_refused_by_its_name(checkpoint, tmp_path):
+    source = checkpoint(intermediate=96)
+    config = MXFP4RLConfig(mode="packed", fprop={"rotation": "deterministic-64"})
+    words = r"down_proj has 96 inputs, no multiple of 64.*modules_to_not_convert"
+    with pytest.raises(CheckpointError, match=words):
+        pack_checkpoint(source, tmp_path / "out", config)
+    with pytest.raises(ValueError, match=words):
+        load(source, config)
+    result = CliRunner().invoke(app, ["pack", str(source), str(tmp_path / "out"), "--rotation", "random-16"])
+    assert result.exit_code == 2 and "drawn anew in every step" in " ".join(result.output.split())
+
+
+@pytest.mark.parametrize("kind", ["packed", "qat"])
+def test_of_other_formats_bfloat16_alone_takes_the_weights_and_rotates_them_back(kind, packed_folder, tmp_path):
+    source, folder = packed_folder
+    if kind == "qat":
+        qat(source).save_pretrained(tmp_path / "qat")
+    origin = {"packed": folder, "qat": tmp_path / "qat"}[kind]
+    for format, on_mismatch in (("compressed-tensors", "refuse"), ("quark", "requantize"), ("gguf", "dequantize")):
+        with pytest.raises(CheckpointError, match=f"rotate both operands .*, and format '{format}' cannot hold"):
+            export(origin, tmp_path / "other", format, on_mismatch)
+    report = export(origin, tmp_path / "plain", "bf16")
+    assert any("rotated back" in note for note in report.notes)
+    stored = tensors_in(tmp_path / "plain")
+    packed = load(folder)
+    for name, layer in layers_of(packed).items():
+        assert torch.equal(stored[f"{name}.weight"], layer.dequantized_weight(torch.float32).bfloat16()), name
+    torch.testing.assert_close(logits(load(tmp_path / "plain")), logits(packed), rtol=0.1, atol=0.1)

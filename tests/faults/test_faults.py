@@ -1,0 +1,328 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Signals, rewards and callbacks that raise, a full disk: what was trained is saved, and goes on to the same bits."""
+
+import os
+import resource
+import signal
+
+import pytest
+import torch
+from grpo_runs import even_digits, prompts, trainer_factory
+from same_bits import assert_same, weights
+from transformers import TrainerCallback
+
+from hf_mxfp4.checkpoint import last_complete_checkpoint, why_incomplete
+from hf_mxfp4.rl import RewardError
+
+
+#: Two rollouts for four optimizer steps each, so that a checkpoint falls between steps of one rollout too.
+RUN = {"max_steps": 6, "num_iterations": 2, "lr_scheduler_type": "linear"}
+
+
+@pytest.fixture(autouse=True)
+def signals_as_python_starts_with():
+    """What runs in the background of a shell ignores Ctrl-C, and so would these tests."""
+    usual = {signal.SIGTERM: signal.SIG_DFL, signal.SIGINT: signal.default_int_handler}
+    before = {number: signal.signal(number, handler) for number, handler in usual.items()}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.fixture(scope="module")
+def build(tmp_path_factory):
+    return trainer_factory(tmp_path_factory.mktemp("interrupts"))
+
+
+def end_of(build, folder, resume=None, **options):
+    """Everything at the end of a run that nothing interrupts, or not again."""
+    trainer = build(output_dir=str(folder), **options)
+    trainer.train(resume_from_checkpoint=resume)
+    return everything(trainer)
+
+
+def checkpoints(folder):
+    return [path.name for path in folder.glob("checkpoint-*")]
+
+
+@pytest.fixture(scope="module")
+def whole(build, tmp_path_factory):
+    return end_of(build, tmp_path_factory.mktemp("whole"), **RUN)
+
+
+#: What a log has of times, and means over what was trained since a run was started.
+LEFT_OUT = {
+    "step_time", "train_runtime", "train_samples_per_second", "train_steps_per_second", "train_loss", "total_flos",
+}  # fmt: skip
+
+
+def everything(trainer):
+    return {
+        "weights": dict(trainer.model.state_dict()),
+        "optimizer": trainer.optimizer.state_dict(),
+        "logs": [
+            {k: v for k, v in entry.items() if k not in LEFT_OUT and not k.startswith("movement")}
+            for entry in trainer.state.log_history
+        ],
+        "entropy": trainer.entropy_callback.history,
+        "random": torch.get_rng_state(),
+    }
+
+
+def at_step(step, act):
+    """A reward function that acts in the rollout after this optimizer step."""
+
+    def reward(completions, trainer_state, **kwargs):
+        if trainer_state.global_step == step:
+            act()
+        return even_digits(completions)
+
+    reward.__name__ = even_digits.__name__  # which is logged
+    return reward
+
+
+def send(number):
+    os.kill(os.getpid(), number)
+
+
+def fail():
+    raise KeyError("answer")
+
+
+FAULTS = {
+    "SIGTERM": (lambda: send(signal.SIGTERM), SystemExit, "Terminated: SIGTERM"),
+    "Ctrl-C": (lambda: send(signal.SIGINT), KeyboardInterrupt, "KeyboardInterrupt"),
+    "reward raises": (fail, RewardError, "RewardError: reward function 'even_digits' raised KeyError: 'answer'"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_the_last_finished_step_is_saved_and_goes_on_to_the_same_bits(build, whole, fault, tmp_path, capsys):
+    act, kind, words = FAULTS[fault]
+    trainer = build(at_step(4, act), output_dir=str(tmp_path), **RUN)
+    with pytest.raises(kind) as caught:
+        trainer.train()
+    assert kind is not SystemExit or caught.value.code == 143
+    assert f"training stopped at step 4 by {words}" in capsys.readouterr().err
+    assert checkpoints(tmp_path) == ["checkpoint-4"]
+    assert_same(end_of(build, tmp_path, resume=True, **RUN), whole)
+
+
+def test_what_half_a_step_has_logged_is_not_saved(build, tmp_path):
+    """It stops between the two micro-batches of its third step, which resuming takes from the start."""
+    options = {"max_steps": 4, "per_device_train_batch_size": 4, "gradient_accumulation_steps": 2}
+    whole = end_of(build, tmp_path / "whole", **options)
+    trainer = build(output_dir=str(tmp_path / "parts"), **options)
+    computed, original = [], trainer._compute_loss
+
+    def interrupted(*args):
+        if len(computed) == 2 * 2 + 1:
+            send(signal.SIGTERM)
+        computed.append(original(*args))
+        return computed[-1]
+
+    trainer._compute_loss = interrupted
+    with pytest.raises(SystemExit):
+        trainer.train()
+    assert checkpoints(tmp_path / "parts") == ["checkpoint-2"]
+    assert_same(end_of(build, tmp_path / "parts", resume=True, **options), whole)
+
+
+def test_a_stop_in_an_evaluation_goes_on_to_the_same_bits(build, tmp_path):
+    """That of this step is not repeated."""
+    options = {
+        "max_steps": 3,
+        "eval_dataset": prompts(2),
+        "eval_strategy": "steps",
+        "eval_steps": 2,
+        "per_device_eval_batch_size": 4,
+        "error_every": 0,
+    }
+    whole = end_of(build, tmp_path / "whole", **options)
+
+    stop = at_step(2, lambda: trainer.model.training or send(signal.SIGTERM))
+    trainer = build(stop, output_dir=str(tmp_path / "parts"), **options)
+    with pytest.raises(SystemExit):
+        trainer.train()
+    ends = [whole, end_of(build, tmp_path / "parts", resume=True, **options)]
+    evaluated = [[entry["step"] for entry in end["logs"] if "eval_loss" in entry] for end in ends]
+    assert evaluated == [[2, 3], [3]]
+    for end in ends:
+        end["logs"] = [entry for entry in end["logs"] if "eval_loss" not in entry]
+    assert_same(*ends)
+
+
+@pytest.mark.parametrize("step", [2, 4], ids=["within an epoch", "between epochs"])
+def test_a_resumed_run_that_stops_in_its_first_step_goes_on_in_another_folder(build, step, tmp_path):
+    """What it saves there is the checkpoint that it was resumed from."""
+    options = {"max_steps": 5, "save_strategy": "steps", "save_steps": step}
+    whole = end_of(build, tmp_path / "whole", **options)
+    source = tmp_path / "whole" / f"checkpoint-{step}"
+    trainer = build(at_step(step, lambda: send(signal.SIGTERM)), output_dir=str(tmp_path / "parts"), **options)
+    with pytest.raises(SystemExit):
+        trainer.train(resume_from_checkpoint=str(source))
+    assert checkpoints(tmp_path / "parts") == [source.name]
+    assert_same(end_of(build, tmp_path / "parts", resume=True, **options), whole)
+
+
+@pytest.mark.parametrize(("number", "step"), [(signal.SIGTERM, 2), (signal.SIGINT, 5)], ids=["SIGTERM", "Ctrl-C"])
+def test_an_update_is_finished_first(build, whole, step, number, tmp_path, monkeypatch):
+    """Weights of which some are updated belong to no step. Step 5 is the last one: the run ends with it, and stops."""
+    original = torch.optim.AdamW.step
+    trainer = build(output_dir=str(tmp_path), **RUN)
+
+    def interrupted(self, *args, **kwargs):
+        if trainer.state.global_step == step:
+            send(number)
+        return original(self, *args, **kwargs)
+
+    with monkeypatch.context() as patch, pytest.raises((SystemExit, KeyboardInterrupt)):
+        patch.setattr(torch.optim.AdamW, "step", interrupted)
+        trainer.train()
+    assert checkpoints(tmp_path) == [f"checkpoint-{step + 1}"]
+    assert_same(end_of(build, tmp_path, resume=True, **RUN)["weights"], whole["weights"])
+
+
+def test_what_is_measured_after_an_update_is_finished_too(build, tmp_path):
+    """The step is counted by then, and its log is not there yet."""
+    options = {
+        "max_steps": 3,
+        "error_every": 2,
+    }
+    whole = end_of(build, tmp_path / "whole", **options)
+    trainer = build(output_dir=str(tmp_path / "parts"), **options)
+    measure = trainer.error_callback.on_step_end
+
+    def interrupted(args, state, *others, **named):
+        if state.global_step == 2:
+            send(signal.SIGTERM)
+        return measure(args, state, *others, **named)
+
+    trainer.error_callback.on_step_end = interrupted
+    with pytest.raises(SystemExit):
+        trainer.train()
+    assert checkpoints(tmp_path / "parts") == ["checkpoint-2"]
+    assert_same(end_of(build, tmp_path / "parts", resume=True, **options), whole)
+
+
+def test_handlers_of_others_are_left_alone(build, tmp_path):
+    """Such as those of transformers' `enable_jit_checkpoint`, and of launchers."""
+    caught = []
+    previous = signal.signal(signal.SIGTERM, lambda number, frame: caught.append(number))
+    try:
+        trainer = build(at_step(0, lambda: send(signal.SIGTERM)), output_dir=str(tmp_path), max_steps=1)
+        trainer.train()
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+    assert caught == [signal.SIGTERM] and trainer.state.global_step == 1
+
+
+def test_a_second_signal_does_not_wait_for_the_update(build, tmp_path, monkeypatch):
+    original = torch.optim.AdamW.step
+    trainer = build(output_dir=str(tmp_path), **RUN)
+
+    def stuck(self, *args, **kwargs):
+        if trainer.state.global_step == 2:
+            send(signal.SIGTERM)
+            send(signal.SIGTERM)
+            pytest.fail("the second signal was ignored")
+        return original(self, *args, **kwargs)
+
+    monkeypatch.setattr(torch.optim.AdamW, "step", stuck)
+    with pytest.raises(SystemExit):
+        trainer.train()
+    assert checkpoints(tmp_path) == []  # of half an update
+
+
+class Broken(TrainerCallback):
+    """A callback that raises at one step."""
+
+    def __init__(self, event, step):
+        def handle(args, state, control, **kwargs):
+            if state.global_step == step:
+                raise KeyError("mistake")
+
+        setattr(self, event, handle)
+
+
+CALLBACK_RUN = {"max_steps": 4, "num_iterations": 2}
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    """The end of a run of these options that nothing stops: weights, logs."""
+    trainer = trainer_factory(tmp_path_factory.mktemp("undisturbed"))(**CALLBACK_RUN)
+    trainer.train()
+    return weights(trainer.model), everything(trainer)["logs"]
+
+
+@pytest.mark.parametrize(
+    ("event", "lacks"), [("on_log", set()), ("on_step_end", {"loss", "grad_norm", "learning_rate"})]
+)
+def test_a_callback_that_fails_stops_training_with_everything_saved(undisturbed, tmp_path, event, lacks, capsys):
+    run = trainer_factory(tmp_path)
+    with pytest.raises(KeyError, match="mistake"):
+        run(callbacks=[Broken(event, 2)], **CALLBACK_RUN).train()
+    saved = tmp_path / "run" / "checkpoint-2"
+    assert f"training stopped at step 2 by KeyError: 'mistake'; saved as {saved}" in capsys.readouterr().err
+    resumed = run(**CALLBACK_RUN)
+    resumed.train(resume_from_checkpoint=True)
+    values, (first, second, *rest) = undisturbed
+    assert resumed.state.global_step == 4
+    assert_same(weights(resumed.model), values)
+    assert lacks < set(second)
+    second = {key: value for key, value in second.items() if key not in lacks}
+    assert_same(sorted(everything(resumed)["logs"][1].items()), sorted(second.items()))
+    assert_same(everything(resumed)["logs"][2:], rest)
+
+
+#: A checkpoint at each step, in the middle of rollouts too.
+SAVING = {"max_steps": 5, "save_strategy": "steps", "save_steps": 1, "num_iterations": 2}
+
+
+class LimitFrom(TrainerCallback):
+    """From an optimizer step on no file may be larger than the limit, in bytes: writing fails in the middle of one."""
+
+    def __init__(self, step, limit):
+        self.step, self.limit = step, limit
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        if state.global_step == self.step:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (self.limit, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+
+
+@pytest.fixture
+def limits():
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@pytest.fixture(scope="module")
+def fitting(tmp_path_factory):
+    """What makes trainers, the folder of a run on a disk of any size, and its weights."""
+    folder = tmp_path_factory.mktemp("whole")
+    build = trainer_factory(folder)
+    trainer = build(**SAVING)
+    trainer.train()
+    return build, folder / "run", weights(trainer.model)
+
+
+@pytest.mark.parametrize("file", ["model.safetensors", "optimizer.pt"])
+def test_a_checkpoint_that_does_not_fit_leaves_the_one_before_usable(tmp_path, file, fitting, limits, capsys):
+    build, folder, expected = fitting
+    size = (folder / "checkpoint-1" / file).stat().st_size
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    trainer = build(output_dir=str(tmp_path / "run"), callbacks=[LimitFrom(2, size - 1000)], **SAVING)
+    with pytest.raises(Exception, match="File too large|iostream error"):
+        trainer.train()
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    said = capsys.readouterr().err
+    newest = tmp_path / "run" / "checkpoint-2"
+    assert "training stopped at step 3 by" in said and "saving failed too" in said
+    assert f"the newest whole checkpoint is {newest}, resume with resume_from_checkpoint" in said
+    assert why_incomplete(tmp_path / "run" / "checkpoint-3") is not None
+    assert last_complete_checkpoint(tmp_path / "run") == str(newest)
+    resumed = build(output_dir=str(tmp_path / "run"), **SAVING)
+    resumed.train(resume_from_checkpoint=True)
+    assert_same(weights(resumed.model), expected)

@@ -1,0 +1,300 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Analysis of checkpoints: against whole tensors, of experts, with broken files, and the log that it resumes from."""
+
+import json
+import os
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tiny_models import make_model
+from transformers import AutoModelForCausalLM
+
+from hf_mxfp4 import MXFP4RLConfig, fake_quantize
+from hf_mxfp4.checkpoint import FileNames, read_header
+from hf_mxfp4.lab import (
+    ProgressMismatch,
+    Selection,
+    SourceError,
+    TensorLog,
+    analyze_weights,
+    error_statistics,
+    open_source,
+)
+from hf_mxfp4.lab import weights as module
+from hf_mxfp4.lab.layers import classify
+from hf_mxfp4.lab.weights import analyze_tensor
+from hf_mxfp4.numerics import QuantScheme, parse_scheme
+
+
+RCEIL = QuantScheme()
+
+
+def analyzed(folder, schemes=(RCEIL,), include=(), exclude=(), **options):
+    source = open_source(str(folder))
+    return analyze_weights(source, schemes, Selection.of(source, include, exclude), **options)
+
+
+def tensors_of(folder):
+    return {name: x for file in Path(folder).glob("*.safetensors") for name, x in load_file(file).items()}
+
+
+def test_every_weight_of_a_sharded_checkpoint(checkpoint):
+    folder = checkpoint(shard_size="60KB")
+    schemes = [parse_scheme(text) for text in ("rceil", "even+mbs128-blockwise")]
+    analysis = analyzed(folder, schemes)
+    tensors = tensors_of(folder)
+    assert len(analysis.results) == 14 and analysis.problems == []
+    for result in analysis.results:
+        x = tensors.pop(result.name)
+        assert (result.shape, result.dtype) == (tuple(x.shape), "float32")
+        assert result.statistics == {str(scheme): error_statistics(x, scheme) for scheme in schemes}
+    skipped = {name for names in analysis.skipped.values() for name in names}
+    assert skipped == set(tensors)
+    assert {reason: len(names) for reason, names in analysis.skipped.items()} == {
+        "head, router or other tower": 1,
+        "embedding": 1,
+        "norm, bias or other vector": 11,
+    }
+
+
+def test_groups_and_totals(checkpoint):
+    analysis = analyzed(checkpoint())
+    total = analysis.totals()["mxfp4+rceil"]
+    types, depths = analysis.by_layer_type("mxfp4+rceil"), analysis.by_depth("mxfp4+rceil")
+    assert list(depths) == [0, 1] and len(types) == 7 and "mlp.down_proj" in types
+    for groups in (types, depths):
+        assert (
+            sum(s.elements for s in groups.values()) == total.elements == 2 * (64 * 64 * 2 + 2 * 32 * 64 + 3 * 64 * 96)
+        )
+        assert sum(s.total for s in groups.values()) == pytest.approx(total.total, rel=1e-12)
+    worst = analysis.worst("mxfp4+rceil", 3)
+    errors = [r.statistics["mxfp4+rceil"].relative_mse for r in analysis.results]
+    assert [s.relative_mse for s in worst.values()] == sorted(errors, reverse=True)[:3]
+
+
+def test_slices_give_the_whole(checkpoint, monkeypatch):
+    folder = checkpoint()
+    whole = analyzed(folder, [QuantScheme(block_rows=32)])
+    monkeypatch.setattr(module, "SLICE_ELEMENTS", 64 * 32)
+    sliced = analyzed(folder, [QuantScheme(block_rows=32)])
+    for a, b in zip(whole.results, sliced.results, strict=True):
+        x, y = a.statistics["mxfp4+rceil+32x32"], b.statistics["mxfp4+rceil+32x32"]
+        assert x.histogram == y.histogram and x.total == pytest.approx(y.total, rel=1e-12)
+
+
+@pytest.mark.parametrize("options", [{"include": ["layer.1"]}, {"exclude": ["layers.1", "mlpp"]}])
+def test_a_pattern_that_matches_nothing_is_an_error(checkpoint, options):
+    with pytest.raises(SourceError, match="matches the pattern '(layer.1|mlpp)'"):
+        analyzed(checkpoint(shard_size="60KB"), **options)
+
+
+def test_a_model_of_conv1d_is_told_so(tmp_path):
+    save_file({"transformer.h.0.attn.c_attn.weight": torch.ones(32, 96)}, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
+    with pytest.raises(SourceError, match="skipped: 1 not the weight of a linear layer. This .* Conv1D, as GPT-2 does"):
+        analyzed(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("quantization", "message"),
+    [
+        ({"quant_method": "fp8"}, "stores quantized weights already \\(quant_method 'fp8'"),
+        ({"quant_method": "mxfp4_rl", "mode": "packed"}, "quant_method 'mxfp4_rl', mode='packed'"),
+        ({"bits": 4}, "quant_method None"),
+        ({"quant_method": "mxfp4_rl", "preset": "w9"}, "quantization_config of .* cannot be read: preset='w9'"),
+    ],
+)
+def test_quantized_checkpoints_are_refused(checkpoint, quantization, message):
+    folder = Path(checkpoint())
+    written = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**written, "quantization_config": quantization}))
+    with pytest.raises(SourceError, match=message):
+        analyzed(folder)
+
+
+def test_quantized_tensors_are_refused(tmp_path):
+    save_file({"layers.0.up_proj.weight": torch.zeros(8, 16, dtype=torch.uint8)}, tmp_path / "model.safetensors")
+    with pytest.raises(SourceError, match=re.escape("such as layers.0.up_proj.weight (uint8)")):
+        analyzed(tmp_path)
+
+
+def test_a_tensor_that_the_index_promises(checkpoint):
+    folder = Path(checkpoint(shard_size="60KB"))
+    shard = list(open_source(str(folder)).expected)[-1]
+    tensors = load_file(folder / shard)
+    lost = sorted(tensors)[0]
+    save_file({name: x for name, x in tensors.items() if name != lost}, folder / shard)
+    [problem] = analyzed(folder).problems
+    assert problem.where == lost and shard in problem.reason
+
+
+def test_nan_and_infinity_are_counted(tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "SLICE_ELEMENTS", 64)
+    x = torch.ones(8, 64)
+    x[1, 2], x[6, :3] = float("nan"), float("inf")
+    tensors = {"layers.0.a.weight": x, "layers.0.b.weight": torch.ones(8, 64)}
+    save_file(tensors, tmp_path / "model.safetensors")
+    analysis = analyzed(tmp_path)
+    assert [r.name for r in analysis.results] == ["layers.0.b.weight"]
+    [problem] = analysis.problems
+    assert (problem.where, problem.reason) == ("layers.0.a.weight", "4 of 512 elements are NaN or infinite")
+
+
+def test_a_tensor_in_two_files(tmp_path):
+    for file in "ab":
+        save_file({"layers.0.w.weight": torch.ones(8, 64)}, tmp_path / f"{file}.safetensors")
+    analysis = analyzed(tmp_path)
+    assert len(analysis.results) == 1
+    [problem] = analysis.problems
+    assert (problem.where, problem.reason) == (
+        "layers.0.w.weight",
+        "is in b.safetensors too; the one in a.safetensors counts",
+    )
+
+
+def test_finished_tensors_are_not_read_again(checkpoint, tmp_path):
+    folder = checkpoint(shard_size="60KB")
+    seen = []
+    with TensorLog(tmp_path / "p.jsonl", "m", ["mxfp4+rceil"], "1") as log:
+        first = analyzed(folder, log=log)
+    with TensorLog(tmp_path / "p.jsonl", "m", ["mxfp4+rceil"], "1") as log:
+        again = analyzed(folder, log=log, on_bytes=lambda count, name: seen.append(name))
+    assert seen == [] and again == first
+
+
+FAMILIES = ["qwen3_moe", "qwen2_moe", "mixtral", "gpt_oss"]
+
+
+def quantized_tensors(model) -> set[str]:
+    """The names in files of what a loaded model has in MXFP4, from its own report."""
+    names = FileNames(make_model_like(model))
+    found = set()
+    for name in model.quantization_report.quantized:
+        stem, _, projection = name.rpartition(".")
+        experts, _, number = stem.rpartition(".")
+        if not number.isdigit():
+            found.add(f"{name}.weight")
+            continue
+        pieces = names.pieces.get(f"{experts}.{projection}")
+        found |= {p.name for p in pieces if p.expert == int(number)} if pieces else {f"{experts}.{projection}"}
+    return found
+
+
+def make_model_like(model):
+    with torch.device("meta"):
+        return type(model)(model.config)
+
+
+SKIPS = [None, ["layers.0.mlp.experts"], ["experts"], ["re:.*1.mlp.experts"]]
+#: In every run each family as it is, and with patterns of another kind.
+FEW = {(family, number) for i, family in enumerate(FAMILIES) for number in (0, 1 + i % 3)}
+
+
+@pytest.mark.parametrize(
+    ("family", "skips"),
+    [
+        pytest.param(family, skips, marks=() if (family, number) in FEW else pytest.mark.large)
+        for family in FAMILIES
+        for number, skips in enumerate(SKIPS)
+    ],
+)
+def test_what_is_analysed_is_what_is_quantized(family, skips, tmp_path):
+    make_model(family).save_pretrained(tmp_path / "base")
+    config = MXFP4RLConfig(modules_to_not_convert=skips)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "base", quantization_config=config)
+    model.save_pretrained(tmp_path / "qat")
+    source = open_source(str(tmp_path / "qat"))
+    analysis = analyze_weights(source, [RCEIL], Selection.of(source))
+    assert {result.name for result in analysis.results} == quantized_tensors(model) and not analysis.problems
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_errors_are_those_of_each_expert_by_itself(family, tmp_path):
+    model = make_model(family, layers=1)
+    model.save_pretrained(tmp_path / "base")
+    source = open_source(str(tmp_path / "base"))
+    analysis = analyze_weights(source, [RCEIL], Selection.of(source))
+    down = [
+        result.statistics[str(RCEIL)] for result in analysis.results if "down" in result.name or "w2" in result.name
+    ]
+    total = sum(statistics.total for statistics in down)
+    weight = model.model.layers[0].mlp.experts.down_proj.detach()
+    weight = weight.transpose(1, 2) if family == "gpt_oss" else weight
+    expected = sum((fake_quantize(matrix.contiguous()) - matrix).double().square().sum().item() for matrix in weight)
+    if family == "qwen2_moe":
+        shared = model.model.layers[0].mlp.shared_expert.down_proj.weight.detach()
+        expected += (fake_quantize(shared) - shared).double().square().sum().item()
+    assert total == pytest.approx(expected, rel=1e-5)
+
+
+def test_a_pattern_means_the_modules_of_the_model():
+    name, shape = "model.layers.1.block_sparse_moe.experts.3.w1.weight", (64, 32)
+    for pattern in ("experts", "layers.1.mlp.experts", "layers.1.mlp", "re:.*mlp.experts", "layers.1"):
+        assert classify(name, shape, torch.float32, "mixtral", [pattern]).skipped == "modules_to_not_convert", pattern
+    for pattern in ("layers.0.mlp.experts", "re:.*w1", "re:experts"):
+        assert classify(name, shape, torch.float32, "mixtral", [pattern]).axis == -1, pattern
+
+
+@pytest.fixture
+def tensors(tmp_path):
+    torch.manual_seed(0)
+    save_file({name: torch.randn(4, 64) for name in "abc"}, tmp_path / "m.safetensors")
+    return read_header(tmp_path / "m.safetensors").tensors
+
+
+def result(tensor):
+    return analyze_tensor(tensor, -1, [QuantScheme()])
+
+
+def opened(path, *, model="m", schemes=("mxfp4+rceil",), version="1", **options):
+    return TensorLog(path, model, schemes, version, **options)
+
+
+@pytest.fixture
+def path(tensors, tmp_path):
+    path = tmp_path / "out" / "progress.jsonl"
+    with opened(path) as log:
+        for tensor in tensors[:2]:
+            log.keep(result(tensor), tensor.file)
+    return path
+
+
+def test_every_torn_last_line_is_dropped(path, tensors):
+    whole = path.read_bytes()
+    last = whole.rindex(b"\n", 0, -1) + 1
+    for end in [last, *range(last + 1, len(whole), 211), len(whole) - 1]:
+        path.write_bytes(whole[:end])
+        with opened(path) as log:
+            assert len(log) == 1 and log.find(tensors[1]) is None
+            log.keep(result(tensors[1]), tensors[1].file)
+        assert path.read_bytes() == whole
+
+
+def test_damage_in_the_middle_is_reported(path):
+    lines = path.read_bytes().split(b"\n")
+    lines[1] = lines[1][:-3]
+    path.write_bytes(b"\n".join(lines))
+    with pytest.raises(ProgressMismatch, match="line 2 of .* is damaged; start over with --overwrite"):
+        opened(path)
+
+
+@pytest.mark.skipif(os.name == "nt", reason="no locks")
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_a_log_that_is_being_written_is_refused_and_stays(path, tensors, overwrite):
+    with opened(path) as log:
+        with pytest.raises(ProgressMismatch, match="another process is writing .*; wait for it, or give another --out"):
+            opened(path, overwrite=overwrite)
+        log.keep(result(tensors[2]), tensors[2].file)
+    with opened(path) as log:
+        assert len(log) == 3
+
+
+def test_a_link_as_log_is_not_followed(tmp_path):
+    (tmp_path / "victim").write_text("precious")
+    (tmp_path / "log").symlink_to(tmp_path / "victim")
+    with pytest.raises(OSError):
+        opened(tmp_path / "log", overwrite=True)
+    assert (tmp_path / "victim").read_text() == "precious"
