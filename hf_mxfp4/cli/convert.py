@@ -280,16 +280,12 @@ def verify(
 
 
 def _verified(model: str) -> "Verification":
-    from ..checkpoint import Verification, verify_folder
+    from ..checkpoint import verify_folder
     from ..lab.source import local_path
 
-    path, kind = local_path(model)
+    path, _ = local_path(model)
     with work_progress(_bytes_in(path)) as progress:
-        if kind != "file":
-            return verify_folder(path, progress)
-        found = Verification()
-        found.check_file(path, found.manifest_of(path.parent).get(path.name), progress)
-        return found
+        return verify_folder(path, progress)
 
 
 def _add(folder: Path) -> None:
