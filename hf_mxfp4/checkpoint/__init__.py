@@ -7,11 +7,9 @@ from ..utils import lazy_names
 _NAMES = {
     "atomic": ["FolderError", "atomic_folder", "staged"],
     "card": [
-        "TAGS",
         "add_evaluation",
         "add_perplexity",
         "auto_class",
-        "base_model_of",
         "choose_card",
         "decoration",
         "is_generated",

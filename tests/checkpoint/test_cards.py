@@ -64,7 +64,7 @@ def test_scheme_and_loading(model):
     text = make_card(model).text
     rows = numbers(text)
     assert rows["mode"] == "`qat`" and rows["preset"] == "`w4a4`"
-    assert rows["scheme"] == f"`{MXFP4RLConfig().describe()}`" and "mxfp4+even+mbs128-blockwise+of1" in rows["scheme"]
+    assert rows["scheme"] == f"`{MXFP4RLConfig().describe()}`" and "mxfp4+even+mbs128" in rows["scheme"]
     assert rows["quantized layers"] == "14" and rows["linear layers in full precision"] == "1 (lm_head)"
     assert "import hf_mxfp4" in text and "AutoModelForCausalLM.from_pretrained(" in text
 

@@ -94,7 +94,7 @@ def test_tensors_on_disk(checkpoint, tmp_path):
         ("qwen3_moe", {"preset": "w4a16", "outlier_fallback": None, "macro_block": None}),
         ("gpt_oss", {"outlier_fallback_rate": 0.2}),
         ("gpt_oss", {"weight_block": "32x32", "outlier_fallback": None}),
-        ("mixtral", {"macro_search": "blockwise", "outlier_fallback": None}),
+        ("mixtral", {"macro_search": "block_mantissas", "outlier_fallback": None}),
         ("gpt_oss", {"scale_rule": "mse", "macro_block": "row", "outlier_fallback": None}),
     ],
     ids=["plain", "selective", "transposed-tiles", "blockwise", "mse-row"],

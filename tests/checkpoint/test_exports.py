@@ -148,7 +148,7 @@ def test_bf16_is_the_plain_model_with_the_dequantized_values(family, config, tmp
 
 MISFITS = {
     "mbs": (MACRO, "macro-block factors (mbs128-dynamic)"),
-    "blockwise": ({"macro_block": 128, "macro_search": "blockwise"}, "macro-block factors (mbs128-blockwise)"),
+    "mantissas": ({"macro_block": 128, "macro_search": "block_mantissas"}, "macro-block factors (mbs128-block"),
     "selective": ({"outlier_fallback": 0.5, "outlier_fallback_rate": 0.25}, "the outlier-fallback residual (of0.5)"),
     "both": (
         {"macro_block": "row", "outlier_fallback": 0.25},
@@ -167,7 +167,7 @@ def test_what_has_no_place_is_refused_with_both_choices(config, parts, tmp_path)
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("name", ["mbs", "blockwise", "both"])
+@pytest.mark.parametrize("name", ["mbs", "mantissas", "both"])
 def test_requantizing_is_plain_mxfp4_of_the_dequantized_values(name, tmp_path):
     config = {"scale_rule": "rceil", **MISFITS[name][0]}
     source = save_packed(tmp_path / "packed", layers=1, config=config)

@@ -83,7 +83,7 @@ def test_what_cannot_be_packed_says_why(tmp_path):
 
 
 IDS = torch.arange(2, 14).view(2, 6)
-SCHEME = {"scale_rule": "even", "macro_search": "blockwise", "fprop": {"rotation": "deterministic-32"}}
+SCHEME = {"scale_rule": "even", "macro_search": "block_mantissas", "fprop": {"rotation": "deterministic-32"}}
 ROTATED = MXFP4RLConfig(mode="packed", **SCHEME)
 
 
@@ -121,7 +121,7 @@ def test_files_hold_the_codes_of_rotated_weights_and_load_to_the_same_model(chec
     stored, original = tensors_in(tmp_path / "saved"), tensors_in(source)
     for name in layers_of(model):
         rotated = numerics.rotate(original[f"{name}.weight"].float(), 32)
-        tensor = quantize(rotated, scale_rule="even", macro_block=128, macro_search="blockwise")
+        tensor = quantize(rotated, scale_rule="even", macro_block=128, macro_search="block_mantissas")
         assert torch.equal(stored[f"{name}.weight"], tensor.codes), name
         assert torch.equal(stored[f"{name}.weight_macro"], tensor.macro), name
     again = load(tmp_path / "saved")
@@ -130,7 +130,7 @@ def test_files_hold_the_codes_of_rotated_weights_and_load_to_the_same_model(chec
     card = (tmp_path / "saved" / "README.md").read_text()
     assert "rotation deterministic-32" in card
     # Errors are those of the values rotated back: what is lost is what any packing of such weights loses.
-    plain = load(source, MXFP4RLConfig(mode="packed", scale_rule="even", macro_search="blockwise"))
+    plain = load(source, MXFP4RLConfig(mode="packed", scale_rule="even", macro_search="block_mantissas"))
     assert report.sqnr_db == pytest.approx(plain.quantization_report.sqnr_db, abs=1.5)
 
 
@@ -143,7 +143,7 @@ def test_every_way_to_pack_writes_the_same_files(packed_folder, checkpoint, tmp_
     torch.testing.assert_close(logits(load(tmp_path / "trained")).float(), expected.float(), rtol=0.05, atol=0.05)
     pack_checkpoint(tmp_path / "qat", tmp_path / "of qat")
     load(source, ROTATED).save_pretrained(tmp_path / "loaded")
-    options = ["--scale-rule", "even", "--macro-search", "blockwise", "--rotation", "deterministic-32"]
+    options = ["--scale-rule", "even", "--macro-search", "block_mantissas", "--rotation", "deterministic-32"]
     result = CliRunner().invoke(app, ["pack", str(source), str(tmp_path / "cli"), *options])
     assert result.exit_code == 0, result.output
     for way in ("trained", "of qat", "loaded", "cli"):
