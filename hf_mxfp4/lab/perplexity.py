@@ -26,13 +26,7 @@ OnTokens = Callable[[int, str], None]
 
 
 class ScoreLog(ResumeLog):
-    """Keep the scores of texts on disk, one line per scheme and text.
-
-    Args:
-        path: the log; made with its folder if need be.
-        header: what the scores are of.
-        overwrite: start over whatever the log holds.
-    """
+    """Keep the scores of texts on disk, one line per scheme and text; arguments as of [`ResumeLog`]."""
 
     def __init__(self, path: Path, header: dict, *, overwrite: bool = False):
         super().__init__(path, header, lambda line: (line["scheme"], line["text"]), overwrite=overwrite)

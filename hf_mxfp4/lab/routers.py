@@ -18,8 +18,7 @@ class RouterStatistics:
 
     Attributes:
         name: of the module.
-        agreement: share of the experts chosen under quantization that the same model chooses in full precision, in any
-            order, over tokens and slots; `None` where it was not measured.
+        agreement: share of the experts chosen that the same model chooses in full precision, in any order.
         load_entropy: entropy of the experts' shares of the choices over its largest value, log(experts): 1 when all are
             used equally, 0 when a single one is.
         load_max_over_mean: choices of the most used expert over the mean; 1 when all are used equally.

@@ -2,9 +2,8 @@
 """Scales by powers of two from activations into weights (SmoothQuant, arXiv 2211.10438, section 4, but with powers of
 two, and root mean squares in place of maxima).
 
-A block of 32 activations shares one power of two. One channel of large magnitudes takes the others of its block into
-the deadzone, in every token. Divided by a power of two, and the weights that read it multiplied, products and sums
-keep their bits, in any floating-point format: the model is the same, and its blocks are of channels of like magnitudes.
+One channel of large magnitudes takes the others of its block of 32 into the deadzone. Divided by a power of two, and
+the weights that read it multiplied, products and sums keep their bits, in any floating-point format.
 """
 
 from collections.abc import Iterator, Sequence

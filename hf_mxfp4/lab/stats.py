@@ -88,8 +88,8 @@ def ratio_of_sums(sums: Sequence[float], counts: Sequence[int]) -> tuple[float, 
     group depend on each other.
 
     With the sum ``y_i`` of a group and its ``n_i`` items, the mean is ``r = sum(y_i) / sum(n_i)``, and its standard
-    error that of a ratio estimator (Cochran, Sampling Techniques, 1977, chapter 6): ``sqrt(k / (k - 1) * sum((y_i - r
-    n_i)**2)) / sum(n_i)`` for ``k`` groups; `None` for one. Of paired differences ``y_i`` are those of the two sums.
+    error ``sqrt(k / (k - 1) * sum((y_i - r n_i)**2)) / sum(n_i)`` for ``k`` groups (Cochran, Sampling Techniques, 1977,
+    chapter 6); `None` for one.
 
     Raises `ValueError` for sequences of different length, and where there is no item.
     """
