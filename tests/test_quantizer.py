@@ -320,7 +320,7 @@ def test_integers_are_no_input_of_a_layer(dtype, preset):
     with pytest.raises(TypeError) as error:
         layer(torch.zeros(2, 32, dtype=dtype))
     assert str(error.value) == (
-        f"MXFP4Linear model.layers.0.mlp.up_proj: input is {dtype} but the weight is torch.float32; "
+        f"MXFP4Linear model.layers.0.mlp.up_proj: input is {dtype} but the layer's dtype is torch.float32; "
         "convert one of them, or run under torch.autocast"
     )
     with torch.autocast("cpu", torch.bfloat16), pytest.raises(TypeError, match="MXFP4Linear model.layers.0.mlp.up_pr"):
