@@ -79,7 +79,7 @@ def counted(flow: Flow, parts: tuple[str, ...] = ("",), warm: bool = True) -> Co
     import mxfp4_kernels
 
     roots = [Path(module.__file__).parent for module in (hf_mxfp4, mxfp4_kernels)]
-    folders = tuple(os.path.join(root / part, "") for root in roots for part in parts)
+    folders = tuple(f"{root}{os.sep}{part}" for root in roots for part in parts)
     if warm:
         flow()
     with Counter(folders) as counter:

@@ -59,11 +59,10 @@ def files_in(folder: Path, *suffixes: str, but: str | None = None) -> list[Path]
 
 def sizes(root: Path) -> dict[str, dict[str, int]]:
     """Return ``lines`` and ``files`` (of docs ``words``) of each part that `tests/size_limits.json` limits."""
-    own = files_in(root / "hf_mxfp4", ".py", but="lab")
-    cpp = files_in(root / "hf_mxfp4", *CPP)
-    found = {"hf_mxfp4 without lab": {"lines": lines([*own, *cpp]), "files": len(own)}}
-    for name in ("hf_mxfp4/lab", "kernels", "recipes", "benchmarks", "tests"):
-        files = files_in(root / name, ".py")
+    found = {}
+    for name in ("hf_mxfp4 without lab", "hf_mxfp4/lab", "kernels", "recipes", "benchmarks", "tests"):
+        folder, _, left_out = name.partition(" without ")
+        files = files_in(root / folder, ".py", *CPP, but=left_out or None)
         found[name] = {"lines": lines(files), "files": len(files)}
     words = sum(len(page.read_text().split()) for page in sorted((root / "docs").glob("*.md")))
     return found | {"docs": {"words": words}}

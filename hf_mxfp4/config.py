@@ -32,17 +32,8 @@ from .utils import described_options
 #: Version of the meaning of the fields, written to `config.json`; a newer one is refused instead of misread.
 FORMAT_VERSION = 1
 
-#: Options that are written only where they differ from these, so that other files stay readable by versions without
-#: them.
-_UNWRITTEN = {
-    "fprop": None,
-    "dgrad": None,
-    "wgrad": None,
-    "stochastic_seed": 0,
-    "dither_ties": True,
-    "saved_activations": "full",
-    "matmul_backend": "auto",
-}
+#: Options that are written only where they differ from their defaults: other files stay readable by earlier versions.
+_UNWRITTEN = ("fprop", "dgrad", "wgrad", "stochastic_seed", "dither_ties", "saved_activations", "matmul_backend")
 
 
 def _option(default: Any, text: str) -> Any:
@@ -383,9 +374,9 @@ class MXFP4RLConfig(QuantizationConfigMixin):
         options["modules_to_not_convert"] = None if names is None else list(names)
         for gemm in GEMM_OPERANDS:
             options[gemm] = options[gemm] and dict(options[gemm])
-        for name, default in _UNWRITTEN.items():
-            if options[name] == default:
-                del options[name]
+        for option in fields(self):
+            if option.name in _UNWRITTEN and options[option.name] == option.default:
+                del options[option.name]
         if self.full_precision is not None:
             options["full_precision"] = list(self.full_precision)
         return options

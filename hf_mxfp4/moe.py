@@ -3,10 +3,7 @@
 
 In transformers 5 (checked in 5.17 and 5.23) a router is a module of its own that takes the hidden states and returns
 ``(logits [T, E], weights [T, k], indices [T, k])`` for the T tokens of a batch (GraniteMoE of 5.17 in the reverse
-order), and chooses by `torch.topk`. The weights are what its architecture makes of the chosen logits: Qwen2-MoE,
-Qwen3-MoE and OLMoE take the softmax over all experts, which `norm_topk_prob` renormalises over the chosen; Mixtral
-always renormalises; gpt-oss and GraniteMoE take the softmax of the chosen; DeepSeek-V3 takes sigmoids, chooses by them
-plus a bias within the best groups, renormalises and scales.
+order), and chooses by `torch.topk`. The weights are what its architecture makes of the chosen logits.
 
 Rollout routing replay (R3, arXiv 2510.11370) has training choose the experts that generation chose. The router runs
 unchanged but for its `torch.topk`, which gives the recorded indices and the values found there, so gradients reach the
@@ -42,8 +39,7 @@ def find_routers(model: nn.Module) -> dict[str, nn.Module]:
     if not routers:
         raise ValueError(
             f"{type(model).__name__} has no router: no module has top_k, num_experts and a weight of [num_experts, "
-            "hidden], and the model does not declare where its router_logits come from; router options are for "
-            "mixture-of-experts models"
+            "hidden], and none is declared; router options are for mixture-of-experts models"
         )
     return routers
 
@@ -119,14 +115,8 @@ def _choices_of(name: str, module: nn.Module, output: Any) -> torch.Tensor:
 
 class ChoiceRecorder:
     """Records generation by `generate` with a key-value cache: the prompts at once, then one token of every sequence at
-    a time.
-
-    Args:
-        model: the policy; its input embeddings show which tokens each pass is about.
-        routers: of [`find_routers`].
-
-    Attributes:
-        routers: as given. Their order is that of the layer axis of what is recorded.
+    a time. The input embeddings of the model show which tokens each pass is about. ``routers`` are those of
+    [`find_routers`], in the order of the layer axis of what is recorded.
     """
 
     def __init__(self, model: nn.Module, routers: Mapping[str, nn.Module]):
@@ -181,8 +171,9 @@ class ChoiceRecorder:
                 f"of each sequence at a time), but the passes had the shapes {shapes[:4]}; set use_cache=True in the "
                 "generation config, without assisted or chunked decoding"
             )
+        expected = [batch * length for batch, length in shapes]
         for name, recorded in self._choices.items():
-            sizes, expected = [len(choice) for choice in recorded], [batch * length for batch, length in shapes]
+            sizes = [len(choice) for choice in recorded]
             if sizes != expected:
                 raise ValueError(
                     f"router replay: {name} routed {sum(sizes)} tokens in {len(sizes)} passes while the model read "
@@ -234,10 +225,8 @@ def replayed_choices(
         choices: expert indices ``[B, L, layers, k]`` of any integer dtype, -1 where nothing is recorded.
         required: bool ``[B, L]``: the tokens that must be covered.
 
-    Raises:
-        RouterReplayError: a required token has no recorded choice (on entry), or a router did not run over the whole
-            batch (at the end).
-        ValueError: ``choices`` does not fit the routers or ``required``.
+    Raises `RouterReplayError` when a required token has no recorded choice (on entry), or a router did not run over the
+    whole batch (at the end), and `ValueError` when ``choices`` does not fit the routers or ``required``.
     """
     if choices.dim() != 4 or choices.shape[2] != len(routers) or choices.shape[:2] != required.shape:
         raise ValueError(

@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from .backends import fake_quantize
 from .config import MXFP4RLConfig
 from .dither import DitherReport
 from .gemm import PACKED_FIELDS, PACKED_SUFFIXES, weight_values
@@ -115,14 +114,11 @@ def master_sqnr(model: nn.Module) -> float | None:
     """SQNR of the weights of all trainable quantized layers; `None` when they are not materialised."""
     energy = ErrorEnergy()
     for matrix in trainable_matrices(model):
-        weight, config = matrix.weight(), matrix.layer.config
+        weight = matrix.weight()
         if weight.is_meta:
             return None
         rows = weight[sampled_rows(weight.shape[0], matrix.siblings)]
-        if config.weights_alone_unsupported_reason:  # rotated, random or in full precision: the layer knows
-            energy.add(rows, matrix.effective_rows(rows))
-        else:
-            energy.add(rows, fake_quantize(rows, config.weight_scheme, config.backend))
+        energy.add(rows, matrix.effective_rows(rows))
     return energy.sqnr_db
 
 

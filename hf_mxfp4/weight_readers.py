@@ -12,7 +12,7 @@ import inspect
 import textwrap
 from collections.abc import Iterator
 from types import FunctionType
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import nn
 
@@ -21,14 +21,8 @@ from torch import nn
 #: container.
 Path = tuple[str, ...]
 _EACH = "*"
-
-
-class _Read(NamedTuple):
-    """A place that reads a weight: the layer, the method, and the conditions on ``self`` around it."""
-
-    path: Path
-    reader: str
-    tests: tuple[ast.expr, ...]
+#: A place that reads a weight: the layer, the method, and the conditions on ``self`` around it.
+_Read = tuple[Path, str, tuple[ast.expr, ...]]
 
 
 def find_weight_readers(model: nn.Module) -> dict[nn.Module, str]:
@@ -58,7 +52,7 @@ def _read_by_forward(cls: type) -> tuple[_Read, ...]:
                 if len(path) == 1:
                     names += path
                 elif path[-1] == "weight":
-                    found.append(_Read(path[:-1], f"{cls.__name__}.{name}", tuple(_tests(node, parents))))
+                    found.append((path[:-1], f"{cls.__name__}.{name}", tuple(_tests(node, parents))))
         seen.add(name)
     return tuple(found)
 
@@ -114,13 +108,11 @@ def _tests(node: ast.AST, parents: dict[ast.AST, ast.AST]) -> Iterator[ast.expr]
 
 def _follow(owner: Any, path: Path) -> list[Any]:
     """Return what a path leads to from a module."""
-    found = [owner]
-    for step in path:
-        if step == _EACH:
-            found = [child for module in found if isinstance(module, nn.Module) for child in module.children()]
-        else:
-            found = [getattr(module, step, None) for module in found]
-    return found
+    if not path:
+        return [owner]
+    step, *rest = path
+    found = [getattr(owner, step, None)] if step != _EACH else getattr(owner, "children", list)()
+    return [end for each in found for end in _follow(each, rest)]
 
 
 def _is_off(owner: nn.Module, test: ast.expr) -> bool:

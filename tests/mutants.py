@@ -32,7 +32,7 @@ from typing import Any, NamedTuple
 
 
 ROOT = Path(__file__).resolve().parents[1]
-ROOMS = ("numerics", "gemm", "layers", "rl", "checkpoint")
+PACKAGES = ("numerics", "gemm", "layers", "rl", "checkpoint")
 #: What a tree needs for tests to run in it.
 COPIED = ("hf_mxfp4", "kernels", "recipes", "benchmarks", "tests", "docs", "README.md", "pyproject.toml", "Makefile")
 COPIED += ("constraints.txt", "CHANGELOG.md", "CONTRIBUTING.md", "LICENSE", ".ci")
@@ -142,17 +142,17 @@ def _other_operator(old: str, new: str) -> str:
     return old.replace(symbol, new) if symbol else old
 
 
-def chosen(count: int, seed: int, rooms: tuple[str, ...] = ROOMS) -> list[Mutant]:
-    """As many mutants of each room, of as many functions as there are."""
+def chosen(count: int, seed: int, packages: tuple[str, ...] = PACKAGES) -> list[Mutant]:
+    """As many mutants of each package, of as many functions as there are."""
     result = []
-    for number, room in enumerate(rooms):
-        generator = random.Random(f"{seed} {room}")
-        everything = [m for path in sorted((ROOT / "hf_mxfp4" / room).rglob("*.py")) for m in mutants_of(path)]
+    for number, package in enumerate(packages):
+        generator = random.Random(f"{seed} {package}")
+        everything = [m for path in sorted((ROOT / "hf_mxfp4" / package).rglob("*.py")) for m in mutants_of(path)]
         generator.shuffle(everything)
         functions = defaultdict(list)
         for mutant in everything:
             functions[mutant.file, mutant.function].append(mutant)
-        wanted = count // len(rooms) + (number < count % len(rooms))
+        wanted = count // len(packages) + (number < count % len(packages))
         ranked = sorted((rank, place) for place, found in enumerate(functions.values()) for rank, _ in enumerate(found))
         lists = list(functions.values())
         result += [lists[place][rank] for rank, place in ranked[:wanted]]
@@ -274,7 +274,7 @@ def run_tests(folder: Path, tests: list[str], timeout: float) -> tuple[str, str]
 
 def run(arguments: argparse.Namespace) -> None:
     tests = Tests.read(arguments.coverage, arguments.durations)
-    made = chosen(arguments.mutants, arguments.seed, tuple(arguments.rooms))
+    made = chosen(arguments.mutants, arguments.seed, tuple(arguments.packages))
     if arguments.only:
         survivors = {r["name"] for r in json.loads(arguments.only.read_text()) if r["result"] != "killed"}
         made = [mutant for mutant in made if mutant.name in survivors]
@@ -310,11 +310,11 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def table(results: list[dict]) -> None:
-    rooms = defaultdict(Counter)
+    packages = defaultdict(Counter)
     for result in results:
-        rooms[result["file"].split("/")[1]][result["result"]] += 1
-    for room, counts in rooms.items():
-        print(f"{room:12} {sum(counts.values()):4} mutants", dict(counts))
+        packages[result["file"].split("/")[1]][result["result"]] += 1
+    for package, counts in packages.items():
+        print(f"{package:12} {sum(counts.values()):4} mutants", dict(counts))
 
 
 def compare(arguments: argparse.Namespace) -> None:
@@ -334,7 +334,7 @@ def main() -> None:
     command.add_argument("--coverage", type=Path, required=True, help="coverage's data, with a context for each test")
     command.add_argument("--durations", type=Path, required=True, help="pytest's --junitxml of the same run")
     command.add_argument("--mutants", type=int, default=240)
-    command.add_argument("--rooms", nargs="+", default=ROOMS)
+    command.add_argument("--packages", nargs="+", default=PACKAGES)
     command.add_argument("--seed", type=int, default=0)
     command.add_argument("--only", type=Path, help="results of another run: only what survived there")
     command.add_argument("--budget", type=float, default=60, help="seconds of tests for each mutant")

@@ -306,7 +306,7 @@ def test_a_checkpoint_of_another_method_is_refused(method, owner, checkpoint):
 @pytest.mark.parametrize("dtype", [torch.int64, torch.uint8, torch.bool], ids=str)
 def test_integers_are_no_input_of_a_layer(dtype):
     layer = MXFP4Linear(32, 8, name="model.layers.0.mlp.up_proj")
-    message = f"up_proj: input is {dtype} but the weight is torch.float32; convert one of them, or run under torch.auto"
+    message = f"up_proj: input is {dtype} but the layer's dtype is torch.float32; convert one of them, or run under"
     with pytest.raises(TypeError, match=message):
         layer(torch.zeros(2, 32, dtype=dtype))
     with torch.autocast("cpu", torch.bfloat16), pytest.raises(TypeError, match="MXFP4Linear model.layers.0.mlp.up_pr"):

@@ -23,8 +23,8 @@ from ..numerics.formats import CARRY
 TYPES = library.TYPES
 _SEARCHES = {"static": 1, "dynamic": 2, "block_mantissas": 3}
 _part_sizes = functools.lru_cache(maxsize=256)(part_sizes)
-#: Work that is worth waking a thread for: elements of plain quantization, and multiplications.
-_WORTH_A_THREAD, _PRODUCTS_WORTH_A_THREAD = 1 << 19, 1 << 17
+#: Multiplications that are worth waking a thread for.
+_WORTH_A_THREAD = 1 << 17
 #: Elements of a panel, and the least rows, on one thread and on several: torch's product with fewer is slow. oneDNN
 #: computes some with fewer than 1024 on one thread whatever their number.
 _PANEL, _PANEL_ROWS = 1 << 20, (512, 1024)
@@ -67,7 +67,7 @@ def fake_quantize(x: torch.Tensor, scheme: QuantScheme) -> torch.Tensor:
     rows = library.in_memory(x)
     out = torch.empty_like(rows)
     if rows.numel():
-        _over_rows("mxfp4_quantize", rows, scheme, out.data_ptr(), None, None, None, None, None)
+        library.over_rows("mxfp4_quantize", rows, _description(scheme, rows.shape[-1]), out.data_ptr(), *[None] * 5)
     return out
 
 
@@ -78,7 +78,7 @@ def quantize(x: torch.Tensor, scheme: QuantScheme, axis: int) -> MXFP4Tensor:
     sizes = _part_sizes(scheme, length)
     parts = [None if size is None else torch.empty(*leading, size, dtype=torch.uint8) for size in sizes]
     if rows.numel():
-        _over_rows("mxfp4_quantize", rows, scheme, None, *map(_address, parts))
+        library.over_rows("mxfp4_quantize", rows, _description(scheme, length), None, *map(library.address, parts))
     return MXFP4Tensor(*parts, length=length, axis=axis, scheme=scheme, dtype=x.dtype)
 
 
@@ -92,42 +92,7 @@ def dequantize(tensor: MXFP4Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 def _dequantize_into(out: torch.Tensor, parts: Sequence[torch.Tensor | None], scheme: QuantScheme) -> None:
     if out.numel():
-        _over_rows("mxfp4_dequantize", out, scheme, *map(_address, parts))
-
-
-def takes_rotation(x: torch.Tensor) -> bool:
-    """Return whether [`rotate`] takes a tensor of torch's own kind."""
-    return x.is_cpu and x.dtype in TYPES and library_problem() is None
-
-
-def rotate(x: torch.Tensor, size: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """[`hf_mxfp4.numerics.rotate`] of a CPU tensor in float32, bfloat16 or float16 along its last axis, which ``size``
-    (16, 32, 64 or 128) divides: computed in float32, rounded to ``dtype`` once. It is its own inverse."""
-    if size not in numerics.ROTATION_SIZES or x.shape[-1] % size:
-        raise ValueError(f"rows of {x.shape[-1]} elements cannot be rotated in blocks of {size}")
-    rows = library.in_memory(x)
-    out = torch.empty_like(rows, dtype=torch.float32)
-    count, threads = rows.numel() // size, _threads_for(rows.numel())
-    library.load()[0].mxfp4_rotate(rows.data_ptr(), TYPES[x.dtype], out.data_ptr(), size, size**-0.5, count, threads)
-    return out.to(dtype)
-
-
-def _over_rows(name: str, rows: torch.Tensor, scheme: QuantScheme, *rest: Any) -> None:
-    """Call a function of the library on all rows. The ``rest`` of its arguments ends with the addresses of values and
-    of the tensors of an [`MXFP4Tensor`], `None` for those that are not asked for or not there."""
-    length, size = rows.shape[-1], rows.numel()
-    described, cost = _description(scheme, length)
-    function = getattr(library.load()[0], name)
-    function(rows.data_ptr(), TYPES[rows.dtype], length, described, size // length, _threads_for(size * cost), *rest)
-
-
-def _threads_for(cost: int) -> int:
-    """All threads that torch computes with, or one for little work: OpenMP ends threads that it is not asked for."""
-    return torch.get_num_threads() if cost > _WORTH_A_THREAD else 1
-
-
-def _address(tensor: torch.Tensor | None) -> int | None:
-    return None if tensor is None else tensor.data_ptr()
+        library.over_rows("mxfp4_dequantize", out, _description(scheme, out.shape[-1]), *map(library.address, parts))
 
 
 @functools.lru_cache(maxsize=256)
@@ -158,8 +123,7 @@ def _macro_blocks(scheme: QuantScheme, length: int) -> int:
 
 
 def _checked_parts(tensor: MXFP4Tensor, leading: Sequence[int]) -> list[torch.Tensor | None]:
-    parts = tensor.codes, tensor.scale, tensor.macro, tensor.residual_codes, tensor.residual_scale
-    return library.checked_parts(parts, leading, _part_sizes(tensor.scheme, tensor.length))
+    return library.checked_parts(tensor.parts, leading, _part_sizes(tensor.scheme, tensor.length))
 
 
 def _agrees_with_the_reference() -> bool:
@@ -179,7 +143,7 @@ def _agrees_with_the_reference() -> bool:
             if not torch.equal(dequantize(packed, dtype), expected.dequantize(dtype)):
                 return False
     x = x[:, :256]
-    return all(torch.equal(rotate(x, size), numerics.rotate(x, size)) for size in numerics.ROTATION_SIZES)
+    return all(torch.equal(library.rotate(x, size), numerics.rotate(x, size)) for size in numerics.ROTATION_SIZES)
 
 
 # ---- products with packed weights -----------------------------------------------------------------------------------
@@ -254,7 +218,7 @@ def _on_codes(
     in_features, out_features = weight.length, weight.codes.shape[-2]
     common, function = _prepared(weight.scheme, in_features, out_features, x.dtype)
     leading = (out_features,) if ends is None else (len(ends), out_features)
-    _check(x, bias, in_features, leading)
+    library.check_product(x, bias, in_features, leading)
     parts = _checked_parts(weight, leading)
     out = x.new_empty((*x.shape[:-1], out_features))
     size = out.numel()
@@ -264,50 +228,26 @@ def _on_codes(
     x, n_rows = library.in_memory(x), size // out_features
     arguments = library.ProductStruct.from_buffer_copy(common)
     arguments.x, arguments.y, arguments.n_rows = x.data_ptr(), out.data_ptr(), n_rows
-    arguments.codes, arguments.scale, arguments.macro = map(_address, parts[:3])
+    arguments.codes, arguments.scale, arguments.macro = map(library.address, parts[:3])
     if parts[3] is not None:
-        arguments.residual_codes, arguments.residual_scale = map(_address, parts[3:])
+        arguments.residual_codes, arguments.residual_scale = map(library.address, parts[3:])
     if bias is not None:
         bias = library.in_memory(bias)
         arguments.bias = bias.data_ptr()
     if ends is not None:
-        ends = _checked_ends(ends, n_rows)
+        ends = library.checked_ends(ends, n_rows)
         arguments.ends, arguments.n_experts = ends.data_ptr(), len(ends)
-    if size * in_features >= 2 * _PRODUCTS_WORTH_A_THREAD:
+    if size * in_features >= 2 * _WORTH_A_THREAD:
         arguments.threads = torch.get_num_threads()
     function(ctypes.byref(arguments))
     return out
-
-
-def _check(x: torch.Tensor, bias: torch.Tensor | None, in_features: int, leading: tuple[int, ...]) -> None:
-    """Raise the errors of [`product`] for ``x`` and the bias; ``leading`` is the shape of the bias."""
-    if x.shape[-1] != in_features:
-        raise ValueError(f"an input of {x.shape[-1]} columns meets a weight of {in_features}")
-    if bias is None:
-        return
-    if bias.dtype is not x.dtype or bias.shape != leading:
-        raise ValueError(f"the bias is {bias.dtype} {list(bias.shape)}; expected {x.dtype} {list(leading)}")
-    if not bias.is_cpu:
-        raise RuntimeError(f"the bias is on {bias.device}, the input on cpu; move one of them")
-
-
-def _checked_ends(ends: torch.Tensor, n_rows: int) -> torch.Tensor:
-    """Return where the rows of experts end, in memory; rows after them belong to experts of other processes. Raises
-    `ValueError` where they are no rows."""
-    places = [0, *ends.flatten().tolist()]
-    if ends.dtype is not torch.int32 or ends.dim() != 1 or places != sorted(places) or places[-1] > n_rows:
-        raise ValueError(
-            f"the rows of experts end at {ends.dtype} {list(ends.shape)} {places[1:]}; expected an int32 vector that "
-            f"rises to at most the number of rows, {n_rows}"
-        )
-    return library.in_memory(ends.cpu())
 
 
 def _by_panels(x: torch.Tensor, weight: MXFP4Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """A product with the dequantized values of some rows of the weight after the other, in memory that is used again:
     fresh memory as large as the weight costs more than to fill it."""
     out_features, length = weight.codes.shape[0], weight.length
-    _check(x, bias, length, (out_features,))
+    library.check_product(x, bias, length, (out_features,))
     least = _PANEL_ROWS[torch.get_num_threads() > 1]
     rows = min(out_features, max(least, _PANEL // max(1, length)))
     panel = torch.empty(rows, length, dtype=x.dtype)

@@ -18,9 +18,6 @@ from . import triton as triton_kernels
 from .self_check import is_verified
 
 
-#: The eager reference computes rows in portions of this many elements on the CPU, so that what lies between input and
-#: output stays in the processor's cache.
-_EAGER_PORTION = 1 << 17
 _BLOCKS = QuantScheme()
 _OWN_TYPES = (torch.Tensor, torch.nn.Parameter)
 
@@ -134,17 +131,17 @@ def fake_quantize(
     """
     if seed is not None:
         noise_source(scheme.rounding, None, seed)
-    if rotation is None and scheme.rounding == "nearest" and needs_operator(x):
+    name = choose_backend(x, scheme, backend, seed)
+    if name == "eager" and rotation is None and scheme.rounding == "nearest" and needs_operator(x):
         values = torch.ops.hf_mxfp4.fake_quantize(x.detach(), str(scheme), backend)
         return values if dtype is None else values.to(dtype)
-    name = choose_backend(x, scheme, backend, seed)
     if rotation is not None and (name != "triton" or scheme.fallback_rate is not None):
         x, rotation = rotate_rows(x, rotation, "cpu" if name == "cpu" else "eager", signs=signs), None
         name = choose_backend(x, scheme, backend, seed)
     if name == "triton":
         return triton_kernels.fake_quantize(x, scheme, seed, rotation, signs, dtype)
-    values = cpu.fake_quantize(x, scheme) if name == "cpu" else _eager(x, scheme, seed)
-    return values if dtype is None else values.to(dtype)
+    values = cpu.fake_quantize(x, scheme) if name == "cpu" else apply_scheme(x, scheme, seed=seed)
+    return values if dtype is None or values.dtype is dtype else values.to(dtype)
 
 
 def quantize(
@@ -177,9 +174,8 @@ class FusedTensor(MXFP4Tensor):
 def dequantize(tensor: MXFP4Tensor, dtype: torch.dtype, backend: str = "auto") -> torch.Tensor:
     """[`MXFP4Tensor.dequantize`] on the backend named or, for ``"auto"``, the fastest that there is."""
     if needs_operator(tensor.codes):
-        parts = tensor.codes, tensor.scale, tensor.macro, tensor.residual_codes, tensor.residual_scale
         scheme = str(as_read(tensor.scheme))
-        out = torch.ops.hf_mxfp4.dequantize(*parts, tensor.length, scheme, dtype, backend)
+        out = torch.ops.hf_mxfp4.dequantize(*tensor.parts, tensor.length, scheme, dtype, backend)
         return out.movedim(-1, tensor.axis)
     name = choose_backend(tensor.codes, tensor.scheme, backend, family="dequantize", dtype=dtype)
     if name == "cpu":
@@ -205,9 +201,9 @@ def rotate_rows(
     if padding:
         x = F.pad(x, (0, padding))
     has_memory = not torch.compiler.is_compiling() and is_torchs_own(x)
-    is_fused = has_memory and signs is None and backend in ("auto", "cpu")
-    if is_fused and not (x.requires_grad and torch.is_grad_enabled()) and cpu.takes_rotation(x):
-        return cpu.rotate(x, size, dtype or torch.float32)
+    is_fused = has_memory and signs is None and backend in ("auto", "cpu") and x.is_cpu and x.dtype in cpu.TYPES
+    if is_fused and not (x.requires_grad and torch.is_grad_enabled()) and cpu.library_problem() is None:
+        return cpu.library.rotate(x, size, dtype or torch.float32)
     values = numerics.rotate(x if x.dtype == torch.float64 else x.float(), size, signs=signs)
     return values if dtype is None else values.to(dtype)
 
@@ -227,16 +223,5 @@ def dequantize_e4m3(
 
 def fake_quantize_e4m3(x: torch.Tensor, backend: str = "auto") -> torch.Tensor:
     """[`hf_mxfp4.numerics.fake_quantize_e4m3`], by Triton where that quantizes blocks of ``x``."""
-    return (triton_kernels if supports_e4m3(x, backend) else numerics).fake_quantize_e4m3(x)
-
-
-def _eager(x: torch.Tensor, scheme: QuantScheme, seed: int | None = None) -> torch.Tensor:
-    whole = scheme.rounding != "nearest" or scheme.block_rows != 1
-    if whole or x.device.type != "cpu" or x.dim() < 2 or x.numel() <= 2 * _EAGER_PORTION or not is_torchs_own(x):
-        return apply_scheme(x, scheme, seed=seed)
-    rows = x.detach().reshape(-1, x.shape[-1])
-    out = torch.empty(rows.shape, dtype=x.dtype)
-    step = max(1, _EAGER_PORTION // x.shape[-1])
-    for start in range(0, rows.shape[0], step):
-        out[start : start + step] = apply_scheme(rows[start : start + step], scheme)
-    return out.view(x.shape)
+    kernels = triton_kernels if supports_e4m3(x, backend) else numerics
+    return kernels.dequantize_e4m3(*kernels.quantize_e4m3(x), x.dtype)

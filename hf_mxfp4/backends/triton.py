@@ -21,22 +21,15 @@ MOST_DECODED_ROWS, MOST_DECODED_ROWS_OF_EXPERTS = 256, 128
 def unsupported_reason(device_type: str, dtype: torch.dtype, scheme: QuantScheme) -> str | None:
     """Return why the kernels cannot quantize tensors of this device and dtype under this scheme, or read what they make
     of them; `None` when they can. On the CPU they run in Triton's interpreter, under TRITON_INTERPRET=1, and slowly."""
-    if (reason := unavailable(device_type)) is not None:
-        return reason
-    if scheme.fallback_rate is not None and scheme.block_rows != 1:
-        return "selective outlier fallback (fallback_rate) of tiles has no Triton kernel"
-    return mxfp4_kernels.unsupported_dtype(dtype) or mxfp4_kernels.unsupported_scheme(*_fields(scheme))
-
-
-def unavailable(device_type: str) -> str | None:
-    """Return why no kernel can run on such a device; `None` when they can."""
     if device_type not in ("cuda", "xpu") and not (device_type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1"):
         return f"the tensor is on {device_type}"
     try:
         mxfp4_kernels.Scheme  # noqa: B018
     except ImportError as error:
         return f"Triton is not installed ({error})"
-    return None
+    if scheme.fallback_rate is not None and scheme.block_rows != 1:
+        return "selective outlier fallback (fallback_rate) of tiles has no Triton kernel"
+    return mxfp4_kernels.unsupported_dtype(dtype) or mxfp4_kernels.unsupported_scheme(*_fields(scheme))
 
 
 def fake_quantize(
@@ -108,11 +101,6 @@ def to_fp8(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     return *mxfp4_kernels.to_fp8(x, inexact=inexact), inexact
 
 
-def fake_quantize_e4m3(x: torch.Tensor) -> torch.Tensor:
-    """[`hf_mxfp4.numerics.fake_quantize_e4m3`] of a tensor that the kernels support."""
-    return dequantize_e4m3(*quantize_e4m3(x), x.dtype)
-
-
 @functools.lru_cache(maxsize=4096)
 def unsupported_product(rows: int, length: int, dtype: torch.dtype, n_experts: int | None = None) -> str | None:
     """Return why [`linear`] does not multiply so many rows, of all experts or of one weight, with the codes of weights
@@ -147,4 +135,4 @@ def _side(scheme: QuantScheme, seed: int | None, rotation: int | None = None, si
 
 
 def _packed(tensor: MXFP4Tensor) -> Any:
-    return mxfp4_kernels.Packed(tensor.codes, tensor.scale, tensor.macro, tensor.residual_codes, tensor.residual_scale)
+    return mxfp4_kernels.Packed(*tensor.parts)

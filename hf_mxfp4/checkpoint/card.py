@@ -40,7 +40,6 @@ _SIGNATURE = re.compile(
 )
 #: In the card that transformers pushes when it finds none.
 _EMPTY_CARD = "This is the model card of a 🤗 transformers model that has been pushed on the Hub."
-_EXPERT = re.compile(r"\.experts\.\d+\.")
 _TEXT = """# {architecture} in MXFP4
 
 {what} in MXFP4 (blocks of 32 E2M1 values under an E8M0 scale), by hf-mxfp4: {kind}.
@@ -83,7 +82,7 @@ def make_card(model: "PreTrainedModel") -> ModelCard:
     config, report = model.hf_quantizer.quantization_config, model.quantization_report
     sqnr_db = model.hf_quantizer.recorded_sqnr_db if config.mode == "packed" else _master_sqnr(model)
     rows = _scheme(config, report.n_quantized, report.skipped, report.bits_per_weight)
-    has_experts = any(map(_EXPERT.search, report.quantized))
+    has_experts = any(".experts." in name for name in report.quantized)
     return _card(type(model).__name__, config, model.config.name_or_path, sqnr_db, rows, has_experts)
 
 

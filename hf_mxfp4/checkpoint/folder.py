@@ -76,6 +76,10 @@ class CheckpointFolder:
             )
         refuse_kernels(self.config, file)
         try:
+            for key, value in {**self.config, **(self.config.get("text_config") or {})}.items():
+                counts = isinstance(value, int) and key.endswith(("layers", "layer", "experts"))
+                if counts and value > 1024 + len(self.tensors):  # making them takes hours
+                    raise ValueError(f"{key}={value}, but the files hold only {len(self.tensors)} tensors")
             config = transformers.AutoConfig.from_pretrained(self.path, trust_remote_code=False)
             with torch.device("meta"):
                 return found(config)

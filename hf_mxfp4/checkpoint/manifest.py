@@ -27,8 +27,6 @@ from .tensors import INDEX, SINGLE, ShardError, read_header
 
 MANIFEST = "mxfp4_manifest.json"
 TRAINER_STATE = "trainer_state.json"
-_READ = 1 << 20
-_CHECKPOINT = re.compile(r"checkpoint-(\d+)")
 
 #: Called with a number of bytes that were read, and the name of what they belong to.
 OnBytes = Callable[[int, str], None]
@@ -94,7 +92,7 @@ def record_of(file: Path, on_bytes: OnBytes = ignore_bytes) -> FileRecord:
     checksum, size = xxh3_128(), 0
     try:
         with open(file, "rb") as stream:
-            while portion := stream.read(_READ):
+            while portion := stream.read(1 << 20):
                 checksum.update(portion)
                 size += len(portion)
                 on_bytes(len(portion), file.name)
@@ -113,7 +111,7 @@ def size_problem(file: Path, record: FileRecord) -> str | None:
 
 def checkpoint_step(folder: str | os.PathLike) -> int | None:
     """Return the step in the name of a checkpoint folder; `None` for any other name."""
-    match = _CHECKPOINT.fullmatch(Path(folder).name)
+    match = re.fullmatch(r"checkpoint-(\d+)", Path(folder).name)
     return int(match[1]) if match else None
 
 

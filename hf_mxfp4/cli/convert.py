@@ -261,10 +261,15 @@ def verify(
     Exit code 0: nothing is. 1: something is. 2: files have no checksums, there is no such checkpoint, or it could not
     be checked.
     """
+    from ..checkpoint import verify_folder
+    from ..lab.source import local_path
+
     try:
         if add:
             _add(Path(model).expanduser())
-        found = _verified(model)
+        path, _ = local_path(model)
+        with work_progress(_bytes_in(path)) as progress:
+            found = verify_folder(path, progress)
     except (typer.Exit, OSError, ValueError):
         raise
     except Exception as error:  # exit code 1 means damage and nothing else
@@ -277,19 +282,6 @@ def verify(
         raise typer.Exit(1)
     if missing := found.lacking:
         fail(f"not compared, without checksums: {', '.join(missing)}. {_HOW}")
-
-
-def _verified(model: str) -> "Verification":
-    from ..checkpoint import Verification, verify_folder
-    from ..lab.source import local_path
-
-    path, kind = local_path(model)
-    with work_progress(_bytes_in(path)) as progress:
-        if kind != "file":
-            return verify_folder(path, progress)
-        found = Verification()
-        found.check_file(path, found.manifest_of(path.parent).get(path.name), progress)
-        return found
 
 
 def _add(folder: Path) -> None:

@@ -7,8 +7,6 @@ from .compile import compiled_linear, compiled_packed_linear, read_scheme
 from .groups import Groups, group_by_expert
 from .linear import autocast_dtype, quantized_linear
 from .matmul import (
-    FP8Operand,
-    MatmulBackend,
     hardware_of,
     matmul,
     matmul_counts,
@@ -19,13 +17,7 @@ from .matmul import (
 )
 from .operands import (
     effective_rows,
-    input_operand,
-    keeps_codes,
-    padded_length,
     quantize_input,
-    quantize_operand,
-    rotate_back,
-    rotate_operand,
     rows_first,
     weight_codes,
     weight_operand,
@@ -48,12 +40,10 @@ from .state import GemmSpec, GemmState, LayerRng, PackedSpec
 
 
 __all__ = [
-    "FP8Operand",
     "GemmSpec",
     "GemmState",
     "Groups",
     "LayerRng",
-    "MatmulBackend",
     "PACKED_FIELDS",
     "PACKED_SUFFIXES",
     "PackedSpec",
@@ -71,26 +61,20 @@ __all__ = [
     "gemm_states",
     "group_by_expert",
     "hardware_of",
-    "input_operand",
-    "keeps_codes",
     "matmul",
     "matmul_counts",
     "packed_forward",
     "packed_linear",
     "packed_shapes",
     "packed_tensor",
-    "padded_length",
     "quantize",
     "quantize_experts",
     "quantize_input",
-    "quantize_operand",
     "quantize_weight",
     "quantized_linear",
     "read_scheme",
     "reads_packed_on_gpus",
     "reset_matmul_counts",
-    "rotate_back",
-    "rotate_operand",
     "rows_first",
     "select_matmul",
     "to_fp8",

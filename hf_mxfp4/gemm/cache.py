@@ -82,37 +82,30 @@ class _Kept(NamedTuple):
     other objects, or the same object in memory that was freed and reserved again."""
 
     value: Any
-    weight: weakref.ref
-    storage: StorageWeakRef | None
-    layout: tuple
-    version: int | None
+    identity: tuple
+    #: Of its memory, which gives no other memory its number as long as this lives; of a tensor without memory, itself.
+    owner: StorageWeakRef | weakref.ref
 
     @classmethod
     def of(cls, weight: torch.Tensor, value: Any) -> "_Kept":
-        return cls(value, weakref.ref(weight), _storage(weight), _layout(weight), _version(weight))
+        owner = StorageWeakRef(weight.untyped_storage()) if _has_memory(weight) else weakref.ref(weight)
+        return cls(value, _identity(weight), owner)
 
     def is_of(self, weight: torch.Tensor) -> bool:
-        if self.version != _version(weight) or self.layout != _layout(weight):
+        if isinstance(self.owner, weakref.ref) and self.owner() is not weight:
             return False
-        if self.storage is None:
-            return self.weight() is weight
-        # Memory that was freed may have been given to another tensor meanwhile.
-        return not self.storage.expired() and self.storage == _storage(weight)
+        return self.identity == _identity(weight)
 
 
-def _storage(weight: torch.Tensor) -> StorageWeakRef | None:
-    """What tells a weight's memory; `None` for tensors that have none of their own."""
-    if type(weight) not in (torch.Tensor, nn.Parameter) or weight.is_meta:
-        return None
-    return StorageWeakRef(weight.untyped_storage())
+def _has_memory(weight: torch.Tensor) -> bool:
+    return type(weight) in (torch.Tensor, nn.Parameter) and not weight.is_meta
 
 
-def _layout(weight: torch.Tensor) -> tuple:
-    return weight.storage_offset(), weight.shape, weight.stride(), weight.dtype, weight.device
-
-
-def _version(weight: torch.Tensor) -> int | None:
-    return None if weight.is_inference() else weight._version
+def _identity(weight: torch.Tensor) -> tuple:
+    """What tells a weight, its place in memory and its version."""
+    memory = weight.untyped_storage()._cdata if _has_memory(weight) else None
+    version = None if weight.is_inference() else weight._version
+    return memory, version, weight.storage_offset(), weight.shape, weight.stride(), weight.dtype
 
 
 def gemm_states(model: nn.Module) -> list[GemmState]:

@@ -71,23 +71,12 @@ def _fake_quantize(x: torch.Tensor, scheme: str, backend: str) -> torch.Tensor:
     return dispatch.fake_quantize(x.detach(), read_scheme(scheme), backend).contiguous()
 
 
-@torch.library.custom_op("hf_mxfp4::fake_quantize_e4m3", mutates_args=())
-def _fake_quantize_e4m3(x: torch.Tensor) -> torch.Tensor:
-    return dispatch.fake_quantize_e4m3(x.detach()).contiguous()
-
-
 @_fake_quantize.register_fake
 def _(x, scheme, backend):
     return torch.empty(x.shape, dtype=x.dtype, device=x.device)
 
 
-@_fake_quantize_e4m3.register_fake
-def _(x):
-    return torch.empty(x.shape, dtype=x.dtype, device=x.device)
-
-
 _fake_quantize.register_autograd(lambda ctx, grad: (grad, None, None))
-_fake_quantize_e4m3.register_autograd(lambda ctx, grad: grad)
 
 
 @torch.library.custom_op("hf_mxfp4::quantize", mutates_args=())

@@ -8,7 +8,8 @@ layer gives them operands of their own (arXiv 2605.09825: all six in MXFP4, rota
 and backward, is the one that a linear layer of its own would compute on its rows."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 from torch.autograd import forward_ad
@@ -32,7 +33,6 @@ from .operands import (
     weight_codes,
     weight_operand,
 )
-from .packed_weight import rows_per_portion
 from .state import PLAIN_STATE, GemmSpec, GemmState, LayerRng
 
 
@@ -90,8 +90,7 @@ def linear_without_gradient(
     return linear_forward(x, weight, bias, state, groups, dtype, False)[0]
 
 
-@dataclass(frozen=True)
-class SavedRecord:
+class SavedRecord(NamedTuple):
     """What the saved tensors are.
 
     Attributes:
@@ -105,8 +104,7 @@ class SavedRecord:
     layout: MXFP4Tensor | None = None
 
 
-@dataclass(frozen=True)
-class LinearRecord:
+class LinearRecord(NamedTuple):
     """What the backward pass must know of the forward pass beside tensors.
 
     Attributes:
@@ -367,9 +365,8 @@ def save_input(
         if spec.saves_raw_input:
             raise ValueError("saved in MXFP4 is what the forward product takes, and Wgrad takes the input itself")
         packed = packed_input(x, state, groups)
-        tensors = tuple(getattr(packed, part) for part in PARTS)
         record = SavedRecord("mxfp4", dtype, replace(packed, **dict.fromkeys(PARTS)))
-        return restore_input(tensors, record), tensors, record
+        return restore_input(packed.parts, record), packed.parts, record
     operand = input_operand(x, dtype, state, groups)
     saved = x if spec.saves_raw_input else operand
     tensors = dispatch.quantize_e4m3(saved, spec.backend) if spec.saved == "fp8" else (saved,)
@@ -379,21 +376,10 @@ def save_input(
 def restore_input(tensors: SavedTensors, record: SavedRecord) -> torch.Tensor:
     """The values ``[..., K]`` that [`save_input`] saved; of a rotated operand with the columns of its padding."""
     if record.form == "mxfp4":
-        return _unpack(tensors, record)
-    return dispatch.dequantize_e4m3(*tensors, record.dtype) if record.form == "fp8" else tensors[0]
-
-
-def _unpack(tensors: SavedTensors, record: SavedRecord) -> torch.Tensor:
-    leading = tensors[0].shape[:-1]
-    rows = [None if tensor is None else tensor.view(-1, tensor.shape[-1]) for tensor in tensors]
-    step = rows_per_portion(record.layout.length)
-    layout, values = replace(record.layout, axis=1), []
-    for start in range(0, max(1, rows[0].shape[0]), step):
-        some = [None if tensor is None else tensor[start : start + step] for tensor in rows]
-        portion = replace(layout, **dict(zip(PARTS, some, strict=True)))
+        packed = replace(record.layout, **dict(zip(PARTS, tensors, strict=True)), axis=tensors[0].dim() - 1)
         # By way of the input's dtype, as the operand is made everywhere: that of autocast may saturate elsewhere.
-        values.append(dispatch.dequantize(portion, portion.dtype).to(record.dtype))
-    return (torch.cat(values) if len(values) > 1 else values[0]).view(*leading, record.layout.length)
+        return dispatch.dequantize(packed, packed.dtype).to(record.dtype)
+    return dispatch.dequantize_e4m3(*tensors, record.dtype) if record.form == "fp8" else tensors[0]
 
 
 # ---- dtypes and gradients -------------------------------------------------------------------------------------------

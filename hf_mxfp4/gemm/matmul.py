@@ -181,12 +181,6 @@ def _experts_on_codes(
     return out
 
 
-def computes_on_codes(x: torch.Tensor, dtype: torch.dtype, scheme: QuantScheme, backend: str = "auto") -> bool:
-    """Return whether products in ``dtype`` of few rows on the device of ``x`` are computed on a weight's codes. Raises
-    `ValueError` when the backend named cannot do it."""
-    return dispatch.choose_backend(x, scheme, backend, family="decode", dtype=dtype) != "eager"
-
-
 def reads_packed_on_gpus(scheme: QuantScheme, backend: str) -> bool:
     """Return whether the kernels are certain to multiply with weights of this scheme on a CUDA device, so that a CUDA
     graph can hold the product."""

@@ -10,10 +10,9 @@ from collections import Counter
 import torch
 
 from ..backends import dispatch
-from ..numerics import FP8, MXFP4Tensor, OperandScheme, QuantScheme, Rotation, unrotate
+from ..numerics import FP8, FULL, MXFP4Tensor, OperandScheme, QuantScheme, Rotation, unrotate
 from .groups import Groups
-from .matmul import computes_on_codes
-from .packed_weight import cat_rows, of_expert, pack_rows, packed_tensor, quantize_experts, quantize_weight
+from .packed_weight import cat_rows, of_expert, packed_tensor, quantize_experts, quantize_weight
 from .state import GemmSpec, GemmState, LayerRng
 
 
@@ -85,16 +84,20 @@ def operand_seed(scheme: QuantScheme, gemm: str, operand: str, rng: LayerRng | N
 def input_operand(x: torch.Tensor, dtype: torch.dtype, state: GemmState, groups: Groups | None = None) -> torch.Tensor:
     """``Q(x)`` along the last axis in ``dtype``, of the rotated and padded input where the forward product rotates.
     Where random numbers are drawn, each group has its own."""
-    spec = state.spec
-    if groups is None or not spec.draws_forward:
-        return _input(x, dtype, spec, state.rng_of(0))
-    parts = [_input(x[rows], dtype, spec, state.rng_of(group)) for group, rows in groups]
-    return torch.cat(parts) if parts else _input(x, dtype, spec, state.rng_of(0))
+    spec, fprop = state.spec, state.spec.scheme.fprop
+    options = {"rotation": fprop.rotation, "dtype": dtype}
+    parts = [
+        quantize_operand(rows, fprop.left, "fprop", "x", rng, spec.backend, **options)
+        for rows, rng in _groups_of(x, state, groups)
+    ]
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
-def _input(x: torch.Tensor, dtype: torch.dtype, spec: GemmSpec, rng: LayerRng | None) -> torch.Tensor:
-    fprop = spec.scheme.fprop
-    return quantize_operand(x, fprop.left, "fprop", "x", rng, spec.backend, rotation=fprop.rotation, dtype=dtype)
+def _groups_of(x: torch.Tensor, state: GemmState, groups: Groups | None) -> list[tuple[torch.Tensor, LayerRng | None]]:
+    """Rows and their random numbers: by group where the forward product draws any."""
+    if groups is None or not state.spec.draws_forward:
+        return [(x, state.rng_of(0))]
+    return [(x[rows], state.rng_of(group)) for group, rows in groups] or [(x, state.rng_of(0))]
 
 
 def quantize_input(
@@ -106,27 +109,18 @@ def quantize_input(
 ) -> torch.Tensor:
     """``Q(x)`` along the last axis in ``dtype``, rounded to nearest; ``x`` itself without a scheme. A deterministic
     ``rotation``, whose size divides the axis, is done before, as [`input_operand`] does it."""
-    if rotation is not None and scheme is not None:
-        return dispatch.fake_quantize(x, scheme, backend, rotation=rotation.size, dtype=dtype)
-    if rotation is not None:
-        return dispatch.rotate_rows(x, rotation.size, backend, dtype=dtype)
-    return x.to(dtype) if scheme is None else dispatch.fake_quantize(x, scheme, backend).to(dtype)
+    return quantize_operand(x, scheme or FULL, "fprop", "x", None, backend, rotation=rotation, dtype=dtype)
 
 
 def packed_input(x: torch.Tensor, state: GemmState, groups: Groups | None = None) -> MXFP4Tensor:
     """[`input_operand`] as codes and scale bytes. Only under a scheme that quantizes activations."""
-    if groups is None or not state.spec.draws_forward:
-        return _packed(x, state.spec, state.rng_of(0))
-    parts = [_packed(x[rows], state.spec, state.rng_of(group)) for group, rows in groups]
-    return cat_rows(parts or [_packed(x, state.spec, state.rng_of(0))])
+    spec, scheme = state.spec, state.spec.input_scheme
 
+    def pack(rows: torch.Tensor, rng: LayerRng | None) -> MXFP4Tensor:
+        rows = rotate_operand(rows.detach(), spec.scheme.fprop.rotation, "fprop", rng, spec.backend)
+        return dispatch.quantize(rows, scheme, spec.backend, seed=operand_seed(scheme, "fprop", "x", rng))
 
-def _packed(x: torch.Tensor, spec: GemmSpec, rng: LayerRng | None) -> MXFP4Tensor:
-    scheme, backend = spec.input_scheme, spec.backend
-    x = rotate_operand(x.detach(), spec.scheme.fprop.rotation, "fprop", rng, backend)
-    if scheme.rounding == "stochastic":
-        return dispatch.quantize(x, scheme, backend, seed=operand_seed(scheme, "fprop", "x", rng))
-    return pack_rows(x, scheme, backend)
+    return cat_rows([pack(*each) for each in _groups_of(x, state, groups)])
 
 
 def padded_length(length: int, spec: GemmSpec) -> int:
@@ -183,7 +177,9 @@ def keeps_codes(x: torch.Tensor, dtype: torch.dtype, state: GemmState) -> bool:
     spec, cache = state.spec, state.cache
     if cache is None or cache.form in ("none", "dense") or not spec.packs_weight:
         return False
-    return cache.form == "packed" or computes_on_codes(x, dtype, spec.weight_scheme, spec.backend)
+    if cache.form == "packed":
+        return True
+    return dispatch.choose_backend(x, spec.weight_scheme, spec.backend, family="decode", dtype=dtype) != "eager"
 
 
 def values_of(packed: MXFP4Tensor, dtype: torch.dtype, spec: GemmSpec) -> torch.Tensor:

@@ -114,4 +114,4 @@ class _PackedLinear(torch.autograd.Function):
 
 def _tensor(packed: PackedWeight, spec: PackedSpec, dtype: torch.dtype) -> MXFP4Tensor:
     """A weight, or those of all experts, sharing the memory of ``packed``; ``dtype`` is that of its values."""
-    return MXFP4Tensor(*packed, length=spec.in_features, axis=1, scheme=spec.weights, dtype=dtype)
+    return MXFP4Tensor(*packed, spec.in_features, 1, spec.weights, dtype)

@@ -103,9 +103,9 @@ def packed_tensor(
     packed: Mapping[str, torch.Tensor | None], length: int, scheme: QuantScheme, dtype: torch.dtype
 ) -> MXFP4Tensor:
     """The tensors of [`packed_shapes`] as a [`MXFP4Tensor`] of ``length`` columns that shares their memory."""
-    found = {field: packed.get(name) for name, field in PACKED_FIELDS.items()}
-    parts = {field: None if tensor is None else tensor.detach() for field, tensor in found.items()}
-    return MXFP4Tensor(**parts, length=length, axis=1, scheme=scheme, dtype=dtype)
+    found = (packed.get(name) for name in PACKED_FIELDS)
+    parts = (None if tensor is None else tensor.detach() for tensor in found)
+    return MXFP4Tensor(*parts, length=length, axis=1, scheme=scheme, dtype=dtype)
 
 
 @torch.no_grad()
@@ -130,48 +130,16 @@ def _rotated(weight: torch.Tensor, rotation: Rotation | None, backend: str) -> t
     return weight if rotation is None else dispatch.rotate_rows(weight, rotation.size, backend)
 
 
-def pack_rows(x: torch.Tensor, scheme: QuantScheme, backend: str = "auto") -> MXFP4Tensor:
-    """``x [..., K]`` quantized along its last axis, rows by themselves: [`hf_mxfp4.quantize`] in bounded memory.
-
-    Raises `ValueError` for a scheme under which rows are not independent, or a backend that cannot do it.
-    """
-    if scheme.rounding != "nearest" or scheme.block_rows != 1:
-        raise ValueError(f"{scheme} quantizes rows that depend on each other")
-    portions = _split(x.detach())
-    if len(portions) == 1 or dispatch.choose_backend(x, scheme, backend) != "eager":
-        return dispatch.quantize(x, scheme, backend)
-    packed = cat_rows([dispatch.quantize(portion, scheme, backend) for portion in portions])
-    parts = {name: _shaped(getattr(packed, name), x.shape[:-1]) for name in PARTS}
-    return replace(packed, **parts, axis=x.dim() - 1)
-
-
 def cat_rows(tensors: Sequence[MXFP4Tensor]) -> MXFP4Tensor:
     """Matrices quantized along their last axis by one scheme, below each other."""
     if len(tensors) == 1:
         return tensors[0]
-    parts = {}
-    for name in PARTS:
-        found = [getattr(tensor, name) for tensor in tensors]
-        parts[name] = None if found[0] is None else torch.cat(found)
-    return replace(tensors[0], **parts)
+    parts = (
+        None if same[0] is None else torch.cat(same) for same in zip(*(each.parts for each in tensors), strict=True)
+    )
+    return replace(tensors[0], **dict(zip(PARTS, parts, strict=True)))
 
 
 def of_expert(packed: MXFP4Tensor, expert: int) -> MXFP4Tensor:
     """The weight ``[N, K]`` of one expert, the same memory."""
-    found = {field: getattr(packed, field) for field in PARTS}
-    return replace(packed, **{field: None if part is None else part[expert] for field, part in found.items()})
-
-
-def _shaped(tensor: torch.Tensor | None, leading: Sequence[int]) -> torch.Tensor | None:
-    return None if tensor is None else tensor.view(*leading, tensor.shape[-1])
-
-
-def _split(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    if x.dim() < 2 or x.numel() <= PORTION:
-        return (x,)
-    return x.reshape(-1, x.shape[-1]).split(rows_per_portion(x.shape[-1]))
-
-
-def rows_per_portion(length: int) -> int:
-    """Return how many rows of ``length`` elements are packed or read back at once."""
-    return max(1, PORTION // max(1, length))
+    return packed.map(lambda part: part[expert])

@@ -13,7 +13,6 @@ from ..gemm import (
     GemmState,
     Groups,
     LayerRng,
-    autocast_dtype,
     compiled_linear,
     effective_rows,
     group_by_expert,
@@ -22,14 +21,14 @@ from ..gemm import (
 )
 from ..model_structure import experts_unsupported_reason, projections, weight_size
 from ..numerics import LinearScheme
-from .linear import spec_of
+from .linear import QuantizedLayer, spec_of
 
 
 #: See [`ExpertsBase.project`].
 Projection = Callable[[str, torch.Tensor, Groups], torch.Tensor]
 
 
-class ExpertsBase(nn.Module):
+class ExpertsBase(QuantizedLayer):
     """Mixin before a class of transformers' experts, whose parameters' names, activation and gating it keeps.
 
     Attributes:
@@ -89,8 +88,6 @@ class ExpertsBase(nn.Module):
     def _own_attributes(self) -> tuple[str, ...]:
         return ("config", "name", "projections", "n_experts", "states", "plain_attributes")
 
-    states: dict[str, GemmState]
-
     def forward(
         self,
         hidden_states: torch.Tensor,
@@ -114,17 +111,8 @@ class ExpertsBase(nn.Module):
             ValueError: the experts are spread over processes, or ``hidden_states`` has another size.
             TypeError: the dtypes of ``hidden_states`` and the weights differ outside of autocast.
         """
-        return self.forward_with(project or self.project, hidden_states, top_k_index, top_k_weights)
-
-    def forward_with(
-        self,
-        project: Projection,
-        hidden_states: torch.Tensor,
-        top_k_index: torch.Tensor,
-        top_k_weights: torch.Tensor,
-    ) -> torch.Tensor:
-        """[`forward`] with something else in the place of [`project`], as adapters have it."""
         self._check_input(hidden_states)
+        project = project or self.project
         n_tokens, k = top_k_index.shape
         order, groups = group_by_expert(top_k_index.reshape(-1), self.n_experts)
         up, down = self.projections
@@ -149,21 +137,13 @@ class ExpertsBase(nn.Module):
                 f"{self._label()}: MXFP4 experts cannot be spread over processes; load the model without expert "
                 "parallelism"
             )
-        features, needed = self.weight_size(self.projections[0])[2], self._input_dtype()
+        features = self.weight_size(self.projections[0])[2]
         if hidden_states.dim() != 2 or hidden_states.shape[1] != features:
             raise ValueError(f"{self._label()}: input {tuple(hidden_states.shape)} is not [tokens, {features}]")
-        dtype = hidden_states.dtype
-        if not dtype.is_floating_point or dtype != needed and autocast_dtype(hidden_states) is None:
-            raise TypeError(
-                f"{self._label()}: input is {dtype} but the layer's dtype is {needed}; "
-                "convert one of them, or run under torch.autocast"
-            )
+        self._check_dtype(hidden_states, self._input_dtype())
 
     def weight_size(self, projection: str) -> tuple[int, int, int]:
         """``(experts, N, K)`` of a weight that maps ``K`` features to ``N``."""
-        raise NotImplementedError
-
-    def _input_dtype(self) -> torch.dtype:
         raise NotImplementedError
 
     def bias_of(self, projection: str) -> nn.Parameter | None:
@@ -174,16 +154,10 @@ class ExpertsBase(nn.Module):
         sizes = ", ".join(f"{name} {list(self.weight_size(name))}" for name in self.projections)
         return f"{sizes}, {self.config.describe()}"
 
-    def _label(self) -> str:
-        return f"{type(self).__name__} {self.name}".rstrip()
-
     def __reduce__(self):
         # Its class is made at run time: pickle cannot find it by name.
         base = next(cls for cls in type(self).__mro__ if "_classes" in cls.__dict__)
-        return _rebuild, (base, self.plain_class), self.__getstate__()
-
-    def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__.copy()
+        return _rebuild, (base, self.plain_class), self.__dict__.copy()
 
 
 def _rebuild(base: type[ExpertsBase], plain_class: type[nn.Module]) -> ExpertsBase:
@@ -224,11 +198,6 @@ class MXFP4Experts(ExpertsBase):
         """Return by projection what the scheme means for the three products."""
         return {projection: state.spec.scheme for projection, state in self.states.items()}
 
-    @property
-    def rngs(self) -> dict[str, tuple[LayerRng, ...]]:
-        """Return by projection the random numbers of each expert; see [`set_quantization_step`]."""
-        return {projection: state.rngs for projection, state in self.states.items()}
-
     def full_precision_forward(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
     ) -> torch.Tensor:
@@ -239,11 +208,6 @@ class MXFP4Experts(ExpertsBase):
             return super(ExpertsBase, self).forward(hidden_states, top_k_index, top_k_weights)
         finally:
             self.__dict__.update(ours)
-
-    @property
-    def is_random(self) -> bool:
-        """Whether the experts draw random numbers."""
-        return any(gemms.is_random for gemms in self.gemms.values())
 
     def set_step(self, step: int) -> None:
         """Draw the random numbers of optimizer step ``step`` from now on."""
@@ -279,15 +243,10 @@ class MXFP4Experts(ExpertsBase):
         """A master weight as ``[experts, N, K]``, the same memory."""
         return weight.transpose(1, 2) if self.is_transposed else weight
 
-    def effective_rows(self, projection: str, expert: int, rows: torch.Tensor) -> torch.Tensor:
-        """The values ``[n, K]`` that the forward product takes for rows of an expert's weight, rotated back, in its
-        dtype."""
-        return effective_rows(rows, self.states[projection], expert)
-
     @torch.no_grad()
     def effective_weight(self, projection: str, weight: torch.Tensor) -> torch.Tensor:
         """The values that the forward product takes for a master weight, in its shape and dtype."""
         out = torch.empty_like(weight, memory_format=torch.contiguous_format)
         for expert, rows in enumerate(self.rows_first(weight.detach())):
-            self.rows_first(out)[expert] = self.effective_rows(projection, expert, rows)
+            self.rows_first(out)[expert] = effective_rows(rows, self.states[projection], expert)
         return out

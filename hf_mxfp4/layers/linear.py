@@ -12,14 +12,38 @@ from ..gemm import (
     autocast_dtype,
     compiled_linear,
     effective_rows,
-    quantize_input,
     quantized_linear,
     weight_operand,
 )
 from ..numerics import LinearScheme
 
 
-class MXFP4Linear(nn.Linear):
+class QuantizedLayer(nn.Module):
+    """Mixin of all quantized layers: what messages call them, and what inputs they take."""
+
+    name: str
+
+    def _check_dtype(self, x: torch.Tensor, needed: torch.dtype) -> None:
+        dtype = x.dtype
+        if not dtype.is_floating_point or dtype != needed and autocast_dtype(x) is None:
+            raise TypeError(
+                f"{self._label()}: input is {dtype} but the layer's dtype is {needed}; "
+                "convert one of them, or run under torch.autocast"
+            )
+
+    def _check_features(self, x: torch.Tensor) -> None:
+        shape = x.shape
+        if not shape or shape[-1] != self.in_features:
+            raise ValueError(f"{self._label()}: input {tuple(shape)} does not end in in_features={self.in_features}")
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, {self.config.describe()}"
+
+    def _label(self) -> str:
+        return f"{type(self).__name__} {self.name}".rstrip()
+
+
+class MXFP4Linear(QuantizedLayer, nn.Linear):
     """`nn.Linear` that computes ``Q(x) Q(W)^T + b`` and trains the master weight ``W`` straight through, its gradients
     by quantized products too where the scheme says so.
 
@@ -59,11 +83,6 @@ class MXFP4Linear(nn.Linear):
         """The layer's random numbers; see [`set_quantization_step`]."""
         return self.state.rngs[0]
 
-    @property
-    def is_random(self) -> bool:
-        """Whether the layer draws random numbers."""
-        return self.gemms.is_random
-
     def set_step(self, step: int) -> None:
         """Draw the random numbers of optimizer step ``step`` from now on."""
         self.state.set_step(step)
@@ -95,26 +114,15 @@ class MXFP4Linear(nn.Linear):
             ValueError: the last axis of ``x`` is not ``in_features``.
             TypeError: ``x`` and the weight differ in dtype outside of autocast, or are not floating-point.
         """
-        self._check(x)
+        weight = self.weight
+        self._check_features(x)
+        self._check_dtype(x, weight.dtype)
         product = compiled_linear if torch.compiler.is_compiling() else quantized_linear
-        return product(x, self.weight, self.bias, self.state)
-
-    def _check(self, x: torch.Tensor) -> None:
-        if x.dim() == 0 or x.shape[-1] != self.in_features:
-            raise ValueError(f"{self._label()}: input {tuple(x.shape)} does not end in in_features={self.in_features}")
-        if not x.is_floating_point() or x.dtype != self.weight.dtype and autocast_dtype(x) is None:
-            raise TypeError(
-                f"{self._label()}: input is {x.dtype} but the weight is {self.weight.dtype}; "
-                "convert one of them, or run under torch.autocast"
-            )
+        return product(x, weight, self.bias, self.state)
 
     def full_precision_forward(self, x: torch.Tensor) -> torch.Tensor:
         """Compute what the plain layer does on the master weight; see [`full_precision`]."""
         return super().forward(x)
-
-    def quantized_input(self, x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """``Q(x)`` in ``dtype``; ``x`` itself under a weight-only preset."""
-        return quantize_input(x, dtype, self.state.spec.input_scheme, self.config.backend)
 
     def quantized_weight(self, weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """The weight as the forward product takes it, in ``dtype``: ``Q(W)``, of the rotated and padded weight where
@@ -124,12 +132,6 @@ class MXFP4Linear(nn.Linear):
     def effective_weight(self, weight: torch.Tensor) -> torch.Tensor:
         """The values ``[n, K]`` that the forward product takes for rows of a weight, rotated back, in its dtype."""
         return effective_rows(weight, self.state)
-
-    def extra_repr(self) -> str:
-        return f"{super().extra_repr()}, {self.config.describe()}"
-
-    def _label(self) -> str:
-        return f"{type(self).__name__} {self.name}".rstrip()
 
 
 def spec_of(config: MXFP4RLConfig, gemms: LinearScheme, transposed: bool = False) -> GemmSpec:

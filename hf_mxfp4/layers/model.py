@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from .. import model_structure
-from ..gemm import LayerRng, quantize_experts, quantize_weight
+from ..gemm import GemmState, LayerRng, effective_rows, gemm_states, quantize_experts, quantize_weight
 from ..numerics import GemmScheme
 from .experts import ExpertsBase, MXFP4Experts
 from .linear import MXFP4Linear
@@ -47,14 +47,19 @@ class WeightMatrix:
         return f"{owner}.{self.parameter}"
 
     @property
+    def state(self) -> GemmState:
+        """The products of the parameter."""
+        return self.layer.state if self.expert is None else self.layer.states[self.parameter]
+
+    @property
     def fprop(self) -> GemmScheme:
         """How the forward product takes the matrix, as its right operand."""
-        return self.layer.gemms.fprop if self.expert is None else self.layer.gemms[self.parameter].fprop
+        return self.state.spec.scheme.fprop
 
     @property
     def rng(self) -> LayerRng:
         """The random numbers of the linear map."""
-        return self.layer.rng if self.expert is None else self.layer.rngs[self.parameter][self.expert]
+        return self.state.rngs[self.expert or 0]
 
     @property
     def siblings(self) -> int:
@@ -88,9 +93,7 @@ class WeightMatrix:
 
     def effective_rows(self, rows: torch.Tensor) -> torch.Tensor:
         """The values that the forward product takes for rows of the matrix, rotated back, in its dtype."""
-        if self.expert is None:
-            return self.layer.effective_weight(rows)
-        return self.layer.effective_rows(self.parameter, self.expert, rows)
+        return effective_rows(rows, self.state, self.expert or 0)
 
 
 def matrix_names(name: str, layer: nn.Module) -> list[str]:
@@ -154,7 +157,8 @@ def _plain(layer: nn.Module) -> Iterator[None]:
 
 def random_layers(model: nn.Module) -> list[MXFP4Linear | MXFP4Experts]:
     """The layers of ``model`` that round stochastically or rotate with random signs."""
-    return [m for m in model.modules() if isinstance(m, (MXFP4Linear, MXFP4Experts)) and m.is_random]
+    layers = (module for module in model.modules() if isinstance(module, TRAINABLE))
+    return [layer for layer in layers if any(state.spec.scheme.is_random for state in gemm_states(layer))]
 
 
 def set_quantization_step(model: nn.Module, step: int) -> int:

@@ -22,16 +22,16 @@ from ..gemm import (
     packed_shapes,
     packed_tensor,
     quantize_experts,
-    quantize_input,
     quantize_weight,
     weight_values,
 )
 from ..model_structure import weight_size
 from ..numerics import MXFP4Tensor
 from .experts import ExpertsBase
+from .packed_linear import PackedLayer
 
 
-class MXFP4PackedExperts(ExpertsBase):
+class MXFP4PackedExperts(PackedLayer, ExpertsBase):
     """Experts that compute as an [`MXFP4PackedLinear`] for each projection of each expert would.
 
     Parameters, for each projection (those that the scheme has not are `None`), whatever the layout of the
@@ -44,9 +44,6 @@ class MXFP4PackedExperts(ExpertsBase):
 
     Dequantized weights exist of one expert at a time. They are not kept within [`cached_weights`] either: experts are
     nearly all of a model, and packed to save that memory. Made by [`from_experts`] and [`placeholder`] alone.
-
-    Attributes, besides those of the experts and of [`ExpertsBase`]:
-        compute_dtype: of the experts that it stands for; follows ``.to(dtype)``.
     """
 
     @classmethod
@@ -92,9 +89,6 @@ class MXFP4PackedExperts(ExpertsBase):
 
     def _own_attributes(self) -> tuple[str, ...]:
         return (*super()._own_attributes(), "sizes", "compute_dtype")
-
-    def _set(self, name: str, value: torch.Tensor) -> None:
-        setattr(self, name, nn.Parameter(value, requires_grad=False))
 
     def pack_weight(self, projection: str, weight: torch.Tensor) -> dict[str, torch.Tensor]:
         """The packed tensors, by their names here, of a full-precision weight in the layout of the model, one expert
@@ -145,7 +139,7 @@ class MXFP4PackedExperts(ExpertsBase):
 
     @torch.no_grad()
     def forward_weight(self, projection: str, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """The values that the forward product multiplies with [`quantized_input`], exactly: ``Q(W)``, or ``Q(W H)``
+        """The values that the forward product multiplies with, exactly: ``Q(W)``, or ``Q(W H)``
         where the scheme rotates, of all experts ``[E, N, K]`` in ``dtype``, default `compute_dtype`."""
         tensors = (self.quantized_tensor(projection, expert) for expert in range(self.n_experts))
         return torch.stack([dequantize(each, dtype or self.compute_dtype, self.config.backend) for each in tensors])
@@ -173,12 +167,6 @@ class MXFP4PackedExperts(ExpertsBase):
             return compiled_packed_linear(x, packed, bias, state.spec, groups)
         return packed_linear(x, packed, bias, state, groups)
 
-    def quantized_input(self, projection: str, x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """``Q(x)`` in ``dtype``, of the rotated input where the scheme rotates; without ``Q`` under a weight-only
-        preset."""
-        config = self.config
-        return quantize_input(x, dtype, config.activation_scheme, config.backend, config.weight_rotation)
-
     def weight_size(self, projection: str) -> tuple[int, int, int]:
         return self.sizes[projection]
 
@@ -186,7 +174,6 @@ class MXFP4PackedExperts(ExpertsBase):
         return self.compute_dtype
 
     def shapes(self) -> dict[str, tuple[int, int, int]]:
-        """Shapes of the packed tensors under the scheme, by name."""
         return {
             self._tensor_name(projection, field): (experts, *shape)
             for projection, (experts, rows, columns) in self.sizes.items()
@@ -202,17 +189,3 @@ class MXFP4PackedExperts(ExpertsBase):
         names = [f"{projection}{suffix}" for projection in self.projections for suffix in PACKED_SUFFIXES]
         tensors = {name: getattr(self, name) for name in names}
         check_packed(self.name or type(self).__name__, tensors, self.shapes(), self.config.weight_scheme)
-
-    def _apply(self, fn, recurse: bool = True):
-        super()._apply(fn, recurse)
-        self.compute_dtype = fn(torch.empty(0, dtype=self.compute_dtype)).dtype
-        return self
-
-    def _load_from_state_dict(self, state_dict, prefix, local_metadata, strict, missing, unexpected, errors):
-        for name in self.shapes():
-            value = state_dict.get(prefix + name)
-            # Copying would round floats to whole numbers without a word.
-            if value is not None and value.dtype != torch.uint8:
-                errors.append(f"{prefix}{name} is {value.dtype}, but packed experts need the uint8 tensor")
-                return
-        super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing, unexpected, errors)

@@ -13,7 +13,6 @@ from ..gemm import (
     GemmState,
     PackedSpec,
     PackedWeight,
-    autocast_dtype,
     check_packed,
     check_rotation,
     compiled_packed_linear,
@@ -25,9 +24,41 @@ from ..gemm import (
     weight_values,
 )
 from ..numerics import MXFP4Tensor
+from .linear import QuantizedLayer
 
 
-class MXFP4PackedLinear(nn.Linear):
+class PackedLayer(QuantizedLayer):
+    """Mixin of frozen layers: the dtype of the layer that they stand for, and loading of packed tensors.
+
+    Attributes:
+        compute_dtype: of the layer that it stands for; follows ``.to(dtype)``. PEFT makes adapters in it.
+    """
+
+    compute_dtype: torch.dtype
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shapes of the packed tensors under the scheme, by name."""
+        raise NotImplementedError
+
+    def _apply(self, fn, recurse: bool = True):
+        super()._apply(fn, recurse)
+        self.compute_dtype = fn(torch.empty(0, dtype=self.compute_dtype)).dtype
+        return self
+
+    def _load_from_state_dict(self, state_dict, prefix, local_metadata, strict, missing, unexpected, errors):
+        for name in self.shapes():
+            value = state_dict.get(prefix + name)
+            # Copying would round floats to whole numbers without a word.
+            if value is not None and value.dtype != torch.uint8:
+                errors.append(f"{prefix}{name} is {value.dtype}, but the packed layer needs the uint8 tensor")
+                return
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing, unexpected, errors)
+
+    def _set(self, name: str, value: torch.Tensor | None) -> None:
+        setattr(self, name, None if value is None else nn.Parameter(value, requires_grad=False))
+
+
+class MXFP4PackedLinear(PackedLayer, nn.Linear):
     """`nn.Linear` that computes ``Q(x) Q(W)^T + b`` from a packed, frozen ``Q(W)``; gradients flow to ``x`` and ``b``.
     Under a scheme whose forward product rotates, ``Q(x H) Q(W H)^T + b`` from ``Q(W H)``.
 
@@ -42,7 +73,6 @@ class MXFP4PackedLinear(nn.Linear):
         in_features, out_features: of the linear layer that it stands for.
         config: the scheme; see [`MXFP4RLConfig`].
         name: the layer's place in the model, for messages.
-        compute_dtype: of the linear layer that it stands for; follows ``.to(dtype)``. PEFT makes adapters in it.
         state: as in [`MXFP4Linear`].
 
     A new layer holds zeros. Raises `ValueError` unless ``config`` is one of mode ``"packed"``, whose rotation, if it
@@ -98,28 +128,6 @@ class MXFP4PackedLinear(nn.Linear):
         return layer
 
     @classmethod
-    def from_quantized(
-        cls, tensor: MXFP4Tensor, bias: torch.Tensor | None, config: MXFP4RLConfig, name: str = ""
-    ) -> "MXFP4PackedLinear":
-        """A layer on an already quantized weight ``[N, K]``, rotated before where ``config`` rotates; it shares the
-        tensors given.
-
-        Raises `ValueError` for a tensor that was not quantized as ``config`` says, along its last axis.
-        """
-        if tensor.scheme != config.weight_scheme or tensor.axis != tensor.codes.dim() - 1:
-            raise ValueError(
-                f"the weight was quantized as {tensor.scheme} along axis {tensor.axis}; the config asks for "
-                f"{config.weight_scheme} along the last axis"
-            )
-        layer = cls(tensor.length, tensor.codes.shape[0], False, "meta", tensor.dtype, config=config, name=name)
-        for parameter, field in PACKED_FIELDS.items():
-            layer._set(parameter, getattr(tensor, field))
-        layer.check()
-        if bias is not None:
-            layer.bias = bias if isinstance(bias, nn.Parameter) else nn.Parameter(bias)
-        return layer
-
-    @classmethod
     def placeholder(cls, linear: nn.Linear, config: MXFP4RLConfig, name: str = "") -> "MXFP4PackedLinear":
         """A layer of meta tensors around the very bias of a meta ``linear``, for a checkpoint to be loaded into. Its
         weight is the full-precision one, to be replaced by packed tensors as it arrives."""
@@ -133,9 +141,6 @@ class MXFP4PackedLinear(nn.Linear):
         layer = cls(*features, False, "meta", linear.weight.dtype, config=config, name=name)
         layer.bias = linear.bias
         return layer.train(linear.training)
-
-    def _set(self, name: str, value: torch.Tensor | None) -> None:
-        setattr(self, name, None if value is None else nn.Parameter(value, requires_grad=False))
 
     def pack_weight(self, weight: torch.Tensor) -> dict[str, torch.Tensor]:
         """The packed tensors of a full-precision weight ``[N, K]``, or of rows of it, by their names here."""
@@ -160,7 +165,8 @@ class MXFP4PackedLinear(nn.Linear):
 
     def quantized_tensor(self) -> MXFP4Tensor:
         """The weight as it is stored, rotated where the scheme rotates, as a [`MXFP4Tensor`] that shares its memory."""
-        return self._tensor(self.packed_weight())
+        named = dict(zip(PACKED_FIELDS, self.packed_weight(), strict=True))
+        return packed_tensor(named, self.in_features, self._weight_scheme, self.compute_dtype)
 
     def packed_weight(self) -> PackedWeight:
         """The packed tensors in the order of [`PACKED_FIELDS`], `None` for those that the scheme has not."""
@@ -177,10 +183,6 @@ class MXFP4PackedLinear(nn.Linear):
         where the scheme rotates, ``[out_features, in_features]`` in ``dtype``, default `compute_dtype`."""
         return dequantize(self.quantized_tensor(), dtype or self.compute_dtype, self.config.backend)
 
-    def _tensor(self, packed: PackedWeight) -> MXFP4Tensor:
-        named = dict(zip(PACKED_FIELDS, packed, strict=True))
-        return packed_tensor(named, self.in_features, self._weight_scheme, self.compute_dtype)
-
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """``[..., in_features]`` to ``[..., out_features]``, in the dtype of ``x`` or that of autocast.
 
@@ -189,25 +191,17 @@ class MXFP4PackedLinear(nn.Linear):
             TypeError: ``x`` is not floating-point, or differs from the bias in dtype outside of autocast; or the weight
                 was replaced by something that is not packed.
         """
-        self._check(x)
-        if torch.compiler.is_compiling():
-            return compiled_packed_linear(x, self.packed_weight(), self.bias, self.state.spec)
-        return packed_linear(x, self.packed_weight(), self.bias, self.state)
-
-    def _check(self, x: torch.Tensor) -> None:
-        if x.dim() == 0 or x.shape[-1] != self.in_features:
-            raise ValueError(f"{self._label()}: input {tuple(x.shape)} does not end in in_features={self.in_features}")
-        needed = x.dtype if self.bias is None else self.bias.dtype
-        if not x.is_floating_point() or x.dtype != needed and autocast_dtype(x) is None:
+        packed, bias = self.packed_weight(), self._parameters["bias"] if "bias" in self._parameters else self.bias
+        self._check_features(x)
+        self._check_dtype(x, x.dtype if bias is None else bias.dtype)
+        if packed[0].dtype != torch.uint8:
             raise TypeError(
-                f"{self._label()}: input is {x.dtype} but the layer's dtype is {needed}; "
-                "convert one of them, or run under torch.autocast"
-            )
-        if self.weight.dtype != torch.uint8:
-            raise TypeError(
-                f"{self._label()}: its weight was replaced by one of {self.weight.dtype}, which is not packed; build a "
+                f"{self._label()}: its weight was replaced by one of {packed[0].dtype}, which is not packed; build a "
                 "layer of new weights with MXFP4PackedLinear.from_linear"
             )
+        if torch.compiler.is_compiling():
+            return compiled_packed_linear(x, packed, bias, self.state.spec)
+        return packed_linear(x, packed, bias, self.state)
 
     def quantized_input(self, x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """``Q(x)`` in ``dtype``, of the rotated input where the scheme rotates; without ``Q`` under a weight-only
@@ -215,7 +209,6 @@ class MXFP4PackedLinear(nn.Linear):
         return quantize_input(x, dtype, self._activation_scheme, self.config.backend, self._rotation)
 
     def shapes(self) -> dict[str, tuple[int, int]]:
-        """Shapes of the packed tensors under the scheme, by name."""
         return packed_shapes(self.out_features, self.in_features, self._weight_scheme)
 
     def check(self) -> None:
@@ -225,23 +218,3 @@ class MXFP4PackedLinear(nn.Linear):
 
     def reset_parameters(self) -> None:
         raise TypeError(f"{self._label()} is packed and frozen; it has no random initialisation")
-
-    def _apply(self, fn, recurse: bool = True):
-        super()._apply(fn, recurse)
-        self.compute_dtype = fn(torch.empty(0, dtype=self.compute_dtype)).dtype
-        return self
-
-    def _load_from_state_dict(self, state_dict, prefix, local_metadata, strict, missing, unexpected, errors):
-        for name in PACKED_FIELDS:
-            value = state_dict.get(prefix + name)
-            # Copying would round floats to whole numbers without a word.
-            if value is not None and value.dtype != torch.uint8:
-                errors.append(f"{prefix}{name} is {value.dtype}, but the packed layer needs the uint8 tensor")
-                return
-        super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing, unexpected, errors)
-
-    def extra_repr(self) -> str:
-        return f"{super().extra_repr()}, {self.config.describe()}"
-
-    def _label(self) -> str:
-        return f"{type(self).__name__} {self.name}".rstrip()

@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Packed codes and scale bytes of a quantized tensor, and the values that they stand for."""
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -14,7 +16,7 @@ from .schemes import QuantScheme
 PARTS = ("codes", "scale", "macro", "residual_codes", "residual_scale")
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class MXFP4Tensor:
     """A quantized tensor. Blocks run along the last axis of the stored tensors; ``axis`` says where it was. Bytes are
     stored for every row, also where 32 rows share a block.
@@ -40,6 +42,16 @@ class MXFP4Tensor:
     axis: int
     scheme: QuantScheme
     dtype: torch.dtype
+
+    @property
+    def parts(self) -> tuple[torch.Tensor | None, ...]:
+        """The tensors, in the order of `PARTS`."""
+        return self.codes, self.scale, self.macro, self.residual_codes, self.residual_scale
+
+    def map(self, function: Callable[[torch.Tensor], torch.Tensor], **changes: Any) -> "MXFP4Tensor":
+        """Return this with ``function`` of each tensor, and other fields changed."""
+        parts = (None if part is None else function(part) for part in self.parts)
+        return replace(self, **dict(zip(PARTS, parts, strict=True)), **changes)
 
     def dequantize(self, dtype: torch.dtype | None = None) -> torch.Tensor:
         """The represented values, in the original layout, as ``dtype`` (default: the original dtype)."""

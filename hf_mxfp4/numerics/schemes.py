@@ -33,14 +33,8 @@ def one_of(name: str, value: object, allowed: tuple) -> None:
         raise ValueError(f"{name}={value!r} is not supported; choose one of {', '.join(map(repr, allowed))}")
 
 
-class _KeepsHash:
-    """Room for the hash of a scheme, which is a key of many caches: to compute it takes longer than to look one up."""
-
-    __slots__ = ("_hash",)
-
-
 @dataclass(frozen=True)
-class QuantScheme(_KeepsHash):
+class QuantScheme:
     """How one tensor is quantized.
 
     Attributes:

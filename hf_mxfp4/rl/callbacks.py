@@ -110,9 +110,8 @@ class RunLogCallback(TrainerCallback):
         self._warned = False
 
     def on_train_begin(self, args, state, control, **kwargs):
-        # The facts are gathered here, where all processes are.
         with self._harmless():
-            facts = self.facts()
+            facts = self.facts()  # gathered here, where all processes are
             if not state.is_world_process_zero:
                 return
             self._log = RunLog(args.output_dir)
@@ -204,9 +203,6 @@ def _size(parameter: nn.Parameter) -> int:
 
 def _changed(args: Any, options: dict[str, Any]) -> list[str]:
     """Names of the options whose values are not their defaults."""
-    changed = []
-    for option in fields(args):
-        default = option.default_factory() if option.default_factory is not MISSING else option.default
-        if option.init and option.name in options and getattr(args, option.name) != default:
-            changed.append(option.name)
-    return changed
+    named = [option for option in fields(args) if option.init and option.name in options]
+    defaults = {o.name: o.default if o.default_factory is MISSING else o.default_factory() for o in named}
+    return [name for name, default in defaults.items() if getattr(args, name) != default]

@@ -80,19 +80,21 @@ def check_policy(model: nn.Module, n_quantized: int, otherwise: str) -> None:
 
 def check_adapter(model: Any, peft_config: Any) -> None:
     """Raise `ValueError` for a trained adapter that would be replaced or stay frozen, before anything is loaded."""
-    advice = (
-        "continue it with model=PeftModel.from_pretrained(base, folder, is_trainable=True) and no peft_config, where "
-        "base is the quantized model that it was trained on"
-    )
+    reason = None
     if isinstance(model, str):
         if find_adapter_config_file(model) is not None:
-            raise ValueError(f"{model} holds an adapter and no model: {advice}")
+            reason = f"{model} holds an adapter and no model"
     elif getattr(model, "_hf_peft_config_loaded", False):
-        raise ValueError(f"the model was loaded from the folder of an adapter, which transformers freezes: {advice}")
+        reason = "the model was loaded from the folder of an adapter, which transformers freezes"
     elif isinstance(model, PeftModel) and peft_config is not None:
-        raise ValueError(f"the model has an adapter, and peft_config would make another: {advice}")
+        reason = "the model has an adapter, and peft_config would make another"
     elif isinstance(model, PeftModel) and not any(parameter.requires_grad for parameter in model.parameters()):
-        raise ValueError(f"the adapter of the model is frozen, so that nothing would be trained: {advice}")
+        reason = "the adapter of the model is frozen, so that nothing would be trained"
+    if reason:
+        raise ValueError(
+            f"{reason}: continue it with model=PeftModel.from_pretrained(base, folder, is_trainable=True) and no "
+            "peft_config, where base is the quantized model that it was trained on"
+        )
 
 
 def check_scheme(option: str, given: Any) -> None:
@@ -109,7 +111,6 @@ def check_reference(policy: nn.Module, reference: nn.Module | None) -> None:
     if reference is None:
         return
     expected, found = count_quantized(policy), count_quantized(reference)
-    get_logger().info("reference policy: n_quantized=%d, of the policy %d", found, expected)
     if found != expected:
         raise ValueError(
             f"the reference policy has {found} MXFP4 weight matrices and the policy {expected}: their divergence would "

@@ -6,7 +6,6 @@ from dataclasses import dataclass, field, make_dataclass
 
 from trl import GRPOConfig
 
-from .._logging import get_logger
 from ..layers import WEIGHT_FORMS
 from ..utils import described_options
 from .noise import NoiseSchedule
@@ -165,9 +164,7 @@ class MXFP4GRPOConfig(_OlderConfig):
     )
     router_replay: bool = field(
         default=False,
-        metadata={
-            "help": "Mixture of experts: train with the experts that were chosen in the rollout (R3, arXiv 2510.11370)."
-        },
+        metadata={"help": "Mixture of experts: train with the experts of the rollout (R3, arXiv 2510.11370)."},
     )
     allow_full_precision: bool = field(
         default=False,
@@ -179,10 +176,10 @@ class MXFP4GRPOConfig(_OlderConfig):
         self.noise_schedule  # noqa: B018  it checks its own numbers
         check_correction(self)
         share_with_trl(self)
-        self._check_overlong_penalty()
-        for name in ("error_every", "movement_every", "report_every"):
+        for name in ("error_every", "movement_every", "report_every", "overlong_buffer"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name}={getattr(self, name)} must not be negative")
+        self._check_overlong_penalty()
         self._check_weight_copies()
         if self.use_transformers_continuous_batching:
             raise ValueError(
@@ -213,13 +210,8 @@ class MXFP4GRPOConfig(_OlderConfig):
             setattr(self, name, None)
 
     def _check_overlong_penalty(self) -> None:
-        if self.overlong_buffer < 0:
-            raise ValueError(f"overlong_buffer={self.overlong_buffer} must not be negative")
         if not self.overlong_penalty > 0 or not math.isfinite(self.overlong_penalty):
             raise ValueError(f"overlong_penalty={self.overlong_penalty} must be a positive number: it is subtracted")
-        if not self.overlong_buffer and self._is_set("overlong_penalty"):
-            # No error: who switches the buffer of a recipe off leaves its penalty in the file.
-            get_logger().warning("overlong_penalty=%s has no effect without overlong_buffer", self.overlong_penalty)
         if self.overlong_buffer and self.multi_objective_aggregation == "normalize_then_sum":
             raise ValueError(
                 "overlong_buffer adds a reward function, of which multi_objective_aggregation='normalize_then_sum' "
@@ -231,7 +223,8 @@ class MXFP4GRPOConfig(_OlderConfig):
         for name, known in (("step_weights", WEIGHT_FORMS), ("vllm_weights", VLLM_WEIGHTS)):
             if getattr(self, name) not in known:
                 raise ValueError(f"{name}={getattr(self, name)!r} is not known; choose one of {', '.join(known)}")
-        if self._is_set("vllm_weights") and not (self.use_vllm and self.vllm_mode == "colocate"):
+        default = type(self).__dataclass_fields__["vllm_weights"].default
+        if self.vllm_weights != default and not (self.use_vllm and self.vllm_mode == "colocate"):
             raise ValueError(
                 f"vllm_weights={self.vllm_weights!r} has no effect without use_vllm=True and vllm_mode='colocate'; a "
                 "server is told when it is started (docs/vllm.md)"
@@ -249,7 +242,3 @@ class MXFP4GRPOConfig(_OlderConfig):
                 f"router_replay=True with vllm_tensor_parallel_size={self.vllm_tensor_parallel_size}: vLLM returns the "
                 "experts to the first of these processes alone; set vllm_tensor_parallel_size=1"
             )
-
-    def _is_set(self, name: str) -> bool:
-        """Whether an option has another value than by default."""
-        return getattr(self, name) != type(self).__dataclass_fields__[name].default

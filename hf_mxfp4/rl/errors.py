@@ -43,10 +43,8 @@ def evenly_spread(found: Iterable[tuple[str, Layer]], count: int) -> dict[str, L
 
 
 class ErrorCallback(TrainerCallback):
-    """Splits the weights' quantization error into its three components every few steps, for a few layers.
-
-    Metrics: `error/scale_bias`, `error/deadzone`, `error/grid` (energy over that of the whole error), `error/sqnr_db`,
-    means over the layers.
+    """Splits the weights' quantization error into its three components every few steps, for a few layers: means over
+    them of `error/scale_bias`, `error/deadzone`, `error/grid` (energy over that of the whole error), `error/sqnr_db`.
 
     Args:
         every: steps between measurements; also measured before the first step and at the end.
@@ -105,8 +103,7 @@ class ActivationErrorCallback(TrainerCallback):
 
     def on_step_begin(self, args, state, control, **kwargs):
         step = state.global_step + 1
-        due = step == 1 or step % self.every == 0 or step == state.max_steps
-        self._step = step if due else None
+        self._step = step if step == 1 or step % self.every == 0 or step == state.max_steps else None
 
     @contextlib.contextmanager
     def observing(self, attention_mask: torch.Tensor) -> Iterator[None]:
@@ -207,14 +204,13 @@ class StepMovementCallback(TrainerCallback):
 
     Args:
         every: steps between measurements.
-        record: called with a metric's name and value; by default they are added to the next line of the log history and
-            reach the callbacks after this one.
+        record: called with a metric's name and value; by default they are added to the next line of the log history.
 
     Attributes:
         history: one dictionary per measurement: `step`, and by `total` and layer type the fields of a [`Movement`].
 
-    Raises `ValueError` when ``every`` is not positive, and at the start of training when no weight is trained whose
-    quantized values could move.
+    Raises `ValueError` when ``every`` is not positive, and at the start of training when no weight that is trained has
+    quantized values that could move.
     """
 
     def __init__(self, every: int = 50, record: Record | None = None):
@@ -342,7 +338,7 @@ def _movements(matrices: list[WeightMatrix], before: list[torch.Tensor]) -> dict
 def _movement(sums: torch.Tensor) -> Movement | None:
     """What was counted; `None` where no master moved, or one is not finite."""
     along, length, squares, mixed, lengths, by_chance, n_changed, n_units, n_weights = sums.tolist()
-    if not length > 0 or not math.isfinite(along) or not math.isfinite(length):
+    if not (length > 0 and math.isfinite(along) and math.isfinite(length)):
         return None
     ratio = along / length
     # The variance of a ratio of sums over units, as in sampling by clusters.

@@ -101,8 +101,8 @@ def _is_norm(name: str, module: nn.Module) -> bool:
 def _router_names(model: nn.Module) -> set[str]:
     """The plain names of the routers of ``model``, of other repositories' too, whose routers are plain layers."""
     known = tuple(f".{router}" for router in _ROUTER_NAMES)
-    by_name = {plain_name(name) for name, _ in model.named_modules() if plain_name(name).endswith(known)}
-    return by_name | {plain_name(name) for name in present_routers(model)}
+    names = {plain_name(name) for name, _ in model.named_modules()}
+    return {name for name in names if name.endswith(known)} | {plain_name(name) for name in present_routers(model)}
 
 
 def _nearest(router: str, owners: set[str]) -> str | None:
@@ -130,18 +130,11 @@ class NoiseReport:
 
 
 class NormNoise:
-    """Puts noise on the norms of one model, whose forward passes are replaced for a rollout; DDP and FSDP2 allow it.
+    """Puts noise on the norms of one model (``norms``, see [`find_norms`]), whose forward passes are replaced for a
+    rollout; DDP and FSDP2 allow it. What it did in the last rollout is its ``last_report``.
 
-    Args:
-        model: the policy, possibly wrapped by PEFT.
-        seed: base seed. Noise is a function of seed, step and module order, drawn on the CPU, so it is the same on
-            all ranks, and global random state is not touched.
-
-    Attributes:
-        norms: by name, see [`find_norms`].
-        last_report: of the last rollout.
-
-    Raises `ValueError` when the model has no norm to put noise on.
+    Noise is a function of seed, step and module order, drawn on the CPU, so it is the same on all ranks, and global
+    random state is not touched. Raises `ValueError` when the model has no norm to put noise on.
     """
 
     def __init__(self, model: nn.Module, seed: int):
@@ -167,13 +160,11 @@ class NormNoise:
             yield
             self.last_report = NoiseReport()
             return
-        noisy = [
-            _NoisyNorm(module, functools.partial(self.noise, index, step=step, sigma=sigma))
-            for index, module in enumerate(self.norms.values())
-        ]
+        noisy = []
         with contextlib.ExitStack() as stack:
-            for norm in noisy:
-                stack.enter_context(replaced_method(norm.module, "forward", norm.forward))
+            for index, module in enumerate(self.norms.values()):
+                noisy.append(_NoisyNorm(module, functools.partial(self.noise, index, step=step, sigma=sigma)))
+                stack.enter_context(replaced_method(module, "forward", noisy[-1].forward))
             yield
         ran = [norm for norm in noisy if norm.noise is not None]
         if not ran:
@@ -186,9 +177,9 @@ class NormNoise:
         self.last_report = NoiseReport(sigma, measured, len(ran), count)
 
     @contextlib.contextmanager
-    def pushed(self, step: int, sigma: float) -> Iterator[None]:
-        """One rollout by vLLM, to which weights are pushed within the context; they carry the noise, see
-        [`rollout_parameters`]. Raises `RuntimeError` at the end when none were pushed."""
+    def pushed(self, sigma: float) -> Iterator[None]:
+        """One rollout by vLLM, to which weights are pushed within the context, with the noise. Raises `RuntimeError` at
+        the end when none were pushed."""
         self.last_report = NoiseReport() if sigma == 0 else None
         yield
         if self.last_report is None:

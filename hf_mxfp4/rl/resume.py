@@ -149,23 +149,18 @@ class ExactResumeMixin:
         self._epochs_begun = math.floor(TrainerState.load_from_json(f"{checkpoint}/trainer_state.json").epoch or 0)
         file = _state_file(checkpoint, self.args.process_index)
         file = file if file.is_file() else _state_file(checkpoint, 0)
-        if not file.is_file():
-            get_logger().warning(
-                "%s was not written by a trainer with ExactResumeMixin, or holds the model alone (save_only_model): "
-                "what it lacks starts over, so that this run does not repeat one that was never stopped",
-                checkpoint,
-            )
-            return
-        device = "cpu" if self.args.device.type == "cpu" else self.args.device  # torch.load knows no "cpu:0"
-        state = torch.load(file, map_location=device, weights_only=True)
-        if state["world_size"] == self.args.world_size:
-            self._load_process_state(state)
-        else:
-            get_logger().warning(
-                "%s was written by %d processes and is resumed by %d: random states start over, so that this run does "
-                "not repeat one that was never stopped",
-                checkpoint, state["world_size"], self.args.world_size,
-            )  # fmt: skip
+        reason = "was not written by a trainer with ExactResumeMixin, or holds the model alone (save_only_model)"
+        if file.is_file():
+            device = "cpu" if self.args.device.type == "cpu" else self.args.device  # torch.load knows no "cpu:0"
+            state = torch.load(file, map_location=device, weights_only=True)
+            if state["world_size"] == self.args.world_size:
+                self._load_process_state(state)
+                return
+            reason = f"was written by {state['world_size']} processes and is resumed by {self.args.world_size}"
+        get_logger().warning(
+            "%s %s: what it lacks, or random states, start over, so that this run does not repeat one that was never "
+            "stopped", checkpoint, reason,
+        )  # fmt: skip
 
     def _load_process_state(self, state: dict[str, Any]) -> None:
         """Restore what [`_process_state`] returned, in a process of the same rank."""
@@ -208,7 +203,7 @@ def _not_finite(model: nn.Module, gradients: bool = False) -> str | None:
 
 def _replace_by_masters(model: nn.Module, state_dict: dict[str, torch.Tensor]) -> None:
     """Put the float32 weights that DeepSpeed's optimizer updates in the place of their 16-bit copies in ``state_dict``,
-    which is filled on the process that writes it alone. To be called by all processes."""
+    which only the process that writes it has. Collective."""
     from deepspeed.utils import safe_get_full_fp32_param
 
     for name, parameter in model.named_parameters(remove_duplicate=False):

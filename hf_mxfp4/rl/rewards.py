@@ -1,11 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Verifiable rewards: GSM8K-style number extraction and exact match; and a guard around any reward function.
 
-Two ways to read an answer, always reported side by side because they measure different things:
-
-* *strict*: the number that follows the last ``####`` (the format of the GSM8K reference solutions). A policy that
-  reasons correctly but does not know the format scores near zero.
-* *flexible*: the last number anywhere in the text.
+Two ways to read an answer, reported side by side: *strict*, the number that follows the last ``####`` (the format of
+GSM8K's reference solutions, without which a policy scores near zero), and *flexible*, the last number of the text.
 
 Numbers are compared as exact decimals, never as floats. The ``*_reward`` functions have the signature that TRL's
 trainers call (``reward_func(prompts=..., completions=..., completion_ids=..., <dataset columns>=...)``); the
@@ -18,7 +15,6 @@ import inspect
 import re
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from decimal import Decimal
 from typing import Any
 
 import torch
@@ -108,8 +104,7 @@ def gsm8k_gold(answer_text: str) -> str:
 
 
 def _equal(extracted: str | None, answer: str) -> bool:
-    gold = Decimal(normalize_number(_require_str(answer, "a gold answer")))  # also checked when nothing was extracted
-    return extracted is not None and Decimal(extracted) == gold
+    return normalize_number(_require_str(answer, "a gold answer")) == extracted  # both in canonical form
 
 
 def is_strict_correct(completion: str, answer: str) -> bool:

@@ -147,11 +147,6 @@ class RolloutCorrection:
     Both need the log-probabilities of the sampled tokens under the policy as it is when training on them begins. Where
     TRL does not compute those (rollouts and updates are aligned), the training step itself does. The weights multiply
     the advantages, of which TRL's losses take one per token as well; VESPO takes them as they are.
-
-    Args:
-        args: an [`MXFP4GRPOConfig`].
-        accelerator: knows when an optimizer step ends, and gathers its measures.
-        record: called with a metric's name and value.
     """
 
     def __init__(self, args: Any, accelerator: Accelerator, record: Callable[[str, float], None]):

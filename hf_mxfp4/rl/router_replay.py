@@ -11,7 +11,6 @@ import torch
 from accelerate import Accelerator
 from torch import nn
 
-from .._logging import get_logger
 from ..moe import UNRECORDED, ChoiceRecorder, ReplayReport, RouterReplayError, find_routers, replayed_choices
 from ..utils import replaced_method
 from .vllm_engine import EXPERTS_OPTION
@@ -26,7 +25,7 @@ class RouterReplay:
     """Records the experts of each rollout and replays them where the policy scores or trains on it (`router_replay`).
 
     Metrics of each batch that is trained on: `router_replay/coverage` and `router_replay/changed`, see
-    [`ReplayReport`].
+    [`ReplayReport`]. Raises `ValueError` when the model has no router.
 
     Args:
         model: the policy.
@@ -34,8 +33,6 @@ class RouterReplay:
         record: called with a metric's name and value.
         llm: the colocated vLLM that samples; `None` for `generate`.
         is_scored_by_trl: whether TRL computes log-probabilities of each rollout before anything else does.
-
-    Raises `ValueError` when the model has no router.
     """
 
     def __init__(
@@ -51,11 +48,9 @@ class RouterReplay:
         self._recorder = ChoiceRecorder(model, self.routers) if llm is None else ServedChoices(llm, self.routers)
         self._rows: list[torch.Tensor] | None = None
         self.is_scored_by_trl, self._is_scored_next = is_scored_by_trl, False
-        source = "generate" if llm is None else "vLLM"
-        get_logger().info("router replay: %d routers, recorded in %s", len(self.routers), source)
 
     def recording(self) -> contextlib.AbstractContextManager[None]:
-        """Record the experts of what is generated within the context."""
+        """Record the experts of what is generated within."""
         self._rows = None
         return self._recorder.recording()
 

@@ -23,12 +23,7 @@ class StepQuantization:
     rollouts included; `quantization/dgrad_weights_per_step`, those of schemes whose Dgrad takes another. Each matrix
     of experts counts. Not counted: evaluation, what callbacks measure, and codes that are pushed to vLLM.
 
-    Args:
-        model: the policy.
-        reference: the policy that it is held to; `None` without one of its own.
-        args: of the trainer.
-        accelerator: knows the last micro-batch of a step, and whether weights are sharded, so that none is kept.
-        record: called with a metric's name and value.
+    The accelerator knows the last micro-batch of a step, and whether weights are sharded, so that none is kept.
     """
 
     def __init__(

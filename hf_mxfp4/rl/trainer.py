@@ -161,8 +161,7 @@ class MXFP4GRPOTrainer(ExactResumeMixin, GRPOTrainer):
         layer = next((module for module in self.model.modules() if isinstance(module, QUANTIZED)), None)
         if not args.error_every or layer is None:
             return None, None
-        reason = layer.config.weights_alone_unsupported_reason
-        if reason:
+        if reason := layer.config.weights_alone_unsupported_reason:
             get_logger().warning("no error components are measured: %s", reason)
             return None, None
         errors = activations = None
@@ -230,7 +229,7 @@ class MXFP4GRPOTrainer(ExactResumeMixin, GRPOTrainer):
             self._last_loaded_step = -1
         noise = contextlib.nullcontext()
         if is_noisy:
-            noise = self.noise.pushed(step, sigma) if self.use_vllm else self.noise.active(step, sigma)
+            noise = self.noise.pushed(sigma) if self.use_vllm else self.noise.active(step, sigma)
         with self._weight_copies(), noise:
             yield
         if is_noisy:

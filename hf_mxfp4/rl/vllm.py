@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from .._logging import get_logger
 from ..backends import widest_float
 from ..integrations.peft import (
     adapted_parameters,
@@ -44,8 +43,6 @@ class VLLMPolicy:
 
     Args:
         generation: TRL's object.
-        model: the policy.
-        args: an [`MXFP4GRPOConfig`].
         noise: what goes on the weights; `None` without.
         rollout: gives the step and the standard deviation of its noise, now.
         record: called with a metric's name and value.
@@ -121,10 +118,6 @@ class VLLMPolicy:
             self.has_noise = sigma > 0
             self.n_syncs += 1
             self._record("vllm/sync_bytes", n_bytes)
-            if self.n_syncs <= 2:
-                get_logger().info(
-                    "push %d of weights to vLLM: %.4g MiB in %d tensors", self.n_syncs, n_bytes / 2**20, n_tensors
-                )
 
     def _of_policy(self) -> tuple[Parameters, set[str], dict, dict]:
         """The parameters to push, those of them that have adapters in them already, what adapters add to others, and
@@ -159,12 +152,8 @@ def _without_merging(walk: Callable[[], Parameters], model: nn.Module) -> Parame
 
 
 class PushedWeights:
-    """Frozen parameters of the policy that vLLM has as they are now, since they were pushed. One that was replaced, or
-    written in place, is another one.
-
-    Attributes:
-        left_out: names of what need not be pushed in the walk over the parameters that has begun.
-    """
+    """Frozen parameters of the policy that vLLM has as they are now, since they were pushed; one that was replaced, or
+    written in place, is another one. ``left_out`` need not be pushed in the walk that has begun."""
 
     def __init__(self, model: nn.Module):
         self._model = model
@@ -239,8 +228,8 @@ def rollout_parameters(
     check_forward(model)
     quantized = {plain_name(matrix.full_name): matrix for matrix in trainable_matrices(model)}
     deltas, factors = dict(deltas or {}), dict(factors or {})
-    norms = noise.norms if noise is not None and sigma > 0 else ()
-    norms = {plain_name(name): index for index, name in enumerate(norms)}
+    noisy_norms = noise.norms if noise is not None and sigma > 0 else ()
+    norms = {plain_name(name): index for index, name in enumerate(noisy_norms)}
     left_out = set() if pushed is None else pushed.left_out
     n_quantized = n_noisy = n_elements = 0
     energy = 0.0

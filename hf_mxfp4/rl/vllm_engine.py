@@ -154,21 +154,13 @@ def check_forward(model: nn.Module) -> None:
 
 @dataclass(frozen=True)
 class VLLMEngine:
-    """What is known of the vLLM that samples.
+    """What is known of the vLLM that samples."""
 
-    Attributes:
-        dtype: of its weights.
-        inputs: the scheme that its layers quantize their inputs by; `None` for full precision.
-        is_assumed: whether some of that is read off the checkpoint that it was started on, since it does not say.
-        scheme: of its quantized layers; `None` where it has none of ours, or does not say which.
-        settings: how it keeps their weights; `None` without a scheme.
-    """
-
-    dtype: torch.dtype
-    inputs: Any
-    is_assumed: bool
-    scheme: MXFP4RLConfig | None = None
-    settings: EngineSettings | None = None
+    dtype: torch.dtype  # of its weights
+    inputs: Any  # the scheme that its layers quantize their inputs by; `None` for full precision
+    is_assumed: bool  # some of that is read off the checkpoint that it was started on, since it does not say
+    scheme: MXFP4RLConfig | None = None  # of its layers; `None` where it is none of ours, or it does not say which
+    settings: EngineSettings | None = None  # how it keeps their weights; `None` without a scheme
 
     @classmethod
     def of(cls, generation: Any) -> "VLLMEngine":

@@ -163,7 +163,7 @@ def test_random_numbers_belong_to_layer_and_expert_and_follow_the_step():
         assert not torch.equal(second, first)
         set_quantization_step(nn.ModuleList([layer]), 0)
         assert torch.equal(layer(*inputs), first)
-    keys = {rng.layer for projection in layer.rngs.values() for rng in projection}
+    keys = {rng.layer for state in layer.states.values() for rng in state.rngs}
     assert len(keys) == 8 and f"{NAME}.3.down_proj" in keys
     assert random_layers(layer) == [layer] and random_layers(quantized()) == []
 

@@ -102,7 +102,7 @@ def test_float_tensors_are_not_rounded_into_it():
     _, packed = twins()
     state = packed.state_dict()
     state["down_proj"] = torch.ones(4, 64, 16)
-    with pytest.raises(RuntimeError, match="down_proj is torch.float32, but packed experts need the uint8 tensor"):
+    with pytest.raises(RuntimeError, match="down_proj is torch.float32, but the packed layer needs the uint8 tensor"):
         packed.load_state_dict(state)
     packed.down_proj_scale = None
     with pytest.raises(ValueError, match="mlp.experts.down_proj_scale is missing; expected uint8 .4, 64, 1."):

@@ -146,24 +146,6 @@ def test_a_weight_that_is_quantized_in_portions(monkeypatch):
     assert all(torch.equal(a, b) for a, b in zip(whole.packed_weight()[:3], parts.packed_weight()[:3], strict=True))
 
 
-def test_from_quantized_shares_the_tensors():
-    source = linear()
-    config = packed_config(outlier_fallback=0.5)
-    tensor = quantize(source.weight.detach(), **vars(config.weight_scheme))
-    layer = MXFP4PackedLinear.from_quantized(tensor, source.bias, config, "x")
-    assert layer.weight.data_ptr() == tensor.codes.data_ptr() and layer.bias is source.bias
-    x = torch.randn(3, 72)
-    assert torch.equal(layer(x), MXFP4PackedLinear.from_linear(source, config)(x))
-
-
-def test_from_quantized_refuses_another_scheme_or_axis():
-    weight = linear(64, 64).weight.detach()
-    with pytest.raises(ValueError, match=r"quantized as mxfp4\+floor along axis 1; the config asks for mxfp4\+rceil"):
-        MXFP4PackedLinear.from_quantized(quantize(weight, scale_rule="floor"), None, packed_config(macro_block=None))
-    with pytest.raises(ValueError, match="along axis 0"):
-        MXFP4PackedLinear.from_quantized(quantize(weight, axis=0), None, packed_config(macro_block=None))
-
-
 def test_to_linear_holds_the_dequantized_values():
     layer = packed(dtype=torch.bfloat16).eval()
     plain = layer.to_linear()

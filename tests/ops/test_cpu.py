@@ -148,17 +148,17 @@ def test_a_forked_child_does_not_wait_for_threads_of_its_parent():
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("size", ROTATION_SIZES)
 def test_rotations_have_the_bits_of_the_reference(size, dtype, monkeypatch):
-    monkeypatch.setattr(cpu, "_WORTH_A_THREAD", 64)
+    monkeypatch.setattr(library, "_WORTH_A_THREAD", 64)
     x = special_values(dtype, 384)
     expected = numerics.rotate(x.float(), size)
     assert expected.isnan().any() and expected.isinf().any()
     for out in DTYPES:
-        assert_same_bits(cpu.rotate(x, size, out), expected.to(out))
-    assert_same_bits(cpu.rotate(x.t().contiguous().t(), size), expected)
-    assert_same_bits(cpu.rotate(x[:, 128:256], size), expected[:, 128:256])
-    assert cpu.rotate(x[:0], size).shape == (0, 384)
+        assert_same_bits(library.rotate(x, size, out), expected.to(out))
+    assert_same_bits(library.rotate(x.t().contiguous().t(), size), expected)
+    assert_same_bits(library.rotate(x[:, 128:256], size), expected[:, 128:256])
+    assert library.rotate(x[:0], size).shape == (0, 384)
     with pytest.raises(ValueError, match="rows of 72 elements cannot be rotated in blocks of"):
-        cpu.rotate(torch.randn(2, 72), size)
+        library.rotate(torch.randn(2, 72), size)
 
 
 def test_rotations_of_other_lengths_are_padded_and_signs_and_gradients_are_eager():
@@ -246,7 +246,7 @@ def test_freed_storage_is_an_error(size):
         lambda: cpu.fake_quantize(x[:, ::2], QuantScheme()),
         lambda: cpu.quantize(x, QuantScheme(), 0),
         lambda: cpu.dequantize(packed, x.dtype),
-        lambda: cpu.rotate(x, 64),
+        lambda: library.rotate(x, 64),
     )
     for call in calls:
         with pytest.raises(RuntimeError, match="was freed|out of bounds for storage"):

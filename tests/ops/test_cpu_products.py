@@ -132,7 +132,7 @@ def test_several_panels(monkeypatch):
 
 
 def test_threads_do_not_change_bits(threads, monkeypatch):
-    monkeypatch.setattr(packed_product, "_PRODUCTS_WORTH_A_THREAD", 1)
+    monkeypatch.setattr(packed_product, "_WORTH_A_THREAD", 1)
     x, weight = random(5, 320, dtype=torch.bfloat16), packed(random(200, 320), SCHEMES["static"])
     found = [(threads(count), product(x, weight))[1] for count in (1, 2, 3)]
     assert all(torch.equal(found[0], other) for other in found[1:])

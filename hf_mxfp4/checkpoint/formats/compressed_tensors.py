@@ -5,7 +5,6 @@ compressed-tensors dequantizes to bfloat16. Its own activation quantization is p
 (0.32) quantizes the inputs of layers wherever it has kernels for it, whatever the config says, and else computes W4A16.
 """
 
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -16,7 +15,6 @@ from .base import RenamedFormat, expect
 
 FORMAT = "mxfp4-pack-quantized"
 _ELEMENTS = {"num_bits": 4, "type": "float", "strategy": "group", "group_size": 32, "symmetric": True}
-_EXPERTS = re.compile(r"\.experts\.")
 #: transformers (5.23) drops full-precision experts as it loads them, unless a group of 8-bit floats names experts; then
 #: it takes them as they are. This one applies to no layer, as all experts are in `ignore`.
 _EXPERTS_GROUP = {
@@ -93,4 +91,4 @@ class CompressedTensorsFormat(RenamedFormat):
 
 
 def _has_experts(names: Sequence[str]) -> bool:
-    return any(_EXPERTS.search(name) for name in names)
+    return any(".experts." in name for name in names)

@@ -17,7 +17,7 @@ from peft.tuners.lora.layer import ParamWrapper
 from torch import nn
 
 from ...gemm import PACKED_FIELDS, Groups, compiled_linear, quantized_linear
-from ...layers import is_full_precision
+from ...layers import ExpertsBase, is_full_precision
 from .merging import MergesIntoMasters, MergesIntoPacked
 
 
@@ -146,7 +146,8 @@ class MXFP4LoraExperts(MergesIntoPacked, nn.Module, LoraLayer):
             raise ValueError("adapter_names in one batch is not supported on experts; call the model once per adapter")
         if self.disable_adapters and self.merged:
             self.unmerge()
-        return self.get_base_layer().forward_with(self._project, hidden_states, top_k_index, top_k_weights)
+        base = self.get_base_layer()
+        return ExpertsBase.forward(base, hidden_states, top_k_index, top_k_weights, self._project)
 
     def _project(self, projection: str, x: torch.Tensor, groups: Groups) -> torch.Tensor:
         result = self.get_base_layer().project(projection, x, groups)

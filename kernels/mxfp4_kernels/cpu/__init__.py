@@ -20,6 +20,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -44,6 +45,8 @@ _TUNING = {
 _COMPILE_SECONDS = 600
 #: Parts of a packed tensor, in the order of the functions' arguments.
 PARTS = ("codes", "scale", "macro", "residual_codes", "residual_scale")
+#: Work, in elements of plain quantization, that is worth waking a thread for.
+_WORTH_A_THREAD = 1 << 19
 #: Dtypes of values.
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 #: The process that may have torch's OpenMP threads: one that is forked from it has none.
@@ -213,7 +216,7 @@ def _tuning() -> tuple[str, ...]:
 
 
 def in_memory(x: torch.Tensor) -> torch.Tensor:
-    """Return ``x``, detached, with contiguous elements in memory. Raises `RuntimeError` where its storage was freed."""
+    """Return ``x`` with contiguous elements in memory. Raises `RuntimeError` where its storage was freed."""
     contiguous, n_bytes = x.is_contiguous(), x.nbytes
     if n_bytes and not contiguous:
         n_bytes = (1 + sum((n - 1) * step for n, step in zip(x.shape, x.stride(), strict=True))) * x.itemsize
@@ -222,11 +225,9 @@ def in_memory(x: torch.Tensor) -> torch.Tensor:
             f"the memory of a tensor {list(x.shape)} was freed (FSDP frees parameters between passes); "
             "gather its values before it is quantized or multiplied"
         )
-    if x.requires_grad:
-        x = x.detach()
     if x.is_neg() or x._is_zerotensor():
-        return x.clone(memory_format=torch.contiguous_format)
-    return x if contiguous else x.contiguous()
+        return x.detach().clone(memory_format=torch.contiguous_format)
+    return x if contiguous else x.detach().contiguous()
 
 
 def checked_parts(
@@ -249,3 +250,68 @@ def checked_parts(
         whole = part.is_contiguous() and part.untyped_storage().nbytes() == rows * size
         found.append(part if whole else in_memory(part))
     return found
+
+
+def address(tensor: torch.Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
+
+
+def check_product(x: torch.Tensor, bias: torch.Tensor | None, in_features: int, leading: tuple[int, ...]) -> None:
+    """Raise `ValueError` or `RuntimeError` for an input ``x`` and the bias; ``leading`` is the shape of the bias."""
+    if x.shape[-1] != in_features:
+        raise ValueError(f"an input of {x.shape[-1]} columns meets a weight of {in_features}")
+    if bias is None:
+        return
+    if bias.dtype is not x.dtype or bias.shape != leading:
+        raise ValueError(f"the bias is {bias.dtype} {list(bias.shape)}; expected {x.dtype} {list(leading)}")
+    if not bias.is_cpu:
+        raise RuntimeError(f"the bias is on {bias.device}, the input on cpu; move one of them")
+
+
+def checked_ends(ends: torch.Tensor, n_rows: int) -> torch.Tensor:
+    """Return where the rows of experts end, in memory; rows after them belong to experts of other processes. Raises
+    `ValueError` where they are no rows."""
+    places = [0, *ends.flatten().tolist()]
+    if ends.dtype is not torch.int32 or ends.dim() != 1 or places != sorted(places) or places[-1] > n_rows:
+        raise ValueError(
+            f"the rows of experts end at {ends.dtype} {list(ends.shape)} {places[1:]}; expected an int32 vector that "
+            f"rises to at most the number of rows, {n_rows}"
+        )
+    return in_memory(ends.cpu())
+
+
+# ---- calls ----------------------------------------------------------------------------------------------------------
+
+
+def over_rows(name: str, rows: torch.Tensor, described: tuple[Any, int], *rest: int | None) -> None:
+    """Call a function on all rows of a contiguous tensor.
+
+    Args:
+        name: ``"mxfp4_quantize"``, or ``"mxfp4_dequantize"``, which writes the rows.
+        rows: values ``[..., length]``.
+        described: a pointer to a [`SchemeStruct`] for rows of this length, and roughly how many elements of plain
+            quantization take as long as one under this scheme.
+        rest: addresses of values, where they are written, and of `PARTS`; `None` for those that are not there.
+    """
+    length, size = rows.shape[-1], rows.numel()
+    scheme, cost = described
+    function = getattr(load()[0], name)
+    function(rows.data_ptr(), TYPES[rows.dtype], length, scheme, size // length, threads_for(size * cost), *rest)
+
+
+def threads_for(cost: int) -> int:
+    """All threads that torch computes with, or one for little work: OpenMP ends threads that it is not asked for."""
+    return torch.get_num_threads() if cost > _WORTH_A_THREAD else 1
+
+
+def rotate(x: torch.Tensor, size: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Return a tensor in float32, bfloat16 or float16 with every ``size`` (16, 32, 64 or 128) neighbours of its last
+    axis, which that divides, multiplied by Sylvester's matrix over its root: computed in float32, rounded to ``dtype``
+    once. It is its own inverse."""
+    if size not in (16, 32, 64, 128) or x.shape[-1] % size:
+        raise ValueError(f"rows of {x.shape[-1]} elements cannot be rotated in blocks of {size}")
+    rows = in_memory(x)
+    out = torch.empty_like(rows, dtype=torch.float32)
+    count, threads = rows.numel() // size, threads_for(rows.numel())
+    load()[0].mxfp4_rotate(rows.data_ptr(), TYPES[x.dtype], out.data_ptr(), size, size**-0.5, count, threads)
+    return out.to(dtype)
