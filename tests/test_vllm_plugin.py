@@ -59,9 +59,6 @@ def quantization(plugin):
     return plugin.quantization
 
 
-# ---- registering -----------------------------------------------------------------------------------------------------
-
-
 def test_the_entry_point_registers_the_method(quantization):
     assert REGISTERED["mxfp4_rl"] is quantization.MXFP4RLVLLMConfig
     register()
@@ -86,9 +83,6 @@ def test_a_vllm_that_lets_no_plugin_convert_weights_is_refused(quantization, mon
     monkeypatch.delattr(vllm_stand_ins.QuantizationConfig, "get_checkpoint_weight_mapper")
     with pytest.raises(ValueError, match="install vLLM 0.32 or newer"):
         quantization.MXFP4RLVLLMConfig.from_config(MXFP4RLConfig(mode="packed").to_dict())
-
-
-# ---- what layers compute ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.usefixtures("dense_products")
@@ -161,9 +155,6 @@ def test_rotated_weights_meet_rotated_inputs(plugin, preset):
         torch.testing.assert_close(method.apply(layer, x), x @ whole.T, rtol=1e-4, atol=1e-3)
 
 
-# ---- what is refused -------------------------------------------------------------------------------------------------
-
-
 ROTATED = {"macro_block": None, "fprop": {"rotation": "deterministic-64"}}
 
 
@@ -202,9 +193,6 @@ def test_rotations_are_refused_where_inputs_stay_as_they_are(plugin, quantizatio
         quantization.MXFP4RLVLLMConfig(config).get_quant_method(experts, "model.layers.0.mlp.experts")
     with pytest.raises(ValueError, match=r"model\.down_proj has 288 inputs, no multiple of 64"):
         Layer(linear_method(plugin, config), 288, [48], torch.float32)
-
-
-# ---- which layers ----------------------------------------------------------------------------------------------------
 
 
 def test_the_scheme_comes_from_config_json(quantization, checkpoint, tmp_path):

@@ -27,9 +27,6 @@ def plugin():
         yield plugin
 
 
-# ---- settings --------------------------------------------------------------------------------------------------------
-
-
 def test_settings_are_read_and_written():
     assert EngineSettings.read(None) == EngineSettings("packed", 0)
     settings = EngineSettings.read({"adapter_rank": 16})
@@ -53,9 +50,6 @@ def test_settings_are_read_and_written():
 def test_unknown_settings_are_refused(options, reason):
     with pytest.raises(ValueError, match=reason):
         EngineSettings.read(options)
-
-
-# ---- linear layers ---------------------------------------------------------------------------------------------------
 
 
 def test_a_layer_is_known_by_its_name_and_by_what_models_make_of_it():
@@ -149,9 +143,6 @@ def test_adapters_need_room():
     assert convert(CONFIGS[0], expected_layers(adapter_rank=4), [pair]) == [pair]
 
 
-# ---- adapters --------------------------------------------------------------------------------------------------------
-
-
 def adapted_layer(plugin, rows, n_parts, **split):
     """A layer that vLLM has joined, with room for adapters of rank 4."""
     method = linear_method(plugin, CONFIGS[0], [f"layer{i}" for i in range(n_parts)], adapter_rank=4)
@@ -198,9 +189,6 @@ def test_what_has_no_room_is_refused(plugin):
         load(layer, torch.zeros(4, 256), torch.zeros(48, 4))
     with pytest.raises(ValueError, match="layer0: vLLM joins 2 layers of checkpoints into 3 parts"):
         adapted_layer(plugin, [32, 8, 8], 2)
-
-
-# ---- experts ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import gc
 import itertools
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -85,6 +85,9 @@ OPTIONS = {
     "enable_prefix_caching": False,
 }
 
+#: Options of TRL for vLLM in its own process.
+COLOCATED = {"use_vllm": True, "vllm_mode": "colocate", "vllm_max_model_length": 64, "vllm_gpu_memory_utilization": 0.1}
+
 #: Prompts, no token of them special.
 PROMPTS = torch.randint(2, 32, (3, 24), generator=torch.Generator().manual_seed(0)).tolist()
 
@@ -112,6 +115,14 @@ def engine(folder: str | Path, **options: Any) -> Iterator["vllm.LLM"]:
     finally:
         del llm
         give_back()
+
+
+def in_float32(replace: Callable[[Any, str, Any], None] = setattr) -> None:
+    """Have TRL start vLLM in float32: it says no dtype, and float32 checkpoints are computed in bfloat16."""
+    import trl.generation.vllm_generation as generation
+
+    make, options = generation.LLM, {"dtype": "float32", "enforce_eager": True, "disable_log_stats": True}
+    replace(generation, "LLM", lambda **given: make(**{**given, **options}))
 
 
 def give_back() -> None:

@@ -30,14 +30,7 @@ OPTIONS = [
 
 
 class Server:
-    """A `vllm serve` of a checkpoint; a context manager that ends it.
-
-    Args:
-        folder: the checkpoint, with a tokenizer.
-        work: a folder for its log and what it is asked to write.
-        options: of `vllm serve`, beside [`OPTIONS`].
-        port: where it listens; by default a free one.
-    """
+    """A `vllm serve` of the checkpoint in ``folder``; a context manager that ends it. It writes into ``work``."""
 
     def __init__(self, folder: Path, work: Path, *options: str, port: int | None = None):
         self.port, self.work = port or free_port(), work

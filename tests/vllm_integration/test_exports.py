@@ -5,8 +5,10 @@ import json
 import os
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
+import harness
 import pytest
 import torch
 from harness import model_logprobs, tiny_model
@@ -19,46 +21,38 @@ from hf_mxfp4.checkpoint import export
 pytestmark = pytest.mark.vllm
 
 HERE = Path(__file__).resolve().parent
-FAMILIES = {
-    "qwen2": {},
-    "qwen3": {},
-    "qwen3_moe": {"moe_intermediate_size": 128},
-    "mixtral": {"intermediate": 128},
-    "gpt_oss": {"intermediate": 128},
-}
+FAMILIES = ("qwen2", "qwen3", *harness.EXPERTS)
 EXPERTS_ALONE = {"modules_to_not_convert": ["experts", "lm_head"]}
 #: Only experts of gpt-oss are quantized in its own format.
 ATTENTION_ALONE = {"modules_to_not_convert": ["self_attn", "lm_head"]}
+EVEN = {"scale_rule": "even", "macro_block": None}
+CT, QUARK = ("compressed-tensors", {}), ("quark", {})
 #: What is exported: family, format, options of the export; and what of vLLM reads it.
 ROWS = {
     "bf16": ("qwen2", "bf16", {}, "UnquantizedLinearMethod"),
-    "compressed-tensors": ("qwen2", "compressed-tensors", {}, "CompressedTensorsW4A4Mxfp4"),
-    "compressed-tensors, Qwen3": ("qwen3", "compressed-tensors", {}, "CompressedTensorsW4A4Mxfp4"),
-    "quark": ("qwen2", "quark", {}, "QuarkOCP_MX"),
+    "compressed-tensors": ("qwen2", *CT, "CompressedTensorsW4A4Mxfp4"),
+    "compressed-tensors, Qwen3": ("qwen3", *CT, "CompressedTensorsW4A4Mxfp4"),
+    "quark": ("qwen2", *QUARK, "QuarkOCP_MX"),
     "quark w4a4": ("qwen2", "quark", {"preset": "w4a4"}, "QuarkOCP_MX"),
     "bf16 experts": ("qwen3_moe", "bf16", {}, "UnquantizedFusedMoEMethod"),
-    "compressed-tensors experts": ("qwen3_moe", "compressed-tensors", {}, "CompressedTensorsW4A4Mxfp4MoEMethod"),
-    "compressed-tensors, experts left alone": (
-        "qwen3_moe", "compressed-tensors", EXPERTS_ALONE, "UnquantizedFusedMoEMethod",
-    ),
-    "compressed-tensors experts, Mixtral": (
-        "mixtral", "compressed-tensors", {}, "CompressedTensorsW4A4Mxfp4MoEMethod",
-    ),
-    "quark experts": ("qwen3_moe", "quark", {}, "QuarkOCP_MX_MoEMethod"),
+    "compressed-tensors experts": ("qwen3_moe", *CT, "CompressedTensorsW4A4Mxfp4MoEMethod"),
+    "experts left alone": ("qwen3_moe", "compressed-tensors", EXPERTS_ALONE, "UnquantizedFusedMoEMethod"),
+    "compressed-tensors experts, Mixtral": ("mixtral", *CT, "CompressedTensorsW4A4Mxfp4MoEMethod"),
+    "quark experts": ("qwen3_moe", *QUARK, "QuarkOCP_MX_MoEMethod"),
     "quark w4a4 experts": ("qwen3_moe", "quark", {"preset": "w4a4"}, "QuarkOCP_MX_MoEMethod"),
-    "quark experts, Mixtral": ("mixtral", "quark", {}, "QuarkOCP_MX_MoEMethod"),
+    "quark experts, Mixtral": ("mixtral", *QUARK, "QuarkOCP_MX_MoEMethod"),
     "gpt-oss": ("gpt_oss", "gpt-oss", ATTENTION_ALONE, "GptOssMxfp4MoEMethod"),
     "bf16, gpt-oss": ("gpt_oss", "bf16", ATTENTION_ALONE, "UnquantizedFusedMoEMethod"),
-}  # fmt: skip
+}
 
 
 @pytest.fixture(scope="module")
 def bases(tmp_path_factory):
     """Plain checkpoints, whose values bfloat16 holds: formats store what they do not quantize in it."""
     folders = {}
-    for family, options in FAMILIES.items():
+    for family in FAMILIES:
         folders[family] = tmp_path_factory.mktemp(family)
-        tiny_model(family, **options).bfloat16().save_pretrained(folders[family])
+        tiny_model(family, **harness.MODELS.get(family, ("", {}))[1]).bfloat16().save_pretrained(folders[family])
     return folders
 
 
@@ -85,15 +79,11 @@ def test_vllm_alone_computes_with_the_values_of_the_bf16_export(bases, served, n
     found = torch.tensor(served[name]["logprobs"])
     assert reader in served[name]["readers"]
     if "preset" in options:
-        scheme = MXFP4RLConfig(mode="packed", preset="w4a4", scale_rule="even", macro_block=None)
-        ours = AutoModelForCausalLM.from_pretrained(bases[family], dtype=torch.float32, quantization_config=scheme)
-        weights_only = MXFP4RLConfig(mode="packed", preset="w4a16", scale_rule="even", macro_block=None)
-        other = AutoModelForCausalLM.from_pretrained(
-            bases[family], dtype=torch.float32, quantization_config=weights_only
-        )
-        expected = model_logprobs(ours)
+        schemes = [MXFP4RLConfig(mode="packed", preset=preset, **EVEN) for preset in ("w4a4", "w4a16")]
+        load = partial(AutoModelForCausalLM.from_pretrained, bases[family], dtype=torch.float32)
+        expected, weights_only = (model_logprobs(load(quantization_config=scheme)) for scheme in schemes)
         # An activation at the edge between two values of the grid falls to either side in two orders of summation.
-        assert (found - expected).abs().median() < 0.02 * (model_logprobs(other) - expected).abs().median()
+        assert (found - expected).abs().median() < 0.02 * (weights_only - expected).abs().median()
         return
     export(bases[family], tmp_path / "bf16", "bf16", **options)
     expected = model_logprobs(AutoModelForCausalLM.from_pretrained(tmp_path / "bf16", dtype=torch.float32))

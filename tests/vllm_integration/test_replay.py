@@ -26,7 +26,6 @@ if __name__ == "__main__":
 
 import harness
 import torch
-import trl.generation.vllm_generation as generation
 from grpo_runs import TOKENIZER, logged, trainer_factory
 from transformers import AutoModelForCausalLM
 
@@ -39,24 +38,7 @@ pytestmark = pytest.mark.vllm
 
 ROOT = Path(__file__).resolve().parents[2]
 #: Two rollouts, each trained on twice: the second time by routers that have changed.
-OPTIONS = {
-    "use_vllm": True,
-    "vllm_mode": "colocate",
-    "vllm_max_model_length": 64,
-    "vllm_gpu_memory_utilization": 0.1,
-    "router_replay": True,
-    "aqn": False,
-    "max_steps": 4,
-    "num_iterations": 2,
-    "learning_rate": 1e-2,
-}
-
-
-def in_float32() -> None:
-    """TRL says no dtype, and vLLM then computes float32 checkpoints in bfloat16."""
-    make = generation.LLM
-    options = {"dtype": "float32", "enforce_eager": True, "disable_log_stats": True}
-    generation.LLM = lambda **given: make(**{**given, **options})
+OPTIONS = {"router_replay": True, "aqn": False, "max_steps": 4, "num_iterations": 2, "learning_rate": 1e-2}
 
 
 def watched(trainer) -> dict[str, list]:
@@ -93,8 +75,9 @@ def run(folder: Path) -> None:
     scheme = MXFP4RLConfig(preset="w4a16")
     AutoModelForCausalLM.from_pretrained(folder / "full", quantization_config=scheme).save_pretrained(folder / "policy")
     TOKENIZER.save_pretrained(folder / "policy")
-    in_float32()
-    trainer = trainer_factory(folder)(policy=AutoModelForCausalLM.from_pretrained(folder / "policy"), **OPTIONS)
+    harness.in_float32()
+    policy = AutoModelForCausalLM.from_pretrained(folder / "policy")
+    trainer = trainer_factory(folder)(policy=policy, **harness.COLOCATED, **OPTIONS)
     found = watched(trainer)
     trainer.train()
     keys = {key for entry in trainer.state.log_history for key in entry if key.startswith(("sampling", "router"))}

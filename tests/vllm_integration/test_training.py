@@ -9,7 +9,6 @@ from pathlib import Path
 import harness
 import pytest
 import torch
-import trl.generation.vllm_generation as generation
 from grpo_runs import TOKENIZER, logged, prompts, trainer_factory
 from peft import LoraConfig
 from transformers import AutoModelForCausalLM
@@ -31,10 +30,7 @@ LORA = LoraConfig(task_type="CAUSAL_LM", r=4, lora_alpha=8, target_modules="all-
 
 @pytest.fixture(autouse=True)
 def float32_engine(monkeypatch):
-    """TRL says no dtype, and vLLM then computes float32 checkpoints in bfloat16."""
-    make = generation.LLM
-    options = {"dtype": "float32", "enforce_eager": True, "disable_log_stats": True}
-    monkeypatch.setattr(generation, "LLM", lambda **given: make(**{**given, **options}))
+    harness.in_float32(monkeypatch.setattr)
     yield
     harness.give_back()
 
@@ -49,15 +45,8 @@ def checkpoint(folder, family="qwen2", scheme=None, **options):
 
 
 def colocated(tmp_path, policy, **options):
-    settings = {
-        "use_vllm": True,
-        "vllm_mode": "colocate",
-        "vllm_max_model_length": 64,
-        "vllm_gpu_memory_utilization": 0.1,
-        "max_steps": 2,
-        "aqn_num_stages": 2,
-    }
-    return trainer_factory(tmp_path)(policy=policy, **{**settings, **options})
+    settings = {**harness.COLOCATED, "max_steps": 2, "aqn_num_stages": 2, **options}
+    return trainer_factory(tmp_path)(policy=policy, **settings)
 
 
 @dataclass

@@ -9,7 +9,7 @@ from peft import PEFT_TYPE_TO_CONFIG_MAPPING, PEFT_TYPE_TO_TUNER_MAPPING, PeftTy
 
 from .layers import MXFP4LoraExpertParameter, MXFP4LoraExperts, MXFP4LoraLinear, MXFP4LoraMasterLinear
 from .lora_model import MXFP4LoraConfig, MXFP4LoraModel, base_scheme
-from .merging import MergeError, MergeReport, merge_adapters
+from .merging import MergeReport, merge_adapters
 from .methods import SUPPORTED, TRAINABLE_ONLY, watch_tuners
 from .rollout import (
     adapted_parameters,
@@ -35,7 +35,6 @@ __all__ = [
     "MXFP4LoraLinear",
     "MXFP4LoraMasterLinear",
     "MXFP4LoraModel",
-    "MergeError",
     "MergeReport",
     "SUPPORTED",
     "TRAINABLE_ONLY",

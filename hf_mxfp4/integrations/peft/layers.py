@@ -21,9 +21,6 @@ from ...layers import ExpertsBase, is_full_precision
 from .merging import MergesIntoMasters, MergesIntoPacked
 
 
-# ---- linear layers ---------------------------------------------------------------------------------------------------
-
-
 class MXFP4LoraLinear(MergesIntoPacked, LoraLinear):
     """[`peft.tuners.lora.Linear`] on an [`MXFP4PackedLinear`]: ``Q(x) Q(W)^T + b + s B A x``."""
 

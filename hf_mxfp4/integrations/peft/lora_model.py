@@ -220,7 +220,7 @@ def _compare(adapter_name: str, stored: dict[str, Any], found: MXFP4RLConfig | N
 
 
 def _values(scheme: MXFP4RLConfig) -> tuple:
-    """Return what a scheme's values depend on: packed and trainable models of the same scheme compute alike."""
+    # Packed and trainable models of the same scheme compute alike.
     return scheme.gemms().fprop, frozenset(scheme.modules_to_not_convert or ())
 
 

@@ -10,8 +10,9 @@ import contextlib
 import copy
 import functools
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from torch import nn
 from transformers import modeling_utils
 
 from ..._logging import get_logger
@@ -20,11 +21,7 @@ from ...config import MXFP4RLConfig
 from ...gemm import cached_weights
 
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
-
-def wrap_generation(cls: type["PreTrainedModel"]) -> None:
+def wrap_generation(cls: type) -> None:
     """Make `generate` of the quantized models of a class keep quantized weights while a call lasts, in which nothing
     changes them (see [`hf_mxfp4.cached_weights`]). Wraps the method once; other models of the class generate as ever.
     """
@@ -43,7 +40,7 @@ def wrap_generation(cls: type["PreTrainedModel"]) -> None:
     cls.generate = generate
 
 
-def _keeps_weights(model: "PreTrainedModel") -> bool:
+def _keeps_weights(model: nn.Module) -> bool:
     """Not of models that accelerate offloads, whose weights do not fit on the device together: copies would stay."""
     hooks = [getattr(module, "_hf_hook", None) for module in model.modules()]
     hooks += [hook for outer in hooks for hook in getattr(outer, "hooks", ())]

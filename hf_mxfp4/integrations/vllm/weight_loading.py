@@ -130,7 +130,7 @@ def write(layer: nn.Module, param: torch.Tensor, loaded_weight: torch.Tensor, pl
 
 
 def parameter_name(projection: str, part: str) -> str:
-    """Return what the layer inside vLLM calls a packed tensor, one of [`PACKED_FIELDS`], of a projection."""
+    """Return what the layer inside vLLM calls a tensor of a projection, such as one of [`PACKED_FIELDS`]."""
     return f"{VLLM_NAMES[projection]}_{part}"
 
 
@@ -230,8 +230,7 @@ class WeightConverter:
         return None
 
     @property
-    def _quantizes(self) -> bool:
-        """Return whether 16-bit weights are quantized; those pushed into dense layers are already."""
+    def _quantizes(self) -> bool:  # weights that are pushed into dense layers are quantized already
         return self.expected.is_packed or self.scheme.mode == "qat" and not self.expected.is_loaded
 
     def _pack(self, weight: torch.Tensor) -> dict[str, torch.Tensor]:
