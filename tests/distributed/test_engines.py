@@ -339,9 +339,11 @@ def test_sharded_checkpoints_resume_and_the_model_is_saved_whole(jobs, mode):
 def test_tensor_parallel_loading_is_refused(jobs):
     answer = run_job("engine_jobs:load_split", jobs.root / "split.log", ranks=2, base=str(jobs.base("moe")))
     assert answer.codes == [0, 0], answer.output[-3000:]
+    # One rank may load the plain model while the other is still refused.
+    assert answer.output.count("refused: the layers of this package cannot be split over devices") == 4
+    assert answer.output.count("recipes/accelerate") == 4
     before, _, after = answer.output.partition("the plain model")
-    assert before.count("refused: the layers of this package cannot be split over devices") == 4
-    assert before.count("recipes/accelerate") == 4 and "Loading weights" not in before
+    assert "Loading weights" not in before
     assert after.count("is loaded") == 2  # so that the refusals are ours
 
 

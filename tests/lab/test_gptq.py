@@ -117,8 +117,8 @@ def test_rotated_values_stay(dtype):
     [
         ("rceil+of0.5", None, "a residual times 0.5"),
         ("even+stochastic", None, "stochastic"),
-        ("rceil+mbs128-static", None, "blockwise"),
-        ("rceil+mbs32-dynamic", None, "blockwise"),
+        ("rceil+mbs128-static", None, "block_mantissas"),
+        ("rceil+mbs32-dynamic", None, "block_mantissas"),
         ("even", Rotation(16, random=True), "deterministic"),
     ],
 )
