@@ -11,7 +11,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from ._logging import get_logger
 from .module_names import read_names
 from .numerics import GEMM_OPERANDS, PLAIN, LinearScheme, QuantScheme, Rotation, ScaleRule
-from .numerics.schemes import check_alpha, check_fallback_rate, one_of
+from .numerics.schemes import check_alpha, check_fallback_rate, check_mantissas, one_of, search_name
 from .presets import (
     CHOICES,
     FORWARD_PRESETS,
@@ -86,8 +86,10 @@ class MXFP4RLConfig(QuantizationConfigMixin):
     macro_search: str = _option(
         Default.BY_PRESET,
         "How macro factors are found: 'block_mantissas' (two mantissa bits for each of the four block scales, by "
-        "squared error; usual with macro_block=128), 'static' (from the largest magnitude), 'dynamic' (best of 16 by "
-        "squared error) or 'hybrid' (dynamic for weights, static for activations; usual with other sizes).",
+        "squared error; usual with macro_block=128), 'block_mantissas_fp8' (the same without 1.75: every value is an "
+        "E4M3 number times a power of two, so FP8 tensor cores multiply it), 'static' (from the largest magnitude), "
+        "'dynamic' (best of 16 by squared error) or 'hybrid' (dynamic for weights, static for activations; usual with "
+        "other sizes).",
     )
     outlier_fallback: float | None = _option(
         Default.BY_MODE,
@@ -200,17 +202,12 @@ class MXFP4RLConfig(QuantizationConfigMixin):
         if self.matmul_backend == "mxfp4":
             get_logger().warning("matmul_backend='mxfp4' is gone, since PyTorch has its products: 'auto' is used")
             self._set("matmul_backend", "auto")
-        if self.macro_search == "blockwise":  # its earlier name
-            self._set("macro_search", "block_mantissas")
+        self._set("macro_search", search_name(self.macro_search))
 
     def _check_fallback_and_macro(self) -> None:
         check_alpha(self.outlier_fallback)
         check_fallback_rate("outlier_fallback_rate", self.outlier_fallback_rate, self.outlier_fallback)
-        if self.macro_search == "block_mantissas" and self.macro_block not in (None, 128):
-            raise ValueError(
-                "macro_search='block_mantissas' needs macro_block=128, whose byte holds the mantissas of four blocks; "
-                f"got macro_block={self.macro_block!r}"
-            )
+        check_mantissas(self.macro_search, self.macro_block)
         if self.preset == "w4a16" and self.outlier_fallback_operands == "activations":
             raise ValueError(
                 "outlier_fallback_operands='activations' has no effect under preset='w4a16', "

@@ -25,7 +25,7 @@ from .numerics import (
     parse_rotation,
     parse_scheme,
 )
-from .numerics.schemes import MACRO_BLOCKS
+from .numerics.schemes import MACRO_BLOCKS, MANTISSAS
 from .utils import unknown_key_message
 
 
@@ -39,7 +39,7 @@ WEIGHT_BLOCKS = {"1x32": 1, "32x32": 32}
 CHOICES = {
     "scale_rule": tuple(rule.value for rule in ScaleRule),
     "macro_block": (None, *MACRO_BLOCKS),
-    "macro_search": ("static", "dynamic", "hybrid", "block_mantissas"),
+    "macro_search": ("static", "dynamic", "hybrid", *MANTISSAS),
     "outlier_fallback_operands": ("both", "weights", "activations"),
     "weight_block": tuple(WEIGHT_BLOCKS),
     "saved_activations": SAVED_FORMS,

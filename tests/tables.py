@@ -32,6 +32,7 @@ MACROS = (
     (128, "dynamic"),
     (256, "dynamic"),
     (128, "blockwise"),
+    (128, "blockwise_fp8"),
     ("row", "static"),
     ("row", "dynamic"),
 )
@@ -51,6 +52,7 @@ TENSOR_SCHEMES = {
     "rceil+mbsrow-static": QuantScheme("rceil", "row"),
     "even+mbs128-blockwise": QuantScheme("even", 128, "blockwise"),
     "rceil+mbs128-blockwise": QuantScheme("rceil", 128, "blockwise"),
+    "even+mbs128-blockwise_fp8": QuantScheme("even", 128, "block_mantissas_fp8"),
     "rceil+of0.5@0.1": QuantScheme("rceil", None, "static", 0.5, fallback_rate=0.1),
     "rceil+32x32": QuantScheme("rceil", block_rows=32),
     "rceil+mbs256-static+of0.5+32x32": QuantScheme("rceil", 256, "static", 0.5, block_rows=32),
@@ -91,6 +93,7 @@ CONFIGS = {
     "blockwise, no fallback": {"macro_search": "blockwise", "outlier_fallback": None},
     "even blockwise": {"scale_rule": "even", "macro_search": "blockwise", "outlier_fallback": None},
     "w4a16 blockwise": {"preset": "w4a16", "macro_search": "blockwise", "outlier_fallback": None},
+    "blockwise_fp8": {"macro_search": "block_mantissas_fp8", "outlier_fallback": None},
     "static without a block": {"macro_block": None, "macro_search": "static", "outlier_fallback": None},
     # Fallback.
     "fallback 1": {"macro_block": None, "outlier_fallback": 1.0},

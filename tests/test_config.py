@@ -213,6 +213,7 @@ SEARCHES = {
     "dynamic": ("dynamic", "dynamic"),
     "hybrid": ("dynamic", "static"),
     "blockwise": ("blockwise", "blockwise"),
+    "block_mantissas_fp8": ("block_mantissas_fp8", "block_mantissas_fp8"),
 }
 # outlier_fallback_operands -> alpha of weights and of activations.
 FALLBACKS = {"both": (1.0, 1.0), "weights": (1.0, None), "activations": (None, 1.0)}

@@ -39,6 +39,7 @@ QKV = [f"model.layers.0.self_attn.{name}_proj" for name in "qkv"]
 SCHEMES = [
     {},
     {"macro_search": "blockwise"},
+    {"macro_search": "block_mantissas_fp8"},
     {"outlier_fallback": 0.5},
     {"preset": "w4a4", "outlier_fallback": 0.5, "scale_rule": "even"},
     {"preset": "w4a4", "outlier_fallback": 1.0, "outlier_fallback_rate": 0.1},

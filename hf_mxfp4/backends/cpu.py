@@ -21,7 +21,7 @@ from ..numerics.formats import CARRY
 
 
 TYPES = library.TYPES
-_SEARCHES = {"static": 1, "dynamic": 2, "block_mantissas": 3}
+_SEARCHES = {"static": 1, "dynamic": 2, "block_mantissas": 3, "block_mantissas_fp8": 3}
 _part_sizes = functools.lru_cache(maxsize=256)(part_sizes)
 #: Multiplications that are worth waking a thread for.
 _WORTH_A_THREAD = 1 << 17
@@ -105,6 +105,7 @@ def _description(scheme: QuantScheme, length: int) -> tuple[Any, int]:
         clips=rule.clips,
         least_squares=rule is ScaleRule.MSE,
         search=0 if scheme.macro_block is None else _SEARCHES[scheme.macro_search],
+        mantissas=scheme.mantissas,
         macro_blocks=_macro_blocks(scheme, length),
         fallback=alpha is not None,
         alpha=alpha or 0.0,
@@ -112,7 +113,7 @@ def _description(scheme: QuantScheme, length: int) -> tuple[Any, int]:
     )
     passes = 2 if alpha is not None else 1
     if scheme.macro_block is not None:
-        passes += {"static": 0, "dynamic": 12, "block_mantissas": 8}[scheme.macro_search]
+        passes += {"static": 0, "dynamic": 12}.get(scheme.macro_search, 2 * scheme.mantissas)
     return ctypes.pointer(described), passes * (3 if rule is ScaleRule.MSE else 1)
 
 

@@ -82,7 +82,8 @@ def backend_for(device_type: str, dtype: torch.dtype, scheme: QuantScheme, backe
 
 def as_read(scheme: QuantScheme) -> QuantScheme:
     """Return what of a scheme matters to who reads codes: not how scales were chosen and values rounded."""
-    return QuantScheme("rceil", scheme.macro_block, scheme.macro_search, scheme.outlier_fallback)
+    search = "block_mantissas" if scheme.mantissas else scheme.macro_search
+    return QuantScheme("rceil", scheme.macro_block, search, scheme.outlier_fallback)
 
 
 def supports_e4m3(x: torch.Tensor, backend: str = "auto") -> bool:

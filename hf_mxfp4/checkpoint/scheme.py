@@ -141,6 +141,6 @@ def _meaning(config: MXFP4RLConfig) -> dict[str, Any]:
         **rotated,
         "mode": config.mode,
         "macro_block": scheme.macro_block,
-        "blockwise": scheme.macro_search == "block_mantissas",
+        "blockwise": scheme.mantissas > 0,
         "outlier_fallback": scheme.outlier_fallback,
     }

@@ -52,7 +52,8 @@ def pack(
         str | None, typer.Option("--macro-block", help="32, 64, 128 (default), 256, row or none.")
     ] = None,
     macro_search: Annotated[
-        str | None, typer.Option("--macro-search", help="block_mantissas (default), static, dynamic or hybrid.")
+        str | None,
+        typer.Option("--macro-search", help="block_mantissas (default), block_mantissas_fp8, static, dynamic, hybrid."),
     ] = None,
     outlier_fallback: Annotated[
         float | None, typer.Option("--outlier-fallback", help="Weight of the residual, such as 0.5 (default: none).")

@@ -258,11 +258,8 @@ def _operand_problem(operand: str, precision: OperandScheme, scheme: LinearSchem
         precision = scheme.fprop.right if operand == "weight" else scheme.fprop.left
     if precision is FULL:
         return f"{operand} is in full precision"
-    if isinstance(precision, QuantScheme) and precision.macro_block is not None:
-        return f"macro factors of {operand} have more digits than E4M3"
-    if isinstance(precision, QuantScheme) and precision.outlier_fallback is not None:
-        return f"residuals of {operand} have more digits than E4M3"
-    return None
+    problem = precision.e4m3_problem if isinstance(precision, QuantScheme) else None
+    return None if problem is None else f"{problem} of {operand} have more digits than E4M3"
 
 
 def _count_inexact(number: torch.Tensor) -> None:

@@ -43,10 +43,10 @@ def unsupported_reason(scheme: QuantScheme, rotation: Rotation | None = None) ->
         )
     if scheme.rounding != "nearest":
         return f"{scheme.rounding} rounding does not give the same values twice"
-    if scheme.macro_block is not None and scheme.macro_search != "block_mantissas":
+    if scheme.macro_block is not None and not scheme.mantissas:
         return (
             f"the factors of {scheme.macro_search} macro blocks are others once weights are rounded; use "
-            "macro_search='block_mantissas' or no macro blocks"
+            "macro_search='block_mantissas' or 'block_mantissas_fp8', or no macro blocks"
         )
     return None
 

@@ -123,15 +123,14 @@ class Blocks:
         return per_block.view(*per_block.shape[:-1], n_macro, self.blocks_per_macro)
 
     def _apply_macro(self) -> None:
-        search = self.scheme.macro_search
-        if search == "block_mantissas":
-            mantissa = self._in_portions(self._best_mantissa, macro.BLOCK_MANTISSAS)
+        if self.scheme.mantissas:
+            mantissa = self._in_portions(self._best_mantissa, self.scheme.mantissas)
             self.m8 = macro.pack_mantissas(mantissa)
             self.multiplier = macro.mantissa_factor(mantissa)
             self.z.div_(self.multiplier.unsqueeze(-1))
             self.amax = self.amax / self.multiplier
             return
-        if search == "static":
+        if self.scheme.macro_search == "static":
             self.m8 = macro.static_macro(self._by_macro(self.amax).amax(dim=-1))
         else:
             self.m8 = self._in_portions(self._best_macro, macro.DYNAMIC_CANDIDATES)
@@ -153,7 +152,7 @@ class Blocks:
 
     def _best_mantissa(self, z: torch.Tensor, amax: torch.Tensor) -> torch.Tensor:
         """Two-bit mantissa of least squared error for every block; the smallest wins a tie, non-finite blocks get 0."""
-        factor = macro.mantissa_factor(torch.arange(macro.BLOCK_MANTISSAS, device=z.device)).view(-1, 1, 1)
+        factor = macro.mantissa_factor(torch.arange(self.scheme.mantissas, device=z.device)).view(-1, 1, 1)
         q, scale = self._pass(z / factor.unsqueeze(-1), amax / factor, "nearest")
         value = q.mul_(decode_e8m0(scale).unsqueeze(-1)).mul_(factor.unsqueeze(-1))
         # The largest numbers may leave float32 here. An infinite error has no integer: processors disagree on it.
@@ -185,7 +184,7 @@ def keep_selected(x: torch.Tensor, tensor: MXFP4Tensor) -> MXFP4Tensor:
     scheme, length = tensor.scheme, tensor.length
     z = to_blocks(x.detach().to(torch.float32, copy=True), BLOCK_SIZE, 1)
     amax, factor, multiplier = z.abs().amax(dim=-1), None, None
-    if tensor.macro is not None and scheme.macro_search == "block_mantissas":
+    if scheme.mantissas:
         multiplier = macro.mantissa_factor(macro.unpack_mantissas(tensor.macro))[..., : z.shape[-2]]
         z.div_(multiplier.unsqueeze(-1))
         amax = amax / multiplier

@@ -7,7 +7,7 @@ bfloat16 has one mantissa bit too few to hold it.
 
 Block mantissas spend the same byte otherwise: two bits for the scale of each of the four blocks, so that a scale is
 ``2**e * (1 + m / 4)`` with the ``m`` of least squared error. Products of the grid with these scales are exact in
-bfloat16.
+bfloat16. Without ``m = 3`` they have three fraction bits, as E4M3 numbers do: 1 or 1.5 times 1, 1.25 or 1.5.
 
 Selective outlier fallback: in each row along the quantized axis, the blocks (tiles) with the largest squared errors of
 their first pass get the residual pass. The selection depends on that row alone, not on other rows, earlier tensors or
@@ -22,8 +22,7 @@ import torch
 
 #: Factors tried by the dynamic search: ``1 + j / 16``.
 DYNAMIC_CANDIDATES = 16
-#: Mantissas tried per block by the blockwise search, and blocks whose mantissas share a byte.
-BLOCK_MANTISSAS = 4
+#: Blocks whose mantissas share a byte.
 BLOCKS_PER_BYTE = 4
 _TOO_LARGE_TO_SCALE = 2.0**127
 

@@ -9,7 +9,7 @@ import torch
 
 from .corrections import macro_factor, mantissa_factor, unpack_mantissas
 from .formats import BLOCK_SIZE, decode_e2m1, decode_e8m0, saturate, unpack_codes
-from .schemes import QuantScheme
+from .schemes import MANTISSAS, QuantScheme, search_name
 
 
 #: Fields of an [`MXFP4Tensor`] that are tensors.
@@ -129,7 +129,7 @@ def dequantize(
                 f"macro has {macro.shape[-1]} bytes along its last axis; {length} elements in macro blocks of "
                 f"{macro_block} need {-(-length // size)}"
             )
-        if macro_search == "block_mantissas":
+        if search_name(macro_search) in MANTISSAS:
             per_block = mantissa_factor(unpack_mantissas(macro))
             out = out * per_block.repeat_interleave(BLOCK_SIZE, dim=-1)[..., :length]
         else:

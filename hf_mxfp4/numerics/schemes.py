@@ -17,9 +17,11 @@ from .formats import ScaleRule
 
 #: Elements per macro block that have a definition; ``"row"`` is the whole axis.
 MACRO_BLOCKS = (32, 64, 128, 256, "row")
-MACRO_SEARCHES = ("static", "dynamic", "block_mantissas")
+#: Searches for a mantissa ``1 + m / 4`` of each block's scale, and how many m, from 0 on, they try.
+MANTISSAS = {"block_mantissas": 4, "block_mantissas_fp8": 3}
+MACRO_SEARCHES = ("static", "dynamic", *MANTISSAS)
 #: What a search is called in the text of a scheme, where that is not its name.
-_TEXTS = {"block_mantissas": "blockwise"}
+_TEXTS = {"block_mantissas": "blockwise", "block_mantissas_fp8": "blockwise_fp8"}
 ROUNDINGS = ("nearest", "stochastic")
 # Dynamo of torch 2.11 does not go through the members of a class.
 _SCALE_RULES = tuple(rule.value for rule in ScaleRule)
@@ -33,6 +35,20 @@ def one_of(name: str, value: object, allowed: tuple) -> None:
         raise ValueError(f"{name}={value!r} is not supported; choose one of {', '.join(map(repr, allowed))}")
 
 
+def search_name(search: object) -> object:
+    """Return the name of a macro search that may be written as in the text of a scheme, such as ``"blockwise"``."""
+    return next((name for name, text in _TEXTS.items() if search == text), search)
+
+
+def check_mantissas(macro_search: str, macro_block: int | str | None) -> None:
+    """Raise `ValueError` for block mantissas with macro blocks of another size than 128."""
+    if macro_search in MANTISSAS and macro_block not in (None, 128):
+        raise ValueError(
+            f"macro_search={macro_search!r} needs macro_block=128, whose byte holds the mantissas of four blocks; "
+            f"got macro_block={macro_block!r}"
+        )
+
+
 @dataclass(frozen=True)
 class QuantScheme:
     """How one tensor is quantized.
@@ -40,9 +56,11 @@ class QuantScheme:
     Attributes:
         scale_rule: how block scales are chosen; see [`ScaleRule`].
         macro_block: elements per macro block (32, 64, 128, 256 or ``"row"``), or `None` for no macro-block scaling.
-        macro_search: ``"static"`` (factor from the macro maximum), ``"dynamic"`` (the best of 16 by squared error) or
-            ``"block_mantissas"`` (no common factor: two mantissa bits for each block's scale, by squared error; an
-            earlier name, ``"blockwise"``, is still read).
+        macro_search: ``"static"`` (factor from the macro maximum), ``"dynamic"`` (the best of 16 by squared error),
+            ``"block_mantissas"`` (no common factor: two mantissa bits for each block's scale, by squared error; the
+            short name ``"blockwise"`` is read too) or ``"block_mantissas_fp8"`` (the same storage, but only the
+            mantissas 1, 1.25 and 1.5, with which every value is an E4M3 number times a power of two; short
+            ``"blockwise_fp8"``).
         outlier_fallback: weight ``alpha`` in (0, 1] of the quantized residual, or `None` for one pass only.
         rounding: ``"nearest"`` (ties to even) or ``"stochastic"`` (both passes).
         block_rows: 1 for blocks of 32 elements along the quantized axis; 32 for tiles of 32 x 32, over that axis and
@@ -72,18 +90,25 @@ class QuantScheme:
                 "macro_search='hybrid' means dynamic for weights and static for activations; "
                 "one tensor is either: pass 'dynamic' or 'static'"
             )
-        if self.macro_search == "blockwise":
-            object.__setattr__(self, "macro_search", "block_mantissas")
+        object.__setattr__(self, "macro_search", search_name(self.macro_search))
         one_of("macro_search", self.macro_search, MACRO_SEARCHES)
-        if self.macro_search == "block_mantissas" and self.macro_block not in (None, 128):
-            raise ValueError(
-                f"macro_search='block_mantissas' needs macro_block=128, whose byte holds the mantissas of four blocks; "
-                f"got macro_block={self.macro_block!r}"
-            )
+        check_mantissas(self.macro_search, self.macro_block)
         one_of("rounding", self.rounding, ROUNDINGS)
         check_alpha(self.outlier_fallback)
         one_of("block_rows", self.block_rows, BLOCK_ROWS)
         check_fallback_rate("fallback_rate", self.fallback_rate, self.outlier_fallback)
+
+    @property
+    def mantissas(self) -> int:
+        """How many mantissas ``1 + m / 4`` of a block's scale are tried, from m = 0 on; 0 for scales without one."""
+        return 0 if self.macro_block is None else MANTISSAS.get(self.macro_search, 0)
+
+    @property
+    def e4m3_problem(self) -> str | None:
+        """What gives values more digits than E4M3 has; `None` where each is an E4M3 number times a power of two."""
+        if self.macro_block is not None and self.macro_search != "block_mantissas_fp8":
+            return "macro factors" if not self.mantissas else "block mantissas up to 1.75"
+        return None if self.outlier_fallback is None else "residuals"
 
     def __str__(self) -> str:
         parts = ["mxfp4", self.scale_rule.value]
@@ -183,7 +208,7 @@ def _part_options(text: str, part: str) -> dict:
         return {"rounding": part}
     if part in ("1x32", "32x32"):
         return {"block_rows": int(part.split("x")[0])}
-    known = ["mbs128-static", "mbs128-dynamic", "mbs128-blockwise", "of0.5", "stochastic", "32x32"]
+    known = [*(f"mbs128-{_TEXTS.get(name, name)}" for name in MACRO_SEARCHES), "of0.5", "stochastic", "32x32"]
     raise ValueError(f"scheme {text!r}: {part!r} is no part of a scheme; {_nearest(part, known)}")
 
 

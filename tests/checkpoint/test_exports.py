@@ -149,6 +149,10 @@ def test_bf16_is_the_plain_model_with_the_dequantized_values(family, config, tmp
 MISFITS = {
     "mbs": (MACRO, "macro-block factors (mbs128-dynamic)"),
     "mantissas": ({"macro_block": 128, "macro_search": "block_mantissas"}, "macro-block factors (mbs128-block"),
+    "three mantissas": (
+        {"macro_block": 128, "macro_search": "block_mantissas_fp8"},
+        "macro-block factors (mbs128-block_mantissas_fp8)",
+    ),
     "selective": ({"outlier_fallback": 0.5, "outlier_fallback_rate": 0.25}, "the outlier-fallback residual (of0.5)"),
     "both": (
         {"macro_block": "row", "outlier_fallback": 0.25},
@@ -167,7 +171,7 @@ def test_what_has_no_place_is_refused_with_both_choices(config, parts, tmp_path)
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("name", ["mbs", "mantissas", "both"])
+@pytest.mark.parametrize("name", ["mbs", "mantissas", "three mantissas", "both"])
 def test_requantizing_is_plain_mxfp4_of_the_dequantized_values(name, tmp_path):
     config = {"scale_rule": "rceil", **MISFITS[name][0]}
     source = save_packed(tmp_path / "packed", layers=1, config=config)

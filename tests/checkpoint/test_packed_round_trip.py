@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Packed models: made from full-precision checkpoints and trained models, saved, loaded, and made plain again."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -23,7 +24,7 @@ PACKED = ("weight", "weight_scale", "weight_macro", "weight_residual", "weight_r
 # Of mode "qat"; the packed twin of each is what `pack` makes of it.
 SCHEMES = some(
     CONFIGS, "default", "w4a16 macro", "w4a16 plain", "fallback of weights", "fallback of activations", "selective",
-    "tiles", "blockwise, no fallback", "mse row, no fallback", "static without a block", "skips",
+    "tiles", "blockwise, no fallback", "blockwise_fp8", "mse row, no fallback", "static without a block", "skips",
 )  # fmt: skip
 #: Tried in bfloat16 too in every run.
 BFLOAT16 = ("default", "selective", "tiles")
@@ -66,6 +67,18 @@ def test_bfloat16_to_packed_to_disk_and_back(family, tie, shard_size, checkpoint
     with cached_weights(again):
         arguments = {"max_new_tokens": 6, "do_sample": False}
         assert torch.equal(again.generate(IDS, **arguments), model.generate(IDS, **arguments))
+
+
+@pytest.mark.parametrize("search", ["block_mantissas", "block_mantissas_fp8"])
+def test_files_say_the_same_of_three_and_four_mantissas(search, checkpoint, tmp_path):
+    """Their bytes are read alike, and as older versions wrote it."""
+    load(checkpoint(dtype=torch.bfloat16), macro_search=search).save_pretrained(tmp_path / "saved")
+    meaning = {"mode": "packed", "macro_block": 128, "blockwise": True, "outlier_fallback": None}
+    assert json.loads(metadata_of(tmp_path / "saved")["mxfp4_rl"])["meaning"] == meaning
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
+    assert again.hf_quantizer.quantization_config.macro_search == search
+    most = max(int((layer.weight_macro & 3).max()) for layer in layers_of(again).values())
+    assert most == (3 if search == "block_mantissas" else 2)
 
 
 @pytest.mark.parametrize("options", [{}, {"outlier_fallback": 0.5}, {"macro_block": None}], ids=str)

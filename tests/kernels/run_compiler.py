@@ -113,6 +113,7 @@ QUANTIZE = {
     "values both": (BF16, STATIC, BOTH, False, True),
     "codes": (BF16, STATIC, ROWS, True, True),
     "codes mantissas": (BF16, Scheme("even", 128, "block_mantissas"), ROWS, True, True),
+    "codes three mantissas": (BF16, Scheme("even", 128, "block_mantissas_fp8"), ROWS, True, True),
     "codes odd": (F16, MANTISSAS, ROWS, True, False),
     "codes both": (F32, Scheme("even"), Sides(Side(), Side(5, 16)), True, True),
 }

@@ -26,6 +26,7 @@ SCHEMES = (
     Scheme("rceil", 32, "static", 0.3),
     Scheme("even", 128, "block_mantissas"),
     Scheme("even", 128, "block_mantissas", 1.0),
+    Scheme("even", 128, "block_mantissas_fp8"),
 )
 DEVICE = sys.argv[2] if len(sys.argv) > 2 else "cpu"
 RNG = torch.Generator().manual_seed(1)
@@ -62,8 +63,10 @@ def packed(weight: torch.Tensor, scheme: Scheme) -> tuple[Packed, torch.Tensor]:
 
 def linear() -> Iterator[tuple[str, str | None]]:
     few = [(1, 64, 256, 0, False), (3, 65, 512, 1, True), (17, 33, 264, 2, True), (4, 1, 1032, 4, True)]
-    few += [(1, 40, 4096, 5, False), (40, 7, 288, 3, False), (70, 31, 128, 1, True)]
-    every = itertools.product((1, 4, 9, 16, 33, 70), (1, 31, 130), (8, 56, 128, 320, 1152), range(6), (True, False))
+    few += [(1, 40, 4096, 5, False), (40, 7, 288, 3, False), (70, 31, 128, 1, True), (5, 33, 384, 6, False)]
+    every = itertools.product(
+        (1, 4, 9, 16, 33, 70), (1, 31, 130), (8, 56, 128, 320, 1152), range(len(SCHEMES)), (True, False)
+    )
     for rows, n, k, number, has_bias in few if sys.argv[1] == "few" else every:
         weight = normal(n, k) * 0.05
         # Some blocks need the second multiply of the decoder.

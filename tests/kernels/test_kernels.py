@@ -15,7 +15,7 @@ from mxfp4_kernels.decode.config import Gpu, split_steps, tile_config
 
 
 @pytest.mark.parametrize(
-    ("what", "cases"), [("schemes", 28), ("pairs", 24), ("layouts", 28), ("sides", 29), ("fp8", 21)]
+    ("what", "cases"), [("schemes", 33), ("pairs", 28), ("layouts", 28), ("sides", 31), ("fp8", 21)]
 )
 def test_interpreted_kernels_equal_eager_bit_for_bit(run_script, what, cases):
     report = run_script("run_quantize.py", what, interpret=True)
@@ -34,6 +34,7 @@ def test_any_shape_scheme_and_range(run_script):
         ({"macro_block": "row"}, "row"),
         ({"macro_block": 96}, "96"),
         ({"macro_search": "block_mantissas", "macro_block": 64}, "needs macro_block=128, got macro_block=64"),
+        ({"macro_search": "block_mantissas_fp8", "macro_block": 256}, "needs macro_block=128, got macro_block=256"),
         ({"block_rows": 16}, "block_rows=16"),
         ({"macro_search": "hybrid"}, "hybrid"),
         ({"outlier_fallback": 0}, "outlier_fallback=0"),
@@ -139,7 +140,7 @@ def test_layers_on_the_kernels_are_those_on_the_eager_functions(run_script):
 def test_interpreted_products_are_those_of_the_exact_weight(run_script):
     report = run_script("run_decode.py", "few", interpret=True)
     assert {name: wrong for name, wrong in report.items() if wrong is not None} == {}
-    assert len(report) == 61
+    assert len(report) == 62
 
 
 @pytest.mark.parametrize(("rows", "tile"), [(1, (8, 128, 4, 3)), (16, (16, 64, 2, 3)), (200, (64, 64, 4, 3))])

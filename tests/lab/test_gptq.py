@@ -21,7 +21,7 @@ from hf_mxfp4.numerics import QuantScheme, Rotation, apply_scheme, parse_scheme,
 from recipes.tasks.tiny_model import build_char_tokenizer
 
 
-SCHEMES = ("even", "rceil", "floor", "mse", "even+mbs128-blockwise", "rceil+32x32")
+SCHEMES = ("even", "rceil", "floor", "mse", "even+mbs128-blockwise", "even+mbs128-blockwise_fp8", "rceil+32x32")
 
 
 def case(rows=32, columns=96, tokens=200, seed=0):
@@ -76,7 +76,9 @@ def test_quantized_again_the_values_stay(scheme, dtype):
 
 
 @pytest.mark.parametrize("rotation", [None, Rotation(32)], ids=str)
-@pytest.mark.parametrize("scheme", ["even+mbs128-blockwise+of1@0.25", "even+of1@0.25", "rceil+of1"])
+@pytest.mark.parametrize(
+    "scheme", ["even+mbs128-blockwise_fp8+of1@0.25", "even+mbs128-blockwise+of1@0.25", "even+of1@0.25", "rceil+of1"]
+)
 def test_residuals_are_rounded_too(scheme, rotation):
     weight, moments = case(rows=64, columns=128)
     scheme = parse_scheme(scheme)
@@ -117,8 +119,8 @@ def test_rotated_values_stay(dtype):
     [
         ("rceil+of0.5", None, "a residual times 0.5"),
         ("even+stochastic", None, "stochastic"),
-        ("rceil+mbs128-static", None, "block_mantissas"),
-        ("rceil+mbs32-dynamic", None, "block_mantissas"),
+        ("rceil+mbs128-static", None, "block_mantissas_fp8"),
+        ("rceil+mbs32-dynamic", None, "block_mantissas_fp8"),
         ("even", Rotation(16, random=True), "deterministic"),
     ],
 )

@@ -16,6 +16,7 @@ def every_scheme():
         (None, "static"),
         *itertools.product((32, 64, 128, 256, "row"), ("static", "dynamic")),
         (128, "blockwise"),
+        (128, "block_mantissas_fp8"),
     ]
     fallbacks = [(None, None), (0.5, None), (1.0, None), (0.25, 0.1)]
     for rule, (size, search), (alpha, rate), rounding, rows in itertools.product(
@@ -26,7 +27,7 @@ def every_scheme():
 
 def test_the_string_of_every_scheme_reads_back():
     schemes = list(every_scheme())
-    assert len(schemes) == 4 * 12 * 4 * 2 * 2
+    assert len(schemes) == 4 * 13 * 4 * 2 * 2
     for scheme in schemes:
         assert parse_scheme(str(scheme)) == scheme
         assert parse_scheme(str(scheme).removeprefix("mxfp4+")) == scheme
@@ -51,6 +52,8 @@ def test_schemes_of_a_config():
         ("rceil+mbs100-static", "macro blocks have 32, 64, 128, 256 elements or 'row', not 100"),
         ("rceil+mbs128-statik", "no macro search 'statik'; did you mean 'static'"),
         ("rceil+mbs64-blockwise", "needs macro_block=128"),
+        ("rceil+mbs64-blockwise_fp8", "macro_search='block_mantissas_fp8' needs macro_block=128"),
+        ("rceil+mbs128-blockwise_fp4", "did you mean 'blockwise_fp8'"),
         ("rceil+of2", "outlier_fallback=2.0 must be None or a number in"),
         ("rceil+ofhalf", "'half' is not a number"),
         ("rceil+of0.5@2", "fallback_rate=2.0"),
@@ -73,6 +76,7 @@ FULL = "full precision"
     [
         ("w4a16:rceil", "mxfp4+rceil", FULL, (4.25, None, 4.25)),
         ("w4a4:even+mbs128-blockwise", *["mxfp4+even+mbs128-blockwise"] * 2, (4.3125, 4.3125, 4.3125)),
+        ("even+mbs128-block_mantissas_fp8", *["mxfp4+even+mbs128-blockwise_fp8"] * 2, (4.3125, 4.3125, 4.3125)),
         ("rceil+of0.5", *["mxfp4+rceil+of0.5"] * 2, (8.5, 8.5, 8.5)),
         ("even+of1@0.25", *["mxfp4+even+of1@0.25"] * 2, (5.3125, 5.3125, 5.3125)),
         ("rceil+mbs128-hybrid", "mxfp4+rceil+mbs128-dynamic", "mxfp4+rceil+mbs128-static", (4.3125, 4.3125, 4.3125)),

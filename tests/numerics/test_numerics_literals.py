@@ -3,6 +3,7 @@
 
 import math
 
+import ml_dtypes
 import numpy as np
 import pytest
 import torch
@@ -204,6 +205,46 @@ def test_values_of_block_mantissas_are_exact_in_bfloat16():
     assert torch.equal(quantized.bfloat16().float(), quantized)
 
 
+def test_literal_three_levels():
+    """Blocks whose best mantissa is 3, the grid times 1.75 and .875 beside 10.5, and what 0 to 2 do to them."""
+    grid = torch.tensor([0.5, -1.0, 1.5, -2.0, 3.0, -4.0, 6.0, 0.0]).repeat(4)
+    small = torch.full((32,), 0.875)
+    small[0] = 10.5
+    x = torch.cat([grid * 1.75, small, grid * 1.5, grid * 1.25])
+    assert quantize(x, scale_rule="even", **BLOCKWISE).macro.tolist() == [0b01_10_11_11]
+    options = {"scale_rule": "even", "macro_block": 128, "macro_search": "block_mantissas_fp8"}
+    packed = quantize(x, **options)
+    assert packed.macro.tolist() == [0b01_10_00_01] and packed.scale.tolist() == [128, 128, 127, 127]
+    expected = x.clone()
+    expected[:32] = torch.tensor([1.25, -1.25, 2.5, -3.75, 5.0, -7.5, 10.0, 0.0]).repeat(4)
+    expected[32:64] = 1.0
+    expected[32] = 12.0
+    assert torch.equal(packed.dequantize(), expected) and torch.equal(fake_quantize(x, **options), expected)
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_values_of_three_levels_are_e4m3_numbers_and_those_of_four_are_not(rule):
+    """Over one power of two per row, by the E4M3 of torch and of ml_dtypes; blocks are up to 32 times apart."""
+    x = gaussian(64, 512) * torch.exp2(torch.randint(-2, 4, (64, 16)).float()).repeat_interleave(32, dim=1)
+    for search, exact in (("block_mantissas_fp8", True), ("block_mantissas", False)):
+        values = fake_quantize(x, scale_rule=rule, macro_block=128, macro_search=search)
+        top = torch.exp2(values.abs().amax(dim=1, keepdim=True).log2().floor() - 7)
+        rows = values / top
+        assert torch.equal(rows.to(torch.float8_e4m3fn).float(), rows) == exact
+        assert bool((rows.numpy().astype(ml_dtypes.float8_e4m3fn).astype(np.float32) == rows.numpy()).all()) == exact
+        assert quantize(x, scale_rule=rule, macro_block=128, macro_search=search).macro.unique().numel() > 50
+
+
+@pytest.mark.parametrize(("sample", "errors"), [("normal", (0.90, 0.96, 1.25)), ("laplace", (1.01, 1.08, 1.53))])
+def test_three_levels_cost_a_twentieth_of_four(sample, errors):
+    """Squared error over that of the tensor, in percent, of four levels, three and none."""
+    x = torch.from_numpy(getattr(np.random.default_rng(0), sample)(size=(512, 1024)).astype(np.float32))
+    searches = ({"macro_search": "block_mantissas"}, {"macro_search": "block_mantissas_fp8"}, {"macro_block": None})
+    found = [fake_quantize(x, **{"scale_rule": "even", "macro_block": 128, **search}) - x for search in searches]
+    relative = [100 * (error.square().sum() / x.square().sum()).item() for error in found]
+    assert relative == pytest.approx(errors, rel=0.01)
+
+
 def test_a_bad_block_spoils_the_mantissa_of_itself_alone():
     x = gaussian(1, 256)
     clean = fake_quantize(x, **BLOCKWISE)
@@ -218,12 +259,15 @@ def test_a_bad_block_spoils_the_mantissa_of_itself_alone():
     assert quantize(spoiled, **BLOCKWISE).macro[0, 0] & 0b1100 == 0
 
 
+@pytest.mark.parametrize(
+    ("short", "name"), [("blockwise", "block_mantissas"), ("blockwise_fp8", "block_mantissas_fp8")]
+)
 @pytest.mark.parametrize("size", [32, 64, 256, "row"])
-def test_other_macro_sizes_are_refused(size):
-    with pytest.raises(ValueError, match="'block_mantissas' needs macro_block=128"):
-        fake_quantize(torch.ones(2, 256), macro_block=size, macro_search="blockwise")
-    with pytest.raises(ValueError, match="'block_mantissas' needs macro_block=128"):
-        MXFP4RLConfig(macro_block=size, macro_search="blockwise")
+def test_other_macro_sizes_are_refused(size, short, name):
+    with pytest.raises(ValueError, match=f"'{name}' needs macro_block=128"):
+        fake_quantize(torch.ones(2, 256), macro_block=size, macro_search=short)
+    with pytest.raises(ValueError, match=f"'{name}' needs macro_block=128"):
+        MXFP4RLConfig(macro_block=size, macro_search=short)
 
 
 def test_a_candidate_that_leaves_float32_counts_as_the_largest_number():

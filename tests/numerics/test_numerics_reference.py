@@ -123,10 +123,10 @@ class Reference:
             self.fall_back(rate)
 
     def scale_group(self, group: list[Block], search: str) -> int:
-        if search == "blockwise":
+        if levels := {"blockwise": 4, "blockwise_fp8": 3}.get(search):
             byte = 0
             for j, block in enumerate(group):
-                errors = [squares(block.error(self.rule, 1, 1 + m / 4), block.amax) for m in range(4)]
+                errors = [squares(block.error(self.rule, 1, 1 + m / 4), block.amax) for m in range(levels)]
                 best = errors.index(min(errors))
                 block.multiply = np.float32(1 + best / 4)
                 byte += best << (2 * j)
@@ -233,7 +233,7 @@ def rows_of(block_rows: int) -> int:
     return 4 if block_rows == 1 else 37
 
 
-SEARCHES = [(None, "static"), (64, "static"), (64, "dynamic"), (128, "blockwise")]
+SEARCHES = [(None, "static"), (64, "static"), (64, "dynamic"), (128, "blockwise"), (128, "blockwise_fp8")]
 ALPHAS = [None, 0.5, 1.0, 0.3]
 
 

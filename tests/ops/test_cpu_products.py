@@ -24,6 +24,7 @@ SCHEMES = {
     "plain": QuantScheme("even"),
     "static": QuantScheme("rceil", 128, "static"),
     "blockwise": QuantScheme("even", 128, "blockwise"),
+    "blockwise_fp8": QuantScheme("even", 128, "blockwise_fp8"),
     "64": QuantScheme("rceil", 64, "static"),
     "row": QuantScheme("rceil", "row", "static"),
     "fallback": QuantScheme("rceil", None, "static", 0.5),

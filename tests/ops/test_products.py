@@ -264,6 +264,7 @@ def test_packed_weights_of_experts_with_few_rows_are_read_as_codes(monkeypatch):
 
 
 PLAIN = {"macro_block": None, "outlier_fallback": None, "scale_rule": "rceil"}
+THREE_LEVELS = {"scale_rule": "even", "macro_block": 128, "macro_search": "block_mantissas_fp8"}
 #: Preset, and the products that have an FP8 form.
 FP8_PRODUCTS = {"w4a4": ("fprop",), "w4a4g8": ("fprop", "dgrad", "wgrad"), "w4a4g4": ("fprop", "dgrad", "wgrad")}
 
@@ -308,25 +309,46 @@ def test_a_product_of_elements_is_that_of_the_values():
     torch.testing.assert_close(found, a @ b.t() + bias, rtol=1e-5, atol=1e-5)
 
 
-def passes(engine: str, preset: str, x: torch.Tensor, grad: torch.Tensor) -> list[torch.Tensor]:
+def test_a_product_of_three_levels_is_exact_where_sums_are():
+    """Products are whole multiples of 1/64 below 2**13: float32 holds their sums, so no bit may differ."""
+    generator = torch.Generator().manual_seed(3)
+    grid, levels = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6]), torch.tensor([1, 1.25, 1.5])
+
+    def operand(rows: int) -> torch.Tensor:
+        element = grid[torch.randint(8, (rows, 3, 32), generator=generator)]
+        sign = torch.randint(2, element.shape, generator=generator) * 2 - 1
+        level = levels[torch.randint(3, (rows, 3, 1), generator=generator)]
+        return (element * sign * level).flatten(1)
+
+    a, b = operand(9), operand(33)
+    for x in (a, b):
+        assert torch.equal(fake_quantize(x, **THREE_LEVELS), x)
+    found = matmul(to_fp8(a), to_fp8(b), dtype=torch.float32)
+    assert torch.equal(found.double(), a.double() @ b.double().t()) and found.unique().numel() > 100
+    assert matmul_counts()["inexact_elements"] == 0
+
+
+def passes(engine: str, preset: str, x: torch.Tensor, grad: torch.Tensor, options: dict) -> list[torch.Tensor]:
     torch.manual_seed(0)
-    config = MXFP4RLConfig(preset=preset, matmul_backend=engine, **PLAIN)
+    config = MXFP4RLConfig(preset=preset, matmul_backend=engine, outlier_fallback=None, **options)
     layer, x = MXFP4Linear.from_linear(nn.Linear(96, 48), config), x.clone().requires_grad_()
     y = layer(x)
     y.backward(grad)
     return [y.detach(), x.grad, layer.weight.grad, layer.bias.grad]
 
 
+@pytest.mark.parametrize("options", [{"macro_block": None, "scale_rule": "rceil"}, THREE_LEVELS], ids=str)
 @pytest.mark.parametrize("preset", FP8_PRODUCTS)
-def test_a_layer_computes_as_with_dense_products(preset):
+def test_a_layer_computes_as_with_dense_products(preset, options):
     generator = torch.Generator().manual_seed(2)
     x, grad = torch.randn(2, 5, 96, generator=generator), torch.randn(2, 5, 48, generator=generator)
-    expected = passes("dense", preset, x, grad)
+    expected = passes("dense", preset, x, grad, options)
     reset_matmul_counts()
-    found = passes("fp8", preset, x, grad)
+    found = passes("fp8", preset, x, grad, options)
     for mine, dense in zip(found, expected, strict=True):
         torch.testing.assert_close(mine, dense, rtol=1e-5, atol=1e-5)
     counts = matmul_counts()
+    assert counts["inexact_elements"] == 0
     assert {gemm: counts[gemm] for gemm in ("fprop", "dgrad", "wgrad")} == {
         gemm: {"fp8" if gemm in FP8_PRODUCTS[preset] else "dense": 1} for gemm in ("fprop", "dgrad", "wgrad")
     }
@@ -340,6 +362,10 @@ def test_a_layer_computes_as_with_dense_products(preset):
         ({}, "cpu", False, "on the CPU there is nothing faster"),
         ({}, "sm_90", True, "experts are multiplied in 16 bits"),
         ({"macro_block": 128, "macro_search": "static"}, "sm_90", False, "macro factors of x"),
+        (THREE_LEVELS, "sm_90", False, "the values are E4M3 numbers"),
+        ({**THREE_LEVELS, "macro_search": "block_mantissas"}, "sm_90", False, "block mantissas up to 1.75 of x"),
+        ({**THREE_LEVELS, "fprop": {"weight": "even+mbs128-blockwise"}}, "sm_90", False, "1.75 of weight"),
+        ({**THREE_LEVELS, "outlier_fallback": 1.0}, "sm_90", False, "residuals of x"),
         ({"outlier_fallback": 0.5}, "sm_90", False, "residuals of x"),
         ({"preset": "w4a16"}, "sm_90", False, "x is in full precision"),
     ],

@@ -83,7 +83,9 @@ def _plain(launch: Launch, n_elements: int, trips: Sequence[float] = ()) -> Work
 def _quantize(launch: Launch, at: Arguments, _: float) -> Work:
     from mxfp4_kernels.common import blocks
 
-    search = {blocks.DYNAMIC.value: (16.0,), blocks.BLOCK_MANTISSAS.value: (4.0,)}.get(at["SCHEME"].SEARCH, ())
+    scheme = at["SCHEME"]
+    search = {blocks.DYNAMIC.value: (16.0,), blocks.BLOCK_MANTISSAS.value: (float(scheme.MANTISSAS),)}
+    search = search.get(scheme.SEARCH, ())
     tile, sides, trips = at["TILE"], at["SIDES"], ()
     for side, length in ((sides.columns, tile.WIDTH), (sides.rows, tile.HEIGHT)):
         if side is not None:

@@ -17,6 +17,7 @@ class SchemeConstants(NamedTuple):
     Attributes:
         MACRO: elements of a macro block; of a block, without macro blocks.
         SEARCH: how macro bytes are found: ``NO_MACRO`` and the like of `common/blocks.py`.
+        MANTISSAS: candidates of ``BLOCK_MANTISSAS``: 4, or 3 for values that E4M3 holds.
         HAS_FALLBACK: whether the residual is quantized as well.
         CARRY: the scale rule: what is added to the float32 bits of a maximum before its exponent is read.
         CLIPS: the rule lets magnitudes exceed 6 scales.
@@ -30,6 +31,7 @@ class SchemeConstants(NamedTuple):
 
     MACRO: int
     SEARCH: int
+    MANTISSAS: int
     HAS_FALLBACK: bool
     CARRY: int
     CLIPS: bool

@@ -203,8 +203,9 @@ def _gain(y, integers, top, CARRY: tl.constexpr, INVERSE: tl.constexpr, low, hig
 
 
 @triton.jit
-def _best_mantissas(y, bits, top, INTERPRETED: tl.constexpr):
+def _best_mantissas(y, bits, top, SCHEME: tl.constexpr):
     """Two-bit mantissas of the least squared error, the smallest of several; 0 of blocks with NaN or infinity."""
+    INTERPRETED: tl.constexpr = SCHEME.INTERPRETED
     integers = _integers(y, INTERPRETED)
     huge = bits >= _HUGE
     best = _gain(y, integers, top, _CARRY_1, _INVERSE_1, _LOW_1, tl.where(huge, _CUT_1, _HIGH_1), INTERPRETED)
@@ -216,8 +217,9 @@ def _best_mantissas(y, bits, top, INTERPRETED: tl.constexpr):
     better = gain + (bits > _LARGEST_UNCUT).to(tl.int32) > best
     mantissa = tl.where(better, 2, mantissa)
     best = tl.where(better, gain, best)
-    gain = _gain(y, integers, top, _CARRY_4, _INVERSE_4, _LOW_4, _HIGH_4, INTERPRETED)
-    mantissa = tl.where(gain > best, 3, mantissa)
+    if SCHEME.MANTISSAS == 4:
+        gain = _gain(y, integers, top, _CARRY_4, _INVERSE_4, _LOW_4, _HIGH_4, INTERPRETED)
+        mantissa = tl.where(gain > best, 3, mantissa)
     return tl.where(bits < _INFINITE, mantissa, 0)
 
 
@@ -236,7 +238,7 @@ def quantize_words(w, mantissa, SCHEME: tl.constexpr):
     if SCHEME.SEARCH != BLOCK_MANTISSAS:
         mantissa = tl.zeros_like(bits)
     elif mantissa is None:
-        mantissa = _best_mantissas((y0, y1, y2, y3), bits, top, INTERPRETED)
+        mantissa = _best_mantissas((y0, y1, y2, y3), bits, top, SCHEME)
     byte, inverse = _scales(top, mantissa, SCHEME)
     t0, t1 = _rounded(y0, inverse, byte, SCHEME), _rounded(y1, inverse, byte, SCHEME)
     t2, t3 = _rounded(y2, inverse, byte, SCHEME), _rounded(y3, inverse, byte, SCHEME)

@@ -46,7 +46,6 @@ _NO_FRACTION = tl.constexpr(2.0**23)
 _SQUARE_UNITS = tl.constexpr(2.0**23)
 # 2**-108 as bits.
 _FAST_DIVISION_BITS = tl.constexpr(19 << 23)
-_MANTISSAS = tl.constexpr(4)
 _FACTORS = tl.constexpr(16)
 
 
@@ -241,7 +240,7 @@ def _search_mantissas(x, amax_bits, fast, SCHEME: tl.constexpr):
     best = tl.zeros_like(amax_bits)
     wide: tl.constexpr = SCHEME.TILES
     best_error = tl.full(amax_bits.shape, 0x7FFFFFFFFFFFFFFF if wide else 0x7FFFFFFF, tl.int64 if wide else tl.int32)
-    for _ in range(_MANTISSAS):
+    for _ in range(SCHEME.MANTISSAS):
         bits = tl.div_rn(amax, tl.broadcast_to(factor, amax.shape)).to(tl.int32, bitcast=True) & MAGNITUDE_FIELD
         z = divide_by_factor(x, factor, fast, SCHEME.INTERPRETED)
         q, byte = quantize_pass(z, bits, 0.0, False, SCHEME)

@@ -23,6 +23,7 @@ BLOCK = 32
 #: Added to the float32 bits of a block maximum so that its exponent rounds up where the scale rule says.
 _CARRY = {"rceil": 0x3FFFFF, "floor": 0, "even": 0x200000, "mse": 0}
 _SEARCH = {name: getattr(blocks, name.upper()).value for name in ("static", "dynamic", "block_mantissas")}
+_SEARCH["block_mantissas_fp8"] = _SEARCH["block_mantissas"]
 _ROTATIONS = (16, 32, 64, 128)
 
 
@@ -45,8 +46,8 @@ def unsupported_scheme(
     ):
         if isinstance(value, bool) or value not in known:
             return f"{name}={value!r} is not supported by the Triton kernels; use {', '.join(map(str, known))}"
-    if macro_block not in (None, 128) and macro_search == "block_mantissas":
-        return f"macro_search='block_mantissas' needs macro_block=128, got macro_block={macro_block!r}"
+    if macro_block not in (None, 128) and _SEARCH[macro_search] == blocks.BLOCK_MANTISSAS.value:
+        return f"macro_search={macro_search!r} needs macro_block=128, got macro_block={macro_block!r}"
     if outlier_fallback is None:
         return None
     is_number = isinstance(outlier_fallback, (int, float)) and not isinstance(outlier_fallback, bool)
@@ -63,8 +64,9 @@ class Scheme:
         scale_rule: ``"rceil"``, ``"floor"``, ``"even"``, or ``"mse"`` (the best of three scales by squared error).
         macro_block: 32, 64, 128 or 256 elements that share a macro byte, or `None`.
         macro_search: ``"static"`` factors, ``"dynamic"`` ones (the best of 16 by squared error), or
-            ``"block_mantissas"``: two mantissa bits for each block's scale (``macro_block`` 128). Without macro blocks
-            it has no effect.
+            ``"block_mantissas"``: two mantissa bits for each block's scale (``macro_block`` 128), or
+            ``"block_mantissas_fp8"``: the same without 1.75, so that values are E4M3 numbers times powers of two.
+            Without macro blocks it has no effect.
         outlier_fallback: weight in (0, 1] of the quantized residual, or `None` for one pass only.
         block_rows: rows that share blocks: 1, or 32 for tiles of 32 x 32 over the last two axes.
     """
@@ -214,6 +216,7 @@ def scheme_constants(dtype: torch.dtype, scheme: Scheme, out: torch.dtype) -> Sc
     return SchemeConstants(
         MACRO=scheme.macro_block or BLOCK,
         SEARCH=scheme.search,
+        MANTISSAS=3 if scheme.macro_search == "block_mantissas_fp8" else 4,
         HAS_FALLBACK=scheme.outlier_fallback is not None,
         CARRY=carry,
         CLIPS=scheme.scale_rule != "rceil",

@@ -62,6 +62,7 @@ class SchemeStruct(ctypes.Structure):
         ("clips", ctypes.c_int32),
         ("least_squares", ctypes.c_int32),
         ("search", ctypes.c_int32),
+        ("mantissas", _INT64),
         ("macro_blocks", _INT64),
         ("fallback", ctypes.c_int32),
         ("alpha", ctypes.c_float),

@@ -245,6 +245,7 @@ enum MacroSearch { kNone = 0, kStatic = 1, kDynamic = 2, kBlockwise = 3 };
 struct Scheme {
     Rule rule;
     MacroSearch search;
+    int64_t mantissas;     // candidates of kBlockwise: 4, or 3 for values that E4M3 holds
     int64_t macro_blocks;  // blocks per macro block; 1 without
     int32_t fallback;
     float alpha;
@@ -271,12 +272,12 @@ inline int search_macro(const Block* z, const uint32_t* amax, int64_t blocks, ui
     return best;
 }
 
-inline int search_mantissa(const Block& z, uint32_t amax, const Rule& rule) {
+inline int search_mantissa(const Block& z, uint32_t amax, const Rule& rule, int64_t candidates) {
     if (!finite(amax)) return 0;
     const float unit = inverse_power_of_two(amax);
     int best = 0;
     int64_t best_error = 0;
-    for (int candidate = 0; candidate < 4; ++candidate) {
+    for (int candidate = 0; candidate < candidates; ++candidate) {
         const float factor = mantissa_factor(candidate);
         const Quantized result = quantize_block(over(z, factor), bits_of(as_float(amax) / factor), rule);
         Block back = times(times(result.q, scale_value(result.byte)), factor);
@@ -385,7 +386,7 @@ void for_each_block(const Matrix& x, int64_t first, int64_t last, const Scheme& 
                 uint32_t scaled_amax = amax[b];
                 FirstPass pass{z[b], macro_factor(m8), {}};
                 if (kSearch == kBlockwise) {
-                    const int mantissa = search_mantissa(z[b], amax[b], scheme.rule);
+                    const int mantissa = search_mantissa(z[b], amax[b], scheme.rule, scheme.mantissas);
                     m8 |= mantissa << (2 * b);
                     pass.factor = mantissa_factor(mantissa);
                     pass.scaled = over(z[b], pass.factor);
