@@ -10,7 +10,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from ._logging import get_logger
 from .module_names import read_names
-from .numerics import GEMM_OPERANDS, PLAIN, LinearScheme, QuantScheme, Rotation, ScaleRule
+from .numerics import FULL, GEMM_OPERANDS, PLAIN, LinearScheme, OperandScheme, QuantScheme, Rotation, ScaleRule
 from .numerics.schemes import check_alpha, check_fallback_rate, check_mantissas, one_of, search_name
 from .presets import (
     CHOICES,
@@ -18,6 +18,7 @@ from .presets import (
     MODES,
     PRESETS,
     WEIGHT_BLOCKS,
+    WITHOUT_BLOCKS,
     Default,
     apply_options,
     check_products,
@@ -70,12 +71,12 @@ class MXFP4RLConfig(QuantizationConfigMixin):
     )
     preset: str = _option(
         Default.BY_MODE,
-        "Which operands of a linear layer are MXFP4: 'w4a16' the weight (usual in mode 'packed'), 'w4a4' weight and "
-        "activation (usual in mode 'qat'); the backward pass uses the same quantized operands, and output gradients "
-        "stay in full precision. 'w4a4g8': these in FP8 besides. 'w4a4g4': all six operands of the three products. "
-        "'paper_a', 'paper_b': 'w4a4' and 'w4a4g4' with the options of arXiv 2605.20402 and 2605.09825. 'w4a4_tuned' "
-        "and 'w4a4g4_tuned': 'w4a4' and 'w4a4g4' with those that cost least in our measurements. 'w4a4_h64': rotated "
-        "operands, for weights that GPTQ rounded for them.",
+        "Which operands of a linear layer are MXFP4: 'w4a16' the weight (usual in mode 'packed'), 'w4a8' the weight, "
+        "with activations in E4M3, 'w4a4' weight and activation (usual in mode 'qat'); the backward pass uses the same "
+        "quantized operands, and output gradients stay in full precision. 'w4a8g8', 'w4a4g8': these in FP8 besides. "
+        "'w4a4g4': all six operands of the three products. 'paper_a', 'paper_b': 'w4a4' and 'w4a4g4' with the "
+        "options of arXiv 2605.20402 and 2605.09825. 'w4a4_tuned' and 'w4a4g4_tuned': 'w4a4' and 'w4a4g4' with those "
+        "that cost least in our measurements. 'w4a4_h64': rotated operands, for weights that GPTQ rounded for them.",
     )
     scale_rule: str = _option(
         Default.BY_PRESET, "How block scales are chosen: 'rceil' (never clips), 'floor' (OCP), 'even' or 'mse'."
@@ -94,7 +95,7 @@ class MXFP4RLConfig(QuantizationConfigMixin):
     outlier_fallback: float | None = _option(
         Default.BY_MODE,
         "Weight in (0, 1] of the quantized residual that is added back; none switches it off. Usual are 1 in mode "
-        "'qat' (the paper has 0.5) and none in mode 'packed', where it doubles the memory of the weights.",
+        "'qat' (the paper has 0.5) and none under 'w4a8' and in mode 'packed', where it doubles the memory of weights.",
     )
     outlier_fallback_operands: str = _option(
         Default.BY_PRESET, "Operands that get outlier fallback: 'both', 'weights' or 'activations'."
@@ -111,9 +112,9 @@ class MXFP4RLConfig(QuantizationConfigMixin):
     )
     fprop: dict[str, str] | None = _option(
         None,
-        "What differs from the preset in the forward product, a mapping with some of x, weight (each 'full' or a "
-        "scheme such as 'rceil+mbs128-static+of0.5+stochastic+32x32') and rotation ('none', 'deterministic-16', "
-        "'random-32', ... 128).",
+        "What differs from the preset in the forward product, a mapping with some of x ('fp8' too), weight (each "
+        "'full' or a scheme such as 'rceil+mbs128-static+of0.5+stochastic+32x32') and rotation ('none', "
+        "'deterministic-16', 'random-32', ... 128).",
     )
     dgrad: dict[str, str] | None = _option(
         None,
@@ -137,8 +138,8 @@ class MXFP4RLConfig(QuantizationConfigMixin):
     )
     saved_activations: str = _option(
         "full",
-        "What layers keep of their inputs for the gradients of weights: 'full' the operand as it is; 'mxfp4' its codes "
-        "(the same gradients; where wgrad reuses the quantized x); 'fp8' rounded to E4M3.",
+        "What layers keep of their inputs for the gradients of weights: 'full' the operand as it is (under 'w4a8' in "
+        "E4M3); 'mxfp4' its codes (the same gradients; where wgrad reuses the quantized x); 'fp8' rounded to E4M3.",
     )
     modules_to_not_convert: list[str] | tuple[str, ...] | None = _option(
         None,
@@ -208,10 +209,10 @@ class MXFP4RLConfig(QuantizationConfigMixin):
         check_alpha(self.outlier_fallback)
         check_fallback_rate("outlier_fallback_rate", self.outlier_fallback_rate, self.outlier_fallback)
         check_mantissas(self.macro_search, self.macro_block)
-        if self.preset == "w4a16" and self.outlier_fallback_operands == "activations":
+        if self.preset in WITHOUT_BLOCKS and self.outlier_fallback_operands == "activations":
             raise ValueError(
-                "outlier_fallback_operands='activations' has no effect under preset='w4a16', "
-                "which quantizes no activations; use 'weights', or preset='w4a4'"
+                f"outlier_fallback_operands='activations' has no effect under preset={self.preset!r}, "
+                "which quantizes no activations in MXFP4; use 'weights', or preset='w4a4'"
             )
 
     def _check_seed(self) -> None:
@@ -244,10 +245,11 @@ class MXFP4RLConfig(QuantizationConfigMixin):
         return scheme
 
     @property
-    def activation_scheme(self) -> QuantScheme | None:
-        """How layer inputs are quantized, along their last axis; `None` when they are not."""
+    def activation_scheme(self) -> OperandScheme | None:
+        """How layer inputs are quantized, along their last axis: a [`QuantScheme`] of MXFP4, or
+        [`hf_mxfp4.numerics.FP8`]; `None` when they are not."""
         scheme = self.gemms().fprop.left
-        return scheme if isinstance(scheme, QuantScheme) else None
+        return None if scheme is FULL else scheme
 
     def gemms(self) -> LinearScheme:
         """Return how the three products of a layer are computed."""
@@ -323,7 +325,7 @@ class MXFP4RLConfig(QuantizationConfigMixin):
         if self.packing_unsupported_reason:
             raise ValueError(f"this config cannot be packed: {self.packing_unsupported_reason}")
         defaults = {name: default for name, (_, default) in self._idle_options().items()}
-        preset = self.preset if self.preset in FORWARD_PRESETS else "w4a4"
+        preset = {"w4a8g8": "w4a8"}.get(self.preset, self.preset if self.preset in FORWARD_PRESETS else "w4a4")
         return replace(self, mode="packed", preset=preset, stochastic_seed=0, **defaults)
 
     def keeping(self, full_precision: tuple[str, ...] | None) -> "MXFP4RLConfig":

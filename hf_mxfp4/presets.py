@@ -48,8 +48,13 @@ CHOICES = {
 }
 
 #: Presets of both modes, which say no more than which forward operands are quantized.
-FORWARD_PRESETS = ("w4a16", "w4a4")
-PRESETS = (*FORWARD_PRESETS, "w4a4_tuned", "w4a4_h64", "w4a4g8", "w4a4g4", "paper_a", "paper_b", "w4a4g4_tuned")
+FORWARD_PRESETS = ("w4a16", "w4a8", "w4a4")
+PRESETS = (
+    *FORWARD_PRESETS,
+    *("w4a8g8", "w4a4_tuned", "w4a4_h64", "w4a4g8", "w4a4g4", "paper_a", "paper_b", "w4a4g4_tuned"),
+)
+#: Presets whose activations are not MXFP4.
+WITHOUT_BLOCKS = ("w4a16", "w4a8", "w4a8g8")
 
 #: Presets that quantize all six operands, and how they rotate those of Wgrad.
 ALL_OPERANDS = {"w4a4g4": None, "paper_b": Rotation(16), "w4a4g4_tuned": Rotation(16)}
@@ -57,7 +62,8 @@ ALL_OPERANDS = {"w4a4g4": None, "paper_b": Rotation(16), "w4a4g4_tuned": Rotatio
 #: Defaults of the options of a scheme, which lost least for their size on real models (docs/evidence.md), and where a
 #: preset has others. Paper A is arXiv 2605.20402. Paper B is arXiv 2605.09825: tiles for weights and a rotation by H16;
 #: its scale rule is not stated, so it is that of OCP here. w4a4g4_tuned is what the study of docs/backward.md led to.
-#: w4a4_h64 is for checkpoints whose weights were rounded for it (docs/gptq.md).
+#: w4a4_h64 is for checkpoints whose weights were rounded for it (docs/gptq.md). w4a8 and w4a8g8 store weights of 4.31
+#: bits without residuals: with E4M3 activations these are nearly the whole of what is lost, and one product suffices.
 OPTION_DEFAULTS = {
     "scale_rule": "even",
     "macro_block": 128,
@@ -66,6 +72,8 @@ OPTION_DEFAULTS = {
     "weight_block": "1x32",
 }
 PRESET_DEFAULTS = {
+    "w4a8": {"outlier_fallback": None},
+    "w4a8g8": {"outlier_fallback": None},
     "w4a4_tuned": {"outlier_fallback_rate": 0.05},
     "w4a4_h64": {
         "outlier_fallback_rate": 0.05,
@@ -81,7 +89,7 @@ _FALLBACK = {"qat": 1.0, "packed": None}
 #: Operands that can take the values of the forward product.
 _REUSED = (("dgrad", "weight"), ("wgrad", "x"))
 _EXAMPLES = {
-    "x": "'full' or 'rceil+mbs128-static'",
+    "x": "'full', 'fp8' (of fprop) or 'rceil+mbs128-static'",
     "weight": "'full' or 'rceil+32x32'",
     "grad": "'full', 'fp8' or 'rceil+stochastic'",
     "rotation": "'none' or 'deterministic-16'",
@@ -112,8 +120,8 @@ def usual_options(mode: str, preset: str, outlier_fallback: Any) -> dict[str, An
 def preset_gemms(preset: str, weights: QuantScheme, activations: QuantScheme) -> LinearScheme:
     """The three products under a preset: ``weights`` and ``activations`` (output gradients too) wherever it quantizes
     such an operand."""
-    fprop = GemmScheme(FULL if preset == "w4a16" else activations, weights)
-    if preset == "w4a4g8":
+    fprop = GemmScheme({"w4a16": FULL, "w4a8": FP8, "w4a8g8": FP8}.get(preset, activations), weights)
+    if preset in ("w4a8g8", "w4a4g8"):
         return LinearScheme(fprop, GemmScheme(FP8, REUSE), GemmScheme(FP8, REUSE))
     if preset in ALL_OPERANDS:
         wgrad = GemmScheme(activations, activations, ALL_OPERANDS[preset])
@@ -156,13 +164,13 @@ def parse_operand(gemm: str, operand: str, text: str) -> OperandScheme:
             raise ValueError("'reuse' is for the weight of dgrad and the x of wgrad, which fprop has quantized before")
         return REUSE
     if text == FP8.value:
-        if operand != "grad":
-            raise ValueError("'fp8' is for output gradients (grad); give a scheme of MXFP4, or 'full'")
+        if operand != "grad" and (gemm, operand) != ("fprop", "x"):
+            raise ValueError("'fp8' is for output gradients (grad) and fprop's x; give a scheme of MXFP4, or 'full'")
         return FP8
     try:
         scheme = parse_scheme(text)
     except ValueError as error:
-        raise ValueError(f"{error}; or 'full', 'reuse' (of fprop's values), 'fp8' (grad)") from None
+        raise ValueError(f"{error}; or 'full', 'reuse' (of fprop's values), 'fp8' (grad, and x of fprop)") from None
     if scheme.block_rows != 1 and operand != "weight":
         raise ValueError("tiles of 32x32 are for weights: rows of other operands are tokens")
     return scheme
@@ -198,6 +206,8 @@ def check_products(scheme: LinearScheme, backend: str, saved: str) -> None:
     reuses = scheme.wgrad.right is REUSE
     if saved == "mxfp4" and not (reuses and isinstance(scheme.fprop.left, QuantScheme)):
         why = "fprop takes x unquantized" if reuses else "wgrad does not reuse the x of fprop"
+        if reuses and scheme.fprop.left is FP8:
+            why = "fprop takes x in E4M3, which is what layers keep of it anyway"
         raise ValueError(
             f"saved_activations='mxfp4' keeps the MXFP4 codes of the forward product's input, but {why}; use "
             "saved_activations='fp8' (rounded), or a preset whose wgrad reuses a quantized input: w4a4, w4a4g8, paper_a"

@@ -71,6 +71,8 @@ CONFIGS = {
     "mse": {**PLAIN, "scale_rule": "mse"},
     # Presets.
     "w4a16": {"preset": "w4a16"},
+    "w4a8": {"preset": "w4a8"},
+    "w4a8g8": {"preset": "w4a8g8"},
     "w4a4": {"preset": "w4a4"},
     "w4a4_tuned": {"preset": "w4a4_tuned"},
     "w4a4_h64": {"preset": "w4a4_h64"},
@@ -80,6 +82,7 @@ CONFIGS = {
     "paper_b": {"preset": "paper_b"},
     "w4a4g4_tuned": {"preset": "w4a4g4_tuned"},
     "w4a16 plain": {"preset": "w4a16", **PLAIN},
+    "w4a8 plain": {"preset": "w4a8", "macro_block": None},
     "w4a16 macro": {"preset": "w4a16", "outlier_fallback": None},
     # Macro blocks.
     "no macro": {"macro_block": None},

@@ -135,7 +135,7 @@ def test_the_old_name_of_block_mantissas_is_read():
 #: Values that no option of this name has.
 INVALID = {
     "mode": ["train", None],
-    "preset": ["w4a8", "W4A4", None, ["w4a4"]],
+    "preset": ["w4a6", "W4A4", None, ["w4a4"]],
     "scale_rule": ["ceil", None],
     "macro_block": [0, 16, 512, -128, True, 128.0, "rows"],
     "macro_search": ["both", None],
@@ -252,6 +252,7 @@ def test_schemes_of_the_operands(preset, operands, search):
             {"weight_block": "32x32", "outlier_fallback_rate": 0.1, "macro_block": None, "scale_rule": "even"},
             "w4a4 [weights mxfp4+even+of1@0.1+32x32, activations mxfp4+even+of1@0.1]",
         ),
+        ({"preset": "w4a8"}, "w4a8 [weights mxfp4+even+mbs128-blockwise, activations fp8]"),
         (
             {"preset": "paper_b"},
             "paper_b [weights mxfp4+floor+32x32, activations mxfp4+floor], dgrad [grad mxfp4+floor, weight "
@@ -294,6 +295,8 @@ EVEN_TILES = QuantScheme(ScaleRule.EVEN, 128, "blockwise", block_rows=32)
 EXPECTED = {
     "w4a16": (GemmScheme(FULL, WEIGHT), PLAIN, PLAIN),
     "w4a4": (GemmScheme(INPUT, WEIGHT), PLAIN, PLAIN),
+    "w4a8": (GemmScheme(FP8, EVEN), PLAIN, PLAIN),
+    "w4a8g8": (GemmScheme(FP8, EVEN), GemmScheme(FP8, REUSE), GemmScheme(FP8, REUSE)),
     "w4a4_tuned": (GemmScheme(SELECTIVE, SELECTIVE), PLAIN, PLAIN),
     "w4a4_h64": (GemmScheme(SELECTIVE, EVEN, Rotation(64)), PLAIN, PLAIN),
     "w4a4g8": (GemmScheme(INPUT, WEIGHT), GemmScheme(FP8, REUSE), GemmScheme(FP8, REUSE)),
@@ -338,6 +341,12 @@ REFUSED = [
     ({"dgrad": {"grad": "rceil+32x32"}}, "tiles of 32x32 are for weights"),
     ({"dgrad": {"weight": "fp8"}}, "'fp8' is for output gradients"),
     ({"dgrad": {"grad": "reuse"}}, "'reuse' is for the weight of dgrad and the x of wgrad"),
+    ({"wgrad": {"x": "fp8"}}, "'fp8' is for output gradients \\(grad\\) and fprop's x"),
+    ({"preset": "w4a8", "saved_activations": "mxfp4"}, "but fprop takes x in E4M3, which is what layers keep"),
+    (
+        {"preset": "w4a8g8", "outlier_fallback": 1.0, "outlier_fallback_operands": "activations"},
+        "no effect under preset='w4a8g8', which quantizes no activations in MXFP4",
+    ),
     ({"fprop": {"x": "reuse"}}, "'reuse' is for the weight of dgrad and the x of wgrad"),
     ({"wgrad": {"rotation": "deterministic-48"}}, "rotation='deterministic-48' is not supported"),
     ({"wgrad": {"rotation": "random"}}, "rotation='random' is not supported"),
@@ -358,7 +367,10 @@ REFUSED = [
         "outlier_fallback_operands='weights' has no effect",
     ),
     ({"mode": "packed", "macro_block": None, "macro_search": "dynamic"}, "macro_search='dynamic' has no effect in"),
-    ({"mode": "packed", "preset": "w4a4g4"}, "preset='w4a4g4' is not supported; choose one of 'w4a16', 'w4a4'$"),
+    (
+        {"mode": "packed", "preset": "w4a4g4"},
+        "preset='w4a4g4' is not supported; choose one of 'w4a16', 'w4a8', 'w4a4'$",
+    ),
     ({"mode": "packed", "fprop": {"rotation": "random-16"}}, "rotates both operands by signs that are drawn anew"),
     ({"mode": "packed", "fprop": {"weight": "rceil+stochastic"}}, "rounds stochastically"),
     ({"mode": "packed", "fprop": {"weight": "full"}}, "leaves weights in full precision"),
@@ -376,6 +388,7 @@ def test_the_packed_twin_keeps_the_forward_product_alone():
         config = MXFP4RLConfig(preset=preset)
         twin = config.packed()
         assert twin.preset == "w4a4" and twin.gemms().fprop == config.gemms().fprop and twin.gemms().wgrad == PLAIN
+    assert MXFP4RLConfig(preset="w4a8g8").packed() == MXFP4RLConfig(mode="packed", preset="w4a8")
     rotated = MXFP4RLConfig(fprop={"x": "floor", "rotation": "deterministic-128"})
     assert rotated.packed().gemms().fprop == rotated.gemms().fprop and rotated.packed().weight_rotation == Rotation(128)
     with pytest.raises(ValueError, match="cannot be packed: its fprop rounds stochastically"):

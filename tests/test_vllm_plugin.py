@@ -45,6 +45,7 @@ SCHEMES = [
     {"preset": "w4a4", "outlier_fallback": 1.0, "outlier_fallback_rate": 0.1},
     {"macro_block": "row"},
     {"weight_block": "32x32", "macro_block": 32},
+    {"preset": "w4a8"},
 ]
 IDS = [" ".join(map(str, scheme.values())) or "default" for scheme in SCHEMES]
 
@@ -127,7 +128,7 @@ def test_joined_layers_and_shares_of_columns(plugin, options):
 
 
 @pytest.mark.usefixtures("dense_products")
-@pytest.mark.parametrize("preset", ["w4a16", "w4a4"])
+@pytest.mark.parametrize("preset", ["w4a16", "w4a8", "w4a4"])
 def test_dense_layers_compute_the_same(plugin, preset):
     config = MXFP4RLConfig(mode="packed", preset=preset)
     source, layer = packed_layer(config), LinearBase()
@@ -167,6 +168,7 @@ ROTATED = {"macro_block": None, "fprop": {"rotation": "deterministic-64"}}
         (ROTATED, 8, "cuts blocks of 64; choose"),
         ({"macro_block": "row", "preset": "w4a4"}, 2, "mbsrow.* needs whole rows; use tensor_parallel_size=1"),
         ({"preset": "w4a4", "outlier_fallback": 1.0, "outlier_fallback_rate": 0.1}, 2, "of1@0.1 needs whole rows"),
+        ({"preset": "w4a8"}, 2, "fp8 needs whole rows; use tensor_parallel_size=1"),
     ],
     ids=str,
 )

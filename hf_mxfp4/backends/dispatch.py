@@ -222,7 +222,8 @@ def dequantize_e4m3(
     return (triton_kernels if name == "triton" else numerics).dequantize_e4m3(elements, byte, dtype)
 
 
-def fake_quantize_e4m3(x: torch.Tensor, backend: str = "auto") -> torch.Tensor:
-    """[`hf_mxfp4.numerics.fake_quantize_e4m3`], by Triton where that quantizes blocks of ``x``."""
+def fake_quantize_e4m3(x: torch.Tensor, backend: str = "auto", dtype: torch.dtype | None = None) -> torch.Tensor:
+    """[`hf_mxfp4.numerics.fake_quantize_e4m3`], by Triton where that quantizes blocks of ``x``; as ``dtype`` if one is
+    given."""
     kernels = triton_kernels if supports_e4m3(x, backend) else numerics
-    return kernels.dequantize_e4m3(*kernels.quantize_e4m3(x), x.dtype)
+    return kernels.dequantize_e4m3(*kernels.quantize_e4m3(x), dtype or x.dtype)

@@ -46,7 +46,7 @@ def pack(
         Path, typer.Argument(metavar="DIR", help="Folder of a checkpoint, trained with mode='qat' or a plain one.")
     ],
     out: OutArgument,
-    preset: Annotated[str | None, typer.Option("--preset", help="'w4a16' (default) or 'w4a4'.")] = None,
+    preset: Annotated[str | None, typer.Option("--preset", help="'w4a16' (default), 'w4a8' or 'w4a4'.")] = None,
     scale_rule: Annotated[str | None, typer.Option("--scale-rule", help="even (default), rceil, floor or mse.")] = None,
     macro_block: Annotated[
         str | None, typer.Option("--macro-block", help="32, 64, 128 (default), 256, row or none.")

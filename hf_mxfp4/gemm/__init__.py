@@ -3,7 +3,7 @@
 
 from ..backends.functional import fake_quantize, quantize
 from .cache import WEIGHT_FORMS, WeightCache, cached_weights, gemm_states, uncached_weights
-from .compile import compiled_linear, compiled_packed_linear, read_scheme
+from .compile import compiled_linear, compiled_packed_linear, read_input_scheme, read_scheme
 from .groups import Groups, group_by_expert
 from .linear import autocast_dtype, quantized_linear
 from .matmul import (
@@ -72,6 +72,7 @@ __all__ = [
     "quantize_input",
     "quantize_weight",
     "quantized_linear",
+    "read_input_scheme",
     "read_scheme",
     "reads_packed_on_gpus",
     "reset_matmul_counts",

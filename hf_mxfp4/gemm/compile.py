@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import torch
 
 from ..backends import dispatch
-from ..numerics import PARTS, MXFP4Tensor, QuantScheme, Rotation, parse_scheme, part_sizes
+from ..numerics import FP8, PARTS, MXFP4Tensor, OperandScheme, QuantScheme, Rotation, parse_scheme, part_sizes
 from .groups import Groups
 from .linear import (
     LinearRecord,
@@ -64,6 +64,11 @@ def read_scheme(text: str) -> QuantScheme:
     if scheme.rounding != "nearest":
         raise ValueError(f"scheme {text!r} draws random numbers; the operators round to nearest")
     return scheme
+
+
+def read_input_scheme(text: str) -> OperandScheme | None:
+    """Read how an input is treated, as an operator's argument: a scheme, ``"fp8"``, or ``""`` for full precision."""
+    return (FP8 if text == FP8.value else read_scheme(text)) if text else None
 
 
 @torch.library.custom_op("hf_mxfp4::fake_quantize", mutates_args=())
@@ -316,7 +321,7 @@ def compiled_packed_linear(
 @functools.lru_cache(maxsize=256)
 def _spec(weights: str, inputs: str, in_features: int, size: int, backend: str) -> PackedSpec:
     rotation = Rotation(size) if size else None
-    return PackedSpec(read_scheme(weights), read_scheme(inputs) if inputs else None, in_features, backend, rotation)
+    return PackedSpec(read_scheme(weights), read_input_scheme(inputs), in_features, backend, rotation)
 
 
 def _packed_forward(

@@ -17,11 +17,13 @@ from torch.autograd.function import once_differentiable
 
 from ..backends import dispatch
 from ..backends import triton as triton_kernels
-from ..numerics import FULL, GEMM_OPERANDS, PARTS, REUSE, GemmScheme, MXFP4Tensor, QuantScheme
+from ..numerics import FP8, FULL, GEMM_OPERANDS, PARTS, REUSE, GemmScheme, MXFP4Tensor, QuantScheme, decode_e8m0
+from ..numerics.formats import E8M0_NAN
 from .groups import Groups
 from .matmul import matmul, matmul_tokens, multiply
 from .operands import (
     count_weight,
+    fp8_input,
     input_operand,
     keeps_codes,
     operand_seed,
@@ -175,14 +177,17 @@ def linear_backward(
             "forward and its backward pass; set it before the forward pass"
         )
     rows, saved = grad.reshape(-1, grad.shape[-1]), None
+    scaled = rows
     if needs[0] and spec.reuses_weight and (right is None or right.dtype != grad.dtype):
         right = weight_operand(weight, grad.dtype, state)
     if needs[1]:
-        saved = restore_input(tensors, record.saved)
+        if spec.folds_scales and rows.numel():
+            scaled, tensors = _fold_scales(rows, *tensors)
+        saved = restore_input(tensors, record.saved, spec.backend)
         saved = saved.reshape(-1, saved.shape[-1])
     masters = rows_first(weight, spec)
     gradients = _gradients if groups is None else _expert_gradients
-    grad_x, grad_weight = gradients(rows, masters, right, saved, state, groups, needs)
+    grad_x, grad_weight = gradients(rows, scaled, masters, right, saved, state, groups, needs)
     if grad_x is not None:
         grad_x = grad_x.view(*grad.shape[:-1], grad_x.shape[-1]).to(record.input_dtype)
     if grad_weight is not None:
@@ -192,8 +197,19 @@ def linear_backward(
     return grad_x, grad_weight, grad_bias
 
 
+def _fold_scales(
+    rows: torch.Tensor, elements: torch.Tensor, byte: torch.Tensor
+) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
+    """Move the scales of tokens, powers of two, from E4M3 inputs to the output gradients ``[M, N]``, but for the
+    largest scale, which all inputs get: neither leaves its dtype."""
+    top = byte.masked_fill(byte == E8M0_NAN, 0).amax()
+    factors = decode_e8m0(byte.reshape(-1, 1)) / decode_e8m0(top)
+    return (rows * factors).to(rows.dtype), (elements, top.expand_as(byte).contiguous())
+
+
 def _gradients(
     rows: torch.Tensor,
+    scaled: torch.Tensor,
     masters: torch.Tensor,
     right: torch.Tensor | None,
     saved: torch.Tensor | None,
@@ -204,7 +220,7 @@ def _gradients(
     """Dgrad ``[M, K]`` and Wgrad ``[N, K]`` of one weight matrix, as far as they are needed.
 
     Args:
-        rows: the output gradient ``[M, N]``.
+        rows, scaled: the output gradient ``[M, N]``, and as Wgrad takes it; see [`_fold_scales`].
         masters, right: ``W`` and ``Q(W)``, of which the scheme takes one.
         saved: what the forward pass saved of the input, ``[M, K]``.
         group: the expert.
@@ -218,12 +234,13 @@ def _gradients(
         grad_x = _product("dgrad", rows, weight.t(), spec, rng, left)
     if needs[1]:
         values = saved if spec.saves_raw_input else _rotated_back(saved, columns, spec, rng)
-        grad_weight = _product("wgrad", rows.t(), values.t(), spec, rng, left_t)
+        grad_weight = _product("wgrad", scaled.t(), values.t(), spec, rng, left_t)
     return grad_x, grad_weight
 
 
 def _expert_gradients(
     rows: torch.Tensor,
+    scaled: torch.Tensor,
     masters: torch.Tensor,
     right: torch.Tensor | None,
     saved: torch.Tensor | None,
@@ -240,7 +257,7 @@ def _expert_gradients(
     for expert, own in groups:
         of_weight = masters[expert], None if right is None else right[expert]
         of_input = None if saved is None else saved[own]
-        found = _gradients(rows[own], *of_weight, of_input, state, expert, needs)
+        found = _gradients(rows[own], scaled[own], *of_weight, of_input, state, expert, needs)
         if needs[0]:
             grad_x[own] = found[0]
         if needs[1]:
@@ -367,19 +384,22 @@ def save_input(
         packed = packed_input(x, state, groups)
         record = SavedRecord("mxfp4", dtype, replace(packed, **dict.fromkeys(PARTS)))
         return restore_input(packed.parts, record), packed.parts, record
+    if spec.input_scheme is FP8 and not spec.saves_raw_input:
+        tensors, record = fp8_input(x, state, groups), SavedRecord("fp8", dtype)
+        return restore_input(tensors, record, spec.backend), tensors, record
     operand = input_operand(x, dtype, state, groups)
     saved = x if spec.saves_raw_input else operand
     tensors = dispatch.quantize_e4m3(saved, spec.backend) if spec.saved == "fp8" else (saved,)
     return operand, tensors, SavedRecord(spec.saved, saved.dtype)
 
 
-def restore_input(tensors: SavedTensors, record: SavedRecord) -> torch.Tensor:
+def restore_input(tensors: SavedTensors, record: SavedRecord, backend: str = "auto") -> torch.Tensor:
     """The values ``[..., K]`` that [`save_input`] saved; of a rotated operand with the columns of its padding."""
     if record.form == "mxfp4":
         packed = replace(record.layout, **dict(zip(PARTS, tensors, strict=True)), axis=tensors[0].dim() - 1)
         # By way of the input's dtype, as the operand is made everywhere: that of autocast may saturate elsewhere.
         return dispatch.dequantize(packed, packed.dtype).to(record.dtype)
-    return dispatch.dequantize_e4m3(*tensors, record.dtype) if record.form == "fp8" else tensors[0]
+    return dispatch.dequantize_e4m3(*tensors, record.dtype, backend) if record.form == "fp8" else tensors[0]
 
 
 # ---- dtypes and gradients -------------------------------------------------------------------------------------------

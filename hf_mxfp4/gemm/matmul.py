@@ -21,7 +21,17 @@ import torch.nn.functional as F
 from ..backends import cpu as on_cpu
 from ..backends import dispatch
 from ..backends import triton as triton_kernels
-from ..numerics import FULL, GEMM_OPERANDS, REUSE, GemmScheme, LinearScheme, MXFP4Tensor, OperandScheme, QuantScheme
+from ..numerics import (
+    FP8,
+    FULL,
+    GEMM_OPERANDS,
+    REUSE,
+    GemmScheme,
+    LinearScheme,
+    MXFP4Tensor,
+    OperandScheme,
+    QuantScheme,
+)
 from .groups import Groups
 from .packed_weight import of_expert
 from .state import GemmSpec
@@ -256,6 +266,8 @@ def _operand_problem(operand: str, precision: OperandScheme, scheme: LinearSchem
         if scheme.fprop.rotation is not None:
             return f"the reused {operand} is rotated along the other axis"
         precision = scheme.fprop.right if operand == "weight" else scheme.fprop.left
+        if precision is FP8 and not scheme.folds_scales:
+            return f"the scales of the reused {operand} lie on the tokens, which are summed over"
     if precision is FULL:
         return f"{operand} is in full precision"
     problem = precision.e4m3_problem if isinstance(precision, QuantScheme) else None

@@ -63,7 +63,8 @@ def quantize_operand(
     rotation; without quantization where the scheme has none. As ``dtype`` if one is given."""
     if not isinstance(scheme, QuantScheme):
         x = rotate_operand(x, rotation, gemm, rng, backend)
-        x = dispatch.fake_quantize_e4m3(x, backend) if scheme is FP8 else x
+        if scheme is FP8:
+            return dispatch.fake_quantize_e4m3(x, backend, dtype)
         return x if dtype is None else x.to(dtype)
     seed = operand_seed(scheme, gemm, operand, rng)
     if rotation is None:
@@ -103,7 +104,7 @@ def _groups_of(x: torch.Tensor, state: GemmState, groups: Groups | None) -> list
 def quantize_input(
     x: torch.Tensor,
     dtype: torch.dtype,
-    scheme: QuantScheme | None,
+    scheme: OperandScheme | None,
     backend: str = "auto",
     rotation: Rotation | None = None,
 ) -> torch.Tensor:
@@ -113,7 +114,7 @@ def quantize_input(
 
 
 def packed_input(x: torch.Tensor, state: GemmState, groups: Groups | None = None) -> MXFP4Tensor:
-    """[`input_operand`] as codes and scale bytes. Only under a scheme that quantizes activations."""
+    """[`input_operand`] as codes and scale bytes. Only under a scheme that quantizes activations in MXFP4."""
     spec, scheme = state.spec, state.spec.input_scheme
 
     def pack(rows: torch.Tensor, rng: LayerRng | None) -> MXFP4Tensor:
@@ -121,6 +122,19 @@ def packed_input(x: torch.Tensor, state: GemmState, groups: Groups | None = None
         return dispatch.quantize(rows, scheme, spec.backend, seed=operand_seed(scheme, "fprop", "x", rng))
 
     return cat_rows([pack(*each) for each in _groups_of(x, state, groups)])
+
+
+def fp8_input(x: torch.Tensor, state: GemmState, groups: Groups | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    """[`input_operand`] as E4M3 elements and the scale bytes of its rows. Only under a scheme with E4M3 activations."""
+    rotation, backend = state.spec.scheme.fprop.rotation, state.spec.backend
+    parts = [
+        dispatch.quantize_e4m3(rotate_operand(rows.detach(), rotation, "fprop", rng, backend), backend)
+        for rows, rng in _groups_of(x, state, groups)
+    ]
+    if len(parts) == 1:
+        return parts[0]
+    elements, scales = zip(*parts, strict=True)
+    return torch.cat([each.view(torch.uint8) for each in elements]).view(torch.float8_e4m3fn), torch.cat(scales)
 
 
 def padded_length(length: int, spec: GemmSpec) -> int:

@@ -17,7 +17,18 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..numerics import FULL, PLAIN, REUSE, GemmScheme, LinearScheme, QuantScheme, Rotation, random_signs
+from ..numerics import (
+    FP8,
+    FULL,
+    PLAIN,
+    REUSE,
+    GemmScheme,
+    LinearScheme,
+    OperandScheme,
+    QuantScheme,
+    Rotation,
+    random_signs,
+)
 
 
 if TYPE_CHECKING:
@@ -36,7 +47,8 @@ class GemmSpec:
         scheme: the precision of each operand of each product.
         backend: what quantizes; see [`hf_mxfp4.fake_quantize`].
         matmul_backend: what multiplies; see [`hf_mxfp4.gemm.select_matmul`].
-        saved: the form of the input that is saved for Wgrad, one of [`hf_mxfp4.numerics.SAVED_FORMS`].
+        saved: the form of the input that is saved for Wgrad, one of [`hf_mxfp4.numerics.SAVED_FORMS`]; always ``"fp8"``
+            of an E4M3 operand that Wgrad reuses, which that form holds exactly.
         transposed: whether the weights of experts are ``[E, K, N]`` and not ``[E, N, K]``.
         is_plain: whether gradients are products of output gradients as they are with the operands of the forward
             product, that is without random numbers, rotations and quantization of their own.
@@ -44,7 +56,8 @@ class GemmSpec:
         saves_raw_input: whether Wgrad takes the input itself and not what the forward product used of it.
         reuses_weight: whether Dgrad takes what the forward product used of the weight.
         rotation_size: of the forward product; 1 without a rotation.
-        input_scheme, weight_scheme: how the forward product quantizes its operands in blocks; `None` where it does not.
+        folds_scales: see [`hf_mxfp4.numerics.LinearScheme`].
+        input_scheme, weight_scheme: how the forward product quantizes its operands; `None` where it does not.
         packs_weight: whether stored 4-bit weights can stand for the forward operand.
     """
 
@@ -58,24 +71,27 @@ class GemmSpec:
     saves_raw_input: bool = field(init=False)
     reuses_weight: bool = field(init=False)
     rotation_size: int = field(init=False)
-    input_scheme: QuantScheme | None = field(init=False)
+    folds_scales: bool = field(init=False)
+    input_scheme: OperandScheme | None = field(init=False)
     weight_scheme: QuantScheme | None = field(init=False)
     packs_weight: bool = field(init=False)
 
     def __post_init__(self):
         scheme, fprop = self.scheme, self.scheme.fprop
-        quantized_x, quantized_weight = (isinstance(side, QuantScheme) for side in (fprop.left, fprop.right))
-        rotates = fprop.rotation is not None
+        quantized_weight, rotates = isinstance(fprop.right, QuantScheme), fprop.rotation is not None
         derived = {
             "is_plain": scheme.dgrad == scheme.wgrad == PLAIN and not rotates and not scheme.is_random,
             "draws_forward": fprop.is_random,
             "saves_raw_input": scheme.wgrad.right is not REUSE,
             "reuses_weight": scheme.dgrad.right is REUSE,
             "rotation_size": fprop.rotation.size if rotates else 1,
-            "input_scheme": fprop.left if quantized_x else None,
+            "folds_scales": scheme.folds_scales,
+            "input_scheme": None if fprop.left is FULL else fprop.left,
             "weight_scheme": fprop.right if quantized_weight else None,
             "packs_weight": quantized_weight and not rotates and not fprop.is_random,
         }
+        if fprop.left is FP8 and scheme.wgrad.right is REUSE and self.saved == "full":
+            derived["saved"] = "fp8"
         for name, value in derived.items():
             object.__setattr__(self, name, value)
 
@@ -93,7 +109,7 @@ class PackedSpec:
     """
 
     weights: QuantScheme
-    inputs: QuantScheme | None
+    inputs: OperandScheme | None
     in_features: int
     backend: str = "auto"
     rotation: Rotation | None = None

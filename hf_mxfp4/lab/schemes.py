@@ -14,7 +14,7 @@ from torch import nn
 from ..config import MXFP4RLConfig
 from ..layers import QUANTIZED, TRAINABLE
 from ..module_names import find_layers
-from ..numerics import BLOCK_SIZE, QuantScheme, parse_scheme
+from ..numerics import BLOCK_SIZE, FP8, QuantScheme, parse_scheme
 from ..presets import PRESETS
 from ..report import master_sqnr
 from .layers import location_of
@@ -25,10 +25,11 @@ from .source import SourceError
 PAPER_SCHEMES = ("rceil", "rceil+mbs128-static", "rceil+mbs128-static+of0.5")
 _SPELLINGS = (
     "'default', a preset (w4a16, w4a4, paper_a, ...) with its usual options, 'w4a16:SCHEME' (weights alone), "
-    "'w4a4:SCHEME' or SCHEME (weights and activations), 'w4a4:WEIGHTS/ACTIVATIONS' (a scheme each), 'own' (that of the "
-    "checkpoint) or 'config:FILE' (options of MXFP4RLConfig as JSON or YAML)"
+    "'w4a8:SCHEME' (activations in E4M3), 'w4a4:SCHEME' or SCHEME (weights and activations), 'w4a4:WEIGHTS/"
+    "ACTIVATIONS' (a scheme each), 'own' (that of the checkpoint) or 'config:FILE' (options of MXFP4RLConfig as "
+    "JSON or YAML)"
 )
-_OPERANDS = ("w4a16", "w4a4")
+_OPERANDS = ("w4a16", "w4a8", "w4a4")
 #: Bits of a weight that is left in full precision.
 _FULL_BITS = 16.0
 _SET_BY_TRANSFORMERS = ("is_quantized", "quantization_method")
@@ -63,6 +64,8 @@ class ModelScheme:
     def activation_bits(self) -> float | None:
         """Bits of an activation; `None` where they are left in full precision."""
         operand = self.config.gemms().fprop.left
+        if operand is FP8:  # the scale of a row counts nothing
+            return 8.0
         return bits_per_element(operand) if isinstance(operand, QuantScheme) else None
 
     @property
@@ -204,9 +207,9 @@ def _scheme_options(text: str, kind: str, rest: str) -> dict[str, Any]:
     preset, schemes = (kind, rest) if kind in _OPERANDS else ("w4a4", text)
     weights, slash, activations = schemes.partition("/")
     fprop = {"weight": str(parse_scheme(weights.replace("-hybrid", "-dynamic")))}
-    if preset == "w4a16":
+    if preset in ("w4a16", "w4a8"):
         if slash:
-            raise ValueError("w4a16 quantizes weights alone; give one scheme, or w4a4:WEIGHTS/ACTIVATIONS")
+            raise ValueError(f"{preset} quantizes weights alone in MXFP4; give one scheme, or w4a4:WEIGHTS/ACTIVATIONS")
     elif slash:
         fprop["x"] = activations if activations == "full" else str(parse_scheme(activations))
     else:

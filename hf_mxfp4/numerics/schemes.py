@@ -333,6 +333,12 @@ class LinearScheme:
         """Whether any product draws random numbers."""
         return self.fprop.is_random or self.dgrad.is_random or self.wgrad.is_random
 
+    @property
+    def folds_scales(self) -> bool:
+        """Whether Wgrad multiplies E4M3 gradients with the E4M3 input of the forward product. Its powers of two lie on
+        the tokens, which are then summed over, so that they go into the gradient before that is rounded."""
+        return self.fprop.left is FP8 and self.fprop.rotation is None and self.wgrad == GemmScheme(FP8, REUSE)
+
     def describe(self, gemm: str) -> str:
         """The operands of one product, and its rotation."""
         scheme: GemmScheme = getattr(self, gemm)

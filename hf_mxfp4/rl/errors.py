@@ -89,8 +89,8 @@ class ActivationErrorCallback(TrainerCallback):
     not count. Of experts, what enters them is measured.
 
     Arguments and `history` are those of [`ErrorCallback`], and the policy; measured in the first step, every few steps
-    and in the last. Raises `ValueError` when the model has no layer that quantizes activations, and `RuntimeError` in
-    training when none of the chosen layers ran.
+    and in the last. Raises `ValueError` when the model has no layer that quantizes activations in MXFP4, and
+    `RuntimeError` in training when none of the chosen layers ran.
     """
 
     def __init__(self, model: nn.Module, every: int, layers: int, record: Record):
@@ -98,7 +98,7 @@ class ActivationErrorCallback(TrainerCallback):
         self.history: list[dict] = []
         self.chosen = evenly_spread(quantizing_inputs(model), layers)
         if not self.chosen:
-            raise ValueError(f"{type(model).__name__} has no MXFP4 layer that quantizes its input")
+            raise ValueError(f"{type(model).__name__} has no layer that quantizes its input in MXFP4")
         self._step: int | None = None
 
     def on_step_begin(self, args, state, control, **kwargs):
@@ -130,9 +130,9 @@ class ActivationErrorCallback(TrainerCallback):
 
 
 def quantizing_inputs(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Return the layers that quantize their input, with their names."""
+    """Return the layers that quantize their input in MXFP4, with their names."""
     quantized = [(name, module) for name, module in model.named_modules() if isinstance(module, QUANTIZED)]
-    return [(name, module) for name, module in quantized if module.config.activation_scheme is not None]
+    return [(name, module) for name, module in quantized if isinstance(module.config.activation_scheme, QuantScheme)]
 
 
 def _observer(found: dict[str, dict[str, float]], name: str, layer: nn.Module, mask: torch.Tensor):

@@ -23,8 +23,9 @@ IDS = torch.arange(2, 14).view(2, 6)
 PACKED = ("weight", "weight_scale", "weight_macro", "weight_residual", "weight_residual_scale")
 # Of mode "qat"; the packed twin of each is what `pack` makes of it.
 SCHEMES = some(
-    CONFIGS, "default", "w4a16 macro", "w4a16 plain", "fallback of weights", "fallback of activations", "selective",
-    "tiles", "blockwise, no fallback", "blockwise_fp8", "mse row, no fallback", "static without a block", "skips",
+    CONFIGS, "default", "w4a8", "w4a16 macro", "w4a16 plain", "fallback of weights", "fallback of activations",
+    "selective", "tiles", "blockwise, no fallback", "blockwise_fp8", "mse row, no fallback", "static without a block",
+    "skips",
 )  # fmt: skip
 #: Tried in bfloat16 too in every run.
 BFLOAT16 = ("default", "selective", "tiles")

@@ -37,10 +37,11 @@ def load(folder, **options):
     return AutoModelForCausalLM.from_pretrained(folder, quantization_config=factors_config(**options))
 
 
-SCHEMES = some(CONFIGS, "default", "w4a16 plain", "skips")
+SCHEMES = some(CONFIGS, "default", "w4a16 plain", "skips", "w4a8g8")
+SIZES = "5GB", "20KB", "20KB", "5GB"
 
 
-@pytest.mark.parametrize(("options", "shard_size"), list(zip(SCHEMES.values(), ["5GB", "20KB", "20KB"], strict=True)))
+@pytest.mark.parametrize(("options", "shard_size"), list(zip(SCHEMES.values(), SIZES, strict=True)))
 def test_the_scheme_comes_back_without_being_named(options, shard_size, checkpoint, tmp_path):
     source, target = checkpoint("qwen2"), tmp_path / "saved"
     model = load(source, **options)

@@ -34,9 +34,12 @@ LAYERS = {
     "w4a4": (MXFP4Linear, {"preset": "w4a4"}),
     "w4a4g4": (MXFP4Linear, {"preset": "w4a4g4"}),
     "w4a4g8": (MXFP4Linear, {"preset": "w4a4g8", "saved_activations": "fp8"}),
+    "w4a8": (MXFP4Linear, {"preset": "w4a8"}),
+    "w4a8g8": (MXFP4Linear, {"preset": "w4a8g8"}),
     "paper_a": (MXFP4Linear, {"preset": "paper_a"}),
     "paper_b": (MXFP4Linear, {"preset": "paper_b", "wgrad": {"rotation": "random-16"}}),
     "packed": (MXFP4PackedLinear, {"preset": "w4a16", "mode": "packed"}),
+    "packed, w4a8": (MXFP4PackedLinear, {"preset": "w4a8", "mode": "packed"}),
     "packed, rotated": (MXFP4PackedLinear, {"preset": "w4a4", "mode": "packed", "fprop": ROTATED}),
 }
 

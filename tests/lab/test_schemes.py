@@ -77,6 +77,8 @@ FULL = "full precision"
         ("w4a16:rceil", "mxfp4+rceil", FULL, (4.25, None, 4.25)),
         ("w4a4:even+mbs128-blockwise", *["mxfp4+even+mbs128-blockwise"] * 2, (4.3125, 4.3125, 4.3125)),
         ("even+mbs128-block_mantissas_fp8", *["mxfp4+even+mbs128-blockwise_fp8"] * 2, (4.3125, 4.3125, 4.3125)),
+        ("w4a8:rceil", "mxfp4+rceil", "fp8", (4.25, 8.0, 6.125)),
+        ("w4a8", "mxfp4+even+mbs128-blockwise", "fp8", (4.3125, 8.0, 6.15625)),
         ("rceil+of0.5", *["mxfp4+rceil+of0.5"] * 2, (8.5, 8.5, 8.5)),
         ("even+of1@0.25", *["mxfp4+even+of1@0.25"] * 2, (5.3125, 5.3125, 5.3125)),
         ("rceil+mbs128-hybrid", "mxfp4+rceil+mbs128-dynamic", "mxfp4+rceil+mbs128-static", (4.3125, 4.3125, 4.3125)),
@@ -126,7 +128,7 @@ def test_options_from_files_and_the_checkpoint(tmp_path):
     [
         ("rciel", "--scheme rciel: .*did you mean 'rceil'.*known are 'default'"),
         ("w4a4:", "names no scale rule"),
-        ("w4a16:rceil/even", "w4a16 quantizes weights alone; give one scheme"),
+        ("w4a16:rceil/even", "w4a16 quantizes weights alone in MXFP4; give one scheme"),
         ("w4a4:rceil/even+32x32", "tiles of 32x32 are for weights"),
         ("w4a4:full/rceil", "no scale rule 'full'"),
         ("own", "no scheme of its own"),

@@ -54,8 +54,8 @@ def add_second(model, **options):
 
 @pytest.mark.parametrize(
     "scheme",
-    [{}, {"macro_block": None}, {"outlier_fallback": 0.5}, {"weight_block": "32x32"}],
-    ids=["default", "plain", "fallback", "tiles"],
+    [{}, {"macro_block": None}, {"outlier_fallback": 0.5}, {"weight_block": "32x32"}, {"preset": "w4a8"}],
+    ids=["default", "plain", "fallback", "tiles", "w4a8"],
 )
 def test_unmerging_restores_every_bit(load, scheme):
     model = with_lora(load(**scheme))

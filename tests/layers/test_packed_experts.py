@@ -138,6 +138,7 @@ def test_what_cannot_be_packed():
 SCHEMES = {
     "weights, H64": {"preset": "w4a16", "scale_rule": "even", "macro_search": "blockwise", "outlier_fallback": None},
     "weights with residuals": {"preset": "w4a16", "outlier_fallback": 0.5},
+    "inputs in FP8": {"preset": "w4a8"},
     "both": {"preset": "w4a4", "outlier_fallback": None},
     "both with residuals": {"preset": "w4a4", "outlier_fallback": 0.5},
     "selected residuals": {"preset": "w4a4", "outlier_fallback": 0.5, "outlier_fallback_rate": 0.2},

@@ -20,8 +20,8 @@ from hf_mxfp4.gemm import PACKED_FIELDS
 
 
 SCHEMES = some(
-    CONFIGS, "default", "no macro", "w4a4", "fallback 0.5", "fallback 1 of weights", "selective w4a4", "even tiles",
-    "blockwise", "mse row", "32 static", "eager",
+    CONFIGS, "default", "no macro", "w4a8", "w4a4", "fallback 0.5", "fallback 1 of weights", "selective w4a4",
+    "even tiles", "blockwise", "mse row", "32 static", "eager",
 )  # fmt: skip
 
 

@@ -156,6 +156,8 @@ BITS = [
     ("mxfp4", {"preset": "w4a4g8", "outlier_fallback": None}, torch.bfloat16, 4.3125),
     ("fp8", {"preset": "w4a4g4"}, torch.bfloat16, 8 + 8 / 256),
     ("fp8", {"preset": "paper_b"}, torch.float32, 8 + 8 / 256),
+    ("full", {"preset": "w4a8"}, torch.bfloat16, 8 + 8 / 256),
+    ("full", {"preset": "w4a8g8"}, torch.float32, 8 + 8 / 256),
 ]
 
 

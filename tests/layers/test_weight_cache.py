@@ -334,7 +334,7 @@ def test_bytes_held_after_a_forward_pass(name):
 
 
 @pytest.mark.parametrize("make", [dense, moe])
-@pytest.mark.parametrize("preset", ["w4a16", "w4a4"])
+@pytest.mark.parametrize("preset", ["w4a16", "w4a8", "w4a4"])
 def test_packed_copies_of_trainable_weights(make, preset, dense_products):
     model = make(preset=preset, backend="cpu")
     _, expected = held_after_a_pass(model, "dense")

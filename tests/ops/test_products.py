@@ -91,8 +91,8 @@ COUNTS = (5, 0, 33, 2)
 E, N, K = 4, 48, 40
 SCHEME = QuantScheme(macro_block=32)
 SCHEMES = some(
-    CONFIGS, "default", "w4a16", "w4a4g8", "w4a4g4", "paper_a", "paper_b", "plain tiles", "selective weights", "full",
-    "rotated, own wgrad", "random", "random wgrad",
+    CONFIGS, "default", "w4a16", "w4a8", "w4a8g8", "w4a4g8", "w4a4g4", "paper_a", "paper_b", "plain tiles",
+    "selective weights", "full", "rotated, own wgrad", "random", "random wgrad",
 )  # fmt: skip
 
 

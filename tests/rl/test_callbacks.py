@@ -191,9 +191,10 @@ def test_measuring_nothing_is_an_error():
             pass
 
 
-def test_layers_without_quantized_activations_are_refused():
-    model = quantized_model(MXFP4RLConfig(preset="w4a16"))
-    with pytest.raises(ValueError, match="no MXFP4 layer that quantizes its input"):
+@pytest.mark.parametrize("preset", ["w4a16", "w4a8"])
+def test_layers_without_activations_in_mxfp4_are_refused(preset):
+    model = quantized_model(MXFP4RLConfig(preset=preset))
+    with pytest.raises(ValueError, match="no layer that quantizes its input in MXFP4"):
         ActivationErrorCallback(model, every=1, layers=1, record=lambda name, value: None)
 
 

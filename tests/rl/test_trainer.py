@@ -176,6 +176,17 @@ def test_lora_trains_adapters_and_leaves_the_base_alone(build):
     assert logged(trainer, "aqn/n_modules") == {1: 0, 2: 5}
 
 
+@pytest.mark.parametrize("preset", ["w4a8", "w4a8g8"])
+def test_a_step_with_inputs_in_fp8(build, preset):
+    trainer = build(scheme=MXFP4RLConfig(preset=preset), max_steps=1)
+    assert trainer.n_quantized == 14
+    before = snapshot(trainer.model)
+    trainer.train()
+    changed = {name for name, value in trainer.model.named_parameters() if not torch.equal(value, before[name])}
+    assert {name for name in before if name.endswith("proj.weight")} <= changed
+    assert all(bool(value.isfinite().all()) for value in trainer.model.parameters())
+
+
 # ---- what is refused, and what is saved first -----------------------------------------------------------------------
 
 

@@ -37,7 +37,7 @@ class QuarkFormat(RenamedFormat):
         self, config: MXFP4RLConfig, ignored: Sequence[str], quantized: Sequence[str] = ()
     ) -> dict[str, Any]:
         tensor = {**_TENSOR, **_TENSOR_DETAILS, "scale_calculation_mode": _mode(config)}
-        activations = None if config.activation_scheme is None else {**tensor, "is_dynamic": True}
+        activations = {**tensor, "is_dynamic": True} if isinstance(config.activation_scheme, QuantScheme) else None
         return {
             "quant_method": self.quant_method,
             "quant_mode": "eager_mode",
@@ -66,6 +66,8 @@ class QuarkFormat(RenamedFormat):
         scheme, kept = config.activation_scheme, QuantScheme(ScaleRule(_mode(config)))
         if scheme is None or scheme == kept:
             return []
+        if not isinstance(scheme, QuantScheme):
+            return super().notes(config, ignored, quantized)
         return [f"Activations were quantized as {scheme}; the exported model quantizes them as {kept}."]
 
     def read_config(self, options: Mapping[str, Any]) -> tuple[MXFP4RLConfig, list[str]]:

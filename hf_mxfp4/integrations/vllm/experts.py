@@ -27,6 +27,7 @@ from ...gemm import (
     packed_forward,
     packed_shapes,
     quantize_input,
+    read_input_scheme,
     read_scheme,
     reads_packed_on_gpus,
 )
@@ -211,14 +212,15 @@ def experts_operator(
         gate_up, down: the weights of all experts here, ``[E, N, ...]``: the packed tensors that the scheme has, in the
             order of [`PACKED_FIELDS`], or one tensor of dequantized values.
         biases: ``[E, N]`` of each projection, or none.
-        weight_scheme, input_scheme: as text; ``""`` for dequantized weights, and inputs that are not quantized.
+        weight_scheme, input_scheme: as text; ``""`` for dequantized weights, and inputs that are not quantized; inputs
+            may be ``"fp8"``.
         activation: one of [`ACTIVATIONS`].
         backend: see [`hf_mxfp4.fake_quantize`].
     """
     n_tokens, k = topk_ids.shape
     ids, order, groups = _sorted(topk_ids.reshape(-1), expert_map, len(gate_up[0]))
     elsewhere = None if expert_map is None else (ids == groups.n_experts).unsqueeze(-1)
-    weights, inputs = (read_scheme(text) if text else None for text in (weight_scheme, input_scheme))
+    weights, inputs = read_scheme(weight_scheme) if weight_scheme else None, read_input_scheme(input_scheme)
 
     def project(states: torch.Tensor, weight: list[torch.Tensor], own: list[torch.Tensor]) -> torch.Tensor:
         bias = own[0].to(x.dtype) if own else None

@@ -13,18 +13,25 @@ from torch import nn
 from vllm.model_executor.layers.linear import LinearMethodBase, UnquantizedLinearMethod
 from vllm.model_executor.parameter import ChannelQuantScaleParameter, ModelWeightParameter
 
-from ...backends import fake_quantize
 from ...config import MXFP4RLConfig
-from ...gemm import PACKED_FIELDS, PackedSpec, check_rotation, compiled_packed_linear, packed_shapes, read_scheme
-from ...numerics import BLOCK_SIZE, QuantScheme
+from ...gemm import (
+    PACKED_FIELDS,
+    PackedSpec,
+    check_rotation,
+    compiled_packed_linear,
+    packed_shapes,
+    read_input_scheme,
+)
+from ...gemm import quantize_input as quantize
+from ...numerics import BLOCK_SIZE, FP8, OperandScheme, QuantScheme
 from .weight_loading import ExpectedLayers
 
 
 @torch.library.custom_op("mxfp4_rl::quantize_input", mutates_args=())
 def quantize_input(x: torch.Tensor, scheme: str, backend: str) -> torch.Tensor:
-    """Return ``Q(x)`` along the last axis, in the dtype of ``x``, by a scheme as text: one operator, so that vLLM can
-    compile the model around it."""
-    return fake_quantize(x, read_scheme(scheme), backend).contiguous()
+    """Return ``Q(x)`` along the last axis, in the dtype of ``x``, by a scheme or ``"fp8"``: one operator, so that vLLM
+    can compile the model around it."""
+    return quantize(x, x.dtype, read_input_scheme(scheme), backend).contiguous()
 
 
 @quantize_input.register_fake
@@ -36,7 +43,7 @@ def check_share(
     name: str,
     share: int,
     columns: int,
-    schemes: tuple[QuantScheme | None, QuantScheme | None],
+    schemes: tuple[QuantScheme | None, OperandScheme | None],
     advice: str,
     unit: int = BLOCK_SIZE,
 ) -> None:
@@ -50,11 +57,12 @@ def check_share(
     inputs = schemes[1]
     if share == columns:
         return
-    if inputs is not None and (inputs.macro_block == "row" or inputs.fallback_rate is not None):
+    in_rows = isinstance(inputs, QuantScheme) and (inputs.macro_block == "row" or inputs.fallback_rate is not None)
+    if in_rows or inputs is FP8:
         raise ValueError(
             f"{name}: tensor parallelism splits the inputs of this layer, and {inputs} needs whole rows; use {advice}"
         )
-    blocks = [scheme.macro_block for scheme in schemes if scheme is not None]
+    blocks = [scheme.macro_block for scheme in schemes if isinstance(scheme, QuantScheme)]
     # One factor for a row of weights is true of every part of it.
     unit = math.lcm(BLOCK_SIZE, unit, *(block for block in blocks if block not in (None, "row")))
     if share % unit:

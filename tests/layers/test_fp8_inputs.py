@@ -1,0 +1,153 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Layers with E4M3 inputs (presets w4a8 and w4a8g8) against the same products of operands that are rounded here: E4M3
+by ml_dtypes, with the power of two that a logarithm in float64 gives."""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from ml_dtypes import float8_e4m3fn
+from tiny_models import make_model
+
+from hf_mxfp4 import MXFP4Experts, MXFP4Linear, MXFP4PackedLinear, MXFP4RLConfig, numerics
+from hf_mxfp4.gemm import matmul_counts, reset_matmul_counts, select_matmul
+
+
+#: Tokens, outputs and inputs, none of them a multiple of 16 or 32.
+M, N, K = 43, 37, 50
+#: Without macro factors, which FP8 tensor cores do not multiply.
+PLAIN = {"macro_block": None}
+FP8_PRODUCTS = {"matmul_backend": "fp8", "scale_rule": "rceil", **PLAIN}
+
+
+def scales_of(x: torch.Tensor) -> torch.Tensor:
+    """The smallest power of two for each row that leaves no magnitude above 448: float64 ``[..., 1]``."""
+    return 2.0 ** (x.double().abs().amax(-1, keepdim=True) / 448).log2().ceil()
+
+
+def e4m3(x: torch.Tensor) -> torch.Tensor:
+    """The elements of rows of ``x`` in float64, rounded by ml_dtypes."""
+    elements = (x.double() / scales_of(x)).float().numpy().astype(float8_e4m3fn)
+    return torch.from_numpy(elements.astype("float64"))
+
+
+def fp8(x: torch.Tensor) -> torch.Tensor:
+    return (e4m3(x) * scales_of(x)).to(x.dtype)
+
+
+def tokens(dtype=torch.float32) -> torch.Tensor:
+    """Inputs whose tokens have scales from 2**-20 to 2**20, and a channel that is larger than the others."""
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(M, K, generator=generator) * 2.0 ** torch.randint(-12, 13, (M, 1), generator=generator)
+    x[:, 3] *= 40
+    return x.to(dtype)
+
+
+def layer(dtype=torch.float32, **options) -> MXFP4Linear:
+    torch.manual_seed(0)
+    return MXFP4Linear(K, N, dtype=dtype, config=MXFP4RLConfig(**options), name="up_proj")
+
+
+def passes(layer, x, *routing, grad=None) -> list[torch.Tensor]:
+    """y, dx and dW."""
+    x = x.clone().requires_grad_()
+    y = layer(x, *routing)
+    y.backward(output_gradient(y) if grad is None else grad)
+    return [y.detach(), x.grad, *(p.grad for p in layer.parameters() if p.grad is not None and p.dim() > 1)]
+
+
+def output_gradient(y: torch.Tensor) -> torch.Tensor:
+    return torch.randn(y.shape, generator=torch.Generator().manual_seed(2)).to(y.dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("options", [{}, PLAIN, {"outlier_fallback": 1.0}], ids=["default", "plain", "residuals"])
+def test_w4a8_is_the_product_of_dequantized_operands_and_has_its_gradients(options, dtype):
+    found = layer(dtype, preset="w4a8", **options)
+    config, x = found.config, tokens(dtype)
+    weight = numerics.fake_quantize(found.weight.detach(), **vars(config.weight_scheme)).requires_grad_()
+    values = fp8(x).requires_grad_()
+    y = F.linear(values, weight, found.bias)
+    y.backward(output_gradient(y))
+    for a, b in zip(passes(found, x), (y, values.grad, weight.grad), strict=True):
+        assert torch.equal(a, b)
+    assert not torch.equal(values, x)
+
+
+def test_literal():
+    found = MXFP4Linear(2, 1, bias=False, config=MXFP4RLConfig(preset="w4a8"))
+    with torch.no_grad():
+        found.weight.copy_(torch.tensor([[1.0, 6.0]]))
+    y, grad_x, grad_weight = passes(found, torch.tensor([[300.0, 1.07]]), grad=torch.tensor([[2.0]]))
+    # 300 lies between 288 and 320, 1.07 between 1 and 1.125.
+    assert (y.tolist(), grad_x.tolist(), grad_weight.tolist()) == ([[288.0 + 6.75]], [[2.0, 12.0]], [[576.0, 2.25]])
+
+
+@pytest.mark.parametrize("options", [{}, FP8_PRODUCTS], ids=["dense", "fp8"])
+def test_w4a8g8_folds_the_scales_of_tokens_into_the_gradient_before_that_is_rounded(options):
+    found = layer(preset="w4a8g8", **options)
+    x, grad = tokens(), torch.randn(M, N, generator=torch.Generator().manual_seed(2))
+    weight = numerics.fake_quantize(found.weight.detach(), **vars(found.config.weight_scheme)).double()
+    scaled = (grad.double() * scales_of(x)).t().float()
+    expected = fp8(x).double() @ weight.t() + found.bias.detach(), fp8(grad).double() @ weight, fp8(scaled).double()
+    expected = *expected[:2], expected[2] @ e4m3(x)
+    reset_matmul_counts()
+    for a, b in zip(passes(found, x, grad=grad), expected, strict=True):
+        torch.testing.assert_close(a.double(), b, rtol=2e-5, atol=2e-5 * float(b.abs().max()))
+    products = "fp8" if options else "dense"
+    counted = {gemm: {products: 1} for gemm in ("fprop", "dgrad", "wgrad")}
+    assert matmul_counts() == {**counted, "inexact_elements": 0}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
+def test_tokens_of_any_scale_keep_gradients_finite(dtype):
+    x = tokens(dtype)
+    x[0], x[1], x[2] = 1e30, 1e-30, 0
+    found = passes(layer(dtype, preset="w4a8g8"), x)
+    assert all(bool(part.isfinite().all()) for part in found) and bool(found[2].any())
+    empty = passes(layer(dtype, preset="w4a8g8"), x[:0])
+    assert empty[1].shape == (0, K) and not empty[2].any()
+
+
+def routed() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Hidden states of which the first is routed to experts 0 and 1, others to 2 and 3."""
+    index = torch.tensor([[0, 1], *[[2, 3]] * 20])
+    return torch.randn(21, 64, generator=torch.Generator().manual_seed(3)), index, torch.full((21, 2), 0.5)
+
+
+def test_a_nan_reaches_the_gradients_of_its_own_experts_alone():
+    plain = make_model("qwen3_moe", layers=1).model.layers[0].mlp.experts
+    experts = MXFP4Experts.from_experts(plain, MXFP4RLConfig(preset="w4a8g8"), "experts")
+    hidden, *routing = routed()
+    hidden[0, 5] = math.nan
+    grad_up = passes(experts, hidden, *routing, grad=torch.ones(21, 64))[2]
+    assert bool(grad_up[:2].isnan().all()) and bool(grad_up[2:].isfinite().all()) and bool(grad_up[2:].any())
+
+
+@pytest.mark.parametrize("rotation", ["deterministic-16", "random-16"])
+def test_rotated_inputs_are_rounded_in_the_rotated_basis_and_saved_so(rotation):
+    found = layer(fprop={"x": "fp8", "rotation": rotation})
+    saved = layer(fprop={"x": "fp8", "rotation": rotation}, saved_activations="fp8")
+    for a, b in zip(passes(found, tokens()), passes(saved, tokens()), strict=True):
+        assert torch.equal(a, b)
+    with torch.no_grad():
+        assert torch.equal(found(tokens()), saved(tokens()))
+
+
+def test_packed_layers_take_the_same_inputs():
+    trained = layer(preset="w4a8g8")
+    packed = MXFP4PackedLinear.from_linear(trained, trained.config.packed(), "up_proj")
+    x = tokens()
+    torch.testing.assert_close(packed(x), trained(x), rtol=1e-5, atol=1e-5 * float(trained(x).detach().abs().max()))
+    assert packed.config.preset == "w4a8" and torch.equal(packed.quantized_input(x, x.dtype), fp8(x))
+
+
+def test_products_on_fp8_hardware_are_chosen_by_what_the_operands_are():
+    chosen = {}
+    for preset in ("w4a8", "w4a8g8"):
+        scheme = MXFP4RLConfig(preset=preset, **PLAIN).gemms()
+        chosen[preset] = [select_matmul(gemm, scheme, "sm_90").name for gemm in ("fprop", "dgrad", "wgrad")]
+    assert chosen == {"w4a8": ["fp8", "dense", "dense"], "w4a8g8": ["fp8", "fp8", "fp8"]}
+    own = MXFP4RLConfig(preset="w4a8", wgrad={"grad": "rceil"}, **PLAIN).gemms()
+    assert "the scales of the reused x lie on the tokens" in select_matmul("wgrad", own, "sm_90").reason
