@@ -15,6 +15,7 @@ from ..config import MXFP4RLConfig
 from ..files import json_clean, write_json
 from ..gemm import weight_values
 from ..module_names import full_precision_record, skip_reasons
+from ..numerics import BLOCK_SIZE
 from ..report import ErrorEnergy, add_packed
 from .atomic import FolderError, atomic_folder
 from .card import save_packed_card
@@ -45,6 +46,7 @@ class LayerCost:
         matrices, n_weights: numbers of linear maps and of elements.
         signal, noise: energy of the values before, and of their change; elements that are not finite left out.
         bytes_before, bytes_after: size of its tensors in the files read and written, biases not counted.
+        blocks, exact_blocks: of 32 elements, whose scales the format stores otherwise, and those of the same values.
     """
 
     name: str
@@ -56,6 +58,14 @@ class LayerCost:
     noise: float = 0.0
     bytes_before: int = 0
     bytes_after: int = 0
+    blocks: int = 0
+    exact_blocks: int = 0
+
+    def count(self, packed: torch.Tensor, stored: torch.Tensor) -> None:
+        """Count the blocks of a quantized matrix ``[N, K]`` and those that have the same values as they are stored."""
+        same = ((packed == stored) | packed.isnan() & stored.isnan()).unflatten(1, (-1, BLOCK_SIZE)).all(dim=-1)
+        self.blocks += same.numel()
+        self.exact_blocks += int(same.sum())
 
     def add(self, before: torch.Tensor, after: torch.Tensor) -> None:
         """Count a matrix before and after the change, in any dtypes."""
@@ -139,9 +149,17 @@ class ConversionReport:
             before = f"which themselves have SQNR {self.source_sqnr_db:.2f} dB against the original weights"
         return f"{sqnr if self.changed else 'bit for bit'} {PACKED}, {before}"
 
+    @property
+    def blocks(self) -> tuple[int, int]:
+        """The numbers of exact blocks and of all that are counted; see [`LayerCost`]."""
+        return sum(layer.exact_blocks for layer in self.layers), sum(layer.blocks for layer in self.layers)
+
     def to_dict(self) -> dict[str, Any]:
         """Return a value for JSON; `sqnr_db` is null where nothing changed."""
-        shown = ("name", "matrices", "action", "reason", "sqnr_db", "bytes_before", "bytes_after")
+        shown = ["name", "matrices", "action", "reason", "sqnr_db", "bytes_before", "bytes_after"]
+        exact, blocks = self.blocks
+        counted = {"blocks": blocks, "exact_blocks": exact} if blocks else {}
+        shown += counted
         return json_clean(
             {
                 "format": self.format,
@@ -158,6 +176,7 @@ class ConversionReport:
                 "bits_per_weight_before": bits_per_weight(self.layers, "before"),
                 "bits_per_weight_after": bits_per_weight(self.layers),
                 "notes": self.notes,
+                **counted,
                 "layers": [{name: getattr(layer, name) for name in shown} for layer in self.layers],
             }
         )

@@ -43,17 +43,17 @@ def export(
 ) -> ConversionReport:
     """Write a full-precision, a trained (``mode="qat"``) or a packed checkpoint in another engine's format.
 
-    Full-precision weights, plain or trained, are quantized once, to plain MXFP4 in blocks of 1x32. Packed plain MXFP4
-    keeps its bytes. Other formats cannot hold macro factors and outlier fallback: by default they are refused. One
-    layer and one output shard are in memory at a time.
+    Full-precision weights, plain or trained, are quantized once, to plain MXFP4 in blocks of 1x32, for NVFP4 with block
+    mantissas. Packed plain MXFP4 keeps its bytes, and its values as NVFP4, which holds block mantissas too. Macro
+    factors and outlier fallback are by default refused. One layer and one output shard are in memory at a time.
 
     Args:
         source_dir: folder of a safetensors checkpoint.
         out_dir: new or empty folder; with ``overwrite`` also a checkpoint, which is replaced.
-        format: ``"compressed-tensors"``, ``"quark"``, ``"gpt-oss"``, ``"gguf"`` or ``"bf16"``.
-        on_mismatch: for layers that the format cannot hold: ``"refuse"``; ``"requantize"`` to plain MXFP4;
-            ``"dequantize"`` to bfloat16. Layers that cannot be MXFP4 there at all are in bfloat16 under either of the
-            last two, and those that a format never quantizes always.
+        format: ``"compressed-tensors"``, ``"nvfp4"``, ``"quark"``, ``"gpt-oss"``, ``"gguf"`` or ``"bf16"``.
+        on_mismatch: for layers that the format cannot hold: ``"refuse"``; ``"requantize"`` without what it
+            cannot; ``"dequantize"`` to bfloat16. Layers that cannot be 4-bit there at all are in bfloat16 under either
+            of the last two, and those that a format never quantizes always.
         scale_rule: how block scales are chosen: ``"rceil"``, ``"floor"``, ``"even"`` or ``"mse"``. By default
             ``"even"`` for a plain checkpoint; for others their own. Given a rule, a trained checkpoint is quantized
             without its macro factors and outlier fallback.
@@ -72,7 +72,7 @@ def export(
     one_of("scale_rule", scale_rule, (None, *(rule.value for rule in ScaleRule)))
     folder = open_checkpoint(source_dir)
     source = _open_source(folder, FORMATS[format], scale_rule, preset, modules_to_not_convert)
-    target, dtype = FORMATS[format].for_checkpoint(folder, source.model), model_dtype(folder)
+    target, dtype = FORMATS[format].for_checkpoint(folder, source.model, source.config), model_dtype(folder)
     plan = Plan(source, target, scale_rule, on_mismatch)
     quantized = sorted(layer for layer, (action, _) in plan.decisions.items() if action not in ("dequantized", "left"))
     names = ignored_layers(source, set(quantized)), quantized
@@ -124,14 +124,9 @@ def _open_source(
             f"{option('preset', 'w4a4')} has no effect in format {format.name!r}, whose engines compute activations in "
             f"full precision; leave it out, or use {option('format', 'quark')}"
         )
-    scheme = {"preset": preset or "w4a16", "scale_rule": scale_rule or DEFAULT_RULE, "macro_block": None}
-    return MasterSource(folder, MXFP4RLConfig(mode="packed", **scheme, modules_to_not_convert=skips))
-
-
-def plain_scheme(scheme: QuantScheme, scale_rule: str | None = None) -> QuantScheme:
-    """Return the scheme without macro factors and outlier fallback: the same blocks, and the same rule unless one is
-    given."""
-    return QuantScheme(ScaleRule(scale_rule or scheme.scale_rule), block_rows=scheme.block_rows)
+    scheme = {"preset": preset or "w4a16", "scale_rule": scale_rule or DEFAULT_RULE, "outlier_fallback": None}
+    holds = format.holds if isinstance(format, PackedFormat) else PackedFormat.holds
+    return MasterSource(folder, MXFP4RLConfig(mode="packed", **scheme, **holds, modules_to_not_convert=skips))
 
 
 class Plan:
@@ -139,6 +134,7 @@ class Plan:
 
     Attributes:
         has_masters, is_plain: whether full-precision weights are read, and whether they were never quantized.
+        held: the same blocks as the source's, and the same rule unless one is given, with what the format holds.
         written: the scheme of what is quantized here.
         decisions: one of the report's actions for each layer, and why if the format leaves no choice.
 
@@ -158,9 +154,11 @@ class Plan:
                 "made from (hf-mxfp4 gptq --scheme even)"
             )
         again = scale_rule is not None or self.is_packed and format.misfits(self.scheme) and on_mismatch == "requantize"
-        self.written = plain_scheme(self.scheme, scale_rule) if again or not self.has_masters else self.scheme
+        self.held = self._held_scheme(scale_rule)
+        self.written = self.held if again or not self.has_masters else self.scheme
         self.misfits = format.misfits(self.written if self.has_masters else self.scheme) if self.is_packed else []
         self.decisions = {layer: self._decide(shape, on_mismatch) for layer, shape in source.shapes.items()}
+        self._top_exponents: dict[str, int] = {}
         self.actions = {action for action, _ in self.decisions.values()}
         if "refused" in self.actions:
             raise self._refusal()
@@ -170,6 +168,11 @@ class Plan:
                 f"{option('scale_rule', scale_rule)} has no effect here: the {values} as {source.folder.path} has them "
                 f"({self.scheme}). Leave it out, or export the original full-precision checkpoint with it"
             )
+
+    def _held_scheme(self, scale_rule: str | None) -> QuantScheme:
+        rule = ScaleRule(scale_rule or self.scheme.scale_rule)
+        holds = self.format.holds if self.is_packed else PackedFormat.holds
+        return QuantScheme(rule, **holds, block_rows=self.scheme.block_rows)
 
     def _decide(self, shape: LayerShape, on_mismatch: str) -> tuple[str, str | None]:
         if not self.is_packed:
@@ -202,19 +205,43 @@ class Plan:
         return cost, new_tensors(format.full_tensors(name, shape, shape.meta()), make)
 
     def _packed(self, cost: LayerCost, expert: int | None) -> dict[str, torch.Tensor]:
-        """Return the packed fields of one matrix, in the scheme [`written`] unless they are kept."""
-        source = self.source
-        if cost.action == "kept":
-            return source.read(cost.name, expert)
-        if cost.action == "packed":
-            before, backend = source.master(cost.name, expert), source.config.backend
-        else:
-            columns = source.shapes[cost.name].in_features
-            before = weight_values(source.read(cost.name, expert), columns, self.scheme, torch.float32)
-            backend = "auto"
-        packed = quantize_weight(before, self.written, backend)
-        cost.add(before, weight_values(packed, before.shape[1], self.written, torch.float32))
+        """Return the fields of one matrix that the format stores, in the scheme [`written`] unless they are kept."""
+        before, packed = self._quantized(cost.name, expert)
+        if before is None and not self.format.has_tensor_scale:
+            return packed
+        scheme = self.written if cost.action != "kept" else self.scheme
+        after = weight_values(packed, self.source.shapes[cost.name].in_features, scheme, torch.float32)
+        if self.format.has_tensor_scale:
+            values, packed = after, self.format.encode(packed, self._top_exponent(cost.name))
+            after = self.format.values(packed)
+            cost.count(values, after)
+            before = values if before is None else before
+        cost.add(before, after)
         return packed
+
+    def _quantized(self, layer: str, expert: int | None) -> tuple[torch.Tensor | None, dict[str, torch.Tensor]]:
+        """Return one matrix before it is quantized here, `None` if it is kept, and its packed fields."""
+        source, action = self.source, self.decisions[layer][0]
+        if action == "kept":
+            return None, source.read(layer, expert)
+        if action == "packed":
+            before, backend = source.master(layer, expert), source.config.backend
+        else:
+            columns = source.shapes[layer].in_features
+            before, backend = weight_values(source.read(layer, expert), columns, self.scheme, torch.float32), "auto"
+        return before, quantize_weight(before, self.written, backend)
+
+    def _top_exponent(self, layer: str) -> int:
+        """Return the largest exponent of the block scales in all layers of a module; it is computed once."""
+        module = layer.rpartition(".")[0]
+        if module not in self._top_exponents:
+            self._top_exponents[module] = max(
+                self.format.top_exponent(self._quantized(other, expert)[1])
+                for other, (action, _) in self.decisions.items()
+                if other.rpartition(".")[0] == module and action not in ("dequantized", "left")
+                for expert in self.source.shapes[other].matrices
+            )
+        return self._top_exponents[module]
 
     def _full(self, cost: LayerCost, expert: int | None) -> torch.Tensor:
         """Return one matrix in bfloat16, with its quantized values unless it is left alone."""
@@ -240,13 +267,15 @@ class Plan:
         n_refused, n_layers = (sum(len(shapes[layer].matrices) for layer in each) for each in (refused, shapes))
         scheme = "" if self.is_plain else f" ({self.scheme})"
         requantize, dequantize = (option("on_mismatch", choice) for choice in ("requantize", "dequantize"))
-        even = option("scale_rule", DEFAULT_RULE)
+        even, plain = option("scale_rule", DEFAULT_RULE), "plain MXFP4"
+        if self.held.macro_block is not None:
+            plain = f"{self._held_scheme(DEFAULT_RULE)}"
         if not self.misfits:
             advice = f"{dequantize} writes them in bfloat16, listed as not quantized"
         elif self.has_masters:
             advice = (
-                f"Best: {even} quantizes the full-precision weights once, to plain MXFP4; {requantize} does so with "
-                f"their own rule ({plain_scheme(self.scheme)}). Only {dequantize} keeps the values of the policy, in "
+                f"Best: {even} quantizes the full-precision weights once, to {plain}; {requantize} does so with "
+                f"their own rule ({self._held_scheme(None)}). Only {dequantize} keeps the values of the policy, in "
                 "bfloat16"
             )
         else:
@@ -280,7 +309,7 @@ class Plan:
         if dtype != torch.bfloat16:
             notes.append(f"All other tensors are converted from {dtype} to bfloat16, what other engines compute in.")
         if self.is_packed and self.actions <= {"dequantized", "left"}:
-            notes.append("No layer is MXFP4 any more: this is a plain checkpoint, as format bf16 writes it.")
+            notes.append("No layer is 4-bit any more: this is a plain checkpoint, as format bf16 writes it.")
         return notes
 
 

@@ -105,19 +105,20 @@ def export(
     ],
     out: OutArgument,
     format: Annotated[
-        Literal["compressed-tensors", "quark", "gpt-oss", "gguf", "bf16"],
+        Literal["compressed-tensors", "nvfp4", "quark", "gpt-oss", "gguf", "bf16"],
         typer.Option(
             "--format",
-            help="compressed-tensors: vLLM, transformers (W4A16); quark: vLLM (W4A4); gpt-oss: experts of gpt-oss "
-            "models; gguf: llama.cpp and what builds on it, in one file; bf16: all.",
+            help="compressed-tensors: vLLM, transformers (W4A16); nvfp4: the same, with block mantissas (W4A4 too); "
+            "quark: vLLM (W4A4); gpt-oss: experts of gpt-oss models; gguf: llama.cpp and what builds on it, in one "
+            "file; bf16: all.",
         ),
     ],
     on_mismatch: Annotated[
         Literal["refuse", "requantize", "dequantize"],
         typer.Option(
             "--on-mismatch",
-            help="Layers that the format cannot hold (macro factors, outlier fallback): refuse, requantize to plain "
-            "MXFP4, or dequantize to bfloat16. Of a packed checkpoint, rather export the original.",
+            help="Layers that the format cannot hold (macro factors, outlier fallback): refuse, requantize "
+            "without, or dequantize to bfloat16. Of a packed checkpoint, rather export the original.",
         ),
     ] = "refuse",
     scale_rule: Annotated[
@@ -129,7 +130,7 @@ def export(
     ] = None,
     preset: Annotated[
         Literal["w4a16", "w4a4"] | None,
-        typer.Option("--preset", help="For a plain checkpoint: w4a16 (default), or w4a4 in format quark."),
+        typer.Option("--preset", help="For a plain checkpoint: w4a16 (default), or w4a4 in format quark or nvfp4."),
     ] = None,
     skip: SkipOption = None,
     overwrite: OverwriteOption = False,
@@ -137,7 +138,8 @@ def export(
 ) -> None:
     """Write a checkpoint in another engine's format, and say what it cost.
 
-    Full-precision weights are quantized once, to plain MXFP4; packed ones of plain MXFP4 keep their bytes.
+    Full-precision weights are quantized once, to plain MXFP4, for nvfp4 with block mantissas. Packed plain MXFP4 keeps
+    its bytes; as nvfp4 its values, where E4M3 scales hold them.
     """
     from ..checkpoint import export as export_checkpoint
 
@@ -208,6 +210,9 @@ def _show(report: "ConversionReport", as_json: bool) -> None:
     counts = ", ".join(f"{count} {_ACTIONS[action]}" for action, count in report.counts().items())
     say(f"{report.path}: {report.format}, {report.n_layers} layers: {counts}")
     say(f"weights: {report.error()}")
+    exact, blocks = report.blocks
+    if blocks:
+        say(f"{exact} of {blocks} blocks exact")
     bits = [bits_per_weight(report.layers, when) for when in ("before", "after")]
     in_bits = f"; bits per weight of these layers: {bits[0]:.4g} -> {bits[1]:.4g}" if None not in bits else ""
     say(f"tensors: {_size(report.bytes_before)} -> {_size(report.bytes_after)}{in_bits}")

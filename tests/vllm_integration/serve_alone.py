@@ -6,9 +6,9 @@
 OUT gets a JSON object: for each folder what reads its layers (the names of methods and schemes, and what inputs are
 quantized to) and the log-probabilities of the harness's prompts.
 
-vLLM has no MXFP4 kernels for CPUs: weights are decoded once and multiplied by plain torch. They are what vLLM's own
-loaders made of a checkpoint for its own kernels: whose names, shapes and order are thereby tested. Numbers are those of
-the OCP Microscaling specification 1.0, sections 5.3 and 6.
+vLLM has no MXFP4 and NVFP4 kernels for CPUs: weights are decoded once and multiplied by plain torch. They are what
+vLLM's own loaders made of a checkpoint for its own kernels: whose names, shapes and order are thereby tested. Numbers
+are those of the OCP Microscaling specification 1.0, sections 5.3 and 6.
 """
 
 import json
@@ -19,13 +19,19 @@ import torch
 from harness import engine, served_model, vllm_logprobs
 from vllm.model_executor.kernels import linear
 from vllm.model_executor.kernels.linear.mxfp4.base import MxFp4LinearKernel
+from vllm.model_executor.kernels.linear.nvfp4.base import NvFp4LinearKernel, NvFp4LinearLayerConfig
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUExpertsMxfp4
 from vllm.model_executor.layers.fused_moe.oracle.mxfp4 import Mxfp4MoeBackend
+from vllm.model_executor.layers.fused_moe.oracle.nvfp4 import NvFp4MoeBackend
 from vllm.model_executor.layers.quantization import QUANTIZATION_METHODS, mxfp4
 from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors_moe import (
     compressed_tensors_moe_w4a4_mxfp4 as compressed_tensors,
 )
+from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors_moe import (
+    compressed_tensors_moe_w4a4_nvfp4 as nvfp4_experts,
+)
+from vllm.model_executor.layers.quantization.compressed_tensors.schemes import compressed_tensors_w4a4_nvfp4 as nvfp4
 from vllm.model_executor.layers.quantization.quark import quark, quark_moe
 from vllm.model_executor.layers.quantization.utils.quant_utils import kMxfp4Dynamic
 from vllm.platforms.interface import PlatformEnum
@@ -40,11 +46,19 @@ _QUANTIZES_INPUTS = ("QuarkOCP_MX", "QuarkOCP_MX_MoEMethod")
 def decode_mxfp4(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     """The numbers of MXFP4: codes uint8 ``[..., K / 2]``, the lower four bits first, scale bytes ``[..., K / 32]``;
     float32 ``[..., K]``."""
+    return _scaled(codes, torch.exp2(scales.float() - 127))
+
+
+def decode_nvfp4(codes: torch.Tensor, scales: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
+    """The numbers of NVFP4: codes as in MXFP4, E4M3 scales ``[..., K / 16]`` and a factor for all."""
+    return _scaled(codes, scales.float() * factor)
+
+
+def _scaled(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     magnitudes = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
     values = torch.cat([magnitudes, -magnitudes])
     pairs = torch.stack([values[(codes & 15).long()], values[(codes >> 4).long()]], dim=-1).flatten(-2)
-    blocks = pairs.unflatten(-1, (-1, BLOCK)) * torch.exp2(scales.float() - 127).unsqueeze(-1)
-    return blocks.flatten(-2)
+    return (pairs.unflatten(-1, (scales.shape[-1], -1)) * scales.unsqueeze(-1)).flatten(-2)
 
 
 def to_mxfp4(x: torch.Tensor) -> torch.Tensor:
@@ -68,8 +82,12 @@ def add_mxfp4_kernels() -> None:
         mxfp4.GptOssMxfp4MoEMethod,
         quark_moe.QuarkOCP_MX_MoEMethod,
         compressed_tensors.CompressedTensorsW4A4Mxfp4MoEMethod,
+        nvfp4_experts.CompressedTensorsW4A4Nvfp4MoEMethod,
     ):
         method.process_weights_after_loading, method.apply = _decode_experts, _apply_experts
+    nvfp4.init_nvfp4_linear_kernel = lambda use_a16: DecodingNvFp4Kernel(NvFp4LinearLayerConfig())
+    nvfp4_experts.CompressedTensorsW4A4Nvfp4MoEMethod.get_fused_moe_quant_config = lambda *_: None
+    nvfp4_experts.select_nvfp4_moe_backend = lambda **_: (NvFp4MoeBackend.EMULATION, CPUExpertsMxfp4)
     for config in (mxfp4.GptOssMxfp4Config, quark.QuarkConfig):
         config.get_supported_act_dtypes = lambda *_: [torch.float32]
 
@@ -92,6 +110,26 @@ class DecodingKernel(MxFp4LinearKernel):
         return torch.nn.functional.linear(inputs(x), layer.decoded.to(x.dtype), bias)
 
 
+class DecodingNvFp4Kernel(NvFp4LinearKernel):
+    """Weights only. The method that calls it has joined the tensor scales, and made factors of them."""
+
+    @classmethod
+    def is_supported(cls, compute_capability=None):
+        return True, None
+
+    @classmethod
+    def can_implement(cls, config):
+        return True, "decodes NVFP4"
+
+    def process_weights_after_loading(self, layer):
+        values = decode_nvfp4(layer.weight.data, layer.weight_scale.data, layer.weight_global_scale.data)
+        layer.decoded = torch.nn.Parameter(values, False)
+        del layer.weight
+
+    def apply_weights(self, layer, x, bias=None):
+        return torch.nn.functional.linear(x, layer.decoded.to(x.dtype), bias)
+
+
 def _inputs_of(reader, key):
     """What is done to the inputs of a layer."""
     return to_mxfp4 if key == kMxfp4Dynamic and type(reader).__name__ in _QUANTIZES_INPUTS else lambda x: x
@@ -101,7 +139,14 @@ def _decode_experts(self, layer):
     """``w13`` and ``w2`` of all experts, from codes and scales ``[E, N, ...]``."""
     for own in ("w13", "w2"):
         name = f"{own}_weight" if hasattr(layer, f"{own}_weight") else f"{own}_weight_packed"
-        values = decode_mxfp4(getattr(layer, name).data, getattr(layer, f"{own}_weight_scale").data)
+        codes, scales = getattr(layer, name).data, getattr(layer, f"{own}_weight_scale").data
+        divisor = getattr(layer, f"{own}_weight_global_scale", None)
+        if divisor is None:
+            values = decode_mxfp4(codes, scales)
+        else:  # of gate and up, which vLLM expects to be one
+            factor = 1 / divisor.data.view(len(codes), -1)
+            assert torch.equal(factor[:, 0], factor[:, -1])
+            values = decode_nvfp4(codes, scales, factor[:, :1, None])
         layer.register_parameter(f"{own}_decoded", torch.nn.Parameter(values, False))
         delattr(layer, name)
 
@@ -141,7 +186,7 @@ def served(folder: str) -> dict:
         kernels = [getattr(scheme, "ocp_mx_linear", None) or getattr(scheme, "kernel", None) for scheme in schemes]
         return {
             "readers": sorted({type(reader).__name__ for reader in methods + schemes}),
-            "inputs": sorted({str(kernel.config.activation_quant_key) for kernel in kernels}),
+            "inputs": sorted({str(getattr(kernel.config, "activation_quant_key", None)) for kernel in kernels}),
             "logprobs": vllm_logprobs(llm).tolist(),
         }
 

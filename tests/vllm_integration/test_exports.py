@@ -15,7 +15,7 @@ from harness import model_logprobs, tiny_model
 from transformers import AutoModelForCausalLM
 
 from hf_mxfp4 import MXFP4RLConfig
-from hf_mxfp4.checkpoint import export
+from hf_mxfp4.checkpoint import export, pack_checkpoint
 
 
 pytestmark = pytest.mark.vllm
@@ -25,19 +25,23 @@ FAMILIES = ("qwen2", "qwen3", *harness.EXPERTS)
 EXPERTS_ALONE = {"modules_to_not_convert": ["experts", "lm_head"]}
 #: Only experts of gpt-oss are quantized in its own format.
 ATTENTION_ALONE = {"modules_to_not_convert": ["self_attn", "lm_head"]}
+MANTISSAS = {"scale_rule": "even", "macro_block": 128, "macro_search": "block_mantissas"}
 EVEN = {"scale_rule": "even", "macro_block": None}
-CT, QUARK = ("compressed-tensors", {}), ("quark", {})
+CT, QUARK, NVFP4 = ("compressed-tensors", {}), ("quark", {}), ("nvfp4", {})
 #: What is exported: family, format, options of the export; and what of vLLM reads it.
 ROWS = {
     "bf16": ("qwen2", "bf16", {}, "UnquantizedLinearMethod"),
     "compressed-tensors": ("qwen2", *CT, "CompressedTensorsW4A4Mxfp4"),
     "compressed-tensors, Qwen3": ("qwen3", *CT, "CompressedTensorsW4A4Mxfp4"),
+    "nvfp4": ("qwen2", *NVFP4, "CompressedTensorsW4A4Fp4"),
     "quark": ("qwen2", *QUARK, "QuarkOCP_MX"),
     "quark w4a4": ("qwen2", "quark", {"preset": "w4a4"}, "QuarkOCP_MX"),
     "bf16 experts": ("qwen3_moe", "bf16", {}, "UnquantizedFusedMoEMethod"),
     "compressed-tensors experts": ("qwen3_moe", *CT, "CompressedTensorsW4A4Mxfp4MoEMethod"),
     "experts left alone": ("qwen3_moe", "compressed-tensors", EXPERTS_ALONE, "UnquantizedFusedMoEMethod"),
     "compressed-tensors experts, Mixtral": ("mixtral", *CT, "CompressedTensorsW4A4Mxfp4MoEMethod"),
+    "nvfp4 experts": ("qwen3_moe", *NVFP4, "CompressedTensorsW4A4Nvfp4MoEMethod"),
+    "nvfp4 experts, Mixtral": ("mixtral", *NVFP4, "CompressedTensorsW4A4Nvfp4MoEMethod"),
     "quark experts": ("qwen3_moe", *QUARK, "QuarkOCP_MX_MoEMethod"),
     "quark w4a4 experts": ("qwen3_moe", "quark", {"preset": "w4a4"}, "QuarkOCP_MX_MoEMethod"),
     "quark experts, Mixtral": ("mixtral", *QUARK, "QuarkOCP_MX_MoEMethod"),
@@ -85,7 +89,12 @@ def test_vllm_alone_computes_with_the_values_of_the_bf16_export(bases, served, n
         # An activation at the edge between two values of the grid falls to either side in two orders of summation.
         assert (found - expected).abs().median() < 0.02 * (weights_only - expected).abs().median()
         return
-    export(bases[family], tmp_path / "bf16", "bf16", **options)
+    if format == "nvfp4":
+        config = MXFP4RLConfig(mode="packed", preset="w4a16", **MANTISSAS)
+        pack_checkpoint(bases[family], tmp_path / "packed", config)
+        export(tmp_path / "packed", tmp_path / "bf16", "bf16")
+    else:
+        export(bases[family], tmp_path / "bf16", "bf16", **options)
     expected = model_logprobs(AutoModelForCausalLM.from_pretrained(tmp_path / "bf16", dtype=torch.float32))
     assert (found - expected).abs().max() < 1e-4
     assert (expected - model_logprobs(plain)).abs().max() > 0.05  # of which quantization is seen

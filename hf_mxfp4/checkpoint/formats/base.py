@@ -35,9 +35,9 @@ class Format(ABC):
     #: Whether tensors have the names that files of a plain model have, or else those of the model itself.
     plain_names: ClassVar[bool] = True
 
-    def for_checkpoint(self, folder: CheckpointFolder, model: "PreTrainedModel") -> "Format":
-        """Return the format for one checkpoint, whose ``model`` is on the meta device. Raises [`CheckpointError`] if it
-        cannot hold this architecture, or a package is missing for it."""
+    def for_checkpoint(self, folder: CheckpointFolder, model: "PreTrainedModel", config: MXFP4RLConfig) -> "Format":
+        """Return the format for one checkpoint under ``config``, whose ``model`` is on the meta device. Raises
+        [`CheckpointError`] if it cannot hold this architecture, or a package is missing for it."""
         return self
 
     def quantization_config(
@@ -71,7 +71,13 @@ class Format(ABC):
 
 
 class PackedFormat(Format):
-    """A format with MXFP4 layers: plain ones, with only codes and block scales."""
+    """A format with MXFP4 layers: plain ones, with only codes and block scales, unless it ``holds`` more."""
+
+    #: Fields of a scheme that weights are given which are quantized for this format.
+    holds: ClassVar[Mapping[str, Any]] = {"macro_block": None}
+    #: Whether weights have a tensor scale, which those of one module share: engines join q, k and v, or gate and up.
+    #: Then there are `top_exponent`, `encode` and `values`, see [`NVFP4Format`].
+    has_tensor_scale: ClassVar[bool] = False
 
     def misfits(self, scheme: QuantScheme) -> list[str]:
         """Return parts of a weight scheme that the format cannot hold; empty when it holds the weight bit for bit."""

@@ -6,7 +6,7 @@ compressed-tensors dequantizes to bfloat16. Its own activation quantization is p
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 from ...config import MXFP4RLConfig
 from ..folder import CheckpointError
@@ -28,6 +28,8 @@ _EXPERTS_GROUP = {
 
 class CompressedTensorsFormat(RenamedFormat):
     name = quant_method = "compressed-tensors"
+    #: As `config.json` calls it.
+    format: ClassVar[str] = FORMAT
     names = {"weight": "weight_packed", "weight_scale": "weight_scale"}
     activations = (
         "the exported model says that they are not (W4A16), though vLLM quantizes them where its GPU can. Format quark "
@@ -39,12 +41,12 @@ class CompressedTensorsFormat(RenamedFormat):
     ) -> dict[str, Any]:
         weights = {**_ELEMENTS, "dynamic": False, "scale_dtype": "torch.uint8", "zp_dtype": "torch.uint8"}
         group = {"targets": ["Linear"], "weights": weights, "input_activations": None, "output_activations": None}
-        groups = {"group_0": {**group, "format": FORMAT}}
-        if _has_experts(ignored) and not _has_experts(quantized):
+        groups = {"group_0": {**group, "format": self.format}}
+        if has_experts(ignored) and not has_experts(quantized):
             groups["group_1"] = _EXPERTS_GROUP
         return {
             "quant_method": self.quant_method,
-            "format": FORMAT,
+            "format": self.format,
             "quantization_status": "compressed",
             "config_groups": groups,
             "ignore": list(ignored),
@@ -52,9 +54,9 @@ class CompressedTensorsFormat(RenamedFormat):
 
     def notes(self, config: MXFP4RLConfig, ignored: Sequence[str], quantized: Sequence[str] = ()) -> list[str]:
         notes = super().notes(config, ignored, quantized)
-        if _has_experts(ignored) and _has_experts(quantized):
+        if has_experts(ignored) and has_experts(quantized):
             notes.append(
-                "Some weights of experts are MXFP4 and others are not: transformers 5.23 fails to load such a "
+                "Some weights of experts are 4-bit and others are not: transformers 5.23 fails to load such a "
                 "checkpoint of this format. Format bf16 loads."
             )
         return notes
@@ -90,5 +92,6 @@ class CompressedTensorsFormat(RenamedFormat):
         return "w4a4"
 
 
-def _has_experts(names: Sequence[str]) -> bool:
+def has_experts(names: Sequence[str]) -> bool:
+    """Return whether some names are those of experts or their weights."""
     return any(".experts." in name for name in names)

@@ -128,7 +128,7 @@ class GGUFFormat(PackedFormat):
             self._names = gguf.get_tensor_name_map(keys[self._architecture.name], self._config.num_hidden_layers)
             self._tokenizer = read_tokenizer(folder.path, self._config.vocab_size)
 
-    def for_checkpoint(self, folder: CheckpointFolder, model: "PreTrainedModel") -> "GGUFFormat":
+    def for_checkpoint(self, folder: CheckpointFolder, model: "PreTrainedModel", config: MXFP4RLConfig) -> "GGUFFormat":
         if reason := unsupported_reason(model.config):
             raise CheckpointError(f"format 'gguf' cannot hold {folder.path}: {reason}")
         return GGUFFormat(folder, model)

@@ -29,7 +29,9 @@ class GptOssFormat(ImportableFormat):
     name = "gpt-oss"
     quant_method = "mxfp4"
 
-    def for_checkpoint(self, folder: CheckpointFolder, model: "PreTrainedModel") -> "GptOssFormat":
+    def for_checkpoint(
+        self, folder: CheckpointFolder, model: "PreTrainedModel", config: MXFP4RLConfig
+    ) -> "GptOssFormat":
         if (kind := model.config.model_type) != "gpt_oss":
             raise CheckpointError(
                 f"format 'gpt-oss' cannot hold {folder.path}: it is for the architecture 'gpt_oss', not {kind!r}"

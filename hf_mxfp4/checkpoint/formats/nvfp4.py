@@ -1,0 +1,173 @@
+# SPDX-License-Identifier: Apache-2.0
+"""compressed-tensors `nvfp4-pack-quantized`: transformers with the compressed-tensors package, vLLM, SGLang.
+
+NVFP4 has one E4M3 scale per 16 elements and one float32 scale per tensor, which compressed-tensors stores as a divisor.
+A block scale ``2**e * (1 + m/4)`` is an E4M3 number for 16 binades of ``e``. So each scale of a block of 32 is written
+twice, the tensor scale is a power of two, and the values stay the same.
+"""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ...config import MXFP4RLConfig
+from ...numerics import (
+    BLOCK_SIZE,
+    QuantScheme,
+    ScaleRule,
+    decode_e2m1,
+    decode_e8m0,
+    encode_e2m1,
+    pack_codes,
+    round_nearest,
+    unpack_codes,
+)
+from ...numerics.corrections import mantissa_factor, unpack_mantissas
+from ..folder import CheckpointFolder
+from ..names import LayerShape
+from .base import Packed
+from .compressed_tensors import CompressedTensorsFormat, has_experts
+
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+FORMAT = "nvfp4-pack-quantized"
+#: Elements that share one E4M3 scale.
+GROUP = 16
+_ELEMENTS = {
+    "num_bits": 4,
+    "type": "float",
+    "strategy": "tensor_group",
+    "group_size": GROUP,
+    "symmetric": True,
+    "scale_dtype": "torch.float8_e4m3fn",
+    "zp_dtype": "torch.float8_e4m3fn",
+}
+#: The largest block scale of a tensor goes into the top binade of E4M3, 256 to 448.
+_TOP_EXPONENT = 8
+#: Exponents of the tensor scale whose reciprocal is a normal float32 number as well.
+_EXPONENTS = -126, 126
+#: The positive E4M3 numbers below 2**-3. A block scale that is no E4M3 number is below 2**-7, its values below 2**-4.
+_SMALL_SCALES = torch.arange(1, 32, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+
+
+class NVFP4Format(CompressedTensorsFormat):
+    name = "nvfp4"
+    format = FORMAT
+    quantizes_activations = True
+    holds = {"macro_block": 128, "macro_search": "block_mantissas"}
+    has_tensor_scale = True
+
+    def __init__(self, quantizes_inputs: bool = False):
+        self.quantizes_inputs = quantizes_inputs
+
+    def for_checkpoint(
+        self, folder: CheckpointFolder, model: "PreTrainedModel", config: MXFP4RLConfig
+    ) -> "NVFP4Format":
+        return NVFP4Format(config.activation_scheme is not None)
+
+    def quantization_config(
+        self, config: MXFP4RLConfig, ignored: Sequence[str], quantized: Sequence[str] = ()
+    ) -> dict[str, Any]:
+        options = super().quantization_config(config, ignored, quantized)
+        group = options["config_groups"]["group_0"]
+        group["weights"] = {**_ELEMENTS, "dynamic": False}
+        if self.quantizes_inputs:
+            group["input_activations"] = {**_ELEMENTS, "dynamic": "local", "observer": "static_minmax"}
+        return options
+
+    def notes(self, config: MXFP4RLConfig, ignored: Sequence[str], quantized: Sequence[str] = ()) -> list[str]:
+        notes, scheme = super().notes(config, ignored, quantized), config.activation_scheme
+        if has_experts(quantized):
+            notes.append(
+                "transformers 5.23 ignores the tensor scales of experts in checkpoints of this format, and computes "
+                "with wrong weights. vLLM and compressed-tensors itself apply them; format compressed-tensors loads."
+            )
+        if scheme is None:
+            return notes
+        return [
+            f"Activations were quantized ({scheme}); the exported model quantizes them as NVFP4, with the tensor scale "
+            "1, which is not calibrated.",
+            *notes[1:],
+        ]
+
+    def misfits(self, scheme: QuantScheme) -> list[str]:
+        has_mantissas = scheme.macro_block is not None and scheme.macro_search.startswith("block_mantissas")
+        return super().misfits(scheme)[has_mantissas:]
+
+    def top_exponent(self, packed: Packed) -> int:
+        """Return the largest exponent of the block scales of a matrix; -127 if all its blocks are zero or NaN."""
+        scale = packed["weight_scale"]
+        counts = (scale != 255) & _has_values(packed["weight"])
+        return int(scale.masked_fill(~counts, 0).max()) - 127
+
+    def encode(self, packed: Packed, top: int) -> dict[str, torch.Tensor]:
+        """Return a matrix in NVFP4: ``weight`` uint8 ``[N, K/2]``, ``weight_scale`` E4M3 ``[N, K/16]`` and
+        ``weight_global_scale`` float32 ``[1]``, the divisor.
+
+        Where no E4M3 number is the scale of a block, each half of it gets the scale of least squared error, and its
+        codes are rounded again. A block without values has scale 1.
+
+        Args:
+            packed: ``weight`` and ``weight_scale`` as in our own files, and block mantissas in ``weight_macro``.
+            top: the largest [`top_exponent`] of the matrices that share a tensor scale.
+        """
+        exponent = min(max(top - _TOP_EXPONENT, _EXPONENTS[0]), _EXPONENTS[1])
+        scale = decode_e8m0(packed["weight_scale"], torch.float64)
+        if "weight_macro" in packed:
+            scale *= mantissa_factor(unpack_mantissas(packed["weight_macro"]))[:, : scale.shape[1]]
+        scale = (scale * 2.0**-exponent).masked_fill_(~_has_values(packed["weight"]) & ~scale.isnan(), 1.0)
+        stored, codes = scale.float().to(torch.float8_e4m3fn), packed["weight"]
+        scales = stored.repeat_interleave(BLOCK_SIZE // GROUP, dim=1)
+        inexact = (stored.double() != scale) & ~scale.isnan()
+        if inexact.any():
+            codes, blocks = codes.clone().unflatten(1, (-1, BLOCK_SIZE // 2)), scales.unflatten(1, (-1, 2))
+            elements = decode_e2m1(unpack_codes(codes[inexact], BLOCK_SIZE))
+            values = (elements * scale[inexact].unsqueeze(1)).float().unflatten(1, (-1, GROUP))
+            codes[inexact], blocks.view(torch.uint8)[inexact] = _best_halves(values)
+            codes, scales = codes.flatten(1), blocks.flatten(1)
+        return {"weight": codes, "weight_scale": scales, "weight_global_scale": torch.tensor([2.0**-exponent])}
+
+    def values(self, stored: Packed) -> torch.Tensor:
+        """Return the float32 values ``[N, K]`` of what [`encode`] returned."""
+        codes, scales = stored["weight"], stored["weight_scale"].float() / stored["weight_global_scale"]
+        return decode_e2m1(unpack_codes(codes, 2 * codes.shape[1])) * scales.repeat_interleave(GROUP, dim=1)
+
+    def tensors(self, layer: str, shape: LayerShape, packed: Packed) -> dict[str, torch.Tensor]:
+        packed = dict(packed)
+        divisor = packed.pop("weight_global_scale")
+        tensors = super().tensors(layer, shape, packed)
+        for name in [name.removesuffix("_scale") for name in tensors if name.endswith(".weight_scale")]:
+            tensors[f"{name}_global_scale"] = divisor.reshape(-1)[:1].clone()
+            if self.quantizes_inputs:
+                # What E4M3 scales hold of inputs then: largest magnitudes of groups up to 6 * 448.
+                tensors[f"{name.removesuffix('weight')}input_global_scale"] = torch.ones_like(divisor.reshape(-1)[:1])
+        return tensors
+
+    def specs(self, layer: str, shape: LayerShape) -> dict[str, torch.Tensor]:
+        packed = shape.meta_packed(QuantScheme(ScaleRule.EVEN))
+        halves = packed["weight_scale"].repeat_interleave(BLOCK_SIZE // GROUP, dim=-1)
+        packed["weight_scale"] = halves.to(torch.float8_e4m3fn)
+        leading = halves.shape[:-2]
+        return self.tensors(layer, shape, {**packed, "weight_global_scale": torch.empty(*leading, 1, device="meta")})
+
+
+def _has_values(codes: torch.Tensor) -> torch.Tensor:
+    """Return which blocks of packed codes ``[N, K/2]`` have a code that is not zero: bool ``[N, K/32]``."""
+    return ((codes & 0x77) != 0).unflatten(1, (-1, BLOCK_SIZE // 2)).any(dim=-1)
+
+
+def _best_halves(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the packed codes ``[B, 16]`` and E4M3 bytes ``[B, 2]`` of least squared error for ``values [B, 2, 16]``
+    below 2**-4; the smaller scale wins a tie."""
+    least = torch.full(values.shape[:2], torch.inf, dtype=torch.float64)
+    codes, scales = torch.zeros_like(values, dtype=torch.uint8), torch.zeros_like(least, dtype=torch.uint8)
+    for byte, scale in enumerate(_SMALL_SCALES.tolist(), start=1):
+        rounded = round_nearest(values / scale)
+        error = (rounded * scale - values).double().square().sum(dim=-1)
+        better = error < least
+        least = torch.where(better, error, least)
+        codes[better], scales[better] = encode_e2m1(rounded[better]), byte
+    return pack_codes(codes.flatten(1)), scales

@@ -1,0 +1,173 @@
+# SPDX-License-Identifier: Apache-2.0
+"""NVFP4 exports against the format's definition, torchao and compressed-tensors: exact where E4M3 scales allow it, the
+least error and its count elsewhere."""
+
+import json
+
+import pytest
+import torch
+from export_files import E2M1, config_in, decode, save_packed, save_plain
+from same_bits import tensors_in
+from tiny_models import make_model
+from transformers import AutoModelForCausalLM
+
+from hf_mxfp4.checkpoint import CheckpointError, export
+
+
+MANTISSAS = {"macro_block": 128, "macro_search": "block_mantissas"}
+Q_PROJ = "model.layers.0.self_attn.q_proj"
+ATTENTION = [f"model.layers.0.self_attn.{name}_proj" for name in "qkvo"]
+
+
+def decode_nvfp4(tensors: dict, layer: str) -> torch.Tensor:
+    """A layer's values in float64, straight from the format's definition; the tensor scale is a divisor."""
+    codes, scale, divisor = (tensors[f"{layer}.weight_{part}"] for part in ("packed", "scale", "global_scale"))
+    assert (codes.dtype, scale.dtype, divisor.dtype) == (torch.uint8, torch.float8_e4m3fn, torch.float32)
+    nibbles = torch.stack([codes & 15, codes >> 4], dim=-1).flatten(-2)
+    return E2M1[nibbles.long()] * (scale.double() / divisor.double()).repeat_interleave(16, dim=-1)
+
+
+def decode_ours(tensors: dict, layer: str, suffix: str = ".weight", expert: int | None = None) -> torch.Tensor:
+    """The values of our own packed files, block mantissas included."""
+    parts = [tensors.get(f"{layer}{suffix}{end}") for end in ("", "_scale", "_macro")]
+    codes, scale, macro = (part if part is None or expert is None else part[expert] for part in parts)
+    values = decode(codes, scale)
+    if macro is not None:
+        mantissas = torch.stack([macro >> shift & 3 for shift in (0, 2, 4, 6)], dim=-1).flatten(-2)
+        values *= (1 + mantissas.double() / 4).repeat_interleave(32, dim=-1)[:, : values.shape[1]]
+    return values
+
+
+@pytest.mark.parametrize("scheme", [{}, MANTISSAS, {**MANTISSAS, "weight_block": "32x32"}, {"scale_rule": "mse"}])
+def test_a_packed_checkpoint_keeps_its_values(scheme, tmp_path):
+    source = save_packed(tmp_path / "packed", intermediate=96, config=scheme)
+    report = export(source, tmp_path / "out", "nvfp4")
+    before, after = tensors_in(source), tensors_in(tmp_path / "out")
+    layers = sorted(name.removesuffix(".weight_scale") for name in before if name.endswith(".weight_scale"))
+    assert len(layers) == 14 and any("weight_macro" in name for name in before) == ("macro_block" in scheme)
+    for layer in layers:
+        assert torch.equal(decode_nvfp4(after, layer), decode_ours(before, layer)), layer
+        assert torch.equal(after[f"{layer}.weight_packed"], before[f"{layer}.weight"])
+    for module in ("self_attn", "mlp"):  # engines join q, k and v, and gate and up, under one tensor scale
+        divisors = {float(after[f"{layer}.weight_global_scale"]) for layer in layers if f"layers.0.{module}" in layer}
+        largest = max(float(after[f"{layer}.weight_scale"].float().max()) for layer in layers if f"0.{module}" in layer)
+        assert len(divisors) == 1 and 256 <= largest <= 448
+    assert report.blocks == (1920, 1920) and report.counts() == {"kept": 14} and not report.changed
+    written = json.loads((tmp_path / "out/export_report.json").read_text())
+    assert (written["blocks"], written["exact_blocks"]) == (1920, 1920)
+    assert {name for name in after if Q_PROJ in name} == {
+        f"{Q_PROJ}.{end}" for end in ("bias", "weight_global_scale", "weight_packed", "weight_scale")
+    }
+
+
+def test_torchao_reads_the_same_values(tmp_path):
+    nvfp4_tensor = pytest.importorskip("torchao.prototype.mx_formats.nvfp4_tensor")
+    export(save_packed(tmp_path / "packed", config=MANTISSAS), tmp_path / "out", "nvfp4")
+    tensors = tensors_in(tmp_path / "out")
+    codes, scale, divisor = (tensors[f"{Q_PROJ}.weight_{part}"] for part in ("packed", "scale", "global_scale"))
+    theirs = nvfp4_tensor.NVFP4Tensor(codes, scale, 16, torch.float32, per_tensor_scale=1 / divisor[0])
+    assert torch.equal(theirs.dequantize(torch.float32), decode_nvfp4(tensors, Q_PROJ).float())
+
+
+def test_experts_have_one_matrix_in_each_tensor(tmp_path):
+    source = save_packed(tmp_path / "packed", "qwen3_moe", config=MANTISSAS)
+    report = export(source, tmp_path / "out", "nvfp4")
+    ours, theirs = tensors_in(source), tensors_in(tmp_path / "out")
+    experts = "model.layers.0.mlp.experts"
+    fused = decode_ours(ours, experts, ".gate_up_proj", expert=1)
+    parts = [decode_nvfp4(theirs, f"{experts}.1.{name}_proj") for name in ("gate", "up", "down")]
+    assert torch.equal(torch.cat(parts[:2]), fused)
+    assert torch.equal(parts[2], decode_ours(ours, experts, ".down_proj", expert=1))
+    divisors = [value for name, value in theirs.items() if experts in name and name.endswith("global_scale")]
+    assert len(divisors) == 12 and len({float(value) for value in divisors}) == 1
+    assert any("ignores the tensor scales of experts" in note for note in report.notes)
+    # Which is so as long as this fails for want of the tensor scale; then the note has to go.
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
+    weight = loaded.get_parameter(f"{experts}.gate_up_proj")[1]
+    assert torch.equal(weight.double(), fused * divisors[0].double())
+    assert report.blocks[0] == report.blocks[1] == sum(layer.n_weights for layer in report.layers) // 32
+
+
+@pytest.fixture
+def wide(tmp_path):
+    """A plain checkpoint, one of whose weights has scales 2**-row in its rows, a NaN, a zero row, and odd values."""
+    model = make_model("qwen2", dtype=torch.bfloat16)
+    weight = torch.tensor([6.0, 0.5, -3.0, 1.5, 1.0, 0.0, -6.0, 2.0] * 8) * 2.0 ** -torch.arange(64).view(64, 1)
+    weight[62], weight[63, 32] = 0, torch.nan
+    model.get_submodule(Q_PROJ).weight.data.copy_(weight)
+    model.save_pretrained(tmp_path / "wide")
+    return tmp_path / "wide", weight.bfloat16().double()
+
+
+def test_blocks_out_of_range_get_the_best_scale_of_each_half(wide, tmp_path):
+    folder, weight = wide
+    report = export(folder, tmp_path / "out", "nvfp4")
+    tensors = tensors_in(tmp_path / "out")
+    assert {float(tensors[f"{layer}.weight_global_scale"]) for layer in ATTENTION} == {256.0}
+    values = decode_nvfp4(tensors, Q_PROJ)
+    # E4M3 has 2**8 to 2**-9.
+    assert torch.equal(values[:18], weight[:18]) and not torch.equal(values[18], weight[18])
+    assert not values[62].any() and not values[63, :32].any() and values[63, 32:].isnan().all()
+    # Of all E4M3 scales and the nearest codes, none has less error.
+    scales = torch.arange(1, 127, dtype=torch.uint8).view(torch.float8_e4m3fn).double().view(-1, 1, 1, 1) / 256
+    halves, grid = weight[18:62].unflatten(1, (4, 16)), E2M1[:8]
+    nearest = grid[((halves.abs() / scales).unsqueeze(-1) - grid).abs().argmin(dim=-1)]
+    least = (nearest * scales - halves.abs()).square().sum(dim=-1).amin(dim=0)
+    found = (values[18:62] - weight[18:62]).square().unflatten(1, (4, 16)).sum(dim=-1)
+    assert torch.allclose(found, least, rtol=1e-12, atol=0) and (least > 0).all()
+    cost = next(layer for layer in report.layers if layer.name == Q_PROJ)
+    assert (cost.blocks, cost.exact_blocks) == (128, 128 - 2 * 44 - 1)
+    assert cost.noise > 0
+
+
+def test_the_error_of_inexact_blocks_is_counted_against_what_was_packed(tmp_path, wide):
+    from hf_mxfp4 import MXFP4RLConfig
+    from hf_mxfp4.checkpoint import pack_checkpoint
+
+    scheme = {"preset": "w4a16", "scale_rule": "even", "macro_block": None}
+    pack_checkpoint(wide[0], tmp_path / "packed", MXFP4RLConfig(mode="packed", **scheme))
+    report = export(tmp_path / "packed", tmp_path / "out", "nvfp4")
+    assert [layer.name for layer in report.changed] == [Q_PROJ]
+    change = decode_nvfp4(tensors_in(tmp_path / "out"), Q_PROJ) - decode_ours(tensors_in(tmp_path / "packed"), Q_PROJ)
+    assert report.changed[0].noise == pytest.approx(float(change.square().nansum()), rel=1e-6)
+
+
+def test_plain_weights_get_block_mantissas(tmp_path):
+    """They are quantized once, as a packed checkpoint with block mantissas is."""
+    packed = save_packed(tmp_path / "packed", config=MANTISSAS)
+    export(packed, tmp_path / "one", "nvfp4")
+    report = export(tmp_path / "packed-plain", tmp_path / "two", "nvfp4")
+    assert report.weights == "mxfp4+even+mbs128-blockwise"
+    one, two = tensors_in(tmp_path / "one"), tensors_in(tmp_path / "two")
+    assert one.keys() == two.keys()
+    for name, tensor in one.items():
+        assert torch.equal(tensor.view(torch.uint8), two[name].view(torch.uint8)), name
+
+
+@pytest.mark.parametrize("preset", ["w4a16", "w4a4"])
+def test_the_config_is_what_compressed_tensors_writes(preset, tmp_path):
+    quantization = pytest.importorskip("compressed_tensors.quantization")
+    report = export(save_plain(tmp_path / "plain"), tmp_path / "out", "nvfp4", preset=preset)
+    options = config_in(tmp_path / "out")["quantization_config"]
+    config = quantization.QuantizationConfig.model_validate(options)
+    (scheme,) = config.config_groups.values()
+    theirs = quantization.preset_name_to_scheme("NVFP4A16" if preset == "w4a16" else "NVFP4", ["Linear"])
+    assert scheme.weights == theirs.weights and scheme.input_activations == theirs.input_activations
+    assert options["format"] == "nvfp4-pack-quantized" and options["ignore"] == ["lm_head"]
+    scales = {name: t for name, t in tensors_in(tmp_path / "out").items() if name.endswith("input_global_scale")}
+    assert len(scales) == (14 if preset == "w4a4" else 0) and all(
+        torch.equal(t, torch.ones(1)) for t in scales.values()
+    )
+    assert any("not calibrated" in note for note in report.notes) == (preset == "w4a4")
+
+
+def test_what_nvfp4_cannot_hold_is_refused(tmp_path):
+    macro = save_packed(tmp_path / "macro", config={"macro_block": 128, "macro_search": "hybrid"})
+    with pytest.raises(CheckpointError, match=r"no place for macro-block factors .*even\+mbs128-blockwise"):
+        export(macro, tmp_path / "out", "nvfp4")
+    both = save_packed(tmp_path / "both", config={**MANTISSAS, "outlier_fallback": 1.0})
+    with pytest.raises(CheckpointError, match="it has no place for the outlier-fallback residual") as refused:
+        export(both, tmp_path / "out", "nvfp4")
+    assert "macro-block" not in str(refused.value)
+    report = export(both, tmp_path / "out", "nvfp4", "requantize")
+    assert report.weights == "mxfp4+even+mbs128-blockwise" and report.blocks[0] == report.blocks[1]
