@@ -91,8 +91,12 @@ _MACRO = {"macro_block": 128, "macro_search": "dynamic", "outlier_fallback": 0.3
 
 @pytest.mark.parametrize(
     "function",
-    [lambda x: fake_quantize(x, axis=0), lambda x: quantize(x, **_MACRO).dequantize()],
-    ids=["fake_quantize", "quantize"],
+    [
+        lambda x: fake_quantize(x, axis=0),
+        lambda x: quantize(x, **_MACRO).dequantize(),
+        lambda x: quantize(x, macro_block=128, macro_search="block_mantissas_fp8").dequantize(),
+    ],
+    ids=["fake_quantize", "quantize", "quantize with mantissas"],
 )
 def test_functions_on_tensors(function):
     call, counter = compiled(function)

@@ -10,7 +10,7 @@ import torch
 from tables import RULES
 
 from hf_mxfp4 import MXFP4RLConfig
-from hf_mxfp4.numerics import decompose, fake_quantize, quantize, unpack_codes
+from hf_mxfp4.numerics import decompose, dequantize, fake_quantize, quantize, unpack_codes
 
 
 def below(value: float) -> float:
@@ -198,6 +198,9 @@ def test_literal_block_mantissas_and_bytes():
     assert packed.macro.tolist() == [0b11100100]
     assert packed.scale.tolist() == [127, 127, 127, 127]
     assert torch.equal(packed.dequantize(), x)
+    for name in ("block_mantissas", "block_mantissas_fp8", "blockwise", "blockwise_fp8"):  # their bytes are read alike
+        options = {"length": 128, "macro": packed.macro, "macro_block": 128, "macro_search": name}
+        assert torch.equal(dequantize(packed.codes, packed.scale, **options), x)
 
 
 def test_values_of_block_mantissas_are_exact_in_bfloat16():
