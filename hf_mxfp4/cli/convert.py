@@ -162,14 +162,15 @@ def import_(
         Path,
         typer.Argument(
             metavar="SOURCE",
-            help="Folder of an MXFP4 checkpoint of compressed-tensors, AMD Quark or gpt-oss.",
+            help="Folder of an MXFP4 checkpoint of compressed-tensors, AMD Quark or gpt-oss, or an NVFP4 one of "
+            "compressed-tensors.",
         ),
     ],
     out: OutArgument,
     overwrite: OverwriteOption = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Turn another engine's MXFP4 checkpoint into a packed one, bit for bit."""
+    """Turn another engine's MXFP4 or NVFP4 checkpoint into a packed one, bit for bit."""
     from ..checkpoint import import_checkpoint
 
     with work_progress(_bytes_in(source)) as progress:
