@@ -203,14 +203,15 @@ def _show(report: "ConversionReport", as_json: bool) -> None:
     if as_json:
         print_json(report.to_dict())
         return
-    if any(layer.action != "kept" for layer in report.layers):
+    exact, blocks = report.blocks
+    if report.changed or any(layer.action != "kept" for layer in report.layers):
         title = report.scheme if report.weights is None else f"weights in {report.weights}"
         headings = ["type of layer", "layers", "what", "SQNR dB: median", "worst", "bits per weight"]
         print_table(title, headings, _by_type(report.layers))
-    counts = ", ".join(f"{count} {_ACTIONS[action]}" for action, count in report.counts().items())
+    actions = {**_ACTIONS, "kept": "kept as packed, with new scales"} if blocks else _ACTIONS
+    counts = ", ".join(f"{count} {actions[action]}" for action, count in report.counts().items())
     say(f"{report.path}: {report.format}, {report.n_layers} layers: {counts}")
     say(f"weights: {report.error()}")
-    exact, blocks = report.blocks
     if blocks:
         say(f"{exact} of {blocks} blocks exact")
     bits = [bits_per_weight(report.layers, when) for when in ("before", "after")]
