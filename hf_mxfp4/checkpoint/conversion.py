@@ -13,14 +13,14 @@ import torch
 
 from ..config import MXFP4RLConfig
 from ..files import json_clean, write_json
-from ..gemm import weight_values
+from ..gemm import quantize_weight, weight_values
 from ..module_names import full_precision_record, skip_reasons
 from ..numerics import BLOCK_SIZE
 from ..report import ErrorEnergy, add_packed
 from .atomic import FolderError, atomic_folder
 from .card import save_packed_card
 from .folder import CheckpointError, open_checkpoint
-from .formats import IMPORTABLE
+from .formats import IMPORTABLE, stored_format
 from .manifest import OnBytes, ignore_bytes, weight_files, write_manifest
 from .names import stack_packed
 from .scheme import WIDEST_FLOAT, make_record, with_scheme
@@ -302,6 +302,27 @@ def pack_checkpoint(
     )
 
 
+def _check_exact(source: ForeignSource) -> None:
+    """Raise [`CheckpointError`] if an NVFP4 checkpoint has blocks that our packed form does not hold."""
+    scheme, cost = source.config.weight_scheme, LayerCost("", "kept")
+    for layer, shape in source.shapes.items():
+        for expert in shape.matrices:
+            stored = source.read_stored(layer, expert)
+            exact = source.format.decode(stored)[1]
+            cost.blocks += exact.numel()
+            cost.exact_blocks += int(exact.sum())
+            if not exact.all():
+                values = source.format.values(stored)
+                cost.add(values, weight_values(quantize_weight(values, scheme), values.shape[1], scheme, torch.float32))
+    if cost.exact_blocks < cost.blocks:
+        raise CheckpointError(
+            f"{source.folder.path} has {cost.blocks - cost.exact_blocks} of {cost.blocks} blocks of 32 weights whose "
+            "two NVFP4 scales are not one 2^e (1 + m/4), which packed weights need. Quantizing their layers again to "
+            f"{scheme} would cost SQNR {cost.sqnr_db:.2f} dB; use the full-precision checkpoint that this one was made "
+            "from, with hf-mxfp4 pack"
+        )
+
+
 def import_checkpoint(
     source_dir: str | os.PathLike,
     out_dir: str | os.PathLike,
@@ -310,13 +331,14 @@ def import_checkpoint(
     max_shard_size: int | str = MAX_SHARD_SIZE,
     on_bytes: OnBytes = ignore_bytes,
 ) -> ConversionReport:
-    """Write a compressed-tensors `mxfp4-pack-quantized`, a Quark MXFP4 or a gpt-oss checkpoint as a packed one of this
-    package.
+    """Write a compressed-tensors `mxfp4-pack-quantized` or `nvfp4-pack-quantized`, a Quark MXFP4 or a gpt-oss
+    checkpoint as a packed one of this package.
 
-    Codes and scales keep their values. Layers that are not quantized there become `modules_to_not_convert`.
+    Weights keep their values. Layers that are not quantized there become `modules_to_not_convert`.
 
-    Raises as [`pack_checkpoint`]; `CheckpointError` also for something that this package has no equal of: other
-    elements or group sizes (NVFP4), column orders, other activation quantization, quantized heads or routers.
+    Raises as [`pack_checkpoint`]; `CheckpointError` also for something that this package has no equal of: NVFP4 scales
+    that are not ``2**e * (1 + m/4)`` for 32 elements, other elements or group sizes, column orders, other activation
+    quantization, quantized heads or routers.
     """
     folder = open_checkpoint(source_dir)
     method = folder.quantization.get("quant_method")
@@ -325,7 +347,9 @@ def import_checkpoint(
         if not method:
             what = "is not quantized; there is nothing to import, use hf-mxfp4 pack or export on it"
         raise CheckpointError(f"{folder.path} {what}")
-    source = ForeignSource(folder, IMPORTABLE[method])
+    source = ForeignSource(folder, stored_format(folder.quantization))
+    if source.format.has_tensor_scale:
+        _check_exact(source)
     config, notes = source.config, source.notes
 
     def keep(layer: str) -> dict[str, torch.Tensor]:

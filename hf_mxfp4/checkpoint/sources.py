@@ -31,7 +31,8 @@ from .tensors import NewTensor, StoredTensor, new_tensors, read_header
 
 #: What to do with checkpoints of bitsandbytes, GPTQ, AWQ, FP8 and the like.
 NOT_IMPORTED = (
-    "what can be imported are MXFP4 checkpoints of compressed-tensors, quark and gpt-oss. Use the full-precision "
+    "what can be imported are MXFP4 checkpoints of compressed-tensors, quark and gpt-oss, and NVFP4 ones of "
+    "compressed-tensors. Use the full-precision "
     "checkpoint that this one was made from; or load it with transformers, call model.dequantize() where its method "
     "has that, and save it: weights are then quantized twice"
 )
@@ -292,6 +293,12 @@ class ForeignSource(LayerSource):
         return self.format.specs(self.in_files(layer), shape)
 
     def read(self, layer: str, expert: int | None = None) -> dict[str, torch.Tensor]:
+        stored = self.read_stored(layer, expert)
+        return self.format.decode(stored)[0] if self.format.has_tensor_scale else stored
+
+    def read_stored(self, layer: str, expert: int | None = None) -> dict[str, torch.Tensor]:
+        """Return one matrix as the format's own ``read`` does. Raises `ShardError`."""
+
         def read(name: str, index: int | None = None) -> torch.Tensor:
             return _read(self.folder.tensors[name], index)
 

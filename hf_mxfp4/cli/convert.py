@@ -163,14 +163,15 @@ def import_(
         Path,
         typer.Argument(
             metavar="SOURCE",
-            help="Folder of an MXFP4 checkpoint of compressed-tensors, AMD Quark or gpt-oss.",
+            help="Folder of an MXFP4 checkpoint of compressed-tensors, AMD Quark or gpt-oss, or an NVFP4 one of "
+            "compressed-tensors.",
         ),
     ],
     out: OutArgument,
     overwrite: OverwriteOption = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Turn another engine's MXFP4 checkpoint into a packed one, bit for bit."""
+    """Turn another engine's MXFP4 or NVFP4 checkpoint into a packed one, bit for bit."""
     from ..checkpoint import import_checkpoint
 
     with work_progress(_bytes_in(source)) as progress:
@@ -203,14 +204,15 @@ def _show(report: "ConversionReport", as_json: bool) -> None:
     if as_json:
         print_json(report.to_dict())
         return
-    if any(layer.action != "kept" for layer in report.layers):
+    exact, blocks = report.blocks
+    if report.changed or any(layer.action != "kept" for layer in report.layers):
         title = report.scheme if report.weights is None else f"weights in {report.weights}"
         headings = ["type of layer", "layers", "what", "SQNR dB: median", "worst", "bits per weight"]
         print_table(title, headings, _by_type(report.layers))
-    counts = ", ".join(f"{count} {_ACTIONS[action]}" for action, count in report.counts().items())
+    actions = {**_ACTIONS, "kept": "kept as packed, with new scales"} if blocks else _ACTIONS
+    counts = ", ".join(f"{count} {actions[action]}" for action, count in report.counts().items())
     say(f"{report.path}: {report.format}, {report.n_layers} layers: {counts}")
     say(f"weights: {report.error()}")
-    exact, blocks = report.blocks
     if blocks:
         say(f"{exact} of {blocks} blocks exact")
     bits = [bits_per_weight(report.layers, when) for when in ("before", "after")]

@@ -7,11 +7,12 @@ import json
 import pytest
 import torch
 from export_files import E2M1, config_in, decode, save_packed, save_plain
+from safetensors.torch import load_file, save_file
 from same_bits import tensors_in
 from tiny_models import make_model
 from transformers import AutoModelForCausalLM
 
-from hf_mxfp4.checkpoint import CheckpointError, export
+from hf_mxfp4.checkpoint import CheckpointError, export, import_checkpoint
 
 
 MANTISSAS = {"macro_block": 128, "macro_search": "block_mantissas"}
@@ -171,3 +172,39 @@ def test_what_nvfp4_cannot_hold_is_refused(tmp_path):
     assert "macro-block" not in str(refused.value)
     report = export(both, tmp_path / "out", "nvfp4", "requantize")
     assert report.weights == "mxfp4+even+mbs128-blockwise" and report.blocks[0] == report.blocks[1]
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen3_moe"])
+def test_an_export_is_imported_and_exported_again(family, tmp_path):
+    source = save_packed(tmp_path / "packed", family, intermediate=96, config={"preset": "w4a4", **MANTISSAS})
+    export(source, tmp_path / "out", "nvfp4")
+    report = import_checkpoint(tmp_path / "out", tmp_path / "back")
+    assert report.counts() == {"kept": report.n_layers} and "here they are in full precision" in report.notes[1]
+    ours, back = tensors_in(source), tensors_in(tmp_path / "back")
+    assert ours.keys() == back.keys() and all(torch.equal(back[name], tensor) for name, tensor in ours.items())
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "back", dtype=torch.bfloat16)
+    assert str(loaded.config.quantization_config.weight_scheme) == "mxfp4+even+mbs128-blockwise"
+    export(tmp_path / "back", tmp_path / "again", "nvfp4")
+    first, again = tensors_in(tmp_path / "out"), tensors_in(tmp_path / "again")
+    assert again.keys() == {name for name in first if not name.endswith("input_global_scale")}
+    assert all(torch.equal(t.view(torch.uint8), first[name].view(torch.uint8)) for name, t in again.items())
+
+
+def test_scales_that_packed_weights_cannot_hold_are_refused(tmp_path):
+    """Two blocks: halves of different scales, and an eighth in the mantissa. A half without values matters not."""
+    export(save_packed(tmp_path / "packed", config=MANTISSAS), tmp_path / "out", "nvfp4")
+    file = tmp_path / "out/model.safetensors"
+    tensors = load_file(file)
+    scale, codes = (tensors[f"{Q_PROJ}.weight_{part}"] for part in ("scale", "packed"))
+    scale.view(torch.uint8)[0, 1] -= 8  # half as much
+    scale.view(torch.uint8)[1, 2:] = 0x39  # 1.125
+    scale[2, 0], scale[2, 2] = 0, 0
+    codes[2, 16:24] = 0
+    expected = decode_nvfp4(tensors, Q_PROJ)[2]
+    save_file(tensors, file, {"format": "pt"})
+    with pytest.raises(CheckpointError, match=r"2 of 1920 blocks .*\(1 \+ m/4\).* would cost SQNR \d+\.\d\d dB"):
+        import_checkpoint(tmp_path / "out", tmp_path / "back")
+    scale[:2] = 1
+    save_file(tensors, file, {"format": "pt"})
+    import_checkpoint(tmp_path / "out", tmp_path / "back")
+    assert torch.equal(decode_ours(tensors_in(tmp_path / "back"), Q_PROJ)[2], expected)

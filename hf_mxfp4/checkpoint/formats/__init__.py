@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checkpoint formats of other engines, by name."""
 
+from collections.abc import Mapping
+from typing import Any
+
 from .base import BF16Format, Format, ImportableFormat, PackedFormat
 from .compressed_tensors import CompressedTensorsFormat
 from .gguf import GGUFFormat
@@ -26,4 +29,12 @@ IMPORTABLE: dict[str, ImportableFormat] = {
     FORMATS[name].quant_method: FORMATS[name] for name in ("compressed-tensors", "quark", "gpt-oss")
 }
 
-__all__ = ["FORMATS", "IMPORTABLE", "Format", "ImportableFormat", "PackedFormat"]
+
+def stored_format(options: Mapping[str, Any]) -> ImportableFormat:
+    """Return the format of a `quantization_config` whose `quant_method` is one of [`IMPORTABLE`]."""
+    nvfp4 = FORMATS["nvfp4"]
+    own = nvfp4.quant_method, nvfp4.format
+    return nvfp4 if (options["quant_method"], options.get("format")) == own else IMPORTABLE[options["quant_method"]]
+
+
+__all__ = ["FORMATS", "IMPORTABLE", "Format", "ImportableFormat", "PackedFormat", "stored_format"]

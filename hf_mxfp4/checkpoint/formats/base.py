@@ -76,7 +76,7 @@ class PackedFormat(Format):
     #: Fields of a scheme that weights are given which are quantized for this format.
     holds: ClassVar[Mapping[str, Any]] = {"macro_block": None}
     #: Whether weights have a tensor scale, which those of one module share: engines join q, k and v, or gate and up.
-    #: Then there are `top_exponent`, `encode` and `values`, see [`NVFP4Format`].
+    #: Then there are `top_exponent`, `encode`, `decode` and `values`, see [`NVFP4Format`].
     has_tensor_scale: ClassVar[bool] = False
 
     def misfits(self, scheme: QuantScheme) -> list[str]:

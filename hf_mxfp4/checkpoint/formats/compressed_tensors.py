@@ -30,6 +30,9 @@ class CompressedTensorsFormat(RenamedFormat):
     name = quant_method = "compressed-tensors"
     #: As `config.json` calls it.
     format: ClassVar[str] = FORMAT
+    elements: ClassVar[Mapping[str, Any]] = _ELEMENTS
+    #: `dynamic` of quantized inputs.
+    inputs: ClassVar[bool | str] = True
     names = {"weight": "weight_packed", "weight_scale": "weight_scale"}
     activations = (
         "the exported model says that they are not (W4A16), though vLLM quantizes them where its GPU can. Format quark "
@@ -71,8 +74,8 @@ class CompressedTensorsFormat(RenamedFormat):
             if not isinstance(group, Mapping):
                 raise CheckpointError(f"{where}.config_groups.{name} is {group!r}; only a full scheme can be imported")
             stored = group.get("format") or options.get("format")
-            if stored != FORMAT:
-                raise CheckpointError(f"{where} has the format {stored!r}; only {FORMAT!r} can be imported")
+            if stored != self.format:
+                raise CheckpointError(f"{where} has the format {stored!r}; only {self.format!r} can be imported")
         expect(where, options, {"kv_cache_scheme": None, "quantization_status": (None, "compressed", "frozen")})
         for key in ("transform_config", "sparsity_config", "moe_sparsity_config"):
             if options.get(key) and options[key] != {"format": "dense"}:
@@ -80,15 +83,15 @@ class CompressedTensorsFormat(RenamedFormat):
         presets = {self._preset(f"{where}.config_groups.{name}", group) for name, group in groups.items()}
         if len(presets) > 1:
             raise CheckpointError(f"{where} quantizes the activations of some groups only; a config here is for all")
-        config = MXFP4RLConfig(mode="packed", preset=presets.pop(), scale_rule="even", macro_block=None)
+        config = MXFP4RLConfig(mode="packed", preset=presets.pop(), scale_rule="even", **self.holds)
         return config, ["The scales are taken as they are; scale_rule='even' is compressed-tensors' own rule."]
 
     def _preset(self, where: str, group: Mapping[str, Any]) -> str:
-        expect(f"{where}.weights", group.get("weights"), {**_ELEMENTS, "dynamic": (False, None), "actorder": None})
+        expect(f"{where}.weights", group.get("weights"), {**self.elements, "dynamic": (False, None), "actorder": None})
         expect(where, group, {"output_activations": None})
         if group.get("input_activations") is None:
             return "w4a16"
-        expect(f"{where}.input_activations", group["input_activations"], {**_ELEMENTS, "dynamic": True})
+        expect(f"{where}.input_activations", group["input_activations"], {**self.elements, "dynamic": self.inputs})
         return "w4a4"
 
 

@@ -6,7 +6,7 @@ A block scale ``2**e * (1 + m/4)`` is an E4M3 number for 16 binades of ``e``. So
 twice, the tensor scale is a power of two, and the values stay the same.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,10 +23,10 @@ from ...numerics import (
     round_nearest,
     unpack_codes,
 )
-from ...numerics.corrections import mantissa_factor, unpack_mantissas
+from ...numerics.corrections import BLOCKS_PER_BYTE, mantissa_factor, pack_mantissas, unpack_mantissas
 from ..folder import CheckpointFolder
 from ..names import LayerShape
-from .base import Packed
+from .base import Packed, Read
 from .compressed_tensors import CompressedTensorsFormat, has_experts
 
 
@@ -36,15 +36,7 @@ if TYPE_CHECKING:
 FORMAT = "nvfp4-pack-quantized"
 #: Elements that share one E4M3 scale.
 GROUP = 16
-_ELEMENTS = {
-    "num_bits": 4,
-    "type": "float",
-    "strategy": "tensor_group",
-    "group_size": GROUP,
-    "symmetric": True,
-    "scale_dtype": "torch.float8_e4m3fn",
-    "zp_dtype": "torch.float8_e4m3fn",
-}
+_SCALE_DTYPES = {"scale_dtype": "torch.float8_e4m3fn", "zp_dtype": "torch.float8_e4m3fn"}
 #: The largest block scale of a tensor goes into the top binade of E4M3, 256 to 448.
 _TOP_EXPONENT = 8
 #: Exponents of the tensor scale whose reciprocal is a normal float32 number as well.
@@ -56,6 +48,8 @@ _SMALL_SCALES = torch.arange(1, 32, dtype=torch.uint8).view(torch.float8_e4m3fn)
 class NVFP4Format(CompressedTensorsFormat):
     name = "nvfp4"
     format = FORMAT
+    elements = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": GROUP, "symmetric": True}
+    inputs = "local"
     quantizes_activations = True
     holds = {"macro_block": 128, "macro_search": "block_mantissas"}
     has_tensor_scale = True
@@ -73,9 +67,10 @@ class NVFP4Format(CompressedTensorsFormat):
     ) -> dict[str, Any]:
         options = super().quantization_config(config, ignored, quantized)
         group = options["config_groups"]["group_0"]
-        group["weights"] = {**_ELEMENTS, "dynamic": False}
+        elements = {**self.elements, **_SCALE_DTYPES}
+        group["weights"] = {**elements, "dynamic": False}
         if self.quantizes_inputs:
-            group["input_activations"] = {**_ELEMENTS, "dynamic": "local", "observer": "static_minmax"}
+            group["input_activations"] = {**elements, "dynamic": self.inputs, "observer": "static_minmax"}
         return options
 
     def notes(self, config: MXFP4RLConfig, ignored: Sequence[str], quantized: Sequence[str] = ()) -> list[str]:
@@ -131,8 +126,8 @@ class NVFP4Format(CompressedTensorsFormat):
         return {"weight": codes, "weight_scale": scales, "weight_global_scale": torch.tensor([2.0**-exponent])}
 
     def values(self, stored: Packed) -> torch.Tensor:
-        """Return the float32 values ``[N, K]`` of what [`encode`] returned."""
-        codes, scales = stored["weight"], stored["weight_scale"].float() / stored["weight_global_scale"]
+        """Return the float32 values ``[N, K]`` of what [`encode`] or [`read`] returned."""
+        codes, scales = stored["weight"], stored["weight_scale"].float() / stored.get("weight_global_scale", 1)
         return decode_e2m1(unpack_codes(codes, 2 * codes.shape[1])) * scales.repeat_interleave(GROUP, dim=1)
 
     def tensors(self, layer: str, shape: LayerShape, packed: Packed) -> dict[str, torch.Tensor]:
@@ -145,6 +140,42 @@ class NVFP4Format(CompressedTensorsFormat):
                 # What E4M3 scales hold of inputs then: largest magnitudes of groups up to 6 * 448.
                 tensors[f"{name.removesuffix('weight')}input_global_scale"] = torch.ones_like(divisor.reshape(-1)[:1])
         return tensors
+
+    def read(self, layer: str, shape: LayerShape, expert: int | None, read: Read) -> dict[str, torch.Tensor]:
+        """Return ``weight`` uint8 ``[N, K/2]`` and ``weight_scale``, float32 ``[N, K/16]``: scales over divisor."""
+
+        def scaled(name: str) -> torch.Tensor:
+            tensor = read(name)
+            return tensor.float() / read(f"{name[:-6]}_global_scale") if name.endswith(".weight_scale") else tensor
+
+        return super().read(layer, shape, expert, scaled)
+
+    def decode(self, stored: Packed) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+        """Return what [`read`] returned as in our own files, with block mantissas in ``weight_macro``, and which blocks
+        ``[N, K/32]`` keep their values so: those whose scales are one ``2**e * (1 + m/4)``, or that are zero."""
+        codes, scales = stored["weight"].unflatten(1, (-1, 2, GROUP // 2)), stored["weight_scale"].unflatten(1, (-1, 2))
+        codes = codes.masked_fill((scales == 0).unsqueeze(-1), 0)
+        has_values = ((codes & 0x77) != 0).any(dim=-1) | scales.isnan()
+        # A half without values takes the other's scale.
+        first, second = (torch.where(has_values[..., i], scales[..., i], scales[..., 1 - i]) for i in range(2))
+        bits, is_nan = first.view(torch.int32), first.isnan() & second.isnan()
+        byte, is_empty = bits >> 23, ~has_values.any(dim=-1)
+        exact = (first == second) & (bits & 0x1FFFFF == 0) & (byte > 0) & (byte < 255) | is_nan | is_empty
+        byte = byte.masked_fill(is_nan, 255).masked_fill(is_empty, 0).to(torch.uint8)
+        mantissas = (bits >> 21 & 3).masked_fill(is_nan | is_empty, 0)
+        macro = pack_mantissas(torch.nn.functional.pad(mantissas, (0, -mantissas.shape[1] % BLOCKS_PER_BYTE)))
+        packed = {"weight": codes.flatten(1), "weight_scale": byte, "weight_macro": macro.to(torch.uint8)}
+        return packed, exact
+
+    def read_config(self, options: Mapping[str, Any]) -> tuple[MXFP4RLConfig, list[str]]:
+        config, _ = super().read_config(options)
+        notes = [
+            "The scales are taken as they are; when adapters are merged, weights are quantized with block mantissas."
+        ]
+        if config.activation_scheme is None:
+            return config, notes
+        notes.append("The checkpoint quantizes inputs as NVFP4; here they are in full precision (W4A16).")
+        return MXFP4RLConfig(mode="packed", preset="w4a16", scale_rule="even", **self.holds), notes
 
     def specs(self, layer: str, shape: LayerShape) -> dict[str, torch.Tensor]:
         packed = shape.meta_packed(QuantScheme(ScaleRule.EVEN))
