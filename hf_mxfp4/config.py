@@ -15,6 +15,7 @@ from .numerics.schemes import check_alpha, check_fallback_rate, check_mantissas,
 from .presets import (
     CHOICES,
     FORWARD_PRESETS,
+    FP8_PRESETS,
     MODES,
     PRESETS,
     WEIGHT_BLOCKS,
@@ -199,7 +200,8 @@ class MXFP4RLConfig(QuantizationConfigMixin):
             self._set("macro_block", int(self.macro_block))
         if self.macro_search is Default.BY_PRESET:
             # Where there are four blocks to share a byte; macro blocks of other sizes have one factor.
-            self._set("macro_search", "block_mantissas" if self.macro_block == 128 else "hybrid")
+            mantissas = "block_mantissas_fp8" if self.preset in FP8_PRESETS else "block_mantissas"
+            self._set("macro_search", mantissas if self.macro_block == 128 else "hybrid")
         if self.matmul_backend == "mxfp4":
             get_logger().warning("matmul_backend='mxfp4' is gone, since PyTorch has its products: 'auto' is used")
             self._set("matmul_backend", "auto")

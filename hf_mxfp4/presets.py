@@ -56,6 +56,9 @@ PRESETS = (
 #: Presets whose activations are not MXFP4.
 WITHOUT_BLOCKS = ("w4a16", "w4a8", "w4a8g8")
 
+#: Presets whose weights are to be E4M3 numbers times a power of two, for FP8 tensor cores.
+FP8_PRESETS = ("w4a8", "w4a8g8")
+
 #: Presets that quantize all six operands, and how they rotate those of Wgrad.
 ALL_OPERANDS = {"w4a4g4": None, "paper_b": Rotation(16), "w4a4g4_tuned": Rotation(16)}
 

@@ -252,7 +252,7 @@ def test_schemes_of_the_operands(preset, operands, search):
             {"weight_block": "32x32", "outlier_fallback_rate": 0.1, "macro_block": None, "scale_rule": "even"},
             "w4a4 [weights mxfp4+even+of1@0.1+32x32, activations mxfp4+even+of1@0.1]",
         ),
-        ({"preset": "w4a8"}, "w4a8 [weights mxfp4+even+mbs128-blockwise, activations fp8]"),
+        ({"preset": "w4a8"}, "w4a8 [weights mxfp4+even+mbs128-blockwise_fp8, activations fp8]"),
         (
             {"preset": "paper_b"},
             "paper_b [weights mxfp4+floor+32x32, activations mxfp4+floor], dgrad [grad mxfp4+floor, weight "
@@ -289,14 +289,15 @@ FLOOR = QuantScheme(ScaleRule.FLOOR)
 TILES = QuantScheme(ScaleRule.FLOOR, block_rows=32)
 EVEN = QuantScheme(ScaleRule.EVEN, 128, "blockwise")
 SELECTIVE = QuantScheme(ScaleRule.EVEN, 128, "blockwise", 1.0, fallback_rate=0.05)
+THREE = QuantScheme(ScaleRule.EVEN, 128, "block_mantissas_fp8")
 EVEN_TILES = QuantScheme(ScaleRule.EVEN, 128, "blockwise", block_rows=32)
 
 #: Preset -> fprop, dgrad, wgrad.
 EXPECTED = {
     "w4a16": (GemmScheme(FULL, WEIGHT), PLAIN, PLAIN),
     "w4a4": (GemmScheme(INPUT, WEIGHT), PLAIN, PLAIN),
-    "w4a8": (GemmScheme(FP8, EVEN), PLAIN, PLAIN),
-    "w4a8g8": (GemmScheme(FP8, EVEN), GemmScheme(FP8, REUSE), GemmScheme(FP8, REUSE)),
+    "w4a8": (GemmScheme(FP8, THREE), PLAIN, PLAIN),
+    "w4a8g8": (GemmScheme(FP8, THREE), GemmScheme(FP8, REUSE), GemmScheme(FP8, REUSE)),
     "w4a4_tuned": (GemmScheme(SELECTIVE, SELECTIVE), PLAIN, PLAIN),
     "w4a4_h64": (GemmScheme(SELECTIVE, EVEN, Rotation(64)), PLAIN, PLAIN),
     "w4a4g8": (GemmScheme(INPUT, WEIGHT), GemmScheme(FP8, REUSE), GemmScheme(FP8, REUSE)),
