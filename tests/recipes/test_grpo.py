@@ -182,7 +182,7 @@ def test_options_of_the_products_in_yaml_and_on_the_command_line(tmp_path):
     ("options", "message"),
     [
         (["--presett=w4a4"], "no option 'presett'; did you mean 'preset'?"),
-        (["--preset=w4"], "preset='w4' is not supported; choose one of 'w4a16', 'w4a4'"),
+        (["--preset=w4"], "preset='w4' is not supported; choose one of 'w4a16', 'w4a8', 'w4a4'"),
         (["--aqn_num_stages=0"], "aqn_num_stages=0 must be at least 1"),
         (["--config=nowhere.yaml"], "cannot read nowhere.yaml: No such file"),
         (["--sft_learning_rate=1"], "sft_learning_rate is gone: the supervised steps have a learning rate of 5e-4"),
