@@ -74,10 +74,10 @@ def name_matches(name: str, pattern: str) -> bool:
 
 
 def split_linears(model: nn.Module, extra_skips: Iterable[str] = ()) -> tuple[dict[str, nn.Linear], list[str]]:
-    """Return the linear layers of ``model`` to quantize, by name, and the names of those to leave alone; see
-    [`skip_reasons`]. Only exact `nn.Linear` modules count: subclasses already are something else."""
+    """Return the linear layers of ``model`` to quantize, by name, and the names of those to leave alone: what
+    [`find_layers`] has without experts, also of models with nothing to quantize. For scripts that look at names."""
     reasons = skip_reasons(model, extra_skips)
-    linears = {name: module for name, module in model.named_modules() if type(module) is nn.Linear}
+    linears = {name: module for name, module in _candidates(model).items() if type(module) is nn.Linear}
     return {n: m for n, m in linears.items() if n not in reasons}, [n for n in linears if n in reasons]
 
 
