@@ -155,7 +155,7 @@ def round_model(
     found, _ = find_layers(model, config.modules_to_not_convert or ())
     schemes = {}
     for name, layer in found.items():
-        scheme = _forward_scheme(model, config, name)
+        scheme = _forward_scheme(config, name)
         if isinstance(layer, nn.Linear) and scheme is not None:
             schemes.setdefault(layer, (name, *scheme))
     run = DecoderRun(model, batches)
@@ -177,7 +177,7 @@ def round_model(
     return Rounding(tuple(gains), left, sum(gains.values()) / len(gains))
 
 
-def _forward_scheme(model: nn.Module, config: MXFP4RLConfig, name: str) -> tuple[QuantScheme, Rotation | None] | None:
+def _forward_scheme(config: MXFP4RLConfig, name: str) -> tuple[QuantScheme, Rotation | None] | None:
     """How the forward product quantizes the weights of a layer, and what rotates them before; `None` if it does not."""
     fprop = config.gemms().fprop
     if not isinstance(fprop.right, QuantScheme):
