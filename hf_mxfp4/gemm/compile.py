@@ -19,7 +19,6 @@ from ..numerics import FP8, PARTS, MXFP4Tensor, OperandScheme, QuantScheme, Rota
 from .groups import Groups
 from .linear import (
     LinearRecord,
-    SavedRecord,
     autocast_dtype,
     linear_backward,
     linear_forward,
@@ -29,6 +28,7 @@ from .linear import (
 from .operands import padded_length
 from .packed import packed_forward, packed_grad_x
 from .packed_weight import PackedWeight
+from .saved import SavedRecord, what_is_saved
 from .state import PLAIN_STATE, GemmSpec, GemmState, PackedSpec, state_of
 
 
@@ -162,16 +162,6 @@ def compiled_linear(
     return torch.ops.hf_mxfp4.quantized_linear(*arguments)[0]
 
 
-def what_is_saved(spec: GemmSpec, x_dtype: torch.dtype, dtype: torch.dtype) -> str:
-    """Return what is saved of an input, for a product in ``dtype``."""
-    if spec.saved == "mxfp4":
-        return "mxfp4"
-    if spec.saved == "fp8":
-        return "x_fp8" if spec.saves_raw_input else "values_fp8"
-    keeps_input = spec.input_scheme is None and spec.rotation_size == 1
-    return "x" if spec.saves_raw_input or keeps_input and x_dtype == dtype else "values"
-
-
 @torch.library.custom_op("hf_mxfp4::quantized_linear", mutates_args=(), tags=_UNSAFE)
 def _forward(
     x: torch.Tensor,
@@ -233,7 +223,7 @@ def _saved_input(
     x_dtype: torch.dtype,
     dtype: torch.dtype,
 ) -> tuple[tuple[torch.Tensor | None, ...], SavedRecord]:
-    """What an operator returned of its input, as [`hf_mxfp4.gemm.linear.restore_input`] takes it."""
+    """What an operator returned of its input, as [`hf_mxfp4.gemm.saved.restore_input`] takes it."""
     if saved == "mxfp4":
         scheme, remaining = spec.input_scheme, iter(tensors)
         found = tuple(None if size is None else next(remaining) for size in part_sizes(scheme, 1))

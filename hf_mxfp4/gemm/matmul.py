@@ -12,8 +12,8 @@ did.
 import functools
 import os
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -32,6 +32,7 @@ from ..numerics import (
     OperandScheme,
     QuantScheme,
 )
+from .fp8 import FP8Operand, inexact, multiply_fp8, to_fp8
 from .groups import Groups
 from .packed_weight import of_expert
 from .state import GemmSpec
@@ -39,36 +40,10 @@ from .state import GemmSpec
 
 #: Hardware with FP8 tensor cores; what `hf-mxfp4 env` lists.
 FP8_HARDWARE = ("sm_89", "sm_90", "sm_100", "sm_103", "sm_120", "sm_121", "gfx950")
-_LARGEST_E4M3 = 448.0
+#: Of these, what has FP8 products of all experts in one launch.
+GROUPED_FP8_HARDWARE = ("sm_90", "gfx950")
 
 _counts: Counter[tuple[str, str]] = Counter()
-#: Per device, elements that E4M3 rounded: a scalar that is added to without waiting for the device.
-_inexact: dict[torch.device, torch.Tensor] = {}
-
-
-class FP8Operand(NamedTuple):
-    """``elements [R, C]``, float8_e4m3fn, times ``scale [R, 1]``, float32 powers of two."""
-
-    elements: torch.Tensor
-    scale: torch.Tensor
-
-
-def to_fp8(values: torch.Tensor) -> FP8Operand:
-    """A matrix of quantized values as elements and scales of its rows. NaN and infinite values become NaN."""
-    if dispatch.supports_e4m3(values):
-        elements, scale, inexact = triton_kernels.to_fp8(values)
-        _count_inexact(inexact)
-        return FP8Operand(elements, scale)
-    wide = values.float()
-    finite = wide.isfinite()
-    top = torch.where(finite, wide.abs(), 0).amax(dim=1, keepdim=True)
-    _, exponent = torch.frexp(top)
-    scale = torch.ldexp(torch.ones_like(top), (exponent - 9).clamp(-126, 126))
-    scale = torch.where(top > scale * _LARGEST_E4M3, scale * 2, scale)
-    elements = torch.where(finite, wide / scale, torch.nan).to(torch.float8_e4m3fn)
-    _count_inexact((elements.float() * scale != wide).logical_and(finite).sum())
-    return FP8Operand(elements.contiguous(), scale)
-
 
 #: Values in the dtype of the product, codes and scale bytes, or E4M3 elements and scales of rows.
 Operand = torch.Tensor | MXFP4Tensor | FP8Operand
@@ -100,17 +75,7 @@ def matmul(
         reader: the backend that was chosen to multiply with them, where the caller has asked for it already.
     """
     if isinstance(b, FP8Operand):
-        out = F.scaled_mm(
-            a.elements,
-            b.elements.t(),
-            a.scale,
-            F.ScalingType.RowWise,
-            b.scale.t(),
-            F.ScalingType.RowWise,
-            output_dtype=dtype,
-            use_fast_accum=False,  # which would keep 14 bits of the sums
-        )
-        return out if bias is None else out + bias
+        return multiply_fp8(a, b, bias, groups, dtype)
     if isinstance(b, MXFP4Tensor):
         reader = reader or dispatch.choose_backend(a, b.scheme, backend, family="decode")
         return _on_codes(a, b, bias, groups, backend, reader)
@@ -125,26 +90,36 @@ def matmul(
     return out
 
 
-def multiply(
-    gemm: str, left: torch.Tensor, right: torch.Tensor, spec: GemmSpec, bias: torch.Tensor | None = None
-) -> torch.Tensor:
-    """``left [..., C] right[D, C]^T + bias`` of quantized values by the backend that the spec names."""
-    if spec.matmul_backend == "dense":
-        return F.linear(left, right, bias)
-    choice = select_matmul(gemm, spec.scheme, hardware_of(left.device), left.dtype, spec.matmul_backend)
-    is_fp8 = choice.name == "fp8" and dispatch.is_torchs_own(left) and _fits_fp8(left, right)
-    _counts[gemm, "fp8" if is_fp8 else "dense"] += 1
-    if not is_fp8:
-        return F.linear(left, right, bias)
-    rows = to_fp8(left.reshape(-1, left.shape[-1]))
-    return matmul(rows, to_fp8(right), bias, dtype=left.dtype).view(*left.shape[:-1], right.shape[0])
-
-
-def _fits_fp8(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether FP8 tensor cores multiply operands of these shapes, ``a [..., C] b[D, C]^T``: C and D multiples of 16."""
-    if 0 in (*a.shape, *b.shape):
+def runs_on_fp8(
+    gemm: str, spec: GemmSpec, like: torch.Tensor, dtype: torch.dtype, size: Sequence[int], groups: Groups | None = None
+) -> bool:
+    """Whether FP8 tensor cores multiply in the product ``gemm`` under a spec, with groups all experts at once, on the
+    device of ``like`` and with an output in ``dtype``; ``size`` is that of the left rows and the two other axes."""
+    if spec.is_dense_on(like):
         return False
-    return a.is_cpu or b.shape[1] % 16 == 0 and b.shape[0] % 16 == 0
+    hardware, experts = hardware_of(like.device), groups is not None
+    choice = select_matmul(gemm, spec.scheme, hardware, dtype, spec.matmul_backend, experts)
+    if choice.name != "fp8" or 0 in size or not dispatch.is_torchs_own(like):
+        return False
+    return like.is_cpu or size[1] % 16 == 0 and size[2] % 16 == 0
+
+
+def multiply(
+    gemm: str,
+    left: torch.Tensor | FP8Operand,
+    right: torch.Tensor | FP8Operand,
+    spec: GemmSpec,
+    bias: torch.Tensor | None = None,
+    groups: Groups | None = None,
+    fp8_dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    """Multiply as [`matmul`] does, counted where the spec leaves a choice; with ``fp8_dtype``, that of the output, on
+    FP8 tensor cores, for which values become E4M3 elements."""
+    if spec.matmul_backend != "dense":
+        _counts[gemm, "fp8" if fp8_dtype else "dense"] += 1
+    if fp8_dtype:
+        left, right = (each if isinstance(each, FP8Operand) else to_fp8(each) for each in (left, right))
+    return matmul(left, right, bias, groups, dtype=fp8_dtype)
 
 
 def matmul_tokens(a: torch.Tensor, b: torch.Tensor, groups: Groups) -> torch.Tensor:
@@ -241,8 +216,6 @@ def select_matmul(
     """
     if requested == "dense":
         return MatmulBackend("dense", "matmul_backend='dense' was asked for")
-    if experts:
-        return MatmulBackend("dense", "experts are multiplied in 16 bits")
     on_cpu = hardware in ("cpu", "interpreter")
     if on_cpu and requested == "auto":
         return MatmulBackend("dense", "on the CPU there is nothing faster")
@@ -250,6 +223,9 @@ def select_matmul(
         return MatmulBackend("dense", f"{hardware} has no FP8 products")
     if dtype != (torch.float32 if on_cpu else torch.bfloat16):
         return MatmulBackend("dense", f"FP8 products on {hardware} have no output in {dtype}")
+    if experts and (gemm == "wgrad" or hardware not in GROUPED_FP8_HARDWARE):
+        where = "their tokens are no multiples of 16" if gemm == "wgrad" else f"{hardware} has no grouped FP8 products"
+        return MatmulBackend("dense", f"experts are multiplied in 16 bits: {where}")
     product: GemmScheme = getattr(scheme, gemm)
     for operand, precision in zip(GEMM_OPERANDS[gemm], (product.left, product.right), strict=True):
         reason = _operand_problem(operand, precision, scheme)
@@ -272,22 +248,16 @@ def _operand_problem(operand: str, precision: OperandScheme, scheme: LinearSchem
     return None if problem is None else f"{problem} of {operand} have more digits than E4M3"
 
 
-def _count_inexact(number: torch.Tensor) -> None:
-    """Add elements that were rounded, a scalar on their device, to [`matmul_counts`]."""
-    total = _inexact.setdefault(number.device, torch.zeros((), dtype=torch.int64, device=number.device))
-    total.add_(number)
-
-
 def matmul_counts() -> dict[str, dict[str, int] | int]:
     """Products of this process so far whose backend was chosen: by product and backend, as ``{"fprop": {"fp8": 12,
     "dense": 3}, ...}``, and under ``"inexact_elements"`` those that E4M3 rounded. Waits for the GPU."""
     found: dict[str, dict[str, int] | int] = {gemm: {} for gemm in GEMM_OPERANDS}
     for (gemm, name), count in sorted(_counts.items()):
         found[gemm][name] = count
-    return found | {"inexact_elements": sum(int(number) for number in _inexact.values())}
+    return found | {"inexact_elements": sum(int(number) for number in inexact.values())}
 
 
 def reset_matmul_counts() -> None:
     """Count from zero."""
     _counts.clear()
-    _inexact.clear()
+    inexact.clear()

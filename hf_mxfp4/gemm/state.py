@@ -95,6 +95,10 @@ class GemmSpec:
         for name, value in derived.items():
             object.__setattr__(self, name, value)
 
+    def is_dense_on(self, x: torch.Tensor) -> bool:
+        """Whether all products are ordinary ones on the device of ``x``, whatever their operands are."""
+        return self.matmul_backend == "dense" or self.matmul_backend == "auto" and x.is_cpu
+
 
 @dataclass(frozen=True)
 class PackedSpec:
