@@ -82,6 +82,7 @@ def matmul(
     *,
     dtype: torch.dtype | None = None,
     backend: str = "auto",
+    reader: str | None = None,
 ) -> torch.Tensor:
     """``a [..., C] b[D, C]^T + bias[D]``, without gradients. With groups ``a [S, C] b[e, D, C]^T + bias[e, D]`` for the
     rows of each expert.
@@ -96,6 +97,7 @@ def matmul(
         groups: the rows of each expert; `None` for one weight.
         dtype: of a product of E4M3 elements; otherwise that of ``a``.
         backend: what reads codes; see [`hf_mxfp4.fake_quantize`].
+        reader: the backend that was chosen to multiply with them, where the caller has asked for it already.
     """
     if isinstance(b, FP8Operand):
         out = F.scaled_mm(
@@ -110,7 +112,8 @@ def matmul(
         )
         return out if bias is None else out + bias
     if isinstance(b, MXFP4Tensor):
-        return _on_codes(a, b, bias, backend) if groups is None else _experts_on_codes(a, b, bias, groups, backend)
+        reader = reader or dispatch.choose_backend(a, b.scheme, backend, family="decode")
+        return _on_codes(a, b, bias, groups, backend, reader)
     if groups is None:
         return F.linear(a, b, bias)
     if _runs_grouped(a, b):
@@ -166,28 +169,23 @@ def _runs_grouped(a: torch.Tensor, b: torch.Tensor) -> bool:
     )
 
 
-def _on_codes(a: torch.Tensor, b: MXFP4Tensor, bias: torch.Tensor | None, backend: str) -> torch.Tensor:
-    name = dispatch.choose_backend(a, b.scheme, backend, family="decode")
-    if name == "cpu":
-        return on_cpu.product(a, b, bias)
-    if name == "triton" and triton_kernels.unsupported_product(a.shape[:-1].numel(), b.length, a.dtype) is None:
-        return triton_kernels.linear(a, b, bias)
-    return F.linear(a, dispatch.dequantize(b, a.dtype, backend), bias)
-
-
-def _experts_on_codes(
-    a: torch.Tensor, b: MXFP4Tensor, bias: torch.Tensor | None, groups: Groups, backend: str
+def _on_codes(
+    a: torch.Tensor, b: MXFP4Tensor, bias: torch.Tensor | None, groups: Groups | None, backend: str, reader: str
 ) -> torch.Tensor:
     """All experts at once where a kernel takes their rows; otherwise the values of one expert at a time."""
-    name = dispatch.choose_backend(a, b.scheme, backend, family="decode")
-    if name == "triton" and triton_kernels.unsupported_product(len(a), b.length, a.dtype, len(b.codes)) is None:
-        return triton_kernels.linear(a, b, bias, groups.offsets(a.device))
-    if name == "cpu" and max(groups.counts, default=0) <= on_cpu.most_rows():
+    if groups is None and reader == "cpu":
+        return on_cpu.product(a, b, bias)
+    rows, experts = a.shape[:-1].numel(), None if groups is None else len(b.codes)
+    if reader == "triton" and triton_kernels.unsupported_product(rows, b.length, a.dtype, experts) is None:
+        return triton_kernels.linear(a, b, bias, *(() if groups is None else (groups.offsets(a.device),)))
+    if groups is None:
+        return F.linear(a, dispatch.dequantize(b, a.dtype, backend), bias)
+    if reader == "cpu" and max(groups.counts, default=0) <= on_cpu.most_rows():
         return on_cpu.grouped_product(a, b, groups.offsets(a.device), bias)
     out = a.new_empty(a.shape[0], b.codes.shape[1])
-    for expert, rows in groups:
-        own = None if bias is None else bias[expert]
-        out[rows] = _on_codes(a[rows], of_expert(b, expert), own, backend)
+    for expert, own in groups:
+        own_bias = None if bias is None else bias[expert]
+        out[own] = _on_codes(a[own], of_expert(b, expert), own_bias, None, backend, reader)
     return out
 
 
