@@ -1,16 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """Operands of the three products of a linear layer, rotated and quantized along the contraction axis.
 
-An operand is one of three: values in the dtype of the product, a [`MXFP4Tensor`] of codes and scale bytes, or an
-[`FP8Operand`]; see [`hf_mxfp4.gemm.matmul`].
+An operand is values in the dtype of the product, a [`MXFP4Tensor`] of codes and scale bytes, an [`FP8Operand`], or an
+[`FP4Operand`]; see [`hf_mxfp4.gemm.matmul`].
 """
 
 from collections import Counter
+from collections.abc import Callable
+from typing import Any
 
 import torch
 
 from ..backends import dispatch
 from ..numerics import FP8, FULL, MXFP4Tensor, OperandScheme, QuantScheme, Rotation, unrotate
+from .block_scaled import FP4Operand, to_fp4
 from .groups import Groups
 from .packed_weight import cat_rows, of_expert, packed_tensor, quantize_experts, quantize_weight
 from .state import GemmSpec, GemmState, LayerRng
@@ -186,7 +189,17 @@ def weight_codes(weight: torch.Tensor, state: GemmState) -> MXFP4Tensor:
         parts = (quantize_weight if whole else quantize_experts)(rows, scheme, spec.backend)
         return packed_tensor(parts, rows.shape[-1], scheme, weight.dtype)
 
-    return make() if state.cache is None else state.cache.get(weight, (state, "codes"), make)
+    return _kept(weight, state, "codes", make)
+
+
+def fp4_weight(weight: torch.Tensor, state: GemmState, recipe: str) -> FP4Operand:
+    """[`weight_codes`] of a weight ``[N, K]`` as FP4 tensor cores take them, kept by the cache that is open, if any."""
+    return _kept(weight, state, recipe, lambda: to_fp4(weight_codes(weight, state), recipe))
+
+
+def _kept(weight: torch.Tensor, state: GemmState, name: str, make: Callable[[], Any]) -> Any:
+    cache = state.cache
+    return make() if cache is None or cache.form == "none" else cache.get(weight, (state, name), make)
 
 
 def reader_of_codes(x: torch.Tensor, dtype: torch.dtype, state: GemmState) -> str | None:

@@ -18,7 +18,7 @@ from .formats import (
     unpack_codes,
 )
 from .hadamard import random_signs, rotate, unrotate
-from .packed import PARTS, MXFP4Tensor, dequantize, part_sizes
+from .packed import PARTS, MXFP4Tensor, block_scales, dequantize, part_sizes
 from .quantize import apply_scheme, fake_quantize, quantize
 from .rng import counted_uniform
 from .schemes import (
@@ -60,6 +60,7 @@ __all__ = [
     "Rotation",
     "ScaleRule",
     "apply_scheme",
+    "block_scales",
     "counted_uniform",
     "decode_e2m1",
     "decode_e8m0",
