@@ -111,7 +111,7 @@ def _unsupported_reason(parameter: nn.Parameter, fprop: GemmScheme) -> str | Non
     if parameter.dtype != torch.float32:
         return f"are trained in {str(parameter.dtype).removeprefix('torch.')}"
     if not isinstance(fprop.right, QuantScheme):
-        return "are in full precision in the forward product"
+        return f"are taken in {fprop.right} in the forward product"
     if fprop.rotation is not None:
         return "are rotated in the forward product"
     if fprop.is_random:
