@@ -129,7 +129,7 @@ def test_the_draw_depends_on_seed_and_name_alone():
     ("options", "dtype", "reason"),
     [
         ({}, torch.bfloat16, "are trained in bfloat16"),
-        ({"fprop": {"weight": "full"}}, torch.float32, "are in full precision in the forward product"),
+        ({"fprop": {"weight": "full"}}, torch.float32, "are taken in full precision in the forward product"),
         ({"fprop": {"weight": "rceil+stochastic"}}, torch.float32, "are rounded at random"),
         ({"fprop": {"rotation": "random-16"}}, torch.float32, "are rotated in the forward product"),
         ({"preset": "w4a4_h64"}, torch.float32, "are rotated in the forward product"),

@@ -12,7 +12,18 @@ from typing import Any
 import torch
 
 from ..backends import dispatch
-from ..numerics import FP8, FULL, MXFP4Tensor, OperandScheme, QuantScheme, Rotation, unrotate
+from ..numerics import (
+    FP8,
+    FULL,
+    NVFP4,
+    MXFP4Tensor,
+    OperandScheme,
+    QuantScheme,
+    Rotation,
+    fake_quantize_nvfp4,
+    nvfp4_tensor_scale,
+    unrotate,
+)
 from .block_scaled import FP4Operand, to_fp4
 from .groups import Groups
 from .packed_weight import cat_rows, of_expert, packed_tensor, quantize_experts, quantize_weight
@@ -68,6 +79,8 @@ def quantize_operand(
         x = rotate_operand(x, rotation, gemm, rng, backend)
         if scheme is FP8:
             return dispatch.fake_quantize_e4m3(x, backend, dtype)
+        if scheme is NVFP4:  # rows of activations, tokens, do not depend on each other
+            x = fake_quantize_nvfp4(x, nvfp4_tensor_scale(x.detach(), per_row=operand == "x"))
         return x if dtype is None else x.to(dtype)
     x, seed = x.detach() if x.requires_grad else x, operand_seed(scheme, gemm, operand, rng)
     if rotation is None:
@@ -157,7 +170,7 @@ def weight_operand(weight: torch.Tensor, dtype: torch.dtype, state: GemmState) -
     """The weight as the forward product takes it, in ``dtype``: ``Q(W)`` ``[N, K]`` or, of experts, ``[E, N, K]``, of
     the rotated and padded weight where the scheme rotates. Kept by the cache that is open, if any."""
     spec, cache = state.spec, state.cache
-    if spec.weight_scheme is None and spec.rotation_size == 1:
+    if spec.scheme.fprop.right is FULL and spec.rotation_size == 1:
         return rows_first(weight.detach(), spec).to(dtype)
     if cache is None or cache.form == "none":
         return _weight_values(weight, dtype, state)
@@ -227,7 +240,7 @@ def values_of(packed: MXFP4Tensor, dtype: torch.dtype, spec: GemmSpec) -> torch.
 @torch.no_grad()
 def _weight_values(weight: torch.Tensor, dtype: torch.dtype, state: GemmState) -> torch.Tensor:
     spec = state.spec
-    if spec.weight_scheme is not None:
+    if spec.scheme.fprop.right is not FULL:
         count_weight(weight)
     rows = rows_first(weight.detach(), spec)
     if rows.dim() == 2 or spec.rotation_size == 1 and _quantized_at_once(rows, spec):
