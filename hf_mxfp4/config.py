@@ -155,8 +155,9 @@ class MXFP4RLConfig(QuantizationConfigMixin):
     )
     matmul_backend: str = _option(
         "auto",
-        "What multiplies quantized operands: 'auto' (FP8 tensor cores for products whose values are E4M3 numbers), "
-        "'dense' (ordinary products of the values) or 'fp8' (as 'auto', on CPUs too).",
+        "What multiplies quantized operands: 'auto' (FP4 tensor cores for forward products of codes, FP8 ones for "
+        "values that are E4M3 numbers), 'dense' (ordinary products of the values), 'fp8' (as 'auto' without FP4, on "
+        "CPUs too) or 'fp4' (as 'auto'; it warns where a forward product is not in FP4).",
     )
 
     RENAMED = {"engine": "matmul_backend"}

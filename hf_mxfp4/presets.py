@@ -45,7 +45,7 @@ CHOICES = {
     "weight_block": tuple(WEIGHT_BLOCKS),
     "saved_activations": SAVED_FORMS,
     "backend": ("auto", "eager", "cpu", "triton"),
-    "matmul_backend": ("auto", "dense", "fp8"),
+    "matmul_backend": ("auto", "dense", "fp8", "fp4"),
 }
 
 #: Presets of both modes, which say no more than which forward operands are quantized.

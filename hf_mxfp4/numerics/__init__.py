@@ -19,7 +19,7 @@ from .formats import (
 )
 from .hadamard import random_signs, rotate, unrotate
 from .nvfp4 import dequantize_nvfp4, fake_quantize_nvfp4, nvfp4_tensor_scale, quantize_nvfp4
-from .packed import PARTS, MXFP4Tensor, dequantize, part_sizes
+from .packed import PARTS, MXFP4Tensor, block_scales, dequantize, part_sizes
 from .quantize import apply_scheme, fake_quantize, quantize
 from .rng import counted_uniform
 from .schemes import (
@@ -63,6 +63,7 @@ __all__ = [
     "Rotation",
     "ScaleRule",
     "apply_scheme",
+    "block_scales",
     "counted_uniform",
     "decode_e2m1",
     "decode_e8m0",
