@@ -88,7 +88,7 @@ def linear_without_gradient(
     if keeps_codes(x, dtype, state):
         operand = input_operand(x, dtype, state, groups)
         packed = weight_codes(weight, state)
-        return matmul(operand, packed, as_dtype(bias, dtype), groups, backend=state.spec.backend)
+        return matmul(operand, packed, as_dtype(bias, dtype), groups, spec=state.spec)
     return linear_forward(x, weight, bias, state, groups, dtype, False)[0]
 
 

@@ -34,7 +34,7 @@ from ..numerics import (
 )
 from .groups import Groups
 from .packed_weight import of_expert
-from .state import GemmSpec
+from .state import GemmSpec, PackedSpec
 
 
 #: Hardware with FP8 tensor cores; what `hf-mxfp4 env` lists.
@@ -81,7 +81,7 @@ def matmul(
     groups: Groups | None = None,
     *,
     dtype: torch.dtype | None = None,
-    backend: str = "auto",
+    spec: GemmSpec | PackedSpec | None = None,
 ) -> torch.Tensor:
     """``a [..., C] b[D, C]^T + bias[D]``, without gradients. With groups ``a [S, C] b[e, D, C]^T + bias[e, D]`` for the
     rows of each expert.
@@ -95,7 +95,7 @@ def matmul(
         bias: in the dtype of the product, or `None`.
         groups: the rows of each expert; `None` for one weight.
         dtype: of a product of E4M3 elements; otherwise that of ``a``.
-        backend: what reads codes; see [`hf_mxfp4.fake_quantize`].
+        spec: of a product with codes: what reads them, and what multiplies those of one weight with many rows.
     """
     if isinstance(b, FP8Operand):
         out = F.scaled_mm(
@@ -110,7 +110,7 @@ def matmul(
         )
         return out if bias is None else out + bias
     if isinstance(b, MXFP4Tensor):
-        return _on_codes(a, b, bias, backend) if groups is None else _experts_on_codes(a, b, bias, groups, backend)
+        return _on_codes(a, b, bias, spec) if groups is None else _experts_on_codes(a, b, bias, groups, spec)
     if groups is None:
         return F.linear(a, b, bias)
     if _runs_grouped(a, b):
@@ -123,7 +123,7 @@ def matmul(
 
 
 def multiply(
-    gemm: str, left: torch.Tensor, right: torch.Tensor, spec: GemmSpec, bias: torch.Tensor | None = None
+    gemm: str, left: torch.Tensor, right: torch.Tensor, spec: GemmSpec | PackedSpec, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
     """``left [..., C] right[D, C]^T + bias`` of quantized values by the backend that the spec names."""
     if spec.matmul_backend == "dense":
@@ -166,20 +166,23 @@ def _runs_grouped(a: torch.Tensor, b: torch.Tensor) -> bool:
     )
 
 
-def _on_codes(a: torch.Tensor, b: MXFP4Tensor, bias: torch.Tensor | None, backend: str) -> torch.Tensor:
-    name = dispatch.choose_backend(a, b.scheme, backend, family="decode")
-    if name == "cpu":
+def _on_codes(
+    a: torch.Tensor, b: MXFP4Tensor, bias: torch.Tensor | None, spec: GemmSpec | PackedSpec, is_expert: bool = False
+) -> torch.Tensor:
+    name = dispatch.choose_backend(a, b.scheme, spec.backend, family="decode")
+    if name == "cpu" and spec.matmul_backend != "fp8":
         return on_cpu.product(a, b, bias)
     if name == "triton" and triton_kernels.unsupported_product(a.shape[:-1].numel(), b.length, a.dtype) is None:
         return triton_kernels.linear(a, b, bias)
-    return F.linear(a, dispatch.dequantize(b, a.dtype, backend), bias)
+    values = dispatch.dequantize(b, a.dtype, spec.backend)
+    return F.linear(a, values, bias) if is_expert else multiply("fprop", a, values, spec, bias)
 
 
 def _experts_on_codes(
-    a: torch.Tensor, b: MXFP4Tensor, bias: torch.Tensor | None, groups: Groups, backend: str
+    a: torch.Tensor, b: MXFP4Tensor, bias: torch.Tensor | None, groups: Groups, spec: GemmSpec | PackedSpec
 ) -> torch.Tensor:
     """All experts at once where a kernel takes their rows; otherwise the values of one expert at a time."""
-    name = dispatch.choose_backend(a, b.scheme, backend, family="decode")
+    name = dispatch.choose_backend(a, b.scheme, spec.backend, family="decode")
     if name == "triton" and triton_kernels.unsupported_product(len(a), b.length, a.dtype, len(b.codes)) is None:
         return triton_kernels.linear(a, b, bias, groups.offsets(a.device))
     if name == "cpu" and max(groups.counts, default=0) <= on_cpu.most_rows():
@@ -187,7 +190,7 @@ def _experts_on_codes(
     out = a.new_empty(a.shape[0], b.codes.shape[1])
     for expert, rows in groups:
         own = None if bias is None else bias[expert]
-        out[rows] = _on_codes(a[rows], of_expert(b, expert), own, backend)
+        out[rows] = _on_codes(a[rows], of_expert(b, expert), own, spec, is_expert=True)
     return out
 
 
@@ -276,8 +279,10 @@ def _operand_problem(operand: str, precision: OperandScheme, scheme: LinearSchem
 
 def _count_inexact(number: torch.Tensor) -> None:
     """Add elements that were rounded, a scalar on their device, to [`matmul_counts`]."""
-    total = _inexact.setdefault(number.device, torch.zeros((), dtype=torch.int64, device=number.device))
-    total.add_(number)
+    if number.device not in _inexact:
+        with torch.inference_mode(False):  # under which vLLM may be the first to count
+            _inexact[number.device] = torch.zeros((), dtype=torch.int64, device=number.device)
+    _inexact[number.device].add_(number)
 
 
 def matmul_counts() -> dict[str, dict[str, int] | int]:
