@@ -155,7 +155,7 @@ def _unsupported_reason(name: str, parameter: nn.Parameter, fprop: GemmScheme | 
     if fprop is None:
         return None
     if not isinstance(fprop.right, QuantScheme):
-        return "are in full precision in the forward product"
+        return f"are taken in {fprop.right} in the forward product"
     if fprop.rotation is not None:
         return "are rotated in the forward product"
     if fprop.is_random:

@@ -16,14 +16,13 @@ import torch
 
 from ..backends import dispatch
 from ..numerics import FP8, PARTS, MXFP4Tensor, OperandScheme, QuantScheme, Rotation, parse_scheme, part_sizes
-from .groups import Groups
+from .groups import Groups, sum_rows
 from .linear import (
     LinearRecord,
     autocast_dtype,
     linear_backward,
     linear_forward,
     linear_without_gradient,
-    sum_rows,
 )
 from .operands import padded_length
 from .packed import packed_forward, packed_grad_x
@@ -152,9 +151,7 @@ def compiled_linear(
     """[`hf_mxfp4.gemm.quantized_linear`] where Dynamo traces."""
     spec, dtype = state.spec, autocast_dtype(x) or x.dtype
     has_gradient = torch.is_grad_enabled()
-    saved = "nothing"
-    if weight.requires_grad and has_gradient:
-        saved = what_is_saved(spec, x.dtype, dtype)
+    saved = what_is_saved(spec, x.dtype, dtype) if weight.requires_grad and has_gradient else "nothing"
     ends = None if groups is None else groups.offsets(x.device)
     scheme = "" if spec.input_scheme is None else str(spec.input_scheme)
     options = dtype, saved, padded_length(x.shape[-1], spec), scheme, has_gradient and not spec.is_plain
@@ -305,13 +302,15 @@ def compiled_packed_linear(
     ends, operator = None, torch.ops.hf_mxfp4.packed_linear
     if groups is not None:
         ends, operator = groups.offsets(x.device), torch.ops.hf_mxfp4.packed_experts
-    return operator(x, *packed, bias, ends, dtype, str(spec.weights), inputs, size, spec.backend)
+    backends = spec.backend, spec.matmul_backend
+    return operator(x, *packed, bias, ends, dtype, str(spec.weights), inputs, size, *backends)
 
 
 @functools.lru_cache(maxsize=256)
-def _spec(weights: str, inputs: str, in_features: int, size: int, backend: str) -> PackedSpec:
+def _spec(weights: str, inputs: str, in_features: int, size: int, *backends: str) -> PackedSpec:
     rotation = Rotation(size) if size else None
-    return PackedSpec(read_scheme(weights), read_input_scheme(inputs), in_features, backend, rotation)
+    backend, *matmul_backend = backends
+    return PackedSpec(read_scheme(weights), read_input_scheme(inputs), in_features, backend, rotation, *matmul_backend)
 
 
 def _packed_forward(
@@ -328,9 +327,10 @@ def _packed_forward(
     input_scheme: str,
     rotation: int,
     backend: str,
+    matmul_backend: str = "auto",
 ) -> torch.Tensor:
     packed = codes, scale, macro, residual_codes, residual_scale
-    spec = _spec(weight_scheme, input_scheme, x.shape[-1], rotation, backend)
+    spec = _spec(weight_scheme, input_scheme, x.shape[-1], rotation, backend, matmul_backend)
     return packed_forward(x.detach(), packed, bias, spec, groups_of(ends, x.shape[0]), dtype).contiguous()
 
 
@@ -371,7 +371,7 @@ def _packed_gradient_shapes(grad, codes, scale, macro, residual_codes, residual_
 
 
 def _packed_setup(ctx, inputs, output):
-    x, *packed, bias, ends, _, weight_scheme, _, rotation, backend = inputs
+    x, *packed, bias, ends, _, weight_scheme, _, rotation, backend, _ = inputs
     ctx.save_for_backward(*packed, ends)
     ctx.options = x.shape[-1], x.dtype, None if bias is None else bias.dtype, weight_scheme, rotation, backend
 
@@ -389,7 +389,7 @@ def _define_packed(name: str, tags: Sequence[torch.Tag]) -> None:
         needs = [ctx.needs_input_grad[0], ctx.needs_input_grad[6]]
         found = iter(backward(grad, *ctx.saved_tensors, *ctx.options, needs))
         grad_x, of_bias = (next(found) if need else None for need in needs)
-        return grad_x, *(None,) * 5, of_bias, *(None,) * 6
+        return grad_x, *(None,) * 5, of_bias, *(None,) * 7
 
     forward.register_autograd(gradients, setup_context=_packed_setup)
 

@@ -57,14 +57,19 @@ def to_fp8(values: torch.Tensor) -> FP8Operand:
         scale = _scale(torch.where(finite, wide, 0), (-1,))
         elements = torch.where(finite, wide / scale, torch.nan).to(torch.float8_e4m3fn).contiguous()
         rounded = (elements.float() * scale != wide).logical_and(finite).sum()
-    total = inexact.setdefault(rounded.device, torch.zeros((), dtype=torch.int64, device=rounded.device))
-    total.add_(rounded)
+    if rounded.device not in inexact:
+        with torch.inference_mode(False):  # under which vLLM may be the first to count
+            inexact[rounded.device] = torch.zeros((), dtype=torch.int64, device=rounded.device)
+    inexact[rounded.device].add_(rounded)
     return FP8Operand(elements, scale)
 
 
 def weight_to_fp8(values: torch.Tensor) -> FP8Operand | None:
     """Return quantized weights ``[N, K]`` or ``[E, N, K]`` as elements with one scale for each matrix, or where these
-    round an element, with scales of rows; `None` where those do too. Waits for the device."""
+    round an element, with scales of rows; `None` where those do too. Waits for the device, but for a CUDA graph that is
+    captured, in which nothing can be looked at and the answer is `None`."""
+    if values.is_cuda and torch.cuda.is_current_stream_capturing():
+        return None
     values = values.float()
     for axes in ((-2, -1), (-1,)):
         scale = _scale(values, axes)

@@ -15,15 +15,17 @@ from torch.autograd import forward_ad
 from torch.autograd.function import once_differentiable
 
 from ..backends import dispatch
-from ..numerics import FP8, FULL, GEMM_OPERANDS, REUSE, GemmScheme, QuantScheme, decode_e8m0
+from ..numerics import FP8, FULL, GEMM_OPERANDS, REUSE, GemmScheme, MXFP4Tensor, QuantScheme, decode_e8m0
 from ..numerics.formats import E8M0_NAN
 from .fp8 import FP8Operand
-from .groups import Groups
-from .matmul import matmul, matmul_tokens, multiply, runs_on_fp8
+from .groups import Groups, sum_rows
+from .matmul import fp4_recipe, is_dense_on, matmul, matmul_tokens, multiply, multiply_packed, runs_on_fp8
 from .operands import (
     count_weight,
+    fp4_weight,
     fp8_weight,
     input_operand,
+    packed_input,
     padded_length,
     quantize_operand,
     reader_of_codes,
@@ -83,9 +85,9 @@ def linear_without_gradient(
 ) -> torch.Tensor:
     """The forward product alone, on the weight's codes where a cache keeps them and something multiplies with them."""
     reader = reader_of_codes(x, dtype, state)
-    if reader is not None:
+    if reader is not None and (groups or fp4_recipe(x, weight, dtype, state.spec) is None):
         operand, codes = input_operand(x, dtype, state, groups), weight_codes(weight, state)
-        return matmul(operand, codes, as_dtype(bias, dtype), groups, backend=state.spec.backend, reader=reader)
+        return matmul(operand, codes, as_dtype(bias, dtype), groups, spec=state.spec, reader=reader)
     return linear_forward(x, weight, bias, state, groups, dtype, False)[0]
 
 
@@ -112,21 +114,35 @@ def linear_forward(
     groups: Groups | None,
     dtype: torch.dtype,
     weight_needs_grad: bool,
-) -> tuple[torch.Tensor, SavedTensors, LinearRecord, torch.Tensor | FP8Operand]:
-    """Fprop: the output, what was saved of ``x`` if ``weight_needs_grad``, the record, and ``Q(W)``. Arguments as of
-    [`quantized_linear`]; ``dtype`` is that of the product."""
-    tensors, saved, right = (), None, _fp8_weight("fprop", x, weight, dtype, state, groups)
+) -> tuple[torch.Tensor, SavedTensors, LinearRecord, torch.Tensor | FP8Operand | None]:
+    """Fprop: the output, what was saved of ``x`` if ``weight_needs_grad``, the record, and ``Q(W)``, `None` where its
+    codes were multiplied. Arguments as of [`quantized_linear`]; ``dtype`` is that of the product."""
+    spec, tensors, saved, right = state.spec, (), None, None
+    packed, out = (None, None) if groups else _multiply_codes(x, weight, bias, state, dtype)
+    if out is None:
+        right = _fp8_weight("fprop", x, weight, dtype, state, groups)
     fp8 = right is not None
     if weight_needs_grad:
-        left, tensors, saved = save_input(x, dtype, state, groups, fp8)
-    else:
+        left, tensors, saved = save_input(x, dtype, state, groups, packed, fp8)
+    elif out is None:
         left = input_operand(x, dtype, state, groups, fp8)
-    if right is None:
-        right = weight_operand(weight, dtype, state)
-    step = None if state.spec.is_plain else state.rngs[0].step
-    record = LinearRecord(saved, step, x.dtype, None if bias is None else bias.dtype)
-    out = multiply("fprop", left, right, state.spec, as_dtype(bias, dtype), groups, dtype if fp8 else None)
-    return out, tensors, record, right
+    if out is None:
+        right = right if fp8 else weight_operand(weight, dtype, state)
+        out = multiply("fprop", left, right, spec, as_dtype(bias, dtype), groups, dtype if fp8 else None)
+    step = None if spec.is_plain else state.rngs[0].step
+    return out, tensors, LinearRecord(saved, step, x.dtype, None if bias is None else bias.dtype), right
+
+
+def _multiply_codes(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, state: GemmState, dtype: torch.dtype
+) -> tuple[MXFP4Tensor | None, torch.Tensor | None]:
+    """[`packed_input`] and the output where FP4 tensor cores multiply codes, otherwise `None` twice."""
+    recipe = fp4_recipe(x, weight, dtype, state.spec)
+    if recipe is None:
+        return None, None
+    packed = packed_input(x, state)
+    out = multiply_packed(packed, fp4_weight(weight, state, recipe), recipe, as_dtype(bias, dtype), dtype)
+    return (None, None) if out is None else (packed, out)
 
 
 def _fp8_weight(
@@ -134,7 +150,7 @@ def _fp8_weight(
 ) -> FP8Operand | None:
     """The weight for a product of ``left [..., K]``, or in Dgrad ``[..., N]``, where FP8 tensor cores compute that."""
     spec = state.spec
-    if spec.is_dense_on(left):
+    if is_dense_on(left, spec):
         return None
     n, k = rows_first(weight, spec).shape[-2:]
     size = left.shape[:-1].numel(), n, padded_length(k, spec)
@@ -287,18 +303,13 @@ def _product(
     ``quantized``; with groups ``right [e, C, D]`` for the rows of each expert."""
     scheme: GemmScheme = getattr(spec.scheme, gemm)
     fp8 = isinstance(right, FP8Operand)
-    if fp8:
-        left, right = right.folded(left, groups)
-    else:
-        right = right.t()
-        if (gemm, scheme.right) != ("dgrad", REUSE):  # whose weight would be an FP8Operand
-            fp8 = runs_on_fp8(gemm, spec, left, left.dtype, (*left.shape, len(right)))
+    left, right = right.folded(left, groups) if fp8 else (left, right.t())
+    if not fp8 and (gemm, scheme.right) != ("dgrad", REUSE):  # whose weight would be an FP8Operand
+        fp8 = runs_on_fp8(gemm, spec, left, left.dtype, (*left.shape, len(right)))
     operands = []
     for name, values, precision in zip(GEMM_OPERANDS[gemm], (left, right), (scheme.left, scheme.right), strict=True):
         if quantized is not None and values is left:
             values = quantized
-        elif isinstance(values, FP8Operand):
-            pass
         elif fp8 and precision is FP8:
             rotated = rotate_operand(values, scheme.rotation, gemm, rng, spec.backend)
             values = FP8Operand.of_bytes(*dispatch.quantize_e4m3(rotated, spec.backend))
@@ -319,16 +330,6 @@ def _rotated_back(values: torch.Tensor, columns: int, spec: GemmSpec, rng: Layer
     return rotate_back(values, spec.scheme.fprop.rotation, "fprop", columns, rng)
 
 
-def sum_rows(rows: torch.Tensor, groups: Groups | None) -> torch.Tensor:
-    """The gradient of a bias, ``[N]`` or of experts ``[E, N]``, from output gradients ``[M, N]``."""
-    if groups is None:
-        return rows.sum(dim=0)
-    out = rows.new_zeros(groups.n_experts, rows.shape[1])
-    for expert, own in groups:
-        out[expert] = rows[own].sum(dim=0)
-    return out
-
-
 def _count_pass(state: GemmState, groups: Groups | None) -> None:
     """Let the next backward pass of the step draw other numbers, of each expert that had rows in this one."""
     if state.spec.scheme.is_random:
@@ -336,12 +337,12 @@ def _count_pass(state: GemmState, groups: Groups | None) -> None:
             state.rngs[expert].n_backward += 1
 
 
-def _keeps_operand(right: torch.Tensor | FP8Operand) -> bool:
+def _keeps_operand(right: torch.Tensor | FP8Operand | None) -> bool:
     """Whether ``Q(W)`` is kept from the forward pass to the backward pass: not on accelerators and not in jobs that may
     shard weights, where copies of all of them would be another model in memory."""
     dist = torch.distributed
     is_one = not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1)
-    return is_one and not isinstance(right, FP8Operand) and right.is_cpu
+    return is_one and isinstance(right, torch.Tensor) and right.is_cpu
 
 
 class _QuantizedLinear(torch.autograd.Function):

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Operands of the three products of a linear layer, rotated and quantized along the contraction axis.
 
-An operand is one of three: values in the dtype of the product, a [`MXFP4Tensor`] of codes and scale bytes, or an
-[`FP8Operand`] of E4M3 elements; see [`hf_mxfp4.gemm.matmul`].
+An operand is values in the dtype of the product, a [`MXFP4Tensor`] of codes and scale bytes, an [`FP8Operand`], or an
+[`FP4Operand`]; see [`hf_mxfp4.gemm.matmul`].
 """
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -13,7 +14,19 @@ import torch
 
 from ..backends import dispatch
 from ..backends import triton as triton_kernels
-from ..numerics import FP8, FULL, MXFP4Tensor, OperandScheme, QuantScheme, Rotation, unrotate
+from ..numerics import (
+    FP8,
+    FULL,
+    NVFP4,
+    MXFP4Tensor,
+    OperandScheme,
+    QuantScheme,
+    Rotation,
+    fake_quantize_nvfp4,
+    nvfp4_tensor_scale,
+    unrotate,
+)
+from .block_scaled import FP4Operand, to_fp4
 from .fp8 import FP8Operand, weight_to_fp8
 from .groups import Groups
 from .packed_weight import cat_rows, of_expert, packed_tensor, quantize_experts, quantize_weight
@@ -69,6 +82,8 @@ def quantize_operand(
         x = rotate_operand(x, rotation, gemm, rng, backend)
         if scheme is FP8:
             return dispatch.fake_quantize_e4m3(x, backend, dtype)
+        if scheme is NVFP4:  # rows of activations, tokens, do not depend on each other
+            x = fake_quantize_nvfp4(x, nvfp4_tensor_scale(x.detach(), per_row=operand == "x"))
         return x if dtype is None else x.to(dtype)
     x, seed = x.detach() if x.requires_grad else x, operand_seed(scheme, gemm, operand, rng)
     if rotation is None:
@@ -188,7 +203,7 @@ def weight_operand(weight: torch.Tensor, dtype: torch.dtype, state: GemmState) -
     """The weight as the forward product takes it, in ``dtype``: ``Q(W)`` ``[N, K]`` or, of experts, ``[E, N, K]``, of
     the rotated and padded weight where the scheme rotates. Kept by the cache that is open, if any."""
     spec = state.spec
-    if spec.weight_scheme is None and spec.rotation_size == 1:
+    if spec.scheme.fprop.right is FULL and spec.rotation_size == 1:
         return rows_first(weight.detach(), spec).to(dtype)
     return _kept_operand(weight, dtype, state)
 
@@ -232,7 +247,17 @@ def weight_codes(weight: torch.Tensor, state: GemmState) -> MXFP4Tensor:
         parts = (quantize_weight if whole else quantize_experts)(rows, scheme, spec.backend)
         return packed_tensor(parts, rows.shape[-1], scheme, weight.dtype)
 
-    return make() if state.cache is None else state.cache.get(weight, (state, "codes"), make)
+    return _kept(weight, state, "codes", make)
+
+
+def fp4_weight(weight: torch.Tensor, state: GemmState, recipe: str) -> FP4Operand:
+    """[`weight_codes`] of a weight ``[N, K]`` as FP4 tensor cores take them, kept by the cache that is open, if any."""
+    return _kept(weight, state, recipe, lambda: to_fp4(weight_codes(weight, state), recipe))
+
+
+def _kept(weight: torch.Tensor, state: GemmState, name: str, make: Callable[[], Any]) -> Any:
+    cache = state.cache
+    return make() if cache is None or cache.form == "none" else cache.get(weight, (state, name), make)
 
 
 def reader_of_codes(x: torch.Tensor, dtype: torch.dtype, state: GemmState) -> str | None:
@@ -260,7 +285,7 @@ def values_of(packed: MXFP4Tensor, dtype: torch.dtype, spec: GemmSpec) -> torch.
 @torch.no_grad()
 def _weight_values(weight: torch.Tensor, dtype: torch.dtype, state: GemmState) -> torch.Tensor:
     spec = state.spec
-    if spec.weight_scheme is not None:
+    if spec.scheme.fprop.right is not FULL:
         count_weight(weight)
     rows = rows_first(weight.detach(), spec)
     if rows.dim() == 2 or spec.rotation_size == 1 and _quantized_at_once(rows, spec):

@@ -6,8 +6,8 @@ from torch.autograd.function import once_differentiable
 
 from ..backends import dispatch
 from ..numerics import MXFP4Tensor
-from .groups import Groups
-from .linear import as_dtype, autocast_dtype, needs_gradient, not_a_view, sum_rows
+from .groups import Groups, sum_rows
+from .linear import as_dtype, autocast_dtype, needs_gradient, not_a_view
 from .matmul import matmul
 from .operands import quantize_input
 from .packed_weight import PACKED_FIELDS, PackedWeight, of_expert
@@ -56,7 +56,7 @@ def packed_forward(
     """The forward pass of [`packed_linear`], without a gradient; ``values`` take the place of the codes."""
     operand = quantize_input(x, dtype, spec.inputs, spec.backend, spec.rotation)
     weight = _tensor(packed, spec, dtype) if values is None else values
-    return matmul(operand, weight, as_dtype(bias, dtype), groups, backend=spec.backend)
+    return matmul(operand, weight, as_dtype(bias, dtype), groups, spec=spec)
 
 
 def packed_grad_x(grad: torch.Tensor, packed: PackedWeight, spec: PackedSpec, groups: Groups | None) -> torch.Tensor:

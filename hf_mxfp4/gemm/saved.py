@@ -33,10 +33,16 @@ class SavedRecord(NamedTuple):
 
 
 def save_input(
-    x: torch.Tensor, dtype: torch.dtype, state: GemmState, groups: Groups | None, fp8: bool = False
-) -> tuple[torch.Tensor | FP8Operand, SavedTensors, SavedRecord]:
-    """The operand of the forward product (with ``fp8`` that of an E4M3 input is the very tensors that are saved), the
-    tensors to save for Wgrad, and the record that [`restore_input`] reads them by.
+    x: torch.Tensor,
+    dtype: torch.dtype,
+    state: GemmState,
+    groups: Groups | None,
+    packed: MXFP4Tensor | None = None,
+    fp8: bool = False,
+) -> tuple[torch.Tensor | FP8Operand | None, SavedTensors, SavedRecord]:
+    """The operand of the forward product, the tensors to save for Wgrad, and the record that [`restore_input`] reads
+    them by. ``packed``: [`packed_input`] where it was multiplied already, and the operand is returned as `None`
+    unless it is saved. With ``fp8`` the operand of an E4M3 input is the very tensors that are saved.
 
     Raises `ValueError` for an input saved in MXFP4 while Wgrad takes another one than the forward product.
     """
@@ -44,14 +50,17 @@ def save_input(
     if spec.saved == "mxfp4":
         if spec.saves_raw_input:
             raise ValueError("saved in MXFP4 is what the forward product takes, and Wgrad takes the input itself")
-        packed = packed_input(x, state, groups)
-        record = SavedRecord("mxfp4", dtype, replace(packed, **dict.fromkeys(PARTS)))
-        return restore_input(packed.parts, record), packed.parts, record
+        made = packed_input(x, state, groups) if packed is None else packed
+        record = SavedRecord("mxfp4", dtype, replace(made, **dict.fromkeys(PARTS)))
+        return restore_input(made.parts, record) if packed is None else None, made.parts, record
     if spec.input_scheme is FP8 and not spec.saves_raw_input:
         tensors, record = fp8_input(x, state, groups), SavedRecord("fp8", dtype)
         operand = FP8Operand.of_bytes(*tensors) if fp8 else restore_input(tensors, record, spec.backend)
         return operand, tensors, record
-    operand = input_operand(x, dtype, state, groups, fp8)
+    if packed is None:
+        operand = input_operand(x, dtype, state, groups, fp8)
+    else:
+        operand = None if spec.saves_raw_input else dispatch.dequantize(packed, packed.dtype, spec.backend).to(dtype)
     saved = x if spec.saves_raw_input else operand
     tensors = dispatch.quantize_e4m3(saved, spec.backend) if spec.saved == "fp8" else (saved,)
     return operand, tensors, SavedRecord(spec.saved, saved.dtype)

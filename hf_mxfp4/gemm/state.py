@@ -8,6 +8,7 @@ repeats. Draws of the backward products also depend on how many backward passes 
 the micro-batches of a step round independently.
 """
 
+import functools
 import hashlib
 import itertools
 import weakref
@@ -95,10 +96,6 @@ class GemmSpec:
         for name, value in derived.items():
             object.__setattr__(self, name, value)
 
-    def is_dense_on(self, x: torch.Tensor) -> bool:
-        """Whether all products are ordinary ones on the device of ``x``, whatever their operands are."""
-        return self.matmul_backend == "dense" or self.matmul_backend == "auto" and x.is_cpu
-
 
 @dataclass(frozen=True)
 class PackedSpec:
@@ -110,6 +107,7 @@ class PackedSpec:
         in_features: K; the codes have padding.
         backend: see [`hf_mxfp4.fake_quantize`].
         rotation: of inputs, as the weight was rotated before it was quantized; never a random one.
+        matmul_backend: see [`hf_mxfp4.gemm.select_matmul`].
     """
 
     weights: QuantScheme
@@ -117,6 +115,12 @@ class PackedSpec:
     in_features: int
     backend: str = "auto"
     rotation: Rotation | None = None
+    matmul_backend: str = "auto"
+
+    @functools.cached_property
+    def scheme(self) -> LinearScheme:
+        """The product as that of a trainable layer."""
+        return LinearScheme(GemmScheme(FULL if self.inputs is None else self.inputs, self.weights, self.rotation))
 
 
 class LayerRng:

@@ -86,6 +86,7 @@ def _check_adapter(name: str, adapter: dict, options: Options) -> None:
                 f"{option} out, or start from its base {adapter.get('base_model_name_or_path')} to train a new adapter"
             )
 
+
 def prepare_start(start: Start, options: Options, task: Task, folder: Path) -> tuple[Start, str]:
     """Return the start with what is loaded, and a name for it; make a small model in ``folder`` where none is named."""
     if start.stored is not None:
