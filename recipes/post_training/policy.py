@@ -14,7 +14,7 @@ from hf_mxfp4 import MXFP4RLConfig, dither_masters
 from hf_mxfp4.checkpoint import remove_scheme
 from recipes.common.checkpoints import Stored, differences, load_tokenizer, read_stored
 from recipes.common.reporting import errors_as_messages, tell
-from recipes.post_training.arguments import Options, RecipeArguments, check_packed
+from recipes.post_training.arguments import Options, StartArguments, check_packed
 from recipes.post_training.output import resume_choice
 from recipes.tasks import Task, build_tokenizer
 from recipes.tasks.tiny_model import TINY_MODELS, supervised_warmup
@@ -86,6 +86,7 @@ def _check_adapter(name: str, adapter: dict, options: Options) -> None:
                 f"{option} out, or start from its base {adapter.get('base_model_name_or_path')} to train a new adapter"
             )
 
+
 def prepare_start(start: Start, options: Options, task: Task, folder: Path) -> tuple[Start, str]:
     """Return the start with what is loaded, and a name for it; make a small model in ``folder`` where none is named."""
     if start.stored is not None:
@@ -99,7 +100,7 @@ def prepare_start(start: Start, options: Options, task: Task, folder: Path) -> t
     return replace(start, name=made, stored=read_stored(made)), f"{recipe.tiny_architecture} made for this run ({size})"
 
 
-def make_base_model(recipe: RecipeArguments, task: Task, seed: int, folder: Path) -> None:
+def make_base_model(recipe: StartArguments, task: Task, seed: int, folder: Path) -> None:
     """Build, warm up and save a small full-precision model and its tokenizer."""
     tokenizer = build_tokenizer(task.name)
     model = TINY_MODELS[recipe.tiny_architecture](
