@@ -54,6 +54,7 @@ CONFIGS = {
     "even": {**PLAIN, "scale_rule": "even"},
     "mse": {**PLAIN, "scale_rule": "mse"},
     **{preset: {"preset": preset} for preset in PRESETS},
+    "nvfp4": {"fprop": {"x": "nvfp4", "weight": "nvfp4"}},
     "w4a16 plain": {"preset": "w4a16", **PLAIN},
     "w4a8 plain": {"preset": "w4a8", "macro_block": None},
     "w4a16 macro": {"preset": "w4a16", "outlier_fallback": None},

@@ -16,14 +16,14 @@ from ...numerics import (
     BLOCK_SIZE,
     QuantScheme,
     ScaleRule,
+    block_scales,
     decode_e2m1,
-    decode_e8m0,
     encode_e2m1,
     pack_codes,
     round_nearest,
     unpack_codes,
 )
-from ...numerics.corrections import BLOCKS_PER_BYTE, mantissa_factor, pack_mantissas, unpack_mantissas
+from ...numerics.corrections import BLOCKS_PER_BYTE, pack_mantissas
 from ..folder import CheckpointFolder
 from ..names import LayerShape
 from .base import Packed, Read
@@ -110,9 +110,7 @@ class NVFP4Format(CompressedTensorsFormat):
             top: the largest [`top_exponent`] of the matrices that share a tensor scale.
         """
         exponent = min(max(top - _TOP_EXPONENT, _EXPONENTS[0]), _EXPONENTS[1])
-        scale = decode_e8m0(packed["weight_scale"], torch.float64)
-        if "weight_macro" in packed:
-            scale *= mantissa_factor(unpack_mantissas(packed["weight_macro"]))[:, : scale.shape[1]]
+        scale = block_scales(packed["weight_scale"], packed.get("weight_macro"), torch.float64)
         scale = (scale * 2.0**-exponent).masked_fill_(~_has_values(packed["weight"]) & ~scale.isnan(), 1.0)
         stored, codes = scale.float().to(torch.float8_e4m3fn), packed["weight"]
         scales = stored.repeat_interleave(BLOCK_SIZE // GROUP, dim=1)
