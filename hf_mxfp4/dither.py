@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from transformers.utils.logging import tqdm
 
-from .gemm import quantize
+from .gemm import LayerRng, quantize
 from .layers import WeightMatrix, gathered, trainable_matrices
 from .numerics import BLOCK_SIZE, GemmScheme, MXFP4Tensor, QuantScheme, unpack_codes
 
@@ -54,6 +54,15 @@ class DitherReport:
         """Whether more is to say than that the masters lie on no boundaries anyway."""
         return self.n_weights > 0 or set(self.skipped) != {_FULL_NUMBERS}
 
+    def add(self, n_weights: int, dtype: torch.dtype) -> None:
+        """Count weights that were dithered within numbers of ``dtype``."""
+        self.n_weights += n_weights
+        self.dtypes = tuple(sorted({*self.dtypes, str(dtype).removeprefix("torch.")}))
+
+    def skip(self, reason: str, n_matrices: int) -> None:
+        """Count matrices that were left alone for a reason."""
+        self.skipped[reason] = self.skipped.get(reason, 0) + n_matrices
+
     def __str__(self) -> str:
         if self.n_weights == 0:
             return "no dither: " + "; ".join(f"{count} weights {reason}" for reason, count in self.skipped.items())
@@ -61,7 +70,7 @@ class DitherReport:
 
 
 @torch.no_grad()
-def dither_masters(model: nn.Module) -> DitherReport:
+def dither_masters(model: nn.Module, seed: int = 0) -> DitherReport:
     """Move the float32 master weights of ``model`` that are 16-bit numbers to random places within half an ulp of
     those numbers, in place, and say what was done.
 
@@ -72,27 +81,58 @@ def dither_masters(model: nn.Module) -> DitherReport:
     run that was saved in float32), masters kept in 16 bits, where no step is smaller than an ulp, and weights that the
     forward product takes in full precision, rounds at random, or rotates.
 
+    In a model without quantized layers it moves the trainable matrices other than embeddings: under autocast a step
+    that is smaller than half an ulp of such a weight would otherwise change nothing.
+
+    Args:
+        model: before FSDP2 or DDP take it.
+        seed: of the places in a model without quantized layers.
+
     Raises:
-        ValueError: the model has no trainable quantized layer, or its weights are sharded by FSDP2 already.
+        ValueError: the model has no trainable matrix, or its weights are sharded by FSDP2 already.
     """
     report = DitherReport()
-    matrices = list(trainable_matrices(model))
-    if not matrices:
-        raise ValueError(f"{type(model).__name__} has no quantized layer with master weights to dither")
     parameters: dict[tuple[int, str], list[WeightMatrix]] = {}
-    for matrix in matrices:
+    for matrix in trainable_matrices(model):
         parameters.setdefault((id(matrix.layer), matrix.parameter), []).append(matrix)
+    plain = {} if parameters else _plain_matrices(model)
+    if not parameters and not plain:
+        raise ValueError(f"{type(model).__name__} has no trainable matrix whose places could be drawn")
     for held in tqdm(parameters.values(), desc="Dithering weights", leave=False, delay=_PATIENCE):
         _dither_parameter(held, report)
+    for name, parameter in plain.items():
+        _dither_plain(name, parameter, LayerRng(seed, name).dither_seed, report)
     return report
+
+
+def _plain_matrices(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Trainable parameters that products read: those of two and more dimensions, other than embeddings."""
+    embeddings = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
+    named = model.named_parameters()
+    return {name: p for name, p in named if p.dim() > 1 and p.requires_grad and id(p) not in embeddings}
+
+
+def _dither_plain(name: str, parameter: nn.Parameter, seed: int, report: DitherReport) -> None:
+    """Dither a weight that no product quantizes."""
+    reason = _unsupported_reason(name, parameter)
+    if reason is None:
+        with gathered(parameter, writes=True) as value:
+            dtype = sixteen_bit_dtype(value)
+            if dtype is None:
+                reason = _FULL_NUMBERS
+            else:
+                generator = torch.Generator().manual_seed(seed)
+                for rows in value.split(max(1, _PORTION * len(value) // value.numel())):
+                    rows.copy_(_at(rows, _draw(rows, dtype, generator)))
+                report.add(value.numel(), dtype)
+    if reason is not None:
+        report.skip(reason, 1)
 
 
 def _dither_parameter(matrices: list[WeightMatrix], report: DitherReport) -> None:
     """Dither all matrices that one parameter holds."""
     parameter = getattr(matrices[0].layer, matrices[0].parameter)
-    if hasattr(parameter, "full_tensor"):
-        raise ValueError(f"{matrices[0].full_name} is sharded already; dither the model before FSDP2 takes it")
-    reason = _unsupported_reason(parameter, matrices[0].fprop)
+    reason = _unsupported_reason(matrices[0].full_name, parameter, matrices[0].fprop)
     if reason is None:
         with gathered(parameter, writes=True) as value:
             dtype = sixteen_bit_dtype(value)
@@ -102,16 +142,20 @@ def _dither_parameter(matrices: list[WeightMatrix], report: DitherReport) -> Non
                 for matrix in matrices:
                     _dither_matrix(matrix, matrix.of(value), dtype, report)
     if reason is not None:
-        report.skipped[reason] = report.skipped.get(reason, 0) + len(matrices)
+        report.skip(reason, len(matrices))
 
 
-def _unsupported_reason(parameter: nn.Parameter, fprop: GemmScheme) -> str | None:
+def _unsupported_reason(name: str, parameter: nn.Parameter, fprop: GemmScheme | None = None) -> str | None:
+    if hasattr(parameter, "full_tensor"):
+        raise ValueError(f"{name} is sharded already; dither the model before FSDP2 takes it")
     if parameter.is_meta:
         return "are not materialised"
     if parameter.dtype != torch.float32:
         return f"are trained in {str(parameter.dtype).removeprefix('torch.')}"
+    if fprop is None:
+        return None
     if not isinstance(fprop.right, QuantScheme):
-        return "are in full precision in the forward product"
+        return f"are taken in {fprop.right} in the forward product"
     if fprop.rotation is not None:
         return "are rotated in the forward product"
     if fprop.is_random:
@@ -143,8 +187,7 @@ def _dither_matrix(matrix: WeightMatrix, weight: torch.Tensor, dtype: torch.dtyp
         report.n_left += int(((places == 0) & (groups != 0)).sum())
         moved = _at(groups, places).view(grid[0], grid[2], height, width)
         rows.copy_(moved.transpose(1, 2).reshape(rows.shape))
-    report.n_weights += weight.numel()
-    report.dtypes = tuple(sorted({*report.dtypes, str(dtype).removeprefix("torch.")}))
+    report.add(weight.numel(), dtype)
 
 
 def _group_size(rows: torch.Tensor, scheme: QuantScheme) -> tuple[int, int]:

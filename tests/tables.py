@@ -73,6 +73,8 @@ CONFIGS = {
     "w4a16": {"preset": "w4a16"},
     "w4a8": {"preset": "w4a8"},
     "w4a8g8": {"preset": "w4a8g8"},
+    "w8a8": {"preset": "w8a8"},
+    "nvfp4": {"fprop": {"x": "nvfp4", "weight": "nvfp4"}},
     "w4a4": {"preset": "w4a4"},
     "w4a4_tuned": {"preset": "w4a4_tuned"},
     "w4a4_h64": {"preset": "w4a4_h64"},

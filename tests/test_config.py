@@ -298,6 +298,7 @@ EXPECTED = {
     "w4a4": (GemmScheme(INPUT, WEIGHT), PLAIN, PLAIN),
     "w4a8": (GemmScheme(FP8, THREE), PLAIN, PLAIN),
     "w4a8g8": (GemmScheme(FP8, THREE), GemmScheme(FP8, REUSE), GemmScheme(FP8, REUSE)),
+    "w8a8": (GemmScheme(FP8, FP8), PLAIN, PLAIN),
     "w4a4_tuned": (GemmScheme(SELECTIVE, SELECTIVE), PLAIN, PLAIN),
     "w4a4_h64": (GemmScheme(SELECTIVE, EVEN, Rotation(64)), PLAIN, PLAIN),
     "w4a4g8": (GemmScheme(INPUT, WEIGHT), GemmScheme(FP8, REUSE), GemmScheme(FP8, REUSE)),
@@ -328,7 +329,7 @@ def test_fprop_is_what_the_schemes_of_weights_and_activations_follow():
     config = MXFP4RLConfig(fprop={"x": "full", "weight": "floor+32x32"})
     assert config.activation_scheme is None and config.weight_scheme == TILES
     assert config.packed().weight_scheme == TILES and config.packed().activation_scheme is None
-    with pytest.raises(ValueError, match="leaves weights in full precision"):
+    with pytest.raises(ValueError, match="takes weights in full precision; there is no scheme of MXFP4"):
         _ = MXFP4RLConfig(fprop={"weight": "full"}).weight_scheme
 
 
@@ -342,7 +343,12 @@ REFUSED = [
     ({"dgrad": {"grad": "rceil+32x32"}}, "tiles of 32x32 are for weights"),
     ({"dgrad": {"weight": "fp8"}}, "'fp8' is for output gradients"),
     ({"dgrad": {"grad": "reuse"}}, "'reuse' is for the weight of dgrad and the x of wgrad"),
-    ({"wgrad": {"x": "fp8"}}, "'fp8' is for output gradients \\(grad\\) and fprop's x"),
+    ({"wgrad": {"x": "fp8"}}, "'fp8' is for output gradients \\(grad\\) and for fprop"),
+    ({"wgrad": {"x": "nvfp4"}}, "'nvfp4' is for fprop, to compare with"),
+    ({"preset": "w8a8", "scale_rule": "rceil"}, "scale_rule='rceil' has no effect under preset='w8a8'"),
+    ({"preset": "w8a8", "outlier_fallback": 1.0}, "outlier_fallback=1.0 has no effect under preset='w8a8'"),
+    ({"preset": "w8a8", "macro_search": "static"}, "macro_search='static' has no effect under preset='w8a8'"),
+    ({"mode": "packed", "fprop": {"weight": "nvfp4"}}, "takes weights in nvfp4, and packed ones are in MXFP4"),
     ({"preset": "w4a8", "saved_activations": "mxfp4"}, "but fprop takes x in E4M3, which is what layers keep"),
     (
         {"preset": "w4a8g8", "outlier_fallback": 1.0, "outlier_fallback_operands": "activations"},
@@ -374,7 +380,7 @@ REFUSED = [
     ),
     ({"mode": "packed", "fprop": {"rotation": "random-16"}}, "rotates both operands by signs that are drawn anew"),
     ({"mode": "packed", "fprop": {"weight": "rceil+stochastic"}}, "rounds stochastically"),
-    ({"mode": "packed", "fprop": {"weight": "full"}}, "leaves weights in full precision"),
+    ({"mode": "packed", "fprop": {"weight": "full"}}, "takes weights in full precision, and packed ones"),
 ]
 
 

@@ -119,8 +119,6 @@ def test_the_draw_depends_on_seed_and_name_alone():
         dither_masters(model)
         return layer.weight.detach()
 
-    with pytest.raises(ValueError, match="no quantized layer with master weights"):
-        dither_masters(nn.Linear(4, 4))
     first = dithered()
     assert torch.equal(first, dithered())
     assert not torch.equal(first, dithered(name="b"))
@@ -131,7 +129,7 @@ def test_the_draw_depends_on_seed_and_name_alone():
     ("options", "dtype", "reason"),
     [
         ({}, torch.bfloat16, "are trained in bfloat16"),
-        ({"fprop": {"weight": "full"}}, torch.float32, "are in full precision in the forward product"),
+        ({"fprop": {"weight": "full"}}, torch.float32, "are taken in full precision in the forward product"),
         ({"fprop": {"weight": "rceil+stochastic"}}, torch.float32, "are rounded at random"),
         ({"fprop": {"rotation": "random-16"}}, torch.float32, "are rotated in the forward product"),
         ({"preset": "w4a4_h64"}, torch.float32, "are rotated in the forward product"),
@@ -209,6 +207,29 @@ def test_what_is_not_dithered(half, checkpoint):
     assert full.quantization_report.dither.skipped == {"are no 16-bit numbers": 14}
     masters = load_file(f"{full.config._name_or_path}/model.safetensors")
     assert all(torch.equal(m.weight(), masters[m.full_name]) for m in trainable_matrices(full))
+
+
+def test_a_model_that_is_not_quantized(half):
+    models = [AutoModelForCausalLM.from_pretrained(half(), dtype=torch.float32) for _ in range(4)]
+    models[0].model.layers[0].mlp.up_proj.requires_grad_(False)
+    reports = [dither_masters(models[0]), dither_masters(models[1]), dither_masters(models[2], seed=1)]
+    first, second, seeded, loaded = ({name: p.detach() for name, p in m.named_parameters()} for m in models)
+    moved = {name for name in loaded if not torch.equal(first[name], loaded[name])}
+    projections = {name for name in loaded if name.endswith(("proj.weight", "lm_head.weight"))}
+    assert moved == projections - {"model.layers.0.mlp.up_proj.weight"}
+    assert reports[0].n_weights == sum(loaded[name].numel() for name in moved) and reports[0].dtypes == ("bfloat16",)
+    assert all(torch.equal(second[name].bfloat16().float(), loaded[name]) for name in loaded)
+    assert all(torch.equal(first[name], second[name]) for name in moved)
+    assert not any(torch.equal(second[name], seeded[name]) for name in moved)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(models[1](IDS).logits, models[3](IDS).logits)
+    # A step of a hundredth of an ulp is seen by one weight in a hundred, and not by none.
+    name = "model.layers.0.mlp.down_proj.weight"
+    step = loaded[name].abs() * 2**-8 / 100
+    seen = [((w[name] + step).bfloat16() != w[name].bfloat16()).float().mean() for w in (second, loaded)]
+    assert 0.005 < seen[0] < 0.02 and seen[1] == 0
+    with pytest.raises(ValueError, match="no trainable matrix"):
+        dither_masters(nn.LayerNorm(4))
 
 
 def test_the_option():

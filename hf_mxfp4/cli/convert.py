@@ -171,7 +171,7 @@ def import_(
     overwrite: OverwriteOption = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Turn another engine's MXFP4 or NVFP4 checkpoint into a packed one, bit for bit."""
+    """Turn another engine's MXFP4 checkpoint into a packed one, byte for byte, or an NVFP4 one with the same values."""
     from ..checkpoint import import_checkpoint
 
     with work_progress(_bytes_in(source)) as progress:
@@ -209,7 +209,7 @@ def _show(report: "ConversionReport", as_json: bool) -> None:
         title = report.scheme if report.weights is None else f"weights in {report.weights}"
         headings = ["type of layer", "layers", "what", "SQNR dB: median", "worst", "bits per weight"]
         print_table(title, headings, _by_type(report.layers))
-    actions = {**_ACTIONS, "kept": "kept as packed, with new scales"} if blocks else _ACTIONS
+    actions = {**_ACTIONS, "kept": "kept, with rewritten scales"} if blocks else _ACTIONS
     counts = ", ".join(f"{count} {actions[action]}" for action, count in report.counts().items())
     say(f"{report.path}: {report.format}, {report.n_layers} layers: {counts}")
     say(f"weights: {report.error()}")

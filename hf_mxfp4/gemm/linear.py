@@ -26,10 +26,10 @@ from .operands import (
     fp4_weight,
     fp8_input,
     input_operand,
-    keeps_codes,
     operand_seed,
     packed_input,
     quantize_operand,
+    reader_of_codes,
     rotate_back,
     rotation_signs,
     rows_first,
@@ -72,8 +72,7 @@ def quantized_linear(
     dtype = autocast_dtype(x) or x.dtype
     if needs_gradient(x, bias, weight):
         # A frozen weight, as under LoRA, needs no input saved for its gradient.
-        weight_needs_grad = weight.requires_grad and torch.is_grad_enabled()
-        return _QuantizedLinear.apply(x, weight, bias, state, groups, dtype, weight_needs_grad)
+        return _QuantizedLinear.apply(x, weight, bias, state, groups, dtype, weight.requires_grad)
     return linear_without_gradient(x, weight, bias, state, groups, dtype)
 
 
@@ -86,10 +85,10 @@ def linear_without_gradient(
     dtype: torch.dtype,
 ) -> torch.Tensor:
     """The forward product alone, on the weight's codes where a cache keeps them and something multiplies with them."""
-    if keeps_codes(x, dtype, state) and (groups or fp4_recipe(x, weight, dtype, state.spec) is None):
-        operand = input_operand(x, dtype, state, groups)
-        packed = weight_codes(weight, state)
-        return matmul(operand, packed, as_dtype(bias, dtype), groups, backend=state.spec.backend)
+    reader = reader_of_codes(x, dtype, state)
+    if reader is not None and (groups or fp4_recipe(x, weight, dtype, state.spec) is None):
+        operand, codes = input_operand(x, dtype, state, groups), weight_codes(weight, state)
+        return matmul(operand, codes, as_dtype(bias, dtype), groups, spec=state.spec, reader=reader)
     return linear_forward(x, weight, bias, state, groups, dtype, False)[0]
 
 

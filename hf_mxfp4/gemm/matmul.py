@@ -27,6 +27,7 @@ from ..numerics import (
     FP8,
     FULL,
     GEMM_OPERANDS,
+    NVFP4,
     REUSE,
     GemmScheme,
     LinearScheme,
@@ -37,12 +38,14 @@ from ..numerics import (
 from .block_scaled import FP4_HARDWARE, FP4Operand, choose_recipe, fit, fp4_product, to_fp4
 from .groups import Groups
 from .packed_weight import of_expert
-from .state import GemmSpec
+from .state import GemmSpec, PackedSpec
 
 
 #: Hardware with FP8 tensor cores; what `hf-mxfp4 env` lists.
 FP8_HARDWARE = ("sm_89", "sm_90", "sm_100", "sm_103", "sm_120", "sm_121", "gfx950")
 _LARGEST_E4M3 = 448.0
+#: What the rows of an operand of the forward product are.
+_LINES = {"x": "tokens", "weight": "outputs"}
 
 _counts: Counter[tuple[str, str]] = Counter()
 #: Per device, elements that E4M3 rounded: a scalar that is added to without waiting for the device.
@@ -84,7 +87,8 @@ def matmul(
     groups: Groups | None = None,
     *,
     dtype: torch.dtype | None = None,
-    backend: str = "auto",
+    spec: GemmSpec | PackedSpec | None = None,
+    reader: str | None = None,
 ) -> torch.Tensor:
     """``a [..., C] b[D, C]^T + bias[D]``, without gradients. With groups ``a [S, C] b[e, D, C]^T + bias[e, D]`` for the
     rows of each expert.
@@ -98,7 +102,8 @@ def matmul(
         bias: in the dtype of the product, or `None`.
         groups: the rows of each expert; `None` for one weight.
         dtype: of a product of E4M3 elements; otherwise that of ``a``.
-        backend: what reads codes; see [`hf_mxfp4.fake_quantize`].
+        spec: of a product with codes: what reads them, and what multiplies those of one weight with many rows.
+        reader: the backend that was chosen to multiply with them, where the caller has asked for it already.
     """
     if isinstance(b, FP8Operand):
         out = F.scaled_mm(
@@ -113,7 +118,8 @@ def matmul(
         )
         return out if bias is None else out + bias
     if isinstance(b, MXFP4Tensor):
-        return _on_codes(a, b, bias, backend) if groups is None else _experts_on_codes(a, b, bias, groups, backend)
+        reader = reader or dispatch.choose_backend(a, b.scheme, spec.backend, family="decode")
+        return _on_codes(a, b, bias, groups, spec, reader)
     if groups is None:
         return F.linear(a, b, bias)
     if _runs_grouped(a, b):
@@ -126,7 +132,7 @@ def matmul(
 
 
 def multiply(
-    gemm: str, left: torch.Tensor, right: torch.Tensor, spec: GemmSpec, bias: torch.Tensor | None = None
+    gemm: str, left: torch.Tensor, right: torch.Tensor, spec: GemmSpec | PackedSpec, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
     """``left [..., C] right[D, C]^T + bias`` of quantized values by the backend that the spec names."""
     if spec.matmul_backend == "dense":
@@ -203,28 +209,30 @@ def _runs_grouped(a: torch.Tensor, b: torch.Tensor) -> bool:
     )
 
 
-def _on_codes(a: torch.Tensor, b: MXFP4Tensor, bias: torch.Tensor | None, backend: str) -> torch.Tensor:
-    name = dispatch.choose_backend(a, b.scheme, backend, family="decode")
-    if name == "cpu":
-        return on_cpu.product(a, b, bias)
-    if name == "triton" and triton_kernels.unsupported_product(a.shape[:-1].numel(), b.length, a.dtype) is None:
-        return triton_kernels.linear(a, b, bias)
-    return F.linear(a, dispatch.dequantize(b, a.dtype, backend), bias)
-
-
-def _experts_on_codes(
-    a: torch.Tensor, b: MXFP4Tensor, bias: torch.Tensor | None, groups: Groups, backend: str
+def _on_codes(
+    a: torch.Tensor,
+    b: MXFP4Tensor,
+    bias: torch.Tensor | None,
+    groups: Groups | None,
+    spec: GemmSpec | PackedSpec,
+    reader: str,
+    is_expert: bool = False,
 ) -> torch.Tensor:
     """All experts at once where a kernel takes their rows; otherwise the values of one expert at a time."""
-    name = dispatch.choose_backend(a, b.scheme, backend, family="decode")
-    if name == "triton" and triton_kernels.unsupported_product(len(a), b.length, a.dtype, len(b.codes)) is None:
-        return triton_kernels.linear(a, b, bias, groups.offsets(a.device))
-    if name == "cpu" and max(groups.counts, default=0) <= on_cpu.most_rows():
+    if groups is None and reader == "cpu" and (is_expert or spec.matmul_backend != "fp8"):
+        return on_cpu.product(a, b, bias)
+    rows, experts = a.shape[:-1].numel(), None if groups is None else len(b.codes)
+    if reader == "triton" and triton_kernels.unsupported_product(rows, b.length, a.dtype, experts) is None:
+        return triton_kernels.linear(a, b, bias, *(() if groups is None else (groups.offsets(a.device),)))
+    if groups is None:
+        values = dispatch.dequantize(b, a.dtype, spec.backend)
+        return F.linear(a, values, bias) if is_expert else multiply("fprop", a, values, spec, bias)
+    if reader == "cpu" and max(groups.counts, default=0) <= on_cpu.most_rows():
         return on_cpu.grouped_product(a, b, groups.offsets(a.device), bias)
     out = a.new_empty(a.shape[0], b.codes.shape[1])
-    for expert, rows in groups:
-        own = None if bias is None else bias[expert]
-        out[rows] = _on_codes(a[rows], of_expert(b, expert), own, backend)
+    for expert, own in groups:
+        own_bias = None if bias is None else bias[expert]
+        out[own] = _on_codes(a[own], of_expert(b, expert), own_bias, None, spec, reader, is_expert=True)
     return out
 
 
@@ -324,18 +332,22 @@ def _operand_problem(operand: str, precision: OperandScheme, scheme: LinearSchem
         if scheme.fprop.rotation is not None:
             return f"the reused {operand} is rotated along the other axis"
         precision = scheme.fprop.right if operand == "weight" else scheme.fprop.left
-        if precision is FP8 and not scheme.folds_scales:
-            return f"the scales of the reused {operand} lie on the tokens, which are summed over"
+        if precision is FP8 and (operand == "weight" or not scheme.folds_scales):
+            return f"the scales of the reused {operand} lie on the {_LINES[operand]}, which are summed over"
     if precision is FULL:
         return f"{operand} is in full precision"
+    if precision is NVFP4:
+        return f"NVFP4 scales of {operand} have more digits than E4M3"
     problem = precision.e4m3_problem if isinstance(precision, QuantScheme) else None
     return None if problem is None else f"{problem} of {operand} have more digits than E4M3"
 
 
 def _count_inexact(number: torch.Tensor) -> None:
     """Add elements that were rounded, a scalar on their device, to [`matmul_counts`]."""
-    total = _inexact.setdefault(number.device, torch.zeros((), dtype=torch.int64, device=number.device))
-    total.add_(number)
+    if number.device not in _inexact:
+        with torch.inference_mode(False):  # under which vLLM may be the first to count
+            _inexact[number.device] = torch.zeros((), dtype=torch.int64, device=number.device)
+    _inexact[number.device].add_(number)
 
 
 def matmul_counts() -> dict[str, dict[str, int] | int]:

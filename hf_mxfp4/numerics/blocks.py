@@ -225,11 +225,11 @@ def _least_squares_scale(z: torch.Tensor, amax: torch.Tensor, first: torch.Tenso
     return torch.stack(scales).gather(0, best).squeeze(0)
 
 
-def to_blocks(rows: torch.Tensor, unit: int, block_rows: int) -> torch.Tensor:
-    """Blocks ``[..., K/32, 32]`` of rows ``[..., K]``, or tiles ``[..., N/32, K/32, 1024]`` of ``[..., N, K]``.
+def to_blocks(rows: torch.Tensor, unit: int, block_rows: int, size: int = BLOCK_SIZE) -> torch.Tensor:
+    """Blocks ``[..., K/size, size]`` of rows ``[..., K]``, or tiles ``[..., N/32, K/32, 1024]`` of ``[..., N, K]``.
 
-    Pads with zeros: columns to a multiple of ``unit`` (itself one of 32), rows to one of ``block_rows``. Shares memory
-    with ``rows`` where it can.
+    Pads with zeros: columns to a multiple of ``unit`` (itself one of ``size``), rows to one of ``block_rows``. Shares
+    memory with ``rows`` where it can.
     """
     padding = -rows.shape[-1] % unit
     if block_rows > 1:
@@ -242,7 +242,7 @@ def to_blocks(rows: torch.Tensor, unit: int, block_rows: int) -> torch.Tensor:
     if padding:
         rows = torch.nn.functional.pad(rows, (0, padding))
     rows = rows.contiguous()
-    return rows.view(*rows.shape[:-1], rows.shape[-1] // BLOCK_SIZE, BLOCK_SIZE)
+    return rows.view(*rows.shape[:-1], rows.shape[-1] // size, size)
 
 
 def from_blocks(blocks: torch.Tensor, shape: torch.Size, block_rows: int) -> torch.Tensor:

@@ -23,28 +23,32 @@ from recipes.post_training.arguments import GROUPS, REMOVED, Options, make_optio
 _WITHOUT_EFFECT = ("evaluate_before", "output_dir", "overwrite", "model_name_or_path")
 MANAGED = (*_WITHOUT_EFFECT, "reload_check", "resume_from_checkpoint", "save_policy", "seed")
 _GRID_KEYS = "name output_dir seeds launcher reference naive task evaluation train base cells extra_cells label".split()
+_GRID_KEYS += ["mean_of_last"]
 _NEEDED = ("seeds", "task", "train", "cells", "base", "output_dir")
 _BASE_KEYS = ("model_name_or_path", "architecture", "sizes", "pretraining", "seed", "attn_implementation")
-_CELL_KEYS = ("label", "options", "paper", "naive")
+_CELL_KEYS = ("label", "options", "paper", "naive", "base")
 
 
 @dataclass(frozen=True)
 class Cell:
     """A row of the table: what differs from the options that all cells share, the accuracies that the ``paper`` states
-    in percent by its model, and the ``naive`` cell whose distance from the reference this one may recover."""
+    in percent by its model, the ``naive`` cell whose distance from the reference this one may recover, and the
+    checkpoint that it starts from, where that is not the grid's."""
 
     name: str
     label: str
     options: Mapping[str, Any]
     paper: Mapping[str, float]
     naive: str
+    base: str | None = None
 
 
 @dataclass(frozen=True)
 class Grid:
     """A parsed grid: ``label`` names the model in tables, all cells are compared with ``reference``, every run begins
-    from the checkpoint ``start``, the cells have the options ``shared`` in common, and ``launcher`` is the words before
-    `grpo.py`."""
+    from the checkpoint ``start``, the cells have the options ``shared`` in common, ``launcher`` is the words before
+    `grpo.py`, and a run's accuracy is the mean of its last ``mean_of_last`` greedy evaluations while it trained; for 1,
+    that of the evaluation after it."""
 
     name: str
     label: str
@@ -55,6 +59,7 @@ class Grid:
     shared: Mapping[str, Any]
     launcher: Sequence[str]
     cells: Sequence[Cell]
+    mean_of_last: int = 1
 
     @property
     def runs(self) -> Iterator[Run]:
@@ -87,6 +92,10 @@ class Run:
         return self.grid.output / "cells" / self.name
 
     @property
+    def start(self) -> str:
+        return self.cell.base or self.grid.start
+
+    @property
     def config(self) -> dict[str, Any]:
         """The options for `grpo.py`."""
         return {
@@ -94,7 +103,7 @@ class Run:
             "save_strategy": "no",
             **put_over(self.grid.shared, self.cell.options)[0],
             **self.cell.options,
-            "model_name_or_path": self.grid.start,
+            "model_name_or_path": self.start,
             "output_dir": str(self.folder),
             "seed": self.seed,
             # The starting point of all seeds is the same model on the same problems.
@@ -107,8 +116,8 @@ class Run:
     @property
     def settings(self) -> dict[str, Any]:
         """Everything that the result depends on."""
-        start = Path(self.grid.start)
-        base = {"model_name_or_path": self.grid.start, "weights": folder_digest(start) if start.is_dir() else None}
+        start = Path(self.start)
+        base = {"model_name_or_path": self.start, "weights": folder_digest(start) if start.is_dir() else None}
         return {**{name: value for name, value in self.config.items() if name not in _WITHOUT_EFFECT}, "base": base}
 
     def parse(self) -> Options:
@@ -165,7 +174,10 @@ def read_grid(
         shared=put_over(shared, options)[0] | options,
         launcher=((content.get("launcher") if launcher is None else launcher) or "").split(),
         cells=_cells(content, path, only),
+        mean_of_last=content.get("mean_of_last", 1),
     )
+    if not isinstance(grid.mean_of_last, int) or grid.mean_of_last < 1:
+        raise ValueError(f"mean_of_last={grid.mean_of_last!r} must be a whole number, at least 1")
     _check_cells(grid, options)
     return grid
 

@@ -3,6 +3,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from statistics import fmean
 from typing import Any
 
@@ -11,18 +12,22 @@ from matplotlib.figure import Figure
 from hf_mxfp4.lab.stats import t_interval
 from recipes.common.reporting import draw_intervals, markdown_table, with_interval
 
-from .grid import Grid
-from .runner import finished
+from .grid import Grid, Run
+from .runner import finished, read_json
 
 
 Record = Mapping[str, Any]
+#: What records keep of what a run logged, beside its greedy evaluations.
+LOGGED = ("reward", "entropy", "sampling/kl", "grad_norm")
 
 
 def make_records(grid: Grid, command: str) -> tuple[list[dict[str, Any]], list[str]]:
     """Make one record for every complete run, in the order of the grid, and name the runs with other settings.
 
-    `value` is the accuracy after RL under the cell's own scheme (0 to 1), `baseline` that of the reference with the
-    same seed.
+    `value` is the accuracy after RL under the cell's own scheme (0 to 1), see [`Grid`], `baseline` that of the
+    reference with the same seed, `curves` what was logged: lists of step and value.
+
+    Raises `ValueError` for a run with fewer evaluations than the grid takes the mean of.
     """
     found, left_out = [], []
     for run in grid.runs:
@@ -33,10 +38,11 @@ def make_records(grid: Grid, command: str) -> tuple[list[dict[str, Any]], list[s
             continue
         if result:
             found.append((run, result))
-    accuracies = {run.name: next(iter(result["accuracy_after"].values())) for run, result in found}
+    curves = {run.name: _curves(run.folder) for run, _ in found}
+    accuracies = {run.name: _accuracy(run, result, curves[run.name]) for run, result in found}
     records = []
     for run, result in found:
-        score, after = next(iter(result["accuracy_after"].items()))
+        score, after = next(iter(result["accuracy_after"])), accuracies[run.name]
         baseline = accuracies.get(f"{grid.reference}/seed{run.seed}")
         records.append(
             {
@@ -60,10 +66,36 @@ def make_records(grid: Grid, command: str) -> tuple[list[dict[str, Any]], list[s
                 **{key: result[key] for key in ("n_test", "steps", "scheme", "n_quantized", "weight_sqnr_db")},
                 "seconds": round(result["seconds"] + result["state"].get("earlier", 0.0), 1),
                 **{key: result["state"][key] for key in ("hardware", "versions", "date")},
+                "curves": curves[run.name],
                 "command": command,
             }
         )
     return records, left_out
+
+
+def _curves(folder: Path) -> dict[str, list[tuple[int, float]]]:
+    """What a run logged of the values in `LOGGED`, with four digits."""
+    logged = read_json(folder / "log_history.json") or []
+    curves: dict[str, list[tuple[int, float]]] = {}
+    for entry in logged:
+        for name in entry:
+            if name in LOGGED or name.startswith("greedy/"):
+                curves.setdefault(name, []).append((entry["step"], float(f"{entry[name]:.4g}")))
+    return curves
+
+
+def _accuracy(run: Run, result: Record, curves: Mapping[str, Sequence[tuple[int, float]]]) -> float:
+    """The accuracy that a run counts with."""
+    score, after = next(iter(result["accuracy_after"].items()))
+    if run.grid.mean_of_last == 1:
+        return after
+    points = [value for _, value in curves.get(f"greedy/{score}", [])][-run.grid.mean_of_last :]
+    if len(points) < run.grid.mean_of_last:
+        raise ValueError(
+            f"{run.name} was evaluated {len(points)} times while it trained, not mean_of_last="
+            f"{run.grid.mean_of_last} times; set evaluate_every, and evaluate_every_n to all test problems"
+        )
+    return fmean(points)
 
 
 # ---- statistics -----------------------------------------------------------------------------------------------------

@@ -33,6 +33,9 @@ class RecipeArguments(TaskArguments):
     """The task, the model that is made when none is named, and what is reported."""
 
     full_precision: bool = option(False, "Do not quantize: the baseline of this recipe.")
+    dither_masters: bool = option(
+        False, "With full_precision: move float32 master weights within their 16-bit numbers (docs/ties.md)."
+    )
     tiny_architecture: str = option("qwen2", "Model to make: 'qwen2', or 'qwen3_moe' (8 experts, 2 a token).")
     tiny_hidden_size: int = option(128, "Width of the model to make.")
     tiny_num_layers: int = option(4, "Its depth.")
@@ -133,6 +136,8 @@ def make_options(
         raise ValueError("load_in_4bit and load_in_8bit are bitsandbytes' schemes; here `preset` says what is MXFP4")
     if recipe.tiny_architecture not in TINY_MODELS:
         raise ValueError(f"tiny_architecture={recipe.tiny_architecture!r} must be one of {', '.join(TINY_MODELS)}")
+    if recipe.dither_masters and not recipe.full_precision:
+        raise ValueError("dither_masters is for full_precision; quantized policies have dither_ties, which is on")
     scheme = quantization_config(quantization)
     if scheme.mode == "packed" and not recipe.full_precision:
         check_packed(model)

@@ -10,7 +10,7 @@ from accelerate import PartialState
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
-from hf_mxfp4 import MXFP4RLConfig
+from hf_mxfp4 import MXFP4RLConfig, dither_masters
 from hf_mxfp4.checkpoint import remove_scheme
 from recipes.common.checkpoints import Stored, differences, load_tokenizer, read_stored
 from recipes.common.reporting import errors_as_messages, tell
@@ -140,7 +140,7 @@ def load_weights(start: Start, options: Options) -> PreTrainedModel:
     if options.recipe.full_precision:
         scheme = {"config": copy.deepcopy(start.stored.config)}
         remove_scheme(scheme["config"])
-    return AutoModelForCausalLM.from_pretrained(
+    model = AutoModelForCausalLM.from_pretrained(
         start.stored.weights,
         revision=start.stored.revision,
         dtype=options.model.dtype,
@@ -148,6 +148,14 @@ def load_weights(start: Start, options: Options) -> PreTrainedModel:
         trust_remote_code=options.training.trust_remote_code,
         **scheme,
     )
+    if options.recipe.dither_masters:
+        report = dither_masters(model, options.training.seed)
+        if report.n_weights == 0:
+            raise ValueError(
+                f"dither_masters moves nothing: {report}; it needs --dtype float32 and a 16-bit checkpoint"
+            )
+        tell("masters", str(report))
+    return model
 
 
 def load_saved(saved: Path, start: Start, options: Options) -> PreTrainedModel | PeftModel:

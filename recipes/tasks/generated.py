@@ -35,6 +35,7 @@ def arithmetic(subsets: Subsets) -> Task:
 # ---- few_shot -------------------------------------------------------------------------------------------------------
 
 SHOTS = "12-5=7\n8+9=17\n"
+_LARGEST, _HELD_OUT = 25, 600
 
 
 def is_first_line_correct(completion: str, answer: str) -> bool:
@@ -43,16 +44,17 @@ def is_first_line_correct(completion: str, answer: str) -> bool:
 
 
 def few_shot(subsets: Subsets) -> Task:
-    """Prompts ``"12-5=7\\n8+9=17\\n14+9="``: sums and differences of numbers from 1 to 20, none negative, after two
-    solved ones, which a small language model half knows. A third is held out as the test."""
-    numbers = range(1, 21)
+    """Prompts ``"12-5=7\\n8+9=17\\n14+9="``: sums and differences of numbers from 1 to 25, none negative, after two
+    solved ones, which a small language model half knows. Of 950, 600 are held out as the test: enough to tell two
+    points of accuracy apart within a seed."""
+    numbers = range(1, _LARGEST + 1)
     problems = [(f"{a}+{b}=", a + b) for a in numbers for b in numbers]
     problems += [(f"{a}-{b}=", a - b) for a in numbers for b in range(1, a + 1)]
     random.Random(subsets.seed).shuffle(problems)
     problems = [(SHOTS + question, f"{gold}\n", str(gold)) for question, gold in problems]
     return Task(
         "few_shot",
-        **subsets.split("few_shot", problems, len(problems) // 3),
+        **subsets.split("few_shot", problems, _HELD_OUT),
         reward_funcs=[reward_of(is_first_line_correct)],
         scores={"first_line": is_first_line_correct},
         max_completion_length=3,  # two digits and the end of the line

@@ -27,6 +27,7 @@ from recipes.tasks.tiny_model import build_char_tokenizer, build_qwen2
 ROOT = Path(__file__).resolve().parents[2]
 CONFIGS = ROOT / "recipes" / "configs"
 SCRIPT = ROOT / "recipes" / "ablation.py"
+RECOVERY = CONFIGS / "recovery_smollm2.yaml"
 SHIPPED = [path for path in sorted(CONFIGS.glob("ablation_*.yaml")) if path.stem != "ablation_cells"]
 
 
@@ -56,6 +57,14 @@ def test_cells_of_shipped_grids_are_accepted_and_differ_in_what_they_name(path):
         run.parse()
         different = {name for name, value in run.config.items() if value != plain.get(name)}
         assert different <= {"output_dir", *run.cell.options} or "preset" in run.cell.options
+
+
+def test_cells_of_the_recovery_grid_are_accepted():
+    grid = read_grid(RECOVERY, options={"n_test": 8})
+    assert grid.reference == "bf16_dithered" and grid.mean_of_last == 3
+    schemes = {run.cell.name: run.parse() for run in grid.runs}
+    assert schemes["bf16_dithered"].recipe.dither_masters and not schemes["bf16"].recipe.dither_masters
+    assert schemes["w4a8"].quantization == MXFP4RLConfig(preset="w4a8")
 
 
 def test_a_run_is_the_shared_options_and_its_own(tmp_path):
@@ -334,6 +343,26 @@ def test_a_failed_run_is_recorded_and_tried_again(ablation, grid, tmp_path, caps
     assert [len(starts(tmp_path, cell, 0)) for cell in ("bf16", "mxfp4", "mbs")] == [1, 2, 1]
     # Repaired, it is run although its settings are others.
     assert ablation(["--config", grid(bf16=0.75, mxfp4=0.625, mbs=0.375, seeds=[0])]) == 0
+
+
+def test_an_accuracy_may_be_the_mean_of_the_last_evaluations(ablation, grid, tmp_path):
+    path = Path(grid(bf16=0.75, seeds=[0]))
+    path.write_text(path.read_text() + "mean_of_last: 2\nnaive: bf16\n")
+    with pytest.raises(SystemExit, match="bf16/seed0 was evaluated 0 times while it trained, not mean_of_last=2"):
+        ablation(["--config", str(path)])
+    logged = [{"step": 1, "reward": 0.51239, "loss": 1.0}, *({"step": s, "greedy/strict": s / 8} for s in (1, 2, 3))]
+    (tmp_path / "out" / "cells" / "bf16" / "seed0" / "log_history.json").write_text(json.dumps(logged))
+    assert ablation(["--config", str(path)]) == 0
+    (found,) = records_in(tmp_path / "out")
+    assert found["value"] == 0.3125  # of 2/8 and 3/8
+    assert found["curves"] == {"reward": [[1, 0.5124]], "greedy/strict": [[1, 0.125], [2, 0.25], [3, 0.375]]}
+
+
+def test_a_cell_may_start_from_another_checkpoint(tmp_path):
+    cells = {"bf16": {"options": {"full_precision": True}}, "mxfp4": {"base": "distilled"}}
+    grid = read_grid(write(tmp_path / "grid.yaml", cells=cells))
+    starts = {run.cell.name: run.config["model_name_or_path"] for run in grid.runs}
+    assert starts == {"bf16": "model", "mxfp4": "distilled"}
 
 
 def test_other_settings_are_refused(ablation, grid, tmp_path, capsys):

@@ -81,6 +81,12 @@ def test_modules_to_leave_out_have_one_name_and_earlier_ones_warn(tmp_path, caps
         parse(["--modules-to-not-convert", "layers.0", "--modules_to_not_convert", "down_proj"])
 
 
+def test_masters_are_dithered_in_full_precision_alone():
+    assert parse(["--full_precision", "true", "--dither_masters", "true"])[0].dither_masters
+    with pytest.raises(ValueError, match="dither_masters is for full_precision"):
+        parse(["--dither_masters", "true"])
+
+
 def test_options_that_are_gone_are_read_from_files_with_the_value_that_they_have_now(tmp_path):
     path = tmp_path / "run.yaml"
     path.write_text("sft_target_loss: 0.55\nsft_learning_rate: 5.0e-4\n")

@@ -176,7 +176,7 @@ def test_lora_trains_adapters_and_leaves_the_base_alone(build):
     assert logged(trainer, "aqn/n_modules") == {1: 0, 2: 5}
 
 
-@pytest.mark.parametrize("preset", ["w4a8", "w4a8g8"])
+@pytest.mark.parametrize("preset", ["w4a8", "w4a8g8", "w8a8"])
 def test_a_step_with_inputs_in_fp8(build, preset):
     trainer = build(scheme=MXFP4RLConfig(preset=preset), max_steps=1)
     assert trainer.n_quantized == 14
