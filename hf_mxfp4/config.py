@@ -316,7 +316,6 @@ class MXFP4RLConfig(QuantizationConfigMixin):
         idle = {
             "dgrad": (backward, None),
             "wgrad": (backward, None),
-            "matmul_backend": ("whose products unpack the weights themselves", "auto"),
             "dither_ties": ("whose weights no step moves", True),
             "saved_activations": ("whose frozen weights need no input kept", "full"),
         }

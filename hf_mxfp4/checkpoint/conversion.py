@@ -319,7 +319,7 @@ def _check_exact(source: ForeignSource, costs: Sequence[LayerCost]) -> None:
         raise CheckpointError(
             f"{source.folder.path} has {inexact} of {blocks} blocks of 32 weights whose two NVFP4 scales are not one "
             f"2^e (1 + m/4), which packed weights need. Quantizing their layers again to {scheme} would cost SQNR "
-            f"{sqnr_db(costs):.2f} dB; use the full-precision checkpoint that this one was made from, with hf-mxfp4 pack"
+            f"{sqnr_db(costs):.2f} dB; use hf-mxfp4 pack on the full-precision checkpoint that this one was made from"
         )
 
 

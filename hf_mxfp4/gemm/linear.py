@@ -88,7 +88,7 @@ def linear_without_gradient(
     reader = reader_of_codes(x, dtype, state)
     if reader is not None and (groups or fp4_recipe(x, weight, dtype, state.spec) is None):
         operand, codes = input_operand(x, dtype, state, groups), weight_codes(weight, state)
-        return matmul(operand, codes, as_dtype(bias, dtype), groups, backend=state.spec.backend, reader=reader)
+        return matmul(operand, codes, as_dtype(bias, dtype), groups, spec=state.spec, reader=reader)
     return linear_forward(x, weight, bias, state, groups, dtype, False)[0]
 
 

@@ -38,7 +38,7 @@ from ..numerics import (
 from .block_scaled import FP4_HARDWARE, FP4Operand, choose_recipe, fit, fp4_product, to_fp4
 from .groups import Groups
 from .packed_weight import of_expert
-from .state import GemmSpec
+from .state import GemmSpec, PackedSpec
 
 
 #: Hardware with FP8 tensor cores; what `hf-mxfp4 env` lists.
@@ -85,7 +85,7 @@ def matmul(
     groups: Groups | None = None,
     *,
     dtype: torch.dtype | None = None,
-    backend: str = "auto",
+    spec: GemmSpec | PackedSpec | None = None,
     reader: str | None = None,
 ) -> torch.Tensor:
     """``a [..., C] b[D, C]^T + bias[D]``, without gradients. With groups ``a [S, C] b[e, D, C]^T + bias[e, D]`` for the
@@ -100,7 +100,7 @@ def matmul(
         bias: in the dtype of the product, or `None`.
         groups: the rows of each expert; `None` for one weight.
         dtype: of a product of E4M3 elements; otherwise that of ``a``.
-        backend: what reads codes; see [`hf_mxfp4.fake_quantize`].
+        spec: of a product with codes: what reads them, and what multiplies those of one weight with many rows.
         reader: the backend that was chosen to multiply with them, where the caller has asked for it already.
     """
     if isinstance(b, FP8Operand):
@@ -116,8 +116,8 @@ def matmul(
         )
         return out if bias is None else out + bias
     if isinstance(b, MXFP4Tensor):
-        reader = reader or dispatch.choose_backend(a, b.scheme, backend, family="decode")
-        return _on_codes(a, b, bias, groups, backend, reader)
+        reader = reader or dispatch.choose_backend(a, b.scheme, spec.backend, family="decode")
+        return _on_codes(a, b, bias, groups, spec, reader)
     if groups is None:
         return F.linear(a, b, bias)
     if _runs_grouped(a, b):
@@ -130,7 +130,7 @@ def matmul(
 
 
 def multiply(
-    gemm: str, left: torch.Tensor, right: torch.Tensor, spec: GemmSpec, bias: torch.Tensor | None = None
+    gemm: str, left: torch.Tensor, right: torch.Tensor, spec: GemmSpec | PackedSpec, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
     """``left [..., C] right[D, C]^T + bias`` of quantized values by the backend that the spec names."""
     if spec.matmul_backend == "dense":
@@ -208,22 +208,29 @@ def _runs_grouped(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def _on_codes(
-    a: torch.Tensor, b: MXFP4Tensor, bias: torch.Tensor | None, groups: Groups | None, backend: str, reader: str
+    a: torch.Tensor,
+    b: MXFP4Tensor,
+    bias: torch.Tensor | None,
+    groups: Groups | None,
+    spec: GemmSpec | PackedSpec,
+    reader: str,
+    is_expert: bool = False,
 ) -> torch.Tensor:
     """All experts at once where a kernel takes their rows; otherwise the values of one expert at a time."""
-    if groups is None and reader == "cpu":
+    if groups is None and reader == "cpu" and (is_expert or spec.matmul_backend != "fp8"):
         return on_cpu.product(a, b, bias)
     rows, experts = a.shape[:-1].numel(), None if groups is None else len(b.codes)
     if reader == "triton" and triton_kernels.unsupported_product(rows, b.length, a.dtype, experts) is None:
         return triton_kernels.linear(a, b, bias, *(() if groups is None else (groups.offsets(a.device),)))
     if groups is None:
-        return F.linear(a, dispatch.dequantize(b, a.dtype, backend), bias)
+        values = dispatch.dequantize(b, a.dtype, spec.backend)
+        return F.linear(a, values, bias) if is_expert else multiply("fprop", a, values, spec, bias)
     if reader == "cpu" and max(groups.counts, default=0) <= on_cpu.most_rows():
         return on_cpu.grouped_product(a, b, groups.offsets(a.device), bias)
     out = a.new_empty(a.shape[0], b.codes.shape[1])
     for expert, own in groups:
         own_bias = None if bias is None else bias[expert]
-        out[own] = _on_codes(a[own], of_expert(b, expert), own_bias, None, backend, reader)
+        out[own] = _on_codes(a[own], of_expert(b, expert), own_bias, None, spec, reader, is_expert=True)
     return out
 
 
@@ -335,8 +342,10 @@ def _operand_problem(operand: str, precision: OperandScheme, scheme: LinearSchem
 
 def _count_inexact(number: torch.Tensor) -> None:
     """Add elements that were rounded, a scalar on their device, to [`matmul_counts`]."""
-    total = _inexact.setdefault(number.device, torch.zeros((), dtype=torch.int64, device=number.device))
-    total.add_(number)
+    if number.device not in _inexact:
+        with torch.inference_mode(False):  # under which vLLM may be the first to count
+            _inexact[number.device] = torch.zeros((), dtype=torch.int64, device=number.device)
+    _inexact[number.device].add_(number)
 
 
 def matmul_counts() -> dict[str, dict[str, int] | int]:

@@ -168,6 +168,21 @@ def test_packed_layers_take_the_same_inputs():
     assert packed.config.preset == "w4a8" and torch.equal(packed.quantized_input(x, x.dtype), fp8(x))
 
 
+@pytest.mark.parametrize("preset", ["w4a8", "w4a4"])
+def test_packed_layers_multiply_on_fp8_cores_as_trained_ones_do(preset):
+    """The same elements in the same product, eager and compiled; adapters train through it."""
+    trained = layer(preset=preset, backend="eager", outlier_fallback=None, **FP8_PRODUCTS)
+    packed = MXFP4PackedLinear.from_linear(trained, trained.config.packed(), "up_proj")
+    x = tokens().requires_grad_()
+    reset_matmul_counts()
+    compiled = torch.compile(packed, backend="eager", fullgraph=True)
+    for found in (packed(x), compiled(x)):
+        assert torch.equal(found, trained(x))
+    assert matmul_counts()["fprop"] == {"fp8": 4}
+    (grad,) = torch.autograd.grad(packed(x).sum(), x)
+    assert torch.equal(grad, torch.ones(M, N) @ packed.dequantized_weight())
+
+
 def test_products_on_fp8_hardware_are_chosen_by_what_the_operands_are():
     chosen = {}
     for preset in ("w4a8", "w4a8g8", "w8a8"):

@@ -108,7 +108,8 @@ class MXFP4RLLinearMethod(_FromOurCheckpoint, LinearMethodBase):
         check_rotation(self.name, input_size, rotation)
         unit = BLOCK_SIZE if rotation is None else rotation.size
         check_share(self.name, input_size_per_partition, input_size, schemes, "tensor_parallel_size=1", unit)
-        self._spec = PackedSpec(*schemes, input_size_per_partition, self.scheme.backend, rotation)
+        options = self.scheme.backend, rotation, self.scheme.matmul_backend
+        self._spec = PackedSpec(*schemes, input_size_per_partition, *options)
         shapes = packed_shapes(sum(output_partition_sizes), input_size_per_partition, weights)
         for name, shape in shapes.items():
             data = torch.empty(shape, dtype=torch.uint8)
