@@ -10,7 +10,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from hf_mxfp4 import MXFP4Linear, MXFP4RLConfig
-from hf_mxfp4.dither import dither_masters, sixteen_bit_dtype
+from hf_mxfp4.dither import dither_masters
 from hf_mxfp4.gemm import quantize_weight
 from hf_mxfp4.layers import trainable_matrices
 
@@ -51,18 +51,6 @@ def movement(layer, weight, step):
 
 def equal(a, b):
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
-
-
-def test_the_dtype_of_numbers_is_found_by_their_bits():
-    weight = gaussian(40, 64, torch.float32)
-    assert sixteen_bit_dtype(weight) is None
-    assert sixteen_bit_dtype(weight.bfloat16().float()) is torch.bfloat16
-    assert sixteen_bit_dtype(weight.half().float()) is torch.float16
-    assert sixteen_bit_dtype(torch.tensor([[1.0, 0.5]])) is torch.bfloat16
-    assert sixteen_bit_dtype(weight.bfloat16()) is None  # no master of full precision
-    one_off = weight.bfloat16().float()
-    one_off[39, 63] += 2**-20
-    assert sixteen_bit_dtype(one_off) is None
 
 
 # ---- one layer ------------------------------------------------------------------------------------------------------
@@ -166,12 +154,7 @@ def half(tmp_path):
 
 @pytest.mark.parametrize(
     ("family", "dtype"),
-    [
-        ("qwen2", torch.bfloat16),
-        ("llama", torch.float16),
-        ("qwen3_moe", torch.bfloat16),
-        ("gpt_oss", torch.bfloat16),
-    ],
+    [("qwen2", torch.bfloat16), ("llama", torch.float16), ("qwen3_moe", torch.bfloat16), ("gpt_oss", torch.bfloat16)],
 )
 def test_loading_keeps_the_checkpoint_and_its_policy(family, dtype, half, tmp_path):
     folder = half(family, dtype)

@@ -296,16 +296,6 @@ def test_what_is_no_list_of_numbers_is_an_error(value):
         guard_reward(lambda completions, **kwargs: value)(completions=["x"])
 
 
-def test_async_functions_stay_async_and_are_guarded():
-    async def slow(completions, **kwargs):
-        return [math.nan]
-
-    guarded = guard_reward(slow)
-    assert asyncio.iscoroutinefunction(guarded)
-    with pytest.raises(RewardError, match="'slow' returned nan"):
-        asyncio.run(guarded(completions=["x"]))
-
-
 def test_rewards_beyond_float32_are_refused():
     assert guard_reward(lambda completions, **kwargs: [3.4e38])(completions=["x"]) == [3.4e38]
     with pytest.raises(RewardError, match=r"returned -1e\+39, which is no finite float32 number"):
