@@ -75,6 +75,7 @@ class MXFP4RLConfig(QuantizationConfigMixin):
         "Which operands of a linear layer are MXFP4: 'w4a16' the weight (usual in mode 'packed'), 'w4a8' the weight, "
         "with activations in E4M3, 'w4a4' weight and activation (usual in mode 'qat'); the backward pass uses the same "
         "quantized operands, and output gradients stay in full precision. 'w4a8g8', 'w4a4g8': these in FP8 besides. "
+        "'w8a8': weights and activations in E4M3, a baseline. "
         "'w4a4g4': all six operands of the three products. 'paper_a', 'paper_b': 'w4a4' and 'w4a4g4' with the "
         "options of arXiv 2605.20402 and 2605.09825. 'w4a4_tuned' and 'w4a4g4_tuned': 'w4a4' and 'w4a4g4' with those "
         "that cost least in our measurements. 'w4a4_h64': rotated operands, for weights that GPTQ rounded for them.",
@@ -113,8 +114,8 @@ class MXFP4RLConfig(QuantizationConfigMixin):
     )
     fprop: dict[str, str] | None = _option(
         None,
-        "What differs from the preset in the forward product, a mapping with some of x ('fp8' too), weight (each "
-        "'full' or a scheme such as 'rceil+mbs128-static+of0.5+stochastic+32x32') and rotation ('none', "
+        "What differs from the preset in the forward product, a mapping with some of x, weight (each 'full', "
+        "'fp8', 'nvfp4' or a scheme such as 'rceil+mbs128-static+of0.5+stochastic+32x32') and rotation ('none', "
         "'deterministic-16', 'random-32', ... 128).",
     )
     dgrad: dict[str, str] | None = _option(
@@ -154,8 +155,9 @@ class MXFP4RLConfig(QuantizationConfigMixin):
     )
     matmul_backend: str = _option(
         "auto",
-        "What multiplies quantized operands: 'auto' (FP8 tensor cores for products whose values are E4M3 numbers), "
-        "'dense' (ordinary products of the values) or 'fp8' (as 'auto', on CPUs too).",
+        "What multiplies quantized operands: 'auto' (FP4 tensor cores for forward products of codes, FP8 ones for "
+        "values that are E4M3 numbers), 'dense' (ordinary products of the values), 'fp8' (as 'auto' without FP4, on "
+        "CPUs too) or 'fp4' (as 'auto'; it warns where a forward product is not in FP4).",
     )
 
     RENAMED = {"engine": "matmul_backend"}
@@ -211,6 +213,12 @@ class MXFP4RLConfig(QuantizationConfigMixin):
         check_alpha(self.outlier_fallback)
         check_fallback_rate("outlier_fallback_rate", self.outlier_fallback_rate, self.outlier_fallback)
         check_mantissas(self.macro_search, self.macro_block)
+        if self.preset == "w8a8":
+            usual = usual_options(self.mode, self.preset, None) | {"macro_search": "hybrid"}
+            for name, value in usual.items():
+                if name != "fprop" and getattr(self, name) != value:
+                    reason = f"has no effect under preset='w8a8', which quantizes nothing in MXFP4; leave {name} out"
+                    raise ValueError(f"{name}={getattr(self, name)!r} {reason}")
         if self.preset in WITHOUT_BLOCKS and self.outlier_fallback_operands == "activations":
             raise ValueError(
                 f"outlier_fallback_operands='activations' has no effect under preset={self.preset!r}, "
@@ -239,17 +247,17 @@ class MXFP4RLConfig(QuantizationConfigMixin):
     def weight_scheme(self) -> QuantScheme:
         """How weights are quantized, along their input dimension.
 
-        Raises `ValueError` when ``fprop`` leaves them in full precision.
+        Raises `ValueError` when ``fprop`` does not take them in MXFP4.
         """
         scheme = self.gemms().fprop.right
         if not isinstance(scheme, QuantScheme):
-            raise ValueError(f"fprop={dict(self.fprop)} leaves weights in full precision; there is no scheme of theirs")
+            raise ValueError(f"fprop takes weights in {scheme}; there is no scheme of MXFP4 of theirs")
         return scheme
 
     @property
     def activation_scheme(self) -> OperandScheme | None:
-        """How layer inputs are quantized, along their last axis: a [`QuantScheme`] of MXFP4, or
-        [`hf_mxfp4.numerics.FP8`]; `None` when they are not."""
+        """How layer inputs are quantized, along their last axis: a [`QuantScheme`] of MXFP4,
+        [`hf_mxfp4.numerics.FP8`] or `NVFP4`; `None` when they are not."""
         scheme = self.gemms().fprop.left
         return None if scheme is FULL else scheme
 
@@ -271,7 +279,7 @@ class MXFP4RLConfig(QuantizationConfigMixin):
         """Why stored 4-bit weights cannot stand for the forward product; `None` where they can."""
         fprop = self.gemms().fprop
         if not isinstance(fprop.right, QuantScheme):
-            return "its fprop leaves weights in full precision"
+            return f"its fprop takes weights in {fprop.right}, and packed ones are in MXFP4"
         if fprop.rotation is not None and fprop.rotation.random:
             return f"its fprop rotates both operands by signs that are drawn anew in every step ({fprop.rotation})"
         return "its fprop rounds stochastically, anew in every step" if fprop.is_random else None
@@ -308,7 +316,6 @@ class MXFP4RLConfig(QuantizationConfigMixin):
         idle = {
             "dgrad": (backward, None),
             "wgrad": (backward, None),
-            "matmul_backend": ("whose products unpack the weights themselves", "auto"),
             "dither_ties": ("whose weights no step moves", True),
             "saved_activations": ("whose frozen weights need no input kept", "full"),
         }

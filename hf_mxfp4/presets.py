@@ -13,6 +13,7 @@ from .numerics import (
     FP8,
     FULL,
     GEMM_OPERANDS,
+    NVFP4,
     PLAIN,
     REUSE,
     SAVED_FORMS,
@@ -44,17 +45,17 @@ CHOICES = {
     "weight_block": tuple(WEIGHT_BLOCKS),
     "saved_activations": SAVED_FORMS,
     "backend": ("auto", "eager", "cpu", "triton"),
-    "matmul_backend": ("auto", "dense", "fp8"),
+    "matmul_backend": ("auto", "dense", "fp8", "fp4"),
 }
 
 #: Presets of both modes, which say no more than which forward operands are quantized.
 FORWARD_PRESETS = ("w4a16", "w4a8", "w4a4")
 PRESETS = (
     *FORWARD_PRESETS,
-    *("w4a8g8", "w4a4_tuned", "w4a4_h64", "w4a4g8", "w4a4g4", "paper_a", "paper_b", "w4a4g4_tuned"),
+    *("w4a8g8", "w4a4_tuned", "w4a4_h64", "w4a4g8", "w4a4g4", "paper_a", "paper_b", "w4a4g4_tuned", "w8a8"),
 )
 #: Presets whose activations are not MXFP4.
-WITHOUT_BLOCKS = ("w4a16", "w4a8", "w4a8g8")
+WITHOUT_BLOCKS = ("w4a16", "w4a8", "w4a8g8", "w8a8")
 
 #: Presets whose weights are to be E4M3 numbers times a power of two, for FP8 tensor cores.
 FP8_PRESETS = ("w4a8", "w4a8g8")
@@ -67,6 +68,7 @@ ALL_OPERANDS = {"w4a4g4": None, "paper_b": Rotation(16), "w4a4g4_tuned": Rotatio
 #: its scale rule is not stated, so it is that of OCP here. w4a4g4_tuned is what the study of docs/backward.md led to.
 #: w4a4_h64 is for checkpoints whose weights were rounded for it (docs/gptq.md). w4a8 and w4a8g8 store weights of 4.31
 #: bits without residuals: with E4M3 activations these are nearly the whole of what is lost, and one product suffices.
+#: w8a8 has no blocks at all, so that the options of their scheme are refused.
 OPTION_DEFAULTS = {
     "scale_rule": "even",
     "macro_block": 128,
@@ -77,6 +79,7 @@ OPTION_DEFAULTS = {
 PRESET_DEFAULTS = {
     "w4a8": {"outlier_fallback": None},
     "w4a8g8": {"outlier_fallback": None},
+    "w8a8": {"outlier_fallback": None, "macro_block": None},
     "w4a4_tuned": {"outlier_fallback_rate": 0.05},
     "w4a4_h64": {
         "outlier_fallback_rate": 0.05,
@@ -93,7 +96,7 @@ _FALLBACK = {"qat": 1.0, "packed": None}
 _REUSED = (("dgrad", "weight"), ("wgrad", "x"))
 _EXAMPLES = {
     "x": "'full', 'fp8' (of fprop) or 'rceil+mbs128-static'",
-    "weight": "'full' or 'rceil+32x32'",
+    "weight": "'full', 'fp8' (of fprop) or 'rceil+32x32'",
     "grad": "'full', 'fp8' or 'rceil+stochastic'",
     "rotation": "'none' or 'deterministic-16'",
 }
@@ -123,7 +126,8 @@ def usual_options(mode: str, preset: str, outlier_fallback: Any) -> dict[str, An
 def preset_gemms(preset: str, weights: QuantScheme, activations: QuantScheme) -> LinearScheme:
     """The three products under a preset: ``weights`` and ``activations`` (output gradients too) wherever it quantizes
     such an operand."""
-    fprop = GemmScheme({"w4a16": FULL, "w4a8": FP8, "w4a8g8": FP8}.get(preset, activations), weights)
+    left = {"w4a16": FULL, "w4a8": FP8, "w4a8g8": FP8, "w8a8": FP8}.get(preset, activations)
+    fprop = GemmScheme(left, FP8 if preset == "w8a8" else weights)
     if preset in ("w4a8g8", "w4a4g8"):
         return LinearScheme(fprop, GemmScheme(FP8, REUSE), GemmScheme(FP8, REUSE))
     if preset in ALL_OPERANDS:
@@ -167,13 +171,15 @@ def parse_operand(gemm: str, operand: str, text: str) -> OperandScheme:
             raise ValueError("'reuse' is for the weight of dgrad and the x of wgrad, which fprop has quantized before")
         return REUSE
     if text == FP8.value:
-        if operand != "grad" and (gemm, operand) != ("fprop", "x"):
-            raise ValueError("'fp8' is for output gradients (grad) and fprop's x; give a scheme of MXFP4, or 'full'")
+        if operand != "grad" and gemm != "fprop":
+            raise ValueError("'fp8' is for output gradients (grad) and for fprop; give a scheme of MXFP4, or 'full'")
         return FP8
     try:
         scheme = parse_scheme(text)
     except ValueError as error:
-        raise ValueError(f"{error}; or 'full', 'reuse' (of fprop's values), 'fp8' (grad, and x of fprop)") from None
+        raise ValueError(f"{error}; or 'full', 'reuse' (of fprop's values), 'fp8' (grad, and fprop)") from None
+    if scheme is NVFP4 and gemm != "fprop":
+        raise ValueError("'nvfp4' is for fprop, to compare with; give a scheme of MXFP4, 'fp8' (grad) or 'full'")
     if scheme.block_rows != 1 and operand != "weight":
         raise ValueError("tiles of 32x32 are for weights: rows of other operands are tokens")
     return scheme
@@ -208,7 +214,7 @@ def check_products(scheme: LinearScheme, backend: str, saved: str) -> None:
             raise ValueError(f"backend={backend!r} does not round stochastically; use backend='auto'")
     reuses = scheme.wgrad.right is REUSE
     if saved == "mxfp4" and not (reuses and isinstance(scheme.fprop.left, QuantScheme)):
-        why = "fprop takes x unquantized" if reuses else "wgrad does not reuse the x of fprop"
+        why = f"fprop takes x in {scheme.fprop.left}" if reuses else "wgrad does not reuse the x of fprop"
         if reuses and scheme.fprop.left is FP8:
             why = "fprop takes x in E4M3, which is what layers keep of it anyway"
         raise ValueError(

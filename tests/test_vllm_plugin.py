@@ -4,12 +4,10 @@
 
 import importlib
 import json
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
+import processes
 import pytest
 import torch
 import vllm_stand_ins
@@ -30,7 +28,7 @@ from vllm_stand_ins import (
 
 import hf_mxfp4
 from hf_mxfp4 import MXFP4RLConfig
-from hf_mxfp4.gemm import packed_shapes
+from hf_mxfp4.gemm import matmul_counts, packed_shapes, reset_matmul_counts
 from hf_mxfp4.integrations.vllm import EngineSettings, register
 
 
@@ -72,7 +70,7 @@ def test_the_entry_point_registers_the_method(quantization):
 
 def test_importing_the_plugin_needs_no_vllm():
     code = "import sys, hf_mxfp4.integrations.vllm.weight_loading; sys.exit('vllm' in sys.modules)"
-    subprocess.run([sys.executable, "-c", code], check=True, env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)})
+    assert processes.run(processes.code(code)).returncode == 0
 
 
 def test_masters_that_cannot_be_quantized_alone_are_refused(quantization):
@@ -112,6 +110,17 @@ def test_it_computes_what_the_packed_layer_does(plugin, options, dtype):
         torch._dynamo.reset()  # it would take numbers that change between the cases as symbols
         compiled = torch.compile(lambda x: method.apply(layer, x), fullgraph=True, backend="eager")
         assert torch.equal(compiled(x), source(x))
+
+
+def test_products_of_many_rows_run_on_fp8_cores(plugin):
+    config = MXFP4RLConfig(mode="packed", preset="w4a8", backend="eager", matmul_backend="fp8")
+    source, method = packed_layer(config), linear_method(plugin, config)
+    layer, x = make_layer(method, [source], torch.float32), torch.randn(5, 256)
+    reset_matmul_counts()
+    with torch.inference_mode():
+        found = method.apply(layer, x)
+    assert torch.equal(found, source(x)) and matmul_counts()["fprop"] == {"fp8": 2}
+    torch.testing.assert_close(found, source.quantized_input(x, x.dtype) @ source.dequantized_weight().T)
 
 
 @pytest.mark.parametrize("options", SCHEMES, ids=IDS)

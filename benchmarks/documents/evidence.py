@@ -184,7 +184,7 @@ def gptq() -> str:
     shown = [
         (variant, name)
         for variant, name in next(iter(texts.values()))
-        if variant in (SMOOTHED, ROUNDED, ROTATED, FOR_BOTH)
+        if variant in (SMOOTHED, ROUNDED, ROTATED)
         and name.removesuffix(", H64") in (f"w4a16:{OURS}", OURS, f"{OURS}+of1@0.05", f"w4a4:{OURS}/{OURS}+of1@0.05")
         or (variant, name) in ((AS_IT_IS, f"w4a16:{OURS}"), (AS_IT_IS, OURS))
     ]

@@ -23,7 +23,7 @@ if importlib.util.find_spec("mxfp4_kernels") is None:
     sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "kernels"))
 
 #: In order of importance: what comes last is skipped first when time runs out.
-SECTIONS = ("quantize", "to_e4m3", "decode", "linear", "generate", "grpo_step")
+SECTIONS = ("quantize", "to_e4m3", "decode", "linear", "forward", "generate", "grpo_step")
 
 
 def parser() -> argparse.ArgumentParser:

@@ -16,6 +16,7 @@ import hf_mxfp4
 import mxfp4_kernels
 from hf_mxfp4 import MXFP4Linear, MXFP4RLConfig, numerics
 from hf_mxfp4.backends import quantize_e4m3
+from hf_mxfp4.gemm import WeightCache
 from hf_mxfp4.layers import MXFP4PackedExperts, MXFP4PackedLinear
 
 from .bench import Call, Case
@@ -43,16 +44,25 @@ TRAINED = {
     "w4a4g4, plain": MXFP4RLConfig(preset="w4a4g4", **PLAIN),
     "w4a4g8, plain": MXFP4RLConfig(preset="w4a4g8", **PLAIN),
     "w4a4, plain": MXFP4RLConfig(preset="w4a4", **PLAIN),
+    # Without residuals: on FP4 tensor cores, those of three levels on FP8 ones too.
+    "w4a4, 4.3 bits": MXFP4RLConfig(preset="w4a4", outlier_fallback=None, saved_activations="mxfp4"),
+    "w4a4, 4.3 bits, three levels": MXFP4RLConfig(
+        preset="w4a4", outlier_fallback=None, macro_search="block_mantissas_fp8", saved_activations="mxfp4"
+    ),
     **{
         preset: MXFP4RLConfig(preset=preset)
-        for preset in ("w4a16", "w4a4", "w4a4_tuned", "w4a4g8", "w4a4g4_tuned", "paper_a", "paper_b")
+        for preset in (
+            *("w4a16", "w4a8", "w4a8g8", "w4a4", "w4a4_tuned", "w4a4g8", "w4a4g4_tuned", "paper_a", "paper_b"),
+        )
     },
 }
+#: Those whose forward pass is measured alone, with the weight kept.
+FORWARD = ("w4a16", "w4a8", "w4a4", "w4a4, plain", "w4a4, 4.3 bits", "w4a4, 4.3 bits, three levels")
 
 
 def cases(tiny: bool = False) -> list[Case]:
     """Return all of them, in order of importance; with ``tiny`` on shapes that an interpreter manages."""
-    return [*_quantize(tiny), *_to_e4m3(tiny), *_decode(tiny), *_experts(tiny), *_linear(tiny)]
+    return [*_quantize(tiny), *_to_e4m3(tiny), *_decode(tiny), *_experts(tiny), *_linear(tiny), *_forward(tiny)]
 
 
 def random_matrix(device: torch.device, *shape: int) -> torch.Tensor:
@@ -231,6 +241,21 @@ def _linear(tiny: bool) -> Iterator[Case]:
     for name, config in TRAINED.items():
         made = partial(build, config=config)
         yield Case("linear", name, shape, made, n_bytes, {"bf16": flops}, {BF16: plain}, tolerance=5e-2)
+
+
+def _forward(tiny: bool) -> Iterator[Case]:
+    tokens, n, k = shape = (288, 48, 96) if tiny else (TOKENS, 4096, 14336)
+
+    def build(device: torch.device, backend: str, config: MXFP4RLConfig) -> Call:
+        layer = MXFP4Linear(k, n, bias=False, device="meta", config=replace(config, backend=backend))
+        layer.weight = nn.Parameter(_weight(device, n, k))
+        layer.state.cache, x = WeightCache(layer), random_matrix(device, tokens, k)
+        return torch.no_grad()(lambda: layer(x))
+
+    n_bytes, peers = 2.0 * (tokens * (n + k) + n * k), {BF16: _plain_product(tokens, n, k)}
+    for name in FORWARD:
+        made, flops = partial(build, config=TRAINED[name]), {"bf16": 2.0 * tokens * n * k}
+        yield Case("forward", name, shape, made, n_bytes, flops, peers, tolerance=5e-2)
 
 
 def _both_passes(layer: nn.Linear, device: torch.device, tokens: int) -> Call:

@@ -168,7 +168,7 @@ def product(x: torch.Tensor, weight: MXFP4Tensor, bias: torch.Tensor | None = No
         ValueError: ``x``, the weight and the bias do not fit together.
         RuntimeError: one of them is not on the CPU, or its memory was freed.
     """
-    if x.shape[:-1].numel() > most_rows() and weight.codes.shape[0]:
+    if x.numel() > most_rows() * weight.length and weight.codes.shape[0]:
         return _by_panels(x, weight, bias)
     return _on_codes(x, weight, bias)
 

@@ -48,17 +48,17 @@ def choose_backend(
         # Tracing and other stand-ins for tensors have no memory to hand to a kernel.
         return "eager"
     device = x.device
-    name = _choice(device.type, dtype or x.dtype, scheme, backend, seed is not None, family != "quantize")
+    name = _choice(device, dtype or x.dtype, scheme, backend, seed is not None, family != "quantize")
     return name if name != "triton" or backend != "auto" or is_verified(family, device) else "eager"
 
 
 @functools.lru_cache(maxsize=256)
 def _choice(
-    device_type: str, dtype: torch.dtype, scheme: QuantScheme, backend: str, has_seed: bool, reads: bool
+    device: torch.device, dtype: torch.dtype, scheme: QuantScheme, backend: str, has_seed: bool, reads: bool
 ) -> str:
     if reads:
         scheme = as_read(scheme)
-    name, reason = backend_for(device_type, dtype, scheme, backend)
+    name, reason = backend_for(device.type, dtype, scheme, backend)
     if name == "triton" and not reason and scheme.rounding != "nearest" and not has_seed:
         name, reason = ("eager" if backend == "auto" else name), f"{scheme} draws random numbers and needs a seed"
     if reason and name == backend != "eager":

@@ -194,6 +194,7 @@ def convert(
     max_shard_size: int | str = MAX_SHARD_SIZE,
     on_bytes: OnBytes = ignore_bytes,
     record: Callable[[bool], Mapping[str, str]] = lambda is_done: {},
+    files: Mapping[str, Any] | None = None,
     finish: Callable[[Path], None] | None = None,
 ) -> ConversionReport:
     """Write a checkpoint from the tensors of ``layers`` and ``others``, with ``config`` as `config.json`.
@@ -204,6 +205,7 @@ def convert(
         write: writes the files, as [`write_shards`] does.
         record: returns metadata for the headers of the files, called before and after the tensors are made; the second
             result must not be longer.
+        files: values of more JSON files, by name.
         finish: called with the new folder before it gets its name, to write more files into it.
     """
     from transformers.core_model_loading import dot_natural_key
@@ -227,7 +229,8 @@ def convert(
     with atomic_folder(target, overwrite=overwrite) as folder:
         for file in write(folder, tensors, max_shard_size, record(False)):
             write_metadata(file, {"format": "pt", **record(True)})
-        write_json(folder / "config.json", config, sort_keys=True)
+        for name, value in {"config.json": config, **(files or {})}.items():
+            write_json(folder / name, value, sort_keys=True)
         source.folder.copy_side_files(folder)
         if report.file is not None:
             write_json(folder / report.file, report.to_dict(), sort_keys=True)
@@ -302,24 +305,24 @@ def pack_checkpoint(
     )
 
 
-def _check_exact(source: ForeignSource) -> None:
-    """Raise [`CheckpointError`] if an NVFP4 checkpoint has blocks that our packed form does not hold."""
-    scheme, cost = source.config.weight_scheme, LayerCost("", "kept")
-    for layer, shape in source.shapes.items():
-        for expert in shape.matrices:
-            stored = source.read_stored(layer, expert)
+def _check_exact(source: ForeignSource, costs: Sequence[LayerCost]) -> None:
+    """Count the blocks of an NVFP4 checkpoint. Raises [`CheckpointError`] if our packed form does not hold some."""
+    scheme = source.config.weight_scheme
+    for cost in costs:
+        for expert in source.shapes[cost.name].matrices:
+            stored = source.read_stored(cost.name, expert)
             exact = source.format.decode(stored)[1]
             cost.blocks += exact.numel()
             cost.exact_blocks += int(exact.sum())
             if not exact.all():
                 values = source.format.values(stored)
                 cost.add(values, weight_values(quantize_weight(values, scheme), values.shape[1], scheme, torch.float32))
-    if cost.exact_blocks < cost.blocks:
+    blocks = sum(cost.blocks for cost in costs)
+    if inexact := blocks - sum(cost.exact_blocks for cost in costs):
         raise CheckpointError(
-            f"{source.folder.path} has {cost.blocks - cost.exact_blocks} of {cost.blocks} blocks of 32 weights whose "
-            "two NVFP4 scales are not one 2^e (1 + m/4), which packed weights need. Quantizing their layers again to "
-            f"{scheme} would cost SQNR {cost.sqnr_db:.2f} dB; use the full-precision checkpoint that this one was made "
-            "from, with hf-mxfp4 pack"
+            f"{source.folder.path} has {inexact} of {blocks} blocks of 32 weights whose two NVFP4 scales are not one "
+            f"2^e (1 + m/4), which packed weights need. Quantizing their layers again to {scheme} would cost SQNR "
+            f"{sqnr_db(costs):.2f} dB; use hf-mxfp4 pack on the full-precision checkpoint that this one was made from"
         )
 
 
@@ -348,8 +351,9 @@ def import_checkpoint(
             what = "is not quantized; there is nothing to import, use hf-mxfp4 pack or export on it"
         raise CheckpointError(f"{folder.path} {what}")
     source = ForeignSource(folder, stored_format(folder.quantization))
+    costs = [LayerCost(layer, "kept") for layer in source.shapes]
     if source.format.has_tensor_scale:
-        _check_exact(source)
+        _check_exact(source, costs)
     config, notes = source.config, source.notes
 
     def keep(layer: str) -> dict[str, torch.Tensor]:
@@ -357,7 +361,7 @@ def import_checkpoint(
 
     return convert(
         source,
-        [(LayerCost(layer, "kept"), source.packed_layer(layer, keep)) for layer in source.shapes],
+        [(cost, source.packed_layer(cost.name, keep)) for cost in costs],
         source.packed_rest(),
         with_scheme(folder.config, config),
         ConversionReport(Path(out_dir), "mxfp4_rl", config.describe(), notes=notes, against=PACKED),

@@ -30,7 +30,7 @@ SchemeOption = Annotated[
         metavar="SCHEME",
         help="How tensors are quantized, such as 'rceil+mbs128-static+of0.5': a scale rule (rceil, floor, even, mse), "
         "then macro blocks (mbs128-static, -dynamic, -blockwise, -blockwise_fp8) and outlier fallback (of0.5) as "
-        "wanted. Repeatable.",
+        "wanted; or 'nvfp4'. Repeatable.",
     ),
 ]
 IncludeOption = Annotated[

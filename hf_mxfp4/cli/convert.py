@@ -105,12 +105,12 @@ def export(
     ],
     out: OutArgument,
     format: Annotated[
-        Literal["compressed-tensors", "nvfp4", "quark", "gpt-oss", "gguf", "bf16"],
+        Literal["compressed-tensors", "nvfp4", "nvfp4-modelopt", "quark", "gpt-oss", "gguf", "bf16"],
         typer.Option(
             "--format",
             help="compressed-tensors: vLLM, transformers (W4A16); nvfp4: the same, with block mantissas (W4A4 too); "
-            "quark: vLLM (W4A4); gpt-oss: experts of gpt-oss models; gguf: llama.cpp and what builds on it, in one "
-            "file; bf16: all.",
+            "nvfp4-modelopt: NVFP4 for TensorRT-LLM; quark: vLLM (W4A4); gpt-oss: experts of gpt-oss models; gguf: "
+            "llama.cpp and what builds on it, in one file; bf16: all.",
         ),
     ],
     on_mismatch: Annotated[
@@ -130,7 +130,7 @@ def export(
     ] = None,
     preset: Annotated[
         Literal["w4a16", "w4a4"] | None,
-        typer.Option("--preset", help="For a plain checkpoint: w4a16 (default), or w4a4 in format quark or nvfp4."),
+        typer.Option("--preset", help="For a plain checkpoint: w4a16 (default), or w4a4 in NVFP4 and in format quark."),
     ] = None,
     skip: SkipOption = None,
     overwrite: OverwriteOption = False,
@@ -164,14 +164,14 @@ def import_(
         typer.Argument(
             metavar="SOURCE",
             help="Folder of an MXFP4 checkpoint of compressed-tensors, AMD Quark or gpt-oss, or an NVFP4 one of "
-            "compressed-tensors.",
+            "compressed-tensors or NVIDIA Model-Optimizer.",
         ),
     ],
     out: OutArgument,
     overwrite: OverwriteOption = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Turn another engine's MXFP4 or NVFP4 checkpoint into a packed one, bit for bit."""
+    """Turn another engine's MXFP4 checkpoint into a packed one, byte for byte, or an NVFP4 one with the same values."""
     from ..checkpoint import import_checkpoint
 
     with work_progress(_bytes_in(source)) as progress:
@@ -209,7 +209,7 @@ def _show(report: "ConversionReport", as_json: bool) -> None:
         title = report.scheme if report.weights is None else f"weights in {report.weights}"
         headings = ["type of layer", "layers", "what", "SQNR dB: median", "worst", "bits per weight"]
         print_table(title, headings, _by_type(report.layers))
-    actions = {**_ACTIONS, "kept": "kept as packed, with new scales"} if blocks else _ACTIONS
+    actions = {**_ACTIONS, "kept": "kept, with rewritten scales"} if blocks else _ACTIONS
     counts = ", ".join(f"{count} {actions[action]}" for action, count in report.counts().items())
     say(f"{report.path}: {report.format}, {report.n_layers} layers: {counts}")
     say(f"weights: {report.error()}")

@@ -66,15 +66,20 @@ class WeightCache:
         """Let go what is kept for one key."""
         self._kept.pop(key, None)
 
+    def find(self, weight: torch.Tensor, key: Hashable) -> Any:
+        """What is kept for this weight and key, or `None`."""
+        kept = self._kept.get(key)
+        return kept.value if kept is not None and kept.is_of(weight) else None
+
     def get(self, weight: torch.Tensor, key: Hashable, make: Callable[[], Any]) -> Any:
         """What ``make`` gave for this weight and key, or gives now. Of a tensor that was computed from a weight, as
         with an adapter's part, nothing is kept: it is another one in each pass."""
-        if not weight.is_leaf:
-            return make()
-        kept = self._kept.get(key)
-        if kept is None or not kept.is_of(weight):
-            kept = self._kept[key] = _Kept.of(weight, make())
-        return kept.value
+        value = self.find(weight, key)
+        if value is None:
+            value = make()
+            if weight.is_leaf:
+                self._kept[key] = _Kept.of(weight, value)
+        return value
 
 
 class _Kept(NamedTuple):
@@ -88,22 +93,18 @@ class _Kept(NamedTuple):
 
     @classmethod
     def of(cls, weight: torch.Tensor, value: Any) -> "_Kept":
-        owner = StorageWeakRef(weight.untyped_storage()) if _has_memory(weight) else weakref.ref(weight)
-        return cls(value, _identity(weight), owner)
+        identity = _identity(weight)
+        owner = weakref.ref(weight) if identity[0] is None else StorageWeakRef(weight.untyped_storage())
+        return cls(value, identity, owner)
 
     def is_of(self, weight: torch.Tensor) -> bool:
-        if isinstance(self.owner, weakref.ref) and self.owner() is not weight:
-            return False
-        return self.identity == _identity(weight)
-
-
-def _has_memory(weight: torch.Tensor) -> bool:
-    return type(weight) in (torch.Tensor, nn.Parameter) and not weight.is_meta
+        return self.identity == _identity(weight) and (self.identity[0] is not None or self.owner() is weight)
 
 
 def _identity(weight: torch.Tensor) -> tuple:
     """What tells a weight, its place in memory and its version."""
-    memory = weight.untyped_storage()._cdata if _has_memory(weight) else None
+    has_memory = type(weight) in (torch.Tensor, nn.Parameter) and not weight.is_meta
+    memory = weight.untyped_storage()._cdata if has_memory else None
     version = None if weight.is_inference() else weight._version
     return memory, version, weight.storage_offset(), weight.shape, weight.stride(), weight.dtype
 

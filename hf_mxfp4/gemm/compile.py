@@ -315,13 +315,15 @@ def compiled_packed_linear(
     ends, operator = None, torch.ops.hf_mxfp4.packed_linear
     if groups is not None:
         ends, operator = groups.offsets(x.device), torch.ops.hf_mxfp4.packed_experts
-    return operator(x, *packed, bias, ends, dtype, str(spec.weights), inputs, size, spec.backend)
+    backends = spec.backend, spec.matmul_backend
+    return operator(x, *packed, bias, ends, dtype, str(spec.weights), inputs, size, *backends)
 
 
 @functools.lru_cache(maxsize=256)
-def _spec(weights: str, inputs: str, in_features: int, size: int, backend: str) -> PackedSpec:
+def _spec(weights: str, inputs: str, in_features: int, size: int, *backends: str) -> PackedSpec:
     rotation = Rotation(size) if size else None
-    return PackedSpec(read_scheme(weights), read_input_scheme(inputs), in_features, backend, rotation)
+    backend, *matmul_backend = backends
+    return PackedSpec(read_scheme(weights), read_input_scheme(inputs), in_features, backend, rotation, *matmul_backend)
 
 
 def _packed_forward(
@@ -338,9 +340,10 @@ def _packed_forward(
     input_scheme: str,
     rotation: int,
     backend: str,
+    matmul_backend: str = "auto",
 ) -> torch.Tensor:
     packed = codes, scale, macro, residual_codes, residual_scale
-    spec = _spec(weight_scheme, input_scheme, x.shape[-1], rotation, backend)
+    spec = _spec(weight_scheme, input_scheme, x.shape[-1], rotation, backend, matmul_backend)
     return packed_forward(x.detach(), packed, bias, spec, groups_of(ends, x.shape[0]), dtype).contiguous()
 
 
@@ -381,7 +384,7 @@ def _packed_gradient_shapes(grad, codes, scale, macro, residual_codes, residual_
 
 
 def _packed_setup(ctx, inputs, output):
-    x, *packed, bias, ends, _, weight_scheme, _, rotation, backend = inputs
+    x, *packed, bias, ends, _, weight_scheme, _, rotation, backend, _ = inputs
     ctx.save_for_backward(*packed, ends)
     ctx.options = x.shape[-1], x.dtype, None if bias is None else bias.dtype, weight_scheme, rotation, backend
 
@@ -399,7 +402,7 @@ def _define_packed(name: str, tags: Sequence[torch.Tag]) -> None:
         needs = [ctx.needs_input_grad[0], ctx.needs_input_grad[6]]
         found = iter(backward(grad, *ctx.saved_tensors, *ctx.options, needs))
         grad_x, of_bias = (next(found) if need else None for need in needs)
-        return grad_x, *(None,) * 5, of_bias, *(None,) * 6
+        return grad_x, *(None,) * 5, of_bias, *(None,) * 7
 
     forward.register_autograd(gradients, setup_context=_packed_setup)
 

@@ -20,15 +20,16 @@ from ..backends import triton as triton_kernels
 from ..numerics import FP8, FULL, GEMM_OPERANDS, PARTS, REUSE, GemmScheme, MXFP4Tensor, QuantScheme, decode_e8m0
 from ..numerics.formats import E8M0_NAN
 from .groups import Groups
-from .matmul import matmul, matmul_tokens, multiply
+from .matmul import fp4_recipe, matmul, matmul_tokens, multiply, multiply_packed
 from .operands import (
     count_weight,
+    fp4_weight,
     fp8_input,
     input_operand,
-    keeps_codes,
     operand_seed,
     packed_input,
     quantize_operand,
+    reader_of_codes,
     rotate_back,
     rotation_signs,
     rows_first,
@@ -71,8 +72,7 @@ def quantized_linear(
     dtype = autocast_dtype(x) or x.dtype
     if needs_gradient(x, bias, weight):
         # A frozen weight, as under LoRA, needs no input saved for its gradient.
-        weight_needs_grad = weight.requires_grad and torch.is_grad_enabled()
-        return _QuantizedLinear.apply(x, weight, bias, state, groups, dtype, weight_needs_grad)
+        return _QuantizedLinear.apply(x, weight, bias, state, groups, dtype, weight.requires_grad)
     return linear_without_gradient(x, weight, bias, state, groups, dtype)
 
 
@@ -85,10 +85,10 @@ def linear_without_gradient(
     dtype: torch.dtype,
 ) -> torch.Tensor:
     """The forward product alone, on the weight's codes where a cache keeps them and something multiplies with them."""
-    if keeps_codes(x, dtype, state):
-        operand = input_operand(x, dtype, state, groups)
-        packed = weight_codes(weight, state)
-        return matmul(operand, packed, as_dtype(bias, dtype), groups, backend=state.spec.backend)
+    reader = reader_of_codes(x, dtype, state)
+    if reader is not None and (groups or fp4_recipe(x, weight, dtype, state.spec) is None):
+        operand, codes = input_operand(x, dtype, state, groups), weight_codes(weight, state)
+        return matmul(operand, codes, as_dtype(bias, dtype), groups, spec=state.spec, reader=reader)
     return linear_forward(x, weight, bias, state, groups, dtype, False)[0]
 
 
@@ -129,23 +129,39 @@ def linear_forward(
     groups: Groups | None,
     dtype: torch.dtype,
     weight_needs_grad: bool,
-) -> tuple[torch.Tensor, SavedTensors, LinearRecord, torch.Tensor]:
-    """Fprop: the output, what was saved of ``x`` if ``weight_needs_grad``, the record, and ``Q(W)``. Arguments as of
-    [`quantized_linear`]; ``dtype`` is that of the product."""
-    tensors, saved = (), None
+) -> tuple[torch.Tensor, SavedTensors, LinearRecord, torch.Tensor | None]:
+    """Fprop: the output, what was saved of ``x`` if ``weight_needs_grad``, the record, and ``Q(W)``, `None` where its
+    codes were multiplied. Arguments as of [`quantized_linear`]; ``dtype`` is that of the product."""
+    tensors, saved, right = (), None, None
+    packed, out = (None, None) if groups else _multiply_codes(x, weight, bias, state, dtype)
     if weight_needs_grad:
-        left, tensors, saved = save_input(x, dtype, state, groups)
-    else:
+        left, tensors, saved = save_input(x, dtype, state, groups, packed)
+    elif out is None:
         left = input_operand(x, dtype, state, groups)
-    right = weight_operand(weight, dtype, state)
+    if out is None:
+        right = weight_operand(weight, dtype, state)
     step = None if state.spec.is_plain else state.rngs[0].step
     record = LinearRecord(saved, step, x.dtype, None if bias is None else bias.dtype)
     bias = as_dtype(bias, dtype)
+    if out is not None:
+        return out, tensors, record, None
     if groups is None:
         out = multiply("fprop", left, right, state.spec, bias)
     else:
         out = matmul(left, right, bias, groups)
     return out, tensors, record, right
+
+
+def _multiply_codes(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, state: GemmState, dtype: torch.dtype
+) -> tuple[MXFP4Tensor | None, torch.Tensor | None]:
+    """[`packed_input`] and the output where FP4 tensor cores multiply codes, otherwise `None` twice."""
+    recipe = fp4_recipe(x, weight, dtype, state.spec)
+    if recipe is None:
+        return None, None
+    packed = packed_input(x, state)
+    out = multiply_packed(packed, fp4_weight(weight, state, recipe), recipe, as_dtype(bias, dtype), dtype)
+    return (None, None) if out is None else (packed, out)
 
 
 def linear_backward(
@@ -370,10 +386,15 @@ class _QuantizedLinear(torch.autograd.Function):
 
 
 def save_input(
-    x: torch.Tensor, dtype: torch.dtype, state: GemmState, groups: Groups | None
-) -> tuple[torch.Tensor, SavedTensors, SavedRecord]:
+    x: torch.Tensor,
+    dtype: torch.dtype,
+    state: GemmState,
+    groups: Groups | None,
+    packed: MXFP4Tensor | None = None,
+) -> tuple[torch.Tensor | None, SavedTensors, SavedRecord]:
     """The operand of the forward product, the tensors to save for Wgrad, and the record that [`restore_input`] reads
-    them by.
+    them by. ``packed``: [`packed_input`] where it was multiplied already, and the operand is returned as `None`
+    unless it is saved.
 
     Raises `ValueError` for an input saved in MXFP4 while Wgrad takes another one than the forward product.
     """
@@ -381,13 +402,16 @@ def save_input(
     if spec.saved == "mxfp4":
         if spec.saves_raw_input:
             raise ValueError("saved in MXFP4 is what the forward product takes, and Wgrad takes the input itself")
-        packed = packed_input(x, state, groups)
-        record = SavedRecord("mxfp4", dtype, replace(packed, **dict.fromkeys(PARTS)))
-        return restore_input(packed.parts, record), packed.parts, record
+        made = packed_input(x, state, groups) if packed is None else packed
+        record = SavedRecord("mxfp4", dtype, replace(made, **dict.fromkeys(PARTS)))
+        return restore_input(made.parts, record) if packed is None else None, made.parts, record
     if spec.input_scheme is FP8 and not spec.saves_raw_input:
         tensors, record = fp8_input(x, state, groups), SavedRecord("fp8", dtype)
         return restore_input(tensors, record, spec.backend), tensors, record
-    operand = input_operand(x, dtype, state, groups)
+    if packed is None:
+        operand = input_operand(x, dtype, state, groups)
+    else:
+        operand = None if spec.saves_raw_input else dispatch.dequantize(packed, packed.dtype, spec.backend).to(dtype)
     saved = x if spec.saves_raw_input else operand
     tensors = dispatch.quantize_e4m3(saved, spec.backend) if spec.saved == "fp8" else (saved,)
     return operand, tensors, SavedRecord(spec.saved, saved.dtype)

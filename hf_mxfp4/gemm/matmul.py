@@ -7,6 +7,7 @@ did.
 * ``fp8``: the same values as E4M3 elements with one scale per row ([`FP8Operand`]), on FP8 tensor cores by
   `torch.nn.functional.scaled_mm`. Differs from the dense product by the rounding of sums and of the output, and by
   elements too small for E4M3 beside the largest of their row, which are counted.
+* ``fp4``: the codes of forward operands as they are, on FP4 tensor cores; see [`hf_mxfp4.gemm.block_scaled`].
 """
 
 import functools
@@ -18,6 +19,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
+from .._logging import get_logger
 from ..backends import cpu as on_cpu
 from ..backends import dispatch
 from ..backends import triton as triton_kernels
@@ -25,6 +27,7 @@ from ..numerics import (
     FP8,
     FULL,
     GEMM_OPERANDS,
+    NVFP4,
     REUSE,
     GemmScheme,
     LinearScheme,
@@ -32,9 +35,10 @@ from ..numerics import (
     OperandScheme,
     QuantScheme,
 )
+from .block_scaled import FP4_HARDWARE, FP4Operand, choose_recipe, fit, fp4_product, to_fp4
 from .groups import Groups
 from .packed_weight import of_expert
-from .state import GemmSpec
+from .state import GemmSpec, PackedSpec
 
 
 #: Hardware with FP8 tensor cores; what `hf-mxfp4 env` lists.
@@ -81,7 +85,8 @@ def matmul(
     groups: Groups | None = None,
     *,
     dtype: torch.dtype | None = None,
-    backend: str = "auto",
+    spec: GemmSpec | PackedSpec | None = None,
+    reader: str | None = None,
 ) -> torch.Tensor:
     """``a [..., C] b[D, C]^T + bias[D]``, without gradients. With groups ``a [S, C] b[e, D, C]^T + bias[e, D]`` for the
     rows of each expert.
@@ -95,7 +100,8 @@ def matmul(
         bias: in the dtype of the product, or `None`.
         groups: the rows of each expert; `None` for one weight.
         dtype: of a product of E4M3 elements; otherwise that of ``a``.
-        backend: what reads codes; see [`hf_mxfp4.fake_quantize`].
+        spec: of a product with codes: what reads them, and what multiplies those of one weight with many rows.
+        reader: the backend that was chosen to multiply with them, where the caller has asked for it already.
     """
     if isinstance(b, FP8Operand):
         out = F.scaled_mm(
@@ -110,7 +116,8 @@ def matmul(
         )
         return out if bias is None else out + bias
     if isinstance(b, MXFP4Tensor):
-        return _on_codes(a, b, bias, backend) if groups is None else _experts_on_codes(a, b, bias, groups, backend)
+        reader = reader or dispatch.choose_backend(a, b.scheme, spec.backend, family="decode")
+        return _on_codes(a, b, bias, groups, spec, reader)
     if groups is None:
         return F.linear(a, b, bias)
     if _runs_grouped(a, b):
@@ -123,18 +130,52 @@ def matmul(
 
 
 def multiply(
-    gemm: str, left: torch.Tensor, right: torch.Tensor, spec: GemmSpec, bias: torch.Tensor | None = None
+    gemm: str, left: torch.Tensor, right: torch.Tensor, spec: GemmSpec | PackedSpec, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
     """``left [..., C] right[D, C]^T + bias`` of quantized values by the backend that the spec names."""
     if spec.matmul_backend == "dense":
         return F.linear(left, right, bias)
-    choice = select_matmul(gemm, spec.scheme, hardware_of(left.device), left.dtype, spec.matmul_backend)
+    # What is multiplied as values has no codes along this axis, or none that FP4 tensor cores take.
+    choice = select_matmul(gemm, spec.scheme, hardware_of(left.device), left.dtype, spec.matmul_backend, codes=False)
     is_fp8 = choice.name == "fp8" and dispatch.is_torchs_own(left) and _fits_fp8(left, right)
     _counts[gemm, "fp8" if is_fp8 else "dense"] += 1
     if not is_fp8:
         return F.linear(left, right, bias)
     rows = to_fp8(left.reshape(-1, left.shape[-1]))
     return matmul(rows, to_fp8(right), bias, dtype=left.dtype).view(*left.shape[:-1], right.shape[0])
+
+
+def fp4_recipe(x: torch.Tensor, weight: torch.Tensor, dtype: torch.dtype, spec: GemmSpec) -> str | None:
+    """How FP4 tensor cores multiply the codes of an input and a weight ``[N, K]``, in ``dtype``; `None` where they do
+    not. Says why, once for each reason, where the spec asks for them by name."""
+    hardware, requested = hardware_of(x.device), spec.matmul_backend
+    if requested not in ("auto", "fp4") or hardware not in FP4_HARDWARE and requested == "auto":
+        return None
+    recipe, reason = None, _fp4_problem("fprop", spec.scheme, hardware, dtype)
+    if reason is None and dispatch.is_torchs_own(x):
+        recipe, reason = choose_recipe(x, weight, hardware, (spec.input_scheme, spec.weight_scheme))
+    if reason and requested == "fp4":
+        _warn_once(reason)
+    return recipe
+
+
+@functools.lru_cache(maxsize=64)
+def _warn_once(reason: str) -> None:
+    get_logger().warning("matmul_backend='fp4': some products are not computed in FP4: %s", reason)
+
+
+def multiply_packed(
+    packed: MXFP4Tensor, weight: FP4Operand, recipe: str, bias: torch.Tensor | None, dtype: torch.dtype
+) -> torch.Tensor | None:
+    """The forward product of codes ``[..., K]`` and a weight ``[N, K]``, plus ``bias``; `None` where the recipe holds
+    the scales of the codes neither with one factor nor with one for each row, or those of the weight not."""
+    for by_rows in (False, True):
+        left = to_fp4(packed, recipe, by_rows)
+        if fit(left, weight):
+            _counts["fprop", "fp4"] += 1
+            out = fp4_product(left, weight, dtype).view(*packed.codes.shape[:-1], -1)
+            return out if bias is None else out + bias
+    return None
 
 
 def _fits_fp8(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -166,28 +207,30 @@ def _runs_grouped(a: torch.Tensor, b: torch.Tensor) -> bool:
     )
 
 
-def _on_codes(a: torch.Tensor, b: MXFP4Tensor, bias: torch.Tensor | None, backend: str) -> torch.Tensor:
-    name = dispatch.choose_backend(a, b.scheme, backend, family="decode")
-    if name == "cpu":
-        return on_cpu.product(a, b, bias)
-    if name == "triton" and triton_kernels.unsupported_product(a.shape[:-1].numel(), b.length, a.dtype) is None:
-        return triton_kernels.linear(a, b, bias)
-    return F.linear(a, dispatch.dequantize(b, a.dtype, backend), bias)
-
-
-def _experts_on_codes(
-    a: torch.Tensor, b: MXFP4Tensor, bias: torch.Tensor | None, groups: Groups, backend: str
+def _on_codes(
+    a: torch.Tensor,
+    b: MXFP4Tensor,
+    bias: torch.Tensor | None,
+    groups: Groups | None,
+    spec: GemmSpec | PackedSpec,
+    reader: str,
+    is_expert: bool = False,
 ) -> torch.Tensor:
     """All experts at once where a kernel takes their rows; otherwise the values of one expert at a time."""
-    name = dispatch.choose_backend(a, b.scheme, backend, family="decode")
-    if name == "triton" and triton_kernels.unsupported_product(len(a), b.length, a.dtype, len(b.codes)) is None:
-        return triton_kernels.linear(a, b, bias, groups.offsets(a.device))
-    if name == "cpu" and max(groups.counts, default=0) <= on_cpu.most_rows():
+    if groups is None and reader == "cpu" and (is_expert or spec.matmul_backend != "fp8"):
+        return on_cpu.product(a, b, bias)
+    rows, experts = a.shape[:-1].numel(), None if groups is None else len(b.codes)
+    if reader == "triton" and triton_kernels.unsupported_product(rows, b.length, a.dtype, experts) is None:
+        return triton_kernels.linear(a, b, bias, *(() if groups is None else (groups.offsets(a.device),)))
+    if groups is None:
+        values = dispatch.dequantize(b, a.dtype, spec.backend)
+        return F.linear(a, values, bias) if is_expert else multiply("fprop", a, values, spec, bias)
+    if reader == "cpu" and max(groups.counts, default=0) <= on_cpu.most_rows():
         return on_cpu.grouped_product(a, b, groups.offsets(a.device), bias)
     out = a.new_empty(a.shape[0], b.codes.shape[1])
-    for expert, rows in groups:
-        own = None if bias is None else bias[expert]
-        out[rows] = _on_codes(a[rows], of_expert(b, expert), own, backend)
+    for expert, own in groups:
+        own_bias = None if bias is None else bias[expert]
+        out[own] = _on_codes(a[own], of_expert(b, expert), own_bias, None, spec, reader, is_expert=True)
     return out
 
 
@@ -203,7 +246,7 @@ def reads_packed_on_gpus(scheme: QuantScheme, backend: str) -> bool:
 
 @dataclass(frozen=True)
 class MatmulBackend:
-    """``name``: ``"dense"`` or ``"fp8"``; ``reason``: why that one, in words."""
+    """``name``: ``"dense"``, ``"fp8"`` or ``"fp4"``; ``reason``: why that one, in words."""
 
     name: str
     reason: str
@@ -229,6 +272,7 @@ def select_matmul(
     dtype: torch.dtype = torch.bfloat16,
     requested: str = "auto",
     experts: bool = False,
+    codes: bool = True,
 ) -> MatmulBackend:
     """Choose the backend of one product.
 
@@ -238,15 +282,18 @@ def select_matmul(
         hardware: see [`hardware_of`].
         dtype: of the output.
         requested: ``"dense"``, ``"fp8"``, or ``"auto"`` for the fastest that multiplies the very values; on the CPU
-            that is the dense one, whose FP8 products are for tests.
+            that is the dense one, whose FP8 products are for tests. ``"fp4"`` is ``"auto"``.
         experts: whether the product is that of all experts of a layer.
+        codes: whether the operands are at hand as codes too.
     """
     if requested == "dense":
         return MatmulBackend("dense", "matmul_backend='dense' was asked for")
     if experts:
         return MatmulBackend("dense", "experts are multiplied in 16 bits")
+    if codes and requested != "fp8" and _fp4_problem(gemm, scheme, hardware, dtype) is None:
+        return MatmulBackend("fp4", "the operands are E2M1 codes and one scale per block")
     on_cpu = hardware in ("cpu", "interpreter")
-    if on_cpu and requested == "auto":
+    if on_cpu and requested != "fp8":
         return MatmulBackend("dense", "on the CPU there is nothing faster")
     if not on_cpu and hardware not in FP8_HARDWARE:
         return MatmulBackend("dense", f"{hardware} has no FP8 products")
@@ -260,24 +307,45 @@ def select_matmul(
     return MatmulBackend("fp8", "the values are E4M3 numbers times a scale per row")
 
 
+@functools.lru_cache(maxsize=1024)
+def _fp4_problem(gemm: str, scheme: LinearScheme, hardware: str, dtype: torch.dtype) -> str | None:
+    """Why the operands of a product are no codes that FP4 tensor cores multiply; `None` where they are."""
+    if hardware not in FP4_HARDWARE:
+        return f"{hardware} has no FP4 products"
+    if gemm != "fprop" or scheme.fprop.rotation is not None:
+        return "FP4 products are those of forward operands without rotation"
+    if dtype != torch.bfloat16:
+        return f"FP4 products have no output in {dtype}"
+    for operand, precision in zip(GEMM_OPERANDS[gemm], (scheme.fprop.left, scheme.fprop.right), strict=True):
+        if not isinstance(precision, QuantScheme):
+            return f"{operand} is not in 4 bits"
+        if precision.fp4_problem is not None:
+            return f"FP4 products have no {precision.fp4_problem}, as {operand} has"
+    return "the weight is rounded stochastically" if scheme.fprop.right.rounding != "nearest" else None
+
+
 def _operand_problem(operand: str, precision: OperandScheme, scheme: LinearScheme) -> str | None:
     """Why the values of an operand are no E4M3 numbers times one power of two per row; `None` where they are."""
     if precision is REUSE:
         if scheme.fprop.rotation is not None:
             return f"the reused {operand} is rotated along the other axis"
         precision = scheme.fprop.right if operand == "weight" else scheme.fprop.left
-        if precision is FP8 and not scheme.folds_scales:
-            return f"the scales of the reused {operand} lie on the tokens, which are summed over"
+        if precision is FP8 and (operand == "weight" or not scheme.folds_scales):
+            return f"the scales of the reused {operand} lie on the axis that is summed over"
     if precision is FULL:
         return f"{operand} is in full precision"
+    if precision is NVFP4:
+        return f"NVFP4 scales of {operand} have more digits than E4M3"
     problem = precision.e4m3_problem if isinstance(precision, QuantScheme) else None
     return None if problem is None else f"{problem} of {operand} have more digits than E4M3"
 
 
 def _count_inexact(number: torch.Tensor) -> None:
     """Add elements that were rounded, a scalar on their device, to [`matmul_counts`]."""
-    total = _inexact.setdefault(number.device, torch.zeros((), dtype=torch.int64, device=number.device))
-    total.add_(number)
+    if number.device not in _inexact:
+        with torch.inference_mode(False):  # under which vLLM may be the first to count
+            _inexact[number.device] = torch.zeros((), dtype=torch.int64, device=number.device)
+    _inexact[number.device].add_(number)
 
 
 def matmul_counts() -> dict[str, dict[str, int] | int]:

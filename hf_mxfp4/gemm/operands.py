@@ -1,16 +1,30 @@
 # SPDX-License-Identifier: Apache-2.0
 """Operands of the three products of a linear layer, rotated and quantized along the contraction axis.
 
-An operand is one of three: values in the dtype of the product, a [`MXFP4Tensor`] of codes and scale bytes, or an
-[`FP8Operand`]; see [`hf_mxfp4.gemm.matmul`].
+An operand is values in the dtype of the product, a [`MXFP4Tensor`] of codes and scale bytes, an [`FP8Operand`], or an
+[`FP4Operand`]; see [`hf_mxfp4.gemm.matmul`].
 """
 
 from collections import Counter
+from collections.abc import Callable
+from typing import Any
 
 import torch
 
 from ..backends import dispatch
-from ..numerics import FP8, FULL, MXFP4Tensor, OperandScheme, QuantScheme, Rotation, unrotate
+from ..numerics import (
+    FP8,
+    FULL,
+    NVFP4,
+    MXFP4Tensor,
+    OperandScheme,
+    QuantScheme,
+    Rotation,
+    fake_quantize_nvfp4,
+    nvfp4_tensor_scale,
+    unrotate,
+)
+from .block_scaled import FP4Operand, to_fp4
 from .groups import Groups
 from .packed_weight import cat_rows, of_expert, packed_tensor, quantize_experts, quantize_weight
 from .state import GemmSpec, GemmState, LayerRng
@@ -65,13 +79,14 @@ def quantize_operand(
         x = rotate_operand(x, rotation, gemm, rng, backend)
         if scheme is FP8:
             return dispatch.fake_quantize_e4m3(x, backend, dtype)
+        if scheme is NVFP4:  # rows of activations, tokens, do not depend on each other
+            x = fake_quantize_nvfp4(x, nvfp4_tensor_scale(x.detach(), per_row=operand == "x"))
         return x if dtype is None else x.to(dtype)
-    seed = operand_seed(scheme, gemm, operand, rng)
+    x, seed = x.detach() if x.requires_grad else x, operand_seed(scheme, gemm, operand, rng)
     if rotation is None:
-        return dispatch.fake_quantize(x.detach(), scheme, backend, seed=seed, dtype=dtype)
+        return dispatch.fake_quantize(x, scheme, backend, seed=seed, dtype=dtype)
     signs = rotation_signs(rotation, gemm, x.shape[-1], rng, x.device)
-    options = {"seed": seed, "rotation": rotation.size, "signs": signs, "dtype": dtype}
-    return dispatch.fake_quantize(x.detach(), scheme, backend, **options)
+    return dispatch.fake_quantize(x, scheme, backend, seed=seed, rotation=rotation.size, signs=signs, dtype=dtype)
 
 
 def operand_seed(scheme: QuantScheme, gemm: str, operand: str, rng: LayerRng | None) -> int | None:
@@ -86,12 +101,13 @@ def input_operand(x: torch.Tensor, dtype: torch.dtype, state: GemmState, groups:
     """``Q(x)`` along the last axis in ``dtype``, of the rotated and padded input where the forward product rotates.
     Where random numbers are drawn, each group has its own."""
     spec, fprop = state.spec, state.spec.scheme.fprop
-    options = {"rotation": fprop.rotation, "dtype": dtype}
-    parts = [
-        quantize_operand(rows, fprop.left, "fprop", "x", rng, spec.backend, **options)
-        for rows, rng in _groups_of(x, state, groups)
-    ]
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def quantize(rows: torch.Tensor, rng: LayerRng | None) -> torch.Tensor:
+        return quantize_operand(rows, fprop.left, "fprop", "x", rng, spec.backend, rotation=fprop.rotation, dtype=dtype)
+
+    if groups is None or not spec.draws_forward:
+        return quantize(x, state.rng_of(0))
+    return torch.cat([quantize(*each) for each in _groups_of(x, state, groups)])
 
 
 def _groups_of(x: torch.Tensor, state: GemmState, groups: Groups | None) -> list[tuple[torch.Tensor, LayerRng | None]]:
@@ -154,11 +170,15 @@ def weight_operand(weight: torch.Tensor, dtype: torch.dtype, state: GemmState) -
     """The weight as the forward product takes it, in ``dtype``: ``Q(W)`` ``[N, K]`` or, of experts, ``[E, N, K]``, of
     the rotated and padded weight where the scheme rotates. Kept by the cache that is open, if any."""
     spec, cache = state.spec, state.cache
-    if spec.weight_scheme is None and spec.rotation_size == 1:
+    if spec.scheme.fprop.right is FULL and spec.rotation_size == 1:
         return rows_first(weight.detach(), spec).to(dtype)
     if cache is None or cache.form == "none":
         return _weight_values(weight, dtype, state)
-    on_codes = weight.is_leaf and keeps_codes(weight, dtype, state)
+    key = state, dtype, _step(state)
+    kept = cache.find(weight, key)
+    if kept is not None:
+        return kept
+    on_codes = weight.is_leaf and reader_of_codes(weight, dtype, state) is not None
 
     def make() -> torch.Tensor:
         return values_of(weight_codes(weight, state), dtype, spec) if on_codes else _weight_values(weight, dtype, state)
@@ -167,7 +187,7 @@ def weight_operand(weight: torch.Tensor, dtype: torch.dtype, state: GemmState) -
         keeps = cache.form == "auto" and weight.is_cpu
     else:  # values of all experts are another model, which the memory of a GPU may not hold
         keeps = cache.form != "auto" or weight.is_cpu or weight.dim() == 2
-    return cache.get(weight, (state, dtype, _step(state)), make) if keeps else make()
+    return cache.get(weight, key, make) if keeps else make()
 
 
 def weight_codes(weight: torch.Tensor, state: GemmState) -> MXFP4Tensor:
@@ -182,18 +202,27 @@ def weight_codes(weight: torch.Tensor, state: GemmState) -> MXFP4Tensor:
         parts = (quantize_weight if whole else quantize_experts)(rows, scheme, spec.backend)
         return packed_tensor(parts, rows.shape[-1], scheme, weight.dtype)
 
-    return make() if state.cache is None else state.cache.get(weight, (state, "codes"), make)
+    return _kept(weight, state, "codes", make)
 
 
-def keeps_codes(x: torch.Tensor, dtype: torch.dtype, state: GemmState) -> bool:
-    """Whether the cache that is open keeps the codes of a weight that can be packed, for products like those of ``x``
-    in ``dtype``."""
+def fp4_weight(weight: torch.Tensor, state: GemmState, recipe: str) -> FP4Operand:
+    """[`weight_codes`] of a weight ``[N, K]`` as FP4 tensor cores take them, kept by the cache that is open, if any."""
+    return _kept(weight, state, recipe, lambda: to_fp4(weight_codes(weight, state), recipe))
+
+
+def _kept(weight: torch.Tensor, state: GemmState, name: str, make: Callable[[], Any]) -> Any:
+    cache = state.cache
+    return make() if cache is None or cache.form == "none" else cache.get(weight, (state, name), make)
+
+
+def reader_of_codes(x: torch.Tensor, dtype: torch.dtype, state: GemmState) -> str | None:
+    """The backend that multiplies operands like ``x`` in ``dtype`` with the codes of a weight; `None` where the cache
+    that is open, if any, keeps no codes."""
     spec, cache = state.spec, state.cache
     if cache is None or cache.form in ("none", "dense") or not spec.packs_weight:
-        return False
-    if cache.form == "packed":
-        return True
-    return dispatch.choose_backend(x, spec.weight_scheme, spec.backend, family="decode", dtype=dtype) != "eager"
+        return None
+    name = dispatch.choose_backend(x, spec.weight_scheme, spec.backend, family="decode", dtype=dtype)
+    return None if name == "eager" and cache.form != "packed" else name
 
 
 def values_of(packed: MXFP4Tensor, dtype: torch.dtype, spec: GemmSpec) -> torch.Tensor:
@@ -211,7 +240,7 @@ def values_of(packed: MXFP4Tensor, dtype: torch.dtype, spec: GemmSpec) -> torch.
 @torch.no_grad()
 def _weight_values(weight: torch.Tensor, dtype: torch.dtype, state: GemmState) -> torch.Tensor:
     spec = state.spec
-    if spec.weight_scheme is not None:
+    if spec.scheme.fprop.right is not FULL:
         count_weight(weight)
     rows = rows_first(weight.detach(), spec)
     if rows.dim() == 2 or spec.rotation_size == 1 and _quantized_at_once(rows, spec):

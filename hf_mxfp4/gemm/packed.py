@@ -56,7 +56,7 @@ def packed_forward(
     """The forward pass of [`packed_linear`], without a gradient; ``values`` take the place of the codes."""
     operand = quantize_input(x, dtype, spec.inputs, spec.backend, spec.rotation)
     weight = _tensor(packed, spec, dtype) if values is None else values
-    return matmul(operand, weight, as_dtype(bias, dtype), groups, backend=spec.backend)
+    return matmul(operand, weight, as_dtype(bias, dtype), groups, spec=spec)
 
 
 def packed_grad_x(grad: torch.Tensor, packed: PackedWeight, spec: PackedSpec, groups: Groups | None) -> torch.Tensor:

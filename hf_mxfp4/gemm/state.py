@@ -8,6 +8,7 @@ repeats. Draws of the backward products also depend on how many backward passes 
 the micro-batches of a step round independently.
 """
 
+import functools
 import hashlib
 import itertools
 import weakref
@@ -106,6 +107,7 @@ class PackedSpec:
         in_features: K; the codes have padding.
         backend: see [`hf_mxfp4.fake_quantize`].
         rotation: of inputs, as the weight was rotated before it was quantized; never a random one.
+        matmul_backend: see [`hf_mxfp4.gemm.select_matmul`].
     """
 
     weights: QuantScheme
@@ -113,6 +115,12 @@ class PackedSpec:
     in_features: int
     backend: str = "auto"
     rotation: Rotation | None = None
+    matmul_backend: str = "auto"
+
+    @functools.cached_property
+    def scheme(self) -> LinearScheme:
+        """The product as that of a trainable layer."""
+        return LinearScheme(GemmScheme(FULL if self.inputs is None else self.inputs, self.weights, self.rotation))
 
 
 class LayerRng:

@@ -22,7 +22,7 @@ from ..checkpoint.formats import FORMATS, ImportableFormat
 from ..config import QUANT_METHOD
 from ..files import json_clean
 from ..gemm import quantize_weight, weight_values
-from ..numerics import QuantScheme
+from ..numerics import OperandScheme, QuantScheme
 from .layers import Selection, location_of, natural_key
 from .page import number
 from .source import OnBytes, Problem, Source, SourceError
@@ -124,7 +124,7 @@ class Comparison:
 def compare_sources(
     first: Source,
     second: Source,
-    scheme: QuantScheme | None = None,
+    scheme: OperandScheme | None = None,
     include: Sequence[str] = (),
     exclude: Sequence[str] = (),
     on_bytes: OnBytes = lambda count, name: None,
@@ -151,7 +151,7 @@ def compare_sources(
 def compare_checkpoints(
     first: Source,
     second: Source,
-    scheme: QuantScheme,
+    scheme: OperandScheme,
     selections: tuple[Selection, Selection],
     on_bytes: OnBytes = lambda count, name: None,
 ) -> Comparison:
@@ -274,7 +274,7 @@ def _packed_numbers(sums: Sums) -> dict[str, float]:
     return found | ({"elements_packed_otherwise": sums["otherwise"]} if "otherwise" in sums else {})
 
 
-def _compare_tensor(a: StoredTensor, b: StoredTensor, axis: int, scheme: QuantScheme, on_bytes: OnBytes) -> Sums:
+def _compare_tensor(a: StoredTensor, b: StoredTensor, axis: int, scheme: OperandScheme, on_bytes: OnBytes) -> Sums:
     parts = []
     for x, y in zip(weight_slices(a, axis, [scheme]), weight_slices(b, axis, [scheme]), strict=True):
         bad = int((~torch.isfinite(x)).sum()) + int((~torch.isfinite(y)).sum())

@@ -15,6 +15,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
 from ..checkpoint import refuse_kernels
 from ..config import MXFP4RLConfig
+from ..gemm import GemmSpec
+from ..model_structure import projections, weight_size
 from ..module_names import find_layers
 from .schemes import bits_per_element
 
@@ -103,27 +105,43 @@ def sizes_of(config: PreTrainedConfig, quantization: MXFP4RLConfig | None) -> Si
         quantized=sum(weight.numel() for each in weights.values() for weight in each),
         adapter=sum(linear.in_features + linear.out_features for linear in linears),
         layers=depth,
-        saved=_saved_bytes(layers, text) / depth,
+        saved=_saved_bytes(layers, text, quantization) / depth,
         hidden=text.hidden_size,
         vocabulary=text.vocab_size,
     )
 
 
-def _saved_bytes(layers: Mapping[str, nn.Module], config: PreTrainedConfig) -> float:
-    """Return bytes for one token in all decoder layers: in 16 bits each distinct input and each output of linear layers
-    and what lies between the two halves of the MLP, in 32 bits the residual stream and its norms."""
-    inputs, outputs = {}, 0
+def _saved_bytes(
+    layers: Mapping[str, nn.Module], config: PreTrainedConfig, quantization: MXFP4RLConfig | None
+) -> float:
+    """Return bytes for one token in all decoder layers: what each linear layer keeps of its input, in 16 bits its
+    output and what lies between the two halves of the MLP, in 32 bits the residual stream and its norms. Layers whose
+    weights are frozen keep no input: of those that read the same one, the adapters share it."""
+    is_packed = quantization is not None and quantization.mode == "packed"
+    trains = quantization is not None and not is_packed
+    spec = GemmSpec(quantization.gemms(), saved=quantization.saved_activations) if trains else None
+    inputs, outputs, inner = {}, 0, 0
     experts_per_token = getattr(config, "num_experts_per_tok", 1) or 1
     for name, layer in layers.items():
-        parent = name.rpartition(".")[0]
         if isinstance(layer, nn.Linear):
-            inputs[parent, layer.in_features] = layer.in_features
+            reader = name.rpartition(".")[0] if is_packed else name
+            inputs[reader, layer.in_features] = _kept_bytes(layer.in_features, spec)
             outputs += layer.out_features
-        else:  # fused experts: three-dimensional weights
-            widths = sum(sum(p.shape[1:]) for p in layer.parameters(recurse=False) if p.dim() == 3)
-            outputs += experts_per_token * widths
-    inner = max((width for _, width in inputs), default=0) * config.num_hidden_layers
-    return _COMPUTE * (sum(inputs.values()) + outputs + inner) + 16 * config.hidden_size * config.num_hidden_layers
+            inner = max(inner, layer.in_features)
+            continue
+        for projection in projections(layer):
+            _, rows, columns = weight_size(layer, projection)
+            inputs[name, projection] = experts_per_token * _kept_bytes(columns, spec)
+            outputs += experts_per_token * rows
+    depth = config.num_hidden_layers
+    return sum(inputs.values()) + _COMPUTE * (outputs + inner * depth) + 16 * config.hidden_size * depth
+
+
+def _kept_bytes(width: int, spec: GemmSpec | None) -> float:
+    """Return bytes that a layer keeps of an input of ``width`` elements: E4M3 has a scale byte for a token."""
+    if spec is not None and spec.saved == "mxfp4":
+        return width * bits_per_element(spec.input_scheme) / 8
+    return width + 1 if spec is not None and spec.saved == "fp8" else _COMPUTE * width
 
 
 def plan(sizes: Sizes, setup: Setup) -> dict[str, float]:

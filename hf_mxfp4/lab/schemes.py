@@ -14,7 +14,7 @@ from torch import nn
 from ..config import MXFP4RLConfig
 from ..layers import QUANTIZED, TRAINABLE
 from ..module_names import find_layers
-from ..numerics import BLOCK_SIZE, FP8, QuantScheme, parse_scheme
+from ..numerics import BLOCK_SIZE, FP8, FULL, NVFP4, OperandScheme, parse_scheme
 from ..presets import PRESETS
 from ..report import master_sqnr
 from .layers import location_of
@@ -58,15 +58,13 @@ class ModelScheme:
     def weight_bits(self) -> float | None:
         """Bits of a weight; `None` where weights are left in full precision."""
         operand = self.config.gemms().fprop.right
-        return bits_per_element(operand) if isinstance(operand, QuantScheme) else None
+        return None if operand is FULL else bits_per_element(operand)
 
     @property
     def activation_bits(self) -> float | None:
         """Bits of an activation; `None` where they are left in full precision."""
         operand = self.config.gemms().fprop.left
-        if operand is FP8:  # the scale of a row counts nothing
-            return 8.0
-        return bits_per_element(operand) if isinstance(operand, QuantScheme) else None
+        return None if operand is FULL else bits_per_element(operand)
 
     @property
     def bits(self) -> float:
@@ -77,10 +75,13 @@ class ModelScheme:
         return sum(known) / len(known)
 
 
-def bits_per_element(scheme: QuantScheme) -> float:
+def bits_per_element(scheme: OperandScheme) -> float:
     """Return the stored bits of an element: 4 of its code, a scale byte for 32, the byte of a macro block, and with
-    outlier fallback codes and scales once more, of the share of blocks that has one. A factor for a row counts nothing.
+    outlier fallback codes and scales once more, of the share of blocks that has one; of E4M3 8, and of NVFP4 4.5. A
+    factor for a row or a tensor counts nothing.
     """
+    if scheme in (FP8, NVFP4):
+        return 8.0 if scheme is FP8 else 4.5
     plain = 4 + 8 / BLOCK_SIZE
     macro = 8 / scheme.macro_block if isinstance(scheme.macro_block, int) else 0.0
     share = 0.0 if scheme.outlier_fallback is None else 1.0 if scheme.fallback_rate is None else scheme.fallback_rate
@@ -207,6 +208,8 @@ def _scheme_options(text: str, kind: str, rest: str) -> dict[str, Any]:
     preset, schemes = (kind, rest) if kind in _OPERANDS else ("w4a4", text)
     weights, slash, activations = schemes.partition("/")
     fprop = {"weight": str(parse_scheme(weights.replace("-hybrid", "-dynamic")))}
+    if fprop["weight"] == NVFP4.value and preset == "w4a4" and not slash:
+        return {"preset": preset, "fprop": {**fprop, "x": NVFP4.value}}
     if preset in ("w4a16", "w4a8"):
         if slash:
             raise ValueError(f"{preset} quantizes weights alone in MXFP4; give one scheme, or w4a4:WEIGHTS/ACTIVATIONS")

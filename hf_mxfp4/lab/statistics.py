@@ -9,7 +9,8 @@ from dataclasses import dataclass
 
 import torch
 
-from ..numerics import BLOCK_SIZE, QuantScheme, decompose_scheme
+from ..numerics import BLOCK_SIZE, NVFP4, OperandScheme, decompose_scheme, nvfp4_tensor_scale
+from ..numerics.nvfp4 import NVFP4_GROUP
 
 
 #: Bins of the histogram of ``delta = log2(s / s*)``, and its range; values beyond it count in the outermost bins.
@@ -172,8 +173,9 @@ class ErrorStatistics:
         }
 
 
-def error_statistics(x: torch.Tensor, scheme: QuantScheme, *, axis: int = -1) -> ErrorStatistics:
+def error_statistics(x: torch.Tensor, scheme: OperandScheme, *, axis: int = -1) -> ErrorStatistics:
     """Statistics of quantizing ``x`` with blocks along ``axis``; memory beyond ``x`` itself does not grow with it.
+    Under NVFP4 all of ``x`` has one tensor scale.
 
     The tensor is taken in chunks of whole rows along ``axis``. Stochastic rounding starts from the same seed in every
     call.
@@ -186,14 +188,14 @@ def error_statistics(x: torch.Tensor, scheme: QuantScheme, *, axis: int = -1) ->
         decompose_scheme(x, scheme, axis=axis)  # raises what fits
     x = x.detach().movedim(axis, -1)
     generator = torch.Generator(x.device).manual_seed(0) if scheme.rounding == "stochastic" else None
-    whole = ErrorStatistics()
+    whole, tensor_scale = ErrorStatistics(), nvfp4_tensor_scale(x) if scheme is NVFP4 else None
     with torch.no_grad():
         for rows in _chunks(x, scheme):
-            whole = whole + _chunk_statistics(rows, scheme, generator)
+            whole = whole + _chunk_statistics(rows, scheme, generator, tensor_scale)
     return whole
 
 
-def _chunks(x: torch.Tensor, scheme: QuantScheme) -> Iterator[torch.Tensor]:
+def _chunks(x: torch.Tensor, scheme: OperandScheme) -> Iterator[torch.Tensor]:
     """Pieces ``[rows, columns]`` of ``x``, whose last axis is the quantized one: whole rows or tiles of rows."""
     if x.numel() == 0:
         return
@@ -202,10 +204,12 @@ def _chunks(x: torch.Tensor, scheme: QuantScheme) -> Iterator[torch.Tensor]:
         yield from matrix.split(rows)
 
 
-def _chunk_statistics(x: torch.Tensor, scheme: QuantScheme, generator: torch.Generator | None) -> ErrorStatistics:
-    parts = decompose_scheme(x, scheme, generator=generator)
+def _chunk_statistics(
+    x: torch.Tensor, scheme: OperandScheme, generator: torch.Generator | None, tensor_scale: torch.Tensor | None
+) -> ErrorStatistics:
+    parts = decompose_scheme(x, scheme, generator=generator, tensor_scale=tensor_scale)
     wide = x.float().double()
-    in_deadzone = _deadzone(wide, scheme.block_rows)
+    in_deadzone = _deadzone(wide, scheme.block_rows, NVFP4_GROUP if scheme is NVFP4 else BLOCK_SIZE)
     outside = parts.scale_bias + parts.grid
     scale_bias, deadzone, grid = (_sum(part.square()) for part in (parts.scale_bias, parts.deadzone, parts.grid))
     outside_total, outside_dot = _sum(outside.square()), _sum(outside.mul_(wide))
@@ -240,11 +244,11 @@ def _chunk_statistics(x: torch.Tensor, scheme: QuantScheme, generator: torch.Gen
     )
 
 
-def _deadzone(x: torch.Tensor, block_rows: int) -> torch.Tensor:
-    """Mask of ``|x| < amax / 24`` of a float64 matrix, amax being that of a block of 32 or of a tile of 32 rows."""
+def _deadzone(x: torch.Tensor, block_rows: int, size: int) -> torch.Tensor:
+    """Mask of ``|x| < amax / 24`` of a float64 matrix, amax being that of a block of ``size`` elements or of a tile."""
     n, k = x.shape
-    padded = torch.nn.functional.pad(x.abs(), (0, -k % BLOCK_SIZE, 0, -n % block_rows))
-    tiles = padded.view(padded.shape[0] // block_rows, block_rows, padded.shape[1] // BLOCK_SIZE, BLOCK_SIZE)
+    padded = torch.nn.functional.pad(x.abs(), (0, -k % size, 0, -n % block_rows))
+    tiles = padded.view(padded.shape[0] // block_rows, block_rows, padded.shape[1] // size, size)
     amax = tiles.amax(dim=(1, 3), keepdim=True)
     return (tiles * 24.0 < amax).view(padded.shape)[:n, :k]
 

@@ -10,7 +10,7 @@ import torch
 
 from ..checkpoint import StoredTensor
 from ..module_names import CONV1D_HINT, CONV1D_MODELS
-from ..numerics import QuantScheme
+from ..numerics import NVFP4, OperandScheme
 from .layers import Selection, location_of, natural_key
 from .resume_log import ProgressMismatch, ResumeLog
 from .schemes import bits_text
@@ -119,7 +119,7 @@ class TensorLog(ResumeLog):
 
 def analyze_weights(
     source: Source,
-    schemes: Sequence[QuantScheme],
+    schemes: Sequence[OperandScheme],
     selection: Selection,
     *,
     log: TensorLog | None = None,
@@ -180,7 +180,7 @@ def selected(
 
 
 def analyze_tensor(
-    tensor: StoredTensor, axis: int, schemes: Sequence[QuantScheme], on_bytes: OnBytes = lambda count, name: None
+    tensor: StoredTensor, axis: int, schemes: Sequence[OperandScheme], on_bytes: OnBytes = lambda count, name: None
 ) -> TensorResult:
     """Measure a stored tensor with two or three axes, blocks along the last (-1) or the middle one (1).
 
@@ -211,13 +211,14 @@ def _slices(tensor: StoredTensor, max_elements: int, multiple_of: int = 1) -> It
             yield tensor.read(start, stop) if index is None else tensor.read(index, index + 1)[0, start:stop]
 
 
-def weight_slices(tensor: StoredTensor, axis: int, schemes: Sequence[QuantScheme]) -> Iterator[torch.Tensor]:
-    """Yield matrices whose last axis is the contraction axis, in a fixed order and size."""
-    if axis == -1:
+def weight_slices(tensor: StoredTensor, axis: int, schemes: Sequence[OperandScheme]) -> Iterator[torch.Tensor]:
+    """Yield matrices whose last axis is the contraction axis, in a fixed order and size: whole ones under NVFP4, which
+    has a scale for all of a matrix."""
+    if axis == -1 and NVFP4 not in schemes:
         yield from _slices(tensor, SLICE_ELEMENTS, max(scheme.block_rows for scheme in schemes))
     else:
         for matrix in _slices(tensor, tensor.shape[-2] * tensor.shape[-1]):
-            yield matrix.t()
+            yield matrix if axis == -1 else matrix.t()
 
 
 def _identity(file: Path) -> list[int]:

@@ -114,11 +114,14 @@ class MXFP4Linear(QuantizedLayer, nn.Linear):
             ValueError: the last axis of ``x`` is not ``in_features``.
             TypeError: ``x`` and the weight differ in dtype outside of autocast, or are not floating-point.
         """
-        weight = self.weight
+        own = self._parameters  # `nn.Module.__getattr__` takes longer
+        weight = own["weight"] if "weight" in own else self.weight
+        bias = own["bias"] if "bias" in own else self.bias
         self._check_features(x)
-        self._check_dtype(x, weight.dtype)
+        if x.dtype is not weight.dtype:
+            self._check_dtype(x, weight.dtype)
         product = compiled_linear if torch.compiler.is_compiling() else quantized_linear
-        return product(x, weight, self.bias, self.state)
+        return product(x, weight, bias, self.state)
 
     def full_precision_forward(self, x: torch.Tensor) -> torch.Tensor:
         """Compute what the plain layer does on the master weight; see [`full_precision`]."""

@@ -101,7 +101,8 @@ class MXFP4PackedLinear(PackedLayer, nn.Linear):
         self._rotation = self.config.weight_rotation
         check_rotation(self._label(), in_features, self._rotation)
         schemes = self._weight_scheme, self._activation_scheme
-        spec = PackedSpec(*schemes, in_features, self.config.backend, self._rotation)
+        backends = self.config.backend, self._rotation, self.config.matmul_backend
+        spec = PackedSpec(*schemes, in_features, *backends)
         self.state = GemmState(spec)
         shapes = packed_shapes(out_features, in_features, self._weight_scheme)
         for tensor in PACKED_FIELDS:

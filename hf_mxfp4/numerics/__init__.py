@@ -18,13 +18,15 @@ from .formats import (
     unpack_codes,
 )
 from .hadamard import random_signs, rotate, unrotate
-from .packed import PARTS, MXFP4Tensor, dequantize, part_sizes
+from .nvfp4 import dequantize_nvfp4, fake_quantize_nvfp4, nvfp4_tensor_scale, quantize_nvfp4
+from .packed import PARTS, MXFP4Tensor, block_scales, dequantize, part_sizes
 from .quantize import apply_scheme, fake_quantize, quantize
 from .rng import counted_uniform
 from .schemes import (
     FP8,
     FULL,
     GEMM_OPERANDS,
+    NVFP4,
     PLAIN,
     REUSE,
     ROTATION_SIZES,
@@ -50,6 +52,7 @@ __all__ = [
     "GemmScheme",
     "LinearScheme",
     "MXFP4Tensor",
+    "NVFP4",
     "OperandScheme",
     "PARTS",
     "PLAIN",
@@ -60,6 +63,7 @@ __all__ = [
     "Rotation",
     "ScaleRule",
     "apply_scheme",
+    "block_scales",
     "counted_uniform",
     "decode_e2m1",
     "decode_e8m0",
@@ -67,15 +71,19 @@ __all__ = [
     "decompose_scheme",
     "dequantize",
     "dequantize_e4m3",
+    "dequantize_nvfp4",
     "encode_e2m1",
     "fake_quantize",
     "fake_quantize_e4m3",
+    "fake_quantize_nvfp4",
+    "nvfp4_tensor_scale",
     "pack_codes",
     "parse_rotation",
     "parse_scheme",
     "part_sizes",
     "quantize",
     "quantize_e4m3",
+    "quantize_nvfp4",
     "random_signs",
     "rotate",
     "round_nearest",

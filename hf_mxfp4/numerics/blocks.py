@@ -21,6 +21,7 @@ from .formats import (
     largest_finite_magnitude,
     saturate,
     scale_from_amax,
+    to_float32,
 )
 from .packed import MXFP4Tensor
 from .rng import NoiseSource, counted_uniform
@@ -41,12 +42,7 @@ class Blocks:
     def __init__(self, x: torch.Tensor, scheme: QuantScheme, axis: int):
         self.scheme = scheme
         self.axis = axis
-        rows = x.detach().movedim(axis, -1)
-        if x.dtype == torch.float64:
-            # Finite values stay finite.
-            largest = torch.finfo(torch.float32).max
-            rows = torch.where(rows.isinf(), rows, rows.clamp(-largest, largest))
-        rows = rows.to(torch.float32, copy=True)
+        rows = to_float32(x.detach().movedim(axis, -1), copy=True)
         self.shape = rows.shape
         length = self.shape[-1]
         self.blocks_per_row = -(-length // BLOCK_SIZE)
@@ -225,11 +221,11 @@ def _least_squares_scale(z: torch.Tensor, amax: torch.Tensor, first: torch.Tenso
     return torch.stack(scales).gather(0, best).squeeze(0)
 
 
-def to_blocks(rows: torch.Tensor, unit: int, block_rows: int) -> torch.Tensor:
-    """Blocks ``[..., K/32, 32]`` of rows ``[..., K]``, or tiles ``[..., N/32, K/32, 1024]`` of ``[..., N, K]``.
+def to_blocks(rows: torch.Tensor, unit: int, block_rows: int, size: int = BLOCK_SIZE) -> torch.Tensor:
+    """Blocks ``[..., K/size, size]`` of rows ``[..., K]``, or tiles ``[..., N/32, K/32, 1024]`` of ``[..., N, K]``.
 
-    Pads with zeros: columns to a multiple of ``unit`` (itself one of 32), rows to one of ``block_rows``. Shares memory
-    with ``rows`` where it can.
+    Pads with zeros: columns to a multiple of ``unit`` (itself one of ``size``), rows to one of ``block_rows``. Shares
+    memory with ``rows`` where it can.
     """
     padding = -rows.shape[-1] % unit
     if block_rows > 1:
@@ -242,7 +238,7 @@ def to_blocks(rows: torch.Tensor, unit: int, block_rows: int) -> torch.Tensor:
     if padding:
         rows = torch.nn.functional.pad(rows, (0, padding))
     rows = rows.contiguous()
-    return rows.view(*rows.shape[:-1], rows.shape[-1] // BLOCK_SIZE, BLOCK_SIZE)
+    return rows.view(*rows.shape[:-1], rows.shape[-1] // size, size)
 
 
 def from_blocks(blocks: torch.Tensor, shape: torch.Size, block_rows: int) -> torch.Tensor:

@@ -9,8 +9,9 @@ import torch
 
 from .blocks import Blocks, from_blocks, to_blocks
 from .formats import BLOCK_SIZE, decode_e8m0, round_nearest
+from .nvfp4 import NVFP4_GROUP, dequantize_nvfp4, nvfp4_tensor_scale, quantize_nvfp4
 from .quantize import check_input
-from .schemes import QuantScheme
+from .schemes import NVFP4, QuantScheme, Treatment
 
 
 #: Names of the three components, as attributes of [`ErrorDecomposition`].
@@ -93,21 +94,31 @@ def decompose(
 
 def decompose_scheme(
     x: torch.Tensor,
-    scheme: QuantScheme,
+    scheme: QuantScheme | Treatment,
     *,
     axis: int = -1,
     generator: torch.Generator | None = None,
+    tensor_scale: torch.Tensor | None = None,
 ) -> ErrorDecomposition:
-    """[`decompose`] with its options given as a [`QuantScheme`]."""
+    """[`decompose`] with its options given as a [`QuantScheme`], or under NVFP4, whose blocks have 16 elements, with
+    the ``tensor_scale`` of a tensor that ``x`` is a part of."""
     axis = check_input(x, axis, scheme.block_rows)
     x = x.detach().float()
     if not torch.isfinite(x).all():
         raise ValueError("cannot decompose the error of a tensor that holds NaN or infinity")
-    blocks = Blocks(x, scheme, axis)
-    first, residual = blocks.quantize(generator)
-    scale_ratio = _scale_ratio(blocks, first[1])
-    quantized = blocks.dequantized(first, residual, x.dtype)
-    ideal, deadzone = _ideal_quantization(x.movedim(axis, -1), scheme.block_rows)
+    if isinstance(scheme, QuantScheme):
+        blocks = Blocks(x, scheme, axis)
+        first, residual = blocks.quantize(generator)
+        scale_ratio = _scale_ratio(blocks.amax, decode_e8m0(first[1]))
+        quantized = blocks.dequantized(first, residual, x.dtype)
+    elif scheme is not NVFP4:
+        raise ValueError(f"errors of {scheme} have no such components; give a scheme of MXFP4, or nvfp4")
+    else:
+        rows = x.movedim(axis, -1)
+        quantized, scale_ratio = _nvfp4(rows, nvfp4_tensor_scale(rows) if tensor_scale is None else tensor_scale)
+        quantized = quantized.movedim(-1, axis)
+    size = BLOCK_SIZE if isinstance(scheme, QuantScheme) else NVFP4_GROUP
+    ideal, deadzone = _ideal_quantization(x.movedim(axis, -1), scheme.block_rows, size)
     ideal, deadzone = ideal.movedim(-1, axis), deadzone.movedim(-1, axis)
 
     error = quantized.double() - x.double()
@@ -126,14 +137,22 @@ def decompose_scheme(
     )
 
 
-def _scale_ratio(blocks: Blocks, scale: torch.Tensor) -> torch.Tensor:
-    ideal = blocks.amax.double() / 6.0  # of z, that is, of x before it is divided by the factor again
-    return (decode_e8m0(scale).double() / ideal)[ideal > 0]
+def _scale_ratio(amax: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    ideal = amax.double() / 6.0  # of z, that is, of x before it is divided by the factor again
+    return (scale.double() / ideal)[ideal > 0]
 
 
-def _ideal_quantization(rows: torch.Tensor, block_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """``Q*`` rounded to float32, and the deadzone mask, of float32 rows ``[..., K]``."""
-    blocks = to_blocks(rows, BLOCK_SIZE, block_rows).double()
+def _nvfp4(rows: torch.Tensor, tensor_scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """``Q`` of float32 rows ``[..., K]``, and the ratios of scales."""
+    codes, scale, _ = quantize_nvfp4(rows, tensor_scale)
+    amax = to_blocks(rows, NVFP4_GROUP, 1, NVFP4_GROUP).abs().amax(dim=-1)
+    values = dequantize_nvfp4(codes, scale, tensor_scale, rows.shape[-1], rows.dtype)
+    return values, _scale_ratio(amax, scale.float() * tensor_scale)
+
+
+def _ideal_quantization(rows: torch.Tensor, block_rows: int, size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """``Q*`` rounded to float32, and the deadzone mask, of float32 rows ``[..., K]`` in blocks of ``size``."""
+    blocks = to_blocks(rows, size, block_rows, size).double()
     amax = blocks.abs().amax(dim=-1, keepdim=True)
     ratio = torch.where(amax > 0, blocks * 6.0 / amax.clamp(min=torch.finfo(torch.float64).tiny), 0.0)
     # 6 x / amax is rounded to float32 before the grid: a tie can fall to the other side only where the two neighbours

@@ -81,6 +81,16 @@ def part_sizes(scheme: QuantScheme, length: int) -> tuple[int | None, ...]:
     return n_bytes, n_blocks, macro, *residual
 
 
+def block_scales(
+    scale: torch.Tensor, mantissas: torch.Tensor | None = None, dtype: torch.dtype = torch.float32
+) -> torch.Tensor:
+    """Scales ``[..., blocks]`` of scale bytes, and of packed block mantissas if there are any; exact in float32."""
+    scales = decode_e8m0(scale, dtype)
+    if mantissas is None:
+        return scales
+    return scales * mantissa_factor(unpack_mantissas(mantissas))[..., : scale.shape[-1]]
+
+
 def dequantize(
     codes: torch.Tensor,
     scale: torch.Tensor,

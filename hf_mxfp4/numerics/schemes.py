@@ -110,6 +110,13 @@ class QuantScheme:
             return "macro factors" if not self.mantissas else "block mantissas up to 1.75"
         return None if self.outlier_fallback is None else "residuals"
 
+    @property
+    def fp4_problem(self) -> str | None:
+        """What a tensor has besides codes and one scale per block; `None` where these are all."""
+        if self.macro_block is not None and not self.mantissas:
+            return "macro factors"
+        return None if self.outlier_fallback is None else "residuals"
+
     def __str__(self) -> str:
         parts = ["mxfp4", self.scale_rule.value]
         if self.macro_block is not None:
@@ -159,8 +166,9 @@ _FALLBACK = re.compile(r"of(?P<alpha>[^@]+)(?:@(?P<rate>.+))?")
 _EXAMPLE = "rceil+mbs128-static+of0.5"
 
 
-def parse_scheme(text: str) -> QuantScheme:
-    """The scheme that ``str(scheme)`` describes: ``"mxfp4+rceil+mbs128-static+of0.5"``, with or without ``"mxfp4+"``.
+def parse_scheme(text: str) -> "QuantScheme | Treatment":
+    """The scheme that ``str(scheme)`` describes: ``"mxfp4+rceil+mbs128-static+of0.5"``, with or without ``"mxfp4+"``;
+    of ``"nvfp4"`` it is [`Treatment.NVFP4`].
 
     The parts after the rule come in any order: ``mbs<size>[-<search>]`` (static when no search is named), ``of<alpha>``
     or ``of<alpha>@<share of blocks>``, ``stochastic``, ``32x32``.
@@ -168,13 +176,17 @@ def parse_scheme(text: str) -> QuantScheme:
     Raises `ValueError` for what cannot be read, with the nearest known spelling.
     """
     parts = [part.strip() for part in text.strip().split("+")]
+    if parts[0] == NVFP4.value:
+        if parts[1:]:
+            raise ValueError(f"scheme {text!r}: 'nvfp4' has no options; its scales are the only ones it has")
+        return NVFP4
     if parts[0] == "mxfp4":
         parts = parts[1:]
     if not parts or not parts[0]:
         raise ValueError(f"scheme {text!r} names no scale rule; give one first, as in {_EXAMPLE!r}")
     rules = [rule.value for rule in ScaleRule]
     if parts[0] not in rules:
-        raise ValueError(f"scheme {text!r}: no scale rule {parts[0]!r}; {_nearest(parts[0], rules)}")
+        raise ValueError(f"scheme {text!r}: no scale rule {parts[0]!r}; {_nearest(parts[0], [*rules, NVFP4.value])}")
     options: dict = {"scale_rule": ScaleRule(parts[0])}
     for part in parts[1:]:
         for key, value in _part_options(text, part).items():
@@ -244,18 +256,30 @@ class Treatment(enum.Enum):
     """What else than MXFP4 an operand can be.
 
     FULL: full precision. REUSE: the values that the forward product used, blocks along K (arXiv 2605.20402). FP8: E4M3
-    with one power-of-two scale per row of the contraction.
+    with one power-of-two scale per row of the contraction. NVFP4: see [`hf_mxfp4.numerics.quantize_nvfp4`]; of a
+    weight with one float32 scale for the matrix, of activations with one per token.
     """
 
     FULL = "full"
     REUSE = "reuse"
     FP8 = "fp8"
+    NVFP4 = "nvfp4"
+
+    @property
+    def rounding(self) -> str:
+        """Return how elements are rounded, as of a [`QuantScheme`]."""
+        return "nearest"
+
+    @property
+    def block_rows(self) -> int:
+        """Return the rows that share a block scale, as of a [`QuantScheme`]."""
+        return 1
 
     def __str__(self) -> str:
         return {"full": "full precision", "reuse": "as in fprop"}.get(self.value, self.value)
 
 
-FULL, REUSE, FP8 = Treatment
+FULL, REUSE, FP8, NVFP4 = Treatment
 OperandScheme = QuantScheme | Treatment
 
 
@@ -302,7 +326,7 @@ class GemmScheme:
     @property
     def quantizes(self) -> bool:
         """Whether an operand is quantized here, along this product's contraction axis."""
-        return any(isinstance(operand, QuantScheme) or operand is FP8 for operand in (self.left, self.right))
+        return any(operand not in (FULL, REUSE) for operand in (self.left, self.right))
 
     @property
     def is_random(self) -> bool:
@@ -312,8 +336,7 @@ class GemmScheme:
     @property
     def rounds_stochastically(self) -> bool:
         """Whether an operand is rounded so."""
-        operands = (self.left, self.right)
-        return any(isinstance(operand, QuantScheme) and operand.rounding != "nearest" for operand in operands)
+        return any(operand.rounding != "nearest" for operand in (self.left, self.right))
 
 
 #: Output gradients in full precision times what the forward product used.

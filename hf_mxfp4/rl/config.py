@@ -99,6 +99,16 @@ class MXFP4GRPOConfig(_OlderConfig):
         },
     )
     rollout_correction_cap: float = field(default=2.0, metadata={"help": "Upper limit of an importance ratio."})
+    rollout_rejection: str | None = field(
+        default=None,
+        metadata={
+            "help": "Leave whole sequences out of the loss: 'geometric' where the geometric mean of the tokens' ratios "
+            "is above the limit or below its inverse, 'k3' where the mean of w - 1 - log w is above it."
+        },
+    )
+    rollout_rejection_limit: float | None = field(
+        default=None, metadata={"help": "Of rollout_rejection: above 1 for 'geometric', above 0 for 'k3'."}
+    )
     vllm_importance_sampling_correction: bool | None = field(
         default=None, metadata={"help": "TRL's name of `rollout_correction` under vLLM; by default the same."}
     )

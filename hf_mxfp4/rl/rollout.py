@@ -27,6 +27,8 @@ from ..utils import replaced_method
 #: As in TRL's `vllm_importance_sampling_mode`: a weight per token, or one per sequence, the product of its tokens'
 #: ratios; those above the limit are set to the limit, or to zero.
 CORRECTION_MODES = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
+#: Measures of a whole sequence by which it can be rejected, and what their limits must be above. As in verl.
+REJECTION_MODES = {"geometric": 1.0, "k3": 0.0}
 #: TRL's options for vLLM, by ours.
 _THEIRS = {
     "rollout_correction": "vllm_importance_sampling_correction",
@@ -102,7 +104,8 @@ def recorded_log_probs(model: nn.Module) -> Iterator[SampledLogProbs]:
 
 
 def check_correction(args: Any) -> None:
-    """Raise `ValueError` for values of `rollout_correction*` that mean nothing."""
+    """Raise `ValueError` for values of `rollout_correction*` and `rollout_rejection*` that mean nothing."""
+    _check_rejection(args.rollout_rejection, args.rollout_rejection_limit)
     mode, cap = args.rollout_correction_mode, args.rollout_correction_cap
     if mode not in CORRECTION_MODES:
         raise ValueError(f"rollout_correction_mode={mode!r} is not known; choose one of {', '.join(CORRECTION_MODES)}")
@@ -112,6 +115,17 @@ def check_correction(args: Any) -> None:
         raise ValueError(
             "loss_type='vespo' multiplies the ratios of a sequence's tokens itself: use rollout_correction_mode="
             "'token_truncate' or 'token_mask'"
+        )
+
+
+def _check_rejection(mode: str | None, limit: float | None) -> None:
+    if mode is None and limit is not None:
+        raise ValueError(f"rollout_rejection_limit={limit} has no effect without rollout_rejection")
+    if mode is not None and mode not in REJECTION_MODES:
+        raise ValueError(f"rollout_rejection={mode!r} is not known; choose one of {', '.join(REJECTION_MODES)}")
+    if mode is not None and not (limit is not None and REJECTION_MODES[mode] < limit < math.inf):
+        raise ValueError(
+            f"rollout_rejection={mode!r} needs a rollout_rejection_limit above {REJECTION_MODES[mode]}, not {limit}"
         )
 
 
@@ -141,8 +155,23 @@ def limit_ratios(ratio: torch.Tensor, mode: str, cap: float) -> torch.Tensor:
     return ratio.clamp(max=cap) if mode.endswith("truncate") else ratio.masked_fill(ratio > cap, 0.0)
 
 
+def kept_sequences(log_ratio: torch.Tensor, mask: torch.Tensor, mode: str | None, limit: float | None) -> torch.Tensor:
+    """Which sequences one of `REJECTION_MODES`, or none, leaves in the loss: bool ``[B]``.
+
+    Averaged over the tokens of a sequence, unlike their product, the ratios do not vanish with its length. ``k3`` is an
+    estimate of the KL divergence that is never negative (http://joschu.net/blog/kl-approx.html).
+    """
+    if mode is None:
+        return torch.ones_like(mask[:, 0], dtype=torch.bool)
+    if mode == "geometric":
+        each, limit = log_ratio, math.log(limit)
+    else:
+        each = log_ratio.clamp(-_LARGEST, _LARGEST).expm1() - log_ratio
+    return ((each * mask).sum(dim=1) / mask.sum(dim=1).clamp(min=1)).abs() <= limit
+
+
 class RolloutCorrection:
-    """Importance weights (`rollout_correction*`) and the `sampling/*` metrics.
+    """Importance weights (`rollout_correction*`), rejected sequences and the `sampling/*` metrics.
 
     Both need the log-probabilities of the sampled tokens under the policy as it is when training on them begins. Where
     TRL does not compute those (rollouts and updates are aligned), the training step itself does. The weights multiply
@@ -191,7 +220,10 @@ class RolloutCorrection:
         mask, args = inputs["completion_mask"] * inputs.get("tool_mask", 1), self._args
         # NaN: a token that the sampler could not score.
         log_ratio = torch.nan_to_num((trained - inputs[_SAMPLED]) * mask, nan=0.0)
-        self._measure(log_ratio, mask, step)
+        kept = kept_sequences(log_ratio, mask, args.rollout_rejection, args.rollout_rejection_limit)
+        self._measure(log_ratio, mask, kept, step)
+        if args.rollout_rejection:
+            inputs["advantages"] = inputs["advantages"] * kept
         if args.use_vllm or not args.rollout_correction:
             return
         mode, cap = args.rollout_correction_mode, args.rollout_correction_cap
@@ -201,21 +233,23 @@ class RolloutCorrection:
         else:
             inputs["advantages"] = inputs["advantages"].unsqueeze(1) * weights
 
-    def _measure(self, log_ratio: torch.Tensor, mask: torch.Tensor, step: int) -> None:
+    def _measure(self, log_ratio: torch.Tensor, mask: torch.Tensor, kept: torch.Tensor, step: int) -> None:
         """Add to what is logged once per optimizer step, over its batches and all processes."""
         if self._sums_step != step:
             self._sums, self._sums_step = MismatchSums(), step
         args = self._args
-        self._sums.add(log_ratio, mask, args.rollout_correction_mode, args.rollout_correction_cap)
+        self._sums.add(log_ratio, mask, args.rollout_correction_mode, args.rollout_correction_cap, kept)
         if not self._accelerator.sync_gradients:
             return
         self._sums_step = -1
         measures = self._sums.measures(self._accelerator.gather)
+        if not args.rollout_rejection:
+            measures.pop("sampling/rejected", None)
         for name, value in measures.items():
             if not (args.use_vllm and args.rollout_correction and name.startswith(_RECORDED_BY_TRL)):
                 self._record(name, value)
         share, mode = measures.get("sampling/effective_sample_size_weights", 1.0), args.rollout_correction_mode
-        if self._warned or not args.rollout_correction or share >= _FEW:
+        if self._warned or share >= _FEW or not (args.rollout_correction or args.rollout_rejection):
             return
         self._warned = True
         get_logger().warning(
@@ -233,20 +267,26 @@ class MismatchSums:
         self._sums: torch.Tensor | None = None
         self._extremes: torch.Tensor | None = None
 
-    def add(self, log_ratio: torch.Tensor, mask: torch.Tensor, mode: str, cap: float) -> None:
-        """Count one batch, with the weights that ``mode`` and ``cap`` would give it."""
+    def add(
+        self, log_ratio: torch.Tensor, mask: torch.Tensor, mode: str, cap: float, kept: torch.Tensor | None = None
+    ) -> None:
+        """Count one batch, with the weights that ``mode`` and ``cap`` would give it; those of sequences that are not
+        ``kept`` are zero."""
+        kept = torch.ones_like(mask[:, 0]) if kept is None else kept
         mask, exact = mask.bool(), widest_float(log_ratio.device)
         has_tokens = mask.any(dim=1)
         by_sequence = importance_ratios(log_ratio, "sequence")[has_tokens, 0].to(exact)
         ratio = importance_ratios(log_ratio, mode)
-        judged = ratio[has_tokens, 0] if mode.startswith("sequence") else ratio[mask]
-        clipped, weights = judged > cap, limit_ratios(judged, mode, cap).to(exact)
+        chosen = (has_tokens, 0) if mode.startswith("sequence") else mask
+        judged, rejected = ratio[chosen], ~kept.bool()
+        weights = limit_ratios(judged, mode, cap).masked_fill(rejected.unsqueeze(1).expand_as(ratio)[chosen], 0.0)
+        clipped, weights = judged > cap, weights.to(exact)
         log_ratio = log_ratio[mask].to(exact)
         ratio = log_ratio.clamp(-_LARGEST, _LARGEST).exp()
         parts = [
             torch.ones_like(ratio), ratio, ratio.square(), ratio - 1 - log_ratio, log_ratio.abs(),
             torch.ones_like(by_sequence), by_sequence, by_sequence.square(), clipped.to(exact),
-            torch.ones_like(weights), weights, weights.square(),
+            torch.ones_like(weights), weights, weights.square(), rejected[has_tokens].to(exact),
         ]  # fmt: skip
         sums = torch.stack([part.sum() for part in parts])
         largest = [torch.full((), -torch.inf, dtype=exact, device=ratio.device)] * 3
@@ -263,7 +303,7 @@ class MismatchSums:
         sums = rows[:, : len(self._sums)].sum(dim=0).tolist()
         smallest, largest, difference = rows[:, len(self._sums) :].amax(dim=0).tolist()
         tokens, total, squares, k3, absolute, sequences, by_sequence, by_sequence_squares, *sums = sums
-        clipped, judged, weights, weight_squares = sums
+        clipped, judged, weights, weight_squares, rejected = sums
         if tokens == 0:
             return {}
         # Weights that are all alike and next to nothing count for little, too: no more than their mean.
@@ -279,4 +319,5 @@ class MismatchSums:
             "sampling/effective_sample_size": total**2 / (tokens * squares),
             "sampling/effective_sample_size_sequence": by_sequence**2 / (sequences * by_sequence_squares),
             "sampling/effective_sample_size_weights": effective,
+            "sampling/rejected": rejected / sequences,
         }

@@ -16,7 +16,7 @@ from torch import nn
 from transformers import TrainingArguments
 
 from hf_mxfp4 import MXFP4Linear, MXFP4RLConfig
-from hf_mxfp4.numerics import FP8, GEMM_OPERANDS, QuantScheme
+from hf_mxfp4.numerics import FULL, GEMM_OPERANDS, REUSE
 from hf_mxfp4.utils import unknown_key_message
 from recipes.common.options import build, exit_on_wrong_options, option, read_command, read_file, read_yaml
 
@@ -98,7 +98,7 @@ def quantized_operands(model: nn.Module) -> dict[str, int]:
             for gemm, names in GEMM_OPERANDS.items():
                 product = getattr(module.gemms, gemm)
                 for name, scheme in zip(names, (product.left, product.right), strict=True):
-                    counts[f"{gemm}.{name}"] += isinstance(scheme, QuantScheme) or scheme is FP8
+                    counts[f"{gemm}.{name}"] += scheme not in (FULL, REUSE)
     return counts
 
 

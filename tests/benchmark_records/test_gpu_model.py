@@ -14,14 +14,12 @@ from benchmarks.gpu.model.code import (
     Loop,
     body,
     counted,
-    lines_of,
     loops_of,
-    pipe_of,
     read_sass,
     resources,
     weights_of,
 )
-from benchmarks.gpu.model.estimate import estimate, estimate_operator, executed, in_turn, resident
+from benchmarks.gpu.model.estimate import estimate, estimate_operator, executed, in_turn
 from benchmarks.gpu.model.gpus import ARCHS, gpus_of
 from benchmarks.gpu.model.stub import Operator
 from benchmarks.gpu.model.work import Work
@@ -95,50 +93,6 @@ def test_loops_count_as_often_as_they_run():
 def test_a_loop_that_does_not_run_takes_what_its_branch_skips():
     found = numbers(SASS, 7)
     assert found["float"] == 7 and found["integer"] == 7 + 2
-
-
-def test_targets_of_branches_are_read_beside_what_an_instruction_waits_for():
-    lines = [
-        "/*2a30*/                   BRA.U UP1, 0xe90          &req={3}         ?trans11;    /* 0x1 */",
-        "/*2c50*/              @!P1 BRA 0x5630                                 ?trans5;     /* 0x2 */",
-        "/*2c60*/                   LDC R1, c[0x0][0x37c]      &wr=0x1          ?trans8;     /* 0x3 */",
-    ]
-    found = read_sass("\n".join(lines))
-    assert [(one.target, one.conditional) for one in found] == [(0xE90, True), (0x5630, True), (None, False)]
-
-
-def test_the_way_of_slow_divisions_does_not_count():
-    ways = ["@!P0 BRA 0x60", "FADD R1, R1, R1", "BRA 0xa0", "CALL.REL.NOINC 0xc0", "FMUL R1, R1, R1", "FMUL R1, R1, R1"]
-    lines = {0x10: ways[0], 0x20: ways[1], 0x50: ways[2], 0x60: ways[3], 0x70: ways[4], 0x80: ways[5], 0xA0: "EXIT"}
-    code = read_sass("\n".join(f"/*{at:04x}*/  {text} ;" for at, text in lines.items()))
-    assert weights_of(code, ()) == [1, 1, 1, 0, 0, 0, 1]
-    # The other way round, and alike on both.
-    lines |= {0x20: ways[3], 0x60: ways[1]}
-    code = read_sass("\n".join(f"/*{at:04x}*/  {text} ;" for at, text in lines.items()))
-    assert weights_of(code, ()) == [1, 0, 0, 1, 1, 1, 1]
-    lines |= {0x60: ways[3]}
-    code = read_sass("\n".join(f"/*{at:04x}*/  {text} ;" for at, text in lines.items()))
-    assert weights_of(code, ()) == [1] * 7
-
-
-@pytest.mark.parametrize(
-    ("name", "pipe", "lines"),
-    [
-        ("F2FP.BF16.F32.PACK_AB", "integer", 0), ("HFMA2.BF16_V2", "float", 0), ("IMAD.WIDE.U32", "multiply", 0),
-        ("QGMMA.64x128x32.F32.E4M3.E4M3", "matrix", 0), ("LDSM.16.M88.4", "loads", 4), ("LDG.E.64", "loads", 2),
-        ("SHFL.BFLY", "loads", 1), ("S2R", "other", 0), ("ULDC.64", "scalar", 0),
-    ],
-)  # fmt: skip
-def test_pipes(name, pipe, lines):
-    assert (pipe_of(name), lines_of(name)) == (pipe, lines)
-
-
-@pytest.mark.parametrize(
-    ("registers", "shared", "warps", "expected"),
-    [(32, 1024, 4, 16), (110, 25600, 4, 4), (170, 74752, 4, 2), (254, 131072, 8, 1), (16, 0, 1, 32), (96, 0, 16, 1)],
-)
-def test_programs_that_a_multiprocessor_holds(registers, shared, warps, expected):
-    assert resident(Compiled("", registers, shared, 0, warps), H100) == expected
 
 
 def test_a_kernel_that_streams_is_bound_by_memory():

@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,10 +13,10 @@ import torch
 from tiny_models import make_model
 
 import hf_mxfp4
-from hf_mxfp4 import MXFP4PackedLinear, MXFP4RLConfig, numerics
+from hf_mxfp4 import MXFP4Linear, MXFP4PackedLinear, MXFP4RLConfig, numerics
 from hf_mxfp4.backends import backend_for, self_check
 from hf_mxfp4.backends import triton as triton_kernels
-from hf_mxfp4.gemm import group_by_expert
+from hf_mxfp4.gemm import group_by_expert, hardware_of, matmul_counts, reset_matmul_counts, select_matmul
 from hf_mxfp4.integrations.transformers.swap import quantize_linears
 from mxfp4_kernels import Packed, Scheme, Side, fake_quantize_rows_and_columns, linear_w4a16
 
@@ -58,6 +59,20 @@ def test_the_automatic_backend_on_a_gpu_is_triton_and_gives_the_logits_of_eager(
         with torch.no_grad():
             logits.append(model.cuda()(ids).logits)
     assert torch.equal(*logits)
+
+
+@pytest.mark.parametrize("mantissas", [{"macro_block": 128, "macro_search": "block_mantissas"}, {"macro_block": None}])
+def test_fp4_products_are_those_of_the_values(mantissas):
+    torch.manual_seed(0)
+    x, linear = torch.randn(520, 256).bfloat16().cuda(), torch.nn.Linear(256, 80).bfloat16().cuda()
+    config = MXFP4RLConfig(preset="w4a4", outlier_fallback=None, **mantissas)
+    if select_matmul("fprop", config.gemms(), hardware_of(x.device)).name != "fp4":
+        pytest.skip("no FP4 tensor cores")
+    reset_matmul_counts()
+    found = MXFP4Linear.from_linear(linear, config)(x)
+    expected = MXFP4Linear.from_linear(linear, replace(config, matmul_backend="dense"))(x)
+    assert matmul_counts()["fprop"] == {"fp4": 1}
+    torch.testing.assert_close(found, expected, rtol=2**-7, atol=2**-7)
 
 
 def test_more_than_2_to_the_31_elements():

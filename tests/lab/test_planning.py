@@ -24,7 +24,11 @@ def config():
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
-@pytest.mark.parametrize("options", [None, {"preset": "w4a16"}, {"mode": "packed"}], ids=["full", "w4a16", "packed"])
+@pytest.mark.parametrize(
+    "options",
+    [None, {"preset": "w4a16"}, {"preset": "w4a8"}, {"mode": "packed"}],
+    ids=["full", "w4a16", "w4a8", "packed"],
+)
 def test_a_step_takes_about_what_was_estimated(options, checkpointing):
     ids = torch.arange(SEQUENCES * TOKENS).view(SEQUENCES, TOKENS) % 512
     packed = options == {"mode": "packed"}
@@ -41,6 +45,25 @@ def test_a_step_takes_about_what_was_estimated(options, checkpointing):
         saved = measured["saved"] - 512 * SEQUENCES * TOKENS * 4  # the logits' softmax
         saved -= planned["copies of weights"]  # which a cache holds
         assert 0.75 * saved < planned["activations"] < 1.33 * saved
+
+
+@pytest.mark.parametrize(
+    ("options", "inputs"),
+    [
+        ({"preset": "w4a16"}, 2 * (6 * 128 + 512)),
+        ({"preset": "w4a4"}, 2 * (6 * 128 + 512)),
+        ({"preset": "w4a8"}, 6 * (128 + 1) + 512 + 1),  # E4M3, and a byte for the scale of the token
+        ({"preset": "w4a8g8"}, 6 * (128 + 1) + 512 + 1),
+        ({"preset": "w8a8"}, 6 * (128 + 1) + 512 + 1),
+        ({"preset": "w4a16", "saved_activations": "fp8"}, 6 * (128 + 1) + 512 + 1),
+        ({"saved_activations": "mxfp4"}, (6 * 128 + 512) * 8.5625 / 8),
+        ({"mode": "packed", "preset": "w4a8"}, 2 * (128 + 128 + 512)),  # adapters on q, k, v and o, gate and up, down
+    ],
+)
+def test_bytes_of_saved_inputs(options, inputs):
+    outputs = 2 * (128 + 64 + 64 + 128 + 512 + 512 + 128)
+    inner_and_residual = 2 * 512 + 16 * 128
+    assert sizes_of(config(), MXFP4RLConfig(**options)).saved == inputs + outputs + inner_and_residual
 
 
 def test_what_is_spread_over_gpus():
@@ -63,6 +86,10 @@ def test_experts_are_quantized_too():
     )  # fmt: skip
     sizes = sizes_of(mixture, MXFP4RLConfig(mode="packed"))
     assert sizes.quantized == 2 * (64 * 32 * 3 * 4 + 64 * 64 * 2 + 64 * 32 * 2)
+    saved = {preset: sizes_of(mixture, MXFP4RLConfig(preset=preset)).saved for preset in ("w4a16", "w4a8")}
+    # Two experts of a token: 64 inputs, and 32 between their halves.
+    attention = [64, 64, 64, 64]
+    assert saved["w4a16"] - saved["w4a8"] == sum(attention) - len(attention) + 2 * (64 + 32 - 2)
     assert plan(sizes, Setup(MXFP4RLConfig(mode="packed")))["weights"] == pytest.approx(
         sizes.quantized * 4.3125 / 8 + 2 * (sizes.elements - sizes.quantized) + 4 * 16 * sizes.adapter
     )

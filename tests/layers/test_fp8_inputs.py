@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Layers with E4M3 inputs (presets w4a8 and w4a8g8) against the same products of operands that are rounded here: E4M3
-by ml_dtypes, with the power of two that a logarithm in float64 gives."""
+"""Layers with E4M3 inputs (presets w4a8, w4a8g8 and w8a8) against the same products of operands that are rounded here:
+E4M3 by ml_dtypes, with the power of two that a logarithm in float64 gives."""
 
 import math
 
@@ -75,6 +75,31 @@ def test_w4a8_is_the_product_of_dequantized_operands_and_has_its_gradients(optio
     assert not torch.equal(values, x)
 
 
+@pytest.mark.parametrize("options", [{}, {"matmul_backend": "fp8"}], ids=["dense", "fp8"])
+def test_w8a8_rounds_rows_of_both_operands_and_multiplies_backwards_with_these(options):
+    found, x = layer(preset="w8a8", **options), tokens()
+    values, weight = fp8(x).requires_grad_(), fp8(found.weight.detach()).requires_grad_()
+    y = F.linear(values, weight, found.bias)
+    y.backward(output_gradient(y))
+    reset_matmul_counts()
+    out, *gradients = passes(found, x)
+    torch.testing.assert_close(out, y, rtol=2e-5, atol=2e-5 * float(y.detach().abs().max()))
+    assert all(torch.equal(a, b) for a, b in zip(gradients, (values.grad, weight.grad), strict=True))
+    fprop, backward = {"fp8" if options else "dense": 1}, {"dense": 1}
+    assert matmul_counts() == {"fprop": fprop, "dgrad": backward, "wgrad": backward, "inexact_elements": 0}
+
+
+def test_nvfp4_has_one_scale_for_the_weight_and_one_for_each_token():
+    found, x = layer(fprop={"x": "nvfp4", "weight": "nvfp4"}), tokens()
+    weight = numerics.fake_quantize_nvfp4(found.weight.detach()).requires_grad_()
+    values = torch.cat([numerics.fake_quantize_nvfp4(token[None]) for token in x]).requires_grad_()
+    y = F.linear(values, weight, found.bias)
+    y.backward(output_gradient(y))
+    for a, b in zip(passes(found, x), (y, values.grad, weight.grad), strict=True):
+        assert torch.equal(a, b)
+    assert found.config.packing_unsupported_reason == "its fprop takes weights in nvfp4, and packed ones are in MXFP4"
+
+
 def test_literal():
     found = MXFP4Linear(2, 1, bias=False, config=MXFP4RLConfig(preset="w4a8"))
     with torch.no_grad():
@@ -143,11 +168,36 @@ def test_packed_layers_take_the_same_inputs():
     assert packed.config.preset == "w4a8" and torch.equal(packed.quantized_input(x, x.dtype), fp8(x))
 
 
+@pytest.mark.parametrize("preset", ["w4a8", "w4a4"])
+def test_packed_layers_multiply_on_fp8_cores_as_trained_ones_do(preset):
+    """The same elements in the same product, eager and compiled; adapters train through it."""
+    trained = layer(preset=preset, backend="eager", outlier_fallback=None, **FP8_PRODUCTS)
+    packed = MXFP4PackedLinear.from_linear(trained, trained.config.packed(), "up_proj")
+    x = tokens().requires_grad_()
+    reset_matmul_counts()
+    compiled = torch.compile(packed, backend="eager", fullgraph=True)
+    for found in (packed(x), compiled(x)):
+        assert torch.equal(found, trained(x))
+    assert matmul_counts()["fprop"] == {"fp8": 4}
+    (grad,) = torch.autograd.grad(packed(x).sum(), x)
+    assert torch.equal(grad, torch.ones(M, N) @ packed.dequantized_weight())
+
+
 def test_products_on_fp8_hardware_are_chosen_by_what_the_operands_are():
     chosen = {}
-    for preset in ("w4a8", "w4a8g8"):
+    for preset in ("w4a8", "w4a8g8", "w8a8"):
         scheme = MXFP4RLConfig(preset=preset).gemms()
         chosen[preset] = [select_matmul(gemm, scheme, "sm_90").name for gemm in ("fprop", "dgrad", "wgrad")]
-    assert chosen == {"w4a8": ["fp8", "dense", "dense"], "w4a8g8": ["fp8", "fp8", "fp8"]}
+    dense = ["fp8", "dense", "dense"]
+    assert chosen == {"w4a8": dense, "w4a8g8": ["fp8", "fp8", "fp8"], "w8a8": dense}
+    rounded = MXFP4RLConfig(preset="w8a8", dgrad={"grad": "fp8"}).gemms()
+    assert (
+        "the scales of the reused weight lie on the axis that is summed over"
+        in select_matmul("dgrad", rounded, "sm_90").reason
+    )
+    nvfp4 = MXFP4RLConfig(fprop={"x": "nvfp4", "weight": "nvfp4"}).gemms()
+    assert "NVFP4 scales of x have more digits than E4M3" in select_matmul("fprop", nvfp4, "sm_90").reason
     own = MXFP4RLConfig(preset="w4a8", wgrad={"grad": "rceil"}, **PLAIN).gemms()
-    assert "the scales of the reused x lie on the tokens" in select_matmul("wgrad", own, "sm_90").reason
+    assert (
+        "the scales of the reused x lie on the axis that is summed over" in select_matmul("wgrad", own, "sm_90").reason
+    )

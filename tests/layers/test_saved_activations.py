@@ -241,7 +241,7 @@ def test_fp8_rounds_the_gradients_of_the_weights_of_experts_alone(preset):
 
 @pytest.mark.parametrize("options", [{"preset": "w4a16"}, {"fprop": {"x": "full"}}], ids=str)
 def test_codes_need_a_quantized_input(options):
-    with pytest.raises(ValueError, match=r"fprop takes x unquantized.*'fp8'.*w4a4, w4a4g8, paper_a"):
+    with pytest.raises(ValueError, match=r"fprop takes x in full precision.*'fp8'.*w4a4, w4a4g8, paper_a"):
         MXFP4RLConfig(saved_activations="mxfp4", **options)
 
 

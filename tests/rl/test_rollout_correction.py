@@ -9,7 +9,15 @@ from moe_models import make_moe
 from peft import LoraConfig
 from transformers import AutoModelForCausalLM, LogitsProcessorList, TopKLogitsWarper
 
-from hf_mxfp4.rl.rollout import CORRECTION_MODES, MismatchSums, SampledLogProbs, importance_ratios, limit_ratios
+from hf_mxfp4 import MXFP4GRPOConfig
+from hf_mxfp4.rl.rollout import (
+    CORRECTION_MODES,
+    MismatchSums,
+    SampledLogProbs,
+    importance_ratios,
+    kept_sequences,
+    limit_ratios,
+)
 
 
 RATIOS = torch.tensor([[4.0, 0.5], [1.5, 1.0]], dtype=torch.float64)
@@ -26,6 +34,45 @@ def test_weights_by_hand(mode):
     cap = 1.9 if mode.startswith("sequence") else 2.0
     weights = limit_ratios(importance_ratios(RATIOS.log(), mode), mode, cap)
     torch.testing.assert_close(weights, torch.tensor(LIMITS[mode], dtype=torch.float64))
+
+
+def test_sequences_rejected_by_hand():
+    ratios = torch.tensor([[4.0, 0.25], [2.0, 2.0], [0.5, 0.5], [1.5, 9.0], [9.0, 9.0]])
+    mask = torch.tensor([[1, 1], [1, 1], [1, 1], [1, 0], [0, 0]])
+    log_ratio = ratios.log() * mask
+
+    def kept(mode, limit):
+        return kept_sequences(log_ratio, mask, mode, limit).tolist()
+
+    assert kept(None, None) == [True] * 5
+    # Geometric means 1, 2, 1/2 and 1.5; no token, no reason to reject.
+    assert kept("geometric", 1.9) == [True, False, False, True, True]
+    assert kept("geometric", 2.1) == [True] * 5
+    # (4 - 1 - 1.386 + 0.25 - 1 + 1.386) / 2 = 1.125, 0.307, 0.193, 0.095
+    assert kept("k3", 0.2) == [False, False, True, True, True]
+    assert kept("k3", 1.1) == [False, True, True, True, True]
+    sums = MismatchSums()
+    sums.add(log_ratio, mask, "token_truncate", 2.0, kept_sequences(log_ratio, mask, "geometric", 1.9))
+    found = sums.measures(lambda rows: rows)
+    assert found["sampling/rejected"] == 0.5  # of four that have tokens
+    assert found["sampling/effective_sample_size_weights"] == pytest.approx(3.75**2 / (7 * 6.3125))  # 2, 1/4, 1.5
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"rollout_rejection": "k4", "rollout_rejection_limit": 1.0}, "'k4' is not known; choose one of geometric, k3"),
+        (
+            {"rollout_rejection": "geometric", "rollout_rejection_limit": 0.5},
+            "needs a rollout_rejection_limit above 1.0",
+        ),
+        ({"rollout_rejection": "k3"}, "needs a rollout_rejection_limit above 0.0, not None"),
+        ({"rollout_rejection_limit": 2.0}, "has no effect without rollout_rejection"),
+    ],
+)
+def test_rejections_that_mean_nothing(options, message, tmp_path):
+    with pytest.raises(ValueError, match=message):
+        MXFP4GRPOConfig(output_dir=str(tmp_path), use_cpu=True, **options)
 
 
 def test_ratios_beyond_all_measure_stay_finite():
@@ -182,6 +229,19 @@ def test_recorded_probabilities_are_those_of_the_distribution_sampled_from(build
         assert torch.allclose(weighted[real], expected[real], atol=1e-4) and weighted.abs().max() > 0.01
 
 
+def test_rejected_sequences_have_no_advantage(build):
+    trainer = build(**NOISY, rollout_rejection="k3", rollout_rejection_limit=1e-3)
+    batch = rollout(trainer)
+    mask = batch["completion_mask"]
+    log_ratio = (log_probs(trainer, batch) - batch[SAMPLED]) * mask
+    kept = kept_sequences(log_ratio, mask, "k3", 1e-3)
+    assert 0 < kept.sum() < len(kept)
+    weighted = seen_by_loss(trainer, batch)["advantages"]
+    expected = batch["advantages"].unsqueeze(1) * limit_ratios(log_ratio.exp(), "token_truncate", 2.0)
+    assert (weighted[~kept] == 0).all() and torch.allclose(weighted[kept], expected[kept], atol=1e-3)
+    assert trainer._metrics["train"]["sampling/rejected"] == [pytest.approx(1 - kept.float().mean().item())]
+
+
 def test_evaluation_is_neither_recorded_nor_weighted(build):
     trainer = build(**NOISY)
     trainer.model.eval()
@@ -267,12 +327,10 @@ def test_every_loss_is_weighted_as_trl_weights_it_under_vllm(build):
 
 POLICIES = {
     "qat w4a4": {},
-    "qat w4a16": {"scheme": factors_config(preset="w4a16")},
     "packed": {"scheme": factors_config(mode="packed", preset="w4a16"), "lora": True, **MEASURED},
     "packed copies": {"step_weights": "packed"},
     # Of dense copies: on codes one sum that is rounded otherwise moves an activation over an edge of the grid.
     "experts": {"experts": True, "router_replay": True, "step_weights": "dense", **MEASURED},
-    "temperature": {"temperature": 0.6},
     "bfloat16": {"bf16": True, **MEASURED},
 }
 

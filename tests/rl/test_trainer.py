@@ -12,7 +12,7 @@ from tiny_models import make_model
 from transformers import AutoModelForCausalLM
 from trl import GRPOConfig
 
-from hf_mxfp4 import MXFP4GRPOConfig, MXFP4GRPOTrainer, MXFP4Linear, MXFP4RLConfig
+from hf_mxfp4 import MXFP4GRPOConfig, MXFP4GRPOTrainer, MXFP4RLConfig
 from hf_mxfp4.integrations.transformers.swap import quantize_linears
 from hf_mxfp4.rl import NoiseSchedule, RewardError
 from recipes.tasks.tiny_model import build_char_tokenizer
@@ -51,9 +51,8 @@ def test_sigma_follows_the_closed_form_over_two_epochs(two_epochs):
     assert noisy == [3, 4, 5, 6, 7, 8]
     assert all(logged(trainer, "aqn/n_modules")[step] == 5 for step in noisy)
     for step in noisy:
-        assert logged(trainer, "aqn/measured_std")[step] == pytest.approx(
-            logged(trainer, "aqn/sigma")[step], rel=0.25
-        )  # 5 norms of width 32: 160 draws
+        # 5 norms of width 32: 160 draws.
+        assert logged(trainer, "aqn/measured_std")[step] == pytest.approx(logged(trainer, "aqn/sigma")[step], rel=0.25)
 
 
 def test_a_rollout_leaves_the_masters_bit_identical_also_after_an_exception(build, monkeypatch):
@@ -78,21 +77,6 @@ def test_a_rollout_leaves_the_masters_bit_identical_also_after_an_exception(buil
     assert not any(module._forward_hooks or "forward" in module.__dict__ for module in norms)
 
 
-def test_evaluation_is_the_same_with_noise_on_and_off(build, tmp_path):
-    completions = {}
-    for aqn in (True, False):
-        trainer = build(aqn=aqn, aqn_sigma_start=5.0, aqn_sigma_end=5.0, output_dir=str(tmp_path / str(aqn)))
-        trainer.state.global_step, trainer.state.max_steps = 3, 4
-        trainer.model.eval()
-        torch.manual_seed(0)
-        completions[aqn] = trainer._generate(["1+1=", "2+2=", "3+3=", "4+4="])[1]
-        trainer.model.train()
-        torch.manual_seed(0)
-        completions[aqn, "training"] = trainer._generate(["1+1=", "2+2=", "3+3=", "4+4="])[1]
-    assert completions[True] == completions[False]
-    assert completions[True, "training"] != completions[False, "training"]
-
-
 def test_how_often_is_evaluated_does_not_change_training(build, tmp_path):
     """Its rollouts draw random numbers of their own."""
     ends = []
@@ -109,19 +93,6 @@ def test_how_often_is_evaluated_does_not_change_training(build, tmp_path):
         ends.append((snapshot(trainer.model), logs, torch.get_rng_state()))
     assert sorted(logged(trainer, "eval_loss")) == [0, 1, 2]
     assert_same(*ends)
-
-
-def test_noise_that_cannot_reach_the_sampler_is_an_error(build):
-    trainer = build(aqn_num_stages=1)
-    other = make_model(layers=2, hidden=32, intermediate=48)
-    trainer.rollout_func = lambda prompts, trainer: {
-        "prompt_ids": [[2]] * len(prompts),
-        "completion_ids": [other.generate(torch.tensor([[2]]), max_new_tokens=1)[0, 1:].tolist() for _ in prompts],
-        "logprobs": [[0.0]] * len(prompts),
-    }
-    trainer.model.train()
-    with pytest.raises(RuntimeError, match="reached none of 5 norms"):
-        trainer._generate(["1+1="])
 
 
 # ---- training -------------------------------------------------------------------------------------------------------
@@ -149,16 +120,6 @@ def test_gradient_checkpointing_trains_the_same_weights(build, tmp_path):
         assert torch.allclose(value, weights[1][name], atol=1e-6), name
 
 
-def test_trained_policy_saves_and_reloads_under_its_scheme(two_epochs, tmp_path):
-    trainer, *_ = two_epochs
-    trainer.save_model(str(tmp_path / "policy"))
-    reloaded = AutoModelForCausalLM.from_pretrained(tmp_path / "policy")
-    assert sum(isinstance(module, MXFP4Linear) for module in reloaded.modules()) == 14
-    ids = torch.tensor([[2, 3, 4, 5]])
-    with torch.no_grad():
-        assert torch.equal(reloaded(ids).logits, trainer.model.eval()(ids).logits)
-
-
 def test_the_card_links_to_nothing_that_does_not_exist(two_epochs):
     card = (two_epochs[2] / "README.md").read_text()
     assert "a fine-tuned version of the local model `base`." in card and "None" not in card
@@ -176,7 +137,7 @@ def test_lora_trains_adapters_and_leaves_the_base_alone(build):
     assert logged(trainer, "aqn/n_modules") == {1: 0, 2: 5}
 
 
-@pytest.mark.parametrize("preset", ["w4a8", "w4a8g8"])
+@pytest.mark.parametrize("preset", ["w4a8g8", "w8a8"])
 def test_a_step_with_inputs_in_fp8(build, preset):
     trainer = build(scheme=MXFP4RLConfig(preset=preset), max_steps=1)
     assert trainer.n_quantized == 14
@@ -233,21 +194,17 @@ def test_plain_grpo_config_is_refused(build, tmp_path):
         MXFP4GRPOTrainer(make_model(), args=GRPOConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False))
 
 
-@pytest.mark.parametrize("failure", ["raises", "nan"])
-def test_failing_reward_names_itself_and_saves_what_was_trained(build, tmp_path, failure):
+def test_failing_reward_names_itself_and_saves_what_was_trained(build, tmp_path):
     calls = []
 
     def judge(completions, **kwargs):
         calls.append(1)
         if len(calls) <= 2:
             return [float(i % 2) for i in range(len(completions))]
-        if failure == "raises":
-            raise KeyError("answer")
         return [math.nan] * len(completions)
 
     trainer = build(judge, max_steps=4)
-    what = "raised KeyError" if failure == "raises" else "returned nan"
-    with pytest.raises(RewardError, match=f"reward function 'judge' {what}"):
+    with pytest.raises(RewardError, match="reward function 'judge' returned nan"):
         trainer.train()
     saved = tmp_path / "run" / "checkpoint-2"
     policy = AutoModelForCausalLM.from_pretrained(saved)

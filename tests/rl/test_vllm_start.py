@@ -67,12 +67,7 @@ STARTS = {
         "packed",
     ),
     "options of gradients": (
-        lambda full, tmp: load(
-            full,
-            stochastic_seed=1,
-            dither_ties=False,
-            dgrad={"grad": "rceil+stochastic"},
-        ),
+        lambda full, tmp: load(full, stochastic_seed=1, dither_ties=False, dgrad={"grad": "rceil+stochastic"}),
         {},
         PACKED,
         "qat",
@@ -253,6 +248,3 @@ def test_what_a_server_says_is_said(build):
         trainer = trainer_on(build, server)
         with pytest.raises(VLLMServerError, match="failed while sampling.*longer than max_model_len"):
             trainer.train()
-
-
-# ---- what a server is pushed ----------------------------------------------------------------------------------------

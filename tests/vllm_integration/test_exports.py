@@ -34,6 +34,7 @@ ROWS = {
     "compressed-tensors": ("qwen2", *CT, "CompressedTensorsW4A4Mxfp4"),
     "compressed-tensors, Qwen3": ("qwen3", *CT, "CompressedTensorsW4A4Mxfp4"),
     "nvfp4": ("qwen2", *NVFP4, "CompressedTensorsW4A4Fp4"),
+    "nvfp4-modelopt": ("qwen2", "nvfp4-modelopt", {}, "ModelOptLinearMethod"),
     "quark": ("qwen2", *QUARK, "QuarkOCP_MX"),
     "quark w4a4": ("qwen2", "quark", {"preset": "w4a4"}, "QuarkOCP_MX"),
     "bf16 experts": ("qwen3_moe", "bf16", {}, "UnquantizedFusedMoEMethod"),
@@ -42,6 +43,7 @@ ROWS = {
     "compressed-tensors experts, Mixtral": ("mixtral", *CT, "CompressedTensorsW4A4Mxfp4MoEMethod"),
     "nvfp4 experts": ("qwen3_moe", *NVFP4, "CompressedTensorsW4A4Nvfp4MoEMethod"),
     "nvfp4 experts, Mixtral": ("mixtral", *NVFP4, "CompressedTensorsW4A4Nvfp4MoEMethod"),
+    "nvfp4-modelopt experts": ("qwen3_moe", "nvfp4-modelopt", {}, "ModelOptNvFp4FusedMoE"),
     "quark experts": ("qwen3_moe", *QUARK, "QuarkOCP_MX_MoEMethod"),
     "quark w4a4 experts": ("qwen3_moe", "quark", {"preset": "w4a4"}, "QuarkOCP_MX_MoEMethod"),
     "quark experts, Mixtral": ("mixtral", *QUARK, "QuarkOCP_MX_MoEMethod"),
@@ -89,7 +91,7 @@ def test_vllm_alone_computes_with_the_values_of_the_bf16_export(bases, served, n
         # An activation at the edge between two values of the grid falls to either side in two orders of summation.
         assert (found - expected).abs().median() < 0.02 * (weights_only - expected).abs().median()
         return
-    if format == "nvfp4":
+    if format.startswith("nvfp4"):
         config = MXFP4RLConfig(mode="packed", preset="w4a16", **MANTISSAS)
         pack_checkpoint(bases[family], tmp_path / "packed", config)
         export(tmp_path / "packed", tmp_path / "bf16", "bf16")

@@ -20,6 +20,8 @@ from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
 from vllm.lora.request import LoRARequest
 
+from hf_mxfp4.gemm import matmul_counts, reset_matmul_counts
+
 
 pytestmark = pytest.mark.vllm
 
@@ -79,6 +81,24 @@ def test_codes_full_precision_and_reloading_write_in_place(tmp_path):
         assert addresses(model) == before
         with pytest.raises(ValueError, match=r"q_proj\.lora_A\.weight was pushed.*set adapter_rank"):
             push(model, {"model.layers.0.self_attn.q_proj.lora_A.weight": torch.zeros(4, 256)})
+
+
+@pytest.mark.parametrize("preset", ["w4a8", "w4a4"])
+def test_pushed_codes_are_multiplied_on_fp8_cores(tmp_path, preset):
+    """On CPUs by the same call, if it is asked for. Inputs between two values fall to either side of another sum."""
+    scheme = {"preset": preset, "macro_search": "block_mantissas_fp8", "backend": "eager", "matmul_backend": "fp8"}
+    packed(tmp_path / "first", **scheme)
+    other, full = packed(tmp_path / "other", seed=1, **scheme)
+    expected, typical = model_logprobs(other), (model_logprobs(other) - model_logprobs(full)).abs().median()
+    with engine(tmp_path / "first" / "saved") as llm:
+        model = served_model(llm)
+        push(model, other.state_dict())
+        assert_same_values(served_weights(model), other, other.config.quantization_config.weight_scheme)
+        reset_matmul_counts()
+        difference = (vllm_logprobs(llm) - expected).abs()
+    assert difference.median() < 0.02 * typical, (difference.median(), typical)
+    counts = matmul_counts()
+    assert counts["fprop"].keys() == {"fp8"} and counts["inexact_elements"] == 0
 
 
 @pytest.mark.parametrize("preset", ["w4a16", "w4a4"])

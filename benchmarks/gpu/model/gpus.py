@@ -6,8 +6,9 @@ RTX 5090); peaks are those of dense products with float32 sums. Instructions per
 instructions" of the CUDA programming guide, and the RTX Blackwell white paper (integers as fast as floats).
 
 What is assumed, for all alike: a copy reaches `COPY` of the memory's bandwidth, the vendor's products `PRODUCT` of the
-peak (FP8: 1.5 times that of BF16, in the middle of the 1.25 to 1.75 that NVIDIA states for cuBLAS 12.9 on Hopper), a
-multiprocessor issues in `ISSUE` of its slots, and a pipe is busy for `PIPE` of the time at best.
+peak (FP8: 1.5 times that of BF16, in the middle of the 1.25 to 1.75 that NVIDIA states for cuBLAS 12.9 on Hopper; FP4:
+twice that of FP8, of the up to 2.3 that it states for Blackwell), a multiprocessor issues in `ISSUE` of its slots, and
+a pipe is busy for `PIPE` of the time at best.
 """
 
 from collections.abc import Mapping
@@ -15,8 +16,8 @@ from dataclasses import dataclass, field
 
 
 COPY, PRODUCT, ISSUE, PIPE = 0.9, 0.8, 0.7, 0.8
-#: FP8 products of the vendor's library over those in BF16.
-FP8_OVER_BF16 = 1.5
+#: Products of the vendor's library over those in BF16.
+_OVER_BF16 = {"bf16": 1.0, "fp8": 1.5, "fp4": 3.0}
 #: Seconds from the start of a kernel to its first bytes and from its last ones to the next kernel, in a graph.
 START = 2e-6
 #: Seconds that a load from memory takes when many are under way.
@@ -77,7 +78,7 @@ class GPU:
 
     def library(self, kind: str) -> float:
         """Operations per second that products of the vendor's library reach."""
-        return self.ceiling("bf16") * FP8_OVER_BF16 if kind == "fp8" else self.ceiling(kind)
+        return self.ceiling("bf16") * _OVER_BF16[kind]
 
 
 _HOPPER_PEAKS = {"bf16": 989e12, "fp8": 1979e12}

@@ -4,12 +4,13 @@
 Within [`stub_gpu`] tensors of torch's meta device say that they are on a CUDA device, so that layers and kernels take
 the very way that they take on that GPU, in both passes. A Triton kernel is noted with the arguments of its launch, an
 operator of torch that computes with its name and shapes; none of them runs. Self-checks of kernels, which look at
-numbers, count as passed.
+numbers, count as passed; the scales of FP4 operands fit.
 """
 
 import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
+from importlib import import_module
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -135,6 +136,10 @@ def _stand_ins(gpu: GPU, device: torch.device, steps: list[Step]) -> Iterator[tu
     yield torch.Tensor, "is_cuda", property(lambda x: is_on(x).type == "meta")
     yield torch.Tensor, "is_meta", property(lambda x: is_on(x).type == "meta" and bool(_in_torch))
     yield triton.JITFunction, "run", run
+    yield import_module("hf_mxfp4.gemm.matmul"), "fit", lambda *operands: True
+    # The function of torch 2.13 that gives the shape of MXFP4 products asks for half of their scales.
+    no_mxfp4 = lambda recipe, _: "torch gives it no shape" if recipe == "mxfp4" else None  # noqa: E731
+    yield import_module("hf_mxfp4.gemm.block_scaled"), "problem", no_mxfp4
     yield torch.version, "cuda", "13.0"
     yield torch.cuda, "_lazy_init", lambda: None
     yield torch.cuda, "device", lambda _: contextlib.nullcontext()

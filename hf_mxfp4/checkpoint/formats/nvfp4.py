@@ -16,14 +16,14 @@ from ...numerics import (
     BLOCK_SIZE,
     QuantScheme,
     ScaleRule,
+    block_scales,
     decode_e2m1,
-    decode_e8m0,
     encode_e2m1,
     pack_codes,
     round_nearest,
     unpack_codes,
 )
-from ...numerics.corrections import BLOCKS_PER_BYTE, mantissa_factor, pack_mantissas, unpack_mantissas
+from ...numerics.corrections import BLOCKS_PER_BYTE, pack_mantissas
 from ..folder import CheckpointFolder
 from ..names import LayerShape
 from .base import Packed, Read
@@ -53,6 +53,8 @@ class NVFP4Format(CompressedTensorsFormat):
     quantizes_activations = True
     holds = {"macro_block": 128, "macro_search": "block_mantissas"}
     has_tensor_scale = True
+    #: What files call the tensor scales of weights and of inputs.
+    tensor_scales = "weight_global_scale", "input_global_scale"
 
     def __init__(self, quantizes_inputs: bool = False):
         self.quantizes_inputs = quantizes_inputs
@@ -60,7 +62,7 @@ class NVFP4Format(CompressedTensorsFormat):
     def for_checkpoint(
         self, folder: CheckpointFolder, model: "PreTrainedModel", config: MXFP4RLConfig
     ) -> "NVFP4Format":
-        return NVFP4Format(config.activation_scheme is not None)
+        return type(self)(config.activation_scheme is not None)
 
     def quantization_config(
         self, config: MXFP4RLConfig, ignored: Sequence[str], quantized: Sequence[str] = ()
@@ -84,7 +86,7 @@ class NVFP4Format(CompressedTensorsFormat):
             return notes
         return [
             f"Activations were quantized ({scheme}); the exported model quantizes them as NVFP4, with the tensor scale "
-            "1, which is not calibrated.",
+            "1, which cuts magnitudes above 2688. If inputs of layers are larger, run hf-mxfp4 smooth first.",
             *notes[1:],
         ]
 
@@ -110,9 +112,7 @@ class NVFP4Format(CompressedTensorsFormat):
             top: the largest [`top_exponent`] of the matrices that share a tensor scale.
         """
         exponent = min(max(top - _TOP_EXPONENT, _EXPONENTS[0]), _EXPONENTS[1])
-        scale = decode_e8m0(packed["weight_scale"], torch.float64)
-        if "weight_macro" in packed:
-            scale *= mantissa_factor(unpack_mantissas(packed["weight_macro"]))[:, : scale.shape[1]]
+        scale = block_scales(packed["weight_scale"], packed.get("weight_macro"), torch.float64)
         scale = (scale * 2.0**-exponent).masked_fill_(~_has_values(packed["weight"]) & ~scale.isnan(), 1.0)
         stored, codes = scale.float().to(torch.float8_e4m3fn), packed["weight"]
         scales = stored.repeat_interleave(BLOCK_SIZE // GROUP, dim=1)
@@ -134,19 +134,24 @@ class NVFP4Format(CompressedTensorsFormat):
         packed = dict(packed)
         divisor = packed.pop("weight_global_scale")
         tensors = super().tensors(layer, shape, packed)
-        for name in [name.removesuffix("_scale") for name in tensors if name.endswith(".weight_scale")]:
-            tensors[f"{name}_global_scale"] = divisor.reshape(-1)[:1].clone()
-            if self.quantizes_inputs:
-                # What E4M3 scales hold of inputs then: largest magnitudes of groups up to 6 * 448.
-                tensors[f"{name.removesuffix('weight')}input_global_scale"] = torch.ones_like(divisor.reshape(-1)[:1])
+        divisors = self.tensor_scale(divisor), self.tensor_scale(torch.ones_like(divisor))
+        for owner in [name.removesuffix("weight_scale") for name in tensors if name.endswith(".weight_scale")]:
+            for name, scale in zip(self.tensor_scales, divisors[: 1 + self.quantizes_inputs], strict=False):
+                tensors[f"{owner}{name}"] = scale.clone()
         return tensors
+
+    def tensor_scale(self, divisor: torch.Tensor) -> torch.Tensor:
+        """Return a tensor scale as it is stored, from the divisor, or the divisor from that."""
+        return divisor.reshape(-1)[:1]
 
     def read(self, layer: str, shape: LayerShape, expert: int | None, read: Read) -> dict[str, torch.Tensor]:
         """Return ``weight`` uint8 ``[N, K/2]`` and ``weight_scale``, float32 ``[N, K/16]``: scales over divisor."""
 
         def scaled(name: str) -> torch.Tensor:
             tensor = read(name)
-            return tensor.float() / read(f"{name[:-6]}_global_scale") if name.endswith(".weight_scale") else tensor
+            if not name.endswith(".weight_scale"):
+                return tensor
+            return tensor.float() / self.tensor_scale(read(name.removesuffix("weight_scale") + self.tensor_scales[0]))
 
         return super().read(layer, shape, expert, scaled)
 

@@ -23,7 +23,7 @@ from ...gemm import (
     read_input_scheme,
 )
 from ...gemm import quantize_input as quantize
-from ...numerics import BLOCK_SIZE, FP8, OperandScheme, QuantScheme
+from ...numerics import BLOCK_SIZE, FP8, NVFP4, OperandScheme, QuantScheme
 from .weight_loading import ExpectedLayers
 
 
@@ -58,7 +58,7 @@ def check_share(
     if share == columns:
         return
     in_rows = isinstance(inputs, QuantScheme) and (inputs.macro_block == "row" or inputs.fallback_rate is not None)
-    if in_rows or inputs is FP8:
+    if in_rows or inputs in (FP8, NVFP4):
         raise ValueError(
             f"{name}: tensor parallelism splits the inputs of this layer, and {inputs} needs whole rows; use {advice}"
         )
@@ -108,7 +108,8 @@ class MXFP4RLLinearMethod(_FromOurCheckpoint, LinearMethodBase):
         check_rotation(self.name, input_size, rotation)
         unit = BLOCK_SIZE if rotation is None else rotation.size
         check_share(self.name, input_size_per_partition, input_size, schemes, "tensor_parallel_size=1", unit)
-        self._spec = PackedSpec(*schemes, input_size_per_partition, self.scheme.backend, rotation)
+        options = self.scheme.backend, rotation, self.scheme.matmul_backend
+        self._spec = PackedSpec(*schemes, input_size_per_partition, *options)
         shapes = packed_shapes(sum(output_partition_sizes), input_size_per_partition, weights)
         for name, shape in shapes.items():
             data = torch.empty(shape, dtype=torch.uint8)

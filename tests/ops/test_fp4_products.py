@@ -1,0 +1,267 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Products of codes on FP4 tensor cores: operands against torchao, the NVFP4 export and literal values, and layers with
+a stand-in for `scaled_mm` that does what PyTorch documents, as on hardware that is not here."""
+
+import importlib
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.functional import ScalingType, SwizzleType
+from torchao.prototype.mx_formats.utils import from_blocked, to_blocked
+
+from hf_mxfp4 import MXFP4Linear, MXFP4RLConfig, cached_weights, quantize
+from hf_mxfp4.checkpoint.formats import FORMATS
+from hf_mxfp4.gemm import (
+    compiled_linear,
+    fp4_product,
+    matmul_counts,
+    quantized_linear,
+    reset_matmul_counts,
+    select_matmul,
+    swizzle_scales,
+    to_fp4,
+    weight_quantizations,
+)
+
+
+matmul_module, block_scaled = (importlib.import_module(f"hf_mxfp4.gemm.{name}") for name in ("matmul", "block_scaled"))
+GRID = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], dtype=torch.float64)
+MANTISSAS = {"scale_rule": "even", "macro_block": 128, "macro_search": "block_mantissas"}
+PLAIN = {"scale_rule": "rceil", "macro_block": None}
+#: Tokens (more than are decoded), outputs and inputs.
+M, N, K = 300, 48, 160
+
+
+def stand_in(a, b, scale_a, recipe_a, scale_b, recipe_b, swizzle_a, swizzle_b, *, output_dtype):
+    """What `torch.nn.functional.scaled_mm` says it does, and refuses: ``a [M, K/2]``, ``b [K/2, N]`` column-major."""
+    k, n = 2 * a.shape[1], b.shape[1]
+    assert a.is_contiguous() and b.t().is_contiguous() and k % 32 == 0 and n % 16 == 0
+    assert output_dtype == torch.bfloat16 and (recipe_a, swizzle_a) == (recipe_b, swizzle_b)
+
+    def values(elements, scale):
+        assert elements.dtype == torch.float4_e2m1fn_x2
+        size, dtype, factor = 32, torch.float8_e8m0fnu, 1.0
+        if isinstance(scale, list):
+            assert recipe_a == [ScalingType.BlockWise1x16, ScalingType.TensorWise]
+            assert swizzle_a == [SwizzleType.SWIZZLE_32_4_4, SwizzleType.NO_SWIZZLE]
+            size, dtype, (scale, factor) = 16, torch.float8_e4m3fn, scale
+            assert factor.dtype == torch.float32 and factor.numel() == 1
+        else:
+            assert (recipe_a, swizzle_a) == (ScalingType.BlockWise1x32, SwizzleType.SWIZZLE_32_4_4)
+        rows, blocks = elements.shape[0], k // size
+        assert scale.dtype == dtype and scale.numel() == -(-rows // 128) * 128 * (-(-blocks // 4) * 4)
+        scale = from_blocked(scale.view(torch.uint8), rows, blocks).view(dtype).double()
+        codes = elements.view(torch.uint8)
+        codes = torch.stack((codes & 15, codes >> 4), dim=-1).flatten(1).long()
+        return GRID[codes & 7] * (1 - 2 * (codes >> 3)) * scale.repeat_interleave(size, dim=1) * factor
+
+    return (values(a, scale_a) @ values(b.t(), scale_b).t()).to(output_dtype)
+
+
+@pytest.fixture
+def blackwell(monkeypatch):
+    """A device with FP4 products, but for its arithmetic the CPU; the fixture sets another architecture."""
+    reset_matmul_counts()
+    block_scaled.problem.cache_clear()
+    matmul_module._warn_once.cache_clear()
+    monkeypatch.setattr(F, "scaled_mm", stand_in)
+    yield lambda name: monkeypatch.setattr(matmul_module, "hardware_of", lambda device: name)
+    block_scaled.problem.cache_clear()
+
+
+def matrix(rows: int, columns: int, seed: int = 0, spread: int = 4) -> torch.Tensor:
+    """Normal values whose blocks have scales of ``spread`` binades."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(rows, columns // 32, 32, generator=generator)
+    return (x * torch.randint(spread, (rows, columns // 32, 1), generator=generator).exp2()).flatten(1).bfloat16()
+
+
+# ---- operands -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (128, 4), (130, 7), (300, 20)], ids=str)
+def test_swizzled_scales_are_those_of_torchao(shape):
+    scale = torch.randint(256, shape, generator=torch.Generator().manual_seed(0)).to(torch.uint8)
+    assert torch.equal(swizzle_scales(scale), to_blocked(scale))
+
+
+def test_where_a_swizzled_scale_is():
+    """cuBLAS, "1D block scaling factors layout": row 33 of a tile follows row 1 after four bytes."""
+    scale = torch.zeros(256, 8, dtype=torch.uint8)
+    scale[33, 2], scale[128 + 64, 4 + 1] = 7, 9
+    assert swizzle_scales(scale).nonzero().flatten().tolist() == [16 + 4 + 2, 3 * 512 + 8 + 1]
+
+
+def test_scales_of_literal_blocks():
+    """Of 2^e (1 + m/4), e from the top on: 448 is the largest E4M3 number, 2^-9 the smallest, 2^-6 the last normal."""
+    exponents = torch.tensor([[0, 0, 0, -13, -14, -14, -15, -15, -17, -127, 128]])
+    mantissas = torch.tensor([[3, 2, 0, 3, 3, 0, 2, 0, 0, 0, 1]])
+    byte = (exponents + 127).to(torch.uint8)
+    fields = F.pad(mantissas, (0, 1)).view(1, 3, 4)
+    macro = (fields << torch.tensor([0, 2, 4, 6])).sum(-1).to(torch.uint8)
+    packed = quantize(torch.ones(1, 11 * 32), **MANTISSAS)
+    made = to_fp4(replace(packed, scale=byte, macro=macro), "nvfp4")
+    scale = from_blocked(made.scale.view(torch.uint8), 1, 22).view(torch.float8_e4m3fn).float()[0, ::2]
+    assert made.factor.tolist() == [[2.0**-8]] and made.misfits == 0
+    assert scale[:-1].tolist() == [448, 384, 256, 0.0546875, 0.02734375, 2**-6, 0.01171875, 2**-7, 2**-9, 0]
+    assert scale[-1].isnan()
+
+
+@pytest.mark.parametrize(
+    ("exponent", "mantissa", "fits"),
+    [(-17, 0, True), (-17, 1, False), (-16, 2, True), (-16, 3, False), (-15, 3, True), (-18, 0, False)],
+)
+def test_which_scales_fit(exponent, mantissa, fits):
+    packed = quantize(torch.ones(2, 64), **MANTISSAS)
+    packed.scale[:] = torch.tensor([[127, 127], [127, 127 + exponent]])
+    packed.macro[:] = torch.tensor([[0], [mantissa << 2]])
+    assert [to_fp4(packed, "nvfp4", by_rows).misfits.item() for by_rows in (False, True)] == [not fits, not fits]
+    packed.scale[1] = 127 + exponent  # the second row alone is small
+    made = to_fp4(packed, "nvfp4", by_rows=True)
+    assert made.misfits == 0 and made.factor.tolist() == [[2.0**-8], [2.0 ** (exponent - 8)]]
+
+
+@pytest.mark.parametrize("options", [MANTISSAS, PLAIN], ids=["mantissas", "plain"])
+def test_an_nvfp4_operand_is_what_the_export_writes(options):
+    packed, nvfp4 = quantize(matrix(130, K), **options), FORMATS["nvfp4"]
+    parts = {"weight": packed.codes, "weight_scale": packed.scale, "weight_macro": packed.macro}
+    parts = {name: part for name, part in parts.items() if part is not None}
+    expected, found = nvfp4.encode(parts, nvfp4.top_exponent(parts)), to_fp4(packed, "nvfp4")
+    assert torch.equal(found.elements.view(torch.uint8), expected["weight"])
+    assert torch.equal(found.scale.view(torch.uint8), to_blocked(expected["weight_scale"].view(torch.uint8)))
+    assert 1 / found.factor.item() == expected["weight_global_scale"].item()
+
+
+@pytest.mark.parametrize(("recipe", "by_rows"), [("mxfp4", False), ("nvfp4", False), ("nvfp4", True)])
+def test_a_product_of_codes_is_that_of_the_values(blackwell, recipe, by_rows):
+    options = PLAIN if recipe == "mxfp4" else MANTISSAS
+    a, b = quantize(matrix(M, K), **options), quantize(matrix(N, K, seed=1), **options)
+    found = fp4_product(to_fp4(a, recipe, by_rows), to_fp4(b, recipe))
+    expected = a.dequantize(torch.float64) @ b.dequantize(torch.float64).t()
+    assert torch.equal(found, expected.bfloat16()) and block_scaled.problem(recipe, torch.device("cpu")) is None
+
+
+def test_torch_accepts_the_operands():
+    """By the function that gives the shape of a result, which needs no GPU. That of torch 2.13 counts two codes of the
+    other recipe as one, so that it asks for half of the scales."""
+    a, b = (quantize(matrix(rows, K), **MANTISSAS).map(lambda part: part.to("meta")) for rows in (M, N))
+    assert fp4_product(to_fp4(a, "nvfp4"), to_fp4(b, "nvfp4")).shape == (M, N)
+
+
+# ---- layers ---------------------------------------------------------------------------------------------------------
+
+
+def layer(**options) -> MXFP4Linear:
+    torch.manual_seed(0)
+    config = MXFP4RLConfig(**{"preset": "w4a4", "outlier_fallback": None, **MANTISSAS, **options})
+    return MXFP4Linear.from_linear(nn.Linear(K, N, dtype=torch.bfloat16), config)
+
+
+def passes(made: MXFP4Linear, x: torch.Tensor, product=quantized_linear) -> list[torch.Tensor]:
+    x = x.clone().requires_grad_()
+    y = product(x, made.weight, made.bias, made.state)
+    return [y.detach(), *torch.autograd.grad(y, (x, made.weight, made.bias), matrix(M, N + 16, 2)[:, :N].view(y.shape))]
+
+
+@pytest.mark.parametrize("product", [quantized_linear, compiled_linear], ids=["eager", "operator"])
+@pytest.mark.parametrize("saved", ["full", "mxfp4", "fp8"])
+@pytest.mark.parametrize(
+    "options", [MANTISSAS, {**MANTISSAS, "macro_search": "block_mantissas_fp8"}, PLAIN], ids=["4", "3", "plain"]
+)
+def test_a_layer_computes_as_with_dense_products(blackwell, options, saved, product):
+    x = matrix(M, K).view(2, M // 2, K)
+    expected = passes(layer(matmul_backend="dense", saved_activations=saved, **options), x)
+    blackwell("sm_100")
+    reset_matmul_counts()
+    found = passes(layer(saved_activations=saved, **options), x, product)
+    assert matmul_counts()["fprop"] == {"fp4": 1}
+    torch.testing.assert_close(found[0], expected[0], rtol=2**-7, atol=2**-7)
+    assert all(map(torch.equal, found[1:], expected[1:]))
+
+
+def test_tokens_of_other_sizes_have_factors_of_their_own_and_blocks_out_of_range_a_dense_product(blackwell):
+    blackwell("sm_100")
+    x = matrix(M, K)
+    x[1:] *= 2.0**-30
+    y = layer()(x)
+    values = quantize(x, **MANTISSAS).dequantize(torch.float64)
+    weight = quantize(layer().weight.detach(), **MANTISSAS).dequantize(torch.float64)
+    expected = values @ weight.t() + layer().bias.double()
+    torch.testing.assert_close(y.double(), expected, rtol=2**-7, atol=2**-7)
+    assert matmul_counts()["fprop"] == {"fp4": 1}
+    x[5, :32] *= 2.0**30
+    assert torch.equal(layer()(x), layer(matmul_backend="dense")(x))
+    assert matmul_counts()["fprop"] == {"fp4": 1, "dense": 1}
+
+
+def test_nan_and_infinite_inputs_are_nan_rows(blackwell):
+    blackwell("sm_100")
+    for options in (MANTISSAS, PLAIN):
+        x = matrix(M, K)
+        x[3, 5], x[290, 0], x[7] = torch.nan, torch.inf, 0
+        y = layer(**options)(x)
+        assert y.isnan().any(1).nonzero().flatten().tolist() == [3, 290] and y[[3, 290]].isnan().all()
+        assert torch.equal(y[7], layer().bias)
+    assert matmul_counts()["fprop"] == {"fp4": 2}
+
+
+def test_a_weight_is_converted_once_in_a_scope_and_products_without_gradients_are_the_same(blackwell):
+    blackwell("sm_100")
+    made, x = layer(), matrix(M, K)
+    y = made(x).detach()
+    before = weight_quantizations()["fprop"]
+    with cached_weights(made), torch.no_grad():
+        assert torch.equal(made(x), y) and torch.equal(made(x), y)
+    assert weight_quantizations()["fprop"] == before + 1 and matmul_counts()["fprop"] == {"fp4": 3}
+
+
+@pytest.mark.parametrize(
+    ("options", "rows", "reason"),
+    [
+        ({}, 256, "256 rows are too few"),
+        ({"preset": "w4a16"}, M, "x is not in 4 bits"),
+        ({"outlier_fallback": 1.0}, M, "have no residuals, as x has"),
+        ({"macro_search": "static"}, M, "have no macro factors, as x has"),
+        ({"fprop": {"rotation": "deterministic-32"}}, M, "without rotation"),
+    ],
+    ids=str,
+)
+def test_why_a_product_is_not_in_fp4(blackwell, caplog, options, rows, reason):
+    blackwell("sm_100")
+    layer(matmul_backend="fp4", **options)(matrix(rows, K))
+    assert "fp4" not in matmul_counts()["fprop"] and sum(matmul_counts()["fprop"].values()) == 1
+    assert caplog.text.count(reason) == 1
+
+
+@pytest.mark.parametrize("fault", ["raises", "is wrong"])
+def test_a_recipe_that_fails_its_check_is_not_used(blackwell, monkeypatch, caplog, fault):
+    def broken(a, b, scale_a, *others, **options):
+        if isinstance(scale_a, list):
+            return stand_in(a, b, scale_a, *others, **options)
+        if fault == "raises":
+            raise NotImplementedError("MXFP4 scaling supported on ROCM and CUDA+FBGEMM_GENAI only")
+        return stand_in(a, b, scale_a.view(torch.uint8).flip(0).view(scale_a.dtype), *others, **options)
+
+    blackwell("sm_100")
+    monkeypatch.setattr(F, "scaled_mm", broken)
+    assert ("FBGEMM_GENAI" if fault == "raises" else "are wrong") in block_scaled.problem("mxfp4", torch.device("cpu"))
+    layer(**PLAIN)(matrix(M, K))  # by the other recipe
+    assert matmul_counts()["fprop"] == {"fp4": 1}
+    monkeypatch.setattr(F, "scaled_mm", lambda *arguments, **options: broken(*arguments, **options) * 2)
+    block_scaled.problem.cache_clear()
+    layer(matmul_backend="fp4")(matrix(M, K))
+    assert matmul_counts()["fprop"] == {"fp4": 1, "dense": 1} and "nvfp4 products are wrong" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("hardware", "requested", "name"),
+    [("sm_100", "auto", "fp4"), ("sm_120", "fp4", "fp4"), ("sm_100", "fp8", "fp8"), ("sm_100", "dense", "dense"),
+     ("sm_90", "fp4", "fp8"), ("sm_80", "fp4", "dense"), ("cpu", "fp4", "dense")],
+)  # fmt: skip
+def test_what_multiplies_where(hardware, requested, name):
+    scheme = layer(macro_search="block_mantissas_fp8").config.gemms()
+    assert select_matmul("fprop", scheme, hardware, requested=requested).name == name
+    assert select_matmul("dgrad", scheme, hardware, requested=requested).name == "dense"
