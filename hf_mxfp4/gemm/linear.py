@@ -86,7 +86,7 @@ def linear_without_gradient(
 ) -> torch.Tensor:
     """The forward product alone, on the weight's codes where a cache keeps them and something multiplies with them."""
     reader = reader_of_codes(x, dtype, state)
-    if reader is not None and (groups or fp4_recipe(x, weight, dtype, state.spec) is None):
+    if reader is not None and (groups or fp4_recipe(x, weight.shape, dtype, state.spec) is None):
         operand, codes = input_operand(x, dtype, state, groups), weight_codes(weight, state)
         return matmul(operand, codes, as_dtype(bias, dtype), groups, spec=state.spec, reader=reader)
     return linear_forward(x, weight, bias, state, groups, dtype, False)[0]
@@ -132,36 +132,19 @@ def linear_forward(
 ) -> tuple[torch.Tensor, SavedTensors, LinearRecord, torch.Tensor | None]:
     """Fprop: the output, what was saved of ``x`` if ``weight_needs_grad``, the record, and ``Q(W)``, `None` where its
     codes were multiplied. Arguments as of [`quantized_linear`]; ``dtype`` is that of the product."""
-    tensors, saved, right = (), None, None
-    packed, out = (None, None) if groups else _multiply_codes(x, weight, bias, state, dtype)
+    tensors, saved, right, bias_dtype = (), None, None, None if bias is None else bias.dtype
+    bias, recipe = as_dtype(bias, dtype), None if groups else fp4_recipe(x, weight.shape, dtype, state.spec)
+    packed = None if recipe is None else packed_input(x, state)
+    out = None if recipe is None else multiply_packed(packed, fp4_weight(weight, state, recipe), recipe, bias, dtype)
     if weight_needs_grad:
-        left, tensors, saved = save_input(x, dtype, state, groups, packed)
+        left, tensors, saved = save_input(x, dtype, state, groups, None if out is None else packed)
     elif out is None:
         left = input_operand(x, dtype, state, groups)
     if out is None:
         right = weight_operand(weight, dtype, state)
+        out = multiply("fprop", left, right, state.spec, bias) if groups is None else matmul(left, right, bias, groups)
     step = None if state.spec.is_plain else state.rngs[0].step
-    record = LinearRecord(saved, step, x.dtype, None if bias is None else bias.dtype)
-    bias = as_dtype(bias, dtype)
-    if out is not None:
-        return out, tensors, record, None
-    if groups is None:
-        out = multiply("fprop", left, right, state.spec, bias)
-    else:
-        out = matmul(left, right, bias, groups)
-    return out, tensors, record, right
-
-
-def _multiply_codes(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, state: GemmState, dtype: torch.dtype
-) -> tuple[MXFP4Tensor | None, torch.Tensor | None]:
-    """[`packed_input`] and the output where FP4 tensor cores multiply codes, otherwise `None` twice."""
-    recipe = fp4_recipe(x, weight, dtype, state.spec)
-    if recipe is None:
-        return None, None
-    packed = packed_input(x, state)
-    out = multiply_packed(packed, fp4_weight(weight, state, recipe), recipe, as_dtype(bias, dtype), dtype)
-    return (None, None) if out is None else (packed, out)
+    return out, tensors, LinearRecord(saved, step, x.dtype, bias_dtype), right
 
 
 def linear_backward(
@@ -386,15 +369,10 @@ class _QuantizedLinear(torch.autograd.Function):
 
 
 def save_input(
-    x: torch.Tensor,
-    dtype: torch.dtype,
-    state: GemmState,
-    groups: Groups | None,
-    packed: MXFP4Tensor | None = None,
+    x: torch.Tensor, dtype: torch.dtype, state: GemmState, groups: Groups | None, packed: MXFP4Tensor | None = None
 ) -> tuple[torch.Tensor | None, SavedTensors, SavedRecord]:
     """The operand of the forward product, the tensors to save for Wgrad, and the record that [`restore_input`] reads
-    them by. ``packed``: [`packed_input`] where it was multiplied already, and the operand is returned as `None`
-    unless it is saved.
+    them by. ``packed``: [`packed_input`] where that was multiplied already and no operand is needed.
 
     Raises `ValueError` for an input saved in MXFP4 while Wgrad takes another one than the forward product.
     """
@@ -408,10 +386,7 @@ def save_input(
     if spec.input_scheme is FP8 and not spec.saves_raw_input:
         tensors, record = fp8_input(x, state, groups), SavedRecord("fp8", dtype)
         return restore_input(tensors, record, spec.backend), tensors, record
-    if packed is None:
-        operand = input_operand(x, dtype, state, groups)
-    else:
-        operand = None if spec.saves_raw_input else dispatch.dequantize(packed, packed.dtype, spec.backend).to(dtype)
+    operand = None if packed is not None and spec.saves_raw_input else input_operand(x, dtype, state, groups)
     saved = x if spec.saves_raw_input else operand
     tensors = dispatch.quantize_e4m3(saved, spec.backend) if spec.saved == "fp8" else (saved,)
     return operand, tensors, SavedRecord(spec.saved, saved.dtype)
