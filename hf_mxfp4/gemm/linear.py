@@ -85,7 +85,7 @@ def linear_without_gradient(
 ) -> torch.Tensor:
     """The forward product alone, on the weight's codes where a cache keeps them and something multiplies with them."""
     reader = reader_of_codes(x, dtype, state)
-    if reader is not None and (groups or fp4_recipe(x, weight, dtype, state.spec) is None):
+    if reader is not None and (groups or fp4_recipe(x, weight.shape, dtype, state.spec) is None):
         operand, codes = input_operand(x, dtype, state, groups), weight_codes(weight, state)
         return matmul(operand, codes, as_dtype(bias, dtype), groups, spec=state.spec, reader=reader)
     return linear_forward(x, weight, bias, state, groups, dtype, False)[0]
@@ -137,7 +137,7 @@ def _multiply_codes(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, state: GemmState, dtype: torch.dtype
 ) -> tuple[MXFP4Tensor | None, torch.Tensor | None]:
     """[`packed_input`] and the output where FP4 tensor cores multiply codes, otherwise `None` twice."""
-    recipe = fp4_recipe(x, weight, dtype, state.spec)
+    recipe = fp4_recipe(x, weight.shape, dtype, state.spec)
     if recipe is None:
         return None, None
     packed = packed_input(x, state)
