@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch.nn.functional import ScalingType, SwizzleType
 
+from ..backends import dispatch
 from ..backends import triton as triton_kernels
 from ..numerics import BLOCK_SIZE, MXFP4Tensor, QuantScheme, block_scales, decode_e8m0, quantize
 from ..numerics.formats import E8M0_NAN
@@ -41,13 +42,13 @@ class FP4Operand(NamedTuple):
         scale: flat, swizzled: float8_e8m0fnu, one for 32 elements, or float8_e4m3fn, one for 16.
         factor: powers of two in float32 that scales are multiplied by: ``[1, 1]``, or ``[R, 1]``; `None` under
             ``mxfp4``.
-        fits: bool, on the device: whether E4M3 holds the scales of all blocks; `None` under ``mxfp4``.
+        misfits: how many scales of blocks are no E4M3 numbers, an int32 scalar on the device; `None` under ``mxfp4``.
     """
 
     elements: torch.Tensor
     scale: torch.Tensor
     factor: torch.Tensor | None = None
-    fits: torch.Tensor | None = None
+    misfits: torch.Tensor | None = None
 
 
 def swizzle_scales(scale: torch.Tensor) -> torch.Tensor:
@@ -68,20 +69,29 @@ def to_fp4(packed: MXFP4Tensor, recipe: str, by_rows: bool = False) -> FP4Operan
     if recipe == "mxfp4":
         return FP4Operand(elements, swizzle_scales(byte.view(torch.float8_e8m0fnu)))
     macro = None if packed.macro is None else packed.macro.reshape(len(elements), -1)
+    name = dispatch.choose_backend(byte, packed.scheme, "auto", family="dequantize", dtype=torch.bfloat16)
+    convert = triton_kernels.nvfp4_scales if name == "triton" else _nvfp4_scales
+    return FP4Operand(elements, *convert(byte, macro, by_rows))
+
+
+def _nvfp4_scales(
+    byte: torch.Tensor, macro: torch.Tensor | None, by_rows: bool
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Swizzled scales, factors, and how many do not fit."""
     counts = byte.to(torch.int32).masked_fill(byte == E8M0_NAN, 0)
     top = counts.amax(dim=1, keepdim=True) if by_rows else counts.amax().reshape(1, 1)
     factor = decode_e8m0((top - _TOP_EXPONENT).clamp(*_NORMAL))
     scale = block_scales(byte, macro)
     stored = (scale / factor).to(torch.float8_e4m3fn)
     # Byte 0 is a block of zeros, or of numbers that are none in the products of GPUs.
-    fits = ((stored.float() * factor == scale) | (byte == 0) | (byte == E8M0_NAN)).all()
+    misfits = ((stored.float() * factor != scale) & (byte != 0) & (byte != E8M0_NAN)).sum(dtype=torch.int32)
     per_16 = stored.view(torch.uint8).repeat_interleave(2, dim=1).view(torch.float8_e4m3fn)
-    return FP4Operand(elements, swizzle_scales(per_16), factor, fits)
+    return swizzle_scales(per_16), factor, misfits
 
 
 def fit(a: FP4Operand, b: FP4Operand) -> bool:
     """Whether both operands are their codes to the bit. Under ``nvfp4`` this waits for the device."""
-    return a.fits is None or bool(a.fits & b.fits)
+    return a.misfits is None or int(a.misfits + b.misfits) == 0
 
 
 def fp4_product(a: FP4Operand, b: FP4Operand, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:

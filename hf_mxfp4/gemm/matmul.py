@@ -44,8 +44,6 @@ from .state import GemmSpec, PackedSpec
 #: Hardware with FP8 tensor cores; what `hf-mxfp4 env` lists.
 FP8_HARDWARE = ("sm_89", "sm_90", "sm_100", "sm_103", "sm_120", "sm_121", "gfx950")
 _LARGEST_E4M3 = 448.0
-#: What the rows of an operand of the forward product are.
-_LINES = {"x": "tokens", "weight": "outputs"}
 
 _counts: Counter[tuple[str, str]] = Counter()
 #: Per device, elements that E4M3 rounded: a scalar that is added to without waiting for the device.
@@ -333,7 +331,7 @@ def _operand_problem(operand: str, precision: OperandScheme, scheme: LinearSchem
             return f"the reused {operand} is rotated along the other axis"
         precision = scheme.fprop.right if operand == "weight" else scheme.fprop.left
         if precision is FP8 and (operand == "weight" or not scheme.folds_scales):
-            return f"the scales of the reused {operand} lie on the {_LINES[operand]}, which are summed over"
+            return f"the scales of the reused {operand} lie on the axis that is summed over"
     if precision is FULL:
         return f"{operand} is in full precision"
     if precision is NVFP4:

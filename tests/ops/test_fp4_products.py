@@ -105,7 +105,7 @@ def test_scales_of_literal_blocks():
     packed = quantize(torch.ones(1, 11 * 32), **MANTISSAS)
     made = to_fp4(replace(packed, scale=byte, macro=macro), "nvfp4")
     scale = from_blocked(made.scale.view(torch.uint8), 1, 22).view(torch.float8_e4m3fn).float()[0, ::2]
-    assert made.factor.tolist() == [[2.0**-8]] and made.fits
+    assert made.factor.tolist() == [[2.0**-8]] and made.misfits == 0
     assert scale[:-1].tolist() == [448, 384, 256, 0.0546875, 0.02734375, 2**-6, 0.01171875, 2**-7, 2**-9, 0]
     assert scale[-1].isnan()
 
@@ -118,10 +118,10 @@ def test_which_scales_fit(exponent, mantissa, fits):
     packed = quantize(torch.ones(2, 64), **MANTISSAS)
     packed.scale[:] = torch.tensor([[127, 127], [127, 127 + exponent]])
     packed.macro[:] = torch.tensor([[0], [mantissa << 2]])
-    assert to_fp4(packed, "nvfp4").fits.item() == to_fp4(packed, "nvfp4", by_rows=True).fits.item() == fits
+    assert [to_fp4(packed, "nvfp4", by_rows).misfits.item() for by_rows in (False, True)] == [not fits, not fits]
     packed.scale[1] = 127 + exponent  # the second row alone is small
     made = to_fp4(packed, "nvfp4", by_rows=True)
-    assert made.fits and made.factor.tolist() == [[2.0**-8], [2.0 ** (exponent - 8)]]
+    assert made.misfits == 0 and made.factor.tolist() == [[2.0**-8], [2.0 ** (exponent - 8)]]
 
 
 @pytest.mark.parametrize("options", [MANTISSAS, PLAIN], ids=["mantissas", "plain"])
