@@ -86,7 +86,7 @@ def linear_without_gradient(
     """The forward product alone, on the weight's codes where a cache keeps them and something multiplies with them, but
     for many rows on tensor cores."""
     reader = reader_of_codes(x, dtype, state)
-    on_codes = reader is not None and (groups is not None or fp4_recipe(x, weight, dtype, state.spec) is None)
+    on_codes = reader is not None and (groups is not None or fp4_recipe(x, weight.shape, dtype, state.spec) is None)
     if on_codes and not decodes(x, dtype, reader, groups):
         on_codes = _fp8_weight("fprop", x, weight, dtype, state, groups) is None
     if on_codes:
@@ -141,7 +141,7 @@ def _multiply_codes(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, state: GemmState, dtype: torch.dtype
 ) -> tuple[MXFP4Tensor | None, torch.Tensor | None]:
     """[`packed_input`] and the output where FP4 tensor cores multiply codes, otherwise `None` twice."""
-    recipe = fp4_recipe(x, weight, dtype, state.spec)
+    recipe = fp4_recipe(x, weight.shape, dtype, state.spec)
     if recipe is None:
         return None, None
     packed = packed_input(x, state)

@@ -12,6 +12,7 @@ did.
 
 import functools
 import os
+import warnings
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,7 +20,6 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from .._logging import get_logger
 from ..backends import cpu as on_cpu
 from ..backends import dispatch
 from ..backends import triton as triton_kernels
@@ -35,7 +35,8 @@ from ..numerics import (
     OperandScheme,
     QuantScheme,
 )
-from .block_scaled import FP4_HARDWARE, FP4Operand, choose_recipe, fit, fp4_product, to_fp4
+from . import block_scaled
+from .block_scaled import FP4_HARDWARE, FP4Operand, to_fp4
 from .fp8 import FP8Operand, inexact, multiply_fp8, to_fp8
 from .groups import Groups
 from .packed_weight import of_expert
@@ -46,8 +47,6 @@ from .state import GemmSpec, PackedSpec
 FP8_HARDWARE = ("sm_89", "sm_90", "sm_100", "sm_103", "sm_120", "sm_121", "gfx950")
 #: Of these, what has FP8 products of all experts in one launch.
 GROUPED_FP8_HARDWARE = ("sm_90", "gfx950")
-#: What the rows of an operand of the forward product are.
-_LINES = {"x": "tokens", "weight": "outputs"}
 
 _counts: Counter[tuple[str, str]] = Counter()
 
@@ -138,23 +137,22 @@ def multiply(
     return matmul(left, right, bias, groups, dtype=fp8_dtype)
 
 
-def fp4_recipe(x: torch.Tensor, weight: torch.Tensor, dtype: torch.dtype, spec: GemmSpec) -> str | None:
-    """How FP4 tensor cores multiply the codes of an input and a weight ``[N, K]``, in ``dtype``; `None` where they do
-    not. Says why, once for each reason, where the spec asks for them by name."""
+def fp4_recipe(x: torch.Tensor, shape: Sequence[int], dtype: torch.dtype, spec: GemmSpec | PackedSpec) -> str | None:
+    """How FP4 tensor cores multiply the codes of an input and of a weight of ``shape`` (N, K), in ``dtype``; `None`
+    where they do not. Says why where the spec asks for them by name."""
     hardware, requested = hardware_of(x.device), spec.matmul_backend
     if requested not in ("auto", "fp4") or hardware not in FP4_HARDWARE and requested == "auto":
         return None
-    recipe, reason = None, _fp4_problem("fprop", spec.scheme, hardware, dtype)
-    if reason is None and dispatch.is_torchs_own(x):
-        recipe, reason = choose_recipe(x, weight, hardware, (spec.input_scheme, spec.weight_scheme))
-    if reason and requested == "fp4":
-        _warn_once(reason)
-    return recipe
-
-
-@functools.lru_cache(maxsize=64)
-def _warn_once(reason: str) -> None:
-    get_logger().warning("matmul_backend='fp4': some products are not computed in FP4: %s", reason)
+    reason = _fp4_problem("fprop", spec.scheme, hardware, dtype) or block_scaled.unsupported_operands(x, shape)
+    if reason is None:
+        is_plain = not spec.scheme.fprop.left.mantissas and not spec.scheme.fprop.right.mantissas
+        for recipe in ("mxfp4", "nvfp4") if is_plain and hardware in block_scaled.MXFP4_HARDWARE else ("nvfp4",):
+            reason = block_scaled.problem(recipe, x.device)
+            if reason is None:
+                return recipe
+    if requested == "fp4":
+        warnings.warn(f"matmul_backend='fp4', but a product is not in FP4: {reason}", stacklevel=2)
+    return None
 
 
 def multiply_packed(
@@ -164,9 +162,9 @@ def multiply_packed(
     the scales of the codes neither with one factor nor with one for each row, or those of the weight not."""
     for by_rows in (False, True):
         left = to_fp4(packed, recipe, by_rows)
-        if fit(left, weight):
+        if block_scaled.fit(left, weight):
             _counts["fprop", "fp4"] += 1
-            out = fp4_product(left, weight, dtype).view(*packed.codes.shape[:-1], -1)
+            out = block_scaled.fp4_product(left, weight, dtype).view(*packed.codes.shape[:-1], -1)
             return out if bias is None else out + bias
     return None
 
@@ -307,16 +305,15 @@ def _fp4_problem(gemm: str, scheme: LinearScheme, hardware: str, dtype: torch.dt
     """Why the operands of a product are no codes that FP4 tensor cores multiply; `None` where they are."""
     if hardware not in FP4_HARDWARE:
         return f"{hardware} has no FP4 products"
-    if gemm != "fprop" or scheme.fprop.rotation is not None:
-        return "FP4 products are those of forward operands without rotation"
     if dtype != torch.bfloat16:
         return f"FP4 products have no output in {dtype}"
-    for operand, precision in zip(GEMM_OPERANDS[gemm], (scheme.fprop.left, scheme.fprop.right), strict=True):
-        if not isinstance(precision, QuantScheme):
-            return f"{operand} is not in 4 bits"
-        if precision.fp4_problem is not None:
-            return f"FP4 products have no {precision.fp4_problem}, as {operand} has"
-    return "the weight is rounded stochastically" if scheme.fprop.right.rounding != "nearest" else None
+    fprop = scheme.fprop
+    operands = [operand for operand in (fprop.left, fprop.right) if isinstance(operand, QuantScheme)]
+    if gemm != "fprop" or fprop.rotation is not None or len(operands) < 2 or fprop.right.rounding != "nearest":
+        return "FP4 products are those of forward operands in 4 bits, without rotation and random weights"
+    if any(each.outlier_fallback or each.macro_block is not None and not each.mantissas for each in operands):
+        return "FP4 products have no residuals and macro factors"
+    return None
 
 
 def _operand_problem(operand: str, precision: OperandScheme, scheme: LinearScheme, product: GemmScheme) -> str | None:
@@ -326,7 +323,7 @@ def _operand_problem(operand: str, precision: OperandScheme, scheme: LinearSchem
             return f"the reused {operand} is rotated after it was quantized"
         precision = scheme.fprop.right if operand == "weight" else scheme.fprop.left
         if precision is FP8 and (operand == "weight" or not scheme.folds_scales):
-            return f"the scales of the reused {operand} lie on the {_LINES[operand]}, which are summed over"
+            return f"the scales of the reused {operand} lie on the axis that is summed over"
     if precision is FULL:
         return f"{operand} is in full precision"
     if precision is NVFP4:

@@ -47,6 +47,10 @@ class Format(ABC):
         experts by the names that files have. ``quantized``: weights that are, by the names in the model."""
         return None
 
+    def more_files(self, options: Mapping[str, Any]) -> dict[str, Any]:
+        """Return JSON files that engines read in addition to ``options``, the entry of `config.json`, by name."""
+        return {}
+
     def notes(self, config: MXFP4RLConfig, ignored: Sequence[str], quantized: Sequence[str] = ()) -> list[str]:
         """Say what of ``config`` the format leaves out, apart from the weights; in sentences for the user.
         Arguments as those of [`quantization_config`]."""
