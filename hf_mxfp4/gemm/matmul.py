@@ -4,9 +4,9 @@ did.
 
 * ``dense``: an ordinary product of the quantized values, in the dtype of the model. Always possible. Of codes, those of
   few rows are multiplied without values in memory.
-* ``fp8``: the same values as E4M3 elements with one scale per row ([`FP8Operand`]), on FP8 tensor cores by
-  `torch.nn.functional.scaled_mm`. Differs from the dense product by the rounding of sums and of the output, and by
-  elements too small for E4M3 beside the largest of their row, which are counted.
+* ``fp8``: the same values as E4M3 elements and scales ([`FP8Operand`]), on FP8 tensor cores by `scaled_mm`, or
+  `scaled_grouped_mm` of experts. Differs from the dense product by the rounding of sums and of the output, and by
+  elements of MXFP4 activations too small for E4M3 beside the largest of their row, which are counted.
 * ``fp4``: the codes of forward operands as they are, on FP4 tensor cores; see [`hf_mxfp4.gemm.block_scaled`].
 """
 
