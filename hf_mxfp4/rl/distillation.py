@@ -173,6 +173,11 @@ class MXFP4DistillationTrainer(QuantizedTrainerMixin, DistillationTrainer):
         with self.quantization.micro_batch(self.state.global_step):
             return super().training_step(*args, **kwargs)
 
+    def compute_loss(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        # TRL computes it in the place of the forward functions that accelerate put autocast on.
+        with self.accelerator.autocast():
+            return super().compute_loss(*args, **kwargs)
+
     def evaluation_loop(self, *args: Any, metric_key_prefix: str = "eval", **kwargs: Any):
         self._sums.zero_()
         output = super().evaluation_loop(*args, metric_key_prefix=metric_key_prefix, **kwargs)

@@ -112,6 +112,23 @@ def test_the_teacher_shares_what_is_frozen(build, scheme, peft_config):
     assert not any(p.requires_grad for p in teacher.values())
 
 
+def test_a_teacher_in_16_bits_shares_float32_tensors_under_autocast(build, tmp_path):
+    build().teacher_model.bfloat16().save_pretrained(tmp_path / "base")
+    trainer = build(bf16=True)
+    dtypes = {name: p.dtype for name, p in trainer.teacher_model.named_parameters()}
+    assert trainer.shared == (6, 4 * (400 * 64 + 5 * 64))
+    assert dtypes["model.layers.0.mlp.up_proj.weight"] == torch.bfloat16
+    assert dtypes["model.norm.weight"] == dtypes["model.embed_tokens.weight"] == torch.float32
+    with trainer.accelerator.autocast():
+        expected = divergence(trainer.model.eval(), trainer.teacher_model, IDS)
+    seen = set()
+    for model in (trainer.model, trainer.teacher_model):
+        model.model.layers[0].mlp.up_proj.register_forward_hook(lambda layer, read, out: seen.add(out.dtype))
+    assert loss_of(trainer, [{"input_ids": ids} for ids in IDS]).item() == pytest.approx(expected, rel=0.05)
+    trainer.train()
+    assert seen == {torch.bfloat16}  # products, where TRL alone computes in float32
+
+
 def test_everything_is_trained_and_nothing_shared_if_asked_for(build):
     trainer = build(train_all=True)
     assert trainer.shared == (0, 0) and all(p.requires_grad for p in trainer.model.parameters())
