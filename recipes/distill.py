@@ -75,10 +75,11 @@ def main(argv: list[str]) -> dict[str, Any]:
     if training.report_every:
         trainer.add_callback(report)
 
-    before = measured(trainer, "before distillation")
+    resumed_from = files.resume_choice(training)
+    training.eval_on_start = resumed_from is None  # a checkpoint has the numbers of its start
     with report.on_exit(trainer):
-        trainer.train(resume_from_checkpoint=files.resume_choice(training))
-    after = measured(trainer, "after distillation")
+        trainer.train(resume_from_checkpoint=resumed_from)
+    before, after = measured(trainer, 0), measured(trainer, trainer.state.global_step)
     saved = output / "student" if recipe.save_student else None
     if saved is not None:
         trainer.save_model(str(saved))
@@ -138,16 +139,20 @@ def of_task(problems: Dataset, learn: str) -> Dataset:
     return Dataset.from_dict({"messages": messages})
 
 
-def measured(trainer: MXFP4DistillationTrainer, when: str) -> dict[str, dict[str, float]]:
-    """Evaluate the student on all held-out texts; return divergence and perplexities by the name of the text."""
-    found = trainer.evaluate()
-    names = list(trainer.eval_dataset)
-    values = {name: {measure: found[f"eval_{name}_{measure}"] for measure in MEASURES} for name in names}
-    told = ", ".join(
-        f"{name} {value['kl']:.4f} (perplexity {value['perplexity']:.2f})" for name, value in values.items()
-    )
-    tell(when, f"KL {told}")
-    return values
+def measured(trainer: MXFP4DistillationTrainer, step: int) -> dict[str, dict[str, float]]:
+    """Return divergence and perplexities by the name of the held-out text at a step; evaluate now if it is the last
+    one and was not evaluated."""
+    history = trainer.state.log_history
+    kinds = {f"eval_{name}_kl" for name in trainer.eval_dataset}
+    if step and not any(line["step"] == step and line.keys() & kinds for line in history):
+        trainer.evaluate()
+    lines = [line for line in history if line["step"] == step]
+    return {
+        name: {measure: line[f"eval_{name}_{measure}"] for measure in MEASURES}
+        for name in trainer.eval_dataset
+        for line in lines
+        if f"eval_{name}_kl" in line
+    }
 
 
 def print_summary(summary: dict[str, Any]) -> None:

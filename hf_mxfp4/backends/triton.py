@@ -101,9 +101,7 @@ def to_fp8(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     return *mxfp4_kernels.to_fp8(x, inexact=inexact), inexact
 
 
-def nvfp4_scales(
-    byte: torch.Tensor, macro: torch.Tensor | None, by_rows: bool
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def nvfp4_scales(byte: torch.Tensor, macro: torch.Tensor | None, by_rows: bool) -> tuple[torch.Tensor, ...]:
     """What [`hf_mxfp4.gemm.to_fp4`] makes of scale bytes and block mantissas for NVFP4 products."""
     return mxfp4_kernels.nvfp4_scales(byte, macro, by_rows)
 

@@ -7,19 +7,16 @@ not grow with their product. Added here: a teacher that shares frozen tensors wi
 completions, and divergence and perplexity of held-out texts.
 """
 
-import contextlib
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from peft import PeftModel
 from torch import nn
-from torch.distributed.tensor import DTensor
 from trl import DistillationConfig, DistillationTrainer
 from trl.data_utils import maybe_apply_chat_template
 from trl.models import prepare_deepspeed, prepare_fsdp
-from trl.trainer.utils import create_model_from_path, maybe_gather_lm_head_ctx
+from trl.trainer.utils import add_fused_lm_head, create_model_from_path
 
 from .._logging import get_logger
 from ..layers import TRAINABLE, cached_weights
@@ -28,12 +25,8 @@ from .checks import check_adapter, check_policy, check_scheme, count_quantized
 from .step_quantization import QuantizedTrainerMixin, StepQuantization
 
 
-#: Tokens whose logits exist at a time in an evaluation.
-_ROWS = 256
 #: Columns of rows whose completions are not sampled.
 _GIVEN = ("input_ids", "text", "messages", "completion")
-#: Names of the factor that a model multiplies its logits with.
-_LOGIT_SCALES = ("logit_scale", "output_multiplier", "lm_head_multiplier")
 
 
 @described_options
@@ -122,6 +115,8 @@ class MXFP4DistillationTrainer(QuantizedTrainerMixin, DistillationTrainer):
         if own != other:
             raise ValueError(f"the teacher has a vocabulary of {other} tokens and the student of {own}")
         teacher.requires_grad_(False)
+        for model in (self.model, teacher):
+            add_fused_lm_head(model.get_base_model() if isinstance(model, PeftModel) else model)  # for evaluations
         if self.is_deepspeed_enabled:
             return prepare_deepspeed(teacher, self.accelerator), (0, 0)
         if self.is_fsdp_enabled:
@@ -181,7 +176,6 @@ class MXFP4DistillationTrainer(QuantizedTrainerMixin, DistillationTrainer):
     def evaluation_loop(self, *args: Any, metric_key_prefix: str = "eval", **kwargs: Any):
         self._sums.zero_()
         output = super().evaluation_loop(*args, metric_key_prefix=metric_key_prefix, **kwargs)
-        self._metrics["eval"].pop("entropy", None)  # not measured
         sums = self.accelerator.reduce(self._sums.to(self.args.device, torch.float32))
         kl, *likelihoods = sums[:3] / sums[3]
         values = zip(("kl", "perplexity", "teacher_perplexity"), (kl, *(nll.exp() for nll in likelihoods)), strict=True)
@@ -191,15 +185,15 @@ class MXFP4DistillationTrainer(QuantizedTrainerMixin, DistillationTrainer):
     def _compute_loss(self, student: nn.Module, inputs: dict[str, Any], num_items: Any):
         if self.model.training:
             return super()._compute_loss(student, inputs, num_items)
+        with replaced_method(self, "beta", 0.0), replaced_method(self, "temperature", 1.0):
+            kl, entropy, tokens = super()._compute_loss(student, inputs, None)
         ids, mask = (torch.cat([inputs[f"prompt_{of}"], inputs[f"completion_{of}"]], 1) for of in ("ids", "mask"))
-        learned, teacher = inputs["completion_mask"].bool(), self.accelerator.unwrap_model(self.teacher_model)
-        read, hidden = (ids, mask, learned.size(1)), self._get_last_hidden_state
-        own = hidden(student, *read)[learned]
-        other = self._forward_redirection(self.teacher_model, teacher, hidden, teacher, *read)[learned]
-        sums = divergence_sums(student, teacher, own, other, inputs["completion_ids"][learned])
-        self._sums += sums.cpu()
-        kl, tokens = sums[0].to(ids.device, torch.float32), learned.sum()
-        return kl / tokens.clamp(min=1), torch.full_like(kl, torch.nan), tokens
+        learned = torch.cat([torch.zeros_like(inputs["prompt_mask"]), inputs["completion_mask"]], 1)
+        read = {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(learned == 0, -100)}
+        teacher = self.accelerator.unwrap_model(self.teacher_model)
+        other = self._forward_redirection(self.teacher_model, teacher, _log_likelihood, teacher, read)
+        self._sums += torch.stack([kl * tokens, -_log_likelihood(student, read), -other, tokens]).double().cpu()
+        return kl, entropy, tokens
 
     def _process_state(self) -> dict[str, Any]:
         return {**super()._process_state(), "tokens_distilled": self.tokens_distilled}
@@ -228,39 +222,9 @@ def share_frozen(student: nn.Module, teacher: nn.Module, *, any_dtype: bool = Fa
     return len(shared), sum(shared.values())
 
 
-def divergence_sums(
-    student: nn.Module, teacher: nn.Module, own: torch.Tensor, other: torch.Tensor, targets: torch.Tensor
-) -> torch.Tensor:
-    """Return float64 ``[4]`` of N tokens: KL(teacher || student), the negative log-likelihoods of ``targets [N]`` under
-    student and teacher, in nats, and N. ``own`` and ``other`` are ``[N, H]``, what the heads of the two read."""
-    sums = torch.zeros(4, dtype=torch.float64)
-    with contextlib.ExitStack() as gathered:
-        heads = [_head(model, gathered) for model in (student, teacher)]
-        for begin in range(0, len(targets), _ROWS):
-            rows = slice(begin, begin + _ROWS)
-            both = [F.log_softmax(head(hidden[rows]), -1) for head, hidden in zip(heads, (own, other), strict=True)]
-            kl = F.kl_div(*both, log_target=True, reduction="sum")
-            likelihoods = (F.nll_loss(logs, targets[rows], reduction="sum") for logs in both)
-            sums += torch.stack([kl, *likelihoods, kl.new_tensor(len(both[0]))]).double().cpu()
-    return sums
-
-
-def _head(model: nn.Module, gathered: contextlib.ExitStack):
-    """Return the function from hidden states to float32 logits that the model's own forward pass applies, for use
-    within the context ``gathered``."""
-    head, config = model.get_output_embeddings(), model.config.get_text_config()
-    gathered.enter_context(maybe_gather_lm_head_ctx(head.weight, head.bias))
-    weight, bias = (t.full_tensor() if isinstance(t, DTensor) else t for t in (head.weight, head.bias))
-    scale = next((found for name in _LOGIT_SCALES if (found := getattr(config, name, None)) is not None), 1.0)
-    if (divisor := getattr(config, "logits_scaling", None)) is not None:
-        scale *= divisor if config.model_type == "hyperclovax" else 1 / divisor
-    cap = getattr(config, "final_logit_softcapping", None)
-
-    def logits(hidden: torch.Tensor) -> torch.Tensor:
-        found = F.linear(hidden, weight.to(hidden.dtype), bias).float() * scale
-        return found if cap is None else cap * torch.tanh(found / cap)
-
-    return logits
+def _log_likelihood(model: nn.Module, read: dict[str, torch.Tensor]) -> torch.Tensor:
+    model = model.get_base_model() if isinstance(model, PeftModel) else model
+    return model.forward(**read, fused_lm_head=True).log_probs.sum()
 
 
 def _choose_trained(model: nn.Module, train_all: bool) -> int:
