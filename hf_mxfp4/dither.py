@@ -15,7 +15,7 @@ from transformers.utils.logging import tqdm
 
 from .gemm import LayerRng, quantize
 from .layers import WeightMatrix, gathered, trainable_matrices
-from .numerics import BLOCK_SIZE, GemmScheme, MXFP4Tensor, QuantScheme, unpack_codes
+from .numerics import BLOCK_SIZE, FP8, GemmScheme, OperandScheme, QuantScheme, quantize_e4m3, unpack_codes
 
 
 #: Dtypes that checkpoints have, and how many float32 numbers lie between one of their normal numbers and the midpoint
@@ -137,7 +137,7 @@ def _unsupported_reason(name: str, parameter: nn.Parameter, fprop: GemmScheme | 
         return f"are trained in {str(parameter.dtype).removeprefix('torch.')}"
     if fprop is None:
         return None
-    if not isinstance(fprop.right, QuantScheme):
+    if not isinstance(fprop.right, QuantScheme) and fprop.right is not FP8:
         return f"are taken in {fprop.right} in the forward product"
     if fprop.rotation is not None:
         return "are rotated in the forward product"
@@ -173,11 +173,13 @@ def _dither_matrix(matrix: WeightMatrix, weight: torch.Tensor, dtype: torch.dtyp
     report.add(weight.numel(), dtype)
 
 
-def _group_size(rows: torch.Tensor, scheme: QuantScheme) -> tuple[int, int]:
+def _group_size(rows: torch.Tensor, scheme: OperandScheme) -> tuple[int, int]:
     """Return the rows and columns of the smallest parts of a weight that are quantized independently of each other:
     macro blocks where these divide it evenly, whole rows or all of it elsewhere."""
     n, k = rows.shape
     height, width = scheme.block_rows, k
+    if scheme is FP8:
+        return height, width
     if scheme.macro_block != "row" and scheme.fallback_rate is None:
         width = max(BLOCK_SIZE, scheme.macro_block or 0)
     return (n, k) if n % height else (height, k if k % width else width)
@@ -187,7 +189,7 @@ def _places(
     weight: torch.Tensor,
     height: int,
     dtype: torch.dtype,
-    scheme: QuantScheme,
+    scheme: OperandScheme,
     backend: str,
     generator: torch.Generator,
 ) -> torch.Tensor:
@@ -197,8 +199,7 @@ def _places(
     active = torch.arange(len(weight), device=weight.device)
     for attempt in range(_ATTEMPTS):
         rows, tried = weight[active], places[active]
-        wanted, found = (quantize(values, **vars(scheme), backend=backend) for values in (rows, _at(rows, tried)))
-        changed = _changes(wanted, found)
+        changed = _changes(rows, _at(rows, tried), scheme, backend)
         differs = changed.any(dim=1).view(-1, height).any(dim=1).repeat_interleave(height)
         if not differs.any():
             return places
@@ -224,8 +225,12 @@ def _at(weight: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
     return (weight.view(torch.int32) + places).view(torch.float32)
 
 
-def _changes(wanted: MXFP4Tensor, found: MXFP4Tensor) -> torch.Tensor:
+def _changes(weight: torch.Tensor, moved: torch.Tensor, scheme: OperandScheme, backend: str) -> torch.Tensor:
     """Return the mask ``[N, K]`` of elements whose code differs, or a scale or macro byte of theirs."""
+    if scheme is FP8:
+        (wanted, scale), (found, other) = quantize_e4m3(weight), quantize_e4m3(moved)
+        return (wanted.view(torch.uint8) != found.view(torch.uint8)) | (scale != other)
+    wanted, found = (quantize(values, **vars(scheme), backend=backend) for values in (weight, moved))
     length = wanted.length
     macro = wanted.scheme.macro_block
     sizes = {

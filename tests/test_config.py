@@ -292,6 +292,14 @@ def test_operands_that_are_not_named_keep_the_presets():
     assert off.gemms().wgrad == GemmScheme(FLOOR, FLOOR)
 
 
+def test_fprop_is_what_the_schemes_of_weights_and_activations_follow():
+    config = MXFP4RLConfig(fprop={"x": "full", "weight": "floor+32x32"})
+    assert config.activation_scheme is None and config.weight_scheme == TILES
+    assert config.packed().weight_scheme == TILES and config.packed().activation_scheme is None
+    with pytest.raises(ValueError, match="takes weights in full precision; there is no scheme of MXFP4"):
+        _ = MXFP4RLConfig(fprop={"weight": "full"}).weight_scheme
+
+
 REFUSED = [
     ({"wgrad": {"grda": "full"}}, "wgrad has no option 'grda'; did you mean 'grad'?"),
     ({"wgrad": {"weight": "full"}}, "wgrad has no option 'weight'"),

@@ -189,6 +189,7 @@ def convert(
     max_shard_size: int | str = MAX_SHARD_SIZE,
     on_bytes: OnBytes = ignore_bytes,
     record: Callable[[bool], Mapping[str, str]] = lambda is_done: {},
+    files: Mapping[str, Any] | None = None,
     finish: Callable[[Path], None] | None = None,
 ) -> ConversionReport:
     """Write a checkpoint from the tensors of ``layers`` and ``others``, with ``config`` as `config.json`.
@@ -198,6 +199,7 @@ def convert(
         report: gets the layers' costs and sizes, is written to ``report.file``, and is returned.
         record: returns metadata for the headers of the files, called before and after the tensors are made; the second
             result must not be longer.
+        files: values of more JSON files, by name.
         finish: called with the new folder before it gets its name, to write more files into it.
     """
     from transformers.core_model_loading import dot_natural_key
@@ -221,7 +223,8 @@ def convert(
     with atomic_folder(target, overwrite=overwrite) as folder:
         for file in write(folder, tensors, max_shard_size, record(False)):
             write_metadata(file, {"format": "pt", **record(True)})
-        write_json(folder / "config.json", config, sort_keys=True)
+        for name, value in {"config.json": config, **(files or {})}.items():
+            write_json(folder / name, value, sort_keys=True)
         source.folder.copy_side_files(folder)
         if report.file is not None:
             write_json(folder / report.file, report.to_dict(), sort_keys=True)

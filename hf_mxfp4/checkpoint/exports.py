@@ -50,7 +50,8 @@ def export(
     Args:
         source_dir: folder of a safetensors checkpoint.
         out_dir: new or empty folder; with ``overwrite`` also a checkpoint, which is replaced.
-        format: ``"compressed-tensors"``, ``"nvfp4"``, ``"quark"``, ``"gpt-oss"``, ``"gguf"`` or ``"bf16"``.
+        format: ``"compressed-tensors"``, ``"nvfp4"``, ``"nvfp4-modelopt"``, ``"quark"``, ``"gpt-oss"``, ``"gguf"`` or
+            ``"bf16"``.
         on_mismatch: for layers that the format cannot hold: ``"refuse"``; ``"requantize"`` without what it
             cannot; ``"dequantize"`` to bfloat16. Layers that cannot be 4-bit there at all are in bfloat16 under either
             of the last two, and those that a format never quantizes always.
@@ -98,6 +99,7 @@ def export(
         overwrite=overwrite,
         max_shard_size=max_shard_size,
         on_bytes=on_bytes,
+        files={} if options is None else target.more_files(options),
     )
 
 

@@ -32,9 +32,8 @@ from .tensors import NewTensor, StoredTensor, new_tensors, read_header
 #: What to do with checkpoints of bitsandbytes, GPTQ, AWQ, FP8 and the like.
 NOT_IMPORTED = (
     "what can be imported are MXFP4 checkpoints of compressed-tensors, quark and gpt-oss, and NVFP4 ones of "
-    "compressed-tensors. Use the full-precision "
-    "checkpoint that this one was made from; or load it with transformers, call model.dequantize() where its method "
-    "has that, and save it: weights are then quantized twice"
+    "compressed-tensors and modelopt. Use the full-precision checkpoint that this one was made from; or load it with "
+    "transformers, call model.dequantize() where its method has that, and save it: weights are then quantized twice"
 )
 
 

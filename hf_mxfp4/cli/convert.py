@@ -94,11 +94,11 @@ def export(
     ],
     out: OutArgument,
     format: Annotated[
-        Literal["compressed-tensors", "nvfp4", "quark", "gpt-oss", "gguf", "bf16"],
+        Literal["compressed-tensors", "nvfp4", "nvfp4-modelopt", "quark", "gpt-oss", "gguf", "bf16"],
         typer.Option(
             help="compressed-tensors: vLLM, transformers (W4A16); nvfp4: the same, with block mantissas (W4A4 too); "
-            "quark: vLLM (W4A4); gpt-oss: experts of gpt-oss models; gguf: llama.cpp and what builds on it, in one "
-            "file; bf16: all.",
+            "nvfp4-modelopt: NVFP4 for TensorRT-LLM; quark: vLLM (W4A4); gpt-oss: experts of gpt-oss models; gguf: "
+            "llama.cpp and what builds on it, in one file; bf16: all.",
         ),
     ],
     on_mismatch: Annotated[
@@ -114,7 +114,7 @@ def export(
     ] = None,
     preset: Annotated[
         Literal["w4a16", "w4a4"] | None,
-        typer.Option(help="For a plain checkpoint: w4a16 (default), or w4a4 in format quark or nvfp4."),
+        typer.Option(help="For a plain checkpoint: w4a16 (default), or w4a4 in NVFP4 and in format quark."),
     ] = None,
     skip: SkipOption = None,
     overwrite: OverwriteOption = False,
@@ -148,7 +148,7 @@ def import_(
         typer.Argument(
             metavar="SOURCE",
             help="Folder of an MXFP4 checkpoint of compressed-tensors, AMD Quark or gpt-oss, or an NVFP4 one of "
-            "compressed-tensors.",
+            "compressed-tensors or NVIDIA Model-Optimizer.",
         ),
     ],
     out: OutArgument,

@@ -143,7 +143,7 @@ def test_two_numbers_of_fp4_are_one_element_and_experts_without_rows_are_not_rea
     inputs = (((8192, 2048), torch.float4_e2m1fn_x2), ((2048, 4096), torch.float4_e2m1fn_x2))
     (b200,) = gpus_of("sm_100")
     four = estimate_operator(Operator("_scaled_mm_v2", inputs, 1), b200)
-    assert four.seconds == pytest.approx(2e-6 + 2 * 8192 * 4096 * 4096 / (0.8 * 9000e12))
+    assert four.seconds == pytest.approx(2e-6 + 2 * 8192 * 4096 * 4096 / (3 * 0.8 * 2250e12))
     inputs = (((8, 64), torch.bfloat16), ((4, 64, 32), torch.bfloat16))
     n_bytes = 2 * (8 * 64 + 4 * 64 * 32 + 8 * 32)
     grouped = estimate_operator(Operator("_grouped_mm", inputs, n_bytes), H100, reached=0.25)

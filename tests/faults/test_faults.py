@@ -91,7 +91,6 @@ def fail():
 
 FAULTS = {
     "SIGTERM": (lambda: send(signal.SIGTERM), SystemExit, "Terminated: SIGTERM"),
-    "Ctrl-C": (lambda: send(signal.SIGINT), KeyboardInterrupt, "KeyboardInterrupt"),
     "reward raises": (fail, RewardError, "RewardError: reward function 'even_digits' raised KeyError: 'answer'"),
 }
 
@@ -185,10 +184,7 @@ def test_an_update_is_finished_first(build, whole, step, number, tmp_path, monke
 
 def test_what_is_measured_after_an_update_is_finished_too(build, tmp_path):
     """The step is counted by then, and its log is not there yet."""
-    options = {
-        "max_steps": 3,
-        "error_every": 2,
-    }
+    options = {"max_steps": 3, "error_every": 2}
     whole = end_of(build, tmp_path / "whole", **options)
     trainer = build(output_dir=str(tmp_path / "parts"), **options)
     measure = trainer.error_callback.on_step_end
@@ -245,35 +241,21 @@ class Broken(TrainerCallback):
         setattr(self, event, handle)
 
 
-CALLBACK_RUN = {"max_steps": 4, "num_iterations": 2}
-
-
-@pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory):
-    """The end of a run of these options that nothing stops: weights, logs."""
-    trainer = trainer_factory(tmp_path_factory.mktemp("undisturbed"))(**CALLBACK_RUN)
-    trainer.train()
-    return weights(trainer.model), everything(trainer)["logs"]
-
-
 @pytest.mark.parametrize(
     ("event", "lacks"), [("on_log", set()), ("on_step_end", {"loss", "grad_norm", "learning_rate"})]
 )
-def test_a_callback_that_fails_stops_training_with_everything_saved(undisturbed, tmp_path, event, lacks, capsys):
-    run = trainer_factory(tmp_path)
+def test_a_callback_that_fails_stops_training_with_everything_saved(build, whole, tmp_path, event, lacks, capsys):
     with pytest.raises(KeyError, match="mistake"):
-        run(callbacks=[Broken(event, 2)], **CALLBACK_RUN).train()
-    saved = tmp_path / "run" / "checkpoint-2"
+        build(callbacks=[Broken(event, 2)], output_dir=str(tmp_path), **RUN).train()
+    saved = tmp_path / "checkpoint-2"
     assert f"training stopped at step 2 by KeyError: 'mistake'; saved as {saved}" in capsys.readouterr().err
-    resumed = run(**CALLBACK_RUN)
-    resumed.train(resume_from_checkpoint=True)
-    values, (first, second, *rest) = undisturbed
-    assert resumed.state.global_step == 4
-    assert_same(weights(resumed.model), values)
+    resumed = end_of(build, tmp_path, resume=True, **RUN)
+    _, second, *rest = whole["logs"]
+    assert_same(resumed["weights"], whole["weights"])
     assert lacks < set(second)
     second = {key: value for key, value in second.items() if key not in lacks}
-    assert_same(sorted(everything(resumed)["logs"][1].items()), sorted(second.items()))
-    assert_same(everything(resumed)["logs"][2:], rest)
+    assert_same(sorted(resumed["logs"][1].items()), sorted(second.items()))
+    assert_same(resumed["logs"][2:], rest)
 
 
 #: A checkpoint at each step, in the middle of rollouts too.

@@ -85,12 +85,7 @@ FULL = "full precision"
         ("rceil+32x32", "mxfp4+rceil+32x32", "mxfp4+rceil", (4.25, 4.25, 4.25)),
         ("w4a4:even/rceil+of1", "mxfp4+even", "mxfp4+rceil+of1", (4.25, 8.5, 6.375)),
         ("even/full", "mxfp4+even", FULL, (4.25, None, 4.25)),
-        (
-            "default",
-            "mxfp4+even+mbs128-blockwise+of1",
-            "mxfp4+even+mbs128-blockwise+of1",
-            (8.5625, 8.5625, 8.5625),
-        ),
+        ("default", "mxfp4+even+mbs128-blockwise+of1", "mxfp4+even+mbs128-blockwise+of1", (8.5625, 8.5625, 8.5625)),
         ("w4a16", "mxfp4+even+mbs128-blockwise+of1", FULL, (8.5625, None, 8.5625)),
         ("w8a8", "fp8", "fp8", (8.0, 8.0, 8.0)),
         ("nvfp4", "nvfp4", "nvfp4", (4.5, 4.5, 4.5)),

@@ -98,12 +98,8 @@ def test_what_the_hub_lacks(error, message, monkeypatch):
 
 
 BF16 = torch.bfloat16
-VECTOR, HEAD, EMBEDDING, OTHER = (
-    "norm, bias or other vector",
-    "head, router or other tower",
-    "embedding",
-    "not the weight of a linear layer",
-)
+VECTOR, HEAD, EMBEDDING = "norm, bias or other vector", "head, router or other tower", "embedding"
+OTHER = "not the weight of a linear layer"
 
 
 @pytest.mark.parametrize(

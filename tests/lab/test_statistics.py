@@ -10,20 +10,12 @@ import torch
 
 from hf_mxfp4.lab import ErrorStatistics, error_statistics
 from hf_mxfp4.lab import statistics as module
-from hf_mxfp4.numerics import QuantScheme, apply_scheme, decompose_scheme
+from hf_mxfp4.numerics import QuantScheme, apply_scheme, decompose_scheme, parse_scheme
 
 
 RCEIL = QuantScheme()
-SCHEMES = [
-    RCEIL,
-    QuantScheme("floor"),
-    QuantScheme("even"),
-    QuantScheme("mse"),
-    QuantScheme("rceil", 128),
-    QuantScheme("rceil", "row"),
-    QuantScheme("rceil", 128, "dynamic", 0.5),
-    QuantScheme("even", 128, "blockwise"),
-]
+TEXTS = ("rceil", "floor", "even", "mse", "rceil+mbs128", "rceil+mbsrow", "rceil+mbs128-dynamic+of0.5")
+SCHEMES = [parse_scheme(text) for text in (*TEXTS, "even+mbs128-blockwise")]
 
 
 def gaussian(*shape, seed=0):

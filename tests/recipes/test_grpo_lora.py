@@ -20,7 +20,7 @@ from recipes.post_training.arguments import parse
 from recipes.post_training.policy import find_start
 
 
-pytestmark = pytest.mark.usefixtures("no_figures")
+pytestmark = pytest.mark.usefixtures("blank_pictures")
 ROOT = Path(__file__).resolve().parents[2]
 CONFIGS = ROOT / "recipes" / "configs"
 PACKED = MXFP4RLConfig(mode="packed")

@@ -48,6 +48,10 @@ class Format(ABC):
         ``quantized``: weights that are, by the names in the model."""
         return None
 
+    def more_files(self, options: Mapping[str, Any]) -> dict[str, Any]:
+        """Return JSON files that engines read in addition to ``options``, the entry of `config.json`, by name."""
+        return {}
+
     def notes(self, config: MXFP4RLConfig, ignored: Names, quantized: Names = ()) -> list[str]:
         """Say what of ``config`` the format leaves out, apart from the weights; in sentences for the user."""
         scheme = config.activation_scheme
