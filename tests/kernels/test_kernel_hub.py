@@ -41,7 +41,7 @@ print('ok')
 """.replace("NAMES", repr(sorted(mxfp4_kernels.__all__)))
 #: Layers of this project on a loaded kernel, in a process that has it under the name that they import.
 LAYERS = """
-sys.modules['mxfp4_kernels'] = kernel
+sys.modules.update(mxfp4_kernels=kernel, torchao=None)  # transformers would import torchao, for seconds
 import torch
 from torch import nn
 from hf_mxfp4 import MXFP4Linear, MXFP4PackedLinear, MXFP4RLConfig
@@ -110,10 +110,7 @@ def test_each_backend_has_a_variant_with_the_metadata_that_the_hub_asks_for(asse
             for path in variant.rglob("*")
             if path.suffix in SOURCES
         }
-        assert (
-            digests.keys() == sources | {"mxfp4_kernels/__init__.py"}
-            and {"decode/product.py", "cpu/quantize.cpp"} <= sources
-        )
+        assert digests.keys() == sources | {"mxfp4_kernels/__init__.py"} and "cpu/quantize.cpp" in sources
         assert metadata["digest"] == {"algorithm": "sha256", "files": digests}
 
 
