@@ -214,6 +214,23 @@ def smoothing() -> str:
     return f"{table(['scheme', 'bits of an operand', *columns], rows)}\n{what}\n"
 
 
+def distillation() -> str:
+    """A row for each run, with its divergence on each held-out text before and after."""
+    runs: dict[str, dict[str, dict]] = {}
+    for r in records("distillation"):
+        runs.setdefault(r["command"], {})[r["name"]] = r
+    rows, names = [], {"test": "GSM8K test", "python_topics": "Python topics"}
+    for texts in runs.values():
+        one = texts["test"]
+        scheme = one["scheme"].split(" ")[0] + (", H64" if "rotation" in one["scheme"] else "")
+        row = [scheme, f"{one['bits']:.2f}", one["start"], f"{one['learning_rate']:.0e}", f"{one['steps']}"]
+        for r in (texts[name] for name in names):
+            row += [f"{r['kl_before']:.3f} → {r['kl']:.3f}", f"{r['perplexity_before']:.2f} → {r['value']:.2f}"]
+        rows.append(row)
+    columns = [c for key, text in names.items() for c in (f"KL, {text}", f"perplexity ({texts[key]['baseline']:.2f})")]
+    return table(["scheme", "bits", "start", "rate", "steps", *columns], rows)
+
+
 def export_perplexity() -> str:
     rows = []
     for r in records("export_perplexity"):

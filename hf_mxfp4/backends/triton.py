@@ -101,6 +101,11 @@ def to_fp8(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     return *mxfp4_kernels.to_fp8(x, inexact=inexact), inexact
 
 
+def nvfp4_scales(byte: torch.Tensor, macro: torch.Tensor | None, by_rows: bool) -> tuple[torch.Tensor, ...]:
+    """What [`hf_mxfp4.gemm.to_fp4`] makes of scale bytes and block mantissas for NVFP4 products."""
+    return mxfp4_kernels.nvfp4_scales(byte, macro, by_rows)
+
+
 @functools.lru_cache(maxsize=4096)
 def unsupported_product(rows: int, length: int, dtype: torch.dtype, n_experts: int | None = None) -> str | None:
     """Return why [`linear`] does not multiply so many rows, of all experts or of one weight, with the codes of weights

@@ -2,7 +2,7 @@
 """Products of MXFP4 operands, differentiable, and the choice of what computes them."""
 
 from ..backends.functional import fake_quantize, quantize
-from .block_scaled import fp4_product, swizzle_scales, to_fp4
+from .block_scaled import to_fp4
 from .cache import WEIGHT_FORMS, WeightCache, cached_weights, gemm_states, uncached_weights
 from .compile import compiled_linear, compiled_packed_linear, read_input_scheme, read_scheme
 from .groups import Groups, group_by_expert
@@ -59,7 +59,6 @@ __all__ = [
     "compiled_packed_linear",
     "effective_rows",
     "fake_quantize",
-    "fp4_product",
     "gemm_states",
     "group_by_expert",
     "hardware_of",
@@ -80,7 +79,6 @@ __all__ = [
     "reset_matmul_counts",
     "rows_first",
     "select_matmul",
-    "swizzle_scales",
     "to_fp4",
     "to_fp8",
     "uncached_weights",

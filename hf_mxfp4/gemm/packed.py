@@ -6,9 +6,10 @@ from torch.autograd.function import once_differentiable
 
 from ..backends import dispatch
 from ..numerics import MXFP4Tensor
-from .groups import Groups
-from .linear import as_dtype, autocast_dtype, needs_gradient, not_a_view, sum_rows
-from .matmul import matmul
+from .block_scaled import to_fp4
+from .groups import Groups, sum_rows
+from .linear import as_dtype, autocast_dtype, needs_gradient, not_a_view
+from .matmul import fp4_recipe, matmul, multiply_packed
 from .operands import quantize_input
 from .packed_weight import PACKED_FIELDS, PackedWeight, of_expert
 from .state import GemmState, PackedSpec
@@ -54,8 +55,15 @@ def packed_forward(
     values: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The forward pass of [`packed_linear`], without a gradient; ``values`` take the place of the codes."""
-    operand = quantize_input(x, dtype, spec.inputs, spec.backend, spec.rotation)
     weight = _tensor(packed, spec, dtype) if values is None else values
+    shape = packed[0].shape[0], spec.in_features
+    recipe = fp4_recipe(x, shape, dtype, spec) if groups is None and values is None else None
+    if recipe is not None:
+        codes = dispatch.quantize(x.detach(), spec.inputs, spec.backend)
+        out = multiply_packed(codes, to_fp4(weight, recipe), recipe, as_dtype(bias, dtype), dtype)
+        if out is not None:
+            return out
+    operand = quantize_input(x, dtype, spec.inputs, spec.backend, spec.rotation)
     return matmul(operand, weight, as_dtype(bias, dtype), groups, spec=spec)
 
 

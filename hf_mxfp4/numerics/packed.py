@@ -81,14 +81,10 @@ def part_sizes(scheme: QuantScheme, length: int) -> tuple[int | None, ...]:
     return n_bytes, n_blocks, macro, *residual
 
 
-def block_scales(
-    scale: torch.Tensor, mantissas: torch.Tensor | None = None, dtype: torch.dtype = torch.float32
-) -> torch.Tensor:
+def block_scales(scale: torch.Tensor, macro: torch.Tensor | None, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """Scales ``[..., blocks]`` of scale bytes, and of packed block mantissas if there are any; exact in float32."""
-    scales = decode_e8m0(scale, dtype)
-    if mantissas is None:
-        return scales
-    return scales * mantissa_factor(unpack_mantissas(mantissas))[..., : scale.shape[-1]]
+    factors = 1.0 if macro is None else mantissa_factor(unpack_mantissas(macro))[..., : scale.shape[-1]]
+    return decode_e8m0(scale, dtype) * factors
 
 
 def dequantize(

@@ -110,13 +110,6 @@ class QuantScheme:
             return "macro factors" if not self.mantissas else "block mantissas up to 1.75"
         return None if self.outlier_fallback is None else "residuals"
 
-    @property
-    def fp4_problem(self) -> str | None:
-        """What a tensor has besides codes and one scale per block; `None` where these are all."""
-        if self.macro_block is not None and not self.mantissas:
-            return "macro factors"
-        return None if self.outlier_fallback is None else "residuals"
-
     def __str__(self) -> str:
         parts = ["mxfp4", self.scale_rule.value]
         if self.macro_block is not None:

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Kernels for MXFP4. In Triton: quantization, dequantization, conversion to FP8, and products of a few rows with packed
-weights; in C++ for CPUs, compiled on first use: [`mxfp4_kernels.cpu`]. Needs torch, and Triton or a C++ compiler.
+"""Kernels for MXFP4. In Triton: quantization, dequantization, operands of FP8 and NVFP4 products, and products of few
+rows with packed weights; in C++ for CPUs, compiled on first use: [`mxfp4_kernels.cpu`]. Needs torch, and Triton or a
+C++ compiler.
 
 Blocks are quantized as a [`Scheme`] says, along an axis with what a [`Side`] has of its own; codes and scales are a
 [`Packed`]. Names are imported when they are first used, so that the C++ needs no Triton.
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
     from .common.scheme import Packed, Scheme, Side, unsupported_dtype, unsupported_scheme
     from .decode.product import linear_w4a16, unsupported_weight
     from .dequantization import dequantize
+    from .fp4 import nvfp4_scales
     from .fp8 import from_fp8, to_fp8
     from .quantization import fake_quantize, fake_quantize_rows_and_columns, quantize, quantize_rows_and_columns
 
@@ -21,6 +23,7 @@ _MODULES = {
     ".common.scheme": ("Packed", "Scheme", "Side", "unsupported_dtype", "unsupported_scheme"),
     ".decode.product": ("linear_w4a16", "unsupported_weight"),
     ".dequantization": ("dequantize",),
+    ".fp4": ("nvfp4_scales",),
     ".fp8": ("from_fp8", "to_fp8"),
     ".quantization": ("fake_quantize", "fake_quantize_rows_and_columns", "quantize", "quantize_rows_and_columns"),
 }
@@ -34,6 +37,7 @@ __all__ = [
     "fake_quantize_rows_and_columns",
     "from_fp8",
     "linear_w4a16",
+    "nvfp4_scales",
     "quantize",
     "quantize_rows_and_columns",
     "to_fp8",

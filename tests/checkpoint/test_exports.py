@@ -213,7 +213,7 @@ def test_shards_side_files_and_report(tmp_path):
 
 
 def test_what_cannot_be_exported_says_why(tmp_path):
-    with pytest.raises(ValueError, match="'compressed-tensors', 'nvfp4', 'quark', 'gpt-oss', 'gguf', 'bf16'"):
+    with pytest.raises(ValueError, match="'compressed-tensors', 'nvfp4', 'nvfp4-modelopt', 'quark'"):
         export(tmp_path, tmp_path / "out", "gptq")
     with pytest.raises(ValueError, match="'refuse', 'requantize', 'dequantize'"):
         export(tmp_path, tmp_path / "out", "quark", "ask")

@@ -370,3 +370,21 @@ def test_how_often_a_step_quantizes_each_weight(jobs, tmp_path, engine, expected
     answer = run_job("engine_jobs:count_quantizations", tmp_path / "log", ranks=2, **arguments)
     assert answer.codes == [0, 0], answer.output[-4000:]
     assert [json.loads((tmp_path / f"counts{rank}.json").read_text()) for rank in (0, 1)] == [expected] * 2
+
+
+@pytest.mark.parametrize("engine", ["ddp", "fsdp2", pytest.param("zero3", marks=(NO_DEEPSPEED, pytest.mark.large))])
+def test_distillation_is_that_of_one_process(jobs, tmp_path, engine):
+    found = {}
+    for ranks, name in ((1, None), (2, engine)):
+        out = tmp_path / str(ranks)
+        out.mkdir()
+        arguments = {"engine": name, "base": str(jobs.base("qat")), "out": str(out)}
+        answer = run_job("engine_jobs:distill", out / "log", ranks=ranks, **arguments)
+        assert answer.codes == [0] * ranks, answer.output[-4000:]
+        found[ranks] = json.loads((out / "distilled.json").read_text())
+    alone, both = found[1]["whole"], found[2]["whole"]
+    assert both["loss"] == pytest.approx(alone["loss"], rel=1e-4) and len(both["loss"]) == 4
+    assert both["evaluated"] == pytest.approx(alone["evaluated"], rel=1e-4)
+    assert both["tokens"] == alone["tokens"] > 0
+    assert alone["shared"] > 0 and bool(both["shared"]) == (engine == "ddp")
+    assert found[2]["resumed"] == both

@@ -24,6 +24,7 @@ from mxfp4_kernels.common.scheme import has_bf16x2, scheme_constants
 from mxfp4_kernels.decode.config import Gpu, tile_config
 from mxfp4_kernels.decode.product import decode_kernel, weight_constants
 from mxfp4_kernels.dequantization import dequantize_kernel
+from mxfp4_kernels.fp4 import nvfp4_scales_kernel
 from mxfp4_kernels.fp8 import from_fp8_kernel, to_fp8_kernel
 from mxfp4_kernels.quantization import compile_options, quantize_kernel, tile_shape
 
@@ -197,6 +198,13 @@ def fp8_variant(target, to: bool, columns: bool = False) -> dict:
     return compile_kernel(target, kernel, types | numbers, constants, options, [*_POINTERS, "n_cols", "row_stride"])
 
 
+def nvfp4_variant(target) -> dict:
+    types = dict.fromkeys(("byte_ptr", "macro_ptr", "top_ptr", "out_ptr"), "*u8")
+    types |= {"factor_ptr": "*i32", "misfits_ptr": "*i32", "n_rows": "i32", "n_blocks": "i32", "n_macros": "i32"}
+    constants = {"BY_ROWS": False, "BLOCKS": 16}
+    return compile_kernel(target, nvfp4_scales_kernel, types, constants, {"num_warps": 4}, _POINTERS)
+
+
 def decode_variant(target, backend: str, arch: str, rows: int, k: int, scheme: Scheme, experts: int) -> dict:
     gpu = Gpu(arch, *_GPUS.get(arch, (132, 232448)))
     config = tile_config(rows, scheme.outlier_fallback is not None, gpu)
@@ -226,10 +234,12 @@ def compile_variant(target, backend: str, arch: str, name: str) -> dict:
         return decode_variant(target, backend, arch, *DECODE[name])
     if name.startswith("dequantize"):
         return dequantize_variant(target, MANTISSAS if name.endswith("mantissas") else STATIC)
+    if name.startswith("nvfp4"):
+        return nvfp4_variant(target)
     return fp8_variant(target, name.startswith("to_fp8"), name.endswith("columns"))
 
 
-OTHERS = ("dequantize", "dequantize mantissas", "to_fp8", "to_fp8 columns", "from_fp8")
+OTHERS = ("dequantize", "dequantize mantissas", "to_fp8", "to_fp8 columns", "from_fp8", "nvfp4_scales")
 
 
 if __name__ == "__main__":

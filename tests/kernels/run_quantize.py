@@ -16,6 +16,7 @@ import itertools
 import json
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -25,7 +26,7 @@ from hypothesis import strategies as st
 
 import mxfp4_kernels
 from hf_mxfp4 import numerics
-from hf_mxfp4.gemm import to_fp8
+from hf_mxfp4.gemm import to_fp4, to_fp8
 from hf_mxfp4.numerics import QuantScheme
 from mxfp4_kernels import Scheme, Side
 
@@ -272,12 +273,30 @@ def fp8() -> Iterator[Case]:
             values = mxfp4_kernels.from_fp8(found, scale, dtype)
             bad += [] if same(values, numerics.fake_quantize_e4m3(rows)) else ["values"]
             yield f"{shape} {dtype} {label}", bad
+    yield from nvfp4(rng)
     every = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).expand(32, 256)
     byte = torch.linspace(0, 255, 32).to(torch.uint8)[:, None]
     for dtype in DTYPES:
         found = mxfp4_kernels.from_fp8(every.to(DEVICE), byte.to(DEVICE), dtype)
         right = same(found, numerics.dequantize_e4m3(every, byte, dtype))
         yield f"every element as {dtype}", [] if right else ["values"]
+
+
+def nvfp4(rng: torch.Generator) -> Iterator[Case]:
+    """Scales of operands of NVFP4 products in ragged tiles, with a factor or one a row; 15 binades fit."""
+    sizes = (1, 1, 256, 9), (130, 5, 140, 15), (300, 37, 255, 15), (9, 32, 20, 25), (3, 4, 1, 1)
+    for rows, blocks, top, spread in sizes:
+        packed = numerics.quantize(torch.zeros(rows, 32 * blocks), macro_block=128, macro_search="block_mantissas")
+        packed.scale[:] = torch.randint(max(0, top - spread), top, packed.scale.shape, generator=rng)
+        packed.macro[:] = torch.randint(256, packed.macro.shape, generator=rng)
+        for macro, by_rows in ((packed.macro, False), (packed.macro, True), (None, False)):
+            there = None if macro is None else macro.to(DEVICE)
+            found = mxfp4_kernels.nvfp4_scales(packed.scale.to(DEVICE), there, by_rows)
+            expected = to_fp4(replace(packed, macro=macro), "nvfp4", by_rows)[1:]
+            right = same(found[1], expected[1]) and int(found[2]) == int(expected[2])
+            if spread <= 15:  # others are rounded by the one and cut off by the other
+                right &= int(found[2]) == 0 and same(found[0].view(torch.uint8), expected[0].view(torch.uint8))
+            yield f"NVFP4 scales {rows} x {blocks}, below {top}, {by_rows}", [] if right else ["operand"]
 
 
 @settings(max_examples=12 if DEVICE == "cpu" else 500, deadline=None, database=None, derandomize=True)

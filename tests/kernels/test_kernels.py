@@ -14,7 +14,7 @@ from mxfp4_kernels.decode import counters
 
 
 @pytest.mark.parametrize(
-    ("what", "cases"), [("schemes", 33), ("pairs", 24), ("layouts", 28), ("sides", 31), ("fp8", 21)]
+    ("what", "cases"), [("schemes", 33), ("pairs", 24), ("layouts", 28), ("sides", 31), ("fp8", 36)]
 )
 def test_interpreted_kernels_equal_eager_bit_for_bit(run_script, what, cases):
     report = run_script("run_quantize.py", what, interpret=True)
@@ -115,6 +115,10 @@ def test_wrong_outputs_and_shapes_raise():
         mxfp4_kernels.quantize(torch.ones(32), Scheme(block_rows=32))
     with pytest.raises(TypeError, match="float64"):
         mxfp4_kernels.dequantize(Packed(*[None] * 5), 32, Scheme(), torch.float64)
+    with pytest.raises(TypeError, match="must be uint8"):
+        mxfp4_kernels.nvfp4_scales(torch.zeros(2, 5))
+    with pytest.raises(ValueError, match="needs a GPU tensor"):
+        mxfp4_kernels.nvfp4_scales(PACKED["scale"], PACKED["macro"])
     elements = torch.zeros(2, 8, dtype=torch.float8_e4m3fn)
     with pytest.raises(TypeError, match="scales uint8"):
         mxfp4_kernels.from_fp8(elements, torch.ones(2, 1), torch.float32)

@@ -12,16 +12,14 @@ from torch import nn
 from torch.nn.functional import ScalingType, SwizzleType
 from torchao.prototype.mx_formats.utils import from_blocked, to_blocked
 
-from hf_mxfp4 import MXFP4Linear, MXFP4RLConfig, cached_weights, quantize
+from hf_mxfp4 import MXFP4Linear, MXFP4PackedLinear, MXFP4RLConfig, cached_weights, quantize
 from hf_mxfp4.checkpoint.formats import FORMATS
 from hf_mxfp4.gemm import (
     compiled_linear,
-    fp4_product,
     matmul_counts,
     quantized_linear,
     reset_matmul_counts,
     select_matmul,
-    swizzle_scales,
     to_fp4,
     weight_quantizations,
 )
@@ -66,7 +64,6 @@ def blackwell(monkeypatch):
     """A device with FP4 products, but for its arithmetic the CPU; the fixture sets another architecture."""
     reset_matmul_counts()
     block_scaled.problem.cache_clear()
-    matmul_module._warn_once.cache_clear()
     monkeypatch.setattr(F, "scaled_mm", stand_in)
     yield lambda name: monkeypatch.setattr(matmul_module, "hardware_of", lambda device: name)
     block_scaled.problem.cache_clear()
@@ -85,14 +82,14 @@ def matrix(rows: int, columns: int, seed: int = 0, spread: int = 4) -> torch.Ten
 @pytest.mark.parametrize("shape", [(1, 1), (128, 4), (130, 7), (300, 20)], ids=str)
 def test_swizzled_scales_are_those_of_torchao(shape):
     scale = torch.randint(256, shape, generator=torch.Generator().manual_seed(0)).to(torch.uint8)
-    assert torch.equal(swizzle_scales(scale), to_blocked(scale))
+    assert torch.equal(block_scaled.swizzle_scales(scale), to_blocked(scale))
 
 
 def test_where_a_swizzled_scale_is():
     """cuBLAS, "1D block scaling factors layout": row 33 of a tile follows row 1 after four bytes."""
     scale = torch.zeros(256, 8, dtype=torch.uint8)
     scale[33, 2], scale[128 + 64, 4 + 1] = 7, 9
-    assert swizzle_scales(scale).nonzero().flatten().tolist() == [16 + 4 + 2, 3 * 512 + 8 + 1]
+    assert block_scaled.swizzle_scales(scale).nonzero().flatten().tolist() == [16 + 4 + 2, 3 * 512 + 8 + 1]
 
 
 def test_scales_of_literal_blocks():
@@ -105,7 +102,7 @@ def test_scales_of_literal_blocks():
     packed = quantize(torch.ones(1, 11 * 32), **MANTISSAS)
     made = to_fp4(replace(packed, scale=byte, macro=macro), "nvfp4")
     scale = from_blocked(made.scale.view(torch.uint8), 1, 22).view(torch.float8_e4m3fn).float()[0, ::2]
-    assert made.factor.tolist() == [[2.0**-8]] and made.fits
+    assert made.factor.tolist() == [[2.0**-8]] and made.misfits == 0
     assert scale[:-1].tolist() == [448, 384, 256, 0.0546875, 0.02734375, 2**-6, 0.01171875, 2**-7, 2**-9, 0]
     assert scale[-1].isnan()
 
@@ -118,10 +115,10 @@ def test_which_scales_fit(exponent, mantissa, fits):
     packed = quantize(torch.ones(2, 64), **MANTISSAS)
     packed.scale[:] = torch.tensor([[127, 127], [127, 127 + exponent]])
     packed.macro[:] = torch.tensor([[0], [mantissa << 2]])
-    assert to_fp4(packed, "nvfp4").fits.item() == to_fp4(packed, "nvfp4", by_rows=True).fits.item() == fits
+    assert [to_fp4(packed, "nvfp4", by_rows).misfits.item() for by_rows in (False, True)] == [not fits, not fits]
     packed.scale[1] = 127 + exponent  # the second row alone is small
     made = to_fp4(packed, "nvfp4", by_rows=True)
-    assert made.fits and made.factor.tolist() == [[2.0**-8], [2.0 ** (exponent - 8)]]
+    assert made.misfits == 0 and made.factor.tolist() == [[2.0**-8], [2.0 ** (exponent - 8)]]
 
 
 @pytest.mark.parametrize("options", [MANTISSAS, PLAIN], ids=["mantissas", "plain"])
@@ -139,7 +136,7 @@ def test_an_nvfp4_operand_is_what_the_export_writes(options):
 def test_a_product_of_codes_is_that_of_the_values(blackwell, recipe, by_rows):
     options = PLAIN if recipe == "mxfp4" else MANTISSAS
     a, b = quantize(matrix(M, K), **options), quantize(matrix(N, K, seed=1), **options)
-    found = fp4_product(to_fp4(a, recipe, by_rows), to_fp4(b, recipe))
+    found = block_scaled.fp4_product(to_fp4(a, recipe, by_rows), to_fp4(b, recipe))
     expected = a.dequantize(torch.float64) @ b.dequantize(torch.float64).t()
     assert torch.equal(found, expected.bfloat16()) and block_scaled.problem(recipe, torch.device("cpu")) is None
 
@@ -148,7 +145,7 @@ def test_torch_accepts_the_operands():
     """By the function that gives the shape of a result, which needs no GPU. That of torch 2.13 counts two codes of the
     other recipe as one, so that it asks for half of the scales."""
     a, b = (quantize(matrix(rows, K), **MANTISSAS).map(lambda part: part.to("meta")) for rows in (M, N))
-    assert fp4_product(to_fp4(a, "nvfp4"), to_fp4(b, "nvfp4")).shape == (M, N)
+    assert block_scaled.fp4_product(to_fp4(a, "nvfp4"), to_fp4(b, "nvfp4")).shape == (M, N)
 
 
 # ---- layers ---------------------------------------------------------------------------------------------------------
@@ -218,26 +215,39 @@ def test_a_weight_is_converted_once_in_a_scope_and_products_without_gradients_ar
     assert weight_quantizations()["fprop"] == before + 1 and matmul_counts()["fprop"] == {"fp4": 3}
 
 
+@pytest.mark.parametrize("options", [MANTISSAS, PLAIN], ids=["mantissas", "plain"])
+def test_packed_layers_multiply_their_codes(blackwell, options):
+    plain, x = nn.Linear(K, N, dtype=torch.bfloat16), matrix(M, K)
+    config = MXFP4RLConfig(mode="packed", preset="w4a4", **options)
+    packed = MXFP4PackedLinear.from_linear(plain, config, "layer")
+    expected = packed(x)
+    blackwell("sm_100")
+    reset_matmul_counts()
+    found = packed(x)
+    assert matmul_counts()["fprop"] == {"fp4": 1}
+    torch.testing.assert_close(found, expected, rtol=2**-7, atol=2**-7)
+
+
 @pytest.mark.parametrize(
     ("options", "rows", "reason"),
     [
         ({}, 256, "256 rows are too few"),
-        ({"preset": "w4a16"}, M, "x is not in 4 bits"),
-        ({"outlier_fallback": 1.0}, M, "have no residuals, as x has"),
-        ({"macro_search": "static"}, M, "have no macro factors, as x has"),
+        ({"preset": "w4a16"}, M, "forward operands in 4 bits"),
+        ({"outlier_fallback": 1.0}, M, "no residuals and macro factors"),
+        ({"macro_search": "static"}, M, "no residuals and macro factors"),
         ({"fprop": {"rotation": "deterministic-32"}}, M, "without rotation"),
     ],
     ids=str,
 )
-def test_why_a_product_is_not_in_fp4(blackwell, caplog, options, rows, reason):
+def test_why_a_product_is_not_in_fp4(blackwell, options, rows, reason):
     blackwell("sm_100")
-    layer(matmul_backend="fp4", **options)(matrix(rows, K))
+    with pytest.warns(UserWarning, match=reason):
+        layer(matmul_backend="fp4", **options)(matrix(rows, K))
     assert "fp4" not in matmul_counts()["fprop"] and sum(matmul_counts()["fprop"].values()) == 1
-    assert caplog.text.count(reason) == 1
 
 
 @pytest.mark.parametrize("fault", ["raises", "is wrong"])
-def test_a_recipe_that_fails_its_check_is_not_used(blackwell, monkeypatch, caplog, fault):
+def test_a_recipe_that_fails_its_check_is_not_used(blackwell, monkeypatch, fault):
     def broken(a, b, scale_a, *others, **options):
         if isinstance(scale_a, list):
             return stand_in(a, b, scale_a, *others, **options)
@@ -252,8 +262,9 @@ def test_a_recipe_that_fails_its_check_is_not_used(blackwell, monkeypatch, caplo
     assert matmul_counts()["fprop"] == {"fp4": 1}
     monkeypatch.setattr(F, "scaled_mm", lambda *arguments, **options: broken(*arguments, **options) * 2)
     block_scaled.problem.cache_clear()
-    layer(matmul_backend="fp4")(matrix(M, K))
-    assert matmul_counts()["fprop"] == {"fp4": 1, "dense": 1} and "nvfp4 products are wrong" in caplog.text
+    with pytest.warns(UserWarning, match="nvfp4 products are wrong"):
+        layer(matmul_backend="fp4")(matrix(M, K))
+    assert matmul_counts()["fprop"] == {"fp4": 1, "dense": 1}
 
 
 @pytest.mark.parametrize(

@@ -136,10 +136,11 @@ def _stand_ins(gpu: GPU, device: torch.device, steps: list[Step]) -> Iterator[tu
     yield torch.Tensor, "is_cuda", property(lambda x: is_on(x).type == "meta")
     yield torch.Tensor, "is_meta", property(lambda x: is_on(x).type == "meta" and bool(_in_torch))
     yield triton.JITFunction, "run", run
-    yield import_module("hf_mxfp4.gemm.matmul"), "fit", lambda *operands: True
+    block_scaled = import_module("hf_mxfp4.gemm.block_scaled")
+    yield block_scaled, "fit", lambda *operands: True
     # The function of torch 2.13 that gives the shape of MXFP4 products asks for half of their scales.
     no_mxfp4 = lambda recipe, _: "torch gives it no shape" if recipe == "mxfp4" else None  # noqa: E731
-    yield import_module("hf_mxfp4.gemm.block_scaled"), "problem", no_mxfp4
+    yield block_scaled, "problem", no_mxfp4
     yield torch.version, "cuda", "13.0"
     yield torch.cuda, "_lazy_init", lambda: None
     yield torch.cuda, "device", lambda _: contextlib.nullcontext()
