@@ -46,12 +46,6 @@ def manifest_of(folder: Path) -> dict:
     return json.loads((folder / MANIFEST).read_text())["files"]
 
 
-def flip_last_bit(file: Path) -> None:
-    content = bytearray(file.read_bytes())
-    content[-1] ^= 128
-    file.write_bytes(content)
-
-
 def where(folder: Path) -> list[str]:
     return [problem.where for problem in verify_folder(folder).problems]
 

@@ -256,13 +256,6 @@ def test_what_is_given_is_what_is_written(model, tmp_path):
     assert again.quantization_report.n_quantized == 14
 
 
-def test_without_one_the_models_own_is_written(model, tmp_path):
-    own = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    model.save_pretrained(tmp_path / "given", state_dict=shifted(model))
-    model.save_pretrained(tmp_path / "none", state_dict=None)
-    assert_written(tmp_path / "none", own)
-
-
 def test_nothing_is_left_on_the_model_after_an_exception(model, tmp_path):
     (tmp_path / "file").write_text("")
     attributes = set(vars(model))
