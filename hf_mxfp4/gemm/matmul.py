@@ -191,6 +191,12 @@ def _runs_grouped(a: torch.Tensor, b: torch.Tensor) -> bool:
     )
 
 
+def decodes(a: torch.Tensor, dtype: torch.dtype, reader: str, groups: Groups | None) -> bool:
+    """Whether a kernel multiplies these rows with the codes of weights, in ``dtype``."""
+    sizes = a.shape[:-1].numel(), a.shape[-1], dtype, None if groups is None else groups.n_experts
+    return reader == "triton" and triton_kernels.unsupported_product(*sizes) is None
+
+
 def _on_codes(
     a: torch.Tensor,
     b: MXFP4Tensor,
@@ -203,14 +209,13 @@ def _on_codes(
     """All experts at once where a kernel takes their rows; otherwise the values of one expert at a time."""
     if groups is None and reader == "cpu" and (is_expert or spec.matmul_backend != "fp8"):
         return on_cpu.product(a, b, bias)
-    rows, experts = a.shape[:-1].numel(), None if groups is None else len(b.codes)
-    if reader == "triton" and triton_kernels.unsupported_product(rows, b.length, a.dtype, experts) is None:
+    if decodes(a, a.dtype, reader, groups):
         return triton_kernels.linear(a, b, bias, *(() if groups is None else (groups.offsets(a.device),)))
     if groups is None:
         values = dispatch.dequantize(b, a.dtype, spec.backend)
         if is_expert:
             return F.linear(a, values, bias)
-        fp8 = runs_on_fp8("fprop", spec, a, a.dtype, (rows, *values.shape))
+        fp8 = runs_on_fp8("fprop", spec, a, a.dtype, (a.shape[:-1].numel(), *values.shape))
         return multiply("fprop", a, values, spec, bias, fp8_dtype=a.dtype if fp8 else None)
     if reader == "cpu" and max(groups.counts, default=0) <= on_cpu.most_rows():
         return on_cpu.grouped_product(a, b, groups.offsets(a.device), bias)
