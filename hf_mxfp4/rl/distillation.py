@@ -136,7 +136,10 @@ class MXFP4DistillationTrainer(QuantizedTrainerMixin, DistillationTrainer):
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
         metrics = self._metrics["train" if self.model.training else "eval"]
-        if any(row.get(name) is not None for row in inputs for name in _GIVEN):
+        given = {any(row.get(name) is not None for name in _GIVEN) for row in inputs}
+        if len(given) > 1:
+            raise ValueError("a batch has rows with and without a completion or text; give all of them one, or none")
+        if given == {True}:
             self._given = [_tokens_of(row, self._tokenizer, self.args.max_length) for row in inputs]
             inputs = [{"prompt": ""}] * len(inputs)
         try:
@@ -244,7 +247,7 @@ def _choose_trained(model: nn.Module, train_all: bool) -> int:
 
 def _tokens_of(row: dict[str, Any], tokenizer: Any, max_length: int) -> tuple[list[int], list[int]]:
     """Return the tokens of a row that are only read, and those that are learned. Raises `ValueError` without any."""
-    row = {name: row[name] for name in (*_GIVEN, "prompt") if row.get(name)}
+    row = {name: row[name] for name in (*_GIVEN, "prompt") if row.get(name) is not None}
     if "input_ids" in row:
         ids, start = row["input_ids"], 1
     elif "text" in (row := maybe_apply_chat_template(row, tokenizer)):

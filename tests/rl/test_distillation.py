@@ -227,10 +227,15 @@ def test_tokens_that_are_read_and_learned(row, expected):
     assert distillation._tokens_of(row, TOKENIZER, 8) == expected
 
 
-@pytest.mark.parametrize("row", [{"text": "4"}, {"prompt": "a b c d e f g h i j", "completion": "1"}])
+@pytest.mark.parametrize("row", [{"text": "4"}, {"text": ""}, {"prompt": "a b c d e f g h i j", "completion": "1"}])
 def test_rows_without_a_token_to_learn_are_refused(row):
     with pytest.raises(ValueError, match="no token of the row '.*' is left to learn within max_length=8"):
         distillation._tokens_of(row, TOKENIZER, 8)
+
+
+def test_a_batch_has_completions_or_none(build):
+    with pytest.raises(ValueError, match="a batch has rows with and without a completion"):
+        batch_of(build(), [{"prompt": "1", "completion": None}, {"prompt": "1", "completion": "2"}])
 
 
 def test_given_completions_alone_are_learned(build):
