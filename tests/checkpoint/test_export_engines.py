@@ -9,7 +9,7 @@ import sys
 
 import pytest
 import torch
-from export_files import config_in, save_packed, save_plain
+from export_files import save_packed, save_plain
 from peft import LoraConfig, get_peft_model
 from processes import code, run
 from tiny_models import make_model
@@ -141,18 +141,6 @@ def test_logits_are_ours_bit_for_bit(tmp_path):
     for (name, way), logits in found.items():
         assert logits.dtype == torch.bfloat16
         assert torch.equal(logits, expected[name]), (name, way)
-
-
-def test_compressed_tensors_reads_the_config_as_it_is_meant(tmp_path):
-    from compressed_tensors.quantization import QuantizationConfig
-
-    source = save_packed(tmp_path / "packed", layers=1)
-    export(source, tmp_path / "out", "compressed-tensors")
-    config = QuantizationConfig.model_validate(config_in(tmp_path / "out")["quantization_config"])
-    (scheme,) = config.config_groups.values()
-    assert (config.format, config.quantization_status.value) == ("mxfp4-pack-quantized", "compressed")
-    assert (scheme.weights.num_bits, scheme.weights.group_size, scheme.weights.dynamic) == (4, 32, False)
-    assert scheme.input_activations is None and config.ignore == ["lm_head"]
 
 
 CONVERSION = """
