@@ -52,8 +52,8 @@ class MXFP4DistillationConfig(DistillationConfig):
     def __post_init__(self):
         if self.generate_with not in ("student", "teacher"):
             raise ValueError(f"generate_with={self.generate_with!r} must be 'student' or 'teacher'")
-        if self.generate_with == "teacher" and self.use_vllm:
-            raise ValueError("use_vllm=True samples from the student; set generate_with='student'")
+        if self.use_vllm:
+            raise ValueError("use_vllm=True would sample from a student that is not quantized; leave it out")
         super().__post_init__()
 
 

@@ -269,6 +269,7 @@ def test_completions_are_sampled_from_whom_was_asked(build, sampler):
         ({"scheme": None}, "has no MXFP4 layer.*allow_full_precision=True"),
         ({"scheme": {"mode": "packed"}}, "attach trainable adapters"),
         ({"generate_with": "me"}, "generate_with='me' must be 'student' or 'teacher'"),
+        ({"use_vllm": True}, "use_vllm=True would sample from a student that is not quantized"),
         ({"teacher": make_model(vocab_size=32)}, "a vocabulary of 32 tokens and the student of 400"),
     ],
 )
