@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 _LAZY = {
     "ErrorDecomposition": "numerics",
+    "MXFP4DistillationConfig": "rl",
+    "MXFP4DistillationTrainer": "rl",
     "MXFP4Experts": "layers",
     "MXFP4GRPOConfig": "rl",
     "MXFP4GRPOTrainer": "rl",

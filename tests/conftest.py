@@ -89,8 +89,11 @@ def copy(saved, tmp_path):
 
 @pytest.fixture
 def blank_pictures(monkeypatch):
-    """Pages have something in the place of pictures: for tests of the rest, of which drawing is most of the time."""
-    monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda figure, file, **options: file.write(b"a picture"))
+    """Pictures are empty: for tests of the rest, of which drawing is most of the time. Fixtures that last longer than
+    a test still draw theirs."""
+    from undrawn import leave_figures_undrawn
+
+    leave_figures_undrawn(monkeypatch.setattr)
 
 
 @pytest.fixture

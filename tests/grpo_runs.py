@@ -43,53 +43,24 @@ def trainer_factory(tmp_path, layers=2):
     base = tmp_path / "base"
 
     def build(
-        reward=even_digits,
-        *,
-        scheme=None,
-        dataset=None,
-        eval_dataset=None,
-        policy=None,
-        peft_config=None,
-        callbacks=None,
-        tokenizer=TOKENIZER,
-        **options,
-    ):
+        reward=even_digits, *, scheme=None, dataset=None, eval_dataset=None, policy=None, peft_config=None,
+        callbacks=None, tokenizer=TOKENIZER, **options,
+    ):  # fmt: skip
         if not base.exists():
             make_model(layers=layers, hidden=32, intermediate=48).save_pretrained(base)
             TOKENIZER.save_pretrained(base)
         if policy is None:
             policy = AutoModelForCausalLM.from_pretrained(base, quantization_config=scheme or MXFP4RLConfig())
         settings = {
-            "output_dir": str(tmp_path / "run"),
-            "per_device_train_batch_size": 8,
-            "num_generations": 4,
-            "max_completion_length": 4,
-            "max_steps": 4,
-            "learning_rate": 1e-3,
-            "lr_scheduler_type": "constant",
-            "logging_steps": 1,
-            "save_strategy": "no",
-            "report_to": "none",
-            "use_cpu": True,
-            "bf16": False,
-            "gradient_checkpointing": False,
-            "disable_tqdm": True,
-            "aqn_num_stages": 4,
-            "error_every": 0,
-            "movement_every": 0,
-            "report_every": 0,
-            **options,
-        }
-        return MXFP4GRPOTrainer(
-            policy,
-            reward,
-            MXFP4GRPOConfig(**settings),
-            prompts() if dataset is None else dataset,
-            eval_dataset,
-            processing_class=tokenizer,
-            peft_config=peft_config,
-            callbacks=callbacks,
-        )
+            "output_dir": str(tmp_path / "run"), "per_device_train_batch_size": 8, "num_generations": 4,
+            "max_completion_length": 4, "max_steps": 4, "learning_rate": 1e-3, "lr_scheduler_type": "constant",
+            "logging_steps": 1, "save_strategy": "no", "report_to": "none", "use_cpu": True, "bf16": False,
+            "gradient_checkpointing": False, "disable_tqdm": True, "aqn_num_stages": 4, "error_every": 0,
+            "movement_every": 0, "report_every": 0, **options,
+        }  # fmt: skip
+        data = prompts() if dataset is None else dataset, eval_dataset
+        others = {"processing_class": tokenizer, "peft_config": peft_config, "callbacks": callbacks}
+        return MXFP4GRPOTrainer(policy, reward, MXFP4GRPOConfig(**settings), *data, **others)
 
     return build
 

@@ -69,15 +69,9 @@ class HubServer:
 
     def environment(self, cache: str, token: str = TOKEN) -> dict[str, str]:
         """What a client process needs in its environment to talk to this server and to nothing else."""
-        return {
-            "HF_ENDPOINT": self.url,
-            "HF_TOKEN": token,
-            "HF_HOME": cache,
-            "HF_HUB_DISABLE_XET": "1",
-            "HF_HUB_OFFLINE": "0",
-            "HF_HUB_DISABLE_TELEMETRY": "1",
-            "DISABLE_SAFETENSORS_CONVERSION": "1",
-        }
+        places = {"HF_ENDPOINT": self.url, "HF_TOKEN": token, "HF_HOME": cache, "HF_HUB_OFFLINE": "0"}
+        switches = ("HF_HUB_DISABLE_XET", "HF_HUB_DISABLE_TELEMETRY", "DISABLE_SAFETENSORS_CONVERSION")
+        return places | dict.fromkeys(switches, "1")
 
 
 class _Handler(BaseHTTPRequestHandler):

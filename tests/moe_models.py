@@ -6,32 +6,15 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 
 _COMMON = {
-    "vocab_size": 32,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 16,
-    "max_position_embeddings": 64,
-    "pad_token_id": 0,
-    "eos_token_id": 1,
-    "bos_token_id": None,
-    "num_experts_per_tok": 2,
-}
+    "vocab_size": 32, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2,
+    "num_key_value_heads": 1, "head_dim": 16, "max_position_embeddings": 64, "pad_token_id": 0, "eos_token_id": 1,
+    "bos_token_id": None, "num_experts_per_tok": 2,
+}  # fmt: skip
 _EXPERTS = {"num_experts": 6, "moe_intermediate_size": 32}
 _LATENT = {
-    "q_lora_rank": 16,
-    "kv_lora_rank": 16,
-    "qk_rope_head_dim": 8,
-    "qk_nope_head_dim": 8,
-    "v_head_dim": 16,
-    "head_dim": 8,
-    "first_k_dense_replace": 1,
-    "n_group": 2,
-    "topk_group": 1,
-    "num_key_value_heads": 2,
-}
+    "q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 16,
+    "head_dim": 8, "first_k_dense_replace": 1, "n_group": 2, "topk_group": 1, "num_key_value_heads": 2,
+}  # fmt: skip
 FAMILIES = {
     "qwen3_moe": {**_EXPERTS, "norm_topk_prob": True},
     "qwen2_moe": {**_EXPERTS, "norm_topk_prob": False, "shared_expert_intermediate_size": 32},

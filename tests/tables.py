@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import pytest
 
-from hf_mxfp4.numerics import QuantScheme
+from hf_mxfp4.presets import PRESETS
 
 
 Entry = TypeVar("Entry")
@@ -25,39 +25,12 @@ ROUNDING_RULES = RULES[:3]
 
 #: `macro_block` and `macro_search` of one tensor: every size, every search.
 MACROS = (
-    (None, "static"),
-    (32, "static"),
-    (128, "static"),
-    (64, "dynamic"),
-    (128, "dynamic"),
-    (256, "dynamic"),
-    (128, "blockwise"),
-    (128, "blockwise_fp8"),
-    ("row", "static"),
-    ("row", "dynamic"),
-)
+    (None, "static"), (32, "static"), (128, "static"), (64, "dynamic"), (128, "dynamic"), (256, "dynamic"),
+    (128, "blockwise"), (128, "blockwise_fp8"), ("row", "static"), ("row", "dynamic"),
+)  # fmt: skip
 #: `outlier_fallback` of one tensor.
 ALPHAS = (None, 0.5, 1.0)
 
-#: Schemes of one tensor by the words that `parse_scheme` reads: each rule, each search, each option once.
-TENSOR_SCHEMES = {
-    "rceil": QuantScheme("rceil"),
-    "floor": QuantScheme("floor"),
-    "even": QuantScheme("even"),
-    "mse": QuantScheme("mse"),
-    "rceil+mbs128-static": QuantScheme("rceil", 128),
-    "rceil+mbs128-static+of0.5": QuantScheme("rceil", 128, "static", 0.5),
-    "rceil+mbs128-dynamic+of0.5": QuantScheme("rceil", 128, "dynamic", 0.5),
-    "mse+mbs128-dynamic+of0.5": QuantScheme("mse", 128, "dynamic", 0.5),
-    "rceil+mbsrow-static": QuantScheme("rceil", "row"),
-    "even+mbs128-blockwise": QuantScheme("even", 128, "blockwise"),
-    "rceil+mbs128-blockwise": QuantScheme("rceil", 128, "blockwise"),
-    "even+mbs128-blockwise_fp8": QuantScheme("even", 128, "block_mantissas_fp8"),
-    "rceil+of0.5@0.1": QuantScheme("rceil", None, "static", 0.5, fallback_rate=0.1),
-    "rceil+32x32": QuantScheme("rceil", block_rows=32),
-    "rceil+mbs256-static+of0.5+32x32": QuantScheme("rceil", 256, "static", 0.5, block_rows=32),
-    "rceil+stochastic": QuantScheme("rceil", rounding="stochastic"),
-}
 
 #: Plain MXFP4: of what the package adds to it, nothing.
 PLAIN = {"macro_block": None, "outlier_fallback": None}
@@ -69,20 +42,8 @@ CONFIGS = {
     "floor": {**PLAIN, "scale_rule": "floor"},
     "even": {**PLAIN, "scale_rule": "even"},
     "mse": {**PLAIN, "scale_rule": "mse"},
-    # Presets.
-    "w4a16": {"preset": "w4a16"},
-    "w4a8": {"preset": "w4a8"},
-    "w4a8g8": {"preset": "w4a8g8"},
-    "w8a8": {"preset": "w8a8"},
+    **{preset: {"preset": preset} for preset in PRESETS},
     "nvfp4": {"fprop": {"x": "nvfp4", "weight": "nvfp4"}},
-    "w4a4": {"preset": "w4a4"},
-    "w4a4_tuned": {"preset": "w4a4_tuned"},
-    "w4a4_h64": {"preset": "w4a4_h64"},
-    "w4a4g8": {"preset": "w4a4g8"},
-    "w4a4g4": {"preset": "w4a4g4"},
-    "paper_a": {"preset": "paper_a"},
-    "paper_b": {"preset": "paper_b"},
-    "w4a4g4_tuned": {"preset": "w4a4g4_tuned"},
     "w4a16 plain": {"preset": "w4a16", **PLAIN},
     "w4a8 plain": {"preset": "w4a8", "macro_block": None},
     "w4a16 macro": {"preset": "w4a16", "outlier_fallback": None},
@@ -118,9 +79,9 @@ CONFIGS = {
     # Backward products.
     "rotated": {**PLAIN, "fprop": {"rotation": "deterministic-16"}},
     "rotated, own wgrad": {
+        **PLAIN,
         "fprop": {"rotation": "deterministic-32"},
         "wgrad": {"grad": "rceil", "x": "rceil"},
-        **PLAIN,
     },
     "random": {
         "fprop": {"x": "rceil+stochastic", "weight": "rceil+stochastic", "rotation": "random-16"},

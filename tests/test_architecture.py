@@ -38,30 +38,15 @@ def test_the_map_shows_the_graph_of_the_imports():
     assert packages.mermaid(packages.imports(ROOT)).strip() in MAP
 
 
-def test_imports_are_read_anywhere_in_a_file(tmp_path):
-    files = {
-        "hf_mxfp4/__init__.py": "",
-        "hf_mxfp4/gemm/__init__.py": "from . import inner",
-        "hf_mxfp4/gemm/inner.py": "def late():\n    from ..layers.linear import Linear\n    import mxfp4_kernels.pairs",
-        "hf_mxfp4/layers/__init__.py": "from ..gemm import inner\nfrom .. import stats",
-        "hf_mxfp4/layers/linear.py": "import torch\nfrom hf_mxfp4.numerics import quantize",
-        "hf_mxfp4/stats.py": "from hf_mxfp4 import config",
-        "hf_mxfp4/config.py": "import hf_mxfp4.stats",
-    }
+def test_imports_that_point_up_or_in_a_circle_are_found(tmp_path):
+    files = dict.fromkeys(("__init__.py", "gemm/__init__.py", "layers/__init__.py", "layers/linear.py"), "")
+    files |= {"gemm/inner.py": "def late():\n    from ..layers.linear import Linear"}
+    files |= {"stats.py": "from hf_mxfp4 import config", "config.py": "import hf_mxfp4.stats"}
     for name, text in files.items():
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text(text)
-    graph = packages.imports(tmp_path)
-    assert graph == {
-        "gemm": {"layers", "mxfp4_kernels"},
-        "layers": {"gemm", "stats", "numerics"},
-        "stats": {"config"},
-        "config": {"stats"},
-    }
-    up, circle = packages.faults(graph)
+        (tmp_path / "hf_mxfp4" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "hf_mxfp4" / name).write_text(text)
+    up, circle = packages.faults(packages.imports(tmp_path))
     assert up.startswith("gemm imports layers, which is above it") and "import each other in a circle" in circle
-    assert "gemm" in packages.faults({"gemm": {"report"}, "report": {"gemm"}})[0]
-    assert "layers --> gemm" in packages.mermaid(graph) and "stats" not in packages.mermaid(graph)
 
 
 LIMITS = json.loads((ROOT / "tests" / "size_limits.json").read_text())

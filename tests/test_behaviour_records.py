@@ -5,7 +5,7 @@ import sys
 
 import pytest
 import torch
-from behaviour.__main__ import differences, main, read_intended, split
+from behaviour.__main__ import differences, main
 from behaviour.record import Record
 
 
@@ -41,29 +41,6 @@ def test_one_changed_bit(make):
     assert difference.detail == "1 of 3 elements, max abs difference 2.38e-07 (largest value 2)"
 
 
-def test_missing_and_new_entries_and_sections(make, tmp_path):
-    whole, part = make("a"), make("b", leave_out=("steps",))
-    assert found(whole, part) == [("numbers/steps", "missing")]
-    assert found(part, whole) == [("numbers/steps", "new")]
-    (part / "numbers.json").rename(part / "others.json")
-    assert found(whole, part) == [("numbers/*", "missing"), ("others/*", "new")]
-    with pytest.raises(ValueError, match="holds no record"):
-        differences(whole, tmp_path / "nowhere")
-
-
-def test_intended_differences_need_a_reason(make, tmp_path):
-    differing = differences(make("a"), make("b", text="loss 0.25", leave_out=("steps",)))
-    file = tmp_path / "intended"
-    file.write_text("# comment\n\nnumbers/l*: clearer words\nnumbers/y: never\n")
-    unexplained, explained, idle = split(differing, read_intended(file))
-    assert [one.name for one in unexplained] == ["numbers/steps"]
-    assert [(one.name, reason) for one, reason in explained] == [("numbers/log", "clearer words")]
-    assert idle == ["numbers/y"]
-    file.write_text("numbers/log\n")
-    with pytest.raises(ValueError, match="line 1: expected 'GLOB: reason'"):
-        read_intended(file)
-
-
 def test_the_command_ends_with_1_where_something_is_unexplained(make, tmp_path, monkeypatch, capsys):
     before, after, intended = make("a"), make("b", text="other"), tmp_path / "intended"
     intended.write_text("numbers/*: meant\n")
@@ -74,6 +51,9 @@ def test_the_command_ends_with_1_where_something_is_unexplained(make, tmp_path, 
 
     assert compare(before) == 0
     assert compare(after, "--intended", intended) == 0
+    intended.write_text("numbers/log\n")
+    assert compare(after, "--intended", intended) == 2
+    assert "line 1: expected 'GLOB: reason'" in capsys.readouterr().err
     assert compare(tmp_path / "nowhere") == 2
     assert capsys.readouterr().err.startswith(f"error: {tmp_path}/nowhere holds no record; make one with")
     assert compare(after) == 1

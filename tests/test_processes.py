@@ -8,35 +8,7 @@ import sys
 import time
 from pathlib import Path
 
-import pytest
-from processes import PATHS, code, run, script, start
-
-
-def test_a_script_has_its_arguments_folder_and_streams(tmp_path):
-    (tmp_path / "beside.py").write_text("WORD = 'found'\n")
-    (tmp_path / "job.py").write_text(
-        "import os, sys, beside\n"
-        "if __name__ == '__main__':\n"
-        "    print(beside.WORD, sys.argv[1:], os.getcwd())\n"
-        "    print('other', file=sys.stderr)\n"
-    )
-    done = run(script(tmp_path / "job.py", "a", 1), cwd=tmp_path)
-    assert (done.returncode, done.stdout, done.stderr) == (0, f"found ['a', '1'] {tmp_path}\n", "other\n")
-
-
-@pytest.mark.parametrize(
-    ("text", "returncode", "stderr"),
-    [
-        ("raise SystemExit", 0, ""),
-        ("raise SystemExit(3)", 3, ""),
-        ("raise SystemExit('said')", 1, "said\n"),
-        ("1 / 0", 1, "ZeroDivisionError: division by zero\n"),
-        ("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", -9, ""),
-    ],
-)
-def test_return_codes(text, returncode, stderr):
-    done = run(code(text))
-    assert done.returncode == returncode and done.stderr.endswith(stderr) and not done.timed_out
+from processes import PATHS, code, run, start
 
 
 def test_the_environment_is_the_one_given_and_a_job_leaves_nothing():
@@ -45,19 +17,6 @@ def test_the_environment_is_the_one_given_and_a_job_leaves_nothing():
     show = "import json, os, torch; print(os.environ.get('LEFT'), hasattr(json, 'LEFT'), torch.initial_seed())"
     assert run(code(show), environment={"LEFT": "other"}).stdout == "other False 67280421310721\n"
     assert run(code(show + "; print(torch.get_num_threads())")).stdout == "None False 67280421310721\n1\n"
-
-
-def test_ranks_find_each_other(tmp_path):
-    text = (
-        "import os, torch, torch.distributed as dist\n"
-        "dist.init_process_group('gloo')\n"
-        "x = torch.tensor([int(os.environ['RANK']) + 1]); dist.all_reduce(x)\n"
-        "os.write(1, f'{x.item()} {os.environ[\"WORLD_SIZE\"]}\\n'.encode())\n"  # whole, beside the other's
-        "dist.barrier(); dist.destroy_process_group()\n"
-    )
-    done = run(code(text), ranks=2, log=tmp_path / "log")
-    assert done.codes == [0, 0], done.output
-    assert done.stdout.count("3 2\n") == 2 and (tmp_path / "log").read_text() == done.stdout
 
 
 def alive(pid):

@@ -191,14 +191,6 @@ def test_dequantize_gives_a_plain_model_of_the_quantized_values(dtype, tie, chec
     assert torch.equal(again(IDS).logits, expected)
 
 
-def test_dequantize_in_another_dtype(checkpoint):
-    folder = checkpoint("qwen2", dtype=torch.bfloat16)
-    moved = load(folder, preset="w4a16").to(torch.float32)
-    expected = moved(IDS).logits
-    assert torch.equal(moved.dequantize()(IDS).logits, expected)
-    load(folder, preset="w4a16").dequantize(torch.float32)(IDS)
-
-
 def test_dequantize_keeps_frozen_weights_frozen(checkpoint):
     model = load(checkpoint("qwen2"))
     model.requires_grad_(False)

@@ -4,12 +4,10 @@
 
 import importlib
 import json
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
+import processes
 import pytest
 import torch
 import vllm_stand_ins
@@ -72,7 +70,7 @@ def test_the_entry_point_registers_the_method(quantization):
 
 def test_importing_the_plugin_needs_no_vllm():
     code = "import sys, hf_mxfp4.integrations.vllm.weight_loading; sys.exit('vllm' in sys.modules)"
-    subprocess.run([sys.executable, "-c", code], check=True, env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)})
+    assert processes.run(processes.code(code)).returncode == 0
 
 
 def test_masters_that_cannot_be_quantized_alone_are_refused(quantization):

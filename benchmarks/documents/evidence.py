@@ -184,7 +184,7 @@ def gptq() -> str:
     shown = [
         (variant, name)
         for variant, name in next(iter(texts.values()))
-        if variant in (SMOOTHED, ROUNDED, ROTATED, FOR_BOTH)
+        if variant in (SMOOTHED, ROUNDED, ROTATED)
         and name.removesuffix(", H64") in (f"w4a16:{OURS}", OURS, f"{OURS}+of1@0.05", f"w4a4:{OURS}/{OURS}+of1@0.05")
         or (variant, name) in ((AS_IT_IS, f"w4a16:{OURS}"), (AS_IT_IS, OURS))
     ]
@@ -212,6 +212,23 @@ def smoothing() -> str:
     one = records("smoothing")[0]
     what = f"KL in nats per token ± standard error (perplexity; {one['baseline']:.2f} in bfloat16), {one['model']}."
     return f"{table(['scheme', 'bits of an operand', *columns], rows)}\n{what}\n"
+
+
+def distillation() -> str:
+    """A row for each run, with its divergence on each held-out text before and after."""
+    runs: dict[str, dict[str, dict]] = {}
+    for r in records("distillation"):
+        runs.setdefault(r["command"], {})[r["name"]] = r
+    rows, names = [], {"test": "GSM8K test", "python_topics": "Python topics"}
+    for texts in runs.values():
+        one = texts["test"]
+        scheme = one["scheme"].split(" ")[0] + (", H64" if "rotation" in one["scheme"] else "")
+        row = [scheme, f"{one['bits']:.2f}", one["start"], f"{one['learning_rate']:.0e}", f"{one['steps']}"]
+        for r in (texts[name] for name in names):
+            row += [f"{r['kl_before']:.3f} → {r['kl']:.3f}", f"{r['perplexity_before']:.2f} → {r['value']:.2f}"]
+        rows.append(row)
+    columns = [c for key, text in names.items() for c in (f"KL, {text}", f"perplexity ({texts[key]['baseline']:.2f})")]
+    return table(["scheme", "bits", "start", "rate", "steps", *columns], rows)
 
 
 def export_perplexity() -> str:

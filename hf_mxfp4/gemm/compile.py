@@ -16,19 +16,18 @@ import torch
 
 from ..backends import dispatch
 from ..numerics import FP8, PARTS, MXFP4Tensor, OperandScheme, QuantScheme, Rotation, parse_scheme, part_sizes
-from .groups import Groups
+from .groups import Groups, sum_rows
 from .linear import (
     LinearRecord,
-    SavedRecord,
     autocast_dtype,
     linear_backward,
     linear_forward,
     linear_without_gradient,
-    sum_rows,
 )
 from .operands import padded_length
 from .packed import packed_forward, packed_grad_x
 from .packed_weight import PackedWeight
+from .saved import SavedRecord, what_is_saved
 from .state import PLAIN_STATE, GemmSpec, GemmState, PackedSpec, state_of
 
 
@@ -152,24 +151,12 @@ def compiled_linear(
     """[`hf_mxfp4.gemm.quantized_linear`] where Dynamo traces."""
     spec, dtype = state.spec, autocast_dtype(x) or x.dtype
     has_gradient = torch.is_grad_enabled()
-    saved = "nothing"
-    if weight.requires_grad and has_gradient:
-        saved = what_is_saved(spec, x.dtype, dtype)
+    saved = what_is_saved(spec, x.dtype, dtype) if weight.requires_grad and has_gradient else "nothing"
     ends = None if groups is None else groups.offsets(x.device)
     scheme = "" if spec.input_scheme is None else str(spec.input_scheme)
     options = dtype, saved, padded_length(x.shape[-1], spec), scheme, has_gradient and not spec.is_plain
     arguments = x, weight, bias, ends, state.layer_id, *options, spec.transposed, has_gradient
     return torch.ops.hf_mxfp4.quantized_linear(*arguments)[0]
-
-
-def what_is_saved(spec: GemmSpec, x_dtype: torch.dtype, dtype: torch.dtype) -> str:
-    """Return what is saved of an input, for a product in ``dtype``."""
-    if spec.saved == "mxfp4":
-        return "mxfp4"
-    if spec.saved == "fp8":
-        return "x_fp8" if spec.saves_raw_input else "values_fp8"
-    keeps_input = spec.input_scheme is None and spec.rotation_size == 1
-    return "x" if spec.saves_raw_input or keeps_input and x_dtype == dtype else "values"
 
 
 @torch.library.custom_op("hf_mxfp4::quantized_linear", mutates_args=(), tags=_UNSAFE)
@@ -233,7 +220,7 @@ def _saved_input(
     x_dtype: torch.dtype,
     dtype: torch.dtype,
 ) -> tuple[tuple[torch.Tensor | None, ...], SavedRecord]:
-    """What an operator returned of its input, as [`hf_mxfp4.gemm.linear.restore_input`] takes it."""
+    """What an operator returned of its input, as [`hf_mxfp4.gemm.saved.restore_input`] takes it."""
     if saved == "mxfp4":
         scheme, remaining = spec.input_scheme, iter(tensors)
         found = tuple(None if size is None else next(remaining) for size in part_sizes(scheme, 1))

@@ -57,6 +57,16 @@ class Groups:
         return values.repeat_interleave(counts, dim=0, output_size=self.n_rows)
 
 
+def sum_rows(rows: torch.Tensor, groups: Groups | None) -> torch.Tensor:
+    """Return the gradient of a bias, ``[N]`` or of experts ``[E, N]``, from output gradients ``[M, N]``."""
+    if groups is None:
+        return rows.sum(dim=0)
+    out = rows.new_zeros(groups.n_experts, rows.shape[1])
+    for expert, own in groups:
+        out[expert] = rows[own].sum(dim=0)
+    return out
+
+
 def group_by_expert(expert_ids: torch.Tensor, n_experts: int) -> tuple[torch.Tensor, Groups]:
     """The order that sorts rows by expert, rows of one expert as they were, and their groups. Does not wait for a GPU.
 

@@ -8,7 +8,6 @@ layer gives them operands of their own (arXiv 2605.09825: all six in MXFP4, rota
 and backward, is the one that a linear layer of its own would compute on its rows."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -16,33 +15,33 @@ from torch.autograd import forward_ad
 from torch.autograd.function import once_differentiable
 
 from ..backends import dispatch
-from ..backends import triton as triton_kernels
-from ..numerics import FP8, FULL, GEMM_OPERANDS, PARTS, REUSE, GemmScheme, MXFP4Tensor, QuantScheme, decode_e8m0
+from ..numerics import FP8, FULL, GEMM_OPERANDS, REUSE, GemmScheme, MXFP4Tensor, QuantScheme, decode_e8m0
 from ..numerics.formats import E8M0_NAN
-from .groups import Groups
-from .matmul import fp4_recipe, matmul, matmul_tokens, multiply, multiply_packed
+from .fp8 import FP8Operand
+from .groups import Groups, sum_rows
+from .matmul import decodes, fp4_recipe, is_dense_on, matmul, matmul_tokens, multiply, multiply_packed, runs_on_fp8
 from .operands import (
     count_weight,
     fp4_weight,
-    fp8_input,
+    fp8_weight,
     input_operand,
-    operand_seed,
     packed_input,
+    padded_length,
     quantize_operand,
     reader_of_codes,
     rotate_back,
-    rotation_signs,
+    rotate_operand,
+    rows_and_columns,
     rows_first,
     weight_codes,
     weight_operand,
 )
+from .saved import SavedRecord, SavedTensors, restore_input, save_input
 from .state import PLAIN_STATE, GemmSpec, GemmState, LayerRng
 
 
 #: Types of devices that have autocast at all. Dynamo of torch 2.11 does not trace the question.
 _AUTOCASTS = frozenset(filter(torch.amp.is_autocast_available, ("cpu", "cuda", "xpu", "mps", "hpu", "mtia")))
-
-SavedTensors = tuple[torch.Tensor | None, ...]
 
 
 def quantized_linear(
@@ -84,26 +83,16 @@ def linear_without_gradient(
     groups: Groups | None,
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    """The forward product alone, on the weight's codes where a cache keeps them and something multiplies with them."""
+    """The forward product alone, on the weight's codes where a cache keeps them and something multiplies with them, but
+    for many rows on tensor cores."""
     reader = reader_of_codes(x, dtype, state)
-    if reader is not None and (groups or fp4_recipe(x, weight.shape, dtype, state.spec) is None):
+    on_codes = reader is not None and (groups is not None or fp4_recipe(x, weight.shape, dtype, state.spec) is None)
+    if on_codes and not decodes(x, dtype, reader, groups):
+        on_codes = _fp8_weight("fprop", x, weight, dtype, state, groups) is None
+    if on_codes:
         operand, codes = input_operand(x, dtype, state, groups), weight_codes(weight, state)
         return matmul(operand, codes, as_dtype(bias, dtype), groups, spec=state.spec, reader=reader)
     return linear_forward(x, weight, bias, state, groups, dtype, False)[0]
-
-
-class SavedRecord(NamedTuple):
-    """What the saved tensors are.
-
-    Attributes:
-        form: one of [`hf_mxfp4.numerics.SAVED_FORMS`].
-        dtype: that the values come back in.
-        layout: of codes, the [`MXFP4Tensor`] without its tensors.
-    """
-
-    form: str
-    dtype: torch.dtype
-    layout: MXFP4Tensor | None = None
 
 
 class LinearRecord(NamedTuple):
@@ -129,22 +118,50 @@ def linear_forward(
     groups: Groups | None,
     dtype: torch.dtype,
     weight_needs_grad: bool,
-) -> tuple[torch.Tensor, SavedTensors, LinearRecord, torch.Tensor | None]:
+) -> tuple[torch.Tensor, SavedTensors, LinearRecord, torch.Tensor | FP8Operand | None]:
     """Fprop: the output, what was saved of ``x`` if ``weight_needs_grad``, the record, and ``Q(W)``, `None` where its
     codes were multiplied. Arguments as of [`quantized_linear`]; ``dtype`` is that of the product."""
-    tensors, saved, right, bias_dtype = (), None, None, None if bias is None else bias.dtype
-    bias, recipe = as_dtype(bias, dtype), None if groups else fp4_recipe(x, weight.shape, dtype, state.spec)
-    packed = None if recipe is None else packed_input(x, state)
-    out = None if recipe is None else multiply_packed(packed, fp4_weight(weight, state, recipe), recipe, bias, dtype)
-    if weight_needs_grad:
-        left, tensors, saved = save_input(x, dtype, state, groups, None if out is None else packed)
-    elif out is None:
-        left = input_operand(x, dtype, state, groups)
+    spec, tensors, saved, right = state.spec, (), None, None
+    packed, out = (None, None) if groups else _multiply_codes(x, weight, bias, state, dtype)
     if out is None:
-        right = weight_operand(weight, dtype, state)
-        out = multiply("fprop", left, right, state.spec, bias) if groups is None else matmul(left, right, bias, groups)
-    step = None if state.spec.is_plain else state.rngs[0].step
-    return out, tensors, LinearRecord(saved, step, x.dtype, bias_dtype), right
+        right = _fp8_weight("fprop", x, weight, dtype, state, groups)
+    fp8 = right is not None
+    if weight_needs_grad:
+        left, tensors, saved = save_input(x, dtype, state, groups, packed, fp8)
+    elif out is None:
+        left = input_operand(x, dtype, state, groups, fp8)
+    if out is None:
+        right = right if fp8 else weight_operand(weight, dtype, state)
+        out = multiply("fprop", left, right, spec, as_dtype(bias, dtype), groups, dtype if fp8 else None)
+    step = None if spec.is_plain else state.rngs[0].step
+    return out, tensors, LinearRecord(saved, step, x.dtype, None if bias is None else bias.dtype), right
+
+
+def _multiply_codes(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, state: GemmState, dtype: torch.dtype
+) -> tuple[MXFP4Tensor | None, torch.Tensor | None]:
+    """[`packed_input`] and the output where FP4 tensor cores multiply codes, otherwise `None` twice."""
+    recipe = fp4_recipe(x, weight.shape, dtype, state.spec)
+    if recipe is None:
+        return None, None
+    packed = packed_input(x, state)
+    out = multiply_packed(packed, fp4_weight(weight, state, recipe), recipe, as_dtype(bias, dtype), dtype)
+    return (None, None) if out is None else (packed, out)
+
+
+def _fp8_weight(
+    gemm: str, left: torch.Tensor, weight: torch.Tensor, dtype: torch.dtype, state: GemmState, groups: Groups | None
+) -> FP8Operand | None:
+    """The weight for a product of ``left [..., K]``, or in Dgrad ``[..., N]``, where FP8 tensor cores compute that."""
+    spec = state.spec
+    if is_dense_on(left, spec):
+        return None
+    n, k = rows_first(weight, spec).shape[-2:]
+    size = left.shape[:-1].numel(), n, padded_length(k, spec)
+    found = fp8_weight(weight, dtype, state) if runs_on_fp8(gemm, spec, left, dtype, size, groups) else None
+    # Scales of rows would go into the gradient, whose blocks of MXFP4 would be others.
+    folds = gemm == "dgrad" and found is not None and found.scale.shape[-2] > 1
+    return None if folds and spec.scheme.dgrad.left is not FP8 else found
 
 
 def linear_backward(
@@ -177,13 +194,21 @@ def linear_backward(
         )
     rows, saved = grad.reshape(-1, grad.shape[-1]), None
     scaled = rows
-    if needs[0] and spec.reuses_weight and (right is None or right.dtype != grad.dtype):
-        right = weight_operand(weight, grad.dtype, state)
+    if needs[0] and spec.reuses_weight:
+        fp8 = _fp8_weight("dgrad", rows, weight, grad.dtype, state, groups)
+        if fp8 is not None:
+            right = fp8
+        elif right is None or right.dtype != grad.dtype:
+            right = weight_operand(weight, grad.dtype, state)
     if needs[1]:
-        if spec.folds_scales and rows.numel():
-            scaled, tensors = _fold_scales(rows, *tensors)
-        saved = restore_input(tensors, record.saved, spec.backend)
-        saved = saved.reshape(-1, saved.shape[-1])
+        size = *rows.shape[::-1], tensors[0].shape[-1]
+        if spec.folds_scales and groups is None and runs_on_fp8("wgrad", spec, rows, rows.dtype, size):
+            saved = FP8Operand.of_bytes(*(tensor.reshape(-1, tensor.shape[-1]) for tensor in tensors))
+        else:
+            if spec.folds_scales and rows.numel():
+                scaled, tensors = _fold_scales(rows, *tensors)
+            saved = restore_input(tensors, record.saved, spec.backend)
+            saved = saved.reshape(-1, saved.shape[-1])
     masters = rows_first(weight, spec)
     gradients = _gradients if groups is None else _expert_gradients
     grad_x, grad_weight = gradients(rows, scaled, masters, right, saved, state, groups, needs)
@@ -210,8 +235,8 @@ def _gradients(
     rows: torch.Tensor,
     scaled: torch.Tensor,
     masters: torch.Tensor,
-    right: torch.Tensor | None,
-    saved: torch.Tensor | None,
+    right: torch.Tensor | FP8Operand | None,
+    saved: torch.Tensor | FP8Operand | None,
     state: GemmState,
     group: int | None,
     needs: Sequence[bool],
@@ -227,13 +252,13 @@ def _gradients(
     spec, rng, columns = state.spec, state.rng_of(group or 0), masters.shape[-1]
     left = left_t = grad_x = grad_weight = None
     if needs[0] and needs[1] and not spec.is_plain:
-        left, left_t = _rows_and_columns(rows, spec, rng)
+        left, left_t = rows_and_columns(rows, spec, rng)
     if needs[0]:
         weight = _rotated_back(right, columns, spec, rng) if spec.reuses_weight else masters
-        grad_x = _product("dgrad", rows, weight.t(), spec, rng, left)
+        grad_x = _product("dgrad", rows, weight, spec, rng, left)
     if needs[1]:
         values = saved if spec.saves_raw_input else _rotated_back(saved, columns, spec, rng)
-        grad_weight = _product("wgrad", scaled.t(), values.t(), spec, rng, left_t)
+        grad_weight = _product("wgrad", scaled.t(), values, spec, rng, left_t)
     return grad_x, grad_weight
 
 
@@ -241,7 +266,7 @@ def _expert_gradients(
     rows: torch.Tensor,
     scaled: torch.Tensor,
     masters: torch.Tensor,
-    right: torch.Tensor | None,
+    right: torch.Tensor | FP8Operand | None,
     saved: torch.Tensor | None,
     state: GemmState,
     groups: Groups,
@@ -251,7 +276,12 @@ def _expert_gradients(
     if state.spec.is_plain:
         grad_x = matmul(rows, right.transpose(1, 2), groups=groups) if needs[0] else None
         return grad_x, matmul_tokens(rows, saved.to(rows.dtype), groups) if needs[1] else None
-    grad_x = rows.new_empty(rows.shape[0], masters.shape[2]) if needs[0] else None
+    grad_x = None
+    if needs[0] and isinstance(right, FP8Operand):
+        grad_x = _product("dgrad", rows, right, state.spec, None, groups=groups)
+        needs, right = (False, *needs[1:]), None
+    elif needs[0]:
+        grad_x = rows.new_empty(rows.shape[0], masters.shape[2])
     grad_weight = rows.new_zeros(masters.shape) if needs[1] else None
     for expert, own in groups:
         of_weight = masters[expert], None if right is None else right[expert]
@@ -267,18 +297,26 @@ def _expert_gradients(
 def _product(
     gemm: str,
     left: torch.Tensor,
-    right: torch.Tensor,
+    right: torch.Tensor | FP8Operand,
     spec: GemmSpec,
     rng: LayerRng | None,
     quantized: torch.Tensor | None = None,
+    groups: Groups | None = None,
 ) -> torch.Tensor:
-    """``left [R, C] right[D, C]^T``, both quantized along C, in the dtype of ``left``, which may already be
-    ``quantized``."""
+    """Multiply ``left [R, C] right[C, D]``, both quantized along C, in the dtype of ``left``, which may already be
+    ``quantized``; with groups ``right [e, C, D]`` for the rows of each expert."""
     scheme: GemmScheme = getattr(spec.scheme, gemm)
+    fp8 = isinstance(right, FP8Operand)
+    left, right = right.folded(left, groups) if fp8 else (left, right.t())
+    if not fp8 and (gemm, scheme.right) != ("dgrad", REUSE):  # whose weight would be an FP8Operand
+        fp8 = runs_on_fp8(gemm, spec, left, left.dtype, (*left.shape, len(right)))
     operands = []
     for name, values, precision in zip(GEMM_OPERANDS[gemm], (left, right), (scheme.left, scheme.right), strict=True):
         if quantized is not None and values is left:
             values = quantized
+        elif fp8 and precision is FP8:
+            rotated = rotate_operand(values, scheme.rotation, gemm, rng, spec.backend)
+            values = FP8Operand.of_bytes(*dispatch.quantize_e4m3(rotated, spec.backend))
         elif scheme.rotation is not None or precision not in (FULL, REUSE):
             if name == "weight":
                 count_weight(values, gemm)
@@ -287,49 +325,13 @@ def _product(
                 values = values.contiguous()
             options = {"rotation": scheme.rotation, "dtype": left.dtype}
             values = quantize_operand(values, precision, gemm, name, rng, spec.backend, **options)
-        operands.append(values.to(left.dtype))
-    return multiply(gemm, *operands, spec)
-
-
-def _rows_and_columns(
-    grad: torch.Tensor, spec: GemmSpec, rng: LayerRng | None
-) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """The left operands of Dgrad and Wgrad, of ``grad [M, N]`` and of its transpose, from one read of it; `None` twice
-    where the Triton kernels do not make both, or the schemes differ in more than rounding and rotation."""
-    products = spec.scheme.dgrad, spec.scheme.wgrad
-    schemes, rotations = [each.left for each in products], [each.rotation for each in products]
-    if not all(isinstance(scheme, QuantScheme) for scheme in schemes) or (rotations[0] is None) != (
-        rotations[1] is None
-    ):
-        return None, None
-    nearest = [replace(scheme, rounding="nearest") for scheme in schemes]
-    if nearest[0] != nearest[1] or nearest[0].fallback_rate is not None:
-        return None, None
-    seeds, signs = [], []
-    for gemm, scheme, rotation, length in zip(("dgrad", "wgrad"), schemes, rotations, grad.shape[::-1], strict=True):
-        seeds.append(operand_seed(scheme, gemm, "grad", rng))
-        if dispatch.choose_backend(grad, scheme, spec.backend, seeds[-1]) != "triton":
-            return None, None
-        signs.append(rotation and rotation_signs(rotation, gemm, length, rng, grad.device))
-    sizes = tuple(rotation and rotation.size for rotation in rotations)
-    return triton_kernels.fake_quantize_rows_and_columns(
-        grad.detach(), tuple(schemes), tuple(seeds), sizes, tuple(signs), grad.dtype
-    )
+        operands.append(values if isinstance(values, FP8Operand) else values.to(left.dtype))
+    return multiply(gemm, *operands, spec, groups=groups, fp8_dtype=left.dtype if fp8 else None)
 
 
 def _rotated_back(values: torch.Tensor, columns: int, spec: GemmSpec, rng: LayerRng | None) -> torch.Tensor:
     """What the forward product used of an operand, rotated back: ``[..., columns]``."""
     return rotate_back(values, spec.scheme.fprop.rotation, "fprop", columns, rng)
-
-
-def sum_rows(rows: torch.Tensor, groups: Groups | None) -> torch.Tensor:
-    """The gradient of a bias, ``[N]`` or of experts ``[E, N]``, from output gradients ``[M, N]``."""
-    if groups is None:
-        return rows.sum(dim=0)
-    out = rows.new_zeros(groups.n_experts, rows.shape[1])
-    for expert, own in groups:
-        out[expert] = rows[own].sum(dim=0)
-    return out
 
 
 def _count_pass(state: GemmState, groups: Groups | None) -> None:
@@ -339,18 +341,19 @@ def _count_pass(state: GemmState, groups: Groups | None) -> None:
             state.rngs[expert].n_backward += 1
 
 
-def _keeps_operand(weight: torch.Tensor) -> bool:
+def _keeps_operand(right: torch.Tensor | FP8Operand | None) -> bool:
     """Whether ``Q(W)`` is kept from the forward pass to the backward pass: not on accelerators and not in jobs that may
     shard weights, where copies of all of them would be another model in memory."""
     dist = torch.distributed
-    return weight.is_cpu and not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1)
+    is_one = not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1)
+    return is_one and isinstance(right, torch.Tensor) and right.is_cpu
 
 
 class _QuantizedLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, bias, state, groups, dtype, weight_needs_grad):
         out, tensors, ctx.record, right = linear_forward(x, weight, bias, state, groups, dtype, weight_needs_grad)
-        keeps = ctx.needs_input_grad[0] and state.spec.reuses_weight and _keeps_operand(weight)
+        keeps = ctx.needs_input_grad[0] and state.spec.reuses_weight and _keeps_operand(right)
         ctx.save_for_backward(weight, right if keeps else None, *tensors)
         ctx.state, ctx.groups = state, groups
         return not_a_view(out)
@@ -362,43 +365,6 @@ class _QuantizedLinear(torch.autograd.Function):
         needs = ctx.needs_input_grad[:3]
         gradients = linear_backward(grad, weight, tuple(tensors), ctx.record, ctx.state, ctx.groups, needs, right)
         return *gradients, *(None,) * 4
-
-
-# ---- the input, saved for the gradient of the weight ----------------------------------------------------------------
-# Rows are tokens, in any number and order, so the inputs of grouped experts are saved in the same way.
-
-
-def save_input(
-    x: torch.Tensor, dtype: torch.dtype, state: GemmState, groups: Groups | None, packed: MXFP4Tensor | None = None
-) -> tuple[torch.Tensor | None, SavedTensors, SavedRecord]:
-    """The operand of the forward product, the tensors to save for Wgrad, and the record that [`restore_input`] reads
-    them by. ``packed``: [`packed_input`] where that was multiplied already and no operand is needed.
-
-    Raises `ValueError` for an input saved in MXFP4 while Wgrad takes another one than the forward product.
-    """
-    spec = state.spec
-    if spec.saved == "mxfp4":
-        if spec.saves_raw_input:
-            raise ValueError("saved in MXFP4 is what the forward product takes, and Wgrad takes the input itself")
-        made = packed_input(x, state, groups) if packed is None else packed
-        record = SavedRecord("mxfp4", dtype, replace(made, **dict.fromkeys(PARTS)))
-        return restore_input(made.parts, record) if packed is None else None, made.parts, record
-    if spec.input_scheme is FP8 and not spec.saves_raw_input:
-        tensors, record = fp8_input(x, state, groups), SavedRecord("fp8", dtype)
-        return restore_input(tensors, record, spec.backend), tensors, record
-    operand = None if packed is not None and spec.saves_raw_input else input_operand(x, dtype, state, groups)
-    saved = x if spec.saves_raw_input else operand
-    tensors = dispatch.quantize_e4m3(saved, spec.backend) if spec.saved == "fp8" else (saved,)
-    return operand, tensors, SavedRecord(spec.saved, saved.dtype)
-
-
-def restore_input(tensors: SavedTensors, record: SavedRecord, backend: str = "auto") -> torch.Tensor:
-    """The values ``[..., K]`` that [`save_input`] saved; of a rotated operand with the columns of its padding."""
-    if record.form == "mxfp4":
-        packed = replace(record.layout, **dict(zip(PARTS, tensors, strict=True)), axis=tensors[0].dim() - 1)
-        # By way of the input's dtype, as the operand is made everywhere: that of autocast may saturate elsewhere.
-        return dispatch.dequantize(packed, packed.dtype).to(record.dtype)
-    return dispatch.dequantize_e4m3(*tensors, record.dtype, backend) if record.form == "fp8" else tensors[0]
 
 
 # ---- dtypes and gradients -------------------------------------------------------------------------------------------

@@ -16,7 +16,6 @@ import warnings
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -38,6 +37,7 @@ from ..numerics import (
 )
 from . import block_scaled
 from .block_scaled import FP4_HARDWARE, FP4Operand, to_fp4
+from .fp8 import FP8Operand, inexact, multiply_fp8, to_fp8
 from .groups import Groups
 from .packed_weight import of_expert
 from .state import GemmSpec, PackedSpec
@@ -45,38 +45,10 @@ from .state import GemmSpec, PackedSpec
 
 #: Hardware with FP8 tensor cores; what `hf-mxfp4 env` lists.
 FP8_HARDWARE = ("sm_89", "sm_90", "sm_100", "sm_103", "sm_120", "sm_121", "gfx950")
-_LARGEST_E4M3 = 448.0
-#: What the rows of an operand of the forward product are.
-_LINES = {"x": "tokens", "weight": "outputs"}
+#: Of these, what has FP8 products of all experts in one launch.
+GROUPED_FP8_HARDWARE = ("sm_90", "gfx950")
 
 _counts: Counter[tuple[str, str]] = Counter()
-#: Per device, elements that E4M3 rounded: a scalar that is added to without waiting for the device.
-_inexact: dict[torch.device, torch.Tensor] = {}
-
-
-class FP8Operand(NamedTuple):
-    """``elements [R, C]``, float8_e4m3fn, times ``scale [R, 1]``, float32 powers of two."""
-
-    elements: torch.Tensor
-    scale: torch.Tensor
-
-
-def to_fp8(values: torch.Tensor) -> FP8Operand:
-    """A matrix of quantized values as elements and scales of its rows. NaN and infinite values become NaN."""
-    if dispatch.supports_e4m3(values):
-        elements, scale, inexact = triton_kernels.to_fp8(values)
-        _count_inexact(inexact)
-        return FP8Operand(elements, scale)
-    wide = values.float()
-    finite = wide.isfinite()
-    top = torch.where(finite, wide.abs(), 0).amax(dim=1, keepdim=True)
-    _, exponent = torch.frexp(top)
-    scale = torch.ldexp(torch.ones_like(top), (exponent - 9).clamp(-126, 126))
-    scale = torch.where(top > scale * _LARGEST_E4M3, scale * 2, scale)
-    elements = torch.where(finite, wide / scale, torch.nan).to(torch.float8_e4m3fn)
-    _count_inexact((elements.float() * scale != wide).logical_and(finite).sum())
-    return FP8Operand(elements.contiguous(), scale)
-
 
 #: Values in the dtype of the product, codes and scale bytes, or E4M3 elements and scales of rows.
 Operand = torch.Tensor | MXFP4Tensor | FP8Operand
@@ -108,17 +80,7 @@ def matmul(
         reader: the backend that was chosen to multiply with them, where the caller has asked for it already.
     """
     if isinstance(b, FP8Operand):
-        out = F.scaled_mm(
-            a.elements,
-            b.elements.t(),
-            a.scale,
-            F.ScalingType.RowWise,
-            b.scale.t(),
-            F.ScalingType.RowWise,
-            output_dtype=dtype,
-            use_fast_accum=False,  # which would keep 14 bits of the sums
-        )
-        return out if bias is None else out + bias
+        return multiply_fp8(a, b, bias, groups, dtype)
     if isinstance(b, MXFP4Tensor):
         reader = reader or dispatch.choose_backend(a, b.scheme, spec.backend, family="decode")
         return _on_codes(a, b, bias, groups, spec, reader)
@@ -133,20 +95,46 @@ def matmul(
     return out
 
 
+def is_dense_on(x: torch.Tensor, spec: GemmSpec | PackedSpec) -> bool:
+    """Whether all products are ordinary ones on the device of ``x``, whatever their operands are."""
+    return spec.matmul_backend == "dense" or x.is_cpu and spec.matmul_backend != "fp8"
+
+
+def runs_on_fp8(
+    gemm: str,
+    spec: GemmSpec | PackedSpec,
+    like: torch.Tensor,
+    dtype: torch.dtype,
+    size: Sequence[int],
+    groups: Groups | None = None,
+) -> bool:
+    """Whether FP8 tensor cores multiply in the product ``gemm`` under a spec, with groups all experts at once, on the
+    device of ``like`` and with an output in ``dtype``; ``size`` is that of the left rows and the two other axes."""
+    if is_dense_on(like, spec):
+        return False
+    hardware, experts = hardware_of(like.device), groups is not None
+    choice = select_matmul(gemm, spec.scheme, hardware, dtype, spec.matmul_backend, experts, codes=False)
+    if choice.name != "fp8" or 0 in size or not dispatch.is_torchs_own(like):
+        return False
+    return like.is_cpu or size[1] % 16 == 0 and size[2] % 16 == 0
+
+
 def multiply(
-    gemm: str, left: torch.Tensor, right: torch.Tensor, spec: GemmSpec | PackedSpec, bias: torch.Tensor | None = None
+    gemm: str,
+    left: torch.Tensor | FP8Operand,
+    right: torch.Tensor | FP8Operand,
+    spec: GemmSpec | PackedSpec,
+    bias: torch.Tensor | None = None,
+    groups: Groups | None = None,
+    fp8_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """``left [..., C] right[D, C]^T + bias`` of quantized values by the backend that the spec names."""
-    if spec.matmul_backend == "dense":
-        return F.linear(left, right, bias)
-    # What is multiplied as values has no codes along this axis, or none that FP4 tensor cores take.
-    choice = select_matmul(gemm, spec.scheme, hardware_of(left.device), left.dtype, spec.matmul_backend, codes=False)
-    is_fp8 = choice.name == "fp8" and dispatch.is_torchs_own(left) and _fits_fp8(left, right)
-    _counts[gemm, "fp8" if is_fp8 else "dense"] += 1
-    if not is_fp8:
-        return F.linear(left, right, bias)
-    rows = to_fp8(left.reshape(-1, left.shape[-1]))
-    return matmul(rows, to_fp8(right), bias, dtype=left.dtype).view(*left.shape[:-1], right.shape[0])
+    """Multiply as [`matmul`] does, counted where the spec leaves a choice; with ``fp8_dtype``, that of the output, on
+    FP8 tensor cores, for which values become E4M3 elements."""
+    if spec.matmul_backend != "dense":
+        _counts[gemm, "fp8" if fp8_dtype else "dense"] += 1
+    if fp8_dtype:
+        left, right = (each if isinstance(each, FP8Operand) else to_fp8(each) for each in (left, right))
+    return matmul(left, right, bias, groups, dtype=fp8_dtype)
 
 
 def fp4_recipe(x: torch.Tensor, shape: Sequence[int], dtype: torch.dtype, spec: GemmSpec | PackedSpec) -> str | None:
@@ -181,13 +169,6 @@ def multiply_packed(
     return None
 
 
-def _fits_fp8(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether FP8 tensor cores multiply operands of these shapes, ``a [..., C] b[D, C]^T``: C and D multiples of 16."""
-    if 0 in (*a.shape, *b.shape):
-        return False
-    return a.is_cpu or b.shape[1] % 16 == 0 and b.shape[0] % 16 == 0
-
-
 def matmul_tokens(a: torch.Tensor, b: torch.Tensor, groups: Groups) -> torch.Tensor:
     """``a[rows]^T b[rows]`` for the rows of each expert: ``[E, N, K]`` from ``a [S, N]`` and ``b [S, K]``."""
     if _runs_grouped(a, b):
@@ -210,6 +191,12 @@ def _runs_grouped(a: torch.Tensor, b: torch.Tensor) -> bool:
     )
 
 
+def decodes(a: torch.Tensor, dtype: torch.dtype, reader: str, groups: Groups | None) -> bool:
+    """Whether a kernel multiplies these rows with the codes of weights, in ``dtype``."""
+    sizes = a.shape[:-1].numel(), a.shape[-1], dtype, None if groups is None else groups.n_experts
+    return reader == "triton" and triton_kernels.unsupported_product(*sizes) is None
+
+
 def _on_codes(
     a: torch.Tensor,
     b: MXFP4Tensor,
@@ -222,12 +209,14 @@ def _on_codes(
     """All experts at once where a kernel takes their rows; otherwise the values of one expert at a time."""
     if groups is None and reader == "cpu" and (is_expert or spec.matmul_backend != "fp8"):
         return on_cpu.product(a, b, bias)
-    rows, experts = a.shape[:-1].numel(), None if groups is None else len(b.codes)
-    if reader == "triton" and triton_kernels.unsupported_product(rows, b.length, a.dtype, experts) is None:
+    if decodes(a, a.dtype, reader, groups):
         return triton_kernels.linear(a, b, bias, *(() if groups is None else (groups.offsets(a.device),)))
     if groups is None:
         values = dispatch.dequantize(b, a.dtype, spec.backend)
-        return F.linear(a, values, bias) if is_expert else multiply("fprop", a, values, spec, bias)
+        if is_expert:
+            return F.linear(a, values, bias)
+        fp8 = runs_on_fp8("fprop", spec, a, a.dtype, (a.shape[:-1].numel(), *values.shape))
+        return multiply("fprop", a, values, spec, bias, fp8_dtype=a.dtype if fp8 else None)
     if reader == "cpu" and max(groups.counts, default=0) <= on_cpu.most_rows():
         return on_cpu.grouped_product(a, b, groups.offsets(a.device), bias)
     out = a.new_empty(a.shape[0], b.codes.shape[1])
@@ -291,9 +280,7 @@ def select_matmul(
     """
     if requested == "dense":
         return MatmulBackend("dense", "matmul_backend='dense' was asked for")
-    if experts:
-        return MatmulBackend("dense", "experts are multiplied in 16 bits")
-    if codes and requested != "fp8" and _fp4_problem(gemm, scheme, hardware, dtype) is None:
+    if codes and not experts and requested != "fp8" and _fp4_problem(gemm, scheme, hardware, dtype) is None:
         return MatmulBackend("fp4", "the operands are E2M1 codes and one scale per block")
     on_cpu = hardware in ("cpu", "interpreter")
     if on_cpu and requested != "fp8":
@@ -302,9 +289,12 @@ def select_matmul(
         return MatmulBackend("dense", f"{hardware} has no FP8 products")
     if dtype != (torch.float32 if on_cpu else torch.bfloat16):
         return MatmulBackend("dense", f"FP8 products on {hardware} have no output in {dtype}")
+    if experts and (gemm == "wgrad" or hardware not in GROUPED_FP8_HARDWARE):
+        where = "their tokens are no multiples of 16" if gemm == "wgrad" else f"{hardware} has no grouped FP8 products"
+        return MatmulBackend("dense", f"experts are multiplied in 16 bits: {where}")
     product: GemmScheme = getattr(scheme, gemm)
     for operand, precision in zip(GEMM_OPERANDS[gemm], (product.left, product.right), strict=True):
-        reason = _operand_problem(operand, precision, scheme)
+        reason = _operand_problem(operand, precision, scheme, product)
         if reason is not None:
             return MatmulBackend("dense", reason)
     return MatmulBackend("fp8", "the values are E4M3 numbers times a scale per row")
@@ -326,14 +316,14 @@ def _fp4_problem(gemm: str, scheme: LinearScheme, hardware: str, dtype: torch.dt
     return None
 
 
-def _operand_problem(operand: str, precision: OperandScheme, scheme: LinearScheme) -> str | None:
+def _operand_problem(operand: str, precision: OperandScheme, scheme: LinearScheme, product: GemmScheme) -> str | None:
     """Why the values of an operand are no E4M3 numbers times one power of two per row; `None` where they are."""
     if precision is REUSE:
-        if scheme.fprop.rotation is not None:
-            return f"the reused {operand} is rotated along the other axis"
+        if scheme.fprop.rotation or product.rotation:
+            return f"the reused {operand} is rotated after it was quantized"
         precision = scheme.fprop.right if operand == "weight" else scheme.fprop.left
         if precision is FP8 and (operand == "weight" or not scheme.folds_scales):
-            return f"the scales of the reused {operand} lie on the {_LINES[operand]}, which are summed over"
+            return f"the scales of the reused {operand} lie on the axis that is summed over"
     if precision is FULL:
         return f"{operand} is in full precision"
     if precision is NVFP4:
@@ -342,24 +332,16 @@ def _operand_problem(operand: str, precision: OperandScheme, scheme: LinearSchem
     return None if problem is None else f"{problem} of {operand} have more digits than E4M3"
 
 
-def _count_inexact(number: torch.Tensor) -> None:
-    """Add elements that were rounded, a scalar on their device, to [`matmul_counts`]."""
-    if number.device not in _inexact:
-        with torch.inference_mode(False):  # under which vLLM may be the first to count
-            _inexact[number.device] = torch.zeros((), dtype=torch.int64, device=number.device)
-    _inexact[number.device].add_(number)
-
-
 def matmul_counts() -> dict[str, dict[str, int] | int]:
     """Products of this process so far whose backend was chosen: by product and backend, as ``{"fprop": {"fp8": 12,
     "dense": 3}, ...}``, and under ``"inexact_elements"`` those that E4M3 rounded. Waits for the GPU."""
     found: dict[str, dict[str, int] | int] = {gemm: {} for gemm in GEMM_OPERANDS}
     for (gemm, name), count in sorted(_counts.items()):
         found[gemm][name] = count
-    return found | {"inexact_elements": sum(int(number) for number in _inexact.values())}
+    return found | {"inexact_elements": sum(int(number) for number in inexact.values())}
 
 
 def reset_matmul_counts() -> None:
     """Count from zero."""
     _counts.clear()
-    _inexact.clear()
+    inexact.clear()

@@ -7,11 +7,13 @@ An operand is values in the dtype of the product, a [`MXFP4Tensor`] of codes and
 
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from ..backends import dispatch
+from ..backends import triton as triton_kernels
 from ..numerics import (
     FP8,
     FULL,
@@ -25,6 +27,7 @@ from ..numerics import (
     unrotate,
 )
 from .block_scaled import FP4Operand, to_fp4
+from .fp8 import FP8Operand, weight_to_fp8
 from .groups import Groups
 from .packed_weight import cat_rows, of_expert, packed_tensor, quantize_experts, quantize_weight
 from .state import GemmSpec, GemmState, LayerRng
@@ -94,13 +97,43 @@ def operand_seed(scheme: QuantScheme, gemm: str, operand: str, rng: LayerRng | N
     return rng.seed_of(gemm, operand) if scheme.rounding == "stochastic" else None
 
 
+def rows_and_columns(
+    grad: torch.Tensor, spec: GemmSpec, rng: LayerRng | None
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Return the left operands of Dgrad and Wgrad, of ``grad [M, N]`` and of its transpose, from one read of it; `None`
+    twice where the Triton kernels do not make both, or the schemes differ in more than rounding and rotation."""
+    products = spec.scheme.dgrad, spec.scheme.wgrad
+    schemes, rotations = [each.left for each in products], [each.rotation for each in products]
+    if not all(isinstance(scheme, QuantScheme) for scheme in schemes) or (rotations[0] is None) != (
+        rotations[1] is None
+    ):
+        return None, None
+    nearest = [replace(scheme, rounding="nearest") for scheme in schemes]
+    if nearest[0] != nearest[1] or nearest[0].fallback_rate is not None:
+        return None, None
+    seeds, signs = [], []
+    for gemm, scheme, rotation, length in zip(("dgrad", "wgrad"), schemes, rotations, grad.shape[::-1], strict=True):
+        seeds.append(operand_seed(scheme, gemm, "grad", rng))
+        if dispatch.choose_backend(grad, scheme, spec.backend, seeds[-1]) != "triton":
+            return None, None
+        signs.append(rotation and rotation_signs(rotation, gemm, length, rng, grad.device))
+    sizes = tuple(rotation and rotation.size for rotation in rotations)
+    return triton_kernels.fake_quantize_rows_and_columns(
+        grad.detach(), tuple(schemes), tuple(seeds), sizes, tuple(signs), grad.dtype
+    )
+
+
 # ---- the input ------------------------------------------------------------------------------------------------------
 
 
-def input_operand(x: torch.Tensor, dtype: torch.dtype, state: GemmState, groups: Groups | None = None) -> torch.Tensor:
-    """``Q(x)`` along the last axis in ``dtype``, of the rotated and padded input where the forward product rotates.
-    Where random numbers are drawn, each group has its own."""
+def input_operand(
+    x: torch.Tensor, dtype: torch.dtype, state: GemmState, groups: Groups | None = None, fp8: bool = False
+) -> torch.Tensor | FP8Operand:
+    """Return ``Q(x)`` along the last axis in ``dtype``, of the rotated and padded input where the forward product
+    rotates; with ``fp8`` E4M3 inputs as elements and scales. Where random numbers are drawn, each group has its own."""
     spec, fprop = state.spec, state.spec.scheme.fprop
+    if fp8 and fprop.left is FP8:
+        return FP8Operand.of_bytes(*fp8_input(x, state, groups))
 
     def quantize(rows: torch.Tensor, rng: LayerRng | None) -> torch.Tensor:
         return quantize_operand(rows, fprop.left, "fprop", "x", rng, spec.backend, rotation=fprop.rotation, dtype=dtype)
@@ -169,24 +202,36 @@ def rows_first(weight: torch.Tensor, spec: GemmSpec) -> torch.Tensor:
 def weight_operand(weight: torch.Tensor, dtype: torch.dtype, state: GemmState) -> torch.Tensor:
     """The weight as the forward product takes it, in ``dtype``: ``Q(W)`` ``[N, K]`` or, of experts, ``[E, N, K]``, of
     the rotated and padded weight where the scheme rotates. Kept by the cache that is open, if any."""
-    spec, cache = state.spec, state.cache
+    spec = state.spec
     if spec.scheme.fprop.right is FULL and spec.rotation_size == 1:
         return rows_first(weight.detach(), spec).to(dtype)
-    if cache is None or cache.form == "none":
-        return _weight_values(weight, dtype, state)
-    key = state, dtype, _step(state)
-    kept = cache.find(weight, key)
+    return _kept_operand(weight, dtype, state)
+
+
+def fp8_weight(weight: torch.Tensor, dtype: torch.dtype, state: GemmState) -> FP8Operand | None:
+    """Return [`weight_operand`] as E4M3 elements, which Fprop and Dgrad take; `None` where some would be rounded, as
+    [`hf_mxfp4.gemm.fp8.weight_to_fp8`] finds."""
+    return _kept_operand(weight, dtype, state, as_fp8=True)[0]
+
+
+def _kept_operand(weight: torch.Tensor, dtype: torch.dtype, state: GemmState, as_fp8: bool = False) -> Any:
+    spec, cache = state.spec, state.cache
+    key = state, dtype, _step(state), as_fp8
+    kept = None if cache is None else cache.find(weight, key)
     if kept is not None:
         return kept
-    on_codes = weight.is_leaf and reader_of_codes(weight, dtype, state) is not None
+    is_open = cache is not None and cache.form != "none"
+    on_codes = is_open and weight.is_leaf and reader_of_codes(weight, dtype, state) is not None
 
-    def make() -> torch.Tensor:
-        return values_of(weight_codes(weight, state), dtype, spec) if on_codes else _weight_values(weight, dtype, state)
+    def make() -> Any:
+        codes = weight_codes(weight, state) if on_codes else None
+        values = _weight_values(weight, dtype, state) if codes is None else values_of(codes, dtype, spec)
+        return (weight_to_fp8(values),) if as_fp8 else values
 
     if on_codes:
-        keeps = cache.form == "auto" and weight.is_cpu
+        keeps = cache.form == "auto" and (weight.is_cpu or as_fp8 and weight.dim() == 2)
     else:  # values of all experts are another model, which the memory of a GPU may not hold
-        keeps = cache.form != "auto" or weight.is_cpu or weight.dim() == 2
+        keeps = is_open and (cache.form != "auto" or weight.is_cpu or weight.dim() == 2)
     return cache.get(weight, key, make) if keeps else make()
 
 

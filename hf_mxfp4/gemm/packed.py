@@ -7,8 +7,8 @@ from torch.autograd.function import once_differentiable
 from ..backends import dispatch
 from ..numerics import MXFP4Tensor
 from .block_scaled import to_fp4
-from .groups import Groups
-from .linear import as_dtype, autocast_dtype, needs_gradient, not_a_view, sum_rows
+from .groups import Groups, sum_rows
+from .linear import as_dtype, autocast_dtype, needs_gradient, not_a_view
 from .matmul import fp4_recipe, matmul, multiply_packed
 from .operands import quantize_input
 from .packed_weight import PACKED_FIELDS, PackedWeight, of_expert

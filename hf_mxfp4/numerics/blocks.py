@@ -21,6 +21,7 @@ from .formats import (
     largest_finite_magnitude,
     saturate,
     scale_from_amax,
+    to_float32,
 )
 from .packed import MXFP4Tensor
 from .rng import NoiseSource, counted_uniform
@@ -41,12 +42,7 @@ class Blocks:
     def __init__(self, x: torch.Tensor, scheme: QuantScheme, axis: int):
         self.scheme = scheme
         self.axis = axis
-        rows = x.detach().movedim(axis, -1)
-        if x.dtype == torch.float64:
-            # Finite values stay finite.
-            largest = torch.finfo(torch.float32).max
-            rows = torch.where(rows.isinf(), rows, rows.clamp(-largest, largest))
-        rows = rows.to(torch.float32, copy=True)
+        rows = to_float32(x.detach().movedim(axis, -1), copy=True)
         self.shape = rows.shape
         length = self.shape[-1]
         self.blocks_per_row = -(-length // BLOCK_SIZE)

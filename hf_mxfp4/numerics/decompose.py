@@ -9,9 +9,9 @@ import torch
 
 from .blocks import Blocks, from_blocks, to_blocks
 from .formats import BLOCK_SIZE, decode_e8m0, round_nearest
-from .nvfp4 import NVFP4_GROUP, fake_quantize_nvfp4, nvfp4_tensor_scale, quantize_nvfp4
+from .nvfp4 import NVFP4_GROUP, dequantize_nvfp4, nvfp4_tensor_scale, quantize_nvfp4
 from .quantize import check_input
-from .schemes import QuantScheme, Treatment
+from .schemes import NVFP4, QuantScheme, Treatment
 
 
 #: Names of the three components, as attributes of [`ErrorDecomposition`].
@@ -111,6 +111,8 @@ def decompose_scheme(
         first, residual = blocks.quantize(generator)
         scale_ratio = _scale_ratio(blocks.amax, decode_e8m0(first[1]))
         quantized = blocks.dequantized(first, residual, x.dtype)
+    elif scheme is not NVFP4:
+        raise ValueError(f"errors of {scheme} have no such components; give a scheme of MXFP4, or nvfp4")
     else:
         rows = x.movedim(axis, -1)
         quantized, scale_ratio = _nvfp4(rows, nvfp4_tensor_scale(rows) if tensor_scale is None else tensor_scale)
@@ -142,9 +144,10 @@ def _scale_ratio(amax: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
 
 def _nvfp4(rows: torch.Tensor, tensor_scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """``Q`` of float32 rows ``[..., K]``, and the ratios of scales."""
-    _, scale, _ = quantize_nvfp4(rows, tensor_scale)
+    codes, scale, _ = quantize_nvfp4(rows, tensor_scale)
     amax = to_blocks(rows, NVFP4_GROUP, 1, NVFP4_GROUP).abs().amax(dim=-1)
-    return fake_quantize_nvfp4(rows, tensor_scale), _scale_ratio(amax, scale.float() * tensor_scale)
+    values = dequantize_nvfp4(codes, scale, tensor_scale, rows.shape[-1], rows.dtype)
+    return values, _scale_ratio(amax, scale.float() * tensor_scale)
 
 
 def _ideal_quantization(rows: torch.Tensor, block_rows: int, size: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -186,13 +186,9 @@ def quantize_e4m3(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     if not x.is_floating_point():
         raise TypeError(f"FP8 quantization needs a floating-point tensor, got {x.dtype}")
     with torch.no_grad():
-        values = x.detach()
+        values = to_float32(x.detach())
         if x.numel() == 0:
             return values.to(torch.float8_e4m3fn), torch.zeros(*x.shape[:-1], 1, dtype=torch.uint8, device=x.device)
-        if x.dtype == torch.float64:
-            limit = torch.finfo(torch.float32).max
-            values = torch.where(values.isfinite(), values.clamp(-limit, limit), values)
-        values = values.float()
         byte = e4m3_scale_byte(values.abs().amax(dim=-1, keepdim=True))
         return (values / decode_e8m0(byte)).to(torch.float8_e4m3fn), byte
 
@@ -221,6 +217,14 @@ def fake_quantize_e4m3(x: torch.Tensor) -> torch.Tensor:
     Raises `TypeError` for a tensor that is not floating-point.
     """
     return dequantize_e4m3(*quantize_e4m3(x), x.dtype)
+
+
+def to_float32(x: torch.Tensor, copy: bool = False) -> torch.Tensor:
+    """Float32 values of a tensor; those of float64 that are finite stay so."""
+    if x.dtype == torch.float64:
+        largest = torch.finfo(torch.float32).max
+        x = torch.where(x.isinf(), x, x.clamp(-largest, largest))
+    return x.to(torch.float32, copy=copy)
 
 
 def saturate(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -8,7 +8,8 @@ down, magnitudes above six scales saturate, as under MXFP4's ``even`` rule.
 
 import torch
 
-from .formats import decode_e2m1, encode_e2m1, pack_codes, round_nearest, saturate, unpack_codes
+from .blocks import to_blocks
+from .formats import decode_e2m1, encode_e2m1, pack_codes, round_nearest, saturate, to_float32, unpack_codes
 
 
 #: Elements that share an E4M3 scale.
@@ -24,13 +25,14 @@ _SMALLEST_SCALE = 2.0**-9
 def nvfp4_tensor_scale(x: torch.Tensor, per_row: bool = False) -> torch.Tensor:
     """Return ``amax / (6 * 448)`` of the finite elements, float32: ``[1]``, or ``[..., 1]`` with one for each row. At
     least 2**-116, and 1 where nothing is finite but zeros."""
-    rows = _float32(x).abs().nan_to_num(nan=0.0, posinf=0.0)
+    rows = to_float32(x).abs().nan_to_num(nan=0.0, posinf=0.0)
     rows = rows if per_row else rows.reshape(1, -1)
     amax = rows.amax(dim=-1, keepdim=True) if rows.numel() else rows.new_zeros(*rows.shape[:-1], 1)
     amax = amax if per_row else amax.view(1)
     return (amax / _LARGEST).clamp_(min=_SMALLEST_TENSOR_SCALE).masked_fill_(amax == 0, 1.0)
 
 
+@torch.no_grad()
 def quantize_nvfp4(
     x: torch.Tensor, tensor_scale: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -44,8 +46,16 @@ def quantize_nvfp4(
 
     Raises `TypeError` for a tensor that is not floating-point.
     """
-    grid, scale, tensor_scale = _on_grid(x, tensor_scale)
-    codes = encode_e2m1(grid.nan_to_num(nan=0.0)).flatten(-2)[..., : x.shape[-1]]
+    if not x.is_floating_point():
+        raise TypeError(f"NVFP4 quantization needs a floating-point tensor, got {x.dtype}")
+    length, tensor_scale = x.shape[-1], nvfp4_tensor_scale(x) if tensor_scale is None else tensor_scale
+    groups = to_blocks(to_float32(x), NVFP4_GROUP, 1, NVFP4_GROUP)
+    amax = groups.abs().amax(dim=-1)
+    scale = (amax / 6.0 / tensor_scale).clamp(_SMALLEST_SCALE, 448.0).masked_fill(amax == 0, 1.0)
+    scale = scale.masked_fill(~amax.isfinite(), torch.nan).to(torch.float8_e4m3fn)
+    # A product with the reciprocal, as in torchao and kernels: a quotient would round some ties otherwise.
+    grid = round_nearest(groups * (1.0 / tensor_scale / scale.float()).unsqueeze(-1))
+    codes = encode_e2m1(grid.nan_to_num(nan=0.0)).flatten(-2)[..., :length]
     return pack_codes(codes), scale, tensor_scale
 
 
@@ -53,41 +63,10 @@ def dequantize_nvfp4(
     codes: torch.Tensor, scale: torch.Tensor, tensor_scale: torch.Tensor, length: int, dtype: torch.dtype
 ) -> torch.Tensor:
     """The values ``[..., length]`` of what [`quantize_nvfp4`] returned, in ``dtype``, in which they saturate."""
-    padded = decode_e2m1(unpack_codes(codes, length))
-    padded = torch.nn.functional.pad(padded, (0, -length % NVFP4_GROUP))
-    return _values(padded.unflatten(-1, (-1, NVFP4_GROUP)), scale, tensor_scale, length, dtype)
+    scales = (scale.float() * tensor_scale).repeat_interleave(NVFP4_GROUP, dim=-1)[..., :length]
+    return saturate(decode_e2m1(unpack_codes(codes, length)) * scales, dtype).to(dtype)
 
 
 def fake_quantize_nvfp4(x: torch.Tensor, tensor_scale: torch.Tensor | None = None) -> torch.Tensor:
     """The NVFP4 values of ``x``, in its own shape and dtype. Arguments and errors as of [`quantize_nvfp4`]."""
-    return _values(*_on_grid(x, tensor_scale), x.shape[-1], x.dtype)
-
-
-@torch.no_grad()
-def _on_grid(x: torch.Tensor, tensor_scale: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Grid values ``[..., groups, 16]``, the E4M3 scales ``[..., groups]``, and the tensor scale."""
-    if not x.is_floating_point():
-        raise TypeError(f"NVFP4 quantization needs a floating-point tensor, got {x.dtype}")
-    values = _float32(x.detach())
-    tensor_scale = nvfp4_tensor_scale(values) if tensor_scale is None else tensor_scale
-    groups = torch.nn.functional.pad(values, (0, -x.shape[-1] % NVFP4_GROUP)).unflatten(-1, (-1, NVFP4_GROUP))
-    amax = groups.abs().amax(dim=-1)
-    scale = (amax / 6.0 / tensor_scale).clamp(_SMALLEST_SCALE, 448.0).masked_fill(amax == 0, 1.0)
-    scale = scale.masked_fill(~amax.isfinite(), torch.nan).to(torch.float8_e4m3fn)
-    # A product with the reciprocal, as in torchao and kernels: a quotient would round some ties otherwise.
-    return round_nearest(groups * (1.0 / tensor_scale / scale.float()).unsqueeze(-1)), scale, tensor_scale
-
-
-def _values(
-    grid: torch.Tensor, scale: torch.Tensor, tensor_scale: torch.Tensor, length: int, dtype: torch.dtype
-) -> torch.Tensor:
-    values = (grid * (scale.float() * tensor_scale).unsqueeze(-1)).flatten(-2)[..., :length]
-    return saturate(values, dtype).to(dtype)
-
-
-def _float32(x: torch.Tensor) -> torch.Tensor:
-    """Finite values stay finite."""
-    if x.dtype == torch.float64:
-        largest = torch.finfo(torch.float32).max
-        x = torch.where(x.isinf(), x, x.clamp(-largest, largest))
-    return x.float()
+    return dequantize_nvfp4(*quantize_nvfp4(x, tensor_scale), x.shape[-1], x.dtype)

@@ -13,6 +13,8 @@ _LAZY = {
     "ErrorCallback": "errors",
     "ExactResumeMixin": "resume",
     "MXFP4AsyncGRPOTrainer": "asynchronous",
+    "MXFP4DistillationConfig": "distillation",
+    "MXFP4DistillationTrainer": "distillation",
     "MXFP4GRPOConfig": "config",
     "MXFP4GRPOTrainer": "trainer",
     "NoiseSchedule": "noise",

@@ -1,36 +1,39 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One quantization of each weight per optimizer step, for its rollouts, log-probabilities and passes; and their count.
+"""One quantization of each weight per optimizer step, for its rollouts, log-probabilities and passes; their count; and
+what the trainers of this package do around a training.
 
-A Trainer's optimizer steps, loads checkpoints, calls callbacks and evaluates outside of `training_step`. So
-quantizations are kept from the first `training_step` of an optimizer step to the end of the last one alone.
+Quantizations are kept from the first `training_step` of an optimizer step to the end of the last one, outside of which
+a Trainer's optimizer steps, loads checkpoints, calls callbacks and evaluates.
 """
 
 import contextlib
+import functools
 from collections import Counter
 from collections.abc import Callable, Iterator
+from typing import Any
 
 from accelerate import Accelerator
 from torch import nn
+from transformers import TrainerCallback
 
 from ..gemm import GemmSpec, WeightCache, gemm_states, weight_quantizations
-from .config import MXFP4GRPOConfig
+from .callbacks import RunLogCallback, run_facts
+from .resume import CheckpointOnExit, ExactResumeMixin, keep_random_states
 
 
 class StepQuantization:
-    """Keeps what the `step_weights` option says, and logs how often weights were quantized.
+    """Keeps what `step_weights` and `cache_rollout_weights` of ``args`` say, and logs how often weights were quantized.
 
     Metrics: `quantization/weights_per_step`, quantizations of weights for forward products in an optimizer step, its
     rollouts included; `quantization/dgrad_weights_per_step`, those of schemes whose Dgrad takes another. Each matrix
-    of experts counts. Not counted: evaluation, what callbacks measure, and codes that are pushed to vLLM.
-
-    The accelerator knows the last micro-batch of a step, and whether weights are sharded, so that none is kept.
+    of experts counts; evaluation, callbacks and pushes to vLLM do not.
     """
 
     def __init__(
         self,
         model: nn.Module,
         reference: nn.Module | None,
-        args: MXFP4GRPOConfig,
+        args: Any,
         accelerator: Accelerator,
         record: Callable[[str, float], None],
     ):
@@ -93,6 +96,57 @@ class StepQuantization:
             return
         with self._policy.open(), self._reference.open():
             yield
+
+
+class QuantizedTrainerMixin(ExactResumeMixin):
+    """What trainers of this package have in common around a training: TRL's trainers with metrics by mode.
+
+    Attributes:
+        quantization: keeps quantized weights within an optimizer step.
+        exit_checkpoint: saves the last finished step, whatever ends training.
+        run_log: writes `run_log.jsonl`; `None` without `report_every`.
+    """
+
+    quantization: StepQuantization
+
+    def _add_run_callbacks(self, *first: TrainerCallback) -> None:
+        """Add the run log and the checkpoint on exit.
+
+        First in line: what ``first`` add to the logs reaches the trackers, which are callbacks too, and the run log has
+        written it down when a tracker fails.
+        """
+        facts = functools.partial(run_facts, self)  # gathered when training begins
+        self.run_log = RunLogCallback(facts) if self.args.report_every else None
+        self.callback_handler.callbacks[:0] = [*first, self.run_log] if self.run_log else first
+        self.exit_checkpoint = CheckpointOnExit(self)
+        self.add_callback(self.exit_checkpoint)
+
+    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any):
+        """[`transformers.Trainer.train`]; an exception, Ctrl-C or SIGTERM leaves a checkpoint of the last finished step
+        behind.
+
+        Raises `ValueError` when the checkpoint to resume from is not whole, or there is none that is.
+        """
+        with self.exit_checkpoint.checkpoint_on_exit(), self.quantization.training():
+            return super().train(resume_from_checkpoint, *args, **kwargs)
+
+    def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
+        """[`transformers.Trainer.evaluate`], which leaves training as it was, also where it is cut short: what is
+        sampled draws from the random generators of training.
+        """
+        with contextlib.ExitStack() as stack:
+            stack.callback(keep_random_states())
+            stack.enter_context(self.quantization.evaluation())
+            return super().evaluate(*args, **kwargs)
+
+    def _record(self, name: str, value: float) -> None:
+        """Add to the next training log, where values of one name are averaged."""
+        self._metrics["train"][name].append(value)
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        super()._load_rng_state(checkpoint)
+        # The epoch has begun before a Trainer loads them, and the states of then belong to no step.
+        self.exit_checkpoint.remember(self.state.global_step)
 
 
 def _is_sharded(accelerator: Accelerator) -> bool:

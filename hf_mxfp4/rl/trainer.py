@@ -3,9 +3,8 @@
 
 One training step, in order, and what of this package has a part in it:
 
-1. A step begins: `exit_checkpoint` remembers random states, for a checkpoint of this point; layers that draw random
-   numbers are told the step ([`QuantizationStepCallback`]). From here to the last backward pass of the step
-   `quantization` keeps what each weight was quantized to.
+1. A step begins: `exit_checkpoint` remembers random states; layers that draw random numbers are told the step
+   ([`QuantizationStepCallback`]). From here to its last backward pass `quantization` keeps quantized weights.
 2. Completions are sampled (`_generate`), with `noise` on norms (or on what `vllm_policy` pushes), while `routing`
    records the experts. Around a single `generate` (`_generate_single_turn`) the log-probability of every token is
    recorded ([`recorded_log_probs`]).
@@ -18,12 +17,11 @@ One training step, in order, and what of this package has a part in it:
 8. What was measured is logged, checkpoints are written (`_process_state` is what they have in addition to TRL's), and
    evaluations run on the policy without noise (`evaluate`).
 
-What is switched off is `None`. What is overridden of TRL is overridden here, apart from what [`ExactResumeMixin`] does
-to any Trainer.
+What is switched off is `None`. TRL is overridden here, apart from what [`QuantizedTrainerMixin`] and
+[`ExactResumeMixin`] do to any Trainer.
 """
 
 import contextlib
-import functools
 import math
 from collections.abc import Iterator
 from pathlib import Path
@@ -39,21 +37,20 @@ from ..checkpoint import decoration
 from ..files import replace_file
 from ..layers import QUANTIZED, TRAINABLE, cached_weights
 from ..utils import evaluation_mode
-from .callbacks import EntropyCallback, RunLogCallback, run_facts
+from .callbacks import EntropyCallback
 from .checks import check_adapter, check_arguments, check_policy, check_reference, check_tokens, count_quantized
 from .config import MXFP4GRPOConfig
 from .errors import LAYERS, ActivationErrorCallback, ErrorCallback, StepMovementCallback, movable, quantizing_inputs
 from .noise import NormNoise
-from .resume import CheckpointOnExit, ExactResumeMixin, keep_random_states
 from .rewards import guard_reward
 from .rollout import RolloutCorrection, recorded_log_probs
 from .router_replay import BATCH_KEY, RouterReplay
-from .step_quantization import StepQuantization
+from .step_quantization import QuantizedTrainerMixin, StepQuantization
 from .vllm import VLLMPolicy
 from .vllm_engine import vllm_in_scheme
 
 
-class MXFP4GRPOTrainer(ExactResumeMixin, GRPOTrainer):
+class MXFP4GRPOTrainer(QuantizedTrainerMixin, GRPOTrainer):
     """[`trl.GRPOTrainer`] with adaptive quantization noise in rollouts, correction of the mismatch it makes, and
     callbacks for policy entropy and quantization error.
 
@@ -141,20 +138,14 @@ class MXFP4GRPOTrainer(ExactResumeMixin, GRPOTrainer):
     def _add_callbacks(self, args: MXFP4GRPOConfig) -> None:
         model = self.model
         self.entropy_callback = EntropyCallback()
-        facts = functools.partial(run_facts, self)  # gathered when training begins
-        self.run_log = RunLogCallback(facts) if args.report_every else None
         self.error_callback, self.activation_callback = self._error_callbacks(args)
         self.movement_callback: StepMovementCallback | None = None
         if args.movement_every and movable(model):  # frozen and packed weights do not move
             self.movement_callback = StepMovementCallback(args.movement_every, record=self._record)
-        self.exit_checkpoint = CheckpointOnExit(self)
-        # First in line: what the one adds to the logs reaches the trackers, which are callbacks too, and the other has
-        # written it down when a tracker fails.
-        first = (self.entropy_callback, self.run_log)
-        self.callback_handler.callbacks[:0] = [callback for callback in first if callback is not None]
-        for callback in (self.error_callback, self.activation_callback, self.movement_callback, self.exit_checkpoint):
+        for callback in (self.error_callback, self.activation_callback, self.movement_callback):
             if callback is not None:
                 self.add_callback(callback)
+        self._add_run_callbacks(self.entropy_callback)
 
     def _error_callbacks(self, args: MXFP4GRPOConfig) -> tuple[ErrorCallback | None, ActivationErrorCallback | None]:
         """Callbacks for what can be measured: packed weights have nothing left to be compared with."""
@@ -180,15 +171,6 @@ class MXFP4GRPOTrainer(ExactResumeMixin, GRPOTrainer):
         self.reward_weights = torch.cat([self.reward_weights, torch.tensor([args.overlong_penalty])])
 
     # ---- training -------------------------------------------------------------------------------------------------
-
-    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any):
-        """[`transformers.Trainer.train`]; an exception, Ctrl-C or SIGTERM leaves a checkpoint of the last finished step
-        behind.
-
-        Raises `ValueError` when the checkpoint to resume from is not whole, or there is none that is.
-        """
-        with self.exit_checkpoint.checkpoint_on_exit(), self.quantization.training():
-            return super().train(resume_from_checkpoint, *args, **kwargs)
 
     def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         # Gradient checkpointing runs forward passes in the backward pass: what they depend on must last until then.
@@ -320,22 +302,7 @@ class MXFP4GRPOTrainer(ExactResumeMixin, GRPOTrainer):
         self.correction.take_log_probs(output[0])
         return output
 
-    # ---- evaluation -----------------------------------------------------------------------------------------------
-
-    def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
-        """[`transformers.Trainer.evaluate`], which leaves training as it was, also where it is cut short: its rollouts
-        draw from the random generators of training.
-        """
-        with contextlib.ExitStack() as stack:
-            stack.callback(keep_random_states())
-            stack.enter_context(self.quantization.evaluation())
-            return super().evaluate(*args, **kwargs)
-
     # ---- logs -----------------------------------------------------------------------------------------------------
-
-    def _record(self, name: str, value: float) -> None:
-        """Add to the next training log, where values of one name are averaged."""
-        self._metrics["train"][name].append(value)
 
     def _record_mean(self, name: str, value: float) -> None:
         """[`_record`] the mean over all processes, which must all call this; NaN does not count."""
@@ -386,8 +353,3 @@ class MXFP4GRPOTrainer(ExactResumeMixin, GRPOTrainer):
                 "the checkpoint was written with %s and is resumed with %s: rollouts start over, so that this run "
                 "does not repeat one that was never stopped", before, split,
             )  # fmt: skip
-
-    def _load_rng_state(self, checkpoint: str | None) -> None:
-        super()._load_rng_state(checkpoint)
-        # The epoch has begun before a Trainer loads them, and the states of then belong to no step.
-        self.exit_checkpoint.remember(self.state.global_step)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Options of `grpo.py`, in YAML or on the command line."""
+"""Options of `grpo.py`, and of what `distill.py` has in common with it, in YAML or on the command line."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, make_dataclass
@@ -29,8 +29,8 @@ REMOVED = {
 
 
 @dataclass
-class RecipeArguments(TaskArguments):
-    """The task, the model that is made when none is named, and what is reported."""
+class StartArguments(TaskArguments):
+    """The task, the model that is made when none is named, and the output folder."""
 
     full_precision: bool = option(False, "Do not quantize: the baseline of this recipe.")
     dither_masters: bool = option(
@@ -41,6 +41,14 @@ class RecipeArguments(TaskArguments):
     tiny_num_layers: int = option(4, "Its depth.")
     sft_steps: int = option(400, "Supervised steps before RL, at the most, until a loss of 0.55; 0: none.")
     sft_batch_size: int = option(128, "Sequences in a supervised step.")
+    overwrite: bool = option(False, "Write into an output folder that is not empty; checkpoints in it are removed.")
+    #: The options that the command line or the YAML file names.
+    named: frozenset[str] = field(default=frozenset(), init=False)
+
+
+@dataclass
+class RecipeArguments(StartArguments):
+    """What `grpo.py` evaluates and saves."""
 
     greedy_batch_size: int = option(128, "Prompts in a batch of the greedy evaluation.")
     evaluate_before: bool = option(True, "Evaluate before RL too.")
@@ -48,9 +56,19 @@ class RecipeArguments(TaskArguments):
     evaluate_every_n: int = option(256, "Test problems, from the first on, of each of these.")
     save_policy: bool = option(True, "Save the trained policy; without, there is nothing to reload either.")
     reload_check: int = option(64, "Test prompts whose completions are compared after reloading; 0: no reload.")
-    overwrite: bool = option(False, "Write into an output folder that is not empty; checkpoints in it are removed.")
-    #: The options that the command line or the YAML file names.
-    named: frozenset[str] = field(default=frozenset(), init=False)
+
+
+@dataclass
+class DistillArguments(StartArguments):
+    """What `distill.py` learns and evaluates on."""
+
+    learn: str = option("text", "Of the task: 'text' (prompts and completions), 'completion', or 'generated' ones.")
+    text: str | None = option(None, "Texts to learn in place of the task's: a file, folder or dataset (name:split).")
+    text_field: str | None = option(None, "Their field, or several with commas between.")
+    text_samples: int = option(100_000, "How many texts of it, or windows of max_length tokens of a running text.")
+    eval_text: list[str] = option([], "Held-out texts, each evaluated by itself; by default the task's test split.")
+    eval_samples: int = option(24, "How many texts or windows of each.")
+    save_student: bool = option(True, "Save the distilled student.")
 
 
 #: Options of `MXFP4RLConfig` that are mappings: nested in a YAML file, as YAML or JSON on the command line.
@@ -71,12 +89,12 @@ QuantizationArguments = make_dataclass(
 )
 
 #: Options that mean another model or task than those of the demo.
-OTHER_THAN_THE_DEMO = ("model_name_or_path", "train_file", "test_file", "dataset_name")
+OTHER_THAN_THE_DEMO = ("model_name_or_path", "train_file", "test_file", "dataset_name", "text")
 
 
-def groups_of(training: type[TrainingArguments]) -> tuple[type, ...]:
+def groups_of(training: type[TrainingArguments], recipe: type[StartArguments] = RecipeArguments) -> tuple[type, ...]:
     """Return everything that has options of a recipe whose trainer has ``training``."""
-    return RecipeArguments, QuantizationArguments, training, ModelConfig
+    return recipe, QuantizationArguments, training, ModelConfig
 
 
 #: Everything that has options of `grpo.py`.
@@ -94,43 +112,49 @@ def quantization_config(arguments: object) -> MXFP4RLConfig:
 class Options(NamedTuple):
     """All options of a run."""
 
-    recipe: RecipeArguments
+    recipe: StartArguments
     quantization: MXFP4RLConfig
-    training: MXFP4GRPOConfig
+    training: TrainingArguments
     model: ModelConfig
 
 
-def parse(argv: list[str], training: type[TrainingArguments] = MXFP4GRPOConfig) -> Options:
+def parse(
+    argv: list[str],
+    training: type[TrainingArguments] = MXFP4GRPOConfig,
+    recipe: type[StartArguments] = RecipeArguments,
+    demo: Path = DEFAULT_CONFIG,
+) -> Options:
     """Parse the command line and the YAML file that `--config` names; without one, and without another model or task
-    than the demo's, `tiny_cpu.yaml`. ``training`` are the options of the recipe's trainer.
+    than the demo's, the file ``demo``. ``training`` are the options of the trainer, ``recipe`` those of the script.
 
     A preset or mode on the command line resets the options of the scheme that the file has. Raises `ValueError` for an
     option that does not exist, with the nearest names, or has a value outside its set.
     """
-    groups, modules = groups_of(training), "modules_to_not_convert"
+    groups, modules = groups_of(training, recipe), "modules_to_not_convert"
     if sum(word.replace("-", "_")[2:].partition("=")[0] == modules for word in argv) > 1:
         raise ValueError(f"--{modules} is given more than once; give all after one: --{modules} layers.0 down_proj")
     given = read_command(argv, groups, removed=REMOVED)
-    path = given.pop("config", None) or _demo(given)
+    path = given.pop("config", None) or _demo(given, demo)
     file = read_file(Path(path), groups, REMOVED) if path else {}
     kept, dropped = put_over(file, given)
     if dropped:
         word = "preset" if "preset" in given else "mode"
         told = ", ".join(f"{name}={value}" for name, value in dropped.items())
         tell("scheme", f"--{word} {given[word]} resets what {Path(path).name} says of the scheme: {told}")
-    return make_options({**kept, **given}, training, named=frozenset(file) | frozenset(given))
+    return make_options({**kept, **given}, training, recipe, named=frozenset(file) | frozenset(given))
 
 
 def make_options(
     options: Mapping[str, Any],
     training: type[TrainingArguments] = MXFP4GRPOConfig,
+    script: type[StartArguments] = RecipeArguments,
     named: frozenset[str] = frozenset(),
 ) -> Options:
     """Make the options of a run of options by name, as a YAML file has them; raise as [`parse`] does."""
     if training is MXFP4GRPOConfig:
         # The task's own, and not TRL's, where nobody says how long completions may be.
         options = {"max_completion_length": None, **options}
-    recipe, quantization, arguments, model = build(groups_of(training), options)
+    recipe, quantization, arguments, model = build(groups_of(training, script), options)
     recipe.named = named
     if model.load_in_4bit or model.load_in_8bit:
         raise ValueError("load_in_4bit and load_in_8bit are bitsandbytes' schemes; here `preset` says what is MXFP4")
@@ -144,14 +168,14 @@ def make_options(
     return Options(recipe, scheme, arguments, model)
 
 
-def _demo(given: dict) -> Path | None:
+def _demo(given: dict, demo: Path) -> Path | None:
     """Return the file of the demo, unless it is another model or task that is to be trained."""
     others = ["task"] if given.get("task", "arithmetic") != "arithmetic" else []
     others += [name for name in OTHER_THAN_THE_DEMO if given.get(name) is not None]
     if not others:
-        return DEFAULT_CONFIG
+        return demo
     told = "options that are not named have their defaults, and not those of"
-    tell("options", f"no --config, and --{others[0]} is not the demo's: {told} {DEFAULT_CONFIG.name}")
+    tell("options", f"no --config, and --{others[0]} is not the demo's: {told} {demo.name}")
     return None
 
 
@@ -163,7 +187,7 @@ def check_packed(model: ModelConfig) -> None:
         raise ValueError("use_dora needs full-precision weights, which mode='packed' does not keep; use mode='qat'")
 
 
-def parse_or_exit(argv: list[str]) -> Options:
-    """Parse as [`parse`]; end with a message for wrong options and for a missing GPU."""
+def parse_or_exit(argv: list[str], *of: Any) -> Options:
+    """Parse as [`parse`], which ``of`` is for; end with a message for wrong options and for a missing GPU."""
     hint = "Run it on a GPU machine, or a small model on the CPU with --use_cpu true; without options one is made."
-    return exit_on_wrong_options(parse, argv, hint)
+    return exit_on_wrong_options(lambda words: parse(words, *of), argv, hint)

@@ -14,21 +14,21 @@ from rich.text import Text
 from transformers import TrainingArguments
 
 import hf_mxfp4
-from hf_mxfp4 import MXFP4GRPOConfig, MXFP4GRPOTrainer
+from hf_mxfp4 import MXFP4GRPOTrainer
 from hf_mxfp4.checkpoint import add_evaluation, checkpoint_step, invalidate, last_complete_checkpoint
 from hf_mxfp4.files import write_json
 from hf_mxfp4.lab import RunReportCallback, plot_training
 from hf_mxfp4.utils import share_text
 from recipes.common.reporting import console, tell, versions
 from recipes.evaluation.generate import Evaluation, write_completions
-from recipes.post_training.arguments import RecipeArguments
+from recipes.post_training.arguments import StartArguments
 from recipes.tasks import Task
 
 
 # ---- whose folder it is ---------------------------------------------------------------------------------------------
 
 
-def resume_choice(training: MXFP4GRPOConfig) -> str | bool | None:
+def resume_choice(training: TrainingArguments) -> str | bool | None:
     """Return what `Trainer.train` takes: a folder, True for the newest checkpoint, or None. YAML has booleans, the
     command line their names."""
     choice = training.resume_from_checkpoint
@@ -36,7 +36,7 @@ def resume_choice(training: MXFP4GRPOConfig) -> str | bool | None:
     return words.get(str(choice).lower(), choice)
 
 
-def refuse_used_folder(output: Path, recipe: RecipeArguments, training: MXFP4GRPOConfig) -> None:
+def refuse_used_folder(output: Path, recipe: StartArguments, training: TrainingArguments) -> None:
     """Exit rather than mix a new run into the folder of an old one. To be called by all processes."""
     resuming = resume_choice(training) is not None
     if resume_choice(training) is True and last_complete_checkpoint(output) is None:
@@ -53,7 +53,7 @@ def refuse_used_folder(output: Path, recipe: RecipeArguments, training: MXFP4GRP
     output.mkdir(parents=True, exist_ok=True)
 
 
-def remove_old_checkpoints(output: Path, recipe: RecipeArguments, training: MXFP4GRPOConfig) -> None:
+def remove_old_checkpoints(output: Path, recipe: StartArguments, training: TrainingArguments) -> None:
     """Remove the checkpoints of the run that is written over: a later `--resume_from_checkpoint true` would take the
     one with the largest step, be it an old one. To be called by all processes, when nothing can be refused any more."""
     if recipe.overwrite and resume_choice(training) is None and PartialState().is_main_process:

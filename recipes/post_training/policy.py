@@ -14,7 +14,7 @@ from hf_mxfp4 import MXFP4RLConfig, dither_masters
 from hf_mxfp4.checkpoint import remove_scheme
 from recipes.common.checkpoints import Stored, differences, load_tokenizer, read_stored
 from recipes.common.reporting import errors_as_messages, tell
-from recipes.post_training.arguments import Options, RecipeArguments, check_packed
+from recipes.post_training.arguments import Options, StartArguments, check_packed
 from recipes.post_training.output import resume_choice
 from recipes.tasks import Task, build_tokenizer
 from recipes.tasks.tiny_model import TINY_MODELS, supervised_warmup
@@ -100,7 +100,7 @@ def prepare_start(start: Start, options: Options, task: Task, folder: Path) -> t
     return replace(start, name=made, stored=read_stored(made)), f"{recipe.tiny_architecture} made for this run ({size})"
 
 
-def make_base_model(recipe: RecipeArguments, task: Task, seed: int, folder: Path) -> None:
+def make_base_model(recipe: StartArguments, task: Task, seed: int, folder: Path) -> None:
     """Build, warm up and save a small full-precision model and its tokenizer."""
     tokenizer = build_tokenizer(task.name)
     model = TINY_MODELS[recipe.tiny_architecture](

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A record of what the project computes, and the comparison of two: the proof that moving code changed nothing.
 
-    python -m tests.behaviour record OUT [--only NAMES] [--demo]        # from the root of the repository
+    python -m tests.behaviour record OUT [--only NAMES]                 # from the root of the repository
     python -m tests.behaviour compare BEFORE AFTER [--intended FILE]
 
 To record another version of the project with these very scripts, start from a folder that is no checkout and put that
@@ -23,7 +23,6 @@ Sections:
     commands          what the command line prints
     kernels_sm90      PTX of every kernel that the public functions of `mxfp4_kernels` launch, for sm_90
     kernels_sm100     and for sm_100
-    demo              what `make demo` reports (minutes; only with --demo)
 """
 
 import argparse
@@ -49,7 +48,6 @@ from .record import open_record
 #: Section: the module that records it, and what it gets beside the record.
 SECTIONS: dict[str, tuple] = {name: (name,) for name in ("numerics", "interpreted", "models", "training", "files")}
 SECTIONS |= {"commands": ("files", "commands"), "kernels_sm90": ("kernels", 90), "kernels_sm100": ("kernels", 100)}
-SECTIONS["demo"] = ("training", "demo")
 #: What every section runs under.
 ENVIRONMENT = {
     "OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0", "HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1",
@@ -65,7 +63,6 @@ def main() -> int:
     making = commands.add_parser("record", help="write a record of what the project computes")
     making.add_argument("out", type=Path)
     making.add_argument("--only", default="*", help="sections or patterns of them, with commas between")
-    making.add_argument("--demo", action="store_true", help="the section 'demo' too, which takes minutes")
     comparing = commands.add_parser("compare", help="list what differs; ends with 1 where something unexplained does")
     comparing.add_argument("before", type=Path)
     comparing.add_argument("after", type=Path)
@@ -77,10 +74,9 @@ def main() -> int:
     return {"compare": _compare, "section": _record_section, "record": _record}[options.pop("command")](**options)
 
 
-def _record(out: Path, only: str, demo: bool) -> int:
+def _record(out: Path, only: str) -> int:
     patterns = only.split(",")
     wanted = [name for name in SECTIONS if any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)]
-    wanted = [name for name in wanted if name != "demo" or demo or "demo" in patterns]
     if not wanted:
         print(f"--only {only}: no such section; there are {', '.join(SECTIONS)}", file=sys.stderr)
         return 2

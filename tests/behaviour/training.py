@@ -1,14 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Section ``training``: GRPO runs of a few steps, whole and resumed: logs, completions, weights and reports.
+"""Section ``training``: GRPO runs of a few steps, whole and resumed: logs, completions, weights and reports."""
 
-And section ``demo``: what a run of the recipe reports.
-"""
-
-import json
-import os
 import re
-import subprocess
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,7 +11,6 @@ from datasets import Dataset
 from peft import LoraConfig
 from transformers import AutoModelForCausalLM, PrinterCallback
 
-import hf_mxfp4
 from hf_mxfp4 import MXFP4GRPOConfig, MXFP4GRPOTrainer, MXFP4RLConfig
 
 from .inputs import make_tokenizer, save_base
@@ -52,10 +44,8 @@ RUNS: dict[str, tuple[str, dict, bool, dict]] = {
 }
 
 
-def record(record: Record, section: str = "training") -> None:
-    """Record everything of this section, or of the section ``demo``."""
-    if section == "demo":
-        return _record_demo(record)
+def record(record: Record) -> None:
+    """Record everything of this section."""
     for name, (family, scheme, lora, options) in RUNS.items():
         base = save_base(family, record.workplace / family, hidden_size=32, intermediate_size=48, head_dim=16)
         folder = record.workplace / name
@@ -109,30 +99,3 @@ def _reward(seen: list[Sequence[str]]) -> Callable:
         return [sum(c in "02468" for c in text) / 4 + good for text, good in zip(completions, right, strict=True)]
 
     return even_digits
-
-
-#: Results that depend on the machine.
-_MACHINE = ("time", "second", "memory", "version", "hardware", "command", "path", "dir")
-
-
-def _record_demo(record: Record) -> None:
-    """What a run of the recipe on the demo's config reports: minutes."""
-    root = Path(hf_mxfp4.__file__).parents[1]
-    out = record.workplace / "demo"
-    launcher = [sys.executable, "-m", "accelerate.commands.launch", "--num_processes", "1", "--num_machines", "1"]
-    launcher += ["--mixed_precision", "no", "--dynamo_backend", "no"]
-    recipe = [root / "recipes/grpo.py", "--config", root / "recipes/configs/tiny_cpu.yaml", "--output_dir", out]
-    environment = {**os.environ, "OMP_NUM_THREADS": "2"}
-    result = subprocess.run([*launcher, *map(str, recipe)], cwd=root, env=environment, capture_output=True, text=True)
-    if result.returncode:
-        raise RuntimeError(f"the demo failed:\n{result.stderr[-4000:]}")
-    print(result.stdout)
-    for key, value in _flat(json.loads((out / "summary.json").read_text())):
-        if not any(word in key.lower() for word in _MACHINE):
-            record.value(key, value)
-
-
-def _flat(value: object, place: str = "") -> list[tuple[str, object]]:
-    if isinstance(value, dict):
-        return [found for key, one in value.items() for found in _flat(one, f"{place}/{key}" if place else str(key))]
-    return [(place, value)]

@@ -6,7 +6,6 @@ import torch
 
 from benchmarks import architectures
 from benchmarks.records import records
-from benchmarks.tiny_architectures import shrunk
 from hf_mxfp4 import module_names
 
 
@@ -37,16 +36,6 @@ def test_a_difference_to_the_twin_is_noticed():
     for other in (expected * 1.001, expected * float("nan")):
         with pytest.raises(ValueError, match="differ from those of the dequantized model"):
             architectures._compare(other, expected)
-
-
-def test_configs_are_shrunk_in_all_their_parts():
-    options = {
-        "vocab_size": 50000,
-        "attention_dropout": 0.1,
-        "text_config": {"hidden_size": 4096, "num_hidden_layers": 4, "layer_types": ["a", "a", "a", "b"]},
-    }
-    text = {"hidden_size": 64, "num_hidden_layers": 2, "layer_types": ["a", "b"]}
-    assert shrunk(options) == {"vocab_size": 256, "attention_dropout": 0.0, "text_config": text}
 
 
 @pytest.mark.large

@@ -14,14 +14,12 @@ from benchmarks.gpu.model.code import (
     Loop,
     body,
     counted,
-    lines_of,
     loops_of,
-    pipe_of,
     read_sass,
     resources,
     weights_of,
 )
-from benchmarks.gpu.model.estimate import estimate, estimate_operator, executed, in_turn, resident
+from benchmarks.gpu.model.estimate import estimate, estimate_operator, executed, in_turn
 from benchmarks.gpu.model.gpus import ARCHS, gpus_of
 from benchmarks.gpu.model.stub import Operator
 from benchmarks.gpu.model.work import Work
@@ -97,50 +95,6 @@ def test_a_loop_that_does_not_run_takes_what_its_branch_skips():
     assert found["float"] == 7 and found["integer"] == 7 + 2
 
 
-def test_targets_of_branches_are_read_beside_what_an_instruction_waits_for():
-    lines = [
-        "/*2a30*/                   BRA.U UP1, 0xe90          &req={3}         ?trans11;    /* 0x1 */",
-        "/*2c50*/              @!P1 BRA 0x5630                                 ?trans5;     /* 0x2 */",
-        "/*2c60*/                   LDC R1, c[0x0][0x37c]      &wr=0x1          ?trans8;     /* 0x3 */",
-    ]
-    found = read_sass("\n".join(lines))
-    assert [(one.target, one.conditional) for one in found] == [(0xE90, True), (0x5630, True), (None, False)]
-
-
-def test_the_way_of_slow_divisions_does_not_count():
-    ways = ["@!P0 BRA 0x60", "FADD R1, R1, R1", "BRA 0xa0", "CALL.REL.NOINC 0xc0", "FMUL R1, R1, R1", "FMUL R1, R1, R1"]
-    lines = {0x10: ways[0], 0x20: ways[1], 0x50: ways[2], 0x60: ways[3], 0x70: ways[4], 0x80: ways[5], 0xA0: "EXIT"}
-    code = read_sass("\n".join(f"/*{at:04x}*/  {text} ;" for at, text in lines.items()))
-    assert weights_of(code, ()) == [1, 1, 1, 0, 0, 0, 1]
-    # The other way round, and alike on both.
-    lines |= {0x20: ways[3], 0x60: ways[1]}
-    code = read_sass("\n".join(f"/*{at:04x}*/  {text} ;" for at, text in lines.items()))
-    assert weights_of(code, ()) == [1, 0, 0, 1, 1, 1, 1]
-    lines |= {0x60: ways[3]}
-    code = read_sass("\n".join(f"/*{at:04x}*/  {text} ;" for at, text in lines.items()))
-    assert weights_of(code, ()) == [1] * 7
-
-
-@pytest.mark.parametrize(
-    ("name", "pipe", "lines"),
-    [
-        ("F2FP.BF16.F32.PACK_AB", "integer", 0), ("HFMA2.BF16_V2", "float", 0), ("IMAD.WIDE.U32", "multiply", 0),
-        ("QGMMA.64x128x32.F32.E4M3.E4M3", "matrix", 0), ("LDSM.16.M88.4", "loads", 4), ("LDG.E.64", "loads", 2),
-        ("SHFL.BFLY", "loads", 1), ("S2R", "other", 0), ("ULDC.64", "scalar", 0),
-    ],
-)  # fmt: skip
-def test_pipes(name, pipe, lines):
-    assert (pipe_of(name), lines_of(name)) == (pipe, lines)
-
-
-@pytest.mark.parametrize(
-    ("registers", "shared", "warps", "expected"),
-    [(32, 1024, 4, 16), (110, 25600, 4, 4), (170, 74752, 4, 2), (254, 131072, 8, 1), (16, 0, 1, 32), (96, 0, 16, 1)],
-)
-def test_programs_that_a_multiprocessor_holds(registers, shared, warps, expected):
-    assert resident(Compiled("", registers, shared, 0, warps), H100) == expected
-
-
 def test_a_kernel_that_streams_is_bound_by_memory():
     code = "/*0010*/ LDG.E.128 R4, [R2.64] ; /*0020*/ STG.E.128 [R2.64], R4 ; /*0030*/ EXIT ;"
     n_bytes = 2 * 16 * 128 * 65536
@@ -160,13 +114,6 @@ def test_a_kernel_of_integers_is_bound_by_their_pipe():
     assert found.parts["issue"] == pytest.approx(100 * 1001 / (0.7 * 1.7e9))
 
 
-def test_products_that_the_compiler_put_before_the_loop_are_trips_less():
-    peeled = SASS.replace("MOV R1, c[0x0][0x28]", "HMMA.16816.F32.BF16 R8, R4, R6, R8")
-    work = Work(1.0, 1.0, "unit", 1, trips=(7,), product_in_loop=True)
-    assert executed(Compiled(SASS, 16, 0, 0, 4), work)["matrix"] == 7
-    assert executed(Compiled(peeled, 16, 0, 0, 4), work)["matrix"] == 7
-
-
 def test_loops_of_a_kernel_without_a_rule_are_refused():
     with pytest.raises(ValueError, match="needs a rule in benchmarks/gpu/model/work.py"):
         executed(Compiled(SASS, 16, 0, 0, 4), Work(1.0, 1.0, "unit", 1, has_rule=False))
@@ -183,17 +130,6 @@ def test_products_of_the_library():
     clone = estimate_operator(Operator("clone", inputs, n_bytes), H200)
     assert clone.seconds == pytest.approx(2e-6 + n_bytes / (0.9 * 4.8e12))
     assert in_turn([found, clone]).seconds == pytest.approx(found.seconds + clone.seconds)
-
-
-def test_two_numbers_of_fp4_are_one_element_and_experts_without_rows_are_not_read():
-    inputs = (((8192, 2048), torch.float4_e2m1fn_x2), ((2048, 4096), torch.float4_e2m1fn_x2))
-    (b200,) = gpus_of("sm_100")
-    four = estimate_operator(Operator("_scaled_mm_v2", inputs, 1), b200)
-    assert four.seconds == pytest.approx(2e-6 + 2 * 8192 * 4096 * 4096 / (3 * 0.8 * 2250e12))
-    inputs = (((8, 64), torch.bfloat16), ((4, 64, 32), torch.bfloat16))
-    n_bytes = 2 * (8 * 64 + 4 * 64 * 32 + 8 * 32)
-    grouped = estimate_operator(Operator("_grouped_mm", inputs, n_bytes), H100, reached=0.25)
-    assert grouped.parts["memory"] == pytest.approx(2 * (8 * 64 + 64 * 32 + 8 * 32) / H100.copy)
 
 
 # ---- what is compiled -----------------------------------------------------------------------------------------------

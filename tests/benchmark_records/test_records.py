@@ -11,7 +11,7 @@ import torch
 
 from benchmarks import write_docs
 from benchmarks.pretrain_study import record
-from benchmarks.records import RESULTS, made, median_ratio, option_parser, write
+from benchmarks.records import RESULTS, made, option_parser, write
 
 
 def test_every_record_says_machine_versions_command_and_date():
@@ -31,10 +31,6 @@ def test_records_go_to_the_file_that_is_named_or_nowhere(tmp_path, monkeypatch):
     assert not list(tmp_path.iterdir())
     write([{"value": 1}], tmp_path / "found")
     assert json.loads((tmp_path / "found").read_text()) == [{"value": 1}]
-
-
-def test_ratios_are_taken_within_a_round():
-    assert median_ratio([2.0, 40.0, 9.0], [1.0, 10.0, 3.0]) == pytest.approx(3.0)
 
 
 @pytest.mark.parametrize("path", write_docs.documents(), ids=lambda path: path.stem)

@@ -9,18 +9,20 @@ import sys
 
 import pytest
 import torch
-from export_files import config_in, save_packed, save_plain
+from export_files import save_packed, save_plain
+from peft import LoraConfig, get_peft_model
 from processes import code, run
 from tiny_models import make_model
 from transformers import AutoModelForCausalLM
 
 import hf_mxfp4
-from hf_mxfp4.checkpoint import export
+from hf_mxfp4.checkpoint import export, import_checkpoint
 
 
 pytest.importorskip("compressed_tensors")
 
 IDS = torch.arange(2, 14).view(2, 6)
+WAY = ["as it is"]
 MODELS = {
     "qwen2-biases-tied": {"family": "qwen2", "tie": True},
     "qwen3_moe-attention": {"family": "qwen3_moe", "config": {"modules_to_not_convert": ["experts"]}},
@@ -28,8 +30,6 @@ MODELS = {
 }
 #: Exported from plain checkpoints, with the rule of the scales.
 PLAIN = {"plain-rceil": ("qwen2", "rceil"), "plain-experts": ("qwen3_moe", "even")}
-#: As NVFP4, from block mantissas: family and layers left alone. transformers loads experts wrongly, see test_nvfp4.py.
-NVFP4 = {"nvfp4": ("qwen2", None), "nvfp4-attention": ("qwen3_moe", ["experts"])}
 MANTISSAS = {"macro_block": 128, "macro_search": "block_mantissas"}
 #: With their experts quantized: the format they are exported to.
 MIXTURES = {**dict.fromkeys(["qwen3_moe", "qwen2_moe", "mixtral"], "compressed-tensors"), "gpt_oss": "gpt-oss"}
@@ -52,6 +52,49 @@ torch.save(found, "logits.pt")
 """
 
 
+def train(model, parameters, lr: float):
+    """Two steps that change many codes."""
+    optimizer = torch.optim.SGD(parameters, lr=lr)
+    for _ in range(2):
+        model(IDS, labels=IDS).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model
+
+
+def trained_policy(folder):
+    """Save masters that were trained, other parameters as they are in bfloat16, and return what they compute in it."""
+    config = hf_mxfp4.MXFP4RLConfig(preset="w4a16", outlier_fallback=None, **MANTISSAS)
+    policy = AutoModelForCausalLM.from_pretrained(
+        save_plain(folder.with_name("base")), dtype=torch.float32, quantization_config=config
+    )
+    before = codes_of(policy)
+    train(policy, [module.weight for module in policy.modules() if isinstance(module, hf_mxfp4.MXFP4Linear)], 1.0)
+    policy.save_pretrained(folder)
+    assert not torch.equal(codes_of(policy), before)
+    in_float32 = policy(IDS).logits
+    logits = hf_mxfp4.pack(policy).to(torch.bfloat16)(IDS).logits
+    assert (logits - in_float32).norm() < 0.02 * in_float32.norm()
+    return logits
+
+
+def merged_adapters(folder, imported):
+    """Save an imported checkpoint with trained adapters merged into it, and return what it computes."""
+    model = AutoModelForCausalLM.from_pretrained(imported, dtype=torch.bfloat16)
+    before = codes_of(model)
+    adapted = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", r=4, lora_alpha=64, target_modules="all-linear"))
+    train(adapted, [parameter for parameter in adapted.parameters() if parameter.requires_grad], 1.0)
+    merged = adapted.merge_and_unload()
+    merged.save_pretrained(folder)
+    assert not torch.equal(codes_of(merged), before)
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)(IDS).logits
+
+
+def codes_of(model) -> torch.Tensor:
+    layer = model.get_submodule("model.layers.0.mlp.up_proj")
+    return layer.weight.clone() if layer.weight.dtype == torch.uint8 else layer.effective_weight(layer.weight).detach()
+
+
 @pytest.mark.slow
 def test_logits_are_ours_bit_for_bit(tmp_path):
     expected, ways = {}, {}
@@ -60,20 +103,25 @@ def test_logits_are_ours_bit_for_bit(tmp_path):
         export(folder, tmp_path / f"out-{name}", "compressed-tensors", "dequantize")
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
         expected[name] = model(IDS).logits
-        ways[name] = ["as it is"]
+        ways[name] = WAY
     for name, (family, rule) in PLAIN.items():
         folder = save_plain(tmp_path / name, family)
         export(folder, tmp_path / f"out-{name}", "compressed-tensors", scale_rule=rule)
         config = hf_mxfp4.MXFP4RLConfig(mode="packed", preset="w4a16", scale_rule=rule, macro_block=None)
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, quantization_config=config)
         expected[name] = model(IDS).logits
-        ways[name] = ["as it is"]
-    for name, (family, skips) in NVFP4.items():
-        config = {"preset": "w4a16", "modules_to_not_convert": skips, **MANTISSAS}
-        folder = save_packed(tmp_path / name, family, config=config)
-        assert not export(folder, tmp_path / f"out-{name}", "nvfp4").changed
-        expected[name] = AutoModelForCausalLM.from_pretrained(folder)(IDS).logits
-        ways[name] = ["as it is"]
+        ways[name] = WAY
+    # transformers loads experts in NVFP4 wrongly, see test_nvfp4.py.
+    config = {"preset": "w4a16", "modules_to_not_convert": ["experts"], **MANTISSAS}
+    folder = save_packed(tmp_path / "nvfp4", "qwen3_moe", config=config)
+    assert not export(folder, tmp_path / "out-nvfp4", "nvfp4").changed
+    expected["nvfp4"], ways["nvfp4"] = AutoModelForCausalLM.from_pretrained(folder)(IDS).logits, WAY
+    expected["policy"], ways["policy"] = trained_policy(tmp_path / "policy"), WAY
+    export(tmp_path / "policy", tmp_path / "out-policy", "nvfp4")
+    import_checkpoint(tmp_path / "out-policy", tmp_path / "imported")
+    expected["merged"], ways["merged"] = merged_adapters(tmp_path / "merged", tmp_path / "imported"), WAY
+    export(tmp_path / "merged", tmp_path / "out-merged", "nvfp4")
+    assert not torch.equal(expected["policy"], expected["merged"])
     for family, format in MIXTURES.items():
         # Attention of a gpt-oss model is bfloat16 in that format.
         config = {"modules_to_not_convert": ["self_attn"]} if family == "gpt_oss" else {}
@@ -82,29 +130,17 @@ def test_logits_are_ours_bit_for_bit(tmp_path):
         name = f"{family}-{format}"
         export(folder, tmp_path / f"out-{name}", format)
         expected[name] = model(IDS).logits
-        ways[name] = {"gpt-oss": ["gpt-oss"]}.get(format, ["as it is", format])
+        ways[name] = {"gpt-oss": ["gpt-oss"]}.get(format, [*WAY, format])
     # A new process, in which nothing of this package has been imported.
     environment = {**os.environ, "PYTHONPATH": "", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-c", LOADER, json.dumps(ways)]
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     found = torch.load(tmp_path / "logits.pt")
-    assert len(found) == 3 + 2 + 2 + 2 * 3 + 1
+    assert len(found) == 3 + 2 + 3 + 2 * 3 + 1
     for (name, way), logits in found.items():
         assert logits.dtype == torch.bfloat16
         assert torch.equal(logits, expected[name]), (name, way)
-
-
-def test_compressed_tensors_reads_the_config_as_it_is_meant(tmp_path):
-    from compressed_tensors.quantization import QuantizationConfig
-
-    source = save_packed(tmp_path / "packed", layers=1)
-    export(source, tmp_path / "out", "compressed-tensors")
-    config = QuantizationConfig.model_validate(config_in(tmp_path / "out")["quantization_config"])
-    (scheme,) = config.config_groups.values()
-    assert (config.format, config.quantization_status.value) == ("mxfp4-pack-quantized", "compressed")
-    assert (scheme.weights.num_bits, scheme.weights.group_size, scheme.weights.dynamic) == (4, 32, False)
-    assert scheme.input_activations is None and config.ignore == ["lm_head"]
 
 
 CONVERSION = """

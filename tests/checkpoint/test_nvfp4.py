@@ -180,7 +180,7 @@ def test_the_config_is_what_compressed_tensors_writes(preset, tmp_path):
     assert len(scales) == (14 if preset == "w4a4" else 0) and all(
         torch.equal(t, torch.ones(1)) for t in scales.values()
     )
-    assert any("not calibrated" in note for note in report.notes) == (preset == "w4a4")
+    assert any("magnitudes above 2688" in note for note in report.notes) == (preset == "w4a4")
 
 
 def test_what_nvfp4_cannot_hold_is_refused(tmp_path):
@@ -209,6 +209,35 @@ def test_an_export_is_imported_and_exported_again(family, tmp_path):
     first, again = tensors_in(tmp_path / "out"), tensors_in(tmp_path / "again")
     assert again.keys() == {name for name in first if not name.endswith("input_global_scale")}
     assert all(torch.equal(t.view(torch.uint8), first[name].view(torch.uint8)) for name, t in again.items())
+
+
+@pytest.mark.parametrize(("family", "preset"), [("qwen2", "w4a4"), ("qwen3_moe", "w4a16")])
+def test_the_layout_of_model_optimizer_has_the_same_values(family, preset, tmp_path):
+    """Names and fields of NVIDIA's checkpoints, such as nvidia/Llama-3.1-8B-Instruct-NVFP4: factors, not divisors."""
+    source = save_packed(tmp_path / "packed", family, config={"preset": preset, **MANTISSAS})
+    for format in ("nvfp4", "nvfp4-modelopt"):
+        export(source, tmp_path / format, format)
+    theirs, ours = (tensors_in(tmp_path / format) for format in ("nvfp4-modelopt", "nvfp4"))
+    for layer in [name.removesuffix(".weight_packed") for name in ours if name.endswith("_packed")]:
+        assert torch.equal(theirs.pop(f"{layer}.weight"), ours.pop(f"{layer}.weight_packed"))
+        for end in ("weight", "input") if preset == "w4a4" else ("weight",):
+            scale = theirs.pop(f"{layer}.{'weight_scale_2' if end == 'weight' else 'input_scale'}")
+            assert scale.shape == () and float(scale) * float(ours.pop(f"{layer}.{end}_global_scale")) == 1
+    assert theirs.keys() == ours.keys() and all(torch.equal(theirs[name].float(), ours[name].float()) for name in ours)
+    options = config_in(tmp_path / "nvfp4-modelopt")["quantization_config"]
+    algorithm = {"w4a4": "NVFP4", "w4a16": "W4A16_NVFP4"}[preset]
+    assert (options["quant_method"], options["quant_algo"]) == ("modelopt", algorithm)
+    ignored = config_in(tmp_path / "nvfp4")["quantization_config"]["ignore"]
+    assert json.loads((tmp_path / "nvfp4-modelopt/hf_quant_config.json").read_text())["quantization"] == {
+        "quant_algo": algorithm,
+        "kv_cache_quant_algo": None,
+        "group_size": 16,
+        "exclude_modules": ignored,
+    }
+    report = import_checkpoint(tmp_path / "nvfp4-modelopt", tmp_path / "back")
+    assert report.blocks[0] == report.blocks[1] > 0
+    before, back = tensors_in(source), tensors_in(tmp_path / "back")
+    assert before.keys() == back.keys() and all(torch.equal(back[name], tensor) for name, tensor in before.items())
 
 
 def test_scales_that_packed_weights_cannot_hold_are_refused(tmp_path):

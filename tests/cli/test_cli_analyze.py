@@ -61,12 +61,8 @@ def test_a_checkpoint_from_start_to_end(checkpoint, tmp_path):
     assert len(list(csv.reader((tmp_path / "out" / "tensors.csv").open()))) == 1 + 14 * 3
     assert f"{folder.name}: 14 tensors" in done.stdout
     for text in (
-        "self_attn.q_proj",
-        "energy of that part of the error over that of the whole error",
         "Verdict, least error: at 4.25 bits an element mxfp4+rceil (SQNR ",
         "; at 8.56 bits an element mxfp4+rceil+mbs128-static+of0.5 (SQNR ",
-        "does not rank schemes by the perplexity",
-        "largest relative errors under mxfp4+rceil+mbs128-static+of0.5",
         "left out: 1 embedding (such as model.embed_tokens.weight)",
     ):
         assert text in done.stdout
@@ -232,12 +228,8 @@ def test_the_order_does_not_matter_and_the_screen_says_what_is_compared(checkpoi
     assert done.stdout == compare(original, packed).stdout
     for text in (
         f"A: {original.name}, the original",
-        "B: packed, whose packed weights are compared as they are stored, dequantized",
-        "SQNR of 14 weights: ",
         "B holds exactly what packing A now gives",
         "tensors that are not quantized: 13 the same, 0 with other values",
-        "error of the stored weights (mxfp4+even+mbs128-blockwise), by layer",
-        "largest relative errors",
     ):
         assert text in done.stdout
 
@@ -260,9 +252,8 @@ def test_an_exported_checkpoint(checkpoint, tmp_path):
     exported, own = (compare(original, folder, "--json") for folder in (tmp_path / "out", packed))
     assert exported.exit_code == 0, exported.stderr
     mine, theirs = json.loads(own.stdout), json.loads(exported.stdout)
-    assert {name: pair["sqnr_db"] for name, pair in theirs["tensors"].items()} == {
-        name: pair["sqnr_db"] for name, pair in mine["tensors"].items()
-    }
+    theirs_db, mine_db = ({n: pair["sqnr_db"] for n, pair in each["tensors"].items()} for each in (theirs, mine))
+    assert theirs_db == mine_db
     assert "elements_packed_otherwise" not in theirs["total"] and theirs["scheme"] == "compressed-tensors"
     assert "packing A now" not in compare(original, tmp_path / "out").stdout
 

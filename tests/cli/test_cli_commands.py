@@ -12,9 +12,7 @@ from typer.testing import CliRunner
 
 import hf_mxfp4
 from hf_mxfp4 import decompose, utils
-from hf_mxfp4 import gemm as ops
-from hf_mxfp4.backends import self_check
-from hf_mxfp4.cli import app, common
+from hf_mxfp4.cli import app
 from hf_mxfp4.lab import sample
 
 
@@ -25,14 +23,11 @@ def run(*arguments):
 def test_version_and_help():
     assert run("--version").stdout == f"hf-mxfp4 {hf_mxfp4.__version__}\n"
     text = run("--help").stdout
-    assert all(name in text for name in ("analyze", "compare", "simulate", "report", "env"))
     for name in ("analyze", "compare", "simulate", "report", "env"):
-        assert run(name, "--help").exit_code == 0
+        assert name in text and run(name, "--help").exit_code == 0
     assert run("analyse").exit_code == 2
     wrong = run("simulate", "--elements", 1024, "--scheme", "nonsense")
-    assert (
-        wrong.exit_code == 2 and "error: scheme 'nonsense': no scale rule 'nonsense'; known are rceil" in wrong.stderr
-    )
+    assert wrong.exit_code == 2 and "error: scheme 'nonsense': no scale rule 'nonsense'; known are" in wrong.stderr
 
 
 def test_simulation_is_the_decomposition():
@@ -69,33 +64,6 @@ def test_environment():
     assert lines[-1].endswith("hf-mxfp4 env --verbose")
 
 
-def test_environment_on_screen(monkeypatch):
-    gpu = {"type": "cuda", "name": "A GPU", "capability": "compute capability 9.0"}
-    monkeypatch.setattr(utils, "present_gpus", lambda: [gpu])
-    monkeypatch.setattr(ops, "hardware_of", lambda device: "sm_90")
-    states = {"decode": "not checked yet"}, {"decode": "failed: off by 1"}
-    monkeypatch.setattr(self_check, "states", lambda device, check: states[check])
-    assert json.loads(run("env", "--json").stdout)["self_checks"] == {"cuda:0": states[0]}
-    assert json.loads(run("env", "--json", "--check").stdout)["self_checks"] == {"cuda:0": states[1]}
-    short = run("env").stdout
-    assert "GPU 0         A GPU, compute capability 9.0" in short and "kernels on cuda:0: 1 not checked yet" in short
-    assert len(short.splitlines()) <= 18 and "quantization on cuda: " in short
-    text = run("env", "--verbose").stdout
-    assert "what quantizes" in text and "what multiplies" in text and "x is in full precision" in text
-
-
-def test_lines_where_there_is_no_terminal(monkeypatch, capsys):
-    with common.work_progress(4_000_000) as progress:
-        progress(1_000_000, "layers.0")
-    assert capsys.readouterr().err == ""
-    monkeypatch.setattr(common, "LINE_SECONDS", 1e-9)
-    with common.work_progress(4_000_000) as progress:
-        progress(1_000_000, "layers.0")
-        progress(1_000_000, "layers.1")
-    printed = capsys.readouterr().err
-    assert "layers.0" in printed and "layers.1:  50%" in printed and "2.00M/4.00M" in printed
-
-
 # ---- names of options -----------------------------------------------------------------------------------------------
 
 
@@ -114,7 +82,6 @@ def parsed(words):
             "analyze A --modules-to-not-convert a --skip=b",
             "--exclude is now --mod",
         ),
-        ("compare A B --exclude a", "compare A B --skip a", "--exclude is now --modules-to-not-convert"),
     ],
 )
 def test_earlier_names_work_with_a_warning(old, now, warning, capsys):

@@ -18,7 +18,13 @@ from tiny_models import make_model
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments, default_data_collator
 
 from benchmarks.counters import LiveTensors
-from hf_mxfp4 import MXFP4GRPOConfig, MXFP4GRPOTrainer, MXFP4RLConfig
+from hf_mxfp4 import (
+    MXFP4DistillationConfig,
+    MXFP4DistillationTrainer,
+    MXFP4GRPOConfig,
+    MXFP4GRPOTrainer,
+    MXFP4RLConfig,
+)
 from hf_mxfp4.integrations.vllm import EngineSettings
 from hf_mxfp4.rl import ExactResumeMixin, StepMovementCallback
 
@@ -64,23 +70,12 @@ def arguments(folder: Path, cls=TrainingArguments, **options):
     """Training options of all jobs: 8 sequences a step, however many processes share them."""
     world = int(os.environ.get("WORLD_SIZE", "1"))
     settings = {
-        "output_dir": str(folder),
-        "per_device_train_batch_size": 8 // world,
-        "max_steps": 4,
-        "learning_rate": 1e-3,
-        "lr_scheduler_type": "linear",
-        "logging_steps": 1,
-        "save_strategy": "steps",
-        "save_steps": 2,
-        "report_to": "none",
-        "use_cpu": "ACCELERATE_TORCH_DEVICE" not in os.environ,
-        "bf16": False,
-        "gradient_checkpointing": False,
-        "disable_tqdm": True,
-        "seed": 3,
-        **options,
-    }
-    return cls(**settings)
+        "output_dir": str(folder), "per_device_train_batch_size": 8 // world, "max_steps": 4, "learning_rate": 1e-3,
+        "lr_scheduler_type": "linear", "logging_steps": 1, "save_strategy": "steps", "save_steps": 2,
+        "report_to": "none", "use_cpu": "ACCELERATE_TORCH_DEVICE" not in os.environ, "bf16": False,
+        "gradient_checkpointing": False, "disable_tqdm": True, "seed": 3,
+    }  # fmt: skip
+    return cls(**settings | options)
 
 
 def plain_trainer(base: str, mode: str, folder: Path, **options) -> PlainTrainer:
@@ -92,14 +87,8 @@ def plain_trainer(base: str, mode: str, folder: Path, **options) -> PlainTrainer
 
 def grpo_trainer(base: str, mode: str, folder: Path, **options) -> MXFP4GRPOTrainer:
     """GRPO with noise in every rollout but the first, and its correction."""
-    options = {
-        "num_generations": 4,
-        "max_completion_length": 4,
-        "aqn_num_stages": 4,
-        "error_every": 0,
-        "report_every": 0,
-        **options,
-    }
+    usual = {"num_generations": 4, "max_completion_length": 4, "aqn_num_stages": 4, "error_every": 0, "report_every": 0}
+    options = usual | options
     if mode.startswith("moe"):
         options |= MOE_GRPO
     args = arguments(folder, MXFP4GRPOConfig, **options)
@@ -223,6 +212,34 @@ def push_to_vllm(engine: str | None, base: str, out: str, packs: bool) -> None:
     noise = trainer.noise.last_report.measured_std if trainer.noise else 0.0
     result = {"pushes": pushes, "unwritten": all(unwritten), "noise": noise}
     torch.save(result, Path(out) / f"pushed{os.environ.get('RANK', '0')}.pt")
+
+
+def distill(engine: str | None, base: str, out: str) -> None:
+    """Distill the whole run, under an engine again from its checkpoint in the middle; rank 0 writes what was logged."""
+    own = f"{out}/base{os.environ.get('RANK', '0')}"
+    model = AutoModelForCausalLM.from_pretrained(base)
+    model.model.norm.weight.data *= 8  # predictions that are far from uniform
+    model.save_pretrained(own)
+    if engine is not None:
+        use_engine(engine, Path(out))
+    # Of unequal length, so that a mean over the means of processes is another number.
+    rows = Dataset.from_list([{"input_ids": row[: 8 + 2 * i].tolist()} for i, row in enumerate(IDS)] * 2)
+    results = {}
+    for checkpoint in (None, f"{out}/run/checkpoint-2") if engine else (None,):
+        scheme = MXFP4RLConfig(outlier_fallback=None)
+        student = AutoModelForCausalLM.from_pretrained(own, quantization_config=scheme, dtype=torch.float32)
+        args = arguments(f"{out}/run", MXFP4DistillationConfig, report_every=0)
+        trainer = MXFP4DistillationTrainer(student, None, args, rows, rows, processing_class=TOKENIZER)
+        trainer.train(resume_from_checkpoint=checkpoint)
+        metrics = trainer.evaluate()
+        results[checkpoint and "resumed" or "whole"] = {
+            "loss": [entry["loss"] for entry in trainer.state.log_history if "loss" in entry],
+            "evaluated": [metrics[f"eval_{name}"] for name in ("kl", "perplexity", "teacher_perplexity")],
+            "tokens": trainer.tokens_distilled,
+            "shared": trainer.shared[0],
+        }
+    if os.environ.get("RANK", "0") == "0":
+        (Path(out) / "distilled.json").write_text(json.dumps(results))
 
 
 def run_recipe(engine: str, out: str, options: list[str]) -> None:

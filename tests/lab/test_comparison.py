@@ -43,6 +43,20 @@ def test_two_checkpoints(checkpoint):
     assert [ratios[name] for name in result.worst(5)] == sorted(ratios.values(), reverse=True)[:5]
 
 
+@pytest.mark.parametrize(
+    ("name", "stored", "message"),
+    [
+        ("v", torch.ones(4, 32), "a and b have no tensor to quantize in common"),
+        ("w", torch.ones(4, 16).byte(), r"b stores quantized weights already, such as layers.0.w.weight \(uint8\)"),
+    ],
+)
+def test_what_cannot_be_compared(tmp_path, name, stored, message):
+    a = folder_of(tmp_path / "a", {"layers.0.w.weight": torch.ones(4, 32)})
+    b = folder_of(tmp_path / "b", {f"layers.0.{name}.weight": stored})
+    with pytest.raises(SourceError, match=message):
+        compared(a, b)
+
+
 def test_names_shapes_and_nan(tmp_path):
     one, nan = torch.ones(4, 32), torch.full((4, 32), math.nan)
     a = folder_of(tmp_path / "a", {f"layers.{i}.w.weight": x for i, x in enumerate((one, one, one[:2], nan, 0 * one))})
@@ -57,20 +71,6 @@ def test_names_shapes_and_nan(tmp_path):
     zero = result.derive(result.sums["layers.4.w.weight"])
     assert all(math.isnan(zero[name]) for name in ("relative_difference", "mse_ratio", "sqnr_gain_db"))
     assert result.worst() == []  # ones have no error, hence no ratio
-
-
-def test_nothing_in_common(tmp_path):
-    a = folder_of(tmp_path / "a", {"layers.0.v.weight": torch.ones(4, 32)})
-    b = folder_of(tmp_path / "b", {"layers.0.w.weight": torch.ones(4, 32)})
-    with pytest.raises(SourceError, match="a and b have no tensor to quantize in common"):
-        compared(a, b)
-
-
-def test_packed_weights_are_refused(tmp_path):
-    a = folder_of(tmp_path / "a", {"layers.0.w.weight": torch.ones(4, 32)})
-    b = folder_of(tmp_path / "b", {"layers.0.w.weight": torch.ones(4, 16, dtype=torch.uint8)})
-    with pytest.raises(SourceError, match=r"b stores quantized weights already, such as layers.0.w.weight \(uint8\)"):
-        compared(a, b)
 
 
 @pytest.mark.parametrize("distribution", ["gaussian", "laplace", "student-t", "uniform", "outliers"])

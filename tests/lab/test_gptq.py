@@ -217,9 +217,7 @@ def test_experts_are_left_alone_and_named(family, rounded):
 def test_wrong_arguments():
     with pytest.raises(ValueError, match="needs texts"):
         round_model(make_model("llama"), [], CONFIG)
-    with pytest.raises(
-        ValueError, match="model.layers.0.self_attn.q_proj under mxfp4.rceil.* cannot be rounded to stay"
-    ):
+    with pytest.raises(ValueError, match="0.self_attn.q_proj under mxfp4.rceil.* cannot be rounded to stay"):
         round_model(make_model("llama"), texts(), factors_config(mode="packed", preset="w4a16"))
     with pytest.raises(ValueError, match="no list of decoder layers"):
         round_model(nn.Sequential(nn.Linear(32, 32)), texts(), CONFIG)
@@ -278,11 +276,10 @@ def test_masters_on_the_grid_are_told_of_when_they_are_loaded_to_train(folder, c
 
 def test_the_command_says_what_it_cannot_do(folder):
     texts = ("--text", folder / "sums.jsonl")
-    done = run("gptq", folder / "base", folder / "out", *texts, "--inputs", "quantized")
-    assert done.exit_code == 2 and "--inputs was removed: weights are rounded for" in done.stderr
-    done = run("gptq", folder / "base", folder / "out", *texts, "--scheme", "rceil+mbs128-static+of0.5")
-    assert done.exit_code == 2 and "cannot be rounded to stay" in done.stderr and not (folder / "out").exists()
-    done = run("gptq", folder / "base", folder / "out", *texts, "--scheme", "nonsense")
-    assert done.exit_code == 2 and "nonsense" in done.stderr
-    done = run("gptq", folder / "base", folder / "base", *texts)
-    assert done.exit_code == 2 and "overwrite" in done.stderr
+    for out, arguments, message in (
+        ("out", ("--inputs", "quantized"), "--inputs was removed: weights are rounded for"),
+        ("out", ("--scheme", "rceil+mbs128-static+of0.5"), "cannot be rounded to stay"),
+        ("base", (), "overwrite"),
+    ):
+        done = run("gptq", folder / "base", folder / out, *texts, *arguments)
+        assert done.exit_code == 2 and message in done.stderr and not (folder / "out").exists()

@@ -1,14 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reports and figures of an analysis: complete, valid, self-contained, and what is drawn is what was measured."""
 
-import html.parser
-import io
 import json
 from pathlib import Path
 
-import matplotlib
 import pytest
 import torch
+from page_reader import PageReader
 from safetensors.torch import save_file
 
 import hf_mxfp4
@@ -17,16 +15,13 @@ from hf_mxfp4.lab import (
     Problem,
     Selection,
     analyze_weights,
-    cosine_figure,
     delta_figure,
     error_statistics,
-    layer_labels,
     open_source,
     ratio_figure,
     write_analysis,
 )
 from hf_mxfp4.lab.layers import natural_key
-from hf_mxfp4.lab.schemes import bits_per_element
 from hf_mxfp4.lab.weights import least_error
 from hf_mxfp4.numerics import parse_scheme
 
@@ -87,28 +82,9 @@ def test_the_same_analysis_gives_the_same_bytes(analysis, written, tmp_path):
     assert sorted(path.name for path in folder.iterdir()) == sorted(path.name for path in first)
 
 
-class References(html.parser.HTMLParser):
-    """Everything in a page that could load something, and its tags."""
-
-    def __init__(self):
-        super().__init__()
-        self.references, self.tags, self.open = [], [], []
-
-    def handle_starttag(self, tag, attrs):
-        self.tags.append(tag)
-        if tag not in ("meta", "img", "br", "link"):
-            self.open.append(tag)
-        self.references += [value for name, value in attrs if name in ("src", "href", "srcset", "data", "action")]
-
-    def handle_endtag(self, tag):
-        assert self.open.pop() == tag
-
-
 def test_html_is_one_file_for_any_screen(written):
     page = Path(written[1][2]).read_text()
-    parsed = References()
-    parsed.feed(page)
-    assert parsed.open == []
+    parsed = PageReader(page)
     assert parsed.tags.count("img") == 4
     assert all(reference.startswith("data:image/png;base64,") for reference in parsed.references)
     assert not {"script", "link", "iframe"} & set(parsed.tags)
@@ -119,8 +95,8 @@ def test_html_is_one_file_for_any_screen(written):
     assert "Verdict, least error: at 4.25 bits an element mxfp4+" in page
 
 
-def statistics(text):
-    x = torch.randn(64, 256, generator=torch.Generator().manual_seed(0))
+def statistics(text, seed=0):
+    x = torch.randn(64, 256, generator=torch.Generator().manual_seed(seed))
     return error_statistics(x, parse_scheme(text))
 
 
@@ -137,50 +113,12 @@ def test_the_ranking_names_the_best_at_each_number_of_bits():
     assert least_error({"rceil": ErrorStatistics()}) == ""
 
 
-@pytest.mark.parametrize(
-    ("text", "bits"),
-    [
-        ("rceil", 4.25),
-        ("even+mbs128-blockwise", 4.3125),
-        ("rceil+mbs32-static", 4.5),
-        ("rceil+mbsrow-static", 4.25),
-        ("rceil+mbs128-static+of0.5", 8.5625),
-        ("even+mbs128-blockwise+of1@0.1", 4.7375),
-    ],
-)
-def test_bits_of_an_element(text, bits):
-    assert bits_per_element(parse_scheme(text)) == pytest.approx(bits)
-
-
-def drawn_statistics(text, seed=0):
-    x = torch.randn(32, 256, generator=torch.Generator().manual_seed(seed))
-    return error_statistics(x, parse_scheme(text))
-
-
 def legend(axes):
     return [text.get_text() for text in axes.get_legend().get_texts()]
 
 
-def test_cosines_per_layer():
-    layers = {f"{i}.up": drawn_statistics("floor", i) for i in range(5)}
-    [axes] = cosine_figure(layers).axes
-    assert legend(axes) == ["scale bias · deadzone", "scale bias · grid", "deadzone · grid"]
-    for line, pair in zip(axes.get_lines(), ("scale_bias/deadzone", "scale_bias/grid", "deadzone/grid"), strict=False):
-        assert list(line.get_ydata()) == [s.paper_cosines[pair] for s in layers.values()]
-    assert [label.get_text() for label in axes.get_xticklabels()] == list(layers)
-
-
-def test_names_are_no_formulas():
-    """Dollar signs begin formulas in matplotlib, and an unfinished one is an error."""
-    name = r"a$\frac$.up"
-    figure = cosine_figure({name: drawn_statistics("floor", 0), "b": drawn_statistics("floor", 1)})
-    with matplotlib.rc_context({"svg.fonttype": "none"}):
-        figure.savefig(drawn := io.BytesIO(), format="svg")
-    assert name in drawn.getvalue().decode()
-
-
 def test_histograms_are_densities():
-    shown = {"rceil": drawn_statistics("rceil"), "even": drawn_statistics("even"), "none": ErrorStatistics()}
+    shown = {"rceil": statistics("rceil"), "even": statistics("even"), "none": ErrorStatistics()}
     [axes] = delta_figure(shown).axes
     assert len(axes.patches) == 2
     for patch, s in zip(axes.patches, shown.values(), strict=False):
@@ -192,19 +130,12 @@ def test_histograms_are_densities():
 
 
 def test_ratios_side_by_side():
-    groups = {scheme: {i: drawn_statistics(scheme, i) for i in range(3)} for scheme in ("rceil", "floor")}
+    groups = {scheme: {i: statistics(scheme, i) for i in range(3)} for scheme in ("rceil", "floor")}
     first, second = ratio_figure(groups, "depth").axes
     assert (first.get_title(), second.get_title(), first.get_xlabel()) == ("rceil", "floor", "depth")
     assert legend(first) == ["scale bias", "deadzone", "grid noise", "whole error"]
     whole = second.get_lines()[3]
     assert list(whole.get_xdata()) == [0, 1, 2]
     assert list(whole.get_ydata()) == [100 * s.relative_mse for s in groups["floor"].values()]
-    named = ratio_figure({"rceil": {"mlp.up": drawn_statistics("rceil"), "zero": ErrorStatistics()}}, "layer type")
+    named = ratio_figure({"rceil": {"mlp.up": statistics("rceil"), "zero": ErrorStatistics()}}, "layer type")
     assert [label.get_text() for label in named.axes[0].get_xticklabels()] == ["mlp.up", "zero"]
-
-
-def test_labels_drop_what_all_share():
-    names = ["model.layers.0.mlp.up.weight", "model.layers.10.mlp.up.weight"]
-    assert layer_labels(names) == ["0.mlp.up", "10.mlp.up"]
-    assert layer_labels(names[:1]) == ["model.layers.0.mlp.up"]
-    assert layer_labels(["a.weight", "a.b.weight"]) == ["a", "a.b"]

@@ -141,9 +141,8 @@ def test_wrong_arguments(model, batches, strength, match):
 def folder(tmp_path):
     with_outliers(dtype=torch.bfloat16).save_pretrained(tmp_path / "base")
     build_char_tokenizer(ALPHABET).save_pretrained(tmp_path / "base")
-    (tmp_path / "sums.jsonl").write_text(
-        "".join(json.dumps({"text": f"{i}+{i}={2 * i}\n"}) + "\n" for i in (1, 22, 304))
-    )
+    rows = ({"text": f"{i}+{i}={2 * i}\n"} for i in (1, 22, 304))
+    (tmp_path / "sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return tmp_path
 
 

@@ -2,6 +2,7 @@
 """Layers with E4M3 inputs (presets w4a8, w4a8g8 and w8a8) against the same products of operands that are rounded here:
 E4M3 by ml_dtypes, with the power of two that a logarithm in float64 gives."""
 
+import importlib
 import math
 
 import pytest
@@ -10,10 +11,22 @@ import torch.nn.functional as F
 from ml_dtypes import float8_e4m3fn
 from tiny_models import make_model
 
-from hf_mxfp4 import MXFP4Experts, MXFP4Linear, MXFP4PackedLinear, MXFP4RLConfig, numerics
-from hf_mxfp4.gemm import matmul_counts, reset_matmul_counts, select_matmul
+from hf_mxfp4 import MXFP4Experts, MXFP4Linear, MXFP4PackedLinear, MXFP4RLConfig, cached_weights, numerics
+from hf_mxfp4.backends import dispatch
+from hf_mxfp4.gemm import (
+    GemmSpec,
+    GemmState,
+    Groups,
+    LayerRng,
+    matmul_counts,
+    operands,
+    quantized_linear,
+    reset_matmul_counts,
+    select_matmul,
+)
 
 
+linear, products = map(importlib.import_module, ("hf_mxfp4.gemm.linear", "hf_mxfp4.gemm.matmul"))
 #: Tokens, outputs and inputs, none of them a multiple of 16 or 32.
 M, N, K = 43, 37, 50
 #: Without macro factors, which FP8 tensor cores do not multiply.
@@ -168,6 +181,103 @@ def test_packed_layers_take_the_same_inputs():
     assert packed.config.preset == "w4a8" and torch.equal(packed.quantized_input(x, x.dtype), fp8(x))
 
 
+def wide_weight(found, spread: str) -> None:
+    """Weights whose rows, or whose blocks within rows, are further apart than E4M3 with one scale holds."""
+    rows = 2.0 ** torch.linspace(-14, 14, N).round()[:, None] if spread == "rows" else torch.ones(N, 1)
+    blocks = 2.0 ** (torch.arange(K) // 32 * -24.0) if spread == "blocks" else torch.ones(K)
+    with torch.no_grad():
+        found.weight.mul_(rows * blocks)
+
+
+@pytest.mark.parametrize("spread", ["none", "rows", "blocks"])
+def test_scales_of_weights_are_one_or_one_a_row_or_the_products_are_dense(spread):
+    found = {}
+    for backend in ("dense", "fp8"):
+        reset_matmul_counts()
+        quantized = layer(preset="w4a8g8", **FP8_PRODUCTS | {"matmul_backend": backend})
+        wide_weight(quantized, spread)
+        found[backend] = passes(quantized, tokens(), grad=torch.randn(M, N, generator=torch.Generator().manual_seed(2)))
+    for fp8_result, dense in zip(found["fp8"], found["dense"], strict=True):
+        torch.testing.assert_close(fp8_result, dense, rtol=1e-5, atol=1e-5 * float(dense.abs().max()))
+    with_weights = "dense" if spread == "blocks" else "fp8"
+    counted = {"fprop": {with_weights: 1}, "dgrad": {with_weights: 1}, "wgrad": {"fp8": 1}}
+    assert matmul_counts() == {**counted, "inexact_elements": 0}
+    if spread == "blocks":
+        assert torch.equal(found["fp8"][0], found["dense"][0]) and torch.equal(found["fp8"][1], found["dense"][1])
+
+
+@pytest.mark.parametrize("rounded", [{"rotation": "deterministic-16"}, {"grad": "rceil"}], ids=str)
+def test_what_dgrad_does_to_the_gradient_beside_scaling_it_stays_as_it_is(rounded):
+    found = {}
+    for backend in ("dense", "fp8"):
+        reset_matmul_counts()
+        quantized = layer(
+            preset="w4a8g8", dgrad={"grad": "fp8"} | rounded, **FP8_PRODUCTS | {"matmul_backend": backend}
+        )
+        wide_weight(quantized, "rows")
+        found[backend] = passes(quantized, tokens(), grad=torch.randn(M, N, generator=torch.Generator().manual_seed(2)))
+    assert matmul_counts()["dgrad"] == {"dense": 1} and torch.equal(found["fp8"][1], found["dense"][1])
+
+
+def test_operands_are_rounded_to_e4m3_once_and_a_weight_once_a_step(monkeypatch):
+    quantized, made = layer(preset="w4a8g8", **FP8_PRODUCTS), []
+    to_fp8 = operands.weight_to_fp8
+    monkeypatch.setattr(operands, "weight_to_fp8", lambda values: made.append(values.shape) or to_fp8(values))
+    for module, name in ((dispatch, "dequantize_e4m3"), (dispatch, "fake_quantize_e4m3"), (products, "to_fp8")):
+        monkeypatch.setattr(module, name, None)
+    asked = []
+    monkeypatch.setattr(linear, "runs_on_fp8", lambda *args: asked.append((args[0], args[4])) or True)
+    with cached_weights(quantized):
+        first = passes(quantized, tokens())
+        assert asked == [("fprop", (M, N, K)), ("dgrad", (M, N, K)), ("wgrad", (N, M, K))]  # the last two fill 16
+        second = passes(quantized, tokens())
+        with torch.no_grad():
+            assert torch.equal(quantized(tokens()), first[0])
+    assert made == [(N, K)] and all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+    passes(quantized, tokens())
+    assert made == [(N, K)] * 3  # without a cache Dgrad makes it again
+
+
+def scaled_grouped_mm(a, b, scale_a, recipe_a, scale_b, recipe_b, *, offs, output_dtype, use_fast_accum):
+    """What `torch.nn.functional.scaled_grouped_mm` says that it computes of ``a [S, C]`` and ``b [E, C, D]``, with the
+    layouts that CUDA needs; CPUs have none."""
+    assert a.is_contiguous() and b.mT.is_contiguous() and a.shape[1] % 16 == b.shape[2] % 16 == 0
+    assert recipe_a == recipe_b == F.ScalingType.RowWise and offs.dtype == torch.int32 and not use_fast_accum
+    assert scale_a.shape == a.shape[:1] and scale_b.shape == (len(b), b.shape[2]) and scale_b.is_contiguous()
+    out, start = torch.empty(len(a), b.shape[2], dtype=output_dtype), 0
+    for expert, end in enumerate(offs.tolist()):
+        left, right = a[start:end].double() * scale_a[start:end, None], b[expert].double() * scale_b[expert]
+        out[start:end], start = left @ right, end
+    return out
+
+
+@pytest.mark.parametrize("spread", [False, True])
+@pytest.mark.parametrize("grouped", [True, False])
+def test_experts_are_multiplied_at_once_where_the_device_has_that_product(grouped, spread, monkeypatch, request):
+    monkeypatch.setattr(F, "scaled_grouped_mm", scaled_grouped_mm)
+    monkeypatch.setattr(products, "GROUPED_FP8_HARDWARE", ("cpu",) if grouped else ())
+    select_matmul.cache_clear()
+    request.addfinalizer(select_matmul.cache_clear)
+    generator = torch.Generator().manual_seed(3)
+    x, grad, bias = (torch.randn(*size, generator=generator) for size in ((M, 64), (M, 48), (3, 48)))
+    weight = torch.randn(3, 48, 64, generator=generator)
+    if spread:
+        weight *= 2.0 ** torch.linspace(-14, 14, 48).round()[:, None]
+    gemms, found = MXFP4RLConfig(preset="w4a8g8", **PLAIN).gemms(), {}
+    for backend in ("dense", "fp8"):
+        reset_matmul_counts()
+        state = GemmState(GemmSpec(gemms, matmul_backend=backend), [LayerRng(0, f"experts.{e}") for e in range(3)])
+        leaves = [t.clone().requires_grad_() for t in (x, weight, bias)]
+        y = quantized_linear(*leaves, state, Groups([M - 16, 0, 16]))
+        y.backward(grad)
+        found[backend] = [y.detach(), *(t.grad for t in leaves)]
+    for fp8_result, dense in zip(found["fp8"], found["dense"], strict=True):
+        torch.testing.assert_close(fp8_result, dense, rtol=1e-5, atol=1e-5 * float(dense.abs().max()))
+    by = {True: "fp8", False: "dense"}[grouped]
+    counted = {"fprop": {by: 1}, "dgrad": {by: 1 if grouped else 2}, "wgrad": {"fp8": 2}}  # of each expert with rows
+    assert matmul_counts() == {**counted, "inexact_elements": 0}
+
+
 @pytest.mark.parametrize("preset", ["w4a8", "w4a4"])
 def test_packed_layers_multiply_on_fp8_cores_as_trained_ones_do(preset):
     """The same elements in the same product, eager and compiled; adapters train through it."""
@@ -191,8 +301,13 @@ def test_products_on_fp8_hardware_are_chosen_by_what_the_operands_are():
     dense = ["fp8", "dense", "dense"]
     assert chosen == {"w4a8": dense, "w4a8g8": ["fp8", "fp8", "fp8"], "w8a8": dense}
     rounded = MXFP4RLConfig(preset="w8a8", dgrad={"grad": "fp8"}).gemms()
-    assert "the scales of the reused weight lie on the outputs" in select_matmul("dgrad", rounded, "sm_90").reason
+    assert (
+        "the scales of the reused weight lie on the axis that is summed over"
+        in select_matmul("dgrad", rounded, "sm_90").reason
+    )
     nvfp4 = MXFP4RLConfig(fprop={"x": "nvfp4", "weight": "nvfp4"}).gemms()
     assert "NVFP4 scales of x have more digits than E4M3" in select_matmul("fprop", nvfp4, "sm_90").reason
     own = MXFP4RLConfig(preset="w4a8", wgrad={"grad": "rceil"}, **PLAIN).gemms()
-    assert "the scales of the reused x lie on the tokens" in select_matmul("wgrad", own, "sm_90").reason
+    assert (
+        "the scales of the reused x lie on the axis that is summed over" in select_matmul("wgrad", own, "sm_90").reason
+    )

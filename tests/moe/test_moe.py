@@ -11,7 +11,6 @@ from torch import nn
 from hf_mxfp4.moe import (
     ChoiceRecorder,
     RouterReplayError,
-    choice_agreement,
     find_routers,
     present_routers,
     recorded_choices,
@@ -79,14 +78,6 @@ def test_a_router_that_does_not_tell_its_choices_is_named():
     with torch.no_grad(), recorded_choices(find_routers(model)):
         with pytest.raises(ValueError, match=r"layers.1.mlp.gate \(Qwen3MoeTopKRouter\) does not return the indices"):
             model(tokens())
-
-
-def test_agreement_counts_experts_in_any_order():
-    a = torch.tensor([[0, 1, 2], [3, 4, 5], [0, 1, 2], [5, 0, 3]])
-    b = torch.tensor([[2, 0, 1], [0, 1, 2], [0, 4, 3], [0, 3, 1]])
-    assert choice_agreement(a, b).tolist() == pytest.approx([1.0, 0.0, 1 / 3, 2 / 3])
-    with pytest.raises(ValueError, match="one shape"):
-        choice_agreement(a, b[:, :2])
 
 
 PROMPTS = [[5, 6, 7], [8, 9, 10, 11, 12], [3]]

@@ -3,7 +3,6 @@
 or changed, with a stand-in for `grpo.py`."""
 
 import json
-import math
 import os
 import shutil
 import signal
@@ -19,7 +18,7 @@ from matplotlib.figure import Figure
 from hf_mxfp4 import MXFP4RLConfig
 from recipes.ablation import main, parse
 from recipes.ablations.grid import read_grid
-from recipes.ablations.results import draw_accuracy, markdown, statistics
+from recipes.ablations.results import markdown, statistics
 from recipes.tasks import ALPHABET
 from recipes.tasks.tiny_model import build_char_tokenizer, build_qwen2
 
@@ -164,41 +163,17 @@ def record(cell, seed, value, **changes):
     }  # fmt: skip
 
 
+#: Deviations of mbs are -4, -2 and 6 points; to bf16 -10, -12 and -8: mean -10, standard deviation 2, t(2) is 4.303.
 RECORDS = [
-    record("bf16", 0, 0.80, before=0.5, paper={"dense": 82.0, "MoE": 91.51}),
-    record("bf16", 1, 0.84),
-    record("bf16", 2, 0.88),
-    record("mxfp4", 0, 0.60, before=0.2, paper={"dense": 60.1, "MoE": 88.8}),
-    record("mxfp4", 1, 0.64),
-    record("mxfp4", 2, 0.68),
-    record("mbs", 0, 0.70, paper={"MoE": 90.1}),
-    record("mbs", 1, 0.72),
-    record("mbs", 2, 0.80),
-]
+    record("bf16", 0, 0.80, before=0.5, paper={"dense": 82.0, "MoE": 91.51}), record("bf16", 1, 0.84),
+    record("bf16", 2, 0.88), record("mxfp4", 0, 0.60, before=0.2, paper={"dense": 60.1, "MoE": 88.8}),
+    record("mxfp4", 1, 0.64), record("mxfp4", 2, 0.68), record("mbs", 0, 0.70, paper={"MoE": 90.1}),
+    record("mbs", 1, 0.72), record("mbs", 2, 0.80),
+]  # fmt: skip
 
 
 def row(records, cell):
     return next(row for row in statistics(records) if row["cell"] == cell)
-
-
-def test_means_and_the_two_standard_errors():
-    found = row(RECORDS, "mbs")
-    assert found["after"] == pytest.approx(0.74) and found["before"] is None and found["seeds"] == [0, 1, 2]
-    # Deviations -4, -2, 6 points: variance 28 points squared.
-    assert found["over_seeds"] == pytest.approx(math.sqrt(28 / 3) / 100)
-    assert found["of_problems"] == pytest.approx(math.sqrt(0.74 * 0.26 / 100))
-    assert row(RECORDS, "bf16")["before"] == 0.5
-
-
-def test_differences_are_taken_within_seeds():
-    difference = row(RECORDS, "mbs")["difference"]
-    # -10, -12, -8 points: mean -10, standard deviation 2, and t(2) is 4.303.
-    assert difference["mean"] == pytest.approx(-0.10)
-    half = 4.303 * 0.02 / math.sqrt(3)
-    assert difference["interval"] == pytest.approx([-0.10 - half, -0.10 + half])
-    # Equal shifts leave nothing between seeds, however far apart the seeds are.
-    assert row(RECORDS, "mxfp4")["difference"]["interval"] == pytest.approx([-0.2, -0.2])
-    assert row(RECORDS, "bf16")["difference"] is None
 
 
 def test_the_share_of_the_gap_that_is_recovered():
@@ -219,16 +194,6 @@ def test_the_table_to_the_letter():
         "| MXFP4 | 20.0 | 64.0 | 2.3 | 4.8 | -20.0 [-20.0, -20.0] |  | 60.1 | 88.8 |\n"
         "| MBS |  | 74.0 | 3.1 | 4.4 | -10.0 [-15.0, -5.0] | 50 % |  | 90.1 |\n"
     )
-
-
-def test_the_figure_has_the_papers_distances_beside_those_found():
-    (axes,) = draw_accuracy(RECORDS).axes
-    drawn = {line.get_label(): list(line.get_xdata()) for line in axes.lines}
-    assert drawn["paper: dense"] == pytest.approx([0.0, -21.9])
-    assert drawn["paper: MoE"] == pytest.approx([0.0, -2.71, -1.41])
-    assert [list(bars.lines[0].get_xdata()) for bars in axes.containers] == [
-        pytest.approx([-20.0]), pytest.approx([-10.0]),
-    ]  # fmt: skip
 
 
 # ---- runs ------------------------------------------------------------------------------------------------------------

@@ -18,12 +18,7 @@ from recipes.evaluate import main
 from recipes.evaluation import generate
 from recipes.evaluation.generate import Batch, CompletionFile, complete_batches, tokenize
 from recipes.tasks import ALPHABET, load_task
-from recipes.tasks.tiny_model import (
-    build_byte_tokenizer,
-    build_char_tokenizer,
-    build_qwen2,
-    supervised_warmup,
-)
+from recipes.tasks.tiny_model import build_byte_tokenizer, build_char_tokenizer, build_qwen2, supervised_warmup
 
 
 HERE = Path(__file__).resolve().parent
@@ -194,9 +189,7 @@ def test_a_control_is_compared_problem_by_problem(whole, policy, tmp_path, capsy
 
 def test_results_of_other_problems_are_not_compared(whole, policy, tmp_path):
     compare = f"--compare={whole[0] / 'result.json'}"
-    with pytest.raises(
-        SystemExit, match="not of the same problems .29 of arithmetic and 30 of arithmetic, .* in common"
-    ):
+    with pytest.raises(SystemExit, match="not of the same problems .29 of arithmetic and 30 of .* in common"):
         main([policy, "--task=arithmetic", "--n_test=29", f"--output_dir={tmp_path}", compare])
     assert not (tmp_path / "greedy.jsonl").exists()  # said before any work is done
     (tmp_path / "no.json").write_text('{"task": "arithmetic"}')

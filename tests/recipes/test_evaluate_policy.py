@@ -37,12 +37,8 @@ def folders(tmp_path_factory):
     tokenizer.save_pretrained(made["policy"])
     hf_mxfp4.pack(AutoModelForCausalLM.from_pretrained(made["policy"])).save_pretrained(made["packed"])
     tokenizer.save_pretrained(made["packed"])
-    for name, base, scheme in (
-        ("on_policy", "policy", None),
-        ("on_base", "base", MXFP4RLConfig(mode="packed")),
-        ("on_packed", "packed", None),
-    ):
-        options = {} if scheme is None else {"quantization_config": scheme}
+    packed = {"quantization_config": MXFP4RLConfig(mode="packed")}
+    for name, base, options in (("on_policy", "policy", {}), ("on_base", "base", packed), ("on_packed", "packed", {})):
         model = AutoModelForCausalLM.from_pretrained(made[base], **options)
         torch.manual_seed(1)
         lora = LoraConfig(r=2, target_modules="all-linear", init_lora_weights=False, task_type="CAUSAL_LM")

@@ -22,7 +22,7 @@ from recipes.grpo import main
 from recipes.post_training.arguments import parse, parse_or_exit
 
 
-pytestmark = pytest.mark.usefixtures("no_figures")
+pytestmark = pytest.mark.usefixtures("blank_pictures")
 ROOT = Path(__file__).resolve().parents[2]
 CONFIGS = ROOT / "recipes" / "configs"
 TINY = [

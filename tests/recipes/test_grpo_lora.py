@@ -20,7 +20,7 @@ from recipes.post_training.arguments import parse
 from recipes.post_training.policy import find_start
 
 
-pytestmark = pytest.mark.usefixtures("no_figures")
+pytestmark = pytest.mark.usefixtures("blank_pictures")
 ROOT = Path(__file__).resolve().parents[2]
 CONFIGS = ROOT / "recipes" / "configs"
 PACKED = MXFP4RLConfig(mode="packed")
@@ -76,7 +76,7 @@ def distance(first, second):
     return max(float((first[name] - second[name]).abs().max()) for name in first)
 
 
-@pytest.mark.parametrize("options", [[], ["--use_peft=false"]], ids=["recipe", "no-lora-config"])
+@pytest.mark.parametrize("options", [pytest.param([], marks=pytest.mark.large), ["--use_peft=false"]])
 def test_an_adapter_as_the_start_is_trained_further(whole, tmp_path, options):
     """A step without a learning rate leaves the adapter as it was: it is that one, and no fresh one."""
     start = tmp_path / "start"

@@ -25,7 +25,7 @@ def history_of(folder):
     return json.loads((folder / "checkpoint-3" / "trainer_state.json").read_text())["log_history"]
 
 
-def test_a_mixture_of_experts(tmp_path, no_figures):
+def test_a_mixture_of_experts(tmp_path, blank_pictures):
     summary = short_run(tmp_path, "--overwrite", *SHORT, config="tiny_moe_cpu")
     assert summary["steps"] == 3 and summary["n_quantized"] >= 8  # the attention's; experts where they are quantized
     assert summary["model"] == "qwen3_moe made for this run (2 layers, width 32)"
@@ -40,7 +40,7 @@ CHECKPOINTS = ("--save_strategy=steps", "--save_steps=1", "--num_iterations=2", 
 
 
 @pytest.mark.slow
-def test_a_resumed_recipe_ends_with_the_same_policy(tmp_path, capsys, no_figures):
+def test_a_resumed_recipe_ends_with_the_same_policy(tmp_path, capsys, blank_pictures):
     out = tmp_path / "out"
     short_run(out, *CHECKPOINTS)
     policy = (out / "policy" / "model.safetensors").read_bytes()

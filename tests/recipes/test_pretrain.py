@@ -17,7 +17,7 @@ from recipes import pretrain
 from recipes.pretrain import main
 from recipes.pretraining.arguments import BASELINE, NAMED_ARMS, StudyArguments, choose_arms, parse, quantized_operands
 from recipes.pretraining.corpus import ALPHABET, Language, generate, load_corpus
-from recipes.pretraining.summary import draw_overheads, loss_at, summarize, tokens_to_target
+from recipes.pretraining.summary import draw_overheads, summarize, tokens_to_target
 
 
 CONFIGS = Path(__file__).resolve().parents[2] / "recipes" / "configs"
@@ -65,7 +65,7 @@ def test_a_study_end_to_end_continued_and_extended(tmp_path, monkeypatch, capsys
     assert trained == ["all_random16"] and set(more["arms"]) == {"baseline", "all_sr", "all_random16"}
 
 
-def test_a_run_that_was_killed_goes_on_from_its_checkpoint(tmp_path, monkeypatch, no_figures):
+def test_a_run_that_was_killed_goes_on_from_its_checkpoint(tmp_path, monkeypatch, blank_pictures):
     words = ("--arms", "baseline", "all_sr", "--save_strategy", "steps", "--save_steps", "2", "--save_only_model=false")
     short_study(tmp_path, *words)
     path = tmp_path / "study.json"
@@ -83,7 +83,7 @@ def test_a_run_that_was_killed_goes_on_from_its_checkpoint(tmp_path, monkeypatch
     assert resumed["curve"] == whole["curve"] and len(whole["curve"]) == 4
 
 
-def test_messages(tmp_path, no_figures):
+def test_messages(tmp_path, blank_pictures):
     with pytest.raises(SystemExit, match="error: .*did you mean 'max_steps'"):
         main(["--max_step=3"])
     with pytest.raises(SystemExit, match="cannot read nowhere.yaml"):
@@ -269,16 +269,6 @@ FALLING = [(0, 4.0), (100, 3.0), (200, 2.5), (300, 2.0)]
 )
 def test_tokens_to_target(curve, target, expected):
     assert tokens_to_target(curve, target) == expected
-
-
-@pytest.mark.parametrize("tokens, expected", [(0, 4.0), (50, 3.5), (100, 3.0), (250, 2.25), (300, 2.0)])
-def test_loss_between_evaluations(tokens, expected):
-    assert loss_at(FALLING, tokens) == expected
-
-
-def test_loss_of_a_run_that_diverged():
-    assert loss_at([(0, 4.0), (100, None)], 300) is None
-    assert loss_at([(0, 4.0), (100, None)], 50) is None
 
 
 def run(arm, seed, curve):

@@ -2,7 +2,6 @@
 """Tasks of the recipes: loading and its errors, tokenizers, the tiny model and its warm-up."""
 
 import json
-import os
 import random
 from pathlib import Path
 
@@ -61,9 +60,7 @@ def test_arithmetic_covers_all_pairs_once():
     assert list(task.scores) == ["exact_match"]
     assert task.max_completion_length >= 3  # two digits and eos
     [reward] = task.reward_funcs
-    assert (
-        reward(prompts=None, completions=list(task.test["completion"]), answer=list(task.test["answer"])) == [1] * 500
-    )
+    assert reward(list(task.test["completion"]), answer=list(task.test["answer"])) == [1] * 500
     assert set("".join(prompts) + "".join(task.train["answer"])) <= set(ALPHABET)
 
 
@@ -91,11 +88,7 @@ def test_gsm8k_from_files(files):
     task = load_task("gsm8k", **files)
     assert (len(task.train), len(task.test)) == (3, 2)
     assert list(task.train["answer"]) == ["7", "1200", "-5"]
-    assert list(task.train["completion"]) == [
-        "3+4=7 pears.\n#### 7",
-        "It is $1,200.\n#### 1,200",
-        "3-8=-5\n#### -5",
-    ]
+    assert list(task.train["completion"]) == ["3+4=7 pears.\n#### 7", "It is $1,200.\n#### 1,200", "3-8=-5\n#### -5"]
     for row, source in zip(task.train, ROWS, strict=True):
         assert source["question"] in row["prompt"] and "#### <number>" in row["prompt"]
         assert row["prompt"].endswith("\nAnswer:")
@@ -166,17 +159,6 @@ def test_gsm8k_from_the_hub(monkeypatch):
         load_task("gsm8k")
 
 
-@pytest.mark.skipif("GSM8K_DIR" not in os.environ, reason="set GSM8K_DIR to a folder with train.jsonl and test.jsonl")
-def test_the_real_gsm8k():
-    folder = Path(os.environ["GSM8K_DIR"])
-    task = load_task("gsm8k", train_file=folder / "train.jsonl", test_file=folder / "test.jsonl")
-    assert (len(task.train), len(task.test)) == (7473, 1319)
-    for split in (task.train, task.test):
-        for completion, answer in zip(split["completion"], split["answer"], strict=True):
-            assert "<<" not in completion and ">>" not in completion
-            assert all(score(completion, answer) for score in task.scores.values())
-
-
 # ---- tokenizers ----
 
 CHARS = "0123456789+= <>padeos\n\u00e9\U0001f44d"
@@ -211,30 +193,7 @@ def small_model(tokenizer, **options):
 
 
 def same(first, second) -> bool:
-    return all(
-        torch.equal(a, b) for a, b in zip(first.state_dict().values(), second.state_dict().values(), strict=True)
-    )
-
-
-def test_build_qwen2():
-    tokenizer = tiny_model.build_char_tokenizer(ALPHABET)
-    model = tiny_model.build_qwen2(tokenizer)
-    assert 500_000 < model.num_parameters() < 700_000
-    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
-    config, generation = model.config, model.generation_config
-    assert (generation.pad_token_id, generation.eos_token_id, generation.bos_token_id) == (0, 1, None)
-    assert (config.pad_token_id, config.eos_token_id, config.max_position_embeddings) == (0, 1, 512)
-    with pytest.raises(ValueError, match="divisible"):
-        tiny_model.build_qwen2(tokenizer, hidden_size=30)
-
-
-def test_labels_cover_the_completion_and_eos():
-    ids, labels = tiny_model.encode_example(CHAR_TOKENIZER, "1+2=", "3")
-    assert CHAR_TOKENIZER.decode(ids) == "1+2=3<|endoftext|>"
-    assert labels == [-100] * 4 + ids[4:]
-    ids, labels = tiny_model.encode_example(BYTE_TOKENIZER, [{"role": "user", "content": "h\u00e9"}], "ok")
-    assert BYTE_TOKENIZER.decode(ids) == "user: h\u00e9\nassistant: ok<|endoftext|>"
-    assert [label for label in labels if label != -100] == ids[-3:] and len(labels) == len(ids)
+    return all(map(torch.equal, first.state_dict().values(), second.state_dict().values()))
 
 
 @pytest.mark.parametrize("conversational", [False, True])
@@ -245,9 +204,8 @@ def test_warmup_is_deterministic(conversational):
     for attempt, seed in enumerate((7, 7, 8)):
         torch.manual_seed(attempt)  # whatever came before must not matter
         model = small_model(tokenizer, seed=0).eval()
-        losses.append(
-            tiny_model.supervised_warmup(model, tokenizer, task.train, steps=3, batch_size=8, seed=seed, progress=False)
-        )
+        options = {"steps": 3, "batch_size": 8, "seed": seed, "progress": False}
+        losses.append(tiny_model.supervised_warmup(model, tokenizer, task.train, **options))
         states.append((torch.get_rng_state().tolist(), random.random(), np.random.rand()))
         models.append(model)
         assert not model.training  # as it was

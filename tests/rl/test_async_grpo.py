@@ -77,14 +77,6 @@ def test_what_samples_is_what_trains(build, preset):
         assert ratios[1] != pytest.approx(1, abs=1e-4)
 
 
-def test_masters_would_be_another_policy(build):
-    """What TRL's own trainer would push, whose ratios say so."""
-    trainer = build(quantization_config=factors_config(preset="w4a16"))
-    trainer._streaming_iter = lambda: AsyncGRPOTrainer._streaming_iter(trainer)
-    trainer.train()
-    assert logged(trainer, "kl")[1] > 1e-5
-
-
 def test_trls_own_trainer_is_refused(build, tmp_path):
     scheme = factors_config(preset="w4a16")
     AutoModelForCausalLM.from_pretrained(tmp_path / "base", quantization_config=scheme).save_pretrained(

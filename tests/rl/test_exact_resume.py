@@ -10,7 +10,6 @@ import torch
 from grpo_runs import MEASURED, TOKENIZER, ResumableTrainer, train_plainly, trainer_factory
 from moe_models import make_moe
 from peft import LoraConfig, get_peft_model
-from safetensors import safe_open
 from same_bits import assert_same
 from transformers import AutoModelForCausalLM, Trainer
 
@@ -18,13 +17,7 @@ from hf_mxfp4 import MXFP4Experts, MXFP4RLConfig
 
 
 #: Eight steps are two epochs of four.
-RUN = {
-    "max_steps": 8,
-    "save_strategy": "steps",
-    "lr_scheduler_type": "linear",
-    "learning_rate": 3e-3,
-    "error_every": 2,
-}
+RUN = {"max_steps": 8, "save_strategy": "steps", "lr_scheduler_type": "linear", "learning_rate": 3e-3, "error_every": 2}
 TIMES = ("train_runtime", "train_samples_per_second", "train_steps_per_second", "train_loss", "step_time", "total_flos")
 
 RANDOM = {
@@ -40,12 +33,8 @@ SCHEMES = {
 }
 
 #: A checkpoint in the middle of a rollout's steps, with accumulated gradients.
-REUSED = {
-    "num_iterations": 2,
-    "steps_per_generation": 4,
-    "gradient_accumulation_steps": 2,
-    "per_device_train_batch_size": 4,
-}
+REUSED = {"num_iterations": 2, "steps_per_generation": 4}
+REUSED |= {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 4}
 #: Scheme, step of the checkpoint, options.
 CASES = {
     "in the second epoch and between two logs": ("w4a4", 7, {"logging_steps": 2}),
@@ -131,14 +120,6 @@ def test_train_stop_resume_is_train(build, tmp_path, case):
     assert any(entry.get("aqn/sigma", 0) > 0 for entry in whole.state.log_history)
     resumed = build(scheme, save_steps=step, output_dir=str(tmp_path / "resumed"), **options)
     resumed.train(resume_from_checkpoint=str(tmp_path / "run" / f"checkpoint-{step}"))
-    assert_same(everything(resumed), expected)
-
-
-@pytest.mark.parametrize("step", [2, 4], ids=["inside an epoch", "between epochs"])
-def test_train_stop_resume_is_train_without_the_rest_of_the_folder(build, whole, step):
-    expected, folder = whole
-    resumed = build(save_strategy="no", **MEASURED)
-    resumed.train(resume_from_checkpoint=str(folder / f"checkpoint-{step}"))
     assert_same(everything(resumed), expected)
 
 
@@ -231,20 +212,23 @@ def test_an_incomplete_checkpoint_is_refused_by_name(build, whole, tmp_path):
     folder = tmp_path / "checkpoint-2"
     shutil.copytree(whole[1] / "checkpoint-2", folder)
     (folder / "scheduler.pt").unlink()
-    with pytest.raises(ValueError, match="checkpoint-2 cannot be resumed from: scheduler.pt: it is missing"):
-        build().train(resume_from_checkpoint=str(folder))
+    for given, message in (
+        (str(folder), "checkpoint-2 cannot be resumed from: scheduler.pt: it is missing"),
+        (True, "holds no complete checkpoint"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            build().train(resume_from_checkpoint=given)
 
 
 # ---- values that are not finite --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_an_update_that_is_not_finite_is_not_made(build, tmp_path, value, capsys):
+def test_an_update_that_is_not_finite_is_not_made(build, tmp_path, capsys):
     trainer = build(max_steps=4)
 
     def spoil(gradient):
         if trainer.state.global_step == 2:
-            gradient.view(-1)[0] = value
+            gradient.view(-1)[0] = float("inf")
         return gradient
 
     trainer.model.model.norm.weight.register_hook(spoil)
@@ -265,11 +249,6 @@ def test_weights_that_are_not_finite_are_not_saved(build, tmp_path):
     with pytest.raises(ValueError, match=r"step 0: model.norm.weight holds NaN or infinity, so no checkpoint"):
         trainer._save_checkpoint(trainer.model, trial=None)
     assert not list((tmp_path / "run").glob("checkpoint-*"))
-
-
-def test_without_a_checkpoint_there_is_nothing_to_resume(build):
-    with pytest.raises(ValueError, match="holds no complete checkpoint"):
-        build().train(resume_from_checkpoint=True)
 
 
 # ---- experts, with any Trainer --------------------------------------------------------------------------------------
@@ -299,12 +278,6 @@ def test_experts_are_restored(train_experts):
     loaded = AutoModelForCausalLM.from_pretrained(train_experts.root / "run" / "checkpoint-4")
     assert sum(isinstance(module, MXFP4Experts) for module in loaded.modules()) == train_experts.n_quantized
     assert_same(dict(loaded.state_dict()), dict(whole.model.state_dict()))
-
-
-def test_a_final_save_has_the_names_of_the_hub(train_experts, tmp_path):
-    train_experts(ResumableTrainer, "run").save_model(str(tmp_path / "final"))
-    with safe_open(tmp_path / "final" / "model.safetensors", "pt") as file:
-        assert file.get_tensor("model.layers.0.mlp.experts.5.gate_proj.weight").shape == (32, 32)
 
 
 def test_a_checkpoint_without_the_experts_is_refused(train_experts):

@@ -4,13 +4,11 @@
 import pytest
 import torch
 from grpo_runs import logged, prompts, trainer_factory, with_simulated_vllm
-from peft import LoraConfig, PeftModel, get_peft_model
-from tiny_models import make_model
+from peft import LoraConfig, PeftModel
 from transformers import AutoModelForCausalLM
 
 from hf_mxfp4 import MXFP4PackedLinear, MXFP4RLConfig
 from hf_mxfp4.integrations.peft import is_packed_with_adapters, policy_parameters
-from hf_mxfp4.integrations.transformers.swap import quantize_linears
 
 
 IDS = torch.arange(2, 14).view(2, 6)
@@ -32,13 +30,6 @@ def build(tmp_path):
     return build
 
 
-def packed_policy(scheme=PACKED, family="qwen2", dtype=torch.float32, tie=False, **options):
-    model = make_model(family, dtype=dtype, tie=tie)
-    quantize_linears(model, scheme)
-    torch.manual_seed(0)
-    return get_peft_model(model, lora(init_lora_weights=False, **options))
-
-
 def stored(model, adapters=False):
     return {n: p.detach().clone() for n, p in model.named_parameters() if ("lora_" in n) == adapters}
 
@@ -57,28 +48,20 @@ def test_a_target_that_the_policy_has_not_is_an_error(build, scheme):
 
 
 #: Noise in the second half of a run, and a reference policy.
-RUN = {
-    "beta": 0.1,
-    "aqn_num_stages": 2,
-    "aqn_sigma_start": 0.1,
-    "aqn_sigma_end": 0.1,
-    "save_steps": 2,
-    "error_every": 2,
-}
+RUN = {"beta": 0.1, "aqn_num_stages": 2, "aqn_sigma_start": 0.1, "aqn_sigma_end": 0.1, "error_every": 2}
 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """A trainer after four steps of adapters on a packed policy, the parameters before them, and its folder."""
-    root = tmp_path_factory.mktemp("lora")
-    trainer = trainer_factory(root)(scheme=PACKED, peft_config=lora(), save_strategy="steps", **RUN)
+    """A trainer after four steps of adapters on a packed policy, and the parameters before them."""
+    trainer = trainer_factory(tmp_path_factory.mktemp("lora"))(scheme=PACKED, peft_config=lora(), **RUN)
     before = stored(trainer.model) | stored(trainer.model, adapters=True)
     trainer.train()
-    return trainer, before, root / "run"
+    return trainer, before
 
 
 def test_adapters_train_and_the_base_keeps_every_bit(trained):
-    trainer, before, _ = trained
+    trainer, before = trained
     assert trainer.n_quantized == 14 and trainer.error_callback is None and trainer.state.global_step == 4
     assert all(torch.equal(value, before[name]) for name, value in stored(trainer.model).items())
     moved = [n for n, value in stored(trainer.model, adapters=True).items() if not torch.equal(value, before[n])]
@@ -100,15 +83,6 @@ def test_a_reference_policy_is_the_packed_base(trained):
     assert list(logged(trained[0], "kl")) == [1, 2, 3, 4]
 
 
-def test_a_checkpoint_of_adapters_resumes(build, trained):
-    whole, _, folder = trained
-    again = build(save_strategy="no", **RUN)
-    again.train(resume_from_checkpoint=str(folder / "checkpoint-2"))
-    assert again.state.global_step == 4
-    for name, value in stored(again.model, adapters=True).items():
-        torch.testing.assert_close(value, stored(whole.model, adapters=True)[name], rtol=1e-5, atol=1e-6)
-
-
 def test_a_packed_policy_without_adapters_is_refused(tmp_path):
     with pytest.raises(ValueError, match="attach trainable adapters"):
         trainer_factory(tmp_path)(scheme=PACKED)
@@ -118,7 +92,7 @@ def test_a_packed_policy_without_adapters_is_refused(tmp_path):
 
 
 def test_noise_is_on_each_norm_of_the_base_once_and_the_mismatch_is_corrected(trained):
-    trainer, before, _ = trained
+    trainer, before = trained
     names = list(trainer.noise.norms)
     assert len(names) == 5 and all("lora_" not in name for name in names)
     assert list(logged(trainer, "aqn/sigma").values()) == [0.0, 0.0, 0.1, 0.1]
@@ -130,19 +104,6 @@ def test_noise_is_on_each_norm_of_the_base_once_and_the_mismatch_is_corrected(tr
         assert 0.5 < ratios[step] < 2 and abs(ratios[step] - 1) > 1e-4
 
 
-def test_trained_norms_keep_their_updates_and_none_of_the_noise(build):
-    trainer = build(
-        peft_config=lora(modules_to_save=["norm"]), aqn_num_stages=1, aqn_sigma_start=0.5, aqn_sigma_end=0.5
-    )
-    before = {name: m.weight.detach().clone() for name, m in trainer.noise.norms.items()}
-    trainer.train()
-    assert logged(trainer, "aqn/n_modules")[1] == 5
-    assert logged(trainer, "aqn/measured_std")[1] == pytest.approx(0.5, rel=0.2)
-    for name, module in trainer.noise.norms.items():
-        change = (module.weight.detach() - before[name]).abs().max()
-        assert 0 < change < 0.02, name  # four steps of Adam at 1e-3
-
-
 # ---- rollouts and training see one policy ---------------------------------------------------------------------------
 
 
@@ -151,13 +112,13 @@ def sampling_kl(trainer):
     return logged(trainer, "sampling/kl")[1]
 
 
-@pytest.mark.parametrize("policy", ["w4a4", "w4a16", "packed"])
+@pytest.mark.parametrize("policy", ["w4a4", "packed"])
 def test_rollouts_compute_in_the_dtype_of_training(build, tmp_path, policy):
     """In bfloat16 without noise the policies differ by roundings alone, of which adapters add none to speak of: new
     ones are zero. In the dtype of the parameters it was 7 to 35 times as much."""
     options = {"bf16": True, "aqn": False, "max_steps": 1}
     options |= {"per_device_train_batch_size": 128, "dataset": prompts(32), "max_completion_length": 8}
-    scheme = MXFP4RLConfig(preset="w4a4" if policy == "w4a4" else "w4a16")
+    scheme = MXFP4RLConfig(preset={"w4a4": "w4a4", "packed": "w4a16"}[policy])
     # What a packed policy without adapters cannot do, training, one with the same products in place of it does.
     plain = sampling_kl(trainer_factory(tmp_path)(scheme=scheme, **options))
     adapted = sampling_kl(build(PACKED if policy == "packed" else scheme, **options))
@@ -244,12 +205,11 @@ def factors(model):
     return {n.replace(".default", ""): p.detach().clone() for n, p in model.named_parameters() if "lora_" in n}
 
 
-@pytest.mark.parametrize("beta", [0.0, 0.1])
-def test_an_adapter_that_is_loaded_trainable_goes_on(saved, beta):
+def test_an_adapter_that_is_loaded_trainable_goes_on(saved):
     build, adapter, load_base = saved
     policy = PeftModel.from_pretrained(load_base(), adapter, is_trainable=True)
     before = factors(policy)
-    trainer = build(policy=policy, aqn=False, max_steps=2, beta=beta)
+    trainer = build(policy=policy, aqn=False, max_steps=2, beta=0.1)
     begun = factors(trainer.model)
     assert all(torch.equal(begun[name], value) for name, value in before.items())
     trainer.train()

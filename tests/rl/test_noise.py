@@ -6,8 +6,6 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from moe_models import FAMILIES, make_moe, tokens
 from peft import LoraConfig, get_peft_model
 from tiny_models import make_model
@@ -23,13 +21,6 @@ IDS = torch.arange(24).reshape(2, 12) % 32
 
 
 # ---- which norms ----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("family", "expected"), [("llama", 2 * 3 + 1), ("qwen2", 2 * 3 + 1), ("qwen3", 4 * 3 + 1), ("gemma", 2 * 3 + 1)]
-)
-def test_all_rms_norms_are_found(family, expected):
-    assert len(find_norms(make_model(family, layers=3))) == expected
 
 
 def test_norm_of_another_library_is_found_by_structure():
@@ -154,42 +145,6 @@ def test_a_noisy_norm_runs_once_and_in_the_dtype_of_the_clean_one(family, dtype,
     assert len(calls) == 3 * len(inputs) + kinds  # the clean pass tells the dtype, once for each kind of input
 
 
-def test_bfloat16_weights_do_not_swallow_small_noise():
-    """In bfloat16 an addition of 3e-4 to a weight of 1 changes nothing; the noise is applied before that rounding."""
-    torch.manual_seed(0)
-    model = make_model(hidden=128, layers=1, dtype=torch.bfloat16)
-    norm = model.model.norm
-    with torch.no_grad():
-        norm.weight.fill_(1.0)
-    noise = NormNoise(model, seed=0)
-    index = list(noise.norms.values()).index(norm)
-    x = torch.randn(40_000, 128, dtype=torch.bfloat16)
-    with torch.no_grad():
-        clean = norm(x).double()
-        with noise.active(1, 3e-4):
-            noisy = norm(x).double()
-        z = noise.noise(index, norm.weight, 1, 3e-4).double()
-        swallowed = norm.weight + z.bfloat16() == norm.weight
-        normed = x.double() * (x.double().square().mean(-1, keepdim=True) + norm.variance_epsilon).rsqrt()
-    assert swallowed.float().mean() > 0.99  # what adding to the weight would give
-    # The mean change per channel follows the noise, although each output is rounded to bfloat16.
-    response = ((noisy - clean) * normed).mean(0) / normed.square().mean(0)
-    slope = (response * z).sum() / z.square().sum()
-    assert slope == pytest.approx(1.0, abs=0.15)
-
-
-def test_parameters_are_never_written_and_hooks_leave_with_an_exception():
-    model = make_model()
-    before = copy.deepcopy(model.state_dict())
-    noise = NormNoise(model, seed=0)
-    with pytest.raises(ZeroDivisionError), torch.no_grad(), noise.active(3, 0.1):
-        model(IDS)
-        raise ZeroDivisionError
-    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
-    assert all(not module._forward_hooks for module in model.modules())
-    assert all(isinstance(module.weight, nn.Parameter) for module in noise.norms.values())
-
-
 def test_noise_is_a_function_of_seed_step_and_place_alone():
     weight = torch.ones(16)
     first, second = NormNoise(make_model(seed=0), seed=1), NormNoise(make_model(seed=5), seed=1)
@@ -201,28 +156,13 @@ def test_noise_is_a_function_of_seed_step_and_place_alone():
     assert all(not torch.equal(first.noise(2, weight, 9, 0.1), other) for other in others)
 
 
-def test_noise_that_reaches_no_norm_is_an_error_and_none_needs_no_forward():
-    noise = NormNoise(make_model(), seed=0)
-    with pytest.raises(RuntimeError, match="reached none of 5 norms"), noise.active(0, 0.1):
-        pass
-    with noise.active(0, 0.0):
-        pass
-    assert noise.last_report.modules == 0 and noise.last_report.measured_std == 0
-
-
-def test_values_are_those_of_the_formula():
-    values = [NoiseSchedule(1.0, 0.01, 4).sigma(step, 8) for step in range(8)]
-    assert values == pytest.approx([0, 0, 1.0, 1.0, 0.1, 0.1, 0.01, 0.01])
-
-
 @pytest.mark.parametrize(
     ("stages", "expected"),
-    [(1, [0.5, 0.5, 0.5, 0.5]), (2, [0, 0, 0.5, 0.5]), (3, [0, 0, 0.5, 0.1])],
-    ids=["one-stage-is-constant", "two-stages", "three-stages"],
+    [(1, [1, 1, 1, 1]), (2, [0, 0, 1, 1]), (3, [0, 0, 1, 0.01]), (4, [0, 0, 1, 1, 0.1, 0.1, 0.01, 0.01])],
 )
-def test_schedule_with_few_stages(stages, expected):
-    schedule = NoiseSchedule(0.5, 0.1, stages)
-    assert [schedule.sigma(step, 4) for step in range(4)] == pytest.approx(expected)
+def test_values_are_those_of_the_formula(stages, expected):
+    schedule, steps = NoiseSchedule(1.0, 0.01, stages), len(expected)
+    assert [schedule.sigma(step, steps) for step in range(steps)] == pytest.approx(expected)
 
 
 @pytest.mark.parametrize(
@@ -231,24 +171,3 @@ def test_schedule_with_few_stages(stages, expected):
 def test_schedule_refuses_what_is_no_schedule(arguments):
     with pytest.raises(ValueError):
         NoiseSchedule(*arguments)
-
-
-@given(
-    stages=st.integers(1, 40),
-    max_steps=st.integers(1, 500),
-    start=st.floats(1e-3, 1.0),
-    ratio=st.floats(1e-3, 1.0),
-)
-@settings(max_examples=150, deadline=None)
-def test_sigma_is_finite_bounded_and_never_rises_after_it_set_in(stages, max_steps, start, ratio):
-    schedule = NoiseSchedule(start, start * ratio, stages)
-    values = [schedule.sigma(step, max_steps) for step in range(max_steps + 5)]
-    assert all(math.isfinite(value) for value in values)
-    silent = -(-max_steps // stages) if stages > 1 else 0
-    assert not any(values[:silent]) and all(values[silent:])
-    noisy = values[silent:]
-    assert all(start * ratio * (1 - 1e-9) <= value <= start * (1 + 1e-9) for value in noisy)
-    assert all(a >= b * (1 - 1e-12) for a, b in zip(noisy, noisy[1:], strict=False))
-    assert len(set(values[max_steps:])) == 1
-    if max_steps >= stages:  # otherwise steps leave stages out
-        assert noisy[0] == pytest.approx(start)

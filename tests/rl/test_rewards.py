@@ -10,7 +10,7 @@ from decimal import Decimal
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
@@ -151,6 +151,7 @@ def test_plain_commas_dollars_and_decimals_come_back_exactly(value):
         assert rewards.is_flexible_correct(f"is {number}", f"{value}000")
 
 
+@settings(max_examples=40)
 @given(st.text())
 def test_any_text_is_safe(text):
     for extract in (extract_strict, extract_flexible):
@@ -294,16 +295,6 @@ def test_exception_names_the_function_and_keeps_its_cause():
 def test_what_is_no_list_of_numbers_is_an_error(value):
     with pytest.raises(RewardError, match="one number"):
         guard_reward(lambda completions, **kwargs: value)(completions=["x"])
-
-
-def test_async_functions_stay_async_and_are_guarded():
-    async def slow(completions, **kwargs):
-        return [math.nan]
-
-    guarded = guard_reward(slow)
-    assert asyncio.iscoroutinefunction(guarded)
-    with pytest.raises(RewardError, match="'slow' returned nan"):
-        asyncio.run(guarded(completions=["x"]))
 
 
 def test_rewards_beyond_float32_are_refused():

@@ -327,12 +327,10 @@ def test_every_loss_is_weighted_as_trl_weights_it_under_vllm(build):
 
 POLICIES = {
     "qat w4a4": {},
-    "qat w4a16": {"scheme": factors_config(preset="w4a16")},
     "packed": {"scheme": factors_config(mode="packed", preset="w4a16"), "lora": True, **MEASURED},
     "packed copies": {"step_weights": "packed"},
     # Of dense copies: on codes one sum that is rounded otherwise moves an activation over an edge of the grid.
     "experts": {"experts": True, "router_replay": True, "step_weights": "dense", **MEASURED},
-    "temperature": {"temperature": 0.6},
     "bfloat16": {"bf16": True, **MEASURED},
 }
 

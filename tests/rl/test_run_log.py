@@ -8,6 +8,7 @@ import pytest
 import torch
 from grpo_runs import MEASURED, logged, trainer_factory
 from transformers import TrainerCallback
+from undrawn import leave_figures_undrawn
 
 from hf_mxfp4.lab import RunReportCallback, read_run, write_run_report
 from hf_mxfp4.lab.run_report.charts import CHARTS
@@ -60,7 +61,9 @@ def whole(tmp_path_factory):
         report_every=2, **MEASURED, hub_token="hf_secret", callbacks=[watch, RunReportCallback(every=2)]
     )
     trainer.run_log.add_evaluation("before RL", 0, SCORES)
-    trainer.train()
+    with pytest.MonkeyPatch.context() as patch:
+        leave_figures_undrawn(patch.setattr)
+        trainer.train()
     return trainer, folder, watch
 
 

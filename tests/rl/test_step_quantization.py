@@ -38,7 +38,6 @@ def counts(trainer, gemm=""):
 #: Scheme, options, and how often 14 matrices are quantized without what is kept, per optimizer step: in the rollout,
 #: for old log-probabilities two sequences at a time, and in each pass.
 RUNS = {
-    "w4a4": ({"preset": "w4a4"}, {}, [5, 5]),
     "w4a16, checkpointing": ({"preset": "w4a16"}, {"gradient_checkpointing": True}, [9, 9]),
     "w4a4g4": ({"preset": "w4a4g4"}, {}, [5, 5]),
     "two iterations": ({}, REUSED, [13, 4, 4, 4]),

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
 import json
-import re
 from types import SimpleNamespace
 
 import pytest
@@ -53,35 +52,11 @@ def test_noise_travels_on_norm_weights_only():
     assert noise.last_report.measured_std == pytest.approx(0.1, rel=0.1)
 
 
-def test_the_trainer_pushes_the_rollout_policy_and_reports_its_noise(build):
-    """Against the interface of TRL's `VLLMGeneration`: vLLM itself does not run here."""
-    trainer = build()
-    pushed = with_simulated_vllm(trainer)
-    trainer.model.train()
-    trainer.state.global_step, trainer.state.max_steps = 3, 4
-    trainer._generate(["1+1="])
-    trainer.model.eval()
-    trainer._last_loaded_step = -1
-    trainer._generate(["1+1="])
-    noisy, clean = (weights["model.norm.weight"] for weights in pushed)
-    assert torch.equal(clean, trainer.model.model.norm.weight) and not torch.equal(noisy, clean)
-    layer = trainer.model.model.layers[0].mlp.up_proj
-    for weights in pushed:
-        quantized = weights["model.layers.0.mlp.up_proj.weight"]
-        assert torch.equal(quantized, layer.quantized_weight(layer.weight, torch.float32))
-    assert trainer._metrics["train"]["aqn/n_modules"] == [5]
-    assert trainer._metrics["train"]["aqn/measured_std"][0] == pytest.approx(1e-3, rel=0.25)
-
-
 def test_vllm_that_pulls_no_weights_is_an_error(build):
     trainer = build(aqn_num_stages=1)
     trainer.use_vllm = trainer.args.use_vllm = True
     trainer._last_loaded_step = -1
-    trainer.rollout_func = lambda prompts, trainer: {
-        "prompt_ids": [[2]],
-        "completion_ids": [[3]],
-        "logprobs": [[0.0]],
-    }
+    trainer.rollout_func = lambda prompts, trainer: {"prompt_ids": [[2]], "completion_ids": [[3]], "logprobs": [[0.0]]}
 
     class Generation:
         def sync_weights(self):
@@ -152,13 +127,12 @@ def test_adapters_are_added_to_quantized_weights_and_no_master_is_written():
     assert not torch.allclose(plain(IDS).logits, quantized_alone(IDS).logits, atol=1e-3)
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2"])
-def test_vllm_computes_what_the_policy_with_adapters_computes(family):
+def test_vllm_computes_what_the_policy_with_adapters_computes():
     """Under W4A16, where inputs are the same on both sides."""
-    model = make_model(family)
+    model = make_model()
     quantize_linears(model, factors_config(preset="w4a16"))
     model = with_adapters(model, target_modules="all-linear")
-    plain = make_model(family)
+    plain = make_model()
     plain.load_state_dict(pushed_by_trl(model))
     torch.testing.assert_close(plain(IDS).logits, model(IDS).logits, rtol=1e-4, atol=1e-4)
     model.merge_adapter()  # what TRL would push
@@ -216,64 +190,33 @@ def test_a_walk_that_does_not_merge_is_an_error():
 # ---- what vLLM computes with ----------------------------------------------------------------------------------------
 
 
-def engine_of(tmp_path, llm=None, **stored):
-    """Of a `VLLMGeneration` whose model came from a folder with this config.json."""
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen2", **stored}))
-    generation = SimpleNamespace(model=SimpleNamespace(name_or_path=str(tmp_path)))
-    if llm is not None:
-        generation.llm = llm
-    return VLLMEngine.of(generation)
-
-
 W4A4, W4A16 = (factors_config(mode="packed", preset=preset) for preset in ("w4a4", "w4a16"))
-FALLBACK = factors_config(mode="packed", preset="w4a4", outlier_fallback=0.5)  # as QAT has by default
-
-
-@pytest.mark.parametrize(
-    ("stored", "expected"),
-    [
-        ({"dtype": "float32"}, (torch.bfloat16, None)),  # what vLLM makes of it
-        ({"dtype": "float16"}, (torch.float16, None)),
-        ({"torch_dtype": "bfloat16"}, (torch.bfloat16, None)),
-        ({}, (torch.bfloat16, None)),
-        ({"quantization_config": W4A4.to_dict()}, (torch.bfloat16, W4A4.activation_scheme)),
-        ({"quantization_config": W4A16.to_dict()}, (torch.bfloat16, None)),
-        ({"quantization_config": {"quant_method": "fp8"}}, (torch.bfloat16, None)),
-    ],
-    ids=str,
-)
-def test_the_checkpoint_says_what_vllm_computes_with_where_it_does_not(tmp_path, stored, expected):
-    found = engine_of(tmp_path, **stored)
-    assert (found.dtype, found.inputs) == expected and found.is_assumed
 
 
 OVERRIDES = {"quantization_config": {"quant_method": "mxfp4_rl", "mode": "qat", "preset": "w4a4"}}
 
 
 class Client:
-    """TRL's client of a server that says this of its model; of one that says nothing."""
+    """TRL's client of a server that says this of its model."""
 
     def __init__(self, answer):
         self.answer = answer
 
     def get_server_info(self):
-        if self.answer is None:
-            raise RuntimeError("The vLLM server does not expose its development endpoints")
         return {"model_config": self.answer}
 
 
 @pytest.mark.parametrize(
     ("answer", "expected"),
     [
-        ({"dtype": "torch.float32", "quantization": "mxfp4_rl"}, (torch.float32, W4A4.activation_scheme, False)),
-        ({"dtype": "torch.float16", "quantization": None, "model": "plain"}, (torch.float16, None, False)),
-        # Not the folder that the policy was loaded from, and not here.
-        ({"dtype": "torch.float16", "quantization": "mxfp4_rl", "model": "no"}, (torch.float16, None, True)),
-        (None, (torch.bfloat16, W4A4.activation_scheme, True)),
+        ({"dtype": "torch.float32", "quantization": "mxfp4_rl", "model": ""}, (torch.float32, W4A4.activation_scheme)),
+        ({"dtype": "torch.float16", "quantization": None, "model": "plain"}, (torch.float16, None)),
+        # Not here.
+        ({"dtype": "torch.float16", "quantization": "mxfp4_rl", "model": "no"}, (torch.float16, None)),
         # Of a checkpoint in full precision, by --hf-overrides.
         (
             {"dtype": "torch.float32", "quantization": "mxfp4_rl", "model": "plain", "hf_overrides": OVERRIDES},
-            (torch.float32, MXFP4RLConfig(preset="w4a4").activation_scheme, False),
+            (torch.float32, MXFP4RLConfig(preset="w4a4").activation_scheme),
         ),
     ],
     ids=str,
@@ -282,42 +225,15 @@ def test_a_server_is_asked(tmp_path, answer, expected):
     (tmp_path / "plain").mkdir()
     (tmp_path / "plain" / "config.json").write_text(json.dumps({"model_type": "qwen2"}))
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen2", "quantization_config": W4A4.to_dict()}))
-    if answer and "model" in answer:
-        answer = {**answer, "model": str(tmp_path / answer["model"])}
-    model = SimpleNamespace(name_or_path=str(tmp_path))
-    found = VLLMEngine.of(SimpleNamespace(mode="server", vllm_client=Client(answer), model=model))
-    assert (found.dtype, found.inputs, found.is_assumed) == expected
+    client = Client({**answer, "model": str(tmp_path / answer["model"])})
+    found = VLLMEngine.of(SimpleNamespace(mode="server", vllm_client=client))
+    assert (found.dtype, found.inputs) == expected
 
 
-def test_a_colocated_vllm_is_asked(tmp_path):
-    found = engine_of(tmp_path, vllm_llm(torch.float16), quantization_config=W4A4.to_dict())
-    assert (found.dtype, found.inputs, found.is_assumed) == (torch.float16, None, False)
-    found = engine_of(tmp_path, vllm_llm(torch.float32, W4A4))
-    assert (found.dtype, found.inputs, found.is_assumed) == (torch.float32, W4A4.activation_scheme, False)
-
-
-@pytest.mark.parametrize(
-    ("policy", "loaded", "correction", "expected"),
-    [
-        ("w4a16", None, True, None),
-        ("w4a16", W4A16, True, None),
-        ("w4a4", FALLBACK, True, None),
-        ("w4a4", W4A4, True, "account for the difference"),
-        ("w4a4", None, True, "activations in full precision .as it says.*account for the difference"),
-        ("w4a4", W4A16, False, "full precision.*nothing corrects the difference"),
-        ("w4a16", W4A4, True, r"trains with None; importance weights \(token_truncate\) account"),
-    ],
-)
-def test_words_about_activations_are_true_of_both_sides(caplog, policy, loaded, correction, expected):
-    model = make_model()
-    quantize_linears(model, factors_config(preset=policy))
-    engine = VLLMEngine.of(SimpleNamespace(llm=vllm_llm(scheme=loaded)))
-    args = MXFP4GRPOConfig(use_cpu=True, bf16=False, use_vllm=True, rollout_correction=correction)
-    caplog.clear()
-    engine.describe(model, args)
-    warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
-    assert len(warnings) == (expected is not None) and engine.quantizes_as(model) == (expected is None)
-    assert all(re.search(expected, text) for text in warnings)
+def test_a_colocated_vllm_is_asked():
+    for dtype, scheme, inputs in ((torch.float16, None, None), (torch.float32, W4A4, W4A4.activation_scheme)):
+        found = VLLMEngine.of(SimpleNamespace(llm=vllm_llm(dtype, scheme)))
+        assert (found.dtype, found.inputs) == (dtype, inputs)
 
 
 def test_noise_is_measured_after_the_rounding_of_vllm(build):

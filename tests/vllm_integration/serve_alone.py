@@ -24,7 +24,7 @@ from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUExpertsMxfp4
 from vllm.model_executor.layers.fused_moe.oracle.mxfp4 import Mxfp4MoeBackend
 from vllm.model_executor.layers.fused_moe.oracle.nvfp4 import NvFp4MoeBackend
-from vllm.model_executor.layers.quantization import QUANTIZATION_METHODS, mxfp4
+from vllm.model_executor.layers.quantization import QUANTIZATION_METHODS, modelopt, mxfp4
 from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors_moe import (
     compressed_tensors_moe_w4a4_mxfp4 as compressed_tensors,
 )
@@ -83,12 +83,16 @@ def add_mxfp4_kernels() -> None:
         quark_moe.QuarkOCP_MX_MoEMethod,
         compressed_tensors.CompressedTensorsW4A4Mxfp4MoEMethod,
         nvfp4_experts.CompressedTensorsW4A4Nvfp4MoEMethod,
+        modelopt.ModelOptNvFp4FusedMoE,
     ):
         method.process_weights_after_loading, method.apply = _decode_experts, _apply_experts
-    nvfp4.init_nvfp4_linear_kernel = lambda use_a16: DecodingNvFp4Kernel(NvFp4LinearLayerConfig())
-    nvfp4_experts.CompressedTensorsW4A4Nvfp4MoEMethod.get_fused_moe_quant_config = lambda *_: None
-    nvfp4_experts.select_nvfp4_moe_backend = lambda **_: (NvFp4MoeBackend.EMULATION, CPUExpertsMxfp4)
-    for config in (mxfp4.GptOssMxfp4Config, quark.QuarkConfig):
+    for module in (nvfp4, modelopt):
+        module.init_nvfp4_linear_kernel = lambda use_a16: DecodingNvFp4Kernel(NvFp4LinearLayerConfig())
+    for method in (nvfp4_experts.CompressedTensorsW4A4Nvfp4MoEMethod, modelopt.ModelOptNvFp4FusedMoE):
+        method.get_fused_moe_quant_config = lambda *_: None
+    for module in (nvfp4_experts, modelopt):
+        module.select_nvfp4_moe_backend = lambda **_: (NvFp4MoeBackend.EMULATION, CPUExpertsMxfp4)
+    for config in (mxfp4.GptOssMxfp4Config, quark.QuarkConfig, modelopt.ModelOptNvFp4Config):
         config.get_supported_act_dtypes = lambda *_: [torch.float32]
 
 
@@ -140,11 +144,11 @@ def _decode_experts(self, layer):
     for own in ("w13", "w2"):
         name = f"{own}_weight" if hasattr(layer, f"{own}_weight") else f"{own}_weight_packed"
         codes, scales = getattr(layer, name).data, getattr(layer, f"{own}_weight_scale").data
-        divisor = getattr(layer, f"{own}_weight_global_scale", None)
-        if divisor is None:
+        divisor, factor = (getattr(layer, f"{own}_weight_{end}", None) for end in ("global_scale", "scale_2"))
+        if divisor is None and factor is None:
             values = decode_mxfp4(codes, scales)
         else:  # of gate and up, which vLLM expects to be one
-            factor = 1 / divisor.data.view(len(codes), -1)
+            factor = (1 / divisor.data if factor is None else factor.data).view(len(codes), -1)
             assert torch.equal(factor[:, 0], factor[:, -1])
             values = decode_nvfp4(codes, scales, factor[:, :1, None])
         layer.register_parameter(f"{own}_decoded", torch.nn.Parameter(values, False))

@@ -14,7 +14,7 @@ import torch
 from harness import model_logprobs, tiny_model
 from transformers import AutoModelForCausalLM
 
-from hf_mxfp4 import MXFP4RLConfig
+from hf_mxfp4 import MXFP4Linear, MXFP4RLConfig
 from hf_mxfp4.checkpoint import export, pack_checkpoint
 
 
@@ -22,6 +22,7 @@ pytestmark = pytest.mark.vllm
 
 HERE = Path(__file__).resolve().parent
 FAMILIES = ("qwen2", "qwen3", *harness.EXPERTS)
+TRAINED = "a trained policy"
 EXPERTS_ALONE = {"modules_to_not_convert": ["experts", "lm_head"]}
 #: Only experts of gpt-oss are quantized in its own format.
 ATTENTION_ALONE = {"modules_to_not_convert": ["self_attn", "lm_head"]}
@@ -34,6 +35,8 @@ ROWS = {
     "compressed-tensors": ("qwen2", *CT, "CompressedTensorsW4A4Mxfp4"),
     "compressed-tensors, Qwen3": ("qwen3", *CT, "CompressedTensorsW4A4Mxfp4"),
     "nvfp4": ("qwen2", *NVFP4, "CompressedTensorsW4A4Fp4"),
+    "nvfp4, trained": (TRAINED, *NVFP4, "CompressedTensorsW4A4Fp4"),
+    "nvfp4-modelopt": ("qwen2", "nvfp4-modelopt", {}, "ModelOptLinearMethod"),
     "quark": ("qwen2", *QUARK, "QuarkOCP_MX"),
     "quark w4a4": ("qwen2", "quark", {"preset": "w4a4"}, "QuarkOCP_MX"),
     "bf16 experts": ("qwen3_moe", "bf16", {}, "UnquantizedFusedMoEMethod"),
@@ -42,6 +45,7 @@ ROWS = {
     "compressed-tensors experts, Mixtral": ("mixtral", *CT, "CompressedTensorsW4A4Mxfp4MoEMethod"),
     "nvfp4 experts": ("qwen3_moe", *NVFP4, "CompressedTensorsW4A4Nvfp4MoEMethod"),
     "nvfp4 experts, Mixtral": ("mixtral", *NVFP4, "CompressedTensorsW4A4Nvfp4MoEMethod"),
+    "nvfp4-modelopt experts": ("qwen3_moe", "nvfp4-modelopt", {}, "ModelOptNvFp4FusedMoE"),
     "quark experts": ("qwen3_moe", *QUARK, "QuarkOCP_MX_MoEMethod"),
     "quark w4a4 experts": ("qwen3_moe", "quark", {"preset": "w4a4"}, "QuarkOCP_MX_MoEMethod"),
     "quark experts, Mixtral": ("mixtral", *QUARK, "QuarkOCP_MX_MoEMethod"),
@@ -52,11 +56,19 @@ ROWS = {
 
 @pytest.fixture(scope="module")
 def bases(tmp_path_factory):
-    """Plain checkpoints, whose values bfloat16 holds: formats store what they do not quantize in it."""
+    """Plain checkpoints, whose values bfloat16 holds, and a policy that was trained: formats store what they do not
+    quantize in bfloat16."""
     folders = {}
     for family in FAMILIES:
         folders[family] = tmp_path_factory.mktemp(family)
         tiny_model(family, **harness.MODELS.get(family, ("", {}))[1]).bfloat16().save_pretrained(folders[family])
+    config = MXFP4RLConfig(preset="w4a16", outlier_fallback=None, **MANTISSAS)
+    policy = AutoModelForCausalLM.from_pretrained(folders["qwen2"], dtype=torch.float32, quantization_config=config)
+    masters = [module.weight for module in policy.modules() if isinstance(module, MXFP4Linear)]
+    ids = torch.tensor(harness.PROMPTS)
+    policy(ids, labels=ids).loss.backward()
+    torch.optim.SGD(masters, lr=0.3).step()
+    policy.save_pretrained(folders.setdefault(TRAINED, tmp_path_factory.mktemp("policy")))
     return folders
 
 
@@ -89,7 +101,10 @@ def test_vllm_alone_computes_with_the_values_of_the_bf16_export(bases, served, n
         # An activation at the edge between two values of the grid falls to either side in two orders of summation.
         assert (found - expected).abs().median() < 0.02 * (weights_only - expected).abs().median()
         return
-    if format == "nvfp4":
+    if family == TRAINED:
+        assert (found - model_logprobs(plain)).abs().max() < 1e-4
+        return
+    if format.startswith("nvfp4"):
         config = MXFP4RLConfig(mode="packed", preset="w4a16", **MANTISSAS)
         pack_checkpoint(bases[family], tmp_path / "packed", config)
         export(tmp_path / "packed", tmp_path / "bf16", "bf16")

@@ -8,6 +8,7 @@ from .base import BF16Format, Format, ImportableFormat, PackedFormat
 from .compressed_tensors import CompressedTensorsFormat
 from .gguf import GGUFFormat
 from .gpt_oss import GptOssFormat
+from .modelopt import ModelOptFormat
 from .nvfp4 import NVFP4Format
 from .quark import QuarkFormat
 
@@ -18,6 +19,7 @@ FORMATS: dict[str, Format] = {
     for format in (
         CompressedTensorsFormat(),
         NVFP4Format(),
+        ModelOptFormat(),
         QuarkFormat(),
         GptOssFormat(),
         GGUFFormat(),
@@ -26,7 +28,7 @@ FORMATS: dict[str, Format] = {
 }
 #: The formats that can be imported, by their `quant_method`.
 IMPORTABLE: dict[str, ImportableFormat] = {
-    FORMATS[name].quant_method: FORMATS[name] for name in ("compressed-tensors", "quark", "gpt-oss")
+    FORMATS[name].quant_method: FORMATS[name] for name in ("compressed-tensors", "nvfp4-modelopt", "quark", "gpt-oss")
 }
 
 

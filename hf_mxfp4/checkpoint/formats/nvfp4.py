@@ -6,7 +6,7 @@ A block scale ``2**e * (1 + m/4)`` is an E4M3 number for 16 binades of ``e``. So
 twice, the tensor scale is a power of two, and the values stay the same.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,7 +26,7 @@ from ...numerics import (
 from ...numerics.corrections import BLOCKS_PER_BYTE, pack_mantissas
 from ..folder import CheckpointFolder
 from ..names import LayerShape
-from .base import Packed, Read
+from .base import Names, Packed, Read
 from .compressed_tensors import CompressedTensorsFormat, has_experts
 
 
@@ -53,6 +53,8 @@ class NVFP4Format(CompressedTensorsFormat):
     quantizes_activations = True
     holds = {"macro_block": 128, "macro_search": "block_mantissas"}
     has_tensor_scale = True
+    #: What files call the tensor scales of weights and of inputs.
+    tensor_scales = "weight_global_scale", "input_global_scale"
 
     def __init__(self, quantizes_inputs: bool = False):
         self.quantizes_inputs = quantizes_inputs
@@ -60,11 +62,9 @@ class NVFP4Format(CompressedTensorsFormat):
     def for_checkpoint(
         self, folder: CheckpointFolder, model: "PreTrainedModel", config: MXFP4RLConfig
     ) -> "NVFP4Format":
-        return NVFP4Format(config.activation_scheme is not None)
+        return type(self)(config.activation_scheme is not None)
 
-    def quantization_config(
-        self, config: MXFP4RLConfig, ignored: Sequence[str], quantized: Sequence[str] = ()
-    ) -> dict[str, Any]:
+    def quantization_config(self, config: MXFP4RLConfig, ignored: Names, quantized: Names = ()) -> dict[str, Any]:
         options = super().quantization_config(config, ignored, quantized)
         group = options["config_groups"]["group_0"]
         elements = {**self.elements, **_SCALE_DTYPES}
@@ -73,7 +73,7 @@ class NVFP4Format(CompressedTensorsFormat):
             group["input_activations"] = {**elements, "dynamic": self.inputs, "observer": "static_minmax"}
         return options
 
-    def notes(self, config: MXFP4RLConfig, ignored: Sequence[str], quantized: Sequence[str] = ()) -> list[str]:
+    def notes(self, config: MXFP4RLConfig, ignored: Names, quantized: Names = ()) -> list[str]:
         notes, scheme = super().notes(config, ignored, quantized), config.activation_scheme
         if has_experts(quantized):
             notes.append(
@@ -84,7 +84,7 @@ class NVFP4Format(CompressedTensorsFormat):
             return notes
         return [
             f"Activations were quantized ({scheme}); the exported model quantizes them as NVFP4, with the tensor scale "
-            "1, which is not calibrated.",
+            "1, which cuts magnitudes above 2688. If inputs of layers are larger, run hf-mxfp4 smooth first.",
             *notes[1:],
         ]
 
@@ -132,19 +132,24 @@ class NVFP4Format(CompressedTensorsFormat):
         packed = dict(packed)
         divisor = packed.pop("weight_global_scale")
         tensors = super().tensors(layer, shape, packed)
-        for name in [name.removesuffix("_scale") for name in tensors if name.endswith(".weight_scale")]:
-            tensors[f"{name}_global_scale"] = divisor.reshape(-1)[:1].clone()
-            if self.quantizes_inputs:
-                # What E4M3 scales hold of inputs then: largest magnitudes of groups up to 6 * 448.
-                tensors[f"{name.removesuffix('weight')}input_global_scale"] = torch.ones_like(divisor.reshape(-1)[:1])
+        divisors = self.tensor_scale(divisor), self.tensor_scale(torch.ones_like(divisor))
+        for owner in [name.removesuffix("weight_scale") for name in tensors if name.endswith(".weight_scale")]:
+            for name, scale in zip(self.tensor_scales, divisors[: 1 + self.quantizes_inputs], strict=False):
+                tensors[f"{owner}{name}"] = scale.clone()
         return tensors
+
+    def tensor_scale(self, divisor: torch.Tensor) -> torch.Tensor:
+        """Return a tensor scale as it is stored, from the divisor, or the divisor from that."""
+        return divisor.reshape(-1)[:1]
 
     def read(self, layer: str, shape: LayerShape, expert: int | None, read: Read) -> dict[str, torch.Tensor]:
         """Return ``weight`` uint8 ``[N, K/2]`` and ``weight_scale``, float32 ``[N, K/16]``: scales over divisor."""
 
         def scaled(name: str) -> torch.Tensor:
             tensor = read(name)
-            return tensor.float() / read(f"{name[:-6]}_global_scale") if name.endswith(".weight_scale") else tensor
+            if not name.endswith(".weight_scale"):
+                return tensor
+            return tensor.float() / self.tensor_scale(read(name.removesuffix("weight_scale") + self.tensor_scales[0]))
 
         return super().read(layer, shape, expert, scaled)
 

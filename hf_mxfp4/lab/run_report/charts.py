@@ -87,6 +87,12 @@ def _accuracies(axes: Axes, record: RunRecord) -> bool:
     return bool(names)
 
 
+def _divergences(axes: Axes, record: RunRecord) -> bool:
+    """Draw the divergence on each of several held-out texts."""
+    keys = sorted({key for line in record.logs for key in line if key.startswith("eval_") and key.endswith("_kl")})
+    return any([_line(axes, record, key, key[5:-3]) for key in keys if key != "eval_kl"])
+
+
 def _interval(accuracy: float, n: int, **other: Any) -> tuple[float, float, float]:
     """An accuracy, and how far Wilson's interval reaches below and above."""
     low, high = wilson_interval(round(accuracy * n), n)
@@ -130,6 +136,14 @@ CHARTS: tuple[Chart, ...] = (
         "Intervals that do not overlap are a difference that chance hardly explains.",
         "recipes/grpo.py, which evaluates before and after training, or run_log.add_evaluation(...)",
         extra=_accuracies,
+    ),
+    Chart(
+        "Divergence from the teacher",
+        "KL, nats per token",
+        (("eval_kl", "held-out text"),),
+        "It should fall and level off; on a text unlike those learned, a rise is forgetting.",
+        "recipes/distill.py with eval_steps",
+        extra=_divergences,
     ),
     Chart(
         "Policy entropy",

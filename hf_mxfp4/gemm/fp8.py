@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Operands for FP8 tensor cores: how activations, gradients, and weights made of codes become E4M3 elements with powers
+of two, and the product of two of them."""
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+from ..backends import dispatch
+from ..backends import triton as triton_kernels
+from ..numerics import decode_e8m0
+from ..numerics.formats import e4m3_scale_byte
+from .groups import Groups
+
+
+_BY_ROW = F.ScalingType.RowWise
+#: Per device, elements that [`to_fp8`] rounded: a scalar that is added to without waiting for the device.
+inexact: dict[torch.device, torch.Tensor] = {}
+
+
+class FP8Operand(NamedTuple):
+    """``elements [..., R, C]``, float8_e4m3fn, times ``scale``, float32 powers of two: ``[..., R, 1]``, of rows, or
+    ``[..., 1, 1]``, of a whole matrix."""
+
+    elements: torch.Tensor
+    scale: torch.Tensor
+
+    @classmethod
+    def of_bytes(cls, elements: torch.Tensor, byte: torch.Tensor) -> "FP8Operand":
+        """What [`hf_mxfp4.backends.quantize_e4m3`] gives."""
+        return cls(elements, byte.contiguous().view(torch.float8_e8m0fnu).float())
+
+    def row_scales(self) -> torch.Tensor:
+        """A scale for each row: ``[..., R]``."""
+        return self.scale.expand(*self.elements.shape[:-1], 1).squeeze(-1).contiguous()
+
+    def folded(self, grad: torch.Tensor, groups: Groups | None = None) -> tuple[torch.Tensor, "FP8Operand"]:
+        """Return a gradient ``[M, R]`` and the transpose ``[..., C, R]`` of this operand, with the product over R that
+        the two have: scales of rows, which are summed over, go into the gradient, but for the largest of a matrix."""
+        scale = self.scale
+        if scale.shape[-2] > 1:
+            scale = scale.amax(dim=-2, keepdim=True)
+            factors = (self.scale / scale).squeeze(-1)
+            grad = (grad * (factors if groups is None else groups.per_row(factors))).to(grad.dtype)
+        return grad, FP8Operand(self.elements.mT.contiguous(), scale)
+
+
+def to_fp8(values: torch.Tensor) -> FP8Operand:
+    """Return quantized values ``[..., C]`` as elements and scales of rows. NaN and infinite values become NaN; elements
+    that are rounded are counted."""
+    if dispatch.supports_e4m3(values):
+        elements, scale, rounded = triton_kernels.to_fp8(values)
+    else:
+        wide = values.float()
+        finite = wide.isfinite()
+        scale = _scale(torch.where(finite, wide, 0), (-1,))
+        elements = torch.where(finite, wide / scale, torch.nan).to(torch.float8_e4m3fn).contiguous()
+        rounded = (elements.float() * scale != wide).logical_and(finite).sum()
+    if rounded.device not in inexact:
+        with torch.inference_mode(False):  # under which vLLM may be the first to count
+            inexact[rounded.device] = torch.zeros((), dtype=torch.int64, device=rounded.device)
+    inexact[rounded.device].add_(rounded)
+    return FP8Operand(elements, scale)
+
+
+def weight_to_fp8(values: torch.Tensor) -> FP8Operand | None:
+    """Return quantized weights ``[N, K]`` or ``[E, N, K]`` as elements with one scale for each matrix, or where these
+    round an element, with scales of rows; `None` where those do too. Waits for the device, but for a CUDA graph that is
+    captured, in which nothing can be looked at and the answer is `None`."""
+    if values.is_cuda and torch.cuda.is_current_stream_capturing():
+        return None
+    values = values.float()
+    for axes in ((-2, -1), (-1,)):
+        scale = _scale(values, axes)
+        elements = (values / scale).to(torch.float8_e4m3fn)
+        if torch.equal(elements.float().mul_(scale), values):
+            return FP8Operand(elements, scale)
+    return None
+
+
+def _scale(values: torch.Tensor, axes: tuple[int, ...]) -> torch.Tensor:
+    return decode_e8m0(e4m3_scale_byte(values.abs().amax(dim=axes, keepdim=True)))
+
+
+def multiply_fp8(
+    a: FP8Operand, b: FP8Operand, bias: torch.Tensor | None, groups: Groups | None, dtype: torch.dtype | None
+) -> torch.Tensor:
+    """Multiply as [`hf_mxfp4.gemm.matmul`] does, with an output in ``dtype``."""
+    *leading, length = a.elements.shape
+    rows, scale = a.elements.reshape(-1, length).contiguous(), a.row_scales().flatten()
+    options = {"output_dtype": dtype, "use_fast_accum": False}  # which would keep 14 bits of the sums
+    if groups is None:
+        scales = scale[:, None], _BY_ROW, b.row_scales()[None], _BY_ROW
+        out = F.scaled_mm(rows, b.elements.t(), *scales, **options)
+        out = out.view(*leading, out.shape[-1])
+        return out if bias is None else out + bias
+    scales = scale, _BY_ROW, b.row_scales(), _BY_ROW
+    out = F.scaled_grouped_mm(rows, b.elements.mT, *scales, offs=groups.offsets(rows.device), **options)
+    return out if bias is None else out + groups.per_row(bias)

@@ -1,0 +1,263 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Quantization-aware distillation: a quantized student learns the predictions of its full-precision checkpoint
+(arXiv 2601.20088), by TRL's `DistillationTrainer`.
+
+TRL computes the divergence in tiles over tokens and vocabulary, which the backward pass computes again, so memory does
+not grow with their product. Added here: a teacher that shares frozen tensors with the student, given texts and
+completions, and divergence and perplexity of held-out texts.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from peft import PeftModel
+from torch import nn
+from trl import DistillationConfig, DistillationTrainer
+from trl.data_utils import maybe_apply_chat_template
+from trl.models import prepare_deepspeed, prepare_fsdp
+from trl.trainer.utils import add_fused_lm_head, create_model_from_path
+
+from .._logging import get_logger
+from ..layers import TRAINABLE, cached_weights
+from ..utils import described_options, evaluation_mode, replaced_method
+from .checks import check_adapter, check_policy, check_scheme, count_quantized
+from .step_quantization import QuantizedTrainerMixin, StepQuantization
+
+
+#: Columns of rows whose completions are not sampled.
+_GIVEN = ("input_ids", "text", "messages", "completion")
+
+
+@described_options
+@dataclass
+class MXFP4DistillationConfig(DistillationConfig):
+    """Options of [`MXFP4DistillationTrainer`], in addition to those of [`trl.DistillationConfig`]."""
+
+    #: As of [`MXFP4GRPOConfig`].
+    step_weights, cache_rollout_weights = "auto", True
+
+    learning_rate: float = field(default=1e-4, metadata={"help": "The initial learning rate for AdamW."})
+    beta: float = field(default=0.0, metadata={"help": "0: KL(teacher || student); 1: KL(student || teacher)."})
+    max_length: int = field(default=1024, metadata={"help": "Tokens that texts and given completions are cut to."})
+    generate_with: str = field(
+        default="student", metadata={"help": "What samples completions of rows without one: 'student' or 'teacher'."}
+    )
+    train_all: bool = field(
+        default=False, metadata={"help": "Train embeddings, norms and heads too, not quantized layers alone."}
+    )
+    report_every: int = field(default=100, metadata={"help": "Steps between run reports; 0: no run_log.jsonl either."})
+    allow_full_precision: bool = field(default=False, metadata={"help": "Accept a student without an MXFP4 layer."})
+
+    def __post_init__(self):
+        if self.generate_with not in ("student", "teacher"):
+            raise ValueError(f"generate_with={self.generate_with!r} must be 'student' or 'teacher'")
+        if self.generate_with == "teacher" and self.use_vllm:
+            raise ValueError("use_vllm=True samples from the student; set generate_with='student'")
+        super().__post_init__()
+
+
+class MXFP4DistillationTrainer(QuantizedTrainerMixin, DistillationTrainer):
+    """Train a quantized student to predict as its full-precision teacher does.
+
+    Takes the arguments of [`trl.DistillationTrainer`]; `args` is an [`MXFP4DistillationConfig`]. Rows of datasets have
+
+    * `text`, `messages`, or `input_ids`: every token but the first is learned;
+    * or `prompt` and `completion`: the completion is learned, with an end-of-sequence token;
+    * or `prompt` alone: a completion is sampled, see `generate_with`.
+
+    Args:
+        model: a student in mode `"qat"`, or with adapters on quantized layers.
+        teacher_model: a model, or where to load one; by default `args.teacher_model_name_or_path`, or what the student
+            was loaded from.
+
+    Attributes:
+        n_quantized: weight matrices of the student that are in MXFP4.
+        shared: number and bytes of tensors that the teacher shares; none under FSDP and DeepSpeed, which shard them.
+        tokens_distilled: tokens that were learned, in all processes and before resuming too.
+
+    Evaluation logs `eval_kl` (KL(teacher || student) in nats per token), `eval_perplexity` and
+    `eval_teacher_perplexity`.
+
+    Raises `ValueError` for a student without MXFP4 layer, a teacher that is quantized or has
+    another vocabulary, models that read images, and rows without a token to learn.
+    """
+
+    _tag_names = ["trl", "distillation", "mxfp4", "hf-mxfp4"]
+
+    def __init__(self, model: Any, teacher_model: Any = None, args: Any = None, *data: Any, **kwargs: Any):
+        args = MXFP4DistillationConfig() if args is None else args
+        check_scheme("quantization_config", kwargs.get("quantization_config"))
+        check_adapter(model, kwargs.get("peft_config"))
+        super().__init__(model, None, args, *data, **kwargs)
+        if self._is_vlm:
+            raise ValueError("models that read images are not supported: give a tokenizer as processing_class")
+        self.n_quantized = count_quantized(self.model)
+        check_policy(self.model, self.n_quantized, "" if args.allow_full_precision else "set allow_full_precision=True")
+        n_trained = _choose_trained(self.model, args.train_all)
+        self.teacher_model, self.shared = self._prepare_teacher(teacher_model)
+        self.tokens_distilled = 0
+        self._given: list[tuple[list[int], list[int]]] | None = None
+        self._sums = torch.zeros(4, dtype=torch.float64)
+        self.quantization = StepQuantization(self.model, None, args, self.accelerator, self._record)
+        self._add_run_callbacks()
+        get_logger().info(
+            "MXFP4DistillationTrainer: n_quantized=%d, %d parameters are trained, %d tensors (%.1f MB) are shared with "
+            "the teacher", self.n_quantized, n_trained, self.shared[0], self.shared[1] / 1e6,
+        )  # fmt: skip
+
+    def _prepare_teacher(self, teacher: Any) -> tuple[nn.Module, tuple[int, int]]:
+        if teacher is None or isinstance(teacher, str):
+            teacher = self._load_teacher(teacher)
+        if count_quantized(teacher):
+            raise ValueError("the teacher is quantized; name the original with teacher_model_name_or_path")
+        own, other = (model.config.get_text_config().vocab_size for model in (self.model, teacher))
+        if own != other:
+            raise ValueError(f"the teacher has a vocabulary of {other} tokens and the student of {own}")
+        teacher.requires_grad_(False)
+        for model in (self.model, teacher):
+            add_fused_lm_head(model.get_base_model() if isinstance(model, PeftModel) else model)  # for evaluations
+        if self.is_deepspeed_enabled:
+            return prepare_deepspeed(teacher, self.accelerator), (0, 0)
+        if self.is_fsdp_enabled:
+            return prepare_fsdp(teacher, self.accelerator), (0, 0)
+        teacher = self.accelerator.prepare_model(teacher, evaluation_mode=True).eval()
+        return teacher, share_frozen(self.model, teacher, any_dtype=self.accelerator.native_amp)
+
+    def _load_teacher(self, source: str | None) -> nn.Module:
+        args = self.args
+        source = source or args.teacher_model_name_or_path or self.model.config._name_or_path
+        # Under autocast products are in 16 bits whatever the weights are in, so the checkpoint's own dtype is enough.
+        options = {"dtype": "auto" if args.bf16 or args.fp16 else self.model.dtype, "device_map": None}
+        options |= {"revision": args.teacher_model_revision or "main", "trust_remote_code": args.trust_remote_code}
+        return create_model_from_path(source, **options | (args.teacher_model_init_kwargs or {}))
+
+    # ---- data -----------------------------------------------------------------------------------------------------
+
+    def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
+        metrics = self._metrics["train" if self.model.training else "eval"]
+        given = {any(row.get(name) is not None for name in _GIVEN) for row in inputs}
+        if len(given) > 1:
+            raise ValueError("a batch has rows with and without a completion or text; give all of them one, or none")
+        if given == {True}:
+            self._given = [_tokens_of(row, self._tokenizer, self.args.max_length) for row in inputs]
+            inputs = [{"prompt": ""}] * len(inputs)
+        try:
+            batch = super()._generate_and_score_completions(inputs)
+            for name in [name for name in metrics if self._given and name.startswith("completions/")]:
+                del metrics[name]  # lengths and truncation of what nobody sampled
+        finally:
+            self._given = None
+        if self.model.training:
+            self.tokens_distilled += int(batch["num_items_in_batch"])
+        return batch
+
+    def _tokenize_prompts(self, prompts: list):
+        if self._given is None:
+            return super()._tokenize_prompts(prompts)
+        return [prompt for prompt, _ in self._given], None, {}
+
+    def _generate_single_turn(self, prompt_ids: list[list[int]], *args: Any, **kwargs: Any):
+        if self._given is not None:
+            return [completion for _, completion in self._given]
+        is_own = self.args.generate_with == "student"
+        sampler = self.model_wrapped if is_own else self.teacher_model
+        with (
+            replaced_method(self, "model_wrapped", sampler),
+            cached_weights(self.model, self.quantization.form),
+            evaluation_mode(self.model),
+            self.accelerator.autocast(),
+        ):
+            return super()._generate_single_turn(prompt_ids, *args, **kwargs)
+
+    # ---- training and evaluation ----------------------------------------------------------------------------------
+
+    def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        with self.quantization.micro_batch(self.state.global_step):
+            return super().training_step(*args, **kwargs)
+
+    def compute_loss(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        # TRL computes it in the place of the forward functions that accelerate put autocast on.
+        with self.accelerator.autocast():
+            return super().compute_loss(*args, **kwargs)
+
+    def evaluation_loop(self, *args: Any, metric_key_prefix: str = "eval", **kwargs: Any):
+        self._sums.zero_()
+        output = super().evaluation_loop(*args, metric_key_prefix=metric_key_prefix, **kwargs)
+        sums = self.accelerator.reduce(self._sums.to(self.args.device, torch.float32))
+        kl, *likelihoods = sums[:3] / sums[3]
+        values = zip(("kl", "perplexity", "teacher_perplexity"), (kl, *(nll.exp() for nll in likelihoods)), strict=True)
+        output.metrics.update({f"{metric_key_prefix}_{name}": value.item() for name, value in values})
+        return output
+
+    def _compute_loss(self, student: nn.Module, inputs: dict[str, Any], num_items: Any):
+        if self.model.training:
+            return super()._compute_loss(student, inputs, num_items)
+        with replaced_method(self, "beta", 0.0), replaced_method(self, "temperature", 1.0):
+            kl, entropy, tokens = super()._compute_loss(student, inputs, None)
+        ids, mask = (torch.cat([inputs[f"prompt_{of}"], inputs[f"completion_{of}"]], 1) for of in ("ids", "mask"))
+        learned = torch.cat([torch.zeros_like(inputs["prompt_mask"]), inputs["completion_mask"]], 1)
+        read = {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(learned == 0, -100)}
+        teacher = self.accelerator.unwrap_model(self.teacher_model)
+        other = self._forward_redirection(self.teacher_model, teacher, _log_likelihood, teacher, read)
+        self._sums += torch.stack([kl * tokens, -_log_likelihood(student, read), -other, tokens]).double().cpu()
+        return kl, entropy, tokens
+
+    def _process_state(self) -> dict[str, Any]:
+        return {**super()._process_state(), "tokens_distilled": self.tokens_distilled}
+
+    def _load_process_state(self, state: dict[str, Any]) -> None:
+        super()._load_process_state(state)
+        self.tokens_distilled = state["tokens_distilled"]
+
+
+def share_frozen(student: nn.Module, teacher: nn.Module, *, any_dtype: bool = False) -> tuple[int, int]:
+    """Let the teacher use the frozen parameters of the student that have the same name and values, also of another
+    dtype with ``any_dtype`` (for models under autocast). Return how many are in the same memory now, and their bytes.
+    """
+    base = student.get_base_model() if isinstance(student, PeftModel) else student
+    own = {name.replace(".base_layer", ""): p for name, p in base.named_parameters(remove_duplicate=False)}
+    shared = {}
+    for name, parameter in list(teacher.named_parameters(remove_duplicate=False)):
+        other = own.get(name)
+        if other is None or other.requires_grad or not (any_dtype or other.dtype == parameter.dtype):
+            continue
+        wide = torch.promote_types(other.dtype, parameter.dtype)
+        if other.device == parameter.device and torch.equal(other.to(wide), parameter.to(wide)):
+            module, _, leaf = name.rpartition(".")
+            setattr(teacher.get_submodule(module), leaf, other)
+            shared[id(other)] = other.nbytes
+    return len(shared), sum(shared.values())
+
+
+def _log_likelihood(model: nn.Module, read: dict[str, torch.Tensor]) -> torch.Tensor:
+    model = model.get_base_model() if isinstance(model, PeftModel) else model
+    return model.forward(**read, fused_lm_head=True).log_probs.sum()
+
+
+def _choose_trained(model: nn.Module, train_all: bool) -> int:
+    """Freeze what is not quantized, unless the student has adapters, and return how many parameters are trained."""
+    layers = [module for module in model.modules() if isinstance(module, TRAINABLE)]
+    if layers and not train_all and not isinstance(model, PeftModel):
+        model.requires_grad_(False)
+        for parameter in (p for layer in layers for p in layer.parameters(recurse=False)):
+            parameter.requires_grad_(True)
+    return sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+
+
+def _tokens_of(row: dict[str, Any], tokenizer: Any, max_length: int) -> tuple[list[int], list[int]]:
+    """Return the tokens of a row that are only read, and those that are learned. Raises `ValueError` without any."""
+    row = {name: row[name] for name in (*_GIVEN, "prompt") if row.get(name) is not None}
+    if "input_ids" in row:
+        ids, start = row["input_ids"], 1
+    elif "text" in (row := maybe_apply_chat_template(row, tokenizer)):
+        ids, start = tokenizer(row["text"])["input_ids"], 1
+    else:
+        ids = tokenizer(row["prompt"])["input_ids"]
+        start = len(ids)
+        ids = ids + tokenizer(row["completion"], add_special_tokens=False)["input_ids"]
+        ids = ids if ids[-1] == tokenizer.eos_token_id else [*ids, tokenizer.eos_token_id]
+    if not 0 < start < len(ids[:max_length]):
+        text = str(row.get("text", row.get("prompt", ids)))[:60]
+        raise ValueError(f"no token of the row {text!r} is left to learn within max_length={max_length} tokens")
+    return ids[:start], ids[start:max_length]

@@ -1,0 +1,285 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Distillation of quantized students: the loss, what is shared with the teacher, memory, data, and resuming."""
+
+import contextlib
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+import trl
+from datasets import Dataset
+from grpo_runs import logged
+from peft import LoraConfig
+from tiny_models import make_model, make_tokenizer
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import AutoModelForCausalLM
+from trl.kernels import chunked_divergence, chunked_logprob
+
+from hf_mxfp4 import MXFP4DistillationConfig, MXFP4DistillationTrainer, MXFP4RLConfig
+from hf_mxfp4.rl import distillation
+
+
+TOKENIZER = make_tokenizer("qwen2")
+STORIES = ["Natalia sold clips to 48 of her friends in April", "The quick brown fox", "half as many clips", "48/2 = 24"]
+IDS = [[5 + (7 * row + 3 * column) % 390 for column in range(9 + row)] for row in range(8)]
+LORA = LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
+QAT = {"mode": "qat", "outlier_fallback": None}
+
+
+@pytest.fixture
+def build(tmp_path):
+    """`build(rows, **options)` makes a trainer of a student under ``scheme`` (`None`: in full precision)."""
+    base = tmp_path / "base"
+
+    def make(rows=None, scheme=QAT, evaluated=None, teacher=None, peft_config=None, student=None, **options):
+        if not base.exists():
+            model = make_model(vocab_size=400, tie=True, max_position_embeddings=128)
+            model.model.norm.weight.data *= 8  # predictions that are far from uniform
+            model.save_pretrained(base)
+        if student is None:
+            quantization = {"quantization_config": MXFP4RLConfig(**scheme)} if scheme else {}
+            student = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32, **quantization)
+        settings = {"output_dir": str(tmp_path / "run"), "per_device_train_batch_size": 4, "max_steps": 2}
+        settings |= {"logging_steps": 1, "save_strategy": "no", "report_to": "none", "use_cpu": True, "bf16": False}
+        settings |= {"gradient_checkpointing": False, "disable_tqdm": True, "report_every": 0, "learning_rate": 1e-3}
+        args = MXFP4DistillationConfig(**(settings | options))
+        data = [Dataset.from_list(r) if r else None for r in (rows or [{"input_ids": ids} for ids in IDS], evaluated)]
+        return MXFP4DistillationTrainer(
+            student, teacher, args, *data, processing_class=TOKENIZER, peft_config=peft_config
+        )
+
+    return make
+
+
+def batch_of(trainer, rows):
+    return trainer._generate_and_score_completions(rows)
+
+
+def loss_of(trainer, rows):
+    trainer.model.train()
+    return trainer.compute_loss(trainer.model, batch_of(trainer, rows))
+
+
+def divergence(student, teacher, rows):
+    """KL(teacher || student) per token by PyTorch's own function, on whole logits of one row at a time."""
+    total = count = 0
+    for ids in rows:
+        with torch.no_grad():
+            own, other = (model(input_ids=torch.tensor([ids])).logits[0, :-1].double() for model in (student, teacher))
+        logs = F.log_softmax(own, -1), F.log_softmax(other, -1)
+        total += F.kl_div(*logs, log_target=True, reduction="sum").item()
+        count += len(ids) - 1
+    return total / count
+
+
+def test_a_student_in_full_precision_has_nothing_to_learn(build):
+    trainer = build(scheme=None, allow_full_precision=True, learning_rate=1.0)
+    loss = loss_of(trainer, [{"input_ids": ids} for ids in IDS])
+    loss.backward()
+    assert abs(loss.item()) < 1e-6
+    assert max(p.grad.abs().max().item() for p in trainer.model.parameters() if p.grad is not None) < 1e-6
+
+
+def test_the_loss_is_the_divergence_that_torch_computes(build):
+    trainer = build(evaluated=[{"input_ids": ids} for ids in IDS], per_device_eval_batch_size=3)
+    expected = divergence(trainer.model.eval(), trainer.teacher_model, IDS)
+    assert expected > 1e-3
+    assert loss_of(trainer, [{"input_ids": ids} for ids in IDS]).item() == pytest.approx(expected, rel=1e-4)
+    found = trainer.evaluate()
+    assert found["eval_kl"] == pytest.approx(expected, rel=1e-4)
+    for name, model in (("perplexity", trainer.model), ("teacher_perplexity", trainer.teacher_model)):
+        rows = [torch.tensor([ids]) for ids in IDS]
+        with torch.no_grad():
+            nll = sum(model(input_ids=ids, labels=ids).loss.item() * (ids.shape[1] - 1) for ids in rows)
+        expected = math.exp(nll / sum(ids.shape[1] - 1 for ids in rows))
+        assert found[f"eval_{name}"] == pytest.approx(expected, rel=1e-4)
+    assert trainer.tokens_distilled == 92  # the batch that was made above
+
+
+@pytest.mark.parametrize("scheme, peft_config", [(QAT, None), ({"mode": "packed"}, LORA)])
+def test_the_teacher_shares_what_is_frozen(build, scheme, peft_config):
+    trainer = build(scheme=scheme, peft_config=peft_config)
+    student = trainer.model.get_base_model() if peft_config else trainer.model
+    own = {name.replace(".base_layer", ""): p for name, p in student.named_parameters()}
+    teacher = dict(trainer.teacher_model.named_parameters())
+    shared = {name for name in teacher if name in own and teacher[name].data_ptr() == own[name].data_ptr()}
+    frozen = ("norm.weight", "embed_tokens.weight", *(["bias"] if peft_config else []))
+    assert shared == {name for name in teacher if name.endswith(frozen)}
+    biases = 2 * (64 + 2 * 32) if peft_config else 0
+    assert trainer.shared == (len(shared), 4 * (400 * 64 + 5 * 64 + biases))
+    assert trainer.teacher_model.lm_head.weight is own["model.embed_tokens.weight"]
+    assert not any(p.requires_grad for p in teacher.values())
+
+
+def test_a_teacher_in_16_bits_shares_float32_tensors_under_autocast(build, tmp_path):
+    build().teacher_model.bfloat16().save_pretrained(tmp_path / "base")
+    trainer = build(bf16=True)
+    dtypes = {name: p.dtype for name, p in trainer.teacher_model.named_parameters()}
+    assert trainer.shared == (6, 4 * (400 * 64 + 5 * 64))
+    assert dtypes["model.layers.0.mlp.up_proj.weight"] == torch.bfloat16
+    assert dtypes["model.norm.weight"] == dtypes["model.embed_tokens.weight"] == torch.float32
+    with trainer.accelerator.autocast():
+        expected = divergence(trainer.model.eval(), trainer.teacher_model, IDS)
+    seen = set()
+    for model in (trainer.model, trainer.teacher_model):
+        model.model.layers[0].mlp.up_proj.register_forward_hook(lambda layer, read, out: seen.add(out.dtype))
+    assert loss_of(trainer, [{"input_ids": ids} for ids in IDS]).item() == pytest.approx(expected, rel=0.05)
+    trainer.train()
+    assert seen == {torch.bfloat16}  # products, where TRL alone computes in float32
+
+
+def test_everything_is_trained_and_nothing_shared_if_asked_for(build):
+    trainer = build(train_all=True)
+    assert trainer.shared == (0, 0) and all(p.requires_grad for p in trainer.model.parameters())
+
+
+def test_what_is_trained_comes_nearer_and_the_rest_stays(build):
+    rows = [{"input_ids": ids} for ids in IDS]
+    trainer = build(rows, evaluated=rows, max_steps=12, per_device_train_batch_size=8, learning_rate=3e-4)
+    before, embedded = trainer.evaluate()["eval_kl"], trainer.model.model.embed_tokens.weight.clone()
+    trainer.train()
+    assert trainer.evaluate()["eval_kl"] < before / 2
+    assert torch.equal(trainer.model.model.embed_tokens.weight, embedded)
+    assert set(logged(trainer, "quantization/weights_per_step").values()) == {14.0}
+    assert trainer.tokens_distilled == 12 * sum(len(ids) - 1 for ids in IDS)
+
+
+def test_adapters_on_packed_weights_learn(build):
+    rows = [{"input_ids": ids} for ids in IDS]
+    trainer = build(
+        rows,
+        {"mode": "packed"},
+        rows,
+        peft_config=LORA,
+        max_steps=12,
+        per_device_train_batch_size=8,
+        learning_rate=1e-2,
+    )
+    before = trainer.evaluate()["eval_kl"]
+    trainer.train()
+    assert trainer.evaluate()["eval_kl"] < 0.7 * before
+
+
+class Largest(TorchDispatchMode):
+    """Keeps the most elements of a tensor that an operator made."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        made = [out] if isinstance(out, torch.Tensor) else out if isinstance(out, (tuple, list)) else ()
+        self.elements = max([self.elements, *(t.numel() for t in made if isinstance(t, torch.Tensor))])
+        return out
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_memory_does_not_grow_with_vocabulary_times_tokens(build, monkeypatch, training):
+    monkeypatch.setattr(chunked_divergence, "TOKEN_CHUNK_SIZE", 16)
+    monkeypatch.setattr(chunked_divergence, "VOCAB_CHUNK_SIZE", 64)
+    monkeypatch.setattr(chunked_logprob, "TOKEN_CHUNK_SIZE", 16)
+    monkeypatch.setattr(trl.trainer.utils, "_CHUNKED_LOGPROB_CHUNK_SIZE", 64)
+    trainer = build()
+    rows = [{"input_ids": (IDS[7] * 5)[:65]}] * 4
+    trainer.model.train(training)
+    inputs = batch_of(trainer, rows)
+    with Largest() as largest, contextlib.nullcontext() if training else torch.no_grad():
+        loss = trainer.compute_loss(trainer.model, inputs)
+        if training:
+            loss.backward()
+    assert 16 * 64 <= largest.elements < 256 * 400 / 2  # all logits are 256 x 400
+
+
+def test_checkpointing_and_accumulation_change_nothing(build):
+    options = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}
+    plain, other = build(), build(gradient_checkpointing=True, **options)
+    plain.train()
+    other.train()
+    assert list(logged(other, "loss").values()) == pytest.approx(list(logged(plain, "loss").values()), rel=1e-5)
+
+
+def test_a_resumed_run_has_the_bits_of_one_that_was_never_stopped(build):
+    options = {"max_steps": 5, "save_strategy": "steps", "save_steps": 3, "gradient_accumulation_steps": 2}
+    options |= {"per_device_train_batch_size": 2, "report_every": 100}
+    whole, resumed = build(**options), build(**options)
+    whole.train()
+    resumed.train(f"{whole.args.output_dir}/checkpoint-3")
+    for (name, a), b in zip(whole.model.named_parameters(), resumed.model.parameters(), strict=True):
+        assert torch.equal(a, b), name
+    assert logged(resumed, "loss") == logged(whole, "loss")
+    assert resumed.tokens_distilled == whole.tokens_distilled
+
+
+A, B, END = (TOKENIZER(text)["input_ids"] for text in ("48", " clips", TOKENIZER.eos_token))
+
+
+@pytest.mark.parametrize(
+    "row, expected",
+    [
+        ({"text": "48 clips"}, (A[:1], A[1:] + B)),
+        ({"input_ids": [7, 8, 9]}, ([7], [8, 9])),
+        ({"prompt": "48", "completion": " clips"}, (A, B + END)),
+        ({"messages": [{"role": "user", "content": "48"}], "prompt": None}, ([1], [*A, 2])),
+        ({"input_ids": list(range(5, 20))}, ([5], [6, 7, 8, 9, 10, 11, 12])),
+    ],
+)
+def test_tokens_that_are_read_and_learned(row, expected):
+    assert distillation._tokens_of(row, TOKENIZER, 8) == expected
+
+
+@pytest.mark.parametrize("row", [{"text": "4"}, {"text": ""}, {"prompt": "a b c d e f g h i j", "completion": "1"}])
+def test_rows_without_a_token_to_learn_are_refused(row):
+    with pytest.raises(ValueError, match="no token of the row '.*' is left to learn within max_length=8"):
+        distillation._tokens_of(row, TOKENIZER, 8)
+
+
+def test_a_batch_has_completions_or_none(build):
+    with pytest.raises(ValueError, match="a batch has rows with and without a completion"):
+        batch_of(build(), [{"prompt": "1", "completion": None}, {"prompt": "1", "completion": "2"}])
+
+
+def test_given_completions_alone_are_learned(build):
+    trainer = build([{"prompt": story, "completion": " = 24"} for story in STORIES], max_steps=1)
+    trainer.train()
+    given = len(TOKENIZER(" = 24")["input_ids"]) + 1
+    assert trainer.tokens_distilled == 4 * given
+    assert not any(key.startswith("completions/") for line in trainer.state.log_history for key in line)
+
+
+@pytest.mark.parametrize("sampler", ["student", "teacher"])
+def test_completions_are_sampled_from_whom_was_asked(build, sampler):
+    trainer = build([{"prompt": story} for story in STORIES], generate_with=sampler, max_completion_length=8, top_k=1)
+    for p in trainer.teacher_model.get_submodule("model.layers.1").parameters():
+        p.data = p.data * 3  # another model, also in its likeliest tokens
+    found = batch_of(trainer, [{"prompt": STORIES[1]}])["completion_ids"]
+    ids = torch.tensor([TOKENIZER(STORIES[1])["input_ids"]])
+    greedy = {
+        name: model.eval().generate(ids, max_new_tokens=8, do_sample=False)[:, ids.shape[1] :]
+        for name, model in (("student", trainer.model), ("teacher", trainer.teacher_model))
+    }
+    assert not torch.equal(greedy["student"], greedy["teacher"])
+    assert torch.equal(found, greedy[sampler])
+    trainer.train()
+    assert 1 <= logged(trainer, "completions/mean_length")[2] <= 8
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"scheme": None}, "has no MXFP4 layer.*allow_full_precision=True"),
+        ({"scheme": {"mode": "packed"}}, "attach trainable adapters"),
+        ({"generate_with": "me"}, "generate_with='me' must be 'student' or 'teacher'"),
+        ({"teacher": make_model(vocab_size=32)}, "a vocabulary of 32 tokens and the student of 400"),
+    ],
+)
+def test_what_cannot_be_distilled_is_refused(build, options, message):
+    with pytest.raises(ValueError, match=message):
+        build(**options)
+
+
+def test_a_quantized_teacher_is_refused(build, tmp_path):
+    build().model.save_pretrained(tmp_path / "saved")
+    student = AutoModelForCausalLM.from_pretrained(tmp_path / "saved", dtype=torch.float32)
+    with pytest.raises(ValueError, match="the teacher is quantized; name the original"):
+        build(student=student)
+    assert build(student=student, teacher=str(tmp_path / "base")).shared[0] == 6
