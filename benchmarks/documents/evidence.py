@@ -19,7 +19,7 @@ PAPERS = {
     "rceil+mbs128-hybrid+of0.5": "+ MBS + OF",
     "paper_b": "2605.09825",
 }
-BUDGETS = (4.25, 4.32, 4.5, 4.75, 5.0, 6.0, 8.6)
+BUDGETS = (4.25, 4.32, 4.5, 6.0, 8.6)
 #: Variants as the tables name them.
 AS_IT_IS, SMOOTHED, ROUNDED, ROTATED = "as it is", "smoothed", "smoothed, GPTQ", "smoothed, GPTQ for H64"
 FOR_BOTH = "smoothed, GPTQ for H64 and quantized inputs"
@@ -175,6 +175,54 @@ def evidence_plot() -> Figure:
     axes.set_ylabel("KL to bfloat16, nats per token")
     axes.legend(fontsize=8)
     axes.grid(alpha=0.3, which="both")
+    return figure
+
+
+def _cores() -> dict[str, dict[str, dict]]:
+    """Records of schemes by what tensor cores multiply: by name, then by variant."""
+    found: dict[str, dict[str, dict]] = {}
+    for r in records("tensor_cores"):
+        found.setdefault(r["name"], {})[r["variant"]] = r
+    return found
+
+
+def tensor_cores() -> str:
+    """Return a row for each scheme: bits, what multiplies it, and what it loses on two checkpoints."""
+    rows, one = [], records("tensor_cores")[0]
+    for name, by_variant in _cores().items():
+        first = by_variant[AS_IT_IS]
+        rows.append([f"`{name}`", _number(first["weight_bits"]), *first["tensor_cores"]])
+        for r in map(by_variant.get, (AS_IT_IS, SMOOTHED)):
+            rows[-1].append("" if r is None else f"{r['kl']:.3f} ({r['value']:.2f})")
+    note = (
+        f"KL to bfloat16 in nats per token (perplexity; {one['baseline']:.2f} in bfloat16), standard errors at most "
+        f"{max(r['kl_standard_error'] for r in records('tensor_cores')):.3f}; `{one['command']}`"
+    )
+    return f"{table(['scheme', 'bits of a weight', 'Hopper', 'Blackwell', AS_IT_IS, SMOOTHED], rows)}\n{note}\n"
+
+
+def tensor_cores_plot() -> Figure:
+    """KL over the mean bits of both operands, by what multiplies; lines go to the smoothed checkpoint."""
+    figure = Figure(figsize=(8.5, 4.4), layout="constrained")
+    axes = figure.subplots()
+    kinds = sorted({tuple(r["tensor_cores"]) for r in records("tensor_cores")})
+    for color, kind in enumerate(kinds):
+        axes.plot([], [], "o", color=f"C{color}", label="{} on Hopper, {} on Blackwell".format(*kind))
+    for name, by_variant in _cores().items():
+        (bits, kl), *_ = points = [
+            ((r["weight_bits"] + 16) / 2 if name.startswith("w4a16") else r["bits"], r["kl"])
+            for r in by_variant.values()
+        ]
+        color = f"C{kinds.index(tuple(by_variant[AS_IT_IS]['tensor_cores']))}"
+        axes.plot(*zip(*points, strict=True), "-o", markersize=4, color=color)
+        axes.annotate(name, (bits, kl), xytext=(5, -2), textcoords="offset points", fontsize=6)
+    axes.set(
+        yscale="log",
+        xlim=(4, 12),
+        xlabel="mean bits of both operands, 16 in full precision",
+        ylabel="KL to bfloat16, nats per token",
+    )
+    axes.legend(fontsize=8)
     return figure
 
 
