@@ -29,6 +29,7 @@ from .presets import (
 )
 from .registration import QUANT_METHOD
 from .utils import described_options
+from .utils import option as _option
 
 
 #: Version of the meaning of the fields, written to `config.json`; a newer one is refused instead of misread.
@@ -36,10 +37,6 @@ FORMAT_VERSION = 1
 
 #: Options that are written only where they differ from their defaults: other files stay readable by earlier versions.
 _UNWRITTEN = ("fprop", "dgrad", "wgrad", "stochastic_seed", "dither_ties", "saved_activations", "matmul_backend")
-
-
-def _option(default: Any, text: str) -> Any:
-    return field(default=default, metadata={"help": text})
 
 
 @described_options

@@ -1,12 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Master weights loaded from a 16-bit checkpoint, moved off the rounding boundaries of MXFP4.
 
-About 1 % of the weights of a bfloat16 checkpoint lie exactly on a boundary between two MXFP4 values. The first
-optimizer step, however small, flips them all along the gradient, while the straight-through estimator assumes that
-quantized weights move as far as their masters. A random place within the cell of each 16-bit number, that is, among
-the float32 numbers that round to it, puts the masters where those of a float32 checkpoint would be. The dither is
-one-sided where it has to be: a place across a boundary is drawn again, so that the quantized policy of the first
-forward pass is that of the checkpoint.
+About 1 % of the weights of a bfloat16 checkpoint lie exactly on a boundary between two MXFP4 values, and the first
+optimizer step, however small, flips them all (docs/ties.md). A random place among the float32 numbers that round to a
+16-bit number puts the masters where those of a float32 checkpoint would be. A place across a boundary is drawn again,
+so that the quantized policy of the first forward pass is that of the checkpoint.
 """
 
 from dataclasses import dataclass, field
@@ -76,13 +74,10 @@ def dither_masters(model: nn.Module, seed: int = 0) -> DitherReport:
 
     `from_pretrained` does this under `MXFP4RLConfig(dither_ties=True)`, the default. The places are a function of
     `stochastic_seed` and of the layers' names, hence the same on all processes; under ZeRO-3 all of them must call
-    this. Rounding the weights to the dtype that they came in gives back the checkpoint bit for bit, and so does
-    quantizing them: every code and scale is as before. Left alone are masters that are no 16-bit numbers (those of a
-    run that was saved in float32), masters kept in 16 bits, where no step is smaller than an ulp, and weights that the
-    forward product takes in full precision, rounds at random, or rotates.
-
-    In a model without quantized layers it moves the trainable matrices other than embeddings: under autocast a step
-    that is smaller than half an ulp of such a weight would otherwise change nothing.
+    this. Every code and scale is as before, and rounding the weights to the dtype that they came in gives back the
+    checkpoint bit for bit. Left alone are masters that are no 16-bit numbers, masters kept in 16 bits, and weights that
+    the forward product takes in full precision, rounds at random, or rotates. In a model without quantized layers the
+    trainable matrices other than embeddings are moved.
 
     Args:
         model: before FSDP2 or DDP take it.
@@ -99,50 +94,38 @@ def dither_masters(model: nn.Module, seed: int = 0) -> DitherReport:
     if not parameters and not plain:
         raise ValueError(f"{type(model).__name__} has no trainable matrix whose places could be drawn")
     for held in tqdm(parameters.values(), desc="Dithering weights", leave=False, delay=_PATIENCE):
-        _dither_parameter(held, report)
+        _dither_parameter(held[0].full_name, getattr(held[0].layer, held[0].parameter), held, report)
     for name, parameter in plain.items():
-        _dither_plain(name, parameter, LayerRng(seed, name).dither_seed, report)
+        _dither_parameter(name, parameter, [], report, LayerRng(seed, name).dither_seed)
     return report
 
 
 def _plain_matrices(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Trainable parameters that products read: those of two and more dimensions, other than embeddings."""
     embeddings = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
     named = model.named_parameters()
     return {name: p for name, p in named if p.dim() > 1 and p.requires_grad and id(p) not in embeddings}
 
 
-def _dither_plain(name: str, parameter: nn.Parameter, seed: int, report: DitherReport) -> None:
-    """Dither a weight that no product quantizes."""
-    reason = _unsupported_reason(name, parameter)
+def _dither_parameter(
+    name: str, parameter: nn.Parameter, matrices: list[WeightMatrix], report: DitherReport, seed: int = 0
+) -> None:
+    """Dither the matrices that a parameter holds; without any it is a weight that no product quantizes."""
+    reason = _unsupported_reason(name, parameter, matrices[0].fprop if matrices else None)
     if reason is None:
         with gathered(parameter, writes=True) as value:
             dtype = sixteen_bit_dtype(value)
             if dtype is None:
                 reason = _FULL_NUMBERS
-            else:
+            elif not matrices:
                 generator = torch.Generator().manual_seed(seed)
                 for rows in value.split(max(1, _PORTION * len(value) // value.numel())):
                     rows.copy_(_at(rows, _draw(rows, dtype, generator)))
                 report.add(value.numel(), dtype)
-    if reason is not None:
-        report.skip(reason, 1)
-
-
-def _dither_parameter(matrices: list[WeightMatrix], report: DitherReport) -> None:
-    """Dither all matrices that one parameter holds."""
-    parameter = getattr(matrices[0].layer, matrices[0].parameter)
-    reason = _unsupported_reason(matrices[0].full_name, parameter, matrices[0].fprop)
-    if reason is None:
-        with gathered(parameter, writes=True) as value:
-            dtype = sixteen_bit_dtype(value)
-            if dtype is None:
-                reason = _FULL_NUMBERS
             else:
                 for matrix in matrices:
                     _dither_matrix(matrix, matrix.of(value), dtype, report)
     if reason is not None:
-        report.skip(reason, len(matrices))
+        report.skip(reason, len(matrices) or 1)
 
 
 def _unsupported_reason(name: str, parameter: nn.Parameter, fprop: GemmScheme | None = None) -> str | None:
@@ -210,8 +193,8 @@ def _places(
     backend: str,
     generator: torch.Generator,
 ) -> torch.Tensor:
-    """Return random places (int32 ``[N, K]``) in the cells of a weight at which every code and scale is as it was.
-    ``height`` rows are quantized together."""
+    """Return random places (int32 ``[N, K]``) at which every code and scale is as it was; ``height`` rows are quantized
+    together."""
     places = _draw(weight, dtype, generator)
     active = torch.arange(len(weight), device=weight.device)
     for attempt in range(_ATTEMPTS):
@@ -243,8 +226,7 @@ def _at(weight: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
 
 
 def _changes(weight: torch.Tensor, moved: torch.Tensor, scheme: OperandScheme, backend: str) -> torch.Tensor:
-    """Return the mask ``[N, K]`` of the elements whose code differs in either pass, or that share a scale or a macro
-    byte which does."""
+    """Return the mask ``[N, K]`` of elements whose code differs, or a scale or macro byte of theirs."""
     if scheme is FP8:
         (wanted, scale), (found, other) = quantize_e4m3(weight), quantize_e4m3(moved)
         return (wanted.view(torch.uint8) != found.view(torch.uint8)) | (scale != other)

@@ -36,8 +36,7 @@ def json_clean(value: Any) -> Any:
 
 
 def printable(text: str) -> str:
-    """Return ``text`` with control characters as escapes, so that a name from a stranger's file cannot drive a
-    terminal."""
+    """Return ``text`` with control characters as escapes: a stranger's names cannot drive a terminal."""
     return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)
 
 
@@ -45,9 +44,8 @@ def printable(text: str) -> str:
 def replacing(path: str | Path) -> Iterator[BinaryIO]:
     """Open a new file that takes the place of ``path`` in one step when the context ends well, with its permissions.
 
-    What is written goes into a draft of a name that nobody can foresee, in the same folder (made if it is missing). It
-    is on the disk before it gets the name ``path``. After an exception the draft is removed and ``path`` stays what it
-    was; a killed process may leave one behind, see [`is_draft`].
+    It is a draft of a name that nobody can foresee, in the same folder (made if it is missing), and on the disk before
+    it gets the name ``path``. After an exception it is removed; a killed process may leave it, see [`is_draft`].
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -65,8 +63,7 @@ def replacing(path: str | Path) -> Iterator[BinaryIO]:
 
 
 def replace_file(path: str | Path, content: str | bytes) -> None:
-    """Write a file through [`replacing`]. Text is UTF-8; what cannot be encoded, such as the bytes of a folder's name
-    that is not UTF-8, is written with backslashes."""
+    """Write a file through [`replacing`]. Text is UTF-8; what cannot be encoded is written with backslashes."""
     with replacing(path) as file:
         file.write(content.encode(errors="backslashreplace") if isinstance(content, str) else content)
 
@@ -77,8 +74,8 @@ def is_draft(name: str) -> bool:
 
 
 def lock(descriptor: int, *, wait: bool = True) -> bool:
-    """Lock an open file or folder for this process until it is closed. Without ``wait``, return whether that was
-    possible; file systems and operating systems without locks count as possible."""
+    """Lock an open file or folder until it is closed. Without ``wait``, return whether that was possible; systems
+    without locks count as possible."""
     if fcntl is None:
         return True
     try:
@@ -104,14 +101,12 @@ def one_writer(folder: str | Path, *, wait: bool = True) -> Iterator[bool]:
 
 
 def write_json(path: str | Path, value: Any, *, indent: int = 2, **options: Any) -> None:
-    """[`replace_file`] with a value as indented JSON and a line break at its end; ``options`` are those of
-    `json.dumps`."""
+    """[`replace_file`] with a value as indented JSON; ``options`` are those of `json.dumps`."""
     replace_file(path, json.dumps(value, indent=indent, **options) + "\n")
 
 
 def append_lines(path: str | Path, entries: Iterable[Any], **options: Any) -> None:
-    """Append each entry as a line of JSON, after ending a line that a killed process left half written; ``options`` are
-    those of `json.dumps`."""
+    """Append each entry as a line of JSON, after ending a line that a killed process left half written."""
     with open(path, "a+b") as file:
         if file.tell():
             file.seek(-1, os.SEEK_END)

@@ -87,8 +87,7 @@ def _foreign_parts(whole: nn.Module) -> set[nn.Module]:
 
 
 def _leaves(module: nn.Module, foreign: set[nn.Module], in_stack: bool = False) -> Iterator[tuple[nn.Module, bool]]:
-    """Yield what could be quantized below ``module``, and whether it lies in a stack of layers. Foreign parts are left
-    out, and what is wrapped around one."""
+    """Yield what could be quantized below ``module`` but foreign parts, and whether it lies in a stack of layers."""
     for name, child in module.named_children():
         if child in foreign or (not _is_model(child) and any(part in foreign for part in child.modules())):
             continue
@@ -104,8 +103,8 @@ def _is_stack(module: nn.Module) -> bool:
 
 
 def _linear_routers(model: nn.Module) -> Iterator[nn.Module]:
-    """Yield the linear layers of routers: of modules that stand beside the experts of a block and end in one output for
-    each expert (or one more, for none), or in a single one (the gate of a shared expert)."""
+    """Yield the linear layers of modules that stand beside the experts of a block and end in one output for each expert
+    (or one more, for none), or in a single one (the gate of a shared expert)."""
     for block in model.modules():
         counts = {count_experts(name, child) for name, child in block.named_children()} - {0}
         ends = {1, *counts, *(count + 1 for count in counts)}

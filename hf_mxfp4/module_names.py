@@ -73,23 +73,13 @@ def name_matches(name: str, pattern: str) -> bool:
     return f".{pattern}." in f".{name}."
 
 
-def split_linears(model: nn.Module, extra_skips: Iterable[str] = ()) -> tuple[dict[str, nn.Linear], list[str]]:
-    """Return the linear layers of ``model`` to quantize, by name, and the names of those to leave alone: what
-    [`find_layers`] has without experts, also of models with nothing to quantize. For scripts that look at names."""
-    reasons = skip_reasons(model, extra_skips)
-    linears = {name: module for name, module in _candidates(model).items() if type(module) is nn.Linear}
-    return {n: m for n, m in linears.items() if n not in reasons}, [n for n in linears if n in reasons]
-
-
 def skip_reasons(model: nn.Module, extra_skips: Iterable[str] = ()) -> dict[str, str]:
     """Return why linear layers and fused experts of ``model`` stay in full precision, by their names.
 
     In a transformers model these are heads, routers and all that is outside the layers of the (text) decoder or encoder
-    ([`hf_mxfp4.model_structure`]), layers whose weight the model's own code reads
-    ([`hf_mxfp4.weight_readers`]), adapters, and what ``extra_skips`` names. In other modules, names decide.
-
-    Only exact `nn.Linear` modules count: subclasses already are something else. A layer that stands in several places
-    is listed under each.
+    ([`hf_mxfp4.model_structure`]), layers whose weight the model's own code reads ([`hf_mxfp4.weight_readers`]),
+    adapters, and what ``extra_skips`` names. In other modules, names decide. Only exact `nn.Linear` modules count; one
+    that stands in several places is listed under each.
 
     Raises `ValueError` for an entry of ``extra_skips`` that matches no module, which would be a silent misspelling.
     """
@@ -159,8 +149,7 @@ def find_layers(
 
 
 def fused_experts(model: nn.Module) -> list[str]:
-    """Return the names of modules that hold the weights of many experts in 3-D parameters, which no linear layer
-    represents."""
+    """Return the names of modules that hold the weights of many experts in 3-D parameters."""
     return [name for name, module in model.named_modules() if type(module) is not nn.Linear and is_leaf(name, module)]
 
 
@@ -177,8 +166,7 @@ def _head(model: nn.Module) -> nn.Module | None:
 
 
 def full_names(model: nn.Module, name: str) -> tuple[str, ...]:
-    """The names that a module of ``model`` goes by: its own, and for a base model also the one that it has in a model
-    with a head, whose names have a prefix more."""
+    """The names that a module goes by: its own, and that which it has in a model with a head."""
     prefix = getattr(model, "base_model_prefix", "")
     return (name, f"{prefix}.{name}") if prefix else (name,)
 
@@ -195,8 +183,7 @@ def is_skipped_by_name(model: nn.Module, name: str) -> bool:
 
 
 def full_precision_record(model: nn.Module, reasons: dict[str, str]) -> tuple[str, ...] | None:
-    """Return the outermost modules without a quantized layer, for `config.json`; `None` where names alone say the same.
-    ``modules_to_not_convert`` is recorded elsewhere."""
+    """Return the outermost modules without a quantized layer, for `config.json`; `None` where names say the same."""
     candidates = list(_candidates(model))
     quantized = [name for name in candidates if name not in reasons]
     plain = [name for name in candidates if reasons.get(name, BY_OPTION) != BY_OPTION]

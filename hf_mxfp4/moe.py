@@ -34,7 +34,7 @@ class RouterReplayError(RuntimeError):
 
 
 def find_routers(model: nn.Module) -> dict[str, nn.Module]:
-    """[`present_routers`], from the first layer to the last; raises `ValueError` when there is none."""
+    """[`present_routers`]; raises `ValueError` when there is none."""
     routers = present_routers(model)
     if not routers:
         raise ValueError(
@@ -115,9 +115,7 @@ def _choices_of(name: str, module: nn.Module, output: Any) -> torch.Tensor:
 
 class ChoiceRecorder:
     """Records generation by `generate` with a key-value cache: the prompts at once, then one token of every sequence at
-    a time. The input embeddings of the model show which tokens each pass is about. ``routers`` are those of
-    [`find_routers`], in the order of the layer axis of what is recorded.
-    """
+    a time. The input embeddings show which tokens each pass is about."""
 
     def __init__(self, model: nn.Module, routers: Mapping[str, nn.Module]):
         self.routers = routers
@@ -136,11 +134,8 @@ class ChoiceRecorder:
             yield
 
     def rows(self, prompts: Sequence[Sequence[int]], completions: Sequence[Sequence[int]]) -> list[torch.Tensor]:
-        """Return the choices for each sequence, int16 ``[len(prompt) + len(completion) - 1, layers, k]`` on the CPU:
-        no pass has routed the last token, and no log-probability depends on it.
-
-        Args:
-            prompts, completions: token ids of what was generated, in the order of the batch.
+        """Return the choices for each sequence of token ids, int16 ``[len(prompt) + len(completion) - 1, layers, k]``
+        on the CPU: no pass has routed the last token, and no log-probability depends on it.
 
         Raises `ValueError` when the recorded passes are not those of a generation with a key-value cache, or are about
         other tokens than these.
@@ -192,8 +187,8 @@ class ChoiceRecorder:
 
 @dataclass
 class ReplayReport:
-    """What one replay did: of ``tokens`` that all routers had to cover, ``covered`` have recorded choices, and by
-    router the ``agreement``: the share of the replayed choices that it would have made by itself."""
+    """What one replay did: of ``tokens`` to be covered, ``covered`` have recorded choices; and by router the share of
+    the replayed choices that it would have made by itself."""
 
     tokens: int
     covered: int
@@ -217,8 +212,7 @@ def replayed_choices(
     """Within the context the routers choose the recorded experts, wherever some are recorded.
 
     The batch may come in parts of whole rows, one after the other, and any number of times. A pass with gradients must
-    take all of it: gradient checkpointing repeats passes from the last layer to the first, and parts could not be told
-    apart then. The backward pass of such a pass belongs into the context too.
+    take all of it, since gradient checkpointing repeats passes; its backward pass belongs into the context too.
 
     Args:
         routers: of [`find_routers`], in the order of the layer axis.
@@ -283,7 +277,6 @@ class _Replay:
         return output
 
     def _part(self, hidden_states: torch.Tensor) -> slice:
-        """The rows of the batch that the next pass is about, counted by its tokens."""
         batch, length = self.choices.shape[:2]
         tokens = hidden_states.numel() // hidden_states.shape[-1]
         rows = tokens // length
@@ -301,7 +294,6 @@ class _Replay:
         return part
 
     def agreement(self) -> float:
-        """The share of the choices that the router would have made by itself; 1 when none was to be covered."""
         tokens = sum(count for _, count in self._agreements)
         return float(sum(total for total, _ in self._agreements)) / tokens if tokens else 1.0
 

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The quantization method `mxfp4_rl` in transformers' tables, without importing them.
 
-`transformers.quantizers.auto` imports torch and every quantization library that is installed, which takes seconds;
-`from_pretrained` imports it anyway. So the method is entered the moment that module has been imported, by whomever: a
-finder on `sys.meta_path` adds a step to the module's loader. What is entered are lazy classes, which import the
-quantizer when they are first used: an import inside another module's import could wait for a thread that waits for it.
+`transformers.quantizers.auto` takes seconds to import, and `from_pretrained` imports it anyway. So the method is
+entered the moment that module has been imported, by whomever: a finder on `sys.meta_path` adds a step to its loader.
+What is entered are lazy classes: an import inside another import could wait for a thread that waits for it.
 """
 
 import importlib

@@ -11,7 +11,7 @@ from torch import nn
 
 from .config import MXFP4RLConfig
 from .dither import DitherReport
-from .gemm import PACKED_FIELDS, PACKED_SUFFIXES, weight_values
+from .gemm import weight_values
 from .layers import MXFP4Experts, MXFP4Linear, MXFP4PackedExperts, MXFP4PackedLinear, trainable_matrices
 from .module_names import READS_WEIGHT
 
@@ -31,15 +31,11 @@ class QuantizationReport:
         quantized, skipped: names of the linear layers in MXFP4 and of those left in full precision. Of experts in
             fused weights each has one for each of its projections (``...mlp.experts.3.down_proj``).
         skip_reasons: why each of the skipped was left alone, by name.
-        sqnr_db: signal to quantization noise ratio of the weights, energies summed over layers (at most 256 evenly
-            spaced rows of each linear layer, about as many of all experts of one layer together), in decibels; `None`
-            when the weights are not materialised, and for a checkpoint that stores packed weights, whose originals are
-            gone.
-        n_weights: elements of the quantized weights, each layer once. In packed models transformers'
-            `num_parameters()` counts stored bytes in their place.
+        sqnr_db: signal to quantization noise ratio of the weights in decibels, energies summed over layers (of about
+            256 evenly spaced rows of each); `None` when weights are not materialised, or were stored packed.
+        n_weights: elements of the quantized weights, each layer once.
         packed_bytes: what those weights take in packed tensors; `None` when they are not packed.
-        dither: what was done about master weights on rounding boundaries; `None` in packed models and under
-            ``dither_ties=False``.
+        dither: what was done about ties of master weights; `None` in packed models and under ``dither_ties=False``.
     """
 
     scheme: str
@@ -61,8 +57,8 @@ class QuantizationReport:
 
     @property
     def masters_on_grid(self) -> bool:
-        """Whether trainable master weights lie on the grid of their scheme, but for the rounding of 16 bits, as those
-        that [`hf_mxfp4.lab.round_model`] made do: an optimizer's small steps then change no quantized weight."""
+        """Whether trainable master weights lie on the grid of their scheme, as [`hf_mxfp4.lab.round_model`] makes them:
+        an optimizer's small steps then change no quantized weight."""
         return self.packed_bytes is None and self.sqnr_db is not None and self.sqnr_db > _ON_GRID_DB
 
     @property
@@ -83,6 +79,16 @@ class QuantizationReport:
         return f"{counts} weight SQNR={sqnr} | {packed}{self.scheme}{read}{dither}"
 
 
+def decibels(signal: float, noise: float) -> float:
+    """Return the ratio of two energies in decibels: infinite without noise, NaN without either or for what is not
+    finite."""
+    if not math.isfinite(signal + noise) or signal == noise == 0:
+        return math.nan
+    if 0 in (signal, noise):
+        return math.inf if signal else -math.inf
+    return 10.0 * math.log10(signal / noise)
+
+
 class ErrorEnergy:
     """Energy of weights and of their quantization errors, summed over layers."""
 
@@ -100,9 +106,7 @@ class ErrorEnergy:
     @property
     def sqnr_db(self) -> float | None:
         """Signal to quantization noise ratio in decibels; `None` before anything but zeros was counted."""
-        if self._noise == 0:
-            return math.inf if self._signal else None
-        return 10.0 * math.log10(self._signal / self._noise) if self._signal else None
+        return decibels(self._signal, self._noise) if self._signal else None
 
 
 def sampled_rows(rows: int, siblings: int = 1) -> slice:
@@ -129,29 +133,13 @@ def add_packed(
     config: MXFP4RLConfig,
     siblings: int = 1,
 ) -> None:
-    """Count the error of a weight, one of ``siblings``, and the tensors that it was packed into; nothing for meta
-    tensors."""
+    """Count the error of a weight, one of ``siblings``, by the tensors that it was packed into; none on meta."""
     if original.is_meta:
         return
     rows = sampled_rows(original.shape[0], siblings)
     some = {name: tensor[rows] for name, tensor in packed.items()}
     options = config.weight_scheme, original.dtype, config.backend, config.weight_rotation
     energy.add(original[rows], weight_values(some, original.shape[1], *options))
-
-
-def add_packed_experts(
-    energy: ErrorEnergy,
-    layer: MXFP4PackedExperts,
-    projection: str,
-    original: torch.Tensor,
-    packed: dict[str, torch.Tensor],
-) -> None:
-    """[`add_packed`] of every expert of a projection: ``original`` laid out as the model has it, ``packed`` the tensors
-    of ``layer`` by their names there."""
-    for expert, rows in enumerate(original.transpose(1, 2) if layer.is_transposed else original):
-        names = {field: f"{projection}{suffix}" for field, suffix in zip(PACKED_FIELDS, PACKED_SUFFIXES, strict=True)}
-        parts = {field: packed[name][expert] for field, name in names.items() if name in packed}
-        add_packed(energy, rows, parts, layer.config, siblings=layer.n_experts)
 
 
 def count_weights(model: nn.Module) -> tuple[int, int | None]:

@@ -31,8 +31,8 @@ PACKAGES = ("hf-mxfp4", "torch", "transformers", "trl", "peft", "accelerate", "t
 
 
 def lazy_names(package: str, modules: dict[str, str], parts: Collection[str] = ()) -> Callable[[str], Any]:
-    """Return a package's `__getattr__` for names that live in the submodules that ``modules`` gives for them, and for
-    its submodules ``parts`` themselves: each is imported when it is first used."""
+    """Return a package's `__getattr__` for names in the submodules that ``modules`` gives for them, and for its
+    submodules ``parts``: each is imported when it is first used."""
 
     def get(name: str) -> Any:
         if name in parts:
@@ -42,6 +42,11 @@ def lazy_names(package: str, modules: dict[str, str], parts: Collection[str] = (
         return getattr(importlib.import_module(f".{modules[name]}", package), name)
 
     return get
+
+
+def option(default: Any, text: str) -> Any:
+    """Return a field of a dataclass with a default, and with what it is for, which parsers show as help."""
+    return dataclasses.field(default=default, metadata={"help": text})
 
 
 def described_options(cls: _Class) -> _Class:
@@ -86,8 +91,7 @@ def unknown_key_message(owner: str, key: str, known: list[str]) -> str:
 
 
 def nearest_names(name: str, known: Sequence[str]) -> list[str]:
-    """Return at most three names that a misspelled one may have meant, given the full dotted names ``known``: ends of
-    these as long as the name and one part longer; else, full names."""
+    """Return at most three of the dotted names ``known``, or ends of them, that a misspelled one may have meant."""
     size = name.count(".") + 1
     ends = dict.fromkeys(".".join(full.split(".")[-count:]) for full in known for count in (size, size + 1))
     return difflib.get_close_matches(name, list(ends), n=3, cutoff=0.5) or list(known[:3])
@@ -119,8 +123,7 @@ def replaced_method(module: Any, method: str, replacement: Callable) -> Iterator
 
 
 def wilson_interval(correct: int, n: int) -> tuple[float, float]:
-    """Return the 95 % interval of the share ``correct / n`` after Wilson (JASA 22, 1927): it stays within 0 and 1 and
-    has a width also when none or all are correct."""
+    """Return the 95 % interval of the share ``correct / n`` after Wilson (JASA 22, 1927)."""
     p, z = correct / n, Z_975
     center = (p + z * z / (2 * n)) / (1 + z * z / n)
     half = z / (1 + z * z / n) * math.sqrt(p * (1 - p) / n + z * z / (4 * n * n))

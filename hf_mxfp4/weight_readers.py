@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Find linear layers whose ``weight`` the model's code reads itself, instead of calling the layer.
 
-Such code (a fused kernel that gets ``self.out_proj.weight``, a cast to ``self.wo.weight.dtype``) sees master weights or
-packed bytes where it means the weight that the layer computes with. The source of each module's forward pass is read,
-and of the methods of its own class that it calls; nothing is run.
+Such code (a fused kernel that gets ``self.out_proj.weight``) sees master weights or packed bytes where it means the
+weight that the layer computes with. The source of each module's forward pass is read, and of the methods of its own
+class that it calls; nothing is run.
 """
 
 import ast

@@ -39,7 +39,7 @@ def test_settings_are_read_and_written():
     ("options", "reason"),
     [
         ({"weights": "sparse"}, r"vllm\.weights='sparse' must be 'packed' or 'dense'"),
-        ({"weights": "native"}, "'packed' or 'dense'; for vLLM's own MXFP4 kernels, run hf-mxfp4 export"),
+        ({"weights": "native"}, "must be 'packed' or 'dense'"),
         ({"weight": "dense"}, "has no option 'weight'; did you mean 'weights'"),
         ({"adapter_rank": -1}, r"adapter_rank=-1 must be a whole number"),
         ({"adapter_rank": True}, r"adapter_rank=True must be a whole number"),

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from ..files import one_writer, sync_to_disk, write_json
-from .folder import CONFIG
+from .folder import CONFIG, read_index
 from .manifest import MANIFEST, read_manifest, weight_files, write_manifest
 from .tensors import ShardError, read_header, write_metadata
 
@@ -29,8 +29,7 @@ def atomic_folder(path: str | os.PathLike, *, overwrite: bool = False) -> Iterat
     """Yield a new folder next to ``path`` to write into, which replaces ``path`` when the context ends without error.
 
     Its files are on the disk (fsync) before it gets its name. After an exception ``path`` is unchanged. A killed
-    process leaves the new folder as ``.<name>.partial-<random>``, or the one that it was replacing as
-    ``.<name>.replaced-<random>``.
+    process leaves ``.<name>.partial-<random>``, or what it was replacing as ``.<name>.replaced-<random>``.
 
     Raises [`FolderError`] when ``path`` is a file, or a folder that is not empty and may not be replaced: without
     ``overwrite``, or when it holds subfolders or no `config.json` and so is not just a checkpoint.
@@ -77,11 +76,10 @@ def staged(folder: str | os.PathLike, variant: str | None = None) -> Iterator[Pa
     """Yield a new folder inside ``folder`` to save a checkpoint into; when the context ends without error its files
     move up, with a manifest of the weights.
 
-    ``folder`` may hold other files, and others may be writing there, so it is not replaced as a whole. One name decides
-    which checkpoint is loaded: `model.safetensors` if it exists, else the index of shards. All that a name refers to is
-    in place before the name is. A process killed at any moment leaves the old checkpoint or the new one; what else it
-    leaves (``.saving-*``, shards that no index names) is removed by the next save. Of several processes that save into
-    one folder, the last one to finish wins. After an exception ``folder`` is unchanged.
+    ``folder`` may hold other files, so it is not replaced as a whole. One name decides which checkpoint is loaded:
+    `model.safetensors` if it exists, else the index of shards. All that a name refers to is in place before the name
+    is, so a process killed at any moment leaves the old checkpoint or the new one; what else it leaves (``.saving-*``,
+    shards that no index names) is removed by the next save. After an exception ``folder`` is unchanged.
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -165,8 +163,7 @@ def _rename_shards(staging: Path, index: str, taken: set[str]) -> None:
 
 
 def _shards_of(index: Path) -> set[str]:
-    """Return the files that an index names; none for one that is missing or unreadable."""
-    try:
-        return set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return set()
+    """Return the files that an index names; none for one that is missing or damaged."""
+    with contextlib.suppress(ShardError):
+        return set(read_index(index).values())
+    return set()

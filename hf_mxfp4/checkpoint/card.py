@@ -87,8 +87,7 @@ def make_card(model: "PreTrainedModel") -> ModelCard:
 
 
 def save_card(model: "PreTrainedModel", folder: str | os.PathLike, *, existing: str | os.PathLike | None = None):
-    """Write a card into ``folder``, or copy that of ``existing`` (by default the same) if somebody wrote or edited
-    it."""
+    """Write a card into ``folder``, or copy that of ``existing`` (by default the same) if somebody wrote it."""
     with decoration():
         _keep_or_save(make_card(model), Path(folder), folder if existing is None else existing)
 
@@ -138,12 +137,9 @@ def add_evaluation(folder: str | os.PathLike, summary: Mapping[str, Any] | str |
 
 
 def add_perplexity(folder: str | os.PathLike, evaluation: Mapping[str, Any] | str | os.PathLike) -> None:
-    """Put perplexity and divergence into the generated card of a saved checkpoint, replacing earlier ones;
-    ``evaluation`` is what `hf-mxfp4 eval` wrote to `evaluation.json` for the checkpoint's own scheme (``--scheme own``,
-    or a packed checkpoint), or the path of that file.
-
-    Raises as [`add_evaluation`], and `ValueError` when the checkpoint's own scheme was not evaluated.
-    """
+    """Put perplexity and divergence into the generated card of a saved checkpoint; ``evaluation`` is what
+    `hf-mxfp4 eval` wrote to `evaluation.json`, or the path of that file. Raises as [`add_evaluation`], and `ValueError`
+    when the checkpoint's own scheme was not evaluated."""
     evaluation, card = _read(evaluation), read_generated(folder)
     rows = {row["name"]: row for row in evaluation["rows"]}
     own = rows.get("own", rows.get("as stored"))
@@ -169,10 +165,7 @@ def add_perplexity(folder: str | os.PathLike, evaluation: Mapping[str, Any] | st
 
 
 def read_generated(folder: str | os.PathLike) -> ModelCard:
-    """Return the card of a saved checkpoint, which can be added to.
-
-    Raises `FileNotFoundError` and `ValueError` as [`add_evaluation`] does.
-    """
+    """Return the card of a saved checkpoint, which can be added to. Raises as [`add_evaluation`] does."""
     path = Path(folder) / CARD
     if not path.is_file():
         raise FileNotFoundError(f"{path} does not exist; save_pretrained of a quantized model writes it")
@@ -191,8 +184,7 @@ def is_generated(text: str) -> bool:
 
 
 def choose_card(remote: str | None, folder: Path, tags: list[str], repo_id: str) -> ModelCard:
-    """Return the card to upload with the checkpoint in ``folder``: the one on the Hub if somebody wrote it, else the
-    local one."""
+    """Return the card to upload with a checkpoint: the one on the Hub if somebody wrote it, else the local one."""
     local = folder / CARD
     written = remote is not None and _EMPTY_CARD not in remote and not is_generated(remote)
     if written or not local.is_file():

@@ -16,7 +16,7 @@ from ..files import json_clean, write_json
 from ..gemm import quantize_weight, weight_values
 from ..module_names import full_precision_record, skip_reasons
 from ..numerics import BLOCK_SIZE
-from ..report import ErrorEnergy, add_packed
+from ..report import ErrorEnergy, add_packed, decibels
 from .atomic import FolderError, atomic_folder
 from .card import save_packed_card
 from .folder import CheckpointError, open_checkpoint
@@ -43,7 +43,6 @@ class LayerCost:
 
     Attributes:
         action, reason: one of [`ACTIONS`], and why, if it was not the user's choice for all layers.
-        matrices, n_weights: numbers of linear maps and of elements.
         signal, noise: energy of the values before, and of their change; elements that are not finite left out.
         bytes_before, bytes_after: size of its tensors in the files read and written, biases not counted.
         blocks, exact_blocks: of 32 elements, whose scales the format stores otherwise, and those of the same values.
@@ -82,9 +81,7 @@ class LayerCost:
 def sqnr_db(costs: Sequence[LayerCost]) -> float:
     """Return signal to noise of several layers in decibels, energies summed; infinite when nothing changed."""
     signal, noise = (math.fsum(getattr(cost, name) for cost in costs) for name in ("signal", "noise"))
-    if noise == 0:
-        return math.inf
-    return 10.0 * math.log10(signal / noise) if signal else -math.inf
+    return decibels(signal, noise) if noise else math.inf
 
 
 def bits_per_weight(costs: Sequence[LayerCost], when: str = "after") -> float | None:
@@ -100,8 +97,7 @@ class ConversionReport:
     Attributes:
         path, file: the folder, and the name of the file in it that holds this report.
         format: of the checkpoint written; ``"mxfp4_rl"`` is our own packed one.
-        scheme: of the checkpoint read, one line.
-        weights: the scheme of the weights written, if it differs from that of those read.
+        scheme, weights: of the checkpoint read, one line, and of the weights written, if it differs.
         notes: what else is different, in sentences.
         against: [`ORIGINAL`] or [`PACKED`], what errors are measured against.
         source_sqnr_db: of a packed checkpoint that was read, the recorded SQNR of its values against what was packed.
@@ -156,10 +152,9 @@ class ConversionReport:
 
     def to_dict(self) -> dict[str, Any]:
         """Return a value for JSON; `sqnr_db` is null where nothing changed."""
-        shown = ["name", "matrices", "action", "reason", "sqnr_db", "bytes_before", "bytes_after"]
         exact, blocks = self.blocks
         counted = {"blocks": blocks, "exact_blocks": exact} if blocks else {}
-        shown += counted
+        shown = ["name", "matrices", "action", "reason", "sqnr_db", "bytes_before", "bytes_after", *counted]
         return json_clean(
             {
                 "format": self.format,
@@ -202,7 +197,6 @@ def convert(
     Args:
         layers: each layer's entry in the report, which is filled as its new tensors are made, and these.
         report: gets the layers' costs and sizes, is written to ``report.file``, and is returned.
-        write: writes the files, as [`write_shards`] does.
         record: returns metadata for the headers of the files, called before and after the tensors are made; the second
             result must not be longer.
         files: values of more JSON files, by name.

@@ -43,9 +43,9 @@ def export(
 ) -> ConversionReport:
     """Write a full-precision, a trained (``mode="qat"``) or a packed checkpoint in another engine's format.
 
-    Full-precision weights, plain or trained, are quantized once, to plain MXFP4 in blocks of 1x32, for NVFP4 with block
-    mantissas. Packed plain MXFP4 keeps its bytes, and its values as NVFP4, which holds block mantissas too. Macro
-    factors and outlier fallback are by default refused. One layer and one output shard are in memory at a time.
+    Full-precision weights are quantized once, to plain MXFP4 in blocks of 1x32, for NVFP4 with block mantissas. Packed
+    plain MXFP4 keeps its bytes, and its values as NVFP4. Macro factors and outlier fallback are by default refused. One
+    layer and one output shard are in memory at a time.
 
     Args:
         source_dir: folder of a safetensors checkpoint.
@@ -136,7 +136,7 @@ class Plan:
 
     Attributes:
         has_masters, is_plain: whether full-precision weights are read, and whether they were never quantized.
-        held: the same blocks as the source's, and the same rule unless one is given, with what the format holds.
+        held: the source's blocks and rule (unless one is given), with what the format holds.
         written: the scheme of what is quantized here.
         decisions: one of the report's actions for each layer, and why if the format leaves no choice.
 
@@ -316,8 +316,8 @@ class Plan:
 
 
 def ignored_layers(source: LayerSource, quantized: Set[str]) -> list[str]:
-    """Return the names of everything that an engine may take for a linear layer and that is not quantized, sorted: the
-    model's linear layers, and other matrices in the files but embeddings, as experts have one each there."""
+    """Return the names of all that an engine may take for a linear layer and that is not quantized, sorted: the model's
+    linear layers, and other matrices in the files but embeddings."""
     shapes = {tensor.name: tensor.shape for tensor in source.plain_rest()}
     for layer, shape in source.shapes.items():
         if layer not in quantized:

@@ -58,11 +58,8 @@ class CheckpointFolder:
         return options
 
     def empty_model(self) -> "PreTrainedModel":
-        """Return the model on the meta device, for the names and classes of its layers. No code of the folder runs.
-
-        Raises [`CheckpointError`] for an architecture that this transformers has not, and for a config that describes
-        no model.
-        """
+        """Return the model on the meta device; no code of the folder runs. Raises [`CheckpointError`] for a config that
+        describes no model of this version of transformers."""
         import transformers
 
         file = self.path / CONFIG
@@ -95,8 +92,7 @@ class CheckpointFolder:
 
 
 def refuse_kernels(config: Any, where: Any) -> None:
-    """Raise [`RemoteCodeError`] for a config that makes transformers load code from the Hub: kernels for attention or
-    experts that are named as `org/kernel`."""
+    """Raise [`RemoteCodeError`] for a config with kernels from the Hub, for attention or experts (`org/kernel`)."""
     if isinstance(config, list):
         config = dict(enumerate(config))
     if not isinstance(config, Mapping):
@@ -141,10 +137,7 @@ def open_checkpoint(path: str | os.PathLike) -> CheckpointFolder:
 
 
 def read_index(index: Path) -> dict[str, str]:
-    """Return the files of the tensors, by the tensors' names, as an index of shards has them.
-
-    Raises [`ShardError`] unless it has all that transformers reads of one.
-    """
+    """Return the files of tensors by their names. Raises [`ShardError`] unless it has all that transformers reads."""
     try:
         content = read_json(index)
     except CheckpointError as error:

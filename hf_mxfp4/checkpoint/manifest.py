@@ -2,8 +2,7 @@
 """Sizes and checksums of a checkpoint's files in `mxfp4_manifest.json`: what is damaged, and which training checkpoints
 are complete.
 
-The manifest is written when a checkpoint is saved. `hf-mxfp4 verify` compares the checksums, resuming a run the sizes.
-A Trainer resumes from the largest step: after a kill, the half-written one. Here a checkpoint counts only when its
+`hf-mxfp4 verify` compares the checksums, resuming a run the sizes. A training checkpoint counts only when its
 `trainer_state.json`, which is written last, can be read and all files of the manifest have their sizes.
 """
 
@@ -155,7 +154,7 @@ def last_complete_checkpoint(output_dir: str | os.PathLike) -> str | None:
 
 @dataclass(frozen=True)
 class Problem:
-    """``where``: the file. ``reason``: a sentence that names the file."""
+    """A file, and a sentence that names it."""
 
     where: str
     reason: str
@@ -163,13 +162,8 @@ class Problem:
 
 @dataclass
 class Verification:
-    """What was compared, and what was wrong.
-
-    Attributes:
-        checked, unchecked: names of the files that were compared with their checksums, and of those without one.
-        n_tensors, n_bytes: how much was compared.
-        notes: what could not be compared, in sentences.
-    """
+    """What was compared: names of files with a checksum (``checked``) and without one, how much, what was wrong, and in
+    sentences (``notes``) what could not be compared."""
 
     checked: list[str] = field(default_factory=list)
     unchecked: list[str] = field(default_factory=list)

@@ -2,9 +2,8 @@
 """The weights of a model that are quantized, and the names that tensors have in checkpoint files, as transformers maps
 them.
 
-Nothing here knows an architecture. Loading is asked of `rename_source_key`, the function with which transformers finds
-the place of each stored tensor. Saving is asked of `revert_weight_conversion`: it gets tensors of row numbers, and
-where the numbers turn up is what the files look like.
+Loading is asked of `rename_source_key`, with which transformers finds the place of each stored tensor. Saving is asked
+of `revert_weight_conversion`: it gets tensors of row numbers, and where these turn up is what the files look like.
 """
 
 import re
@@ -62,7 +61,6 @@ class FileNames:
         self.missing = {name for name in missing if not any(re.search(pattern, name) for pattern in computed)}
 
     def _place(self, stored: Mapping[str, str]) -> set[str]:
-        """Find the places of all stored tensors; the tensors of the model that get a value."""
         from transformers.conversion_mapping import get_model_conversion_mapping
         from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 
@@ -140,7 +138,6 @@ def unknown_layout(model: nn.Module, name: str) -> CheckpointError:
 
 
 def _fused_weights(model: nn.Module) -> list[str]:
-    """Weights of experts ``[experts, N, K]``, all of one module after the other."""
     experts = {name: model.get_submodule(name) for name in fused_experts(model)}
     return [
         f"{name}.{projection}"
@@ -219,10 +216,7 @@ class LayerShape:
 
 
 def quantizable_layers(model: nn.Module, config: MXFP4RLConfig) -> dict[str, nn.Module]:
-    """Return linear layers and experts to be quantized; one that is in several places under its first name.
-
-    Raises [`CheckpointError`] as [`find_layers`] raises `ValueError`.
-    """
+    """Return linear layers and experts to be quantized, each under its first name. Raises [`CheckpointError`]."""
     try:
         layers = find_layers(model, config.modules_to_not_convert or ())[0]
     except ValueError as error:
@@ -261,7 +255,7 @@ def packed_tensors(name: str, shape: LayerShape, packed: Mapping[str, torch.Tens
 
 
 def stack_packed(shape: LayerShape, make: Callable[[int | None], Mapping[str, torch.Tensor]]) -> dict:
-    """Return the packed fields of a weight; ``make`` returns those of one matrix."""
+    """Return the packed fields of a weight, given those of each matrix."""
     packed = [make(expert) for expert in shape.matrices]
     if shape.experts is None:
         return dict(packed[0])

@@ -31,8 +31,7 @@ def wrap_saving(cls: type["PreTrainedModel"]) -> None:
 
     `save_pretrained` then uses its ``state_dict``, replaces an old checkpoint without a moment in which there is none
     ([`hf_mxfp4.checkpoint.atomic.staged`]), writes checksums, and adds a model card; `push_to_hub` calls [`push`].
-    Models of the class that are not quantized save as ever. (Methods of the model itself would be a reference cycle,
-    which keeps a deleted model in memory, and be lost in copies.)
+    Models of the class that are not quantized save as ever. Methods of the model itself would be lost in copies.
     """
     if not getattr(cls.save_pretrained, "wraps_saving", False):
         cls.save_pretrained = _wrap_save(cls.save_pretrained)
@@ -48,9 +47,8 @@ def is_quantized(model: "PreTrainedModel") -> bool:
 def take_state_dict(model: "PreTrainedModel") -> dict | None:
     """Return the state dict of the `save_pretrained` call in progress, if it was given one.
 
-    transformers replaces the caller's ``state_dict`` by the quantizer's when a model has one, without passing it on.
-    Under FSDP2 and ZeRO-3 the caller's is the gathered one: without it, the first hangs on save and the second writes
-    empty tensors. So it is stored on the model for the quantizer to return.
+    transformers replaces it by the quantizer's without passing it on. Under FSDP2 and ZeRO-3 it is the gathered one, so
+    it is stored on the model for the quantizer to return.
     """
     return model.__dict__.get(_SET_ASIDE)
 
@@ -137,9 +135,8 @@ def push(
 ) -> CommitInfo:
     """Save ``model`` to a temporary folder and upload it in one commit; other ``options`` are those of `push_to_hub`.
 
-    The repository is made first, so that a wrong token is found before anything is written. A card that someone wrote
-    on the Hub stays, with ``tags`` added; one that was generated is replaced. Weights of an earlier push that are not
-    overwritten are deleted: transformers would prefer an old `model.safetensors` to new shards.
+    A card that someone wrote on the Hub stays, with ``tags`` added; one that was generated is replaced. Weights of an
+    earlier push that are not overwritten are deleted: transformers would prefer an old `model.safetensors` to shards.
     """
     from .card import CARD, choose_card, decoration
 

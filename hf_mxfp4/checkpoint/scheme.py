@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The scheme of a checkpoint, in its `config.json` and in the headers of packed files, and their check before loading.
 
-transformers only warns of a quantization method that it does not know. It would then compute in full precision and save
-a config that claims MXFP4. So `config.json` has the key ``transformers_weights``, which names the file of the weights:
-transformers refuses a value that is no safetensors file and prints it. [`MXFP4RLQuantizer`] removes the key first.
+transformers only warns of a quantization method that it does not know, and computes in full precision. So `config.json`
+has the key ``transformers_weights``, the file of the weights: transformers refuses a value that is no safetensors file
+and prints it. [`MXFP4RLQuantizer`] removes the key first.
 """
 
 import json
@@ -61,8 +61,8 @@ def unguard(config: Any) -> None:
 
 
 def make_record(config: MXFP4RLConfig, sqnr_db: float | None) -> dict[str, str]:
-    """Return metadata for the files of a checkpoint: how packed bytes are to be read, and their SQNR in decibels if it
-    was measured. Empty for master weights, whose files are those of the plain model."""
+    """Return metadata for packed files: how bytes are to be read, and their SQNR in decibels if it was measured. Empty
+    for master weights."""
     if config.mode == "qat":
         return {}
     record = {"format_version": FORMAT_VERSION, "meaning": _meaning(config), "weight_sqnr_db": sqnr_db}

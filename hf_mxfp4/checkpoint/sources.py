@@ -45,8 +45,7 @@ class LayerSource(ABC):
         model: the model on the meta device.
         names: what the files call its tensors.
         has_experts: whether experts are quantized; packed checkpoints then have the model's names.
-        shapes: weights to be quantized, in the model's order: linear layers by their names, the fused weights of
-            experts by theirs (``...experts.gate_up_proj``).
+        shapes: weights to be quantized: linear layers and fused weights of experts (``...experts.down_proj``), by name.
         stored: the tensors of the files that make up each of these weights.
     """
 
@@ -193,8 +192,7 @@ class LayerSource(ABC):
 
 
 class PackedSource(LayerSource):
-    """A checkpoint that a packed model saved. ``sqnr_db``: of its weights when they were packed, in decibels, if that
-    was recorded."""
+    """A checkpoint that a packed model saved, with the recorded SQNR of its weights in decibels (``sqnr_db``)."""
 
     def __init__(self, folder: CheckpointFolder):
         super().__init__(folder, own_config(folder))
@@ -209,11 +207,8 @@ class PackedSource(LayerSource):
 
 
 class MasterSource(LayerSource):
-    """A full-precision checkpoint, trained with ``mode="qat"`` or plain, packed as it is read.
-
-    ``config``: of mode ``"packed"``; without one the checkpoint's own scheme. ``is_plain``: it was not trained under
-    one.
-    """
+    """A full-precision checkpoint, trained with ``mode="qat"`` or plain (``is_plain``), packed as it is read: under its
+    own scheme, or under ``config``, of mode ``"packed"``."""
 
     def __init__(self, folder: CheckpointFolder, config: MXFP4RLConfig | None = None):
         own = own_config(folder)

@@ -143,8 +143,7 @@ def write_shards(
 
 
 def write_metadata(file: Path, metadata: Mapping[str, str]) -> None:
-    """Replace the metadata in a header by others that are no longer, sorted: safetensors leaves their order to chance,
-    and the same model is to give the same bytes."""
+    """Replace the metadata in a header by others that are no longer, sorted: the same model gives the same bytes."""
     with open(file, "r+b") as stream:
         length = int.from_bytes(stream.read(8), "little")
         header = json.loads(stream.read(length))

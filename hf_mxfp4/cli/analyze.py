@@ -36,9 +36,7 @@ def analyze(
     scheme: SchemeOption = None,
     include: IncludeOption = None,
     exclude: SkipOption = None,
-    out: Annotated[
-        Path | None, typer.Option("--out", help="Folder of the reports. [default: analysis/<model name>]")
-    ] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder of the reports. [default: analysis/<model name>]")] = None,
     overwrite: OverwriteOption = False,
     as_json: JsonOption = False,
 ) -> None:
@@ -100,8 +98,7 @@ def compare(
     include: IncludeOption = None,
     exclude: SkipOption = None,
     out: Annotated[
-        Path | None,
-        typer.Option("--out", help="Folder to write comparison.json, comparison.csv and comparison.html to."),
+        Path | None, typer.Option(help="Folder to write comparison.json, comparison.csv and comparison.html to.")
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -147,12 +144,11 @@ def _show_comparison(result: "Comparison", as_json: bool) -> None:
 def simulate(
     distribution: Annotated[
         Literal["gaussian", "laplace", "student-t", "uniform", "outliers"],
-        typer.Option("--distribution", help="'outliers' is Gaussian with 8 of 1024 channels 30 times as large."),
+        typer.Option(help="'outliers' is Gaussian with 8 of 1024 channels 30 times as large."),
     ] = "gaussian",
-    elements: Annotated[int, typer.Option("--elements", min=1, max=2**32, help="Rounded up to whole rows of 1024.")] = 2
-    ** 20,
-    seed: Annotated[int, typer.Option("--seed")] = 0,
-    df: Annotated[float, typer.Option("--df", help="Degrees of freedom of student-t; above 2.")] = 4.0,
+    elements: Annotated[int, typer.Option(min=1, max=2**32, help="Rounded up to whole rows of 1024.")] = 2**20,
+    seed: int = 0,
+    df: Annotated[float, typer.Option(help="Degrees of freedom of student-t; above 2.")] = 4.0,
     scheme: SchemeOption = None,
     as_json: JsonOption = False,
 ) -> None:

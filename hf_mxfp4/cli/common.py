@@ -64,12 +64,11 @@ ModelArgument = Annotated[
 ]
 OutArgument = Annotated[Path, typer.Argument(metavar="OUT", help="Folder to write: a new or an empty one.")]
 TextFieldOption = Annotated[
-    str | None,
-    typer.Option("--text-field", help="Field of the texts, or several with commas between. [default: the usual names]"),
+    str | None, typer.Option(help="Field of the texts, or several with commas between. [default: the usual names]")
 ]
-SamplesOption = Annotated[int, typer.Option("--samples", min=1, help="Texts, or windows of a running text.")]
-MaxLengthOption = Annotated[int, typer.Option("--max-length", min=2, help="Tokens per text or window.")]
-DeviceOption = Annotated[str, typer.Option("--device", help="'cpu', 'cuda', ...", show_default="a GPU if any")]
+SamplesOption = Annotated[int, typer.Option(min=1, help="Texts, or windows of a running text.")]
+MaxLengthOption = Annotated[int, typer.Option(min=2, help="Tokens per text or window.")]
+DeviceOption = Annotated[str, typer.Option(help="'cpu', 'cuda', ...", show_default="a GPU if any")]
 OverwriteOption = Annotated[bool, typer.Option("--overwrite", help="Replace what is in the folder.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON on standard output, for scripts.")]
 
@@ -95,8 +94,8 @@ _REMOVED = {
 
 
 class Command(TyperCommand):
-    """A command that reads earlier names of its options, with a warning, and names with underscores; it turns an error
-    that a user can fix into a message and exit code 2, and Ctrl-C into a message and 130."""
+    """A command that reads earlier names of its options, and names with underscores; an error that a user can fix gives
+    a message and exit code 2, and Ctrl-C 130."""
 
     def invoke(self, ctx: Any) -> Any:
         try:
@@ -154,8 +153,7 @@ def schemes_of(texts: Sequence[str]) -> list["QuantScheme"]:
 
 
 def report_folder(model: str) -> str:
-    """Return a folder name for the reports of a model: its hub id, or the last two parts of its path, so that
-    ``run1/policy`` and ``run2/policy`` have one each."""
+    """Return a folder name for the reports of a model: its hub id, or the last two parts of its path."""
     path = Path(model).expanduser()
     parts = [part for part in path.resolve().parts[-2:] if part != "/"] if path.exists() else model.split("/")
     return "--".join(parts) or "model"
@@ -163,8 +161,7 @@ def report_folder(model: str) -> str:
 
 @contextlib.contextmanager
 def work_progress(total: int, unit: str = "B") -> Iterator[Callable[[int, str], None]]:
-    """Show how much of a total is done: a bar on a terminal, a line every ten seconds elsewhere. Gives what to call
-    with an amount and what it belongs to."""
+    """Show how much of a total is done; gives what to call with an amount and what it belongs to."""
     seconds = 0.1 if sys.stderr.isatty() else LINE_SECONDS
     with tqdm(total=total, unit=unit, unit_scale=True, leave=False, mininterval=seconds, delay=seconds) as bar:
 

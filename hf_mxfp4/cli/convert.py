@@ -46,26 +46,19 @@ def pack(
         Path, typer.Argument(metavar="DIR", help="Folder of a checkpoint, trained with mode='qat' or a plain one.")
     ],
     out: OutArgument,
-    preset: Annotated[str | None, typer.Option("--preset", help="'w4a16' (default), 'w4a8' or 'w4a4'.")] = None,
-    scale_rule: Annotated[str | None, typer.Option("--scale-rule", help="even (default), rceil, floor or mse.")] = None,
-    macro_block: Annotated[
-        str | None, typer.Option("--macro-block", help="32, 64, 128 (default), 256, row or none.")
-    ] = None,
+    preset: Annotated[str | None, typer.Option(help="'w4a16' (default), 'w4a8' or 'w4a4'.")] = None,
+    scale_rule: Annotated[str | None, typer.Option(help="even (default), rceil, floor or mse.")] = None,
+    macro_block: Annotated[str | None, typer.Option(help="32, 64, 128 (default), 256, row or none.")] = None,
     macro_search: Annotated[
-        str | None,
-        typer.Option("--macro-search", help="block_mantissas (default), block_mantissas_fp8, static, dynamic, hybrid."),
+        str | None, typer.Option(help="block_mantissas (default), block_mantissas_fp8, static, dynamic, hybrid.")
     ] = None,
     outlier_fallback: Annotated[
-        float | None, typer.Option("--outlier-fallback", help="Weight of the residual, such as 0.5 (default: none).")
+        float | None, typer.Option(help="Weight of the residual, as 0.5 (default: none).")
     ] = None,
-    weight_block: Annotated[str | None, typer.Option("--weight-block", help="1x32 (default) or 32x32.")] = None,
+    weight_block: Annotated[str | None, typer.Option(help="1x32 (default) or 32x32.")] = None,
     rotation: Annotated[
         str | None,
-        typer.Option(
-            "--rotation",
-            help="Pack weights rotated by blocks, and rotate inputs: deterministic-16, -32, -64 or -128 (default: "
-            "none). For this package alone.",
-        ),
+        typer.Option(help="Rotate weights and inputs by blocks: deterministic-16, -32, -64 or -128 (default: none)."),
     ] = None,
     skip: SkipOption = None,
     overwrite: OverwriteOption = False,
@@ -76,20 +69,19 @@ def pack(
     A checkpoint trained with mode='qat' is packed under its own scheme, a plain one under the options. The result is
     what `hf_mxfp4.pack` and `save_pretrained` give, model card included.
     """
-    options = {
-        "preset": preset,
-        "scale_rule": scale_rule,
-        "macro_block": macro_block,
-        "macro_search": macro_search,
-        "outlier_fallback": outlier_fallback,
-        "weight_block": weight_block,
-        "fprop": None if rotation is None else {"rotation": rotation},
-        "modules_to_not_convert": skip,
-    }
-    given = {name: value for name, value in options.items() if value is not None}
     from ..checkpoint import pack_checkpoint
 
-    config = _scheme_for(source, given)
+    config = _scheme_for(
+        source,
+        preset=preset,
+        scale_rule=scale_rule,
+        macro_block=macro_block,
+        macro_search=macro_search,
+        outlier_fallback=outlier_fallback,
+        weight_block=weight_block,
+        fprop=None if rotation is None else {"rotation": rotation},
+        modules_to_not_convert=skip,
+    )
     with work_progress(_bytes_in(source)) as progress:
         report = pack_checkpoint(source, out, config, overwrite=overwrite, on_bytes=progress)
     _show(report, as_json)
@@ -98,16 +90,12 @@ def pack(
 def export(
     source: Annotated[
         Path,
-        typer.Argument(
-            metavar="DIR",
-            help="Folder of a full-precision checkpoint, plain or trained with mode='qat', or a packed one.",
-        ),
+        typer.Argument(metavar="DIR", help="Folder of a checkpoint: plain, trained with mode='qat', or packed."),
     ],
     out: OutArgument,
     format: Annotated[
         Literal["compressed-tensors", "nvfp4", "nvfp4-modelopt", "quark", "gpt-oss", "gguf", "bf16"],
         typer.Option(
-            "--format",
             help="compressed-tensors: vLLM, transformers (W4A16); nvfp4: the same, with block mantissas (W4A4 too); "
             "nvfp4-modelopt: NVFP4 for TensorRT-LLM; quark: vLLM (W4A4); gpt-oss: experts of gpt-oss models; gguf: "
             "llama.cpp and what builds on it, in one file; bf16: all.",
@@ -116,21 +104,17 @@ def export(
     on_mismatch: Annotated[
         Literal["refuse", "requantize", "dequantize"],
         typer.Option(
-            "--on-mismatch",
-            help="Layers that the format cannot hold (macro factors, outlier fallback): refuse, requantize "
-            "without, or dequantize to bfloat16. Of a packed checkpoint, rather export the original.",
+            help="Layers that the format cannot hold (macro factors, outlier fallback): refuse, requantize without, or "
+            "dequantize to bfloat16. Of a packed checkpoint, rather export the original.",
         ),
     ] = "refuse",
     scale_rule: Annotated[
         Literal["rceil", "floor", "even", "mse"] | None,
-        typer.Option(
-            "--scale-rule",
-            help="How block scales are chosen: by default even for a plain checkpoint, its own for any other.",
-        ),
+        typer.Option(help="How block scales are chosen: by default even for a plain checkpoint, else its own."),
     ] = None,
     preset: Annotated[
         Literal["w4a16", "w4a4"] | None,
-        typer.Option("--preset", help="For a plain checkpoint: w4a16 (default), or w4a4 in NVFP4 and in format quark."),
+        typer.Option(help="For a plain checkpoint: w4a16 (default), or w4a4 in NVFP4 and in format quark."),
     ] = None,
     skip: SkipOption = None,
     overwrite: OverwriteOption = False,
@@ -185,11 +169,12 @@ def _bytes_in(folder: Path) -> int:
     return sum(file.stat().st_size for file in files)
 
 
-def _scheme_for(source: Path, given: dict[str, Any]) -> "MXFP4RLConfig | None":
+def _scheme_for(source: Path, **options: Any) -> "MXFP4RLConfig | None":
     """The scheme for a plain checkpoint; nothing for one that has its own, unless options contradict that."""
     from ..checkpoint import open_checkpoint, own_config
     from ..config import MXFP4RLConfig
 
+    given = {name: value for name, value in options.items() if value is not None}
     if not given and own_config(open_checkpoint(source)) is not None:
         return None
     if given.get("macro_block") == "none":
@@ -256,9 +241,7 @@ def verify(
     add: Annotated[
         bool,
         typer.Option(
-            "--add",
-            help="First record checksums of those files of the folder that have none, as they are now, in "
-            "mxfp4_manifest.json. The files themselves stay as they are.",
+            "--add", help="First record checksums of files that have none, as they are, in mxfp4_manifest.json."
         ),
     ] = False,
     as_json: JsonOption = False,

@@ -67,7 +67,6 @@ def evaluate(
     without_each: Annotated[
         Literal["type", "layer"] | None,
         typer.Option(
-            "--without-each",
             help="Also measure the first scheme with each part of the model left in full precision in turn: all layers "
             "of a 'type', or a decoder 'layer'. It takes a pass over the texts for each.",
         ),
@@ -78,24 +77,19 @@ def evaluate(
     reference: Annotated[
         str | None,
         typer.Option(
-            "--reference",
             metavar="MODEL",
             help="Compare with this model of the same tokens, and not with MODEL in full precision; needed for KL "
-            "where MODEL stores quantized weights. It is loaded too.",
+            "where MODEL stores quantized weights.",
         ),
     ] = None,
     dtype: Annotated[
-        Literal["auto", "bfloat16", "float16", "float32"],
-        typer.Option("--dtype", help="[default: that of the checkpoint]"),
+        Literal["auto", "bfloat16", "float16", "float32"], typer.Option(help="[default: that of the checkpoint]")
     ] = "auto",
     device: DeviceOption = "auto",
-    out: Annotated[
-        Path | None, typer.Option("--out", help="Folder of the reports. [default: evaluation/<model name>]")
-    ] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder of the reports. [default: evaluation/<model name>]")] = None,
     overwrite: OverwriteOption = False,
     card: Annotated[
-        bool,
-        typer.Option("--card", help="Put the figures of the checkpoint's own scheme into its model card (README.md)."),
+        bool, typer.Option("--card", help="Put the figures of the checkpoint's own scheme into its model card.")
     ] = False,
     as_json: JsonOption = False,
 ) -> None:
@@ -162,9 +156,7 @@ def smooth(
     text_field: TextFieldOption = None,
     samples: SamplesOption = 32,
     max_length: MaxLengthOption = 512,
-    strength: Annotated[
-        float, typer.Option("--strength", min=0, max=1, help="0 makes weights alike, 1 activations.")
-    ] = 0.5,
+    strength: Annotated[float, typer.Option(min=0, max=1, help="0 makes weights alike, 1 activations.")] = 0.5,
     device: DeviceOption = "auto",
     overwrite: OverwriteOption = False,
     as_json: JsonOption = False,
@@ -201,7 +193,6 @@ def gptq(
     scheme: Annotated[
         str,
         typer.Option(
-            "--scheme",
             metavar="SCHEME",
             help="What weights will be quantized to, as for hf-mxfp4 eval; of fallback with whole residuals (of1) "
             "alone. 'even' for exports to plain MXFP4.",

@@ -26,24 +26,22 @@ _LAUNCHERS = {"accelerate.commands.launch": "launch_command", "torch.distributed
 
 def plan(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="Folder, config.json or Hub id; no weights are read.")],
-    gpus: Annotated[int, typer.Option("--gpus", min=1, help="Number of GPUs.")] = 1,
-    gpu_memory: Annotated[float, typer.Option("--gpu-memory", min=0, help="Of each, in GB (1e9 bytes).")] = 80.0,
+    gpus: Annotated[int, typer.Option(min=1, help="Number of GPUs.")] = 1,
+    gpu_memory: Annotated[float, typer.Option(min=0, help="Of each, in GB (1e9 bytes).")] = 80.0,
     mode: Annotated[
         Literal["qat", "packed", "full"],
-        typer.Option("--mode", help="'qat', 'packed' (LoRA on packed weights), or 'full' precision."),
+        typer.Option(help="'qat', 'packed' (LoRA on packed weights), or 'full' precision."),
     ] = "qat",
-    preset: Annotated[str | None, typer.Option("--preset", help="As in MXFP4RLConfig.")] = None,
+    preset: Annotated[str | None, typer.Option(help="As in MXFP4RLConfig.")] = None,
     engine: Annotated[
         Literal["ddp", "fsdp2", "zero2", "zero3"] | None,
-        typer.Option("--engine", help="How the model is spread over GPUs. [default: each]"),
+        typer.Option(help="How the model is spread over GPUs. [default: each]"),
     ] = None,
-    batch: Annotated[int, typer.Option("--batch", min=1, help="Sequences per GPU and pass.")] = 8,
-    length: Annotated[int, typer.Option("--length", min=1, help="Tokens of a prompt and its completion.")] = 1024,
-    optimizer: Annotated[Literal["adamw", "adamw_8bit", "sgd"], typer.Option("--optimizer")] = "adamw",
-    checkpointing: Annotated[
-        bool, typer.Option("--gradient-checkpointing/--no-gradient-checkpointing", help="TRL's default is on.")
-    ] = True,
-    lora_rank: Annotated[int, typer.Option("--lora-rank", min=1, help="Of adapters on packed weights.")] = 16,
+    batch: Annotated[int, typer.Option(min=1, help="Sequences per GPU and pass.")] = 8,
+    length: Annotated[int, typer.Option(min=1, help="Tokens of a prompt and its completion.")] = 1024,
+    optimizer: Literal["adamw", "adamw_8bit", "sgd"] = "adamw",
+    gradient_checkpointing: Annotated[bool, typer.Option(help="TRL's default is on.")] = True,
+    lora_rank: Annotated[int, typer.Option(min=1, help="Of adapters on packed weights.")] = 16,
     as_json: JsonOption = False,
 ) -> None:
     """Estimate the memory of a training step per GPU, under each engine, from the model's config.
@@ -60,7 +58,7 @@ def plan(
     sizes = sizes_of(read_config(model), quantization)
     usable, plans = 0.9 * gpu_memory * 1e9, {}
     for name in [engine] if engine else [name for name in ENGINES if gpus > 1 or name == "ddp"]:
-        setup = Setup(quantization, name, gpus, batch, length, optimizer, checkpointing, lora_rank)
+        setup = Setup(quantization, name, gpus, batch, length, optimizer, gradient_checkpointing, lora_rank)
         parts, without = planned(sizes, setup), planned(sizes, replace(setup, batch=0))
         each = (parts["activations"] - without["activations"]) / batch
         largest = int((usable - sum(parts.values()) + parts["activations"]) // each)
@@ -90,12 +88,8 @@ def report(
         Path,
         typer.Argument(metavar="RUN_FOLDER", help="The output_dir of a training run, or one of its checkpoints."),
     ],
-    out: Annotated[
-        Path | None, typer.Option("--out", help="The HTML file. [default: run_report.html in RUN_FOLDER]")
-    ] = None,
-    png: Annotated[
-        Path | None, typer.Option("--png", help="Draw the plots as one picture into this file (.png, .svg) instead.")
-    ] = None,
+    out: Annotated[Path | None, typer.Option(help="The HTML file. [default: run_report.html in RUN_FOLDER]")] = None,
+    png: Annotated[Path | None, typer.Option(help="Draw the plots as one picture (.png, .svg) instead.")] = None,
 ) -> None:
     """Write the report of a training run, also of one that was interrupted, from the files that it left.
 

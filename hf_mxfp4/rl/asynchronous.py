@@ -21,15 +21,10 @@ class MXFP4AsyncGRPOTrainer(AsyncGRPOTrainer):
     """[`trl.experimental.async_grpo.AsyncGRPOTrainer`] for quantized policies: ``Q(W)`` is pushed in the place of
     master weights, by the same names, and a server that would sample from something else than what trains is refused.
 
-    What TRL's trainer compares, new log-probabilities with those of the rollout, then is one policy at two times. Of
-    [`MXFP4GRPOTrainer`] it has nothing else: no noise, correction options, router replay or checkpoints of its own.
-
-    Args:
-        model: name or folder of the policy, as TRL's trainer takes it.
-        quantization_config: an `MXFP4RLConfig`, unless the folder has one.
-
+    Of [`MXFP4GRPOTrainer`] it has nothing else: no noise, correction options, router replay or checkpoints of its own.
     Adapters (`peft_config`) are pushed alone, to a server with `--enable-lora` that serves the policy's own scheme.
-    `n_quantized` is the number of weight matrices in MXFP4.
+    ``quantization_config`` is an `MXFP4RLConfig`, unless the folder of ``model`` has one; `n_quantized` is the number
+    of weight matrices in MXFP4.
 
     Raises:
         ValueError: the model has no MXFP4 layer, its forward scheme is none that weights can express, or adapters would

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Callbacks of a run: policy entropy, the step of layers that draw random numbers, and the log `run_log.jsonl`, which
-`hf-mxfp4 report` and [`hf_mxfp4.lab.RunReportCallback`] make a report of."""
+"""Callbacks of a run: policy entropy, the step of layers that draw random numbers, and the log `run_log.jsonl`."""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -39,11 +38,9 @@ class EntropyCallback(TrainerCallback):
     Adds `entropy/slope` (nats per step, least squares over the last 20 logged values) and `entropy/alarm` (-1 collapse,
     1 explosion, 0 neither) to the log history.
 
-    Args:
+    Attributes:
         collapse: alarm below this entropy, in nats per token; 0: never.
         explosion: alarm above this multiple of the entropy at the start; 0: never.
-
-    Attributes:
         history: `(step, entropy)` pairs.
         alarms: `(step, "collapse" or "explosion", entropy)`, one entry for each time an alarm begins.
     """
@@ -158,8 +155,7 @@ class RunLogCallback(TrainerCallback):
 
 
 def run_facts(trainer: Trainer) -> dict[str, Any]:
-    """Return model, scheme, counts of layers, every option (tokens blanked out) and which differ from their defaults,
-    versions and machine; JSON-clean."""
+    """Return model, scheme, counts of layers, options and which differ from their defaults, versions and machine."""
     model = trainer.accelerator.unwrap_model(trainer.model)
     report = getattr(model, "quantization_report", None)
     config = getattr(model.config, "quantization_config", None)
@@ -188,8 +184,7 @@ def run_facts(trainer: Trainer) -> dict[str, Any]:
 
 
 def count_parameters(model: nn.Module) -> int:
-    """Return the elements of all parameters, of packed weights those that they stand for, and not the bytes that hold
-    them, which transformers' `num_parameters` counts."""
+    """Return the elements of all parameters, of packed weights those that their bytes stand for."""
     report = getattr(model, "quantization_report", None)
     if report is None or report.packed_bytes is None:
         return sum(_size(parameter) for parameter in model.parameters())

@@ -21,8 +21,8 @@ def count_quantized(model: nn.Module) -> int:
 def check_arguments(
     args: Any, quantization_config: Any, train_dataset: Any, eval_dataset: Any, needs_prompt: bool
 ) -> None:
-    """Raise `TypeError` for another config, or a scheme's name in the place of one, and `ValueError` for a dataset that
-    is empty or has no prompts (unless environments make them), and for lengths that contradict one another."""
+    """Raise `TypeError` for another config or a scheme's name, and `ValueError` for a dataset that is empty or has no
+    prompts (unless environments make them), and for lengths that contradict one another."""
     if not isinstance(args, MXFP4GRPOConfig):
         raise TypeError(f"args must be an MXFP4GRPOConfig, got {type(args).__name__}")
     check_scheme("quantization_config", quantization_config)
@@ -46,8 +46,7 @@ def _named(train_dataset: Any, eval_dataset: Any) -> list[tuple[str, Any]]:
 
 
 def check_tokens(tokenizer: Any, train_dataset: Any, eval_dataset: Any) -> None:
-    """Raise `ValueError` for a tokenizer without an end-of-sequence token, and for prompts without any token, which
-    fail deep in generation."""
+    """Raise `ValueError` for a tokenizer without an end-of-sequence token, and for prompts without any token."""
     if tokenizer.eos_token_id is None:
         raise ValueError(
             f"{type(tokenizer).__name__} has no end-of-sequence token, so no completion could end: set "
@@ -61,8 +60,7 @@ def check_tokens(tokenizer: Any, train_dataset: Any, eval_dataset: Any) -> None:
 
 
 def check_policy(model: nn.Module, n_quantized: int, otherwise: str) -> None:
-    """Raise `ValueError`, which says what to do ``otherwise``, for a model without an MXFP4 layer; warn of master
-    weights that are trained in 16 bits."""
+    """Raise `ValueError` for a model without an MXFP4 layer; warn of master weights that are trained in 16 bits."""
     if n_quantized == 0 and otherwise:
         raise ValueError(
             f"{type(model).__name__} has no MXFP4 layer: this run would train in full precision. Load it with "
@@ -106,8 +104,7 @@ def check_scheme(option: str, given: Any) -> None:
 
 
 def check_reference(policy: nn.Module, reference: nn.Module | None) -> None:
-    """Raise `ValueError` for a reference policy that does not compute under the scheme of the policy; `None` without
-    `beta` and for adapters, whose reference is the policy itself without them."""
+    """Raise `ValueError` for a reference policy that does not compute under the scheme of the policy; `None`: none."""
     if reference is None:
         return
     expected, found = count_quantized(policy), count_quantized(reference)

@@ -2,12 +2,12 @@
 """`MXFP4GRPOConfig`: TRL's `GRPOConfig` with the options of [`MXFP4GRPOTrainer`]."""
 
 import math
-from dataclasses import dataclass, field, make_dataclass
+from dataclasses import dataclass, make_dataclass
 
 from trl import GRPOConfig
 
 from ..layers import WEIGHT_FORMS
-from ..utils import described_options
+from ..utils import described_options, option
 from .noise import NoiseSchedule
 from .rollout import check_correction, share_with_trl
 
@@ -47,10 +47,7 @@ _REMOVED = {
 #: TRL's config with the removed options, so that files that have them at values without effect are still read.
 _OlderConfig = make_dataclass(
     "_OlderConfig",
-    [
-        (name, str | None, field(default=None, metadata={"help": f"Removed: {new}"}))
-        for name, (_, new) in _REMOVED.items()
-    ],
+    [(name, str | None, option(None, f"Removed: {new}")) for name, (_, new) in _REMOVED.items()],
     bases=(GRPOConfig,),
 )
 
@@ -61,124 +58,88 @@ class MXFP4GRPOConfig(_OlderConfig):
     """Options of [`MXFP4GRPOTrainer`], beside all of [`trl.GRPOConfig`]'s. Flat, so that YAML and the command line can
     set each one. Raises `ValueError` for values that mean nothing."""
 
-    aqn: bool = field(
-        default=True,
-        metadata={
-            "help": "Adaptive quantization noise: Gaussian noise on the weights of RMSNorms during rollouts "
-            "and nowhere else. False switches all `aqn_*` options off."
-        },
+    aqn: bool = option(
+        True,
+        "Adaptive quantization noise: Gaussian noise on the weights of RMSNorms during rollouts and nowhere else. "
+        "False switches all `aqn_*` options off.",
     )
-    aqn_sigma_start: float = field(
-        default=1e-2,
-        metadata={"help": "Standard deviation of the noise where it sets in, absolute."},
+    aqn_sigma_start: float = option(1e-2, "Standard deviation of the noise where it sets in, absolute.")
+    aqn_sigma_end: float = option(
+        1e-3, "Standard deviation at the end of training: 1e-3 in arXiv 2605.20402, 1e-4 in QeRL."
     )
-    aqn_sigma_end: float = field(
-        default=1e-3,
-        metadata={"help": "Standard deviation at the end of training: 1e-3 in arXiv 2605.20402, 1e-4 in QeRL."},
+    aqn_num_stages: int = option(
+        10,
+        "Equal parts of training, the first of them noise-free (1: none is), with one standard deviation in each, "
+        "falling geometrically (QeRL, arXiv 2605.20402).",
     )
-    aqn_num_stages: int = field(
-        default=10,
-        metadata={
-            "help": "Equal parts of training, the first of them noise-free (1: none is), with one standard "
-            "deviation in each, falling geometrically (QeRL, arXiv 2605.20402)."
-        },
+    rollout_correction: bool = option(
+        True,
+        "Importance sampling between the policy that sampled (noisy, token by token, from copies of weights, or by "
+        "vLLM) and the one that trains. False measures the mismatch and leaves it.",
     )
-    rollout_correction: bool = field(
-        default=True,
-        metadata={
-            "help": "Importance sampling between the policy that sampled (noisy, token by token, from copies of "
-            "weights, or by vLLM) and the one that trains. False measures the mismatch and leaves it."
-        },
+    rollout_correction_mode: str = option(
+        "token_truncate",
+        "Importance ratio of each token ('token_*') or of each sequence ('sequence_*'); where it exceeds a limit it "
+        "is set to the limit ('*_truncate') or to zero ('*_mask'). As TRL's `vllm_importance_sampling_mode`.",
     )
-    rollout_correction_mode: str = field(
-        default="token_truncate",
-        metadata={
-            "help": "Importance ratio of each token ('token_*') or of each sequence ('sequence_*'); where it exceeds a "
-            "limit it is set to the limit ('*_truncate') or to zero ('*_mask'). As TRL's "
-            "`vllm_importance_sampling_mode`."
-        },
+    rollout_correction_cap: float = option(2.0, "Upper limit of an importance ratio.")
+    rollout_rejection: str | None = option(
+        None,
+        "Leave whole sequences out of the loss: 'geometric' where the geometric mean of the tokens' ratios is above "
+        "the limit or below its inverse, 'k3' where the mean of w - 1 - log w is above it.",
     )
-    rollout_correction_cap: float = field(default=2.0, metadata={"help": "Upper limit of an importance ratio."})
-    rollout_rejection: str | None = field(
-        default=None,
-        metadata={
-            "help": "Leave whole sequences out of the loss: 'geometric' where the geometric mean of the tokens' ratios "
-            "is above the limit or below its inverse, 'k3' where the mean of w - 1 - log w is above it."
-        },
+    rollout_rejection_limit: float | None = option(
+        None, "Of rollout_rejection: above 1 for 'geometric', above 0 for 'k3'."
     )
-    rollout_rejection_limit: float | None = field(
-        default=None, metadata={"help": "Of rollout_rejection: above 1 for 'geometric', above 0 for 'k3'."}
+    vllm_importance_sampling_correction: bool | None = option(
+        None, "TRL's name of `rollout_correction` under vLLM; by default the same."
     )
-    vllm_importance_sampling_correction: bool | None = field(
-        default=None, metadata={"help": "TRL's name of `rollout_correction` under vLLM; by default the same."}
+    vllm_importance_sampling_mode: str | None = option(
+        None,
+        "TRL's name of `rollout_correction_mode` under vLLM; by default the same. So is "
+        "`vllm_importance_sampling_clip_max` of `rollout_correction_cap`.",
     )
-    vllm_importance_sampling_mode: str | None = field(
-        default=None,
-        metadata={
-            "help": "TRL's name of `rollout_correction_mode` under vLLM; by default the same. So is "
-            "`vllm_importance_sampling_clip_max` of `rollout_correction_cap`."
-        },
+    overlong_buffer: int = option(
+        0,
+        "Soft overlong punishment (DAPO): the last tokens before `max_completion_length`, over which a penalty rises "
+        "from 0 to `overlong_penalty`. 0: none.",
     )
-    overlong_buffer: int = field(
-        default=0,
-        metadata={
-            "help": "Soft overlong punishment (DAPO): the last tokens before `max_completion_length`, over which a "
-            "penalty rises from 0 to `overlong_penalty`. 0: none."
-        },
+    overlong_penalty: float = option(1.0, "Weight of the soft overlong punishment: what a truncated completion loses.")
+    cache_rollout_weights: bool = option(
+        True,
+        "Keep the quantized copy of every weight while a rollout lasts, in the dtype of products and in each process, "
+        "under FSDP2 and ZeRO-3 too. False quantizes (or dequantizes) every weight again for each generated token: "
+        "slower, and the same to rounding. Not for vLLM's own copy.",
     )
-    overlong_penalty: float = field(
-        default=1.0, metadata={"help": "Weight of the soft overlong punishment: what a truncated completion loses."}
+    step_weights: str = option(
+        "auto",
+        "What each weight was quantized to, kept from the rollout of an optimizer step to its last backward pass: "
+        "'dense' in the dtype of products, 2 or 4 bytes an element; 'packed' as 4-bit codes and scales, 4.25 bits "
+        "(8.56 with outlier fallback and macro blocks); 'auto' packed where a kernel reads codes and dense elsewhere; "
+        "'none' keeps nothing beyond a rollout, nor does any of them under FSDP and ZeRO-3.",
     )
-    cache_rollout_weights: bool = field(
-        default=True,
-        metadata={
-            "help": "Keep the quantized copy of every weight while a rollout lasts, in the dtype of products and in "
-            "each process, under FSDP2 and ZeRO-3 too. False quantizes (or dequantizes) every weight again for each "
-            "generated token: slower, and the same to rounding. Not for vLLM's own copy."
-        },
+    vllm_weights: str = option(
+        "packed",
+        "How a colocated vLLM keeps quantized weights: 'packed' as 4-bit codes and scales in the scheme of the "
+        "policy, with room for LoRA adapters; 'dense' in 16 bits, as it does for adapters on experts; 'checkpoint' "
+        "starts it on the checkpoint of the policy. A server is told when it is started.",
     )
-    step_weights: str = field(
-        default="auto",
-        metadata={
-            "help": "What each weight was quantized to, kept from the rollout of an optimizer step to its last "
-            "backward pass: 'dense' in the dtype of products, 2 or 4 bytes an element; 'packed' as 4-bit codes and "
-            "scales, 4.25 bits (8.56 with outlier fallback and macro blocks); 'auto' packed where a kernel reads codes "
-            "and dense elsewhere; 'none' keeps nothing beyond a rollout, nor does any of them under FSDP and ZeRO-3."
-        },
+    error_every: int = option(50, "Steps between measurements of the components of the quantization error; 0: never.")
+    movement_every: int = option(
+        50,
+        "Steps between measurements of how far a step moves quantized weights over how far it moves their masters, on "
+        "at most 16.8 M weights (64 MiB in float32); 0: never.",
     )
-    vllm_weights: str = field(
-        default="packed",
-        metadata={
-            "help": "How a colocated vLLM keeps quantized weights: 'packed' as 4-bit codes and scales in the scheme of "
-            "the policy, with room for LoRA adapters; 'dense' in 16 bits, as it does for adapters on experts; "
-            "'checkpoint' starts it on the checkpoint of the policy. A server is told when it is started."
-        },
+    report_every: int = option(
+        100,
+        "Steps between versions of run_report.html, which recipes/grpo.py (or `RunReportCallback` of hf_mxfp4.lab) "
+        "makes of the run_log.jsonl that the trainer writes; 0: neither file.",
     )
-    error_every: int = field(
-        default=50,
-        metadata={"help": "Steps between measurements of the components of the quantization error; 0: never."},
+    router_replay: bool = option(
+        False, "Mixture of experts: train with the experts of the rollout (R3, arXiv 2510.11370)."
     )
-    movement_every: int = field(
-        default=50,
-        metadata={
-            "help": "Steps between measurements of how far a step moves quantized weights over how far it moves their "
-            "masters, on at most 16.8 M weights (64 MiB in float32); 0: never."
-        },
-    )
-    report_every: int = field(
-        default=100,
-        metadata={
-            "help": "Steps between versions of run_report.html, which recipes/grpo.py (or `RunReportCallback` of "
-            "hf_mxfp4.lab) makes of the run_log.jsonl that the trainer writes; 0: neither file."
-        },
-    )
-    router_replay: bool = field(
-        default=False,
-        metadata={"help": "Mixture of experts: train with the experts of the rollout (R3, arXiv 2510.11370)."},
-    )
-    allow_full_precision: bool = field(
-        default=False,
-        metadata={"help": "Train a model without any MXFP4 layer, for a baseline. Otherwise such a model is refused."},
+    allow_full_precision: bool = option(
+        False, "Train a model without any MXFP4 layer, for a baseline. Otherwise such a model is refused."
     )
 
     def __post_init__(self):

@@ -49,10 +49,7 @@ class ErrorCallback(TrainerCallback):
     Args:
         every: steps between measurements; also measured before the first step and at the end.
         layers: number of layers, evenly spread over the model's; each projection of each expert counts as one.
-        record: called with a metric's name and value.
-
-    Attributes:
-        history: one dictionary per measurement and layer: `step`, `layer` and the metrics of that layer.
+        record: called with a metric's name and value; ``history`` has a dictionary per measurement and layer.
 
     Raises `ValueError` at the start of training when the model has no quantized layer.
     """
@@ -82,15 +79,12 @@ class ErrorCallback(TrainerCallback):
 
 
 class ActivationErrorCallback(TrainerCallback):
-    """Splits the quantization error of layer inputs into its components, seen by hooks during a training forward pass
-    that happens anyway.
+    """[`ErrorCallback`] of layer inputs, seen by hooks during a training forward pass that happens anyway: the same
+    metrics below `error/activations/`, of at most 1024 tokens of each layer without padding; in the first step, every
+    few steps and in the last.
 
-    Metrics: those of [`ErrorCallback`] below `error/activations/`, of at most 1024 tokens of each layer. Padding does
-    not count. Of experts, what enters them is measured.
-
-    Arguments and `history` are those of [`ErrorCallback`], and the policy; measured in the first step, every few steps
-    and in the last. Raises `ValueError` when the model has no layer that quantizes activations in MXFP4, and
-    `RuntimeError` in training when none of the chosen layers ran.
+    Raises `ValueError` when the model has no layer that quantizes activations in MXFP4, and `RuntimeError` in training
+    when none of the chosen layers ran.
     """
 
     def __init__(self, model: nn.Module, every: int, layers: int, record: Record):
@@ -108,9 +102,7 @@ class ActivationErrorCallback(TrainerCallback):
     @contextlib.contextmanager
     def observing(self, attention_mask: torch.Tensor) -> Iterator[None]:
         """Around a training forward pass: of the first one of a step that is due, the layers' inputs are measured.
-
-        Args:
-            attention_mask: ``[batch, length]`` of the tokens that go through the model; 0 for padding.
+        ``attention_mask`` is ``[batch, length]``, 0 for padding.
         """
         if self._step is None:
             yield
@@ -176,11 +168,10 @@ class Movement:
     """The movement of quantized weights along a step, over what the straight-through estimator assumes.
 
     Attributes:
-        ratio: ``<Q(w') - Q(w), w' - w> / <w' - w, w' - w>`` of a step from masters ``w`` to ``w'``, which the estimator
-            takes for 1. In a small step few quantized values change, each by a whole spacing of the grid: 1 on average
-            for masters in general position. Those exactly between two values (ties) all change, however small the step.
-        standard_error: of the ratio, from the scatter between rows (between groups of rows that share scales), and at
-            least what chance does to that many changes where the estimator holds.
+        ratio: ``<Q(w') - Q(w), w' - w> / <w' - w, w' - w>`` of a step from masters ``w`` to ``w'``: 1 on average for
+            masters in general position. Those exactly between two values (ties) all change in any step.
+        standard_error: of the ratio, from the scatter between rows (or groups of rows that share scales), and at least
+            what chance does to that many changes where the estimator holds.
         n_changed, n_weights: how many quantized values changed, and of how many.
     """
 
@@ -197,7 +188,7 @@ class StepMovementCallback(TrainerCallback):
     Measured in the first step that moves a master, every ``every`` steps and in the last. Metrics: `movement/total` and
     one for each layer type (`movement/q_proj`, `movement/experts.down_proj`), `movement_se/...` of the same names
     (standard errors), and `movement/flipped_share`, the share of quantized values that changed. A total above 3 beyond
-    two standard errors is a warning as well.
+    two standard errors is a warning as well. ``history`` has a dictionary per measurement.
 
     Cost: evenly spaced rows of at most 256 trained matrices, 65,536 weights of each, are copied before the step and
     compared after it. Under FSDP2 and ZeRO-3 each weight is gathered twice, one at a time.
@@ -205,9 +196,6 @@ class StepMovementCallback(TrainerCallback):
     Args:
         every: steps between measurements.
         record: called with a metric's name and value; by default they are added to the next line of the log history.
-
-    Attributes:
-        history: one dictionary per measurement: `step`, and by `total` and layer type the fields of a [`Movement`].
 
     Raises `ValueError` when ``every`` is not positive, and at the start of training when no weight that is trained has
     quantized values that could move.
@@ -280,11 +268,8 @@ class StepMovementCallback(TrainerCallback):
 
 
 def movable(model: nn.Module) -> list[WeightMatrix]:
-    """Return at most 256 trained quantized matrices, evenly spread over the model's.
-
-    Empty where nothing is trained. Layers whose weights have no values of their own between two steps (rotated, rounded
-    at random, or in full precision) are left out.
-    """
+    """Return at most 256 trained quantized matrices, evenly spread over the model's, of layers whose weights have
+    quantized values of their own (not rotated, rounded at random, or in full precision)."""
     found = [m for m in trainable_matrices(model) if not m.layer.config.weights_alone_unsupported_reason]
     trained = [(m.name, m) for m in found if getattr(m.layer, m.parameter).requires_grad]
     return list(evenly_spread(trained, _MATRICES).values())
@@ -292,8 +277,7 @@ def movable(model: nn.Module) -> list[WeightMatrix]:
 
 @torch.no_grad()
 def _sample(matrix: WeightMatrix) -> torch.Tensor:
-    """A copy of evenly spaced units of a matrix ``[units, rows, K]``: single rows, or the groups of rows that share
-    scales, so that their quantized values are those in the whole matrix. Under FSDP2 and ZeRO-3 collective."""
+    """A copy of evenly spaced units of a matrix ``[units, rows, K]``: single rows, or groups that share scales."""
     with gathered(getattr(matrix.layer, matrix.parameter)) as value:
         weight = matrix.of(value)
         size = min(matrix.fprop.right.block_rows, len(weight))
@@ -323,8 +307,7 @@ def _sums(matrix: WeightMatrix, before: torch.Tensor) -> torch.Tensor:
 
 
 def _movements(matrices: list[WeightMatrix], before: list[torch.Tensor]) -> dict[str, Movement]:
-    """The movement since the samples ``before``: ``"total"``, and by layer type (``"q_proj"``, ``"experts.down_proj"``)
-    those of which a master moved."""
+    """The movement since the samples ``before``, of all and by layer type, where a master moved."""
     sums: dict[str, torch.Tensor] = defaultdict(lambda: torch.zeros(9, dtype=torch.float64))
     for matrix, old in zip(matrices, before, strict=True):
         name = matrix.name.removesuffix(".base_layer").rpartition(".")[2]  # PEFT's name for what it wraps

@@ -1,12 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Free-form mathematical answers (MATH-500 and the like), compared by math-verify, which is an optional dependency.
 
-Read *boxed*: the content of the last ``\\boxed{...}``; or *flexible*: without one, whatever math-verify takes for the
-final answer, the last formula or number.
-
 A completion such as ``\\boxed{9^{9^{9^9}}}`` can keep math-verify busy for hours, so it runs in a process of its own
-(this file, as a script, so it imports nothing of this package), which is killed after a time limit. That works from
-any thread.
+(this file, as a script, so it imports nothing of this package), which is killed after a time limit.
 """
 
 import contextlib

@@ -30,11 +30,8 @@ _ROUTER_NAMES = ("mlp.gate", "mlp.router", "block_sparse_moe.gate", "feed_forwar
 @dataclass(frozen=True)
 class NoiseSchedule:
     """Standard deviation over training in ``stages`` equal parts (QeRL): the first is noise-free, and the others fall
-    geometrically from ``start`` to ``end``; with two stages the second has ``start``. A single stage has ``start``
-    throughout. With fewer steps than stages step 0 alone is noise-free.
-
-    Raises `ValueError` unless ``start >= end > 0`` and ``stages >= 1``.
-    """
+    geometrically from ``start`` to ``end``; with two stages the second has ``start``, as a single one has. Raises
+    `ValueError` unless ``start >= end > 0`` and ``stages >= 1``."""
 
     start: float = 1e-2
     end: float = 1e-3
@@ -50,8 +47,7 @@ class NoiseSchedule:
             raise ValueError(f"aqn_num_stages={self.stages} must be at least 1")
 
     def sigma(self, step: int, max_steps: int) -> float:
-        """Return the value at optimizer step ``step`` (the number of steps taken before) of ``max_steps``: a function
-        of these two numbers alone, so that epochs and resumed runs follow the same curve."""
+        """Return the value at optimizer step ``step`` (the number of steps taken before) of ``max_steps``."""
         max_steps = max(max_steps, 1)
         if self.stages > 1 and step * self.stages < max_steps:
             return 0.0
@@ -114,8 +110,8 @@ def _nearest(router: str, owners: set[str]) -> str | None:
 
 @dataclass(frozen=True)
 class NoiseReport:
-    """What noise did in one rollout: the weights of ``modules`` norms, ``elements`` in number, deviated from the clean
-    ones with standard deviation ``measured_std``, where ``sigma`` was intended."""
+    """What noise did in one rollout to ``elements`` weights of ``modules`` norms: they deviated with standard deviation
+    ``measured_std``, where ``sigma`` was intended."""
 
     sigma: float = 0.0
     measured_std: float = 0.0
@@ -131,7 +127,7 @@ class NoiseReport:
 
 class NormNoise:
     """Puts noise on the norms of one model (``norms``, see [`find_norms`]), whose forward passes are replaced for a
-    rollout; DDP and FSDP2 allow it. What it did in the last rollout is its ``last_report``.
+    rollout, and says what it did in ``last_report``.
 
     Noise is a function of seed, step and module order, drawn on the CPU, so it is the same on all ranks, and global
     random state is not touched. Raises `ValueError` when the model has no norm to put noise on.
@@ -187,8 +183,7 @@ class NormNoise:
 
 
 class _NoisyNorm:
-    """One norm in one rollout. ``noise`` is drawn in its first forward pass; ``energy`` is the sum of squares of what
-    it does to the weight."""
+    """One norm in one rollout: ``noise``, drawn in its first forward pass, and the ``energy`` of what it changes."""
 
     def __init__(self, module: nn.Module, draw: Callable[[torch.Tensor], torch.Tensor]):
         self.module, self._clean, self._draw = module, module.forward, draw
@@ -197,8 +192,7 @@ class _NoisyNorm:
         self._dtypes: dict[tuple, torch.dtype] = {}
 
     def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Return the noisy output of the norm, in the dtype of the clean forward pass, which runs once for each kind of
-        input to find that out."""
+        """Return the noisy output, in the dtype of the clean forward pass, which runs once to find that out."""
         parameter = self.module.weight
         kind = parameter.dtype, *(x.dtype for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor))
         if kind not in self._dtypes:

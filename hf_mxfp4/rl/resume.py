@@ -33,8 +33,7 @@ class ExactResumeMixin:
 
     * `resume_from_checkpoint=True` takes the newest checkpoint that is whole, one that is not is refused by name, and
       weights that are not finite are not saved as one;
-    * the weights of fused experts are restored (their names in a plain Trainer's checkpoint are those of single
-      experts, which its resuming passes over with a warning), and a checkpoint that lacks weights is refused;
+    * the weights of fused experts are restored, and a checkpoint that lacks weights is refused;
     * layers that draw random numbers are told the step, as by [`QuantizationStepCallback`], so that they draw the same;
     * the order of prompts in later epochs, for samplers with a generator of their own, such as TRL's;
     * resuming a run that had finished trains nothing, where a plain Trainer takes one more step;
@@ -189,8 +188,7 @@ class ExactResumeMixin:
 
 
 def _not_finite(model: nn.Module, gradients: bool = False) -> str | None:
-    """The name of the first trained parameter that holds NaN or infinity, or whose gradient does; `None` for none.
-    Sharded ones are looked at where this process has them."""
+    """The name of the first trained parameter that holds NaN or infinity here, or whose gradient does; or `None`."""
     named = [(n, p.grad if gradients else p.detach()) for n, p in model.named_parameters() if p.requires_grad]
     local = [(n, getattr(t, "_local_tensor", t)) for n, t in named if t is not None and t.numel()]
     # The largest magnitude is NaN or infinite where any element is; a norm of large numbers could overflow.
@@ -202,8 +200,7 @@ def _not_finite(model: nn.Module, gradients: bool = False) -> str | None:
 
 
 def _replace_by_masters(model: nn.Module, state_dict: dict[str, torch.Tensor]) -> None:
-    """Put the float32 weights that DeepSpeed's optimizer updates in the place of their 16-bit copies in ``state_dict``,
-    which only the process that writes it has. Collective."""
+    """Put the float32 weights of DeepSpeed's optimizer in the place of their 16-bit copies. Collective."""
     from deepspeed.utils import safe_get_full_fp32_param
 
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -247,11 +244,7 @@ class Terminated(SystemExit):
 
 class CheckpointOnExit(TrainerCallback):
     """Saves the last finished optimizer step when training ends early, with the random states and rollouts of its end,
-    and stops an update that is not finite.
-
-    It remembers these before each step, and holds back SIGTERM and Ctrl-C while the optimizer updates weights and the
-    callbacks of the end of its step run.
-    """
+    and stops an update that is not finite. SIGTERM and Ctrl-C are held back while the optimizer updates weights."""
 
     def __init__(self, trainer: Trainer):
         self.trainer = trainer
@@ -310,11 +303,8 @@ class CheckpointOnExit(TrainerCallback):
 
     @contextlib.contextmanager
     def _signals_as_exceptions(self) -> Iterator[None]:
-        """Have SIGTERM raise [`Terminated`], and neither it nor Ctrl-C interrupt an update: they are raised before the
-        next step. A second one does not wait.
-
-        Only in the main thread, and only in place of the handlers that Python starts with: those of others stay.
-        """
+        """Have SIGTERM raise [`Terminated`], and neither it nor Ctrl-C interrupt an update; a second one does not wait.
+        Only in the main thread, and only in place of the handlers that Python starts with."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return
@@ -371,7 +361,6 @@ class CheckpointOnExit(TrainerCallback):
         return reason and f"{reason}; {self._newest_checkpoint()}"
 
     def _newest_checkpoint(self) -> str:
-        """Which checkpoint can be resumed from, in words."""
         path = last_complete_checkpoint(self.trainer.args.output_dir)
         if path is None:
             return f"there is no whole checkpoint in {self.trainer.args.output_dir}"

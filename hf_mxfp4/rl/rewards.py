@@ -1,12 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Verifiable rewards: GSM8K-style number extraction and exact match; and a guard around any reward function.
 
-Two ways to read an answer, reported side by side: *strict*, the number that follows the last ``####`` (the format of
-GSM8K's reference solutions, without which a policy scores near zero), and *flexible*, the last number of the text.
-
-Numbers are compared as exact decimals, never as floats. The ``*_reward`` functions have the signature that TRL's
-trainers call (``reward_func(prompts=..., completions=..., completion_ids=..., <dataset columns>=...)``); the
-``is_*`` predicates are the same tests for one completion, for evaluation.
+Two ways to read an answer: *strict*, the number that follows the last ``####`` (the format of GSM8K's reference
+solutions), and *flexible*, the last number of the text. Numbers are compared as exact decimals. The ``*_reward``
+functions are called by TRL's trainers; the ``is_*`` predicates are the same tests for one completion.
 """
 
 import contextlib
@@ -60,8 +57,8 @@ def normalize_number(s: str) -> str:
     """Return the canonical decimal string of a number: ``"$1,234.50" -> "1234.5"``, ``"+7." -> "7"``, ``"-0" -> "0"``.
 
     Currency symbols, thousands commas, percent signs (the value is not divided by 100) and white space are dropped.
-    Exact for any number of digits: two numbers are equal if and only if their canonical strings are. Raises `TypeError`
-    for other than a str, and `ValueError` for one that is not one decimal number (no exponents, no fractions).
+    Exact for any number of digits. Raises `TypeError` for other than a str, and `ValueError` for one that is not one
+    decimal number (no exponents, no fractions).
     """
     text = _STRIPPED.sub("", _require_str(s, "a number").translate(_MINUS))
     match = _PLAIN.fullmatch(text)
@@ -85,18 +82,16 @@ def extract_strict(text: str) -> str | None:
 def extract_flexible(text: str) -> str | None:
     """Return the last number anywhere in `text`, in canonical form, or None if there is no digit in it.
 
-    Understands ``$``, thousands commas (also LaTeX ``{,}``), ``%``, a trailing full stop, decimals, ``\\boxed{..}`` and
-    negatives (``-5``, ``$-5``, ``-$5``, Unicode minus). A minus that directly follows a letter, a digit or a closing
-    bracket separates two numbers (``3-5`` ends in 5). Units such as ``m^2`` and dates count as numbers. Raises
-    `TypeError` for other than a str.
+    Understands ``$``, thousands commas (also LaTeX ``{,}``), ``%``, decimals, ``\\boxed{..}`` and negatives (``-5``,
+    ``$-5``, ``-$5``, Unicode minus). A minus that directly follows a letter, a digit or a closing bracket separates two
+    numbers (``3-5`` ends in 5). Raises `TypeError` for other than a str.
     """
     last = deque(_FLEXIBLE.finditer(_prepare(text)), maxlen=1)
     return _canonical(last[0] if last else None)
 
 
 def gsm8k_gold(answer_text: str) -> str:
-    """Return the gold answer (canonical form) of a GSM8K reference solution, read strictly. Raises `TypeError` for
-    other than a str, and `ValueError` for a text without ``#### <number>``."""
+    """Return the gold answer of a GSM8K reference solution, read strictly. Raises `ValueError` for none."""
     gold = extract_strict(answer_text)
     if gold is None:
         raise ValueError(f"no '#### <number>' in the reference solution {answer_text!r}")
@@ -190,12 +185,8 @@ class RewardError(RuntimeError):
 
 
 def guard_reward(function: Any) -> Any:
-    """Wrap a reward function so that its failures become [`RewardError`]; its name and signature stay. A
-    `functools.partial` has the name of its function, as in TRL.
-
-    Reward models and model names are returned as they are. A function may return `None` for a completion it does not
-    apply to, but not NaN or infinity.
-    """
+    """Wrap a reward function so that its failures become [`RewardError`]; its name and signature stay. Reward models
+    and their names are returned as they are. A function may return `None` for a completion, but not NaN."""
     if isinstance(function, (str, nn.Module)) or not callable(function):
         return function
     inner = function

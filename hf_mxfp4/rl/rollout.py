@@ -49,8 +49,8 @@ _FEW = 0.3
 
 
 class SampledLogProbs(LogitsProcessor):
-    """Last in `generate`'s chain of processors: keeps the log-probability of each token that was drawn. It sees the
-    scores of a position before the token is drawn, so the token is read off the next call's input."""
+    """Last in `generate`'s chain of processors: keeps the log-probability of each token that was drawn, which it reads
+    off the next call's input."""
 
     def __init__(self):
         self._steps: list[torch.Tensor] = []
@@ -173,9 +173,8 @@ def kept_sequences(log_ratio: torch.Tensor, mask: torch.Tensor, mode: str | None
 class RolloutCorrection:
     """Importance weights (`rollout_correction*`), rejected sequences and the `sampling/*` metrics.
 
-    Both need the log-probabilities of the sampled tokens under the policy as it is when training on them begins. Where
-    TRL does not compute those (rollouts and updates are aligned), the training step itself does. The weights multiply
-    the advantages, of which TRL's losses take one per token as well; VESPO takes them as they are.
+    Both need the log-probabilities of the sampled tokens as training on them begins. Where TRL does not compute those
+    (rollouts and updates are aligned), the training step itself does. The weights multiply the advantages.
     """
 
     def __init__(self, args: Any, accelerator: Accelerator, record: Callable[[str, float], None]):
@@ -191,8 +190,8 @@ class RolloutCorrection:
 
     @contextlib.contextmanager
     def weighting(self, inputs: dict[str, Any], step: int) -> Iterator[dict[str, Any]]:
-        """Give the training batch to compute the loss of: its advantages are weighted already, or not there before
-        [`take_log_probs`] was called, so that a loss that reads them earlier fails."""
+        """Give the training batch to compute the loss of: its advantages are weighted, or missing until
+        [`take_log_probs`] was called."""
         if _SAMPLED not in inputs:
             yield inputs
             return
@@ -261,17 +260,15 @@ class RolloutCorrection:
 
 
 class MismatchSums:
-    """Sums over tokens and sequences, of several batches and then of all processes, and the measures they give."""
+    """Sums over tokens and sequences of several batches, then of all processes, and the measures they give."""
 
     def __init__(self):
-        self._sums: torch.Tensor | None = None
-        self._extremes: torch.Tensor | None = None
+        self._batches: list[torch.Tensor] = []  # of each the sums, and three maxima
 
     def add(
         self, log_ratio: torch.Tensor, mask: torch.Tensor, mode: str, cap: float, kept: torch.Tensor | None = None
     ) -> None:
-        """Count one batch, with the weights that ``mode`` and ``cap`` would give it; those of sequences that are not
-        ``kept`` are zero."""
+        """Count one batch, with its weights under ``mode`` and ``cap``, zero for sequences that are not ``kept``."""
         kept = torch.ones_like(mask[:, 0]) if kept is None else kept
         mask, exact = mask.bool(), widest_float(log_ratio.device)
         has_tokens = mask.any(dim=1)
@@ -283,26 +280,23 @@ class MismatchSums:
         clipped, weights = judged > cap, weights.to(exact)
         log_ratio = log_ratio[mask].to(exact)
         ratio = log_ratio.clamp(-_LARGEST, _LARGEST).exp()
-        parts = [
+        sums = [
             torch.ones_like(ratio), ratio, ratio.square(), ratio - 1 - log_ratio, log_ratio.abs(),
             torch.ones_like(by_sequence), by_sequence, by_sequence.square(), clipped.to(exact),
             torch.ones_like(weights), weights, weights.square(), rejected[has_tokens].to(exact),
         ]  # fmt: skip
-        sums = torch.stack([part.sum() for part in parts])
-        largest = [torch.full((), -torch.inf, dtype=exact, device=ratio.device)] * 3
-        if ratio.numel():
-            largest = [(-ratio).max(), ratio.max(), log_ratio.abs().max()]
-        extremes = torch.stack(largest)
-        self._sums = sums if self._sums is None else self._sums + sums
-        self._extremes = extremes if self._extremes is None else torch.maximum(self._extremes, extremes)
+        nothing = ratio.new_full((1,), -torch.inf)
+        maxima = [torch.cat([nothing, each]).max() for each in (-ratio, ratio, log_ratio.abs())]
+        self._batches.append(torch.stack([*(each.sum() for each in sums), *maxima]))
 
     def measures(self, gather: Callable[[torch.Tensor], torch.Tensor]) -> dict[str, float]:
         """Return metrics under the names that they are logged by; empty when no process had a token. ``gather``
-        concatenates a tensor's first axis over processes, as `Accelerator.gather` does."""
-        rows = gather(torch.cat([self._sums, self._extremes]).unsqueeze(0))
-        sums = rows[:, : len(self._sums)].sum(dim=0).tolist()
-        smallest, largest, difference = rows[:, len(self._sums) :].amax(dim=0).tolist()
-        tokens, total, squares, k3, absolute, sequences, by_sequence, by_sequence_squares, *sums = sums
+        concatenates a tensor's first axis over processes, which have the same number of batches."""
+        rows = gather(torch.stack(self._batches))
+        smallest, largest, difference = rows[:, -3:].amax(dim=0).tolist()
+        tokens, total, squares, k3, absolute, sequences, by_sequence, by_sequence_squares, *sums = (
+            rows[:, :-3].sum(dim=0).tolist()
+        )
         clipped, judged, weights, weight_squares, rejected = sums
         if tokens == 0:
             return {}

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Router replay between a rollout and the training on it (R3, arXiv 2510.11370): the experts that a mixture chose while
-it sampled are those that it trains with."""
+"""Router replay (R3, arXiv 2510.11370): the experts that a mixture chose while it sampled are those that it trains
+with."""
 
 import contextlib
 import re
@@ -28,9 +28,6 @@ class RouterReplay:
     [`ReplayReport`]. Raises `ValueError` when the model has no router.
 
     Args:
-        model: the policy.
-        accelerator: averages the metrics over processes.
-        record: called with a metric's name and value.
         llm: the colocated vLLM that samples; `None` for `generate`.
         is_scored_by_trl: whether TRL computes log-probabilities of each rollout before anything else does.
     """
@@ -61,11 +58,8 @@ class RouterReplay:
 
     def padded(self, prompt_mask: torch.Tensor, completions: torch.Tensor) -> torch.Tensor:
         """Return the recording of the last rollout for its padded batch, prompts left and completions right:
-        ``[B, P]``, ``[B, C]`` (for the width) -> int16 ``[B, P + C, layers, k]`` on the CPU, where it takes no
-        accelerator memory while it waits.
-
-        Raises `RouterReplayError` when no rollout of this size was recorded.
-        """
+        ``[B, P]``, ``[B, C]`` (for the width) -> int16 ``[B, P + C, layers, k]`` on the CPU. Raises
+        `RouterReplayError` when no rollout of this size was recorded."""
         if self._rows is None or len(self._rows) != len(prompt_mask):
             recorded = 0 if self._rows is None else len(self._rows)
             raise RouterReplayError(
@@ -82,8 +76,7 @@ class RouterReplay:
     @contextlib.contextmanager
     def scoring_next(self, mask: torch.Tensor, width: int) -> Iterator[None]:
         """[`scoring`] where TRL computes log-probabilities of the last rollout for the first time; else nothing.
-        ``mask`` is ``[B, P + C]``, and ``width`` C.
-        """
+        ``mask`` is ``[B, P + C]``, and ``width`` C."""
         if not self._is_scored_next:
             yield
             return
@@ -100,11 +93,8 @@ class RouterReplay:
 
     @contextlib.contextmanager
     def training(self, inputs: dict[str, Any]) -> Iterator[ReplayReport]:
-        """Replay the recording in a training batch, and log what it did when it ends: gradient checkpointing runs
-        forward passes in the backward pass, so it is to last until that is over.
-
-        Raises `RouterReplayError` when the batch has no recording, or one that does not cover it.
-        """
+        """Replay the recording in a training batch, until its backward pass is over, and log what it did. Raises
+        `RouterReplayError` when the batch has no recording, or one that does not cover it."""
         required = routed_tokens(inputs["prompt_mask"], inputs["completion_mask"])
         if inputs.get(BATCH_KEY) is None:
             raise RouterReplayError(
@@ -121,8 +111,7 @@ class RouterReplay:
 
 def routed_tokens(prompt_mask: torch.Tensor, completion_mask: torch.Tensor) -> torch.Tensor:
     """Return the tokens that generation fed to the model, bool ``[B, P + C]``: all but padding and each completion's
-    last, whose routing has no part in any log-probability: that of completion token t is read at position t - 1.
-    """
+    last, whose routing has no part in any log-probability."""
     completion_mask = completion_mask.bool()
     order = completion_mask.cumsum(dim=1)
     fed = completion_mask & (order < order[:, -1:])

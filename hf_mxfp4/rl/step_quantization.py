@@ -2,8 +2,8 @@
 """One quantization of each weight per optimizer step, for its rollouts, log-probabilities and passes; their count; and
 what the trainers of this package do around a training.
 
-A Trainer's optimizer steps, loads checkpoints, calls callbacks and evaluates outside of `training_step`. So
-quantizations are kept from the first `training_step` of an optimizer step to the end of the last one alone.
+Quantizations are kept from the first `training_step` of an optimizer step to the end of the last one, outside of which
+a Trainer's optimizer steps, loads checkpoints, calls callbacks and evaluates.
 """
 
 import contextlib
@@ -26,9 +26,7 @@ class StepQuantization:
 
     Metrics: `quantization/weights_per_step`, quantizations of weights for forward products in an optimizer step, its
     rollouts included; `quantization/dgrad_weights_per_step`, those of schemes whose Dgrad takes another. Each matrix
-    of experts counts. Not counted: evaluation, what callbacks measure, and codes that are pushed to vLLM.
-
-    The accelerator knows the last micro-batch of a step, and whether weights are sharded, so that none is kept.
+    of experts counts; evaluation, callbacks and pushes to vLLM do not.
     """
 
     def __init__(

@@ -3,9 +3,8 @@
 
 One training step, in order, and what of this package has a part in it:
 
-1. A step begins: `exit_checkpoint` remembers random states, for a checkpoint of this point; layers that draw random
-   numbers are told the step ([`QuantizationStepCallback`]). From here to the last backward pass of the step
-   `quantization` keeps what each weight was quantized to.
+1. A step begins: `exit_checkpoint` remembers random states; layers that draw random numbers are told the step
+   ([`QuantizationStepCallback`]). From here to its last backward pass `quantization` keeps quantized weights.
 2. Completions are sampled (`_generate`), with `noise` on norms (or on what `vllm_policy` pushes), while `routing`
    records the experts. Around a single `generate` (`_generate_single_turn`) the log-probability of every token is
    recorded ([`recorded_log_probs`]).
@@ -18,8 +17,8 @@ One training step, in order, and what of this package has a part in it:
 8. What was measured is logged, checkpoints are written (`_process_state` is what they have in addition to TRL's), and
    evaluations run on the policy without noise (`evaluate`).
 
-What is switched off is `None`. What is overridden of TRL is overridden here, apart from what [`QuantizedTrainerMixin`]
-and [`ExactResumeMixin`] do to any Trainer.
+What is switched off is `None`. TRL is overridden here, apart from what [`QuantizedTrainerMixin`] and
+[`ExactResumeMixin`] do to any Trainer.
 """
 
 import contextlib

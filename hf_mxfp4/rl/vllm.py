@@ -39,13 +39,7 @@ class VLLMPolicy:
     """The policy as vLLM is to sample from it, whenever TRL's `VLLMGeneration` pushes weights.
 
     TRL's walk over the parameters is replaced, for good. It leaves out what a colocated vLLM that does not sleep has
-    already: frozen weights, since they were pushed.
-
-    Args:
-        generation: TRL's object.
-        noise: what goes on the weights; `None` without.
-        rollout: gives the step and the standard deviation of its noise, now.
-        record: called with a metric's name and value.
+    already: frozen weights, since they were pushed. ``rollout`` gives the step and the standard deviation of its noise.
 
     Attributes:
         engine: what vLLM computes with.
@@ -105,7 +99,7 @@ class VLLMPolicy:
             factors=factors, packs=self.engine.is_packed, pushed=self._pushed, merged=merged,
         )  # fmt: skip
         # In vLLM's dtype half of the bytes; other parameters may be in another one there.
-        quantized = {} if self.engine.is_assumed else {plain_name(m.full_name) for m in trainable_matrices(model)}
+        quantized = {plain_name(matrix.full_name) for matrix in trainable_matrices(model)}
         n_bytes = n_tensors = 0
         for name, tensor in tensors:
             if name in quantized and tensor.is_floating_point():
@@ -120,8 +114,7 @@ class VLLMPolicy:
             self._record("vllm/sync_bytes", n_bytes)
 
     def _of_policy(self) -> tuple[Parameters, set[str], dict, dict]:
-        """The parameters to push, those of them that have adapters in them already, what adapters add to others, and
-        the factors of adapters that are pushed apart."""
+        """The parameters to push, those that have adapters in them, what adapters add to others, and their factors."""
         model, packs = self._model, self.engine.is_packed
         # Of layers without adapters vLLM has zeros, unless it throws them away; a server is to load those of a layer
         # that is joined with one that has an adapter.
@@ -138,8 +131,7 @@ class VLLMPolicy:
 
 
 def _without_merging(walk: Callable[[], Parameters], model: nn.Module) -> Parameters:
-    """TRL's walk over the parameters of a PEFT model, which gathers what is sharded, without the merge and unmerge
-    around it, which would write the master weights."""
+    """TRL's walk over the parameters of a PEFT model without the merge around it, which would write master weights."""
     merges = []
     model.merge_adapter, model.unmerge_adapter = lambda: merges.append(True), lambda: None
     try:
@@ -152,8 +144,8 @@ def _without_merging(walk: Callable[[], Parameters], model: nn.Module) -> Parame
 
 
 class PushedWeights:
-    """Frozen parameters of the policy that vLLM has as they are now, since they were pushed; one that was replaced, or
-    written in place, is another one. ``left_out`` need not be pushed in the walk that has begun."""
+    """Frozen parameters of the policy that vLLM has as they are now; one that was replaced or written is another one.
+    ``left_out`` need not be pushed in the walk that has begun."""
 
     def __init__(self, model: nn.Module):
         self._model = model
@@ -180,8 +172,7 @@ class PushedWeights:
 
 
 def _plain_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """The parameters of a policy by the names that they have without PEFT and other wrappers: of one that PEFT trains a
-    copy of the copy, and none of adapters."""
+    """The parameters of a policy by the names that they have without wrappers; none of adapters."""
     found = {}
     for name, parameter in model.named_parameters():
         if ".lora_" in name or ".original_module." in name:
@@ -207,11 +198,8 @@ def rollout_parameters(
     pushed: PushedWeights | None = None,
     merged: Set[str] = frozenset(),
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """The pairs of ``named`` with quantized weights in place of master weights, and noise on the weights of
-    norms: that of a rollout in this process, at the same step.
-
-    What the noise changed, after rounding to the dtype that is pushed and to that of vLLM, is left in the
-    ``last_report`` of ``noise``.
+    """The pairs of ``named`` with quantized weights in place of master weights, and noise on the weights of norms. What
+    the noise changed, after rounding to the dtype of vLLM, is left in its ``last_report``.
 
     Args:
         deltas: what adapters add to parameters, see [`adapter_sums`]; added in float32, after quantization.
@@ -221,9 +209,8 @@ def rollout_parameters(
         pushed: what vLLM has, and what is left out therefore; it is told what is pushed.
         merged: the names of ``named`` that have adapters in them, which ``pushed`` does not see.
 
-    Raises `ValueError` for a forward scheme that weights alone cannot express, such as one with rotated operands.
-    Raises `RuntimeError` at the end when the model has quantized layers, or noise is on, and no name matched them, or
-    when an adapter's did not.
+    Raises `ValueError` for a forward scheme that weights alone cannot express, and `RuntimeError` at the end when
+    quantized layers, noise or an adapter met no name.
     """
     check_forward(model)
     quantized = {plain_name(matrix.full_name): matrix for matrix in trainable_matrices(model)}

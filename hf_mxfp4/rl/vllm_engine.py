@@ -42,9 +42,8 @@ class VLLMServerError(RuntimeError):
 
 @contextlib.contextmanager
 def vllm_in_scheme(args: Any) -> Iterator[None]:
-    """Have TRL, within this context, make a colocated vLLM that computes as the policy does, where the plugin can, and
-    that returns the experts it chooses, if `router_replay` needs it to. The log says why where it cannot. Raises
-    `RuntimeError` where TRL makes none."""
+    """Have TRL, within this context, make a colocated vLLM that computes as the policy does, where the plugin can (the
+    log says why not), and that returns the experts it chooses for `router_replay`."""
     make = getattr(vllm_generation, "LLM", None)
     if not args.use_vllm or args.vllm_mode != "colocate" or make is None:  # without vLLM TRL says so
         yield
@@ -82,10 +81,7 @@ def _options(model: nn.Module, args: Any) -> dict[str, Any]:
 
 def quantization_config(model: nn.Module, args: Any) -> tuple[dict[str, Any] | None, str]:
     """Return the `quantization_config` for vLLM to compute as the policy does, and what that is in words; `None`, and
-    the reason, where vLLM can take the checkpoint only as it is.
-
-    Raises `ValueError` for a policy that no vLLM can sample from, see [`check_forward`].
-    """
+    the reason, where vLLM can take the checkpoint only as it is. Raises as [`check_forward`]."""
     check_forward(model)
     if args.vllm_weights == "checkpoint":
         return None, "vllm_weights='checkpoint'"
@@ -158,44 +154,39 @@ class VLLMEngine:
 
     dtype: torch.dtype  # of its weights
     inputs: Any  # the scheme that its layers quantize their inputs by; `None` for full precision
-    is_assumed: bool  # some of that is read off the checkpoint that it was started on, since it does not say
     scheme: MXFP4RLConfig | None = None  # of its layers; `None` where it is none of ours, or it does not say which
     settings: EngineSettings | None = None  # how it keeps their weights; `None` without a scheme
 
     @classmethod
     def of(cls, generation: Any) -> "VLLMEngine":
-        """Ask TRL's `VLLMGeneration`: its vLLM in this process or its server; for want of an answer, the checkpoint of
-        its model. All processes must call this."""
+        """Ask TRL's `VLLMGeneration`: its vLLM in this process or its server. All processes must call this."""
         config = getattr(getattr(getattr(generation, "llm", None), "llm_engine", None), "vllm_config", None)
         if config is None:
             return cls._of_server(generation)
         scheme = getattr(config.quant_config, "scheme", None)
         if not isinstance(scheme, MXFP4RLConfig):
-            return cls(config.model_config.dtype, None, is_assumed=False)
+            return cls(config.model_config.dtype, None)
         settings = getattr(config.quant_config, "settings", None) or EngineSettings(weights="dense")
-        return cls(config.model_config.dtype, scheme.activation_scheme, False, scheme, settings)
+        return cls(config.model_config.dtype, scheme.activation_scheme, scheme, settings)
 
     @classmethod
     def _of_server(cls, generation: Any) -> "VLLMEngine":
-        answer = _server_answer(generation)
-        stored = _stored_config(answer.get("model") or getattr(getattr(generation, "model", None), "name_or_path", ""))
-        overrides = answer.get("hf_overrides")  # of a server that was given another scheme than its checkpoint has
-        stored = {**stored, **(overrides if isinstance(overrides, dict) else {})}
-        scheme = stored.get("quantization_config") or {}
-        is_ours = scheme.get("quant_method") == QUANT_METHOD
-        # Of a plugin's scheme a server gives the name alone.
-        is_known = "dtype" in answer and is_ours == (answer.get("quantization") == QUANT_METHOD)
-        dtype = _dtype(answer["dtype"]) if "dtype" in answer else None
-        if dtype is None:
-            dtype = _dtype(stored.get("dtype", stored.get("torch_dtype"))) or torch.float32
-            dtype = torch.bfloat16 if dtype == torch.float32 else dtype  # as vLLM's dtype="auto" does
-        if not is_ours:
-            return cls(dtype, None, is_assumed=not is_known)
-        settings = EngineSettings.read(scheme.get(SETTINGS_KEY))
-        scheme = MXFP4RLConfig.from_dict(scheme)
-        # A server that does not say is not given codes.
-        known = (scheme, settings) if is_known else (None, None)
-        return cls(dtype, scheme.activation_scheme, not is_known, *known)
+        answers, client = [None], getattr(generation, "vllm_client", None)  # of the main process
+        if client is not None:
+            answers = [client.get_server_info()["model_config"]]
+        broadcast_object_list(answers, from_process=0)
+        (answer,) = answers
+        dtype = getattr(torch, str(answer["dtype"]).removeprefix("torch."))
+        if answer.get("quantization") != QUANT_METHOD:
+            return cls(dtype, None)
+        # Of a plugin's scheme a server gives the name alone; the rest is in its checkpoint, or was given to it.
+        stored, overrides = _stored_config(answer["model"]), answer.get("hf_overrides")
+        scheme = {**stored, **(overrides if isinstance(overrides, dict) else {})}.get("quantization_config")
+        if scheme is None:
+            get_logger().warning("the scheme of vLLM is not known: its checkpoint %s is not here", answer["model"])
+            return cls(dtype, None)
+        settings, scheme = EngineSettings.read(scheme.get(SETTINGS_KEY)), MXFP4RLConfig.from_dict(scheme)
+        return cls(dtype, scheme.activation_scheme, scheme, settings)
 
     @property
     def is_packed(self) -> bool:
@@ -234,42 +225,21 @@ class VLLMEngine:
 
     def describe(self, model: nn.Module, args: Any) -> None:
         """Log what vLLM samples with, and warn where it is something else than the policy trains with."""
-        source = "assumed from its checkpoint, as dtype='auto' does" if self.is_assumed else "as it says"
         form = "quantized weights in 4 bits, others in" if self.is_packed else "weights in"
-        get_logger().info("vLLM keeps %s %s (%s)", form, str(self.dtype).removeprefix("torch."), source)
+        get_logger().info("vLLM keeps %s %s", form, str(self.dtype).removeprefix("torch."))
         if not self.quantizes_as(model):
             trained = " and ".join(sorted({str(layer.config.activation_scheme) for layer in _quantized(model)}))
             remedy = "nothing corrects the difference, since rollout_correction is off"
             if args.rollout_correction:
                 remedy = f"importance weights ({args.rollout_correction_mode}) account for the difference"
             get_logger().warning(
-                "vLLM samples with activations in %s (%s) and the policy trains with %s; %s",
-                self.inputs or "full precision", source, trained, remedy,
+                "vLLM samples with activations in %s and the policy trains with %s; %s",
+                self.inputs or "full precision", trained, remedy,
             )  # fmt: skip
 
 
 def _quantized(model: nn.Module) -> list[nn.Module]:
     return [module for module in model.modules() if isinstance(module, QUANTIZED)]
-
-
-def _server_answer(generation: Any) -> dict[str, Any]:
-    """What a vLLM server says of its model, to all processes; empty where there is none, or it does not say."""
-    if getattr(generation, "mode", None) != "server":
-        return {}
-    answers = [{}]
-    client = getattr(generation, "vllm_client", None)  # of the main process
-    if client is not None:
-        try:
-            answers = [client.get_server_info()["model_config"]]
-        except (OSError, RuntimeError, KeyError) as error:
-            get_logger().info("the vLLM server does not say what it computes with: %s", error)
-    broadcast_object_list(answers, from_process=0)
-    return answers[0]
-
-
-def _dtype(name: Any) -> torch.dtype | None:
-    found = getattr(torch, str(name).removeprefix("torch."), None)
-    return found if isinstance(found, torch.dtype) else None
 
 
 def _stored_config(name: str) -> dict[str, Any]:

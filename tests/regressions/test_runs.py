@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from grpo_runs import even_digits, logged, prompts, trainer_factory
+from grpo_runs import even_digits, logged, prompts, trainer_factory, vllm_llm
 from same_bits import assert_same, weights
 from tiny_models import make_model
 
@@ -58,6 +58,8 @@ def test_b14_b25_evaluations_come_at_their_cadence_and_after_the_last_step_besid
 
 class Engine:
     """TRL's interface to vLLM, holding the weights that were pushed last."""
+
+    llm = vllm_llm()
 
     def __init__(self, trainer):
         self.trainer, self.held, self.sampled_with = trainer, None, []

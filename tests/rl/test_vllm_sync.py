@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
 import json
-import re
 from types import SimpleNamespace
 
 import pytest
@@ -191,64 +190,33 @@ def test_a_walk_that_does_not_merge_is_an_error():
 # ---- what vLLM computes with ----------------------------------------------------------------------------------------
 
 
-def engine_of(tmp_path, llm=None, **stored):
-    """Of a `VLLMGeneration` whose model came from a folder with this config.json."""
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen2", **stored}))
-    generation = SimpleNamespace(model=SimpleNamespace(name_or_path=str(tmp_path)))
-    if llm is not None:
-        generation.llm = llm
-    return VLLMEngine.of(generation)
-
-
 W4A4, W4A16 = (factors_config(mode="packed", preset=preset) for preset in ("w4a4", "w4a16"))
-FALLBACK = factors_config(mode="packed", preset="w4a4", outlier_fallback=0.5)  # as QAT has by default
-
-
-@pytest.mark.parametrize(
-    ("stored", "expected"),
-    [
-        ({"dtype": "float32"}, (torch.bfloat16, None)),  # what vLLM makes of it
-        ({"dtype": "float16"}, (torch.float16, None)),
-        ({"torch_dtype": "bfloat16"}, (torch.bfloat16, None)),
-        ({}, (torch.bfloat16, None)),
-        ({"quantization_config": W4A4.to_dict()}, (torch.bfloat16, W4A4.activation_scheme)),
-        ({"quantization_config": W4A16.to_dict()}, (torch.bfloat16, None)),
-        ({"quantization_config": {"quant_method": "fp8"}}, (torch.bfloat16, None)),
-    ],
-    ids=str,
-)
-def test_the_checkpoint_says_what_vllm_computes_with_where_it_does_not(tmp_path, stored, expected):
-    found = engine_of(tmp_path, **stored)
-    assert (found.dtype, found.inputs) == expected and found.is_assumed
 
 
 OVERRIDES = {"quantization_config": {"quant_method": "mxfp4_rl", "mode": "qat", "preset": "w4a4"}}
 
 
 class Client:
-    """TRL's client of a server that says this of its model; of one that says nothing."""
+    """TRL's client of a server that says this of its model."""
 
     def __init__(self, answer):
         self.answer = answer
 
     def get_server_info(self):
-        if self.answer is None:
-            raise RuntimeError("The vLLM server does not expose its development endpoints")
         return {"model_config": self.answer}
 
 
 @pytest.mark.parametrize(
     ("answer", "expected"),
     [
-        ({"dtype": "torch.float32", "quantization": "mxfp4_rl"}, (torch.float32, W4A4.activation_scheme, False)),
-        ({"dtype": "torch.float16", "quantization": None, "model": "plain"}, (torch.float16, None, False)),
-        # Not the folder that the policy was loaded from, and not here.
-        ({"dtype": "torch.float16", "quantization": "mxfp4_rl", "model": "no"}, (torch.float16, None, True)),
-        (None, (torch.bfloat16, W4A4.activation_scheme, True)),
+        ({"dtype": "torch.float32", "quantization": "mxfp4_rl", "model": ""}, (torch.float32, W4A4.activation_scheme)),
+        ({"dtype": "torch.float16", "quantization": None, "model": "plain"}, (torch.float16, None)),
+        # Not here.
+        ({"dtype": "torch.float16", "quantization": "mxfp4_rl", "model": "no"}, (torch.float16, None)),
         # Of a checkpoint in full precision, by --hf-overrides.
         (
             {"dtype": "torch.float32", "quantization": "mxfp4_rl", "model": "plain", "hf_overrides": OVERRIDES},
-            (torch.float32, MXFP4RLConfig(preset="w4a4").activation_scheme, False),
+            (torch.float32, MXFP4RLConfig(preset="w4a4").activation_scheme),
         ),
     ],
     ids=str,
@@ -257,42 +225,15 @@ def test_a_server_is_asked(tmp_path, answer, expected):
     (tmp_path / "plain").mkdir()
     (tmp_path / "plain" / "config.json").write_text(json.dumps({"model_type": "qwen2"}))
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen2", "quantization_config": W4A4.to_dict()}))
-    if answer and "model" in answer:
-        answer = {**answer, "model": str(tmp_path / answer["model"])}
-    model = SimpleNamespace(name_or_path=str(tmp_path))
-    found = VLLMEngine.of(SimpleNamespace(mode="server", vllm_client=Client(answer), model=model))
-    assert (found.dtype, found.inputs, found.is_assumed) == expected
+    client = Client({**answer, "model": str(tmp_path / answer["model"])})
+    found = VLLMEngine.of(SimpleNamespace(mode="server", vllm_client=client))
+    assert (found.dtype, found.inputs) == expected
 
 
-def test_a_colocated_vllm_is_asked(tmp_path):
-    found = engine_of(tmp_path, vllm_llm(torch.float16), quantization_config=W4A4.to_dict())
-    assert (found.dtype, found.inputs, found.is_assumed) == (torch.float16, None, False)
-    found = engine_of(tmp_path, vllm_llm(torch.float32, W4A4))
-    assert (found.dtype, found.inputs, found.is_assumed) == (torch.float32, W4A4.activation_scheme, False)
-
-
-@pytest.mark.parametrize(
-    ("policy", "loaded", "correction", "expected"),
-    [
-        ("w4a16", None, True, None),
-        ("w4a16", W4A16, True, None),
-        ("w4a4", FALLBACK, True, None),
-        ("w4a4", W4A4, True, "account for the difference"),
-        ("w4a4", None, True, "activations in full precision .as it says.*account for the difference"),
-        ("w4a4", W4A16, False, "full precision.*nothing corrects the difference"),
-        ("w4a16", W4A4, True, r"trains with None; importance weights \(token_truncate\) account"),
-    ],
-)
-def test_words_about_activations_are_true_of_both_sides(caplog, policy, loaded, correction, expected):
-    model = make_model()
-    quantize_linears(model, factors_config(preset=policy))
-    engine = VLLMEngine.of(SimpleNamespace(llm=vllm_llm(scheme=loaded)))
-    args = MXFP4GRPOConfig(use_cpu=True, bf16=False, use_vllm=True, rollout_correction=correction)
-    caplog.clear()
-    engine.describe(model, args)
-    warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
-    assert len(warnings) == (expected is not None) and engine.quantizes_as(model) == (expected is None)
-    assert all(re.search(expected, text) for text in warnings)
+def test_a_colocated_vllm_is_asked():
+    for dtype, scheme, inputs in ((torch.float16, None, None), (torch.float32, W4A4, W4A4.activation_scheme)):
+        found = VLLMEngine.of(SimpleNamespace(llm=vllm_llm(dtype, scheme)))
+        assert (found.dtype, found.inputs) == (dtype, inputs)
 
 
 def test_noise_is_measured_after_the_rounding_of_vllm(build):

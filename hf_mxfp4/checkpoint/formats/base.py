@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 #: Reads a tensor of the files by its name, or one slice of its first axis.
 Read = Callable[..., torch.Tensor]
 Packed = Mapping[str, torch.Tensor]
+Names = Sequence[str]
 
 
 class Format(ABC):
@@ -41,30 +42,27 @@ class Format(ABC):
         return self
 
     def quantization_config(
-        self, config: MXFP4RLConfig, ignored: Sequence[str], quantized: Sequence[str] = ()
+        self, config: MXFP4RLConfig, ignored: Names, quantized: Names = ()
     ) -> dict[str, Any] | None:
-        """Return the entry of `config.json`; `None` for none. ``ignored``: linear layers that are not quantized, and
-        experts by the names that files have. ``quantized``: weights that are, by the names in the model."""
+        """Return the entry of `config.json`, if any. ``ignored``: names in files of what is not quantized.
+        ``quantized``: weights that are, by the names in the model."""
         return None
 
     def more_files(self, options: Mapping[str, Any]) -> dict[str, Any]:
         """Return JSON files that engines read in addition to ``options``, the entry of `config.json`, by name."""
         return {}
 
-    def notes(self, config: MXFP4RLConfig, ignored: Sequence[str], quantized: Sequence[str] = ()) -> list[str]:
-        """Say what of ``config`` the format leaves out, apart from the weights; in sentences for the user.
-        Arguments as those of [`quantization_config`]."""
+    def notes(self, config: MXFP4RLConfig, ignored: Names, quantized: Names = ()) -> list[str]:
+        """Say what of ``config`` the format leaves out, apart from the weights; in sentences for the user."""
         scheme = config.activation_scheme
         return [] if scheme is None else [f"Activations were quantized ({scheme}); {self.activations}."]
 
     def full_tensors(self, layer: str, shape: LayerShape, weight: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Return the tensors that a full-precision weight ``[N, K]`` or ``[experts, N, K]`` is stored as. On the meta
-        device too."""
+        """Return the tensors that a full-precision weight ``[N, K]`` or ``[experts, N, K]`` is stored as."""
         return plain_tensors(layer, shape, weight)
 
     def others(self, tensors: Sequence[NewTensor], dtype: torch.dtype) -> list[NewTensor]:
-        """Return the tensors of the files for those that are not quantized, of a model in ``dtype``: by default the
-        same, in bfloat16."""
+        """Return the tensors of the files for those that are not quantized, of a model in ``dtype``."""
         return [tensor.cast(dtype, torch.bfloat16) for tensor in tensors]
 
     def write(
@@ -104,8 +102,7 @@ class PackedFormat(Format):
 
     @abstractmethod
     def tensors(self, layer: str, shape: LayerShape, packed: Packed) -> dict[str, torch.Tensor]:
-        """Return the tensors that the ``weight`` and ``weight_scale`` of all matrices of a layer are stored as; no
-        arithmetic, the same bits. On the meta device too."""
+        """Return the tensors that the ``weight`` and ``weight_scale`` of all matrices of a layer are stored as."""
 
     def specs(self, layer: str, shape: LayerShape) -> dict[str, torch.Tensor]:
         """Return [`tensors`] on the meta device."""
@@ -181,7 +178,7 @@ class BF16Format(Format):
     name = "bf16"
     activations = "the exported model computes in full precision"
 
-    def notes(self, config: MXFP4RLConfig, ignored: Sequence[str], quantized: Sequence[str] = ()) -> list[str]:
+    def notes(self, config: MXFP4RLConfig, ignored: Names, quantized: Names = ()) -> list[str]:
         notes = super().notes(config, ignored, quantized)
         if config.weight_rotation is None:
             return notes

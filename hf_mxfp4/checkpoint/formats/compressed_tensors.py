@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 from ...config import MXFP4RLConfig
 from ..folder import CheckpointError
-from .base import RenamedFormat, expect
+from .base import Names, RenamedFormat, expect
 
 
 FORMAT = "mxfp4-pack-quantized"
@@ -39,9 +39,7 @@ class CompressedTensorsFormat(RenamedFormat):
         "keeps W4A4, in plain MXFP4"
     )
 
-    def quantization_config(
-        self, config: MXFP4RLConfig, ignored: Sequence[str], quantized: Sequence[str] = ()
-    ) -> dict[str, Any]:
+    def quantization_config(self, config: MXFP4RLConfig, ignored: Names, quantized: Names = ()) -> dict[str, Any]:
         weights = {**_ELEMENTS, "dynamic": False, "scale_dtype": "torch.uint8", "zp_dtype": "torch.uint8"}
         group = {"targets": ["Linear"], "weights": weights, "input_activations": None, "output_activations": None}
         groups = {"group_0": {**group, "format": self.format}}
@@ -55,7 +53,7 @@ class CompressedTensorsFormat(RenamedFormat):
             "ignore": list(ignored),
         }
 
-    def notes(self, config: MXFP4RLConfig, ignored: Sequence[str], quantized: Sequence[str] = ()) -> list[str]:
+    def notes(self, config: MXFP4RLConfig, ignored: Names, quantized: Names = ()) -> list[str]:
         notes = super().notes(config, ignored, quantized)
         if has_experts(ignored) and has_experts(quantized):
             notes.append(

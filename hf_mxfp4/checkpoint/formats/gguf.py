@@ -4,10 +4,8 @@
 GGML's `block_mxfp4` has 17 bytes for 32 elements: a scale byte and the codes. Byte ``j`` has element ``j`` in the low
 nibble and ``j + 16`` in the high one, where this package has ``2j`` and ``2j + 1``. Byte 255, NaN here, is 2^128 there.
 
-Tensors have the names of the package `gguf`. Rows of ``q`` and ``k`` are stored in another order for Llama, whose
-rotary embedding rotates adjacent rows there. Gate and up projections of experts are tensors of their own; in gpt-oss
-models their rows alternate. Of tensors that are not quantized, vectors and routers are float32, as llama.cpp wants
-them; the others keep 16 bits.
+Rows of ``q`` and ``k`` are stored in another order for Llama, whose rotary embedding rotates adjacent rows there. Of
+tensors that are not quantized, vectors and routers are float32, as llama.cpp wants them; the others keep 16 bits.
 """
 
 from collections.abc import Mapping, Sequence
@@ -24,7 +22,7 @@ from ...numerics import BLOCK_SIZE
 from ..folder import CheckpointError, CheckpointFolder
 from ..names import LayerShape
 from ..tensors import MAX_SHARD_SIZE, NewTensor
-from .base import Packed, PackedFormat
+from .base import Names, Packed, PackedFormat
 from .gguf_tokenizer import Tokenizer, add_no_tokenizer, read_tokenizer
 
 
@@ -133,7 +131,7 @@ class GGUFFormat(PackedFormat):
             raise CheckpointError(f"format 'gguf' cannot hold {folder.path}: {reason}")
         return GGUFFormat(folder, model)
 
-    def notes(self, config: MXFP4RLConfig, ignored: Sequence[str], quantized: Sequence[str] = ()) -> list[str]:
+    def notes(self, config: MXFP4RLConfig, ignored: Names, quantized: Names = ()) -> list[str]:
         notes = super().notes(config, ignored, quantized)
         if isinstance(self._tokenizer, str):
             notes.append(f"The file has no tokenizer and takes token numbers only: {self._tokenizer}.")

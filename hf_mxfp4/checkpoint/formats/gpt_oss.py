@@ -5,7 +5,7 @@ Experts are MXFP4, all else is bfloat16. Blocks of 32 codes lie together: `[expe
 `[experts, N, K/2]`. Rows of gate and up alternate, as in the model.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,7 +15,7 @@ from ...numerics import BLOCK_SIZE
 from ..folder import CheckpointError, CheckpointFolder
 from ..names import LayerShape
 from ..tensors import StoredTensor
-from .base import ImportableFormat, Packed, Read
+from .base import ImportableFormat, Names, Packed, Read
 
 
 if TYPE_CHECKING:
@@ -57,9 +57,7 @@ class GptOssFormat(ImportableFormat):
             "weight_scale": read(f"{layer}_scales", expert),
         }
 
-    def quantization_config(
-        self, config: MXFP4RLConfig, ignored: Sequence[str], quantized: Sequence[str] = ()
-    ) -> dict[str, Any]:
+    def quantization_config(self, config: MXFP4RLConfig, ignored: Names, quantized: Names = ()) -> dict[str, Any]:
         experts = {name.rpartition(".")[0] for name in ignored if ".experts." in name}
         return {"quant_method": self.quant_method, "modules_to_not_convert": [*_NOT_CONVERTED, *sorted(experts)]}
 

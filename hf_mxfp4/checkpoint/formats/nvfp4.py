@@ -6,7 +6,7 @@ A block scale ``2**e * (1 + m/4)`` is an E4M3 number for 16 binades of ``e``. So
 twice, the tensor scale is a power of two, and the values stay the same.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,7 +26,7 @@ from ...numerics import (
 from ...numerics.corrections import BLOCKS_PER_BYTE, pack_mantissas
 from ..folder import CheckpointFolder
 from ..names import LayerShape
-from .base import Packed, Read
+from .base import Names, Packed, Read
 from .compressed_tensors import CompressedTensorsFormat, has_experts
 
 
@@ -64,9 +64,7 @@ class NVFP4Format(CompressedTensorsFormat):
     ) -> "NVFP4Format":
         return type(self)(config.activation_scheme is not None)
 
-    def quantization_config(
-        self, config: MXFP4RLConfig, ignored: Sequence[str], quantized: Sequence[str] = ()
-    ) -> dict[str, Any]:
+    def quantization_config(self, config: MXFP4RLConfig, ignored: Names, quantized: Names = ()) -> dict[str, Any]:
         options = super().quantization_config(config, ignored, quantized)
         group = options["config_groups"]["group_0"]
         elements = {**self.elements, **_SCALE_DTYPES}
@@ -75,7 +73,7 @@ class NVFP4Format(CompressedTensorsFormat):
             group["input_activations"] = {**elements, "dynamic": self.inputs, "observer": "static_minmax"}
         return options
 
-    def notes(self, config: MXFP4RLConfig, ignored: Sequence[str], quantized: Sequence[str] = ()) -> list[str]:
+    def notes(self, config: MXFP4RLConfig, ignored: Names, quantized: Names = ()) -> list[str]:
         notes, scheme = super().notes(config, ignored, quantized), config.activation_scheme
         if has_experts(quantized):
             notes.append(

@@ -5,13 +5,13 @@ The `quantization_config` has the fields of AMD's published MXFP4 checkpoints. A
 in plain MXFP4.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from ...config import MXFP4RLConfig
 from ...numerics import QuantScheme, ScaleRule
 from ..folder import CheckpointError
-from .base import RenamedFormat, expect
+from .base import Names, RenamedFormat, expect
 
 
 _TENSOR = {"dtype": "fp4", "qscheme": "per_group", "group_size": 32, "scale_format": "e8m0"}
@@ -33,9 +33,7 @@ class QuarkFormat(RenamedFormat):
     quantizes_activations = True
     names = {"weight": "weight", "weight_scale": "weight_scale"}
 
-    def quantization_config(
-        self, config: MXFP4RLConfig, ignored: Sequence[str], quantized: Sequence[str] = ()
-    ) -> dict[str, Any]:
+    def quantization_config(self, config: MXFP4RLConfig, ignored: Names, quantized: Names = ()) -> dict[str, Any]:
         tensor = {**_TENSOR, **_TENSOR_DETAILS, "scale_calculation_mode": _mode(config)}
         activations = {**tensor, "is_dynamic": True} if isinstance(config.activation_scheme, QuantScheme) else None
         return {
@@ -62,7 +60,7 @@ class QuarkFormat(RenamedFormat):
             },
         }
 
-    def notes(self, config: MXFP4RLConfig, ignored: Sequence[str], quantized: Sequence[str] = ()) -> list[str]:
+    def notes(self, config: MXFP4RLConfig, ignored: Names, quantized: Names = ()) -> list[str]:
         scheme, kept = config.activation_scheme, QuantScheme(ScaleRule(_mode(config)))
         if scheme is None or scheme == kept:
             return []

@@ -117,7 +117,6 @@ class MXFP4LoraExperts(MergesIntoPacked, nn.Module, LoraLayer):
 
     @torch.no_grad()
     def reset_lora_parameters(self, adapter_name: str, init_lora_weights: bool | str) -> None:
-        """Set factors as PEFT does: ``A`` uniform (or ``"gaussian"``) and ``B`` zero, or both random for `False`."""
         for side in (self.lora_A, self.lora_B):
             for matrix in (matrix for factors in side[adapter_name].values() for matrix in factors):
                 if side is self.lora_B and init_lora_weights is not False:
@@ -138,10 +137,7 @@ class MXFP4LoraExperts(MergesIntoPacked, nn.Module, LoraLayer):
     def forward(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor, **kwargs: Any
     ) -> torch.Tensor:
-        """Compute what the experts do, with their adapters.
-
-        Raises `ValueError` for ``adapter_names`` (another adapter for each sample): tokens are sorted by expert.
-        """
+        """Compute what the experts do, with their adapters. Raises `ValueError` for ``adapter_names``."""
         if kwargs.get("adapter_names") is not None:
             raise ValueError("adapter_names in one batch is not supported on experts; call the model once per adapter")
         if self.disable_adapters and self.merged:
@@ -193,16 +189,12 @@ class MXFP4LoraExpertParameter(MergesIntoMasters, ParamWrapper):
     """[`peft.tuners.lora.ParamWrapper`] on a projection of [`MXFP4Experts`]: expert ``e`` computes
     ``Q(x) Q(W_e)^T + b_e + s B_e A_e x``, as linear layers and packed experts with adapters do.
 
-    PEFT's own computes with ``Q(W_e + s B_e A_e)``, in which a change below a quantization step is lost.
-    All else is PEFT's, such as the nesting: a wrapper for each parameter, one inside the other. Biases, and weights
-    within [`full_precision`], are adapted by PEFT's own code.
+    PEFT's own computes with ``Q(W_e + s B_e A_e)``, in which a change below a quantization step is lost. All else is
+    PEFT's: a wrapper for each parameter, one inside the other; biases, and weights within [`full_precision`].
     """
 
     def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Compute what the experts do, with their adapters.
-
-        Raises `ValueError` for ``adapter_names`` (another adapter for each sample), as PEFT does.
-        """
+        """Compute what the experts do, with their adapters. Raises `ValueError` for ``adapter_names``, as PEFT does."""
         base, layer, wrappers = self.get_base_layer(), self, {}
         if is_full_precision(base):
             return super().forward(x, *args, **kwargs)

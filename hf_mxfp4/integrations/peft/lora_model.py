@@ -1,14 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""LoRA on a model with quantized layers: what is attached, what is refused, and the scheme of the base in the adapter's
-`adapter_config.json`, which is compared on loading."""
+"""What of PEFT is attached to quantized layers, and what is refused: its methods, LoRA's options and targets; and the
+scheme of the base in the adapter's `adapter_config.json`, which is compared on loading.
+
+A method is supported when its layer uses the quantized layer as a function of its input. A method that reads
+``layer.weight`` would read packed bytes, or compute with the master weight, which has not been quantized.
+"""
 
 import copy
 import dataclasses
+import functools
+import re
 from collections.abc import Iterable
 from typing import Any
 
-from peft import LoraConfig
+from peft import PEFT_TYPE_TO_TUNER_MAPPING, LoraConfig, PeftConfig
 from peft.tuners.lora import LoraModel
+from peft.tuners.tuners_utils import BaseTuner, check_target_module_exists
 from torch import nn
 
 from ..._logging import get_logger
@@ -16,10 +23,16 @@ from ...config import MXFP4RLConfig
 from ...layers import PACKED, QUANTIZED, MXFP4Experts, MXFP4Linear, MXFP4PackedExperts, MXFP4PackedLinear
 from ...utils import nearest_names
 from .layers import MXFP4LoraExpertParameter, MXFP4LoraExperts, MXFP4LoraLinear, MXFP4LoraMasterLinear, lora_on_experts
-from .merging import LOSSY_DB, MergeReport, Merges
-from .methods import targeted_layers
+from .merging import LOSSY_DB, MergeReport, Merges, adapters_on_quantized
 
 
+#: Methods that compute with ``Q(W)`` on every quantized linear layer; names are those of `peft.PeftType`.
+#: `tests/layers/test_peft_methods.py` compares each one with the same method on a plain layer that holds ``Q(W)``.
+SUPPORTED = frozenset(
+    "ADALORA BEFT BOFT C3A FOURIERFT GRALORA IA3 LILY LORA MISS OFT RANDLORA ROAD VBLORA VERA WAVEFT".split()
+)
+#: Methods that do so on trainable layers only: on packed ones they take the shape of the bytes for that of the weight.
+TRAINABLE_ONLY = frozenset({"LOHA", "LOKR", "UNILORA"})
 #: The way that PEFT documents for layers of its users (developer guide, custom models): what stands for LoRA on which.
 _LAYERS = {
     MXFP4PackedLinear: MXFP4LoraLinear,
@@ -38,10 +51,8 @@ _VARIANTS = ("use_dora", "use_qalora", "lora_bias")
 class MXFP4LoraModel(LoraModel):
     """[`peft.LoraModel`] that knows quantized layers.
 
-    Packed layers get [`MXFP4LoraLinear`], packed experts [`MXFP4LoraExperts`], trainable layers
-    [`MXFP4LoraMasterLinear`], and trainable experts, by ``target_parameters``, [`MXFP4LoraExpertParameter`]. What would
-    need full-precision weights that are gone, or would train nothing without a word, is refused with a `ValueError`
-    before the model is touched. The adapter's config records the base's scheme.
+    What would need full-precision weights that are gone, or would train nothing without a word, is refused with a
+    `ValueError` before the model is touched. The adapter's config records the base's scheme.
 
     Attributes:
         merge_report: what the last merge into quantized layers cost; on the model itself after `merge_and_unload`.
@@ -76,8 +87,7 @@ class MXFP4LoraModel(LoraModel):
         self._report(_quantized_lora(self.model))
 
     def merge_and_unload(self, *args: Any, **kwargs: Any) -> nn.Module:
-        """[`peft.LoraModel.merge_and_unload`]; a quantized model stays quantized, and `merge_report` on it says what
-        quantizing the sums cost."""
+        """[`peft.LoraModel.merge_and_unload`]; a quantized model stays quantized, and gets the `merge_report`."""
         layers = _quantized_lora(self.model)
         model = super().merge_and_unload(*args, **kwargs)
         self._report(layers)
@@ -112,7 +122,106 @@ def _quantized_lora(model: nn.Module) -> dict[str, Merges]:
     return layers
 
 
-# ---- what is refused ------------------------------------------------------------------------------------------------
+# ---- methods -------------------------------------------------------------------------------------------------------
+
+
+def targeted_layers(model: nn.Module, config: PeftConfig, tuner: type[BaseTuner]) -> dict[str, nn.Module]:
+    """Return the quantized layers that ``target_modules`` matches, by the names that they have without adapters."""
+    layers = {name.removesuffix(".base_layer"): m for name, m in model.named_modules() if isinstance(m, QUANTIZED)}
+    targets = getattr(config, "target_modules", None)
+    if targets is None:
+        kind = getattr(getattr(model, "config", None), "model_type", None)
+        targets = (getattr(tuner, "target_module_mapping", None) or {}).get(kind)
+        if targets is None:
+            return {}
+    if isinstance(targets, str) and targets.lower() == "all-linear":
+        return {name: layer for name, layer in layers.items() if isinstance(layer, nn.Linear)}
+    config = copy.copy(config)
+    config.target_modules = targets
+    return {name: layer for name, layer in layers.items() if check_target_module_exists(config, name)}
+
+
+def check_method(tuner: BaseTuner, model: nn.Module, config: PeftConfig) -> None:
+    """Raise `ValueError` for a method that cannot compute on the quantized layers that it targets, or that would train
+    packed bytes."""
+    _check_saved_modules(config, model)
+    hit = targeted_layers(model, config, type(tuner))
+    if not hit:
+        return
+    name, layer = next(((n, m) for n, m in hit.items() if isinstance(m, PACKED)), next(iter(hit.items())))
+    is_packed, method = isinstance(layer, PACKED), config.peft_type.name
+    registered = PEFT_TYPE_TO_TUNER_MAPPING.get(config.peft_type)
+    where = f"on {name}, a {'packed' if is_packed else 'trainable'} quantized layer"
+    if registered is None or not isinstance(tuner, registered):
+        raise ValueError(f"{type(tuner).__name__} is not supported {where}: attach {method} with get_peft_model")
+    if method == "MISS" and config.init_weights == "bat":
+        raise ValueError(f"MISS with init_weights='bat' is not supported {where}: it computes with the plain weight")
+    supported = SUPPORTED if is_packed else SUPPORTED | TRAINABLE_ONLY
+    if method not in supported:
+        raise ValueError(
+            f"{method} is not supported {where}: it computes with the layer's weight, which "
+            f"{'is stored in 4 bits' if is_packed else 'is not quantized yet'}, or it has not been tried. Use one of "
+            f"{', '.join(sorted(supported))}, or keep these layers in full precision with "
+            "MXFP4RLConfig(modules_to_not_convert=[...])"
+        )
+
+
+def _check_saved_modules(config: PeftConfig, model: nn.Module) -> None:
+    """Refuse what PEFT would wrap around stored bytes, or a master weight; it compares the ends of names."""
+    layers = {name.removesuffix(".base_layer"): m for name, m in model.named_modules() if isinstance(m, QUANTIZED)}
+    packed = {name: layer for name, layer in layers.items() if isinstance(layer, PACKED)}
+    places = {name[: end.start()] for name in packed for end in re.finditer(r"\.|$", name)}
+    places |= {f"{name}.{own}" for name, layer in packed.items() for own, _ in layer.named_parameters()}
+    masters = {f"{name}.weight" for name, layer in layers.items() if isinstance(layer, MXFP4Linear)}
+    for option in ("target_parameters", "modules_to_save", "trainable_token_indices"):
+        found = places | masters if option == "target_parameters" else places
+        for target in getattr(config, option, None) or ():
+            hit = min((place for place in found if isinstance(target, str) and place.endswith(target)), default=None)
+            what = "is a packed layer, a part of one or around one, whose weight is stored in 4 bits and frozen"
+            if hit in masters:
+                what = "is of a trainable quantized layer: PEFT would quantize the adapter with the weight"
+            if hit is not None:
+                raise ValueError(
+                    f"{option} has {target!r}: {hit} {what}; name the layer in target_modules for LoRA, or keep it in "
+                    "full precision with MXFP4RLConfig(modules_to_not_convert=[...])"
+                )
+
+
+_ATTACH, _INJECT, _MERGE_ALLOWED = BaseTuner.__init__, BaseTuner.inject_adapter, BaseTuner._check_merge_allowed
+
+
+@functools.wraps(_ATTACH)
+def _attach(self: BaseTuner, model: nn.Module, peft_config: Any, adapter_name: str, *args: Any, **kwargs: Any) -> None:
+    config = peft_config if isinstance(peft_config, PeftConfig) else peft_config[adapter_name]
+    check_method(self, model, config)  # before what some tuners compute from the weights
+    _ATTACH(self, model, peft_config, adapter_name, *args, **kwargs)
+
+
+@functools.wraps(_INJECT)
+def _inject(self: BaseTuner, model: nn.Module, adapter_name: str, *args: Any, **kwargs: Any) -> None:
+    check_method(self, model, self.peft_config[adapter_name])
+    _INJECT(self, model, adapter_name, *args, **kwargs)
+
+
+@functools.wraps(_MERGE_ALLOWED)
+def _check_merge_allowed(self: BaseTuner) -> None:
+    if any(not isinstance(layer, Merges) for layer in adapters_on_quantized(self.model)):
+        methods = sorted({config.peft_type.name for config in self.peft_config.values()})
+        raise ValueError(
+            f"adapters of {', '.join(methods)} are on quantized layers, and only LoRA can be merged into quantized "
+            "weights: keep the adapter next to its base, or make a bfloat16 model with hf_mxfp4.merge_adapters(model, "
+            "into='bf16')"
+        )
+    _MERGE_ALLOWED(self)
+
+
+def watch_tuners() -> None:
+    """Have all tuners of PEFT ask [`check_method`] before they attach and merge."""
+    BaseTuner.__init__, BaseTuner.inject_adapter = _attach, _inject
+    BaseTuner._check_merge_allowed = _check_merge_allowed
+
+
+# ---- what is refused of LoRA -----------------------------------------------------------------------------------------
 
 
 def _check_computation(config: LoraConfig, targets: Iterable[nn.Module]) -> None:
@@ -135,8 +244,7 @@ def _check_computation(config: LoraConfig, targets: Iterable[nn.Module]) -> None
 
 
 def _check_target_names(config: LoraConfig, model: nn.Module, n_experts: int) -> None:
-    """Refuse targets of an adapter to be trained that are the name of nothing in ``model``: PEFT would train the other
-    targets only. Names are matched as PEFT does it, which itself refuses text that matches nothing."""
+    """Refuse targets of an adapter to be trained that are the name of nothing: PEFT would train the other ones only."""
     if n_experts and isinstance(config.target_modules, str) and config.target_modules.lower() == "all-linear":
         get_logger().warning(
             'target_modules="all-linear" means linear layers: the experts of %d layers get no adapters. For '
@@ -168,11 +276,8 @@ def _check_target_names(config: LoraConfig, model: nn.Module, n_experts: int) ->
 
 @dataclasses.dataclass
 class MXFP4LoraConfig(LoraConfig):
-    """[`peft.LoraConfig`] of an adapter on a quantized base; `adapter_config.json` holds the base's scheme too.
-
-    A [`peft.LoraConfig`] becomes one when its adapter is attached to a quantized model. Without hf_mxfp4, PEFT reads
-    the file as well, and warns of the additional entry.
-    """
+    """[`peft.LoraConfig`] of an adapter on a quantized base, with the base's scheme in `adapter_config.json`. The one
+    becomes the other when its adapter is attached; without hf_mxfp4, PEFT warns of the additional entry."""
 
     base_quantization: dict[str, Any] | None = dataclasses.field(
         default=None,
@@ -187,8 +292,7 @@ def base_scheme(model: nn.Module) -> MXFP4RLConfig | None:
 
 
 def _record_base(config: LoraConfig, model: nn.Module, adapter_name: str) -> None:
-    """Note the scheme of ``model`` in ``config``, in place. If it has another one already, from a file, warn of the
-    difference; an adapter loaded for inference keeps it."""
+    """Note the scheme of ``model`` in ``config``, in place; warn if it has another one from a file."""
     found, stored = base_scheme(model), getattr(config, "base_quantization", None)
     if stored is not None:
         _compare(adapter_name, stored, found)

@@ -2,7 +2,6 @@
 """Merge adapters into quantized weights, and report what that cost."""
 
 import dataclasses
-import math
 import warnings
 from collections.abc import Iterable
 
@@ -12,6 +11,7 @@ from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer, check_adapters_t
 from torch import nn
 
 from ...layers import PACKED, QUANTIZED, TRAINABLE, MXFP4PackedExperts
+from ...report import decibels
 from ..transformers import pack, to_plain
 
 
@@ -22,8 +22,8 @@ LOSSY_DB = 10.0
 
 @dataclasses.dataclass(frozen=True)
 class MergeError:
-    """Energies (sums of squares) of one merged weight: of the sum ``Q(W) + delta``, where ``Q(W)`` are the quantized
-    values before the merge, of ``delta``, and of the error that quantizing the sum made."""
+    """Energies (sums of squares) of one merged weight: of the sum ``Q(W) + delta``, of ``delta``, and of the error that
+    quantizing the sum made."""
 
     signal: float
     update: float
@@ -42,12 +42,12 @@ class MergeError:
     @property
     def sqnr_db(self) -> float:
         """Signal to quantization noise ratio of the merged weight, in decibels."""
-        return _decibels(self.signal, self.noise)
+        return decibels(self.signal, self.noise)
 
     @property
     def update_sqnr_db(self) -> float:
         """The same ratio for what the adapters add: below 0, more was lost in quantizing than they had changed."""
-        return _decibels(self.update, self.noise)
+        return decibels(self.update, self.noise)
 
     def __str__(self) -> str:
         return f"SQNR {self.sqnr_db:.2f} dB, of the adapters' change {self.update_sqnr_db:.2f} dB"
@@ -69,15 +69,6 @@ class MergeReport:
         return "\n".join([*lines, *(f"  {name}: {error}" for name, error in self.layers.items())])
 
 
-def _decibels(signal: float, noise: float) -> float:
-    """Infinite without noise; NaN where there is nothing, or where weights are not finite."""
-    if not math.isfinite(signal + noise) or signal == noise == 0:
-        return math.nan
-    if 0 in (signal, noise):
-        return math.inf if signal else -math.inf
-    return 10.0 * math.log10(signal / noise)
-
-
 class Merges:
     """Mixin before a PEFT layer on a quantized one."""
 
@@ -94,7 +85,7 @@ class Merges:
 
 class MergesIntoPacked(Merges):
     """Mixin before a PEFT layer on packed weights: a merge packs the sum of the adapters and of the weight as it was
-    before any merge, so that the order of adapters does not matter; unmerging puts that weight's very tensors back.
+    before any merge; unmerging puts that weight's very tensors back.
 
     A subclass has `places()`, which identify the matrices of the layer; `parts(tensors, place)`, the packed tensors of
     one in all of the layer; `factors(place, adapter)`, its ``A`` and ``B``; and `pack` and `unpack` of float32 values.
@@ -162,9 +153,8 @@ class MergesIntoPacked(Merges):
 class MergesIntoMasters(Merges):
     """Mixin before a PEFT layer on trainable weights: merging and unmerging are PEFT's, on the master weight ``W``.
 
-    `merge_error` is the difference of ``Q(W) + delta`` before and ``Q(W + delta)`` after a merge. A subclass has
-    `master()`, the parameter ``W``; `quantized(weight)`, its values in the forward product, in its layout and in
-    float32; and `delta(adapter)`, likewise.
+    A subclass has `master()`, the parameter ``W``; and in its layout and float32 `quantized(weight)`, its values in the
+    forward product, and `delta(adapter)`.
     """
 
     @torch.no_grad()
@@ -242,8 +232,7 @@ def _merged_into_bfloat16(model: PeftModel, layers: list[BaseTunerLayer]) -> nn.
 
 
 def _merge_into_plain(base: nn.Module, layers: list[BaseTunerLayer]) -> None:
-    """Put a plain layer that holds ``Q(W)`` below the adapters on ``base``, merge them into it in float32, and round it
-    to bfloat16. Adapters that were merged before are merged here, too."""
+    """Put a plain layer that holds ``Q(W)`` below the adapters on ``base``, and merge them into it in float32."""
     names = [list(dict.fromkeys([*layer.merged_adapters, *layer.active_adapters])) for layer in layers]
     for layer in layers:
         if layer.merged:

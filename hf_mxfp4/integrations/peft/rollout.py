@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Give a policy with adapters to a sampler: as a plain one where the sampler knows no adapters, as its base and the
-adapters' factors where it does."""
+"""Give a policy with adapters to a sampler: as a plain one, or as its base and the adapters' factors."""
 
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -54,8 +53,7 @@ def adapter_factors(
 ) -> dict[str, Callable[[], tuple[torch.Tensor, torch.Tensor]]]:
     """Return what the active adapters have on each quantized linear layer (``everywhere``: also on those without), by
     its name without PEFT: a function which gives ``A`` ``[r, K]`` and ``B`` ``[N, r]`` with the scaling in it, in
-    float32. Several adapters are one of the sum of their ranks; where none is active the factors are zero, of rank 1.
-    Weights must be whole; under FSDP2 the function gathers factors, and all processes must call it.
+    float32; zeros of rank 1 where none is active. Under FSDP2 all processes must call the function.
     """
     found = {}
     for name, module in _plain_modules(model):
@@ -114,8 +112,7 @@ def _sum_of_weights(module: LoraLinear | ParamWrapper, adapters: list[str]) -> t
 
 
 def adapted_parameters(model: PeftModel) -> set[str]:
-    """Return the names of the frozen parameters with adapters in them: merged ones, and those that
-    [`policy_parameters`] makes of packed layers."""
+    """Return the names of the frozen parameters that have adapters in them when they are pushed."""
     names = set()
     for name, module in _plain_modules(model):
         if isinstance(module, ParamWrapper) and module.merged:
@@ -131,9 +128,8 @@ def adapted_parameters(model: PeftModel) -> set[str]:
 
 @torch.no_grad()
 def policy_parameters(model: PeftModel, packed: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the parameters of the model that ``model`` stands for, one at a time, by the names that they have without
-    PEFT and without packing: ``Q(W) + delta`` of the active adapters in the layer's compute dtype, all others as they
-    are. Nothing is merged or written.
+    """Yield the parameters of the model that ``model`` stands for by their names without PEFT and packing:
+    ``Q(W) + delta`` of the active adapters in the layer's compute dtype, all others as they are. Nothing is written.
 
     Args:
         packed: give packed weights as they are stored, without what adapters add to them, see [`adapter_factors`].
@@ -201,8 +197,7 @@ def _expert_parameters(name: str, layer: MXFP4PackedExperts, module: nn.Module) 
 
 
 def _without_wrapper(name: str, model: PeftModel) -> str | None:
-    """Return the plain name of a parameter that PEFT may have wrapped to train it in full; `None` for the copy not in
-    use."""
+    """Return the plain name of a parameter that PEFT may have wrapped; `None` for the copy not in use."""
     if ".original_module." in name:
         return None
     for adapter in model.active_adapters:

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What this package hooks into: `generate()`, and models that a trainer of TRL loads by itself.
 
-DPO and other trainers load their reference from where the policy was loaded, without its `quantization_config`: in full
-precision it would hold the policy to values that the policy cannot compute. TRL's asynchronous GRPO would push master
-weights to vLLM. TRL has no hook for either, so the trainer that is loading a model is found on the call stack.
+DPO and other trainers load their reference without the policy's `quantization_config`; TRL's asynchronous GRPO would
+push master weights to vLLM. TRL has no hook for either, so the trainer that is loading is found on the call stack.
 """
 
 import contextlib

@@ -38,8 +38,7 @@ if TYPE_CHECKING:  # importing it would load torch.compile's machinery, and Trit
 
 
 class MXFP4RLQuantizer(HfQuantizer):
-    """Swaps the linear layers of a decoder for [`MXFP4Linear`] or [`MXFP4PackedLinear`] as the model is loaded, and
-    experts in fused weights for [`MXFP4Experts`] or [`MXFP4PackedExperts`].
+    """Swaps linear layers of a decoder and fused experts for quantized ones as the model is loaded.
 
     Mode ``"qat"``: master weights keep their names and dtypes, and `save_pretrained` adds the scheme to `config.json`.
     Mode ``"packed"``: the weights of a full-precision checkpoint are packed one by one as they are read; a checkpoint

@@ -7,12 +7,13 @@ import torch
 from torch import nn
 from transformers.core_model_loading import ConversionOps
 
-from ...checkpoint import FileHeader, tensors_by_name, tied_weights
+from ...checkpoint import FileHeader, FileNames, tensors_by_name, tied_weights
 from ...config import MXFP4RLConfig
+from ...gemm import PACKED_FIELDS, PACKED_SUFFIXES
 from ...layers import PACKED, QUANTIZED, MXFP4Experts, MXFP4Linear, MXFP4PackedExperts, MXFP4PackedLinear, matrix_names
 from ...model_structure import experts_unsupported_reason, projections
 from ...module_names import BY_OPTION, find_layers, full_names, fused_experts, is_skipped_by_name
-from ...report import ErrorEnergy, add_packed, add_packed_experts
+from ...report import ErrorEnergy, add_packed
 
 
 MakeLayer = Callable[[nn.Module, MXFP4RLConfig, str], nn.Module]
@@ -33,7 +34,7 @@ def quantize_linears(
         make_layer: builds a layer from a plain one, the config and its name; by default that of the config's mode.
         reasons: replace what [`skip_reasons`] says.
 
-    Raises `ValueError` when nothing matched, or the model keeps experts in a way that is not known.
+    Raises as [`find_layers`] does.
     """
     skips = config.modules_to_not_convert or ()
     layers, skipped = find_layers(model, skips, reasons)
@@ -66,10 +67,8 @@ def placeholder(layer: nn.Module, config: MXFP4RLConfig, name: str) -> nn.Module
 
 
 def swap_layers(model: nn.Module, layers: dict[str, nn.Module], make: Callable[[nn.Module, str], nn.Module]) -> None:
-    """Replace layers of ``model`` by what ``make`` builds from them and their first name.
-
-    ``layers`` is emptied on the way, so that what a replaced layer held can be freed before the next one is built.
-    """
+    """Replace layers of ``model`` by what ``make`` builds from them and their first name. ``layers`` is emptied, so
+    that what a replaced layer held can be freed before the next one is built."""
     while layers:
         name, old = next(iter(layers.items()))
         new = make(old, name)
@@ -85,9 +84,9 @@ def swap_layers(model: nn.Module, layers: dict[str, nn.Module], make: Callable[[
 def reasons_of_checkpoint(
     model: nn.Module, config: MXFP4RLConfig, reasons: Mapping[str, str], headers: Iterable[FileHeader]
 ) -> dict[str, str]:
-    """Return the reasons of [`skip_reasons`] changed to what the checkpoint in ``headers`` has: other versions of this
-    package, or other classes of the model, choose other layers. Packed files show which weights are packed; for master
-    weights, `config.json` lists what stayed in full precision. Layers that no file has, such as a new head, stay."""
+    """Return the reasons of [`skip_reasons`] changed to what the checkpoint in ``headers`` has. Packed files show which
+    weights are packed; for master weights, `config.json` lists what stayed in full precision. Layers that no file has,
+    such as a new head, stay."""
     stored, found = _stored_dtypes(model, headers), dict(reasons)
     for name, weight in _candidates(model).items():
         dtype = stored.get(weight)
@@ -123,18 +122,9 @@ def _candidates(model: nn.Module) -> dict[str, str]:
 
 def _stored_dtypes(model: nn.Module, headers: Iterable[FileHeader]) -> dict[str, torch.dtype]:
     """Return the dtypes of the tensors in the files, by the names that they have in the model."""
-    from transformers.conversion_mapping import get_model_conversion_mapping
-    from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
-
-    changes = get_model_conversion_mapping(model)
-    renamings = [change for change in changes if isinstance(change, WeightRenaming)]
-    converters = [change for change in changes if isinstance(change, WeightConverter)]
-    prefix, state = getattr(model, "base_model_prefix", ""), model.state_dict()
-    found = {}
-    for name, tensor in tensors_by_name(headers).items():
-        own = name if name in state else rename_source_key(name, renamings, converters, prefix, state)[0]
-        found[own] = tensor.dtype
-    return found
+    tensors = tensors_by_name(headers)
+    names = FileNames(model, tensors)
+    return {own: tensors[name].dtype for name, own in {**names.converted, **names.places}.items()}
 
 
 # ---- weights as they are read ---------------------------------------------------------------------------------------
@@ -148,26 +138,26 @@ def matrices_of(layer: nn.Module) -> tuple[str, ...]:
 def add_error(
     energy: ErrorEnergy, layer: nn.Module, own: str, original: torch.Tensor, packed: dict[str, torch.Tensor]
 ) -> None:
-    """Count the error of one weight of a packed layer, and the tensors that it was packed into."""
-    if isinstance(layer, MXFP4PackedExperts):
-        add_packed_experts(energy, layer, own, original, packed)
-    else:
+    """Count the error of one weight of a packed layer, laid out as the model has it, by the tensors of the layer that
+    it was packed into."""
+    if isinstance(layer, nn.Linear):
         add_packed(energy, original, packed, layer.config)
+        return
+    names = {name: f"{own}{suffix}" for name, suffix in zip(PACKED_FIELDS, PACKED_SUFFIXES, strict=True)}
+    for expert, rows in enumerate(original.transpose(1, 2) if layer.is_transposed else original):
+        parts = {name: packed[full][expert] for name, full in names.items() if full in packed}
+        add_packed(energy, rows, parts, layer.config, siblings=layer.n_experts)
 
 
 class PackOnLoad(ConversionOps):
-    """Packs one weight of a checkpoint as transformers reads it, so that full-precision weights exist one at a time,
-    and adds its error to ``energy``."""
+    """Packs one weight of a checkpoint as transformers reads it, and adds its error to ``energy``."""
 
     def __init__(self, energy: ErrorEnergy):
         self._energy = energy
 
     def convert(self, input_dict, full_layer_name: str = "", model=None, **kwargs) -> dict[str, torch.Tensor]:
-        """Map ``{name of the weight: [tensor]}`` to the layer's packed tensors by their full names. Of several weights,
-        which one tensor of the files is split into, each name is a full one.
-
-        Raises `ValueError` when a weight is not of the layer's shape, which transformers does not check here.
-        """
+        """Map ``{name of the weight: [tensor]}`` to the layer's packed tensors by their full names. Of several weights
+        each name is a full one. Raises `ValueError` for one of another shape than the layer's."""
         names = [full_layer_name] if len(input_dict) == 1 else list(input_dict)
         found: dict[str, torch.Tensor] = {}
         for name, value in zip(names, input_dict.values(), strict=True):

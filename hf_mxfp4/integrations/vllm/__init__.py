@@ -27,8 +27,6 @@ def register() -> None:
 #: The key of [`EngineSettings`] inside `quantization_config`.
 SETTINGS_KEY = "vllm"
 
-_REMOVED = {"native": "for vLLM's own MXFP4 kernels, run hf-mxfp4 export --format compressed-tensors"}
-
 
 @dataclass(frozen=True)
 class EngineSettings:
@@ -47,8 +45,7 @@ class EngineSettings:
 
     def __post_init__(self):
         if self.weights not in ("packed", "dense"):
-            removed = f"; {_REMOVED[self.weights]}" if self.weights in _REMOVED else ""
-            raise ValueError(f"{SETTINGS_KEY}.weights={self.weights!r} must be 'packed' or 'dense'{removed}")
+            raise ValueError(f"{SETTINGS_KEY}.weights={self.weights!r} must be 'packed' or 'dense'")
         if type(self.adapter_rank) is not int or self.adapter_rank < 0:
             raise ValueError(f"{SETTINGS_KEY}.adapter_rank={self.adapter_rank!r} must be a whole number of at least 0")
         if self.adapter_rank and self.weights != "packed":

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Experts in vLLM: on packed weights, or with quantized inputs, by a product of our own; on dequantized weights alone
-by vLLM's kernels for 16-bit experts.
+by vLLM's kernels for 16-bit experts, in which the input of ``down_proj`` cannot be quantized.
 
-vLLM computes an expert in one kernel, in which the input of ``down_proj`` cannot be quantized; hence the operator. On
-GPUs each projection of all experts is one grouped kernel and nothing is read back, so that CUDA graphs can hold it
+On GPUs each projection of all experts is one grouped kernel that CUDA graphs can hold
 ([`hf_mxfp4.gemm.reads_packed_on_gpus`] says of which schemes); elsewhere experts come one after the other.
 """
 

@@ -139,9 +139,8 @@ class MXFP4RLDenseLinearMethod(_FromOurCheckpoint, UnquantizedLinearMethod):
 
 
 # ---- adapters -------------------------------------------------------------------------------------------------------
-# Next to the packed weight of a linear layer, written in place: ``y + (x A^T) B^T``. The factors are modules of their
-# own, ``lora_A`` and ``lora_B``, so that their weights have the names by which trainers push them, and vLLM can load
-# the layer again without them. Both are zero until something is pushed.
+# Next to the packed weight, written in place: ``y + (x A^T) B^T``. The factors are modules of their own, so that their
+# weights have the names by which trainers push them; both are zero until something is pushed.
 
 #: vLLM's names of the parts of a layer that it joins from queries, keys and values; other parts have numbers.
 PART_INDEX = {"q": 0, "k": 1, "v": 2}
@@ -209,13 +208,8 @@ def make_room(
     loader: Callable[..., Any],
 ) -> None:
     """Give ``layer`` factors of zeros, for adapters up to ``rank`` of each of the ``n_parts`` layers joined in it.
-
-    Args:
-        rows, columns: of the weight in this process; the rows of each part.
-        loader: vLLM's, a method of ``layer``, which knows the rows of this process.
-
-    Raises `ValueError` when vLLM has split the rows otherwise than by those layers.
-    """
+    ``rows`` (of each part) and ``columns`` are those of this process; ``loader`` is vLLM's, a method of ``layer``.
+    Raises `ValueError` when vLLM has split the rows otherwise than by those layers."""
     if n_parts not in (1, len(rows)):
         raise ValueError(
             f"{name}: vLLM joins {n_parts} layers of checkpoints into {len(rows)} parts, and adapters cannot be told "

@@ -2,8 +2,7 @@
 """vLLM's view of `quant_method: mxfp4_rl`, through its documented interface for methods that it does not know.
 
 Linear layers (`linears.py`) and experts (`experts.py`) keep codes and scales, or dense values where the settings of the
-checkpoint say so. Whatever is loaded, from disk or from a trainer, is converted on its way
-(`weight_loading.py`): what is packed stays packed, and what is in full precision is quantized.
+checkpoint say so. Whatever is loaded, from disk or from a trainer, is converted on its way (`weight_loading.py`).
 """
 
 import os

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Convert weights on their way into vLLM, from disk or pushed by a trainer, into what their layer keeps: packed layers
-keep codes and scales, which 16-bit weights become here; dense ones values, dequantized here.
+codes and scales, dense ones values.
 
-A weight is converted whole, before vLLM splits it by columns or joins it with others. Its tensors may come in several
-streams. vLLM's loaders know 16-bit experts only, so packed tensors of experts are written here, in place.
+A weight is converted whole, before vLLM splits it by columns or joins it with others. vLLM's loaders know 16-bit
+experts only, so packed tensors of experts are written here, in place.
 """
 
 import re
@@ -41,7 +41,6 @@ class ExpertsTarget:
     """Experts that vLLM has made, for what converts their weights.
 
     Attributes:
-        name, scheme: as vLLM has it, and of the weights.
         sizes: ``(N, K)`` of one expert's weight, the whole one, by projection.
         n_experts, experts: how many the model has, and the numbers of those in this process, in their order.
         rank, size: which of how many shares of each expert this process has.
@@ -144,7 +143,6 @@ class ExpectedLayers:
         projection_names: what vLLM calls gate, up and down of one expert.
         is_transposed: whether vLLM reads experts as gpt-oss has them, fused and ``[experts, K, N]``.
         has_old_names: whether vLLM's modules are called ``block_sparse_moe``, which transformers calls ``mlp``.
-        device, dtype: of the layers that vLLM makes; `None` for those of what is loaded.
         pending: tensors of packed weights of which others are still to come, by the weight's name.
         loaded: the packed tensors of ``linears`` that came, or were made of what came.
         is_loaded: whether the checkpoint was read, so that what comes now is pushed by a trainer.
