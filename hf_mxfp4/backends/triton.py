@@ -94,11 +94,12 @@ def dequantize_e4m3(elements: torch.Tensor, byte: torch.Tensor, dtype: torch.dty
     return mxfp4_kernels.from_fp8(elements, byte, dtype)
 
 
-def to_fp8(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """[`hf_mxfp4.gemm.to_fp8`] of a matrix that the kernels support: elements, scales, and the number of elements that
-    were rounded, a scalar on the device."""
+def to_fp8(x: torch.Tensor, whole: bool = False) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """[`hf_mxfp4.gemm.to_fp8`] of a tensor that the kernels support, with scales of rows or of ``whole`` matrices:
+    elements, scales of rows, and the number of elements that were rounded, a scalar on the device."""
     inexact = torch.zeros((), dtype=torch.int32, device=x.device)
-    return *mxfp4_kernels.to_fp8(x, inexact=inexact), inexact
+    top = torch.linalg.vector_norm(x, torch.inf, dim=(-2, -1), dtype=torch.float32) if whole else None
+    return *mxfp4_kernels.to_fp8(x, inexact=inexact, top=top), inexact
 
 
 def nvfp4_scales(byte: torch.Tensor, macro: torch.Tensor | None, by_rows: bool) -> tuple[torch.Tensor, ...]:

@@ -42,7 +42,10 @@ class FP8Operand(NamedTuple):
         if scale.shape[-2] > 1:
             scale = scale.amax(dim=-2, keepdim=True)
             factors = (self.scale / scale).squeeze(-1)
-            grad = (grad * (factors if groups is None else groups.per_row(factors))).to(grad.dtype)
+            factors = factors if groups is None else groups.per_row(factors)
+            # bfloat16 has all powers of two that float32 has as normal numbers.
+            factors = factors.to(grad.dtype) if grad.dtype == torch.bfloat16 else factors
+            grad = (grad * factors).to(grad.dtype)
         return grad, FP8Operand(self.elements.mT.contiguous(), scale)
 
 
@@ -70,11 +73,16 @@ def weight_to_fp8(values: torch.Tensor) -> FP8Operand | None:
     captured, in which nothing can be looked at and the answer is `None`."""
     if values.is_cuda and torch.cuda.is_current_stream_capturing():
         return None
-    values = values.float()
-    for axes in ((-2, -1), (-1,)):
-        scale = _scale(values, axes)
-        elements = (values / scale).to(torch.float8_e4m3fn)
-        if torch.equal(elements.float().mul_(scale), values):
+    for whole in (True, False):
+        if dispatch.supports_e4m3(values):
+            elements, scale, rounded = triton_kernels.to_fp8(values, whole)
+            scale = scale[..., :1, :] if whole else scale
+        else:
+            wide = values.float()
+            scale = _scale(wide, (-2, -1) if whole else (-1,))
+            elements = (wide / scale).to(torch.float8_e4m3fn)
+            rounded = (elements.float().mul_(scale) != wide).any()
+        if not rounded:
             return FP8Operand(elements, scale)
     return None
 

@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Conversion to FP8 (E4M3) with one power-of-two scale per row, and back.
+"""Conversion to FP8 (E4M3) with one power-of-two scale per row or per matrix, and back.
 
 What it computes: the scale of a row is the smallest power of two by which no finite element clips. With scale bytes, a
 row with NaN or infinity is NaN as a whole (``hf_mxfp4.numerics.quantize_e4m3``); with float32 scales these elements
 alone are NaN (``hf_mxfp4.gemm.to_fp8``). Rows may have any strides, so that the columns of a matrix are the rows of its
 transpose.
 
-Tile: a program owns some rows and goes over their columns twice: for the largest magnitude, and to convert. Launch: one
+Tile: a program owns some rows and goes over their columns twice: for the largest magnitude, where that is not given for
+whole matrices, and to convert. Launch: one
 program for every few rows; elements are converted by integer arithmetic, because not all GPUs have E4M3.
 """
 
@@ -57,31 +58,36 @@ def to_fp8_kernel(
     elements_ptr,
     scale_ptr,
     inexact_ptr,
+    top_ptr,
     n_rows,
     n_cols,
     row_stride,
     col_stride,
+    rows_per_top,
     ROWS: tl.constexpr,
     COLS: tl.constexpr,
     BF16: tl.constexpr,
 ):
     """Elements ``[n_rows, n_cols]`` (bytes, contiguous) and scales ``[n_rows]`` of a matrix with any strides. Scales
     are float32, or their bytes where ``scale_ptr`` points to bytes. ``inexact_ptr``, if it is not `None`, points to a
-    counter of elements that were rounded."""
+    counter of elements that were rounded, ``top_ptr`` to the largest magnitude of ``rows_per_top`` rows, float32."""
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     cols = tl.arange(0, COLS)[None, :].to(tl.int64)
     inside = rows < n_rows
     BYTES: tl.constexpr = scale_ptr.dtype.element_ty == tl.uint8
-    top = tl.zeros([ROWS, 1], tl.int32)
-    col = tl.full([], 0, tl.int64)
-    while col < n_cols:
-        mask = inside & (cols < n_cols - col)
-        x = to_float(tl.load(x_ptr + rows * row_stride + (col + cols) * col_stride, mask=mask, other=0), BF16)
-        magnitude = x.to(tl.int32, bitcast=True) & MAGNITUDE_FIELD
-        if not BYTES:
-            magnitude = tl.where(magnitude < EXPONENT_FIELD, magnitude, 0)
-        top = tl.maximum(top, tl.max(magnitude, axis=1, keep_dims=True))
-        col += COLS
+    if top_ptr is not None:
+        top = tl.load(top_ptr + rows // rows_per_top, mask=inside, other=0.0).to(tl.int32, bitcast=True)
+    else:
+        top = tl.zeros([ROWS, 1], tl.int32)
+        col = tl.full([], 0, tl.int64)
+        while col < n_cols:
+            mask = inside & (cols < n_cols - col)
+            x = to_float(tl.load(x_ptr + rows * row_stride + (col + cols) * col_stride, mask=mask, other=0), BF16)
+            magnitude = x.to(tl.int32, bitcast=True) & MAGNITUDE_FIELD
+            if not BYTES:
+                magnitude = tl.where(magnitude < EXPONENT_FIELD, magnitude, 0)
+            top = tl.maximum(top, tl.max(magnitude, axis=1, keep_dims=True))
+            col += COLS
     # The largest E4M3 value is 1.75 * 2**8.
     byte = tl.maximum(((tl.minimum(top, EXPONENT_FIELD) + 0x1FFFFF) >> 23) - 8, 1)
     byte = tl.where(top >= EXPONENT_FIELD, NAN_BYTE, byte)
@@ -128,7 +134,10 @@ def from_fp8_kernel(
 
 
 def to_fp8(
-    x: torch.Tensor, scale_dtype: torch.dtype = torch.float32, inexact: torch.Tensor | None = None
+    x: torch.Tensor,
+    scale_dtype: torch.dtype = torch.float32,
+    inexact: torch.Tensor | None = None,
+    top: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Round ``x`` to E4M3 with one power-of-two scale for each row along the last axis. No gradient flows.
 
@@ -137,6 +146,7 @@ def to_fp8(
             converted along the columns of ``x``.
         scale_dtype: float32 for scales, uint8 for their E8M0 bytes, where a row with NaN or infinity is NaN as a whole.
         inexact: int32 scalar on the same device, to which the number of elements that were rounded is added, or `None`.
+        top: float32, the largest magnitude of each matrix ``[..., N, K]``, whose rows then get one scale, or `None`.
 
     Returns:
         Elements ``float8_e4m3fn [..., K]``, contiguous, and scales ``[..., 1]``.
@@ -157,9 +167,9 @@ def to_fp8(
         n_rows, n_cols = matrix.shape
         # Neighbours in memory are neighbours in a row, or in a column.
         rows, cols = (4, 1024) if n_cols == 1 or matrix.stride(1) == 1 else (16, 256)
-        numbers = (n_rows, n_cols, *matrix.stride())
+        numbers = (n_rows, n_cols, *matrix.stride(), 1 if top is None else n_rows // top.numel())
         constants = {"ROWS": rows, "COLS": min(cols, triton.next_power_of_2(n_cols)), "BF16": x.dtype == torch.bfloat16}
-        pointers = (bits(matrix), elements.view(torch.uint8), scale, inexact)
+        pointers = (bits(matrix), elements.view(torch.uint8), scale, inexact, top)
         with on(x.device):
             to_fp8_kernel[(triton.cdiv(n_rows, rows),)](*pointers, *numbers, **constants, **_OPTIONS)
     return elements, scale

@@ -185,10 +185,10 @@ def dequantize_variant(target, scheme: Scheme) -> dict:
     return compile_kernel(target, dequantize_kernel, types, constants, options, [*_POINTERS, "n_cols", "n_codes"])
 
 
-def fp8_variant(target, to: bool, columns: bool = False) -> dict:
-    numbers = dict.fromkeys(("n_rows", "n_cols", "row_stride", "col_stride", "col_tiles"), "i32")
+def fp8_variant(target, to: bool, columns: bool = False, matrices: bool = False) -> dict:
+    numbers = dict.fromkeys(("n_rows", "n_cols", "row_stride", "col_stride", "col_tiles", "rows_per_top"), "i32")
     types = {"x_ptr": "*i16", "elements_ptr": "*u8", "scale_ptr": "*fp32", "byte_ptr": "*u8", "out_ptr": "*bf16"}
-    types |= {"inexact_ptr": "*i32"}
+    types |= {"inexact_ptr": "*i32", "top_ptr": "*fp32" if matrices else None}
     rows, cols = (16, 256) if columns else (4, 1024 if to else 512)
     constants = {"ROWS": rows, "COLS": cols, "BF16": True, "LARGEST": 3e38, "INTERPRETED": False}
     constants |= {"row_stride" if columns else "col_stride": 1} if to else {}
@@ -236,10 +236,18 @@ def compile_variant(target, backend: str, arch: str, name: str) -> dict:
         return dequantize_variant(target, MANTISSAS if name.endswith("mantissas") else STATIC)
     if name.startswith("nvfp4"):
         return nvfp4_variant(target)
-    return fp8_variant(target, name.startswith("to_fp8"), name.endswith("columns"))
+    return fp8_variant(target, name.startswith("to_fp8"), name.endswith("columns"), name.endswith("matrices"))
 
 
-OTHERS = ("dequantize", "dequantize mantissas", "to_fp8", "to_fp8 columns", "from_fp8", "nvfp4_scales")
+OTHERS = (
+    "dequantize",
+    "dequantize mantissas",
+    "to_fp8",
+    "to_fp8 columns",
+    "to_fp8 matrices",
+    "from_fp8",
+    "nvfp4_scales",
+)
 
 
 if __name__ == "__main__":

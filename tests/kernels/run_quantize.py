@@ -14,6 +14,7 @@ A process of its own, because Triton decides when it is imported whether kernels
 
 import itertools
 import json
+import math
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
@@ -260,6 +261,18 @@ def wrong_fp8(x: torch.Tensor) -> list[str]:
 
 def fp8() -> Iterator[Case]:
     rng = torch.Generator().manual_seed(25)
+    weights = torch.randn(3, 37, 70, generator=rng) * torch.tensor([1.0, 2.0**-9, 3.0])[:, None, None]
+    weights[1, 2, 3] = 448 * 2.0**-4
+    for dtype in DTYPES:
+        x, tops = weights.to(dtype), weights.to(dtype).float().abs().amax(dim=(1, 2))
+        scale = torch.tensor([2.0 ** (math.ceil(math.log2(top / 448))) for top in tops.tolist()])[:, None, None]
+        counter = torch.zeros((), dtype=torch.int32, device=DEVICE)
+        elements, found = mxfp4_kernels.to_fp8(x.to(DEVICE), inexact=counter, top=tops.to(DEVICE))
+        wanted = (x.float() / scale).to(torch.float8_e4m3fn)
+        bad = [] if same(elements.view(torch.uint8), wanted.view(torch.uint8)) else ["elements"]
+        bad += [] if same(found, scale.expand(3, 37, 1)) else ["scale"]
+        bad += [] if int(counter) == int((wanted.float() * scale != x.float()).sum()) else ["count"]
+        yield f"matrices {dtype}", bad
     for number, shape in enumerate(((3, 33), (7, 300), (2, 3, 1100), (1, 1), (0, 8), (4, 0))):
         dtype = DTYPES[number % 3]
         x = adversarial_rows((int(torch.tensor(shape[:-1]).prod()), shape[-1]), dtype, number, rng).view(shape)

@@ -99,7 +99,7 @@ def _dequantize(launch: Launch, at: Arguments, _: float) -> Work:
 
 def _to_fp8(launch: Launch, at: Arguments, _: float) -> Work:
     steps = math.ceil(at["n_cols"] / at["COLS"])
-    return _plain(launch, at["x_ptr"].numel(), (steps, steps))
+    return _plain(launch, at["x_ptr"].numel(), (steps,) if at["top_ptr"] is not None else (steps, steps))
 
 
 def _decode(launch: Launch, at: Arguments, reached: float) -> Work:
