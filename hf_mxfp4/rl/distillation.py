@@ -21,7 +21,7 @@ from trl.trainer.utils import add_fused_lm_head, create_model_from_path
 from .._logging import get_logger
 from ..layers import TRAINABLE, cached_weights
 from ..utils import described_options, evaluation_mode, replaced_method
-from .checks import check_adapter, check_policy, check_scheme, count_quantized
+from .config import check_adapter, check_policy, check_scheme, count_quantized
 from .step_quantization import QuantizedTrainerMixin, StepQuantization
 
 
