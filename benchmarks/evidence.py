@@ -4,9 +4,10 @@
     python -m benchmarks.evidence --model SmolLM2-135M-Instruct --calibrate gsm8k/train.jsonl \
         --text gsm8k/test.jsonl --samples 200
 
-Writes `benchmarks/results/evidence.json`. What is there already for the model and the text is kept, so a run that was
-stopped goes on, and a second text or model is a second run. All are compared with the checkpoint as it is, in full
-precision. Checkpoints are prepared on texts of ``--calibrate`` alone.
+Writes `benchmarks/results/evidence.json`; with ``--cores --out benchmarks/results/tensor_cores.json`` that record, of
+the schemes that tensor cores multiply and of the baselines FP8 and NVFP4. What is there already for the model and the
+text is kept, so a run that was stopped goes on, and a second text or model is a second run. All are compared with the
+checkpoint as it is, in full precision. Checkpoints are prepared on texts of ``--calibrate`` alone.
 """
 
 import argparse
@@ -19,6 +20,7 @@ import torch
 from torch import nn
 
 from hf_mxfp4 import MXFP4RLConfig
+from hf_mxfp4.gemm import select_matmul
 from hf_mxfp4.lab import (
     FULL_PRECISION,
     ModelScheme,
@@ -33,7 +35,7 @@ from hf_mxfp4.lab import (
     swapped,
     texts_to_predict,
 )
-from hf_mxfp4.numerics import QuantScheme
+from hf_mxfp4.numerics import NVFP4, QuantScheme
 
 from .records import made, option_parser, write
 
@@ -50,6 +52,11 @@ AS_IT_IS = (
     *("rceil", "floor", "mse", "even", "rceil+mbs128-static", "rceil+mbs128-hybrid", "rceil+of0.5", "rceil+of1"),
     *("rceil+mbs128-hybrid+of0.5", "rceil+mbs128-hybrid+of1", "even+mbs128-hybrid", "paper_b", "w4a16:rceil"),
     *("w4a16:even", f"w4a16:{OURS}", *(f"{OURS}{residuals}" for residuals in ("", "+of1@0.05", "+of1@0.1", "+of1"))),
+)
+#: By what multiplies them, as it is and smoothed: weights and activations in 4 bits, activations in E4M3, in 16 bits.
+CORES = (
+    *("even", f"{OURS}_fp8", OURS, "nvfp4", f"w4a8:{OURS}_fp8", f"w4a8:{OURS}", "w8a8"),
+    *("w4a16:even", f"w4a16:{OURS}_fp8", f"w4a16:{OURS}", "w4a16:nvfp4"),
 )
 SMOOTHED = (OURS, f"{OURS}+of1@0.05", f"w4a16:{OURS}")
 ROUNDED = (
@@ -85,8 +92,12 @@ def smoothed(model: nn.Module, texts: Callable[[int], list[torch.Tensor]]) -> No
     smooth_model(model, texts(SMOOTHING_TEXTS), STRENGTH)
 
 
-def variants() -> Iterator[tuple[str, Prepare, list[ModelScheme]]]:
+def variants(cores: bool) -> Iterator[tuple[str, Prepare, list[ModelScheme]]]:
     """Yield what is done with the checkpoint, and the schemes that are measured then."""
+    if cores:
+        yield "as it is", lambda *_: None, read_schemes(list(CORES))
+        yield "smoothed", smoothed, read_schemes(list(CORES))
+        return
     weights = read_schemes([f"w4a16:{OURS}"])[0]
     yield "as it is", lambda *_: None, [*read_schemes(list(AS_IT_IS)), *rotated((OURS,))]
     yield "smoothed", smoothed, read_schemes(list(SMOOTHED))
@@ -94,8 +105,6 @@ def variants() -> Iterator[tuple[str, Prepare, list[ModelScheme]]]:
     yield "smoothed, GPTQ for H64", rounded_for(with_rotation(weights).config), rotated(ROUNDED)
     residuals = with_rotation(read_schemes([f"w4a16:{OURS}+of1@0.25"])[0])
     yield "smoothed, GPTQ with residuals for H64", rounded_for(residuals.config), rotated(WITH_RESIDUALS)
-    both = rotated((OURS,))[0].config
-    yield "smoothed, GPTQ for H64 and quantized inputs", rounded_for(both, "quantized"), rotated(ROUNDED)
 
 
 def products(config: MXFP4RLConfig) -> float | None:
@@ -110,6 +119,15 @@ def products(config: MXFP4RLConfig) -> float | None:
     return count
 
 
+def tensor_cores(config: MXFP4RLConfig) -> list[str]:
+    """Return what the tensor cores of Hopper and of Blackwell multiply the operands of the forward product as."""
+    gemms = config.gemms()
+    names = [select_matmul("fprop", gemms, hardware).name for hardware in ("sm_90", "sm_100")]
+    if gemms.fprop.left is gemms.fprop.right is NVFP4:  # which other engines multiply
+        names[1] = "fp4"
+    return [name.upper().replace("DENSE", "BF16") for name in names]
+
+
 def compared(row: Row, base: Row, shape: list[int]) -> dict:
     """Return the record of a row next to the one in full precision; ``shape`` is texts and tokens."""
     return {
@@ -121,6 +139,8 @@ def compared(row: Row, base: Row, shape: list[int]) -> dict:
         "ratio": row.perplexity / base.perplexity,
         "ceiling_fraction": None,
         "bits": row.scheme.bits,
+        "weight_bits": row.scheme.weight_bits,
+        "tensor_cores": tensor_cores(row.scheme.config),
         "kl": row.kl.value,
         "kl_standard_error": row.kl.error,
         "same_top": row.same_top,
@@ -136,6 +156,7 @@ def main() -> None:
     parser.add_argument("--text", type=Path, required=True, help="what is predicted: JSON lines or plain text")
     parser.add_argument("--samples", type=int, default=200, help="texts or windows to predict")
     parser.add_argument("--variants", nargs="+", help="by default all")
+    parser.add_argument("--cores", action="store_true", help="the schemes of tensor cores alone; give --out too")
     run(parser.parse_args())
 
 
@@ -143,7 +164,7 @@ def run(options: argparse.Namespace) -> None:
     text, calibration = (f"{file.parent.name}/{file.name}" for file in (options.text, options.calibrate))
     command = (
         f"python -m benchmarks.evidence --model {options.model.name} --calibrate {calibration} --text {text} "
-        f"--samples {options.samples}"
+        f"--samples {options.samples}{' --cores' * options.cores}"
     )
     out = Path(options.out)
     records: list[dict] = json.loads(out.read_text()) if out.is_file() else []
@@ -159,7 +180,7 @@ def run(options: argparse.Namespace) -> None:
         return source.tokens(original.tokenizer, source.read())
 
     base = Row(FULL_PRECISION, tuple(reference.scores[index] for index in range(len(batches))))
-    for variant, prepare, schemes in variants():
+    for variant, prepare, schemes in variants(options.cores):
         missing = [each for each in schemes if (variant, each.name) not in done]
         if not missing or options.variants and variant not in options.variants:
             continue

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 import hf_mxfp4
 from hf_mxfp4.lab import ErrorStatistics, error_statistics
 from hf_mxfp4.module_names import find_layers
-from hf_mxfp4.numerics import QuantScheme
+from hf_mxfp4.numerics import FP8, NVFP4, OperandScheme, QuantScheme, fake_quantize_e4m3, fake_quantize_nvfp4
 from recipes.tasks import ALPHABET, Task, load_task
 from recipes.tasks.tiny_model import build_char_tokenizer, build_qwen2, encode_example, supervised_warmup
 
@@ -41,10 +41,13 @@ SCHEMES = {
     "rceil, block mantissas": QuantScheme("rceil", 128, "blockwise"),
     "even, block mantissas": QuantScheme("even", 128, "blockwise"),
     "mse, block mantissas": QuantScheme("mse", 128, "blockwise"),
+    "even, block mantissas up to 1.5": QuantScheme("even", 128, "blockwise_fp8"),
     "rceil, static factor, fallback 0.5": QuantScheme("rceil", 128, "static", 0.5),
     "rceil, static factor, fallback 1": QuantScheme("rceil", 128, "static", 1.0),
     "rceil, 32 x 32 tiles": QuantScheme("rceil", block_rows=32),
     "even, 32 x 32 tiles": QuantScheme("even", block_rows=32),
+    "NVFP4": NVFP4,
+    "E4M3, a scale per row": FP8,
 }
 BASELINE = "rceil, static factor"
 ALPHAS = (0.25, 0.5, 0.75, 1.0)
@@ -115,12 +118,17 @@ def inputs(model: PreTrainedModel, tokenizer, rows) -> dict[str, torch.Tensor]:
     return {name: torch.cat(parts) for name, parts in found.items()}
 
 
-def output_error(layers: list[tuple], scheme: QuantScheme) -> float:
+def quantized(x: torch.Tensor, scheme: OperandScheme) -> torch.Tensor:
+    if not isinstance(scheme, QuantScheme):
+        return fake_quantize_nvfp4(x) if scheme is NVFP4 else fake_quantize_e4m3(x)
+    return hf_mxfp4.fake_quantize(x, **vars(scheme))
+
+
+def output_error(layers: list[tuple], scheme: OperandScheme) -> float:
     """``|x (Q(W) - W)^T|**2 / |x W^T|**2`` over all layers."""
     error = energy = 0.0
     for weight, x in layers:
-        quantized = hf_mxfp4.fake_quantize(weight, **vars(scheme))
-        error += (x @ (quantized - weight).T).double().square().sum().item()
+        error += (x @ (quantized(weight, scheme) - weight).T).double().square().sum().item()
         energy += (x @ weight.T).double().square().sum().item()
     return error / energy
 
@@ -163,6 +171,11 @@ def main() -> None:
     for on in (*data, "trained weights"):
         baseline = measure(on, SCHEMES[BASELINE]).relative_mse
         for name, scheme in SCHEMES.items():
+            if scheme is FP8:  # which has no components
+                tensors = [data[on]] if on in data else [weight for weight, _ in layers]
+                value = output_error([(x, torch.eye(x.shape[1])) for x in tensors], scheme)
+                add(name, on, value, "relative squared error", baseline)
+                continue
             found = measure(on, scheme)
             add(name, on, found.relative_mse, "relative squared error", baseline, **found.summary())
         floor = measure(on, QuantScheme()).floor_relative_mse

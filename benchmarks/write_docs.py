@@ -24,7 +24,8 @@ TABLES: dict[str, Callable[[], str]] = {
     name: getattr(module, name)
     for module, names in (
         (errors, "schemes statements readme_schemes"),
-        (evidence, "readme_evidence evidence_front evidence_claims gptq smoothing export_perplexity gguf_perplexity"),
+        (evidence, "readme_evidence evidence_front evidence_claims tensor_cores gptq smoothing distillation"),
+        (evidence, "export_perplexity gguf_perplexity"),
         (runs, "demo lora moe vllm_agreement memory pretrain quantize_cpu packed_product_cpu architectures ablation"),
         (gpu, "gpu modelled"),
     )

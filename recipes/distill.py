@@ -12,6 +12,7 @@ when the student starts from a smoothed or packed one. Held-out texts are evalua
 if __name__ == "__main__" and not __package__:
     import from_root  # noqa: F401  parts are found as recipes.*
 
+import math
 import sys
 import time
 from pathlib import Path
@@ -121,6 +122,8 @@ def datasets_of(options: Options, task: Task | None, tokenizer: Any) -> tuple[Da
     else:
         learned = of_task(task.train, recipe.learn)
     held_out = {Path(source).stem: texts(source, rows) for source in recipe.eval_text}
+    if len(held_out) < len(recipe.eval_text):
+        raise ValueError(f"eval_text names two files alike; rename one of {', '.join(recipe.eval_text)}")
     if not held_out:
         test = task.test.select(range(min(rows, len(task.test))))
         held_out[task.name] = of_task(test, "text" if recipe.learn == "text" else "completion")
@@ -161,7 +164,7 @@ def print_summary(summary: dict[str, Any]) -> None:
     for column in ("held-out text", "KL before", "KL after", "perplexity before", "after", "of the teacher"):
         table.add_column(column)
     for name, after in summary["after"].items():
-        before = summary["before"][name]
+        before = summary["before"].get(name, dict.fromkeys(MEASURES, math.nan))
         values = before["kl"], after["kl"], before["perplexity"], after["perplexity"], after["teacher_perplexity"]
         table.add_row(name, *(f"{value:.4g}" for value in values))
     console.print(table)

@@ -12,7 +12,6 @@ from typing import Any, TypeVar
 
 import pytest
 
-from hf_mxfp4.numerics import parse_scheme
 from hf_mxfp4.presets import PRESETS
 
 
@@ -32,16 +31,6 @@ MACROS = (
 #: `outlier_fallback` of one tensor.
 ALPHAS = (None, 0.5, 1.0)
 
-#: Schemes of one tensor by the words that `parse_scheme` reads: each rule, each search, each option once.
-TENSOR_SCHEMES = {
-    words: parse_scheme(words)
-    for words in (
-        "rceil", "floor", "even", "mse", "rceil+mbs128-static", "rceil+mbs128-static+of0.5",
-        "rceil+mbs128-dynamic+of0.5", "mse+mbs128-dynamic+of0.5", "rceil+mbsrow-static", "even+mbs128-blockwise",
-        "rceil+mbs128-blockwise", "even+mbs128-blockwise_fp8", "rceil+of0.5@0.1", "rceil+32x32",
-        "rceil+mbs256-static+of0.5+32x32", "rceil+stochastic",
-    )
-}  # fmt: skip
 
 #: Plain MXFP4: of what the package adds to it, nothing.
 PLAIN = {"macro_block": None, "outlier_fallback": None}

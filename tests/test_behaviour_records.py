@@ -41,16 +41,6 @@ def test_one_changed_bit(make):
     assert difference.detail == "1 of 3 elements, max abs difference 2.38e-07 (largest value 2)"
 
 
-def test_missing_and_new_entries_and_sections(make, tmp_path):
-    whole, part = make("a"), make("b", leave_out=("steps",))
-    assert found(whole, part) == [("numbers/steps", "missing")]
-    assert found(part, whole) == [("numbers/steps", "new")]
-    (part / "numbers.json").rename(part / "others.json")
-    assert found(whole, part) == [("numbers/*", "missing"), ("others/*", "new")]
-    with pytest.raises(ValueError, match="holds no record"):
-        differences(whole, tmp_path / "nowhere")
-
-
 def test_the_command_ends_with_1_where_something_is_unexplained(make, tmp_path, monkeypatch, capsys):
     before, after, intended = make("a"), make("b", text="other"), tmp_path / "intended"
     intended.write_text("numbers/*: meant\n")

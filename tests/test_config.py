@@ -21,20 +21,11 @@ from hf_mxfp4.rl.vllm import rollout_parameters
 
 
 DEFAULTS = {
-    "quant_method": "mxfp4_rl",
-    "format_version": 1,
-    "mode": "qat",
-    "preset": "w4a4",
-    "scale_rule": "even",
-    "macro_block": 128,
-    "macro_search": "block_mantissas",
-    "outlier_fallback": 1.0,
-    "outlier_fallback_operands": "both",
-    "outlier_fallback_rate": None,
-    "weight_block": "1x32",
-    "modules_to_not_convert": None,
+    "quant_method": "mxfp4_rl", "format_version": 1, "mode": "qat", "preset": "w4a4", "scale_rule": "even",
+    "macro_block": 128, "macro_search": "block_mantissas", "outlier_fallback": 1.0, "weight_block": "1x32",
+    "outlier_fallback_operands": "both", "outlier_fallback_rate": None, "modules_to_not_convert": None,
     "backend": "auto",
-}
+}  # fmt: skip
 
 #: Those of the tables, and packed ones.
 TRAVELLING = CONFIGS | {
@@ -53,16 +44,9 @@ def test_defaults():
 def test_a_config_file_of_the_first_version_keeps_its_meaning():
     """Files written before there was a second mode, with and without the options that came later."""
     old = {
-        "quant_method": "mxfp4_rl",
-        "format_version": 1,
-        "mode": "qat",
-        "preset": "w4a4",
-        "scale_rule": "rceil",
-        "macro_block": 128,
-        "macro_search": "hybrid",
-        "outlier_fallback": 0.5,
-        "modules_to_not_convert": None,
-    }
+        "quant_method": "mxfp4_rl", "format_version": 1, "mode": "qat", "preset": "w4a4", "scale_rule": "rceil",
+        "macro_block": 128, "macro_search": "hybrid", "outlier_fallback": 0.5, "modules_to_not_convert": None,
+    }  # fmt: skip
     scheme = {"scale_rule": "rceil", "macro_search": "hybrid"}
     config = MXFP4RLConfig.from_dict(old)
     assert config == MXFP4RLConfig(**scheme, outlier_fallback=0.5)

@@ -11,12 +11,13 @@ from pathlib import Path
 import pytest
 import typer
 
+from hf_mxfp4 import MXFP4DistillationConfig
 from hf_mxfp4.cli import app
 from recipes.ablation import parse as parse_ablation
 from recipes.ablations.grid import read_grid
 from recipes.common.options import names
 from recipes.evaluation.arguments import parse as parse_evaluation
-from recipes.post_training.arguments import GROUPS
+from recipes.post_training.arguments import GROUPS, DistillArguments, groups_of
 from recipes.pretraining.arguments import parse as parse_study
 
 
@@ -132,4 +133,6 @@ def test_recipe(command):
         parse_study([*arguments, "--use_cpu=true", "--bf16=false", "--tf32=false"])
     else:
         given = {word[2:].split("=")[0].replace("-", "_") for word in arguments if word.startswith("--")}
-        assert given <= {"config", *names(GROUPS)}
+        distills = script == "recipes/distill.py"
+        groups = groups_of(MXFP4DistillationConfig, DistillArguments) if distills else GROUPS
+        assert given <= {"config", *names(groups)}

@@ -2,14 +2,11 @@
 """What importing the package does and costs."""
 
 import ast
-import functools
 import os
 import re
 import subprocess
 import sys
 from pathlib import Path
-
-import pytest
 
 import hf_mxfp4
 import mxfp4_kernels
@@ -151,37 +148,6 @@ def test_public_names():
         assert getattr(hf_mxfp4, name) is not None and name in dir(hf_mxfp4), name
     for name in hf_mxfp4._PARTS:  # without an import of their own
         assert getattr(hf_mxfp4, name).__name__ == f"hf_mxfp4.{name}"
-
-
-@functools.cache
-def parsed(file: Path) -> ast.Module:
-    return ast.parse(file.read_text())
-
-
-def imported_at_once(file: Path) -> set[str]:
-    """Top-level packages that importing ``file`` imports, unlike those imported inside a function."""
-    names = set()
-    nodes = list(parsed(file).body)
-    while nodes:
-        node = nodes.pop()
-        if isinstance(node, ast.Import):
-            names.update(alias.name.split(".")[0] for alias in node.names)
-        elif isinstance(node, ast.ImportFrom) and not node.level:
-            names.add(node.module.split(".")[0])
-        elif not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
-            nodes.extend(ast.iter_child_nodes(node))
-    return names
-
-
-@pytest.mark.parametrize(
-    "part", ["*.py", "numerics", "backends", "gemm", "layers", "checkpoint", "integrations/transformers"]
-)
-def test_optional_packages_are_imported_on_use(part):
-    files = list(PACKAGE.glob(part) if part.endswith(".py") else (PACKAGE / part).rglob("*.py"))
-    assert files
-    for file in files:
-        heavy = {"triton", "trl", "peft", "matplotlib", "datasets", "evaluate", "vllm"}
-        assert not imported_at_once(file) & heavy, file
 
 
 def test_every_folder_of_the_sources_is_a_package_that_the_build_finds():

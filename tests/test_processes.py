@@ -8,23 +8,7 @@ import sys
 import time
 from pathlib import Path
 
-import pytest
 from processes import PATHS, code, run, start
-
-
-@pytest.mark.parametrize(
-    ("text", "returncode", "stderr"),
-    [
-        ("raise SystemExit", 0, ""),
-        ("raise SystemExit(3)", 3, ""),
-        ("raise SystemExit('said')", 1, "said\n"),
-        ("1 / 0", 1, "ZeroDivisionError: division by zero\n"),
-        ("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", -9, ""),
-    ],
-)
-def test_return_codes(text, returncode, stderr):
-    done = run(code(text))
-    assert done.returncode == returncode and done.stderr.endswith(stderr) and not done.timed_out
 
 
 def test_the_environment_is_the_one_given_and_a_job_leaves_nothing():

@@ -19,7 +19,7 @@ PAPERS = {
     "rceil+mbs128-hybrid+of0.5": "+ MBS + OF",
     "paper_b": "2605.09825",
 }
-BUDGETS = (4.25, 4.32, 4.5, 4.75, 5.0, 6.0, 8.6)
+BUDGETS = (4.25, 4.32, 4.5, 6.0, 8.6)
 #: Variants as the tables name them.
 AS_IT_IS, SMOOTHED, ROUNDED, ROTATED = "as it is", "smoothed", "smoothed, GPTQ", "smoothed, GPTQ for H64"
 FOR_BOTH = "smoothed, GPTQ for H64 and quantized inputs"
@@ -178,6 +178,54 @@ def evidence_plot() -> Figure:
     return figure
 
 
+def _cores() -> dict[str, dict[str, dict]]:
+    """Records of schemes by what tensor cores multiply: by name, then by variant."""
+    found: dict[str, dict[str, dict]] = {}
+    for r in records("tensor_cores"):
+        found.setdefault(r["name"], {})[r["variant"]] = r
+    return found
+
+
+def tensor_cores() -> str:
+    """Return a row for each scheme: bits, what multiplies it, and what it loses on two checkpoints."""
+    rows, one = [], records("tensor_cores")[0]
+    for name, by_variant in _cores().items():
+        first = by_variant[AS_IT_IS]
+        rows.append([f"`{name}`", _number(first["weight_bits"]), *first["tensor_cores"]])
+        for r in map(by_variant.get, (AS_IT_IS, SMOOTHED)):
+            rows[-1].append("" if r is None else f"{r['kl']:.3f} ({r['value']:.2f})")
+    note = (
+        f"KL to bfloat16 in nats per token (perplexity; {one['baseline']:.2f} in bfloat16), standard errors at most "
+        f"{max(r['kl_standard_error'] for r in records('tensor_cores')):.3f}; `{one['command']}`"
+    )
+    return f"{table(['scheme', 'bits of a weight', 'Hopper', 'Blackwell', AS_IT_IS, SMOOTHED], rows)}\n{note}\n"
+
+
+def tensor_cores_plot() -> Figure:
+    """KL over the mean bits of both operands, by what multiplies; lines go to the smoothed checkpoint."""
+    figure = Figure(figsize=(8.5, 4.4), layout="constrained")
+    axes = figure.subplots()
+    kinds = sorted({tuple(r["tensor_cores"]) for r in records("tensor_cores")})
+    for color, kind in enumerate(kinds):
+        axes.plot([], [], "o", color=f"C{color}", label="{} on Hopper, {} on Blackwell".format(*kind))
+    for name, by_variant in _cores().items():
+        (bits, kl), *_ = points = [
+            ((r["weight_bits"] + 16) / 2 if name.startswith("w4a16") else r["bits"], r["kl"])
+            for r in by_variant.values()
+        ]
+        color = f"C{kinds.index(tuple(by_variant[AS_IT_IS]['tensor_cores']))}"
+        axes.plot(*zip(*points, strict=True), "-o", markersize=4, color=color)
+        axes.annotate(name, (bits, kl), xytext=(5, -2), textcoords="offset points", fontsize=6)
+    axes.set(
+        yscale="log",
+        xlim=(4, 12),
+        xlabel="mean bits of both operands, 16 in full precision",
+        ylabel="KL to bfloat16, nats per token",
+    )
+    axes.legend(fontsize=8)
+    return figure
+
+
 def gptq() -> str:
     """What rounding saves beside the nearest values, smoothed or not."""
     texts = _by_text()
@@ -212,6 +260,23 @@ def smoothing() -> str:
     one = records("smoothing")[0]
     what = f"KL in nats per token ± standard error (perplexity; {one['baseline']:.2f} in bfloat16), {one['model']}."
     return f"{table(['scheme', 'bits of an operand', *columns], rows)}\n{what}\n"
+
+
+def distillation() -> str:
+    """A row for each run, with its divergence on each held-out text before and after."""
+    runs: dict[str, dict[str, dict]] = {}
+    for r in records("distillation"):
+        runs.setdefault(r["command"], {})[r["name"]] = r
+    rows, names = [], {"test": "GSM8K test", "python_topics": "Python topics"}
+    for texts in runs.values():
+        one = texts["test"]
+        scheme = one["scheme"].split(" ")[0] + (", H64" if "rotation" in one["scheme"] else "")
+        row = [scheme, f"{one['bits']:.2f}", one["start"], f"{one['learning_rate']:.0e}", f"{one['steps']}"]
+        for r in (texts[name] for name in names):
+            row += [f"{r['kl_before']:.3f} → {r['kl']:.3f}", f"{r['perplexity_before']:.2f} → {r['value']:.2f}"]
+        rows.append(row)
+    columns = [c for key, text in names.items() for c in (f"KL, {text}", f"perplexity ({texts[key]['baseline']:.2f})")]
+    return table(["scheme", "bits", "start", "rate", "steps", *columns], rows)
 
 
 def export_perplexity() -> str:

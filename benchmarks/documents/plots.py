@@ -9,7 +9,7 @@ from matplotlib.figure import Figure
 from recipes.pretraining.summary import draw_overheads
 
 from ..records import DATA, records, scheme_error
-from .evidence import evidence_plot
+from .evidence import evidence_plot, tensor_cores_plot
 
 
 SHOWN = (
@@ -26,8 +26,8 @@ def draw_all(folder: Path) -> None:
     """Draw every plot as SVG; the same records give the same files."""
     folder.mkdir(parents=True, exist_ok=True)
     with matplotlib.rc_context({"svg.hashsalt": "hf-mxfp4", "font.size": 9}):
-        for draw in (schemes, pretrain_overheads, evidence_plot):
-            name = "evidence_front" if draw is evidence_plot else draw.__name__
+        for draw in (schemes, pretrain_overheads, evidence_plot, tensor_cores_plot):
+            name = "evidence_front" if draw is evidence_plot else draw.__name__.removesuffix("_plot")
             draw().savefig(folder / f"{name}.svg", metadata={"Date": None})
 
 

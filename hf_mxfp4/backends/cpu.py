@@ -199,8 +199,9 @@ def most_rows() -> int:
 @functools.lru_cache(maxsize=256)
 def _prepared(
     scheme: QuantScheme, in_features: int, out_features: int, dtype: torch.dtype
-) -> tuple[Any, Callable[[Any], None]]:
-    """What products with weights of one scheme and shape have in common: arguments, and the function."""
+) -> tuple[Any, Callable[[Any], None], tuple[int | None, ...]]:
+    """What products with weights of one scheme and shape have in common: arguments, the function, and the sizes of
+    parts."""
     arguments = library.ProductStruct(
         type=TYPES[dtype],
         in_features=in_features,
@@ -209,7 +210,7 @@ def _prepared(
         n_experts=1,
         threads=1,
     )
-    return arguments, library.load()[0].mxfp4_product
+    return arguments, library.load()[0].mxfp4_product, part_sizes(scheme, in_features)
 
 
 def _on_codes(
@@ -217,10 +218,10 @@ def _on_codes(
 ) -> torch.Tensor:
     """[`product`], or [`grouped_product`] with the ``ends`` of rows."""
     in_features, out_features = weight.length, weight.codes.shape[-2]
-    common, function = _prepared(weight.scheme, in_features, out_features, x.dtype)
+    common, function, sizes = _prepared(weight.scheme, in_features, out_features, x.dtype)
     leading = (out_features,) if ends is None else (len(ends), out_features)
     library.check_product(x, bias, in_features, leading)
-    parts = _checked_parts(weight, leading)
+    parts = library.checked_parts(weight.parts, leading, sizes)
     out = x.new_empty((*x.shape[:-1], out_features))
     size = out.numel()
     if not size:

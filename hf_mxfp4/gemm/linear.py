@@ -19,7 +19,7 @@ from ..numerics import FP8, FULL, GEMM_OPERANDS, REUSE, GemmScheme, MXFP4Tensor,
 from ..numerics.formats import E8M0_NAN
 from .fp8 import FP8Operand
 from .groups import Groups, sum_rows
-from .matmul import fp4_recipe, is_dense_on, matmul, matmul_tokens, multiply, multiply_packed, runs_on_fp8
+from .matmul import decodes, fp4_recipe, is_dense_on, matmul, matmul_tokens, multiply, multiply_packed, runs_on_fp8
 from .operands import (
     count_weight,
     fp4_weight,
@@ -83,9 +83,13 @@ def linear_without_gradient(
     groups: Groups | None,
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    """The forward product alone, on the weight's codes where a cache keeps them and something multiplies with them."""
+    """The forward product alone, on the weight's codes where a cache keeps them and something multiplies with them, but
+    for many rows on tensor cores."""
     reader = reader_of_codes(x, dtype, state)
-    if reader is not None and (groups or fp4_recipe(x, weight.shape, dtype, state.spec) is None):
+    on_codes = reader is not None and (groups is not None or fp4_recipe(x, weight.shape, dtype, state.spec) is None)
+    if on_codes and not decodes(x, dtype, reader, groups):
+        on_codes = _fp8_weight("fprop", x, weight, dtype, state, groups) is None
+    if on_codes:
         operand, codes = input_operand(x, dtype, state, groups), weight_codes(weight, state)
         return matmul(operand, codes, as_dtype(bias, dtype), groups, spec=state.spec, reader=reader)
     return linear_forward(x, weight, bias, state, groups, dtype, False)[0]

@@ -4,9 +4,9 @@ did.
 
 * ``dense``: an ordinary product of the quantized values, in the dtype of the model. Always possible. Of codes, those of
   few rows are multiplied without values in memory.
-* ``fp8``: the same values as E4M3 elements with one scale per row ([`FP8Operand`]), on FP8 tensor cores by
-  `torch.nn.functional.scaled_mm`. Differs from the dense product by the rounding of sums and of the output, and by
-  elements too small for E4M3 beside the largest of their row, which are counted.
+* ``fp8``: the same values as E4M3 elements and scales ([`FP8Operand`]), on FP8 tensor cores by `scaled_mm`, or
+  `scaled_grouped_mm` of experts. Differs from the dense product by the rounding of sums and of the output, and by
+  elements of MXFP4 activations too small for E4M3 beside the largest of their row, which are counted.
 * ``fp4``: the codes of forward operands as they are, on FP4 tensor cores; see [`hf_mxfp4.gemm.block_scaled`].
 """
 
@@ -191,6 +191,12 @@ def _runs_grouped(a: torch.Tensor, b: torch.Tensor) -> bool:
     )
 
 
+def decodes(a: torch.Tensor, dtype: torch.dtype, reader: str, groups: Groups | None) -> bool:
+    """Whether a kernel multiplies these rows with the codes of weights, in ``dtype``."""
+    sizes = a.shape[:-1].numel(), a.shape[-1], dtype, None if groups is None else groups.n_experts
+    return reader == "triton" and triton_kernels.unsupported_product(*sizes) is None
+
+
 def _on_codes(
     a: torch.Tensor,
     b: MXFP4Tensor,
@@ -203,14 +209,13 @@ def _on_codes(
     """All experts at once where a kernel takes their rows; otherwise the values of one expert at a time."""
     if groups is None and reader == "cpu" and (is_expert or spec.matmul_backend != "fp8"):
         return on_cpu.product(a, b, bias)
-    rows, experts = a.shape[:-1].numel(), None if groups is None else len(b.codes)
-    if reader == "triton" and triton_kernels.unsupported_product(rows, b.length, a.dtype, experts) is None:
+    if decodes(a, a.dtype, reader, groups):
         return triton_kernels.linear(a, b, bias, *(() if groups is None else (groups.offsets(a.device),)))
     if groups is None:
         values = dispatch.dequantize(b, a.dtype, spec.backend)
         if is_expert:
             return F.linear(a, values, bias)
-        fp8 = runs_on_fp8("fprop", spec, a, a.dtype, (rows, *values.shape))
+        fp8 = runs_on_fp8("fprop", spec, a, a.dtype, (a.shape[:-1].numel(), *values.shape))
         return multiply("fprop", a, values, spec, bias, fp8_dtype=a.dtype if fp8 else None)
     if reader == "cpu" and max(groups.counts, default=0) <= on_cpu.most_rows():
         return on_cpu.grouped_product(a, b, groups.offsets(a.device), bias)

@@ -52,8 +52,8 @@ class MXFP4DistillationConfig(DistillationConfig):
     def __post_init__(self):
         if self.generate_with not in ("student", "teacher"):
             raise ValueError(f"generate_with={self.generate_with!r} must be 'student' or 'teacher'")
-        if self.generate_with == "teacher" and self.use_vllm:
-            raise ValueError("use_vllm=True samples from the student; set generate_with='student'")
+        if self.use_vllm:
+            raise ValueError("use_vllm=True would sample from a student that is not quantized; leave it out")
         super().__post_init__()
 
 
@@ -136,7 +136,10 @@ class MXFP4DistillationTrainer(QuantizedTrainerMixin, DistillationTrainer):
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
         metrics = self._metrics["train" if self.model.training else "eval"]
-        if any(row.get(name) is not None for row in inputs for name in _GIVEN):
+        given = {any(row.get(name) is not None for name in _GIVEN) for row in inputs}
+        if len(given) > 1:
+            raise ValueError("a batch has rows with and without a completion or text; give all of them one, or none")
+        if given == {True}:
             self._given = [_tokens_of(row, self._tokenizer, self.args.max_length) for row in inputs]
             inputs = [{"prompt": ""}] * len(inputs)
         try:
@@ -172,6 +175,11 @@ class MXFP4DistillationTrainer(QuantizedTrainerMixin, DistillationTrainer):
     def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         with self.quantization.micro_batch(self.state.global_step):
             return super().training_step(*args, **kwargs)
+
+    def compute_loss(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        # TRL computes it in the place of the forward functions that accelerate put autocast on.
+        with self.accelerator.autocast():
+            return super().compute_loss(*args, **kwargs)
 
     def evaluation_loop(self, *args: Any, metric_key_prefix: str = "eval", **kwargs: Any):
         self._sums.zero_()
@@ -239,7 +247,7 @@ def _choose_trained(model: nn.Module, train_all: bool) -> int:
 
 def _tokens_of(row: dict[str, Any], tokenizer: Any, max_length: int) -> tuple[list[int], list[int]]:
     """Return the tokens of a row that are only read, and those that are learned. Raises `ValueError` without any."""
-    row = {name: row[name] for name in (*_GIVEN, "prompt") if row.get(name)}
+    row = {name: row[name] for name in (*_GIVEN, "prompt") if row.get(name) is not None}
     if "input_ids" in row:
         ids, start = row["input_ids"], 1
     elif "text" in (row := maybe_apply_chat_template(row, tokenizer)):

@@ -114,13 +114,6 @@ def test_a_kernel_of_integers_is_bound_by_their_pipe():
     assert found.parts["issue"] == pytest.approx(100 * 1001 / (0.7 * 1.7e9))
 
 
-def test_products_that_the_compiler_put_before_the_loop_are_trips_less():
-    peeled = SASS.replace("MOV R1, c[0x0][0x28]", "HMMA.16816.F32.BF16 R8, R4, R6, R8")
-    work = Work(1.0, 1.0, "unit", 1, trips=(7,), product_in_loop=True)
-    assert executed(Compiled(SASS, 16, 0, 0, 4), work)["matrix"] == 7
-    assert executed(Compiled(peeled, 16, 0, 0, 4), work)["matrix"] == 7
-
-
 def test_loops_of_a_kernel_without_a_rule_are_refused():
     with pytest.raises(ValueError, match="needs a rule in benchmarks/gpu/model/work.py"):
         executed(Compiled(SASS, 16, 0, 0, 4), Work(1.0, 1.0, "unit", 1, has_rule=False))
@@ -137,17 +130,6 @@ def test_products_of_the_library():
     clone = estimate_operator(Operator("clone", inputs, n_bytes), H200)
     assert clone.seconds == pytest.approx(2e-6 + n_bytes / (0.9 * 4.8e12))
     assert in_turn([found, clone]).seconds == pytest.approx(found.seconds + clone.seconds)
-
-
-def test_two_numbers_of_fp4_are_one_element_and_experts_without_rows_are_not_read():
-    inputs = (((8192, 2048), torch.float4_e2m1fn_x2), ((2048, 4096), torch.float4_e2m1fn_x2))
-    (b200,) = gpus_of("sm_100")
-    four = estimate_operator(Operator("_scaled_mm_v2", inputs, 1), b200)
-    assert four.seconds == pytest.approx(2e-6 + 2 * 8192 * 4096 * 4096 / (3 * 0.8 * 2250e12))
-    inputs = (((8, 64), torch.bfloat16), ((4, 64, 32), torch.bfloat16))
-    n_bytes = 2 * (8 * 64 + 4 * 64 * 32 + 8 * 32)
-    grouped = estimate_operator(Operator("_grouped_mm", inputs, n_bytes), H100, reached=0.25)
-    assert grouped.parts["memory"] == pytest.approx(2 * (8 * 64 + 64 * 32 + 8 * 32) / H100.copy)
 
 
 # ---- what is compiled -----------------------------------------------------------------------------------------------

@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 import torch
 import transformers.modeling_utils
-from processes import run, script
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
@@ -21,7 +20,7 @@ from hf_mxfp4.checkpoint import FolderError, atomic, atomic_folder, read_header,
 
 INDEX = "model.safetensors.index.json"
 FILES = ["config.json", "generation_config.json", "mxfp4_manifest.json"]
-SHAPES = {"one": 1, "three": 3, "four": 4}
+SHAPES = {"one": 1, "two": 2, "three": 3}
 
 
 def contents(folder) -> dict[str, str]:
@@ -187,23 +186,13 @@ def test_killed_at_every_change(tmp_path, old, new):
         seen += read(folder)
         assert not verify_folder(folder).problems
         # What the killed process left does not disturb the next save, of any shape.
-        for number, shards in enumerate([4, 3, 3, 1], start=3):
+        for number, shards in enumerate([3, 2, 2, 1], start=3):
             save(folder, shards, number)
             assert read(folder) == {number}
         assert {path.name for path in folder.iterdir()} == {*FILES, "model.safetensors", "trainer_state.json"}
         if not killed:  # more changes than a save makes: nothing new
             break
     assert not killed and seen == sorted(seen) and set(seen) == {1, 2}
-
-
-@pytest.mark.usefixtures("no_sync")
-def test_nothing_of_the_old_checkpoint_is_left(tmp_path):
-    for number, shards in enumerate((1, 3, 3, 4, 1, 4, 3, 1, 1)):
-        save(tmp_path, shards, number)
-        assert read(tmp_path) == {number}
-        others = [path.name for path in tmp_path.iterdir() if "safetensors" not in path.name]
-        assert sorted(others) == FILES
-        assert len(list(tmp_path.glob("*.safetensors"))) == shards
 
 
 def test_a_variant_leaves_the_other_weights_alone(tmp_path):
@@ -220,30 +209,6 @@ def test_saves_at_the_same_time_do_not_remove_each_others_files(tmp_path):
         assert read(tmp_path) == {2} and one.is_dir()
         write(one, 1, 1)
     assert read(tmp_path) == {1} and not list(tmp_path.glob(".saving-*"))
-
-
-def test_an_exception_leaves_the_folder_as_it_was(tmp_path):
-    save(tmp_path, 3, 1)
-    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
-    with pytest.raises(RuntimeError), staged(tmp_path) as staging:
-        write(staging, 1, 2)
-        raise RuntimeError
-    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
-
-
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="forks")
-@pytest.mark.parametrize("count", [6, pytest.param(60, marks=pytest.mark.large)])
-def test_killed_at_random_moments(tmp_path, count):
-    program = Path(__file__).with_name("run_killed_saves.py")
-    done = run(script(program, tmp_path, count), no_warnings=True)
-    assert done.returncode == 0, done.stderr
-    *trials, end = json.loads(done.stdout.splitlines()[-1])
-    assert len(trials) == count
-    for trial in trials:
-        (number,) = trial["numbers"]
-        assert number in (trial["finished"], trial["finished"] + 1)
-    assert any(trial["left"] for trial in trials)  # some were killed while they were writing
-    assert ".saving-" not in " ".join(end["files"]) and "tokenizer.json" in end["files"]
 
 
 def test_a_full_disk_keeps_the_old_checkpoint(tmp_path, checkpoint, monkeypatch):

@@ -17,15 +17,9 @@ from hf_mxfp4.checkpoint import add_evaluation, auto_class, choose_card, is_gene
 
 
 SUMMARY = {
-    "task": "arithmetic",
-    "scheme": "w4a4 [...]",
-    "seed": 7,
-    "steps": 200,
-    "n_test": 500,
-    "accuracy_before": {"exact": 0.428},
-    "accuracy_after": {"exact": 0.696},
-    "saved": "outputs/run/policy",
-}
+    "task": "arithmetic", "scheme": "w4a4 [...]", "seed": 7, "steps": 200, "n_test": 500,
+    "accuracy_before": {"exact": 0.428}, "accuracy_after": {"exact": 0.696}, "saved": "outputs/run/policy",
+}  # fmt: skip
 EMPTY = (
     "---\nlibrary_name: transformers\ntags: []\n---\n# Model Card for Model ID\n"
     "This is the model card of a 🤗 transformers model that has been pushed on the Hub. [More Information Needed]\n"

@@ -19,14 +19,8 @@ from hf_mxfp4.checkpoint import CheckpointError, export, to_blocks
 FILE = "model-MXFP4.gguf"
 MXFP4, F32, BF16 = (gguf.GGMLQuantizationType[name] for name in ("MXFP4", "F32", "BF16"))
 #: Options under which llama.cpp computes what the model does.
-FAMILIES = {
-    "llama": {"attention_bias": True, "mlp_bias": True},
-    "qwen2": {},
-    "qwen3": {},
-    "qwen3_moe": {"norm_topk_prob": True},
-    "mixtral": {},
-    "gpt_oss": {},
-}
+FAMILIES = dict.fromkeys(("qwen2", "qwen3", "mixtral", "gpt_oss"), {})
+FAMILIES |= {"llama": {"attention_bias": True, "mlp_bias": True}, "qwen3_moe": {"norm_topk_prob": True}}
 
 
 def tensors_of(folder) -> dict:

@@ -29,13 +29,9 @@ from hf_mxfp4.checkpoint import CheckpointError, export, import_checkpoint, pack
 IDS = torch.arange(4, 12)[None]
 PACKED = MXFP4RLConfig(mode="packed", macro_block=None)
 TEXT = {
-    "vocab_size": 64,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
+    "vocab_size": 64, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1, "num_attention_heads": 2,
     "num_key_value_heads": 1,
-}
+}  # fmt: skip
 
 
 def gpt_neox():

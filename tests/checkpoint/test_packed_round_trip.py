@@ -13,7 +13,6 @@ from tables import CONFIGS, pairwise_params, some
 from tiny_models import make_model
 from torch import nn
 from transformers import AutoModelForCausalLM
-from transformers.trainer_utils import validate_quantization_for_training
 
 from hf_mxfp4 import MXFP4Linear, MXFP4PackedLinear, MXFP4RLConfig, cached_weights, pack, quantize
 from hf_mxfp4.integrations.transformers.swap import quantize_linears
@@ -118,15 +117,6 @@ def test_memory_and_counts(options, bits, checkpoint):
     assert full.get_memory_footprint() - model.get_memory_footprint() == 2 * n_weights - report.packed_bytes
     assert full.num_parameters() - model.num_parameters() == n_weights - report.packed_bytes
     assert f"packed {bits} bits/weight w4a16" in str(report)
-
-
-def test_training_needs_adapters(checkpoint):
-    model = load(checkpoint("qwen2"))
-    assert model.hf_quantizer.is_trainable and not model.hf_quantizer.is_qat_trainable
-    with pytest.raises(ValueError, match="attach trainable adapters"):
-        validate_quantization_for_training(model)
-    adapted = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", r=2, target_modules="all-linear"))
-    validate_quantization_for_training(adapted)
 
 
 @pytest.mark.usefixtures("dense_products")

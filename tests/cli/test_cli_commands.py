@@ -12,8 +12,6 @@ from typer.testing import CliRunner
 
 import hf_mxfp4
 from hf_mxfp4 import decompose, utils
-from hf_mxfp4 import gemm as ops
-from hf_mxfp4.backends import self_check
 from hf_mxfp4.cli import app
 from hf_mxfp4.lab import sample
 
@@ -64,21 +62,6 @@ def test_environment():
     lines = run("env").stdout.splitlines()
     assert len(lines) <= 16 and f"hf-mxfp4      {hf_mxfp4.__version__}" in lines and "GPUs          none" in lines
     assert lines[-1].endswith("hf-mxfp4 env --verbose")
-
-
-def test_environment_on_screen(monkeypatch):
-    gpu = {"type": "cuda", "name": "A GPU", "capability": "compute capability 9.0"}
-    monkeypatch.setattr(utils, "present_gpus", lambda: [gpu])
-    monkeypatch.setattr(ops, "hardware_of", lambda device: "sm_90")
-    states = {"decode": "not checked yet"}, {"decode": "failed: off by 1"}
-    monkeypatch.setattr(self_check, "states", lambda device, check: states[check])
-    assert json.loads(run("env", "--json").stdout)["self_checks"] == {"cuda:0": states[0]}
-    assert json.loads(run("env", "--json", "--check").stdout)["self_checks"] == {"cuda:0": states[1]}
-    short = run("env").stdout
-    assert "GPU 0         A GPU, compute capability 9.0" in short and "kernels on cuda:0: 1 not checked yet" in short
-    assert len(short.splitlines()) <= 18 and "quantization on cuda: " in short
-    text = run("env", "--verbose").stdout
-    assert "what quantizes" in text and "what multiplies" in text and "x is in full precision" in text
 
 
 # ---- names of options -----------------------------------------------------------------------------------------------

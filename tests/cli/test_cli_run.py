@@ -23,6 +23,7 @@ ENVIRONMENT = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, PATHS)), "HF_
 #: What lm_eval, transformers serve and others do with the name of a model.
 PROGRAM = """
 import sys
+sys.modules["torchao"] = None  # transformers would import it, for seconds
 from transformers import AutoModelForCausalLM
 for folder in sys.argv[1:]:
     try:

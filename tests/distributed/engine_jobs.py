@@ -70,23 +70,12 @@ def arguments(folder: Path, cls=TrainingArguments, **options):
     """Training options of all jobs: 8 sequences a step, however many processes share them."""
     world = int(os.environ.get("WORLD_SIZE", "1"))
     settings = {
-        "output_dir": str(folder),
-        "per_device_train_batch_size": 8 // world,
-        "max_steps": 4,
-        "learning_rate": 1e-3,
-        "lr_scheduler_type": "linear",
-        "logging_steps": 1,
-        "save_strategy": "steps",
-        "save_steps": 2,
-        "report_to": "none",
-        "use_cpu": "ACCELERATE_TORCH_DEVICE" not in os.environ,
-        "bf16": False,
-        "gradient_checkpointing": False,
-        "disable_tqdm": True,
-        "seed": 3,
-        **options,
-    }
-    return cls(**settings)
+        "output_dir": str(folder), "per_device_train_batch_size": 8 // world, "max_steps": 4, "learning_rate": 1e-3,
+        "lr_scheduler_type": "linear", "logging_steps": 1, "save_strategy": "steps", "save_steps": 2,
+        "report_to": "none", "use_cpu": "ACCELERATE_TORCH_DEVICE" not in os.environ, "bf16": False,
+        "gradient_checkpointing": False, "disable_tqdm": True, "seed": 3,
+    }  # fmt: skip
+    return cls(**settings | options)
 
 
 def plain_trainer(base: str, mode: str, folder: Path, **options) -> PlainTrainer:
@@ -98,14 +87,8 @@ def plain_trainer(base: str, mode: str, folder: Path, **options) -> PlainTrainer
 
 def grpo_trainer(base: str, mode: str, folder: Path, **options) -> MXFP4GRPOTrainer:
     """GRPO with noise in every rollout but the first, and its correction."""
-    options = {
-        "num_generations": 4,
-        "max_completion_length": 4,
-        "aqn_num_stages": 4,
-        "error_every": 0,
-        "report_every": 0,
-        **options,
-    }
+    usual = {"num_generations": 4, "max_completion_length": 4, "aqn_num_stages": 4, "error_every": 0, "report_every": 0}
+    options = usual | options
     if mode.startswith("moe"):
         options |= MOE_GRPO
     args = arguments(folder, MXFP4GRPOConfig, **options)

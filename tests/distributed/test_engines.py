@@ -16,16 +16,10 @@ from hf_mxfp4.checkpoint import why_incomplete
 
 
 TINY = [
-    "--sft_steps=3",
-    "--sft_batch_size=8",
-    "--tiny_hidden_size=32",
-    "--tiny_num_layers=2",
-    "--per_device_train_batch_size=8",
-    "--num_generations=4",
-    "--max_steps=3",
-    "--reload_check=16",
+    "--sft_steps=3", "--sft_batch_size=8", "--tiny_hidden_size=32", "--tiny_num_layers=2",
+    "--per_device_train_batch_size=8", "--num_generations=4", "--max_steps=3", "--reload_check=16",
     "--greedy_batch_size=8",
-]
+]  # fmt: skip
 NO_DEEPSPEED = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="deepspeed is not installed")
 TYPES = {"ddp": "MULTI_CPU", "fsdp2": "FSDP", "fsdp2_lora": "FSDP", "zero2": "DEEPSPEED", "zero3": "DEEPSPEED"}
 
@@ -166,11 +160,9 @@ def test_a_resumed_run_repeats_the_one_that_was_not_stopped(job):
     assert why_incomplete(out / "grpo" / "checkpoint-2") is None
     whole, resumed = (load_file(weights_file(out / kind / "saved")) for kind in ("grpo", "resumed"))
     assert whole.keys() == resumed.keys() and all(torch.equal(whole[name], resumed[name]) for name in whole)
-    logs = [
-        [(e["step"], e["reward"], e["entropy"], e["aqn/sigma"]) for e in results[k]["logs"]]
-        for k in ("grpo", "resumed")
-    ]
-    assert logs[0] == logs[1] and len(logs[0]) == 4
+    names = ("step", "reward", "entropy", "aqn/sigma")
+    first, second = ([[e[name] for name in names] for e in results[k]["logs"]] for k in ("grpo", "resumed"))
+    assert first == second and len(first) == 4
 
 
 def test_mixtures_replay_and_measure_their_routing(mixture):
@@ -289,6 +281,7 @@ def test_vllm_gets_adapters_on_quantized_weights_from_sharded_masters(jobs, engi
     assert [rank["noise"] for rank in ranks] == [pytest.approx(expected["noise"], rel=1e-6)] * 2
 
 
+@pytest.mark.large
 @SHARDING
 def test_vllm_gets_codes_once_and_factors_from_sharded_masters(jobs, engine):
     first, second = pushed(jobs, engine, packs=True)[0]["pushes"]
@@ -309,19 +302,6 @@ def test_in_bfloat16_the_float32_masters_are_saved(jobs, engine, mode):
     if mode == "moe":
         assert [log["router_replay/coverage"] for log in results["grpo"]["logs"]] == [1.0] * 4
         assert results["grpo"]["logs"][0]["router_replay/changed"] == 0
-
-
-@pytest.mark.large
-@NO_DEEPSPEED
-@pytest.mark.parametrize(("engine", "plain"), [("ddp", "ddp"), ("fsdp2_lora", "fsdp2"), ("zero3", "zero3")])
-def test_in_bfloat16_adapters_sample_in_the_dtype_of_training(jobs, engine, plain):
-    """At the first step, which has no noise, rollouts differ from training as without adapters: on the CPU not at all
-    but under FSDP2, whose own mixed precision rounds activations too."""
-
-    def divergence(engine, mode):
-        return jobs(engine, mode, mixed_precision="bf16")[1]["grpo"]["logs"][0]["sampling/kl"]
-
-    assert divergence(engine, "lora") <= 2 * divergence(plain, "qat") + 1e-8
 
 
 @pytest.mark.large
@@ -379,7 +359,7 @@ SHARDED, WHOLE = {"False": 1 + 2 * 2, "True": 1 + 2 * 3}, {"False": 1, "True": 1
 @pytest.mark.parametrize(
     ("engine", "expected"),
     [
-        pytest.param("ddp", WHOLE, id="ddp"),
+        pytest.param("ddp", WHOLE, marks=pytest.mark.large, id="ddp"),
         pytest.param("fsdp2", SHARDED, id="fsdp2"),
         pytest.param("zero2", WHOLE, marks=(NO_DEEPSPEED, pytest.mark.large), id="zero2"),
         pytest.param("zero3", SHARDED, marks=(NO_DEEPSPEED, pytest.mark.large), id="zero3"),

@@ -12,6 +12,7 @@ from hf_mxfp4.checkpoint import last_complete_checkpoint, why_incomplete
 
 
 JOB = "kill_jobs:train_or_resume"
+FILES = ("optimizer.pt", "mxfp4_state_0.pt", "trainer_state.json", "training_args.bin", "rng_state.pth")
 
 
 @pytest.fixture(scope="module")
@@ -34,14 +35,7 @@ def finish(runs, folder):
 
 @pytest.mark.parametrize(
     "file",
-    [
-        pytest.param("optimizer.pt", marks=pytest.mark.large),
-        "mxfp4_state_0.pt",
-        pytest.param("trainer_state.json", marks=pytest.mark.large),
-        "rotation",
-        pytest.param("training_args.bin", marks=pytest.mark.large),
-        pytest.param("rng_state.pth", marks=pytest.mark.large),
-    ],
+    ["rotation", *(pytest.param(name, marks=pytest.mark.large) for name in FILES)],
 )
 def test_killed_while_writing_a_checkpoint(runs, file):
     root, _ = runs

@@ -129,14 +129,8 @@ def test_what_half_a_step_has_logged_is_not_saved(build, tmp_path):
 
 def test_a_stop_in_an_evaluation_goes_on_to_the_same_bits(build, tmp_path):
     """That of this step is not repeated."""
-    options = {
-        "max_steps": 3,
-        "eval_dataset": prompts(2),
-        "eval_strategy": "steps",
-        "eval_steps": 2,
-        "per_device_eval_batch_size": 4,
-        "error_every": 0,
-    }
+    options = {"max_steps": 3, "eval_dataset": prompts(2), "eval_strategy": "steps", "eval_steps": 2}
+    options |= {"per_device_eval_batch_size": 4, "error_every": 0}
     whole = end_of(build, tmp_path / "whole", **options)
 
     stop = at_step(2, lambda: trainer.model.training or send(signal.SIGTERM))
@@ -180,25 +174,6 @@ def test_an_update_is_finished_first(build, whole, step, number, tmp_path, monke
         trainer.train()
     assert checkpoints(tmp_path) == [f"checkpoint-{step + 1}"]
     assert_same(end_of(build, tmp_path, resume=True, **RUN)["weights"], whole["weights"])
-
-
-def test_what_is_measured_after_an_update_is_finished_too(build, tmp_path):
-    """The step is counted by then, and its log is not there yet."""
-    options = {"max_steps": 3, "error_every": 2}
-    whole = end_of(build, tmp_path / "whole", **options)
-    trainer = build(output_dir=str(tmp_path / "parts"), **options)
-    measure = trainer.error_callback.on_step_end
-
-    def interrupted(args, state, *others, **named):
-        if state.global_step == 2:
-            send(signal.SIGTERM)
-        return measure(args, state, *others, **named)
-
-    trainer.error_callback.on_step_end = interrupted
-    with pytest.raises(SystemExit):
-        trainer.train()
-    assert checkpoints(tmp_path / "parts") == ["checkpoint-2"]
-    assert_same(end_of(build, tmp_path / "parts", resume=True, **options), whole)
 
 
 def test_handlers_of_others_are_left_alone(build, tmp_path):

@@ -79,7 +79,7 @@ def linear() -> Iterator[tuple[str, str | None]]:
 
 def experts() -> Iterator[tuple[str, str | None]]:
     many = (5, 0, 33, 2, 0), (0, 49, 0, 0, 0, 17, 1), (0, 0, 18, 1, *[0] * 16), (0, 3, 0, 0, 1, 0, 2, 0), (0, 0)
-    for number, (counts, n, k) in enumerate(zip(many, (50, 37, 7, 33, 8), (40, 904, 40, 136, 64), strict=True)):
+    for number, (counts, n, k) in enumerate(zip(many, (50, 37, 7, 33, 8), (40, 392, 40, 136, 64), strict=True)):
         offsets = torch.tensor(counts).cumsum(0, dtype=torch.int32)
         x, bias = normal(sum(counts), k).bfloat16(), normal(len(counts), n).bfloat16()
         weight = normal(len(counts), n, k) * 4.0 ** normal(len(counts), n, 1)

@@ -213,7 +213,9 @@ def pairs() -> Iterator[Case]:
         rows = adversarial_rows((32, 256), torch.bfloat16, 0, rng)
         yield f"{text} rows", wrong(rows[:20], scheme, {}, torch.bfloat16)
         yield f"{text} a part", wrong(rows[:9, 4:164], scheme, {}, torch.bfloat16)
-        yield f"{text} both", wrong_both(rows[:, : 192 if text == "rceil" else 64], scheme, ({}, {}), torch.bfloat16)
+        if DEVICE != "cpu" or text in ("rceil", "rceil+of0.3", mantissas):  # the others take seconds, interpreted
+            both = rows[:, : 192 if text == "rceil" else 64]
+            yield f"{text} both", wrong_both(both, scheme, ({}, {}), torch.bfloat16)
         yield f"{text} largest", wrong(up_to(3.38e38), scheme, {}, torch.bfloat16)
 
 
@@ -234,10 +236,11 @@ def sides() -> Iterator[Case]:
     yield "transposes", wrong(wide[:4, :120].reshape(2, 4, 60).mT, some[0], random, torch.float32)
     yield "a rotated transpose", wrong(wide[:6, :100].t(), some[1], turned, torch.bfloat16)
     # Blocks, strips and tiles cut short on either axis.
-    for number, shape in enumerate(((37, 70), (1, 40), (130, 66), (2, 5, 33), (64, 1), (0, 32))):
+    ragged = ((37, 70), 0), ((1, 40), 2), ((130, 66), 7), ((2, 5, 33), 3), ((64, 1), 8), ((0, 32), 5)
+    for number, (shape, place) in enumerate(ragged):
         x = torch.randn(shape, generator=rng).to(DTYPES[number % 3])
         second = {"seed": number} | ({"rotation": 64} if number % 2 else {})
-        yield f"both {shape}", wrong_both(x, some[number % len(some)], ({}, second), x.dtype)
+        yield f"both {shape}", wrong_both(x, some[place], ({}, second), x.dtype)
     yield "both, row stride", wrong_both(wide[::2, 3:80], some[0], ({"rotation": 32}, {}), torch.bfloat16)
     yield "both, neither axis has unit stride", wrong_both(wide[:40, :80:2], some[0], ({}, {}), torch.float32)
     yield "both, several tiles", wrong_both(wide[:, :150], SCHEMES[5], (random, {"rotation": 128}), torch.float32)
@@ -260,7 +263,7 @@ def fp8() -> Iterator[Case]:
     for number, shape in enumerate(((3, 33), (7, 300), (2, 3, 1100), (1, 1), (0, 8), (4, 0))):
         dtype = DTYPES[number % 3]
         x = adversarial_rows((int(torch.tensor(shape[:-1]).prod()), shape[-1]), dtype, number, rng).view(shape)
-        for label, rows in (("rows", x), ("columns", x.mT), ("row stride", x[..., ::2])):
+        for label, rows in (("rows", x), ("columns", x[..., :300].mT), ("row stride", x[..., ::2])):
             elements, byte = numerics.quantize_e4m3(rows)
             there = rows.to(DEVICE)
             found, scale = mxfp4_kernels.to_fp8(there, torch.uint8)

@@ -8,7 +8,6 @@ import importlib.util
 import json
 import os
 import re
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -41,7 +40,7 @@ print('ok')
 """.replace("NAMES", repr(sorted(mxfp4_kernels.__all__)))
 #: Layers of this project on a loaded kernel, in a process that has it under the name that they import.
 LAYERS = """
-sys.modules['mxfp4_kernels'] = kernel
+sys.modules.update(mxfp4_kernels=kernel, torchao=None)  # transformers would import torchao, for seconds
 import torch
 from torch import nn
 from hf_mxfp4 import MXFP4Linear, MXFP4PackedLinear, MXFP4RLConfig
@@ -110,26 +109,8 @@ def test_each_backend_has_a_variant_with_the_metadata_that_the_hub_asks_for(asse
             for path in variant.rglob("*")
             if path.suffix in SOURCES
         }
-        assert (
-            digests.keys() == sources | {"mxfp4_kernels/__init__.py"}
-            and {"decode/product.py", "cpu/quantize.cpp"} <= sources
-        )
+        assert digests.keys() == sources | {"mxfp4_kernels/__init__.py"} and "cpu/quantize.cpp" in sources
         assert metadata["digest"] == {"algorithm": "sha256", "files": digests}
-
-
-def test_the_id_changes_with_the_sources(assembled, tmp_path, monkeypatch):
-    module = sys.modules["assemble_kernels"]
-    copy = tmp_path / "kernels"
-    shutil.copytree(FOLDER / "mxfp4_kernels", copy / "mxfp4_kernels", ignore=shutil.ignore_patterns("__pycache__"))
-    (copy / "build.toml").write_bytes((FOLDER / "build.toml").read_bytes())
-    for path in (copy / "mxfp4_kernels").rglob("*.py"):
-        path.write_bytes(path.read_bytes() + b"\n")
-    monkeypatch.setattr(module, "SOURCE", copy)
-    (changed, _) = module.assemble(copy)
-    ids = [json.loads((folder / "metadata.json").read_text())["id"] for folder in (changed, variants(assembled)[0])]
-    assert ids[0] != ids[1]
-    with pytest.raises(FileExistsError):
-        module.assemble(copy)
 
 
 def test_only_the_standard_library_torch_triton_and_itself_are_imported():

@@ -10,12 +10,11 @@ import torch
 import mxfp4_kernels
 from hf_mxfp4 import numerics
 from mxfp4_kernels import Packed, Scheme, Side, linear_w4a16
-from mxfp4_kernels.decode import counters, product
-from mxfp4_kernels.decode.config import Gpu, split_steps, tile_config
+from mxfp4_kernels.decode import counters
 
 
 @pytest.mark.parametrize(
-    ("what", "cases"), [("schemes", 33), ("pairs", 28), ("layouts", 28), ("sides", 31), ("fp8", 36)]
+    ("what", "cases"), [("schemes", 33), ("pairs", 24), ("layouts", 28), ("sides", 31), ("fp8", 36)]
 )
 def test_interpreted_kernels_equal_eager_bit_for_bit(run_script, what, cases):
     report = run_script("run_quantize.py", what, interpret=True)
@@ -129,7 +128,6 @@ def test_wrong_outputs_and_shapes_raise():
 
 def test_layers_on_the_kernels_are_those_on_the_eager_functions(run_script):
     report = run_script("run_layers.py", interpret=True)
-    assert set(report.pop("self-checks").values()) == {"checked"}
     for name, found in report.items():
         # Quantized values are the same bits. Products on codes round once where those of values round twice.
         bound = 0.02 if name in ("packed", "packed, w4a8", "packed, rotated", "experts") else 0
@@ -141,27 +139,15 @@ def test_layers_on_the_kernels_are_those_on_the_eager_functions(run_script):
     assert all("fake_quantize" in launches[name] for name in ("w4a4", "paper_a", "paper_b"))
 
 
+@pytest.mark.large
+def test_self_checks_find_nothing(run_script):
+    assert set(run_script("run_layers.py", "checks", interpret=True).values()) == {"checked"}
+
+
 def test_interpreted_products_are_those_of_the_exact_weight(run_script):
     report = run_script("run_decode.py", "few", interpret=True)
     assert {name: wrong for name, wrong in report.items() if wrong is not None} == {}
     assert len(report) == 62
-
-
-@pytest.mark.parametrize(("rows", "tile"), [(1, (8, 128, 4, 3)), (16, (16, 64, 2, 3)), (200, (64, 64, 4, 3))])
-def test_tiles_grow_with_the_rows(rows, tile, monkeypatch):
-    monkeypatch.setattr("mxfp4_kernels.decode.config.IN_REGISTERS", True)
-    assert tile_config.__wrapped__(rows, False, Gpu("90", 132, 232448)) == tile
-
-
-def test_columns_are_split_so_that_the_busiest_multiprocessor_is_done_early():
-    # 32 and 32: 256 programs of 4 steps, two on a multiprocessor; 12 splits would make it three of 3.
-    for steps, tiles, warps, found in ((32, 32, 4, 4), (16, 96, 4, 4), (6, 128, 4, 3), (32, 512, 4, 32), (4, 1, 2, 2)):
-        assert split_steps(steps, tiles, warps, 132) == found
-
-
-@pytest.mark.parametrize(("counts", "tile"), [((5, 0, 33, 2), 16), ((1,) * 9, 8), ((0, 0, 100), 64), ((128,), 8)])
-def test_there_are_slots_for_all_tiles_of_experts(counts, tile):
-    assert product.tile_slots(sum(counts), len(counts), tile) >= sum(-(-count // tile) for count in counts)
 
 
 STATIC = Scheme("rceil", 128)
@@ -193,16 +179,6 @@ def product_of(
 def test_wrong_arguments_are_refused(error, message, changes):
     with pytest.raises(error, match=message):
         product_of(**changes)
-
-
-def test_captured_launches_never_share_counters(monkeypatch):
-    device = torch.device("cpu")
-    monkeypatch.setattr(counters, "_for_graphs", {device: (torch.zeros(256, dtype=torch.int32), 0)})
-    given = [counters._captured(count, device) for count in (1, 70, 64)]
-    places = [part.storage_offset() for part in given]
-    assert places == [0, 32, 128]
-    other = counters._captured(65, device)  # used up: the graph clears some of its own
-    assert other.numel() == 65 and other.untyped_storage().data_ptr() != given[0].untyped_storage().data_ptr()
 
 
 def test_counters_are_never_allocated_by_the_launching_thread(monkeypatch):

@@ -1,11 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reports and figures of an analysis: complete, valid, self-contained, and what is drawn is what was measured."""
 
-import io
 import json
 from pathlib import Path
 
-import matplotlib
 import pytest
 import torch
 from page_reader import PageReader
@@ -17,10 +15,8 @@ from hf_mxfp4.lab import (
     Problem,
     Selection,
     analyze_weights,
-    cosine_figure,
     delta_figure,
     error_statistics,
-    layer_labels,
     open_source,
     ratio_figure,
     write_analysis,
@@ -121,24 +117,6 @@ def legend(axes):
     return [text.get_text() for text in axes.get_legend().get_texts()]
 
 
-def test_cosines_per_layer():
-    layers = {f"{i}.up": statistics("floor", i) for i in range(5)}
-    [axes] = cosine_figure(layers).axes
-    assert legend(axes) == ["scale bias · deadzone", "scale bias · grid", "deadzone · grid"]
-    for line, pair in zip(axes.get_lines(), ("scale_bias/deadzone", "scale_bias/grid", "deadzone/grid"), strict=False):
-        assert list(line.get_ydata()) == [s.paper_cosines[pair] for s in layers.values()]
-    assert [label.get_text() for label in axes.get_xticklabels()] == list(layers)
-
-
-def test_names_are_no_formulas():
-    """Dollar signs begin formulas in matplotlib, and an unfinished one is an error."""
-    name = r"a$\frac$.up"
-    figure = cosine_figure({name: statistics("floor", 0), "b": statistics("floor", 1)})
-    with matplotlib.rc_context({"svg.fonttype": "none"}):
-        figure.savefig(drawn := io.BytesIO(), format="svg")
-    assert name in drawn.getvalue().decode()
-
-
 def test_histograms_are_densities():
     shown = {"rceil": statistics("rceil"), "even": statistics("even"), "none": ErrorStatistics()}
     [axes] = delta_figure(shown).axes
@@ -161,10 +139,3 @@ def test_ratios_side_by_side():
     assert list(whole.get_ydata()) == [100 * s.relative_mse for s in groups["floor"].values()]
     named = ratio_figure({"rceil": {"mlp.up": statistics("rceil"), "zero": ErrorStatistics()}}, "layer type")
     assert [label.get_text() for label in named.axes[0].get_xticklabels()] == ["mlp.up", "zero"]
-
-
-def test_labels_drop_what_all_share():
-    names = ["model.layers.0.mlp.up.weight", "model.layers.10.mlp.up.weight"]
-    assert layer_labels(names) == ["0.mlp.up", "10.mlp.up"]
-    assert layer_labels(names[:1]) == ["model.layers.0.mlp.up"]
-    assert layer_labels(["a.weight", "a.b.weight"]) == ["a", "a.b"]

@@ -5,30 +5,18 @@ import itertools
 import json
 
 import pytest
+from tables import MACROS, RULES
 
 from hf_mxfp4 import MXFP4RLConfig
 from hf_mxfp4.lab import PAPER_SCHEMES, SourceError, read_schemes
 from hf_mxfp4.numerics import QuantScheme, parse_scheme
 
 
-def every_scheme():
-    macros = [
-        (None, "static"),
-        *itertools.product((32, 64, 128, 256, "row"), ("static", "dynamic")),
-        (128, "blockwise"),
-        (128, "block_mantissas_fp8"),
-    ]
-    fallbacks = [(None, None), (0.5, None), (1.0, None), (0.25, 0.1)]
-    for rule, (size, search), (alpha, rate), rounding, rows in itertools.product(
-        ("rceil", "floor", "even", "mse"), macros, fallbacks, ("nearest", "stochastic"), (1, 32)
-    ):
-        yield QuantScheme(rule, size, search, alpha, rounding, rows, rate)
-
-
 def test_the_string_of_every_scheme_reads_back():
-    schemes = list(every_scheme())
-    assert len(schemes) == 4 * 13 * 4 * 2 * 2
-    for scheme in schemes:
+    fallbacks = [(None, None), (0.5, None), (1.0, None), (0.25, 0.1)]
+    every = itertools.product(RULES, MACROS, fallbacks, ("nearest", "stochastic"), (1, 32))
+    for rule, (size, search), (alpha, rate), rounding, rows in every:
+        scheme = QuantScheme(rule, size, search, alpha, rounding, rows, rate)
         assert parse_scheme(str(scheme)) == scheme
         assert parse_scheme(str(scheme).removeprefix("mxfp4+")) == scheme
 

@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from tiny_models import make_model, make_tokenizer
 
 from hf_mxfp4.lab import SourceError, TextOptions, open_source
-from hf_mxfp4.lab.layers import classify, location_of
+from hf_mxfp4.lab.layers import classify
 from hf_mxfp4.module_names import find_layers
 from recipes.tasks.tiny_model import build_char_tokenizer
 
@@ -100,21 +100,6 @@ def test_what_the_hub_lacks(error, message, monkeypatch):
 BF16 = torch.bfloat16
 VECTOR, HEAD, EMBEDDING = "norm, bias or other vector", "head, router or other tower", "embedding"
 OTHER = "not the weight of a linear layer"
-
-
-@pytest.mark.parametrize(
-    ("name", "location"),
-    [
-        ("model.layers.3.self_attn.q_proj.weight", ("self_attn.q_proj", 3)),
-        ("model.layers.12.mlp.experts.7.up_proj.weight", ("mlp.experts.up_proj", 12)),
-        ("model.layers.0.mlp.experts.gate_up_proj", ("mlp.experts.gate_up_proj", 0)),
-        ("transformer.h.5.attn.weight", ("attn", 5)),
-        ("lm_head.weight", ("lm_head", None)),
-        ("blocks.4.weight", ("blocks", 4)),
-    ],
-)
-def test_locations(name, location):
-    assert location_of(name) == location
 
 
 @pytest.mark.parametrize(

@@ -56,19 +56,6 @@ def test_a_block_by_hand():
     assert (s.deadzone_fraction, s.zero_fraction) == (30 / 32, 1 / 32)
 
 
-def test_the_unmasked_scale_error_by_hand():
-    # floor: amax 7 has s = 1. 0.28 < 7/24 is in the deadzone, but rounds to 0.5 here: Q - Q* = 0.5, Q* - x = -0.28.
-    x = torch.zeros(1, 32)
-    x[0, :2] = torch.tensor([7.0, 0.28])
-    s = error_statistics(x, QuantScheme("floor"))
-    hidden = float(x[0, 1])
-    assert s.unmasked_scale == 1 + 0.25  # 7 saturates at 6
-    assert s.unmasked_deadzone == pytest.approx(hidden**2, rel=1e-15)
-    assert s.unmasked_dot == pytest.approx(-0.5 * hidden, rel=1e-15)
-    assert s.paper_cosines["scale_bias/deadzone"] == pytest.approx(-0.5 / math.sqrt(1.25), rel=1e-12)
-    assert s.zero_count == 0 and s.deadzone == pytest.approx((0.5 - hidden) ** 2, rel=1e-12)
-
-
 @pytest.mark.parametrize("scheme", SCHEMES, ids=str)
 def test_against_whole_tensors(scheme):
     """The same quantities from Q, from a Q* found by trying all grid points, and from the mask |x| < amax / 24."""

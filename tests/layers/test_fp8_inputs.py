@@ -231,6 +231,8 @@ def test_operands_are_rounded_to_e4m3_once_and_a_weight_once_a_step(monkeypatch)
         first = passes(quantized, tokens())
         assert asked == [("fprop", (M, N, K)), ("dgrad", (M, N, K)), ("wgrad", (N, M, K))]  # the last two fill 16
         second = passes(quantized, tokens())
+        with torch.no_grad():
+            assert torch.equal(quantized(tokens()), first[0])
     assert made == [(N, K)] and all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
     passes(quantized, tokens())
     assert made == [(N, K)] * 3  # without a cache Dgrad makes it again

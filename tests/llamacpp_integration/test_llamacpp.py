@@ -19,33 +19,20 @@ pytestmark = pytest.mark.llamacpp
 FILE = "model-MXFP4.gguf"
 TOKENS = torch.randint(2, 32, (40,), generator=torch.Generator().manual_seed(0)).tolist()
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32}
+LLAMA3 |= {"rope_type": "llama3", "rope_theta": 10000.0}
 YARN = {"rope_type": "yarn", "rope_theta": 150000.0, "factor": 32.0, "original_max_position_embeddings": 4096}
+SHORT_YARN = YARN | {"rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64}
 MODELS = {
     "llama": ("llama", {"tie": True}),
     "llama, frequencies of Llama 3, biases": (
         "llama",
-        {
-            "rope_parameters": {"rope_type": "llama3", "rope_theta": 10000.0, **LLAMA3},
-            "attention_bias": True,
-            "mlp_bias": True,
-        },
+        {"rope_parameters": LLAMA3, "attention_bias": True, "mlp_bias": True},
     ),
     "llama, three heads to a key": (
         "llama",
         {"hidden": 96, "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 16},
     ),
-    "qwen2, yarn": (
-        "qwen2",
-        {
-            "rope_parameters": {
-                "rope_type": "yarn",
-                "rope_theta": 10000.0,
-                "factor": 4.0,
-                "original_max_position_embeddings": 64,
-            },
-            "max_position_embeddings": 256,
-        },
-    ),
+    "qwen2, yarn": ("qwen2", {"rope_parameters": SHORT_YARN, "max_position_embeddings": 256}),
     "qwen3, linear": ("qwen3", {"rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}}),
     "qwen3_moe": ("qwen3_moe", {"norm_topk_prob": True}),
     "mixtral": ("mixtral", {}),

@@ -76,7 +76,7 @@ def distance(first, second):
     return max(float((first[name] - second[name]).abs().max()) for name in first)
 
 
-@pytest.mark.parametrize("options", [[], ["--use_peft=false"]], ids=["recipe", "no-lora-config"])
+@pytest.mark.parametrize("options", [pytest.param([], marks=pytest.mark.large), ["--use_peft=false"]])
 def test_an_adapter_as_the_start_is_trained_further(whole, tmp_path, options):
     """A step without a learning rate leaves the adapter as it was: it is that one, and no fresh one."""
     start = tmp_path / "start"

@@ -196,18 +196,6 @@ def same(first, second) -> bool:
     return all(map(torch.equal, first.state_dict().values(), second.state_dict().values()))
 
 
-def test_build_qwen2():
-    tokenizer = tiny_model.build_char_tokenizer(ALPHABET)
-    model = tiny_model.build_qwen2(tokenizer)
-    assert 500_000 < model.num_parameters() < 700_000
-    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
-    config, generation = model.config, model.generation_config
-    assert (generation.pad_token_id, generation.eos_token_id, generation.bos_token_id) == (0, 1, None)
-    assert (config.pad_token_id, config.eos_token_id, config.max_position_embeddings) == (0, 1, 512)
-    with pytest.raises(ValueError, match="divisible"):
-        tiny_model.build_qwen2(tokenizer, hidden_size=30)
-
-
 @pytest.mark.parametrize("conversational", [False, True])
 def test_warmup_is_deterministic(conversational):
     task = load_task("arithmetic", n_train=64, n_test=1, conversational=conversational)

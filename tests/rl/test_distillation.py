@@ -112,6 +112,23 @@ def test_the_teacher_shares_what_is_frozen(build, scheme, peft_config):
     assert not any(p.requires_grad for p in teacher.values())
 
 
+def test_a_teacher_in_16_bits_shares_float32_tensors_under_autocast(build, tmp_path):
+    build().teacher_model.bfloat16().save_pretrained(tmp_path / "base")
+    trainer = build(bf16=True)
+    dtypes = {name: p.dtype for name, p in trainer.teacher_model.named_parameters()}
+    assert trainer.shared == (6, 4 * (400 * 64 + 5 * 64))
+    assert dtypes["model.layers.0.mlp.up_proj.weight"] == torch.bfloat16
+    assert dtypes["model.norm.weight"] == dtypes["model.embed_tokens.weight"] == torch.float32
+    with trainer.accelerator.autocast():
+        expected = divergence(trainer.model.eval(), trainer.teacher_model, IDS)
+    seen = set()
+    for model in (trainer.model, trainer.teacher_model):
+        model.model.layers[0].mlp.up_proj.register_forward_hook(lambda layer, read, out: seen.add(out.dtype))
+    assert loss_of(trainer, [{"input_ids": ids} for ids in IDS]).item() == pytest.approx(expected, rel=0.05)
+    trainer.train()
+    assert seen == {torch.bfloat16}  # products, where TRL alone computes in float32
+
+
 def test_everything_is_trained_and_nothing_shared_if_asked_for(build):
     trainer = build(train_all=True)
     assert trainer.shared == (0, 0) and all(p.requires_grad for p in trainer.model.parameters())
@@ -210,10 +227,15 @@ def test_tokens_that_are_read_and_learned(row, expected):
     assert distillation._tokens_of(row, TOKENIZER, 8) == expected
 
 
-@pytest.mark.parametrize("row", [{"text": "4"}, {"prompt": "a b c d e f g h i j", "completion": "1"}])
+@pytest.mark.parametrize("row", [{"text": "4"}, {"text": ""}, {"prompt": "a b c d e f g h i j", "completion": "1"}])
 def test_rows_without_a_token_to_learn_are_refused(row):
     with pytest.raises(ValueError, match="no token of the row '.*' is left to learn within max_length=8"):
         distillation._tokens_of(row, TOKENIZER, 8)
+
+
+def test_a_batch_has_completions_or_none(build):
+    with pytest.raises(ValueError, match="a batch has rows with and without a completion"):
+        batch_of(build(), [{"prompt": "1", "completion": None}, {"prompt": "1", "completion": "2"}])
 
 
 def test_given_completions_alone_are_learned(build):
@@ -247,6 +269,7 @@ def test_completions_are_sampled_from_whom_was_asked(build, sampler):
         ({"scheme": None}, "has no MXFP4 layer.*allow_full_precision=True"),
         ({"scheme": {"mode": "packed"}}, "attach trainable adapters"),
         ({"generate_with": "me"}, "generate_with='me' must be 'student' or 'teacher'"),
+        ({"use_vllm": True}, "use_vllm=True would sample from a student that is not quantized"),
         ({"teacher": make_model(vocab_size=32)}, "a vocabulary of 32 tokens and the student of 400"),
     ],
 )

@@ -10,7 +10,6 @@ import torch
 from grpo_runs import MEASURED, TOKENIZER, ResumableTrainer, train_plainly, trainer_factory
 from moe_models import make_moe
 from peft import LoraConfig, get_peft_model
-from safetensors import safe_open
 from same_bits import assert_same
 from transformers import AutoModelForCausalLM, Trainer
 
@@ -34,12 +33,8 @@ SCHEMES = {
 }
 
 #: A checkpoint in the middle of a rollout's steps, with accumulated gradients.
-REUSED = {
-    "num_iterations": 2,
-    "steps_per_generation": 4,
-    "gradient_accumulation_steps": 2,
-    "per_device_train_batch_size": 4,
-}
+REUSED = {"num_iterations": 2, "steps_per_generation": 4}
+REUSED |= {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 4}
 #: Scheme, step of the checkpoint, options.
 CASES = {
     "in the second epoch and between two logs": ("w4a4", 7, {"logging_steps": 2}),
@@ -283,12 +278,6 @@ def test_experts_are_restored(train_experts):
     loaded = AutoModelForCausalLM.from_pretrained(train_experts.root / "run" / "checkpoint-4")
     assert sum(isinstance(module, MXFP4Experts) for module in loaded.modules()) == train_experts.n_quantized
     assert_same(dict(loaded.state_dict()), dict(whole.model.state_dict()))
-
-
-def test_a_final_save_has_the_names_of_the_hub(train_experts, tmp_path):
-    train_experts(ResumableTrainer, "run").save_model(str(tmp_path / "final"))
-    with safe_open(tmp_path / "final" / "model.safetensors", "pt") as file:
-        assert file.get_tensor("model.layers.0.mlp.experts.5.gate_proj.weight").shape == (32, 32)
 
 
 def test_a_checkpoint_without_the_experts_is_refused(train_experts):

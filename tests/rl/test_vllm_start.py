@@ -49,6 +49,7 @@ def with_lora(model, **options):
     return get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", **{"target_modules": ["q_proj"], **options}))
 
 
+GRADIENTS = {"stochastic_seed": 1, "dither_ties": False, "dgrad": {"grad": "rceil+stochastic"}}
 #: What a policy is made of and how it is asked for, and what vLLM is told: settings and mode.
 STARTS = {
     "qat": (lambda full, tmp: load(full), {}, PACKED, "qat"),
@@ -66,12 +67,7 @@ STARTS = {
         {**PACKED, "adapter_rank": 9},
         "packed",
     ),
-    "options of gradients": (
-        lambda full, tmp: load(full, stochastic_seed=1, dither_ties=False, dgrad={"grad": "rceil+stochastic"}),
-        {},
-        PACKED,
-        "qat",
-    ),
+    "options of gradients": (lambda full, tmp: load(full, **GRADIENTS), {}, PACKED, "qat"),
 }
 
 

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
 import json
-import re
 from types import SimpleNamespace
 
 import pytest
@@ -192,7 +191,6 @@ def test_a_walk_that_does_not_merge_is_an_error():
 
 
 W4A4, W4A16 = (factors_config(mode="packed", preset=preset) for preset in ("w4a4", "w4a16"))
-FALLBACK = factors_config(mode="packed", preset="w4a4", outlier_fallback=0.5)  # as QAT has by default
 
 
 OVERRIDES = {"quantization_config": {"quant_method": "mxfp4_rl", "mode": "qat", "preset": "w4a4"}}
@@ -236,30 +234,6 @@ def test_a_colocated_vllm_is_asked():
     for dtype, scheme, inputs in ((torch.float16, None, None), (torch.float32, W4A4, W4A4.activation_scheme)):
         found = VLLMEngine.of(SimpleNamespace(llm=vllm_llm(dtype, scheme)))
         assert (found.dtype, found.inputs) == (dtype, inputs)
-
-
-@pytest.mark.parametrize(
-    ("policy", "loaded", "correction", "expected"),
-    [
-        ("w4a16", None, True, None),
-        ("w4a16", W4A16, True, None),
-        ("w4a4", FALLBACK, True, None),
-        ("w4a4", W4A4, True, "account for the difference"),
-        ("w4a4", None, True, "activations in full precision.*account for the difference"),
-        ("w4a4", W4A16, False, "full precision.*nothing corrects the difference"),
-        ("w4a16", W4A4, True, r"trains with None; importance weights \(token_truncate\) account"),
-    ],
-)
-def test_words_about_activations_are_true_of_both_sides(caplog, policy, loaded, correction, expected):
-    model = make_model()
-    quantize_linears(model, factors_config(preset=policy))
-    engine = VLLMEngine.of(SimpleNamespace(llm=vllm_llm(scheme=loaded)))
-    args = MXFP4GRPOConfig(use_cpu=True, bf16=False, use_vllm=True, rollout_correction=correction)
-    caplog.clear()
-    engine.describe(model, args)
-    warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
-    assert len(warnings) == (expected is not None) and engine.quantizes_as(model) == (expected is None)
-    assert all(re.search(expected, text) for text in warnings)
 
 
 def test_noise_is_measured_after_the_rounding_of_vllm(build):

@@ -4,7 +4,7 @@
 Within [`stub_gpu`] tensors of torch's meta device say that they are on a CUDA device, so that layers and kernels take
 the very way that they take on that GPU, in both passes. A Triton kernel is noted with the arguments of its launch, an
 operator of torch that computes with its name and shapes; none of them runs. Self-checks of kernels, which look at
-numbers, count as passed; the scales of FP4 operands fit.
+numbers, count as passed; FP4 and FP8 operands are exact.
 """
 
 import contextlib
@@ -138,6 +138,7 @@ def _stand_ins(gpu: GPU, device: torch.device, steps: list[Step]) -> Iterator[tu
     yield triton.JITFunction, "run", run
     block_scaled = import_module("hf_mxfp4.gemm.block_scaled")
     yield block_scaled, "fit", lambda *operands: True
+    yield torch, "equal", lambda *tensors: True  # whether an FP8 weight is exact
     # The function of torch 2.13 that gives the shape of MXFP4 products asks for half of their scales.
     no_mxfp4 = lambda recipe, _: "torch gives it no shape" if recipe == "mxfp4" else None  # noqa: E731
     yield block_scaled, "problem", no_mxfp4

@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Records of distillation on a real model, of what `recipes/distill.py` left in its output folders.
+
+    python -m benchmarks.distillation outputs/distill_smollm2 --start smoothed
+
+Adds to `benchmarks/results/distillation.json` a record for each held-out text, in place of those of the same run.
+"""
+
+import json
+from pathlib import Path
+
+import yaml
+
+from hf_mxfp4 import MXFP4RLConfig
+from hf_mxfp4.lab import ModelScheme
+
+from .records import made, option_parser, write
+
+
+PACKAGES = ("torch", "transformers", "trl", "accelerate")
+SCHEME = ("mode", "preset", "outlier_fallback", "fprop")
+#: Options of a run that the command of its records names.
+NAMED = ("preset", "fprop", "learning_rate", "warmup_steps", "max_steps", "max_length", "eval_samples", "bf16")
+
+
+def main() -> None:
+    parser = option_parser(__doc__, "distillation")
+    parser.add_argument("folder", type=Path, help="output folder of a finished run")
+    parser.add_argument("--start", required=True, help="what the student started from: 'as it is', 'smoothed', ...")
+    options = parser.parse_args()
+    out = Path(options.out)
+    records = json.loads(out.read_text()) if out.is_file() else []
+    added = records_of(options.folder, options.start)
+    kept = [old for old in records if old["command"] != added[0]["command"]]
+    write([*kept, *added], out)
+
+
+def records_of(folder: Path, start: str) -> list[dict]:
+    """Return a record for each held-out text of a run."""
+    summary = json.loads((folder / "summary.json").read_text())
+    used = yaml.safe_load((folder / "resolved_config.yaml").read_text())["options"]
+    used["fprop"] = dict(used["fprop"]) if used["fprop"] else None
+    scheme = ModelScheme("", MXFP4RLConfig(**{name: used[name] for name in SCHEME}))
+    words = [f"--{name} {used[name]}" for name in NAMED if used[name] is not None]
+    config = "python recipes/distill.py --config recipes/configs/distill_smollm2.yaml"
+    run = {
+        "scheme": summary["scheme"],
+        "bits": scheme.weight_bits,
+        "start": start,
+        "model": "SmolLM2-135M-Instruct",
+        "steps": summary["steps"],
+        "tokens": summary["tokens_distilled"],
+        "learning_rate": used["learning_rate"],
+        "seconds": summary["seconds"],
+        "ceiling_fraction": None,
+    } | made(f"{config} {' '.join(words)}  # from: {start}", PACKAGES)
+    found = []
+    for text, after in summary["after"].items():
+        before = summary["before"][text]
+        shape = f"at most {used['eval_samples']} texts of at most {used['max_length']} tokens"
+        value, baseline = after["perplexity"], after["teacher_perplexity"]
+        of = {"name": text, "shape": shape, "value": value, "unit": "perplexity", "baseline": baseline}
+        of |= {"ratio": value / baseline, "kl": after["kl"], "kl_before": before["kl"]}
+        found.append(of | {"perplexity_before": before["perplexity"]} | run)
+    return found
+
+
+if __name__ == "__main__":
+    main()
