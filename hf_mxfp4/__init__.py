@@ -20,31 +20,20 @@ if TYPE_CHECKING:
     from .config import MXFP4RLConfig
     from .integrations.transformers import MXFP4RLQuantizer
 
-_LAZY = {
-    "ErrorDecomposition": "numerics",
-    "MXFP4DistillationConfig": "rl",
-    "MXFP4DistillationTrainer": "rl",
-    "MXFP4Experts": "layers",
-    "MXFP4GRPOConfig": "rl",
-    "MXFP4GRPOTrainer": "rl",
-    "MXFP4Linear": "layers",
-    "MXFP4PackedExperts": "layers",
-    "MXFP4PackedLinear": "layers",
-    "MXFP4RLConfig": "config",
-    "MXFP4RLQuantizer": "integrations.transformers",
-    "MXFP4Tensor": "numerics",
-    "QuantScheme": "numerics",
-    "ScaleRule": "numerics",
-    "cached_weights": "layers",
-    "decompose": "numerics",
-    "dither_masters": "dither",
-    "fake_quantize": "gemm",
-    "merge_adapters": "integrations.peft",
-    "pack": "integrations.transformers",
-    "quantize": "gemm",
-    "set_quantization_step": "layers",
-    "uncached_weights": "layers",
+_NAMES = {
+    "config": "MXFP4RLConfig",
+    "dither": "dither_masters",
+    "gemm": "fake_quantize quantize",
+    "integrations.peft": "merge_adapters",
+    "integrations.transformers": "MXFP4RLQuantizer pack",
+    "layers": (
+        "MXFP4Experts MXFP4Linear MXFP4PackedExperts MXFP4PackedLinear cached_weights set_quantization_step "
+        "uncached_weights"
+    ),
+    "numerics": "ErrorDecomposition MXFP4Tensor QuantScheme ScaleRule decompose",
+    "rl": "MXFP4DistillationConfig MXFP4DistillationTrainer MXFP4GRPOConfig MXFP4GRPOTrainer",
 }
+_LAZY = {name: module for module, names in _NAMES.items() for name in names.split()}
 
 __all__ = ["MXFP4RLConfig", "MXFP4RLQuantizer", "__version__"]
 __all__ += [name for name in _LAZY if name not in __all__]

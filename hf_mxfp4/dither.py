@@ -28,7 +28,7 @@ _PORTION = 1 << 20
 #: How often places are tried; in the later half they come nearer and nearer to the middle of the cell.
 _ATTEMPTS = 24
 #: Why nothing is done to the weights of most checkpoints in float32.
-_FULL_NUMBERS = "are no 16-bit numbers"
+FULL_NUMBERS = "are no 16-bit numbers"
 
 
 @dataclass
@@ -46,11 +46,6 @@ class DitherReport:
     dtypes: tuple[str, ...] = ()
     n_left: int = 0
     skipped: dict[str, int] = field(default_factory=dict)
-
-    @property
-    def is_worth_a_word(self) -> bool:
-        """Whether more is to say than that the masters lie on no boundaries anyway."""
-        return self.n_weights > 0 or set(self.skipped) != {_FULL_NUMBERS}
 
     def add(self, n_weights: int, dtype: torch.dtype) -> None:
         """Count weights that were dithered within numbers of ``dtype``."""
@@ -115,7 +110,7 @@ def _dither_parameter(
         with gathered(parameter, writes=True) as value:
             dtype = sixteen_bit_dtype(value)
             if dtype is None:
-                reason = _FULL_NUMBERS
+                reason = FULL_NUMBERS
             elif not matrices:
                 generator = torch.Generator().manual_seed(seed)
                 for rows in value.split(max(1, _PORTION * len(value) // value.numel())):

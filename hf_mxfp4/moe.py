@@ -257,7 +257,7 @@ class _Replay:
         self.name, self.router, self.choices, self.required = name, router, choices, required
         self.seen = 0  # rows of the batch that have passed at least once
         self._free, self._next = router.forward, 0
-        self._agreements: list[tuple[torch.Tensor, int]] = []
+        self._agreed, self._counted = 0.0, 0  # tokens
 
     def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any):
         """The router's forward pass, with its `torch.topk` replaced."""
@@ -273,7 +273,8 @@ class _Replay:
             )
         if first_time:
             counted = self.required[part].flatten().to(hidden_states.device)
-            self._agreements.append(((topk.agreement * counted).sum(), int(counted.sum())))
+            self._agreed += (topk.agreement * counted).sum()
+            self._counted += int(counted.sum())
         return output
 
     def _part(self, hidden_states: torch.Tensor) -> slice:
@@ -294,8 +295,7 @@ class _Replay:
         return part
 
     def agreement(self) -> float:
-        tokens = sum(count for _, count in self._agreements)
-        return float(sum(total for total, _ in self._agreements)) / tokens if tokens else 1.0
+        return float(self._agreed) / self._counted if self._counted else 1.0
 
 
 class _ReplayedTopK(TorchFunctionMode):

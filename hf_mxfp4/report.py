@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from .config import MXFP4RLConfig
-from .dither import DitherReport
+from .dither import FULL_NUMBERS, DitherReport
 from .gemm import weight_values
 from .layers import MXFP4Experts, MXFP4Linear, MXFP4PackedExperts, MXFP4PackedLinear, trainable_matrices
 from .module_names import READS_WEIGHT
@@ -75,7 +75,8 @@ class QuantizationReport:
         counts = f"n_quantized={self.n_quantized} n_skipped={self.n_skipped}{left}"
         readers = Counter(reason for reason in self.skip_reasons.values() if reason.endswith(READS_WEIGHT))
         read = "".join(f" | {count} layers in full precision: {reason}" for reason, count in readers.items())
-        dither = f" | {self.dither}" if self.dither is not None and self.dither.is_worth_a_word else ""
+        is_dithered = self.dither is not None and (self.dither.n_weights or set(self.dither.skipped) != {FULL_NUMBERS})
+        dither = f" | {self.dither}" if is_dithered else ""
         return f"{counts} weight SQNR={sqnr} | {packed}{self.scheme}{read}{dither}"
 
 

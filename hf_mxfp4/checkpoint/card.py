@@ -112,7 +112,9 @@ def add_evaluation(folder: str | os.PathLike, summary: Mapping[str, Any] | str |
 
     Raises `FileNotFoundError` without a card, and `ValueError` when it is not a generated one, or was edited.
     """
-    summary, card = _read(summary), read_generated(folder)
+    if not isinstance(summary, Mapping):
+        summary = json.loads(Path(summary).read_text(encoding="utf-8"))
+    card = read_generated(folder)
     data, task, n_test = card.data, summary["task"], summary["n_test"]
     before, after = summary["accuracy_before"], summary["accuracy_after"]
     data.model_name = data.model_name or Path(str(summary.get("saved", "policy"))).name
@@ -133,35 +135,7 @@ def add_evaluation(folder: str | os.PathLike, summary: Mapping[str, Any] | str |
         f"{summary['steps']} steps of GRPO, seed {summary['seed']}, both under the scheme {summary['scheme']}. One "
         f"run: it says nothing about other seeds.\n\n| score | before RL | after RL |\n|---|---|---|\n{''.join(rows)}"
     )
-    _with_section(card, "Evaluation", section).save(Path(folder) / CARD)
-
-
-def add_perplexity(folder: str | os.PathLike, evaluation: Mapping[str, Any] | str | os.PathLike) -> None:
-    """Put perplexity and divergence into the generated card of a saved checkpoint; ``evaluation`` is what
-    `hf-mxfp4 eval` wrote to `evaluation.json`, or the path of that file. Raises as [`add_evaluation`], and `ValueError`
-    when the checkpoint's own scheme was not evaluated."""
-    evaluation, card = _read(evaluation), read_generated(folder)
-    rows = {row["name"]: row for row in evaluation["rows"]}
-    own = rows.get("own", rows.get("as stored"))
-    if own is None:
-        raise ValueError(
-            f"the evaluation has {', '.join(rows)}, none of which is the checkpoint's own scheme; run hf-mxfp4 eval "
-            "with --scheme own"
-        )
-    cells, base = {"perplexity": f"{own['perplexity']:.3f}"}, rows.get(evaluation["reference"])
-    if base is not None and base is not own:
-        name = "full precision (the master weights)" if base["name"] == "full precision" else f"`{base['name']}`"
-        cells |= {
-            f"perplexity of {name}": f"{base['perplexity']:.3f}",
-            "difference, nats per token": _with_error(own["difference"], 3, "+"),
-            "KL to it, nats per token": _with_error(own["kl"], 4),
-            "same likeliest token": f"{100 * own['same_top']:.1f} %",
-        }
-    section = (
-        f"On {evaluation['texts']} texts of `{evaluation['text']}`, {evaluation['tokens']} predicted "
-        f"tokens, in {evaluation['dtype']} (`hf-mxfp4 eval`; ± standard errors by text).\n\n{_table(cells)}"
-    )
-    _with_section(card, "Perplexity", section).save(Path(folder) / CARD)
+    with_section(card, "Evaluation", section).save(Path(folder) / CARD)
 
 
 def read_generated(folder: str | os.PathLike) -> ModelCard:
@@ -259,7 +233,7 @@ def _card(
         auto=auto_class(architecture),
         here=HERE,
         without="Without it the files cannot be loaded." if is_packed else masters,
-        scheme=_table(rows),
+        scheme=table(rows),
         error=_error(sqnr_db, is_packed),
         version=hf_mxfp4.__version__,
         transformers=transformers.__version__,
@@ -294,17 +268,12 @@ def _error(sqnr_db: float | None, is_packed: bool) -> str:
     return f"Signal to quantization noise ratio {sqnr_db:.2f} dB, measured {when} (evenly spaced rows of every layer)."
 
 
-def _table(rows: Mapping[str, Any]) -> str:
+def table(rows: Mapping[str, Any]) -> str:
     """Return a table of two columns."""
     return "| | |\n|---|---|\n" + "\n".join(f"| {name} | {value} |" for name, value in rows.items())
 
 
-def _with_error(mean: Mapping[str, float | None], digits: int, sign: str = "") -> str:
-    error = "" if mean["standard_error"] is None else f" ± {mean['standard_error']:.{digits}f}"
-    return f"{mean['value']:{sign}.{digits}f}{error}"
-
-
-def _with_section(card: ModelCard, title: str, text: str) -> ModelCard:
+def with_section(card: ModelCard, title: str, text: str) -> ModelCard:
     """Return a card with a section of this title, in place of the old one or before the evaluation."""
     body = re.sub(rf"## {title}\n\n.*?\n\n(?=## )", "", _unsigned(card.text), flags=re.DOTALL)
     before, mark, after = body.partition("## Not measured" if title == "Evaluation" else "## Evaluation")
@@ -325,10 +294,6 @@ def _master_sqnr(model: nn.Module) -> float | None:
     if any(type(weight) is not torch.Tensor or weight.is_meta or weight.dim() < 2 for weight in weights):
         return None
     return master_sqnr(model)
-
-
-def _read(found: Mapping[str, Any] | str | os.PathLike) -> Mapping[str, Any]:
-    return found if isinstance(found, Mapping) else json.loads(Path(found).read_text(encoding="utf-8"))
 
 
 def _unsigned(body: str) -> str:

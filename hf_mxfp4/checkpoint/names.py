@@ -201,10 +201,6 @@ class LayerShape:
         """Return the weight in bfloat16, ``[N, K]`` or ``[experts, N, K]``, on the meta device."""
         return self._meta((self.out_features, self.in_features), torch.bfloat16)
 
-    def meta_in_model(self) -> torch.Tensor:
-        """Return [`meta`] as the model has it."""
-        return self.meta().mT if self.transposed else self.meta()
-
     def meta_packed(self, scheme: QuantScheme) -> dict[str, torch.Tensor]:
         """Return the packed fields of the weight on the meta device."""
         shapes = packed_shapes(self.out_features, self.in_features, scheme)

@@ -228,7 +228,7 @@ class MasterSource(LayerSource):
     def _specs(self, layer: str, shape: LayerShape) -> dict[str, torch.Tensor]:
         name = layer if shape.experts is not None else f"{layer}.weight"
         if name in self.names.stored or not shape.pieces:
-            return {name: shape.meta_in_model()}
+            return {name: shape.meta().mT if shape.transposed else shape.meta()}
         return plain_tensors(name, shape, shape.meta())
 
     def master(self, layer: str, expert: int | None = None) -> torch.Tensor:

@@ -71,9 +71,8 @@ class NewTensor:
     def nbytes(self) -> int:
         return math.prod(self.shape) * self.dtype.itemsize
 
-    def cast(self, before: torch.dtype | None, after: torch.dtype) -> "NewTensor":
-        """Return this tensor in ``after`` if it is of ``before``."""
-        return replace(self, dtype=after, make=lambda: self.make().to(after)) if self.dtype == before else self
+    def to(self, dtype: torch.dtype) -> "NewTensor":
+        return replace(self, dtype=dtype, make=lambda: self.make().to(dtype))
 
 
 def new_tensors(specs: Mapping[str, torch.Tensor], make: Callable[[], Mapping[str, torch.Tensor]]) -> list[NewTensor]:

@@ -2,11 +2,8 @@
 """`hf-mxfp4 pack`, `export`, `import` and `verify`: to packed checkpoints, to and from other engines' formats, and
 checksums."""
 
-import math
 from collections import Counter
-from collections.abc import Sequence
 from pathlib import Path
-from statistics import median
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
@@ -26,7 +23,7 @@ from .common import (
 
 
 if TYPE_CHECKING:
-    from ..checkpoint import ConversionReport, LayerCost, Verification
+    from ..checkpoint import ConversionReport, Verification
     from ..config import MXFP4RLConfig
 
 
@@ -185,6 +182,7 @@ def _scheme_for(source: Path, **options: Any) -> "MXFP4RLConfig | None":
 def _show(report: "ConversionReport", as_json: bool) -> None:
     """Print what was done to each type of layer, what it cost and what it saved, on standard output."""
     from ..checkpoint import bits_per_weight
+    from ..lab.layers import conversion_rows
 
     if as_json:
         print_json(report.to_dict())
@@ -193,7 +191,7 @@ def _show(report: "ConversionReport", as_json: bool) -> None:
     if report.changed or any(layer.action != "kept" for layer in report.layers):
         title = report.scheme if report.weights is None else f"weights in {report.weights}"
         headings = ["type of layer", "layers", "what", "SQNR dB: median", "worst", "bits per weight"]
-        print_table(title, headings, _by_type(report.layers))
+        print_table(title, headings, conversion_rows(report.layers))
     actions = {**_ACTIONS, "kept": "kept, with rewritten scales"} if blocks else _ACTIONS
     counts = ", ".join(f"{count} {actions[action]}" for action, count in report.counts().items())
     say(f"{report.path}: {report.format}, {report.n_layers} layers: {counts}")
@@ -213,23 +211,6 @@ def _show(report: "ConversionReport", as_json: bool) -> None:
         say(note)
     if report.file is not None:
         say(f"every layer: {report.path / report.file}")
-
-
-def _by_type(costs: "Sequence[LayerCost]") -> list[list[str]]:
-    """Return a row for all layers of a type that the same was done to."""
-    from ..checkpoint import bits_per_weight
-    from ..lab.layers import location_of
-
-    groups: dict[tuple[str, str], list[LayerCost]] = {}
-    for cost in costs:
-        groups.setdefault((location_of(cost.name)[0], cost.action), []).append(cost)
-    rows = []
-    for (layer_type, action), members in groups.items():
-        values = [member.sqnr_db for member in members]
-        found = ["exact" if value == math.inf else f"{value:.2f}" for value in (median(values), min(values))]
-        count, bits = str(sum(member.matrices for member in members)), f"{bits_per_weight(members):.4g}"
-        rows.append([layer_type, count, action, *(["-", "-"] if action == "left" else found), bits])
-    return rows
 
 
 def _size(n_bytes: int) -> str:

@@ -102,7 +102,7 @@ def evaluate(
     folder = Path(model).expanduser()
     if card and not folder.is_dir():
         fail("--card writes into a checkpoint's folder; MODEL is none")
-    from ..checkpoint import add_perplexity, read_generated
+    from ..checkpoint import read_generated
     from ..lab import TextOptions, evaluate_checkpoint, load, reports, texts_to_predict
     from ..lab import without_each as parts_left_out
 
@@ -134,7 +134,7 @@ def evaluate(
         print_table(reports.evaluation_title(found), *table)
         say(reports.evaluation_legend(found))
     if card:
-        add_perplexity(folder, found.to_dict())
+        reports.add_perplexity(folder, found.to_dict())
         typer.echo(f"{folder / 'README.md'} has the figures", err=True)
     typer.echo(f"reports: {', '.join(map(str, paths))}", err=True)
 

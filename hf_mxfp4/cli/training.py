@@ -5,7 +5,6 @@ import importlib
 import os
 import runpy
 import sys
-from dataclasses import replace
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -50,19 +49,14 @@ def plan(
     """
     from ..config import MXFP4RLConfig
     from ..lab import Setup, sizes_of
-    from ..lab import plan as planned
-    from ..lab.planning import ENGINES, read_config
+    from ..lab.planning import ENGINES, fit, read_config
 
     options = {} if preset is None else {"preset": preset}
     quantization = None if mode == "full" else MXFP4RLConfig(mode=mode, **options)
     sizes = sizes_of(read_config(model), quantization)
-    usable, plans = 0.9 * gpu_memory * 1e9, {}
-    for name in [engine] if engine else [name for name in ENGINES if gpus > 1 or name == "ddp"]:
-        setup = Setup(quantization, name, gpus, batch, length, optimizer, gradient_checkpointing, lora_rank)
-        parts, without = planned(sizes, setup), planned(sizes, replace(setup, batch=0))
-        each = (parts["activations"] - without["activations"]) / batch
-        largest = int((usable - sum(parts.values()) + parts["activations"]) // each)
-        plans[name] = {"bytes": parts, "fits": sum(parts.values()) <= usable, "largest_batch": max(0, largest)}
+    usable, engines = 0.9 * gpu_memory * 1e9, [engine] if engine else ENGINES if gpus > 1 else ("ddp",)
+    each = gpus, batch, length, optimizer, gradient_checkpointing, lora_rank
+    plans = {name: fit(sizes, Setup(quantization, name, *each), usable) for name in engines}
     if as_json:
         print_json({"model": model, "usable_bytes_per_gpu": usable, "engines": plans})
     else:

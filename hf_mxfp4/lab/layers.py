@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Choose, by names and shapes alone, the tensors of a checkpoint that would be quantized, and say where they are."""
 
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import median
 
 import torch
 
-from ..checkpoint import StoredTensor
+from ..checkpoint import LayerCost, StoredTensor, bits_per_weight
 from ..module_names import ALWAYS_SKIPPED, CONV1D_MODELS, name_matches
 from .source import Source
 
@@ -126,3 +128,17 @@ def _owners(name: str) -> list[str]:
     in_model = name.replace(".block_sparse_moe.", ".mlp.")
     experts = _EXPERTS.match(in_model)
     return [experts[0]] if experts else [name, in_model]
+
+
+def conversion_rows(costs: Sequence[LayerCost]) -> list[list[str]]:
+    """Return a row for all layers of a type that the same was done to in a conversion."""
+    groups: dict[tuple[str, str], list[LayerCost]] = {}
+    for cost in costs:
+        groups.setdefault((location_of(cost.name)[0], cost.action), []).append(cost)
+    rows = []
+    for (layer_type, action), members in groups.items():
+        values = [member.sqnr_db for member in members]
+        found = ["exact" if value == math.inf else f"{value:.2f}" for value in (median(values), min(values))]
+        count, bits = str(sum(member.matrices for member in members)), f"{bits_per_weight(members):.4g}"
+        rows.append([layer_type, count, action, *(["-", "-"] if action == "left" else found), bits])
+    return rows

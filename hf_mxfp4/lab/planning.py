@@ -6,8 +6,9 @@ are estimates; rollouts, which hold keys and values in place of activations, are
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -177,6 +178,14 @@ def plan(sizes: Sizes, setup: Setup) -> dict[str, float]:
         "logits": min(tokens, _LOGIT_TOKENS) * sizes.vocabulary * (_MASTER + _COMPUTE),
         "buffers of the engine": buffers[setup.engine],
     }
+
+
+def fit(sizes: Sizes, setup: Setup, usable: float) -> dict[str, Any]:
+    """Return the ``bytes`` of [`plan`], whether they fit into ``usable`` ones, and the largest batch that would."""
+    parts, without = plan(sizes, setup), plan(sizes, replace(setup, batch=0))
+    each = (parts["activations"] - without["activations"]) / setup.batch
+    largest = int((usable - sum(parts.values()) + parts["activations"]) // each)
+    return {"bytes": parts, "fits": sum(parts.values()) <= usable, "largest_batch": max(0, largest)}
 
 
 def _packed_bytes(sizes: Sizes, quantization: MXFP4RLConfig | None) -> float:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from .. import __version__
+from ..checkpoint.card import CARD, read_generated, table, with_section
 from ..files import json_clean, replace_file, write_json
 from .comparison import Comparison
 from .evaluation import Evaluation
@@ -270,6 +271,42 @@ def evaluation_table(evaluation: Evaluation) -> list[list[str]]:
             line.append("-" if row.weight_sqnr_db is None else f"{row.weight_sqnr_db:.2f}")
         cells.append(line)
     return cells
+
+
+def add_perplexity(folder: str | Path, evaluation: Mapping[str, Any]) -> None:
+    """Put perplexity and divergence into the generated card of a saved checkpoint; ``evaluation`` is what
+    `hf-mxfp4 eval` writes to `evaluation.json`.
+
+    Raises `FileNotFoundError` without a card, and `ValueError` when it is not a generated one, or was edited, or the
+    checkpoint's own scheme was not evaluated.
+    """
+    card = read_generated(folder)
+    rows = {row["name"]: row for row in evaluation["rows"]}
+    own = rows.get("own", rows.get("as stored"))
+    if own is None:
+        raise ValueError(
+            f"the evaluation has {', '.join(rows)}, none of which is the checkpoint's own scheme; run hf-mxfp4 eval "
+            "with --scheme own"
+        )
+    cells, base = {"perplexity": f"{own['perplexity']:.3f}"}, rows.get(evaluation["reference"])
+    if base is not None and base is not own:
+        name = "full precision (the master weights)" if base["name"] == "full precision" else f"`{base['name']}`"
+        cells |= {
+            f"perplexity of {name}": f"{base['perplexity']:.3f}",
+            "difference, nats per token": _with_error(own["difference"], 3, "+"),
+            "KL to it, nats per token": _with_error(own["kl"], 4),
+            "same likeliest token": f"{100 * own['same_top']:.1f} %",
+        }
+    section = (
+        f"On {evaluation['texts']} texts of `{evaluation['text']}`, {evaluation['tokens']} predicted "
+        f"tokens, in {evaluation['dtype']} (`hf-mxfp4 eval`; ± standard errors by text).\n\n{table(cells)}"
+    )
+    with_section(card, "Perplexity", section).save(Path(folder) / CARD)
+
+
+def _with_error(mean: Mapping[str, float | None], digits: int, sign: str = "") -> str:
+    error = "" if mean["standard_error"] is None else f" ± {mean['standard_error']:.{digits}f}"
+    return f"{mean['value']:{sign}.{digits}f}{error}"
 
 
 def _write(folder: Path, files: Mapping[str, Any]) -> list[Path]:

@@ -7,26 +7,20 @@ trl is imported when the trainer or its config is first used.
 from ..utils import lazy_names
 
 
-_LAZY = {
-    "ActivationErrorCallback": "errors",
-    "EntropyCallback": "callbacks",
-    "ErrorCallback": "errors",
-    "ExactResumeMixin": "resume",
-    "MXFP4AsyncGRPOTrainer": "asynchronous",
-    "MXFP4DistillationConfig": "distillation",
-    "MXFP4DistillationTrainer": "distillation",
-    "MXFP4GRPOConfig": "config",
-    "MXFP4GRPOTrainer": "trainer",
-    "NoiseSchedule": "noise",
-    "NormNoise": "noise",
-    "QuantizationStepCallback": "callbacks",
-    "RewardError": "rewards",
-    "RunLogCallback": "callbacks",
-    "StepMovementCallback": "errors",
-    "VLLMServerError": "vllm_engine",
-    "plain_name": "noise",
-    "rollout_parameters": "vllm",
+_NAMES = {
+    "asynchronous": "MXFP4AsyncGRPOTrainer",
+    "callbacks": "EntropyCallback QuantizationStepCallback RunLogCallback",
+    "config": "MXFP4GRPOConfig",
+    "distillation": "MXFP4DistillationConfig MXFP4DistillationTrainer",
+    "errors": "ActivationErrorCallback ErrorCallback StepMovementCallback",
+    "noise": "NoiseSchedule NormNoise plain_name",
+    "resume": "ExactResumeMixin",
+    "rewards": "RewardError",
+    "trainer": "MXFP4GRPOTrainer",
+    "vllm": "rollout_parameters",
+    "vllm_engine": "VLLMServerError",
 }
+_LAZY = {name: module for module, names in _NAMES.items() for name in names.split()}
 
 __all__ = sorted(_LAZY)
 

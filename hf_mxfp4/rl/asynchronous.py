@@ -12,7 +12,7 @@ from .._logging import get_logger
 from ..integrations.vllm import SETTINGS_KEY
 from ..layers import QUANTIZED, random_layers
 from .callbacks import QuantizationStepCallback
-from .checks import check_policy, check_scheme, count_quantized
+from .config import check_policy, check_scheme, count_quantized
 from .vllm import Parameters, rollout_parameters
 from .vllm_engine import VLLMEngine, check_forward
 

@@ -7,7 +7,7 @@ not grow with their product. Added here: a teacher that shares frozen tensors wi
 completions, and divergence and perplexity of held-out texts.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,8 +20,8 @@ from trl.trainer.utils import add_fused_lm_head, create_model_from_path
 
 from .._logging import get_logger
 from ..layers import TRAINABLE, cached_weights
-from ..utils import described_options, evaluation_mode, replaced_method
-from .checks import check_adapter, check_policy, check_scheme, count_quantized
+from ..utils import described_options, evaluation_mode, option, replaced_method
+from .config import check_adapter, check_policy, check_scheme, count_quantized
 from .step_quantization import QuantizedTrainerMixin, StepQuantization
 
 
@@ -37,17 +37,13 @@ class MXFP4DistillationConfig(DistillationConfig):
     #: As of [`MXFP4GRPOConfig`].
     step_weights, cache_rollout_weights = "auto", True
 
-    learning_rate: float = field(default=1e-4, metadata={"help": "The initial learning rate for AdamW."})
-    beta: float = field(default=0.0, metadata={"help": "0: KL(teacher || student); 1: KL(student || teacher)."})
-    max_length: int = field(default=1024, metadata={"help": "Tokens that texts and given completions are cut to."})
-    generate_with: str = field(
-        default="student", metadata={"help": "What samples completions of rows without one: 'student' or 'teacher'."}
-    )
-    train_all: bool = field(
-        default=False, metadata={"help": "Train embeddings, norms and heads too, not quantized layers alone."}
-    )
-    report_every: int = field(default=100, metadata={"help": "Steps between run reports; 0: no run_log.jsonl either."})
-    allow_full_precision: bool = field(default=False, metadata={"help": "Accept a student without an MXFP4 layer."})
+    learning_rate: float = option(1e-4, "The initial learning rate for AdamW.")
+    beta: float = option(0.0, "0: KL(teacher || student); 1: KL(student || teacher).")
+    max_length: int = option(1024, "Tokens that texts and given completions are cut to.")
+    generate_with: str = option("student", "What samples completions of rows without one: 'student' or 'teacher'.")
+    train_all: bool = option(False, "Train embeddings, norms and heads too, not quantized layers alone.")
+    report_every: int = option(100, "Steps between run reports; 0: no run_log.jsonl either.")
+    allow_full_precision: bool = option(False, "Accept a student without an MXFP4 layer.")
 
     def __post_init__(self):
         if self.generate_with not in ("student", "teacher"):

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 from accelerate.utils.deepspeed import DeepSpeedOptimizerWrapper  # accelerate.utils has it with DeepSpeed alone
 from torch import nn
@@ -36,10 +37,8 @@ _MATRICES, _WEIGHTS = 256, 2**16
 def evenly_spread(found: Iterable[tuple[str, Layer]], count: int) -> dict[str, Layer]:
     """Return at most ``count`` of the named layers, evenly spread from the first to the last."""
     found = list(found)
-    count = min(count, len(found))
-    if count <= 1:
-        return dict(found[:count])
-    return dict(found[round(i * (len(found) - 1) / (count - 1))] for i in range(count))
+    places = np.linspace(0, len(found) - 1, min(count, len(found)))
+    return dict(found[round(place)] for place in places)
 
 
 class ErrorCallback(TrainerCallback):

@@ -38,8 +38,15 @@ from ..files import replace_file
 from ..layers import QUANTIZED, TRAINABLE, cached_weights
 from ..utils import evaluation_mode
 from .callbacks import EntropyCallback
-from .checks import check_adapter, check_arguments, check_policy, check_reference, check_tokens, count_quantized
-from .config import MXFP4GRPOConfig
+from .config import (
+    MXFP4GRPOConfig,
+    check_adapter,
+    check_arguments,
+    check_policy,
+    check_reference,
+    check_tokens,
+    count_quantized,
+)
 from .errors import LAYERS, ActivationErrorCallback, ErrorCallback, StepMovementCallback, movable, quantizing_inputs
 from .noise import NormNoise
 from .rewards import guard_reward
@@ -92,12 +99,9 @@ class MXFP4GRPOTrainer(QuantizedTrainerMixin, GRPOTrainer):
         functions = reward_funcs if isinstance(reward_funcs, list) or reward_funcs is None else [reward_funcs]
         if functions is not None:
             functions = [guard_reward(function) for function in functions]
-        scheme = quantization_config
-        if args.beta and scheme is None and not isinstance(model, str):
-            # TRL loads the reference with it; by itself it would load one in full precision.
-            scheme = getattr(model.config, "quantization_config", None)
+        kwargs["quantization_config"] = quantization_config
         with vllm_in_scheme(args):
-            super().__init__(model, functions, args, train_dataset, eval_dataset, quantization_config=scheme, **kwargs)
+            super().__init__(model, functions, args, train_dataset, eval_dataset, **kwargs)
         self.n_quantized = count_quantized(self.model)
         check_tokens(self._tokenizer, train_dataset, eval_dataset)
         baseline = "" if args.allow_full_precision else "set allow_full_precision=True for a baseline"

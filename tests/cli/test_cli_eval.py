@@ -11,8 +11,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
 from hf_mxfp4 import MXFP4RLConfig
-from hf_mxfp4.checkpoint import add_evaluation, add_perplexity, choose_card, is_generated
+from hf_mxfp4.checkpoint import add_evaluation, choose_card, is_generated
 from hf_mxfp4.cli import app
+from hf_mxfp4.lab.reports import add_perplexity
 from recipes.tasks.tiny_model import build_char_tokenizer
 
 
@@ -144,7 +145,7 @@ def test_a_policy_is_measured_on_its_master_weights_and_under_its_own_scheme(pol
         assert words in card
     assert card.index("Quantization error of the weights") < card.index("## Perplexity") < card.index("## Evaluation")
     # Again, and with the accuracies of a run besides: each takes its own place.
-    add_perplexity(policy, tmp_path / "out" / "evaluation.json")
+    add_perplexity(policy, json.loads((tmp_path / "out" / "evaluation.json").read_text()))
     assert (policy / "README.md").read_text() == card
     accuracy = {"exact": 0.5}
     add_evaluation(

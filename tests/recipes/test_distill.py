@@ -7,7 +7,7 @@ from datasets import Dataset
 from transformers import AutoModelForCausalLM
 
 from hf_mxfp4 import MXFP4DistillationConfig
-from hf_mxfp4.rl.checks import count_quantized
+from hf_mxfp4.rl.config import count_quantized
 from recipes.distill import DEMO, main, of_task
 from recipes.post_training.arguments import DistillArguments, parse
 

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from hf_mxfp4 import MXFP4RLConfig
 from hf_mxfp4.integrations.transformers.swap import quantize_linears
-from hf_mxfp4.rl.checks import count_quantized
+from hf_mxfp4.rl.config import count_quantized
 
 
 IDS = torch.arange(2, 14).view(2, 6)

@@ -63,7 +63,7 @@ class Format(ABC):
 
     def others(self, tensors: Sequence[NewTensor], dtype: torch.dtype) -> list[NewTensor]:
         """Return the tensors of the files for those that are not quantized, of a model in ``dtype``."""
-        return [tensor.cast(dtype, torch.bfloat16) for tensor in tensors]
+        return [tensor.to(torch.bfloat16) if tensor.dtype == dtype else tensor for tensor in tensors]
 
     def write(
         self, folder: Path, tensors: Sequence[NewTensor], max_shard_size: int | str, metadata: Mapping[str, str]

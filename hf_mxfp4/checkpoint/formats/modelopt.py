@@ -5,13 +5,13 @@ The values of [`NVFP4Format`] under other names, with factors in place of diviso
 published checkpoints, in `config.json` and, for TensorRT-LLM, in `hf_quant_config.json`.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
 from ...config import MXFP4RLConfig
-from .base import expect
+from .base import Names, expect
 from .nvfp4 import GROUP, NVFP4Format
 
 
@@ -29,9 +29,7 @@ class ModelOptFormat(NVFP4Format):
     def tensor_scale(self, divisor: torch.Tensor) -> torch.Tensor:
         return 1 / divisor.reshape(-1)[0]
 
-    def quantization_config(
-        self, config: MXFP4RLConfig, ignored: Sequence[str], quantized: Sequence[str] = ()
-    ) -> dict[str, Any]:
+    def quantization_config(self, config: MXFP4RLConfig, ignored: Names, quantized: Names = ()) -> dict[str, Any]:
         elements = {"dynamic": False, "num_bits": 4, "type": "float", "group_size": GROUP}
         inputs = elements if self.quantizes_inputs else None
         return {
@@ -47,7 +45,7 @@ class ModelOptFormat(NVFP4Format):
         quantization["exclude_modules"] = options["ignore"]
         return {"hf_quant_config.json": {"producer": _PRODUCER, "quantization": quantization}}
 
-    def notes(self, config: MXFP4RLConfig, ignored: Sequence[str], quantized: Sequence[str] = ()) -> list[str]:
+    def notes(self, config: MXFP4RLConfig, ignored: Names, quantized: Names = ()) -> list[str]:
         return [*super().notes(config, ignored), "transformers does not read this layout; format nvfp4 is for it."]
 
     def read_config(self, options: Mapping[str, Any]) -> tuple[MXFP4RLConfig, list[str]]:

@@ -8,14 +8,7 @@ they are attached to such layers. Loading a quantized model does so.
 from peft import PEFT_TYPE_TO_CONFIG_MAPPING, PEFT_TYPE_TO_TUNER_MAPPING, PeftType
 
 from .layers import MXFP4LoraExpertParameter, MXFP4LoraExperts, MXFP4LoraLinear, MXFP4LoraMasterLinear
-from .lora_model import (
-    SUPPORTED,
-    TRAINABLE_ONLY,
-    MXFP4LoraConfig,
-    MXFP4LoraModel,
-    base_scheme,
-    watch_tuners,
-)
+from .lora_model import SUPPORTED, TRAINABLE_ONLY, MXFP4LoraConfig, MXFP4LoraModel, base_scheme, watch_tuners
 from .merging import MergeReport, merge_adapters
 from .rollout import (
     adapted_parameters,

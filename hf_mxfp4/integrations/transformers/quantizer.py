@@ -5,6 +5,7 @@ for a model in memory."""
 import importlib
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -89,7 +90,7 @@ class MXFP4RLQuantizer(HfQuantizer):
             headers = [file for file in files if isinstance(file, FileHeader)]
             reasons = swap.reasons_of_checkpoint(model, self.quantization_config, reasons, headers)
         self.quantization_config = self.quantization_config.keeping(full_precision_record(model, reasons))
-        make = swap.placeholder if self._packed and not self.pre_quantized else None
+        make = partial(swap.from_plain, is_empty=True) if self._packed and not self.pre_quantized else None
         self._skipped = swap.quantize_linears(model, self.quantization_config, make, reasons)[1]
         experts = MXFP4Experts, MXFP4PackedExperts
         if kwargs.get("use_kernels") and any(isinstance(module, experts) for module in model.modules()):

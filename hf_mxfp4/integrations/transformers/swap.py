@@ -48,22 +48,19 @@ def quantized_names(model: nn.Module) -> list[str]:
     return [own for name, layer in layers for own in matrix_names(name, layer)]
 
 
-def from_plain(layer: nn.Module, config: MXFP4RLConfig, name: str) -> nn.Module:
-    """Return the quantized layer of the config's mode for a linear layer or for experts, plain or trainable ones."""
-    packed = config.mode == "packed"
-    if isinstance(layer, nn.Linear):
-        return (MXFP4PackedLinear if packed else MXFP4Linear).from_linear(layer, config, name)
-    return (MXFP4PackedExperts if packed else MXFP4Experts).from_experts(layer, config, name)
+def from_plain(layer: nn.Module, config: MXFP4RLConfig, name: str, *, is_empty: bool = False) -> nn.Module:
+    """Return the quantized layer of the config's mode for a linear layer or for experts, plain or trainable ones.
+    ``is_empty``: a packed layer that a full-precision checkpoint is loaded into."""
+    is_linear = isinstance(layer, nn.Linear)
+    kinds = (MXFP4Linear, MXFP4PackedLinear) if is_linear else (MXFP4Experts, MXFP4PackedExperts)
+    kind = kinds[config.mode == "packed"]
+    make = kind.placeholder if is_empty else kind.from_linear if is_linear else kind.from_experts
+    return make(layer, config, name)
 
 
 def to_plain(layer: nn.Module, dtype: torch.dtype | None) -> nn.Module:
     """Return the plain layer that holds the quantized values."""
     return (layer.to_linear if isinstance(layer, nn.Linear) else layer.to_experts)(dtype)
-
-
-def placeholder(layer: nn.Module, config: MXFP4RLConfig, name: str) -> nn.Module:
-    """Return the packed layer that a full-precision checkpoint is loaded into."""
-    return (MXFP4PackedLinear if isinstance(layer, nn.Linear) else MXFP4PackedExperts).placeholder(layer, config, name)
 
 
 def swap_layers(model: nn.Module, layers: dict[str, nn.Module], make: Callable[[nn.Module, str], nn.Module]) -> None:
