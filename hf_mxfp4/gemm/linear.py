@@ -87,7 +87,7 @@ def linear_without_gradient(
     for many rows on tensor cores."""
     reader = reader_of_codes(x, dtype, state)
     on_codes = reader is not None and (groups is not None or fp4_recipe(x, weight.shape, dtype, state.spec) is None)
-    if on_codes and not decodes(x, dtype, reader, groups):
+    if on_codes and not (is_dense_on(x, state.spec) or decodes(x, dtype, reader, groups)):
         on_codes = _fp8_weight("fprop", x, weight, dtype, state, groups) is None
     if on_codes:
         operand, codes = input_operand(x, dtype, state, groups), weight_codes(weight, state)

@@ -46,7 +46,7 @@ from .state import GemmSpec, PackedSpec
 #: Hardware with FP8 tensor cores; what `hf-mxfp4 env` lists.
 FP8_HARDWARE = ("sm_89", "sm_90", "sm_100", "sm_103", "sm_120", "sm_121", "gfx950")
 #: Of these, what has FP8 products of all experts in one launch.
-GROUPED_FP8_HARDWARE = ("sm_90", "gfx950")
+GROUPED_FP8_HARDWARE = ("sm_90",)
 
 _counts: Counter[tuple[str, str]] = Counter()
 
@@ -192,9 +192,11 @@ def _runs_grouped(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def decodes(a: torch.Tensor, dtype: torch.dtype, reader: str, groups: Groups | None) -> bool:
-    """Whether a kernel multiplies these rows with the codes of weights, in ``dtype``."""
+    """Whether a Triton kernel multiplies these rows with the codes of weights, in ``dtype``."""
+    if reader != "triton":
+        return False
     sizes = a.shape[:-1].numel(), a.shape[-1], dtype, None if groups is None else groups.n_experts
-    return reader == "triton" and triton_kernels.unsupported_product(*sizes) is None
+    return triton_kernels.unsupported_product(*sizes) is None
 
 
 def _on_codes(
