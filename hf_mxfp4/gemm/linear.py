@@ -87,7 +87,7 @@ def linear_without_gradient(
     for many rows on tensor cores."""
     reader = reader_of_codes(x, dtype, state)
     on_codes = reader is not None and (groups is not None or fp4_recipe(x, weight.shape, dtype, state.spec) is None)
-    if on_codes and not decodes(x, dtype, reader, groups):
+    if on_codes and not (is_dense_on(x, state.spec) or decodes(x, dtype, reader, groups)):
         on_codes = _fp8_weight("fprop", x, weight, dtype, state, groups) is None
     if on_codes:
         operand, codes = input_operand(x, dtype, state, groups), weight_codes(weight, state)
@@ -249,15 +249,16 @@ def _gradients(
         saved: what the forward pass saved of the input, ``[M, K]``.
         group: the expert.
     """
-    spec, rng, columns = state.spec, state.rng_of(group or 0), masters.shape[-1]
+    spec, rng = state.spec, state.rng_of(group or 0)
+    forward = spec.scheme.fprop.rotation, "fprop", masters.shape[-1], rng  # back from what that product used
     left = left_t = grad_x = grad_weight = None
     if needs[0] and needs[1] and not spec.is_plain:
         left, left_t = rows_and_columns(rows, spec, rng)
     if needs[0]:
-        weight = _rotated_back(right, columns, spec, rng) if spec.reuses_weight else masters
+        weight = rotate_back(right, *forward) if spec.reuses_weight else masters
         grad_x = _product("dgrad", rows, weight, spec, rng, left)
     if needs[1]:
-        values = saved if spec.saves_raw_input else _rotated_back(saved, columns, spec, rng)
+        values = saved if spec.saves_raw_input else rotate_back(saved, *forward)
         grad_weight = _product("wgrad", scaled.t(), values, spec, rng, left_t)
     return grad_x, grad_weight
 
@@ -327,11 +328,6 @@ def _product(
             values = quantize_operand(values, precision, gemm, name, rng, spec.backend, **options)
         operands.append(values if isinstance(values, FP8Operand) else values.to(left.dtype))
     return multiply(gemm, *operands, spec, groups=groups, fp8_dtype=left.dtype if fp8 else None)
-
-
-def _rotated_back(values: torch.Tensor, columns: int, spec: GemmSpec, rng: LayerRng | None) -> torch.Tensor:
-    """What the forward product used of an operand, rotated back: ``[..., columns]``."""
-    return rotate_back(values, spec.scheme.fprop.rotation, "fprop", columns, rng)
 
 
 def _count_pass(state: GemmState, groups: Groups | None) -> None:

@@ -46,10 +46,11 @@ from .state import GemmSpec, PackedSpec
 #: Hardware with FP8 tensor cores; what `hf-mxfp4 env` lists.
 FP8_HARDWARE = ("sm_89", "sm_90", "sm_100", "sm_103", "sm_120", "sm_121", "gfx950")
 #: Of these, what has FP8 products of all experts in one launch.
-GROUPED_FP8_HARDWARE = ("sm_90", "gfx950")
+GROUPED_FP8_HARDWARE = ("sm_90",)
 
 _counts: Counter[tuple[str, str]] = Counter()
 
+Spec = GemmSpec | PackedSpec
 #: Values in the dtype of the product, codes and scale bytes, or E4M3 elements and scales of rows.
 Operand = torch.Tensor | MXFP4Tensor | FP8Operand
 
@@ -61,7 +62,7 @@ def matmul(
     groups: Groups | None = None,
     *,
     dtype: torch.dtype | None = None,
-    spec: GemmSpec | PackedSpec | None = None,
+    spec: Spec | None = None,
     reader: str | None = None,
 ) -> torch.Tensor:
     """``a [..., C] b[D, C]^T + bias[D]``, without gradients. With groups ``a [S, C] b[e, D, C]^T + bias[e, D]`` for the
@@ -95,18 +96,13 @@ def matmul(
     return out
 
 
-def is_dense_on(x: torch.Tensor, spec: GemmSpec | PackedSpec) -> bool:
+def is_dense_on(x: torch.Tensor, spec: Spec) -> bool:
     """Whether all products are ordinary ones on the device of ``x``, whatever their operands are."""
     return spec.matmul_backend == "dense" or x.is_cpu and spec.matmul_backend != "fp8"
 
 
 def runs_on_fp8(
-    gemm: str,
-    spec: GemmSpec | PackedSpec,
-    like: torch.Tensor,
-    dtype: torch.dtype,
-    size: Sequence[int],
-    groups: Groups | None = None,
+    gemm: str, spec: Spec, like: torch.Tensor, dtype: torch.dtype, size: Sequence[int], groups: Groups | None = None
 ) -> bool:
     """Whether FP8 tensor cores multiply in the product ``gemm`` under a spec, with groups all experts at once, on the
     device of ``like`` and with an output in ``dtype``; ``size`` is that of the left rows and the two other axes."""
@@ -123,7 +119,7 @@ def multiply(
     gemm: str,
     left: torch.Tensor | FP8Operand,
     right: torch.Tensor | FP8Operand,
-    spec: GemmSpec | PackedSpec,
+    spec: Spec,
     bias: torch.Tensor | None = None,
     groups: Groups | None = None,
     fp8_dtype: torch.dtype | None = None,
@@ -137,7 +133,7 @@ def multiply(
     return matmul(left, right, bias, groups, dtype=fp8_dtype)
 
 
-def fp4_recipe(x: torch.Tensor, shape: Sequence[int], dtype: torch.dtype, spec: GemmSpec | PackedSpec) -> str | None:
+def fp4_recipe(x: torch.Tensor, shape: Sequence[int], dtype: torch.dtype, spec: Spec) -> str | None:
     """How FP4 tensor cores multiply the codes of an input and of a weight of ``shape`` (N, K), in ``dtype``; `None`
     where they do not. Says why where the spec asks for them by name."""
     hardware, requested = hardware_of(x.device), spec.matmul_backend
@@ -192,9 +188,11 @@ def _runs_grouped(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def decodes(a: torch.Tensor, dtype: torch.dtype, reader: str, groups: Groups | None) -> bool:
-    """Whether a kernel multiplies these rows with the codes of weights, in ``dtype``."""
+    """Whether a Triton kernel multiplies these rows with the codes of weights, in ``dtype``."""
+    if reader != "triton":
+        return False
     sizes = a.shape[:-1].numel(), a.shape[-1], dtype, None if groups is None else groups.n_experts
-    return reader == "triton" and triton_kernels.unsupported_product(*sizes) is None
+    return triton_kernels.unsupported_product(*sizes) is None
 
 
 def _on_codes(
@@ -202,7 +200,7 @@ def _on_codes(
     b: MXFP4Tensor,
     bias: torch.Tensor | None,
     groups: Groups | None,
-    spec: GemmSpec | PackedSpec,
+    spec: Spec,
     reader: str,
     is_expert: bool = False,
 ) -> torch.Tensor:
