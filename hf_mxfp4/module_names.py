@@ -73,6 +73,14 @@ def name_matches(name: str, pattern: str) -> bool:
     return f".{pattern}." in f".{name}."
 
 
+def split_linears(model: nn.Module, extra_skips: Iterable[str] = ()) -> tuple[dict[str, nn.Linear], list[str]]:
+    """Return the linear layers of ``model`` to quantize, by name, and the names of those to leave alone: what
+    [`find_layers`] has without experts, also of models with nothing to quantize. For scripts that look at names."""
+    reasons = skip_reasons(model, extra_skips)
+    linears = {name: module for name, module in _candidates(model).items() if type(module) is nn.Linear}
+    return {n: m for n, m in linears.items() if n not in reasons}, [n for n in linears if n in reasons]
+
+
 def skip_reasons(model: nn.Module, extra_skips: Iterable[str] = ()) -> dict[str, str]:
     """Return why linear layers and fused experts of ``model`` stay in full precision, by their names.
 

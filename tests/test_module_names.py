@@ -10,7 +10,7 @@ from torch import nn
 from transformers import BloomConfig, BloomForCausalLM, MambaConfig, MambaForCausalLM, T5Config, T5Model
 
 from hf_mxfp4.model_structure import HEAD, OTHER_MODALITY, ROUTER, outside_body, text_part
-from hf_mxfp4.module_names import find_layers, name_matches, skip_reasons
+from hf_mxfp4.module_names import find_layers, name_matches, skip_reasons, split_linears
 from hf_mxfp4.weight_readers import find_weight_readers
 
 
@@ -75,6 +75,7 @@ def test_routers_and_heads_are_left_alone_by_name(name):
 def test_the_head_of_a_model_is_always_skipped(tie, extra):
     model = make_model("llama", tie=tie)
     quantized, skipped = find_layers(model, extra)
+    assert split_linears(model, extra) == (quantized, list(skipped))
     assert "lm_head" in skipped and "lm_head" not in quantized
     assert len(quantized) == (7 if extra else 14)
 

@@ -9,6 +9,7 @@ from .model import (
     QUANTIZED,
     TRAINABLE,
     WeightMatrix,
+    fallback_thresholds,
     full_precision,
     gathered,
     is_full_precision,
@@ -16,6 +17,7 @@ from .model import (
     random_layers,
     set_quantization_step,
     trainable_matrices,
+    update_fallback_thresholds,
 )
 from .packed_experts import MXFP4PackedExperts
 from .packed_linear import MXFP4PackedLinear
@@ -34,6 +36,7 @@ __all__ = [
     "WeightCache",
     "WeightMatrix",
     "cached_weights",
+    "fallback_thresholds",
     "full_precision",
     "gathered",
     "is_full_precision",
@@ -42,4 +45,5 @@ __all__ = [
     "set_quantization_step",
     "trainable_matrices",
     "uncached_weights",
+    "update_fallback_thresholds",
 ]
