@@ -72,11 +72,10 @@ class MXFP4DistillationTrainer(QuantizedTrainerMixin, DistillationTrainer):
         shared: number and bytes of tensors that the teacher shares; none under FSDP and DeepSpeed, which shard them.
         tokens_distilled: tokens that were learned, in all processes and before resuming too.
 
-    Evaluation logs `eval_kl` (KL(teacher || student) in nats per token), `eval_perplexity` and
-    `eval_teacher_perplexity`.
+    Evaluation logs `eval_kl` (KL(teacher || student), nats per token), `eval_perplexity` and `eval_teacher_perplexity`.
 
-    Raises `ValueError` for a student without MXFP4 layer, a teacher that is quantized or has
-    another vocabulary, models that read images, and rows without a token to learn.
+    Raises `ValueError` for a student without MXFP4 layer, a teacher that is quantized or has another vocabulary, models
+    that read images, and rows without a token to learn.
     """
 
     _tag_names = ["trl", "distillation", "mxfp4", "hf-mxfp4"]
@@ -128,8 +127,6 @@ class MXFP4DistillationTrainer(QuantizedTrainerMixin, DistillationTrainer):
         options |= {"revision": args.teacher_model_revision or "main", "trust_remote_code": args.trust_remote_code}
         return create_model_from_path(source, **options | (args.teacher_model_init_kwargs or {}))
 
-    # ---- data -----------------------------------------------------------------------------------------------------
-
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
         metrics = self._metrics["train" if self.model.training else "eval"]
         given = {any(row.get(name) is not None for name in _GIVEN) for row in inputs}
@@ -156,8 +153,7 @@ class MXFP4DistillationTrainer(QuantizedTrainerMixin, DistillationTrainer):
     def _generate_single_turn(self, prompt_ids: list[list[int]], *args: Any, **kwargs: Any):
         if self._given is not None:
             return [completion for _, completion in self._given]
-        is_own = self.args.generate_with == "student"
-        sampler = self.model_wrapped if is_own else self.teacher_model
+        sampler = self.model_wrapped if self.args.generate_with == "student" else self.teacher_model
         with (
             replaced_method(self, "model_wrapped", sampler),
             cached_weights(self.model, self.quantization.form),
@@ -165,8 +161,6 @@ class MXFP4DistillationTrainer(QuantizedTrainerMixin, DistillationTrainer):
             self.accelerator.autocast(),
         ):
             return super()._generate_single_turn(prompt_ids, *args, **kwargs)
-
-    # ---- training and evaluation ----------------------------------------------------------------------------------
 
     def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         with self.quantization.micro_batch(self.state.global_step):

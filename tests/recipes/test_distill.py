@@ -12,7 +12,7 @@ from recipes.distill import DEMO, main, of_task
 from recipes.post_training.arguments import DistillArguments, parse
 
 
-pytestmark = pytest.mark.usefixtures("no_figures")
+pytestmark = pytest.mark.usefixtures("blank_pictures")
 CONFIGS = Path(__file__).resolve().parents[2] / "recipes" / "configs"
 TINY = [
     "--sft_steps=3", "--sft_batch_size=8", "--tiny_hidden_size=32", "--tiny_num_layers=2", "--n_train=64",
