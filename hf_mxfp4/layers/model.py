@@ -205,6 +205,4 @@ def fallback_thresholds(model: nn.Module) -> dict[str, float]:
 
 def update_fallback_thresholds(model: nn.Module) -> NoReturn:
     """Raise `RuntimeError`: there is nothing to update."""
-    raise RuntimeError(
-        "selective outlier fallback selects the blocks of each row and has no thresholds; remove this call"
-    )
+    raise RuntimeError("selective outlier fallback selects in each row and has no thresholds; remove this call")

@@ -124,9 +124,7 @@ def _check_rejection(mode: str | None, limit: float | None) -> None:
     if mode is not None and mode not in REJECTION_MODES:
         raise ValueError(f"rollout_rejection={mode!r} is not known; choose one of {', '.join(REJECTION_MODES)}")
     if mode is not None and not (limit is not None and REJECTION_MODES[mode] < limit < math.inf):
-        raise ValueError(
-            f"rollout_rejection={mode!r} needs a rollout_rejection_limit above {REJECTION_MODES[mode]}, not {limit}"
-        )
+        raise ValueError(f"rollout_rejection_limit={limit} must be above {REJECTION_MODES[mode]} for {mode!r}")
 
 
 def share_with_trl(args: Any) -> None:

@@ -64,9 +64,9 @@ def test_sequences_rejected_by_hand():
         ({"rollout_rejection": "k4", "rollout_rejection_limit": 1.0}, "'k4' is not known; choose one of geometric, k3"),
         (
             {"rollout_rejection": "geometric", "rollout_rejection_limit": 0.5},
-            "needs a rollout_rejection_limit above 1.0",
+            "rollout_rejection_limit=0.5 must be above 1.0",
         ),
-        ({"rollout_rejection": "k3"}, "needs a rollout_rejection_limit above 0.0, not None"),
+        ({"rollout_rejection": "k3"}, "rollout_rejection_limit=None must be above 0.0"),
         ({"rollout_rejection_limit": 2.0}, "has no effect without rollout_rejection"),
     ],
 )
