@@ -98,7 +98,6 @@ def variants(cores: bool) -> Iterator[tuple[str, Prepare, list[ModelScheme]]]:
         yield "as it is", lambda *_: None, read_schemes(list(CORES))
         yield "smoothed", smoothed, read_schemes(list(CORES))
         weights, exact = read_schemes([f"w4a16:{OURS}_fp8", f"w4a8:{OURS}_fp8"])
-        yield "smoothed, GPTQ", rounded_for(weights.config), [exact]
         yield "smoothed, GPTQ for H64", rounded_for(with_rotation(weights).config), [with_rotation(exact)]
         return
     weights = read_schemes([f"w4a16:{OURS}"])[0]

@@ -182,27 +182,28 @@ def _cores() -> dict[str, dict[str, dict]]:
     """Records of schemes by what tensor cores multiply: by name, then by variant."""
     found: dict[str, dict[str, dict]] = {}
     for r in records("tensor_cores"):
-        found.setdefault(r["name"], {})[r["variant"]] = r
+        found.setdefault(r["name"].removesuffix(", H64"), {})[r["variant"]] = r
     return found
 
 
 def tensor_cores() -> str:
-    """Return a row for each scheme: bits, what multiplies it, and what it loses on two checkpoints."""
+    """Return a row for each scheme: bits, what multiplies it, and what it loses on three checkpoints."""
     rows, one = [], records("tensor_cores")[0]
     for name, by_variant in _cores().items():
         first = by_variant[AS_IT_IS]
         rows.append([f"`{name}`", _number(first["weight_bits"]), *first["tensor_cores"]])
-        for r in map(by_variant.get, (AS_IT_IS, SMOOTHED)):
+        for r in map(by_variant.get, (AS_IT_IS, SMOOTHED, ROTATED)):
             rows[-1].append("" if r is None else f"{r['kl']:.3f} ({r['value']:.2f})")
     note = (
         f"KL to bfloat16 in nats per token (perplexity; {one['baseline']:.2f} in bfloat16), standard errors at most "
         f"{max(r['kl_standard_error'] for r in records('tensor_cores')):.3f}; `{one['command']}`"
     )
-    return f"{table(['scheme', 'bits of a weight', 'Hopper', 'Blackwell', AS_IT_IS, SMOOTHED], rows)}\n{note}\n"
+    columns = ["scheme", "bits of a weight", "Hopper", "Blackwell", AS_IT_IS, SMOOTHED, ROTATED]
+    return f"{table(columns, rows)}\n{note}\n"
 
 
 def tensor_cores_plot() -> Figure:
-    """KL over the mean bits of both operands, by what multiplies; lines go to the smoothed checkpoint."""
+    """KL over the mean bits of both operands, by what multiplies; lines go to the smoothed and rounded checkpoints."""
     figure = Figure(figsize=(8.5, 4.4), layout="constrained")
     axes = figure.subplots()
     kinds = sorted({tuple(r["tensor_cores"]) for r in records("tensor_cores")})
