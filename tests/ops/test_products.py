@@ -328,6 +328,20 @@ def test_a_product_of_three_levels_is_exact_where_sums_are():
     assert matmul_counts()["inexact_elements"] == 0
 
 
+@pytest.mark.parametrize("apart", range(13))
+def test_blocks_eleven_binades_apart_are_exact_at_every_scale_byte(apart):
+    """Of two blocks in a row, the second cut. Its 5/8, the finest of three levels, is 5 * 2**-9 of the scale at 11."""
+    grid, levels = torch.tensor([0.5, 1, 1.5, 2, 3, 4, 6]), torch.tensor([1, 1.25, 1.5])
+    scale = torch.arange(6 - 127, 251 - 127).float().exp2().view(-1, 1, 1)
+    blocks = (grid * levels[:, None]).flatten() * torch.stack([scale, scale * 2.0**-apart], dim=1)[..., 0, :]
+    rows = torch.cat([blocks[:, 0].repeat(1, 2)[:, :32], blocks[:, 1]], dim=1)
+    elements, found = to_fp8(rows)
+    assert rows.shape == (245, 53) and torch.equal(found.flatten(), scale.flatten() / 32)
+    same = elements.double() * found.double() == rows.double()
+    assert matmul_counts()["inexact_elements"] == (~same).sum()
+    assert same.all() == (apart <= 11)
+
+
 def passes(engine: str, preset: str, x: torch.Tensor, grad: torch.Tensor, options: dict) -> list[torch.Tensor]:
     torch.manual_seed(0)
     config = MXFP4RLConfig(preset=preset, matmul_backend=engine, outlier_fallback=None, **options)
