@@ -81,8 +81,8 @@ def weight_to_fp8(values: torch.Tensor) -> FP8Operand | None:
             wide = values.float()
             scale = _scale(wide, (-2, -1) if whole else (-1,))
             elements = (wide / scale).to(torch.float8_e4m3fn)
-            rounded = (elements.float().mul_(scale) != wide).any()
-        if not rounded:
+            rounded = (elements.float().mul_(scale) != wide).sum()
+        if torch.equal(rounded, torch.zeros_like(rounded)):
             return FP8Operand(elements, scale)
     return None
 
