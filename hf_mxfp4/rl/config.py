@@ -129,7 +129,7 @@ class MXFP4GRPOConfig(_OlderConfig):
         "packed",
         "How a colocated vLLM keeps quantized weights: 'packed' as 4-bit codes and scales in the scheme of the "
         "policy, with room for LoRA adapters; 'dense' in 16 bits, as it does for adapters on experts; 'checkpoint' "
-        "starts it on the checkpoint of the policy. A server is told when it is started.",
+        "starts it on the checkpoint of the policy. Servers are started with their own choice.",
     )
     error_every: int = option(50, "Steps between measurements of the components of the quantization error; 0: never.")
     movement_every: int = option(
