@@ -74,9 +74,10 @@ def test_cells_of_the_recovery_grid_are_accepted():
     assert {name for name, options in of.items() if options.training.max_steps == 0} == {
         "bf16_then_rtn", "bf16_then_gptq", "bf16_then_qad",
     }  # fmt: skip
-    corrections = [of[f"sampled_mxfp4_{name}"].training for name in ("off_policy_mask", "delta", "geometric", "k3")]
+    assert {name for name, options in of.items() if options.recipe.rollout_scheme} == {"sampled_w4a8", "sampled_mxfp4"}
+    corrections = [of[f"mxfp4_{name}"].training for name in ("off_policy_mask", "delta", "geometric", "k3")]
     assert [args.off_policy_mask_threshold for args in corrections] == [0.5, None, None, None]
-    assert [args.delta for args in corrections] == [None, 4.0, None, None]
+    assert [args.delta for args in corrections] == [None, 2.0, None, None] and corrections[1].num_iterations == 2
     assert [args.rollout_rejection for args in corrections] == [None, None, "geometric", "k3"]
 
 
