@@ -12,7 +12,7 @@ from torch._C._functorch import is_functorch_wrapped_tensor
 
 from .. import numerics
 from ..numerics import MXFP4Tensor, QuantScheme, apply_scheme, part_sizes
-from ..numerics.rng import noise_source
+from ..numerics.rng import check_seed
 from . import cpu
 from . import triton as triton_kernels
 from .self_check import is_verified
@@ -131,7 +131,7 @@ def fake_quantize(
     or of the ``dtype`` given.
     """
     if seed is not None:
-        noise_source(scheme.rounding, None, seed)
+        check_seed(scheme.rounding, seed)
     name = choose_backend(x, scheme, backend, seed)
     if name == "eager" and rotation is None and scheme.rounding == "nearest" and needs_operator(x):
         values = torch.ops.hf_mxfp4.fake_quantize(x.detach(), str(scheme), backend)
@@ -150,6 +150,8 @@ def quantize(
 ) -> MXFP4Tensor:
     """[`hf_mxfp4.numerics.quantize`] on the backend named or the fastest. The tensor's `dequantize` takes the fastest
     too."""
+    if seed is not None:
+        check_seed(scheme.rounding, seed)
     axis %= x.dim()
     if scheme.rounding == "nearest" and needs_operator(x):
         parts = torch.ops.hf_mxfp4.quantize(x.detach().movedim(axis, -1), str(scheme), backend)
