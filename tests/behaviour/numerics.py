@@ -7,7 +7,7 @@ import torch
 
 from hf_mxfp4 import decompose, fake_quantize, numerics, quantize
 
-from .inputs import generator, hard_matrix
+from .inputs import hard_matrix
 from .record import Record
 
 
