@@ -20,6 +20,7 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
+    context_settings={"token_normalize_func": lambda name: name.replace("_", "-")},  # options as recipes have them
 )
 _command = functools.partial(app.command, cls=Command)
 _command("analyze")(analyze.analyze)
