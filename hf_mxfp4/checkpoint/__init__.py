@@ -13,8 +13,8 @@ _NAMES = {
     "formats": "FORMATS ImportableFormat",
     "formats.gguf": "to_blocks",
     "manifest": (
-        "MANIFEST TRAINER_STATE Verification add_to_folder checkpoint_step invalidate last_complete_checkpoint "
-        "verify_folder weight_files why_incomplete write_manifest write_whole_manifest"
+        "MANIFEST OnBytes Problem TRAINER_STATE Verification add_to_folder checkpoint_step ignore_bytes invalidate "
+        "last_complete_checkpoint verify_folder weight_files why_incomplete write_manifest write_whole_manifest"
     ),
     "names": "FileNames Piece tied_weights",
     "save": "is_quantized push take_state_dict wrap_saving",

@@ -154,7 +154,7 @@ def last_complete_checkpoint(output_dir: str | os.PathLike) -> str | None:
 
 @dataclass(frozen=True)
 class Problem:
-    """A file, and a sentence that names it."""
+    """A file or tensor, and what is wrong with it."""
 
     where: str
     reason: str

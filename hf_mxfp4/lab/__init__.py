@@ -14,7 +14,6 @@ _LAZY = {
     "FULL_PRECISION": "evaluation",
     "ModelScheme": "schemes",
     "PAPER_SCHEMES": "schemes",
-    "Problem": "source",
     "ProgressMismatch": "resume_log",
     "RouterStatistics": "routers",
     "Row": "evaluation",
