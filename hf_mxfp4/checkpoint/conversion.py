@@ -25,7 +25,7 @@ from .manifest import OnBytes, ignore_bytes, weight_files, write_manifest
 from .names import stack_packed
 from .scheme import WIDEST_FLOAT, make_record, with_scheme
 from .sources import NOT_IMPORTED, ForeignSource, LayerSource, MasterSource
-from .tensors import MAX_SHARD_SIZE, NewTensor, write_metadata, write_shards
+from .tensors import NewTensor, write_metadata, write_shards
 
 
 #: The same bytes, packed again from packed values, in full precision with the quantized values, packed from full
@@ -186,7 +186,6 @@ def convert(
     *,
     write: Callable[..., list[Path]] = write_shards,
     overwrite: bool = False,
-    max_shard_size: int | str = MAX_SHARD_SIZE,
     on_bytes: OnBytes = ignore_bytes,
     record: Callable[[bool], Mapping[str, str]] = lambda is_done: {},
     files: Mapping[str, Any] | None = None,
@@ -221,7 +220,7 @@ def convert(
     report.bytes_before = sum(tensor.nbytes for tensor in source.folder.tensors.values())
     report.bytes_after = sum(tensor.nbytes for tensor in tensors)
     with atomic_folder(target, overwrite=overwrite) as folder:
-        for file in write(folder, tensors, max_shard_size, record(False)):
+        for file in write(folder, tensors, record(False)):
             write_metadata(file, {"format": "pt", **record(True)})
         for name, value in {"config.json": config, **(files or {})}.items():
             write_json(folder / name, value, sort_keys=True)
@@ -249,7 +248,6 @@ def pack_checkpoint(
     config: MXFP4RLConfig | None = None,
     *,
     overwrite: bool = False,
-    max_shard_size: int | str = MAX_SHARD_SIZE,
     on_bytes: OnBytes = ignore_bytes,
 ) -> ConversionReport:
     """Write the packed checkpoint that `hf_mxfp4.pack(model).save_pretrained` would, model card included, and return
@@ -292,7 +290,6 @@ def pack_checkpoint(
             Path(out_dir), "mxfp4_rl", config.describe(), weights=str(config.weight_scheme), file="pack_report.json"
         ),
         overwrite=overwrite,
-        max_shard_size=max_shard_size,
         on_bytes=on_bytes,
         record=lambda is_done: make_record(config, energy.sqnr_db if is_done else WIDEST_FLOAT),
         finish=lambda new: save_packed_card(source, energy.sqnr_db, new, existing=out_dir),
@@ -325,7 +322,6 @@ def import_checkpoint(
     out_dir: str | os.PathLike,
     *,
     overwrite: bool = False,
-    max_shard_size: int | str = MAX_SHARD_SIZE,
     on_bytes: OnBytes = ignore_bytes,
 ) -> ConversionReport:
     """Write a compressed-tensors `mxfp4-pack-quantized` or `nvfp4-pack-quantized`, a Quark MXFP4 or a gpt-oss
@@ -360,7 +356,6 @@ def import_checkpoint(
         with_scheme(folder.config, config),
         ConversionReport(Path(out_dir), "mxfp4_rl", config.describe(), notes=notes, against=PACKED),
         overwrite=overwrite,
-        max_shard_size=max_shard_size,
         on_bytes=on_bytes,
         record=lambda is_done: make_record(config, None),
         finish=lambda new: save_packed_card(source, None, new, existing=out_dir),

@@ -20,7 +20,7 @@ from .manifest import OnBytes, ignore_bytes
 from .names import LayerShape, plain_tensors, stack_packed
 from .scheme import without_scheme
 from .sources import LayerSource, MasterSource, PackedSource, own_config
-from .tensors import MAX_SHARD_SIZE, NewTensor, new_tensors
+from .tensors import NewTensor, new_tensors
 
 
 ON_MISMATCH = {"refuse": "refused", "requantize": "requantized", "dequantize": "dequantized"}
@@ -38,7 +38,6 @@ def export(
     preset: str | None = None,
     modules_to_not_convert: Sequence[str] | None = None,
     overwrite: bool = False,
-    max_shard_size: int | str = MAX_SHARD_SIZE,
     on_bytes: OnBytes = ignore_bytes,
 ) -> ConversionReport:
     """Write a full-precision, a trained (``mode="qat"``) or a packed checkpoint in another engine's format.
@@ -97,7 +96,6 @@ def export(
         report,
         write=target.write,
         overwrite=overwrite,
-        max_shard_size=max_shard_size,
         on_bytes=on_bytes,
         files={} if options is None else target.more_files(options),
     )

@@ -119,16 +119,14 @@ def tensors_by_name(headers: Iterable[FileHeader]) -> dict[str, StoredTensor]:
     return found
 
 
-def write_shards(
-    folder: Path, tensors: Sequence[NewTensor], max_shard_size: int | str, metadata: Mapping[str, str]
-) -> list[Path]:
+def write_shards(folder: Path, tensors: Sequence[NewTensor], metadata: Mapping[str, str]) -> list[Path]:
     """Write safetensors files, and an index if there are several, as `save_pretrained` does; return the files."""
     by_name = {tensor.name: tensor for tensor in tensors}
     split = split_state_dict_into_shards_factory(
         by_name,
         get_storage_size=lambda tensor: tensor.nbytes,
         filename_pattern="model{suffix}.safetensors",
-        max_shard_size=max_shard_size,
+        max_shard_size=MAX_SHARD_SIZE,
     )
     shards = {folder / file: names for file, names in split.filename_to_tensors.items() if names}
     for file, names in shards.items():
