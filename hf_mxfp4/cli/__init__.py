@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from . import analyze, convert, env, evaluate, training
+from . import analyze, convert, evaluate, training
 from .common import Command
 
 
@@ -35,7 +35,7 @@ _command("pack")(convert.pack)
 _command("export")(convert.export)
 _command("import")(convert.import_)
 _command("verify")(convert.verify)
-_command("env")(env.env)
+_command("env")(training.env)
 app.command("run", context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})(training.run)
 
 
