@@ -17,15 +17,14 @@ from ..gemm import quantize_weight, weight_values
 from ..module_names import full_precision_record, skip_reasons
 from ..numerics import BLOCK_SIZE
 from ..report import ErrorEnergy, add_packed, decibels
-from .atomic import FolderError, atomic_folder
 from .card import save_packed_card
-from .folder import CheckpointError, open_checkpoint
+from .folder import CheckpointError, NewTensor, open_checkpoint, write_metadata, write_shards
 from .formats import IMPORTABLE, stored_format
 from .manifest import OnBytes, ignore_bytes, weight_files, write_manifest
 from .names import stack_packed
+from .save import FolderError, atomic_folder
 from .scheme import WIDEST_FLOAT, make_record, with_scheme
 from .sources import NOT_IMPORTED, ForeignSource, LayerSource, MasterSource
-from .tensors import NewTensor, write_metadata, write_shards
 
 
 #: The same bytes, packed again from packed values, in full precision with the quantized values, packed from full

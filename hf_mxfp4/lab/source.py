@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ..checkpoint import Problem, ShardError, StoredTensor, read_header
-from ..checkpoint.folder import read_index, read_json
-from ..checkpoint.tensors import INDEX, SINGLE
+from ..checkpoint.folder import INDEX, SINGLE, read_index, read_json
 from ..config import QUANT_METHOD, MXFP4RLConfig
 
 

@@ -145,9 +145,9 @@ def test_logits_are_ours_bit_for_bit(tmp_path):
 
 CONVERSION = """
 import sys
-from hf_mxfp4.checkpoint import export, tensors
+from hf_mxfp4.checkpoint import export, folder
 
-tensors.MAX_SHARD_SIZE = "5MB"
+folder.MAX_SHARD_SIZE = "5MB"
 
 def peak():
     with open("/proc/self/status") as status:

@@ -190,7 +190,7 @@ def test_layers_of_odd_length_are_dequantized_and_ignored(tmp_path):
 
 
 def test_shards_side_files_and_report(tmp_path, monkeypatch):
-    monkeypatch.setattr("hf_mxfp4.checkpoint.tensors.MAX_SHARD_SIZE", "20KB")
+    monkeypatch.setattr("hf_mxfp4.checkpoint.folder.MAX_SHARD_SIZE", "20KB")
     source = save_packed(tmp_path / "packed", config=MACRO)
     for name in ("tokenizer.json", "merges.txt", "chat_template.jinja"):
         (source / name).write_text(name, encoding="utf-8")

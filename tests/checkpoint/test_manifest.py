@@ -51,7 +51,7 @@ def where(folder: Path) -> list[str]:
 
 
 def test_whatever_writes_weights_records_them(saved, tmp_path, monkeypatch):
-    monkeypatch.setattr("hf_mxfp4.checkpoint.tensors.MAX_SHARD_SIZE", "10KB")
+    monkeypatch.setattr("hf_mxfp4.checkpoint.folder.MAX_SHARD_SIZE", "10KB")
     pack_checkpoint(saved["master"], tmp_path / "packed")
     export(saved["plain"], tmp_path / "exported", "compressed-tensors")
     export(saved["master"], tmp_path / "bf16", "bf16")

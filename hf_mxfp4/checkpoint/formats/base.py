@@ -10,9 +10,8 @@ import torch
 
 from ...config import MXFP4RLConfig
 from ...numerics import BLOCK_SIZE, QuantScheme, ScaleRule
-from ..folder import CheckpointError, CheckpointFolder
+from ..folder import CheckpointError, CheckpointFolder, NewTensor, StoredTensor, write_shards
 from ..names import LayerShape, plain_tensors
-from ..tensors import NewTensor, StoredTensor, write_shards
 
 
 if TYPE_CHECKING:

@@ -19,9 +19,8 @@ import torch
 
 from ...config import MXFP4RLConfig
 from ...numerics import BLOCK_SIZE
-from ..folder import CheckpointError, CheckpointFolder
+from ..folder import CheckpointError, CheckpointFolder, NewTensor
 from ..names import LayerShape
-from ..tensors import NewTensor
 from .base import Names, Packed, PackedFormat
 from .gguf_tokenizer import Tokenizer, add_no_tokenizer, read_tokenizer
 
