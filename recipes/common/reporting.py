@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from accelerate import PartialState
-from matplotlib.figure import Figure
 from rich.console import Console
 from rich.text import Text
 from transformers import PrinterCallback, ProgressCallback, Trainer
@@ -113,33 +112,3 @@ def with_interval(
         return f"{text}{alone}"
     low, high = (factor * bound for bound in statistics["interval"])
     return f"{text} [{low:+.{digits}f}, {high:+.{digits}f}]"
-
-
-def draw_intervals(
-    found: Mapping[str, Mapping[str, Any]], stated: Mapping[str, Mapping[str, float]], label: str
-) -> Figure:
-    """Draw means with their intervals in percent, a row for each name, next to what papers state.
-
-    Args:
-        found: ``mean`` and ``interval`` by name, either of them or both `None`.
-        stated: values in percent by paper and name.
-        label: of the axis.
-    """
-    figure = Figure(figsize=(8, 0.4 * len(found) + 1.2), layout="constrained")
-    axes = figure.subplots()
-    for row, of in enumerate(found.values()):
-        if of["mean"] is not None:
-            low, high = of["interval"] or (of["mean"], of["mean"])
-            error = [[100 * (of["mean"] - low)], [100 * (high - of["mean"])]]
-            axes.errorbar(100 * of["mean"], row, xerr=error, fmt="o", color="tab:blue", capsize=3)
-    rows = {name: row for row, name in enumerate(found)}
-    for (paper, values), marker in zip(stated.items(), "sD^v", strict=False):
-        axes.plot(values.values(), [rows[name] for name in values], marker, color="0.55", label=paper)
-    axes.plot([], [], "o", color="tab:blue", label="here, with 95 % intervals over seeds")
-    axes.set_yticks(range(len(found)), found, fontsize=8)
-    axes.invert_yaxis()
-    axes.set_xlabel(label)
-    axes.axvline(0.0, color="black", linewidth=0.8)
-    axes.grid(axis="x", alpha=0.3)
-    axes.legend(fontsize=7)
-    return figure
