@@ -10,9 +10,7 @@ if __name__ == "__main__" and not __package__:
     import from_root  # noqa: F401  parts are found as recipes.*, and `evaluate` is the library
 
 import contextlib
-import hashlib
 import inspect
-import json
 import sys
 import time
 from collections.abc import Sequence
@@ -26,17 +24,14 @@ from tqdm.auto import tqdm
 
 from hf_mxfp4.files import write_json
 from hf_mxfp4.lab.resume_log import ResumeLog
+from hf_mxfp4.utils import installed_version, package_versions
 from recipes.common.options import exit_on_wrong_options
-from recipes.common.reporting import INPUT_ERRORS, console, errors_as_messages, shutdown, tell, versions
+from recipes.common.reporting import INPUT_ERRORS, console, errors_as_messages, shutdown, tell
 from recipes.evaluation import results
 from recipes.evaluation.arguments import EvaluationArguments, parse
 from recipes.evaluation.generate import Batch, Completion, complete_batches, tokenize
 from recipes.evaluation.policy import Policy, load_policy
 from recipes.tasks import Task
-
-
-#: Those that decide what is measured.
-PACKAGES = ("hf-mxfp4", "torch", "transformers", "peft", "accelerate", "evaluate", "math-verify")
 
 
 def main(argv: list[str]) -> dict[str, Any]:
@@ -77,15 +72,12 @@ def main(argv: list[str]) -> dict[str, Any]:
         **results.summarize(completions, keys, list(task.scores), options),
         "generation": {name: getattr(options, name) for name in names},
         "identity": policy.identity,
-        "versions": versions(PACKAGES),
+        "versions": {**package_versions(), "math-verify": installed_version("math-verify")},
         "device": str(state.device),
         "processes": state.num_processes,
         "generated": generated,
         "seconds": round(time.monotonic() - started, 1),
     }
-    if options.reward is not None:
-        with errors_as_messages(ValueError):
-            result["reward"] = results.mean_rewards(task, completions, options)
     if other is not None:
         result["compared_with"] = str(options.compare)
         result["differences"] = results.compare(result, other)
@@ -138,11 +130,11 @@ def _open_logs(
     common = {
         "task": task.name,
         "problems": len(token_ids),
-        "prompts": _digest([token_ids, list(task.test["answer"])]),
+        "prompts": results.digest([token_ids, list(task.test["answer"])]),
         "model": policy.identity,
         **{name: policy.description[name] for name in ("computed_in", "dtype", "attention", "n_quantized")},
         "max_new_tokens": options.max_new_tokens,
-        "scores": _digest([path.read_text() for path in sorted(sources)]),
+        "scores": results.digest([path.read_text() for path in sorted(sources)]),
     }
     files = {False: ("greedy.jsonl", common)}
     if options.samples:
@@ -156,10 +148,6 @@ def _open_logs(
     }
 
 
-def _digest(value: Any) -> str:
-    return hashlib.sha256(json.dumps(value).encode()).hexdigest()[:12]
-
-
 def _plan(lengths: Sequence[int], options: EvaluationArguments) -> list[Batch]:
     """List all batches, whatever is done already, so that the draws of a batch are the same in every attempt. The
     longest prompts come first: what does not fit into memory fails at once, and batches have little padding."""
@@ -167,7 +155,7 @@ def _plan(lengths: Sequence[int], options: EvaluationArguments) -> list[Batch]:
     groups = [tuple(order[start : start + options.batch_size]) for start in range(0, len(order), options.batch_size)]
     batches = [Batch(rows) for rows in groups]
     for sample in range(options.samples):
-        batches += [Batch(rows, sample, int(_digest([options.seed, sample, rows[0]]), 16)) for rows in groups]
+        batches += [Batch(rows, sample, int(results.digest([options.seed, sample, rows[0]]), 16)) for rows in groups]
     return batches
 
 

@@ -7,8 +7,7 @@ import contextlib
 import os
 import sys
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
 
 import torch
 from accelerate import PartialState
@@ -16,7 +15,7 @@ from rich.console import Console
 from rich.text import Text
 from transformers import PrinterCallback, ProgressCallback, Trainer
 
-from hf_mxfp4.utils import cpu_name, installed_version
+from hf_mxfp4.utils import cpu_name
 
 
 console = Console()
@@ -45,8 +44,8 @@ class TrainingBar(ProgressCallback):
     @classmethod
     def install(cls, trainer: Trainer) -> None:
         """Replace the trainer's own progress output."""
-        for callback in (ProgressCallback, PrinterCallback):
-            trainer.remove_callback(callback)
+        trainer.remove_callback(ProgressCallback)
+        trainer.remove_callback(PrinterCallback)
         trainer.add_callback(cls)
 
     def on_log(self, args, state, control, logs=None, **kwargs):
@@ -83,32 +82,7 @@ def hardware(threads: int | None = None) -> str:
     return f"{gpu}{cpu_name()}, {os.cpu_count()} logical cores, {threads or torch.get_num_threads()} threads"
 
 
-def versions(packages: Iterable[str]) -> dict[str, str | None]:
-    """Look up the installed version of each package; None for one that is not installed."""
-    return {package: installed_version(package) for package in packages}
-
-
 def markdown_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Format a table in Markdown, a line for each row."""
     lines = [columns, ["---"] * len(columns), *rows]
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
-
-
-def with_interval(
-    statistics: Mapping[str, Any],
-    factor: float,
-    digits: int,
-    *,
-    unit: str = "",
-    missing: str = "not finite",
-    alone: str = " (one seed)",
-) -> str:
-    """Format ``factor`` times the ``mean`` and ``interval`` of ``statistics``, such as ``"+1.25 % [+0.80, +1.70]"``:
-    ``missing`` where the mean is None, and the mean and ``alone`` where the interval is."""
-    if statistics["mean"] is None:
-        return missing
-    text = f"{factor * statistics['mean']:+.{digits}f}{unit}"
-    if statistics["interval"] is None:
-        return f"{text}{alone}"
-    low, high = (factor * bound for bound in statistics["interval"])
-    return f"{text} [{low:+.{digits}f}, {high:+.{digits}f}]"

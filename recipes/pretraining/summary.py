@@ -13,8 +13,8 @@ import numpy as np
 from matplotlib.figure import Figure
 from rich.table import Table
 
-from hf_mxfp4.lab.stats import t_interval
-from recipes.common.reporting import console, with_interval
+from hf_mxfp4.lab.stats import t_interval, with_interval
+from recipes.common.reporting import console
 
 from .arguments import BASELINE
 

@@ -2,7 +2,6 @@
 """`evaluate.py` from the command line to the result."""
 
 import json
-import shutil
 from pathlib import Path
 
 import processes
@@ -93,22 +92,6 @@ def test_estimates_are_those_of_the_completions(whole):
     assert measures["greedy"]["value"] == sum(line["correct"]["exact_match"] for line in greedy.values()) / 30
     assert result["problems"]["correct"]["sampled"]["exact_match"] == right
     assert result["lengths"]["sampled"]["truncated"] == sum(line["truncated"] for line in samples.values())
-
-
-def test_the_reward_of_training_is_the_mean_over_problems(whole, policy, tmp_path, capsys):
-    folder, result = whole
-    shutil.copytree(folder, tmp_path / "out")
-    (tmp_path / "f.py").write_text("def length(completions, **kwargs): return [len(text) for text in completions]")
-    reward = f"--reward={tmp_path}/f.py:length"
-    rewarded = main([policy, *TASK, *SAMPLED, reward, f"--output_dir={tmp_path / 'out'}"])
-    assert rewarded["generated"] == 0 and rewarded["scores"] == result["scores"]
-    for name, file in (("greedy", "greedy.jsonl"), ("sampled", "samples.jsonl")):
-        texts = [line["completion"] for line in completions(folder, file).values()]
-        of = rewarded["reward"][name]
-        assert of["value"] == pytest.approx(sum(map(len, texts)) / len(texts)) and of["n"] == 30
-        assert f"mean reward, {name}" in capsys.readouterr().out or name == "sampled"
-    with pytest.raises(SystemExit, match="has no function 'size'"):
-        main([policy, *TASK, f"--reward={tmp_path}/f.py:size", f"--output_dir={tmp_path / 'other'}"])
 
 
 # ---- going on -------------------------------------------------------------------------------------------------------
@@ -303,6 +286,7 @@ def test_draws_depend_on_the_seed_and_leave_the_random_state_alone():
         (["--task=file", "--test_file=x", "--score=maths"], "unknown score 'maths': the scores are"),
         (["--task=arithmetic", "--n_test=0"], "--n_test 0 must be at least 1"),
         (["--samples=4", "--k=1,8"], "--k 1,8 must be whole numbers such as 1,4,16, from 1 to --samples 4"),
+        (["--reward=f.py:length"], "--reward is for training"),
         (["--samples=1", "--temperature=0"], "--temperature 0.0 must be above 0"),
         (["--task=arithmetic", "--max_new_tokens=64"], "more than the 64 positions of the model"),
     ],

@@ -15,7 +15,7 @@ METRICS = Path(__file__).resolve().parents[2] / "recipes" / "metrics"
 
 @pytest.fixture(scope="module")
 def number_answer():
-    return evaluate.load(str(METRICS / "number_answer"), keep_in_memory=True)
+    return evaluate.load(str(METRICS / "answer"), "number", keep_in_memory=True)
 
 
 @pytest.mark.parametrize(
@@ -44,6 +44,8 @@ def test_number_answer_gives_shares_and_verdicts(number_answer):
     }
     with pytest.raises(ValueError, match="not a decimal number"):
         number_answer.compute(predictions=["1"], references=["one"])
+    with pytest.raises(ValueError, match="name a configuration: .*'number' or 'math'"):
+        evaluate.load(str(METRICS / "answer"))
 
 
 @pytest.mark.parametrize(
@@ -61,7 +63,7 @@ def test_number_answer_gives_shares_and_verdicts(number_answer):
 )
 def test_math_answer_compares_mathematically(text, gold, boxed, flexible):
     pytest.importorskip("math_verify")
-    metric = evaluate.load(str(METRICS / "math_answer"), keep_in_memory=True)
+    metric = evaluate.load(str(METRICS / "answer"), "math", keep_in_memory=True)
     assert metric.compute(predictions=[text], references=[gold], verdicts=True)["verdicts"] == {
         "boxed": [boxed],
         "flexible": [flexible],
