@@ -20,7 +20,17 @@ from .records import made, option_parser, write
 PACKAGES = ("torch", "transformers", "trl", "accelerate")
 SCHEME = ("mode", "preset", "outlier_fallback", "fprop")
 #: Options of a run that the command of its records names.
-NAMED = ("preset", "fprop", "learning_rate", "warmup_steps", "max_steps", "max_length", "eval_samples", "bf16")
+NAMED = (
+    "preset",
+    "fprop",
+    "smooth_strength",
+    "learning_rate",
+    "warmup_steps",
+    "max_steps",
+    "max_length",
+    "eval_samples",
+    "bf16",
+)
 
 
 def main() -> None:
@@ -41,7 +51,7 @@ def records_of(folder: Path, start: str) -> list[dict]:
     used = yaml.safe_load((folder / "resolved_config.yaml").read_text())["options"]
     used["fprop"] = dict(used["fprop"]) if used["fprop"] else None
     scheme = ModelScheme("", MXFP4RLConfig(**{name: used[name] for name in SCHEME}))
-    words = [f"--{name} {used[name]}" for name in NAMED if used[name] is not None]
+    words = [f"--{name} {used[name]}" for name in NAMED if used.get(name) is not None]
     config = "python recipes/distill.py --config recipes/configs/distill_smollm2.yaml"
     run = {
         "scheme": summary["scheme"],
