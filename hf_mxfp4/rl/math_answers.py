@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Free-form mathematical answers (MATH-500 and the like), compared by math-verify, which is an optional dependency.
+r"""Free-form mathematical answers (MATH-500 and the like), compared by math-verify, which is an optional dependency.
 
-A completion such as ``\\boxed{9^{9^{9^9}}}`` can keep math-verify busy for hours, so it runs in a process of its own
+A completion such as ``\boxed{9^{9^{9^9}}}`` can keep math-verify busy for hours, so it runs in a process of its own
 (this file, as a script, so it imports nothing of this package), which is killed after a time limit.
 """
 
@@ -23,7 +23,7 @@ _MEMORY_BYTES = 4 << 30
 
 
 def extract_boxed(text: str) -> str | None:
-    """Return the content of the last ``\\boxed{...}`` of ``text``, or None when there is none or its braces are not
+    r"""Return the content of the last ``\boxed{...}`` of ``text``, or None when there is none or its braces are not
     closed, as in a truncated completion."""
     _, marker, tail = text.rpartition("\\boxed{")
     depth, escaped = 1, False
@@ -44,7 +44,7 @@ def check_math_answer(answer: str) -> None:
 
 
 def is_boxed_correct(completion: str, answer: str) -> bool:
-    """Return whether the content of the last ``\\boxed{...}`` of ``completion`` is mathematically equal to ``answer``
+    r"""Return whether the content of the last ``\boxed{...}`` of ``completion`` is mathematically equal to ``answer``
     (LaTeX or plain text). A comparison that takes longer than 5 seconds counts as wrong. Raises `ModuleNotFoundError`
     without math-verify, and `ValueError` where there is nothing to read in ``answer``."""
     check_math_answer(answer)

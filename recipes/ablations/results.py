@@ -102,7 +102,7 @@ def _accuracy(run: Run, result: Record, curves: Mapping[str, Sequence[tuple[int,
 
 
 def statistics(records: Sequence[Record]) -> list[dict[str, Any]]:
-    """Return one entry per cell, accuracies from 0 to 1:
+    """Return one entry per cell, accuracies from 0 to 1.
 
     * ``before``: of the starting point under the cell's scheme, mean over seeds; `None` where it was not evaluated;
     * ``after``: mean over seeds, with the standard error of this mean (``over_seeds``, `None` for one seed) and the one

@@ -26,6 +26,8 @@ _NOT_CONVERTED = ("model.layers.*.self_attn", "model.layers.*.mlp.router", "mode
 
 
 class GptOssFormat(ImportableFormat):
+    """The checkpoints of gpt-oss, with MXFP4 experts."""
+
     name = "gpt-oss"
     quant_method = "mxfp4"
 

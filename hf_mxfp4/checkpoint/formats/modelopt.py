@@ -21,6 +21,8 @@ _PRODUCER = {"name": "modelopt", "version": "0.35.0"}  # whose layout it is; eng
 
 
 class ModelOptFormat(NVFP4Format):
+    """NVFP4 in the layout of NVIDIA's Model-Optimizer."""
+
     name = "nvfp4-modelopt"
     quant_method = "modelopt"
     names = {"weight": "weight", "weight_scale": "weight_scale"}

@@ -46,6 +46,8 @@ _SMALL_SCALES = torch.arange(1, 32, dtype=torch.uint8).view(torch.float8_e4m3fn)
 
 
 class NVFP4Format(CompressedTensorsFormat):
+    """NVFP4 in the layout of compressed-tensors."""
+
     name = "nvfp4"
     format = FORMAT
     elements = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": GROUP, "symmetric": True}

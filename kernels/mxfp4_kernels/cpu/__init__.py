@@ -254,6 +254,7 @@ def checked_parts(
 
 
 def address(tensor: torch.Tensor | None) -> int | None:
+    """Return where a tensor begins in memory, `None` for none."""
     return None if tensor is None else tensor.data_ptr()
 
 

@@ -24,6 +24,8 @@ _SCORES = {"boxed": is_boxed_correct, "flexible": is_math_correct}
 
 
 class MathAnswer(evaluate.Metric):
+    """Share of answers that are mathematically equal to the reference."""
+
     def _info(self):
         return evaluate.MetricInfo(
             description=_DESCRIPTION,

@@ -24,6 +24,8 @@ _SCORES = {"strict": is_strict_correct, "flexible": is_flexible_correct}
 
 
 class NumberAnswer(evaluate.Metric):
+    """Share of answers whose number equals that of the reference."""
+
     def _info(self):
         return evaluate.MetricInfo(
             description=_DESCRIPTION,
