@@ -18,7 +18,7 @@ class _CurrentStderr(logging.StreamHandler):
 
 
 def get_logger() -> logging.Logger:
-    """The `hf_mxfp4` logger, at the level named by `HF_MXFP4_VERBOSITY` (default: info; other ranks: error)."""
+    """Return the `hf_mxfp4` logger, at the level named by `HF_MXFP4_VERBOSITY` (default: info; other ranks: error)."""
     logger = logging.getLogger("hf_mxfp4")
     if not logger.handlers:
         handler = _CurrentStderr()

@@ -323,8 +323,8 @@ class MXFP4RLConfig(QuantizationConfigMixin):
         return {name: (reason, default) for name, (reason, default) in idle.items() if getattr(self, name) != default}
 
     def packed(self) -> "MXFP4RLConfig":
-        """The same scheme in mode ``"packed"``: what a model of this config becomes by [`hf_mxfp4.pack`]. Of the three
-        products the forward one is left.
+        """Return the same scheme in mode ``"packed"``: what a model of this config becomes by [`hf_mxfp4.pack`]. Of the
+        three products the forward one is left.
 
         Raises `ValueError` when packed weights cannot stand for it.
         """
@@ -373,7 +373,7 @@ class MXFP4RLConfig(QuantizationConfigMixin):
         return (config, unused) if return_unused_kwargs else config
 
     def to_dict(self) -> dict[str, Any]:
-        """A JSON-clean dictionary that [`from_dict`] reads back to an equal config."""
+        """Return a JSON-clean dictionary that [`from_dict`] reads back to an equal config."""
         options = asdict(self)
         names = options["modules_to_not_convert"]
         options["modules_to_not_convert"] = None if names is None else list(names)

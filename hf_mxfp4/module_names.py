@@ -174,7 +174,7 @@ def _head(model: nn.Module) -> nn.Module | None:
 
 
 def full_names(model: nn.Module, name: str) -> tuple[str, ...]:
-    """The names that a module goes by: its own, and that which it has in a model with a head."""
+    """Return the names that a module goes by: its own, and that which it has in a model with a head."""
     prefix = getattr(model, "base_model_prefix", "")
     return (name, f"{prefix}.{name}") if prefix else (name,)
 

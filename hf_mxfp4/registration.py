@@ -68,8 +68,8 @@ def enter_classes(config: type, quantizer: type) -> None:
 
 
 def _imported_tables() -> ModuleType:
-    """The tables, through the package first, as it imports them: the other way round two threads can wait for each
-    other."""
+    """Return the tables, through the package first, as it imports them: the other way round two threads can wait for
+    each other."""
     importlib.import_module(_PACKAGE)
     return importlib.import_module(TABLES)
 

@@ -97,8 +97,8 @@ def _dequantize_into(out: torch.Tensor, parts: Sequence[torch.Tensor | None], sc
 
 @functools.lru_cache(maxsize=256)
 def _description(scheme: QuantScheme, length: int) -> tuple[Any, int]:
-    """A pointer to a scheme for rows of this length as the library takes it, and roughly how many elements of plain
-    quantization take as long as one under this scheme."""
+    """Return a pointer to a scheme for rows of this length as the library takes it, and roughly how many elements of
+    plain quantization take as long as one under this scheme."""
     rule, alpha, rate = scheme.scale_rule, scheme.outlier_fallback, scheme.fallback_rate
     described = library.SchemeStruct(
         carry=CARRY[rule],
@@ -128,7 +128,7 @@ def _checked_parts(tensor: MXFP4Tensor, leading: Sequence[int]) -> list[torch.Te
 
 
 def _agrees_with_the_reference() -> bool:
-    """A compiler that does not keep to the arithmetic as written must not go unnoticed."""
+    """Return whether the compiler kept to the arithmetic as written."""
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(8, 300, generator=generator) * torch.exp2(torch.arange(-40.0, 40.0, 10.0))[:, None]
     searched = QuantScheme("mse", 128, "dynamic", 0.3), QuantScheme("even", 128, "block_mantissas")
@@ -200,8 +200,8 @@ def most_rows() -> int:
 def _prepared(
     scheme: QuantScheme, in_features: int, out_features: int, dtype: torch.dtype
 ) -> tuple[Any, Callable[[Any], None], tuple[int | None, ...]]:
-    """What products with weights of one scheme and shape have in common: arguments, the function, and the sizes of
-    parts."""
+    """Return what products with weights of one scheme and shape have in common: arguments, the function, and the sizes
+    of parts."""
     arguments = library.ProductStruct(
         type=TYPES[dtype],
         in_features=in_features,
@@ -246,8 +246,8 @@ def _on_codes(
 
 
 def _by_panels(x: torch.Tensor, weight: MXFP4Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """A product with the dequantized values of some rows of the weight after the other, in memory that is used again:
-    fresh memory as large as the weight costs more than to fill it."""
+    """Return a product with the dequantized values of some rows of the weight after the other, in memory that is used
+    again: fresh memory as large as the weight costs more than to fill it."""
     out_features, length = weight.codes.shape[0], weight.length
     library.check_product(x, bias, length, (out_features,))
     least = _PANEL_ROWS[torch.get_num_threads() > 1]

@@ -53,7 +53,7 @@ def quantize(
 def _checked(
     x: torch.Tensor, axis: int, generator: torch.Generator | None, seed: int | None, backend: str, options: Any
 ) -> tuple[QuantScheme, int]:
-    """The scheme, and the axis as a non-negative number."""
+    """Return the scheme, and the axis as a non-negative number."""
     scheme = QuantScheme(**options)
     axis = check_input(x, axis, scheme.block_rows)
     noise_source(scheme.rounding, generator, seed)

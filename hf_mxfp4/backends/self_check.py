@@ -93,7 +93,7 @@ def _same_bits(found: torch.Tensor | None, expected: torch.Tensor | None) -> boo
 
 
 def _input(n_cols: int) -> torch.Tensor:
-    """A matrix whose blocks have magnitudes from 2**-18 to 2**12, with NaN, infinity, zeros and ties."""
+    """Return a matrix whose blocks have magnitudes from 2**-18 to 2**12, with NaN, infinity, zeros and ties."""
     rng = torch.Generator().manual_seed(n_cols)
     exponents = torch.randint(-18, 13, (33, n_cols // 32), generator=rng).repeat_interleave(32, dim=1)
     x = torch.randn(33, n_cols, generator=rng) * torch.exp2(exponents.float())
@@ -141,7 +141,7 @@ def _multiplied(device: torch.device) -> Iterator[tuple[str, torch.Tensor, torch
 
 
 def _moved(tensor: MXFP4Tensor, device: torch.device, expert: int | None = None) -> MXFP4Tensor:
-    """A packed tensor, or the matrix of one expert, on a device."""
+    """Return a packed tensor, or the matrix of one expert, on a device."""
     fields, at = dict(vars(tensor)), slice(None) if expert is None else expert
     for part in PARTS:
         fields[part] = None if fields[part] is None else fields[part][at].to(device)

@@ -103,7 +103,7 @@ def to_fp8(x: torch.Tensor, whole: bool = False) -> tuple[torch.Tensor, torch.Te
 
 
 def nvfp4_scales(byte: torch.Tensor, macro: torch.Tensor | None, by_rows: bool) -> tuple[torch.Tensor, ...]:
-    """What [`hf_mxfp4.gemm.to_fp4`] makes of scale bytes and block mantissas for NVFP4 products."""
+    """Return what [`hf_mxfp4.gemm.to_fp4`] makes of scale bytes and block mantissas for NVFP4 products."""
     return mxfp4_kernels.nvfp4_scales(byte, macro, by_rows)
 
 
@@ -126,7 +126,7 @@ def linear(
 
 
 def _fields(scheme: QuantScheme) -> tuple:
-    """The fields of the kernels' scheme."""
+    """Return the fields of the kernels' scheme."""
     return scheme.scale_rule.value, scheme.macro_block, scheme.macro_search, scheme.outlier_fallback, scheme.block_rows
 
 

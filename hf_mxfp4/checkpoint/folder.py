@@ -162,7 +162,7 @@ def model_dtype(folder: CheckpointFolder) -> torch.dtype:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Raises [`CheckpointError`] unless ``path`` is a file that holds a JSON object."""
+    """Raise [`CheckpointError`] unless ``path`` is a file that holds a JSON object."""
     try:
         contents = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:

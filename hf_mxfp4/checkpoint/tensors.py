@@ -88,7 +88,7 @@ def new_tensors(specs: Mapping[str, torch.Tensor], make: Callable[[], Mapping[st
 
 
 def read_header(file: str | PathLike) -> FileHeader:
-    """Raises [`ShardError`] for a file that is missing, truncated, or whose header contradicts itself or the file."""
+    """Raise [`ShardError`] for a file that is missing, truncated, or whose header contradicts itself or the file."""
     file = Path(file)
     try:
         with safe_open(file, "pt") as opened:

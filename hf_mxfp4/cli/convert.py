@@ -167,7 +167,7 @@ def _bytes_in(folder: Path) -> int:
 
 
 def _scheme_for(source: Path, **options: Any) -> "MXFP4RLConfig | None":
-    """The scheme for a plain checkpoint; nothing for one that has its own, unless options contradict that."""
+    """Return the scheme for a plain checkpoint; nothing for one that has its own, unless options contradict that."""
     from ..checkpoint import open_checkpoint, own_config
     from ..config import MXFP4RLConfig
 

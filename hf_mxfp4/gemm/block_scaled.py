@@ -85,7 +85,7 @@ def fit(a: FP4Operand, b: FP4Operand) -> bool:
 
 
 def fp4_product(a: FP4Operand, b: FP4Operand, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
-    """``a [M, K] b[N, K]^T`` in ``dtype``; the factor of ``b`` is one number."""
+    """Return ``a [M, K] b[N, K]^T`` in ``dtype``; the factor of ``b`` is one number."""
     if a.factor is None:
         blocks = ScalingType.BlockWise1x32
         scales = a.scale, blocks, b.scale, blocks, _SWIZZLED, _SWIZZLED

@@ -37,8 +37,8 @@ _RETURNED = ("values", "values_fp8", "x_fp8", "mxfp4")
 
 
 def groups_of(ends: torch.Tensor | None, n_rows: int) -> Groups | None:
-    """The groups whose rows end there. Raises `ValueError` for rows of an expert that does not exist; on a GPU that is
-    found there, and stops it."""
+    """Return the groups whose rows end there. Raises `ValueError` for rows of an expert that does not exist; on a GPU
+    that is found there, and stops it."""
     if ends is None:
         return None
     if ends.device.type != "cpu":
@@ -57,8 +57,8 @@ parse = functools.lru_cache(maxsize=256)(parse_scheme)
 
 
 def read_scheme(text: str) -> QuantScheme:
-    """The scheme of an operator's argument. Raises `ValueError` for one that draws random numbers: an operator must be
-    a function of its arguments."""
+    """Return the scheme of an operator's argument. Raises `ValueError` for one that draws random numbers: an operator
+    must be a function of its arguments."""
     scheme = parse(text)
     if scheme.rounding != "nearest":
         raise ValueError(f"scheme {text!r} draws random numbers; the operators round to nearest")
@@ -193,7 +193,7 @@ def _(x, weight, bias, ends, layer_id, dtype, saved, columns, scheme, has_step, 
 
 
 def _returned(saved: str, tensors: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
-    """Saved tensors as an operator returns them; E4M3 elements as bytes, which more of PyTorch can handle."""
+    """Return saved tensors as an operator returns them; E4M3 elements as bytes, which more of PyTorch can handle."""
     if saved not in _RETURNED:
         return []
     found = (tensor.contiguous() for tensor in tensors if tensor is not None)
@@ -220,7 +220,7 @@ def _saved_input(
     x_dtype: torch.dtype,
     dtype: torch.dtype,
 ) -> tuple[tuple[torch.Tensor | None, ...], SavedRecord]:
-    """What an operator returned of its input, as [`hf_mxfp4.gemm.saved.restore_input`] takes it."""
+    """Return what an operator returned of its input, as [`hf_mxfp4.gemm.saved.restore_input`] takes it."""
     if saved == "mxfp4":
         scheme, remaining = spec.input_scheme, iter(tensors)
         found = tuple(None if size is None else next(remaining) for size in part_sizes(scheme, 1))
@@ -377,7 +377,7 @@ def _packed_setup(ctx, inputs, output):
 
 
 def _define_packed(name: str, tags: Sequence[torch.Tag]) -> None:
-    """The operators ``name`` and ``<name>_backward``."""
+    """Return the operators ``name`` and ``<name>_backward``."""
     forward, backward = (
         torch.library.custom_op(f"hf_mxfp4::{name}{suffix}", function, mutates_args=(), tags=tags)
         for suffix, function in (("", _packed_forward), ("_backward", _packed_backward))

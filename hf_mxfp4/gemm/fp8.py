@@ -28,11 +28,11 @@ class FP8Operand(NamedTuple):
 
     @classmethod
     def of_bytes(cls, elements: torch.Tensor, byte: torch.Tensor) -> "FP8Operand":
-        """What [`hf_mxfp4.backends.quantize_e4m3`] gives."""
+        """Return what [`hf_mxfp4.backends.quantize_e4m3`] gives."""
         return cls(elements, byte.contiguous().view(torch.float8_e8m0fnu).float())
 
     def row_scales(self) -> torch.Tensor:
-        """A scale for each row: ``[..., R]``."""
+        """Return a scale for each row: ``[..., R]``."""
         return self.scale.expand(*self.elements.shape[:-1], 1).squeeze(-1).contiguous()
 
     def folded(self, grad: torch.Tensor, groups: Groups | None = None) -> tuple[torch.Tensor, "FP8Operand"]:

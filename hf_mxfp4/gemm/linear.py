@@ -83,8 +83,8 @@ def linear_without_gradient(
     groups: Groups | None,
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    """The forward product alone, on the weight's codes where a cache keeps them and something multiplies with them, but
-    for many rows on tensor cores."""
+    """Return the forward product alone, on the weight's codes where a cache keeps them and something multiplies with
+    them, but for many rows on tensor cores."""
     reader = reader_of_codes(x, dtype, state)
     on_codes = reader is not None and (groups is not None or fp4_recipe(x, weight.shape, dtype, state.spec) is None)
     if on_codes and not (is_dense_on(x, state.spec) or decodes(x, dtype, reader, groups)):
@@ -152,7 +152,7 @@ def _multiply_codes(
 def _fp8_weight(
     gemm: str, left: torch.Tensor, weight: torch.Tensor, dtype: torch.dtype, state: GemmState, groups: Groups | None
 ) -> FP8Operand | None:
-    """The weight for a product of ``left [..., K]``, or in Dgrad ``[..., N]``, where FP8 tensor cores compute that."""
+    """Return the weight of a product with ``left [..., K]`` (Dgrad: ``[..., N]``) where FP8 tensor cores compute it."""
     spec = state.spec
     if is_dense_on(left, spec):
         return None
@@ -392,5 +392,5 @@ def not_a_view(out: torch.Tensor) -> torch.Tensor:
 
 
 def as_dtype(bias: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
-    """The bias in the dtype of the product."""
+    """Return the bias in the dtype of the product."""
     return bias if bias is None or bias.dtype is dtype else bias.to(dtype)

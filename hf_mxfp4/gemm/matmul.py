@@ -65,8 +65,8 @@ def matmul(
     spec: Spec | None = None,
     reader: str | None = None,
 ) -> torch.Tensor:
-    """``a [..., C] b[D, C]^T + bias[D]``, without gradients. With groups ``a [S, C] b[e, D, C]^T + bias[e, D]`` for the
-    rows of each expert.
+    """Return ``a [..., C] b[D, C]^T + bias[D]``, without gradients. With groups ``a [S, C] b[e, D, C]^T + bias[e, D]``
+    for the rows of each expert.
 
     All ways give the same up to the order of sums; on codes, exact products are summed in float32, while values are
     rounded to the dtype of ``a`` first, so that with macro factors or residuals the two differ by about one rounding.
@@ -154,8 +154,8 @@ def fp4_recipe(x: torch.Tensor, shape: Sequence[int], dtype: torch.dtype, spec: 
 def multiply_packed(
     packed: MXFP4Tensor, weight: FP4Operand, recipe: str, bias: torch.Tensor | None, dtype: torch.dtype
 ) -> torch.Tensor | None:
-    """The forward product of codes ``[..., K]`` and a weight ``[N, K]``, plus ``bias``; `None` where the recipe holds
-    the scales of the codes neither with one factor nor with one for each row, or those of the weight not."""
+    """Return the forward product of codes ``[..., K]`` and a weight ``[N, K]``, plus ``bias``; `None` where the recipe
+    holds the scales of the codes neither with one factor nor with one for each row, or those of the weight not."""
     for by_rows in (False, True):
         left = to_fp4(packed, recipe, by_rows)
         if block_scaled.fit(left, weight):

@@ -54,7 +54,7 @@ def packed_forward(
     dtype: torch.dtype,
     values: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The forward pass of [`packed_linear`], without a gradient; ``values`` take the place of the codes."""
+    """Return the forward pass of [`packed_linear`], without a gradient; ``values`` take the place of the codes."""
     weight = _tensor(packed, spec, dtype) if values is None else values
     shape = packed[0].shape[0], spec.in_features
     recipe = fp4_recipe(x, shape, dtype, spec) if groups is None and values is None else None
@@ -68,7 +68,7 @@ def packed_forward(
 
 
 def packed_grad_x(grad: torch.Tensor, packed: PackedWeight, spec: PackedSpec, groups: Groups | None) -> torch.Tensor:
-    """The gradient ``[..., K]`` of the input of [`packed_linear`], in float32 or wider where the spec rotates."""
+    """Return the input gradient ``[..., K]`` of [`packed_linear`], in float32 or wider where the spec rotates."""
     weight = _tensor(packed, spec, grad.dtype)
     if groups is None:
         grad_x = grad @ dispatch.dequantize(weight, grad.dtype, spec.backend)
@@ -121,5 +121,5 @@ class _PackedLinear(torch.autograd.Function):
 
 
 def _tensor(packed: PackedWeight, spec: PackedSpec, dtype: torch.dtype) -> MXFP4Tensor:
-    """A weight, or those of all experts, sharing the memory of ``packed``; ``dtype`` is that of its values."""
+    """Return a weight, or those of all experts, sharing the memory of ``packed``; ``dtype`` is that of its values."""
     return MXFP4Tensor(*packed, spec.in_features, 1, spec.weights, dtype)

@@ -66,7 +66,7 @@ def check_rotation(owner: str, in_features: int, rotation: Rotation | None) -> N
 def quantize_weight(
     weight: torch.Tensor, scheme: QuantScheme, backend: str = "auto", rotation: Rotation | None = None
 ) -> dict[str, torch.Tensor]:
-    """The tensors of [`packed_shapes`] for a weight ``[N, K]``, rotated in float32 (float64 stays) before it is
+    """Return the tensors of [`packed_shapes`] for a weight ``[N, K]``, rotated in float32 (float64 stays) before it is
     quantized where there is a ``rotation``, a deterministic one; without memory when it is a meta tensor."""
     if weight.is_meta:
         shapes = packed_shapes(*weight.shape, scheme)
@@ -102,7 +102,7 @@ def quantize_experts(
 def packed_tensor(
     packed: Mapping[str, torch.Tensor | None], length: int, scheme: QuantScheme, dtype: torch.dtype
 ) -> MXFP4Tensor:
-    """The tensors of [`packed_shapes`] as a [`MXFP4Tensor`] of ``length`` columns that shares their memory."""
+    """Return the tensors of [`packed_shapes`] as a [`MXFP4Tensor`] of ``length`` columns that shares their memory."""
     found = (packed.get(name) for name in PACKED_FIELDS)
     parts = (None if tensor is None else tensor.detach() for tensor in found)
     return MXFP4Tensor(*parts, length=length, axis=1, scheme=scheme, dtype=dtype)
@@ -117,8 +117,8 @@ def weight_values(
     backend: str = "auto",
     rotation: Rotation | None = None,
 ) -> torch.Tensor:
-    """The weight ``[n, length]`` in ``dtype`` that rows of [`quantize_weight`] with the same ``rotation`` stand for,
-    rotated back in float32 and then rounded, by which the values are no longer those that products take."""
+    """Return the weight ``[n, length]`` in ``dtype`` that rows of [`quantize_weight`] with the same ``rotation`` stand
+    for, rotated back in float32 and then rounded, by which the values are no longer those that products take."""
     if rotation is None:
         return dispatch.dequantize(packed_tensor(packed, length, scheme, dtype), dtype, backend)
     wide = torch.float64 if dtype == torch.float64 else torch.float32
@@ -141,5 +141,5 @@ def cat_rows(tensors: Sequence[MXFP4Tensor]) -> MXFP4Tensor:
 
 
 def of_expert(packed: MXFP4Tensor, expert: int) -> MXFP4Tensor:
-    """The weight ``[N, K]`` of one expert, the same memory."""
+    """Return the weight ``[N, K]`` of one expert, the same memory."""
     return packed.map(lambda part: part[expert])

@@ -40,8 +40,8 @@ def save_input(
     packed: MXFP4Tensor | None = None,
     fp8: bool = False,
 ) -> tuple[torch.Tensor | FP8Operand | None, SavedTensors, SavedRecord]:
-    """The operand of the forward product, the tensors to save for Wgrad, and the record that [`restore_input`] reads
-    them by. ``packed``: [`packed_input`] where it was multiplied already, and the operand is returned as `None`
+    """Return the operand of the forward product, the tensors to save for Wgrad, and the record that [`restore_input`]
+    reads them by. ``packed``: [`packed_input`] where it was multiplied already, and the operand is returned as `None`
     unless it is saved. With ``fp8`` the operand of an E4M3 input is the very tensors that are saved.
 
     Raises `ValueError` for an input saved in MXFP4 while Wgrad takes another one than the forward product.
@@ -67,7 +67,7 @@ def save_input(
 
 
 def restore_input(tensors: SavedTensors, record: SavedRecord, backend: str = "auto") -> torch.Tensor:
-    """The values ``[..., K]`` that [`save_input`] saved; of a rotated operand with the columns of its padding."""
+    """Return the values ``[..., K]`` that [`save_input`] saved; of a rotated operand padded."""
     if record.form == "mxfp4":
         packed = replace(record.layout, **dict(zip(PARTS, tensors, strict=True)), axis=tensors[0].dim() - 1)
         # By way of the input's dtype, as the operand is made everywhere: that of autocast may saturate elsewhere.

@@ -192,7 +192,7 @@ class GemmState:
         self._register()
 
     def rng_of(self, group: int = 0) -> LayerRng | None:
-        """The random numbers of one weight matrix; `None` of a layer that draws none and has no name."""
+        """Return the random numbers of one weight matrix; `None` of a layer that draws none and has no name."""
         return self.rngs[group] if self.rngs else None
 
     def set_step(self, step: int) -> None:
@@ -215,7 +215,7 @@ class GemmState:
 
 
 def state_of(layer_id: torch.Tensor) -> GemmState:
-    """The state that has this number. Raises `RuntimeError` for one of a layer that is gone."""
+    """Return the state that has this number. Raises `RuntimeError` for one of a layer that is gone."""
     state = _layers.get(int(layer_id))
     if state is None:
         raise RuntimeError(f"layer {int(layer_id)} of this compiled code is gone; keep its model, or compile again")

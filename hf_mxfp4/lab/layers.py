@@ -124,7 +124,7 @@ def classify(
 
 
 def _owners(name: str) -> list[str]:
-    """What a pattern of the scheme may call the layer: experts are one module of the model, under its own names."""
+    """Return what a pattern of the scheme may call the layer: experts are one module of the model."""
     in_model = name.replace(".block_sparse_moe.", ".mlp.")
     experts = _EXPERTS.match(in_model)
     return [experts[0]] if experts else [name, in_model]

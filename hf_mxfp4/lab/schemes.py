@@ -221,7 +221,7 @@ def _scheme_options(text: str, kind: str, rest: str) -> dict[str, Any]:
 
 
 def _options(file: Path) -> dict[str, Any]:
-    """The options in a file, which may be a checkpoint's config.json."""
+    """Return the options in a file, which may be a checkpoint's config.json."""
     import yaml
 
     try:

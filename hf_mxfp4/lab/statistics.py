@@ -145,7 +145,7 @@ class ErrorStatistics:
         return _variance(self.delta_sum, self.delta_square_sum, self.blocks)
 
     def to_dict(self) -> dict:
-        """The sums, JSON-clean; [`from_dict`] reads them back to an equal object."""
+        """Return the sums, JSON-clean; [`from_dict`] reads them back to an equal object."""
         return {**dataclasses.asdict(self), "histogram": list(self.histogram)}
 
     @classmethod
@@ -153,7 +153,7 @@ class ErrorStatistics:
         return cls(**{**sums, "histogram": tuple(sums["histogram"])})
 
     def summary(self) -> dict[str, float]:
-        """The derived numbers by name, in the order in which reports show them."""
+        """Return the derived numbers by name, in the order in which reports show them."""
         return {
             "elements": self.elements,
             "relative_mse": self.relative_mse,

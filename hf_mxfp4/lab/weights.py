@@ -222,7 +222,7 @@ def weight_slices(tensor: StoredTensor, axis: int, schemes: Sequence[OperandSche
 
 
 def _identity(file: Path) -> list[int]:
-    """What changes when the contents of a file may have: its size and the time of its last change."""
+    """Return what changes when the contents of a file may have: its size and the time of its last change."""
     stat = file.stat()
     return [stat.st_size, stat.st_mtime_ns]
 

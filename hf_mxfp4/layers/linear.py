@@ -89,7 +89,7 @@ class MXFP4Linear(QuantizedLayer, nn.Linear):
 
     @classmethod
     def from_linear(cls, linear: nn.Linear, config: MXFP4RLConfig, name: str = "") -> "MXFP4Linear":
-        """A quantized layer around the very parameters of ``linear``."""
+        """Return a quantized layer around the very parameters of ``linear``."""
         layer = cls(
             linear.in_features, linear.out_features, linear.bias is not None, device="meta", config=config, name=name
         )
@@ -97,7 +97,7 @@ class MXFP4Linear(QuantizedLayer, nn.Linear):
         return layer.train(linear.training)
 
     def to_linear(self, dtype: torch.dtype | None = None) -> nn.Linear:
-        """A plain layer whose weight holds the quantized values (in ``dtype``, default the master's)."""
+        """Return a plain layer whose weight holds the quantized values (in ``dtype``, default the master's)."""
         linear = nn.Linear(self.in_features, self.out_features, self.bias is not None, device="meta")
         with torch.no_grad():
             weight = self.effective_weight(self.weight)
@@ -128,15 +128,15 @@ class MXFP4Linear(QuantizedLayer, nn.Linear):
         return super().forward(x)
 
     def quantized_weight(self, weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """The weight as the forward product takes it, in ``dtype``: ``Q(W)``, of the rotated and padded weight where
-        the scheme rotates. Kept by the [`WeightCache`] that is open, if any."""
+        """Return the weight as the forward product takes it, in ``dtype``: ``Q(W)``, of the rotated and padded weight
+        where the scheme rotates. Kept by the [`WeightCache`] that is open, if any."""
         return weight_operand(weight, dtype, self.state)
 
     def effective_weight(self, weight: torch.Tensor) -> torch.Tensor:
-        """The values ``[n, K]`` that the forward product takes for rows of a weight, rotated back, in its dtype."""
+        """Return the values ``[n, K]`` that the forward product takes for rows of a weight, rotated back."""
         return effective_rows(weight, self.state)
 
 
 def spec_of(config: MXFP4RLConfig, gemms: LinearScheme, transposed: bool = False) -> GemmSpec:
-    """The products of a layer under a config."""
+    """Return the products of a layer under a config."""
     return GemmSpec(gemms, config.backend, config.matmul_backend, config.saved_activations, transposed)

@@ -115,7 +115,7 @@ class MXFP4PackedLinear(PackedLayer, nn.Linear):
 
     @classmethod
     def from_linear(cls, linear: nn.Linear, config: MXFP4RLConfig, name: str = "") -> "MXFP4PackedLinear":
-        """The packed twin of a plain or trainable quantized layer: its weight quantized, its very bias.
+        """Return the packed twin of a plain or trainable quantized layer: its weight quantized, its very bias.
 
         Raises `TypeError` for a layer whose weight is not floating-point.
         """
@@ -130,8 +130,8 @@ class MXFP4PackedLinear(PackedLayer, nn.Linear):
 
     @classmethod
     def placeholder(cls, linear: nn.Linear, config: MXFP4RLConfig, name: str = "") -> "MXFP4PackedLinear":
-        """A layer of meta tensors around the very bias of a meta ``linear``, for a checkpoint to be loaded into. Its
-        weight is the full-precision one, to be replaced by packed tensors as it arrives."""
+        """Return a layer of meta tensors around the very bias of a meta ``linear``, for a checkpoint to be loaded into.
+        Its weight is the full-precision one, to be replaced by packed tensors as it arrives."""
         layer = cls._around(linear, config, name)
         layer.weight = nn.Parameter(linear.weight, requires_grad=False)
         return layer
@@ -144,18 +144,18 @@ class MXFP4PackedLinear(PackedLayer, nn.Linear):
         return layer.train(linear.training)
 
     def pack_weight(self, weight: torch.Tensor) -> dict[str, torch.Tensor]:
-        """The packed tensors of a full-precision weight ``[N, K]``, or of rows of it, by their names here."""
+        """Return the packed tensors of a full-precision weight ``[N, K]``, or of rows of it, by their names here."""
         return quantize_weight(weight, self._weight_scheme, self.config.backend, self._rotation)
 
     def unpacked(self, packed: Mapping[str, torch.Tensor | None], dtype: torch.dtype) -> torch.Tensor:
-        """The values ``[n, K]`` that tensors such as [`pack_weight`] makes stand for, rotated back; see
+        """Return the values ``[n, K]`` that tensors such as [`pack_weight`] makes stand for, rotated back; see
         [`hf_mxfp4.gemm.weight_values`]."""
         options = self._weight_scheme, dtype, self.config.backend, self._rotation
         return weight_values(packed, self.in_features, *options)
 
     def to_linear(self, dtype: torch.dtype | None = None) -> nn.Linear:
-        """A plain layer whose weight holds the dequantized values (in ``dtype``, default `compute_dtype`); of a rotated
-        weight those of [`dequantized_weight`]."""
+        """Return a plain layer whose weight holds the dequantized values (in ``dtype``, default `compute_dtype`); of a
+        rotated weight those of [`dequantized_weight`]."""
         linear = nn.Linear(self.in_features, self.out_features, self.bias is not None, device="meta")
         with torch.no_grad():
             linear.weight = nn.Parameter(self.dequantized_weight(dtype))
@@ -165,12 +165,12 @@ class MXFP4PackedLinear(PackedLayer, nn.Linear):
         return linear.train(self.training)
 
     def quantized_tensor(self) -> MXFP4Tensor:
-        """The weight as it is stored, rotated where the scheme rotates, as a [`MXFP4Tensor`] that shares its memory."""
+        """Return the weight as stored, rotated where the scheme rotates, as a [`MXFP4Tensor`] of the same memory."""
         named = dict(zip(PACKED_FIELDS, self.packed_weight(), strict=True))
         return packed_tensor(named, self.in_features, self._weight_scheme, self.compute_dtype)
 
     def packed_weight(self) -> PackedWeight:
-        """The packed tensors in the order of [`PACKED_FIELDS`], `None` for those that the scheme has not."""
+        """Return the packed tensors in the order of [`PACKED_FIELDS`], `None` for those that the scheme has not."""
         own = self._parameters  # where they nearly always are; `getattr` takes longer than a product of one token
         return tuple(own[name] if name in own else getattr(self, name) for name in PACKED_FIELDS)
 
@@ -180,8 +180,8 @@ class MXFP4PackedLinear(PackedLayer, nn.Linear):
         return self.unpacked(dict(zip(PACKED_FIELDS, self.packed_weight(), strict=True)), dtype or self.compute_dtype)
 
     def forward_weight(self, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """The values that the forward product multiplies with [`quantized_input`], exactly: ``Q(W)``, or ``Q(W H)``
-        where the scheme rotates, ``[out_features, in_features]`` in ``dtype``, default `compute_dtype`."""
+        """Return the values that the forward product multiplies with [`quantized_input`], exactly: ``Q(W)``, or ``Q(W
+        H)`` where the scheme rotates, ``[out_features, in_features]`` in ``dtype``, default `compute_dtype`."""
         return dequantize(self.quantized_tensor(), dtype or self.compute_dtype, self.config.backend)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -78,8 +78,8 @@ LARGEST_ERROR = torch.finfo(torch.float32).max
 
 
 def sum_of_squares(error: torch.Tensor) -> torch.Tensor:
-    """Sums over the last axis of ``error**2``, in units of 2**-23, as int64: no sum depends on its order, so that all
-    backends compare alike.
+    """Return sums over the last axis of ``error**2``, in units of 2**-23, as int64: no sum depends on its order, so
+    that all backends compare alike.
 
     Each square is cut to an int32 first: ``error`` is below 16 in magnitude (scaled by [`inverse_power_of_two`], below
     4) and is consumed.

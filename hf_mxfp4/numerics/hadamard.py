@@ -30,7 +30,7 @@ def rotate(x: torch.Tensor, size: int, *, axis: int = -1, signs: torch.Tensor | 
 
 
 def unrotate(x: torch.Tensor, size: int, *, axis: int = -1, signs: torch.Tensor | None = None) -> torch.Tensor:
-    """The inverse of [`rotate`] with the same arguments."""
+    """Return the inverse of [`rotate`] with the same arguments."""
     rows, axis = _rows(x, size, axis, signs)
     rows = _transform(rows, size)
     if signs is not None:

@@ -54,7 +54,7 @@ class MXFP4Tensor:
         return replace(self, **dict(zip(PARTS, parts, strict=True)), **changes)
 
     def dequantize(self, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """The represented values, in the original layout, as ``dtype`` (default: the original dtype)."""
+        """Return the represented values, in the original layout, as ``dtype`` (default: the original dtype)."""
         out = dequantize(
             self.codes,
             self.scale,

@@ -24,8 +24,8 @@ _PORTION = 1 << 14
 
 
 def noise_source(rounding: str, generator: torch.Generator | None, seed: int | None) -> NoiseSource:
-    """The one of both that is given. Raises `TypeError` or `ValueError` for a seed that is no integer in 0..2**64 - 1,
-    that comes with a generator, or that has no effect."""
+    """Return the one of both that is given. Raises `TypeError` or `ValueError` for a seed that is no integer in
+    0..2**64 - 1, that comes with a generator, or that has no effect."""
     if seed is None:
         return generator
     if isinstance(seed, bool) or not isinstance(seed, int):

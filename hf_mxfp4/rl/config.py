@@ -251,7 +251,7 @@ def check_arguments(
 
 
 def _named(train_dataset: Any, eval_dataset: Any) -> list[tuple[str, Any]]:
-    """The datasets that there are, with their names."""
+    """Return the datasets that there are, with their names."""
     evaluated = eval_dataset if isinstance(eval_dataset, dict) else {"": eval_dataset}
     named = [(f"eval_dataset {name}".strip(), dataset) for name, dataset in evaluated.items()]
     return [pair for pair in (("train_dataset", train_dataset), *named) if pair[1] is not None]

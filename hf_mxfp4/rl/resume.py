@@ -188,7 +188,7 @@ class ExactResumeMixin:
 
 
 def _not_finite(model: nn.Module, gradients: bool = False) -> str | None:
-    """The name of the first trained parameter that holds NaN or infinity here, or whose gradient does; or `None`."""
+    """Return the name of the first trained parameter that has NaN or infinity, also in its gradient; or `None`."""
     named = [(n, p.grad if gradients else p.detach()) for n, p in model.named_parameters() if p.requires_grad]
     local = [(n, getattr(t, "_local_tensor", t)) for n, t in named if t is not None and t.numel()]
     # The largest magnitude is NaN or infinite where any element is; a norm of large numbers could overflow.

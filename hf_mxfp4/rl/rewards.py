@@ -119,7 +119,7 @@ def is_exact_match(completion: str, answer: str) -> bool:
 
 
 def _text(completion: Any) -> str:
-    """The text of a completion: a str, or the content of the last assistant message of a conversation."""
+    """Return the text of a completion: a str, or the content of the last assistant message of a conversation."""
     if isinstance(completion, str):
         return completion
     if not isinstance(completion, Sequence) or not all(isinstance(message, dict) for message in completion):

@@ -149,7 +149,7 @@ def importance_ratios(log_ratio: torch.Tensor, mode: str) -> torch.Tensor:
 
 
 def limit_ratios(ratio: torch.Tensor, mode: str, cap: float) -> torch.Tensor:
-    """The weights of one of `CORRECTION_MODES`."""
+    """Return the weights of one of `CORRECTION_MODES`."""
     return ratio.clamp(max=cap) if mode.endswith("truncate") else ratio.masked_fill(ratio > cap, 0.0)
 
 

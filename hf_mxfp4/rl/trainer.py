@@ -206,7 +206,7 @@ class MXFP4GRPOTrainer(QuantizedTrainerMixin, GRPOTrainer):
 
     @contextlib.contextmanager
     def _rollout_policy(self) -> Iterator[None]:
-        """The policy as it samples: with copies of its weights, and with noise in training."""
+        """Return the policy as it samples: with copies of its weights, and with noise in training."""
         step, sigma = self.state.global_step, self._sigma()
         is_noisy = self.noise is not None and self.model.training
         if self.use_vllm and (is_noisy or self.vllm_policy.has_noise):
@@ -227,7 +227,7 @@ class MXFP4GRPOTrainer(QuantizedTrainerMixin, GRPOTrainer):
         return cached_weights(self.model, form if self.args.cache_rollout_weights else "none")
 
     def _sigma(self) -> float:
-        """Standard deviation of the noise at this step; 0 outside of training."""
+        """Return the standard deviation of the noise at this step; 0 outside of training."""
         if self.noise is None or not self.model.training:
             return 0.0
         return self.args.noise_schedule.sigma(self.state.global_step, self.state.max_steps)
@@ -341,7 +341,7 @@ class MXFP4GRPOTrainer(QuantizedTrainerMixin, GRPOTrainer):
         return {**super()._process_state(), "rollouts": rollouts}
 
     def _batch_split(self) -> dict[str, int]:
-        """What decides which micro-batch of which rollout an optimizer step trains on."""
+        """Return what decides which micro-batch of which rollout an optimizer step trains on."""
         names = ("steps_per_generation", "num_iterations", "per_device_train_batch_size")
         return {name: getattr(self.args, name) for name in names}
 

@@ -114,7 +114,7 @@ class VLLMPolicy:
             self._record("vllm/sync_bytes", n_bytes)
 
     def _of_policy(self) -> tuple[Parameters, set[str], dict, dict]:
-        """The parameters to push, those that have adapters in them, what adapters add to others, and their factors."""
+        """Return parameters to push, those with adapters in them, what adapters add to others, and their factors."""
         model, packs = self._model, self.engine.is_packed
         # Of layers without adapters vLLM has zeros, unless it throws them away; a server is to load those of a layer
         # that is joined with one that has an adapter.
@@ -172,7 +172,7 @@ class PushedWeights:
 
 
 def _plain_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """The parameters of a policy by the names that they have without wrappers; none of adapters."""
+    """Return the parameters of a policy by the names that they have without wrappers; none of adapters."""
     found = {}
     for name, parameter in model.named_parameters():
         if ".lora_" in name or ".original_module." in name:
@@ -198,8 +198,8 @@ def rollout_parameters(
     pushed: PushedWeights | None = None,
     merged: Set[str] = frozenset(),
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """The pairs of ``named`` with quantized weights in place of master weights, and noise on the weights of norms. What
-    the noise changed, after rounding to the dtype of vLLM, is left in its ``last_report``.
+    """Return the pairs of ``named`` with quantized weights in place of master weights, and noise on the weights of
+    norms. What the noise changed, after rounding to the dtype of vLLM, is left in its ``last_report``.
 
     Args:
         deltas: what adapters add to parameters, see [`adapter_sums`]; added in float32, after quantization.

@@ -74,7 +74,7 @@ def make_records(grid: Grid, command: str) -> tuple[list[dict[str, Any]], list[s
 
 
 def _curves(folder: Path) -> dict[str, list[tuple[int, float]]]:
-    """What a run logged of the values in `LOGGED`, with four digits."""
+    """Return what a run logged of the values in `LOGGED`, with four digits."""
     logged = read_json(folder / "log_history.json") or []
     curves: dict[str, list[tuple[int, float]]] = {}
     for entry in logged:
@@ -85,7 +85,7 @@ def _curves(folder: Path) -> dict[str, list[tuple[int, float]]]:
 
 
 def _accuracy(run: Run, result: Record, curves: Mapping[str, Sequence[tuple[int, float]]]) -> float:
-    """The accuracy that a run counts with."""
+    """Return the accuracy that a run counts with."""
     score, after = next(iter(result["accuracy_after"].items()))
     if run.grid.mean_of_last == 1:
         return after

@@ -79,8 +79,8 @@ _FREE = (
 
 
 def cuda_of(gpu: GPU) -> torch.device:
-    """The device that stands for a GPU. No machine has one of such a number, so that nothing that is kept by device can
-    be taken for a real one's."""
+    """Return the device that stands for a GPU. No machine has one of such a number, so that nothing that is kept by
+    device can be taken for a real one's."""
     return torch.device("cuda", gpu.number)
 
 
@@ -110,7 +110,7 @@ def stub_gpu(gpu: GPU) -> Iterator[list[Step]]:
 
 
 def _stand_ins(gpu: GPU, device: torch.device, steps: list[Step]) -> Iterator[tuple[Any, str, Any]]:
-    """What is replaced: object, attribute, and by what."""
+    """Return what is replaced: object, attribute, and by what."""
     properties = SimpleNamespace(
         name=gpu.name,
         major=gpu.capability[0],

@@ -48,7 +48,7 @@ def write_run_picture(folder: str | Path, out: str | Path) -> Path:
 
 
 def render_run(record: RunRecord) -> str:
-    """The report as one HTML page, images included."""
+    """Return the report as one HTML page, images included."""
     checks, facts = health_checks(record), record.facts
     drawn, absent = draw_charts(record)
     options = facts.get("options", {})

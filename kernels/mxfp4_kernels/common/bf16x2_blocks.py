@@ -95,7 +95,7 @@ _CUT_3 = tl.constexpr(0x40302418)
 
 @triton.jit
 def _max_bits(w, INTERPRETED: tl.constexpr):
-    """The bits of the largest magnitudes of blocks, ``[.., 1]``."""
+    """Return the bits of the largest magnitudes of blocks, ``[.., 1]``."""
     low = larger(w[0] & _MAGNITUDES, w[1] & _MAGNITUDES, INTERPRETED)
     high = larger(w[2] & _MAGNITUDES, w[3] & _MAGNITUDES, INTERPRETED)
     both = larger(low, high, INTERPRETED)
@@ -182,8 +182,8 @@ def _integers(y, INTERPRETED: tl.constexpr):
 
 @triton.jit
 def _gain(y, integers, top, CARRY: tl.constexpr, INVERSE: tl.constexpr, low, high, INTERPRETED: tl.constexpr):
-    """What a factor leaves less of the squares of blocks than no values would, in units of 2**-17 of the square of the
-    power of two. ``low`` and ``high`` are the factor's values of codes."""
+    """Return what a factor leaves less of the squares of blocks than no values would, in units of 2**-17 of the square
+    of the power of two. ``low`` and ``high`` are the factor's values of codes."""
     # The scale is 2**-3 of the power of two, times two to this.
     up = ((top & 0x7F) + CARRY) >> 7
     inverse = up * -_STEP + INVERSE

@@ -165,7 +165,7 @@ def _digest(path: Path) -> str:
 
 
 def _key() -> str:
-    """What results depend on: a cache folder may be shared by machines with other processors."""
+    """Return what results depend on: a cache folder may be shared by machines with other processors."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
