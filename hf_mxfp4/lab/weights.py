@@ -77,7 +77,7 @@ class TensorLog(ResumeLog):
 
     Args:
         path: the log; made with its folder if need be.
-        model, schemes, version: what the results are of; kept in the first line.
+        model: what the results are of, kept in the first line; ``schemes`` and ``version`` too.
         overwrite: start over whatever the log holds.
 
     Raises [`ProgressMismatch`] when the log was written for something else.
