@@ -70,7 +70,7 @@ format: $(TOOLS_VENV)/ready
 	$(TOOLS)/ruff format .
 
 docs: $(TOOLS_VENV)/ready
-	NO_MKDOCS_2_WARNING=1 $(TOOLS)/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(TOOLS)/mkdocs build --strict
 
 release: $(TOOLS_VENV)/ready
 	rm -rf build dist

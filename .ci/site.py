@@ -76,7 +76,7 @@ def on_files(files: Files, config: MkDocsConfig) -> None:
     """Add the pages that are no files in docs."""
     pages = {page: Path(source).read_text().replace("](docs/", "](") for page, source in TOP.items()}
     pages["index.md"] = pages["index.md"].replace("quickstart.ipynb", "quickstart.md")
-    pages["quickstart.md"] = notebook(Path("docs/quickstart.ipynb"))
+    pages["quickstart.md"] = notebook(Path("docs/quickstart.ipynb")).replace("../README.md", "index.md")
     for name, lazy in PACKAGES.items():
         members = [member for member, module in stub_names(name).items() if module] if lazy else []
         options = f"    options: {json.dumps({'members': sorted(members)})}\n" if lazy else ""
