@@ -4,7 +4,6 @@
 import ast
 import json
 import re
-import sys
 from pathlib import Path
 
 import griffe
@@ -14,22 +13,18 @@ from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-from hf_mxfp4.utils import stub_names
-
-
 TOP = {"index.md": "README.md", "CONTRIBUTING.md": "CONTRIBUTING.md", "SECURITY.md": "SECURITY.md"}
-#: Packages of the API reference, by whether their names are imported on first use.
-PACKAGES = {
-    "hf_mxfp4": True,
-    "hf_mxfp4.rl": True,
-    "hf_mxfp4.layers": False,
-    "hf_mxfp4.numerics": False,
-    "hf_mxfp4.checkpoint": True,
-    "hf_mxfp4.integrations.peft": False,
-    "hf_mxfp4.lab": True,
-    "mxfp4_kernels": False,
-}
+#: Packages of the API reference.
+PACKAGES = (
+    "hf_mxfp4",
+    "hf_mxfp4.rl",
+    "hf_mxfp4.layers",
+    "hf_mxfp4.numerics",
+    "hf_mxfp4.checkpoint",
+    "hf_mxfp4.integrations.peft",
+    "hf_mxfp4.lab",
+    "mxfp4_kernels",
+)
 
 
 class OptionHelp(griffe.Extension):
@@ -67,6 +62,12 @@ def notebook(path: Path) -> str:
     return "\n\n".join(f"```python\n{text}\n```" if kind == "code" else text for kind, text in cells)
 
 
+def public_names(stub: Path) -> list[str]:
+    """Return what a stub imports from submodules: the names of a package that are imported on first use."""
+    imports = [each for each in ast.parse(stub.read_text()).body if isinstance(each, ast.ImportFrom) and each.module]
+    return sorted(name.name for each in imports for name in each.names)
+
+
 def on_config(config: MkDocsConfig) -> None:
     """Add the extension of Markdown."""
     config.markdown_extensions.append(NamesExtension())
@@ -77,9 +78,9 @@ def on_files(files: Files, config: MkDocsConfig) -> None:
     pages = {page: Path(source).read_text().replace("](docs/", "](") for page, source in TOP.items()}
     pages["index.md"] = pages["index.md"].replace("quickstart.ipynb", "quickstart.md")
     pages["quickstart.md"] = notebook(Path("docs/quickstart.ipynb")).replace("../README.md", "index.md")
-    for name, lazy in PACKAGES.items():
-        members = [member for member, module in stub_names(name).items() if module] if lazy else []
-        options = f"    options: {json.dumps({'members': sorted(members)})}\n" if lazy else ""
+    for name in PACKAGES:
+        stub = Path(name.replace(".", "/"), "__init__.pyi")
+        options = f"    options: {json.dumps({'members': public_names(stub)})}\n" if stub.exists() else ""
         pages[f"api/{name}.md"] = f"# {name}\n\n::: {name}\n{options}"
     for page, text in pages.items():
         files.append(File.generated(config, page, content=text))

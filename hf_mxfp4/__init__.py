@@ -5,19 +5,43 @@ Importing the package registers the quantization method `mxfp4_rl` with transfor
 imported. Everything else is imported when it is first used, torch and transformers too.
 """
 
+from typing import TYPE_CHECKING
+
 from .registration import register_with_tables
-from .utils import lazy_names, stub_names
+from .utils import lazy_names
 
 
 __version__ = "0.1.0"
 
+
 register_with_tables()
 
-_LAZY = stub_names(__name__)
+if TYPE_CHECKING:
+    from .config import MXFP4RLConfig
+    from .integrations.transformers import MXFP4RLQuantizer
 
-__all__ = ["__version__", *(name for name, module in _LAZY.items() if module)]
+_NAMES = {
+    "config": "MXFP4RLConfig",
+    "dither": "dither_masters",
+    "gemm": "fake_quantize quantize",
+    "integrations.peft": "merge_adapters",
+    "integrations.transformers": "MXFP4RLQuantizer pack",
+    "layers": (
+        "MXFP4Experts MXFP4Linear MXFP4PackedExperts MXFP4PackedLinear cached_weights set_quantization_step "
+        "uncached_weights"
+    ),
+    "numerics": "ErrorDecomposition MXFP4Tensor QuantScheme ScaleRule decompose",
+    "rl": "MXFP4DistillationConfig MXFP4DistillationTrainer MXFP4GRPOConfig MXFP4GRPOTrainer",
+}
+_LAZY = {name: module for module, names in _NAMES.items() for name in names.split()}
 
-__getattr__ = lazy_names(__name__, _LAZY)
+__all__ = ["MXFP4RLConfig", "MXFP4RLQuantizer", "__version__"]
+__all__ += [name for name in _LAZY if name not in __all__]
+
+#: Parts that code may name after `import hf_mxfp4` alone.
+_PARTS = ("backends", "checkpoint", "config", "dither", "gemm", "layers", "moe", "numerics", "report")
+
+__getattr__ = lazy_names(__name__, _LAZY, parts=_PARTS)
 
 
 def __dir__():

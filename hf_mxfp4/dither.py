@@ -188,8 +188,7 @@ def _places(
     backend: str,
     generator: torch.Generator,
 ) -> torch.Tensor:
-    """Return random places (int32 ``[N, K]``) at which every code and scale is as it was; ``height`` rows are quantized
-    together."""
+    """Return random places (int32 ``[N, K]``) that keep codes and scales; ``height`` rows are quantized together."""
     places = _draw(weight, dtype, generator)
     active = torch.arange(len(weight), device=weight.device)
     for attempt in range(_ATTEMPTS):

@@ -81,8 +81,7 @@ class QuantizationReport:
 
 
 def decibels(signal: float, noise: float) -> float:
-    """Return the ratio of two energies in decibels: infinite without noise, NaN without either or for what is not
-    finite."""
+    """Return the ratio of two energies in decibels: infinite without noise, NaN without either or if not finite."""
     if not math.isfinite(signal + noise) or signal == noise == 0:
         return math.nan
     if 0 in (signal, noise):

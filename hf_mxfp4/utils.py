@@ -2,7 +2,6 @@
 """Small helpers of many packages: lazy imports, dataclasses of options, changes to a model that are undone, and the
 versions and the machine that a result belongs to. Importing this module imports no other package."""
 
-import ast
 import contextlib
 import dataclasses
 import difflib
@@ -11,10 +10,9 @@ import importlib
 import importlib.metadata
 import math
 import os
-import pkgutil
 import platform
 import textwrap
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -32,22 +30,15 @@ Z_975 = 1.9599639845400536
 PACKAGES = ("hf-mxfp4", "torch", "transformers", "trl", "peft", "accelerate", "triton", "safetensors")
 
 
-def stub_names(package: str) -> dict[str, str]:
-    """Return the names that a package's `__init__.pyi` imports, with the submodule that has each; ``""`` for those that
-    are submodules."""
-    statements = ast.parse(pkgutil.get_data(package, "__init__.pyi")).body
-    imports = [statement for statement in statements if isinstance(statement, ast.ImportFrom)]
-    return {each.name: statement.module or "" for statement in imports for each in statement.names}
-
-
-def lazy_names(package: str, modules: dict[str, str]) -> Callable[[str], Any]:
-    """Return a package's `__getattr__` for names as [`stub_names`] gives them: each is imported on first use."""
+def lazy_names(package: str, modules: dict[str, str], parts: Collection[str] = ()) -> Callable[[str], Any]:
+    """Return a package's `__getattr__` for names in the submodules that ``modules`` gives for them, and for its
+    submodules ``parts``: each is imported when it is first used."""
 
     def get(name: str) -> Any:
+        if name in parts:
+            return importlib.import_module(f".{name}", package)
         if name not in modules:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        if not modules[name]:
-            return importlib.import_module(f".{name}", package)
         return getattr(importlib.import_module(f".{modules[name]}", package), name)
 
     return get

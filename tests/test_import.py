@@ -2,8 +2,8 @@
 """What importing the package does and costs."""
 
 import ast
+import importlib
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -146,19 +146,20 @@ def test_public_names():
     assert {"MXFP4RLConfig", "MXFP4Linear", "fake_quantize", "quantize", "decompose"} <= set(hf_mxfp4.__all__)
     for name in hf_mxfp4.__all__:
         assert getattr(hf_mxfp4, name) is not None and name in dir(hf_mxfp4), name
-    for name in sorted(hf_mxfp4._LAZY.keys() - set(hf_mxfp4.__all__)):  # parts, without an import of their own
+    for name in hf_mxfp4._PARTS:  # without an import of their own
         assert getattr(hf_mxfp4, name).__name__ == f"hf_mxfp4.{name}"
 
 
-def test_every_folder_of_the_sources_is_a_package_that_the_build_finds():
-    from setuptools import find_packages
-
-    settings = (PACKAGE.parent / "pyproject.toml").read_text().partition("[tool.setuptools.packages.find]")[2]
-    where, include = (
-        ast.literal_eval(re.search(rf"^{name} = (.*)", settings, re.M)[1]) for name in ("where", "include")
-    )
-    found = {name for root in where for name in find_packages(str(PACKAGE.parent / root), include=include)}
-    folders = set()
-    for top in (PACKAGE, KERNELS):
-        folders |= {str(path.parent.relative_to(top.parent)).replace("/", ".") for path in top.rglob("*.py")}
-    assert found == folders and "mxfp4_kernels" in found and "mxfp4_kernels.cpu" in found
+def test_stubs_name_what_is_imported_on_first_use():
+    stubs = sorted(PACKAGE.rglob("__init__.pyi"))
+    assert len(stubs) == 5
+    for stub in stubs:
+        package = importlib.import_module(".".join(stub.parent.relative_to(PACKAGE.parent).parts))
+        named = set()
+        for statement in ast.parse(stub.read_text()).body:
+            if isinstance(statement, ast.ImportFrom) and statement.module:
+                module = importlib.import_module(f".{statement.module}", package.__name__)
+                names = {alias.name for alias in statement.names}
+                assert all(getattr(package, name) is getattr(module, name) for name in names)
+                named |= names
+        assert named == set(package.__all__) - {"__version__"}, stub

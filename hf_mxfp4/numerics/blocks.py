@@ -78,8 +78,7 @@ class Blocks:
     def _pass(
         self, z: torch.Tensor, amax: torch.Tensor, rounding: str, source: NoiseSource = None, draw: int = 0
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """One quantization: grid values in the shape of ``z``, which is consumed, and scale bytes (int32) in that of
-        ``amax``."""
+        """Quantize once: grid values in the shape of ``z``, which is consumed; int32 scale bytes as ``amax``."""
         scale = scale_from_amax(amax, self.scheme.scale_rule)
         if self.scheme.scale_rule is ScaleRule.MSE:
             scale = _least_squares_scale(z, amax, scale)
@@ -251,8 +250,7 @@ def from_blocks(blocks: torch.Tensor, shape: torch.Size, block_rows: int) -> tor
 
 
 def per_row(of_blocks: torch.Tensor, shape: torch.Size, block_rows: int) -> torch.Tensor:
-    """Repeat what belongs to blocks, ``[..., N / block_rows, n]``, for each of the rows of ``shape``: ``[..., N,
-    n]``."""
+    """Repeat what belongs to blocks, ``[..., N / block_rows, n]``, for each row of ``shape``: ``[..., N, n]``."""
     if block_rows == 1:
         return of_blocks
     return of_blocks.repeat_interleave(block_rows, dim=-2)[..., : shape[-2], :]

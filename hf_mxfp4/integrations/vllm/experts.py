@@ -252,8 +252,7 @@ def _(x, *others):
 def _sorted(
     ids: torch.Tensor, expert_map: torch.Tensor | None, n_experts: int
 ) -> tuple[torch.Tensor | None, torch.Tensor, Groups]:
-    """Return the places of experts in order, ``n_experts`` for those of other processes, the order that sorts rows so,
-    and their groups."""
+    """Return places of experts in order (``n_experts``: other processes'), the order that sorts rows so, and groups."""
     if expert_map is None:
         return None, *group_by_expert(ids, n_experts)
     ids = expert_map[ids]

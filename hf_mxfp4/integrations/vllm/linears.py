@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Quantized linear layers in vLLM: on packed weights that stay where they were made, with adapters beside them, or on
-dense ones."""
+"""Quantized linear layers in vLLM: on packed weights that stay in place, with adapters, or on dense ones."""
 
 import math
 import weakref

@@ -80,8 +80,7 @@ def _number(words, F16: tl.constexpr):
 
 @triton.jit
 def _bits(value, F16: tl.constexpr):
-    """16 bits (int32) of float64 values. bfloat16 is rounded from float32, whose further digits no value has that is
-    near a tie."""
+    """16 bits (int32) of float64 values. bfloat16 is rounded from float32, whose further digits matter near no tie."""
     if F16:
         return value.to(tl.float16).to(tl.int16, bitcast=True).to(tl.int32) & LOW
     else:

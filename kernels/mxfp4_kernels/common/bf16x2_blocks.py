@@ -128,8 +128,7 @@ def _scales(top, mantissa, SCHEME: tl.constexpr):
 
 @triton.jit
 def _rounded(y, inverse, byte, SCHEME: tl.constexpr):
-    """Words with the codes of magnitudes, to nearest, ties to even, in bits 9 to 11 of their halves, and less in those
-    below."""
+    """Words with codes of magnitudes, to nearest, ties to even, in bits 9 to 11 of halves, less in those below."""
     if SCHEME.CARRY == 0:
         y = smaller(y, tl.full(y.shape, _TO_6_SCALES, tl.int32), SCHEME.INTERPRETED)
     else:
