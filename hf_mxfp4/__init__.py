@@ -33,15 +33,12 @@ _NAMES = {
     "numerics": "ErrorDecomposition MXFP4Tensor QuantScheme ScaleRule decompose",
     "rl": "MXFP4DistillationConfig MXFP4DistillationTrainer MXFP4GRPOConfig MXFP4GRPOTrainer",
 }
-_LAZY = {name: module for module, names in _NAMES.items() for name in names.split()}
-
-__all__ = ["MXFP4RLConfig", "MXFP4RLQuantizer", "__version__"]
-__all__ += [name for name in _LAZY if name not in __all__]
-
 #: Parts that code may name after `import hf_mxfp4` alone.
 _PARTS = ("backends", "checkpoint", "config", "dither", "gemm", "layers", "moe", "numerics", "report")
 
-__getattr__ = lazy_names(__name__, _LAZY, parts=_PARTS)
+__getattr__, _lazy = lazy_names(__name__, _NAMES, parts=_PARTS)
+__all__ = ["MXFP4RLConfig", "MXFP4RLQuantizer", "__version__"]
+__all__ += [name for name in _lazy if name not in __all__]
 
 
 def __dir__():

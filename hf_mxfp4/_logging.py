@@ -3,25 +3,13 @@
 
 import logging
 import os
-import sys
-
-
-class _CurrentStderr(logging.StreamHandler):
-    """Writes to whatever `sys.stderr` is at the time, so that redirection and capture work."""
-
-    def __init__(self):
-        logging.Handler.__init__(self)
-
-    @property
-    def stream(self):
-        return sys.stderr
 
 
 def get_logger() -> logging.Logger:
     """Return the `hf_mxfp4` logger, at the level named by `HF_MXFP4_VERBOSITY` (default: info; other ranks: error)."""
     logger = logging.getLogger("hf_mxfp4")
     if not logger.handlers:
-        handler = _CurrentStderr()
+        handler = logging._StderrHandler()  # writes to what `sys.stderr` is at the time, so capturing works
         handler.setFormatter(logging.Formatter("[hf_mxfp4] %(message)s"))
         logger.addHandler(handler)
         logger.propagate = False

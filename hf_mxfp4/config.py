@@ -158,7 +158,6 @@ class MXFP4RLConfig(QuantizationConfigMixin):
     )
 
     RENAMED = {"engine": "matmul_backend"}
-    REMOVED = {"layer_overrides": "all layers share dgrad and wgrad; modules_to_not_convert leaves layers out"}
 
     #: Not an option: modules that a saved model keeps in full precision, where names alone do not tell.
     #: Written to `config.json` and read from it, so that a checkpoint keeps its choice of layers.

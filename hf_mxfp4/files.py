@@ -2,6 +2,7 @@
 """Values as JSON can hold them, files that are replaced in one step, and files of JSON lines."""
 
 import contextlib
+import fcntl
 import json
 import math
 import os
@@ -11,11 +12,6 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
-
-try:
-    import fcntl
-except ImportError:  # Windows
-    fcntl = None
 
 #: What the names of drafts begin with.
 _DRAFT = ".draft-"
@@ -74,10 +70,8 @@ def is_draft(name: str) -> bool:
 
 
 def lock(descriptor: int, *, wait: bool = True) -> bool:
-    """Lock an open file or folder until it is closed. Without ``wait``, return whether that was possible; systems
-    without locks count as possible."""
-    if fcntl is None:
-        return True
+    """Lock an open file or folder until it is closed. Without ``wait``, return whether that was possible; file
+    systems without locks count as possible."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -90,9 +84,6 @@ def lock(descriptor: int, *, wait: bool = True) -> bool:
 @contextlib.contextmanager
 def one_writer(folder: str | Path, *, wait: bool = True) -> Iterator[bool]:
     """Let one process at a time into this context for a folder. The others wait, or without ``wait`` get `False`."""
-    if fcntl is None:
-        yield True
-        return
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         yield lock(descriptor, wait=wait)
@@ -117,8 +108,6 @@ def append_lines(path: str | Path, entries: Iterable[Any], **options: Any) -> No
 
 def sync_to_disk(path: Path) -> None:
     """Have what was written to a file, or the names in a folder, reach the disk."""
-    if os.name == "nt" and path.is_dir():  # folders cannot be opened there
-        return
     descriptor = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR)
     try:
         os.fsync(descriptor)

@@ -9,8 +9,15 @@ import regex
 from torch import nn
 
 from ._logging import get_logger
-from .model_structure import HEAD, experts_unsupported_reason, has_structure, is_leaf, matrix_names, outside_body
-from .weight_readers import find_weight_readers
+from .model_structure import (
+    HEAD,
+    experts_unsupported_reason,
+    find_weight_readers,
+    has_structure,
+    is_leaf,
+    matrix_names,
+    outside_body,
+)
 
 
 #: Names by which structure cannot tell: routers without experts next to them, and adapters.
@@ -77,17 +84,17 @@ def split_linears(model: nn.Module, extra_skips: Iterable[str] = ()) -> tuple[di
     """Return the linear layers of ``model`` to quantize, by name, and the names of those to leave alone: what
     [`find_layers`] has without experts, also of models with nothing to quantize. For scripts that look at names."""
     reasons = skip_reasons(model, extra_skips)
-    linears = {name: module for name, module in _candidates(model).items() if type(module) is nn.Linear}
+    linears = {name: module for name, module in candidates(model).items() if type(module) is nn.Linear}
     return {n: m for n, m in linears.items() if n not in reasons}, [n for n in linears if n in reasons]
 
 
 def skip_reasons(model: nn.Module, extra_skips: Iterable[str] = ()) -> dict[str, str]:
     """Return why linear layers and fused experts of ``model`` stay in full precision, by their names.
 
-    In a transformers model these are heads, routers and all that is outside the layers of the (text) decoder or encoder
-    ([`hf_mxfp4.model_structure`]), layers whose weight the model's own code reads ([`hf_mxfp4.weight_readers`]),
-    adapters, and what ``extra_skips`` names. In other modules, names decide. Only exact `nn.Linear` modules count; one
-    that stands in several places is listed under each.
+    In a transformers model these are heads, routers and all outside of the layers of the (text) decoder or encoder,
+    layers whose weight the model's own code reads ([`hf_mxfp4.model_structure`]), adapters, and what ``extra_skips``
+    names. In other modules, names decide. Only exact `nn.Linear` modules count; one that stands in several places is
+    listed under each.
 
     Raises `ValueError` for an entry of ``extra_skips`` that matches no module, which would be a silent misspelling.
     """
@@ -102,7 +109,7 @@ def skip_reasons(model: nn.Module, extra_skips: Iterable[str] = ()) -> dict[str,
     head, outside, readers = _head(model), outside_body(model), find_weight_readers(model)
     by_name = _NAMED_PARTS if has_structure(model) else ALWAYS_SKIPPED
     reasons = {}
-    for name, module in _candidates(model).items():
+    for name, module in candidates(model).items():
         if module is head:
             reasons[name] = HEAD
         elif module in outside:
@@ -129,7 +136,7 @@ def find_layers(
     reasons = skip_reasons(model, extra_skips) if reasons is None else reasons
     layers: dict[str, nn.Module] = {}
     skipped: dict[str, str] = {}
-    for name, module in _candidates(model).items():
+    for name, module in candidates(model).items():
         is_linear = type(module) is nn.Linear
         problem = None if is_linear else experts_unsupported_reason(module)
         if name in reasons:
@@ -161,7 +168,7 @@ def fused_experts(model: nn.Module) -> list[str]:
     return [name for name, module in model.named_modules() if type(module) is not nn.Linear and is_leaf(name, module)]
 
 
-def _candidates(model: nn.Module) -> dict[str, nn.Module]:
+def candidates(model: nn.Module) -> dict[str, nn.Module]:
     """Return all that could be quantized: linear layers, in every place where they are, and fused experts."""
     experts = set(fused_experts(model))
     modules = model.named_modules(remove_duplicate=False)
@@ -192,12 +199,12 @@ def is_skipped_by_name(model: nn.Module, name: str) -> bool:
 
 def full_precision_record(model: nn.Module, reasons: dict[str, str]) -> tuple[str, ...] | None:
     """Return the outermost modules without a quantized layer, for `config.json`; `None` where names say the same."""
-    candidates = list(_candidates(model))
-    quantized = [name for name in candidates if name not in reasons]
-    plain = [name for name in candidates if reasons.get(name, BY_OPTION) != BY_OPTION]
+    names = list(candidates(model))
+    quantized = [name for name in names if name not in reasons]
+    plain = [name for name in names if reasons.get(name, BY_OPTION) != BY_OPTION]
     if not any(is_skipped_by_name(model, n) for n in quantized) and all(is_skipped_by_name(model, n) for n in plain):
         return None
-    others = [name for name in candidates if name not in plain]
+    others = [name for name in names if name not in plain]
     return tuple(dict.fromkeys(_outermost(name, others) for name in plain))
 
 

@@ -62,9 +62,12 @@ def register_with_tables() -> None:
         _enter_lazily(_imported_tables())
 
 
-def enter_classes(config: type, quantizer: type) -> None:
-    """Put the classes themselves in the place of the lazy ones, or of what a reloaded module put there before."""
-    _enter(_imported_tables(), config, quantizer)
+def enter_classes(config: Any, quantizer: Any, tables: ModuleType | None = None) -> None:
+    """Put classes into the tables, in the place of lazy ones, or of what a reloaded module put there before.
+    transformers' functions for it refuse what is not a class, and a second time."""
+    tables = _imported_tables() if tables is None else tables
+    tables.AUTO_QUANTIZATION_CONFIG_MAPPING[QUANT_METHOD] = config
+    tables.AUTO_QUANTIZER_MAPPING[QUANT_METHOD] = quantizer
 
 
 def _imported_tables() -> ModuleType:
@@ -77,13 +80,7 @@ def _imported_tables() -> ModuleType:
 def _enter_lazily(tables: ModuleType) -> None:
     # A quantizer that is imported has entered itself; only tables that were reloaded have lost it.
     if _QUANTIZER not in sys.modules or QUANT_METHOD not in tables.AUTO_QUANTIZER_MAPPING:
-        _enter(tables, LazyClass("MXFP4RLConfig"), LazyClass("MXFP4RLQuantizer"))
-
-
-def _enter(tables: ModuleType, config: Any, quantizer: Any) -> None:
-    """Fill the tables directly: transformers' functions for it refuse what is not a class, and a second time."""
-    tables.AUTO_QUANTIZATION_CONFIG_MAPPING[QUANT_METHOD] = config
-    tables.AUTO_QUANTIZER_MAPPING[QUANT_METHOD] = quantizer
+        enter_classes(LazyClass("MXFP4RLConfig"), LazyClass("MXFP4RLQuantizer"), tables)
 
 
 def _add_step(loader: Any) -> None:

@@ -30,9 +30,12 @@ Z_975 = 1.9599639845400536
 PACKAGES = ("hf-mxfp4", "torch", "transformers", "trl", "peft", "accelerate", "triton", "safetensors")
 
 
-def lazy_names(package: str, modules: dict[str, str], parts: Collection[str] = ()) -> Callable[[str], Any]:
-    """Return a package's `__getattr__` for names in the submodules that ``modules`` gives for them, and for its
-    submodules ``parts``: each is imported when it is first used."""
+def lazy_names(
+    package: str, modules: dict[str, str], parts: Collection[str] = ()
+) -> tuple[Callable[[str], Any], list[str]]:
+    """Return a package's `__getattr__` and `__all__` for the names in its submodules ``modules`` (names with blanks
+    between, by submodule), and for its submodules ``parts``: each is imported when it is first used."""
+    modules = {name: module for module, names in modules.items() for name in names.split()}
 
     def get(name: str) -> Any:
         if name in parts:
@@ -41,7 +44,7 @@ def lazy_names(package: str, modules: dict[str, str], parts: Collection[str] = (
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
         return getattr(importlib.import_module(f".{modules[name]}", package), name)
 
-    return get
+    return get, sorted(modules)
 
 
 def option(default: Any, text: str) -> Any:
@@ -51,11 +54,9 @@ def option(default: Any, text: str) -> Any:
 
 def described_options(cls: _Class) -> _Class:
     """Make a dataclass of options refuse unknown ones with the nearest names, and list its own in its docstring, by the
-    ``help`` that their fields carry. Options named in its ``REMOVED`` may still be `None`; those in its ``RENAMED`` are
-    read under their new name, with a warning."""
+    ``help`` that their fields carry. Those named in its ``RENAMED`` are read under their new name, with a warning."""
     known = [option.name for option in dataclasses.fields(cls) if option.init]
-    removed, renamed = getattr(cls, "REMOVED", {}), getattr(cls, "RENAMED", {})
-    init = cls.__init__
+    renamed, init = getattr(cls, "RENAMED", {}), cls.__init__
 
     @functools.wraps(init)
     def __init__(self, *args: Any, **options: Any) -> None:
@@ -63,11 +64,9 @@ def described_options(cls: _Class) -> _Class:
             get_logger().warning("%s of %s is now called %s", old, cls.__name__, renamed[old])
             options[renamed[old]] = options.pop(old)
         for name in options:
-            if name in removed and options[name] is not None:
-                raise TypeError(f"{cls.__name__} no longer has the option {name!r}: {removed[name]}")
-            if name not in known and name not in removed:
+            if name not in known:
                 raise TypeError(unknown_key_message(cls.__name__, name, known))
-        init(self, *args, **{name: value for name, value in options.items() if name not in removed})
+        init(self, *args, **options)
 
     cls.__init__ = __init__
     inherited = {name for base in cls.__bases__ for name in getattr(base, "__dataclass_fields__", {})}

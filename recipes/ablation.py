@@ -20,7 +20,6 @@ import json
 import shlex
 import signal
 import sys
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -38,20 +37,6 @@ from recipes.common.reporting import console, tell
 from recipes.post_training.arguments import GROUPS
 
 
-# TRL's own default still has the old name of this option.
-warnings.filterwarnings("ignore", category=FutureWarning, message=".*gradient_checkpointing.*")
-_REMOVED = {
-    "rehearse": (
-        False,
-        "try the cells: --max_steps 2 --n_train 64 --n_test 8 --model_name_or_path SMALL --out DIR",
-    ),
-    "records": ("", "copy the output folders of the other machines into this one, and give --report_only"),
-    "models": (None, "there is a file for each model"),
-    "dry_run": (False, "the file lists the cells, and all are checked before the first run"),
-    "rerun": (False, "remove the folders of the runs that are to be made again"),
-}
-
-
 @dataclass
 class GridArguments:
     """Options of a grid; lists are separated by commas."""
@@ -66,7 +51,7 @@ class GridArguments:
 
 def parse(argv: Sequence[str]) -> tuple[str, GridArguments, dict[str, Any]]:
     """Parse the command line: the file of the grid, its options, and those of `grpo.py`."""
-    own, words = read_words(argv, (GridArguments,), removed=_REMOVED, description=__doc__)
+    own, words = read_words(argv, (GridArguments,), description=__doc__)
     path = own.pop("config", None)
     if not path:
         raise ValueError("name a grid with --config, such as recipes/configs/ablation_cpu.yaml")

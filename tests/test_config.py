@@ -83,10 +83,8 @@ def test_misspelt_option_names_the_nearest(key, suggestion):
             build()
 
 
-def test_an_option_that_is_gone_names_what_to_use_and_old_files_are_read():
+def test_files_with_an_option_that_is_gone_are_read():
     entries = [{"modules": "layers.0", "dgrad": {"grad": "full"}}]
-    with pytest.raises(TypeError, match="no longer has the option 'layer_overrides': all layers share dgrad"):
-        MXFP4RLConfig(layer_overrides=entries)
     assert MXFP4RLConfig.from_dict({"preset": "w4a4g4", "layer_overrides": entries}) == MXFP4RLConfig(preset="w4a4g4")
 
 

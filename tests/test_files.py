@@ -51,7 +51,6 @@ def test_drafts_are_never_shared_and_follow_no_link(tmp_path, monkeypatch):
     assert victim.read_text() == "precious" and path.read_bytes() == b"one"
 
 
-@pytest.mark.skipif(os.name == "nt", reason="no locks")
 def test_one_writer_at_a_time(tmp_path):
     entered, order = threading.Event(), []
 

@@ -152,7 +152,7 @@ def test_public_names():
 
 def test_stubs_name_what_is_imported_on_first_use():
     stubs = sorted(PACKAGE.rglob("__init__.pyi"))
-    assert len(stubs) == 5
+    assert len(stubs) == 6
     for stub in stubs:
         package = importlib.import_module(".".join(stub.parent.relative_to(PACKAGE.parent).parts))
         named = set()

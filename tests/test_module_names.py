@@ -9,9 +9,8 @@ from tiny_models import make_model
 from torch import nn
 from transformers import BloomConfig, BloomForCausalLM, MambaConfig, MambaForCausalLM, T5Config, T5Model
 
-from hf_mxfp4.model_structure import HEAD, OTHER_MODALITY, ROUTER, outside_body, text_part
+from hf_mxfp4.model_structure import HEAD, OTHER_MODALITY, ROUTER, find_weight_readers, outside_body, text_part
 from hf_mxfp4.module_names import find_layers, name_matches, skip_reasons, split_linears
-from hf_mxfp4.weight_readers import find_weight_readers
 
 
 # ---- names ----------------------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 for, bit for bit."""
 
 import re
+from dataclasses import asdict
 from types import SimpleNamespace
 
 import pytest
@@ -30,7 +31,7 @@ def plugin():
 def test_settings_are_read_and_written():
     assert EngineSettings.read(None) == EngineSettings("packed", 0)
     settings = EngineSettings.read({"adapter_rank": 16})
-    assert EngineSettings.read(settings.to_dict()) == settings == EngineSettings("packed", 16)
+    assert EngineSettings.read(asdict(settings)) == settings == EngineSettings("packed", 16)
     config = MXFP4RLConfig(preset="w4a16")  # policies pass over them
     assert MXFP4RLConfig.from_dict({**config.to_dict(), "vllm": {"weights": "dense"}}) == config
 

@@ -1,5 +1,4 @@
 # SPDX-License-Identifier: Apache-2.0
-from .atomic import FolderError as FolderError, atomic_folder as atomic_folder, staged as staged
 from .card import (
     add_evaluation as add_evaluation,
     auto_class as auto_class,
@@ -20,18 +19,27 @@ from .conversion import (
 from .exports import export as export
 from .folder import (
     CheckpointError as CheckpointError,
+    FileHeader as FileHeader,
+    ShardError as ShardError,
+    StoredTensor as StoredTensor,
     model_dtype as model_dtype,
     open_checkpoint as open_checkpoint,
+    read_header as read_header,
     refuse_kernels as refuse_kernels,
+    tensors_by_name as tensors_by_name,
+    write_metadata as write_metadata,
 )
 from .formats import FORMATS as FORMATS, ImportableFormat as ImportableFormat
 from .formats.gguf import to_blocks as to_blocks
 from .manifest import (
     MANIFEST as MANIFEST,
+    OnBytes as OnBytes,
+    Problem as Problem,
     TRAINER_STATE as TRAINER_STATE,
     Verification as Verification,
     add_to_folder as add_to_folder,
     checkpoint_step as checkpoint_step,
+    ignore_bytes as ignore_bytes,
     invalidate as invalidate,
     last_complete_checkpoint as last_complete_checkpoint,
     verify_folder as verify_folder,
@@ -42,8 +50,11 @@ from .manifest import (
 )
 from .names import FileNames as FileNames, Piece as Piece, tied_weights as tied_weights
 from .save import (
+    FolderError as FolderError,
+    atomic_folder as atomic_folder,
     is_quantized as is_quantized,
     push as push,
+    staged as staged,
     take_state_dict as take_state_dict,
     wrap_saving as wrap_saving,
 )
@@ -60,13 +71,4 @@ from .sources import (
     MasterSource as MasterSource,
     PackedSource as PackedSource,
     own_config as own_config,
-)
-from .tensors import (
-    FileHeader as FileHeader,
-    ShardError as ShardError,
-    StoredTensor as StoredTensor,
-    read_header as read_header,
-    read_headers as read_headers,
-    tensors_by_name as tensors_by_name,
-    write_metadata as write_metadata,
 )

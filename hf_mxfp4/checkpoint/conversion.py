@@ -17,15 +17,14 @@ from ..gemm import quantize_weight, weight_values
 from ..module_names import full_precision_record, skip_reasons
 from ..numerics import BLOCK_SIZE
 from ..report import ErrorEnergy, add_packed, decibels
-from .atomic import FolderError, atomic_folder
 from .card import save_packed_card
-from .folder import CheckpointError, open_checkpoint
+from .folder import CheckpointError, NewTensor, open_checkpoint, write_metadata, write_shards
 from .formats import IMPORTABLE, stored_format
 from .manifest import OnBytes, ignore_bytes, weight_files, write_manifest
 from .names import stack_packed
+from .save import FolderError, atomic_folder
 from .scheme import WIDEST_FLOAT, make_record, with_scheme
 from .sources import NOT_IMPORTED, ForeignSource, LayerSource, MasterSource
-from .tensors import MAX_SHARD_SIZE, NewTensor, write_metadata, write_shards
 
 
 #: The same bytes, packed again from packed values, in full precision with the quantized values, packed from full
@@ -186,7 +185,6 @@ def convert(
     *,
     write: Callable[..., list[Path]] = write_shards,
     overwrite: bool = False,
-    max_shard_size: int | str = MAX_SHARD_SIZE,
     on_bytes: OnBytes = ignore_bytes,
     record: Callable[[bool], Mapping[str, str]] = lambda is_done: {},
     files: Mapping[str, Any] | None = None,
@@ -221,7 +219,7 @@ def convert(
     report.bytes_before = sum(tensor.nbytes for tensor in source.folder.tensors.values())
     report.bytes_after = sum(tensor.nbytes for tensor in tensors)
     with atomic_folder(target, overwrite=overwrite) as folder:
-        for file in write(folder, tensors, max_shard_size, record(False)):
+        for file in write(folder, tensors, record(False)):
             write_metadata(file, {"format": "pt", **record(True)})
         for name, value in {"config.json": config, **(files or {})}.items():
             write_json(folder / name, value, sort_keys=True)
@@ -249,7 +247,6 @@ def pack_checkpoint(
     config: MXFP4RLConfig | None = None,
     *,
     overwrite: bool = False,
-    max_shard_size: int | str = MAX_SHARD_SIZE,
     on_bytes: OnBytes = ignore_bytes,
 ) -> ConversionReport:
     """Write the packed checkpoint that `hf_mxfp4.pack(model).save_pretrained` would, model card included, and return
@@ -292,7 +289,6 @@ def pack_checkpoint(
             Path(out_dir), "mxfp4_rl", config.describe(), weights=str(config.weight_scheme), file="pack_report.json"
         ),
         overwrite=overwrite,
-        max_shard_size=max_shard_size,
         on_bytes=on_bytes,
         record=lambda is_done: make_record(config, energy.sqnr_db if is_done else WIDEST_FLOAT),
         finish=lambda new: save_packed_card(source, energy.sqnr_db, new, existing=out_dir),
@@ -325,7 +321,6 @@ def import_checkpoint(
     out_dir: str | os.PathLike,
     *,
     overwrite: bool = False,
-    max_shard_size: int | str = MAX_SHARD_SIZE,
     on_bytes: OnBytes = ignore_bytes,
 ) -> ConversionReport:
     """Write a compressed-tensors `mxfp4-pack-quantized` or `nvfp4-pack-quantized`, a Quark MXFP4 or a gpt-oss
@@ -360,7 +355,6 @@ def import_checkpoint(
         with_scheme(folder.config, config),
         ConversionReport(Path(out_dir), "mxfp4_rl", config.describe(), notes=notes, against=PACKED),
         overwrite=overwrite,
-        max_shard_size=max_shard_size,
         on_bytes=on_bytes,
         record=lambda is_done: make_record(config, None),
         finish=lambda new: save_packed_card(source, None, new, existing=out_dir),

@@ -14,13 +14,12 @@ from ..gemm import quantize_weight, weight_values
 from ..numerics import QuantScheme, ScaleRule
 from ..numerics.schemes import one_of
 from .conversion import ORIGINAL, PACKED, ConversionReport, LayerCost, convert
-from .folder import CheckpointError, CheckpointFolder, model_dtype, open_checkpoint
+from .folder import CheckpointError, CheckpointFolder, NewTensor, model_dtype, new_tensors, open_checkpoint
 from .formats import FORMATS, Format, PackedFormat
 from .manifest import OnBytes, ignore_bytes
 from .names import LayerShape, plain_tensors, stack_packed
 from .scheme import without_scheme
 from .sources import LayerSource, MasterSource, PackedSource, own_config
-from .tensors import MAX_SHARD_SIZE, NewTensor, new_tensors
 
 
 ON_MISMATCH = {"refuse": "refused", "requantize": "requantized", "dequantize": "dequantized"}
@@ -38,7 +37,6 @@ def export(
     preset: str | None = None,
     modules_to_not_convert: Sequence[str] | None = None,
     overwrite: bool = False,
-    max_shard_size: int | str = MAX_SHARD_SIZE,
     on_bytes: OnBytes = ignore_bytes,
 ) -> ConversionReport:
     """Write a full-precision, a trained (``mode="qat"``) or a packed checkpoint in another engine's format.
@@ -97,7 +95,6 @@ def export(
         report,
         write=target.write,
         overwrite=overwrite,
-        max_shard_size=max_shard_size,
         on_bytes=on_bytes,
         files={} if options is None else target.more_files(options),
     )
@@ -260,31 +257,25 @@ class Plan:
 
     def _refusal(self) -> CheckpointError:
         refused = {layer: reason for layer, (action, reason) in self.decisions.items() if action == "refused"}
-        odd = {layer: reason for layer, reason in refused.items() if reason}
+        odd = sorted(layer for layer, reason in refused.items() if reason)
         reasons = [f"it has no place for {' and '.join(self.misfits)}"] if self.misfits else []
         if odd:
             more = f" and {len(odd) - 1} more" if len(odd) > 1 else ""
-            reasons.append(f"of {min(odd)}{more}, {odd[min(odd)]}")
+            reasons.append(f"of {odd[0]}{more}, {refused[odd[0]]}")
         shapes = self.source.shapes
         n_refused, n_layers = (sum(len(shapes[layer].matrices) for layer in each) for each in (refused, shapes))
         scheme = "" if self.is_plain else f" ({self.scheme})"
         requantize, dequantize = (option("on_mismatch", choice) for choice in ("requantize", "dequantize"))
-        even, plain = option("scale_rule", DEFAULT_RULE), "plain MXFP4"
-        if self.held.macro_block is not None:
-            plain = f"{self._held_scheme(DEFAULT_RULE)}"
-        if not self.misfits:
-            advice = f"{dequantize} writes them in bfloat16, listed as not quantized"
-        elif self.has_masters:
+        even, advice = option("scale_rule", DEFAULT_RULE), f"{dequantize} writes them in bfloat16"
+        if self.misfits and self.has_masters:
             advice = (
-                f"Best: {even} quantizes the full-precision weights once, to {plain}; {requantize} does so with "
-                f"their own rule ({self._held_scheme(None)}). Only {dequantize} keeps the values of the policy, in "
-                "bfloat16"
+                f"Best: {even} quantizes the full-precision weights once ({self._held_scheme(DEFAULT_RULE)}); "
+                f"{requantize} does so by their own rule. Only {dequantize} keeps the values of the policy, in bfloat16"
             )
-        else:
+        elif self.misfits:
             advice = (
-                f"Best: export the original full-precision checkpoint with {even}, so that weights are quantized once. "
-                f"{requantize} quantizes the packed ones again ({self.written}), which costs much more accuracy; "
-                f"{dequantize} makes bfloat16"
+                f"Best: export the original full-precision checkpoint with {even}. {requantize} quantizes the packed "
+                f"weights again ({self.written}), which costs much more accuracy; {dequantize} makes bfloat16"
             )
         return CheckpointError(
             f"format {self.format.name!r} cannot hold {n_refused} of {n_layers} layers of {self.source.folder.path}"

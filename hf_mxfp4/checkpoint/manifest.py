@@ -20,8 +20,17 @@ from xxhash import xxh3_128
 from .._logging import get_logger
 from ..files import is_draft, one_writer, write_json
 from ..registration import QUANT_METHOD
-from .folder import CONFIG, CheckpointError, RemoteCodeError, open_checkpoint, read_index
-from .tensors import INDEX, SINGLE, ShardError, read_header
+from .folder import (
+    CONFIG,
+    INDEX,
+    SINGLE,
+    CheckpointError,
+    RemoteCodeError,
+    ShardError,
+    open_checkpoint,
+    read_header,
+    read_index,
+)
 
 
 MANIFEST = "mxfp4_manifest.json"
@@ -154,7 +163,7 @@ def last_complete_checkpoint(output_dir: str | os.PathLike) -> str | None:
 
 @dataclass(frozen=True)
 class Problem:
-    """A file, and a sentence that names it."""
+    """A file or tensor, and what is wrong with it."""
 
     where: str
     reason: str
@@ -171,11 +180,6 @@ class Verification:
     n_bytes: int = 0
     problems: list[Problem] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
-
-    @property
-    def lacking(self) -> list[str]:
-        """Files of the model without checksums; all files if none has one."""
-        return [name for name in self.unchecked if not self.checked or name.startswith("model")]
 
     def to_dict(self) -> dict[str, Any]:
         """Return what `hf-mxfp4 verify --json` prints."""

@@ -9,7 +9,6 @@ and prints it. [`MXFP4RLQuantizer`] removes the key first.
 import json
 import sys
 from collections.abc import Mapping, Sequence
-from os import PathLike
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +16,7 @@ import torch
 
 from ..config import FORMAT_VERSION, MXFP4RLConfig
 from ..files import write_json
-from .folder import read_json
-from .tensors import FileHeader, ShardError, tensors_by_name
+from .folder import FileHeader, ShardError, read_json, tensors_by_name
 
 
 KEY = "transformers_weights"
@@ -69,19 +67,18 @@ def make_record(config: MXFP4RLConfig, sqnr_db: float | None) -> dict[str, str]:
     return {RECORD: json.dumps(record)}
 
 
-def check_checkpoint(files: Sequence[FileHeader | str | PathLike], config: MXFP4RLConfig) -> dict[str, Any]:
+def check_checkpoint(files: Sequence[str], headers: Sequence[FileHeader], config: MXFP4RLConfig) -> dict[str, Any]:
     """Return the record that [`make_record`] left, empty for files written by something else.
 
     Raises `ValueError` unless the files were written under the scheme ``config`` of their `config.json`: transformers
     would round other numbers to bytes without a word. Names and shapes of tensors are left to it.
     """
-    for file in files:
-        if not isinstance(file, FileHeader):
-            raise ShardError(
-                f"{Path(file).name} is not a safetensors file; a checkpoint of quant_method={config.quant_method!r} is "
-                "read from no other format"
-            )
-    tensors = tensors_by_name(files) if config.mode == "packed" else {}
+    if others := set(map(Path, files)) - {header.file for header in headers}:
+        raise ShardError(
+            f"{min(others).name} is not a safetensors file; a checkpoint of quant_method={config.quant_method!r} is "
+            "read from no other format"
+        )
+    tensors = tensors_by_name(headers) if config.mode == "packed" else {}
     scales = [name for name in tensors if name.endswith(("weight_scale", "proj_scale"))]
     for name in [*scales, *(name.removesuffix("_scale") for name in scales)]:
         if name in tensors and tensors[name].dtype != torch.uint8:
@@ -89,13 +86,13 @@ def check_checkpoint(files: Sequence[FileHeader | str | PathLike], config: MXFP4
                 f"{tensors[name].file.name}: {name} is {tensors[name].dtype}, and packed weights are uint8; pack the "
                 "full-precision model again with hf-mxfp4 pack"
             )
-    return read_record(files, config)
+    return read_record(headers, config)
 
 
-def check_unquantized(files: Sequence[FileHeader | str | PathLike]) -> None:
+def check_unquantized(headers: Sequence[FileHeader]) -> None:
     """Raise `ValueError` for files of packed weights that are about to be loaded as if they were in full precision."""
-    for header in files:
-        record = header.metadata.get(RECORD) if isinstance(header, FileHeader) else None
+    for header in headers:
+        record = header.metadata.get(RECORD)
         if record is not None and '"packed"' in record:
             raise ValueError(
                 f"{header.file.name} holds packed weights, but config.json has no quantization_config; restore the "

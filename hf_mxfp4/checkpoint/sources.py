@@ -14,7 +14,7 @@ from ..config import QUANT_METHOD, MXFP4RLConfig
 from ..gemm import check_rotation, packed_shapes, quantize_weight
 from ..model_structure import experts_unsupported_reason
 from ..module_names import fused_experts
-from .folder import CheckpointError, CheckpointFolder
+from .folder import CheckpointError, CheckpointFolder, NewTensor, StoredTensor, new_tensors, read_header
 from .formats import IMPORTABLE, ImportableFormat
 from .names import (
     FileNames,
@@ -26,7 +26,6 @@ from .names import (
     unknown_layout,
 )
 from .scheme import read_record
-from .tensors import NewTensor, StoredTensor, new_tensors, read_header
 
 
 #: What to do with checkpoints of bitsandbytes, GPTQ, AWQ, FP8 and the like.

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from . import analyze, convert, env, evaluate, training
+from . import analyze, convert, evaluate, training
 from .common import Command
 
 
@@ -20,6 +20,7 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
+    context_settings={"token_normalize_func": lambda name: name.replace("_", "-")},  # options as recipes have them
 )
 _command = functools.partial(app.command, cls=Command)
 _command("analyze")(analyze.analyze)
@@ -34,7 +35,7 @@ _command("pack")(convert.pack)
 _command("export")(convert.export)
 _command("import")(convert.import_)
 _command("verify")(convert.verify)
-_command("env")(env.env)
+_command("env")(training.env)
 app.command("run", context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})(training.run)
 
 

@@ -5,7 +5,7 @@ import contextlib
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
@@ -78,31 +78,16 @@ LINE_SECONDS = 10.0
 _PLAIN_WIDTH = 200
 #: Commands that keep what they have done.
 _RESUMABLE = ("analyze", "eval")
-#: Earlier names of options, and what they are called now.
-_RENAMED = {"--dataset": "--text", "--calibrate": "--text", "--exclude": "--modules-to-not-convert"}
-_ROUND_FIRST = "run hf-mxfp4 gptq DIR ROUNDED --text FILE --scheme even, and export ROUNDED"
-#: Options that are gone, by command, and what to use.
-_REMOVED = {
-    ("analyze", "--perplexity"): "run hf-mxfp4 eval MODEL --text TEXT",
-    ("analyze", "--activations"): "hf-mxfp4 eval MODEL --text TEXT --scheme SCHEME measures what quantizing them costs",
-    ("export", "--text"): _ROUND_FIRST,
-    ("export", "--calibrate"): _ROUND_FIRST,
-    ("pack", "--verbose"): "every layer is in pack_report.json in OUT",
-    ("export", "--verbose"): "every layer is in export_report.json in OUT",
-    ("gptq", "--inputs"): "weights are rounded for inputs in full precision; leave the option out",
-}
 
 
 class Command(TyperCommand):
-    """A command that reads earlier names of its options, and names with underscores; an error that a user can fix gives
-    a message and exit code 2, and Ctrl-C 130."""
+    """A command in which an error that a user can fix gives a message and exit code 2, and Ctrl-C 130."""
 
     def invoke(self, ctx: Any) -> Any:
         try:
             return super().invoke(ctx)
         except (ImportError, ValueError) as error:  # an extra that is not installed; wrong input
-            # Some messages name an argument as Python or as the command line spells it.
-            fail(error.on_command_line() if hasattr(error, "on_command_line") else str(error))
+            fail(str(error))
         except OSError as error:
             fail(f"{error.strerror or error}" + (f": {error.filename}" if error.filename else ""))
         except RecursionError:
@@ -118,25 +103,7 @@ class Command(TyperCommand):
             # Path.expanduser() would raise a RuntimeError.
             if word.startswith("~") and os.path.expanduser(word) == word:
                 fail(f"{word}: there is no such home folder")
-        own = {name for param in self.params for name in param.opts}
-        return super().parse_args(ctx, _current_names(args, own, self.name))
-
-
-def _current_names(args: list[str], own: Set[str], command: str | None) -> list[str]:
-    found: list[str] = []
-    end = args.index("--") if "--" in args else len(args)
-    for word in args[:end]:
-        name, equals, value = word.partition("=")
-        if word.startswith("--") and name not in own:
-            dashed = name.replace("_", "-")
-            if new := _REMOVED.get((command, dashed)):
-                fail(f"{dashed} was removed: {new}")
-            if _RENAMED.get(dashed) in own:
-                typer.echo(f"warning: {name} is now {_RENAMED[dashed]}", err=True)
-                dashed = _RENAMED[dashed]
-            name = dashed if dashed in own else name
-        found.append(name + equals + value)
-    return found + args[end:]
+        return super().parse_args(ctx, args)
 
 
 def fail(message: str, code: int = 2) -> NoReturn:

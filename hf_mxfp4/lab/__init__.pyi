@@ -4,7 +4,7 @@ from .comparison import (
     compare_checkpoints as compare_checkpoints,
     compare_sources as compare_sources,
 )
-from .evaluation import FULL_PRECISION as FULL_PRECISION, Evaluation as Evaluation, Row as Row
+from .evaluation import Evaluation as Evaluation, FULL_PRECISION as FULL_PRECISION, Row as Row
 from .figures import (
     cosine_figure as cosine_figure,
     delta_figure as delta_figure,
@@ -39,15 +39,15 @@ from .run_report.page import (
     write_run_report as write_run_report,
 )
 from .schemes import (
-    PAPER_SCHEMES as PAPER_SCHEMES,
     ModelScheme as ModelScheme,
+    PAPER_SCHEMES as PAPER_SCHEMES,
     read_schemes as read_schemes,
     swapped as swapped,
     without_each as without_each,
 )
 from .scoring import Score as Score, reference_of as reference_of, score as score
 from .smoothing import smooth_model as smooth_model
-from .source import Problem as Problem, SourceError as SourceError, open_source as open_source
+from .source import SourceError as SourceError, open_source as open_source
 from .statistics import ErrorStatistics as ErrorStatistics, error_statistics as error_statistics, sample as sample
 from .texts import TextOptions as TextOptions
 from .weights import (

@@ -12,9 +12,12 @@ from ..checkpoint import (
     ForeignSource,
     LayerSource,
     MasterSource,
+    OnBytes,
     PackedSource,
+    Problem,
     ShardError,
     StoredTensor,
+    ignore_bytes,
     open_checkpoint,
     own_config,
 )
@@ -25,7 +28,7 @@ from ..gemm import quantize_weight, weight_values
 from ..numerics import OperandScheme, QuantScheme
 from .layers import Selection, location_of, natural_key
 from .page import number
-from .source import OnBytes, Problem, Source, SourceError
+from .source import Source, SourceError
 from .statistics import error_statistics, quotient
 from .weights import SLICE_ELEMENTS, selected, weight_slices
 
@@ -127,7 +130,7 @@ def compare_sources(
     scheme: OperandScheme | None = None,
     include: Sequence[str] = (),
     exclude: Sequence[str] = (),
-    on_bytes: OnBytes = lambda count, name: None,
+    on_bytes: OnBytes = ignore_bytes,
 ) -> Comparison:
     """Compare two checkpoints under ``scheme``, by default the first one's own or `rceil`; or, where one of them is
     packed, its weights as they are stored with those of the other.
@@ -153,7 +156,7 @@ def compare_checkpoints(
     second: Source,
     scheme: OperandScheme,
     selections: tuple[Selection, Selection],
-    on_bytes: OnBytes = lambda count, name: None,
+    on_bytes: OnBytes = ignore_bytes,
 ) -> Comparison:
     """Compare the tensors that both checkpoints have under the same name, in slices.
 
@@ -194,7 +197,7 @@ def is_packed(source: Source) -> bool:
 
 
 def compare_packed(
-    original: Source, packed: Source, selection: Selection, on_bytes: OnBytes = lambda count, name: None
+    original: Source, packed: Source, selection: Selection, on_bytes: OnBytes = ignore_bytes
 ) -> Comparison:
     """Compare the weights that a packed checkpoint stores with those of the full-precision one, a matrix at a time.
 

@@ -2,33 +2,21 @@
 """Find the checkpoint that a user names: a folder, one file, or a model on the Hugging Face Hub."""
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..checkpoint import ShardError, StoredTensor, read_header
-from ..checkpoint.folder import read_index, read_json
-from ..checkpoint.tensors import INDEX, SINGLE
+from ..checkpoint import Problem, ShardError, StoredTensor, read_header
+from ..checkpoint.folder import INDEX, SINGLE, read_index, read_json
 from ..config import QUANT_METHOD, MXFP4RLConfig
 
-
-#: Told of bytes as they are done, with the name of the tensor that they belong to.
-OnBytes = Callable[[int, str], None]
 
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
 class SourceError(ValueError):
     """There is nothing to work on where the user pointed; the message says what to give instead."""
-
-
-@dataclass(frozen=True)
-class Problem:
-    """A shard or tensor that could not be read, and why."""
-
-    where: str
-    reason: str
 
 
 @dataclass(frozen=True)

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import torch
 
-from ..checkpoint import StoredTensor
+from ..checkpoint import OnBytes, Problem, StoredTensor, ignore_bytes
 from ..module_names import CONV1D_HINT, CONV1D_MODELS
 from ..numerics import NVFP4, OperandScheme
 from .layers import Selection, location_of, natural_key
 from .resume_log import ProgressMismatch, ResumeLog
 from .schemes import bits_text
-from .source import OnBytes, Problem, Source, SourceError
+from .source import Source, SourceError
 from .statistics import ErrorStatistics, error_statistics
 
 
@@ -123,7 +123,7 @@ def analyze_weights(
     selection: Selection,
     *,
     log: TensorLog | None = None,
-    on_bytes: OnBytes = lambda count, name: None,
+    on_bytes: OnBytes = ignore_bytes,
 ) -> Analysis:
     """Measure every selected weight under every scheme. What cannot be read becomes a problem of the result.
 
@@ -180,7 +180,7 @@ def selected(
 
 
 def analyze_tensor(
-    tensor: StoredTensor, axis: int, schemes: Sequence[OperandScheme], on_bytes: OnBytes = lambda count, name: None
+    tensor: StoredTensor, axis: int, schemes: Sequence[OperandScheme], on_bytes: OnBytes = ignore_bytes
 ) -> TensorResult:
     """Measure a stored tensor with two or three axes, blocks along the last (-1) or the middle one (1).
 

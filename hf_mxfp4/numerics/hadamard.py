@@ -29,13 +29,10 @@ def rotate(x: torch.Tensor, size: int, *, axis: int = -1, signs: torch.Tensor | 
     return _transform(rows, size).to(x.dtype).movedim(-1, axis)
 
 
-def unrotate(x: torch.Tensor, size: int, *, axis: int = -1, signs: torch.Tensor | None = None) -> torch.Tensor:
-    """Return the inverse of [`rotate`] with the same arguments."""
-    rows, axis = _rows(x, size, axis, signs)
-    rows = _transform(rows, size)
-    if signs is not None:
-        rows = rows * signs.to(rows)
-    return rows.to(x.dtype).movedim(-1, axis)
+def unrotate(x: torch.Tensor, size: int, *, signs: torch.Tensor | None = None) -> torch.Tensor:
+    """Return the inverse of [`rotate`] along the last axis."""
+    rows = rotate(x, size)
+    return rows if signs is None else rows * signs.to(rows)
 
 
 def random_signs(length: int, seed: int, device: torch.device | str = "cpu") -> torch.Tensor:

@@ -16,6 +16,8 @@ from ..run_log import RUN_LOG, RunLog
 from ..utils import machine, package_versions
 
 
+#: An alarm is raised below this entropy, in nats per token, and above this multiple of the entropy at the start.
+_COLLAPSE, _EXPLOSION = 0.05, 2.0
 #: Logged values that the entropy at the start is averaged over, and that its slope is fitted to.
 _START_VALUES, _SLOPE_VALUES = 3, 20
 _CODES = {"": 0, "collapse": -1, "explosion": 1}
@@ -39,14 +41,11 @@ class EntropyCallback(TrainerCallback):
     1 explosion, 0 neither) to the log history.
 
     Attributes:
-        collapse: alarm below this entropy, in nats per token; 0: never.
-        explosion: alarm above this multiple of the entropy at the start; 0: never.
         history: `(step, entropy)` pairs.
         alarms: `(step, "collapse" or "explosion", entropy)`, one entry for each time an alarm begins.
     """
 
-    def __init__(self, collapse: float = 0.05, explosion: float = 2.0):
-        self.collapse, self.explosion = collapse, explosion
+    def __init__(self):
         self.history: list[tuple[int, float]] = []
         self.alarms: list[tuple[int, str, float]] = []
         self._state = ""
@@ -76,11 +75,11 @@ class EntropyCallback(TrainerCallback):
         return float((step * entropy).sum() / spread) if spread > 0 else 0.0
 
     def _alarm(self, entropy: float) -> str:
-        if entropy < self.collapse:
+        if entropy < _COLLAPSE:
             return "collapse"
         start = [value for _, value in self.history[:_START_VALUES]]
-        has_begun = self.explosion and len(self.history) > _START_VALUES
-        return "explosion" if has_begun and entropy > self.explosion * sum(start) / len(start) else ""
+        has_exploded = len(self.history) > _START_VALUES and entropy > _EXPLOSION * sum(start) / len(start)
+        return "explosion" if has_exploded else ""
 
 
 class QuantizationStepCallback(TrainerCallback):

@@ -44,11 +44,7 @@ _REMOVED = {
     "entropy_explosion": (("2.0", "2"), "the alarm's limits are fixed; leave the option out"),
     "error_layers": (("4",), "four layers are decomposed; error_every=0 measures none"),
     "gradient_gain_every": (("0",), "error_every measures the quantization error itself"),
-    "router_every": (
-        ("0",),
-        "hf_mxfp4.lab.router_statistics(model, input_ids, attention_mask) measures routers; router_replay logs how "
-        "many choices differ between rollout and training",
-    ),
+    "router_every": (("0",), "hf_mxfp4.lab.router_statistics measures routers, and router_replay logs how many differ"),
 }
 
 #: TRL's config with the removed options, so that files that have them at values without effect are still read.

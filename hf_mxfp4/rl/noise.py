@@ -9,6 +9,7 @@ written, so there is nothing to restore, and bfloat16 weights do not round small
 import contextlib
 import functools
 import math
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -23,6 +24,10 @@ from ..moe import present_routers
 from ..utils import replaced_method
 
 
+_WRAPPERS = re.compile(
+    r"\.(base_model\.model|base_layer|original_module|modules_to_save\.[^.]+|_checkpoint_wrapped_module|"
+    r"_fsdp_wrapped_module)(?=\.|$)"
+)
 #: Where models whose routers are plain linear layers (those of other repositories) keep them.
 _ROUTER_NAMES = ("mlp.gate", "mlp.router", "block_sparse_moe.gate", "feed_forward.router", "feed_forward.gate")
 
@@ -58,9 +63,8 @@ class NoiseSchedule:
 
 
 def plain_name(name: str) -> str:
-    """Return a module's name without the wrappers that PEFT puts around models, layers and modules to save."""
-    name = name.removeprefix("base_model.model.").replace(".base_layer", "").removesuffix(".original_module")
-    return name.split(".modules_to_save.")[0]
+    """Return the name of a module or parameter without what PEFT, FSDP and checkpointing put around it."""
+    return _WRAPPERS.sub("", f".{name}").removeprefix(".")
 
 
 def find_norms(model: nn.Module) -> dict[str, nn.Module]:

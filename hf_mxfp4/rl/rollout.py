@@ -105,7 +105,13 @@ def recorded_log_probs(model: nn.Module) -> Iterator[SampledLogProbs]:
 
 def check_correction(args: Any) -> None:
     """Raise `ValueError` for values of `rollout_correction*` and `rollout_rejection*` that mean nothing."""
-    _check_rejection(args.rollout_rejection, args.rollout_rejection_limit)
+    mode, limit = args.rollout_rejection, args.rollout_rejection_limit
+    if mode is None and limit is not None:
+        raise ValueError(f"rollout_rejection_limit={limit} has no effect without rollout_rejection")
+    if mode is not None and mode not in REJECTION_MODES:
+        raise ValueError(f"rollout_rejection={mode!r} is not known; choose one of {', '.join(REJECTION_MODES)}")
+    if mode is not None and not (limit is not None and REJECTION_MODES[mode] < limit < math.inf):
+        raise ValueError(f"rollout_rejection_limit={limit} must be above {REJECTION_MODES[mode]} for {mode!r}")
     mode, cap = args.rollout_correction_mode, args.rollout_correction_cap
     if mode not in CORRECTION_MODES:
         raise ValueError(f"rollout_correction_mode={mode!r} is not known; choose one of {', '.join(CORRECTION_MODES)}")
@@ -116,15 +122,6 @@ def check_correction(args: Any) -> None:
             "loss_type='vespo' multiplies the ratios of a sequence's tokens itself: use rollout_correction_mode="
             "'token_truncate' or 'token_mask'"
         )
-
-
-def _check_rejection(mode: str | None, limit: float | None) -> None:
-    if mode is None and limit is not None:
-        raise ValueError(f"rollout_rejection_limit={limit} has no effect without rollout_rejection")
-    if mode is not None and mode not in REJECTION_MODES:
-        raise ValueError(f"rollout_rejection={mode!r} is not known; choose one of {', '.join(REJECTION_MODES)}")
-    if mode is not None and not (limit is not None and REJECTION_MODES[mode] < limit < math.inf):
-        raise ValueError(f"rollout_rejection_limit={limit} must be above {REJECTION_MODES[mode]} for {mode!r}")
 
 
 def share_with_trl(args: Any) -> None:

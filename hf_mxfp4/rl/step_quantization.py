@@ -26,7 +26,7 @@ class StepQuantization:
 
     Metrics: `quantization/weights_per_step`, quantizations of weights for forward products in an optimizer step, its
     rollouts included; `quantization/dgrad_weights_per_step`, those of schemes whose Dgrad takes another. Each matrix
-    of experts counts; evaluation, callbacks and pushes to vLLM do not.
+    of experts counts; evaluation, callbacks and pushes to vLLM do not. ``reference`` keeps the reference policy's.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class StepQuantization:
         is_off = _is_sharded(accelerator) or args.step_weights == "auto" and not args.cache_rollout_weights
         self.form = "none" if is_off else args.step_weights
         self._policy = WeightCache(model, form=self.form)
-        self._reference = WeightCache(*([] if reference is None else [reference]), form=self.form)
+        self.reference = WeightCache(*([] if reference is None else [reference]), form=self.form)
 
     @contextlib.contextmanager
     def training(self) -> Iterator[None]:
@@ -79,14 +79,10 @@ class StepQuantization:
         with self.training(), self._kept():
             yield
 
-    def release_reference(self) -> None:
-        """Let go what is kept of the reference, which takes memory that the passes of training need."""
-        self._reference.clear()
-
     def end(self) -> None:
         """Let go what is kept, and forget what was counted: the weights are about to change, or may have changed."""
         self._policy.clear()
-        self._reference.clear()
+        self.reference.clear()
         self._counts, self._step = Counter(), None
 
     @contextlib.contextmanager
@@ -94,7 +90,7 @@ class StepQuantization:
         if self.form == "none":
             yield
             return
-        with self._policy.open(), self._reference.open():
+        with self._policy.open(), self.reference.open():
             yield
 
 

@@ -284,7 +284,7 @@ class MXFP4GRPOTrainer(QuantizedTrainerMixin, GRPOTrainer):
     def compute_loss(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> torch.Tensor:
         if not self.model.training:
             return super().compute_loss(model, inputs, *args, **kwargs)
-        self.quantization.release_reference()  # it has scored the rollout
+        self.quantization.reference.clear()  # it has scored the rollout
         if self.routing is not None:
             self._in_step.enter_context(self.routing.training(inputs))
         logged = len(self._metrics["train"].get("entropy", ()))

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from typing import Any
 
 import torch
+from peft import PeftModel
 from torch import nn
 
 from ..backends import widest_float
@@ -20,19 +21,15 @@ from ..integrations.peft import (
     adapted_parameters,
     adapter_factors,
     adapter_sums,
-    is_packed_with_adapters,
-    is_trainable_with_adapters,
     policy_parameters,
 )
-from ..layers import trainable_matrices
+from ..layers import PACKED, TRAINABLE, trainable_matrices
 from .noise import NoiseReport, NormNoise, plain_name
 from .vllm_engine import VLLMEngine, check_forward, explain_server_errors
 
 
 #: ``(name, weight)`` pairs.
 Parameters = Iterable[tuple[str, torch.Tensor]]
-#: What wrappers of models and layers add to the names of parameters, in addition to the names of PEFT's adapters.
-_WRAPPERS = ("base_model.model.", "base_layer.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
 
 
 class VLLMPolicy:
@@ -68,7 +65,9 @@ class VLLMPolicy:
         self._is_server = getattr(generation, "mode", None) == "server"
         if self._is_server and getattr(generation, "vllm_client", None) is not None:  # in the main process
             explain_server_errors(generation.vllm_client)
-        if is_trainable_with_adapters(model):
+        kinds = [kind for kind in (PACKED, TRAINABLE) if any(isinstance(module, kind) for module in model.modules())]
+        self._adapted = kinds[0] if kinds and isinstance(model, PeftModel) else None  # what adapters are on
+        if self._adapted is TRAINABLE:
             adapter_sums(model)
         # At the level at which TRL lets vLLM sleep, it throws weights away after each generation.
         forgets = self._is_server or getattr(generation, "enable_sleep_mode", False)
@@ -121,11 +120,11 @@ class VLLMPolicy:
         everywhere = packs and self.engine.settings.adapter_rank > 0 and self._pushed is None
         factors = adapter_factors(model, everywhere) if packs else {}
         apart = {f"{name}.weight" for name in factors}
-        if is_packed_with_adapters(model):
+        if self._adapted is None:
+            return self._walk(), set(), {}, factors
+        if self._adapted is PACKED:
             merged = adapted_parameters(model)
             return policy_parameters(model, packed=packs), merged - apart if packs else merged, {}, factors
-        if not is_trainable_with_adapters(model):
-            return self._walk(), set(), {}, factors
         deltas = {name: delta for name, delta in adapter_sums(model).items() if name not in apart}
         return _without_merging(self._walk, model), adapted_parameters(model), deltas, factors
 
@@ -155,7 +154,8 @@ class PushedWeights:
 
     def begin(self, changing: Set[str]) -> None:
         """Begin a walk, in which what is named ``changing`` is pushed with noise, or with adapters in it."""
-        self._frozen = {n: p for n, p in _plain_parameters(self._model).items() if not p.requires_grad}
+        own = [(n, p) for n, p in self._model.named_parameters() if not (".lora_" in n or ".original_module." in n)]
+        self._frozen = {plain_name(name): parameter for name, parameter in own if not parameter.requires_grad}
         self.left_out = {name for name in self._pushed if self._has(name)} - changing
 
     def note(self, name: str, is_clean: bool) -> None:
@@ -169,19 +169,6 @@ class PushedWeights:
     def _has(self, name: str) -> bool:
         parameter, (pushed, version) = self._frozen.get(name), self._pushed[name]
         return parameter is not None and pushed() is parameter and version == parameter._version
-
-
-def _plain_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Return the parameters of a policy by the names that they have without wrappers; none of adapters."""
-    found = {}
-    for name, parameter in model.named_parameters():
-        if ".lora_" in name or ".original_module." in name:
-            continue
-        for wrapper in _WRAPPERS:
-            name = name.replace(wrapper, "")
-        before, saved, after = name.partition(".modules_to_save.")
-        found[f"{before}.{after.partition('.')[2]}" if saved else name] = parameter
-    return found
 
 
 def rollout_parameters(

@@ -9,7 +9,7 @@ vLLM's `hf_overrides`.
 import contextlib
 import json
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -99,7 +99,7 @@ def quantization_config(model: nn.Module, args: Any) -> tuple[dict[str, Any] | N
     scheme = replace(base_scheme(model), mode=mode, stochastic_seed=0)
     form = f"dense: {dense_reason}" if dense_reason else f"in 4 bits, for adapters up to rank {settings.adapter_rank}"
     words = f"{scheme.describe()} (mode {mode}), quantized weights {form}"
-    return {**scheme.to_dict(), SETTINGS_KEY: settings.to_dict()}, words
+    return {**scheme.to_dict(), SETTINGS_KEY: asdict(settings)}, words
 
 
 def _unsupported_reason(model: nn.Module, name: str, stored: dict[str, Any], args: Any) -> str | None:

@@ -13,10 +13,10 @@ import yaml
 
 from hf_mxfp4.utils import unknown_key_message
 from recipes.common.checkpoints import put_over
-from recipes.common.options import names
+from recipes.common.options import names, without_removed
 from recipes.common.reporting import tell
 from recipes.evaluation.policy import folder_digest
-from recipes.post_training.arguments import GROUPS, REMOVED, Options, make_options
+from recipes.post_training.arguments import GROUPS, Options, make_options
 
 
 #: Options of `grpo.py` that the grid sets itself: those that a run's result does not depend on, and others.
@@ -25,7 +25,6 @@ MANAGED = (*_WITHOUT_EFFECT, "reload_check", "resume_from_checkpoint", "save_pol
 _GRID_KEYS = "name output_dir seeds launcher reference naive task evaluation train base cells extra_cells label".split()
 _GRID_KEYS += ["mean_of_last"]
 _NEEDED = ("seeds", "task", "train", "cells", "base", "output_dir")
-_BASE_KEYS = ("model_name_or_path", "architecture", "sizes", "pretraining", "seed", "attn_implementation")
 _CELL_KEYS = ("label", "options", "paper", "naive", "base")
 
 
@@ -145,12 +144,10 @@ def read_grid(
     """
     path, options = Path(path), dict(options or {})
     content = yaml.safe_load(path.read_text(encoding="utf-8"))
-    if isinstance(content, dict) and "models" in content:
-        raise ValueError(f"{path}: models is gone: write a file for each model, with its base, launcher and train")
     _mapping(content, f"{path}", _GRID_KEYS)
     if missing := [key for key in _NEEDED if key not in content]:
         raise ValueError(f"{path} lacks {', '.join(missing)}")
-    base = _mapping(content["base"], "base", _BASE_KEYS)
+    base = _mapping(content["base"], "base", ["model_name_or_path"])
     start = options.pop("model_name_or_path", base.get("model_name_or_path"))
     if not start:
         raise ValueError(
@@ -206,10 +203,10 @@ def _check_cells(grid: Grid, options: Mapping[str, Any]) -> None:
             tell(f"cell {cell.name}", f"its own preset or mode resets {told}, which the other cells share")
 
 
-def _mapping(value: Any, where: str, known: Sequence[str]) -> dict[str, Any]:
+def _mapping(value: Any, where: str, known: Sequence[str] | None = None) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ValueError(f"{where} must hold one `option: value` per line")
-    _known(where, value, known)
+    _known(where, value, value if known is None else known)
     return value
 
 
@@ -220,7 +217,7 @@ def _known(where: str, found: Any, known: Any) -> None:
 
 
 def _options(value: Any, where: str) -> dict[str, Any]:
-    value = _mapping(value or {}, where, [*names(GROUPS), *REMOVED])
+    value = without_removed(_mapping(value or {}, where), where, names(GROUPS))
     for name in value:
         if name in MANAGED:
             raise ValueError(f"{where}: {name} is set for each run and cannot be given")

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from hf_mxfp4 import MXFP4RLConfig
-from hf_mxfp4.checkpoint import FolderError, atomic, atomic_folder, read_header, staged, verify_folder, write_metadata
+from hf_mxfp4.checkpoint import FolderError, atomic_folder, read_header, staged, verify_folder, write_metadata
 
 
 INDEX = "model.safetensors.index.json"
@@ -158,7 +158,7 @@ def kill_after(monkeypatch, changes: int) -> None:
 @pytest.fixture
 def no_sync(monkeypatch):
     """Power failures are not what is tested here, and waiting for the disk takes most of the time."""
-    monkeypatch.setattr(atomic, "sync_to_disk", lambda path: None)
+    monkeypatch.setattr("hf_mxfp4.checkpoint.save.sync_to_disk", lambda path: None)
 
 
 def save(folder: Path, shards: int, number: int) -> None:

@@ -145,15 +145,17 @@ def test_logits_are_ours_bit_for_bit(tmp_path):
 
 CONVERSION = """
 import sys
-from hf_mxfp4.checkpoint import export
+from hf_mxfp4.checkpoint import export, folder
+
+folder.MAX_SHARD_SIZE = "5MB"
 
 def peak():
     with open("/proc/self/status") as status:
         return next(int(line.split()[1]) * 1024 for line in status if line.startswith("VmHWM:"))
 
-export("small", "small-out", "compressed-tensors", max_shard_size="5MB")
+export("small", "small-out", "compressed-tensors")
 before = peak()
-export("large", "large-out", "compressed-tensors", max_shard_size="5MB")
+export("large", "large-out", "compressed-tensors")
 print("grew", peak() - before)
 """
 

@@ -189,15 +189,15 @@ def test_layers_of_odd_length_are_dequantized_and_ignored(tmp_path):
     assert weight.dtype == torch.bfloat16 and torch.equal(weight, layer.dequantized_weight(torch.bfloat16))
 
 
-def test_shards_side_files_and_report(tmp_path):
+def test_shards_side_files_and_report(tmp_path, monkeypatch):
+    monkeypatch.setattr("hf_mxfp4.checkpoint.folder.MAX_SHARD_SIZE", "20KB")
     source = save_packed(tmp_path / "packed", config=MACRO)
     for name in ("tokenizer.json", "merges.txt", "chat_template.jinja"):
         (source / name).write_text(name, encoding="utf-8")
     for name in ("optimizer.pt", "training_args.bin", "README.md"):
         (source / name).write_text(name, encoding="utf-8")
     seen = []
-    options = {"max_shard_size": "20KB", "on_bytes": lambda count, name: seen.append(count)}
-    report = export(source, tmp_path / "out", "quark", "requantize", **options)
+    report = export(source, tmp_path / "out", "quark", "requantize", on_bytes=lambda count, name: seen.append(count))
     files = {file.name for file in (tmp_path / "out").iterdir()}
     shards = {name for name in files if name.endswith(".safetensors")}
     assert len(shards) > 2

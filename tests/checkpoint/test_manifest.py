@@ -50,8 +50,9 @@ def where(folder: Path) -> list[str]:
     return [problem.where for problem in verify_folder(folder).problems]
 
 
-def test_whatever_writes_weights_records_them(saved, tmp_path):
-    pack_checkpoint(saved["master"], tmp_path / "packed", max_shard_size="10KB")
+def test_whatever_writes_weights_records_them(saved, tmp_path, monkeypatch):
+    monkeypatch.setattr("hf_mxfp4.checkpoint.folder.MAX_SHARD_SIZE", "10KB")
+    pack_checkpoint(saved["master"], tmp_path / "packed")
     export(saved["plain"], tmp_path / "exported", "compressed-tensors")
     export(saved["master"], tmp_path / "bf16", "bf16")
     import_checkpoint(tmp_path / "exported", tmp_path / "imported")

@@ -23,13 +23,14 @@ SCHEMES = some(CONFIGS, "default", "floor", "w4a16 blockwise", "selective", "row
 
 
 @pytest.mark.parametrize(("name", "shard_size"), list(zip(SCHEMES, ("50GB", "30KB") * 3, strict=True)))
-def test_a_qat_folder_packs_like_its_model(name, shard_size, tmp_path):
+def test_a_qat_folder_packs_like_its_model(name, shard_size, tmp_path, monkeypatch):
+    monkeypatch.setattr("hf_mxfp4.checkpoint.folder.MAX_SHARD_SIZE", shard_size)
     options, dtype = SCHEMES[name], torch.float32 if shard_size == "30KB" else torch.bfloat16
     plain = save_plain(tmp_path / "plain", tie=True, dtype=dtype)
     model = AutoModelForCausalLM.from_pretrained(plain, quantization_config=MXFP4RLConfig(**options))
     model.save_pretrained(tmp_path / "qat", max_shard_size=shard_size)
     hf_mxfp4.pack(model).save_pretrained(tmp_path / "packed", max_shard_size=shard_size)
-    report = pack_checkpoint(tmp_path / "qat", tmp_path / "out", max_shard_size=shard_size)
+    report = pack_checkpoint(tmp_path / "qat", tmp_path / "out")
     same_files(tmp_path / "packed", tmp_path / "out")
     assert report.counts() == {"packed": model.quantization_report.n_quantized}
     # The one model came from the QAT folder's predecessor, and neither folder names a base model.
@@ -43,13 +44,14 @@ FAMILIES = {"llama": 14, "qwen3": 14, "gemma": 14, "qwen3_moe": 24, "qwen2_moe":
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_plain_folder_packs_like_its_model(family, tmp_path):
+def test_a_plain_folder_packs_like_its_model(family, tmp_path, monkeypatch):
+    monkeypatch.setattr("hf_mxfp4.checkpoint.folder.MAX_SHARD_SIZE", "60KB")
     dense = FAMILIES[family] == 14
     config = MXFP4RLConfig(mode="packed", scale_rule="mse" if dense else "rceil")
     plain = save_plain(tmp_path / "plain", family)
     model = hf_mxfp4.pack(AutoModelForCausalLM.from_pretrained(plain), config)
     model.save_pretrained(tmp_path / "packed", max_shard_size="60KB")
-    report = pack_checkpoint(plain, tmp_path / "out", config, max_shard_size="60KB")
+    report = pack_checkpoint(plain, tmp_path / "out", config)
     same_files(tmp_path / "packed", tmp_path / "out")
     assert report.counts() == {"packed": model.quantization_report.n_quantized}
     assert report.n_layers == FAMILIES[family]

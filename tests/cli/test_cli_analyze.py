@@ -86,8 +86,6 @@ def test_a_policy_under_its_own_scheme(checkpoint, tmp_path):
         (["--scheme", "rciel"], "no scale rule 'rciel'; did you mean 'rceil'?"),
         (["--include", "layers.9"], "matches the pattern 'layers.9'"),
         (["--include", "norm"], "would be quantized; skipped"),
-        (["--activations", "--text", "t.jsonl"], "--activations was removed: hf-mxfp4 eval MODEL --text TEXT"),
-        (["--perplexity", "t.jsonl"], "--perplexity was removed: run hf-mxfp4 eval MODEL --text TEXT"),
     ],
 )
 def test_wrong_usage(checkpoint, tmp_path, arguments, message):

@@ -70,25 +70,8 @@ def test_environment():
 def parsed(words):
     """Values that a command is called with."""
     name, *arguments = words.split()
-    return typer.main.get_command(app).commands[name].make_context(name, arguments).params
-
-
-@pytest.mark.parametrize(
-    ("old", "now", "warning"),
-    [
-        ("eval MODEL --dataset a.jsonl", "eval MODEL --text a.jsonl", "--dataset is now --text"),
-        (
-            "analyze A --exclude a --exclude=b",
-            "analyze A --modules-to-not-convert a --skip=b",
-            "--exclude is now --mod",
-        ),
-    ],
-)
-def test_earlier_names_work_with_a_warning(old, now, warning, capsys):
-    expected = parsed(now)
-    assert capsys.readouterr().err == ""
-    assert parsed(old) == expected
-    assert f"warning: {warning}" in capsys.readouterr().err
+    command = typer.main.get_command(app)
+    return command.commands[name].make_context(name, arguments, parent=command.make_context("", [name])).params
 
 
 def test_options_as_recipes_have_them(capsys):
@@ -108,7 +91,6 @@ def test_options_as_recipes_have_them(capsys):
         (f"eval {'x' * 300} --text texts.txt --card", "name too long"),
         ("simulate --elements 99999999999999999999999", "--elements"),
         ("pack DIR OUT --modules-to-not-covert a", "--modules-to-not-convert"),
-        ("export DIR OUT --format gguf --calibrate a.txt", "was removed: run hf-mxfp4 gptq DIR ROUNDED --text FILE"),
     ],
 )
 def test_wrong_words_are_one_line(command, message, tmp_path, monkeypatch):

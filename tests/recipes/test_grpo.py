@@ -181,11 +181,11 @@ def test_options_of_the_products_in_yaml_and_on_the_command_line(tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--presett=w4a4"], "no option 'presett'; did you mean 'preset'?"),
+        (["--presett=w4a4"], "no option 'presett'; did you mean 'preset'"),
         (["--preset=w4"], "preset='w4' is not supported; choose one of 'w4a16', 'w4a8', 'w4a4'"),
         (["--aqn_num_stages=0"], "aqn_num_stages=0 must be at least 1"),
         (["--config=nowhere.yaml"], "cannot read nowhere.yaml: No such file"),
-        (["--sft_learning_rate=1"], "sft_learning_rate is gone: the supervised steps have a learning rate of 5e-4"),
+        (["--sft_learning_rate=1"], "the command line: sft_learning_rate is gone, and always 0.0005 now; leave it out"),
         (["--no_overwrite"], "no option 'no_overwrite'; did you mean 'overwrite'"),
         (["--outlier_fallback=abc"], "invalid float value: 'abc'"),
         (["--load_in_4bit=true"], "bitsandbytes"),
@@ -202,7 +202,7 @@ def test_wrong_options_end_with_a_message(options, message, tmp_path):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("presett: w4a4\n", "no option 'presett'; did you mean 'preset'?"),
+        ("presett: w4a4\n", "no option 'presett'; did you mean 'preset'"),
         ("preset: [w4a4\n", "not valid YAML"),
         ("- preset\n", "one `option: value` per line"),
     ],

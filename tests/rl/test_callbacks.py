@@ -32,14 +32,14 @@ def feed(callback, entropies, start=1):
 
 
 def test_collapse_alarm_begins_once_and_again_after_recovery(capsys):
-    callback = EntropyCallback(collapse=0.1)
-    feed(callback, [0.5, 0.05, 0.04, 0.3, 0.02])
-    assert callback.alarms == [(2, "collapse", 0.05), (5, "collapse", 0.02)]
+    callback = EntropyCallback()
+    feed(callback, [0.5, 0.04, 0.03, 0.3, 0.02])
+    assert callback.alarms == [(2, "collapse", 0.04), (5, "collapse", 0.02)]
     assert "entropy collapse" in capsys.readouterr().err
 
 
 def test_explosion_alarm_is_relative_to_the_start():
-    callback = EntropyCallback(explosion=2.0)
+    callback = EntropyCallback()
     feed(callback, [0.4, 0.5, 0.6, 0.99, 1.01])
     assert callback.alarms == [(5, "explosion", 1.01)]
 

@@ -8,8 +8,7 @@ from .base import BF16Format, Format, ImportableFormat, PackedFormat
 from .compressed_tensors import CompressedTensorsFormat
 from .gguf import GGUFFormat
 from .gpt_oss import GptOssFormat
-from .modelopt import ModelOptFormat
-from .nvfp4 import NVFP4Format
+from .nvfp4 import ModelOptFormat, NVFP4Format
 from .quark import QuarkFormat
 
 

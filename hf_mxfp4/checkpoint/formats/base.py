@@ -10,9 +10,8 @@ import torch
 
 from ...config import MXFP4RLConfig
 from ...numerics import BLOCK_SIZE, QuantScheme, ScaleRule
-from ..folder import CheckpointError, CheckpointFolder
+from ..folder import CheckpointError, CheckpointFolder, NewTensor, StoredTensor, write_shards
 from ..names import LayerShape, plain_tensors
-from ..tensors import NewTensor, StoredTensor, write_shards
 
 
 if TYPE_CHECKING:
@@ -65,11 +64,9 @@ class Format(ABC):
         """Return the tensors of the files for those that are not quantized, of a model in ``dtype``."""
         return [tensor.to(torch.bfloat16) if tensor.dtype == dtype else tensor for tensor in tensors]
 
-    def write(
-        self, folder: Path, tensors: Sequence[NewTensor], max_shard_size: int | str, metadata: Mapping[str, str]
-    ) -> list[Path]:
+    def write(self, folder: Path, tensors: Sequence[NewTensor], metadata: Mapping[str, str]) -> list[Path]:
         """Write the files; return those of safetensors."""
-        return write_shards(folder, tensors, max_shard_size, metadata)
+        return write_shards(folder, tensors, metadata)
 
 
 class PackedFormat(Format):

@@ -19,9 +19,8 @@ import torch
 
 from ...config import MXFP4RLConfig
 from ...numerics import BLOCK_SIZE
-from ..folder import CheckpointError, CheckpointFolder
+from ..folder import CheckpointError, CheckpointFolder, NewTensor
 from ..names import LayerShape
-from ..tensors import MAX_SHARD_SIZE, NewTensor
 from .base import Names, Packed, PackedFormat
 from .gguf_tokenizer import Tokenizer, add_no_tokenizer, read_tokenizer
 
@@ -162,11 +161,7 @@ class GGUFFormat(PackedFormat):
             found.append(NewTensor("rope_freqs.weight", torch.float32, shape, lambda: frequencies))
         return found
 
-    def write(
-        self, folder: Path, tensors: Sequence[NewTensor], max_shard_size: int | str, metadata: Mapping[str, str]
-    ) -> list[Path]:
-        if max_shard_size != MAX_SHARD_SIZE:
-            raise CheckpointError("a GGUF file is written in one piece; leave out max_shard_size")
+    def write(self, folder: Path, tensors: Sequence[NewTensor], metadata: Mapping[str, str]) -> list[Path]:
         gguf = gguf_package()
         kind = "MXFP4" if any(tensor.dtype == torch.uint8 for tensor in tensors) else "BF16"
         writer = gguf.GGUFWriter(folder / f"model-{kind}.gguf", self._architecture.name)

@@ -12,9 +12,8 @@ import torch
 
 from ...config import MXFP4RLConfig
 from ...numerics import BLOCK_SIZE
-from ..folder import CheckpointError, CheckpointFolder
+from ..folder import CheckpointError, CheckpointFolder, StoredTensor
 from ..names import LayerShape
-from ..tensors import StoredTensor
 from .base import ImportableFormat, Names, Packed, Read
 
 

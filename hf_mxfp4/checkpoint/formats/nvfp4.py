@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""compressed-tensors `nvfp4-pack-quantized`: transformers with the compressed-tensors package, vLLM, SGLang.
+"""NVFP4: compressed-tensors `nvfp4-pack-quantized` (transformers with the compressed-tensors package, vLLM, SGLang),
+and the layout of NVIDIA Model-Optimizer (TensorRT-LLM, vLLM, SGLang).
 
 NVFP4 has one E4M3 scale per 16 elements and one float32 scale per tensor, which compressed-tensors stores as a divisor.
 A block scale ``2**e * (1 + m/4)`` is an E4M3 number for 16 binades of ``e``. So each scale of a block of 32 is written
@@ -26,7 +27,7 @@ from ...numerics import (
 from ...numerics.corrections import BLOCKS_PER_BYTE, pack_mantissas
 from ..folder import CheckpointFolder
 from ..names import LayerShape
-from .base import Names, Packed, Read
+from .base import Names, Packed, Read, expect
 from .compressed_tensors import CompressedTensorsFormat, has_experts
 
 
@@ -43,6 +44,9 @@ _TOP_EXPONENT = 8
 _EXPONENTS = -126, 126
 #: The positive E4M3 numbers below 2**-3. A block scale that is no E4M3 number is below 2**-7, its values below 2**-4.
 _SMALL_SCALES = torch.arange(1, 32, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+#: `quant_algo` of Model-Optimizer, by whether inputs are quantized.
+_ALGORITHMS = {True: "NVFP4", False: "W4A16_NVFP4"}
+_PRODUCER = {"name": "modelopt", "version": "0.35.0"}  # whose layout it is; engines look at both
 
 
 class NVFP4Format(CompressedTensorsFormat):
@@ -188,6 +192,46 @@ class NVFP4Format(CompressedTensorsFormat):
         packed["weight_scale"] = halves.to(torch.float8_e4m3fn)
         leading = halves.shape[:-2]
         return self.tensors(layer, shape, {**packed, "weight_global_scale": torch.empty(*leading, 1, device="meta")})
+
+
+class ModelOptFormat(NVFP4Format):
+    """The same values under other names, with factors in place of divisors: the layout of NVIDIA Model-Optimizer
+    (`quant_method: modelopt`). Options have the fields of NVIDIA's published checkpoints, in `config.json` and, for
+    TensorRT-LLM, in `hf_quant_config.json`."""
+
+    name = "nvfp4-modelopt"
+    quant_method = "modelopt"
+    names = {"weight": "weight", "weight_scale": "weight_scale"}
+    tensor_scales = "weight_scale_2", "input_scale"
+
+    def tensor_scale(self, divisor: torch.Tensor) -> torch.Tensor:
+        return 1 / divisor.reshape(-1)[0]
+
+    def quantization_config(self, config: MXFP4RLConfig, ignored: Names, quantized: Names = ()) -> dict[str, Any]:
+        elements = {"dynamic": False, "num_bits": 4, "type": "float", "group_size": GROUP}
+        inputs = elements if self.quantizes_inputs else None
+        return {
+            "quant_method": self.quant_method,
+            "quant_algo": _ALGORITHMS[self.quantizes_inputs],
+            "config_groups": {"group_0": {"input_activations": inputs, "weights": elements, "targets": ["Linear"]}},
+            "ignore": list(ignored),
+            "producer": _PRODUCER,
+        }
+
+    def more_files(self, options: Mapping[str, Any]) -> dict[str, Any]:
+        quantization = {"quant_algo": options["quant_algo"], "kv_cache_quant_algo": None, "group_size": GROUP}
+        quantization["exclude_modules"] = options["ignore"]
+        return {"hf_quant_config.json": {"producer": _PRODUCER, "quantization": quantization}}
+
+    def notes(self, config: MXFP4RLConfig, ignored: Names, quantized: Names = ()) -> list[str]:
+        return [*super().notes(config, ignored), "transformers does not read this layout; format nvfp4 is for it."]
+
+    def read_config(self, options: Mapping[str, Any]) -> tuple[MXFP4RLConfig, list[str]]:
+        expected = {"quant_algo": tuple(_ALGORITHMS.values()), "kv_cache_scheme": None}
+        expect("quantization_config", options, expected)
+        inputs = {**self.elements, "dynamic": self.inputs} if options["quant_algo"] == _ALGORITHMS[True] else None
+        group = {"weights": self.elements, "input_activations": inputs, "format": self.format}
+        return super().read_config({"config_groups": {"group_0": group}})
 
 
 def _has_values(codes: torch.Tensor) -> torch.Tensor:

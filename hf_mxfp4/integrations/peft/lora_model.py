@@ -309,25 +309,21 @@ def _compare(adapter_name: str, stored: dict[str, Any], found: MXFP4RLConfig | N
     try:
         trained = MXFP4RLConfig.from_dict(stored)
     except (TypeError, ValueError) as error:
-        get_logger().warning(
-            "adapter %r names a quantization scheme of its base that cannot be read: %s", adapter_name, error
-        )
+        message = "adapter %r names a quantization scheme of its base that cannot be read: %s"
+        get_logger().warning(message, adapter_name, error)
         return
-    if found is None or _values(found) != _values(trained):
-        get_logger().warning(
-            "adapter %r was made for a base quantized as %s, and is now attached to one %s: expect other outputs, or "
-            "load the base with the adapter's scheme",
-            adapter_name,
-            _describe(trained),
-            "in full precision" if found is None else f"quantized as {_describe(found)}",
-        )
-
-
-def _values(scheme: MXFP4RLConfig) -> tuple:
     # Packed and trainable models of the same scheme compute alike.
-    return scheme.gemms().fprop, frozenset(scheme.modules_to_not_convert or ())
+    schemes = [(s.gemms().fprop, set(s.modules_to_not_convert or ())) for s in (trained, found) if s is not None]
+    if schemes != schemes[:1] * 2:
+        before, now = (_described(scheme) for scheme in (trained, found))
+        get_logger().warning(
+            "adapter %r was made for a base %s, and is now attached to one %s: expect other outputs, or load the base "
+            "with the adapter's scheme", adapter_name, before, now,
+        )  # fmt: skip
 
 
-def _describe(scheme: MXFP4RLConfig) -> str:
+def _described(scheme: MXFP4RLConfig | None) -> str:
+    if scheme is None:
+        return "in full precision"
     names = scheme.modules_to_not_convert
-    return scheme.describe() + (f" without {', '.join(names)}" if names else "")
+    return f"quantized as {scheme.describe()}" + (f" without {', '.join(names)}" if names else "")

@@ -11,23 +11,13 @@ from peft.tuners.lora.layer import ParamWrapper
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 
-from ...layers import PACKED, TRAINABLE, MXFP4Linear, MXFP4PackedExperts, MXFP4PackedLinear
+from ...layers import MXFP4Linear, MXFP4PackedExperts, MXFP4PackedLinear
 from .layers import MXFP4LoraExpertParameter, MXFP4LoraExperts, MXFP4LoraLinear, MXFP4LoraMasterLinear
 from .merging import adapters_on_quantized, whole
 
 
 #: LoRA on quantized linear layers.
 _ON_LINEARS = (MXFP4LoraLinear, MXFP4LoraMasterLinear)
-
-
-def is_packed_with_adapters(model: nn.Module) -> bool:
-    """Return whether ``model`` is a PEFT model on packed layers."""
-    return isinstance(model, PeftModel) and any(isinstance(m, PACKED) for m in model.modules())
-
-
-def is_trainable_with_adapters(model: nn.Module) -> bool:
-    """Return whether ``model`` is a PEFT model on layers of (frozen) master weights."""
-    return isinstance(model, PeftModel) and any(isinstance(m, TRAINABLE) for m in model.modules())
 
 
 def has_inseparable_adapters(model: nn.Module) -> bool:
@@ -147,10 +137,8 @@ def policy_parameters(model: PeftModel, packed: bool = False) -> Iterator[tuple[
         if isinstance(module, BaseTunerLayer):
             layer, inside = module.get_base_layer(), f"{name}."
         _check_pushable(name, module, packed)
-        if isinstance(layer, MXFP4PackedLinear):
-            yield from _linear_parameters(name, layer, module, packed)
-        elif isinstance(layer, MXFP4PackedExperts) and not packed:
-            yield from _expert_parameters(name, layer, module)
+        if isinstance(layer, MXFP4PackedLinear) or isinstance(layer, MXFP4PackedExperts) and not packed:
+            yield from ((f"{name}.{own}", tensor) for own, tensor in _parameters(layer, module, packed))
         else:
             for own, parameter in module.named_parameters(name, recurse=False):
                 plain = _without_wrapper(own, model)
@@ -173,27 +161,17 @@ def _check_pushable(name: str, module: nn.Module, packed: bool) -> None:
             raise RuntimeError(f"{own} is sharded; a packed policy is pushed to other engines from whole weights only")
 
 
-def _linear_parameters(
-    name: str, layer: MXFP4PackedLinear, module: nn.Module, packed: bool
-) -> Iterator[tuple[str, torch.Tensor]]:
+def _parameters(layer: nn.Module, module: nn.Module, packed: bool) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the parameters of a packed layer, of which ``module`` is the layer itself or the adapters on it."""
     if packed:
-        yield from ((f"{name}.{field}", getattr(layer, field).data) for field in layer.shapes())
-    elif module is layer:
-        yield f"{name}.weight", layer.dequantized_weight()
+        yield from ((field, getattr(layer, field).data) for field in layer.shapes())
+    elif isinstance(layer, MXFP4PackedLinear):
+        weight = layer.dequantized_weight() if module is layer else module.effective_weight().to(layer.compute_dtype)
+        yield "weight", weight
     else:
-        yield f"{name}.weight", module.effective_weight().to(layer.compute_dtype)
-    if layer.bias is not None:
-        yield f"{name}.bias", layer.bias.data
-
-
-def _expert_parameters(name: str, layer: MXFP4PackedExperts, module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    for projection in layer.projections:
-        if module is layer:
-            yield f"{name}.{projection}", layer.dequantized_weight(projection)
-        else:
-            yield f"{name}.{projection}", module.effective_weight(projection, layer.compute_dtype)
-        if layer.bias_of(projection) is not None:
-            yield f"{name}.{projection}_bias", layer.bias_of(projection).data
+        values = layer.dequantized_weight if module is layer else module.effective_weight
+        yield from ((projection, values(projection, layer.compute_dtype)) for projection in layer.projections)
+    yield from ((own, bias.data) for own, bias in layer.named_parameters(recurse=False) if own.endswith("bias"))
 
 
 def _without_wrapper(name: str, model: PeftModel) -> str | None:

@@ -4,8 +4,4 @@
 from ...utils import lazy_names
 
 
-_LAZY = {"MXFP4RLQuantizer": "quantizer", "pack": "quantizer", "quantize_linears": "swap", "to_plain": "swap"}
-
-__all__ = ["MXFP4RLQuantizer", "pack", "quantize_linears", "to_plain"]
-
-__getattr__ = lazy_names(__name__, _LAZY)
+__getattr__, __all__ = lazy_names(__name__, {"quantizer": "MXFP4RLQuantizer pack", "swap": "quantize_linears to_plain"})

@@ -14,11 +14,10 @@ from transformers.quantizers import HfQuantizer
 
 from ..._logging import get_logger
 from ...checkpoint import (
-    FileHeader,
     check_checkpoint,
     check_unquantized,
     make_record,
-    read_headers,
+    read_header,
     take_state_dict,
     unguard,
     wrap_saving,
@@ -84,10 +83,10 @@ class MXFP4RLQuantizer(HfQuantizer):
     def _process_model_before_weight_loading(self, model, checkpoint_files: Sequence[str] | None = None, **kwargs):
         swap.refuse_parallel_plan(model)
         check_trainer()
-        files = read_headers(checkpoint_files or ())
+        files = checkpoint_files or ()
+        headers = [read_header(file) for file in files if str(file).endswith(".safetensors")]
         reasons = skip_reasons(model, self.quantization_config.modules_to_not_convert or ())
         if self.pre_quantized:
-            headers = [file for file in files if isinstance(file, FileHeader)]
             reasons = swap.reasons_of_checkpoint(model, self.quantization_config, reasons, headers)
         self.quantization_config = self.quantization_config.keeping(full_precision_record(model, reasons))
         make = partial(swap.from_plain, is_empty=True) if self._packed and not self.pre_quantized else None
@@ -103,9 +102,9 @@ class MXFP4RLQuantizer(HfQuantizer):
             layer._is_hf_initialized = True
         if self.pre_quantized and files:
             swap.tie_packed(model)
-            self.record = check_checkpoint(files, self.quantization_config)
-        elif files:
-            check_unquantized(files)
+            self.record = check_checkpoint(files, headers, self.quantization_config)
+        else:
+            check_unquantized(headers)
         return model
 
     def param_needs_quantization(self, model, param_name: str, **kwargs) -> bool:

@@ -12,7 +12,7 @@ from ...config import MXFP4RLConfig
 from ...gemm import PACKED_FIELDS, PACKED_SUFFIXES
 from ...layers import PACKED, QUANTIZED, MXFP4Experts, MXFP4Linear, MXFP4PackedExperts, MXFP4PackedLinear, matrix_names
 from ...model_structure import experts_unsupported_reason, projections
-from ...module_names import BY_OPTION, find_layers, full_names, fused_experts, is_skipped_by_name
+from ...module_names import BY_OPTION, candidates, find_layers, full_names, is_skipped_by_name
 from ...report import ErrorEnergy, add_packed
 
 
@@ -85,8 +85,10 @@ def reasons_of_checkpoint(
     weights are packed; for master weights, `config.json` lists what stayed in full precision. Layers that no file has,
     such as a new head, stay."""
     stored, found = _stored_dtypes(model, headers), dict(reasons)
-    for name, weight in _candidates(model).items():
-        dtype = stored.get(weight)
+    for name, module in candidates(model).items():
+        if type(module) is not nn.Linear and experts_unsupported_reason(module) is not None:
+            continue
+        dtype = stored.get(f"{name}.{matrices_of(module)[0]}")
         if dtype is None or reasons.get(name) == BY_OPTION:
             continue
         if config.mode == "packed":
@@ -107,16 +109,6 @@ def _was_plain(model: nn.Module, config: MXFP4RLConfig, name: str) -> bool:
     return any(own == kept or own.startswith(f"{kept}.") for own in names for kept in config.full_precision)
 
 
-def _candidates(model: nn.Module) -> dict[str, str]:
-    """Return linear layers and fused experts by name, each with the name of a weight of it."""
-    found = {n: f"{n}.weight" for n, m in model.named_modules(remove_duplicate=False) if type(m) is nn.Linear}
-    for name in fused_experts(model):
-        experts = model.get_submodule(name)
-        if experts_unsupported_reason(experts) is None:
-            found[name] = f"{name}.{projections(experts)[0]}"
-    return found
-
-
 def _stored_dtypes(model: nn.Module, headers: Iterable[FileHeader]) -> dict[str, torch.dtype]:
     """Return the dtypes of the tensors in the files, by the names that they have in the model."""
     tensors = tensors_by_name(headers)
@@ -128,8 +120,8 @@ def _stored_dtypes(model: nn.Module, headers: Iterable[FileHeader]) -> dict[str,
 
 
 def matrices_of(layer: nn.Module) -> tuple[str, ...]:
-    """Return the names of the weights of a quantized layer."""
-    return ("weight",) if isinstance(layer, nn.Linear) else tuple(layer.projections)
+    """Return the names of the weights of a layer or experts, quantized or plain."""
+    return ("weight",) if isinstance(layer, nn.Linear) else projections(layer)
 
 
 def add_error(

@@ -3,16 +3,15 @@
 `weight_loading.py` import no vLLM."""
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from typing import Any
 
 from ...registration import QUANT_METHOD
 from ...utils import lazy_names, unknown_key_message
 
 
-__all__ = ["SETTINGS_KEY", "EngineSettings", "ExpectedLayers", "WeightConverter", "register"]
-
-__getattr__ = lazy_names(__name__, dict.fromkeys(["ExpectedLayers", "WeightConverter"], "weight_loading"))
+__getattr__, _lazy = lazy_names(__name__, {"weight_loading": "ExpectedLayers WeightConverter"})
+__all__ = ["SETTINGS_KEY", "EngineSettings", "register", *_lazy]
 
 
 def register() -> None:
@@ -65,7 +64,3 @@ class EngineSettings:
             if key not in known:
                 raise ValueError(unknown_key_message(f"{SETTINGS_KEY} in the quantization config", str(key), known))
         return cls(**options)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return what [`read`] reads back."""
-        return asdict(self)
