@@ -5,8 +5,8 @@
 # make test-llamacpp  tests that run llama.cpp on exported files; builds it once, into ~/.cache, or takes LLAMACPP=FOLDER
 # make test-cases CASES=FOLDER  scripts that showed faults, each of which exits with 0 where it is gone
 # make bench-gpu  kernels, layers and whole runs on this machine's GPU; records in outputs/gpu
-# make lint       style and spelling                    make docs       the site of the docs, with links checked
-# make release    wheel and sdist, checked                tools of these three are in .venv-tools
+# make lint       style and spelling                    make types      types, by mypy
+# make docs       the site of the docs, links checked   make release    wheel and sdist, checked
 # Each creates its environment by itself.
 PYTHON ?= python3
 VENV := .venv
@@ -31,7 +31,7 @@ VERSIONS_oldest := torch==2.11.0 triton==3.6.0 numpy==2.3.5
 VERSIONS_newest := torch==2.14.1 triton==3.8.0 kernels==0.17.2
 VERSIONS ?= oldest newest
 
-.PHONY: demo test test-all test-vllm test-versions test-llamacpp test-cases bench-gpu lint docs release format clean
+.PHONY: demo test test-all test-vllm test-versions test-llamacpp test-cases bench-gpu lint types docs release format clean
 
 demo: $(VENV)/runtime
 	$(BIN)/accelerate launch --num_processes 1 --num_machines 1 --mixed_precision no --dynamo_backend no \
@@ -68,6 +68,9 @@ lint: $(TOOLS_VENV)/ready
 format: $(TOOLS_VENV)/ready
 	$(TOOLS)/ruff check --fix .
 	$(TOOLS)/ruff format .
+
+types: $(TOOLS_VENV)/ready
+	$(TOOLS)/mypy
 
 docs: $(TOOLS_VENV)/ready
 	NO_MKDOCS_2_WARNING=1 $(TOOLS)/mkdocs build --strict

@@ -4,7 +4,7 @@
 import copy
 import functools
 from dataclasses import FrozenInstanceError, asdict, dataclass, field, fields, replace
-from typing import Any
+from typing import Any, ClassVar
 
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
@@ -161,7 +161,7 @@ class MXFP4RLConfig(QuantizationConfigMixin):
 
     #: Not an option: modules that a saved model keeps in full precision, where names alone do not tell.
     #: Written to `config.json` and read from it, so that a checkpoint keeps its choice of layers.
-    full_precision = None
+    full_precision: ClassVar[tuple[str, ...] | None] = None
 
     def __post_init__(self):
         version = self.format_version

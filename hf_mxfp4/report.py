@@ -144,7 +144,7 @@ def add_packed(
 
 def count_weights(model: nn.Module) -> tuple[int, int | None]:
     """Elements of all quantized weights, and the bytes that they are packed in (`None` when they are not packed)."""
-    n_weights, tensors = 0, []
+    n_weights, tensors = 0, list[torch.Tensor]()
     for module in model.modules():
         if isinstance(module, (MXFP4Linear, MXFP4PackedLinear)):
             n_weights += module.in_features * module.out_features

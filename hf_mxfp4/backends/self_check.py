@@ -12,11 +12,12 @@ from collections.abc import Iterator
 import torch
 
 from .. import numerics
-from ..numerics import PARTS, MXFP4Tensor, QuantScheme
+from ..numerics import PARTS, MXFP4Tensor, QuantScheme, ScaleRule
 from . import triton as kernels
 
 
-_SCHEMES = QuantScheme(), QuantScheme("rceil", 128, "static", 0.5), QuantScheme("even", 128, "block_mantissas", 1.0)
+_SCHEMES = [QuantScheme(), QuantScheme(ScaleRule.RCEIL, 128, "static", 0.5)]
+_SCHEMES += [QuantScheme(ScaleRule.EVEN, 128, "block_mantissas", 1.0)]
 #: Family and device -> what is wrong, `None` where nothing is.
 _found: dict[tuple[str, torch.device], str | None] = {}
 
@@ -100,8 +101,8 @@ def _quantized(device: torch.device) -> Iterator[tuple[str, torch.Tensor | None,
         for part in PARTS:
             yield f"{part} ({scheme})", getattr(found, part), getattr(expected, part)
     for rows in (x, x.t()):
-        expected = numerics.quantize_e4m3(rows)
-        for name, *pair in zip(("elements", "scales"), kernels.quantize_e4m3(rows.to(device)), expected, strict=True):
+        pairs = zip(kernels.quantize_e4m3(rows.to(device)), numerics.quantize_e4m3(rows), strict=True)
+        for name, pair in zip(("elements", "scales"), pairs, strict=True):
             yield f"E4M3 {name}", *pair
 
 

@@ -3,13 +3,14 @@
 
 import functools
 import os
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 import mxfp4_kernels
 
-from ..numerics import MXFP4Tensor, QuantScheme
+from ..numerics import PARTS, MXFP4Tensor, QuantScheme
 from ..numerics.blocks import keep_selected
 
 
@@ -58,10 +59,10 @@ def written_dtype(scheme: QuantScheme, dtype: torch.dtype) -> torch.dtype:
 
 def fake_quantize_rows_and_columns(
     x: torch.Tensor,
-    schemes: tuple[QuantScheme, QuantScheme],
-    seeds: tuple[int | None, int | None],
-    rotations: tuple[int | None, int | None],
-    signs: tuple[torch.Tensor | None, torch.Tensor | None],
+    schemes: Sequence[QuantScheme],
+    seeds: Sequence[int | None],
+    rotations: Sequence[int | None],
+    signs: Sequence[torch.Tensor | None],
     dtype: torch.dtype,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Values of ``x [M, K]`` and of its transpose from one read, as ``dtype``; schemes differ in their rounding."""
@@ -74,7 +75,8 @@ def fake_quantize_rows_and_columns(
 def quantize(x: torch.Tensor, scheme: QuantScheme, axis: int, seed: int | None = None) -> MXFP4Tensor:
     """[`hf_mxfp4.numerics.quantize`] of a tensor that the kernels support; ``axis`` is not negative."""
     packed = mxfp4_kernels.quantize(x.movedim(axis, -1), _scheme(scheme), _side(scheme, seed))
-    tensor = MXFP4Tensor(*packed, length=x.shape[axis], axis=axis, scheme=scheme, dtype=x.dtype)
+    parts = dict(zip(PARTS, packed, strict=True))
+    tensor = MXFP4Tensor(**parts, length=x.shape[axis], axis=axis, scheme=scheme, dtype=x.dtype)
     return tensor if scheme.fallback_rate is None else keep_selected(x.movedim(axis, -1), tensor)
 
 

@@ -94,7 +94,7 @@ def _wrap_save(original):
             given = {name: options[name] for name in names if options.get(name) is not None}
             push(self, options.get("repo_id") or os.path.basename(os.path.normpath(folder)), **given)
 
-    save_pretrained.wraps_saving = True
+    save_pretrained.wraps_saving = True  # type: ignore[attr-defined]
     return save_pretrained
 
 
@@ -295,11 +295,11 @@ def _move_in(staging: Path, folder: Path, variant: str | None) -> None:
     files = [path.relative_to(staging).as_posix() for path in staging.rglob("*") if path.is_file()]
     # The names that decide what is loaded come last.
     decisive = [name for name in (single, index, CONFIG, MANIFEST) if name in files]
-    for file in files:
-        sync_to_disk(staging / file)
-    for file in [*(name for name in files if name not in decisive), *decisive]:
-        (folder / file).parent.mkdir(parents=True, exist_ok=True)
-        os.replace(staging / file, folder / file)
+    for name in files:
+        sync_to_disk(staging / name)
+    for name in [*(name for name in files if name not in decisive), *decisive]:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        os.replace(staging / name, folder / name)
         if file == index:
             (folder / single).unlink(missing_ok=True)
     sync_to_disk(folder)

@@ -117,7 +117,8 @@ def compare(
 
     sources = [open_source(model), open_source(other)]
     with work_progress(sum(source.n_bytes for source in sources)) as progress:
-        result = compare_sources(*sources, schemes[0] if schemes else None, include or (), exclude or (), progress)
+        first, second = sources
+        result = compare_sources(first, second, schemes[0] if schemes else None, include or (), exclude or (), progress)
     _show_comparison(result, as_json)
     if out is not None:
         typer.echo(f"reports: {', '.join(map(str, write_comparison(result, out)))}", err=True)

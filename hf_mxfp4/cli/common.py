@@ -20,7 +20,7 @@ from ..files import json_clean, printable
 
 
 if TYPE_CHECKING:
-    from ..numerics import QuantScheme
+    from ..numerics import OperandScheme
 
 
 SchemeOption = Annotated[
@@ -112,7 +112,7 @@ def fail(message: str, code: int = 2) -> NoReturn:
     raise typer.Exit(code)
 
 
-def schemes_of(texts: Sequence[str]) -> list["QuantScheme"]:
+def schemes_of(texts: Sequence[str]) -> list["OperandScheme"]:
     """Read the schemes that the user named, each once. Raises `ValueError` when one cannot be read."""
     from ..numerics import parse_scheme
 

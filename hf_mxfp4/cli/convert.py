@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`hf-mxfp4 pack`, `export`, `import` and `verify`: to packed checkpoints, to and from other engines' formats, and
-checksums."""
+"""`hf-mxfp4 pack`, `export`, `import` and `verify`: packed checkpoints, other engines' formats, and checksums."""
 
 from collections import Counter
 from pathlib import Path

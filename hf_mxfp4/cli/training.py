@@ -56,7 +56,7 @@ def plan(
     from ..lab import Setup, sizes_of
     from ..lab.planning import ENGINES, fit, read_config
 
-    options = {} if preset is None else {"preset": preset}
+    options: dict[str, Any] = {} if preset is None else {"preset": preset}
     quantization = None if mode == "full" else MXFP4RLConfig(mode=mode, **options)
     sizes = sizes_of(read_config(model), quantization)
     usable, engines = 0.9 * gpu_memory * 1e9, [engine] if engine else ENGINES if gpus > 1 else ("ddp",)
@@ -219,7 +219,8 @@ def _quantization(devices: list[str]) -> list[dict[str, Any]]:
     default, rows = MXFP4RLConfig(), []
     for device in devices:
         for dtype in ("float32", "bfloat16", "float16"):
-            for scheme in dict.fromkeys([QuantScheme(), default.weight_scheme, default.activation_scheme]):
+            schemes: list[Any] = [QuantScheme(), default.weight_scheme, default.activation_scheme]
+            for scheme in dict.fromkeys(schemes):
                 backend, reason = backend_for(device, getattr(torch, dtype), scheme, "auto")
                 row = {"device": device, "dtype": dtype, "scheme": str(scheme)}
                 rows.append({**row, "backend": backend, "reason": reason})

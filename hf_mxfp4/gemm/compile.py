@@ -11,6 +11,7 @@ takes the operands of experts, the host reads where their rows end."""
 
 import functools
 from collections.abc import Sequence
+from typing import cast
 
 import torch
 
@@ -62,7 +63,7 @@ def read_scheme(text: str) -> QuantScheme:
     scheme = parse(text)
     if scheme.rounding != "nearest":
         raise ValueError(f"scheme {text!r} draws random numbers; the operators round to nearest")
-    return scheme
+    return cast(QuantScheme, scheme)
 
 
 def read_input_scheme(text: str) -> OperandScheme | None:
@@ -191,7 +192,7 @@ def _returned_shapes(x: torch.Tensor, dtype: torch.dtype, saved: str, columns: i
         return [x.new_empty(*rows, columns, dtype=dtype)]
     if saved.endswith("fp8"):
         return [x.new_empty(*rows, size, dtype=torch.uint8) for size in (length, 1)]
-    sizes = part_sizes(parse(scheme), columns) if saved == "mxfp4" else ()
+    sizes = part_sizes(cast(QuantScheme, parse(scheme)), columns) if saved == "mxfp4" else ()
     return [x.new_empty(*rows, size, dtype=torch.uint8) for size in sizes if size is not None]
 
 
@@ -205,7 +206,7 @@ def _saved_input(
 ) -> tuple[tuple[torch.Tensor | None, ...], SavedRecord]:
     """Return what an operator returned of its input, as [`hf_mxfp4.gemm.saved.restore_input`] takes it."""
     if saved == "mxfp4":
-        scheme, remaining = spec.input_scheme, iter(tensors)
+        scheme, remaining = cast(QuantScheme, spec.input_scheme), iter(tensors)
         found = tuple(None if size is None else next(remaining) for size in part_sizes(scheme, 1))
         made_of = torch.float32 if spec.rotation_size > 1 and x_dtype != torch.float64 else x_dtype
         options = {"length": padded_length(in_features, spec), "axis": 1, "scheme": scheme, "dtype": made_of}
@@ -237,8 +238,8 @@ def _backward(
         step = int(step)
     in_features = weight.shape[-2 if transposed else -1]
     values, record = _saved_input(saved, tensors, state.spec, in_features, x_dtype, dtype)
-    record = LinearRecord(record, step, x_dtype, bias_dtype)
-    gradients = linear_backward(grad, weight, values, record, state, groups, needs)
+    whole = LinearRecord(record, step, x_dtype, bias_dtype)
+    gradients = linear_backward(grad, weight, values, whole, state, groups, needs)
     return [gradient.contiguous() for gradient in gradients if gradient is not None]
 
 

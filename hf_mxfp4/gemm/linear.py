@@ -8,7 +8,7 @@ layer gives them operands of their own (arXiv 2605.09825: all six in MXFP4, rota
 and backward, is the one that a linear layer of its own would compute on its rows."""
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch.autograd import forward_ad
@@ -124,7 +124,8 @@ def linear_forward(
     """Fprop: the output, what was saved of ``x`` if ``weight_needs_grad``, the record, and ``Q(W)``, `None` where its
     codes were multiplied. Arguments as of [`quantized_linear`]; ``dtype`` is that of the product, and ``recipe`` or
     ``right`` what FP4 or FP8 tensor cores take, where the caller has found it already."""
-    spec, tensors, saved, packed, out = state.spec, (), None, None, None
+    spec, saved, packed, out = state.spec, None, None, None
+    tensors: SavedTensors = ()
     if groups is None and right is None:
         recipe = recipe or fp4_recipe(x, weight.shape, dtype, spec)
     if recipe is not None:
@@ -221,7 +222,7 @@ def _gradients(
     right: torch.Tensor | FP8Operand | None,
     saved: torch.Tensor | FP8Operand | None,
     state: GemmState,
-    group: int | None,
+    group: Any,
     needs: Sequence[bool],
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """Dgrad ``[M, K]`` and Wgrad ``[N, K]`` of one weight matrix, as far as they are needed.
@@ -317,7 +318,7 @@ def _product(
             options = {"rotation": scheme.rotation, "dtype": left.dtype}
             values = quantize_operand(values, precision, gemm, name, rng, spec.backend, **options)
         operands.append(values if isinstance(values, FP8Operand) else values.to(left.dtype))
-    return multiply(gemm, *operands, spec, groups=groups, fp8_dtype=left.dtype if fp8 else None)
+    return multiply(gemm, operands[0], operands[1], spec, groups=groups, fp8_dtype=left.dtype if fp8 else None)
 
 
 def _count_pass(state: GemmState, groups: Groups | None) -> None:
@@ -367,8 +368,7 @@ def needs_gradient(x: torch.Tensor, bias: torch.Tensor | None, weight: torch.Ten
 
 
 def autocast_dtype(x: torch.Tensor) -> torch.dtype | None:
-    """Return what autocast would compute a product of ``x`` in; `None` when it is off or leaves ``x`` alone
-    (float64)."""
+    """Return what autocast would compute a product of ``x`` in; `None` when it is off or leaves ``x`` alone."""
     device = x.device.type
     if device not in _AUTOCASTS or not torch.is_autocast_enabled(device):
         return None

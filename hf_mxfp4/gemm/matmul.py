@@ -16,6 +16,7 @@ import warnings
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -52,7 +53,7 @@ _counts: Counter[tuple[str, str]] = Counter()
 
 Spec = GemmSpec | PackedSpec
 #: Values in the dtype of the product, codes and scale bytes, or E4M3 elements and scales of rows.
-Operand = torch.Tensor | MXFP4Tensor | FP8Operand
+Operand: TypeAlias = torch.Tensor | MXFP4Tensor | FP8Operand
 
 
 def matmul(
@@ -333,7 +334,7 @@ def _operand_problem(operand: str, precision: OperandScheme, scheme: LinearSchem
 def matmul_counts() -> dict[str, dict[str, int] | int]:
     """Products of this process so far whose backend was chosen: by product and backend, as ``{"fprop": {"fp8": 12,
     "dense": 3}, ...}``, and under ``"inexact_elements"`` those that E4M3 rounded. Waits for the GPU."""
-    found: dict[str, dict[str, int] | int] = {gemm: {} for gemm in GEMM_OPERANDS}
+    found: dict[str, Any] = {gemm: {} for gemm in GEMM_OPERANDS}
     for (gemm, name), count in sorted(_counts.items()):
         found[gemm][name] = count
     return found | {"inexact_elements": sum(int(number) for number in inexact.values())}

@@ -103,10 +103,9 @@ def rows_and_columns(
     """Return the left operands of Dgrad and Wgrad, of ``grad [M, N]`` and of its transpose, from one read of it; `None`
     twice where the Triton kernels do not make both, or the schemes differ in more than rounding and rotation."""
     products = spec.scheme.dgrad, spec.scheme.wgrad
-    schemes, rotations = [each.left for each in products], [each.rotation for each in products]
-    if not all(isinstance(scheme, QuantScheme) for scheme in schemes) or (rotations[0] is None) != (
-        rotations[1] is None
-    ):
+    schemes = [each.left for each in products if isinstance(each.left, QuantScheme)]
+    rotations = [each.rotation for each in products]
+    if len(schemes) < 2 or (rotations[0] is None) != (rotations[1] is None):
         return None, None
     nearest = [replace(scheme, rounding="nearest") for scheme in schemes]
     if nearest[0] != nearest[1] or nearest[0].fallback_rate is not None:
@@ -117,10 +116,8 @@ def rows_and_columns(
         if dispatch.choose_backend(grad, scheme, spec.backend, seeds[-1]) != "triton":
             return None, None
         signs.append(rotation and rotation_signs(rotation, gemm, length, rng, grad.device))
-    sizes = tuple(rotation and rotation.size for rotation in rotations)
-    return triton_kernels.fake_quantize_rows_and_columns(
-        grad.detach(), tuple(schemes), tuple(seeds), sizes, tuple(signs), grad.dtype
-    )
+    sizes: list[Any] = [rotation and rotation.size for rotation in rotations]
+    return triton_kernels.fake_quantize_rows_and_columns(grad.detach(), schemes, seeds, sizes, signs, grad.dtype)
 
 
 # ---- the input ------------------------------------------------------------------------------------------------------

@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """The linear layer on frozen packed weights, of one weight or of all experts."""
 
+from typing import cast
+
 import torch
 from torch.autograd.function import once_differentiable
 
 from ..backends import dispatch
-from ..numerics import MXFP4Tensor
+from ..numerics import PARTS, MXFP4Tensor, QuantScheme
 from .block_scaled import to_fp4
 from .groups import Groups, sum_rows
 from .linear import as_dtype, autocast_dtype, needs_gradient, not_a_view
@@ -59,7 +61,7 @@ def packed_forward(
     shape = packed[0].shape[0], spec.in_features
     recipe = fp4_recipe(x, shape, dtype, spec) if groups is None and values is None else None
     if recipe is not None:
-        codes = dispatch.quantize(x.detach(), spec.inputs, spec.backend)
+        codes = dispatch.quantize(x.detach(), cast(QuantScheme, spec.inputs), spec.backend)
         out = multiply_packed(codes, to_fp4(weight, recipe), recipe, as_dtype(bias, dtype), dtype)
         if out is not None:
             return out
@@ -122,4 +124,5 @@ class _PackedLinear(torch.autograd.Function):
 
 def _tensor(packed: PackedWeight, spec: PackedSpec, dtype: torch.dtype) -> MXFP4Tensor:
     """Return a weight, or those of all experts, sharing the memory of ``packed``; ``dtype`` is that of its values."""
-    return MXFP4Tensor(*packed, spec.in_features, 1, spec.weights, dtype)
+    parts = dict(zip(PARTS, packed, strict=True))
+    return MXFP4Tensor(**parts, length=spec.in_features, axis=1, scheme=spec.weights, dtype=dtype)

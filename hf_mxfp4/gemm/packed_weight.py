@@ -33,7 +33,7 @@ PORTION = 1 << 22
 PackedWeight = tuple[torch.Tensor | None, ...]
 
 
-def packed_shapes(out_features: int, in_features: int, scheme: QuantScheme) -> dict[str, tuple[int, int]]:
+def packed_shapes(out_features: int, in_features: int, scheme: QuantScheme) -> dict[str, tuple[int, ...]]:
     """Shapes of the uint8 tensors that a weight ``[out_features, in_features]`` consists of under ``scheme``, by name,
     in the order of [`PACKED_FIELDS`]."""
     sizes = zip(PACKED_FIELDS, part_sizes(scheme, in_features), strict=True)
@@ -69,7 +69,7 @@ def quantize_weight(
     """Return the tensors of [`packed_shapes`] for a weight ``[N, K]``, rotated in float32 (float64 stays) before it is
     quantized where there is a ``rotation``, a deterministic one; without memory when it is a meta tensor."""
     if weight.is_meta:
-        shapes = packed_shapes(*weight.shape, scheme)
+        shapes = packed_shapes(weight.shape[0], weight.shape[1], scheme)
         return {name: torch.empty(shape, dtype=torch.uint8, device="meta") for name, shape in shapes.items()}
     rows, eager = weight.shape[0], dispatch.choose_backend(weight, scheme, backend) == "eager"
     if eager or rotation is not None:
@@ -104,8 +104,8 @@ def packed_tensor(
 ) -> MXFP4Tensor:
     """Return the tensors of [`packed_shapes`] as a [`MXFP4Tensor`] of ``length`` columns that shares their memory."""
     found = (packed.get(name) for name in PACKED_FIELDS)
-    parts = (None if tensor is None else tensor.detach() for tensor in found)
-    return MXFP4Tensor(*parts, length=length, axis=1, scheme=scheme, dtype=dtype)
+    parts = [None if tensor is None else tensor.detach() for tensor in found]
+    return MXFP4Tensor(**dict(zip(PARTS, parts, strict=True)), length=length, axis=1, scheme=scheme, dtype=dtype)
 
 
 @torch.no_grad()

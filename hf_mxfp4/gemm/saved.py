@@ -3,7 +3,7 @@
 of grouped experts are saved in the same way."""
 
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -61,9 +61,9 @@ def save_input(
         operand = input_operand(x, dtype, state, groups, fp8)
     else:
         operand = None if spec.saves_raw_input else dispatch.dequantize(packed, packed.dtype, spec.backend).to(dtype)
-    saved = x if spec.saves_raw_input else operand
-    tensors = dispatch.quantize_e4m3(saved, spec.backend) if spec.saved == "fp8" else (saved,)
-    return operand, tensors, SavedRecord(spec.saved, saved.dtype)
+    saved: Any = x if spec.saves_raw_input else operand
+    kept = dispatch.quantize_e4m3(saved, spec.backend) if spec.saved == "fp8" else (saved,)
+    return operand, kept, SavedRecord(spec.saved, saved.dtype)
 
 
 def restore_input(tensors: SavedTensors, record: SavedRecord, backend: str = "auto") -> torch.Tensor:
@@ -72,7 +72,9 @@ def restore_input(tensors: SavedTensors, record: SavedRecord, backend: str = "au
         packed = replace(record.layout, **dict(zip(PARTS, tensors, strict=True)), axis=tensors[0].dim() - 1)
         # By way of the input's dtype, as the operand is made everywhere: that of autocast may saturate elsewhere.
         return dispatch.dequantize(packed, packed.dtype).to(record.dtype)
-    return dispatch.dequantize_e4m3(*tensors, record.dtype, backend) if record.form == "fp8" else tensors[0]
+    if record.form == "fp8":
+        return dispatch.dequantize_e4m3(tensors[0], tensors[1], record.dtype, backend)
+    return tensors[0]
 
 
 def what_is_saved(spec: GemmSpec, x_dtype: torch.dtype, dtype: torch.dtype) -> str:

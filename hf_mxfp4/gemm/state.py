@@ -80,7 +80,7 @@ class GemmSpec:
     def __post_init__(self):
         scheme, fprop = self.scheme, self.scheme.fprop
         quantized_weight, rotates = isinstance(fprop.right, QuantScheme), fprop.rotation is not None
-        derived = {
+        derived: dict[str, Any] = {
             "is_plain": scheme.dgrad == scheme.wgrad == PLAIN and not rotates and not scheme.is_random,
             "draws_forward": fprop.is_random,
             "saves_raw_input": scheme.wgrad.right is not REUSE,
@@ -185,6 +185,8 @@ class GemmState:
         layer_id: int64 without axes, the number by which compiled code finds this object when it runs. As a tensor, an
             input of the graph, it lets layers of equal shapes share one graph.
     """
+
+    spec: Any  # of packed layers a PackedSpec, otherwise a GemmSpec
 
     def __init__(self, spec: GemmSpec | PackedSpec, rngs: Sequence[LayerRng] = ()):
         self.spec, self.rngs = spec, tuple(rngs)

@@ -145,7 +145,7 @@ def compare_sources(
             raise SourceError(f"{packed[0].name} stores weights under a scheme of its own; give no --scheme")
         original, stored = sorted((first, second), key=is_packed)
         return compare_packed(original, stored, Selection(tuple(include), tuple(exclude)), on_bytes)
-    selections = tuple(Selection.of(source, include, exclude) for source in (first, second))
+    selections = Selection.of(first, include, exclude), Selection.of(second, include, exclude)
     if scheme is None:
         scheme = first.scheme.weight_scheme if first.scheme else QuantScheme()
     return compare_checkpoints(first, second, scheme, selections, on_bytes)

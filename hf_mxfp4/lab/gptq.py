@@ -153,7 +153,7 @@ def round_model(
         raise ValueError("rounding needs texts to measure activations on, got none")
     model.eval()
     found, _ = find_layers(model, config.modules_to_not_convert or ())
-    schemes = {}
+    schemes: dict[nn.Module, Any] = {}
     for name, layer in found.items():
         scheme = _forward_scheme(config, name)
         if isinstance(layer, nn.Linear) and scheme is not None:

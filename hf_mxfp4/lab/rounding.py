@@ -114,7 +114,7 @@ def output_error(change: torch.Tensor, moments: torch.Tensor) -> float:
 def _rounded(rest: torch.Tensor, inverse: torch.Tensor, scheme: QuantScheme) -> torch.Tensor:
     """Values of the grid ``[N, K]``, float32. ``rest`` is consumed."""
     rounded = torch.empty_like(rest)
-    size = scheme.macro_block or _GROUP
+    size = int(scheme.macro_block or _GROUP)
     chosen = None
     if scheme.fallback_rate is not None:  # by the errors of the row as it is now; each block is then rounded by itself
         codes = quantize(rest, **dataclasses.asdict(scheme)).residual_codes

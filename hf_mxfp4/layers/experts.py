@@ -78,7 +78,7 @@ class ExpertsBase(QuantizedLayer):
 
     def _to_plain(self) -> nn.Module:
         """Return a module of the plain class with all that this one has but what `_around` and subclasses added."""
-        plain = self.plain_class.__new__(self.plain_class)
+        plain = self.plain_class.__new__(self.plain_class)  # type: ignore[call-overload]
         plain.__dict__.update(_shallow(self))
         for name in self._own_attributes():
             plain.__dict__.pop(name, None)

@@ -78,8 +78,9 @@ class WeightMatrix:
         """Return the values that the forward product takes for a value of the whole parameter, in its shape and dtype,
         where the scheme does not rotate."""
         if self.expert is None:
-            return self.layer.quantized_weight(value, value.dtype)
-        return self.layer.rows_first(self.layer.quantized_weight(self.parameter, value, value.dtype))
+            return self.layer.quantized_weight(value, value.dtype)  # type: ignore[call-arg]
+        value = self.layer.quantized_weight(self.parameter, value, value.dtype)  # type: ignore[call-arg]
+        return self.layer.rows_first(value)
 
     def packed_values(self, value: torch.Tensor) -> dict[str, torch.Tensor]:
         """Codes and scales of [`layer_values`], uint8 ``[N, ...]`` or of experts ``[E, N, ...]``, where the scheme can

@@ -110,8 +110,7 @@ class MXFP4PackedExperts(PackedLayer, ExpertsBase):
         return weight_values(packed, self.sizes[projection][2], *options)
 
     def to_experts(self, dtype: torch.dtype | None = None) -> nn.Module:
-        """Plain experts whose weights hold the dequantized values (in ``dtype``, default `compute_dtype`), laid out as
-        the model has them."""
+        """Return plain experts that hold the dequantized values (in ``dtype``, default `compute_dtype`)."""
         plain = self._to_plain()
         for name in [name for name in plain._parameters if not name.endswith("_bias")]:
             del plain._parameters[name]
@@ -173,7 +172,7 @@ class MXFP4PackedExperts(PackedLayer, ExpertsBase):
     def _input_dtype(self) -> torch.dtype:
         return self.compute_dtype
 
-    def shapes(self) -> dict[str, tuple[int, int, int]]:
+    def shapes(self) -> dict[str, tuple[int, ...]]:
         return {
             self._tensor_name(projection, field): (experts, *shape)
             for projection, (experts, rows, columns) in self.sizes.items()

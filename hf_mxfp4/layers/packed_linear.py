@@ -101,8 +101,7 @@ class MXFP4PackedLinear(PackedLayer, nn.Linear):
         self._rotation = self.config.weight_rotation
         check_rotation(self._label(), in_features, self._rotation)
         schemes = self._weight_scheme, self._activation_scheme
-        backends = self.config.backend, self._rotation, self.config.matmul_backend
-        spec = PackedSpec(*schemes, in_features, *backends)
+        spec = PackedSpec(*schemes, in_features, self.config.backend, self._rotation, self.config.matmul_backend)
         self.state = GemmState(spec)
         shapes = packed_shapes(out_features, in_features, self._weight_scheme)
         for tensor in PACKED_FIELDS:
@@ -208,7 +207,7 @@ class MXFP4PackedLinear(PackedLayer, nn.Linear):
         """``Q(x)`` in ``dtype``, rotated where the scheme rotates; without ``Q`` under a weight-only preset."""
         return quantize_input(x, dtype, self._activation_scheme, self.config.backend, self._rotation)
 
-    def shapes(self) -> dict[str, tuple[int, int]]:
+    def shapes(self) -> dict[str, tuple[int, ...]]:
         return packed_shapes(self.out_features, self.in_features, self._weight_scheme)
 
     def check(self) -> None:

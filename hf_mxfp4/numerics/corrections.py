@@ -88,8 +88,7 @@ def sum_of_squares(error: torch.Tensor) -> torch.Tensor:
 
 
 def inverse_power_of_two(amax: torch.Tensor) -> torch.Tensor:
-    """``2**-floor(log2 amax)``, to bring errors into a range whose squares neither overflow nor vanish. Its exponent is
-    cut to -126..127."""
+    """``2**-floor(log2 amax)``, cut to exponents -126..127, so that squares of errors neither overflow nor vanish."""
     exponent = (amax.view(torch.int32) >> 23) & 0xFF
     return ((254 - exponent).clamp_(1, 254) << 23).view(torch.float32)
 

@@ -69,4 +69,5 @@ def dequantize_nvfp4(
 
 def fake_quantize_nvfp4(x: torch.Tensor, tensor_scale: torch.Tensor | None = None) -> torch.Tensor:
     """Return the NVFP4 values of ``x``, in its own shape and dtype. Arguments and errors as of [`quantize_nvfp4`]."""
-    return dequantize_nvfp4(*quantize_nvfp4(x, tensor_scale), x.shape[-1], x.dtype)
+    codes, scale, tensor_scale = quantize_nvfp4(x, tensor_scale)
+    return dequantize_nvfp4(codes, scale, tensor_scale, x.shape[-1], x.dtype)

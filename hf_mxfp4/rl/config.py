@@ -48,7 +48,7 @@ _REMOVED = {
 }
 
 #: TRL's config with the removed options, so that files that have them at values without effect are still read.
-_OlderConfig = make_dataclass(
+_OlderConfig: Any = make_dataclass(
     "_OlderConfig",
     [(name, str | None, option(None, f"Removed: {new}")) for name, (_, new) in _REMOVED.items()],
     bases=(GRPOConfig,),

@@ -7,7 +7,7 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import numpy as np
 import torch
@@ -294,7 +294,7 @@ def _sums(matrix: WeightMatrix, before: torch.Tensor) -> torch.Tensor:
     # Differences in float32 and sums in float64, which not all accelerators have.
     wide = torch.promote_types(before.dtype, torch.float32)
     exact = torch.float64 if before.device.type in ("cpu", "cuda") else wide
-    old, new = (fake_quantize(weights, scheme, backend).to(wide) for weights in (before, after))
+    old, new = (fake_quantize(weights, cast(QuantScheme, scheme), backend).to(wide) for weights in (before, after))
     step = (after.to(wide) - before.to(wide)).to(exact).flatten(1)
     moved, error = (new - old).to(exact).flatten(1), (old - before.to(wide)).to(exact).flatten(1)
     along, length = (moved * step).sum(dim=1), step.square().sum(dim=1)

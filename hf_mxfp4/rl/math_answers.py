@@ -116,7 +116,7 @@ class _Worker:
 _WORKER = _Worker()
 
 
-os.register_at_fork(after_in_child=_WORKER.__init__)  # the process is the parent's
+os.register_at_fork(after_in_child=_WORKER.__init__)  # type: ignore[misc]  # the process is the parent's
 
 
 def _serve() -> None:

@@ -22,10 +22,11 @@ from transformers import Trainer, TrainerCallback, TrainerState
 from .._logging import get_logger
 from ..checkpoint import checkpoint_step, invalidate, last_complete_checkpoint, why_incomplete, write_whole_manifest
 from ..layers import random_layers
+from ..utils import Mixin
 from .callbacks import QuantizationStepCallback
 
 
-class ExactResumeMixin:
+class ExactResumeMixin(Mixin):
     """Checkpoints of a [`transformers.Trainer`] that a stopped or killed run continues from as if it had never stopped.
 
     For classes of your own: `class MyTrainer(ExactResumeMixin, Trainer)`; [`MXFP4GRPOTrainer`] has it. In addition to
@@ -302,7 +303,7 @@ class CheckpointOnExit(TrainerCallback):
         if threading.current_thread() is not threading.main_thread():
             yield
             return
-        usual = {signal.SIGTERM: signal.SIG_DFL, signal.SIGINT: signal.default_int_handler}
+        usual: dict[int, Any] = {signal.SIGTERM: signal.SIG_DFL, signal.SIGINT: signal.default_int_handler}
         taken = [number for number, handler in usual.items() if signal.getsignal(number) is handler]
         for number in taken:
             signal.signal(number, self._handle)

@@ -172,7 +172,7 @@ class MXFP4GRPOTrainer(QuantizedTrainerMixin, GRPOTrainer):
         self.reward_funcs.append(function)
         self.reward_func_names.append(function.__name__)
         self.reward_processing_classes.append(None)
-        self.reward_weights = torch.cat([self.reward_weights, torch.tensor([args.overlong_penalty])])
+        self.reward_weights = torch.cat([self.reward_weights, torch.tensor([args.overlong_penalty])])  # type: ignore[has-type]
 
     # ---- training -------------------------------------------------------------------------------------------------
 
@@ -213,7 +213,7 @@ class MXFP4GRPOTrainer(QuantizedTrainerMixin, GRPOTrainer):
             # The noise travels with the weights: a push is due even if they have not changed, to bring noise, or in
             # evaluation to take it away.
             self._last_loaded_step = -1
-        noise = contextlib.nullcontext()
+        noise: Any = contextlib.nullcontext()
         if is_noisy:
             noise = self.noise.pushed(sigma) if self.use_vllm else self.noise.active(step, sigma)
         with self._weight_copies(), noise:

@@ -171,7 +171,8 @@ class VLLMEngine:
 
     @classmethod
     def _of_server(cls, generation: Any) -> "VLLMEngine":
-        answers, client = [None], getattr(generation, "vllm_client", None)  # of the main process
+        answers: list[Any] = [None]
+        client = getattr(generation, "vllm_client", None)  # of the main process
         if client is not None:
             answers = [client.get_server_info()["model_config"]]
         broadcast_object_list(answers, from_process=0)

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`MXFP4RLQuantizer`: how transformers applies an [`MXFP4RLConfig`] to a model it loads, saves or trains; and `pack`,
-for a model in memory."""
+"""`MXFP4RLQuantizer`: how transformers applies an [`MXFP4RLConfig`] to models it loads, saves or trains; and `pack`."""
 
 import importlib
 from collections.abc import Mapping, Sequence
@@ -46,6 +45,7 @@ class MXFP4RLQuantizer(HfQuantizer):
     """
 
     requires_calibration = False
+    quantization_config: MXFP4RLConfig
 
     def __init__(self, quantization_config: MXFP4RLConfig, **kwargs):
         super().__init__(quantization_config, **kwargs)
