@@ -123,8 +123,7 @@ def usual_options(mode: str, preset: str, outlier_fallback: Any) -> dict[str, An
 
 
 def preset_gemms(preset: str, weights: QuantScheme, activations: QuantScheme) -> LinearScheme:
-    """Return the three products under a preset: ``weights`` and ``activations`` (output gradients too) wherever it
-    quantizes such an operand."""
+    """Return the products under a preset, with ``weights`` and ``activations`` (gradients too) where it quantizes."""
     left = {"w4a16": FULL, "w4a8": FP8, "w4a8g8": FP8, "w8a8": FP8}.get(preset, activations)
     fprop = GemmScheme(left, FP8 if preset == "w8a8" else weights)
     if preset in ("w4a8g8", "w4a4g8"):

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`hf-mxfp4 eval`, `smooth` and `gptq`: perplexity of schemes on a text, and checkpoints in full precision that lose
-less when they are quantized."""
+"""`hf-mxfp4 eval`, `smooth` and `gptq`: perplexity of schemes on a text, and checkpoints prepared for quantization."""
 
 from dataclasses import asdict
 from pathlib import Path

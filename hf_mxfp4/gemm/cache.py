@@ -44,8 +44,7 @@ class WeightCache:
 
     @contextlib.contextmanager
     def open(self) -> Iterator[None]:
-        """Within this context products of the models' layers, in all threads, take what is kept and add to it. An
-        exception clears it."""
+        """Let products of the models' layers, in all threads, use what is kept, and add to it. Errors clear it."""
         opened = [state for state in self._states if state.cache is None]
         for state in opened:
             state.cache = self

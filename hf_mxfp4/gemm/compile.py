@@ -38,8 +38,7 @@ _RETURNED = ("values", "values_fp8", "x_fp8", "mxfp4")
 
 
 def groups_of(ends: torch.Tensor | None, n_rows: int) -> Groups | None:
-    """Return the groups whose rows end there. Raises `ValueError` for rows of an expert that does not exist; on a GPU
-    that is found there, and stops it."""
+    """Return the groups whose rows end there. Raises `ValueError` for unknown experts; a GPU finds these and stops."""
     if ends is None:
         return None
     if ends.device.type != "cpu":

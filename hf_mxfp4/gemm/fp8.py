@@ -64,8 +64,7 @@ def fold_scales(
 
 
 def to_fp8(values: torch.Tensor) -> FP8Operand:
-    """Return quantized values ``[..., C]`` as elements and scales of rows. NaN and infinite values become NaN; elements
-    that are rounded are counted."""
+    """Return quantized values ``[..., C]`` as elements and scales of rows; count rounded ones. Infinity becomes NaN."""
     if dispatch.supports_e4m3(values):
         elements, scale, rounded = triton_kernels.to_fp8(values)
     else:

@@ -34,8 +34,7 @@ PackedWeight = tuple[torch.Tensor | None, ...]
 
 
 def packed_shapes(out_features: int, in_features: int, scheme: QuantScheme) -> dict[str, tuple[int, ...]]:
-    """Shapes of the uint8 tensors that a weight ``[out_features, in_features]`` consists of under ``scheme``, by name,
-    in the order of [`PACKED_FIELDS`]."""
+    """Return the shapes of a weight's uint8 tensors under ``scheme``, by name, in the order of [`PACKED_FIELDS`]."""
     sizes = zip(PACKED_FIELDS, part_sizes(scheme, in_features), strict=True)
     return {name: (out_features, size) for name, size in sizes if size is not None}
 
@@ -100,17 +99,18 @@ def quantize_experts(
 
 
 def packed_tensor(
-    packed: Mapping[str, torch.Tensor | None], length: int, scheme: QuantScheme, dtype: torch.dtype
+    packed: Mapping[str, torch.Tensor | None] | PackedWeight, length: int, scheme: QuantScheme, dtype: torch.dtype
 ) -> MXFP4Tensor:
-    """Return the tensors of [`packed_shapes`] as a [`MXFP4Tensor`] of ``length`` columns that shares their memory."""
-    found = (packed.get(name) for name in PACKED_FIELDS)
-    parts = [None if tensor is None else tensor.detach() for tensor in found]
+    """Return the tensors of [`packed_shapes`], by name or in the order of `PACKED_FIELDS`, as a [`MXFP4Tensor`] of
+    ``length`` columns that shares their memory."""
+    found = packed if isinstance(packed, tuple) else (packed.get(name) for name in PACKED_FIELDS)
+    parts = (None if tensor is None else tensor.detach() for tensor in found)
     return MXFP4Tensor(**dict(zip(PARTS, parts, strict=True)), length=length, axis=1, scheme=scheme, dtype=dtype)
 
 
 @torch.no_grad()
 def weight_values(
-    packed: Mapping[str, torch.Tensor | None],
+    packed: Mapping[str, torch.Tensor | None] | PackedWeight,
     length: int,
     scheme: QuantScheme,
     dtype: torch.dtype,

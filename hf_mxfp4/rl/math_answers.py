@@ -23,8 +23,7 @@ _MEMORY_BYTES = 4 << 30
 
 
 def extract_boxed(text: str) -> str | None:
-    r"""Return the content of the last ``\boxed{...}`` of ``text``, or None when there is none or its braces are not
-    closed, as in a truncated completion."""
+    r"""Return the content of the last ``\boxed{...}`` of ``text``, or None without one or with open braces."""
     _, marker, tail = text.rpartition("\\boxed{")
     depth, escaped = 1, False
     for end, character in enumerate(tail if marker else ""):

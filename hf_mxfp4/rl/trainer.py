@@ -316,8 +316,7 @@ class MXFP4GRPOTrainer(QuantizedTrainerMixin, GRPOTrainer):
     # ---- checkpoints ----------------------------------------------------------------------------------------------
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
-        """[`trl.GRPOTrainer.create_model_card`], without links to `None` where the model comes from a folder, and with
-        the import that MXFP4 layers need."""
+        """[`trl.GRPOTrainer.create_model_card`], without links to `None`, with the import that MXFP4 layers need."""
         with decoration():
             super().create_model_card(*args, **kwargs)
             if self.is_world_process_zero():

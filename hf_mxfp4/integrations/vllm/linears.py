@@ -29,8 +29,7 @@ from .weight_loading import ExpectedLayers
 
 @torch.library.custom_op("mxfp4_rl::quantize_input", mutates_args=())
 def quantize_input(x: torch.Tensor, scheme: str, backend: str) -> torch.Tensor:
-    """Return ``Q(x)`` along the last axis, in the dtype of ``x``, by a scheme or ``"fp8"``: one operator, so that vLLM
-    can compile the model around it."""
+    """Return ``Q(x)`` along the last axis, in its dtype, by a scheme or ``"fp8"``: one operator, for compilers."""
     return quantize(x, x.dtype, read_input_scheme(scheme), backend).contiguous()
 
 
