@@ -84,9 +84,9 @@ def dequantize(tensor: MXFP4Tensor, dtype: torch.dtype) -> torch.Tensor:
     return out.movedim(-1, tensor.axis)
 
 
-def quantize_e4m3(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """[`hf_mxfp4.numerics.quantize_e4m3`] of a tensor that the kernels support."""
-    return mxfp4_kernels.to_fp8(x, torch.uint8)
+def quantize_e4m3(x: torch.Tensor, scale_dtype: torch.dtype = torch.uint8) -> tuple[torch.Tensor, torch.Tensor]:
+    """[`hf_mxfp4.backends.quantize_e4m3`] of a tensor that the kernels support."""
+    return mxfp4_kernels.to_fp8(x, scale_dtype)
 
 
 def dequantize_e4m3(elements: torch.Tensor, byte: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -294,11 +294,14 @@ def _product(
     ``quantized``; with groups ``right [e, C, D]`` for the rows of each expert."""
     scheme: GemmScheme = getattr(spec.scheme, gemm)
     found = isinstance(right, FP8Operand)
-    left, right = right.folded(left, groups) if found else (left, right.t())
-    if (gemm, scheme.right) == ("dgrad", REUSE):  # whose weight is an FP8Operand where the product is FP8
-        fp8 = found
+    if found:
+        left, scale = fold_scales(left, right.scale, groups)
+        right = FP8Operand(right.elements.mT.contiguous(), scale)
     else:
-        fp8 = runs_on_fp8(gemm, spec, left, left.dtype, (*left.shape, (right.elements if found else right).shape[0]))
+        right = right.t()
+    size = *left.shape, (right.elements if found else right).shape[0]
+    is_known = (gemm, scheme.right) == ("dgrad", REUSE)  # whose weight is an FP8Operand where the product is FP8
+    fp8 = found if is_known else runs_on_fp8(gemm, spec, left, left.dtype, size)
     if found and not fp8:
         right = right.values(left.dtype, spec.backend)
     operands = []
@@ -307,7 +310,7 @@ def _product(
             values = quantized
         elif fp8 and precision is FP8:
             rotated = rotate_operand(values, scheme.rotation, gemm, rng, spec.backend)
-            values = FP8Operand.of_bytes(*dispatch.quantize_e4m3(rotated, spec.backend))
+            values = FP8Operand(*dispatch.quantize_e4m3(rotated, spec.backend, torch.float32))
         elif scheme.rotation is not None or precision not in (FULL, REUSE):
             if name == "weight":
                 count_weight(values, gemm)
