@@ -70,6 +70,6 @@ def test_gradients_are_central_differences_in_the_dequantized_operands(preset, b
     rounding = 1e-12 if backend == "dense" else 1e-6
     for found, wanted in zip((y.detach(), *(leaf.grad for leaf in leaves)), expected, strict=True):
         torch.testing.assert_close(found.double(), wanted, rtol=rounding, atol=rounding * float(wanted.abs().max()))
-    assert not torch.equal(x_q, x.detach().double()) and not torch.equal(w_q[0], weight[0].detach().double())
-    if backend == "fp8" and preset == "w4a8g8" and counts is None:
-        assert all(matmul_counts()[gemm] == {"fp8": 1} for gemm in ("fprop", "dgrad", "wgrad"))
+    if backend == "fp8" and counts is None:
+        on_fp8 = {"default": (), "w4a8g8": ("fprop", "dgrad", "wgrad")}.get(preset, ("fprop",))
+        assert [gemm for gemm, found in matmul_counts().items() if found == {"fp8": 1}] == list(on_fp8)
