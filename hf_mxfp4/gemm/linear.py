@@ -293,17 +293,7 @@ def _product(
     """Multiply ``left [R, C] right[C, D]``, both quantized along C, in the dtype of ``left``, which may already be
     ``quantized``; with groups ``right [e, C, D]`` for the rows of each expert."""
     scheme: GemmScheme = getattr(spec.scheme, gemm)
-    found = isinstance(right, FP8Operand)
-    if found:
-        left, scale = fold_scales(left, right.scale, groups)
-        right = FP8Operand(right.elements.mT.contiguous(), scale)
-    else:
-        right = right.t()
-    size = *left.shape, (right.elements if found else right).shape[0]
-    is_known = (gemm, scheme.right) == ("dgrad", REUSE)  # whose weight is an FP8Operand where the product is FP8
-    fp8 = found if is_known else runs_on_fp8(gemm, spec, left, left.dtype, size)
-    if found and not fp8:
-        right = right.values(left.dtype, spec.backend)
+    left, right, fp8 = _oriented(gemm, left, right, spec, groups)
     operands = []
     for name, values, precision in zip(GEMM_OPERANDS[gemm], (left, right), (scheme.left, scheme.right), strict=True):
         if quantized is not None and values is left:
@@ -321,6 +311,24 @@ def _product(
             values = quantize_operand(values, precision, gemm, name, rng, spec.backend, **options)
         operands.append(values if isinstance(values, FP8Operand) else values.to(left.dtype))
     return multiply(gemm, *operands, spec, groups=groups, fp8_dtype=left.dtype if fp8 else None)
+
+
+def _oriented(
+    gemm: str, left: torch.Tensor, right: torch.Tensor | FP8Operand, spec: GemmSpec, groups: Groups | None
+) -> tuple[torch.Tensor, torch.Tensor | FP8Operand, bool]:
+    """The operands of [`_product`] with ``right [D, C]``, whose scales along C are in ``left``, and whether FP8 tensor
+    cores multiply them."""
+    found = isinstance(right, FP8Operand)
+    if found:
+        left, scale = fold_scales(left, right.scale, groups)
+        right = FP8Operand(right.elements.mT.contiguous(), scale)
+    else:
+        right = right.t()
+    if gemm == "dgrad" and spec.reuses_weight:
+        return left, right, found  # the weight is an FP8Operand where they do
+    size = *left.shape, (right.elements if found else right).shape[0]
+    fp8 = runs_on_fp8(gemm, spec, left, left.dtype, size)
+    return left, right.values(left.dtype, spec.backend) if found and not fp8 else right, fp8
 
 
 def _count_pass(state: GemmState, groups: Groups | None) -> None:
