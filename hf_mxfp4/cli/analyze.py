@@ -93,7 +93,7 @@ def _show(analysis: "Analysis") -> None:
 
 def compare(
     model: Annotated[str, typer.Argument(metavar="A", help="A checkpoint, as for analyze.")],
-    other: Annotated[str | None, typer.Argument(metavar="B", help="Another checkpoint, plain or packed.")] = None,
+    other: Annotated[str, typer.Argument(metavar="B", help="Another checkpoint, plain or packed.")],
     scheme: SchemeOption = None,
     include: IncludeOption = None,
     exclude: SkipOption = None,
@@ -109,8 +109,6 @@ def compare(
     packed checkpoint (also one of compressed-tensors, Quark or gpt-oss) the weights are taken as they are stored.
     """
     schemes = schemes_of(scheme or ())
-    if other is None:
-        fail("give a second checkpoint; hf-mxfp4 analyze A --scheme X --scheme Y compares schemes")
     if len(schemes) > 1:
         fail("two checkpoints are compared under one scheme; give --scheme once at most")
     from ..lab import compare_sources, open_source, write_comparison

@@ -28,14 +28,6 @@ if TYPE_CHECKING:
 
 
 _HOW = "save_pretrained, hf-mxfp4 pack, export and import write them; hf-mxfp4 verify --add does for a folder as it is"
-#: What the actions of a report are called in sentences.
-_ACTIONS = {
-    "kept": "kept byte for byte",
-    "packed": "quantized from full precision",
-    "requantized": "quantized again",
-    "dequantized": "dequantized to bfloat16",
-    "left": "left in full precision",
-}
 
 
 def pack(
@@ -181,7 +173,7 @@ def _scheme_for(source: Path, **options: Any) -> "MXFP4RLConfig | None":
 
 def _show(report: "ConversionReport", as_json: bool) -> None:
     """Print what was done to each type of layer, what it cost and what it saved, on standard output."""
-    from ..checkpoint import bits_per_weight
+    from ..checkpoint import ACTIONS, bits_per_weight
     from ..lab.layers import conversion_rows
 
     if as_json:
@@ -192,7 +184,7 @@ def _show(report: "ConversionReport", as_json: bool) -> None:
         title = report.scheme if report.weights is None else f"weights in {report.weights}"
         headings = ["type of layer", "layers", "what", "SQNR dB: median", "worst", "bits per weight"]
         print_table(title, headings, conversion_rows(report.layers))
-    actions = {**_ACTIONS, "kept": "kept, with rewritten scales"} if blocks else _ACTIONS
+    actions = {**ACTIONS, "kept": "kept, with rewritten scales"} if blocks else ACTIONS
     counts = ", ".join(f"{count} {actions[action]}" for action, count in report.counts().items())
     say(f"{report.path}: {report.format}, {report.n_layers} layers: {counts}")
     say(f"weights: {report.error()}")
@@ -206,7 +198,7 @@ def _show(report: "ConversionReport", as_json: bool) -> None:
         if cost.reason and not any(cost.reason in note for note in report.notes):
             reasons[cost.action, cost.reason] += cost.matrices
     for (action, reason), count in reasons.items():
-        say(f"{count} layers were {_ACTIONS[action]}: {reason}.")
+        say(f"{count} layers were {ACTIONS[action]}: {reason}.")
     for note in report.notes:
         say(note)
     if report.file is not None:

@@ -10,10 +10,12 @@ from statistics import median
 import torch
 
 from ..checkpoint import LayerCost, StoredTensor, bits_per_weight
-from ..module_names import ALWAYS_SKIPPED, CONV1D_MODELS, name_matches
+from ..module_names import ALWAYS_SKIPPED, name_matches
 from .source import Source
 
 
+#: Architectures that keep their projections in transformers' `Conv1D`, which is no linear layer to the quantizer.
+CONV1D_MODELS = ("gpt2", "openai-gpt", "imagegpt", "decision_transformer")
 _FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 #: Architectures whose fused experts are ``[experts, in, out]``, contracted along the middle axis.
 _TRANSPOSED_EXPERTS = ("gpt_oss", "llama4", "llama4_text", "aria", "aria_text", "openai_privacy_filter")

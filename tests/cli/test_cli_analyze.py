@@ -184,7 +184,7 @@ def test_ctrl_c_and_on(checkpoint, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "give a second checkpoint; hf-mxfp4 analyze A --scheme X --scheme Y compares schemes"),
+        ([], "Missing argument 'B'"),
         (["{model}", "--scheme", "rceil", "--scheme", "even"], "--scheme once at most"),
         (["gone/gone/gone"], "does not exist"),
     ],
