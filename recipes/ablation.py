@@ -20,7 +20,6 @@ import json
 import shlex
 import signal
 import sys
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -30,26 +29,12 @@ from rich.table import Table
 from rich.text import Text
 
 from hf_mxfp4.files import lock, replace_file
-from recipes.ablations.grid import Grid, read_grid
+from recipes.ablations.grid import Grid, check_cells, read_grid
 from recipes.ablations.results import draw_accuracy, make_records, markdown, table_rows
 from recipes.ablations.runner import run_grid
 from recipes.common.options import option, read_command, read_words
 from recipes.common.reporting import console, tell
 from recipes.post_training.arguments import GROUPS
-
-
-# TRL's own default still has the old name of this option.
-warnings.filterwarnings("ignore", category=FutureWarning, message=".*gradient_checkpointing.*")
-_REMOVED = {
-    "rehearse": (
-        False,
-        "try the cells: --max_steps 2 --n_train 64 --n_test 8 --model_name_or_path SMALL --out DIR",
-    ),
-    "records": ("", "copy the output folders of the other machines into this one, and give --report_only"),
-    "models": (None, "there is a file for each model"),
-    "dry_run": (False, "the file lists the cells, and all are checked before the first run"),
-    "rerun": (False, "remove the folders of the runs that are to be made again"),
-}
 
 
 @dataclass
@@ -66,7 +51,7 @@ class GridArguments:
 
 def parse(argv: Sequence[str]) -> tuple[str, GridArguments, dict[str, Any]]:
     """Parse the command line: the file of the grid, its options, and those of `grpo.py`."""
-    own, words = read_words(argv, (GridArguments,), removed=_REMOVED, description=__doc__)
+    own, words = read_words(argv, (GridArguments,), description=__doc__)
     path = own.pop("config", None)
     if not path:
         raise ValueError("name a grid with --config, such as recipes/configs/ablation_cpu.yaml")
@@ -83,8 +68,7 @@ def main(argv: list[str]) -> int:
         changes = {"output": arguments.out, "launcher": arguments.launcher, "options": options}
         only, seeds = (text and text.split(",") for text in (arguments.only, arguments.seeds))
         grid = read_grid(path, only=only, seeds=seeds and list(map(int, seeds)), **changes)
-        for run in grid.runs:
-            run.parse()
+        check_cells(grid, options)
         grid.output.mkdir(parents=True, exist_ok=True)
         signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # runs end with this process
         with (grid.output / ".lock").open("w") as file:

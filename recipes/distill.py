@@ -5,8 +5,9 @@
 
 Without `--config` it runs `distill_tiny_cpu.yaml`, unless another model or task is named. Every option of the recipe,
 of `MXFP4RLConfig`, of `MXFP4DistillationConfig` and of `ModelConfig` can stand in the YAML file or on the command
-line, which wins. The teacher is the checkpoint in full precision; name the original with `teacher_model_name_or_path`
-when the student starts from a smoothed or packed one. Held-out texts are evaluated before, while and after it trains.
+line, which wins. The teacher is the checkpoint in full precision, as it was before `smooth_strength` and `gptq` prepare
+it for the student; name the original with `teacher_model_name_or_path` when the model is a prepared or packed one.
+Held-out texts are evaluated before, while and after it trains; `max_steps: 0` evaluates alone.
 """
 
 if __name__ == "__main__" and not __package__:
@@ -30,7 +31,7 @@ from recipes.common.reporting import INPUT_ERRORS, TrainingBar, console, errors_
 from recipes.post_training import output as files
 from recipes.post_training.arguments import DistillArguments, Options, parse_or_exit
 from recipes.post_training.policy import find_start, load_policy, prepare_start
-from recipes.tasks import Task
+from recipes.tasks import Task, of_task
 
 
 DEMO = Path(__file__).parent / "configs" / "distill_tiny_cpu.yaml"
@@ -52,7 +53,10 @@ def main(argv: list[str]) -> dict[str, Any]:
         task = None if recipe.text and recipe.eval_text else recipe.load_task()
     start = find_start(options)
     options = options._replace(quantization=start.scheme)
-    start, origin = prepare_start(start, options, task, output / "base")
+    whole = start.name or str(output / "base")
+    start, origin = prepare_start(start, options, task, output)
+    if start.name != whole:
+        training.teacher_model_name_or_path = training.teacher_model_name_or_path or whole
     student, tokenizer = load_policy(start, options)
     training.allow_full_precision = training.allow_full_precision or recipe.full_precision
     with errors_as_messages(*INPUT_ERRORS):
@@ -78,8 +82,9 @@ def main(argv: list[str]) -> dict[str, Any]:
 
     resumed_from = files.resume_choice(training)
     training.eval_on_start = resumed_from is None  # a checkpoint has the numbers of its start
-    with report.on_exit(trainer):
-        trainer.train(resume_from_checkpoint=resumed_from)
+    if training.max_steps:
+        with report.on_exit(trainer):
+            trainer.train(resume_from_checkpoint=resumed_from)
     before, after = measured(trainer, 0), measured(trainer, trainer.state.global_step)
     saved = output / "student" if recipe.save_student else None
     if saved is not None:
@@ -130,24 +135,12 @@ def datasets_of(options: Options, task: Task | None, tokenizer: Any) -> tuple[Da
     return learned, held_out
 
 
-def of_task(problems: Dataset, learn: str) -> Dataset:
-    """Return the rows of a task in the form that ``learn`` asks for."""
-    if learn == "generated":
-        return problems.select_columns(["prompt"])
-    if learn == "completion":
-        return problems.select_columns(["prompt", "completion"])
-    if isinstance(problems[0]["prompt"], str):
-        return Dataset.from_dict({"text": [row["prompt"] + row["completion"] for row in problems]})
-    messages = [[*row["prompt"], {"role": "assistant", "content": row["completion"]}] for row in problems]
-    return Dataset.from_dict({"messages": messages})
-
-
 def measured(trainer: MXFP4DistillationTrainer, step: int) -> dict[str, dict[str, float]]:
     """Return divergence and perplexities by the name of the held-out text at a step; evaluate now if it is the last
     one and was not evaluated."""
     history = trainer.state.log_history
     kinds = {f"eval_{name}_kl" for name in trainer.eval_dataset}
-    if step and not any(line["step"] == step and line.keys() & kinds for line in history):
+    if step == trainer.state.global_step and not any(line["step"] == step and line.keys() & kinds for line in history):
         trainer.evaluate()
     lines = [line for line in history if line["step"] == step]
     return {

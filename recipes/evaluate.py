@@ -137,9 +137,7 @@ def _open_files(
         "max_new_tokens": options.max_new_tokens,
         "scores": _digest([path.read_text() for path in sorted(sources)]),
     }
-    files = {}
-    if not options.no_greedy:
-        files[False] = CompletionFile(folder / "greedy.jsonl", common, options.overwrite)
+    files = {False: CompletionFile(folder / "greedy.jsonl", common, options.overwrite)}
     if options.samples:
         sampling = {"temperature": options.temperature, "top_p": options.top_p, "seed": options.seed}
         files[True] = CompletionFile(folder / "samples.jsonl", {**common, **sampling}, options.overwrite)
@@ -156,7 +154,7 @@ def _plan(lengths: Sequence[int], options: EvaluationArguments) -> list[Batch]:
     longest prompts come first: what does not fit into memory fails at once, and batches have little padding."""
     order = sorted(range(len(lengths)), key=lambda row: -lengths[row])
     groups = [tuple(order[start : start + options.batch_size]) for start in range(0, len(order), options.batch_size)]
-    batches = [] if options.no_greedy else [Batch(rows) for rows in groups]
+    batches = [Batch(rows) for rows in groups]
     for sample in range(options.samples):
         batches += [Batch(rows, sample, int(_digest([options.seed, sample, rows[0]]), 16)) for rows in groups]
     return batches
@@ -181,7 +179,6 @@ def _complete(
         max_new_tokens=options.max_new_tokens,
         temperature=options.temperature,
         top_p=options.top_p,
-        cache_weights=not options.no_weight_cache,
     )
     bar = {"total": len(wanted), "initial": len(wanted) - len(todo), "desc": "evaluating", "unit": "completion"}
     try:

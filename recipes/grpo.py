@@ -6,7 +6,7 @@
 Without `--config` it runs `tiny_cpu.yaml`, unless another model or task is named. Every option of the recipe, of
 `MXFP4RLConfig`, of `MXFP4GRPOConfig` and of TRL's `ModelConfig` can stand in the YAML file or on the command line. The
 command line wins, and a preset or mode there resets what the file says of the scheme. A model that is an adapter is
-trained further.
+trained further; `max_steps: 0` evaluates alone.
 """
 
 if __name__ == "__main__" and not __package__:
@@ -14,7 +14,6 @@ if __name__ == "__main__" and not __package__:
 
 import sys
 import time
-import warnings
 from pathlib import Path
 
 from accelerate import PartialState
@@ -28,10 +27,6 @@ from recipes.post_training import output as files
 from recipes.post_training.arguments import parse_or_exit
 from recipes.post_training.evaluation import EvaluationCallback, PolicyEvaluation
 from recipes.post_training.policy import find_start, load_policy, load_saved, prepare_start
-
-
-# TRL's own default still has the old name of this option.
-warnings.filterwarnings("ignore", category=FutureWarning, message=".*gradient_checkpointing.*")
 
 
 def main(argv: list[str]) -> dict:
@@ -50,7 +45,8 @@ def main(argv: list[str]) -> dict:
     options = options._replace(quantization=start.scheme)
     tell("scheme", "full precision" if recipe.full_precision else start.scheme.describe())
 
-    start, origin = prepare_start(start, options, task, output / "base")
+    start, origin = prepare_start(start, options, task, output)
+    origin += f", sampled under {recipe.rollout_scheme}" if recipe.rollout_scheme else ""
     policy, tokenizer = load_policy(start, options)
     training.allow_full_precision = training.allow_full_precision or recipe.full_precision
     trainer = MXFP4GRPOTrainer(
@@ -75,9 +71,10 @@ def main(argv: list[str]) -> dict:
         trainer.add_callback(report)
     before = evaluate.before_training() if recipe.evaluate_before else None
     evaluate.report("before RL", before)
-    with report.on_exit(trainer):
-        trainer.train(resume_from_checkpoint=files.resume_choice(training))
-    after = evaluate("evaluating after RL")
+    if training.max_steps:
+        with report.on_exit(trainer):
+            trainer.train(resume_from_checkpoint=files.resume_choice(training))
+    after = evaluate("evaluating after RL") if training.max_steps or before is None else before
     evaluate.report("after RL", after)
 
     saved = output / "policy" if recipe.save_policy else None

@@ -86,7 +86,8 @@ def dequantize(tensor: MXFP4Tensor, dtype: torch.dtype) -> torch.Tensor:
     """[`MXFP4Tensor.dequantize`] of CPU tensors; ``dtype`` is float32, bfloat16 or float16."""
     leading = tensor.codes.shape[:-1]
     out = torch.empty(*leading, tensor.length, dtype=dtype)
-    _dequantize_into(out, _checked_parts(tensor, leading), tensor.scheme)
+    parts = library.checked_parts(tensor.parts, leading, _part_sizes(tensor.scheme, tensor.length))
+    _dequantize_into(out, parts, tensor.scheme)
     return out.movedim(-1, tensor.axis)
 
 
@@ -123,10 +124,6 @@ def _macro_blocks(scheme: QuantScheme, length: int) -> int:
     return 1 if scheme.macro_block is None else scheme.macro_block // BLOCK_SIZE
 
 
-def _checked_parts(tensor: MXFP4Tensor, leading: Sequence[int]) -> list[torch.Tensor | None]:
-    return library.checked_parts(tensor.parts, leading, _part_sizes(tensor.scheme, tensor.length))
-
-
 def _agrees_with_the_reference() -> bool:
     """A compiler that does not keep to the arithmetic as written must not go unnoticed."""
     generator = torch.Generator().manual_seed(0)
@@ -148,46 +145,6 @@ def _agrees_with_the_reference() -> bool:
 
 
 # ---- products with packed weights -----------------------------------------------------------------------------------
-
-
-def product(x: torch.Tensor, weight: MXFP4Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """``x Q(W)^T + b`` of CPU tensors, without gradients.
-
-    Of up to [`most_rows`] rows sums are in float32, of exact products up to the rounding of a macro factor, and rounded
-    once, the same whatever the number of threads; of more, ``Q(W)`` is rounded to the dtype of ``x`` first, in panels.
-
-    Args:
-        x: ``[..., K]`` float32, bfloat16 or float16.
-        weight: ``[N, K]``, quantized along its last axis.
-        bias: ``[N]`` in the dtype of ``x``.
-
-    Returns:
-        ``[..., N]`` in the dtype of ``x``.
-
-    Raises:
-        ValueError: ``x``, the weight and the bias do not fit together.
-        RuntimeError: one of them is not on the CPU, or its memory was freed.
-    """
-    if x.numel() > most_rows() * weight.length and weight.codes.shape[0]:
-        return _by_panels(x, weight, bias)
-    return _on_codes(x, weight, bias)
-
-
-def grouped_product(
-    x: torch.Tensor, weight: MXFP4Tensor, ends: torch.Tensor, bias: torch.Tensor | None = None
-) -> torch.Tensor:
-    """[`product`] of each expert's rows with its own weight, all on the codes.
-
-    Args:
-        x: ``[S, K]``, rows sorted by expert.
-        weight: ``[experts, N, K]``, quantized along its last axis.
-        ends: int32 ``[experts]`` on the CPU, where the rows of each end.
-        bias: ``[experts, N]`` in the dtype of ``x``.
-
-    Returns:
-        ``[S, N]`` in the dtype of ``x``.
-    """
-    return _on_codes(x, weight, bias, ends)
 
 
 @functools.cache
@@ -213,10 +170,30 @@ def _prepared(
     return arguments, library.load()[0].mxfp4_product, part_sizes(scheme, in_features)
 
 
-def _on_codes(
-    x: torch.Tensor, weight: MXFP4Tensor, bias: torch.Tensor | None, ends: torch.Tensor | None = None
+def product(
+    x: torch.Tensor, weight: MXFP4Tensor, bias: torch.Tensor | None = None, ends: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """[`product`], or [`grouped_product`] with the ``ends`` of rows."""
+    """``x Q(W)^T + b`` of CPU tensors, without gradients; with ``ends`` of each expert's rows with its own weight.
+
+    Of up to [`most_rows`] rows, and of experts, sums are in float32, of exact products up to the rounding of a macro
+    factor, and rounded once, the same whatever the number of threads; of more, ``Q(W)`` is rounded to the dtype of
+    ``x`` first, in panels.
+
+    Args:
+        x: ``[..., K]`` float32, bfloat16 or float16; of experts ``[S, K]``, rows sorted by expert.
+        weight: ``[N, K]`` or ``[experts, N, K]``, quantized along its last axis.
+        bias: ``[N]`` or ``[experts, N]`` in the dtype of ``x``.
+        ends: int32 ``[experts]`` on the CPU, where the rows of each end.
+
+    Returns:
+        ``[..., N]`` in the dtype of ``x``.
+
+    Raises:
+        ValueError: ``x``, the weight and the bias do not fit together.
+        RuntimeError: one of them is not on the CPU, or its memory was freed.
+    """
+    if ends is None and x.numel() > most_rows() * weight.length and weight.codes.shape[0]:
+        return _by_panels(x, weight, bias)
     in_features, out_features = weight.length, weight.codes.shape[-2]
     common, function, sizes = _prepared(weight.scheme, in_features, out_features, x.dtype)
     leading = (out_features,) if ends is None else (len(ends), out_features)
@@ -253,7 +230,7 @@ def _by_panels(x: torch.Tensor, weight: MXFP4Tensor, bias: torch.Tensor | None) 
     least = _PANEL_ROWS[torch.get_num_threads() > 1]
     rows = min(out_features, max(least, _PANEL // max(1, length)))
     panel = torch.empty(rows, length, dtype=x.dtype)
-    parts = _checked_parts(weight, (out_features,))
+    parts = library.checked_parts(weight.parts, (out_features,), _part_sizes(weight.scheme, length))
     out = x.new_empty(*x.shape[:-1], out_features) if rows < out_features else None
     for start in range(0, out_features, rows):
         stop = min(start + rows, out_features)

@@ -12,7 +12,7 @@ from torch._C._functorch import is_functorch_wrapped_tensor
 
 from .. import numerics
 from ..numerics import MXFP4Tensor, QuantScheme, apply_scheme, part_sizes
-from ..numerics.rng import noise_source
+from ..numerics.rng import check_seed
 from . import cpu
 from . import triton as triton_kernels
 from .self_check import is_verified
@@ -100,9 +100,8 @@ def is_torchs_own(x: torch.Tensor) -> bool:
 
 
 def needs_operator(x: torch.Tensor) -> bool:
-    """Return whether an operator stands for what runs on a tensor's memory: where Dynamo traces, and inside
-    `torch.vmap` and `torch.func.jvp`."""
-    return type(x) in _OWN_TYPES and (torch.compiler.is_compiling() or is_functorch_wrapped_tensor(x))
+    """Return whether an operator stands for what runs on a tensor's memory: where Dynamo traces."""
+    return type(x) in _OWN_TYPES and torch.compiler.is_compiling()
 
 
 def widest_float(device: torch.device) -> torch.dtype:
@@ -131,7 +130,7 @@ def fake_quantize(
     or of the ``dtype`` given.
     """
     if seed is not None:
-        noise_source(scheme.rounding, None, seed)
+        check_seed(scheme.rounding, seed)
     name = choose_backend(x, scheme, backend, seed)
     if name == "eager" and rotation is None and scheme.rounding == "nearest" and needs_operator(x):
         values = torch.ops.hf_mxfp4.fake_quantize(x.detach(), str(scheme), backend)
@@ -150,6 +149,8 @@ def quantize(
 ) -> MXFP4Tensor:
     """[`hf_mxfp4.numerics.quantize`] on the backend named or the fastest. The tensor's `dequantize` takes the fastest
     too."""
+    if seed is not None:
+        check_seed(scheme.rounding, seed)
     axis %= x.dim()
     if scheme.rounding == "nearest" and needs_operator(x):
         parts = torch.ops.hf_mxfp4.quantize(x.detach().movedim(axis, -1), str(scheme), backend)
@@ -188,25 +189,19 @@ def dequantize(tensor: MXFP4Tensor, dtype: torch.dtype, backend: str = "auto") -
 
 
 def rotate_rows(
-    x: torch.Tensor,
-    size: int,
-    backend: str = "auto",
-    *,
-    signs: torch.Tensor | None = None,
-    dtype: torch.dtype | None = None,
+    x: torch.Tensor, size: int, backend: str = "auto", *, signs: torch.Tensor | None = None
 ) -> torch.Tensor:
     """``x`` padded with zeros along its last axis to a multiple of ``size`` and rotated in float32 (float64 stays) by
-    [`hf_mxfp4.numerics.rotate`], in that dtype or the ``dtype`` given. On a CPU in fused C++ where there are no
-    ``signs``, unless the ``backend`` is the eager one."""
+    [`hf_mxfp4.numerics.rotate`]. On a CPU in fused C++ where there are no ``signs``, unless the ``backend`` is the
+    eager one."""
     padding = -x.shape[-1] % size
     if padding:
         x = F.pad(x, (0, padding))
     has_memory = not torch.compiler.is_compiling() and is_torchs_own(x)
     is_fused = has_memory and signs is None and backend in ("auto", "cpu") and x.is_cpu and x.dtype in cpu.TYPES
     if is_fused and not (x.requires_grad and torch.is_grad_enabled()) and cpu.library_problem() is None:
-        return cpu.library.rotate(x, size, dtype or torch.float32)
-    values = numerics.rotate(x if x.dtype == torch.float64 else x.float(), size, signs=signs)
-    return values if dtype is None else values.to(dtype)
+        return cpu.library.rotate(x, size)
+    return numerics.rotate(x if x.dtype == torch.float64 else x.float(), size, signs=signs)
 
 
 def quantize_e4m3(x: torch.Tensor, backend: str = "auto") -> tuple[torch.Tensor, torch.Tensor]:

@@ -62,10 +62,6 @@ class WeightCache:
         """Let go what is kept. To be called when weights have changed or are about to."""
         self._kept.clear()
 
-    def forget(self, key: Hashable) -> None:
-        """Let go what is kept for one key."""
-        self._kept.pop(key, None)
-
     def find(self, weight: torch.Tensor, key: Hashable) -> Any:
         """What is kept for this weight and key, or `None`."""
         kept = self._kept.get(key)

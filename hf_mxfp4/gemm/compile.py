@@ -121,23 +121,6 @@ def _(codes, scale, macro, residual_codes, residual_scale, length, scheme, dtype
     return torch.empty(*codes.shape[:-1], length, dtype=dtype, device=codes.device)
 
 
-def _define_vmap(operator: torch.library.CustomOpDef) -> None:
-    """Under `torch.vmap`, run an operator on all tensors at once: rows do not depend on each other."""
-
-    def batched(info, axes, *arguments):
-        moved = [x if axis is None else x.movedim(axis, 0) for x, axis in zip(arguments, axes, strict=True)]
-        out = operator(*moved)
-        if isinstance(out, torch.Tensor):
-            return out, 0
-        return out, tuple(0 if part.numel() else None for part in out)  # parts that the scheme does not have are empty
-
-    operator.register_vmap(batched)
-
-
-for _operator in (_fake_quantize, _quantize, _dequantize):
-    _define_vmap(_operator)
-
-
 # ---- trainable weights ----------------------------------------------------------------------------------------------
 
 

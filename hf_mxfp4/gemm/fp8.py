@@ -36,17 +36,31 @@ class FP8Operand(NamedTuple):
         return self.scale.expand(*self.elements.shape[:-1], 1).squeeze(-1).contiguous()
 
     def folded(self, grad: torch.Tensor, groups: Groups | None = None) -> tuple[torch.Tensor, "FP8Operand"]:
-        """Return a gradient ``[M, R]`` and the transpose ``[..., C, R]`` of this operand, with the product over R that
-        the two have: scales of rows, which are summed over, go into the gradient, but for the largest of a matrix."""
-        scale = self.scale
-        if scale.shape[-2] > 1:
-            scale = scale.amax(dim=-2, keepdim=True)
-            factors = (self.scale / scale).squeeze(-1)
-            factors = factors if groups is None else groups.per_row(factors)
-            # bfloat16 has all powers of two that float32 has as normal numbers.
-            factors = factors.to(grad.dtype) if grad.dtype == torch.bfloat16 else factors
-            grad = (grad * factors).to(grad.dtype)
+        """Return a gradient ``[M, R]`` and the transpose ``[..., C, R]`` of this operand, with one scale for each
+        matrix, for the product over R that the two have; see [`fold_scales`]."""
+        grad, scale = fold_scales(grad, self.scale, groups)
         return grad, FP8Operand(self.elements.mT.contiguous(), scale)
+
+    def values(self, dtype: torch.dtype, backend: str) -> torch.Tensor:
+        """The values ``[..., R, C]`` in ``dtype``."""
+        byte = self.scale.to(torch.float8_e8m0fnu).view(torch.uint8).expand(*self.elements.shape[:-1], 1)
+        return dispatch.dequantize_e4m3(self.elements, byte.contiguous(), dtype, backend)
+
+
+def fold_scales(
+    grad: torch.Tensor, scale: torch.Tensor, groups: Groups | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Move scales of rows ``[..., R, 1]``, powers of two, into a gradient ``[M, R]`` whose product with these rows sums
+    over them, but for the largest of each matrix ``[..., 1, 1]``, which is returned: neither operand leaves its dtype.
+    A row with NaN makes all of its column of the gradient NaN."""
+    if scale.shape[-2] == 1:
+        return grad, scale
+    top = scale.nan_to_num(nan=0.0).amax(dim=-2, keepdim=True)
+    factors = (scale / top).squeeze(-1)
+    factors = factors if groups is None else groups.per_row(factors)
+    # bfloat16 has all powers of two that float32 has as normal numbers.
+    factors = factors.to(grad.dtype) if grad.dtype == torch.bfloat16 else factors
+    return (grad * factors).to(grad.dtype), top
 
 
 def to_fp8(values: torch.Tensor) -> FP8Operand:

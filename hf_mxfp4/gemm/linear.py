@@ -15,9 +15,8 @@ from torch.autograd import forward_ad
 from torch.autograd.function import once_differentiable
 
 from ..backends import dispatch
-from ..numerics import FP8, FULL, GEMM_OPERANDS, REUSE, GemmScheme, MXFP4Tensor, QuantScheme, decode_e8m0
-from ..numerics.formats import E8M0_NAN
-from .fp8 import FP8Operand
+from ..numerics import FP8, FULL, GEMM_OPERANDS, REUSE, GemmScheme, QuantScheme
+from .fp8 import FP8Operand, fold_scales
 from .groups import Groups, sum_rows
 from .matmul import decodes, fp4_recipe, is_dense_on, matmul, matmul_tokens, multiply, multiply_packed, runs_on_fp8
 from .operands import (
@@ -85,14 +84,15 @@ def linear_without_gradient(
 ) -> torch.Tensor:
     """The forward product alone, on the weight's codes where a cache keeps them and something multiplies with them, but
     for many rows on tensor cores."""
-    reader = reader_of_codes(x, dtype, state)
-    on_codes = reader is not None and (groups is not None or fp4_recipe(x, weight.shape, dtype, state.spec) is None)
-    if on_codes and not (is_dense_on(x, state.spec) or decodes(x, dtype, reader, groups)):
-        on_codes = _fp8_weight("fprop", x, weight, dtype, state, groups) is None
-    if on_codes:
-        operand, codes = input_operand(x, dtype, state, groups), weight_codes(weight, state)
-        return matmul(operand, codes, as_dtype(bias, dtype), groups, spec=state.spec, reader=reader)
-    return linear_forward(x, weight, bias, state, groups, dtype, False)[0]
+    reader, recipe, right = reader_of_codes(x, dtype, state), None, None
+    if reader is not None:
+        recipe = fp4_recipe(x, weight.shape, dtype, state.spec) if groups is None else None
+        if recipe is None and not (is_dense_on(x, state.spec) or decodes(x, dtype, reader, groups)):
+            right = _fp8_weight("fprop", x, weight, dtype, state, groups)
+        if recipe is None and right is None:
+            operand, codes = input_operand(x, dtype, state, groups), weight_codes(weight, state)
+            return matmul(operand, codes, as_dtype(bias, dtype), groups, spec=state.spec, reader=reader)
+    return linear_forward(x, weight, bias, state, groups, dtype, False, recipe, right)[0]
 
 
 class LinearRecord(NamedTuple):
@@ -118,13 +118,20 @@ def linear_forward(
     groups: Groups | None,
     dtype: torch.dtype,
     weight_needs_grad: bool,
+    recipe: str | None = None,
+    right: FP8Operand | None = None,
 ) -> tuple[torch.Tensor, SavedTensors, LinearRecord, torch.Tensor | FP8Operand | None]:
     """Fprop: the output, what was saved of ``x`` if ``weight_needs_grad``, the record, and ``Q(W)``, `None` where its
-    codes were multiplied. Arguments as of [`quantized_linear`]; ``dtype`` is that of the product."""
-    spec, tensors, saved, right = state.spec, (), None, None
-    packed, out = (None, None) if groups else _multiply_codes(x, weight, bias, state, dtype)
+    codes were multiplied. Arguments as of [`quantized_linear`]; ``dtype`` is that of the product, and ``recipe`` or
+    ``right`` what FP4 or FP8 tensor cores take, where the caller has found it already."""
+    spec, tensors, saved, packed, out = state.spec, (), None, None, None
+    if groups is None and right is None:
+        recipe = recipe or fp4_recipe(x, weight.shape, dtype, spec)
+    if recipe is not None:
+        packed = packed_input(x, state)
+        out = multiply_packed(packed, fp4_weight(weight, state, recipe), recipe, as_dtype(bias, dtype), dtype)
     if out is None:
-        right = _fp8_weight("fprop", x, weight, dtype, state, groups)
+        packed, right = None, right or _fp8_weight("fprop", x, weight, dtype, state, groups)
     fp8 = right is not None
     if weight_needs_grad:
         left, tensors, saved = save_input(x, dtype, state, groups, packed, fp8)
@@ -135,18 +142,6 @@ def linear_forward(
         out = multiply("fprop", left, right, spec, as_dtype(bias, dtype), groups, dtype if fp8 else None)
     step = None if spec.is_plain else state.rngs[0].step
     return out, tensors, LinearRecord(saved, step, x.dtype, None if bias is None else bias.dtype), right
-
-
-def _multiply_codes(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, state: GemmState, dtype: torch.dtype
-) -> tuple[MXFP4Tensor | None, torch.Tensor | None]:
-    """[`packed_input`] and the output where FP4 tensor cores multiply codes, otherwise `None` twice."""
-    recipe = fp4_recipe(x, weight.shape, dtype, state.spec)
-    if recipe is None:
-        return None, None
-    packed = packed_input(x, state)
-    out = multiply_packed(packed, fp4_weight(weight, state, recipe), recipe, as_dtype(bias, dtype), dtype)
-    return (None, None) if out is None else (packed, out)
 
 
 def _fp8_weight(
@@ -193,22 +188,20 @@ def linear_backward(
             "forward and its backward pass; set it before the forward pass"
         )
     rows, saved = grad.reshape(-1, grad.shape[-1]), None
-    scaled = rows
     if needs[0] and spec.reuses_weight:
         fp8 = _fp8_weight("dgrad", rows, weight, grad.dtype, state, groups)
         if fp8 is not None:
             right = fp8
         elif right is None or right.dtype != grad.dtype:
             right = weight_operand(weight, grad.dtype, state)
-    if needs[1]:
-        size = *rows.shape[::-1], tensors[0].shape[-1]
-        if spec.folds_scales and groups is None and runs_on_fp8("wgrad", spec, rows, rows.dtype, size):
-            saved = FP8Operand.of_bytes(*(tensor.reshape(-1, tensor.shape[-1]) for tensor in tensors))
-        else:
-            if spec.folds_scales and rows.numel():
-                scaled, tensors = _fold_scales(rows, *tensors)
-            saved = restore_input(tensors, record.saved, spec.backend)
-            saved = saved.reshape(-1, saved.shape[-1])
+    scaled = rows.t()
+    if needs[1] and spec.folds_scales and rows.numel():
+        elements, scale = FP8Operand.of_bytes(*(tensor.reshape(-1, tensor.shape[-1]) for tensor in tensors))
+        scaled, scale = fold_scales(scaled, scale)
+        saved = FP8Operand(elements, scale)
+    elif needs[1]:
+        saved = restore_input(tensors, record.saved, spec.backend)
+        saved = saved.reshape(-1, saved.shape[-1])
     masters = rows_first(weight, spec)
     gradients = _gradients if groups is None else _expert_gradients
     grad_x, grad_weight = gradients(rows, scaled, masters, right, saved, state, groups, needs)
@@ -219,16 +212,6 @@ def linear_backward(
     grad_bias = sum_rows(rows, groups).to(record.bias_dtype) if needs[2] else None
     _count_pass(state, groups)
     return grad_x, grad_weight, grad_bias
-
-
-def _fold_scales(
-    rows: torch.Tensor, elements: torch.Tensor, byte: torch.Tensor
-) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
-    """Move the scales of tokens, powers of two, from E4M3 inputs to the output gradients ``[M, N]``, but for the
-    largest scale, which all inputs get: neither leaves its dtype."""
-    top = byte.masked_fill(byte == E8M0_NAN, 0).amax()
-    factors = decode_e8m0(byte.reshape(-1, 1)) / decode_e8m0(top)
-    return (rows * factors).to(rows.dtype), (elements, top.expand_as(byte).contiguous())
 
 
 def _gradients(
@@ -244,7 +227,7 @@ def _gradients(
     """Dgrad ``[M, K]`` and Wgrad ``[N, K]`` of one weight matrix, as far as they are needed.
 
     Args:
-        rows, scaled: the output gradient ``[M, N]``, and as Wgrad takes it; see [`_fold_scales`].
+        rows, scaled: the output gradient ``[M, N]``, and ``[N, M]`` as Wgrad takes it; see [`fold_scales`].
         masters, right: ``W`` and ``Q(W)``, of which the scheme takes one.
         saved: what the forward pass saved of the input, ``[M, K]``.
         group: the expert.
@@ -259,7 +242,7 @@ def _gradients(
         grad_x = _product("dgrad", rows, weight, spec, rng, left)
     if needs[1]:
         values = saved if spec.saves_raw_input else rotate_back(saved, *forward)
-        grad_weight = _product("wgrad", scaled.t(), values, spec, rng, left_t)
+        grad_weight = _product("wgrad", scaled, values, spec, rng, left_t)
     return grad_x, grad_weight
 
 
@@ -268,7 +251,7 @@ def _expert_gradients(
     scaled: torch.Tensor,
     masters: torch.Tensor,
     right: torch.Tensor | FP8Operand | None,
-    saved: torch.Tensor | None,
+    saved: torch.Tensor | FP8Operand | None,
     state: GemmState,
     groups: Groups,
     needs: Sequence[bool],
@@ -286,8 +269,11 @@ def _expert_gradients(
     grad_weight = rows.new_zeros(masters.shape) if needs[1] else None
     for expert, own in groups:
         of_weight = masters[expert], None if right is None else right[expert]
-        of_input = None if saved is None else saved[own]
-        found = _gradients(rows[own], scaled[own], *of_weight, of_input, state, expert, needs)
+        if isinstance(saved, FP8Operand):
+            of_input = FP8Operand(saved.elements[own], saved.scale)
+        else:
+            of_input = None if saved is None else saved[own]
+        found = _gradients(rows[own], scaled[:, own], *of_weight, of_input, state, expert, needs)
         if needs[0]:
             grad_x[own] = found[0]
         if needs[1]:
@@ -307,10 +293,14 @@ def _product(
     """Multiply ``left [R, C] right[C, D]``, both quantized along C, in the dtype of ``left``, which may already be
     ``quantized``; with groups ``right [e, C, D]`` for the rows of each expert."""
     scheme: GemmScheme = getattr(spec.scheme, gemm)
-    fp8 = isinstance(right, FP8Operand)
-    left, right = right.folded(left, groups) if fp8 else (left, right.t())
-    if not fp8 and (gemm, scheme.right) != ("dgrad", REUSE):  # whose weight would be an FP8Operand
-        fp8 = runs_on_fp8(gemm, spec, left, left.dtype, (*left.shape, len(right)))
+    found = isinstance(right, FP8Operand)
+    left, right = right.folded(left, groups) if found else (left, right.t())
+    if (gemm, scheme.right) == ("dgrad", REUSE):  # whose weight is an FP8Operand where the product is FP8
+        fp8 = found
+    else:
+        fp8 = runs_on_fp8(gemm, spec, left, left.dtype, (*left.shape, (right.elements if found else right).shape[0]))
+    if found and not fp8:
+        right = right.values(left.dtype, spec.backend)
     operands = []
     for name, values, precision in zip(GEMM_OPERANDS[gemm], (left, right), (scheme.left, scheme.right), strict=True):
         if quantized is not None and values is left:

@@ -216,7 +216,7 @@ def _on_codes(
         fp8 = runs_on_fp8("fprop", spec, a, a.dtype, (a.shape[:-1].numel(), *values.shape))
         return multiply("fprop", a, values, spec, bias, fp8_dtype=a.dtype if fp8 else None)
     if reader == "cpu" and max(groups.counts, default=0) <= on_cpu.most_rows():
-        return on_cpu.grouped_product(a, b, groups.offsets(a.device), bias)
+        return on_cpu.product(a, b, bias, groups.offsets(a.device))
     out = a.new_empty(a.shape[0], b.codes.shape[1])
     for expert, own in groups:
         own_bias = None if bias is None else bias[expert]

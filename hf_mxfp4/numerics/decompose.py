@@ -77,9 +77,7 @@ class ErrorDecomposition:
         return _cosine(self.scale_bias, self.grid)
 
 
-def decompose(
-    x: torch.Tensor, *, axis: int = -1, generator: torch.Generator | None = None, **options: Any
-) -> ErrorDecomposition:
+def decompose(x: torch.Tensor, *, axis: int = -1, **options: Any) -> ErrorDecomposition:
     """Split the error of quantizing ``x`` into scale bias, deadzone truncation and grid noise.
 
     With ``s* = amax / 6`` per block, ``Q*`` the grid at that scale and ``D = {|x| < amax / 24}``: the deadzone part is
@@ -89,7 +87,7 @@ def decompose(
     Arguments as in [`fake_quantize`]; ``options`` are the fields of a [`QuantScheme`]. Raises `ValueError` when ``x``
     holds NaN or infinity, for which no error exists.
     """
-    return decompose_scheme(x, QuantScheme(**options), axis=axis, generator=generator)
+    return decompose_scheme(x, QuantScheme(**options), axis=axis)
 
 
 def decompose_scheme(
@@ -101,7 +99,7 @@ def decompose_scheme(
     tensor_scale: torch.Tensor | None = None,
 ) -> ErrorDecomposition:
     """[`decompose`] with its options given as a [`QuantScheme`], or under NVFP4, whose blocks have 16 elements, with
-    the ``tensor_scale`` of a tensor that ``x`` is a part of."""
+    the ``tensor_scale`` of a tensor that ``x`` is a part of. Stochastic rounding draws from ``generator``."""
     axis = check_input(x, axis, scheme.block_rows)
     x = x.detach().float()
     if not torch.isfinite(x).all():

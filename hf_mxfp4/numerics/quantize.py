@@ -29,7 +29,7 @@ import torch
 from .blocks import Blocks, from_blocks, per_row
 from .formats import encode_e2m1, pack_codes
 from .packed import MXFP4Tensor
-from .rng import noise_source
+from .rng import check_seed
 from .schemes import QuantScheme
 
 
@@ -37,7 +37,6 @@ def fake_quantize(
     x: torch.Tensor,
     *,
     axis: int = -1,
-    generator: torch.Generator | None = None,
     seed: int | None = None,
     **options: Any,
 ) -> torch.Tensor:
@@ -47,8 +46,8 @@ def fake_quantize(
     Args:
         x: floating-point tensor with at least one axis; computed on as float32 (larger float64 values as its largest).
         axis: the axis that blocks run along, normally the contraction axis of a matrix product.
-        generator: source of randomness for stochastic rounding; by default PyTorch's own.
-        seed: of counted random numbers in its place, the same on every device ([`hf_mxfp4.numerics.rng`]).
+        seed: of counted random numbers for stochastic rounding, the same on every device ([`hf_mxfp4.numerics.rng`]);
+            by default those of PyTorch's own generator.
         options: the fields of a [`QuantScheme`].
 
     Raises:
@@ -56,7 +55,7 @@ def fake_quantize(
         ValueError: an argument is outside its supported set or has no effect, ``x`` has no axes, or one where
             ``block_rows`` needs two.
     """
-    return apply_scheme(x, QuantScheme(**options), axis=axis, generator=generator, seed=seed)
+    return apply_scheme(x, QuantScheme(**options), axis=axis, seed=seed)
 
 
 def apply_scheme(
@@ -64,22 +63,20 @@ def apply_scheme(
     scheme: QuantScheme,
     *,
     axis: int = -1,
-    generator: torch.Generator | None = None,
     seed: int | None = None,
 ) -> torch.Tensor:
     """[`fake_quantize`] with its options given as a [`QuantScheme`]."""
-    source = noise_source(scheme.rounding, generator, seed)
+    check_seed(scheme.rounding, seed)
     axis = check_input(x, axis, scheme.block_rows)
     with torch.no_grad():
         blocks = Blocks(x, scheme, axis)
-        return blocks.dequantized(*blocks.quantize(source), x.dtype)
+        return blocks.dequantized(*blocks.quantize(seed), x.dtype)
 
 
 def quantize(
     x: torch.Tensor,
     *,
     axis: int = -1,
-    generator: torch.Generator | None = None,
     seed: int | None = None,
     **options: Any,
 ) -> MXFP4Tensor:
@@ -88,12 +85,12 @@ def quantize(
     Arguments and errors as in [`fake_quantize`].
     """
     scheme = QuantScheme(**options)
-    source = noise_source(scheme.rounding, generator, seed)
+    check_seed(scheme.rounding, seed)
     block_rows = scheme.block_rows
     axis = check_input(x, axis, block_rows)
     with torch.no_grad():
         blocks = Blocks(x, scheme, axis)
-        (q, scale), residual = blocks.quantize(source)
+        (q, scale), residual = blocks.quantize(seed)
 
         def codes_of(values: torch.Tensor) -> torch.Tensor:
             return pack_codes(from_blocks(encode_e2m1(values), blocks.shape, block_rows))

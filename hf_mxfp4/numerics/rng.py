@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Uniform random numbers for stochastic rounding: of a generator, or counted.
+"""Uniform random numbers for stochastic rounding: of PyTorch's generators, or counted.
 
 A counted number is a function of a 64-bit seed and of the place of an element alone, hence the same on every device,
 backend and tile shape. It is Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011): of
@@ -23,20 +23,16 @@ _WORD = 0xFFFFFFFF
 _PORTION = 1 << 14
 
 
-def noise_source(rounding: str, generator: torch.Generator | None, seed: int | None) -> NoiseSource:
-    """The one of both that is given. Raises `TypeError` or `ValueError` for a seed that is no integer in 0..2**64 - 1,
-    that comes with a generator, or that has no effect."""
+def check_seed(rounding: str, seed: int | None) -> None:
+    """Raise `TypeError` or `ValueError` for a seed that is no integer in 0..2**64 - 1, or that has no effect."""
     if seed is None:
-        return generator
+        return
     if isinstance(seed, bool) or not isinstance(seed, int):
         raise TypeError(f"seed must be an integer, got {type(seed).__name__}")
     if not 0 <= seed < 2**64:
         raise ValueError(f"seed={seed} must be in 0..2**64 - 1")
-    if generator is not None:
-        raise ValueError("give a generator or a seed, not both")
     if rounding != "stochastic":
         raise ValueError(f"seed has no effect on rounding={rounding!r}")
-    return seed
 
 
 def counted_uniform(shape: tuple[int, ...], seed: int, draw: int, device: torch.device | str) -> torch.Tensor:

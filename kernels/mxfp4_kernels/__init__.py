@@ -8,16 +8,8 @@ Blocks are quantized as a [`Scheme`] says, along an axis with what a [`Side`] ha
 """
 
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-
-if TYPE_CHECKING:
-    from .common.scheme import Packed, Scheme, Side, unsupported_dtype, unsupported_scheme
-    from .decode.product import linear_w4a16, unsupported_weight
-    from .dequantization import dequantize
-    from .fp4 import nvfp4_scales
-    from .fp8 import from_fp8, to_fp8
-    from .quantization import fake_quantize, fake_quantize_rows_and_columns, quantize, quantize_rows_and_columns
 
 _MODULES = {
     ".common.scheme": ("Packed", "Scheme", "Side", "unsupported_dtype", "unsupported_scheme"),
@@ -28,23 +20,7 @@ _MODULES = {
     ".quantization": ("fake_quantize", "fake_quantize_rows_and_columns", "quantize", "quantize_rows_and_columns"),
 }
 
-__all__ = [
-    "Packed",
-    "Scheme",
-    "Side",
-    "dequantize",
-    "fake_quantize",
-    "fake_quantize_rows_and_columns",
-    "from_fp8",
-    "linear_w4a16",
-    "nvfp4_scales",
-    "quantize",
-    "quantize_rows_and_columns",
-    "to_fp8",
-    "unsupported_dtype",
-    "unsupported_scheme",
-    "unsupported_weight",
-]
+__all__ = sorted(name for names in _MODULES.values() for name in names)
 
 
 def __getattr__(name: str) -> Any:

@@ -13,19 +13,18 @@ import yaml
 
 from hf_mxfp4.utils import unknown_key_message
 from recipes.common.checkpoints import put_over
-from recipes.common.options import names
+from recipes.common.options import names, without_removed
 from recipes.common.reporting import tell
 from recipes.evaluation.policy import folder_digest
-from recipes.post_training.arguments import GROUPS, REMOVED, Options, make_options
+from recipes.post_training.arguments import GROUPS, Options, make_options
 
 
-#: Options of `grpo.py` that the grid sets itself: those that a run's result does not depend on, and others.
-_WITHOUT_EFFECT = ("evaluate_before", "output_dir", "overwrite", "model_name_or_path")
-MANAGED = (*_WITHOUT_EFFECT, "reload_check", "resume_from_checkpoint", "save_policy", "seed")
+#: Options of `grpo.py` that a run's result does not depend on, and those that the grid sets itself.
+WITHOUT_EFFECT = ("evaluate_before", "output_dir", "overwrite", "model_name_or_path", "save_policy")
+MANAGED = (*WITHOUT_EFFECT[:-1], "reload_check", "resume_from_checkpoint", "seed")
 _GRID_KEYS = "name output_dir seeds launcher reference naive task evaluation train base cells extra_cells label".split()
 _GRID_KEYS += ["mean_of_last"]
 _NEEDED = ("seeds", "task", "train", "cells", "base", "output_dir")
-_BASE_KEYS = ("model_name_or_path", "architecture", "sizes", "pretraining", "seed", "attn_implementation")
 _CELL_KEYS = ("label", "options", "paper", "naive", "base")
 
 
@@ -33,7 +32,7 @@ _CELL_KEYS = ("label", "options", "paper", "naive", "base")
 class Cell:
     """A row of the table: what differs from the options that all cells share, the accuracies that the ``paper`` states
     in percent by its model, the ``naive`` cell whose distance from the reference this one may recover, and the
-    checkpoint that it starts from, where that is not the grid's."""
+    checkpoint that it starts from, where that is not the grid's, with "{seed}" for the seed of a run."""
 
     name: str
     label: str
@@ -93,7 +92,7 @@ class Run:
 
     @property
     def start(self) -> str:
-        return self.cell.base or self.grid.start
+        return (self.cell.base or self.grid.start).replace("{seed}", str(self.seed))
 
     @property
     def config(self) -> dict[str, Any]:
@@ -101,6 +100,7 @@ class Run:
         return {
             "report_to": "none",
             "save_strategy": "no",
+            "save_policy": False,
             **put_over(self.grid.shared, self.cell.options)[0],
             **self.cell.options,
             "model_name_or_path": self.start,
@@ -108,7 +108,6 @@ class Run:
             "seed": self.seed,
             # The starting point of all seeds is the same model on the same problems.
             "evaluate_before": self.seed == self.grid.seeds[0],
-            "save_policy": False,
             "reload_check": 0,
             "overwrite": True,
         }
@@ -118,7 +117,7 @@ class Run:
         """Everything that the result depends on."""
         start = Path(self.start)
         base = {"model_name_or_path": self.start, "weights": folder_digest(start) if start.is_dir() else None}
-        return {**{name: value for name, value in self.config.items() if name not in _WITHOUT_EFFECT}, "base": base}
+        return {**{name: value for name, value in self.config.items() if name not in WITHOUT_EFFECT}, "base": base}
 
     def parse(self) -> Options:
         """Parse the configuration as `grpo.py` will, on this machine. Raises `ValueError` for what it refuses."""
@@ -145,12 +144,10 @@ def read_grid(
     """
     path, options = Path(path), dict(options or {})
     content = yaml.safe_load(path.read_text(encoding="utf-8"))
-    if isinstance(content, dict) and "models" in content:
-        raise ValueError(f"{path}: models is gone: write a file for each model, with its base, launcher and train")
     _mapping(content, f"{path}", _GRID_KEYS)
     if missing := [key for key in _NEEDED if key not in content]:
         raise ValueError(f"{path} lacks {', '.join(missing)}")
-    base = _mapping(content["base"], "base", _BASE_KEYS)
+    base = _mapping(content["base"], "base", ["model_name_or_path"])
     start = options.pop("model_name_or_path", base.get("model_name_or_path"))
     if not start:
         raise ValueError(
@@ -178,7 +175,6 @@ def read_grid(
     )
     if not isinstance(grid.mean_of_last, int) or grid.mean_of_last < 1:
         raise ValueError(f"mean_of_last={grid.mean_of_last!r} must be a whole number, at least 1")
-    _check_cells(grid, options)
     return grid
 
 
@@ -197,19 +193,23 @@ def _cells(content: Mapping[str, Any], path: Path, only: Sequence[str] | None) -
     return [cell for cell in cells if only is None or cell.name in only]
 
 
-def _check_cells(grid: Grid, options: Mapping[str, Any]) -> None:
+def check_cells(grid: Grid, options: Mapping[str, Any]) -> None:
+    """Raise `ValueError` where ``options``, those of the command line, would not reach a cell, which has its own; and
+    parse every run. What a preset of a cell resets is told."""
     for cell in grid.cells:
         if same := sorted({*options} & {*cell.options}):
             raise ValueError(f"the cell {cell.name} has {', '.join(same)} of its own; change that in the file")
         if dropped := put_over(grid.shared, cell.options)[1]:
             told = ", ".join(f"{name}={value}" for name, value in dropped.items())
             tell(f"cell {cell.name}", f"its own preset or mode resets {told}, which the other cells share")
+    for run in grid.runs:
+        run.parse()
 
 
-def _mapping(value: Any, where: str, known: Sequence[str]) -> dict[str, Any]:
+def _mapping(value: Any, where: str, known: Sequence[str] | None = None) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ValueError(f"{where} must hold one `option: value` per line")
-    _known(where, value, known)
+    _known(where, value, value if known is None else known)
     return value
 
 
@@ -220,7 +220,7 @@ def _known(where: str, found: Any, known: Any) -> None:
 
 
 def _options(value: Any, where: str) -> dict[str, Any]:
-    value = _mapping(value or {}, where, [*names(GROUPS), *REMOVED])
+    value = without_removed(_mapping(value or {}, where), where, names(GROUPS))
     for name in value:
         if name in MANAGED:
             raise ValueError(f"{where}: {name} is set for each run and cannot be given")

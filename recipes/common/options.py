@@ -3,6 +3,7 @@
 
 import argparse
 import os
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import field, fields
 from pathlib import Path
@@ -16,12 +17,20 @@ from hf_mxfp4.utils import unknown_key_message
 from recipes.common.reporting import tell
 
 
+# TRL's own default still has the old name of this option.
+warnings.filterwarnings("ignore", category=FutureWarning, message=".*gradient_checkpointing.*")
+
 Parsed = TypeVar("Parsed")
 Groups = Sequence[type]
 #: Other names of options, and what they are called here.
 RENAMED = {"skip": "modules_to_not_convert", "exclude": "modules_to_not_convert", "engine": "matmul_backend"}
-#: Options that are gone: the value that they now always have, and what to do instead of another one.
-Removed = Mapping[str, tuple[Any, str]]
+#: Options that are gone, and the value that they now always have: files with it are still read.
+REMOVED = {
+    **{"tiny_max_positions": 512, "sft_target_loss": 0.55, "sft_learning_rate": 5e-4, "samples_shown": 3},
+    **dict.fromkeys(("problem_count", "problem_steps")),
+    **{"backend": "auto", "corpus_seed": 0, "target_fraction": 0.9, "validation_split": "validation"},
+    **{"oscireset_start": 0.6, "oscireset_ratio": 8.0, "oscireset_period": 200, "oscireset_window": 50},
+}
 
 
 class Parser(TrlParser):
@@ -59,11 +68,7 @@ def names(groups: Groups) -> list[str]:
 
 
 def read_words(
-    argv: Sequence[str],
-    groups: Groups,
-    renamed: Mapping[str, str] = RENAMED,
-    removed: Removed | None = None,
-    **options: Any,
+    argv: Sequence[str], groups: Groups, renamed: Mapping[str, str] = RENAMED, **options: Any
 ) -> tuple[dict[str, Any], list[str]]:
     """Return the options of the dataclasses ``groups`` that a command line names, `config` among them, and the words
     that belong to none. ``options``: of the parser, such as its description."""
@@ -75,17 +80,12 @@ def read_words(
             tell("warning", f"{name} is called --{new} here")
             word = f"--{new}{equals}{value}"
         words.append(word)
-    removed = removed or {}
     parser = Parser(groups, **options)
     parser.add_argument("--config", help="YAML file of options; the command line wins")
-    for name in removed:
-        parser.add_argument(
-            f"--{name}", f"--{name.replace('_', '-')}", type=yaml.safe_load, nargs="?", help=argparse.SUPPRESS
-        )
     for action in parser._actions:
         action.default = argparse.SUPPRESS
     found, rest = parser.parse_known_args(words)
-    return _without_removed(vars(found), removed), rest
+    return vars(found), rest
 
 
 def read_command(argv: Sequence[str], groups: Groups, **options: Any) -> dict[str, Any]:
@@ -99,13 +99,13 @@ def read_command(argv: Sequence[str], groups: Groups, **options: Any) -> dict[st
 def refuse_words(words: Sequence[str], groups: Groups) -> None:
     """Raise `ValueError` for words that belong to no option."""
     if words and words[0].startswith("--"):
-        name = words[0][2:].partition("=")[0].replace("-", "_")
-        raise ValueError(unknown_key_message("the command line", name, names(groups)))
+        name, _, value = words[0][2:].partition("=")
+        without_removed({name.replace("-", "_"): value}, "the command line", names(groups))
     if words:
         raise ValueError(f"{words[0]!r} is one word more than the options")
 
 
-def read_file(path: Path, groups: Groups, removed: Removed | None = None) -> dict[str, Any]:
+def read_file(path: Path, groups: Groups) -> dict[str, Any]:
     """Read the options of a YAML file. Raises `ValueError` for one that is not known, with the nearest names."""
     options = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
     if not isinstance(options, dict):
@@ -115,18 +115,20 @@ def read_file(path: Path, groups: Groups, removed: Removed | None = None) -> dic
         if name in options and new in known:
             tell("warning", f"{name} is called {new} here")
             options[new] = options.pop(name)
-    options = _without_removed(options, removed or {})
-    for name in options:
-        if name not in known and name != "env":
-            raise ValueError(unknown_key_message(str(path), str(name), known))
-    return options
+    return without_removed(options, str(path), known)
 
 
-def _without_removed(options: dict[str, Any], removed: Removed) -> dict[str, Any]:
-    for name, (value, instead) in removed.items():
-        if name in options and options[name] != value:
-            raise ValueError(f"{name} is gone: {instead}")
-    return {name: value for name, value in options.items() if name not in removed}
+def without_removed(options: Mapping[str, Any], where: str, known: Sequence[str]) -> dict[str, Any]:
+    """Return the options without those that are gone. Raises `ValueError` for one that had an effect, and one that is
+    not ``known``."""
+    for name, value in options.items():
+        if name in known or name == "env":
+            continue
+        if name not in REMOVED:
+            raise ValueError(unknown_key_message(where, str(name), known))
+        if value != REMOVED[name]:
+            raise ValueError(f"{where}: {name} is gone, and always {REMOVED[name]} now; leave it out")
+    return {name: value for name, value in options.items() if name in known or name == "env"}
 
 
 def build(groups: Groups, options: Mapping[str, Any]) -> tuple[Any, ...]:

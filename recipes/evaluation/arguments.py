@@ -14,7 +14,6 @@ CONTROLS = {
     "quantized": "full precision on the dequantized weights",
 }
 _RENAMED = {"limit": "n_test", "data_seed": "data_seed_split"}
-_REMOVED = {"task_options": (None, "give the options of the task by themselves, such as --score number")}
 
 
 @dataclass
@@ -43,14 +42,12 @@ class EvaluationArguments(TaskArguments):
     use_cpu: bool = option(False, "Leave GPUs alone.")
 
     samples: int = option(0, "Sampled completions of each problem, for pass@k; 0: greedy only.")
-    no_greedy: bool = option(False, "Leave out the greedy completions.")
     k: str | None = option(None, "The k of pass@k, such as 1,4,16; default: 1 and --samples.")
     temperature: float = option(1.0, "Of sampling.")
     top_p: float = option(1.0, "Of sampling.")
     seed: int = option(0, "Of sampling and of bootstrap intervals.")
     max_new_tokens: int | None = option(None, "Longest completion; default: the task's.")
     batch_size: int = option(64, "Prompts in a batch.")
-    no_weight_cache: bool = option(False, "Quantize weights at each use: less memory, more time.")
 
     output_dir: str | None = option(
         None, "Of greedy.jsonl, samples.jsonl and result.json; default: outputs/evaluation/<model>/<task>."
@@ -63,8 +60,6 @@ class EvaluationArguments(TaskArguments):
             value = getattr(self, name)
             if value is not None and value < least:
                 raise ValueError(f"--{name} {value} must be at least {least}")
-        if self.no_greedy and self.samples == 0:
-            raise ValueError("--no_greedy leaves nothing to do without --samples")
         if self.temperature <= 0:
             raise ValueError(f"--temperature {self.temperature} must be above 0; greedy completions need none")
         if self.k and (not self.ks or not 1 <= self.ks[0] <= self.ks[-1] <= self.samples):
@@ -82,7 +77,7 @@ class EvaluationArguments(TaskArguments):
 def parse(argv: list[str]) -> EvaluationArguments:
     """Parse and check the command line. Raises `ValueError` for what is wrong."""
     groups = (EvaluationArguments,)
-    given, words = read_words(argv, groups, _RENAMED, _REMOVED, prog="evaluate.py", usage="evaluate.py MODEL [options]")
+    given, words = read_words(argv, groups, _RENAMED, prog="evaluate.py", usage="evaluate.py MODEL [options]")
     if words and not words[0].startswith("--") and "model" not in given:
         given["model"] = words.pop(0)
     refuse_words(words, groups)

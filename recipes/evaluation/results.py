@@ -48,7 +48,7 @@ def summarize(
         mean length in tokens; ``problems``: what a paired comparison needs.
     """
     by_key = {completion.key: completion for completion in completions}
-    passes = {} if options.no_greedy else {GREEDY: [None]}
+    passes = {GREEDY: [None]}
     if options.samples:
         passes["sampled"] = list(range(options.samples))
     lengths, correct = {}, {}
@@ -63,8 +63,7 @@ def summarize(
         correct[name] = {score: [sum(one.correct[score] for one in of) for of in of_problems] for score in scores}
     estimates: dict[str, dict[str, Any]] = {score: {} for score in scores}
     for score, measures in estimates.items():
-        if GREEDY in correct:
-            measures[GREEDY] = wilson(sum(correct[GREEDY][score]), len(keys)).to_dict()
+        measures[GREEDY] = wilson(sum(correct[GREEDY][score]), len(keys)).to_dict()
         for k in options.ks:
             estimate = mean_pass_at_k(correct["sampled"][score], options.samples, k, options.seed)
             measures[f"pass@{k}"] = estimate.to_dict()

@@ -18,14 +18,6 @@ from recipes.tasks.tiny_model import TINY_MODELS
 
 
 DEFAULT_CONFIG = Path(__file__).parents[1] / "configs" / "tiny_cpu.yaml"
-#: Options that are gone, see [`recipes.common.options`].
-REMOVED = {
-    "tiny_max_positions": (512, "a model that is made has 2048 positions"),
-    "sft_target_loss": (0.55, "the supervised steps stop at a loss of 0.55; bound them by sft_steps"),
-    "sft_learning_rate": (5e-4, "the supervised steps have a learning rate of 5e-4; bound them by sft_steps"),
-    **dict.fromkeys(("problem_count", "problem_steps"), (None, "use the task arithmetic, few_shot or file")),
-    "samples_shown": (3, "completions_after.jsonl has all completions"),
-}
 
 
 @dataclass
@@ -41,6 +33,12 @@ class StartArguments(TaskArguments):
     tiny_num_layers: int = option(4, "Its depth.")
     sft_steps: int = option(400, "Supervised steps before RL, at the most, until a loss of 0.55; 0: none.")
     sft_batch_size: int = option(128, "Sequences in a supervised step.")
+    smooth_strength: float | None = option(
+        None,
+        "Smooth the model before it is quantized (docs/smoothing.md), with a strength from 0 to 1, such as 0.3.",
+    )
+    gptq: bool = option(False, "Then round its weights onto the grid of the scheme (docs/gptq.md).")
+    prepare_text: str | None = option(None, "Texts that both are measured on; by default those that are trained on.")
     overwrite: bool = option(False, "Write into an output folder that is not empty; checkpoints in it are removed.")
     #: The options that the command line or the YAML file names.
     named: frozenset[str] = field(default=frozenset(), init=False)
@@ -50,6 +48,9 @@ class StartArguments(TaskArguments):
 class RecipeArguments(StartArguments):
     """What `grpo.py` evaluates and saves."""
 
+    rollout_scheme: str | None = option(
+        None, "With full_precision: sample and evaluate under this scheme, as for hf-mxfp4 eval (w4a8, w4a4:rceil)."
+    )
     greedy_batch_size: int = option(128, "Prompts in a batch of the greedy evaluation.")
     evaluate_before: bool = option(True, "Evaluate before RL too.")
     evaluate_every: int = option(0, "Steps between greedy evaluations while training, logged as greedy/*; 0: none.")
@@ -133,9 +134,9 @@ def parse(
     groups, modules = groups_of(training, recipe), "modules_to_not_convert"
     if sum(word.replace("-", "_")[2:].partition("=")[0] == modules for word in argv) > 1:
         raise ValueError(f"--{modules} is given more than once; give all after one: --{modules} layers.0 down_proj")
-    given = read_command(argv, groups, removed=REMOVED)
+    given = read_command(argv, groups)
     path = given.pop("config", None) or _demo(given, demo)
-    file = read_file(Path(path), groups, REMOVED) if path else {}
+    file = read_file(Path(path), groups) if path else {}
     kept, dropped = put_over(file, given)
     if dropped:
         word = "preset" if "preset" in given else "mode"
@@ -162,6 +163,8 @@ def make_options(
         raise ValueError(f"tiny_architecture={recipe.tiny_architecture!r} must be one of {', '.join(TINY_MODELS)}")
     if recipe.dither_masters and not recipe.full_precision:
         raise ValueError("dither_masters is for full_precision; quantized policies have dither_ties, which is on")
+    if getattr(recipe, "rollout_scheme", None) and (not recipe.full_precision or model.use_peft or arguments.use_vllm):
+        raise ValueError("rollout_scheme is for full_precision without use_peft and use_vllm")
     scheme = quantization_config(quantization)
     if scheme.mode == "packed" and not recipe.full_precision:
         check_packed(model)

@@ -1,22 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The policy of a run: what it starts from, how it is loaded, and how it is loaded again once it is saved."""
+"""The policy of a run: what it starts from, how that is prepared and loaded, and loaded again once it is saved."""
 
 import copy
+import functools
+import json
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from accelerate import PartialState
 from peft import PeftModel
-from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from trl.data_utils import maybe_apply_chat_template
 
 from hf_mxfp4 import MXFP4RLConfig, dither_masters
 from hf_mxfp4.checkpoint import remove_scheme
+from hf_mxfp4.files import replace_file, write_json
+from hf_mxfp4.lab import TextOptions, rewrite_checkpoint, round_model, smooth_model
 from recipes.common.checkpoints import Stored, differences, load_tokenizer, read_stored
-from recipes.common.reporting import errors_as_messages, tell
+from recipes.common.reporting import INPUT_ERRORS, errors_as_messages, tell
 from recipes.post_training.arguments import Options, StartArguments, check_packed
 from recipes.post_training.output import resume_choice
-from recipes.tasks import Task, build_tokenizer
+from recipes.tasks import Task, build_tokenizer, of_task
 from recipes.tasks.tiny_model import TINY_MODELS, supervised_warmup
 
 
@@ -25,6 +32,8 @@ _ADAPTER_OPTIONS = {
     "lora_r": "r", "lora_alpha": "lora_alpha", "lora_dropout": "lora_dropout", "lora_target_modules": "target_modules",
     "lora_modules_to_save": "modules_to_save", "use_rslora": "use_rslora", "use_dora": "use_dora",
 }  # fmt: skip
+#: Texts that smoothing and rounding measure on, and tokens of each, as by default in the command line.
+_SMOOTHED_ON, _ROUNDED_ON, _LONGEST = 32, 128, 512
 
 
 @dataclass(frozen=True)
@@ -87,8 +96,21 @@ def _check_adapter(name: str, adapter: dict, options: Options) -> None:
             )
 
 
-def prepare_start(start: Start, options: Options, task: Task, folder: Path) -> tuple[Start, str]:
-    """Return the start with what is loaded, and a name for it; make a small model in ``folder`` where none is named."""
+def prepare_start(start: Start, options: Options, task: Task | None, output: Path) -> tuple[Start, str]:
+    """Return the start with what is loaded, and a name for it; make a small model in the folder ``output`` where none
+    is named, and smooth and round it there as far as the options say."""
+    start, name = _whole_start(start, options, task, output / "base")
+    if options.recipe.smooth_strength is None and not options.recipe.gptq:
+        return start, name
+    with errors_as_messages(*INPUT_ERRORS):
+        if start.is_adapter or options.model.model_revision not in (None, "main"):
+            raise ValueError("smooth_strength and gptq read whole weights, of the main revision of a model on the Hub")
+        done = prepare_weights(start.name, start.scheme, options, task, output / "prepared")
+    prepared = str(output / "prepared")
+    return replace(start, name=prepared, stored=read_stored(prepared)), f"{name}, {done}"
+
+
+def _whole_start(start: Start, options: Options, task: Task | None, folder: Path) -> tuple[Start, str]:
     if start.stored is not None:
         return start, f"{start.name}, an adapter on {start.stored.weights}" if start.is_adapter else start.name
     recipe, made = options.recipe, str(folder)
@@ -117,6 +139,52 @@ def make_base_model(recipe: StartArguments, task: Task, seed: int, folder: Path)
         supervised_warmup(model, tokenizer, task.train, seed=seed, **sft)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
+
+
+def prepare_weights(model: str, scheme: MXFP4RLConfig, options: Options, task: Task | None, folder: Path) -> str:
+    """Smooth a checkpoint and then round it for ``scheme``, as far as the options say, into ``folder``; return what was
+    done. A run that is resumed finds it there. Raises `ValueError` for a checkpoint that is quantized, where nothing
+    can be smoothed or rounded, and for a folder that was prepared in another way."""
+    recipe, training = options.recipe, options.training
+    text = recipe.prepare_text or getattr(recipe, "text", None)
+    asked = {"model": model, "smooth_strength": recipe.smooth_strength, "prepare_text": text}
+    asked["gptq"] = scheme.describe() if recipe.gptq else None
+    record = folder / "preparation.json"
+    if PartialState().is_main_process and (resume_choice(training) is None or not record.is_file()):
+        field = None if recipe.prepare_text or text is None else recipe.text_field
+        text = text or _write_texts(model, task, folder.with_suffix(".jsonl"))
+        read = TextOptions(text, field, _ROUNDED_ON if recipe.gptq else _SMOOTHED_ON, _LONGEST)
+        how = {"strength": recipe.smooth_strength, "scheme": scheme if recipe.gptq else None}
+        change, device = functools.partial(_change_weights, **how), "cpu" if training.use_cpu else "auto"
+        done = rewrite_checkpoint(model, folder, read, change, device=device, overwrite=True)
+        write_json(record, {"asked": asked, "done": done})
+    PartialState().wait_for_everyone()
+    found = json.loads(record.read_text())
+    if asked != found["asked"]:
+        raise ValueError(f"{folder} was prepared with {found['asked']}; resume with the same options")
+    tell("prepared", f"{found['done']}; in {folder}")
+    return found["done"]
+
+
+def _change_weights(
+    model: PreTrainedModel, batches: Sequence[torch.Tensor], strength: float | None, scheme: MXFP4RLConfig | None
+) -> str:
+    done = []
+    if strength is not None:
+        found = smooth_model(model, batches[:_SMOOTHED_ON], strength)
+        done.append(f"smoothed at {len(found.places)} places with strength {strength:g}")
+    if scheme is not None:
+        found = round_model(model, batches, scheme)
+        done.append(f"{len(found.layers)} layers rounded (GPTQ)")
+    return ", ".join(done)
+
+
+def _write_texts(model: str, task: Task, file: Path) -> str:
+    """Write training problems with their completions as JSON lines."""
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    rows = of_task(task.train.select(range(min(_ROUNDED_ON, len(task.train)))), "text")
+    replace_file(file, "".join(json.dumps(maybe_apply_chat_template(row, tokenizer)) + "\n" for row in rows))
+    return str(file)
 
 
 def load_policy(start: Start, options: Options) -> tuple[PreTrainedModel | PeftModel, PreTrainedTokenizerBase]:

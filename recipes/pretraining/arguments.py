@@ -105,19 +105,7 @@ def quantized_operands(model: nn.Module) -> dict[str, int]:
 # ---- options ---------------------------------------------------------------------------------------------------------
 
 DEFAULT_CONFIG = Path(__file__).parents[1] / "configs" / "pretrain_tiny_cpu.yaml"
-CORPORA = ("generated", "files", "hub")
-_NO_RESETS = "resets of oscillating weights made no difference; leave it out"
-#: Options that are gone, see [`recipes.common.options`].
-REMOVED = {
-    "backend": ("auto", "give it in extra_arms, as an option of MXFP4RLConfig"),
-    "corpus_seed": (0, "the generated language is always that of seed 0"),
-    "oscireset_start": (0.6, _NO_RESETS),
-    "oscireset_ratio": (8.0, _NO_RESETS),
-    "oscireset_period": (200, _NO_RESETS),
-    "oscireset_window": (50, _NO_RESETS),
-    "target_fraction": (0.9, "the target is the baseline's loss after 0.9 of max_steps"),
-    "validation_split": ("validation", "use a dataset with a split 'validation', or corpus: files"),
-}
+CORPORA = ("generated", "hub")
 TARGET_FRACTION = 0.9
 
 
@@ -139,12 +127,10 @@ class StudyArguments:
         0.4, "How much longer than max_steps every arm trains, as a share of it, to reach the loss of the baseline."
     )
 
-    corpus: str = option("generated", "'generated', 'files' (text or JSON lines) or 'hub' (streamed).")
-    data_files: list[str] | None = option(None, "Files to train on: .txt, .json, .jsonl.")
-    validation_files: list[str] | None = option(None, "Files to validate on, of the same kind.")
+    corpus: str = option("generated", "'generated', or 'hub' (streamed).")
     dataset_name: str = option("allenai/c4", "Hub dataset for corpus 'hub'.")
     dataset_config: str | None = option("en", "Its configuration.")
-    text_column: str = option("text", "Where the text is, in JSON lines and Hub datasets.")
+    text_column: str = option("text", "Where its text is.")
     tokenizer_name: str | None = option(
         None, "Tokenizer of a checkpoint; by default bytes, for the generated corpus its characters."
     )
@@ -166,9 +152,6 @@ class StudyArguments:
             raise ValueError(f"extra_tokens={self.extra_tokens} must be a share of max_steps, 0 or more")
         if self.corpus not in CORPORA:
             raise ValueError(f"corpus={self.corpus!r} must be one of {', '.join(CORPORA)}")
-        files = (bool(self.data_files), bool(self.validation_files))
-        if files != ((True, True) if self.corpus == "files" else (False, False)):
-            raise ValueError("corpus='files' needs data_files and validation_files, and they need corpus='files'")
         if not self.seeds or len(set(self.seeds)) != len(self.seeds):
             raise ValueError(f"seeds={self.seeds} must be distinct numbers, at least one")
 
@@ -233,8 +216,8 @@ def parse(argv: list[str]) -> Study:
     Raises `ValueError` for an option that does not exist, with the nearest names, or has a value outside its set.
     """
     groups = (StudyArguments, TrainingArguments)
-    given = read_command(argv, groups, removed=REMOVED)
-    file = read_file(Path(given.pop("config", None) or DEFAULT_CONFIG), groups, REMOVED)
+    given = read_command(argv, groups)
+    file = read_file(Path(given.pop("config", None) or DEFAULT_CONFIG), groups)
     options, training = build(groups, {**file, **given})
     if training.max_steps < 1:
         raise ValueError("max_steps must be the number of optimizer steps of the token budget")

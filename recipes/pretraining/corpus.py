@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Text to pretrain on, as sequences of equal length: a generated language, local files, or a streamed Hub dataset."""
+"""Text to pretrain on, as sequences of equal length: a generated language, or a streamed Hub dataset."""
 
 import itertools
 import math
@@ -7,7 +7,6 @@ import random
 import string
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -55,10 +54,7 @@ def load_corpus(options: StudyArguments, tokens: int) -> Corpus:
     if options.corpus == "generated":
         return _generated(tokens, length, count)
     tokenizer = _tokenizer(options.tokenizer_name)
-    if options.corpus == "files":
-        texts = [_read_files(files, column) for files in (options.data_files, options.validation_files)]
-    else:
-        texts = [_stream(options, split) for split in ("train", "validation")]
+    texts = (_stream(options, split) for split in ("train", "validation"))
     train, validation = (_packed(text, tokenizer, column, length) for text in texts)
     rows = [{key: value.tolist() for key, value in row.items()} for row in validation.take(count)]
     if len(rows) < count:
@@ -94,15 +90,6 @@ def _packed(dataset: Any, tokenizer: PreTrainedTokenizerBase, column: str, lengt
     size = len(dataset) if isinstance(dataset, Dataset) else 1000
     packed = dataset.map(pack, batched=True, batch_size=max(1, size), remove_columns=names)
     return packed.with_format("torch")
-
-
-def _read_files(files: list[str], column: str) -> Dataset:
-    kinds = {"json" if Path(file).suffix in (".json", ".jsonl") else "text" for file in files}
-    if len(kinds) > 1:
-        raise ValueError(f"give text files or JSON lines, not both: {', '.join(files)}")
-    if kinds == {"json"}:
-        return load_dataset("json", data_files=files, split="train")
-    return Dataset.from_dict({column: [Path(file).read_text(encoding="utf-8") for file in files]})
 
 
 def _stream(options: StudyArguments, split: str) -> Any:

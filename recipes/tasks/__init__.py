@@ -9,13 +9,13 @@ from transformers import PreTrainedTokenizerFast
 
 from recipes.common.options import option
 
-from .base import REWARD_FORM, Subsets, Task, call_reward, load_function
+from .base import REWARD_FORM, Subsets, Task, call_reward, load_function, of_task
 from .generated import ALPHABET, arithmetic, few_shot
 from .sources import SCORES, Source, gsm8k, math500, own_problems
 from .tiny_model import build_byte_tokenizer, build_char_tokenizer
 
 
-__all__ = ["ALPHABET", "TASKS", "Task", "TaskArguments", "build_tokenizer", "call_reward", "load_task"]
+__all__ = ["ALPHABET", "TASKS", "Task", "TaskArguments", "build_tokenizer", "call_reward", "load_task", "of_task"]
 
 _GENERATED = {"arithmetic": arithmetic, "few_shot": few_shot}
 #: Tasks that are read, with their dataset on the Hub.

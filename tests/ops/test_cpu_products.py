@@ -12,7 +12,7 @@ import torch.nn.functional as F
 
 import hf_mxfp4
 from hf_mxfp4.backends import cpu as packed_product
-from hf_mxfp4.backends.cpu import grouped_product, product, unsupported_reason
+from hf_mxfp4.backends.cpu import product, unsupported_reason
 from hf_mxfp4.gemm import packed_tensor, quantize_weight
 from hf_mxfp4.numerics import MXFP4Tensor, QuantScheme
 
@@ -199,9 +199,9 @@ def test_ends_of_experts_that_are_no_rows_are_refused(ends):
     with pytest.raises(ValueError, match="of experts end at|need torch.uint8|beyond the"):
         torch.ops.hf_mxfp4.packed_linear(x, *parts, None, ends, x.dtype, str(scheme), "", 0, "auto")
     with pytest.raises(ValueError, match="of experts end at|need torch.uint8"):
-        grouped_product(x, weight, ends)
+        product(x, weight, None, ends)
     with pytest.raises(ValueError, match="of experts end at torch.int64"):
-        grouped_product(x, weight, torch.tensor([1, 2, 5]))
+        product(x, weight, None, torch.tensor([1, 2, 5]))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -214,7 +214,7 @@ def test_experts(scheme, dtype):
     together = MXFP4Tensor(**parts, length=96, axis=2, scheme=scheme, dtype=dtype)
     x, bias = random(12, 96, dtype=dtype), random(4, 21, dtype=dtype, seed=7)
     ends = torch.tensor(counts).cumsum(0, dtype=torch.int32)
-    found, start = grouped_product(x, together, ends, bias), 0
+    found, start = product(x, together, bias, ends), 0
     for expert, count in enumerate(counts):
         own = product(x[start : start + count], weights[expert], bias[expert])
         assert torch.equal(found[start : start + count], own)

@@ -5,11 +5,14 @@ from pathlib import Path
 import pytest
 from datasets import Dataset
 from transformers import AutoModelForCausalLM
+from typer.testing import CliRunner
 
 from hf_mxfp4 import MXFP4DistillationConfig
+from hf_mxfp4.cli import app
 from hf_mxfp4.rl.config import count_quantized
-from recipes.distill import DEMO, main, of_task
+from recipes.distill import DEMO, main
 from recipes.post_training.arguments import DistillArguments, parse
+from recipes.tasks import of_task
 
 
 pytestmark = pytest.mark.usefixtures("blank_pictures")
@@ -46,20 +49,64 @@ def test_a_resumed_run_ends_with_the_same_numbers(run):
     assert {**again, "seconds": 0, "saved": 0} == {**summary, "seconds": 0, "saved": 0}
 
 
-def test_texts_of_the_user_are_learned_from_a_smoothed_or_packed_start(run, tmp_path, capsys):
-    out, _ = run
+@pytest.fixture
+def options(tmp_path):
+    """Of a run on texts in two files, which names no model and no output folder."""
     file, prose = tmp_path / "sums.jsonl", tmp_path / "prose.txt"
     file.write_text("".join(json.dumps({"question": f"{i}+{i}=", "answer": f"{2 * i}"}) + "\n" for i in range(30)))
     prose.write_text("1+1=2" * 40)
-    options = [f"--text={file}", "--text_field=question,answer", "--eval_text", str(file), str(prose), "--use_cpu=true"]
-    options += ["--bf16=false", "--save_strategy=no", "--report_to=none", "--report_every=0", "--dtype=float32"]
-    options += ["--max_length=32", "--max_steps=2"]
-    lora = ["--mode=packed", "--use_peft=true", "--lora_target_modules=all-linear", f"--model_name_or_path={out}/base"]
-    summary = main([*options, *lora, f"--output_dir={tmp_path / 'lora'}"])
+    words = [f"--text={file}", "--text_field=question,answer", "--eval_text", str(file), str(prose), "--use_cpu=true"]
+    words += ["--bf16=false", "--save_strategy=no", "--report_to=none", "--report_every=0", "--dtype=float32"]
+    return [*words, "--max_length=32", "--max_steps=2"]
+
+
+def test_texts_of_the_user_are_learned_by_adapters_on_rounded_weights(run, options, tmp_path):
+    base, out = run[0] / "base", tmp_path / "lora"
+    lora = ["--mode=packed", "--use_peft=true", "--lora_target_modules=all-linear", f"--model_name_or_path={base}"]
+    summary = main([*options, *lora, "--gptq=true", f"--output_dir={out}"])
     assert summary["after"].keys() == {"sums", "prose"} and summary["shared_tensors"] > 0
-    assert (tmp_path / "lora" / "student" / "adapter_config.json").is_file()
+    assert summary["model"] == f"{base}, 14 layers rounded (GPTQ)" and summary["teacher"] == str(base)
+    assert (out / "student" / "adapter_config.json").is_file()
+
+
+def test_one_command_is_smoothing_and_then_distilling(run, options, tmp_path, monkeypatch):
+    base, smoothed, text = str(run[0] / "base"), tmp_path / "smoothed", options[0].removeprefix("--text=")
+    words = ["smooth", base, str(smoothed), "--text", text, "--text-field", "question,answer", "--strength", ".3"]
+    assert CliRunner().invoke(app, words).exit_code == 0
+    two = [f"--model_name_or_path={smoothed}", f"--teacher_model_name_or_path={base}"]
+    expected = main([*options, *two, f"--output_dir={tmp_path / 'two'}"])
+    one = [*options, f"--model_name_or_path={base}", "--smooth_strength=.3", f"--output_dir={tmp_path / 'one'}"]
+    one += ["--save_strategy=steps", "--save_steps=1"]
+    found = main(one)
+    assert found["model"] == f"{base}, smoothed at 8 places with strength 0.3"
+    same = ("before", "after", "teacher", "shared_tensors")
+    assert {name: found[name] for name in same} == {name: expected[name] for name in same}
+    # A resumed run begins from what is there, or refuses it.
+    monkeypatch.delattr("recipes.post_training.policy.smooth_model")
+    resumed = [*one, f"--resume_from_checkpoint={tmp_path / 'one' / 'checkpoint-1'}"]
+    assert main(resumed)["after"] == found["after"]
+    with pytest.raises(SystemExit, match="was prepared with .*'smooth_strength': 0.3"):
+        main([*resumed, "--smooth_strength=.5"])
+
+
+def test_without_steps_a_preparation_is_measured_alone(tmp_path):
+    words = ["--max_steps=0", "--smooth_strength=.3", "--save_student=false", f"--output_dir={tmp_path / 'out'}"]
+    summary = main([*TINY, *words])
+    assert summary["steps"] == 0 and summary["before"]["arithmetic"]["kl"] > 0
+    assert summary["before"] == summary["after"] and summary["model"].endswith("smoothed at 8 places with strength 0.3")
+    texts = (tmp_path / "out" / "prepared.jsonl").read_text().splitlines()
+    assert len(texts) == 64 and json.loads(texts[0])["text"].count("=") == 1
+
+
+def test_what_cannot_be_prepared_is_refused(run, options, tmp_path, monkeypatch):
     with pytest.raises(SystemExit, match="the teacher is quantized; name the original"):
-        main([*options, f"--model_name_or_path={out}/student", f"--output_dir={tmp_path / 'again'}"])
+        main([*options, f"--model_name_or_path={run[0]}/student", f"--output_dir={tmp_path / 'a'}"])
+    with pytest.raises(SystemExit, match="student is quantized; take the original"):
+        main([*options, f"--model_name_or_path={run[0]}/student", "--gptq=true", f"--output_dir={tmp_path / 'b'}"])
+    monkeypatch.setattr("hf_mxfp4.lab.smoothing.find_places", lambda model: [])
+    words = [f"--model_name_or_path={run[0]}/base", "--smooth_strength=.3", f"--output_dir={tmp_path / 'c'}"]
+    with pytest.raises(SystemExit, match="has no layer in the layout of Llama"):
+        main([*options, *words])
 
 
 ROWS = Dataset.from_list([{"prompt": "1+1=", "completion": "2", "answer": "2"}])

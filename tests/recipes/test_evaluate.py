@@ -306,7 +306,6 @@ def test_draws_depend_on_the_seed_and_leave_the_random_state_alone():
         (["--sampels=3"], "no option 'sampels'; did you mean 'samples'"),
         (["--task=gsm8k", "--test_file=empty.jsonl"], "empty.jsonl is empty: no JSON lines in it"),
         (["--task=file", "--test_file=x", "--score=maths"], "unknown score 'maths': the scores are"),
-        (["--task_options={a: 1}"], "task_options is gone: give the options of the task by"),
         (["--task=arithmetic", "--n_test=0"], "--n_test 0 must be at least 1"),
         (["--samples=4", "--k=1,8"], "--k 1,8 must be whole numbers such as 1,4,16, from 1 to --samples 4"),
         (["--samples=1", "--temperature=0"], "--temperature 0.0 must be above 0"),

@@ -16,6 +16,7 @@ from hf_mxfp4 import MXFP4RLConfig
 from hf_mxfp4.checkpoint import last_complete_checkpoint
 from hf_mxfp4.lab import page
 from hf_mxfp4.lab.stats import wilson
+from hf_mxfp4.rl.config import count_quantized
 from hf_mxfp4.run_log import RUN_LOG
 from recipes.evaluation import generate
 from recipes.grpo import main
@@ -119,6 +120,34 @@ def test_evaluations_while_training_do_not_change_it(tmp_path):
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
 
 
+def test_a_policy_may_be_sampled_under_another_scheme_than_it_trains_in(tmp_path, monkeypatch):
+    sampled, original = [], generate.complete_batches
+
+    def noting(model, *args, **kwargs):
+        sampled.append(count_quantized(model))
+        return original(model, *args, **kwargs)
+
+    monkeypatch.setattr(generate, "complete_batches", noting)
+    words = ["--full_precision=true", "--rollout_scheme=rceil", "--aqn=false", "--max_steps=2"]
+    summary = short_run(tmp_path / "out", *words)
+    assert sampled == [14] * 3 and summary["n_quantized"] == 0 and summary["reloaded"]["identical"] == 16
+    assert summary["model"].endswith("sampled under rceil")
+    history = json.loads((tmp_path / "out" / "log_history.json").read_text())
+    mismatch = [line["sampling/kl"] for line in history if "sampling/kl" in line]
+    plain = short_run(tmp_path / "plain", words[0], *words[2:])
+    history = json.loads((tmp_path / "plain" / "log_history.json").read_text())
+    equal = [line["sampling/kl"] for line in history if "sampling/kl" in line]
+    assert len(mismatch) == len(equal) == 2 and min(mismatch) > 100 * max(equal) and plain["n_quantized"] == 0
+
+
+def test_without_steps_a_saved_policy_is_evaluated_under_a_scheme(whole, tmp_path):
+    policy = whole[0] / "policy"
+    words = ["--max_steps=0", "--save_policy=false", "--evaluate_before=false", f"--model_name_or_path={policy}"]
+    summary = short_run(tmp_path / "out", *words)
+    assert summary["steps"] == 0 and summary["accuracy_before"] is None and summary["n_quantized"] == 14
+    assert summary["accuracy_after"] == whole[1]["accuracy_after"]
+
+
 def test_a_reload_that_fails_loses_nothing_and_is_still_an_error(tmp_path, capsys, monkeypatch):
     load = AutoModelForCausalLM.from_pretrained
 
@@ -181,11 +210,11 @@ def test_options_of_the_products_in_yaml_and_on_the_command_line(tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--presett=w4a4"], "no option 'presett'; did you mean 'preset'?"),
+        (["--presett=w4a4"], "no option 'presett'; did you mean 'preset'"),
         (["--preset=w4"], "preset='w4' is not supported; choose one of 'w4a16', 'w4a8', 'w4a4'"),
         (["--aqn_num_stages=0"], "aqn_num_stages=0 must be at least 1"),
         (["--config=nowhere.yaml"], "cannot read nowhere.yaml: No such file"),
-        (["--sft_learning_rate=1"], "sft_learning_rate is gone: the supervised steps have a learning rate of 5e-4"),
+        (["--sft_learning_rate=1"], "the command line: sft_learning_rate is gone, and always 0.0005 now; leave it out"),
         (["--no_overwrite"], "no option 'no_overwrite'; did you mean 'overwrite'"),
         (["--outlier_fallback=abc"], "invalid float value: 'abc'"),
         (["--load_in_4bit=true"], "bitsandbytes"),
@@ -202,7 +231,7 @@ def test_wrong_options_end_with_a_message(options, message, tmp_path):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("presett: w4a4\n", "no option 'presett'; did you mean 'preset'?"),
+        ("presett: w4a4\n", "no option 'presett'; did you mean 'preset'"),
         ("preset: [w4a4\n", "not valid YAML"),
         ("- preset\n", "one `option: value` per line"),
     ],

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import transformers
 import yaml
+from datasets import Dataset
 from tiny_models import make_model
 
 from hf_mxfp4.integrations.transformers.swap import quantize_linears
@@ -181,28 +182,27 @@ def test_order_follows_the_seed_alone():
         corpus.ordered(1, 51)
 
 
-@pytest.mark.parametrize("kind", ["txt", "jsonl"])
-def test_local_files(tmp_path, kind):
-    train, validation = tmp_path / f"train.{kind}", tmp_path / f"validation.{kind}"
-    for path, text in ((train, "ab" * 100), (validation, "cd" * 100)):
-        path.write_text(text if kind == "txt" else json.dumps({"text": text}) + "\n")
-    corpus = load_corpus(options(corpus="files", data_files=[str(train)], validation_files=[str(validation)]), 64)
-    assert corpus.tokenizer.decode(corpus.train[0]["input_ids"]) == "ab" * 16
-    assert len(corpus.train) == 201 // 32 and corpus.entropy is None  # 200 bytes and the end of the document
+@pytest.fixture
+def hub(monkeypatch):
+    """`hub(**rows)` makes the rows of each split what a dataset on the Hub has."""
+
+    def give(column="text", **texts):
+        splits = {name: Dataset.from_dict({column: rows}).to_iterable_dataset() for name, rows in texts.items()}
+        monkeypatch.setattr("recipes.pretraining.corpus.load_dataset", lambda *_, split, streaming: splits[split])
+        return options(corpus="hub")
+
+    return give
 
 
-def test_files_that_cannot_be_used(tmp_path):
-    short = tmp_path / "short.txt"
-    short.write_text("abc")
-    missing = options(corpus="files", data_files=["nowhere.txt"], validation_files=[str(short)])
-    with pytest.raises(FileNotFoundError, match="nowhere.txt"):
-        load_corpus(missing, 64)
+def test_a_streamed_dataset(hub):
+    corpus = load_corpus(hub(train=["ab" * 100], validation=["cd" * 100]), 64)
+    first, *others = corpus.train
+    assert corpus.tokenizer.decode(first["input_ids"]) == "ab" * 16
+    assert 1 + len(others) == 201 // 32 and corpus.entropy is None  # 200 bytes and the end of the document
     with pytest.raises(ValueError, match="validation text has 0 sequences of 32"):
-        load_corpus(options(corpus="files", data_files=[str(short)], validation_files=[str(short)]), 64)
-    lines = tmp_path / "rows.jsonl"
-    lines.write_text('{"body": "abc"}\n')
+        load_corpus(hub(train=["ab" * 100], validation=["abc"]), 64)
     with pytest.raises(ValueError, match="text_column can be body"):
-        load_corpus(options(corpus="files", data_files=[str(lines)], validation_files=[str(lines)]), 64)
+        load_corpus(hub("body", train=["abc"], validation=["abc"]), 64)
 
 
 # ---- options
@@ -213,10 +213,8 @@ def test_files_that_cannot_be_used(tmp_path):
     [
         (["--arm", "all"], "did you mean 'arms'"),
         (["--extra_tokens", "-1"], "extra_tokens=-1.0"),
-        (["--target_fraction", "0.5"], "target_fraction is gone: the target is"),
-        (["--oscireset_period", "9"], "oscireset_period is gone: resets of oscillating weights made no difference"),
-        (["--corpus", "c4"], "must be one of generated, files, hub"),
-        (["--corpus", "files"], "needs data_files"),
+        (["--target_fraction", "0.5"], "target_fraction is gone, and always 0.9 now"),
+        (["--corpus", "c4"], "must be one of generated, hub"),
         (["--seeds", "1", "1"], "distinct"),
         (["--max_steps", "-1"], "max_steps must be"),
         (["--extra_arms", "{a: ["], "neither YAML nor JSON"),

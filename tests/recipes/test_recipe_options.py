@@ -85,6 +85,8 @@ def test_masters_are_dithered_in_full_precision_alone():
     assert parse(["--full_precision", "true", "--dither_masters", "true"])[0].dither_masters
     with pytest.raises(ValueError, match="dither_masters is for full_precision"):
         parse(["--dither_masters", "true"])
+    with pytest.raises(ValueError, match="rollout_scheme is for full_precision without use_peft and use_vllm"):
+        parse(["--rollout_scheme", "w4a8"])
 
 
 def test_options_that_are_gone_are_read_from_files_with_the_value_that_they_have_now(tmp_path):
@@ -92,8 +94,8 @@ def test_options_that_are_gone_are_read_from_files_with_the_value_that_they_have
     path.write_text("sft_target_loss: 0.55\nsft_learning_rate: 5.0e-4\n")
     assert parse(["--config", str(path), *CPU])[0].sft_steps == 400
     for line, message in (
-        ("sft_target_loss: 0.4", "sft_target_loss is gone: .* bound them by sft_steps"),
-        ("problem_count: 9", "problem_count is gone: use the task arithmetic"),
+        ("sft_target_loss: 0.4", "run.yaml: sft_target_loss is gone, and always 0.55 now; leave it out"),
+        ("problem_count: 9", "problem_count is gone, and always None now"),
     ):
         path.write_text(line)
         with pytest.raises(ValueError, match=message):

@@ -305,14 +305,13 @@ def threads_for(cost: int) -> int:
     return torch.get_num_threads() if cost > _WORTH_A_THREAD else 1
 
 
-def rotate(x: torch.Tensor, size: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+def rotate(x: torch.Tensor, size: int) -> torch.Tensor:
     """Return a tensor in float32, bfloat16 or float16 with every ``size`` (16, 32, 64 or 128) neighbours of its last
-    axis, which that divides, multiplied by Sylvester's matrix over its root: computed in float32, rounded to ``dtype``
-    once. It is its own inverse."""
+    axis, which that divides, multiplied by Sylvester's matrix over its root, in float32. It is its own inverse."""
     if size not in (16, 32, 64, 128) or x.shape[-1] % size:
         raise ValueError(f"rows of {x.shape[-1]} elements cannot be rotated in blocks of {size}")
     rows = in_memory(x)
     out = torch.empty_like(rows, dtype=torch.float32)
     count, threads = rows.numel() // size, threads_for(rows.numel())
     load()[0].mxfp4_rotate(rows.data_ptr(), TYPES[x.dtype], out.data_ptr(), size, size**-0.5, count, threads)
-    return out.to(dtype)
+    return out
