@@ -8,7 +8,6 @@ import typer
 
 from .common import (
     CheckpointArgument,
-    IncludeOption,
     JsonOption,
     OverwriteOption,
     SchemeOption,
@@ -34,7 +33,6 @@ PROGRESS_NAME = "progress.jsonl"
 def analyze(
     model: CheckpointArgument,
     scheme: SchemeOption = None,
-    include: IncludeOption = None,
     exclude: SkipOption = None,
     out: Annotated[Path | None, typer.Option(help="Folder of the reports. [default: analysis/<model name>]")] = None,
     overwrite: OverwriteOption = False,
@@ -52,7 +50,7 @@ def analyze(
     source = open_source(model)
     own = source.scheme
     schemes = schemes_of(scheme or ()) or ([own.weight_scheme] if own else schemes_of(PAPER_SCHEMES))
-    selection = Selection.of(source, include or (), exclude or ())
+    selection = Selection.of(source, exclude or ())
     folder = out or Path("analysis") / report_folder(model)
     path, names = folder / PROGRESS_NAME, [str(scheme) for scheme in schemes]
     with TensorLog(path, source.name, names, __version__, overwrite=overwrite) as log:
@@ -95,7 +93,6 @@ def compare(
     model: Annotated[str, typer.Argument(metavar="A", help="A checkpoint, as for analyze.")],
     other: Annotated[str, typer.Argument(metavar="B", help="Another checkpoint, plain or packed.")],
     scheme: SchemeOption = None,
-    include: IncludeOption = None,
     exclude: SkipOption = None,
     out: Annotated[
         Path | None, typer.Option(help="Folder to write comparison.json, comparison.csv and comparison.html to.")
@@ -115,7 +112,7 @@ def compare(
 
     sources = [open_source(model), open_source(other)]
     with work_progress(sum(source.n_bytes for source in sources)) as progress:
-        result = compare_sources(*sources, schemes[0] if schemes else None, include or (), exclude or (), progress)
+        result = compare_sources(*sources, schemes[0] if schemes else None, exclude or (), progress)
     _show_comparison(result, as_json)
     if out is not None:
         typer.echo(f"reports: {', '.join(map(str, write_comparison(result, out)))}", err=True)
@@ -142,28 +139,25 @@ def _show_comparison(result: "Comparison", as_json: bool) -> None:
 def simulate(
     distribution: Annotated[
         Literal["gaussian", "laplace", "student-t", "uniform", "outliers"],
-        typer.Option(help="'outliers' is Gaussian with 8 of 1024 channels 30 times as large."),
+        typer.Option(
+            help="'student-t' of 4 degrees of freedom; 'outliers': 8 of 1024 Gaussian channels are 30 x larger."
+        ),
     ] = "gaussian",
     elements: Annotated[int, typer.Option(min=1, max=2**32, help="Rounded up to whole rows of 1024.")] = 2**20,
     seed: int = 0,
-    df: Annotated[float, typer.Option(help="Degrees of freedom of student-t; above 2.")] = 4.0,
     scheme: SchemeOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Measure schemes on random data, whose rows have standard deviations spread over one octave."""
-    if not df > 2:
-        fail(f"--df {df:g}: the variance of student-t exists for more than 2 degrees of freedom only")
     from ..lab import PAPER_SCHEMES, error_statistics, sample
     from ..lab.reports import LEGEND, statistics_table
 
-    x = sample(distribution, elements, seed, df)
+    x = sample(distribution, elements, seed)
     results = {str(s): error_statistics(x, s) for s in schemes_of(scheme or PAPER_SCHEMES)}
-    of = {"df": df} if distribution == "student-t" else {}
     if as_json:
-        facts = {"distribution": distribution, "elements": x.numel(), "seed": seed, **of}
+        facts = {"distribution": distribution, "elements": x.numel(), "seed": seed}
         summaries = {name: statistics.summary() for name, statistics in results.items()}
         print_json({**facts, "schemes": summaries})
         return
-    named = f"{distribution}({df:g})" if of else distribution
-    print_table(f"{named}, {x.numel():,} elements, seed {seed}", *statistics_table(results))
+    print_table(f"{distribution}, {x.numel():,} elements, seed {seed}", *statistics_table(results))
     say(LEGEND)

@@ -33,22 +33,14 @@ SchemeOption = Annotated[
         "wanted; or 'nvfp4'. Repeatable.",
     ),
 ]
-IncludeOption = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--include",
-        metavar="PATTERN",
-        help="Only tensors whose name has these whole dotted parts ('layers.0', 'mlp.down_proj'), or 're:<regex on "
-        "the full name>'. Repeatable.",
-    ),
-]
 SkipOption = Annotated[
     list[str] | None,
     typer.Option(
         "--modules-to-not-convert",
         "--skip",
         metavar="PATTERN",
-        help="Tensors or layers to leave out, in full precision; patterns as for --include. Repeatable.",
+        help="Tensors or layers to leave out, in full precision: those whose names have these whole dotted parts "
+        "('layers.0', 'mlp.down_proj'), or 're:<regex on the full name>'. Repeatable.",
     ),
 ]
 CheckpointArgument = Annotated[

@@ -44,7 +44,6 @@ def pack(
     outlier_fallback: Annotated[
         float | None, typer.Option(help="Weight of the residual, as 0.5 (default: none).")
     ] = None,
-    weight_block: Annotated[str | None, typer.Option(help="1x32 (default) or 32x32.")] = None,
     rotation: Annotated[
         str | None,
         typer.Option(help="Rotate weights and inputs by blocks: deterministic-16, -32, -64 or -128 (default: none)."),
@@ -67,7 +66,6 @@ def pack(
         macro_block=macro_block,
         macro_search=macro_search,
         outlier_fallback=outlier_fallback,
-        weight_block=weight_block,
         fprop=None if rotation is None else {"rotation": rotation},
         modules_to_not_convert=skip,
     )
