@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A mistake that other projects made with fake quantization, B18: master weights that turn into their quantized values."""
+"""A mistake that other projects made with fake quantization, B18: master weights that turn into quantized values."""
 
 from functools import partial
 
