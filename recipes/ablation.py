@@ -29,7 +29,7 @@ from rich.table import Table
 from rich.text import Text
 
 from hf_mxfp4.files import lock, replace_file
-from recipes.ablations.grid import Grid, read_grid
+from recipes.ablations.grid import Grid, check_cells, read_grid
 from recipes.ablations.results import draw_accuracy, make_records, markdown, table_rows
 from recipes.ablations.runner import run_grid
 from recipes.common.options import option, read_command, read_words
@@ -68,8 +68,7 @@ def main(argv: list[str]) -> int:
         changes = {"output": arguments.out, "launcher": arguments.launcher, "options": options}
         only, seeds = (text and text.split(",") for text in (arguments.only, arguments.seeds))
         grid = read_grid(path, only=only, seeds=seeds and list(map(int, seeds)), **changes)
-        for run in grid.runs:
-            run.parse()
+        check_cells(grid, options)
         grid.output.mkdir(parents=True, exist_ok=True)
         signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # runs end with this process
         with (grid.output / ".lock").open("w") as file:

@@ -46,6 +46,7 @@ def main(argv: list[str]) -> dict:
     tell("scheme", "full precision" if recipe.full_precision else start.scheme.describe())
 
     start, origin = prepare_start(start, options, task, output)
+    origin += f", sampled under {recipe.rollout_scheme}" if recipe.rollout_scheme else ""
     policy, tokenizer = load_policy(start, options)
     training.allow_full_precision = training.allow_full_precision or recipe.full_precision
     trainer = MXFP4GRPOTrainer(

@@ -100,17 +100,18 @@ def quantize_experts(
 
 
 def packed_tensor(
-    packed: Mapping[str, torch.Tensor | None], length: int, scheme: QuantScheme, dtype: torch.dtype
+    packed: Mapping[str, torch.Tensor | None] | PackedWeight, length: int, scheme: QuantScheme, dtype: torch.dtype
 ) -> MXFP4Tensor:
-    """The tensors of [`packed_shapes`] as a [`MXFP4Tensor`] of ``length`` columns that shares their memory."""
-    found = (packed.get(name) for name in PACKED_FIELDS)
+    """The tensors of [`packed_shapes`], by name or in the order of `PACKED_FIELDS`, as a [`MXFP4Tensor`] of ``length``
+    columns that shares their memory."""
+    found = packed if isinstance(packed, tuple) else (packed.get(name) for name in PACKED_FIELDS)
     parts = (None if tensor is None else tensor.detach() for tensor in found)
     return MXFP4Tensor(*parts, length=length, axis=1, scheme=scheme, dtype=dtype)
 
 
 @torch.no_grad()
 def weight_values(
-    packed: Mapping[str, torch.Tensor | None],
+    packed: Mapping[str, torch.Tensor | None] | PackedWeight,
     length: int,
     scheme: QuantScheme,
     dtype: torch.dtype,

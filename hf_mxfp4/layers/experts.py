@@ -17,7 +17,6 @@ from ..gemm import (
     effective_rows,
     group_by_expert,
     quantized_linear,
-    weight_operand,
 )
 from ..model_structure import experts_unsupported_reason, projections, weight_size
 from ..numerics import LinearScheme
@@ -233,11 +232,6 @@ class MXFP4Experts(ExpertsBase):
         operands = x, getattr(self, projection), self.bias_of(projection)
         state = self.states[projection]
         return (compiled_linear if torch.compiler.is_compiling() else quantized_linear)(*operands, state, groups)
-
-    def quantized_weight(self, projection: str, weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """The weight as the forward product takes it: ``Q(W)`` ``[experts, N, K]`` in ``dtype``, of the rotated and
-        padded weight where the scheme rotates. Kept by the [`WeightCache`] that is open, if any."""
-        return weight_operand(weight, dtype, self.states[projection])
 
     def rows_first(self, weight: torch.Tensor) -> torch.Tensor:
         """A master weight as ``[experts, N, K]``, the same memory."""

@@ -36,6 +36,15 @@ class QuantizedLayer(nn.Module):
         if not shape or shape[-1] != self.in_features:
             raise ValueError(f"{self._label()}: input {tuple(shape)} does not end in in_features={self.in_features}")
 
+    def _to_linear(self, weight: torch.Tensor, dtype: torch.dtype | None, requires_grad: bool) -> nn.Linear:
+        """A plain layer around a weight, with a copy of the bias in ``dtype``, by default its own."""
+        linear = nn.Linear(self.in_features, self.out_features, self.bias is not None, device="meta")
+        linear.weight = nn.Parameter(weight, requires_grad)
+        if self.bias is not None:
+            bias = self.bias.detach().to(dtype or self.bias.dtype, copy=True)
+            linear.bias = nn.Parameter(bias, self.bias.requires_grad)
+        return linear.train(self.training)
+
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, {self.config.describe()}"
 
@@ -98,14 +107,8 @@ class MXFP4Linear(QuantizedLayer, nn.Linear):
 
     def to_linear(self, dtype: torch.dtype | None = None) -> nn.Linear:
         """A plain layer whose weight holds the quantized values (in ``dtype``, default the master's)."""
-        linear = nn.Linear(self.in_features, self.out_features, self.bias is not None, device="meta")
-        with torch.no_grad():
-            weight = self.effective_weight(self.weight)
-            linear.weight = nn.Parameter(weight.to(dtype or weight.dtype), self.weight.requires_grad)
-            if self.bias is not None:
-                bias = self.bias.detach().to(dtype or self.bias.dtype, copy=True)
-                linear.bias = nn.Parameter(bias, self.bias.requires_grad)
-        return linear.train(self.training)
+        weight = self.effective_weight(self.weight)
+        return self._to_linear(weight.to(dtype or weight.dtype), dtype, self.weight.requires_grad)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """``[..., in_features]`` to ``[..., out_features]``.

@@ -11,7 +11,16 @@ import torch
 from torch import nn
 
 from .. import model_structure
-from ..gemm import GemmState, LayerRng, effective_rows, gemm_states, quantize_experts, quantize_weight
+from ..gemm import (
+    GemmState,
+    LayerRng,
+    effective_rows,
+    gemm_states,
+    quantize_experts,
+    quantize_weight,
+    rows_first,
+    weight_operand,
+)
 from ..numerics import GemmScheme
 from .experts import ExpertsBase, MXFP4Experts
 from .linear import MXFP4Linear
@@ -68,7 +77,8 @@ class WeightMatrix:
 
     def of(self, value: torch.Tensor) -> torch.Tensor:
         """This matrix of a value of the parameter, the same memory."""
-        return value if self.expert is None else self.layer.rows_first(value)[self.expert]
+        rows = rows_first(value, self.state.spec)
+        return rows if self.expert is None else rows[self.expert]
 
     def weight(self) -> torch.Tensor:
         """The master weight as it is now, detached."""
@@ -77,18 +87,14 @@ class WeightMatrix:
     def layer_values(self, value: torch.Tensor) -> torch.Tensor:
         """The values that the forward product takes for a value of the whole parameter, in its shape and dtype, where
         the scheme does not rotate."""
-        if self.expert is None:
-            return self.layer.quantized_weight(value, value.dtype)
-        return self.layer.rows_first(self.layer.quantized_weight(self.parameter, value, value.dtype))
+        return rows_first(weight_operand(value, value.dtype, self.state), self.state.spec)
 
     def packed_values(self, value: torch.Tensor) -> dict[str, torch.Tensor]:
         """Codes and scales of [`layer_values`], uint8 ``[N, ...]`` or of experts ``[E, N, ...]``, where the scheme can
         be packed; by what their names in a packed checkpoint have after that of the parameter."""
-        scheme, backend = self.layer.config.weight_scheme, self.layer.config.backend
-        if self.expert is None:
-            packed = quantize_weight(value.detach(), scheme, backend)
-        else:
-            packed = quantize_experts(self.layer.rows_first(value.detach()), scheme, backend)
+        rows, config = rows_first(value.detach(), self.state.spec), self.layer.config
+        pack = quantize_weight if self.expert is None else quantize_experts
+        packed = pack(rows, config.weight_scheme, config.backend)
         return {field.removeprefix("weight"): part for field, part in packed.items()}
 
     def effective_rows(self, rows: torch.Tensor) -> torch.Tensor:

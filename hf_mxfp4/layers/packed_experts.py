@@ -9,20 +9,17 @@ from torch import nn
 from ..backends import dequantize
 from ..config import MXFP4RLConfig
 from ..gemm import (
-    PACKED_FIELDS,
     PACKED_SUFFIXES,
     GemmState,
     Groups,
     PackedSpec,
     PackedWeight,
-    check_packed,
     check_rotation,
     compiled_packed_linear,
     packed_linear,
     packed_shapes,
     packed_tensor,
     quantize_experts,
-    quantize_weight,
     weight_values,
 )
 from ..model_structure import weight_size
@@ -34,13 +31,9 @@ from .packed_linear import PackedLayer
 class MXFP4PackedExperts(PackedLayer, ExpertsBase):
     """Experts that compute as an [`MXFP4PackedLinear`] for each projection of each expert would.
 
-    Parameters, for each projection (those that the scheme has not are `None`), whatever the layout of the
-    full-precision weight that ``[experts, N, K]`` stands for:
-        <projection>: uint8 ``[experts, N, ceil(K / 2)]``, two codes per byte.
-        <projection>_scale: uint8 ``[experts, N, ceil(K / 32)]``.
-        <projection>_macro: uint8 ``[experts, N, ceil(K / macro_block)]``, with macro blocks.
-        <projection>_residual, <projection>_residual_scale: as the first two, with outlier fallback of weights.
-        <projection>_bias: floating-point ``[experts, N]``, where the model has it.
+    Parameters, for each projection: those of [`MXFP4PackedLinear`] of all experts, ``[experts, N, ...]`` whatever the
+    layout of the full-precision weight, under the names ``<projection>``, ``<projection>_scale`` and so on; and
+    ``<projection>_bias``, floating-point ``[experts, N]``, where the model has it.
 
     Dequantized weights exist of one expert at a time. They are not kept within [`cached_weights`] either: experts are
     nearly all of a model, and packed to save that memory. Made by [`from_experts`] and [`placeholder`] alone.
@@ -97,17 +90,13 @@ class MXFP4PackedExperts(PackedLayer, ExpertsBase):
         packed = quantize_experts(rows, config.weight_scheme, config.backend, config.weight_rotation)
         return {self._tensor_name(projection, field): value for field, value in packed.items()}
 
-    def pack_matrix(self, weight: torch.Tensor) -> dict[str, torch.Tensor]:
-        """The tensors of [`packed_shapes`] of one expert's weight ``[N, K]``, or of rows of it."""
-        config = self.config
-        return quantize_weight(weight, config.weight_scheme, config.backend, config.weight_rotation)
-
-    def unpacked(self, projection: str, packed: Mapping[str, torch.Tensor | None], dtype: torch.dtype) -> torch.Tensor:
+    def unpacked(
+        self, projection: str, packed: Mapping[str, torch.Tensor | None] | PackedWeight, dtype: torch.dtype
+    ) -> torch.Tensor:
         """The values ``[n, K]`` that tensors such as [`pack_matrix`] makes stand for, rotated back; see
         [`hf_mxfp4.gemm.weight_values`]."""
-        config = self.config
-        options = config.weight_scheme, dtype, config.backend, config.weight_rotation
-        return weight_values(packed, self.sizes[projection][2], *options)
+        spec = self.states[projection].spec
+        return weight_values(packed, spec.in_features, spec.weights, dtype, spec.backend, spec.rotation)
 
     def to_experts(self, dtype: torch.dtype | None = None) -> nn.Module:
         """Plain experts whose weights hold the dequantized values (in ``dtype``, default `compute_dtype`), laid out as
@@ -133,8 +122,8 @@ class MXFP4PackedExperts(PackedLayer, ExpertsBase):
         shape = (experts, columns, rows) if self.is_transposed else (experts, rows, columns)
         out = torch.empty(shape, dtype=dtype, device=packed[0].device)
         for expert, values in enumerate(out.transpose(1, 2) if self.is_transposed else out):
-            parts = [None if tensor is None else tensor[expert] for tensor in packed]
-            values.copy_(self.unpacked(projection, dict(zip(PACKED_FIELDS, parts, strict=True)), dtype))
+            parts = tuple(None if tensor is None else tensor[expert] for tensor in packed)
+            values.copy_(self.unpacked(projection, parts, dtype))
         return out
 
     @torch.no_grad()
@@ -151,9 +140,8 @@ class MXFP4PackedExperts(PackedLayer, ExpertsBase):
     def quantized_tensor(self, projection: str, expert: int) -> MXFP4Tensor:
         """The weight ``[N, K]`` of one expert as it is stored, rotated where the scheme rotates, as a [`MXFP4Tensor`]
         that shares its memory."""
-        parts = [None if tensor is None else tensor[expert] for tensor in self.packed_weight(projection)]
-        named = dict(zip(PACKED_FIELDS, parts, strict=True))
-        return packed_tensor(named, self.sizes[projection][2], self.config.weight_scheme, self.compute_dtype)
+        parts = tuple(None if tensor is None else tensor[expert] for tensor in self.packed_weight(projection))
+        return packed_tensor(parts, self.sizes[projection][2], self.config.weight_scheme, self.compute_dtype)
 
     def project(self, projection: str, x: torch.Tensor, groups: Groups) -> torch.Tensor:
         packed = self.packed_weight(projection)
@@ -184,8 +172,5 @@ class MXFP4PackedExperts(PackedLayer, ExpertsBase):
     def _tensor_name(projection: str, field: str) -> str:
         return f"{projection}{field.removeprefix('weight')}"
 
-    def check(self) -> None:
-        """Raise `ValueError` unless every packed tensor is there, uint8, and of the shape that the scheme says."""
-        names = [f"{projection}{suffix}" for projection in self.projections for suffix in PACKED_SUFFIXES]
-        tensors = {name: getattr(self, name) for name in names}
-        check_packed(self.name or type(self).__name__, tensors, self.shapes(), self.config.weight_scheme)
+    def packed_names(self) -> list[str]:
+        return [f"{projection}{suffix}" for projection in self.projections for suffix in PACKED_SUFFIXES]

@@ -40,6 +40,20 @@ class PackedLayer(QuantizedLayer):
         """Shapes of the packed tensors under the scheme, by name."""
         raise NotImplementedError
 
+    def packed_names(self) -> list[str]:
+        """The names of packed tensors, those that the scheme has not among them."""
+        raise NotImplementedError
+
+    def check(self) -> None:
+        """Raise `ValueError` unless every packed tensor is there, uint8, and of the shape that the scheme says."""
+        tensors = {name: getattr(self, name) for name in self.packed_names()}
+        check_packed(self.name or type(self).__name__, tensors, self.shapes(), self.config.weight_scheme)
+
+    def pack_matrix(self, weight: torch.Tensor) -> dict[str, torch.Tensor]:
+        """The tensors of [`packed_shapes`] of a full-precision weight ``[N, K]``, or of rows of it."""
+        config = self.config
+        return quantize_weight(weight, config.weight_scheme, config.backend, config.weight_rotation)
+
     def _apply(self, fn, recurse: bool = True):
         super()._apply(fn, recurse)
         self.compute_dtype = fn(torch.empty(0, dtype=self.compute_dtype)).dtype
@@ -91,20 +105,15 @@ class MXFP4PackedLinear(PackedLayer, nn.Linear):
         name: str = "",
     ):
         nn.Module.__init__(self)  # nn.Linear's would make and initialise a full-precision weight
-        self.config = MXFP4RLConfig(mode="packed") if config is None else config
-        if self.config.mode != "packed":
-            raise ValueError(f"{type(self).__name__} needs a config of mode='packed', not {self.config.mode!r}")
+        self.config = config = MXFP4RLConfig(mode="packed") if config is None else config
+        if config.mode != "packed":
+            raise ValueError(f"{type(self).__name__} needs a config of mode='packed', not {config.mode!r}")
         self.in_features, self.out_features, self.name = in_features, out_features, name
         self.compute_dtype = dtype or torch.get_default_dtype()
-        self._weight_scheme = self.config.weight_scheme
-        self._activation_scheme = self.config.activation_scheme
-        self._rotation = self.config.weight_rotation
-        check_rotation(self._label(), in_features, self._rotation)
-        schemes = self._weight_scheme, self._activation_scheme
-        backends = self.config.backend, self._rotation, self.config.matmul_backend
-        spec = PackedSpec(*schemes, in_features, *backends)
-        self.state = GemmState(spec)
-        shapes = packed_shapes(out_features, in_features, self._weight_scheme)
+        schemes, rotation = (config.weight_scheme, config.activation_scheme), config.weight_rotation
+        check_rotation(self._label(), in_features, rotation)
+        self.state = GemmState(PackedSpec(*schemes, in_features, config.backend, rotation, config.matmul_backend))
+        shapes = self.shapes()
         for tensor in PACKED_FIELDS:
             self.register_parameter(tensor, None)
             if tensor in shapes:
@@ -143,31 +152,22 @@ class MXFP4PackedLinear(PackedLayer, nn.Linear):
         layer.bias = linear.bias
         return layer.train(linear.training)
 
-    def pack_weight(self, weight: torch.Tensor) -> dict[str, torch.Tensor]:
-        """The packed tensors of a full-precision weight ``[N, K]``, or of rows of it, by their names here."""
-        return quantize_weight(weight, self._weight_scheme, self.config.backend, self._rotation)
+    pack_weight = PackedLayer.pack_matrix
 
-    def unpacked(self, packed: Mapping[str, torch.Tensor | None], dtype: torch.dtype) -> torch.Tensor:
+    def unpacked(self, packed: Mapping[str, torch.Tensor | None] | PackedWeight, dtype: torch.dtype) -> torch.Tensor:
         """The values ``[n, K]`` that tensors such as [`pack_weight`] makes stand for, rotated back; see
         [`hf_mxfp4.gemm.weight_values`]."""
-        options = self._weight_scheme, dtype, self.config.backend, self._rotation
-        return weight_values(packed, self.in_features, *options)
+        spec = self.state.spec
+        return weight_values(packed, spec.in_features, spec.weights, dtype, spec.backend, spec.rotation)
 
     def to_linear(self, dtype: torch.dtype | None = None) -> nn.Linear:
         """A plain layer whose weight holds the dequantized values (in ``dtype``, default `compute_dtype`); of a rotated
         weight those of [`dequantized_weight`]."""
-        linear = nn.Linear(self.in_features, self.out_features, self.bias is not None, device="meta")
-        with torch.no_grad():
-            linear.weight = nn.Parameter(self.dequantized_weight(dtype))
-            if self.bias is not None:
-                bias = self.bias.detach().to(dtype or self.bias.dtype, copy=True)
-                linear.bias = nn.Parameter(bias, self.bias.requires_grad)
-        return linear.train(self.training)
+        return self._to_linear(self.dequantized_weight(dtype), dtype, True)
 
     def quantized_tensor(self) -> MXFP4Tensor:
         """The weight as it is stored, rotated where the scheme rotates, as a [`MXFP4Tensor`] that shares its memory."""
-        named = dict(zip(PACKED_FIELDS, self.packed_weight(), strict=True))
-        return packed_tensor(named, self.in_features, self._weight_scheme, self.compute_dtype)
+        return packed_tensor(self.packed_weight(), self.in_features, self.state.spec.weights, self.compute_dtype)
 
     def packed_weight(self) -> PackedWeight:
         """The packed tensors in the order of [`PACKED_FIELDS`], `None` for those that the scheme has not."""
@@ -177,7 +177,7 @@ class MXFP4PackedLinear(PackedLayer, nn.Linear):
     def dequantized_weight(self, dtype: torch.dtype | None = None) -> torch.Tensor:
         """``Q(W)`` ``[out_features, in_features]`` in ``dtype``, default `compute_dtype`; of a weight that is stored
         rotated, rotated back and rounded then. See [`forward_weight`]."""
-        return self.unpacked(dict(zip(PACKED_FIELDS, self.packed_weight(), strict=True)), dtype or self.compute_dtype)
+        return self.unpacked(self.packed_weight(), dtype or self.compute_dtype)
 
     def forward_weight(self, dtype: torch.dtype | None = None) -> torch.Tensor:
         """The values that the forward product multiplies with [`quantized_input`], exactly: ``Q(W)``, or ``Q(W H)``
@@ -207,15 +207,14 @@ class MXFP4PackedLinear(PackedLayer, nn.Linear):
     def quantized_input(self, x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """``Q(x)`` in ``dtype``, of the rotated input where the scheme rotates; without ``Q`` under a weight-only
         preset."""
-        return quantize_input(x, dtype, self._activation_scheme, self.config.backend, self._rotation)
+        spec = self.state.spec
+        return quantize_input(x, dtype, spec.inputs, spec.backend, spec.rotation)
 
     def shapes(self) -> dict[str, tuple[int, int]]:
-        return packed_shapes(self.out_features, self.in_features, self._weight_scheme)
+        return packed_shapes(self.out_features, self.in_features, self.state.spec.weights)
 
-    def check(self) -> None:
-        """Raise `ValueError` unless every packed tensor is there, uint8, and of the shape that the scheme says."""
-        tensors = {name: getattr(self, name) for name in PACKED_FIELDS}
-        check_packed(self.name or type(self).__name__, tensors, self.shapes(), self._weight_scheme)
+    def packed_names(self) -> list[str]:
+        return list(PACKED_FIELDS)
 
     def reset_parameters(self) -> None:
         raise TypeError(f"{self._label()} is packed and frozen; it has no random initialisation")

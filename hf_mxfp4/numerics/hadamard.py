@@ -23,7 +23,16 @@ def rotate(x: torch.Tensor, size: int, *, axis: int = -1, signs: torch.Tensor | 
         TypeError: ``x`` is not a floating-point tensor.
         ValueError: ``size`` is not supported or does not divide the axis, or ``signs`` has another length.
     """
-    rows, axis = _rows(x, size, axis, signs)
+    one_of("size", size, ROTATION_SIZES)
+    if not x.is_floating_point():
+        raise TypeError(f"a rotation needs a floating-point tensor, got {x.dtype}")
+    length = x.shape[axis]
+    if length % size:
+        raise ValueError(f"size={size} does not divide the {length} elements along axis {axis}; pad them with zeros")
+    if signs is not None and tuple(signs.shape) != (length,):
+        raise ValueError(f"signs has shape {tuple(signs.shape)}; the rotated axis has {length} elements")
+    rows = x.movedim(axis, -1)
+    rows = rows if x.dtype == torch.float64 else rows.float()
     if signs is not None:
         rows = rows * signs.to(rows)
     return _transform(rows, size).to(x.dtype).movedim(-1, axis)
@@ -39,19 +48,6 @@ def random_signs(length: int, seed: int, device: torch.device | str = "cpu") -> 
     """Float32 ``[length]`` of 1 and -1 with equal chances, a function of ``seed`` alone (drawn on the CPU)."""
     bits = torch.randint(0, 2, (length,), generator=torch.Generator().manual_seed(seed))
     return (1.0 - 2.0 * bits).to(device)
-
-
-def _rows(x: torch.Tensor, size: int, axis: int, signs: torch.Tensor | None) -> tuple[torch.Tensor, int]:
-    one_of("size", size, ROTATION_SIZES)
-    if not x.is_floating_point():
-        raise TypeError(f"a rotation needs a floating-point tensor, got {x.dtype}")
-    length = x.shape[axis]
-    if length % size:
-        raise ValueError(f"size={size} does not divide the {length} elements along axis {axis}; pad them with zeros")
-    if signs is not None and tuple(signs.shape) != (length,):
-        raise ValueError(f"signs has shape {tuple(signs.shape)}; the rotated axis has {length} elements")
-    rows = x.movedim(axis, -1)
-    return rows if x.dtype == torch.float64 else rows.float(), axis
 
 
 def _transform(rows: torch.Tensor, size: int) -> torch.Tensor:

@@ -154,8 +154,8 @@ def check_fallback_rate(name: str, rate: float | None, alpha: float | None) -> N
 # ---- schemes as text ------------------------------------------------------------------------------------------------
 
 
-_MACRO = re.compile(r"mbs(?P<size>[^-]+)(?:-(?P<search>.+))?")
-_FALLBACK = re.compile(r"of(?P<alpha>[^@]+)(?:@(?P<rate>.+))?")
+_MACRO = re.compile(r"mbs(?P<size>\d+|row)(?:-(?P<search>\w+))?")
+_FALLBACK = re.compile(r"of(?P<alpha>[\d.e-]+)(?:@(?P<rate>[\d.e-]+))?")
 _EXAMPLE = "rceil+mbs128-static+of0.5"
 
 
@@ -181,47 +181,30 @@ def parse_scheme(text: str) -> "QuantScheme | Treatment":
     if parts[0] not in rules:
         raise ValueError(f"scheme {text!r}: no scale rule {parts[0]!r}; {_nearest(parts[0], [*rules, NVFP4.value])}")
     options: dict = {"scale_rule": ScaleRule(parts[0])}
-    for part in parts[1:]:
-        for key, value in _part_options(text, part).items():
-            if key in options:
-                raise ValueError(f"scheme {text!r} gives {key} twice")
-            options[key] = value
     try:
+        for part in parts[1:]:
+            for key, value in _part_options(part).items():
+                if key in options:
+                    raise ValueError(f"{key} is given twice")
+                options[key] = value
         return QuantScheme(**options)
     except ValueError as error:
         raise ValueError(f"scheme {text!r}: {error}") from None
 
 
-def _part_options(text: str, part: str) -> dict:
+def _part_options(part: str) -> dict:
     if match := _MACRO.fullmatch(part):
-        size, search = match["size"], match["search"] or "static"
-        sizes = [str(choice) for choice in MACRO_BLOCKS]
-        if size not in sizes:
-            raise ValueError(
-                f"scheme {text!r}: macro blocks have {', '.join(sizes[:-1])} elements or 'row', not {size}"
-            )
-        if search not in (*MACRO_SEARCHES, *_TEXTS.values()):
-            known = [_TEXTS.get(name, name) for name in MACRO_SEARCHES]
-            raise ValueError(f"scheme {text!r}: no macro search {search!r}; {_nearest(search, known)}")
-        return {"macro_block": size if size == "row" else int(size), "macro_search": search}
+        size = match["size"]
+        return {"macro_block": size if size == "row" else int(size), "macro_search": match["search"] or "static"}
     if match := _FALLBACK.fullmatch(part):
-        options = {"outlier_fallback": _number(text, match["alpha"])}
-        if match["rate"] is not None:
-            options["fallback_rate"] = _number(text, match["rate"])
-        return options
+        rate = {} if match["rate"] is None else {"fallback_rate": float(match["rate"])}
+        return {"outlier_fallback": float(match["alpha"]), **rate}
     if part in ROUNDINGS:
         return {"rounding": part}
     if part in ("1x32", "32x32"):
         return {"block_rows": int(part.split("x")[0])}
     known = [*(f"mbs128-{_TEXTS.get(name, name)}" for name in MACRO_SEARCHES), "of0.5", "stochastic", "32x32"]
-    raise ValueError(f"scheme {text!r}: {part!r} is no part of a scheme; {_nearest(part, known)}")
-
-
-def _number(text: str, word: str) -> float:
-    try:
-        return float(word)
-    except ValueError:
-        raise ValueError(f"scheme {text!r}: {word!r} is not a number") from None
+    raise ValueError(f"{part!r} is no part of a scheme; {_nearest(part, known)}")
 
 
 def _nearest(word: str, known: list[str]) -> str:

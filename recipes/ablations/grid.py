@@ -19,9 +19,9 @@ from recipes.evaluation.policy import folder_digest
 from recipes.post_training.arguments import GROUPS, Options, make_options
 
 
-#: Options of `grpo.py` that the grid sets itself: those that a run's result does not depend on, and others.
-_WITHOUT_EFFECT = ("evaluate_before", "output_dir", "overwrite", "model_name_or_path")
-MANAGED = (*_WITHOUT_EFFECT, "reload_check", "resume_from_checkpoint", "save_policy", "seed")
+#: Options of `grpo.py` that a run's result does not depend on, and those that the grid sets itself.
+WITHOUT_EFFECT = ("evaluate_before", "output_dir", "overwrite", "model_name_or_path", "save_policy")
+MANAGED = (*WITHOUT_EFFECT[:-1], "reload_check", "resume_from_checkpoint", "seed")
 _GRID_KEYS = "name output_dir seeds launcher reference naive task evaluation train base cells extra_cells label".split()
 _GRID_KEYS += ["mean_of_last"]
 _NEEDED = ("seeds", "task", "train", "cells", "base", "output_dir")
@@ -32,7 +32,7 @@ _CELL_KEYS = ("label", "options", "paper", "naive", "base")
 class Cell:
     """A row of the table: what differs from the options that all cells share, the accuracies that the ``paper`` states
     in percent by its model, the ``naive`` cell whose distance from the reference this one may recover, and the
-    checkpoint that it starts from, where that is not the grid's."""
+    checkpoint that it starts from, where that is not the grid's, with "{seed}" for the seed of a run."""
 
     name: str
     label: str
@@ -92,7 +92,7 @@ class Run:
 
     @property
     def start(self) -> str:
-        return self.cell.base or self.grid.start
+        return (self.cell.base or self.grid.start).replace("{seed}", str(self.seed))
 
     @property
     def config(self) -> dict[str, Any]:
@@ -100,6 +100,7 @@ class Run:
         return {
             "report_to": "none",
             "save_strategy": "no",
+            "save_policy": False,
             **put_over(self.grid.shared, self.cell.options)[0],
             **self.cell.options,
             "model_name_or_path": self.start,
@@ -107,7 +108,6 @@ class Run:
             "seed": self.seed,
             # The starting point of all seeds is the same model on the same problems.
             "evaluate_before": self.seed == self.grid.seeds[0],
-            "save_policy": False,
             "reload_check": 0,
             "overwrite": True,
         }
@@ -117,7 +117,7 @@ class Run:
         """Everything that the result depends on."""
         start = Path(self.start)
         base = {"model_name_or_path": self.start, "weights": folder_digest(start) if start.is_dir() else None}
-        return {**{name: value for name, value in self.config.items() if name not in _WITHOUT_EFFECT}, "base": base}
+        return {**{name: value for name, value in self.config.items() if name not in WITHOUT_EFFECT}, "base": base}
 
     def parse(self) -> Options:
         """Parse the configuration as `grpo.py` will, on this machine. Raises `ValueError` for what it refuses."""
@@ -175,7 +175,6 @@ def read_grid(
     )
     if not isinstance(grid.mean_of_last, int) or grid.mean_of_last < 1:
         raise ValueError(f"mean_of_last={grid.mean_of_last!r} must be a whole number, at least 1")
-    _check_cells(grid, options)
     return grid
 
 
@@ -194,13 +193,17 @@ def _cells(content: Mapping[str, Any], path: Path, only: Sequence[str] | None) -
     return [cell for cell in cells if only is None or cell.name in only]
 
 
-def _check_cells(grid: Grid, options: Mapping[str, Any]) -> None:
+def check_cells(grid: Grid, options: Mapping[str, Any]) -> None:
+    """Raise `ValueError` where ``options``, those of the command line, would not reach a cell, which has its own; and
+    parse every run. What a preset of a cell resets is told."""
     for cell in grid.cells:
         if same := sorted({*options} & {*cell.options}):
             raise ValueError(f"the cell {cell.name} has {', '.join(same)} of its own; change that in the file")
         if dropped := put_over(grid.shared, cell.options)[1]:
             told = ", ".join(f"{name}={value}" for name, value in dropped.items())
             tell(f"cell {cell.name}", f"its own preset or mode resets {told}, which the other cells share")
+    for run in grid.runs:
+        run.parse()
 
 
 def _mapping(value: Any, where: str, known: Sequence[str] | None = None) -> dict[str, Any]:

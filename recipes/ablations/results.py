@@ -87,7 +87,7 @@ def _curves(folder: Path) -> dict[str, list[tuple[int, float]]]:
 def _accuracy(run: Run, result: Record, curves: Mapping[str, Sequence[tuple[int, float]]]) -> float:
     """The accuracy that a run counts with."""
     score, after = next(iter(result["accuracy_after"].items()))
-    if run.grid.mean_of_last == 1:
+    if run.grid.mean_of_last == 1 or result["steps"] == 0:
         return after
     points = [value for _, value in curves.get(f"greedy/{score}", [])][-run.grid.mean_of_last :]
     if len(points) < run.grid.mean_of_last:

@@ -19,7 +19,7 @@ from hf_mxfp4.files import write_json
 from hf_mxfp4.utils import share_text
 from recipes.common.reporting import hardware, tell, versions
 
-from .grid import Grid, Run
+from .grid import WITHOUT_EFFECT, Grid, Run
 
 
 GRPO = Path(__file__).resolve().parents[1] / "grpo.py"
@@ -37,7 +37,8 @@ def read_json(path: Path) -> dict[str, Any] | None:
 def changed(stored: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[str]:
     """Name the settings that differ."""
     stored, wanted = (json.loads(json.dumps(settings)) for settings in (stored, wanted))
-    return [name for name in sorted({*stored, *wanted}) if stored.get(name) != wanted.get(name)]
+    names = sorted({*stored, *wanted} - {*WITHOUT_EFFECT})
+    return [name for name in names if stored.get(name) != wanted.get(name)]
 
 
 def finished(run: Run) -> dict[str, Any] | None:

@@ -48,6 +48,9 @@ class StartArguments(TaskArguments):
 class RecipeArguments(StartArguments):
     """What `grpo.py` evaluates and saves."""
 
+    rollout_scheme: str | None = option(
+        None, "With full_precision: sample and evaluate under this scheme, as for hf-mxfp4 eval (w4a8, w4a4:rceil)."
+    )
     greedy_batch_size: int = option(128, "Prompts in a batch of the greedy evaluation.")
     evaluate_before: bool = option(True, "Evaluate before RL too.")
     evaluate_every: int = option(0, "Steps between greedy evaluations while training, logged as greedy/*; 0: none.")
@@ -160,6 +163,8 @@ def make_options(
         raise ValueError(f"tiny_architecture={recipe.tiny_architecture!r} must be one of {', '.join(TINY_MODELS)}")
     if recipe.dither_masters and not recipe.full_precision:
         raise ValueError("dither_masters is for full_precision; quantized policies have dither_ties, which is on")
+    if getattr(recipe, "rollout_scheme", None) and (not recipe.full_precision or model.use_peft or arguments.use_vllm):
+        raise ValueError("rollout_scheme is for full_precision without use_peft and use_vllm")
     scheme = quantization_config(quantization)
     if scheme.mode == "packed" and not recipe.full_precision:
         check_packed(model)

@@ -11,18 +11,28 @@ from torch import nn
 from transformers import AutoTokenizer, PreTrainedModel, Trainer, TrainerCallback
 
 from hf_mxfp4 import MXFP4GRPOTrainer
+from hf_mxfp4.lab import read_schemes, swapped
 from recipes.evaluation.generate import Evaluation, evaluate_greedy
 from recipes.post_training.arguments import RecipeArguments
 from recipes.tasks import Task
 
 
 class PolicyEvaluation:
-    """Evaluates the policy of a trainer on the test split of a task, in the precision of its training; all processes
-    call it together."""
+    """Evaluates the policy of a trainer on the test split of a task, in the precision of its training; under the
+    ``rollout_scheme`` where there is one, which the trainer samples under too. All processes call it together."""
 
     def __init__(self, trainer: MXFP4GRPOTrainer, task: Task, recipe: RecipeArguments):
         self.trainer, self.task, self.recipe = trainer, task, recipe
         self.tokenizer = trainer.processing_class
+        self._scheme = read_schemes([recipe.rollout_scheme])[0].config if recipe.rollout_scheme else None
+        if self._scheme is not None:
+            generate = trainer._generate
+
+            def generate_quantized(prompts: list):
+                with swapped(self.model, self._scheme):
+                    return generate(prompts)
+
+            trainer._generate = generate_quantized
 
     @property
     def model(self) -> PreTrainedModel:
@@ -68,8 +78,9 @@ class PolicyEvaluation:
         return {"compared": len(problems), "identical": same}
 
     def _evaluate(self, model: PreTrainedModel, tokenizer, problems: Dataset, title: str) -> Evaluation:
+        scheme = contextlib.nullcontext() if self._scheme is None else swapped(model, self._scheme)
         # In the precision of training, which a model has in itself only once it is trained.
-        with self.trainer.accelerator.autocast():
+        with scheme, self.trainer.accelerator.autocast():
             return evaluate_greedy(
                 model,
                 tokenizer,

@@ -102,8 +102,8 @@ def write_results(
     logged = trainer.state.log_history
     write_completions(after, task.test, output / "completions_after.jsonl")
     write_json(output / "log_history.json", logged)
-    plot = plot_training(logged, output / "training.png")
-    if trainer.run_log is not None:
+    plot = plot_training(logged, output / "training.png") if logged else None
+    if trainer.run_log is not None and logged:
         run_report.write(output)  # with the evaluation
     entropies = [entry["entropy"] for entry in logged if "entropy" in entry]
     sigmas = [entry["aqn/sigma"] for entry in logged if "entropy" in entry and "aqn/sigma" in entry]
@@ -128,7 +128,7 @@ def write_results(
         "weight_sqnr_db": report.sqnr_db if report else None,
         "saved": saved and str(saved),
         "adapter": saved is not None and (saved / "adapter_config.json").is_file(),
-        "plot": str(plot),
+        "plot": plot and str(plot),
         "run_report": run_report.path and str(run_report.path),
         "reloaded": None,
     }
@@ -173,5 +173,5 @@ def print_summary(summary: dict[str, Any]) -> None:
     console.print(table)
     if summary["saved"]:
         tell("saved model", summary["saved"])
-    tell("plot", summary["plot"])
+    tell("plot", summary["plot"] or "none, since nothing was trained")
     tell("run report", summary["run_report"] or "none (see report_every)")

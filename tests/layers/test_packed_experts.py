@@ -13,6 +13,7 @@ from tiny_models import make_model
 from torch import nn
 
 from hf_mxfp4 import MXFP4Experts, MXFP4Linear, MXFP4PackedLinear, MXFP4RLConfig, cached_weights, pack
+from hf_mxfp4.gemm import weight_operand
 from hf_mxfp4.integrations.transformers import quantize_linears
 from hf_mxfp4.layers import MXFP4PackedExperts
 
@@ -297,7 +298,7 @@ def test_packed_experts_repeat_the_trainable_ones(family):
         out.square().sum().backward()
     torch.testing.assert_close(taken[1].grad, taken[0].grad, rtol=1e-4, atol=1e-6)
     for projection in packed.projections:
-        operand = trained.quantized_weight(projection, getattr(trained, projection), torch.float32)
+        operand = weight_operand(getattr(trained, projection), torch.float32, trained.states[projection])
         assert torch.equal(packed.forward_weight(projection), operand)
         plain = trained.to_experts().get_parameter(projection)
         torch.testing.assert_close(packed.dequantized_weight(projection), plain, rtol=0, atol=1e-6)

@@ -17,7 +17,7 @@ from matplotlib.figure import Figure
 
 from hf_mxfp4 import MXFP4RLConfig
 from recipes.ablation import main, parse
-from recipes.ablations.grid import read_grid
+from recipes.ablations.grid import check_cells, read_grid
 from recipes.ablations.results import markdown, statistics
 from recipes.tasks import ALPHABET
 from recipes.tasks.tiny_model import build_char_tokenizer, build_qwen2
@@ -61,9 +61,24 @@ def test_cells_of_shipped_grids_are_accepted_and_differ_in_what_they_name(path):
 def test_cells_of_the_recovery_grid_are_accepted():
     grid = read_grid(RECOVERY, options={"n_test": 8})
     assert grid.reference == "bf16_dithered" and grid.mean_of_last == 3
-    schemes = {run.cell.name: run.parse() for run in grid.runs}
-    assert schemes["bf16_dithered"].recipe.dither_masters and not schemes["bf16"].recipe.dither_masters
-    assert schemes["w4a8"].quantization == MXFP4RLConfig(preset="w4a8")
+    check_cells(grid, {"n_test": 8})
+    of = {run.cell.name: run.parse() for run in grid.runs}
+    schemes = {name: options.quantization for name, options in of.items() if not options.recipe.full_precision}
+    assert of["bf16_dithered"].recipe.dither_masters and not of["bf16"].recipe.dither_masters
+    # What starts from a distilled model has the scheme that it was distilled in (distill_smollm2.yaml, and a preset).
+    assert schemes["w4a8"] == schemes["w4a8_distilled"] == schemes["bf16_then_qad"] == MXFP4RLConfig(preset="w4a8")
+    assert schemes["w4a4"] == schemes["w4a4_distilled"] == MXFP4RLConfig(preset="w4a4", outlier_fallback=None)
+    assert schemes["w4a8_lora"] == MXFP4RLConfig(mode="packed", preset="w4a8")
+    assert of["w4a8_lora"].model == of["bf16_lora"].model and of["bf16_lora"].model.use_peft
+    assert {name for name, options in of.items() if options.recipe.gptq} == {"w4a8_gptq_lora", "bf16_then_gptq"}
+    assert {name for name, options in of.items() if options.training.max_steps == 0} == {
+        "bf16_then_rtn", "bf16_then_gptq", "bf16_then_qad",
+    }  # fmt: skip
+    assert {name for name, options in of.items() if options.recipe.rollout_scheme} == {"sampled_w4a8", "sampled_mxfp4"}
+    corrections = [of[f"mxfp4_{name}"].training for name in ("off_policy_mask", "delta", "geometric", "k3")]
+    assert [args.off_policy_mask_threshold for args in corrections] == [0.5, None, None, None]
+    assert [args.delta for args in corrections] == [None, 2.0, None, None] and corrections[1].num_iterations == 2
+    assert [args.rollout_rejection for args in corrections] == [None, None, "geometric", "k3"]
 
 
 def test_a_run_is_the_shared_options_and_its_own(tmp_path):
@@ -102,7 +117,7 @@ def test_mistakes_are_named(changes, message, tmp_path):
 def test_an_option_that_grpo_refuses_is_named_with_its_cell(tmp_path):
     cells = {"bf16": {}, "mxfp4": {"options": {"preset": "w4"}}}
     with pytest.raises(ValueError, match="^mxfp4/seed0: .*preset='w4' is not supported"):
-        list(run.parse() for run in read_grid(write(tmp_path / "grid.yaml", cells=cells)).runs)
+        check_cells(read_grid(write(tmp_path / "grid.yaml", cells=cells)), {})
 
 
 def schemes_of(grid):
@@ -118,6 +133,7 @@ def test_a_cell_with_a_preset_is_exactly_that_preset(tmp_path, capsys):
     }
     train = {"scale_rule": "rceil", "macro_block": None, "outlier_fallback": None, "use_cpu": True, "bf16": False}
     grid = read_grid(write(tmp_path / "grid.yaml", cells=cells, train=train))
+    check_cells(grid, {})
     told = " ".join(capsys.readouterr().out.split())
     assert "cell paper its own preset or mode resets scale_rule=rceil, macro_block=None, outlier_fallback=None" in told
     assert "cell mxfp4" not in told
@@ -149,7 +165,7 @@ def test_options_for_all_cells_and_another_start(tmp_path):
 )
 def test_options_for_all_cells_that_cannot_be(options, message, tmp_path):
     with pytest.raises(ValueError, match=message):
-        read_grid(write(tmp_path / "grid.yaml"), options=options)
+        check_cells(read_grid(write(tmp_path / "grid.yaml"), options=options), options)
 
 
 # ---- tables ----------------------------------------------------------------------------------------------------------
@@ -320,13 +336,29 @@ def test_an_accuracy_may_be_the_mean_of_the_last_evaluations(ablation, grid, tmp
     (found,) = records_in(tmp_path / "out")
     assert found["value"] == 0.3125  # of 2/8 and 3/8
     assert found["curves"] == {"reward": [[1, 0.5124]], "greedy/strict": [[1, 0.125], [2, 0.25], [3, 0.375]]}
+    # A run without steps has but one accuracy.
+    file = tmp_path / "out" / "cells" / "bf16" / "seed0" / "summary.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"steps": 0}))
+    assert ablation(["--config", str(path)]) == 0 and records_in(tmp_path / "out")[0]["value"] == 0.75
 
 
 def test_a_cell_may_start_from_another_checkpoint(tmp_path):
-    cells = {"bf16": {"options": {"full_precision": True}}, "mxfp4": {"base": "distilled"}}
+    cells = {"bf16": {"options": {"full_precision": True}}, "mxfp4": {"base": "bf16/seed{seed}/policy"}}
     grid = read_grid(write(tmp_path / "grid.yaml", cells=cells))
-    starts = {run.cell.name: run.config["model_name_or_path"] for run in grid.runs}
-    assert starts == {"bf16": "model", "mxfp4": "distilled"}
+    starts = {run.name: run.config["model_name_or_path"] for run in grid.runs}
+    assert starts == {
+        "bf16/seed0": "model", "mxfp4/seed0": "bf16/seed0/policy",
+        "bf16/seed1": "model", "mxfp4/seed1": "bf16/seed1/policy",
+    }  # fmt: skip
+
+
+def test_a_run_that_keeps_its_policy_is_the_same_run(ablation, grid, tmp_path):
+    path = grid(bf16=0.75, mxfp4=0.375, seeds=[0])
+    ablation(["--config", path, "--only", "bf16", "--save_policy", "true"])
+    ablation(["--config", path])
+    saved = {cell: tmp_path / "out" / "cells" / cell / "seed0" / "config.yaml" for cell in ("bf16", "mxfp4")}
+    assert [yaml.safe_load(file.read_text())["save_policy"] for file in saved.values()] == [True, False]
+    assert len(starts(tmp_path, "bf16", 0)) == 1 and len(records_in(tmp_path / "out")) == 2
 
 
 def test_other_settings_are_refused(ablation, grid, tmp_path, capsys):

@@ -16,6 +16,7 @@ from hf_mxfp4 import MXFP4RLConfig
 from hf_mxfp4.checkpoint import last_complete_checkpoint
 from hf_mxfp4.lab import page
 from hf_mxfp4.lab.stats import wilson
+from hf_mxfp4.rl.config import count_quantized
 from hf_mxfp4.run_log import RUN_LOG
 from recipes.evaluation import generate
 from recipes.grpo import main
@@ -117,6 +118,34 @@ def test_evaluations_while_training_do_not_change_it(tmp_path):
         short_run(folder, *options)
         weights.append(load_file(folder / "policy" / "model.safetensors"))
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+
+
+def test_a_policy_may_be_sampled_under_another_scheme_than_it_trains_in(tmp_path, monkeypatch):
+    sampled, original = [], generate.complete_batches
+
+    def noting(model, *args, **kwargs):
+        sampled.append(count_quantized(model))
+        return original(model, *args, **kwargs)
+
+    monkeypatch.setattr(generate, "complete_batches", noting)
+    words = ["--full_precision=true", "--rollout_scheme=rceil", "--aqn=false", "--max_steps=2"]
+    summary = short_run(tmp_path / "out", *words)
+    assert sampled == [14] * 3 and summary["n_quantized"] == 0 and summary["reloaded"]["identical"] == 16
+    assert summary["model"].endswith("sampled under rceil")
+    history = json.loads((tmp_path / "out" / "log_history.json").read_text())
+    mismatch = [line["sampling/kl"] for line in history if "sampling/kl" in line]
+    plain = short_run(tmp_path / "plain", words[0], *words[2:])
+    history = json.loads((tmp_path / "plain" / "log_history.json").read_text())
+    equal = [line["sampling/kl"] for line in history if "sampling/kl" in line]
+    assert len(mismatch) == len(equal) == 2 and min(mismatch) > 100 * max(equal) and plain["n_quantized"] == 0
+
+
+def test_without_steps_a_saved_policy_is_evaluated_under_a_scheme(whole, tmp_path):
+    policy = whole[0] / "policy"
+    words = ["--max_steps=0", "--save_policy=false", "--evaluate_before=false", f"--model_name_or_path={policy}"]
+    summary = short_run(tmp_path / "out", *words)
+    assert summary["steps"] == 0 and summary["accuracy_before"] is None and summary["n_quantized"] == 14
+    assert summary["accuracy_after"] == whole[1]["accuracy_after"]
 
 
 def test_a_reload_that_fails_loses_nothing_and_is_still_an_error(tmp_path, capsys, monkeypatch):

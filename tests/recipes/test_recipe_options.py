@@ -85,6 +85,8 @@ def test_masters_are_dithered_in_full_precision_alone():
     assert parse(["--full_precision", "true", "--dither_masters", "true"])[0].dither_masters
     with pytest.raises(ValueError, match="dither_masters is for full_precision"):
         parse(["--dither_masters", "true"])
+    with pytest.raises(ValueError, match="rollout_scheme is for full_precision without use_peft and use_vllm"):
+        parse(["--rollout_scheme", "w4a8"])
 
 
 def test_options_that_are_gone_are_read_from_files_with_the_value_that_they_have_now(tmp_path):
