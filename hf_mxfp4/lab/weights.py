@@ -98,7 +98,7 @@ class TensorLog(ResumeLog):
         if line["shard"] != tensor.file.name or line["identity"] != _identity(tensor.file):
             raise ProgressMismatch(
                 f"{self.path} holds results of {line['shard']} as it was before it changed; "
-                "start over with --overwrite, or give another --out"
+                "start over with --overwrite, or give another folder"
             )
         statistics = {scheme: ErrorStatistics.from_dict(sums) for scheme, sums in line["statistics"].items()}
         return TensorResult(tensor.name, tuple(line["shape"]), line["dtype"], statistics)

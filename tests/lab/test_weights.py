@@ -280,7 +280,7 @@ def test_damage_in_the_middle_is_reported(path):
 @pytest.mark.parametrize("overwrite", [False, True])
 def test_a_log_that_is_being_written_is_refused_and_stays(path, tensors, overwrite):
     with opened(path) as log:
-        with pytest.raises(ProgressMismatch, match="another process is writing .*; wait for it, or give another --out"):
+        with pytest.raises(ProgressMismatch, match="another process is writing .*; wait for it"):
             opened(path, overwrite=overwrite)
         log.keep(result(tensors[2]), tensors[2].file)
     with opened(path) as log:
