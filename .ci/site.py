@@ -62,10 +62,12 @@ def notebook(path: Path) -> str:
     return "\n\n".join(f"```python\n{text}\n```" if kind == "code" else text for kind, text in cells)
 
 
-def public_names(stub: Path) -> list[str]:
-    """Return what a stub imports from submodules: the names of a package that are imported on first use."""
-    imports = [each for each in ast.parse(stub.read_text()).body if isinstance(each, ast.ImportFrom) and each.module]
-    return sorted(name.name for each in imports for name in each.names)
+def public_names(package: Path) -> list[str]:
+    """Return the names that a package's stub, or else the package, imports from submodules."""
+    stub = package / "__init__.pyi"
+    source = stub if stub.exists() else package / "__init__.py"
+    imports = [each for each in ast.parse(source.read_text()).body if isinstance(each, ast.ImportFrom)]
+    return sorted(name.name for each in imports if each.level == 1 and each.module for name in each.names)
 
 
 def on_config(config: MkDocsConfig) -> None:
@@ -79,8 +81,12 @@ def on_files(files: Files, config: MkDocsConfig) -> None:
     pages["index.md"] = pages["index.md"].replace("quickstart.ipynb", "quickstart.md")
     pages["quickstart.md"] = notebook(Path("docs/quickstart.ipynb")).replace("../README.md", "index.md")
     for name in PACKAGES:
-        stub = Path(name.replace(".", "/"), "__init__.pyi")
-        options = f"    options: {json.dumps({'members': public_names(stub)})}\n" if stub.exists() else ""
-        pages[f"api/{name}.md"] = f"# {name}\n\n::: {name}\n{options}"
+        root = Path("kernels" if name == "mxfp4_kernels" else ".") / name.replace(".", "/")
+        members = public_names(root)
+        text = f"# {name}\n\n::: {name}\n    options: {{members: {json.dumps(members)}}}\n"
+        for member in members:
+            if (root / f"{member}.py").exists():  # a function that shares its module's name, which hides it
+                text += f"\n::: {name}.{member}.{member}\n    options: {{show_root_heading: true}}\n"
+        pages[f"api/{name}.md"] = text
     for page, text in pages.items():
         files.append(File.generated(config, page, content=text))

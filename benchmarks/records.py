@@ -10,7 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from hf_mxfp4.files import write_json
-from recipes.common.reporting import hardware, markdown_table, versions, with_interval
+from hf_mxfp4.lab.stats import with_interval
+from hf_mxfp4.utils import installed_version
+from recipes.common.reporting import hardware, markdown_table
 
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -60,7 +62,7 @@ def made(command: str, packages: Iterable[str], machine: str | None = None) -> d
 
 def installed(packages: Iterable[str]) -> dict[str, str]:
     """Look up the versions of those packages that are installed."""
-    return {package: version for package, version in versions(packages).items() if version is not None}
+    return {package: version for package in packages if (version := installed_version(package)) is not None}
 
 
 def median_ratio(times: Sequence[float], others: Sequence[float]) -> float:

@@ -14,13 +14,10 @@ import platform
 import textwrap
 from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from ._logging import get_logger
 
-
-if TYPE_CHECKING:
-    from torch import nn
 
 _Class = TypeVar("_Class", bound=type)
 
@@ -99,7 +96,7 @@ def nearest_names(name: str, known: Sequence[str]) -> list[str]:
 
 
 @contextlib.contextmanager
-def evaluation_mode(model: "nn.Module") -> Iterator[None]:
+def evaluation_mode(model: Any) -> Iterator[None]:
     """Turn dropout and checkpointing off; restore the training mode of every module on exit."""
     modes = [(module, module.training) for module in model.modules()]
     model.eval()

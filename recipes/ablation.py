@@ -4,7 +4,7 @@
     python recipes/ablation.py --config recipes/configs/ablation_cpu.yaml [--out DIR] [--jobs N] [--seeds 0,1,2]
 
 Runs `grpo.py` for every cell and seed in a process and a folder of its own, and writes `ablation.json` (one record per
-run), `table.md` and `accuracy.png`. A grid that was stopped goes on where it was: finished runs are kept, a killed one
+run) and `table.md`. A grid that was stopped goes on where it was: finished runs are kept, a killed one
 is started again. A run that fails is reported, and the others go on; the exit code is then 1. A grid may be spread over
 machines of one kind: `--only` and `--seeds` run parts of it, and `--report_only` reports all of them from a folder that
 the others have been copied into.
@@ -30,7 +30,7 @@ from rich.text import Text
 
 from hf_mxfp4.files import lock, replace_file
 from recipes.ablations.grid import Grid, check_cells, read_grid
-from recipes.ablations.results import draw_accuracy, make_records, markdown, table_rows
+from recipes.ablations.results import make_records, markdown, table_rows
 from recipes.ablations.runner import run_grid
 from recipes.common.options import option, read_command, read_words
 from recipes.common.reporting import console, tell
@@ -88,7 +88,7 @@ def main(argv: list[str]) -> int:
 
 
 def report(grid: Grid, command: str) -> None:
-    """Write records, tables and plots of the finished runs, and print the tables."""
+    """Write records and the table of the finished runs, and print it."""
     records, left_out = make_records(grid, command)
     if left_out:
         tell("left out", f"run with other settings: {', '.join(left_out)}")
@@ -101,8 +101,7 @@ def report(grid: Grid, command: str) -> None:
         table.add_row(*map(Text, row))
     console.print(table)
     (grid.output / "table.md").write_text(f"{grid.label}\n\n{markdown(records)}")
-    draw_accuracy(records).savefig(grid.output / "accuracy.png", dpi=120)
-    tell("results", f"{grid.output}: ablation.json, table.md, accuracy.png")
+    tell("results", f"{grid.output}: ablation.json, table.md")
 
 
 if __name__ == "__main__":

@@ -9,30 +9,29 @@
 if __name__ == "__main__" and not __package__:
     import from_root  # noqa: F401  parts are found as recipes.*, and `evaluate` is the library
 
-import hashlib
+import contextlib
 import inspect
-import json
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from accelerate import PartialState
+from accelerate.utils import broadcast_object_list
 from tqdm.auto import tqdm
 
 from hf_mxfp4.files import write_json
+from hf_mxfp4.lab.resume_log import ResumeLog
+from hf_mxfp4.utils import installed_version, package_versions
 from recipes.common.options import exit_on_wrong_options
-from recipes.common.reporting import INPUT_ERRORS, console, errors_as_messages, shutdown, tell, versions
+from recipes.common.reporting import INPUT_ERRORS, console, errors_as_messages, shutdown, tell
 from recipes.evaluation import results
 from recipes.evaluation.arguments import EvaluationArguments, parse
-from recipes.evaluation.generate import Batch, CompletionFile, complete_batches, tokenize
+from recipes.evaluation.generate import Batch, Completion, complete_batches, tokenize
 from recipes.evaluation.policy import Policy, load_policy
 from recipes.tasks import Task
-
-
-#: Those that decide what is measured.
-PACKAGES = ("hf-mxfp4", "torch", "transformers", "peft", "accelerate", "evaluate", "math-verify")
 
 
 def main(argv: list[str]) -> dict[str, Any]:
@@ -52,17 +51,20 @@ def main(argv: list[str]) -> dict[str, Any]:
         if other is not None:
             results.check_same_problems(keys, task.name, other)
         folder = Path(options.output_dir) if options.output_dir else _default_folder(options)
-        files = _open_files(options, policy, task, token_ids, folder)
+        logs = _open_logs(options, policy, task, token_ids, folder) if state.is_main_process else {}
     about = policy.description
     tell("scheme", about["computed_in"])
     tell("layers", f"n_quantized={about['n_quantized']} n_skipped={about['n_skipped']}")
     if not options.conversational and policy.tokenizer.chat_template is not None:
         tell("prompts", "plain text; --conversational uses the chat template of the tokenizer")
 
-    generated = _complete(policy, task, _plan([len(ids) for ids in token_ids], options), files, options)
+    with contextlib.ExitStack() as stack:
+        for log in logs.values():
+            stack.enter_context(log)
+        generated = _complete(policy, task, _plan([len(ids) for ids in token_ids], options), logs, options)
     if not state.is_main_process:
         return {}
-    completions = [completion for file in files.values() for completion in file.found.values()]
+    completions = [Completion(**line) for log in logs.values() for line in log.done.values()]
     names = ("max_new_tokens", "conversational", "samples", "temperature", "top_p", "seed", "batch_size")
     result = {
         "task": task.name,
@@ -70,15 +72,12 @@ def main(argv: list[str]) -> dict[str, Any]:
         **results.summarize(completions, keys, list(task.scores), options),
         "generation": {name: getattr(options, name) for name in names},
         "identity": policy.identity,
-        "versions": versions(PACKAGES),
+        "versions": {**package_versions(), "math-verify": installed_version("math-verify")},
         "device": str(state.device),
         "processes": state.num_processes,
         "generated": generated,
         "seconds": round(time.monotonic() - started, 1),
     }
-    if options.reward is not None:
-        with errors_as_messages(ValueError):
-            result["reward"] = results.mean_rewards(task, completions, options)
     if other is not None:
         result["compared_with"] = str(options.compare)
         result["differences"] = results.compare(result, other)
@@ -122,31 +121,31 @@ def _default_folder(options: EvaluationArguments) -> Path:
     return Path("outputs/evaluation") / model / "-".join(filter(None, (options.task, options.dequantize)))
 
 
-def _open_files(
+def _open_logs(
     options: EvaluationArguments, policy: Policy, task: Task, token_ids: list[list[int]], folder: Path
-) -> dict[bool, CompletionFile]:
-    """Open the files of completions, by whether they are sampled. All processes read them, one will write."""
+) -> dict[bool, ResumeLog]:
+    """Open the files of completions, by whether they are sampled: first what they depend on, then one a line."""
     # Another source of the scores means that verdicts on disk may be out of date.
     sources = {Path(inspect.getsourcefile(score)) for score in task.scores.values()}
     common = {
         "task": task.name,
         "problems": len(token_ids),
-        "prompts": _digest([token_ids, list(task.test["answer"])]),
+        "prompts": results.digest([token_ids, list(task.test["answer"])]),
         "model": policy.identity,
         **{name: policy.description[name] for name in ("computed_in", "dtype", "attention", "n_quantized")},
         "max_new_tokens": options.max_new_tokens,
-        "scores": _digest([path.read_text() for path in sorted(sources)]),
+        "scores": results.digest([path.read_text() for path in sorted(sources)]),
     }
-    files = {False: CompletionFile(folder / "greedy.jsonl", common, options.overwrite)}
+    files = {False: ("greedy.jsonl", common)}
     if options.samples:
         sampling = {"temperature": options.temperature, "top_p": options.top_p, "seed": options.seed}
-        files[True] = CompletionFile(folder / "samples.jsonl", {**common, **sampling}, options.overwrite)
-    PartialState().wait_for_everyone()  # before one writes
-    return files
-
-
-def _digest(value: Any) -> str:
-    return hashlib.sha256(json.dumps(value).encode()).hexdigest()[:12]
+        files[True] = "samples.jsonl", {**common, **sampling}
+    return {
+        sampled: ResumeLog(
+            folder / name, header, lambda line: (line["sample"], line["problem"]), overwrite=options.overwrite
+        )
+        for sampled, (name, header) in files.items()
+    }
 
 
 def _plan(lengths: Sequence[int], options: EvaluationArguments) -> list[Batch]:
@@ -156,19 +155,19 @@ def _plan(lengths: Sequence[int], options: EvaluationArguments) -> list[Batch]:
     groups = [tuple(order[start : start + options.batch_size]) for start in range(0, len(order), options.batch_size)]
     batches = [Batch(rows) for rows in groups]
     for sample in range(options.samples):
-        batches += [Batch(rows, sample, int(_digest([options.seed, sample, rows[0]]), 16)) for rows in groups]
+        batches += [Batch(rows, sample, int(results.digest([options.seed, sample, rows[0]]), 16)) for rows in groups]
     return batches
 
 
 def _complete(
-    policy: Policy, task: Task, batches: list[Batch], files: dict[bool, CompletionFile], options: EvaluationArguments
+    policy: Policy, task: Task, batches: list[Batch], logs: dict[bool, ResumeLog], options: EvaluationArguments
 ) -> int:
     """Complete, score and keep the completions that are missing; return their number. A batch of which one is missing
     is done again as a whole, for the same draws."""
     main_process = PartialState().is_main_process
-    known = {key for file in files.values() for key in file.found}
     wanted = [(batch.sample, row) for batch in batches for row in batch.rows]
-    todo = {*wanted} - known
+    (known,) = broadcast_object_list([[key for log in logs.values() for key in log.done]])  # of the main process
+    todo = {*wanted} - {*known}
     missing = [batch for batch in batches if any((batch.sample, row) in todo for row in batch.rows)]
     rounds = complete_batches(
         policy.model,
@@ -187,8 +186,8 @@ def _complete(
                 if not main_process:
                     continue
                 new = [one for one in found if one.key in todo]
-                for sampled, file in files.items():
-                    file.append(one for one in new if (one.sample is not None) == sampled)
+                for one in new:
+                    logs[one.sample is not None].add(asdict(one))
                 progress.update(len(new))
     except KeyboardInterrupt:
         raise SystemExit("interrupted; the same command goes on from here") from None

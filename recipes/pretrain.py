@@ -18,8 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from hf_mxfp4.files import write_json
+from recipes.common.options import exit_on_wrong_options
 from recipes.common.reporting import errors_as_messages, shutdown, tell
-from recipes.pretraining.arguments import TARGET_FRACTION, Study, parse_or_exit
+from recipes.pretraining.arguments import TARGET_FRACTION, Study, parse
 from recipes.pretraining.corpus import load_corpus
 from recipes.pretraining.runs import StudyFile, train_arm
 from recipes.pretraining.summary import draw_overheads, print_summary, summarize
@@ -27,7 +28,7 @@ from recipes.pretraining.summary import draw_overheads, print_summary, summarize
 
 def main(argv: list[str]) -> dict[str, Any]:
     """Run what is missing of a study; return the summary that it also writes to `summary.json` in the output folder."""
-    study = parse_or_exit(argv)
+    study = exit_on_wrong_options(parse, argv, "On a CPU use pretrain_tiny_cpu.yaml or pretrain_study_cpu.yaml.")
     output = Path(study.training.output_dir)
     with errors_as_messages(OSError, RuntimeError, ValueError):
         stored = StudyFile(output / "study.json", study.settings)

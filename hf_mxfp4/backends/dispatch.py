@@ -204,9 +204,15 @@ def rotate_rows(
     return numerics.rotate(x if x.dtype == torch.float64 else x.float(), size, signs=signs)
 
 
-def quantize_e4m3(x: torch.Tensor, backend: str = "auto") -> tuple[torch.Tensor, torch.Tensor]:
-    """[`hf_mxfp4.numerics.quantize_e4m3`], by Triton where that quantizes blocks of ``x``."""
-    return (triton_kernels if supports_e4m3(x, backend) else numerics).quantize_e4m3(x)
+def quantize_e4m3(
+    x: torch.Tensor, backend: str = "auto", scale_dtype: torch.dtype = torch.uint8
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """[`hf_mxfp4.numerics.quantize_e4m3`], by Triton where that quantizes blocks of ``x``. With scales in float32 what
+    else is in a row with NaN may be a number."""
+    if supports_e4m3(x, backend):
+        return triton_kernels.quantize_e4m3(x, scale_dtype)
+    elements, byte = numerics.quantize_e4m3(x)
+    return elements, byte if scale_dtype == torch.uint8 else numerics.decode_e8m0(byte)
 
 
 def dequantize_e4m3(

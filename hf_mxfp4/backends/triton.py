@@ -68,7 +68,9 @@ def fake_quantize_rows_and_columns(
     """Values of ``x [M, K]`` and of its transpose from one read, as ``dtype``; schemes differ in their rounding."""
     sides = [_side(*side) for side in zip(schemes, seeds, rotations, signs, strict=True)]
     written = written_dtype(schemes[0], dtype) if any(rotations) else x.dtype
-    rows, columns = mxfp4_kernels.fake_quantize_rows_and_columns(x, _scheme(schemes[0]), *sides, dtype=written)
+    rows, columns = mxfp4_kernels.fake_quantize_rows_and_columns(
+        x, _scheme(schemes[0]), sides[0], sides[1], dtype=written
+    )
     return rows.to(dtype), columns.to(dtype)
 
 
@@ -86,9 +88,9 @@ def dequantize(tensor: MXFP4Tensor, dtype: torch.dtype) -> torch.Tensor:
     return out.movedim(-1, tensor.axis)
 
 
-def quantize_e4m3(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """[`hf_mxfp4.numerics.quantize_e4m3`] of a tensor that the kernels support."""
-    return mxfp4_kernels.to_fp8(x, torch.uint8)
+def quantize_e4m3(x: torch.Tensor, scale_dtype: torch.dtype = torch.uint8) -> tuple[torch.Tensor, torch.Tensor]:
+    """[`hf_mxfp4.backends.quantize_e4m3`] of a tensor that the kernels support."""
+    return mxfp4_kernels.to_fp8(x, scale_dtype)
 
 
 def dequantize_e4m3(elements: torch.Tensor, byte: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

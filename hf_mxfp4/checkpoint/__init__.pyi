@@ -10,6 +10,7 @@ from .card import (
     save_card as save_card,
 )
 from .conversion import (
+    ACTIONS as ACTIONS,
     ConversionReport as ConversionReport,
     LayerCost as LayerCost,
     bits_per_weight as bits_per_weight,

@@ -26,8 +26,6 @@ from ..utils import share_text
 
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
     from .sources import LayerSource
 
 CARD = "README.md"
@@ -77,7 +75,7 @@ Written by hf_mxfp4 {version} with transformers {transformers}.
 """
 
 
-def make_card(model: "PreTrainedModel") -> ModelCard:
+def make_card(model: nn.Module) -> ModelCard:
     """Return a card for a quantized model."""
     config, report = model.hf_quantizer.quantization_config, model.quantization_report
     sqnr_db = model.hf_quantizer.recorded_sqnr_db if config.mode == "packed" else _master_sqnr(model)
@@ -86,7 +84,7 @@ def make_card(model: "PreTrainedModel") -> ModelCard:
     return _card(type(model).__name__, config, model.config.name_or_path, sqnr_db, rows, has_experts)
 
 
-def save_card(model: "PreTrainedModel", folder: str | os.PathLike, *, existing: str | os.PathLike | None = None):
+def save_card(model: nn.Module, folder: str | os.PathLike, *, existing: str | os.PathLike | None = None):
     """Write a card into ``folder``, or copy that of ``existing`` (by default the same) if somebody wrote it."""
     with decoration():
         _keep_or_save(make_card(model), Path(folder), folder if existing is None else existing)

@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
+from .. import lab
 from ..utils import machine, package_versions
 from .common import JsonOption, fail, print_json, print_table, say
 
@@ -53,15 +54,13 @@ def plan(
     A tenth of each GPU is left for the CUDA context and fragmentation. Exit code 1 when nothing fits.
     """
     from ..config import MXFP4RLConfig
-    from ..lab import Setup, sizes_of
-    from ..lab.planning import ENGINES, fit, read_config
 
     options: dict[str, Any] = {} if preset is None else {"preset": preset}
     quantization = None if mode == "full" else MXFP4RLConfig(mode=mode, **options)
-    sizes = sizes_of(read_config(model), quantization)
-    usable, engines = 0.9 * gpu_memory * 1e9, [engine] if engine else ENGINES if gpus > 1 else ("ddp",)
+    sizes = lab.sizes_of(lab.planning.read_config(model), quantization)
+    usable, engines = 0.9 * gpu_memory * 1e9, [engine] if engine else lab.planning.ENGINES if gpus > 1 else ("ddp",)
     each = gpus, batch, length, optimizer, gradient_checkpointing, lora_rank
-    plans = {name: fit(sizes, Setup(quantization, name, *each), usable) for name in engines}
+    plans = {name: lab.planning.fit(sizes, lab.Setup(quantization, name, *each), usable) for name in engines}
     if as_json:
         print_json({"model": model, "usable_bytes_per_gpu": usable, "engines": plans})
     else:
@@ -96,9 +95,7 @@ def report(
     """
     if out is not None and png is not None:
         fail("--out and --png are two commands")
-    from ..lab import write_run_picture, write_run_report
-
-    path = write_run_report(run, out) if png is None else write_run_picture(run, png)
+    path = lab.write_run_report(run, out) if png is None else lab.write_run_picture(run, png)
     typer.echo(str(path))
 
 

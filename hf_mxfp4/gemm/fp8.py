@@ -35,12 +35,6 @@ class FP8Operand(NamedTuple):
         """Return a scale for each row: ``[..., R]``."""
         return self.scale.expand(*self.elements.shape[:-1], 1).squeeze(-1).contiguous()
 
-    def folded(self, grad: torch.Tensor, groups: Groups | None = None) -> tuple[torch.Tensor, "FP8Operand"]:
-        """Return a gradient ``[M, R]`` and the transpose ``[..., C, R]`` of this operand, with one scale for each
-        matrix, for the product over R that the two have; see [`fold_scales`]."""
-        grad, scale = fold_scales(grad, self.scale, groups)
-        return grad, FP8Operand(self.elements.mT.contiguous(), scale)
-
     def values(self, dtype: torch.dtype, backend: str) -> torch.Tensor:
         """Return the values ``[..., R, C]`` in ``dtype``."""
         byte = self.scale.to(torch.float8_e8m0fnu).view(torch.uint8).expand(*self.elements.shape[:-1], 1)
@@ -95,7 +89,7 @@ def weight_to_fp8(values: torch.Tensor) -> FP8Operand | None:
             scale = _scale(wide, (-2, -1) if whole else (-1,))
             elements = (wide / scale).to(torch.float8_e4m3fn)
             rounded = (elements.float().mul_(scale) != wide).sum()
-        if torch.equal(rounded, torch.zeros_like(rounded)):
+        if rounded.item() == 0:
             return FP8Operand(elements, scale)
     return None
 

@@ -294,21 +294,14 @@ def _product(
     """Multiply ``left [R, C] right[C, D]``, both quantized along C, in the dtype of ``left``, which may already be
     ``quantized``; with groups ``right [e, C, D]`` for the rows of each expert."""
     scheme: GemmScheme = getattr(spec.scheme, gemm)
-    found = isinstance(right, FP8Operand)
-    left, right = right.folded(left, groups) if found else (left, right.t())
-    if (gemm, scheme.right) == ("dgrad", REUSE):  # whose weight is an FP8Operand where the product is FP8
-        fp8 = found
-    else:
-        fp8 = runs_on_fp8(gemm, spec, left, left.dtype, (*left.shape, (right.elements if found else right).shape[0]))
-    if found and not fp8:
-        right = right.values(left.dtype, spec.backend)
+    left, right, fp8 = _oriented(gemm, left, right, spec, groups)
     operands = []
     for name, values, precision in zip(GEMM_OPERANDS[gemm], (left, right), (scheme.left, scheme.right), strict=True):
         if quantized is not None and values is left:
             values = quantized
         elif fp8 and precision is FP8:
             rotated = rotate_operand(values, scheme.rotation, gemm, rng, spec.backend)
-            values = FP8Operand.of_bytes(*dispatch.quantize_e4m3(rotated, spec.backend))
+            values = FP8Operand(*dispatch.quantize_e4m3(rotated, spec.backend, torch.float32))
         elif scheme.rotation is not None or precision not in (FULL, REUSE):
             if name == "weight":
                 count_weight(values, gemm)
@@ -319,6 +312,24 @@ def _product(
             values = quantize_operand(values, precision, gemm, name, rng, spec.backend, **options)
         operands.append(values if isinstance(values, FP8Operand) else values.to(left.dtype))
     return multiply(gemm, operands[0], operands[1], spec, groups=groups, fp8_dtype=left.dtype if fp8 else None)
+
+
+def _oriented(
+    gemm: str, left: torch.Tensor, right: torch.Tensor | FP8Operand, spec: GemmSpec, groups: Groups | None
+) -> tuple[torch.Tensor, torch.Tensor | FP8Operand, bool]:
+    """Return the operands of [`_product`] with ``right [D, C]``, whose scales along C are in ``left``, and whether FP8
+    tensor cores multiply them."""
+    found = isinstance(right, FP8Operand)
+    if found:
+        left, scale = fold_scales(left, right.scale, groups)
+        right = FP8Operand(right.elements.mT.contiguous(), scale)
+    else:
+        right = right.t()
+    if gemm == "dgrad" and spec.reuses_weight:
+        return left, right, found  # the weight is an FP8Operand where they do
+    size = *left.shape, (right.elements if found else right).shape[0]
+    fp8 = runs_on_fp8(gemm, spec, left, left.dtype, size)
+    return left, right.values(left.dtype, spec.backend) if found and not fp8 else right, fp8
 
 
 def _count_pass(state: GemmState, groups: Groups | None) -> None:

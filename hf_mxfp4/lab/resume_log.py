@@ -43,7 +43,7 @@ class ResumeLog:
         self._stream: IO[bytes] = open(path, "r+b", opener=_open_or_make)
         try:
             if not lock(self._stream.fileno(), wait=False):
-                raise ProgressMismatch(f"another process is writing {path}; wait for it, or give another --out")
+                raise ProgressMismatch(f"another process is writing {path}; wait for it, or give another folder")
             kept = 0 if overwrite else self._load()
             self._stream.truncate(kept)
             self._stream.seek(kept)
@@ -83,7 +83,7 @@ class ResumeLog:
                 parsed.append(json.loads(text))
             except ValueError:
                 raise ProgressMismatch(
-                    f"line {number} of {self.path} is damaged; start over with --overwrite, or give another --out"
+                    f"line {number} of {self.path} is damaged; start over with --overwrite, or give another folder"
                 ) from None
         if len(parsed) < 2:
             return 0  # no result yet: nothing that could be mixed
@@ -93,7 +93,7 @@ class ResumeLog:
                 if key == "files":  # names, sizes and times of them, which say little
                     held = "other files of the model than there are now: they were changed, or it is another model"
                 raise ProgressMismatch(
-                    f"{self.path} holds results for {held}; start over with --overwrite, or give another --out"
+                    f"{self.path} holds results for {held}; start over with --overwrite, or give another folder"
                 )
         self.done = {self._key(line): line for line in parsed[1:]}
         return len(content) - len(torn)

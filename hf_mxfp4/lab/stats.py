@@ -4,7 +4,7 @@
 All intervals are 95 %."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from statistics import fmean, stdev
 from typing import Any
@@ -75,6 +75,26 @@ def t_interval(values: Sequence[float]) -> dict[str, Any]:
     sd = stdev(values)
     half = t_975(n - 1) * sd / math.sqrt(n)
     return {"n": n, "mean": mean, "sd": sd, "interval": [mean - half, mean + half]}
+
+
+def with_interval(
+    statistics: Mapping[str, Any],
+    factor: float,
+    digits: int,
+    *,
+    unit: str = "",
+    missing: str = "not finite",
+    alone: str = " (one seed)",
+) -> str:
+    """Format ``factor`` times the ``mean`` and ``interval`` of ``statistics``, such as ``"+1.25 % [+0.80, +1.70]"``:
+    ``missing`` where the mean is None, and the mean and ``alone`` where the interval is."""
+    if statistics["mean"] is None:
+        return missing
+    text = f"{factor * statistics['mean']:+.{digits}f}{unit}"
+    if statistics["interval"] is None:
+        return f"{text}{alone}"
+    low, high = (factor * bound for bound in statistics["interval"])
+    return f"{text} [{low:+.{digits}f}, {high:+.{digits}f}]"
 
 
 def t_975(freedom: int) -> float:

@@ -9,9 +9,9 @@ from pathlib import Path
 import torch
 
 from ..checkpoint import OnBytes, Problem, StoredTensor, ignore_bytes
-from ..module_names import CONV1D_HINT, CONV1D_MODELS
+from ..module_names import CONV1D_HINT
 from ..numerics import NVFP4, OperandScheme
-from .layers import Selection, location_of, natural_key
+from .layers import CONV1D_MODELS, Selection, location_of, natural_key
 from .resume_log import ProgressMismatch, ResumeLog
 from .schemes import bits_text
 from .source import Source, SourceError
@@ -98,7 +98,7 @@ class TensorLog(ResumeLog):
         if line["shard"] != tensor.file.name or line["identity"] != _identity(tensor.file):
             raise ProgressMismatch(
                 f"{self.path} holds results of {line['shard']} as it was before it changed; "
-                "start over with --overwrite, or give another --out"
+                "start over with --overwrite, or give another folder"
             )
         statistics = {scheme: ErrorStatistics.from_dict(sums) for scheme, sums in line["statistics"].items()}
         return TensorResult(tensor.name, tuple(line["shape"]), line["dtype"], statistics)

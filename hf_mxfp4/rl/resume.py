@@ -236,6 +236,12 @@ def _state_file(checkpoint: str, rank: int) -> Path:
 class Terminated(SystemExit):
     """SIGTERM reached the process that trains. Its exit code is the one that shells give for it, 143."""
 
+    def __init__(self):
+        super().__init__(128 + signal.SIGTERM)
+
+    def __str__(self) -> str:
+        return "SIGTERM"
+
 
 class CheckpointOnExit(TrainerCallback):
     """Saves the last finished optimizer step when training ends early, with the random states and rollouts of its end,
@@ -315,7 +321,7 @@ class CheckpointOnExit(TrainerCallback):
                 signal.signal(number, usual[number])
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        error = Terminated(128 + number) if number == signal.SIGTERM else KeyboardInterrupt()
+        error = Terminated() if number == signal.SIGTERM else KeyboardInterrupt()
         if self._update is None or self._waiting is not None:
             raise error
         self._waiting = error

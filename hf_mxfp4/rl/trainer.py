@@ -70,7 +70,6 @@ class MXFP4GRPOTrainer(QuantizedTrainerMixin, GRPOTrainer):
         n_quantized: weight matrices of the policy that are in MXFP4.
         noise, routing, vllm_policy: noise on norms, replay of experts, and what vLLM is given; `None` without.
         entropy_callback, error_callback, activation_callback, movement_callback: what watches.
-        run_log: writes `run_log.jsonl`.
 
     Raises:
         ValueError: the model has no MXFP4 layer (unless `allow_full_precision`), a dataset is empty, the model has no

@@ -22,8 +22,9 @@ from recipes.post_training.arguments import GROUPS, Options, make_options
 #: Options of `grpo.py` that a run's result does not depend on, and those that the grid sets itself.
 WITHOUT_EFFECT = ("evaluate_before", "output_dir", "overwrite", "model_name_or_path", "save_policy")
 MANAGED = (*WITHOUT_EFFECT[:-1], "reload_check", "resume_from_checkpoint", "seed")
-_GRID_KEYS = "name output_dir seeds launcher reference naive task evaluation train base cells extra_cells label".split()
-_GRID_KEYS += ["mean_of_last"]
+_GRID_KEYS = (
+    "name output_dir seeds launcher reference naive task evaluation train base cells extra_cells label mean_of_last"
+).split()
 _NEEDED = ("seeds", "task", "train", "cells", "base", "output_dir")
 _CELL_KEYS = ("label", "options", "paper", "naive", "base")
 

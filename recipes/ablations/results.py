@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the runs of a grid say: records, statistics over seeds, the table and the figure."""
+"""What the runs of a grid say: records, statistics over seeds, and the table."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -7,10 +7,8 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from matplotlib.figure import Figure
-
-from hf_mxfp4.lab.stats import t_interval
-from recipes.common.reporting import draw_intervals, markdown_table, with_interval
+from hf_mxfp4.lab.stats import t_interval, with_interval
+from recipes.common.reporting import markdown_table
 
 from .grid import Grid, Run
 from .runner import finished, read_json
@@ -143,7 +141,7 @@ def _share(own: Mapping[int, float], naive: Mapping[int, float], reference: Mapp
     return sum(own[seed] - naive[seed] for seed in seeds) / lost if lost > 0 else None
 
 
-# ---- the table and the figure ---------------------------------------------------------------------------------------
+# ---- the table ------------------------------------------------------------------------------------------------------
 
 
 def table_rows(records: Sequence[Record]) -> tuple[list[str], list[list[str]]]:
@@ -170,15 +168,3 @@ def table_rows(records: Sequence[Record]) -> tuple[list[str], list[list[str]]]:
 def markdown(records: Sequence[Record]) -> str:
     """Return a grid's table in Markdown."""
     return markdown_table(*table_rows(records))
-
-
-def draw_accuracy(records: Sequence[Record]) -> Figure:
-    """Draw the accuracies after RL minus that of the reference, next to the paper's."""
-    rows = statistics(records)
-    found = {row["label"]: row["difference"] or {"mean": None, "interval": None} for row in rows}
-    zeros = next((row["paper"] for row in rows if row["cell"] == row["reference"]), {})
-    stated = {
-        f"paper: {name}": {row["label"]: row["paper"][name] - zero for row in rows if name in row["paper"]}
-        for name, zero in zeros.items()
-    }
-    return draw_intervals(found, stated, "greedy accuracy after RL minus that of the reference, points")

@@ -16,14 +16,13 @@ import yaml
 
 from hf_mxfp4.checkpoint import last_complete_checkpoint
 from hf_mxfp4.files import write_json
-from hf_mxfp4.utils import share_text
-from recipes.common.reporting import hardware, tell, versions
+from hf_mxfp4.utils import package_versions, share_text
+from recipes.common.reporting import hardware, tell
 
 from .grid import WITHOUT_EFFECT, Grid, Run
 
 
 GRPO = Path(__file__).resolve().parents[1] / "grpo.py"
-PACKAGES = ("torch", "transformers", "trl", "accelerate", "datasets")
 
 
 def read_json(path: Path) -> dict[str, Any] | None:
@@ -96,7 +95,7 @@ def _run(run: Run, threads: int, lock: TextIO, active: list[subprocess.Popen]) -
         "settings": settings,
         "earlier": stored.get("seconds", 0.0) if resumed else 0.0,
         "hardware": hardware(threads),
-        "versions": versions(PACKAGES),
+        "versions": package_versions(),
         "date": datetime.date.today().isoformat(),
     }
     write_json(folder / "cell.json", state, indent=1)

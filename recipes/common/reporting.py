@@ -6,17 +6,15 @@ import contextlib
 import os
 import sys
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
 
 import torch
 from accelerate import PartialState
-from matplotlib.figure import Figure
 from rich.console import Console
 from rich.text import Text
 from transformers import PrinterCallback, ProgressCallback, Trainer
 
-from hf_mxfp4.utils import cpu_name, installed_version
+from hf_mxfp4.utils import cpu_name
 
 
 console = Console()
@@ -45,8 +43,8 @@ class TrainingBar(ProgressCallback):
     @classmethod
     def install(cls, trainer: Trainer) -> None:
         """Replace the trainer's own progress output."""
-        for callback in (ProgressCallback, PrinterCallback):
-            trainer.remove_callback(callback)
+        trainer.remove_callback(ProgressCallback)
+        trainer.remove_callback(PrinterCallback)
         trainer.add_callback(cls)
 
     def on_log(self, args, state, control, logs=None, **kwargs):
@@ -83,62 +81,7 @@ def hardware(threads: int | None = None) -> str:
     return f"{gpu}{cpu_name()}, {os.cpu_count()} logical cores, {threads or torch.get_num_threads()} threads"
 
 
-def versions(packages: Iterable[str]) -> dict[str, str | None]:
-    """Look up the installed version of each package; None for one that is not installed."""
-    return {package: installed_version(package) for package in packages}
-
-
 def markdown_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Format a table in Markdown, a line for each row."""
     lines = [columns, ["---"] * len(columns), *rows]
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
-
-
-def with_interval(
-    statistics: Mapping[str, Any],
-    factor: float,
-    digits: int,
-    *,
-    unit: str = "",
-    missing: str = "not finite",
-    alone: str = " (one seed)",
-) -> str:
-    """Format ``factor`` times the ``mean`` and ``interval`` of ``statistics``, such as ``"+1.25 % [+0.80, +1.70]"``:
-    ``missing`` where the mean is None, and the mean and ``alone`` where the interval is."""
-    if statistics["mean"] is None:
-        return missing
-    text = f"{factor * statistics['mean']:+.{digits}f}{unit}"
-    if statistics["interval"] is None:
-        return f"{text}{alone}"
-    low, high = (factor * bound for bound in statistics["interval"])
-    return f"{text} [{low:+.{digits}f}, {high:+.{digits}f}]"
-
-
-def draw_intervals(
-    found: Mapping[str, Mapping[str, Any]], stated: Mapping[str, Mapping[str, float]], label: str
-) -> Figure:
-    """Draw means with their intervals in percent, a row for each name, next to what papers state.
-
-    Args:
-        found: ``mean`` and ``interval`` by name, either of them or both `None`.
-        stated: values in percent by paper and name.
-        label: of the axis.
-    """
-    figure = Figure(figsize=(8, 0.4 * len(found) + 1.2), layout="constrained")
-    axes = figure.subplots()
-    for row, of in enumerate(found.values()):
-        if of["mean"] is not None:
-            low, high = of["interval"] or (of["mean"], of["mean"])
-            error = [[100 * (of["mean"] - low)], [100 * (high - of["mean"])]]
-            axes.errorbar(100 * of["mean"], row, xerr=error, fmt="o", color="tab:blue", capsize=3)
-    rows = {name: row for row, name in enumerate(found)}
-    for (paper, values), marker in zip(stated.items(), "sD^v", strict=False):
-        axes.plot(values.values(), [rows[name] for name in values], marker, color="0.55", label=paper)
-    axes.plot([], [], "o", color="tab:blue", label="here, with 95 % intervals over seeds")
-    axes.set_yticks(range(len(found)), found, fontsize=8)
-    axes.invert_yaxis()
-    axes.set_xlabel(label)
-    axes.axvline(0.0, color="black", linewidth=0.8)
-    axes.grid(axis="x", alpha=0.3)
-    axes.legend(fontsize=7)
-    return figure

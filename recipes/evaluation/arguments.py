@@ -60,6 +60,8 @@ class EvaluationArguments(TaskArguments):
             value = getattr(self, name)
             if value is not None and value < least:
                 raise ValueError(f"--{name} {value} must be at least {least}")
+        if self.reward is not None:
+            raise ValueError("--reward is for training; an evaluation reports scores")
         if self.temperature <= 0:
             raise ValueError(f"--temperature {self.temperature} must be above 0; greedy completions need none")
         if self.k and (not self.ks or not 1 <= self.ks[0] <= self.ks[-1] <= self.samples):

@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Completions of a task's test split by a policy: made in batches by all processes, scored, and kept on disk."""
+"""Completions of a task's test split by a policy: made in batches by all processes, and scored."""
 
 import json
 import math
-import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,6 @@ from tqdm.auto import tqdm
 from transformers import BatchEncoding, PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_mxfp4 import cached_weights, uncached_weights
-from hf_mxfp4.files import append_lines, replace_file
 
 
 Scores = Mapping[str, Callable[[str, str], bool]]
@@ -209,59 +207,3 @@ def write_completions(evaluation: Evaluation, dataset: Dataset, path: Path) -> N
             verdicts = {name: flags[i] for name, flags in evaluation.correct.items()}
             record = {"prompt": row["prompt"], "answer": row["answer"], "completion": completion, **verdicts}
             file.write(json.dumps(record, ensure_ascii=False) + "\n")
-
-
-# ---- on disk -------------------------------------------------------------------------------------------------------
-
-
-class CompletionFile:
-    """A JSON-lines file: first what the completions depend on (the fingerprint), then one completion per line.
-
-    With ``overwrite`` what it holds is forgotten. Raises `ValueError` for a file that was made under another
-    fingerprint, or has a damaged line. The last one may be cut short, by a process that was killed as it wrote.
-    """
-
-    def __init__(self, path: Path, fingerprint: Mapping[str, Any], overwrite: bool = False):
-        self.path = path
-        #: What the file holds, by sample and problem.
-        self.found: dict[tuple[int | None, int], Completion] = {}
-        self._fingerprint = json.loads(json.dumps(fingerprint))
-        self._end = 0
-        if path.is_file() and not overwrite:
-            self._read()
-
-    def _read(self) -> None:
-        content = self.path.read_bytes()
-        self._end = content.rfind(b"\n") + 1
-        stored: dict[str, Any] = self._fingerprint
-        for number, line in enumerate(content[: self._end].splitlines(), start=1):
-            try:
-                record = json.loads(line)
-                if number == 1:
-                    stored = record["fingerprint"]
-                    continue
-                completion = Completion(**record)
-            except (KeyError, TypeError, ValueError) as error:
-                raise ValueError(
-                    f"{self.path}:{number} is not a line of an evaluation ({error}); take another --output_dir, or "
-                    "start again with --overwrite"
-                ) from error
-            self.found[completion.key] = completion
-        names = [key for key in {**stored, **self._fingerprint} if stored.get(key) != self._fingerprint.get(key)]
-        if names:
-            differences = "; ".join(f"{key}: {stored.get(key)!r}, now {self._fingerprint.get(key)!r}" for key in names)
-            raise ValueError(
-                f"{self.path} holds completions made in another way ({differences}); give the options that they were "
-                "made with to go on, another --output_dir to keep both, or --overwrite to start again"
-            )
-
-    def append(self, completions: Iterable[Completion]) -> None:
-        """Add completions to the file, which is made here, and to `found`. For one process."""
-        completions = list(completions)
-        if self._end == 0:
-            replace_file(self.path, json.dumps({"fingerprint": self._fingerprint}) + "\n")
-        elif self.path.stat().st_size > self._end:
-            os.truncate(self.path, self._end)  # a line that was cut short
-        append_lines(self.path, map(asdict, completions), ensure_ascii=False)
-        self._end = self.path.stat().st_size
-        self.found |= {completion.key: completion for completion in completions}

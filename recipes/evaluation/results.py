@@ -13,14 +13,12 @@ from rich.text import Text
 
 from hf_mxfp4.lab.stats import (
     Estimate,
-    bootstrap_mean,
     mean_pass_at_k,
     paired_mean_difference,
     paired_share_difference,
     pass_at_k,
     wilson,
 )
-from recipes.tasks import Task, call_reward
 
 from .arguments import EvaluationArguments
 from .generate import Completion
@@ -33,8 +31,12 @@ RESULT_FILE = "result.json"
 
 def problem_keys(prompts: Sequence[Any], answers: Sequence[str]) -> list[str]:
     """Name each problem by its prompt and answer alone."""
-    texts = (json.dumps([prompt, answer]) for prompt, answer in zip(prompts, answers, strict=True))
-    return [hashlib.sha256(text.encode()).hexdigest()[:12] for text in texts]
+    return [digest([prompt, answer]) for prompt, answer in zip(prompts, answers, strict=True)]
+
+
+def digest(value: Any) -> str:
+    """Return 12 digits of the SHA-256 of a value as JSON."""
+    return hashlib.sha256(json.dumps(value).encode()).hexdigest()[:12]
 
 
 def summarize(
@@ -71,26 +73,6 @@ def summarize(
     return {"n": len(keys), "scores": estimates, "lengths": lengths, "problems": problems}
 
 
-def mean_rewards(task: Task, completions: Sequence[Completion], options: EvaluationArguments) -> dict[str, Any]:
-    """Compute the mean over problems of the reward of greedy and of sampled completions, with bootstrap intervals."""
-    found: dict[str, Any] = {"name": options.reward}
-    for name, sampled in ((GREEDY, False), ("sampled", True)):
-        chosen = [one for one in completions if (one.sample is not None) == sampled]
-        if not chosen:
-            continue
-        rows = task.test.select([one.problem for one in chosen])
-        texts = [one.completion for one in chosen]
-        rewards = call_reward(task.reward_funcs[0], options.reward, rows["prompt"], texts, rows["answer"])
-        by_problem: dict[int, list[float]] = {}
-        for one, reward in zip(chosen, rewards, strict=True):
-            if reward is not None:
-                by_problem.setdefault(one.problem, []).append(reward)
-        if not by_problem:
-            raise ValueError(f"reward={options.reward!r} gave None for every {name} completion")
-        found[name] = bootstrap_mean([fmean(values) for values in by_problem.values()], options.seed).to_dict()
-    return found
-
-
 def read_result(path: str | Path) -> dict[str, Any]:
     """Read a `result.json`. Raises `FileNotFoundError`, or `ValueError` for what is not a result of an evaluation."""
     try:
@@ -115,8 +97,7 @@ def table(result: Mapping[str, Any]) -> Table:
     skipped = "" if result["n_skipped"] is None else f" ({result['n_skipped']} left in full precision)"
     shown.add_row("quantized layers", f"{result['n_quantized']}{skipped}{sqnr}")
     shares = {f"{score}, {measure}": of for score, row in result["scores"].items() for measure, of in row.items()}
-    rewards = {f"mean reward, {name}": of for name, of in result.get("reward", {}).items() if name != "name"}
-    for name, of in {**shares, **rewards}.items():
+    for name, of in shares.items():
         samples = "" if name.endswith(GREEDY) else f", {result['problems']['samples']} samples each"
         basis = f"{of['confidence']:.0%} {of['method']}, n = {of['n']}{samples}"
         shown.add_row(name, Text(f"{Estimate(**of)}  ({basis})"))

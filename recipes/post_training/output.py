@@ -13,13 +13,12 @@ from rich.table import Table
 from rich.text import Text
 from transformers import TrainingArguments
 
-import hf_mxfp4
 from hf_mxfp4 import MXFP4GRPOTrainer
 from hf_mxfp4.checkpoint import add_evaluation, checkpoint_step, invalidate, last_complete_checkpoint
 from hf_mxfp4.files import write_json
 from hf_mxfp4.lab import RunReportCallback, plot_training
-from hf_mxfp4.utils import share_text
-from recipes.common.reporting import console, tell, versions
+from hf_mxfp4.utils import package_versions, share_text
+from recipes.common.reporting import console, tell
 from recipes.evaluation.generate import Evaluation, write_completions
 from recipes.post_training.arguments import StartArguments
 from recipes.tasks import Task
@@ -75,8 +74,7 @@ def write_resolved_config(folder: Path, *groups: Any) -> None:
         named = isinstance(group, TrainingArguments)
         own = group.to_dict() if named else {f.name: getattr(group, f.name) for f in fields(group) if f.init}
         options |= {name: value for name, value in own.items() if not name.endswith("_token")}
-    packages = versions(("torch", "transformers", "trl", "peft", "accelerate"))
-    content = {"versions": {"hf_mxfp4": hf_mxfp4.__version__, **packages}, "options": options}
+    content = {"versions": package_versions(), "options": options}
     plain = json.loads(json.dumps(content, default=str))
     file = folder / "resolved_config.yaml"
     file.write_text(yaml.safe_dump(plain, sort_keys=False, allow_unicode=True), encoding="utf-8")
@@ -104,8 +102,6 @@ def write_results(
     plot = plot_training(logged, output / "training.png") if logged else None
     if trainer.run_log is not None and logged:
         run_report.write(output)  # with the evaluation
-    entropies = [entry["entropy"] for entry in logged if "entropy" in entry]
-    sigmas = [entry["aqn/sigma"] for entry in logged if "entropy" in entry and "aqn/sigma" in entry]
     report = getattr(trainer.accelerator.unwrap_model(trainer.model), "quantization_report", None)
     summary = {
         "task": task.name,
@@ -118,10 +114,7 @@ def write_results(
         "accuracy_after": {name: after.accuracy(name) for name in task.scores},
         "standard_error_before": before and {name: before.standard_error(name) for name in task.scores},
         "standard_error_after": {name: after.standard_error(name) for name in task.scores},
-        "entropy_first": entropies[0] if entropies else None,
-        "entropy_last": entropies[-1] if entropies else None,
         "entropy_alarms": trainer.entropy_callback.alarms,
-        "aqn_sigma_logged": sigmas and {"largest": max(sigmas), "last": sigmas[-1]},
         "n_quantized": trainer.n_quantized,
         "n_skipped": report.n_skipped if report else None,
         "weight_sqnr_db": report.sqnr_db if report else None,
@@ -154,11 +147,7 @@ def print_summary(summary: dict[str, Any]) -> None:
             table.add_row(f"{name}, greedy, before RL", f"{share_text(before, summary['n_test'])}  ({remark})")
             remark = f"{after - before:+.3f}"
         table.add_row(f"{name}, greedy, after RL", f"{share_text(after, summary['n_test'])}  ({remark})")
-    if summary["entropy_first"] is not None:
-        alarms = f", {len(summary['entropy_alarms'])} alarms"
-        table.add_row("entropy", f"{summary['entropy_first']:.3f} -> {summary['entropy_last']:.3f} nats{alarms}")
-    if summary["aqn_sigma_logged"]:
-        table.add_row("AQN sigma", "largest {largest:.2g}, last {last:.2g}".format(**summary["aqn_sigma_logged"]))
+    table.add_row("alarms of entropy", str(len(summary["entropy_alarms"])))
     sqnr = f", weight SQNR {summary['weight_sqnr_db']:.1f} dB" if summary["weight_sqnr_db"] is not None else ""
     left = f" ({summary['n_skipped']} left in full precision)" if summary["n_quantized"] else ""
     table.add_row("quantized layers", f"{summary['n_quantized']}{left}{sqnr}")

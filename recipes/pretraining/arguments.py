@@ -18,7 +18,7 @@ from transformers import TrainingArguments
 from hf_mxfp4 import MXFP4Linear, MXFP4RLConfig
 from hf_mxfp4.numerics import FULL, GEMM_OPERANDS, REUSE
 from hf_mxfp4.utils import unknown_key_message
-from recipes.common.options import build, exit_on_wrong_options, option, read_command, read_file, read_yaml
+from recipes.common.options import build, option, read_command, read_file, read_yaml
 
 
 # ---- arms -----------------------------------------------------------------------------------------------------------
@@ -225,8 +225,3 @@ def parse(argv: list[str]) -> Study:
         raise ValueError("eval_steps must be the number of steps between evaluations, at least 1")
     arms = choose_arms(options.arms, read_yaml("extra_arms", options.extra_arms), options.scale_rule)
     return Study(options, training, tuple(arms))
-
-
-def parse_or_exit(argv: list[str]) -> Study:
-    """Parse as [`parse`]; end with a message for wrong options and for a missing GPU."""
-    return exit_on_wrong_options(parse, argv, "On a CPU use pretrain_tiny_cpu.yaml or pretrain_study_cpu.yaml.")

@@ -13,8 +13,8 @@ import numpy as np
 from matplotlib.figure import Figure
 from rich.table import Table
 
-from hf_mxfp4.lab.stats import t_interval
-from recipes.common.reporting import console, draw_intervals, with_interval
+from hf_mxfp4.lab.stats import t_interval, with_interval
+from recipes.common.reporting import console
 
 from .arguments import BASELINE
 
@@ -124,8 +124,24 @@ def print_summary(summary: dict[str, Any]) -> None:
 
 
 def draw_overheads(arms: Mapping[str, Mapping[str, Any]]) -> Figure:
-    """Draw the tokens of ``arms`` (as [`summarize`] has them) beyond the baseline's, next to what the paper states."""
+    """Draw the tokens of ``arms`` (as [`summarize`] has them) beyond the baseline's in percent, with their intervals, a
+    row for each, next to what the paper states."""
     found = {arm: result["overhead"] for arm, result in arms.items() if arm != BASELINE}
-    stated = {arm: fmean(of) for arm, of in PAPER.items() if of and arm in found}
-    papers = {"arXiv 2605.09825: 8 B parameters, over FP8": stated}
-    return draw_intervals(found, papers, "tokens to the target loss beyond the baseline's, %")
+    stated = [(row, fmean(PAPER[arm])) for row, arm in enumerate(found) if PAPER.get(arm)]
+    figure = Figure(figsize=(8, 0.4 * len(found) + 1.2), layout="constrained")
+    axes = figure.subplots()
+    for row, of in enumerate(found.values()):
+        if of["mean"] is not None:
+            low, high = of["interval"] or (of["mean"], of["mean"])
+            error = [[100 * (of["mean"] - low)], [100 * (high - of["mean"])]]
+            axes.errorbar(100 * of["mean"], row, xerr=error, fmt="o", color="tab:blue", capsize=3)
+    label = "arXiv 2605.09825: 8 B parameters, over FP8"
+    axes.plot([value for _, value in stated], [row for row, _ in stated], "s", color="0.55", label=label)
+    axes.plot([], [], "o", color="tab:blue", label="here, with 95 % intervals over seeds")
+    axes.set_yticks(range(len(found)), found, fontsize=8)
+    axes.invert_yaxis()
+    axes.set_xlabel("tokens to the target loss beyond the baseline's, %")
+    axes.axvline(0.0, color="black", linewidth=0.8)
+    axes.grid(axis="x", alpha=0.3)
+    axes.legend(fontsize=7)
+    return figure

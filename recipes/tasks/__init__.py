@@ -9,13 +9,12 @@ from transformers import PreTrainedTokenizerFast
 
 from recipes.common.options import option
 
-from .base import REWARD_FORM, Subsets, Task, call_reward, load_function, of_task
-from .generated import ALPHABET, arithmetic, few_shot
-from .sources import SCORES, Source, gsm8k, math500, own_problems
+from .base import REWARD_FORM, Subsets, Task, check_reward, load_function, of_task
+from .problems import ALPHABET, SCORES, Source, arithmetic, few_shot, gsm8k, math500, own_problems
 from .tiny_model import build_byte_tokenizer, build_char_tokenizer
 
 
-__all__ = ["ALPHABET", "TASKS", "Task", "TaskArguments", "build_tokenizer", "call_reward", "load_task", "of_task"]
+__all__ = ["ALPHABET", "TASKS", "Task", "TaskArguments", "build_tokenizer", "load_task", "of_task"]
 
 _GENERATED = {"arithmetic": arithmetic, "few_shot": few_shot}
 #: Tasks that are read, with their dataset on the Hub.
@@ -86,8 +85,7 @@ def load_task(name: str, *, reward: str | None = None, test_only: bool = False, 
     task = function(kind(**which), **given)
     if own is None:
         return task
-    tried = task.test.select(range(min(2, len(task.test))))
-    call_reward(own, reward, tried["prompt"], tried["completion"], tried["answer"])
+    check_reward(own, reward, task.test.select(range(min(2, len(task.test)))))
     return replace(task, reward_funcs=[own])
 
 

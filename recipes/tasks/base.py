@@ -3,10 +3,10 @@
 of the user, which are tried on a few problems before anything runs."""
 
 import asyncio
-import importlib.util
 import inspect
 import math
 import random
+import runpy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -113,13 +113,9 @@ def load_function(name: str, option: str, form: str) -> Callable[..., Any]:
         raise ValueError(f"{option}={name!r} must be FILE.py:function, a function {form}")
     if not Path(path).is_file():
         raise FileNotFoundError(f"{option}={name!r}: there is no file {path}")
-    spec = importlib.util.spec_from_file_location(Path(path).stem, path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    found = getattr(module, function, None)
+    found = runpy.run_path(path).get(function)
     if not callable(found):
-        known = ", ".join(key for key, value in vars(module).items() if inspect.isfunction(value))
-        raise ValueError(f"{option}={name!r}: {path} has no function {function!r}; it has {known or 'none'}")
+        raise ValueError(f"{option}={name!r}: {path} has no function {function!r}")
     return found
 
 
@@ -141,29 +137,26 @@ def check_score(score: Callable[..., Any], name: str, completions: Sequence[str]
             raise ValueError(f"score={name!r} must be {SCORE_FORM}, and gave {verdict!r} for {completion!r}")
 
 
-def call_reward(
-    reward: Callable[..., Any], name: str, prompts: Sequence[Any], completions: Sequence[str], answers: Sequence[str]
-) -> list[float | None]:
-    """Call a reward as TRL does, with texts, or messages where the prompts are conversations; return the rewards.
+def check_reward(reward: Callable[..., Any], name: str, problems: Dataset) -> None:
+    """Call a reward as TRL does on reference completions, with texts, or messages where prompts are conversations.
 
     Raises `ValueError` when the call fails or does not give one finite number, or None, for each completion.
     """
-    if not isinstance(prompts[0], str):
-        completions = [[{"role": "assistant", "content": text}] for text in completions]
-    columns = {"prompts": list(prompts), "completions": list(completions), "answer": list(answers)}
-    of_trl = {"completion_ids": [[] for _ in completions], "trainer_state": None}
+    columns = {"prompts": list(problems["prompt"]), "completions": list(problems["completion"])}
+    if not isinstance(columns["prompts"][0], str):
+        columns["completions"] = [[{"role": "assistant", "content": text}] for text in columns["completions"]]
+    of_trl = {"answer": list(problems["answer"]), "completion_ids": [[] for _ in problems], "trainer_state": None}
     of_trl |= dict.fromkeys(("log_extra", "log_metric"), lambda *args, **kwargs: None)
     found = _try(f"reward={name!r}", REWARD_FORM, reward, **columns, **of_trl)
     try:
-        rewards = [None if value is None else float(value) for value in found]
-    except (TypeError, ValueError):
-        rewards = []
-    if len(rewards) != len(completions) or not all(value is None or math.isfinite(value) for value in rewards):
+        is_right = len(found) == len(problems) and all(value is None or math.isfinite(value) for value in found)
+    except TypeError:
+        is_right = False
+    if not is_right:
         raise ValueError(
-            f"reward={name!r} must be {REWARD_FORM}, a finite number or None for each of {len(completions)} "
+            f"reward={name!r} must be {REWARD_FORM}, a finite number or None for each of {len(problems)} "
             f"completions, and gave {found!r:.200}"
         )
-    return rewards
 
 
 def _try(what: str, form: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -6,13 +6,11 @@ RL on verifiable rewards cannot start from random weights, because no rollout is
 part of the task, and is short enough to leave room for RL to improve.
 """
 
-from collections.abc import Iterable
 from typing import Any
 
 import torch
 from datasets import Dataset
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-from torch.nn.utils.rnn import pad_sequence
 from tqdm.auto import tqdm
 from transformers import (
     PreTrainedModel,
@@ -23,6 +21,7 @@ from transformers import (
     Qwen3MoeForCausalLM,
     set_seed,
 )
+from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 
 # The end has the name that Qwen2 tokenizers add when a vocabulary lacks it.
@@ -149,19 +148,6 @@ def encode_example(tokenizer: PreTrainedTokenizerFast, prompt: str | list[dict],
     return [*context, *target], [_IGNORED] * len(context) + target
 
 
-def _collate(examples: list[tuple[list, list]], pad_token_id: int, device: torch.device) -> dict[str, torch.Tensor]:
-    """Pad on the right."""
-
-    def padded(rows: Iterable[list], value: int) -> torch.Tensor:
-        return pad_sequence([torch.tensor(row) for row in rows], batch_first=True, padding_value=value).to(device)
-
-    return {
-        "input_ids": padded((ids for ids, _ in examples), pad_token_id),
-        "labels": padded((labels for _, labels in examples), _IGNORED),
-        "attention_mask": padded(([1] * len(ids) for ids, _ in examples), 0),
-    }
-
-
 def supervised_warmup(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerFast,
@@ -192,8 +178,10 @@ def supervised_warmup(
 
     Raises `ValueError` for a sequence that is longer than the model's positions.
     """
-    examples = [encode_example(tokenizer, row["prompt"], row["completion"]) for row in dataset]
-    longest, limit = max(len(ids) for ids, _ in examples), model.config.max_position_embeddings
+    encoded = (encode_example(tokenizer, row["prompt"], row["completion"]) for row in dataset)
+    examples = [{"input_ids": ids, "labels": labels} for ids, labels in encoded]
+    longest, limit = max(len(row["labels"]) for row in examples), model.config.max_position_embeddings
+    collate = DataCollatorForLanguageModeling(tokenizer.pad_token_id)
     if longest > limit:
         raise ValueError(f"the longest sequence has {longest} tokens, the model has {limit} positions")
     set_seed(seed)
@@ -209,8 +197,8 @@ def supervised_warmup(
             while len(queue) < batch_size:
                 queue += torch.randperm(len(examples), generator=order).tolist()
             chosen, queue = queue[:batch_size], queue[batch_size:]
-            batch = _collate([examples[i] for i in chosen], tokenizer.pad_token_id, model.device)
-            loss = model(**batch, use_cache=False).loss
+            batch = collate([examples[i] for i in chosen])
+            loss = model(**{name: ids.to(model.device) for name, ids in batch.items()}, use_cache=False).loss
             optimizer.zero_grad(set_to_none=True)
             loss.backward()
             torch.nn.utils.clip_grad_norm_(parameters, 1.0)

@@ -13,7 +13,6 @@ from pathlib import Path
 import processes
 import pytest
 import yaml
-from matplotlib.figure import Figure
 
 from hf_mxfp4 import MXFP4RLConfig
 from recipes.ablation import main, parse
@@ -237,13 +236,6 @@ summary = {
 
 
 @pytest.fixture
-def ablation(monkeypatch):
-    """`ablation(argv)` is the exit code of `recipes/ablation.py`, without plots, which take most of the time."""
-    monkeypatch.setattr("recipes.ablation.draw_accuracy", lambda records: Figure())
-    return main
-
-
-@pytest.fixture
 def grid(tmp_path):
     """`grid(**cells)` writes a grid on the stand-in, each cell given by its learning rate; its path."""
     (tmp_path / "stand_in.py").write_text(STAND_IN)
@@ -276,8 +268,8 @@ def records_in(folder):
 
 
 def test_every_cell_and_seed_is_run_once_and_reported(grid, tmp_path, capsys):
-    path, ablation = grid(bf16=0.75, mxfp4=0.375), main
-    assert ablation(["--config", path, "--jobs", "2"]) == 0
+    path = grid(bf16=0.75, mxfp4=0.375)
+    assert main(["--config", path, "--jobs", "2"]) == 0
     printed = capsys.readouterr().out
     assert "runs 4 of 4, 2 at a time" in printed and "4/4 " in printed
     threads = max(1, len(os.sched_getaffinity(0)) // 2)
@@ -292,54 +284,53 @@ def test_every_cell_and_seed_is_run_once_and_reported(grid, tmp_path, capsys):
     assert [r["before"] for r in records] == [0.125, 0.125, None, None]
     assert records[0]["hardware"].endswith(f", {threads} threads")
     assert "| mxfp4 | 12.5 | 38.0 |" in (out / "table.md").read_text()
-    assert (out / "accuracy.png").read_bytes().startswith(b"\x89PNG")
 
-    assert ablation(["--config", path]) == 0  # all there
+    assert main(["--config", path]) == 0  # all there
     assert "runs 0 of 4, 1 at a time" in capsys.readouterr().out
     assert len(starts(tmp_path, "bf16", 0)) == 1
 
 
-def test_parts_of_a_grid_are_reported_together(ablation, grid, tmp_path):
+def test_parts_of_a_grid_are_reported_together(grid, tmp_path):
     path, other = grid(bf16=0.75, mxfp4=0.375), tmp_path / "other"
-    ablation(["--config", path, "--only", "bf16", "--seeds", "5"])
-    ablation(["--config", path, "--out", str(other), "--only", "mxfp4", "--seeds", "5"])  # on another machine
+    main(["--config", path, "--only", "bf16", "--seeds", "5"])
+    main(["--config", path, "--out", str(other), "--only", "mxfp4", "--seeds", "5"])  # on another machine
     shutil.copytree(tmp_path / "out" / "cells", other / "cells", dirs_exist_ok=True)
-    assert ablation(["--config", path, "--out", str(other), "--report-only"]) == 0
+    assert main(["--config", path, "--out", str(other), "--report-only"]) == 0
     assert [(r["cell"], r["value"], r["baseline"]) for r in records_in(other)] == [
         ("bf16", 0.8, 0.8), ("mxfp4", 0.425, 0.8),
     ]  # fmt: skip
 
 
-def test_a_failed_run_is_recorded_and_tried_again(ablation, grid, tmp_path, capsys):
+def test_a_failed_run_is_recorded_and_tried_again(grid, tmp_path, capsys):
     path = grid(bf16=0.75, mxfp4=0.5, mbs=0.375, seeds=[0])
-    assert ablation(["--config", path]) == 1
+    assert main(["--config", path]) == 1
     printed = capsys.readouterr().out
     assert "FAILED with exit code 1: out of luck" in printed and "failed mxfp4/seed0" in printed
     state = json.loads((tmp_path / "out" / "cells" / "mxfp4" / "seed0" / "cell.json").read_text())
     assert state["exit_code"] == 1
     records = records_in(tmp_path / "out")
     assert [record["cell"] for record in records] == ["bf16", "mbs"]
-    assert ablation(["--config", path]) == 1
+    assert main(["--config", path]) == 1
     assert [len(starts(tmp_path, cell, 0)) for cell in ("bf16", "mxfp4", "mbs")] == [1, 2, 1]
     # Repaired, it is run although its settings are others.
-    assert ablation(["--config", grid(bf16=0.75, mxfp4=0.625, mbs=0.375, seeds=[0])]) == 0
+    assert main(["--config", grid(bf16=0.75, mxfp4=0.625, mbs=0.375, seeds=[0])]) == 0
 
 
-def test_an_accuracy_may_be_the_mean_of_the_last_evaluations(ablation, grid, tmp_path):
+def test_an_accuracy_may_be_the_mean_of_the_last_evaluations(grid, tmp_path):
     path = Path(grid(bf16=0.75, seeds=[0]))
     path.write_text(path.read_text() + "mean_of_last: 2\nnaive: bf16\n")
     with pytest.raises(SystemExit, match="bf16/seed0 was evaluated 0 times while it trained, not mean_of_last=2"):
-        ablation(["--config", str(path)])
+        main(["--config", str(path)])
     logged = [{"step": 1, "reward": 0.51239, "loss": 1.0}, *({"step": s, "greedy/strict": s / 8} for s in (1, 2, 3))]
     (tmp_path / "out" / "cells" / "bf16" / "seed0" / "log_history.json").write_text(json.dumps(logged))
-    assert ablation(["--config", str(path)]) == 0
+    assert main(["--config", str(path)]) == 0
     (found,) = records_in(tmp_path / "out")
     assert found["value"] == 0.3125  # of 2/8 and 3/8
     assert found["curves"] == {"reward": [[1, 0.5124]], "greedy/strict": [[1, 0.125], [2, 0.25], [3, 0.375]]}
     # A run without steps has but one accuracy.
     file = tmp_path / "out" / "cells" / "bf16" / "seed0" / "summary.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"steps": 0}))
-    assert ablation(["--config", str(path)]) == 0 and records_in(tmp_path / "out")[0]["value"] == 0.75
+    assert main(["--config", str(path)]) == 0 and records_in(tmp_path / "out")[0]["value"] == 0.75
 
 
 def test_a_cell_may_start_from_another_checkpoint(tmp_path):
@@ -352,45 +343,45 @@ def test_a_cell_may_start_from_another_checkpoint(tmp_path):
     }  # fmt: skip
 
 
-def test_a_run_that_keeps_its_policy_is_the_same_run(ablation, grid, tmp_path):
+def test_a_run_that_keeps_its_policy_is_the_same_run(grid, tmp_path):
     path = grid(bf16=0.75, mxfp4=0.375, seeds=[0])
-    ablation(["--config", path, "--only", "bf16", "--save_policy", "true"])
-    ablation(["--config", path])
+    main(["--config", path, "--only", "bf16", "--save_policy", "true"])
+    main(["--config", path])
     saved = {cell: tmp_path / "out" / "cells" / cell / "seed0" / "config.yaml" for cell in ("bf16", "mxfp4")}
     assert [yaml.safe_load(file.read_text())["save_policy"] for file in saved.values()] == [True, False]
     assert len(starts(tmp_path, "bf16", 0)) == 1 and len(records_in(tmp_path / "out")) == 2
 
 
-def test_other_settings_are_refused(ablation, grid, tmp_path, capsys):
-    ablation(["--config", grid(bf16=0.75, mxfp4=0.375, seeds=[0])])
+def test_other_settings_are_refused(grid, tmp_path, capsys):
+    main(["--config", grid(bf16=0.75, mxfp4=0.375, seeds=[0])])
     changed = grid(bf16=0.75, mxfp4=0.25 + 0.125 / 2, seeds=[0])
     with pytest.raises(SystemExit, match="mxfp4/seed0 was run with other learning_rate; .*remove that folder"):
-        ablation(["--config", changed])
+        main(["--config", changed])
     capsys.readouterr()
-    assert ablation(["--config", changed, "--report-only"]) == 0
+    assert main(["--config", changed, "--report-only"]) == 0
     assert "left out run with other settings: mxfp4/seed0" in capsys.readouterr().out
     assert [r["cell"] for r in records_in(tmp_path / "out")] == ["bf16"]
     shutil.rmtree(tmp_path / "out" / "cells" / "mxfp4" / "seed0")
-    assert ablation(["--config", changed]) == 0
+    assert main(["--config", changed]) == 0
     assert records_in(tmp_path / "out")[1]["value"] == 0.3125 and len(starts(tmp_path, "bf16", 0)) == 1
 
 
 @pytest.mark.parametrize("with_checkpoint", [False, True])
-def test_a_killed_run_goes_on_from_its_checkpoint_or_from_the_start(ablation, grid, tmp_path, with_checkpoint):
+def test_a_killed_run_goes_on_from_its_checkpoint_or_from_the_start(grid, tmp_path, with_checkpoint):
     path = grid(bf16=0.75, mxfp4=0.375, seeds=[0])
-    ablation(["--config", path])
+    main(["--config", path])
     folder = tmp_path / "out" / "cells" / "mxfp4" / "seed0"
     (folder / "summary.json").write_text('{"accuracy_af')  # as if killed while it was writing
     if with_checkpoint:
         (folder / "checkpoint-2").mkdir()
         (folder / "checkpoint-2" / "trainer_state.json").write_text('{"global_step": 2}')
-    assert ablation(["--config", path]) == 0
+    assert main(["--config", path]) == 0
     first, second = starts(tmp_path, "mxfp4", 0)
     assert ("--resume_from_checkpoint true" in second) == with_checkpoint and "resume" not in first
     assert json.loads((folder / "summary.json").read_text())["steps"] == 3
 
 
-def test_ending_the_runner_ends_its_runs_and_frees_the_folder(grid, tmp_path, ablation):
+def test_ending_the_runner_ends_its_runs_and_frees_the_folder(grid, tmp_path):
     path = grid(bf16=0.25, mxfp4=0.75, seeds=[0])
     runner = processes.start(processes.script(SCRIPT, "--config", path))
     folder = tmp_path / "out" / "cells" / "bf16" / "seed0"
@@ -399,22 +390,22 @@ def test_ending_the_runner_ends_its_runs_and_frees_the_folder(grid, tmp_path, ab
         assert runner.poll() is None and time.monotonic() < deadline
         time.sleep(0.05)
     with pytest.raises(SystemExit, match="another process is at work in"):
-        ablation(["--config", path])
+        main(["--config", path])
     runner.send_signal(signal.SIGTERM)
     assert runner.wait().returncode == 128 + signal.SIGTERM
     (folder / "go").touch()
-    assert ablation(["--config", path]) == 0  # the lock is free, so no run is alive; started again
+    assert main(["--config", path]) == 0  # the lock is free, so no run is alive; started again
     assert len(starts(tmp_path, "bf16", 0)) == 2
 
 
-def test_nothing_to_report_and_no_jobs_are_errors(ablation, grid):
+def test_nothing_to_report_and_no_jobs_are_errors(grid):
     path = grid(bf16=0.75, mxfp4=0.375)
     with pytest.raises(SystemExit, match="no run has finished"):
-        ablation(["--config", path, "--report-only"])
+        main(["--config", path, "--report-only"])
     with pytest.raises(SystemExit, match="jobs=0 must be at least 1"):
-        ablation(["--config", path, "--jobs", "0"])
+        main(["--config", path, "--jobs", "0"])
     with pytest.raises(SystemExit, match="nowhere.yaml"):
-        ablation(["--config", "nowhere.yaml"])
+        main(["--config", "nowhere.yaml"])
 
 
 def test_a_whole_grid(tmp_path):
@@ -438,7 +429,6 @@ def test_a_whole_grid(tmp_path):
     assert full["scheme"] == "full precision" and full["n_quantized"] == 0
     assert plain["scheme"] == "w4a4 [weights mxfp4+even, activations mxfp4+even]" and plain["n_quantized"] == 14
     assert plain["steps"] == 2 and plain["n_test"] == 4 and plain["before"] is not None
-    assert (tmp_path / "out" / "accuracy.png").is_file()
     # Runs start from the saved model, and keep none of their own.
     *_, run = read_grid(path).runs
     assert not list(run.folder.rglob("*.safetensors"))

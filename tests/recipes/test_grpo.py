@@ -75,7 +75,8 @@ def test_the_whole_recipe_and_a_reload_in_a_new_process(whole):
     assert summary["n_quantized"] == 14 and summary["n_skipped"] == 1 and summary["steps"] == 3
     assert summary["reloaded"] == {"compared": 16, "identical": 16}
     assert summary["scheme"] == MXFP4RLConfig().describe()
-    assert summary["aqn_sigma_logged"] == pytest.approx({"largest": 1e-2, "last": 1e-3})
+    history = json.loads((folder / "log_history.json").read_text())
+    assert [line["aqn/sigma"] for line in history if "aqn/sigma" in line] == pytest.approx([0, 1e-2, 1e-3])
     assert "exact_match" in (folder / "policy" / "README.md").read_text()  # the model card has the evaluation
     assert summary["bytes_on_disk"] == sum(f.stat().st_size for f in (folder / "policy").iterdir())
     assert json.loads((folder / "summary.json").read_text()) == summary
@@ -86,7 +87,7 @@ def test_the_whole_recipe_and_a_reload_in_a_new_process(whole):
         assert f"{accuracy} ({when} RL)" in report
     assert f"run report {folder / 'run_report.html'}\n" in table  # on one line, however long the path
     assert f"{accuracy}  (" in table and "(95 %, n = 16)" in table
-    for row in ("greedy, before RL", "greedy, after RL", "entropy", "AQN sigma", "quantized layers", "size on disk"):
+    for row in ("greedy, before RL", "greedy, after RL", "alarms of entropy", "quantized layers", "size on disk"):
         assert row in table
 
     environment = {**os.environ, "HF_MXFP4_VERBOSITY": "info"}
@@ -132,12 +133,10 @@ def test_a_policy_may_be_sampled_under_another_scheme_than_it_trains_in(tmp_path
     summary = short_run(tmp_path / "out", *words)
     assert sampled == [14] * 3 and summary["n_quantized"] == 0 and summary["reloaded"]["identical"] == 16
     assert summary["model"].endswith("sampled under rceil")
-    history = json.loads((tmp_path / "out" / "log_history.json").read_text())
-    mismatch = [line["sampling/kl"] for line in history if "sampling/kl" in line]
-    plain = short_run(tmp_path / "plain", words[0], *words[2:])
-    history = json.loads((tmp_path / "plain" / "log_history.json").read_text())
-    equal = [line["sampling/kl"] for line in history if "sampling/kl" in line]
-    assert len(mismatch) == len(equal) == 2 and min(mismatch) > 100 * max(equal) and plain["n_quantized"] == 0
+    short_run(tmp_path / "plain", words[0], *words[2:])
+    logs = [json.loads((tmp_path / name / "log_history.json").read_text()) for name in ("out", "plain")]
+    mismatch, rounding = ([line["sampling/kl"] for line in log if "sampling/kl" in line] for log in logs)
+    assert len(mismatch) == len(rounding) == 2 and min(mismatch) > 100 * max(rounding)
 
 
 def test_without_steps_a_saved_policy_is_evaluated_under_a_scheme(whole, tmp_path):
@@ -277,11 +276,22 @@ def test_what_is_missing_is_named_before_there_is_a_trainer(words, message, tmp_
         short_run("out", config="qwen2.5_3b_gsm8k")
 
 
-def test_a_used_folder_is_not_written_over(tmp_path):
-    (tmp_path / "precious.txt").write_text("results")
+def test_a_used_folder_is_not_written_over(whole):
+    """B30 of other projects' mistakes."""
+    results = (whole[0] / "summary.json").read_bytes()
     with pytest.raises(SystemExit, match="is not empty; choose another"):
-        main([*TINY, f"--output_dir={tmp_path}", "--overwrite=false"])
-    assert (tmp_path / "precious.txt").read_text() == "results"
+        main([*TINY, f"--output_dir={whole[0]}", "--overwrite=false"])
+    assert (whole[0] / "summary.json").read_bytes() == results
+
+
+def test_a_run_writes_down_every_option_that_it_used(whole):
+    """B27 and B31 of other projects' mistakes."""
+    options = yaml.safe_load((whole[0] / "resolved_config.yaml").read_text())["options"]
+    given = {"aqn_num_stages": 3, "max_steps": 3, "tiny_hidden_size": 32, "n_train": 200}
+    assert given.items() <= options.items()  # from the command line
+    assert options["task"] == "arithmetic" and options["learning_rate"] == 1e-4  # from the file
+    assert options["aqn"] is True and options["rollout_correction"] is True  # by default
+    assert options["max_completion_length"] == 4 and not any(name.endswith("token") for name in options)
 
 
 def test_checkpoints_of_a_run_that_is_written_over_are_removed_when_nothing_is_refused_any_more(tmp_path):

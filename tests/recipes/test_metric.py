@@ -13,29 +13,8 @@ from hf_mxfp4.rl import math_answers
 METRICS = Path(__file__).resolve().parents[2] / "recipes" / "metrics"
 
 
-@pytest.fixture(scope="module")
-def number_answer():
-    return evaluate.load(str(METRICS / "number_answer"), keep_in_memory=True)
-
-
-@pytest.mark.parametrize(
-    ("text", "gold", "strict", "flexible"),
-    [
-        ("2 + 3 = 5\n#### 5", "5", True, True),
-        ("So it is 5.", "5", False, True),
-        ("#### 5\nor rather 6", "5", True, False),
-        ("#### $1,234.50", "1234.5", True, True),
-        ("#### **-7**", "-7", True, True),
-        ("The answer is \\boxed{1{,}000}.", "1000", False, True),
-        ("no number", "0", False, False),
-    ],
-)
-def test_number_answer_reads_strictly_and_flexibly(number_answer, text, gold, strict, flexible):
-    found = number_answer.compute(predictions=[text], references=[gold])
-    assert found == {"strict": float(strict), "flexible": float(flexible)}
-
-
-def test_number_answer_gives_shares_and_verdicts(number_answer):
+def test_number_answer_gives_shares_and_verdicts():
+    number_answer = evaluate.load(str(METRICS / "answer"), "number", keep_in_memory=True)
     texts, golds = ["#### 1", "2", "three", "#### 5"], ["1", "2", "3", "4"]
     assert number_answer.compute(predictions=texts, references=golds, verdicts=True) == {
         "strict": 0.25,
@@ -44,6 +23,8 @@ def test_number_answer_gives_shares_and_verdicts(number_answer):
     }
     with pytest.raises(ValueError, match="not a decimal number"):
         number_answer.compute(predictions=["1"], references=["one"])
+    with pytest.raises(ValueError, match="name a configuration: .*'number' or 'math'"):
+        evaluate.load(str(METRICS / "answer"))
 
 
 @pytest.mark.parametrize(
@@ -61,7 +42,7 @@ def test_number_answer_gives_shares_and_verdicts(number_answer):
 )
 def test_math_answer_compares_mathematically(text, gold, boxed, flexible):
     pytest.importorskip("math_verify")
-    metric = evaluate.load(str(METRICS / "math_answer"), keep_in_memory=True)
+    metric = evaluate.load(str(METRICS / "answer"), "math", keep_in_memory=True)
     assert metric.compute(predictions=[text], references=[gold], verdicts=True)["verdicts"] == {
         "boxed": [boxed],
         "flexible": [flexible],

@@ -11,7 +11,7 @@ import torch
 from datasets import Dataset
 from transformers import AutoTokenizer
 
-from recipes.tasks import ALPHABET, build_tokenizer, load_task, sources, tiny_model
+from recipes.tasks import ALPHABET, build_tokenizer, load_task, problems, tiny_model
 
 
 ROWS = [
@@ -131,7 +131,7 @@ def test_gsm8k_bad_lines_are_named(tmp_path, files, line, message):
 
 
 def test_gsm8k_offline_says_what_to_do(monkeypatch, files):
-    monkeypatch.setattr(sources.datasets, "load_dataset", no_hub)
+    monkeypatch.setattr(problems.datasets, "load_dataset", no_hub)
     assert len(load_task("gsm8k", **files).train) == 3  # files need no Hub
     with pytest.raises(
         RuntimeError, match=r"train split of openai/gsm8k \(main\).*out of reach[\s\S]*train_file"
@@ -148,13 +148,13 @@ def test_gsm8k_from_the_hub(monkeypatch):
         asked.append((name, config, split))
         return Dataset.from_list(ROWS if split == "train" else ROWS[:1])
 
-    monkeypatch.setattr(sources.datasets, "load_dataset", load_dataset)
+    monkeypatch.setattr(problems.datasets, "load_dataset", load_dataset)
     task = load_task("gsm8k")
     assert (len(task.train), len(task.test)) == (3, 1)
     load_task("gsm8k", dataset_name="me/maths")
     names = [("openai/gsm8k", "main"), ("me/maths", None)]
     assert asked == [(*name, split) for name in names for split in ("train", "test")]
-    monkeypatch.setattr(sources.datasets, "load_dataset", lambda *a, **k: Dataset.from_dict({"text": ["a"]}))
+    monkeypatch.setattr(problems.datasets, "load_dataset", lambda *a, **k: Dataset.from_dict({"text": ["a"]}))
     with pytest.raises(ValueError, match="train row 0: 'question' must be there"):
         load_task("gsm8k")
 
@@ -343,7 +343,7 @@ def test_a_reward_of_ones_own_takes_the_place_of_the_tasks(own, name, conversati
         ({"reward": "f.py:positional"}, r"signature \(texts, golds\), failed .* callable as f\(completions, answer"),
         ({"reward": "f.py:one"}, "must be f.* for each of 2 completions, and gave 1.0"),
         ({"reward": "f.py:failing"}, "failed on problems of the task: IndexError"),
-        ({"reward": "f.py:nothing"}, "has no function 'nothing'; it has ends, by_numpy, length"),
+        ({"reward": "f.py:nothing"}, "f.py has no function 'nothing'"),
         ({"reward": "length"}, "reward='length' must be FILE.py:function"),
         ({"reward": "nowhere.py:f"}, "there is no file nowhere.py"),
         ({"score": "f.py:number"}, r"must be f\(completion, answer\) -> bool, and gave 0.5 for '1'"),

@@ -5,7 +5,7 @@ import importlib
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -30,10 +30,6 @@ from ...registration import QUANT_METHOD, enter_classes
 from ...report import ErrorEnergy, QuantizationReport, count_weights, master_sqnr
 from . import swap
 from .hooks import check_trainer, watch_references, wrap_generation
-
-
-if TYPE_CHECKING:  # importing it would load torch.compile's machinery, and Triton with it
-    from transformers import PreTrainedModel
 
 
 class MXFP4RLQuantizer(HfQuantizer):
@@ -215,7 +211,7 @@ class MXFP4RLQuantizer(HfQuantizer):
 # ---- a model in memory ----------------------------------------------------------------------------------------------
 
 
-def pack(model: "PreTrainedModel", config: MXFP4RLConfig | None = None) -> "PreTrainedModel":
+def pack(model: nn.Module, config: MXFP4RLConfig | None = None) -> nn.Module:
     """Turn a model's full-precision weights into packed 4-bit ones, in place and layer by layer.
 
     A packed model has the very weights of the trainable one under the same scheme; logits differ by the order of sums.

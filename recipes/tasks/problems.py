@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tasks whose problems are read from JSON lines or Hub datasets: GSM8K, MATH-500, and your own."""
+"""Tasks: problems read from JSON lines or Hub datasets (GSM8K, MATH-500, and your own), and generated ones, which small
+models learn on a CPU."""
 
 import json
-import os
+import random
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -27,9 +28,6 @@ from hf_mxfp4.rl.rewards import (
 from .base import SCORE_FORM, Subsets, Task, check_score, choose_rows, load_function, reward_of
 
 
-PathLike = str | os.PathLike[str]
-
-
 #: Scores of the task ``file``: the answer to the letter, as a number, or as mathematics. Each has a check of gold
 #: answers, scores by name, and a reward.
 _NUMBERS = {"strict": is_strict_correct, "flexible": is_flexible_correct}
@@ -48,8 +46,8 @@ class Source(Subsets):
     """Where the problems of a task come from, JSON lines or else a Hub dataset, and the format string with the field
     ``{question}`` that makes prompts of them. With ``test_only`` no train split is read."""
 
-    train_file: PathLike | None = None
-    test_file: PathLike | None = None
+    train_file: str | None = None
+    test_file: str | None = None
     dataset_name: str | None = None
     dataset_config: str | None = None
     prompt_template: str | None = None
@@ -89,7 +87,7 @@ class Source(Subsets):
             splits[split] = self.dataset(rows)
         return Task(name, **splits, **task)
 
-    def _rows(self, name: str, split: str, path: PathLike | None, columns: Sequence[str]) -> list[tuple[str, dict]]:
+    def _rows(self, name: str, split: str, path: str | None, columns: Sequence[str]) -> list[tuple[str, dict]]:
         """Return the rows of a split, each with where it is from."""
         if path is None and self.dataset_name is None:
             raise ValueError(
@@ -142,7 +140,7 @@ def _check_template(template: str) -> None:
         raise ValueError(f"prompt_template must contain {{question}}, got {template!r}")
 
 
-# ---- the tasks ------------------------------------------------------------------------------------------------------
+# ---- tasks that are read ---------------------------------------------------------------------------------------------
 
 
 def strip_annotations(solution: str) -> str:
@@ -214,3 +212,51 @@ def own_problems(
         tried = task.test.select(range(min(2, len(task.test))))
         check_score(own, score, tried["completion"], tried["answer"])
     return task
+
+
+# ---- generated tasks -------------------------------------------------------------------------------------------------
+
+ALPHABET = "0123456789+="
+_LIMIT = 50
+
+
+def arithmetic(subsets: Subsets) -> Task:
+    """Prompts ``"a+b="`` for all pairs 0 <= a, b < 50, shuffled by the seed; one fifth, 500, is held out as the test. A
+    model of 0.6M parameters learns it on two CPU cores in minutes."""
+    pairs = [(a, b) for a in range(_LIMIT) for b in range(_LIMIT)]
+    random.Random(subsets.seed).shuffle(pairs)
+    problems = [(f"{a}+{b}=", str(a + b), str(a + b)) for a, b in pairs]
+    return Task(
+        "arithmetic",
+        **subsets.split("arithmetic", problems, len(problems) // 5),
+        reward_funcs=[exact_match_reward],
+        scores={"exact_match": is_exact_match},
+        max_completion_length=4,  # two digits, the end, and one to get wrong
+    )
+
+
+SHOTS = "12-5=7\n8+9=17\n"
+_LARGEST, _HELD_OUT = 25, 600
+
+
+def is_first_line_correct(completion: str, answer: str) -> bool:
+    """Return whether the first line of `completion` is `answer`: models that continue text go on with another sum."""
+    return is_exact_match(completion.split("\n", 1)[0], answer)
+
+
+def few_shot(subsets: Subsets) -> Task:
+    r"""Prompts ``"12-5=7\n8+9=17\n14+9="``: sums and differences of numbers from 1 to 25, none negative, after two
+    solved ones, which a small language model half knows. Of 950, 600 are held out as the test: enough to tell two
+    points of accuracy apart within a seed."""
+    numbers = range(1, _LARGEST + 1)
+    problems = [(f"{a}+{b}=", a + b) for a in numbers for b in numbers]
+    problems += [(f"{a}-{b}=", a - b) for a in numbers for b in range(1, a + 1)]
+    random.Random(subsets.seed).shuffle(problems)
+    problems = [(SHOTS + question, f"{gold}\n", str(gold)) for question, gold in problems]
+    return Task(
+        "few_shot",
+        **subsets.split("few_shot", problems, _HELD_OUT),
+        reward_funcs=[reward_of(is_first_line_correct)],
+        scores={"first_line": is_first_line_correct},
+        max_completion_length=3,  # two digits and the end of the line
+    )
