@@ -16,6 +16,8 @@ from rich.text import Text
 from tqdm import tqdm
 from typer.core import TyperCommand
 
+import hf_mxfp4
+
 from ..files import json_clean, printable
 
 
@@ -102,9 +104,7 @@ def fail(message: str, code: int = 2) -> NoReturn:
 
 def schemes_of(texts: Sequence[str]) -> list[Any]:
     """Read the schemes that the user named, each once. Raises `ValueError` when one cannot be read."""
-    from ..numerics import parse_scheme
-
-    return list(dict.fromkeys(parse_scheme(text) for text in texts))
+    return list(dict.fromkeys(hf_mxfp4.numerics.parse_scheme(text) for text in texts))
 
 
 def report_folder(model: str) -> str:

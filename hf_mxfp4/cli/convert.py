@@ -7,6 +7,8 @@ from typing import Annotated, Any, Literal
 
 import typer
 
+import hf_mxfp4
+
 from .. import checkpoint, lab
 from .common import (
     CheckpointArgument,
@@ -147,14 +149,12 @@ def _bytes_in(folder: Path) -> int:
 
 def _scheme_for(source: Path, **options: Any) -> Any:
     """Return the scheme for a plain checkpoint; nothing for one that has its own, unless options contradict that."""
-    from ..config import MXFP4RLConfig
-
     given = {name: value for name, value in options.items() if value is not None}
     if not given and checkpoint.own_config(checkpoint.open_checkpoint(source)) is not None:
         return None
     if given.get("macro_block") == "none":
         given["macro_block"] = None
-    return MXFP4RLConfig(mode="packed", **given)
+    return hf_mxfp4.MXFP4RLConfig(mode="packed", **given)
 
 
 def _show(report: "checkpoint.ConversionReport", as_json: bool) -> None:
