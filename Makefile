@@ -63,7 +63,8 @@ bench-gpu: $(VENV)/bench
 	$(BIN)/python -m benchmarks.gpu --out outputs/gpu $(ARGS)
 
 lint: $(TOOLS_VENV)/ready
-	$(TOOLS)/pre-commit run --all-files
+	@if git rev-parse --is-inside-work-tree > /dev/null 2>&1; then $(TOOLS)/pre-commit run --all-files; \
+		else echo "no git here, so ruff alone"; $(TOOLS)/ruff check && $(TOOLS)/ruff format --check; fi
 
 format: $(TOOLS_VENV)/ready
 	$(TOOLS)/ruff check --fix .
