@@ -5,11 +5,15 @@
 # make test-llamacpp  tests that run llama.cpp on exported files; builds it once, into ~/.cache, or takes LLAMACPP=FOLDER
 # make test-cases CASES=FOLDER  scripts that showed faults, each of which exits with 0 where it is gone
 # make bench-gpu  kernels, layers and whole runs on this machine's GPU; records in outputs/gpu
-# Each creates .venv by itself.
+# make lint       style and spelling                    make types      types, by mypy
+# make docs       the site of the docs, links checked   make release    wheel and sdist, checked
+# Each creates its environment by itself.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 VLLM_VENV := .venv-vllm
+TOOLS_VENV := .venv-tools
+TOOLS := $(TOOLS_VENV)/bin
 VLLM_TESTS := tests/vllm_integration
 # Without DS_BUILD_OPS=0 DeepSpeed, which the tests use, could want a compiler; they need none of its operators.
 PIP := DS_BUILD_OPS=0 $(BIN)/pip --disable-pip-version-check install --quiet --constraint constraints.txt
@@ -27,7 +31,7 @@ VERSIONS_oldest := torch==2.11.0 triton==3.6.0 numpy==2.3.5
 VERSIONS_newest := torch==2.14.1 triton==3.8.0 kernels==0.17.2
 VERSIONS ?= oldest newest
 
-.PHONY: demo test test-all test-vllm test-versions test-llamacpp test-cases bench-gpu lint format clean
+.PHONY: demo test test-all test-vllm test-versions test-llamacpp test-cases bench-gpu lint types docs release format clean
 
 demo: $(VENV)/runtime
 	$(BIN)/accelerate launch --num_processes 1 --num_machines 1 --mixed_precision no --dynamo_backend no \
@@ -58,16 +62,34 @@ test-cases: $(VENV)/dev
 bench-gpu: $(VENV)/bench
 	$(BIN)/python -m benchmarks.gpu --out outputs/gpu $(ARGS)
 
-lint: $(VENV)/dev
-	$(BIN)/ruff check .
-	$(BIN)/ruff format --check .
+lint: $(TOOLS_VENV)/ready
+	@if git rev-parse --is-inside-work-tree > /dev/null 2>&1; then $(TOOLS)/pre-commit run --all-files; \
+		else echo "no git here, so ruff alone"; $(TOOLS)/ruff check && $(TOOLS)/ruff format --check; fi
 
-format: $(VENV)/dev
-	$(BIN)/ruff check --fix .
-	$(BIN)/ruff format .
+format: $(TOOLS_VENV)/ready
+	$(TOOLS)/ruff check --fix .
+	$(TOOLS)/ruff format .
+
+types: $(TOOLS_VENV)/ready
+	$(TOOLS)/mypy
+
+docs: $(TOOLS_VENV)/ready
+	NO_MKDOCS_2_WARNING=1 $(TOOLS)/mkdocs build --strict
+
+release: $(TOOLS_VENV)/ready
+	rm -rf build dist
+	$(TOOLS)/python -m build --quiet
+	$(TOOLS)/twine check --strict dist/*
+	PATH="$(CURDIR)/$(TOOLS):$$PATH" .ci/check_wheel dist/*.whl
 
 clean:
-	rm -rf $(VENV) $(VLLM_VENV) .venv-oldest .venv-newest outputs
+	rm -rf $(VENV) $(VLLM_VENV) $(TOOLS_VENV) .venv-oldest .venv-newest build dist outputs site
+
+# Tools that read the sources and need none of the packages that these import.
+$(TOOLS_VENV)/ready: .ci/tools.txt constraints.txt
+	$(PYTHON) -m venv $(TOOLS_VENV)
+	$(TOOLS)/pip --disable-pip-version-check install --quiet --requirement .ci/tools.txt --constraint constraints.txt
+	@touch $@
 
 $(VENV)/runtime: $(INPUTS)
 	@echo "installing torch, transformers, trl and the rest into $(VENV) (2.3 GB; a few minutes, and pip is silent)"

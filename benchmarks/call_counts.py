@@ -136,7 +136,7 @@ def train() -> Flow:
 
 @contextlib.contextmanager
 def without_kernels() -> Iterator[None]:
-    """Launches of Triton kernels do nothing: what a layer makes of their outputs is nonsense, but as long a way."""
+    """Make launches of Triton kernels do nothing: outputs are nonsense, on a way that is as long."""
     from triton.runtime.interpreter import GridExecutor
 
     launch = GridExecutor.__call__
@@ -164,7 +164,7 @@ def experts() -> Flow:
 
 
 def tiny_model(folder: Path) -> Path:
-    """A saved model of two layers."""
+    """Return a saved model of two layers."""
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
     torch.manual_seed(0)
@@ -201,7 +201,7 @@ def weight(stack: ExitStack) -> Flow:
 
 
 def tokenizer() -> Any:
-    """A tokenizer of words ``t0`` to ``t127``."""
+    """Return a tokenizer of words ``t0`` to ``t127``."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 

@@ -14,7 +14,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 
 def storages(tree: object) -> Iterator[torch.UntypedStorage]:
-    """The storages of all tensors in nested lists, tuples and dictionaries; of sharded ones the local part."""
+    """Return the storages of all tensors in nested lists, tuples and dictionaries; of sharded ones the local part."""
     for leaf in tree_leaves(tree):
         if isinstance(leaf, torch.Tensor):
             yield getattr(leaf, "_local_tensor", leaf).untyped_storage()

@@ -70,7 +70,7 @@ Prepare = Callable[[nn.Module, Callable[[int], list[torch.Tensor]]], None]
 
 
 def with_rotation(scheme: ModelScheme) -> ModelScheme:
-    """The same, with both operands of the forward product rotated online."""
+    """Return the same, with both operands of the forward product rotated online."""
     options = {**scheme.config.to_dict()["fprop"], "rotation": ROTATED}
     return ModelScheme(f"{scheme.name}, H64", replace(scheme.config, fprop=options))
 

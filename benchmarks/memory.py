@@ -53,7 +53,7 @@ def architecture(layers: int = 4, hidden: int = 512) -> Qwen2Config:
 def make_model(
     config: Qwen2Config, options: dict | None, dtype: torch.dtype, checkpointing: bool, rank: int = RANK
 ) -> torch.nn.Module:
-    """A model of a mode, of random weights of ``dtype`` (of a packed one: those that are not packed), in training."""
+    """Return a model of a mode in training, of random weights of ``dtype`` (packed: of those that are not)."""
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, dtype=dtype).train()
     if options is not None:
@@ -101,7 +101,7 @@ def measure(model: torch.nn.Module, ids: torch.Tensor, compute: torch.dtype, che
 
 
 def resident(key: str) -> int:
-    """A line of this process's status in bytes: VmRSS, or VmHWM, its peak."""
+    """Return a line of this process's status in bytes: VmRSS, or VmHWM, its peak."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{key}:"))
 

@@ -21,7 +21,7 @@ PACKAGES = ("torch", "transformers", "accelerate", "datasets")
 
 
 def record(arm: str, summary: dict, command: str, machine: str) -> dict:
-    """The benchmark record of one arm of a study's `summary.json`."""
+    """Return the benchmark record of one arm of a study's `summary.json`."""
     result = summary["arms"][arm]
     value = result["overhead"]["mean"]
     steps, size = summary["steps"], summary["tokens_per_step"]
@@ -44,7 +44,7 @@ def record(arm: str, summary: dict, command: str, machine: str) -> dict:
 
 
 def stated(arm: str) -> str | None:
-    """The token overhead over FP8 that arXiv 2605.09825 states for an arm."""
+    """Return the token overhead over FP8 that arXiv 2605.09825 states for an arm."""
     if arm not in PAPER:
         return None
     return "does not converge" if PAPER[arm] is None else "{}-{} %".format(*PAPER[arm])

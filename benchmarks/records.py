@@ -33,7 +33,7 @@ table = markdown_table
 
 
 def option_parser(description: str, name: str | None = None) -> argparse.ArgumentParser:
-    """A command line, described by the first line of a benchmark's documentation.
+    """Return a command line, described by the first line of a benchmark's documentation.
 
     Args:
         name: of its records; then there is ``--out``, by default their file in `benchmarks/results`.
@@ -46,7 +46,7 @@ def option_parser(description: str, name: str | None = None) -> argparse.Argumen
 
 
 def made(command: str, packages: Iterable[str], machine: str | None = None) -> dict[str, Any]:
-    """What every record ends with: hardware, versions, command and date.
+    """Return what every record ends with: hardware, versions, command and date.
 
     Args:
         packages: those whose versions matter; one that is not installed is left out.
@@ -66,7 +66,7 @@ def installed(packages: Iterable[str]) -> dict[str, str]:
 
 
 def median_ratio(times: Sequence[float], others: Sequence[float]) -> float:
-    """The median over rounds of a time over another of the same round."""
+    """Return the median over rounds of a time over another of the same round."""
     return statistics.median(time / other for time, other in zip(times, others, strict=True))
 
 
@@ -80,7 +80,7 @@ def write(found: Sequence[dict], out: str | Path, indent: int = 2) -> None:
 
 
 def records(name: str, modelled: bool = False) -> list[dict]:
-    """The records of a name in `benchmarks/results`; of measurements, or of a model.
+    """Return the records of a name in `benchmarks/results`; of measurements, or of a model.
 
     Raises `ValueError` where they are of the other kind, all or some."""
     path = RESULTS / f"{name}.json"
@@ -88,7 +88,7 @@ def records(name: str, modelled: bool = False) -> list[dict]:
 
 
 def of_kind(found: list[dict], path: Path, modelled: bool = False) -> list[dict]:
-    """Records as they are. Raises `ValueError` for some of the other kind than asked for."""
+    """Return records as they are. Raises `ValueError` for some of the other kind than asked for."""
     for record in found:
         if (record.get("kind") == "modelled") != modelled:
             is_one, wanted = ("measured", "modelled") if modelled else ("modelled", "measured")

@@ -65,7 +65,7 @@ MANTISSAS = {
 
 
 def samples() -> dict[str, torch.Tensor]:
-    """The three distributions, float32 [2048, 1024]."""
+    """Return the three distributions, float32 [2048, 1024]."""
     torch.manual_seed(0)
     spread = torch.exp2(torch.rand(SHAPE[0], 1))
     return {
@@ -76,13 +76,13 @@ def samples() -> dict[str, torch.Tensor]:
 
 
 def trained_model() -> tuple[PreTrainedModel, PreTrainedTokenizerBase, Task]:
-    """The demo's model after supervised training, in full precision."""
+    """Return the demo's model after supervised training, in full precision."""
     tokenizer, task = build_char_tokenizer(ALPHABET), load_task("arithmetic")
     return train(task, num_layers=4, seed=0), tokenizer, task
 
 
 def train(task: Task, num_layers: int, seed: int) -> PreTrainedModel:
-    """A model that solves most of the problems, in full precision."""
+    """Return a model that solves most of the problems, in full precision."""
     tokenizer = build_char_tokenizer(ALPHABET)
     model = build_qwen2(tokenizer, num_layers=num_layers, seed=seed)
     supervised_warmup(model, tokenizer, task.train, steps=600, target_loss=0.2, seed=seed, progress=False)
@@ -98,7 +98,7 @@ def trained_layers() -> list[tuple[torch.Tensor, torch.Tensor]]:
 
 
 def inputs(model: PreTrainedModel, tokenizer, rows) -> dict[str, torch.Tensor]:
-    """What enters each linear layer, ``[tokens, K]``."""
+    """Return what enters each linear layer, ``[tokens, K]``."""
     found: dict[str, list[torch.Tensor]] = {}
     linears, _ = find_layers(model)
 

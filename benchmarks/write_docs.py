@@ -40,7 +40,7 @@ def documents() -> list[Path]:
 
 
 def filled(text: str) -> str:
-    """A document with the tables that the records say."""
+    """Return a document with the tables that the records say."""
     return MARKED.sub(lambda match: f"{match[1]}{TABLES[match[2]]()}{match[3]}", text)
 
 

@@ -6,10 +6,10 @@ import os
 
 
 def get_logger() -> logging.Logger:
-    """The `hf_mxfp4` logger, at the level named by `HF_MXFP4_VERBOSITY` (default: info; other ranks: error)."""
+    """Return the `hf_mxfp4` logger, at the level named by `HF_MXFP4_VERBOSITY` (default: info; other ranks: error)."""
     logger = logging.getLogger("hf_mxfp4")
     if not logger.handlers:
-        handler = logging._StderrHandler()  # writes to what `sys.stderr` is at the time, so capturing works
+        handler = logging._StderrHandler()  # type: ignore[attr-defined]  # writes to the `sys.stderr` of the time
         handler.setFormatter(logging.Formatter("[hf_mxfp4] %(message)s"))
         logger.addHandler(handler)
         logger.propagate = False

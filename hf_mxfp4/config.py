@@ -4,7 +4,7 @@
 import copy
 import functools
 from dataclasses import FrozenInstanceError, asdict, dataclass, field, fields, replace
-from typing import Any
+from typing import Any, ClassVar
 
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
@@ -161,7 +161,7 @@ class MXFP4RLConfig(QuantizationConfigMixin):
 
     #: Not an option: modules that a saved model keeps in full precision, where names alone do not tell.
     #: Written to `config.json` and read from it, so that a checkpoint keeps its choice of layers.
-    full_precision = None
+    full_precision: ClassVar[tuple[str, ...] | None] = None
 
     def __post_init__(self):
         version = self.format_version
@@ -322,8 +322,8 @@ class MXFP4RLConfig(QuantizationConfigMixin):
         return {name: (reason, default) for name, (reason, default) in idle.items() if getattr(self, name) != default}
 
     def packed(self) -> "MXFP4RLConfig":
-        """The same scheme in mode ``"packed"``: what a model of this config becomes by [`hf_mxfp4.pack`]. Of the three
-        products the forward one is left.
+        """Return the same scheme in mode ``"packed"``: what a model of this config becomes by [`hf_mxfp4.pack`]. Of the
+        three products the forward one is left.
 
         Raises `ValueError` when packed weights cannot stand for it.
         """
@@ -372,7 +372,7 @@ class MXFP4RLConfig(QuantizationConfigMixin):
         return (config, unused) if return_unused_kwargs else config
 
     def to_dict(self) -> dict[str, Any]:
-        """A JSON-clean dictionary that [`from_dict`] reads back to an equal config."""
+        """Return a JSON-clean dictionary that [`from_dict`] reads back to an equal config."""
         options = asdict(self)
         names = options["modules_to_not_convert"]
         options["modules_to_not_convert"] = None if names is None else list(names)

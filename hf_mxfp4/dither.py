@@ -173,7 +173,7 @@ def _group_size(rows: torch.Tensor, scheme: OperandScheme) -> tuple[int, int]:
     macro blocks where these divide it evenly, whole rows or all of it elsewhere."""
     n, k = rows.shape
     height, width = scheme.block_rows, k
-    if scheme is FP8:
+    if not isinstance(scheme, QuantScheme):
         return height, width
     if scheme.macro_block != "row" and scheme.fallback_rate is None:
         width = max(BLOCK_SIZE, scheme.macro_block or 0)
@@ -188,8 +188,7 @@ def _places(
     backend: str,
     generator: torch.Generator,
 ) -> torch.Tensor:
-    """Return random places (int32 ``[N, K]``) at which every code and scale is as it was; ``height`` rows are quantized
-    together."""
+    """Return random places (int32 ``[N, K]``) that keep codes and scales; ``height`` rows are quantized together."""
     places = _draw(weight, dtype, generator)
     active = torch.arange(len(weight), device=weight.device)
     for attempt in range(_ATTEMPTS):

@@ -17,11 +17,6 @@ from typing import Any, BinaryIO
 _DRAFT = ".draft-"
 
 
-def is_number(value: Any) -> bool:
-    """Whether ``value`` is a finite number."""
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-
-
 def json_clean(value: Any) -> Any:
     """``value`` with null for numbers that JSON has no word for, lists for tuples, and strings for keys."""
     if isinstance(value, dict):

@@ -231,7 +231,7 @@ def find_weight_readers(model: nn.Module) -> dict[nn.Module, str]:
     for owner in model.modules():
         if next(owner.children(), None) is None or type(owner).__module__.startswith("torch."):
             continue
-        for path, reader, tests in _read_by_forward(type(owner)):
+        for path, reader, tests in _read_by_forward(type(owner)):  # type: ignore[arg-type]
             if not any(_is_off(owner, test) for test in tests):
                 layers = (layer for layer in _follow(owner, path) if isinstance(layer, nn.Linear))
                 found |= {layer: reader for layer in layers if layer not in found}
@@ -310,7 +310,7 @@ def _follow(owner: Any, path: Path) -> list[Any]:
     """Return what a path leads to from a module."""
     if not path:
         return [owner]
-    step, *rest = path
+    step, rest = path[0], path[1:]
     found = [getattr(owner, step, None)] if step != _EACH else getattr(owner, "children", list)()
     return [end for each in found for end in _follow(each, rest)]
 

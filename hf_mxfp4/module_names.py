@@ -57,8 +57,6 @@ BY_OPTION = "modules_to_not_convert"
 READS_WEIGHT = "reads its weight"
 BY_NAME = "a head, router, tower or adapter by its name"
 
-#: Architectures that keep their projections in transformers' `Conv1D`, which is no linear layer to the quantizer.
-CONV1D_MODELS = ("gpt2", "openai-gpt", "imagegpt", "decision_transformer")
 CONV1D_HINT = (
     "This architecture keeps its projections in transformers' Conv1D, as GPT-2 does, which is not supported; what is "
     "are models on nn.Linear, such as Llama, Qwen, Mistral, Gemma and SmolLM, and their mixtures of experts"
@@ -181,7 +179,7 @@ def _head(model: nn.Module) -> nn.Module | None:
 
 
 def full_names(model: nn.Module, name: str) -> tuple[str, ...]:
-    """The names that a module goes by: its own, and that which it has in a model with a head."""
+    """Return the names that a module goes by: its own, and that which it has in a model with a head."""
     prefix = getattr(model, "base_model_prefix", "")
     return (name, f"{prefix}.{name}") if prefix else (name,)
 

@@ -67,7 +67,7 @@ def _looks_like_a_router(module: nn.Module) -> bool:
 
 
 def _declared_routers(module: nn.Module) -> list[type[nn.Module]]:
-    """The classes that a transformers model names as the source of ``router_logits``."""
+    """Return the classes that a transformers model names as the source of ``router_logits``."""
     declared = getattr(type(module), "_can_record_outputs", None)
     recorders = declared.get("router_logits", []) if isinstance(declared, dict) else []
     recorders = recorders if isinstance(recorders, (list, tuple)) else [recorders]
@@ -102,7 +102,7 @@ def recorded_choices(routers: Mapping[str, nn.Module]) -> Iterator[dict[str, lis
 
 
 def _choices_of(name: str, module: nn.Module, output: Any) -> torch.Tensor:
-    """The expert indices ``[T, k]`` in a router's output: its only integers."""
+    """Return the expert indices ``[T, k]`` in a router's output: its only integers."""
     parts = output if isinstance(output, tuple) else (output,)
     integers = [p for p in parts if isinstance(p, torch.Tensor) and p.dtype in (torch.int64, torch.int32)]
     if len(integers) == 1 and integers[0].dim() == 2:
@@ -260,7 +260,7 @@ class _Replay:
         self._agreed, self._counted = 0.0, 0  # tokens
 
     def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any):
-        """The router's forward pass, with its `torch.topk` replaced."""
+        """Run the router's forward pass with its `torch.topk` replaced."""
         part = self._part(hidden_states)
         first_time, self.seen = part.stop > self.seen, max(self.seen, part.stop)
         choices = self.choices[part].flatten(0, 1).to(hidden_states.device, torch.long)

@@ -76,7 +76,7 @@ OPTION_DEFAULTS = {
     "outlier_fallback_rate": None,
     "weight_block": "1x32",
 }
-PRESET_DEFAULTS = {
+PRESET_DEFAULTS: dict[str, dict[str, Any]] = {
     "w4a8": {"outlier_fallback": None},
     "w4a8g8": {"outlier_fallback": None},
     "w8a8": {"outlier_fallback": None, "macro_block": None},
@@ -115,8 +115,7 @@ class Default(enum.Enum):
 
 
 def usual_options(mode: str, preset: str, outlier_fallback: Any) -> dict[str, Any]:
-    """Return the defaults under a mode and a preset; without outlier fallback, its other options are those of no
-    preset."""
+    """Return the defaults under a mode and a preset; without outlier fallback, its other options are the usual."""
     usual = {**OPTION_DEFAULTS, "outlier_fallback": _FALLBACK[mode], **PRESET_DEFAULTS.get(preset, {})}
     if outlier_fallback is None:
         usual |= {name: OPTION_DEFAULTS[name] for name in ("outlier_fallback_rate", "outlier_fallback_operands")}
@@ -124,8 +123,7 @@ def usual_options(mode: str, preset: str, outlier_fallback: Any) -> dict[str, An
 
 
 def preset_gemms(preset: str, weights: QuantScheme, activations: QuantScheme) -> LinearScheme:
-    """The three products under a preset: ``weights`` and ``activations`` (output gradients too) wherever it quantizes
-    such an operand."""
+    """Return the products under a preset, with ``weights`` and ``activations`` (gradients too) where it quantizes."""
     left = {"w4a16": FULL, "w4a8": FP8, "w4a8g8": FP8, "w8a8": FP8}.get(preset, activations)
     fprop = GemmScheme(left, FP8 if preset == "w8a8" else weights)
     if preset in ("w4a8g8", "w4a4g8"):

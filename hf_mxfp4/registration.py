@@ -71,8 +71,7 @@ def enter_classes(config: Any, quantizer: Any, tables: ModuleType | None = None)
 
 
 def _imported_tables() -> ModuleType:
-    """The tables, through the package first, as it imports them: the other way round two threads can wait for each
-    other."""
+    """Return the tables, through the package first, as it imports them, so that threads do not wait for each other."""
     importlib.import_module(_PACKAGE)
     return importlib.import_module(TABLES)
 

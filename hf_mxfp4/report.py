@@ -81,8 +81,7 @@ class QuantizationReport:
 
 
 def decibels(signal: float, noise: float) -> float:
-    """Return the ratio of two energies in decibels: infinite without noise, NaN without either or for what is not
-    finite."""
+    """Return the ratio of two energies in decibels: infinite without noise, NaN without either or if not finite."""
     if not math.isfinite(signal + noise) or signal == noise == 0:
         return math.nan
     if 0 in (signal, noise):
@@ -145,7 +144,7 @@ def add_packed(
 
 def count_weights(model: nn.Module) -> tuple[int, int | None]:
     """Elements of all quantized weights, and the bytes that they are packed in (`None` when they are not packed)."""
-    n_weights, tensors = 0, []
+    n_weights, tensors = 0, list[torch.Tensor]()
     for module in model.modules():
         if isinstance(module, (MXFP4Linear, MXFP4PackedLinear)):
             n_weights += module.in_features * module.out_features

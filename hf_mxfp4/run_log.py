@@ -20,8 +20,7 @@ MOVEMENT_ALARM = 3.0
 
 
 class RunLog:
-    """Append lines to the `run_log.jsonl` of a folder; each is on its way to the disk when the call returns, so that a
-    killed run keeps all of them."""
+    """Append lines to the `run_log.jsonl` of a folder; a killed run keeps all of them."""
 
     def __init__(self, folder: str | Path):
         self.path = Path(folder) / RUN_LOG

@@ -14,16 +14,15 @@ import platform
 import textwrap
 from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from ._logging import get_logger
 
 
-if TYPE_CHECKING:
-    from torch import nn
-
 _Class = TypeVar("_Class", bound=type)
 
+#: The base of classes that only work before a class of a library, whose methods they call.
+Mixin: Any = object
 #: 97.5 % quantile of the normal distribution.
 Z_975 = 1.9599639845400536
 #: Packages whose versions belong to a result.
@@ -56,7 +55,7 @@ def described_options(cls: _Class) -> _Class:
     """Make a dataclass of options refuse unknown ones with the nearest names, and list its own in its docstring, by the
     ``help`` that their fields carry. Those named in its ``RENAMED`` are read under their new name, with a warning."""
     known = [option.name for option in dataclasses.fields(cls) if option.init]
-    renamed, init = getattr(cls, "RENAMED", {}), cls.__init__
+    renamed, init = getattr(cls, "RENAMED", {}), cls.__init__  # type: ignore[misc]
 
     @functools.wraps(init)
     def __init__(self, *args: Any, **options: Any) -> None:
@@ -68,7 +67,7 @@ def described_options(cls: _Class) -> _Class:
                 raise TypeError(unknown_key_message(cls.__name__, name, known))
         init(self, *args, **options)
 
-    cls.__init__ = __init__
+    cls.__init__ = __init__  # type: ignore[misc]
     inherited = {name for base in cls.__bases__ for name in getattr(base, "__dataclass_fields__", {})}
     own = [option for option in dataclasses.fields(cls) if option.init and option.name not in inherited]
     cls.__doc__ = f"{cls.__doc__.rstrip()}\n\n    Args:\n" + "\n".join(map(_described, own)) + "\n    "
@@ -97,7 +96,7 @@ def nearest_names(name: str, known: Sequence[str]) -> list[str]:
 
 
 @contextlib.contextmanager
-def evaluation_mode(model: "nn.Module") -> Iterator[None]:
+def evaluation_mode(model: Any) -> Iterator[None]:
     """Turn dropout and checkpointing off; restore the training mode of every module on exit."""
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
@@ -109,7 +108,7 @@ def evaluation_mode(model: "nn.Module") -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def replaced_method(module: Any, method: str, replacement: Callable) -> Iterator[None]:
+def replaced_method(module: Any, method: str, replacement: Any) -> Iterator[None]:
     """Replace a method of one object, module or class; restore it on exit."""
     own = vars(module).get(method)
     setattr(module, method, replacement)

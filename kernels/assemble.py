@@ -73,8 +73,7 @@ def _sources(package: Path) -> list[Path]:
 
 
 def _general() -> dict:
-    """The section of that name in `build.toml`. Python reads TOML from 3.11 on; these lines are JSON but for
-    comments."""
+    """Return that section of `build.toml`. Python reads TOML from 3.11 on; this is JSON but for comments."""
     section = (SOURCE / "build.toml").read_text().partition("[general]\n")[2].partition("\n[")[0]
     lines = (re.fullmatch(r"(\w+) = (.*?)( #.*)?", line) for line in section.splitlines() if line)
     return {match[1]: json.loads(match[2]) for match in lines}

@@ -2,11 +2,13 @@
 """What importing the package does and costs."""
 
 import ast
+import importlib
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
 
 import hf_mxfp4
 import mxfp4_kernels
@@ -52,10 +54,15 @@ def test_importing_and_asking_for_help_load_nothing_heavy():
     assert run_python("-c", LIGHT).stdout.splitlines() == ["[]", "14 []", "[]"]
 
 
-WITHOUT_EXTRAS = """
+AFTER_TRANSFORMERS_WITHOUT_EXTRAS = """
 import sys
 sys.modules |= dict.fromkeys(["torchao", "matplotlib", "evaluate", "math_verify", "gguf", "deepspeed"])
+from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING as quantizers
+from transformers.quantizers.auto import AutoQuantizationConfig
 import hf_mxfp4
+print("hf_mxfp4.layers" in sys.modules, quantizers["mxfp4_rl"].requires_calibration)
+config = AutoQuantizationConfig.from_dict({"quant_method": "mxfp4_rl", "preset": "w4a16"})
+print(type(config) is hf_mxfp4.MXFP4RLConfig, config.preset)
 for name in hf_mxfp4.__all__:
     getattr(hf_mxfp4, name)
 from hf_mxfp4 import checkpoint, moe, rl
@@ -99,16 +106,6 @@ print(hf_mxfp4.MXFP4RLConfig().describe(), hf_mxfp4.MXFP4Linear(32, 8).out_featu
 print(sorted({"trl", "matplotlib", "peft"} & sys.modules.keys()))
 """
 
-AFTER_TRANSFORMERS = """
-import sys
-from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING as quantizers
-from transformers.quantizers.auto import AutoQuantizationConfig
-import hf_mxfp4
-print("hf_mxfp4.layers" in sys.modules, quantizers["mxfp4_rl"].requires_calibration)
-config = AutoQuantizationConfig.from_dict({"quant_method": "mxfp4_rl", "preset": "w4a16"})
-print(type(config) is hf_mxfp4.MXFP4RLConfig, config.preset)
-"""
-
 IN_THREADS = """
 import sys, threading, traceback
 names = ["hf_mxfp4", "transformers.quantizers", "hf_mxfp4.integrations.transformers.quantizer"]
@@ -130,16 +127,22 @@ print(failed, quantizers["mxfp4_rl"] is hf_mxfp4.MXFP4RLQuantizer)
 """
 
 
+def outputs_of(*programs: str) -> list[str]:
+    return run_python("-c", IN_FORKS, *programs).stdout.split("program ")[1:]
+
+
 def test_the_method_is_registered_whoever_is_imported_first_and_the_core_needs_no_extra():
-    out = run_python("-c", IN_FORKS, BEFORE_TRANSFORMERS, AFTER_TRANSFORMERS, IN_THREADS, WITHOUT_EXTRAS).stdout
-    missing = "error: reports need matplotlib, which is not installed: pip install 'hf-mxfp4[lab]'"
-    out, last = out.split("program 3\n")
-    assert last.startswith(missing) and "SystemExit: 2" in last  # the lab names its own
+    before, after = outputs_of(BEFORE_TRANSFORMERS, AFTER_TRANSFORMERS_WITHOUT_EXTRAS)
     first = "False|<MXFP4RLConfig of hf_mxfp4, imported on use> False|True|True True"
     first += f"|{hf_mxfp4.MXFP4RLConfig().describe()} 8|[]"
-    assert out.splitlines() == [
-        "program 0", *first.split("|"), "program 1", "False False", "True w4a16", "program 2", "[] True",
-    ]  # fmt: skip
+    assert before.splitlines() == ["0", *first.split("|")]
+    missing = "error: reports need matplotlib, which is not installed: pip install 'hf-mxfp4[lab]'"
+    assert after.startswith(f"1\nFalse False\nTrue w4a16\n{missing}") and "SystemExit: 2" in after  # of the lab
+
+
+@pytest.mark.large
+def test_threads_that_import_at_once_do_not_wait_for_each_other():
+    assert outputs_of(IN_THREADS) == ["0\n[] True\n"]
 
 
 def test_public_names():
@@ -150,15 +153,16 @@ def test_public_names():
         assert getattr(hf_mxfp4, name).__name__ == f"hf_mxfp4.{name}"
 
 
-def test_every_folder_of_the_sources_is_a_package_that_the_build_finds():
-    from setuptools import find_packages
-
-    settings = (PACKAGE.parent / "pyproject.toml").read_text().partition("[tool.setuptools.packages.find]")[2]
-    where, include = (
-        ast.literal_eval(re.search(rf"^{name} = (.*)", settings, re.M)[1]) for name in ("where", "include")
-    )
-    found = {name for root in where for name in find_packages(str(PACKAGE.parent / root), include=include)}
-    folders = set()
-    for top in (PACKAGE, KERNELS):
-        folders |= {str(path.parent.relative_to(top.parent)).replace("/", ".") for path in top.rglob("*.py")}
-    assert found == folders and "mxfp4_kernels" in found and "mxfp4_kernels.cpu" in found
+def test_stubs_name_what_is_imported_on_first_use():
+    stubs = [(top, stub) for top in (PACKAGE, KERNELS) for stub in sorted(top.rglob("__init__.pyi"))]
+    assert len(stubs) == 7
+    for top, stub in stubs:
+        package = importlib.import_module(".".join(stub.parent.relative_to(top.parent).parts))
+        named = set()
+        for statement in ast.parse(stub.read_text()).body:
+            if isinstance(statement, ast.ImportFrom) and statement.module:
+                module = importlib.import_module(f".{statement.module}", package.__name__)
+                names = {alias.name for alias in statement.names}
+                assert all(getattr(package, name) is getattr(module, name) for name in names)
+                named |= names
+        assert named == set(package.__all__) - {"__version__"}, stub

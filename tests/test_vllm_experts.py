@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from tables import pairwise_params
 from vllm_stand_ins import ACTIVATIONS, ENGINE, NAME, SIZES, Engine, packed_experts, plugin_with_stand_ins, tokens
 
 import mxfp4_kernels
@@ -59,9 +60,12 @@ def test_dense_experts_have_quantized_inputs(plugin, family):
     assert torch.equal(engine(x, ids, weights), source(x, ids, weights))
 
 
-@pytest.mark.parametrize("by_expert", [False, True], ids=["by columns", "by experts"])
-@pytest.mark.parametrize("family", ACTIVATIONS)
-@pytest.mark.parametrize("options", [SCHEMES[1], {"preset": "w4a16", "macro_block": "row"}, SCHEMES[4]], ids=str)
+@pytest.mark.parametrize(
+    ("family", "options", "by_expert"),
+    pairwise_params(
+        list(ACTIVATIONS), [SCHEMES[1], {"preset": "w4a16", "macro_block": "row"}, SCHEMES[4]], [False, True]
+    ),
+)
 def test_two_processes_have_a_share_each(plugin, family, options, by_expert):
     source, config, plain = packed_experts(family, options)
     x, ids, weights = tokens()

@@ -58,7 +58,7 @@ CLAIMS = (
 
 
 def _by_text() -> dict[str, dict[tuple[str, str], dict]]:
-    """Records of each text by variant and scheme; the text with the most of them first."""
+    """Return records of each text by variant and scheme; the text with the most of them first."""
     found: dict[str, dict[tuple[str, str], dict]] = {}
     for r in records("evidence"):
         found.setdefault(r["text"], {})[r["variant"], r["name"]] = r
@@ -74,7 +74,7 @@ def _number(value: float) -> str:
 
 
 def readme_evidence() -> str:
-    """The first page: from plain MXFP4 to the best, one thing added in each row."""
+    """Return the first page: from plain MXFP4 to the best, one thing added in each row."""
     first, *others = _by_text().values()
     rows = []
     for name, variant, scheme in FIRST_PAGE:
@@ -136,7 +136,7 @@ def evidence_claims() -> str:
 
 
 def _verdict(better: dict | None, worse: dict | None) -> str:
-    """The difference, as if both were of other texts, which makes its error too large."""
+    """Return the difference, as if both were of other texts, which makes its error too large."""
     if better is None or worse is None:
         return ""
     (a, da), (b, db) = (_value(r) for r in (better, worse))
@@ -179,7 +179,7 @@ def evidence_plot() -> Figure:
 
 
 def _cores() -> dict[str, dict[str, dict]]:
-    """Records of schemes by what tensor cores multiply: by name, then by variant."""
+    """Return records of schemes by what tensor cores multiply: by name, then by variant."""
     found: dict[str, dict[str, dict]] = {}
     for r in records("tensor_cores"):
         found.setdefault(r["name"].removesuffix(", H64"), {})[r["variant"]] = r
@@ -228,7 +228,7 @@ def tensor_cores_plot() -> Figure:
 
 
 def gptq() -> str:
-    """What rounding saves beside the nearest values, smoothed or not."""
+    """Return what rounding saves beside the nearest values, smoothed or not."""
     texts = _by_text()
     shown = [
         (variant, name)
@@ -247,7 +247,7 @@ def gptq() -> str:
 
 
 def smoothing() -> str:
-    """A row for each scheme, and what it loses by strength."""
+    """Return a row for each scheme, and what it loses by strength."""
     found: dict[str, dict[object, dict]] = {}
     for r in records("smoothing"):
         found.setdefault(r["name"], {})[r["strength"]] = r
@@ -264,7 +264,7 @@ def smoothing() -> str:
 
 
 def distillation() -> str:
-    """A row for each run, with its divergence on each held-out text before and after."""
+    """Return a row for each run, with its divergence on each held-out text before and after."""
     runs: dict[str, dict[str, dict]] = {}
     for r in records("distillation"):
         runs.setdefault(r["command"], {})[r["name"]] = r

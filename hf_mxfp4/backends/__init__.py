@@ -1,15 +1,4 @@
 # SPDX-License-Identifier: Apache-2.0
 """How a tensor is quantized: by the eager reference, the Triton kernels, or the fused C++ on the CPU."""
 
-from .dispatch import backend_for, choose_backend, dequantize, fake_quantize, quantize_e4m3, rotate_rows, widest_float
-
-
-__all__ = [
-    "backend_for",
-    "choose_backend",
-    "dequantize",
-    "fake_quantize",
-    "quantize_e4m3",
-    "rotate_rows",
-    "widest_float",
-]
+from .dispatch import backend_for, dequantize, fake_quantize, quantize_e4m3, rotate_rows, widest_float

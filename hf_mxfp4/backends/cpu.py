@@ -15,7 +15,7 @@ from mxfp4_kernels import cpu as library
 
 from .. import numerics
 from .._logging import get_logger
-from ..numerics import BLOCK_SIZE, MXFP4Tensor, QuantScheme, ScaleRule, part_sizes
+from ..numerics import BLOCK_SIZE, PARTS, MXFP4Tensor, QuantScheme, ScaleRule, part_sizes
 from ..numerics.corrections import blocks_at_rate
 from ..numerics.formats import CARRY
 
@@ -79,7 +79,7 @@ def quantize(x: torch.Tensor, scheme: QuantScheme, axis: int) -> MXFP4Tensor:
     parts = [None if size is None else torch.empty(*leading, size, dtype=torch.uint8) for size in sizes]
     if rows.numel():
         library.over_rows("mxfp4_quantize", rows, _description(scheme, length), None, *map(library.address, parts))
-    return MXFP4Tensor(*parts, length=length, axis=axis, scheme=scheme, dtype=x.dtype)
+    return MXFP4Tensor(**dict(zip(PARTS, parts, strict=True)), length=length, axis=axis, scheme=scheme, dtype=x.dtype)
 
 
 def dequantize(tensor: MXFP4Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -98,8 +98,8 @@ def _dequantize_into(out: torch.Tensor, parts: Sequence[torch.Tensor | None], sc
 
 @functools.lru_cache(maxsize=256)
 def _description(scheme: QuantScheme, length: int) -> tuple[Any, int]:
-    """A pointer to a scheme for rows of this length as the library takes it, and roughly how many elements of plain
-    quantization take as long as one under this scheme."""
+    """Return a pointer to a scheme for rows of this length as the library takes it, and roughly how many elements of
+    plain quantization take as long as one under this scheme."""
     rule, alpha, rate = scheme.scale_rule, scheme.outlier_fallback, scheme.fallback_rate
     described = library.SchemeStruct(
         carry=CARRY[rule],
@@ -121,15 +121,15 @@ def _description(scheme: QuantScheme, length: int) -> tuple[Any, int]:
 def _macro_blocks(scheme: QuantScheme, length: int) -> int:
     if scheme.macro_block == "row":
         return max(1, -(-length // BLOCK_SIZE))
-    return 1 if scheme.macro_block is None else scheme.macro_block // BLOCK_SIZE
+    return 1 if scheme.macro_block is None else int(scheme.macro_block) // BLOCK_SIZE
 
 
 def _agrees_with_the_reference() -> bool:
-    """A compiler that does not keep to the arithmetic as written must not go unnoticed."""
+    """Return whether the compiler kept to the arithmetic as written."""
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(8, 300, generator=generator) * torch.exp2(torch.arange(-40.0, 40.0, 10.0))[:, None]
-    searched = QuantScheme("mse", 128, "dynamic", 0.3), QuantScheme("even", 128, "block_mantissas")
-    selective = QuantScheme("even", 128, "static", 1.0, fallback_rate=0.3)
+    searched = QuantScheme(ScaleRule.MSE, 128, "dynamic", 0.3), QuantScheme(ScaleRule.EVEN, 128, "block_mantissas")
+    selective = QuantScheme(ScaleRule.EVEN, 128, "static", 1.0, fallback_rate=0.3)
     for scheme in (*searched, selective, QuantScheme()):
         for dtype in (torch.float32, torch.bfloat16):
             values = x.to(dtype)
@@ -157,8 +157,7 @@ def most_rows() -> int:
 def _prepared(
     scheme: QuantScheme, in_features: int, out_features: int, dtype: torch.dtype
 ) -> tuple[Any, Callable[[Any], None], tuple[int | None, ...]]:
-    """What products with weights of one scheme and shape have in common: arguments, the function, and the sizes of
-    parts."""
+    """Return what products with weights of one scheme and shape share: arguments, the function, and sizes of parts."""
     arguments = library.ProductStruct(
         type=TYPES[dtype],
         in_features=in_features,
@@ -223,8 +222,8 @@ def product(
 
 
 def _by_panels(x: torch.Tensor, weight: MXFP4Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """A product with the dequantized values of some rows of the weight after the other, in memory that is used again:
-    fresh memory as large as the weight costs more than to fill it."""
+    """Return a product with the dequantized values of some rows of the weight after the other, in memory that is used
+    again: fresh memory as large as the weight costs more than to fill it."""
     out_features, length = weight.codes.shape[0], weight.length
     library.check_product(x, bias, length, (out_features,))
     least = _PANEL_ROWS[torch.get_num_threads() > 1]

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch._C._functorch import is_functorch_wrapped_tensor
 
 from .. import numerics
-from ..numerics import MXFP4Tensor, QuantScheme, apply_scheme, part_sizes
+from ..numerics import PARTS, MXFP4Tensor, QuantScheme, ScaleRule, apply_scheme, part_sizes
 from ..numerics.rng import check_seed
 from . import cpu
 from . import triton as triton_kernels
@@ -83,7 +83,7 @@ def backend_for(device_type: str, dtype: torch.dtype, scheme: QuantScheme, backe
 def as_read(scheme: QuantScheme) -> QuantScheme:
     """Return what of a scheme matters to who reads codes: not how scales were chosen and values rounded."""
     search = "block_mantissas" if scheme.mantissas else scheme.macro_search
-    return QuantScheme("rceil", scheme.macro_block, search, scheme.outlier_fallback)
+    return QuantScheme(ScaleRule.RCEIL, scheme.macro_block, search, scheme.outlier_fallback)
 
 
 def supports_e4m3(x: torch.Tensor, backend: str = "auto") -> bool:
@@ -147,15 +147,15 @@ def fake_quantize(
 def quantize(
     x: torch.Tensor, scheme: QuantScheme, backend: str = "auto", *, axis: int = -1, seed: int | None = None
 ) -> MXFP4Tensor:
-    """[`hf_mxfp4.numerics.quantize`] on the backend named or the fastest. The tensor's `dequantize` takes the fastest
-    too."""
+    """[`hf_mxfp4.numerics.quantize`] on the backend named or the fastest, which the tensor's `dequantize` takes too."""
     if seed is not None:
         check_seed(scheme.rounding, seed)
     axis %= x.dim()
     if scheme.rounding == "nearest" and needs_operator(x):
         parts = torch.ops.hf_mxfp4.quantize(x.detach().movedim(axis, -1), str(scheme), backend)
-        parts = [part if size is not None else None for part, size in zip(parts, part_sizes(scheme, 1), strict=True)]
-        return FusedTensor(*parts, length=x.shape[axis], axis=axis, scheme=scheme, dtype=x.dtype)
+        triples = zip(PARTS, parts, part_sizes(scheme, 1), strict=True)
+        fields = {name: part if size is not None else None for name, part, size in triples}
+        return FusedTensor(**fields, length=x.shape[axis], axis=axis, scheme=scheme, dtype=x.dtype)
     name = choose_backend(x, scheme, backend, seed)
     if name == "cpu":
         tensor = cpu.quantize(x, scheme, axis)
@@ -204,9 +204,15 @@ def rotate_rows(
     return numerics.rotate(x if x.dtype == torch.float64 else x.float(), size, signs=signs)
 
 
-def quantize_e4m3(x: torch.Tensor, backend: str = "auto") -> tuple[torch.Tensor, torch.Tensor]:
-    """[`hf_mxfp4.numerics.quantize_e4m3`], by Triton where that quantizes blocks of ``x``."""
-    return (triton_kernels if supports_e4m3(x, backend) else numerics).quantize_e4m3(x)
+def quantize_e4m3(
+    x: torch.Tensor, backend: str = "auto", scale_dtype: torch.dtype = torch.uint8
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """[`hf_mxfp4.numerics.quantize_e4m3`], by Triton where that quantizes blocks of ``x``. With scales in float32 what
+    else is in a row with NaN may be a number."""
+    if supports_e4m3(x, backend):
+        return triton_kernels.quantize_e4m3(x, scale_dtype)
+    elements, byte = numerics.quantize_e4m3(x)
+    return elements, byte if scale_dtype == torch.uint8 else numerics.decode_e8m0(byte)
 
 
 def dequantize_e4m3(
@@ -218,7 +224,6 @@ def dequantize_e4m3(
 
 
 def fake_quantize_e4m3(x: torch.Tensor, backend: str = "auto", dtype: torch.dtype | None = None) -> torch.Tensor:
-    """[`hf_mxfp4.numerics.fake_quantize_e4m3`], by Triton where that quantizes blocks of ``x``; as ``dtype`` if one is
-    given."""
+    """[`hf_mxfp4.numerics.fake_quantize_e4m3`], by Triton where that quantizes blocks of ``x``; as ``dtype`` if any."""
     kernels = triton_kernels if supports_e4m3(x, backend) else numerics
     return kernels.dequantize_e4m3(*kernels.quantize_e4m3(x), dtype or x.dtype)

@@ -12,11 +12,12 @@ from collections.abc import Iterator
 import torch
 
 from .. import numerics
-from ..numerics import PARTS, MXFP4Tensor, QuantScheme
+from ..numerics import PARTS, MXFP4Tensor, QuantScheme, ScaleRule
 from . import triton as kernels
 
 
-_SCHEMES = QuantScheme(), QuantScheme("rceil", 128, "static", 0.5), QuantScheme("even", 128, "block_mantissas", 1.0)
+_SCHEMES = [QuantScheme(), QuantScheme(ScaleRule.RCEIL, 128, "static", 0.5)]
+_SCHEMES += [QuantScheme(ScaleRule.EVEN, 128, "block_mantissas", 1.0)]
 #: Family and device -> what is wrong, `None` where nothing is.
 _found: dict[tuple[str, torch.device], str | None] = {}
 
@@ -81,7 +82,7 @@ def _check(family: str, device: torch.device) -> str | None:
 
 
 def _input(n_cols: int) -> torch.Tensor:
-    """A matrix whose blocks have magnitudes from 2**-18 to 2**12, with NaN, infinity, zeros and ties."""
+    """Return a matrix whose blocks have magnitudes from 2**-18 to 2**12, with NaN, infinity, zeros and ties."""
     rng = torch.Generator().manual_seed(n_cols)
     exponents = torch.randint(-18, 13, (33, n_cols // 32), generator=rng).repeat_interleave(32, dim=1)
     x = torch.randn(33, n_cols, generator=rng) * torch.exp2(exponents.float())
@@ -100,8 +101,8 @@ def _quantized(device: torch.device) -> Iterator[tuple[str, torch.Tensor | None,
         for part in PARTS:
             yield f"{part} ({scheme})", getattr(found, part), getattr(expected, part)
     for rows in (x, x.t()):
-        expected = numerics.quantize_e4m3(rows)
-        for name, *pair in zip(("elements", "scales"), kernels.quantize_e4m3(rows.to(device)), expected, strict=True):
+        pairs = zip(kernels.quantize_e4m3(rows.to(device)), numerics.quantize_e4m3(rows), strict=True)
+        for name, pair in zip(("elements", "scales"), pairs, strict=True):
             yield f"E4M3 {name}", *pair
 
 

@@ -3,13 +3,14 @@
 
 import functools
 import os
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 import mxfp4_kernels
 
-from ..numerics import MXFP4Tensor, QuantScheme
+from ..numerics import PARTS, MXFP4Tensor, QuantScheme
 from ..numerics.blocks import keep_selected
 
 
@@ -58,23 +59,26 @@ def written_dtype(scheme: QuantScheme, dtype: torch.dtype) -> torch.dtype:
 
 def fake_quantize_rows_and_columns(
     x: torch.Tensor,
-    schemes: tuple[QuantScheme, QuantScheme],
-    seeds: tuple[int | None, int | None],
-    rotations: tuple[int | None, int | None],
-    signs: tuple[torch.Tensor | None, torch.Tensor | None],
+    schemes: Sequence[QuantScheme],
+    seeds: Sequence[int | None],
+    rotations: Sequence[int | None],
+    signs: Sequence[torch.Tensor | None],
     dtype: torch.dtype,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Values of ``x [M, K]`` and of its transpose from one read, as ``dtype``; schemes differ in their rounding."""
     sides = [_side(*side) for side in zip(schemes, seeds, rotations, signs, strict=True)]
     written = written_dtype(schemes[0], dtype) if any(rotations) else x.dtype
-    rows, columns = mxfp4_kernels.fake_quantize_rows_and_columns(x, _scheme(schemes[0]), *sides, dtype=written)
+    rows, columns = mxfp4_kernels.fake_quantize_rows_and_columns(
+        x, _scheme(schemes[0]), sides[0], sides[1], dtype=written
+    )
     return rows.to(dtype), columns.to(dtype)
 
 
 def quantize(x: torch.Tensor, scheme: QuantScheme, axis: int, seed: int | None = None) -> MXFP4Tensor:
     """[`hf_mxfp4.numerics.quantize`] of a tensor that the kernels support; ``axis`` is not negative."""
     packed = mxfp4_kernels.quantize(x.movedim(axis, -1), _scheme(scheme), _side(scheme, seed))
-    tensor = MXFP4Tensor(*packed, length=x.shape[axis], axis=axis, scheme=scheme, dtype=x.dtype)
+    parts = dict(zip(PARTS, packed, strict=True))
+    tensor = MXFP4Tensor(**parts, length=x.shape[axis], axis=axis, scheme=scheme, dtype=x.dtype)
     return tensor if scheme.fallback_rate is None else keep_selected(x.movedim(axis, -1), tensor)
 
 
@@ -84,9 +88,9 @@ def dequantize(tensor: MXFP4Tensor, dtype: torch.dtype) -> torch.Tensor:
     return out.movedim(-1, tensor.axis)
 
 
-def quantize_e4m3(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """[`hf_mxfp4.numerics.quantize_e4m3`] of a tensor that the kernels support."""
-    return mxfp4_kernels.to_fp8(x, torch.uint8)
+def quantize_e4m3(x: torch.Tensor, scale_dtype: torch.dtype = torch.uint8) -> tuple[torch.Tensor, torch.Tensor]:
+    """[`hf_mxfp4.backends.quantize_e4m3`] of a tensor that the kernels support."""
+    return mxfp4_kernels.to_fp8(x, scale_dtype)
 
 
 def dequantize_e4m3(elements: torch.Tensor, byte: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -103,7 +107,7 @@ def to_fp8(x: torch.Tensor, whole: bool = False) -> tuple[torch.Tensor, torch.Te
 
 
 def nvfp4_scales(byte: torch.Tensor, macro: torch.Tensor | None, by_rows: bool) -> tuple[torch.Tensor, ...]:
-    """What [`hf_mxfp4.gemm.to_fp4`] makes of scale bytes and block mantissas for NVFP4 products."""
+    """Return what [`hf_mxfp4.gemm.to_fp4`] makes of scale bytes and block mantissas for NVFP4 products."""
     return mxfp4_kernels.nvfp4_scales(byte, macro, by_rows)
 
 
@@ -126,7 +130,7 @@ def linear(
 
 
 def _fields(scheme: QuantScheme) -> tuple:
-    """The fields of the kernels' scheme."""
+    """Return the fields of the kernels' scheme."""
     return scheme.scale_rule.value, scheme.macro_block, scheme.macro_search, scheme.outlier_fallback, scheme.block_rows
 
 

@@ -8,7 +8,7 @@ __getattr__, __all__ = lazy_names(
     __name__,
     {
         "card": "add_evaluation auto_class choose_card decoration is_generated make_card read_generated save_card",
-        "conversion": "ConversionReport LayerCost bits_per_weight import_checkpoint pack_checkpoint",
+        "conversion": "ACTIONS ConversionReport LayerCost bits_per_weight import_checkpoint pack_checkpoint",
         "exports": "export",
         "folder": (
             "CheckpointError FileHeader ShardError StoredTensor model_dtype open_checkpoint read_header "

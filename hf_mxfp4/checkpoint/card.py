@@ -26,8 +26,6 @@ from ..utils import share_text
 
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
     from .sources import LayerSource
 
 CARD = "README.md"
@@ -77,7 +75,7 @@ Written by hf_mxfp4 {version} with transformers {transformers}.
 """
 
 
-def make_card(model: "PreTrainedModel") -> ModelCard:
+def make_card(model: nn.Module) -> ModelCard:
     """Return a card for a quantized model."""
     config, report = model.hf_quantizer.quantization_config, model.quantization_report
     sqnr_db = model.hf_quantizer.recorded_sqnr_db if config.mode == "packed" else _master_sqnr(model)
@@ -86,7 +84,7 @@ def make_card(model: "PreTrainedModel") -> ModelCard:
     return _card(type(model).__name__, config, model.config.name_or_path, sqnr_db, rows, has_experts)
 
 
-def save_card(model: "PreTrainedModel", folder: str | os.PathLike, *, existing: str | os.PathLike | None = None):
+def save_card(model: nn.Module, folder: str | os.PathLike, *, existing: str | os.PathLike | None = None):
     """Write a card into ``folder``, or copy that of ``existing`` (by default the same) if somebody wrote it."""
     with decoration():
         _keep_or_save(make_card(model), Path(folder), folder if existing is None else existing)
@@ -112,12 +110,11 @@ def add_evaluation(folder: str | os.PathLike, summary: Mapping[str, Any] | str |
 
     Raises `FileNotFoundError` without a card, and `ValueError` when it is not a generated one, or was edited.
     """
-    if not isinstance(summary, Mapping):
-        summary = json.loads(Path(summary).read_text(encoding="utf-8"))
+    run = summary if isinstance(summary, Mapping) else json.loads(Path(summary).read_text(encoding="utf-8"))
     card = read_generated(folder)
-    data, task, n_test = card.data, summary["task"], summary["n_test"]
-    before, after = summary["accuracy_before"], summary["accuracy_after"]
-    data.model_name = data.model_name or Path(str(summary.get("saved", "policy"))).name
+    data, task, n_test = card.data, run["task"], run["n_test"]
+    before, after = run["accuracy_before"], run["accuracy_after"]
+    data.model_name = data.model_name or Path(str(run.get("saved", "policy"))).name
     data.eval_results = [
         EvalResult(
             task_type="text-generation",
@@ -132,7 +129,7 @@ def add_evaluation(folder: str | os.PathLike, summary: Mapping[str, Any] | str |
     rows = [f"| {n} | {share_text(before[n], n_test)} | {share_text(after[n], n_test)} |\n" for n in after]
     section = (
         f"Greedy accuracy on {n_test} held-out problems of `{task}` (in brackets the 95 % interval), before and after "
-        f"{summary['steps']} steps of GRPO, seed {summary['seed']}, both under the scheme {summary['scheme']}. One "
+        f"{run['steps']} steps of GRPO, seed {run['seed']}, both under the scheme {run['scheme']}. One "
         f"run: it says nothing about other seeds.\n\n| score | before RL | after RL |\n|---|---|---|\n{''.join(rows)}"
     )
     with_section(card, "Evaluation", section).save(Path(folder) / CARD)

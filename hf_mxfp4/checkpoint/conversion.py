@@ -27,9 +27,14 @@ from .scheme import WIDEST_FLOAT, make_record, with_scheme
 from .sources import NOT_IMPORTED, ForeignSource, LayerSource, MasterSource
 
 
-#: The same bytes, packed again from packed values, in full precision with the quantized values, packed from full
-#: precision, or in full precision as it was.
-ACTIONS = ("kept", "requantized", "dequantized", "packed", "left")
+#: What can be done to a layer, and what that is called in sentences.
+ACTIONS = {
+    "kept": "kept byte for byte",
+    "requantized": "quantized again",
+    "dequantized": "dequantized to bfloat16",
+    "packed": "quantized from full precision",
+    "left": "left in full precision",
+}
 #: What an error is measured against: full-precision weights that were read, or the values of packed ones.
 ORIGINAL, PACKED = "the full-precision weights", "the packed values"
 #: Rows that are compared at a time.

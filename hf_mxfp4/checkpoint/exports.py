@@ -123,9 +123,10 @@ def _open_source(
             f"{option('preset', 'w4a4')} has no effect in format {format.name!r}, whose engines compute activations in "
             f"full precision; leave it out, or use {option('format', 'quark')}"
         )
-    scheme = {"preset": preset or "w4a16", "scale_rule": scale_rule or DEFAULT_RULE, "outlier_fallback": None}
     holds = format.holds if isinstance(format, PackedFormat) else PackedFormat.holds
-    return MasterSource(folder, MXFP4RLConfig(mode="packed", **scheme, **holds, modules_to_not_convert=skips))
+    options: dict[str, Any] = {**holds, "outlier_fallback": None, "modules_to_not_convert": skips}
+    rule = scale_rule or DEFAULT_RULE
+    return MasterSource(folder, MXFP4RLConfig(mode="packed", preset=preset or "w4a16", scale_rule=rule, **options))
 
 
 class Plan:
@@ -140,7 +141,7 @@ class Plan:
     Raises [`CheckpointError`] for what the format cannot hold, and for a scale rule without effect.
     """
 
-    def __init__(self, source: LayerSource, format: Format, scale_rule: str | None, on_mismatch: str):
+    def __init__(self, source: Any, format: Any, scale_rule: str | None, on_mismatch: str):
         self.source, self.format, self.scheme = source, format, source.config.weight_scheme
         self.has_masters = isinstance(source, MasterSource)
         self.is_plain = self.has_masters and source.is_plain

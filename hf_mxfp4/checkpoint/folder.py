@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from huggingface_hub import split_state_dict_into_shards_factory
@@ -19,9 +19,6 @@ from safetensors.torch import _TYPES, save_file
 
 from ..files import write_json
 
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 CONFIG = "config.json"
 #: Files that belong to a checkpoint of any format, apart from the weights. No pickles, optimizer state or model card.
@@ -108,7 +105,7 @@ def new_tensors(specs: Mapping[str, torch.Tensor], make: Callable[[], Mapping[st
 
 
 def read_header(file: str | os.PathLike) -> FileHeader:
-    """Raises [`ShardError`] for a file that is missing, truncated, or whose header contradicts itself or the file."""
+    """Raise [`ShardError`] for a file that is missing, truncated, or whose header contradicts itself or the file."""
     file = Path(file)
     try:
         with safe_open(file, "pt") as opened:
@@ -202,7 +199,7 @@ class CheckpointFolder:
             raise CheckpointError(f"quantization_config in {self.path / CONFIG} is not a JSON object")
         return options
 
-    def empty_model(self) -> "PreTrainedModel":
+    def empty_model(self) -> torch.nn.Module:
         """Return the model on the meta device; no code of the folder runs. Raises [`CheckpointError`] for a config that
         describes no model of this version of transformers."""
         import transformers
@@ -307,7 +304,7 @@ def model_dtype(folder: CheckpointFolder) -> torch.dtype:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Raises [`CheckpointError`] unless ``path`` is a file that holds a JSON object."""
+    """Raise [`CheckpointError`] unless ``path`` is a file that holds a JSON object."""
     try:
         contents = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:

@@ -149,8 +149,7 @@ def why_incomplete(folder: str | os.PathLike) -> str | None:
 
 
 def last_complete_checkpoint(output_dir: str | os.PathLike) -> str | None:
-    """Return the complete checkpoint folder in ``output_dir`` with the largest step, or `None`. A warning names each
-    newer one that is not complete."""
+    """Return the last complete checkpoint folder in ``output_dir``, or `None`. Warns of each newer one that is not."""
     output_dir = Path(output_dir)
     entries = output_dir.iterdir() if output_dir.is_dir() else ()
     folders = [path for path in entries if checkpoint_step(path) is not None and path.is_dir()]

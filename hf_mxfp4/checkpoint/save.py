@@ -13,20 +13,17 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from huggingface_hub import CommitInfo, HfApi
 from huggingface_hub.errors import EntryNotFoundError
+from torch import nn
 
 from ..config import MXFP4RLConfig
 from ..files import one_writer, sync_to_disk, write_json
 from .folder import CONFIG, ShardError, read_header, read_index, write_metadata
 from .manifest import MANIFEST, read_manifest, weight_files, write_manifest
 from .scheme import guard_folder
-
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 
 #: Arguments of `save_pretrained` that say how to upload, not what to write.
@@ -36,7 +33,7 @@ _STAGING = ".saving-"
 _SHARD = re.compile(r"(?P<stem>.*?)(?P<tag>-b)?(?P<count>-\d{5}-of-\d{5})\.safetensors")
 
 
-def wrap_saving(cls: type["PreTrainedModel"]) -> None:
+def wrap_saving(cls: type[nn.Module]) -> None:
     """Make saving safe and complete for the quantized models of a class.
 
     `save_pretrained` then uses its ``state_dict``, replaces an old checkpoint without a moment in which there is none
@@ -48,13 +45,13 @@ def wrap_saving(cls: type["PreTrainedModel"]) -> None:
         cls.push_to_hub = _wrap_push(cls.push_to_hub)
 
 
-def is_quantized(model: "PreTrainedModel") -> bool:
+def is_quantized(model: nn.Module) -> bool:
     """Return whether ``model`` was quantized by this package and not made plain again."""
     config = getattr(getattr(model, "hf_quantizer", None), "quantization_config", None)
     return isinstance(config, MXFP4RLConfig)
 
 
-def take_state_dict(model: "PreTrainedModel") -> dict | None:
+def take_state_dict(model: nn.Module) -> dict | None:
     """Return the state dict of the `save_pretrained` call in progress, if it was given one.
 
     transformers replaces it by the quantizer's without passing it on. Under FSDP2 and ZeRO-3 it is the gathered one, so
@@ -84,7 +81,8 @@ def _wrap_save(original):
         self.__dict__[_SET_ASIDE] = options["state_dict"]
         try:
             # Of a checkpoint that all ranks write together, none can tell when it is complete.
-            if options.get("distributed_checkpoint") or not _writes(self, options["is_main_process"]):
+            writes = getattr(self, "should_save_on_this_rank", bool)  # not in transformers 5.17
+            if options.get("distributed_checkpoint") or not writes(options["is_main_process"]):
                 return original(self, *args, **kwargs)
             _save(self, original, call, options)
         finally:
@@ -94,11 +92,11 @@ def _wrap_save(original):
             given = {name: options[name] for name in names if options.get(name) is not None}
             push(self, options.get("repo_id") or os.path.basename(os.path.normpath(folder)), **given)
 
-    save_pretrained.wraps_saving = True
+    save_pretrained.wraps_saving = True  # type: ignore[attr-defined]
     return save_pretrained
 
 
-def _save(model: "PreTrainedModel", original, call: inspect.BoundArguments, options: dict[str, Any]) -> None:
+def _save(model: nn.Module, original, call: inspect.BoundArguments, options: dict[str, Any]) -> None:
     from .card import save_card
 
     folder = options["save_directory"]
@@ -114,12 +112,6 @@ def _save(model: "PreTrainedModel", original, call: inspect.BoundArguments, opti
             save_card(model, staging, existing=folder)
 
 
-def _writes(model: "PreTrainedModel", is_main_process: bool) -> bool:
-    """Whether transformers would write files in this process."""
-    decide = getattr(model, "should_save_on_this_rank", None)  # not in transformers 5.17
-    return bool(is_main_process) if decide is None else decide(is_main_process)
-
-
 def _wrap_push(original):
     @functools.wraps(original)
     def push_to_hub(self, repo_id: str, *args, max_shard_size: int | str = "50GB", **options):
@@ -133,7 +125,7 @@ def _wrap_push(original):
 
 
 def push(
-    model: "PreTrainedModel",
+    model: nn.Module,
     repo_id: str,
     *,
     token: bool | str | None = None,
@@ -295,11 +287,11 @@ def _move_in(staging: Path, folder: Path, variant: str | None) -> None:
     files = [path.relative_to(staging).as_posix() for path in staging.rglob("*") if path.is_file()]
     # The names that decide what is loaded come last.
     decisive = [name for name in (single, index, CONFIG, MANIFEST) if name in files]
-    for file in files:
-        sync_to_disk(staging / file)
-    for file in [*(name for name in files if name not in decisive), *decisive]:
-        (folder / file).parent.mkdir(parents=True, exist_ok=True)
-        os.replace(staging / file, folder / file)
+    for name in files:
+        sync_to_disk(staging / name)
+    for name in [*(name for name in files if name not in decisive), *decisive]:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        os.replace(staging / name, folder / name)
         if file == index:
             (folder / single).unlink(missing_ok=True)
     sync_to_disk(folder)

@@ -59,8 +59,7 @@ def unguard(config: Any) -> None:
 
 
 def make_record(config: MXFP4RLConfig, sqnr_db: float | None) -> dict[str, str]:
-    """Return metadata for packed files: how bytes are to be read, and their SQNR in decibels if it was measured. Empty
-    for master weights."""
+    """Return metadata for packed files, none for master weights: how bytes are read, and their SQNR in decibels."""
     if config.mode == "qat":
         return {}
     record = {"format_version": FORMAT_VERSION, "meaning": _meaning(config), "weight_sqnr_db": sqnr_db}

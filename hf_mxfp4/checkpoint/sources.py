@@ -5,7 +5,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import cached_property
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -258,7 +258,7 @@ class ForeignSource(LayerSource):
         scales = {name for name, tensor in folder.tensors.items() if format.marks(tensor)}
         if not scales:
             raise CheckpointError(f"{folder.path} has no block scales, so nothing in it is quantized")
-        model, self.format = folder.empty_model(), format
+        model, self.format = folder.empty_model(), cast(Any, format)  # that of NVFP4 has more methods
         names = FileNames(model, folder.tensors, format.plain_name)
         left_out = [name for name in fused_experts(model) if experts_unsupported_reason(model.get_submodule(name))]
         candidates, skips = quantizable_layers(model, replace(config, modules_to_not_convert=left_out or None)), []

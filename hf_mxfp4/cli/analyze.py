@@ -2,13 +2,13 @@
 """`hf-mxfp4 analyze`, `compare` and `simulate`: what quantization does to weights, activations and random data."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
 import typer
 
+from .. import __version__, lab
 from .common import (
     CheckpointArgument,
-    IncludeOption,
     JsonOption,
     OverwriteOption,
     SchemeOption,
@@ -24,17 +24,12 @@ from .common import (
 )
 
 
-if TYPE_CHECKING:
-    from ..lab import Analysis, Comparison
-
-
 PROGRESS_NAME = "progress.jsonl"
 
 
 def analyze(
     model: CheckpointArgument,
     scheme: SchemeOption = None,
-    include: IncludeOption = None,
     exclude: SkipOption = None,
     out: Annotated[Path | None, typer.Option(help="Folder of the reports. [default: analysis/<model name>]")] = None,
     overwrite: OverwriteOption = False,
@@ -45,25 +40,21 @@ def analyze(
     Schemes default to the checkpoint's own, or, for one that has none, to plain MXFP4 and the two corrections of arXiv
     2605.20402. An interrupted run resumes when the same command is given again.
     """
-    from .. import __version__
-    from ..lab import PAPER_SCHEMES, Selection, TensorLog, analyze_weights, open_source, write_analysis
-    from ..lab.reports import analysis_summary
-
-    source = open_source(model)
+    source = lab.open_source(model)
     own = source.scheme
-    schemes = schemes_of(scheme or ()) or ([own.weight_scheme] if own else schemes_of(PAPER_SCHEMES))
-    selection = Selection.of(source, include or (), exclude or ())
+    schemes = schemes_of(scheme or ()) or ([own.weight_scheme] if own else schemes_of(lab.PAPER_SCHEMES))
+    selection = lab.Selection.of(source, exclude or ())
     folder = out or Path("analysis") / report_folder(model)
     path, names = folder / PROGRESS_NAME, [str(scheme) for scheme in schemes]
-    with TensorLog(path, source.name, names, __version__, overwrite=overwrite) as log:
+    with lab.TensorLog(path, source.name, names, __version__, overwrite=overwrite) as log:
         if len(log):
             typer.echo(f"{path} holds {len(log)} tensors that are done", err=True)
         with work_progress(source.n_bytes) as progress:
-            analysis = analyze_weights(source, schemes, selection, log=log, on_bytes=progress)
+            analysis = lab.analyze_weights(source, schemes, selection, log=log, on_bytes=progress)
     facts = source.describe()
-    paths = write_analysis(analysis, facts, folder)
+    paths = lab.write_analysis(analysis, facts, folder)
     if as_json:
-        print_json(analysis_summary(analysis, facts))
+        print_json(lab.reports.analysis_summary(analysis, facts))
     else:
         _show(analysis)
     report_problems(analysis.problems)
@@ -72,19 +63,16 @@ def analyze(
         raise typer.Exit(1)
 
 
-def _show(analysis: "Analysis") -> None:
+def _show(analysis: "lab.Analysis") -> None:
     """Print schemes, the best one, layer types and worst tensors, and what is not among them."""
-    from ..lab.reports import LEGEND, sqnr_tables, statistics_table
-    from ..lab.weights import SQNR_NOTE, least_error
-
     if analysis.results:
         totals = analysis.totals()
         elements = next(iter(totals.values())).elements
         title = f"{analysis.model}: {len(analysis.results)} tensors, {elements:,} elements"
-        print_table(title, *statistics_table(totals))
-        for sentence in (LEGEND, least_error(totals), SQNR_NOTE):
+        print_table(title, *lab.reports.statistics_table(totals))
+        for sentence in (lab.reports.LEGEND, lab.weights.least_error(totals), lab.weights.SQNR_NOTE):
             say(sentence)
-        for table in sqnr_tables(analysis):
+        for table in lab.reports.sqnr_tables(analysis):
             print_table(*table)
     if analysis.skipped:
         reasons = [f"{len(names)} {reason} (such as {min(names)})" for reason, names in analysis.skipped.items()]
@@ -93,9 +81,8 @@ def _show(analysis: "Analysis") -> None:
 
 def compare(
     model: Annotated[str, typer.Argument(metavar="A", help="A checkpoint, as for analyze.")],
-    other: Annotated[str | None, typer.Argument(metavar="B", help="Another checkpoint, plain or packed.")] = None,
+    other: Annotated[str, typer.Argument(metavar="B", help="Another checkpoint, plain or packed.")],
     scheme: SchemeOption = None,
-    include: IncludeOption = None,
     exclude: SkipOption = None,
     out: Annotated[
         Path | None, typer.Option(help="Folder to write comparison.json, comparison.csv and comparison.html to.")
@@ -109,23 +96,19 @@ def compare(
     packed checkpoint (also one of compressed-tensors, Quark or gpt-oss) the weights are taken as they are stored.
     """
     schemes = schemes_of(scheme or ())
-    if other is None:
-        fail("give a second checkpoint; hf-mxfp4 analyze A --scheme X --scheme Y compares schemes")
     if len(schemes) > 1:
         fail("two checkpoints are compared under one scheme; give --scheme once at most")
-    from ..lab import compare_sources, open_source, write_comparison
-
-    sources = [open_source(model), open_source(other)]
-    with work_progress(sum(source.n_bytes for source in sources)) as progress:
-        result = compare_sources(*sources, schemes[0] if schemes else None, include or (), exclude or (), progress)
+    first, second = lab.open_source(model), lab.open_source(other)
+    with work_progress(first.n_bytes + second.n_bytes) as progress:
+        result = lab.compare_sources(first, second, schemes[0] if schemes else None, exclude or (), progress)
     _show_comparison(result, as_json)
     if out is not None:
-        typer.echo(f"reports: {', '.join(map(str, write_comparison(result, out)))}", err=True)
+        typer.echo(f"reports: {', '.join(map(str, lab.write_comparison(result, out)))}", err=True)
     if result.problems:
         raise typer.Exit(1)
 
 
-def _show_comparison(result: "Comparison", as_json: bool) -> None:
+def _show_comparison(result: "lab.Comparison", as_json: bool) -> None:
     if as_json:
         print_json(result.to_dict())
     else:
@@ -144,28 +127,22 @@ def _show_comparison(result: "Comparison", as_json: bool) -> None:
 def simulate(
     distribution: Annotated[
         Literal["gaussian", "laplace", "student-t", "uniform", "outliers"],
-        typer.Option(help="'outliers' is Gaussian with 8 of 1024 channels 30 times as large."),
+        typer.Option(
+            help="'student-t' of 4 degrees of freedom; 'outliers': 8 of 1024 Gaussian channels are 30 x larger."
+        ),
     ] = "gaussian",
     elements: Annotated[int, typer.Option(min=1, max=2**32, help="Rounded up to whole rows of 1024.")] = 2**20,
     seed: int = 0,
-    df: Annotated[float, typer.Option(help="Degrees of freedom of student-t; above 2.")] = 4.0,
     scheme: SchemeOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Measure schemes on random data, whose rows have standard deviations spread over one octave."""
-    if not df > 2:
-        fail(f"--df {df:g}: the variance of student-t exists for more than 2 degrees of freedom only")
-    from ..lab import PAPER_SCHEMES, error_statistics, sample
-    from ..lab.reports import LEGEND, statistics_table
-
-    x = sample(distribution, elements, seed, df)
-    results = {str(s): error_statistics(x, s) for s in schemes_of(scheme or PAPER_SCHEMES)}
-    of = {"df": df} if distribution == "student-t" else {}
+    x = lab.sample(distribution, elements, seed)
+    results = {str(s): lab.error_statistics(x, s) for s in schemes_of(scheme or lab.PAPER_SCHEMES)}
     if as_json:
-        facts = {"distribution": distribution, "elements": x.numel(), "seed": seed, **of}
+        facts = {"distribution": distribution, "elements": x.numel(), "seed": seed}
         summaries = {name: statistics.summary() for name, statistics in results.items()}
         print_json({**facts, "schemes": summaries})
         return
-    named = f"{distribution}({df:g})" if of else distribution
-    print_table(f"{named}, {x.numel():,} elements, seed {seed}", *statistics_table(results))
-    say(LEGEND)
+    print_table(f"{distribution}, {x.numel():,} elements, seed {seed}", *lab.reports.statistics_table(results))
+    say(lab.reports.LEGEND)

@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+from typing import Annotated, Any, NoReturn
 
 import typer
 from rich.console import Console
@@ -16,11 +16,9 @@ from rich.text import Text
 from tqdm import tqdm
 from typer.core import TyperCommand
 
+import hf_mxfp4
+
 from ..files import json_clean, printable
-
-
-if TYPE_CHECKING:
-    from ..numerics import QuantScheme
 
 
 SchemeOption = Annotated[
@@ -33,22 +31,14 @@ SchemeOption = Annotated[
         "wanted; or 'nvfp4'. Repeatable.",
     ),
 ]
-IncludeOption = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--include",
-        metavar="PATTERN",
-        help="Only tensors whose name has these whole dotted parts ('layers.0', 'mlp.down_proj'), or 're:<regex on "
-        "the full name>'. Repeatable.",
-    ),
-]
 SkipOption = Annotated[
     list[str] | None,
     typer.Option(
         "--modules-to-not-convert",
         "--skip",
         metavar="PATTERN",
-        help="Tensors or layers to leave out, in full precision; patterns as for --include. Repeatable.",
+        help="Tensors or layers to leave out, in full precision: those whose names have these whole dotted parts "
+        "('layers.0', 'mlp.down_proj'), or 're:<regex on the full name>'. Repeatable.",
     ),
 ]
 CheckpointArgument = Annotated[
@@ -112,11 +102,9 @@ def fail(message: str, code: int = 2) -> NoReturn:
     raise typer.Exit(code)
 
 
-def schemes_of(texts: Sequence[str]) -> list["QuantScheme"]:
+def schemes_of(texts: Sequence[str]) -> list[Any]:
     """Read the schemes that the user named, each once. Raises `ValueError` when one cannot be read."""
-    from ..numerics import parse_scheme
-
-    return list(dict.fromkeys(parse_scheme(text) for text in texts))
+    return list(dict.fromkeys(hf_mxfp4.numerics.parse_scheme(text) for text in texts))
 
 
 def report_folder(model: str) -> str:

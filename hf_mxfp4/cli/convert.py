@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`hf-mxfp4 pack`, `export`, `import` and `verify`: to packed checkpoints, to and from other engines' formats, and
-checksums."""
+"""`hf-mxfp4 pack`, `export`, `import` and `verify`: packed checkpoints, other engines' formats, and checksums."""
 
 from collections import Counter
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 import typer
 
+import hf_mxfp4
+
+from .. import checkpoint, lab
 from .common import (
     CheckpointArgument,
     JsonOption,
@@ -22,20 +24,7 @@ from .common import (
 )
 
 
-if TYPE_CHECKING:
-    from ..checkpoint import ConversionReport, Verification
-    from ..config import MXFP4RLConfig
-
-
 _HOW = "save_pretrained, hf-mxfp4 pack, export and import write them; hf-mxfp4 verify --add does for a folder as it is"
-#: What the actions of a report are called in sentences.
-_ACTIONS = {
-    "kept": "kept byte for byte",
-    "packed": "quantized from full precision",
-    "requantized": "quantized again",
-    "dequantized": "dequantized to bfloat16",
-    "left": "left in full precision",
-}
 
 
 def pack(
@@ -52,7 +41,6 @@ def pack(
     outlier_fallback: Annotated[
         float | None, typer.Option(help="Weight of the residual, as 0.5 (default: none).")
     ] = None,
-    weight_block: Annotated[str | None, typer.Option(help="1x32 (default) or 32x32.")] = None,
     rotation: Annotated[
         str | None,
         typer.Option(help="Rotate weights and inputs by blocks: deterministic-16, -32, -64 or -128 (default: none)."),
@@ -66,8 +54,6 @@ def pack(
     A checkpoint trained with mode='qat' is packed under its own scheme, a plain one under the options. The result is
     what `hf_mxfp4.pack` and `save_pretrained` give, model card included.
     """
-    from ..checkpoint import pack_checkpoint
-
     config = _scheme_for(
         source,
         preset=preset,
@@ -75,12 +61,11 @@ def pack(
         macro_block=macro_block,
         macro_search=macro_search,
         outlier_fallback=outlier_fallback,
-        weight_block=weight_block,
         fprop=None if rotation is None else {"rotation": rotation},
         modules_to_not_convert=skip,
     )
     with work_progress(_bytes_in(source)) as progress:
-        report = pack_checkpoint(source, out, config, overwrite=overwrite, on_bytes=progress)
+        report = checkpoint.pack_checkpoint(source, out, config, overwrite=overwrite, on_bytes=progress)
     _show(report, as_json)
 
 
@@ -122,10 +107,8 @@ def export(
     Full-precision weights are quantized once, to plain MXFP4, for nvfp4 with block mantissas. Packed plain MXFP4 keeps
     its bytes; as nvfp4 its values, where E4M3 scales hold them.
     """
-    from ..checkpoint import export as export_checkpoint
-
     with work_progress(_bytes_in(source)) as progress:
-        report = export_checkpoint(
+        report = checkpoint.export(
             source,
             out,
             format,
@@ -153,10 +136,8 @@ def import_(
     as_json: JsonOption = False,
 ) -> None:
     """Turn another engine's MXFP4 checkpoint into a packed one, byte for byte, or an NVFP4 one with the same values."""
-    from ..checkpoint import import_checkpoint
-
     with work_progress(_bytes_in(source)) as progress:
-        report = import_checkpoint(source, out, overwrite=overwrite, on_bytes=progress)
+        report = checkpoint.import_checkpoint(source, out, overwrite=overwrite, on_bytes=progress)
     _show(report, as_json)
 
 
@@ -166,24 +147,18 @@ def _bytes_in(folder: Path) -> int:
     return sum(file.stat().st_size for file in files)
 
 
-def _scheme_for(source: Path, **options: Any) -> "MXFP4RLConfig | None":
-    """The scheme for a plain checkpoint; nothing for one that has its own, unless options contradict that."""
-    from ..checkpoint import open_checkpoint, own_config
-    from ..config import MXFP4RLConfig
-
+def _scheme_for(source: Path, **options: Any) -> Any:
+    """Return the scheme for a plain checkpoint; nothing for one that has its own, unless options contradict that."""
     given = {name: value for name, value in options.items() if value is not None}
-    if not given and own_config(open_checkpoint(source)) is not None:
+    if not given and checkpoint.own_config(checkpoint.open_checkpoint(source)) is not None:
         return None
     if given.get("macro_block") == "none":
         given["macro_block"] = None
-    return MXFP4RLConfig(mode="packed", **given)
+    return hf_mxfp4.MXFP4RLConfig(mode="packed", **given)
 
 
-def _show(report: "ConversionReport", as_json: bool) -> None:
+def _show(report: "checkpoint.ConversionReport", as_json: bool) -> None:
     """Print what was done to each type of layer, what it cost and what it saved, on standard output."""
-    from ..checkpoint import bits_per_weight
-    from ..lab.layers import conversion_rows
-
     if as_json:
         print_json(report.to_dict())
         return
@@ -191,14 +166,14 @@ def _show(report: "ConversionReport", as_json: bool) -> None:
     if report.changed or any(layer.action != "kept" for layer in report.layers):
         title = report.scheme if report.weights is None else f"weights in {report.weights}"
         headings = ["type of layer", "layers", "what", "SQNR dB: median", "worst", "bits per weight"]
-        print_table(title, headings, conversion_rows(report.layers))
-    actions = {**_ACTIONS, "kept": "kept, with rewritten scales"} if blocks else _ACTIONS
+        print_table(title, headings, lab.layers.conversion_rows(report.layers))
+    actions = checkpoint.ACTIONS | ({"kept": "kept, with rewritten scales"} if blocks else {})
     counts = ", ".join(f"{count} {actions[action]}" for action, count in report.counts().items())
     say(f"{report.path}: {report.format}, {report.n_layers} layers: {counts}")
     say(f"weights: {report.error()}")
     if blocks:
         say(f"{exact} of {blocks} blocks exact")
-    bits = [bits_per_weight(report.layers, when) for when in ("before", "after")]
+    bits = [checkpoint.bits_per_weight(report.layers, when) for when in ("before", "after")]
     in_bits = f"; bits per weight of these layers: {bits[0]:.4g} -> {bits[1]:.4g}" if None not in bits else ""
     say(f"tensors: {_size(report.bytes_before)} -> {_size(report.bytes_after)}{in_bits}")
     reasons: Counter = Counter()  # why the format left no choice, where the notes do not say it
@@ -206,7 +181,7 @@ def _show(report: "ConversionReport", as_json: bool) -> None:
         if cost.reason and not any(cost.reason in note for note in report.notes):
             reasons[cost.action, cost.reason] += cost.matrices
     for (action, reason), count in reasons.items():
-        say(f"{count} layers were {_ACTIONS[action]}: {reason}.")
+        say(f"{count} layers were {checkpoint.ACTIONS[action]}: {reason}.")
     for note in report.notes:
         say(note)
     if report.file is not None:
@@ -233,15 +208,12 @@ def verify(
     Exit code 0: nothing is. 1: something is. 2: files have no checksums, there is no such checkpoint, or it could not
     be checked.
     """
-    from ..checkpoint import verify_folder
-    from ..lab.source import local_path
-
     try:
         if add:
             _add(Path(model).expanduser())
-        path, _ = local_path(model)
+        path, _ = lab.source.local_path(model)
         with work_progress(_bytes_in(path)) as progress:
-            found = verify_folder(path, progress)
+            found = checkpoint.verify_folder(path, progress)
     except (typer.Exit, OSError, ValueError):
         raise
     except Exception as error:  # exit code 1 means damage and nothing else
@@ -258,20 +230,18 @@ def verify(
 
 
 def _add(folder: Path) -> None:
-    from ..checkpoint import add_to_folder, verify_folder
-
     if not folder.is_dir():
         fail(f"--add writes into a folder, and {folder} is none")
-    before = verify_folder(folder)
+    before = checkpoint.verify_folder(folder)
     if before.problems:
         _show_verification(str(folder), before)
         fail("no checksums were added to what is damaged", code=1)
     with work_progress(_bytes_in(folder)) as progress:
-        added = add_to_folder(folder, progress)
+        added = checkpoint.add_to_folder(folder, progress)
     typer.echo(f"checksums added to {len(added)} files", err=True)
 
 
-def _show_verification(model: str, found: "Verification") -> None:
+def _show_verification(model: str, found: "checkpoint.Verification") -> None:
     for line in (*(problem.reason for problem in found.problems), *found.notes):
         typer.echo(line)
     if found.checked and found.unchecked:

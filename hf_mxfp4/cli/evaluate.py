@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`hf-mxfp4 eval`, `smooth` and `gptq`: perplexity of schemes on a text, and checkpoints in full precision that lose
-less when they are quantized."""
+"""`hf-mxfp4 eval`, `smooth` and `gptq`: perplexity of schemes on a text, and checkpoints prepared for quantization."""
 
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import typer
 
+from .. import checkpoint, lab
 from .common import (
     DeviceOption,
     JsonOption,
@@ -24,11 +24,6 @@ from .common import (
     say,
     work_progress,
 )
-
-
-if TYPE_CHECKING:
-    from ..lab import ModelScheme
-    from ..lab.loading import Loaded
 
 
 TextOption = Annotated[
@@ -102,51 +97,47 @@ def evaluate(
     folder = Path(model).expanduser()
     if card and not folder.is_dir():
         fail("--card writes into a checkpoint's folder; MODEL is none")
-    from ..checkpoint import read_generated
-    from ..lab import TextOptions, evaluate_checkpoint, load, reports, texts_to_predict
-    from ..lab import without_each as parts_left_out
-
-    options = TextOptions(text, text_field, samples, max_length)
-    texts = options.read()
+    text_options = lab.TextOptions(text, text_field, samples, max_length)
+    texts = text_options.read()
     if card:
         try:
-            read_generated(folder)
+            checkpoint.read_generated(folder)
         except (FileNotFoundError, ValueError) as error:
             fail(f"--card: {error}")
     typer.echo(f"loading {model} into memory", err=True)
-    loaded = load(model, dtype, device)
-    other = None if reference is None else load(reference, dtype, device)
-    batches = texts_to_predict(options, loaded.tokenizer, texts)
+    loaded = lab.load(model, dtype, device)
+    other = None if reference is None else lab.load(reference, dtype, device)
+    batches = lab.texts_to_predict(text_options, loaded.tokenizer, texts)
     schemes = _schemes(loaded, scheme, card)
     if without_each is not None:
         if not schemes:
             fail("--without-each needs a scheme, and weights that are in full precision")
-        schemes += parts_left_out(schemes[0], loaded.model, without_each)
+        schemes += lab.without_each(schemes[0], loaded.model, without_each)
     out = out or Path("evaluation") / report_folder(model)
     log, rows = out / "progress.jsonl", 1 + len(schemes) + (other is not None)
     with work_progress(rows * sum(ids.shape[-1] - 1 for ids in batches), "tokens") as progress:
-        found = evaluate_checkpoint(loaded, text, batches, schemes, other, log, overwrite=overwrite, on_tokens=progress)
-    paths = reports.write_evaluation(found, out)
+        found = lab.evaluate_checkpoint(
+            loaded, text, batches, schemes, other, log, overwrite=overwrite, on_tokens=progress
+        )
+    paths = lab.reports.write_evaluation(found, out)
     if as_json:
         print_json(found.to_dict())
     else:
-        table = reports.evaluation_columns(found), reports.evaluation_table(found)
-        print_table(reports.evaluation_title(found), *table)
-        say(reports.evaluation_legend(found))
+        table = lab.reports.evaluation_columns(found), lab.reports.evaluation_table(found)
+        print_table(lab.reports.evaluation_title(found), *table)
+        say(lab.reports.evaluation_legend(found))
     if card:
-        reports.add_perplexity(folder, found.to_dict())
+        lab.reports.add_perplexity(folder, found.to_dict())
         typer.echo(f"{folder / 'README.md'} has the figures", err=True)
     typer.echo(f"reports: {', '.join(map(str, paths))}", err=True)
 
 
-def _schemes(loaded: "Loaded", wanted: list[str] | None, card: bool) -> "list[ModelScheme]":
-    from ..lab import read_schemes
-
+def _schemes(loaded: Any, wanted: list[str] | None, card: bool) -> "list[lab.ModelScheme]":
     if wanted is None:
         wanted = [] if loaded.stored else ["own"] if loaded.own is not None else list(DEFAULT_SCHEMES)
     if card and not loaded.stored and "own" not in wanted:
         wanted = ["own", *wanted]
-    return read_schemes(wanted, loaded.own)
+    return lab.read_schemes(wanted, loaded.own)
 
 
 def smooth(
@@ -166,14 +157,12 @@ def smooth(
 
     What comes out is a plain checkpoint, for training, packing and export as any other.
     """
-    from ..lab import TextOptions, rewrite_checkpoint, smooth_model
-
-    options = TextOptions(text, text_field, samples, max_length)
+    options = lab.TextOptions(text, text_field, samples, max_length)
 
     def change(loaded, batches):
-        return smooth_model(loaded, batches, strength)
+        return lab.smooth_model(loaded, batches, strength)
 
-    found = rewrite_checkpoint(model, out, options, change, device=device, overwrite=overwrite)
+    found = lab.rewrite_checkpoint(model, out, options, change, device=device, overwrite=overwrite)
     if as_json:
         print_json(asdict(found))
         return
@@ -211,15 +200,13 @@ def gptq(
     What comes out is a plain checkpoint, which loses nothing more when its weights are quantized under that scheme: for
     packing, LoRA on packed weights, and export.
     """
-    from ..lab import TextOptions, read_schemes, rewrite_checkpoint, round_model
-
-    config = read_schemes([scheme])[0].config
+    config = lab.read_schemes([scheme])[0].config
 
     def change(loaded, batches):
-        return round_model(loaded, batches, config, lambda name: typer.echo(f"rounded {name}", err=True))
+        return lab.round_model(loaded, batches, config, lambda name: typer.echo(f"rounded {name}", err=True))
 
-    options = TextOptions(text, text_field, samples, max_length)
-    found = rewrite_checkpoint(model, out, options, change, device=device, overwrite=overwrite)
+    options = lab.TextOptions(text, text_field, samples, max_length)
+    found = lab.rewrite_checkpoint(model, out, options, change, device=device, overwrite=overwrite)
     if as_json:
         print_json(asdict(found))
         return

@@ -13,6 +13,9 @@ from typing import Annotated, Any, Literal
 
 import typer
 
+import hf_mxfp4
+
+from .. import lab
 from ..utils import machine, package_versions
 from .common import JsonOption, fail, print_json, print_table, say
 
@@ -52,16 +55,12 @@ def plan(
 
     A tenth of each GPU is left for the CUDA context and fragmentation. Exit code 1 when nothing fits.
     """
-    from ..config import MXFP4RLConfig
-    from ..lab import Setup, sizes_of
-    from ..lab.planning import ENGINES, fit, read_config
-
-    options = {} if preset is None else {"preset": preset}
-    quantization = None if mode == "full" else MXFP4RLConfig(mode=mode, **options)
-    sizes = sizes_of(read_config(model), quantization)
-    usable, engines = 0.9 * gpu_memory * 1e9, [engine] if engine else ENGINES if gpus > 1 else ("ddp",)
+    options: dict[str, Any] = {} if preset is None else {"preset": preset}
+    quantization = None if mode == "full" else hf_mxfp4.MXFP4RLConfig(mode=mode, **options)
+    sizes = lab.sizes_of(lab.planning.read_config(model), quantization)
+    usable, engines = 0.9 * gpu_memory * 1e9, [engine] if engine else lab.planning.ENGINES if gpus > 1 else ("ddp",)
     each = gpus, batch, length, optimizer, gradient_checkpointing, lora_rank
-    plans = {name: fit(sizes, Setup(quantization, name, *each), usable) for name in engines}
+    plans = {name: lab.planning.fit(sizes, lab.Setup(quantization, name, *each), usable) for name in engines}
     if as_json:
         print_json({"model": model, "usable_bytes_per_gpu": usable, "engines": plans})
     else:
@@ -96,9 +95,7 @@ def report(
     """
     if out is not None and png is not None:
         fail("--out and --png are two commands")
-    from ..lab import write_run_picture, write_run_report
-
-    path = write_run_report(run, out) if png is None else write_run_picture(run, png)
+    path = lab.write_run_report(run, out) if png is None else lab.write_run_picture(run, png)
     typer.echo(str(path))
 
 
@@ -212,15 +209,12 @@ def environment(check: bool = False) -> dict[str, Any]:
 def _quantization(devices: list[str]) -> list[dict[str, Any]]:
     import torch
 
-    from ..backends import backend_for
-    from ..config import MXFP4RLConfig
-    from ..numerics import QuantScheme
-
-    default, rows = MXFP4RLConfig(), []
+    default, rows = hf_mxfp4.MXFP4RLConfig(), []
     for device in devices:
         for dtype in ("float32", "bfloat16", "float16"):
-            for scheme in dict.fromkeys([QuantScheme(), default.weight_scheme, default.activation_scheme]):
-                backend, reason = backend_for(device, getattr(torch, dtype), scheme, "auto")
+            schemes: list[Any] = [hf_mxfp4.QuantScheme(), default.weight_scheme, default.activation_scheme]
+            for scheme in dict.fromkeys(schemes):
+                backend, reason = hf_mxfp4.backends.backend_for(device, getattr(torch, dtype), scheme, "auto")
                 row = {"device": device, "dtype": dtype, "scheme": str(scheme)}
                 rows.append({**row, "backend": backend, "reason": reason})
     return rows
@@ -228,17 +222,14 @@ def _quantization(devices: list[str]) -> list[dict[str, Any]]:
 
 def _products(devices: list[Any]) -> list[dict[str, Any]]:
     """Per preset, hardware and product, what multiplies and why; without a GPU, on hardware as it is sold."""
-    from ..config import MXFP4RLConfig
-    from ..gemm import hardware_of, select_matmul
-    from ..numerics import GEMM_OPERANDS
     from ..presets import PRESETS
 
-    rows = []
+    rows, gemm = [], hf_mxfp4.gemm
     for preset in PRESETS:
-        scheme = MXFP4RLConfig(preset=preset).gemms()
-        for hardware in list(dict.fromkeys(map(hardware_of, devices))) or _TYPICAL_HARDWARE:
-            for gemm in GEMM_OPERANDS:
-                layer, experts = (select_matmul(gemm, scheme, hardware, experts=of) for of in (False, True))
-                row = {"preset": preset, "hardware": hardware, "product": gemm}
+        scheme = hf_mxfp4.MXFP4RLConfig(preset=preset).gemms()
+        for hardware in list(dict.fromkeys(map(gemm.hardware_of, devices))) or _TYPICAL_HARDWARE:
+            for product in hf_mxfp4.numerics.GEMM_OPERANDS:
+                layer, experts = (gemm.select_matmul(product, scheme, hardware, experts=of) for of in (False, True))
+                row = {"preset": preset, "hardware": hardware, "product": product}
                 rows.append({**row, "linear": layer.name, "experts": experts.name, "reason": layer.reason})
     return rows

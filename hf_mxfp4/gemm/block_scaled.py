@@ -13,7 +13,7 @@ Both need K to be a multiple of 32 and N of 16, and scales in tiles of 128 rows 
 
 import functools
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -85,7 +85,7 @@ def fit(a: FP4Operand, b: FP4Operand) -> bool:
 
 
 def fp4_product(a: FP4Operand, b: FP4Operand, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
-    """``a [M, K] b[N, K]^T`` in ``dtype``; the factor of ``b`` is one number."""
+    """Return ``a [M, K] b[N, K]^T`` in ``dtype``; the factor of ``b`` is one number."""
     if a.factor is None:
         blocks = ScalingType.BlockWise1x32
         scales = a.scale, blocks, b.scale, blocks, _SWIZZLED, _SWIZZLED
@@ -111,10 +111,9 @@ def unsupported_operands(x: torch.Tensor, shape: Sequence[int]) -> str | None:
 @functools.lru_cache(maxsize=64)
 @torch.no_grad()
 def problem(recipe: str, device: torch.device) -> str | None:
-    """Why a recipe, without which PyTorch may be built, cannot be used on a device; `None` where a small product is
-    right."""
+    """Why a recipe, which PyTorch may lack, cannot be used on a device; `None` where a small product is right."""
     generator, codes, values = torch.Generator().manual_seed(0), [], []
-    mantissas = {} if recipe == "mxfp4" else {"macro_block": 128, "macro_search": "block_mantissas"}
+    mantissas: dict[str, Any] = {} if recipe == "mxfp4" else {"macro_block": 128, "macro_search": "block_mantissas"}
     for rows in (130, 48):
         exponents = torch.randint(-3, 4, (rows, 3, 1), generator=generator, device="cpu")
         x = torch.randn(rows, 3, 32, generator=generator, device="cpu") * exponents.exp2()

@@ -44,8 +44,7 @@ class WeightCache:
 
     @contextlib.contextmanager
     def open(self) -> Iterator[None]:
-        """Within this context products of the models' layers, in all threads, take what is kept and add to it. An
-        exception clears it."""
+        """Let products of the models' layers, in all threads, use what is kept, and add to it. Errors clear it."""
         opened = [state for state in self._states if state.cache is None]
         for state in opened:
             state.cache = self
@@ -63,13 +62,13 @@ class WeightCache:
         self._kept.clear()
 
     def find(self, weight: torch.Tensor, key: Hashable) -> Any:
-        """What is kept for this weight and key, or `None`."""
+        """Return what is kept for this weight and key, or `None`."""
         kept = self._kept.get(key)
         return kept.value if kept is not None and kept.is_of(weight) else None
 
     def get(self, weight: torch.Tensor, key: Hashable, make: Callable[[], Any]) -> Any:
-        """What ``make`` gave for this weight and key, or gives now. Of a tensor that was computed from a weight, as
-        with an adapter's part, nothing is kept: it is another one in each pass."""
+        """Return what ``make`` gave for this weight and key, or gives now. Of a tensor that was computed from a weight,
+        as with an adapter's part, nothing is kept: it is another one in each pass."""
         value = self.find(weight, key)
         if value is None:
             value = make()
@@ -98,7 +97,7 @@ class _Kept(NamedTuple):
 
 
 def _identity(weight: torch.Tensor) -> tuple:
-    """What tells a weight, its place in memory and its version."""
+    """Return what tells a weight, its place in memory and its version."""
     has_memory = type(weight) in (torch.Tensor, nn.Parameter) and not weight.is_meta
     memory = weight.untyped_storage()._cdata if has_memory else None
     version = None if weight.is_inference() else weight._version

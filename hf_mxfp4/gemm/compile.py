@@ -11,6 +11,7 @@ takes the operands of experts, the host reads where their rows end."""
 
 import functools
 from collections.abc import Sequence
+from typing import cast
 
 import torch
 
@@ -37,8 +38,7 @@ _RETURNED = ("values", "values_fp8", "x_fp8", "mxfp4")
 
 
 def groups_of(ends: torch.Tensor | None, n_rows: int) -> Groups | None:
-    """The groups whose rows end there. Raises `ValueError` for rows of an expert that does not exist; on a GPU that is
-    found there, and stops it."""
+    """Return the groups whose rows end there. Raises `ValueError` for unknown experts; a GPU finds these and stops."""
     if ends is None:
         return None
     if ends.device.type != "cpu":
@@ -57,12 +57,12 @@ parse = functools.lru_cache(maxsize=256)(parse_scheme)
 
 
 def read_scheme(text: str) -> QuantScheme:
-    """The scheme of an operator's argument. Raises `ValueError` for one that draws random numbers: an operator must be
-    a function of its arguments."""
+    """Return the scheme of an operator's argument. Raises `ValueError` for one that draws random numbers: an operator
+    must be a function of its arguments."""
     scheme = parse(text)
     if scheme.rounding != "nearest":
         raise ValueError(f"scheme {text!r} draws random numbers; the operators round to nearest")
-    return scheme
+    return cast(QuantScheme, scheme)
 
 
 def read_input_scheme(text: str) -> OperandScheme | None:
@@ -176,7 +176,7 @@ def _(x, weight, bias, ends, layer_id, dtype, saved, columns, scheme, has_step, 
 
 
 def _returned(saved: str, tensors: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
-    """Saved tensors as an operator returns them; E4M3 elements as bytes, which more of PyTorch can handle."""
+    """Return saved tensors as an operator returns them; E4M3 elements as bytes, which more of PyTorch can handle."""
     if saved not in _RETURNED:
         return []
     found = (tensor.contiguous() for tensor in tensors if tensor is not None)
@@ -191,7 +191,7 @@ def _returned_shapes(x: torch.Tensor, dtype: torch.dtype, saved: str, columns: i
         return [x.new_empty(*rows, columns, dtype=dtype)]
     if saved.endswith("fp8"):
         return [x.new_empty(*rows, size, dtype=torch.uint8) for size in (length, 1)]
-    sizes = part_sizes(parse(scheme), columns) if saved == "mxfp4" else ()
+    sizes = part_sizes(cast(QuantScheme, parse(scheme)), columns) if saved == "mxfp4" else ()
     return [x.new_empty(*rows, size, dtype=torch.uint8) for size in sizes if size is not None]
 
 
@@ -203,9 +203,9 @@ def _saved_input(
     x_dtype: torch.dtype,
     dtype: torch.dtype,
 ) -> tuple[tuple[torch.Tensor | None, ...], SavedRecord]:
-    """What an operator returned of its input, as [`hf_mxfp4.gemm.saved.restore_input`] takes it."""
+    """Return what an operator returned of its input, as [`hf_mxfp4.gemm.saved.restore_input`] takes it."""
     if saved == "mxfp4":
-        scheme, remaining = spec.input_scheme, iter(tensors)
+        scheme, remaining = cast(QuantScheme, spec.input_scheme), iter(tensors)
         found = tuple(None if size is None else next(remaining) for size in part_sizes(scheme, 1))
         made_of = torch.float32 if spec.rotation_size > 1 and x_dtype != torch.float64 else x_dtype
         options = {"length": padded_length(in_features, spec), "axis": 1, "scheme": scheme, "dtype": made_of}
@@ -237,8 +237,8 @@ def _backward(
         step = int(step)
     in_features = weight.shape[-2 if transposed else -1]
     values, record = _saved_input(saved, tensors, state.spec, in_features, x_dtype, dtype)
-    record = LinearRecord(record, step, x_dtype, bias_dtype)
-    gradients = linear_backward(grad, weight, values, record, state, groups, needs)
+    whole = LinearRecord(record, step, x_dtype, bias_dtype)
+    gradients = linear_backward(grad, weight, values, whole, state, groups, needs)
     return [gradient.contiguous() for gradient in gradients if gradient is not None]
 
 
@@ -360,7 +360,7 @@ def _packed_setup(ctx, inputs, output):
 
 
 def _define_packed(name: str, tags: Sequence[torch.Tag]) -> None:
-    """The operators ``name`` and ``<name>_backward``."""
+    """Return the operators ``name`` and ``<name>_backward``."""
     forward, backward = (
         torch.library.custom_op(f"hf_mxfp4::{name}{suffix}", function, mutates_args=(), tags=tags)
         for suffix, function in (("", _packed_forward), ("_backward", _packed_backward))

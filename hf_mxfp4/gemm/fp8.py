@@ -28,21 +28,15 @@ class FP8Operand(NamedTuple):
 
     @classmethod
     def of_bytes(cls, elements: torch.Tensor, byte: torch.Tensor) -> "FP8Operand":
-        """What [`hf_mxfp4.backends.quantize_e4m3`] gives."""
+        """Return what [`hf_mxfp4.backends.quantize_e4m3`] gives."""
         return cls(elements, byte.contiguous().view(torch.float8_e8m0fnu).float())
 
     def row_scales(self) -> torch.Tensor:
-        """A scale for each row: ``[..., R]``."""
+        """Return a scale for each row: ``[..., R]``."""
         return self.scale.expand(*self.elements.shape[:-1], 1).squeeze(-1).contiguous()
 
-    def folded(self, grad: torch.Tensor, groups: Groups | None = None) -> tuple[torch.Tensor, "FP8Operand"]:
-        """Return a gradient ``[M, R]`` and the transpose ``[..., C, R]`` of this operand, with one scale for each
-        matrix, for the product over R that the two have; see [`fold_scales`]."""
-        grad, scale = fold_scales(grad, self.scale, groups)
-        return grad, FP8Operand(self.elements.mT.contiguous(), scale)
-
     def values(self, dtype: torch.dtype, backend: str) -> torch.Tensor:
-        """The values ``[..., R, C]`` in ``dtype``."""
+        """Return the values ``[..., R, C]`` in ``dtype``."""
         byte = self.scale.to(torch.float8_e8m0fnu).view(torch.uint8).expand(*self.elements.shape[:-1], 1)
         return dispatch.dequantize_e4m3(self.elements, byte.contiguous(), dtype, backend)
 
@@ -64,8 +58,7 @@ def fold_scales(
 
 
 def to_fp8(values: torch.Tensor) -> FP8Operand:
-    """Return quantized values ``[..., C]`` as elements and scales of rows. NaN and infinite values become NaN; elements
-    that are rounded are counted."""
+    """Return quantized values ``[..., C]`` as elements and scales of rows; count rounded ones. Infinity becomes NaN."""
     if dispatch.supports_e4m3(values):
         elements, scale, rounded = triton_kernels.to_fp8(values)
     else:
@@ -96,7 +89,7 @@ def weight_to_fp8(values: torch.Tensor) -> FP8Operand | None:
             scale = _scale(wide, (-2, -1) if whole else (-1,))
             elements = (wide / scale).to(torch.float8_e4m3fn)
             rounded = (elements.float().mul_(scale) != wide).sum()
-        if torch.equal(rounded, torch.zeros_like(rounded)):
+        if rounded.item() == 0:
             return FP8Operand(elements, scale)
     return None
 

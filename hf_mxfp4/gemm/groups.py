@@ -68,7 +68,7 @@ def sum_rows(rows: torch.Tensor, groups: Groups | None) -> torch.Tensor:
 
 
 def group_by_expert(expert_ids: torch.Tensor, n_experts: int) -> tuple[torch.Tensor, Groups]:
-    """The order that sorts rows by expert, rows of one expert as they were, and their groups. Does not wait for a GPU.
+    """Return the order that sorts rows by expert, stable, and their groups. Does not wait for a GPU.
 
     Args:
         expert_ids: the expert of each row, an integer vector.

@@ -8,7 +8,7 @@ layer gives them operands of their own (arXiv 2605.09825: all six in MXFP4, rota
 and backward, is the one that a linear layer of its own would compute on its rows."""
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch.autograd import forward_ad
@@ -82,8 +82,8 @@ def linear_without_gradient(
     groups: Groups | None,
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    """The forward product alone, on the weight's codes where a cache keeps them and something multiplies with them, but
-    for many rows on tensor cores."""
+    """Return the forward product alone, on the weight's codes where a cache keeps them and something multiplies with
+    them, but for many rows on tensor cores."""
     reader, recipe, right = reader_of_codes(x, dtype, state), None, None
     if reader is not None:
         recipe = fp4_recipe(x, weight.shape, dtype, state.spec) if groups is None else None
@@ -124,7 +124,8 @@ def linear_forward(
     """Fprop: the output, what was saved of ``x`` if ``weight_needs_grad``, the record, and ``Q(W)``, `None` where its
     codes were multiplied. Arguments as of [`quantized_linear`]; ``dtype`` is that of the product, and ``recipe`` or
     ``right`` what FP4 or FP8 tensor cores take, where the caller has found it already."""
-    spec, tensors, saved, packed, out = state.spec, (), None, None, None
+    spec, saved, packed, out = state.spec, None, None, None
+    tensors: SavedTensors = ()
     if groups is None and right is None:
         recipe = recipe or fp4_recipe(x, weight.shape, dtype, spec)
     if recipe is not None:
@@ -147,7 +148,7 @@ def linear_forward(
 def _fp8_weight(
     gemm: str, left: torch.Tensor, weight: torch.Tensor, dtype: torch.dtype, state: GemmState, groups: Groups | None
 ) -> FP8Operand | None:
-    """The weight for a product of ``left [..., K]``, or in Dgrad ``[..., N]``, where FP8 tensor cores compute that."""
+    """Return the weight of a product with ``left [..., K]`` (Dgrad: ``[..., N]``) where FP8 tensor cores compute it."""
     spec = state.spec
     if is_dense_on(left, spec):
         return None
@@ -221,7 +222,7 @@ def _gradients(
     right: torch.Tensor | FP8Operand | None,
     saved: torch.Tensor | FP8Operand | None,
     state: GemmState,
-    group: int | None,
+    group: Any,
     needs: Sequence[bool],
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """Dgrad ``[M, K]`` and Wgrad ``[N, K]`` of one weight matrix, as far as they are needed.
@@ -293,21 +294,14 @@ def _product(
     """Multiply ``left [R, C] right[C, D]``, both quantized along C, in the dtype of ``left``, which may already be
     ``quantized``; with groups ``right [e, C, D]`` for the rows of each expert."""
     scheme: GemmScheme = getattr(spec.scheme, gemm)
-    found = isinstance(right, FP8Operand)
-    left, right = right.folded(left, groups) if found else (left, right.t())
-    if (gemm, scheme.right) == ("dgrad", REUSE):  # whose weight is an FP8Operand where the product is FP8
-        fp8 = found
-    else:
-        fp8 = runs_on_fp8(gemm, spec, left, left.dtype, (*left.shape, (right.elements if found else right).shape[0]))
-    if found and not fp8:
-        right = right.values(left.dtype, spec.backend)
+    left, right, fp8 = _oriented(gemm, left, right, spec, groups)
     operands = []
     for name, values, precision in zip(GEMM_OPERANDS[gemm], (left, right), (scheme.left, scheme.right), strict=True):
         if quantized is not None and values is left:
             values = quantized
         elif fp8 and precision is FP8:
             rotated = rotate_operand(values, scheme.rotation, gemm, rng, spec.backend)
-            values = FP8Operand.of_bytes(*dispatch.quantize_e4m3(rotated, spec.backend))
+            values = FP8Operand(*dispatch.quantize_e4m3(rotated, spec.backend, torch.float32))
         elif scheme.rotation is not None or precision not in (FULL, REUSE):
             if name == "weight":
                 count_weight(values, gemm)
@@ -317,7 +311,25 @@ def _product(
             options = {"rotation": scheme.rotation, "dtype": left.dtype}
             values = quantize_operand(values, precision, gemm, name, rng, spec.backend, **options)
         operands.append(values if isinstance(values, FP8Operand) else values.to(left.dtype))
-    return multiply(gemm, *operands, spec, groups=groups, fp8_dtype=left.dtype if fp8 else None)
+    return multiply(gemm, operands[0], operands[1], spec, groups=groups, fp8_dtype=left.dtype if fp8 else None)
+
+
+def _oriented(
+    gemm: str, left: torch.Tensor, right: torch.Tensor | FP8Operand, spec: GemmSpec, groups: Groups | None
+) -> tuple[torch.Tensor, torch.Tensor | FP8Operand, bool]:
+    """Return the operands of [`_product`] with ``right [D, C]``, whose scales along C are in ``left``, and whether FP8
+    tensor cores multiply them."""
+    found = isinstance(right, FP8Operand)
+    if found:
+        left, scale = fold_scales(left, right.scale, groups)
+        right = FP8Operand(right.elements.mT.contiguous(), scale)
+    else:
+        right = right.t()
+    if gemm == "dgrad" and spec.reuses_weight:
+        return left, right, found  # the weight is an FP8Operand where they do
+    size = *left.shape, (right.elements if found else right).shape[0]
+    fp8 = runs_on_fp8(gemm, spec, left, left.dtype, size)
+    return left, right.values(left.dtype, spec.backend) if found and not fp8 else right, fp8
 
 
 def _count_pass(state: GemmState, groups: Groups | None) -> None:
@@ -367,8 +379,7 @@ def needs_gradient(x: torch.Tensor, bias: torch.Tensor | None, weight: torch.Ten
 
 
 def autocast_dtype(x: torch.Tensor) -> torch.dtype | None:
-    """Return what autocast would compute a product of ``x`` in; `None` when it is off or leaves ``x`` alone
-    (float64)."""
+    """Return what autocast would compute a product of ``x`` in; `None` when it is off or leaves ``x`` alone."""
     device = x.device.type
     if device not in _AUTOCASTS or not torch.is_autocast_enabled(device):
         return None
@@ -382,5 +393,5 @@ def not_a_view(out: torch.Tensor) -> torch.Tensor:
 
 
 def as_dtype(bias: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
-    """The bias in the dtype of the product."""
+    """Return the bias in the dtype of the product."""
     return bias if bias is None or bias.dtype is dtype else bias.to(dtype)

@@ -16,6 +16,7 @@ import warnings
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -52,7 +53,7 @@ _counts: Counter[tuple[str, str]] = Counter()
 
 Spec = GemmSpec | PackedSpec
 #: Values in the dtype of the product, codes and scale bytes, or E4M3 elements and scales of rows.
-Operand = torch.Tensor | MXFP4Tensor | FP8Operand
+Operand: TypeAlias = torch.Tensor | MXFP4Tensor | FP8Operand
 
 
 def matmul(
@@ -65,8 +66,8 @@ def matmul(
     spec: Spec | None = None,
     reader: str | None = None,
 ) -> torch.Tensor:
-    """``a [..., C] b[D, C]^T + bias[D]``, without gradients. With groups ``a [S, C] b[e, D, C]^T + bias[e, D]`` for the
-    rows of each expert.
+    """Return ``a [..., C] b[D, C]^T + bias[D]``, without gradients. With groups ``a [S, C] b[e, D, C]^T + bias[e, D]``
+    for the rows of each expert.
 
     All ways give the same up to the order of sums; on codes, exact products are summed in float32, while values are
     rounded to the dtype of ``a`` first, so that with macro factors or residuals the two differ by about one rounding.
@@ -154,8 +155,8 @@ def fp4_recipe(x: torch.Tensor, shape: Sequence[int], dtype: torch.dtype, spec: 
 def multiply_packed(
     packed: MXFP4Tensor, weight: FP4Operand, recipe: str, bias: torch.Tensor | None, dtype: torch.dtype
 ) -> torch.Tensor | None:
-    """The forward product of codes ``[..., K]`` and a weight ``[N, K]``, plus ``bias``; `None` where the recipe holds
-    the scales of the codes neither with one factor nor with one for each row, or those of the weight not."""
+    """Return the forward product of codes ``[..., K]`` and a weight ``[N, K]``, plus ``bias``; `None` where the recipe
+    holds the scales of the codes neither with one factor nor with one for each row, or those of the weight not."""
     for by_rows in (False, True):
         left = to_fp4(packed, recipe, by_rows)
         if block_scaled.fit(left, weight):
@@ -333,7 +334,7 @@ def _operand_problem(operand: str, precision: OperandScheme, scheme: LinearSchem
 def matmul_counts() -> dict[str, dict[str, int] | int]:
     """Products of this process so far whose backend was chosen: by product and backend, as ``{"fprop": {"fp8": 12,
     "dense": 3}, ...}``, and under ``"inexact_elements"`` those that E4M3 rounded. Waits for the GPU."""
-    found: dict[str, dict[str, int] | int] = {gemm: {} for gemm in GEMM_OPERANDS}
+    found: dict[str, Any] = {gemm: {} for gemm in GEMM_OPERANDS}
     for (gemm, name), count in sorted(_counts.items()):
         found[gemm][name] = count
     return found | {"inexact_elements": sum(int(number) for number in inexact.values())}

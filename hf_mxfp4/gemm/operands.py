@@ -47,7 +47,7 @@ def rotation_signs(
 def rotate_operand(
     x: torch.Tensor, rotation: Rotation | None, gemm: str, rng: LayerRng | None, backend: str = "auto"
 ) -> torch.Tensor:
-    """An operand of a product in the domain in which it is quantized; see [`hf_mxfp4.backends.rotate_rows`]."""
+    """Return an operand of a product in the domain in which it is quantized; see [`hf_mxfp4.backends.rotate_rows`]."""
     if rotation is None:
         return x
     signs = rotation_signs(rotation, gemm, x.shape[-1], rng, x.device)
@@ -57,7 +57,7 @@ def rotate_operand(
 def rotate_back(
     x: torch.Tensor, rotation: Rotation | None, gemm: str, length: int, rng: LayerRng | None
 ) -> torch.Tensor:
-    """The inverse of [`rotate_operand`] for an axis that had ``length`` elements, in float32 (float64 stays)."""
+    """Return the inverse of [`rotate_operand`] for an axis that had ``length`` elements, in float32 (float64 stays)."""
     if rotation is None:
         return x
     x = x if x.dtype == torch.float64 else x.float()
@@ -93,7 +93,7 @@ def quantize_operand(
 
 
 def operand_seed(scheme: QuantScheme, gemm: str, operand: str, rng: LayerRng | None) -> int | None:
-    """The seed of an operand that is rounded stochastically."""
+    """Return the seed of an operand that is rounded stochastically."""
     return rng.seed_of(gemm, operand) if scheme.rounding == "stochastic" else None
 
 
@@ -103,10 +103,9 @@ def rows_and_columns(
     """Return the left operands of Dgrad and Wgrad, of ``grad [M, N]`` and of its transpose, from one read of it; `None`
     twice where the Triton kernels do not make both, or the schemes differ in more than rounding and rotation."""
     products = spec.scheme.dgrad, spec.scheme.wgrad
-    schemes, rotations = [each.left for each in products], [each.rotation for each in products]
-    if not all(isinstance(scheme, QuantScheme) for scheme in schemes) or (rotations[0] is None) != (
-        rotations[1] is None
-    ):
+    schemes = [each.left for each in products if isinstance(each.left, QuantScheme)]
+    rotations = [each.rotation for each in products]
+    if len(schemes) < 2 or (rotations[0] is None) != (rotations[1] is None):
         return None, None
     nearest = [replace(scheme, rounding="nearest") for scheme in schemes]
     if nearest[0] != nearest[1] or nearest[0].fallback_rate is not None:
@@ -117,10 +116,8 @@ def rows_and_columns(
         if dispatch.choose_backend(grad, scheme, spec.backend, seeds[-1]) != "triton":
             return None, None
         signs.append(rotation and rotation_signs(rotation, gemm, length, rng, grad.device))
-    sizes = tuple(rotation and rotation.size for rotation in rotations)
-    return triton_kernels.fake_quantize_rows_and_columns(
-        grad.detach(), tuple(schemes), tuple(seeds), sizes, tuple(signs), grad.dtype
-    )
+    sizes: list[Any] = [rotation and rotation.size for rotation in rotations]
+    return triton_kernels.fake_quantize_rows_and_columns(grad.detach(), schemes, seeds, sizes, signs, grad.dtype)
 
 
 # ---- the input ------------------------------------------------------------------------------------------------------
@@ -187,7 +184,7 @@ def fp8_input(x: torch.Tensor, state: GemmState, groups: Groups | None = None) -
 
 
 def padded_length(length: int, spec: GemmSpec) -> int:
-    """The columns of the forward operands of an axis of ``length`` elements: more where a rotation pads it."""
+    """Return the columns of the forward operands of an axis of ``length`` elements: more where a rotation pads it."""
     return length + -length % spec.rotation_size
 
 
@@ -195,13 +192,13 @@ def padded_length(length: int, spec: GemmSpec) -> int:
 
 
 def rows_first(weight: torch.Tensor, spec: GemmSpec) -> torch.Tensor:
-    """A master weight as ``[N, K]`` or ``[E, N, K]``, the same memory."""
+    """Return a master weight as ``[N, K]`` or ``[E, N, K]``, the same memory."""
     return weight.transpose(1, 2) if spec.transposed else weight
 
 
 def weight_operand(weight: torch.Tensor, dtype: torch.dtype, state: GemmState) -> torch.Tensor:
-    """The weight as the forward product takes it, in ``dtype``: ``Q(W)`` ``[N, K]`` or, of experts, ``[E, N, K]``, of
-    the rotated and padded weight where the scheme rotates. Kept by the cache that is open, if any."""
+    """Return the weight as the forward product takes it, in ``dtype``: ``Q(W)`` ``[N, K]`` or, of experts, ``[E, N,
+    K]``, of the rotated and padded weight where the scheme rotates. Kept by the cache that is open, if any."""
     spec = state.spec
     if spec.scheme.fprop.right is FULL and spec.rotation_size == 1:
         return rows_first(weight.detach(), spec).to(dtype)
@@ -261,8 +258,8 @@ def _kept(weight: torch.Tensor, state: GemmState, name: str, make: Callable[[], 
 
 
 def reader_of_codes(x: torch.Tensor, dtype: torch.dtype, state: GemmState) -> str | None:
-    """The backend that multiplies operands like ``x`` in ``dtype`` with the codes of a weight; `None` where the cache
-    that is open, if any, keeps no codes."""
+    """Return the backend that multiplies operands like ``x`` in ``dtype`` with the codes of a weight; `None` where the
+    cache that is open, if any, keeps no codes."""
     spec, cache = state.spec, state.cache
     if cache is None or cache.form in ("none", "dense") or not spec.packs_weight:
         return None
@@ -271,7 +268,7 @@ def reader_of_codes(x: torch.Tensor, dtype: torch.dtype, state: GemmState) -> st
 
 
 def values_of(packed: MXFP4Tensor, dtype: torch.dtype, spec: GemmSpec) -> torch.Tensor:
-    """The operand ``[N, K]`` or ``[E, N, K]`` in ``dtype`` that codes of a master weight stand for, to the bit."""
+    """Return the operand ``[N, K]`` or ``[E, N, K]`` in ``dtype`` of the codes of a master weight, to the bit."""
     # By way of the master's dtype, in which an operand is quantized: of float32 that is rounding once.
     made = dtype if packed.dtype == torch.float32 else packed.dtype
     if packed.codes.dim() == 2:
@@ -308,7 +305,7 @@ def _quantized_at_once(rows: torch.Tensor, spec: GemmSpec) -> bool:
 
 
 def _step(state: GemmState) -> int | None:
-    """What else than the weight its operand depends on."""
+    """Return what else than the weight its operand depends on."""
     return state.rngs[0].step if state.spec.draws_forward else None
 
 
@@ -326,7 +323,7 @@ def matrix_operand(
 
 @torch.no_grad()
 def effective_rows(rows: torch.Tensor, state: GemmState, group: int = 0) -> torch.Tensor:
-    """The values ``[n, K]`` that the forward product takes for rows of a weight, rotated back, in their dtype."""
+    """Return the values ``[n, K]`` that the forward product takes for rows of a weight, rotated back."""
     values, rotation = matrix_operand(rows, state, group), state.spec.scheme.fprop.rotation
     return rotate_back(values, rotation, "fprop", rows.shape[-1], state.rng_of(group)).to(rows.dtype)
 

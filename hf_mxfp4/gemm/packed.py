@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """The linear layer on frozen packed weights, of one weight or of all experts."""
 
+from typing import cast
+
 import torch
 from torch.autograd.function import once_differentiable
 
 from ..backends import dispatch
-from ..numerics import MXFP4Tensor
+from ..numerics import PARTS, MXFP4Tensor, QuantScheme
 from .block_scaled import to_fp4
 from .groups import Groups, sum_rows
 from .linear import as_dtype, autocast_dtype, needs_gradient, not_a_view
@@ -54,12 +56,12 @@ def packed_forward(
     dtype: torch.dtype,
     values: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The forward pass of [`packed_linear`], without a gradient; ``values`` take the place of the codes."""
+    """Return the forward pass of [`packed_linear`], without a gradient; ``values`` take the place of the codes."""
     weight = _tensor(packed, spec, dtype) if values is None else values
     shape = packed[0].shape[0], spec.in_features
     recipe = fp4_recipe(x, shape, dtype, spec) if groups is None and values is None else None
     if recipe is not None:
-        codes = dispatch.quantize(x.detach(), spec.inputs, spec.backend)
+        codes = dispatch.quantize(x.detach(), cast(QuantScheme, spec.inputs), spec.backend)
         out = multiply_packed(codes, to_fp4(weight, recipe), recipe, as_dtype(bias, dtype), dtype)
         if out is not None:
             return out
@@ -68,7 +70,7 @@ def packed_forward(
 
 
 def packed_grad_x(grad: torch.Tensor, packed: PackedWeight, spec: PackedSpec, groups: Groups | None) -> torch.Tensor:
-    """The gradient ``[..., K]`` of the input of [`packed_linear`], in float32 or wider where the spec rotates."""
+    """Return the input gradient ``[..., K]`` of [`packed_linear`], in float32 or wider where the spec rotates."""
     weight = _tensor(packed, spec, grad.dtype)
     if groups is None:
         grad_x = grad @ dispatch.dequantize(weight, grad.dtype, spec.backend)
@@ -121,5 +123,6 @@ class _PackedLinear(torch.autograd.Function):
 
 
 def _tensor(packed: PackedWeight, spec: PackedSpec, dtype: torch.dtype) -> MXFP4Tensor:
-    """A weight, or those of all experts, sharing the memory of ``packed``; ``dtype`` is that of its values."""
-    return MXFP4Tensor(*packed, spec.in_features, 1, spec.weights, dtype)
+    """Return a weight, or those of all experts, sharing the memory of ``packed``; ``dtype`` is that of its values."""
+    parts = dict(zip(PARTS, packed, strict=True))
+    return MXFP4Tensor(**parts, length=spec.in_features, axis=1, scheme=spec.weights, dtype=dtype)

@@ -33,9 +33,8 @@ PORTION = 1 << 22
 PackedWeight = tuple[torch.Tensor | None, ...]
 
 
-def packed_shapes(out_features: int, in_features: int, scheme: QuantScheme) -> dict[str, tuple[int, int]]:
-    """Shapes of the uint8 tensors that a weight ``[out_features, in_features]`` consists of under ``scheme``, by name,
-    in the order of [`PACKED_FIELDS`]."""
+def packed_shapes(out_features: int, in_features: int, scheme: QuantScheme) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of a weight's uint8 tensors under ``scheme``, by name, in the order of [`PACKED_FIELDS`]."""
     sizes = zip(PACKED_FIELDS, part_sizes(scheme, in_features), strict=True)
     return {name: (out_features, size) for name, size in sizes if size is not None}
 
@@ -66,10 +65,10 @@ def check_rotation(owner: str, in_features: int, rotation: Rotation | None) -> N
 def quantize_weight(
     weight: torch.Tensor, scheme: QuantScheme, backend: str = "auto", rotation: Rotation | None = None
 ) -> dict[str, torch.Tensor]:
-    """The tensors of [`packed_shapes`] for a weight ``[N, K]``, rotated in float32 (float64 stays) before it is
+    """Return the tensors of [`packed_shapes`] for a weight ``[N, K]``, rotated in float32 (float64 stays) before it is
     quantized where there is a ``rotation``, a deterministic one; without memory when it is a meta tensor."""
     if weight.is_meta:
-        shapes = packed_shapes(*weight.shape, scheme)
+        shapes = packed_shapes(weight.shape[0], weight.shape[1], scheme)
         return {name: torch.empty(shape, dtype=torch.uint8, device="meta") for name, shape in shapes.items()}
     rows, eager = weight.shape[0], dispatch.choose_backend(weight, scheme, backend) == "eager"
     if eager or rotation is not None:
@@ -102,11 +101,11 @@ def quantize_experts(
 def packed_tensor(
     packed: Mapping[str, torch.Tensor | None] | PackedWeight, length: int, scheme: QuantScheme, dtype: torch.dtype
 ) -> MXFP4Tensor:
-    """The tensors of [`packed_shapes`], by name or in the order of `PACKED_FIELDS`, as a [`MXFP4Tensor`] of ``length``
-    columns that shares their memory."""
+    """Return the tensors of [`packed_shapes`], by name or in the order of `PACKED_FIELDS`, as a [`MXFP4Tensor`] of
+    ``length`` columns that shares their memory."""
     found = packed if isinstance(packed, tuple) else (packed.get(name) for name in PACKED_FIELDS)
     parts = (None if tensor is None else tensor.detach() for tensor in found)
-    return MXFP4Tensor(*parts, length=length, axis=1, scheme=scheme, dtype=dtype)
+    return MXFP4Tensor(**dict(zip(PARTS, parts, strict=True)), length=length, axis=1, scheme=scheme, dtype=dtype)
 
 
 @torch.no_grad()
@@ -118,8 +117,8 @@ def weight_values(
     backend: str = "auto",
     rotation: Rotation | None = None,
 ) -> torch.Tensor:
-    """The weight ``[n, length]`` in ``dtype`` that rows of [`quantize_weight`] with the same ``rotation`` stand for,
-    rotated back in float32 and then rounded, by which the values are no longer those that products take."""
+    """Return the weight ``[n, length]`` in ``dtype`` that rows of [`quantize_weight`] with the same ``rotation`` stand
+    for, rotated back in float32 and then rounded, by which the values are no longer those that products take."""
     if rotation is None:
         return dispatch.dequantize(packed_tensor(packed, length, scheme, dtype), dtype, backend)
     wide = torch.float64 if dtype == torch.float64 else torch.float32
@@ -142,5 +141,5 @@ def cat_rows(tensors: Sequence[MXFP4Tensor]) -> MXFP4Tensor:
 
 
 def of_expert(packed: MXFP4Tensor, expert: int) -> MXFP4Tensor:
-    """The weight ``[N, K]`` of one expert, the same memory."""
+    """Return the weight ``[N, K]`` of one expert, the same memory."""
     return packed.map(lambda part: part[expert])

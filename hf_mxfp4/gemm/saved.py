@@ -3,7 +3,7 @@
 of grouped experts are saved in the same way."""
 
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -40,8 +40,8 @@ def save_input(
     packed: MXFP4Tensor | None = None,
     fp8: bool = False,
 ) -> tuple[torch.Tensor | FP8Operand | None, SavedTensors, SavedRecord]:
-    """The operand of the forward product, the tensors to save for Wgrad, and the record that [`restore_input`] reads
-    them by. ``packed``: [`packed_input`] where it was multiplied already, and the operand is returned as `None`
+    """Return the operand of the forward product, the tensors to save for Wgrad, and the record that [`restore_input`]
+    reads them by. ``packed``: [`packed_input`] where it was multiplied already, and the operand is returned as `None`
     unless it is saved. With ``fp8`` the operand of an E4M3 input is the very tensors that are saved.
 
     Raises `ValueError` for an input saved in MXFP4 while Wgrad takes another one than the forward product.
@@ -61,18 +61,20 @@ def save_input(
         operand = input_operand(x, dtype, state, groups, fp8)
     else:
         operand = None if spec.saves_raw_input else dispatch.dequantize(packed, packed.dtype, spec.backend).to(dtype)
-    saved = x if spec.saves_raw_input else operand
-    tensors = dispatch.quantize_e4m3(saved, spec.backend) if spec.saved == "fp8" else (saved,)
-    return operand, tensors, SavedRecord(spec.saved, saved.dtype)
+    saved: Any = x if spec.saves_raw_input else operand
+    kept = dispatch.quantize_e4m3(saved, spec.backend) if spec.saved == "fp8" else (saved,)
+    return operand, kept, SavedRecord(spec.saved, saved.dtype)
 
 
 def restore_input(tensors: SavedTensors, record: SavedRecord, backend: str = "auto") -> torch.Tensor:
-    """The values ``[..., K]`` that [`save_input`] saved; of a rotated operand with the columns of its padding."""
+    """Return the values ``[..., K]`` that [`save_input`] saved; of a rotated operand padded."""
     if record.form == "mxfp4":
         packed = replace(record.layout, **dict(zip(PARTS, tensors, strict=True)), axis=tensors[0].dim() - 1)
         # By way of the input's dtype, as the operand is made everywhere: that of autocast may saturate elsewhere.
         return dispatch.dequantize(packed, packed.dtype).to(record.dtype)
-    return dispatch.dequantize_e4m3(*tensors, record.dtype, backend) if record.form == "fp8" else tensors[0]
+    if record.form == "fp8":
+        return dispatch.dequantize_e4m3(tensors[0], tensors[1], record.dtype, backend)
+    return tensors[0]
 
 
 def what_is_saved(spec: GemmSpec, x_dtype: torch.dtype, dtype: torch.dtype) -> str:

@@ -80,7 +80,7 @@ class GemmSpec:
     def __post_init__(self):
         scheme, fprop = self.scheme, self.scheme.fprop
         quantized_weight, rotates = isinstance(fprop.right, QuantScheme), fprop.rotation is not None
-        derived = {
+        derived: dict[str, Any] = {
             "is_plain": scheme.dgrad == scheme.wgrad == PLAIN and not rotates and not scheme.is_random,
             "draws_forward": fprop.is_random,
             "saves_raw_input": scheme.wgrad.right is not REUSE,
@@ -186,13 +186,15 @@ class GemmState:
             input of the graph, it lets layers of equal shapes share one graph.
     """
 
+    spec: Any  # of packed layers a PackedSpec, otherwise a GemmSpec
+
     def __init__(self, spec: GemmSpec | PackedSpec, rngs: Sequence[LayerRng] = ()):
         self.spec, self.rngs = spec, tuple(rngs)
         self.cache: WeightCache | None = None
         self._register()
 
     def rng_of(self, group: int = 0) -> LayerRng | None:
-        """The random numbers of one weight matrix; `None` of a layer that draws none and has no name."""
+        """Return the random numbers of one weight matrix; `None` of a layer that draws none and has no name."""
         return self.rngs[group] if self.rngs else None
 
     def set_step(self, step: int) -> None:
@@ -215,7 +217,7 @@ class GemmState:
 
 
 def state_of(layer_id: torch.Tensor) -> GemmState:
-    """The state that has this number. Raises `RuntimeError` for one of a layer that is gone."""
+    """Return the state that has this number. Raises `RuntimeError` for one of a layer that is gone."""
     state = _layers.get(int(layer_id))
     if state is None:
         raise RuntimeError(f"layer {int(layer_id)} of this compiled code is gone; keep its model, or compile again")

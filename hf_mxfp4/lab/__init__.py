@@ -33,4 +33,5 @@ __getattr__, __all__ = lazy_names(
         "texts": "TextOptions",
         "weights": "Analysis TensorLog TensorResult analyze_weights",
     },
+    parts=("layers", "planning", "reports", "source", "weights"),
 )

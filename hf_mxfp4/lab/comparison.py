@@ -128,7 +128,6 @@ def compare_sources(
     first: Source,
     second: Source,
     scheme: OperandScheme | None = None,
-    include: Sequence[str] = (),
     exclude: Sequence[str] = (),
     on_bytes: OnBytes = ignore_bytes,
 ) -> Comparison:
@@ -144,8 +143,8 @@ def compare_sources(
         if scheme is not None:
             raise SourceError(f"{packed[0].name} stores weights under a scheme of its own; give no --scheme")
         original, stored = sorted((first, second), key=is_packed)
-        return compare_packed(original, stored, Selection(tuple(include), tuple(exclude)), on_bytes)
-    selections = tuple(Selection.of(source, include, exclude) for source in (first, second))
+        return compare_packed(original, stored, Selection(tuple(exclude)), on_bytes)
+    selections = Selection.of(first, exclude), Selection.of(second, exclude)
     if scheme is None:
         scheme = first.scheme.weight_scheme if first.scheme else QuantScheme()
     return compare_checkpoints(first, second, scheme, selections, on_bytes)
@@ -205,7 +204,7 @@ def compare_packed(
     their own.
 
     Args:
-        selection: whose ``include`` and ``exclude`` choose among the layers.
+        selection: whose ``exclude`` leaves layers out.
 
     Raises:
         SourceError: a pattern matches nothing, or the checkpoints have no quantized weight in common.

@@ -23,7 +23,7 @@ class Mean:
 
     @classmethod
     def of(cls, sums: Sequence[float], scores: Sequence[Score]) -> "Mean":
-        """That of sums over texts. The formula is in [`hf_mxfp4.lab.stats.ratio_of_sums`]."""
+        """Return the standard error of sums over texts. The formula is in [`hf_mxfp4.lab.stats.ratio_of_sums`]."""
         return cls(*ratio_of_sums(sums, [score.tokens for score in scores]))
 
     def text(self, digits: int = 3, sign: str = "") -> str:
@@ -138,7 +138,7 @@ class Evaluation:
         return [row for rows in self.fronts.values() for row in rows]
 
     def to_dict(self) -> dict[str, Any]:
-        """The evaluation as JSON-clean data, without single texts. Nats are per token."""
+        """Return the evaluation as JSON-clean data, without single texts. Nats are per token."""
         front = [row.name for row in self.front]
         rows = []
         for row in self.rows:

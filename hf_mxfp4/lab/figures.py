@@ -7,6 +7,7 @@ Each function takes data and returns a matplotlib `Figure`, which belongs to no 
 import itertools
 import math
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from .evaluation import Evaluation
 from .page import Figure
@@ -64,7 +65,7 @@ def delta_figure(by_scheme: Mapping[str, ErrorStatistics], title: str = "") -> F
     return figure
 
 
-def ratio_figure(by_scheme: Mapping[str, Mapping[str | int, ErrorStatistics]], axis_label: str) -> Figure:
+def ratio_figure(by_scheme: Mapping[str, Mapping[Any, ErrorStatistics]], axis_label: str) -> Figure:
     """Relative error and component energies of groups (depths or layer types), one column per scheme.
 
     Energies are relative to that of the tensors, so columns compare. Raises `ValueError` when there are no groups.

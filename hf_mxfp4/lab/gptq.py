@@ -57,7 +57,7 @@ class DecoderRun:
         self._states = [calls[0][_STATES] for calls in self._calls]
 
     def through(self, index: int) -> Iterator[torch.Tensor]:
-        """What layer ``index`` gives for each text, from the states that it is at."""
+        """Return what layer ``index`` gives for each text, from the states that it is at."""
         for states, calls in zip(self._states, self._calls, strict=True):
             yield _first(self.layers[index](**{**calls[index], _STATES: states}))
 
@@ -79,7 +79,7 @@ class DecoderRun:
 
 
 def _calls(model: nn.Module, layers: nn.ModuleList, ids: torch.Tensor) -> list[dict[str, Any]]:
-    """The named arguments of each layer on one text; hidden states of the first alone are kept."""
+    """Return the named arguments of each layer on one text; hidden states of the first alone are kept."""
     calls: list[dict[str, Any]] = []
     given: list[torch.Tensor] = []
 
@@ -153,7 +153,7 @@ def round_model(
         raise ValueError("rounding needs texts to measure activations on, got none")
     model.eval()
     found, _ = find_layers(model, config.modules_to_not_convert or ())
-    schemes = {}
+    schemes: dict[nn.Module, Any] = {}
     for name, layer in found.items():
         scheme = _forward_scheme(config, name)
         if isinstance(layer, nn.Linear) and scheme is not None:

@@ -10,10 +10,12 @@ from statistics import median
 import torch
 
 from ..checkpoint import LayerCost, StoredTensor, bits_per_weight
-from ..module_names import ALWAYS_SKIPPED, CONV1D_MODELS, name_matches
+from ..module_names import ALWAYS_SKIPPED, name_matches
 from .source import Source
 
 
+#: Architectures that keep their projections in transformers' `Conv1D`, which is no linear layer to the quantizer.
+CONV1D_MODELS = ("gpt2", "openai-gpt", "imagegpt", "decision_transformer")
 _FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 #: Architectures whose fused experts are ``[experts, in, out]``, contracted along the middle axis.
 _TRANSPOSED_EXPERTS = ("gpt_oss", "llama4", "llama4_text", "aria", "aria_text", "openai_privacy_filter")
@@ -37,24 +39,21 @@ class TensorDecision:
 
 @dataclass(frozen=True)
 class Selection:
-    """Choose tensors: those that the architecture has quantized, within what the user wants. ``include`` and
-    ``exclude`` are patterns of [`hf_mxfp4.module_names.name_matches`], ``skips`` those of the checkpoint's scheme."""
+    """Choose tensors: those that the architecture has quantized, within what the user wants. ``exclude``
+    has patterns of [`hf_mxfp4.module_names.name_matches`], ``skips`` those of the checkpoint's scheme."""
 
-    include: tuple[str, ...] = ()
     exclude: tuple[str, ...] = ()
     skips: tuple[str, ...] = ()
     model_type: str = ""
 
     @classmethod
-    def of(cls, source: Source, include: Sequence[str] = (), exclude: Sequence[str] = ()) -> "Selection":
+    def of(cls, source: Source, exclude: Sequence[str] = ()) -> "Selection":
         """Return the selection for a checkpoint in full precision. Raises `SourceError` for a quantized one."""
         skips = source.scheme.modules_to_not_convert if source.scheme else None
-        return cls(tuple(include), tuple(exclude), tuple(skips or ()), str(source.config.get("model_type", "")))
+        return cls(tuple(exclude), tuple(skips or ()), str(source.config.get("model_type", "")))
 
     def reason_against(self, name: str) -> str | None:
         """Return why the user does not want the layer of this name; `None` for one that is wanted."""
-        if self.include and not any(name_matches(name, pattern) for pattern in self.include):
-            return "not in --include"
         return "--skip" if any(name_matches(name, pattern) for pattern in self.exclude) else None
 
     def decide(self, tensor: StoredTensor) -> TensorDecision:
@@ -66,7 +65,7 @@ class Selection:
     def unmatched(self, names: Sequence[str]) -> list[str]:
         """Return the patterns that match none of the tensor names."""
         modules = [module_name(name) for name in names]
-        return [p for p in (*self.include, *self.exclude) if not any(name_matches(name, p) for name in modules)]
+        return [p for p in self.exclude if not any(name_matches(name, p) for name in modules)]
 
 
 def module_name(tensor: str) -> str:
@@ -124,7 +123,7 @@ def classify(
 
 
 def _owners(name: str) -> list[str]:
-    """What a pattern of the scheme may call the layer: experts are one module of the model, under its own names."""
+    """Return what a pattern of the scheme may call the layer: experts are one module of the model."""
     in_model = name.replace(".block_sparse_moe.", ".mlp.")
     experts = _EXPERTS.match(in_model)
     return [experts[0]] if experts else [name, in_model]

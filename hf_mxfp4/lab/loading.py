@@ -125,7 +125,7 @@ def check_same_tokens(model: Loaded, reference: Loaded) -> None:
 
 
 def _own_config(options: Any) -> MXFP4RLConfig | None:
-    """The scheme of a checkpoint of master weights."""
+    """Return the scheme of a checkpoint of master weights."""
     if options is None:
         return None
     options = options if isinstance(options, dict) else options.to_dict()

@@ -138,7 +138,7 @@ def _page(analysis: Analysis, source: Mapping[str, Any]) -> str:
 
 
 def _section(analysis: Analysis) -> dict[str, Any]:
-    """What the page shows of the tensors; figures that show one scheme show the first."""
+    """Return what the page shows of the tensors; figures that show one scheme show the first."""
     results, totals = analysis.in_order, analysis.totals()
     first = next(iter(totals))
     types = {scheme: analysis.by_layer_type(scheme) for scheme in totals}

@@ -38,7 +38,7 @@ class ResumeLog:
         overwrite: bool = False,
     ):
         self.path, self._header, self._key = path, dict(header), key
-        self.done: dict[Hashable, dict] = {}
+        self.done: dict[Any, dict] = {}
         path.parent.mkdir(parents=True, exist_ok=True)
         self._stream: IO[bytes] = open(path, "r+b", opener=_open_or_make)
         try:

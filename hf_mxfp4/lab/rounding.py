@@ -54,8 +54,8 @@ def unsupported_reason(scheme: QuantScheme, rotation: Rotation | None = None) ->
 def round_weight(
     weight: torch.Tensor, moments: torch.Tensor, scheme: QuantScheme, rotation: Rotation | None = None
 ) -> torch.Tensor:
-    """The values under ``scheme`` that change the layer's outputs little, where [`hf_mxfp4.numerics.apply_scheme`]
-    takes those nearest to each weight.
+    """Return the values under ``scheme`` that change the layer's outputs little, where
+    [`hf_mxfp4.numerics.apply_scheme`] takes those nearest to each weight.
 
     Args:
         weight: ``[N, K]``; blocks run along ``K``.
@@ -98,7 +98,7 @@ def round_weight(
 def quantized_again(
     weight: torch.Tensor, scheme: QuantScheme, rotation: Rotation | None, *, rotated: bool = False
 ) -> torch.Tensor:
-    """What a layer makes of its weight ``[N, K]``, float32: where it is, or ``rotated`` as it stands in products."""
+    """Return what a layer makes of its weight ``[N, K]``, float32: as it is, or ``rotated`` as in products."""
     if rotation is None:
         return apply_scheme(weight.float(), scheme)
     values = apply_scheme(rotate(weight.float(), rotation.size), scheme)
@@ -114,7 +114,7 @@ def output_error(change: torch.Tensor, moments: torch.Tensor) -> float:
 def _rounded(rest: torch.Tensor, inverse: torch.Tensor, scheme: QuantScheme) -> torch.Tensor:
     """Values of the grid ``[N, K]``, float32. ``rest`` is consumed."""
     rounded = torch.empty_like(rest)
-    size = scheme.macro_block or _GROUP
+    size = int(scheme.macro_block or _GROUP)
     chosen = None
     if scheme.fallback_rate is not None:  # by the errors of the row as it is now; each block is then rounded by itself
         codes = quantize(rest, **dataclasses.asdict(scheme)).residual_codes
@@ -132,8 +132,8 @@ def _rounded(rest: torch.Tensor, inverse: torch.Tensor, scheme: QuantScheme) -> 
 def _round_group(
     group: torch.Tensor, factor: torch.Tensor, scheme: QuantScheme, chosen: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rounded columns ``[N, size]`` of one macro block, and the errors that later columns are corrected by. ``group``
-    is consumed; ``chosen`` says which of its blocks, and of those after it, have a residual."""
+    """Return rounded columns ``[N, size]`` of one macro block, and the errors that later columns are corrected by.
+    ``group`` is consumed; ``chosen`` says which of its blocks, and of those after it, have a residual."""
     rounded, lost = torch.empty_like(group), torch.empty_like(group)
     for j in range(group.shape[1]):
         if j % BLOCK_SIZE == 0:
@@ -151,8 +151,8 @@ def _round_group(
 
 
 def _scales(block: torch.Tensor, scheme: QuantScheme) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """What a code of 1.0 stands for in each row of a block, ``[N]``, 1 in rows of zeros; and for a residual's code, so
-    large in rows without one that all residuals are rounded to zero."""
+    """Return what a code of 1.0 stands for in each row of a block, ``[N]``, 1 in rows of zeros; and for a residual's
+    code, so large in rows without one that all residuals are rounded to zero."""
     found = quantize(block, **dataclasses.asdict(scheme))
     options = {
         "length": found.length,
@@ -171,7 +171,7 @@ def _scales(block: torch.Tensor, scheme: QuantScheme) -> tuple[torch.Tensor, tor
 
 
 def _inverse_factor(moments: torch.Tensor) -> torch.Tensor:
-    """The upper Cholesky factor of the inverse of the damped second moments, float32 ``[K, K]``."""
+    """Return the upper Cholesky factor of the inverse of the damped second moments, float32 ``[K, K]``."""
     if not moments.isfinite().all():
         raise ValueError("the inputs of the layer are not finite on these texts")
     moments = moments.double()

@@ -7,14 +7,14 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from torch import nn
 
 from ..config import MXFP4RLConfig
 from ..layers import QUANTIZED, TRAINABLE
 from ..module_names import find_layers
-from ..numerics import BLOCK_SIZE, FP8, FULL, NVFP4, OperandScheme, parse_scheme
+from ..numerics import BLOCK_SIZE, FP8, FULL, NVFP4, OperandScheme, QuantScheme, parse_scheme
 from ..presets import PRESETS
 from ..report import master_sqnr
 from .layers import location_of
@@ -80,7 +80,7 @@ def bits_per_element(scheme: OperandScheme) -> float:
     outlier fallback codes and scales once more, of the share of blocks that has one; of E4M3 8, and of NVFP4 4.5. A
     factor for a row or a tensor counts nothing.
     """
-    if scheme in (FP8, NVFP4):
+    if not isinstance(scheme, QuantScheme):
         return 8.0 if scheme is FP8 else 4.5
     plain = 4 + 8 / BLOCK_SIZE
     macro = 8 / scheme.macro_block if isinstance(scheme.macro_block, int) else 0.0
@@ -216,12 +216,12 @@ def _scheme_options(text: str, kind: str, rest: str) -> dict[str, Any]:
     elif slash:
         fprop["x"] = activations if activations == "full" else str(parse_scheme(activations))
     else:
-        fprop["x"] = str(replace(parse_scheme(weights.replace("-hybrid", "-static")), block_rows=1))
+        fprop["x"] = str(replace(cast(QuantScheme, parse_scheme(weights.replace("-hybrid", "-static"))), block_rows=1))
     return {"preset": preset, "fprop": fprop}
 
 
 def _options(file: Path) -> dict[str, Any]:
-    """The options in a file, which may be a checkpoint's config.json."""
+    """Return the options in a file, which may be a checkpoint's config.json."""
     import yaml
 
     try:

@@ -141,7 +141,7 @@ def _logits(model: nn.Module, ids: torch.Tensor) -> torch.Tensor:
 
 
 def _scored(index: int, ids: torch.Tensor, logits: torch.Tensor, other: torch.Tensor | None) -> Score:
-    """The score of a text against the logits of its reference, which may be its own."""
+    """Return the score of a text against the logits of its reference, which may be its own."""
     targets = ids[0, 1:].to(logits.device)
     nll = kl = 0.0
     same = 0

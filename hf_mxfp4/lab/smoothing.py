@@ -148,7 +148,7 @@ def _mean_squares(
 
 
 def _scale(place: Place, mean_squares: torch.Tensor, strength: float) -> torch.Tensor:
-    """The scales of a place, powers of two for each channel that is written, float64 on the CPU."""
+    """Return the scales of a place, powers of two for each channel that is written, float64 on the CPU."""
     weights = sum(layer.weight.double().square().mean(0).cpu() for layer in place.readers) / len(place.readers)
     activations, weights = (x.sqrt().clamp(min=_LEAST) for x in (mean_squares, weights))
     exponents = place.written(activations**strength / weights ** (1 - strength)).log2()
@@ -179,9 +179,9 @@ def _factors(place: Place, scale: torch.Tensor) -> Iterator[tuple[nn.Parameter, 
 
 
 def find_places(model: nn.Module) -> Iterator[Place]:
-    """The places of a decoder in the layout of Llama (Qwen2, Qwen3, Mistral, SmolLM and others): inputs of attention
-    and of dense MLPs behind their norms, values of attention before the output projection, and inputs of the down
-    projection. Layers of another layout are passed over."""
+    """Return the places of a decoder in the layout of Llama (Qwen2, Qwen3, Mistral, SmolLM and others): inputs of
+    attention and of dense MLPs behind their norms, values of attention before the output projection, and inputs of the
+    down projection. Layers of another layout are passed over."""
     for name, layer in model.named_modules():
         attention, mlp = getattr(layer, "self_attn", None), getattr(layer, "mlp", None)
         if isinstance(attention, nn.Module):
@@ -223,7 +223,7 @@ def _linears(module: nn.Module, *names: str) -> tuple[nn.Linear, ...] | None:
 
 
 def _weight(layer: nn.Module, name: str) -> tuple[nn.Parameter] | None:
-    """The weight of a norm, where that is what its output is multiplied by: Gemma adds 1 to it first."""
+    """Return the weight of a norm, where that is what its output is multiplied by: Gemma adds 1 to it first."""
     norm = getattr(layer, name, None)
     weight = getattr(norm, "weight", None)
     if not isinstance(weight, nn.Parameter):

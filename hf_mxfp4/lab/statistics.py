@@ -145,7 +145,7 @@ class ErrorStatistics:
         return _variance(self.delta_sum, self.delta_square_sum, self.blocks)
 
     def to_dict(self) -> dict:
-        """The sums, JSON-clean; [`from_dict`] reads them back to an equal object."""
+        """Return the sums, JSON-clean; [`from_dict`] reads them back to an equal object."""
         return {**dataclasses.asdict(self), "histogram": list(self.histogram)}
 
     @classmethod
@@ -153,7 +153,7 @@ class ErrorStatistics:
         return cls(**{**sums, "histogram": tuple(sums["histogram"])})
 
     def summary(self) -> dict[str, float]:
-        """The derived numbers by name, in the order in which reports show them."""
+        """Return the derived numbers by name, in the order in which reports show them."""
         return {
             "elements": self.elements,
             "relative_mse": self.relative_mse,
@@ -271,30 +271,29 @@ def _variance(total: float, squares: float, count: int) -> float:
     return max(0.0, squares / count - (total / count) ** 2) if count else math.nan
 
 
-def sample(distribution: str, elements: int, seed: int, df: float = 4.0) -> torch.Tensor:
+def sample(distribution: str, elements: int, seed: int) -> torch.Tensor:
     """Draw float32 ``[rows, 1024]`` of at least ``elements`` elements.
 
     The standard deviations of the rows are log-uniform over one octave, which averages over where block maxima fall
     between two powers of two.
 
     Args:
-        distribution: ``"gaussian"``, ``"laplace"``, ``"student-t"``, ``"uniform"``, or ``"outliers"``, which has 8 of
-            the 1024 channels 30 times as large as the others.
-        df: degrees of freedom of ``"student-t"``.
+        distribution: ``"gaussian"``, ``"laplace"``, ``"student-t"`` of 4 degrees of freedom, ``"uniform"``, or
+            ``"outliers"``, which has 8 of the 1024 channels 30 times as large as the others.
     """
     shape = (-(-elements // ROW), ROW)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         spread = torch.exp2(torch.rand(shape[0], 1))
-        return _draw(distribution, shape, df) * spread
+        return _draw(distribution, shape) * spread
 
 
-def _draw(distribution: str, shape: tuple[int, int], df: float) -> torch.Tensor:
+def _draw(distribution: str, shape: tuple[int, int]) -> torch.Tensor:
     match distribution:
         case "laplace":
             return torch.distributions.Laplace(0.0, 1.0).sample(shape)
         case "student-t":
-            return torch.distributions.StudentT(df).sample(shape)
+            return torch.distributions.StudentT(4.0).sample(shape)
         case "uniform":
             return torch.rand(shape) * 2 - 1
     x = torch.randn(shape)

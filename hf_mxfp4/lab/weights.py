@@ -9,9 +9,9 @@ from pathlib import Path
 import torch
 
 from ..checkpoint import OnBytes, Problem, StoredTensor, ignore_bytes
-from ..module_names import CONV1D_HINT, CONV1D_MODELS
+from ..module_names import CONV1D_HINT
 from ..numerics import NVFP4, OperandScheme
-from .layers import Selection, location_of, natural_key
+from .layers import CONV1D_MODELS, Selection, location_of, natural_key
 from .resume_log import ProgressMismatch, ResumeLog
 from .schemes import bits_text
 from .source import Source, SourceError
@@ -77,7 +77,7 @@ class TensorLog(ResumeLog):
 
     Args:
         path: the log; made with its folder if need be.
-        model, schemes, version: what the results are of; kept in the first line.
+        model: what the results are of, kept in the first line; ``schemes`` and ``version`` too.
         overwrite: start over whatever the log holds.
 
     Raises [`ProgressMismatch`] when the log was written for something else.
@@ -222,7 +222,7 @@ def weight_slices(tensor: StoredTensor, axis: int, schemes: Sequence[OperandSche
 
 
 def _identity(file: Path) -> list[int]:
-    """What changes when the contents of a file may have: its size and the time of its last change."""
+    """Return what changes when the contents of a file may have: its size and the time of its last change."""
     stat = file.stat()
     return [stat.st_size, stat.st_mtime_ns]
 

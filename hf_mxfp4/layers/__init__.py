@@ -21,29 +21,3 @@ from .model import (
 )
 from .packed_experts import MXFP4PackedExperts
 from .packed_linear import MXFP4PackedLinear
-
-
-__all__ = [
-    "ExpertsBase",
-    "MXFP4Experts",
-    "MXFP4Linear",
-    "MXFP4PackedExperts",
-    "MXFP4PackedLinear",
-    "PACKED",
-    "QUANTIZED",
-    "TRAINABLE",
-    "WEIGHT_FORMS",
-    "WeightCache",
-    "WeightMatrix",
-    "cached_weights",
-    "fallback_thresholds",
-    "full_precision",
-    "gathered",
-    "is_full_precision",
-    "matrix_names",
-    "random_layers",
-    "set_quantization_step",
-    "trainable_matrices",
-    "uncached_weights",
-    "update_fallback_thresholds",
-]

@@ -44,7 +44,7 @@ class ExpertsBase(QuantizedLayer):
 
     @classmethod
     def class_for(cls, plain_class: type[nn.Module]) -> type["ExpertsBase"]:
-        """The class that is both this one and ``plain_class``; always the same."""
+        """Return the class that is both this one and ``plain_class``; always the same."""
         classes = cls.__dict__.get("_classes")
         if classes is None:
             classes = cls._classes = {}
@@ -56,7 +56,7 @@ class ExpertsBase(QuantizedLayer):
 
     @classmethod
     def _around(cls, experts: nn.Module, config: MXFP4RLConfig, name: str) -> "ExpertsBase":
-        """A module of [`class_for`] with everything that ``experts`` has: its very parameters, buffers and submodules.
+        """Return a module of [`class_for`] with the very parameters, buffers and submodules of ``experts``.
 
         Raises `ValueError` for a module that is not laid out as transformers' experts are.
         """
@@ -76,8 +76,8 @@ class ExpertsBase(QuantizedLayer):
         return layer
 
     def _to_plain(self) -> nn.Module:
-        """A module of the plain class with everything that this one has but what `_around` and subclasses added."""
-        plain = self.plain_class.__new__(self.plain_class)
+        """Return a module of the plain class with all that this one has but what `_around` and subclasses added."""
+        plain = self.plain_class.__new__(self.plain_class)  # type: ignore[call-overload]
         plain.__dict__.update(_shallow(self))
         for name in self._own_attributes():
             plain.__dict__.pop(name, None)
@@ -165,7 +165,7 @@ def _rebuild(base: type[ExpertsBase], plain_class: type[nn.Module]) -> ExpertsBa
 
 
 def _shallow(module: nn.Module) -> dict[str, Any]:
-    """The attributes of a module, in containers of their own: to add a parameter to the copy changes it alone."""
+    """Return the attributes of a module, in containers of their own: a parameter is added to the copy alone."""
     return {key: value.copy() if isinstance(value, (dict, set)) else value for key, value in vars(module).items()}
 
 
@@ -234,12 +234,12 @@ class MXFP4Experts(ExpertsBase):
         return (compiled_linear if torch.compiler.is_compiling() else quantized_linear)(*operands, state, groups)
 
     def rows_first(self, weight: torch.Tensor) -> torch.Tensor:
-        """A master weight as ``[experts, N, K]``, the same memory."""
+        """Return a master weight as ``[experts, N, K]``, the same memory."""
         return weight.transpose(1, 2) if self.is_transposed else weight
 
     @torch.no_grad()
     def effective_weight(self, projection: str, weight: torch.Tensor) -> torch.Tensor:
-        """The values that the forward product takes for a master weight, in its shape and dtype."""
+        """Return the values that the forward product takes for a master weight, in its shape and dtype."""
         out = torch.empty_like(weight, memory_format=torch.contiguous_format)
         for expert, rows in enumerate(self.rows_first(weight.detach())):
             self.rows_first(out)[expert] = effective_rows(rows, self.states[projection], expert)

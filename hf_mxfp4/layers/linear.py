@@ -37,7 +37,7 @@ class QuantizedLayer(nn.Module):
             raise ValueError(f"{self._label()}: input {tuple(shape)} does not end in in_features={self.in_features}")
 
     def _to_linear(self, weight: torch.Tensor, dtype: torch.dtype | None, requires_grad: bool) -> nn.Linear:
-        """A plain layer around a weight, with a copy of the bias in ``dtype``, by default its own."""
+        """Return a plain layer around a weight, with a copy of the bias in ``dtype``, by default its own."""
         linear = nn.Linear(self.in_features, self.out_features, self.bias is not None, device="meta")
         linear.weight = nn.Parameter(weight, requires_grad)
         if self.bias is not None:
@@ -98,7 +98,7 @@ class MXFP4Linear(QuantizedLayer, nn.Linear):
 
     @classmethod
     def from_linear(cls, linear: nn.Linear, config: MXFP4RLConfig, name: str = "") -> "MXFP4Linear":
-        """A quantized layer around the very parameters of ``linear``."""
+        """Return a quantized layer around the very parameters of ``linear``."""
         layer = cls(
             linear.in_features, linear.out_features, linear.bias is not None, device="meta", config=config, name=name
         )
@@ -106,7 +106,7 @@ class MXFP4Linear(QuantizedLayer, nn.Linear):
         return layer.train(linear.training)
 
     def to_linear(self, dtype: torch.dtype | None = None) -> nn.Linear:
-        """A plain layer whose weight holds the quantized values (in ``dtype``, default the master's)."""
+        """Return a plain layer whose weight holds the quantized values (in ``dtype``, default the master's)."""
         weight = self.effective_weight(self.weight)
         return self._to_linear(weight.to(dtype or weight.dtype), dtype, self.weight.requires_grad)
 
@@ -131,15 +131,15 @@ class MXFP4Linear(QuantizedLayer, nn.Linear):
         return super().forward(x)
 
     def quantized_weight(self, weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """The weight as the forward product takes it, in ``dtype``: ``Q(W)``, of the rotated and padded weight where
-        the scheme rotates. Kept by the [`WeightCache`] that is open, if any."""
+        """Return the weight as the forward product takes it, in ``dtype``: ``Q(W)``, of the rotated and padded weight
+        where the scheme rotates. Kept by the [`WeightCache`] that is open, if any."""
         return weight_operand(weight, dtype, self.state)
 
     def effective_weight(self, weight: torch.Tensor) -> torch.Tensor:
-        """The values ``[n, K]`` that the forward product takes for rows of a weight, rotated back, in its dtype."""
+        """Return the values ``[n, K]`` that the forward product takes for rows of a weight, rotated back."""
         return effective_rows(weight, self.state)
 
 
 def spec_of(config: MXFP4RLConfig, gemms: LinearScheme, transposed: bool = False) -> GemmSpec:
-    """The products of a layer under a config."""
+    """Return the products of a layer under a config."""
     return GemmSpec(gemms, config.backend, config.matmul_backend, config.saved_activations, transposed)

@@ -76,17 +76,17 @@ class WeightMatrix:
         return 1 if self.expert is None else self.layer.n_experts
 
     def of(self, value: torch.Tensor) -> torch.Tensor:
-        """This matrix of a value of the parameter, the same memory."""
+        """Return this matrix of a value of the parameter, the same memory."""
         rows = rows_first(value, self.state.spec)
         return rows if self.expert is None else rows[self.expert]
 
     def weight(self) -> torch.Tensor:
-        """The master weight as it is now, detached."""
+        """Return the master weight as it is now, detached."""
         return self.of(getattr(self.layer, self.parameter).detach())
 
     def layer_values(self, value: torch.Tensor) -> torch.Tensor:
-        """The values that the forward product takes for a value of the whole parameter, in its shape and dtype, where
-        the scheme does not rotate."""
+        """Return the values that the forward product takes for a value of the whole parameter, in its shape and dtype,
+        where the scheme does not rotate."""
         return rows_first(weight_operand(value, value.dtype, self.state), self.state.spec)
 
     def packed_values(self, value: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -98,12 +98,12 @@ class WeightMatrix:
         return {field.removeprefix("weight"): part for field, part in packed.items()}
 
     def effective_rows(self, rows: torch.Tensor) -> torch.Tensor:
-        """The values that the forward product takes for rows of the matrix, rotated back, in its dtype."""
+        """Return the values that the forward product takes for rows of the matrix, rotated back, in its dtype."""
         return effective_rows(rows, self.state, self.expert or 0)
 
 
 def matrix_names(name: str, layer: nn.Module) -> list[str]:
-    """The names of the linear maps in a quantized layer called ``name``, as they are counted and reported."""
+    """Return the names of the linear maps in a quantized layer called ``name``, as they are counted and reported."""
     return model_structure.matrix_names(name, layer) if isinstance(layer, ExpertsBase) else [name]
 
 
@@ -162,7 +162,7 @@ def _plain(layer: nn.Module) -> Iterator[None]:
 
 
 def random_layers(model: nn.Module) -> list[MXFP4Linear | MXFP4Experts]:
-    """The layers of ``model`` that round stochastically or rotate with random signs."""
+    """Return the layers of ``model`` that round stochastically or rotate with random signs."""
     layers = (module for module in model.modules() if isinstance(module, TRAINABLE))
     return [layer for layer in layers if any(state.spec.scheme.is_random for state in gemm_states(layer))]
 

@@ -41,7 +41,7 @@ class MXFP4PackedExperts(PackedLayer, ExpertsBase):
 
     @classmethod
     def from_experts(cls, experts: nn.Module, config: MXFP4RLConfig, name: str = "") -> "MXFP4PackedExperts":
-        """The packed twin of plain or trainable quantized experts: their weights quantized, their very biases.
+        """Return the packed twin of plain or trainable quantized experts: their weights quantized, their very biases.
 
         Raises:
             ValueError: ``config`` is not one of mode ``"packed"``, or ``experts`` are not laid out as transformers'.
@@ -84,8 +84,8 @@ class MXFP4PackedExperts(PackedLayer, ExpertsBase):
         return (*super()._own_attributes(), "sizes", "compute_dtype")
 
     def pack_weight(self, projection: str, weight: torch.Tensor) -> dict[str, torch.Tensor]:
-        """The packed tensors, by their names here, of a full-precision weight in the layout of the model, one expert
-        after the other; without memory for a meta tensor."""
+        """Return the packed tensors, by their names here, of a full-precision weight in the layout of the model, one
+        expert after the other; without memory for a meta tensor."""
         config, rows = self.config, weight.transpose(1, 2) if self.is_transposed else weight
         packed = quantize_experts(rows, config.weight_scheme, config.backend, config.weight_rotation)
         return {self._tensor_name(projection, field): value for field, value in packed.items()}
@@ -93,14 +93,13 @@ class MXFP4PackedExperts(PackedLayer, ExpertsBase):
     def unpacked(
         self, projection: str, packed: Mapping[str, torch.Tensor | None] | PackedWeight, dtype: torch.dtype
     ) -> torch.Tensor:
-        """The values ``[n, K]`` that tensors such as [`pack_matrix`] makes stand for, rotated back; see
+        """Return the values ``[n, K]`` that tensors such as [`pack_matrix`] makes stand for, rotated back; see
         [`hf_mxfp4.gemm.weight_values`]."""
         spec = self.states[projection].spec
         return weight_values(packed, spec.in_features, spec.weights, dtype, spec.backend, spec.rotation)
 
     def to_experts(self, dtype: torch.dtype | None = None) -> nn.Module:
-        """Plain experts whose weights hold the dequantized values (in ``dtype``, default `compute_dtype`), laid out as
-        the model has them."""
+        """Return plain experts that hold the dequantized values (in ``dtype``, default `compute_dtype`)."""
         plain = self._to_plain()
         for name in [name for name in plain._parameters if not name.endswith("_bias")]:
             del plain._parameters[name]
@@ -128,18 +127,18 @@ class MXFP4PackedExperts(PackedLayer, ExpertsBase):
 
     @torch.no_grad()
     def forward_weight(self, projection: str, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """The values that the forward product multiplies with, exactly: ``Q(W)``, or ``Q(W H)``
+        """Return the values that the forward product multiplies with, exactly: ``Q(W)``, or ``Q(W H)``
         where the scheme rotates, of all experts ``[E, N, K]`` in ``dtype``, default `compute_dtype`."""
         tensors = (self.quantized_tensor(projection, expert) for expert in range(self.n_experts))
         return torch.stack([dequantize(each, dtype or self.compute_dtype, self.config.backend) for each in tensors])
 
     def packed_weight(self, projection: str) -> PackedWeight:
-        """The packed tensors in the order of [`PACKED_FIELDS`], `None` for those that the scheme has not."""
+        """Return the packed tensors in the order of [`PACKED_FIELDS`], `None` for those that the scheme has not."""
         return tuple(getattr(self, f"{projection}{suffix}") for suffix in PACKED_SUFFIXES)
 
     def quantized_tensor(self, projection: str, expert: int) -> MXFP4Tensor:
-        """The weight ``[N, K]`` of one expert as it is stored, rotated where the scheme rotates, as a [`MXFP4Tensor`]
-        that shares its memory."""
+        """Return the weight ``[N, K]`` of one expert as it is stored, rotated where the scheme rotates, as a
+        [`MXFP4Tensor`] that shares its memory."""
         parts = tuple(None if tensor is None else tensor[expert] for tensor in self.packed_weight(projection))
         return packed_tensor(parts, self.sizes[projection][2], self.config.weight_scheme, self.compute_dtype)
 
@@ -161,7 +160,7 @@ class MXFP4PackedExperts(PackedLayer, ExpertsBase):
     def _input_dtype(self) -> torch.dtype:
         return self.compute_dtype
 
-    def shapes(self) -> dict[str, tuple[int, int, int]]:
+    def shapes(self) -> dict[str, tuple[int, ...]]:
         return {
             self._tensor_name(projection, field): (experts, *shape)
             for projection, (experts, rows, columns) in self.sizes.items()

@@ -41,7 +41,7 @@ class PackedLayer(QuantizedLayer):
         raise NotImplementedError
 
     def packed_names(self) -> list[str]:
-        """The names of packed tensors, those that the scheme has not among them."""
+        """Return the names of packed tensors, those that the scheme has not among them."""
         raise NotImplementedError
 
     def check(self) -> None:
@@ -50,7 +50,7 @@ class PackedLayer(QuantizedLayer):
         check_packed(self.name or type(self).__name__, tensors, self.shapes(), self.config.weight_scheme)
 
     def pack_matrix(self, weight: torch.Tensor) -> dict[str, torch.Tensor]:
-        """The tensors of [`packed_shapes`] of a full-precision weight ``[N, K]``, or of rows of it."""
+        """Return the tensors of [`packed_shapes`] of a full-precision weight ``[N, K]``, or of rows of it."""
         config = self.config
         return quantize_weight(weight, config.weight_scheme, config.backend, config.weight_rotation)
 
@@ -124,7 +124,7 @@ class MXFP4PackedLinear(PackedLayer, nn.Linear):
 
     @classmethod
     def from_linear(cls, linear: nn.Linear, config: MXFP4RLConfig, name: str = "") -> "MXFP4PackedLinear":
-        """The packed twin of a plain or trainable quantized layer: its weight quantized, its very bias.
+        """Return the packed twin of a plain or trainable quantized layer: its weight quantized, its very bias.
 
         Raises `TypeError` for a layer whose weight is not floating-point.
         """
@@ -139,8 +139,8 @@ class MXFP4PackedLinear(PackedLayer, nn.Linear):
 
     @classmethod
     def placeholder(cls, linear: nn.Linear, config: MXFP4RLConfig, name: str = "") -> "MXFP4PackedLinear":
-        """A layer of meta tensors around the very bias of a meta ``linear``, for a checkpoint to be loaded into. Its
-        weight is the full-precision one, to be replaced by packed tensors as it arrives."""
+        """Return a layer of meta tensors around the very bias of a meta ``linear``, for a checkpoint to be loaded into.
+        Its weight is the full-precision one, to be replaced by packed tensors as it arrives."""
         layer = cls._around(linear, config, name)
         layer.weight = nn.Parameter(linear.weight, requires_grad=False)
         return layer
@@ -155,22 +155,22 @@ class MXFP4PackedLinear(PackedLayer, nn.Linear):
     pack_weight = PackedLayer.pack_matrix
 
     def unpacked(self, packed: Mapping[str, torch.Tensor | None] | PackedWeight, dtype: torch.dtype) -> torch.Tensor:
-        """The values ``[n, K]`` that tensors such as [`pack_weight`] makes stand for, rotated back; see
+        """Return the values ``[n, K]`` that tensors such as [`pack_weight`] makes stand for, rotated back; see
         [`hf_mxfp4.gemm.weight_values`]."""
         spec = self.state.spec
         return weight_values(packed, spec.in_features, spec.weights, dtype, spec.backend, spec.rotation)
 
     def to_linear(self, dtype: torch.dtype | None = None) -> nn.Linear:
-        """A plain layer whose weight holds the dequantized values (in ``dtype``, default `compute_dtype`); of a rotated
-        weight those of [`dequantized_weight`]."""
+        """Return a plain layer whose weight holds the dequantized values (in ``dtype``, default `compute_dtype`); of a
+        rotated weight those of [`dequantized_weight`]."""
         return self._to_linear(self.dequantized_weight(dtype), dtype, True)
 
     def quantized_tensor(self) -> MXFP4Tensor:
-        """The weight as it is stored, rotated where the scheme rotates, as a [`MXFP4Tensor`] that shares its memory."""
+        """Return the weight as stored, rotated where the scheme rotates, as a [`MXFP4Tensor`] of the same memory."""
         return packed_tensor(self.packed_weight(), self.in_features, self.state.spec.weights, self.compute_dtype)
 
     def packed_weight(self) -> PackedWeight:
-        """The packed tensors in the order of [`PACKED_FIELDS`], `None` for those that the scheme has not."""
+        """Return the packed tensors in the order of [`PACKED_FIELDS`], `None` for those that the scheme has not."""
         own = self._parameters  # where they nearly always are; `getattr` takes longer than a product of one token
         return tuple(own[name] if name in own else getattr(self, name) for name in PACKED_FIELDS)
 
@@ -180,8 +180,8 @@ class MXFP4PackedLinear(PackedLayer, nn.Linear):
         return self.unpacked(self.packed_weight(), dtype or self.compute_dtype)
 
     def forward_weight(self, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """The values that the forward product multiplies with [`quantized_input`], exactly: ``Q(W)``, or ``Q(W H)``
-        where the scheme rotates, ``[out_features, in_features]`` in ``dtype``, default `compute_dtype`."""
+        """Return the values that the forward product multiplies with [`quantized_input`], exactly: ``Q(W)``, or ``Q(W
+        H)`` where the scheme rotates, ``[out_features, in_features]`` in ``dtype``, default `compute_dtype`."""
         return dequantize(self.quantized_tensor(), dtype or self.compute_dtype, self.config.backend)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -205,12 +205,11 @@ class MXFP4PackedLinear(PackedLayer, nn.Linear):
         return packed_linear(x, packed, bias, self.state)
 
     def quantized_input(self, x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """``Q(x)`` in ``dtype``, of the rotated input where the scheme rotates; without ``Q`` under a weight-only
-        preset."""
+        """``Q(x)`` in ``dtype``, rotated where the scheme rotates; without ``Q`` under a weight-only preset."""
         spec = self.state.spec
         return quantize_input(x, dtype, spec.inputs, spec.backend, spec.rotation)
 
-    def shapes(self) -> dict[str, tuple[int, int]]:
+    def shapes(self) -> dict[str, tuple[int, ...]]:
         return packed_shapes(self.out_features, self.in_features, self.state.spec.weights)
 
     def packed_names(self) -> list[str]:

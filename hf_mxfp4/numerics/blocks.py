@@ -49,7 +49,7 @@ class Blocks:
         unit = BLOCK_SIZE
         if scheme.macro_block is not None:
             row_unit = max(1, self.blocks_per_row) * BLOCK_SIZE
-            unit = row_unit if scheme.macro_block == "row" else max(scheme.macro_block, BLOCK_SIZE)
+            unit = row_unit if scheme.macro_block == "row" else max(int(scheme.macro_block), BLOCK_SIZE)
         self.unit = unit
         self.z = to_blocks(rows, unit, scheme.block_rows)
         self.amax = self.z.abs().amax(dim=-1)
@@ -78,8 +78,7 @@ class Blocks:
     def _pass(
         self, z: torch.Tensor, amax: torch.Tensor, rounding: str, source: NoiseSource = None, draw: int = 0
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """One quantization: grid values in the shape of ``z``, which is consumed, and scale bytes (int32) in that of
-        ``amax``."""
+        """Quantize once: grid values in the shape of ``z``, which is consumed; int32 scale bytes as ``amax``."""
         scale = scale_from_amax(amax, self.scheme.scale_rule)
         if self.scheme.scale_rule is ScaleRule.MSE:
             scale = _least_squares_scale(z, amax, scale)
@@ -157,8 +156,7 @@ class Blocks:
         return sse.argmin(dim=0).to(torch.int32).masked_fill_(~amax.isfinite(), 0)
 
     def _in_portions(self, search: Callable[..., torch.Tensor], tries: int) -> torch.Tensor:
-        """Return what ``search(z, amax)`` finds, int32 ``[..., n]``, for as many rows of blocks at a time as memory
-        should be taken for."""
+        """Return what ``search(z, amax)`` finds, int32 ``[..., n]``, for as many rows of blocks at a time as fit."""
         z, amax = self.z.unsqueeze(0).flatten(0, -3), self.amax.unsqueeze(0).flatten(0, -2)
         portion = _PORTION_CPU if z.device.type == "cpu" else _PORTION
         step = max(1, portion // max(1, tries * z.shape[1:].numel()))
@@ -185,7 +183,7 @@ def keep_selected(x: torch.Tensor, tensor: MXFP4Tensor) -> MXFP4Tensor:
         z.div_(multiplier.unsqueeze(-1))
         amax = amax / multiplier
     elif tensor.macro is not None:
-        per_macro = z.shape[-2] if scheme.macro_block == "row" else scheme.macro_block // BLOCK_SIZE
+        per_macro = z.shape[-2] if scheme.macro_block == "row" else int(scheme.macro_block) // BLOCK_SIZE
         factor = macro.macro_factor(tensor.macro).repeat_interleave(per_macro, dim=-1)[..., : z.shape[-2]]
         z.mul_(factor.unsqueeze(-1))
         amax = amax * factor
@@ -251,8 +249,7 @@ def from_blocks(blocks: torch.Tensor, shape: torch.Size, block_rows: int) -> tor
 
 
 def per_row(of_blocks: torch.Tensor, shape: torch.Size, block_rows: int) -> torch.Tensor:
-    """Repeat what belongs to blocks, ``[..., N / block_rows, n]``, for each of the rows of ``shape``: ``[..., N,
-    n]``."""
+    """Repeat what belongs to blocks, ``[..., N / block_rows, n]``, for each row of ``shape``: ``[..., N, n]``."""
     if block_rows == 1:
         return of_blocks
     return of_blocks.repeat_interleave(block_rows, dim=-2)[..., : shape[-2], :]

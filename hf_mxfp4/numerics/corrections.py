@@ -78,8 +78,8 @@ LARGEST_ERROR = torch.finfo(torch.float32).max
 
 
 def sum_of_squares(error: torch.Tensor) -> torch.Tensor:
-    """Sums over the last axis of ``error**2``, in units of 2**-23, as int64: no sum depends on its order, so that all
-    backends compare alike.
+    """Return sums over the last axis of ``error**2``, in units of 2**-23, as int64: no sum depends on its order, so
+    that all backends compare alike.
 
     Each square is cut to an int32 first: ``error`` is below 16 in magnitude (scaled by [`inverse_power_of_two`], below
     4) and is consumed.
@@ -88,8 +88,7 @@ def sum_of_squares(error: torch.Tensor) -> torch.Tensor:
 
 
 def inverse_power_of_two(amax: torch.Tensor) -> torch.Tensor:
-    """``2**-floor(log2 amax)``, to bring errors into a range whose squares neither overflow nor vanish. Its exponent is
-    cut to -126..127."""
+    """``2**-floor(log2 amax)``, cut to exponents -126..127, so that squares of errors neither overflow nor vanish."""
     exponent = (amax.view(torch.int32) >> 23) & 0xFF
     return ((254 - exponent).clamp_(1, 254) << 23).view(torch.float32)
 

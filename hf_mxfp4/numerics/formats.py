@@ -93,7 +93,7 @@ def pack_codes(codes: torch.Tensor) -> torch.Tensor:
 
 
 def unpack_codes(packed: torch.Tensor, length: int) -> torch.Tensor:
-    """The first ``length`` codes of packed bytes: uint8 ``[..., ceil(length/2)]`` to ``[..., length]``."""
+    """Return the first ``length`` codes of packed bytes: uint8 ``[..., ceil(length/2)]`` to ``[..., length]``."""
     if packed.shape[-1] != (length + 1) // 2:
         raise ValueError(
             f"{packed.shape[-1]} packed bytes cannot hold {length} 4-bit codes; expected {(length + 1) // 2} bytes"
@@ -202,13 +202,13 @@ def e4m3_scale_byte(amax: torch.Tensor) -> torch.Tensor:
 
 
 def dequantize_e4m3(elements: torch.Tensor, byte: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The values ``[..., K]`` of what [`quantize_e4m3`] returned, in ``dtype``. What that cannot hold saturates; a row
-    with scale byte 255 is NaN as a whole."""
+    """Return the values ``[..., K]`` of what [`quantize_e4m3`] returned, in ``dtype``. What that cannot hold saturates;
+    a row with scale byte 255 is NaN as a whole."""
     return saturate(elements.float() * decode_e8m0(byte), dtype).to(dtype)
 
 
 def fake_quantize_e4m3(x: torch.Tensor) -> torch.Tensor:
-    """The E4M3 values of ``x`` in its own shape and dtype; see [`quantize_e4m3`].
+    """Return the E4M3 values of ``x`` in its own shape and dtype; see [`quantize_e4m3`].
 
     Rows are along the contraction axis: a power of two passes through a product unchanged, so that a kernel can apply
     it to the output. A finite value never becomes infinite. A row that holds NaN or infinity becomes NaN as a whole, as

@@ -39,7 +39,7 @@ def rotate(x: torch.Tensor, size: int, *, axis: int = -1, signs: torch.Tensor | 
 
 
 def unrotate(x: torch.Tensor, size: int, *, signs: torch.Tensor | None = None) -> torch.Tensor:
-    """The inverse of [`rotate`] along the last axis."""
+    """Return the inverse of [`rotate`] along the last axis."""
     rows = rotate(x, size)
     return rows if signs is None else rows * signs.to(rows)
 

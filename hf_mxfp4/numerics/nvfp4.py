@@ -62,11 +62,12 @@ def quantize_nvfp4(
 def dequantize_nvfp4(
     codes: torch.Tensor, scale: torch.Tensor, tensor_scale: torch.Tensor, length: int, dtype: torch.dtype
 ) -> torch.Tensor:
-    """The values ``[..., length]`` of what [`quantize_nvfp4`] returned, in ``dtype``, in which they saturate."""
+    """Return the values ``[..., length]`` of what [`quantize_nvfp4`] returned, in ``dtype``, in which they saturate."""
     scales = (scale.float() * tensor_scale).repeat_interleave(NVFP4_GROUP, dim=-1)[..., :length]
     return saturate(decode_e2m1(unpack_codes(codes, length)) * scales, dtype).to(dtype)
 
 
 def fake_quantize_nvfp4(x: torch.Tensor, tensor_scale: torch.Tensor | None = None) -> torch.Tensor:
-    """The NVFP4 values of ``x``, in its own shape and dtype. Arguments and errors as of [`quantize_nvfp4`]."""
-    return dequantize_nvfp4(*quantize_nvfp4(x, tensor_scale), x.shape[-1], x.dtype)
+    """Return the NVFP4 values of ``x``, in its own shape and dtype. Arguments and errors as of [`quantize_nvfp4`]."""
+    codes, scale, tensor_scale = quantize_nvfp4(x, tensor_scale)
+    return dequantize_nvfp4(codes, scale, tensor_scale, x.shape[-1], x.dtype)

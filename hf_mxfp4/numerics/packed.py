@@ -54,7 +54,7 @@ class MXFP4Tensor:
         return replace(self, **dict(zip(PARTS, parts, strict=True)), **changes)
 
     def dequantize(self, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """The represented values, in the original layout, as ``dtype`` (default: the original dtype)."""
+        """Return the represented values, in the original layout, as ``dtype`` (default: the original dtype)."""
         out = dequantize(
             self.codes,
             self.scale,
@@ -71,12 +71,11 @@ class MXFP4Tensor:
 
 
 def part_sizes(scheme: QuantScheme, length: int) -> tuple[int | None, ...]:
-    """Return the last axis, in bytes, of each of `PARTS` for rows of ``length`` elements; `None` for those that the
-    scheme has not."""
+    """Return the bytes of each of `PARTS` for a row of ``length`` elements; `None` for parts that the scheme lacks."""
     n_bytes, n_blocks = (length + 1) // 2, -(-length // BLOCK_SIZE)
     macro = None
     if scheme.macro_block is not None:
-        macro = min(1, length) if scheme.macro_block == "row" else -(-length // scheme.macro_block)
+        macro = min(1, length) if scheme.macro_block == "row" else -(-length // int(scheme.macro_block))
     residual = (None, None) if scheme.outlier_fallback is None else (n_bytes, n_blocks)
     return n_bytes, n_blocks, macro, *residual
 
@@ -129,7 +128,7 @@ def dequantize(
     if residual_codes is not None:
         out = out + outlier_fallback * values(residual_codes, residual_scale)
     if macro is not None:
-        size = max(length, 1) if macro_block == "row" else macro_block
+        size = max(length, 1) if macro_block == "row" else int(macro_block)
         if macro.shape[-1] != -(-length // size):
             raise ValueError(
                 f"macro has {macro.shape[-1]} bytes along its last axis; {length} elements in macro blocks of "

@@ -115,7 +115,7 @@ def quantize(
 
 
 def check_input(x: torch.Tensor, axis: int, block_rows: int = 1) -> int:
-    """The axis as a non-negative number; raises `TypeError` or `ValueError` for what cannot be quantized along it."""
+    """Return the axis as a non-negative number. Raises `TypeError` or `ValueError` for what it cannot quantize."""
     if not isinstance(x, torch.Tensor) or not x.is_floating_point():
         kind = x.dtype if isinstance(x, torch.Tensor) else type(x).__name__
         raise TypeError(f"MXFP4 quantization needs a floating-point tensor, got {kind}")

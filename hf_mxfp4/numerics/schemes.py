@@ -160,8 +160,8 @@ _EXAMPLE = "rceil+mbs128-static+of0.5"
 
 
 def parse_scheme(text: str) -> "QuantScheme | Treatment":
-    """The scheme that ``str(scheme)`` describes: ``"mxfp4+rceil+mbs128-static+of0.5"``, with or without ``"mxfp4+"``;
-    of ``"nvfp4"`` it is [`Treatment.NVFP4`].
+    """Return the scheme that ``str(scheme)`` describes: ``"mxfp4+rceil+mbs128-static+of0.5"``, with or without
+    ``"mxfp4+"``; of ``"nvfp4"`` it is [`Treatment.NVFP4`].
 
     The parts after the rule come in any order: ``mbs<size>[-<search>]`` (static when no search is named), ``of<alpha>``
     or ``of<alpha>@<share of blocks>``, ``stochastic``, ``32x32``.
@@ -339,7 +339,7 @@ class LinearScheme:
         return self.fprop.left is FP8 and self.fprop.rotation is None and self.wgrad == GemmScheme(FP8, REUSE)
 
     def describe(self, gemm: str) -> str:
-        """The operands of one product, and its rotation."""
+        """Return the operands of one product, and its rotation."""
         scheme: GemmScheme = getattr(self, gemm)
         parts = [f"{n} {o}" for n, o in zip(GEMM_OPERANDS[gemm], (scheme.left, scheme.right), strict=True)]
         return ", ".join([*parts, *([f"rotation {scheme.rotation}"] if scheme.rotation else [])])

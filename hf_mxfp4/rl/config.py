@@ -48,7 +48,7 @@ _REMOVED = {
 }
 
 #: TRL's config with the removed options, so that files that have them at values without effect are still read.
-_OlderConfig = make_dataclass(
+_OlderConfig: Any = make_dataclass(
     "_OlderConfig",
     [(name, str | None, option(None, f"Removed: {new}")) for name, (_, new) in _REMOVED.items()],
     bases=(GRPOConfig,),
@@ -247,7 +247,7 @@ def check_arguments(
 
 
 def _named(train_dataset: Any, eval_dataset: Any) -> list[tuple[str, Any]]:
-    """The datasets that there are, with their names."""
+    """Return the datasets that there are, with their names."""
     evaluated = eval_dataset if isinstance(eval_dataset, dict) else {"": eval_dataset}
     named = [(f"eval_dataset {name}".strip(), dataset) for name, dataset in evaluated.items()]
     return [pair for pair in (("train_dataset", train_dataset), *named) if pair[1] is not None]

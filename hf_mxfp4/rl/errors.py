@@ -7,7 +7,7 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import numpy as np
 import torch
@@ -142,7 +142,7 @@ def _observer(found: dict[str, dict[str, float]], name: str, layer: nn.Module, m
 
 
 def _components(prefix: str, x: torch.Tensor, scheme: QuantScheme) -> dict[str, float]:
-    """The metrics of one tensor ``[rows, K]``; NaN where there is nothing finite to measure."""
+    """Return the metrics of one tensor ``[rows, K]``; NaN where there is nothing finite to measure."""
     ratios, sqnr_db = dict.fromkeys(COMPONENTS, math.nan), math.nan
     if len(x) and torch.isfinite(x).all():
         parts = decompose_scheme(x, scheme)
@@ -276,7 +276,7 @@ def movable(model: nn.Module) -> list[WeightMatrix]:
 
 @torch.no_grad()
 def _sample(matrix: WeightMatrix) -> torch.Tensor:
-    """A copy of evenly spaced units of a matrix ``[units, rows, K]``: single rows, or groups that share scales."""
+    """Return a copy of evenly spaced units of a matrix ``[units, rows, K]``: rows, or groups that share scales."""
     with gathered(getattr(matrix.layer, matrix.parameter)) as value:
         weight = matrix.of(value)
         size = min(matrix.fprop.right.block_rows, len(weight))
@@ -286,7 +286,7 @@ def _sample(matrix: WeightMatrix) -> torch.Tensor:
 
 @torch.no_grad()
 def _sums(matrix: WeightMatrix, before: torch.Tensor) -> torch.Tensor:
-    """What a [`Movement`] is made of, float64 ``[9]``, for the step since the sample ``before``."""
+    """Return what a [`Movement`] is made of, float64 ``[9]``, for the step since the sample ``before``."""
     after, scheme, backend = _sample(matrix), matrix.fprop.right, matrix.layer.config.backend
     counts = [float(len(before)), float(before.numel())]
     if torch.equal(before, after):
@@ -294,7 +294,7 @@ def _sums(matrix: WeightMatrix, before: torch.Tensor) -> torch.Tensor:
     # Differences in float32 and sums in float64, which not all accelerators have.
     wide = torch.promote_types(before.dtype, torch.float32)
     exact = torch.float64 if before.device.type in ("cpu", "cuda") else wide
-    old, new = (fake_quantize(weights, scheme, backend).to(wide) for weights in (before, after))
+    old, new = (fake_quantize(weights, cast(QuantScheme, scheme), backend).to(wide) for weights in (before, after))
     step = (after.to(wide) - before.to(wide)).to(exact).flatten(1)
     moved, error = (new - old).to(exact).flatten(1), (old - before.to(wide)).to(exact).flatten(1)
     along, length = (moved * step).sum(dim=1), step.square().sum(dim=1)
@@ -306,7 +306,7 @@ def _sums(matrix: WeightMatrix, before: torch.Tensor) -> torch.Tensor:
 
 
 def _movements(matrices: list[WeightMatrix], before: list[torch.Tensor]) -> dict[str, Movement]:
-    """The movement since the samples ``before``, of all and by layer type, where a master moved."""
+    """Return the movement since the samples ``before``, of all and by layer type, where a master moved."""
     sums: dict[str, torch.Tensor] = defaultdict(lambda: torch.zeros(9, dtype=torch.float64))
     for matrix, old in zip(matrices, before, strict=True):
         name = matrix.name.removesuffix(".base_layer").rpartition(".")[2]  # PEFT's name for what it wraps
@@ -318,7 +318,7 @@ def _movements(matrices: list[WeightMatrix], before: list[torch.Tensor]) -> dict
 
 
 def _movement(sums: torch.Tensor) -> Movement | None:
-    """What was counted; `None` where no master moved, or one is not finite."""
+    """Return what was counted; `None` where no master moved, or one is not finite."""
     along, length, squares, mixed, lengths, by_chance, n_changed, n_units, n_weights = sums.tolist()
     if not (length > 0 and math.isfinite(along) and math.isfinite(length)):
         return None

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Free-form mathematical answers (MATH-500 and the like), compared by math-verify, which is an optional dependency.
+r"""Free-form mathematical answers (MATH-500 and the like), compared by math-verify, which is an optional dependency.
 
-A completion such as ``\\boxed{9^{9^{9^9}}}`` can keep math-verify busy for hours, so it runs in a process of its own
+A completion such as ``\boxed{9^{9^{9^9}}}`` can keep math-verify busy for hours, so it runs in a process of its own
 (this file, as a script, so it imports nothing of this package), which is killed after a time limit.
 """
 
@@ -23,8 +23,7 @@ _MEMORY_BYTES = 4 << 30
 
 
 def extract_boxed(text: str) -> str | None:
-    """Return the content of the last ``\\boxed{...}`` of ``text``, or None when there is none or its braces are not
-    closed, as in a truncated completion."""
+    r"""Return the content of the last ``\boxed{...}`` of ``text``, or None without one or with open braces."""
     _, marker, tail = text.rpartition("\\boxed{")
     depth, escaped = 1, False
     for end, character in enumerate(tail if marker else ""):
@@ -44,7 +43,7 @@ def check_math_answer(answer: str) -> None:
 
 
 def is_boxed_correct(completion: str, answer: str) -> bool:
-    """Return whether the content of the last ``\\boxed{...}`` of ``completion`` is mathematically equal to ``answer``
+    r"""Return whether the content of the last ``\boxed{...}`` of ``completion`` is mathematically equal to ``answer``
     (LaTeX or plain text). A comparison that takes longer than 5 seconds counts as wrong. Raises `ModuleNotFoundError`
     without math-verify, and `ValueError` where there is nothing to read in ``answer``."""
     check_math_answer(answer)
@@ -116,7 +115,7 @@ class _Worker:
 _WORKER = _Worker()
 
 
-os.register_at_fork(after_in_child=_WORKER.__init__)  # the process is the parent's
+os.register_at_fork(after_in_child=_WORKER.__init__)  # type: ignore[misc]  # the process is the parent's
 
 
 def _serve() -> None:

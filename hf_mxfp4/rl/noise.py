@@ -99,14 +99,14 @@ def _is_norm(name: str, module: nn.Module) -> bool:
 
 
 def _router_names(model: nn.Module) -> set[str]:
-    """The plain names of the routers of ``model``, of other repositories' too, whose routers are plain layers."""
+    """Return the plain names of the routers of ``model``, also where routers are plain layers."""
     known = tuple(f".{router}" for router in _ROUTER_NAMES)
     names = {plain_name(name) for name, _ in model.named_modules()}
     return {name for name in names if name.endswith(known)} | {plain_name(name) for name in present_routers(model)}
 
 
 def _nearest(router: str, owners: set[str]) -> str | None:
-    """The decoder layer of a router: of the modules around it, the nearest that owns norms."""
+    """Return the decoder layer of a router: of the modules around it, the nearest that owns norms."""
     around = router.split(".")[:-1]
     prefixes = (".".join(around[:count]) for count in range(len(around), 0, -1))
     return next((prefix for prefix in prefixes if prefix in owners), None)

@@ -22,10 +22,11 @@ from transformers import Trainer, TrainerCallback, TrainerState
 from .._logging import get_logger
 from ..checkpoint import checkpoint_step, invalidate, last_complete_checkpoint, why_incomplete, write_whole_manifest
 from ..layers import random_layers
+from ..utils import Mixin
 from .callbacks import QuantizationStepCallback
 
 
-class ExactResumeMixin:
+class ExactResumeMixin(Mixin):
     """Checkpoints of a [`transformers.Trainer`] that a stopped or killed run continues from as if it had never stopped.
 
     For classes of your own: `class MyTrainer(ExactResumeMixin, Trainer)`; [`MXFP4GRPOTrainer`] has it. In addition to
@@ -188,7 +189,7 @@ class ExactResumeMixin:
 
 
 def _not_finite(model: nn.Module, gradients: bool = False) -> str | None:
-    """The name of the first trained parameter that holds NaN or infinity here, or whose gradient does; or `None`."""
+    """Return the name of the first trained parameter that has NaN or infinity, also in its gradient; or `None`."""
     named = [(n, p.grad if gradients else p.detach()) for n, p in model.named_parameters() if p.requires_grad]
     local = [(n, getattr(t, "_local_tensor", t)) for n, t in named if t is not None and t.numel()]
     # The largest magnitude is NaN or infinite where any element is; a norm of large numbers could overflow.
@@ -234,6 +235,12 @@ def _state_file(checkpoint: str, rank: int) -> Path:
 
 class Terminated(SystemExit):
     """SIGTERM reached the process that trains. Its exit code is the one that shells give for it, 143."""
+
+    def __init__(self):
+        super().__init__(128 + signal.SIGTERM)
+
+    def __str__(self) -> str:
+        return "SIGTERM"
 
 
 class CheckpointOnExit(TrainerCallback):
@@ -302,7 +309,7 @@ class CheckpointOnExit(TrainerCallback):
         if threading.current_thread() is not threading.main_thread():
             yield
             return
-        usual = {signal.SIGTERM: signal.SIG_DFL, signal.SIGINT: signal.default_int_handler}
+        usual: dict[int, Any] = {signal.SIGTERM: signal.SIG_DFL, signal.SIGINT: signal.default_int_handler}
         taken = [number for number, handler in usual.items() if signal.getsignal(number) is handler]
         for number in taken:
             signal.signal(number, self._handle)
@@ -314,7 +321,7 @@ class CheckpointOnExit(TrainerCallback):
                 signal.signal(number, usual[number])
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        error = Terminated(128 + number) if number == signal.SIGTERM else KeyboardInterrupt()
+        error = Terminated() if number == signal.SIGTERM else KeyboardInterrupt()
         if self._update is None or self._waiting is not None:
             raise error
         self._waiting = error

@@ -70,9 +70,9 @@ def normalize_number(s: str) -> str:
 
 
 def extract_strict(text: str) -> str | None:
-    """Return the number after the last ``####`` of `text`, in canonical form, or None: ``"#### 1,234" -> "1234"``.
+    r"""Return the number after the last ``####`` of `text`, in canonical form, or None: ``"#### 1,234" -> "1234"``.
 
-    Between the marker and the number only blanks, a currency symbol, a sign, emphasis (``**18**``) or ``\\boxed{`` may
+    Between the marker and the number only blanks, a currency symbol, a sign, emphasis (``**18**``) or ``\boxed{`` may
     be, on the same line; what follows the number is ignored. Raises `TypeError` for other than a str.
     """
     _, marker, tail = _prepare(text).rpartition(ANSWER_MARKER)
@@ -80,9 +80,9 @@ def extract_strict(text: str) -> str | None:
 
 
 def extract_flexible(text: str) -> str | None:
-    """Return the last number anywhere in `text`, in canonical form, or None if there is no digit in it.
+    r"""Return the last number anywhere in `text`, in canonical form, or None if there is no digit in it.
 
-    Understands ``$``, thousands commas (also LaTeX ``{,}``), ``%``, decimals, ``\\boxed{..}`` and negatives (``-5``,
+    Understands ``$``, thousands commas (also LaTeX ``{,}``), ``%``, decimals, ``\boxed{..}`` and negatives (``-5``,
     ``$-5``, ``-$5``, Unicode minus). A minus that directly follows a letter, a digit or a closing bracket separates two
     numbers (``3-5`` ends in 5). Raises `TypeError` for other than a str.
     """
@@ -119,7 +119,7 @@ def is_exact_match(completion: str, answer: str) -> bool:
 
 
 def _text(completion: Any) -> str:
-    """The text of a completion: a str, or the content of the last assistant message of a conversation."""
+    """Return the text of a completion: a str, or the content of the last assistant message of a conversation."""
     if isinstance(completion, str):
         return completion
     if not isinstance(completion, Sequence) or not all(isinstance(message, dict) for message in completion):

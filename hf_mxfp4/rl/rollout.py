@@ -139,14 +139,14 @@ def share_with_trl(args: Any) -> None:
 
 
 def importance_ratios(log_ratio: torch.Tensor, mode: str) -> torch.Tensor:
-    """p / q: ``[B, T]``, or ``[B, 1]`` under the sequence modes."""
+    """Return p / q: ``[B, T]``, or ``[B, 1]`` under the sequence modes."""
     if mode.startswith("sequence"):
         log_ratio = log_ratio.sum(dim=1, keepdim=True)
     return log_ratio.clamp(-_LARGEST, _LARGEST).exp()
 
 
 def limit_ratios(ratio: torch.Tensor, mode: str, cap: float) -> torch.Tensor:
-    """The weights of one of `CORRECTION_MODES`."""
+    """Return the weights of one of `CORRECTION_MODES`."""
     return ratio.clamp(max=cap) if mode.endswith("truncate") else ratio.masked_fill(ratio > cap, 0.0)
 
 

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Router replay (R3, arXiv 2510.11370): the experts that a mixture chose while it sampled are those that it trains
-with."""
+"""Router replay (R3, arXiv 2510.11370): a mixture trains with the experts that it chose while it sampled."""
 
 import contextlib
 import re

@@ -41,7 +41,10 @@ class StepQuantization:
         self._is_counted = any(isinstance(state.spec, GemmSpec) for state in gemm_states(model))
         self._counts: Counter[str] = Counter()
         self._step: int | None = None
-        is_off = _is_sharded(accelerator) or args.step_weights == "auto" and not args.cache_rollout_weights
+        plugin = getattr(accelerator.state, "deepspeed_plugin", None)
+        is_zero3 = plugin is not None and plugin.zero_stage == 3
+        is_sharded = is_zero3 or getattr(accelerator.state, "fsdp_plugin", None) is not None
+        is_off = is_sharded or args.step_weights == "auto" and not args.cache_rollout_weights
         self.form = "none" if is_off else args.step_weights
         self._policy = WeightCache(model, form=self.form)
         self.reference = WeightCache(*([] if reference is None else [reference]), form=self.form)
@@ -143,10 +146,3 @@ class QuantizedTrainerMixin(ExactResumeMixin):
         super()._load_rng_state(checkpoint)
         # The epoch has begun before a Trainer loads them, and the states of then belong to no step.
         self.exit_checkpoint.remember(self.state.global_step)
-
-
-def _is_sharded(accelerator: Accelerator) -> bool:
-    """Whether FSDP or DeepSpeed ZeRO-3 shards the weights over processes."""
-    plugin = getattr(accelerator.state, "deepspeed_plugin", None)
-    is_zero3 = plugin is not None and plugin.zero_stage == 3
-    return is_zero3 or getattr(accelerator.state, "fsdp_plugin", None) is not None

@@ -70,7 +70,6 @@ class MXFP4GRPOTrainer(QuantizedTrainerMixin, GRPOTrainer):
         n_quantized: weight matrices of the policy that are in MXFP4.
         noise, routing, vllm_policy: noise on norms, replay of experts, and what vLLM is given; `None` without.
         entropy_callback, error_callback, activation_callback, movement_callback: what watches.
-        run_log: writes `run_log.jsonl`.
 
     Raises:
         ValueError: the model has no MXFP4 layer (unless `allow_full_precision`), a dataset is empty, the model has no
@@ -172,7 +171,7 @@ class MXFP4GRPOTrainer(QuantizedTrainerMixin, GRPOTrainer):
         self.reward_funcs.append(function)
         self.reward_func_names.append(function.__name__)
         self.reward_processing_classes.append(None)
-        self.reward_weights = torch.cat([self.reward_weights, torch.tensor([args.overlong_penalty])])
+        self.reward_weights = torch.cat([self.reward_weights, torch.tensor([args.overlong_penalty])])  # type: ignore[has-type]
 
     # ---- training -------------------------------------------------------------------------------------------------
 
@@ -206,14 +205,14 @@ class MXFP4GRPOTrainer(QuantizedTrainerMixin, GRPOTrainer):
 
     @contextlib.contextmanager
     def _rollout_policy(self) -> Iterator[None]:
-        """The policy as it samples: with copies of its weights, and with noise in training."""
+        """Return the policy as it samples: with copies of its weights, and with noise in training."""
         step, sigma = self.state.global_step, self._sigma()
         is_noisy = self.noise is not None and self.model.training
         if self.use_vllm and (is_noisy or self.vllm_policy.has_noise):
             # The noise travels with the weights: a push is due even if they have not changed, to bring noise, or in
             # evaluation to take it away.
             self._last_loaded_step = -1
-        noise = contextlib.nullcontext()
+        noise: Any = contextlib.nullcontext()
         if is_noisy:
             noise = self.noise.pushed(sigma) if self.use_vllm else self.noise.active(step, sigma)
         with self._weight_copies(), noise:
@@ -227,7 +226,7 @@ class MXFP4GRPOTrainer(QuantizedTrainerMixin, GRPOTrainer):
         return cached_weights(self.model, form if self.args.cache_rollout_weights else "none")
 
     def _sigma(self) -> float:
-        """Standard deviation of the noise at this step; 0 outside of training."""
+        """Return the standard deviation of the noise at this step; 0 outside of training."""
         if self.noise is None or not self.model.training:
             return 0.0
         return self.args.noise_schedule.sigma(self.state.global_step, self.state.max_steps)
@@ -316,8 +315,7 @@ class MXFP4GRPOTrainer(QuantizedTrainerMixin, GRPOTrainer):
     # ---- checkpoints ----------------------------------------------------------------------------------------------
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
-        """[`trl.GRPOTrainer.create_model_card`], without links to `None` where the model comes from a folder, and with
-        the import that MXFP4 layers need."""
+        """[`trl.GRPOTrainer.create_model_card`], without links to `None`, with the import that MXFP4 layers need."""
         with decoration():
             super().create_model_card(*args, **kwargs)
             if self.is_world_process_zero():
@@ -341,7 +339,7 @@ class MXFP4GRPOTrainer(QuantizedTrainerMixin, GRPOTrainer):
         return {**super()._process_state(), "rollouts": rollouts}
 
     def _batch_split(self) -> dict[str, int]:
-        """What decides which micro-batch of which rollout an optimizer step trains on."""
+        """Return what decides which micro-batch of which rollout an optimizer step trains on."""
         names = ("steps_per_generation", "num_iterations", "per_device_train_batch_size")
         return {name: getattr(self.args, name) for name in names}
 

@@ -97,12 +97,8 @@ class VLLMPolicy:
             named, model, self._noise, step, sigma, deltas, self.engine.dtype,
             factors=factors, packs=self.engine.is_packed, pushed=self._pushed, merged=merged,
         )  # fmt: skip
-        # In vLLM's dtype half of the bytes; other parameters may be in another one there.
-        quantized = {plain_name(matrix.full_name) for matrix in trainable_matrices(model)}
         n_bytes = n_tensors = 0
         for name, tensor in tensors:
-            if name in quantized and tensor.is_floating_point():
-                tensor = tensor.to(self.engine.dtype)
             n_bytes, n_tensors = n_bytes + tensor.nbytes, n_tensors + 1
             yield name, tensor
         if n_tensors == 0:
@@ -113,7 +109,7 @@ class VLLMPolicy:
             self._record("vllm/sync_bytes", n_bytes)
 
     def _of_policy(self) -> tuple[Parameters, set[str], dict, dict]:
-        """The parameters to push, those that have adapters in them, what adapters add to others, and their factors."""
+        """Return parameters to push, those with adapters in them, what adapters add to others, and their factors."""
         model, packs = self._model, self.engine.is_packed
         # Of layers without adapters vLLM has zeros, unless it throws them away; a server is to load those of a layer
         # that is joined with one that has an adapter.
@@ -185,12 +181,12 @@ def rollout_parameters(
     pushed: PushedWeights | None = None,
     merged: Set[str] = frozenset(),
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """The pairs of ``named`` with quantized weights in place of master weights, and noise on the weights of norms. What
-    the noise changed, after rounding to the dtype of vLLM, is left in its ``last_report``.
+    """Return the pairs of ``named`` with quantized weights in place of master weights, and noise on the weights of
+    norms. What the noise changed, after rounding to the dtype of vLLM, is left in its ``last_report``.
 
     Args:
         deltas: what adapters add to parameters, see [`adapter_sums`]; added in float32, after quantization.
-        dtype: in which vLLM keeps weights; by default that of each.
+        dtype: in which vLLM keeps weights, and quantized ones are given; by default that of each.
         factors: of adapters that vLLM keeps apart, by layer, see [`adapter_factors`]; they follow the layer's weight.
         packs: quantized weights without noise or ``deltas`` are codes and scales, by the names of packed checkpoints.
         pushed: what vLLM has, and what is left out therefore; it is told what is pushed.
@@ -229,6 +225,7 @@ def rollout_parameters(
                 n_elements += tensor.numel()
                 yield name, noisy
             else:
+                adapted = adapted if matrix is None else adapted.to(dtype or adapted.dtype)
                 yield name, tensor if adapted is clean and matrix is None else adapted
         if pushed is not None and name not in left_out:
             pushed.note(name, is_clean and name not in merged)

@@ -67,7 +67,7 @@ def vllm_in_scheme(args: Any) -> Iterator[None]:
 
 
 def _options(model: nn.Module, args: Any) -> dict[str, Any]:
-    """What to add to the options that TRL makes its colocated vLLM with."""
+    """Return what to add to the options that TRL makes its colocated vLLM with."""
     options: dict[str, Any] = {EXPERTS_OPTION: True} if args.router_replay else {}
     config, words = quantization_config(model, args)
     if config is not None:
@@ -171,7 +171,8 @@ class VLLMEngine:
 
     @classmethod
     def _of_server(cls, generation: Any) -> "VLLMEngine":
-        answers, client = [None], getattr(generation, "vllm_client", None)  # of the main process
+        answers: list[Any] = [None]
+        client = getattr(generation, "vllm_client", None)  # of the main process
         if client is not None:
             answers = [client.get_server_info()["model_config"]]
         broadcast_object_list(answers, from_process=0)
@@ -243,7 +244,7 @@ def _quantized(model: nn.Module) -> list[nn.Module]:
 
 
 def _stored_config(name: str) -> dict[str, Any]:
-    """The `config.json` of a checkpoint that is here already; empty without one."""
+    """Return the `config.json` of a checkpoint that is here already; empty without one."""
     try:
         return PreTrainedConfig.get_config_dict(name, local_files_only=True)[0] if name else {}
     except (OSError, ValueError):

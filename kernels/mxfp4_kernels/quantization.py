@@ -254,13 +254,13 @@ def _values(
     check_output(dtype)
     out = [None if s is None else torch.empty(s, dtype=dtype, device=x.device) for s in _shapes(x, sides)]
     _launch(x, Sides(*map(as_stored, out)), scheme, sides, dtype, packs=False)
-    return tuple(out)
+    return out[0], out[1]
 
 
 def _packed(x: torch.Tensor, scheme: Scheme, sides: Sides) -> tuple[Packed | None, Packed | None]:
     out = [None if shape is None else Packed.empty(x.device, shape, scheme) for shape in _shapes(x, sides)]
     _launch(x, Sides(*(p and p.pointers() for p in out)), scheme, sides, x.dtype, packs=True)
-    return tuple(out)
+    return out[0], out[1]
 
 
 def _shapes(x: torch.Tensor, sides: Sides) -> tuple[tuple[int, ...] | None, tuple[int, ...] | None]:

@@ -180,7 +180,7 @@ def read_grid(
 
 
 def _cells(content: Mapping[str, Any], path: Path, only: Sequence[str] | None) -> list[Cell]:
-    """The chosen cells of a grid."""
+    """Return the chosen cells of a grid."""
     described = content["cells"]
     if isinstance(described, str):
         described = yaml.safe_load((path.parent / described).read_text(encoding="utf-8"))

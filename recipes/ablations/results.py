@@ -72,7 +72,7 @@ def make_records(grid: Grid, command: str) -> tuple[list[dict[str, Any]], list[s
 
 
 def _curves(folder: Path) -> dict[str, list[tuple[int, float]]]:
-    """What a run logged of the values in `LOGGED`, with four digits."""
+    """Return what a run logged of the values in `LOGGED`, with four digits."""
     logged = read_json(folder / "log_history.json") or []
     curves: dict[str, list[tuple[int, float]]] = {}
     for entry in logged:
@@ -83,7 +83,7 @@ def _curves(folder: Path) -> dict[str, list[tuple[int, float]]]:
 
 
 def _accuracy(run: Run, result: Record, curves: Mapping[str, Sequence[tuple[int, float]]]) -> float:
-    """The accuracy that a run counts with."""
+    """Return the accuracy that a run counts with."""
     score, after = next(iter(result["accuracy_after"].items()))
     if run.grid.mean_of_last == 1 or result["steps"] == 0:
         return after
@@ -100,7 +100,7 @@ def _accuracy(run: Run, result: Record, curves: Mapping[str, Sequence[tuple[int,
 
 
 def statistics(records: Sequence[Record]) -> list[dict[str, Any]]:
-    """Return one entry per cell, accuracies from 0 to 1:
+    """Return one entry per cell, accuracies from 0 to 1.
 
     * ``before``: of the starting point under the cell's scheme, mean over seeds; `None` where it was not evaluated;
     * ``after``: mean over seeds, with the standard error of this mean (``over_seeds``, `None` for one seed) and the one

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a folder or a repository of the Hub holds, whole weights or an adapter, and where the options of a scheme come
-from."""
+"""What a folder or Hub repository holds, whole weights or an adapter, and where a scheme's options come from."""
 
 import json
 from collections.abc import Mapping

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the recipes print and write down, and how they end: with a message instead of a traceback, and all processes
-together."""
+"""What the recipes print and write down, and how they end: with a message, no traceback, and all processes at once."""
 
 import atexit
 import contextlib

@@ -68,8 +68,7 @@ def remove_old_checkpoints(output: Path, recipe: StartArguments, training: Train
 
 
 def write_resolved_config(folder: Path, *groups: Any) -> None:
-    """Write `resolved_config.yaml`: the options of all groups, in their order and without tokens, and the versions of
-    packages."""
+    """Write `resolved_config.yaml`: the options of all groups in order, without tokens, and versions of packages."""
     options: dict[str, Any] = {}
     for group in groups:
         named = isinstance(group, TrainingArguments)

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The runs of a study: an arm and a seed each, from the seed's initial weights to a loss curve; kept in
-`study.json`."""
+"""The runs of a study: an arm and a seed each, from initial weights to a loss curve; kept in `study.json`."""
 
 import json
 import math

@@ -245,7 +245,7 @@ def is_first_line_correct(completion: str, answer: str) -> bool:
 
 
 def few_shot(subsets: Subsets) -> Task:
-    """Prompts ``"12-5=7\\n8+9=17\\n14+9="``: sums and differences of numbers from 1 to 25, none negative, after two
+    r"""Prompts ``"12-5=7\n8+9=17\n14+9="``: sums and differences of numbers from 1 to 25, none negative, after two
     solved ones, which a small language model half knows. Of 950, 600 are held out as the test: enough to tell two
     points of accuracy apart within a seed."""
     numbers = range(1, _LARGEST + 1)

@@ -140,8 +140,7 @@ TINY_MODELS = {"qwen2": build_qwen2, "qwen3_moe": build_qwen3_moe}
 
 
 def encode_example(tokenizer: PreTrainedTokenizerFast, prompt: str | list[dict], completion: str) -> tuple[list, list]:
-    """Return the token ids of one training sequence (prompt, completion, eos), and its labels (the prompt is
-    ignored)."""
+    """Return token ids of one training sequence (prompt, completion, eos), and its labels (the prompt ignored)."""
     if not isinstance(prompt, str):
         prompt = tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)
     context = tokenizer(prompt, add_special_tokens=False)["input_ids"]

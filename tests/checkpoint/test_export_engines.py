@@ -49,6 +49,11 @@ for name, ways in json.loads(sys.argv[1]).items():
         assert not any(info.values()), (name, way, info)
         found[name, way] = model(torch.arange(2, 14).view(2, 6)).logits.detach()
 torch.save(found, "logits.pt")
+for own in ("policy", "imported"):  # a trained and a packed checkpoint of this package
+    try:
+        AutoModelForCausalLM.from_pretrained(own)
+    except ValueError as error:
+        print(error)
 """
 
 
@@ -136,6 +141,7 @@ def test_logits_are_ours_bit_for_bit(tmp_path):
     command = [sys.executable, "-c", LOADER, json.dumps(ways)]
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+    assert done.stdout.count("hf-mxfp4 run -- COMMAND") == 2
     found = torch.load(tmp_path / "logits.pt")
     assert len(found) == 3 + 2 + 3 + 2 * 3 + 1
     for (name, way), logits in found.items():

@@ -84,8 +84,8 @@ def test_a_policy_under_its_own_scheme(checkpoint, tmp_path):
     ("arguments", "message"),
     [
         (["--scheme", "rciel"], "no scale rule 'rciel'; did you mean 'rceil'?"),
-        (["--include", "layers.9"], "matches the pattern 'layers.9'"),
-        (["--include", "norm"], "would be quantized; skipped"),
+        (["--skip", "layers.9"], "matches the pattern 'layers.9'"),
+        (["--skip", "layers"], "would be quantized; skipped"),
     ],
 )
 def test_wrong_usage(checkpoint, tmp_path, arguments, message):
@@ -184,7 +184,7 @@ def test_ctrl_c_and_on(checkpoint, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "give a second checkpoint; hf-mxfp4 analyze A --scheme X --scheme Y compares schemes"),
+        ([], "Missing argument 'B'"),
         (["{model}", "--scheme", "rceil", "--scheme", "even"], "--scheme once at most"),
         (["gone/gone/gone"], "does not exist"),
     ],
@@ -236,7 +236,7 @@ def test_fused_experts_meet_experts_of_their_own(checkpoint, tmp_path):
     original = Path(checkpoint("qwen3_moe"))
     packed = packed_of(original, tmp_path / "packed")
     assert any(".experts.0." in name for name in load_file(original / "model.safetensors"))
-    data = json.loads(compare(original, packed, "--json", "--include", "mlp.experts").stdout)
+    data = json.loads(compare(original, packed, "--json", "--skip", "self_attn").stdout)
     assert sorted(data["tensors"]) == [
         f"model.layers.{i}.mlp.experts.{name}" for i in range(2) for name in ("down_proj", "gate_up_proj")
     ]
@@ -276,8 +276,8 @@ def test_what_cannot_be_compared(checkpoint, tmp_path):
     for arguments, message in (
         ([packed, packed], "both checkpoints store quantized weights; give the original of one of them as A"),
         ([original, packed, "--scheme", "rceil"], "packed stores weights under a scheme of its own; give no --scheme"),
-        ([original, packed, "--include", "layers.9"], "no quantized layer of packed matches the pattern 'layers.9'"),
-        ([checkpoint("llama", layers=1), packed, "--include", "layers.1"], "have no quantized weight in common"),
+        ([original, packed, "--skip", "layers.9"], "no quantized layer of packed matches the pattern 'layers.9'"),
+        ([checkpoint("llama", layers=1), packed, "--skip", "layers"], "have no quantized weight in common"),
     ):
         done = compare(*arguments)
         assert done.exit_code == 2 and message in done.stderr, done.output

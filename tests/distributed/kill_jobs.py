@@ -17,7 +17,7 @@ from hf_mxfp4.checkpoint import last_complete_checkpoint
 from hf_mxfp4.rl.rewards import guard_reward
 
 
-STEPS = 5
+STEPS = 4
 OPTIONS = {"max_steps": STEPS, "save_steps": 1, "save_total_limit": 2, "num_iterations": 2, "logging_steps": 2}
 
 

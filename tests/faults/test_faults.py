@@ -145,7 +145,9 @@ def test_a_stop_in_an_evaluation_goes_on_to_the_same_bits(build, tmp_path):
     assert_same(*ends)
 
 
-@pytest.mark.parametrize("step", [2, 4], ids=["within an epoch", "between epochs"])
+@pytest.mark.parametrize(
+    "step", [pytest.param(2, marks=pytest.mark.large), 4], ids=["within an epoch", "between epochs"]
+)
 def test_a_resumed_run_that_stops_in_its_first_step_goes_on_in_another_folder(build, step, tmp_path):
     """What it saves there is the checkpoint that it was resumed from."""
     options = {"max_steps": 5, "save_strategy": "steps", "save_steps": step}
@@ -265,7 +267,7 @@ def fitting(tmp_path_factory):
     return build, folder / "run", weights(trainer.model)
 
 
-@pytest.mark.parametrize("file", ["model.safetensors", "optimizer.pt"])
+@pytest.mark.parametrize("file", ["model.safetensors", pytest.param("optimizer.pt", marks=pytest.mark.large)])
 def test_a_checkpoint_that_does_not_fit_leaves_the_one_before_usable(tmp_path, file, fitting, limits, capsys):
     build, folder, expected = fitting
     size = (folder / "checkpoint-1" / file).stat().st_size

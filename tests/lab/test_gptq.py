@@ -164,8 +164,9 @@ def test_the_values_stay_and_predictions_are_nearer():
     assert quantized.kl.value < 0.8 * nearest.kl.value
 
 
-@pytest.mark.parametrize("family", ["qwen2", "qwen3", "gemma"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("family", "dtype"), [("qwen2", torch.float32), ("qwen3", torch.bfloat16), ("gemma", torch.bfloat16)]
+)
 def test_decoder_layers_run_one_by_one_are_the_model(family, dtype):
     model, batches = make_model(family, dtype=dtype).eval(), texts(3)
     with torch.no_grad():
@@ -263,7 +264,7 @@ def test_packing_what_the_command_writes_loses_nothing(folder):
     assert run("verify", folder / "out").exit_code == 0
 
 
-@pytest.mark.parametrize("dtype", ["auto", "float32"])
+@pytest.mark.parametrize("dtype", [pytest.param("auto", marks=pytest.mark.large), "float32"])
 def test_masters_on_the_grid_are_told_of_when_they_are_loaded_to_train(folder, caplog, dtype):
     config = MXFP4RLConfig(preset="w4a4", fprop={"weight": "even+mbs128-blockwise"})
     assert run("gptq", folder / "base", folder / "out", "--text", folder / "sums.jsonl").exit_code == 0
@@ -277,7 +278,6 @@ def test_masters_on_the_grid_are_told_of_when_they_are_loaded_to_train(folder, c
 def test_the_command_says_what_it_cannot_do(folder):
     texts = ("--text", folder / "sums.jsonl")
     for out, arguments, message in (
-        ("out", ("--inputs", "quantized"), "--inputs was removed: weights are rounded for"),
         ("out", ("--scheme", "rceil+mbs128-static+of0.5"), "cannot be rounded to stay"),
         ("base", (), "overwrite"),
     ):

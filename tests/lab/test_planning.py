@@ -23,10 +23,9 @@ def config():
     return small
 
 
-@pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize(
-    "options",
-    [None, {"preset": "w4a16"}, {"preset": "w4a8"}, {"mode": "packed"}],
+    ("options", "checkpointing"),
+    [(None, True), ({"preset": "w4a16"}, False), ({"preset": "w4a8"}, True), ({"mode": "packed"}, False)],
     ids=["full", "w4a16", "w4a8", "packed"],
 )
 def test_a_step_takes_about_what_was_estimated(options, checkpointing):

@@ -10,9 +10,9 @@ from page_reader import PageReader
 from safetensors.torch import save_file
 
 import hf_mxfp4
+from hf_mxfp4.checkpoint import Problem
 from hf_mxfp4.lab import (
     ErrorStatistics,
-    Problem,
     Selection,
     analyze_weights,
     delta_figure,

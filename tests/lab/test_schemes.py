@@ -13,7 +13,7 @@ from hf_mxfp4.numerics import QuantScheme, parse_scheme
 
 
 def test_the_string_of_every_scheme_reads_back():
-    fallbacks = [(None, None), (0.5, None), (1.0, None), (0.25, 0.1)]
+    fallbacks = [(None, None), (0.5, None), (1.0, None), (1 / 3, 0.1 / 3)]
     every = itertools.product(RULES, MACROS, fallbacks, ("nearest", "stochastic"), (1, 32))
     for rule, (size, search), (alpha, rate), rounding, rows in every:
         scheme = QuantScheme(rule, size, search, alpha, rounding, rows, rate)

@@ -32,9 +32,9 @@ from hf_mxfp4.numerics import QuantScheme, parse_scheme
 RCEIL = QuantScheme()
 
 
-def analyzed(folder, schemes=(RCEIL,), include=(), exclude=(), **options):
+def analyzed(folder, schemes=(RCEIL,), exclude=(), **options):
     source = open_source(str(folder))
-    return analyze_weights(source, schemes, Selection.of(source, include, exclude), **options)
+    return analyze_weights(source, schemes, Selection.of(source, exclude), **options)
 
 
 def tensors_of(folder):
@@ -84,10 +84,9 @@ def test_slices_give_the_whole(checkpoint, monkeypatch):
         assert x.histogram == y.histogram and x.total == pytest.approx(y.total, rel=1e-12)
 
 
-@pytest.mark.parametrize("options", [{"include": ["layer.1"]}, {"exclude": ["layers.1", "mlpp"]}])
-def test_a_pattern_that_matches_nothing_is_an_error(checkpoint, options):
-    with pytest.raises(SourceError, match="matches the pattern '(layer.1|mlpp)'"):
-        analyzed(checkpoint(shard_size="60KB"), **options)
+def test_a_pattern_that_matches_nothing_is_an_error(checkpoint):
+    with pytest.raises(SourceError, match="matches the pattern 'mlpp'"):
+        analyzed(checkpoint(shard_size="60KB"), exclude=["layers.1", "mlpp"])
 
 
 def test_a_model_of_conv1d_is_told_so(tmp_path):

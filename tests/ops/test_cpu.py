@@ -222,14 +222,6 @@ def test_tensors_whose_memory_says_something_else(make):
     assert torch.equal(rotate_rows(make(x), 64), rotate_rows(plain, 64))
 
 
-def test_forward_mode_runs_eagerly():
-    x = torch.randn(3, 5, 64, generator=torch.Generator().manual_seed(0))
-    expected = numerics.fake_quantize(x)
-    assert torch.equal(torch.func.jvp(hf_mxfp4.fake_quantize, (x,), (x,))[0], expected)
-    assert torch.equal(torch.func.jvp(lambda x: hf_mxfp4.quantize(x).dequantize(), (x,), (x,))[0], expected)
-    assert torch.equal(torch.vmap(lambda x: rotate_rows(x, 64))(x), numerics.rotate(x, 64))
-
-
 @pytest.mark.parametrize("size", [0, 100])
 def test_freed_storage_is_an_error(size):
     x = torch.randn(40, 64)

@@ -276,11 +276,22 @@ def test_what_is_missing_is_named_before_there_is_a_trainer(words, message, tmp_
         short_run("out", config="qwen2.5_3b_gsm8k")
 
 
-def test_a_used_folder_is_not_written_over(tmp_path):
-    (tmp_path / "precious.txt").write_text("results")
+def test_a_used_folder_is_not_written_over(whole):
+    """B30 of other projects' mistakes."""
+    results = (whole[0] / "summary.json").read_bytes()
     with pytest.raises(SystemExit, match="is not empty; choose another"):
-        main([*TINY, f"--output_dir={tmp_path}", "--overwrite=false"])
-    assert (tmp_path / "precious.txt").read_text() == "results"
+        main([*TINY, f"--output_dir={whole[0]}", "--overwrite=false"])
+    assert (whole[0] / "summary.json").read_bytes() == results
+
+
+def test_a_run_writes_down_every_option_that_it_used(whole):
+    """B27 and B31 of other projects' mistakes."""
+    options = yaml.safe_load((whole[0] / "resolved_config.yaml").read_text())["options"]
+    given = {"aqn_num_stages": 3, "max_steps": 3, "tiny_hidden_size": 32, "n_train": 200}
+    assert given.items() <= options.items()  # from the command line
+    assert options["task"] == "arithmetic" and options["learning_rate"] == 1e-4  # from the file
+    assert options["aqn"] is True and options["rollout_correction"] is True  # by default
+    assert options["max_completion_length"] == 4 and not any(name.endswith("token") for name in options)
 
 
 def test_checkpoints_of_a_run_that_is_written_over_are_removed_when_nothing_is_refused_any_more(tmp_path):

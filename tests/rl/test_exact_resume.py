@@ -254,7 +254,7 @@ def test_weights_that_are_not_finite_are_not_saved(build, tmp_path):
 # ---- experts, with any Trainer --------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module", params=["quantized", "full precision"])
+@pytest.fixture(scope="module", params=["quantized", pytest.param("full precision", marks=pytest.mark.large)])
 def train_experts(request, tmp_path_factory):
     """`train(cls, out, resume)` gives a trainer after a run, of which those that start anew are trained once."""
     root = tmp_path_factory.mktemp("experts")

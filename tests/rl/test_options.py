@@ -44,22 +44,7 @@ REFUSED = [
 #: Options that were removed: values that are refused, and what the error says.
 REMOVED = {
     "aqn_layers": (["layers.0"], "noise is on all norms"),
-    "aqn_seed": (7, "noise follows seed"),
-    "aqn_targets": ("both", "noise is on norms alone; leave the option out"),
-    "aqn_linear_sigma_scale": (2.0, "noise is on norms alone"),
-    "aqn_target_entropy": (0.3, "use_adaptive_entropy of TRL"),
-    "aqn_rate_limit": (0.1, "use_adaptive_entropy of TRL"),
     "aqn_schedule": ("constant", "set aqn_sigma_end to aqn_sigma_start"),
-    "rollout_weights": ("dense", "step_weights"),
-    "rollout_correction_min": (0.5, "rollout_correction_cap"),
-    "dynamic_sampling": (True, "GRPOWithReplayBufferTrainer"),
-    "dynamic_sampling_max_rounds": (5, "GRPOWithReplayBufferTrainer"),
-    "quantize_reference": (False, "under the scheme of the policy"),
-    "compile_rollouts": (True, "use_vllm=True"),
-    "entropy_collapse": (0.1, "limits are fixed"),
-    "entropy_explosion": (3.0, "limits are fixed"),
-    "error_layers": (8, "four layers"),
-    "gradient_gain_every": (50, "error_every"),
     "router_every": (10, "hf_mxfp4.lab.router_statistics"),
 }
 #: Values without effect, as older YAML files have them.

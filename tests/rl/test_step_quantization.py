@@ -46,7 +46,9 @@ RUNS = {
 }
 
 
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=pytest.mark.large if n in ("two iterations", "bfloat16") else ()) for n in RUNS]
+)
 def test_once_per_optimizer_step(build, tmp_path, name):
     scheme, options, without = RUNS[name]
     found = {}

@@ -207,7 +207,7 @@ def weights_of(code: Sequence[Instruction], trips: Sequence[float], finishing: f
 
 
 def _around(loop: Loop, code: Sequence[Instruction], running: Sequence[Loop]) -> Loop:
-    """The largest part that a branch skips with the loop, and with none that runs."""
+    """Return the largest part that a branch skips with the loop, and with none that runs."""
     best = loop
     for one in code:
         if one.target is None or not one.conditional or not one.at < loop.start <= loop.end < one.target:
@@ -267,9 +267,9 @@ _PIPE_OF_SASS = {name: pipe for pipe, names in _SASS_PIPES.items() for name in n
 
 
 def pipe_of(name: str) -> str:
-    """What takes an instruction: ``"matrix"``, ``"special"``, ``"loads"`` (and stores, and what goes between threads),
-    ``"float"``, ``"multiply"`` (of integers), ``"integer"`` (and logic, comparisons, most conversions), ``"scalar"``
-    (one for a warp), or ``"other"``."""
+    """Return what takes an instruction: ``"matrix"``, ``"special"``, ``"loads"`` (and stores, and what goes between
+    threads), ``"float"``, ``"multiply"`` (of integers), ``"integer"`` (and logic, comparisons, most conversions),
+    ``"scalar"`` (one for a warp), or ``"other"``."""
     first = name.partition(".")[0]
     if first in _PIPE_OF_SASS:
         return _PIPE_OF_SASS[first]

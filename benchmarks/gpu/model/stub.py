@@ -79,8 +79,8 @@ _FREE = (
 
 
 def cuda_of(gpu: GPU) -> torch.device:
-    """The device that stands for a GPU. No machine has one of such a number, so that nothing that is kept by device can
-    be taken for a real one's."""
+    """Return the device that stands for a GPU. No machine has one of such a number, so that nothing that is kept by
+    device can be taken for a real one's."""
     return torch.device("cuda", gpu.number)
 
 
@@ -110,7 +110,7 @@ def stub_gpu(gpu: GPU) -> Iterator[list[Step]]:
 
 
 def _stand_ins(gpu: GPU, device: torch.device, steps: list[Step]) -> Iterator[tuple[Any, str, Any]]:
-    """What is replaced: object, attribute, and by what."""
+    """Return what is replaced: object, attribute, and by what."""
     properties = SimpleNamespace(
         name=gpu.name,
         major=gpu.capability[0],
@@ -138,7 +138,7 @@ def _stand_ins(gpu: GPU, device: torch.device, steps: list[Step]) -> Iterator[tu
     yield triton.JITFunction, "run", run
     block_scaled = import_module("hf_mxfp4.gemm.block_scaled")
     yield block_scaled, "fit", lambda *operands: True
-    yield torch, "equal", lambda *tensors: True  # whether an FP8 weight is exact
+    yield torch.Tensor, "item", lambda _: 0  # an FP8 weight is exact
     # The function of torch 2.13 that gives the shape of MXFP4 products asks for half of their scales.
     no_mxfp4 = lambda recipe, _: "torch gives it no shape" if recipe == "mxfp4" else None  # noqa: E731
     yield block_scaled, "problem", no_mxfp4

@@ -13,7 +13,7 @@ from .quark import QuarkFormat
 
 
 #: A new format is one more module, and one more line here.
-FORMATS: dict[str, Format] = {
+FORMATS: dict[str, Any] = {
     format.name: format
     for format in (
         CompressedTensorsFormat(),

@@ -4,7 +4,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 
@@ -13,9 +13,6 @@ from ...numerics import BLOCK_SIZE, QuantScheme, ScaleRule
 from ..folder import CheckpointError, CheckpointFolder, NewTensor, StoredTensor, write_shards
 from ..names import LayerShape, plain_tensors
 
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 #: Reads a tensor of the files by its name, or one slice of its first axis.
 Read = Callable[..., torch.Tensor]
@@ -35,7 +32,7 @@ class Format(ABC):
     #: Whether tensors have the names that files of a plain model have, or else those of the model itself.
     plain_names: ClassVar[bool] = True
 
-    def for_checkpoint(self, folder: CheckpointFolder, model: "PreTrainedModel", config: MXFP4RLConfig) -> "Format":
+    def for_checkpoint(self, folder: CheckpointFolder, model: torch.nn.Module, config: MXFP4RLConfig) -> "Format":
         """Return the format for one checkpoint under ``config``, whose ``model`` is on the meta device. Raises
         [`CheckpointError`] if it cannot hold this architecture, or a package is missing for it."""
         return self

@@ -27,6 +27,8 @@ _EXPERTS_GROUP = {
 
 
 class CompressedTensorsFormat(RenamedFormat):
+    """MXFP4 in the layout of compressed-tensors."""
+
     name = quant_method = "compressed-tensors"
     #: As `config.json` calls it.
     format: ClassVar[str] = FORMAT

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 import torch
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
 #: Rows of a model's tensor that are in a tensor of the file, in the order there; of biases elements.
-Rows = slice | torch.Tensor
+Rows: TypeAlias = slice | torch.Tensor
 
 #: GGML reads this scale byte, NaN here, as a number.
 _NAN = 255
@@ -288,8 +288,7 @@ def unsupported_reason(config: "PreTrainedConfig") -> str | None:
 
 
 def rope_frequencies(config: "PreTrainedConfig") -> torch.Tensor | None:
-    """Return the divisors of Llama 3's rotary frequencies, float32 ``[head_dim / 2]``; `None` for any other rotary
-    embedding."""
+    """Return the divisors of Llama 3's rotary frequencies, float32 ``[head_dim / 2]``; `None` for other models."""
     rope = _rope(config)
     if rope["rope_type"] != "llama3":
         return None

@@ -6,7 +6,7 @@ Experts are MXFP4, all else is bfloat16. Blocks of 32 codes lie together: `[expe
 """
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -14,23 +14,20 @@ from ...config import MXFP4RLConfig
 from ...numerics import BLOCK_SIZE
 from ..folder import CheckpointError, CheckpointFolder, StoredTensor
 from ..names import LayerShape
-from .base import ImportableFormat, Names, Packed, Read
+from .base import Format, ImportableFormat, Names, Packed, Read
 
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 #: Of OpenAI's own checkpoints.
 _NOT_CONVERTED = ("model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head")
 
 
 class GptOssFormat(ImportableFormat):
+    """The checkpoints of gpt-oss, with MXFP4 experts."""
+
     name = "gpt-oss"
     quant_method = "mxfp4"
 
-    def for_checkpoint(
-        self, folder: CheckpointFolder, model: "PreTrainedModel", config: MXFP4RLConfig
-    ) -> "GptOssFormat":
+    def for_checkpoint(self, folder: CheckpointFolder, model: torch.nn.Module, config: MXFP4RLConfig) -> Format:
         if (kind := model.config.model_type) != "gpt_oss":
             raise CheckpointError(
                 f"format 'gpt-oss' cannot hold {folder.path}: it is for the architecture 'gpt_oss', not {kind!r}"

@@ -8,7 +8,7 @@ twice, the tensor scale is a power of two, and the values stay the same.
 """
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -27,12 +27,9 @@ from ...numerics import (
 from ...numerics.corrections import BLOCKS_PER_BYTE, pack_mantissas
 from ..folder import CheckpointFolder
 from ..names import LayerShape
-from .base import Names, Packed, Read, expect
+from .base import Format, Names, Packed, Read, expect
 from .compressed_tensors import CompressedTensorsFormat, has_experts
 
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 FORMAT = "nvfp4-pack-quantized"
 #: Elements that share one E4M3 scale.
@@ -50,6 +47,8 @@ _PRODUCER = {"name": "modelopt", "version": "0.35.0"}  # whose layout it is; eng
 
 
 class NVFP4Format(CompressedTensorsFormat):
+    """NVFP4 in the layout of compressed-tensors."""
+
     name = "nvfp4"
     format = FORMAT
     elements = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": GROUP, "symmetric": True}
@@ -63,9 +62,7 @@ class NVFP4Format(CompressedTensorsFormat):
     def __init__(self, quantizes_inputs: bool = False):
         self.quantizes_inputs = quantizes_inputs
 
-    def for_checkpoint(
-        self, folder: CheckpointFolder, model: "PreTrainedModel", config: MXFP4RLConfig
-    ) -> "NVFP4Format":
+    def for_checkpoint(self, folder: CheckpointFolder, model: torch.nn.Module, config: MXFP4RLConfig) -> Format:
         return type(self)(config.activation_scheme is not None)
 
     def quantization_config(self, config: MXFP4RLConfig, ignored: Names, quantized: Names = ()) -> dict[str, Any]:

@@ -29,6 +29,8 @@ _MODES = {ScaleRule.EVEN: "even", ScaleRule.FLOOR: "floor"}
 
 
 class QuarkFormat(RenamedFormat):
+    """MXFP4 in the layout of AMD Quark."""
+
     name = quant_method = "quark"
     quantizes_activations = True
     names = {"weight": "weight", "weight_scale": "weight_scale"}

@@ -195,7 +195,7 @@ class MXFP4LoraExpertParameter(MergesIntoMasters, ParamWrapper):
 
     def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Compute what the experts do, with their adapters. Raises `ValueError` for ``adapter_names``, as PEFT does."""
-        base, layer, wrappers = self.get_base_layer(), self, {}
+        base, layer, wrappers = self.get_base_layer(), self, dict[str, Any]()
         if is_full_precision(base):
             return super().forward(x, *args, **kwargs)
         self._check_forward_args(x, *args, **kwargs)

@@ -142,8 +142,7 @@ def targeted_layers(model: nn.Module, config: PeftConfig, tuner: type[BaseTuner]
 
 
 def check_method(tuner: BaseTuner, model: nn.Module, config: PeftConfig) -> None:
-    """Raise `ValueError` for a method that cannot compute on the quantized layers that it targets, or that would train
-    packed bytes."""
+    """Raise `ValueError` for a method that cannot compute on the layers that it targets, or trains packed bytes."""
     _check_saved_modules(config, model)
     hit = targeted_layers(model, config, type(tuner))
     if not hit:

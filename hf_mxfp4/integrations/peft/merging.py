@@ -12,6 +12,7 @@ from torch import nn
 
 from ...layers import PACKED, QUANTIZED, TRAINABLE, MXFP4PackedExperts
 from ...report import decibels
+from ...utils import Mixin
 from ..transformers import pack, to_plain
 
 
@@ -69,11 +70,12 @@ class MergeReport:
         return "\n".join([*lines, *(f"  {name}: {error}" for name, error in self.layers.items())])
 
 
-class Merges:
+class Merges(Mixin):
     """Mixin before a PEFT layer on a quantized one."""
 
     #: What quantizing the sum cost in the last merge; `None` while nothing is merged.
     merge_error: MergeError | None = None
+    merged_adapters: list[str]
 
     def active_here(self) -> list[str]:
         """Return the active adapters that this layer has."""

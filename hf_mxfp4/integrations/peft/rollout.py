@@ -45,7 +45,7 @@ def adapter_factors(
     its name without PEFT: a function which gives ``A`` ``[r, K]`` and ``B`` ``[N, r]`` with the scaling in it, in
     float32; zeros of rank 1 where none is active. Under FSDP2 all processes must call the function.
     """
-    found = {}
+    found: dict[str, Callable[[], tuple[torch.Tensor, torch.Tensor]]] = {}
     for name, module in _plain_modules(model):
         if isinstance(module, _ON_LINEARS):
             found[name] = partial(_factors, module.get_base_layer(), module)

@@ -31,11 +31,11 @@ def wrap_generation(cls: type) -> None:
     @functools.wraps(cls.generate)
     def generate(self, *args, **kwargs):
         # Looked up at each call where it is inherited: others replace the method of a base class too.
-        original = super(cls, self).generate if own is None else functools.partial(own, self)
+        original = super(cls, self).generate if own is None else functools.partial(own, self)  # type: ignore[arg-type]
         with cached_weights(self) if _keeps_weights(self) else contextlib.nullcontext():
             return original(*args, **kwargs)
 
-    generate.keeps_quantized_weights = True
+    generate.keeps_quantized_weights = True  # type: ignore[attr-defined]
     cls.generate = generate
 
 
@@ -95,5 +95,5 @@ def watch_references() -> None:
                 get_logger().info("the reference gets the scheme of the policy: %s", quantization_config.describe())
         return choose(config, quantization_config, *args, **kwargs)
 
-    get_hf_quantizer.asks_policy_scheme = True
+    get_hf_quantizer.asks_policy_scheme = True  # type: ignore[attr-defined]
     modeling_utils.get_hf_quantizer = get_hf_quantizer

@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`MXFP4RLQuantizer`: how transformers applies an [`MXFP4RLConfig`] to a model it loads, saves or trains; and `pack`,
-for a model in memory."""
+"""`MXFP4RLQuantizer`: how transformers applies an [`MXFP4RLConfig`] to models it loads, saves or trains; and `pack`."""
 
 import importlib
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -33,10 +32,6 @@ from . import swap
 from .hooks import check_trainer, watch_references, wrap_generation
 
 
-if TYPE_CHECKING:  # importing it would load torch.compile's machinery, and Triton with it
-    from transformers import PreTrainedModel
-
-
 class MXFP4RLQuantizer(HfQuantizer):
     """Swaps linear layers of a decoder and fused experts for quantized ones as the model is loaded.
 
@@ -46,6 +41,7 @@ class MXFP4RLQuantizer(HfQuantizer):
     """
 
     requires_calibration = False
+    quantization_config: MXFP4RLConfig
 
     def __init__(self, quantization_config: MXFP4RLConfig, **kwargs):
         super().__init__(quantization_config, **kwargs)
@@ -215,7 +211,7 @@ class MXFP4RLQuantizer(HfQuantizer):
 # ---- a model in memory ----------------------------------------------------------------------------------------------
 
 
-def pack(model: "PreTrainedModel", config: MXFP4RLConfig | None = None) -> "PreTrainedModel":
+def pack(model: nn.Module, config: MXFP4RLConfig | None = None) -> nn.Module:
     """Turn a model's full-precision weights into packed 4-bit ones, in place and layer by layer.
 
     A packed model has the very weights of the trainable one under the same scheme; logits differ by the order of sums.

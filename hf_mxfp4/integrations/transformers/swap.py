@@ -2,6 +2,7 @@
 """Which modules of a model are replaced by quantized layers, and what is done with weights as a checkpoint is read."""
 
 from collections.abc import Callable, Iterable, Mapping
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -127,8 +128,7 @@ def matrices_of(layer: nn.Module) -> tuple[str, ...]:
 def add_error(
     energy: ErrorEnergy, layer: nn.Module, own: str, original: torch.Tensor, packed: dict[str, torch.Tensor]
 ) -> None:
-    """Count the error of one weight of a packed layer, laid out as the model has it, by the tensors of the layer that
-    it was packed into."""
+    """Count the error of a weight of a packed layer, laid out as in the model, by the tensors it was packed into."""
     if isinstance(layer, nn.Linear):
         add_packed(energy, original, packed, layer.config)
         return
@@ -163,6 +163,7 @@ class PackOnLoad(ConversionOps):
             raise ValueError(
                 f"{full_layer_name} is {list(weight.shape)} in the checkpoint, the model needs {list(needed)}"
             )
+        layer = cast(Any, layer)  # of one matrix or of several
         packed = layer.pack_weight(weight) if own == "weight" else layer.pack_weight(own, weight)
         add_error(self._energy, layer, own, weight, packed)
         return {f"{owner}.{tensor}": nn.Parameter(data, requires_grad=False) for tensor, data in packed.items()}

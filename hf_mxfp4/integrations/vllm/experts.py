@@ -31,13 +31,13 @@ from ...gemm import (
     reads_packed_on_gpus,
 )
 from ...numerics import BLOCK_SIZE, QuantScheme
+from ...utils import Mixin
 from .linears import check_share
 from .weight_loading import VLLM_NAMES, ExpectedLayers, ExpertsTarget, check_complete, parameter_name, write
 
 
 def experts_method(layer: Any, scheme: MXFP4RLConfig, expected: ExpectedLayers, name: str) -> Any:
-    """Return the method that computes quantized experts, and add them to ``expected``. Raises `ValueError` for what it
-    could not compute."""
+    """Return the method that computes quantized experts, added to ``expected``. Raises `ValueError` if none can."""
     method = MXFP4RLExpertsMethod
     if not expected.is_packed and scheme.activation_scheme is None:
         method = MXFP4RLDenseExpertsMethod
@@ -50,7 +50,7 @@ def experts_method(layer: Any, scheme: MXFP4RLConfig, expected: ExpectedLayers, 
     return method(layer.moe_config, scheme, expected, target)
 
 
-class _FromOurCheckpoint:
+class _FromOurCheckpoint(Mixin):
     """Mixin that refuses weights which were not converted."""
 
     def __init__(self, moe: Any, scheme: MXFP4RLConfig, expected: ExpectedLayers, target: ExpertsTarget):
@@ -93,7 +93,8 @@ class MXFP4RLExpertsMethod(_FromOurCheckpoint, FusedMoEMethodBase):
             _check_graphs(target.name, weights, self.scheme.backend)
         self._names = []
         for projection, (rows, columns) in target.own_sizes().items():
-            dtype, attributes, shapes = params_dtype, extra_weight_attrs, {"weight": (rows, columns)}
+            shapes: dict[str, tuple[int, ...]] = {"weight": (rows, columns)}
+            dtype, attributes = params_dtype, extra_weight_attrs
             if target.is_packed:
                 dtype, attributes = torch.uint8, {"weight_loader": MethodType(write, layer)}
                 shapes = packed_shapes(rows, columns, weights)
@@ -252,8 +253,7 @@ def _(x, *others):
 def _sorted(
     ids: torch.Tensor, expert_map: torch.Tensor | None, n_experts: int
 ) -> tuple[torch.Tensor | None, torch.Tensor, Groups]:
-    """Return the places of experts in order, ``n_experts`` for those of other processes, the order that sorts rows so,
-    and their groups."""
+    """Return places of experts in order (``n_experts``: other processes'), the order that sorts rows so, and groups."""
     if expert_map is None:
         return None, *group_by_expert(ids, n_experts)
     ids = expert_map[ids]

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Quantized linear layers in vLLM: on packed weights that stay where they were made, with adapters beside them, or on
-dense ones."""
+"""Quantized linear layers in vLLM: on packed weights that stay in place, with adapters, or on dense ones."""
 
 import math
 import weakref
@@ -24,13 +23,13 @@ from ...gemm import (
 )
 from ...gemm import quantize_input as quantize
 from ...numerics import BLOCK_SIZE, FP8, NVFP4, OperandScheme, QuantScheme
+from ...utils import Mixin
 from .weight_loading import ExpectedLayers
 
 
 @torch.library.custom_op("mxfp4_rl::quantize_input", mutates_args=())
 def quantize_input(x: torch.Tensor, scheme: str, backend: str) -> torch.Tensor:
-    """Return ``Q(x)`` along the last axis, in the dtype of ``x``, by a scheme or ``"fp8"``: one operator, so that vLLM
-    can compile the model around it."""
+    """Return ``Q(x)`` along the last axis, in its dtype, by a scheme or ``"fp8"``: one operator, for compilers."""
     return quantize(x, x.dtype, read_input_scheme(scheme), backend).contiguous()
 
 
@@ -64,7 +63,7 @@ def check_share(
         )
     blocks = [scheme.macro_block for scheme in schemes if isinstance(scheme, QuantScheme)]
     # One factor for a row of weights is true of every part of it.
-    unit = math.lcm(BLOCK_SIZE, unit, *(block for block in blocks if block not in (None, "row")))
+    unit = math.lcm(BLOCK_SIZE, unit, *(block for block in blocks if isinstance(block, int)))
     if share % unit:
         raise ValueError(
             f"{name}: tensor parallelism gives each process {share} of {columns} columns, which cuts blocks of {unit}; "
@@ -72,7 +71,7 @@ def check_share(
         )
 
 
-class _FromOurCheckpoint:
+class _FromOurCheckpoint(Mixin):
     """Mixin of methods for linear layers; ``parts`` are the names in checkpoints of what vLLM has joined in one."""
 
     def __init__(self, scheme: MXFP4RLConfig, name: str, expected: ExpectedLayers, parts: list[str]):
@@ -108,8 +107,8 @@ class MXFP4RLLinearMethod(_FromOurCheckpoint, LinearMethodBase):
         check_rotation(self.name, input_size, rotation)
         unit = BLOCK_SIZE if rotation is None else rotation.size
         check_share(self.name, input_size_per_partition, input_size, schemes, "tensor_parallel_size=1", unit)
-        options = self.scheme.backend, rotation, self.scheme.matmul_backend
-        self._spec = PackedSpec(*schemes, input_size_per_partition, *options)
+        backends = self.scheme.backend, self.scheme.matmul_backend
+        self._spec = PackedSpec(*schemes, input_size_per_partition, backends[0], rotation, backends[1])
         shapes = packed_shapes(sum(output_partition_sizes), input_size_per_partition, weights)
         for name, shape in shapes.items():
             data = torch.empty(shape, dtype=torch.uint8)
@@ -188,7 +187,7 @@ class _Up(_Factor):
     def __init__(self, *arguments: Any, loader: Callable[..., Any]):
         super().__init__(*arguments)
         self.weight.output_dim = 0
-        self._loader = loader.__func__
+        self._loader = loader.__func__  # type: ignore[attr-defined]
 
     def load(self, param: torch.Tensor, loaded_weight: torch.Tensor, loaded_shard_id: Any = None) -> None:
         """Load ``[N, r]`` in the place of one part's adapter, as vLLM loads the rows of its weight."""

@@ -142,7 +142,7 @@ class MXFP4RLVLLMConfig(QuantizationConfig):
     def _skips(self, prefix: str) -> bool:
         """Return whether the layers that vLLM has joined under ``prefix`` are in full precision; they must agree."""
         names, given = self._parts(prefix), list(self.scheme.modules_to_not_convert or ())
-        kept = tuple(f"{module}." for module in self.scheme.full_precision or ())
+        kept = tuple(f"{name}." for name in self.scheme.full_precision or ())
         skipped = {
             f"{name}.".startswith(kept) or any(name_matches(name, pattern) for pattern in (*ALWAYS_SKIPPED, *given))
             for name in names

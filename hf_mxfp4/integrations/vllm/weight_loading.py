@@ -68,7 +68,7 @@ class ExpertsTarget:
     def is_packed(self) -> bool:
         return self.layer is not None
 
-    def shapes(self, projection: str) -> dict[str, tuple[int, int, int]]:
+    def shapes(self, projection: str) -> dict[str, tuple[int, ...]]:
         """Return the shapes of the packed tensors of all experts of the model, by [`PACKED_FIELDS`]."""
         shapes = packed_shapes(*self.sizes[projection], self.scheme)
         return {name: (self.n_experts, *shape) for name, shape in shapes.items()}
@@ -220,7 +220,7 @@ class WeightConverter:
                     "the checkpoint, or push merged weights"
                 )
         elif fused := _FUSED_EXPERTS.match(name):
-            return self._fused_experts(*fused.groups(), tensor)
+            return self._fused_experts(fused[1], fused[2], fused[3], tensor)
         elif (one := _ONE_EXPERT.match(name)) and (target := self.expected.experts_called(one[1])) is not None:
             return self._one_expert(target, one[1], int(one[2]), one[3], tensor) if self._quantizes else None
         elif (linear := _LINEAR.match(name)) and (owner := self.expected.linear(linear[1])) is not None:

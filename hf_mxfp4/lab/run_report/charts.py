@@ -94,7 +94,7 @@ def _divergences(axes: Axes, record: RunRecord) -> bool:
 
 
 def _interval(accuracy: float, n: int, **other: Any) -> tuple[float, float, float]:
-    """An accuracy, and how far Wilson's interval reaches below and above."""
+    """Return an accuracy, and how far Wilson's interval reaches below and above."""
     low, high = wilson_interval(round(accuracy * n), n)
     return accuracy, max(accuracy - low, 0.0), max(high - accuracy, 0.0)
 

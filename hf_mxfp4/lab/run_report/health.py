@@ -9,11 +9,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import fmean, variance
 
-from ...files import is_number
 from ...run_log import MOVEMENT_ALARM, movement_advice
 from ...utils import share_text
 from ..stats import difference_interval, t_975
-from .log import RunRecord
+from .log import RunRecord, is_number
 
 
 #: What a report calls the states, from worst to best; "none": there is nothing to judge.

@@ -2,13 +2,18 @@
 """Read what a training run left: `run_log.jsonl` (see [`hf_mxfp4.run_log`]), or the log history of a checkpoint."""
 
 import json
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from ...checkpoint import TRAINER_STATE, checkpoint_step, last_complete_checkpoint
-from ...files import is_number
 from ...run_log import RUN_LOG
+
+
+def is_number(value: Any) -> bool:
+    """Whether ``value`` is a finite number."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
 
 
 class RunLogError(ValueError):

@@ -11,11 +11,11 @@ from typing import Any
 from transformers import Trainer, TrainerCallback
 
 from ..._logging import get_logger
-from ...files import is_number, replace_file
+from ...files import replace_file
 from ..page import render_page
 from .charts import charts_figure, draw_charts
 from .health import STATE_WORDS, health_checks, overall, summary
-from .log import RunRecord, read_run
+from .log import RunRecord, is_number, read_run
 
 
 RUN_REPORT = "run_report.html"
@@ -48,7 +48,7 @@ def write_run_picture(folder: str | Path, out: str | Path) -> Path:
 
 
 def render_run(record: RunRecord) -> str:
-    """The report as one HTML page, images included."""
+    """Return the report as one HTML page, images included."""
     checks, facts = health_checks(record), record.facts
     drawn, absent = draw_charts(record)
     options = facts.get("options", {})

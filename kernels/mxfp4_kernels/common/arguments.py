@@ -92,8 +92,7 @@ class Lengths(NamedTuple):
 
 
 class Tile(NamedTuple):
-    """The place of a tile in a matrix ``[n_rows, n_cols]``: its rows (int64 ``[ROWS, 1, 1, 1]``) and its first column
-    (int64)."""
+    """Place of a tile in a matrix ``[n_rows, n_cols]``: rows (int64 ``[ROWS, 1, 1, 1]``) and first column (int64)."""
 
     rows: Any
     col_start: Any

@@ -15,7 +15,7 @@ HIGH = tl.constexpr(-0x10000)
 
 @triton.jit
 def words_of(x, BLOCKS: tl.constexpr):
-    """The four words, each ``[ROWS, macro blocks, BLOCKS, 4]``, of every eight neighbours in a row of int16 bits
+    """Return the four words, each ``[ROWS, macro blocks, BLOCKS, 4]``, of every eight neighbours in a row of int16 bits
     ``[ROWS, COLS]``, given the blocks of a macro block."""
     low, high = tl.split(tl.reshape(x, [x.shape[0], x.shape[1] // (32 * BLOCKS), BLOCKS, 4, 2, 2, 2]))
     even, odd = tl.split((low.to(tl.int32) & LOW) | (high.to(tl.int32) << 16))
@@ -80,8 +80,7 @@ def _number(words, F16: tl.constexpr):
 
 @triton.jit
 def _bits(value, F16: tl.constexpr):
-    """16 bits (int32) of float64 values. bfloat16 is rounded from float32, whose further digits no value has that is
-    near a tie."""
+    """16 bits (int32) of float64 values. bfloat16 is rounded from float32, whose further digits matter near no tie."""
     if F16:
         return value.to(tl.float16).to(tl.int16, bitcast=True).to(tl.int32) & LOW
     else:
@@ -110,7 +109,7 @@ def smaller(a, b, INTERPRETED: tl.constexpr):
 
 @triton.jit
 def multiply_add(a, b, c, INTERPRETED: tl.constexpr, F16: tl.constexpr = False):
-    """``a * b + c`` of bfloat16, or of float16, rounded once; subnormals are kept. Constants may be `tl.constexpr`."""
+    """Return ``a * b + c`` of bfloat16 or float16, rounded once with subnormals. Constants may be `tl.constexpr`."""
     b, c = tl.full(a.shape, 0, tl.int32) + b, tl.full(a.shape, 0, tl.int32) + c
     if INTERPRETED:
         low = _number(a, F16) * _number(b, F16) + _number(c, F16)
@@ -123,7 +122,7 @@ def multiply_add(a, b, c, INTERPRETED: tl.constexpr, F16: tl.constexpr = False):
 
 @triton.jit
 def multiply(a, b, INTERPRETED: tl.constexpr, F16: tl.constexpr = False):
-    """``a * b`` as in [`multiply_add`]."""
+    """Return ``a * b`` as in [`multiply_add`]."""
     # -0, which added to a product changes no bit of it.
     return multiply_add(a, b, -0x7FFF8000, INTERPRETED, F16)
 

@@ -95,7 +95,7 @@ _CUT_3 = tl.constexpr(0x40302418)
 
 @triton.jit
 def _max_bits(w, INTERPRETED: tl.constexpr):
-    """The bits of the largest magnitudes of blocks, ``[.., 1]``."""
+    """Return the bits of the largest magnitudes of blocks, ``[.., 1]``."""
     low = larger(w[0] & _MAGNITUDES, w[1] & _MAGNITUDES, INTERPRETED)
     high = larger(w[2] & _MAGNITUDES, w[3] & _MAGNITUDES, INTERPRETED)
     both = larger(low, high, INTERPRETED)
@@ -128,8 +128,7 @@ def _scales(top, mantissa, SCHEME: tl.constexpr):
 
 @triton.jit
 def _rounded(y, inverse, byte, SCHEME: tl.constexpr):
-    """Words with the codes of magnitudes, to nearest, ties to even, in bits 9 to 11 of their halves, and less in those
-    below."""
+    """Words with codes of magnitudes, to nearest, ties to even, in bits 9 to 11 of halves, less in those below."""
     if SCHEME.CARRY == 0:
         y = smaller(y, tl.full(y.shape, _TO_6_SCALES, tl.int32), SCHEME.INTERPRETED)
     else:
@@ -182,8 +181,8 @@ def _integers(y, INTERPRETED: tl.constexpr):
 
 @triton.jit
 def _gain(y, integers, top, CARRY: tl.constexpr, INVERSE: tl.constexpr, low, high, INTERPRETED: tl.constexpr):
-    """What a factor leaves less of the squares of blocks than no values would, in units of 2**-17 of the square of the
-    power of two. ``low`` and ``high`` are the factor's values of codes."""
+    """Return what a factor leaves less of the squares of blocks than no values would, in units of 2**-17 of the square
+    of the power of two. ``low`` and ``high`` are the factor's values of codes."""
     # The scale is 2**-3 of the power of two, times two to this.
     up = ((top & 0x7F) + CARRY) >> 7
     inverse = up * -_STEP + INVERSE

@@ -189,8 +189,8 @@ def quantize_pass(z, amax_bits, noise, STOCHASTIC: tl.constexpr, SCHEME: tl.cons
 
 @triton.jit
 def _fma(a, b, c, INTERPRETED: tl.constexpr):
-    """``a * b + c`` with one rounding. Interpreted, the sum is rounded to float64 first, which is harmless here: no
-    exact result is so close to the middle between two float32 numbers."""
+    """Return ``a * b + c`` with one rounding. Interpreted, the sum is rounded to float64 first, which is harmless here:
+    no exact result is so close to the middle between two float32 numbers."""
     if INTERPRETED:
         return (a.to(tl.float64) * b.to(tl.float64) + c.to(tl.float64)).to(tl.float32)
     else:
@@ -283,8 +283,8 @@ def _search_factors(x, amax_bits, macro_bits, SCHEME: tl.constexpr):
 
 @triton.jit
 def apply_macro(x, SCHEME: tl.constexpr):
-    """The values to quantize, the bits of their block maxima, the factor in them (of macro blocks; of blocks with
-    `BLOCK_MANTISSAS`) and the macro bytes. Without macro blocks the last two mean nothing."""
+    """Return the values to quantize, the bits of their block maxima, the factor in them (of macro blocks; of blocks
+    with `BLOCK_MANTISSAS`) and the macro bytes. Without macro blocks the last two mean nothing."""
     amax_bits = max_bits(x, SCHEME.TILES)
     macro_bits = tl.max(amax_bits, axis=2, keep_dims=True)
     m8 = tl.zeros_like(macro_bits)

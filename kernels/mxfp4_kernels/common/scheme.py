@@ -7,7 +7,7 @@ import contextlib
 import dataclasses
 import functools
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -35,7 +35,7 @@ def unsupported_dtype(dtype: object) -> str | None:
 
 
 def unsupported_scheme(
-    scale_rule: object, macro_block: object, macro_search: object, outlier_fallback: object, block_rows: object = 1
+    scale_rule: Any, macro_block: Any, macro_search: Any, outlier_fallback: Any, block_rows: Any = 1
 ) -> str | None:
     """Return why the kernels do not have a scheme, given the fields of [`Scheme`]; `None` when they do."""
     for name, value, known in (

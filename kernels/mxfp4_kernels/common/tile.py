@@ -43,8 +43,8 @@ def _offsets_of(x, SIZE: tl.constexpr, EACH: tl.constexpr):
 
 @triton.jit
 def rotated(x, col_start, n_cols, signs_ptr, SIDE: tl.constexpr):
-    """A float32 tile times the signs ``[n_cols]`` (float32) of its columns, with every ``SIDE.ROTATION`` consecutive
-    elements of a row multiplied by Sylvester's matrix: sums and differences of neighbours first, the scale last."""
+    """Return a float32 tile times the signs ``[n_cols]`` (float32) of its columns, with every ``SIDE.ROTATION``
+    consecutive elements of a row multiplied by Sylvester's matrix: sums and differences first, the scale last."""
     if SIDE.HAS_SIGNS:
         offsets = _offsets_of(x, 32, 32)
         x = x * tl.load(signs_ptr + col_start + offsets, mask=offsets < n_cols - col_start, other=1.0)
@@ -91,7 +91,7 @@ def _store_codes(q, byte, codes_ptr, scale_ptr, at, row_bytes):
 
 @triton.jit
 def _as_words(pointer):
-    """A pointer to words of four bytes."""
+    """Return a pointer to words of four bytes."""
     return pointer.to(tl.pointer_type(tl.int32), bitcast=True)
 
 

@@ -31,7 +31,7 @@ _logger = logging.getLogger("hf_mxfp4.cpu")
 #: Folder of the compiled libraries, instead of the user's cache folder.
 CACHE_VARIABLE = "HF_MXFP4_CACHE"
 # The results must be those of the arithmetic as written; the last two drop only error flags that nobody reads.
-_FLAGS = ("-O3", "-std=c++17", "-shared", "-fPIC", "-pthread")
+_FLAGS: tuple[str, ...] = ("-O3", "-std=c++17", "-shared", "-fPIC", "-pthread")
 _FLAGS += ("-ffp-contract=off", "-fno-fast-math", "-fno-math-errno", "-fno-trapping-math")
 #: Instructions that the library is compiled for: those of this processor, or fewer, to compare them.
 VARIANT_VARIABLE = "HF_MXFP4_CPU"
@@ -165,7 +165,7 @@ def _digest(path: Path) -> str:
 
 
 def _key() -> str:
-    """What results depend on: a cache folder may be shared by machines with other processors."""
+    """Return what results depend on: a cache folder may be shared by machines with other processors."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -254,6 +254,7 @@ def checked_parts(
 
 
 def address(tensor: torch.Tensor | None) -> int | None:
+    """Return where a tensor begins in memory, `None` for none."""
     return None if tensor is None else tensor.data_ptr()
 
 

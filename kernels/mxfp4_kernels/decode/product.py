@@ -57,8 +57,8 @@ def _find_tile(offsets_ptr, slot, n_rows, n_experts, WEIGHT: tl.constexpr):
 def _accumulate(
     x_ptr, packed, places, rows, first, last, x_row_stride, alpha, WIDE: tl.constexpr, WEIGHT: tl.constexpr
 ):
-    """Sums ``[BN, BM]`` over columns ``first..last``, and the largest scale byte met: above `NARROW_BYTE`, they are
-    right with ``WIDE`` alone. ``places`` are rows of the weights of all experts."""
+    """Return sums ``[BN, BM]`` over columns ``first..last``, and the largest scale byte met: above `NARROW_BYTE`, they
+    are right with ``WIDE`` alone. ``places`` are rows of the weights of all experts."""
     K: tl.constexpr = WEIGHT.K
     BM: tl.constexpr = WEIGHT.BM
     BN: tl.constexpr = WEIGHT.BN
@@ -104,7 +104,7 @@ def _accumulate(
 
 @triton.jit
 def _store(out_ptr, bias_ptr, total, at, places, columns, inside, WEIGHT: tl.constexpr):
-    """Sums ``[BN, BM]``, and the bias, to their places ``at`` in ``out``."""
+    """Store sums ``[BN, BM]``, and the bias, at their places ``at`` in ``out``."""
     if bias_ptr is not None:
         bias = tl.load(bias_ptr + places, mask=columns < WEIGHT.N, other=0)
         total += to_float(bias, WEIGHT.INTERPRETED)[:, None]

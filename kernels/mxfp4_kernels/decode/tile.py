@@ -130,7 +130,7 @@ def _interleave(x):
 
 @triton.jit
 def load_inside(pointers, inside, ALL: tl.constexpr):
-    """What lies at pointers, zero where not ``inside``; ``ALL``: everywhere."""
+    """Return what lies at pointers, zero where not ``inside``; ``ALL``: everywhere."""
     if ALL:
         return tl.load(pointers)
     else:
@@ -191,7 +191,7 @@ def arrives_last(arrived_ptr, n_splits, lanes, WEIGHT: tl.constexpr):
 
 @triton.jit
 def sum_of_splits(pointers, inside, size, n_splits):
-    """Sums of all splits, from the places of the first one's tile (float32); ``size`` elements lie between splits."""
+    """Return sums of all splits, from the first one's tile (float32) on; ``size`` elements lie between splits."""
     total = tl.zeros(pointers.shape, tl.float32)
     for split in range(n_splits):
         # Past the first-level cache, which other multiprocessors do not write to.

@@ -32,6 +32,8 @@ _SCORES = {
 
 
 class Answer(evaluate.Metric):
+    """Share of answers that are right, as each score reads them."""
+
     def _info(self):
         if self.config_name not in _SCORES:
             raise ValueError(f"name a configuration: evaluate.load(..., {' or '.join(map(repr, _SCORES))})")

@@ -1,0 +1,18 @@
+# SPDX-License-Identifier: Apache-2.0
+from .common.scheme import (
+    Packed as Packed,
+    Scheme as Scheme,
+    Side as Side,
+    unsupported_dtype as unsupported_dtype,
+    unsupported_scheme as unsupported_scheme,
+)
+from .decode.product import linear_w4a16 as linear_w4a16, unsupported_weight as unsupported_weight
+from .dequantization import dequantize as dequantize
+from .fp4 import nvfp4_scales as nvfp4_scales
+from .fp8 import from_fp8 as from_fp8, to_fp8 as to_fp8
+from .quantization import (
+    fake_quantize as fake_quantize,
+    fake_quantize_rows_and_columns as fake_quantize_rows_and_columns,
+    quantize as quantize,
+    quantize_rows_and_columns as quantize_rows_and_columns,
+)
