@@ -20,17 +20,7 @@ from .records import made, option_parser, write
 PACKAGES = ("torch", "transformers", "trl", "accelerate")
 SCHEME = ("mode", "preset", "outlier_fallback", "fprop")
 #: Options of a run that the command of its records names.
-NAMED = (
-    "preset",
-    "fprop",
-    "smooth_strength",
-    "learning_rate",
-    "warmup_steps",
-    "max_steps",
-    "max_length",
-    "eval_samples",
-    "bf16",
-)
+NAMED = "preset fprop smooth_strength learning_rate warmup_steps max_steps max_length eval_samples bf16".split()
 
 
 def main() -> None:
