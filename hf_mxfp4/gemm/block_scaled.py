@@ -70,7 +70,7 @@ def _nvfp4_scales(byte: torch.Tensor, macro: torch.Tensor | None, by_rows: bool)
     counts = byte.to(torch.int32).masked_fill(byte == E8M0_NAN, 0)
     top = counts.amax(dim=1, keepdim=True) if by_rows else counts.amax().reshape(1, 1)
     # The largest scale gets into the top binade, 256 to 448. Factors are normal, as are their reciprocals.
-    factor = decode_e8m0((top - 8).clamp(1, 253))
+    factor = decode_e8m0((top - 8).clamp(min=1))
     scale = block_scales(byte, macro)
     stored = (scale / factor).to(torch.float8_e4m3fn)
     # Byte 0 is a block of zeros, or of numbers that are none in the products of GPUs.

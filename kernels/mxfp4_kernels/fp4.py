@@ -41,7 +41,7 @@ def nvfp4_scales_kernel(
     top_at = at_row if BY_ROWS else at_row * 0
     top = tl.load(top_ptr + top_at, mask=at_row < n_rows, other=0).to(tl.int32) - 1
     # The bytes of powers of two that are normal float32 numbers, as their reciprocals are.
-    base = tl.minimum(tl.maximum(top - 8, 1), 253)
+    base = tl.maximum(top - 8, 1)
     mantissa = tl.zeros_like(byte)
     if macro_ptr is not None:
         packed = tl.load(macro_ptr + at_row * n_macros + block // 4, mask=inside, other=0).to(tl.int32)

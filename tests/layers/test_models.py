@@ -16,7 +16,7 @@ from tables import CONFIGS
 from tiny_models import make_model
 
 import hf_mxfp4.integrations.peft
-from hf_mxfp4 import MXFP4Linear, MXFP4RLConfig, cached_weights, fake_quantize, pack
+from hf_mxfp4 import MXFP4Experts, MXFP4Linear, MXFP4RLConfig, cached_weights, fake_quantize, pack
 from hf_mxfp4.integrations.transformers import quantize_linears
 from hf_mxfp4.layers import full_precision, trainable_matrices
 
@@ -178,8 +178,10 @@ def test_full_precision_of_a_mixture_of_experts():
     plain = make_moe()
     model = copy.deepcopy(plain)
     quantize_linears(model, MXFP4RLConfig())
+    configs = [module.config for module in model.modules() if isinstance(module, MXFP4Experts)]
     with torch.no_grad(), full_precision(model):
         assert torch.equal(model(tokens()).logits, plain(tokens()).logits)
+    assert [module.config for module in model.modules() if isinstance(module, MXFP4Experts)] == configs
 
 
 def test_adapters_stay_on_in_full_precision():

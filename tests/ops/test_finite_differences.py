@@ -2,6 +2,8 @@
 """Gradients of the three products against central differences of ``<dY, X_q W_q^T>`` in float64. The loss is linear in
 each dequantized operand, so the differences have rounding errors alone."""
 
+import functools
+
 import pytest
 import torch
 from tables import CONFIGS, some
@@ -69,3 +71,17 @@ def test_gradients_are_central_differences_in_the_dequantized_operands(preset, b
     if backend == "fp8" and counts is None:
         on_fp8 = {"default": (), "w4a8g8": ("fprop", "dgrad", "wgrad")}.get(preset, ("fprop",))
         assert [gemm for gemm, found in matmul_counts().items() if found == {"fp8": 1}] == list(on_fp8)
+
+
+def test_a_rotated_weight_is_rotated_back_for_dgrad():
+    """In float64, by the matrix of Sylvester's construction."""
+    plain, rotated = (
+        GemmState(GemmSpec(config.gemms(), matmul_backend="dense"), [LayerRng(0, "a")])
+        for config in (MXFP4RLConfig(), MXFP4RLConfig(fprop={"rotation": "deterministic-32"}))
+    )
+    x, weight, grad = numbers(M, 32, seed=0).requires_grad_(), numbers(N, 32, seed=1), numbers(M, N, seed=2)
+    quantized_linear(x, weight, None, rotated).backward(grad)
+    pair = torch.tensor([[1.0, 1.0], [1.0, -1.0]], dtype=torch.float64) / 2**0.5
+    matrix = functools.reduce(torch.kron, [pair] * 5)
+    expected = grad @ weight_operand(weight @ matrix, torch.float64, plain) @ matrix.t()
+    torch.testing.assert_close(x.grad, expected, rtol=1e-12, atol=1e-12)

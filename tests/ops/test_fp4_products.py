@@ -121,6 +121,12 @@ def test_which_scales_fit(exponent, mantissa, fits):
     assert made.misfits == 0 and made.factor.tolist() == [[2.0**-8], [2.0 ** (exponent - 8)]]
 
 
+def test_factors_and_their_reciprocals_are_normal():
+    packed = quantize(torch.ones(2, 64), **MANTISSAS)
+    packed.scale[:] = torch.tensor([[254, 254], [3, 3]])
+    assert to_fp4(packed, "nvfp4", by_rows=True).factor.tolist() == [[2.0**119], [2.0**-126]]
+
+
 @pytest.mark.parametrize("options", [MANTISSAS, PLAIN], ids=["mantissas", "plain"])
 def test_an_nvfp4_operand_is_what_the_export_writes(options):
     packed, nvfp4 = quantize(matrix(130, K), **options), FORMATS["nvfp4"]
@@ -244,6 +250,23 @@ def test_why_a_product_is_not_in_fp4(blackwell, options, rows, reason):
     with pytest.warns(UserWarning, match=reason):
         layer(matmul_backend="fp4", **options)(matrix(rows, K))
     assert "fp4" not in matmul_counts()["fprop"] and sum(matmul_counts()["fprop"].values()) == 1
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "reason"),
+    [
+        ((32, 48), torch.bfloat16, "a weight of 32 x 48"),
+        ((24, 64), torch.bfloat16, "a weight of 24 x 64"),
+        ((32, 64), torch.float32, "no output in torch.float32"),
+    ],
+    ids=str,
+)
+def test_sizes_and_dtypes_that_fp4_products_lack(blackwell, shape, dtype, reason):
+    blackwell("sm_100")
+    config = MXFP4RLConfig(outlier_fallback=None, matmul_backend="fp4")
+    made = MXFP4Linear.from_linear(nn.Linear(*reversed(shape), dtype=dtype), config)
+    with pytest.warns(UserWarning, match=reason):
+        made(torch.ones(M, shape[1], dtype=dtype))
 
 
 @pytest.mark.parametrize("fault", ["raises", "is wrong"])
