@@ -80,6 +80,12 @@ def test_stored_bytes_are_those_of_quantize():
     assert layer.bias is source.bias
 
 
+def test_a_placeholder_keeps_the_bias_and_freezes_the_weight():
+    source = nn.Linear(64, 8, device="meta")
+    layer = MXFP4PackedLinear.placeholder(source, packed_config())
+    assert layer.bias is source.bias and not layer.weight.requires_grad and layer.weight.shape == (8, 64)
+
+
 def test_literal_bytes():
     source = nn.Linear(4, 1, bias=False)
     with torch.no_grad():

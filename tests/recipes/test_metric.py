@@ -71,6 +71,12 @@ def test_a_completion_that_would_take_hours_counts_as_wrong_in_a_thread_too(monk
     assert found == [False, True]
 
 
+def test_a_process_that_does_not_start_is_an_error(monkeypatch):
+    monkeypatch.setattr(math_answers, "_START_SECONDS", 0)
+    with pytest.raises(RuntimeError, match="math-verify cannot be run"):
+        math_answers._Worker().ask("1", "1", 1.0)
+
+
 def test_without_math_verify_the_message_says_what_to_install(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     math_answers._is_readable.cache_clear()

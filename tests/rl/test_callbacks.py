@@ -49,6 +49,9 @@ def test_slope_is_in_nats_per_step():
     state = feed(callback, [1.0 - 0.01 * step for step in range(30)])
     assert callback.slope() == pytest.approx(-0.01)
     assert callback.alarms == [] and [entry["entropy/alarm"] for entry in state.log_history] == [0] * 30
+    callback = EntropyCallback()
+    state = feed(callback, [1.0, 1.5])
+    assert [entry["entropy/slope"] for entry in state.log_history] == [0, 0.5]
 
 
 # ---- error components -----------------------------------------------------------------------------------------------

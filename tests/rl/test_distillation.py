@@ -98,7 +98,8 @@ def test_the_loss_is_the_divergence_that_torch_computes(build):
 
 
 @pytest.mark.parametrize("scheme, peft_config", [(QAT, None), ({"mode": "packed"}, LORA)])
-def test_the_teacher_shares_what_is_frozen(build, scheme, peft_config):
+def test_the_teacher_shares_what_is_frozen(build, caplog, scheme, peft_config):
+    caplog.set_level("INFO", "hf_mxfp4")
     trainer = build(scheme=scheme, peft_config=peft_config)
     student = trainer.model.get_base_model() if peft_config else trainer.model
     own = {name.replace(".base_layer", ""): p for name, p in student.named_parameters()}
@@ -108,6 +109,7 @@ def test_the_teacher_shares_what_is_frozen(build, scheme, peft_config):
     assert shared == {name for name in teacher if name.endswith(frozen)}
     biases = 2 * (64 + 2 * 32) if peft_config else 0
     assert trainer.shared == (len(shared), 4 * (400 * 64 + 5 * 64 + biases))
+    assert f"{len(shared)} tensors (0.1 MB) are shared with the teacher" in caplog.text
     assert trainer.teacher_model.lm_head.weight is own["model.embed_tokens.weight"]
     assert not any(p.requires_grad for p in teacher.values())
 

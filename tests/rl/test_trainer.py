@@ -96,9 +96,11 @@ def test_gradient_checkpointing_trains_the_same_weights(build, tmp_path):
         assert torch.allclose(value, weights[1][name], atol=1e-6), name
 
 
-def test_lora_trains_adapters_and_leaves_the_base_alone(build):
+def test_lora_trains_adapters_and_leaves_the_base_alone(build, caplog):
+    caplog.set_level("INFO", "hf_mxfp4")
     trainer = build(peft_config=LoraConfig(target_modules="all-linear", r=2), max_steps=2, **MEASURED)
     assert trainer.n_quantized == 14
+    assert "MXFP4GRPOTrainer: n_quantized=14, noise on 5 norms, rollout correction token_truncate" in caplog.text
     before = snapshot(trainer.model)
     trainer.train()
     changed = {name for name, value in trainer.model.named_parameters() if not torch.equal(value, before[name])}
@@ -115,6 +117,16 @@ def test_a_step_with_inputs_in_fp8(build, preset):
     changed = {name for name, value in trainer.model.named_parameters() if not torch.equal(value, before[name])}
     assert {name for name in before if name.endswith("proj.weight")} <= changed
     assert all(bool(value.isfinite().all()) for value in trainer.model.parameters())
+
+
+def test_a_rotated_scheme_has_no_error_components_and_says_so(build, caplog):
+    trainer = build(scheme=MXFP4RLConfig(fprop={"rotation": "deterministic-16"}), **MEASURED)
+    assert trainer.error_callback is None and "no error components are measured: its fprop rotates" in caplog.text
+
+
+def test_rollouts_that_keep_no_weights_keep_none_in_a_step(build):
+    assert build(cache_rollout_weights=False).quantization.form == "none"
+    assert build(cache_rollout_weights=False, step_weights="packed").quantization.form == "packed"
 
 
 # ---- what is refused, and what is saved first -----------------------------------------------------------------------
