@@ -118,6 +118,7 @@ REFUSED = {
         {"num_bits": 8, "type": "float", "strategy": "token", "symmetric": True, "dynamic": True},
         "input_activations has num_bits=8",
     ),
+    ("compressed-tensors", "config_groups/group_0/output_activations"): ({"num_bits": 8}, "output_activations="),
     ("compressed-tensors", "config_groups/group_0"): (["Linear"], "only a full scheme"),
     ("compressed-tensors", "kv_cache_scheme"): ({"num_bits": 8}, "kv_cache_scheme"),
     ("compressed-tensors", "transform_config"): ({"config_groups": {"u": {}}}, "transform_config"),
