@@ -147,7 +147,7 @@ def byte(*shape):
 
 
 TENSORS = {
-    "head": ({"lm_head.weight_packed": byte(32, 32), "lm_head.weight_scale": byte(32, 2)}, "quantizes lm_head"),
+    "head": ({"lm_head.weight_packed": byte(32, 32), "lm_head.weight_scale": byte(32, 2)}, "lm_head, which"),
     "expert": (
         {f"model.layers.0.mlp.experts.0.{n}": byte(4, 4) for n in ("weight_packed", "weight_scale")},
         "quantizes model.layers.0.mlp.experts.0",
