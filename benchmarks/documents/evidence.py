@@ -178,28 +178,32 @@ def evidence_plot() -> Figure:
     return figure
 
 
-def _cores() -> dict[str, dict[str, dict]]:
-    """Return records of schemes by what tensor cores multiply: by name, then by variant."""
-    found: dict[str, dict[str, dict]] = {}
+def _cores() -> list[dict[str, dict[str, dict]]]:
+    """Return records of schemes by what tensor cores multiply: for each text by name, then by variant."""
+    found: dict[str, dict[str, dict[str, dict]]] = {}
     for r in records("tensor_cores"):
-        found.setdefault(r["name"].removesuffix(", H64"), {})[r["variant"]] = r
-    return found
+        found.setdefault(r["text"], {}).setdefault(r["name"].removesuffix(", H64"), {})[r["variant"]] = r
+    return list(found.values())
 
 
 def tensor_cores() -> str:
-    """Return a row for each scheme: bits, what multiplies it, and what it loses on three checkpoints."""
-    rows, one = [], records("tensor_cores")[0]
-    for name, by_variant in _cores().items():
+    """Return a row for each scheme: bits, what multiplies it, and what it loses on three checkpoints, by text."""
+    texts, variants = _cores(), (AS_IT_IS, SMOOTHED, ROTATED)
+    rows = []
+    for name, by_variant in texts[0].items():
         first = by_variant[AS_IT_IS]
         rows.append([f"`{name}`", _number(first["weight_bits"]), *first["tensor_cores"]])
-        for r in map(by_variant.get, (AS_IT_IS, SMOOTHED, ROTATED)):
-            rows[-1].append("" if r is None else f"{r['kl']:.3f} ({r['value']:.2f})")
+        for found in (text.get(name, {}).get(variant) for text in texts for variant in variants):
+            rows[-1].append("" if found is None else f"{found['kl']:.3f} ({found['value']:.2f})")
+    ones = [next(iter(next(iter(text.values())).values())) for text in texts]
+    baselines = ", ".join(f"{one['baseline']:.2f}" for one in ones)
+    commands = ", ".join(f"`{one['command']}`" for one in ones)
     note = (
-        f"KL to bfloat16 in nats per token (perplexity; {one['baseline']:.2f} in bfloat16), standard errors at most "
-        f"{max(r['kl_standard_error'] for r in records('tensor_cores')):.3f}; `{one['command']}`"
+        f"KL to bfloat16 in nats per token (perplexity; {baselines} in bfloat16), standard errors at most "
+        f"{max(r['kl_standard_error'] for r in records('tensor_cores')):.3f}; {commands}"
     )
-    columns = ["scheme", "bits of a weight", "Hopper", "Blackwell", AS_IT_IS, SMOOTHED, ROTATED]
-    return f"{table(columns, rows)}\n{note}\n"
+    columns = [f"{_short(one['text'])}, {variant}" for one in ones for variant in variants]
+    return f"{table(['scheme', 'bits of a weight', 'Hopper', 'Blackwell', *columns], rows)}\n{note}\n"
 
 
 def tensor_cores_plot() -> Figure:
@@ -209,7 +213,7 @@ def tensor_cores_plot() -> Figure:
     kinds = sorted({tuple(r["tensor_cores"]) for r in records("tensor_cores")})
     for color, kind in enumerate(kinds):
         axes.plot([], [], "o", color=f"C{color}", label="{} on Hopper, {} on Blackwell".format(*kind))
-    for name, by_variant in _cores().items():
+    for name, by_variant in _cores()[0].items():
         (bits, kl), *_ = points = [
             ((r["weight_bits"] + 16) / 2 if name.startswith("w4a16") else r["bits"], r["kl"])
             for r in by_variant.values()
