@@ -196,7 +196,7 @@ def _cells(content: Mapping[str, Any], path: Path, only: Sequence[str] | None) -
 
 def check_cells(grid: Grid, options: Mapping[str, Any]) -> None:
     """Raise `ValueError` where ``options``, those of the command line, would not reach a cell, which has its own; and
-    parse every run. What a preset of a cell resets is told."""
+    parse every run. What a preset of a cell resets is reported."""
     for cell in grid.cells:
         if same := sorted({*options} & {*cell.options}):
             raise ValueError(f"the cell {cell.name} has {', '.join(same)} of its own; change that in the file")
