@@ -157,14 +157,17 @@ def _dither_matrix(matrix: WeightMatrix, weight: torch.Tensor, dtype: torch.dtyp
     """Dither one matrix ``[N, K]`` in place."""
     generator = torch.Generator().manual_seed(matrix.rng.dither_seed)
     scheme, backend = matrix.fprop.right, matrix.layer.config.backend
-    for rows in weight.split(max(1, _PORTION // max(1, weight.shape[1]) // BLOCK_SIZE) * BLOCK_SIZE):
+    # Models are loaded on the CPU as a rule, where this takes minutes; a GPU gives the same places in seconds.
+    on_gpu = backend == "auto" and weight.device.type == "cpu" and torch.cuda.is_available()
+    for kept in weight.split(max(1, _PORTION // max(1, weight.shape[1]) // BLOCK_SIZE) * BLOCK_SIZE):
+        rows = kept.cuda() if on_gpu else kept
         height, width = _group_size(rows, scheme)
         grid = len(rows) // height, height, rows.shape[1] // width, width
         groups = rows.reshape(grid).transpose(1, 2).reshape(-1, width)
         places = _places(groups, height, dtype, scheme, backend, generator)
         report.n_left += int(((places == 0) & (groups != 0)).sum())
         moved = _at(groups, places).view(grid[0], grid[2], height, width)
-        rows.copy_(moved.transpose(1, 2).reshape(rows.shape))
+        kept.copy_(moved.transpose(1, 2).reshape(rows.shape))
     report.add(weight.numel(), dtype)
 
 

@@ -61,6 +61,19 @@ def test_the_automatic_backend_on_a_gpu_is_triton_and_gives_the_logits_of_eager(
     assert torch.equal(*logits)
 
 
+@pytest.mark.parametrize("preset", ["w4a4", "w4a8"])
+def test_masters_on_the_cpu_are_dithered_to_the_places_that_the_cpu_finds(monkeypatch, preset):
+    places = []
+    for there_is_a_gpu in (True, False):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda found=there_is_a_gpu: found)
+        torch.manual_seed(0)
+        model = make_model().bfloat16().float()
+        quantize_linears(model, MXFP4RLConfig(preset=preset))
+        assert hf_mxfp4.dither_masters(model).n_weights > 0
+        places.append(model.state_dict())
+    assert all(torch.equal(found, places[1][name]) for name, found in places[0].items())
+
+
 @pytest.mark.parametrize("mantissas", [{"macro_block": 128, "macro_search": "block_mantissas"}, {"macro_block": None}])
 def test_fp4_products_are_those_of_the_values(mantissas):
     torch.manual_seed(0)

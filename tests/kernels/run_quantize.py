@@ -280,7 +280,7 @@ def fp8() -> Iterator[Case]:
             elements, byte = numerics.quantize_e4m3(rows)
             there = rows.to(DEVICE)
             found, scale = mxfp4_kernels.to_fp8(there, torch.uint8)
-            bad = [] if same(found.view(torch.uint8), elements.view(torch.uint8)) else ["elements"]
+            bad = [] if same(found, elements) else ["elements"]  # of NaN the sign too is free
             bad += [] if same(scale, byte) else ["scale bytes"]
             bad += [] if rows.dim() > 2 else wrong_fp8(rows)
             values = mxfp4_kernels.from_fp8(found, scale, dtype)
