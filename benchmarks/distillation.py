@@ -20,7 +20,7 @@ from .records import made, option_parser, write
 PACKAGES = ("torch", "transformers", "trl", "accelerate")
 SCHEME = ("mode", "preset", "outlier_fallback", "fprop")
 #: Options of a run that the command of its records names.
-NAMED = "preset fprop smooth_strength learning_rate warmup_steps max_steps max_length eval_samples bf16".split()
+NAMED = "preset fprop smooth_strength gptq per_device_train_batch_size learning_rate max_steps max_length".split()
 
 
 def main() -> None:

@@ -26,8 +26,9 @@ TABLES: dict[str, Callable[[], str]] = {
         (errors, "schemes statements readme_schemes"),
         (evidence, "readme_evidence evidence_front evidence_claims tensor_cores gptq smoothing distillation"),
         (evidence, "export_perplexity gguf_perplexity"),
-        (runs, "demo lora moe vllm_agreement memory pretrain quantize_cpu packed_product_cpu architectures ablation"),
-        (gpu, "gpu modelled"),
+        (runs, "demo vllm_agreement memory pretrain quantize_cpu packed_product_cpu architectures"),
+        (runs, "recovery recovery_rates"),
+        (gpu, "gpu"),
     )
     for name in names.split()
 }

@@ -6,7 +6,10 @@ from dataclasses import dataclass
 
 from matplotlib.figure import Figure
 
+from recipes.ablations.results import statistics
+
 from ..records import records, table
+from .runs import runs_at_the_best_rate
 
 
 #: What the two papers have, as scheme strings.
@@ -24,14 +27,19 @@ BUDGETS = (4.25, 4.32, 4.5, 6.0, 8.6)
 AS_IT_IS, SMOOTHED, ROUNDED, ROTATED = "as it is", "smoothed", "smoothed, GPTQ", "smoothed, GPTQ for H64"
 FOR_BOTH = "smoothed, GPTQ for H64 and quantized inputs"
 OURS = "even+mbs128-blockwise"
-#: Rows of the first page: name, variant, scheme.
+W4A8 = f"w4a8:{OURS}_fp8"
+#: Rows of the first page: name, bits, tensor cores of Hopper and Blackwell, where the KL is, cell of the RL experiment.
 FIRST_PAGE = (
-    ("plain MXFP4 (the paper's start)", AS_IT_IS, "rceil"),
-    ("the paper's MBS", AS_IT_IS, "rceil+mbs128-static"),
-    ("the paper's MBS + OF", AS_IT_IS, "rceil+mbs128-hybrid+of0.5"),
-    ("**ours, the default**: `even`, block mantissas, whole residuals", AS_IT_IS, f"{OURS}+of1"),
-    ("ours in 4 bits: `even`, block mantissas", AS_IT_IS, OURS),
-    ("the same after smoothing, GPTQ and rotation", ROTATED, f"{OURS}, H64"),
+    ("BF16", 16, "BF16", "BF16", None, "bf16"),
+    ("FP8 (`w8a8`)", 8, "FP8", "FP8", (AS_IT_IS, "w8a8"), "w8a8"),
+    ("plain MXFP4", 4.25, "FP8", "FP4", (AS_IT_IS, "rceil"), "mxfp4"),
+    ("the paper's MBS + OF", 8.56, "BF16", "BF16", (AS_IT_IS, "rceil+mbs128-hybrid+of0.5"), "paper_a"),
+    ("**the default**: block mantissas, whole residuals", 8.56, "BF16", "BF16", (AS_IT_IS, f"{OURS}+of1"), "default"),
+    ("W4A4, block mantissas", 4.31, "BF16", "FP4", (AS_IT_IS, OURS), "w4a4"),
+    ("W4A4, smoothed and distilled", 4.31, "BF16", "FP4", "w4a4", "w4a4_distilled"),
+    ("W4A8, block mantissas (`w4a8`)", 4.31, "FP8", "FP8", (AS_IT_IS, W4A8), "w4a8"),
+    ("W4A8, smoothed", 4.31, "FP8", "FP8", (SMOOTHED, W4A8), "w4a8_smoothed"),
+    ("**W4A8, smoothed and distilled**", 4.31, "FP8", "FP8", "w4a8", "w4a8_distilled"),
 )
 
 
@@ -74,28 +82,19 @@ def _number(value: float) -> str:
 
 
 def readme_evidence() -> str:
-    """Return the first page: from plain MXFP4 to the best, one thing added in each row."""
-    first, *others = _by_text().values()
+    """Return the first page: what a scheme stores, what multiplies it, what it loses, and where RL ends."""
+    trained = {row["cell"]: row for row in statistics(runs_at_the_best_rate())}
+    of_text = [r for r in (*records("tensor_cores"), *records("evidence")) if _short(r["text"]) == "GSM8K"]
+    found = {(r["variant"], r["name"]): f"{r['kl']:.3f}" for r in of_text} | {None: "0"}
+    learned = [r for r in records("distillation") if r["name"] == "test"]
+    found |= {r["scheme"].split(" ")[0]: f"{r['kl']:.3f}" for r in reversed(learned) if "rotation" not in r["scheme"]}
     rows = []
-    for name, variant, scheme in FIRST_PAGE:
-        if (r := first.get((variant, scheme))) is None:
-            continue
-        other = [_kl(each.get((variant, scheme))) for each in others]
-        rows.append([name, _number(r["bits"]), _number(r["products"]), _kl(r), f"{r['value']:.2f}", *other])
-    one = next(iter(first.values()))
-    texts = [_short(text) for text in _by_text()]
-    columns = [
-        "scheme, weights and activations",
-        "bits of an operand",
-        "MXFP4 products",
-        f"KL, {texts[0]}",
-        "perplexity",
-    ]
-    note = (
-        f"KL to bfloat16 in nats per token ± standard error; perplexity in bfloat16 {one['baseline']:.2f}. "
-        f"{one['model']}, {one['shape'][0]} problems of GSM8K, {one['shape'][1]:,} tokens; `{one['command']}`"
-    )
-    return f"{table([*columns, *(f'KL, {text}' for text in texts[1:])], rows)}\n{note}\n"
+    for name, bits, hopper, blackwell, place, cell in FIRST_PAGE:
+        row, seeds = trained[cell], len(trained[cell]["seeds"])
+        error = "one seed" if seeds == 1 else f"± {100 * row['over_seeds']:.1f}"
+        rows.append([name, f"{bits:g}", hopper, blackwell, found[place], f"{100 * row['after']:.1f} ({error})"])
+    columns = ["scheme", "bits of a weight", "Hopper", "Blackwell", "KL, GSM8K", "accuracy after RL, %"]
+    return table(columns, rows)
 
 
 def _short(text: str) -> str:

@@ -1,27 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tables of GPU numbers: measured ones, and in a table of its own what a model of compiled kernels says."""
+"""Tables of what was measured on GPUs."""
 
 import json
 from pathlib import Path
 
 from ..gpu.bench import INTERPRETER
-from ..gpu.model.gpus import GPUS
-from ..records import MODELLED, RESULTS, of_kind, records, table
-
-
-COMMAND = "python -m benchmarks.gpu --out benchmarks/results"
-NONE_YET = (
-    "No GPU number has been measured yet. On a machine with a GPU, this measures them and puts them here:\n\n"
-    f"```bash\n{COMMAND}\npython -m benchmarks.write_docs\n```\n"
-)
+from ..records import MODELLED, RESULTS, of_kind, table
 
 
 def gpu(folder: Path = RESULTS) -> str:
-    """Return a table per section of `benchmarks.gpu`, or a sentence where there is none.
-
-    Raises `ValueError` for records of interpreted or tiny runs, whose times say nothing about a GPU, and for those that
-    were not measured at all.
-    """
+    """Return a table per section of `benchmarks.gpu`. Raises `ValueError` for records of interpreted or tiny runs, and
+    for those that were not measured at all."""
     parts = []
     for path in sorted(folder.glob("gpu_*.json")):
         if path.stem == MODELLED:
@@ -30,7 +19,7 @@ def gpu(folder: Path = RESULTS) -> str:
         if any(record["tiny"] or record["hardware"] == INTERPRETER for record in found):
             raise ValueError(f"{path} is of a run that only checks that everything runs; no number to publish")
         parts.append(_section(path.stem.removeprefix("gpu_"), found))
-    return "\n".join(parts) if parts else NONE_YET
+    return "\n".join(parts)
 
 
 def _section(name: str, found: list[dict]) -> str:
@@ -53,26 +42,3 @@ def _section(name: str, found: list[dict]) -> str:
 
 def _shape(record: dict) -> str:
     return "x".join(map(str, record["shape"]))
-
-
-def modelled() -> str:
-    """Return a row per case: part of the ceiling, and speed beside BF16 where there is some."""
-    found = records(MODELLED, modelled=True)
-    names = [each.name for each in GPUS if any(record["gpu"] == each.name for record in found)]
-    by_case: dict[tuple, dict[str, dict]] = {}
-    for record in found:
-        by_case.setdefault((record["name"], _shape(record)), {})[record["gpu"]] = record
-    rows = []
-    for (name, shape), of_gpu in by_case.items():
-        first = of_gpu.get(names[0], {})
-        cells = [_modelled_cell(of_gpu[each]) if each in of_gpu else "" for each in names]
-        rows.append([name, shape, *cells, first.get("bottleneck", "")])
-    one = found[0]
-    made = f"`{one['command']}`, Triton {one['versions'].get('triton')}, {one['date']}"
-    return f"{table(['case', 'shape', *names, f'bound on {names[0]}'], rows)}\n{made}\n"
-
-
-def _modelled_cell(record: dict) -> str:
-    if record["status"] != "ok":
-        return "failed"
-    return f"{100 * record['ceiling_fraction']:.0f} %" if record["ratio"] is None else f"{record['ratio']:.2f}x"

@@ -8,25 +8,19 @@ from recipes.ablations.results import markdown
 from ..records import interval, records, table
 
 
-def demo(name: str = "demo_cpu") -> str:
+#: Learning rate of the RL experiment's table.
+BEST_RATE = 2e-5
+
+
+def demo() -> str:
     rows = []
-    for r in records(name):
+    for r in records("demo_cpu"):
         before, after = r["standard_error"]
         rows.append(
             [r["name"][-1], f"{r['baseline']:.3f} ± {before:.3f}", f"{r['value']:.3f} ± {after:.3f}"]
             + [f"{r['value'] - r['baseline']:+.3f}"]
         )
     return table(["seed", "before RL", "after RL", "gain"], rows)
-
-
-def lora() -> str:
-    return demo("lora_cpu")
-
-
-def moe() -> str:
-    lines = demo("moe_cpu").splitlines()
-    agreements = ["router agreement", "---", *(f"{r['router_agreement']:.3f}" for r in records("moe_cpu"))]
-    return "".join(f"{line} {value} |\n" for line, value in zip(lines, agreements, strict=True))
 
 
 def vllm_agreement() -> str:
@@ -99,10 +93,25 @@ def architectures() -> str:
     return "\n".join(parts)
 
 
-def ablation() -> str:
-    """Return the table of the ablation on a real model (`recipes/configs/ablation_smollm2.yaml`; copy its
-    `ablation.json` into the records), with what ran where."""
-    runs = records("ablation_smollm2")
-    first, hours = runs[0], sum(r["seconds"] for r in runs) / 3600
-    made = f"{first['shape']}; {len(runs)} runs, {hours:.1f} h on {first['hardware']}"
+def runs_at_the_best_rate() -> list[dict]:
+    """Return the runs of `recipes/configs/recovery_smollm2.yaml` at its learning rate."""
+    return [r for r in records("recovery_smollm2") if r["learning_rate"] == 2e-5]
+
+
+def recovery() -> str:
+    """Return the table of RL on a real model, with what ran where."""
+    runs = runs_at_the_best_rate()
+    first, minutes = runs[0], sum(r["seconds"] for r in runs) / len(runs) / 60
+    made = f"{first['shape']}; {len(runs)} runs of {minutes:.1f} minutes, ten at a time, on {first['hardware']}"
     return f"**{first['model']}**: {made}; `{first['command']}`, {first['date']}\n\n{markdown(runs)}"
+
+
+def recovery_rates() -> str:
+    """Return accuracies of seed 0 by cell and learning rate."""
+    found: dict[str, dict[float, str]] = {}
+    for r in records("recovery_smollm2"):
+        if r["seed"] == 0:
+            found.setdefault(r["label"], {})[r["learning_rate"]] = f"{100 * r['value']:.1f}"
+    rates = sorted({rate for cells in found.values() for rate in cells})
+    rows = [[label, *(cells.get(rate, "") for rate in rates)] for label, cells in found.items() if len(cells) > 1]
+    return table(["cell", *(f"{rate:g}" for rate in rates)], rows)

@@ -138,22 +138,13 @@ def test_a_table_of_what_was_measured(folder):
     assert "Not measured: decode / 4 rows 4096x4096: no time left" in text
 
 
-def test_a_table_of_what_was_modelled(folder):
-    other = {"name": "quantize / rceil", "ratio": None, "ceiling_fraction": 0.884}
-    put(folder, "gpu_modelled", modelled(), modelled(gpu="H100", ratio=2.06), modelled(gpu="H100", **other))
-    text = tables.modelled()
-    assert text.startswith("| case | shape | H100 | H200 | bound on H100 |\n")
-    assert "| decode / 1 rows | 4096x4096 | 2.06x | 3.20x | issue of linear_kernel |" in text
-    assert "| quantize / rceil | 4096x4096 | 88 % |  |" in text and "Triton 3.7.1, 2026-11-21" in text
-
-
 def test_measured_and_modelled_numbers_never_share_a_table(folder):
     put(folder, "gpu_decode", measured(), modelled())
     with pytest.raises(ValueError, match="is modelled; a table of measured numbers cannot have it"):
         tables.gpu(folder)
     put(folder, "gpu_modelled", modelled(), measured())
     with pytest.raises(ValueError, match="is measured; a table of modelled numbers cannot have it"):
-        tables.modelled()
+        records.records("gpu_modelled", modelled=True)
 
 
 @pytest.mark.parametrize("changed", [{"hardware": INTERPRETER}, {"tiny": True}])

@@ -41,7 +41,7 @@ def test_the_tables_are_those_of_the_records(path):
 
 def test_a_changed_number_is_noticed():
     text = (write_docs.ROOT / "README.md").read_text()
-    changed = text.replace("| 4.25 | 1 | 1.1", "| 4.25 | 1 | 1.2", 1)
+    changed = text.replace("| 4.25 | FP8 | FP4 | 1.1", "| 4.25 | FP8 | FP4 | 1.2", 1)
     assert changed != text and write_docs.filled(changed) == text
 
 
