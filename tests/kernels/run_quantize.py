@@ -7,7 +7,7 @@
     TRITON_INTERPRET=1 python run_quantize.py sides           interpreted: random numbers, rotations, both directions
     TRITON_INTERPRET=1 python run_quantize.py fp8             interpreted: conversion to FP8 and back
     TRITON_INTERPRET=1 python run_quantize.py property        interpreted: any shape, scheme and range
-    python run_quantize.py schemes cuda                       compiled, on a GPU: every scheme, dtype and shape
+    python run_quantize.py schemes cuda                       compiled, on a GPU: every scheme
 
 A process of its own, because Triton decides when it is imported whether kernels are interpreted.
 """
@@ -154,7 +154,10 @@ def schemes() -> Iterator[Case]:
     few = [scheme for number, scheme in enumerate(SCHEMES) if (number // 14 + number // 2 + number) % 2 == 0]
     for number, scheme in enumerate((few if DEVICE == "cpu" else SCHEMES) + TILES):
         every = list(itertools.product(DTYPES, shapes))
-        for dtype, shape in [(DTYPES[number % 3], shapes[number // 3 % 4])] if DEVICE == "cpu" else every:
+        # Compiled, a quarter of them: each has kernels of its own, which take a second or more.
+        for dtype, shape in (
+            [(DTYPES[number % 3], shapes[number // 3 % 4])] if DEVICE == "cpu" else every[number % 4 :: 4]
+        ):
             x = adversarial_rows(shape, dtype, number, rng)
             yield f"{scheme} {dtype} {shape}", wrong(x, scheme, {}, DTYPES[(number + 1) % 3] if number % 2 else dtype)
 
@@ -312,7 +315,7 @@ def nvfp4(rng: torch.Generator) -> Iterator[Case]:
             yield f"NVFP4 scales {rows} x {blocks}, below {top}, {by_rows}", [] if right else ["operand"]
 
 
-@settings(max_examples=12 if DEVICE == "cpu" else 500, deadline=None, database=None, derandomize=True)
+@settings(max_examples=12 if DEVICE == "cpu" else 60, deadline=None, database=None, derandomize=True)
 @given(
     rows=st.integers(1, 10),
     columns=st.integers(1, 300),
