@@ -25,6 +25,8 @@ _HALF_CELL = {torch.bfloat16: 1 << 15, torch.float16: 1 << 12}
 _PATIENCE = 2
 #: Weights are dithered in portions of about this many elements, to bound the memory that it takes.
 _PORTION = 1 << 20
+#: Bytes of a GPU that must be free, many times what a portion takes.
+_MEMORY = 1 << 30
 #: How often places are tried; in the later half they come nearer and nearer to the middle of the cell.
 _ATTEMPTS = 24
 #: Why nothing is done to the weights of most checkpoints in float32.
@@ -158,7 +160,8 @@ def _dither_matrix(matrix: WeightMatrix, weight: torch.Tensor, dtype: torch.dtyp
     generator = torch.Generator().manual_seed(matrix.rng.dither_seed)
     scheme, backend = matrix.fprop.right, matrix.layer.config.backend
     # Models are loaded on the CPU as a rule, where this takes minutes; a GPU gives the same places in seconds.
-    on_gpu = backend == "auto" and weight.device.type == "cpu" and torch.cuda.is_available()
+    may_move = backend == "auto" and weight.device.type == "cpu" and torch.cuda.is_available()
+    on_gpu = may_move and torch.cuda.mem_get_info()[0] > _MEMORY
     for kept in weight.split(max(1, _PORTION // max(1, weight.shape[1]) // BLOCK_SIZE) * BLOCK_SIZE):
         rows = kept.cuda() if on_gpu else kept
         height, width = _group_size(rows, scheme)
