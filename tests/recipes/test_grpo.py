@@ -4,6 +4,7 @@ import io
 import json
 import os
 from pathlib import Path
+from unittest.mock import Mock
 
 import processes
 import pytest
@@ -272,6 +273,8 @@ def test_what_is_missing_is_named_before_there_is_a_trainer(words, message, tmp_
     monkeypatch.setattr("recipes.grpo.MXFP4GRPOTrainer", None)
     with pytest.raises(SystemExit, match=message):
         short_run("out", *words)
+    monkeypatch.setattr("transformers.training_args.is_torch_bf16_gpu_available", lambda: False)
+    monkeypatch.setattr("recipes.common.options.torch", Mock(**{"cuda.is_available.return_value": False}))
     with pytest.raises(SystemExit, match="made for a GPU and none was found"):
         short_run("out", config="qwen2.5_3b_gsm8k")
 
