@@ -7,7 +7,7 @@ import importlib
 import pytest
 import torch
 from factors import factors_config
-from tables import CONFIGS, some
+from tables import CONFIGS, needs_fp8_on_cpu, some
 from torch import nn
 
 from hf_mxfp4 import MXFP4Linear, MXFP4RLConfig, fake_quantize
@@ -290,6 +290,7 @@ def test_values_too_small_beside_the_largest_are_rounded_and_counted():
     assert matmul_counts()["inexact_elements"] == 1
 
 
+@needs_fp8_on_cpu
 def test_a_product_of_three_levels_is_exact_where_sums_are():
     """Products are whole multiples of 1/64 below 2**13: float32 holds their sums, so no bit may differ."""
     generator = torch.Generator().manual_seed(3)
@@ -332,6 +333,7 @@ def passes(engine: str, preset: str, x: torch.Tensor, grad: torch.Tensor, option
     return [y.detach(), x.grad, layer.weight.grad, layer.bias.grad]
 
 
+@needs_fp8_on_cpu
 @pytest.mark.parametrize("options", [{"macro_block": None, "scale_rule": "rceil"}, THREE_LEVELS], ids=str)
 @pytest.mark.parametrize("preset", FP8_PRODUCTS)
 def test_a_layer_computes_as_with_dense_products(preset, options):
