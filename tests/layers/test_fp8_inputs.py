@@ -84,10 +84,8 @@ def output_gradient(y: torch.Tensor) -> torch.Tensor:
 def test_products_are_those_of_dequantized_operands_and_have_their_gradients(preset, options, dtype):
     found, x = layer(dtype, preset=preset, **options), tokens(dtype)
     weight, values = found.weight.detach(), fp8(x).requires_grad_()
-    quantized = fp8(weight) if preset == "w8a8" else None
-    if quantized is None:
-        quantized = numerics.fake_quantize(weight, **vars(found.config.weight_scheme))
-    weight = quantized.requires_grad_()
+    rounded = fp8(weight) if preset == "w8a8" else numerics.fake_quantize(weight, **vars(found.config.weight_scheme))
+    weight = rounded.requires_grad_()
     y = F.linear(values, weight, found.bias)
     y.backward(output_gradient(y))
     for a, b in zip(passes(found, x), (y, values.grad, weight.grad), strict=True):
@@ -144,16 +142,11 @@ def test_tokens_of_any_scale_keep_gradients_finite(dtype):
     assert empty[1].shape == (0, K) and not empty[2].any()
 
 
-def routed() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Hidden states of which the first is routed to experts 0 and 1, others to 2 and 3."""
-    index = torch.tensor([[0, 1], *[[2, 3]] * 20])
-    return torch.randn(21, 64, generator=torch.Generator().manual_seed(3)), index, torch.full((21, 2), 0.5)
-
-
 def test_a_nan_reaches_the_gradients_of_its_own_experts_alone():
     plain = make_model("qwen3_moe", layers=1).model.layers[0].mlp.experts
     experts = MXFP4Experts.from_experts(plain, MXFP4RLConfig(preset="w4a8g8"), "experts")
-    hidden, *routing = routed()
+    routing = torch.tensor([[0, 1], *[[2, 3]] * 20]), torch.full((21, 2), 0.5)
+    hidden = torch.randn(21, 64, generator=torch.Generator().manual_seed(3))
     hidden[0, 5] = math.nan
     grad_up = passes(experts, hidden, *routing, grad=torch.ones(21, 64))[2]
     assert bool(grad_up[:2].isnan().all()) and bool(grad_up[2:].isfinite().all()) and bool(grad_up[2:].any())
@@ -177,21 +170,17 @@ def test_packed_layers_take_the_same_inputs():
     assert packed.config.preset == "w4a8" and torch.equal(packed.quantized_input(x, x.dtype), fp8(x))
 
 
-def wide_weight(found, spread: str) -> None:
-    """Weights whose rows, or whose blocks within rows, are further apart than E4M3 with one scale holds."""
+def dense_and_fp8(spread: str, **options) -> list[list[torch.Tensor]]:
+    """What `passes` gives on dense and on FP8 products, of which the latter are counted, with weights whose rows, or
+    whose blocks within rows, are further apart than E4M3 with one scale holds."""
     rows = 2.0 ** torch.linspace(-14, 14, N).round()[:, None] if spread == "rows" else torch.ones(N, 1)
     blocks = 2.0 ** (torch.arange(K) // 32 * -24.0) if spread == "blocks" else torch.ones(K)
-    with torch.no_grad():
-        found.weight.mul_(rows * blocks)
-
-
-def dense_and_fp8(spread: str, **options) -> list[list[torch.Tensor]]:
-    """What `passes` gives of a layer with such weights, on dense and on FP8 products; the latter are counted."""
     found = []
     for backend in ("dense", "fp8"):
         reset_matmul_counts()
         quantized = layer(preset="w4a8g8", **FP8_PRODUCTS | options | {"matmul_backend": backend})
-        wide_weight(quantized, spread)
+        with torch.no_grad():
+            quantized.weight.mul_(rows * blocks)
         found.append(passes(quantized, tokens()))
     return found
 

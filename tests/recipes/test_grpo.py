@@ -191,16 +191,11 @@ def test_options_of_the_products_in_yaml_and_on_the_command_line(tmp_path):
         "dgrad:\n  grad: rceil+stochastic\n"
     )
     words = ["--config", str(path), f"--output_dir={tmp_path}", "--wgrad", "{rotation: deterministic-16}"]
-    expected = {
-        "preset": "w4a4g4",
-        "macro_block": None,
-        "outlier_fallback": None,
-        "dgrad": {"grad": "rceil+stochastic"},
-        "wgrad": {"rotation": "deterministic-16"},
-    }
-    assert parse(words)[1] == MXFP4RLConfig(**expected)
+    common = {"preset": "w4a4g4", "macro_block": None, "outlier_fallback": None}
+    common["wgrad"] = {"rotation": "deterministic-16"}
+    assert parse(words)[1] == MXFP4RLConfig(**common, dgrad={"grad": "rceil+stochastic"})
     words += ["--dgrad=none"]
-    assert parse(words)[1] == MXFP4RLConfig(**{**expected, "dgrad": None})
+    assert parse(words)[1] == MXFP4RLConfig(**common, dgrad=None)
     with pytest.raises(ValueError, match="dgrad has no option 'grd'; did you mean 'grad'"):
         parse([*words, "--dgrad={grd: full}"])
     with pytest.raises(ValueError, match="dgrad='{grad: full' is neither YAML nor JSON"):
