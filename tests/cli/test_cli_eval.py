@@ -62,7 +62,8 @@ def losses(model):
 
 def test_a_checkpoint_from_start_to_end(folder, text, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    done = run(folder, "--text", text, "--scheme", "w4a16:rceil", "--scheme", "even+mbs128-blockwise")
+    words = ("--device", "cpu", "--text", text, "--scheme", "w4a16:rceil", "--scheme", "even+mbs128-blockwise")
+    done = run(folder, *words)
     assert done.exit_code == 0, done.stderr
     out = tmp_path / "evaluation" / "--".join(folder.parts[-2:])
     assert sorted(path.name for path in out.iterdir()) == sorted([*FILES, "progress.jsonl"])
