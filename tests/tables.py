@@ -11,7 +11,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import pytest
+import torch
 
+from hf_mxfp4.gemm import matmul, to_fp8
 from hf_mxfp4.presets import PRESETS
 
 
@@ -147,3 +149,14 @@ def _covering(cases: list[Places]) -> list[Places]:
         chosen.append(best)
         missing &= ~masks[best]
     return [cases[number] for number in sorted(chosen)]
+
+
+def _has_fp8_on_cpu() -> bool:
+    ones = to_fp8(torch.ones(16, 16))
+    try:
+        return matmul(ones, ones, dtype=torch.float32) is not None
+    except NotImplementedError:  # as in 2.11
+        return False
+
+
+needs_fp8_on_cpu = pytest.mark.skipif(not _has_fp8_on_cpu(), reason="this PyTorch has no FP8 products on the CPU")

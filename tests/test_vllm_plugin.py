@@ -11,6 +11,7 @@ import processes
 import pytest
 import torch
 import vllm_stand_ins
+from tables import needs_fp8_on_cpu
 from torch import nn
 from transformers import AutoModelForCausalLM
 from vllm_stand_ins import (
@@ -112,6 +113,7 @@ def test_it_computes_what_the_packed_layer_does(plugin, options, dtype):
         assert torch.equal(compiled(x), source(x))
 
 
+@needs_fp8_on_cpu
 def test_products_of_many_rows_run_on_fp8_cores(plugin):
     config = MXFP4RLConfig(mode="packed", preset="w4a8", backend="eager", matmul_backend="fp8")
     source, method = packed_layer(config), linear_method(plugin, config)

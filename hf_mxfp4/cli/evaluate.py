@@ -182,6 +182,7 @@ def gptq(
     scheme: Annotated[
         str,
         typer.Option(
+            "--scheme",  # typer 0.27 would call it --SCHEME
             metavar="SCHEME",
             help="What weights will be quantized to, as for hf-mxfp4 eval; of fallback with whole residuals (of1) "
             "alone. 'even' for exports to plain MXFP4.",

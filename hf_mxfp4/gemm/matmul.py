@@ -48,6 +48,8 @@ from .state import GemmSpec, PackedSpec
 FP8_HARDWARE = ("sm_89", "sm_90", "sm_100", "sm_103", "sm_120", "sm_121", "gfx950")
 #: Of these, what has FP8 products of all experts in one launch.
 GROUPED_FP8_HARDWARE = ("sm_90",)
+#: Whether PyTorch has FP8 products on the CPU, as 2.11 has not.
+HAS_FP8_ON_CPU = torch._C._dispatch_has_kernel_for_dispatch_key("aten::_scaled_mm_v2", "CPU")
 
 _counts: Counter[tuple[str, str]] = Counter()
 
@@ -284,7 +286,7 @@ def select_matmul(
     on_cpu = hardware in ("cpu", "interpreter")
     if on_cpu and requested != "fp8":
         return MatmulBackend("dense", "on the CPU there is nothing faster")
-    if not on_cpu and hardware not in FP8_HARDWARE:
+    if hardware not in FP8_HARDWARE and not (on_cpu and HAS_FP8_ON_CPU):
         return MatmulBackend("dense", f"{hardware} has no FP8 products")
     if dtype != (torch.float32 if on_cpu else torch.bfloat16):
         return MatmulBackend("dense", f"FP8 products on {hardware} have no output in {dtype}")

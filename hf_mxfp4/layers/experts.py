@@ -111,7 +111,7 @@ class ExpertsBase(QuantizedLayer):
             TypeError: the dtypes of ``hidden_states`` and the weights differ outside of autocast.
         """
         self._check_input(hidden_states)
-        project = project or self.project
+        project = self.project if project is None else project
         n_tokens, k = top_k_index.shape
         order, groups = group_by_expert(top_k_index.reshape(-1), self.n_experts)
         up, down = self.projections

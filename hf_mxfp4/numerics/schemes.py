@@ -83,7 +83,8 @@ class QuantScheme:
 
     def __post_init__(self):
         one_of("scale_rule", self.scale_rule, _SCALE_RULES)
-        object.__setattr__(self, "scale_rule", ScaleRule(self.scale_rule))
+        if not isinstance(self.scale_rule, ScaleRule):  # Dynamo of torch 2.11 does not trace a rule of a rule
+            object.__setattr__(self, "scale_rule", ScaleRule(self.scale_rule))
         one_of("macro_block", self.macro_block, (None, *MACRO_BLOCKS))
         if self.macro_search == "hybrid":
             raise ValueError(

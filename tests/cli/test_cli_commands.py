@@ -47,9 +47,11 @@ def test_simulation_on_screen():
     assert run("simulate", "--distribution", "cauchy").exit_code == 2
 
 
-def test_environment():
+def test_environment(monkeypatch):
+    monkeypatch.setattr(utils, "present_gpus", list)
     data = json.loads(run("env", "--json").stdout)
-    assert data["versions"]["hf-mxfp4"] == hf_mxfp4.__version__ and data["versions"]["torch"] == torch.__version__
+    assert data["versions"]["hf-mxfp4"] == hf_mxfp4.__version__
+    assert torch.__version__.startswith(data["versions"]["torch"])  # without "+cu130" of a build on PyPI
     assert set(utils.PACKAGES) < set(data["versions"])
     assert data["cpu"]["cores"] == os.cpu_count()
     cpu = [row for row in data["quantization"] if row["device"] == "cpu"]
@@ -74,9 +76,9 @@ def parsed(words):
 
 def test_options_as_recipes_have_them(capsys):
     found = parsed("pack DIR --overwrite --modules_to_not_convert a OUT")
-    assert found["overwrite"] and found["out"] == Path("OUT") and list(found["skip"]) == ["a"]
+    assert found["overwrite"] and str(found["out"]) == "OUT" and list(found["skip"]) == ["a"]
     assert parsed("pack DIR --modules_to_not_convert=a OUT")["skip"] == found["skip"]
-    assert parsed("pack DIR -- --overwrite")["out"] == Path("--overwrite")
+    assert str(parsed("pack DIR -- --overwrite")["out"]) == "--overwrite"
     assert capsys.readouterr().err == ""
 
 

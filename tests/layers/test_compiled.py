@@ -226,6 +226,14 @@ def test_models_train_as_in_eager_mode(scheme, options):
     check_training(quantized(**scheme), **options)
 
 
+def adapted(folder, modules, preset="w4a16"):
+    """A packed model with adapters on some modules."""
+    options = {"quantization_config": MXFP4RLConfig(mode="packed", preset=preset), "attn_implementation": "eager"}
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **options)
+    lora = LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=modules, init_lora_weights=False)
+    return get_peft_model(model, lora)
+
+
 @pytest.mark.parametrize(
     ("preset", "options"),
     [
@@ -235,13 +243,7 @@ def test_models_train_as_in_eager_mode(scheme, options):
     ids=str,
 )
 def test_adapters_on_packed_models(checkpoint, preset, options):
-    config = MXFP4RLConfig(mode="packed", preset=preset)
-    model = AutoModelForCausalLM.from_pretrained(
-        checkpoint(layers=1), dtype=torch.float32, quantization_config=config, attn_implementation="eager"
-    )
-    modules = ["q_proj", "down_proj"]
-    lora = LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=modules, init_lora_weights=False)
-    check_training(get_peft_model(model, lora), **options)
+    check_training(adapted(checkpoint(layers=1), ["q_proj", "down_proj"], preset), **options)
 
 
 def test_blocks_compiled_one_by_one_share_a_graph():

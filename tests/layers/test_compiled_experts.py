@@ -5,8 +5,7 @@ from collections import Counter
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
-from test_compiled import SELECTIVE, STOCHASTIC, assert_equal, check_training, compiled
+from test_compiled import SELECTIVE, STOCHASTIC, adapted, assert_equal, check_training, compiled
 from tiny_models import make_model
 from torch.library import opcheck
 from transformers import AutoModelForCausalLM, CompileConfig
@@ -169,13 +168,7 @@ def test_mixtures_train_as_in_eager_mode(family, options):
 
 
 def test_adapters_on_packed_experts(checkpoint):
-    config = MXFP4RLConfig(mode="packed")
-    model = AutoModelForCausalLM.from_pretrained(
-        checkpoint("qwen3_moe", layers=1), dtype=torch.float32, quantization_config=config, attn_implementation="eager"
-    )
-    modules = ["experts", "q_proj"]
-    lora = LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=modules, init_lora_weights=False)
-    check_training(get_peft_model(model, lora))
+    check_training(adapted(checkpoint("qwen3_moe", layers=1), ["experts", "q_proj"]))
 
 
 IDS = torch.arange(2, 16).view(2, 7)

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from ml_dtypes import float8_e4m3fn
+from tables import needs_fp8_on_cpu
 from tiny_models import make_model
 
 from hf_mxfp4 import MXFP4Experts, MXFP4Linear, MXFP4PackedLinear, MXFP4RLConfig, cached_weights, numerics
@@ -83,10 +84,8 @@ def output_gradient(y: torch.Tensor) -> torch.Tensor:
 def test_products_are_those_of_dequantized_operands_and_have_their_gradients(preset, options, dtype):
     found, x = layer(dtype, preset=preset, **options), tokens(dtype)
     weight, values = found.weight.detach(), fp8(x).requires_grad_()
-    quantized = fp8(weight) if preset == "w8a8" else None
-    if quantized is None:
-        quantized = numerics.fake_quantize(weight, **vars(found.config.weight_scheme))
-    weight = quantized.requires_grad_()
+    rounded = fp8(weight) if preset == "w8a8" else numerics.fake_quantize(weight, **vars(found.config.weight_scheme))
+    weight = rounded.requires_grad_()
     y = F.linear(values, weight, found.bias)
     y.backward(output_gradient(y))
     for a, b in zip(passes(found, x), (y, values.grad, weight.grad), strict=True):
@@ -114,7 +113,7 @@ def test_literal():
     assert (y.tolist(), grad_x.tolist(), grad_weight.tolist()) == ([[288.0 + 6.75]], [[2.0, 12.0]], [[576.0, 2.25]])
 
 
-@pytest.mark.parametrize("options", [{}, FP8_PRODUCTS], ids=["dense", "fp8"])
+@pytest.mark.parametrize("options", [{}, pytest.param(FP8_PRODUCTS, marks=needs_fp8_on_cpu)], ids=["dense", "fp8"])
 def test_w4a8g8_folds_the_scales_of_tokens_into_the_gradient_before_that_is_rounded(options):
     found = layer(preset="w4a8g8", **options)
     x, grad = tokens(), torch.randn(M, N, generator=torch.Generator().manual_seed(2))
@@ -143,16 +142,11 @@ def test_tokens_of_any_scale_keep_gradients_finite(dtype):
     assert empty[1].shape == (0, K) and not empty[2].any()
 
 
-def routed() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Hidden states of which the first is routed to experts 0 and 1, others to 2 and 3."""
-    index = torch.tensor([[0, 1], *[[2, 3]] * 20])
-    return torch.randn(21, 64, generator=torch.Generator().manual_seed(3)), index, torch.full((21, 2), 0.5)
-
-
 def test_a_nan_reaches_the_gradients_of_its_own_experts_alone():
     plain = make_model("qwen3_moe", layers=1).model.layers[0].mlp.experts
     experts = MXFP4Experts.from_experts(plain, MXFP4RLConfig(preset="w4a8g8"), "experts")
-    hidden, *routing = routed()
+    routing = torch.tensor([[0, 1], *[[2, 3]] * 20]), torch.full((21, 2), 0.5)
+    hidden = torch.randn(21, 64, generator=torch.Generator().manual_seed(3))
     hidden[0, 5] = math.nan
     grad_up = passes(experts, hidden, *routing, grad=torch.ones(21, 64))[2]
     assert bool(grad_up[:2].isnan().all()) and bool(grad_up[2:].isfinite().all()) and bool(grad_up[2:].any())
@@ -176,44 +170,41 @@ def test_packed_layers_take_the_same_inputs():
     assert packed.config.preset == "w4a8" and torch.equal(packed.quantized_input(x, x.dtype), fp8(x))
 
 
-def wide_weight(found, spread: str) -> None:
-    """Weights whose rows, or whose blocks within rows, are further apart than E4M3 with one scale holds."""
+def dense_and_fp8(spread: str, **options) -> list[list[torch.Tensor]]:
+    """What `passes` gives on dense and on FP8 products, of which the latter are counted, with weights whose rows, or
+    whose blocks within rows, are further apart than E4M3 with one scale holds."""
     rows = 2.0 ** torch.linspace(-14, 14, N).round()[:, None] if spread == "rows" else torch.ones(N, 1)
     blocks = 2.0 ** (torch.arange(K) // 32 * -24.0) if spread == "blocks" else torch.ones(K)
-    with torch.no_grad():
-        found.weight.mul_(rows * blocks)
-
-
-@pytest.mark.parametrize("spread", ["none", "rows", "blocks"])
-def test_scales_of_weights_are_one_or_one_a_row_or_the_products_are_dense(spread):
-    found = {}
+    found = []
     for backend in ("dense", "fp8"):
         reset_matmul_counts()
-        quantized = layer(preset="w4a8g8", **FP8_PRODUCTS | {"matmul_backend": backend})
-        wide_weight(quantized, spread)
-        found[backend] = passes(quantized, tokens(), grad=torch.randn(M, N, generator=torch.Generator().manual_seed(2)))
-    for fp8_result, dense in zip(found["fp8"], found["dense"], strict=True):
+        quantized = layer(preset="w4a8g8", **FP8_PRODUCTS | options | {"matmul_backend": backend})
+        with torch.no_grad():
+            quantized.weight.mul_(rows * blocks)
+        found.append(passes(quantized, tokens()))
+    return found
+
+
+@needs_fp8_on_cpu
+@pytest.mark.parametrize("spread", ["none", "rows", "blocks"])
+def test_scales_of_weights_are_one_or_one_a_row_or_the_products_are_dense(spread):
+    found = list(zip(*dense_and_fp8(spread), strict=True))
+    for dense, fp8_result in found:
         torch.testing.assert_close(fp8_result, dense, rtol=1e-5, atol=1e-5 * float(dense.abs().max()))
     with_weights = "dense" if spread == "blocks" else "fp8"
     counted = {"fprop": {with_weights: 1}, "dgrad": {with_weights: 1}, "wgrad": {"fp8": 1}}
     assert matmul_counts() == {**counted, "inexact_elements": 0}
     if spread == "blocks":
-        assert torch.equal(found["fp8"][0], found["dense"][0]) and torch.equal(found["fp8"][1], found["dense"][1])
+        assert torch.equal(*found[0]) and torch.equal(*found[1])
 
 
 @pytest.mark.parametrize("rounded", [{"rotation": "deterministic-16"}, {"grad": "rceil"}], ids=str)
 def test_what_dgrad_does_to_the_gradient_beside_scaling_it_stays_as_it_is(rounded):
-    found = {}
-    for backend in ("dense", "fp8"):
-        reset_matmul_counts()
-        quantized = layer(
-            preset="w4a8g8", dgrad={"grad": "fp8"} | rounded, **FP8_PRODUCTS | {"matmul_backend": backend}
-        )
-        wide_weight(quantized, "rows")
-        found[backend] = passes(quantized, tokens(), grad=torch.randn(M, N, generator=torch.Generator().manual_seed(2)))
-    assert matmul_counts()["dgrad"] == {"dense": 1} and torch.equal(found["fp8"][1], found["dense"][1])
+    dense, found = dense_and_fp8("rows", dgrad={"grad": "fp8"} | rounded)
+    assert matmul_counts()["dgrad"] == {"dense": 1} and torch.equal(found[1], dense[1])
 
 
+@needs_fp8_on_cpu
 def test_operands_are_rounded_to_e4m3_once_and_a_weight_once_a_step(monkeypatch):
     quantized, made = layer(preset="w4a8g8", **FP8_PRODUCTS), []
     to_fp8 = operands.weight_to_fp8
@@ -247,6 +238,7 @@ def scaled_grouped_mm(a, b, scale_a, recipe_a, scale_b, recipe_b, *, offs, outpu
     return out
 
 
+@needs_fp8_on_cpu
 @pytest.mark.parametrize("spread", [False, True])
 @pytest.mark.parametrize("grouped", [True, False])
 def test_experts_are_multiplied_at_once_where_the_device_has_that_product(grouped, spread, monkeypatch, request):
@@ -274,6 +266,7 @@ def test_experts_are_multiplied_at_once_where_the_device_has_that_product(groupe
     assert matmul_counts() == {**counted, "inexact_elements": 0}
 
 
+@needs_fp8_on_cpu
 @pytest.mark.parametrize("preset", ["w4a8", "w4a4"])
 def test_packed_layers_multiply_on_fp8_cores_as_trained_ones_do(preset):
     """The same elements in the same product, eager and compiled; adapters train through it."""
@@ -289,7 +282,7 @@ def test_packed_layers_multiply_on_fp8_cores_as_trained_ones_do(preset):
     assert torch.equal(grad, torch.ones(M, N) @ packed.dequantized_weight())
 
 
-def test_products_on_fp8_hardware_are_chosen_by_what_the_operands_are():
+def test_products_on_fp8_hardware_are_chosen_by_what_the_operands_are(monkeypatch):
     chosen = {}
     for preset in ("w4a8", "w4a8g8", "w8a8"):
         scheme = MXFP4RLConfig(preset=preset).gemms()
@@ -297,13 +290,12 @@ def test_products_on_fp8_hardware_are_chosen_by_what_the_operands_are():
     dense = ["fp8", "dense", "dense"]
     assert chosen == {"w4a8": dense, "w4a8g8": ["fp8", "fp8", "fp8"], "w8a8": dense}
     rounded = MXFP4RLConfig(preset="w8a8", dgrad={"grad": "fp8"}).gemms()
-    assert (
-        "the scales of the reused weight lie on the axis that is summed over"
-        in select_matmul("dgrad", rounded, "sm_90").reason
-    )
+    axis = "lie on the axis that is summed over"
+    assert f"the scales of the reused weight {axis}" in select_matmul("dgrad", rounded, "sm_90").reason
     nvfp4 = MXFP4RLConfig(fprop={"x": "nvfp4", "weight": "nvfp4"}).gemms()
     assert "NVFP4 scales of x have more digits than E4M3" in select_matmul("fprop", nvfp4, "sm_90").reason
     own = MXFP4RLConfig(preset="w4a8", wgrad={"grad": "rceil"}, **PLAIN).gemms()
-    assert (
-        "the scales of the reused x lie on the axis that is summed over" in select_matmul("wgrad", own, "sm_90").reason
-    )
+    assert f"the scales of the reused x {axis}" in select_matmul("wgrad", own, "sm_90").reason
+    monkeypatch.setattr(products, "HAS_FP8_ON_CPU", False)
+    on_cpu = select_matmul.__wrapped__("fprop", rounded, "cpu", torch.float32, requested="fp8")
+    assert (on_cpu.name, on_cpu.reason) == ("dense", "cpu has no FP8 products")

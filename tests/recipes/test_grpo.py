@@ -4,6 +4,7 @@ import io
 import json
 import os
 from pathlib import Path
+from unittest.mock import Mock
 
 import processes
 import pytest
@@ -190,16 +191,11 @@ def test_options_of_the_products_in_yaml_and_on_the_command_line(tmp_path):
         "dgrad:\n  grad: rceil+stochastic\n"
     )
     words = ["--config", str(path), f"--output_dir={tmp_path}", "--wgrad", "{rotation: deterministic-16}"]
-    expected = {
-        "preset": "w4a4g4",
-        "macro_block": None,
-        "outlier_fallback": None,
-        "dgrad": {"grad": "rceil+stochastic"},
-        "wgrad": {"rotation": "deterministic-16"},
-    }
-    assert parse(words)[1] == MXFP4RLConfig(**expected)
+    common = {"preset": "w4a4g4", "macro_block": None, "outlier_fallback": None}
+    common["wgrad"] = {"rotation": "deterministic-16"}
+    assert parse(words)[1] == MXFP4RLConfig(**common, dgrad={"grad": "rceil+stochastic"})
     words += ["--dgrad=none"]
-    assert parse(words)[1] == MXFP4RLConfig(**{**expected, "dgrad": None})
+    assert parse(words)[1] == MXFP4RLConfig(**common, dgrad=None)
     with pytest.raises(ValueError, match="dgrad has no option 'grd'; did you mean 'grad'"):
         parse([*words, "--dgrad={grd: full}"])
     with pytest.raises(ValueError, match="dgrad='{grad: full' is neither YAML nor JSON"):
@@ -272,6 +268,8 @@ def test_what_is_missing_is_named_before_there_is_a_trainer(words, message, tmp_
     monkeypatch.setattr("recipes.grpo.MXFP4GRPOTrainer", None)
     with pytest.raises(SystemExit, match=message):
         short_run("out", *words)
+    monkeypatch.setattr("transformers.training_args.is_torch_bf16_gpu_available", lambda: False)
+    monkeypatch.setattr("recipes.common.options.torch", Mock(**{"cuda.is_available.return_value": False}))
     with pytest.raises(SystemExit, match="made for a GPU and none was found"):
         short_run("out", config="qwen2.5_3b_gsm8k")
 
