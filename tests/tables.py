@@ -152,10 +152,11 @@ def _covering(cases: list[Places]) -> list[Places]:
 
 
 def _has_fp8_on_cpu() -> bool:
+    """Ask the operator itself: what the product says of it, `HAS_FP8_ON_CPU`, is under test."""
     ones = to_fp8(torch.ones(16, 16))
     try:
         return matmul(ones, ones, dtype=torch.float32) is not None
-    except NotImplementedError:  # as in 2.11
+    except NotImplementedError:  # what PyTorch 2.11 raises for an operator without a kernel on the CPU
         return False
 
 

@@ -27,14 +27,14 @@ BUDGETS = (4.25, 4.32, 4.5, 6.0, 8.6)
 AS_IT_IS, SMOOTHED, ROUNDED, ROTATED = "as it is", "smoothed", "smoothed, GPTQ", "smoothed, GPTQ for H64"
 FOR_BOTH = "smoothed, GPTQ for H64 and quantized inputs"
 OURS = "even+mbs128-blockwise"
-#: Rows of the first page: name, bits, tensor cores of Hopper and Blackwell, where the KL is, cell of the RL experiment.
+#: Rows of the first page: name, tensor cores of Hopper and Blackwell, record of the loss, cell of the RL experiment.
 FIRST_PAGE = (
-    ("BF16", 16, "BF16", "BF16", None, "bf16"),
-    ("plain MXFP4", 4.25, "FP8", "FP4", (AS_IT_IS, "rceil"), "mxfp4"),
-    ("the paper's MBS + OF", 8.56, "BF16", "BF16", (AS_IT_IS, "rceil+mbs128-hybrid+of0.5"), "paper_a"),
-    ("**the default**: block mantissas, whole residuals", 8.56, "BF16", "BF16", (AS_IT_IS, f"{OURS}+of1"), "default"),
-    ("W4A4, smoothed and distilled", 4.31, "BF16", "FP4", "w4a4", "w4a4_distilled"),
-    ("**W4A8, smoothed and distilled**", 4.31, "FP8", "FP8", "w4a8", "w4a8_distilled"),
+    ("BF16", "BF16", "BF16", None, "bf16"),
+    ("plain MXFP4", "FP8", "FP4", (AS_IT_IS, "rceil"), "mxfp4"),
+    ("the paper's MBS + OF", "BF16", "BF16", (AS_IT_IS, "rceil+mbs128-hybrid+of0.5"), "paper_a"),
+    ("**the default**: block mantissas, whole residuals", "BF16", "BF16", (AS_IT_IS, f"{OURS}+of1"), "default"),
+    ("W4A4, smoothed and distilled", "BF16", "FP4", "w4a4", "w4a4_distilled"),
+    ("**W4A8, smoothed and distilled**", "FP8", "FP8", "w4a8", "w4a8_distilled"),
 )
 
 
@@ -79,14 +79,14 @@ def _number(value: float) -> str:
 def readme_evidence() -> str:
     """Return the first page: what a scheme stores, what multiplies it, what it loses, and where RL ends."""
     trained = {row["cell"]: row for row in statistics(runs_at_the_best_rate())}
-    of_text = [r for r in (*records("tensor_cores"), *records("evidence")) if _short(r["text"]) == "GSM8K"]
-    found = {(r["variant"], r["name"]): f"{r['kl']:.3f}" for r in of_text} | {None: "0"}
+    found = {**next(iter(_by_text().values())), None: {"bits": 16, "kl": 0.0}}
     learned = [r for r in records("distillation") if r["name"] == "test"]
-    found |= {r["scheme"].split(" ")[0]: f"{r['kl']:.3f}" for r in reversed(learned) if "rotation" not in r["scheme"]}
+    found |= {r["scheme"].split(" ")[0]: r for r in reversed(learned) if "rotation" not in r["scheme"]}
     rows = []
-    for name, bits, hopper, blackwell, place, cell in FIRST_PAGE:
+    for name, hopper, blackwell, place, cell in FIRST_PAGE:
         after = f"{100 * trained[cell]['after']:.1f} ± {100 * trained[cell]['over_seeds']:.1f}"
-        rows.append([name, f"{bits:g}", hopper, blackwell, found[place], after])
+        loss = found[place]
+        rows.append([name, _number(loss["bits"]), hopper, blackwell, f"{loss['kl']:.3f}", after])
     columns = ["scheme", "bits of a weight", "Hopper", "Blackwell", "KL, GSM8K", "accuracy after RL, %"]
     return table(columns, rows)
 

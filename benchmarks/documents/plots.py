@@ -57,9 +57,9 @@ def pretrain_overheads() -> Figure:
 def recovery_plot() -> Figure:
     """Accuracy over the steps of RL for the schemes of the first page, means over seeds."""
     figure = Figure(figsize=(7, 3.6), layout="constrained")
-    axes = figure.subplots()
+    axes, runs = figure.subplots(), runs_at_the_best_rate()
     for name, *_, cell in FIRST_PAGE:
-        curves = [r["curves"]["greedy/first_line"] for r in runs_at_the_best_rate() if r["cell"] == cell]
+        curves = [r["curves"]["greedy/first_line"] for r in runs if r["cell"] == cell]
         steps = [step for step, _ in curves[0]]
         means = [100 * fmean(value for _, value in points) for points in zip(*curves, strict=True)]
         axes.plot(steps, means, "-o", markersize=3, label=name.replace("*", "").partition(":")[0])

@@ -8,10 +8,6 @@ from recipes.ablations.results import markdown
 from ..records import interval, records, table
 
 
-#: Learning rate of the RL experiment's table.
-BEST_RATE = 2e-5
-
-
 def demo() -> str:
     rows = []
     for r in records("demo_cpu"):
