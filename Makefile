@@ -94,7 +94,7 @@ $(TOOLS_VENV)/ready: .ci/tools.txt constraints.txt
 $(VENV)/runtime: $(INPUTS)
 	@echo "installing torch, transformers, trl and the rest into $(VENV) (2.3 GB; a few minutes, and pip is silent)"
 	$(PYTHON) -m venv $(VENV)
-	$(PIP) --editable '.[lab]'
+	$(PIP) --editable '.[report]'
 	@touch $@
 
 $(VENV)/bench: $(VENV)/runtime

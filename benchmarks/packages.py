@@ -25,8 +25,8 @@ from .records import ROOT, table
 #: only must not be part of a circle.
 ORDER = (
     ("benchmarks",),
-    ("recipes",),
     ("cli",),
+    ("recipes",),
     ("lab",),
     ("rl",),
     ("integrations.transformers", "integrations.peft", "integrations.vllm"),

@@ -11,8 +11,8 @@ import argparse
 import json
 from pathlib import Path
 
-from recipes.pretraining.arguments import BASELINE
-from recipes.pretraining.summary import PAPER
+from hf_mxfp4.recipes.pretraining.arguments import BASELINE
+from hf_mxfp4.recipes.pretraining.summary import PAPER
 
 from .records import RESULTS, hardware, made, write
 

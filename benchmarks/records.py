@@ -11,8 +11,8 @@ from typing import Any
 
 from hf_mxfp4.files import write_json
 from hf_mxfp4.lab.stats import with_interval
+from hf_mxfp4.recipes.common.reporting import hardware, markdown_table
 from hf_mxfp4.utils import installed_version
-from recipes.common.reporting import hardware, markdown_table
 
 
 ROOT = Path(__file__).resolve().parents[1]

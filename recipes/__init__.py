@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Scripts to run (`grpo.py`, `pretrain.py`, `ablation.py`, `evaluate.py`) and the parts that they are made of.
+"""Recipes, to run from here (`grpo.py`, `distill.py`, `pretrain.py`, `ablation.py`, `evaluate.py`) or as `hf-mxfp4
+grpo`, and the parts that they are made of.
 
-Parts are imported as `recipes.common`, `recipes.tasks` and so on, from the root of the checkout: the scripts begin with
-[`from_root`]. They are not installed: a recipe is for copying and changing.
+Parts are imported as `hf_mxfp4.recipes.common` and so on everywhere: `hf_mxfp4/recipes` is a link to this folder, so
+that a wheel has the recipes and their YAML files. Scripts begin with [`from_root`].
 """

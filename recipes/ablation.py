@@ -14,7 +14,7 @@ of a small model and another folder: `--max_steps 2 --n_train 64 --n_test 8 --mo
 """
 
 if __name__ == "__main__" and not __package__:
-    import from_root  # noqa: F401  parts are found as recipes.*
+    import from_root  # noqa: F401  the root in place of this folder
 
 import json
 import shlex
@@ -29,12 +29,12 @@ from rich.table import Table
 from rich.text import Text
 
 from hf_mxfp4.files import lock, replace_file
-from recipes.ablations.grid import Grid, check_cells, read_grid
-from recipes.ablations.results import make_records, markdown, table_rows
-from recipes.ablations.runner import run_grid
-from recipes.common.options import option, read_command, read_words
-from recipes.common.reporting import console, tell
-from recipes.post_training.arguments import GROUPS
+from hf_mxfp4.recipes.ablations.grid import Grid, check_cells, read_grid
+from hf_mxfp4.recipes.ablations.results import make_records, markdown, table_rows
+from hf_mxfp4.recipes.ablations.runner import run_grid
+from hf_mxfp4.recipes.common.options import option, read_command, read_words
+from hf_mxfp4.recipes.common.reporting import console, tell
+from hf_mxfp4.recipes.post_training.arguments import GROUPS
 
 
 @dataclass

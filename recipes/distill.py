@@ -11,7 +11,7 @@ Held-out texts are evaluated before, while and after it trains; `max_steps: 0` e
 """
 
 if __name__ == "__main__" and not __package__:
-    import from_root  # noqa: F401  parts are found as recipes.*
+    import from_root  # noqa: F401  the root in place of this folder
 
 import math
 import sys
@@ -27,14 +27,15 @@ from trl import get_peft_config
 from hf_mxfp4 import MXFP4DistillationConfig, MXFP4DistillationTrainer
 from hf_mxfp4.files import write_json
 from hf_mxfp4.lab import RunReportCallback, TextOptions
-from recipes.common.reporting import INPUT_ERRORS, TrainingBar, console, errors_as_messages, shutdown, tell
-from recipes.post_training import output as files
-from recipes.post_training.arguments import DistillArguments, Options, parse_or_exit
-from recipes.post_training.policy import find_start, load_policy, prepare_start
-from recipes.tasks import Task, of_task
+from hf_mxfp4.recipes.common.options import CONFIGS
+from hf_mxfp4.recipes.common.reporting import INPUT_ERRORS, TrainingBar, console, errors_as_messages, shutdown, tell
+from hf_mxfp4.recipes.post_training import output as files
+from hf_mxfp4.recipes.post_training.arguments import DistillArguments, Options, parse_or_exit
+from hf_mxfp4.recipes.post_training.policy import find_start, load_policy, prepare_start
+from hf_mxfp4.recipes.tasks import Task, of_task
 
 
-DEMO = Path(__file__).parent / "configs" / "distill_tiny_cpu.yaml"
+DEMO = CONFIGS / "distill_tiny_cpu.yaml"
 LEARN = ("text", "completion", "generated")
 #: What is reported of each held-out text.
 MEASURES = ("kl", "perplexity", "teacher_perplexity")

@@ -7,7 +7,7 @@
 """
 
 if __name__ == "__main__" and not __package__:
-    import from_root  # noqa: F401  parts are found as recipes.*, and `evaluate` is the library
+    import from_root  # noqa: F401  `evaluate` is the library
 
 import contextlib
 import inspect
@@ -24,14 +24,14 @@ from tqdm.auto import tqdm
 
 from hf_mxfp4.files import write_json
 from hf_mxfp4.lab.resume_log import ResumeLog
+from hf_mxfp4.recipes.common.options import exit_on_wrong_options
+from hf_mxfp4.recipes.common.reporting import INPUT_ERRORS, console, errors_as_messages, shutdown, tell
+from hf_mxfp4.recipes.evaluation import results
+from hf_mxfp4.recipes.evaluation.arguments import EvaluationArguments, parse
+from hf_mxfp4.recipes.evaluation.generate import Batch, Completion, complete_batches, tokenize
+from hf_mxfp4.recipes.evaluation.policy import Policy, load_policy
+from hf_mxfp4.recipes.tasks import Task
 from hf_mxfp4.utils import installed_version, package_versions
-from recipes.common.options import exit_on_wrong_options
-from recipes.common.reporting import INPUT_ERRORS, console, errors_as_messages, shutdown, tell
-from recipes.evaluation import results
-from recipes.evaluation.arguments import EvaluationArguments, parse
-from recipes.evaluation.generate import Batch, Completion, complete_batches, tokenize
-from recipes.evaluation.policy import Policy, load_policy
-from recipes.tasks import Task
 
 
 def main(argv: list[str]) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 """Imported first by the scripts beside this file: the root of the checkout takes the place of this folder.
 
 Python searches the folder of a script first, so that `import evaluate` would find `evaluate.py` here instead of the
-library. From the root everything has one name: `recipes.tasks`, and `evaluate` is the library, whoever imports it.
+library. Parts have one name, such as `hf_mxfp4.recipes.tasks`: `hf_mxfp4/recipes` is a link to this folder.
 """
 
 import sys
@@ -10,7 +10,6 @@ from pathlib import Path
 
 
 _HERE = Path(__file__).resolve().parent
+_ROOT = [str(_HERE.parent)] if (_HERE.parent / "hf_mxfp4").is_dir() else []  # no checkout: it is installed
 
-sys.path[:] = [str(_HERE.parent) if Path(place).resolve() == _HERE else place for place in sys.path]
-
-import hf_mxfp4  # noqa: E402, F401  before TRL, which imports torchao: what that says of its own parts is not shown then
+sys.path[:] = _ROOT + [place for place in sys.path if Path(place).resolve() != _HERE]

@@ -10,7 +10,7 @@ trained further; `max_steps: 0` evaluates alone.
 """
 
 if __name__ == "__main__" and not __package__:
-    import from_root  # noqa: F401  parts are found as recipes.*
+    import from_root  # noqa: F401  the root in place of this folder
 
 import sys
 import time
@@ -22,11 +22,11 @@ from trl import get_peft_config
 from hf_mxfp4 import MXFP4GRPOTrainer
 from hf_mxfp4.files import write_json
 from hf_mxfp4.lab import RunReportCallback
-from recipes.common.reporting import INPUT_ERRORS, TrainingBar, errors_as_messages, shutdown, tell
-from recipes.post_training import output as files
-from recipes.post_training.arguments import parse_or_exit
-from recipes.post_training.evaluation import EvaluationCallback, PolicyEvaluation
-from recipes.post_training.policy import find_start, load_policy, load_saved, prepare_start
+from hf_mxfp4.recipes.common.reporting import INPUT_ERRORS, TrainingBar, errors_as_messages, shutdown, tell
+from hf_mxfp4.recipes.post_training import output as files
+from hf_mxfp4.recipes.post_training.arguments import parse_or_exit
+from hf_mxfp4.recipes.post_training.evaluation import EvaluationCallback, PolicyEvaluation
+from hf_mxfp4.recipes.post_training.policy import find_start, load_policy, load_saved, prepare_start
 
 
 def main(argv: list[str]) -> dict:

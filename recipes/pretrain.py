@@ -11,19 +11,19 @@ stand in the YAML file or on the command line, which wins.
 """
 
 if __name__ == "__main__" and not __package__:
-    import from_root  # noqa: F401  parts are found as recipes.*
+    import from_root  # noqa: F401  the root in place of this folder
 
 import sys
 from pathlib import Path
 from typing import Any
 
 from hf_mxfp4.files import write_json
-from recipes.common.options import exit_on_wrong_options
-from recipes.common.reporting import errors_as_messages, shutdown, tell
-from recipes.pretraining.arguments import TARGET_FRACTION, Study, parse
-from recipes.pretraining.corpus import load_corpus
-from recipes.pretraining.runs import StudyFile, train_arm
-from recipes.pretraining.summary import draw_overheads, print_summary, summarize
+from hf_mxfp4.recipes.common.options import exit_on_wrong_options
+from hf_mxfp4.recipes.common.reporting import errors_as_messages, shutdown, tell
+from hf_mxfp4.recipes.pretraining.arguments import TARGET_FRACTION, Study, parse
+from hf_mxfp4.recipes.pretraining.corpus import load_corpus
+from hf_mxfp4.recipes.pretraining.runs import StudyFile, train_arm
+from hf_mxfp4.recipes.pretraining.summary import draw_overheads, print_summary, summarize
 
 
 def main(argv: list[str]) -> dict[str, Any]:

@@ -11,8 +11,8 @@ from trl.distributed import DistributedBackend
 from trl.generation.vllm_generation import VLLMGeneration
 
 from hf_mxfp4 import MXFP4GRPOConfig, MXFP4GRPOTrainer, MXFP4RLConfig
+from hf_mxfp4.recipes.tasks.tiny_model import build_char_tokenizer
 from hf_mxfp4.rl import ExactResumeMixin
-from recipes.tasks.tiny_model import build_char_tokenizer
 
 
 TOKENIZER = build_char_tokenizer("0123456789+=")

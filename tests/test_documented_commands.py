@@ -13,12 +13,12 @@ import typer
 
 from hf_mxfp4 import MXFP4DistillationConfig
 from hf_mxfp4.cli import app
-from recipes.ablation import parse as parse_ablation
-from recipes.ablations.grid import read_grid
-from recipes.common.options import names
-from recipes.evaluation.arguments import parse as parse_evaluation
-from recipes.post_training.arguments import GROUPS, DistillArguments, groups_of
-from recipes.pretraining.arguments import parse as parse_study
+from hf_mxfp4.recipes.ablation import parse as parse_ablation
+from hf_mxfp4.recipes.ablations.grid import read_grid
+from hf_mxfp4.recipes.common.options import names
+from hf_mxfp4.recipes.evaluation.arguments import parse as parse_evaluation
+from hf_mxfp4.recipes.post_training.arguments import GROUPS, DistillArguments, groups_of
+from hf_mxfp4.recipes.pretraining.arguments import parse as parse_study
 
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from matplotlib.figure import Figure
 
-from recipes.ablations.results import statistics
+from hf_mxfp4.recipes.ablations.results import statistics
 
 from ..records import records, table
 from .runs import runs_at_the_best_rate

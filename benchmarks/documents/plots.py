@@ -7,7 +7,7 @@ from statistics import fmean
 import matplotlib
 from matplotlib.figure import Figure
 
-from recipes.pretraining.summary import draw_overheads
+from hf_mxfp4.recipes.pretraining.summary import draw_overheads
 
 from ..records import DATA, records, scheme_error
 from .evidence import FIRST_PAGE, evidence_plot, tensor_cores_plot

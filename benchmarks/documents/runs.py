@@ -3,7 +3,7 @@
 
 from collections import Counter
 
-from recipes.ablations.results import markdown
+from hf_mxfp4.recipes.ablations.results import markdown
 
 from ..records import interval, records, table
 

@@ -157,7 +157,7 @@ def _trainer(bench: Bench, folder: str, arm: str, adapters: bool, sizes: tuple[i
     from trl import GRPOConfig, GRPOTrainer
 
     from hf_mxfp4 import MXFP4GRPOConfig, MXFP4GRPOTrainer
-    from recipes.tasks import build_byte_tokenizer
+    from hf_mxfp4.recipes.tasks import build_byte_tokenizer
 
     count, length, steps = sizes
     on_gpu, ours = bench.device.type == "cuda", arm in OURS

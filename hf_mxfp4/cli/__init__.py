@@ -8,13 +8,13 @@ from typing import Annotated
 
 import typer
 
-from . import analyze, convert, evaluate, training
+from . import analyze, convert, evaluate, recipes, training
 from .common import Command
 
 
 app = typer.Typer(
     name="hf-mxfp4",
-    help="Measure, before and during training, what MXFP4 does to a model, and convert and verify checkpoints. Exit "
+    help="Train and evaluate models in MXFP4, measure what it does to them, and convert and verify checkpoints. Exit "
     "codes: 0 all well, 1 some tensors are damaged or could not be analysed, 2 wrong usage or nothing to analyse, "
     "convert or verify, 130 interrupted.",
     no_args_is_help=True,
@@ -36,6 +36,8 @@ _command("export")(convert.export)
 _command("import")(convert.import_)
 _command("verify")(convert.verify)
 _command("env")(training.env)
+for _name, _help in recipes.RECIPES.items():
+    app.command(_name, help=_help, context_settings=recipes.SETTINGS)(recipes.command(_name))
 app.command("run", context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})(training.run)
 
 

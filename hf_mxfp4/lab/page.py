@@ -13,7 +13,7 @@ try:
     from matplotlib.figure import Figure
 except ModuleNotFoundError as error:
     missing = error.name.partition(".")[0]
-    raise ImportError(f"reports need {missing}, which is not installed: pip install 'hf-mxfp4[lab]'") from error
+    raise ImportError(f"reports need {missing}, which is not installed: pip install 'hf-mxfp4[report]'") from error
 
 
 def render_page(template: str, **values: Any) -> str:

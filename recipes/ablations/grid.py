@@ -11,12 +11,12 @@ from typing import Any
 import torch
 import yaml
 
+from hf_mxfp4.recipes.common.checkpoints import put_over
+from hf_mxfp4.recipes.common.options import names, without_removed
+from hf_mxfp4.recipes.common.reporting import tell
+from hf_mxfp4.recipes.evaluation.policy import folder_digest
+from hf_mxfp4.recipes.post_training.arguments import GROUPS, Options, make_options
 from hf_mxfp4.utils import unknown_key_message
-from recipes.common.checkpoints import put_over
-from recipes.common.options import names, without_removed
-from recipes.common.reporting import tell
-from recipes.evaluation.policy import folder_digest
-from recipes.post_training.arguments import GROUPS, Options, make_options
 
 
 #: Options of `grpo.py` that a run's result does not depend on, and those that the grid sets itself.

@@ -8,7 +8,7 @@ from statistics import fmean
 from typing import Any
 
 from hf_mxfp4.lab.stats import t_interval, with_interval
-from recipes.common.reporting import markdown_table
+from hf_mxfp4.recipes.common.reporting import markdown_table
 
 from .grid import Grid, Run
 from .runner import finished, read_json

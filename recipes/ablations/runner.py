@@ -16,8 +16,8 @@ import yaml
 
 from hf_mxfp4.checkpoint import last_complete_checkpoint
 from hf_mxfp4.files import write_json
+from hf_mxfp4.recipes.common.reporting import hardware, tell
 from hf_mxfp4.utils import package_versions, share_text
-from recipes.common.reporting import hardware, tell
 
 from .grid import WITHOUT_EFFECT, Grid, Run
 

@@ -2,6 +2,7 @@
 """Options of a script, in a YAML file or on the command line: what TRL's parser does not do by itself."""
 
 import argparse
+import errno
 import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -13,13 +14,15 @@ import torch
 import yaml
 from trl import TrlParser
 
+from hf_mxfp4.recipes.common.reporting import tell
 from hf_mxfp4.utils import unknown_key_message
-from recipes.common.reporting import tell
 
 
 # TRL's own default still has the old name of this option.
 warnings.filterwarnings("ignore", category=FutureWarning, message=".*gradient_checkpointing.*")
 
+#: The files that come with the recipes.
+CONFIGS = Path(__file__).parents[1] / "configs"
 Parsed = TypeVar("Parsed")
 Groups = Sequence[type]
 #: Other names of options, and what they are called here.
@@ -105,8 +108,23 @@ def refuse_words(words: Sequence[str], groups: Groups) -> None:
         raise ValueError(f"{words[0]!r} is one word more than the options")
 
 
-def read_file(path: Path, groups: Groups) -> dict[str, Any]:
-    """Read the options of a YAML file. Raises `ValueError` for one that is not known, with the nearest names."""
+def config_path(name: str | Path) -> Path:
+    """Return the YAML file of that path, or else the one of that name that comes with the recipes. Raises `OSError`
+    where there is neither."""
+    path = Path(name).expanduser()
+    packaged = CONFIGS / f"{path.name.removesuffix('.yaml')}.yaml"
+    if not path.exists() and not packaged.exists():
+        ours = ", ".join(sorted(file.stem for file in CONFIGS.glob("*.yaml")))
+        raise FileNotFoundError(
+            errno.ENOENT, f"No such file; the configs that come with the recipes are {ours}", str(name)
+        )
+    return path if path.exists() else packaged
+
+
+def read_file(path: str | Path, groups: Groups) -> dict[str, Any]:
+    """Read the options of a YAML file, found as by [`config_path`]. Raises `ValueError` for an option that is not
+    known, with the nearest names."""
+    path = config_path(path)
     options = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
     if not isinstance(options, dict):
         raise ValueError(f"{path} must hold one `option: value` per line")

@@ -2,10 +2,9 @@
 """Options of `evaluate.py`."""
 
 from dataclasses import dataclass, field
-from pathlib import Path
 
-from recipes.common.options import build, option, read_file, read_words, refuse_words
-from recipes.tasks import TaskArguments
+from hf_mxfp4.recipes.common.options import build, option, read_file, read_words, refuse_words
+from hf_mxfp4.recipes.tasks import TaskArguments
 
 
 #: What `--dequantize` can leave out of the scheme; neither control quantizes activations.
@@ -84,7 +83,7 @@ def parse(argv: list[str]) -> EvaluationArguments:
         given["model"] = words.pop(0)
     refuse_words(words, groups)
     if (path := given.pop("config", None)) is not None:
-        given = {**read_file(Path(path), groups), **given}
+        given = {**read_file(path, groups), **given}
     (options,) = build(groups, given)
     if options.model is None:
         raise ValueError("name a model, such as outputs/tiny_cpu/policy")

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokeni
 
 from hf_mxfp4.checkpoint import remove_scheme
 from hf_mxfp4.layers import QUANTIZED
-from recipes.common.checkpoints import Stored, load_tokenizer, method, read_stored
+from hf_mxfp4.recipes.common.checkpoints import Stored, load_tokenizer, method, read_stored
 
 from .arguments import CONTROLS, EvaluationArguments
 from .results import RESULT_FILE

@@ -10,14 +10,22 @@ from transformers import TrainingArguments
 from trl import ModelConfig
 
 from hf_mxfp4 import MXFP4GRPOConfig, MXFP4RLConfig
-from recipes.common.checkpoints import is_adapter, put_over
-from recipes.common.options import build, exit_on_wrong_options, option, read_command, read_file, read_yaml
-from recipes.common.reporting import tell
-from recipes.tasks import TaskArguments
-from recipes.tasks.tiny_model import TINY_MODELS
+from hf_mxfp4.recipes.common.checkpoints import is_adapter, put_over
+from hf_mxfp4.recipes.common.options import (
+    CONFIGS,
+    build,
+    exit_on_wrong_options,
+    option,
+    read_command,
+    read_file,
+    read_yaml,
+)
+from hf_mxfp4.recipes.common.reporting import tell
+from hf_mxfp4.recipes.tasks import TaskArguments
+from hf_mxfp4.recipes.tasks.tiny_model import TINY_MODELS
 
 
-DEFAULT_CONFIG = Path(__file__).parents[1] / "configs" / "tiny_cpu.yaml"
+DEFAULT_CONFIG = CONFIGS / "tiny_cpu.yaml"
 
 
 @dataclass
@@ -136,7 +144,7 @@ def parse(
         raise ValueError(f"--{modules} is given more than once; give all after one: --{modules} layers.0 down_proj")
     given = read_command(argv, groups)
     path = given.pop("config", None) or _demo(given, demo)
-    file = read_file(Path(path), groups) if path else {}
+    file = read_file(path, groups) if path else {}
     kept, dropped = put_over(file, given)
     if dropped:
         word = "preset" if "preset" in given else "mode"

@@ -12,9 +12,9 @@ from transformers import AutoTokenizer, PreTrainedModel, Trainer, TrainerCallbac
 
 from hf_mxfp4 import MXFP4GRPOTrainer
 from hf_mxfp4.lab import read_schemes, swapped
-from recipes.evaluation.generate import Evaluation, evaluate_greedy
-from recipes.post_training.arguments import RecipeArguments
-from recipes.tasks import Task
+from hf_mxfp4.recipes.evaluation.generate import Evaluation, evaluate_greedy
+from hf_mxfp4.recipes.post_training.arguments import RecipeArguments
+from hf_mxfp4.recipes.tasks import Task
 
 
 class PolicyEvaluation:

@@ -17,11 +17,11 @@ from hf_mxfp4 import MXFP4GRPOTrainer
 from hf_mxfp4.checkpoint import add_evaluation, checkpoint_step, invalidate, last_complete_checkpoint
 from hf_mxfp4.files import write_json
 from hf_mxfp4.lab import RunReportCallback, plot_training
+from hf_mxfp4.recipes.common.reporting import console, tell
+from hf_mxfp4.recipes.evaluation.generate import Evaluation, write_completions
+from hf_mxfp4.recipes.post_training.arguments import StartArguments
+from hf_mxfp4.recipes.tasks import Task
 from hf_mxfp4.utils import package_versions, share_text
-from recipes.common.reporting import console, tell
-from recipes.evaluation.generate import Evaluation, write_completions
-from recipes.post_training.arguments import StartArguments
-from recipes.tasks import Task
 
 
 # ---- whose folder it is ---------------------------------------------------------------------------------------------

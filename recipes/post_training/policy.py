@@ -19,12 +19,12 @@ from hf_mxfp4 import MXFP4RLConfig, dither_masters
 from hf_mxfp4.checkpoint import remove_scheme
 from hf_mxfp4.files import replace_file, write_json
 from hf_mxfp4.lab import TextOptions, rewrite_checkpoint, round_model, smooth_model
-from recipes.common.checkpoints import Stored, differences, load_tokenizer, read_stored
-from recipes.common.reporting import INPUT_ERRORS, errors_as_messages, tell
-from recipes.post_training.arguments import Options, StartArguments, check_packed
-from recipes.post_training.output import resume_choice
-from recipes.tasks import Task, build_tokenizer, of_task
-from recipes.tasks.tiny_model import TINY_MODELS, supervised_warmup
+from hf_mxfp4.recipes.common.checkpoints import Stored, differences, load_tokenizer, read_stored
+from hf_mxfp4.recipes.common.reporting import INPUT_ERRORS, errors_as_messages, tell
+from hf_mxfp4.recipes.post_training.arguments import Options, StartArguments, check_packed
+from hf_mxfp4.recipes.post_training.output import resume_choice
+from hf_mxfp4.recipes.tasks import Task, build_tokenizer, of_task
+from hf_mxfp4.recipes.tasks.tiny_model import TINY_MODELS, supervised_warmup
 
 
 #: Options of adapters, and their names in PEFT's configuration.

@@ -9,7 +9,6 @@ not on the values of the forward product.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from pathlib import Path
 from typing import Any
 
 from torch import nn
@@ -17,8 +16,8 @@ from transformers import TrainingArguments
 
 from hf_mxfp4 import MXFP4Linear, MXFP4RLConfig
 from hf_mxfp4.numerics import FULL, GEMM_OPERANDS, REUSE
+from hf_mxfp4.recipes.common.options import CONFIGS, build, option, read_command, read_file, read_yaml
 from hf_mxfp4.utils import unknown_key_message
-from recipes.common.options import build, option, read_command, read_file, read_yaml
 
 
 # ---- arms -----------------------------------------------------------------------------------------------------------
@@ -104,7 +103,7 @@ def quantized_operands(model: nn.Module) -> dict[str, int]:
 
 # ---- options ---------------------------------------------------------------------------------------------------------
 
-DEFAULT_CONFIG = Path(__file__).parents[1] / "configs" / "pretrain_tiny_cpu.yaml"
+DEFAULT_CONFIG = CONFIGS / "pretrain_tiny_cpu.yaml"
 CORPORA = ("generated", "hub")
 TARGET_FRACTION = 0.9
 
@@ -217,7 +216,7 @@ def parse(argv: list[str]) -> Study:
     """
     groups = (StudyArguments, TrainingArguments)
     given = read_command(argv, groups)
-    file = read_file(Path(given.pop("config", None) or DEFAULT_CONFIG), groups)
+    file = read_file(given.pop("config", DEFAULT_CONFIG), groups)
     options, training = build(groups, {**file, **given})
     if training.max_steps < 1:
         raise ValueError("max_steps must be the number of optimizer steps of the token budget")

@@ -13,7 +13,7 @@ import torch
 from datasets import Dataset, IterableDataset, load_dataset
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from recipes.tasks.tiny_model import build_byte_tokenizer, build_char_tokenizer
+from hf_mxfp4.recipes.tasks.tiny_model import build_byte_tokenizer, build_char_tokenizer
 
 from .arguments import StudyArguments
 

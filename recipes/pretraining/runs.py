@@ -20,9 +20,9 @@ from transformers.trainer_utils import get_last_checkpoint
 
 from hf_mxfp4.files import write_json
 from hf_mxfp4.layers import random_layers
+from hf_mxfp4.recipes.common.reporting import TrainingBar
+from hf_mxfp4.recipes.tasks.tiny_model import build_qwen2
 from hf_mxfp4.rl import QuantizationStepCallback
-from recipes.common.reporting import TrainingBar
-from recipes.tasks.tiny_model import build_qwen2
 
 from .arguments import SIZES, Arm, Study, quantized_operands
 from .corpus import Corpus

@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 from rich.table import Table
 
 from hf_mxfp4.lab.stats import t_interval, with_interval
-from recipes.common.reporting import console
+from hf_mxfp4.recipes.common.reporting import console
 
 from .arguments import BASELINE
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerFast
 
-from recipes.common.options import option
+from hf_mxfp4.recipes.common.options import option
 
 from .base import REWARD_FORM, Subsets, Task, check_reward, load_function, of_task
 from .problems import ALPHABET, SCORES, Source, arithmetic, few_shot, gsm8k, math500, own_problems

@@ -14,6 +14,7 @@ import hf_mxfp4
 from hf_mxfp4 import decompose, utils
 from hf_mxfp4.cli import app
 from hf_mxfp4.lab import sample
+from hf_mxfp4.recipes.common.options import config_path
 
 
 def run(*arguments):
@@ -100,3 +101,23 @@ def test_wrong_words_are_one_line(command, message, tmp_path, monkeypatch):
     Path("bad.yaml").write_text("preset: [1")
     done = run(*command.split())
     assert done.exit_code == 2 and message in done.stderr
+
+
+# ---- recipes --------------------------------------------------------------------------------------------------------
+
+
+def test_a_recipe_takes_all_words_and_the_configs_that_come_with_it(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    seen = []
+    monkeypatch.setattr("sys.argv", ["hf-mxfp4"])
+    monkeypatch.setattr("hf_mxfp4.recipes.grpo.main", seen.append)
+    assert run("grpo", "--config", "tiny_cpu", "--max_steps", "1", "--help").exit_code == 0
+    assert seen == [["--config", "tiny_cpu", "--max_steps", "1", "--help"]]
+    ours = config_path("recipes/configs/tiny_cpu.yaml")
+    assert ours == config_path("tiny_cpu") and ours.is_file() and tmp_path not in ours.parents
+    Path("tiny_cpu").write_text("max_steps: 1")
+    assert config_path("tiny_cpu") == Path("tiny_cpu")
+    with pytest.raises(
+        OSError, match="No such file; the configs that come with the recipes are .*tiny_cpu, tiny_cpu_l"
+    ):
+        config_path("tiny")

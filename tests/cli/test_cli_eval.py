@@ -14,7 +14,7 @@ from hf_mxfp4 import MXFP4RLConfig
 from hf_mxfp4.checkpoint import add_evaluation, choose_card, is_generated
 from hf_mxfp4.cli import app
 from hf_mxfp4.lab.reports import add_perplexity
-from recipes.tasks.tiny_model import build_char_tokenizer
+from hf_mxfp4.recipes.tasks.tiny_model import build_char_tokenizer
 
 
 ALPHABET = "0123456789+= ?\n"

@@ -244,7 +244,7 @@ def distill(engine: str | None, base: str, out: str) -> None:
 
 def run_recipe(engine: str, out: str, options: list[str]) -> None:
     """`recipes/grpo.py` under a configuration."""
-    from recipes import grpo
+    from hf_mxfp4.recipes import grpo
 
     use_engine(engine, Path(out))
     grpo.main([*options, f"--output_dir={out}/run", "--use_cpu=false"])

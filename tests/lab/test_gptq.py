@@ -18,7 +18,7 @@ from hf_mxfp4.lab import evaluate, read_schemes, round_model, round_weight
 from hf_mxfp4.lab.gptq import DecoderRun
 from hf_mxfp4.lab.rounding import DAMPING, output_error, quantized_again, unsupported_reason
 from hf_mxfp4.numerics import QuantScheme, Rotation, apply_scheme, parse_scheme, quantize, rotate
-from recipes.tasks.tiny_model import build_char_tokenizer
+from hf_mxfp4.recipes.tasks.tiny_model import build_char_tokenizer
 
 
 SCHEMES = ("even", "rceil", "floor", "mse", "even+mbs128-blockwise", "even+mbs128-blockwise_fp8", "rceil+32x32")

@@ -15,7 +15,7 @@ from hf_mxfp4 import numerics
 from hf_mxfp4.cli import app
 from hf_mxfp4.lab import smooth_model
 from hf_mxfp4.lab.smoothing import Place, _apply, _scale
-from recipes.tasks.tiny_model import build_char_tokenizer
+from hf_mxfp4.recipes.tasks.tiny_model import build_char_tokenizer
 
 
 PER_LAYER = ("self_attn.q_proj", "self_attn.o_proj", "mlp.gate_proj", "mlp.down_proj")

@@ -13,7 +13,7 @@ from tiny_models import make_model, make_tokenizer
 from hf_mxfp4.lab import SourceError, TextOptions, open_source
 from hf_mxfp4.lab.layers import classify
 from hf_mxfp4.module_names import find_layers
-from recipes.tasks.tiny_model import build_char_tokenizer
+from hf_mxfp4.recipes.tasks.tiny_model import build_char_tokenizer
 
 
 INDEX = "model.safetensors.index.json"

@@ -15,11 +15,11 @@ import pytest
 import yaml
 
 from hf_mxfp4 import MXFP4RLConfig
-from recipes.ablation import main, parse
-from recipes.ablations.grid import check_cells, read_grid
-from recipes.ablations.results import markdown, statistics
-from recipes.tasks import ALPHABET
-from recipes.tasks.tiny_model import build_char_tokenizer, build_qwen2
+from hf_mxfp4.recipes.ablation import main, parse
+from hf_mxfp4.recipes.ablations.grid import check_cells, read_grid
+from hf_mxfp4.recipes.ablations.results import markdown, statistics
+from hf_mxfp4.recipes.tasks import ALPHABET
+from hf_mxfp4.recipes.tasks.tiny_model import build_char_tokenizer, build_qwen2
 
 
 ROOT = Path(__file__).resolve().parents[2]

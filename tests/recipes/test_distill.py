@@ -9,10 +9,10 @@ from typer.testing import CliRunner
 
 from hf_mxfp4 import MXFP4DistillationConfig
 from hf_mxfp4.cli import app
+from hf_mxfp4.recipes.distill import DEMO, main
+from hf_mxfp4.recipes.post_training.arguments import DistillArguments, parse
+from hf_mxfp4.recipes.tasks import of_task
 from hf_mxfp4.rl.config import count_quantized
-from recipes.distill import DEMO, main
-from recipes.post_training.arguments import DistillArguments, parse
-from recipes.tasks import of_task
 
 
 pytestmark = pytest.mark.usefixtures("blank_pictures")
@@ -82,7 +82,7 @@ def test_one_command_is_smoothing_and_then_distilling(run, options, tmp_path, mo
     same = ("before", "after", "teacher", "shared_tensors")
     assert {name: found[name] for name in same} == {name: expected[name] for name in same}
     # A resumed run begins from what is there, or refuses it.
-    monkeypatch.delattr("recipes.post_training.policy.smooth_model")
+    monkeypatch.delattr("hf_mxfp4.recipes.post_training.policy.smooth_model")
     resumed = [*one, f"--resume_from_checkpoint={tmp_path / 'one' / 'checkpoint-1'}"]
     assert main(resumed)["after"] == found["after"]
     with pytest.raises(SystemExit, match="was prepared with .*'smooth_strength': 0.3"):

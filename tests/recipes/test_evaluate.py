@@ -14,11 +14,11 @@ from transformers import AutoModelForCausalLM
 
 from hf_mxfp4 import MXFP4RLConfig
 from hf_mxfp4.lab.resume_log import ResumeLog
-from recipes.evaluate import main
-from recipes.evaluation import generate
-from recipes.evaluation.generate import Batch, complete_batches, tokenize
-from recipes.tasks import ALPHABET, load_task
-from recipes.tasks.tiny_model import build_byte_tokenizer, build_char_tokenizer, build_qwen2, supervised_warmup
+from hf_mxfp4.recipes.evaluate import main
+from hf_mxfp4.recipes.evaluation import generate
+from hf_mxfp4.recipes.evaluation.generate import Batch, complete_batches, tokenize
+from hf_mxfp4.recipes.tasks import ALPHABET, load_task
+from hf_mxfp4.recipes.tasks.tiny_model import build_byte_tokenizer, build_char_tokenizer, build_qwen2, supervised_warmup
 
 
 HERE = Path(__file__).resolve().parent

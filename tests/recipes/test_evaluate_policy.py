@@ -13,11 +13,11 @@ from transformers import AutoModelForCausalLM
 import hf_mxfp4
 from hf_mxfp4 import MXFP4RLConfig
 from hf_mxfp4.layers import QUANTIZED
-from recipes.evaluation.arguments import EvaluationArguments
-from recipes.evaluation.policy import folder_digest
-from recipes.evaluation.policy import load_policy as load
-from recipes.tasks import ALPHABET
-from recipes.tasks.tiny_model import build_char_tokenizer
+from hf_mxfp4.recipes.evaluation.arguments import EvaluationArguments
+from hf_mxfp4.recipes.evaluation.policy import folder_digest
+from hf_mxfp4.recipes.evaluation.policy import load_policy as load
+from hf_mxfp4.recipes.tasks import ALPHABET
+from hf_mxfp4.recipes.tasks.tiny_model import build_char_tokenizer
 
 
 SCHEME = MXFP4RLConfig(outlier_fallback=None)

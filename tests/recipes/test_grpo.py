@@ -17,11 +17,11 @@ from hf_mxfp4 import MXFP4RLConfig
 from hf_mxfp4.checkpoint import last_complete_checkpoint
 from hf_mxfp4.lab import page
 from hf_mxfp4.lab.stats import wilson
+from hf_mxfp4.recipes.evaluation import generate
+from hf_mxfp4.recipes.grpo import main
+from hf_mxfp4.recipes.post_training.arguments import parse, parse_or_exit
 from hf_mxfp4.rl.config import count_quantized
 from hf_mxfp4.run_log import RUN_LOG
-from recipes.evaluation import generate
-from recipes.grpo import main
-from recipes.post_training.arguments import parse, parse_or_exit
 
 
 pytestmark = pytest.mark.usefixtures("blank_pictures")
@@ -59,8 +59,8 @@ def whole(tmp_path_factory):
 RELOAD = """
 import json, sys
 import hf_mxfp4
-from recipes.evaluation.generate import evaluate_greedy
-from recipes.tasks import load_task
+from hf_mxfp4.recipes.evaluation.generate import evaluate_greedy
+from hf_mxfp4.recipes.tasks import load_task
 from transformers import AutoModelForCausalLM, AutoTokenizer
 folder = sys.argv[1]
 task = load_task("arithmetic", n_test=16)
@@ -265,11 +265,11 @@ EMPTY = "--test_file=empty.jsonl"
 def test_what_is_missing_is_named_before_there_is_a_trainer(words, message, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("empty.jsonl").write_text("")
-    monkeypatch.setattr("recipes.grpo.MXFP4GRPOTrainer", None)
+    monkeypatch.setattr("hf_mxfp4.recipes.grpo.MXFP4GRPOTrainer", None)
     with pytest.raises(SystemExit, match=message):
         short_run("out", *words)
     monkeypatch.setattr("transformers.training_args.is_torch_bf16_gpu_available", lambda: False)
-    monkeypatch.setattr("recipes.common.options.torch", Mock(**{"cuda.is_available.return_value": False}))
+    monkeypatch.setattr("hf_mxfp4.recipes.common.options.torch", Mock(**{"cuda.is_available.return_value": False}))
     with pytest.raises(SystemExit, match="made for a GPU and none was found"):
         short_run("out", config="qwen2.5_3b_gsm8k")
 

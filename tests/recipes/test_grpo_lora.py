@@ -15,9 +15,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from undrawn import leave_figures_undrawn
 
 from hf_mxfp4 import MXFP4RLConfig
-from recipes.grpo import main
-from recipes.post_training.arguments import parse
-from recipes.post_training.policy import find_start
+from hf_mxfp4.recipes.grpo import main
+from hf_mxfp4.recipes.post_training.arguments import parse
+from hf_mxfp4.recipes.post_training.policy import find_start
 
 
 pytestmark = pytest.mark.usefixtures("blank_pictures")

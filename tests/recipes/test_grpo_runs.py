@@ -13,7 +13,7 @@ from test_grpo import REPORTED, TINY, logged, short_run
 from torch import nn
 from transformers import AutoConfig
 
-from recipes.post_training.evaluation import placed
+from hf_mxfp4.recipes.post_training.evaluation import placed
 
 
 HERE = Path(__file__).resolve().parent

@@ -14,11 +14,18 @@ from datasets import Dataset
 from tiny_models import make_model
 
 from hf_mxfp4.integrations.transformers.swap import quantize_linears
-from recipes import pretrain
-from recipes.pretrain import main
-from recipes.pretraining.arguments import BASELINE, NAMED_ARMS, StudyArguments, choose_arms, parse, quantized_operands
-from recipes.pretraining.corpus import ALPHABET, Language, generate, load_corpus
-from recipes.pretraining.summary import draw_overheads, summarize, tokens_to_target
+from hf_mxfp4.recipes import pretrain
+from hf_mxfp4.recipes.pretrain import main
+from hf_mxfp4.recipes.pretraining.arguments import (
+    BASELINE,
+    NAMED_ARMS,
+    StudyArguments,
+    choose_arms,
+    parse,
+    quantized_operands,
+)
+from hf_mxfp4.recipes.pretraining.corpus import ALPHABET, Language, generate, load_corpus
+from hf_mxfp4.recipes.pretraining.summary import draw_overheads, summarize, tokens_to_target
 
 
 CONFIGS = Path(__file__).resolve().parents[2] / "recipes" / "configs"
@@ -188,7 +195,9 @@ def hub(monkeypatch):
 
     def give(column="text", **texts):
         splits = {name: Dataset.from_dict({column: rows}).to_iterable_dataset() for name, rows in texts.items()}
-        monkeypatch.setattr("recipes.pretraining.corpus.load_dataset", lambda *_, split, streaming: splits[split])
+        monkeypatch.setattr(
+            "hf_mxfp4.recipes.pretraining.corpus.load_dataset", lambda *_, split, streaming: splits[split]
+        )
         return options(corpus="hub")
 
     return give

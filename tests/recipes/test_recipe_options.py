@@ -7,8 +7,8 @@ import pytest
 
 from hf_mxfp4 import MXFP4RLConfig
 from hf_mxfp4.presets import PRESETS
-from recipes.evaluation.arguments import parse as parse_evaluation
-from recipes.post_training.arguments import parse
+from hf_mxfp4.recipes.evaluation.arguments import parse as parse_evaluation
+from hf_mxfp4.recipes.post_training.arguments import parse
 
 
 CONFIGS = Path(__file__).resolve().parents[2] / "recipes" / "configs"

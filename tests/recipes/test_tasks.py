@@ -11,7 +11,7 @@ import torch
 from datasets import Dataset
 from transformers import AutoTokenizer
 
-from recipes.tasks import ALPHABET, build_tokenizer, load_task, problems, tiny_model
+from hf_mxfp4.recipes.tasks import ALPHABET, build_tokenizer, load_task, problems, tiny_model
 
 
 ROWS = [

@@ -13,8 +13,8 @@ from transformers import AutoModelForCausalLM
 from trl import GRPOConfig
 
 from hf_mxfp4 import MXFP4GRPOConfig, MXFP4GRPOTrainer, MXFP4RLConfig
+from hf_mxfp4.recipes.tasks.tiny_model import build_char_tokenizer
 from hf_mxfp4.rl import RewardError
-from recipes.tasks.tiny_model import build_char_tokenizer
 
 
 def snapshot(model):

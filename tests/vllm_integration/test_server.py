@@ -21,8 +21,8 @@ from vllm.distributed.utils import StatelessProcessGroup
 
 from hf_mxfp4 import MXFP4RLConfig
 from hf_mxfp4.layers import trainable_matrices
+from hf_mxfp4.recipes.tasks.tiny_model import build_byte_tokenizer
 from hf_mxfp4.rl import MXFP4AsyncGRPOTrainer, VLLMServerError, plain_name
-from recipes.tasks.tiny_model import build_byte_tokenizer
 
 
 pytestmark = pytest.mark.vllm

@@ -16,10 +16,10 @@ from undrawn import leave_figures_undrawn
 
 from hf_mxfp4 import MXFP4RLConfig
 from hf_mxfp4.layers import MXFP4PackedLinear, trainable_matrices
+from hf_mxfp4.recipes.grpo import main
+from hf_mxfp4.recipes.tasks.tiny_model import build_byte_tokenizer
 from hf_mxfp4.rl import plain_name
 from hf_mxfp4.rl import rollout as correction
-from recipes.grpo import main
-from recipes.tasks.tiny_model import build_byte_tokenizer
 
 
 pytestmark = pytest.mark.vllm

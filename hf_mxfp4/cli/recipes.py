@@ -1,0 +1,30 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`hf-mxfp4 grpo`, `sft`, `distill` and `evaluate`: the recipes, whose options these commands hand on as they are."""
+
+import importlib
+import sys
+from collections.abc import Callable
+
+import typer
+
+
+#: Each recipe by its name, and what it does.
+RECIPES = {
+    "grpo": "Train a quantized policy by GRPO, from one YAML file: evaluated, saved and reloaded.",
+    "distill": "Distil a model in full precision into its quantized self.",
+    "evaluate": "Evaluate a model on a task under its own scheme: greedy and sampled, with intervals.",
+}
+#: All words behind the name are the recipe's, `--help` too.
+SETTINGS = {"ignore_unknown_options": True, "allow_extra_args": True, "help_option_names": []}
+
+
+def command(name: str) -> Callable[[typer.Context], None]:
+    """Return the command that runs a recipe. With a launcher: `accelerate launch -m hf_mxfp4.cli NAME ...`."""
+
+    def run_recipe(context: typer.Context) -> None:
+        sys.argv = [f"hf-mxfp4 {name}", *context.args]
+        recipe = importlib.import_module(f"hf_mxfp4.recipes.{name}")
+        recipe.main(context.args)
+        recipe.shutdown()
+
+    return run_recipe
