@@ -21,7 +21,7 @@ __getattr__, __all__ = lazy_names(
             "last_complete_checkpoint verify_folder weight_files why_incomplete write_manifest write_whole_manifest"
         ),
         "names": "FileNames Piece tied_weights",
-        "save": "FolderError atomic_folder is_quantized push staged take_state_dict wrap_saving",
+        "save": "FolderError atomic_folder is_quantized own_names push staged take_state_dict wrap_saving",
         "scheme": "check_checkpoint check_unquantized make_record remove_scheme unguard",
         "sources": "ForeignSource LayerSource MasterSource PackedSource own_config",
     },

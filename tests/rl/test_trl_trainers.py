@@ -52,7 +52,7 @@ TRAINERS = {
     ),
 }
 REFERENCES = ["DPO", "KTO", "RLOO"]
-CASES = [(name, mode) for name in TRAINERS for mode in ("qat", "packed")]
+CASES = [*((name, mode) for name in TRAINERS for mode in ("qat", "packed")), ("SFT", "experts")]
 
 
 def lengths(completions, **kwargs):
@@ -66,10 +66,12 @@ class Case:
         self.name, self.mode, self.folder = name, mode, root / f"{name}-{mode}"
         task = "SEQ_CLS" if name == "Reward" else "CAUSAL_LM"
         self.lora = LoraConfig(r=4, target_modules="all-linear", task_type=task) if mode == "packed" else None
-        self.base = root / ("classifier" if name == "Reward" else "base")
+        self.base = root / ("classifier" if name == "Reward" else "experts" if mode == "experts" else "base")
+        self.n_quantized = 4 + 4 * 2 if mode == "experts" else 7
 
     def load(self, folder, quantize=True):
-        scheme = MXFP4RLConfig(mode=self.mode, preset="w4a16", outlier_fallback=None)
+        mode = "packed" if self.lora else "qat"
+        scheme = MXFP4RLConfig(mode=mode, preset="w4a16", outlier_fallback=None)
         options = {"quantization_config": scheme} if quantize else {}
         cls = AutoModelForSequenceClassification if self.name == "Reward" else AutoModelForCausalLM
         return cls.from_pretrained(folder, dtype=torch.float32, **options)
@@ -124,9 +126,10 @@ def logits(model):
 def made(tmp_path_factory):
     """`made(name, mode)` gives a case, each once."""
     root, cases = tmp_path_factory.mktemp("trainers"), {}
-    model = make_model(vocab_size=400, layers=1, hidden=32, intermediate=48)
-    model.model.norm.weight.data *= 8  # predictions that are far from uniform
-    model.save_pretrained(root / "base")
+    for family, folder in (("qwen2", "base"), ("qwen3_moe", "experts")):
+        model = make_model(family, vocab_size=400, layers=1, hidden=32, intermediate=48)
+        model.model.norm.weight.data *= 8  # predictions that are far from uniform
+        model.save_pretrained(root / folder)
     AutoModelForSequenceClassification.from_pretrained(root / "base", num_labels=1).save_pretrained(root / "classifier")
     return lambda *key: cases.setdefault(key, Case(*key, root))
 
@@ -140,7 +143,7 @@ def test_the_first_step_and_an_evaluation_are_those_of_the_dequantized_model(cas
     found, expected = case.trained[1], case.twin[1]
     assert {"loss", "grad_norm", "eval_loss"} <= found.keys() == expected.keys()
     assert found == pytest.approx(expected, rel=1e-4, abs=1e-5)
-    assert count_quantized(case.trained[0].model) == 7
+    assert count_quantized(case.trained[0].model) == case.n_quantized
 
 
 def test_what_was_trained_is_the_same_after_it_was_saved(case):
@@ -150,7 +153,7 @@ def test_what_was_trained_is_the_same_after_it_was_saved(case):
         saved = PeftModel.from_pretrained(case.load(case.base), case.folder / "saved")
     else:
         saved = case.load(case.folder / "saved", quantize=False)
-    assert count_quantized(saved) == 7
+    assert count_quantized(saved) == case.n_quantized
     assert torch.equal(logits(saved), logits(trainer.model))
     assert not torch.equal(logits(saved), case.before[0])
 
