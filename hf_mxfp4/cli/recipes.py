@@ -11,6 +11,7 @@ import typer
 #: Each recipe by its name, and what it does.
 RECIPES = {
     "grpo": "Train a quantized policy by GRPO, from one YAML file: evaluated, saved and reloaded.",
+    "sft": "Fine-tune a quantized model on texts or on the completions of a task, all weights or adapters.",
     "distill": "Distil a model in full precision into its quantized self.",
     "evaluate": "Evaluate a model on a task under its own scheme: greedy and sampled, with intervals.",
 }

@@ -12,7 +12,6 @@ CONTROLS = {
     "masters": "full precision on the master weights",
     "quantized": "full precision on the dequantized weights",
 }
-_RENAMED = {"limit": "n_test", "data_seed": "data_seed_split"}
 
 
 @dataclass
@@ -78,7 +77,7 @@ class EvaluationArguments(TaskArguments):
 def parse(argv: list[str]) -> EvaluationArguments:
     """Parse and check the command line. Raises `ValueError` for what is wrong."""
     groups = (EvaluationArguments,)
-    given, words = read_words(argv, groups, _RENAMED, prog="evaluate.py", usage="evaluate.py MODEL [options]")
+    given, words = read_words(argv, groups, prog="evaluate.py", usage="evaluate.py MODEL [options]")
     if words and not words[0].startswith("--") and "model" not in given:
         given["model"] = words.pop(0)
     refuse_words(words, groups)
