@@ -61,7 +61,7 @@ def plan(
     """
     config = lab.planning.read_config(model)
     named = {"mode": mode, "preset": preset, "modules_to_not_convert": skip}
-    given = {name: value for name, value in named.items() if value is not None}
+    given: dict[str, Any] = {name: value for name, value in named.items() if value is not None}
     quantization = None if given else lab.planning.stored_scheme(config)
     if quantization is None and mode != "full":
         quantization = hf_mxfp4.MXFP4RLConfig(**given)
