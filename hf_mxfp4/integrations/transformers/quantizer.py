@@ -176,10 +176,11 @@ class MXFP4RLQuantizer(HfQuantizer):
         for parameter in model.parameters():
             if dtype is not None and parameter.is_floating_point():
                 parameter.data = parameter.data.to(dtype)
-        if model.__dict__.get("_weight_conversions") == []:  # of packed experts: it saves as any plain model again
-            del model._weight_conversions
         model.__dict__.pop("quantization_report", None)
+        conversions = model.__dict__.pop("_weight_conversions", None)  # transformers 5.24 would forget them
         self.remove_quantization_config(model)
+        if conversions:  # packed experts have an empty list; without it the model saves as any plain one
+            model._weight_conversions = conversions
         return model
 
     def get_state_dict_and_metadata(self, model):
