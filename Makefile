@@ -7,7 +7,7 @@
 # make test-cases CASES=FOLDER  scripts that showed faults, each of which exits with 0 where it is gone
 # make bench-gpu  kernels, layers and whole runs on this machine's GPU; records in outputs/gpu
 # make lint       style and spelling                    make types      types, by mypy
-# make docs       the site of the docs, links checked   make release    wheel and sdist, checked
+# make docs       the site of the docs, links checked   make release    wheel and sdist, checked and used
 # Each creates its environment by itself.
 PYTHON ?= python3
 VENV := .venv
@@ -95,6 +95,7 @@ release: $(TOOLS_VENV)/ready
 	$(TOOLS)/python -m build --quiet
 	$(TOOLS)/twine check --strict dist/*
 	PATH="$(CURDIR)/$(TOOLS):$$PATH" .ci/check_wheel dist/*.whl
+	OMP_NUM_THREADS=1 PYTHON=$(PYTHON) .ci/use_wheel dist/*.whl
 
 clean:
 	rm -rf $(VENV) $(VLLM_VENV) $(TOOLS_VENV) .venv-oldest .venv-newest .venv-latest build dist outputs site

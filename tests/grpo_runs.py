@@ -18,6 +18,50 @@ from hf_mxfp4.rl import ExactResumeMixin
 TOKENIZER = build_char_tokenizer("0123456789+=")
 
 
+#: Of three digits the first calls a tool; its result, a digit, comes back before the next "=".
+CALLS = {
+    "defaults": {"role": "assistant"},
+    "start_anchor": "=",
+    "fields": {
+        "tool_calls": {
+            "open_pattern": r"(?P<x>[0-3])", "close_pattern": "", "repeats": True, "content": "text",
+            "transform": {"type": "function", "function": {"name": "double", "arguments": {"x": "{x}"}}},
+        },
+        "content": {"close_pattern": r"<\|endoftext\|>", "content": "text"},
+    },
+}  # fmt: skip
+CHAT = (
+    "{% for m in messages %}{{ m.content }}{% for call in m.tool_calls or [] %}{{ call.function.name }}"
+    "{{ call.function.arguments | tojson }}{% endfor %}{% endfor %}{% if add_generation_prompt %}={% endif %}"
+)
+
+
+def agent(folder):
+    """A policy of eight tokens, saved in ``folder``, and its tokenizer: every digit that it writes calls `double`."""
+    tokenizer = build_char_tokenizer("0123=+")
+    tokenizer.backend_tokenizer.model.unk_token = tokenizer.unk_token = "+"
+    tokenizer.chat_template, tokenizer.response_template = CHAT, CALLS
+    make_model(hidden=32, intermediate=48, vocab_size=8).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return tokenizer
+
+
+def double(x: str) -> str:
+    """Write a digit twice.
+
+    Args:
+        x: the digit.
+
+    Returns:
+        It.
+    """
+    return 2 * x
+
+
+def questions(count=8):
+    return Dataset.from_list([{"prompt": [{"role": "user", "content": f"{i % 4}+1"}]} for i in range(count)])
+
+
 def even_digits(completions, **kwargs):
     """A reward that random completions sometimes earn, so that advantages are not all zero."""
     return [sum(character in "02468" for character in text) / 4 for text in completions]
@@ -32,9 +76,48 @@ def prompts(count=8):
 MEASURED = {"error_every": 2, "movement_every": 2}
 
 
+#: Noise in every step; and the key of what rollouts record.
+NOISY = {"aqn_num_stages": 1, "aqn_sigma_start": 0.3, "aqn_sigma_end": 0.3}
+SAMPLED = "sampling_per_token_logps"
+
+
 def logged(trainer, key):
     """The values that were logged under a key, by step."""
     return {entry["step"]: entry[key] for entry in trainer.state.log_history if key in entry}
+
+
+def rollout(trainer, step=1, prompts=2):
+    trainer.model.train()
+    trainer.state.global_step, trainer.state.max_steps = step, 4
+    trainer.current_gradient_accumulation_steps = 1
+    rows = [row for row in trainer.train_dataset.select(range(prompts)) for _ in range(trainer.num_generations)]
+    return trainer._generate_and_score_completions([dict(row) for row in rows])
+
+
+def log_probs(trainer, batch):
+    """Of the batch's completions, by a plain forward pass."""
+    ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1)
+    mask = torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1)
+    with torch.no_grad():
+        logits = trainer.model(input_ids=ids, attention_mask=mask).logits[:, batch["prompt_ids"].shape[1] - 1 : -1]
+    logits = logits / trainer.temperature
+    return logits.log_softmax(-1).gather(-1, batch["completion_ids"].unsqueeze(-1)).squeeze(-1)
+
+
+def seen_by_loss(trainer, batch):
+    """The batch as TRL's loss reads it, once it has computed log-probabilities."""
+    seen = {}
+    original = trainer._compute_loss
+
+    def look(model, inputs):
+        loss = original(model, inputs)
+        seen.update(inputs)
+        return loss
+
+    trainer._compute_loss = look
+    trainer.compute_loss(trainer.model, batch)
+    trainer._compute_loss = original
+    return seen
 
 
 def trainer_factory(tmp_path, layers=2):
@@ -44,7 +127,7 @@ def trainer_factory(tmp_path, layers=2):
 
     def build(
         reward=even_digits, *, scheme=None, dataset=None, eval_dataset=None, policy=None, peft_config=None,
-        callbacks=None, tokenizer=TOKENIZER, **options,
+        callbacks=None, tokenizer=TOKENIZER, given=None, **options,
     ):  # fmt: skip
         if not base.exists():
             make_model(layers=layers, hidden=32, intermediate=48).save_pretrained(base)
@@ -60,6 +143,7 @@ def trainer_factory(tmp_path, layers=2):
         }  # fmt: skip
         data = prompts() if dataset is None else dataset, eval_dataset
         others = {"processing_class": tokenizer, "peft_config": peft_config, "callbacks": callbacks}
+        others |= given or {}
         return MXFP4GRPOTrainer(policy, reward, MXFP4GRPOConfig(**settings), *data, **others)
 
     return build

@@ -7,6 +7,8 @@ from collections.abc import Callable
 
 import typer
 
+from .common import fail
+
 
 #: Each recipe by its name, and what it does.
 RECIPES = {
@@ -24,7 +26,10 @@ def command(name: str) -> Callable[[typer.Context], None]:
 
     def run_recipe(context: typer.Context) -> None:
         sys.argv = [f"hf-mxfp4 {name}", *context.args]
-        recipe = importlib.import_module(f"hf_mxfp4.recipes.{name}")
+        try:
+            recipe = importlib.import_module(f"hf_mxfp4.recipes.{name}")
+        except ImportError as error:  # an extra that is not installed
+            fail(str(error))
         recipe.main(context.args)
         recipe.shutdown()
 

@@ -43,8 +43,8 @@ class StepQuantization:
         self._step: int | None = None
         plugin = getattr(accelerator.state, "deepspeed_plugin", None)
         is_zero3 = plugin is not None and plugin.zero_stage == 3
-        is_sharded = is_zero3 or getattr(accelerator.state, "fsdp_plugin", None) is not None
-        is_off = is_sharded or args.step_weights == "auto" and not args.cache_rollout_weights
+        self.is_sharded = is_zero3 or getattr(accelerator.state, "fsdp_plugin", None) is not None
+        is_off = self.is_sharded or args.step_weights == "auto" and not args.cache_rollout_weights
         self.form = "none" if is_off else args.step_weights
         self._policy = WeightCache(model, form=self.form)
         self.reference = WeightCache(*([] if reference is None else [reference]), form=self.form)

@@ -99,8 +99,10 @@ class MXFP4GRPOTrainer(QuantizedTrainerMixin, GRPOTrainer):
         if functions is not None:
             functions = [guard_reward(function) for function in functions]
         kwargs["quantization_config"] = quantization_config
+        n_given = len(functions or ())
         with vllm_in_scheme(args):
             super().__init__(model, functions, args, train_dataset, eval_dataset, **kwargs)
+        self._guard_environments(n_given)
         self.n_quantized = count_quantized(self.model)
         check_tokens(self._tokenizer, train_dataset, eval_dataset)
         baseline = "" if args.allow_full_precision else "set allow_full_precision=True for a baseline"
@@ -124,12 +126,8 @@ class MXFP4GRPOTrainer(QuantizedTrainerMixin, GRPOTrainer):
         self._warned_of_noise = False
         self.correction = RolloutCorrection(args, accelerator, self._record)
         self.routing: RouterReplay | None = None
+        self._check_turns()
         if args.router_replay:
-            if self.tools or self.rollout_func is not None or self.environment_factories is not None:
-                raise ValueError(
-                    "router_replay=True records rollouts of one generation each; it does not work with tools, "
-                    "environment_factory or rollout_func"
-                )
             llm = self.vllm_generation.llm if self.use_vllm else None
             is_scored_by_trl = self.use_vllm and self.vllm_importance_sampling_correction
             self.routing = RouterReplay(model, accelerator, self._record, llm, is_scored_by_trl)
@@ -137,6 +135,21 @@ class MXFP4GRPOTrainer(QuantizedTrainerMixin, GRPOTrainer):
         self.vllm_policy: VLLMPolicy | None = None
         if self.use_vllm:
             self._push_rollout_policy_to_vllm()
+
+    def _check_turns(self) -> None:
+        """Raise `ValueError` for rollouts of several turns with what needs a single one."""
+        is_custom = self.rollout_func is not None or self.environment_factories is not None
+        if self.args.router_replay and (self.tools or is_custom):
+            raise ValueError(
+                "router_replay=True records rollouts of one generation each; it does not work with tools, "
+                "environment_factory or rollout_func"
+            )
+        is_shared = self.quantization.is_sharded and self.accelerator.num_processes > 1
+        if self.tools and is_shared and not self.use_vllm:
+            raise ValueError(
+                "with tools each process generates as often as its rollouts call them, and processes that shard "
+                "weights (FSDP, ZeRO-3) can only generate together: use DDP, ZeRO-2 or use_vllm=True"
+            )
 
     def _add_callbacks(self, args: MXFP4GRPOConfig) -> None:
         model = self.model
@@ -164,6 +177,12 @@ class MXFP4GRPOTrainer(QuantizedTrainerMixin, GRPOTrainer):
         if not args.torch_compile and quantizing_inputs(self.model):
             activations = ActivationErrorCallback(self.model, args.error_every, LAYERS, self._record_mean)
         return errors, activations
+
+    def _guard_environments(self, n_given: int) -> None:
+        """Guard the rewards of environments, which TRL adds to the ``n_given`` reward functions, under their names."""
+        for i in range(n_given, len(self.reward_funcs)):
+            self.reward_funcs[i].__name__ = self.reward_func_names[i]
+            self.reward_funcs[i] = guard_reward(self.reward_funcs[i])
 
     def _punish_long_completions(self, args: MXFP4GRPOConfig) -> None:
         """Make TRL's soft overlong punishment the last reward function, as TRL adds the rewards of environments."""

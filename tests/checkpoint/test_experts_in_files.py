@@ -5,16 +5,14 @@ gpt-oss format, checked with transformers' own functions."""
 import pytest
 import torch
 from export_files import config_in, decode, header_and_data, same_files, save_packed, save_plain
-from safetensors.torch import load_file, save_file
 from same_bits import tensors_in
-from tiny_models import make_model
+from tiny_models import make_model, save_openai
 from transformers import AutoModelForCausalLM, Mxfp4Config
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 import hf_mxfp4
 from hf_mxfp4 import MXFP4RLConfig
 from hf_mxfp4.checkpoint import CheckpointError, FileNames, Piece, export, import_checkpoint, pack_checkpoint
-from hf_mxfp4.files import write_json
 from hf_mxfp4.gemm import weight_values
 from hf_mxfp4.numerics import QuantScheme
 
@@ -131,24 +129,6 @@ def test_experts_of_gpt_oss_have_no_place_in_formats_of_single_matrices(tmp_path
 
 
 # ---- the format of gpt-oss ------------------------------------------------------------------------------------------
-
-
-def save_openai(folder, layers=1):
-    """A checkpoint as OpenAI's: blocks and scales of random bytes, the rest bfloat16."""
-    save_plain(folder, "gpt_oss", layers=layers)
-    tensors, generator = load_file(folder / "model.safetensors"), torch.Generator().manual_seed(0)
-    for layer in range(layers):
-        for projection, (rows, columns) in {"gate_up_proj": (192, 64), "down_proj": (64, 96)}.items():
-            stem = f"model.layers.{layer}.mlp.experts.{projection}"
-            del tensors[stem]
-            blocks = torch.randint(0, 256, (4, rows, columns // 32, 16), dtype=torch.uint8, generator=generator)
-            scales = torch.randint(115, 125, (4, rows, columns // 32), dtype=torch.uint8, generator=generator)
-            tensors |= {f"{stem}_blocks": blocks, f"{stem}_scales": scales}
-    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
-    skips = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
-    options = {"quant_method": "mxfp4", "modules_to_not_convert": skips}
-    write_json(folder / "config.json", {**config_in(folder), "quantization_config": options})
-    return folder
 
 
 def test_the_layout(tmp_path):

@@ -180,8 +180,8 @@ def test_shipped_configurations_parse(path):
         owners = [group for group in (recipe, quantization, training, model) if hasattr(group, name)]
         assert owners, name
         if name not in ("use_cpu", "bf16", "report_to"):
-            value = tuple(value) if isinstance(value, list) else value  # as the config keeps it
-            assert getattr(owners[0], name) in (value, str(value)), name
+            forms = (value, str(value), tuple(value) if isinstance(value, list) else value)  # as the config keeps it
+            assert getattr(owners[0], name) in forms, name
 
 
 def test_options_of_the_products_in_yaml_and_on_the_command_line(tmp_path):

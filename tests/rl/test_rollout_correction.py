@@ -4,7 +4,7 @@
 import pytest
 import torch
 from factors import factors_config
-from grpo_runs import MEASURED, TOKENIZER, logged, prompts
+from grpo_runs import MEASURED, NOISY, SAMPLED, TOKENIZER, log_probs, logged, prompts, rollout, seen_by_loss
 from moe_models import make_moe
 from peft import LoraConfig
 from transformers import AutoModelForCausalLM, LogitsProcessorList, TopKLogitsWarper
@@ -157,60 +157,7 @@ def test_the_recorder_follows_the_tokens_that_were_drawn():
         SampledLogProbs().rows([[3, 4]])
 
 
-NOISY = {"aqn_num_stages": 1, "aqn_sigma_start": 0.3, "aqn_sigma_end": 0.3}
-SAMPLED = "sampling_per_token_logps"
-
-
-def rollout(trainer, step=1, prompts=2):
-    trainer.model.train()
-    trainer.state.global_step, trainer.state.max_steps = step, 4
-    trainer.current_gradient_accumulation_steps = 1
-    rows = [row for row in trainer.train_dataset.select(range(prompts)) for _ in range(trainer.num_generations)]
-    return trainer._generate_and_score_completions([dict(row) for row in rows])
-
-
-def log_probs(trainer, batch):
-    """Of the batch's completions, by a plain forward pass."""
-    ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1)
-    mask = torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1)
-    with torch.no_grad():
-        logits = trainer.model(input_ids=ids, attention_mask=mask).logits[:, batch["prompt_ids"].shape[1] - 1 : -1]
-    logits = logits / trainer.temperature
-    return logits.log_softmax(-1).gather(-1, batch["completion_ids"].unsqueeze(-1)).squeeze(-1)
-
-
-def seen_by_loss(trainer, batch):
-    """The batch as TRL's loss reads it, once it has computed log-probabilities."""
-    seen = {}
-    original = trainer._compute_loss
-
-    def look(model, inputs):
-        loss = original(model, inputs)
-        seen.update(inputs)
-        return loss
-
-    trainer._compute_loss = look
-    trainer.compute_loss(trainer.model, batch)
-    trainer._compute_loss = original
-    return seen
-
-
 # ---- what is recorded -----------------------------------------------------------------------------------------------
-
-
-def test_noisy_rollouts_are_weighted_by_the_truncated_ratio(build):
-    trainer = build(**NOISY, rollout_correction_cap=1.05)
-    batch = rollout(trainer)
-    clean = log_probs(trainer, batch)
-    with trainer.noise.active(1, 0.3):
-        noisy = log_probs(trainer, batch)
-    real = batch["completion_mask"].bool()
-    assert torch.allclose(batch[SAMPLED][real], noisy[real], atol=1e-4)
-    ratio = (clean - noisy).exp()
-    assert (ratio[real] > 1.05).any() and (ratio[real] < 1.0).any()
-    weighted = seen_by_loss(trainer, batch)["advantages"]
-    expected = batch["advantages"].unsqueeze(1) * ratio.clamp(max=1.05)
-    assert batch["advantages"].abs().max() > 0 and torch.allclose(weighted[real], expected[real], atol=1e-3)
 
 
 @pytest.mark.parametrize("options", [{"temperature": 0.7}, {"temperature": 1.4}, {"top_k": 5}, {"top_p": 0.6}], ids=str)

@@ -203,6 +203,7 @@ class MXFP4RLQuantizer(HfQuantizer):
 
     @property
     def is_trainable(self) -> bool:
+        check_trainer()  # a Trainer asks when it gets a model
         return True
 
     @property
