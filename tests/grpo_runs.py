@@ -1,18 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Training runs of a few steps on a tiny quantized policy: GRPO, and a plain Trainer's."""
+"""Training runs of a few steps on a tiny quantized policy."""
 
 from types import SimpleNamespace
 
 import torch
 from datasets import Dataset
 from tiny_models import make_model
-from transformers import AutoModelForCausalLM, Trainer, TrainingArguments, default_data_collator
+from transformers import AutoModelForCausalLM
 from trl.distributed import DistributedBackend
 from trl.generation.vllm_generation import VLLMGeneration
 
 from hf_mxfp4 import MXFP4GRPOConfig, MXFP4GRPOTrainer, MXFP4RLConfig
 from hf_mxfp4.recipes.tasks.tiny_model import build_char_tokenizer
-from hf_mxfp4.rl import ExactResumeMixin
 
 
 TOKENIZER = build_char_tokenizer("0123456789+=")
@@ -147,24 +146,6 @@ def trainer_factory(tmp_path, layers=2):
         return MXFP4GRPOTrainer(policy, reward, MXFP4GRPOConfig(**settings), *data, **others)
 
     return build
-
-
-class ResumableTrainer(ExactResumeMixin, Trainer):
-    pass
-
-
-def train_plainly(cls, base, scheme, out, resume=None):
-    """A trainer of class ``cls`` after 4 steps on the model in ``base``, checkpoints every 2 in ``out``."""
-    model = AutoModelForCausalLM.from_pretrained(base, quantization_config=scheme)
-    rows = [{"input_ids": [i % 30 + 1 for i in range(j, j + 16)]} for j in range(16)]
-    rows = [{**row, "labels": row["input_ids"]} for row in rows]
-    args = TrainingArguments(
-        str(out), max_steps=4, save_steps=2, learning_rate=1e-2, use_cpu=True, report_to="none",
-        per_device_train_batch_size=4, disable_tqdm=True, save_strategy="steps",
-    )  # fmt: skip
-    trainer = cls(model, args, train_dataset=rows, data_collator=default_data_collator)
-    trainer.train(resume_from_checkpoint=resume and str(resume))
-    return trainer
 
 
 def trl_walk(model, accelerator):

@@ -1,18 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """A resumed run has the bits of one that was never stopped."""
 
-import contextlib
-import functools
 import json
 import shutil
 
 import pytest
 import torch
-from grpo_runs import MEASURED, TOKENIZER, ResumableTrainer, train_plainly, trainer_factory
+from grpo_runs import MEASURED, TOKENIZER, trainer_factory
 from moe_models import make_moe
 from peft import LoraConfig, get_peft_model
 from same_bits import assert_same
-from transformers import AutoModelForCausalLM, Trainer
+from transformers import AutoModelForCausalLM
 
 from hf_mxfp4 import MXFP4Experts, MXFP4RLConfig
 
@@ -250,40 +248,3 @@ def test_weights_that_are_not_finite_are_not_saved(build, tmp_path):
     with pytest.raises(ValueError, match=r"step 0: model.norm.weight holds NaN or infinity, so no checkpoint"):
         trainer._save_checkpoint(trainer.model, trial=None)
     assert not list((tmp_path / "run").glob("checkpoint-*"))
-
-
-# ---- experts, with any Trainer --------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module", params=["quantized", pytest.param("full precision", marks=pytest.mark.large)])
-def train_experts(request, tmp_path_factory):
-    """`train(cls, out, resume)` gives a trainer after a run, of which those that start anew are trained once."""
-    root = tmp_path_factory.mktemp("experts")
-    skipped = None if request.param == "quantized" else ["experts"]
-    scheme = MXFP4RLConfig(**RANDOM, modules_to_not_convert=skipped)
-    base = save_mixture(root)
-
-    @functools.cache
-    def train(cls, out, resume=None):
-        return train_plainly(cls, base, scheme, root / out, resume and root / resume)
-
-    train.root, train.n_quantized = root, 0 if skipped else 1
-    return train
-
-
-def test_experts_are_restored(train_experts):
-    whole = train_experts(ResumableTrainer, "run")
-    assert len([n for n, _ in whole.model.named_parameters() if "experts" in n]) == 2
-    resumed = train_experts(ResumableTrainer, "resumed", resume="run/checkpoint-2")
-    assert_same(dict(resumed.model.state_dict()), dict(whole.model.state_dict()))
-    loaded = AutoModelForCausalLM.from_pretrained(train_experts.root / "run" / "checkpoint-4")
-    assert sum(isinstance(module, MXFP4Experts) for module in loaded.modules()) == train_experts.n_quantized
-    assert_same(dict(loaded.state_dict()), dict(whole.model.state_dict()))
-
-
-def test_a_checkpoint_without_the_experts_is_refused(train_experts, monkeypatch):
-    """As a Trainer writes one of a model in full precision."""
-    monkeypatch.setattr("hf_mxfp4.checkpoint.save.own_names", lambda *_: contextlib.nullcontext())
-    train_experts(Trainer, "plain")
-    with pytest.raises(ValueError, match=r"no weights for 2 parameters .*mlp\.experts\.gate_up_proj"):
-        train_experts(ResumableTrainer, "resumed", resume="plain/checkpoint-2")
