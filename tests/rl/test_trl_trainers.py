@@ -64,7 +64,7 @@ TRAINERS = {
 }
 REFERENCES = ["DPO", "KTO", "RLOO"]
 SCHEMES = {
-    "random": MXFP4RLConfig(preset="w4a4g4", fprop={"weight": "rceil+stochastic"}),
+    "random": MXFP4RLConfig(preset="w4a4g4", dgrad={"grad": "rceil+stochastic"}),
     "packed": MXFP4RLConfig(mode="packed"),
 }
 CASES = [(name, mode) for name in TRAINERS for mode in ("qat", "packed") if name != "ExactTrainer"]
