@@ -147,6 +147,24 @@ def trainer_factory(tmp_path, layers=2):
     return build
 
 
+#: What a log has of times, and means over what was trained since a run was started.
+TIMES = ("step_time", "train_runtime", "train_samples_per_second", "train_steps_per_second", "train_loss", "total_flos")
+
+
+def everything(trainer):
+    """Weights, optimizer, schedule and random state of a trainer, and its logs where there is one each step: means over
+    several steps start with the run, as does the choice of steps whose movement is measured."""
+    entries = trainer.state.log_history if trainer.args.logging_steps == 1 else []
+    return {
+        "weights": dict(trainer.model.state_dict()),
+        "optimizer": trainer.optimizer.state_dict(),
+        "schedule": trainer.lr_scheduler.state_dict(),
+        "logs": [{k: v for k, v in e.items() if k not in TIMES and not k.startswith("movement")} for e in entries],
+        "entropy": trainer.entropy_callback.history if entries else [],
+        "random": torch.get_rng_state(),
+    }
+
+
 def trl_walk(model, accelerator):
     """TRL's own walk over the parameters that it pushes, of a `VLLMGeneration` without vLLM."""
     generation = object.__new__(VLLMGeneration)

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Mistakes that other projects made in runs, evaluations and records: B13 to B15, B25 to B29, B33, and B35 as far as
-it applies, one test or more named after each; B27, B30 and B31 are in `tests/recipes/test_grpo.py`,
-B32 in `tests/rl/test_trl_trainers.py`."""
+"""Mistakes that other projects made in runs, evaluations and records: B13, B14, B25, B28, and B35 as far as it applies,
+one test named after each or two; B26 is in `tests/rl/test_vllm_sync.py`, B27, B30 and B31 in
+`tests/recipes/test_grpo.py`, B32 in `tests/rl/test_trl_trainers.py`."""
 
 import multiprocessing
 import threading
 
 import pytest
 import torch
-from grpo_runs import even_digits, logged, prompts, trainer_factory, with_simulated_vllm
+from grpo_runs import even_digits, logged, prompts, trainer_factory
 from same_bits import assert_same, weights
 from tiny_models import make_model
 
@@ -41,28 +41,8 @@ def test_b14_b25_evaluations_come_at_their_cadence_and_after_the_last_step_besid
     assert evaluated.keys() <= sigma.keys() and any(sigma[step] > 0 for step in evaluated)
 
 
-def simulated(run, **options):
-    trainer = run(**options)
-    pushed = with_simulated_vllm(trainer)
-    trainer.state.max_steps = 4
-    return trainer, pushed
-
-
-def test_b26_b29_an_evaluation_samples_from_clean_weights_that_were_pushed_even_after_a_noisy_rollout(run):
-    """There is no copy of a checkpoint to sync here: weights go to vLLM before it generates. See B28 for counts."""
-    trainer, pushed = simulated(run, aqn_num_stages=1, aqn_sigma_start=0.1, aqn_sigma_end=0.1)
-    for training in (False, True, False):
-        trainer.model.train(training)
-        trainer._generate(["1+1="])
-    first, noisy, clean = pushed
-    norm, layer = "model.norm.weight", trainer.model.model.layers[0].mlp.up_proj
-    assert torch.equal(first["model.layers.0.mlp.up_proj.weight"], layer.quantized_weight(layer.weight, torch.float32))
-    assert torch.equal(first[norm], trainer.model.model.norm.weight) and torch.equal(clean[norm], first[norm])
-    assert not torch.equal(noisy[norm], clean[norm])
-
-
-def test_b28_what_touched_nothing_is_an_error_and_not_a_result(run, monkeypatch):
-    """Here the counts come from where the work is done: layers that ran, norms that ran, weights that were pushed."""
+def test_b28_what_touched_nothing_is_an_error_and_not_a_result(run):
+    """Here the counts come from where the work is done: layers that ran, norms that ran."""
     with pytest.raises(ValueError, match="matches no layer"):
         quantize_linears(torch.nn.Sequential(torch.nn.ReLU()), MXFP4RLConfig())
     with pytest.raises(ValueError, match="would train in full precision"):
@@ -70,11 +50,6 @@ def test_b28_what_touched_nothing_is_an_error_and_not_a_result(run, monkeypatch)
     noise = NormNoise(make_model(), seed=0)
     with pytest.raises(RuntimeError, match="reached none of 5 norms"), noise.active(0, 0.1):
         make_model()(torch.tensor([[2, 3]]))  # another copy of the model, as in another process
-    trainer, _ = simulated(run, aqn_num_stages=1)
-    monkeypatch.setattr(trainer.vllm_generation, "sync_weights", lambda: None)
-    trainer.model.train()
-    with pytest.raises(RuntimeError, match="no weights were pushed"):
-        trainer._generate(["1+1="])
 
 
 def test_b35_a_run_without_a_tracker_ends_and_leaves_nothing_running(run):

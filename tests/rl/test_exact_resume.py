@@ -6,7 +6,7 @@ import shutil
 
 import pytest
 import torch
-from grpo_runs import MEASURED, TOKENIZER, trainer_factory
+from grpo_runs import MEASURED, TOKENIZER, everything, trainer_factory
 from moe_models import make_moe
 from peft import LoraConfig, get_peft_model
 from same_bits import assert_same
@@ -17,8 +17,6 @@ from hf_mxfp4 import MXFP4Experts, MXFP4RLConfig
 
 #: Eight steps are two epochs of four.
 RUN = {"max_steps": 8, "save_strategy": "steps", "lr_scheduler_type": "linear", "learning_rate": 3e-3, "error_every": 2}
-TIMES = ("train_runtime", "train_samples_per_second", "train_steps_per_second", "train_loss", "step_time", "total_flos")
-
 RANDOM = {
     "preset": "w4a4g4",
     "fprop": {"weight": "rceil+stochastic"},
@@ -95,20 +93,6 @@ def whole(tmp_path_factory):
     return expected, root / "run"
 
 
-def everything(trainer):
-    """Weights, optimizer, schedule and random state of a trainer, and its logs where there is one each step: means over
-    several steps start with the run, as does the choice of steps whose movement is measured."""
-    entries = trainer.state.log_history if trainer.args.logging_steps == 1 else []
-    logs = [{k: v for k, v in e.items() if k not in TIMES and not k.startswith("movement")} for e in entries]
-    return {
-        "weights": dict(trainer.model.state_dict()),
-        "optimizer": trainer.optimizer.state_dict(),
-        "schedule": trainer.lr_scheduler.state_dict(),
-        "logs": logs,
-        "random": torch.get_rng_state(),
-    }
-
-
 @pytest.mark.parametrize("case", CASES)
 def test_train_stop_resume_is_train(build, tmp_path, case):
     scheme, step, options = CASES[case]
@@ -145,22 +129,6 @@ def test_another_split_of_rollouts_starts_them_anew(build, tmp_path, capsys):
         resumed.train(resume_from_checkpoint=str(checkpoint))
         assert f"is resumed with {{'steps_per_generation': {steps}, 'num_iterations': 2" in capsys.readouterr().err
         assert [entry["step"] for entry in resumed.state.log_history if "loss" in entry] == [1, 2, 3, 4, 5]
-
-
-def test_an_interrupted_update_is_not_saved(build, tmp_path, capsys):
-    trainer = build()
-    step = torch.optim.AdamW.step
-
-    def interrupted(self, *args, **kwargs):
-        if trainer.state.global_step == 2:
-            raise KeyboardInterrupt
-        return step(self, *args, **kwargs)
-
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(torch.optim.AdamW, "step", interrupted)
-        trainer.train()
-    assert "the weights are half-updated" in capsys.readouterr().err
-    assert not list((tmp_path / "run").glob("checkpoint-*"))
 
 
 # ---- mixtures of experts --------------------------------------------------------------------------------------------
