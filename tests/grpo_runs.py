@@ -18,44 +18,43 @@ from hf_mxfp4.rl import ExactResumeMixin
 TOKENIZER = build_char_tokenizer("0123456789+=")
 
 
-#: Of three digits the first calls a tool; its result, a digit, comes back before the next "=".
+#: How `agent` writes: from its first digit to the end, all is the argument of a call.
 CALLS = {
     "defaults": {"role": "assistant"},
     "start_anchor": "=",
     "fields": {
         "tool_calls": {
-            "open_pattern": r"(?P<x>[0-3])", "close_pattern": "", "repeats": True, "content": "text",
+            "open_pattern": r"(?P<x>[0-3]((?!<\|).)*)", "close_pattern": "", "repeats": True, "content": "text",
             "transform": {"type": "function", "function": {"name": "double", "arguments": {"x": "{x}"}}},
         },
         "content": {"close_pattern": r"<\|endoftext\|>", "content": "text"},
     },
 }  # fmt: skip
 CHAT = (
-    "{% for m in messages %}{{ m.content }}{% for call in m.tool_calls or [] %}{{ call.function.name }}"
-    "{{ call.function.arguments | tojson }}{% endfor %}{% endfor %}{% if add_generation_prompt %}={% endif %}"
+    "{% for m in messages %}{% if m.role == 'assistant' %}={% endif %}{{ m.content }}"
+    "{% for call in m.tool_calls or [] %}{{ call.function.arguments.x or call.function | tojson }}{% endfor %}"
+    "{% if m.role == 'assistant' %}<|endoftext|>{% endif %}{% endfor %}{% if add_generation_prompt %}={% endif %}"
 )
 
 
-def agent(folder):
-    """A policy of eight tokens, saved in ``folder``, and its tokenizer: every digit that it writes calls `double`."""
+def agent(folder, family="qwen2"):
+    """A policy of eight tokens that calls a tool whenever it writes a digit, saved in ``folder``; its tokenizer."""
     tokenizer = build_char_tokenizer("0123=+")
     tokenizer.backend_tokenizer.model.unk_token = tokenizer.unk_token = "+"
     tokenizer.chat_template, tokenizer.response_template = CHAT, CALLS
-    make_model(hidden=32, intermediate=48, vocab_size=8).save_pretrained(folder)
+    tokenizer.split_special_tokens = False
+    make_model(family, hidden=32, intermediate=48, vocab_size=8).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return tokenizer
 
 
 def double(x: str) -> str:
-    """Write a digit twice.
+    """Write the first digit twice.
 
     Args:
-        x: the digit.
-
-    Returns:
-        It.
+        x: the digits.
     """
-    return 2 * x
+    return 2 * x[0]
 
 
 def questions(count=8):

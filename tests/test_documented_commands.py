@@ -68,6 +68,12 @@ def test_commands_are_found():
     assert {kind: len(commands) >= 10 for kind, commands in DOCUMENTED.items()} == dict.fromkeys(KINDS, True)
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_python_code_can_be_parsed(page):
+    for block in re.findall(r"```python\n(.*?)```", page.read_text(), re.S):
+        compile(block, page.name, "exec")
+
+
 class _Parser(Exception):
     """Carries the parser of a benchmark out of its `main`."""
 

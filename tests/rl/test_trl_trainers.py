@@ -2,7 +2,9 @@
 """Trainers of TRL and transformers on quantized weights, held to the same run of a plain model of the quantized values;
 and what the policy of `MXFP4GRPOTrainer` is held to by `beta`."""
 
+import re
 from functools import cached_property
+from pathlib import Path
 
 import pytest
 import torch
@@ -202,6 +204,20 @@ def test_the_head_of_a_reward_model_is_trained_in_full_precision_and_saved(made,
     trained = [p for name, p in trainer.model.named_parameters() if ".score." in f".{name}" and p.requires_grad]
     assert len(trained) == 1 and trained[0].dtype == torch.float32
     assert torch.equal(trained[0], saved) and not torch.equal(saved, before)
+
+
+def test_the_examples_of_the_docs_run(made, tmp_path, monkeypatch):
+    case = made("SFT", "qat")
+    TOKENIZER.save_pretrained(case.base)
+    text = (Path(__file__).parents[2] / "docs" / "trainers.md").read_text().partition("examples share this code")[2]
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("transformers.training_args.is_torch_bf16_gpu_available", lambda: True)  # CPUs have it too
+    names = {"name": str(case.base)}
+    for block in re.findall(r"```python\n(.*?)```", text, re.S):
+        exec(block, names)
+    made = ("dpo", "dpo-lora", "distilled", "kto", "plain", "reward", "rloo", "sft", "trl")
+    assert {folder.name for folder in (tmp_path / "outputs").iterdir()} == set(made)
+    assert count_quantized(case.load("outputs/sft/policy", quantize=False)) == 7
 
 
 def test_a_reference_that_could_not_be_quantized_is_refused(build, tmp_path):
