@@ -4,6 +4,7 @@
 import argparse
 import importlib
 import importlib.util
+import inspect
 import re
 import shlex
 from pathlib import Path
@@ -91,10 +92,16 @@ def test_benchmark(command, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize("command", DOCUMENTED["tool"])
-def test_tool(command):
+def test_tool(command, monkeypatch):
     name, *arguments = _words(command, r"hf-mxfp4$")[1:]
-    if name == "run":
-        return  # what follows is a command of another program
+    if name == "run":  # what follows is a command of another program
+        if "lm_eval" in arguments:
+            harness = pytest.importorskip("lm_eval._cli.harness")
+            monkeypatch.setattr("sys.argv", arguments[arguments.index("lm_eval") :])
+            given = harness.HarnessCLI().parse_args()
+            known = inspect.signature(importlib.import_module("lm_eval.models.huggingface").HFLM).parameters
+            assert given.model == "hf" and given.model_args.keys() <= known.keys()
+        return
     known = typer.main.get_command(app).commands[name].params
     options = {option: param for param in known for option in param.opts if option.startswith("--")}
     plain, given = 0, set()
