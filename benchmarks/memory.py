@@ -16,7 +16,7 @@ import sys
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM, Qwen2Config
+from transformers import AutoModelForCausalLM, PreTrainedConfig, Qwen2Config
 
 from hf_mxfp4 import MXFP4RLConfig
 from hf_mxfp4.integrations.transformers.swap import quantize_linears
@@ -51,9 +51,15 @@ def architecture(layers: int = 4, hidden: int = 512) -> Qwen2Config:
 
 
 def make_model(
-    config: Qwen2Config, options: dict | None, dtype: torch.dtype, checkpointing: bool, rank: int = RANK
+    config: PreTrainedConfig,
+    options: dict | None,
+    dtype: torch.dtype,
+    checkpointing: bool,
+    rank: int = RANK,
+    targets: str | list[str] = "all-linear",
 ) -> torch.nn.Module:
-    """Return a model of a mode in training, of random weights of ``dtype`` (packed: of those that are not)."""
+    """Return a model of a mode in training, of random weights of ``dtype`` (packed: of those that are not), with
+    adapters on ``targets``."""
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, dtype=dtype).train()
     if options is not None:
@@ -64,7 +70,7 @@ def make_model(
 
             import hf_mxfp4.integrations.peft  # noqa: F401  PEFT learns of packed layers
 
-            model = get_peft_model(model, LoraConfig(r=rank, task_type="CAUSAL_LM", target_modules="all-linear"))
+            model = get_peft_model(model, LoraConfig(r=rank, task_type="CAUSAL_LM", target_modules=targets))
             if checkpointing:
                 model.enable_input_require_grads()
     if checkpointing:

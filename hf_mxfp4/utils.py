@@ -2,6 +2,7 @@
 """Small helpers of many packages: lazy imports, dataclasses of options, changes to a model that are undone, and the
 versions and the machine that a result belongs to. Importing this module imports no other package."""
 
+import ast
 import contextlib
 import dataclasses
 import difflib
@@ -10,9 +11,10 @@ import importlib
 import importlib.metadata
 import math
 import os
+import pkgutil
 import platform
 import textwrap
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -29,21 +31,21 @@ Z_975 = 1.9599639845400536
 PACKAGES = ("hf-mxfp4", "torch", "transformers", "trl", "peft", "accelerate", "triton", "safetensors")
 
 
-def lazy_names(
-    package: str, modules: dict[str, str], parts: Collection[str] = ()
-) -> tuple[Callable[[str], Any], list[str]]:
-    """Return a package's `__getattr__` and `__all__` for the names in its submodules ``modules`` (names with blanks
-    between, by submodule), and for its submodules ``parts``: each is imported when it is first used."""
-    modules = {name: module for module, names in modules.items() for name in names.split()}
+def lazy_names(package: str) -> tuple[Callable[[str], Any], list[str]]:
+    """Return a package's `__getattr__` and `__all__` for the names and submodules that its stub, `__init__.pyi`,
+    imports: each is imported when it is first used."""
+    stub = ast.parse(pkgutil.get_data(package, "__init__.pyi"))
+    imports = [node for node in stub.body if isinstance(node, ast.ImportFrom)]
+    modules = {alias.name: node.module for node in imports for alias in node.names}
 
     def get(name: str) -> Any:
-        if name in parts:
-            return importlib.import_module(f".{name}", package)
         if name not in modules:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        if modules[name] is None:
+            return importlib.import_module(f".{name}", package)
         return getattr(importlib.import_module(f".{modules[name]}", package), name)
 
-    return get, sorted(modules)
+    return get, sorted(name for name, module in modules.items() if module is not None)
 
 
 def option(default: Any, text: str) -> Any:

@@ -46,7 +46,7 @@ def main(argv: list[str]) -> dict[str, Any]:
         other = None if options.compare is None else results.read_result(options.compare)
         policy = load_policy(options, state.device)
         options.max_new_tokens = options.max_new_tokens or task.max_completion_length
-        token_ids = _token_ids(policy, list(task.test["prompt"]), options.max_new_tokens)
+        token_ids = _token_ids(policy, list(task.test["prompt"]), options)
         keys = results.problem_keys(task.test["prompt"], task.test["answer"])
         if other is not None:
             results.check_same_problems(keys, task.name, other)
@@ -65,7 +65,8 @@ def main(argv: list[str]) -> dict[str, Any]:
     if not state.is_main_process:
         return {}
     completions = [Completion(**line) for log in logs.values() for line in log.done.values()]
-    names = ("max_new_tokens", "conversational", "samples", "temperature", "top_p", "seed", "batch_size")
+    sampling = "samples", "temperature", "top_p", "seed", "batch_size"
+    names = "max_new_tokens", "conversational", "chat_template_kwargs", *sampling
     result = {
         "task": task.name,
         **about,
@@ -99,13 +100,13 @@ def _compare_files(options: EvaluationArguments) -> list[dict[str, Any]]:
     return rows
 
 
-def _token_ids(policy: Policy, prompts: Sequence[Any], max_new_tokens: int) -> list[list[int]]:
+def _token_ids(policy: Policy, prompts: Sequence[Any], options: EvaluationArguments) -> list[list[int]]:
     """Return the prompts in tokens; raise `ValueError` when a completion would not fit into the model's positions, or a
     conversation has no template."""
     if not isinstance(prompts[0], str) and policy.tokenizer.chat_template is None:
         raise ValueError("--conversational needs a chat template, and the tokenizer has none")
-    ids = tokenize(policy.tokenizer, prompts)["input_ids"]
-    longest = max(map(len, ids))
+    ids = tokenize(policy.tokenizer, prompts, options.chat_template_kwargs)["input_ids"]
+    longest, max_new_tokens = max(map(len, ids)), options.max_new_tokens
     positions = getattr(policy.model.config.get_text_config(), "max_position_embeddings", None)
     if positions is not None and longest + max_new_tokens > positions:
         raise ValueError(
@@ -178,6 +179,7 @@ def _complete(
         max_new_tokens=options.max_new_tokens,
         temperature=options.temperature,
         top_p=options.top_p,
+        chat_template_kwargs=options.chat_template_kwargs,
     )
     bar = {"total": len(wanted), "initial": len(wanted) - len(todo), "desc": "evaluating", "unit": "completion"}
     try:

@@ -16,17 +16,15 @@ import sys
 import time
 from pathlib import Path
 
-from accelerate import PartialState
 from trl import get_peft_config
 
 from hf_mxfp4 import MXFP4GRPOTrainer
 from hf_mxfp4.files import write_json
-from hf_mxfp4.lab import RunReportCallback
-from hf_mxfp4.recipes.common.reporting import INPUT_ERRORS, TrainingBar, errors_as_messages, shutdown, tell
+from hf_mxfp4.recipes.common.reporting import INPUT_ERRORS, errors_as_messages, shutdown, tell
 from hf_mxfp4.recipes.post_training import output as files
 from hf_mxfp4.recipes.post_training.arguments import parse_or_exit
 from hf_mxfp4.recipes.post_training.evaluation import EvaluationCallback, PolicyEvaluation
-from hf_mxfp4.recipes.post_training.policy import find_start, load_policy, load_saved, prepare_start
+from hf_mxfp4.recipes.post_training.policy import load_policy, load_saved, prepare_start
 
 
 def main(argv: list[str]) -> dict:
@@ -41,11 +39,7 @@ def main(argv: list[str]) -> dict:
         training.max_completion_length = training.max_completion_length or task.max_completion_length
         training.check_overlong_buffer()
     tell("task", f"{task.name}: {len(task.train)} training and {len(task.test)} test problems")
-    start = find_start(options)
-    options = options._replace(quantization=start.scheme)
-    tell("scheme", "full precision" if recipe.full_precision else start.scheme.describe())
-
-    start, origin = prepare_start(start, options, task, output)
+    start, options, origin = prepare_start(options, task, output)
     origin += f", sampled under {recipe.rollout_scheme}" if recipe.rollout_scheme else ""
     policy, tokenizer = load_policy(start, options)
     training.allow_full_precision = training.allow_full_precision or recipe.full_precision
@@ -57,18 +51,10 @@ def main(argv: list[str]) -> dict:
         processing_class=tokenizer,
         peft_config=None if start.is_adapter else get_peft_config(model_args),
     )
-    TrainingBar.install(trainer)
-    # Not earlier: a start that fails is to leave an empty folder, which can be used again, or what the old run left.
-    files.remove_old_checkpoints(output, recipe, training)
-    if PartialState().is_main_process:
-        files.write_resolved_config(output, *options)
-
     evaluate = PolicyEvaluation(trainer, task, recipe)
     if recipe.evaluate_every:
         trainer.add_callback(EvaluationCallback(evaluate))
-    report = RunReportCallback(training.report_every)
-    if training.report_every:
-        trainer.add_callback(report)
+    report = files.begin(trainer, options, output)
     before = evaluate.before_training() if recipe.evaluate_before else None
     evaluate.report("before RL", before)
     if training.max_steps:

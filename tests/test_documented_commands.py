@@ -11,14 +11,16 @@ from pathlib import Path
 
 import pytest
 import typer
+from trl import SFTConfig
 
 from hf_mxfp4 import MXFP4DistillationConfig
 from hf_mxfp4.cli import app
+from hf_mxfp4.cli.recipes import RECIPES
 from hf_mxfp4.recipes.ablation import parse as parse_ablation
 from hf_mxfp4.recipes.ablations.grid import read_grid
-from hf_mxfp4.recipes.common.options import names
+from hf_mxfp4.recipes.common.options import config_path, names
 from hf_mxfp4.recipes.evaluation.arguments import parse as parse_evaluation
-from hf_mxfp4.recipes.post_training.arguments import GROUPS, DistillArguments, groups_of
+from hf_mxfp4.recipes.post_training.arguments import GROUPS, DistillArguments, SFTArguments, groups_of
 from hf_mxfp4.recipes.pretraining.arguments import parse as parse_study
 
 
@@ -49,6 +51,11 @@ def _documented() -> dict[str, list[str]]:
 
 
 DOCUMENTED = _documented()
+OPTIONS = {
+    "grpo": GROUPS,
+    "sft": groups_of(SFTConfig, SFTArguments),
+    "distill": groups_of(MXFP4DistillationConfig, DistillArguments),
+}
 
 
 def _words(command: str, after: str) -> list[str]:
@@ -60,6 +67,12 @@ def _words(command: str, after: str) -> list[str]:
 
 def test_commands_are_found():
     assert {kind: len(commands) >= 10 for kind, commands in DOCUMENTED.items()} == dict.fromkeys(KINDS, True)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_python_code_can_be_parsed(page):
+    for block in re.findall(r"```python\n(.*?)```", page.read_text(), re.S):
+        compile(block, page.name, "exec")
 
 
 class _Parser(Exception):
@@ -102,6 +115,8 @@ def test_tool(command, monkeypatch):
             known = inspect.signature(importlib.import_module("lm_eval.models.huggingface").HFLM).parameters
             assert given.model == "hf" and given.model_args.keys() <= known.keys()
         return
+    if name in RECIPES:
+        return check_recipe(name, arguments)
     known = typer.main.get_command(app).commands[name].params
     options = {option: param for param in known for option in param.opts if option.startswith("--")}
     plain, given = 0, set()
@@ -131,15 +146,19 @@ def test_recipe(command):
     for path in re.findall(r"recipes/[\w/.]+", command):
         assert (ROOT / path).is_file(), path
     script, *arguments = _words(command, r"^recipes/\w+\.py$")
-    if script == "recipes/ablation.py":
+    check_recipe(Path(script).stem, arguments)
+
+
+def check_recipe(name, arguments):
+    if name == "ablation":
         path, _, options = parse_ablation(arguments)
         read_grid(ROOT / path, options=options)
-    elif script == "recipes/evaluate.py":
+    elif name == "evaluate":
         parse_evaluation([word for word in arguments if word != "N"])
-    elif script == "recipes/pretrain.py":
+    elif name == "pretrain":
         parse_study([*arguments, "--use_cpu=true", "--bf16=false", "--tf32=false"])
     else:
         given = {word[2:].split("=")[0].replace("-", "_") for word in arguments if word.startswith("--")}
-        distills = script == "recipes/distill.py"
-        groups = groups_of(MXFP4DistillationConfig, DistillArguments) if distills else GROUPS
-        assert given <= {"config", *names(groups)}
+        assert given <= {"config", *names(OPTIONS[name])}
+        if "--config" in arguments:
+            config_path(arguments[arguments.index("--config") + 1])

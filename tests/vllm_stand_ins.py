@@ -164,7 +164,7 @@ class Engine:
         moe.moe_parallel_config = parallel
         self.layer = layer = nn.Module()
         layer.moe_config, layer.activation, layer.apply_router_weight_on_input = moe, moe.activation, False
-        layer.expert_map_manager = SimpleNamespace(get_local_expert_ids=lambda: own)
+        layer.expert_map_manager = SimpleNamespace(is_local_expert=own.__contains__)
         layer.expert_map = torch.tensor([own.index(e) if e in own else -1 for e in ids]) if is_split else None
         names = ("w1", "w3", "w2") if family == "mixtral" else ("gate_proj", "up_proj", "down_proj")
         layer.ckpt_gate_proj_name, layer.ckpt_up_proj_name, layer.ckpt_down_proj_name = names

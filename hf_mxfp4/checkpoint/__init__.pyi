@@ -54,6 +54,7 @@ from .save import (
     FolderError as FolderError,
     atomic_folder as atomic_folder,
     is_quantized as is_quantized,
+    own_names as own_names,
     push as push,
     staged as staged,
     take_state_dict as take_state_dict,

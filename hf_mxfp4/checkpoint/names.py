@@ -194,6 +194,11 @@ class LayerShape:
         """The number of elements of all matrices."""
         return len(self.matrices) * self.out_features * self.in_features
 
+    @property
+    def is_fused(self) -> bool:
+        """Whether plain checkpoints have the weights of all experts in one tensor."""
+        return self.experts is not None and not self.pieces
+
     def pieces_of(self, expert: int) -> list[Piece]:
         return [piece for piece in self.pieces if piece.expert == expert]
 

@@ -22,7 +22,7 @@ from torch import nn
 from ..config import MXFP4RLConfig
 from ..files import one_writer, sync_to_disk, write_json
 from .folder import CONFIG, ShardError, read_header, read_index, write_metadata
-from .manifest import MANIFEST, read_manifest, weight_files, write_manifest
+from .manifest import MANIFEST, checkpoint_step, read_manifest, weight_files, write_manifest
 from .scheme import guard_folder
 
 
@@ -84,7 +84,8 @@ def _wrap_save(original):
             writes = getattr(self, "should_save_on_this_rank", bool)  # not in transformers 5.17
             if options.get("distributed_checkpoint") or not writes(options["is_main_process"]):
                 return original(self, *args, **kwargs)
-            _save(self, original, call, options)
+            with own_names(self, folder):
+                _save(self, original, call, options)
         finally:
             self.__dict__.pop(_SET_ASIDE, None)
         if options["push_to_hub"]:
@@ -94,6 +95,21 @@ def _wrap_save(original):
 
     save_pretrained.wraps_saving = True  # type: ignore[attr-defined]
     return save_pretrained
+
+
+@contextlib.contextmanager
+def own_names(model: nn.Module, folder: str | os.PathLike | None) -> Iterator[None]:
+    """In a Trainer's checkpoint keep the names of parameters, by which it is resumed: those of the Hub's files would
+    leave out fused experts."""
+    conversions = getattr(model, "_weight_conversions", None)
+    if not conversions or folder is None or checkpoint_step(folder) is None:
+        yield
+        return
+    model._weight_conversions = []
+    try:
+        yield
+    finally:
+        model._weight_conversions = conversions
 
 
 def _save(model: nn.Module, original, call: inspect.BoundArguments, options: dict[str, Any]) -> None:

@@ -7,10 +7,13 @@ from collections.abc import Callable
 
 import typer
 
+from .common import fail
+
 
 #: Each recipe by its name, and what it does.
 RECIPES = {
     "grpo": "Train a quantized policy by GRPO, from one YAML file: evaluated, saved and reloaded.",
+    "sft": "Fine-tune a quantized model on texts or on the completions of a task, all weights or adapters.",
     "distill": "Distil a model in full precision into its quantized self.",
     "evaluate": "Evaluate a model on a task under its own scheme: greedy and sampled, with intervals.",
 }
@@ -23,7 +26,10 @@ def command(name: str) -> Callable[[typer.Context], None]:
 
     def run_recipe(context: typer.Context) -> None:
         sys.argv = [f"hf-mxfp4 {name}", *context.args]
-        recipe = importlib.import_module(f"hf_mxfp4.recipes.{name}")
+        try:
+            recipe = importlib.import_module(f"hf_mxfp4.recipes.{name}")
+        except ImportError as error:  # an extra that is not installed
+            fail(str(error))
         recipe.main(context.args)
         recipe.shutdown()
 

@@ -17,7 +17,7 @@ import hf_mxfp4
 
 from .. import lab
 from ..utils import machine, package_versions
-from .common import JsonOption, fail, print_json, print_table, say
+from .common import JsonOption, SkipOption, fail, print_json, print_table, say
 
 
 _ESTIMATE = (
@@ -36,10 +36,13 @@ def plan(
     gpus: Annotated[int, typer.Option(min=1, help="Number of GPUs.")] = 1,
     gpu_memory: Annotated[float, typer.Option(min=0, help="Of each, in GB (1e9 bytes).")] = 80.0,
     mode: Annotated[
-        Literal["qat", "packed", "full"],
-        typer.Option(help="'qat', 'packed' (LoRA on packed weights), or 'full' precision."),
-    ] = "qat",
+        Literal["qat", "packed", "full"] | None,
+        typer.Option(
+            help="'qat', 'packed' (LoRA on packed weights), or 'full' precision. [default: as MODEL was saved, or qat]"
+        ),
+    ] = None,
     preset: Annotated[str | None, typer.Option(help="As in MXFP4RLConfig.")] = None,
+    skip: SkipOption = None,
     engine: Annotated[
         Literal["ddp", "fsdp2", "zero2", "zero3"] | None,
         typer.Option(help="How the model is spread over GPUs. [default: each]"),
@@ -49,15 +52,19 @@ def plan(
     optimizer: Literal["adamw", "adamw_8bit", "sgd"] = "adamw",
     gradient_checkpointing: Annotated[bool, typer.Option(help="TRL's default is on.")] = True,
     lora_rank: Annotated[int, typer.Option(min=1, help="Of adapters on packed weights.")] = 16,
+    lora_experts: Annotated[bool, typer.Option(help="Adapters on experts too.")] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Estimate the memory of a training step per GPU, under each engine, from the model's config.
 
     A tenth of each GPU is left for the CUDA context and fragmentation. Exit code 1 when nothing fits.
     """
-    options: dict[str, Any] = {} if preset is None else {"preset": preset}
-    quantization = None if mode == "full" else hf_mxfp4.MXFP4RLConfig(mode=mode, **options)
-    sizes = lab.sizes_of(lab.planning.read_config(model), quantization)
+    config = lab.planning.read_config(model)
+    named = {"mode": mode, "preset": preset, "modules_to_not_convert": skip}
+    given: dict[str, Any] = {name: value for name, value in named.items() if value is not None}
+    own = None if given else lab.planning.stored_scheme(config)
+    quantization = None if mode == "full" else own or hf_mxfp4.MXFP4RLConfig(**given)
+    sizes = lab.sizes_of(config, quantization, lora_experts)
     usable, engines = 0.9 * gpu_memory * 1e9, [engine] if engine else lab.planning.ENGINES if gpus > 1 else ("ddp",)
     each = gpus, batch, length, optimizer, gradient_checkpointing, lora_rank
     plans = {name: lab.planning.fit(sizes, lab.Setup(quantization, name, *each), usable) for name in engines}

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+from . import layers as layers, planning as planning, reports as reports, source as source, weights as weights
 from .comparison import (
     Comparison as Comparison,
     compare_checkpoints as compare_checkpoints,

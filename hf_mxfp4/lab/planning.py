@@ -5,7 +5,7 @@ States (weights, gradients, optimizer) follow from the number of elements. Activ
 are estimates; rollouts, which hold keys and values in place of activations, are not planned.
 """
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,8 @@ from ..checkpoint import refuse_kernels
 from ..config import MXFP4RLConfig
 from ..gemm import GemmSpec
 from ..model_structure import projections, weight_size
-from ..module_names import find_layers
+from ..module_names import find_layers, split_linears
+from ..registration import QUANT_METHOD
 from .schemes import bits_per_element
 
 
@@ -31,6 +32,8 @@ _MASTER, _COMPUTE = 4, 2
 _REDUCE_BUCKET, _MAX_LIVE = 5e8, 1e9
 #: Tokens whose logits TRL computes at a time.
 _LOGIT_TOKENS = 1024
+#: Matrices of attention that exist for a moment besides those that are kept.
+_PASSING = 3
 
 
 @dataclass(frozen=True)
@@ -59,13 +62,15 @@ class Setup:
 @dataclass(frozen=True)
 class Sizes:
     """Sizes of a model: elements of all parameters, of those that are quantized, and of adapters of rank 1; decoder
-    layers; bytes that the backward pass needs of one token in one layer; widths of residual stream and logits."""
+    layers; bytes that the backward pass needs of one token, and of one pair of tokens where attention is computed in
+    full, in one layer; widths of residual stream and logits."""
 
     elements: int
     quantized: int
     adapter: int
     layers: int
     saved: float
+    pair: int
     hidden: int
     vocabulary: int
 
@@ -86,8 +91,14 @@ def read_config(model: str) -> PreTrainedConfig:
         ) from error
 
 
-def sizes_of(config: PreTrainedConfig, quantization: MXFP4RLConfig | None) -> Sizes:
-    """Measure a model that is built without memory.
+def stored_scheme(config: PreTrainedConfig) -> MXFP4RLConfig | None:
+    """Return the scheme that a checkpoint of this package has in its config; `None` for another checkpoint."""
+    options = getattr(config, "quantization_config", None) or {}
+    return MXFP4RLConfig.from_dict(options) if options.get("quant_method") == QUANT_METHOD else None
+
+
+def sizes_of(config: PreTrainedConfig, quantization: MXFP4RLConfig | None, lora_experts: bool = False) -> Sizes:
+    """Measure a model that is built without memory; ``lora_experts``: adapters are on experts and linear layers.
 
     Raises `ValueError` when no causal language model belongs to the config, or nothing in it can be quantized.
     """
@@ -97,43 +108,49 @@ def sizes_of(config: PreTrainedConfig, quantization: MXFP4RLConfig | None) -> Si
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=False)
     text = config.get_text_config()
     skips = () if quantization is None else quantization.modules_to_not_convert or ()
-    layers = find_layers(model, skips)[0]
-    weights = {name: [p for p in layer.parameters() if p.dim() > 1] for name, layer in layers.items()}
-    linears = [layer for layer in layers.values() if isinstance(layer, nn.Linear)]
-    depth = text.num_hidden_layers
+    quantized = find_layers(model, skips)[0]
+    layers = {**split_linears(model)[0], **quantized}
+    matrices = {name: _matrices(layer) for name, layer in layers.items()}
+    adapted = [name for name, layer in layers.items() if lora_experts or isinstance(layer, nn.Linear)]
+    depth, is_eager = text.num_hidden_layers, model.config._attn_implementation == "eager"
     return Sizes(
         elements=sum(parameter.numel() for parameter in model.parameters()),
-        quantized=sum(weight.numel() for each in weights.values() for weight in each),
-        adapter=sum(linear.in_features + linear.out_features for linear in linears),
+        quantized=sum(count * rows * columns for name in quantized for count, rows, columns in matrices[name]),
+        adapter=sum(count * (rows + columns) for name in adapted for count, rows, columns in matrices[name]),
         layers=depth,
-        saved=_saved_bytes(layers, text, quantization) / depth,
+        saved=_saved_bytes(layers, quantized, text, quantization) / depth,
+        pair=_COMPUTE * text.num_attention_heads * is_eager,
         hidden=text.hidden_size,
         vocabulary=text.vocab_size,
     )
 
 
+def _matrices(layer: nn.Module) -> list[tuple[int, int, int]]:
+    """Return ``(how many, N, K)`` of each weight of a linear layer or of experts."""
+    if isinstance(layer, nn.Linear):
+        return [(1, layer.out_features, layer.in_features)]
+    return [weight_size(layer, projection) for projection in projections(layer)]
+
+
 def _saved_bytes(
-    layers: Mapping[str, nn.Module], config: PreTrainedConfig, quantization: MXFP4RLConfig | None
+    layers: Mapping[str, nn.Module], quantized: Container[str], config: PreTrainedConfig, scheme: MXFP4RLConfig | None
 ) -> float:
     """Return bytes for one token in all decoder layers: what each linear layer keeps of its input, in 16 bits its
     output and what lies between the two halves of the MLP, in 32 bits the residual stream and its norms. Layers whose
     weights are frozen keep no input: of those that read the same one, the adapters share it."""
-    is_packed = quantization is not None and quantization.mode == "packed"
-    trains = quantization is not None and not is_packed
-    spec = GemmSpec(quantization.gemms(), saved=quantization.saved_activations) if trains else None
+    is_packed = scheme is not None and scheme.mode == "packed"
+    spec = None if scheme is None or is_packed else GemmSpec(scheme.gemms(), saved=scheme.saved_activations)
     inputs, outputs, inner = {}, 0, 0
     experts_per_token = getattr(config, "num_experts_per_tok", 1) or 1
+    #: Tensors between the two halves of an expert: one of SwiGLU, four of the clamped one of gpt-oss.
+    between = 4 if hasattr(config, "swiglu_limit") else 1
     for name, layer in layers.items():
-        if isinstance(layer, nn.Linear):
-            reader = name.rpartition(".")[0] if is_packed else name
-            inputs[reader, layer.in_features] = _kept_bytes(layer.in_features, spec)
-            outputs += layer.out_features
-            inner = max(inner, layer.in_features)
-            continue
-        for projection in projections(layer):
-            _, rows, columns = weight_size(layer, projection)
-            inputs[name, projection] = experts_per_token * _kept_bytes(columns, spec)
-            outputs += experts_per_token * rows
+        kept, is_linear = spec if name in quantized else None, isinstance(layer, nn.Linear)
+        reader, times = name.rpartition(".")[0] if is_packed else name, 1 if is_linear else experts_per_token
+        for index, (_, rows, columns) in enumerate(_matrices(layer)):
+            inputs[reader if is_linear else (name, index), columns] = times * _kept_bytes(columns, kept)
+            outputs += times * (rows + between * columns * index)
+            inner = max(inner, columns * is_linear)
     depth = config.num_hidden_layers
     return sum(inputs.values()) + _COMPUTE * (outputs + inner * depth) + 16 * config.hidden_size * depth
 
@@ -153,7 +170,8 @@ def plan(sizes: Sizes, setup: Setup) -> dict[str, float]:
     packed = setup.quantization is not None and setup.quantization.mode == "packed"
     sharded = setup.engine in ("fsdp2", "zero3")
     trained = sizes.adapter * setup.lora_rank if packed else sizes.elements
-    frozen = _packed_bytes(sizes, setup.quantization) + _COMPUTE * (sizes.elements - sizes.quantized) if packed else 0.0
+    bits = bits_per_element(setup.quantization.weight_scheme) if packed else 0
+    frozen = sizes.quantized * bits / 8 + _COMPUTE * (sizes.elements - sizes.quantized) if packed else 0.0
     masters, gradients = _MASTER * trained, _MASTER * trained
     states = OPTIMIZERS[setup.optimizer] * trained
     share = setup.gpus if setup.engine != "ddp" else 1
@@ -166,8 +184,8 @@ def plan(sizes: Sizes, setup: Setup) -> dict[str, float]:
     }
     if setup.engine in ("zero2", "zero3"):  # all in 16 bits besides the masters, of which each GPU has a share
         frozen, gradients = frozen or _COMPUTE * sizes.elements, _COMPUTE * trained
-    tokens = setup.batch * setup.length
-    in_layers = (1 if setup.checkpointing else sizes.layers) * sizes.saved
+    tokens, alive = setup.batch * setup.length, 1 if setup.checkpointing else sizes.layers
+    in_layers = alive * sizes.saved + (alive + _PASSING) * sizes.pair * setup.length
     boundaries = sizes.layers * _COMPUTE * sizes.hidden if setup.checkpointing else 0
     return {
         "weights": frozen / (share if sharded else 1) + masters / share,
@@ -186,7 +204,3 @@ def fit(sizes: Sizes, setup: Setup, usable: float) -> dict[str, Any]:
     each = (parts["activations"] - without["activations"]) / setup.batch
     largest = int((usable - sum(parts.values()) + parts["activations"]) // each)
     return {"bytes": parts, "fits": sum(parts.values()) <= usable, "largest_batch": max(0, largest)}
-
-
-def _packed_bytes(sizes: Sizes, quantization: MXFP4RLConfig | None) -> float:
-    return 0.0 if quantization is None else sizes.quantized * bits_per_element(quantization.weight_scheme) / 8

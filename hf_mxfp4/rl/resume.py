@@ -20,7 +20,7 @@ from torch.utils.data import Sampler
 from transformers import Trainer, TrainerCallback, TrainerState
 
 from .._logging import get_logger
-from ..checkpoint import checkpoint_step, invalidate, last_complete_checkpoint, why_incomplete, write_whole_manifest
+from ..checkpoint import invalidate, last_complete_checkpoint, own_names, why_incomplete, write_whole_manifest
 from ..layers import random_layers
 from ..utils import Mixin
 from .callbacks import QuantizationStepCallback
@@ -34,7 +34,7 @@ class ExactResumeMixin(Mixin):
 
     * `resume_from_checkpoint=True` takes the newest checkpoint that is whole, one that is not is refused by name, and
       weights that are not finite are not saved as one;
-    * the weights of fused experts are restored, and a checkpoint that lacks weights is refused;
+    * the weights of fused experts are restored in full precision too, and a checkpoint that lacks weights is refused;
     * layers that draw random numbers are told the step, as by [`QuantizationStepCallback`], so that they draw the same;
     * the order of prompts in later epochs, for samplers with a generator of their own, such as TRL's;
     * resuming a run that had finished trains nothing, where a plain Trainer takes one more step;
@@ -77,15 +77,8 @@ class ExactResumeMixin(Mixin):
             state_dict = {} if state_dict is None else state_dict  # that of the other processes
             _replace_by_masters(self.model, state_dict)
         model = self.accelerator.unwrap_model(self.model, keep_torch_compile=False)
-        conversions = getattr(model, "_weight_conversions", None)
-        if not conversions or output_dir is None or checkpoint_step(output_dir) is None:
-            return super()._save(output_dir, state_dict)
-        # Resuming loads by the names of the parameters, so they are not to be turned into those of the Hub's files.
-        model._weight_conversions = []
-        try:
-            return super()._save(output_dir, state_dict)
-        finally:
-            model._weight_conversions = conversions
+        with own_names(model, output_dir):
+            super()._save(output_dir, state_dict)
 
     def save_model(self, output_dir=None, _internal_call=False):
         plugin = self.accelerator.state.fsdp_plugin if self.is_fsdp_enabled else None
@@ -182,8 +175,8 @@ class ExactResumeMixin(Mixin):
             raise ValueError(
                 f"the checkpoint has no weights for {len(missing)} parameters of the model, among them "
                 f"{list(missing.values())[-1]}, which would keep the values that the model was loaded with. If they "
-                "are experts, it was written by a trainer without ExactResumeMixin: load the checkpoint itself as the "
-                "model instead of resuming"
+                "are experts, a trainer without ExactResumeMixin wrote it from a model in full precision: load the "
+                "checkpoint itself as the model instead of resuming"
             )
         super()._issue_warnings_after_load(load_result)
 

@@ -12,11 +12,10 @@ import torch
 import yaml
 
 from hf_mxfp4.recipes.common.checkpoints import put_over
-from hf_mxfp4.recipes.common.options import names, without_removed
+from hf_mxfp4.recipes.common.options import names, refuse_unknown
 from hf_mxfp4.recipes.common.reporting import tell
 from hf_mxfp4.recipes.evaluation.policy import folder_digest
 from hf_mxfp4.recipes.post_training.arguments import GROUPS, Options, make_options
-from hf_mxfp4.utils import unknown_key_message
 
 
 #: Options of `grpo.py` that a run's result does not depend on, and those that the grid sets itself.
@@ -190,7 +189,8 @@ def _cells(content: Mapping[str, Any], path: Path, only: Sequence[str] | None) -
         cell = {"label": name, "naive": content.get("naive", "mxfp4"), **_mapping(cell, f"cells.{name}", _CELL_KEYS)}
         cell["options"] = _options(cell.get("options"), f"cells.{name}.options")
         cells.append(Cell(name, **{"paper": {}, **cell}))
-    _known("cells", [content.get("reference", "bf16"), *(cell.naive for cell in cells), *(only or ())], described)
+    named = [content.get("reference", "bf16"), *(cell.naive for cell in cells), *(only or ())]
+    refuse_unknown(named, "cells", list(described))
     return [cell for cell in cells if only is None or cell.name in only]
 
 
@@ -210,18 +210,12 @@ def check_cells(grid: Grid, options: Mapping[str, Any]) -> None:
 def _mapping(value: Any, where: str, known: Sequence[str] | None = None) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ValueError(f"{where} must hold one `option: value` per line")
-    _known(where, value, value if known is None else known)
+    refuse_unknown(value, where, list(value if known is None else known))
     return value
 
 
-def _known(where: str, found: Any, known: Any) -> None:
-    for name in found:
-        if name not in known:
-            raise ValueError(unknown_key_message(where, str(name), list(known)))
-
-
 def _options(value: Any, where: str) -> dict[str, Any]:
-    value = without_removed(_mapping(value or {}, where), where, names(GROUPS))
+    value = _mapping(value or {}, where, [*names(GROUPS), "env"])
     for name in value:
         if name in MANAGED:
             raise ValueError(f"{where}: {name} is set for each run and cannot be given")

@@ -9,6 +9,7 @@ from typing import Any
 
 from transformers import AutoConfig, AutoTokenizer, PretrainedConfig
 from transformers.utils.peft_utils import find_adapter_config_file
+from trl.chat_template_utils import gptoss_template
 
 from hf_mxfp4 import MXFP4RLConfig
 from hf_mxfp4.config import QUANT_METHOD
@@ -99,6 +100,8 @@ def load_tokenizer(source: str, stored: Stored, *, revision: str | None = None, 
         tokenizer = AutoTokenizer.from_pretrained(stored.weights, **base, **options)
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
+    if "<|channel|>final<|message|>" in (tokenizer.chat_template or ""):  # gpt-oss: answers are in this channel
+        tokenizer.response_template = tokenizer.response_template or gptoss_template
     return tokenizer
 
 

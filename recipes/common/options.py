@@ -5,7 +5,7 @@ import argparse
 import errno
 import os
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import field, fields
 from pathlib import Path
 from typing import Any, TypeVar
@@ -14,7 +14,6 @@ import torch
 import yaml
 from trl import TrlParser
 
-from hf_mxfp4.recipes.common.reporting import tell
 from hf_mxfp4.utils import unknown_key_message
 
 
@@ -25,15 +24,6 @@ warnings.filterwarnings("ignore", category=FutureWarning, message=".*gradient_ch
 CONFIGS = Path(__file__).parents[1] / "configs"
 Parsed = TypeVar("Parsed")
 Groups = Sequence[type]
-#: Other names of options, and what they are called here.
-RENAMED = {"skip": "modules_to_not_convert", "exclude": "modules_to_not_convert", "engine": "matmul_backend"}
-#: Options that are gone, and the value that they now always have: files with it are still read.
-REMOVED = {
-    **{"tiny_max_positions": 512, "sft_target_loss": 0.55, "sft_learning_rate": 5e-4, "samples_shown": 3},
-    **dict.fromkeys(("problem_count", "problem_steps")),
-    **{"backend": "auto", "corpus_seed": 0, "target_fraction": 0.9, "validation_split": "validation"},
-    **{"oscireset_start": 0.6, "oscireset_ratio": 8.0, "oscireset_period": 200, "oscireset_window": 50},
-}
 
 
 class Parser(TrlParser):
@@ -70,24 +60,14 @@ def names(groups: Groups) -> list[str]:
     return [option.name for group in groups for option in fields(group) if option.init]
 
 
-def read_words(
-    argv: Sequence[str], groups: Groups, renamed: Mapping[str, str] = RENAMED, **options: Any
-) -> tuple[dict[str, Any], list[str]]:
+def read_words(argv: Sequence[str], groups: Groups, **options: Any) -> tuple[dict[str, Any], list[str]]:
     """Return the options of the dataclasses ``groups`` that a command line names, `config` among them, and the words
     that belong to none. ``options``: of the parser, such as its description."""
-    words = []
-    for word in argv:
-        name, equals, value = word.partition("=")
-        new = renamed.get(name[2:].replace("-", "_")) if name.startswith("--") else None
-        if new in names(groups):
-            tell("warning", f"{name} is called --{new} here")
-            word = f"--{new}{equals}{value}"
-        words.append(word)
     parser = Parser(groups, **options)
-    parser.add_argument("--config", help="YAML file of options; the command line wins")
+    parser.add_argument("--config", help="YAML file of options, or the name of one of ours; the command line wins")
     for action in parser._actions:
         action.default = argparse.SUPPRESS
-    found, rest = parser.parse_known_args(words)
+    found, rest = parser.parse_known_args(list(argv))
     return vars(found), rest
 
 
@@ -102,10 +82,16 @@ def read_command(argv: Sequence[str], groups: Groups, **options: Any) -> dict[st
 def refuse_words(words: Sequence[str], groups: Groups) -> None:
     """Raise `ValueError` for words that belong to no option."""
     if words and words[0].startswith("--"):
-        name, _, value = words[0][2:].partition("=")
-        without_removed({name.replace("-", "_"): value}, "the command line", names(groups))
+        refuse_unknown([words[0][2:].partition("=")[0].replace("-", "_")], "the command line", names(groups))
     if words:
         raise ValueError(f"{words[0]!r} is one word more than the options")
+
+
+def refuse_unknown(found: Iterable[Any], where: str, known: Sequence[str]) -> None:
+    """Raise `ValueError` for the first name that is not ``known``, with the nearest of those that are."""
+    for name in found:
+        if name not in known:
+            raise ValueError(unknown_key_message(where, str(name), list(known)))
 
 
 def config_path(name: str | Path) -> Path:
@@ -128,25 +114,8 @@ def read_file(path: str | Path, groups: Groups) -> dict[str, Any]:
     options = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
     if not isinstance(options, dict):
         raise ValueError(f"{path} must hold one `option: value` per line")
-    known = names(groups)
-    for name, new in RENAMED.items():
-        if name in options and new in known:
-            tell("warning", f"{name} is called {new} here")
-            options[new] = options.pop(name)
-    return without_removed(options, str(path), known)
-
-
-def without_removed(options: Mapping[str, Any], where: str, known: Sequence[str]) -> dict[str, Any]:
-    """Return the options without those that are gone. Raises `ValueError` for one that had an effect, and one that is
-    not ``known``."""
-    for name, value in options.items():
-        if name in known or name == "env":
-            continue
-        if name not in REMOVED:
-            raise ValueError(unknown_key_message(where, str(name), known))
-        if value != REMOVED[name]:
-            raise ValueError(f"{where}: {name} is gone, and always {REMOVED[name]} now; leave it out")
-    return {name: value for name, value in options.items() if name in known or name == "env"}
+    refuse_unknown(options, str(path), [*names(groups), "env"])
+    return options
 
 
 def build(groups: Groups, options: Mapping[str, Any]) -> tuple[Any, ...]:

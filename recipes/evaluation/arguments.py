@@ -3,7 +3,7 @@
 
 from dataclasses import dataclass, field
 
-from hf_mxfp4.recipes.common.options import build, option, read_file, read_words, refuse_words
+from hf_mxfp4.recipes.common.options import build, option, read_file, read_words, read_yaml, refuse_words
 from hf_mxfp4.recipes.tasks import TaskArguments
 
 
@@ -12,7 +12,6 @@ CONTROLS = {
     "masters": "full precision on the master weights",
     "quantized": "full precision on the dequantized weights",
 }
-_RENAMED = {"limit": "n_test", "data_seed": "data_seed_split"}
 
 
 @dataclass
@@ -40,6 +39,7 @@ class EvaluationArguments(TaskArguments):
     trust_remote_code: bool = option(False, "Run the model's own code.")
     use_cpu: bool = option(False, "Leave GPUs alone.")
 
+    chat_template_kwargs: str | None = option(None, "Of the chat template: '{reasoning_effort: low}'.")
     samples: int = option(0, "Sampled completions of each problem, for pass@k; 0: greedy only.")
     k: str | None = option(None, "The k of pass@k, such as 1,4,16; default: 1 and --samples.")
     temperature: float = option(1.0, "Of sampling.")
@@ -59,6 +59,7 @@ class EvaluationArguments(TaskArguments):
             value = getattr(self, name)
             if value is not None and value < least:
                 raise ValueError(f"--{name} {value} must be at least {least}")
+        self.chat_template_kwargs = read_yaml("chat_template_kwargs", self.chat_template_kwargs)
         if self.reward is not None:
             raise ValueError("--reward is for training; an evaluation reports scores")
         if self.temperature <= 0:
@@ -78,7 +79,7 @@ class EvaluationArguments(TaskArguments):
 def parse(argv: list[str]) -> EvaluationArguments:
     """Parse and check the command line. Raises `ValueError` for what is wrong."""
     groups = (EvaluationArguments,)
-    given, words = read_words(argv, groups, _RENAMED, prog="evaluate.py", usage="evaluate.py MODEL [options]")
+    given, words = read_words(argv, groups, prog="evaluate.py", usage="evaluate.py MODEL [options]")
     if words and not words[0].startswith("--") and "model" not in given:
         given["model"] = words.pop(0)
     refuse_words(words, groups)

@@ -14,6 +14,7 @@ from accelerate.utils import gather_object
 from datasets import Dataset
 from tqdm.auto import tqdm
 from transformers import BatchEncoding, PreTrainedModel, PreTrainedTokenizerBase
+from trl.chat_template_utils import parse_response
 
 from hf_mxfp4 import cached_weights, uncached_weights
 
@@ -28,7 +29,7 @@ class Completion:
     Attributes:
         problem: row of the dataset.
         sample: number of the sample; `None`: the greedy completion.
-        completion: the text, without special tokens.
+        completion: the text, without special tokens; without what a model thinks, where its tokenizer can tell.
         n_tokens: generated tokens, the end of sequence included.
         truncated: whether the end of sequence was not among them.
         correct: by each score.
@@ -72,6 +73,7 @@ def complete_batches(
     max_new_tokens: int,
     temperature: float = 1.0,
     top_p: float = 1.0,
+    chat_template_kwargs: Mapping[str, Any] | None = None,
     cache_weights: bool = True,
 ) -> Iterator[list[Completion]]:
     """Complete and score every batch. Under a launcher process r of w completes batches r, r + w, ...
@@ -82,10 +84,12 @@ def complete_batches(
     Args:
         dataset: the columns ``prompt`` and ``answer`` of a task.
         temperature, top_p: of the distribution that samples are drawn from.
+        chat_template_kwargs: of the template of conversations.
         cache_weights: as `cache_rollout_weights` of `MXFP4GRPOConfig`.
     """
     state, prompts, answers = PartialState(), list(dataset["prompt"]), list(dataset["answer"])
     sampling = {"temperature": temperature, "top_p": top_p, "top_k": 0}
+    is_parsed = not isinstance(prompts[0], str) and tokenizer.response_template is not None
     was_training = model.training
     model.eval()
     try:
@@ -95,7 +99,9 @@ def complete_batches(
                 mine = start + state.process_index
                 batch = batches[mine] if mine < len(batches) else Batch(())
                 texts = [prompts[row] for row in batch.rows or (0,)]
-                written = _generate(model, tokenizer, texts, batch, max_new_tokens, sampling)
+                padded = {"return_tensors": "pt", "padding": True, "padding_side": "left"}
+                inputs = tokenize(tokenizer, texts, chat_template_kwargs, **padded).to(model.device)
+                written = _generate(model, tokenizer, inputs, batch, is_parsed, max_new_tokens, sampling)
                 found = []
                 for row, (text, *length) in zip(batch.rows, written, strict=False):
                     correct = {name: bool(score(text, answers[row])) for name, score in scores.items()}
@@ -108,13 +114,13 @@ def complete_batches(
 def _generate(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
-    prompts: list,
+    inputs: BatchEncoding,
     batch: Batch,
+    is_parsed: bool,
     max_new_tokens: int,
     sampling: dict[str, Any],
 ) -> list[tuple[str, int, bool]]:
     """Return the text of each completion, its tokens, and whether it lacks the end of sequence."""
-    inputs = tokenize(tokenizer, prompts, return_tensors="pt", padding=True, padding_side="left").to(model.device)
     inputs.pop("token_type_ids", None)
     sampled = batch.sample is not None
     # As TRL's rollouts, whatever the checkpoint's generation_config.json has (Qwen2.5-Instruct: 1.05).
@@ -126,25 +132,32 @@ def _generate(
             torch.manual_seed(batch.seed)
         output = model.generate(**inputs, max_new_tokens=max_new_tokens, pad_token_id=tokenizer.pad_token_id, **how)
     written = output[:, inputs["input_ids"].shape[1] :]
-    texts = tokenizer.batch_decode(written, skip_special_tokens=True)
     ends = model.generation_config.eos_token_id
     ends = tokenizer.eos_token_id if ends is None else ends
     ends = ends if isinstance(ends, list) else [ends]
     found = []
-    for text, tokens in zip(texts, written.tolist(), strict=True):
+    for prompt, mask, tokens in zip(inputs["input_ids"], inputs["attention_mask"], written.tolist(), strict=True):
         end = next((place for place, token in enumerate(tokens) if token in ends), None)  # padding follows
-        found.append((text, len(tokens) if end is None else end + 1, end is None))
+        tokens = tokens[: None if end is None else end + 1]
+        text = tokenizer.decode(tokens, skip_special_tokens=True)
+        if is_parsed:  # as TRL's trainer does
+            text = parse_response(tokenizer, tokens, prefix=prompt[mask.bool()].tolist())["content"]
+        found.append((text, len(tokens), end is None))
     return found
 
 
 def tokenize(
-    tokenizer: PreTrainedTokenizerBase, prompts: Sequence[str | list[dict[str, str]]], **options: Any
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: Sequence[str | list[dict[str, str]]],
+    chat_template_kwargs: Mapping[str, Any] | None = None,
+    **options: Any,
 ) -> BatchEncoding:
     """Tokenize prompts as TRL's trainer does: text with the special tokens that the tokenizer puts around it (as the
     begin of sequence of Llama), conversations by the chat template, which writes its own."""
     if isinstance(prompts[0], str):
         return tokenizer(list(prompts), **options)
-    texts = [tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True) for chat in prompts]
+    how = {"tokenize": False, "add_generation_prompt": True, **(chat_template_kwargs or {})}
+    texts = [tokenizer.apply_chat_template(chat, **how) for chat in prompts]
     return tokenizer(texts, add_special_tokens=False, **options)
 
 

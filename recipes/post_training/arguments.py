@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Options of `grpo.py`, and of what `distill.py` has in common with it, in YAML or on the command line."""
+"""Options of `grpo.py`, `sft.py` and `distill.py`, in YAML or on the command line."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, make_dataclass
@@ -68,15 +68,30 @@ class RecipeArguments(StartArguments):
 
 
 @dataclass
-class DistillArguments(StartArguments):
-    """What `distill.py` learns and evaluates on."""
+class TextArguments(StartArguments):
+    """What `sft.py` and `distill.py` learn and evaluate on."""
 
-    learn: str = option("text", "Of the task: 'text' (prompts and completions), 'completion', or 'generated' ones.")
+    learn: str = option(
+        "text", "Of the task: 'text' (prompts and completions), 'completion', or for distill.py 'generated' ones."
+    )
     text: str | None = option(None, "Texts to learn in place of the task's: a file, folder or dataset (name:split).")
     text_field: str | None = option(None, "Their field, or several with commas between.")
     text_samples: int = option(100_000, "How many texts of it, or windows of max_length tokens of a running text.")
     eval_text: list[str] = option([], "Held-out texts, each evaluated by itself; by default the task's test split.")
     eval_samples: int = option(24, "How many texts or windows of each.")
+
+
+@dataclass
+class SFTArguments(TextArguments):
+    """What `sft.py` saves."""
+
+    save_policy: bool = option(True, "Save the trained model.")
+
+
+@dataclass
+class DistillArguments(TextArguments):
+    """What `distill.py` saves."""
+
     save_student: bool = option(True, "Save the distilled student.")
 
 

@@ -87,6 +87,7 @@ class PolicyEvaluation:
                 problems,
                 self.task.scores,
                 max_new_tokens=self.trainer.args.max_completion_length,
+                chat_template_kwargs=self.trainer.args.chat_template_kwargs,
                 batch_size=self.recipe.greedy_batch_size,
                 title=title,
                 cache_weights=self.trainer.args.cache_rollout_weights,

@@ -11,15 +11,15 @@ import yaml
 from accelerate import PartialState
 from rich.table import Table
 from rich.text import Text
-from transformers import TrainingArguments
+from transformers import Trainer, TrainingArguments
 
 from hf_mxfp4 import MXFP4GRPOTrainer
 from hf_mxfp4.checkpoint import add_evaluation, checkpoint_step, invalidate, last_complete_checkpoint
 from hf_mxfp4.files import write_json
 from hf_mxfp4.lab import RunReportCallback, plot_training
-from hf_mxfp4.recipes.common.reporting import console, tell
+from hf_mxfp4.recipes.common.reporting import TrainingBar, console, tell
 from hf_mxfp4.recipes.evaluation.generate import Evaluation, write_completions
-from hf_mxfp4.recipes.post_training.arguments import StartArguments
+from hf_mxfp4.recipes.post_training.arguments import Options, StartArguments
 from hf_mxfp4.recipes.tasks import Task
 from hf_mxfp4.utils import package_versions, share_text
 
@@ -62,6 +62,21 @@ def remove_old_checkpoints(output: Path, recipe: StartArguments, training: Train
             shutil.rmtree(folder)
     # No process may write a checkpoint of its own before.
     PartialState().wait_for_everyone()
+
+
+def begin(trainer: Trainer, options: Options, output: Path) -> RunReportCallback:
+    """Do what comes before training, when nothing can be refused any more: show progress, remove the checkpoints of a
+    run that is written over, write down all options, and add the run report, which is returned."""
+    recipe, training = options.recipe, options.training
+    TrainingBar.install(trainer)
+    # Not earlier: a start that fails is to leave an empty folder, which can be used again, or what the old run left.
+    remove_old_checkpoints(output, recipe, training)
+    if PartialState().is_main_process:
+        write_resolved_config(output, *options)
+    report = RunReportCallback(getattr(training, "report_every", 0))
+    if report.every:
+        trainer.add_callback(report)
+    return report
 
 
 # ---- options --------------------------------------------------------------------------------------------------------

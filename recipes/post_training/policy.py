@@ -96,18 +96,21 @@ def _check_adapter(name: str, adapter: dict, options: Options) -> None:
             )
 
 
-def prepare_start(start: Start, options: Options, task: Task | None, output: Path) -> tuple[Start, str]:
-    """Return the start with what is loaded, and a name for it; make a small model in the folder ``output`` where none
-    is named, and smooth and round it there as far as the options say."""
+def prepare_start(options: Options, task: Task | None, output: Path) -> tuple[Start, Options, str]:
+    """Return what is loaded, the options with its scheme, and a name for it; make a small model in the folder
+    ``output`` where none is named, and smooth and round it there as far as the options say."""
+    start = find_start(options)
+    options = options._replace(quantization=start.scheme)
+    tell("scheme", "full precision" if options.recipe.full_precision else start.scheme.describe())
     start, name = _whole_start(start, options, task, output / "base")
     if options.recipe.smooth_strength is None and not options.recipe.gptq:
-        return start, name
+        return start, options, name
     with errors_as_messages(*INPUT_ERRORS):
         if start.is_adapter or options.model.model_revision not in (None, "main"):
             raise ValueError("smooth_strength and gptq read whole weights, of the main revision of a model on the Hub")
         done = prepare_weights(start.name, start.scheme, options, task, output / "prepared")
     prepared = str(output / "prepared")
-    return replace(start, name=prepared, stored=read_stored(prepared)), f"{name}, {done}"
+    return replace(start, name=prepared, stored=read_stored(prepared)), options, f"{name}, {done}"
 
 
 def _whole_start(start: Start, options: Options, task: Task | None, folder: Path) -> tuple[Start, str]:

@@ -46,12 +46,13 @@ def of_task(problems: Dataset, learn: str) -> Dataset:
     """Return the rows of a task in the form that ``learn`` asks for."""
     if learn == "generated":
         return problems.select_columns(["prompt"])
+    rows = {name: list(problems[name]) for name in ("prompt", "completion")}
+    if is_chat := not isinstance(rows["prompt"][0], str):
+        rows["completion"] = [[{"role": "assistant", "content": text}] for text in rows["completion"]]
     if learn == "completion":
-        return problems.select_columns(["prompt", "completion"])
-    if isinstance(problems[0]["prompt"], str):
-        return Dataset.from_dict({"text": [row["prompt"] + row["completion"] for row in problems]})
-    messages = [[*row["prompt"], {"role": "assistant", "content": row["completion"]}] for row in problems]
-    return Dataset.from_dict({"messages": messages})
+        return Dataset.from_dict(rows)
+    whole = [before + after for before, after in zip(rows["prompt"], rows["completion"], strict=True)]
+    return Dataset.from_dict({"messages" if is_chat else "text": whole})
 
 
 def choose_rows(n_rows: int, n_wanted: int | None, *, what: str, seed: int) -> list[int]:

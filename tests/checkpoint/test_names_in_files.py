@@ -124,11 +124,24 @@ def test_packed_and_plain_folders_are_exported_to_the_same_names(folder_of, tmp_
     assert all(torch.equal(found[name], tensor) for name, tensor in expected.items() if tensor.dtype == torch.uint8)
 
 
+def llama_with(change, folder):
+    make_model("llama", layers=1).save_pretrained(folder)
+    file = folder / "model.safetensors"
+    save_file(change(load_file(file)), file, {"format": "pt"})
+    return folder
+
+
+@pytest.mark.parametrize("mode", ["qat", "packed"])
+def test_a_dequantized_model_is_saved_by_the_names_that_it_was_loaded_by(tmp_path, mode):
+    base = llama_with(lambda stored: {f"my.{name}": tensor for name, tensor in stored.items()}, tmp_path / "base")
+    options = {"key_mapping": {r"^my\.": ""}, "quantization_config": MXFP4RLConfig(mode=mode)}
+    AutoModelForCausalLM.from_pretrained(base, **options).dequantize().save_pretrained(tmp_path / "plain")
+    assert tensors_in(tmp_path / "plain").keys() == tensors_in(base).keys()
+
+
 def test_what_transformers_ignores_is_left_out_with_a_note(tmp_path):
     extra = "model.layers.0.self_attn.rotary_emb.inv_freq"
-    make_model("llama", layers=1).save_pretrained(tmp_path / "base")
-    file = tmp_path / "base" / "model.safetensors"
-    save_file({**load_file(file), extra: torch.ones(3)}, file, {"format": "pt"})
+    llama_with(lambda stored: {**stored, extra: torch.ones(3)}, tmp_path / "base")
     report = pack_checkpoint(tmp_path / "base", tmp_path / "packed", PACKED)
     assert any(f"were left out: {extra}" in note for note in report.notes)
     assert extra not in tensors_in(tmp_path / "packed")
@@ -137,8 +150,6 @@ def test_what_transformers_ignores_is_left_out_with_a_note(tmp_path):
 
 @pytest.mark.parametrize("name", ["model.norm.weight", "model.layers.0.mlp.up_proj.weight"])
 def test_a_folder_that_lacks_a_tensor_is_not_converted(tmp_path, name):
-    make_model("llama", layers=1).save_pretrained(tmp_path / "base")
-    file = tmp_path / "base" / "model.safetensors"
-    save_file({key: tensor for key, tensor in load_file(file).items() if key != name}, file, {"format": "pt"})
+    llama_with(lambda stored: {key: tensor for key, tensor in stored.items() if key != name}, tmp_path / "base")
     with pytest.raises(CheckpointError, match=f"has no {name}, which a LlamaForCausalLM needs"):
         pack_checkpoint(tmp_path / "base", tmp_path / "out", PACKED)

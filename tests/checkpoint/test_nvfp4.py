@@ -240,6 +240,27 @@ def test_the_layout_of_model_optimizer_has_the_same_values(family, preset, tmp_p
     assert before.keys() == back.keys() and all(torch.equal(back[name], tensor) for name, tensor in before.items())
 
 
+@pytest.mark.parametrize("preset", ["w4a16", "w4a4"])
+def test_model_optimizer_has_fused_experts_as_the_model_has_them(preset, tmp_path):
+    """As its exports of gpt-oss do: ``[E, K/2, N]``, scales ``[E, K/16, N]``, and one factor (vllm#46645)."""
+    source = save_packed(tmp_path / "packed", "gpt_oss", layers=1, config={"preset": preset, **MANTISSAS})
+    report = export(source, tmp_path / "out", "nvfp4-modelopt")
+    assert report.counts() == {"kept": 12} and report.blocks[0] == report.blocks[1] > 0
+    ours, theirs = tensors_in(source), tensors_in(tmp_path / "out")
+    experts = "model.layers.0.mlp.experts"
+    codes, scale, factor = (theirs[f"{experts}.down_proj{end}"] for end in ("", "_weight_scale", "_weight_scale_2"))
+    assert (codes.shape, scale.shape, factor.shape) == ((4, 48, 64), (4, 6, 64), ())
+    nibbles = torch.stack([codes & 15, codes >> 4], dim=2).flatten(1, 2)
+    values = E2M1[nibbles.long()] * (scale.double() * factor.double()).repeat_interleave(16, dim=1)
+    for expert, value in enumerate(values):
+        assert torch.equal(value.t(), decode_ours(ours, experts, ".down_proj", expert))
+    assert theirs[f"{experts}.gate_up_proj"].shape == (4, 32, 192)
+    assert (f"{experts}.down_proj_input_scale" in theirs) == (preset == "w4a4")
+    import_checkpoint(tmp_path / "out", tmp_path / "back")
+    back = tensors_in(tmp_path / "back")
+    assert ours.keys() == back.keys() and all(torch.equal(back[name], tensor) for name, tensor in ours.items())
+
+
 def test_scales_that_packed_weights_cannot_hold_are_refused(tmp_path):
     """Two blocks: halves of different scales, and an eighth in the mantissa. A half without values matters not."""
     export(save_packed(tmp_path / "packed", config=MANTISSAS), tmp_path / "out", "nvfp4")

@@ -242,6 +242,28 @@ def distill(engine: str | None, base: str, out: str) -> None:
         (Path(out) / "distilled.json").write_text(json.dumps(results))
 
 
+def train_with_trl(engine: str | None, mode: str, base: str, out: str) -> None:
+    """SFT and DPO of TRL; rank 0 writes what each logged in a step to ``out/trl.json``, and both save the model."""
+    if engine is not None:
+        use_engine(engine, Path(out))
+    rows = {
+        "SFT": [{"prompt": f"{i}+{i}=", "completion": "1" * (1 + i)} for i in range(8)],
+        "DPO": [{"prompt": f"{i}+{i}=", "chosen": f"{2 * i}", "rejected": f"{i}+1"} for i in range(8)],
+    }
+    TOKENIZER.split_special_tokens = False  # TRL ends texts by the name of a token
+    logs = {}
+    for name in rows:
+        args = arguments(Path(out) / name, getattr(trl, f"{name}Config"), max_steps=2)
+        data = {"train_dataset": Dataset.from_list(rows[name] * 2), "processing_class": TOKENIZER}
+        trainer = getattr(trl, f"{name}Trainer")(load(base, mode), args=args, **data)
+        trainer.train()
+        kept = ("loss", "grad_norm", "rewards/margins", "entropy")
+        logs[name] = [[entry[key] for key in kept if key in entry] for entry in trainer.state.log_history[:2]]
+        trainer.save_model(f"{out}/{name}/saved")
+    if os.environ.get("RANK", "0") == "0":
+        (Path(out) / "trl.json").write_text(json.dumps(logs))
+
+
 def run_recipe(engine: str, out: str, options: list[str]) -> None:
     """`recipes/grpo.py` under a configuration."""
     from hf_mxfp4.recipes import grpo

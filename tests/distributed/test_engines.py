@@ -3,6 +3,8 @@
 
 import importlib.util
 import json
+import tempfile
+from pathlib import Path
 
 import pytest
 import torch
@@ -91,6 +93,17 @@ def mixture(request, jobs):
     """A job of a mixture of experts."""
     engine, mode = request.param
     return engine, mode, *jobs(engine, mode)
+
+
+def alone_and_together(job, engine, root, **arguments):
+    """The folders that a job wrote in one process, and in two under an engine."""
+    folders = []
+    for ranks, name in ((1, None), (2, engine)):
+        out = Path(tempfile.mkdtemp(dir=root))
+        answer = run_job(f"engine_jobs:{job}", out / "log", ranks=ranks, engine=name, out=str(out), **arguments)
+        assert answer.codes == [0] * ranks, answer.output[-4000:]
+        folders.append(out)
+    return folders
 
 
 def weights_file(folder):
@@ -259,14 +272,8 @@ SHARDING = pytest.mark.parametrize(
 
 def pushed(jobs, engine, packs):
     """What one process pushes, and what each of two ranks does."""
-    found = []
-    for name, ranks in ((None, 1), (engine, 2)):
-        out = jobs.root / f"pushed-{engine}-{ranks}-{packs}"
-        out.mkdir()
-        arguments = {"engine": name, "base": str(jobs.base("moe")), "out": str(out), "packs": packs}
-        answer = run_job("engine_jobs:push_to_vllm", out / "log", ranks=ranks, **arguments)
-        assert answer.codes == [0] * ranks, answer.output[-4000:]
-        found += [torch.load(out / f"pushed{rank}.pt") for rank in range(ranks)]
+    folders = alone_and_together("push_to_vllm", engine, jobs.root, base=str(jobs.base("moe")), packs=packs)
+    found = [torch.load(out / f"pushed{rank}.pt") for ranks, out in enumerate(folders, 1) for rank in range(ranks)]
     for rank in found[1:]:
         assert rank["unwritten"] and [push.keys() for push in rank["pushes"]] == [p.keys() for p in found[0]["pushes"]]
         for name, weight in found[0]["pushes"][0].items():
@@ -389,18 +396,31 @@ def test_how_often_a_step_quantizes_each_weight(jobs, tmp_path, engine, expected
         pytest.param("zero3", marks=(NO_DEEPSPEED, pytest.mark.large)),
     ],
 )
-def test_distillation_is_that_of_one_process(jobs, tmp_path, engine):
-    found = {}
-    for ranks, name in ((1, None), (2, engine)):
-        out = tmp_path / str(ranks)
-        out.mkdir()
-        arguments = {"engine": name, "base": str(jobs.base("qat")), "out": str(out)}
-        answer = run_job("engine_jobs:distill", out / "log", ranks=ranks, **arguments)
-        assert answer.codes == [0] * ranks, answer.output[-4000:]
-        found[ranks] = json.loads((out / "distilled.json").read_text())
-    alone, both = found[1]["whole"], found[2]["whole"]
+def test_distillation_is_that_of_one_process(jobs, engine):
+    folders = alone_and_together("distill", engine, jobs.root, base=str(jobs.base("qat")))
+    one, two = (json.loads((out / "distilled.json").read_text()) for out in folders)
+    alone, both = one["whole"], two["whole"]
     assert both["loss"] == pytest.approx(alone["loss"], rel=1e-4) and len(both["loss"]) == 4
     assert both["evaluated"] == pytest.approx(alone["evaluated"], rel=1e-4)
     assert both["tokens"] == alone["tokens"] > 0
     assert alone["shared"] > 0 and bool(both["shared"]) == (engine == "ddp")
-    assert found[2]["resumed"] == both
+    assert two["resumed"] == both
+
+
+@pytest.mark.parametrize(
+    "engine, mode",
+    [
+        pytest.param("ddp", "qat", marks=pytest.mark.slow),
+        *(pytest.param(*each, marks=pytest.mark.large) for each in (("fsdp2", "qat"), ("fsdp2_lora", "lora"))),
+        pytest.param("zero3", "qat", marks=(NO_DEEPSPEED, pytest.mark.large)),
+    ],
+)
+def test_trainers_of_trl_train_as_in_one_process(jobs, engine, mode):
+    folders = alone_and_together("train_with_trl", engine, jobs.root, base=str(jobs.base(mode)), mode=mode)
+    one, two = (json.loads((out / "trl.json").read_text()) for out in folders)
+    for name, logs in one.items():
+        assert two[name] == [pytest.approx(log, rel=1e-3, abs=1e-5) for log in logs] and len(logs) == 2
+        expected, found = (load_file(weights_file(out / name / "saved")) for out in folders)
+        assert expected.keys() == found.keys()
+        for key, weight in expected.items():
+            torch.testing.assert_close(found[key], weight, rtol=0, atol=2e-5)

@@ -5,7 +5,7 @@ import json
 
 import pytest
 import torch
-from transformers import Qwen3MoeConfig
+from transformers import GptOssConfig, Qwen3MoeConfig
 from typer.testing import CliRunner
 
 from benchmarks.memory import architecture, make_model, measure
@@ -89,9 +89,28 @@ def test_experts_are_quantized_too():
     # Two experts of a token: 64 inputs, and 32 between their halves.
     attention = [64, 64, 64, 64]
     assert saved["w4a16"] - saved["w4a8"] == sum(attention) - len(attention) + 2 * (64 + 32 - 2)
-    assert plan(sizes, Setup(MXFP4RLConfig(mode="packed")))["weights"] == pytest.approx(
-        sizes.quantized * 4.3125 / 8 + 2 * (sizes.elements - sizes.quantized) + 4 * 16 * sizes.adapter
-    )
+
+
+def test_lora_on_attention_and_experts_of_gpt_oss():
+    """Attention is bfloat16 and computed in full; the experts are packed."""
+    mixture = GptOssConfig(
+        vocab_size=512, hidden_size=128, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=64, num_local_experts=8, num_experts_per_tok=4, pad_token_id=0,
+    )  # fmt: skip
+    options = {"mode": "packed", "preset": "w4a16", "macro_block": None, "modules_to_not_convert": ["self_attn"]}
+    targets = [*(f"{name}_proj" for name in "qkvo"), "experts"]
+    model = make_model(mixture, options, torch.bfloat16, False, RANK, targets)
+    for parameter in filter(lambda p: p.requires_grad, model.parameters()):
+        parameter.data = parameter.data.float()  # as in a run of the recipe
+    ids = torch.arange(SEQUENCES * TOKENS).view(SEQUENCES, TOKENS) % 512
+    measured, quantization = measure(model, ids, torch.bfloat16, False), MXFP4RLConfig(**options)
+    setup = Setup(quantization, batch=SEQUENCES, length=TOKENS, checkpointing=False, lora_rank=RANK)
+    planned = plan(sizes_of(mixture, quantization, lora_experts=True), setup)
+    for name in ("weights", "gradients", "optimizer"):
+        assert planned[name] == pytest.approx(measured[name], rel=0.001)
+    saved = measured["saved"] - 512 * SEQUENCES * TOKENS * 4
+    assert 0.8 * saved < planned["activations"] < 1.25 * saved
+    assert sizes_of(mixture, quantization).adapter == 2 * (4 * 128 + 2 * 256 + 2 * 128)  # q, k, v and o alone
 
 
 def run(*arguments):
@@ -110,5 +129,9 @@ def test_the_command(tmp_path):
     assert full.exit_code == 1 and "nothing fits into 72.0 GB per GPU; use more GPUs" in full.stderr
     unknown = run(tmp_path, "--preset", "w4a5")
     assert unknown.exit_code == 2 and "preset='w4a5' is not supported" in unknown.stderr
+    packed = MXFP4RLConfig(mode="packed", modules_to_not_convert=["self_attn"])
+    (tmp_path / "config.json").write_text(json.dumps({**config().to_dict(), "quantization_config": packed.to_dict()}))
+    own, named = (run(tmp_path, "--json", *more).stdout for more in ((), ("--mode", "packed", "--skip", "self_attn")))
+    assert own == named != run(tmp_path, "--json", "--mode", "packed").stdout
     missing = run(tmp_path / "none")
     assert missing.exit_code == 2 and "is no folder with a config.json" in missing.stderr

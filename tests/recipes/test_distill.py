@@ -119,6 +119,7 @@ CHAT = Dataset.from_list([{"prompt": [{"role": "user", "content": "1+1="}], "com
         (ROWS, "text", {"text": "1+1=2"}),
         (CHAT, "text", {"messages": [*CHAT[0]["prompt"], {"role": "assistant", "content": "2"}]}),
         (ROWS, "completion", {"prompt": "1+1=", "completion": "2"}),
+        (CHAT, "completion", {"prompt": CHAT[0]["prompt"], "completion": [{"role": "assistant", "content": "2"}]}),
         (ROWS, "generated", {"prompt": "1+1="}),
     ],
 )

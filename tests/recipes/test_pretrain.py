@@ -222,7 +222,6 @@ def test_a_streamed_dataset(hub):
     [
         (["--arm", "all"], "did you mean 'arms'"),
         (["--extra_tokens", "-1"], "extra_tokens=-1.0"),
-        (["--target_fraction", "0.5"], "target_fraction is gone, and always 0.9 now"),
         (["--corpus", "c4"], "must be one of generated, hub"),
         (["--seeds", "1", "1"], "distinct"),
         (["--max_steps", "-1"], "max_steps must be"),

@@ -1,37 +1,122 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Trainers of TRL on quantized models, and what the policy of `MXFP4GRPOTrainer` is held to by `beta`."""
+"""Trainers of TRL and transformers on quantized weights, held to the same run of a plain model of the quantized values;
+and what the policy of `MXFP4GRPOTrainer` is held to by `beta`."""
+
+import re
+from functools import cached_property
+from pathlib import Path
 
 import pytest
 import torch
 import trl
 from datasets import Dataset
 from factors import factors_config
-from peft import LoraConfig, PeftModel
+from peft import LoraConfig, PeftModel, get_peft_model
+from same_bits import assert_same, tensors_in, weights
 from tiny_models import make_model, make_tokenizer
-from transformers import AutoModelForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    Trainer,
+    TrainingArguments,
+    default_data_collator,
+)
 
-from hf_mxfp4 import MXFP4RLConfig
+from hf_mxfp4 import MXFP4DistillationConfig, MXFP4DistillationTrainer, MXFP4RLConfig
 from hf_mxfp4.integrations.transformers.swap import quantize_linears
 from hf_mxfp4.rl.config import count_quantized
 
 
 IDS = torch.arange(2, 14).view(2, 6)
-PAIRS = Dataset.from_list([{"prompt": "1+2", "chosen": "=3", "rejected": "=4"}] * 4)
-TEXTS = Dataset.from_list([{"prompt": "1+2", "completion": "=3"}] * 4)
-EVERY_RUN = {"per_device_train_batch_size": 2, "max_steps": 2, "report_to": "none", "use_cpu": True, "bf16": False}
-EVERY_RUN |= {"save_strategy": "no", "gradient_checkpointing": False, "disable_tqdm": True}
 TOKENIZER = make_tokenizer("qwen2")
+ANSWERS = [{"prompt": f"{i}+2", "completion": f"={i}2"} for i in range(6)]
+PAIRS = [{"prompt": f"{i}+2", "chosen": f"={i + 2}", "rejected": f"={i}"} for i in range(6)]
+PROMPTS = [{"prompt": f"{i}+2"} for i in range(8)]
+TOKENS = [{"input_ids": (IDS[0] + i).tolist(), "labels": (IDS[1] + i).tolist()} for i in range(6)]
+#: Gradients are checkpointed, as TRL does by default.
+EVERY_RUN = {"per_device_train_batch_size": 2, "per_device_eval_batch_size": 2, "max_steps": 4, "learning_rate": 1e-2}
+EVERY_RUN |= {"save_strategy": "steps", "save_steps": 2, "logging_steps": 1, "report_to": "none", "use_cpu": True}
+EVERY_RUN |= {"bf16": False, "disable_tqdm": True, "gradient_checkpointing": True}
+#: Trainer, its config, rows and options.
+TRAINERS = {
+    "Trainer": (Trainer, TrainingArguments, TOKENS, {}),
+    "SFT": (trl.SFTTrainer, trl.SFTConfig, ANSWERS, {}),
+    "DPO": (trl.DPOTrainer, trl.DPOConfig, PAIRS, {}),
+    "KTO": (trl.KTOTrainer, trl.KTOConfig, [row | {"label": i % 3 > 0} for i, row in enumerate(ANSWERS)], {}),
+    "Reward": (trl.RewardTrainer, trl.RewardConfig, PAIRS, {}),
+    "RLOO": (trl.RLOOTrainer, trl.RLOOConfig, PROMPTS, {"max_completion_length": 4, "num_generations": 2, "beta": 0.1}),
+    "Distillation": (trl.DistillationTrainer, trl.DistillationConfig, PROMPTS, {"max_completion_length": 4}),
+    "MXFP4Distillation": (
+        MXFP4DistillationTrainer,
+        MXFP4DistillationConfig,
+        ANSWERS,
+        {"report_every": 0, "train_all": True, "allow_full_precision": True},
+    ),
+}
+REFERENCES = ["DPO", "KTO", "RLOO"]
+CASES = [*((name, mode) for name in TRAINERS for mode in ("qat", "packed")), ("SFT", "experts")]
 
 
-@pytest.fixture
-def base(tmp_path):
-    make_model(vocab_size=400).save_pretrained(tmp_path / "base")
-    return tmp_path / "base"
+def lengths(completions, **kwargs):
+    return [len(text) / 4 for text in completions]
 
 
-def load(folder, **scheme):
-    options = {"quantization_config": MXFP4RLConfig(**scheme)} if scheme else {}
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **options)
+class Case:
+    """Runs of a trainer on trainable quantized weights, or with adapters on packed ones."""
+
+    def __init__(self, name, mode, root):
+        self.name, self.mode, self.folder = name, mode, root / f"{name}-{mode}"
+        task = "SEQ_CLS" if name == "Reward" else "CAUSAL_LM"
+        self.lora = LoraConfig(r=4, target_modules="all-linear", task_type=task) if mode == "packed" else None
+        self.base = root / ("classifier" if name == "Reward" else "experts" if mode == "experts" else "base")
+        self.n_quantized = 4 + 4 * 2 if mode == "experts" else 7
+
+    def load(self, folder, quantize=True):
+        mode = "packed" if self.lora else "qat"
+        scheme = MXFP4RLConfig(mode=mode, preset="w4a16", outlier_fallback=None)
+        options = {"quantization_config": scheme} if quantize else {}
+        cls = AutoModelForSequenceClassification if self.name == "Reward" else AutoModelForCausalLM
+        return cls.from_pretrained(folder, dtype=torch.float32, **options)
+
+    def trainer(self, model, out, **options):
+        cls, config, rows, own = TRAINERS[self.name]
+        rows = Dataset.from_list(rows)
+        others = {"processing_class": TOKENIZER, "peft_config": self.lora}
+        torch.manual_seed(0)
+        if self.name == "Trainer":
+            others = {"data_collator": default_data_collator}
+            model = get_peft_model(model, self.lora) if self.lora else model
+        if self.name == "RLOO":
+            others["reward_funcs"] = lengths
+        if "Distillation" in self.name:
+            others["teacher_model"] = str(self.base)
+        args = config(str(self.folder / out), **EVERY_RUN | own | options)
+        return cls(model=model, args=args, train_dataset=rows, eval_dataset=rows, **others)
+
+    def run(self, model, out, **options):
+        """The trainer after its steps, and what it logged in an evaluation before them and in the first of them."""
+        trainer = self.trainer(model, out, **options)
+        reference = getattr(trainer, "ref_model", None)
+        self.before = logits(trainer.model), reference and logits(reference)
+        torch.manual_seed(1)
+        evaluated = trainer.evaluate()
+        self.train(trainer)
+        logged = trainer.state.log_history[0] | evaluated
+        times = ("time", "per_second", "weights_per_step")
+        return trainer, {name: value for name, value in logged.items() if not name.endswith(times)}
+
+    def train(self, trainer, **options):
+        torch.manual_seed(1)
+        trainer.train(**options)
+
+    @cached_property
+    def trained(self):
+        return self.run(self.load(self.base), "run")
+
+    @cached_property
+    def twin(self):
+        self.load(self.base).dequantize().save_pretrained(self.folder / "dequantized")
+        return self.run(self.load(self.folder / "dequantized", quantize=False), "twin", max_steps=1, save_strategy="no")
 
 
 def logits(model):
@@ -39,54 +124,100 @@ def logits(model):
         return model.eval()(IDS).logits
 
 
-def dpo(policy, tmp_path, **options):
-    args = trl.DPOConfig(output_dir=str(tmp_path / "dpo"), logging_steps=1, **EVERY_RUN)
-    return trl.DPOTrainer(policy, args=args, train_dataset=PAIRS, processing_class=TOKENIZER, **options)
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """`made(name, mode)` gives a case, each once."""
+    root, cases = tmp_path_factory.mktemp("trainers"), {}
+    for family, folder in (("qwen2", "base"), ("qwen3_moe", "experts")):
+        model = make_model(family, vocab_size=400, layers=1, hidden=32, intermediate=48)
+        model.model.norm.weight.data *= 8  # predictions that are far from uniform
+        model.save_pretrained(root / folder)
+    AutoModelForSequenceClassification.from_pretrained(root / "base", num_labels=1).save_pretrained(root / "classifier")
+    return lambda *key: cases.setdefault(key, Case(*key, root))
 
 
-def test_the_reference_of_dpo_has_the_scheme_of_the_policy(base, tmp_path):
-    policy = load(base, mode="qat", preset="w4a16", scale_rule="rceil")
-    trainer = dpo(policy, tmp_path)
-    assert count_quantized(trainer.ref_model) == count_quantized(policy) == 14
-    assert trainer.ref_model.config.quantization_config == policy.config.quantization_config
-    assert trainer.ref_model.config.quantization_config is not policy.config.quantization_config
-    assert torch.equal(logits(trainer.ref_model), logits(trainer.model))
-    trainer.train()
-    first = next(entry for entry in trainer.state.log_history if "rewards/chosen" in entry)
-    assert abs(first["rewards/chosen"]) < 1e-6  # one policy at the first step
+@pytest.fixture(params=CASES, ids="-".join)
+def case(request, made):
+    return made(*request.param)
 
 
-def test_a_reference_that_is_given_stays_as_it_is(base, tmp_path):
-    reference = load(base)
-    trainer = dpo(load(base, mode="qat"), tmp_path, ref_model=reference)
+def test_the_first_step_and_an_evaluation_are_those_of_the_dequantized_model(case):
+    found, expected = case.trained[1], case.twin[1]
+    assert {"loss", "grad_norm", "eval_loss"} <= found.keys() == expected.keys()
+    assert found == pytest.approx(expected, rel=1e-4, abs=1e-5)
+    assert count_quantized(case.trained[0].model) == case.n_quantized
+
+
+def test_what_was_trained_is_the_same_after_it_was_saved(case):
+    trainer, _ = case.trained
+    trainer.save_model(str(case.folder / "saved"))
+    if case.lora:
+        saved = PeftModel.from_pretrained(case.load(case.base), case.folder / "saved")
+    else:
+        saved = case.load(case.folder / "saved", quantize=False)
+    assert count_quantized(saved) == case.n_quantized
+    assert torch.equal(logits(saved), logits(trainer.model))
+    assert not torch.equal(logits(saved), case.before[0])
+
+
+def test_a_resumed_run_ends_with_the_weights_of_one_that_was_never_stopped(case):
+    trainer, _ = case.trained
+    resumed = case.trainer(case.load(case.base), "run", save_strategy="no")
+    case.train(resumed, resume_from_checkpoint=str(case.folder / "run" / "checkpoint-2"))
+    assert_same(weights(resumed.model), weights(trainer.model))
+
+
+@pytest.mark.parametrize("name", REFERENCES)
+def test_the_reference_has_the_scheme_of_the_policy(made, name):
+    case = made(name, "qat")
+    trainer, _ = case.trained
+    reference, policy = trainer.ref_model.config, trainer.model.config
+    assert count_quantized(trainer.ref_model) == 7
+    assert reference.quantization_config == policy.quantization_config
+    assert reference.quantization_config is not policy.quantization_config
+    assert torch.equal(*case.before)
+    assert torch.equal(logits(trainer.ref_model), case.before[0])
+    assert made(name, "packed").trained[0].ref_model is None  # it is the policy without its adapter
+
+
+def test_a_reference_that_is_given_stays_as_it_is(made):
+    case = made("DPO", "qat")
+    args = trl.DPOConfig(str(case.folder / "given"), **EVERY_RUN)
+    data = {"train_dataset": Dataset.from_list(PAIRS), "processing_class": TOKENIZER}
+    trainer = trl.DPOTrainer(case.load(case.base), case.load(case.base, quantize=False), args, **data)
     assert count_quantized(trainer.ref_model) == 0
 
 
-def sft(policy, out, **options):
-    args = trl.SFTConfig(output_dir=str(out), learning_rate=1e-2, **EVERY_RUN)
-    trainer = trl.SFTTrainer(policy, args=args, train_dataset=TEXTS, processing_class=TOKENIZER, **options)
-    trainer.train()
-    trainer.save_model()
-    return trainer
+@pytest.mark.parametrize("name, mode", [("RLOO", "qat"), ("Distillation", "packed")])
+def test_pushing_master_weights_to_vllm_is_refused(made, name, mode):
+    case = made(name, mode)
+    with pytest.raises(ValueError, match=f"trl's {name}Trainer would push the master weights .* set use_vllm=False"):
+        case.trainer(case.load(case.base), "vllm", use_vllm=True)
 
 
-def test_a_policy_of_sft_is_the_same_after_it_was_saved(base, tmp_path):
-    policy = load(base, mode="qat")
-    before = logits(policy)
-    trainer = sft(policy, tmp_path / "sft")
-    saved = load(tmp_path / "sft")
-    assert count_quantized(saved) == 14
-    assert torch.equal(logits(saved), logits(trainer.model))
-    assert not torch.equal(logits(saved), before)
+@pytest.mark.parametrize("mode", ["qat", "packed"])
+def test_the_head_of_a_reward_model_is_trained_in_full_precision_and_saved(made, mode):
+    case = made("Reward", mode)
+    trainer, _ = case.trained
+    folders = case.base, case.folder / "run" / "checkpoint-4"
+    before, saved = (t for folder in folders for name, t in tensors_in(folder).items() if name.endswith("score.weight"))
+    trained = [p for name, p in trainer.model.named_parameters() if ".score." in f".{name}" and p.requires_grad]
+    assert len(trained) == 1 and trained[0].dtype == torch.float32
+    assert torch.equal(trained[0], saved) and not torch.equal(saved, before)
 
 
-def test_an_adapter_of_sft_on_packed_weights_is_the_same_after_it_was_saved(base, tmp_path):
-    before = logits(load(base, mode="packed"))
-    lora = LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
-    trainer = sft(load(base, mode="packed"), tmp_path / "sft", peft_config=lora)
-    saved = PeftModel.from_pretrained(load(base, mode="packed"), tmp_path / "sft")
-    assert torch.equal(logits(saved), logits(trainer.model))
-    assert not torch.equal(logits(saved), before)
+def test_the_examples_of_the_docs_run(made, tmp_path, monkeypatch):
+    case = made("SFT", "qat")
+    TOKENIZER.save_pretrained(case.base)
+    text = (Path(__file__).parents[2] / "docs" / "trainers.md").read_text().partition("examples share this code")[2]
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("transformers.training_args.is_torch_bf16_gpu_available", lambda: True)  # CPUs have it too
+    names = {"name": str(case.base)}
+    for block in re.findall(r"```python\n(.*?)```", text, re.S):
+        exec(block, names)
+    made = ("dpo", "dpo-lora", "distilled", "kto", "plain", "reward", "rloo", "sft", "trl")
+    assert {folder.name for folder in (tmp_path / "outputs").iterdir()} == set(made)
+    assert count_quantized(case.load("outputs/sft/policy", quantize=False)) == 7
 
 
 def test_a_reference_that_could_not_be_quantized_is_refused(build, tmp_path):

@@ -132,10 +132,13 @@ class RenamedFormat(ImportableFormat):
 
     #: Our name of a layer's tensor -> the format's.
     names: ClassVar[Mapping[str, str]]
+    #: Whether experts that are one tensor in plain files are one here.
+    holds_fused: ClassVar[bool] = False
 
     def shape_misfit(self, shape: LayerShape) -> str | None:
-        if shape.experts is not None and not shape.pieces:
-            return "the architecture has all experts in one tensor, and this format one matrix in each"
+        if shape.is_fused and not self.holds_fused:
+            reason = "the architecture has all experts in one tensor, and this format one matrix in each"
+            return f"{reason}, unlike gpt-oss and nvfp4-modelopt"
         return super().shape_misfit(shape)
 
     def plain_name(self, name: str) -> str:
@@ -143,7 +146,7 @@ class RenamedFormat(ImportableFormat):
         return f"{name.removesuffix(end)}.weight" if name.endswith(end) else name
 
     def marks(self, tensor: StoredTensor) -> bool:
-        return tensor.name.endswith(f".{self.names['weight_scale']}")
+        return tensor.name.endswith(self.names["weight_scale"])
 
     def tensors(self, layer: str, shape: LayerShape, packed: Packed) -> dict[str, torch.Tensor]:
         return {

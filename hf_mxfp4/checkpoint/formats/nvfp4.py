@@ -8,6 +8,7 @@ twice, the tensor scale is a power of two, and the values stay the same.
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -192,12 +193,29 @@ class NVFP4Format(CompressedTensorsFormat):
 class ModelOptFormat(NVFP4Format):
     """The same values under other names, with factors in place of divisors: the layout of NVIDIA Model-Optimizer
     (`quant_method: modelopt`). Options have the fields of NVIDIA's published checkpoints, in `config.json` and, for
-    TensorRT-LLM, in `hf_quant_config.json`."""
+    TensorRT-LLM, in `hf_quant_config.json`. Experts of gpt-oss are one tensor for each projection, laid out as the
+    model has them: ``[E, K/2, N]`` with scales ``[E, K/16, N]``, which are called `<projection>_weight_scale`."""
 
     name = "nvfp4-modelopt"
     quant_method = "modelopt"
     names = {"weight": "weight", "weight_scale": "weight_scale"}
     tensor_scales = "weight_scale_2", "input_scale"
+    holds_fused = True
+
+    def tensors(self, layer: str, shape: LayerShape, packed: Packed) -> dict[str, torch.Tensor]:
+        tensors = super().tensors(layer, replace(shape, experts=None) if shape.is_fused else shape, packed)
+        if not shape.is_fused:
+            return tensors
+        fused = {name.replace(f"{layer}.", f"{layer}_"): tensor for name, tensor in tensors.items()}
+        fused[layer] = fused.pop(f"{layer}_weight")
+        return {name: tensor.mT.contiguous() if tensor.dim() == 3 else tensor for name, tensor in fused.items()}
+
+    def read(self, layer: str, shape: LayerShape, expert: int | None, read: Read) -> dict[str, torch.Tensor]:
+        if not shape.is_fused:
+            return super().read(layer, shape, expert, read)
+        codes, scales = (read(name, expert).mT.contiguous() for name in (layer, f"{layer}_weight_scale"))
+        divisor = self.tensor_scale(read(f"{layer}_weight_scale_2"))
+        return {"weight": codes, "weight_scale": scales.float() / divisor}
 
     def tensor_scale(self, divisor: torch.Tensor) -> torch.Tensor:
         return 1 / divisor.reshape(-1)[0]
@@ -219,7 +237,8 @@ class ModelOptFormat(NVFP4Format):
         return {"hf_quant_config.json": {"producer": _PRODUCER, "quantization": quantization}}
 
     def notes(self, config: MXFP4RLConfig, ignored: Names, quantized: Names = ()) -> list[str]:
-        return [*super().notes(config, ignored), "transformers does not read this layout; format nvfp4 is for it."]
+        unread = "transformers does not read this layout (nvfp4 is for it), nor vLLM 0.32 gpt-oss in it (vllm#46641)."
+        return [*super().notes(config, ignored), unread]
 
     def read_config(self, options: Mapping[str, Any]) -> tuple[MXFP4RLConfig, list[str]]:
         expected = {"quant_algo": tuple(_ALGORITHMS.values()), "kv_cache_scheme": None}

@@ -16,14 +16,4 @@ PEFT_TYPE_TO_CONFIG_MAPPING[PeftType.LORA] = MXFP4LoraConfig
 PEFT_TYPE_TO_TUNER_MAPPING[PeftType.LORA] = MXFP4LoraModel
 watch_tuners()
 
-__getattr__, __all__ = lazy_names(
-    __name__,
-    {
-        "layers": "MXFP4LoraExpertParameter MXFP4LoraExperts MXFP4LoraLinear MXFP4LoraMasterLinear",
-        "lora_model": "MXFP4LoraConfig MXFP4LoraModel SUPPORTED TRAINABLE_ONLY base_scheme",
-        "merging": "MergeReport merge_adapters",
-        "rollout": (
-            "adapted_parameters adapter_factors adapter_rank adapter_sums has_inseparable_adapters policy_parameters"
-        ),
-    },
-)
+__getattr__, __all__ = lazy_names(__name__)

@@ -4,4 +4,4 @@
 from ...utils import lazy_names
 
 
-__getattr__, __all__ = lazy_names(__name__, {"quantizer": "MXFP4RLQuantizer pack", "swap": "quantize_linears to_plain"})
+__getattr__, __all__ = lazy_names(__name__)

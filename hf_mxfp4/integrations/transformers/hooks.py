@@ -62,12 +62,15 @@ def loading_trainer() -> tuple[Any, str | None]:
 
 
 def check_trainer() -> None:
-    """Raise `ValueError` where TRL's own asynchronous GRPO loads a quantized policy."""
-    names = {cls.__name__ for cls in type(loading_trainer()[0]).__mro__}
-    if "AsyncGRPOTrainer" in names and "MXFP4AsyncGRPOTrainer" not in names:
+    """Raise `ValueError` where a trainer of TRL itself loads or gets a quantized policy and would push it to vLLM."""
+    trainer, _ = loading_trainer()
+    names = {cls.__name__ for cls in type(trainer).__mro__}
+    ours = next((f"MXFP4{name}" for name in ("AsyncGRPOTrainer", "GRPOTrainer") if name in names), None)
+    pushes = "AsyncGRPOTrainer" in names or getattr(getattr(trainer, "args", None), "use_vllm", False)
+    if pushes and not any(name.startswith("MXFP4") for name in names):
         raise ValueError(
-            "trl's AsyncGRPOTrainer would push the master weights of this policy to vLLM, which would sample from "
-            "them unquantized; use hf_mxfp4.rl.MXFP4AsyncGRPOTrainer in its place"
+            f"trl's {type(trainer).__name__} would push the master weights of this policy to vLLM, which would sample "
+            f"from them unquantized; {f'use hf_mxfp4.rl.{ours} in its place' if ours else 'set use_vllm=False'}"
         )
 
 

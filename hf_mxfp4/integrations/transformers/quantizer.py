@@ -74,7 +74,9 @@ class MXFP4RLQuantizer(HfQuantizer):
     def update_attn_implementation(self, config):
         # Called for something else: the only time before transformers stops at a config.json of ours.
         unguard(config)
-        return super().update_attn_implementation(config)
+        return config
+
+    update_tp_plan = update_attn_implementation  # called in its place by transformers 5.17
 
     def _process_model_before_weight_loading(self, model, checkpoint_files: Sequence[str] | None = None, **kwargs):
         swap.refuse_parallel_plan(model)
@@ -176,10 +178,11 @@ class MXFP4RLQuantizer(HfQuantizer):
         for parameter in model.parameters():
             if dtype is not None and parameter.is_floating_point():
                 parameter.data = parameter.data.to(dtype)
-        if model.__dict__.get("_weight_conversions") == []:  # of packed experts: it saves as any plain model again
-            del model._weight_conversions
         model.__dict__.pop("quantization_report", None)
+        conversions = model.__dict__.pop("_weight_conversions", None)  # transformers 5.24 would forget them
         self.remove_quantization_config(model)
+        if conversions:  # packed experts have an empty list; without it the model saves as any plain one
+            model._weight_conversions = conversions
         return model
 
     def get_state_dict_and_metadata(self, model):
@@ -200,6 +203,7 @@ class MXFP4RLQuantizer(HfQuantizer):
 
     @property
     def is_trainable(self) -> bool:
+        check_trainer()  # a Trainer asks when it gets a model
         return True
 
     @property

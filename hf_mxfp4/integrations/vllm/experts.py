@@ -126,9 +126,10 @@ def _register(layer: Any, name: str, shape: tuple[int, ...], dtype: torch.dtype,
 
 def _target(layer: Any, scheme: MXFP4RLConfig, name: str) -> ExpertsTarget:
     moe, parallel = layer.moe_config, layer.moe_config.moe_parallel_config
-    columns, own = moe.intermediate_size, tuple(layer.expert_map_manager.get_local_expert_ids())
+    columns, is_own = moe.intermediate_size, layer.expert_map_manager.is_local_expert
     sizes = {"gate_up_proj": (2 * columns, moe.hidden_dim), "down_proj": (moe.hidden_dim, columns)}
     share = parallel.tp_rank, parallel.tp_size, moe.activation.value in INTERLEAVED
+    own = tuple(filter(is_own, range(moe.num_experts)))
     return ExpertsTarget(name, scheme.weight_scheme, sizes, moe.num_experts, own, *share)
 
 

@@ -18,7 +18,7 @@ from ...backends import dequantize
 from ...config import MXFP4RLConfig
 from ...gemm import PACKED_FIELDS, PACKED_SUFFIXES, check_packed, packed_shapes, packed_tensor, quantize_weight
 from ...numerics import BLOCK_SIZE, QuantScheme
-from . import EngineSettings
+from .settings import EngineSettings
 
 
 Weights = Iterable[tuple[str, torch.Tensor]]
