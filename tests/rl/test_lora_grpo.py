@@ -83,11 +83,6 @@ def test_a_reference_policy_is_the_packed_base(trained):
     assert list(logged(trained[0], "kl")) == [1, 2, 3, 4]
 
 
-def test_a_packed_policy_without_adapters_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="attach trainable adapters"):
-        trainer_factory(tmp_path)(scheme=PACKED)
-
-
 # ---- noise ----------------------------------------------------------------------------------------------------------
 
 
