@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import torch
 from datasets import Dataset
+from peft import LoraConfig, get_peft_model
 from tiny_models import make_model
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments, default_data_collator
 from trl.distributed import DistributedBackend
@@ -164,6 +165,17 @@ def train_plainly(cls, base, scheme, out, resume=None):
     trainer = cls(model, args, train_dataset=rows, data_collator=default_data_collator)
     trainer.train(resume_from_checkpoint=resume and str(resume))
     return trainer
+
+
+def with_adapters(model, **options):
+    """LoRA of some size, on a policy of frozen masters or packed weights."""
+    model = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", **{"r": 4, "lora_alpha": 8, **options}))
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_" in name:
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.05)
+    return model
 
 
 def trl_walk(model, accelerator):
