@@ -27,11 +27,11 @@ CASES ?= ../shared/cases
 JOBS ?= 2
 
 # The ends of what pyproject.toml allows: its lower bounds (Triton 3.6 does not interpret loops with numpy 2.4), and the
-# newest torch. The kernels library is in one of them alone, because transformers looks for it.
+# newest torch and transformers. The kernels library is in one of them alone, because transformers looks for it.
 VERSIONS_oldest := numpy==2.3.5
-VERSIONS_newest := torch==2.15.0 triton==3.9.0 kernels==0.17.2
+VERSIONS_newest := torch==2.15.0 triton==3.9.0 transformers==5.24.0 kernels==0.17.2
 CONSTRAINTS_oldest = sed -n '/^dependencies/,/^]/s/.*"\([^>"]*\)>=\([^;"]*\).*/\1==\2.*/p' pyproject.toml
-CONSTRAINTS_newest = grep -vE '^(torch|triton|numpy)==' constraints.txt
+CONSTRAINTS_newest = grep -vE '^(torch|triton|transformers|numpy)==' constraints.txt
 CONSTRAINTS_latest = true
 VERSIONS ?= oldest newest
 VERSIONS_TESTS := tests/kernels tests/ops tests/layers tests/checkpoint tests/cli tests/rl/test_trainer.py tests/test_quantizer.py

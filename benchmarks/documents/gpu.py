@@ -9,8 +9,8 @@ from ..records import MODELLED, RESULTS, of_kind, table
 
 
 def gpu(folder: Path = RESULTS) -> str:
-    """Return a table per section of `benchmarks.gpu`, and before it where it was measured, unless that is where the
-    section above was. Raises `ValueError` for records of interpreted or tiny runs, and for those not measured at all."""
+    """Return a table per section of `benchmarks.gpu`; where it was measured, unless it was where the section above was.
+    Raises `ValueError` for records of interpreted or tiny runs, and for those that were not measured at all."""
     parts, place = [], ""
     for path in sorted(folder.glob("gpu_*.json")):
         if path.stem == MODELLED:

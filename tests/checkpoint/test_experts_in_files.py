@@ -173,6 +173,9 @@ def test_openai_checkpoints_come_in_bit_for_bit(tmp_path):
     stem = "model.layers.1.mlp.experts.down_proj"
     assert torch.equal(experts.down_proj, stored[f"{stem}_blocks"].flatten(2))
     assert torch.equal(experts.down_proj_scale, stored[f"{stem}_scales"])
+    # Merging: 6 that becomes 6.5 keeps the scale of its block, by other rules it would double, and .5 be lost.
+    weight = torch.full((1, 32), 0.5).index_fill(1, torch.tensor([0]), 6.5)
+    assert weight_values(experts.pack_matrix(weight), 32, experts.config.weight_scheme, weight.dtype)[0, 1] == 0.5
     reference = AutoModelForCausalLM.from_pretrained(source, quantization_config=Mxfp4Config(dequantize=True))
     for name, parameter in model.dequantize().named_parameters():
         assert torch.equal(parameter, reference.get_parameter(name)), name

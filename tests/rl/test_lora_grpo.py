@@ -79,11 +79,6 @@ def test_quantized_activations_and_checkpointing_under_the_adapters(build):
     assert not any(torch.equal(value, adapters[n]) for n, value in stored(trainer.model, adapters=True).items())
 
 
-def test_a_packed_policy_without_adapters_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="attach trainable adapters"):
-        trainer_factory(tmp_path)(scheme=PACKED)
-
-
 # ---- noise ----------------------------------------------------------------------------------------------------------
 
 

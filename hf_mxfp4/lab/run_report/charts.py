@@ -62,7 +62,6 @@ class Chart:
                 axes.ticklabel_format(axis="y", scilimits=(-3, 4))
         return drawn
 
-
     def describe(self, figure: Figure) -> str:
         """Say in words what a figure of this chart shows."""
         (axes,) = figure.axes
