@@ -7,8 +7,8 @@ import pytest
 import torch
 from accelerate import Accelerator
 from factors import factors_config
-from grpo_runs import trainer_factory, trl_walk, vllm_llm, with_simulated_vllm
-from peft import LoraConfig, get_peft_model
+from grpo_runs import trainer_factory, trl_walk, vllm_llm, with_adapters, with_simulated_vllm
+from peft import LoraConfig
 from tiny_models import make_model
 from trl.distributed import DistributedBackend
 from trl.generation.vllm_generation import VLLMGeneration
@@ -38,14 +38,7 @@ def policy(scheme=PLAIN, family="qwen2", packed=False, **lora):
     quantize_linears(model, scheme)
     if packed:
         pack(model)
-    if lora:
-        model = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", **{"r": 4, "lora_alpha": 8, **lora}))
-        generator = torch.Generator().manual_seed(3)
-        with torch.no_grad():
-            for name, parameter in model.named_parameters():
-                if "lora_" in name:
-                    parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.05)
-    return model
+    return with_adapters(model, **lora) if lora else model
 
 
 class Pushes:
