@@ -100,7 +100,7 @@ class MXFP4GRPOTrainer(QuantizedTrainerMixin, GRPOTrainer):
         with vllm_in_scheme(args):
             super().__init__(model, functions, args, train_dataset, eval_dataset, **kwargs)
         named = zip(self.reward_funcs, self.reward_func_names, strict=True)  # those of environments too
-        self.reward_funcs = [guard_reward(function, name) for function, name in named]
+        self.reward_funcs: list[Any] = [guard_reward(function, name) for function, name in named]
         self.n_quantized = count_quantized(self.model)
         check_tokens(self._tokenizer, train_dataset, eval_dataset)
         baseline = "" if args.allow_full_precision else "set allow_full_precision=True for a baseline"

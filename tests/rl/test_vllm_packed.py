@@ -280,6 +280,12 @@ def test_a_server_is_given_everything_each_time():
     assert of.n_syncs == 4 and sum(name == "vllm/sync_bytes" for name, _ in records) == 4
 
 
+def test_a_server_would_lose_parts_of_gpt_oss():
+    model = make_model("gpt_oss", layers=1)
+    with pytest.raises(ValueError, match="loses its sinks and the biases of experts"):
+        served(model, {}, None, None, None)
+
+
 # ---- in the trainer -------------------------------------------------------------------------------------------------
 
 
