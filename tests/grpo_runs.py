@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import torch
 from datasets import Dataset
+from peft import LoraConfig, get_peft_model
 from tiny_models import make_model
 from transformers import AutoModelForCausalLM
 from trl.distributed import DistributedBackend
@@ -163,6 +164,17 @@ def everything(trainer):
         "entropy": trainer.entropy_callback.history if entries else [],
         "random": torch.get_rng_state(),
     }
+
+
+def with_adapters(model, **options):
+    """LoRA of some size, on a policy of frozen masters or packed weights."""
+    model = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", **{"r": 4, "lora_alpha": 8, **options}))
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_" in name:
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.05)
+    return model
 
 
 def trl_walk(model, accelerator):
