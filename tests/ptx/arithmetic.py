@@ -140,3 +140,10 @@ def bit_field(a: np.ndarray, start: np.ndarray, length: np.ndarray) -> np.ndarra
         sign = np.where(length > 0, (a >> np.maximum(last, 0)) & 1, 0)
         return np.where(sign == 1, fields | (np.int64(-1) << np.minimum(length, 32)), fields).astype(np.int32)
     return fields.astype(np.uint32)
+
+
+def inserted_field(a: np.ndarray, b: np.ndarray, start: np.ndarray, length: np.ndarray) -> np.ndarray:
+    """``bfi.b32``: the lowest bits of ``a`` in a field of ``b``."""
+    start, length = (np.minimum(x & 0xFF, 32).astype(np.uint64) for x in (start, length))
+    mask = ((np.uint64(1) << length) - np.uint64(1)) << start
+    return ((b & ~mask) | ((a.astype(np.uint64) << start) & mask)).astype(np.uint32)

@@ -21,6 +21,7 @@ from .warps import COLLECTIVE
 _REGISTER = {1: np.dtype("?"), 8: np.dtype("u1"), 16: np.dtype("u2"), 32: np.dtype("u4"), 64: np.dtype("u8")}
 #: Instructions with no effect on one thread's results here: they order what is executed in order anyway.
 _NOTHING = ("fence.proxy.async.shared::cta", "wgmma.fence.sync.aligned", "wgmma.commit_group.sync.aligned")
+_ALL = np.uint8(255)
 #: Of a program, basic blocks; ours have a few hundred.
 _MOST_BLOCKS = 20_000
 
@@ -55,14 +56,20 @@ class Machine:
         out counts as not written either; every other use is an error."""
         unset = self._unset.get(name)
         if name not in self._registers:
-            unset = np.ones(len(self.threads), bool)
+            unset = np.full(len(self.threads), _ALL, np.uint8)
             self._registers[name] = np.zeros(len(self.threads), _REGISTER[_width(name, self.kernel)])
             self._unset[name] = unset
         if unset is not None and unset[group].any():
             if not self._is_arithmetic:
                 raise Fault(f"register {name} was not written by all threads that use it")
+            unset = np.where(unset != 0, _ALL, np.uint8(0))
             self.unset_sources = unset if self.unset_sources is None else self.unset_sources | unset
         return self._registers[name]
+
+    def unset_bytes(self, name: str) -> np.ndarray:
+        """A bit for each byte of a register that was not written, by thread."""
+        otherwise = 0 if name in self._registers or not name.startswith("%") else _ALL
+        return self._unset.get(name, np.full(len(self.threads), otherwise, np.uint8))
 
     def write(self, name: str, values: np.ndarray, group: np.ndarray) -> None:
         """Set the register of the threads of a group; ``values`` are of all threads."""
@@ -77,8 +84,8 @@ class Machine:
         nothing = np.zeros(len(self.threads), values.dtype)
         changed = self._registers.get(name, nothing).copy()
         changed[group] = values[group]
-        before = self._unset.get(name, np.full(len(self.threads), name not in self._registers)).copy()
-        before[group] = False if unset is None else unset[group]
+        before = self.unset_bytes(name).copy()
+        before[group] = 0 if unset is None else unset[group]
         self._registers[name], self._unset[name] = changed, before
 
     def require_all(self, group: np.ndarray) -> None:
@@ -246,24 +253,29 @@ def _step(instruction: Instruction, kernel: Kernel) -> Step | None:
     meaning = meaning_of(op)
     if meaning is None or len(operands) != len(meaning.sources) + 1:
         raise Fault(f"no semantics for {instruction.text!r}")
-    operands = _used(op, operands)
     readers = [_reader(operand, kind, kernel) for operand, kind in zip(operands[1:], meaning.sources, strict=True)]
     write, dtype = _writer(operands[0], kernel), DTYPES[meaning.result]
 
-    def step(machine: Machine, group: np.ndarray) -> None:
+    def step(machine: Machine, group: np.ndarray, *unset: np.ndarray | None) -> None:
         values = meaning.compute(*(read(machine, group) for read in readers))
+        if unset:
+            machine.unset_sources = unset[0]
         write(machine, values.astype(dtype, copy=False), group)
 
-    return step
+    return _permute(step, operands) if op == "prmt.b32" and not operands[3].startswith("%") else step
 
 
-def _used(op: str, operands: tuple) -> tuple:
-    """A permutation of bytes that takes none of an operand does not read it: compilers leave it unset."""
-    if op != "prmt.b32" or operands[3].startswith("%"):
-        return operands
-    digits = f"{int(operands[3].rstrip('U'), 0):04x}"
-    low, high = any(int(digit, 16) % 8 < 4 for digit in digits), any(int(digit, 16) % 8 > 3 for digit in digits)
-    return operands[0], operands[1] if low else "0", operands[2] if high else "0", operands[3]
+def _permute(step: Step, operands: tuple) -> Step:
+    """``prmt`` with constant selectors: of what was not written, only bytes that are taken count."""
+    selectors = int(operands[3].rstrip("U"), 0)
+
+    def permute(machine: Machine, group: np.ndarray) -> None:
+        both = machine.unset_bytes(operands[1]) & 15 | machine.unset_bytes(operands[2]) << 4
+        taken = [(both >> (selectors >> 4 * place & 7) & 1) << place for place in range(4)]
+        unset = np.bitwise_or.reduce(taken).astype(np.uint8)
+        step(machine, group, unset if unset.any() else None)
+
+    return permute
 
 
 def _operand(operand: str, kind: str, kernel: Kernel) -> Callable[[Machine, np.ndarray], np.ndarray]:

@@ -76,12 +76,14 @@ def _load_matrices(found, operands, reader, writer, address):
 
 def _store_matrices(found, operands, reader, writer, address):
     count, rows = _matrix_rows(found, operands[0], address)
-    readers = [reader(name, "b32") for name in operands[1]]
+    readers, transposed = [reader(name, "b32") for name in operands[1]], bool(found.group(2))
 
     def step(machine, group) -> None:
         addresses, threads = rows(machine, group)
         words = np.stack([read(machine, group).reshape(-1, 32) for read in readers], axis=1)
-        machine.shared.write(addresses, np.ascontiguousarray(words).view(np.uint8).reshape(-1, 16), threads)
+        data = np.ascontiguousarray(words).view(np.uint16).reshape(-1, count, 8, 8)
+        data = np.ascontiguousarray(data.swapaxes(2, 3)) if transposed else data
+        machine.shared.write(addresses, data.view(np.uint8).reshape(-1, 16), threads)
 
     return step
 
@@ -187,7 +189,7 @@ COLLECTIVE = {
     r"shfl\.sync\.(bfly|up|idx)\.b32": _shuffle,
     r"redux\.sync\.(add|min|max)\.s32": _reduce,
     r"ldmatrix\.sync\.aligned\.m8n8\.x([124])(\.trans)?\.shared\.b16": _load_matrices,
-    r"stmatrix\.sync\.aligned\.m8n8\.x([124])\.shared\.b16": _store_matrices,
+    r"stmatrix\.sync\.aligned\.m8n8\.x([124])(\.trans)?\.shared\.b16": _store_matrices,
     r"mma\.sync\.aligned\.m16n8k16\.row\.col\.f32\.bf16\.bf16\.f32": _multiply,
     r"wgmma\.mma_async\.sync\.aligned\.m64n(\d+)k16\.f32\.bf16\.bf16": _multiply_group,
     r"wgmma\.wait_group\.sync\.aligned": _nothing,
