@@ -1,7 +1,8 @@
 # make demo       a whole run on a small model on the CPU
 # make test       the test suite                        make test-all   with the long comparisons against other libraries
 # make test-vllm  tests that run vLLM on the CPU, in an environment of their own, .venv-vllm
-# make test-versions  kernels and layers on the oldest and the newest torch and Triton, in .venv-oldest and .venv-newest
+# make test-versions  the main tests on the lower bounds of pyproject.toml and on the newest torch (.venv-oldest, .venv-newest)
+# make test-latest    the test suite on the newest release of everything (.venv-latest), and what is newer there
 # make test-llamacpp  tests that run llama.cpp on exported files; builds it once, into ~/.cache, or takes LLAMACPP=FOLDER
 # make test-cases CASES=FOLDER  scripts that showed faults, each of which exits with 0 where it is gone
 # make bench-gpu  kernels, layers and whole runs on this machine's GPU; records in outputs/gpu
@@ -25,13 +26,17 @@ CASES ?= ../shared/cases
 # Workers of the test run; each computes on one thread.
 JOBS ?= 2
 
-# The ends of what pyproject.toml allows; Triton 3.6 does not interpret loops with numpy 2.4. The kernels library is in one
-# of them alone, because transformers looks for it.
-VERSIONS_oldest := torch==2.11.0 triton==3.6.0 numpy==2.3.5
-VERSIONS_newest := torch==2.14.1 triton==3.8.0 kernels==0.17.2
+# The ends of what pyproject.toml allows: its lower bounds (Triton 3.6 does not interpret loops with numpy 2.4), and the
+# newest torch and transformers. The kernels library is in one of them alone, because transformers looks for it.
+VERSIONS_oldest := numpy==2.3.5
+VERSIONS_newest := torch==2.15.0 triton==3.9.0 transformers==5.24.0 kernels==0.17.2
+CONSTRAINTS_oldest = sed -n '/^dependencies/,/^]/s/.*"\([^>"]*\)>=\([^;"]*\).*/\1==\2.*/p' pyproject.toml
+CONSTRAINTS_newest = grep -vE '^(torch|triton|transformers|numpy)==' constraints.txt
+CONSTRAINTS_latest = true
 VERSIONS ?= oldest newest
+VERSIONS_TESTS := tests/kernels tests/ops tests/layers tests/checkpoint tests/cli tests/rl/test_trainer.py tests/test_quantizer.py
 
-.PHONY: demo test test-all test-vllm test-versions test-llamacpp test-cases bench-gpu lint types docs release format clean
+.PHONY: demo test test-all test-vllm test-versions test-latest test-llamacpp test-cases bench-gpu lint types docs release format clean
 
 demo: $(VENV)/runtime
 	$(BIN)/accelerate launch --num_processes 1 --num_machines 1 --mixed_precision no --dynamo_backend no \
@@ -48,7 +53,16 @@ test-vllm: $(VLLM_VENV)/ready
 
 test-versions: $(VERSIONS:%=.venv-%/dev)
 	for end in $(VERSIONS); do OMP_NUM_THREADS=1 PYTHONPATH=.:kernels .venv-$$end/bin/python -m pytest -n $(JOBS) \
-		--dist loadfile -m 'not large' tests/kernels tests/ops tests/layers $(ARGS) || exit 1; done
+		--dist loadfile -m 'not large' $(VERSIONS_TESTS) $(ARGS) || exit 1; done
+
+test-latest: .venv-latest/dev
+	DS_BUILD_OPS=0 .venv-latest/bin/pip --disable-pip-version-check install --quiet --upgrade --upgrade-strategy eager \
+		--editable '.[dev]'
+	@OMP_NUM_THREADS=1 PYTHONPATH=.:kernels .venv-latest/bin/python -m pytest -n $(JOBS) --dist loadfile \
+		-m 'not large and not vllm and not llamacpp' $(ARGS) && result=passed || result=failed; \
+		.venv-latest/bin/hf-mxfp4 env; echo "other versions than in constraints.txt:"; \
+		.venv-latest/bin/pip freeze --exclude-editable | grep -Fvxf constraints.txt | paste -sd " "; \
+		echo "the tests $$result"; test $$result = passed
 
 test-llamacpp: $(VENV)/dev
 	LLAMACPP=$$(PYTHON=$(BIN)/python tests/llamacpp_integration/build.sh) && export LLAMACPP && \
@@ -84,7 +98,7 @@ release: $(TOOLS_VENV)/ready
 	OMP_NUM_THREADS=1 PYTHON=$(PYTHON) .ci/use_wheel dist/*.whl
 
 clean:
-	rm -rf $(VENV) $(VLLM_VENV) $(TOOLS_VENV) .venv-oldest .venv-newest build dist outputs site
+	rm -rf $(VENV) $(VLLM_VENV) $(TOOLS_VENV) .venv-oldest .venv-newest .venv-latest build dist outputs site
 
 # Tools that read the sources and need none of the packages that these import.
 $(TOOLS_VENV)/ready: .ci/tools.txt constraints.txt
@@ -109,7 +123,7 @@ $(VENV)/dev: $(VENV)/runtime
 
 .venv-%/dev: $(INPUTS)
 	$(PYTHON) -m venv .venv-$*
-	grep -vE '^(torch|triton|numpy)==' constraints.txt > .venv-$*/constraints.txt
+	$(CONSTRAINTS_$*) > .venv-$*/constraints.txt
 	DS_BUILD_OPS=0 .venv-$*/bin/pip --disable-pip-version-check install --quiet \
 		--constraint .venv-$*/constraints.txt $(VERSIONS_$*) --editable '.[dev]'
 	@touch $@

@@ -25,7 +25,7 @@ TABLES: dict[str, Callable[[], str]] = {
     for module, names in (
         (errors, "schemes statements readme_schemes"),
         (evidence, "readme_evidence evidence_front evidence_claims tensor_cores gptq smoothing distillation"),
-        (evidence, "export_perplexity gguf_perplexity"),
+        (evidence, "gguf_perplexity"),
         (runs, "demo vllm_agreement memory pretrain quantize_cpu packed_product_cpu architectures"),
         (runs, "recovery recovery_rates"),
         (gpu, "gpu"),

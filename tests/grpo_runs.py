@@ -1,61 +1,60 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Training runs of a few steps on a tiny quantized policy: GRPO, and a plain Trainer's."""
+"""Training runs of a few steps on a tiny quantized policy."""
 
 from types import SimpleNamespace
 
 import torch
 from datasets import Dataset
+from peft import LoraConfig, get_peft_model
 from tiny_models import make_model
-from transformers import AutoModelForCausalLM, Trainer, TrainingArguments, default_data_collator
+from transformers import AutoModelForCausalLM
 from trl.distributed import DistributedBackend
 from trl.generation.vllm_generation import VLLMGeneration
 
 from hf_mxfp4 import MXFP4GRPOConfig, MXFP4GRPOTrainer, MXFP4RLConfig
 from hf_mxfp4.recipes.tasks.tiny_model import build_char_tokenizer
-from hf_mxfp4.rl import ExactResumeMixin
 
 
 TOKENIZER = build_char_tokenizer("0123456789+=")
 
 
-#: Of three digits the first calls a tool; its result, a digit, comes back before the next "=".
+#: How `agent` writes: from its first digit to the end, all is the argument of a call.
 CALLS = {
     "defaults": {"role": "assistant"},
     "start_anchor": "=",
     "fields": {
         "tool_calls": {
-            "open_pattern": r"(?P<x>[0-3])", "close_pattern": "", "repeats": True, "content": "text",
+            "open_pattern": r"(?P<x>[0-3]((?!<\|).)*)", "close_pattern": "", "repeats": True, "content": "text",
             "transform": {"type": "function", "function": {"name": "double", "arguments": {"x": "{x}"}}},
         },
         "content": {"close_pattern": r"<\|endoftext\|>", "content": "text"},
     },
 }  # fmt: skip
 CHAT = (
-    "{% for m in messages %}{{ m.content }}{% for call in m.tool_calls or [] %}{{ call.function.name }}"
-    "{{ call.function.arguments | tojson }}{% endfor %}{% endfor %}{% if add_generation_prompt %}={% endif %}"
+    "{% for m in messages %}{% if m.role == 'assistant' %}={% endif %}{{ m.content }}"
+    "{% for call in m.tool_calls or [] %}{{ call.function.arguments.x or call.function | tojson }}{% endfor %}"
+    "{% if m.role == 'assistant' %}<|endoftext|>{% endif %}{% endfor %}{% if add_generation_prompt %}={% endif %}"
 )
 
 
-def agent(folder):
-    """A policy of eight tokens, saved in ``folder``, and its tokenizer: every digit that it writes calls `double`."""
+def agent(folder, family="qwen2"):
+    """A policy of eight tokens that calls a tool whenever it writes a digit, saved in ``folder``; its tokenizer."""
     tokenizer = build_char_tokenizer("0123=+")
     tokenizer.backend_tokenizer.model.unk_token = tokenizer.unk_token = "+"
     tokenizer.chat_template, tokenizer.response_template = CHAT, CALLS
-    make_model(hidden=32, intermediate=48, vocab_size=8).save_pretrained(folder)
+    tokenizer.split_special_tokens = False
+    make_model(family, hidden=32, intermediate=48, vocab_size=8).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return tokenizer
 
 
 def double(x: str) -> str:
-    """Write a digit twice.
+    """Write the first digit twice.
 
     Args:
-        x: the digit.
-
-    Returns:
-        It.
+        x: the digits.
     """
-    return 2 * x
+    return 2 * x[0]
 
 
 def questions(count=8):
@@ -149,22 +148,33 @@ def trainer_factory(tmp_path, layers=2):
     return build
 
 
-class ResumableTrainer(ExactResumeMixin, Trainer):
-    pass
+#: What a log has of times, and means over what was trained since a run was started.
+TIMES = ("step_time", "train_runtime", "train_samples_per_second", "train_steps_per_second", "train_loss", "total_flos")
 
 
-def train_plainly(cls, base, scheme, out, resume=None):
-    """A trainer of class ``cls`` after 4 steps on the model in ``base``, checkpoints every 2 in ``out``."""
-    model = AutoModelForCausalLM.from_pretrained(base, quantization_config=scheme)
-    rows = [{"input_ids": [i % 30 + 1 for i in range(j, j + 16)]} for j in range(16)]
-    rows = [{**row, "labels": row["input_ids"]} for row in rows]
-    args = TrainingArguments(
-        str(out), max_steps=4, save_steps=2, learning_rate=1e-2, use_cpu=True, report_to="none",
-        per_device_train_batch_size=4, disable_tqdm=True, save_strategy="steps",
-    )  # fmt: skip
-    trainer = cls(model, args, train_dataset=rows, data_collator=default_data_collator)
-    trainer.train(resume_from_checkpoint=resume and str(resume))
-    return trainer
+def everything(trainer):
+    """Weights, optimizer, schedule and random state of a trainer, and its logs where there is one each step: means over
+    several steps start with the run, as does the choice of steps whose movement is measured."""
+    entries = trainer.state.log_history if trainer.args.logging_steps == 1 else []
+    return {
+        "weights": dict(trainer.model.state_dict()),
+        "optimizer": trainer.optimizer.state_dict(),
+        "schedule": trainer.lr_scheduler.state_dict(),
+        "logs": [{k: v for k, v in e.items() if k not in TIMES and not k.startswith("movement")} for e in entries],
+        "entropy": trainer.entropy_callback.history if entries else [],
+        "random": torch.get_rng_state(),
+    }
+
+
+def with_adapters(model, **options):
+    """LoRA of some size, on a policy of frozen masters or packed weights."""
+    model = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", **{"r": 4, "lora_alpha": 8, **options}))
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_" in name:
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.05)
+    return model
 
 
 def trl_walk(model, accelerator):

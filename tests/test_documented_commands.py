@@ -4,6 +4,7 @@
 import argparse
 import importlib
 import importlib.util
+import inspect
 import re
 import shlex
 from pathlib import Path
@@ -68,6 +69,12 @@ def test_commands_are_found():
     assert {kind: len(commands) >= 10 for kind, commands in DOCUMENTED.items()} == dict.fromkeys(KINDS, True)
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_python_code_can_be_parsed(page):
+    for block in re.findall(r"```python\n(.*?)```", page.read_text(), re.S):
+        compile(block, page.name, "exec")
+
+
 class _Parser(Exception):
     """Carries the parser of a benchmark out of its `main`."""
 
@@ -98,10 +105,16 @@ def test_benchmark(command, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize("command", DOCUMENTED["tool"])
-def test_tool(command):
+def test_tool(command, monkeypatch):
     name, *arguments = _words(command, r"hf-mxfp4$")[1:]
-    if name == "run":
-        return  # what follows is a command of another program
+    if name == "run":  # what follows is a command of another program
+        if "lm_eval" in arguments:
+            harness = pytest.importorskip("lm_eval._cli.harness")
+            monkeypatch.setattr("sys.argv", arguments[arguments.index("lm_eval") :])
+            given = harness.HarnessCLI().parse_args()
+            known = inspect.signature(importlib.import_module("lm_eval.models.huggingface").HFLM).parameters
+            assert given.model == "hf" and given.model_args.keys() <= known.keys()
+        return
     if name in RECIPES:
         return check_recipe(name, arguments)
     known = typer.main.get_command(app).commands[name].params

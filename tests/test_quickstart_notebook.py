@@ -4,6 +4,7 @@
 import json
 import math
 import os
+import re
 from pathlib import Path
 
 import processes
@@ -92,5 +93,12 @@ def test_what_it_saved(found):
     assert {"config.json", "model.safetensors", "export_report.json"} <= set(found["exported"])
 
 
-def test_it_keeps_no_outputs():  # `make docs` checks its links
-    assert all(not cell.get("outputs") and cell.get("execution_count") is None for cell in cells())
+def test_it_shows_what_its_cells_print():
+    code = [cell for cell in cells() if cell["cell_type"] == "code"]
+    prints = [cell for cell in code if re.search(r"^ *print\(", "".join(cell["source"]), re.M)]
+    outputs = [output for cell in code for output in cell["outputs"]]
+    assert len(prints) == 9 and all(cell["outputs"] for cell in prints)
+    assert {output.get("name", "stdout") for output in outputs} == {"stdout"}
+    assert sum("image/png" in output.get("data", ()) for output in outputs) == 1
+    text = "".join("".join(output.get("text", "")) for output in outputs)
+    assert "8.56 bits for each weight of 14 layers" in text and "refused: format 'compressed-tensors'" in text

@@ -82,7 +82,7 @@ def test_masters_that_cannot_be_quantized_alone_are_refused(quantization):
 
 def test_a_vllm_that_lets_no_plugin_convert_weights_is_refused(quantization, monkeypatch):
     monkeypatch.delattr(vllm_stand_ins.QuantizationConfig, "get_checkpoint_weight_mapper")
-    with pytest.raises(ValueError, match="install vLLM 0.32 or newer"):
+    with pytest.raises(ValueError, match="install vLLM 0.31 or newer"):
         quantization.MXFP4RLVLLMConfig.from_config(MXFP4RLConfig(mode="packed").to_dict())
 
 

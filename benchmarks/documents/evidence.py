@@ -277,17 +277,6 @@ def distillation() -> str:
     return table(["scheme", "bits", "start", "rate", "steps", *columns], rows)
 
 
-def export_perplexity() -> str:
-    rows = []
-    for r in records("export_perplexity"):
-        sqnr, packed = r["weight_sqnr_db"], r["nats_to_packed"]
-        nats = "" if r["ratio"] == 1 else f"{r['nats_to_bf16']:+.3f} ± {r['standard_error']:.3f}"
-        rows.append([r["name"], f"{r['value']:.2f}", nats])
-        rows[-1] += ["" if packed is None else f"{packed:+.4f}", "" if sqnr is None else f"{sqnr:.2f}"]
-    columns = ["weights", "perplexity", "nats per token to bfloat16", 'to `mode="packed"`, same rule']
-    return table([*columns, "SQNR, dB"], rows)
-
-
 def gguf_perplexity() -> str:
     rows = [
         [r["name"], f"{r['bits_per_weight']:.4g}", f"{r['value']:.2f}", f"{r['ratio']:.3f}"]

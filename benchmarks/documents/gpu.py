@@ -9,20 +9,21 @@ from ..records import MODELLED, RESULTS, of_kind, table
 
 
 def gpu(folder: Path = RESULTS) -> str:
-    """Return a table per section of `benchmarks.gpu`. Raises `ValueError` for records of interpreted or tiny runs, and
-    for those that were not measured at all."""
-    parts = []
+    """Return a table per section of `benchmarks.gpu`; where it was measured, unless it was where the section above was.
+    Raises `ValueError` for records of interpreted or tiny runs, and for those that were not measured at all."""
+    parts, place = [], ""
     for path in sorted(folder.glob("gpu_*.json")):
         if path.stem == MODELLED:
             continue
         found = of_kind(json.loads(path.read_text()), path)
         if any(record["tiny"] or record["hardware"] == INTERPRETER for record in found):
             raise ValueError(f"{path} is of a run that only checks that everything runs; no number to publish")
-        parts.append(_section(path.stem.removeprefix("gpu_"), found))
+        above, place = place, f" on {found[0]['hardware']}; `{found[0]['command']}`, {found[0]['date']}"
+        parts.append(f"`{path.stem.removeprefix('gpu_')}`{'' if place == above else place}\n\n{_section(found)}")
     return "\n".join(parts)
 
 
-def _section(name: str, found: list[dict]) -> str:
+def _section(found: list[dict]) -> str:
     measured = [record for record in found if record["status"] == "ok"]
     peers = list(dict.fromkeys(name for r in measured for name, peer in r.get("peers", {}).items() if "ratio" in peer))
     rows = []
@@ -36,8 +37,7 @@ def _section(name: str, found: list[dict]) -> str:
             rows[-1][2] += f" ({r['ratio']:.2f}x {r['baseline']})"
     columns = ["case", "shape", "measured", "of ceiling", *(f"faster than {peer}" for peer in peers)]
     missing = [f"Not measured: {r['name']} {_shape(r)}: {r['reason']}\n" for r in found if r["status"] != "ok"]
-    heading = f"`{name}` on {found[0]['hardware']}; `{found[0]['command']}`, {found[0]['date']}\n"
-    return "\n".join([heading, *([table(columns, rows)] if rows else []), *missing])
+    return "\n".join([*([table(columns, rows)] if rows else []), *missing])
 
 
 def _shape(record: dict) -> str:

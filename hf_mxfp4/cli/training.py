@@ -62,9 +62,8 @@ def plan(
     config = lab.planning.read_config(model)
     named = {"mode": mode, "preset": preset, "modules_to_not_convert": skip}
     given: dict[str, Any] = {name: value for name, value in named.items() if value is not None}
-    quantization = None if given else lab.planning.stored_scheme(config)
-    if quantization is None and mode != "full":
-        quantization = hf_mxfp4.MXFP4RLConfig(**given)
+    own = None if given else lab.planning.stored_scheme(config)
+    quantization = None if mode == "full" else own or hf_mxfp4.MXFP4RLConfig(**given)
     sizes = lab.sizes_of(config, quantization, lora_experts)
     usable, engines = 0.9 * gpu_memory * 1e9, [engine] if engine else lab.planning.ENGINES if gpus > 1 else ("ddp",)
     each = gpus, batch, length, optimizer, gradient_checkpointing, lora_rank

@@ -33,7 +33,7 @@ def cosine_figure(layers: Mapping[str, ErrorStatistics], title: str = "") -> Fig
     axes.axhline(0, color="0.6", linewidth=0.8)
     axes.set(title=title or "Pairwise cosines of the error components", ylabel="cosine", ylim=(-1.05, 1.05))
     if len(layers) <= 40:
-        axes.set_xticks(list(positions), list(map(plain, layers)), rotation=75, ha="right", fontsize=7)
+        axes.set_xticks(list(positions), list(map(plain, layers)), rotation=75, ha="right", fontsize=8)
     else:
         axes.set_xlabel("layer, in order of the model")
     axes.legend(fontsize=8)
@@ -89,7 +89,7 @@ def ratio_figure(by_scheme: Mapping[str, Mapping[Any, ErrorStatistics]], axis_la
             axes.xaxis.get_major_locator().set_params(integer=True)
         if not numeric:
             axes.set_xticks(
-                list(positions), [plain(str(group)) for group in groups], rotation=75, ha="right", fontsize=7
+                list(positions), [plain(str(group)) for group in groups], rotation=75, ha="right", fontsize=8
             )
         axes.grid(alpha=0.3)
     columns[0].set_ylabel("energy / energy of the tensor, %")
@@ -117,8 +117,8 @@ def front_figure(evaluation: Evaluation, title: str = "") -> Figure:
             style = {"fmt": "o" if row in front else "x", "color": f"C{color}", "label": f"{number}  {plain(row.name)}"}
             point = row.scheme.bits, row.kl.value
             axes.errorbar(*point, row.kl.error or 0.0, capsize=3, markersize=5, **style)
-            axes.annotate(str(number), point, (6, -3), textcoords="offset points", fontsize=7)
-    figure.legend(loc="outside right upper", fontsize=7)
+            axes.annotate(str(number), point, (6, -3), textcoords="offset points", fontsize=8)
+    figure.legend(loc="outside right upper", fontsize=8)
     positive = [row.kl.value for row in rows if row.kl.value > 0]
     if positive and max(positive) > 10 * min(positive):
         axes.set_yscale("log")

@@ -14,7 +14,7 @@ from ..layers import QUANTIZED, random_layers
 from .callbacks import QuantizationStepCallback
 from .config import check_policy, check_scheme, count_quantized
 from .vllm import Parameters, rollout_parameters
-from .vllm_engine import VLLMEngine, check_forward
+from .vllm_engine import VLLMEngine, check_forward, check_served
 
 
 class MXFP4AsyncGRPOTrainer(AsyncGRPOTrainer):
@@ -62,6 +62,8 @@ class MXFP4AsyncGRPOTrainer(AsyncGRPOTrainer):
                 "writes master weights and fails on packed ones; start vLLM on the policy's own folder with "
                 "--enable-lora and VLLM_ALLOW_RUNTIME_LORA_UPDATING=1, and leave out weight_transfer"
             )
+        if not self._lora_sync:
+            check_served(policy)
         # A transfer that is given to the trainer may be to anything.
         self._is_server_asked = kwargs.get("weight_transfer") is None
         if not self._is_server_asked:

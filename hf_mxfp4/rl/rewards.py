@@ -184,15 +184,16 @@ class RewardError(RuntimeError):
     """A reward function raised, or returned something that is no reward. The message names the function."""
 
 
-def guard_reward(function: Any) -> Any:
-    """Wrap a reward function so that its failures become [`RewardError`]; its name and signature stay. Reward models
-    and their names are returned as they are. A function may return `None` for a completion, but not NaN."""
+def guard_reward(function: Any, name: str | None = None) -> Any:
+    """Wrap a reward function so that its failures become [`RewardError`]; its name, unless ``name`` is given, and its
+    signature stay. Reward models and their names are returned as they are. A function may return `None` for a
+    completion, but not NaN."""
     if isinstance(function, (str, nn.Module)) or not callable(function):
         return function
     inner = function
     while isinstance(inner, functools.partial):
         inner = inner.func
-    name = getattr(inner, "__name__", type(inner).__name__)
+    name = name or getattr(inner, "__name__", type(inner).__name__)
 
     @functools.wraps(function)
     def guarded(*args, **kwargs):

@@ -95,14 +95,12 @@ class MXFP4GRPOTrainer(QuantizedTrainerMixin, GRPOTrainer):
         needs_prompt = kwargs.get("environment_factory") is None
         check_arguments(args, quantization_config, train_dataset, eval_dataset, needs_prompt)
         check_adapter(model, kwargs.get("peft_config"))
-        functions = reward_funcs if isinstance(reward_funcs, list) or reward_funcs is None else [reward_funcs]
-        if functions is not None:
-            functions = [guard_reward(function) for function in functions]
         kwargs["quantization_config"] = quantization_config
-        n_given = len(functions or ())
+        functions = list(reward_funcs) if isinstance(reward_funcs, list) else reward_funcs  # TRL adds to the list
         with vllm_in_scheme(args):
             super().__init__(model, functions, args, train_dataset, eval_dataset, **kwargs)
-        self._guard_environments(n_given)
+        named = zip(self.reward_funcs, self.reward_func_names, strict=True)  # those of environments too
+        self.reward_funcs: list[Any] = [guard_reward(function, name) for function, name in named]
         self.n_quantized = count_quantized(self.model)
         check_tokens(self._tokenizer, train_dataset, eval_dataset)
         baseline = "" if args.allow_full_precision else "set allow_full_precision=True for a baseline"
@@ -177,12 +175,6 @@ class MXFP4GRPOTrainer(QuantizedTrainerMixin, GRPOTrainer):
         if not args.torch_compile and quantizing_inputs(self.model):
             activations = ActivationErrorCallback(self.model, args.error_every, LAYERS, self._record_mean)
         return errors, activations
-
-    def _guard_environments(self, n_given: int) -> None:
-        """Guard the rewards of environments, which TRL adds to the ``n_given`` reward functions, under their names."""
-        for i in range(n_given, len(self.reward_funcs)):
-            self.reward_funcs[i].__name__ = self.reward_func_names[i]
-            self.reward_funcs[i] = guard_reward(self.reward_funcs[i])
 
     def _punish_long_completions(self, args: MXFP4GRPOConfig) -> None:
         """Make TRL's soft overlong punishment the last reward function, as TRL adds the rewards of environments."""

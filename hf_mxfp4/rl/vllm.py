@@ -25,7 +25,7 @@ from ..integrations.peft import (
 )
 from ..layers import PACKED, TRAINABLE, trainable_matrices
 from .noise import NoiseReport, NormNoise, plain_name
-from .vllm_engine import VLLMEngine, check_forward, explain_server_errors
+from .vllm_engine import VLLMEngine, check_forward, check_served, explain_server_errors
 
 
 #: ``(name, weight)`` pairs.
@@ -63,6 +63,8 @@ class VLLMPolicy:
         self.engine.check(model)
         check_forward(model)
         self._is_server = getattr(generation, "mode", None) == "server"
+        if self._is_server:
+            check_served(model)
         if self._is_server and getattr(generation, "vllm_client", None) is not None:  # in the main process
             explain_server_errors(generation.vllm_client)
         kinds = [kind for kind in (PACKED, TRAINABLE) if any(isinstance(module, kind) for module in model.modules())]

@@ -145,6 +145,15 @@ def check_forward(model: nn.Module) -> None:
             )
 
 
+def check_served(model: nn.Module) -> None:
+    """Raise `ValueError` for a model that a vLLM server (0.32) loses parts of, since it reloads layer by layer."""
+    if model.config.model_type == "gpt_oss":
+        raise ValueError(
+            "a vLLM server that is given weights of gpt-oss loses its sinks and the biases of experts (vLLM 0.32); use "
+            "vllm_mode='colocate' or use_vllm=False"
+        )
+
+
 # ---- what it computes with ----------------------------------------------------------------------------------------
 
 

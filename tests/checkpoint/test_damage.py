@@ -133,7 +133,8 @@ def test_a_packed_tensor_that_is_missing_or_another(damaged, what, field):
         tensors |= {} if value is None else {name: value}
 
     rewrite(shards(folder)[0], change)
-    assert (name if what in ("missing", "int8") else "ignore_mismatched_sizes") in refusal(folder)
+    # Of other shapes transformers names none since 5.18.
+    assert name in (told := refusal(folder)) or what in ("rows", "columns") and "ignore_mismatched_sizes" in told
     (folder / "mxfp4_manifest.json").unlink()
     (problem,) = verify_folder(folder).problems
     assert problem.where == "config.json" and name in problem.reason

@@ -7,7 +7,7 @@ import signal
 
 import pytest
 import torch
-from grpo_runs import even_digits, prompts, trainer_factory
+from grpo_runs import even_digits, everything, prompts, trainer_factory
 from same_bits import assert_same, weights
 from transformers import TrainerCallback
 
@@ -48,25 +48,6 @@ def checkpoints(folder):
 @pytest.fixture(scope="module")
 def whole(build, tmp_path_factory):
     return end_of(build, tmp_path_factory.mktemp("whole"), **RUN)
-
-
-#: What a log has of times, and means over what was trained since a run was started.
-LEFT_OUT = {
-    "step_time", "train_runtime", "train_samples_per_second", "train_steps_per_second", "train_loss", "total_flos",
-}  # fmt: skip
-
-
-def everything(trainer):
-    return {
-        "weights": dict(trainer.model.state_dict()),
-        "optimizer": trainer.optimizer.state_dict(),
-        "logs": [
-            {k: v for k, v in entry.items() if k not in LEFT_OUT and not k.startswith("movement")}
-            for entry in trainer.state.log_history
-        ],
-        "entropy": trainer.entropy_callback.history,
-        "random": torch.get_rng_state(),
-    }
 
 
 def at_step(step, act):
@@ -190,7 +171,7 @@ def test_handlers_of_others_are_left_alone(build, tmp_path):
     assert caught == [signal.SIGTERM] and trainer.state.global_step == 1
 
 
-def test_a_second_signal_does_not_wait_for_the_update(build, tmp_path, monkeypatch):
+def test_a_second_signal_does_not_wait_for_the_update(build, tmp_path, monkeypatch, capsys):
     original = torch.optim.AdamW.step
     trainer = build(output_dir=str(tmp_path), **RUN)
 
@@ -204,7 +185,8 @@ def test_a_second_signal_does_not_wait_for_the_update(build, tmp_path, monkeypat
     monkeypatch.setattr(torch.optim.AdamW, "step", stuck)
     with pytest.raises(SystemExit):
         trainer.train()
-    assert checkpoints(tmp_path) == []  # of half an update
+    assert "the weights are half-updated" in capsys.readouterr().err
+    assert checkpoints(tmp_path) == []
 
 
 class Broken(TrainerCallback):

@@ -89,9 +89,6 @@ def test_experts_are_quantized_too():
     # Two experts of a token: 64 inputs, and 32 between their halves.
     attention = [64, 64, 64, 64]
     assert saved["w4a16"] - saved["w4a8"] == sum(attention) - len(attention) + 2 * (64 + 32 - 2)
-    assert plan(sizes, Setup(MXFP4RLConfig(mode="packed")))["weights"] == pytest.approx(
-        sizes.quantized * 4.3125 / 8 + 2 * (sizes.elements - sizes.quantized) + 4 * 16 * sizes.adapter
-    )
 
 
 def test_lora_on_attention_and_experts_of_gpt_oss():

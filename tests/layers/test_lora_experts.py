@@ -15,7 +15,13 @@ from tiny_models import make_model
 from transformers import AutoModelForCausalLM
 
 from hf_mxfp4 import MXFP4RLConfig, merge_adapters, quantize
-from hf_mxfp4.integrations.peft import MXFP4LoraExpertParameter, MXFP4LoraExperts, MXFP4LoraLinear, policy_parameters
+from hf_mxfp4.integrations.peft import (
+    MXFP4LoraExpertParameter,
+    MXFP4LoraExperts,
+    MXFP4LoraLinear,
+    adapted_parameters,
+    policy_parameters,
+)
 from hf_mxfp4.integrations.transformers import quantize_linears
 from hf_mxfp4.layers import MXFP4Experts, MXFP4PackedExperts
 from hf_mxfp4.numerics import apply_scheme
@@ -197,9 +203,15 @@ def test_a_sum_that_is_not_finite_changes_nothing(load):
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
 def test_what_other_engines_are_given(load, family):
-    model = with_lora(load(family))
+    """Adapters on experts, and on a linear layer that is in full precision."""
+    model = with_lora(load(family, modules_to_not_convert=["self_attn"]), target_modules=["experts", "q_proj"])
     given = dict(policy_parameters(model))
-    assert given.keys() == dict(make_model(family).named_parameters()).keys()
+    plain = make_model(family)
+    plain.load_state_dict(given)
+    torch.testing.assert_close(plain(IDS).logits, model(IDS).logits, rtol=1e-4, atol=1e-4)
+    assert adapted_parameters(model) == {
+        name for name in given if name.endswith(("q_proj.weight", "up_proj", "n_proj"))
+    }
     layer = model.get_submodule(EXPERTS)
     delta = deltas(layer, "down_proj").detach()
     delta = delta.transpose(1, 2) if layer.base_layer.is_transposed else delta
@@ -209,6 +221,13 @@ def test_what_other_engines_are_given(load, family):
     model.merge_adapter()
     merged = dict(policy_parameters(model))["model.layers.0.mlp.experts.down_proj"]
     assert torch.equal(merged, layer.base_layer.dequantized_weight("down_proj")) and not torch.equal(merged, before)
+
+
+def test_an_adapter_on_a_tied_head_is_not_given_away(load):
+    model = load("qwen2")
+    model.lm_head.weight = model.model.embed_tokens.weight
+    with pytest.raises(ValueError, match="lm_head has an adapter and is tied"):
+        dict(policy_parameters(with_lora(model, target_modules=["q_proj", "lm_head"])))
 
 
 PARAMETER_FAMILIES = ["qwen3_moe", "mixtral", "gpt_oss"]

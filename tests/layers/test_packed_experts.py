@@ -14,7 +14,6 @@ from torch import nn
 
 from hf_mxfp4 import MXFP4Experts, MXFP4Linear, MXFP4PackedLinear, MXFP4RLConfig, cached_weights, pack
 from hf_mxfp4.gemm import weight_operand
-from hf_mxfp4.integrations.transformers import quantize_linears
 from hf_mxfp4.layers import MXFP4PackedExperts
 
 
@@ -325,16 +324,3 @@ def test_a_width_that_the_rotation_does_not_divide_is_refused_by_name():
     own = config("weights, H64").packed()
     with pytest.raises(ValueError, match=r"a\.layer has 72 inputs, no multiple of 64.*modules_to_not_convert"):
         MXFP4PackedLinear.from_linear(linear, own, "a.layer")
-
-
-def test_random_signs_are_refused():
-    with pytest.raises(ValueError, match="rotates both operands by signs that are drawn anew"):
-        MXFP4RLConfig(fprop={"rotation": "random-16"}).packed()
-    with pytest.raises(ValueError, match="rotates both operands by signs that are drawn anew"):
-        MXFP4RLConfig(mode="packed", fprop={"rotation": "random-16"})
-
-
-def test_a_model_that_does_not_fit_is_refused():
-    model = make_model()
-    with pytest.raises(ValueError, match="inputs, no multiple of 128"):
-        quantize_linears(model, MXFP4RLConfig(mode="packed", fprop={"rotation": "deterministic-128"}))

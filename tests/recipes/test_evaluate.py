@@ -202,32 +202,27 @@ def golden_completions(monkeypatch, texts):
     monkeypatch.setattr(generate, "_generate", lambda *args: [(next(decode), *rest) for _, *rest in original(*args)])
 
 
-def test_b27_gsm8k_from_a_file_is_read_strictly_and_flexibly(writer, tmp_path, monkeypatch):
-    rows = [{"question": "3 + 4?", "answer": "3+4=<<3+4=7>>7\n#### 7"}, {"question": "1 + 1?", "answer": "two\n#### 2"}]
-    golden_completions(monkeypatch, ["so it is 7", "that is two\n#### 2"])
-    file = write(tmp_path / "test.jsonl", rows)
-    result = main([writer, "--task=gsm8k", f"--test_file={file}", "--max_new_tokens=2", f"--output_dir={tmp_path}/out"])
-    greedy = {name: measures["greedy"]["value"] for name, measures in result["scores"].items()}
-    assert greedy == {"strict": 0.5, "flexible": 1.0}
-    assert result["scheme"] is None and result["computed_in"].startswith("full precision")
-
-
 @pytest.mark.parametrize(
-    ("score", "answer", "right", "wrong"),
+    ("score", "answer", "right", "wrong", "found"),
     [
-        ("exact_match", "blue", " blue\n", "blue."),
-        ("number", "1200", "#### 1,200", "1201"),
-        ("math", r"\frac{1}{2}", r"\boxed{0.5}", r"\boxed{2}"),
+        ("exact_match", "blue", " blue\n", "blue.", [0.5]),
+        ("number", "1200", "#### 1,200", "so it is 1200", [0.5, 1.0]),
+        ("math", r"\frac{1}{2}", r"\boxed{0.5}", r"\boxed{2}", [0.5, 0.5]),
+        ("gsm8k", "3+4=<<3+4=7>>7\n#### 7", "seven\n#### 7", "so it is 7", [0.5, 1.0]),
     ],
 )
-def test_your_own_file_with_a_score_of_your_choice(writer, tmp_path, monkeypatch, score, answer, right, wrong):
+def test_a_file_is_read_strictly_and_flexibly(writer, tmp_path, monkeypatch, score, answer, right, wrong, found):
     if score == "math":
         pytest.importorskip("math_verify")
-    file = write(tmp_path / "mine.jsonl", [{"q": f"question {i}", "gold": answer} for i in range(2)])
+    file = write(
+        tmp_path / "mine.jsonl", [{"q": str(i), "gold": answer, "question": str(i), "answer": answer} for i in range(2)]
+    )
     golden_completions(monkeypatch, [right, wrong])
-    options = ["--task=file", f"--test_file={file}", "--prompt_column=q", "--answer_column=gold", f"--score={score}"]
-    result = main([writer, *options, "--max_new_tokens=2", f"--output_dir={tmp_path}/out"])
-    assert {measures["greedy"]["value"] for measures in result["scores"].values()} == {0.5}
+    options = ["--task=file", "--prompt_column=q", "--answer_column=gold", f"--score={score}"]
+    options = ["--task=gsm8k"] if score == "gsm8k" else options
+    result = main([writer, *options, f"--test_file={file}", "--max_new_tokens=2", f"--output_dir={tmp_path}/out"])
+    assert [measures["greedy"]["value"] for measures in result["scores"].values()] == found  # strict comes first
+    assert result["scheme"] is None and result["computed_in"].startswith("full precision")
 
 
 def test_conversations_go_through_the_chat_template(writer, tmp_path):

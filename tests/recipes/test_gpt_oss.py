@@ -40,13 +40,7 @@ def run(recipe, config, packed, folder, *options):
     problem = '{"question": "6 * 12?", "answer": "6 * 12 = 72\\n#### 72"}\n'
     (folder / "problems.jsonl").write_text(8 * problem)
     files = [f"--{name}_file={folder / 'problems.jsonl'}" for name in ("train", "test")]
-    small = [
-        "--max_steps=2",
-        "--gradient_accumulation_steps=1",
-        "--learning_rate=0.05",
-        "--use_cpu=true",
-        "--bf16=false",
-    ]
+    small = "--max_steps=2 --gradient_accumulation_steps=1 --learning_rate=0.05 --use_cpu=true --bf16=false".split()
     where = [f"--model_name_or_path={packed}", f"--output_dir={folder / 'out'}"]
     return recipe.main(["--config", config, *files, *small, *where, *options])
 
@@ -80,12 +74,10 @@ def test_grpo_and_back_to_mxfp4_and_nvfp4(packed, tmp_path):
     for format in ("gpt-oss", "nvfp4-modelopt"):
         report = export(tmp_path / "merged", tmp_path / format, format)
         assert report.counts() == {"kept": 16} and not report.changed
-    import_checkpoint(tmp_path / "nvfp4-modelopt", tmp_path / "back")
-    again = AutoModelForCausalLM.from_pretrained(tmp_path / "back")
-    theirs = AutoModelForCausalLM.from_pretrained(
-        tmp_path / "gpt-oss", quantization_config=Mxfp4Config(dequantize=True)
-    )
-    assert torch.equal(logits(again), expected) and torch.equal(logits(theirs), expected)
+        import_checkpoint(tmp_path / format, tmp_path / f"{format}-back")
+        assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(tmp_path / f"{format}-back")), expected)
+    options = {"quantization_config": Mxfp4Config(dequantize=True)}
+    assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(tmp_path / "gpt-oss", **options)), expected)
 
 
 def test_sft(packed, tmp_path):

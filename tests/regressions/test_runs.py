@@ -1,17 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Mistakes that other projects made in runs, evaluations and records: B13 to B15, B25 to B29, B32, B33, and B35 as far
-as it applies, one test or more named after each; B27, B30 and B31 are in `tests/recipes/test_grpo.py`."""
+"""Mistakes that other projects made in runs, evaluations and records: B13, B14, B25, B28, and B35 as far as it applies,
+one test named after each or two; B26 is in `tests/rl/test_vllm_sync.py`, B27, B30 and B31 in
+`tests/recipes/test_grpo.py`, B32 in `tests/rl/test_trl_trainers.py`."""
 
 import multiprocessing
 import threading
 
 import pytest
 import torch
-from grpo_runs import even_digits, logged, prompts, trainer_factory, vllm_llm
+from grpo_runs import even_digits, logged, prompts, trainer_factory
 from same_bits import assert_same, weights
 from tiny_models import make_model
 
-from hf_mxfp4 import MXFP4Linear, MXFP4RLConfig
+from hf_mxfp4 import MXFP4RLConfig
 from hf_mxfp4.integrations.transformers.swap import quantize_linears
 from hf_mxfp4.rl import NormNoise
 
@@ -40,49 +41,8 @@ def test_b14_b25_evaluations_come_at_their_cadence_and_after_the_last_step_besid
     assert evaluated.keys() <= sigma.keys() and any(sigma[step] > 0 for step in evaluated)
 
 
-class Engine:
-    """TRL's interface to vLLM, holding the weights that were pushed last."""
-
-    llm = vllm_llm()
-
-    def __init__(self, trainer):
-        self.trainer, self.held, self.sampled_with = trainer, None, []
-
-    def _iter_named_params(self):
-        yield from self.trainer.model.named_parameters()
-
-    def sync_weights(self):
-        self.held = dict(self._iter_named_params())
-
-    def generate(self, prompts, **kwargs):
-        self.sampled_with.append(self.held)
-        return None, [[2, 1]] * len(prompts), [[[0.0], [0.0]]] * len(prompts), None
-
-
-def vllm_trainer(run, **options):
-    trainer = run(**options)
-    trainer.use_vllm = trainer.args.use_vllm = True
-    trainer.vllm_generation, trainer._last_loaded_step = Engine(trainer), -1
-    trainer._push_rollout_policy_to_vllm()
-    trainer.state.max_steps = 4
-    return trainer
-
-
-def test_b26_b29_an_evaluation_samples_from_clean_weights_that_were_pushed_even_after_a_noisy_rollout(run):
-    """There is no copy of a checkpoint to sync here: weights go to vLLM before it generates. See B28 for counts."""
-    trainer = vllm_trainer(run, aqn_num_stages=1, aqn_sigma_start=0.1, aqn_sigma_end=0.1)
-    for training in (False, True, False):
-        trainer.model.train(training)
-        trainer._generate(["1+1="])
-    first, noisy, clean = trainer.vllm_generation.sampled_with
-    norm, layer = "model.norm.weight", trainer.model.model.layers[0].mlp.up_proj
-    assert torch.equal(first["model.layers.0.mlp.up_proj.weight"], layer.quantized_weight(layer.weight, torch.float32))
-    assert torch.equal(first[norm], trainer.model.model.norm.weight) and torch.equal(clean[norm], first[norm])
-    assert not torch.equal(noisy[norm], clean[norm])
-
-
-def test_b28_what_touched_nothing_is_an_error_and_not_a_result(run, monkeypatch):
-    """Here the counts come from where the work is done: layers that ran, norms that ran, weights that were pushed."""
+def test_b28_what_touched_nothing_is_an_error_and_not_a_result(run):
+    """Here the counts come from where the work is done: layers that ran, norms that ran."""
     with pytest.raises(ValueError, match="matches no layer"):
         quantize_linears(torch.nn.Sequential(torch.nn.ReLU()), MXFP4RLConfig())
     with pytest.raises(ValueError, match="would train in full precision"):
@@ -90,20 +50,6 @@ def test_b28_what_touched_nothing_is_an_error_and_not_a_result(run, monkeypatch)
     noise = NormNoise(make_model(), seed=0)
     with pytest.raises(RuntimeError, match="reached none of 5 norms"), noise.active(0, 0.1):
         make_model()(torch.tensor([[2, 3]]))  # another copy of the model, as in another process
-    monkeypatch.setattr(Engine, "sync_weights", lambda self: None)
-    trainer = vllm_trainer(run, aqn_num_stages=1)
-    trainer.model.train()
-    with pytest.raises(RuntimeError, match="pushed none of the weights of the policy to vLLM"):
-        trainer._generate(["1+1="])
-
-
-def test_b32_the_reference_policy_shares_the_scheme(run):
-    scheme = MXFP4RLConfig(scale_rule="even", outlier_fallback=None)
-    trainer = run(scheme=scheme, beta=0.1, max_steps=1, aqn=False)
-    found = [module.config for module in trainer.ref_model.modules() if isinstance(module, MXFP4Linear)]
-    assert found == [scheme] * 14
-    trainer.train()
-    assert abs(logged(trainer, "kl")[1]) < 1e-6  # policy and reference are one until the first update
 
 
 def test_b35_a_run_without_a_tracker_ends_and_leaves_nothing_running(run):

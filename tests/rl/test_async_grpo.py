@@ -2,16 +2,19 @@
 """TRL's asynchronous GRPO on quantized policies: what samples is what trains. On a CPU, with stand-ins for the
 attention kernel, the rollout worker and the server; log-probabilities of rollouts come from what was pushed."""
 
+import asyncio
+
 import pytest
 import torch
 import trl.experimental.async_grpo.async_grpo_trainer as trl_trainer
 from async_runs import Worker, on_a_cpu, settings
 from factors import factors_config
-from grpo_runs import TOKENIZER, logged
+from grpo_runs import TOKENIZER, agent, double, logged, questions
 from peft import LoraConfig
 from tiny_models import make_model
 from transformers import AutoModelForCausalLM
 from trl.experimental.async_grpo import AsyncGRPOTrainer
+from trl.experimental.async_grpo.async_rollout_worker import RolloutGroup, _AsyncRolloutLoop
 
 from hf_mxfp4.layers import trainable_matrices
 from hf_mxfp4.rl import MXFP4AsyncGRPOTrainer
@@ -40,14 +43,49 @@ class Server(Worker):
     init_weight_transfer = pause = resume = destroy = nothing
 
 
+class Conversations(Server):
+    """Makes rollouts by TRL's own loop over turns; the model on the server answers, with `double` as its tool."""
+
+    def roll_out(self):
+        asyncio.run(self.converse())
+
+    async def converse(self):
+        buffers = ("rollout_buffer", "model_version_value", "heartbeat_value", "failed_event", "exception_info_queue")
+        loop = _AsyncRolloutLoop(
+            model_name="", dataset=[], reward_funcs=[calls], processing_class=self.tokenizer, eos_token_ids=[1],
+            tools=[double], metrics_queue=self.metrics_queue, max_tool_calling_iterations=2,
+            **dict.fromkeys(buffers),
+        )  # fmt: skip
+        loop._generate_one_turn = self.turn
+        prompt = questions(1)[0]["prompt"]
+        made = [await loop._generate_one(prompt, {"double": double}, [double]) for _ in range(self.count)]
+        columns = [list(column) for column in zip(*made, strict=True)]
+        group = [[prompt] * self.count, {}, *columns[:5], self.version, self.version, [None] * self.count, columns[5]]
+        for sample in await loop._score_group(RolloutGroup(*group)):
+            self.rollout_buffer.put(sample)
+
+    async def turn(self, ids):
+        """Tokens up to the end, eight at most, and their log-probabilities."""
+        row = list(ids)
+        while len(row) < len(ids) + 8 and row[len(ids) :][-1:] != [1]:
+            with torch.no_grad():
+                odds = self.model(torch.tensor([row])).logits[0, -1].softmax(-1).double().numpy()
+            row.append(int(self.random.choice(len(odds), p=odds / odds.sum())))
+        return row[len(ids) :], self.of_model([row])[0, len(ids) - 1 :].tolist()
+
+
+def calls(completions, **kwargs):
+    return [float(len(messages)) for messages in completions]
+
+
 @pytest.fixture
 def build(tmp_path, monkeypatch):
     on_a_cpu(monkeypatch)
     make_model("qwen3", hidden=64, intermediate=96).save_pretrained(tmp_path / "base")
     TOKENIZER.save_pretrained(tmp_path / "base")
 
-    def make(cls=MXFP4AsyncGRPOTrainer, *, serves=True, folder=None, **given):
-        server = Server(tmp_path / "base")
+    def make(cls=MXFP4AsyncGRPOTrainer, *, serves=True, folder=None, worker=Server, **given):
+        server = worker(tmp_path / "base")
         transfer = {"weight_transfer": server} if serves else {}
         folder = str(folder or tmp_path / "base")
         trainer = cls(folder, **settings(tmp_path / "run", server), **transfer, **given)
@@ -75,6 +113,19 @@ def test_what_samples_is_what_trains(build, preset):
         # Later batches were sampled a step before.
         assert ratios[0] == pytest.approx(1, abs=1e-4) and abs(logged(trainer, "kl")[1]) < 1e-8
         assert ratios[1] != pytest.approx(1, abs=1e-4)
+
+
+def test_turns_between_calls_of_tools_are_trained_on_and_answers_are_not(build, tmp_path):
+    Conversations.tokenizer = agent(tmp_path / "base", "qwen3")
+    trainer = build(worker=Conversations, quantization_config=factors_config(preset="w4a16"))
+    samples, put = [], trainer.server.rollout_buffer.put
+    trainer.server.rollout_buffer.put = lambda sample: (samples.append(sample), put(sample))
+    trainer.train()
+    called = [sample for sample in samples if sample.metrics.get("tools/call_frequency")]
+    turns = [(sample.completion_mask[1:] > sample.completion_mask[:-1]).sum() for sample in called]
+    assert len(called) > 4 and max(turns) == 3 and min(turns) > 1
+    assert logged(trainer, "ratio")[1] == pytest.approx(1, abs=1e-4) and abs(logged(trainer, "kl")[1]) < 1e-8
+    assert logged(trainer, "tools/call_frequency")[1] > 0
 
 
 def test_trls_own_trainer_is_refused(build, tmp_path):

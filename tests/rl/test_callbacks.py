@@ -110,14 +110,6 @@ def test_a_model_without_random_numbers_is_refused():
         QuantizationStepCallback().on_step_begin(None, TrainerState(), TrainerControl(), model=make_model())
 
 
-def test_error_components_are_not_claimed_for_a_rotated_forward_product(build):
-    assert build(scheme=RANDOM, error_every=1).error_callback is not None
-    rotated = factors_config(fprop={"rotation": "deterministic-16"})
-    trainer = build(scheme=rotated, error_every=1, max_steps=1)
-    assert trainer.error_callback is None
-    trainer.train()
-
-
 # ---- parameters -----------------------------------------------------------------------------------------------------
 
 

@@ -1,26 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
 """A resumed run has the bits of one that was never stopped."""
 
-import contextlib
-import functools
 import json
 import shutil
 
 import pytest
 import torch
-from grpo_runs import MEASURED, TOKENIZER, ResumableTrainer, train_plainly, trainer_factory
+from grpo_runs import MEASURED, TOKENIZER, everything, trainer_factory
 from moe_models import make_moe
 from peft import LoraConfig, get_peft_model
 from same_bits import assert_same
-from transformers import AutoModelForCausalLM, Trainer
+from transformers import AutoModelForCausalLM
 
 from hf_mxfp4 import MXFP4Experts, MXFP4RLConfig
 
 
 #: Eight steps are two epochs of four.
 RUN = {"max_steps": 8, "save_strategy": "steps", "lr_scheduler_type": "linear", "learning_rate": 3e-3, "error_every": 2}
-TIMES = ("train_runtime", "train_samples_per_second", "train_steps_per_second", "train_loss", "step_time", "total_flos")
-
 RANDOM = {
     "preset": "w4a4g4",
     "fprop": {"weight": "rceil+stochastic"},
@@ -97,20 +93,6 @@ def whole(tmp_path_factory):
     return expected, root / "run"
 
 
-def everything(trainer):
-    """Weights, optimizer, schedule and random state of a trainer, and its logs where there is one each step: means over
-    several steps start with the run, as does the choice of steps whose movement is measured."""
-    entries = trainer.state.log_history if trainer.args.logging_steps == 1 else []
-    logs = [{k: v for k, v in e.items() if k not in TIMES and not k.startswith("movement")} for e in entries]
-    return {
-        "weights": dict(trainer.model.state_dict()),
-        "optimizer": trainer.optimizer.state_dict(),
-        "schedule": trainer.lr_scheduler.state_dict(),
-        "logs": logs,
-        "random": torch.get_rng_state(),
-    }
-
-
 @pytest.mark.parametrize("case", CASES)
 def test_train_stop_resume_is_train(build, tmp_path, case):
     scheme, step, options = CASES[case]
@@ -147,22 +129,6 @@ def test_another_split_of_rollouts_starts_them_anew(build, tmp_path, capsys):
         resumed.train(resume_from_checkpoint=str(checkpoint))
         assert f"is resumed with {{'steps_per_generation': {steps}, 'num_iterations': 2" in capsys.readouterr().err
         assert [entry["step"] for entry in resumed.state.log_history if "loss" in entry] == [1, 2, 3, 4, 5]
-
-
-def test_an_interrupted_update_is_not_saved(build, tmp_path, capsys):
-    trainer = build()
-    step = torch.optim.AdamW.step
-
-    def interrupted(self, *args, **kwargs):
-        if trainer.state.global_step == 2:
-            raise KeyboardInterrupt
-        return step(self, *args, **kwargs)
-
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(torch.optim.AdamW, "step", interrupted)
-        trainer.train()
-    assert "the weights are half-updated" in capsys.readouterr().err
-    assert not list((tmp_path / "run").glob("checkpoint-*"))
 
 
 # ---- mixtures of experts --------------------------------------------------------------------------------------------
@@ -250,40 +216,3 @@ def test_weights_that_are_not_finite_are_not_saved(build, tmp_path):
     with pytest.raises(ValueError, match=r"step 0: model.norm.weight holds NaN or infinity, so no checkpoint"):
         trainer._save_checkpoint(trainer.model, trial=None)
     assert not list((tmp_path / "run").glob("checkpoint-*"))
-
-
-# ---- experts, with any Trainer --------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module", params=["quantized", pytest.param("full precision", marks=pytest.mark.large)])
-def train_experts(request, tmp_path_factory):
-    """`train(cls, out, resume)` gives a trainer after a run, of which those that start anew are trained once."""
-    root = tmp_path_factory.mktemp("experts")
-    skipped = None if request.param == "quantized" else ["experts"]
-    scheme = MXFP4RLConfig(**RANDOM, modules_to_not_convert=skipped)
-    base = save_mixture(root)
-
-    @functools.cache
-    def train(cls, out, resume=None):
-        return train_plainly(cls, base, scheme, root / out, resume and root / resume)
-
-    train.root, train.n_quantized = root, 0 if skipped else 1
-    return train
-
-
-def test_experts_are_restored(train_experts):
-    whole = train_experts(ResumableTrainer, "run")
-    assert len([n for n, _ in whole.model.named_parameters() if "experts" in n]) == 2
-    resumed = train_experts(ResumableTrainer, "resumed", resume="run/checkpoint-2")
-    assert_same(dict(resumed.model.state_dict()), dict(whole.model.state_dict()))
-    loaded = AutoModelForCausalLM.from_pretrained(train_experts.root / "run" / "checkpoint-4")
-    assert sum(isinstance(module, MXFP4Experts) for module in loaded.modules()) == train_experts.n_quantized
-    assert_same(dict(loaded.state_dict()), dict(whole.model.state_dict()))
-
-
-def test_a_checkpoint_without_the_experts_is_refused(train_experts, monkeypatch):
-    """As a Trainer writes one of a model in full precision."""
-    monkeypatch.setattr("hf_mxfp4.checkpoint.save.own_names", lambda *_: contextlib.nullcontext())
-    train_experts(Trainer, "plain")
-    with pytest.raises(ValueError, match=r"no weights for 2 parameters .*mlp\.experts\.gate_up_proj"):
-        train_experts(ResumableTrainer, "resumed", resume="plain/checkpoint-2")

@@ -66,6 +66,7 @@ def test_adapters_train_and_the_base_keeps_every_bit(trained):
     assert all(torch.equal(value, before[name]) for name, value in stored(trainer.model).items())
     moved = [n for n, value in stored(trainer.model, adapters=True).items() if not torch.equal(value, before[n])]
     assert len(moved) == 28
+    assert trainer.ref_model is None and list(logged(trainer, "kl")) == [1, 2, 3, 4]  # the base is the reference
     assert len(logged(trainer, "entropy")) == 4 and all(norm > 0 for norm in logged(trainer, "grad_norm").values())
 
 
@@ -76,16 +77,6 @@ def test_quantized_activations_and_checkpointing_under_the_adapters(build):
     trainer.train()
     assert all(torch.equal(value, base[name]) for name, value in stored(trainer.model).items())
     assert not any(torch.equal(value, adapters[n]) for n, value in stored(trainer.model, adapters=True).items())
-
-
-def test_a_reference_policy_is_the_packed_base(trained):
-    assert trained[0].ref_model is None
-    assert list(logged(trained[0], "kl")) == [1, 2, 3, 4]
-
-
-def test_a_packed_policy_without_adapters_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="attach trainable adapters"):
-        trainer_factory(tmp_path)(scheme=PACKED)
 
 
 # ---- noise ----------------------------------------------------------------------------------------------------------

@@ -80,15 +80,20 @@ def test_the_reference_and_the_policy_once_each(build, tmp_path):
     assert_equal(*found)
 
 
-def test_adapters_on_trainable_layers(build, tmp_path):
+def test_adapters_on_trainable_layers(build, tmp_path, caplog):
     """Without them the policy is the reference, on the very same copies."""
+    caplog.set_level("INFO", "hf_mxfp4")
     found = []
     for form, times in (("auto", 1), ("none", 9)):
         options = {"peft_config": LoraConfig(target_modules="all-linear", r=2), "beta": 0.1, **ACCUMULATED}
         torch.manual_seed(0)
         trainer = build(step_weights=form, output_dir=str(tmp_path / form), **options)
+        assert "n_quantized=14, noise on 5 norms, rollout correction token_truncate" in caplog.text
+        before = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
         trainer.train()
         assert counts(trainer) == [14 * times] * 2
+        changed = {name for name, p in trainer.model.named_parameters() if not torch.equal(p, before[name])}
+        assert changed == {name for name in before if "lora_" in name}
         found.append(ended(trainer))
     assert_equal(*found)
 

@@ -2,7 +2,10 @@
 """Trainers of TRL and transformers on quantized weights, held to the same run of a plain model of the quantized values;
 and what the policy of `MXFP4GRPOTrainer` is held to by `beta`."""
 
+import contextlib
+import re
 from functools import cached_property
+from pathlib import Path
 
 import pytest
 import torch
@@ -22,6 +25,7 @@ from transformers import (
 
 from hf_mxfp4 import MXFP4DistillationConfig, MXFP4DistillationTrainer, MXFP4RLConfig
 from hf_mxfp4.integrations.transformers.swap import quantize_linears
+from hf_mxfp4.rl import ExactResumeMixin
 from hf_mxfp4.rl.config import count_quantized
 
 
@@ -35,8 +39,15 @@ TOKENS = [{"input_ids": (IDS[0] + i).tolist(), "labels": (IDS[1] + i).tolist()} 
 EVERY_RUN = {"per_device_train_batch_size": 2, "per_device_eval_batch_size": 2, "max_steps": 4, "learning_rate": 1e-2}
 EVERY_RUN |= {"save_strategy": "steps", "save_steps": 2, "logging_steps": 1, "report_to": "none", "use_cpu": True}
 EVERY_RUN |= {"bf16": False, "disable_tqdm": True, "gradient_checkpointing": True}
+
+
+class ExactTrainer(ExactResumeMixin, Trainer):
+    """Also tells layers that draw random numbers the step."""
+
+
 #: Trainer, its config, rows and options.
 TRAINERS = {
+    "ExactTrainer": (ExactTrainer, TrainingArguments, TOKENS, {}),
     "Trainer": (Trainer, TrainingArguments, TOKENS, {}),
     "SFT": (trl.SFTTrainer, trl.SFTConfig, ANSWERS, {}),
     "DPO": (trl.DPOTrainer, trl.DPOConfig, PAIRS, {}),
@@ -52,7 +63,12 @@ TRAINERS = {
     ),
 }
 REFERENCES = ["DPO", "KTO", "RLOO"]
-CASES = [*((name, mode) for name in TRAINERS for mode in ("qat", "packed")), ("SFT", "experts")]
+SCHEMES = {
+    "random": MXFP4RLConfig(preset="w4a4g4", dgrad={"grad": "rceil+stochastic"}),
+    "packed": MXFP4RLConfig(mode="packed"),
+}
+CASES = [(name, mode) for name in TRAINERS for mode in ("qat", "packed") if name != "ExactTrainer"]
+CASES += [("SFT", "experts")]
 
 
 def lengths(completions, **kwargs):
@@ -66,13 +82,13 @@ class Case:
         self.name, self.mode, self.folder = name, mode, root / f"{name}-{mode}"
         task = "SEQ_CLS" if name == "Reward" else "CAUSAL_LM"
         self.lora = LoraConfig(r=4, target_modules="all-linear", task_type=task) if mode == "packed" else None
-        self.base = root / ("classifier" if name == "Reward" else "experts" if mode == "experts" else "base")
-        self.n_quantized = 4 + 4 * 2 if mode == "experts" else 7
+        moe = mode in ("experts", "random")
+        self.base = root / ("classifier" if name == "Reward" else "experts" if moe else "base")
+        self.n_quantized = 4 + 4 * 2 if moe else 7
+        self.scheme = SCHEMES.get(mode, MXFP4RLConfig(preset="w4a16", outlier_fallback=None))
 
     def load(self, folder, quantize=True):
-        mode = "packed" if self.lora else "qat"
-        scheme = MXFP4RLConfig(mode=mode, preset="w4a16", outlier_fallback=None)
-        options = {"quantization_config": scheme} if quantize else {}
+        options = {"quantization_config": self.scheme} if quantize else {}
         cls = AutoModelForSequenceClassification if self.name == "Reward" else AutoModelForCausalLM
         return cls.from_pretrained(folder, dtype=torch.float32, **options)
 
@@ -81,7 +97,7 @@ class Case:
         rows = Dataset.from_list(rows)
         others = {"processing_class": TOKENIZER, "peft_config": self.lora}
         torch.manual_seed(0)
-        if self.name == "Trainer":
+        if self.name.endswith("Trainer"):
             others = {"data_collator": default_data_collator}
             model = get_peft_model(model, self.lora) if self.lora else model
         if self.name == "RLOO":
@@ -165,6 +181,16 @@ def test_a_resumed_run_ends_with_the_weights_of_one_that_was_never_stopped(case)
     assert_same(weights(resumed.model), weights(trainer.model))
 
 
+def test_the_mixin_repeats_random_numbers_and_refuses_a_checkpoint_without_experts(made, monkeypatch):
+    case, plain = made("ExactTrainer", "random"), made("Trainer", "random")
+    test_a_resumed_run_ends_with_the_weights_of_one_that_was_never_stopped(case)
+    monkeypatch.setattr("hf_mxfp4.checkpoint.save.own_names", lambda *_: contextlib.nullcontext())  # an older one
+    assert plain.trained
+    resumed = case.trainer(case.load(case.base), "run")
+    with pytest.raises(ValueError, match=r"no weights for 2 parameters .*mlp\.experts\.gate_up_proj"):
+        resumed.train(resume_from_checkpoint=str(plain.folder / "run" / "checkpoint-2"))
+
+
 @pytest.mark.parametrize("name", REFERENCES)
 def test_the_reference_has_the_scheme_of_the_policy(made, name):
     case = made(name, "qat")
@@ -175,7 +201,10 @@ def test_the_reference_has_the_scheme_of_the_policy(made, name):
     assert reference.quantization_config is not policy.quantization_config
     assert torch.equal(*case.before)
     assert torch.equal(logits(trainer.ref_model), case.before[0])
-    assert made(name, "packed").trained[0].ref_model is None  # it is the policy without its adapter
+    packed = made(name, "packed")
+    trainer, _ = packed.trained
+    with trainer.model.disable_adapter():  # which is the reference
+        assert trainer.ref_model is None and torch.equal(logits(trainer.model), packed.before[0])
 
 
 def test_a_reference_that_is_given_stays_as_it_is(made):
@@ -202,6 +231,22 @@ def test_the_head_of_a_reward_model_is_trained_in_full_precision_and_saved(made,
     trained = [p for name, p in trainer.model.named_parameters() if ".score." in f".{name}" and p.requires_grad]
     assert len(trained) == 1 and trained[0].dtype == torch.float32
     assert torch.equal(trained[0], saved) and not torch.equal(saved, before)
+
+
+@pytest.mark.slow
+def test_the_examples_of_the_docs_run(made, tmp_path, monkeypatch):
+    case = made("SFT", "qat")
+    TOKENIZER.save_pretrained(case.base)
+    text = (Path(__file__).parents[2] / "docs" / "trainers.md").read_text().partition("examples share this code")[2]
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("transformers.training_args.is_torch_bf16_gpu_available", lambda: True)  # CPUs have it too
+    names, train = {"name": str(case.base)}, Trainer.train
+    monkeypatch.setattr(Trainer, "train", lambda self, *_: setattr(self.args, "max_steps", 1) or train(self))
+    for block in re.findall(r"```python\n(.*?)```", text, re.S):
+        exec(block, names)
+    made = ("dpo", "dpo-lora", "distilled", "kto", "plain", "reward", "rloo", "sft", "trl")
+    assert {folder.name for folder in (tmp_path / "outputs").iterdir()} == set(made)
+    assert count_quantized(case.load("outputs/sft/policy", quantize=False)) == 7
 
 
 def test_a_reference_that_could_not_be_quantized_is_refused(build, tmp_path):

@@ -7,8 +7,8 @@ import pytest
 import torch
 from accelerate import Accelerator
 from factors import factors_config
-from grpo_runs import trainer_factory, trl_walk, vllm_llm, with_simulated_vllm
-from peft import LoraConfig, get_peft_model
+from grpo_runs import trainer_factory, trl_walk, vllm_llm, with_adapters, with_simulated_vllm
+from peft import LoraConfig
 from tiny_models import make_model
 from trl.distributed import DistributedBackend
 from trl.generation.vllm_generation import VLLMGeneration
@@ -38,14 +38,7 @@ def policy(scheme=PLAIN, family="qwen2", packed=False, **lora):
     quantize_linears(model, scheme)
     if packed:
         pack(model)
-    if lora:
-        model = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", **{"r": 4, "lora_alpha": 8, **lora}))
-        generator = torch.Generator().manual_seed(3)
-        with torch.no_grad():
-            for name, parameter in model.named_parameters():
-                if "lora_" in name:
-                    parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.05)
-    return model
+    return with_adapters(model, **lora) if lora else model
 
 
 class Pushes:
@@ -285,6 +278,12 @@ def test_a_server_is_given_everything_each_time():
     assert sum(bool(value.any()) for name, value in last.items() if name.endswith("lora_B.weight")) == 1
     assert len(walks) == 4 + 1
     assert of.n_syncs == 4 and sum(name == "vllm/sync_bytes" for name, _ in records) == 4
+
+
+def test_a_server_would_lose_parts_of_gpt_oss():
+    model = make_model("gpt_oss", layers=1)
+    with pytest.raises(ValueError, match="loses its sinks and the biases of experts"):
+        served(model, {}, None, None, None)
 
 
 # ---- in the trainer -------------------------------------------------------------------------------------------------

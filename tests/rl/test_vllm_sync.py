@@ -6,7 +6,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 from factors import factors_config
-from grpo_runs import trl_walk, vllm_llm, with_simulated_vllm
+from grpo_runs import trl_walk, vllm_llm, with_adapters, with_simulated_vllm
 from peft import LoraConfig, get_peft_model
 from tiny_models import make_model
 
@@ -71,17 +71,6 @@ def test_vllm_that_pulls_no_weights_is_an_error(build):
 # ---- adapters on trainable layers -----------------------------------------------------------------------------------
 
 EXPERTS = ["experts.gate_up_proj", "experts.down_proj"]
-
-
-def with_adapters(model, std=0.05, **options):
-    """LoRA of a given strength, on a policy of frozen masters."""
-    model = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", **{"r": 4, "lora_alpha": 8, **options}))
-    generator = torch.Generator().manual_seed(3)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "lora_" in name:
-                parameter.copy_(torch.randn(parameter.shape, generator=generator) * std)
-    return model
 
 
 def pushed_by_trl(model, **options):

@@ -21,6 +21,7 @@ from safetensors.torch import load_file
 from vllm.lora.request import LoRARequest
 
 from hf_mxfp4.gemm import matmul_counts, reset_matmul_counts
+from hf_mxfp4.integrations.peft import policy_parameters
 
 
 pytestmark = pytest.mark.vllm
@@ -139,6 +140,16 @@ def test_vllms_own_adapters_over_packed_layers(tmp_path):
         request = LoRARequest("adapter", 1, str(tmp_path / "adapter"))
         assert (vllm_logprobs(llm, lora_request=request) - expected).abs().max() < 1e-4
     assert (expected - plain).abs().max() > 0.05
+
+
+def test_adapters_on_experts_and_on_layers_in_full_precision(tmp_path):
+    policy, _ = packed(tmp_path, "gpt_oss", preset="w4a16", modules_to_not_convert=["self_attn"])
+    adapted, _ = with_adapters(policy, target_modules=["q_proj", "o_proj", "experts"])
+    expected = model_logprobs(adapted)
+    with engine(with_settings(tmp_path / "saved", weights="dense")) as llm:
+        assert (vllm_logprobs(llm) - expected).abs().max() > 0.05
+        push(served_model(llm), dict(policy_parameters(adapted)))
+        assert (vllm_logprobs(llm) - expected).abs().max() < 1e-4
 
 
 # ---- and experts ----------------------------------------------------------------------------------------------------

@@ -146,7 +146,7 @@ class RenamedFormat(ImportableFormat):
         return f"{name.removesuffix(end)}.weight" if name.endswith(end) else name
 
     def marks(self, tensor: StoredTensor) -> bool:
-        return tensor.name.endswith(f".{self.names['weight_scale']}")
+        return tensor.name.endswith(self.names["weight_scale"])
 
     def tensors(self, layer: str, shape: LayerShape, packed: Packed) -> dict[str, torch.Tensor]:
         return {

@@ -61,5 +61,7 @@ class GptOssFormat(ImportableFormat):
         known = {"quant_method", "modules_to_not_convert", "dequantize"}
         if unknown := sorted(options.keys() - known):
             raise CheckpointError(f"quantization_config has {unknown[0]!r}, which this package has no equal of")
-        config = MXFP4RLConfig(mode="packed", preset="w4a16", scale_rule="rceil", macro_block=None)
-        return config, ["The scales are taken as they are; which rule made them is not recorded (scale_rule='rceil')."]
+        # Which rule made the scales is not recorded. When adapters are merged into weights on the grid, `even` loses
+        # least: an element that grows from 6 does not double the scale of its block.
+        config = MXFP4RLConfig(mode="packed", preset="w4a16", scale_rule="even", macro_block=None)
+        return config, ["The scales are taken as they are; when adapters are merged, weights are quantized by 'even'."]

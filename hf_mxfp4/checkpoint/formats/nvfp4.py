@@ -26,7 +26,7 @@ from ...numerics import (
     unpack_codes,
 )
 from ...numerics.corrections import BLOCKS_PER_BYTE, pack_mantissas
-from ..folder import CheckpointFolder, StoredTensor
+from ..folder import CheckpointFolder
 from ..names import LayerShape
 from .base import Format, Names, Packed, Read, expect
 from .compressed_tensors import CompressedTensorsFormat, has_experts
@@ -201,9 +201,6 @@ class ModelOptFormat(NVFP4Format):
     names = {"weight": "weight", "weight_scale": "weight_scale"}
     tensor_scales = "weight_scale_2", "input_scale"
     holds_fused = True
-
-    def marks(self, tensor: StoredTensor) -> bool:
-        return tensor.name.endswith(("_weight_scale", ".weight_scale"))
 
     def tensors(self, layer: str, shape: LayerShape, packed: Packed) -> dict[str, torch.Tensor]:
         tensors = super().tensors(layer, replace(shape, experts=None) if shape.is_fused else shape, packed)

@@ -111,7 +111,7 @@ def adapted_parameters(model: PeftModel) -> set[str]:
             names |= {f"{name}.{projection}" for projection in module.get_base_layer().projections}
         elif isinstance(module, BaseTunerLayer) and module.merged:
             names |= {f"{name}.weight", f"{name}.bias"}
-        elif isinstance(module, MXFP4LoraLinear) and _active(module):
+        elif isinstance(module, LoraLinear) and not isinstance(module, MXFP4LoraMasterLinear) and _active(module):
             names.add(f"{name}.weight")
     return names
 
@@ -126,7 +126,7 @@ def policy_parameters(model: PeftModel, packed: bool = False) -> Iterator[tuple[
 
     Raises:
         RuntimeError: weights are sharded, so that no process has them in full.
-        ValueError: adapters on other layers than packed ones, or with ``packed`` on experts.
+        ValueError: other adapters than LoRA on linear layers and packed experts, or with ``packed`` on experts.
     """
     base, seen = model.get_base_model(), set()
     inside = "\0"  # the adapter layer that the walk is in
@@ -137,7 +137,10 @@ def policy_parameters(model: PeftModel, packed: bool = False) -> Iterator[tuple[
         if isinstance(module, BaseTunerLayer):
             layer, inside = module.get_base_layer(), f"{name}."
         _check_pushable(name, module, packed)
-        if isinstance(layer, MXFP4PackedLinear) or isinstance(layer, MXFP4PackedExperts) and not packed:
+        is_plain = isinstance(module, LoraLinear) and not isinstance(layer, MXFP4PackedLinear)
+        if is_plain and id(layer.weight) in seen:
+            raise ValueError(f"{name} has an adapter and is tied; leave it out of the adapter's targets")
+        if is_plain or isinstance(layer, MXFP4PackedLinear) or isinstance(layer, MXFP4PackedExperts) and not packed:
             yield from ((f"{name}.{own}", tensor) for own, tensor in _parameters(layer, module, packed))
         else:
             for own, parameter in module.named_parameters(name, recurse=False):
@@ -149,10 +152,11 @@ def policy_parameters(model: PeftModel, packed: bool = False) -> Iterator[tuple[
 
 def _check_pushable(name: str, module: nn.Module, packed: bool) -> None:
     is_adapter = isinstance(module, BaseTunerLayer)
-    if is_adapter and not isinstance(module, (MXFP4LoraLinear, MXFP4LoraExperts)):
+    is_lora = isinstance(module, (LoraLinear, MXFP4LoraExperts))
+    if is_adapter and (not is_lora or module.lora_variant or any(module.lora_bias.values())):
         raise ValueError(
-            f"{name} has an adapter but is no packed layer; leave it out of the adapter's targets when rollouts run in "
-            "another engine"
+            f"{name} has an adapter that is no plain LoRA on a linear layer; leave it out of the adapter's targets "
+            "when rollouts run in another engine"
         )
     if packed and isinstance(module, MXFP4LoraExperts):
         raise ValueError(f"{name} has adapters on experts, which cannot be given apart from their weights")
@@ -162,8 +166,11 @@ def _check_pushable(name: str, module: nn.Module, packed: bool) -> None:
 
 
 def _parameters(layer: nn.Module, module: nn.Module, packed: bool) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the parameters of a packed layer, of which ``module`` is the layer itself or the adapters on it."""
-    if packed:
+    """Yield the parameters of a layer, of which ``module`` is the layer itself if it is packed, or adapters on it."""
+    if isinstance(layer, nn.Linear) and not isinstance(layer, MXFP4PackedLinear):
+        deltas = (module.get_delta_weight(adapter).float() for adapter in _active(module))
+        yield "weight", sum(deltas, layer.weight.float()).to(layer.weight.dtype)
+    elif packed:
         yield from ((field, getattr(layer, field).data) for field in layer.shapes())
     elif isinstance(layer, MXFP4PackedLinear):
         weight = layer.dequantized_weight() if module is layer else module.effective_weight().to(layer.compute_dtype)

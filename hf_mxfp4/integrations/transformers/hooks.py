@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What this package hooks into: `generate()`, and models that a trainer of TRL loads by itself.
 
-DPO and other trainers load their reference without the policy's `quantization_config`; TRL's asynchronous GRPO would
-push master weights to vLLM. TRL has no hook for either, so the trainer that is loading is found on the call stack.
+DPO and other trainers load their reference without the policy's `quantization_config`, and those that sample with vLLM
+would push master weights to it. TRL has no hook for either, so the trainer is found on the call stack.
 """
 
 import contextlib

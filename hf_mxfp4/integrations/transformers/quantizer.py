@@ -74,7 +74,9 @@ class MXFP4RLQuantizer(HfQuantizer):
     def update_attn_implementation(self, config):
         # Called for something else: the only time before transformers stops at a config.json of ours.
         unguard(config)
-        return super().update_attn_implementation(config)
+        return config
+
+    update_tp_plan = update_attn_implementation  # called in its place by transformers 5.17
 
     def _process_model_before_weight_loading(self, model, checkpoint_files: Sequence[str] | None = None, **kwargs):
         swap.refuse_parallel_plan(model)

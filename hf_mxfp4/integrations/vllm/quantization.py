@@ -52,7 +52,7 @@ class MXFP4RLVLLMConfig(QuantizationConfig):
         super().__init__()
         settings = settings or EngineSettings()
         if not hasattr(QuantizationConfig, "get_checkpoint_weight_mapper"):
-            raise ValueError("this version of vLLM does not let a plugin convert weights: install vLLM 0.32 or newer")
+            raise ValueError("this version of vLLM does not let a plugin convert weights: install vLLM 0.31 or newer")
         reason = scheme.weights_alone_unsupported_reason if scheme.mode == "qat" else None
         if reason:
             raise ValueError(

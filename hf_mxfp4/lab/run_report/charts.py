@@ -50,13 +50,26 @@ class Chart:
             axes.set_xlabel("step", fontsize=8)
             axes.set_ylabel(self.unit, fontsize=8)
             axes.tick_params(labelsize=8)
-            axes.yaxis.get_offset_text().set_fontsize(7)
+            axes.yaxis.get_offset_text().set_fontsize(8)
             axes.grid(alpha=0.3)
             if self.near_zero and any(y > 0 for line in axes.get_lines() for y in line.get_ydata()):
                 axes.set_yscale("symlog", linthresh=1e-4)
             if len(axes.get_legend_handles_labels()[0]) > 1:
-                axes.legend(fontsize=7)
+                below = {"loc": "upper center", "bbox_to_anchor": (0.45, -0.2), "frameon": False}
+                axes.legend(fontsize=8, ncols=3, columnspacing=1, handlelength=1.2, handletextpad=0.4, **below)
+            axes.xaxis.get_major_locator().set_params(integer=True)
+            if axes.get_yscale() == "linear":
+                axes.ticklabel_format(axis="y", scilimits=(-3, 4))
         return drawn
+
+    def describe(self, figure: Figure) -> str:
+        """Say in words what a figure of this chart shows."""
+        (axes,) = figure.axes
+        handles, labels = axes.get_legend_handles_labels()
+        lines = [getattr(handle, "lines", [handle])[0] for handle in handles]
+        ends = [(label, line.get_ydata()) for label, line in zip(labels, lines, strict=True)]
+        told = "; ".join(f"{label} from {values[0]:.3g} to {values[-1]:.3g}" for label, values in ends)
+        return f"{self.title}, {self.unit}, over the steps of training: {told}"
 
 
 def _line(axes: Axes, record: RunRecord, key: str, label: str) -> bool:
@@ -211,7 +224,7 @@ CHARTS: tuple[Chart, ...] = (
         "rollout_correction: true (and a difference to correct: noise, vLLM)",
     ),
     Chart(
-        "Rollout against training policy",
+        "Mismatch of policies",
         "nats per token",
         (("sampling/kl", "KL(rollout, training)"), ("kl", "KL(training, reference)")),
         "How far rollouts are from the policy that trains, and that from its reference.",
@@ -245,7 +258,7 @@ CHARTS: tuple[Chart, ...] = (
     ),
     Chart(
         "Step movement",
-        "of quantized weights / of masters",
+        "quantized / masters",
         (),
         "1 is what training assumes; far above it masters lie at the boundaries of quantized values and jump with any "
         "step, however small. Bars are two standard errors.",
@@ -274,9 +287,11 @@ def draw_charts(record: RunRecord) -> tuple[list[tuple[Chart, Figure]], list[Cha
     """Return a figure for each chart that the run has data for, and the charts that it has none for."""
     drawn, absent = [], []
     for chart in CHARTS:
-        figure = Figure(figsize=(4.6, 2.9), layout="none")
-        figure.subplots_adjust(left=0.16, right=0.97, top=0.9, bottom=0.17)
-        if chart.draw(figure.subplots(), record):
+        # As wide as a telephone, so that text has the size it is drawn in.
+        figure = Figure(figsize=(3.4, 2.7), layout="none")
+        axes = figure.subplots()
+        if chart.draw(axes, record):
+            figure.subplots_adjust(left=0.19, right=0.97, top=0.9, bottom=0.17 if axes.get_legend() is None else 0.33)
             drawn.append((chart, figure))
         else:
             absent.append(chart)
