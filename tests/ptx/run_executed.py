@@ -7,6 +7,7 @@ prints what is wrong as JSON.
     python run_executed.py 80 decode            the cases of run_decode.py
 """
 
+import itertools
 import json
 import sys
 from collections.abc import Iterator
@@ -27,7 +28,7 @@ from hf_mxfp4.numerics import parse_scheme  # noqa: E402
 from ptx.device import executed  # noqa: E402
 
 
-def few() -> Iterator[tuple[str, object]]:
+def few_quantized() -> Iterator[tuple[str, object]]:
     rng = torch.Generator().manual_seed(1)
     x = run_quantize.adversarial_rows((20, 160), torch.float32, 0, rng)
     for text, dtype in (("rceil", torch.bfloat16), ("even+mbs128-blockwise+of1", torch.bfloat16)):
@@ -35,15 +36,26 @@ def few() -> Iterator[tuple[str, object]]:
     odd = run_quantize.adversarial_rows((5, 70), torch.float16, 2, rng)
     yield "odd", run_quantize.wrong(odd, parse_scheme("rceil+mbs32-static+of0.3"), {}, torch.bfloat16)
     yield "both", run_quantize.wrong_both(x[:, :64], parse_scheme("rceil"), ({"seed": 5}, {"rotation": 32}), x.dtype)
+
+
+def few_converted() -> Iterator[tuple[str, object]]:
+    rng = torch.Generator().manual_seed(2)
+    odd = run_quantize.adversarial_rows((5, 70), torch.float16, 2, rng)
     yield "FP8", run_quantize.wrong_fp8(odd)
-    yield from ((name, bad) for (name, bad), _ in zip(run_quantize.nvfp4(rng), range(2), strict=False))
-    yield from ((name, bad or []) for (name, bad), _ in zip(run_decode.linear(), range(3), strict=False))
-    yield from ((name, bad or []) for (name, bad), _ in zip(run_decode.experts(), range(5), strict=False))
+    yield from itertools.islice(run_quantize.nvfp4(rng), 2)
+
+
+def few_decoded() -> Iterator[tuple[str, object]]:
+    for cases, count in ((run_decode.linear(), 3), (run_decode.experts(), 5)):
+        yield from itertools.islice(cases, count)
+
+
+def few() -> Iterator[tuple[str, object]]:
+    return itertools.chain(few_quantized(), few_converted(), few_decoded())
 
 
 def decode() -> Iterator[tuple[str, object]]:
-    for cases in (run_decode.linear(), run_decode.experts(), run_decode.special()):
-        yield from ((name, bad or []) for name, bad in cases)
+    return itertools.chain(run_decode.linear(), run_decode.experts(), run_decode.special())
 
 
 if __name__ == "__main__":

@@ -334,16 +334,15 @@ def test_barriers_make_shared_memory_visible():
 KERNELS = ["decode_kernel", "dequantize_kernel", "nvfp4_scales_kernel", "quantize_kernel", "to_fp8_kernel"]
 
 
+#: Modes with their cases. On sm_100, products of more than 8 rows need tensor memory, which the executor does not have.
+MODES = {"schemes": 33, "layouts": 28, "pairs": 24, "sides": 21, "fp8": 39, "decode": 62}
+MATRIX = [(arch, mode) for arch in ("80", "90", "100") for mode in MODES if (arch, mode) != ("100", "decode")]
+
+
 @pytest.mark.parametrize(
-    ("arch", "mode", "cases"),
-    [("80", "few", 15)]
-    + [
-        pytest.param(arch, mode, cases, marks=pytest.mark.large)
-        for arch in ("80", "90", "100")
-        for mode, cases in {"schemes": 33, "layouts": 28, "pairs": 24, "sides": 21, "fp8": 39, "decode": 62}.items()
-    ],
+    ("arch", "mode"), [("80", "few"), *(pytest.param(*case, marks=pytest.mark.large) for case in MATRIX)]
 )
-def test_compiled_kernels_compute_what_is_defined(run_script, arch, mode, cases):
+def test_compiled_kernels_compute_what_is_defined(run_script, arch, mode):
     report = run_script("run_executed.py", arch, mode, interpret=False)
-    assert report["wrong"] == {} and report["cases"] >= cases
+    assert report["wrong"] == {} and report["cases"] >= MODES.get(mode, 15)
     assert mode != "few" or report["kernels"] == KERNELS
