@@ -51,18 +51,19 @@ class Machine:
         self.unset_sources: np.ndarray | None = None
         self._is_arithmetic = False
 
-    def read(self, name: str, group: np.ndarray) -> np.ndarray:
-        """The register, of all threads. Where a thread of the group never wrote it, arithmetic goes on, and what comes
-        out counts as not written either; every other use is an error."""
+    def read(self, name: str, group: np.ndarray, used: int = _ALL) -> np.ndarray:
+        """The register, of all threads, of which some bytes (bits of ``used``) count. Where a thread of the group never
+        wrote these, arithmetic goes on, and what comes out counts as not written either; every other use is an error.
+        """
         unset = self._unset.get(name)
         if name not in self._registers:
             unset = np.full(len(self.threads), _ALL, np.uint8)
             self._registers[name] = np.zeros(len(self.threads), _REGISTER[_width(name, self.kernel)])
             self._unset[name] = unset
-        if unset is not None and unset[group].any():
+        if unset is not None and (unset[group] & used).any():
             if not self._is_arithmetic:
                 raise Fault(f"register {name} was not written by all threads that use it")
-            unset = np.where(unset != 0, _ALL, np.uint8(0))
+            unset = np.where(unset & used != 0, _ALL, np.uint8(0))
             self.unset_sources = unset if self.unset_sources is None else self.unset_sources | unset
         return self._registers[name]
 
@@ -195,8 +196,8 @@ def _reader(operand: str, kind: str, kernel: Kernel) -> Callable[[Machine, np.nd
         return lambda machine, group: value
     if kind == "pred" or _width(operand, kernel) == 8 * dtype.itemsize:
         return lambda machine, group: machine.read(operand, group).view(dtype)
-    narrow = np.dtype(f"u{dtype.itemsize}")
-    return lambda machine, group: machine.read(operand, group).astype(narrow).view(dtype)
+    narrow, used = np.dtype(f"u{dtype.itemsize}"), np.uint8(2**dtype.itemsize - 1)
+    return lambda machine, group: machine.read(operand, group, used).astype(narrow).view(dtype)
 
 
 def _constant(text: str, dtype: np.dtype, threads: int) -> np.ndarray:
@@ -262,20 +263,38 @@ def _step(instruction: Instruction, kernel: Kernel) -> Step | None:
             machine.unset_sources = unset[0]
         write(machine, values.astype(dtype, copy=False), group)
 
-    return _permute(step, operands) if op == "prmt.b32" and not operands[3].startswith("%") else step
+    return _bytewise(step, op, operands) if op.startswith(("prmt", "shl", "shr")) or op.endswith("f32x2") else step
 
 
-def _permute(step: Step, operands: tuple) -> Step:
-    """``prmt`` with constant selectors: of what was not written, only bytes that are taken count."""
-    selectors = int(operands[3].rstrip("U"), 0)
+def _bytewise(step: Step, op: str, operands: tuple) -> Step | None:
+    """``prmt`` with constant selectors, shifts by whole bytes, packing and pairs of float32: of what was not written,
+    only the bytes that are taken count."""
+    name, constant = op.split(".")[0], operands[-1]
+    if name in ("prmt", "shl", "shr") and constant.startswith("%"):
+        return step
+    number = int(constant.rstrip("U"), 0) if name in ("prmt", "shl", "shr") else 0
+    if name in ("shl", "shr") and number % 8:
+        return step
 
-    def permute(machine: Machine, group: np.ndarray) -> None:
-        both = machine.unset_bytes(operands[1]) & 15 | machine.unset_bytes(operands[2]) << 4
-        taken = [(both >> (selectors >> 4 * place & 7) & 1) << place for place in range(4)]
-        unset = np.bitwise_or.reduce(taken).astype(np.uint8)
+    def unset_of(machine: Machine) -> np.ndarray:
+        if op.endswith("f32x2"):
+            unset = np.bitwise_or.reduce([machine.unset_bytes(operand) for operand in operands[1:]])
+            return np.where(unset & 15, 15, 0) | np.where(unset & 240, 240, 0)
+        if name == "mov":
+            size = int(op[-2:]) // 8 // len(constant)
+            parts = [(machine.unset_bytes(part) & 2**size - 1) << size * at for at, part in enumerate(constant)]
+            return np.bitwise_or.reduce(parts)
+        if name == "prmt":
+            both = machine.unset_bytes(operands[1]) & 15 | machine.unset_bytes(operands[2]) << 4
+            return np.bitwise_or.reduce([(both >> (number >> 4 * place & 7) & 1) << place for place in range(4)])
+        unset = machine.unset_bytes(operands[1]) & 2 ** (int(op[-2:]) // 8) - 1
+        return unset >> number // 8 if name == "shr" else unset << number // 8
+
+    def bytewise(machine: Machine, group: np.ndarray) -> None:
+        unset = unset_of(machine).astype(np.uint8)
         step(machine, group, unset if unset.any() else None)
 
-    return permute
+    return bytewise
 
 
 def _operand(operand: str, kind: str, kernel: Kernel) -> Callable[[Machine, np.ndarray], np.ndarray]:
@@ -292,15 +311,19 @@ def _pack(instruction: Instruction, kernel: Kernel) -> Step:
 
         def unpack(machine: Machine, group: np.ndarray) -> None:
             parts = np.ascontiguousarray(read(machine, group)).view(f"u{part // 8}").reshape(-1, len(to))
+            unset = machine.unset_bytes(source)
             for number, write in enumerate(writers):
+                part_unset = unset >> number * part // 8 & 2 ** (part // 8) - 1
+                machine.unset_sources = part_unset if part_unset.any() else None
                 write(machine, np.ascontiguousarray(parts[:, number]), group)
 
         return unpack
     readers = [_reader(name, f"u{bits // len(source)}", kernel) for name in source]
     write = _writer(to, kernel)
 
-    def pack(machine: Machine, group: np.ndarray) -> None:
+    def pack(machine: Machine, group: np.ndarray, unset: np.ndarray | None) -> None:
         parts = np.stack([read(machine, group) for read in readers], axis=1)
+        machine.unset_sources = unset
         write(machine, parts.view(f"u{bits // 8}")[:, 0], group)
 
-    return pack
+    return _bytewise(pack, instruction.op, instruction.operands)

@@ -34,7 +34,7 @@ def few_quantized() -> Iterator[tuple[str, object]]:
     for text, dtype in (("rceil", torch.bfloat16), ("even+mbs128-blockwise+of1", torch.bfloat16)):
         yield text, run_quantize.wrong(x.to(dtype), parse_scheme(text), {}, dtype)
     odd = run_quantize.adversarial_rows((5, 70), torch.float16, 2, rng)
-    yield "odd", run_quantize.wrong(odd, parse_scheme("rceil+mbs32-static+of0.3"), {}, torch.bfloat16)
+    yield "odd", run_quantize.wrong(odd, parse_scheme("rceil+mbs32-static+of0.3"), {}, torch.float32)
     yield "both", run_quantize.wrong_both(x[:, :64], parse_scheme("rceil"), ({"seed": 5}, {"rotation": 32}), x.dtype)
 
 

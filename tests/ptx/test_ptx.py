@@ -320,6 +320,14 @@ def test_wrong_programs_are_refused(body, words):
         run(body)
 
 
+def test_bytes_that_nobody_takes_need_not_be_written():
+    body = "mov.b64 %rd4, {%r50, %r2};\nshr.u64 %rd5, %rd4, 32;\ncvt.u32.u64 %r51, %rd5;\n"
+    body += "prmt.b32 %r9, %r51, %r52, 0x3210U;\n"
+    assert run(body + STORE).tolist() == list(range(32))
+    with pytest.raises(Fault, match="register %r9 was not written"):
+        run(body.replace("0x3210U", "0x4210U") + STORE)
+
+
 def test_barriers_make_shared_memory_visible():
     assert run(SET + "bar.sync 0;\n" + READ_NEXT).tolist() == [thread ^ 1 for thread in range(32)]
     ordered = SET + "bar.warp.sync -1;\n" + READ_NEXT
