@@ -115,3 +115,17 @@ def run_script(request) -> Callable[..., dict]:
         return json.loads(done.stdout)
 
     return run
+
+
+@pytest.fixture
+def count():
+    """Gives how many matrices were quantized for forward products since it was last asked."""
+    from hf_mxfp4.gemm import weight_quantizations
+
+    seen = [weight_quantizations()["fprop"]]
+
+    def ask() -> int:
+        before, seen[0] = seen[0], weight_quantizations()["fprop"]
+        return seen[0] - before
+
+    return ask

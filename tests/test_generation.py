@@ -12,7 +12,7 @@ from tiny_models import make_model
 from transformers import AutoModelForCausalLM
 
 from hf_mxfp4 import MXFP4RLConfig, cached_weights, uncached_weights
-from hf_mxfp4.gemm import gemm_states, weight_quantizations
+from hf_mxfp4.gemm import gemm_states
 from hf_mxfp4.presets import FORWARD_PRESETS, PRESETS
 
 
@@ -35,18 +35,6 @@ def generate(model, **options):
 def logits(model):
     """Of the generated tokens."""
     return torch.stack(generate(model, output_logits=True, return_dict_in_generate=True).logits)
-
-
-@pytest.fixture
-def count():
-    """Gives how many weight matrices were quantized since it was last asked."""
-    seen = [weight_quantizations()["fprop"]]
-
-    def ask() -> int:
-        before, seen[0] = seen[0], weight_quantizations()["fprop"]
-        return seen[0] - before
-
-    return ask
 
 
 def nothing_is_open(model):

@@ -60,8 +60,8 @@ def nvfp4_scales_kernel(
     written = block < 2 * col_tiles
     tl.store(at, code, mask=written)
     tl.store(at + 1, code, mask=written)
-    is_first = tl.program_id(1) == 0
-    tl.store(factor_ptr + top_at, base << 23, mask=is_first & (at_row < (n_rows if BY_ROWS else 1)))
+    if tl.program_id(1) == 0:
+        tl.store(factor_ptr + top_at, base << 23, mask=at_row < (n_rows if BY_ROWS else 1))
     tl.atomic_add(misfits_ptr, tl.sum(tl.sum(misfits.to(tl.int32), axis=1), axis=0), sem="relaxed")
 
 

@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from tiny_models import make_model
 from torch import nn
 from transformers import AutoModelForCausalLM
+from transformers.integrations.peft import MIN_PEFT_VERSION
 
 from hf_mxfp4 import MXFP4Linear, MXFP4PackedLinear, MXFP4RLConfig, fake_quantize
 from hf_mxfp4.integrations import peft as adapters
@@ -236,6 +237,7 @@ def test_adapters_round_trip_over_a_base_quantized_anew_and_over_a_saved_one(loa
 
 
 def test_through_transformers_own_adapter_methods(load, kind, tmp_path):
+    pytest.importorskip("peft", MIN_PEFT_VERSION)  # transformers 5.24 asks for one that there is not yet
     model = load(kind.family, **kind.scheme)
     plain = model(IDS).logits
     torch.manual_seed(0)

@@ -41,18 +41,6 @@ def from_scratch(layer: MXFP4Linear) -> torch.Tensor:
     return F.linear(X.to(layer.weight.dtype), quantized(layer.weight), layer.bias)
 
 
-@pytest.fixture
-def count():
-    """Gives how many matrices were quantized for forward products since it was last asked."""
-    seen = [weight_quantizations()["fprop"]]
-
-    def ask() -> int:
-        before, seen[0] = seen[0], weight_quantizations()["fprop"]
-        return seen[0] - before
-
-    return ask
-
-
 def step(layer, optimizer_class, **options):
     optimizer = optimizer_class(layer.parameters(), lr=0.1, **options)
     layer(X).square().sum().backward()

@@ -132,7 +132,7 @@ _RULES: list[tuple[str, Callable[..., Meaning]]] = [
     ),
     (rf"div\.{_INT}", lambda t: Meaning([t, t], t, truncated_quotient)),
     (rf"(min|max)\.{_INT}", lambda op, t: Meaning([t, t], t, np.minimum if op == "min" else np.maximum)),
-    (r"neg\.(s32)", lambda t: Meaning([t], t, operator.neg)),
+    (r"neg\.(s32|s64)", lambda t: Meaning([t], t, operator.neg)),
     (r"(and|or|xor)\.(b16|b32|b64|pred)", lambda op, t: Meaning([t, t], t, _BITS[op])),
     (r"not\.(pred|b32)", lambda t: Meaning([t], t, operator.invert)),
     (r"(shl|shr)\.([bsu])(16|32|64)", lambda op, t, n: Meaning([t + n, "u32"], t + n, _shift(op, int(n)))),

@@ -33,6 +33,7 @@ min.s32 ffffffff 1 = ffffffff
 min.u32 ffffffff 1 = 1
 max.u16 ffff 1 = ffff
 neg.s32 1 = ffffffff
+neg.s64 1 = ffffffffffffffff
 popc.b32 f0f00001 = 9
 shl.b32 1 1f = 80000000
 shl.b32 1 20 = 0

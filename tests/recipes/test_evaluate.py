@@ -232,9 +232,6 @@ def test_conversations_go_through_the_chat_template(writer, tmp_path):
     main([writer, *options, "--conversational", f"--output_dir={tmp_path}/chat"])
     plain, chat = (lines(tmp_path / name / "greedy.jsonl")[0]["prompts"] for name in ("plain", "chat"))
     assert plain != chat
-    tokenizer = build_byte_tokenizer()
-    ids = tokenize(tokenizer, [[{"role": "user", "content": "hello"}]])["input_ids"]
-    assert tokenizer.decode(ids[0]) == "user: hello\nassistant: "
 
 
 # ---- completions ----------------------------------------------------------------------------------------------------
@@ -247,7 +244,7 @@ def test_plain_prompts_get_the_begin_of_sequence_that_training_gave_them_and_cha
     tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", begin)])
     assert tokenize(tokenizer, ["a"])["input_ids"] == tokenizer(["a"])["input_ids"] == [[begin, ord("a") + 2]]
     chat = tokenize(tokenizer, [[{"role": "user", "content": "a"}]])["input_ids"]
-    assert begin not in chat[0]
+    assert tokenizer.decode(chat[0]) == "user: a\nassistant: "
 
 
 def drawn(model, tokenizer, batches, **options):

@@ -111,7 +111,9 @@ class Case:
         """The trainer after its steps, and what it logged in an evaluation before them and in the first of them."""
         trainer = self.trainer(model, out, **options)
         reference = getattr(trainer, "ref_model", None)
-        self.before = logits(trainer.model), reference and logits(reference)
+        before = logits(trainer.model), reference and logits(reference)
+        if out == "run":
+            self.before = before
         torch.manual_seed(1)
         evaluated = trainer.evaluate()
         self.train(trainer)
