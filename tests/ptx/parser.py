@@ -40,6 +40,8 @@ _OPERAND = re.compile(r"\{([^}]*)\}|(\[[^\]]*\])|([^,\s{}\[\]]+)")
 def parse(ptx: str) -> Kernel:
     """Return the only kernel of a module. Raises `ValueError` for a statement that is none."""
     ptx = re.sub(r"//[^\n]*|/\*.*?\*/", "", ptx, flags=re.DOTALL)
+    # Lines of the source, which end with no semicolon: before instructions, and as sections behind the kernel.
+    ptx = re.sub(r"^[ \t]*\.loc\b[^\n]*", "", re.split(r"^\s*\.(?:file|section)\b", ptx, flags=re.M)[0], flags=re.M)
     head, _, body = ptx.partition(".entry")
     signature, _, body = body.partition(")")
     parameters = re.findall(r"\.param[^,]*?(\w+)\s*(?:,|$)", signature.partition("(")[2])
@@ -60,7 +62,7 @@ def _statement(text: str, number: int, scopes: list[str], kernel: Kernel) -> Non
         name = label.group(1) + ("" if label.group(1).startswith("$") else scopes[0])
         kernel.labels[name] = len(kernel.instructions)
         text = text[label.end() :].strip()
-    if not text or text.startswith((".pragma", ".loc", "}")):
+    if not text or text.startswith((".pragma", "}")):
         return
     if text.startswith(".reg"):
         kind, names = text.split(None, 1)[1].split(None, 1)

@@ -193,6 +193,13 @@ def run(
 STORE = "st.global.b32 [ %rd3 + 0 ], { %r9 };"
 
 
+def test_lines_of_the_source_are_no_instructions():
+    body = (
+        '.loc 1 5 0\nmov.u32 %r1, 1;\n.loc 1 6 2\nret;\n}\n.file 1 "kernel.py"\n.section .debug_abbrev\n{\n.b8 1\n}\n'
+    )
+    assert [each.op for each in parse(HEAD.format(threads=32) + body).instructions] == ["mov.u32", "ret"]
+
+
 def test_divergent_loops_and_branches_meet_again():
     body = """mov.b32 %r9, 0;
     $L1:
