@@ -45,6 +45,7 @@ def main(argv: list[str]) -> dict[str, Any]:
     task = check_output_and_task(options, output, LEARN)
     start, options, origin = prepare_start(options, task, output)
     policy, tokenizer = load_policy(start, options)
+    tokenizer.split_special_tokens = False  # TRL ends texts by the name of a token
     n_quantized = count_quantized(policy)
     with errors_as_messages(*INPUT_ERRORS):
         learned, held_out = load_datasets(options, task, tokenizer)

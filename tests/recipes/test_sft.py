@@ -51,6 +51,13 @@ def test_a_resumed_run_ends_with_the_same_weights(run, tmp_path):
     assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(out / "policy")), expected)
 
 
+def test_what_is_learned_ends_with_the_end_of_sequence(tmp_path, monkeypatch):
+    monkeypatch.setattr("hf_mxfp4.recipes.sft.train_on_texts", lambda trainer, *others: trainer)
+    trainer = main([*TINY, f"--output_dir={tmp_path}/out"])
+    row, eos = trainer.train_dataset[0], trainer.processing_class.eos_token_id
+    assert row["input_ids"][-1] == row["labels"][-1] == eos and row["labels"][0] == -100
+
+
 def test_adapters_on_packed_weights_learn_texts_of_the_user(run, tmp_path):
     base, file, out = run[0] / "base", tmp_path / "sums.jsonl", tmp_path / "out"
     file.write_text("".join(json.dumps({"text": f"{i}+{i}={2 * i}"}) + "\n" for i in range(20)))
