@@ -14,6 +14,7 @@ if __name__ == "__main__" and not __package__:
     import from_root  # noqa: F401  the root in place of this folder
 
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,7 @@ MEASURES = {"kl": "KL", "perplexity": "perplexity", "teacher_perplexity": "of th
 
 def main(argv: list[str]) -> dict[str, Any]:
     """Run the recipe; return the summary that it also writes to `summary.json` in the output folder."""
+    started = time.monotonic()
     options = parse_or_exit(argv, MXFP4DistillationConfig, DistillArguments, DEMO)
     recipe, _, training, model_args = options
     output = Path(training.output_dir)
@@ -70,7 +72,7 @@ def main(argv: list[str]) -> dict[str, Any]:
         }
 
     saved = output / "student" if recipe.save_student else None
-    return train_on_texts(trainer, options, output, saved, MEASURES, facts)
+    return train_on_texts(trainer, options, output, saved, MEASURES, facts, started)
 
 
 if __name__ == "__main__":

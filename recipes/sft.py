@@ -13,6 +13,7 @@ if __name__ == "__main__" and not __package__:
     import from_root  # noqa: F401  the root in place of this folder
 
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,7 @@ class Trainer(ExactResumeMixin, SFTTrainer):
 
 def main(argv: list[str]) -> dict[str, Any]:
     """Run the recipe; return the summary that it also writes to `summary.json` in the output folder."""
+    started = time.monotonic()
     options = parse_or_exit(argv, SFTConfig, SFTArguments, DEMO)
     recipe, _, training, model_args = options
     output = Path(training.output_dir)
@@ -63,7 +65,7 @@ def main(argv: list[str]) -> dict[str, Any]:
         return {"model": origin, "n_quantized": n_quantized}
 
     saved = output / "policy" if recipe.save_policy else None
-    return train_on_texts(trainer, options, output, saved, MEASURES, facts)
+    return train_on_texts(trainer, options, output, saved, MEASURES, facts, started)
 
 
 if __name__ == "__main__":

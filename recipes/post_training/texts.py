@@ -67,11 +67,12 @@ def train_on_texts(
     saved: Path | None,
     measures: Mapping[str, str],
     facts: Callable[[], dict[str, Any]],
+    started: float,
 ) -> dict[str, Any]:
     """Train, measure held-out texts before and after it, save the model, and return the summary, which is also written
     to `summary.json`, with the ``facts`` that are asked for at the end. ``measures``: what is logged of a text, with
-    its heading in the table. All processes call it."""
-    started, training = time.monotonic(), options.training
+    its heading in the table; ``started``: when the recipe began. All processes call it."""
+    training = options.training
     report = files.begin(trainer, options, output)
     resumed_from = files.resume_choice(training)
     training.eval_on_start = resumed_from is None  # a checkpoint has the numbers of its start
