@@ -2,7 +2,7 @@
 """Executes a parsed kernel, one program after the other, all threads of a program at once.
 
 Threads that are at the same instruction form a group; the group furthest behind runs first, so that groups meet again
-after a branch. A register is an array with an element for each thread.
+after a branch, unless it waits for others at a barrier. A register is an array with an element for each thread.
 """
 
 import re
@@ -14,13 +14,12 @@ import numpy as np
 from .memory import Fault, GlobalMemory, SharedMemory
 from .parser import Instruction, Kernel
 from .semantics import DTYPES, meaning_of
+from .tensor import TENSOR, Barrier, TensorMemory
 from .transfers import TRANSFERS
 from .warps import COLLECTIVE
 
 
 _REGISTER = {1: np.dtype("?"), 8: np.dtype("u1"), 16: np.dtype("u2"), 32: np.dtype("u4"), 64: np.dtype("u8")}
-#: Instructions with no effect on one thread's results here: they order what is executed in order anyway.
-_NOTHING = ("fence.proxy.async.shared::cta", "wgmma.fence.sync.aligned", "wgmma.commit_group.sync.aligned")
 _ALL = np.uint8(255)
 #: Of a program, basic blocks; ours have a few hundred.
 _MOST_BLOCKS = 20_000
@@ -35,16 +34,21 @@ class Machine:
 
     Attributes:
         threads: how many there are; their numbers.
-        shared, memory: bytes of the program, and the buffers of the launch.
+        shared, tensor, memory: bytes of the program, its tensor memory, and the buffers of the launch.
         copies: groups of asynchronous copies that have not arrived, the open one last.
+        arriving: registers loaded from tensor memory, and those they were moved to, before a wait.
+        issued: products so far.
+        barriers: those in shared memory, by address.
     """
 
     def __init__(
         self, kernel: Kernel, steps: list[Code], memory: GlobalMemory, arguments: dict, place: tuple, shared: int
     ):
         self.kernel, self.memory, self.arguments, self.place = kernel, memory, arguments, place
-        self.shared, self.threads = SharedMemory(shared), np.arange(kernel.threads)
+        self.shared, self.tensor, self.threads = SharedMemory(shared), TensorMemory(), np.arange(kernel.threads)
         self.copies: list[list[tuple]] = [[]]
+        self.arriving: set[str] = set()
+        self.issued, self.barriers = 0, {}
         self._steps, self._alive = steps, kernel.threads
         self._registers: dict[str, np.ndarray] = {}
         self._unset: dict[str, np.ndarray] = {}
@@ -94,13 +98,36 @@ class Machine:
         if len(group) != self._alive:
             raise Fault(f"{len(group)} of {self._alive} threads come here")
 
+    def require_warps(self, group: np.ndarray) -> None:
+        """An instruction of whole warps."""
+        if 32 * len(np.unique(group // 32)) != len(group):
+            raise Fault("a part of a warp comes here")
+
+    def arrive(self) -> None:
+        """What was loaded from tensor memory is there."""
+        for name in self.arriving:
+            self._unset.pop(name, None)
+        self.arriving.clear()
+
+    def barrier_at(self, address: int) -> Barrier:
+        if address not in self.barriers:
+            raise Fault(f"no barrier at {address}")
+        return self.barriers[address]
+
+    def finish(self, product: int) -> None:
+        """Products up to a number are done."""
+        for memory in (self.shared, self.tensor):
+            memory.taken[memory.taken <= product] = 0
+
     def run(self) -> None:
         groups, ends = {0: self.threads}, len(self.kernel.instructions)
-        stops = {*self.kernel.labels.values(), ends}
+        barriers = {at for at, instruction in enumerate(self.kernel.instructions) if instruction.op == "bar.sync"}
+        stops = barriers.union(self.kernel.labels.values(), [ends])
         for _ in range(_MOST_BLOCKS):
             if not groups:
-                return
-            at = min(groups)
+                return self.tensor.require_free()
+            waiting = {at for at in barriers.intersection(groups) if len(groups[at]) < self._alive}
+            at = min(groups.keys() - waiting or waiting)
             group = groups.pop(at)
             while at < ends and self.kernel.instructions[at].op.split(".")[0] not in ("bra", "ret"):
                 self._execute(at, group)
@@ -116,6 +143,7 @@ class Machine:
 
     def _execute(self, at: int, group: np.ndarray) -> None:
         instruction = self.kernel.instructions[at]
+        operands = instruction.operands
         try:
             self._is_arithmetic = False
             if instruction.guard is not None:
@@ -124,6 +152,8 @@ class Machine:
                 self.unset_sources = None
                 self._is_arithmetic, step = self._steps[at]
                 step(self, group)
+                if self.arriving and instruction.op.startswith("mov.") and self.arriving & _names(operands[1:]):
+                    self.arriving |= _names(operands[:1])
         except Fault as fault:
             raise Fault(f"program {self.place}, instruction {at}: {instruction.text}: {fault}") from None
 
@@ -173,6 +203,10 @@ def execute(kernel: Kernel, grid: Sequence[int], arguments: Sequence, memory: Gl
 def _carries_unset(op: str) -> bool:
     """Whether an instruction hands on what was never written instead of using it."""
     return op.startswith("shfl") or meaning_of(op) is not None
+
+
+def _names(operands: tuple) -> set[str]:
+    return {name for operand in operands for name in (operand if isinstance(operand, tuple) else [operand])}
 
 
 def _width(name: str, kernel: Kernel) -> int:
@@ -239,11 +273,9 @@ def _step(instruction: Instruction, kernel: Kernel) -> Step | None:
     op, operands = instruction.op, instruction.operands
     if op in ("ret",) or op.startswith("bra"):
         return None
-    if op in _NOTHING:
-        return lambda machine, group: machine.require_all(group)
     if op.startswith("mov.") and any(isinstance(operand, tuple) for operand in operands):
         return _pack(instruction, kernel)
-    for pattern, build in (*TRANSFERS.items(), *COLLECTIVE.items()):
+    for pattern, build in (TRANSFERS | COLLECTIVE | TENSOR).items():
         if (found := re.fullmatch(pattern, op)) is not None:
             sources = [
                 partial(_operand, kernel=kernel),

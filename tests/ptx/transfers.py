@@ -113,7 +113,19 @@ def _wait(found, operands, reader, writer, address):
 def _barrier(found, operands, reader, writer, address):
     def step(machine, group) -> None:
         machine.require_all(group)
-        machine.shared.warp_barrier() if "warp" in found.group() else machine.shared.barrier()
+        if "warp" in found.group():
+            machine.shared.warp_barrier()
+        else:
+            machine.shared.barrier()
+            machine.tensor.barrier()
+
+    return step
+
+
+def _fence(found, operands, reader, writer, address):
+    def step(machine, group) -> None:
+        machine.require_all(group)
+        machine.shared.is_fenced.fill(True)
 
     return step
 
@@ -127,4 +139,5 @@ TRANSFERS = {
     r"cp\.async\.commit_group": _commit,
     r"cp\.async\.wait_group": _wait,
     r"bar\.sync|bar\.warp\.sync": _barrier,
+    r"fence\.proxy\.async\.shared::cta": _fence,
 }

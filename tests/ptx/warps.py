@@ -145,25 +145,22 @@ def _multiply(found, operands, reader, writer, address):
 
 
 def described_matrix(machine, descriptor: int, rows: int) -> np.ndarray:
-    """``[rows, 16]`` of bfloat16 in shared memory, K in neighbours, as a matrix descriptor tells: address, bytes from
-    eight rows to the next, and rows swizzled over 128, 64 or 32 bytes."""
+    """``[rows, 16]`` of bfloat16 in shared memory, K in neighbours, for the last product that was issued, as a matrix
+    descriptor tells: address, bytes from eight rows to the next, and rows swizzled over 128, 64 or 32 bytes."""
     start, stride = (descriptor & 0x3FFF) << 4, (descriptor >> 32 & 0x3FFF) << 4
     mode = descriptor >> 62
-    if mode == 0 or descriptor >> 49 & 7:
+    if mode == 0 or descriptor >> 49 & 7 or descriptor >> 61 & 1:
         raise Fault(f"matrix descriptor {descriptor:#x} is not supported")
     width = {1: 128, 2: 64, 3: 32}[mode]
     row = np.arange(rows)[:, None]
     at = start + row // 8 * stride + row % 8 * width + 16 * np.arange(2)[None, :]
     at ^= (at >> 7 & (width // 16 - 1)) << 4
-    threads = np.zeros(at.size, int)
-    data = machine.shared.data[(at.reshape(-1)[:, None] + np.arange(16))]
-    if not machine.shared.is_set[at.reshape(-1)[:, None] + np.arange(16)].all() or threads.any():
-        raise Fault("a matrix in shared memory was not written whole")
+    data = machine.shared.read_by_product(at.reshape(-1), 16, machine.issued)
     return of_bits16(data.reshape(rows, 32).view(np.uint16), "bf16")
 
 
 def _multiply_group(found, operands, reader, writer, address):
-    """``wgmma`` with the left operand in registers, executed at once."""
+    """``wgmma`` with the left operand in registers, executed at once; until a wait, nobody may write what it reads."""
     names, left, descriptor, accumulates, *signs = operands
     if signs != ["1", "1", "0"]:
         raise Fault("signs and transposes of wgmma are not supported")
@@ -173,6 +170,7 @@ def _multiply_group(found, operands, reader, writer, address):
 
     def step(machine, group) -> None:
         machine.require_all(group)
+        machine.issued += 1
         right = described_matrix(machine, int(where(machine, group)[0]), int(found.group(1)))
         a = left_operand([read(machine, group) for read in left])
         before = _read_sums(machine, group, sums) if keeps(machine, group)[0] else 0
@@ -182,7 +180,19 @@ def _multiply_group(found, operands, reader, writer, address):
 
 
 def _nothing(found, operands, reader, writer, address):
+    """What orders that which is executed in order anyway."""
     return lambda machine, group: machine.require_all(group)
+
+
+def _wait_group(found, operands, reader, writer, address):
+    if operands != ("0",):
+        raise Fault("a wait for a part of the products is not supported")
+
+    def step(machine, group) -> None:
+        machine.require_all(group)
+        machine.finish(machine.issued)
+
+    return step
 
 
 COLLECTIVE = {
@@ -192,5 +202,6 @@ COLLECTIVE = {
     r"stmatrix\.sync\.aligned\.m8n8\.x([124])(\.trans)?\.shared\.b16": _store_matrices,
     r"mma\.sync\.aligned\.m16n8k16\.row\.col\.f32\.bf16\.bf16\.f32": _multiply,
     r"wgmma\.mma_async\.sync\.aligned\.m64n(\d+)k16\.f32\.bf16\.bf16": _multiply_group,
-    r"wgmma\.wait_group\.sync\.aligned": _nothing,
+    r"wgmma\.wait_group\.sync\.aligned": _wait_group,
+    r"wgmma\.(?:fence|commit_group)\.sync\.aligned": _nothing,
 }
