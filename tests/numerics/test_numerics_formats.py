@@ -53,13 +53,21 @@ def round_nearest(values: np.ndarray) -> torch.Tensor:
     return fake_quantize(x)[:, 0]
 
 
+def test_ties_go_to_the_even_code():
+    ties = ((0.25, 0.0), (0.75, 1.0), (1.25, 1.0), (1.75, 2.0), (2.5, 2.0), (3.5, 4.0), (5.0, 4.0))
+    for tie, even in ties:
+        below, above = sorted(sorted(E2M1_MAGNITUDES, key=lambda magnitude: abs(magnitude - tie))[:2])
+        y = np.float32(tie)
+        inputs = np.array([np.nextafter(y, np.float32(0)), y, np.nextafter(y, np.float32(8))])
+        for sign in (1, -1):
+            assert round_nearest(sign * inputs).tolist() == [sign * below, sign * even, sign * above], tie
+
+
 def test_rounding_matches_ml_dtypes_everywhere():
     rng = np.random.default_rng(0)
     sweep = np.arange(-6 * 256, 6 * 256 + 1, dtype=np.float32) / 256
     random = (rng.choice([-1.0, 1.0], 50_000) * 2.0 ** rng.uniform(-12, 2.5, 50_000)).astype(np.float32)
-    values = np.concatenate(
-        [sweep, np.nextafter(sweep, np.float32(0)), np.nextafter(sweep[1:-1], np.float32(9)), random]
-    )
+    values = np.concatenate([sweep, np.nextafter(sweep, np.float32(0)), random])
     np.testing.assert_array_equal(
         round_nearest(values).numpy(), values.astype(ml_dtypes.float4_e2m1fn).astype(np.float32)
     )
@@ -200,7 +208,7 @@ def test_every_pair_is_exact_in_float64():
     assert values[255].isnan().all()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_every_pair_in_a_narrow_dtype_is_rounded_once_and_saturates(dtype):
     codes, scale = all_pairs()
     exact = dequantize(codes, scale, length=32, dtype=torch.float64)
@@ -209,6 +217,41 @@ def test_every_pair_in_a_narrow_dtype_is_rounded_once_and_saturates(dtype):
     assert values.dtype == dtype
     assert torch.equal(values[:255], exact[:255].clamp(-largest, largest).to(dtype))
     assert values[:255].isfinite().all() and values[255].isnan().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_every_pair_of_bytes_against_transformers(dtype):
+    from transformers.integrations import mxfp4
+
+    blocks = torch.arange(256, dtype=torch.int32).to(torch.uint8).view(1, 1, 16, 16).expand(1, 256, 16, 16)
+    scale = torch.arange(256, dtype=torch.int32).to(torch.uint8).view(1, 256, 1).expand(1, 256, 16)
+    theirs = mxfp4._convert_moe_packed_tensors(blocks.contiguous(), scale.contiguous(), dtype=dtype)
+    theirs = theirs.transpose(1, 2)[0]
+    ours = dequantize(blocks[0].flatten(-2), scale[0], length=512, dtype=dtype)
+    # Byte 255 is NaN in the specification and 2**128 there; overflow saturates here and is infinite there.
+    fits = theirs.isfinite()
+    fits[255] = False
+    assert int((~fits[:255]).sum()) == 2 * (2 + 4) * 32
+    assert torch.equal(ours[fits], theirs[fits])
+    assert torch.equal(ours[:255][~fits[:255]], torch.finfo(dtype).max * theirs[:255][~fits[:255]].sign())
+    assert ours[255].isnan().all()
+
+
+def test_literal_bytes():
+    # 0x21: 0.5 then 1.0; 0xFA: -1.0 then -6.0; 0x07: 6.0
+    codes = torch.tensor([[0x21, 0xFA, 0x07]], dtype=torch.uint8)
+    scale = torch.tensor([[129]], dtype=torch.uint8)
+    assert dequantize(codes, scale, length=5).tolist() == [[2.0, 4.0, -4.0, -24.0, 24.0]]
+
+
+def test_literal_bytes_with_macro_and_residual():
+    codes, scale, macro, residual, residual_scale = torch.tensor([0x66, 127, 64, 0xA4, 126], dtype=torch.uint8)[
+        :, None, None
+    ]
+    factors = {"macro": macro, "macro_block": 128, "residual_codes": residual, "residual_scale": residual_scale}
+    out = dequantize(codes, scale, length=2, outlier_fallback=0.5, **factors)
+    # (4 + 0.5 * 0.5 * 2) / 1.25 and (4 - 0.5 * 0.5 * 1) / 1.25
+    assert out.tolist() == [[float(np.float32(4.5) / np.float32(1.25)), 3.0]]
 
 
 BYTES = torch.zeros(3, 2, dtype=torch.uint8)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Factors and block mantissas worked out by hand; and which blocks get the residual pass."""
+"""Known tensors, known codes, scales and factors, worked out by hand; and which blocks get the residual pass."""
 
 import math
 
@@ -10,7 +10,161 @@ import torch
 from tables import RULES
 
 from hf_mxfp4 import MXFP4RLConfig
-from hf_mxfp4.numerics import decompose, dequantize, fake_quantize, quantize
+from hf_mxfp4.numerics import decompose, dequantize, fake_quantize, quantize, unpack_codes
+
+
+def below(value: float) -> float:
+    return float(np.nextafter(np.float32(value), np.float32(0)))
+
+
+def above(value: float) -> float:
+    return float(np.nextafter(np.float32(value), np.float32(np.inf)))
+
+
+def block(*values: float) -> torch.Tensor:
+    """One block of 32: ``values``, then zeros."""
+    return torch.tensor([*values, *[0.0] * (32 - len(values))], dtype=torch.float32)
+
+
+# Block maximum -> (scale byte, code of the maximum) under rceil, floor, even, mse.
+MAXIMA = {
+    "1": (1.0, [(125, 6), (125, 6), (125, 6), (125, 6)]),
+    "5-a-tie": (5.0, [(127, 6), (127, 6), (127, 6), (127, 6)]),
+    "6": (6.0, [(127, 7), (127, 7), (127, 7), (127, 7)]),
+    "just-above-6": (above(6.0), [(128, 5), (127, 7), (127, 7), (127, 7)]),
+    "6.01": (6.01, [(128, 5), (127, 7), (127, 7), (127, 7)]),
+    "just-below-7": (below(7.0), [(128, 5), (127, 7), (127, 7), (127, 7)]),
+    # 7 is half way between 3 * 2 and 4 * 2, and as far from 6 as from 8: the mse rule keeps its first candidate.
+    "7": (7.0, [(128, 6), (127, 7), (128, 6), (127, 7)]),
+    "7.5": (7.5, [(128, 6), (127, 7), (128, 6), (128, 6)]),
+    "just-below-8": (below(8.0), [(128, 6), (127, 7), (128, 6), (128, 6)]),
+    "largest-float32": (torch.finfo(torch.float32).max, [(253, 5), (252, 7), (253, 5), (252, 7)]),
+    "largest-bfloat16": (torch.finfo(torch.bfloat16).max, [(253, 5), (252, 7), (253, 5), (252, 7)]),
+    "1.5*2**127": (1.5 * 2.0**127, [(252, 7), (252, 7), (252, 7), (252, 7)]),
+    "2**-126": (2.0**-126, [(0, 4), (0, 4), (0, 4), (0, 4)]),
+    "2**-149": (2.0**-149, [(0, 0), (0, 0), (0, 0), (0, 0)]),
+    "2**-128": (2.0**-128, [(0, 1), (0, 1), (0, 1), (0, 1)]),
+    "2**-129-a-tie": (2.0**-129, [(0, 0), (0, 0), (0, 0), (0, 0)]),
+}
+
+
+@pytest.mark.parametrize("column", range(4), ids=RULES)
+def test_scale_and_code_of_a_block_maximum(column):
+    for name, (amax, expected) in MAXIMA.items():
+        byte, code = expected[column]
+        packed = quantize(block(amax, -amax), scale_rule=RULES[column])
+        assert packed.scale.tolist() == [byte], name
+        assert unpack_codes(packed.codes, 32).tolist() == [code, code + 8 if code else 0, *[0] * 30], name
+
+
+def test_boundaries_follow_the_exponent():
+    for exponent in (-120, -30, -1, 0, 1, 30, 120):
+        for mantissa, rule, at, beyond in ((1.5, "rceil", (-2, 7), (-1, 5)), (1.75, "even", (-1, 6), (-1, 6))):
+            amax = math.ldexp(mantissa, exponent)
+            for value, (shift, code) in ((amax, at), (above(amax), beyond)):
+                packed = quantize(block(value), scale_rule=rule)
+                assert packed.scale.tolist() == [exponent + shift + 127], (exponent, rule)
+                assert int(packed.codes[0]) == code, (exponent, rule)
+        packed = quantize(block(below(math.ldexp(1.75, exponent))), scale_rule="even")
+        assert packed.scale.tolist() == [exponent - 2 + 127] and int(packed.codes[0]) == 7, exponent
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_every_tie_in_one_block(rule):
+    x = block(6, 0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5, -0.25, -0.75, -1.25, -1.75, -2.5, -3.5, -5, -6)
+    packed = quantize(x, scale_rule=rule)
+    assert packed.scale.tolist() == [127]
+    assert packed.codes.tolist() == [0x07, 0x22, 0x44, 0x66, 0xA0, 0xCA, 0xEC, 0xFE, *[0] * 8]
+    assert fake_quantize(x, scale_rule=rule)[:16].tolist() == [6, 0, 1, 1, 2, 2, 4, 4, 0, -1, -1, -2, -2, -4, -4, -6]
+
+
+def test_mse_prefers_clipping_when_it_saves_the_small_elements():
+    # At scale 1 the quarters vanish (31 / 16 of squared error); at 1/2 only the 4 loses 1.
+    x = torch.tensor([4.0] + [0.25] * 31)
+    packed = quantize(x, scale_rule="mse")
+    assert packed.scale.tolist() == [126]
+    assert packed.codes.tolist() == [0x17] + [0x11] * 15
+    assert packed.dequantize().tolist() == [3.0] + [0.25] * 31
+
+
+def test_two_blocks_have_their_own_scales():
+    x = torch.tensor([6.0] * 32 + [0.75] * 32 + [-0.01] * 3)
+    packed = quantize(x)
+    # 0.01 = 1.28 * 2**-7: scale 2**-9, where it is 5.12 and goes to 6.
+    assert packed.scale.tolist() == [127, 124, 118]
+    assert packed.codes.tolist() == [0x77] * 16 + [0x77] * 16 + [0xFF, 0x0F]
+    assert packed.dequantize()[64:].tolist() == [-6 / 512] * 3
+
+
+# amax of the macro block -> byte: the top eight mantissa bits of 6 / amax.
+MACRO_BYTES = {
+    1.0: 128,  # 6 = 1.5 * 4
+    1.5: 0,
+    3.0: 0,
+    3.5: 182,  # 1.7142857: 0.7142857 * 256 = 182.86
+    4.0: 128,
+    4.5: 85,  # 1.3333333: 85.33
+    5.0: 51,  # 1.2: 51.2
+    6.0: 0,
+    6.03125: 253,  # 0.9948187 = 1.9896373 / 2: 253.35
+    7.0: 182,
+    1.25 * 2.0**126: 51,
+    1.5 * 2.0**126: 0,
+    2.0**127: 0,
+    3.4e38: 0,
+    2.0**-130: 0,  # 6 / amax is infinite
+    0.0: 0,
+}
+
+
+def test_static_macro_byte():
+    assert {amax: int(quantize(block(amax), macro_block=128).macro) for amax in MACRO_BYTES} == MACRO_BYTES
+    assert not quantize(block(3.4e38), macro_block=128, macro_search="dynamic").macro.any()
+
+
+def test_static_macro_values():
+    # f = 1.5: 4 and 3 become 6 and 4.5 (rounded to 4), and come back as 4 and 4 / 1.5.
+    x = block(4.0, 3.0, -1.0)
+    packed = quantize(x, macro_block=128)
+    assert packed.scale.tolist() == [127]
+    assert unpack_codes(packed.codes, 32)[:3].tolist() == [7, 6, 11]
+    expected = [4.0, float(np.float32(4) / np.float32(1.5)), -1.0]
+    assert packed.dequantize()[:3].tolist() == expected
+    assert fake_quantize(x, macro_block=128)[:3].tolist() == expected
+
+
+@pytest.mark.parametrize(("size", "factors"), [(32, [128, 0, 51]), (64, [0, 51]), (128, [0]), ("row", [0])], ids=str)
+def test_macro_blocks_share_the_factor_of_their_maximum(size, factors):
+    x = torch.cat([block(4.0), block(6.0), block(5.0)])
+    assert quantize(x, macro_block=size).macro.tolist() == factors
+
+
+def test_dynamic_macro_takes_the_best_sixteenth():
+    # Nothing to gain on grid points: the first factor, 1, wins the tie.
+    assert quantize(block(4.0, -4.0), macro_block=32, macro_search="dynamic").macro.tolist() == [0]
+    x = torch.tensor([5.0, 2.5] * 16)  # times 1.2: on the grid; times 1.1875: 5.9375, 2.96875
+    packed = quantize(x, macro_block=32, macro_search="dynamic")
+    assert packed.macro.tolist() == [48]
+    assert packed.dequantize()[:2].tolist() == [float(np.float32(v) / np.float32(1.1875)) for v in (6, 3)]
+
+
+@pytest.mark.parametrize(("alpha", "expected"), [(None, [4.0, 0.5]), (0.5, [4.5, 0.375]), (1.0, [5.0, 0.25])], ids=str)
+def test_outlier_fallback(alpha, expected):
+    # Pass 1 at scale 1: 5 -> 4, 0.3 -> 0.5. Pass 2 at scale 1/4: 1 -> 4/4, -0.2 -> -1/4.
+    x = block(5.0, 0.3)
+    packed = quantize(x, outlier_fallback=alpha)
+    assert packed.scale.tolist() == [127] and packed.codes[0] == 0x16
+    if alpha is not None:
+        assert packed.residual_scale.tolist() == [125] and packed.residual_codes[0] == 0xA6
+    assert fake_quantize(x, outlier_fallback=alpha)[:2].tolist() == expected
+
+
+def test_outlier_fallback_shares_the_macro_factor():
+    # f = 1.5: z = 6, 4.5; pass 1 keeps 6 and makes 4; the residual 0.5 is a grid point of pass 2 at 2**-3.
+    packed = quantize(block(4.0, 3.0), macro_block=128, outlier_fallback=1.0)
+    assert packed.macro.tolist() == [128]
+    assert packed.residual_scale.tolist() == [124] and packed.residual_codes[0] == 0x60
+    assert packed.dequantize()[:2].tolist() == [4.0, 3.0]
 
 
 @pytest.mark.parametrize("exponent", [-120, 0, 126])
@@ -54,6 +208,23 @@ def test_values_of_block_mantissas_are_exact_in_bfloat16():
     assert torch.equal(quantized.bfloat16().float(), quantized)
 
 
+def test_literal_three_levels():
+    """Blocks whose best mantissa is 3, the grid times 1.75 and .875 beside 10.5, and what 0 to 2 do to them."""
+    grid = torch.tensor([0.5, -1.0, 1.5, -2.0, 3.0, -4.0, 6.0, 0.0]).repeat(4)
+    small = torch.full((32,), 0.875)
+    small[0] = 10.5
+    x = torch.cat([grid * 1.75, small, grid * 1.5, grid * 1.25])
+    assert quantize(x, scale_rule="even", **BLOCKWISE).macro.tolist() == [0b01_10_11_11]
+    options = {"scale_rule": "even", "macro_block": 128, "macro_search": "block_mantissas_fp8"}
+    packed = quantize(x, **options)
+    assert packed.macro.tolist() == [0b01_10_00_01] and packed.scale.tolist() == [128, 128, 127, 127]
+    expected = x.clone()
+    expected[:32] = torch.tensor([1.25, -1.25, 2.5, -3.75, 5.0, -7.5, 10.0, 0.0]).repeat(4)
+    expected[32:64] = 1.0
+    expected[32] = 12.0
+    assert torch.equal(packed.dequantize(), expected) and torch.equal(fake_quantize(x, **options), expected)
+
+
 @pytest.mark.parametrize("rule", RULES)
 def test_values_of_three_levels_are_e4m3_numbers_and_those_of_four_are_not(rule):
     """Over one power of two per row, by the E4M3 of torch and of ml_dtypes; blocks are up to 32 times apart."""
@@ -65,6 +236,16 @@ def test_values_of_three_levels_are_e4m3_numbers_and_those_of_four_are_not(rule)
         assert torch.equal(rows.to(torch.float8_e4m3fn).float(), rows) == exact
         assert bool((rows.numpy().astype(ml_dtypes.float8_e4m3fn).astype(np.float32) == rows.numpy()).all()) == exact
         assert quantize(x, scale_rule=rule, macro_block=128, macro_search=search).macro.unique().numel() > 50
+
+
+@pytest.mark.parametrize(("sample", "errors"), [("normal", (0.90, 0.96, 1.25)), ("laplace", (1.01, 1.08, 1.53))])
+def test_three_levels_cost_a_twentieth_of_four(sample, errors):
+    """Squared error over that of the tensor, in percent, of four levels, three and none."""
+    x = torch.from_numpy(getattr(np.random.default_rng(0), sample)(size=(512, 1024)).astype(np.float32))
+    searches = ({"macro_search": "block_mantissas"}, {"macro_search": "block_mantissas_fp8"}, {"macro_block": None})
+    found = [fake_quantize(x, **{"scale_rule": "even", "macro_block": 128, **search}) - x for search in searches]
+    relative = [100 * (error.square().sum() / x.square().sum()).item() for error in found]
+    assert relative == pytest.approx(errors, rel=0.01)
 
 
 def test_a_bad_block_spoils_the_mantissa_of_itself_alone():
@@ -106,6 +287,14 @@ def test_a_candidate_that_leaves_float32_counts_as_the_largest_number():
     assert packed.dequantize()[0, 0].item() == 0.9375 * 2.0**128
 
 
+MACROS = [
+    {},
+    {"macro_block": 128},
+    {"macro_block": 64, "macro_search": "dynamic"},
+    {"macro_block": 128, "macro_search": "blockwise"},
+]
+
+
 def gaussian(rows=64, columns=256, seed=0):
     return torch.randn(rows, columns, generator=torch.Generator().manual_seed(seed))
 
@@ -116,6 +305,34 @@ def chosen(x, **options):
     return (fake_quantize(x, **options) != one).unflatten(-1, (-1, 32)).any(dim=-1)
 
 
+@pytest.mark.parametrize(("rule", "options"), list(zip(RULES, MACROS, strict=True)))
+def test_the_blocks_of_largest_squared_error_of_each_row_are_chosen(rule, options):
+    x = gaussian(8) * gaussian(8, 1, seed=1).exp()
+    values = fake_quantize(x, scale_rule=rule, **options).double()
+    errors = (values - x.double()).square().unflatten(-1, (-1, 32)).sum(dim=-1)
+    mask = chosen(x, scale_rule=rule, outlier_fallback=0.5, fallback_rate=0.3, **options)
+    assert mask.sum(dim=1).tolist() == [3] * 8  # ceil(.3 * 8)
+    least, most = errors.where(mask, torch.inf).amin(dim=1), errors.where(~mask, 0.0).amax(dim=1)
+    # The criterion cuts squares to 2**-23 of the block's power of two.
+    assert (least >= most * (1 - 1e-4)).all()
+
+
+@pytest.mark.parametrize("options", MACROS, ids=str)
+@pytest.mark.parametrize("axis", [0, 1])
+def test_a_row_does_not_depend_on_others(axis, options):
+    """Alone, in another order, in a larger batch, along either axis."""
+    x = (gaussian() * gaussian(64, 1, seed=1).exp()).movedim(-1, axis)
+    selective = {"outlier_fallback": 1.0, "fallback_rate": 0.1, "axis": axis, **options}
+    values = fake_quantize(x, **selective)
+    other = 1 - axis
+    order = torch.randperm(64, generator=torch.Generator().manual_seed(0))
+    assert torch.equal(fake_quantize(x.index_select(other, order), **selective), values.index_select(other, order))
+    larger = fake_quantize(torch.cat([x, 100 * x], other), **selective)
+    assert torch.equal(larger.narrow(other, 0, 64), values)
+    for row in (0, 13, 63):
+        assert torch.equal(fake_quantize(x.narrow(other, row, 1), **selective), values.narrow(other, row, 1))
+
+
 def test_ties_go_to_the_first():
     block = gaussian(1, 32)
     x = block.repeat(3, 8)
@@ -124,6 +341,13 @@ def test_ties_go_to_the_first():
     x[1, 160:192] *= 3
     mask = chosen(x, outlier_fallback=0.5, fallback_rate=0.25)
     assert mask.nonzero()[:, 1].tolist() == [0, 1, 0, 5, 0, 1]
+
+
+def test_blocks_without_error_are_never_chosen():
+    x = torch.zeros(4, 64)
+    x[0, :32] = torch.tensor([0.5, 1.0, 1.5, 6.0]).repeat(8)  # on the grid
+    x[1, :32] = gaussian(1, 32)
+    assert chosen(x, outlier_fallback=0.5, fallback_rate=0.9).nonzero().tolist() == [[1, 0]]
 
 
 def test_number_of_blocks_is_that_of_the_decimal_rate():

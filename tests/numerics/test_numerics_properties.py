@@ -10,9 +10,10 @@ from hypothesis import strategies as st
 from tables import MACROS, RULES
 from test_numerics_reference import check
 
-from hf_mxfp4.numerics import decompose, fake_quantize, quantize
+from hf_mxfp4.numerics import E2M1_MAGNITUDES, decode_e8m0, decompose, fake_quantize, quantize
 
 
+GRID = torch.tensor(E2M1_MAGNITUDES, dtype=torch.float64)
 NARROW = [torch.float32, torch.bfloat16, torch.float16]
 ALPHAS = [None, 0.25, 0.5, 0.75, 1.0, 0.3]
 OPTIONS = ("scale_rule", "macro_block", "macro_search", "outlier_fallback")
@@ -55,6 +56,11 @@ def same(a: torch.Tensor, b: torch.Tensor) -> bool:
     return a.dtype == b.dtype and torch.equal(a.isnan(), b.isnan()) and torch.equal(a.nan_to_num(0), b.nan_to_num(0))
 
 
+def in_blocks(x: torch.Tensor) -> torch.Tensor:
+    """[..., K] as float64 blocks [..., K/32, 32], padded."""
+    return torch.nn.functional.pad(x.double(), (0, -x.shape[-1] % 32)).unflatten(-1, (-1, 32))
+
+
 @properties
 @given(
     x=tensors((*NARROW, torch.float64), special=True),
@@ -76,11 +82,63 @@ def test_packed_and_fake_quantized_values_agree(x, scheme, rounding, rate, block
     assert not values.isinf().any()
 
 
+@properties
+@given(x=tensors(), rule=st.sampled_from(RULES))
+def test_values_lie_on_the_scaled_grid(x, rule):
+    packed = quantize(x, scale_rule=rule)
+    scale = decode_e8m0(packed.scale, torch.float64).unsqueeze(-1)
+    magnitude = in_blocks(packed.dequantize(torch.float64)).abs() / scale
+    assert torch.isin(magnitude, GRID).all()
+
+
+@properties
+@given(x=tensors(), rule=st.sampled_from(RULES))
+def test_quantizing_twice_changes_nothing(x, rule):
+    """Without macro block and fallback the values of a block are representable at a scale that each rule finds again:
+    the largest is 3, 4 or 6 scales, or whatever the saturated end of the range left."""
+    once = fake_quantize(x, scale_rule=rule)
+    assert torch.equal(fake_quantize(once, scale_rule=rule), once)
+
+
+@properties
+@given(x=tensors(), scheme=schemes)
+def test_sign_symmetry(x, scheme):
+    before, out = x.clone(), fake_quantize(x, **scheme)
+    assert torch.equal(x, before)
+    assert torch.equal(fake_quantize(-x, **scheme), -out)
+    assert torch.equal(fake_quantize(x.abs(), **scheme) * x.sign(), out)
+    if scheme["outlier_fallback"] is None:
+        assert (out * x.sign() >= 0).all() and not out[x == 0].any()
+
+
 @settings(properties, max_examples=60)
 @given(x=tensors(), scheme=schemes, block_rows=st.sampled_from([1, 32]))
 def test_any_tensor_is_quantized_as_the_reference_says(x, scheme, block_rows):
     rule, *macro, alpha = scheme.values()
     check(x.reshape(-1, x.shape[-1]), rule, macro, alpha, block_rows)
+
+
+@properties
+@given(x=tensors(dtypes=(torch.float32, torch.bfloat16)))
+def test_rceil_errs_by_half_a_step_at_most(x):
+    scale = decode_e8m0(quantize(x).scale, torch.float64).unsqueeze(-1)
+    y = in_blocks(x) / scale
+    step = torch.where(y.abs() < 2, 0.5, torch.where(y.abs() < 4, 1.0, 2.0))
+    error = (in_blocks(fake_quantize(x)) - in_blocks(x)).abs() / scale
+    saturated = in_blocks(x).abs().amax(-1, keepdim=True) >= 1.75 * 2.0**127
+    assert ((error <= step / 2) | saturated).all()
+    assert (y.abs() <= 6).all()
+
+
+@properties
+@given(x=tensors(dtypes=(torch.float32,)), rule=st.sampled_from(RULES), alpha=st.sampled_from(ALPHAS[1:]))
+def test_outlier_fallback_never_increases_an_error(x, rule, alpha):
+    """Rounding to nearest moves a residual towards itself, never past twice its size: alpha in (0, 1] stays between.
+    The one rounding to float32 of the sum may add a unit in the last place of the result."""
+    plain = fake_quantize(x, scale_rule=rule).double()
+    corrected = fake_quantize(x, scale_rule=rule, outlier_fallback=alpha).double()
+    slack = corrected.abs() * 2.0**-23 + 2.0**-149
+    assert ((corrected - x).abs() <= (plain - x).abs() + slack).all()
 
 
 #: Schemes whose factors belong to one tile each.
@@ -108,6 +166,21 @@ def test_a_matrix_and_its_transpose_have_the_same_values(rule, options):
         assert torch.equal(fake_quantize(w.mT, **scheme), expected.mT), shape
         assert torch.equal(fake_quantize(w, axis=-2, **scheme), expected), shape
         assert not torch.equal(expected, w)
+
+
+def test_literal_tile():
+    """The largest magnitude of the tile sets the scale of all of its rows; the next tile has its own."""
+    w = torch.zeros(33, 33)
+    w[0, 0], w[1, 1], w[31, 31] = 12.0, 0.5, 1.2
+    w[0, 32], w[32, 0], w[32, 32] = 0.5, 3.1, 0.1
+    packed = quantize(w, block_rows=32)
+    assert packed.scale[:, 0].tolist() == [128] * 32 + [127]
+    assert packed.scale[:, 1].tolist() == [124] * 32 + [122]
+    q = packed.dequantize()
+    assert (q[0, 0], q[1, 1], q[31, 31]) == (12.0, 0.0, 1.0)
+    assert (q[0, 32], q[32, 0]) == (0.5, 3.0)
+    assert q[32, 32] == pytest.approx(0.09375)
+    assert q.count_nonzero() == 5
 
 
 @pytest.mark.parametrize("options", [{}, *SYMMETRIC[1:]], ids=str)
