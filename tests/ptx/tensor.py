@@ -3,14 +3,13 @@
 done. Products run where they are issued; until somebody waited for a barrier at which they were committed, nothing else
 may write what they read, or have to do with what they wrote."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 
-from .arithmetic import of_bits16
+from .instructions import described_matrix
 from .memory import Fault
-from .warps import described_matrix
+from .semantics import of_bits16
 
 
 _COLUMNS = 512
@@ -104,170 +103,117 @@ class Barrier:
 # ---- instructions ---------------------------------------------------------------------------------------------------
 
 
-def _allocate(found, operands, reader, writer, address):
-    at, count = address(operands[0]), int(operands[1])
-
-    def step(machine, group) -> None:
-        machine.require_warps(group)
-        first = np.array([[machine.tensor.allocate(count)]], np.uint32)
-        machine.shared.write(at(machine, group)[:1], first.view(np.uint8), group[:1])
-
-    return step
+def _allocate(machine, found, to, count) -> None:
+    machine.require_warps()
+    first = np.array([[machine.tensor.allocate(int(count))]], np.uint32)
+    machine.shared.write(machine.addresses(to)[:1], first.view(np.uint8), machine.group[:1])
 
 
-def _free(found, operands, reader, writer, address):
-    first, count = reader(operands[0], "u32"), int(operands[1])
-
-    def step(machine, group) -> None:
-        machine.require_warps(group)
-        machine.tensor.free(int(first(machine, group)[group[0]]), count)
-
-    return step
+def _free(machine, found, first, count) -> None:
+    machine.require_warps()
+    machine.tensor.free(int(machine.get("u32", first)[machine.group[0]]), int(count))
 
 
-def _moved(found, operand: str, split: str, address) -> Callable:
+def _permit(machine, found) -> None:
+    machine.require_warps()
+
+
+def _moved(machine, operand: str, split: str, count: int) -> tuple[np.ndarray, np.ndarray]:
     """Words ``[threads, count]`` that a group moves: half of a warp those of 16 lanes, the other half those of the same
     lanes, ``split`` columns on."""
-    at, columns = address(operand), np.arange(int(found.group(1)))
-
-    def places(machine, group) -> tuple:
-        machine.require_all(group)
-        (lane, column), (warp, thread) = np.divmod(at(machine, group), 1 << 16), np.divmod(group, 32)
-        if (lane // 32 != warp % 4).any() or (lane % 16).any():
-            raise Fault("lanes of tensor memory that another warp has")
-        return machine.tensor.places(
-            (lane + thread % 16)[:, None], (column + thread // 16 * int(split))[:, None] + columns
-        )
-
-    return places
+    machine.require_all()
+    (lane, column), (warp, thread) = np.divmod(machine.addresses(operand), 1 << 16), np.divmod(machine.group, 32)
+    if (lane // 32 != warp % 4).any() or (lane % 16).any():
+        raise Fault("lanes of tensor memory that another warp has")
+    first = (column + thread // 16 * int(split))[:, None]
+    return machine.tensor.places((lane + thread % 16)[:, None], first + np.arange(count))
 
 
-def _load(found, operands, reader, writer, address):
-    writers, moved = [writer(name) for name in operands[0]], _moved(found, *operands[1:], address)
-
-    def step(machine, group) -> None:
-        words = np.zeros((len(writers), len(machine.threads)), np.uint32)
-        words[:, group] = machine.tensor.read(moved(machine, group), group[:, None] // 32).T
-        machine.unset_sources = np.full(len(machine.threads), 255, np.uint8)
-        machine.arriving.update(operands[0])
-        for write, values in zip(writers, words, strict=True):
-            write(machine, values, group)
-
-    return step
+def _load(machine, found, to, source, split) -> None:
+    words = np.zeros((len(to), len(machine.threads)), np.uint32)
+    places = _moved(machine, source, split, len(to))
+    words[:, machine.group] = machine.tensor.read(places, machine.group[:, None] // 32).T
+    for name, values in zip(to, words, strict=True):
+        machine.put(name, values, ~np.zeros_like(values))
+    machine.arriving.update(to)
 
 
-def _store(found, operands, reader, writer, address):
-    readers, moved = [reader(name, "b32") for name in operands[2]], _moved(found, *operands[:2], address)
-
-    def step(machine, group) -> None:
-        words = np.stack([read(machine, group)[group] for read in readers], axis=1)
-        machine.tensor.write(moved(machine, group), words, group[:, None] // 32)
-
-    return step
+def _store(machine, found, to, split, source) -> None:
+    words = np.stack([machine.get("b32", name)[machine.group] for name in source], axis=1)
+    machine.tensor.write(_moved(machine, to, split, len(source)), words, machine.group[:, None] // 32)
 
 
-def _wait(found, operands, reader, writer, address):
-    def step(machine, group) -> None:
-        machine.require_all(group)
-        if found.group(1) == "ld":
-            machine.arrive()
-        else:
-            machine.tensor.arrive()
-
-    return step
+def _wait(machine, found) -> None:
+    machine.require_all()
+    if found[1] == "ld":
+        machine.arrive()
+    else:
+        machine.tensor.arrive()
 
 
-def _multiply(found, operands, reader, writer, address):
+def _multiply(machine, found, to, left, right, kind, keeps) -> None:
     """Sums in float64, rounded once, of a left operand in tensor memory and a right one in shared memory."""
-    to, left = address(operands[0]), address(operands[1])
-    right, kind, keeps = reader(operands[2], "u64"), reader(operands[3], "u32"), reader(operands[4], "pred")
-
-    def step(machine, group) -> None:
-        (lane, column), (left_lane, left_column) = (divmod(int(at(machine, group)[0]), 1 << 16) for at in (to, left))
-        thread, described = group[0], int(kind(machine, group)[group[0]])
-        count = 8 * (described >> 17 & 63)
-        if len(group) > 1 or described != _PRODUCT | count // 8 << 17 or lane not in (0, 16) or lane != left_lane:
-            raise Fault("a product that is not supported")
-        machine.issued += 1
-        tensor, by = machine.tensor, (thread // 32, machine.issued)
-        halves = tensor.read(tensor.places(lane + _LANES, left_column + np.arange(8)), *by).view(np.uint16)
-        sums = of_bits16(halves, "bf16") @ described_matrix(machine, int(right(machine, group)[thread]), count).T
-        places = tensor.places(lane + _LANES, column + np.arange(count))
-        if keeps(machine, group)[thread]:
-            sums += tensor.read(places, *by).view(np.float32)
-        tensor.write(places, sums.astype(np.float32).view(np.uint32), *by)
-
-    return step
+    (lane, column), (left_lane, left_column) = (divmod(int(machine.addresses(at)[0]), 1 << 16) for at in (to, left))
+    thread = machine.group[0]
+    descriptor, kind = int(machine.get("u64", right)[thread]), int(machine.get("u32", kind)[thread])
+    count = 8 * (kind >> 17 & 63)
+    if len(machine.group) > 1 or kind != _PRODUCT | count // 8 << 17 or lane not in (0, 16) or lane != left_lane:
+        raise Fault("a product that is not supported")
+    machine.issued += 1
+    tensor, by = machine.tensor, (thread // 32, machine.issued)
+    halves = tensor.read(tensor.places(lane + _LANES, left_column + np.arange(8)), *by).view(np.uint16)
+    sums = of_bits16(halves, "bf16") @ described_matrix(machine, descriptor, count).T
+    places = tensor.places(lane + _LANES, column + np.arange(count))
+    if machine.get("pred", keeps)[thread]:
+        sums += tensor.read(places, *by).view(np.float32)
+    tensor.write(places, sums.astype(np.float32).view(np.uint32), *by)
 
 
-def _elect(found, operands, reader, writer, address):
-    lane, chosen = map(writer, operands[0].split("|"))
-
-    def step(machine, group) -> None:
-        machine.require_warps(group)
-        lane(machine, np.full(len(machine.threads), _ELECTED, np.uint32), group)
-        chosen(machine, machine.threads % 32 == _ELECTED, group)
-
-    return step
+def _elect(machine, found, to, threads) -> None:
+    machine.require_warps()
+    lane, chosen = to.split("|")
+    machine.put(lane, np.full(len(machine.threads), _ELECTED, np.uint32))
+    machine.put(chosen, machine.threads % 32 == _ELECTED)
 
 
-def _make_barrier(found, operands, reader, writer, address):
-    at, count = address(operands[0]), int(operands[1])
-
-    def step(machine, group) -> None:
-        machine.shared.write(at(machine, group), np.zeros((len(group), 8), np.uint8), group)
-        machine.barriers[int(at(machine, group)[0])] = Barrier(count, count)
-
-    return step
+def _make_barrier(machine, found, where, count) -> None:
+    _write_barrier(machine, where, True)
+    machine.barriers[int(machine.addresses(where)[0])] = Barrier(int(count), int(count))
 
 
-def _end_barrier(found, operands, reader, writer, address):
-    at = address(operands[0])
-
-    def step(machine, group) -> None:
-        machine.shared.write(at(machine, group), np.zeros((len(group), 8), np.uint8), group, is_set=False)
-        del machine.barriers[int(at(machine, group)[0])]
-
-    return step
+def _end_barrier(machine, found, where) -> None:
+    _write_barrier(machine, where, False)
+    del machine.barriers[int(machine.addresses(where)[0])]
 
 
-def _commit(found, operands, reader, writer, address):
-    at = address(operands[0])
-
-    def step(machine, group) -> None:
-        for place in at(machine, group):
-            barrier = machine.barrier_at(int(place))
-            barrier.missing, barrier.product = barrier.missing - 1, machine.issued
-            if barrier.missing == 0:
-                barrier.missing, barrier.phases = barrier.count, barrier.phases + 1
-
-    return step
+def _write_barrier(machine, where: str, is_set: bool) -> None:
+    nothing = np.zeros((len(machine.group), 8), np.uint8)
+    machine.shared.write(machine.addresses(where), nothing, machine.group, is_set)
 
 
-def _try_wait(found, operands, reader, writer, address):
-    write, at, parity = writer(operands[0]), address(operands[1]), reader(operands[2], "u32")
-
-    def step(machine, group) -> None:
-        machine.shared.read(at(machine, group), 8, group)
-        done, barrier = np.zeros(len(machine.threads), bool), machine.barrier_at(int(at(machine, group)[0]))
-        done[group] = parity(machine, group)[group] % 2 != barrier.phases % 2
-        if done[group].all():
-            machine.finish(barrier.product)
-        write(machine, done, group)
-
-    return step
+def _commit(machine, found, where) -> None:
+    for address in machine.addresses(where):
+        barrier = machine.barrier_at(int(address))
+        barrier.missing, barrier.product = barrier.missing - 1, machine.issued
+        if barrier.missing == 0:
+            barrier.missing, barrier.phases = barrier.count, barrier.phases + 1
 
 
-def _permit(found, operands, reader, writer, address):
-    return lambda machine, group: machine.require_warps(group)
+def _try_wait(machine, found, to, where, parity) -> None:
+    machine.shared.read(machine.addresses(where), 8, machine.group)
+    barrier = machine.barrier_at(int(machine.addresses(where)[0]))
+    done = machine.get("u32", parity) % 2 != barrier.phases % 2
+    if done[machine.group].all():
+        machine.finish(barrier.product)
+    machine.put(to, done)
 
 
 TENSOR = {
     r"tcgen05\.alloc\.cta_group::1\.sync\.aligned\.shared::cta\.b32": _allocate,
     r"tcgen05\.relinquish_alloc_permit\.cta_group::1\.sync\.aligned": _permit,
     r"tcgen05\.dealloc\.cta_group::1\.sync\.aligned\.b32": _free,
-    r"tcgen05\.ld\.sync\.aligned\.16x32bx2\.x(\d+)\.b32": _load,
-    r"tcgen05\.st\.sync\.aligned\.16x32bx2\.x(\d+)\.b32": _store,
+    r"tcgen05\.ld\.sync\.aligned\.16x32bx2\.x\d+\.b32": _load,
+    r"tcgen05\.st\.sync\.aligned\.16x32bx2\.x\d+\.b32": _store,
     r"tcgen05\.wait::(ld|st)\.sync\.aligned": _wait,
     r"tcgen05\.mma\.cta_group::1\.kind::f16": _multiply,
     r"tcgen05\.commit\.cta_group::1\.mbarrier::arrive::one\.shared::cluster\.b64": _commit,

@@ -5,11 +5,10 @@ compiled for GPUs that need not be there, against the definitions."""
 import numpy as np
 import pytest
 
-from .arithmetic import fma
 from .machine import execute
 from .memory import Fault, GlobalMemory
 from .parser import parse
-from .semantics import DTYPES, meaning_of
+from .semantics import DTYPES, fma, meaning_of
 
 
 NAN, INF, TINY = "7fffffff", "7f800000", "00000001"
