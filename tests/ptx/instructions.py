@@ -12,8 +12,11 @@ from .memory import Fault, GlobalMemory, SharedMemory
 from .semantics import DTYPES, halves, of_bits16
 
 
-_LANE = np.arange(32)
+_LANE, _SIDE, _NUMBER = np.arange(32), np.arange(2)[:, None], np.arange(4)[:, None, None]
 _ROW, _COLUMN = _LANE // 4, _LANE % 4 * 2
+#: Indices of left and right operands by register, half of a register and lane: of all warps, rows and columns.
+_LEFT = slice(None), _ROW + 8 * (_NUMBER % 2), _COLUMN + _SIDE + 8 * (_NUMBER // 2)
+_RIGHT = slice(None), _COLUMN + _SIDE + 8 * _NUMBER[:2], _ROW
 
 
 # ---- memory ---------------------------------------------------------------------------------------------------------
@@ -148,53 +151,36 @@ def _store_matrices(machine, found, to, source) -> None:
 # ---- products -------------------------------------------------------------------------------------------------------
 
 
-def _words(machine, names: tuple) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Of registers with pairs of bfloat16, values (float64) of the low and the high halves ``[warps, 32]``."""
-    pairs = [halves(machine.get("b32", name)) for name in names]
-    return [tuple(of_bits16(half, "bf16").reshape(-1, 32) for half in pair) for pair in pairs]
-
-
-def _left_operand(machine, names: tuple) -> np.ndarray:
-    """Matrices ``[warps, 16, 16]`` of four registers."""
-    out = np.empty((len(machine.threads) // 32, 16, 16))
-    for number, pair in enumerate(_words(machine, names)):
-        for side, values in enumerate(pair):
-            out[:, _ROW + 8 * (number % 2), _COLUMN + side + 8 * (number // 2)] = values
+def _operand(machine, names: tuple, places: tuple, width: int) -> np.ndarray:
+    """Matrices ``[warps, 16, width]`` of registers with pairs of bfloat16."""
+    words = np.stack([machine.get("b32", name).reshape(-1, 32) for name in names], axis=1)
+    out = np.empty((len(words), 16, width))
+    out[places] = of_bits16(np.stack(halves(words), axis=2), "bf16")
     return out
 
 
-def _right_operand(machine, names: tuple) -> np.ndarray:
-    """Matrices ``[warps, 16, 8]`` of two registers."""
-    out = np.empty((len(machine.threads) // 32, 16, 8))
-    for number, pair in enumerate(_words(machine, names)):
-        for side, values in enumerate(pair):
-            out[:, _COLUMN + side + 8 * number, _ROW] = values
-    return out
-
-
-def _sums_at(number: int) -> tuple[np.ndarray, np.ndarray]:
-    """Row and column, by lane, of register ``number`` of float32 sums of a warp."""
-    return _ROW + 8 * (number // 2 % 2), 8 * (number // 4) + _COLUMN + number % 2
+def _places_of_sums(count: int) -> tuple:
+    """Indices of float32 sums by register and lane: of all warps, rows and columns."""
+    number = np.arange(count)[:, None]
+    return slice(None), _ROW + 8 * (number // 2 % 2), 8 * (number // 4) + _COLUMN + number % 2
 
 
 def _write_sums(machine, sums: np.ndarray, names: tuple) -> None:
-    for number, name in enumerate(names):
-        rows, columns = _sums_at(number)
-        machine.put(name, np.ascontiguousarray(sums[:, rows, columns]).astype(np.float32).reshape(-1))
+    for name, values in zip(names, sums[_places_of_sums(len(names))].swapaxes(0, 1), strict=True):
+        machine.put(name, values.astype(np.float32).reshape(-1))
 
 
 def _read_sums(machine, names: tuple) -> np.ndarray:
     out = np.empty((len(machine.threads) // 32, 16, 2 * len(names)))
-    for number, name in enumerate(names):
-        rows, columns = _sums_at(number)
-        out[:, rows, columns] = machine.get("f32", name).reshape(-1, 32)
+    parts = [machine.get("f32", name).reshape(-1, 32) for name in names]
+    out[_places_of_sums(len(names))] = np.stack(parts, axis=1)
     return out
 
 
 def _multiply(machine, found, to, left, right, before) -> None:
     """Sums in float64, rounded once: how tensor cores round is not specified."""
     machine.require_all()
-    product = _left_operand(machine, left) @ _right_operand(machine, right)
+    product = _operand(machine, left, _LEFT, 16) @ _operand(machine, right, _RIGHT, 8)
     _write_sums(machine, product + _read_sums(machine, before), to)
 
 
@@ -221,12 +207,11 @@ def _multiply_group(machine, found, to, left, descriptor, accumulates, *signs) -
     machine.issued += 1
     right = described_matrix(machine, int(machine.get("u64", descriptor)[0]), int(found[1]))
     before = _read_sums(machine, to) if machine.get("pred", accumulates)[0] else 0
-    _write_sums(machine, _left_operand(machine, left) @ right.T + before, to)
+    _write_sums(machine, _operand(machine, left, _LEFT, 16) @ right.T + before, to)
 
 
 def _nothing(machine, found) -> None:
     """What orders that which is executed in order anyway."""
-    machine.require_all()
 
 
 def _wait_products(machine, found, left) -> None:
@@ -254,5 +239,5 @@ INSTRUCTIONS = {
     r"mma\.sync\.aligned\.m16n8k16\.row\.col\.f32\.bf16\.bf16\.f32": _multiply,
     r"wgmma\.mma_async\.sync\.aligned\.m64n(\d+)k16\.f32\.bf16\.bf16": _multiply_group,
     r"wgmma\.wait_group\.sync\.aligned": _wait_products,
-    r"wgmma\.(?:fence|commit_group)\.sync\.aligned": _nothing,
+    r"(?:wgmma\.fence|wgmma\.commit_group|tcgen05\.relinquish_alloc_permit\.cta_group::1)\.sync\.aligned": _nothing,
 }

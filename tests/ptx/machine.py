@@ -118,9 +118,10 @@ class Machine:
             raise Fault("a part of a warp comes here")
 
     def barrier_at(self, address: int) -> Barrier:
-        if address not in self.barriers:
+        barrier = self.barriers.get(address)
+        if barrier is None:
             raise Fault(f"no barrier at {address}")
-        return self.barriers[address]
+        return barrier
 
     def finish(self, product: int) -> None:
         """Products up to a number are done."""
@@ -133,7 +134,7 @@ class Machine:
         groups, instructions = {0: self.threads}, self._code.kernel.instructions
         for _ in range(_MOST_BLOCKS):
             if not groups:
-                return self.tensor.require_free()
+                return
             waiting = {at for at in self._code.barriers.intersection(groups) if len(groups[at]) < self._alive}
             at = min(groups.keys() - waiting or waiting)
             group = groups.pop(at)
@@ -214,7 +215,10 @@ def execute(kernel: Kernel, grid: Sequence[int], arguments: Sequence, memory: Gl
     with np.errstate(all="ignore"):
         for number in range(x * y * z):
             place = number % x, number // x % y, number // (x * y)
-            Machine(code, memory, named, place, shared).run()
+            machine = Machine(code, memory, named, place, shared)
+            machine.run()
+            if machine.tensor.columns:
+                raise Fault(f"program {place}: tensor memory was not given back")
 
 
 # ---- operands and arithmetic ----------------------------------------------------------------------------------------

@@ -109,7 +109,7 @@ class SharedMemory:
         """Bytes ``[addresses, width]`` for a product of that number."""
         places = self._places(addresses, width)
         if not self.is_set[places].all():
-            raise Fault("a matrix in shared memory was not written whole")
+            raise Fault("a matrix was not written whole, or is on its way")
         if (self._writer[places] >= 0).any() or not self.is_fenced[places].all():
             raise Fault("a race: a product reads what was written since the last barrier or fence")
         self.taken[places] = product

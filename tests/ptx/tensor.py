@@ -8,11 +8,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from .instructions import described_matrix
-from .memory import Fault
+from .memory import Fault, SharedMemory
 from .semantics import of_bits16
 
 
-_COLUMNS = 512
 #: Of 64 rows of a matrix, the lanes behind the first: each warp has 16 of its 32.
 _LANES = (np.arange(64) // 16 * 32 + np.arange(64) % 16)[:, None]
 #: Descriptor of a product of 64 rows of bfloat16 into float32, K in neighbours, but for the number of columns.
@@ -21,72 +20,42 @@ _PRODUCT = 64 // 16 << 24 | 1 << 10 | 1 << 7 | 1 << 4
 _ELECTED = 7
 
 
-class TensorMemory:
-    """Words ``[128 lanes, 512 columns]`` of a program. Of each: whether it was written, the warp that wrote it since
-    the last barrier plus one, and the last product that has to do with it, and that nobody waited for."""
+class TensorMemory(SharedMemory):
+    """The columns of tensor memory that a program has: 32-bit words of 128 lanes, one lane after the other.
 
-    def __init__(self):
-        self._data = np.zeros((128, _COLUMNS), np.uint32)
-        self._is_set, self._is_coming = np.zeros((2, 128, _COLUMNS), bool)
-        self.taken = np.zeros((128, _COLUMNS), np.int32)
-        self._writer = np.zeros((128, _COLUMNS), np.int8)
-        self._columns = range(0)
+    Attributes:
+        stores: those on their way.
+    """
 
-    def allocate(self, count: int) -> int:
-        """Return the first of so many columns: not 0, which no kernel may count on."""
-        if self._columns or count not in (32, 64, 128, 256, 512):
-            raise Fault(f"{count} columns of tensor memory, with {len(self._columns)} before")
-        self._columns = range(_COLUMNS - count, _COLUMNS)
-        return self._columns.start
+    def __init__(self, columns: int = 0):
+        super().__init__(4 * 128 * columns)
+        # Not from 0 on, which no kernel may count on.
+        self.columns = range(512 - columns, 512)
+        self.stores: list[tuple] = []
 
-    def free(self, first: int, count: int) -> None:
-        if self._columns != range(first, first + count):
-            raise Fault(f"{count} columns of tensor memory from {first} on were not allocated")
-        self._columns = range(0)
-
-    def require_free(self) -> None:
-        """At the end of a program."""
-        if self._columns:
-            raise Fault("tensor memory was not given back")
-
-    def barrier(self) -> None:
-        """All warps see what all wrote."""
-        self._writer.fill(0)
-
-    def places(self, lanes: np.ndarray, columns: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Indices of words of which the columns were allocated."""
+    def addresses(self, lanes: np.ndarray, columns: np.ndarray) -> np.ndarray:
+        """Places of words, in bytes."""
         for column in (columns.min(), columns.max()):
-            if column not in self._columns:
-                raise Fault(f"column {column} of tensor memory, of {self._columns}")
-        return lanes, columns
+            if column not in self.columns:
+                raise Fault(f"column {column} of tensor memory, of {self.columns}")
+        return (4 * (lanes * len(self.columns) + columns - self.columns.start)).reshape(-1)
 
-    def read(self, places: tuple, warps: np.ndarray | int, product: int = 0) -> np.ndarray:
-        """Words for warps, or for a product that a warp issued."""
-        self._take(places, product)
-        if not self._is_set[places].all():
-            raise Fault("tensor memory was not written, or is on its way")
-        writer = self._writer[places]
-        if ((writer != 0) & (writer != warps + 1)).any():
-            raise Fault("a race: reads tensor memory that another warp wrote since the last barrier")
-        return self._data[places]
+    def read(self, addresses: np.ndarray, width: int, threads: np.ndarray) -> np.ndarray:
+        if self.taken[addresses].any():
+            raise Fault("a race: reads what a product wrote that nobody waited for")
+        return super().read(addresses, width, threads)
 
-    def write(self, places: tuple, words: np.ndarray, warps: np.ndarray | int, product: int = 0) -> None:
-        """Words of warps, which are on their way, or of a product."""
-        self._take(places, product)
-        self._data[places], self._is_set[places], self._is_coming[places] = words, product > 0, product == 0
-        self._writer[places] = 0 if product else warps + 1
+    def write_by_product(self, addresses: np.ndarray, values: np.ndarray, product: int) -> None:
+        places = self._places(addresses, values.shape[1])
+        self.data[places], self.taken[places] = values, product
+        self.is_set[places], self.is_fenced[places] = True, True
 
     def arrive(self) -> None:
-        """What was on its way is there."""
-        self._is_set |= self._is_coming
-        self._is_coming.fill(False)
-
-    def _take(self, places: tuple, product: int) -> None:
-        """Products wait for each other."""
-        if product:
-            self.taken[places] = product
-        elif self.taken[places].any():
-            raise Fault("a race: tensor memory of a product that nobody waited for")
+        """What was stored is there."""
+        for store in self.stores:
+            self.write(*store)
+        self.stores = []
+        self.is_fenced.fill(True)
 
 
 @dataclass
@@ -105,34 +74,36 @@ class Barrier:
 
 def _allocate(machine, found, to, count) -> None:
     machine.require_warps()
-    first = np.array([[machine.tensor.allocate(int(count))]], np.uint32)
+    if machine.tensor.columns or int(count) not in (32, 64, 128, 256, 512):
+        raise Fault(f"with {len(machine.tensor.columns)} columns of tensor memory before")
+    machine.tensor = TensorMemory(int(count))
+    first = np.array([[machine.tensor.columns.start]], np.uint32)
     machine.shared.write(machine.addresses(to)[:1], first.view(np.uint8), machine.group[:1])
 
 
 def _free(machine, found, first, count) -> None:
     machine.require_warps()
-    machine.tensor.free(int(machine.get("u32", first)[machine.group[0]]), int(count))
-
-
-def _permit(machine, found) -> None:
-    machine.require_warps()
+    start = int(machine.get("u32", first)[machine.group[0]])
+    if machine.tensor.columns != range(start, start + int(count)):
+        raise Fault(f"columns of tensor memory from {start} on were not allocated")
+    machine.tensor = TensorMemory()
 
 
 def _moved(machine, operand: str, split: str, count: int) -> tuple[np.ndarray, np.ndarray]:
-    """Words ``[threads, count]`` that a group moves: half of a warp those of 16 lanes, the other half those of the same
-    lanes, ``split`` columns on."""
+    """Addresses and threads of the words ``[threads, count]`` that a group moves: half of a warp those of 16 lanes, the
+    other half those of the same lanes, ``split`` columns on."""
     machine.require_all()
     (lane, column), (warp, thread) = np.divmod(machine.addresses(operand), 1 << 16), np.divmod(machine.group, 32)
     if (lane // 32 != warp % 4).any() or (lane % 16).any():
         raise Fault("lanes of tensor memory that another warp has")
-    first = (column + thread // 16 * int(split))[:, None]
-    return machine.tensor.places((lane + thread % 16)[:, None], first + np.arange(count))
+    columns = (column + thread // 16 * int(split))[:, None] + np.arange(count)
+    return machine.tensor.addresses((lane + thread % 16)[:, None], columns), np.repeat(machine.group, count)
 
 
 def _load(machine, found, to, source, split) -> None:
+    addresses, threads = _moved(machine, source, split, len(to))
     words = np.zeros((len(to), len(machine.threads)), np.uint32)
-    places = _moved(machine, source, split, len(to))
-    words[:, machine.group] = machine.tensor.read(places, machine.group[:, None] // 32).T
+    words[:, machine.group] = machine.tensor.read(addresses, 4, threads).view(np.uint32).reshape(-1, len(to)).T
     for name, values in zip(to, words, strict=True):
         machine.put(name, values, ~np.zeros_like(values))
     machine.arriving.update(to)
@@ -140,7 +111,10 @@ def _load(machine, found, to, source, split) -> None:
 
 def _store(machine, found, to, split, source) -> None:
     words = np.stack([machine.get("b32", name)[machine.group] for name in source], axis=1)
-    machine.tensor.write(_moved(machine, to, split, len(source)), words, machine.group[:, None] // 32)
+    addresses, threads = _moved(machine, to, split, len(source))
+    store = addresses, words.reshape(-1, 1).view(np.uint8), threads
+    machine.tensor.write(*store, is_set=False)
+    machine.tensor.stores.append(store)
 
 
 def _wait(machine, found) -> None:
@@ -160,13 +134,13 @@ def _multiply(machine, found, to, left, right, kind, keeps) -> None:
     if len(machine.group) > 1 or kind != _PRODUCT | count // 8 << 17 or lane not in (0, 16) or lane != left_lane:
         raise Fault("a product that is not supported")
     machine.issued += 1
-    tensor, by = machine.tensor, (thread // 32, machine.issued)
-    halves = tensor.read(tensor.places(lane + _LANES, left_column + np.arange(8)), *by).view(np.uint16)
+    places = machine.tensor.addresses(lane + _LANES, left_column + np.arange(8))
+    halves = machine.tensor.read_by_product(places, 4, machine.issued).view(np.uint16).reshape(64, 16)
     sums = of_bits16(halves, "bf16") @ described_matrix(machine, descriptor, count).T
-    places = tensor.places(lane + _LANES, column + np.arange(count))
+    places = machine.tensor.addresses(lane + _LANES, column + np.arange(count))
     if machine.get("pred", keeps)[thread]:
-        sums += tensor.read(places, *by).view(np.float32)
-    tensor.write(places, sums.astype(np.float32).view(np.uint32), *by)
+        sums += machine.tensor.read_by_product(places, 4, machine.issued).view(np.float32).reshape(sums.shape)
+    machine.tensor.write_by_product(places, sums.astype(np.float32).reshape(-1, 1).view(np.uint8), machine.issued)
 
 
 def _elect(machine, found, to, threads) -> None:
@@ -176,19 +150,10 @@ def _elect(machine, found, to, threads) -> None:
     machine.put(chosen, machine.threads % 32 == _ELECTED)
 
 
-def _make_barrier(machine, found, where, count) -> None:
-    _write_barrier(machine, where, True)
-    machine.barriers[int(machine.addresses(where)[0])] = Barrier(int(count), int(count))
-
-
-def _end_barrier(machine, found, where) -> None:
-    _write_barrier(machine, where, False)
-    del machine.barriers[int(machine.addresses(where)[0])]
-
-
-def _write_barrier(machine, where: str, is_set: bool) -> None:
-    nothing = np.zeros((len(machine.group), 8), np.uint8)
-    machine.shared.write(machine.addresses(where), nothing, machine.group, is_set)
+def _change_barrier(machine, found, where, count="0") -> None:
+    is_made, addresses = found[1] == "init", machine.addresses(where)
+    machine.shared.write(addresses, np.zeros((len(addresses), 8), np.uint8), machine.group, is_set=is_made)
+    machine.barriers[int(addresses[0])] = Barrier(int(count), int(count)) if is_made else None
 
 
 def _commit(machine, found, where) -> None:
@@ -210,7 +175,6 @@ def _try_wait(machine, found, to, where, parity) -> None:
 
 TENSOR = {
     r"tcgen05\.alloc\.cta_group::1\.sync\.aligned\.shared::cta\.b32": _allocate,
-    r"tcgen05\.relinquish_alloc_permit\.cta_group::1\.sync\.aligned": _permit,
     r"tcgen05\.dealloc\.cta_group::1\.sync\.aligned\.b32": _free,
     r"tcgen05\.ld\.sync\.aligned\.16x32bx2\.x\d+\.b32": _load,
     r"tcgen05\.st\.sync\.aligned\.16x32bx2\.x\d+\.b32": _store,
@@ -218,7 +182,6 @@ TENSOR = {
     r"tcgen05\.mma\.cta_group::1\.kind::f16": _multiply,
     r"tcgen05\.commit\.cta_group::1\.mbarrier::arrive::one\.shared::cluster\.b64": _commit,
     r"elect\.sync": _elect,
-    r"mbarrier\.init\.shared::cta\.b64": _make_barrier,
-    r"mbarrier\.inval\.shared::cta\.b64": _end_barrier,
+    r"mbarrier\.(init|inval)\.shared::cta\.b64": _change_barrier,
     r"mbarrier\.try_wait\.parity\.shared::cta\.b64": _try_wait,
 }

@@ -178,14 +178,12 @@ mul.lo.s32 %r3, %r2, 4;
 """
 
 
-def run(
-    body: str, threads: int = 32, n: int = 0, words: int | None = None, grid=(1, 1, 1), shared: int = 1024
-) -> np.ndarray:
+def run(body: str, threads: int = 32, n: int = 0, words: np.ndarray | None = None, grid=(1, 1, 1)) -> np.ndarray:
     """Words that a program leaves in its buffer, a word for each thread by default."""
-    data = np.zeros(4 * (threads if words is None else words), np.uint8)
+    words = np.zeros(threads, np.int32) if words is None else words
     kernel = parse(HEAD.format(threads=threads) + START + body + "\nret;\n}\n")
-    execute(kernel, grid, [1 << 20, n], GlobalMemory([(1 << 20, data)]), shared)
-    return data.view(np.int32)
+    execute(kernel, grid, [1 << 20, n], GlobalMemory([(1 << 20, words.view(np.uint8))]), 1024)
+    return words
 
 
 STORE = "st.global.b32 [ %rd3 + 0 ], { %r9 };"
@@ -218,7 +216,7 @@ def test_divergent_loops_and_branches_meet_again():
 def test_programs_and_atomics():
     body = "mov.u32 %r4, %ctaid.x;\nadd.s32 %r5, %r4, 1;\n"
     body += "atom.global.gpu.acq_rel.add.u32 %r6, [ %rd1 + 0 ], %r5;"
-    assert run(body, threads=32, words=1, grid=(3, 2, 1)).tolist() == [2 * 32 * (1 + 2 + 3)]
+    assert run(body, words=np.zeros(1, np.int32), grid=(3, 2, 1)).tolist() == [2 * 32 * (1 + 2 + 3)]
 
 
 @pytest.mark.parametrize(
@@ -284,9 +282,7 @@ def test_products_of_tensor_cores_against_float64():
     add.s64 %rd7, %rd1, %rd6;
     st.global.v4.b32 [ %rd7 + 0 ], { %r40, %r41, %r42, %r43 };
     """
-    kernel = parse(HEAD.format(threads=32) + START + body + "ret;\n}\n")
-    execute(kernel, (1, 1, 1), [1 << 20, 0], GlobalMemory([(1 << 20, data)]), 1024)
-    found = data[:512].view(np.float32).reshape(8, 4, 2, 2).transpose(2, 0, 1, 3).reshape(16, 8)
+    found = run(body, words=data)[:512].view(np.float32).reshape(8, 4, 2, 2).transpose(2, 0, 1, 3).reshape(16, 8)
     assert np.abs(found - (left @ right.T + 1)).max() < 2e-6
 
 
@@ -338,11 +334,6 @@ bar.sync 0;
 WAIT = "mbarrier.try_wait.parity.shared::cta.b64 %p7, [%r5 + 512], %r18;\n@!%p7 bra $L1;"
 
 
-def run_tensor(body: str, words: np.ndarray) -> None:
-    kernel = parse(HEAD.format(threads=128) + START + body + "ret;\n}\n")
-    execute(kernel, (1, 1, 1), [1 << 20, 0], GlobalMemory([(1 << 20, words.view(np.uint8))]), 1024)
-
-
 def test_products_in_tensor_memory_against_float64():
     rng = np.random.default_rng(4)
     left, right = (rng.standard_normal((rows, 16)).astype(np.float32).view(np.uint32) >> 16 for rows in (64, 8))
@@ -352,8 +343,7 @@ def test_products_in_tensor_memory_against_float64():
     halves = right.astype(np.uint16).view(np.uint32).reshape(8, 2, 4).copy()
     halves[4:] = halves[4:, ::-1]
     data = np.concatenate((words, halves.reshape(-1)))
-    run_tensor(TENSOR, data)
-    found = data[:512].view(np.float32).reshape(4, 2, 16, 4).swapaxes(1, 2).reshape(64, 8)
+    found = run(TENSOR, 128, words=data)[:512].view(np.float32).reshape(4, 2, 16, 4).swapaxes(1, 2).reshape(64, 8)
     left, right = ((bits << 16).view(np.float32).astype(np.float64) for bits in (left, right))
     assert np.abs(found - 2 * left @ right.T).max() < 4e-6
 
@@ -361,26 +351,26 @@ def test_products_in_tensor_memory_against_float64():
 @pytest.mark.parametrize(
     ("line", "instead", "words"),
     [
-        ("tcgen05.wait::st.sync.aligned;", "", "not written, or is on its way"),
-        ("1;\nbar.sync 0;", "1;", "reads tensor memory that another warp wrote"),
+        ("tcgen05.wait::st.sync.aligned;", "", "not written whole, or is on its way"),
+        ("1;\nbar.sync 0;", "1;", "a product reads what was written since"),
         ("fence.proxy.async.shared::cta;", "", "written since the last barrier or fence"),
         ("1;\nbar.sync 0;", "1;\nbar.sync 0;\n@%p2 st.shared.b32 [ %r3 + 256 ], 0;", "since the last barrier or fence"),
         ("$L1:", "@%p2 st.shared.b32 [ %r3 + 256 ], 0;\n$L1:", "writes what a product reads"),
         ("@!%p7 bra $L1;", "@%p7 bra $L1;", "does not end"),
-        (WAIT, "", "a product that nobody waited for"),
+        (WAIT, "", "reads what a product wrote"),
         ("tcgen05.wait::ld.sync.aligned;", "", "register %r20 was not written"),
         ("[%r15 + 8]", "[%r15 + 25]", "column 512 of tensor memory"),
         ("[%r15 + 8]", "[%r6 + 8]", "lanes of tensor memory that another warp has"),
         ("67241104", "67241105", "a product that is not supported"),
         ("@%p1 tcgen05.dealloc.cta_group::1.sync.aligned.b32 %r6, 32;", "", "was not given back"),
-        ("aligned.b32 %r6, 32;", "aligned.b32 %r6, 64;", "were not allocated"),
+        ("aligned.b32 %r6, 32;", "aligned.b32 %r6, 64;", "not allocated"),
         ("@%p4 mbarrier.init.shared::cta.b64 [%r5 + 512], 1;", "", "no barrier at 512"),
     ],
 )
 def test_wrong_uses_of_tensor_memory_are_refused(line, instead, words):
     assert line in TENSOR
     with pytest.raises(Fault, match=words):
-        run_tensor(TENSOR.replace(line, instead, 1), np.zeros(576, np.uint32))
+        run(TENSOR.replace(line, instead, 1), 128, words=np.zeros(576, np.uint32))
 
 
 SET = "st.shared.b32 [ %r3 + 0 ], %r2;\n"
