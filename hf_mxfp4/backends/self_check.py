@@ -7,7 +7,7 @@ A family that gives other results is not used there; a warning says so. Kernels 
 
 import contextlib
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 
@@ -16,6 +16,8 @@ from ..numerics import PARTS, MXFP4Tensor, QuantScheme, ScaleRule
 from . import triton as kernels
 
 
+#: What is compared, what a kernel gives and what it should.
+Check = tuple[str, torch.Tensor | None, torch.Tensor | None]
 _SCHEMES = [QuantScheme(), QuantScheme(ScaleRule.RCEIL, 128, "static", 0.5)]
 _SCHEMES += [QuantScheme(ScaleRule.EVEN, 128, "block_mantissas", 1.0)]
 #: Family and device -> what is wrong, `None` where nothing is.
@@ -31,25 +33,14 @@ def is_verified(family: str, device: torch.device) -> bool:
     if (family, device) not in _found:
         if torch.compiler.is_compiling() or _is_capturing(device):
             return False
-        _found[family, device] = problem = _check(family, device)
+        _found[family, device] = problem = compare(FAMILIES[family], device)
         if problem is not None:
             warnings.warn(
                 f"the {family!r} Triton kernels do not work on {device}: {problem}. Slower functions replace them. "
-                "Please report this with the output of `hf-mxfp4 env`",
+                "Please report this with the output of `hf-mxfp4 doctor --json`",
                 stacklevel=3,
             )
     return _found[family, device] is None
-
-
-def states(device: torch.device, check: bool = False) -> dict[str, str]:
-    """Return what is known of each family on a device, in words; with ``check`` after checking all."""
-    found = {}
-    for family in FAMILIES:
-        if check:
-            is_verified(family, device)
-        problem = _found.get((family, device), "not checked yet")
-        found[family] = "checked" if problem is None else problem
-    return found
 
 
 def _is_capturing(device: torch.device) -> bool:
@@ -59,7 +50,8 @@ def _is_capturing(device: torch.device) -> bool:
         return torch.cuda.is_current_stream_capturing()
 
 
-def _check(family: str, device: torch.device) -> str | None:
+def compare(check: Callable[[torch.device], Iterator[Check]], device: torch.device) -> str | None:
+    """Return what is wrong on a device, the first pair that differs or an error; `None` where nothing is wrong."""
     # Without the modes of the calling code.
     modes = (
         torch.inference_mode(False),
@@ -71,7 +63,7 @@ def _check(family: str, device: torch.device) -> str | None:
         with contextlib.ExitStack() as stack:
             for mode in modes:
                 stack.enter_context(mode)
-            for name, found, expected in FAMILIES[family](device):
+            for name, found, expected in check(device):
                 found = found if found is None else found.cpu()
                 torch.testing.assert_close(
                     found, expected, rtol=0, atol=0, equal_nan=True, msg=f"{name} differ from the eager ones"
@@ -81,7 +73,7 @@ def _check(family: str, device: torch.device) -> str | None:
     return None
 
 
-def _input(n_cols: int) -> torch.Tensor:
+def example(n_cols: int) -> torch.Tensor:
     """Return a matrix whose blocks have magnitudes from 2**-18 to 2**12, with NaN, infinity, zeros and ties."""
     rng = torch.Generator().manual_seed(n_cols)
     exponents = torch.randint(-18, 13, (33, n_cols // 32), generator=rng).repeat_interleave(32, dim=1)
@@ -91,9 +83,9 @@ def _input(n_cols: int) -> torch.Tensor:
     return x.bfloat16()
 
 
-def _quantized(device: torch.device) -> Iterator[tuple[str, torch.Tensor | None, torch.Tensor | None]]:
+def _quantized(device: torch.device) -> Iterator[Check]:
     for scheme in _SCHEMES:
-        x = _input(640)
+        x = example(640)
         there, values = x.to(device), numerics.apply_scheme(x, scheme)
         yield f"values ({scheme})", kernels.fake_quantize(there, scheme), values
         yield f"values of a transpose ({scheme})", kernels.fake_quantize(there.t().contiguous().t(), scheme), values
@@ -106,17 +98,17 @@ def _quantized(device: torch.device) -> Iterator[tuple[str, torch.Tensor | None,
             yield f"E4M3 {name}", *pair
 
 
-def _dequantized(device: torch.device) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
+def _dequantized(device: torch.device) -> Iterator[Check]:
     for scheme in _SCHEMES:
-        tensor = numerics.quantize(_input(640), **vars(scheme), axis=1)
+        tensor = numerics.quantize(example(640), **vars(scheme), axis=1)
         values = kernels.dequantize(_moved(tensor, device), torch.bfloat16)
         yield f"values ({scheme})", values, tensor.dequantize(torch.bfloat16)
-    elements, byte = numerics.quantize_e4m3(_input(640))
+    elements, byte = numerics.quantize_e4m3(example(640))
     found = kernels.dequantize_e4m3(elements.to(device), byte.to(device), torch.bfloat16)
     yield "values of E4M3", found, numerics.dequantize_e4m3(elements, byte, torch.bfloat16)
 
 
-def _multiplied(device: torch.device) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
+def _multiplied(device: torch.device) -> Iterator[Check]:
     """Products of whole numbers, which are exact in every order, with the first of two weights and with both."""
     rng = torch.Generator().manual_seed(0)
     x, ends = torch.randint(-2, 3, (5, 640), generator=rng).bfloat16(), torch.tensor([3, 5], dtype=torch.int32)

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from . import analyze, convert, evaluate, recipes, training
+from . import analyze, convert, evaluate, machine, recipes, training
 from .common import Command
 
 
@@ -35,7 +35,8 @@ _command("pack")(convert.pack)
 _command("export")(convert.export)
 _command("import")(convert.import_)
 _command("verify")(convert.verify)
-_command("env")(training.env)
+_command("env")(machine.env)
+_command("doctor")(machine.doctor)
 for _name, _help in recipes.RECIPES.items():
     app.command(_name, help=_help, context_settings=recipes.SETTINGS)(recipes.command(_name))
 app.command("run", context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})(training.run)

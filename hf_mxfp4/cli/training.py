@@ -1,12 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`hf-mxfp4 plan`, `report`, `run` and `env`: memory of a training step, the page of a run, running other programs; and
-versions, devices, and what computes what here, for bug reports."""
+"""`hf-mxfp4 plan`, `report` and `run`: memory of a training step, the page of a run, running other programs."""
 
 import importlib
 import os
 import runpy
 import sys
-from collections import Counter
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -16,15 +14,12 @@ import typer
 import hf_mxfp4
 
 from .. import checkpoint, lab
-from ..utils import machine, package_versions
 from .common import JsonOption, SkipOption, fail, print_json, print_table, say
 
 
 _ESTIMATE = (
     "An estimate (docs/performance.md): states are exact, activations within about a quarter. Rollouts come on top."
 )
-#: Where products are shown for when there is no GPU.
-_TYPICAL_HARDWARE = ("sm_80", "sm_90", "sm_100")
 #: How the processes of a launcher are started.
 _MODULE, _COMMAND = f"{__package__}", ("run", "--")
 #: Modules of launchers, and the function of each that starts processes.
@@ -159,84 +154,3 @@ def _wrapped(launch: Any) -> Any:
         return launch(args)
 
     return launch_through_run
-
-
-def env(
-    as_json: JsonOption = False,
-    check: Annotated[bool, typer.Option("--check", help="Check all kernels on the GPUs here first.")] = False,
-    verbose: Annotated[bool, typer.Option("--verbose", help="Print what computes what, and why.")] = False,
-) -> None:
-    """Show versions, devices, and what quantizes on them; with --verbose, what multiplies, and why."""
-    facts = environment(check)
-    if as_json:
-        print_json(facts)
-        return
-    for name, version in facts["versions"].items():
-        typer.echo(f"{name:<13} {version or 'not installed'}")
-    typer.echo(f"{'system':<13} {facts['system']}")
-    typer.echo(f"{'CPU':<13} {facts['cpu']['name']}, {facts['cpu']['cores']} cores")
-    gpus = [f"{gpu['name']}, {gpu['capability']}" for gpu in facts["gpus"]]
-    for i, gpu in enumerate(gpus or ["none"]):
-        typer.echo(f"{f'GPU {i}' if gpus else 'GPUs':<13} {gpu}")
-    backends: dict[str, dict[str, None]] = {}
-    for row in facts["quantization"]:
-        name = row["backend"] + (f" ({row['reason']})" if row["reason"] else "")
-        backends.setdefault(row["device"], {})[name] = None
-    for device, names in backends.items():
-        typer.echo(f"quantization on {device}: {', '.join(names)}")
-    for device, states in facts["self_checks"].items():
-        counts = Counter(states.values())
-        typer.echo(f"kernels on {device}: {', '.join(f'{count} {state}' for state, count in counts.items())}")
-    if not verbose:
-        typer.echo("what computes what, and why: hf-mxfp4 env --verbose")
-        return
-    for title, key in (("what quantizes", "quantization"), ("what multiplies", "products")):
-        rows = [[str(value or "") for value in row.values()] for row in facts[key]]
-        print_table(title, list(facts[key][0]), rows)
-
-
-def environment(check: bool = False) -> dict[str, Any]:
-    """Return what [`env`] shows, JSON-clean; with ``check`` after a check of all kernels on all GPUs."""
-    import torch
-
-    from ..backends import self_check
-
-    facts = machine()
-    kinds = [gpu["type"] for gpu in facts["gpus"]]
-    devices = [torch.device(kind, kinds[:i].count(kind)) for i, kind in enumerate(kinds)]
-    return {
-        "versions": package_versions(),
-        **facts,
-        "quantization": _quantization(["cpu", *sorted(set(kinds))]),
-        "self_checks": {str(device): self_check.states(device, check) for device in devices},
-        "products": _products(devices),
-    }
-
-
-def _quantization(devices: list[str]) -> list[dict[str, Any]]:
-    import torch
-
-    default, rows = hf_mxfp4.MXFP4RLConfig(), []
-    for device in devices:
-        for dtype in ("float32", "bfloat16", "float16"):
-            schemes: list[Any] = [hf_mxfp4.QuantScheme(), default.weight_scheme, default.activation_scheme]
-            for scheme in dict.fromkeys(schemes):
-                backend, reason = hf_mxfp4.backends.backend_for(device, getattr(torch, dtype), scheme, "auto")
-                row = {"device": device, "dtype": dtype, "scheme": str(scheme)}
-                rows.append({**row, "backend": backend, "reason": reason})
-    return rows
-
-
-def _products(devices: list[Any]) -> list[dict[str, Any]]:
-    """Per preset, hardware and product, what multiplies and why; without a GPU, on hardware as it is sold."""
-    from ..presets import PRESETS
-
-    rows, gemm = [], hf_mxfp4.gemm
-    for preset in PRESETS:
-        scheme = hf_mxfp4.MXFP4RLConfig(preset=preset).gemms()
-        for hardware in list(dict.fromkeys(map(gemm.hardware_of, devices))) or _TYPICAL_HARDWARE:
-            for product in hf_mxfp4.numerics.GEMM_OPERANDS:
-                layer, experts = (gemm.select_matmul(product, scheme, hardware, experts=of) for of in (False, True))
-                row = {"preset": preset, "hardware": hardware, "product": product}
-                rows.append({**row, "linear": layer.name, "experts": experts.name, "reason": layer.reason})
-    return rows

@@ -61,12 +61,12 @@ def to_fp4(packed: MXFP4Tensor, recipe: str, by_rows: bool = False) -> FP4Operan
         return FP4Operand(elements, swizzle_scales(byte.view(torch.float8_e8m0fnu)))
     macro = None if packed.macro is None else packed.macro.reshape(len(elements), -1)
     name = dispatch.choose_backend(byte, packed.scheme, "auto", family="dequantize", dtype=torch.bfloat16)
-    convert = triton_kernels.nvfp4_scales if name == "triton" else _nvfp4_scales
+    convert = triton_kernels.nvfp4_scales if name == "triton" else nvfp4_scales
     return FP4Operand(elements, *convert(byte, macro, by_rows))
 
 
-def _nvfp4_scales(byte: torch.Tensor, macro: torch.Tensor | None, by_rows: bool) -> tuple[torch.Tensor, ...]:
-    """Swizzled scales, factors, and how many do not fit."""
+def nvfp4_scales(byte: torch.Tensor, macro: torch.Tensor | None, by_rows: bool) -> tuple[torch.Tensor, ...]:
+    """Return swizzled scales, factors, and how many do not fit, of ``byte [R, C]`` and factors ``macro``, or `None`."""
     counts = byte.to(torch.int32).masked_fill(byte == E8M0_NAN, 0)
     top = counts.amax(dim=1, keepdim=True) if by_rows else counts.amax().reshape(1, 1)
     # The largest scale gets into the top binade, 256 to 448. Factors are normal, as are their reciprocals.
@@ -125,4 +125,4 @@ def problem(recipe: str, device: torch.device) -> str | None:
     except Exception as error:  # builds and drivers fail in every way, and other products do not
         return f"{recipe} products fail: {type(error).__name__}: {str(error).partition(chr(10))[0]}"
     wrong = (found - values[0] @ values[1].t()).abs() > 2**-7 * (values[0].abs() @ values[1].abs().t())
-    return f"{recipe} products are wrong on {device}; please report this with `hf-mxfp4 env`" if wrong.any() else None
+    return f"{recipe} products are wrong on {device}; please report `hf-mxfp4 doctor --json`" if wrong.any() else None

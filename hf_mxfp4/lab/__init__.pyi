@@ -5,6 +5,7 @@ from .comparison import (
     compare_checkpoints as compare_checkpoints,
     compare_sources as compare_sources,
 )
+from .doctor import KernelCheck as KernelCheck, check_kernels as check_kernels
 from .evaluation import Evaluation as Evaluation, FULL_PRECISION as FULL_PRECISION, Row as Row
 from .figures import (
     cosine_figure as cosine_figure,

@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Layers of hf_mxfp4 with backend="triton" against the same with "eager"; prints, for each, the largest difference
-relative to the largest value of outputs and gradients, and how often kernels were launched; or what self-checks find.
+relative to the largest value of outputs and gradients, and how often kernels were launched.
 
-TRITON_INTERPRET=1 python run_layers.py [checks]
+TRITON_INTERPRET=1 python run_layers.py
 """
 
 import json
-import sys
 from collections import Counter
 from functools import partial
 
@@ -16,7 +15,6 @@ from torch import nn
 
 import mxfp4_kernels
 from hf_mxfp4 import MXFP4Linear, MXFP4PackedLinear, MXFP4RLConfig
-from hf_mxfp4.backends import self_check
 from hf_mxfp4.layers import MXFP4PackedExperts
 
 
@@ -75,10 +73,7 @@ def compared(compute) -> dict:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:]:
-        report = self_check.states(torch.device("cpu"), check=True)
-    else:
-        spy()
-        report = {name: compared(partial(linear, *given)) for name, given in LAYERS.items()}
-        report["experts"] = compared(experts)
+    spy()
+    report = {name: compared(partial(linear, *given)) for name, given in LAYERS.items()}
+    report["experts"] = compared(experts)
     print(json.dumps(report))

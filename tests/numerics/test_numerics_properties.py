@@ -8,6 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tables import MACROS, RULES
+from test_numerics_reference import check
 
 from hf_mxfp4.numerics import E2M1_MAGNITUDES, decode_e8m0, decompose, fake_quantize, quantize
 
@@ -110,14 +111,11 @@ def test_sign_symmetry(x, scheme):
         assert (out * x.sign() >= 0).all() and not out[x == 0].any()
 
 
-@properties
-@given(x=tensors(), scheme=schemes, data=st.data())
-def test_order_inside_a_block_does_not_matter(x, scheme, data):
-    """Elements swapped inside one block are swapped in the result: sums of squares are integers."""
-    order = torch.arange(x.shape[-1])
-    size = data.draw(st.integers(1, min(32, x.shape[-1])))
-    order[:size] = order[:size].flip(0)
-    assert torch.equal(fake_quantize(x[..., order], **scheme), fake_quantize(x, **scheme)[..., order])
+@settings(properties, max_examples=60)
+@given(x=tensors(), scheme=schemes, block_rows=st.sampled_from([1, 32]))
+def test_any_tensor_is_quantized_as_the_reference_says(x, scheme, block_rows):
+    rule, *macro, alpha = scheme.values()
+    check(x.reshape(-1, x.shape[-1]), rule, macro, alpha, block_rows)
 
 
 @properties

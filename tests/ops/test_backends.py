@@ -78,9 +78,7 @@ def eager_kernels(monkeypatch):
 
 
 def test_right_kernels_are_verified(eager_kernels):
-    assert set(self_check.states(CPU).values()) == {"not checked yet"}
     assert all(self_check.is_verified(family, CPU) for family in self_check.FAMILIES)
-    assert set(self_check.states(CPU).values()) == {"checked"}
 
 
 @pytest.mark.parametrize(

@@ -31,16 +31,21 @@ from ptx.device import executed  # noqa: E402
 def few_quantized() -> Iterator[tuple[str, object]]:
     rng = torch.Generator().manual_seed(1)
     x = run_quantize.adversarial_rows((20, 160), torch.float32, 0, rng)
+    # Blocks at the least scales, with codes other than zero.
+    x[15] = x[0] * 2.0 ** (torch.arange(160) // 32 - 127)
     for text, dtype in (("rceil", torch.bfloat16), ("even+mbs128-blockwise+of1", torch.bfloat16)):
         yield text, run_quantize.wrong(x.to(dtype), parse_scheme(text), {}, dtype)
-    odd = run_quantize.adversarial_rows((5, 70), torch.float16, 2, rng)
+    # Several tiles, strips and blocks, cut short.
+    odd = torch.cat((x[11:16], x[1:6, :110]), dim=1)
     yield "odd", run_quantize.wrong(odd, parse_scheme("rceil+mbs32-static+of0.3"), {}, torch.float32)
-    yield "both", run_quantize.wrong_both(x[:, :64], parse_scheme("rceil"), ({"seed": 5}, {"rotation": 32}), x.dtype)
+    yield "both", run_quantize.wrong_both(x[:, :70], parse_scheme("rceil"), ({"seed": 5}, {"rotation": 32}), x.dtype)
 
 
 def few_converted() -> Iterator[tuple[str, object]]:
     rng = torch.Generator().manual_seed(2)
     odd = run_quantize.adversarial_rows((5, 70), torch.float16, 2, rng)
+    # A maximum between the largest E4M3 number and that of its binade.
+    odd[0] = torch.linspace(-1.85, 1.85, 70)
     yield "FP8", run_quantize.wrong_fp8(odd)
     yield from itertools.islice(run_quantize.nvfp4(rng), 2)
 

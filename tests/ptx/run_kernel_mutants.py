@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Small faults made on purpose in kernels, to see which of them the executed PTX shows; prints a JSON report.
 
-    python run_kernel_mutants.py 80
+    python run_kernel_mutants.py 80            all of them
+    python run_kernel_mutants.py 80 30 38      those of these numbers
 
 Those marked `COMPILED` are in code that Triton's interpreter never runs.
 """
@@ -16,7 +17,7 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 KERNELS = HERE.parents[1] / "kernels"
-ARCH = sys.argv[1]
+ARCH, CHOSEN = sys.argv[1], [*map(int, sys.argv[2:])]
 COMPILED = "compiled only"
 #: File, text that is there once, what replaces it, and `COMPILED`.
 MUTANTS = [
@@ -50,7 +51,7 @@ MUTANTS = [
     ("common/bf16x2_blocks.py", "0x5410", "0x5401", ""),
     ("common/bf16x2_blocks.py", "0x7632", "0x7623", ""),
     ("common/bf16x2_blocks.py", "t + 0x00FF00FF", "t + 0x00FF0100", ""),
-    ("common/bf16x2_blocks.py", "_LEAST_TOP = tl.constexpr(0x0140)", "_LEAST_TOP = tl.constexpr(0x0100)", ""),
+    ("common/bf16x2_blocks.py", "_LEAST_TOP = tl.constexpr(0x0140)", "_LEAST_TOP = tl.constexpr(0x0141)", ""),
     ("common/bf16x2_blocks.py", "codes + 0x77777777", "codes + 0x67777777", ""),
     ("common/bf16x2_blocks.py", "_NAN = tl.constexpr(0x7FC07FC0)", "_NAN = tl.constexpr(0x7FC07F80)", ""),
     ("common/bf16x2_blocks.py", "minus = _steps(byte, mantissa) | _SIGNS", "minus = _steps(byte, mantissa)", ""),
@@ -130,7 +131,8 @@ if __name__ == "__main__":
 
     report = {"not found": [], "found": {}}
     with tempfile.TemporaryDirectory() as folder:
-        for number, (file, old, new, only) in enumerate(MUTANTS):
+        for number in CHOSEN or range(len(MUTANTS)):
+            file, old, new, only = MUTANTS[number]
             tree = Path(folder) / str(number)
             shutil.copytree(KERNELS, tree)
             path = tree / "mxfp4_kernels" / file
