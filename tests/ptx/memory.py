@@ -55,11 +55,14 @@ class GlobalMemory:
 
 class SharedMemory:
     """Bytes of a program from address 0 on, and who was there since the last barrier: of each byte the writer, the
-    first and the last of the threads that read it, and how many barriers of warps there had been."""
+    first and the last of the threads that read it, and how many barriers of warps there had been. Then what products
+    need, which read past the other instructions: whether there was a fence since it was written, and the last product
+    that reads it, and that nobody waited for."""
 
     def __init__(self, size: int):
         self.data = np.zeros(size, np.uint8)
-        self.is_set = np.zeros(size, bool)
+        self.is_set, self.is_fenced = np.zeros((2, size), bool)
+        self.taken = np.zeros(size, np.int32)
         self._step = 0
         self._writer, self._first, self._last = np.empty((3, size), np.int16)
         self._written, self._read = np.zeros((2, size), np.int32)
@@ -102,16 +105,28 @@ class SharedMemory:
         self._read[places] = self._step
         return self.data[places]
 
+    def read_by_product(self, addresses: np.ndarray, width: int, product: int) -> np.ndarray:
+        """Bytes ``[addresses, width]`` for a product of that number."""
+        places = self._places(addresses, width)
+        if not self.is_set[places].all():
+            raise Fault("a matrix in shared memory was not written whole")
+        if (self._writer[places] >= 0).any() or not self.is_fenced[places].all():
+            raise Fault("a race: a product reads what was written since the last barrier or fence")
+        self.taken[places] = product
+        return self.data[places]
+
     def write(self, addresses: np.ndarray, values: np.ndarray, threads: np.ndarray, is_set: bool = True) -> None:
         """With ``is_set`` false, values are on their way: whoever reads them is wrong."""
         places, threads = self._places(addresses, values.shape[1]), threads[:, None].astype(np.int16)
         if self._conflicts(self._first[places], self._last[places], self._read[places], threads).any():
             raise Fault("a race: writes what another thread read since the last barrier")
+        if self.taken[places].any():
+            raise Fault("a race: writes what a product reads that nobody waited for")
         writer = self._writer[places]
         differs = (self.data[places] != values) | ~self.is_set[places]
         if (self._conflicts(writer, writer, self._written[places], threads) & differs).any():
             raise Fault("a race: writes what another thread wrote since the last barrier")
-        self.is_set[places] = is_set
+        self.is_set[places], self.is_fenced[places] = is_set, False
         self._writer[places] = threads
         self._written[places] = self._step
         if is_set:

@@ -5,11 +5,10 @@ compiled for GPUs that need not be there, against the definitions."""
 import numpy as np
 import pytest
 
-from .arithmetic import fma
 from .machine import execute
 from .memory import Fault, GlobalMemory
 from .parser import parse
-from .semantics import DTYPES, meaning_of
+from .semantics import DTYPES, fma, meaning_of
 
 
 NAN, INF, TINY = "7fffffff", "7f800000", "00000001"
@@ -292,6 +291,99 @@ def test_products_of_tensor_cores_against_float64():
     assert np.abs(found - (left @ right.T + 1)).max() < 2e-6
 
 
+#: Twice the product of a left operand, 16 bytes of a thread, with a right one of 64 words, by way of tensor memory.
+TENSOR = """mul.wide.u32 %rd4, %r2, 16;
+add.s64 %rd5, %rd1, %rd4;
+setp.lt.u32 %p1, %r2, 32;
+setp.lt.u32 %p2, %r2, 64;
+mov.b32 %r5, global_smem;
+@%p1 tcgen05.alloc.cta_group::1.sync.aligned.shared::cta.b32 [%r5], 32;
+@%p1 tcgen05.relinquish_alloc_permit.cta_group::1.sync.aligned;
+bar.sync 0;
+ld.shared.b32 %r6, [%r5];
+ld.global.v4.b32 { %r10, %r11, %r12, %r13 }, [ %rd5 + 0 ];
+@%p2 ld.global.b32 { %r14 }, [ %rd3 + 2048 ];
+@%p2 st.shared.b32 [ %r3 + 256 ], %r14;
+shr.u32 %r7, %r2, 5;
+shl.b32 %r8, %r7, 21;
+add.s32 %r15, %r6, %r8;
+tcgen05.st.sync.aligned.16x32bx2.x4.b32 [%r15 + 8], 4, {%r10, %r11, %r12, %r13};
+tcgen05.wait::st.sync.aligned;
+fence.proxy.async.shared::cta;
+elect.sync %r16|%p3, -1;
+and.pred %p4, %p1, %p3;
+@%p4 mbarrier.init.shared::cta.b64 [%r5 + 512], 1;
+bar.sync 0;
+mov.b64 %rd6, -4611615580963667952;
+mov.b32 %r17, 67241104;
+mov.pred %p5, 0;
+mov.pred %p6, -1;
+@%p4 tcgen05.mma.cta_group::1.kind::f16 [ %r6 + 0 ], [ %r6 + 8 ], %rd6, %r17, %p5;
+@%p4 tcgen05.mma.cta_group::1.kind::f16 [ %r6 + 0 ], [ %r6 + 8 ], %rd6, %r17, %p6;
+@%p4 tcgen05.commit.cta_group::1.mbarrier::arrive::one.shared::cluster.b64 [%r5 + 512];
+mov.b32 %r18, 0;
+$L1:
+mbarrier.try_wait.parity.shared::cta.b64 %p7, [%r5 + 512], %r18;
+@!%p7 bra $L1;
+tcgen05.ld.sync.aligned.16x32bx2.x4.b32 {%r20, %r21, %r22, %r23}, [%r15 + 0], 4;
+mov.b64 %rd7, {%r20, %r21};
+tcgen05.wait::ld.sync.aligned;
+mov.b64 {%r20, %r21}, %rd7;
+st.global.v4.b32 [ %rd5 + 0 ], { %r20, %r21, %r22, %r23 };
+bar.sync 0;
+@%p4 mbarrier.inval.shared::cta.b64 [%r5 + 512];
+@%p1 tcgen05.dealloc.cta_group::1.sync.aligned.b32 %r6, 32;
+"""
+
+
+WAIT = "mbarrier.try_wait.parity.shared::cta.b64 %p7, [%r5 + 512], %r18;\n@!%p7 bra $L1;"
+
+
+def run_tensor(body: str, words: np.ndarray) -> None:
+    kernel = parse(HEAD.format(threads=128) + START + body + "ret;\n}\n")
+    execute(kernel, (1, 1, 1), [1 << 20, 0], GlobalMemory([(1 << 20, words.view(np.uint8))]), 1024)
+
+
+def test_products_in_tensor_memory_against_float64():
+    rng = np.random.default_rng(4)
+    left, right = (rng.standard_normal((rows, 16)).astype(np.float32).view(np.uint32) >> 16 for rows in (64, 8))
+    # Threads of a warp: 16 rows, four words, and the same rows, the next four.
+    words = left.astype(np.uint16).view(np.uint32).reshape(4, 16, 2, 4).swapaxes(1, 2).reshape(-1)
+    # Of rows 4 to 7 both halves change places, as 256 bytes are swizzled over 32.
+    halves = right.astype(np.uint16).view(np.uint32).reshape(8, 2, 4).copy()
+    halves[4:] = halves[4:, ::-1]
+    data = np.concatenate((words, halves.reshape(-1)))
+    run_tensor(TENSOR, data)
+    found = data[:512].view(np.float32).reshape(4, 2, 16, 4).swapaxes(1, 2).reshape(64, 8)
+    left, right = ((bits << 16).view(np.float32).astype(np.float64) for bits in (left, right))
+    assert np.abs(found - 2 * left @ right.T).max() < 4e-6
+
+
+@pytest.mark.parametrize(
+    ("line", "instead", "words"),
+    [
+        ("tcgen05.wait::st.sync.aligned;", "", "not written, or is on its way"),
+        ("1;\nbar.sync 0;", "1;", "reads tensor memory that another warp wrote"),
+        ("fence.proxy.async.shared::cta;", "", "written since the last barrier or fence"),
+        ("1;\nbar.sync 0;", "1;\nbar.sync 0;\n@%p2 st.shared.b32 [ %r3 + 256 ], 0;", "since the last barrier or fence"),
+        ("$L1:", "@%p2 st.shared.b32 [ %r3 + 256 ], 0;\n$L1:", "writes what a product reads"),
+        ("@!%p7 bra $L1;", "@%p7 bra $L1;", "does not end"),
+        (WAIT, "", "a product that nobody waited for"),
+        ("tcgen05.wait::ld.sync.aligned;", "", "register %r20 was not written"),
+        ("[%r15 + 8]", "[%r15 + 25]", "column 512 of tensor memory"),
+        ("[%r15 + 8]", "[%r6 + 8]", "lanes of tensor memory that another warp has"),
+        ("67241104", "67241105", "a product that is not supported"),
+        ("@%p1 tcgen05.dealloc.cta_group::1.sync.aligned.b32 %r6, 32;", "", "was not given back"),
+        ("aligned.b32 %r6, 32;", "aligned.b32 %r6, 64;", "were not allocated"),
+        ("@%p4 mbarrier.init.shared::cta.b64 [%r5 + 512], 1;", "", "no barrier at 512"),
+    ],
+)
+def test_wrong_uses_of_tensor_memory_are_refused(line, instead, words):
+    assert line in TENSOR
+    with pytest.raises(Fault, match=words):
+        run_tensor(TENSOR.replace(line, instead, 1), np.zeros(576, np.uint32))
+
+
 SET = "st.shared.b32 [ %r3 + 0 ], %r2;\n"
 READ_NEXT = "xor.b32 %r4, %r3, 4;\nld.shared.b32 %r9, [ %r4 + 0 ];\n" + STORE
 
@@ -319,7 +411,7 @@ READ_NEXT = "xor.b32 %r4, %r3, 4;\nld.shared.b32 %r9, [ %r4 + 0 ];\n" + STORE
             "setp.eq.b32 %p1, %r2, 3;\n@%p1 mov.b32 %r9, 1;\nadd.s32 %r9, %r9, 1;\n" + STORE,
             "register %r9 was not written",
         ),
-        ("setp.eq.b32 %p1, %r2, 3;\n@%p1 bra $L1;\nbar.sync 0;\n$L1:", "31 of 32 threads come here"),
+        ("setp.eq.b32 %p1, %r2, 3;\n@%p1 bra $L1;\nbar.sync 0;\n$L1:\nbar.sync 0;", "31 of 32 threads come here"),
         ("$L1:\nbra.uni $L1;", "does not end"),
     ],
 )
@@ -350,9 +442,9 @@ def test_barriers_make_shared_memory_visible():
 KERNELS = ["decode_kernel", "dequantize_kernel", "nvfp4_scales_kernel", "quantize_kernel", "to_fp8_kernel"]
 
 
-#: Modes with their cases. On sm_100, products of more than 8 rows need tensor memory, which the executor does not have.
+#: Modes with their cases.
 MODES = {"schemes": 33, "layouts": 28, "pairs": 24, "sides": 21, "fp8": 39, "decode": 62}
-MATRIX = [(arch, mode) for arch in ("80", "90", "100") for mode in MODES if (arch, mode) != ("100", "decode")]
+MATRIX = [(arch, mode) for arch in ("80", "90", "100") for mode in MODES]
 
 
 @pytest.mark.parametrize(
