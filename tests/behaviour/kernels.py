@@ -12,12 +12,10 @@ from typing import Any
 from unittest import mock
 
 import torch
-import triton
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from triton.backends.compiler import GPUTarget
-from triton.backends.nvidia.compiler import CUDABackend
 from triton.compiler.compiler import CompiledKernel
 
+from ..ptx.device import GPUS, compiled_for
 from .interpreted import launches
 from .record import Record, without_names
 
@@ -35,14 +33,17 @@ def record(record: Record, capability: int) -> None:
                     record.value(f"{name}/{number}/{part}", value)
 
 
-def _launch(kernel: CompiledKernel, grid: tuple[int, ...], arguments: tuple) -> dict[str, Any]:
+def _launch(kernel: CompiledKernel, grid: tuple[int, ...], arguments: list) -> dict[str, Any]:
     """One launch: names of kernels out of the PTX, tensors among the arguments of run time as dtype and shape."""
     data = kernel.metadata
     return {
         "ptx": without_names(kernel.asm["ptx"]),
         "grid": grid,
         "settings": {"warps": data.num_warps, "stages": data.num_stages, "shared": data.shared},
-        "arguments": list(_runtime_arguments(kernel.src.signature.values(), arguments)),
+        "arguments": [
+            f"{kind}: " + (f"{value.dtype} {list(value.shape)}" if isinstance(value, torch.Tensor) else repr(value))
+            for kind, value in arguments
+        ],
     }
 
 
@@ -51,61 +52,30 @@ def fake_gpu(capability: int) -> Iterator[list[dict[str, Any]]]:
     """Within, tensors are made without storage, those on ``"cuda"`` seem to be on a GPU of a compute capability, and
     the list grows by each launch."""
     properties = SimpleNamespace(major=capability // 10, minor=0, gcnArchName="", name=f"sm_{capability}")
-    properties.multi_processor_count, properties.shared_memory_per_block_optin = (
-        {90: 132, 100: 148}[capability],
-        227 * 1024,
-    )
+    properties.multi_processor_count, properties.shared_memory_per_block_optin = GPUS[capability]
     stream = SimpleNamespace(cuda_stream=0, synchronize=lambda: None)
-    driver = SimpleNamespace(
-        get_current_target=lambda: GPUTarget("cuda", capability, 32),
-        get_current_device=lambda: 0,
-        get_current_stream=lambda device: 0,
-    )
-    launches: list[dict[str, Any]] = []
-
-    def run(kernel: CompiledKernel) -> Any:
-        def launch(x: int, y: int, z: int, stream: int, function: Any, *rest: Any) -> None:
-            _, _, _, _, *arguments = rest
-            launches.append(_launch(kernel, (x, y, z), tuple(arguments)))
-
-        return launch
-
+    found: list[dict[str, Any]] = []
     stand_ins = {
         "device": lambda device: contextlib.nullcontext(),
         "stream": lambda stream: contextlib.nullcontext(),
         "current_stream": lambda device=None: stream,
         "current_device": lambda: 0,
         "is_current_stream_capturing": lambda: False,
-        "get_device_capability": lambda device=None: (properties.major, properties.minor),
         "get_device_properties": lambda device=None: properties,
         "get_device_name": lambda device=None: properties.name,
     }
     with contextlib.ExitStack() as stack:
+        stack.enter_context(compiled_for(capability, lambda *launch: found.append(_launch(*launch))))
         for name, stand_in in stand_ins.items():
             stack.enter_context(mock.patch.object(torch.cuda, name, stand_in))
-        stack.enter_context(mock.patch.object(triton.runtime.driver, "_active", driver))
-        stack.enter_context(mock.patch.object(CompiledKernel, "run", property(run)))
-        stack.enter_context(mock.patch.object(CompiledKernel, "_init_handles", lambda kernel: None))
-        # Machine code is the work of ptxas alone.
-        stack.enter_context(mock.patch.object(CUDABackend, "make_cubin", lambda *arguments: b""))
         stack.enter_context(mock.patch.object(FakeTensor, "data_ptr", lambda tensor: 1 << 20))
         # Another thread would make real tensors.
         stack.enter_context(mock.patch.object(ThreadPoolExecutor, "submit", _submit))
         stack.enter_context(FakeTensorMode())
-        yield launches
+        yield found
 
 
 def _submit(pool: ThreadPoolExecutor, function: Any, *arguments: Any, **options: Any) -> Future:
     future: Future = Future()
     future.set_result(function(*arguments, **options))
     return future
-
-
-def _runtime_arguments(types: Any, values: Any) -> Iterator[str]:
-    """What is passed at run time of arguments, which may be tuples of others, in order."""
-    for kind, value in zip(types, values, strict=True):
-        if isinstance(kind, tuple):
-            yield from _runtime_arguments(kind, value)
-        elif kind != "constexpr":
-            is_tensor = isinstance(value, torch.Tensor)
-            yield f"{kind}: " + (f"{value.dtype} {list(value.shape)}" if is_tensor else repr(value))

@@ -1,17 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compares kernels with their definitions as the scripts in `tests/kernels` do, but compiled and their PTX executed;
-prints what is wrong as JSON.
+"""Compares kernels with their definitions as the scripts in `tests/kernels` do, but compiled for a GPU that is not
+there, and their PTX executed on the memory of CPU tensors; prints what is wrong as JSON.
 
     python run_executed.py 80 few               a few cases of every kernel
     python run_executed.py 80 schemes           a mode of run_quantize.py
     python run_executed.py 80 decode            the cases of run_decode.py
 """
 
+import contextlib
+import functools
 import itertools
 import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from unittest import mock
 
 
 HERE = Path(__file__).resolve().parent
@@ -20,12 +23,54 @@ sys.path[:0] = [str(HERE.parent), str(HERE.parent / "kernels")]
 # The scripts read their own arguments when they are imported.
 sys.argv[1:] = ["few"]
 
+import numpy as np  # noqa: E402
 import run_decode  # noqa: E402
 import run_quantize  # noqa: E402
 import torch  # noqa: E402
 
 from hf_mxfp4.numerics import parse_scheme  # noqa: E402
-from ptx.device import executed  # noqa: E402
+from mxfp4_kernels import dequantization, fp4, fp8  # noqa: E402
+from mxfp4_kernels.common import scheme  # noqa: E402
+from mxfp4_kernels.decode import config, product  # noqa: E402
+from ptx.device import GPUS, compiled_for  # noqa: E402
+from ptx.machine import execute  # noqa: E402
+from ptx.memory import GlobalMemory  # noqa: E402
+from ptx.parser import parse  # noqa: E402
+
+
+@contextlib.contextmanager
+def executed(arch: int) -> Iterator[list[str]]:
+    """Within, launches on CPU tensors are compiled for ``sm_<arch>`` and executed; the list grows by their names."""
+    launched: list[str] = []
+
+    def launch(kernel, grid: tuple[int, ...], arguments: list) -> None:
+        launched.append(kernel.metadata.name)
+        values = [value for _, value in arguments]
+        memory = GlobalMemory([_buffer(value) for value in values if isinstance(value, torch.Tensor)])
+        numbers = [value.data_ptr() if isinstance(value, torch.Tensor) else value for value in values]
+        # Two pointers follow to scratch memory, which our kernels do not have.
+        execute(_parsed(kernel.asm["ptx"]), grid, [*numbers, 0, 0], memory, kernel.metadata.shared)
+
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(compiled_for(arch, launch))
+        for place, name, stand_in in (
+            (product, "gpu_of", lambda device: config.Gpu(str(arch), *GPUS[arch])),
+            (product, "weight_constants", lambda *most, **_: _weight_constants(*most[:-1], True)),
+            *((module, "check_device", lambda x: None) for module in (scheme, dequantization, fp4, fp8, product)),
+        ):
+            stack.enter_context(mock.patch.object(place, name, stand_in))
+        yield launched
+
+
+_weight_constants = product.weight_constants
+_parsed = functools.lru_cache(parse)
+
+
+def _buffer(tensor: torch.Tensor) -> tuple[int, np.ndarray]:
+    """Address and bytes of a tensor, from its first element to its last."""
+    count = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    flat = tensor.detach().as_strided((count if tensor.numel() else 0,), (1,)).view(torch.uint8)
+    return tensor.data_ptr(), flat.numpy()
 
 
 def few_quantized() -> Iterator[tuple[str, object]]:
@@ -64,7 +109,7 @@ def decode() -> Iterator[tuple[str, object]]:
 
 
 if __name__ == "__main__":
-    cases = {"few": few, "decode": decode}.get(MODE) or getattr(run_quantize, MODE)
+    cases = globals().get(MODE) or getattr(run_quantize, MODE)
     with executed(int(ARCH)) as launched:
         found = list(cases())
     wrong = {name: bad for name, bad in found if bad}

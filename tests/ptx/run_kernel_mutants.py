@@ -10,6 +10,7 @@ Those marked `COMPILED` are in code that Triton's interpreter never runs.
 import json
 import os
 import shutil
+import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -90,45 +91,20 @@ MUTANTS = [
 ]
 
 
-def find(kernels: Path, file: str) -> str | None:
+def find(tree: Path, file: str) -> str | None:
     """What shows that the kernels in a folder, of which one file changed, are wrong."""
-    sys.path[:0] = [str(kernels), str(HERE)]
-    sys.argv[1:] = [ARCH, "few"]
-    try:
-        import run_executed
-
-        with run_executed.executed(int(ARCH)):
-            cases = run_executed.few_quantized
-            if file.startswith(("fp", "decode")):
-                cases = run_executed.few_converted if file.startswith("fp") else run_executed.few_decoded
-            return next((name for name, bad in cases() if bad), None)
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"[:200]
-
-
-def in_a_fork(kernels: Path, file: str) -> str | None:
-    """[`find`] in a process of its own, which imports the kernels."""
-    reads, writes = os.pipe()
-    if not os.fork():
-        os.write(writes, json.dumps(find(kernels, file)).encode())
-        os._exit(0)
-    os.close(writes)
-    with open(reads) as pipe:
-        text = pipe.read()
-    os.wait()
-    return json.loads(text) if text else "crashed"
+    cases = (
+        "few_converted" if file.startswith("fp") else "few_decoded" if file.startswith("decode") else "few_quantized"
+    )
+    path = os.pathsep.join((str(tree), os.environ.get("PYTHONPATH", "")))
+    command = [sys.executable, str(HERE / "run_executed.py"), ARCH, cases]
+    done = subprocess.run(command, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True)
+    if done.returncode:
+        return done.stderr.strip().splitlines()[-1][:200]
+    return next(iter(json.loads(done.stdout)["wrong"]), None)
 
 
 if __name__ == "__main__":
-    import hypothesis  # noqa: F401
-    import triton.language  # noqa: F401
-
-    import hf_mxfp4.gemm  # noqa: F401
-
-    # Kernels are imported by each process.
-    for name in [name for name in sys.modules if name.startswith("mxfp4_kernels")]:
-        del sys.modules[name]
-
     report = {"not found": [], "found": {}}
     with tempfile.TemporaryDirectory() as folder:
         for number in CHOSEN or range(len(MUTANTS)):
@@ -140,7 +116,7 @@ if __name__ == "__main__":
             if not parts:
                 raise ValueError(f"{file} has no {old!r}")
             path.write_text(before + new + after)
-            name, found = f"{file}: {old} -> {new}", in_a_fork(tree, file)
+            name, found = f"{file}: {old} -> {new}", find(tree, file)
             if found is None:
                 report["not found"].append([name, only])
             else:

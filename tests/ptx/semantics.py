@@ -11,12 +11,6 @@ from typing import NamedTuple
 import numpy as np
 
 
-#: Of a format: bits of its significand, exponent of the smallest normal number, the largest number.
-FORMATS = {
-    "f32": (24, -126, float(np.finfo(np.float32).max)),
-    "f16": (11, -14, 65504.0),
-    "bf16": (8, -126, (2 - 2.0**-7) * 2.0**127),
-}
 _NAN = np.uint32(0x7FFFFFFF).view(np.float32)
 
 
@@ -37,21 +31,14 @@ def odd_sum(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     return total
 
 
-def rounded(x: np.ndarray, kind: str) -> np.ndarray:
-    """Float64 values to the nearest numbers of a format, ties to even, as float64; beyond the largest, infinity."""
-    digits, least, largest = FORMATS[kind]
-    exponent = np.maximum(np.frexp(x)[1] - 1, least) - digits + 1
-    result = np.ldexp(np.rint(np.ldexp(x, -exponent)), exponent)
-    return np.where(np.abs(result) > largest, np.copysign(np.inf, x), result)
-
-
 def to_bits16(x: np.ndarray, kind: str) -> np.ndarray:
     """Bits (uint16) of float64 values rounded to float16 or bfloat16."""
-    x = rounded(x, kind)
     if kind == "f16":
         bits = x.astype(np.float16).view(np.uint16)
     else:
-        bits = (x.astype(np.float32).view(np.uint32) >> 16).astype(np.uint16)
+        last = np.maximum(np.frexp(x)[1], -125) - 8
+        nearest = np.ldexp(np.rint(np.ldexp(x, -last)), last).astype(np.float32)
+        bits = (nearest.view(np.uint32) >> 16).astype(np.uint16)
     return np.where(np.isnan(x), np.uint16(0x7FFF), bits)
 
 
@@ -72,10 +59,14 @@ def joined(low: np.ndarray, high: np.ndarray) -> np.ndarray:
     return low.astype(np.uint32) | (high.astype(np.uint32) << 16)
 
 
+def odd_fma(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
+    """Float64 ``a * b + c`` of numbers with half the digits, rounded to odd."""
+    return odd_sum(a * b, c)
+
+
 def fma(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
     """Float32 ``a * b + c``."""
-    product = a.astype(np.float64) * b.astype(np.float64)
-    return canonical(odd_sum(product, c.astype(np.float64)).astype(np.float32))
+    return canonical(odd_fma(*(x.astype(np.float64) for x in (a, b, c))).astype(np.float32))
 
 
 def smaller(a: np.ndarray, b: np.ndarray, nan: bool) -> np.ndarray:
@@ -89,13 +80,6 @@ def smaller(a: np.ndarray, b: np.ndarray, nan: bool) -> np.ndarray:
 def larger(a: np.ndarray, b: np.ndarray, nan: bool) -> np.ndarray:
     """As [`smaller`], the larger."""
     return canonical(-smaller(-a, -b, nan))
-
-
-def smaller_magnitude(a: np.ndarray, b: np.ndarray, nan: bool) -> np.ndarray:
-    """The smaller magnitude with the exclusive or of both signs (``.xorsign.abs``)."""
-    sign = (a.view(np.uint32) ^ b.view(np.uint32)) & np.uint32(0x80000000)
-    result = smaller(np.abs(a), np.abs(b), nan)
-    return np.where(np.isnan(result), result, (result.view(np.uint32) | sign).view(np.float32))
 
 
 def approximate(exact: np.ndarray, ulps: int) -> np.ndarray:
@@ -136,16 +120,11 @@ def byte_products(a: np.ndarray, b: np.ndarray, total: np.ndarray, signed: bool)
 
 
 def bit_field(a: np.ndarray, start: np.ndarray, length: np.ndarray) -> np.ndarray:
-    """``bfe`` of int64 or uint64 holding 32-bit numbers."""
-    start, length = (start & 0xFF).astype(np.int64), (length & 0xFF).astype(np.int64)
-    signed = a.dtype.kind == "i"
-    a = a.astype(np.int64)
-    fields = (a >> np.minimum(start, 63)) & ((np.int64(1) << np.minimum(length, 32)) - 1)
-    if signed:
-        last = np.minimum(start + length - 1, 31)
-        sign = np.where(length > 0, (a >> np.maximum(last, 0)) & 1, 0)
-        return np.where(sign == 1, fields | (np.int64(-1) << np.minimum(length, 32)), fields).astype(np.int32)
-    return fields.astype(np.uint32)
+    """``bfe`` of 32 bits."""
+    start, length = (np.minimum(x & 0xFF, 32).astype(np.int64) for x in (start, length))
+    fields = (a.astype(np.int64) >> start) & ((np.int64(1) << length) - 1)
+    sign = (np.int64(1) << length) >> 1 if a.dtype.kind == "i" else 0
+    return ((fields ^ sign) - sign).astype(a.dtype)
 
 
 def inserted_field(a: np.ndarray, b: np.ndarray, start: np.ndarray, length: np.ndarray) -> np.ndarray:
@@ -172,18 +151,13 @@ DTYPES = {
 DTYPES |= {"f32": np.dtype("f4"), "f16": np.dtype("u2"), "bf16": np.dtype("u2"), "pred": np.dtype("?")}
 DTYPES |= {"bf16x2": np.dtype("u4"), "f16x2": np.dtype("u4"), "f32x2": np.dtype("u8")}
 
-_COMPARISONS = {"eq": operator.eq, "ne": operator.ne, "lt": operator.lt, "le": operator.le, "gt": operator.gt}
-_COMPARISONS["ge"] = operator.ge
-_BITS = {"and": operator.and_, "or": operator.or_, "xor": operator.xor}
-_SUMS = {"add": operator.add, "sub": operator.sub, "mul": operator.mul}
-
 
 def _twice(kind: str) -> str:
     return kind[0] + str(2 * int(kind[1:]))
 
 
-def _float_result(function: Callable) -> Callable:
-    return lambda *operands: canonical(function(*operands))
+def _float_result(name: str) -> Callable:
+    return lambda a, b: canonical(getattr(operator, name)(a, b))
 
 
 def _pairs16(function: Callable, kind: str) -> Callable:
@@ -206,9 +180,20 @@ def _pairs32(function: Callable) -> Callable:
     return compute
 
 
-def _of_numbers(function: Callable) -> Callable:
-    """``max`` and ``min`` of float64 through float32, which holds both 16-bit formats."""
-    return lambda a, b: function(a.astype(np.float32), b.astype(np.float32)).astype(np.float64)
+def _of_bf16(function: Callable) -> Callable:
+    """Of words those with the function, from float32 to float32, of their halves."""
+    return _pairs16(lambda a, b: function(a.astype(np.float32), b.astype(np.float32)).astype(np.float64), "bf16")
+
+
+def _magnitude(function: Callable) -> Callable:
+    """Of magnitudes, with the exclusive or of both signs (``.xorsign.abs``)."""
+
+    def compute(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+        sign = (a.view(np.uint32) ^ b.view(np.uint32)) & np.uint32(0x80000000)
+        result = function(np.abs(a), np.abs(b))
+        return np.where(np.isnan(result), result, (result.view(np.uint32) | sign).view(np.float32))
+
+    return compute
 
 
 def _shift(name: str, bits: int) -> Callable:
@@ -239,72 +224,56 @@ def _quotient(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     return approximate(a.astype(np.float64) / b.astype(np.float64), 2)
 
 
-def _fma64(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
-    return odd_sum(a * b, c)
-
-
-def _popc(x: np.ndarray) -> np.ndarray:
-    return np.bitwise_count(x).astype(np.uint32)
-
-
 _INT = "([su](?:16|32|64))"
 #: Pattern, and a function of the groups that gives the meaning.
 _RULES: list[tuple[str, Callable[..., Meaning]]] = [
-    (rf"(add|sub)\.{_INT}", lambda op, t: Meaning([t, t], t, _SUMS[op])),
+    (rf"(add|sub)\.{_INT}", lambda op, t: Meaning([t, t], t, getattr(operator, op))),
     (rf"mul\.lo\.{_INT}", lambda t: Meaning([t, t], t, operator.mul)),
     (rf"mad\.lo\.{_INT}", lambda t: Meaning([t, t, t], t, lambda a, b, c: a * b + c)),
     (r"mul\.wide\.([su](?:16|32))", lambda t: Meaning([t, t], _twice(t), _wide(t))),
     (r"mad\.wide\.([su](?:16|32))", lambda t: Meaning([t, t, _twice(t)], _twice(t), _wide(t))),
-    (
-        r"mul\.hi\.u32",
-        lambda: Meaning(["u32"] * 2, "u32", lambda a, b: ((a.astype("u8") * b) >> np.uint64(32)).astype("u4")),
-    ),
+    (r"mul\.hi\.u32", lambda: Meaning(["u32"] * 2, "u32", lambda a, b: (a.astype("u8") * b) >> np.uint64(32))),
     (rf"div\.{_INT}", lambda t: Meaning([t, t], t, truncated_quotient)),
-    (rf"(min|max)\.{_INT}", lambda op, t: Meaning([t, t], t, np.minimum if op == "min" else np.maximum)),
+    (rf"(min|max)\.{_INT}", lambda op, t: Meaning([t, t], t, getattr(np, f"{op}imum"))),
     (r"neg\.(s32|s64)", lambda t: Meaning([t], t, operator.neg)),
-    (r"(and|or|xor)\.(b16|b32|b64|pred)", lambda op, t: Meaning([t, t], t, _BITS[op])),
+    (r"(and|or|xor)\.(b16|b32|b64|pred)", lambda op, t: Meaning([t, t], t, getattr(np, f"bitwise_{op}"))),
     (r"not\.(pred|b32)", lambda t: Meaning([t], t, operator.invert)),
     (r"(shl|shr)\.([bsu])(16|32|64)", lambda op, t, n: Meaning([t + n, "u32"], t + n, _shift(op, int(n)))),
     (r"bfe\.([su]32)", lambda t: Meaning([t, "u32", "u32"], t, bit_field)),
     (r"bfi\.b32", lambda: Meaning(["b32"] * 4, "b32", inserted_field)),
-    (r"popc\.(b32)", lambda t: Meaning([t], "u32", _popc)),
     (r"prmt\.b32", lambda: Meaning(["b32"] * 3, "b32", permuted_bytes)),
     (r"dp4a\.u32\.([su])32", lambda t: Meaning(["b32"] * 3, "b32", lambda a, b, c: byte_products(a, b, c, t == "s"))),
     (r"selp\.(b16|b32|b64|f32)", lambda t: Meaning([t, t, "pred"], t, lambda a, b, p: np.where(p, a, b))),
-    (r"setp\.(eq|ne|lt|le|gt|ge)\.([bsu]\d\d)", lambda op, t: Meaning([t, t], "pred", _COMPARISONS[op])),
-    (r"setp\.(eq|lt|le|gt|ge)\.f32", lambda op: Meaning(["f32", "f32"], "pred", _COMPARISONS[op])),
+    (r"setp\.(eq|ne|lt|le|gt|ge)\.([bsu]\d\d)", lambda op, t: Meaning([t, t], "pred", getattr(operator, op))),
+    (r"setp\.(eq|lt|le|gt|ge)\.f32", lambda op: Meaning(["f32", "f32"], "pred", getattr(operator, op))),
     (r"setp\.ne\.f32", lambda: Meaning(["f32"] * 2, "pred", lambda a, b: (a < b) | (a > b))),
     (r"setp\.neu\.f32", lambda: Meaning(["f32"] * 2, "pred", operator.ne)),
-    (r"mov\.([bsuf]\d\d|pred)", lambda t: Meaning([t], t, lambda a: a)),
     (r"cvt\.([su]\d+)\.([su]\d+)", lambda to, t: Meaning([t], to, lambda a: a.astype(DTYPES[to]))),
     (r"cvt\.rn\.f32\.u32", lambda: Meaning(["u32"], "f32", lambda a: a.astype(np.float32))),
     (r"cvt\.rzi\.s32\.f32", lambda: Meaning(["f32"], "s32", _to_integer)),
     (r"cvt\.f32\.(b?f16)", lambda t: Meaning([t], "f32", lambda a: canonical(of_bits16(a, t).astype(np.float32)))),
     (r"cvt\.rn\.(b?f16)x2\.f32", lambda t: Meaning(["f32"] * 2, t + "x2", _to_pair(t))),
     (r"cvt\.rn\.(b?f16)\.f32", lambda t: Meaning(["f32"], t, lambda a: to_bits16(a.astype(np.float64), t))),
-    (r"(add|sub|mul)(?:\.rn)?\.f32", lambda op: Meaning(["f32"] * 2, "f32", _float_result(_SUMS[op]))),
+    (r"(add|sub|mul)(?:\.rn)?\.f32", lambda op: Meaning(["f32"] * 2, "f32", _float_result(op))),
     (
         r"add\.rn\.f32\.bf16",
         lambda: Meaning(["bf16", "f32"], "f32", lambda a, b: canonical(of_bits16(a, "bf16").astype("f4") + b)),
     ),
-    (r"(add|sub|mul)(?:\.rn)?\.f32x2", lambda op: Meaning(["f32x2"] * 2, "f32x2", _pairs32(_float_result(_SUMS[op])))),
+    (r"(add|sub|mul)(?:\.rn)?\.f32x2", lambda op: Meaning(["f32x2"] * 2, "f32x2", _pairs32(_float_result(op)))),
     (r"fma\.rn\.f32", lambda: Meaning(["f32"] * 3, "f32", fma)),
     (r"fma\.rn\.f32x2", lambda: Meaning(["f32x2"] * 3, "f32x2", _pairs32(fma))),
-    (r"fma\.rn\.(b?f16)x2", lambda t: Meaning([t + "x2"] * 3, t + "x2", _pairs16(_fma64, t))),
-    (r"div\.rn\.f32", lambda: Meaning(["f32"] * 2, "f32", _float_result(operator.truediv))),
+    (
+        r"fma\.rn\.(b?f16)x2",
+        lambda t: Meaning([t + "x2"] * 3, t + "x2", _pairs16(odd_fma, t)),
+    ),
+    (r"div\.rn\.f32", lambda: Meaning(["f32"] * 2, "f32", _float_result("truediv"))),
     (r"div\.full\.f32", lambda: Meaning(["f32"] * 2, "f32", _quotient)),
     (r"rcp\.approx\.ftz\.f32", lambda: Meaning(["f32"], "f32", _reciprocal)),
     (r"abs\.f32", lambda: Meaning(["f32"], "f32", np.abs)),
     (r"abs\.(b?f16)x2", lambda t: Meaning([t + "x2"], t + "x2", lambda a: a & np.uint32(0x7FFF7FFF))),
     (r"(min|max)(\.NaN)?\.f32", lambda op, nan: Meaning(["f32"] * 2, "f32", _extreme(op, nan))),
-    (
-        r"min(\.NaN)?\.xorsign\.abs\.f32",
-        lambda nan: Meaning(["f32"] * 2, "f32", lambda a, b: smaller_magnitude(a, b, bool(nan))),
-    ),
-    (
-        r"(min|max)(\.NaN)?\.bf16x2",
-        lambda op, nan: Meaning(["bf16x2"] * 2, "bf16x2", _pairs16(_of_numbers(_extreme(op, nan)), "bf16")),
-    ),
+    (r"(min)(\.NaN)?\.xorsign\.abs\.f32", lambda op, nan: Meaning(["f32"] * 2, "f32", _magnitude(_extreme(op, nan)))),
+    (r"(min|max)(\.NaN)?\.bf16x2", lambda op, nan: Meaning(["bf16x2"] * 2, "bf16x2", _of_bf16(_extreme(op, nan)))),
 ]
 
 

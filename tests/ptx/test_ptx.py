@@ -33,7 +33,6 @@ min.u32 ffffffff 1 = 1
 max.u16 ffff 1 = ffff
 neg.s32 1 = ffffffff
 neg.s64 1 = ffffffffffffffff
-popc.b32 f0f00001 = 9
 shl.b32 1 1f = 80000000
 shl.b32 1 20 = 0
 shr.u32 80000000 21 = 0
@@ -443,7 +442,7 @@ KERNELS = ["decode_kernel", "dequantize_kernel", "nvfp4_scales_kernel", "quantiz
 
 
 #: Modes with their cases.
-MODES = {"schemes": 33, "layouts": 28, "pairs": 24, "sides": 21, "fp8": 39, "decode": 62}
+MODES = {"schemes": 33, "layouts": 28, "pairs": 24, "sides": 31, "fp8": 39, "decode": 62}
 MATRIX = [(arch, mode) for arch in ("80", "90", "100") for mode in MODES]
 
 
