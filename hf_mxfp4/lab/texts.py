@@ -104,28 +104,25 @@ class TextOptions:
 
     def _file_text(self) -> str:
         try:
-            return _content(Path(self.dataset).expanduser()).decode()
-        except UnicodeError as error:
+            return Path(self.dataset).expanduser().read_text(encoding="utf-8")
+        except (OSError, UnicodeError) as error:
             raise SourceError(f"{self.dataset} cannot be read: {error}") from error
 
 
 def json_lines(path: Path) -> Iterator[tuple[str, Any]]:
     """Yield the value of every line of JSON in a file, after its place (``"path:line"``); blank lines are skipped.
     Raises [`SourceError`]."""
-    for number, line in enumerate(_content(path).split(b"\n"), start=1):
+    try:
+        lines = path.read_bytes().split(b"\n")
+    except OSError as error:
+        raise SourceError(f"{path} cannot be read: {error}") from error
+    for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
         try:
             yield f"{path}:{number}", json.loads(line.decode("utf-8-sig"))
         except ValueError as error:
             raise SourceError(f"{path}:{number}: not a line of JSON ({error})") from error
-
-
-def _content(path: Path) -> bytes:
-    try:
-        return path.read_bytes()
-    except OSError as error:
-        raise SourceError(f"{path} cannot be read: {error}") from error
 
 
 def _encoded(tokenizer, text: str, **options: Any) -> torch.Tensor:

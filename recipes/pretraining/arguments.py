@@ -110,9 +110,9 @@ class StudyArguments:
 
     arms: list[str] = option([BASELINE, "all"], f"Arms to train, of {', '.join(NAMED_ARMS)} and those in extra_arms.")
     extra_arms: str | None = option(None, "Further arms: a mapping of names to options of MXFP4RLConfig.")
-    seeds: list[int] = option([0], "A run of every arm each: initial weights, data order, random rounding follow it.")
+    seeds: list[int] = option([0], "One run of each arm per seed: weights, data order and rounding follow the seed.")
     scale_rule: str = option("floor", "Of the named arms: 'floor' (OCP; the paper has none), 'rceil', 'even', 'mse'.")
-    extra_tokens: float = option(0.4, "Share of max_steps that arms train longer, to reach the loss of the baseline.")
+    extra_tokens: float = option(0.4, "Share of max_steps that every arm trains longer, to reach the baseline's loss.")
 
     corpus: str = option("generated", "'generated', or 'hub' (streamed).")
     dataset_name: str = option("allenai/c4", "Hub dataset for corpus 'hub'.")
