@@ -48,9 +48,11 @@ def lazy_names(package: str) -> tuple[Callable[[str], Any], list[str]]:
     return get, sorted(name for name, module in modules.items() if module is not None)
 
 
-def option(default: Any, text: str) -> Any:
-    """Return a field of a dataclass with a default, and with what it is for, which parsers show as help."""
-    return dataclasses.field(default=default, metadata={"help": text})
+def option(default: Any, help: str, **metadata: Any) -> Any:
+    """Return a field of a dataclass with a default, and with what it is for, which parsers show as help. A list is the
+    default of every object by itself."""
+    how = {"default_factory": lambda: list(default)} if isinstance(default, list) else {"default": default}
+    return dataclasses.field(**how, metadata={"help": help, **metadata})
 
 
 def described_options(cls: _Class) -> _Class:

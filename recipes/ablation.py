@@ -25,16 +25,15 @@ from dataclasses import dataclass
 from typing import Any
 
 import yaml
-from rich.table import Table
-from rich.text import Text
 
 from hf_mxfp4.files import lock, replace_file
 from hf_mxfp4.recipes.ablations.grid import Grid, check_cells, read_grid
-from hf_mxfp4.recipes.ablations.results import make_records, markdown, table_rows
+from hf_mxfp4.recipes.ablations.results import make_records, table_rows
 from hf_mxfp4.recipes.ablations.runner import run_grid
-from hf_mxfp4.recipes.common.options import option, read_command, read_words
-from hf_mxfp4.recipes.common.reporting import console, tell
+from hf_mxfp4.recipes.common.options import read_command, read_words
+from hf_mxfp4.recipes.common.reporting import console, errors_as_messages, markdown_table, print_table, tell
 from hf_mxfp4.recipes.post_training.arguments import GROUPS
+from hf_mxfp4.utils import option
 
 
 @dataclass
@@ -63,7 +62,7 @@ def main(argv: list[str]) -> int:
     if not sys.stdout.isatty():
         console.width = 140  # of the tables in a log
     failed = []
-    try:
+    with errors_as_messages(FileNotFoundError, RuntimeError, ValueError, yaml.YAMLError):
         path, arguments, options = parse(argv)
         changes = {"output": arguments.out, "launcher": arguments.launcher, "options": options}
         only, seeds = (text and text.split(",") for text in (arguments.only, arguments.seeds))
@@ -80,8 +79,6 @@ def main(argv: list[str]) -> int:
             words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
             command = "python recipes/ablation.py " + shlex.join(["--config", path, *words])
             report(read_grid(path, **changes).with_stored_seeds(), command)
-    except (FileNotFoundError, RuntimeError, ValueError, yaml.YAMLError) as error:
-        raise SystemExit(f"error: {error}") from error
     if failed:
         tell("failed", ", ".join(failed))
     return 1 if failed else 0
@@ -96,11 +93,8 @@ def report(grid: Grid, command: str) -> None:
         raise RuntimeError("no run has finished, so there is nothing to report")
     replace_file(grid.output / "ablation.json", "[\n" + ",\n".join(map(json.dumps, records)) + "\n]\n")
     columns, rows = table_rows(records)
-    table = Table(*columns, title=f"{grid.label}, greedy accuracy in %")
-    for row in rows:
-        table.add_row(*map(Text, row))
-    console.print(table)
-    (grid.output / "table.md").write_text(f"{grid.label}\n\n{markdown(records)}")
+    print_table(f"{grid.label}, greedy accuracy in %", rows, columns)
+    (grid.output / "table.md").write_text(f"{grid.label}\n\n{markdown_table(columns, rows)}")
     tell("results", f"{grid.output}: ablation.json, table.md")
 
 

@@ -83,9 +83,9 @@ def main(argv: list[str]) -> dict[str, Any]:
         result["compared_with"] = str(options.compare)
         result["differences"] = results.compare(result, other)
     write_json(folder / results.RESULT_FILE, result, indent=1, ensure_ascii=False)
-    console.print(results.table(result))
+    results.show(result)
     if other is not None:
-        console.print(results.difference_table(result["differences"], result, other))
+        results.show_differences(result["differences"], result, other)
     console.print(f"written to {folder / results.RESULT_FILE}", highlight=False, markup=False)
     return result
 
@@ -96,7 +96,7 @@ def _compare_files(options: EvaluationArguments) -> list[dict[str, Any]]:
             raise ValueError(f"{options.model} is a result; name another one with --compare")
         first, second = (results.read_result(path) for path in (options.model, options.compare))
         rows = results.compare(first, second)
-    console.print(results.difference_table(rows, first, second))
+    results.show_differences(rows, first, second)
     return rows
 
 
@@ -170,17 +170,8 @@ def _complete(
     (known,) = broadcast_object_list([[key for log in logs.values() for key in log.done]])  # of the main process
     todo = {*wanted} - {*known}
     missing = [batch for batch in batches if any((batch.sample, row) in todo for row in batch.rows)]
-    rounds = complete_batches(
-        policy.model,
-        policy.tokenizer,
-        task.test,
-        task.scores,
-        missing,
-        max_new_tokens=options.max_new_tokens,
-        temperature=options.temperature,
-        top_p=options.top_p,
-        chat_template_kwargs=options.chat_template_kwargs,
-    )
+    how = {name: getattr(options, name) for name in ("max_new_tokens", "temperature", "top_p", "chat_template_kwargs")}
+    rounds = complete_batches(policy.model, policy.tokenizer, task.test, task.scores, missing, **how)
     bar = {"total": len(wanted), "initial": len(wanted) - len(todo), "desc": "evaluating", "unit": "completion"}
     try:
         with tqdm(**bar, disable=not main_process) as progress:

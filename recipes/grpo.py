@@ -16,32 +16,30 @@ import sys
 import time
 from pathlib import Path
 
-from trl import get_peft_config
-
 from hf_mxfp4 import MXFP4GRPOTrainer
 from hf_mxfp4.files import write_json
 from hf_mxfp4.recipes.common.reporting import INPUT_ERRORS, errors_as_messages, shutdown, tell
 from hf_mxfp4.recipes.post_training import output as files
 from hf_mxfp4.recipes.post_training.arguments import parse_or_exit
 from hf_mxfp4.recipes.post_training.evaluation import EvaluationCallback, PolicyEvaluation
-from hf_mxfp4.recipes.post_training.policy import load_policy, load_saved, prepare_start
+from hf_mxfp4.recipes.post_training.policy import load_policy, load_saved, new_adapter, prepare_start
 
 
 def main(argv: list[str]) -> dict:
     """Run the recipe; return the summary that it also writes to `summary.json` in the output folder."""
     started = time.monotonic()
     options = parse_or_exit(argv)
-    recipe, _, training, model_args = options
+    recipe, training = options.recipe, options.training
     output = Path(training.output_dir)
-    files.refuse_used_folder(output, recipe, training)
+    files.refuse_used_folder(output, options)
     with errors_as_messages(*INPUT_ERRORS):
         task = recipe.load_task()
         training.max_completion_length = training.max_completion_length or task.max_completion_length
         training.check_overlong_buffer()
     tell("task", f"{task.name}: {len(task.train)} training and {len(task.test)} test problems")
-    start, options, origin = prepare_start(options, task, output)
+    stored, options, origin = prepare_start(options, task, output)
     origin += f", sampled under {recipe.rollout_scheme}" if recipe.rollout_scheme else ""
-    policy, tokenizer = load_policy(start, options)
+    policy, tokenizer = load_policy(stored, options)
     training.allow_full_precision = training.allow_full_precision or recipe.full_precision
     trainer = MXFP4GRPOTrainer(
         policy,
@@ -49,7 +47,7 @@ def main(argv: list[str]) -> dict:
         training,
         task.train,
         processing_class=tokenizer,
-        peft_config=None if start.is_adapter else get_peft_config(model_args),
+        peft_config=new_adapter(stored, options),
     )
     evaluate = PolicyEvaluation(trainer, task, recipe)
     if recipe.evaluate_every:
@@ -75,7 +73,7 @@ def main(argv: list[str]) -> dict:
     trainer.accelerator.wait_for_everyone()
     try:
         if saved is not None and recipe.reload_check:
-            reloaded = evaluate.compare_reloaded(saved, lambda: load_saved(saved, start, options), after)
+            reloaded = evaluate.compare_reloaded(saved, lambda: load_saved(saved, stored, options), after)
             summary |= {"reloaded": reloaded} if summary else {}
     except BaseException:
         tell("reloading failed", "all results are written; --reload_check 0 leaves the comparison out")

@@ -13,22 +13,20 @@ if __name__ == "__main__" and not __package__:
     import from_root  # noqa: F401  the root in place of this folder
 
 import sys
-import time
-from pathlib import Path
 from typing import Any
 
-from trl import SFTConfig, SFTTrainer, get_peft_config
+from trl import SFTConfig, SFTTrainer
 
 from hf_mxfp4.recipes.common.options import CONFIGS
-from hf_mxfp4.recipes.common.reporting import INPUT_ERRORS, errors_as_messages, shutdown, tell
-from hf_mxfp4.recipes.post_training.arguments import SFTArguments, parse_or_exit
-from hf_mxfp4.recipes.post_training.policy import load_policy, prepare_start
-from hf_mxfp4.recipes.post_training.texts import check_output_and_task, load_datasets, train_on_texts
+from hf_mxfp4.recipes.common.reporting import shutdown, tell
+from hf_mxfp4.recipes.post_training.arguments import SFTArguments, groups_of
+from hf_mxfp4.recipes.post_training.texts import TextRun
 from hf_mxfp4.rl import ExactResumeMixin
 from hf_mxfp4.rl.config import count_quantized
 
 
 DEMO = CONFIGS / "sft_tiny_cpu.yaml"
+GROUPS = groups_of(SFTConfig, SFTArguments)
 LEARN = ("text", "completion")
 #: What is reported of each held-out text, and its heading in the table.
 MEASURES = {"loss": "loss"}
@@ -40,32 +38,12 @@ class Trainer(ExactResumeMixin, SFTTrainer):
 
 def main(argv: list[str]) -> dict[str, Any]:
     """Run the recipe; return the summary that it also writes to `summary.json` in the output folder."""
-    started = time.monotonic()
-    options = parse_or_exit(argv, SFTConfig, SFTArguments, DEMO)
-    recipe, _, training, model_args = options
-    output = Path(training.output_dir)
-    task = check_output_and_task(options, output, LEARN)
-    start, options, origin = prepare_start(options, task, output)
-    policy, tokenizer = load_policy(start, options)
-    tokenizer.split_special_tokens = False  # TRL ends texts by the name of a token
-    n_quantized = count_quantized(policy)
-    with errors_as_messages(*INPUT_ERRORS):
-        learned, held_out = load_datasets(options, task, tokenizer)
-        trainer = Trainer(
-            policy,
-            training,
-            train_dataset=learned,
-            eval_dataset=held_out,
-            processing_class=tokenizer,
-            peft_config=None if start.is_adapter else get_peft_config(model_args),
-        )
-    tell("model", f"{origin}: {n_quantized} quantized layers")
-
-    def facts() -> dict[str, Any]:
-        return {"model": origin, "n_quantized": n_quantized}
-
-    saved = output / "policy" if recipe.save_policy else None
-    return train_on_texts(trainer, options, output, saved, MEASURES, facts, started)
+    run = TextRun(argv, GROUPS, DEMO, LEARN)
+    run.tokenizer.split_special_tokens = False  # TRL ends texts by the name of a token
+    facts = {"model": run.origin, "n_quantized": count_quantized(run.policy)}
+    trainer = run.make_trainer(Trainer)
+    tell("model", "{model}: {n_quantized} quantized layers".format(**facts))
+    return run.train(trainer, MEASURES, lambda: facts, "policy" if run.recipe.save_policy else None)
 
 
 if __name__ == "__main__":

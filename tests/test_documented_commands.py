@@ -11,16 +11,15 @@ from pathlib import Path
 
 import pytest
 import typer
-from trl import SFTConfig
 
-from hf_mxfp4 import MXFP4DistillationConfig
 from hf_mxfp4.cli import app
 from hf_mxfp4.cli.recipes import RECIPES
+from hf_mxfp4.recipes import distill, sft
 from hf_mxfp4.recipes.ablation import parse as parse_ablation
 from hf_mxfp4.recipes.ablations.grid import read_grid
 from hf_mxfp4.recipes.common.options import config_path, names
 from hf_mxfp4.recipes.evaluation.arguments import parse as parse_evaluation
-from hf_mxfp4.recipes.post_training.arguments import GROUPS, DistillArguments, SFTArguments, groups_of
+from hf_mxfp4.recipes.post_training.arguments import GROUPS
 from hf_mxfp4.recipes.pretraining.arguments import parse as parse_study
 
 
@@ -53,8 +52,8 @@ def _documented() -> dict[str, list[str]]:
 DOCUMENTED = _documented()
 OPTIONS = {
     "grpo": GROUPS,
-    "sft": groups_of(SFTConfig, SFTArguments),
-    "distill": groups_of(MXFP4DistillationConfig, DistillArguments),
+    "sft": sft.GROUPS,
+    "distill": distill.GROUPS,
 }
 
 

@@ -52,7 +52,7 @@ print(loaded("torch", "transformers.quantizers", "trl", "mxfp4_kernels", "matplo
 
 
 def test_importing_and_asking_for_help_load_nothing_heavy():
-    assert run_python("-c", LIGHT).stdout.splitlines() == ["[]", "14 []", "[]"]
+    assert run_python("-c", LIGHT).stdout.splitlines() == ["[]", "15 []", "[]"]
 
 
 AFTER_TRANSFORMERS_WITHOUT_EXTRAS = """

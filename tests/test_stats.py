@@ -92,8 +92,8 @@ def test_mcnemar_is_the_two_sided_binomial(only_first, only_second, p):
 def test_pairing_sees_what_two_separate_intervals_do_not():
     first = [i < 520 for i in range(1000)]
     second = [i < 500 for i in range(1000)]
-    difference, p = paired_share_difference(first, second)
-    assert difference.value == pytest.approx(0.02) and difference.low > 0 and p < 1e-5
+    difference, *only = paired_share_difference(first, second)
+    assert difference.value == pytest.approx(0.02) and difference.low > 0 and only == [20, 0] and mcnemar(*only) < 1e-5
     assert wilson(520, 1000).low < 0.5
     assert paired_mean_difference(first, second).low > 0
     with pytest.raises(ValueError, match="same problems twice, got 3 and 2"):

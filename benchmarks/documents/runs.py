@@ -3,7 +3,8 @@
 
 from collections import Counter
 
-from hf_mxfp4.recipes.ablations.results import markdown
+from hf_mxfp4.recipes.ablations.results import table_rows
+from hf_mxfp4.recipes.common.reporting import markdown_table
 
 from ..records import interval, records, table
 
@@ -99,7 +100,7 @@ def recovery() -> str:
     runs = runs_at_the_best_rate()
     first, minutes = runs[0], sum(r["seconds"] for r in runs) / len(runs) / 60
     made = f"{first['shape']}; {len(runs)} runs of {minutes:.1f} minutes, ten at a time, on {first['hardware']}"
-    return f"**{first['model']}**: {made}; `{first['command']}`, {first['date']}\n\n{markdown(runs)}"
+    return f"**{first['model']}**: {made}; `{first['command']}`, {first['date']}\n\n{markdown_table(*table_rows(runs))}"
 
 
 def recovery_rates() -> str:

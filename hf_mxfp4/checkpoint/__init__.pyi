@@ -65,6 +65,7 @@ from .scheme import (
     check_unquantized as check_unquantized,
     make_record as make_record,
     remove_scheme as remove_scheme,
+    stored_scheme as stored_scheme,
     unguard as unguard,
 )
 from .sources import (

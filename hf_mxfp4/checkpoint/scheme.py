@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from ..config import FORMAT_VERSION, MXFP4RLConfig
+from ..config import FORMAT_VERSION, QUANT_METHOD, MXFP4RLConfig
 from ..files import write_json
 from .folder import FileHeader, ShardError, read_json, tensors_by_name
 
@@ -39,6 +39,13 @@ def with_scheme(config: Mapping[str, Any], scheme: MXFP4RLConfig) -> dict[str, A
 def without_scheme(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return a `config.json` without the scheme and the key."""
     return {name: value for name, value in config.items() if name not in ("quantization_config", KEY)}
+
+
+def stored_scheme(quantization: Any) -> MXFP4RLConfig | None:
+    """Return the scheme that a ``quantization_config`` of transformers is (an object, or a dictionary as in
+    `config.json`); `None` for another method's, and for none. Raises as [`MXFP4RLConfig.from_dict`] does."""
+    options = quantization if isinstance(quantization, dict) or quantization is None else quantization.to_dict()
+    return MXFP4RLConfig.from_dict(options) if options and options.get("quant_method") == QUANT_METHOD else None
 
 
 def guard_folder(folder: Path) -> None:

@@ -13,7 +13,7 @@ import typer
 
 import hf_mxfp4
 
-from .. import lab
+from .. import checkpoint, lab
 from .common import JsonOption, SkipOption, fail, print_json, print_table, say
 
 
@@ -57,7 +57,7 @@ def plan(
     config = lab.planning.read_config(model)
     named = {"mode": mode, "preset": preset, "modules_to_not_convert": skip}
     given: dict[str, Any] = {name: value for name, value in named.items() if value is not None}
-    own = None if given else lab.planning.stored_scheme(config)
+    own = None if given else checkpoint.stored_scheme(getattr(config, "quantization_config", None))
     quantization = None if mode == "full" else own or hf_mxfp4.MXFP4RLConfig(**given)
     sizes = lab.sizes_of(config, quantization, lora_experts)
     usable, engines = 0.9 * gpu_memory * 1e9, [engine] if engine else lab.planning.ENGINES if gpus > 1 else ("ddp",)

@@ -10,8 +10,8 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from ..checkpoint import atomic_folder, refuse_kernels, remove_scheme, weight_files, write_manifest
-from ..config import QUANT_METHOD, MXFP4RLConfig
+from ..checkpoint import atomic_folder, refuse_kernels, remove_scheme, stored_scheme, weight_files, write_manifest
+from ..config import MXFP4RLConfig
 from .source import SourceError
 from .texts import TextOptions
 
@@ -65,8 +65,10 @@ def load(model: str, dtype: str = "auto", device: str = "auto") -> Loaded:
         refuse_kernels(PreTrainedConfig.get_config_dict(name)[0], name)
         config = AutoConfig.from_pretrained(name, trust_remote_code=False)
         options = getattr(config, "quantization_config", None)
-        own = _own_config(options)
-        if own is not None:
+        own = stored_scheme(options)
+        if own is not None and own.mode == "packed":
+            own = None
+        elif own is not None:
             remove_scheme(config)  # the master weights, as they are
         precision = dtype if dtype == "auto" else getattr(torch, dtype)
         loaded = AutoModelForCausalLM.from_pretrained(name, config=config, dtype=precision, trust_remote_code=False)
@@ -122,16 +124,6 @@ def check_same_tokens(model: Loaded, reference: Loaded) -> None:
     sizes = [each.model.get_output_embeddings().weight.shape[0] for each in (model, reference)]
     if sizes[0] != sizes[1]:
         raise SourceError(f"{model.name} predicts {sizes[0]} tokens and {reference.name} {sizes[1]}")
-
-
-def _own_config(options: Any) -> MXFP4RLConfig | None:
-    """Return the scheme of a checkpoint of master weights."""
-    if options is None:
-        return None
-    options = options if isinstance(options, dict) else options.to_dict()
-    if options.get("quant_method") != QUANT_METHOD or options.get("mode") == "packed":
-        return None
-    return MXFP4RLConfig.from_dict(options)
 
 
 def _identity(path: Path, config: Any) -> list:

@@ -19,7 +19,6 @@ from ..config import MXFP4RLConfig
 from ..gemm import GemmSpec
 from ..model_structure import projections, weight_size
 from ..module_names import find_layers, split_linears
-from ..registration import QUANT_METHOD
 from .schemes import bits_per_element
 
 
@@ -89,12 +88,6 @@ def read_config(model: str) -> PreTrainedConfig:
         raise ValueError(
             f"{model!r} is no folder with a config.json, no such file, and no model that the Hub gives: {error}"
         ) from error
-
-
-def stored_scheme(config: PreTrainedConfig) -> MXFP4RLConfig | None:
-    """Return the scheme that a checkpoint of this package has in its config; `None` for another checkpoint."""
-    options = getattr(config, "quantization_config", None) or {}
-    return MXFP4RLConfig.from_dict(options) if options.get("quant_method") == QUANT_METHOD else None
 
 
 def sizes_of(config: PreTrainedConfig, quantization: MXFP4RLConfig | None, lora_experts: bool = False) -> Sizes:

@@ -160,9 +160,9 @@ def bootstrap_mean(values: Sequence[float], seed: int = 0) -> Estimate:
     return _bootstrap(data, seed, "bootstrap over problems")
 
 
-def paired_share_difference(first: Sequence[bool], second: Sequence[bool]) -> tuple[Estimate, float]:
-    """Return the accuracy of ``first`` less that of ``second`` on the same problems, and the two-sided p-value of
-    McNemar's exact test that both are equally good.
+def paired_share_difference(first: Sequence[bool], second: Sequence[bool]) -> tuple[Estimate, int, int]:
+    """Return the accuracy of ``first`` less that of ``second`` on the same problems, and how many each of the two alone
+    solves, for [`mcnemar`].
 
     The interval is that of Bonett and Price (J. Educ. Behav. Stat. 37, 2012, equation 4): Wald's after one more problem
     of each kind of disagreement, which keeps its coverage when few problems disagree.
@@ -175,7 +175,7 @@ def paired_share_difference(first: Sequence[bool], second: Sequence[bool]) -> tu
     p12, p21 = (only_first + 1) / (n + 2), (only_second + 1) / (n + 2)
     half = Z_975 * math.sqrt((p12 + p21 - (p12 - p21) ** 2) / (n + 2))
     low, high = max(-1.0, p12 - p21 - half), min(1.0, p12 - p21 + half)
-    return Estimate((only_first - only_second) / n, low, high, n, "Bonett-Price"), mcnemar(only_first, only_second)
+    return Estimate((only_first - only_second) / n, low, high, n, "Bonett-Price"), only_first, only_second
 
 
 def mcnemar(only_first: int, only_second: int) -> float:

@@ -100,17 +100,29 @@ class TextOptions:
         if path.is_dir() or not path.exists() and path.suffix not in (".json", ".jsonl") and _named(self.dataset):
             yield from _dataset_rows(self.dataset, path)
             return
-        for i, line in enumerate((line for line in self._file_text().split("\n") if line.strip()), 1):
-            try:
-                yield json.loads(line)
-            except ValueError as error:
-                raise SourceError(f"row {i} of {self.dataset} is not JSON: {error}") from error
+        yield from (row for _, row in json_lines(path))
 
     def _file_text(self) -> str:
         try:
             return Path(self.dataset).expanduser().read_text(encoding="utf-8")
         except (OSError, UnicodeError) as error:
             raise SourceError(f"{self.dataset} cannot be read: {error}") from error
+
+
+def json_lines(path: Path) -> Iterator[tuple[str, Any]]:
+    """Yield the value of every line of JSON in a file, after its place (``"path:line"``); blank lines are skipped.
+    Raises [`SourceError`]."""
+    try:
+        lines = path.read_bytes().split(b"\n")
+    except OSError as error:
+        raise SourceError(f"{path} cannot be read: {error}") from error
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            yield f"{path}:{number}", json.loads(line.decode("utf-8-sig"))
+        except ValueError as error:
+            raise SourceError(f"{path}:{number}: not a line of JSON ({error})") from error
 
 
 def _encoded(tokenizer, text: str, **options: Any) -> torch.Tensor:

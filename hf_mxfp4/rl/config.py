@@ -3,7 +3,7 @@
 before they begin: arguments, data, the policy and its reference."""
 
 import math
-from dataclasses import dataclass, make_dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,42 +22,10 @@ from .rollout import check_correction, share_with_trl
 #: What `vllm_weights` can be.
 VLLM_WEIGHTS = ("packed", "dense", "checkpoint")
 
-_NO_LINEARS = "noise is on norms alone; leave the option out"
-_NO_ENTROPY = "use_adaptive_entropy of TRL keeps the policy entropy at a target"
-_NO_SAMPLING = "raise num_generations, or train with trl.experimental's GRPOWithReplayBufferTrainer"
-#: Options that are gone: the values that had no effect, and what to use.
-_REMOVED = {
-    "aqn_schedule": (("exponential",), "for constant noise set aqn_sigma_end to aqn_sigma_start"),
-    "aqn_layers": ((), "noise is on all norms; leave the option out"),
-    "aqn_seed": ((), "noise follows seed"),
-    "aqn_targets": (("norms",), _NO_LINEARS),
-    "aqn_linear_sigma_scale": (("1.0", "1"), _NO_LINEARS),
-    "aqn_target_entropy": ((), _NO_ENTROPY),
-    "aqn_rate_limit": (("0.05",), _NO_ENTROPY),
-    "rollout_weights": (("auto",), "step_weights is the form of the copies that rollouts compute with, too"),
-    "rollout_correction_min": ((), "importance ratios have an upper limit alone, rollout_correction_cap"),
-    "dynamic_sampling": (("false",), _NO_SAMPLING),
-    "dynamic_sampling_max_rounds": (("3",), _NO_SAMPLING),
-    "quantize_reference": (("true",), "the reference policy always computes under the scheme of the policy"),
-    "compile_rollouts": (("false",), "use_vllm=True makes rollouts fast"),
-    "entropy_collapse": (("0.05",), "the alarm's limits are fixed; leave the option out"),
-    "entropy_explosion": (("2.0", "2"), "the alarm's limits are fixed; leave the option out"),
-    "error_layers": (("4",), "four layers are decomposed; error_every=0 measures none"),
-    "gradient_gain_every": (("0",), "error_every measures the quantization error itself"),
-    "router_every": (("0",), "hf_mxfp4.lab.router_statistics measures routers, and router_replay logs how many differ"),
-}
-
-#: TRL's config with the removed options, so that files that have them at values without effect are still read.
-_OlderConfig: Any = make_dataclass(
-    "_OlderConfig",
-    [(name, str | None, option(None, f"Removed: {new}")) for name, (_, new) in _REMOVED.items()],
-    bases=(GRPOConfig,),
-)
-
 
 @described_options
 @dataclass
-class MXFP4GRPOConfig(_OlderConfig):
+class MXFP4GRPOConfig(GRPOConfig):
     """Options of [`MXFP4GRPOTrainer`], beside all of [`trl.GRPOConfig`]'s. Flat, so that YAML and the command line can
     set each one. Raises `ValueError` for values that mean nothing."""
 
@@ -146,7 +114,6 @@ class MXFP4GRPOConfig(_OlderConfig):
     )
 
     def __post_init__(self):
-        self._check_removed()
         self.noise_schedule  # noqa: B018  it checks its own numbers
         check_correction(self)
         share_with_trl(self)
@@ -175,13 +142,6 @@ class MXFP4GRPOConfig(_OlderConfig):
     def noise_schedule(self) -> NoiseSchedule:
         """The standard deviation over training that the `aqn_*` options describe."""
         return NoiseSchedule(self.aqn_sigma_start, self.aqn_sigma_end, self.aqn_num_stages)
-
-    def _check_removed(self) -> None:
-        for name, (inert, advice) in _REMOVED.items():
-            value = getattr(self, name)
-            if value is not None and str(value).lower() not in inert:
-                raise ValueError(f"{name}={value!r} was removed: {advice}")
-            setattr(self, name, None)
 
     def _check_overlong_penalty(self) -> None:
         if not self.overlong_penalty > 0 or not math.isfinite(self.overlong_penalty):

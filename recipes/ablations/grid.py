@@ -12,7 +12,7 @@ import torch
 import yaml
 
 from hf_mxfp4.recipes.common.checkpoints import put_over
-from hf_mxfp4.recipes.common.options import names, refuse_unknown
+from hf_mxfp4.recipes.common.options import check_mapping, names, refuse_unknown
 from hf_mxfp4.recipes.common.reporting import tell
 from hf_mxfp4.recipes.evaluation.policy import folder_digest
 from hf_mxfp4.recipes.post_training.arguments import GROUPS, Options, make_options
@@ -144,10 +144,10 @@ def read_grid(
     """
     path, options = Path(path), dict(options or {})
     content = yaml.safe_load(path.read_text(encoding="utf-8"))
-    _mapping(content, f"{path}", _GRID_KEYS)
+    check_mapping(content, f"{path}", _GRID_KEYS)
     if missing := [key for key in _NEEDED if key not in content]:
         raise ValueError(f"{path} lacks {', '.join(missing)}")
-    base = _mapping(content["base"], "base", ["model_name_or_path"])
+    base = check_mapping(content["base"], "base", ["model_name_or_path"])
     start = options.pop("model_name_or_path", base.get("model_name_or_path"))
     if not start:
         raise ValueError(
@@ -186,7 +186,8 @@ def _cells(content: Mapping[str, Any], path: Path, only: Sequence[str] | None) -
     described = {**described, **content.get("extra_cells", {})}
     cells = []
     for name, cell in described.items():
-        cell = {"label": name, "naive": content.get("naive", "mxfp4"), **_mapping(cell, f"cells.{name}", _CELL_KEYS)}
+        check_mapping(cell, f"cells.{name}", _CELL_KEYS)
+        cell = {"label": name, "naive": content.get("naive", "mxfp4"), **cell}
         cell["options"] = _options(cell.get("options"), f"cells.{name}.options")
         cells.append(Cell(name, **{"paper": {}, **cell}))
     named = [content.get("reference", "bf16"), *(cell.naive for cell in cells), *(only or ())]
@@ -207,15 +208,8 @@ def check_cells(grid: Grid, options: Mapping[str, Any]) -> None:
         run.parse()
 
 
-def _mapping(value: Any, where: str, known: Sequence[str] | None = None) -> dict[str, Any]:
-    if not isinstance(value, dict):
-        raise ValueError(f"{where} must hold one `option: value` per line")
-    refuse_unknown(value, where, list(value if known is None else known))
-    return value
-
-
 def _options(value: Any, where: str) -> dict[str, Any]:
-    value = _mapping(value or {}, where, [*names(GROUPS), "env"])
+    value = check_mapping(value or {}, where, [*names(GROUPS), "env"])
     for name in value:
         if name in MANAGED:
             raise ValueError(f"{where}: {name} is set for each run and cannot be given")

@@ -8,7 +8,6 @@ from statistics import fmean
 from typing import Any
 
 from hf_mxfp4.lab.stats import t_interval, with_interval
-from hf_mxfp4.recipes.common.reporting import markdown_table
 
 from .grid import Grid, Run
 from .runner import finished, read_json
@@ -145,7 +144,7 @@ def _share(own: Mapping[int, float], naive: Mapping[int, float], reference: Mapp
 
 
 def table_rows(records: Sequence[Record]) -> tuple[list[str], list[list[str]]]:
-    """Return columns and rows of a grid's table, accuracies in percent."""
+    """Return columns and rows of a grid's table, accuracies in percent; for [`markdown_table`] too."""
     rows = statistics(records)
     papers = list(dict.fromkeys(name for row in rows for name in row["paper"]))
     columns = ["cell", "before RL", "after RL", "seeds ±", "problems ±", "minus reference", "recovered"]
@@ -163,8 +162,3 @@ def table_rows(records: Sequence[Record]) -> tuple[list[str], list[list[str]]]:
             ]
         )
     return columns, lines
-
-
-def markdown(records: Sequence[Record]) -> str:
-    """Return a grid's table in Markdown."""
-    return markdown_table(*table_rows(records))

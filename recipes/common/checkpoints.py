@@ -1,18 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a folder or Hub repository holds, whole weights or an adapter, and where a scheme's options come from."""
 
+import copy
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoConfig, AutoTokenizer, PretrainedConfig
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedModel
 from transformers.utils.peft_utils import find_adapter_config_file
 from trl.chat_template_utils import gptoss_template
 
 from hf_mxfp4 import MXFP4RLConfig
-from hf_mxfp4.config import QUANT_METHOD
+from hf_mxfp4.checkpoint import remove_scheme, stored_scheme
 
 
 # ---- what is stored -------------------------------------------------------------------------------------------------
@@ -23,19 +24,22 @@ class Stored:
     """A model as it is stored.
 
     Attributes:
+        source, source_revision: the folder or name on the Hub, of an adapter its own.
         weights, revision, config: of the whole weights; of an adapter, those of its base.
         adapter: the configuration of an adapter, otherwise `None`.
         adapter_folder: where it was found; in the cache of the Hub it has the name of the commit.
-        quantization: how the checkpoint of the whole weights is quantized, by any method.
+        quantization: how the checkpoint of the whole weights is quantized, by any method; as in `config.json`.
         scheme: that of this package which the weights or else the adapter carry.
     """
 
+    source: str
+    source_revision: str | None
     weights: str
     revision: str | None
     config: PretrainedConfig
     adapter: dict[str, Any] | None
     adapter_folder: Path | None
-    quantization: Any
+    quantization: dict[str, Any] | None
     scheme: MXFP4RLConfig | None
 
 
@@ -45,6 +49,7 @@ def read_stored(
     """Read the configurations of a folder or on the Hub, and no weights; ``base`` is what an adapter belongs on instead
     of the model that it names. Raises `OSError` where there is nothing to load, `ValueError` for an adapter that names
     no base and a base for what is no adapter."""
+    source, source_revision = str(Path(source).expanduser()) if source.startswith("~") else source, revision
     if (source.startswith((".", "/")) or source.count("/") > 1) and not Path(source).is_dir():
         raise FileNotFoundError(f"cannot load the model {source!r}: there is no such folder")
     file = find_adapter_config_file(source, revision=revision)
@@ -61,43 +66,38 @@ def read_stored(
     config = AutoConfig.from_pretrained(weights, revision=revision, trust_remote_code=trust_remote_code)
     quantization = getattr(config, "quantization_config", None)
     return Stored(
+        source=source,
+        source_revision=source_revision,
         weights=weights,
         revision=revision,
         config=config,
         adapter=adapter,
         adapter_folder=None if file is None else Path(file).parent,
         quantization=quantization,
-        scheme=_scheme(quantization or (adapter or {}).get("base_quantization")),
+        scheme=stored_scheme(quantization or (adapter or {}).get("base_quantization")),
     )
 
 
-def is_adapter(model: Any) -> bool:
-    """Return whether TRL's `ModelConfig` names an adapter."""
-    return find_adapter_config_file(model.model_name_or_path, revision=model.model_revision) is not None
+def load_whole(stored: Stored, scheme: MXFP4RLConfig | str | None, **options: Any) -> PreTrainedModel:
+    """Load the whole weights under a scheme, for None in full precision without the one that they carry, and for "own"
+    as they are stored. ``options``: of `from_pretrained`."""
+    if scheme is None:
+        options["config"] = copy.deepcopy(stored.config)
+        remove_scheme(options["config"])
+    elif scheme != "own":
+        options["quantization_config"] = scheme
+    return AutoModelForCausalLM.from_pretrained(stored.weights, revision=stored.revision, **options)
 
 
-def method(quantization: Any) -> str | None:
-    """Return the name of a quantization method."""
-    found = quantization.get if isinstance(quantization, dict) else lambda name: getattr(quantization, name, None)
-    return found("quant_method")
-
-
-def _scheme(quantization: Any) -> MXFP4RLConfig | None:
-    if not quantization or method(quantization) != QUANT_METHOD:
-        return None
-    return quantization if isinstance(quantization, MXFP4RLConfig) else MXFP4RLConfig.from_dict(quantization)
-
-
-def load_tokenizer(source: str, stored: Stored, *, revision: str | None = None, **options: Any) -> Any:
+def load_tokenizer(stored: Stored, **options: Any) -> Any:
     """Load the tokenizer saved with an adapter, or else that of its base. ``options``: of `from_pretrained`."""
-    own = Path(source)
+    own, options = Path(stored.source), {"padding_side": "left", **options}
     try:
         if own.is_dir() and not (own / "tokenizer_config.json").is_file():
             raise FileNotFoundError(f"{own} holds no tokenizer")
-        tokenizer = AutoTokenizer.from_pretrained(source, revision=revision, padding_side="left", **options)
+        tokenizer = AutoTokenizer.from_pretrained(stored.source, revision=stored.source_revision, **options)
     except (OSError, ValueError):
-        base = {"revision": stored.revision, "padding_side": "left"}
-        tokenizer = AutoTokenizer.from_pretrained(stored.weights, **base, **options)
+        tokenizer = AutoTokenizer.from_pretrained(stored.weights, revision=stored.revision, **options)
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
     if "<|channel|>final<|message|>" in (tokenizer.chat_template or ""):  # gpt-oss: answers are in this channel

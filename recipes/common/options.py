@@ -6,7 +6,7 @@ import errno
 import os
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import field, fields
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -45,14 +45,6 @@ def _or_none(convert: Callable[[str], Any]) -> Callable[[str], Any]:
 
     converted.__name__ = getattr(convert, "__name__", "option")
     return converted
-
-
-def option(default: Any, help: str, **metadata: Any) -> Any:
-    """Declare an option of a dataclass; a list is the default of every object by itself."""
-    metadata["help"] = help
-    if isinstance(default, list):
-        return field(default_factory=lambda: list(default), metadata=metadata)
-    return field(default=default, metadata=metadata)
 
 
 def names(groups: Groups) -> list[str]:
@@ -94,6 +86,14 @@ def refuse_unknown(found: Iterable[Any], where: str, known: Sequence[str]) -> No
             raise ValueError(unknown_key_message(where, str(name), list(known)))
 
 
+def check_mapping(value: Any, where: str, known: Sequence[str]) -> dict[str, Any]:
+    """Return a mapping of options, read from YAML. Raises `ValueError` for another value, and as [`refuse_unknown`]."""
+    if not isinstance(value, dict):
+        raise ValueError(f"{where} must hold one `option: value` per line")
+    refuse_unknown(value, where, known)
+    return value
+
+
 def config_path(name: str | Path) -> Path:
     """Return the YAML file of that path, or else the one of that name that comes with the recipes. Raises `OSError`
     where there is neither."""
@@ -111,11 +111,7 @@ def read_file(path: str | Path, groups: Groups) -> dict[str, Any]:
     """Read the options of a YAML file, found as by [`config_path`]. Raises `ValueError` for an option that is not
     known, with the nearest names."""
     path = config_path(path)
-    options = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
-    if not isinstance(options, dict):
-        raise ValueError(f"{path} must hold one `option: value` per line")
-    refuse_unknown(options, str(path), [*names(groups), "env"])
-    return options
+    return check_mapping(yaml.safe_load(path.read_text(encoding="utf-8")) or {}, str(path), [*names(groups), "env"])
 
 
 def build(groups: Groups, options: Mapping[str, Any]) -> tuple[Any, ...]:

@@ -6,11 +6,12 @@ import contextlib
 import os
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from accelerate import PartialState
 from rich.console import Console
+from rich.table import Table
 from rich.text import Text
 from transformers import PrinterCallback, ProgressCallback, Trainer
 
@@ -26,6 +27,16 @@ def tell(subject: str, message: str) -> None:
     """Print a line once per job."""
     if os.environ.get("RANK", "0") == "0":
         console.print(Text.assemble((subject, "bold"), " ", message), highlight=False, soft_wrap=True)
+
+
+def print_table(title: str, rows: Iterable[Sequence[str]], headings: Sequence[str] = (), caption: str = "") -> None:
+    """Print a table of texts, none of which is read as markup. Without ``headings`` it is one of names and values."""
+    table = Table(title=Text(title), caption=Text(caption), show_header=bool(headings))
+    for heading in headings or ("", ""):
+        table.add_column(heading, style=None if headings or table.columns else "bold", overflow="fold")
+    for row in rows:
+        table.add_row(*map(Text, row))
+    console.print(table)
 
 
 @contextlib.contextmanager

@@ -3,8 +3,9 @@
 
 from dataclasses import dataclass, field
 
-from hf_mxfp4.recipes.common.options import build, option, read_file, read_words, read_yaml, refuse_words
+from hf_mxfp4.recipes.common.options import build, read_file, read_words, read_yaml, refuse_words
 from hf_mxfp4.recipes.tasks import TaskArguments
+from hf_mxfp4.utils import option
 
 
 #: What `--dequantize` can leave out of the scheme; neither control quantizes activations.
@@ -48,9 +49,7 @@ class EvaluationArguments(TaskArguments):
     max_new_tokens: int | None = option(None, "Longest completion; default: the task's.")
     batch_size: int = option(64, "Prompts in a batch.")
 
-    output_dir: str | None = option(
-        None, "Of greedy.jsonl, samples.jsonl and result.json; default: outputs/evaluation/<model>/<task>."
-    )
+    output_dir: str | None = option(None, "Of *.jsonl and result.json; default: outputs/evaluation/<model>/<task>.")
     overwrite: bool = option(False, "Start again instead of going on with the completions that are there.")
     compare: str | None = option(None, "result.json of another evaluation of the same problems.")
 

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The policy to evaluate, under the scheme that it carries or as a control of it."""
 
-import copy
 import hashlib
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,12 +8,10 @@ from typing import Any
 
 import torch
 from peft import PeftModel
-from torch import nn
-from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from hf_mxfp4.checkpoint import remove_scheme
-from hf_mxfp4.layers import QUANTIZED
-from hf_mxfp4.recipes.common.checkpoints import Stored, load_tokenizer, method, read_stored
+from hf_mxfp4.recipes.common.checkpoints import Stored, load_tokenizer, load_whole, read_stored
+from hf_mxfp4.rl.config import count_quantized
 
 from .arguments import CONTROLS, EvaluationArguments
 from .results import RESULT_FILE
@@ -50,29 +47,27 @@ def load_policy(options: EvaluationArguments, device: torch.device | str = "cpu"
         ValueError: a control of a model without a scheme, of packed weights' masters, or a scheme under which nothing
             was quantized.
     """
-    source, revision, control = options.model, options.revision, options.dequantize
-    source = str(Path(source).expanduser()) if source.startswith("~") else source
-    trust = {"trust_remote_code": options.trust_remote_code}
-    stored = read_stored(source, revision=revision, base=options.base, **trust)
-    model = _load_model(source, stored, options)
+    control, trust = options.dequantize, {"trust_remote_code": options.trust_remote_code}
+    stored = read_stored(options.model, revision=options.revision, base=options.base, **trust)
+    model = _load_model(stored, options)
     report = getattr(model, "quantization_report", None)
     identities = [_identity(stored.weights, getattr(stored.config, "_commit_hash", None))]
     if stored.adapter is not None:
-        model = PeftModel.from_pretrained(model, source, revision=revision)
-        identities.append(_identity(source, stored.adapter_folder.name))
+        model = PeftModel.from_pretrained(model, stored.source, revision=stored.source_revision)
+        identities.append(_identity(stored.source, stored.adapter_folder.name))
     dtype = str(model.dtype).removeprefix("torch.")
     own = stored.scheme.describe() if stored.scheme else None
     if stored.scheme is None and stored.quantization:
-        own = f"{method(stored.quantization)} (by transformers)"
+        own = f"{stored.quantization['quant_method']} (by transformers)"
     computed_in = own or f"full precision ({dtype}); the checkpoint carries no scheme"
     if control is not None:
         report, computed_in = None, f"CONTROL: {CONTROLS[control]} ({dtype}), nothing quantized; own scheme: {own}"
     return Policy(
         model=model.to(device).eval(),
-        tokenizer=load_tokenizer(source, stored, revision=revision, **trust),
+        tokenizer=load_tokenizer(stored, **trust),
         identity="+".join(identities),
         description={
-            "model": source,
+            "model": stored.source,
             "adapter_on": None if stored.adapter is None else stored.weights,
             "scheme": own,
             "control": control and CONTROLS[control],
@@ -86,33 +81,22 @@ def load_policy(options: EvaluationArguments, device: torch.device | str = "cpu"
     )
 
 
-def _load_model(source: str, stored: Stored, options: EvaluationArguments) -> PreTrainedModel:
+def _load_model(stored: Stored, options: EvaluationArguments) -> PreTrainedModel:
     """Load the whole weights under their scheme or as a control; check that it is what it is called."""
     scheme, control = stored.scheme, options.dequantize
     _check_control(control, stored)
-    how: dict[str, Any] = {}
-    if control == "masters":
-        how["config"] = copy.deepcopy(stored.config)
-        remove_scheme(how["config"])
-    elif scheme is not None and not stored.quantization:
-        how["quantization_config"] = scheme
-    model = AutoModelForCausalLM.from_pretrained(
-        stored.weights,
-        revision=stored.revision,
-        dtype=options.dtype,
-        attn_implementation=options.attn_implementation,
-        trust_remote_code=options.trust_remote_code,
-        **how,
-    )
-    if scheme is not None and control != "masters" and not _is_quantized(model):
+    how = {name: getattr(options, name) for name in ("dtype", "attn_implementation", "trust_remote_code")}
+    own = "own" if stored.quantization else scheme
+    model = load_whole(stored, None if control == "masters" else own, **how)
+    if scheme is not None and control != "masters" and not count_quantized(model):
         raise ValueError(
-            f"{source} carries the scheme {scheme.describe()}, but not one layer of {type(model).__name__} was "
+            f"{stored.source} carries the scheme {scheme.describe()}, but not one layer of {type(model).__name__} was "
             "quantized: what would be measured is full precision"
         )
     if control == "quantized":
         model = model.dequantize()
-    if control is not None and _is_quantized(model):
-        raise ValueError(f"{source} still has quantized layers, so that it is no control in full precision")
+    if control is not None and count_quantized(model):
+        raise ValueError(f"{stored.source} still has quantized layers, so that it is no control in full precision")
     return model
 
 
@@ -126,10 +110,6 @@ def _check_control(control: str | None, stored: Stored) -> None:
             f"{stored.weights} holds packed weights alone, its master weights are gone: evaluate the checkpoint that "
             "it was packed from, or the same 4-bit weights in full precision with --dequantize quantized"
         )
-
-
-def _is_quantized(model: nn.Module) -> bool:
-    return any(isinstance(module, QUANTIZED) for module in model.modules())
 
 
 def _identity(name: str, commit: str | None) -> str:

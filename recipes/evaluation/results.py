@@ -8,17 +8,16 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from rich.table import Table
-from rich.text import Text
-
 from hf_mxfp4.lab.stats import (
     Estimate,
+    mcnemar,
     mean_pass_at_k,
     paired_mean_difference,
     paired_share_difference,
     pass_at_k,
     wilson,
 )
+from hf_mxfp4.recipes.common.reporting import print_table
 
 from .arguments import EvaluationArguments
 from .generate import Completion
@@ -86,27 +85,24 @@ def read_result(path: str | Path) -> dict[str, Any]:
     return result
 
 
-def table(result: Mapping[str, Any]) -> Table:
-    """Make the closing table of an evaluation."""
-    shown = Table(title=f"{result['task']} · {result['n']} problems", show_header=False)
-    shown.add_column(style="bold")
-    shown.add_column(overflow="fold")
-    shown.add_row("model", Text(result["model"] + (f" on {result['adapter_on']}" if result["adapter_on"] else "")))
-    shown.add_row("computed in", Text(result["computed_in"]))
+def show(result: Mapping[str, Any]) -> None:
+    """Print the closing table of an evaluation."""
+    model = result["model"] + (f" on {result['adapter_on']}" if result["adapter_on"] else "")
+    rows = {"model": model, "computed in": result["computed_in"]}
     sqnr = "" if result["weight_sqnr_db"] is None else f", weight SQNR {result['weight_sqnr_db']:.1f} dB"
     skipped = "" if result["n_skipped"] is None else f" ({result['n_skipped']} left in full precision)"
-    shown.add_row("quantized layers", f"{result['n_quantized']}{skipped}{sqnr}")
+    rows["quantized layers"] = f"{result['n_quantized']}{skipped}{sqnr}"
     shares = {f"{score}, {measure}": of for score, row in result["scores"].items() for measure, of in row.items()}
     for name, of in shares.items():
         samples = "" if name.endswith(GREEDY) else f", {result['problems']['samples']} samples each"
         basis = f"{of['confidence']:.0%} {of['method']}, n = {of['n']}{samples}"
-        shown.add_row(name, Text(f"{Estimate(**of)}  ({basis})"))
+        rows[name] = f"{Estimate(**of)}  ({basis})"
     for name, of in result["lengths"].items():
         share = of["truncated"] / of["completions"]
         cut = f"{of['truncated']} cut off ({share:.1%})"
-        shown.add_row(name, f"{of['completions']} completions of {of['mean_tokens']:.1f} tokens on average, {cut}")
-    shown.add_row("time", f"{result['seconds']:.0f} s for {result['generated']} completions")
-    return shown
+        rows[name] = f"{of['completions']} completions of {of['mean_tokens']:.1f} tokens on average, {cut}"
+    rows["time"] = f"{result['seconds']:.0f} s for {result['generated']} completions"
+    print_table(f"{result['task']} · {result['n']} problems", rows.items())
 
 
 # ---- two results on the same problems -------------------------------------------------------------------------------
@@ -157,33 +153,24 @@ def _difference(first: Mapping, second: Mapping, orders: list[list[int]], score:
     samples = [result["problems"]["samples"] for result in (first, second)]
     if measure == GREEDY or samples == [1, 1]:
         a, b = ([bool(count) for count in of] for of in counts)
-        difference, p_value = paired_share_difference(a, b)
-        only = {
-            "only_first": sum(x and not y for x, y in zip(a, b, strict=True)),
-            "only_second": sum(y and not x for x, y in zip(a, b, strict=True)),
-        }
-        return {"difference": difference.to_dict(), "p_value": p_value, **only}
+        of, only_a, only_b = paired_share_difference(a, b)
+        p_value = mcnemar(only_a, only_b)
+        return {"difference": of.to_dict(), "p_value": p_value, "only_first": only_a, "only_second": only_b}
     k = int(measure.removeprefix("pass@"))
     a, b = ([pass_at_k(n, count, k) for count in of] for n, of in zip(samples, counts, strict=True))
     return {"difference": paired_mean_difference(a, b).to_dict()}
 
 
-def difference_table(rows: list[dict[str, Any]], first: Mapping[str, Any], second: Mapping[str, Any]) -> Table:
-    """Make a table of differences."""
+def show_differences(rows: list[dict[str, Any]], first: Mapping[str, Any], second: Mapping[str, Any]) -> None:
+    """Print a table of differences."""
     caption = [f"{name}: {of['model']}, {of['computed_in']}" for name, of in (("first", first), ("second", second))]
     caption.append("interval: 95 %, Bonett-Price for shares, paired bootstrap else; p: McNemar, exact")
-    shown = Table(title="first less second, on the same problems", caption=Text("\n".join(caption)))
-    for heading in ("score", "first", "second", "difference", "interval", "only first / second", "p"):
-        shown.add_column(heading, overflow="fold")
+    headings = ("score", "first", "second", "difference", "interval", "only first / second", "p")
+    lines = []
     for row in rows:
         of = Estimate(**row["difference"])
-        shown.add_row(
-            f"{row['score']}, {row['measure']}",
-            f"{row['first']:.3f}",
-            f"{row['second']:.3f}",
-            f"{of.value:+.3f}",
-            Text(f"[{of.low:+.3f}, {of.high:+.3f}]"),
-            f"{row['only_first']} / {row['only_second']}" if "only_first" in row else "",
-            f"{row['p_value']:.2g}" if "p_value" in row else "",
-        )
-    return shown
+        numbers = f"{row['first']:.3f}", f"{row['second']:.3f}", f"{of.value:+.3f}", f"[{of.low:+.3f}, {of.high:+.3f}]"
+        only = f"{row['only_first']} / {row['only_second']}" if "only_first" in row else ""
+        p_value = f"{row['p_value']:.2g}" if "p_value" in row else ""
+        lines.append([f"{row['score']}, {row['measure']}", *numbers, only, p_value])
+    print_table("first less second, on the same problems", lines, headings, "\n".join(caption))

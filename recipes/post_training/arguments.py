@@ -7,15 +7,15 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from transformers import TrainingArguments
+from transformers.utils.peft_utils import find_adapter_config_file
 from trl import ModelConfig
 
 from hf_mxfp4 import MXFP4GRPOConfig, MXFP4RLConfig
-from hf_mxfp4.recipes.common.checkpoints import is_adapter, put_over
+from hf_mxfp4.recipes.common.checkpoints import put_over
 from hf_mxfp4.recipes.common.options import (
     CONFIGS,
     build,
     exit_on_wrong_options,
-    option,
     read_command,
     read_file,
     read_yaml,
@@ -23,6 +23,7 @@ from hf_mxfp4.recipes.common.options import (
 from hf_mxfp4.recipes.common.reporting import tell
 from hf_mxfp4.recipes.tasks import TaskArguments
 from hf_mxfp4.recipes.tasks.tiny_model import TINY_MODELS
+from hf_mxfp4.utils import option
 
 
 DEFAULT_CONFIG = CONFIGS / "tiny_cpu.yaml"
@@ -71,9 +72,7 @@ class RecipeArguments(StartArguments):
 class TextArguments(StartArguments):
     """What `sft.py` and `distill.py` learn and evaluate on."""
 
-    learn: str = option(
-        "text", "Of the task: 'text' (prompts and completions), 'completion', or for distill.py 'generated' ones."
-    )
+    learn: str = option("text", "Of the task: 'text' (prompts and completions), 'completion'; distill.py: 'generated'.")
     text: str | None = option(None, "Texts to learn in place of the task's: a file, folder or dataset (name:split).")
     text_field: str | None = option(None, "Their field, or several with commas between.")
     text_samples: int = option(100_000, "How many texts of it, or windows of max_length tokens of a running text.")
@@ -142,19 +141,14 @@ class Options(NamedTuple):
     model: ModelConfig
 
 
-def parse(
-    argv: list[str],
-    training: type[TrainingArguments] = MXFP4GRPOConfig,
-    recipe: type[StartArguments] = RecipeArguments,
-    demo: Path = DEFAULT_CONFIG,
-) -> Options:
+def parse(argv: list[str], groups: tuple[type, ...] = GROUPS, demo: Path = DEFAULT_CONFIG) -> Options:
     """Parse the command line and the YAML file that `--config` names; without one, and without another model or task
-    than the demo's, the file ``demo``. ``training`` are the options of the trainer, ``recipe`` those of the script.
+    than the demo's, the file ``demo``. ``groups``: those of the script, see [`groups_of`].
 
     A preset or mode on the command line resets the options of the scheme that the file has. Raises `ValueError` for an
     option that does not exist, with the nearest names, or has a value outside its set.
     """
-    groups, modules = groups_of(training, recipe), "modules_to_not_convert"
+    modules = "modules_to_not_convert"
     if sum(word.replace("-", "_")[2:].partition("=")[0] == modules for word in argv) > 1:
         raise ValueError(f"--{modules} is given more than once; give all after one: --{modules} layers.0 down_proj")
     given = read_command(argv, groups)
@@ -165,21 +159,17 @@ def parse(
         word = "preset" if "preset" in given else "mode"
         told = ", ".join(f"{name}={value}" for name, value in dropped.items())
         tell("scheme", f"--{word} {given[word]} resets what {Path(path).name} says of the scheme: {told}")
-    return make_options({**kept, **given}, training, recipe, named=frozenset(file) | frozenset(given))
+    options = make_options({**kept, **given}, groups)
+    options.recipe.named = frozenset(file) | frozenset(given)
+    return options
 
 
-def make_options(
-    options: Mapping[str, Any],
-    training: type[TrainingArguments] = MXFP4GRPOConfig,
-    script: type[StartArguments] = RecipeArguments,
-    named: frozenset[str] = frozenset(),
-) -> Options:
+def make_options(options: Mapping[str, Any], groups: tuple[type, ...] = GROUPS) -> Options:
     """Make the options of a run of options by name, as a YAML file has them; raise as [`parse`] does."""
-    if training is MXFP4GRPOConfig:
+    if MXFP4GRPOConfig in groups:
         # The task's own, and not TRL's, where nobody says how long completions may be.
         options = {"max_completion_length": None, **options}
-    recipe, quantization, arguments, model = build(groups_of(training, script), options)
-    recipe.named = named
+    recipe, quantization, arguments, model = build(groups, options)
     if model.load_in_4bit or model.load_in_8bit:
         raise ValueError("load_in_4bit and load_in_8bit are bitsandbytes' schemes; here `preset` says what is MXFP4")
     if recipe.tiny_architecture not in TINY_MODELS:
@@ -207,7 +197,8 @@ def _demo(given: dict, demo: Path) -> Path | None:
 
 def check_packed(model: ModelConfig) -> None:
     """Raise `ValueError` where nothing could be trained on packed weights, before a model is made or loaded."""
-    if not model.use_peft and not (model.model_name_or_path and is_adapter(model)):
+    name, revision = model.model_name_or_path, model.model_revision
+    if not model.use_peft and not (name and find_adapter_config_file(name, revision=revision)):
         raise ValueError("mode='packed' freezes the weights; train adapters with --use_peft true, or use mode='qat'")
     if model.use_dora:
         raise ValueError("use_dora needs full-precision weights, which mode='packed' does not keep; use mode='qat'")

@@ -9,17 +9,15 @@ from typing import Any
 
 import yaml
 from accelerate import PartialState
-from rich.table import Table
-from rich.text import Text
 from transformers import Trainer, TrainingArguments
 
 from hf_mxfp4 import MXFP4GRPOTrainer
 from hf_mxfp4.checkpoint import add_evaluation, checkpoint_step, invalidate, last_complete_checkpoint
 from hf_mxfp4.files import write_json
 from hf_mxfp4.lab import RunReportCallback, plot_training
-from hf_mxfp4.recipes.common.reporting import TrainingBar, console, tell
+from hf_mxfp4.recipes.common.reporting import TrainingBar, print_table, tell
 from hf_mxfp4.recipes.evaluation.generate import Evaluation, write_completions
-from hf_mxfp4.recipes.post_training.arguments import Options, StartArguments
+from hf_mxfp4.recipes.post_training.arguments import Options
 from hf_mxfp4.recipes.tasks import Task
 from hf_mxfp4.utils import package_versions, share_text
 
@@ -35,14 +33,14 @@ def resume_choice(training: TrainingArguments) -> str | bool | None:
     return words.get(str(choice).lower(), choice)
 
 
-def refuse_used_folder(output: Path, recipe: StartArguments, training: TrainingArguments) -> None:
+def refuse_used_folder(output: Path, options: Options) -> None:
     """Exit rather than mix a new run into the folder of an old one. To be called by all processes."""
-    resuming = resume_choice(training) is not None
-    if resume_choice(training) is True and last_complete_checkpoint(output) is None:
+    resumed_from = resume_choice(options.training)
+    if resumed_from is True and last_complete_checkpoint(output) is None:
         raise SystemExit(
             f"error: nothing to resume: {output} holds no complete checkpoint (see save_strategy and save_steps)"
         )
-    if output.is_dir() and any(output.iterdir()) and not (recipe.overwrite or resuming):
+    if output.is_dir() and any(output.iterdir()) and not options.recipe.overwrite and resumed_from is None:
         raise SystemExit(
             f"error: output_dir {output} is not empty; choose another --output_dir, continue with "
             "--resume_from_checkpoint true, or write over it with --overwrite true"
@@ -52,10 +50,10 @@ def refuse_used_folder(output: Path, recipe: StartArguments, training: TrainingA
     output.mkdir(parents=True, exist_ok=True)
 
 
-def remove_old_checkpoints(output: Path, recipe: StartArguments, training: TrainingArguments) -> None:
+def remove_old_checkpoints(output: Path, options: Options) -> None:
     """Remove the checkpoints of the run that is written over: a later `--resume_from_checkpoint true` would take the
     one with the largest step, be it an old one. To be called by all processes, when nothing can be refused any more."""
-    if recipe.overwrite and resume_choice(training) is None and PartialState().is_main_process:
+    if options.recipe.overwrite and resume_choice(options.training) is None and PartialState().is_main_process:
         for folder in [path for path in output.iterdir() if checkpoint_step(path) is not None and path.is_dir()]:
             # First what makes it count as whole: should removing it be cut short, nobody resumes from the rest.
             invalidate(folder)
@@ -67,13 +65,12 @@ def remove_old_checkpoints(output: Path, recipe: StartArguments, training: Train
 def begin(trainer: Trainer, options: Options, output: Path) -> RunReportCallback:
     """Do what comes before training, when nothing can be refused any more: show progress, remove the checkpoints of a
     run that is written over, write down all options, and add the run report, which is returned."""
-    recipe, training = options.recipe, options.training
     TrainingBar.install(trainer)
     # Not earlier: a start that fails is to leave an empty folder, which can be used again, or what the old run left.
-    remove_old_checkpoints(output, recipe, training)
+    remove_old_checkpoints(output, options)
     if PartialState().is_main_process:
         write_resolved_config(output, *options)
-    report = RunReportCallback(getattr(training, "report_every", 0))
+    report = RunReportCallback(getattr(options.training, "report_every", 0))
     if report.every:
         trainer.add_callback(report)
     return report
@@ -149,31 +146,25 @@ def write_results(
 
 def print_summary(summary: dict[str, Any]) -> None:
     """Print the closing table, and paths below it, where they can be copied from a narrow terminal."""
-    title = "{task} · {steps} GRPO steps · seed {seed}".format(**summary)
-    table = Table(title=title, show_header=False)
-    table.add_column(style="bold")
-    table.add_column(overflow="fold")
-    table.add_row("model", Text(summary["model"]))
-    table.add_row("scheme", Text(summary["scheme"]))
+    rows = {"model": summary["model"], "scheme": summary["scheme"]}
     for name, after in summary["accuracy_after"].items():
         remark = f"95 %, n = {summary['n_test']}"
         if summary["accuracy_before"]:
             before = summary["accuracy_before"][name]
-            table.add_row(f"{name}, greedy, before RL", f"{share_text(before, summary['n_test'])}  ({remark})")
+            rows[f"{name}, greedy, before RL"] = f"{share_text(before, summary['n_test'])}  ({remark})"
             remark = f"{after - before:+.3f}"
-        table.add_row(f"{name}, greedy, after RL", f"{share_text(after, summary['n_test'])}  ({remark})")
-    table.add_row("alarms of entropy", str(len(summary["entropy_alarms"])))
+        rows[f"{name}, greedy, after RL"] = f"{share_text(after, summary['n_test'])}  ({remark})"
+    rows["alarms of entropy"] = str(len(summary["entropy_alarms"]))
     sqnr = f", weight SQNR {summary['weight_sqnr_db']:.1f} dB" if summary["weight_sqnr_db"] is not None else ""
     left = f" ({summary['n_skipped']} left in full precision)" if summary["n_quantized"] else ""
-    table.add_row("quantized layers", f"{summary['n_quantized']}{left}{sqnr}")
+    rows["quantized layers"] = f"{summary['n_quantized']}{left}{sqnr}"
     if summary["saved"]:
         kind = "adapter alone" if summary["adapter"] else "master weights"
-        table.add_row("size on disk", f"{summary['bytes_on_disk'] / 1e6:.2f} MB ({kind})")
+        rows["size on disk"] = f"{summary['bytes_on_disk'] / 1e6:.2f} MB ({kind})"
     if summary["reloaded"]:
-        same = "{identical} of {compared} completions identical".format(**summary["reloaded"])
-        table.add_row("after reloading", same)
-    table.add_row("time", f"{summary['seconds']:.0f} s")
-    console.print(table)
+        rows["after reloading"] = "{identical} of {compared} completions identical".format(**summary["reloaded"])
+    rows["time"] = f"{summary['seconds']:.0f} s"
+    print_table("{task} · {steps} GRPO steps · seed {seed}".format(**summary), rows.items())
     if summary["saved"]:
         tell("saved model", summary["saved"])
     tell("plot", summary["plot"] or "none, since nothing was trained")

@@ -1,25 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
 """The policy of a run: what it starts from, how that is prepared and loaded, and loaded again once it is saved."""
 
-import copy
 import functools
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import PartialState
-from peft import PeftModel
+from peft import PeftConfig, PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from trl import get_peft_config
 from trl.data_utils import maybe_apply_chat_template
 
 from hf_mxfp4 import MXFP4RLConfig, dither_masters
-from hf_mxfp4.checkpoint import remove_scheme
 from hf_mxfp4.files import replace_file, write_json
 from hf_mxfp4.lab import TextOptions, rewrite_checkpoint, round_model, smooth_model
-from hf_mxfp4.recipes.common.checkpoints import Stored, differences, load_tokenizer, read_stored
+from hf_mxfp4.recipes.common.checkpoints import Stored, differences, load_tokenizer, load_whole, read_stored
 from hf_mxfp4.recipes.common.reporting import INPUT_ERRORS, errors_as_messages, tell
 from hf_mxfp4.recipes.post_training.arguments import Options, StartArguments, check_packed
 from hf_mxfp4.recipes.post_training.output import resume_choice
@@ -36,42 +34,26 @@ _ADAPTER_OPTIONS = {
 _SMOOTHED_ON, _ROUNDED_ON, _LONGEST = 32, 128, 512
 
 
-@dataclass(frozen=True)
-class Start:
-    """What a run starts from: the ``name`` of a folder or on the Hub (None for a model that is still to be made), what
-    is ``stored`` there, and the ``scheme`` of the policy, which is the checkpoint's where none was asked for."""
-
-    name: str | None
-    stored: Stored | None
-    scheme: MXFP4RLConfig
-
-    @property
-    def is_adapter(self) -> bool:
-        return self.stored is not None and self.stored.adapter is not None
-
-
-def find_start(options: Options) -> Start:
-    """Find out what a run starts from, before anything is made or loaded. The adapter of a folder is continued. Ends
-    with a message where the model is missing, or was saved with another scheme or adapter than what is named."""
+def find_start(options: Options) -> tuple[Stored | None, Options]:
+    """Find out what a run starts from, before anything is made or loaded: what is stored, or None for a model that is
+    still to be made; and the options with the scheme of the checkpoint where none was asked for. The adapter of a
+    folder is continued. Ends with a message where the model is missing, or was saved with another scheme or adapter
+    than what is named."""
     recipe, scheme, training, model = options
     name = model.model_name_or_path
     if name is None:
-        return Start(None, None, scheme)
-    name = str(Path(name).expanduser()) if name.startswith("~") else name
-    try:
+        return None, options
+    with errors_as_messages(OSError, ValueError, where=f"cannot load the model {name!r}: "):
         stored = read_stored(name, revision=model.model_revision, trust_remote_code=training.trust_remote_code)
-    except (OSError, ValueError) as error:
-        raise SystemExit(f"error: cannot load the model {name!r}: {error}") from error
     if stored.adapter is not None:
         _check_adapter(name, stored.adapter, options)
         model.use_peft = True
     if stored.scheme is None or recipe.full_precision:
-        return Start(name, stored, scheme)
+        return stored, options
     asked = recipe.named & {*vars(stored.scheme)}
     if not asked:
-        scheme = stored.scheme
         tell("scheme", f"that of {name}, since no option names one")
-        if scheme.mode == "packed":
+        if stored.scheme.mode == "packed":
             with errors_as_messages(ValueError):
                 check_packed(model)
     elif scheme != stored.scheme:
@@ -79,7 +61,7 @@ def find_start(options: Options) -> Start:
             f"error: {name!r} was saved with another scheme: {', '.join(differences(stored.scheme, scheme))}; give the "
             f"same options, or leave out {', '.join(sorted(asked))} to take the scheme that it has"
         )
-    return Start(name, stored, scheme)
+    return stored, options._replace(quantization=stored.scheme)
 
 
 def _check_adapter(name: str, adapter: dict, options: Options) -> None:
@@ -96,33 +78,36 @@ def _check_adapter(name: str, adapter: dict, options: Options) -> None:
             )
 
 
-def prepare_start(options: Options, task: Task | None, output: Path) -> tuple[Start, Options, str]:
+def new_adapter(stored: Stored, options: Options) -> PeftConfig | None:
+    """Return the configuration of the adapter that is to be made on what is stored, if any."""
+    return get_peft_config(options.model) if stored.adapter is None else None
+
+
+def prepare_start(options: Options, task: Task | None, output: Path) -> tuple[Stored, Options, str]:
     """Return what is loaded, the options with its scheme, and a name for it; make a small model in the folder
     ``output`` where none is named, and smooth and round it there as far as the options say."""
-    start = find_start(options)
-    options = options._replace(quantization=start.scheme)
-    tell("scheme", "full precision" if options.recipe.full_precision else start.scheme.describe())
-    start, name = _whole_start(start, options, task, output / "base")
+    stored, options = find_start(options)
+    tell("scheme", "full precision" if options.recipe.full_precision else options.quantization.describe())
+    stored, name = _whole_start(stored, options, task, output / "base")
     if options.recipe.smooth_strength is None and not options.recipe.gptq:
-        return start, options, name
+        return stored, options, name
     with errors_as_messages(*INPUT_ERRORS):
-        if start.is_adapter or options.model.model_revision not in (None, "main"):
+        if stored.adapter is not None or options.model.model_revision not in (None, "main"):
             raise ValueError("smooth_strength and gptq read whole weights, of the main revision of a model on the Hub")
-        done = prepare_weights(start.name, start.scheme, options, task, output / "prepared")
-    prepared = str(output / "prepared")
-    return replace(start, name=prepared, stored=read_stored(prepared)), options, f"{name}, {done}"
+        done = prepare_weights(stored.source, options, task, output / "prepared")
+    return read_stored(str(output / "prepared")), options, f"{name}, {done}"
 
 
-def _whole_start(start: Start, options: Options, task: Task | None, folder: Path) -> tuple[Start, str]:
-    if start.stored is not None:
-        return start, f"{start.name}, an adapter on {start.stored.weights}" if start.is_adapter else start.name
-    recipe, made = options.recipe, str(folder)
+def _whole_start(stored: Stored | None, options: Options, task: Task | None, folder: Path) -> tuple[Stored, str]:
+    if stored is not None:
+        return stored, stored.source if stored.adapter is None else f"{stored.source}, an adapter on {stored.weights}"
+    recipe = options.recipe
     if resume_choice(options.training) is None or not (folder / "config.json").is_file():
         if PartialState().is_main_process:
             make_base_model(recipe, task, options.training.seed, folder)
         PartialState().wait_for_everyone()
     size = f"{recipe.tiny_num_layers} layers, width {recipe.tiny_hidden_size}"
-    return replace(start, name=made, stored=read_stored(made)), f"{recipe.tiny_architecture} made for this run ({size})"
+    return read_stored(str(folder)), f"{recipe.tiny_architecture} made for this run ({size})"
 
 
 def make_base_model(recipe: StartArguments, task: Task, seed: int, folder: Path) -> None:
@@ -144,11 +129,11 @@ def make_base_model(recipe: StartArguments, task: Task, seed: int, folder: Path)
     tokenizer.save_pretrained(folder)
 
 
-def prepare_weights(model: str, scheme: MXFP4RLConfig, options: Options, task: Task | None, folder: Path) -> str:
-    """Smooth a checkpoint and then round it for ``scheme``, as far as the options say, into ``folder``; return what was
+def prepare_weights(model: str, options: Options, task: Task | None, folder: Path) -> str:
+    """Smooth a checkpoint and then round it for its scheme, as far as the options say, into ``folder``; return what was
     done. A run that is resumed finds it there. Raises `ValueError` for a checkpoint that is quantized, where nothing
     can be smoothed or rounded, and for a folder that was prepared in another way."""
-    recipe, training = options.recipe, options.training
+    recipe, scheme, training, _ = options
     text = recipe.prepare_text or getattr(recipe, "text", None)
     asked = {"model": model, "smooth_strength": recipe.smooth_strength, "prepare_text": text}
     asked["gptq"] = scheme.describe() if recipe.gptq else None
@@ -190,35 +175,23 @@ def _write_texts(model: str, task: Task, file: Path) -> str:
     return str(file)
 
 
-def load_policy(start: Start, options: Options) -> tuple[PreTrainedModel | PeftModel, PreTrainedTokenizerBase]:
+def load_policy(stored: Stored, options: Options) -> tuple[PreTrainedModel | PeftModel, PreTrainedTokenizerBase]:
     """Load the policy under its scheme, and its tokenizer; end with a message when the checkpoint is unsuitable."""
-    name, stored, revision = start.name, start.stored, options.model.model_revision
-    try:
+    name = stored.source
+    with errors_as_messages(OSError, ValueError, where=f"cannot load the model {name!r} under this scheme: "):
         trust = options.training.trust_remote_code
-        tokenizer = load_tokenizer(name, stored, revision=revision, trust_remote_code=trust)
-        policy = load_weights(start, options)
-        if start.is_adapter:
-            policy = PeftModel.from_pretrained(policy, name, revision=revision, is_trainable=True)
+        tokenizer = load_tokenizer(stored, trust_remote_code=trust)
+        policy = load_weights(stored, options)
+        if stored.adapter is not None:
+            policy = PeftModel.from_pretrained(policy, name, revision=stored.source_revision, is_trainable=True)
             tell("adapter", f"{name} is trained further, on {stored.weights}")
-    except (OSError, ValueError) as error:
-        raise SystemExit(f"error: cannot load the model {name!r} under this scheme: {error}") from error
     return policy, tokenizer
 
 
-def load_weights(start: Start, options: Options) -> PreTrainedModel:
-    """Load the whole weights of the start under the scheme of the run, without an adapter."""
-    scheme: dict[str, Any] = {"quantization_config": start.scheme}
-    if options.recipe.full_precision:
-        scheme = {"config": copy.deepcopy(start.stored.config)}
-        remove_scheme(scheme["config"])
-    model = AutoModelForCausalLM.from_pretrained(
-        start.stored.weights,
-        revision=start.stored.revision,
-        dtype=options.model.dtype,
-        attn_implementation=options.model.attn_implementation,
-        trust_remote_code=options.training.trust_remote_code,
-        **scheme,
-    )
+def load_weights(stored: Stored, options: Options) -> PreTrainedModel:
+    """Load the whole weights under the scheme of the run, without an adapter."""
+    scheme = None if options.recipe.full_precision else options.quantization
+    model = load_whole(stored, scheme, dtype=options.model.dtype, **_how(options))
     if options.recipe.dither_masters:
         report = dither_masters(model, options.training.seed)
         if report.n_weights == 0:
@@ -229,12 +202,13 @@ def load_weights(start: Start, options: Options) -> PreTrainedModel:
     return model
 
 
-def load_saved(saved: Path, start: Start, options: Options) -> PreTrainedModel | PeftModel:
+def load_saved(saved: Path, stored: Stored, options: Options) -> PreTrainedModel | PeftModel:
     """Load a policy that this run saved, or an adapter on the weights that it was trained on."""
     if options.model.use_peft:
-        return PeftModel.from_pretrained(load_weights(start, options), saved)
-    return AutoModelForCausalLM.from_pretrained(
-        saved,
-        attn_implementation=options.model.attn_implementation,
-        trust_remote_code=options.training.trust_remote_code,
-    )
+        return PeftModel.from_pretrained(load_weights(stored, options), saved)
+    return AutoModelForCausalLM.from_pretrained(saved, **_how(options))
+
+
+def _how(options: Options) -> dict[str, Any]:
+    attention, trust = options.model.attn_implementation, options.training.trust_remote_code
+    return {"attn_implementation": attention, "trust_remote_code": trust}

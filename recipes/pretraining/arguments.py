@@ -16,8 +16,8 @@ from transformers import TrainingArguments
 
 from hf_mxfp4 import MXFP4Linear, MXFP4RLConfig
 from hf_mxfp4.numerics import FULL, GEMM_OPERANDS, REUSE
-from hf_mxfp4.recipes.common.options import CONFIGS, build, option, read_command, read_file, read_yaml
-from hf_mxfp4.utils import unknown_key_message
+from hf_mxfp4.recipes.common.options import CONFIGS, build, read_command, read_file, read_yaml, refuse_unknown
+from hf_mxfp4.utils import option
 
 
 # ---- arms -----------------------------------------------------------------------------------------------------------
@@ -56,19 +56,15 @@ class Arm:
 def choose_arms(names: Sequence[str], extra: Mapping[str, Mapping[str, Any]] | None, scale_rule: str) -> list[Arm]:
     """Return the arms of a study, the baseline first.
 
-    ``extra`` has further arms, each a mapping of options of `MXFP4RLConfig`; ``scale_rule`` is that of the named
-    arms. Raises `ValueError` for an unknown or repeated name, a study without
-    baseline, or options that `MXFP4RLConfig` refuses.
+    ``extra`` has further arms, each a mapping of options of `MXFP4RLConfig`; ``scale_rule`` is that of the named arms.
+    Raises `ValueError` for an unknown or repeated name, a study without baseline, or options that it refuses.
     """
     extra = {} if extra is None else extra
     if not isinstance(extra, Mapping) or not all(isinstance(options, Mapping) for options in extra.values()):
         raise ValueError(f"extra_arms={extra!r} must map names to options of MXFP4RLConfig")
     if same := [name for name in extra if name in NAMED_ARMS]:
         raise ValueError(f"extra_arms has {', '.join(same)}, the name of a built-in arm; give it another")
-    known = [*NAMED_ARMS, *extra]
-    for name in names:
-        if name not in known:
-            raise ValueError(unknown_key_message("arms", str(name), known))
+    refuse_unknown(names, "arms", [*NAMED_ARMS, *extra])
     if BASELINE not in names or len(set(names)) != len(names):
         raise ValueError(f"arms={list(names)} must be distinct, with {BASELINE!r}, which the others are compared with")
     return [_arm(name, extra.get(name), scale_rule) for name in sorted(names, key=lambda name: name != BASELINE)]
@@ -112,27 +108,17 @@ TARGET_FRACTION = 0.9
 class StudyArguments:
     """Arms, seeds, the corpus and the model."""
 
-    arms: list[str] = option(
-        [BASELINE, "all"], f"Arms to train, of {', '.join(NAMED_ARMS)} and the names in extra_arms."
-    )
+    arms: list[str] = option([BASELINE, "all"], f"Arms to train, of {', '.join(NAMED_ARMS)} and those in extra_arms.")
     extra_arms: str | None = option(None, "Further arms: a mapping of names to options of MXFP4RLConfig.")
-    seeds: list[int] = option(
-        [0], "One run of every arm for each: initial weights, data order and random rounding follow it."
-    )
-    scale_rule: str = option(
-        "floor", "Of the named arms: 'floor' (OCP; the paper does not say), 'rceil', 'even' or 'mse'."
-    )
-    extra_tokens: float = option(
-        0.4, "How much longer than max_steps every arm trains, as a share of it, to reach the loss of the baseline."
-    )
+    seeds: list[int] = option([0], "One run of each arm per seed: weights, data order and rounding follow the seed.")
+    scale_rule: str = option("floor", "Of the named arms: 'floor' (OCP; the paper has none), 'rceil', 'even', 'mse'.")
+    extra_tokens: float = option(0.4, "Share of max_steps that every arm trains longer, to reach the baseline's loss.")
 
     corpus: str = option("generated", "'generated', or 'hub' (streamed).")
     dataset_name: str = option("allenai/c4", "Hub dataset for corpus 'hub'.")
     dataset_config: str | None = option("en", "Its configuration.")
     text_column: str = option("text", "Where its text is.")
-    tokenizer_name: str | None = option(
-        None, "Tokenizer of a checkpoint; by default bytes, for the generated corpus its characters."
-    )
+    tokenizer_name: str | None = option(None, "Of a checkpoint; by default bytes, for generated text its characters.")
     sequence_length: int = option(128, "Tokens in a sequence; documents are packed.")
     validation_sequences: int = option(32, "Sequences in the fixed validation set.")
 
@@ -141,9 +127,7 @@ class StudyArguments:
     intermediate_size: int = option(256, "Width of its MLPs.")
     num_heads: int = option(4, "Query heads.")
     num_kv_heads: int = option(4, "Key and value heads.")
-    initializer_range: float = option(
-        0.02, "Standard deviation of initial weights; 1 / sqrt(width) suits narrow models."
-    )
+    initializer_range: float = option(0.02, "Standard deviation of initial weights; narrow models: 1 / sqrt(width).")
     tie_word_embeddings: bool = option(False, "One matrix for embedding and head.")
 
     def __post_init__(self):

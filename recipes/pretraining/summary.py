@@ -11,10 +11,9 @@ from typing import Any
 
 import numpy as np
 from matplotlib.figure import Figure
-from rich.table import Table
 
 from hf_mxfp4.lab.stats import t_interval, with_interval
-from hf_mxfp4.recipes.common.reporting import console
+from hf_mxfp4.recipes.common.reporting import print_table
 
 from .arguments import BASELINE
 
@@ -103,24 +102,18 @@ def _over_seeds(values: Sequence[float | None]) -> dict[str, Any]:
 
 def print_summary(summary: dict[str, Any]) -> None:
     """Print the closing table."""
-    table = Table(
-        title=f"tokens to the loss of {BASELINE} ({summary['baseline']}) after {summary['target_fraction']:.0%} of "
-        f"{summary['budget_tokens'] / 1e6:.2f} M tokens"
-    )
-    for column in ("arm", "quantized", "token overhead", "loss above baseline", "s per run"):
-        table.add_column(column, overflow="fold")
+    budget = f"{summary['target_fraction']:.0%} of {summary['budget_tokens'] / 1e6:.2f} M tokens"
+    rows = []
     for name, result in summary["arms"].items():
         operands = sum(count > 0 for count in result["quantized_operands"].values())
         overhead = result["overhead"]
         missed = f"not reached by {overhead['n'] - overhead['n_finite']} of {overhead['n']} seeds"
-        table.add_row(
-            name,
-            f"{operands} of 6 operands, {result['n_quantized']} layers" if operands else "nothing",
-            "" if name == BASELINE else with_interval(overhead, 100.0, 1, unit=" %", missing=missed),
-            "" if name == BASELINE else with_interval(result["gap"], 1.0, 4),
-            f"{fmean(result['seconds']):.0f}",
-        )
-    console.print(table)
+        compared = [with_interval(overhead, 100.0, 1, unit=" %", missing=missed), with_interval(result["gap"], 1.0, 4)]
+        quantized = f"{operands} of 6 operands, {result['n_quantized']} layers" if operands else "nothing"
+        compared = ["", ""] if name == BASELINE else compared
+        rows.append([name, quantized, *compared, f"{fmean(result['seconds']):.0f}"])
+    title = f"tokens to the loss of {BASELINE} ({summary['baseline']}) after {budget}"
+    print_table(title, rows, ("arm", "quantized", "token overhead", "loss above baseline", "s per run"))
 
 
 def draw_overheads(arms: Mapping[str, Mapping[str, Any]]) -> Figure:

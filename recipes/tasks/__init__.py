@@ -7,7 +7,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerFast
 
-from hf_mxfp4.recipes.common.options import option
+from hf_mxfp4.utils import option
 
 from .base import REWARD_FORM, Subsets, Task, check_reward, load_function, of_task
 from .problems import ALPHABET, SCORES, Source, arithmetic, few_shot, gsm8k, math500, own_problems
@@ -41,9 +41,7 @@ class TaskArguments:
     prompt_column: str | None = option(None, "file: column of the prompts; prompt.")
     answer_column: str | None = option(None, "file: column of the answers; answer.")
     score: str | None = option(None, f"file: {', '.join(SCORES)} or FILE.py:function, called as f(completion, answer).")
-    reward: str | None = option(
-        None, "FILE.py:function in place of the task's reward, called as f(completions, answer, **kwargs)."
-    )
+    reward: str | None = option(None, "FILE.py:function instead of the task's: f(completions, answer, **kwargs).")
     conversational: bool = option(False, "Send prompts as chat messages.")
     prompt_template: str | None = option(None, "Prompt text with the field {question}.")
 

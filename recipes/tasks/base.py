@@ -4,7 +4,6 @@ of the user, which are tried on a few problems before anything runs."""
 
 import asyncio
 import inspect
-import math
 import random
 import runpy
 from collections.abc import Callable, Sequence
@@ -14,7 +13,7 @@ from typing import Any
 
 from datasets import Dataset
 
-from hf_mxfp4.rl.rewards import rewards_of
+from hf_mxfp4.rl.rewards import guard_reward, rewards_of
 
 
 COLUMNS = ("prompt", "completion", "answer")
@@ -81,7 +80,8 @@ class Subsets:
     conversational: bool = False
 
     def split(self, name: str, problems: list[tuple[str, str, str]], n_held_out: int) -> dict[str, Dataset]:
-        """Split problems (prompt, completion, answer), the first ``n_held_out`` of which are the test split."""
+        """Shuffle problems (prompt, completion, answer) and split them: the first ``n_held_out`` are the test split."""
+        random.Random(self.seed).shuffle(problems)
         parts = {"test": problems[:n_held_out], "train": problems[n_held_out:]}
         splits = {}
         for split, wanted in (("test", self.n_test), ("train", self.n_train)):
@@ -148,16 +148,9 @@ def check_reward(reward: Callable[..., Any], name: str, problems: Dataset) -> No
         columns["completions"] = [[{"role": "assistant", "content": text}] for text in columns["completions"]]
     of_trl = {"answer": list(problems["answer"]), "completion_ids": [[] for _ in problems], "trainer_state": None}
     of_trl |= dict.fromkeys(("log_extra", "log_metric"), lambda *args, **kwargs: None)
-    found = _try(f"reward={name!r}", REWARD_FORM, reward, **columns, **of_trl)
-    try:
-        is_right = len(found) == len(problems) and all(value is None or math.isfinite(value) for value in found)
-    except TypeError:
-        is_right = False
-    if not is_right:
-        raise ValueError(
-            f"reward={name!r} must be {REWARD_FORM}, a finite number or None for each of {len(problems)} "
-            f"completions, and gave {found!r:.200}"
-        )
+    found = _try(f"reward={name!r}", REWARD_FORM, guard_reward(reward, name), **columns, **of_trl)
+    if len(found) != len(problems):
+        raise ValueError(f"reward={name!r} must give one number for each completion, not {found!r:.200}")
 
 
 def _try(what: str, form: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

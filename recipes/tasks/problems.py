@@ -2,8 +2,6 @@
 """Tasks: problems read from JSON lines or Hub datasets (GSM8K, MATH-500, and your own), and generated ones, which small
 models learn on a CPU."""
 
-import json
-import random
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -12,6 +10,7 @@ from typing import Any
 
 import datasets
 
+from hf_mxfp4.lab.texts import json_lines
 from hf_mxfp4.rl.math_answers import check_math_answer, is_boxed_correct, is_math_correct
 from hf_mxfp4.rl.rewards import (
     exact_match_reward,
@@ -118,14 +117,7 @@ def _read_lines(path: Path) -> list[tuple[str, Any]]:
     """Read JSON lines as (``"path:line"``, value); blank lines are skipped."""
     if not path.is_file():
         raise FileNotFoundError(f"there is no file {path}")
-    rows = []
-    for number, line in enumerate(path.read_bytes().split(b"\n"), start=1):
-        if not line.strip():
-            continue
-        try:
-            rows.append((f"{path}:{number}", json.loads(line.decode("utf-8-sig"))))
-        except ValueError as error:
-            raise ValueError(f"{path}:{number}: not a line of JSON ({error})") from error
+    rows = list(json_lines(path))
     if not rows:
         raise ValueError(f"{path} is empty: no JSON lines in it")
     return rows
@@ -223,9 +215,7 @@ _LIMIT = 50
 def arithmetic(subsets: Subsets) -> Task:
     """Prompts ``"a+b="`` for all pairs 0 <= a, b < 50, shuffled by the seed; one fifth, 500, is held out as the test. A
     model of 0.6M parameters learns it on two CPU cores in minutes."""
-    pairs = [(a, b) for a in range(_LIMIT) for b in range(_LIMIT)]
-    random.Random(subsets.seed).shuffle(pairs)
-    problems = [(f"{a}+{b}=", str(a + b), str(a + b)) for a, b in pairs]
+    problems = [(f"{a}+{b}=", str(a + b), str(a + b)) for a in range(_LIMIT) for b in range(_LIMIT)]
     return Task(
         "arithmetic",
         **subsets.split("arithmetic", problems, len(problems) // 5),
@@ -251,7 +241,6 @@ def few_shot(subsets: Subsets) -> Task:
     numbers = range(1, _LARGEST + 1)
     problems = [(f"{a}+{b}=", a + b) for a in numbers for b in numbers]
     problems += [(f"{a}-{b}=", a - b) for a in numbers for b in range(1, a + 1)]
-    random.Random(subsets.seed).shuffle(problems)
     problems = [(SHOTS + question, f"{gold}\n", str(gold)) for question, gold in problems]
     return Task(
         "few_shot",

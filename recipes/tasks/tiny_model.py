@@ -21,6 +21,7 @@ from transformers import (
     Qwen3MoeForCausalLM,
     set_seed,
 )
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 
@@ -61,11 +62,7 @@ def build_char_tokenizer(alphabet: str) -> PreTrainedTokenizerFast:
 
 def build_byte_tokenizer() -> PreTrainedTokenizerFast:
     """Build a tokenizer with one token per UTF-8 byte: ids 0 = pad, 1 = eos, byte b = b + 2 (258 in all)."""
-    # Byte-level BPE stands each byte for a printable character: the printable Latin-1 characters for themselves, the
-    # other 68 bytes, in order, for the characters from 256 on.
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in printable]
-    symbols = {byte: chr(byte) for byte in printable} | {byte: chr(256 + i) for i, byte in enumerate(others)}
+    symbols = bytes_to_unicode()  # the printable character that byte-level BPE writes for each byte
     vocab = {PAD: 0, EOS: 1, **{symbols[byte]: byte + 2 for byte in range(256)}}
     backend = Tokenizer(models.BPE(vocab=vocab, merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)

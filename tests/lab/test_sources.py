@@ -193,7 +193,7 @@ def test_the_field_is_found(tmp_path, field):
         ([{"text": ["x"]}], None, "has none of the fields"),
         ([{"text": "x"}, {"prompt": "y"}], None, "row 2 of .* has no text in 'text' \\(it has prompt\\)"),
         ([{"text": "x"}], "body", "row 1 of .* has no text in 'body'"),
-        (["{\n"], None, "row 1 of .* is not JSON"),
+        (["{\n"], None, "d.jsonl:1: not a line of JSON"),
         ([[1]], None, "row 1 of .* is not a JSON object"),
     ],
 )

@@ -343,8 +343,9 @@ def test_the_library_is_compiled_once_kept_and_replaced_where_it_is_damaged(tmp_
     assert list(cache.iterdir()) == [compiled] and compiled.stat().st_size > 500
 
 
-def test_what_is_not_private_is_not_loaded(tmp_path, compiler):
+def test_what_is_not_private_is_not_loaded(tmp_path, compiler, monkeypatch):
     """What lies in the folder is run as code; the folder that nobody chose is made private."""
+    monkeypatch.delenv("HF_MXFP4_CACHE", raising=False)
     cache = tmp_path / "hf_mxfp4"
     cache.mkdir()
     cache.chmod(0o775)

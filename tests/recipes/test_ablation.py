@@ -17,7 +17,8 @@ import yaml
 from hf_mxfp4 import MXFP4RLConfig
 from hf_mxfp4.recipes.ablation import main, parse
 from hf_mxfp4.recipes.ablations.grid import check_cells, read_grid
-from hf_mxfp4.recipes.ablations.results import markdown, statistics
+from hf_mxfp4.recipes.ablations.results import statistics, table_rows
+from hf_mxfp4.recipes.common.reporting import markdown_table
 from hf_mxfp4.recipes.tasks import ALPHABET
 from hf_mxfp4.recipes.tasks.tiny_model import build_char_tokenizer, build_qwen2
 
@@ -200,7 +201,7 @@ def test_the_share_of_the_gap_that_is_recovered():
 
 
 def test_the_table_to_the_letter():
-    assert markdown(RECORDS) == (
+    assert markdown_table(*table_rows(RECORDS)) == (
         "| cell | before RL | after RL | seeds ± | problems ± | minus reference | recovered | paper: dense | "
         "paper: MoE |\n"
         "| --- | --- | --- | --- | --- | --- | --- | --- | --- |\n"

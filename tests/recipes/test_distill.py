@@ -7,10 +7,9 @@ from datasets import Dataset
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
-from hf_mxfp4 import MXFP4DistillationConfig
 from hf_mxfp4.cli import app
-from hf_mxfp4.recipes.distill import DEMO, main
-from hf_mxfp4.recipes.post_training.arguments import DistillArguments, parse
+from hf_mxfp4.recipes.distill import DEMO, GROUPS, main
+from hf_mxfp4.recipes.post_training.arguments import parse
 from hf_mxfp4.recipes.tasks import of_task
 from hf_mxfp4.rl.config import count_quantized
 
@@ -129,7 +128,7 @@ def test_what_is_learned_of_a_task(rows, learn, expected):
 
 @pytest.mark.parametrize("config", sorted(CONFIGS.glob("distill_*.yaml")), ids=lambda path: path.stem)
 def test_configurations_are_read(config):
-    options = parse(["--config", str(config), "--use_cpu=true"], MXFP4DistillationConfig, DistillArguments, DEMO)
+    options = parse(["--config", str(config), "--use_cpu=true"], GROUPS, DEMO)
     assert options.quantization.mode == "qat" and options.training.beta == 0.0
 
 

@@ -95,7 +95,7 @@ FINAL = "<|start|>assistant<|channel|>final<|message|>6 * 12 is\n#### 72<|return
 
 @pytest.mark.parametrize(("written", "text"), [(ANALYSIS + FINAL, "6 * 12 is\n#### 72"), (ANALYSIS, "")])
 def test_the_answer_is_what_the_final_channel_says(written, text, packed, monkeypatch):
-    tokenizer = load_tokenizer(str(packed), read_stored(str(packed)))
+    tokenizer = load_tokenizer(read_stored(str(packed)))
     assert tokenizer.response_template == gptoss_template
     model, seen = make_model("gpt_oss", layers=1), []
 

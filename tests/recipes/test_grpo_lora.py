@@ -98,8 +98,8 @@ def test_an_adapter_as_the_start_is_trained_further(whole, tmp_path, options):
 def test_the_start_says_which_scheme_and_adapter_options_it_has(whole, tmp_path):
     adapter = f"--model_name_or_path={whole[0] / 'policy'}"
     on_the_cpu = ["--use_cpu=true", "--bf16=false", f"--output_dir={tmp_path}"]
-    start = find_start(parse([adapter, *on_the_cpu]))
-    assert start.is_adapter and start.scheme == PACKED and start.stored.weights == str(whole[0] / "base")
+    stored, options = find_start(parse([adapter, *on_the_cpu]))
+    assert stored.adapter and options.quantization == PACKED and stored.weights == str(whole[0] / "base")
     lora = ["--config", str(CONFIGS / "tiny_cpu_lora.yaml"), adapter]
     with pytest.raises(SystemExit, match="has r=2, not lora_r=16; leave lora_r out, or start from its base"):
         find_start(parse(lora))

@@ -6,10 +6,9 @@ import pytest
 import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
-from trl import SFTConfig
 
-from hf_mxfp4.recipes.post_training.arguments import SFTArguments, parse
-from hf_mxfp4.recipes.sft import DEMO, main
+from hf_mxfp4.recipes.post_training.arguments import parse
+from hf_mxfp4.recipes.sft import DEMO, GROUPS, main
 from hf_mxfp4.rl.config import count_quantized
 
 
@@ -52,7 +51,7 @@ def test_a_resumed_run_ends_with_the_same_weights(run, tmp_path):
 
 
 def test_what_is_learned_ends_with_the_end_of_sequence(tmp_path, monkeypatch):
-    monkeypatch.setattr("hf_mxfp4.recipes.sft.train_on_texts", lambda trainer, *others: trainer)
+    monkeypatch.setattr("hf_mxfp4.recipes.sft.TextRun.train", lambda run, trainer, *others: trainer)
     trainer = main([*TINY, f"--output_dir={tmp_path}/out"])
     row, eos = trainer.train_dataset[0], trainer.processing_class.eos_token_id
     assert row["input_ids"][-1] == row["labels"][-1] == eos and row["labels"][0] == -100
@@ -71,7 +70,7 @@ def test_adapters_on_packed_weights_learn_texts_of_the_user(run, tmp_path):
 
 
 def parsed(words):
-    return parse([*words, "--use_cpu=true"], SFTConfig, SFTArguments, DEMO)
+    return parse([*words, "--use_cpu=true"], GROUPS, DEMO)
 
 
 @pytest.mark.parametrize("config", sorted(DEMO.parent.glob("sft_*.yaml")), ids=lambda path: path.stem)

@@ -41,22 +41,7 @@ REFUSED = [
         "overlong_buffer adds a reward function.*use 'sum_then_normalize'",
     ),
 ]
-#: Options that were removed: values that are refused, and what the error says.
-REMOVED = {
-    "aqn_layers": (["layers.0"], "noise is on all norms"),
-    "aqn_schedule": ("constant", "set aqn_sigma_end to aqn_sigma_start"),
-    "router_every": (10, "hf_mxfp4.lab.router_statistics"),
-}
-#: Values without effect, as older YAML files have them.
-INERT = {
-    "aqn_schedule": "exponential", "aqn_layers": None, "aqn_seed": None, "aqn_targets": "norms", "aqn_rate_limit": 0.05,
-    "aqn_linear_sigma_scale": 1.0, "rollout_weights": "auto", "rollout_correction_min": None, "dynamic_sampling": False,
-    "dynamic_sampling_max_rounds": 3,
-    "compile_rollouts": False, "quantize_reference": True,
-    "entropy_collapse": 0.05, "entropy_explosion": 2.0, "error_layers": 4, "gradient_gain_every": 0, "router_every": 0,
-}  # fmt: skip
 ACCEPTED = [
-    INERT,
     {"cache_rollout_weights": False},
     {"rollout_correction_mode": "token_mask", "loss_type": "vespo"},
     {"multi_objective_aggregation": "normalize_then_sum"},
@@ -73,13 +58,6 @@ def config(tmp_path, **options):
 def test_meaningless_options_are_refused(options, message, tmp_path):
     with pytest.raises(ValueError, match=message):
         config(tmp_path, **options)
-
-
-@pytest.mark.parametrize("name", REMOVED)
-def test_removed_options_say_what_to_use(name, tmp_path):
-    value, advice = REMOVED[name]
-    with pytest.raises(ValueError, match=f"^{name}=.* was removed: .*{advice}"):
-        config(tmp_path, **{name: value})
 
 
 @pytest.mark.parametrize("options", ACCEPTED, ids=str)
@@ -101,10 +79,7 @@ def test_rollout_correction_is_trls_under_vllm(tmp_path):
 
 def test_every_option_can_come_from_yaml_and_command_line(tmp_path):
     path = tmp_path / "run.yaml"
-    path.write_text(
-        "use_cpu: true\nbf16: false\naqn_sigma_start: 2.0e-2\naqn: false\nvllm_mode: server\n"
-        "dynamic_sampling: false\naqn_rate_limit: 0.05\nrouter_every: 0\n"
-    )
+    path.write_text("use_cpu: true\nbf16: false\naqn_sigma_start: 2.0e-2\naqn: false\nvllm_mode: server\n")
     arguments = ["--config", str(path), "--output_dir", str(tmp_path), "--aqn_num_stages", "3", "--use_vllm", "false"]
     (found,) = TrlParser((MXFP4GRPOConfig,)).parse_args_and_config(arguments)
     assert (found.aqn_sigma_start, found.aqn, found.aqn_num_stages) == (2e-2, False, 3)
