@@ -8,7 +8,7 @@ and the operands. Threads of warps are ``[warps, 32]``; fragments of matrices ar
 
 import numpy as np
 
-from .memory import Fault, GlobalMemory, SharedMemory
+from .memory import Fault
 from .semantics import DTYPES, halves, of_bits16
 
 
@@ -33,13 +33,9 @@ def _vector(operand: str | tuple) -> tuple:
     return operand if isinstance(operand, tuple) else (operand,)
 
 
-def _space(machine, name: str) -> GlobalMemory | SharedMemory:
-    return machine.memory if name == "global" else machine.shared
-
-
 def _load(machine, found, to, source) -> None:
     names, size = _vector(to), int(found[2]) // 8
-    data = _space(machine, found[1]).read(machine.addresses(source), size * len(names), machine.group)
+    data = machine.spaces[found[1]].read(machine.addresses(source), size * len(names), machine.group)
     for name, part in zip(names, data.view(f"u{size}").T, strict=True):
         values = np.zeros(len(machine.threads), f"u{size}")
         values[machine.group] = part
@@ -48,7 +44,7 @@ def _load(machine, found, to, source) -> None:
 
 def _store(machine, found, to, source) -> None:
     parts = np.stack([machine.get(f"u{found[2]}", name)[machine.group] for name in _vector(source)], axis=1)
-    _space(machine, found[1]).write(machine.addresses(to), parts.view(np.uint8), machine.group)
+    machine.spaces[found[1]].write(machine.addresses(to), parts.view(np.uint8), machine.group)
 
 
 def _atomic_add(machine, found, to, where, added) -> None:
@@ -210,10 +206,6 @@ def _multiply_group(machine, found, to, left, descriptor, accumulates, *signs) -
     _write_sums(machine, _operand(machine, left, _LEFT, 16) @ right.T + before, to)
 
 
-def _nothing(machine, found) -> None:
-    """What orders that which is executed in order anyway."""
-
-
 def _wait_products(machine, found, left) -> None:
     if left != "0":
         raise Fault("a wait for a part of the products is not supported")
@@ -239,5 +231,7 @@ INSTRUCTIONS = {
     r"mma\.sync\.aligned\.m16n8k16\.row\.col\.f32\.bf16\.bf16\.f32": _multiply,
     r"wgmma\.mma_async\.sync\.aligned\.m64n(\d+)k16\.f32\.bf16\.bf16": _multiply_group,
     r"wgmma\.wait_group\.sync\.aligned": _wait_products,
-    r"(?:wgmma\.fence|wgmma\.commit_group|tcgen05\.relinquish_alloc_permit\.cta_group::1)\.sync\.aligned": _nothing,
+    # What orders that which is executed in order anyway, and what others may have.
+    r"wgmma\.(?:fence|commit_group)\.sync\.aligned": lambda *_: None,
+    r"tcgen05\.relinquish_alloc_permit\.cta_group::1\.sync\.aligned": lambda *_: None,
 }

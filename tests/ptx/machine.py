@@ -34,6 +34,7 @@ class Machine:
     Attributes:
         threads, group: how many there are, their numbers; those that execute the instruction.
         shared, tensor, memory: bytes of the program, its tensor memory, and the buffers of the launch.
+        spaces: those of them that loads and stores name.
         copies: groups of asynchronous copies that have not arrived, the open one last.
         arriving: registers loaded from tensor memory, and those they were moved to, before a wait.
         issued: products so far.
@@ -43,6 +44,7 @@ class Machine:
     def __init__(self, code: "Code", memory: GlobalMemory, arguments: dict, place: tuple, shared: int):
         self.memory, self.arguments, self.place = memory, arguments, place
         self.shared, self.tensor = SharedMemory(shared), TensorMemory()
+        self.spaces = {"global": memory, "shared": self.shared}
         self.threads = self.group = np.arange(code.kernel.threads)
         self.copies: list[list[tuple]] = [[]]
         self.arriving: set[str] = set()

@@ -30,12 +30,9 @@ class GlobalMemory:
         numbers = np.searchsorted(self._starts, addresses, side="right") - 1
         outside = (numbers < 0) | (addresses + width > self._ends[numbers])
         if outside.any():
-            where = int(addresses[outside][0])
-            near = int(numbers[outside][0])
-            raise Fault(
-                f"{width} bytes at {where - int(self._starts[near])} of buffer {near}, which has "
-                f"{int(self._ends[near] - self._starts[near])} bytes"
-            )
+            near = numbers[outside][0]
+            at, size = addresses[outside][0] - self._starts[near], self._ends[near] - self._starts[near]
+            raise Fault(f"{width} bytes at {at} of buffer {near}, which has {size} bytes")
         if (numbers != numbers[0]).any():
             raise Fault("one instruction reaches into several buffers")
         data = self._buffers[numbers[0]][1]

@@ -78,6 +78,5 @@ def _statement(text: str, number: int, scopes: list[str], kernel: Kernel) -> Non
         operands.append(tuple(part.strip() for part in vector.split(",")) if vector else address or plain)
     if op.startswith("bra") and not operands[0].startswith("$"):
         operands[0] += scopes[0]
-    kernel.instructions.append(
-        Instruction(op, tuple(operands), guard and (guard, not negated), re.sub(r"\s+", " ", text))
-    )
+    text, guard = re.sub(r"\s+", " ", text), guard and (guard, not negated)
+    kernel.instructions.append(Instruction(op, tuple(operands), guard, text))

@@ -96,8 +96,8 @@ def few_converted() -> Iterator[tuple[str, object]]:
 
 
 def few_decoded() -> Iterator[tuple[str, object]]:
-    for cases, count in ((run_decode.linear(), 3), (run_decode.experts(), 5)):
-        yield from itertools.islice(cases, count)
+    yield from itertools.islice(run_decode.linear(), 3)
+    yield from itertools.islice(run_decode.experts(), 5)
 
 
 def few() -> Iterator[tuple[str, object]]:
@@ -109,7 +109,7 @@ def decode() -> Iterator[tuple[str, object]]:
 
 
 if __name__ == "__main__":
-    cases = globals().get(MODE) or getattr(run_quantize, MODE)
+    cases = getattr(run_quantize, MODE, None) or globals()[MODE]
     with executed(int(ARCH)) as launched:
         found = list(cases())
     wrong = {name: bad for name, bad in found if bad}

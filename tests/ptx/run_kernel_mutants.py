@@ -105,7 +105,7 @@ def find(tree: Path, file: str) -> str | None:
 
 
 if __name__ == "__main__":
-    report = {"not found": [], "found": {}}
+    report = {"not found": {}, "found": {}}
     with tempfile.TemporaryDirectory() as folder:
         for number in CHOSEN or range(len(MUTANTS)):
             file, old, new, only = MUTANTS[number]
@@ -117,9 +117,6 @@ if __name__ == "__main__":
                 raise ValueError(f"{file} has no {old!r}")
             path.write_text(before + new + after)
             name, found = f"{file}: {old} -> {new}", find(tree, file)
-            if found is None:
-                report["not found"].append([name, only])
-            else:
-                report["found"][name] = [found, only]
+            report["not found" if found is None else "found"][name] = [found, only]
             print(number, found, name, file=sys.stderr, flush=True)
     print(json.dumps(report))

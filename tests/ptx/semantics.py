@@ -19,11 +19,13 @@ def canonical(x: np.ndarray) -> np.ndarray:
     return np.where(np.isnan(x), _NAN, x)
 
 
-def odd_sum(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """Float64 ``a + b`` rounded to odd, so that rounding once more to a shorter format errs nowhere."""
-    total = a + b
-    part = total - a
-    error = (a - (total - part)) + (b - part)
+def odd_fma(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
+    """Float64 ``a * b + c`` of numbers with half the digits, rounded to odd, so that rounding once more to a shorter
+    format errs nowhere."""
+    product = a * b
+    total = product + c
+    part = total - product
+    error = (product - (total - part)) + (c - part)
     even = (total.view(np.int64) & 1) == 0
     inexact = (error != 0) & even & np.isfinite(total)
     if inexact.any():
@@ -59,11 +61,6 @@ def joined(low: np.ndarray, high: np.ndarray) -> np.ndarray:
     return low.astype(np.uint32) | (high.astype(np.uint32) << 16)
 
 
-def odd_fma(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
-    """Float64 ``a * b + c`` of numbers with half the digits, rounded to odd."""
-    return odd_sum(a * b, c)
-
-
 def fma(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
     """Float32 ``a * b + c``."""
     return canonical(odd_fma(*(x.astype(np.float64) for x in (a, b, c))).astype(np.float32))
@@ -77,11 +74,6 @@ def smaller(a: np.ndarray, b: np.ndarray, nan: bool) -> np.ndarray:
     return np.where(is_nan, _NAN, np.where(np.isnan(a), b, np.where(np.isnan(b), a, result)))
 
 
-def larger(a: np.ndarray, b: np.ndarray, nan: bool) -> np.ndarray:
-    """As [`smaller`], the larger."""
-    return canonical(-smaller(-a, -b, nan))
-
-
 def approximate(exact: np.ndarray, ulps: int) -> np.ndarray:
     """Float32 off the exact float64 values by up to ``ulps`` units, the same for the same values: what an approximate
     instruction may return. Next to powers of two, where units differ, and for these, the nearest number."""
@@ -92,11 +84,6 @@ def approximate(exact: np.ndarray, ulps: int) -> np.ndarray:
     fraction = bits & 0x7FFFFF
     free = (fraction > ulps) & (fraction < 0x7FFFFF - ulps) & np.isfinite(nearest)
     return canonical(np.where(free, below + noise, bits).astype(np.int32).view(np.float32))
-
-
-def truncated_quotient(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """Integer quotient towards zero."""
-    return (a - np.fmod(a, b)) // b
 
 
 def permuted_bytes(a: np.ndarray, b: np.ndarray, selectors: np.ndarray) -> np.ndarray:
@@ -219,13 +206,8 @@ def _reciprocal(x: np.ndarray) -> np.ndarray:
     return np.where(np.abs(found) < 2.0**-126, np.copysign(np.float32(0), found), found)
 
 
-def _quotient(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """``div.full.f32``: two units off at most."""
-    return approximate(a.astype(np.float64) / b.astype(np.float64), 2)
-
-
 _INT = "([su](?:16|32|64))"
-#: Pattern, and a function of the groups that gives the meaning.
+#: Pattern, and a function of the groups that gives the meaning. ``div.full`` is two units off at most.
 _RULES: list[tuple[str, Callable[..., Meaning]]] = [
     (rf"(add|sub)\.{_INT}", lambda op, t: Meaning([t, t], t, getattr(operator, op))),
     (rf"mul\.lo\.{_INT}", lambda t: Meaning([t, t], t, operator.mul)),
@@ -233,7 +215,7 @@ _RULES: list[tuple[str, Callable[..., Meaning]]] = [
     (r"mul\.wide\.([su](?:16|32))", lambda t: Meaning([t, t], _twice(t), _wide(t))),
     (r"mad\.wide\.([su](?:16|32))", lambda t: Meaning([t, t, _twice(t)], _twice(t), _wide(t))),
     (r"mul\.hi\.u32", lambda: Meaning(["u32"] * 2, "u32", lambda a, b: (a.astype("u8") * b) >> np.uint64(32))),
-    (rf"div\.{_INT}", lambda t: Meaning([t, t], t, truncated_quotient)),
+    (rf"div\.{_INT}", lambda t: Meaning([t, t], t, lambda a, b: (a - np.fmod(a, b)) // b)),
     (rf"(min|max)\.{_INT}", lambda op, t: Meaning([t, t], t, getattr(np, f"{op}imum"))),
     (r"neg\.(s32|s64)", lambda t: Meaning([t], t, operator.neg)),
     (r"(and|or|xor)\.(b16|b32|b64|pred)", lambda op, t: Meaning([t, t], t, getattr(np, f"bitwise_{op}"))),
@@ -241,6 +223,7 @@ _RULES: list[tuple[str, Callable[..., Meaning]]] = [
     (r"(shl|shr)\.([bsu])(16|32|64)", lambda op, t, n: Meaning([t + n, "u32"], t + n, _shift(op, int(n)))),
     (r"bfe\.([su]32)", lambda t: Meaning([t, "u32", "u32"], t, bit_field)),
     (r"bfi\.b32", lambda: Meaning(["b32"] * 4, "b32", inserted_field)),
+    (r"popc\.b32", lambda: Meaning(["b32"], "u32", lambda a: np.bitwise_count(a).astype(np.uint32))),
     (r"prmt\.b32", lambda: Meaning(["b32"] * 3, "b32", permuted_bytes)),
     (r"dp4a\.u32\.([su])32", lambda t: Meaning(["b32"] * 3, "b32", lambda a, b, c: byte_products(a, b, c, t == "s"))),
     (r"selp\.(b16|b32|b64|f32)", lambda t: Meaning([t, t, "pred"], t, lambda a, b, p: np.where(p, a, b))),
@@ -262,12 +245,9 @@ _RULES: list[tuple[str, Callable[..., Meaning]]] = [
     (r"(add|sub|mul)(?:\.rn)?\.f32x2", lambda op: Meaning(["f32x2"] * 2, "f32x2", _pairs32(_float_result(op)))),
     (r"fma\.rn\.f32", lambda: Meaning(["f32"] * 3, "f32", fma)),
     (r"fma\.rn\.f32x2", lambda: Meaning(["f32x2"] * 3, "f32x2", _pairs32(fma))),
-    (
-        r"fma\.rn\.(b?f16)x2",
-        lambda t: Meaning([t + "x2"] * 3, t + "x2", _pairs16(odd_fma, t)),
-    ),
+    (r"fma\.rn\.(b?f16)x2", lambda t: Meaning([t + "x2"] * 3, t + "x2", _pairs16(odd_fma, t))),
     (r"div\.rn\.f32", lambda: Meaning(["f32"] * 2, "f32", _float_result("truediv"))),
-    (r"div\.full\.f32", lambda: Meaning(["f32"] * 2, "f32", _quotient)),
+    (r"div\.full\.f32", lambda: Meaning(["f32"] * 2, "f32", lambda a, b: approximate(a.astype("f8") / b, 2))),
     (r"rcp\.approx\.ftz\.f32", lambda: Meaning(["f32"], "f32", _reciprocal)),
     (r"abs\.f32", lambda: Meaning(["f32"], "f32", np.abs)),
     (r"abs\.(b?f16)x2", lambda t: Meaning([t + "x2"], t + "x2", lambda a: a & np.uint32(0x7FFF7FFF))),
@@ -287,13 +267,12 @@ def _to_pair(kind: str) -> Callable:
 
 
 def _extreme(op: str, nan: str | None) -> Callable:
-    function = smaller if op == "min" else larger
-    return lambda a, b: function(a, b, bool(nan))
+    if op == "min":
+        return lambda a, b: smaller(a, b, bool(nan))
+    return lambda a, b: canonical(-smaller(-a, -b, bool(nan)))
 
 
 def meaning_of(op: str) -> Meaning | None:
     """Return the meaning of an arithmetic instruction, `None` for a name without one."""
-    for pattern, rule in _RULES:
-        if (found := re.fullmatch(pattern, op)) is not None:
-            return rule(*found.groups())
-    return None
+    matches = ((re.fullmatch(pattern, op), rule) for pattern, rule in _RULES)
+    return next((rule(*found.groups()) for found, rule in matches if found), None)

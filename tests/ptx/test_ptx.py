@@ -33,6 +33,7 @@ min.u32 ffffffff 1 = 1
 max.u16 ffff 1 = ffff
 neg.s32 1 = ffffffff
 neg.s64 1 = ffffffffffffffff
+popc.b32 f0f00001 = 9
 shl.b32 1 1f = 80000000
 shl.b32 1 20 = 0
 shr.u32 80000000 21 = 0
@@ -152,10 +153,7 @@ def test_one_rounding_of_products_and_sums():
 
 @pytest.mark.parametrize(
     ("op", "ulps", "exact"),
-    [
-        ("rcp.approx.ftz.f32", 1, lambda a, b: 1 / a),
-        ("div.full.f32", 2, lambda a, b: a / b),
-    ],
+    [("rcp.approx.ftz.f32", 1, lambda a, b: 1 / a), ("div.full.f32", 2, lambda a, b: a / b)],
 )
 def test_approximations_use_what_the_manual_allows(op, ulps, exact):
     a, b = np.random.default_rng(2).uniform(1, 2, (2, 10000)).astype(np.float32)
@@ -190,9 +188,7 @@ STORE = "st.global.b32 [ %rd3 + 0 ], { %r9 };"
 
 
 def test_lines_of_the_source_are_no_instructions():
-    body = (
-        '.loc 1 5 0\nmov.u32 %r1, 1;\n.loc 1 6 2\nret;\n}\n.file 1 "kernel.py"\n.section .debug_abbrev\n{\n.b8 1\n}\n'
-    )
+    body = '.loc 1 5 0\nmov.u32 %r1, 1;\nret;\n}\n.file 1 "kernel.py"\n.section .debug_abbrev\n{\n.b8 1\n}\n'
     assert [each.op for each in parse(HEAD.format(threads=32) + body).instructions] == ["mov.u32", "ret"]
 
 
@@ -238,18 +234,15 @@ def test_reductions_of_warps():
 
 
 def test_copies_arrive_with_the_wait():
-    body = (
-        """cp.async.ca.shared.global [ %r3 + 0 ], [ %rd3 + 0 ], 0x4, %r1;
+    body = """cp.async.ca.shared.global [ %r3 + 0 ], [ %rd3 + 0 ], 0x4, %r1;
     cp.async.commit_group;
-    {wait}
+    cp.async.wait_group 0;
     ld.shared.b32 %r9, [%r3];
     add.s32 %r9, %r9, 1;
     """
-        + STORE
-    )
-    assert run(body.replace("{wait}", "cp.async.wait_group 0;"), n=4).tolist() == [1] * 32
+    assert run(body + STORE, n=4).tolist() == [1] * 32
     with pytest.raises(Fault, match="on its way"):
-        run(body.replace("{wait}", "cp.async.wait_group 1;"), n=4)
+        run(body.replace("group 0", "group 1") + STORE, n=4)
 
 
 def test_products_of_tensor_cores_against_float64():
@@ -388,18 +381,12 @@ READ_NEXT = "xor.b32 %r4, %r3, 4;\nld.shared.b32 %r9, [ %r4 + 0 ];\n" + STORE
         ("ld.shared.b32 %r9, [ %r3 + 0 ];", "shared byte 0 was never written"),
         ("st.shared.b32 [ %r3 + 1024 ], %r2;", "4 bytes at 1024 of 1024 shared bytes"),
         (SET + READ_NEXT, "a race: reads"),
-        (
-            SET + "bar.sync 0;\n" + READ_NEXT + "xor.b32 %r5, %r3, 8;\nst.shared.b32 [ %r5 + 0 ], %r9;",
-            "a race: writes what .* read",
-        ),
+        (SET + "bar.sync 0;\n" + READ_NEXT + "xor.b32 %r5, %r3, 8;\nst.shared.b32 [ %r5 + 0 ], %r9;", "what .* read"),
         (SET + "xor.b32 %r4, %r3, 4;\nst.shared.b32 [ %r4 + 0 ], %r2;", "a race: writes what .* wrote"),
         ("st.shared.b32 [ %r1 + 0 ], %r2;", "different values to one place"),
         ("st.global.b32 [ %rd1 + 0 ], { %r2 };", "different values to one place"),
         (STORE, "register %r9 was not written"),
-        (
-            "setp.eq.b32 %p1, %r2, 3;\n@%p1 mov.b32 %r9, 1;\nadd.s32 %r9, %r9, 1;\n" + STORE,
-            "register %r9 was not written",
-        ),
+        ("setp.eq.b32 %p1, %r2, 3;\n@%p1 mov.b32 %r9, 1;\nadd.s32 %r9, %r9, 1;\n" + STORE, "%r9 was not written"),
         ("setp.eq.b32 %p1, %r2, 3;\n@%p1 bra $L1;\nbar.sync 0;\n$L1:\nbar.sync 0;", "31 of 32 threads come here"),
         ("$L1:\nbra.uni $L1;", "does not end"),
     ],
