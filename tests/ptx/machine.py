@@ -53,8 +53,6 @@ class Machine:
         self._registers: dict[str, np.ndarray] = {}
         self._unset: dict[str, np.ndarray] = {}
 
-    # ---- registers
-
     def register(self, name: str) -> Source:
         if name not in self._registers:
             zeros = np.zeros(len(self.threads), _REGISTER[self._code.width(name)])
@@ -107,8 +105,6 @@ class Machine:
             self._unset.pop(name, None)
         self.arriving.clear()
 
-    # ---- threads and products
-
     def require_all(self) -> None:
         """A barrier, or an instruction of all warps, that some threads do not come to would hang or be undefined."""
         if len(self.group) != self._alive:
@@ -129,8 +125,6 @@ class Machine:
         """Products up to a number are done."""
         for memory in (self.shared, self.tensor):
             memory.taken[memory.taken <= product] = 0
-
-    # ---- execution
 
     def run(self) -> None:
         groups, instructions = {0: self.threads}, self._code.kernel.instructions
@@ -277,14 +271,13 @@ def _compute(op: str, meaning: Meaning, operands: tuple, machine: Machine) -> No
     """Arithmetic goes on with what was not written, and what comes out counts as not written either."""
     sources = [machine.source(*source) for source in zip(meaning.sources, operands[1:], strict=True)]
     values = meaning.compute(*(values for values, _ in sources)).astype(DTYPES[meaning.result], copy=False)
-    unset = None
-    if any(part is not None for _, part in sources):
-        unset = _unset_bits(op, meaning, operands, sources, np.dtype(f"u{values.dtype.itemsize}"))
-    machine.put(operands[0], values, unset)
+    machine.put(operands[0], values, _unset_bits(op, meaning, operands, sources))
 
 
-def _unset_bits(op: str, meaning: Meaning, operands: tuple, sources: list[Source], dtype: np.dtype) -> np.ndarray:
+def _unset_bits(op: str, meaning: Meaning, operands: tuple, sources: list[Source]) -> np.ndarray | None:
     """All bits of a result; but ``prmt`` and shifts by constants move them, and pairs have two results."""
+    if all(unset is None for _, unset in sources):
+        return None
     parts = [np.zeros(values.shape, f"u{values.itemsize}") if unset is None else unset for values, unset in sources]
     if op.startswith(("prmt", "shl", "shr")) and not operands[-1].startswith("%"):
         return meaning.compute(*parts[:-1], sources[-1][0])
@@ -292,7 +285,7 @@ def _unset_bits(op: str, meaning: Meaning, operands: tuple, sources: list[Source
         either = np.bitwise_or.reduce(parts).view(np.uint32) != 0
         return (either * np.uint32(0xFFFFFFFF)).view(np.uint64)
     either = np.logical_or.reduce([part != 0 for part in parts])
-    return np.where(either, ~dtype.type(0), dtype.type(0))
+    return -either.astype(f"u{DTYPES[meaning.result].itemsize}")
 
 
 def _move(op: str, operands: tuple, machine: Machine) -> None:

@@ -119,10 +119,7 @@ def _store(machine, found, to, split, source) -> None:
 
 def _wait(machine, found) -> None:
     machine.require_all()
-    if found[1] == "ld":
-        machine.arrive()
-    else:
-        machine.tensor.arrive()
+    (machine if found[1] == "ld" else machine.tensor).arrive()
 
 
 def _multiply(machine, found, to, left, right, kind, keeps) -> None:

@@ -416,8 +416,6 @@ def test_barriers_make_shared_memory_visible():
 
 #: Kernels of which `few` runs every one.
 KERNELS = ["decode_kernel", "dequantize_kernel", "nvfp4_scales_kernel", "quantize_kernel", "to_fp8_kernel"]
-
-
 #: Modes with their cases.
 MODES = {"schemes": 33, "layouts": 28, "pairs": 24, "sides": 31, "fp8": 39, "decode": 62}
 MATRIX = [(arch, mode) for arch in ("80", "90", "100") for mode in MODES]
