@@ -98,11 +98,17 @@ class EvaluationCallback(TrainerCallback):
     """Logs `greedy/<score>` every so many steps: without noise, under the policy's own scheme.
 
     Values go to the log history and to the trackers at once and alone, by [`transformers.Trainer.log`] and not TRL's,
-    which would end the step's averages before the step does.
+    which would end the step's averages before the step does. A run that was stopped while it was evaluated is evaluated
+    when it goes on.
     """
 
     def __init__(self, evaluation: PolicyEvaluation):
         self.evaluation = evaluation
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        logged = {entry["step"] for entry in state.log_history if any(name.startswith("greedy/") for name in entry)}
+        if state.global_step and state.global_step not in logged:
+            self.on_step_end(args, state, control)
 
     def on_step_end(self, args, state, control, **kwargs):
         if state.global_step % self.evaluation.recipe.evaluate_every == 0:

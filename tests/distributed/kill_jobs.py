@@ -4,7 +4,6 @@
 import os
 import shutil
 import signal
-import sys
 from pathlib import Path
 
 import torch
@@ -66,17 +65,17 @@ def _die_while_writing(name: str) -> None:
         original_rmtree, shutil.rmtree = shutil.rmtree, half_removed
 
 
-def train_with_a_failing_rank(base: str, run: str, failure: str | None, launched: bool = False) -> None:
+def train_with_a_failing_rank(base: str, run: str, failure: str | None) -> None:
     """Two ranks, a checkpoint at each step; in the third rollout rank 1 is ``"killed"``, or its reward function
-    ``"raises"``. They go on from the newest whole checkpoint, if there is one. Rank 0 leaves the final state in
-    ``final.pt``. ``launched``: by accelerate, which has set the variables."""
-    folder = Path(run)
-    if not launched:
-        use_engine("ddp", folder)
+    ``"raises"``. They go on from the newest whole checkpoint, if there is one. Rank 0 leaves the final state, and
+    the steps that it made, in ``final.pt``."""
+    folder, steps = Path(run), []
+    use_engine("ddp", folder)
     torch.set_num_threads(1)
     trainer = grpo_trainer(base, "qat", folder, save_steps=1)
 
     def reward(completions, trainer_state, **kwargs):
+        steps.append(trainer_state.global_step)
         if failure and trainer_state.global_step == 2 and os.environ["RANK"] == "1":
             print(f"rank 1 fails now: {failure}", flush=True)
             if failure == "killed":
@@ -89,9 +88,5 @@ def train_with_a_failing_rank(base: str, run: str, failure: str | None, launched
     trainer.train(resume_from_checkpoint=last_complete_checkpoint(folder) is not None)
     if os.environ["RANK"] == "0":
         state = {"weights": trainer.model.state_dict(), "optimizer": trainer.optimizer.state_dict()}
-        torch.save(state, folder / "final.pt")
+        torch.save(state | {"steps": steps}, folder / "final.pt")
     torch.distributed.barrier()
-
-
-if __name__ == "__main__":
-    train_with_a_failing_rank(*sys.argv[1:], launched=True)

@@ -33,7 +33,7 @@ def assert_exact_arithmetic(name: str, llir: str):
 )
 def test_cuda(run_script, arch, names):
     report = run_script("run_compiler.py", "cuda", arch, *names, interpret=False)
-    assert len(report) == (len(names) or 28)
+    assert len(report) == (len(names) or 29)
     for name, asm in report.items():
         ptx = asm["ptx"]
         stack, local = re.search(r"STACK:(\d+).*LOCAL:(\d+)", asm["sass"]).groups()

@@ -13,7 +13,7 @@ from test_grpo import REPORTED, TINY, logged, short_run
 from torch import nn
 from transformers import AutoConfig
 
-from hf_mxfp4.recipes.post_training.evaluation import placed
+from hf_mxfp4.recipes.post_training import evaluation
 
 
 HERE = Path(__file__).resolve().parent
@@ -55,6 +55,22 @@ def test_a_resumed_recipe_ends_with_the_same_policy(tmp_path, capsys, blank_pict
     assert resumed["accuracy_before"]["exact_match"] >= 0
     assert (out / "policy" / "model.safetensors").read_bytes() == policy
     assert "checkpoint-2 is not resumed from: it has no trainer_state.json" in capsys.readouterr().err
+
+
+def test_an_evaluation_that_a_stop_cut_short_is_made_when_the_run_goes_on(tmp_path, monkeypatch):
+    out, options, evaluate = tmp_path / "out", (*CHECKPOINTS, "--evaluate_every=2"), evaluation.evaluate_greedy
+
+    def stop(*arguments, title, **named):
+        if title == "evaluating":
+            raise KeyboardInterrupt
+        return evaluate(*arguments, title=title, **named)
+
+    monkeypatch.setattr(evaluation, "evaluate_greedy", stop)
+    with pytest.raises(KeyboardInterrupt):
+        short_run(out, *options)
+    monkeypatch.undo()
+    assert short_run(out, "--overwrite=false", "--resume_from_checkpoint=true", *options)["steps"] == 3
+    assert [entry["step"] for entry in history_of(out) if "greedy/exact_match" in entry] == [2]
 
 
 def launch(folder, ranks, *options):
@@ -106,7 +122,7 @@ def no_cache(monkeypatch):
 
 def test_a_model_is_moved_there_and_back():
     model = Model()
-    with pytest.raises(KeyError), placed(model, GPU):
+    with pytest.raises(KeyError), evaluation.placed(model, GPU):
         assert model.moves == ["cuda"]
         raise KeyError
     assert model.moves == ["cuda", "cpu"]
@@ -114,7 +130,10 @@ def test_a_model_is_moved_there_and_back():
 
 def test_a_model_that_does_not_fit_ends_with_a_message():
     model = Model()
-    with pytest.raises(SystemExit, match="does not fit on cuda:0, .* --evaluate_before false"), placed(model, GPU):
+    with (
+        pytest.raises(SystemExit, match="does not fit on cuda:0, .* --evaluate_before false"),
+        evaluation.placed(model, GPU),
+    ):
         raise torch.OutOfMemoryError("no memory left")
     assert model.moves == ["cuda", "cpu"]
 
@@ -123,6 +142,6 @@ def test_sharded_and_placed_models_stay():
     partitioned = Model()
     partitioned.weight.ds_id = 3  # as DeepSpeed marks it
     for model, device in ((partitioned, GPU), (Model(), torch.device("cpu"))):
-        with placed(model, device):
+        with evaluation.placed(model, device):
             pass
         assert model.moves == []
