@@ -43,16 +43,6 @@ def test_the_names_of_experts_in_files():
     assert FileNames(make_model("gpt_oss", layers=1)).pieces == {}
 
 
-def test_a_qat_folder_packs_like_its_model(tmp_path):
-    plain = save_plain(tmp_path / "plain", "mixtral", intermediate=80, dtype=torch.float32)
-    model = AutoModelForCausalLM.from_pretrained(plain, quantization_config=MXFP4RLConfig(weight_block="32x32"))
-    model.save_pretrained(tmp_path / "qat")
-    assert any("block_sparse_moe.experts.0.w1" in name for name in tensors_in(tmp_path / "qat"))
-    hf_mxfp4.pack(model).save_pretrained(tmp_path / "packed")
-    pack_checkpoint(tmp_path / "qat", tmp_path / "out")
-    same_files(tmp_path / "packed", tmp_path / "out")
-
-
 @pytest.mark.parametrize("family", ["qwen3_moe", "mixtral"])
 def test_some_experts_left_alone(family, tmp_path):
     config = MXFP4RLConfig(mode="packed", modules_to_not_convert=["layers.0.mlp.experts"])

@@ -4,7 +4,7 @@
 import pytest
 import torch
 from factors import factors_config
-from same_bits import tensors_in
+from same_bits import IDS, logits, tensors_in
 from transformers import AutoModelForCausalLM
 
 import hf_mxfp4
@@ -12,17 +12,11 @@ import hf_mxfp4
 
 #: Linear maps in 2 decoder layers: 4 of attention, 2 for each of 4 experts, 3 of a shared expert.
 N_QUANTIZED = {"qwen3_moe": 24, "qwen2_moe": 30, "mixtral": 24, "gpt_oss": 24}
-IDS = torch.arange(2, 22).view(2, 10)
 U8 = torch.uint8
 
 
 def load(folder, **options):
     return AutoModelForCausalLM.from_pretrained(folder, quantization_config=factors_config(**options))
-
-
-def logits(model) -> torch.Tensor:
-    with torch.no_grad():
-        return model(IDS).logits
 
 
 def same_tensors(first, second) -> bool:
@@ -85,28 +79,6 @@ def test_tensors_on_disk(checkpoint, tmp_path):
     assert len(list((tmp_path / "saved").glob("*.safetensors"))) > 2
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
     assert again.quantization_report.bits_per_weight == pytest.approx(4.3, abs=0.15)
-
-
-@pytest.mark.usefixtures("dense_products")
-@pytest.mark.parametrize(
-    ("family", "scheme"),
-    [
-        ("qwen3_moe", {"preset": "w4a16", "outlier_fallback": None, "macro_block": None}),
-        ("gpt_oss", {"outlier_fallback_rate": 0.2}),
-        ("gpt_oss", {"weight_block": "32x32", "outlier_fallback": None}),
-        ("mixtral", {"macro_search": "block_mantissas", "outlier_fallback": None}),
-        ("gpt_oss", {"scale_rule": "mse", "macro_block": "row", "outlier_fallback": None}),
-    ],
-    ids=["plain", "selective", "transposed-tiles", "blockwise", "mse-row"],
-)
-def test_packed_experts_repeat_the_trainable_ones_under_every_scheme(family, scheme, checkpoint, tmp_path):
-    source = checkpoint(family, dtype=torch.bfloat16, layers=1)
-    expected = logits(load(source, **scheme))
-    config = factors_config(**scheme).packed()
-    packed = AutoModelForCausalLM.from_pretrained(source, quantization_config=config, dtype=torch.bfloat16)
-    assert torch.equal(logits(packed), expected)
-    packed.save_pretrained(tmp_path / "saved")
-    assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(tmp_path / "saved")), expected)
 
 
 @pytest.mark.parametrize("mode", ["qat", "packed"])

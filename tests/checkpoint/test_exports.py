@@ -47,34 +47,6 @@ def test_plain_mxfp4_is_renamed_and_nothing_else(format, weight, block, tmp_path
     assert report.counts() == {"kept": 14} and not report.changed and report.total_sqnr_db == float("inf")
 
 
-def test_the_config_of_compressed_tensors(tmp_path):
-    source = save_packed(tmp_path / "packed")
-    export(source, tmp_path / "out", "compressed-tensors")
-    written = config_in(tmp_path / "out")
-    weights = {
-        "num_bits": 4, "type": "float", "strategy": "group", "group_size": 32, "symmetric": True, "dynamic": False,
-        "scale_dtype": "torch.uint8", "zp_dtype": "torch.uint8",
-    }  # fmt: skip
-    assert written.pop("quantization_config") == {
-        "quant_method": "compressed-tensors",
-        "format": "mxfp4-pack-quantized",
-        "quantization_status": "compressed",
-        "config_groups": {
-            "group_0": {
-                "targets": ["Linear"],
-                "format": "mxfp4-pack-quantized",
-                "weights": weights,
-                "input_activations": None,
-                "output_activations": None,
-            }
-        },
-        "ignore": ["lm_head"],
-    }
-    original = config_in(source)
-    del original["quantization_config"], original["transformers_weights"]
-    assert written == original
-
-
 @pytest.mark.parametrize("preset", ["w4a16", "w4a4"])
 def test_the_config_of_quark(preset, tmp_path):
     export(save_packed(tmp_path / "packed", config={"preset": preset}), tmp_path / "out", "quark")
@@ -92,23 +64,6 @@ def test_the_config_of_quark(preset, tmp_path):
     assert scheme["input_tensors"] == ({**QUARK_TENSOR, "is_dynamic": True} if preset == "w4a4" else None)
     assert scheme["output_tensors"] is None and scheme["bias"] is None
     assert not any(written[key] for key in ("layer_quant_config", "layer_type_quant_config", "kv_cache_quant_config"))
-
-
-def test_exactly_what_is_not_quantized_is_ignored(tmp_path):
-    skips = ["experts", "layers.1.self_attn.o_proj"]
-    source = save_packed(tmp_path / "packed", "qwen3_moe", config={"modules_to_not_convert": skips})
-    for format, key in (("compressed-tensors", "ignore"), ("quark", "exclude")):
-        export(source, tmp_path / format, format)
-        experts = [
-            f"model.layers.{layer}.mlp.experts.{expert}.{projection}_proj"
-            for layer in range(2)
-            for expert in range(4)
-            for projection in ("gate", "up", "down")
-        ]
-        routers = ["model.layers.0.mlp.gate", "model.layers.1.mlp.gate"]
-        expected = {"lm_head", "model.layers.1.self_attn.o_proj", *experts, *routers}
-        ignored = config_in(tmp_path / format)["quantization_config"][key]
-        assert set(ignored) == expected and len(ignored) == len(expected)
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3_moe", "qwen2_moe", "mixtral", "gpt_oss"])
@@ -277,17 +232,6 @@ def test_errors_are_those_against_the_full_precision_weights(format, tmp_path):
     written = json.loads((tmp_path / "out" / "export_report.json").read_text())
     assert written["sqnr_against"] == "the full-precision weights" and written["source_sqnr_db"] is None
     assert written["sqnr_db"] == pytest.approx(sqnr, abs=1e-3)
-
-
-def test_what_the_user_leaves_alone_stays(tmp_path):
-    plain = save_plain(tmp_path / "plain", "llama")
-    report = export(plain, tmp_path / "out", "quark", modules_to_not_convert=["mlp.up_proj"], preset="w4a4")
-    assert report.counts() == {"packed": 12}
-    scheme = config_in(tmp_path / "out")["quantization_config"]
-    assert scheme["exclude"] == ["lm_head", "model.layers.0.mlp.up_proj", "model.layers.1.mlp.up_proj"]
-    assert scheme["global_quant_config"]["input_tensors"]["scale_calculation_mode"] == "even"
-    name = "model.layers.0.mlp.up_proj.weight"
-    assert torch.equal(tensors_in(tmp_path / "out")[name], tensors_in(plain)[name])
 
 
 @pytest.mark.parametrize(

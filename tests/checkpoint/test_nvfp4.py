@@ -121,27 +121,6 @@ def test_blocks_out_of_range_get_the_best_scale_of_each_half(wide, tmp_path):
     assert cost.noise > 0
 
 
-def test_a_block_out_of_range_in_numbers(tmp_path):
-    """The largest scale, 2**8, sets the tensor scale to 1. A block of scale 2**-10 is below E4M3, whose least is 2**-9:
-    its first half is exact there, and 1.5 * 2**-10 becomes 2**-9, off by 2**-11."""
-    model = make_model("qwen2", layers=1, dtype=torch.bfloat16)
-    for layer in ATTENTION:
-        model.get_submodule(layer).weight.data.zero_()
-    weight = model.get_submodule(Q_PROJ).weight.data
-    weight[0, 0] = 6 * 2.0**8
-    weight[1, [0, 1, 2, 16]] = torch.tensor([6, -3, 1, 1.5], dtype=torch.bfloat16) * 2.0**-10
-    model.save_pretrained(tmp_path / "plain")
-    report = export(tmp_path / "plain", tmp_path / "out", "nvfp4")
-    tensors = tensors_in(tmp_path / "out")
-    assert float(tensors[f"{Q_PROJ}.weight_global_scale"]) == 1
-    assert tensors[f"{Q_PROJ}.weight_scale"][1].tolist() == [2.0**-9, 2.0**-9, 1, 1]
-    # 3, -1.5, .5 and 1 in E2M1, the first element of a byte in its lower half.
-    assert tensors[f"{Q_PROJ}.weight_packed"][1, :16].tolist() == [0xB5, 0x01, *[0] * 6, 0x02, *[0] * 7]
-    cost = next(layer for layer in report.layers if layer.name == Q_PROJ)
-    assert (cost.blocks, cost.exact_blocks, cost.noise) == (128, 127, 2.0**-22)
-    assert cost.sqnr_db == pytest.approx(129.95, abs=0.01)
-
-
 def test_the_error_of_inexact_blocks_is_counted_against_what_was_packed(tmp_path, wide):
     from hf_mxfp4 import MXFP4RLConfig
     from hf_mxfp4.checkpoint import pack_checkpoint
@@ -166,16 +145,22 @@ def test_plain_weights_get_block_mantissas(tmp_path):
         assert torch.equal(tensor.view(torch.uint8), two[name].view(torch.uint8)), name
 
 
-@pytest.mark.parametrize("preset", ["w4a16", "w4a4"])
-def test_the_config_is_what_compressed_tensors_writes(preset, tmp_path):
+@pytest.mark.parametrize(
+    ("format", "preset", "theirs"),
+    [("compressed-tensors", "w4a16", "MXFP4A16"), ("nvfp4", "w4a16", "NVFP4A16"), ("nvfp4", "w4a4", "NVFP4")],
+)
+def test_the_config_is_what_compressed_tensors_writes(format, preset, theirs, tmp_path):
     quantization = pytest.importorskip("compressed_tensors.quantization")
-    report = export(save_plain(tmp_path / "plain"), tmp_path / "out", "nvfp4", preset=preset)
-    options = config_in(tmp_path / "out")["quantization_config"]
-    config = quantization.QuantizationConfig.model_validate(options)
-    (scheme,) = config.config_groups.values()
-    theirs = quantization.preset_name_to_scheme("NVFP4A16" if preset == "w4a16" else "NVFP4", ["Linear"])
-    assert scheme.weights == theirs.weights and scheme.input_activations == theirs.input_activations
-    assert options["format"] == "nvfp4-pack-quantized" and options["ignore"] == ["lm_head"]
+    source = save_plain(tmp_path / "plain")
+    report = export(source, tmp_path / "out", format, preset=preset)
+    written = config_in(tmp_path / "out")
+    options = written.pop("quantization_config")
+    assert written == config_in(source)
+    (scheme,) = quantization.QuantizationConfig.model_validate(options).config_groups.values()
+    own = f"{'mxfp4' if format == 'compressed-tensors' else format}-pack-quantized"
+    assert scheme == quantization.preset_name_to_scheme(theirs, ["Linear"]).model_copy(update={"format": own})
+    assert (options["quant_method"], options["quantization_status"]) == ("compressed-tensors", "compressed")
+    assert options["format"] == own and options["ignore"] == ["lm_head"]
     scales = {name: t for name, t in tensors_in(tmp_path / "out").items() if name.endswith("input_global_scale")}
     assert len(scales) == (14 if preset == "w4a4" else 0) and all(
         torch.equal(t, torch.ones(1)) for t in scales.values()

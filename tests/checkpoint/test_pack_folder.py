@@ -8,8 +8,8 @@ import pytest
 import torch
 from export_files import same_files, save_packed, save_plain
 from safetensors.torch import save_file
-from same_bits import tensors_in
-from tables import CONFIGS, some
+from same_bits import logits, tensors_in
+from tables import CONFIGS
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
@@ -19,14 +19,15 @@ from hf_mxfp4.checkpoint import CheckpointError, export, pack_checkpoint
 from hf_mxfp4.cli import app
 
 
-SCHEMES = some(CONFIGS, "default", "floor", "w4a16 blockwise", "selective", "row tiles", "skips")
+SCHEMES = ("default", "floor", "w4a16 blockwise", "selective", "row tiles", "skips")
+CASES = [*zip(SCHEMES, ("50GB", "30KB") * 3, ["qwen2"] * 6, strict=True), ("tiles", "30KB", "mixtral")]
 
 
-@pytest.mark.parametrize(("name", "shard_size"), list(zip(SCHEMES, ("50GB", "30KB") * 3, strict=True)))
-def test_a_qat_folder_packs_like_its_model(name, shard_size, tmp_path, monkeypatch):
+@pytest.mark.parametrize(("name", "shard_size", "family"), CASES)
+def test_a_qat_folder_packs_like_its_model(name, shard_size, family, tmp_path, monkeypatch):
     monkeypatch.setattr("hf_mxfp4.checkpoint.folder.MAX_SHARD_SIZE", shard_size)
-    options, dtype = SCHEMES[name], torch.float32 if shard_size == "30KB" else torch.bfloat16
-    plain = save_plain(tmp_path / "plain", tie=True, dtype=dtype)
+    options, dtype = CONFIGS[name], torch.float32 if shard_size == "30KB" else torch.bfloat16
+    plain = save_plain(tmp_path / "plain", family, tie=True, dtype=dtype)
     model = AutoModelForCausalLM.from_pretrained(plain, quantization_config=MXFP4RLConfig(**options))
     model.save_pretrained(tmp_path / "qat", max_shard_size=shard_size)
     hf_mxfp4.pack(model).save_pretrained(tmp_path / "packed", max_shard_size=shard_size)
@@ -82,9 +83,6 @@ def test_what_cannot_be_packed_says_why(tmp_path):
 
 
 # ---- rotated weights ------------------------------------------------------------------------------------------------
-
-
-IDS = torch.arange(2, 14).view(2, 6)
 SCHEME = {"scale_rule": "even", "macro_search": "block_mantissas", "fprop": {"rotation": "deterministic-32"}}
 ROTATED = MXFP4RLConfig(mode="packed", **SCHEME)
 
@@ -92,11 +90,6 @@ ROTATED = MXFP4RLConfig(mode="packed", **SCHEME)
 def load(folder, config=None, **options):
     options |= {} if config is None else {"quantization_config": config}
     return AutoModelForCausalLM.from_pretrained(folder, **options)
-
-
-def logits(model) -> torch.Tensor:
-    with torch.no_grad():
-        return model(IDS).logits
 
 
 def layers_of(model) -> dict[str, MXFP4PackedLinear]:

@@ -1,16 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
+"""The recipes that learn texts, `distill.py` and `sft.py`."""
+
 import json
 from pathlib import Path
 
 import pytest
+import torch
 from datasets import Dataset
+from same_bits import logits
 from transformers import AutoModelForCausalLM
+from trl import SFTConfig
 from typer.testing import CliRunner
 
 from hf_mxfp4 import MXFP4DistillationConfig
 from hf_mxfp4.cli import app
+from hf_mxfp4.recipes import sft
 from hf_mxfp4.recipes.distill import DEMO, main
-from hf_mxfp4.recipes.post_training.arguments import DistillArguments, parse
+from hf_mxfp4.recipes.post_training.arguments import DistillArguments, SFTArguments, parse
 from hf_mxfp4.recipes.tasks import of_task
 from hf_mxfp4.rl.config import count_quantized
 
@@ -138,3 +144,55 @@ def test_what_is_wrong_ends_with_a_message(tmp_path):
         main([*TINY, f"--output_dir={tmp_path / 'a'}", "--learn=all"])
     with pytest.raises(SystemExit, match="reload_check"):
         main([*TINY, f"--output_dir={tmp_path / 'b'}", "--reload_check=3"])
+
+
+# ---- fine-tuning ----------------------------------------------------------------------------------------------------
+
+
+TUNED = [*(word for word in TINY if not word.startswith("--sft")), "--learning_rate=.01"]
+
+
+@pytest.fixture(scope="module")
+def tuned(tmp_path_factory):
+    """A run of the demo, smaller, with a checkpoint in the middle: its folder and summary."""
+    out = tmp_path_factory.mktemp("sft") / "out"
+    return out, sft.main([*TUNED, f"--output_dir={out}", "--save_strategy=steps", "--save_steps=2"])
+
+
+def test_the_fine_tuned_demo_learns_and_is_measured(tuned):
+    out, summary = tuned
+    assert json.loads((out / "summary.json").read_text()) == summary
+    assert summary["steps"] == 4 and summary["n_quantized"] == 14
+    history = json.loads((out / "log_history.json").read_text())
+    losses = {entry["step"]: entry["eval_arithmetic_loss"] for entry in history if "eval_arithmetic_loss" in entry}
+    assert list(losses) == [0, 2, 4] and losses[4] == summary["after"]["arithmetic"]["loss"]
+    assert losses[0] == summary["before"]["arithmetic"]["loss"] > losses[4] + 0.1
+    assert count_quantized(AutoModelForCausalLM.from_pretrained(out / "policy")) == 14
+
+
+def test_a_resumed_fine_tuning_ends_with_the_same_weights(tuned, tmp_path):
+    out, summary = tuned
+    expected = logits(AutoModelForCausalLM.from_pretrained(out / "policy"))
+    again = sft.main([*TUNED, f"--output_dir={out}", f"--resume_from_checkpoint={out}/checkpoint-2"])
+    assert {**again, "seconds": 0} == {**summary, "seconds": 0}
+    assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(out / "policy")), expected)
+
+
+def test_what_is_learned_ends_with_the_end_of_sequence(tmp_path, monkeypatch):
+    monkeypatch.setattr("hf_mxfp4.recipes.sft.train_on_texts", lambda trainer, *others: trainer)
+    trainer = sft.main([*TUNED, f"--output_dir={tmp_path}/out"])
+    row, eos = trainer.train_dataset[0], trainer.processing_class.eos_token_id
+    assert row["input_ids"][-1] == row["labels"][-1] == eos and row["labels"][0] == -100
+
+
+@pytest.mark.parametrize("config", sorted(CONFIGS.glob("sft_*.yaml")), ids=lambda path: path.stem)
+def test_configurations_of_fine_tuning_are_read(config):
+    words = ["--config", str(config), "--use_cpu=true", "--bf16=false"]
+    assert parse(words, SFTConfig, SFTArguments, sft.DEMO).recipe.learn in ("text", "completion")
+
+
+def test_what_cannot_be_fine_tuned_on_ends_with_a_message(tmp_path):
+    with pytest.raises(SystemExit, match="learn='generated' must be one of text, completion"):
+        sft.main([*TUNED, f"--output_dir={tmp_path / 'a'}", "--learn=generated"])
+    with pytest.raises(SystemExit, match="matches no layer of Qwen2ForCausalLM"):
+        sft.main([*TUNED, f"--output_dir={tmp_path / 'b'}", "--modules_to_not_convert", "re:.*"])

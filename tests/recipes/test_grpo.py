@@ -213,29 +213,18 @@ def test_options_of_the_products_in_yaml_and_on_the_command_line(tmp_path):
         (["--outlier_fallback=abc"], "invalid float value: 'abc'"),
         (["--load_in_4bit=true"], "bitsandbytes"),
         (["--overlong_buffer=9"], "overlong_buffer=9 is more than max_completion_length=4"),
-    ],
-    ids=lambda value: value[0] if isinstance(value, list) else "",
-)
-def test_wrong_options_end_with_a_message(options, message, tmp_path):
-    with pytest.raises(SystemExit, match="error: ") as caught:
-        parse_or_exit([f"--output_dir={tmp_path}", *options])
-    assert message in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
         ("presett: w4a4\n", "no option 'presett'; did you mean 'preset'"),
         ("preset: [w4a4\n", "not valid YAML"),
         ("- preset\n", "one `option: value` per line"),
     ],
-    ids=["misspelt", "broken", "list"],
+    ids=lambda value: value[0] if isinstance(value, list) else "",
 )
-def test_wrong_yaml_ends_with_a_message(text, message, tmp_path):
-    path = tmp_path / "run.yaml"
-    path.write_text(text)
-    with pytest.raises(SystemExit) as caught:
-        parse_or_exit(["--config", str(path), f"--output_dir={tmp_path}"])
+def test_wrong_options_end_with_a_message(options, message, tmp_path):
+    if isinstance(options, str):  # what a file says
+        (tmp_path / "run.yaml").write_text(options)
+        options = ["--config", str(tmp_path / "run.yaml")]
+    with pytest.raises(SystemExit, match="error: ") as caught:
+        parse_or_exit([f"--output_dir={tmp_path}", *options])
     assert message in str(caught.value)
 
 

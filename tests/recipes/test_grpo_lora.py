@@ -11,7 +11,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from test_grpo import TINY
-from transformers import AutoModelForCausalLM, AutoTokenizer
 from undrawn import leave_figures_undrawn
 
 from hf_mxfp4 import MXFP4RLConfig
@@ -54,17 +53,6 @@ def test_the_whole_recipe_on_a_packed_base(whole):
     assert (adapter["r"], adapter["lora_alpha"], adapter["lora_dropout"]) == (2, 32, 0.0)
     for text in ("16 of 16 completions identical", "adapter alone"):
         assert text in table
-
-
-def test_a_packed_checkpoint_as_the_start(whole, tmp_path):
-    base = whole[0] / "base"
-    AutoModelForCausalLM.from_pretrained(base, quantization_config=PACKED).save_pretrained(tmp_path / "packed")
-    AutoTokenizer.from_pretrained(base).save_pretrained(tmp_path / "packed")
-    start = f"--model_name_or_path={tmp_path / 'packed'}"
-    summary = short_run(tmp_path / "second", start)
-    assert summary["n_quantized"] == 14 and summary["reloaded"]["identical"] == 16
-    with pytest.raises(SystemExit, match=r"saved with another scheme: preset=w4a16 \(not w4a4\)"):
-        short_run(tmp_path / "third", start, "--preset=w4a4")
 
 
 def adapter_weights(folder):

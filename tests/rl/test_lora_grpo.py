@@ -34,16 +34,6 @@ def stored(model, adapters=False):
     return {n: p.detach().clone() for n, p in model.named_parameters() if ("lora_" in n) == adapters}
 
 
-# ---- targets --------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("scheme", [PACKED, MXFP4RLConfig()], ids=["packed", "qat"])
-def test_a_target_that_the_policy_has_not_is_an_error(build, scheme):
-    with pytest.raises(ValueError, match="target_modules has 'up_porj', the name of no module .*near: 'up_proj'"):
-        build(scheme=scheme, peft_config=lora(target_modules=["q_proj", "up_porj"]))
-    build(scheme=scheme, peft_config=lora(target_modules=["q_proj", "up_proj"]))
-
-
 # ---- training -------------------------------------------------------------------------------------------------------
 
 
@@ -68,15 +58,6 @@ def test_adapters_train_and_the_base_keeps_every_bit(trained):
     assert len(moved) == 28
     assert trainer.ref_model is None and list(logged(trainer, "kl")) == [1, 2, 3, 4]  # the base is the reference
     assert len(logged(trainer, "entropy")) == 4 and all(norm > 0 for norm in logged(trainer, "grad_norm").values())
-
-
-def test_quantized_activations_and_checkpointing_under_the_adapters(build):
-    scheme = MXFP4RLConfig(mode="packed", preset="w4a4", outlier_fallback=0.5)
-    trainer = build(scheme, gradient_checkpointing=True, max_steps=2)
-    base, adapters = stored(trainer.model), stored(trainer.model, adapters=True)
-    trainer.train()
-    assert all(torch.equal(value, base[name]) for name, value in stored(trainer.model).items())
-    assert not any(torch.equal(value, adapters[n]) for n, value in stored(trainer.model, adapters=True).items())
 
 
 # ---- noise ----------------------------------------------------------------------------------------------------------
@@ -173,50 +154,17 @@ def test_the_trainer_pushes_the_packed_policy_without_merging(build):
     assert sum(isinstance(m, MXFP4PackedLinear) for m in trainer.model.modules()) == 14
 
 
-LORA = LoraConfig(task_type="CAUSAL_LM", r=4, target_modules="all-linear", init_lora_weights=False)
-SCHEMES = [MXFP4RLConfig(mode="packed"), MXFP4RLConfig()]
-
-
-@pytest.fixture(params=SCHEMES, ids=["packed", "qat"])
-def saved(request, tmp_path):
-    """A function that makes trainers, the folder of an adapter that one of them left, and one that loads its base."""
-    build = trainer_factory(tmp_path)
-    trainer = build(scheme=request.param, peft_config=LORA, aqn=False, max_steps=1)
-    trainer.train()
-    trainer.save_model(str(tmp_path / "adapter"))
-
-    def load_base():
-        return AutoModelForCausalLM.from_pretrained(tmp_path / "base", quantization_config=request.param)
-
-    return build, str(tmp_path / "adapter"), load_base
-
-
-def factors(model):
-    return {n.replace(".default", ""): p.detach().clone() for n, p in model.named_parameters() if "lora_" in n}
-
-
-def test_an_adapter_that_is_loaded_trainable_goes_on(saved):
-    build, adapter, load_base = saved
-    policy = PeftModel.from_pretrained(load_base(), adapter, is_trainable=True)
-    before = factors(policy)
-    trainer = build(policy=policy, aqn=False, max_steps=2, beta=0.1)
-    begun = factors(trainer.model)
-    assert all(torch.equal(begun[name], value) for name, value in before.items())
-    trainer.train()
-    assert any(not torch.equal(factors(trainer.model)[name], value) for name, value in before.items())
-
-
-def test_an_adapter_that_would_be_replaced_or_stay_frozen_is_refused(saved):
-    build, adapter, load_base = saved
-    frozen = PeftModel.from_pretrained(load_base(), adapter)
-    trainable = PeftModel.from_pretrained(load_base(), adapter, is_trainable=True)
+def test_an_adapter_that_would_be_replaced_or_stay_frozen_is_refused(tmp_path):
+    build, adapter = trainer_factory(tmp_path), str(tmp_path / "adapter")
+    build(scheme=PACKED, peft_config=lora()).save_model(adapter)
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "base", quantization_config=PACKED)
     injected = AutoModelForCausalLM.from_pretrained(adapter)
     for policy, config, words in (
         (adapter, None, "holds an adapter and no model"),
-        (adapter, LORA, "holds an adapter and no model"),
-        (injected, LORA, "loaded from the folder of an adapter"),
-        (trainable, LORA, "peft_config would make another"),
-        (frozen, None, "the adapter of the model is frozen"),
+        (adapter, lora(), "holds an adapter and no model"),
+        (injected, lora(), "loaded from the folder of an adapter"),
+        (PeftModel.from_pretrained(base, adapter, is_trainable=True), lora(), "peft_config would make another"),
+        (PeftModel.from_pretrained(base, adapter), None, "the adapter of the model is frozen"),
     ):
         with pytest.raises(ValueError, match=f"{words}.*is_trainable=True"):
-            build(policy=policy, peft_config=config, aqn=False)
+            build(policy=policy, peft_config=config)

@@ -13,7 +13,7 @@ import trl
 from datasets import Dataset
 from factors import factors_config
 from peft import LoraConfig, PeftModel, get_peft_model
-from same_bits import assert_same, tensors_in, weights
+from same_bits import IDS, assert_same, logits, tensors_in, weights
 from tiny_models import make_model, make_tokenizer
 from transformers import (
     AutoModelForCausalLM,
@@ -29,7 +29,6 @@ from hf_mxfp4.rl import ExactResumeMixin
 from hf_mxfp4.rl.config import count_quantized
 
 
-IDS = torch.arange(2, 14).view(2, 6)
 TOKENIZER = make_tokenizer("qwen2")
 ANSWERS = [{"prompt": f"{i}+2", "completion": f"={i}2"} for i in range(6)]
 PAIRS = [{"prompt": f"{i}+2", "chosen": f"={i + 2}", "rejected": f"={i}"} for i in range(6)]
@@ -67,8 +66,11 @@ SCHEMES = {
     "random": MXFP4RLConfig(preset="w4a4g4", dgrad={"grad": "rceil+stochastic"}),
     "packed": MXFP4RLConfig(mode="packed"),
 }
+#: What takes the way of another case through this package.
+LIKE_OTHERS = {("Trainer", "qat"), ("Trainer", "packed"), ("KTO", "packed"), ("RLOO", "packed")}
+LIKE_OTHERS |= {("Distillation", "qat"), ("MXFP4Distillation", "qat")}
 CASES = [(name, mode) for name in TRAINERS for mode in ("qat", "packed") if name != "ExactTrainer"]
-CASES += [("SFT", "experts")]
+CASES = [pytest.param(c, marks=pytest.mark.large if c in LIKE_OTHERS else ()) for c in [*CASES, ("SFT", "experts")]]
 
 
 def lengths(completions, **kwargs):
@@ -135,11 +137,6 @@ class Case:
         return self.run(self.load(self.folder / "dequantized", quantize=False), "twin", max_steps=1, save_strategy="no")
 
 
-def logits(model):
-    with torch.no_grad():
-        return model.eval()(IDS).logits
-
-
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
     """`made(name, mode)` gives a case, each once."""
@@ -174,6 +171,9 @@ def test_what_was_trained_is_the_same_after_it_was_saved(case):
     assert count_quantized(saved) == case.n_quantized
     assert torch.equal(logits(saved), logits(trainer.model))
     assert not torch.equal(logits(saved), case.before[0])
+    if case.lora:
+        with trainer.model.disable_adapter():  # which is the reference
+            assert torch.equal(logits(trainer.model), case.before[0]) and getattr(trainer, "ref_model", None) is None
 
 
 def test_a_resumed_run_ends_with_the_weights_of_one_that_was_never_stopped(case):
@@ -203,10 +203,6 @@ def test_the_reference_has_the_scheme_of_the_policy(made, name):
     assert reference.quantization_config is not policy.quantization_config
     assert torch.equal(*case.before)
     assert torch.equal(logits(trainer.ref_model), case.before[0])
-    packed = made(name, "packed")
-    trainer, _ = packed.trained
-    with trainer.model.disable_adapter():  # which is the reference
-        assert trainer.ref_model is None and torch.equal(logits(trainer.model), packed.before[0])
 
 
 def test_a_reference_that_is_given_stays_as_it_is(made):
@@ -259,20 +255,3 @@ def test_a_reference_that_could_not_be_quantized_is_refused(build, tmp_path):
     policy.config._name_or_path = str(tmp_path / "base")
     with pytest.raises(ValueError, match="the reference policy has 0 MXFP4 weight matrices and the policy 14"):
         build(policy=policy, beta=0.1)
-
-
-def test_a_synchronized_reference_follows_the_masters(build):
-    """`sync_ref_model` mixes master weights; what the reference computes with follows."""
-    trainer = build(
-        beta=0.1, sync_ref_model=True, ref_model_mixup_alpha=0.5, ref_model_sync_steps=2, max_steps=2, aqn=False
-    )
-    before = {name: value.clone() for name, value in trainer.ref_model.named_parameters()}
-    trainer.train()
-    ids = torch.tensor([[2, 3, 4, 5]])
-    for name, value in trainer.model.named_parameters():
-        mixed = 0.5 * value + 0.5 * before[name]
-        assert torch.allclose(trainer.ref_model.get_parameter(name), mixed, atol=1e-6), name
-    with torch.no_grad():
-        found = trainer.ref_model(ids).logits
-        trainer.model.load_state_dict(trainer.ref_model.state_dict())
-        assert torch.allclose(trainer.model.eval()(ids).logits, found, atol=1e-5)

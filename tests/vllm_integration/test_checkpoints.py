@@ -2,15 +2,12 @@
 """Checkpoints of packed and of master weights in vLLM: the log-probabilities of the quantized model of transformers."""
 
 import pytest
-import torch
 from harness import (
     EXPERTS,
     engine,
     model_logprobs,
     saved_model,
     served_model,
-    served_weights,
-    values_inside,
     vllm_logprobs,
     with_settings,
 )
@@ -73,23 +70,6 @@ def test_other_schemes(tmp_path, mode, family, scheme):
     is_on_experts = family in EXPERTS and "modules_to_not_convert" not in scheme
     assert ("MXFP4RLExpertsMethod" in methods) == is_on_experts
     assert (found - model_logprobs(model)).abs().max() < 1e-4
-
-
-@pytest.mark.parametrize(
-    "scheme",
-    [{"outlier_fallback_rate": 0.1, "dgrad": {"grad": "fp8"}}, {"macro_block": "row"}, TILES],
-    ids=str,
-)
-def test_the_very_weights_of_the_policy(tmp_path, scheme):
-    policy, _ = saved_model(tmp_path, "qwen2", preset="w4a16", **scheme)
-    with engine(tmp_path / "saved") as llm:
-        inside = served_weights(served_model(llm))
-    for name in ("self_attn.k_proj", "mlp.up_proj", "mlp.down_proj"):
-        layer = policy.get_submodule(f"model.layers.1.{name}")
-        found = values_inside(inside, f"model.layers.1.{name}", layer.config.weight_scheme)
-        assert torch.equal(found, layer.effective_weight(layer.weight).detach()), name
-        assert not torch.equal(found, layer.weight)
-    assert torch.equal(inside["model.norm.weight"], policy.model.norm.weight)
 
 
 @pytest.mark.parametrize(
