@@ -9,14 +9,13 @@ import pytest
 import torch
 from export_files import config_in, decode, save_packed, save_plain
 from factors import factors_config
-from same_bits import tensors_in
+from same_bits import IDS, assert_same, tensors_in
 from transformers import AutoModelForCausalLM
 
 import hf_mxfp4
 from hf_mxfp4.checkpoint import CheckpointError, FolderError, export
 
 
-IDS = torch.arange(2, 14).view(2, 6)
 Q_PROJ = "model.layers.0.self_attn.q_proj"
 #: Factors of macro blocks, searched.
 MACRO = {"macro_block": 128, "macro_search": "hybrid"}
@@ -39,9 +38,7 @@ def test_plain_mxfp4_is_renamed_and_nothing_else(format, weight, block, tmp_path
     quantized = {name.removesuffix("_scale") for name in before if name.endswith(".weight_scale")}
     assert len(quantized) == 14
     renamed = {(f"{n.removesuffix('weight')}{weight}" if n in quantized else n): t for n, t in before.items()}
-    assert after.keys() == renamed.keys()
-    for name, tensor in renamed.items():
-        assert tensor.dtype == after[name].dtype and torch.equal(tensor, after[name]), name
+    assert_same(after, renamed)
     assert after[f"{Q_PROJ}.{weight}"].shape == (64, 32) and after[f"{Q_PROJ}.weight_scale"].shape == (64, 2)
     assert after[f"{Q_PROJ}.bias"].dtype == torch.bfloat16
     assert report.counts() == {"kept": 14} and not report.changed and report.total_sqnr_db == float("inf")
@@ -127,21 +124,6 @@ def test_requantizing_is_plain_mxfp4_of_the_dequantized_values(name, tmp_path):
         error = (decode(expected.codes, expected.scale) - values.double()).square().sum().item()
         assert cost.action == "requantized" and cost.noise == pytest.approx(error) and error > 0
     assert len(costs) == 7 and 10 < report.total_sqnr_db < 40
-
-
-def test_layers_of_odd_length_are_dequantized_and_ignored(tmp_path):
-    source = save_packed(tmp_path / "packed", layers=1, intermediate=80)
-    with pytest.raises(CheckpointError, match=r"1 of 7 layers.*mlp.down_proj, in_features=80 is not a multiple of 32"):
-        export(source, tmp_path / "out", "compressed-tensors")
-    report = export(source, tmp_path / "out", "compressed-tensors", "dequantize")
-    assert report.counts() == {"kept": 6, "dequantized": 1}
-    (odd,) = [cost for cost in report.layers if cost.action == "dequantized"]
-    assert (odd.name, odd.sqnr_db) == ("model.layers.0.mlp.down_proj", float("inf"))
-    assert odd.reason == "in_features=80 is not a multiple of 32"
-    assert config_in(tmp_path / "out")["quantization_config"]["ignore"] == ["lm_head", odd.name]
-    layer = AutoModelForCausalLM.from_pretrained(source).get_submodule(odd.name)
-    weight = tensors_in(tmp_path / "out")[f"{odd.name}.weight"]
-    assert weight.dtype == torch.bfloat16 and torch.equal(weight, layer.dequantized_weight(torch.bfloat16))
 
 
 def test_shards_side_files_and_report(tmp_path, monkeypatch):

@@ -8,7 +8,7 @@ import pytest
 import torch
 from export_files import E2M1, config_in, decode, save_packed, save_plain
 from safetensors.torch import load_file, save_file
-from same_bits import tensors_in
+from same_bits import assert_same, tensors_in
 from tiny_models import make_model
 from transformers import AutoModelForCausalLM
 
@@ -186,8 +186,7 @@ def test_an_export_is_imported_and_exported_again(family, tmp_path):
     export(source, tmp_path / "out", "nvfp4")
     report = import_checkpoint(tmp_path / "out", tmp_path / "back")
     assert report.counts() == {"kept": report.n_layers} and "here they are in full precision" in report.notes[1]
-    ours, back = tensors_in(source), tensors_in(tmp_path / "back")
-    assert ours.keys() == back.keys() and all(torch.equal(back[name], tensor) for name, tensor in ours.items())
+    assert_same(tensors_in(source), tensors_in(tmp_path / "back"))
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "back", dtype=torch.bfloat16)
     assert str(loaded.config.quantization_config.weight_scheme) == "mxfp4+even+mbs128-blockwise"
     export(tmp_path / "back", tmp_path / "again", "nvfp4")
@@ -221,8 +220,7 @@ def test_the_layout_of_model_optimizer_has_the_same_values(family, preset, tmp_p
     }
     report = import_checkpoint(tmp_path / "nvfp4-modelopt", tmp_path / "back")
     assert report.blocks[0] == report.blocks[1] > 0
-    before, back = tensors_in(source), tensors_in(tmp_path / "back")
-    assert before.keys() == back.keys() and all(torch.equal(back[name], tensor) for name, tensor in before.items())
+    assert_same(tensors_in(source), tensors_in(tmp_path / "back"))
 
 
 @pytest.mark.parametrize("preset", ["w4a16", "w4a4"])
@@ -242,8 +240,7 @@ def test_model_optimizer_has_fused_experts_as_the_model_has_them(preset, tmp_pat
     assert theirs[f"{experts}.gate_up_proj"].shape == (4, 32, 192)
     assert (f"{experts}.down_proj_input_scale" in theirs) == (preset == "w4a4")
     import_checkpoint(tmp_path / "out", tmp_path / "back")
-    back = tensors_in(tmp_path / "back")
-    assert ours.keys() == back.keys() and all(torch.equal(back[name], tensor) for name, tensor in ours.items())
+    assert_same(tensors_in(tmp_path / "back"), ours)
 
 
 def test_scales_that_packed_weights_cannot_hold_are_refused(tmp_path):

@@ -8,7 +8,7 @@ import pytest
 import torch
 from export_files import same_files, save_packed, save_plain
 from safetensors.torch import save_file
-from same_bits import logits, tensors_in
+from same_bits import assert_same, logits, tensors_in
 from tables import CONFIGS
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
@@ -142,9 +142,7 @@ def test_every_way_to_pack_writes_the_same_files(packed_folder, checkpoint, tmp_
     result = CliRunner().invoke(app, ["pack", str(source), str(tmp_path / "cli"), *options])
     assert result.exit_code == 0, result.output
     for way in ("trained", "of qat", "loaded", "cli"):
-        stored = tensors_in(tmp_path / way)
-        found = tensors_in(folder)
-        assert stored.keys() == found.keys() and all(torch.equal(stored[name], found[name]) for name in found), way
+        assert_same(tensors_in(tmp_path / way), tensors_in(folder))
     cost = json.loads((tmp_path / "cli" / "pack_report.json").read_text())["layers"][0]
     assert 10 < cost["sqnr_db"] < 30
     assert CliRunner().invoke(app, ["verify", str(folder)]).exit_code == 0

@@ -4,6 +4,7 @@
 import gc
 import json
 import os
+import signal
 from pathlib import Path
 from unittest import mock
 
@@ -25,15 +26,15 @@ from hf_mxfp4 import (
     MXFP4GRPOTrainer,
     MXFP4RLConfig,
 )
+from hf_mxfp4.checkpoint import last_complete_checkpoint
 from hf_mxfp4.integrations.vllm import EngineSettings
 from hf_mxfp4.rl import ExactResumeMixin, StepMovementCallback
+from hf_mxfp4.rl.rewards import guard_reward
 
 
 IDS = torch.arange(2, 30).repeat(8, 1).add(torch.arange(8).unsqueeze(1) * 5) % 31
 LORA = {"task_type": "CAUSAL_LM", "target_modules": "all-linear", "r": 4, "lora_dropout": 0.0}
 EXPERTS = ["experts.gate_up_proj", "experts.down_proj"]
-#: Of the weights that each process quantizes for the forward products of a step.
-COUNTED = "quantization/weights_per_step"
 #: On attention alone.
 MOE_LORA = {"target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"]}
 #: Of a mixture of experts, GRPO replays and measures routing, and decomposes the error of weights.
@@ -288,18 +289,26 @@ def load_split(base: str) -> None:
     torch.distributed.barrier()
 
 
-def count_quantizations(engine: str | None, base: str, out: str) -> None:
-    """One step of GRPO in two micro-batches, without gradient checkpointing and with it. Each rank writes how often it
-    quantized each weight to ``out/counts<i>.json``."""
-    if engine is not None:
-        use_engine(engine, Path(out))
-    found = {}
-    for checkpointing in (False, True):
-        world = int(os.environ.get("WORLD_SIZE", "1"))
-        options = {"per_device_train_batch_size": 4 // world, "gradient_accumulation_steps": 2, "max_steps": 1}
-        options |= {"gradient_checkpointing": checkpointing, "save_strategy": "no", "aqn": False}
-        trainer = grpo_trainer(base, "qat", Path(out) / str(checkpointing), **options)
-        trainer.train()
-        (count,) = (log[key] for log in trainer.state.log_history for key in log if key == COUNTED)
-        found[str(checkpointing)] = count / trainer.n_quantized
-    (Path(out) / f"counts{os.environ.get('RANK', '0')}.json").write_text(json.dumps(found))
+def train_with_a_failing_rank(base: str, run: str, failure: str | None) -> None:
+    """Two ranks, a checkpoint at each step; in the third rollout rank 1 is ``"killed"``, or its reward function
+    ``"raises"``. They go on from the newest whole checkpoint, if there is one. Rank 0 leaves the final state in
+    ``final.pt``."""
+    folder = Path(run)
+    use_engine("ddp", folder)
+    trainer = grpo_trainer(base, "qat", folder, save_steps=1)
+
+    def reward(completions, trainer_state, **kwargs):
+        if failure and trainer_state.global_step == 2 and os.environ["RANK"] == "1":
+            print(f"rank 1 fails now: {failure}", flush=True)
+            if failure == "killed":
+                os.kill(os.getpid(), signal.SIGKILL)
+            raise KeyError("answer")
+        return even_digits(completions)
+
+    reward.__name__ = even_digits.__name__
+    trainer.reward_funcs = [guard_reward(reward)]
+    trainer.train(resume_from_checkpoint=last_complete_checkpoint(folder) is not None)
+    if os.environ["RANK"] == "0":
+        state = {"weights": trainer.model.state_dict(), "optimizer": trainer.optimizer.state_dict()}
+        torch.save(state, folder / "final.pt")
+    torch.distributed.barrier()

@@ -12,6 +12,7 @@ import torch
 from cpu_engines import CONFIGS, run_job
 from peft import PeftModel
 from safetensors.torch import load_file
+from same_bits import assert_same
 from transformers import AutoModelForCausalLM
 
 from hf_mxfp4 import MXFP4RLConfig
@@ -30,6 +31,12 @@ TYPES = {"ddp": "MULTI_CPU", "fsdp2": "FSDP", "fsdp2_lora": "FSDP", "zero2": "DE
 def case(engine, mode, *marks):
     marks = (*marks, NO_DEEPSPEED) if engine.startswith("zero") else marks
     return pytest.param((engine, mode), marks=marks, id=f"{engine}-{mode}")
+
+
+def engines(usual, *long):
+    """One engine in every run, others in the long one."""
+    long = [pytest.param(e, marks=(pytest.mark.large, *([NO_DEEPSPEED] if e.startswith("zero") else []))) for e in long]
+    return pytest.mark.parametrize("engine", [usual, *long])
 
 
 #: Mixtures have linear layers and experts.
@@ -162,19 +169,11 @@ def _logits_of(folder, mode, base):
     return logits(PeftModel.from_pretrained(packed, folder))
 
 
-def test_masters_are_trained_in_full_precision(job, jobs):
-    _, mode, out, _ = job
-    alone, _ = jobs(None, mode)
-    found, expected = (load_file(weights_file(folder / "plain" / "saved")) for folder in (out, alone))
-    for name, weight in found.items():
-        torch.testing.assert_close(weight, expected[name], rtol=0, atol=2e-6)
-
-
 def test_a_resumed_run_repeats_the_one_that_was_not_stopped(job):
     _, _, out, results = job
     assert why_incomplete(out / "grpo" / "checkpoint-2") is None
     whole, resumed = (load_file(weights_file(out / kind / "saved")) for kind in ("grpo", "resumed"))
-    assert whole.keys() == resumed.keys() and all(torch.equal(whole[name], resumed[name]) for name in whole)
+    assert_same(whole, resumed)
     names = ("step", "reward", "entropy", "aqn/sigma")
     first, second = ([[e[name] for name in names] for e in results[k]["logs"]] for k in ("grpo", "resumed"))
     assert first == second and len(first) == 4
@@ -237,22 +236,9 @@ def test_mixtures_are_saved_as_transformers_saves_them_and_checkpoints_have_whol
     assert checkpoint["model.layers.1.mlp.experts.down_proj"].shape == (6, 32, 32)
 
 
-@pytest.mark.parametrize(
-    "engine",
-    [
-        pytest.param("ddp", marks=pytest.mark.large),
-        "fsdp2",
-        pytest.param("zero3", marks=[pytest.mark.large, NO_DEEPSPEED]),
-    ],
-)
+@engines("fsdp2", "ddp", "zero3")
 def test_rollouts_of_unequal_length_with_and_without_kept_copies(jobs, engine):
-    out = jobs.root / f"uneven-{engine}"
-    out.mkdir()
-    base = jobs.base("moe")
-    answer = run_job(
-        "engine_jobs:train_on_uneven_rollouts", out / "log", ranks=2, engine=engine, base=str(base), out=str(out)
-    )
-    assert answer.codes == [0, 0], answer.output[-4000:]
+    out = folder_of("train_on_uneven_rollouts", jobs.root, 2, engine=engine, base=str(jobs.base("moe")))
     # Of queries, keys, values and outputs, and of six experts; float32.
     copies = 4 * 2 * (2 * 32 * 32 + 2 * 32 * 16 + 6 * 3 * 32 * 32)
     for rank in (0, 1):
@@ -267,11 +253,6 @@ def test_rollouts_of_unequal_length_with_and_without_kept_copies(jobs, engine):
         )
 
 
-SHARDING = pytest.mark.parametrize(
-    "engine", ["fsdp2_lora", pytest.param("zero3", marks=[pytest.mark.large, NO_DEEPSPEED])]
-)
-
-
 def pushed(jobs, engine, packs):
     """What one process pushes, and what each of two ranks does."""
     folders = alone_and_together("push_to_vllm", engine, jobs.root, base=str(jobs.base("moe")), packs=packs)
@@ -283,7 +264,7 @@ def pushed(jobs, engine, packs):
     return found
 
 
-@SHARDING
+@engines("fsdp2_lora", "zero3")
 def test_vllm_gets_adapters_on_quantized_weights_from_sharded_masters(jobs, engine):
     """The weights that one process pushes, to the bit, on all ranks."""
     expected, *ranks = pushed(jobs, engine, packs=False)
@@ -292,7 +273,7 @@ def test_vllm_gets_adapters_on_quantized_weights_from_sharded_masters(jobs, engi
 
 
 @pytest.mark.large
-@SHARDING
+@engines("fsdp2_lora", "zero3")
 def test_vllm_gets_codes_once_and_factors_from_sharded_masters(jobs, engine):
     first, second = pushed(jobs, engine, packs=True)[0]["pushes"]
     factors = {f"model.layers.{i}.self_attn.q_proj.lora_{side}.weight" for i in range(2) for side in "AB"}
@@ -323,7 +304,7 @@ def test_sharded_checkpoints_resume_and_the_model_is_saved_whole(jobs, mode):
         _logits_of(out / "grpo" / "saved", mode, None), results["grpo"]["logits"], rtol=0, atol=1e-5
     )
     whole, resumed = (load_file(weights_file(out / kind / "saved")) for kind in ("grpo", "resumed"))
-    assert all(torch.equal(whole[name], resumed[name]) for name in whole)
+    assert_same(whole, resumed)
 
 
 def test_tensor_parallel_loading_is_refused(jobs):
@@ -350,13 +331,9 @@ def test_tensor_parallel_loading_is_refused(jobs):
     ],
 )
 def test_the_recipe_runs_from_start_to_reload(jobs, engine, config):
-    out = jobs.root / f"recipe-{engine}-{config}"
-    out.mkdir()
     # 17 problems in batches of 8 are two batches for one process and one for the other.
     options = ["--config", f"{CONFIGS.parent / 'configs' / config}.yaml", *TINY, "--n_test=17"]
-    arguments = {"engine": engine, "out": str(out), "options": options}
-    answer = run_job("engine_jobs:run_recipe", out / "log", ranks=2, **arguments)
-    assert answer.codes == [0, 0], answer.output[-4000:]
+    out = folder_of("run_recipe", jobs.root, 2, engine=engine, options=options)
     summary = json.loads((out / "run" / "summary.json").read_text())
     assert summary["steps"] == 3 and summary["reloaded"] == {"compared": 16, "identical": 16}
 
@@ -369,35 +346,7 @@ def test_what_is_sharded_is_quantized_in_the_rollout_and_in_each_pass(job):
         assert [entry["quantization/weights_per_step"] for entry in logs] == [times * n_quantized] * 4
 
 
-#: How often a step quantizes a weight. Where weights are sharded, nothing is kept beyond a rollout: each of two
-#: micro-batches quantizes a weight in its forward and in its backward pass, with checkpointing in three passes.
-SHARDED, WHOLE = {"False": 1 + 2 * 2, "True": 1 + 2 * 3}, {"False": 1, "True": 1}
-
-
-@pytest.mark.parametrize(
-    ("engine", "expected"),
-    [
-        pytest.param("ddp", WHOLE, marks=pytest.mark.large, id="ddp"),
-        pytest.param("fsdp2", SHARDED, marks=pytest.mark.large, id="fsdp2"),
-        pytest.param("zero2", WHOLE, marks=(NO_DEEPSPEED, pytest.mark.large), id="zero2"),
-        pytest.param("zero3", SHARDED, marks=(NO_DEEPSPEED, pytest.mark.large), id="zero3"),
-    ],
-)
-def test_how_often_a_step_quantizes_each_weight(jobs, tmp_path, engine, expected):
-    arguments = {"engine": engine, "base": str(jobs.base("qat")), "out": str(tmp_path)}
-    answer = run_job("engine_jobs:count_quantizations", tmp_path / "log", ranks=2, **arguments)
-    assert answer.codes == [0, 0], answer.output[-4000:]
-    assert [json.loads((tmp_path / f"counts{rank}.json").read_text()) for rank in (0, 1)] == [expected] * 2
-
-
-@pytest.mark.parametrize(
-    "engine",
-    [
-        pytest.param("ddp", marks=pytest.mark.large),
-        "fsdp2",
-        pytest.param("zero3", marks=(NO_DEEPSPEED, pytest.mark.large)),
-    ],
-)
+@engines("fsdp2", "ddp", "zero3")
 def test_distillation_is_that_of_one_process(jobs, engine):
     folders = alone_and_together("distill", engine, jobs.root, base=str(jobs.base("qat")))
     one, two = (json.loads((out / "distilled.json").read_text()) for out in folders)

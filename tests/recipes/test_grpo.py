@@ -96,7 +96,9 @@ def test_the_whole_recipe_and_a_reload_in_a_new_process(whole):
     assert process.returncode == 0, process.stderr[-2000:]
     lines = (folder / "completions_after.jsonl").read_text().splitlines()
     assert json.loads(process.stdout.splitlines()[-1]) == [json.loads(line)["completion"] for line in lines]
-    assert "n_quantized=14 n_skipped=1 (lm_head)" in process.stderr and MXFP4RLConfig().describe() in process.stderr
+    (told,) = (line for line in process.stderr.splitlines() if "hf_mxfp4" in line)
+    assert told.startswith("[hf_mxfp4] Qwen2ForCausalLM: ") and "hf_mxfp4" not in process.stdout
+    assert "n_quantized=14 n_skipped=1 (lm_head)" in told and MXFP4RLConfig().describe() in told
 
 
 def test_all_evaluations_of_a_run_in_mixed_precision_are_in_it(tmp_path, monkeypatch):

@@ -73,14 +73,6 @@ def divergence(student, teacher, rows):
     return total / count
 
 
-def test_a_student_in_full_precision_has_nothing_to_learn(build):
-    trainer = build(scheme=None, allow_full_precision=True, learning_rate=1.0)
-    loss = loss_of(trainer, [{"input_ids": ids} for ids in IDS])
-    loss.backward()
-    assert abs(loss.item()) < 1e-6
-    assert max(p.grad.abs().max().item() for p in trainer.model.parameters() if p.grad is not None) < 1e-6
-
-
 def test_the_loss_is_the_divergence_that_torch_computes(build):
     trainer = build(evaluated=[{"input_ids": ids} for ids in IDS], per_device_eval_batch_size=3)
     expected = divergence(trainer.model.eval(), trainer.teacher_model, IDS)

@@ -11,7 +11,6 @@ from hf_mxfp4 import MXFP4PackedLinear, MXFP4RLConfig
 from hf_mxfp4.integrations.peft import policy_parameters
 
 
-IDS = torch.arange(2, 14).view(2, 6)
 PACKED = MXFP4RLConfig(mode="packed")
 
 

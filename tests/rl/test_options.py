@@ -3,7 +3,6 @@
 
 import pytest
 from grpo_runs import even_digits, prompts
-from trl import TrlParser
 
 from hf_mxfp4 import MXFP4GRPOConfig, MXFP4GRPOTrainer
 
@@ -88,18 +87,6 @@ def test_rollout_correction_is_trls_under_vllm(tmp_path):
         shared = [getattr(each, f"vllm_importance_sampling_{name}") for name in names]
         assert shared == [True, "sequence_mask", 5.0, None]
     assert config(tmp_path, use_vllm=True, rollout_correction=False).vllm_importance_sampling_correction is False
-
-
-def test_every_option_can_come_from_yaml_and_command_line(tmp_path):
-    path = tmp_path / "run.yaml"
-    path.write_text(
-        "use_cpu: true\nbf16: false\naqn_sigma_start: 2.0e-2\naqn: false\nvllm_mode: server\n"
-        "dynamic_sampling: false\naqn_rate_limit: 0.05\nrouter_every: 0\n"
-    )
-    arguments = ["--config", str(path), "--output_dir", str(tmp_path), "--aqn_num_stages", "3", "--use_vllm", "false"]
-    (found,) = TrlParser((MXFP4GRPOConfig,)).parse_args_and_config(arguments)
-    assert (found.aqn_sigma_start, found.aqn, found.aqn_num_stages) == (2e-2, False, 3)
-    assert (found.vllm_mode, found.use_vllm) == ("server", False)
 
 
 def test_misspelt_options_name_the_nearest(tmp_path):
