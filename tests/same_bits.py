@@ -1,11 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Equality of nested states, tensors to the bit, and the tensors of a model in memory or in a folder."""
+"""Equality of nested states, tensors to the bit; the tensors of a model in memory or in a folder, and its logits."""
 
 import math
 from pathlib import Path
 
 import torch
 from safetensors.torch import load_file
+
+
+#: Tokens that every tiny model has.
+IDS = torch.arange(2, 14).view(2, 6)
 
 
 def assert_same(a, b):
@@ -36,3 +40,9 @@ def tensors_in(folder) -> dict[str, torch.Tensor]:
     for file in sorted(Path(folder).glob("*.safetensors")):
         found.update(load_file(file))
     return found
+
+
+@torch.no_grad()
+def logits(model) -> torch.Tensor:
+    """What a model in evaluation says of [`IDS`]."""
+    return model.eval()(IDS).logits

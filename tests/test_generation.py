@@ -56,31 +56,13 @@ def test_each_weight_is_quantized_once_per_call(checkpoint, count):
     assert count() == LINEARS
 
 
-CHANGES = {
-    "data": lambda weight, _: weight.data.mul_(-1.5),
-    "numpy": lambda weight, _: weight.detach().numpy().__imul__(-1.5),
-    "replaced-data": lambda weight, _: setattr(weight, "data", weight.data * -1.5),
-    "load-state-dict": lambda _, model: model.load_state_dict({k: v.flip(0) for k, v in model.state_dict().items()}),
-    "there-and-back": lambda weight, model: (weight.data.mul_(-1.5), model.to(torch.bfloat16).to(torch.float32)),
-    "adamw-fused": lambda _, model: step(model, torch.optim.AdamW, fused=True),
-}
-
-
-def step(model, optimizer, **options):
-    model(IDS, labels=IDS).loss.backward()
-    optimizer(model.parameters(), lr=0.3, **options).step()
-
-
 @dense
-@pytest.mark.parametrize(
-    ("change", "before"),
-    [*((change, cached_weights) for change in CHANGES), ("data", lambda _: contextlib.nullcontext())],
-)
-def test_a_change_between_two_calls_is_seen(change, before, checkpoint):
+@pytest.mark.parametrize("context", [cached_weights, lambda _: contextlib.nullcontext()], ids=["cached", "plain"])
+def test_a_change_between_two_calls_is_seen(context, checkpoint):
     model = load(checkpoint)
-    with before(model):
+    with context(model):
         old = logits(model)
-    CHANGES[change](model.model.layers[0].mlp.down_proj.weight, model)
+    model.model.layers[0].mlp.down_proj.weight.data.mul_(-1.5)
     new = logits(model)
     with uncached_weights(model):
         assert torch.equal(logits(model), new)
@@ -98,22 +80,6 @@ def test_copies_of_a_model_generate_with_their_own_weights(checkpoint, count):
     assert not torch.allclose(logits(other), expected)
     assert count() == LINEARS
     assert torch.equal(logits(model), expected)
-
-
-@dense
-def test_outer_contexts_decide(checkpoint, count):
-    model = load(checkpoint)
-    count()
-    with uncached_weights(model):
-        generate(model)
-        assert count() == LINEARS * TOKENS
-    count()
-    with cached_weights(model):
-        old = logits(model)
-        model.model.layers[0].mlp.down_proj.weight.data.neg_()
-        assert torch.equal(logits(model), old)  # the context's promise was broken
-        assert count() == LINEARS
-    assert not torch.equal(logits(model), old)
 
 
 @dense

@@ -9,6 +9,7 @@ import pytest
 import torch
 import transformers
 from huggingface_hub import ModelCard
+from same_bits import logits
 from transformers import AutoModelForCausalLM
 
 import hf_mxfp4
@@ -24,9 +25,6 @@ EMPTY = (
     "---\nlibrary_name: transformers\ntags: []\n---\n# Model Card for Model ID\n"
     "This is the model card of a 🤗 transformers model that has been pushed on the Hub. [More Information Needed]\n"
 )
-
-
-IDS = torch.arange(2, 14).view(2, 6)
 #: No YAML; no dictionary; no metadata of a card.
 BROKEN = ["---\n: [unclosed\n---\nhello", "---\n- a\n- b\n---\nx", "---\nbase_model: [a]\ntags: 5\n---\nx"]
 
@@ -149,11 +147,6 @@ def test_a_repository_is_not_its_own_base(model, tmp_path):
     card = choose_card(None, tmp_path, [], "org/name")
     assert card.data.base_model is None and "base_model" not in card.data.to_yaml()
     assert choose_card(None, tmp_path, [], "org/other").data.base_model == "org/name"
-
-
-@torch.no_grad()
-def logits(model) -> torch.Tensor:
-    return model(IDS).logits
 
 
 @pytest.mark.parametrize("text", BROKEN)

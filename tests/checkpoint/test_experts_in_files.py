@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Experts in conversions: packing a folder, exports, and the way back; the names that files have for experts; OpenAI's
-gpt-oss format, checked with transformers' own functions."""
+"""Experts that are saved and loaded, trainable and packed; in conversions: packing a folder, exports, and the way back;
+the names that files have for experts; OpenAI's gpt-oss format, checked with transformers' own functions."""
 
 import pytest
 import torch
 from export_files import config_in, decode, same_files, save_packed, save_plain
-from same_bits import tensors_in
+from factors import factors_config
+from same_bits import IDS, assert_same, logits, tensors_in
 from tiny_models import make_model, save_openai
 from transformers import AutoModelForCausalLM, Mxfp4Config
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
@@ -17,7 +18,6 @@ from hf_mxfp4.gemm import weight_values
 from hf_mxfp4.numerics import QuantScheme
 
 
-IDS = torch.arange(2, 14).view(2, 6)
 #: gate, up and down of expert 1 of layer 0, as the files of each family have them.
 ONE_EXPERT = {
     "qwen3_moe": [f"model.layers.0.mlp.experts.1.{name}_proj" for name in ("gate", "up", "down")],
@@ -26,6 +26,122 @@ ONE_EXPERT = {
 }
 EXPERTS = "model.layers.0.mlp.experts"
 EXPERTS_ONLY = {"modules_to_not_convert": ["self_attn"]}
+
+
+#: Linear maps in 2 decoder layers: 4 of attention, 2 for each of 4 experts, 3 of a shared expert.
+N_QUANTIZED = {"qwen3_moe": 24, "qwen2_moe": 30, "mixtral": 24, "gpt_oss": 24}
+
+
+def load(folder, **options):
+    return AutoModelForCausalLM.from_pretrained(folder, quantization_config=factors_config(**options))
+
+
+# ---- saved and loaded -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", N_QUANTIZED)
+def test_trainable_experts_are_saved_as_they_came(family, checkpoint, tmp_path):
+    source = checkpoint(family)
+    model = load(source)
+    report = model.quantization_report
+    assert report.n_quantized == N_QUANTIZED[family]
+    assert "model.layers.1.mlp.experts.3.gate_up_proj" in report.quantized
+    assert report.n_skipped == (3 if family == "qwen2_moe" else 1)
+    assert 22 < report.sqnr_db < 30
+    model.save_pretrained(tmp_path / "saved")
+    assert_same(tensors_in(source), tensors_in(tmp_path / "saved"))
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
+    assert torch.equal(logits(again), logits(model)) and not torch.equal(
+        logits(model), logits(AutoModelForCausalLM.from_pretrained(source))
+    )
+
+
+@pytest.mark.usefixtures("dense_products")
+@pytest.mark.parametrize("family", N_QUANTIZED)
+def test_packed_experts(family, checkpoint, tmp_path):
+    source = checkpoint(family)
+    trained = load(source)
+    expected = logits(trained)
+    packed = AutoModelForCausalLM.from_pretrained(source, quantization_config=factors_config().packed())
+    assert torch.equal(logits(packed), expected)  # quantized while the checkpoint was read
+    assert packed.quantization_report.n_quantized == N_QUANTIZED[family]
+    assert packed.quantization_report.sqnr_db == pytest.approx(trained.quantization_report.sqnr_db, abs=1e-3)
+    assert packed.quantization_report.n_weights == trained.quantization_report.n_weights
+    packed.save_pretrained(tmp_path / "saved")
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
+    assert torch.equal(logits(again), expected)
+    again.save_pretrained(tmp_path / "twice")
+    saved = tensors_in(tmp_path / "saved")
+    assert_same(tensors_in(tmp_path / "twice"), saved)
+    hf_mxfp4.pack(trained).save_pretrained(tmp_path / "by-hand")
+    assert torch.equal(logits(trained), expected)
+    assert_same(tensors_in(tmp_path / "by-hand"), saved)
+    generated = packed.generate(IDS[:1], max_new_tokens=3, do_sample=False)
+    assert torch.equal(generated, again.generate(IDS[:1], max_new_tokens=3, do_sample=False))
+
+
+@pytest.mark.usefixtures("dense_products")
+@pytest.mark.parametrize(
+    ("family", "scheme"),
+    [
+        ("qwen3_moe", {"preset": "w4a16", "outlier_fallback": None, "macro_block": None}),
+        ("gpt_oss", {"outlier_fallback_rate": 0.2}),
+        ("gpt_oss", {"weight_block": "32x32", "outlier_fallback": None}),
+        ("mixtral", {"macro_search": "block_mantissas", "outlier_fallback": None}),
+        ("gpt_oss", {"scale_rule": "mse", "macro_block": "row", "outlier_fallback": None}),
+    ],
+    ids=["plain", "selective", "transposed-tiles", "blockwise", "mse-row"],
+)
+def test_packed_experts_repeat_the_trainable_ones_under_every_scheme(family, scheme, checkpoint, tmp_path):
+    source = checkpoint(family, dtype=torch.bfloat16, layers=1)
+    expected = logits(load(source, **scheme))
+    config = factors_config(**scheme).packed()
+    packed = AutoModelForCausalLM.from_pretrained(source, quantization_config=config, dtype=torch.bfloat16)
+    assert torch.equal(logits(packed), expected)
+    packed.save_pretrained(tmp_path / "saved")
+    assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(tmp_path / "saved")), expected)
+
+
+def test_tensors_on_disk(checkpoint, tmp_path):
+    load(checkpoint("qwen3_moe"), mode="packed").save_pretrained(tmp_path / "saved", max_shard_size="30KB")
+    stored = tensors_in(tmp_path / "saved")
+    prefix = "model.layers.1.mlp.experts."
+    found = {n.removeprefix(prefix): (t.dtype, list(t.shape)) for n, t in stored.items() if n.startswith(prefix)}
+    assert found == {
+        "gate_up_proj": (torch.uint8, [4, 64, 32]),
+        "gate_up_proj_scale": (torch.uint8, [4, 64, 2]),
+        "gate_up_proj_macro": (torch.uint8, [4, 64, 1]),
+        "down_proj": (torch.uint8, [4, 64, 16]),
+        "down_proj_scale": (torch.uint8, [4, 64, 1]),
+        "down_proj_macro": (torch.uint8, [4, 64, 1]),
+    }
+    assert len(list((tmp_path / "saved").glob("*.safetensors"))) > 2
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
+    assert again.quantization_report.bits_per_weight == pytest.approx(4.3, abs=0.15)
+
+
+@pytest.mark.parametrize("mode", ["qat", "packed"])
+@pytest.mark.parametrize(
+    ("skips", "quantized", "skipped"),
+    [
+        (["layers.1"], 12, 13),
+        (["layers.1.mlp.experts"], 16, 9),
+        ([r"re:model\.layers\.\d+\.mlp\.experts"], 8, 17),
+        (["self_attn"], 16, 9),
+    ],
+    ids=str,
+)
+def test_skips(mode, skips, quantized, skipped, checkpoint, tmp_path):
+    model = load(checkpoint("qwen3_moe"), mode=mode, modules_to_not_convert=skips)
+    report = model.quantization_report
+    assert (report.n_quantized, report.n_skipped) == (quantized, skipped)
+    model.save_pretrained(tmp_path / "saved")
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
+    assert again.quantization_report.quantized == report.quantized
+    assert torch.equal(logits(again), logits(model))
+
+
+# ---- conversions ----------------------------------------------------------------------------------------------------
 
 
 def test_the_names_of_experts_in_files():
@@ -41,16 +157,6 @@ def test_the_names_of_experts_in_files():
     )
     assert names.pieces["model.layers.0.mlp.experts.down_proj"][3] == Piece(f"{stem}.3.w2.weight", 3, slice(0, 32, 1))
     assert FileNames(make_model("gpt_oss", layers=1)).pieces == {}
-
-
-def test_a_qat_folder_packs_like_its_model(tmp_path):
-    plain = save_plain(tmp_path / "plain", "mixtral", intermediate=80, dtype=torch.float32)
-    model = AutoModelForCausalLM.from_pretrained(plain, quantization_config=MXFP4RLConfig(weight_block="32x32"))
-    model.save_pretrained(tmp_path / "qat")
-    assert any("block_sparse_moe.experts.0.w1" in name for name in tensors_in(tmp_path / "qat"))
-    hf_mxfp4.pack(model).save_pretrained(tmp_path / "packed")
-    pack_checkpoint(tmp_path / "qat", tmp_path / "out")
-    same_files(tmp_path / "packed", tmp_path / "out")
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "mixtral"])
@@ -100,9 +206,8 @@ def test_one_matrix_in_each_tensor_and_back(format, weight, family, tmp_path):
     shared = [f"model.layers.{layer}.mlp.shared_expert_gate" for layer in range(2) if family == "qwen2_moe"]
     assert ignored == sorted(["lm_head", *routers, *shared])
     import_checkpoint(tmp_path / "out", tmp_path / "back")
-    back = tensors_in(tmp_path / "back")
-    assert config_in(source) == config_in(tmp_path / "back") and ours.keys() == back.keys()
-    assert all(torch.equal(back[name], tensor) for name, tensor in ours.items())
+    assert config_in(source) == config_in(tmp_path / "back")
+    assert_same(tensors_in(tmp_path / "back"), ours)
 
 
 def test_what_fits_and_what_does_not_in_one_model(tmp_path):

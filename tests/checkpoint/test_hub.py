@@ -35,11 +35,6 @@ def client(tmp_path_factory):
         yield hub, folder, *json.loads(done.stdout.splitlines()[-1])
 
 
-@pytest.fixture
-def pushed(client):
-    return client[:3]
-
-
 def card(hub: HubServer, name: str, branch: str = "main") -> ModelCard:
     return ModelCard(hub.repos[name].files(branch)["README.md"].decode())
 
@@ -52,8 +47,8 @@ def test_pulled_models_repeat_the_logits_of_the_pushed_ones(client, name):
     assert torch.equal(torch.tensor(result["logits"]), torch.load(client[1] / f"{mode}.pt", weights_only=True))
 
 
-def test_what_is_pushed_is_the_model_and_its_card(pushed):
-    hub = pushed[0]
+def test_what_is_pushed_is_the_model_and_its_card(client):
+    hub = client[0]
     assert set(hub.repos["org/qat"].files()) == {
         "README.md", "config.json", "generation_config.json", "model.safetensors", "mxfp4_manifest.json"
     }  # fmt: skip
@@ -63,44 +58,44 @@ def test_what_is_pushed_is_the_model_and_its_card(pushed):
     assert hashlib.sha256(hub.repos["org/qat"].files()["model.safetensors"]).hexdigest() in hub.objects
 
 
-def test_the_card_is_ours_and_not_the_empty_one_of_transformers(pushed):
-    qat, packed = card(pushed[0], "org/qat"), card(pushed[0], "org/packed")
+def test_the_card_is_ours_and_not_the_empty_one_of_transformers(client):
+    qat, packed = card(client[0], "org/qat"), card(client[0], "org/packed")
     for ours, mode in ((qat, "qat"), (packed, "packed")):
         assert "More Information Needed" not in ours.text
         assert {"mxfp4", "mxfp4_rl", mode} <= set(ours.data.tags)
         assert ours.data.library_name == "transformers"
     assert "extra" in qat.data.tags and "extra" not in packed.data.tags
-    assert ModelCard.load(pushed[1] / "again" / "README.md").data.base_model == "org/qat"
+    assert ModelCard.load(client[1] / "again" / "README.md").data.base_model == "org/qat"
     assert 'from_pretrained("org/qat")' in qat.text and 'from_pretrained("org/packed")' in packed.text
 
 
-def test_a_card_that_somebody_wrote_stays(pushed):
-    kept = card(pushed[0], "org/carded")
+def test_a_card_that_somebody_wrote_stays(client):
+    kept = card(client[0], "org/carded")
     assert "# Written by hand" in kept.text and kept.data.license == "mit" and "mine" in kept.data.tags
-    assert pushed[0].repos["org/carded"].files()["data.bin"] == b"1"
+    assert client[0].repos["org/carded"].files()["data.bin"] == b"1"
 
 
-def test_weights_of_an_earlier_push_do_not_stay_beside_the_new_ones(pushed):
-    single, sharded = (set(pushed[0].repos[f"org/{name}"].files()) for name in ("single", "sharded"))
+def test_weights_of_an_earlier_push_do_not_stay_beside_the_new_ones(client):
+    single, sharded = (set(client[0].repos[f"org/{name}"].files()) for name in ("single", "sharded"))
     assert {name for name in single if "safetensors" in name} == {"model.safetensors"}
     assert "model.safetensors" not in sharded and "model.safetensors.index.json" in sharded
 
 
-def test_files_that_lie_beside_the_model_are_not_uploaded(pushed):
-    assert set(pushed[0].repos["org/mine"].files()) == {
+def test_files_that_lie_beside_the_model_are_not_uploaded(client):
+    assert set(client[0].repos["org/mine"].files()) == {
         "README.md", "config.json", "generation_config.json", "model.safetensors", "mxfp4_manifest.json"
     }  # fmt: skip
-    assert (pushed[1] / "mine" / "notes.txt").read_text() == "not part of the model"
+    assert (client[1] / "mine" / "notes.txt").read_text() == "not part of the model"
 
 
-def test_a_branch_is_made_and_pushed_to(pushed):
-    repo = pushed[0].repos["org/qat"]
+def test_a_branch_is_made_and_pushed_to(client):
+    repo = client[0].repos["org/qat"]
     assert repo.branches["dev"] != repo.branches["main"]
     assert repo.files("dev")["model.safetensors"] == repo.files()["model.safetensors"]
 
 
-def test_an_upload_that_breaks_off_fails_and_succeeds_when_repeated(pushed):
-    hub, _, results = pushed
+def test_an_upload_that_breaks_off_fails_and_succeeds_when_repeated(client):
+    hub, _, results, _ = client
     assert "model.safetensors" in results["broken"] and results["retried"] == ""
     assert hub.broken_uploads == 0
     commits = hub.repos["org/broken"].commits
@@ -108,8 +103,8 @@ def test_an_upload_that_breaks_off_fails_and_succeeds_when_repeated(pushed):
 
 
 @pytest.mark.parametrize("how", ["wrong token", "wrong token, saving"])
-def test_a_wrong_token_is_named_and_costs_nothing(pushed, how):
-    hub, folder, results = pushed
+def test_a_wrong_token_is_named_and_costs_nothing(client, how):
+    hub, folder, results, _ = client
     assert "401" in results[how] and "Invalid username or password" in results[how]
     assert "org/denied" not in hub.repos
     kept = AutoModelForCausalLM.from_pretrained(folder / "kept")

@@ -8,7 +8,7 @@ import pytest
 import torch
 from export_files import config_in, decode, header_and_data, save_packed, save_plain
 from safetensors.torch import save_file
-from same_bits import tensors_in
+from same_bits import IDS, tensors_in
 from transformers import AutoModelForCausalLM
 
 from hf_mxfp4 import MXFP4RLConfig
@@ -17,7 +17,6 @@ from hf_mxfp4.files import write_json
 from hf_mxfp4.layers import MXFP4PackedLinear
 
 
-IDS = torch.arange(2, 14).view(2, 6)
 Q_PROJ = "model.layers.0.self_attn.q_proj"
 
 

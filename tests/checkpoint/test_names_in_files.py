@@ -5,7 +5,7 @@ exported, and tensors that transformers ignores are left out."""
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from same_bits import tensors_in
+from same_bits import assert_same, tensors_in
 from tiny_models import make_model
 from transformers import (
     AutoModelForCausalLM,
@@ -107,9 +107,7 @@ def test_a_folder_packs_like_its_model(folder_of, tmp_path, name):
     model = MODELS[name][0].from_pretrained(folder_of(name))
     hf_mxfp4.pack(model, PACKED).save_pretrained(tmp_path / "model")
     pack_checkpoint(folder_of(name), tmp_path / "folder", PACKED)
-    expected, found = (tensors_in(tmp_path / kind) for kind in ("model", "folder"))
-    assert found.keys() == expected.keys()
-    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+    assert_same(*(tensors_in(tmp_path / kind) for kind in ("model", "folder")))
 
 
 def test_packed_and_plain_folders_are_exported_to_the_same_names(folder_of, tmp_path):

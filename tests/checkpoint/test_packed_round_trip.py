@@ -8,7 +8,7 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from safetensors import safe_open
-from same_bits import tensors_in
+from same_bits import IDS, logits, tensors_in
 from tables import CONFIGS, pairwise_params, some
 from tiny_models import make_model
 from torch import nn
@@ -18,7 +18,6 @@ from hf_mxfp4 import MXFP4Linear, MXFP4PackedLinear, MXFP4RLConfig, cached_weigh
 from hf_mxfp4.integrations.transformers.swap import quantize_linears
 
 
-IDS = torch.arange(2, 14).view(2, 6)
 PACKED = ("weight", "weight_scale", "weight_macro", "weight_residual", "weight_residual_scale")
 # Of mode "qat"; the packed twin of each is what `pack` makes of it.
 SCHEMES = some(
@@ -37,11 +36,6 @@ def load(folder, *, device_map=None, dtype="auto", **options):
 
 def layers_of(model, kind=MXFP4PackedLinear) -> dict[str, nn.Module]:
     return {name: module for name, module in model.named_modules() if isinstance(module, kind)}
-
-
-def logits(model) -> torch.Tensor:
-    with torch.no_grad():
-        return model(IDS).logits
 
 
 def metadata_of(folder) -> dict[str, str]:

@@ -2,15 +2,13 @@
 """Save and load: the scheme and the choice of layers come back by themselves, the masters bit for bit, in this process
 and in a new one; `save_pretrained` writes the state dict it is given."""
 
-import os
 from pathlib import Path
 
 import pytest
 import torch
 from export_files import config_in, header_and_data
 from factors import factors_config
-from processes import code, run
-from safetensors.torch import load_file
+from same_bits import IDS, assert_same, tensors_in, weights
 from tables import CONFIGS, some
 from transformers import (
     AutoModelForCausalLM,
@@ -28,9 +26,6 @@ from transformers import (
 from hf_mxfp4 import MXFP4RLConfig, module_names, pack
 from hf_mxfp4.checkpoint import pack_checkpoint, take_state_dict
 from hf_mxfp4.integrations.transformers import quantizer
-
-
-IDS = torch.arange(2, 14).view(2, 6)
 
 
 def load(folder, **options):
@@ -58,66 +53,18 @@ def test_the_scheme_comes_back_without_being_named(options, shard_size, checkpoi
 
 
 @pytest.mark.parametrize("mode", ["qat", "packed"])
-def test_only_the_scheme_is_added_to_the_config(mode, checkpoint, tmp_path):
-    source, target = checkpoint("qwen2"), tmp_path / "saved"
-    load(source, mode=mode).save_pretrained(target)
-    before, after = (config_in(folder) for folder in (source, target))
+def test_only_the_scheme_is_added_and_saving_again_changes_nothing(mode, checkpoint, tmp_path):
+    source = checkpoint("qwen2", dtype=torch.bfloat16)
+    load(source, mode=mode).save_pretrained(tmp_path / "one")
+    before, after = (config_in(folder) for folder in (source, tmp_path / "one"))
     assert after.pop("quantization_config") == factors_config(mode=mode).to_dict()
     assert "import hf_mxfp4" in after.pop("transformers_weights")  # which stops transformers without it
     assert after == before
-
-
-@pytest.mark.parametrize("mode", ["qat", "packed"])
-def test_saving_a_loaded_model_again_changes_nothing(mode, checkpoint, tmp_path):
-    load(checkpoint("qwen2", dtype=torch.bfloat16), mode=mode).save_pretrained(tmp_path / "one")
     AutoModelForCausalLM.from_pretrained(tmp_path / "one").save_pretrained(tmp_path / "two")
     # But for the order of the entries of its metadata, which safetensors writes in any.
     one, two = (header_and_data(tmp_path / name / "model.safetensors") for name in ("one", "two"))
     assert one == two
     assert (tmp_path / "one" / "config.json").read_bytes() == (tmp_path / "two" / "config.json").read_bytes()
-
-
-@pytest.mark.usefixtures("dense_products")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_a_trained_model_round_trips(dtype, checkpoint, tmp_path):
-    source = checkpoint("qwen2", dtype=dtype)
-    model = load(source).train()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    for _ in range(3):
-        model(IDS, labels=IDS).loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    model.eval()
-    expected = model(IDS).logits
-    model.save_pretrained(tmp_path / "trained")
-    again = AutoModelForCausalLM.from_pretrained(tmp_path / "trained")
-    assert torch.equal(again(IDS).logits, expected)
-    assert not torch.equal(load(source)(IDS).logits, expected)
-    trained = dict(again.named_parameters())
-    assert all(torch.equal(p, trained[name]) for name, p in model.named_parameters())
-    assert torch.equal(pack(again)(IDS).logits, expected)
-
-
-def test_a_new_process_applies_and_prints_the_scheme(checkpoint, tmp_path):
-    model = load(checkpoint("qwen2"), scale_rule="even")
-    model.save_pretrained(tmp_path / "saved")
-    program = (
-        "import hf_mxfp4, torch\n"
-        "from transformers import AutoModelForCausalLM\n"
-        "model = AutoModelForCausalLM.from_pretrained('saved')\n"
-        "ids = torch.arange(2, 14).view(2, 6)\n"
-        "tokens = model.generate(ids, max_new_tokens=8, do_sample=False)\n"
-        "torch.save({'logits': model(ids).logits.detach(), 'tokens': tokens}, 'out.pt')\n"
-    )
-    done = run(code(program), cwd=tmp_path, environment=os.environ | {"HF_MXFP4_VERBOSITY": "info"})
-    assert done.returncode == 0, done.stderr
-    printed = [line for line in done.stderr.splitlines() if "hf_mxfp4" in line]
-    assert printed == [f"[hf_mxfp4] Qwen2ForCausalLM: {model.quantization_report}"]
-    assert "n_quantized=14" in printed[0] and "mxfp4+even+mbs128-dynamic+of0.5" in printed[0]
-    assert "hf_mxfp4" not in done.stdout
-    out = torch.load(tmp_path / "out.pt")
-    assert torch.equal(out["logits"], model(IDS).logits)
-    assert torch.equal(out["tokens"], model.generate(IDS, max_new_tokens=8, do_sample=False))
 
 
 # ---- the choice of layers -------------------------------------------------------------------------------------------
@@ -162,27 +109,19 @@ def test_a_checkpoint_whose_feed_forward_was_quantized_still_loads_so(mode, t5, 
 
 
 @pytest.mark.parametrize("mode", ["qat", "packed"])
-def test_logits_are_those_of_the_saved_model(mode, t5, tmp_path):
+def test_what_names_do_not_tell_is_recorded_and_used(mode, t5, tmp_path, monkeypatch):
     model = load_as(t5, mode)
-    report = model.quantization_report
-    readers = {reason for name, reason in report.skip_reasons.items() if name.endswith("wo")}
+    readers = {reason for name, reason in model.quantization_report.skip_reasons.items() if name.endswith("wo")}
     assert readers == {"T5DenseActDense.forward reads its weight"}
-    assert "2 layers in full precision: T5DenseActDense.forward reads its weight" in str(report)
-    model.save_pretrained(tmp_path / "saved")
-    again = load_as(tmp_path / "saved")
-    assert again.quantization_report.quantized == report.quantized
-    assert torch.equal(logits(again), logits(model))
-
-
-def test_what_names_do_not_tell_is_recorded_and_used(t5, tmp_path, monkeypatch):
-    model = load_as(t5, "qat")
+    assert "2 layers in full precision: T5DenseActDense.forward reads its weight" in str(model.quantization_report)
     model.save_pretrained(tmp_path / "saved")
     kept = config_in(tmp_path / "saved")["quantization_config"]["full_precision"]
     assert kept == ["encoder.block.0.layer.1.DenseReluDense.wo", "decoder.block.0.layer.2.DenseReluDense.wo", "lm_head"]
-    # A version that would choose otherwise.
-    monkeypatch.setattr(module_names, "find_weight_readers", lambda model: {})
+    if mode == "qat":  # A version that would choose otherwise; packed files show what is packed.
+        monkeypatch.setattr(module_names, "find_weight_readers", lambda model: {})
     again = load_as(tmp_path / "saved")
     assert again.quantization_report.quantized == model.quantization_report.quantized
+    assert torch.equal(logits(again), logits(model))
     again.save_pretrained(tmp_path / "again")
     assert config_in(tmp_path / "again") == config_in(tmp_path / "saved")
 
@@ -239,20 +178,14 @@ def shifted(model) -> dict[str, torch.Tensor]:
     return {name: tensor + 1.0 for name, tensor in model.state_dict().items()}
 
 
-def assert_written(folder, state_dict) -> None:
-    saved = load_file(folder / "model.safetensors")
-    assert saved.keys() == state_dict.keys()
-    assert all(torch.equal(saved[name], tensor) for name, tensor in state_dict.items())
-
-
 def test_what_is_given_is_what_is_written(model, tmp_path):
     given = shifted(model)
     attributes = set(vars(model))
     model.save_pretrained(tmp_path / "saved", state_dict=dict(given))
-    assert_written(tmp_path / "saved", given)
+    assert_same(tensors_in(tmp_path / "saved"), given)
     assert set(vars(model)) == attributes and take_state_dict(model) is None
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
-    assert all(torch.equal(tensor, given[name]) for name, tensor in again.state_dict().items())
+    assert_same(weights(again), given)
     assert again.quantization_report.n_quantized == 14
 
 

@@ -8,13 +8,13 @@ import lora_models
 import pytest
 import torch
 from grpo_runs import trainer_factory
-from lora_models import IDS, gradients, same_tensors, stored
+from lora_models import IDS, gradients, qat, same_tensors, stored
 from peft import LoraConfig, PeftModel
 from safetensors.torch import load_file
 from tiny_models import make_model
 from transformers import AutoModelForCausalLM
 
-from hf_mxfp4 import MXFP4RLConfig, merge_adapters, quantize
+from hf_mxfp4 import merge_adapters, quantize
 from hf_mxfp4.integrations.peft import (
     MXFP4LoraExpertParameter,
     MXFP4LoraExperts,
@@ -22,7 +22,6 @@ from hf_mxfp4.integrations.peft import (
     adapted_parameters,
     policy_parameters,
 )
-from hf_mxfp4.integrations.transformers import quantize_linears
 from hf_mxfp4.layers import MXFP4Experts, MXFP4PackedExperts
 from hf_mxfp4.numerics import apply_scheme
 
@@ -38,17 +37,25 @@ def deltas(layer: MXFP4LoraExperts, projection: str, name: str = "default") -> t
     return layer.scaling[name] * torch.einsum("enr,erk->enk", b, a)
 
 
+def changes_of(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """What adapters of experts add to each projection in the layout of the model: of trainable ones PEFT's own sums."""
+    if isinstance(module, MXFP4LoraExpertParameter):
+        return {name: wrapper.get_delta_weight("default") for name, wrapper in wrappers(module).items()}
+    is_transposed, projections = module.base_layer.is_transposed, module.base_layer.projections
+    found = {name: deltas(module, name) for name in projections}
+    return {name: delta.transpose(1, 2) if is_transposed else delta for name, delta in found.items()}
+
+
 def summed_twin(model: PeftModel):
-    """A plain model of weights ``Q(W) + s B A``, differentiable in the factors of ``model``, and those of the packed
+    """A plain model of weights ``Q(W) + s B A``, differentiable in the factors of ``model``, and those of the quantized
     linear layers dequantized."""
     twin = copy.deepcopy(model.get_base_model())
     for name, module in list(twin.named_modules()):
-        if isinstance(module, MXFP4LoraExperts):
+        if name.endswith(".experts") and isinstance(module, (MXFP4LoraExperts, MXFP4LoraExpertParameter)):
             layer = model.get_base_model().get_submodule(name)
-            plain = module.get_base_layer().to_experts(torch.float32)
-            for projection in layer.base_layer.projections:
-                delta = deltas(layer, projection)
-                delta = delta.transpose(1, 2) if layer.base_layer.is_transposed else delta
+            quantized = module.base_layer if isinstance(module, MXFP4LoraExperts) else experts_of(module)
+            plain = quantized.to_experts(torch.float32)
+            for projection, delta in changes_of(layer).items():
                 weight = getattr(plain, projection).detach() + delta
                 del plain._parameters[projection]
                 setattr(plain, projection, weight)
@@ -235,12 +242,6 @@ TARGETS = ["experts.gate_up_proj", "experts.down_proj"]
 BLOCK = "base_model.model.model.layers.0.mlp"
 
 
-def qat(family="qwen3_moe", layers=1, dtype=torch.float32, **scheme):
-    model = make_model(family, layers=layers, dtype=dtype)
-    quantize_linears(model, MXFP4RLConfig(**{"preset": "w4a16", **scheme}))
-    return model
-
-
 def with_parameters(model, std=0.01, **options):
     """Adapters of experts alone, unless the options name other targets."""
     targets = {"target_modules": [], "target_parameters": TARGETS}
@@ -255,33 +256,15 @@ def experts_of(model) -> MXFP4Experts:
     return next(m for m in model.modules() if isinstance(m, MXFP4Experts))
 
 
-def summed_twin_of_parameters(model: PeftModel) -> torch.nn.Module:
-    """A plain model of weights ``Q(W) + s B A`` by PEFT's own sums, differentiable in the factors of ``model``."""
-    twin = copy.deepcopy(model.get_base_model())
-    for name, module in list(twin.named_modules()):
-        if hasattr(module, "to_linear"):
-            twin.set_submodule(name, module.to_linear().requires_grad_(False))
-    for index, layer in enumerate(twin.model.layers):
-        plain = experts_of(layer).to_experts()
-        ours = wrappers(model.get_base_model().model.layers[index])
-        for projection in ("gate_up_proj", "down_proj"):
-            weight = getattr(plain, projection).detach() + ours[projection].get_delta_weight("default")
-            del plain._parameters[projection]
-            setattr(plain, projection, weight)
-        layer.mlp.experts = plain
-    twin.config._experts_implementation = "eager"
-    return twin
-
-
 @pytest.mark.parametrize("family", PARAMETER_FAMILIES)
 @pytest.mark.parametrize("options", [{}, {"use_rslora": True}], ids=["", "rslora"])
 def test_values_and_gradients_of_parameters_are_those_of_the_sums(family, options):
     model = with_parameters(qat(family), std=0.05, **options)
-    torch.testing.assert_close(model(IDS).logits, summed_twin_of_parameters(model)(IDS).logits, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(model(IDS).logits, summed_twin(model)(IDS).logits, rtol=1e-4, atol=1e-5)
     ours = gradients(model)
     assert len(ours) == 4 and all("lora_" in name and grad.norm() > 0 for name, grad in ours.items())
     model.zero_grad(set_to_none=True)
-    summed_twin_of_parameters(model)(IDS, labels=IDS, use_cache=False).loss.backward()
+    summed_twin(model)(IDS, labels=IDS, use_cache=False).loss.backward()
     for name, parameter in model.named_parameters():
         if name in ours:
             torch.testing.assert_close(ours[name], parameter.grad, rtol=1e-3, atol=1e-6, msg=name)
@@ -290,7 +273,7 @@ def test_values_and_gradients_of_parameters_are_those_of_the_sums(family, option
 @torch.no_grad()
 def test_an_expert_by_hand_with_quantized_inputs():
     """The adapter takes the input in full precision, the weight takes it in MXFP4."""
-    model = with_parameters(qat(preset="w4a4"), std=1e-4)
+    model = with_parameters(qat("qwen3_moe", preset="w4a4"), std=1e-4)
     experts, ours = experts_of(model), wrappers(model)
     x = torch.randn(3, 64, generator=torch.Generator().manual_seed(1))
     index, weights = torch.tensor([[2], [0], [2]]), torch.tensor([[0.5], [2.0], [1.0]])
@@ -324,12 +307,12 @@ def test_files_are_pefts(family, tmp_path):
 @pytest.mark.parametrize("target", ["q_proj.weight", "model.layers.0.self_attn.o_proj.weight"])
 def test_weights_of_linear_layers_are_refused(target):
     with pytest.raises(ValueError, match=f"target_parameters has '{target}'.*name the layer in target_modules"):
-        with_parameters(qat(), target_modules=["v_proj"], target_parameters=[target])
+        with_parameters(qat("qwen3_moe"), target_modules=["v_proj"], target_parameters=[target])
 
 
 def test_grpo_with_router_replay_and_checkpointing(tmp_path):
     lora = LoraConfig(task_type="CAUSAL_LM", r=2, target_modules=["q_proj"], target_parameters=TARGETS)
-    policy = qat(layers=2, preset="w4a4")
+    policy = qat("qwen3_moe", layers=2, preset="w4a4")
     build = trainer_factory(tmp_path)
     options = {"max_steps": 2, "gradient_checkpointing": True, "learning_rate": 1e-2, "router_replay": True}
     trainer = build(policy=policy, peft_config=lora, **options)

@@ -8,8 +8,7 @@ import math
 import lora_models
 import pytest
 import torch
-from factors import factors_config
-from lora_models import IDS, UP, delta, same_tensors, stored
+from lora_models import IDS, UP, delta, qat, same_tensors, stored
 from peft import LoraConfig
 from tiny_models import make_model
 from torch import nn
@@ -17,7 +16,6 @@ from transformers import AutoModelForCausalLM
 
 from hf_mxfp4 import MXFP4Linear, MXFP4PackedLinear, fake_quantize, merge_adapters, quantize
 from hf_mxfp4.integrations.peft import MergeReport, MXFP4LoraLinear, MXFP4LoraMasterLinear
-from hf_mxfp4.integrations.transformers import quantize_linears
 from hf_mxfp4.layers import MXFP4Experts
 
 
@@ -28,14 +26,7 @@ EXPERTS = ["experts.gate_up_proj", "experts.down_proj"]
 ROTATED = {"fprop": {"x": "full", "weight": "rceil", "rotation": "deterministic-32"}}
 
 
-def qat(family="qwen2", dtype=torch.float32, layers=1, **scheme):
-    model = make_model(family, layers=layers, dtype=dtype)
-    quantize_linears(model, factors_config(**{"preset": "w4a16", **scheme}))
-    return model
-
-
-def with_small_lora(model, std=0.01, **options):
-    return lora_models.with_lora(model, std=std, **options)
+with_small_lora = functools.partial(lora_models.with_lora, std=0.01)
 
 
 def energy(tensor) -> float:
@@ -186,7 +177,7 @@ def test_an_update_that_packing_swallows_is_pointed_out(load, capsys, alpha, los
 def test_the_loss_is_measured_as_it_is_and_said(std, loses_more_than_half, capsys):
     base = qat()
     plain = base(IDS).logits
-    model = with_small_lora(base, std)
+    model = with_small_lora(base, std=std)
     layers = {n: m for n, m in model.base_model.model.named_modules() if isinstance(m, MXFP4LoraMasterLinear)}
     assert len(layers) == 7
     update = noise = 0.0

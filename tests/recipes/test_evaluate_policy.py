@@ -7,6 +7,7 @@ import shutil
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from same_bits import logits
 from tiny_models import make_model
 from transformers import AutoModelForCausalLM
 
@@ -21,7 +22,6 @@ from hf_mxfp4.recipes.tasks.tiny_model import build_char_tokenizer
 
 
 SCHEME = MXFP4RLConfig(outlier_fallback=None)
-IDS = torch.tensor([[3, 5, 12, 4, 13], [7, 2, 12, 9, 13]])
 
 
 @pytest.fixture(scope="module")
@@ -48,11 +48,6 @@ def folders(tmp_path_factory):
 
 def load_policy(model, control=None, **options):
     return load(EvaluationArguments(model=model, dequantize=control, **options))
-
-
-def logits(model):
-    with torch.no_grad():
-        return model.eval()(IDS).logits
 
 
 def about(policy, *names):

@@ -36,12 +36,6 @@ def test_another_mode_on_the_command_line_resets_the_scheme_too(words):
     assert parse([*words, "--mode=packed", "--use_peft"])[1] == MXFP4RLConfig(mode="packed")
 
 
-def test_a_preset_in_the_file_keeps_the_options_beside_it(tmp_path):
-    path = tmp_path / "run.yaml"
-    path.write_text("preset: paper_a\noutlier_fallback: null\n")
-    assert parse(["--config", str(path), *CPU])[1] == MXFP4RLConfig(preset="paper_a", outlier_fallback=None)
-
-
 # ---- without a configuration ----------------------------------------------------------------------------------------
 
 

@@ -35,8 +35,6 @@ REUSED |= {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 4}
 #: Scheme, step of the checkpoint, options.
 CASES = {
     "in the second epoch and between two logs": ("w4a4", 7, {"logging_steps": 2}),
-    "inside a rollout's steps": ("w4a4", 3, {**REUSED, "max_steps": 5}),
-    "stochastic rounding and random rotation": ("random", 2, {"max_steps": 4}),
     "packed weights and LoRA": ("lora", 2, {"max_steps": 4}),
 }
 #: Mixtures of quantized experts: what was trained, noised, corrected and replayed.

@@ -80,19 +80,6 @@ def test_training_routes_as_the_rollout_did(build, name):
         assert changed[0] == 0 and changed[1] > 0.02
 
 
-def test_old_log_probabilities_are_those_of_the_recorded_routing(build):
-    trainer = build(learning_rate=1e-2, **OPTIONS["reused"], aqn_num_stages=1, max_steps=2)
-    calls = watch(trainer, "_replayed_log_probs")
-    batches, keep = [], trainer.routing.padded
-    trainer.routing.padded = lambda *args: batches.append(keep(*args)) or batches[-1]
-    trainer.train()
-    assert len(calls) == 1
-    for routed, _ in calls:
-        recorded = batches[0].long()
-        known = recorded >= 0
-        assert torch.equal(routed.view_as(recorded)[known], recorded[known])
-
-
 def test_where_routing_does_not_change_training_is_bit_identical_to_without(build):
     """On-policy and without noise the replayed choices are those that would have been made."""
     weights = []
@@ -201,14 +188,9 @@ class Generation:
 
 
 @pytest.fixture
-def serve(tmp_path):
-    factory = trainer_factory(tmp_path)
-
+def serve(build):
     def make(**options):
-        make_moe("qwen3_moe").save_pretrained(tmp_path / "moe")
-        TOKENIZER.save_pretrained(tmp_path / "moe")
-        policy = AutoModelForCausalLM.from_pretrained(tmp_path / "moe", quantization_config=MXFP4RLConfig())
-        trainer = factory(policy=policy, **{"router_replay": True, "max_steps": 2, "aqn": False, **options})
+        trainer = build(**{"max_steps": 2, "aqn": False, **options})
         trainer.use_vllm = trainer.args.use_vllm = True
         trainer.vllm_generation, trainer._last_loaded_step = Generation(trainer.model), -1
         by_trl = trainer.vllm_importance_sampling_correction
@@ -224,24 +206,16 @@ def serve(tmp_path):
 def test_what_vllm_chose_is_replayed_wherever_the_policy_computes_log_probabilities(serve, correction):
     """Under the correction TRL scores each rollout first, and compares it with what vLLM sampled."""
     trainer = serve(rollout_correction=correction, num_iterations=2, learning_rate=1e-2)
-    compute, calls = trainer._get_per_token_logps_and_entropies, []
-
-    def watched(*args, **kwargs):
-        with recorded_choices(find_routers(trainer.model)) as choices:
-            result = compute(*args, **kwargs)
-        calls.append((torch.stack([torch.cat(passes) for passes in choices.values()], dim=1), args[2].bool()))
-        return result
-
-    trainer._get_per_token_logps_and_entropies = watched
+    calls = watch(trainer, "_get_per_token_logps_and_entropies")
     trainer.train()
     returned = trainer.vllm_generation.llm.returned
     wanted = sorted(rows.tolist() for rows in returned)
     # Scored once and trained on twice; without the correction TRL's own pass is free, and is made again.
     replayed = calls if correction else calls[1:]
     assert len(wanted) == 8 and len(replayed) == 3
-    for routed, mask in replayed:
+    for routed, (_, _, mask, *_) in replayed:
         routed = routed.view(*mask.shape, LAYERS, K)
-        rows = [row[keep][:-1].tolist() for row, keep in zip(routed, mask, strict=True)]
+        rows = [row[keep][:-1].tolist() for row, keep in zip(routed, mask.bool(), strict=True)]
         assert sorted(rows) == wanted
     assert set(logged(trainer, "router_replay/coverage").values()) == {1.0}
     assert min(logged(trainer, "router_replay/changed").values()) > 0.3

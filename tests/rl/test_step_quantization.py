@@ -2,11 +2,14 @@
 """Each weight is quantized once per optimizer step: counted, and the same bits as quantizing it for each use, whatever
 writes weights between two steps."""
 
+import functools
+
 import pytest
 import torch
 from grpo_runs import logged, prompts
 from moe_models import make_moe
 from peft import LoraConfig
+from same_bits import assert_same, weights
 from transformers import TrainerCallback
 
 from hf_mxfp4 import MXFP4RLConfig
@@ -23,12 +26,7 @@ STOCHASTIC = {"preset": "w4a4g4", "fprop": {"weight": "rceil+stochastic", "rotat
 def ended(trainer):
     """What a run comes to: its weights, and what it logged of them."""
     keys = ("loss", "entropy", "grad_norm", "kl", "sampling/kl", "eval_loss", "completions/mean_length")
-    return [p.detach().clone() for p in trainer.model.parameters()], [logged(trainer, key) for key in keys]
-
-
-def assert_equal(found, expected):
-    assert all(torch.equal(*pair) for pair in zip(found[0], expected[0], strict=True))
-    assert found[1] == expected[1]
+    return weights(trainer.model), [logged(trainer, key) for key in keys]
 
 
 def counts(trainer, gemm=""):
@@ -63,8 +61,8 @@ def test_once_per_optimizer_step(build, tmp_path, name):
         # Along the other axis, for the gradient of each input but the first layer's three.
         assert counts(trainer, "dgrad_") == ([4 * 14] * len(without) if config.preset == "w4a4g4" else [])
         found[form] = ended(trainer)
-    assert_equal(found["auto"], found["none"])
-    assert_equal(found.get("packed", found["none"]), found["none"])
+    assert_same(found["auto"], found["none"])
+    assert_same(found.get("packed", found["none"]), found["none"])
 
 
 def test_the_reference_and_the_policy_once_each(build, tmp_path):
@@ -77,7 +75,7 @@ def test_the_reference_and_the_policy_once_each(build, tmp_path):
         trainer.train()
         assert counts(trainer) == [14 * times] * 3
         found.append(ended(trainer))
-    assert_equal(*found)
+    assert_same(*found)
 
 
 def test_adapters_on_trainable_layers(build, tmp_path, caplog):
@@ -95,7 +93,7 @@ def test_adapters_on_trainable_layers(build, tmp_path, caplog):
         changed = {name for name, p in trainer.model.named_parameters() if not torch.equal(p, before[name])}
         assert changed == {name for name in before if "lora_" in name}
         found.append(ended(trainer))
-    assert_equal(*found)
+    assert_same(*found)
 
 
 def test_each_matrix_of_experts_once(build, tmp_path, dense_products):
@@ -110,7 +108,7 @@ def test_each_matrix_of_experts_once(build, tmp_path, dense_products):
         assert counts(trainer) == [trainer.n_quantized * (5 if form == "none" else 1)] * 2
         found.append(ended(trainer))
     for other in found[1:]:
-        assert_equal(other, found[0])
+        assert_same(other, found[0])
 
 
 EVENTS = ("step_begin", "substep_end", "pre_optimizer_step", "optimizer_step", "step_end", "log", "save", "evaluate")
@@ -122,21 +120,15 @@ class Writes(TrainerCallback):
 
     def __init__(self):
         self.seen = set()
+        for event in EVENTS:
+            setattr(self, f"on_{event}", functools.partial(self._write, event))
 
-    def _write(self, event, model):
+    def _write(self, event, *state, model, **kwargs):
         self.seen.add(event)
         for name, parameter in model.named_parameters():
             if parameter.dim() == 2 and "layers" in name:
                 with torch.no_grad():
                     (parameter if event == "substep_end" else parameter.data).mul_(1.01)
-
-
-for _event in EVENTS:
-
-    def _on_event(self, args, state, control, model=None, _event=_event, **kwargs):
-        self._write(_event, model)
-
-    setattr(Writes, f"on_{_event}", _on_event)
 
 
 def test_whatever_writes_weights_between_passes_is_seen(build, tmp_path):
@@ -158,8 +150,8 @@ def test_whatever_writes_weights_between_passes_is_seen(build, tmp_path):
         trainer.train()
         assert writes.seen == set(EVENTS)
         found.append(ended(trainer))
-    assert_equal(found[0], found[2])
-    assert_equal(found[1], found[2])
+    assert_same(found[0], found[2])
+    assert_same(found[1], found[2])
 
 
 def test_evaluation_quantizes_once_and_is_not_counted(build, tmp_path):

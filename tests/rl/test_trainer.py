@@ -1,11 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-import copy
-
 import pytest
 import torch
 from datasets import Dataset
 from grpo_runs import MEASURED, even_digits, logged, prompts
-from same_bits import assert_same
+from same_bits import assert_same, weights
 from tiny_models import make_model
 from trl import GRPOConfig
 
@@ -14,28 +12,14 @@ from hf_mxfp4.recipes.tasks.tiny_model import build_char_tokenizer
 from hf_mxfp4.rl import RewardError
 
 
-def snapshot(model):
-    return copy.deepcopy({name: value.detach() for name, value in model.named_parameters()})
-
-
-def assert_unchanged(model, before):
-    for name, value in model.named_parameters():
-        assert torch.equal(value, before[name]), name
-
-
 # ---- noise over a run -----------------------------------------------------------------------------------------------
 
 
-def test_a_rollout_leaves_the_masters_bit_identical_also_after_an_exception(build, monkeypatch):
+def test_a_rollout_that_raises_leaves_the_masters_bit_identical(build, monkeypatch):
     trainer = build()
     trainer.model.train()
     trainer.state.global_step, trainer.state.max_steps = 3, 4
-    before = snapshot(trainer.model)
-    trainer._generate(["1+1=", "2+2="])
-    assert trainer.noise.last_report.measured_std > 0
-    assert_unchanged(trainer.model, before)
-    norms = trainer.noise.norms.values()
-    assert not any(module._forward_hooks or "forward" in module.__dict__ for module in norms)
+    before = weights(trainer.model)
 
     def fail(*args, **kwargs):
         raise MemoryError("out of memory")
@@ -43,7 +27,7 @@ def test_a_rollout_leaves_the_masters_bit_identical_also_after_an_exception(buil
     monkeypatch.setattr(trainer.model.model.layers[1].mlp, "forward", fail)
     with pytest.raises(MemoryError):
         trainer._generate(["1+1="])
-    assert_unchanged(trainer.model, before)
+    assert_same(weights(trainer.model), before)
     norms = trainer.noise.norms.values()
     assert not any(module._forward_hooks or "forward" in module.__dict__ for module in norms)
 
@@ -61,7 +45,7 @@ def test_how_often_is_evaluated_does_not_change_training(build, tmp_path):
         )
         trainer.train()
         logs = [logged(trainer, key) for key in ("loss", "entropy", "completions/mean_length")]
-        ends.append((snapshot(trainer.model), logs, torch.get_rng_state()))
+        ends.append((weights(trainer.model), logs, torch.get_rng_state()))
     assert sorted(logged(trainer, "eval_loss")) == [0, 1, 2]
     assert_same(*ends)
 
@@ -71,7 +55,7 @@ def test_how_often_is_evaluated_does_not_change_training(build, tmp_path):
 
 def test_training_moves_every_master_and_logs_entropy_and_error_components(build):
     trainer = build(max_steps=-1, num_train_epochs=2, **MEASURED)
-    before = snapshot(trainer.model)
+    before = weights(trainer.model)
     trainer.train()
     for name, value in trainer.model.named_parameters():
         assert not torch.equal(value, before[name]), name
@@ -82,22 +66,22 @@ def test_training_moves_every_master_and_logs_entropy_and_error_components(build
 
 
 def test_gradient_checkpointing_trains_the_same_weights(build, tmp_path):
-    weights = []
+    found = []
     for checkpointing in (False, True):
         trainer = build(
             gradient_checkpointing=checkpointing, output_dir=str(tmp_path / str(checkpointing)), max_steps=2
         )
         trainer.train()
-        weights.append(snapshot(trainer.model))
-    for name, value in weights[0].items():
-        assert torch.allclose(value, weights[1][name], atol=1e-6), name
+        found.append(weights(trainer.model))
+    for name, value in found[0].items():
+        assert torch.allclose(value, found[1][name], atol=1e-6), name
 
 
 @pytest.mark.parametrize("preset", ["w4a8g8", "w8a8"])
 def test_a_step_with_inputs_in_fp8(build, preset):
     trainer = build(scheme=MXFP4RLConfig(preset=preset), max_steps=1)
     assert trainer.n_quantized == 14
-    before = snapshot(trainer.model)
+    before = weights(trainer.model)
     trainer.train()
     changed = {name for name, value in trainer.model.named_parameters() if not torch.equal(value, before[name])}
     assert {name for name in before if name.endswith("proj.weight")} <= changed
@@ -127,23 +111,28 @@ def test_full_precision_policy_is_refused_unless_asked_for(build):
     assert trainer.error_callback is trainer.movement_callback is None
 
 
-def test_a_dataset_without_prompts_is_refused(build):
-    with pytest.raises(ValueError, match="train_dataset is empty"):
-        build(dataset=Dataset.from_dict({"prompt": []}))
-    with pytest.raises(ValueError, match="train_dataset has no column 'prompt'; it has question"):
-        build(dataset=Dataset.from_dict({"question": ["1+1="]}))
+EMPTY = Dataset.from_dict({"prompt": ["1+1=", ""]})
+ENDLESS = build_char_tokenizer("0123456789+=")
+ENDLESS.eos_token = None
 
 
-def test_prompts_and_tokenizers_that_generation_fails_on_are_refused(build):
-    empty = Dataset.from_dict({"prompt": ["1+1=", ""]})
-    with pytest.raises(ValueError, match="row 1 of train_dataset has an empty prompt"):
-        build(dataset=empty)
-    with pytest.raises(ValueError, match="row 1 of eval_dataset sums has an empty prompt"):
-        build(eval_dataset={"sums": empty})
-    endless = build_char_tokenizer("0123456789+=")
-    endless.eos_token = None
-    with pytest.raises(ValueError, match="has no end-of-sequence token, so no completion could end: set tokenizer.eos"):
-        build(tokenizer=endless)
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"dataset": Dataset.from_dict({"prompt": []})}, "train_dataset is empty"),
+        (
+            {"dataset": Dataset.from_dict({"question": ["1+1="]})},
+            "has no column 'prompt'; it has question",
+        ),
+        ({"dataset": EMPTY}, "row 1 of train_dataset has an empty prompt"),
+        ({"eval_dataset": {"sums": EMPTY}}, "row 1 of eval_dataset sums has an empty prompt"),
+        ({"tokenizer": ENDLESS}, "has no end-of-sequence token, so no completion could end: set tokenizer.eos"),
+    ],
+    ids=["empty", "no prompts", "empty prompt", "evaluated", "endless"],
+)
+def test_what_generation_fails_on_is_refused(build, options, message):
+    with pytest.raises(ValueError, match=message):
+        build(**options)
 
 
 def test_plain_grpo_config_is_refused(build, tmp_path):

@@ -7,7 +7,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 from factors import factors_config
-from grpo_runs import trainer_factory, trl_walk, vllm_llm, with_adapters, with_simulated_vllm
+from grpo_runs import trl_walk, vllm_llm, with_adapters, with_simulated_vllm
 from peft import LoraConfig
 from tiny_models import make_model
 from trl.distributed import DistributedBackend
@@ -25,11 +25,6 @@ W4A16 = factors_config(preset="w4a16")
 PLAIN = factors_config(preset="w4a16", outlier_fallback=None)
 ROOM = EngineSettings("packed", 4)
 NORM, LAYER = "model.norm.weight", "model.layers.0.self_attn.q_proj"
-
-
-@pytest.fixture
-def build(tmp_path):
-    return trainer_factory(tmp_path)
 
 
 def policy(scheme=PLAIN, family="qwen2", packed=False, **lora):

@@ -3,12 +3,11 @@
 
 import json
 import os
-from types import SimpleNamespace
 
 import pytest
 import torch
 from fake_vllm import FakeVLLM, use_fake_vllm
-from grpo_runs import TOKENIZER, logged, trainer_factory
+from grpo_runs import TOKENIZER, logged, trainer_factory, vllm_llm
 from peft import LoraConfig, get_peft_model
 from tiny_models import make_model
 from transformers import AutoModelForCausalLM
@@ -144,11 +143,7 @@ def made(monkeypatch):
         given = options.get("hf_overrides", {}).get("quantization_config")
         scheme = None if given is None else MXFP4RLConfig.from_dict(given)
         settings = None if given is None else EngineSettings.read(given["vllm"])
-        config = SimpleNamespace(
-            model_config=SimpleNamespace(dtype=torch.float32),
-            quant_config=SimpleNamespace(scheme=scheme, settings=settings),
-        )
-        return SimpleNamespace(llm_engine=SimpleNamespace(vllm_config=config))
+        return vllm_llm(scheme=scheme, settings=settings)
 
     monkeypatch.setattr(vllm_generation, "LLM", make, raising=False)
     monkeypatch.setattr(vllm_generation, "is_vllm_available", lambda *a, **k: True)
