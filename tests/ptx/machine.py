@@ -25,7 +25,6 @@ _MOST_BLOCKS = 20_000
 
 #: Values of all threads, and their bits that were not written, if there are any.
 Source = tuple[np.ndarray, np.ndarray | None]
-Step = Callable[["Machine"], None]
 
 
 class Machine:
@@ -251,7 +250,7 @@ def _constant(text: str, dtype: np.dtype, threads: int) -> np.ndarray:
     return np.full(threads, value & (256**dtype.itemsize - 1), f"u{dtype.itemsize}").view(dtype)
 
 
-def _step(instruction: Instruction) -> Step | None:
+def _step(instruction: Instruction) -> Callable[[Machine], None] | None:
     """A function that executes an instruction for the group of a machine."""
     op, operands = instruction.op, instruction.operands
     if op == "ret" or op.startswith("bra"):

@@ -44,11 +44,11 @@ def to_bits16(x: np.ndarray, kind: str) -> np.ndarray:
     return np.where(np.isnan(x), np.uint16(0x7FFF), bits)
 
 
-def of_bits16(bits: np.ndarray, kind: str) -> np.ndarray:
-    """Float64 values of bits (uint16)."""
+def of_bits16(bits: np.ndarray, kind: str, dtype: str = "f8") -> np.ndarray:
+    """Values of bits (uint16), float64 by default."""
     if kind == "f16":
-        return bits.view(np.float16).astype(np.float64)
-    return (bits.astype(np.uint32) << 16).view(np.float32).astype(np.float64)
+        return bits.view(np.float16).astype(dtype)
+    return (bits.astype(np.uint32) << 16).view(np.float32).astype(dtype)
 
 
 def halves(words: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -234,13 +234,13 @@ _RULES: list[tuple[str, Callable[..., Meaning]]] = [
     (r"cvt\.([su]\d+)\.([su]\d+)", lambda to, t: Meaning([t], to, lambda a: a.astype(DTYPES[to]))),
     (r"cvt\.rn\.f32\.u32", lambda: Meaning(["u32"], "f32", lambda a: a.astype(np.float32))),
     (r"cvt\.rzi\.s32\.f32", lambda: Meaning(["f32"], "s32", _to_integer)),
-    (r"cvt\.f32\.(b?f16)", lambda t: Meaning([t], "f32", lambda a: canonical(of_bits16(a, t).astype(np.float32)))),
+    (r"cvt\.f32\.(b?f16)", lambda t: Meaning([t], "f32", lambda a: canonical(of_bits16(a, t, "f4")))),
     (r"cvt\.rn\.(b?f16)x2\.f32", lambda t: Meaning(["f32"] * 2, t + "x2", _to_pair(t))),
     (r"cvt\.rn\.(b?f16)\.f32", lambda t: Meaning(["f32"], t, lambda a: to_bits16(a.astype(np.float64), t))),
     (r"(add|sub|mul)(?:\.rn)?\.f32", lambda op: Meaning(["f32"] * 2, "f32", _float_result(op))),
     (
-        r"add\.rn\.f32\.bf16",
-        lambda: Meaning(["bf16", "f32"], "f32", lambda a, b: canonical(of_bits16(a, "bf16").astype("f4") + b)),
+        r"(add|sub)\.rn\.f32\.(b?f16)",
+        lambda op, t: Meaning([t, "f32"], "f32", lambda a, b: _float_result(op)(of_bits16(a, t, "f4"), b)),
     ),
     (r"(add|sub|mul)(?:\.rn)?\.f32x2", lambda op: Meaning(["f32x2"] * 2, "f32x2", _pairs32(_float_result(op)))),
     (r"fma\.rn\.f32", lambda: Meaning(["f32"] * 3, "f32", fma)),
