@@ -58,7 +58,8 @@ def test_a_resumed_recipe_ends_with_the_same_policy(tmp_path, capsys, blank_pict
 
 
 def test_an_evaluation_that_a_stop_cut_short_is_made_when_the_run_goes_on(tmp_path, monkeypatch):
-    out, options, evaluate = tmp_path / "out", (*CHECKPOINTS, "--evaluate_every=2"), evaluation.evaluate_greedy
+    out, evaluate = tmp_path / "out", evaluation.evaluate_greedy
+    options = (*SHORT, "--evaluate_every=2", "--evaluate_before=false", "--reload_check=0", "--save_policy=false")
 
     def stop(*arguments, title, **named):
         if title == "evaluating":
