@@ -73,6 +73,8 @@ def _statement(text: str, number: int, scopes: list[str], kernel: Kernel) -> Non
     if found is None:
         raise ValueError(f"not an instruction: {text!r}")
     negated, guard, op, rest = found.groups()
+    if op.startswith(("ld", "st.")):
+        op = op.replace(".shared::cta", ".shared")  # which is what `.shared` stands for (PTX ISA, ld and st)
     operands = []
     for vector, address, plain in _OPERAND.findall(rest):
         operands.append(tuple(part.strip() for part in vector.split(",")) if vector else address or plain)

@@ -250,6 +250,7 @@ _RULES: list[tuple[str, Callable[..., Meaning]]] = [
     (r"div\.full\.f32", lambda: Meaning(["f32"] * 2, "f32", lambda a, b: approximate(a.astype("f8") / b, 2))),
     (r"rcp\.approx\.ftz\.f32", lambda: Meaning(["f32"], "f32", _reciprocal)),
     (r"abs\.f32", lambda: Meaning(["f32"], "f32", np.abs)),
+    (r"neg\.f32", lambda: Meaning(["f32"], "f32", operator.neg)),
     (r"abs\.(b?f16)x2", lambda t: Meaning([t + "x2"], t + "x2", lambda a: a & np.uint32(0x7FFF7FFF))),
     (r"(min|max)(\.NaN)?\.f32", lambda op, nan: Meaning(["f32"] * 2, "f32", _extreme(op, nan))),
     (r"(min)(\.NaN)?\.xorsign\.abs\.f32", lambda op, nan: Meaning(["f32"] * 2, "f32", _magnitude(_extreme(op, nan)))),
