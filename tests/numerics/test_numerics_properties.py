@@ -111,6 +111,16 @@ def test_sign_symmetry(x, scheme):
         assert (out * x.sign() >= 0).all() and not out[x == 0].any()
 
 
+@properties
+@given(x=tensors(), scheme=schemes, data=st.data())
+def test_order_inside_a_block_does_not_matter(x, scheme, data):
+    """Elements swapped inside one block are swapped in the result: sums of squares are integers."""
+    order = torch.arange(x.shape[-1])
+    size = data.draw(st.integers(1, min(32, x.shape[-1])))
+    order[:size] = order[:size].flip(0)
+    assert torch.equal(fake_quantize(x[..., order], **scheme), fake_quantize(x, **scheme)[..., order])
+
+
 @settings(properties, max_examples=60)
 @given(x=tensors(), scheme=schemes, block_rows=st.sampled_from([1, 32]))
 def test_any_tensor_is_quantized_as_the_reference_says(x, scheme, block_rows):
