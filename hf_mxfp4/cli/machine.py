@@ -54,13 +54,12 @@ def doctor(as_json: JsonOption = False) -> None:
 
     Under TRITON_INTERPRET=1 the kernels run in Triton's interpreter, on the CPU, which takes minutes.
     """
-    facts = environment()
-    devices = ["cpu"] if os.environ.get("TRITON_INTERPRET") == "1" else _devices(facts)
+    devices = ["cpu"] if os.environ.get("TRITON_INTERPRET") == "1" else _devices(machine())
     if not devices:
         fail("PyTorch sees no GPU here. TRITON_INTERPRET=1 runs the kernels on the CPU, in Triton's interpreter")
     found = {device: [asdict(check) for check in lab.check_kernels(device)] for device in devices}
     if as_json:
-        print_json({**facts, "kernels": found})
+        print_json({**environment(), "kernels": found})
     else:
         for device, checks in found.items():
             rows = [[each["name"], each["problem"] or "right", f"{each['seconds']:.1f}"] for each in checks]
