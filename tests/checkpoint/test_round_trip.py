@@ -117,8 +117,8 @@ def test_what_names_do_not_tell_is_recorded_and_used(mode, t5, tmp_path, monkeyp
     model.save_pretrained(tmp_path / "saved")
     kept = config_in(tmp_path / "saved")["quantization_config"]["full_precision"]
     assert kept == ["encoder.block.0.layer.1.DenseReluDense.wo", "decoder.block.0.layer.2.DenseReluDense.wo", "lm_head"]
-    if mode == "qat":  # A version that would choose otherwise; packed files show what is packed.
-        monkeypatch.setattr(module_names, "find_weight_readers", lambda model: {})
+    # A version that would choose otherwise.
+    monkeypatch.setattr(module_names, "find_weight_readers", lambda model: {})
     again = load_as(tmp_path / "saved")
     assert again.quantization_report.quantized == model.quantization_report.quantized
     assert torch.equal(logits(again), logits(model))

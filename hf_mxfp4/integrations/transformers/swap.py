@@ -83,8 +83,8 @@ def reasons_of_checkpoint(
     model: nn.Module, config: MXFP4RLConfig, reasons: Mapping[str, str], headers: Iterable[FileHeader]
 ) -> dict[str, str]:
     """Return the reasons of [`skip_reasons`] changed to what the checkpoint in ``headers`` has. Packed files show which
-    weights are packed; for master weights, `config.json` lists what stayed in full precision. Layers that no file has,
-    such as a new head, stay."""
+    weights are packed; `config.json` lists what stayed in full precision. Layers that no file has, such as a new head,
+    stay."""
     stored, found = _stored_dtypes(model, headers), dict(reasons)
     for name, module in candidates(model).items():
         if type(module) is not nn.Linear and experts_unsupported_reason(module) is not None:
@@ -92,13 +92,11 @@ def reasons_of_checkpoint(
         dtype = stored.get(f"{name}.{matrices_of(module)[0]}")
         if dtype is None or reasons.get(name) == BY_OPTION:
             continue
-        if config.mode == "packed":
-            if dtype == torch.uint8:
-                found.pop(name, None)
-        elif _was_plain(model, config, name):
-            found.setdefault(name, SAVED_PLAIN)
-        else:
+        was_plain = _was_plain(model, config, name)
+        if dtype == torch.uint8 if config.mode == "packed" else not was_plain:
             found.pop(name, None)
+        elif was_plain:
+            found.setdefault(name, SAVED_PLAIN)
     return found
 
 
