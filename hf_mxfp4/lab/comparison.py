@@ -146,7 +146,7 @@ def compare_sources(
         return compare_packed(original, stored, Selection(tuple(exclude)), on_bytes)
     selections = Selection.of(first, exclude), Selection.of(second, exclude)
     if scheme is None:
-        scheme = first.scheme.weight_scheme if first.scheme else QuantScheme()
+        scheme = first.weight_scheme or QuantScheme()
     return compare_checkpoints(first, second, scheme, selections, on_bytes)
 
 

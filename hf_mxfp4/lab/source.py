@@ -10,6 +10,7 @@ from typing import Any
 from ..checkpoint import Problem, ShardError, StoredTensor, read_header
 from ..checkpoint.folder import INDEX, SINGLE, read_index, read_json
 from ..config import QUANT_METHOD, MXFP4RLConfig
+from ..numerics import QuantScheme
 
 
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
@@ -58,6 +59,17 @@ class Source:
             return MXFP4RLConfig.from_dict(options)
         except (TypeError, ValueError) as error:
             raise SourceError(f"the quantization_config of {self.name} cannot be read: {error}") from error
+
+    @property
+    def weight_scheme(self) -> QuantScheme | None:
+        """How [`scheme`] quantizes weights; `None` without one. Raises [`SourceError`] for rotations and the like."""
+        own = self.scheme
+        if own is not None and own.weights_alone_unsupported_reason:
+            raise SourceError(
+                f"the error of {self.name} under its own scheme cannot be measured on its weights alone: "
+                f"{own.weights_alone_unsupported_reason}; use hf-mxfp4 eval, or give --scheme"
+            )
+        return own.weight_scheme if own else None
 
     @property
     def n_bytes(self) -> int:
