@@ -20,12 +20,9 @@ from .conversion import (
 from .exports import export as export
 from .folder import (
     CheckpointError as CheckpointError,
-    CheckpointFolder as CheckpointFolder,
     FileHeader as FileHeader,
-    SIDE_FILES as SIDE_FILES,
     ShardError as ShardError,
     StoredTensor as StoredTensor,
-    model_class as model_class,
     model_dtype as model_dtype,
     open_checkpoint as open_checkpoint,
     read_header as read_header,

@@ -86,8 +86,7 @@ def _quantization(own: Any, mode: str | None, preset: str | None, skip: list[str
     """Return the scheme that the checkpoint was saved with, if there is one and the options allow it."""
     mode = mode or (own.mode if own else "qat")
     if own is None or preset is not None or mode != own.mode:
-        named: dict[str, Any] = {"preset": preset} if preset is not None else {}
-        return hf_mxfp4.MXFP4RLConfig(mode=mode, modules_to_not_convert=skip or None, **named)
+        own = hf_mxfp4.MXFP4RLConfig(mode=mode, preset=preset or hf_mxfp4.MXFP4RLConfig.preset)
     return replace(own, modules_to_not_convert=[*(own.modules_to_not_convert or ()), *skip] or None)
 
 

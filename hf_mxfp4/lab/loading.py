@@ -10,17 +10,8 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from ..checkpoint import (
-    SIDE_FILES,
-    CheckpointFolder,
-    atomic_folder,
-    model_class,
-    refuse_kernels,
-    remove_scheme,
-    stored_scheme,
-    weight_files,
-    write_manifest,
-)
+from ..checkpoint import atomic_folder, remove_scheme, stored_scheme, weight_files, write_manifest
+from ..checkpoint.folder import SIDE_FILES, CheckpointFolder, model_class, refuse_kernels
 from ..config import MXFP4RLConfig
 from .source import SourceError, local_path
 from .texts import TextOptions

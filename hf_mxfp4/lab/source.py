@@ -64,12 +64,13 @@ class Source:
     def weight_scheme(self) -> QuantScheme | None:
         """How [`scheme`] quantizes weights; `None` without one. Raises [`SourceError`] for rotations and the like."""
         own = self.scheme
-        if own is not None and own.weights_alone_unsupported_reason:
+        if own is None:
+            return None
+        if reason := own.weights_alone_unsupported_reason:
             raise SourceError(
-                f"the error of {self.name} under its own scheme cannot be measured on its weights alone: "
-                f"{own.weights_alone_unsupported_reason}; use hf-mxfp4 eval, or give --scheme"
+                f"weights alone do not show the error of {self.name}: {reason}; use eval, or give --scheme"
             )
-        return own.weight_scheme if own else None
+        return own.weight_scheme
 
     @property
     def n_bytes(self) -> int:

@@ -91,7 +91,7 @@ def test_a_policy_under_its_own_scheme(checkpoint, tmp_path):
     [
         (["--scheme", "rciel"], "no scale rule 'rciel'; did you mean 'rceil'?"),
         (["--skip", "layers.9"], "matches the pattern 'layers.9'"),
-        (["--skip", "layers"], "would be quantized; skipped"),
+        (["--skip", "layers"], "all skipped (modules_to_not_convert=['layers'])"),
     ],
 )
 def test_wrong_usage(checkpoint, tmp_path, arguments, message):
