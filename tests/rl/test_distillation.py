@@ -3,6 +3,7 @@
 
 import contextlib
 import math
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from grpo_runs import logged
 from peft import LoraConfig
 from tiny_models import make_model, make_tokenizer
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, TrainerCallback
 from trl.kernels import chunked_divergence, chunked_logprob
 
 from hf_mxfp4 import MXFP4DistillationConfig, MXFP4DistillationTrainer, MXFP4RLConfig
@@ -193,6 +194,11 @@ def test_a_resumed_run_has_the_bits_of_one_that_was_never_stopped(build):
     options |= {"per_device_train_batch_size": 2, "report_every": 100}
     whole, resumed = build(**options), build(**options)
     whole.train()
+    stop = TrainerCallback()
+    stop.on_substep_end = Mock(side_effect=[KeyboardInterrupt, None, None])
+    resumed.add_callback(stop)
+    with pytest.raises(KeyboardInterrupt):  # between two micro-batches
+        resumed.train(f"{whole.args.output_dir}/checkpoint-3")
     resumed.train(f"{whole.args.output_dir}/checkpoint-3")
     for (name, a), b in zip(whole.model.named_parameters(), resumed.model.parameters(), strict=True):
         assert torch.equal(a, b), name
