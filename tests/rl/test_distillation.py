@@ -223,6 +223,18 @@ def test_tokens_that_are_read_and_learned(row, expected):
     assert distillation._tokens_of(row, TOKENIZER, 8) == expected
 
 
+CHAT = [{"role": "user", "content": "48"}, {"role": "assistant", "content": " clips"}]
+
+
+@pytest.mark.parametrize(
+    "row", [{"messages": CHAT}, {"prompt": CHAT[:1], "completion": CHAT[1:]}, {"messages": CHAT, "prompt": "48"}]
+)
+def test_a_chat_template_writes_all_special_tokens(row):
+    tokenizer = make_tokenizer("qwen2", begins=True)
+    tokenizer.chat_template += "4"  # as the line break after the end of Qwen's
+    assert sum(distillation._tokens_of(row, tokenizer, 8), []) == [1, *A, 2, 1, *B, 2, *TOKENIZER("4")["input_ids"]]
+
+
 @pytest.mark.parametrize("row", [{"text": "4"}, {"text": ""}, {"prompt": "a b c d e f g h i j", "completion": "1"}])
 def test_rows_without_a_token_to_learn_are_refused(row):
     with pytest.raises(ValueError, match="no token of the row '.*' is left to learn within max_length=8"):
