@@ -3,6 +3,7 @@
 
 import contextlib
 import math
+from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
@@ -18,7 +19,7 @@ from transformers import AutoModelForCausalLM, TrainerCallback
 from trl.kernels import chunked_divergence, chunked_logprob
 
 from hf_mxfp4 import MXFP4DistillationConfig, MXFP4DistillationTrainer, MXFP4RLConfig
-from hf_mxfp4.rl import distillation
+from hf_mxfp4.rl import StepMovementCallback, distillation
 
 
 TOKENIZER = make_tokenizer("qwen2")
@@ -247,8 +248,10 @@ def test_a_batch_has_completions_or_none(build):
 
 
 def test_given_completions_alone_are_learned(build):
-    trainer = build([{"prompt": story, "completion": " = 24"} for story in STORIES], max_steps=1)
+    trainer = build([{"prompt": story, "completion": " = 24"} for story in STORIES], max_steps=1, report_every=1)
+    trainer.add_callback(StepMovementCallback())
     trainer.train()
+    assert '"movement/total"' in (Path(trainer.args.output_dir) / "run_log.jsonl").read_text()
     given = len(TOKENIZER(" = 24")["input_ids"]) + 1
     assert trainer.tokens_distilled == 4 * given
     assert not any(key.startswith("completions/") for line in trainer.state.log_history for key in line)
