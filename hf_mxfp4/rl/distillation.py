@@ -183,6 +183,11 @@ class MXFP4DistillationTrainer(QuantizedTrainerMixin, DistillationTrainer):
     def _compute_loss(self, student: nn.Module, inputs: dict[str, Any], num_items: Any):
         if self.model.training:
             return super()._compute_loss(student, inputs, num_items)
+        # Several processes repeat rows to fill the last batch; accelerate drops those when it gathers.
+        n_rows = len(inputs["completion_mask"])
+        places = torch.arange(n_rows, device=self.args.device) + n_rows * self.accelerator.process_index
+        counted = torch.isin(places, self.accelerator.gather_for_metrics(places))
+        inputs = {**inputs, "completion_mask": inputs["completion_mask"] * counted.unsqueeze(1)}
         with replaced_method(self, "beta", 0.0), replaced_method(self, "temperature", 1.0):
             kl, entropy, tokens = super()._compute_loss(student, inputs, None)
         ids, mask = (torch.cat([inputs[f"prompt_{of}"], inputs[f"completion_{of}"]], 1) for of in ("ids", "mask"))
