@@ -216,7 +216,6 @@ A, B, END = (TOKENIZER(text)["input_ids"] for text in ("48", " clips", TOKENIZER
         ({"text": "48 clips"}, (A[:1], A[1:] + B)),
         ({"input_ids": [7, 8, 9]}, ([7], [8, 9])),
         ({"prompt": "48", "completion": " clips"}, (A, B + END)),
-        ({"messages": [{"role": "user", "content": "48"}], "prompt": None}, ([1], [*A, 2])),
         ({"input_ids": list(range(5, 20))}, ([5], [6, 7, 8, 9, 10, 11, 12])),
     ],
 )
