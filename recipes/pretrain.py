@@ -39,6 +39,8 @@ def main(argv: list[str]) -> dict[str, Any]:
             if not stored.finished(arm.name, seed, study.scheme_text(arm))
         ]
         corpus = load_corpus(study.options, study.total_steps * study.tokens_per_step) if missing else None
+        if study.training.process_index == 0:
+            stored.write()  # before there are weights and checkpoints, which another study would continue
     for arm in study.arms:
         tell(f"arm {arm.name}", study.scheme_text(arm))
     steps, total = study.training.max_steps, len(study.arms) * len(study.options.seeds)

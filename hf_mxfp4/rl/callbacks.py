@@ -51,7 +51,7 @@ class EntropyCallback(TrainerCallback):
         self._state = ""
 
     def on_train_begin(self, args, state, control, **kwargs):
-        self.history = [(entry["step"], entry["entropy"]) for entry in state.log_history if "entropy" in entry]
+        self.history = [(log["step"], log["entropy"]) for log in state.log_history if log.get("entropy") is not None]
 
     def on_log(self, args, state, control, logs=None, **kwargs):
         entropy = (logs or {}).get("entropy")

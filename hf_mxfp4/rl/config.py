@@ -56,8 +56,8 @@ class MXFP4GRPOConfig(GRPOConfig):
     rollout_correction_cap: float = option(2.0, "Upper limit of an importance ratio.")
     rollout_rejection: str | None = option(
         None,
-        "Leave whole sequences out of the loss: 'geometric' where the geometric mean of the tokens' ratios is above "
-        "the limit or below its inverse, 'k3' where the mean of w - 1 - log w is above it.",
+        "Leave a sequence's policy term (not beta's) out of the loss: 'geometric' where the geometric mean of its "
+        "tokens' ratios is above the limit or below its inverse, 'k3' where the mean of w - 1 - log w is above it.",
     )
     rollout_rejection_limit: float | None = option(
         None, "Of rollout_rejection: above 1 for 'geometric', above 0 for 'k3'."

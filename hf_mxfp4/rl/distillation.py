@@ -14,7 +14,7 @@ import torch
 from peft import PeftModel
 from torch import nn
 from trl import DistillationConfig, DistillationTrainer
-from trl.data_utils import maybe_apply_chat_template
+from trl.data_utils import is_conversational, maybe_apply_chat_template
 from trl.models import prepare_deepspeed, prepare_fsdp
 from trl.trainer.utils import add_fused_lm_head, create_model_from_path
 
@@ -183,6 +183,11 @@ class MXFP4DistillationTrainer(QuantizedTrainerMixin, DistillationTrainer):
     def _compute_loss(self, student: nn.Module, inputs: dict[str, Any], num_items: Any):
         if self.model.training:
             return super()._compute_loss(student, inputs, num_items)
+        # Several processes repeat rows to fill the last batch; accelerate drops those when it gathers.
+        n_rows = len(inputs["completion_mask"])
+        places = torch.arange(n_rows, device=self.args.device) + n_rows * self.accelerator.process_index
+        counted = torch.isin(places, self.accelerator.gather_for_metrics(places))
+        inputs = {**inputs, "completion_mask": inputs["completion_mask"] * counted.unsqueeze(1)}
         with replaced_method(self, "beta", 0.0), replaced_method(self, "temperature", 1.0):
             kl, entropy, tokens = super()._compute_loss(student, inputs, None)
         ids, mask = (torch.cat([inputs[f"prompt_{of}"], inputs[f"completion_{of}"]], 1) for of in ("ids", "mask"))
@@ -237,16 +242,19 @@ def _choose_trained(model: nn.Module, train_all: bool) -> int:
 
 def _tokens_of(row: dict[str, Any], tokenizer: Any, max_length: int) -> tuple[list[int], list[int]]:
     """Return the tokens of a row that are only read, and those that are learned. Raises `ValueError` without any."""
-    row = {name: row[name] for name in (*_GIVEN, "prompt") if row.get(name) is not None}
-    if "input_ids" in row:
+    kind = next(name for name in _GIVEN if row.get(name) is not None)
+    row = {name: row[name] for name in (("prompt", kind) if kind == "completion" else (kind,))}
+    is_chat = is_conversational(row)  # its template writes special tokens itself
+    row = maybe_apply_chat_template(row, tokenizer)
+    if kind == "input_ids":
         ids, start = row["input_ids"], 1
-    elif "text" in (row := maybe_apply_chat_template(row, tokenizer)):
-        ids, start = tokenizer(row["text"])["input_ids"], 1
+    elif "text" in row:
+        ids, start = tokenizer(row["text"], add_special_tokens=not is_chat)["input_ids"], 1
     else:
-        ids = tokenizer(row["prompt"])["input_ids"]
+        ids = tokenizer(row["prompt"], add_special_tokens=not is_chat)["input_ids"]
         start = len(ids)
         ids = ids + tokenizer(row["completion"], add_special_tokens=False)["input_ids"]
-        ids = ids if ids[-1] == tokenizer.eos_token_id else [*ids, tokenizer.eos_token_id]
+        ids = ids if is_chat or ids[-1] == tokenizer.eos_token_id else [*ids, tokenizer.eos_token_id]
     if not 0 < start < len(ids[:max_length]):
         text = str(row.get("text", row.get("prompt", ids)))[:60]
         raise ValueError(f"no token of the row {text!r} is left to learn within max_length={max_length} tokens")

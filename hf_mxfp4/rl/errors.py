@@ -194,7 +194,7 @@ class StepMovementCallback(TrainerCallback):
 
     Args:
         every: steps between measurements.
-        record: called with a metric's name and value; by default they are added to the next line of the log history.
+        record: called with a metric's name and value; by default they are added to the next line of the log.
 
     Raises `ValueError` when ``every`` is not positive, and at the start of training when no weight that is trained has
     quantized values that could move.

@@ -36,6 +36,7 @@ class ExactResumeMixin(Mixin):
       weights that are not finite are not saved as one;
     * the weights of fused experts are restored in full precision too, and a checkpoint that lacks weights is refused;
     * layers that draw random numbers are told the step, as by [`QuantizationStepCallback`], so that they draw the same;
+    * rollouts that TRL trains on for several steps, and the position in them;
     * the order of prompts in later epochs, for samplers with a generator of their own, such as TRL's;
     * resuming a run that had finished trains nothing, where a plain Trainer takes one more step;
     * under DeepSpeed in 16 bits the float32 master weights are saved, and under FSDP's sharded state dicts `save_model`
@@ -46,6 +47,8 @@ class ExactResumeMixin(Mixin):
     """
 
     _epochs_begun = 0
+    #: Options that decide which micro-batch of which rollout an optimizer step trains on.
+    _SPLIT = ("steps_per_generation", "num_iterations", "per_device_train_batch_size", "gradient_accumulation_steps")
 
     # ---- saving ---------------------------------------------------------------------------------------------------
 
@@ -93,7 +96,13 @@ class ExactResumeMixin(Mixin):
 
     def _process_state(self) -> dict[str, Any]:
         """Return what this process adds to a checkpoint: numbers, strings, tensors, lists and dictionaries of them."""
-        return {"world_size": self.args.world_size}
+        state: dict[str, Any] = {"world_size": self.args.world_size}
+        if hasattr(self, "_buffered_inputs"):
+            # TRL samples for several optimizer steps at once, and a checkpoint may fall between two of them.
+            split = {name: getattr(self.args, name, None) for name in self._SPLIT}
+            state["rollouts"] = {"micro_step": self._step, "batches": self._buffered_inputs, "split": split}
+            state["rollouts"]["tokens_seen"] = self.state.num_input_tokens_seen
+        return state
 
     # ---- resuming -------------------------------------------------------------------------------------------------
 
@@ -157,6 +166,18 @@ class ExactResumeMixin(Mixin):
 
     def _load_process_state(self, state: dict[str, Any]) -> None:
         """Restore what [`_process_state`] returned, in a process of the same rank."""
+        if "rollouts" not in state or not hasattr(self, "_buffered_inputs"):
+            return
+        rollouts, split = state["rollouts"], self._process_state()["rollouts"]["split"]
+        before = split | rollouts.get("split", {})  # older checkpoints lack some
+        self.state.num_input_tokens_seen = rollouts["tokens_seen"]
+        if before == split:
+            self._step, self._buffered_inputs = rollouts["micro_step"], rollouts["batches"]
+        else:
+            get_logger().warning(
+                "the checkpoint was written with %s and is resumed with %s: rollouts start over, so that this run "
+                "does not repeat one that was never stopped", before, split,
+            )  # fmt: skip
 
     def _get_train_sampler(self, *args: Any) -> Sampler | None:
         # A sampler's own generator draws the order of an epoch when it begins.

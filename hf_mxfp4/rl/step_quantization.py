@@ -18,6 +18,7 @@ from transformers import TrainerCallback
 
 from ..gemm import GemmSpec, WeightCache, gemm_states, weight_quantizations
 from .callbacks import RunLogCallback, run_facts
+from .errors import StepMovementCallback
 from .resume import CheckpointOnExit, ExactResumeMixin, keep_random_states
 
 
@@ -126,6 +127,9 @@ class QuantizedTrainerMixin(ExactResumeMixin):
 
         Raises `ValueError` when the checkpoint to resume from is not whole, or there is none that is.
         """
+        for callback in self.callback_handler.callbacks:  # of the user, after the run log in line
+            if isinstance(callback, StepMovementCallback) and callback.record is None:
+                callback.record = self._record
         with self.exit_checkpoint.checkpoint_on_exit(), self.quantization.training():
             return super().train(resume_from_checkpoint, *args, **kwargs)
 

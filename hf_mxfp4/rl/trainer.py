@@ -340,29 +340,11 @@ class MXFP4GRPOTrainer(QuantizedTrainerMixin, GRPOTrainer):
                 replace_file(path, text)
 
     def _process_state(self) -> dict[str, Any]:
-        # Completions are sampled for several optimizer steps at once, and a checkpoint may fall between two of them.
-        rollouts = {
-            "micro_step": self._step,
-            "batches": self._buffered_inputs,
-            "tokens_seen": self.state.num_input_tokens_seen,
-            "split": self._batch_split(),
-        }
-        return {**super()._process_state(), "rollouts": rollouts}
-
-    def _batch_split(self) -> dict[str, int]:
-        """Return what decides which micro-batch of which rollout an optimizer step trains on."""
-        names = ("steps_per_generation", "num_iterations", "per_device_train_batch_size")
-        return {name: getattr(self.args, name) for name in names}
+        # With use_adaptive_entropy TRL moves them before the optimizer steps.
+        controller = self.entropy_coef, self._last_world_entropy
+        return {**super()._process_state(), "entropy_controller": controller}
 
     def _load_process_state(self, state: dict[str, Any]) -> None:
         super()._load_process_state(state)
-        rollouts, split = state["rollouts"], self._batch_split()
-        before = rollouts.get("split", split)  # unknown in older checkpoints
-        self.state.num_input_tokens_seen = rollouts["tokens_seen"]
-        if before == split:
-            self._step, self._buffered_inputs = rollouts["micro_step"], rollouts["batches"]
-        else:
-            get_logger().warning(
-                "the checkpoint was written with %s and is resumed with %s: rollouts start over, so that this run "
-                "does not repeat one that was never stopped", before, split,
-            )  # fmt: skip
+        if self.use_adaptive_entropy and "entropy_controller" in state:
+            self.entropy_coef, self._last_world_entropy = state["entropy_controller"]

@@ -75,9 +75,9 @@ def _curves(folder: Path) -> dict[str, list[tuple[int, float]]]:
     logged = read_json(folder / "log_history.json") or []
     curves: dict[str, list[tuple[int, float]]] = {}
     for entry in logged:
-        for name in entry:
-            if name in LOGGED or name.startswith("greedy/"):
-                curves.setdefault(name, []).append((entry["step"], float(f"{entry[name]:.4g}")))
+        for name, value in entry.items():
+            if value is not None and (name in LOGGED or name.startswith("greedy/")):
+                curves.setdefault(name, []).append((entry["step"], float(f"{value:.4g}")))
     return curves
 
 

@@ -59,7 +59,7 @@ class TrainingBar(ProgressCallback):
         trainer.add_callback(cls)
 
     def on_log(self, args, state, control, logs=None, **kwargs):
-        shown = [name for name in ("loss", "eval_loss", "reward", "entropy") if name in (logs or {})]
+        shown = [name for name in ("loss", "eval_loss", "reward", "entropy") if (logs or {}).get(name) is not None]
         if self.training_bar is not None and shown:
             self.training_bar.set_postfix({name: f"{logs[name]:.3g}" for name in shown})
 

@@ -125,16 +125,15 @@ def _generate(
     sampled = batch.sample is not None
     # As TRL's rollouts, whatever the checkpoint's generation_config.json has (Qwen2.5-Instruct: 1.05).
     how = {"do_sample": sampled, "temperature": None, "top_p": None, "top_k": None, "repetition_penalty": 1.0}
-    how |= sampling if sampled else {}
+    own = model.generation_config.eos_token_id
+    ends = {tokenizer.eos_token_id, *(own if isinstance(own, list) else [own])} - {None}
+    how |= {"eos_token_id": list(ends) or None} | (sampling if sampled else {})
     devices = [model.device] if model.device.type == "cuda" else []
     with torch.random.fork_rng(devices=devices, enabled=sampled):
         if sampled:
             torch.manual_seed(batch.seed)
         output = model.generate(**inputs, max_new_tokens=max_new_tokens, pad_token_id=tokenizer.pad_token_id, **how)
     written = output[:, inputs["input_ids"].shape[1] :]
-    ends = model.generation_config.eos_token_id
-    ends = tokenizer.eos_token_id if ends is None else ends
-    ends = ends if isinstance(ends, list) else [ends]
     found = []
     for prompt, mask, tokens in zip(inputs["input_ids"], inputs["attention_mask"], written.tolist(), strict=True):
         end = next((place for place, token in enumerate(tokens) if token in ends), None)  # padding follows

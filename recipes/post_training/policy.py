@@ -171,7 +171,9 @@ def _write_texts(model: str, task: Task, file: Path) -> str:
     """Write training problems with their completions as JSON lines."""
     tokenizer = AutoTokenizer.from_pretrained(model)
     rows = of_task(task.train.select(range(min(_ROUNDED_ON, len(task.train)))), "text")
-    replace_file(file, "".join(json.dumps(maybe_apply_chat_template(row, tokenizer)) + "\n" for row in rows))
+    begin = tokenizer.decode(tokenizer("")["input_ids"])  # written again where texts are tokenized
+    texts = [maybe_apply_chat_template(row, tokenizer)["text"].removeprefix(begin) for row in rows]
+    replace_file(file, "".join(json.dumps({"text": text}) + "\n" for text in texts))
     return str(file)
 
 

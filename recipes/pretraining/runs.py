@@ -16,8 +16,8 @@ from transformers import (
     TrainingArguments,
     default_data_collator,
 )
-from transformers.trainer_utils import get_last_checkpoint
 
+from hf_mxfp4.checkpoint import last_complete_checkpoint
 from hf_mxfp4.files import write_json
 from hf_mxfp4.layers import random_layers
 from hf_mxfp4.recipes.common.reporting import TrainingBar
@@ -61,8 +61,12 @@ class StudyFile:
         return bool(schemes)
 
     def add(self, run: dict[str, Any]) -> None:
-        """Append a run; a process killed meanwhile leaves the file as it was."""
+        """Append a run."""
         self.runs.append(run)
+        self.write()
+
+    def write(self) -> None:
+        """Write the file; a process killed meanwhile leaves it as it was."""
         write_json(self.path, {"settings": self.settings, "runs": self.runs}, indent=1)
 
 
@@ -111,7 +115,7 @@ def train_arm(study: Study, arm: Arm, seed: int, corpus: Corpus, output: Path) -
     )
     TrainingBar.install(trainer)
     started, used = time.monotonic(), time.process_time()
-    checkpoint = get_last_checkpoint(training.output_dir) if Path(training.output_dir).is_dir() else None
+    checkpoint = last_complete_checkpoint(training.output_dir)
     trainer.train(resume_from_checkpoint=checkpoint)
     return {
         "arm": arm.name,

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from datasets import Dataset
+from transformers import TrainerState
 
 from hf_mxfp4.rl.rewards import guard_reward, rewards_of
 
@@ -146,7 +147,8 @@ def check_reward(reward: Callable[..., Any], name: str, problems: Dataset) -> No
     columns = {"prompts": list(problems["prompt"]), "completions": list(problems["completion"])}
     if not isinstance(columns["prompts"][0], str):
         columns["completions"] = [[{"role": "assistant", "content": text}] for text in columns["completions"]]
-    of_trl = {"answer": list(problems["answer"]), "completion_ids": [[] for _ in problems], "trainer_state": None}
+    of_trl = {"answer": list(problems["answer"]), "completion_ids": [[0] for _ in problems]}
+    of_trl |= {"trainer_state": TrainerState(max_steps=1)}
     of_trl |= dict.fromkeys(("log_extra", "log_metric"), lambda *args, **kwargs: None)
     found = _try(f"reward={name!r}", REWARD_FORM, guard_reward(reward, name), **columns, **of_trl)
     if len(found) != len(problems):

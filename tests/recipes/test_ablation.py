@@ -312,7 +312,10 @@ def test_an_accuracy_may_be_the_mean_of_the_last_evaluations(grid, tmp_path):
     path.write_text(path.read_text() + "mean_of_last: 2\nnaive: bf16\n")
     with pytest.raises(SystemExit, match="bf16/seed0 was evaluated 0 times while it trained, not mean_of_last=2"):
         main(["--config", str(path)])
-    logged = [{"step": 1, "reward": 0.51239, "loss": 1.0}, *({"step": s, "greedy/strict": s / 8} for s in (1, 2, 3))]
+    logged = [
+        {"step": 1, "reward": 0.51239, "loss": 1.0},
+        *({"step": s, "greedy/strict": s / 8, "entropy": None} for s in (1, 2, 3)),
+    ]
     (tmp_path / "out" / "cells" / "bf16" / "seed0" / "log_history.json").write_text(json.dumps(logged))
     assert main(["--config", str(path)]) == 0
     (found,) = records_in(tmp_path / "out")

@@ -4,13 +4,15 @@ from pathlib import Path
 
 import pytest
 from datasets import Dataset
+from tiny_models import make_tokenizer
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
 from hf_mxfp4.cli import app
 from hf_mxfp4.recipes.distill import DEMO, GROUPS, main
 from hf_mxfp4.recipes.post_training.arguments import parse
-from hf_mxfp4.recipes.tasks import of_task
+from hf_mxfp4.recipes.post_training.policy import _write_texts
+from hf_mxfp4.recipes.tasks import load_task, of_task
 from hf_mxfp4.rl.config import count_quantized
 
 
@@ -95,6 +97,14 @@ def test_without_steps_a_preparation_is_measured_alone(tmp_path):
     assert summary["before"] == summary["after"] and summary["model"].endswith("smoothed at 8 places with strength 0.3")
     texts = (tmp_path / "out" / "prepared.jsonl").read_text().splitlines()
     assert len(texts) == 64 and json.loads(texts[0])["text"].count("=") == 1
+
+
+def test_texts_of_chats_leave_the_begin_of_sequence_to_the_tokenizer(tmp_path):
+    make_tokenizer("qwen2", begins=True).save_pretrained(tmp_path)
+    task = load_task("arithmetic", n_train=1, conversational=True)
+    (text,) = Path(_write_texts(str(tmp_path), task, tmp_path / "texts.jsonl")).read_text().splitlines()
+    whole = "<|im_end|><|im_start|>".join((task.train["prompt"][0][0]["content"], task.train["completion"][0]))
+    assert json.loads(text) == {"text": f"{whole}<|im_end|>"}
 
 
 def test_what_cannot_be_prepared_is_refused(run, options, tmp_path, monkeypatch):

@@ -267,6 +267,12 @@ def test_draws_depend_on_the_seed_and_leave_the_random_state_alone():
         assert [found[0, i] for i in range(3)] == [found[None, i] for i in range(3)]
 
 
+def test_a_completion_ends_with_the_end_of_sequence_of_the_tokenizer_or_of_the_checkpoint():
+    model, tokenizer = make_model(layers=1, hidden=32, intermediate=32, vocab_size=14), build_char_tokenizer(ALPHABET)
+    tokenizer.eos_token, model.generation_config.eos_token_id = "9", tokenizer.convert_tokens_to_ids("7")
+    assert drawn(model, tokenizer, [Batch((0, 2))]) == {(None, 0): "9", (None, 2): "07"}
+
+
 # ---- options --------------------------------------------------------------------------------------------------------
 
 

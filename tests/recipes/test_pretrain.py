@@ -4,8 +4,8 @@
 import itertools
 import json
 import math
-import shutil
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import transformers
@@ -80,7 +80,7 @@ def test_a_run_that_was_killed_goes_on_from_its_checkpoint(tmp_path, monkeypatch
     stored = json.loads(path.read_text())
     whole = stored["runs"].pop()
     path.write_text(json.dumps(stored))
-    shutil.rmtree(tmp_path / "runs" / "all_sr-seed0" / "checkpoint-6")
+    (tmp_path / "runs" / "all_sr-seed0" / "checkpoint-6" / "trainer_state.json").unlink()  # not wholly written
     trained, training_step = [], transformers.Trainer.training_step
     monkeypatch.setattr(
         transformers.Trainer, "training_step", lambda *arguments: trained.append(1) or training_step(*arguments)
@@ -91,12 +91,14 @@ def test_a_run_that_was_killed_goes_on_from_its_checkpoint(tmp_path, monkeypatch
     assert resumed["curve"] == whole["curve"] and len(whole["curve"]) == 4
 
 
-def test_messages(tmp_path, blank_pictures):
+def test_messages(tmp_path, monkeypatch, blank_pictures):
     with pytest.raises(SystemExit, match="error: .*did you mean 'max_steps'"):
         main(["--max_step=3"])
     with pytest.raises(SystemExit, match="cannot read nowhere.yaml"):
         main(["--config", "nowhere.yaml"])
-    short_study(tmp_path, "--arms", "baseline")
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(pretrain, "train_arm", Mock(side_effect=KeyboardInterrupt))
+        short_study(tmp_path, "--arms", "baseline")
     with pytest.raises(SystemExit, match="holds a study with max_steps=4"):
         short_study(tmp_path, "--arms", "baseline", "--max_steps=6")
     words = ("--arms", "baseline", "all", "--scale_rule")

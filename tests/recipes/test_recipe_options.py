@@ -2,11 +2,13 @@
 """Where the options of a run come from: the command line, a YAML file, the demo, and a preset over them."""
 
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
 from hf_mxfp4 import MXFP4RLConfig
 from hf_mxfp4.presets import PRESETS
+from hf_mxfp4.recipes.common.reporting import TrainingBar
 from hf_mxfp4.recipes.evaluation.arguments import parse as parse_evaluation
 from hf_mxfp4.recipes.post_training.arguments import parse
 
@@ -84,3 +86,13 @@ def test_masters_are_dithered_in_full_precision_alone():
 def test_evaluation_and_training_call_an_option_the_same():
     found = parse_evaluation(["model", "--n_test=9", "--data-seed-split", "3"])
     assert (found.n_test, found.data_seed_split) == (9, 3)
+
+
+# ---- what is shown --------------------------------------------------------------------------------------------------
+
+
+def test_a_step_without_a_reward_shows_none():
+    bar = TrainingBar()
+    bar.training_bar = Mock()
+    bar.on_log(None, None, None, logs={"loss": 1.0, "reward": None})
+    bar.training_bar.set_postfix.assert_called_once_with({"loss": "1"})

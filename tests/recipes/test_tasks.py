@@ -288,6 +288,9 @@ def length(completions, answer, **kwargs):
 async def later(completions, **kwargs):
     return [None for _ in completions]
 
+def early(completions, completion_ids, trainer_state, **kwargs):
+    return [ids[-1] * trainer_state.global_step / trainer_state.max_steps for ids in completion_ids]
+
 def positional(texts, golds):
     return [0.0] * len(texts)
 
@@ -330,7 +333,7 @@ def test_a_score_of_ones_own_is_the_reward_too(own):
     assert list(own(score="f.py:by_numpy").scores) == ["by_numpy"]
 
 
-@pytest.mark.parametrize("name", ["length", "later"])
+@pytest.mark.parametrize("name", ["length", "later", "early"])
 @pytest.mark.parametrize("conversational", [False, True])
 def test_a_reward_of_ones_own_takes_the_place_of_the_tasks(own, name, conversational):
     task = own(reward=f"f.py:{name}", conversational=conversational)

@@ -50,8 +50,11 @@ def test_slope_is_in_nats_per_step():
     assert callback.slope() == pytest.approx(-0.01)
     assert callback.alarms == [] and [entry["entropy/alarm"] for entry in state.log_history] == [0] * 30
     callback = EntropyCallback()
-    state = feed(callback, [1.0, 1.5])
-    assert [entry["entropy/slope"] for entry in state.log_history] == [0, 0.5]
+    state = feed(callback, [1.0, None, 1.5])  # TRL had no value in the second step
+    assert [entry.get("entropy/slope") for entry in state.log_history] == [0, None, 0.25]
+    resumed = EntropyCallback()
+    resumed.on_train_begin(None, state, None)
+    assert resumed.slope() == 0.25
 
 
 # ---- error components -----------------------------------------------------------------------------------------------

@@ -3,6 +3,8 @@
 
 import contextlib
 import math
+from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -13,11 +15,11 @@ from grpo_runs import logged
 from peft import LoraConfig
 from tiny_models import make_model, make_tokenizer
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, TrainerCallback
 from trl.kernels import chunked_divergence, chunked_logprob
 
 from hf_mxfp4 import MXFP4DistillationConfig, MXFP4DistillationTrainer, MXFP4RLConfig
-from hf_mxfp4.rl import distillation
+from hf_mxfp4.rl import StepMovementCallback, distillation
 
 
 TOKENIZER = make_tokenizer("qwen2")
@@ -193,6 +195,11 @@ def test_a_resumed_run_has_the_bits_of_one_that_was_never_stopped(build):
     options |= {"per_device_train_batch_size": 2, "report_every": 100}
     whole, resumed = build(**options), build(**options)
     whole.train()
+    stop = TrainerCallback()
+    stop.on_substep_end = Mock(side_effect=[KeyboardInterrupt, None, None])
+    resumed.add_callback(stop)
+    with pytest.raises(KeyboardInterrupt):  # between two micro-batches
+        resumed.train(f"{whole.args.output_dir}/checkpoint-3")
     resumed.train(f"{whole.args.output_dir}/checkpoint-3")
     for (name, a), b in zip(whole.model.named_parameters(), resumed.model.parameters(), strict=True):
         assert torch.equal(a, b), name
@@ -209,12 +216,23 @@ A, B, END = (TOKENIZER(text)["input_ids"] for text in ("48", " clips", TOKENIZER
         ({"text": "48 clips"}, (A[:1], A[1:] + B)),
         ({"input_ids": [7, 8, 9]}, ([7], [8, 9])),
         ({"prompt": "48", "completion": " clips"}, (A, B + END)),
-        ({"messages": [{"role": "user", "content": "48"}], "prompt": None}, ([1], [*A, 2])),
         ({"input_ids": list(range(5, 20))}, ([5], [6, 7, 8, 9, 10, 11, 12])),
     ],
 )
 def test_tokens_that_are_read_and_learned(row, expected):
     assert distillation._tokens_of(row, TOKENIZER, 8) == expected
+
+
+CHAT = [{"role": "user", "content": "48"}, {"role": "assistant", "content": " clips"}]
+
+
+@pytest.mark.parametrize(
+    "row", [{"messages": CHAT}, {"prompt": CHAT[:1], "completion": CHAT[1:]}, {"messages": CHAT, "prompt": "48"}]
+)
+def test_a_chat_template_writes_all_special_tokens(row):
+    tokenizer = make_tokenizer("qwen2", begins=True)
+    tokenizer.chat_template += "4"  # as the line break after the end of Qwen's
+    assert sum(distillation._tokens_of(row, tokenizer, 8), []) == [1, *A, 2, 1, *B, 2, *TOKENIZER("4")["input_ids"]]
 
 
 @pytest.mark.parametrize("row", [{"text": "4"}, {"text": ""}, {"prompt": "a b c d e f g h i j", "completion": "1"}])
@@ -229,8 +247,10 @@ def test_a_batch_has_completions_or_none(build):
 
 
 def test_given_completions_alone_are_learned(build):
-    trainer = build([{"prompt": story, "completion": " = 24"} for story in STORIES], max_steps=1)
+    trainer = build([{"prompt": story, "completion": " = 24"} for story in STORIES], max_steps=1, report_every=1)
+    trainer.add_callback(StepMovementCallback())
     trainer.train()
+    assert '"movement/total"' in (Path(trainer.args.output_dir) / "run_log.jsonl").read_text()
     given = len(TOKENIZER(" = 24")["input_ids"]) + 1
     assert trainer.tokens_distilled == 4 * given
     assert not any(key.startswith("completions/") for line in trainer.state.log_history for key in line)

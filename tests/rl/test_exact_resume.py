@@ -189,7 +189,9 @@ def test_an_incomplete_checkpoint_is_refused_by_name(build, whole, tmp_path):
 
 
 def test_an_update_that_is_not_finite_is_not_made(build, tmp_path, capsys):
-    trainer = build(max_steps=4)
+    options = {"max_steps": 4, "use_adaptive_entropy": True, "entropy_coef": 0.25, "entropy_coef_delta": 0.125}
+    options |= {"entropy_target": 10.0}  # which is never reached
+    trainer = build(**options)
 
     def spoil(gradient):
         if trainer.state.global_step == 2:
@@ -202,9 +204,10 @@ def test_an_update_that_is_not_finite_is_not_made(build, tmp_path, capsys):
     assert [path.name for path in (tmp_path / "run").glob("checkpoint-*")] == ["checkpoint-2"]
     assert all(parameter.isfinite().all() for parameter in trainer.model.parameters())
     assert "saved as" in capsys.readouterr().err
-    resumed = build(max_steps=4)
+    resumed = build(**options)
     resumed.train(resume_from_checkpoint=True)
     assert resumed.state.global_step == 4
+    assert resumed.entropy_coef == 0.25 + 4 * 0.125  # TRL raises it before the update that is not made
 
 
 def test_weights_that_are_not_finite_are_not_saved(build, tmp_path):

@@ -44,6 +44,10 @@ class ExactTrainer(ExactResumeMixin, Trainer):
     """Also tells layers that draw random numbers the step."""
 
 
+class ExactRLOO(ExactResumeMixin, trl.RLOOTrainer):
+    """Also keeps completions that several steps are trained on."""
+
+
 #: Trainer, its config, rows and options.
 TRAINERS = {
     "ExactTrainer": (ExactTrainer, TrainingArguments, TOKENS, {}),
@@ -53,6 +57,7 @@ TRAINERS = {
     "KTO": (trl.KTOTrainer, trl.KTOConfig, [row | {"label": i % 3 > 0} for i, row in enumerate(ANSWERS)], {}),
     "Reward": (trl.RewardTrainer, trl.RewardConfig, PAIRS, {}),
     "RLOO": (trl.RLOOTrainer, trl.RLOOConfig, PROMPTS, {"max_completion_length": 4, "num_generations": 2, "beta": 0.1}),
+    "ExactRLOO": (ExactRLOO, trl.RLOOConfig, PROMPTS, {"max_completion_length": 4, "num_iterations": 3}),
     "Distillation": (trl.DistillationTrainer, trl.DistillationConfig, PROMPTS, {"max_completion_length": 4}),
     "MXFP4Distillation": (
         MXFP4DistillationTrainer,
@@ -66,7 +71,7 @@ SCHEMES = {
     "random": MXFP4RLConfig(preset="w4a4g4", dgrad={"grad": "rceil+stochastic"}),
     "packed": MXFP4RLConfig(mode="packed"),
 }
-CASES = [(name, mode) for name in TRAINERS for mode in ("qat", "packed") if name != "ExactTrainer"]
+CASES = [(name, mode) for name in TRAINERS for mode in ("qat", "packed") if not name.startswith("Exact")]
 CASES += [("SFT", "experts")]
 
 
@@ -99,7 +104,7 @@ class Case:
         if self.name.endswith("Trainer"):
             others = {"data_collator": default_data_collator}
             model = get_peft_model(model, self.lora) if self.lora else model
-        if self.name == "RLOO":
+        if "RLOO" in self.name:
             others["reward_funcs"] = lengths
         if "Distillation" in self.name:
             others["teacher_model"] = str(self.base)
@@ -182,7 +187,8 @@ def test_a_resumed_run_ends_with_the_weights_of_one_that_was_never_stopped(case)
 
 def test_the_mixin_repeats_random_numbers_and_refuses_a_checkpoint_without_experts(made, monkeypatch):
     case, plain = made("ExactTrainer", "random"), made("Trainer", "random")
-    test_a_resumed_run_ends_with_the_weights_of_one_that_was_never_stopped(case)
+    for each in (case, made("ExactRLOO", "qat")):
+        test_a_resumed_run_ends_with_the_weights_of_one_that_was_never_stopped(each)
     monkeypatch.setattr("hf_mxfp4.checkpoint.save.own_names", lambda *_: contextlib.nullcontext())  # an older one
     assert plain.trained
     resumed = case.trainer(case.load(case.base), "run")
