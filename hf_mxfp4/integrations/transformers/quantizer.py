@@ -172,6 +172,7 @@ class MXFP4RLQuantizer(HfQuantizer):
 
     def make_plain(self, model, dtype=None):
         """[`dequantize`] of a model that may have no quantized layer any more."""
+        swap.check_here(model)
         layers = {n: m for n, m in model.named_modules(remove_duplicate=False) if isinstance(m, QUANTIZED)}
         swap.swap_layers(model, layers, lambda layer, name: swap.to_plain(layer, dtype))
         # Not model.to(dtype): that would convert buffers such as the rotary frequencies too.

@@ -64,6 +64,13 @@ def to_plain(layer: nn.Module, dtype: torch.dtype | None) -> nn.Module:
     return (layer.to_linear if isinstance(layer, nn.Linear) else layer.to_experts)(dtype)
 
 
+def check_here(model: nn.Module) -> None:
+    """Raise `ValueError` for a parameter that has no memory, as those of a partly offloaded model."""
+    gone = next((name for name, parameter in model.named_parameters() if parameter.is_meta), None)
+    if gone is not None:
+        raise ValueError(f"{gone} is not in memory (offloaded or not loaded); load the model without offloading")
+
+
 def swap_layers(model: nn.Module, layers: dict[str, nn.Module], make: Callable[[nn.Module, str], nn.Module]) -> None:
     """Replace layers of ``model`` by what ``make`` builds from them and their first name. ``layers`` is emptied, so
     that what a replaced layer held can be freed before the next one is built."""
