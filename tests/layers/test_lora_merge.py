@@ -108,7 +108,8 @@ def test_merge_and_unload_gives_a_packed_model_that_saves_and_loads(load, tmp_pa
     assert (logits - adapted).norm() < 0.5 * (plain - adapted).norm()
     merged.save_pretrained(tmp_path)
     again = AutoModelForCausalLM.from_pretrained(tmp_path)
-    assert again.config.quantization_config.mode == "packed"
+    assert again.config.quantization_config.mode == "packed" and again.hf_quantizer.recorded_sqnr_db is None
+    assert "Not measured." in (tmp_path / "README.md").read_text()
     assert torch.equal(again(IDS).logits, logits)
 
 
