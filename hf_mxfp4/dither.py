@@ -214,7 +214,8 @@ def _places(
 def _draw(weight: torch.Tensor, dtype: torch.dtype, generator: torch.Generator) -> torch.Tensor:
     """Draw how many float32 numbers farther from zero each weight goes (int32). Zeros, infinities and NaN stay."""
     limit = _HALF_CELL[dtype] - 1
-    places = torch.randint(-limit, limit + 1, weight.shape, generator=generator, dtype=torch.int32).to(weight.device)
+    like = torch.empty(weight.shape, dtype=torch.int32, device="cpu")
+    places = like.random_(-limit, limit + 1, generator=generator).to(weight.device)
     # The cell of a power of two has a third of its width below it, and half of its float32 numbers.
     too_low = (weight.view(torch.int32) & 0x7FFFFF == 0) & (places < 0) & (places % 3 == 0)
     places = torch.where(too_low, -places, places)

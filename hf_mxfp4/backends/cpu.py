@@ -76,7 +76,7 @@ def quantize(x: torch.Tensor, scheme: QuantScheme, axis: int) -> MXFP4Tensor:
     rows = library.in_memory(x.movedim(axis, -1))
     *leading, length = rows.shape
     sizes = _part_sizes(scheme, length)
-    parts = [None if size is None else torch.empty(*leading, size, dtype=torch.uint8) for size in sizes]
+    parts = [None if size is None else rows.new_empty(*leading, size, dtype=torch.uint8) for size in sizes]
     if rows.numel():
         library.over_rows("mxfp4_quantize", rows, _description(scheme, length), None, *map(library.address, parts))
     return MXFP4Tensor(**dict(zip(PARTS, parts, strict=True)), length=length, axis=axis, scheme=scheme, dtype=x.dtype)
@@ -85,7 +85,7 @@ def quantize(x: torch.Tensor, scheme: QuantScheme, axis: int) -> MXFP4Tensor:
 def dequantize(tensor: MXFP4Tensor, dtype: torch.dtype) -> torch.Tensor:
     """[`MXFP4Tensor.dequantize`] of CPU tensors; ``dtype`` is float32, bfloat16 or float16."""
     leading = tensor.codes.shape[:-1]
-    out = torch.empty(*leading, tensor.length, dtype=dtype)
+    out = tensor.codes.new_empty(*leading, tensor.length, dtype=dtype)
     parts = library.checked_parts(tensor.parts, leading, _part_sizes(tensor.scheme, tensor.length))
     _dequantize_into(out, parts, tensor.scheme)
     return out.movedim(-1, tensor.axis)
@@ -127,7 +127,8 @@ def _macro_blocks(scheme: QuantScheme, length: int) -> int:
 def _agrees_with_the_reference() -> bool:
     """Return whether the compiler kept to the arithmetic as written."""
     generator = torch.Generator().manual_seed(0)
-    x = torch.randn(8, 300, generator=generator) * torch.exp2(torch.arange(-40.0, 40.0, 10.0))[:, None]
+    like = {"dtype": torch.float32, "device": "cpu"}  # whatever the caller's defaults are
+    x = torch.randn(8, 300, generator=generator, **like) * torch.exp2(torch.arange(-40, 40, 10, **like))[:, None]
     searched = QuantScheme(ScaleRule.MSE, 128, "dynamic", 0.3), QuantScheme(ScaleRule.EVEN, 128, "block_mantissas")
     selective = QuantScheme(ScaleRule.EVEN, 128, "static", 1.0, fallback_rate=0.3)
     for scheme in (*searched, selective, QuantScheme()):
@@ -228,7 +229,7 @@ def _by_panels(x: torch.Tensor, weight: MXFP4Tensor, bias: torch.Tensor | None) 
     library.check_product(x, bias, length, (out_features,))
     least = _PANEL_ROWS[torch.get_num_threads() > 1]
     rows = min(out_features, max(least, _PANEL // max(1, length)))
-    panel = torch.empty(rows, length, dtype=x.dtype)
+    panel = x.new_empty(rows, length)
     parts = library.checked_parts(weight.parts, (out_features,), _part_sizes(weight.scheme, length))
     out = x.new_empty(*x.shape[:-1], out_features) if rows < out_features else None
     for start in range(0, out_features, rows):

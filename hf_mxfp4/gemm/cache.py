@@ -71,7 +71,8 @@ class WeightCache:
         as with an adapter's part, nothing is kept: it is another one in each pass."""
         value = self.find(weight, key)
         if value is None:
-            value = make()
+            with torch.inference_mode(False), torch.no_grad():  # a backward pass may need later what is kept
+                value = make()
             if weight.is_leaf:
                 self._kept[key] = _Kept.of(weight, value)
         return value
@@ -124,7 +125,8 @@ def cached_weights(model: nn.Module, form: str = "auto") -> Iterator[None]:
 
     Args:
         model: whose weights stay as they are.
-        form: one of `WEIGHT_FORMS`. Layers that are packed keep dequantized values with ``"dense"`` alone.
+        form: one of `WEIGHT_FORMS`. Layers that are packed keep dequantized values with ``"dense"`` alone, and
+            not where a CPU multiplies with the codes.
 
     Raises:
         TypeError: ``model`` is no module.

@@ -107,8 +107,8 @@ class MXFP4Linear(QuantizedLayer, nn.Linear):
 
     def to_linear(self, dtype: torch.dtype | None = None) -> nn.Linear:
         """Return a plain layer whose weight holds the quantized values (in ``dtype``, default the master's)."""
-        weight = self.effective_weight(self.weight)
-        return self._to_linear(weight.to(dtype or weight.dtype), dtype, self.weight.requires_grad)
+        weight = self.effective_weight(self.weight)  # the master's own memory, where it is in full precision
+        return self._to_linear(weight.to(dtype or weight.dtype, copy=True), dtype, self.weight.requires_grad)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """``[..., in_features]`` to ``[..., out_features]``.

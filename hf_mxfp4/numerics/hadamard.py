@@ -46,7 +46,7 @@ def unrotate(x: torch.Tensor, size: int, *, signs: torch.Tensor | None = None) -
 
 def random_signs(length: int, seed: int, device: torch.device | str = "cpu") -> torch.Tensor:
     """Float32 ``[length]`` of 1 and -1 with equal chances, a function of ``seed`` alone (drawn on the CPU)."""
-    bits = torch.randint(0, 2, (length,), generator=torch.Generator().manual_seed(seed))
+    bits = torch.randint(0, 2, (length,), generator=torch.Generator().manual_seed(seed), device="cpu")
     return (1.0 - 2.0 * bits).to(device)
 
 

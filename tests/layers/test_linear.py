@@ -12,7 +12,7 @@ from tables import PLAIN
 from torch import nn
 
 from hf_mxfp4 import MXFP4Linear, MXFP4PackedLinear, MXFP4RLConfig
-from hf_mxfp4.layers import cached_weights, fallback_thresholds, update_fallback_thresholds
+from hf_mxfp4.layers import cached_weights
 from hf_mxfp4.numerics import apply_scheme, parse_scheme
 
 
@@ -128,14 +128,16 @@ def test_weight_without_gradient():
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-def test_no_gradients_recorded_then_training_goes_on(mode):
-    layer, x = make_layer(), torch.randn(3, 64)
-    with mode():
-        y = layer(x)
-    assert not y.requires_grad
-    trained = layer(x)
-    assert torch.equal(trained, y.clone())
-    trained.sum().backward()
+@pytest.mark.parametrize("options", [{}, {"preset": "w8a8"}, {"preset": "w4a4_h64"}, {"backend": "eager"}], ids=str)
+def test_no_gradients_recorded_then_training_goes_on(mode, options):
+    layer, x = make_layer(**options), torch.randn(3, 64, requires_grad=True)
+    with cached_weights(layer):
+        with mode():
+            y = layer(x)
+        assert not y.requires_grad
+        trained = layer(x)
+        torch.testing.assert_close(trained, y.clone())
+        trained.sum().backward()
     assert layer.weight.grad.abs().sum() > 0
 
 
@@ -185,11 +187,14 @@ def test_to_linear_holds_the_quantized_values(dtype, bias):
     assert type(linear) is nn.Linear and not linear.training
     expected = expected_operands("w4a16", torch.zeros(64), layer.weight)[1].to(dtype or torch.float32)
     assert linear.weight.dtype == expected.dtype and torch.equal(linear.weight, expected)
+    plain = make_layer(bias=bias, fprop={"weight": "full"})
+    pairs = [(plain.to_linear(dtype).weight, plain.weight)]
     if bias:
-        assert torch.equal(linear.bias, layer.bias.to(expected.dtype))
-        assert linear.bias.data_ptr() != layer.bias.data_ptr()
+        pairs += [(linear.bias, layer.bias)]
     else:
         assert linear.bias is None
+    for copied, own in pairs:
+        assert torch.equal(copied, own.to(expected.dtype)) and copied.data_ptr() != own.data_ptr()
 
 
 @pytest.mark.parametrize("bias", [True, False], ids=["bias", "no-bias"])
@@ -239,13 +244,6 @@ def test_a_row_does_not_depend_on_what_the_layer_saw():
     torch.testing.assert_close(layer(torch.cat([batch(seed=4, scale=50.0), x]))[64:], expected, rtol=1e-6, atol=1e-5)
     for other in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
         assert torch.equal(other(x), expected)
-
-
-def test_the_names_of_the_version_with_thresholds():
-    layer = make_layer("selective", 256)
-    assert fallback_thresholds(layer) == {} and list(layer.state_dict()) == ["weight", "bias"]
-    with pytest.raises(RuntimeError, match="has no thresholds; remove this call"):
-        update_fallback_thresholds(layer)
 
 
 def test_stochastic_rounding_of_selected_blocks_repeats_within_a_step():

@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -99,6 +100,26 @@ def test_all_bit_patterns_of_an_element(dtype):
     x[:, 1] = x[:, 0] / 3
     for scheme in (QuantScheme(), QuantScheme("even", 128, "static", 0.5)):
         assert_same_bits(cpu.fake_quantize(x, scheme), numerics.apply_scheme(x, scheme))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
+def test_the_callers_default_dtype_and_device_change_nothing(dtype):
+    """As `vllm` sets the first; "meta" stands for a GPU."""
+    layer = hf_mxfp4.layers.MXFP4PackedLinear.from_linear(
+        torch.nn.Linear(256, 64), hf_mxfp4.MXFP4RLConfig(mode="packed")
+    )
+    x = torch.randn(64, 256)
+    packed, y, signs = hf_mxfp4.quantize(x), layer(x), numerics.random_signs(16, 3)
+    before = torch.get_default_dtype()
+    try:
+        torch.set_default_dtype(dtype)
+        with torch.device("meta"):
+            assert cpu._agrees_with_the_reference()
+            assert_same_parts(hf_mxfp4.quantize(x), packed)
+            assert torch.equal(packed.dequantize(torch.float32).square(), hf_mxfp4.fake_quantize(x).square())
+            assert torch.equal(layer(x), y) and torch.equal(numerics.random_signs(16, 3), signs)
+    finally:
+        torch.set_default_dtype(before)
 
 
 def test_threads_change_nothing(threads):
@@ -341,6 +362,14 @@ def test_the_library_is_compiled_once_kept_and_replaced_where_it_is_damaged(tmp_
     assert backend_in_a_new_process(HF_MXFP4_CACHE=cache, CXX="", PATH="")[0].startswith("eager no C++ compiler")
     assert backend_in_a_new_process(HF_MXFP4_CACHE=cache, CXX=compiler)[0].startswith("cpu None")
     assert list(cache.iterdir()) == [compiled] and compiled.stat().st_size > 500
+
+
+def test_threads_may_compile_it_at_the_same_time(tmp_path, compiler, monkeypatch):
+    monkeypatch.setenv("CXX", str(script(tmp_path / "slow", f'#!/bin/sh\nsleep 0.2\nexec {compiler} "$@"\n')))
+    (tmp_path / "cache").mkdir()
+    with ThreadPoolExecutor(2) as pool:
+        found = set(pool.map(lambda key: library._compile(tmp_path / "cache", key), ["key", "key"]))
+    assert set((tmp_path / "cache").iterdir()) == found and len(found) == 1
 
 
 def test_what_is_not_private_is_not_loaded(tmp_path, compiler, monkeypatch):

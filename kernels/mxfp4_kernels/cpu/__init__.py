@@ -184,7 +184,9 @@ def _compile(folder: Path, key: str) -> Path:
     if compiler is None:
         raise CompilationError("no C++ compiler was found (install g++ or clang++, or set CXX)")
     files = [str(source) for source in SOURCES if source.suffix == ".cpp"]
-    draft = folder / f"{key}-{os.getpid()}.part"
+    handle, name = tempfile.mkstemp(".part", f"{key}-", folder)  # threads, and containers, may share a process id
+    os.close(handle)
+    draft = Path(name)
     started, message = time.perf_counter(), ""
     try:
         for tuning in _tuning():

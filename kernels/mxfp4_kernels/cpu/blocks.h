@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Blocks of an MXFP4 quantization, each held in registers from load to store. The definition is hf_mxfp4/numerics; every
-// result here has its bits. Compiled by library.py; needs the vector extensions of GCC or Clang and no library.
+// result here has its bits. Compiled by __init__.py; needs the vector extensions of GCC or Clang and no library.
 //
 // Floating-point arithmetic must stay as written: no contraction to fused multiply-adds, no reassociation.
 
@@ -241,7 +241,7 @@ inline Quantized quantize_block(const Block& z, uint32_t amax, const Rule& rule)
 
 enum MacroSearch { kNone = 0, kStatic = 1, kDynamic = 2, kBlockwise = 3 };
 
-// As in library.py.
+// As in __init__.py.
 struct Scheme {
     Rule rule;
     MacroSearch search;
@@ -309,7 +309,7 @@ struct FirstPass {
 };
 
 // Marks the `count` largest of `n` errors that are not zero, of equal ones the first; see select_blocks in
-// numerics/fallback.py. `keys` is memory for n of them.
+// numerics/corrections.py. `keys` is memory for n of them.
 inline void select_blocks(const float* errors, int64_t n, int64_t count, uint64_t* keys, uint8_t* chosen) {
     for (int64_t i = 0; i < n; ++i)
         keys[i] = static_cast<uint64_t>(bits_of(errors[i])) << 32 | (0xFFFFFFFFu - static_cast<uint32_t>(i));
@@ -319,7 +319,7 @@ inline void select_blocks(const float* errors, int64_t n, int64_t count, uint64_
         if (keys[i] >> 32) chosen[0xFFFFFFFFu - static_cast<uint32_t>(keys[i])] = 1;
 }
 
-// Squared error of the first pass in the domain of x; see block_errors in numerics/fallback.py, also for the order.
+// Squared error of the first pass in the domain of x; see block_errors in numerics/corrections.py, also for the order.
 inline float block_error(const Block& residual, uint32_t amax, float factor, MacroSearch search) {
     const float unit = inverse_power_of_two(amax);
     const int64_t count = sum_of_squares(times(residual, unit));

@@ -31,7 +31,7 @@ constexpr int kMostRows = 1;
 constexpr int columns_of_tile(int) { return 2; }
 #endif
 
-// As in library.py.
+// As in __init__.py.
 struct Arguments {
     const char* x;
     int64_t type;  // of x, the bias and y

@@ -12,7 +12,7 @@
 #include <cstdint>
 #include <type_traits>
 
-// The process that may use torch's OpenMP: a forked one would wait for threads that it does not have. See library.py.
+// The process that may use torch's OpenMP: a forked one would wait for threads that it does not have. See __init__.py.
 extern "C" int mxfp4_process;
 
 namespace {
