@@ -116,8 +116,7 @@ def sampled_rows(rows: int, siblings: int = 1) -> slice:
 
 
 def master_sqnr(model: nn.Module) -> float | None:
-    """SQNR of the weights of all trainable quantized layers; `None` when they are not materialised, or are taken
-    in full precision in the forward product."""
+    """SQNR of the weights of all trainable quantized layers; `None` when they are not materialised or quantized."""
     energy = ErrorEnergy()
     for matrix in trainable_matrices(model):
         weight = matrix.weight()
