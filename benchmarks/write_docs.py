@@ -27,7 +27,7 @@ TABLES: dict[str, Callable[[], str]] = {
         (evidence, "readme_evidence evidence_front evidence_claims tensor_cores gptq smoothing distillation"),
         (evidence, "gguf_perplexity"),
         (runs, "demo vllm_agreement memory pretrain quantize_cpu packed_product_cpu architectures"),
-        (runs, "recovery recovery_rates"),
+        (runs, "recovery recovery_cpu recovery_rates"),
         (gpu, "gpu"),
     )
     for name in names.split()

@@ -103,6 +103,15 @@ def recovery() -> str:
     return f"**{first['model']}**: {made}; `{first['command']}`, {first['date']}\n\n{markdown_table(*table_rows(runs))}"
 
 
+def recovery_cpu() -> str:
+    """Return the cells that a CPU ran with one seed; those without a step are policies that were quantized."""
+    rows = [
+        [r["label"], f"{100 * r['before']:.1f}" * (r["steps"] > 0), f"{100 * r['value']:.1f}", f"{r['learning_rate']:g}"]
+        for r in records("recovery_cpu")
+    ]
+    return table(["cell", "before RL", "after RL", "rate"], rows)
+
+
 def recovery_rates() -> str:
     """Return accuracies of seed 0 by cell and learning rate."""
     found: dict[str, dict[float, str]] = {}

@@ -202,24 +202,17 @@ class CheckpointFolder:
     def empty_model(self) -> torch.nn.Module:
         """Return the model on the meta device; no code of the folder runs. Raises [`CheckpointError`] for a config that
         describes no model of this version of transformers."""
-        import transformers
+        from transformers import AutoConfig
 
         file = self.path / CONFIG
-        names = self.config.get("architectures")
-        name = names[0] if isinstance(names, list) and names else None
-        found = getattr(transformers, name, None) if isinstance(name, str) else None
-        if not isinstance(found, type) or not issubclass(found, transformers.PreTrainedModel):
-            raise RemoteCodeError(
-                f"{file} names the architecture {name!r}, which transformers {transformers.__version__} does not have; "
-                "models of remote code are not converted"
-            )
+        found = model_class(self.config, file)
         refuse_kernels(self.config, file)
         try:
             for key, value in {**self.config, **(self.config.get("text_config") or {})}.items():
                 counts = isinstance(value, int) and key.endswith(("layers", "layer", "experts"))
                 if counts and value > 1024 + len(self.tensors):  # making them takes hours
                     raise ValueError(f"{key}={value}, but the files hold only {len(self.tensors)} tensors")
-            config = transformers.AutoConfig.from_pretrained(self.path, trust_remote_code=False)
+            config = AutoConfig.from_pretrained(self.path, trust_remote_code=False)
             with torch.device("meta"):
                 return found(config)
         except Exception as error:  # whatever the numbers in it make of a model
@@ -231,6 +224,21 @@ class CheckpointFolder:
             for file in self.path.glob(pattern):
                 if file.is_file() and not (target / file.name).exists():
                     shutil.copyfile(file, target / file.name)
+
+
+def model_class(config: Mapping[str, Any], where: Any) -> type[Any]:
+    """Return the first of the ``architectures`` in a config. Raises [`RemoteCodeError`] if transformers lacks it."""
+    import transformers
+
+    names = config.get("architectures")
+    name = names[0] if isinstance(names, list) and names else None
+    found = getattr(transformers, name, None) if isinstance(name, str) else None
+    if not isinstance(found, type) or not issubclass(found, transformers.PreTrainedModel):
+        raise RemoteCodeError(
+            f"{where} names the architecture {name!r}, which transformers {transformers.__version__} does not have; "
+            "models of remote code are not supported"
+        )
+    return found
 
 
 def refuse_kernels(config: Any, where: Any) -> None:

@@ -41,8 +41,7 @@ def analyze(
     2605.20402. An interrupted run resumes when the same command is given again.
     """
     source = lab.open_source(model)
-    own = source.scheme
-    schemes = schemes_of(scheme or ()) or ([own.weight_scheme] if own else schemes_of(lab.PAPER_SCHEMES))
+    schemes = schemes_of(scheme or ()) or ([own] if (own := source.weight_scheme) else schemes_of(lab.PAPER_SCHEMES))
     selection = lab.Selection.of(source, exclude or ())
     folder = out or Path("analysis") / report_folder(model)
     path, names = folder / PROGRESS_NAME, [str(scheme) for scheme in schemes]

@@ -135,8 +135,8 @@ def evaluate(
 def _schemes(loaded: Any, wanted: list[str] | None, card: bool) -> "list[lab.ModelScheme]":
     if wanted is None:
         wanted = [] if loaded.stored else ["own"] if loaded.own is not None else list(DEFAULT_SCHEMES)
-    if card and not loaded.stored and "own" not in wanted:
-        wanted = ["own", *wanted]
+    if card and not loaded.stored:  # first, since equal schemes are measured under the first name
+        wanted = ["own", *(name for name in wanted if name != "own")]
     return lab.read_schemes(wanted, loaded.own)
 
 

@@ -5,6 +5,7 @@ import importlib
 import os
 import runpy
 import sys
+from dataclasses import replace
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -55,10 +56,8 @@ def plan(
     A tenth of each GPU is left for the CUDA context and fragmentation. Exit code 1 when nothing fits.
     """
     config = lab.planning.read_config(model)
-    named = {"mode": mode, "preset": preset, "modules_to_not_convert": skip}
-    given: dict[str, Any] = {name: value for name, value in named.items() if value is not None}
-    own = None if given else checkpoint.stored_scheme(getattr(config, "quantization_config", None))
-    quantization = None if mode == "full" else own or hf_mxfp4.MXFP4RLConfig(**given)
+    own = checkpoint.stored_scheme(getattr(config, "quantization_config", None))
+    quantization = None if mode == "full" else _quantization(own, mode, preset, skip or [])
     sizes = lab.sizes_of(config, quantization, lora_experts)
     usable, engines = 0.9 * gpu_memory * 1e9, [engine] if engine else lab.planning.ENGINES if gpus > 1 else ("ddp",)
     each = gpus, batch, length, optimizer, gradient_checkpointing, lora_rank
@@ -81,6 +80,14 @@ def plan(
             "--batch, --optimizer adamw_8bit, or LoRA on packed weights (--mode packed)",
             code=1,
         )
+
+
+def _quantization(own: Any, mode: str | None, preset: str | None, skip: list[str]) -> "hf_mxfp4.MXFP4RLConfig":
+    """Return the scheme that the checkpoint was saved with, if there is one and the options allow it."""
+    mode = mode or (own.mode if own else "qat")
+    if own is None or preset is not None or mode != own.mode:
+        own = hf_mxfp4.MXFP4RLConfig(mode=mode, preset=preset or hf_mxfp4.MXFP4RLConfig.preset)
+    return replace(own, modules_to_not_convert=[*(own.modules_to_not_convert or ()), *skip] or None)
 
 
 def report(

@@ -144,17 +144,14 @@ def compare_sources(
             raise SourceError(f"{packed[0].name} stores weights under a scheme of its own; give no --scheme")
         original, stored = sorted((first, second), key=is_packed)
         return compare_packed(original, stored, Selection(tuple(exclude)), on_bytes)
-    selections = Selection.of(first, exclude), Selection.of(second, exclude)
-    if scheme is None:
-        scheme = first.scheme.weight_scheme if first.scheme else QuantScheme()
-    return compare_checkpoints(first, second, scheme, selections, on_bytes)
+    return compare_checkpoints(first, second, scheme or first.weight_scheme or QuantScheme(), exclude, on_bytes)
 
 
 def compare_checkpoints(
     first: Source,
     second: Source,
     scheme: OperandScheme,
-    selections: tuple[Selection, Selection],
+    exclude: Sequence[str] = (),
     on_bytes: OnBytes = ignore_bytes,
 ) -> Comparison:
     """Compare the tensors that both checkpoints have under the same name, in slices.
@@ -165,8 +162,8 @@ def compare_checkpoints(
     lines = [f"A: {first.name}", f"B: {second.name}"]
     result = Comparison(first.name, second.name, _numbers, "mse_ratio", _COLUMNS, *titles, str(scheme), lines=lines)
     mine, theirs = (
-        {tensor.name: (tensor, axis) for tensor, axis in selected(source, selection, result.problems)}
-        for source, selection in zip((first, second), selections, strict=True)
+        {found[0].name: found for found in selected(source, Selection.of(source, exclude), result.problems)}
+        for source in (first, second)
     )
     result.only_first = sorted(mine.keys() - theirs.keys(), key=natural_key)
     result.only_second = sorted(theirs.keys() - mine.keys(), key=natural_key)

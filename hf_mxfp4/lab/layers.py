@@ -1,26 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Choose, by names and shapes alone, the tensors of a checkpoint that would be quantized, and say where they are."""
+"""Choose the tensors of a checkpoint that would be quantized, and say where they are."""
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 
 import torch
+from torch import nn
 
 from ..checkpoint import LayerCost, StoredTensor, bits_per_weight
-from ..module_names import ALWAYS_SKIPPED, name_matches
+from ..checkpoint.folder import CheckpointFolder
+from ..checkpoint.names import FileNames
+from ..model_structure import projections
+from ..module_names import ALWAYS_SKIPPED, find_layers, name_matches
 from .source import Source
 
 
-#: Architectures that keep their projections in transformers' `Conv1D`, which is no linear layer to the quantizer.
-CONV1D_MODELS = ("gpt2", "openai-gpt", "imagegpt", "decision_transformer")
 _FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-#: Architectures whose fused experts are ``[experts, in, out]``, contracted along the middle axis.
-_TRANSPOSED_EXPERTS = ("gpt_oss", "llama4", "llama4_text", "aria", "aria_text", "openai_privacy_filter")
 _EMBEDDING = re.compile(r"(?:.*_)?(?:embeds?|embed_tokens|embed_in|embed_positions|embeddings?)|wte|wpe", re.IGNORECASE)
-_EXPERTS = re.compile(r".*\.experts(?=\.)")
 _NORM = re.compile(r"(?:.*_)?(?:layer_?norm|rms_?norm|norm)\d*|ln_\w+", re.IGNORECASE)
 _QUANTIZED_STORAGE = re.compile(
     r".*\.(?:weight_packed|weight_scale|weight_scale_inv|qweight|qzeros|weight_macro|absmax)|.*_(?:blocks|scales)"
@@ -28,39 +27,40 @@ _QUANTIZED_STORAGE = re.compile(
 
 
 @dataclass(frozen=True)
-class TensorDecision:
-    """What happens to a tensor: blocks run along ``axis``, or ``skipped`` says why it is left out, or ``stored`` names
-    a tensor that is quantized already."""
-
-    axis: int | None = None
-    skipped: str | None = None
-    stored: str | None = None
-
-
-@dataclass(frozen=True)
 class Selection:
-    """Choose tensors: those that the architecture has quantized, within what the user wants. ``exclude``
-    has patterns of [`hf_mxfp4.module_names.name_matches`], ``skips`` those of the checkpoint's scheme."""
+    """Choose tensors, within what the user wants.
+
+    Attributes:
+        exclude: patterns of [`hf_mxfp4.module_names.name_matches`].
+        axes: the tensors that the model has quantized, and the axis that blocks run along; `None` where no model is
+            known, so that names and shapes decide.
+    """
 
     exclude: tuple[str, ...] = ()
-    skips: tuple[str, ...] = ()
-    model_type: str = ""
+    axes: Mapping[str, int] | None = None
 
     @classmethod
     def of(cls, source: Source, exclude: Sequence[str] = ()) -> "Selection":
-        """Return the selection for a checkpoint in full precision. Raises `SourceError` for a quantized one."""
+        """Return the selection for a checkpoint in full precision, by its model if there is a `config.json`.
+
+        Raises `SourceError` for a quantized one, and `ValueError` for a model that is not known or not supported.
+        """
         skips = source.scheme.modules_to_not_convert if source.scheme else None
-        return cls(tuple(exclude), tuple(skips or ()), str(source.config.get("model_type", "")))
+        return cls(tuple(exclude), _quantized_axes(source, skips or (), exclude) if source.config else None)
 
     def reason_against(self, name: str) -> str | None:
         """Return why the user does not want the layer of this name; `None` for one that is wanted."""
         return "--skip" if any(name_matches(name, pattern) for pattern in self.exclude) else None
 
-    def decide(self, tensor: StoredTensor) -> TensorDecision:
-        """Decide what happens to a tensor of the checkpoint."""
+    def decide(self, tensor: StoredTensor) -> int | str | None:
+        """Return the axis that blocks run along, or why a tensor is left out; `None` if it is stored quantized."""
         if reason := self.reason_against(module_name(tensor.name)):
-            return TensorDecision(skipped=reason)
-        return classify(tensor.name, tensor.shape, tensor.dtype, self.model_type, self.skips)
+            return reason
+        found = classify(tensor.name, tensor.shape, tensor.dtype)
+        if self.axes is None or found is None:
+            return found
+        left = found if isinstance(found, str) else "left alone by the model's structure or its scheme"
+        return self.axes.get(tensor.name, left)
 
     def unmatched(self, names: Sequence[str]) -> list[str]:
         """Return the patterns that match none of the tensor names."""
@@ -89,44 +89,39 @@ def natural_key(name: str) -> list[tuple[int, int | str]]:
     return [(0, int(part)) if part.isdigit() else (1, part) for part in re.split(r"(\d+)", name) if part]
 
 
-def classify(
-    tensor: str, shape: Sequence[int], dtype: torch.dtype, model_type: str = "", skips: Sequence[str] = ()
-) -> TensorDecision:
-    """Decide from name, shape and dtype whether a tensor would be quantized.
-
-    Args:
-        model_type: `model_type` of the checkpoint's `config.json`, for layouts that names do not show.
-        skips: `modules_to_not_convert` of the checkpoint's own scheme.
-    """
+def classify(tensor: str, shape: Sequence[int], dtype: torch.dtype) -> int | str | None:
+    """Decide as [`Selection.decide`] does, from name, shape and dtype alone."""
     name = module_name(tensor)
     parts = name.split(".")
-    stored = TensorDecision(stored=f"{tensor} ({str(dtype).removeprefix('torch.')})")
     if _QUANTIZED_STORAGE.fullmatch(tensor):
-        return stored
-    if len(shape) < 2:
-        return TensorDecision(skipped="norm, bias or other vector")
+        return None
+    if len(shape) < 2 or len(shape) == 2 and _NORM.fullmatch(parts[-1]):
+        return "norm, bias or other vector"
     if any(name_matches(name, pattern) for pattern in ALWAYS_SKIPPED):
-        return TensorDecision(skipped="head, router or other tower")
+        return "head, router or other tower"
     if any(_EMBEDDING.fullmatch(part) for part in parts):
-        return TensorDecision(skipped="embedding")
-    if any(name_matches(owner, pattern) for owner in _owners(name) for pattern in skips):
-        return TensorDecision(skipped="modules_to_not_convert")
+        return "embedding"
     is_expert = len(shape) == 3 and "experts" in parts and not parts[-1].endswith("bias")
-    is_linear = len(shape) == 2 and tensor.endswith(".weight") and model_type not in CONV1D_MODELS
-    if is_linear and _NORM.fullmatch(parts[-1]):
-        return TensorDecision(skipped="norm, bias or other vector")
+    is_linear = len(shape) == 2 and tensor.endswith(".weight")
     if not is_expert and not is_linear:
-        return TensorDecision(skipped="not the weight of a linear layer")
-    if dtype not in _FLOATS:
-        return stored
-    return TensorDecision(axis=1 if is_expert and model_type in _TRANSPOSED_EXPERTS else -1)
+        return "not the weight of a linear layer"
+    return -1 if dtype in _FLOATS else None
 
 
-def _owners(name: str) -> list[str]:
-    """Return what a pattern of the scheme may call the layer: experts are one module of the model."""
-    in_model = name.replace(".block_sparse_moe.", ".mlp.")
-    experts = _EXPERTS.match(in_model)
-    return [experts[0]] if experts else [name, in_model]
+def _quantized_axes(source: Source, skips: Sequence[str], exclude: Sequence[str]) -> dict[str, int]:
+    """Return the axis that blocks run along, for the tensors in the files that quantized weights are loaded from."""
+    tensors = {tensor.name: tensor for _, shard in source.shards([]) for tensor in shard}
+    model = CheckpointFolder(source.folder, source.config, tensors).empty_model()
+    unwanted = [p for p in exclude if any(name_matches(name, p) for name, _ in model.named_modules())]
+    weights: dict[str, int] = {}
+    for name, layer in find_layers(model, [*skips, *unwanted])[0].items():
+        axis = 1 if getattr(layer, "is_transposed", False) else -1
+        own = ["weight"] if isinstance(layer, nn.Linear) else projections(layer)
+        weights |= {f"{name}.{weight}": axis for weight in own}
+    names = FileNames(model, tensors)
+    whole = {name: weights[place] for name, place in names.places.items() if place in weights}
+    # What transformers joins are matrices of linear layers.
+    return whole | {name: -1 for name, place in names.converted.items() if place in weights}
 
 
 def conversion_rows(costs: Sequence[LayerCost]) -> list[list[str]]:

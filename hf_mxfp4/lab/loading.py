@@ -10,9 +10,10 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from ..checkpoint import atomic_folder, refuse_kernels, remove_scheme, stored_scheme, weight_files, write_manifest
+from ..checkpoint import atomic_folder, remove_scheme, stored_scheme, weight_files, write_manifest
+from ..checkpoint.folder import SIDE_FILES, CheckpointFolder, model_class, refuse_kernels
 from ..config import MXFP4RLConfig
-from .source import SourceError
+from .source import SourceError, local_path
 from .texts import TextOptions
 
 
@@ -51,7 +52,7 @@ def load(model: str, dtype: str = "auto", device: str = "auto") -> Loaded:
 
     Raises [`SourceError`] when it cannot be loaded.
     """
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig
+    from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig
 
     path = Path(model).expanduser()
     if path.is_file():
@@ -62,8 +63,12 @@ def load(model: str, dtype: str = "auto", device: str = "auto") -> Loaded:
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     try:
-        refuse_kernels(PreTrainedConfig.get_config_dict(name)[0], name)
+        stored, _ = PreTrainedConfig.get_config_dict(name)
+        refuse_kernels(stored, name)
         config = AutoConfig.from_pretrained(name, trust_remote_code=False)
+        kind = model_class(stored, name)  # the auto classes drop the vision tower of some
+        if config.is_encoder_decoder or not kind.can_generate():
+            raise ValueError(f"{kind.__name__} does not predict the next token")
         options = getattr(config, "quantization_config", None)
         own = stored_scheme(options)
         if own is not None and own.mode == "packed":
@@ -71,7 +76,7 @@ def load(model: str, dtype: str = "auto", device: str = "auto") -> Loaded:
         elif own is not None:
             remove_scheme(config)  # the master weights, as they are
         precision = dtype if dtype == "auto" else getattr(torch, dtype)
-        loaded = AutoModelForCausalLM.from_pretrained(name, config=config, dtype=precision, trust_remote_code=False)
+        loaded = kind.from_pretrained(name, config=config, dtype=precision, trust_remote_code=False)
         loaded, tokenizer = loaded.eval().to(device), AutoTokenizer.from_pretrained(name, trust_remote_code=False)
     except (OSError, ValueError, KeyError, ImportError) as error:
         raise SourceError(f"{model} cannot be loaded to run it: {error}") from error
@@ -88,7 +93,8 @@ def rewrite_checkpoint(
     device: str = "auto",
     overwrite: bool = False,
 ) -> Found:
-    """Load a model, change it, and save it with its tokenizer, in its own dtype, into a folder that appears whole.
+    """Load a model, change it, and save it in its own dtype, with its tokenizer, processors and the like, into a folder
+    that appears whole.
 
     Args:
         model: a folder, or a model on the Hub; all of it is loaded.
@@ -114,6 +120,7 @@ def rewrite_checkpoint(
         loaded.model.save_pretrained(folder)
         write_manifest(folder, weight_files(folder))
         loaded.tokenizer.save_pretrained(folder)
+        CheckpointFolder(local_path(str(model), SIDE_FILES)[0], {}, {}).copy_side_files(folder)
     return found
 
 

@@ -2,7 +2,7 @@
 """Find the checkpoint that a user names: a folder, one file, or a model on the Hugging Face Hub."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -10,6 +10,7 @@ from typing import Any
 from ..checkpoint import Problem, ShardError, StoredTensor, read_header
 from ..checkpoint.folder import INDEX, SINGLE, read_index, read_json
 from ..config import QUANT_METHOD, MXFP4RLConfig
+from ..numerics import QuantScheme
 
 
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
@@ -60,6 +61,18 @@ class Source:
             raise SourceError(f"the quantization_config of {self.name} cannot be read: {error}") from error
 
     @property
+    def weight_scheme(self) -> QuantScheme | None:
+        """How [`scheme`] quantizes weights; `None` without one. Raises [`SourceError`] for rotations and the like."""
+        own = self.scheme
+        if own is None:
+            return None
+        if reason := own.weights_alone_unsupported_reason:
+            raise SourceError(
+                f"weights alone do not show the error of {self.name}: {reason}; use eval, or give --scheme"
+            )
+        return own.weight_scheme
+
+    @property
     def n_bytes(self) -> int:
         """Bytes of the files that are there."""
         return sum(path.stat().st_size for shard in self.expected if (path := self.folder / shard).is_file())
@@ -98,9 +111,9 @@ class Source:
         return {"kind": self.kind, "architecture": architecture, "files": len(self.expected)}
 
 
-def local_path(model: str) -> tuple[Path, str]:
+def local_path(model: str, patterns: Sequence[str] = ("*.safetensors", "*.json")) -> tuple[Path, str]:
     """Return where the files of a model are, and what it is: a ``"folder"``, a ``"file"``, or on the ``"hub"``, whose
-    weights are downloaded into the usual cache.
+    files that match ``patterns`` are downloaded into the usual cache.
 
     Raises [`SourceError`] when there is no such thing.
     """
@@ -113,7 +126,7 @@ def local_path(model: str) -> tuple[Path, str]:
         return path, "folder"
     if path.is_absolute() or model.startswith((".", "~")) or not _HUB_ID.fullmatch(model):
         raise SourceError(f"{model} does not exist; give a checkpoint's folder, a .safetensors file or a hub id")
-    return _download(model), "hub"
+    return _download(model, list(patterns)), "hub"
 
 
 def open_source(model: str) -> Source:
@@ -140,12 +153,11 @@ def open_source(model: str) -> Source:
     return Source(name, kind, folder, config, dict.fromkeys([SINGLE] if SINGLE in found else found, ()))
 
 
-def _download(repo: str) -> Path:
+def _download(repo: str, patterns: list[str]) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     try:
-        patterns = ["*.safetensors", "*.json"]
         return Path(snapshot_download(repo, allow_patterns=patterns, ignore_patterns=["*/*", "consolidated*"]))
     except LocalEntryNotFoundError as error:
         reason = "it is not in the local cache, and the Hub cannot be reached"

@@ -9,9 +9,8 @@ from pathlib import Path
 import torch
 
 from ..checkpoint import OnBytes, Problem, StoredTensor, ignore_bytes
-from ..module_names import CONV1D_HINT
 from ..numerics import NVFP4, OperandScheme
-from .layers import CONV1D_MODELS, Selection, location_of, natural_key
+from .layers import Selection, location_of, natural_key
 from .resume_log import ProgressMismatch, ResumeLog
 from .schemes import bits_text
 from .source import Source, SourceError
@@ -147,9 +146,7 @@ def analyze_weights(
         analysis.results.append(result)
     if not analysis.results and not analysis.problems:
         counts = ", ".join(f"{len(names)} {reason}" for reason, names in analysis.skipped.items())
-        hint = f". {CONV1D_HINT}" if selection.model_type in CONV1D_MODELS else ""
-        counted = counts or "nothing, it is empty"
-        raise SourceError(f"no weight of {source.name} would be quantized; skipped: {counted}{hint}")
+        raise SourceError(f"no weight of {source.name} would be quantized; skipped: {counts or 'nothing, it is empty'}")
     return analysis
 
 
@@ -168,15 +165,16 @@ def selected(
                 problems.append(Problem(tensor.name, f"is in {shard} too; the one in {seen[tensor.name]} counts"))
                 continue
             decision = selection.decide(tensor)
-            if decision.stored:
+            if decision is None:
+                dtype = str(tensor.dtype).removeprefix("torch.")
                 raise SourceError(
-                    f"{source.name} stores quantized weights already, such as {decision.stored}; "
+                    f"{source.name} stores quantized weights already, such as {tensor.name} ({dtype}); "
                     "analyse the full-precision checkpoint they were made from"
                 )
-            if decision.axis is not None:
-                yield tensor, decision.axis
+            if isinstance(decision, int):
+                yield tensor, decision
             elif skipped is not None:
-                skipped.setdefault(decision.skipped, []).append(tensor.name)
+                skipped.setdefault(decision, []).append(tensor.name)
 
 
 def analyze_tensor(

@@ -78,6 +78,12 @@ def test_a_policy_under_its_own_scheme(checkpoint, tmp_path):
     summary = json.loads(run(folder, "--json", "--out", tmp_path / "a").stdout)
     assert summary["schemes"] == ["mxfp4+even+mbs128-blockwise"]
     assert json.loads(compare(folder, checkpoint(seed=1), "--json").stdout)["scheme"] == "mxfp4+even+mbs128-blockwise"
+    for preset, reason in (("w4a4_h64", "rotates both operands"), ("w8a8", "takes weights in fp8")):
+        options = MXFP4RLConfig(preset=preset).to_dict()
+        (folder / "config.json").write_text(json.dumps({**written, "quantization_config": options}))
+        for done in (run(folder, "--out", tmp_path / "b"), compare(folder, folder)):
+            assert done.exit_code == 2 and reason in done.stderr and "or give --scheme" in done.stderr
+        assert run(folder, "--scheme", "rceil", "--out", tmp_path / preset).exit_code == 0
 
 
 @pytest.mark.parametrize(
@@ -85,7 +91,7 @@ def test_a_policy_under_its_own_scheme(checkpoint, tmp_path):
     [
         (["--scheme", "rciel"], "no scale rule 'rciel'; did you mean 'rceil'?"),
         (["--skip", "layers.9"], "matches the pattern 'layers.9'"),
-        (["--skip", "layers"], "would be quantized; skipped"),
+        (["--skip", "layers"], "all skipped (modules_to_not_convert=['layers'])"),
     ],
 )
 def test_wrong_usage(checkpoint, tmp_path, arguments, message):

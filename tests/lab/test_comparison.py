@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from hf_mxfp4.lab import Selection, SourceError, compare_checkpoints, error_statistics, open_source, sample
+from hf_mxfp4.lab import SourceError, compare_checkpoints, error_statistics, open_source, sample
 from hf_mxfp4.numerics import QuantScheme
 
 
@@ -16,7 +16,7 @@ RCEIL = QuantScheme()
 
 
 def compared(a, b, scheme=RCEIL):
-    return compare_checkpoints(open_source(str(a)), open_source(str(b)), scheme, (Selection(), Selection()))
+    return compare_checkpoints(open_source(str(a)), open_source(str(b)), scheme)
 
 
 def folder_of(path, tensors):

@@ -117,6 +117,13 @@ def run(*arguments):
     return CliRunner().invoke(app, ["plan", *map(str, arguments)])
 
 
+def planned_as_saved(folder, skips, *options):
+    """Bytes of what is planned for a checkpoint that was packed under a scheme of two tensors per weight."""
+    packed = MXFP4RLConfig(mode="packed", outlier_fallback=1.0, modules_to_not_convert=skips)
+    (folder / "config.json").write_text(json.dumps({**config().to_dict(), "quantization_config": packed.to_dict()}))
+    return [json.loads(run(folder, "--json", *each).stdout)["engines"]["ddp"]["bytes"] for each in options]
+
+
 def test_the_command(tmp_path):
     config().save_pretrained(tmp_path)
     found = json.loads(run(tmp_path, "--gpus", 2, "--json").stdout)["engines"]
@@ -129,9 +136,9 @@ def test_the_command(tmp_path):
     assert full.exit_code == 1 and "nothing fits into 72.0 GB per GPU; use more GPUs" in full.stderr
     unknown = run(tmp_path, "--preset", "w4a5")
     assert unknown.exit_code == 2 and "preset='w4a5' is not supported" in unknown.stderr
-    packed = MXFP4RLConfig(mode="packed", modules_to_not_convert=["self_attn"])
-    (tmp_path / "config.json").write_text(json.dumps({**config().to_dict(), "quantization_config": packed.to_dict()}))
-    own, named = (run(tmp_path, "--json", *more).stdout for more in ((), ("--mode", "packed", "--skip", "self_attn")))
-    assert own == named != run(tmp_path, "--json", "--mode", "packed").stdout
+    own, same, less = planned_as_saved(tmp_path, ["self_attn"], (), ("--mode", "packed"), ("--skip", "down_proj"))
+    assert own == same != less and [less] == planned_as_saved(tmp_path, ["self_attn", "down_proj"], ())
+    (default,) = planned_as_saved(tmp_path, ["self_attn"], ("--preset", "w4a16"))
+    assert default["optimizer"] == own["optimizer"] < found["ddp"]["bytes"]["optimizer"]
     missing = run(tmp_path / "none")
     assert missing.exit_code == 2 and "is no folder with a config.json" in missing.stderr

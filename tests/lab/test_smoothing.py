@@ -6,9 +6,10 @@ import json
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from tiny_models import make_model
 from torch import nn
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForSeq2SeqLM
 from typer.testing import CliRunner
 
 from hf_mxfp4 import numerics
@@ -161,3 +162,29 @@ def test_the_command_writes_a_checkpoint_that_computes_the_same(folder):
     assert CliRunner().invoke(app, ["verify", str(folder / "out")]).exit_code == 0
     again = run(folder / "base", folder / "out", "--text", folder / "sums.jsonl")
     assert again.exit_code == 2 and "overwrite" in again.stderr
+
+
+def test_a_vision_tower_and_side_files_are_kept(folder):
+    base, out = folder / "base", folder / "out"
+    text = {
+        "hidden_size": 64,
+        "intermediate_size": 64,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "head_dim": 32,
+    }
+    text |= {"vocab_size": 32, "num_key_value_heads": 1, "layer_types": ["full_attention"], "pad_token_id": 0}
+    vision = {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": 64}
+    config = AutoConfig.for_model("qwen3_5", text_config=text, vision_config=vision)
+    AutoModelForImageTextToText.from_config(config).save_pretrained(base)
+    (base / "preprocessor_config.json").write_text("{}")
+    (base / "LICENSE").write_text("free")
+    done = run(base, out, "--text", folder / "sums.jsonl")
+    assert done.exit_code == 0, done.stderr
+    old, new = (load_file(each / "model.safetensors") for each in (base, out))
+    assert old.keys() == new.keys() and any("visual" in name for name in new)
+    assert {path.name for path in base.iterdir()} - {path.name for path in out.iterdir()} == set()
+    t5 = AutoConfig.for_model("t5", vocab_size=32, d_model=32, d_kv=16, num_layers=1)
+    AutoModelForSeq2SeqLM.from_config(t5).save_pretrained(base)
+    done = run(base, out, "--text", folder / "sums.jsonl", "--overwrite")
+    assert done.exit_code == 2 and "T5ForConditionalGeneration does not predict the next token" in done.stderr

@@ -126,21 +126,7 @@ OTHER = "not the weight of a linear layer"
     ],
 )
 def test_decisions(name, shape, skipped):
-    decision = classify(name, shape, BF16)
-    assert decision.skipped == skipped
-    assert decision.axis == (None if skipped else -1) and decision.stored is None
-
-
-@pytest.mark.parametrize(("model_type", "axis"), [("gpt_oss", 1), ("llama4_text", 1), ("qwen3_moe", -1), ("", -1)])
-@pytest.mark.parametrize("name", ["gate_up_proj", "down_proj"])
-def test_contraction_axis_of_fused_experts(name, model_type, axis):
-    assert classify(f"model.layers.0.mlp.experts.{name}", (4, 64, 32), BF16, model_type).axis == axis
-
-
-def test_own_skips():
-    decision = classify("model.layers.2.mlp.up_proj.weight", (64, 32), BF16, skips=("layers.2",))
-    assert decision.skipped == "modules_to_not_convert"
-    assert classify("model.layers.20.mlp.up_proj.weight", (64, 32), BF16, skips=("layers.2",)).axis == -1
+    assert classify(name, shape, BF16) == (skipped or -1)
 
 
 @pytest.mark.parametrize(
@@ -156,7 +142,7 @@ def test_own_skips():
     ],
 )
 def test_quantized_storage_is_recognised(name, shape, dtype):
-    assert classify(name, shape, dtype).stored == f"{name} ({str(dtype).removeprefix('torch.')})"
+    assert classify(name, shape, dtype) is None
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "gemma"])
@@ -165,7 +151,7 @@ def test_the_same_layers_as_the_quantizer(family):
     chosen = {
         name.removesuffix(".weight")
         for name, tensor in model.state_dict().items()
-        if classify(name, tensor.shape, tensor.dtype, model.config.model_type).axis is not None
+        if classify(name, tensor.shape, tensor.dtype) == -1
     }
     assert chosen == {name for name, layer in find_layers(model)[0].items() if isinstance(layer, torch.nn.Linear)}
 

@@ -2,6 +2,7 @@
 """Analysis of checkpoints: against whole tensors, of experts, with broken files, and the log that it resumes from."""
 
 import json
+import math
 import os
 import re
 from pathlib import Path
@@ -12,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from tiny_models import make_model
 from transformers import AutoModelForCausalLM
 
+from benchmarks.tiny_architectures import architectures, tiny_model
 from hf_mxfp4 import MXFP4RLConfig, fake_quantize
 from hf_mxfp4.checkpoint import FileNames, read_header
 from hf_mxfp4.lab import (
@@ -24,8 +26,8 @@ from hf_mxfp4.lab import (
     open_source,
 )
 from hf_mxfp4.lab import weights as module
-from hf_mxfp4.lab.layers import classify
 from hf_mxfp4.lab.weights import analyze_tensor
+from hf_mxfp4.module_names import find_layers
 from hf_mxfp4.numerics import QuantScheme, parse_scheme
 
 
@@ -86,8 +88,8 @@ def test_slices_give_the_whole(checkpoint, monkeypatch):
 
 def test_a_model_of_conv1d_is_told_so(tmp_path):
     save_file({"transformer.h.0.attn.c_attn.weight": torch.ones(32, 96)}, tmp_path / "model.safetensors")
-    (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
-    with pytest.raises(SourceError, match="skipped: 1 not the weight of a linear layer. This .* Conv1D, as GPT-2 does"):
+    (tmp_path / "config.json").write_text('{"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"]}')
+    with pytest.raises(ValueError, match="This architecture keeps its projections in .* Conv1D, as GPT-2 does"):
         analyzed(tmp_path)
 
 
@@ -210,12 +212,18 @@ def test_errors_are_those_of_each_expert_by_itself(family, tmp_path):
     assert total == pytest.approx(expected, rel=1e-5)
 
 
-def test_a_pattern_means_the_modules_of_the_model():
-    name, shape = "model.layers.1.block_sparse_moe.experts.3.w1.weight", (64, 32)
-    for pattern in ("experts", "layers.1.mlp.experts", "layers.1.mlp", "re:.*mlp.experts", "layers.1"):
-        assert classify(name, shape, torch.float32, "mixtral", [pattern]).skipped == "modules_to_not_convert", pattern
-    for pattern in ("layers.0.mlp.experts", "re:.*w1", "re:experts"):
-        assert classify(name, shape, torch.float32, "mixtral", [pattern]).axis == -1, pattern
+@pytest.mark.parametrize("family", ["granitemoe", "llama4_text", "mamba2", "smolvlm", "t5", "gpt_oss"])
+def test_architectures_are_measured_as_they_are_quantized(family, tmp_path):
+    """Names do not tell: of other towers, joined experts, and layers whose weight the model reads itself."""
+    torch.manual_seed(0)
+    model = tiny_model(family, architectures()[family][1])
+    model.save_pretrained(tmp_path)
+    skips = ["experts"] if family == "llama4_text" else []  # which the quantizer refuses
+    layers = find_layers(model, skips)[0].values()
+    weights = [x for layer in layers for name, x in layer.named_parameters() if x.dim() > 1 and "bias" not in name]
+    source = open_source(str(tmp_path))
+    results = analyze_weights(source, [RCEIL], Selection.of(source, skips)).results
+    assert sum(math.prod(result.shape) for result in results) == sum(x.numel() for x in weights)
 
 
 @pytest.fixture
