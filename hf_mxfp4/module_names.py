@@ -206,6 +206,14 @@ def full_precision_record(model: nn.Module, reasons: dict[str, str]) -> tuple[st
     return tuple(dict.fromkeys(_outermost(name, others) for name in plain))
 
 
+def is_recorded(model: nn.Module, name: str, record: tuple[str, ...] | None) -> bool:
+    """Whether a [`full_precision_record`], of this model or of one with or without its head, has a layer."""
+    if record is None:
+        return is_skipped_by_name(model, name)
+    names = {*full_names(model, name), name.removeprefix(f"{getattr(model, 'base_model_prefix', '')}.")}
+    return any(f"{own}.".startswith(f"{kept}.") for own in names for kept in record)
+
+
 def _outermost(name: str, others: list[str]) -> str:
     parts = name.split(".")
     prefixes = (".".join(parts[:count]) for count in range(1, len(parts)))

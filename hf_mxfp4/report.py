@@ -14,6 +14,7 @@ from .dither import FULL_NUMBERS, DitherReport
 from .gemm import weight_values
 from .layers import MXFP4Experts, MXFP4Linear, MXFP4PackedExperts, MXFP4PackedLinear, trainable_matrices
 from .module_names import READS_WEIGHT
+from .numerics import FULL
 
 
 #: Rows of a large weight that the load-time SQNR looks at.
@@ -115,11 +116,11 @@ def sampled_rows(rows: int, siblings: int = 1) -> slice:
 
 
 def master_sqnr(model: nn.Module) -> float | None:
-    """SQNR of the weights of all trainable quantized layers; `None` when they are not materialised."""
+    """SQNR of the weights of all trainable quantized layers; `None` when they are not materialised or quantized."""
     energy = ErrorEnergy()
     for matrix in trainable_matrices(model):
         weight = matrix.weight()
-        if weight.is_meta:
+        if weight.is_meta or matrix.fprop.right is FULL:
             return None
         rows = weight[sampled_rows(weight.shape[0], matrix.siblings)]
         energy.add(rows, matrix.effective_rows(rows))

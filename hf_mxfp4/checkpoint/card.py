@@ -95,7 +95,7 @@ def save_packed_card(source: "LayerSource", sqnr_db: float | None, folder: Path,
     ``sqnr_db`` decibels; or copy one that somebody wrote from ``existing``, the folder that is replaced."""
     with decoration():
         config, shapes = source.config, source.shapes.values()
-        skipped = find_layers(source.model, config.modules_to_not_convert or ())[1]
+        skipped = find_layers(source.model, config.modules_to_not_convert or (), source.reasons)[1]
         n_bytes = sum(tensor.nbytes for shape in shapes for tensor in shape.meta_packed(config.weight_scheme).values())
         bits = 8 * n_bytes / sum(shape.n_weights for shape in shapes)
         rows = _scheme(config, sum(len(shape.matrices) for shape in shapes), skipped, bits)

@@ -14,7 +14,7 @@ import torch
 from ..config import MXFP4RLConfig
 from ..files import json_clean, write_json
 from ..gemm import quantize_weight, weight_values
-from ..module_names import full_precision_record, skip_reasons
+from ..module_names import full_precision_record
 from ..numerics import BLOCK_SIZE
 from ..report import ErrorEnergy, add_packed, decibels
 from .card import save_packed_card
@@ -283,13 +283,11 @@ def pack_checkpoint(
 
         return stack_packed(shape, matrix)
 
-    reasons = skip_reasons(source.model, config.modules_to_not_convert or ())
-    saved = config.keeping(full_precision_record(source.model, reasons))
     return convert(
         source,
         [(cost, source.packed_layer(layer, pack)) for layer, cost in costs.items()],
         source.packed_rest(),
-        with_scheme(folder.config, saved),
+        with_scheme(folder.config, config.keeping(full_precision_record(source.model, source.reasons))),
         ConversionReport(
             Path(out_dir), "mxfp4_rl", config.describe(), weights=str(config.weight_scheme), file="pack_report.json"
         ),

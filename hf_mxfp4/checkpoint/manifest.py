@@ -210,7 +210,9 @@ class Verification:
         """Compare the files with the index and with `config.json`, if they have no other problem."""
         from .sources import MasterSource, PackedSource, own_config
 
-        if self.problems or not (folder / CONFIG).is_file():
+        # Other names are those of .gguf files and of save_pretrained(variant=...).
+        names = [n for n in (*self.checked, *self.unchecked) if n in (SINGLE, INDEX) or re.match(r"model-.*\.safet", n)]
+        if self.problems or not names or not (folder / CONFIG).is_file():
             return
         try:
             opened = open_checkpoint(folder)

@@ -17,9 +17,9 @@ from torch import nn
 from ..config import MXFP4RLConfig
 from ..gemm import PACKED_FIELDS, PACKED_SUFFIXES, packed_shapes
 from ..model_structure import experts_unsupported_reason, projections, weight_size
-from ..module_names import find_layers, fused_experts
+from ..module_names import BY_OPTION, candidates, find_layers, fused_experts, is_recorded, skip_reasons
 from ..numerics import QuantScheme
-from .folder import CheckpointError
+from .folder import CheckpointError, StoredTensor
 
 
 @dataclass(frozen=True)
@@ -216,14 +216,39 @@ class LayerShape:
         return torch.empty(*leading, *matrix, dtype=dtype, device="meta")
 
 
-def quantizable_layers(model: nn.Module, config: MXFP4RLConfig) -> dict[str, nn.Module]:
-    """Return linear layers and experts to be quantized, each under its first name. Raises [`CheckpointError`]."""
+def kept_reasons(names: FileNames, config: MXFP4RLConfig, tensors: Mapping[str, StoredTensor]) -> dict[str, str]:
+    """Return the reasons of [`skip_reasons`], changed to what a quantized checkpoint of these tensors has: packed files
+    show which weights are packed; `config.json` lists what stayed in full precision. Layers that no file has, such as a
+    new head, stay; without tensors, as of a plain checkpoint, all do."""
+    model, reasons = names._model, skip_reasons(names._model, config.modules_to_not_convert or ())
+    stored = {own: tensors[name].dtype for name, own in {**names.converted, **names.places}.items() if name in tensors}
+    for name, module in candidates(model).items():
+        is_linear = type(module) is nn.Linear
+        if not is_linear and experts_unsupported_reason(module) is not None:
+            continue
+        dtype = stored.get(f"{name}.{'weight' if is_linear else projections(module)[0]}")
+        if dtype is None or reasons.get(name) == BY_OPTION:
+            continue
+        was_plain = is_recorded(model, name, config.full_precision)
+        if dtype == torch.uint8 if config.mode == "packed" else not was_plain:
+            reasons.pop(name, None)
+        elif was_plain:
+            reasons.setdefault(name, "in full precision in the checkpoint")
+    return reasons
+
+
+def quantizable_layers(
+    names: FileNames, config: MXFP4RLConfig, tensors: Mapping[str, StoredTensor]
+) -> tuple[dict[str, nn.Module], dict[str, str]]:
+    """Return linear layers and experts to be quantized, each under its first name, and [`kept_reasons`] of the others.
+    Raises [`CheckpointError`]."""
     try:
-        layers = find_layers(model, config.modules_to_not_convert or ())[0]
+        reasons = kept_reasons(names, config, tensors)
+        layers = find_layers(names._model, config.modules_to_not_convert or (), reasons)[0]
     except ValueError as error:
         raise CheckpointError(str(error)) from None
     first: dict[int, str] = {}
-    return {name: layer for name, layer in layers.items() if first.setdefault(id(layer), name) == name}
+    return {name: layer for name, layer in layers.items() if first.setdefault(id(layer), name) == name}, reasons
 
 
 def layer_shapes(layers: Mapping[str, nn.Module], names: FileNames) -> dict[str, LayerShape]:

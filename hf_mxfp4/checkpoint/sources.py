@@ -25,7 +25,7 @@ from .names import (
     quantizable_layers,
     unknown_layout,
 )
-from .scheme import read_record
+from .scheme import read_record, stored_scheme
 
 
 #: What to do with checkpoints of bitsandbytes, GPTQ, AWQ, FP8 and the like.
@@ -43,6 +43,7 @@ class LayerSource(ABC):
         config: the scheme, of mode ``"packed"``.
         model: the model on the meta device.
         names: what the files call its tensors.
+        reasons: why layers stay in full precision, by name, as in loading.
         has_experts: whether experts are quantized; packed checkpoints then have the model's names.
         shapes: weights to be quantized: linear layers and fused weights of experts (``...experts.down_proj``), by name.
         stored: the tensors of the files that make up each of these weights.
@@ -58,11 +59,9 @@ class LayerSource(ABC):
         self.folder, self.config = folder, config
         self.model = folder.empty_model() if model is None else model
         self.names = FileNames(self.model, folder.tensors) if names is None else names
-        layers = {
-            name: layer
-            for name, layer in quantizable_layers(self.model, config).items()
-            if not self.names.is_tied_away(f"{name}.weight")
-        }
+        own = stored_scheme(folder.quantization)
+        found, self.reasons = quantizable_layers(self.names, own or config, folder.tensors if own else {})
+        layers = {n: layer for n, layer in found.items() if not self.names.is_tied_away(f"{n}.weight")}
         self.has_experts = any(not isinstance(layer, nn.Linear) for layer in layers.values())
         self.shapes = layer_shapes(layers, self.names)
         for layer, shape in self.shapes.items():
@@ -261,7 +260,8 @@ class ForeignSource(LayerSource):
         model, self.format = folder.empty_model(), cast(Any, format)  # that of NVFP4 has more methods
         names = FileNames(model, folder.tensors, format.plain_name)
         left_out = [name for name in fused_experts(model) if experts_unsupported_reason(model.get_submodule(name))]
-        candidates, skips = quantizable_layers(model, replace(config, modules_to_not_convert=left_out or None)), []
+        candidates, _ = quantizable_layers(names, replace(config, modules_to_not_convert=left_out or None), {})
+        skips = []
         for name, layer in candidates.items():
             own = {
                 spec

@@ -108,7 +108,7 @@ class ExpertsBase(QuantizedLayer):
 
         Raises:
             ValueError: the experts are spread over processes, or ``hidden_states`` has another size.
-            TypeError: the dtypes of ``hidden_states`` and the weights differ outside of autocast.
+            TypeError: the dtypes of ``hidden_states`` and the weights (packed: biases) differ outside of autocast.
         """
         self._check_input(hidden_states)
         project = self.project if project is None else project
@@ -139,7 +139,7 @@ class ExpertsBase(QuantizedLayer):
         features = self.weight_size(self.projections[0])[2]
         if hidden_states.dim() != 2 or hidden_states.shape[1] != features:
             raise ValueError(f"{self._label()}: input {tuple(hidden_states.shape)} is not [tokens, {features}]")
-        self._check_dtype(hidden_states, self._input_dtype())
+        self._check_dtype(hidden_states, self._input_dtype() or hidden_states.dtype)
 
     def weight_size(self, projection: str) -> tuple[int, int, int]:
         """``(experts, N, K)`` of a weight that maps ``K`` features to ``N``."""

@@ -157,8 +157,9 @@ class MXFP4PackedExperts(PackedLayer, ExpertsBase):
     def weight_size(self, projection: str) -> tuple[int, int, int]:
         return self.sizes[projection]
 
-    def _input_dtype(self) -> torch.dtype:
-        return self.compute_dtype
+    def _input_dtype(self) -> torch.dtype | None:
+        bias = self.bias_of(self.projections[0])
+        return None if bias is None else bias.dtype
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         return {

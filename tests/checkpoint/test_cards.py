@@ -75,9 +75,13 @@ def test_the_error_is_that_of_the_weights(checkpoint, options):
     assert f"ratio {-10 * math.log10(error / energy):.2f} dB, measured on these master weights" in make_card(model).text
 
 
-def test_what_cannot_be_measured_is_said(model):
+def test_what_cannot_be_measured_is_said(model, checkpoint):
     model.model.layers[1].mlp.up_proj.weight = torch.nn.Parameter(torch.empty(0))  # sharded by ZeRO-3
     assert "error of the weights\n\nNot measured." in make_card(model).text
+    config = MXFP4RLConfig(fprop={"weight": "full"})
+    unquantized = AutoModelForCausalLM.from_pretrained(checkpoint("llama", hidden=64), quantization_config=config)
+    report = unquantized.quantization_report
+    assert report.sqnr_db is None and not report.masters_on_grid and "Not measured." in make_card(unquantized).text
 
 
 def test_packed_models_keep_the_ratio_measured_when_they_were_packed(model, tmp_path):

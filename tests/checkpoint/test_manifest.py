@@ -64,6 +64,13 @@ def test_whatever_writes_weights_records_them(saved, tmp_path, monkeypatch):
             for file in files
         }
         assert manifest_of(folder) == expected and not where(folder)
+    # Next to a config.json, under names that the index does not have.
+    export(saved["plain"], tmp_path / "gguf", "gguf")
+    model = AutoModelForCausalLM.from_pretrained(saved["master"])
+    for size, folder in (("15KB", tmp_path / "sharded"), ("1GB", tmp_path / "whole")):
+        model.save_pretrained(folder, variant="bf16", max_shard_size=size)
+    for folder, number in (("gguf", 1), ("sharded", 3), ("whole", 1)):
+        assert not where(tmp_path / folder) and len(manifest_of(tmp_path / folder)) == number
 
 
 def test_master_weights_are_the_files_of_the_plain_model(saved, tmp_path):

@@ -24,7 +24,7 @@ from transformers import (
 )
 
 from hf_mxfp4 import MXFP4RLConfig, module_names, pack
-from hf_mxfp4.checkpoint import pack_checkpoint, take_state_dict
+from hf_mxfp4.checkpoint import pack_checkpoint, take_state_dict, verify_folder
 from hf_mxfp4.integrations.transformers import quantizer
 
 
@@ -124,6 +124,14 @@ def test_what_names_do_not_tell_is_recorded_and_used(mode, t5, tmp_path, monkeyp
     assert torch.equal(logits(again), logits(model))
     again.save_pretrained(tmp_path / "again")
     assert config_in(tmp_path / "again") == config_in(tmp_path / "saved")
+    if mode == "qat":
+        pack_checkpoint(tmp_path / "saved", tmp_path / "packed")
+        packed = load_as(tmp_path / "packed")
+        assert packed.quantization_report.quantized == model.quantization_report.quantized
+        assert config_in(tmp_path / "packed")["quantization_config"]["full_precision"] == kept
+        assert "| linear layers in full precision | 3 (" in (tmp_path / "packed" / "README.md").read_text()
+    for folder in tmp_path.iterdir():
+        assert not verify_folder(folder).problems
 
 
 @pytest.mark.parametrize("mode", ["qat", "packed"])

@@ -9,7 +9,7 @@ import pytest
 import torch
 from grpo_runs import trainer_factory
 from lora_models import IDS, gradients, qat, same_tensors, stored
-from peft import LoraConfig, PeftModel
+from peft import LoraConfig, PeftModel, prepare_model_for_kbit_training
 from safetensors.torch import load_file
 from tiny_models import make_model
 from transformers import AutoModelForCausalLM
@@ -116,6 +116,20 @@ def test_two_adapters_at_once_are_added_and_not_mixed_in_one_batch(load):
     torch.testing.assert_close(layer.effective_weight("down_proj", torch.float32), expected)
     with pytest.raises(ValueError, match="adapter_names in one batch"):
         model.eval()(IDS, adapter_names=["default", "__base__"])
+    with pytest.raises(ValueError, match=r"cannot combine adapters on packed experts .model\.layers\.0\.mlp\.experts"):
+        model.add_weighted_adapter(["default", "second"], [0.5, 0.5], "third", combination_type="cat")
+    assert list(model.peft_config) == ["default", "second"]
+    for name in ("q", "k"):
+        model.add_adapter(name, LoraConfig(r=2, target_modules=[f"{name}_proj"], init_lora_weights=False))
+    model.add_weighted_adapter(["q", "k"], [0.5, 0.5], "third", combination_type="cat")
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+def test_a_model_that_peft_has_cast_to_float32_trains(load, family):
+    model = load(family, torch.bfloat16, modules_to_not_convert=["self_attn"])
+    model = with_lora(prepare_model_for_kbit_training(model))
+    torch.testing.assert_close(model(IDS).logits, summed_twin(model)(IDS).logits, rtol=1e-4, atol=1e-5)
+    assert len(gradients(model)) == 8
 
 
 @pytest.mark.parametrize(("family", "linears"), [("qwen3_moe", 8), ("qwen2_moe", 14), ("gpt_oss", 8)])

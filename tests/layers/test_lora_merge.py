@@ -5,6 +5,7 @@ import functools
 import logging
 import math
 
+import accelerate
 import lora_models
 import pytest
 import torch
@@ -107,7 +108,8 @@ def test_merge_and_unload_gives_a_packed_model_that_saves_and_loads(load, tmp_pa
     assert (logits - adapted).norm() < 0.5 * (plain - adapted).norm()
     merged.save_pretrained(tmp_path)
     again = AutoModelForCausalLM.from_pretrained(tmp_path)
-    assert again.config.quantization_config.mode == "packed"
+    assert again.config.quantization_config.mode == "packed" and again.hf_quantizer.recorded_sqnr_db is None
+    assert "Not measured." in (tmp_path / "README.md").read_text()
     assert torch.equal(again(IDS).logits, logits)
 
 
@@ -137,6 +139,13 @@ def test_what_cannot_be_merged_says_so(load):
         merge_adapters(load())
     with pytest.raises(ValueError, match="no adapter of this model is on a quantized layer; use model.merge_and_unlo"):
         merge_adapters(with_lora(make_model()))
+    offloaded = with_lora(load(mode="qat"), target_modules=["q_proj"])
+    accelerate.cpu_offload(offloaded, torch.device("cpu"))
+    for into in ("packed", "bf16"):
+        with pytest.raises(ValueError, match="embed_tokens.weight is not in memory .*; load the model without offloa"):
+            merge_adapters(offloaded, into=into)
+    with pytest.raises(ValueError, match="embed_tokens.weight is not in memory"):
+        offloaded.get_base_model().dequantize()
 
 
 def test_the_cost_is_measured_per_layer_and_overall(load, caplog, capsys):

@@ -93,7 +93,16 @@ class MXFP4LoraModel(LoraModel):
         self._report(layers)
         if self.merge_report is not None:
             model.merge_report = self.merge_report
+            if hasattr(model, "hf_quantizer"):
+                model.hf_quantizer.record = {"weight_sqnr_db": None}  # the known one is that of the weights before
         return model
+
+    def add_weighted_adapter(self, adapters: list[str], *args: Any, **kwargs: Any) -> None:
+        """[`peft.LoraModel.add_weighted_adapter`]; raises `ValueError` for adapters on packed experts."""
+        for name, module in self.model.named_modules():
+            if isinstance(module, MXFP4LoraExperts) and any(adapter in module.lora_A for adapter in adapters):
+                raise ValueError(f"add_weighted_adapter cannot combine adapters on packed experts ({name})")
+        super().add_weighted_adapter(adapters, *args, **kwargs)
 
     def _report(self, layers: dict[str, Merges]) -> None:
         errors = {name: layer.merge_error for name, layer in layers.items() if layer.merge_error is not None}

@@ -13,7 +13,7 @@ from torch import nn
 from ...layers import PACKED, QUANTIZED, TRAINABLE, MXFP4PackedExperts
 from ...report import decibels
 from ...utils import Mixin
-from ..transformers import pack, to_plain
+from ..transformers import check_here, pack, to_plain
 
 
 #: Below this SQNR of the adapters' change, a merge into quantized weights is pointed out: at 4 to 5 dB the policies of
@@ -203,12 +203,13 @@ def merge_adapters(model: PeftModel, into: str = "packed") -> nn.Module:
 
     Raises:
         TypeError: ``model`` is no PEFT model with adapters in its layers.
-        ValueError: another ``into``, a base that is not quantized, or a method that cannot be merged so.
+        ValueError: another ``into``, a base that is offloaded or not quantized, or a method that cannot be merged so.
     """
     if into not in ("packed", "bf16"):
         raise ValueError(f"into={into!r} is not supported; choose one of 'packed', 'bf16'")
     if not isinstance(model, PeftModel) or not isinstance(model.base_model, BaseTuner):
         raise TypeError(f"merge_adapters takes a PeftModel with adapters in its layers, not {type(model).__name__}")
+    check_here(model)
     layers = adapters_on_quantized(model)
     if not layers:
         raise ValueError(

@@ -13,11 +13,14 @@ from transformers.quantizers import HfQuantizer
 
 from ..._logging import get_logger
 from ...checkpoint import (
+    FileNames,
     check_checkpoint,
     check_unquantized,
+    kept_reasons,
     make_record,
     read_header,
     take_state_dict,
+    tensors_by_name,
     unguard,
     wrap_saving,
 )
@@ -83,9 +86,8 @@ class MXFP4RLQuantizer(HfQuantizer):
         check_trainer()
         files = checkpoint_files or ()
         headers = [read_header(file) for file in files if str(file).endswith(".safetensors")]
-        reasons = skip_reasons(model, self.quantization_config.modules_to_not_convert or ())
-        if self.pre_quantized:
-            reasons = swap.reasons_of_checkpoint(model, self.quantization_config, reasons, headers)
+        tensors = tensors_by_name(headers) if self.pre_quantized else {}
+        reasons = kept_reasons(FileNames(model, tensors), self.quantization_config, tensors)
         self.quantization_config = self.quantization_config.keeping(full_precision_record(model, reasons))
         make = partial(swap.from_plain, is_empty=True) if self._packed and not self.pre_quantized else None
         self._skipped = swap.quantize_linears(model, self.quantization_config, make, reasons)[1]
@@ -172,6 +174,7 @@ class MXFP4RLQuantizer(HfQuantizer):
 
     def make_plain(self, model, dtype=None):
         """[`dequantize`] of a model that may have no quantized layer any more."""
+        swap.check_here(model)
         layers = {n: m for n, m in model.named_modules(remove_duplicate=False) if isinstance(m, QUANTIZED)}
         swap.swap_layers(model, layers, lambda layer, name: swap.to_plain(layer, dtype))
         # Not model.to(dtype): that would convert buffers such as the rotary frequencies too.

@@ -1,25 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which modules of a model are replaced by quantized layers, and what is done with weights as a checkpoint is read."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable
 from typing import Any, cast
 
 import torch
 from torch import nn
 from transformers.core_model_loading import ConversionOps
 
-from ...checkpoint import FileHeader, FileNames, tensors_by_name, tied_weights
+from ...checkpoint import tied_weights
 from ...config import MXFP4RLConfig
 from ...gemm import PACKED_FIELDS, PACKED_SUFFIXES
 from ...layers import PACKED, QUANTIZED, MXFP4Experts, MXFP4Linear, MXFP4PackedExperts, MXFP4PackedLinear, matrix_names
-from ...model_structure import experts_unsupported_reason, projections
-from ...module_names import BY_OPTION, candidates, find_layers, full_names, is_skipped_by_name
+from ...model_structure import projections
+from ...module_names import find_layers
 from ...report import ErrorEnergy, add_packed
 
 
 MakeLayer = Callable[[nn.Module, MXFP4RLConfig, str], nn.Module]
-
-SAVED_PLAIN = "in full precision in the checkpoint"
 
 
 def quantize_linears(
@@ -64,6 +62,13 @@ def to_plain(layer: nn.Module, dtype: torch.dtype | None) -> nn.Module:
     return (layer.to_linear if isinstance(layer, nn.Linear) else layer.to_experts)(dtype)
 
 
+def check_here(model: nn.Module) -> None:
+    """Raise `ValueError` for a parameter that has no memory, as those of a partly offloaded model."""
+    gone = next((name for name, parameter in model.named_parameters() if parameter.is_meta), None)
+    if gone is not None:
+        raise ValueError(f"{gone} is not in memory (offloaded or not loaded); load the model without offloading")
+
+
 def swap_layers(model: nn.Module, layers: dict[str, nn.Module], make: Callable[[nn.Module, str], nn.Module]) -> None:
     """Replace layers of ``model`` by what ``make`` builds from them and their first name. ``layers`` is emptied, so
     that what a replaced layer held can be freed before the next one is built."""
@@ -74,45 +79,6 @@ def swap_layers(model: nn.Module, layers: dict[str, nn.Module], make: Callable[[
             model.set_submodule(place, new)
             del layers[place]
         del old, new
-
-
-# ---- which layers a quantized checkpoint has in MXFP4 ---------------------------------------------------------------
-
-
-def reasons_of_checkpoint(
-    model: nn.Module, config: MXFP4RLConfig, reasons: Mapping[str, str], headers: Iterable[FileHeader]
-) -> dict[str, str]:
-    """Return the reasons of [`skip_reasons`] changed to what the checkpoint in ``headers`` has. Packed files show which
-    weights are packed; `config.json` lists what stayed in full precision. Layers that no file has, such as a new head,
-    stay."""
-    stored, found = _stored_dtypes(model, headers), dict(reasons)
-    for name, module in candidates(model).items():
-        if type(module) is not nn.Linear and experts_unsupported_reason(module) is not None:
-            continue
-        dtype = stored.get(f"{name}.{matrices_of(module)[0]}")
-        if dtype is None or reasons.get(name) == BY_OPTION:
-            continue
-        was_plain = _was_plain(model, config, name)
-        if dtype == torch.uint8 if config.mode == "packed" else not was_plain:
-            found.pop(name, None)
-        elif was_plain:
-            found.setdefault(name, SAVED_PLAIN)
-    return found
-
-
-def _was_plain(model: nn.Module, config: MXFP4RLConfig, name: str) -> bool:
-    if config.full_precision is None:
-        return is_skipped_by_name(model, name)
-    prefix = getattr(model, "base_model_prefix", "")
-    names = {*full_names(model, name), name.removeprefix(f"{prefix}.")}
-    return any(own == kept or own.startswith(f"{kept}.") for own in names for kept in config.full_precision)
-
-
-def _stored_dtypes(model: nn.Module, headers: Iterable[FileHeader]) -> dict[str, torch.dtype]:
-    """Return the dtypes of the tensors in the files, by the names that they have in the model."""
-    tensors = tensors_by_name(headers)
-    names = FileNames(model, tensors)
-    return {own: tensors[name].dtype for name, own in {**names.converted, **names.places}.items()}
 
 
 # ---- weights as they are read ---------------------------------------------------------------------------------------
