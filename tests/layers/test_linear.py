@@ -12,7 +12,7 @@ from tables import PLAIN
 from torch import nn
 
 from hf_mxfp4 import MXFP4Linear, MXFP4PackedLinear, MXFP4RLConfig
-from hf_mxfp4.layers import cached_weights
+from hf_mxfp4.layers import cached_weights, fallback_thresholds, update_fallback_thresholds
 from hf_mxfp4.numerics import apply_scheme, parse_scheme
 
 
@@ -244,6 +244,13 @@ def test_a_row_does_not_depend_on_what_the_layer_saw():
     torch.testing.assert_close(layer(torch.cat([batch(seed=4, scale=50.0), x]))[64:], expected, rtol=1e-6, atol=1e-5)
     for other in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
         assert torch.equal(other(x), expected)
+
+
+def test_the_names_of_the_version_with_thresholds():
+    layer = make_layer("selective", 256)
+    assert fallback_thresholds(layer) == {} and list(layer.state_dict()) == ["weight", "bias"]
+    with pytest.raises(RuntimeError, match="has no thresholds; remove this call"):
+        update_fallback_thresholds(layer)
 
 
 def test_stochastic_rounding_of_selected_blocks_repeats_within_a_step():
