@@ -104,17 +104,8 @@ def recovery() -> str:
 
 
 def recovery_cpu() -> str:
-    """Return the cells that a CPU ran with one seed; those without a step are policies that were quantized."""
-    rows = [
-        [
-            r["label"],
-            f"{100 * r['before']:.1f}" * (r["steps"] > 0),
-            f"{100 * r['value']:.1f}",
-            f"{r['learning_rate']:g}",
-        ]
-        for r in records("recovery_cpu")
-    ]
-    return table(["cell", "before RL", "after RL", "rate"], rows)
+    """Return the cells that a CPU ran with one seed."""
+    return table(["cell", "after RL"], [[r["label"], f"{100 * r['value']:.1f}"] for r in records("recovery_cpu")])
 
 
 def recovery_rates() -> str:
