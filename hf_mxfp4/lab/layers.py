@@ -4,7 +4,7 @@
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 
 import torch
@@ -12,9 +12,10 @@ from torch import nn
 
 from ..checkpoint import LayerCost, StoredTensor, bits_per_weight
 from ..checkpoint.folder import CheckpointFolder
-from ..checkpoint.names import FileNames
+from ..checkpoint.names import FileNames, quantizable_layers
+from ..config import MXFP4RLConfig
 from ..model_structure import projections
-from ..module_names import ALWAYS_SKIPPED, find_layers, name_matches
+from ..module_names import ALWAYS_SKIPPED, name_matches
 from .source import Source
 
 
@@ -45,8 +46,8 @@ class Selection:
 
         Raises `SourceError` for a quantized one, and `ValueError` for a model that is not known or not supported.
         """
-        skips = source.scheme.modules_to_not_convert if source.scheme else None
-        return cls(tuple(exclude), _quantized_axes(source, skips or (), exclude) if source.config else None)
+        own = source.scheme
+        return cls(tuple(exclude), _quantized_axes(source, own, exclude) if source.config else None)
 
     def reason_against(self, name: str) -> str | None:
         """Return why the user does not want the layer of this name; `None` for one that is wanted."""
@@ -108,17 +109,18 @@ def classify(tensor: str, shape: Sequence[int], dtype: torch.dtype) -> int | str
     return -1 if dtype in _FLOATS else None
 
 
-def _quantized_axes(source: Source, skips: Sequence[str], exclude: Sequence[str]) -> dict[str, int]:
+def _quantized_axes(source: Source, own: MXFP4RLConfig | None, exclude: Sequence[str]) -> dict[str, int]:
     """Return the axis that blocks run along, for the tensors in the files that quantized weights are loaded from."""
     tensors = {tensor.name: tensor for _, shard in source.shards([]) for tensor in shard}
     model = CheckpointFolder(source.folder, source.config, tensors).empty_model()
     unwanted = [p for p in exclude if any(name_matches(name, p) for name, _ in model.named_modules())]
-    weights: dict[str, int] = {}
-    for name, layer in find_layers(model, [*skips, *unwanted])[0].items():
+    names, config, weights = FileNames(model, tensors), own or MXFP4RLConfig(), dict[str, int]()
+    skips = [*(config.modules_to_not_convert or ()), *unwanted] or None
+    config = replace(config, modules_to_not_convert=skips).keeping(config.full_precision)
+    for name, layer in quantizable_layers(names, config, tensors if own else {})[0].items():
         axis = 1 if getattr(layer, "is_transposed", False) else -1
-        own = ["weight"] if isinstance(layer, nn.Linear) else projections(layer)
-        weights |= {f"{name}.{weight}": axis for weight in own}
-    names = FileNames(model, tensors)
+        matrices = ["weight"] if isinstance(layer, nn.Linear) else projections(layer)
+        weights |= {f"{name}.{weight}": axis for weight in matrices}
     whole = {name: weights[place] for name, place in names.places.items() if place in weights}
     # What transformers joins are matrices of linear layers.
     return whole | {name: -1 for name, place in names.converted.items() if place in weights}

@@ -23,7 +23,7 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
-from hf_mxfp4 import MXFP4RLConfig, module_names, pack
+from hf_mxfp4 import MXFP4RLConfig, lab, module_names, pack
 from hf_mxfp4.checkpoint import pack_checkpoint, take_state_dict, verify_folder
 from hf_mxfp4.integrations.transformers import quantizer
 
@@ -125,6 +125,7 @@ def test_what_names_do_not_tell_is_recorded_and_used(mode, t5, tmp_path, monkeyp
     again.save_pretrained(tmp_path / "again")
     assert config_in(tmp_path / "again") == config_in(tmp_path / "saved")
     if mode == "qat":
+        assert len(lab.Selection.of(lab.open_source(f"{tmp_path}/saved")).axes) == 14
         pack_checkpoint(tmp_path / "saved", tmp_path / "packed")
         packed = load_as(tmp_path / "packed")
         assert packed.quantization_report.quantized == model.quantization_report.quantized
