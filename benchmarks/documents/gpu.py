@@ -9,18 +9,22 @@ from ..records import MODELLED, RESULTS, of_kind, table
 
 
 def gpu(folder: Path = RESULTS) -> str:
-    """Return a table per section of `benchmarks.gpu`; where it was measured, unless it was where the section above was.
-    Raises `ValueError` for records of interpreted or tiny runs, and for those that were not measured at all."""
-    parts, place = [], ""
+    """Return a table per section of `benchmarks.gpu`, by where it was measured. Raises `ValueError` for records of
+    interpreted or tiny runs, and for those that were not measured at all."""
+    places: dict[str, dict[str, list[dict]]] = {}
     for path in sorted(folder.glob("gpu_*.json")):
         if path.stem == MODELLED:
             continue
         found = of_kind(json.loads(path.read_text()), path)
         if any(record["tiny"] or record["hardware"] == INTERPRETER for record in found):
             raise ValueError(f"{path} is of a run that only checks that everything runs; no number to publish")
-        above, place = place, f" on {found[0]['hardware']}; `{found[0]['command']}`, {found[0]['date']}"
-        parts.append(f"`{path.stem.removeprefix('gpu_')}`{'' if place == above else place}\n\n{_section(found)}")
-    return "\n".join(parts)
+        for r in found:
+            place = f"On {r['hardware']}; `{r['command']}`, {r['date']}:\n"
+            places.setdefault(place, {}).setdefault(f"`{path.stem.removeprefix('gpu_')}`\n", []).append(r)
+    texts = []
+    for place, sections in places.items():
+        texts += [place, *(part for name, found in sections.items() for part in (name, _section(found)))]
+    return "\n".join(texts)
 
 
 def _section(found: list[dict]) -> str:

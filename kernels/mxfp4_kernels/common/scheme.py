@@ -277,4 +277,5 @@ def as_stored(tensor: torch.Tensor | None) -> torch.Tensor | None:
 
 def on(device: torch.device) -> contextlib.AbstractContextManager:
     """Return a context in which kernels start on a device."""
-    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
+    elsewhere = device.type == "cuda" and device.index != torch.cuda.current_device()
+    return torch.cuda.device(device) if elsewhere else contextlib.nullcontext()

@@ -14,6 +14,8 @@ there can be, and programs without a tile leave at once: nothing is read back, a
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
@@ -22,7 +24,7 @@ from ..common.arguments import Partial, WeightConstants
 from ..common.blocks import BLOCK_MANTISSAS, NO_MACRO, as_stored, to_float
 from ..common.scheme import BLOCK, INTERPRETED, Packed, Scheme, check_device, on
 from ..common.scheme import as_stored as stored
-from .config import STEP, Config, gpu_of, split_steps, tile_config
+from .config import STEP, Config, Gpu, gpu_of, split_steps, tile_config
 from .counters import zeros_of_a_launch
 from .tile import NARROW_BYTE, arrives_last, decoded_product, inverse_of_macro, load_inside, sum_of_splits
 
@@ -230,42 +232,44 @@ def _launch(
     offsets: torch.Tensor | None,
     out: torch.Tensor,
 ) -> None:
-    gpu, n_rows, n = gpu_of(x.device), x.shape[0], out.shape[-1]
-    n_experts = 1 if offsets is None else offsets.shape[0]
-    config = tile_config(rows_class(n_rows, offsets), scheme.outlier_fallback is not None, gpu)
-    if INTERPRETED:
-        config = config._replace(BN=32)  # small, so that tests of several tiles are
-    step = min(STEP, scheme.macro_block or STEP)
-    weight = weight_constants(n, k, 0 if offsets is None else n_experts, scheme, config, x.device.type == "cuda")
-    slots = triton.cdiv(n_rows, config.BM) if offsets is None else tile_slots(n_rows, n_experts, config.BM)
-    tiles = slots * triton.cdiv(n, config.BN)
-    steps = triton.cdiv(k, step)
-    of_split = split_steps(steps, tiles, config.num_warps, gpu.multiprocessors)
-    splits, partial = triton.cdiv(steps, of_split), None
+    n_rows, n, gpu = x.shape[0], out.shape[-1], gpu_of(x.device)
+    n_experts = None if offsets is None else offsets.shape[0]
+    tiles, of_split, splits, weight, options = _plan(n_rows, n, k, n_experts, scheme, gpu, x.device.type == "cuda")
+    partial = None
     if splits > 1:
         sums = torch.empty((splits, n_rows, n), dtype=torch.float32, device=x.device)
         partial = Partial(sums, zeros_of_a_launch(tiles, x.device))
     pointers = packed.pointers()
     pointers = pointers._replace(codes=_words(pointers.codes), residual_codes=_words(pointers.residual_codes))
     arguments = (stored(x), pointers, stored(bias), stored(out), partial, offsets)
-    numbers = (n_rows, n_experts, of_split, splits, x.stride(0), scheme.alpha)
-    options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
+    numbers = (n_rows, n_experts or 1, of_split, splits, x.stride(0), scheme.alpha)
     with on(x.device):
         decode_kernel[(tiles, splits)](*arguments, *numbers, WEIGHT=weight, **options)
 
 
-def rows_class(n_rows: int, offsets: torch.Tensor | None) -> int:
-    """Return the rows by which tiles are chosen: of experts, the mean of those that can have any."""
-    if offsets is None:
-        return n_rows
-    mean = n_rows / max(1, min(n_rows, offsets.shape[0]))
-    return 8 if mean <= _FEW else max(16, int(mean))
-
-
-def tile_slots(n_rows: int, n_experts: int, tile_rows: int) -> int:
-    """Return the most tiles of ``tile_rows`` rows that ``n_rows`` rows of experts need, whatever the counts: at most
-    one of each expert that has rows is not full, and each has a row."""
-    return min(n_rows // tile_rows + min(n_rows, n_experts), n_rows)
+@functools.lru_cache(maxsize=4096)
+def _plan(
+    n_rows: int, n: int, k: int, n_experts: int | None, scheme: Scheme, gpu: Gpu, on_gpu: bool
+) -> tuple[int, int, int, WeightConstants, dict[str, int]]:
+    """Return the tiles, the steps of a split, the splits of a tile, and the constants and options of a launch."""
+    rows = n_rows
+    if n_experts is not None:
+        # The mean of the experts that can have any.
+        mean = n_rows / max(1, min(n_rows, n_experts))
+        rows = 8 if mean <= _FEW else max(16, int(mean))
+    config = tile_config(rows, scheme.outlier_fallback is not None, gpu)
+    if INTERPRETED:
+        config = config._replace(BN=32)  # small, so that tests of several tiles are
+    if n_experts is None:
+        slots = triton.cdiv(n_rows, config.BM)
+    else:
+        # Whatever the counts: at most one tile of each expert that has rows is not full, and each has a row.
+        slots = min(n_rows // config.BM + min(n_rows, n_experts), n_rows)
+    weight = weight_constants(n, k, n_experts or 0, scheme, config, on_gpu)
+    tiles, steps = slots * triton.cdiv(n, config.BN), triton.cdiv(k, weight.BK)
+    of_split = split_steps(steps, tiles, config.num_warps, gpu.multiprocessors)
+    options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
+    return tiles, of_split, triton.cdiv(steps, of_split), weight, options
 
 
 def weight_constants(n: int, k: int, n_experts: int, scheme: Scheme, config: Config, on_gpu: bool) -> WeightConstants:
