@@ -33,7 +33,7 @@ FIRST_PAGE = (
     ("plain MXFP4", "FP8", "FP4", (AS_IT_IS, "rceil"), "mxfp4"),
     ("the paper's MBS + OF", "BF16", "BF16", (AS_IT_IS, "rceil+mbs128-hybrid+of0.5"), "paper_a"),
     ("**the default**: block mantissas, whole residuals", "BF16", "BF16", (AS_IT_IS, f"{OURS}+of1"), "default"),
-    ("W4A4, smoothed and distilled", "BF16", "FP4", "w4a4", "w4a4_distilled"),
+    ("W4A4 with H64, smoothed and distilled", "BF16", "FP4", "w4a4, H64", "w4a4_h64_distilled"),
     ("**W4A8, smoothed and distilled**", "FP8", "FP8", "w4a8", "w4a8_distilled"),
 )
 
@@ -81,7 +81,7 @@ def readme_evidence() -> str:
     trained = {row["cell"]: row for row in statistics(runs_at_the_best_rate())}
     found = {**next(iter(_by_text().values())), None: {"bits": 16, "kl": 0.0}}
     learned = [r for r in records("distillation") if r["name"] == "test"]
-    found |= {r["scheme"].split(" ")[0]: r for r in reversed(learned) if "rotation" not in r["scheme"]}
+    found |= {r["scheme"].split(" ")[0] + ", H64" * ("rotation" in r["scheme"]): r for r in reversed(learned)}
     rows = []
     for name, hopper, blackwell, place, cell in FIRST_PAGE:
         after = f"{100 * trained[cell]['after']:.1f} ± {100 * trained[cell]['over_seeds']:.1f}"

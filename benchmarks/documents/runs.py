@@ -91,21 +91,25 @@ def architectures() -> str:
 
 
 def runs_at_the_best_rate() -> list[dict]:
-    """Return the runs of `recipes/configs/recovery_smollm2.yaml` at its learning rate."""
-    return [r for r in records("recovery_smollm2") if r["learning_rate"] == 2e-5]
+    """Return the runs of `recipes/configs/recovery_smollm2.yaml` at its learning rates."""
+    return [r for r in records("recovery_smollm2") if r["learning_rate"] == r["options"].get("learning_rate", 2e-5)]
 
 
 def recovery() -> str:
     """Return the table of RL on a real model, with what ran where."""
-    runs = runs_at_the_best_rate()
+    runs = [r for r in runs_at_the_best_rate() if not r["cell"].startswith("mxfp4_")]
     first, minutes = runs[0], sum(r["seconds"] for r in runs) / len(runs) / 60
-    made = f"{first['shape']}; {len(runs)} runs of {minutes:.1f} minutes, ten at a time, on {first['hardware']}"
+    made = f"{first['shape']}; {len(runs)} runs of {minutes:.1f} minutes, 10 or 12 at a time, on {first['hardware']}"
     return f"**{first['model']}**: {made}; `{first['command']}`, {first['date']}\n\n{markdown_table(*table_rows(runs))}"
 
 
 def recovery_cpu() -> str:
-    """Return the cells that a CPU ran with one seed."""
-    return table(["cell", "after RL"], [[r["label"], f"{100 * r['value']:.1f}"] for r in records("recovery_cpu")])
+    """Return the cells that a CPU ran with one seed, and the corrections of plain MXFP4."""
+    found: dict[str, list[str]] = {}
+    corrections = [r for r in runs_at_the_best_rate() if r["cell"].startswith("mxfp4_")]
+    for r in records("recovery_cpu") + corrections:
+        found.setdefault(r["label"], []).append(f"{100 * r['value']:.1f}")
+    return table(["cell", "after RL"], [[label, ", ".join(values)] for label, values in found.items()])
 
 
 def recovery_rates() -> str:

@@ -68,12 +68,15 @@ def test_cells_of_the_recovery_grid_are_accepted():
     # What starts from a distilled model has the scheme that it was distilled in (distill_smollm2.yaml, and a preset).
     assert schemes["w4a8"] == schemes["w4a8_distilled"] == schemes["bf16_then_qad"] == MXFP4RLConfig(preset="w4a8")
     assert schemes["w4a4"] == schemes["w4a4_distilled"] == MXFP4RLConfig(preset="w4a4", outlier_fallback=None)
+    h64 = MXFP4RLConfig(preset="w4a4", outlier_fallback=None, fprop={"rotation": "deterministic-64"})
+    assert schemes["w4a4_h64_distilled"] == schemes["bf16_then_qad_w4a4"] == h64
+    assert of["policy"].training.learning_rate == 1e-5 and of["policy"].recipe.save_policy
     assert schemes["w4a8_lora"] == MXFP4RLConfig(mode="packed", preset="w4a8")
     assert of["w4a8_lora"].model == of["bf16_lora"].model and of["bf16_lora"].model.use_peft
     afterwards = {"bf16_then_gptq", "bf16_then_gptq_w4a4"}
     assert {name for name, options in of.items() if options.recipe.gptq} == {"w4a8_gptq_lora"} | afterwards
     quantized = {name for name, options in of.items() if options.training.max_steps == 0}
-    assert quantized == {"bf16_then_rtn", "bf16_then_qad"} | afterwards
+    assert quantized == {"bf16_then_rtn", "bf16_then_qad", "bf16_then_qad_w4a4"} | afterwards
     assert {name for name, options in of.items() if options.recipe.rollout_scheme} == {"sampled_w4a8", "sampled_mxfp4"}
     corrections = [of[f"mxfp4_{name}"].training for name in ("off_policy_mask", "delta", "geometric", "k3")]
     assert [args.off_policy_mask_threshold for args in corrections] == [0.5, None, None, None]
