@@ -11,6 +11,7 @@ import copy
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from same_bits import assert_same
 from tables import pairwise_params
 from tiny_models import make_model
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -23,6 +24,7 @@ from hf_mxfp4.layers import set_quantization_step
 from hf_mxfp4.presets import PRESETS
 
 
+pytestmark = pytest.mark.usefixtures("fresh_compiler")
 #: Random numbers in all three products.
 STOCHASTIC = {
     "preset": "w4a4g4",
@@ -38,12 +40,6 @@ def compiled(function, backend="aot_eager"):
     torch._dynamo.reset()
     counter = CompileCounterWithBackend(backend)
     return torch.compile(function, fullgraph=True, backend=counter), counter
-
-
-def assert_equal(found, expected):
-    assert len(found) == len(expected)
-    for a, b in zip(found, expected, strict=True):
-        assert a.dtype == b.dtype and torch.equal(a, b)
 
 
 def train(model, function, options, steps=3) -> list[torch.Tensor]:
@@ -75,15 +71,9 @@ def check_training(model, **options):
     expected, found = train(model, model, options), train(twin, call, options)
     assert counter.frame_count == 1
     if options.get("backend") != "inductor":
-        return assert_equal(found, expected)
+        return assert_same(found, expected)
     for a, b in zip(found, expected, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4)
-
-
-@pytest.fixture(autouse=True)
-def fresh_compiler():
-    yield
-    torch._dynamo.reset()
 
 
 _MACRO = {"macro_block": 128, "macro_search": "dynamic", "outlier_fallback": 0.3}
@@ -138,19 +128,10 @@ def test_trainable_layers(preset, saved, dtype_and_autocast):
     for _ in range(3):
         x, grad = torch.randn(2, 5, 70, dtype=dtype), torch.randn(2, 5, 40, dtype=torch.bfloat16 if autocast else dtype)
         expected = [t.clone() for t in passes(layer, layer, x, grad, autocast)]
-        assert_equal(passes(call, layer, x, grad, autocast), expected)
+        assert_same(passes(call, layer, x, grad, autocast), expected)
         with torch.no_grad():
             layer.weight.add_(0.1)  # a step of an optimizer: no stale weight
     assert counter.frame_count == 1
-
-
-def test_equal_layers_share_a_graph():
-    layers = [MXFP4Linear(32, 32, config=MXFP4RLConfig(**STOCHASTIC), name=str(n)) for n in range(4)]
-    call, counter = compiled(lambda layer, x: layer(x))
-    x = torch.randn(3, 32)
-    assert_equal([call(layer, x) for layer in layers], [layer(x) for layer in layers])
-    assert counter.frame_count == 1
-    assert len({layer(x).sum().item() for layer in layers}) == 4
 
 
 def test_rows_may_vary():
@@ -159,7 +140,7 @@ def test_rows_may_vary():
     for rows in (5, 7, 9, 2):
         x, grad = torch.randn(rows, 40), torch.randn(rows, 24)
         expected = [t.clone() for t in passes(layer, layer, x, grad)]
-        assert_equal(passes(call, layer, x, grad), expected)
+        assert_same(passes(call, layer, x, grad), expected)
     assert counter.frame_count <= 2
 
 
@@ -193,7 +174,7 @@ def test_packed_layers(scheme, autocast):
     for _ in range(3):
         x, grad = torch.randn(2, 5, 70), torch.randn(2, 5, 40, dtype=torch.bfloat16 if autocast else torch.float32)
         expected = [t.clone() for t in passes(layer, layer, x, grad, autocast)]
-        assert_equal(passes(call, layer, x, grad, autocast), expected)
+        assert_same(passes(call, layer, x, grad, autocast), expected)
     assert counter.frame_count == 1
 
 
@@ -259,5 +240,5 @@ def test_blocks_compiled_one_by_one_share_a_graph():
         out = model(ids, labels=ids, use_cache=False)
         out.loss.backward()
         found.append([out.logits.detach(), *(p.grad.clone() for p in model.parameters())])
-    assert_equal(*found)
+    assert_same(*found)
     assert counter.frame_count == 1

@@ -61,6 +61,20 @@ def rotation_matrix(rotation: str, length: int, signs: torch.Tensor | None) -> t
     return matrix[:length]
 
 
+def one_pass(layer, x, grad, autocast=False) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """y, dx and dW."""
+    layer.zero_grad()
+    leaf = x.clone().requires_grad_()
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        y = layer(leaf)
+    y.backward(grad)
+    return y.detach(), leaf.grad, layer.weight.grad.clone()
+
+
+def same(first, second) -> list[bool]:
+    return [torch.equal(a, b) for a, b in zip(first, second, strict=True)]
+
+
 class Oracle:
     """One pass of a layer in float64, with the layer's own random numbers drawn again by their keys."""
 
@@ -125,13 +139,10 @@ def test_every_combination_of_operands(rotation, rounding):
         layer = make_layer(**options)
         layer.set_step(5)
         oracle = Oracle(layer, options)
-        x = batch.clone().requires_grad_()
-        y = layer(x)
-        y.backward(grad)
-        weight = layer.weight.detach()
+        found, weight = one_pass(layer, batch, grad), layer.weight.detach()
         y_grad_x = oracle.forward(batch, weight, layer.bias.detach()), oracle.grad_x(grad, weight)
         expected = (*y_grad_x, oracle.grad_weight(grad, batch))
-        for actual, reference in zip((y.detach(), x.grad, layer.weight.grad), expected, strict=True):
+        for actual, reference in zip(found, expected, strict=True):
             torch.testing.assert_close(actual.double(), reference, rtol=1e-5, atol=2e-5)
         torch.testing.assert_close(layer.bias.grad, grad.sum(0))
         seen.add(tuple(round(float(t.sum()), 4) for t in expected))
@@ -166,33 +177,28 @@ def test_reused_operands_are_those_of_a_rotated_forward_rotated_back(rotation):
     options = {"fprop": {"x": "rceil", "weight": "rceil", "rotation": rotation}}
     oracle = Oracle(layer, options)
     x, grad = torch.randn(M, K), torch.randn(M, N)
-    leaf = x.clone().requires_grad_()
-    y = layer(leaf)
-    y.backward(grad)
-    weight = layer.weight.detach()
+    found, weight = one_pass(layer, x, grad), layer.weight.detach()
     size = int(rotation.split("-")[1])
     signs = oracle.rng.signs("fprop", math.ceil(K / size) * size, "cpu") if rotation.startswith("random") else None
     back = rotation_matrix(rotation, K, signs).t()
     effective_w = oracle.operand("fprop", "weight", weight) @ back
     effective_x = oracle.operand("fprop", "x", x) @ back
-    close = {"rtol": 1e-5, "atol": 2e-5}
-    torch.testing.assert_close(y.double(), oracle.forward(x, weight, layer.bias.detach()), **close)
-    torch.testing.assert_close(leaf.grad.double(), grad.double() @ effective_w, **close)
-    torch.testing.assert_close(layer.weight.grad.double(), grad.double().t() @ effective_x, **close)
-    torch.testing.assert_close(layer.to_linear().weight.double(), effective_w, **close)
+    y = oracle.forward(x, weight, layer.bias.detach())
+    expected = y, grad.double() @ effective_w, grad.double().t() @ effective_x, effective_w
+    for actual, reference in zip([*found, layer.to_linear().weight], expected, strict=True):
+        torch.testing.assert_close(actual.double(), reference, rtol=1e-5, atol=2e-5)
 
 
 def test_fp8_output_gradients_are_quantized_along_each_contraction():
     layer = make_layer(preset="w4a4g8")
     x, grad = torch.randn(M, K), torch.randn(M, N) * torch.logspace(-6, 3, M).unsqueeze(1)
-    leaf = x.clone().requires_grad_()
-    layer(leaf).backward(grad)
+    _, grad_x, grad_weight = one_pass(layer, x, grad)
     weight = numerics.fake_quantize(layer.weight.detach()).double()
     by_token, by_output = numerics.fake_quantize_e4m3(grad), numerics.fake_quantize_e4m3(grad.t())
     assert not torch.equal(by_token, grad) and not torch.equal(by_token, by_output.t())
     close, of_x = {"rtol": 1e-5, "atol": 2e-4}, numerics.fake_quantize(x).double()
-    torch.testing.assert_close(leaf.grad.double(), by_token.double() @ weight, **close)
-    torch.testing.assert_close(layer.weight.grad.double(), by_output.double() @ of_x, **close)
+    torch.testing.assert_close(grad_x.double(), by_token.double() @ weight, **close)
+    torch.testing.assert_close(grad_weight.double(), by_output.double() @ of_x, **close)
 
 
 RANDOM = {
@@ -201,18 +207,6 @@ RANDOM = {
     "dgrad": {"grad": "rceil+stochastic", "weight": "rceil+stochastic"},
     "wgrad": {"grad": "rceil+stochastic", "x": "rceil+stochastic", "rotation": "random-32"},
 }
-
-
-def one_pass(layer, x, grad):
-    layer.zero_grad()
-    leaf = x.clone().requires_grad_()
-    y = layer(leaf)
-    y.backward(grad)
-    return y.detach(), leaf.grad, layer.weight.grad.clone()
-
-
-def same(first, second) -> list[bool]:
-    return [torch.equal(a, b) for a, b in zip(first, second, strict=True)]
 
 
 def test_draws_are_a_function_of_seed_rank_step_layer_and_operand(monkeypatch):
@@ -325,17 +319,10 @@ def test_bfloat16_and_autocast_follow_float32(preset, setting):
     with torch.no_grad():
         layer.weight.copy_(layer.weight.bfloat16())
     reference = one_pass(layer, x.float(), grad.float())
-    if setting == "bfloat16":
-        actual = one_pass(layer.bfloat16(), x, grad)
-        assert actual[2].dtype == torch.bfloat16
-    else:
-        layer.zero_grad()
-        with torch.autocast("cpu", torch.bfloat16):
-            leaf = x.float().requires_grad_()
-            y = layer(leaf)
-        y.backward(grad)
-        actual = (y.detach(), leaf.grad, layer.weight.grad)
-        assert (y.dtype, leaf.grad.dtype, layer.weight.grad.dtype) == (torch.bfloat16, torch.float32, torch.float32)
+    autocast = setting == "autocast"
+    actual = one_pass(layer, x.float(), grad, True) if autocast else one_pass(layer.bfloat16(), x, grad)
+    masters = torch.float32 if autocast else torch.bfloat16
+    assert [value.dtype for value in actual] == [torch.bfloat16, masters, masters]
     for value, expected in zip(actual, reference, strict=True):
         assert (value.float() - expected).norm() < 0.02 * expected.norm()
 

@@ -27,9 +27,26 @@ from hf_mxfp4.numerics import apply_scheme
 
 
 FAMILIES = ["qwen3_moe", "qwen2_moe", "mixtral", "gpt_oss"]
+PARAMETER_FAMILIES = ["qwen3_moe", "mixtral", "gpt_oss"]
 EXPERTS = "base_model.model.model.layers.0.mlp.experts"
+TARGETS = ["experts.gate_up_proj", "experts.down_proj"]
+RSLORA = {"use_rslora": True}
 #: Adapters of experts alone.
 with_lora = functools.partial(lora_models.with_lora, target_modules=["experts"])
+
+
+def with_parameters(model, std=0.01, **options):
+    """Adapters of experts alone, unless the options name other targets."""
+    targets = {"target_modules": [], "target_parameters": TARGETS}
+    return lora_models.with_lora(model, std=std, **{**targets, **options})
+
+
+def wrappers(model) -> dict[str, MXFP4LoraExpertParameter]:
+    return {m.parameter_name: m for m in model.modules() if isinstance(m, MXFP4LoraExpertParameter)}
+
+
+def experts_of(model) -> MXFP4Experts:
+    return next(m for m in model.modules() if isinstance(m, MXFP4Experts))
 
 
 def deltas(layer: MXFP4LoraExperts, projection: str, name: str = "default") -> torch.Tensor:
@@ -88,20 +105,25 @@ def test_every_expert_gets_factors_of_its_own(load, family):
 
 
 @pytest.mark.parametrize(
-    ("family", "options"), [*((family, {}) for family in FAMILIES), ("gpt_oss", {"use_rslora": True, "r": 2})], ids=str
+    ("trains_base", "family", "options"),
+    [
+        *((False, family, {}) for family in FAMILIES),
+        (False, "gpt_oss", {**RSLORA, "r": 2}),
+        *((True, family, options) for family in PARAMETER_FAMILIES for options in ({}, RSLORA)),
+    ],
+    ids=str,
 )
-def test_values_and_gradients_are_those_of_the_sums(load, options, family):
-    model = with_lora(load(family), **options)
-    scale = model.get_submodule(EXPERTS).scaling["default"]
-    assert scale == pytest.approx(8 / 2**0.5 if options else 2.0)
-    twin = summed_twin(model)
-    torch.testing.assert_close(model(IDS).logits, twin(IDS).logits, rtol=1e-4, atol=1e-5)
+def test_values_and_gradients_are_those_of_the_sums(load, trains_base, family, options):
+    model = with_parameters(qat(family), std=0.05, **options) if trains_base else with_lora(load(family), **options)
+    assert trains_base or model.get_submodule(EXPERTS).scaling["default"] == (8 / 2**0.5 if options else 2.0)
+    torch.testing.assert_close(model(IDS).logits, summed_twin(model)(IDS).logits, rtol=1e-4, atol=1e-5)
     ours = gradients(model)
     model.zero_grad(set_to_none=True)
     summed_twin(model).train()(IDS, labels=IDS, use_cache=False).loss.backward()
     theirs = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-    assert ours.keys() == theirs.keys() and len(ours) == 8
+    assert ours.keys() == theirs.keys() and len(ours) == (4 if trains_base else 8)
     for name, grad in ours.items():
+        assert "lora_" in name and grad.norm() > 0
         torch.testing.assert_close(grad, theirs[name], rtol=1e-3, atol=1e-6, msg=name)
 
 
@@ -251,39 +273,6 @@ def test_an_adapter_on_a_tied_head_is_not_given_away(load):
         dict(policy_parameters(with_lora(model, target_modules=["q_proj", "lm_head"])))
 
 
-PARAMETER_FAMILIES = ["qwen3_moe", "mixtral", "gpt_oss"]
-TARGETS = ["experts.gate_up_proj", "experts.down_proj"]
-BLOCK = "base_model.model.model.layers.0.mlp"
-
-
-def with_parameters(model, std=0.01, **options):
-    """Adapters of experts alone, unless the options name other targets."""
-    targets = {"target_modules": [], "target_parameters": TARGETS}
-    return lora_models.with_lora(model, std=std, **{**targets, **options})
-
-
-def wrappers(model) -> dict[str, MXFP4LoraExpertParameter]:
-    return {m.parameter_name: m for m in model.modules() if isinstance(m, MXFP4LoraExpertParameter)}
-
-
-def experts_of(model) -> MXFP4Experts:
-    return next(m for m in model.modules() if isinstance(m, MXFP4Experts))
-
-
-@pytest.mark.parametrize("family", PARAMETER_FAMILIES)
-@pytest.mark.parametrize("options", [{}, {"use_rslora": True}], ids=["", "rslora"])
-def test_values_and_gradients_of_parameters_are_those_of_the_sums(family, options):
-    model = with_parameters(qat(family), std=0.05, **options)
-    torch.testing.assert_close(model(IDS).logits, summed_twin(model)(IDS).logits, rtol=1e-4, atol=1e-5)
-    ours = gradients(model)
-    assert len(ours) == 4 and all("lora_" in name and grad.norm() > 0 for name, grad in ours.items())
-    model.zero_grad(set_to_none=True)
-    summed_twin(model)(IDS, labels=IDS, use_cache=False).loss.backward()
-    for name, parameter in model.named_parameters():
-        if name in ours:
-            torch.testing.assert_close(ours[name], parameter.grad, rtol=1e-3, atol=1e-6, msg=name)
-
-
 @torch.no_grad()
 def test_an_expert_by_hand_with_quantized_inputs():
     """The adapter takes the input in full precision, the weight takes it in MXFP4."""
@@ -291,7 +280,7 @@ def test_an_expert_by_hand_with_quantized_inputs():
     experts, ours = experts_of(model), wrappers(model)
     x = torch.randn(3, 64, generator=torch.Generator().manual_seed(1))
     index, weights = torch.tensor([[2], [0], [2]]), torch.tensor([[0.5], [2.0], [1.0]])
-    found = model.get_submodule(f"{BLOCK}.experts")(x, index, weights)
+    found = model.get_submodule(EXPERTS)(x, index, weights)
     plain = {name: experts.to_experts().get_parameter(name) for name in experts.projections}
     delta = {name: ours[name].get_delta_weight("default") for name in experts.projections}
 

@@ -11,6 +11,7 @@ from factors import factors_config
 from lora_models import gradients, with_lora
 from moe_models import make_moe, tokens
 from peft import LoraConfig, get_peft_model
+from same_bits import IDS, logits
 from tables import CONFIGS
 from tiny_models import make_model
 
@@ -18,9 +19,6 @@ import hf_mxfp4.integrations.peft
 from hf_mxfp4 import MXFP4Experts, MXFP4Linear, MXFP4RLConfig, cached_weights, pack
 from hf_mxfp4.integrations.transformers import quantize_linears
 from hf_mxfp4.layers import full_precision, trainable_matrices
-
-
-IDS = torch.arange(2, 14).view(2, 6)
 
 
 def loss_of(model) -> torch.Tensor:
@@ -87,7 +85,6 @@ def test_nothing_writes_the_masters(family, scheme, places, cached, dense_produc
     assert [(p._version, p.data_ptr()) for p in model.parameters()] == versions
 
 
-LONG_IDS = torch.arange(2, 26).view(2, 12)
 EXPERTS = "model.layers.{}.mlp.experts"
 STOCHASTIC = {"preset": "w4a4g4", "wgrad": {"grad": "rceil+stochastic", "rotation": "random-16"}}
 
@@ -102,9 +99,9 @@ def quantized(family="qwen3_moe", layers=2, **options):
 @pytest.mark.parametrize("implementation", ["eager", "grouped_mm", "batched_mm"])
 def test_the_experts_implementation_of_the_model_does_not_matter(family, implementation):
     model = quantized(family, layers=1)
-    expected = model(LONG_IDS).logits
+    expected = model(IDS).logits
     model.set_experts_implementation(implementation)
-    assert torch.equal(model(LONG_IDS).logits, expected)
+    assert torch.equal(model(IDS).logits, expected)
 
 
 def test_matrices_one_by_one():
@@ -117,14 +114,6 @@ def test_matrices_one_by_one():
     assert matrix.full_name == f"{EXPERTS.format(0)}.down_proj" and linear.full_name.endswith(".q_proj.weight")
     assert torch.equal(matrix.effective_rows(matrix.weight()), experts.to_experts().down_proj[2].T)
     assert linear.siblings == 1 and linear.weight().shape == (64, 64)
-
-
-SHORT_IDS = torch.arange(2, 18).view(2, 8)
-
-
-def logits(model):
-    with torch.no_grad():
-        return model(SHORT_IDS).logits
 
 
 @pytest.mark.parametrize("scheme", [{}, {"preset": "w4a4g4"}, {"fprop": {"rotation": "random-16"}}], ids=str)

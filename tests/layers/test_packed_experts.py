@@ -2,12 +2,14 @@
 """`MXFP4PackedExperts` against the trainable experts of the same scheme, and packed layers of a scheme that rotates."""
 
 import copy
-import gc
+import functools
 import pickle
 
 import pytest
+import test_experts
 import torch
 from lora_models import IDS, UP, with_lora
+from test_gemm_schemes import rotation_matrix
 from test_lora_experts import deltas, summed_twin
 from tiny_models import make_model
 from torch import nn
@@ -19,6 +21,7 @@ from hf_mxfp4.layers import MXFP4PackedExperts
 
 FAMILIES = ["qwen3_moe", "qwen2_moe", "mixtral", "gpt_oss"]
 CONFIG = MXFP4RLConfig(outlier_fallback=None)
+routing = functools.partial(test_experts.routing, 19, dtype=torch.float32)
 
 
 def twins(family="qwen3_moe", config=CONFIG, dtype=torch.float32):
@@ -28,13 +31,6 @@ def twins(family="qwen3_moe", config=CONFIG, dtype=torch.float32):
     return trained, MXFP4PackedExperts.from_experts(trained, config.packed(), "mlp.experts")
 
 
-def routing(dtype=torch.float32, tokens=19):
-    generator = torch.Generator().manual_seed(1)
-    index = torch.rand(tokens, 4, generator=generator).topk(2).indices
-    states = torch.randn(tokens, 64, generator=generator).to(dtype)
-    return states, index, torch.rand(tokens, 2, generator=generator).to(dtype)
-
-
 @pytest.mark.usefixtures("dense_products")
 @pytest.mark.parametrize("rate", [None, 0.2])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -42,7 +38,7 @@ def routing(dtype=torch.float32, tokens=19):
 def test_outputs_and_gradients_repeat_the_trainable_ones(family, dtype, rate):
     config = CONFIG if rate is None else MXFP4RLConfig(outlier_fallback_rate=rate)
     trained, packed = twins(family, config, dtype)
-    states, index, weights = routing(dtype)
+    states, index, weights = routing(dtype=dtype)
     inputs = [t.clone().requires_grad_() for t in (states, states)]
     outs = [layer(x, index, weights) for layer, x in zip((trained, packed), inputs, strict=True)]
     assert torch.equal(*outs)
@@ -75,35 +71,17 @@ def test_plain_experts_again(family):
         assert plain.down_proj_bias is not packed.down_proj_bias
 
 
-def test_nothing_is_kept_of_what_was_dequantized():
-    _, packed = twins()
-    inputs = routing()
-
-    def matrices():
-        gc.collect()
-        return [t for t in gc.get_objects() if type(t) is torch.Tensor and t.shape[-2:] == (64, 64)]
-
-    others = matrices()  # of other tests
-    with torch.no_grad(), cached_weights(packed):
-        packed(*inputs)
-        assert len(matrices()) == len(others)
-
-
 def test_dtype_follows_to():
     _, packed = twins("gpt_oss")
     packed.to(torch.bfloat16)
     assert packed.compute_dtype == torch.bfloat16 and packed.gate_up_proj.dtype == torch.uint8
-    assert packed(*routing(torch.bfloat16)).dtype == torch.bfloat16
+    assert packed(*routing(dtype=torch.bfloat16)).dtype == torch.bfloat16
     with pytest.raises(TypeError, match="input is torch.float32 but the layer's dtype is torch.bfloat16"):
         packed(*routing())
 
 
-def test_float_tensors_are_not_rounded_into_it():
+def test_tensors_that_are_missing_or_replaced_by_floats_are_refused():
     _, packed = twins()
-    state = packed.state_dict()
-    state["down_proj"] = torch.ones(4, 64, 16)
-    with pytest.raises(RuntimeError, match="down_proj is torch.float32, but the packed layer needs the uint8 tensor"):
-        packed.load_state_dict(state)
     packed.down_proj_scale = None
     with pytest.raises(ValueError, match="mlp.experts.down_proj_scale is missing; expected uint8 .4, 64, 1."):
         packed.check()
@@ -124,10 +102,9 @@ def test_a_state_dict_is_read_and_copies_are_equal():
 
 
 def test_what_cannot_be_packed():
-    trained, packed = twins()
+    trained, _ = twins()
     with pytest.raises(ValueError, match="needs a config of mode='packed'"):
         MXFP4PackedExperts.from_experts(trained, MXFP4RLConfig())
-    packed._parameters["gate_up_proj"] = torch.nn.Parameter(torch.zeros(4, 64, 64, dtype=torch.uint8), False)
     plain = trained.to_experts()
     plain.gate_up_proj = torch.nn.Parameter(torch.zeros(4, 64, 64, dtype=torch.uint8), requires_grad=False)
     with pytest.raises(TypeError, match="gate_up_proj is of torch.uint8; nothing to quantize"):
@@ -166,13 +143,6 @@ def inputs(dtype=torch.float32, tokens=5) -> torch.Tensor:
     x = torch.randn(2, tokens, K, dtype=dtype)
     x[..., 3] *= 30
     return x
-
-
-def rotation_matrix(size: int) -> torch.Tensor:
-    block = (
-        torch.tensor([[(-1.0) ** (i & j).bit_count() for j in range(size)] for i in range(size)]).double() / size**0.5
-    )
-    return torch.block_diag(*[block] * (K // size))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -216,7 +186,7 @@ def test_on_codes_outputs_are_the_trainable_ones_up_to_float32_sums(name):
 
 def test_dequantized_weights_are_in_the_basis_of_the_model():
     _, packed = pair("both")
-    turned = packed.forward_weight(torch.float64) @ rotation_matrix(128).T
+    turned = packed.forward_weight(torch.float64) @ rotation_matrix("deterministic-128", K, None).T
     torch.testing.assert_close(packed.dequantized_weight(torch.float64), turned, rtol=0, atol=1e-6)
     _, packed = pair("weights, H64")
     x, plain = inputs(), packed.to_linear()

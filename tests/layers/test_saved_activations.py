@@ -7,6 +7,9 @@ import math
 
 import pytest
 import torch
+from same_bits import assert_same
+from tables import CONFIGS, some
+from test_experts import routing
 from tiny_models import make_model
 from torch.autograd.graph import saved_tensors_hooks
 
@@ -18,16 +21,10 @@ from hf_mxfp4.layers import set_quantization_step
 #: Tokens, outputs and inputs, none of them a multiple of 16 or 32.
 M, N, K = 43, 37, 50
 EXACT = {
-    "w4a4": {},
-    "w4a4 eager": {"backend": "eager"},
-    "w4a4 no fallback": {"outlier_fallback": None},
-    "w4a4 no macro": {"macro_block": None, "outlier_fallback": None},
-    "weights alone fall back": {"outlier_fallback_operands": "weights"},
-    "row macro, mse": {"macro_block": "row", "scale_rule": "mse"},
+    **some(CONFIGS, "w4a4", "eager", "plain", "fallback of weights", "mse row", "w4a4g8", "paper_a"),
+    "no fallback": {"outlier_fallback": None},
     "block mantissas": {"scale_rule": "even", "macro_search": "blockwise"},
     "dynamic": {"macro_search": "dynamic"},
-    "w4a4g8": {"preset": "w4a4g8"},
-    "paper_a": {"preset": "paper_a"},
     "deterministic rotation": {"fprop": {"rotation": "deterministic-16"}},
     "random rotation": {"fprop": {"rotation": "random-64"}},
     "stochastic": {"fprop": {"x": "rceil+mbs128-static+stochastic"}},
@@ -80,11 +77,6 @@ def inputs(*shape: int, dtype=torch.float32) -> torch.Tensor:
     return x.to(dtype)
 
 
-def assert_same(found: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
-    for i, (a, b) in enumerate(zip(found, expected, strict=True)):
-        assert a.dtype == b.dtype and torch.equal(a, b), i
-
-
 @pytest.mark.parametrize(
     ("name", "dtype"),
     [*itertools.product(EXACT, [torch.float32, torch.bfloat16]), ("w4a4", torch.float64), ("w4a4", torch.float16)],
@@ -109,7 +101,7 @@ def test_any_number_of_axes_and_tokens(form, shape):
         assert_same(found, expected)
 
 
-@pytest.mark.parametrize("name", ["w4a4", "w4a4 eager", "block mantissas", "random rotation", "selective fallback"])
+@pytest.mark.parametrize("name", ["w4a4", "eager", "block mantissas", "random rotation", "selective fallback"])
 def test_the_same_under_autocast(name):
     full, saved = pair_of_layers(**EXACT[name])
     assert_same(outputs(saved, inputs(M, K), autocast=True), outputs(full, inputs(M, K), autocast=True))
@@ -173,6 +165,7 @@ def test_a_frozen_weight_keeps_nothing(form):
     _, layer = pair_of_layers(form=form)
     layer.weight.requires_grad_(False)
     assert kept_bytes(layer, inputs(M, K)) == 0
+    assert kept_bytes(layer.requires_grad_(False), inputs(M, K)) == 0
 
 
 @pytest.mark.parametrize("preset", ["w4a16", "w4a4", "w4a4g8", "w4a4g4", "paper_a", "paper_b"])
@@ -210,30 +203,24 @@ def pair_of_experts(form="mxfp4", family="qwen3_moe", **options) -> list[MXFP4Ex
     return [MXFP4Experts.from_experts(p, c, "layers.0.mlp.experts") for p, c in zip(plain, configs, strict=True)]
 
 
-def routed() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Hidden states, two experts of each, never the unused one, and their weights."""
-    generator = torch.Generator().manual_seed(3)
-    scores = torch.rand(41, 4, generator=generator)
-    scores[:, UNUSED] = -1
-    weights, index = scores.topk(2)
-    return torch.randn(41, 64, generator=generator), index, weights
+ROUTED = routing(41, dtype=torch.float32, unused=UNUSED)
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
 @pytest.mark.parametrize("scheme", EXPERTS)
 def test_codes_give_experts_the_same_gradients(scheme, family):
     full, saved = pair_of_experts("mxfp4", family, **EXPERTS[scheme])
-    assert kept_bytes(saved, *routed()) < kept_bytes(full, *routed())
-    expected = outputs(full, *routed())
-    assert_same(outputs(saved, *routed()), expected)
+    assert kept_bytes(saved, *ROUTED) < kept_bytes(full, *ROUTED)
+    expected = outputs(full, *ROUTED)
+    assert_same(outputs(saved, *ROUTED), expected)
     assert expected[2].abs().sum() > 0 and not expected[2][UNUSED].any()
 
 
 @pytest.mark.parametrize("preset", ["w4a4", "w4a16", "w4a4g4"])
 def test_fp8_rounds_the_gradients_of_the_weights_of_experts_alone(preset):
     full, saved = pair_of_experts("fp8", preset=preset)
-    assert kept_bytes(saved, *routed()) < kept_bytes(full, *routed())
-    expected, found = outputs(full, *routed()), outputs(saved, *routed())
+    assert kept_bytes(saved, *ROUTED) < kept_bytes(full, *ROUTED)
+    expected, found = outputs(full, *ROUTED), outputs(saved, *ROUTED)
     assert_same(found[:2], expected[:2])
     for a, b in zip(found[2:], expected[2:], strict=True):
         assert 0.001 < ((a - b).norm() / b.norm()).item() < 0.12

@@ -28,14 +28,10 @@ def test_every_router_is_found_and_its_choices_are_read(family):
     layers = [1] if family == "deepseek_v3" else [0, 1]  # whose first layer is dense
     assert list(routers) == [f"model.layers.{layer}.{PLACES.get(family, 'mlp.gate')}" for layer in layers]
     logits = []
-    handles = [
+    for router in routers.values():
         router.register_forward_hook(lambda module, args, output: logits.append(max(output, key=lambda t: t.shape[-1])))
-        for router in routers.values()
-    ]
     with torch.no_grad(), recorded_choices(routers) as choices:
         model(tokens())
-    for handle in handles:
-        handle.remove()
     for (name, (chosen,)), scores in zip(choices.items(), logits, strict=True):
         assert chosen.shape == (21, 2) and scores.shape == (21, 6), name
         if family != "deepseek_v3":  # the best of all, where there are no groups
@@ -75,9 +71,9 @@ def test_a_router_that_does_not_tell_its_choices_is_named():
     router = model.model.layers[1].mlp.gate
     forward = router.forward
     router.forward = lambda x: (*forward(x)[:2], forward(x)[2].float())
-    with torch.no_grad(), recorded_choices(find_routers(model)):
-        with pytest.raises(ValueError, match=r"layers.1.mlp.gate \(Qwen3MoeTopKRouter\) does not return the indices"):
-            model(tokens())
+    message = r"layers.1.mlp.gate \(Qwen3MoeTopKRouter\) does not return the indices"
+    with torch.no_grad(), recorded_choices(find_routers(model)), pytest.raises(ValueError, match=message):
+        model(tokens())
 
 
 PROMPTS = [[5, 6, 7], [8, 9, 10, 11, 12], [3]]
@@ -94,11 +90,12 @@ def generate(model, prompts=PROMPTS, *, new=4, **options):
     return [row[: row.index(1) + 1] if 1 in row else row for row in rows]
 
 
-def choices_alone(model, sequence):
-    """The choices for one sequence without padding or cache: ``[length, layers, k]``."""
+def free_choices(model, ids=None):
+    """The choices for sequences without padding or cache: ``[batch, length, layers, k]``."""
+    ids = tokens() if ids is None else ids
     with torch.no_grad(), recorded_choices(find_routers(model)) as choices:
-        model(torch.tensor([sequence]))
-    return torch.stack([passes[0] for passes in choices.values()], dim=1)
+        model(ids)
+    return torch.stack([passes[0].view(*ids.shape, 2) for passes in choices.values()], dim=2)
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "gpt_oss", "deepseek_v3"])
@@ -109,7 +106,7 @@ def test_each_sequence_gets_its_own_choices(family):
         completions = generate(model)
     rows = recorder.rows(PROMPTS, completions)
     for prompt, completion, row in zip(PROMPTS, completions, rows, strict=True):
-        alone = choices_alone(model, [*prompt, *completion])
+        (alone,) = free_choices(model, torch.tensor([[*prompt, *completion]]))
         assert row.dtype == torch.int16 and len(row) == len(prompt) + len(completion) - 1
         assert torch.equal(row.sort().values, alone[:-1].sort().values.to(torch.int16))
 
@@ -163,13 +160,6 @@ def other_choices(model, seed=1):
     return torch.rand(shape, generator=torch.Generator().manual_seed(seed)).argsort()[..., :2]
 
 
-def free_choices(model):
-    routers = find_routers(model)
-    with torch.no_grad(), recorded_choices(routers) as choices:
-        model(tokens())
-    return torch.stack([passes[0].view(3, 7, 2) for passes in choices.values()], dim=2)
-
-
 def weights_of(family, logits, chosen):
     """Independent of the models: what each architecture makes of the chosen logits."""
     if family == "deepseek_v3":
@@ -187,11 +177,10 @@ def test_the_recorded_experts_are_chosen_with_the_weights_of_the_architecture(fa
     routers, wanted = find_routers(model), other_choices(model)
     assert not torch.equal(free_choices(model).sort().values, wanted.sort().values)
     outputs = []
-    handles = [r.register_forward_hook(lambda m, args, out: outputs.append(out)) for r in routers.values()]
+    for router in routers.values():
+        router.register_forward_hook(lambda module, args, output: outputs.append(output))
     with torch.no_grad(), replayed_choices(routers, wanted, ALL) as report:
         model(tokens())
-    for handle in handles:
-        handle.remove()
     assert len(outputs) == len(routers)
     for layer, output in enumerate(outputs):
         logits = next(t for t in output if t.shape[-1] == 6)
@@ -301,29 +290,26 @@ def test_missing_choices_are_an_error_with_numbers():
     wanted = other_choices(model)
     wanted[1, 2:4] = -1
     wanted[2, 0, 1, 0] = -1
-    with pytest.raises(RouterReplayError, match=r"covers 18 of 21 tokens \(85.7%\): in 2 of 3 sequences"):
-        with replayed_choices(find_routers(model), wanted, ALL):
-            pytest.fail("not entered")
+    message = r"covers 18 of 21 tokens \(85.7%\): in 2 of 3 sequences"
+    with pytest.raises(RouterReplayError, match=message), replayed_choices(find_routers(model), wanted, ALL):
+        pytest.fail("not entered")
 
 
 def test_passes_that_do_not_fit_the_recording():
     model = make_moe()
     routers, wanted = find_routers(model), other_choices(model)
-    with pytest.raises(RouterReplayError, match="got 28 tokens where 3 sequences of 7 are left"):
-        with replayed_choices(routers, wanted, ALL):
-            model(tokens(batch=4))
-    with pytest.raises(RouterReplayError, match="got 18 tokens"):
-        with replayed_choices(routers, wanted, ALL):
-            model(tokens(length=6))
-    with pytest.raises(RouterReplayError, match="got 2 of 3 sequences in a pass with gradients"):
-        with replayed_choices(routers, wanted, ALL):
-            model(tokens()[:2])
+    for ids, message in (
+        (tokens(batch=4), "got 28 tokens where 3 sequences of 7 are left"),
+        (tokens(length=6), "got 18 tokens"),
+        (tokens()[:2], "got 2 of 3 sequences in a pass with gradients"),
+    ):
+        with pytest.raises(RouterReplayError, match=message), replayed_choices(routers, wanted, ALL):
+            model(ids)
     with pytest.raises(RouterReplayError, match="chose for 2 of 3 sequences"):
         with torch.no_grad(), replayed_choices(routers, wanted, ALL):
             model(tokens()[:2])
-    with pytest.raises(RouterReplayError, match="chose for 0 of 3 sequences"):
-        with replayed_choices(routers, wanted, ALL):
-            pass
+    with pytest.raises(RouterReplayError, match="chose for 0 of 3 sequences"), replayed_choices(routers, wanted, ALL):
+        pass
     with pytest.raises(ValueError, match="must be .batch, length, 2 routers, k."):
         with replayed_choices(routers, wanted[:, :, :1], ALL):
             pass
@@ -344,8 +330,7 @@ def test_nothing_is_left_behind_by_an_exception():
     own = router.forward
     router.forward = own  # as accelerate's hooks leave it
     before = free_choices(model)
-    with pytest.raises(ZeroDivisionError):
-        with replayed_choices(find_routers(model), other_choices(model), ALL):
-            raise ZeroDivisionError
+    with pytest.raises(ZeroDivisionError), replayed_choices(find_routers(model), other_choices(model), ALL):
+        raise ZeroDivisionError
     assert router.__dict__["forward"] is own and "forward" not in model.model.layers[1].mlp.gate.__dict__
     assert torch.equal(free_choices(model), before)

@@ -2,7 +2,9 @@
 """Products of quantized operands with the straight-through gradient: of one weight, of experts, and as FP8 tensor cores
 compute them."""
 
+import functools
 import importlib
+import itertools
 
 import pytest
 import torch
@@ -27,6 +29,7 @@ from hf_mxfp4.gemm import (
     reset_matmul_counts,
     select_matmul,
     to_fp8,
+    weight_operand,
 )
 from hf_mxfp4.numerics import FULL, GemmScheme, LinearScheme, QuantScheme
 
@@ -87,12 +90,26 @@ def test_there_is_no_second_derivative():
         grad.sum().backward()
 
 
+def test_a_rotated_weight_is_rotated_back_for_dgrad():
+    """In float64, by the matrix of Sylvester's construction."""
+    plain, rotated = (
+        GemmState(GemmSpec(config.gemms(), matmul_backend="dense"), [LayerRng(0, "a")])
+        for config in (MXFP4RLConfig(), MXFP4RLConfig(fprop={"rotation": "deterministic-32"}))
+    )
+    x, weight, grad = (torch.randn(*size, dtype=torch.float64) for size in ((6, 32), (5, 32), (6, 5)))
+    quantized_linear(x.requires_grad_(), weight, None, rotated).backward(grad)
+    pair = torch.tensor([[1.0, 1.0], [1.0, -1.0]], dtype=torch.float64) / 2**0.5
+    matrix = functools.reduce(torch.kron, [pair] * 5)
+    expected = grad @ weight_operand(weight @ matrix, torch.float64, plain) @ matrix.t()
+    torch.testing.assert_close(x.grad, expected, rtol=1e-12, atol=1e-12)
+
+
 COUNTS = (5, 0, 33, 2)
 E, N, K = 4, 48, 40
 SCHEME = QuantScheme(macro_block=32)
 SCHEMES = some(
     CONFIGS, "default", "w4a16", "w4a8", "w4a8g8", "w4a4g8", "w4a4g4", "paper_a", "paper_b", "plain tiles",
-    "selective weights", "full", "rotated, own wgrad", "random", "random wgrad",
+    "selective weights", "blockwise_fp8", "full", "rotated, own wgrad", "random", "random wgrad",
 )  # fmt: skip
 
 
@@ -262,9 +279,12 @@ def test_packed_weights_of_experts_with_few_rows_are_read_as_codes(monkeypatch):
 
 
 PLAIN = {"macro_block": None, "outlier_fallback": None, "scale_rule": "rceil"}
-THREE_LEVELS = {"scale_rule": "even", "macro_block": 128, "macro_search": "block_mantissas_fp8"}
+THREE_LEVELS = {**PLAIN, "scale_rule": "even", "macro_block": 128, "macro_search": "block_mantissas_fp8"}
 #: Preset, and the products that have an FP8 form.
-FP8_PRODUCTS = {"w4a4": ("fprop",), "w4a4g8": ("fprop", "dgrad", "wgrad"), "w4a4g4": ("fprop", "dgrad", "wgrad")}
+FP8_PRODUCTS = {
+    **dict.fromkeys(("w4a4", "w4a8", "w8a8"), ("fprop",)),
+    **dict.fromkeys(("w4a4g8", "w4a4g4", "w4a8g8"), ("fprop", "dgrad", "wgrad")),
+}
 
 
 @pytest.fixture(autouse=True)
@@ -324,7 +344,7 @@ def test_blocks_eleven_binades_apart_are_exact_at_every_scale_byte(apart):
 
 def passes(engine: str, preset: str, x: torch.Tensor, grad: torch.Tensor, options: dict) -> list[torch.Tensor]:
     torch.manual_seed(0)
-    config = MXFP4RLConfig(preset=preset, matmul_backend=engine, outlier_fallback=None, **options)
+    config = MXFP4RLConfig(preset=preset, matmul_backend=engine, **options)
     layer, x = MXFP4Linear.from_linear(nn.Linear(96, 48), config), x.clone().requires_grad_()
     y = layer(x)
     y.backward(grad)
@@ -332,8 +352,11 @@ def passes(engine: str, preset: str, x: torch.Tensor, grad: torch.Tensor, option
 
 
 @needs_fp8_on_cpu
-@pytest.mark.parametrize("options", [{"macro_block": None, "scale_rule": "rceil"}, THREE_LEVELS], ids=str)
-@pytest.mark.parametrize("preset", FP8_PRODUCTS)
+@pytest.mark.parametrize(
+    ("preset", "options"),
+    [*itertools.product([preset for preset in FP8_PRODUCTS if preset != "w8a8"], [PLAIN, THREE_LEVELS]), ("w8a8", {})],
+    ids=str,
+)
 def test_a_layer_computes_as_with_dense_products(preset, options):
     generator = torch.Generator().manual_seed(2)
     x, grad = torch.randn(2, 5, 96, generator=generator), torch.randn(2, 5, 48, generator=generator)
