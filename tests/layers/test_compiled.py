@@ -10,6 +10,7 @@ import copy
 
 import pytest
 import torch
+from passes import passes
 from peft import LoraConfig, get_peft_model
 from same_bits import assert_same
 from tables import pairwise_params
@@ -97,15 +98,6 @@ def test_functions_on_tensors(function):
     assert counter.frame_count <= 2
 
 
-def passes(function, layer, x, grad, autocast=False) -> list[torch.Tensor]:
-    layer.zero_grad()
-    x = x.clone().requires_grad_()
-    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-        out = function(x)
-    out.backward(grad)
-    return [out.detach(), x.grad, *(p.grad for p in layer.parameters() if p.grad is not None)]
-
-
 def has_codes_to_save(preset, saved, dtype_and_autocast):
     return saved != "mxfp4" or preset in ("w4a4", "w4a4g8", "paper_a")
 
@@ -127,8 +119,7 @@ def test_trainable_layers(preset, saved, dtype_and_autocast):
     call, counter = compiled(layer)
     for _ in range(3):
         x, grad = torch.randn(2, 5, 70, dtype=dtype), torch.randn(2, 5, 40, dtype=torch.bfloat16 if autocast else dtype)
-        expected = [t.clone() for t in passes(layer, layer, x, grad, autocast)]
-        assert_same(passes(call, layer, x, grad, autocast), expected)
+        assert_same(*(passes(function, x, grad=grad, autocast=autocast) for function in (call, layer)))
         with torch.no_grad():
             layer.weight.add_(0.1)  # a step of an optimizer: no stale weight
     assert counter.frame_count == 1
@@ -139,8 +130,7 @@ def test_rows_may_vary():
     call, counter = compiled(layer)
     for rows in (5, 7, 9, 2):
         x, grad = torch.randn(rows, 40), torch.randn(rows, 24)
-        expected = [t.clone() for t in passes(layer, layer, x, grad)]
-        assert_same(passes(call, layer, x, grad), expected)
+        assert_same(passes(call, x, grad=grad), passes(layer, x, grad=grad))
     assert counter.frame_count <= 2
 
 
@@ -173,8 +163,7 @@ def test_packed_layers(scheme, autocast):
     call, counter = compiled(layer)
     for _ in range(3):
         x, grad = torch.randn(2, 5, 70), torch.randn(2, 5, 40, dtype=torch.bfloat16 if autocast else torch.float32)
-        expected = [t.clone() for t in passes(layer, layer, x, grad, autocast)]
-        assert_same(passes(call, layer, x, grad, autocast), expected)
+        assert_same(*(passes(function, x, grad=grad, autocast=autocast) for function in (call, layer)))
     assert counter.frame_count == 1
 
 

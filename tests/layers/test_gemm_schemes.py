@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from factors import factors_config
+from passes import passes
 from tables import PLAIN
 
 from hf_mxfp4 import MXFP4Linear, numerics
@@ -61,14 +62,9 @@ def rotation_matrix(rotation: str, length: int, signs: torch.Tensor | None) -> t
     return matrix[:length]
 
 
-def one_pass(layer, x, grad, autocast=False) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def one_pass(layer, x, grad, autocast=False) -> list[torch.Tensor]:
     """y, dx and dW."""
-    layer.zero_grad()
-    leaf = x.clone().requires_grad_()
-    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-        y = layer(leaf)
-    y.backward(grad)
-    return y.detach(), leaf.grad, layer.weight.grad.clone()
+    return passes(layer, x, grad=grad, autocast=autocast)[:3]
 
 
 def same(first, second) -> list[bool]:

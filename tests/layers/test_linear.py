@@ -224,15 +224,6 @@ def test_the_names_of_the_version_with_thresholds():
         update_fallback_thresholds(layer)
 
 
-def test_stochastic_rounding_of_selected_blocks_repeats_within_a_step():
-    layer = make_layer("selective", 256, macro_block=None, fprop={"x": "rceil+of1@0.25+stochastic"})
-    x = batch()
-    first = layer(x)
-    assert torch.equal(layer(x), first)
-    layer.set_step(1)
-    assert not torch.equal(layer(x), first)
-
-
 CONFIGS = {
     "w4a4": {},
     "w4a16": {"preset": "w4a16"},

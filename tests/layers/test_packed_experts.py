@@ -9,6 +9,8 @@ import pytest
 import test_experts
 import torch
 from lora_models import IDS, UP, with_lora
+from passes import passes
+from same_bits import assert_same
 from test_gemm_schemes import rotation_matrix
 from test_lora_experts import deltas, summed_twin
 from tiny_models import make_model
@@ -38,13 +40,9 @@ def twins(family="qwen3_moe", config=CONFIG, dtype=torch.float32):
 def test_outputs_and_gradients_repeat_the_trainable_ones(family, dtype, rate):
     config = CONFIG if rate is None else MXFP4RLConfig(outlier_fallback_rate=rate)
     trained, packed = twins(family, config, dtype)
-    states, index, weights = routing(dtype=dtype)
-    inputs = [t.clone().requires_grad_() for t in (states, states)]
-    outs = [layer(x, index, weights) for layer, x in zip((trained, packed), inputs, strict=True)]
-    assert torch.equal(*outs)
-    for out in outs:
-        out.float().square().sum().backward()
-    assert torch.equal(inputs[0].grad, inputs[1].grad) and inputs[0].grad.abs().sum() > 0
+    found, expected = (passes(layer, *routing(dtype=dtype))[:2] for layer in (packed, trained))
+    assert_same(found, expected)
+    assert expected[1].abs().sum() > 0
     if family == "gpt_oss":
         assert packed.down_proj_bias is trained.down_proj_bias
     assert {p.dtype for n, p in packed.named_parameters() if not n.endswith("bias")} == {torch.uint8}
@@ -159,19 +157,13 @@ def test_the_codes_are_those_of_the_operand_that_the_trainable_layer_multiplies_
 @ALL
 def test_outputs_and_gradients_are_the_trainable_ones_where_both_multiply_dense_values(name, dtype):
     trained, packed = pair(name, dtype, backend="eager")
-    x = inputs(dtype)
-    taken = [x.clone().requires_grad_() for _ in range(2)]
-    outs = [layer(each) for layer, each in zip((trained, packed), taken, strict=True)]
-    assert torch.equal(*outs)
-    grad = torch.randn_like(outs[0])
-    for out in outs:
-        out.backward(grad)
+    x, grad = inputs(dtype), torch.randn(2, 5, 96, dtype=dtype)
+    (y, grad_x), (expected, of_trained) = (passes(layer, x, grad=grad)[:2] for layer in (packed, trained))
+    assert torch.equal(y, expected) and grad_x.dtype == dtype
     # The trainable layer rotates the weight back, this one the gradient.
     close = {"rtol": 1e-5, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 3e-2, "atol": 0.25}
-    torch.testing.assert_close(taken[1].grad, taken[0].grad, **close)
-    expected = grad.double().reshape(-1, 96) @ packed.dequantized_weight(torch.float64)
-    torch.testing.assert_close(taken[1].grad.double().reshape(-1, K), expected, **close)
-    assert taken[1].grad.dtype == dtype
+    torch.testing.assert_close(grad_x, of_trained, **close)
+    torch.testing.assert_close(grad_x.double(), grad.double() @ packed.dequantized_weight(torch.float64), **close)
 
 
 @ALL
@@ -199,27 +191,21 @@ def test_dequantized_weights_are_in_the_basis_of_the_model():
     assert (values - trained.weight).norm() < 0.15 * trained.weight.norm()
 
 
+@pytest.mark.usefixtures("fresh_compiler")
 @ALL
 def test_compiled_layers_have_the_bits_of_eager_ones(name):
     _, packed = pair(name)
-    taken = [inputs().requires_grad_()]
-    taken.append(taken[0].detach().clone().requires_grad_())
     compiled = torch.compile(packed, backend="aot_eager", fullgraph=True)
-    outs = packed(taken[0]), compiled(taken[1])
-    for out in outs:
-        out.square().sum().backward()
-    assert torch.equal(*outs) and torch.equal(taken[0].grad, taken[1].grad)
-    torch._dynamo.reset()
+    x = inputs()
+    assert_same(passes(compiled, x), passes(packed, x))
 
 
 def test_autocast_rotates_in_float32_and_multiplies_in_its_dtype():
     trained, packed = pair("both", backend="eager")
-    x = inputs().requires_grad_()
-    with torch.autocast("cpu", torch.bfloat16):
-        y = packed(x)
-        assert torch.equal(y, trained(x)) and y.dtype == torch.bfloat16
-    y.float().sum().backward()
-    assert x.grad.dtype == torch.float32 and x.grad.abs().sum() > 0
+    x = inputs()
+    y, grad_x, *_ = passes(packed, x, autocast=True)
+    assert torch.equal(y, passes(trained, x, autocast=True)[0]) and y.dtype == torch.bfloat16
+    assert grad_x.dtype == torch.float32 and grad_x.abs().sum() > 0
 
 
 @pytest.mark.parametrize("name", ["weights, H64", "both with residuals"])
@@ -259,13 +245,9 @@ def test_adapters_merge_in_the_basis_of_the_model_and_come_apart_again(load):
 def test_packed_experts_repeat_the_trainable_ones(family):
     scheme = MXFP4RLConfig(outlier_fallback=None, fprop={"rotation": "deterministic-32"})
     trained, packed = twins(family, scheme)
-    states, index, weights = routing()
-    taken = [states.clone().requires_grad_() for _ in range(2)]
-    outs = [layer(x, index, weights) for layer, x in zip((trained, packed), taken, strict=True)]
-    torch.testing.assert_close(outs[1], outs[0], rtol=1e-5, atol=1e-6)
-    for out in outs:
-        out.square().sum().backward()
-    torch.testing.assert_close(taken[1].grad, taken[0].grad, rtol=1e-4, atol=1e-6)
+    (y, grad_x), (expected, of_trained) = (passes(layer, *routing())[:2] for layer in (packed, trained))
+    torch.testing.assert_close(y, expected, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(grad_x, of_trained, rtol=1e-4, atol=1e-6)
     for projection in packed.projections:
         operand = weight_operand(getattr(trained, projection), torch.float32, trained.states[projection])
         assert torch.equal(packed.forward_weight(projection), operand)

@@ -7,6 +7,7 @@ import math
 
 import pytest
 import torch
+from passes import passes
 from same_bits import assert_same
 from tables import CONFIGS, some
 from test_experts import routing
@@ -47,15 +48,6 @@ def pair_of_layers(dtype=torch.float32, form="mxfp4", in_features=K, **options) 
     return full, saved
 
 
-def outputs(layer: torch.nn.Module, x: torch.Tensor, *routing, autocast: bool = False) -> list[torch.Tensor]:
-    """y, dx, and the gradients of parameters: dW, db."""
-    x = x.clone().requires_grad_()
-    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-        y = layer(x, *routing)
-    y.backward(torch.randn(y.shape, generator=torch.Generator().manual_seed(2)).to(y.dtype))
-    return [y.detach(), x.grad, *(p.grad for p in layer.parameters())]
-
-
 def kept_bytes(layer: torch.nn.Module, *inputs: torch.Tensor) -> int:
     """Bytes that a forward pass keeps besides the layer's parameters."""
     kept = {}
@@ -85,8 +77,8 @@ def inputs(*shape: int, dtype=torch.float32) -> torch.Tensor:
 def test_codes_give_the_same_gradients_bit_for_bit(name, dtype):
     full, saved = pair_of_layers(dtype, **EXACT[name])
     x = inputs(M, K, dtype=dtype)
-    expected = outputs(full, x)
-    assert_same(outputs(saved, x), expected)
+    expected = passes(full, x)
+    assert_same(passes(saved, x), expected)
     assert expected[2].abs().sum() > 0
 
 
@@ -94,7 +86,7 @@ def test_codes_give_the_same_gradients_bit_for_bit(name, dtype):
 @pytest.mark.parametrize("form", ["mxfp4", "fp8"])
 def test_any_number_of_axes_and_tokens(form, shape):
     full, saved = pair_of_layers(form=form)
-    expected, found = outputs(full, inputs(*shape)), outputs(saved, inputs(*shape))
+    expected, found = passes(full, inputs(*shape)), passes(saved, inputs(*shape))
     assert_same(found[:2], expected[:2])
     assert found[2].shape == (N, K)
     if form == "mxfp4":
@@ -104,7 +96,7 @@ def test_any_number_of_axes_and_tokens(form, shape):
 @pytest.mark.parametrize("name", ["w4a4", "eager", "block mantissas", "random rotation", "selective fallback"])
 def test_the_same_under_autocast(name):
     full, saved = pair_of_layers(**EXACT[name])
-    assert_same(outputs(saved, inputs(M, K), autocast=True), outputs(full, inputs(M, K), autocast=True))
+    assert_same(passes(saved, inputs(M, K), autocast=True), passes(full, inputs(M, K), autocast=True))
 
 
 @pytest.mark.parametrize("autocast", [False, True], ids=["float32", "autocast"])
@@ -112,7 +104,7 @@ def test_huge_values_saturate_alike(autocast):
     full, saved = pair_of_layers(outlier_fallback=None)
     x = inputs(M, K)
     x[0, 0], x[1, 1], x[2, 2] = 3.4e38, 1e-40, 0.0
-    for a, b in zip(outputs(saved, x, autocast=autocast), outputs(full, x, autocast=autocast), strict=True):
+    for a, b in zip(passes(saved, x, autocast=autocast), passes(full, x, autocast=autocast), strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)
 
 
@@ -120,7 +112,7 @@ def test_a_nan_stays_where_it_was():
     full, saved = pair_of_layers()
     x = inputs(M, 2 * K)[:, :K]
     x[5, 40] = math.nan
-    expected, found = outputs(full, x), outputs(saved, x)
+    expected, found = passes(full, x), passes(saved, x)
     assert torch.equal(found[2].isnan(), expected[2].isnan()) and not expected[2].isnan().all()
     torch.testing.assert_close(found[2], expected[2], rtol=0, atol=0, equal_nan=True)
 
@@ -132,8 +124,8 @@ def test_steps_and_repeated_passes_draw_alike():
         for layer in (full, saved):
             set_quantization_step(layer, step)
             layer.zero_grad()
-        expected = outputs(full, inputs(M, K))
-        assert_same(outputs(saved, inputs(M, K)), expected)
+        expected = passes(full, inputs(M, K))
+        assert_same(passes(saved, inputs(M, K)), expected)
         seen.append(expected[0])
     assert not torch.equal(*seen)
 
@@ -174,7 +166,7 @@ def test_fp8_rounds_the_gradient_of_the_weight_alone(preset):
     independent errors. Where Wgrad quantizes again, a value near a boundary can change its code besides."""
     full, saved = pair_of_layers(form="fp8", preset=preset)
     x = inputs(256, K)
-    expected, found = outputs(full, x), outputs(saved, x)
+    expected, found = passes(full, x), passes(saved, x)
     assert_same([found[0], found[1], found[3]], [expected[0], expected[1], expected[3]])
     error = ((found[2] - expected[2]).norm() / expected[2].norm()).item()
     assert 0.005 < error < (0.12 if preset in ("w4a4g4", "paper_b") else 0.04)
@@ -183,7 +175,7 @@ def test_fp8_rounds_the_gradient_of_the_weight_alone(preset):
 def test_fp8_is_exact_for_values_on_the_grid_of_e2m1():
     """Without macro factors and fallback, block exponents of a row that lie within E4M3's range are exact."""
     full, saved = pair_of_layers(form="fp8", macro_block=None, outlier_fallback=None)
-    assert_same(outputs(saved, inputs(M, K)), outputs(full, inputs(M, K)))
+    assert_same(passes(saved, inputs(M, K)), passes(full, inputs(M, K)))
 
 
 UNUSED = 1
@@ -211,8 +203,8 @@ ROUTED = routing(41, dtype=torch.float32, unused=UNUSED)
 def test_codes_give_experts_the_same_gradients(scheme, family):
     full, saved = pair_of_experts("mxfp4", family, **EXPERTS[scheme])
     assert kept_bytes(saved, *ROUTED) < kept_bytes(full, *ROUTED)
-    expected = outputs(full, *ROUTED)
-    assert_same(outputs(saved, *ROUTED), expected)
+    expected = passes(full, *ROUTED)
+    assert_same(passes(saved, *ROUTED), expected)
     assert expected[2].abs().sum() > 0 and not expected[2][UNUSED].any()
 
 
@@ -220,7 +212,7 @@ def test_codes_give_experts_the_same_gradients(scheme, family):
 def test_fp8_rounds_the_gradients_of_the_weights_of_experts_alone(preset):
     full, saved = pair_of_experts("fp8", preset=preset)
     assert kept_bytes(saved, *ROUTED) < kept_bytes(full, *ROUTED)
-    expected, found = outputs(full, *ROUTED), outputs(saved, *ROUTED)
+    expected, found = passes(full, *ROUTED), passes(saved, *ROUTED)
     assert_same(found[:2], expected[:2])
     for a, b in zip(found[2:], expected[2:], strict=True):
         assert 0.001 < ((a - b).norm() / b.norm()).item() < 0.12

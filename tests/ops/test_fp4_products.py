@@ -85,13 +85,6 @@ def test_swizzled_scales_are_those_of_torchao(shape):
     assert torch.equal(block_scaled.swizzle_scales(scale), to_blocked(scale))
 
 
-def test_where_a_swizzled_scale_is():
-    """cuBLAS, "1D block scaling factors layout": row 33 of a tile follows row 1 after four bytes."""
-    scale = torch.zeros(256, 8, dtype=torch.uint8)
-    scale[33, 2], scale[128 + 64, 4 + 1] = 7, 9
-    assert block_scaled.swizzle_scales(scale).nonzero().flatten().tolist() == [16 + 4 + 2, 3 * 512 + 8 + 1]
-
-
 def test_scales_of_literal_blocks():
     """Of 2^e (1 + m/4), e from the top on: 448 is the largest E4M3 number, 2^-9 the smallest, 2^-6 the last normal."""
     exponents = torch.tensor([[0, 0, 0, -13, -14, -14, -15, -15, -17, -127, 128]])
