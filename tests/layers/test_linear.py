@@ -3,11 +3,14 @@
 
 import copy
 import pickle
+import re
 
 import pytest
 import torch
 import torch.nn.functional as F
 from factors import factors_config
+from passes import passes
+from same_bits import assert_same
 from tables import PLAIN
 from torch import nn
 
@@ -78,34 +81,26 @@ def test_forward_and_gradients_are_those_of_the_quantized_operands(recipe, shape
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64], ids=str)
 def test_other_dtypes_are_kept(recipe, dtype):
     layer = make_layer(recipe).to(dtype)
-    x = torch.randn(3, 64, dtype=dtype, requires_grad=True)
-    y = layer(x)
+    x = torch.randn(3, 64, dtype=dtype)
+    y, *grads = passes(layer, x)
     quantized_x, quantized_w = expected_operands(recipe, x, layer.weight)
-    assert quantized_w.dtype == y.dtype == dtype
     assert torch.equal(y, F.linear(quantized_x, quantized_w, layer.bias))
-    y.sum().backward()
-    assert x.grad.dtype == layer.weight.grad.dtype == layer.bias.grad.dtype == dtype
+    assert [t.dtype for t in (quantized_w, y, *grads)] == [dtype] * 5
 
 
 @pytest.mark.parametrize("recipe", ["w4a4", "w4a16"])
 @pytest.mark.parametrize("input_dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_autocast_with_float32_masters(recipe, input_dtype):
     layer = make_layer(recipe)
-    x = torch.randn(2, 3, 64).to(input_dtype).requires_grad_()
-    with torch.autocast("cpu", torch.bfloat16):
-        y = layer(x)
+    x, grad = torch.randn(2, 3, 64).to(input_dtype), torch.randn(2, 3, 48).bfloat16()
+    y, *grads, grad_bias = passes(layer, x, grad=grad, autocast=True)
     quantized_x, quantized_w = (t.bfloat16() for t in expected_operands(recipe, x, layer.weight))
-    assert y.dtype == torch.bfloat16
-    assert torch.equal(y, F.linear(quantized_x, quantized_w, layer.bias.bfloat16()))
-
-    grad = torch.randn(2, 3, 48).bfloat16()
-    y.backward(grad)
-    assert x.grad.dtype == input_dtype
-    assert layer.weight.dtype == layer.weight.grad.dtype == layer.bias.grad.dtype == torch.float32
+    assert_same(y, F.linear(quantized_x, quantized_w, layer.bias.bfloat16()).detach())
+    assert layer.weight.dtype == torch.float32
     rows = grad.reshape(-1, 48)
-    assert torch.equal(x.grad, (grad @ quantized_w).to(input_dtype))
-    assert torch.equal(layer.weight.grad, (rows.t() @ quantized_x.reshape(-1, 64)).float())
-    torch.testing.assert_close(layer.bias.grad, rows.float().sum(0), rtol=1e-2, atol=1e-2)
+    grad_weight = (rows.t() @ quantized_x.reshape(-1, 64)).float()
+    assert_same(grads, [(grad @ quantized_w).to(input_dtype), grad_weight])
+    torch.testing.assert_close(grad_bias, rows.float().sum(0), rtol=1e-2, atol=1e-2)
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
@@ -122,22 +117,17 @@ def test_no_gradients_recorded_then_training_goes_on(mode, options):
     assert layer.weight.grad.abs().sum() > 0
 
 
-@pytest.mark.parametrize("recipe", ["w4a4", "w4a16"])
-@pytest.mark.parametrize(
-    ("shape", "dtype", "error", "words"),
-    [
-        ((3, 63), torch.float32, ValueError, ["(3, 63)", "in_features=64"]),
-        ((64, 3), torch.float32, ValueError, ["(64, 3)", "in_features=64"]),
-        ((3, 64), torch.bfloat16, TypeError, ["torch.bfloat16", "torch.float32", "autocast"]),
-        ((3, 64), torch.float64, TypeError, ["torch.float64", "torch.float32"]),
-    ],
-    ids=["short", "transposed", "bfloat16", "float64"],
-)
-def test_an_input_that_does_not_fit_is_refused_by_name(recipe, shape, dtype, error, words):
-    with pytest.raises(error) as caught:
-        make_layer(recipe)(torch.zeros(shape, dtype=dtype))
-    assert str(caught.value).startswith("MXFP4Linear mlp.up_proj: ")
-    assert all(word in str(caught.value) for word in words)
+@pytest.mark.parametrize("preset", ["w4a4", "w4a16"])
+@pytest.mark.parametrize("kind", [MXFP4Linear, MXFP4PackedLinear])
+def test_an_input_that_does_not_fit_is_refused_by_name(kind, preset):
+    config = factors_config(preset=preset, mode="qat" if kind is MXFP4Linear else "packed")
+    layer, name = kind.from_linear(nn.Linear(64, 48), config, "mlp.up_proj"), f"{kind.__name__} mlp.up_proj: input"
+    for shape in ((), (3,), (3, 63), (3, 32), (64, 3)):
+        with pytest.raises(ValueError, match=re.escape(f"{name} {shape} does not end in in_features=64")):
+            layer(torch.zeros(shape))
+    for dtype in (torch.bfloat16, torch.float64, torch.int64):
+        with pytest.raises(TypeError, match=f"{name} is {dtype} but the layer's dtype is torch.float32.*autocast"):
+            layer(torch.zeros(3, 64, dtype=dtype))
 
 
 def test_from_linear_takes_over_the_very_parameters():

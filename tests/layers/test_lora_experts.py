@@ -15,13 +15,8 @@ from tiny_models import make_model
 from transformers import AutoModelForCausalLM
 
 from hf_mxfp4 import merge_adapters, quantize
-from hf_mxfp4.integrations.peft import (
-    MXFP4LoraExpertParameter,
-    MXFP4LoraExperts,
-    MXFP4LoraLinear,
-    adapted_parameters,
-    policy_parameters,
-)
+from hf_mxfp4.integrations import peft as adapters
+from hf_mxfp4.integrations.peft import MXFP4LoraExpertParameter, MXFP4LoraExperts, MXFP4LoraLinear
 from hf_mxfp4.layers import MXFP4Experts, MXFP4PackedExperts
 from hf_mxfp4.numerics import apply_scheme
 
@@ -121,10 +116,9 @@ def test_values_and_gradients_are_those_of_the_sums(load, trains_base, family, o
     model.zero_grad(set_to_none=True)
     summed_twin(model).train()(IDS, labels=IDS, use_cache=False).loss.backward()
     theirs = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-    assert ours.keys() == theirs.keys() and len(ours) == (4 if trains_base else 8)
-    for name, grad in ours.items():
-        assert "lora_" in name and grad.norm() > 0
-        torch.testing.assert_close(grad, theirs[name], rtol=1e-3, atol=1e-6, msg=name)
+    assert len(ours) == (4 if trains_base else 8)
+    assert all("lora_" in name and grad.norm() > 0 for name, grad in ours.items())
+    torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-6)
 
 
 def test_two_adapters_at_once_are_added_and_not_mixed_in_one_batch(load):
@@ -248,11 +242,11 @@ def test_a_sum_that_is_not_finite_changes_nothing(load):
 def test_what_other_engines_are_given(load, family):
     """Adapters on experts, and on a linear layer that is in full precision."""
     model = with_lora(load(family, modules_to_not_convert=["self_attn"]), target_modules=["experts", "q_proj"])
-    given = dict(policy_parameters(model))
+    given = dict(adapters.policy_parameters(model))
     plain = make_model(family)
     plain.load_state_dict(given)
     torch.testing.assert_close(plain(IDS).logits, model(IDS).logits, rtol=1e-4, atol=1e-4)
-    assert adapted_parameters(model) == {
+    assert adapters.adapted_parameters(model) == {
         name for name in given if name.endswith(("q_proj.weight", "up_proj", "n_proj"))
     }
     layer = model.get_submodule(EXPERTS)
@@ -262,7 +256,7 @@ def test_what_other_engines_are_given(load, family):
     torch.testing.assert_close(given["model.layers.0.mlp.experts.down_proj"], expected)
     before = given["model.layers.0.mlp.experts.down_proj"].clone()
     model.merge_adapter()
-    merged = dict(policy_parameters(model))["model.layers.0.mlp.experts.down_proj"]
+    merged = dict(adapters.policy_parameters(model))["model.layers.0.mlp.experts.down_proj"]
     assert torch.equal(merged, layer.base_layer.dequantized_weight("down_proj")) and not torch.equal(merged, before)
 
 
@@ -270,7 +264,7 @@ def test_an_adapter_on_a_tied_head_is_not_given_away(load):
     model = load("qwen2")
     model.lm_head.weight = model.model.embed_tokens.weight
     with pytest.raises(ValueError, match="lm_head has an adapter and is tied"):
-        dict(policy_parameters(with_lora(model, target_modules=["q_proj", "lm_head"])))
+        dict(adapters.policy_parameters(with_lora(model, target_modules=["q_proj", "lm_head"])))
 
 
 @torch.no_grad()

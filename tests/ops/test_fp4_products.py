@@ -12,17 +12,9 @@ from torch import nn
 from torch.nn.functional import ScalingType, SwizzleType
 from torchao.prototype.mx_formats.utils import from_blocked, to_blocked
 
-from hf_mxfp4 import MXFP4Linear, MXFP4PackedLinear, MXFP4RLConfig, cached_weights, quantize
+from hf_mxfp4 import MXFP4Linear, MXFP4PackedLinear, MXFP4RLConfig, cached_weights, gemm, quantize
 from hf_mxfp4.checkpoint.formats import FORMATS
-from hf_mxfp4.gemm import (
-    compiled_linear,
-    matmul_counts,
-    quantized_linear,
-    reset_matmul_counts,
-    select_matmul,
-    to_fp4,
-    weight_quantizations,
-)
+from hf_mxfp4.gemm import compiled_linear, matmul_counts, quantized_linear, select_matmul, to_fp4
 
 
 matmul_module, block_scaled = (importlib.import_module(f"hf_mxfp4.gemm.{name}") for name in ("matmul", "block_scaled"))
@@ -62,7 +54,7 @@ def stand_in(a, b, scale_a, recipe_a, scale_b, recipe_b, swizzle_a, swizzle_b, *
 @pytest.fixture
 def blackwell(monkeypatch):
     """A device with FP4 products, but for its arithmetic the CPU; the fixture sets another architecture."""
-    reset_matmul_counts()
+    gemm.reset_matmul_counts()
     block_scaled.problem.cache_clear()
     monkeypatch.setattr(F, "scaled_mm", stand_in)
     yield lambda name: monkeypatch.setattr(matmul_module, "hardware_of", lambda device: name)
@@ -171,7 +163,7 @@ def test_a_layer_computes_as_with_dense_products(blackwell, options, saved, prod
     x = matrix(M, K).view(2, M // 2, K)
     expected = passes(layer(matmul_backend="dense", saved_activations=saved, **options), x)
     blackwell("sm_100")
-    reset_matmul_counts()
+    gemm.reset_matmul_counts()
     found = passes(layer(saved_activations=saved, **options), x, product)
     assert matmul_counts()["fprop"] == {"fp4": 1}
     torch.testing.assert_close(found[0], expected[0], rtol=2**-7, atol=2**-7)
@@ -208,10 +200,10 @@ def test_a_weight_is_converted_once_in_a_scope_and_products_without_gradients_ar
     blackwell("sm_100")
     made, x = layer(), matrix(M, K)
     y = made(x).detach()
-    before = weight_quantizations()["fprop"]
+    before = gemm.weight_quantizations()["fprop"]
     with cached_weights(made), torch.no_grad():
         assert torch.equal(made(x), y) and torch.equal(made(x), y)
-    assert weight_quantizations()["fprop"] == before + 1 and matmul_counts()["fprop"] == {"fp4": 3}
+    assert gemm.weight_quantizations()["fprop"] == before + 1 and matmul_counts()["fprop"] == {"fp4": 3}
 
 
 @pytest.mark.parametrize("options", [MANTISSAS, PLAIN], ids=["mantissas", "plain"])
@@ -221,7 +213,7 @@ def test_packed_layers_multiply_their_codes(blackwell, options):
     packed = MXFP4PackedLinear.from_linear(plain, config, "layer")
     expected = packed(x)
     blackwell("sm_100")
-    reset_matmul_counts()
+    gemm.reset_matmul_counts()
     found = packed(x)
     assert matmul_counts()["fprop"] == {"fp4": 1}
     torch.testing.assert_close(found, expected, rtol=2**-7, atol=2**-7)
