@@ -263,29 +263,56 @@ def attach(model, **options):
     return get_peft_model(model, LoraConfig(**{"r": 4, "target_modules": ["q_proj", "up_proj"], **options}))
 
 
-REFUSED = [
-    ({"init_lora_weights": "pissa"}, "init_lora_weights='pissa' is not supported on packed layers.*mode='qat'"),
-    ({"init_lora_weights": "eva"}, "init_lora_weights='eva' is not .*True, False, 'gaussian'"),
-    ({"use_dora": True}, "use_dora=True is not supported on packed layers, .*use plain LoRA"),
-    ({"lora_bias": True}, "lora_bias=True is not supported on packed layers, .*use plain LoRA"),
-    ({"alora_invocation_tokens": [1]}, "alora_invocation_tokens=.* is not supported on packed layers"),
-    *(
-        ({"target_parameters": [name]}, f"target_parameters has .*{name}.*is a packed layer.*modules_to_not_convert")
-        for name in ("mlp.down_proj.weight", "weight_scale", "model.layers.0.mlp.gate_proj.weight_macro")
-    ),
-    *(
-        ({"modules_to_save": [name]}, f"modules_to_save has '{name}': .*{name}.* is a packed layer")
-        for name in ("down_proj", "model.layers.1.self_attn.o_proj", "mlp", "layers.1")
-    ),
-]
+#: Of a mode and a family: options, and words of why they are refused.
+REFUSED = {
+    ("packed", "qwen2"): [
+        ({"init_lora_weights": "pissa"}, "init_lora_weights='pissa' is not supported on packed layers.*mode='qat'"),
+        ({"init_lora_weights": "eva"}, "init_lora_weights='eva' is not .*True, False, 'gaussian'"),
+        ({"use_dora": True}, "use_dora=True is not supported on packed layers, .*use plain LoRA"),
+        ({"lora_bias": True}, "lora_bias=True is not supported on packed layers, .*use plain LoRA"),
+        ({"alora_invocation_tokens": [1]}, "alora_invocation_tokens=.* is not supported on packed layers"),
+        *(
+            (
+                {"target_parameters": [name]},
+                f"target_parameters has .*{name}.*is a packed layer.*modules_to_not_convert",
+            )
+            for name in ("mlp.down_proj.weight", "weight_scale", "model.layers.0.mlp.gate_proj.weight_macro")
+        ),
+        *(
+            ({"modules_to_save": [name]}, f"modules_to_save has '{name}': .*{name}.* is a packed layer")
+            for name in ("down_proj", "model.layers.1.self_attn.o_proj", "mlp", "layers.1")
+        ),
+    ],
+    ("packed", "qwen3_moe"): [
+        ({"target_modules": ["mlp.q_proj", "v_proj"]}, "'mlp.q_proj', the name .*near: 'self_attn.q_proj'"),
+        ({"modules_to_save": ["mlp"]}, "modules_to_save has 'mlp'"),
+        *(
+            ({"target_parameters": [name]}, f"target_parameters has '{name}': .*{name} is a packed layer")
+            for name in ("experts.down_proj", "mlp.experts.gate_up_proj", "down_proj_scale")
+        ),
+    ],
+    ("qat", "qwen3_moe"): [
+        ({"target_modules": ["q_proj", "k_porj"]}, "'k_porj', the name of no module of Qwen3Moe.*near: 'k_proj'"),
+        (
+            {"target_parameters": ["experts.gate_up"]},
+            "target_parameters has 'experts.gate_up', the name of no parameter .*near: 'experts.gate_up_proj'",
+        ),
+        *(
+            ({"target_parameters": [name]}, f"target_parameters has '{name}'.*name the layer in target_modules")
+            for name in ("q_proj.weight", "model.layers.0.self_attn.o_proj.weight")
+        ),
+    ],
+}
 
 
-@pytest.mark.parametrize(("options", "message"), REFUSED, ids=str)
-def test_what_packed_layers_cannot_do_is_refused_and_nothing_touched(options, message):
-    model = model_of()
+@pytest.mark.parametrize(
+    ("kept", "options", "message"), [(kept, *case) for kept, cases in REFUSED.items() for case in cases], ids=str
+)
+def test_what_cannot_be_done_is_refused_and_nothing_touched(kept, options, message):
+    model = model_of(kept[0], family=kept[1])
     before = [(name, type(module)) for name, module in model.named_modules()]
     with pytest.raises(ValueError, match=message):
-        attach(model, **options)
+        attach(model, **{"target_modules": ["q_proj"], **options})
     assert [(name, type(module)) for name, module in model.named_modules()] == before
     assert not any(m.weight.requires_grad for m in model.modules() if isinstance(m, MXFP4PackedLinear))
 
@@ -335,31 +362,6 @@ def test_plain_models_get_pefts_own_layers():
     assert isinstance(model.base_model, peft.LoraModel)
     assert not hasattr(model.peft_config["default"], "base_quantization")
     assert type(model.get_output_embeddings()) is nn.Linear
-
-
-@pytest.mark.parametrize(
-    ("mode", "options", "words"),
-    [
-        (
-            "qat",
-            {"target_modules": ["q_proj", "k_porj"]},
-            "'k_porj', the name of no module of Qwen3Moe.*near: 'k_proj'",
-        ),
-        ("packed", {"target_modules": ["mlp.q_proj", "v_proj"]}, "'mlp.q_proj', the name .*near: 'self_attn.q_proj'"),
-        (
-            "qat",
-            {"target_modules": ["q_proj"], "target_parameters": ["experts.gate_up"]},
-            "target_parameters has 'experts.gate_up', the name of no parameter .*near: 'experts.gate_up_proj'",
-        ),
-    ],
-    ids=["module", "part", "parameter"],
-)
-def test_a_target_that_is_the_name_of_nothing_is_refused_and_nothing_touched(mode, options, words):
-    model = model_of(mode, family="qwen3_moe")
-    before = [type(module) for module in model.modules()]
-    with pytest.raises(ValueError, match=words):
-        attach(model, **options)
-    assert [type(module) for module in model.modules()] == before
 
 
 def test_names_that_are_there_are_accepted():

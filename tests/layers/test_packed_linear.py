@@ -144,7 +144,7 @@ def test_to_linear_holds_the_dequantized_values():
     assert layer.to_linear(torch.float32).bias.dtype == torch.float32
 
 
-def test_what_packed_layers_are_not():
+def test_what_packed_layers_refuse():
     layer = packed()
     with pytest.raises(ValueError, match="needs a config of mode='packed', not 'qat'"):
         MXFP4PackedLinear(64, 32, config=factors_config())
@@ -154,10 +154,6 @@ def test_what_packed_layers_are_not():
         layer.reset_parameters()
     with pytest.raises(RuntimeError):
         layer.requires_grad_(True)
-
-
-def test_a_weight_replaced_by_floats_is_refused():
-    layer = packed()
     layer.weight = nn.Parameter(torch.zeros(40, 72))
     with pytest.raises(TypeError, match="a.layer: its weight was replaced by one of torch.float32, which"):
         layer(torch.zeros(2, 72))
@@ -216,14 +212,11 @@ def test_conversions_leave_packed_tensors_alone(convert, dtype):
 
 @pytest.mark.usefixtures("dense_products")
 def test_autocast_runs_the_product_in_its_dtype():
-    layer = packed()
-    x = torch.randn(3, 72, requires_grad=True)
-    with torch.autocast("cpu", torch.bfloat16):
-        y = layer(x)
+    layer, x = packed(), torch.randn(3, 72)
+    y, *grads = passes(layer, x, autocast=True)
     expected = F.linear(x.bfloat16(), layer.dequantized_weight(torch.bfloat16), layer.bias.bfloat16())
     assert y.dtype == torch.bfloat16 and torch.equal(y, expected)
-    y.float().sum().backward()
-    assert x.grad.dtype == torch.float32 and layer.bias.grad.dtype == torch.float32
+    assert [grad.dtype for grad in grads] == [torch.float32, torch.float32]
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])

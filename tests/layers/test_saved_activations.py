@@ -38,12 +38,8 @@ EXACT = {
 def pair_of_layers(dtype=torch.float32, form="mxfp4", in_features=K, **options) -> tuple[MXFP4Linear, MXFP4Linear]:
     """The same layer twice: inputs saved as usual, and in ``form``."""
     torch.manual_seed(0)
-    full, saved = (
-        MXFP4Linear(
-            in_features, N, dtype=dtype, config=MXFP4RLConfig(saved_activations=kept, **options), name="up_proj"
-        )
-        for kept in ("full", form)
-    )
+    configs = (MXFP4RLConfig(saved_activations=kept, **options) for kept in ("full", form))
+    full, saved = (MXFP4Linear(in_features, N, dtype=dtype, config=config, name="up_proj") for config in configs)
     saved.load_state_dict(full.state_dict())
     return full, saved
 

@@ -153,10 +153,13 @@ def test_copies_of_a_layer_do_not_share_what_is_kept():
         assert torch.equal(other(X), from_scratch(other)) and torch.equal(layer(X), from_scratch(layer))
 
 
-def test_outside_of_a_cache_each_use_quantizes(count):
-    layer = make_layer()
+def test_outside_of_a_cache_and_in_that_of_another_model_each_use_quantizes(count):
+    layer, other = make_layer(), make_layer()
     layer(X), layer(X)
     assert count() == 2
+    with cached_weights(layer):
+        layer(X), other(X), layer(X), other(X)
+    assert count() == 1 + 2
     for _ in range(2):
         with cached_weights(layer), torch.no_grad():
             outputs = [layer(X) for _ in range(3)]
@@ -214,14 +217,6 @@ def test_the_outermost_context_decides(count):
                 layer(X)
             layer(X)
         assert count() == times
-
-
-def test_a_cache_is_that_of_its_models(count):
-    layer, other = make_layer(), make_layer()
-    with cached_weights(layer):
-        for _ in range(2):
-            layer(X), other(X)
-    assert count() == 1 + 2
 
 
 def test_an_exception_clears_and_closes_it(count):
