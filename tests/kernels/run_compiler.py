@@ -92,13 +92,9 @@ def _disassemble(cubin: bytes) -> str:
 
 
 PLAIN, STATIC = Scheme(), Scheme("rceil", 128, "static", 0.5)
-
 MANTISSAS = Scheme("even", 128, "block_mantissas", 1.0)
-
 BOTH = Sides(Side(), Side())
-
 ROWS, COLUMNS = Sides(Side(), None), Sides(None, Side())
-
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 
 #: Name: dtype, scheme, sides, whether codes are written, whether sizes are multiples of 16 (otherwise they are int64).
@@ -132,13 +128,9 @@ DECODE = {
 }
 
 _INPUTS = {F32: "*fp32", F16: "*fp16", BF16: "*i16"}
-
 _OUTPUTS = _INPUTS | {BF16: "*bf16"}
-
 _GPUS = {"100": (148, 232448), "120": (170, 101376), "80": (108, 166912), "gfx942": (304, 65536)}
-
 _POINTERS = ("pointer", "x_ptr", "out_ptr", "rows", "columns", "elements_ptr")
-
 _POINTERS += PackedPointers._fields + Partial._fields
 
 
@@ -239,15 +231,8 @@ def compile_variant(target, backend: str, arch: str, name: str) -> dict:
     return fp8_variant(target, name.startswith("to_fp8"), name.endswith("columns"), name.endswith("matrices"))
 
 
-OTHERS = (
-    "dequantize",
-    "dequantize mantissas",
-    "to_fp8",
-    "to_fp8 columns",
-    "to_fp8 matrices",
-    "from_fp8",
-    "nvfp4_scales",
-)
+OTHERS = ("dequantize", "dequantize mantissas", "to_fp8", "to_fp8 columns", "to_fp8 matrices", "from_fp8")
+OTHERS += ("nvfp4_scales",)
 
 
 if __name__ == "__main__":

@@ -38,6 +38,5 @@ def load(saved_base):
 @pytest.fixture
 def fresh_compiler():
     """What a test compiles is forgotten."""
-    torch._dynamo.reset()
     yield
     torch._dynamo.reset()

@@ -97,6 +97,16 @@ def test_functions_on_tensors(function):
     assert counter.frame_count <= 2
 
 
+def check_layer(layer, autocast, dtype=torch.float32):
+    call, counter = compiled(layer)
+    for _ in range(3):
+        x, grad = torch.randn(2, 5, 70, dtype=dtype), torch.randn(2, 5, 40, dtype=torch.bfloat16 if autocast else dtype)
+        assert_same(*(passes(function, x, grad=grad, autocast=autocast) for function in (call, layer)))
+        with torch.no_grad():  # a step of an optimizer: no stale weight
+            torch._foreach_add_([parameter for parameter in layer.parameters() if parameter.requires_grad], 0.1)
+    assert counter.frame_count == 1
+
+
 def has_codes_to_save(preset, saved, dtype_and_autocast):
     return saved != "mxfp4" or preset in ("w4a4", "w4a4g8", "paper_a")
 
@@ -114,14 +124,14 @@ def has_codes_to_save(preset, saved, dtype_and_autocast):
 def test_trainable_layers(preset, saved, dtype_and_autocast):
     dtype, autocast = dtype_and_autocast
     config = MXFP4RLConfig(preset=preset, saved_activations=saved)
-    layer = MXFP4Linear.from_linear(torch.nn.Linear(70, 40).to(dtype), config)
-    call, counter = compiled(layer)
-    for _ in range(3):
-        x, grad = torch.randn(2, 5, 70, dtype=dtype), torch.randn(2, 5, 40, dtype=torch.bfloat16 if autocast else dtype)
-        assert_same(*(passes(function, x, grad=grad, autocast=autocast) for function in (call, layer)))
-        with torch.no_grad():
-            layer.weight.add_(0.1)  # a step of an optimizer: no stale weight
-    assert counter.frame_count == 1
+    check_layer(MXFP4Linear.from_linear(torch.nn.Linear(70, 40).to(dtype), config), autocast, dtype)
+
+
+@pytest.mark.parametrize("scheme", [{}, {"preset": "w4a4"}, SELECTIVE], ids=["w4a16", "w4a4", "selective"])
+@pytest.mark.parametrize("autocast", [False, True])
+def test_packed_layers(scheme, autocast):
+    config = MXFP4RLConfig(mode="packed", **scheme)
+    check_layer(MXFP4PackedLinear.from_linear(torch.nn.Linear(70, 40), config), autocast)
 
 
 def test_rows_may_vary():
@@ -153,18 +163,6 @@ def test_the_cached_weight_is_used_and_renewed():
         with torch.no_grad():
             layer.weight.data.neg_()
             assert torch.equal(call(x), layer(x)) and not torch.equal(call(x), expected)
-
-
-@pytest.mark.parametrize("scheme", [{}, {"preset": "w4a4"}, SELECTIVE], ids=["w4a16", "w4a4", "selective"])
-@pytest.mark.parametrize("autocast", [False, True])
-def test_packed_layers(scheme, autocast):
-    config = MXFP4RLConfig(mode="packed", **scheme)
-    layer = MXFP4PackedLinear.from_linear(torch.nn.Linear(70, 40), config)
-    call, counter = compiled(layer)
-    for _ in range(3):
-        x, grad = torch.randn(2, 5, 70), torch.randn(2, 5, 40, dtype=torch.bfloat16 if autocast else torch.float32)
-        assert_same(*(passes(function, x, grad=grad, autocast=autocast) for function in (call, layer)))
-    assert counter.frame_count == 1
 
 
 def quantized(family="qwen2", layers=1, dtype=torch.float32, **scheme):

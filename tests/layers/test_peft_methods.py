@@ -14,6 +14,7 @@ import torch
 from factors import factors_config
 from peft import PEFT_TYPE_TO_CONFIG_MAPPING, PEFT_TYPE_TO_TUNER_MAPPING, LoraConfig, PeftModel, get_peft_model
 from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer
+from same_bits import IDS, logits
 from tiny_models import make_model
 from transformers import AutoModelForCausalLM
 
@@ -23,7 +24,6 @@ from hf_mxfp4.integrations.peft import SUPPORTED, TRAINABLE_ONLY, MXFP4LoraConfi
 from hf_mxfp4.layers import QUANTIZED
 
 
-IDS = torch.arange(2, 14).view(2, 6)
 #: What a method needs apart from its targets and, where it has one, a rank of 4.
 OPTIONS = {
     "ADALORA": {"total_step": 10},
@@ -82,11 +82,6 @@ def attach(model, method, **options):
             if parameter.requires_grad:
                 parameter += 0.05 * torch.randn(parameter.shape, generator=generator)
     return model
-
-
-def logits(model):
-    with torch.no_grad():
-        return model(IDS).logits
 
 
 def gradients(model):

@@ -92,12 +92,17 @@ def free_choices(model, ids=None):
     return torch.stack([passes[0].view(*ids.shape, 2) for passes in choices.values()], dim=2)
 
 
+def record(model, recorder=None, **options):
+    """A recorder that has recorded the choices for completions of the prompts, and these."""
+    recorder = recorder or ChoiceRecorder(model, find_routers(model))
+    with recorder.recording():
+        return recorder, generate(model, **options)
+
+
 @pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "gpt_oss", "deepseek_v3"])
 def test_each_sequence_gets_its_own_choices(family):
     model = make_moe(family)
-    recorder = ChoiceRecorder(model, find_routers(model))
-    with recorder.recording():
-        completions = generate(model)
+    recorder, completions = record(model)
     rows = recorder.rows(PROMPTS, completions)
     for prompt, completion, row in zip(PROMPTS, completions, rows, strict=True):
         (alone,) = free_choices(model, torch.tensor([[*prompt, *completion]]))
@@ -106,23 +111,17 @@ def test_each_sequence_gets_its_own_choices(family):
 
 
 def test_sequences_that_ended_early():
-    model = make_moe()
-    recorder = ChoiceRecorder(model, find_routers(model))
-    with recorder.recording():
-        full = generate(model, new=6, suppress_tokens=[1])
+    recorder, full = record(make_moe(), new=6, suppress_tokens=[1])
     ended = [full[0][:2], full[1], full[2][:5]]  # as if they had ended there
     assert [len(row) for row in recorder.rows(PROMPTS, ended)] == [3 + 1, 5 + 5, 1 + 4]
 
 
 def test_what_cannot_be_told_apart_is_refused():
     model = make_moe()
-    recorder = ChoiceRecorder(model, find_routers(model))
-    with recorder.recording():
-        completions = generate(model, use_cache=False)
+    recorder, completions = record(model, use_cache=False)
     with pytest.raises(ValueError, match="key-value cache.*set use_cache=True"):
         recorder.rows(PROMPTS, completions)
-    with recorder.recording():
-        completions = generate(model)
+    _, completions = record(model, recorder)
     wrong = [completions[0], [completions[1][0] ^ 2, *completions[1][1:]], completions[2]]
     with pytest.raises(ValueError, match="sequence 1 came back with 5 . 4 tokens that are not the"):
         recorder.rows(PROMPTS, wrong)
@@ -138,9 +137,7 @@ def test_generation_past_the_routers_is_refused():
     model = make_moe()
     routers = dict(find_routers(model))
     routers["elsewhere"] = make_moe().model.layers[0].mlp.gate
-    recorder = ChoiceRecorder(model, routers)
-    with recorder.recording():
-        completions = generate(model)
+    recorder, completions = record(model, ChoiceRecorder(model, routers))
     with pytest.raises(ValueError, match="elsewhere routed 0 tokens in 0 passes while the model read"):
         recorder.rows(PROMPTS, completions)
 
