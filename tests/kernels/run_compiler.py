@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compiles the kernels ahead of time for one target, without a GPU, as they are launched; prints the code as JSON.
 
-    python run_compiler.py cuda 90 [variant ...]
+    python run_compiler.py cuda 90 [variant ...]      or hip gfx950
 
 A process of its own, because a process that interprets kernels cannot compile them.
 """
@@ -31,11 +31,6 @@ from mxfp4_kernels.quantization import compile_options, quantize_kernel, tile_sh
 
 #: What is read from machine code: instructions, which takes half of the time, and resources.
 READ = ["-sass", "-res-usage"]
-
-
-def gpu_target(backend: str, arch: str) -> GPUTarget:
-    """``"cuda", "90"`` or ``"hip", "gfx950"``."""
-    return GPUTarget("cuda", int(arch), 32) if backend == "cuda" else GPUTarget("hip", arch, 64)
 
 
 def compile_kernel(
@@ -237,6 +232,6 @@ OTHERS += ("nvfp4_scales",)
 
 if __name__ == "__main__":
     backend, arch, *names = sys.argv[1:]
-    target = gpu_target(backend, arch)
+    target = GPUTarget("cuda", int(arch), 32) if backend == "cuda" else GPUTarget("hip", arch, 64)
     names = names or [*QUANTIZE, *OTHERS, *DECODE]
     print(json.dumps({name: compile_variant(target, backend, arch, name) for name in names}))

@@ -18,13 +18,8 @@ from hf_mxfp4.gemm import state as draws_module
 
 
 OPERANDS = [
-    ("fprop", "x"),
-    ("fprop", "weight"),
-    ("dgrad", "grad"),
-    ("dgrad", "weight"),
-    ("wgrad", "grad"),
-    ("wgrad", "x"),
-]
+    ("fprop", "x"), ("fprop", "weight"), ("dgrad", "grad"), ("dgrad", "weight"), ("wgrad", "grad"), ("wgrad", "x"),
+]  # fmt: skip
 #: Tokens, outputs and inputs, none of them a multiple of 16 or 32.
 M, N, K = 43, 37, 50
 

@@ -21,15 +21,6 @@ from hf_mxfp4.integrations.peft import MXFP4LoraLinear, MXFP4LoraModel
 from hf_mxfp4.integrations.transformers import quantize_linears
 
 
-def float_twin(model: PeftModel) -> PeftModel:
-    """The same adapters on plain layers that hold the dequantized weights."""
-    twin = copy.deepcopy(model)
-    for module in list(twin.modules()):
-        if isinstance(module, MXFP4LoraLinear):
-            module.base_layer = module.base_layer.to_linear().requires_grad_(False)
-    return twin
-
-
 @pytest.mark.parametrize(
     ("family", "options", "scheme"),
     [
@@ -42,7 +33,10 @@ def float_twin(model: PeftModel) -> PeftModel:
 )
 def test_values_and_gradients_are_those_of_the_dequantized_weights(load, family, options, scheme):
     model = with_lora(load(family, **scheme), **options)
-    twin = float_twin(model)
+    twin = copy.deepcopy(model)  # but with plain layers that hold the dequantized weights
+    for module in list(twin.modules()):
+        if isinstance(module, MXFP4LoraLinear):
+            module.base_layer = module.base_layer.to_linear().requires_grad_(False)
     torch.testing.assert_close(model(IDS).logits, twin(IDS).logits, rtol=1e-5, atol=1e-5)
     ours, theirs = gradients(model), gradients(twin)
     assert len(ours) >= 4
@@ -123,17 +117,15 @@ class Kind(NamedTuple):
     factors: int
 
 
-LINEAR, EXPERTS, WEIGHTS = (
-    {"target_modules": "all-linear"},
-    {"target_modules": ["experts"]},
-    {"mode": "qat", "preset": "w4a16"},
-)
+LINEAR, EXPERTS = {"target_modules": "all-linear"}, {"target_modules": ["experts"]}
 PARAMETERS = {"target_modules": [], "target_parameters": ["experts.gate_up_proj", "experts.down_proj"]}
 KINDS = {
     "packed": Kind("qwen2", {"mode": "packed"}, LINEAR, adapters.MXFP4LoraLinear, 14, 28),
     "trainable": Kind("qwen2", {"mode": "qat"}, LINEAR, adapters.MXFP4LoraMasterLinear, 14, 28),
     "packed experts": Kind("qwen3_moe", {"mode": "packed"}, EXPERTS, adapters.MXFP4LoraExperts, 2, 8),
-    "trainable experts": Kind("qwen3_moe", WEIGHTS, PARAMETERS, adapters.MXFP4LoraExpertParameter, 4, 8),
+    "trainable experts": Kind(
+        "qwen3_moe", {"mode": "qat", "preset": "w4a16"}, PARAMETERS, adapters.MXFP4LoraExpertParameter, 4, 8
+    ),
 }
 
 

@@ -24,9 +24,6 @@ SCHEME = {"scale_rule": "rceil", "macro_block": 128, "macro_search": "dynamic"}
 #: Adapters whose sums with the weights outlive being packed.
 with_lora = functools.partial(lora_models.with_lora, lora_alpha=2)
 EXPERTS = ["experts.gate_up_proj", "experts.down_proj"]
-ROTATED = {"fprop": {"x": "full", "weight": "rceil", "rotation": "deterministic-32"}}
-
-
 with_small_lora = functools.partial(lora_models.with_lora, std=0.01)
 
 
@@ -36,12 +33,6 @@ def energy(tensor) -> float:
 
 def quantized(layer, weight):
     return fake_quantize(weight, **vars(layer.config.weight_scheme))
-
-
-def add_second(model, **options):
-    torch.manual_seed(5)
-    config = LoraConfig(r=2, lora_alpha=2, target_modules=["up_proj"], init_lora_weights=False, **options)
-    model.add_adapter("second", config)
 
 
 @pytest.mark.parametrize(
@@ -65,7 +56,9 @@ def test_the_order_of_merges_does_not_matter_and_errors_do_not_add_up(load):
     results = []
     for order in (["default", "second"], ["second", "default"]):
         model = with_lora(load())
-        add_second(model)
+        torch.manual_seed(5)
+        second = LoraConfig(r=2, lora_alpha=2, target_modules=["up_proj"], init_lora_weights=False)
+        model.add_adapter("second", second)
         layer = model.get_submodule(UP)
         total = layer.base_layer.dequantized_weight() + delta(layer) + delta(layer, "second")
         for name in order:
@@ -221,8 +214,7 @@ def test_experts_are_measured_parameter_by_parameter(family):
 
 
 def test_what_cannot_be_merged_is_refused_before_anything_is_touched():
-    random = {"fprop": {**ROTATED["fprop"], "rotation": "random-32"}}
-    model = with_small_lora(qat(**random))
+    model = with_small_lora(qat(fprop={"x": "full", "weight": "rceil", "rotation": "random-32"}))
     before = [(name, type(module)) for name, module in model.named_modules()], stored(model)
     with pytest.raises(ValueError, match="rotates .* drawn anew"):
         merge_adapters(model, into="packed")

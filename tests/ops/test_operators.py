@@ -20,13 +20,8 @@ from hf_mxfp4.numerics import QuantScheme, parse_scheme
 
 OPS = torch.ops.hf_mxfp4
 SCHEMES = [
-    "rceil",
-    "mse+mbs128-dynamic+of0.5",
-    "even+mbsrow",
-    "even+mbs128-blockwise",
-    "rceil+32x32",
-    "rceil+of0.5@0.1",
-]
+    "rceil", "mse+mbs128-dynamic+of0.5", "even+mbsrow", "even+mbs128-blockwise", "rceil+32x32", "rceil+of0.5@0.1",
+]  # fmt: skip
 
 
 def inputs(dtype=torch.float32) -> list[torch.Tensor]:

@@ -33,10 +33,6 @@ def integers(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randint(-9, 10, shape, generator=generator).float()
 
 
-def quantized(x: torch.Tensor) -> torch.Tensor:
-    return fake_quantize(x.detach())
-
-
 def test_literal():
     x = torch.tensor([[2.0, 5.5]], requires_grad=True)  # 5.5 becomes 6
     weight = torch.tensor([[1.0, -6.0], [0.3, 6.0]], requires_grad=True)  # 0.3 becomes 0.5
