@@ -270,9 +270,6 @@ def test_a_batch_in_parts_gets_the_recording_of_its_rows():
     assert report.tokens == 21 and set(report.agreement) == set(routers)
 
 
-# ---- errors ---------------------------------------------------------------------------------------------------------
-
-
 def test_missing_choices_are_an_error_with_numbers():
     model = make_moe()
     wanted = other_choices(model)
