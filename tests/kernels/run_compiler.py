@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compiles the kernels ahead of time for one target, without a GPU, as they are launched; prints the code as JSON.
 
-    python run_compiler.py cuda 90 [variant ...]
+    python run_compiler.py cuda 90 [variant ...]      or hip gfx950
 
 A process of its own, because a process that interprets kernels cannot compile them.
 """
@@ -31,11 +31,6 @@ from mxfp4_kernels.quantization import compile_options, quantize_kernel, tile_sh
 
 #: What is read from machine code: instructions, which takes half of the time, and resources.
 READ = ["-sass", "-res-usage"]
-
-
-def gpu_target(backend: str, arch: str) -> GPUTarget:
-    """``"cuda", "90"`` or ``"hip", "gfx950"``."""
-    return GPUTarget("cuda", int(arch), 32) if backend == "cuda" else GPUTarget("hip", arch, 64)
 
 
 def compile_kernel(
@@ -92,13 +87,9 @@ def _disassemble(cubin: bytes) -> str:
 
 
 PLAIN, STATIC = Scheme(), Scheme("rceil", 128, "static", 0.5)
-
 MANTISSAS = Scheme("even", 128, "block_mantissas", 1.0)
-
 BOTH = Sides(Side(), Side())
-
 ROWS, COLUMNS = Sides(Side(), None), Sides(None, Side())
-
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 
 #: Name: dtype, scheme, sides, whether codes are written, whether sizes are multiples of 16 (otherwise they are int64).
@@ -132,13 +123,9 @@ DECODE = {
 }
 
 _INPUTS = {F32: "*fp32", F16: "*fp16", BF16: "*i16"}
-
 _OUTPUTS = _INPUTS | {BF16: "*bf16"}
-
 _GPUS = {"100": (148, 232448), "120": (170, 101376), "80": (108, 166912), "gfx942": (304, 65536)}
-
 _POINTERS = ("pointer", "x_ptr", "out_ptr", "rows", "columns", "elements_ptr")
-
 _POINTERS += PackedPointers._fields + Partial._fields
 
 
@@ -239,19 +226,12 @@ def compile_variant(target, backend: str, arch: str, name: str) -> dict:
     return fp8_variant(target, name.startswith("to_fp8"), name.endswith("columns"), name.endswith("matrices"))
 
 
-OTHERS = (
-    "dequantize",
-    "dequantize mantissas",
-    "to_fp8",
-    "to_fp8 columns",
-    "to_fp8 matrices",
-    "from_fp8",
-    "nvfp4_scales",
-)
+OTHERS = ("dequantize", "dequantize mantissas", "to_fp8", "to_fp8 columns", "to_fp8 matrices", "from_fp8")
+OTHERS += ("nvfp4_scales",)
 
 
 if __name__ == "__main__":
     backend, arch, *names = sys.argv[1:]
-    target = gpu_target(backend, arch)
+    target = GPUTarget("cuda", int(arch), 32) if backend == "cuda" else GPUTarget("hip", arch, 64)
     names = names or [*QUANTIZE, *OTHERS, *DECODE]
     print(json.dumps({name: compile_variant(target, backend, arch, name) for name in names}))

@@ -57,8 +57,7 @@ def packed(weight: torch.Tensor, scheme: Scheme) -> tuple[Packed, torch.Tensor]:
     search = scheme.macro_search.replace("block_mantissas", "blockwise")
     options = {"macro_block": scheme.macro_block, "outlier_fallback": scheme.outlier_fallback}
     found = numerics.quantize(weight, scale_rule=scheme.scale_rule, macro_search=search, **options)
-    parts = found.codes, found.scale, found.macro, found.residual_codes, found.residual_scale
-    return Packed(*(part if part is None else part.to(DEVICE) for part in parts)), found.dequantize(torch.float32)
+    return Packed(*(part if part is None else part.to(DEVICE) for part in found.parts)), found.dequantize(torch.float32)
 
 
 def linear() -> Iterator[tuple[str, str | None]]:

@@ -79,15 +79,12 @@ def same(found: torch.Tensor | None, expected: torch.Tensor | None) -> bool:
 
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-
 MACROS = ((None, "static"), (32, "static"), (128, "static"), (64, "dynamic"), (256, "dynamic"), (128, "blockwise"))
 MACROS += ((128, "blockwise_fp8"),)
-
 SCHEMES = [
     QuantScheme(rule, macro, search, alpha)
     for rule, (macro, search), alpha in itertools.product(("rceil", "floor", "even", "mse"), MACROS, (None, 0.3))
 ]
-
 TILES = [
     QuantScheme("rceil", block_rows=32),
     QuantScheme("even", 256, "static", 0.5, block_rows=32),
@@ -95,11 +92,8 @@ TILES = [
     QuantScheme("rceil", 128, "blockwise", 0.3, block_rows=32),
     QuantScheme("even", 128, "blockwise_fp8", block_rows=32),
 ]
-
 PARTS = ("codes", "scale", "macro", "residual_codes", "residual_scale")
-
 DEVICE = sys.argv[2] if len(sys.argv) > 2 else "cpu"
-
 Case = tuple[str, list[str]]
 
 

@@ -150,17 +150,13 @@ def test_a_variant_works_from_any_path_under_any_name_and_layers_compute_on_it(a
     run_check(assembled, one, other + LAYERS, str(FOLDER.parent))
 
 
-def has_kernels_library() -> bool:
-    spec = importlib.util.find_spec("kernels")
-    return spec is not None and spec.origin is not None  # the folder kernels/ of this repository has none
-
-
-needs_library = pytest.mark.skipif(not has_kernels_library(), reason="the kernels library is not installed")
+LIBRARY = importlib.util.find_spec("kernels")  # or the folder kernels/ of this repository, which has no origin
+needs_library = pytest.mark.skipif(LIBRARY is None or LIBRARY.origin is None, reason="there is no kernels library")
 
 
 @needs_library
 def test_the_kernels_library_reads_and_loads_it(assembled):
-    site = str(Path(importlib.util.find_spec("kernels").origin).parents[1])
+    site = str(Path(LIBRARY.origin).parents[1])
     for variant in variants(assembled):
         loading = f"""
 from pathlib import Path
@@ -178,7 +174,7 @@ kernel = get_local_kernel(variant)
 @needs_library
 def test_layers_compute_on_what_the_kernels_library_gets_from_a_repository(assembled):
     """A folder stands for the repository, as the library lets one say."""
-    site = str(Path(importlib.util.find_spec("kernels").origin).parents[1])
+    site = str(Path(LIBRARY.origin).parents[1])
     loading = "import sys\nfrom kernels import get_kernel\nkernel = get_kernel('some/mxfp4-kernels', version=0)\n"
     place = f"some/mxfp4-kernels={variants(assembled)[0]}"
     run_program(assembled, loading + LAYERS, assembled, str(FOLDER.parent), site, LOCAL_KERNELS=place)

@@ -33,3 +33,10 @@ def load(saved_base):
         return AutoModelForCausalLM.from_pretrained(saved_base(family), dtype=dtype, quantization_config=config)
 
     return load
+
+
+@pytest.fixture
+def fresh_compiler():
+    """What a test compiles is forgotten."""
+    yield
+    torch._dynamo.reset()

@@ -10,7 +10,9 @@ import copy
 
 import pytest
 import torch
+from passes import passes
 from peft import LoraConfig, get_peft_model
+from same_bits import assert_same
 from tables import pairwise_params
 from tiny_models import make_model
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -23,6 +25,7 @@ from hf_mxfp4.layers import set_quantization_step
 from hf_mxfp4.presets import PRESETS
 
 
+pytestmark = pytest.mark.usefixtures("fresh_compiler")
 #: Random numbers in all three products.
 STOCHASTIC = {
     "preset": "w4a4g4",
@@ -38,12 +41,6 @@ def compiled(function, backend="aot_eager"):
     torch._dynamo.reset()
     counter = CompileCounterWithBackend(backend)
     return torch.compile(function, fullgraph=True, backend=counter), counter
-
-
-def assert_equal(found, expected):
-    assert len(found) == len(expected)
-    for a, b in zip(found, expected, strict=True):
-        assert a.dtype == b.dtype and torch.equal(a, b)
 
 
 def train(model, function, options, steps=3) -> list[torch.Tensor]:
@@ -75,15 +72,8 @@ def check_training(model, **options):
     expected, found = train(model, model, options), train(twin, call, options)
     assert counter.frame_count == 1
     if options.get("backend") != "inductor":
-        return assert_equal(found, expected)
-    for a, b in zip(found, expected, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4)
-
-
-@pytest.fixture(autouse=True)
-def fresh_compiler():
-    yield
-    torch._dynamo.reset()
+        return assert_same(found, expected)
+    torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-4)
 
 
 _MACRO = {"macro_block": 128, "macro_search": "dynamic", "outlier_fallback": 0.3}
@@ -107,17 +97,14 @@ def test_functions_on_tensors(function):
     assert counter.frame_count <= 2
 
 
-def passes(function, layer, x, grad, autocast=False) -> list[torch.Tensor]:
-    layer.zero_grad()
-    x = x.clone().requires_grad_()
-    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-        out = function(x)
-    out.backward(grad)
-    return [out.detach(), x.grad, *(p.grad for p in layer.parameters() if p.grad is not None)]
-
-
-def has_codes_to_save(preset, saved, dtype_and_autocast):
-    return saved != "mxfp4" or preset in ("w4a4", "w4a4g8", "paper_a")
+def check_layer(layer, autocast, dtype=torch.float32):
+    call, counter = compiled(layer)
+    for _ in range(3):
+        x, grad = torch.randn(2, 5, 70, dtype=dtype), torch.randn(2, 5, 40, dtype=torch.bfloat16 if autocast else dtype)
+        assert_same(*(passes(function, x, grad=grad, autocast=autocast) for function in (call, layer)))
+        with torch.no_grad():  # a step of an optimizer: no stale weight
+            torch._foreach_add_([parameter for parameter in layer.parameters() if parameter.requires_grad], 0.1)
+    assert counter.frame_count == 1
 
 
 @pytest.mark.parametrize(
@@ -126,31 +113,21 @@ def has_codes_to_save(preset, saved, dtype_and_autocast):
         list(PRESETS),
         ["full", "mxfp4", "fp8"],
         [(torch.float32, False), (torch.float32, True), (torch.bfloat16, False)],
-        allowed=has_codes_to_save,
+        allowed=lambda preset, saved, _: saved != "mxfp4" or preset in ("w4a4", "w4a4g8", "paper_a"),
     ),
     ids=str,
 )
 def test_trainable_layers(preset, saved, dtype_and_autocast):
     dtype, autocast = dtype_and_autocast
     config = MXFP4RLConfig(preset=preset, saved_activations=saved)
-    layer = MXFP4Linear.from_linear(torch.nn.Linear(70, 40).to(dtype), config)
-    call, counter = compiled(layer)
-    for _ in range(3):
-        x, grad = torch.randn(2, 5, 70, dtype=dtype), torch.randn(2, 5, 40, dtype=torch.bfloat16 if autocast else dtype)
-        expected = [t.clone() for t in passes(layer, layer, x, grad, autocast)]
-        assert_equal(passes(call, layer, x, grad, autocast), expected)
-        with torch.no_grad():
-            layer.weight.add_(0.1)  # a step of an optimizer: no stale weight
-    assert counter.frame_count == 1
+    check_layer(MXFP4Linear.from_linear(torch.nn.Linear(70, 40).to(dtype), config), autocast, dtype)
 
 
-def test_equal_layers_share_a_graph():
-    layers = [MXFP4Linear(32, 32, config=MXFP4RLConfig(**STOCHASTIC), name=str(n)) for n in range(4)]
-    call, counter = compiled(lambda layer, x: layer(x))
-    x = torch.randn(3, 32)
-    assert_equal([call(layer, x) for layer in layers], [layer(x) for layer in layers])
-    assert counter.frame_count == 1
-    assert len({layer(x).sum().item() for layer in layers}) == 4
+@pytest.mark.parametrize("scheme", [{}, {"preset": "w4a4"}, SELECTIVE], ids=["w4a16", "w4a4", "selective"])
+@pytest.mark.parametrize("autocast", [False, True])
+def test_packed_layers(scheme, autocast):
+    config = MXFP4RLConfig(mode="packed", **scheme)
+    check_layer(MXFP4PackedLinear.from_linear(torch.nn.Linear(70, 40), config), autocast)
 
 
 def test_rows_may_vary():
@@ -158,16 +135,16 @@ def test_rows_may_vary():
     call, counter = compiled(layer)
     for rows in (5, 7, 9, 2):
         x, grad = torch.randn(rows, 40), torch.randn(rows, 24)
-        expected = [t.clone() for t in passes(layer, layer, x, grad)]
-        assert_equal(passes(call, layer, x, grad), expected)
+        assert_same(passes(call, x, grad=grad), passes(layer, x, grad=grad))
     assert counter.frame_count <= 2
 
 
-def test_a_step_between_forward_and_backward_is_still_an_error():
+@pytest.mark.parametrize("is_compiled", [False, True])
+def test_a_step_set_between_forward_and_backward_is_an_error(is_compiled):
     layer = MXFP4Linear(32, 32, config=MXFP4RLConfig(**STOCHASTIC), name="a")
-    out = compiled(layer)[0](torch.randn(2, 32))
+    out = (compiled(layer)[0] if is_compiled else layer)(torch.randn(2, 32))
     layer.set_step(1)
-    with pytest.raises(RuntimeError, match="the quantization step of a went from 0 to 1"):
+    with pytest.raises(RuntimeError, match="the quantization step of a went from 0 to 1 between its forward and its b"):
         out.sum().backward()
 
 
@@ -182,19 +159,6 @@ def test_the_cached_weight_is_used_and_renewed():
         with torch.no_grad():
             layer.weight.data.neg_()
             assert torch.equal(call(x), layer(x)) and not torch.equal(call(x), expected)
-
-
-@pytest.mark.parametrize("scheme", [{}, {"preset": "w4a4"}, SELECTIVE], ids=["w4a16", "w4a4", "selective"])
-@pytest.mark.parametrize("autocast", [False, True])
-def test_packed_layers(scheme, autocast):
-    config = MXFP4RLConfig(mode="packed", **scheme)
-    layer = MXFP4PackedLinear.from_linear(torch.nn.Linear(70, 40), config)
-    call, counter = compiled(layer)
-    for _ in range(3):
-        x, grad = torch.randn(2, 5, 70), torch.randn(2, 5, 40, dtype=torch.bfloat16 if autocast else torch.float32)
-        expected = [t.clone() for t in passes(layer, layer, x, grad, autocast)]
-        assert_equal(passes(call, layer, x, grad, autocast), expected)
-    assert counter.frame_count == 1
 
 
 def quantized(family="qwen2", layers=1, dtype=torch.float32, **scheme):
@@ -259,5 +223,5 @@ def test_blocks_compiled_one_by_one_share_a_graph():
         out = model(ids, labels=ids, use_cache=False)
         out.loss.backward()
         found.append([out.logits.detach(), *(p.grad.clone() for p in model.parameters())])
-    assert_equal(*found)
+    assert_same(*found)
     assert counter.frame_count == 1

@@ -5,7 +5,8 @@ from collections import Counter
 
 import pytest
 import torch
-from test_compiled import SELECTIVE, STOCHASTIC, adapted, assert_equal, check_training, compiled
+from same_bits import assert_same
+from test_compiled import SELECTIVE, STOCHASTIC, adapted, check_training, compiled
 from tiny_models import make_model
 from torch.library import opcheck
 from transformers import AutoModelForCausalLM, CompileConfig
@@ -17,14 +18,9 @@ from hf_mxfp4.integrations.transformers import quantize_linears
 from hf_mxfp4.layers import MXFP4PackedExperts
 
 
+pytestmark = pytest.mark.usefixtures("fresh_compiler")
 OPS = torch.ops.hf_mxfp4
 FAMILIES = ["qwen3_moe", "gpt_oss"]  # gpt-oss has transposed weights and biases
-
-
-@pytest.fixture(autouse=True)
-def fresh_compiler():
-    yield
-    torch._dynamo.reset()
 
 
 def experts(family="qwen3_moe", mode="qat", **scheme):
@@ -79,7 +75,7 @@ def test_experts(family, scheme):
             if "wgrad" in scheme:
                 layer.set_step(step)
             found.append([tensor.clone() for tensor in passes(function, layer, step, used)])
-        assert_equal(*found)
+        assert_same(*found)
     assert counter.frame_count == 1
 
 
@@ -152,7 +148,7 @@ def test_experts_that_are_not_quantized_as_adapters_have_them():
             out = function(leaf, ids)
             out.square().sum().backward()
             found.append([out.detach(), leaf.grad, weight.grad])
-        assert_equal(*found)
+        assert_same(*found)
         with torch.no_grad():
             weight.mul_(2)
     assert counter.frame_count == 1
@@ -179,15 +175,13 @@ def counting():
     """A compiler as `generate` takes it, and the operators of ours in each graph that it was given."""
     from torch._dynamo.backends.debugging import aot_eager
 
-    torch._dynamo.reset()
     graphs = []
 
     def compiler(graph, inputs, **options):
         graphs.append([str(node.target) for node in graph.graph.nodes if "hf_mxfp4" in str(node.target)])
         return aot_eager(graph, inputs)
 
-    yield compiler, graphs
-    torch._dynamo.reset()
+    return compiler, graphs
 
 
 @pytest.mark.parametrize(

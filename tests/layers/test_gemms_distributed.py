@@ -75,7 +75,6 @@ def wrap(model: torch.nn.Module, engine: str) -> torch.nn.Module:
 
 #: Schemes of every run, each rule of what is saved, multiplied and drawn among them; the others are large.
 FEW = ("w4a4g8", "w4a4g4_tuned", "experts_paper_b", "experts_saved_mxfp4", "stochastic")
-
 REST = tuple(name for name in SCHEMES if name not in FEW)
 
 
@@ -102,9 +101,7 @@ def alone(scheme: str) -> dict:
 @pytest.mark.parametrize("engine", ["ddp", "fsdp2"])
 def test_training_is_that_of_one_process(distributed, engine, scheme):
     expected, found = alone(scheme), distributed(engine, scheme)
-    assert found["gradients"].keys() == expected["gradients"].keys()
-    for name, grad in found["gradients"].items():
-        torch.testing.assert_close(grad, expected["gradients"][name], rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(found["gradients"], expected["gradients"], rtol=1e-4, atol=1e-6)
     # Sums in another order can move a value over the edge between two codes, later steps more than the first.
     assert found["losses"] == pytest.approx(expected["losses"], rel=2e-3)
     assert found["losses"][0] == pytest.approx(expected["losses"][0], rel=1e-5)

@@ -9,18 +9,14 @@ import pytest
 import torch
 from factors import factors_config
 from lora_models import gradients, with_lora
-from moe_models import make_moe, tokens
-from peft import LoraConfig, get_peft_model
+from same_bits import IDS, assert_same, logits
 from tables import CONFIGS
 from tiny_models import make_model
 
 import hf_mxfp4.integrations.peft
-from hf_mxfp4 import MXFP4Experts, MXFP4Linear, MXFP4RLConfig, cached_weights, pack
+from hf_mxfp4 import MXFP4Linear, MXFP4RLConfig, cached_weights, pack
 from hf_mxfp4.integrations.transformers import quantize_linears
-from hf_mxfp4.layers import full_precision, trainable_matrices
-
-
-IDS = torch.arange(2, 14).view(2, 6)
+from hf_mxfp4.layers import QUANTIZED, full_precision, trainable_matrices
 
 
 def loss_of(model) -> torch.Tensor:
@@ -30,12 +26,6 @@ def loss_of(model) -> torch.Tensor:
 def bits(model) -> dict[str, torch.Tensor]:
     """The bits of every parameter."""
     return {name: p.detach().clone().view(torch.uint8) for name, p in model.named_parameters()}
-
-
-def assert_untouched(model, before: dict[str, torch.Tensor]) -> None:
-    after = bits(model)
-    assert list(after) == list(before)
-    assert all(torch.equal(after[name], before[name]) for name in before)
 
 
 def interrupt(*_):
@@ -58,10 +48,10 @@ def test_nothing_writes_the_masters(family, scheme, places, cached, dense_produc
     context = partial(cached_weights, model) if cached else contextlib.nullcontext
     with torch.no_grad(), context():
         expected = model(IDS).logits
-    assert_untouched(model, before)
+    assert_same(bits(model), before)
     with context():
         model.generate(IDS, max_new_tokens=4, do_sample=False)
-    assert_untouched(model, before)
+    assert_same(bits(model), before)
     for place in places:
         hook = model.get_submodule(place).register_forward_hook(interrupt)
         with pytest.raises(KeyboardInterrupt, match="in the middle"), context():
@@ -69,25 +59,24 @@ def test_nothing_writes_the_masters(family, scheme, places, cached, dense_produc
         with pytest.raises(KeyboardInterrupt, match="in the middle"), context():
             loss_of(model)
         hook.remove()
-        assert_untouched(model, before)
+        assert_same(bits(model), before)
     hook = model.model.layers[1].register_full_backward_hook(interrupt)
     with pytest.raises(KeyboardInterrupt, match="in the middle"):
         loss_of(model).backward()
     hook.remove()
-    assert_untouched(model, before)
+    assert_same(bits(model), before)
     loss_of(model).backward()
-    assert_untouched(model, before)
+    assert_same(bits(model), before)
     model.enable_input_require_grads()
     for reentrant in (True, False):
         model.train().gradient_checkpointing_enable({"use_reentrant": reentrant})
         loss_of(model).backward()
-        assert_untouched(model, before)
+        assert_same(bits(model), before)
     with torch.no_grad():
         assert torch.equal(model(IDS).logits, expected)
     assert [(p._version, p.data_ptr()) for p in model.parameters()] == versions
 
 
-LONG_IDS = torch.arange(2, 26).view(2, 12)
 EXPERTS = "model.layers.{}.mlp.experts"
 STOCHASTIC = {"preset": "w4a4g4", "wgrad": {"grad": "rceil+stochastic", "rotation": "random-16"}}
 
@@ -102,9 +91,9 @@ def quantized(family="qwen3_moe", layers=2, **options):
 @pytest.mark.parametrize("implementation", ["eager", "grouped_mm", "batched_mm"])
 def test_the_experts_implementation_of_the_model_does_not_matter(family, implementation):
     model = quantized(family, layers=1)
-    expected = model(LONG_IDS).logits
+    expected = model(IDS).logits
     model.set_experts_implementation(implementation)
-    assert torch.equal(model(LONG_IDS).logits, expected)
+    assert torch.equal(model(IDS).logits, expected)
 
 
 def test_matrices_one_by_one():
@@ -119,53 +108,42 @@ def test_matrices_one_by_one():
     assert linear.siblings == 1 and linear.weight().shape == (64, 64)
 
 
-SHORT_IDS = torch.arange(2, 18).view(2, 8)
-
-
-def logits(model):
-    with torch.no_grad():
-        return model(SHORT_IDS).logits
-
-
-@pytest.mark.parametrize("scheme", [{}, {"preset": "w4a4g4"}, {"fprop": {"rotation": "random-16"}}], ids=str)
-def test_full_precision_is_the_plain_model_bit_for_bit(scheme):
-    plain = make_model()
+@pytest.mark.parametrize(
+    ("family", "scheme", "layers"),
+    [
+        ("qwen2", {}, 14),
+        ("qwen2", {"preset": "w4a4g4"}, 14),
+        ("qwen2", {"fprop": {"rotation": "random-16"}}, 14),
+        ("qwen3_moe", {}, 10),
+    ],
+    ids=str,
+)
+def test_full_precision_is_the_plain_model_bit_for_bit(family, scheme, layers):
+    plain = make_model(family)
     model = copy.deepcopy(plain)
     quantize_linears(model, MXFP4RLConfig(**scheme))
-    before = logits(model)
+    before, configs = logits(model), [module.config for module in model.modules() if isinstance(module, QUANTIZED)]
     with full_precision(model) as switched:
-        assert switched == 14
+        assert switched == layers == len(configs)
         assert torch.equal(logits(model), logits(plain))
     assert not torch.equal(before, logits(plain))
     assert torch.equal(logits(model), before)
+    assert [module.config for module in model.modules() if isinstance(module, QUANTIZED)] == configs
     assert not any("forward" in module.__dict__ for module in model.modules())
-
-
-def test_full_precision_of_a_mixture_of_experts():
-    plain = make_moe()
-    model = copy.deepcopy(plain)
-    quantize_linears(model, MXFP4RLConfig())
-    configs = [module.config for module in model.modules() if isinstance(module, MXFP4Experts)]
-    with torch.no_grad(), full_precision(model):
-        assert torch.equal(model(tokens()).logits, plain(tokens()).logits)
-    assert [module.config for module in model.modules() if isinstance(module, MXFP4Experts)] == configs
 
 
 def test_adapters_stay_on_in_full_precision():
     plain = make_model()
     model = copy.deepcopy(plain)
     quantize_linears(model, MXFP4RLConfig())
-    torch.manual_seed(0)
-    adapted = get_peft_model(model, LoraConfig(target_modules=["q_proj"], init_lora_weights=False))
-    reference = get_peft_model(plain, LoraConfig(target_modules=["q_proj"], init_lora_weights=False))
+    adapted, reference = (with_lora(each, target_modules=["q_proj"]) for each in (model, plain))
     reference.load_state_dict(adapted.state_dict())
     with full_precision(adapted):
         assert torch.equal(logits(adapted), logits(reference))
 
 
 def test_an_exception_leaves_nothing_behind():
-    model = make_model()
-    quantize_linears(model, MXFP4RLConfig())
+    model = quantized("qwen2")
     layers = [module for module in model.modules() if isinstance(module, MXFP4Linear)]
     own = layers[0].forward
     layers[0].forward = own  # as accelerate's hooks leave it
@@ -180,11 +158,9 @@ def test_an_exception_leaves_nothing_behind():
 def test_models_that_have_no_full_precision_are_refused():
     with pytest.raises(ValueError, match="has no quantized layer"), full_precision(make_model()):
         pytest.fail("not entered")
-    model = make_model()
-    quantize_linears(model, MXFP4RLConfig())
-    with pytest.raises(ValueError, match="packed layers, whose weights exist in 4 bits only"):
-        with full_precision(pack(model)):
-            pytest.fail("not entered")
+    message = "packed layers, whose weights exist in 4 bits only"
+    with pytest.raises(ValueError, match=message), full_precision(pack(quantized("qwen2"))):
+        pytest.fail("not entered")
 
 
 PARAMETERS = {"target_modules": [], "target_parameters": ["experts.gate_up_proj", "experts.down_proj"]}
@@ -230,6 +206,5 @@ def test_the_gradients_are_those_of_a_plain_backward_pass(name, reentrant, autoc
             found.append(gradients(model))
     expected, found = found
     assert len(calls) == 2, "the block was not recomputed"
-    assert found.keys() == expected.keys() and len(found) >= 8
-    for parameter, grad in expected.items():
-        assert torch.equal(found[parameter], grad) and grad.isfinite().all(), parameter
+    assert_same(found, expected)
+    assert len(found) >= 8 and all(grad.isfinite().all() for grad in found.values())

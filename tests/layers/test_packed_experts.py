@@ -2,12 +2,16 @@
 """`MXFP4PackedExperts` against the trainable experts of the same scheme, and packed layers of a scheme that rotates."""
 
 import copy
-import gc
+import functools
 import pickle
 
 import pytest
+import test_experts
 import torch
 from lora_models import IDS, UP, with_lora
+from passes import passes
+from same_bits import assert_same
+from test_gemm_schemes import rotation_matrix
 from test_lora_experts import deltas, summed_twin
 from tiny_models import make_model
 from torch import nn
@@ -19,6 +23,7 @@ from hf_mxfp4.layers import MXFP4PackedExperts
 
 FAMILIES = ["qwen3_moe", "qwen2_moe", "mixtral", "gpt_oss"]
 CONFIG = MXFP4RLConfig(outlier_fallback=None)
+routing = functools.partial(test_experts.routing, 19, dtype=torch.float32)
 
 
 def twins(family="qwen3_moe", config=CONFIG, dtype=torch.float32):
@@ -28,13 +33,6 @@ def twins(family="qwen3_moe", config=CONFIG, dtype=torch.float32):
     return trained, MXFP4PackedExperts.from_experts(trained, config.packed(), "mlp.experts")
 
 
-def routing(dtype=torch.float32, tokens=19):
-    generator = torch.Generator().manual_seed(1)
-    index = torch.rand(tokens, 4, generator=generator).topk(2).indices
-    states = torch.randn(tokens, 64, generator=generator).to(dtype)
-    return states, index, torch.rand(tokens, 2, generator=generator).to(dtype)
-
-
 @pytest.mark.usefixtures("dense_products")
 @pytest.mark.parametrize("rate", [None, 0.2])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -42,13 +40,9 @@ def routing(dtype=torch.float32, tokens=19):
 def test_outputs_and_gradients_repeat_the_trainable_ones(family, dtype, rate):
     config = CONFIG if rate is None else MXFP4RLConfig(outlier_fallback_rate=rate)
     trained, packed = twins(family, config, dtype)
-    states, index, weights = routing(dtype)
-    inputs = [t.clone().requires_grad_() for t in (states, states)]
-    outs = [layer(x, index, weights) for layer, x in zip((trained, packed), inputs, strict=True)]
-    assert torch.equal(*outs)
-    for out in outs:
-        out.float().square().sum().backward()
-    assert torch.equal(inputs[0].grad, inputs[1].grad) and inputs[0].grad.abs().sum() > 0
+    found, expected = (passes(layer, *routing(dtype=dtype))[:2] for layer in (packed, trained))
+    assert_same(found, expected)
+    assert expected[1].abs().sum() > 0
     if family == "gpt_oss":
         assert packed.down_proj_bias is trained.down_proj_bias
     assert {p.dtype for n, p in packed.named_parameters() if not n.endswith("bias")} == {torch.uint8}
@@ -75,35 +69,17 @@ def test_plain_experts_again(family):
         assert plain.down_proj_bias is not packed.down_proj_bias
 
 
-def test_nothing_is_kept_of_what_was_dequantized():
-    _, packed = twins()
-    inputs = routing()
-
-    def matrices():
-        gc.collect()
-        return [t for t in gc.get_objects() if type(t) is torch.Tensor and t.shape[-2:] == (64, 64)]
-
-    others = matrices()  # of other tests
-    with torch.no_grad(), cached_weights(packed):
-        packed(*inputs)
-        assert len(matrices()) == len(others)
-
-
 def test_dtype_follows_to():
     _, packed = twins("gpt_oss")
     packed.to(torch.bfloat16)
     assert packed.compute_dtype == torch.bfloat16 and packed.gate_up_proj.dtype == torch.uint8
-    assert packed(*routing(torch.bfloat16)).dtype == torch.bfloat16
+    assert packed(*routing(dtype=torch.bfloat16)).dtype == torch.bfloat16
     with pytest.raises(TypeError, match="input is torch.float32 but the layer's dtype is torch.bfloat16"):
         packed(*routing())
 
 
-def test_float_tensors_are_not_rounded_into_it():
+def test_tensors_that_are_missing_or_replaced_by_floats_are_refused():
     _, packed = twins()
-    state = packed.state_dict()
-    state["down_proj"] = torch.ones(4, 64, 16)
-    with pytest.raises(RuntimeError, match="down_proj is torch.float32, but the packed layer needs the uint8 tensor"):
-        packed.load_state_dict(state)
     packed.down_proj_scale = None
     with pytest.raises(ValueError, match="mlp.experts.down_proj_scale is missing; expected uint8 .4, 64, 1."):
         packed.check()
@@ -124,10 +100,9 @@ def test_a_state_dict_is_read_and_copies_are_equal():
 
 
 def test_what_cannot_be_packed():
-    trained, packed = twins()
+    trained, _ = twins()
     with pytest.raises(ValueError, match="needs a config of mode='packed'"):
         MXFP4PackedExperts.from_experts(trained, MXFP4RLConfig())
-    packed._parameters["gate_up_proj"] = torch.nn.Parameter(torch.zeros(4, 64, 64, dtype=torch.uint8), False)
     plain = trained.to_experts()
     plain.gate_up_proj = torch.nn.Parameter(torch.zeros(4, 64, 64, dtype=torch.uint8), requires_grad=False)
     with pytest.raises(TypeError, match="gate_up_proj is of torch.uint8; nothing to quantize"):
@@ -168,13 +143,6 @@ def inputs(dtype=torch.float32, tokens=5) -> torch.Tensor:
     return x
 
 
-def rotation_matrix(size: int) -> torch.Tensor:
-    block = (
-        torch.tensor([[(-1.0) ** (i & j).bit_count() for j in range(size)] for i in range(size)]).double() / size**0.5
-    )
-    return torch.block_diag(*[block] * (K // size))
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @ALL
 def test_the_codes_are_those_of_the_operand_that_the_trainable_layer_multiplies_with(name, dtype):
@@ -189,19 +157,13 @@ def test_the_codes_are_those_of_the_operand_that_the_trainable_layer_multiplies_
 @ALL
 def test_outputs_and_gradients_are_the_trainable_ones_where_both_multiply_dense_values(name, dtype):
     trained, packed = pair(name, dtype, backend="eager")
-    x = inputs(dtype)
-    taken = [x.clone().requires_grad_() for _ in range(2)]
-    outs = [layer(each) for layer, each in zip((trained, packed), taken, strict=True)]
-    assert torch.equal(*outs)
-    grad = torch.randn_like(outs[0])
-    for out in outs:
-        out.backward(grad)
+    x, grad = inputs(dtype), torch.randn(2, 5, 96, dtype=dtype)
+    (y, grad_x), (expected, of_trained) = (passes(layer, x, grad=grad)[:2] for layer in (packed, trained))
+    assert torch.equal(y, expected) and grad_x.dtype == dtype
     # The trainable layer rotates the weight back, this one the gradient.
     close = {"rtol": 1e-5, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 3e-2, "atol": 0.25}
-    torch.testing.assert_close(taken[1].grad, taken[0].grad, **close)
-    expected = grad.double().reshape(-1, 96) @ packed.dequantized_weight(torch.float64)
-    torch.testing.assert_close(taken[1].grad.double().reshape(-1, K), expected, **close)
-    assert taken[1].grad.dtype == dtype
+    torch.testing.assert_close(grad_x, of_trained, **close)
+    torch.testing.assert_close(grad_x.double(), grad.double() @ packed.dequantized_weight(torch.float64), **close)
 
 
 @ALL
@@ -216,7 +178,7 @@ def test_on_codes_outputs_are_the_trainable_ones_up_to_float32_sums(name):
 
 def test_dequantized_weights_are_in_the_basis_of_the_model():
     _, packed = pair("both")
-    turned = packed.forward_weight(torch.float64) @ rotation_matrix(128).T
+    turned = packed.forward_weight(torch.float64) @ rotation_matrix("deterministic-128", K, None).T
     torch.testing.assert_close(packed.dequantized_weight(torch.float64), turned, rtol=0, atol=1e-6)
     _, packed = pair("weights, H64")
     x, plain = inputs(), packed.to_linear()
@@ -229,27 +191,21 @@ def test_dequantized_weights_are_in_the_basis_of_the_model():
     assert (values - trained.weight).norm() < 0.15 * trained.weight.norm()
 
 
+@pytest.mark.usefixtures("fresh_compiler")
 @ALL
 def test_compiled_layers_have_the_bits_of_eager_ones(name):
     _, packed = pair(name)
-    taken = [inputs().requires_grad_()]
-    taken.append(taken[0].detach().clone().requires_grad_())
     compiled = torch.compile(packed, backend="aot_eager", fullgraph=True)
-    outs = packed(taken[0]), compiled(taken[1])
-    for out in outs:
-        out.square().sum().backward()
-    assert torch.equal(*outs) and torch.equal(taken[0].grad, taken[1].grad)
-    torch._dynamo.reset()
+    x = inputs()
+    assert_same(passes(compiled, x), passes(packed, x))
 
 
 def test_autocast_rotates_in_float32_and_multiplies_in_its_dtype():
     trained, packed = pair("both", backend="eager")
-    x = inputs().requires_grad_()
-    with torch.autocast("cpu", torch.bfloat16):
-        y = packed(x)
-        assert torch.equal(y, trained(x)) and y.dtype == torch.bfloat16
-    y.float().sum().backward()
-    assert x.grad.dtype == torch.float32 and x.grad.abs().sum() > 0
+    x = inputs()
+    y, grad_x, *_ = passes(packed, x, autocast=True)
+    assert torch.equal(y, passes(trained, x, autocast=True)[0]) and y.dtype == torch.bfloat16
+    assert grad_x.dtype == torch.float32 and grad_x.abs().sum() > 0
 
 
 @pytest.mark.parametrize("name", ["weights, H64", "both with residuals"])
@@ -289,13 +245,9 @@ def test_adapters_merge_in_the_basis_of_the_model_and_come_apart_again(load):
 def test_packed_experts_repeat_the_trainable_ones(family):
     scheme = MXFP4RLConfig(outlier_fallback=None, fprop={"rotation": "deterministic-32"})
     trained, packed = twins(family, scheme)
-    states, index, weights = routing()
-    taken = [states.clone().requires_grad_() for _ in range(2)]
-    outs = [layer(x, index, weights) for layer, x in zip((trained, packed), taken, strict=True)]
-    torch.testing.assert_close(outs[1], outs[0], rtol=1e-5, atol=1e-6)
-    for out in outs:
-        out.square().sum().backward()
-    torch.testing.assert_close(taken[1].grad, taken[0].grad, rtol=1e-4, atol=1e-6)
+    (y, grad_x), (expected, of_trained) = (passes(layer, *routing())[:2] for layer in (packed, trained))
+    torch.testing.assert_close(y, expected, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(grad_x, of_trained, rtol=1e-4, atol=1e-6)
     for projection in packed.projections:
         operand = weight_operand(getattr(trained, projection), torch.float32, trained.states[projection])
         assert torch.equal(packed.forward_weight(projection), operand)

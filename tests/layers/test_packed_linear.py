@@ -11,10 +11,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from factors import factors_config
-from tables import CONFIGS, some
+from passes import passes
+from same_bits import assert_same
+from tables import CONFIGS, PLAIN, some
 from torch import nn
 
-from hf_mxfp4 import MXFP4Linear, MXFP4PackedLinear, MXFP4RLConfig, cached_weights, numerics, quantize
+from hf_mxfp4 import MXFP4Linear, MXFP4PackedLinear, MXFP4RLConfig, cached_weights, numerics
 from hf_mxfp4.backends import dispatch as backends
 from hf_mxfp4.gemm import PACKED_FIELDS
 
@@ -43,41 +45,24 @@ def packed(n=40, k=72, bias=True, dtype=torch.float32, **options) -> MXFP4Packed
 
 
 @pytest.mark.parametrize(
-    ("options", "expected"),
+    ("options", "more"),
     [
-        ({"macro_block": None}, {"weight": (40, 36), "weight_scale": (40, 3)}),
-        ({}, {"weight": (40, 36), "weight_scale": (40, 3), "weight_macro": (40, 1)}),
-        ({"macro_block": 64}, {"weight": (40, 36), "weight_scale": (40, 3), "weight_macro": (40, 2)}),
-        ({"macro_block": "row"}, {"weight": (40, 36), "weight_scale": (40, 3), "weight_macro": (40, 1)}),
-        (
-            {"outlier_fallback": 0.5, "macro_block": None},
-            {
-                "weight": (40, 36),
-                "weight_scale": (40, 3),
-                "weight_residual": (40, 36),
-                "weight_residual_scale": (40, 3),
-            },
-        ),
+        ({"macro_block": None}, {}),
+        ({}, {"weight_macro": (40, 1)}),
+        ({"macro_block": 64}, {"weight_macro": (40, 2)}),
+        ({"macro_block": "row"}, {"weight_macro": (40, 1)}),
+        ({**PLAIN, "outlier_fallback": 0.5}, {"weight_residual": (40, 36), "weight_residual_scale": (40, 3)}),
     ],
     ids=["plain", "macro", "macro-64", "row", "fallback"],
 )
-def test_the_parameters_are_those_of_the_format(options, expected):
-    layer = packed(k=72, **options)
+def test_the_parameters_are_those_of_the_format(options, more):
+    layer, expected = packed(k=72, **options), {"weight": (40, 36), "weight_scale": (40, 3), **more}
     found = {name: tuple(p.shape) for name, p in layer.named_parameters() if name != "bias"}
     assert found == expected == layer.shapes()
     assert all(p.dtype == torch.uint8 and not p.requires_grad for n, p in layer.named_parameters() if n != "bias")
     assert layer.bias.dtype == torch.float32 and layer.bias.requires_grad
     assert not list(layer.buffers()) and list(layer.state_dict()) == [*expected, "bias"]
     assert (layer.in_features, layer.out_features) == (72, 40) and isinstance(layer, nn.Linear)
-
-
-def test_stored_bytes_are_those_of_quantize():
-    source = linear()
-    layer = MXFP4PackedLinear.from_linear(source, packed_config(outlier_fallback=0.5))
-    expected = quantize(source.weight.detach(), macro_block=128, macro_search="dynamic", outlier_fallback=0.5)
-    for part, field in PACKED_FIELDS.items():
-        assert torch.equal(getattr(layer, part), getattr(expected, field)), part
-    assert layer.bias is source.bias
 
 
 def test_a_placeholder_keeps_the_bias_and_freezes_the_weight():
@@ -105,16 +90,10 @@ def test_same_bits_as_the_trainable_layer(options, size, dtype):
     trainable = MXFP4Linear(k, n, dtype=dtype, config=config)
     layer = MXFP4PackedLinear.from_linear(trainable, config.packed())
     assert layer.config == packed_config(**options)
-    x = torch.randn(2, 3, k).to(dtype).requires_grad_()
-    other = x.detach().clone().requires_grad_()
-    expected, found = trainable(x), layer(other)
-    assert found.dtype == dtype and torch.equal(found, expected)
-    grad = torch.randn_like(expected)
-    expected.backward(grad)
-    found.backward(grad)
-    assert torch.equal(other.grad, x.grad)
-    assert all(p.grad is None for n, p in layer.named_parameters() if n != "bias")
-    assert torch.equal(layer.bias.grad, trainable.bias.grad)
+    x = torch.randn(2, 3, k).to(dtype)
+    y, grad_x, _, grad_bias = passes(trainable, x)
+    assert y.dtype == dtype
+    assert_same(passes(layer, x), [y, grad_x, grad_bias])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
@@ -136,8 +115,12 @@ def test_few_rows_are_the_exact_product_up_to_float32_sums(options, dtype):
 def test_dequantized_weight_against_the_eager_reference(options):
     source = linear(64, 160)
     layer = MXFP4PackedLinear.from_linear(source, packed_config(**options))
-    expected = numerics.quantize(source.weight.detach(), **vars(layer.config.weight_scheme)).dequantize()
-    assert torch.equal(layer.dequantized_weight(), expected)
+    reference = numerics.quantize(source.weight.detach(), **vars(layer.config.weight_scheme))
+    for part, field in PACKED_FIELDS.items():
+        stored, of_reference = getattr(layer, part), getattr(reference, field)
+        assert stored is of_reference is None or torch.equal(stored, of_reference), part
+    expected = reference.dequantize()
+    assert layer.bias is source.bias and torch.equal(layer.dequantized_weight(), expected)
     tensor = layer.quantized_tensor()
     assert tensor.codes.data_ptr() == layer.weight.data_ptr() and tensor.length == 160
     assert torch.equal(numerics.MXFP4Tensor.dequantize(tensor, torch.float32), expected)
@@ -161,16 +144,7 @@ def test_to_linear_holds_the_dequantized_values():
     assert layer.to_linear(torch.float32).bias.dtype == torch.float32
 
 
-@pytest.mark.parametrize("shape", [(), (3,), (2, 71), (2, 36)], ids=str)
-def test_an_input_of_another_width_or_dtype_is_refused(shape):
-    with pytest.raises(ValueError, match=r"MXFP4PackedLinear a.layer: input .* does not end in in_features=72"):
-        packed()(torch.zeros(shape))
-    for dtype in (torch.bfloat16, torch.int64):
-        with pytest.raises(TypeError, match=f"a.layer: input is {dtype} but the layer's dtype is torch.float32"):
-            packed()(torch.zeros(2, 72, dtype=dtype))
-
-
-def test_what_packed_layers_are_not():
+def test_what_packed_layers_refuse():
     layer = packed()
     with pytest.raises(ValueError, match="needs a config of mode='packed', not 'qat'"):
         MXFP4PackedLinear(64, 32, config=factors_config())
@@ -180,10 +154,6 @@ def test_what_packed_layers_are_not():
         layer.reset_parameters()
     with pytest.raises(RuntimeError):
         layer.requires_grad_(True)
-
-
-def test_a_weight_replaced_by_floats_is_refused():
-    layer = packed()
     layer.weight = nn.Parameter(torch.zeros(40, 72))
     with pytest.raises(TypeError, match="a.layer: its weight was replaced by one of torch.float32, which"):
         layer(torch.zeros(2, 72))
@@ -203,27 +173,18 @@ def test_loading_floats_into_packed_tensors_is_refused():
         layer.load_state_dict({**state, "weight": state["weight"][:, :5]})
 
 
-def test_state_dict_round_trips_through_pickle():
-    layer = packed(outlier_fallback=0.5)
-    file = io.BytesIO()
+def test_copies_are_independent_and_states_are_read():
+    layer, x, file = packed(outlier_fallback=0.5), torch.randn(3, 72), io.BytesIO()
     torch.save(layer.state_dict(), file)
     file.seek(0)
     other = MXFP4PackedLinear(72, 40, config=layer.config)
     other.load_state_dict(torch.load(file, weights_only=True))
-    x = torch.randn(3, 72)
-    assert torch.equal(other(x), layer(x))
-    assert torch.equal(pickle.loads(pickle.dumps(layer))(x), layer(x))
-
-
-def test_copies_are_independent():
-    layer = packed()
-    other = copy.deepcopy(layer)
-    x = torch.randn(3, 72)
     with cached_weights(layer):
         expected = layer(x)
-        assert torch.equal(other(x), expected)
-    other.weight.zero_()
-    assert torch.equal(layer(x), expected) and not torch.equal(other(x), expected)
+        for copied in (other, pickle.loads(pickle.dumps(layer)), copy.deepcopy(layer)):
+            assert torch.equal(copied(x), expected)
+            copied.weight.zero_()
+            assert torch.equal(layer(x), expected) and not torch.equal(copied(x), expected)
 
 
 @pytest.mark.parametrize(
@@ -251,14 +212,11 @@ def test_conversions_leave_packed_tensors_alone(convert, dtype):
 
 @pytest.mark.usefixtures("dense_products")
 def test_autocast_runs_the_product_in_its_dtype():
-    layer = packed()
-    x = torch.randn(3, 72, requires_grad=True)
-    with torch.autocast("cpu", torch.bfloat16):
-        y = layer(x)
+    layer, x = packed(), torch.randn(3, 72)
+    y, *grads = passes(layer, x, autocast=True)
     expected = F.linear(x.bfloat16(), layer.dequantized_weight(torch.bfloat16), layer.bias.bfloat16())
     assert y.dtype == torch.bfloat16 and torch.equal(y, expected)
-    y.float().sum().backward()
-    assert x.grad.dtype == torch.float32 and layer.bias.grad.dtype == torch.float32
+    assert [grad.dtype for grad in grads] == [torch.float32, torch.float32]
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])

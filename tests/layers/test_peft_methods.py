@@ -1,25 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Each of PEFT's methods on quantized layers: the same as on plain layers that hold ``Q(W)``, or refused at attach."""
+"""Each of PEFT's methods on quantized layers: the same as on plain layers that hold ``Q(W)``, or refused at attach; and
+the scheme of the base that adapters carry, which is compared when they are loaded."""
 
 import copy
 import functools
 import inspect
+import json
 from pathlib import Path
 
 import peft
 import pytest
 import torch
-from peft import PEFT_TYPE_TO_CONFIG_MAPPING, PEFT_TYPE_TO_TUNER_MAPPING, get_peft_model
+from factors import factors_config
+from peft import PEFT_TYPE_TO_CONFIG_MAPPING, PEFT_TYPE_TO_TUNER_MAPPING, LoraConfig, PeftModel, get_peft_model
 from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer
+from same_bits import IDS, logits
 from tiny_models import make_model
 from transformers import AutoModelForCausalLM
 
 import hf_mxfp4
-from hf_mxfp4.integrations.peft import SUPPORTED, TRAINABLE_ONLY, MXFP4LoraModel
+from hf_mxfp4 import MXFP4RLConfig
+from hf_mxfp4.integrations.peft import SUPPORTED, TRAINABLE_ONLY, MXFP4LoraConfig, MXFP4LoraModel
 from hf_mxfp4.layers import QUANTIZED
 
 
-IDS = torch.arange(2, 14).view(2, 6)
 #: What a method needs apart from its targets and, where it has one, a rank of 4.
 OPTIONS = {
     "ADALORA": {"total_step": 10},
@@ -55,7 +59,7 @@ def load(tmp_path_factory):
     @functools.cache
     def loaded(mode, skips):
         options = {"preset": "w4a16", "outlier_fallback": None, "modules_to_not_convert": list(skips)}
-        scheme = hf_mxfp4.MXFP4RLConfig(mode=mode, **options)
+        scheme = MXFP4RLConfig(mode=mode, **options)
         return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, quantization_config=scheme)
 
     return lambda mode, skips=(): copy.deepcopy(loaded(mode, skips))
@@ -78,11 +82,6 @@ def attach(model, method, **options):
             if parameter.requires_grad:
                 parameter += 0.05 * torch.randn(parameter.shape, generator=generator)
     return model
-
-
-def logits(model):
-    with torch.no_grad():
-        return model(IDS).logits
 
 
 def gradients(model):
@@ -123,9 +122,8 @@ def test_a_supported_method_computes_and_trains_as_on_plain_weights(load, method
         assert {p.dtype for p in merged.parameters()} == {torch.bfloat16}
         assert distance(logits(merged.float()), before) < 3e-2
     found, expected = gradients(model), gradients(plain)
-    assert found.keys() == expected.keys() and all(p.dtype != torch.uint8 for p in found.values())
-    for name, gradient in expected.items():
-        torch.testing.assert_close(found[name], gradient, rtol=1e-3, atol=1e-6)
+    assert all(p.dtype != torch.uint8 for p in found.values())
+    torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-6)
 
 
 def merging_is_refused(model):
@@ -188,3 +186,110 @@ def test_the_table_of_the_docs_is_what_is_checked_here():
         assert rows.pop(method) == ("yes" if method in SUPPORTED else "no", "yes", merge)
     assert all(row == ("no", "no", "no") for row in rows.values())
     assert {name for name in TUNERS if name not in SUPPORTED | TRAINABLE_ONLY | ELSEWHERE} <= rows.keys()
+
+
+# ---- the scheme of the base -----------------------------------------------------------------------------------------
+
+
+PACKED = factors_config(mode="packed")
+
+
+@pytest.fixture
+def base_of(saved_base):
+    """`base_of(scheme)`: a model of one layer under a scheme, or under none."""
+
+    def base_of(scheme=None):
+        folder = saved_base("qwen2", layers=1)
+        return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, quantization_config=scheme)
+
+    return base_of
+
+
+def adapter(model, folder=None, **options):
+    config = LoraConfig(task_type="CAUSAL_LM", r=2, target_modules=["q_proj"], **options)
+    model = get_peft_model(model, config)
+    if folder is not None:
+        model.save_pretrained(folder)
+    return model
+
+
+def saved_scheme(folder):
+    return json.loads((folder / "adapter_config.json").read_text()).get("base_quantization")
+
+
+@pytest.mark.parametrize(
+    "scheme",
+    [PACKED, factors_config(), factors_config(mode="packed", preset="w4a4", modules_to_not_convert=["layers.0.mlp"])],
+    ids=["packed", "qat", "packed-w4a4"],
+)
+def test_the_scheme_is_in_the_adapters_config(base_of, tmp_path, scheme):
+    adapter(base_of(scheme), tmp_path)
+    assert MXFP4RLConfig.from_dict(saved_scheme(tmp_path)) == scheme
+    config = peft.PeftConfig.from_pretrained(tmp_path)
+    assert isinstance(config, MXFP4LoraConfig) and isinstance(config, LoraConfig)
+    assert MXFP4RLConfig.from_dict(config.base_quantization) == scheme
+
+
+@pytest.mark.parametrize(
+    ("trained", "found"),
+    [
+        (PACKED, PACKED),
+        (PACKED, factors_config(mode="qat", preset="w4a16", outlier_fallback=None)),
+        (factors_config(), factors_config().packed()),
+    ],
+    ids=["same", "packed-on-trainable", "trainable-on-packed"],
+)
+def test_the_same_values_are_silent(base_of, tmp_path, capsys, trained, found):
+    adapter(base_of(trained), tmp_path)
+    capsys.readouterr()
+    PeftModel.from_pretrained(base_of(found), tmp_path)
+    assert "adapter" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("found", "named"),
+    [
+        (factors_config(mode="packed", macro_block=None), "w4a16 [weights mxfp4+rceil, activations full precision]"),
+        (factors_config(mode="packed", preset="w4a4"), "activations mxfp4+rceil+mbs128-static"),
+        (factors_config(), "w4a4 [weights mxfp4+rceil+mbs128-dynamic+of0.5"),
+        (factors_config(mode="packed", modules_to_not_convert=["mlp"]), "full precision] without mlp"),
+        (None, "attached to one in full precision"),
+    ],
+    ids=["weights", "activations", "qat", "skips", "plain"],
+)
+def test_another_scheme_is_a_warning_that_names_both(base_of, tmp_path, capsys, found, named):
+    adapter(base_of(PACKED), tmp_path)
+    capsys.readouterr()
+    PeftModel.from_pretrained(base_of(found), tmp_path, adapter_name="mine")
+    text = capsys.readouterr().err
+    assert f"adapter 'mine' was made for a base quantized as {PACKED.describe()}, and is now attached to" in text
+    assert named in text and text.count("adapter 'mine'") == 1
+
+
+def test_loaded_for_inference_it_keeps_its_scheme_and_trained_further_it_takes_the_new_one(base_of, tmp_path):
+    adapter(base_of(PACKED), tmp_path / "first")
+    other = factors_config(mode="packed", macro_block=None)
+    for trainable, expected in ((False, PACKED), (True, other)):
+        model = PeftModel.from_pretrained(base_of(other), tmp_path / "first", is_trainable=trainable)
+        model.save_pretrained(tmp_path / str(trainable))
+        assert saved_scheme(tmp_path / str(trainable)) == expected.to_dict()
+    model = PeftModel.from_pretrained(base_of(), tmp_path / "first", is_trainable=True)
+    model.save_pretrained(tmp_path / "plain")
+    assert saved_scheme(tmp_path / "plain") is None
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [({"format_version": 99}, "format_version=99"), ({"preset": "w2a2"}, "preset='w2a2'"), ({"new": 1}, "'new'")],
+    ids=["newer", "value", "option"],
+)
+def test_a_scheme_that_cannot_be_read_is_a_warning(base_of, tmp_path, capsys, change, message):
+    adapter(base_of(PACKED), tmp_path)
+    file = tmp_path / "adapter_config.json"
+    config = json.loads(file.read_text())
+    config["base_quantization"].update(change)
+    file.write_text(json.dumps(config))
+    capsys.readouterr()
+    PeftModel.from_pretrained(base_of(PACKED), tmp_path)
+    text = capsys.readouterr().err
+    assert "names a quantization scheme of its base that cannot be read" in text and message in text

@@ -7,6 +7,10 @@ import math
 
 import pytest
 import torch
+from passes import passes
+from same_bits import assert_same
+from tables import CONFIGS, some
+from test_experts import routing
 from tiny_models import make_model
 from torch.autograd.graph import saved_tensors_hooks
 
@@ -18,16 +22,10 @@ from hf_mxfp4.layers import set_quantization_step
 #: Tokens, outputs and inputs, none of them a multiple of 16 or 32.
 M, N, K = 43, 37, 50
 EXACT = {
-    "w4a4": {},
-    "w4a4 eager": {"backend": "eager"},
-    "w4a4 no fallback": {"outlier_fallback": None},
-    "w4a4 no macro": {"macro_block": None, "outlier_fallback": None},
-    "weights alone fall back": {"outlier_fallback_operands": "weights"},
-    "row macro, mse": {"macro_block": "row", "scale_rule": "mse"},
+    **some(CONFIGS, "w4a4", "eager", "plain", "fallback of weights", "mse row", "w4a4g8", "paper_a"),
+    "no fallback": {"outlier_fallback": None},
     "block mantissas": {"scale_rule": "even", "macro_search": "blockwise"},
     "dynamic": {"macro_search": "dynamic"},
-    "w4a4g8": {"preset": "w4a4g8"},
-    "paper_a": {"preset": "paper_a"},
     "deterministic rotation": {"fprop": {"rotation": "deterministic-16"}},
     "random rotation": {"fprop": {"rotation": "random-64"}},
     "stochastic": {"fprop": {"x": "rceil+mbs128-static+stochastic"}},
@@ -40,23 +38,10 @@ EXACT = {
 def pair_of_layers(dtype=torch.float32, form="mxfp4", in_features=K, **options) -> tuple[MXFP4Linear, MXFP4Linear]:
     """The same layer twice: inputs saved as usual, and in ``form``."""
     torch.manual_seed(0)
-    full, saved = (
-        MXFP4Linear(
-            in_features, N, dtype=dtype, config=MXFP4RLConfig(saved_activations=kept, **options), name="up_proj"
-        )
-        for kept in ("full", form)
-    )
+    configs = (MXFP4RLConfig(saved_activations=kept, **options) for kept in ("full", form))
+    full, saved = (MXFP4Linear(in_features, N, dtype=dtype, config=config, name="up_proj") for config in configs)
     saved.load_state_dict(full.state_dict())
     return full, saved
-
-
-def outputs(layer: torch.nn.Module, x: torch.Tensor, *routing, autocast: bool = False) -> list[torch.Tensor]:
-    """y, dx, and the gradients of parameters: dW, db."""
-    x = x.clone().requires_grad_()
-    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-        y = layer(x, *routing)
-    y.backward(torch.randn(y.shape, generator=torch.Generator().manual_seed(2)).to(y.dtype))
-    return [y.detach(), x.grad, *(p.grad for p in layer.parameters())]
 
 
 def kept_bytes(layer: torch.nn.Module, *inputs: torch.Tensor) -> int:
@@ -80,11 +65,6 @@ def inputs(*shape: int, dtype=torch.float32) -> torch.Tensor:
     return x.to(dtype)
 
 
-def assert_same(found: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
-    for i, (a, b) in enumerate(zip(found, expected, strict=True)):
-        assert a.dtype == b.dtype and torch.equal(a, b), i
-
-
 @pytest.mark.parametrize(
     ("name", "dtype"),
     [*itertools.product(EXACT, [torch.float32, torch.bfloat16]), ("w4a4", torch.float64), ("w4a4", torch.float16)],
@@ -93,8 +73,8 @@ def assert_same(found: list[torch.Tensor], expected: list[torch.Tensor]) -> None
 def test_codes_give_the_same_gradients_bit_for_bit(name, dtype):
     full, saved = pair_of_layers(dtype, **EXACT[name])
     x = inputs(M, K, dtype=dtype)
-    expected = outputs(full, x)
-    assert_same(outputs(saved, x), expected)
+    expected = passes(full, x)
+    assert_same(passes(saved, x), expected)
     assert expected[2].abs().sum() > 0
 
 
@@ -102,35 +82,28 @@ def test_codes_give_the_same_gradients_bit_for_bit(name, dtype):
 @pytest.mark.parametrize("form", ["mxfp4", "fp8"])
 def test_any_number_of_axes_and_tokens(form, shape):
     full, saved = pair_of_layers(form=form)
-    expected, found = outputs(full, inputs(*shape)), outputs(saved, inputs(*shape))
+    expected, found = passes(full, inputs(*shape)), passes(saved, inputs(*shape))
     assert_same(found[:2], expected[:2])
     assert found[2].shape == (N, K)
     if form == "mxfp4":
         assert_same(found, expected)
 
 
-@pytest.mark.parametrize("name", ["w4a4", "w4a4 eager", "block mantissas", "random rotation", "selective fallback"])
+@pytest.mark.parametrize("name", ["w4a4", "eager", "block mantissas", "random rotation", "selective fallback"])
 def test_the_same_under_autocast(name):
     full, saved = pair_of_layers(**EXACT[name])
-    assert_same(outputs(saved, inputs(M, K), autocast=True), outputs(full, inputs(M, K), autocast=True))
+    assert_same(passes(saved, inputs(M, K), autocast=True), passes(full, inputs(M, K), autocast=True))
 
 
+@pytest.mark.parametrize("fallback", [None, 1.0])
 @pytest.mark.parametrize("autocast", [False, True], ids=["float32", "autocast"])
-def test_huge_values_saturate_alike(autocast):
-    full, saved = pair_of_layers(outlier_fallback=None)
-    x = inputs(M, K)
-    x[0, 0], x[1, 1], x[2, 2] = 3.4e38, 1e-40, 0.0
-    for a, b in zip(outputs(saved, x, autocast=autocast), outputs(full, x, autocast=autocast), strict=True):
-        torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)
-
-
-def test_a_nan_stays_where_it_was():
-    full, saved = pair_of_layers()
+def test_huge_values_saturate_alike_and_a_nan_stays_where_it_was(autocast, fallback):
+    full, saved = pair_of_layers(outlier_fallback=fallback)
     x = inputs(M, 2 * K)[:, :K]
-    x[5, 40] = math.nan
-    expected, found = outputs(full, x), outputs(saved, x)
-    assert torch.equal(found[2].isnan(), expected[2].isnan()) and not expected[2].isnan().all()
-    torch.testing.assert_close(found[2], expected[2], rtol=0, atol=0, equal_nan=True)
+    x[0, 0], x[1, 1], x[2, 2], x[5, 40] = 3.4e38, 1e-40, 0.0, math.nan
+    found, expected = (passes(layer, x, autocast=autocast) for layer in (saved, full))
+    torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
+    assert expected[2].isnan().any() and not expected[2].isnan().all()
 
 
 def test_steps_and_repeated_passes_draw_alike():
@@ -140,8 +113,8 @@ def test_steps_and_repeated_passes_draw_alike():
         for layer in (full, saved):
             set_quantization_step(layer, step)
             layer.zero_grad()
-        expected = outputs(full, inputs(M, K))
-        assert_same(outputs(saved, inputs(M, K)), expected)
+        expected = passes(full, inputs(M, K))
+        assert_same(passes(saved, inputs(M, K)), expected)
         seen.append(expected[0])
     assert not torch.equal(*seen)
 
@@ -173,6 +146,7 @@ def test_a_frozen_weight_keeps_nothing(form):
     _, layer = pair_of_layers(form=form)
     layer.weight.requires_grad_(False)
     assert kept_bytes(layer, inputs(M, K)) == 0
+    assert kept_bytes(layer.requires_grad_(False), inputs(M, K)) == 0
 
 
 @pytest.mark.parametrize("preset", ["w4a16", "w4a4", "w4a4g8", "w4a4g4", "paper_a", "paper_b"])
@@ -181,7 +155,7 @@ def test_fp8_rounds_the_gradient_of_the_weight_alone(preset):
     independent errors. Where Wgrad quantizes again, a value near a boundary can change its code besides."""
     full, saved = pair_of_layers(form="fp8", preset=preset)
     x = inputs(256, K)
-    expected, found = outputs(full, x), outputs(saved, x)
+    expected, found = passes(full, x), passes(saved, x)
     assert_same([found[0], found[1], found[3]], [expected[0], expected[1], expected[3]])
     error = ((found[2] - expected[2]).norm() / expected[2].norm()).item()
     assert 0.005 < error < (0.12 if preset in ("w4a4g4", "paper_b") else 0.04)
@@ -190,7 +164,7 @@ def test_fp8_rounds_the_gradient_of_the_weight_alone(preset):
 def test_fp8_is_exact_for_values_on_the_grid_of_e2m1():
     """Without macro factors and fallback, block exponents of a row that lie within E4M3's range are exact."""
     full, saved = pair_of_layers(form="fp8", macro_block=None, outlier_fallback=None)
-    assert_same(outputs(saved, inputs(M, K)), outputs(full, inputs(M, K)))
+    assert_same(passes(saved, inputs(M, K)), passes(full, inputs(M, K)))
 
 
 UNUSED = 1
@@ -210,30 +184,24 @@ def pair_of_experts(form="mxfp4", family="qwen3_moe", **options) -> list[MXFP4Ex
     return [MXFP4Experts.from_experts(p, c, "layers.0.mlp.experts") for p, c in zip(plain, configs, strict=True)]
 
 
-def routed() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Hidden states, two experts of each, never the unused one, and their weights."""
-    generator = torch.Generator().manual_seed(3)
-    scores = torch.rand(41, 4, generator=generator)
-    scores[:, UNUSED] = -1
-    weights, index = scores.topk(2)
-    return torch.randn(41, 64, generator=generator), index, weights
+ROUTED = routing(41, dtype=torch.float32, unused=UNUSED)
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
 @pytest.mark.parametrize("scheme", EXPERTS)
 def test_codes_give_experts_the_same_gradients(scheme, family):
     full, saved = pair_of_experts("mxfp4", family, **EXPERTS[scheme])
-    assert kept_bytes(saved, *routed()) < kept_bytes(full, *routed())
-    expected = outputs(full, *routed())
-    assert_same(outputs(saved, *routed()), expected)
+    assert kept_bytes(saved, *ROUTED) < kept_bytes(full, *ROUTED)
+    expected = passes(full, *ROUTED)
+    assert_same(passes(saved, *ROUTED), expected)
     assert expected[2].abs().sum() > 0 and not expected[2][UNUSED].any()
 
 
 @pytest.mark.parametrize("preset", ["w4a4", "w4a16", "w4a4g4"])
 def test_fp8_rounds_the_gradients_of_the_weights_of_experts_alone(preset):
     full, saved = pair_of_experts("fp8", preset=preset)
-    assert kept_bytes(saved, *routed()) < kept_bytes(full, *routed())
-    expected, found = outputs(full, *routed()), outputs(saved, *routed())
+    assert kept_bytes(saved, *ROUTED) < kept_bytes(full, *ROUTED)
+    expected, found = passes(full, *ROUTED), passes(saved, *ROUTED)
     assert_same(found[:2], expected[:2])
     for a, b in zip(found[2:], expected[2:], strict=True):
         assert 0.001 < ((a - b).norm() / b.norm()).item() < 0.12

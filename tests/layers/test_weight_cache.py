@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from factors import factors_config
 from moe_models import make_moe, tokens
+from same_bits import assert_same
 from tiny_models import make_model
 from torch import nn
 
@@ -153,10 +154,13 @@ def test_copies_of_a_layer_do_not_share_what_is_kept():
         assert torch.equal(other(X), from_scratch(other)) and torch.equal(layer(X), from_scratch(layer))
 
 
-def test_outside_of_a_cache_each_use_quantizes(count):
-    layer = make_layer()
+def test_outside_of_a_cache_and_in_that_of_another_model_each_use_quantizes(count):
+    layer, other = make_layer(), make_layer()
     layer(X), layer(X)
     assert count() == 2
+    with cached_weights(layer):
+        layer(X), other(X), layer(X), other(X)
+    assert count() == 1 + 2
     for _ in range(2):
         with cached_weights(layer), torch.no_grad():
             outputs = [layer(X) for _ in range(3)]
@@ -216,14 +220,6 @@ def test_the_outermost_context_decides(count):
         assert count() == times
 
 
-def test_a_cache_is_that_of_its_models(count):
-    layer, other = make_layer(), make_layer()
-    with cached_weights(layer):
-        for _ in range(2):
-            layer(X), other(X)
-    assert count() == 1 + 2
-
-
 def test_an_exception_clears_and_closes_it(count):
     layer = make_layer()
     cache = WeightCache(layer)
@@ -262,8 +258,7 @@ def test_codes_of_a_cache_are_those_of_the_weight():
         layer(X)
         found = weight_codes(layer.weight, layer.state)
     expected = quantize(layer.weight.detach(), macro_block=128, macro_search="static", outlier_fallback=0.5)
-    for part in ("codes", "scale", "macro", "residual_codes", "residual_scale"):
-        assert torch.equal(getattr(found, part), getattr(expected, part)), part
+    assert_same(found.parts, expected.parts)
 
 
 IDS = tokens(2, 5)

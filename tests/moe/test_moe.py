@@ -8,14 +8,8 @@ from peft import LoraConfig, get_peft_model
 from tiny_models import make_model
 from torch import nn
 
-from hf_mxfp4.moe import (
-    ChoiceRecorder,
-    RouterReplayError,
-    find_routers,
-    present_routers,
-    recorded_choices,
-    replayed_choices,
-)
+from hf_mxfp4 import moe
+from hf_mxfp4.moe import ChoiceRecorder, RouterReplayError, find_routers, recorded_choices, replayed_choices
 
 
 PLACES = {"gpt_oss": "mlp.router", "granitemoe": "block_sparse_moe.router"}
@@ -28,14 +22,10 @@ def test_every_router_is_found_and_its_choices_are_read(family):
     layers = [1] if family == "deepseek_v3" else [0, 1]  # whose first layer is dense
     assert list(routers) == [f"model.layers.{layer}.{PLACES.get(family, 'mlp.gate')}" for layer in layers]
     logits = []
-    handles = [
+    for router in routers.values():
         router.register_forward_hook(lambda module, args, output: logits.append(max(output, key=lambda t: t.shape[-1])))
-        for router in routers.values()
-    ]
     with torch.no_grad(), recorded_choices(routers) as choices:
         model(tokens())
-    for handle in handles:
-        handle.remove()
     for (name, (chosen,)), scores in zip(choices.items(), logits, strict=True):
         assert chosen.shape == (21, 2) and scores.shape == (21, 6), name
         if family != "deepseek_v3":  # the best of all, where there are no groups
@@ -44,7 +34,7 @@ def test_every_router_is_found_and_its_choices_are_read(family):
 
 def test_without_a_router():
     model = make_model("qwen2")
-    assert present_routers(model) == {}
+    assert moe.present_routers(model) == {}
     with pytest.raises(ValueError, match="Qwen2ForCausalLM has no router.*mixture-of-experts models"):
         find_routers(model)
 
@@ -75,9 +65,9 @@ def test_a_router_that_does_not_tell_its_choices_is_named():
     router = model.model.layers[1].mlp.gate
     forward = router.forward
     router.forward = lambda x: (*forward(x)[:2], forward(x)[2].float())
-    with torch.no_grad(), recorded_choices(find_routers(model)):
-        with pytest.raises(ValueError, match=r"layers.1.mlp.gate \(Qwen3MoeTopKRouter\) does not return the indices"):
-            model(tokens())
+    message = r"layers.1.mlp.gate \(Qwen3MoeTopKRouter\) does not return the indices"
+    with torch.no_grad(), recorded_choices(find_routers(model)), pytest.raises(ValueError, match=message):
+        model(tokens())
 
 
 PROMPTS = [[5, 6, 7], [8, 9, 10, 11, 12], [3]]
@@ -94,44 +84,44 @@ def generate(model, prompts=PROMPTS, *, new=4, **options):
     return [row[: row.index(1) + 1] if 1 in row else row for row in rows]
 
 
-def choices_alone(model, sequence):
-    """The choices for one sequence without padding or cache: ``[length, layers, k]``."""
+def free_choices(model, ids=None):
+    """The choices for sequences without padding or cache: ``[batch, length, layers, k]``."""
+    ids = tokens() if ids is None else ids
     with torch.no_grad(), recorded_choices(find_routers(model)) as choices:
-        model(torch.tensor([sequence]))
-    return torch.stack([passes[0] for passes in choices.values()], dim=1)
+        model(ids)
+    return torch.stack([passes[0].view(*ids.shape, 2) for passes in choices.values()], dim=2)
+
+
+def record(model, recorder=None, **options):
+    """A recorder that has recorded the choices for completions of the prompts, and these."""
+    recorder = recorder or ChoiceRecorder(model, find_routers(model))
+    with recorder.recording():
+        return recorder, generate(model, **options)
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "gpt_oss", "deepseek_v3"])
 def test_each_sequence_gets_its_own_choices(family):
     model = make_moe(family)
-    recorder = ChoiceRecorder(model, find_routers(model))
-    with recorder.recording():
-        completions = generate(model)
+    recorder, completions = record(model)
     rows = recorder.rows(PROMPTS, completions)
     for prompt, completion, row in zip(PROMPTS, completions, rows, strict=True):
-        alone = choices_alone(model, [*prompt, *completion])
+        (alone,) = free_choices(model, torch.tensor([[*prompt, *completion]]))
         assert row.dtype == torch.int16 and len(row) == len(prompt) + len(completion) - 1
         assert torch.equal(row.sort().values, alone[:-1].sort().values.to(torch.int16))
 
 
 def test_sequences_that_ended_early():
-    model = make_moe()
-    recorder = ChoiceRecorder(model, find_routers(model))
-    with recorder.recording():
-        full = generate(model, new=6, suppress_tokens=[1])
+    recorder, full = record(make_moe(), new=6, suppress_tokens=[1])
     ended = [full[0][:2], full[1], full[2][:5]]  # as if they had ended there
     assert [len(row) for row in recorder.rows(PROMPTS, ended)] == [3 + 1, 5 + 5, 1 + 4]
 
 
 def test_what_cannot_be_told_apart_is_refused():
     model = make_moe()
-    recorder = ChoiceRecorder(model, find_routers(model))
-    with recorder.recording():
-        completions = generate(model, use_cache=False)
+    recorder, completions = record(model, use_cache=False)
     with pytest.raises(ValueError, match="key-value cache.*set use_cache=True"):
         recorder.rows(PROMPTS, completions)
-    with recorder.recording():
-        completions = generate(model)
+    _, completions = record(model, recorder)
     wrong = [completions[0], [completions[1][0] ^ 2, *completions[1][1:]], completions[2]]
     with pytest.raises(ValueError, match="sequence 1 came back with 5 . 4 tokens that are not the"):
         recorder.rows(PROMPTS, wrong)
@@ -147,9 +137,7 @@ def test_generation_past_the_routers_is_refused():
     model = make_moe()
     routers = dict(find_routers(model))
     routers["elsewhere"] = make_moe().model.layers[0].mlp.gate
-    recorder = ChoiceRecorder(model, routers)
-    with recorder.recording():
-        completions = generate(model)
+    recorder, completions = record(model, ChoiceRecorder(model, routers))
     with pytest.raises(ValueError, match="elsewhere routed 0 tokens in 0 passes while the model read"):
         recorder.rows(PROMPTS, completions)
 
@@ -161,13 +149,6 @@ def other_choices(model, seed=1):
     """Two distinct experts of six for each token and layer, at random: ``[3, 7, layers, 2]``."""
     shape = (3, 7, len(find_routers(model)), 6)
     return torch.rand(shape, generator=torch.Generator().manual_seed(seed)).argsort()[..., :2]
-
-
-def free_choices(model):
-    routers = find_routers(model)
-    with torch.no_grad(), recorded_choices(routers) as choices:
-        model(tokens())
-    return torch.stack([passes[0].view(3, 7, 2) for passes in choices.values()], dim=2)
 
 
 def weights_of(family, logits, chosen):
@@ -187,11 +168,10 @@ def test_the_recorded_experts_are_chosen_with_the_weights_of_the_architecture(fa
     routers, wanted = find_routers(model), other_choices(model)
     assert not torch.equal(free_choices(model).sort().values, wanted.sort().values)
     outputs = []
-    handles = [r.register_forward_hook(lambda m, args, out: outputs.append(out)) for r in routers.values()]
+    for router in routers.values():
+        router.register_forward_hook(lambda module, args, output: outputs.append(output))
     with torch.no_grad(), replayed_choices(routers, wanted, ALL) as report:
         model(tokens())
-    for handle in handles:
-        handle.remove()
     assert len(outputs) == len(routers)
     for layer, output in enumerate(outputs):
         logits = next(t for t in output if t.shape[-1] == 6)
@@ -231,10 +211,8 @@ def test_gradients_are_those_of_a_model_that_has_no_choice(family):
     for layer, (name, router) in enumerate(find_routers(reference).items()):
         reference.set_submodule(name, FixedRouter(family, router, wanted[:, :, layer].flatten(0, 1)))
     loss_of(reference).backward()
-    ours, theirs = gradients(model), gradients(reference)
-    assert set(ours) == set(theirs)
-    for name in ours:
-        torch.testing.assert_close(ours[name], theirs[name], msg=name)
+    ours = gradients(model)
+    torch.testing.assert_close(ours, gradients(reference))
     assert all(ours[f"{name}.weight"].abs().max() > 1e-6 for name in find_routers(model))
 
 
@@ -251,8 +229,7 @@ def test_gradient_checkpointing_replays_again(reentrant):
     with replayed_choices(routers, wanted, ALL), recorded_choices(routers) as choices:
         loss_of(model).backward()
     assert all(len(passes) == 2 and torch.equal(*passes) for passes in choices.values())  # forward, and once more
-    for name, gradient in gradients(model).items():
-        torch.testing.assert_close(gradient, plain[name], msg=name)
+    torch.testing.assert_close(gradients(model), plain)
 
 
 def test_tokens_without_a_recording_route_freely():
@@ -293,37 +270,31 @@ def test_a_batch_in_parts_gets_the_recording_of_its_rows():
     assert report.tokens == 21 and set(report.agreement) == set(routers)
 
 
-# ---- errors ---------------------------------------------------------------------------------------------------------
-
-
 def test_missing_choices_are_an_error_with_numbers():
     model = make_moe()
     wanted = other_choices(model)
     wanted[1, 2:4] = -1
     wanted[2, 0, 1, 0] = -1
-    with pytest.raises(RouterReplayError, match=r"covers 18 of 21 tokens \(85.7%\): in 2 of 3 sequences"):
-        with replayed_choices(find_routers(model), wanted, ALL):
-            pytest.fail("not entered")
+    message = r"covers 18 of 21 tokens \(85.7%\): in 2 of 3 sequences"
+    with pytest.raises(RouterReplayError, match=message), replayed_choices(find_routers(model), wanted, ALL):
+        pytest.fail("not entered")
 
 
 def test_passes_that_do_not_fit_the_recording():
     model = make_moe()
     routers, wanted = find_routers(model), other_choices(model)
-    with pytest.raises(RouterReplayError, match="got 28 tokens where 3 sequences of 7 are left"):
-        with replayed_choices(routers, wanted, ALL):
-            model(tokens(batch=4))
-    with pytest.raises(RouterReplayError, match="got 18 tokens"):
-        with replayed_choices(routers, wanted, ALL):
-            model(tokens(length=6))
-    with pytest.raises(RouterReplayError, match="got 2 of 3 sequences in a pass with gradients"):
-        with replayed_choices(routers, wanted, ALL):
-            model(tokens()[:2])
+    for ids, message in (
+        (tokens(batch=4), "got 28 tokens where 3 sequences of 7 are left"),
+        (tokens(length=6), "got 18 tokens"),
+        (tokens()[:2], "got 2 of 3 sequences in a pass with gradients"),
+    ):
+        with pytest.raises(RouterReplayError, match=message), replayed_choices(routers, wanted, ALL):
+            model(ids)
     with pytest.raises(RouterReplayError, match="chose for 2 of 3 sequences"):
         with torch.no_grad(), replayed_choices(routers, wanted, ALL):
             model(tokens()[:2])
-    with pytest.raises(RouterReplayError, match="chose for 0 of 3 sequences"):
-        with replayed_choices(routers, wanted, ALL):
-            pass
+    with pytest.raises(RouterReplayError, match="chose for 0 of 3 sequences"), replayed_choices(routers, wanted, ALL):
+        pass
     with pytest.raises(ValueError, match="must be .batch, length, 2 routers, k."):
         with replayed_choices(routers, wanted[:, :, :1], ALL):
             pass
@@ -344,8 +315,7 @@ def test_nothing_is_left_behind_by_an_exception():
     own = router.forward
     router.forward = own  # as accelerate's hooks leave it
     before = free_choices(model)
-    with pytest.raises(ZeroDivisionError):
-        with replayed_choices(find_routers(model), other_choices(model), ALL):
-            raise ZeroDivisionError
+    with pytest.raises(ZeroDivisionError), replayed_choices(find_routers(model), other_choices(model), ALL):
+        raise ZeroDivisionError
     assert router.__dict__["forward"] is own and "forward" not in model.model.layers[1].mlp.gate.__dict__
     assert torch.equal(free_choices(model), before)

@@ -13,12 +13,13 @@ from pathlib import Path
 import pytest
 import torch
 from processes import code, run
+from same_bits import assert_same
 from tables import MACROS, RULES, pairwise_params
 
 import hf_mxfp4
 from hf_mxfp4 import numerics
 from hf_mxfp4.backends import backend_for, cpu, rotate_rows
-from hf_mxfp4.numerics import ROTATION_SIZES, MXFP4Tensor, QuantScheme
+from hf_mxfp4.numerics import ROTATION_SIZES, QuantScheme
 from mxfp4_kernels import cpu as library
 
 
@@ -53,13 +54,6 @@ def assert_same_bits(out: torch.Tensor, expected: torch.Tensor):
     assert torch.equal(out.nan_to_num(1.0).view(integers), expected.nan_to_num(1.0).view(integers))
 
 
-def assert_same_parts(packed: MXFP4Tensor, expected: MXFP4Tensor):
-    for name in ("codes", "scale", "macro", "residual_codes", "residual_scale"):
-        ours, theirs = getattr(packed, name), getattr(expected, name)
-        assert (ours is None) == (theirs is None), name
-        assert ours is None or torch.equal(ours, theirs), name
-
-
 @pytest.mark.parametrize(("rule", "macro", "alpha", "dtype"), pairwise_params(RULES, MACROS, ALPHAS, DTYPES))
 def test_bits_of_the_reference(rule, macro, alpha, dtype):
     scheme = QuantScheme(rule, *macro, alpha)
@@ -67,7 +61,7 @@ def test_bits_of_the_reference(rule, macro, alpha, dtype):
         x = special_values(dtype, columns)
         assert_same_bits(cpu.fake_quantize(x, scheme), numerics.apply_scheme(x, scheme))
         packed, expected = cpu.quantize(x, scheme, 1), numerics.quantize(x, **vars(scheme))
-        assert_same_parts(packed, expected)
+        assert_same(packed.parts, expected.parts)
         assert (packed.length, packed.axis, packed.scheme, packed.dtype) == (columns, 1, scheme, dtype)
         for out in DTYPES:
             assert_same_bits(cpu.dequantize(packed, out), expected.dequantize(out))
@@ -78,7 +72,7 @@ def test_selective_fallback_has_the_bits_of_the_reference(rule, macro, alpha, dt
     for rate, columns in ((0.05, 1), (0.3, 33), (0.1, 300), (0.9, 300)):
         scheme, x = QuantScheme(rule, *macro, alpha, fallback_rate=rate), special_values(dtype, columns)
         assert_same_bits(cpu.fake_quantize(x, scheme), numerics.apply_scheme(x, scheme))
-        assert_same_parts(cpu.quantize(x, scheme, 1), numerics.quantize(x, **vars(scheme)))
+        assert_same(cpu.quantize(x, scheme, 1).parts, numerics.quantize(x, **vars(scheme)).parts)
 
 
 def test_every_code_and_scale_byte_dequantizes_as_the_reference_says():
@@ -115,7 +109,7 @@ def test_the_callers_default_dtype_and_device_change_nothing(dtype):
         torch.set_default_dtype(dtype)
         with torch.device("meta"):
             assert cpu._agrees_with_the_reference()
-            assert_same_parts(hf_mxfp4.quantize(x), packed)
+            assert_same(hf_mxfp4.quantize(x).parts, packed.parts)
             assert torch.equal(packed.dequantize(torch.float32).square(), hf_mxfp4.fake_quantize(x).square())
             assert torch.equal(layer(x), y) and torch.equal(numerics.random_signs(16, 3), signs)
     finally:
@@ -279,9 +273,8 @@ def test_parts_that_do_not_fit_together_are_refused(scheme, change, message):
     wrong = dataclasses.replace(tensor, **change)
     with pytest.raises(ValueError, match=message):
         wrong.dequantize()
-    parts = wrong.codes, wrong.scale, wrong.macro, wrong.residual_codes, wrong.residual_scale
     with pytest.raises(ValueError, match=message):
-        torch.ops.hf_mxfp4.dequantize(*parts, wrong.length, str(wrong.scheme), torch.float32, "auto")
+        torch.ops.hf_mxfp4.dequantize(*wrong.parts, wrong.length, str(wrong.scheme), torch.float32, "auto")
 
 
 @pytest.mark.large

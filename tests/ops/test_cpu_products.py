@@ -194,10 +194,9 @@ def test_operators_check_shapes_before_addresses(rows):
 def test_ends_of_experts_that_are_no_rows_are_refused(ends):
     scheme = SCHEMES["plain"]
     weight = hf_mxfp4.quantize(random(3, 12, 64), **vars(scheme))
-    parts = [getattr(weight, name) for name in PARTS]
     x, ends = random(5, 64), torch.tensor(ends, dtype=torch.int32)
     with pytest.raises(ValueError, match="of experts end at|need torch.uint8|beyond the"):
-        torch.ops.hf_mxfp4.packed_linear(x, *parts, None, ends, x.dtype, str(scheme), "", 0, "auto")
+        torch.ops.hf_mxfp4.packed_linear(x, *weight.parts, None, ends, x.dtype, str(scheme), "", 0, "auto")
     with pytest.raises(ValueError, match="of experts end at|need torch.uint8"):
         product(x, weight, None, ends)
     with pytest.raises(ValueError, match="of experts end at torch.int64"):

@@ -12,17 +12,9 @@ from torch import nn
 from torch.nn.functional import ScalingType, SwizzleType
 from torchao.prototype.mx_formats.utils import from_blocked, to_blocked
 
-from hf_mxfp4 import MXFP4Linear, MXFP4PackedLinear, MXFP4RLConfig, cached_weights, quantize
+from hf_mxfp4 import MXFP4Linear, MXFP4PackedLinear, MXFP4RLConfig, cached_weights, gemm, quantize
 from hf_mxfp4.checkpoint.formats import FORMATS
-from hf_mxfp4.gemm import (
-    compiled_linear,
-    matmul_counts,
-    quantized_linear,
-    reset_matmul_counts,
-    select_matmul,
-    to_fp4,
-    weight_quantizations,
-)
+from hf_mxfp4.gemm import compiled_linear, matmul_counts, quantized_linear, select_matmul, to_fp4
 
 
 matmul_module, block_scaled = (importlib.import_module(f"hf_mxfp4.gemm.{name}") for name in ("matmul", "block_scaled"))
@@ -62,7 +54,7 @@ def stand_in(a, b, scale_a, recipe_a, scale_b, recipe_b, swizzle_a, swizzle_b, *
 @pytest.fixture
 def blackwell(monkeypatch):
     """A device with FP4 products, but for its arithmetic the CPU; the fixture sets another architecture."""
-    reset_matmul_counts()
+    gemm.reset_matmul_counts()
     block_scaled.problem.cache_clear()
     monkeypatch.setattr(F, "scaled_mm", stand_in)
     yield lambda name: monkeypatch.setattr(matmul_module, "hardware_of", lambda device: name)
@@ -83,13 +75,6 @@ def matrix(rows: int, columns: int, seed: int = 0, spread: int = 4) -> torch.Ten
 def test_swizzled_scales_are_those_of_torchao(shape):
     scale = torch.randint(256, shape, generator=torch.Generator().manual_seed(0)).to(torch.uint8)
     assert torch.equal(block_scaled.swizzle_scales(scale), to_blocked(scale))
-
-
-def test_where_a_swizzled_scale_is():
-    """cuBLAS, "1D block scaling factors layout": row 33 of a tile follows row 1 after four bytes."""
-    scale = torch.zeros(256, 8, dtype=torch.uint8)
-    scale[33, 2], scale[128 + 64, 4 + 1] = 7, 9
-    assert block_scaled.swizzle_scales(scale).nonzero().flatten().tolist() == [16 + 4 + 2, 3 * 512 + 8 + 1]
 
 
 def test_scales_of_literal_blocks():
@@ -157,10 +142,10 @@ def test_torch_accepts_the_operands():
 # ---- layers ---------------------------------------------------------------------------------------------------------
 
 
-def layer(**options) -> MXFP4Linear:
+def layer(n=N, k=K, dtype=torch.bfloat16, **options) -> MXFP4Linear:
     torch.manual_seed(0)
     config = MXFP4RLConfig(**{"preset": "w4a4", "outlier_fallback": None, **MANTISSAS, **options})
-    return MXFP4Linear.from_linear(nn.Linear(K, N, dtype=torch.bfloat16), config)
+    return MXFP4Linear.from_linear(nn.Linear(k, n, dtype=dtype), config)
 
 
 def passes(made: MXFP4Linear, x: torch.Tensor, product=quantized_linear) -> list[torch.Tensor]:
@@ -178,7 +163,7 @@ def test_a_layer_computes_as_with_dense_products(blackwell, options, saved, prod
     x = matrix(M, K).view(2, M // 2, K)
     expected = passes(layer(matmul_backend="dense", saved_activations=saved, **options), x)
     blackwell("sm_100")
-    reset_matmul_counts()
+    gemm.reset_matmul_counts()
     found = passes(layer(saved_activations=saved, **options), x, product)
     assert matmul_counts()["fprop"] == {"fp4": 1}
     torch.testing.assert_close(found[0], expected[0], rtol=2**-7, atol=2**-7)
@@ -215,10 +200,10 @@ def test_a_weight_is_converted_once_in_a_scope_and_products_without_gradients_ar
     blackwell("sm_100")
     made, x = layer(), matrix(M, K)
     y = made(x).detach()
-    before = weight_quantizations()["fprop"]
+    before = gemm.weight_quantizations()["fprop"]
     with cached_weights(made), torch.no_grad():
         assert torch.equal(made(x), y) and torch.equal(made(x), y)
-    assert weight_quantizations()["fprop"] == before + 1 and matmul_counts()["fprop"] == {"fp4": 3}
+    assert gemm.weight_quantizations()["fprop"] == before + 1 and matmul_counts()["fprop"] == {"fp4": 3}
 
 
 @pytest.mark.parametrize("options", [MANTISSAS, PLAIN], ids=["mantissas", "plain"])
@@ -228,7 +213,7 @@ def test_packed_layers_multiply_their_codes(blackwell, options):
     packed = MXFP4PackedLinear.from_linear(plain, config, "layer")
     expected = packed(x)
     blackwell("sm_100")
-    reset_matmul_counts()
+    gemm.reset_matmul_counts()
     found = packed(x)
     assert matmul_counts()["fprop"] == {"fp4": 1}
     torch.testing.assert_close(found, expected, rtol=2**-7, atol=2**-7)
@@ -242,31 +227,18 @@ def test_packed_layers_multiply_their_codes(blackwell, options):
         ({"outlier_fallback": 1.0}, M, "no residuals and macro factors"),
         ({"macro_search": "static"}, M, "no residuals and macro factors"),
         ({"fprop": {"rotation": "deterministic-32"}}, M, "without rotation"),
+        ({"n": 32, "k": 48}, M, "a weight of 32 x 48"),
+        ({"n": 24, "k": 64}, M, "a weight of 24 x 64"),
+        ({"dtype": torch.float32}, M, "no output in torch.float32"),
     ],
     ids=str,
 )
 def test_why_a_product_is_not_in_fp4(blackwell, options, rows, reason):
     blackwell("sm_100")
+    made = layer(matmul_backend="fp4", **options)
     with pytest.warns(UserWarning, match=reason):
-        layer(matmul_backend="fp4", **options)(matrix(rows, K))
+        made(torch.ones(rows, made.in_features, dtype=made.weight.dtype))
     assert "fp4" not in matmul_counts()["fprop"] and sum(matmul_counts()["fprop"].values()) == 1
-
-
-@pytest.mark.parametrize(
-    ("shape", "dtype", "reason"),
-    [
-        ((32, 48), torch.bfloat16, "a weight of 32 x 48"),
-        ((24, 64), torch.bfloat16, "a weight of 24 x 64"),
-        ((32, 64), torch.float32, "no output in torch.float32"),
-    ],
-    ids=str,
-)
-def test_sizes_and_dtypes_that_fp4_products_lack(blackwell, shape, dtype, reason):
-    blackwell("sm_100")
-    config = MXFP4RLConfig(outlier_fallback=None, matmul_backend="fp4")
-    made = MXFP4Linear.from_linear(nn.Linear(*reversed(shape), dtype=dtype), config)
-    with pytest.warns(UserWarning, match=reason):
-        made(torch.ones(M, shape[1], dtype=dtype))
 
 
 @pytest.mark.parametrize("fault", ["raises", "is wrong"])

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The `torch.library` operators by themselves: schema, shapes for tracing, gradients, and the bits of the functions."""
+"""The `torch.library` operators by themselves: schema, shapes for tracing, gradients, and the bits of the functions;
+the choice of the backend that quantizes a tensor, and self-checks of kernels: what they find bad is not used."""
 
 import copy
 import gc
@@ -11,21 +12,16 @@ from tables import pairwise_params
 from torch.library import opcheck
 
 from hf_mxfp4 import MXFP4Linear, MXFP4PackedLinear, MXFP4RLConfig, numerics
-from hf_mxfp4.gemm import PACKED_FIELDS
+from hf_mxfp4.backends import backend_for, cpu, dispatch, fake_quantize, self_check
+from hf_mxfp4.backends import triton as triton_kernels
 from hf_mxfp4.gemm.compile import state_of, what_is_saved
-from hf_mxfp4.numerics import parse_scheme
+from hf_mxfp4.numerics import QuantScheme, parse_scheme
 
 
-PARTS = tuple(PACKED_FIELDS.values())
 OPS = torch.ops.hf_mxfp4
 SCHEMES = [
-    "rceil",
-    "mse+mbs128-dynamic+of0.5",
-    "even+mbsrow",
-    "even+mbs128-blockwise",
-    "rceil+32x32",
-    "rceil+of0.5@0.1",
-]
+    "rceil", "mse+mbs128-dynamic+of0.5", "even+mbsrow", "even+mbs128-blockwise", "rceil+32x32", "rceil+of0.5@0.1",
+]  # fmt: skip
 
 
 def inputs(dtype=torch.float32) -> list[torch.Tensor]:
@@ -61,22 +57,17 @@ def test_quantize_and_dequantize(place, scheme):
             opcheck(OPS.quantize.default, (x, scheme, "auto"))
         expected = numerics.quantize(x, **vars(parse_scheme(scheme)))
         found = OPS.quantize(x, scheme, "auto")
-        for part, tensor in zip(PARTS, found, strict=True):
-            wanted = getattr(expected, part)
+        for tensor, wanted in zip(found, expected.parts, strict=True):
             assert tensor.shape == (0,) if wanted is None else torch.equal(tensor, wanted)
-        parts = [None if getattr(expected, p) is None else t for p, t in zip(PARTS, found, strict=True)]
-        arguments = *parts, x.shape[-1], scheme, torch.float32, "auto"
+        arguments = *expected.parts, x.shape[-1], scheme, torch.float32, "auto"
         if number == place % 4:
             opcheck(OPS.dequantize.default, arguments)
         assert torch.equal(OPS.dequantize(*arguments), expected.dequantize(torch.float32))
 
 
-def test_what_draws_random_numbers_is_no_function_of_its_arguments():
+def test_errors_are_those_of_the_functions_and_what_draws_random_numbers_is_none():
     with pytest.raises(ValueError, match="rceil.stochastic.* draws random numbers"):
         OPS.fake_quantize(torch.ones(32), "rceil+stochastic", "auto")
-
-
-def test_errors_are_those_of_the_functions():
     with pytest.raises(TypeError, match="floating-point"):
         OPS.fake_quantize(torch.ones(32, dtype=torch.int32), "rceil", "auto")
     with pytest.raises(ValueError, match="did you mean 'rceil'"):
@@ -132,3 +123,129 @@ def test_numbers_stay_on_the_cpu_and_out_of_the_state():
     assert layer.state.layer_id.device.type == "cpu" and not layer.state.layer_id.is_inference()
     assert set(layer.state_dict()) == {"weight", "bias"}
     assert layer.double().state.layer_id.dtype == torch.int64
+
+
+# ---- backends -------------------------------------------------------------------------------------------------------
+
+
+STATIC = QuantScheme("rceil", 128, "static", 0.5)
+F32, BF16 = torch.float32, torch.bfloat16
+#: Device, dtype, scheme and backend that is asked for; the backend that is found, and words of why it cannot.
+CHOICES = [
+    ("cpu", F32, STATIC, "auto", "cpu", None),
+    ("cpu", BF16, STATIC, "auto", "cpu", None),
+    ("cpu", torch.float16, STATIC, "cpu", "cpu", None),
+    ("cpu", F32, STATIC, "eager", "eager", None),
+    ("cpu", torch.float64, STATIC, "auto", "eager", "float64"),
+    ("cuda", F32, STATIC, "cpu", "cpu", "the tensor is on cuda"),
+    ("cuda", BF16, STATIC, "auto", "triton", None),
+    ("cuda", BF16, STATIC, "triton", "triton", None),
+    ("cuda", BF16, STATIC, "eager", "eager", None),
+    # Searches and tiles are no obstacle on a GPU.
+    ("cuda", F32, parse_scheme("rceil+mbs128-dynamic+of0.5"), "auto", "triton", None),
+    ("cuda", BF16, parse_scheme("mse"), "auto", "triton", None),
+    ("cuda", torch.float16, parse_scheme("even+mbs128-blockwise"), "auto", "triton", None),
+    ("cuda", F32, parse_scheme("mse+mbs256+32x32"), "auto", "triton", None),
+    # These are: `auto` falls back, and says why.
+    ("cuda", BF16, parse_scheme("rceil+mbsrow-dynamic"), "auto", "eager", "macro_block='row' is not supported"),
+    ("cuda", F32, parse_scheme("rceil+mbsrow+32x32"), "triton", "triton", "row"),
+    ("cuda", F32, parse_scheme("rceil+of0.5@0.1+32x32"), "auto", "eager", "fallback_rate"),
+    ("cuda", torch.float64, STATIC, "auto", "eager", "float64"),
+]
+
+
+@pytest.mark.parametrize(("device", "dtype", "scheme", "asked", "name", "words"), CHOICES, ids=str)
+def test_which_backend_quantizes(device, dtype, scheme, asked, name, words):
+    if name == "triton":
+        pytest.importorskip("triton")
+    if name == "cpu" and cpu.unsupported_reason(dtype, scheme) is not None:
+        pytest.skip(cpu.unsupported_reason(dtype, scheme))
+    found, reason = backend_for(device, dtype, scheme, asked)
+    assert found == name and (asked == "eager" or (words in reason if words else reason is None))
+
+
+def test_triton_on_the_cpu_is_refused_with_the_reason():
+    with pytest.raises(ValueError, match="backend='triton' cannot quantize here.*on cpu.*backend='auto'"):
+        fake_quantize(torch.ones(2, 32), STATIC, "triton")
+
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def eager_kernels(monkeypatch):
+    """Functions that stand for right kernels, and nothing known about them."""
+
+    def linear(x, weight, bias, offsets=None):
+        values = weight.dequantize(torch.float32)
+        if offsets is None:
+            return (x.float() @ values.t()).bfloat16()
+        return torch.cat([x[:3].float() @ values[0].t(), x[3:].float() @ values[1].t()]).bfloat16()
+
+    right = {
+        "fake_quantize": numerics.apply_scheme,
+        "quantize": lambda x, scheme, axis: numerics.quantize(x, **vars(scheme)),
+        "dequantize": lambda tensor, dtype: tensor.dequantize(dtype),
+        "quantize_e4m3": numerics.quantize_e4m3,
+        "dequantize_e4m3": numerics.dequantize_e4m3,
+        "linear": linear,
+    }
+    for name, function in right.items():
+        monkeypatch.setattr(triton_kernels, name, function)
+    monkeypatch.setattr(self_check, "_found", {})
+
+
+def test_right_kernels_are_verified(eager_kernels):
+    assert all(self_check.is_verified(family, CPU) for family in self_check.FAMILIES)
+
+
+@pytest.mark.parametrize(
+    ("family", "name", "broken"),
+    [
+        ("quantize", "fake_quantize", lambda x, *_: x.clone()),
+        ("quantize", "quantize", lambda x, scheme, axis: numerics.quantize(x)),
+        ("quantize", "quantize_e4m3", lambda x: numerics.quantize_e4m3(x.contiguous().nan_to_num())),
+        ("dequantize", "dequantize", lambda tensor, dtype: tensor.dequantize(dtype).nan_to_num()),
+        ("dequantize", "dequantize_e4m3", lambda elements, byte, dtype: elements.to(dtype)),
+        ("decode", "linear", lambda x, weight, *_: x.new_zeros(len(x), weight.codes.shape[-2])),
+    ],
+)
+def test_a_broken_kernel_is_found_once(eager_kernels, monkeypatch, family, name, broken):
+    monkeypatch.setattr(triton_kernels, name, broken)
+    with pytest.warns(UserWarning, match=f"'{family}' Triton kernels do not work on cpu: .* differ from the eager"):
+        assert not self_check.is_verified(family, CPU)
+    assert not self_check.is_verified(family, CPU)  # and no second warning, which would be an error
+
+
+def test_a_kernel_that_raises_is_not_used(eager_kernels, monkeypatch):
+    def raises(*_):
+        raise RuntimeError("no memory")
+
+    monkeypatch.setattr(triton_kernels, "fake_quantize", raises)
+    with pytest.warns(UserWarning, match="RuntimeError: no memory"):
+        assert not self_check.is_verified("quantize", CPU)
+
+
+def test_nothing_is_checked_under_capture_or_while_code_is_traced(eager_kernels, monkeypatch):
+    with monkeypatch.context() as capturing:
+        capturing.setattr(self_check, "_is_capturing", lambda device: True)
+        assert not self_check.is_verified("quantize", CPU)
+    with monkeypatch.context() as tracing:
+        tracing.setattr(torch.compiler, "is_compiling", lambda: True)
+        assert not self_check.is_verified("quantize", CPU)
+    assert self_check.is_verified("quantize", CPU)
+
+
+def test_checks_run_without_the_modes_of_the_caller(eager_kernels):
+    with torch.device("meta"), torch.autocast("cpu", torch.bfloat16), torch.inference_mode():
+        assert self_check.is_verified("decode", CPU)
+
+
+@pytest.mark.parametrize("backend", ["auto", "triton"])
+@pytest.mark.parametrize("problem", [None, "broken"])
+def test_kernels_asked_for_by_name_are_not_checked(monkeypatch, backend, problem):
+    device = torch.device("meta")
+    monkeypatch.setattr(self_check, "_found", {("quantize", device): problem})
+    monkeypatch.setattr(dispatch, "backend_for", lambda *_: ("triton", None))
+    found = dispatch.choose_backend(torch.empty(4, 32, device=device), QuantScheme(), backend)
+    assert (found == "triton") == (backend == "triton" or problem is None)

@@ -2,32 +2,21 @@
 """Products of quantized operands with the straight-through gradient: of one weight, of experts, and as FP8 tensor cores
 compute them."""
 
+import functools
 import importlib
+import itertools
 
 import pytest
 import torch
 from factors import factors_config
+from passes import passes
 from tables import CONFIGS, needs_fp8_on_cpu, some
 from torch import nn
 
-from hf_mxfp4 import MXFP4Linear, MXFP4RLConfig, fake_quantize
+from hf_mxfp4 import MXFP4Linear, MXFP4RLConfig, fake_quantize, gemm
 from hf_mxfp4 import quantize as mxfp4_quantize
 from hf_mxfp4.backends import dispatch as backends
-from hf_mxfp4.gemm import (
-    GemmSpec,
-    GemmState,
-    Groups,
-    LayerRng,
-    PackedSpec,
-    group_by_expert,
-    matmul,
-    matmul_counts,
-    packed_linear,
-    quantized_linear,
-    reset_matmul_counts,
-    select_matmul,
-    to_fp8,
-)
+from hf_mxfp4.gemm import GemmSpec, GemmState, Groups, LayerRng, PackedSpec, packed_linear, quantized_linear, to_fp8
 from hf_mxfp4.numerics import FULL, GemmScheme, LinearScheme, QuantScheme
 
 
@@ -42,10 +31,6 @@ def integers(*shape: int, seed: int = 0) -> torch.Tensor:
     """Small integers, many of which quantization changes, and on which sums of products are exact in float32."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(-9, 10, shape, generator=generator).float()
-
-
-def quantized(x: torch.Tensor) -> torch.Tensor:
-    return fake_quantize(x.detach())
 
 
 def test_literal():
@@ -87,12 +72,26 @@ def test_there_is_no_second_derivative():
         grad.sum().backward()
 
 
+def test_a_rotated_weight_is_rotated_back_for_dgrad():
+    """In float64, by the matrix of Sylvester's construction."""
+    plain, rotated = (
+        GemmState(GemmSpec(config.gemms(), matmul_backend="dense"), [LayerRng(0, "a")])
+        for config in (MXFP4RLConfig(), MXFP4RLConfig(fprop={"rotation": "deterministic-32"}))
+    )
+    x, weight, grad = (torch.randn(*size, dtype=torch.float64) for size in ((6, 32), (5, 32), (6, 5)))
+    quantized_linear(x.requires_grad_(), weight, None, rotated).backward(grad)
+    pair = torch.tensor([[1.0, 1.0], [1.0, -1.0]], dtype=torch.float64) / 2**0.5
+    matrix = functools.reduce(torch.kron, [pair] * 5)
+    expected = grad @ gemm.weight_operand(weight @ matrix, torch.float64, plain) @ matrix.t()
+    torch.testing.assert_close(x.grad, expected, rtol=1e-12, atol=1e-12)
+
+
 COUNTS = (5, 0, 33, 2)
 E, N, K = 4, 48, 40
 SCHEME = QuantScheme(macro_block=32)
 SCHEMES = some(
     CONFIGS, "default", "w4a16", "w4a8", "w4a8g8", "w4a4g8", "w4a4g4", "paper_a", "paper_b", "plain tiles",
-    "selective weights", "full", "rotated, own wgrad", "random", "random wgrad",
+    "selective weights", "blockwise_fp8", "full", "rotated, own wgrad", "random", "random wgrad",
 )  # fmt: skip
 
 
@@ -147,31 +146,25 @@ def expected(x, weight, bias, grad, transposed=False, own_states=None):
 
 
 def test_rows_are_grouped_by_expert_in_their_order():
-    order, groups = group_by_expert(torch.tensor([2, 0, 2, 3, 0]), 5)
+    order, groups = gemm.group_by_expert(torch.tensor([2, 0, 2, 3, 0]), 5)
     assert order.tolist() == [1, 4, 0, 2, 3]
-    assert groups.counts == (2, 0, 2, 1, 0)
-    assert list(groups) == [(0, slice(0, 2)), (2, slice(2, 4)), (3, slice(4, 5))]
     assert groups.offsets(torch.device("cpu")).tolist() == [2, 2, 4, 5, 5]
     assert groups.offsets(torch.device("cpu")).dtype == torch.int32
     assert groups.per_row(torch.arange(5)).tolist() == [0, 0, 2, 2, 3]
-
-
-def test_counts_are_read_back_only_when_asked_for():
-    _, groups = group_by_expert(torch.tensor([2, 0, 2, 3, 0]), 5)
-    assert "counts" not in vars(groups)
-    groups.offsets(torch.device("cpu")), groups.per_row(torch.arange(5))
-    assert "counts" not in vars(groups) and groups.counts == (2, 0, 2, 1, 0) and "counts" in vars(groups)
+    assert "counts" not in vars(groups)  # which are read back only when they are asked for
+    assert groups.counts == (2, 0, 2, 1, 0) and "counts" in vars(groups)
+    assert list(groups) == [(0, slice(0, 2)), (2, slice(2, 4)), (3, slice(4, 5))]
 
 
 def test_no_rows_and_an_expert_that_does_not_exist():
-    order, groups = group_by_expert(torch.empty(0, dtype=torch.long), 3)
+    order, groups = gemm.group_by_expert(torch.empty(0, dtype=torch.long), 3)
     assert order.numel() == 0 and groups.counts == (0, 0, 0) and list(groups) == []
     x, weight = torch.empty(0, K, requires_grad=True), torch.randn(3, N, K, requires_grad=True)
     out = quantized_linear(x, weight, None, states(matrices=3)[0], groups)
     out.sum().backward()
     assert out.shape == (0, N) and x.grad.shape == (0, K) and weight.grad.abs().sum() == 0
     with pytest.raises(ValueError, match="a token was sent to expert 4 of 4; MXFP4 experts know no expert parallelism"):
-        group_by_expert(torch.tensor([0, 4]), 4)
+        gemm.group_by_expert(torch.tensor([0, 4]), 4)
 
 
 @pytest.mark.parametrize("transposed", [False, True])
@@ -181,8 +174,7 @@ def test_each_expert_is_a_quantized_linear_of_its_own(scheme, transposed):
     out, grads = passes_of_experts(*tensors(transposed=transposed), mine)
     wanted, wanted_grads = expected(*tensors(transposed=transposed), transposed, theirs)
     assert torch.equal(out, wanted)
-    for found, want in zip(grads, wanted_grads, strict=True):
-        torch.testing.assert_close(found, want, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(grads, wanted_grads, rtol=1e-6, atol=1e-6)
     assert grads[1][1].abs().sum() == grads[2][1].abs().sum() == 0  # the expert without rows
     assert all(grads[1][e].abs().sum() > 0 for e in (0, 2, 3))
     counts = [rng.n_backward for rng in mine.rngs]
@@ -198,9 +190,9 @@ def test_the_grouped_product_of_pytorch_gives_what_the_loop_gives(dtype, bias, m
     x, weight, b, grad = (None if t is None else t.detach() for t in tensors(bias, dtype=dtype))
     values, groups = quantized_as(weight, dtype), Groups(COUNTS)
     tolerance = 1e-5 if dtype == torch.float32 else 2e-2
-    out = matmul(quantized_as(x, dtype), values, b, groups)
+    out = gemm.matmul(quantized_as(x, dtype), values, b, groups)
     torch.testing.assert_close(out, loop[0], rtol=tolerance, atol=tolerance)
-    grad_x = matmul(grad, values.transpose(1, 2), groups=groups)
+    grad_x = gemm.matmul(grad, values.transpose(1, 2), groups=groups)
     torch.testing.assert_close(grad_x, loop[1][0], rtol=tolerance, atol=10 * tolerance)
 
 
@@ -225,51 +217,40 @@ def test_autocast_computes_in_its_dtype_and_gradients_have_the_masters():
     torch.testing.assert_close(weight.grad, exact[1][1], rtol=0.05, atol=0.3)
 
 
-def test_packed_weights_are_dequantized_for_experts_with_rows_alone(monkeypatch):
+@pytest.mark.parametrize(("backend", "in_forward"), [("eager", [0, 2, 3]), ("cpu", [])])
+def test_packed_weights_are_dequantized_for_experts_with_rows_alone_or_read_as_codes(backend, in_forward, monkeypatch):
     x, weight, bias, grad = tensors()
     packed, seen, dequantize = mxfp4_quantize(weight.detach(), macro_block=32), [], backends.dequantize
-    state = GemmState(PackedSpec(SCHEME, SCHEME, K, "eager"))
 
     def noted(tensor, *args):
         seen.append((tensor.codes.data_ptr() - packed.codes.data_ptr()) // packed.codes[0].numel())
         return dequantize(tensor, *args)
 
     monkeypatch.setattr(backends, "dequantize", noted)
-    out = packed_linear(x, packed.parts, bias, state, Groups(COUNTS))
-    assert seen == [0, 2, 3]
+    out = packed_linear(x, packed.parts, bias, GemmState(PackedSpec(SCHEME, SCHEME, K, backend)), Groups(COUNTS))
+    assert seen == in_forward
     out.backward(grad)
-    assert seen == [0, 2, 3] * 2
+    assert seen == [*in_forward, 0, 2, 3]
     wanted, grads = expected(*tensors())
-    assert torch.equal(out, wanted) and torch.equal(x.grad, grads[0]) and torch.equal(bias.grad, grads[2])
-
-
-def test_packed_weights_of_experts_with_few_rows_are_read_as_codes(monkeypatch):
-    x, weight, bias, grad = tensors()
-    packed, seen, dequantize = mxfp4_quantize(weight.detach(), macro_block=32), [], backends.dequantize
-    monkeypatch.setattr(backends, "dequantize", lambda *args: seen.append(1) or dequantize(*args))
-    out = packed_linear(x, packed.parts, bias, GemmState(PackedSpec(SCHEME, SCHEME, K, "cpu")), Groups(COUNTS))
-    assert not seen
-    out.backward(grad)
-    assert len(seen) == 3
-    wanted, grads = expected(*tensors())
-    # Sums of 41 terms in float32, in another order.
-    size = (
-        quantized_as(x, torch.float64).abs() @ quantized_as(weight, torch.float64).abs().amax(dim=(0, 1))
-        + bias.abs().max()
-    )
+    # On codes, sums of 41 terms in float32, in another order.
+    values = quantized_as(x, torch.float64).abs(), quantized_as(weight, torch.float64).abs().amax(dim=(0, 1))
+    size = (values[0] @ values[1] + bias.abs().max()) * (backend == "cpu")
     assert ((out - wanted).abs() <= 2 * 42 * 2**-24 * size[:, None]).all()
     assert torch.equal(x.grad, grads[0]) and torch.equal(bias.grad, grads[2])
 
 
 PLAIN = {"macro_block": None, "outlier_fallback": None, "scale_rule": "rceil"}
-THREE_LEVELS = {"scale_rule": "even", "macro_block": 128, "macro_search": "block_mantissas_fp8"}
+THREE_LEVELS = {**PLAIN, "scale_rule": "even", "macro_block": 128, "macro_search": "block_mantissas_fp8"}
 #: Preset, and the products that have an FP8 form.
-FP8_PRODUCTS = {"w4a4": ("fprop",), "w4a4g8": ("fprop", "dgrad", "wgrad"), "w4a4g4": ("fprop", "dgrad", "wgrad")}
+FP8_PRODUCTS = {
+    **dict.fromkeys(("w4a4", "w4a8", "w8a8"), ("fprop",)),
+    **dict.fromkeys(("w4a4g8", "w4a4g4", "w4a8g8"), ("fprop", "dgrad", "wgrad")),
+}
 
 
 @pytest.fixture(autouse=True)
 def fresh_counts():
-    reset_matmul_counts()
+    gemm.reset_matmul_counts()
 
 
 def test_the_largest_of_a_row_lies_between_256_and_448():
@@ -277,7 +258,7 @@ def test_the_largest_of_a_row_lies_between_256_and_448():
     elements, scale = to_fp8(rows)
     assert scale.flatten().tolist() == [2**-6, 2**-7, scale[2].item(), 2**-5]
     assert elements.float().tolist() == [[384, -32, 0], [128, 384, 256], [0, 0, 0], [240, 32, 16]]
-    assert matmul_counts()["inexact_elements"] == 0
+    assert gemm.matmul_counts()["inexact_elements"] == 0
 
 
 def test_values_too_small_beside_the_largest_are_rounded_and_counted():
@@ -285,7 +266,7 @@ def test_values_too_small_beside_the_largest_are_rounded_and_counted():
     elements, _ = to_fp8(rows)
     assert elements[:, :4].float().tolist() == [[256, 2**-8, 2**-9, 3 * 2**-9]]
     assert elements[:, 4:].float().isnan().all()
-    assert matmul_counts()["inexact_elements"] == 1
+    assert gemm.matmul_counts()["inexact_elements"] == 1
 
 
 @needs_fp8_on_cpu
@@ -303,9 +284,9 @@ def test_a_product_of_three_levels_is_exact_where_sums_are():
     a, b = operand(9), operand(33)
     for x in (a, b):
         assert torch.equal(fake_quantize(x, **THREE_LEVELS), x)
-    found = matmul(to_fp8(a), to_fp8(b), dtype=torch.float32)
+    found = gemm.matmul(to_fp8(a), to_fp8(b), dtype=torch.float32)
     assert torch.equal(found.double(), a.double() @ b.double().t()) and found.unique().numel() > 100
-    assert matmul_counts()["inexact_elements"] == 0
+    assert gemm.matmul_counts()["inexact_elements"] == 0
 
 
 @pytest.mark.parametrize("apart", range(13))
@@ -318,32 +299,25 @@ def test_blocks_eleven_binades_apart_are_exact_at_every_scale_byte(apart):
     elements, found = to_fp8(rows)
     assert rows.shape == (245, 53) and torch.equal(found.flatten(), scale.flatten() / 32)
     same = elements.double() * found.double() == rows.double()
-    assert matmul_counts()["inexact_elements"] == (~same).sum()
+    assert gemm.matmul_counts()["inexact_elements"] == (~same).sum()
     assert same.all() == (apart <= 11)
 
 
-def passes(engine: str, preset: str, x: torch.Tensor, grad: torch.Tensor, options: dict) -> list[torch.Tensor]:
-    torch.manual_seed(0)
-    config = MXFP4RLConfig(preset=preset, matmul_backend=engine, outlier_fallback=None, **options)
-    layer, x = MXFP4Linear.from_linear(nn.Linear(96, 48), config), x.clone().requires_grad_()
-    y = layer(x)
-    y.backward(grad)
-    return [y.detach(), x.grad, layer.weight.grad, layer.bias.grad]
-
-
 @needs_fp8_on_cpu
-@pytest.mark.parametrize("options", [{"macro_block": None, "scale_rule": "rceil"}, THREE_LEVELS], ids=str)
-@pytest.mark.parametrize("preset", FP8_PRODUCTS)
+@pytest.mark.parametrize(
+    ("preset", "options"),
+    [*itertools.product([preset for preset in FP8_PRODUCTS if preset != "w8a8"], [PLAIN, THREE_LEVELS]), ("w8a8", {})],
+    ids=str,
+)
 def test_a_layer_computes_as_with_dense_products(preset, options):
-    generator = torch.Generator().manual_seed(2)
-    x, grad = torch.randn(2, 5, 96, generator=generator), torch.randn(2, 5, 48, generator=generator)
-    expected = passes("dense", preset, x, grad, options)
-    reset_matmul_counts()
-    found = passes("fp8", preset, x, grad, options)
-    for mine, dense in zip(found, expected, strict=True):
-        torch.testing.assert_close(mine, dense, rtol=1e-5, atol=1e-5)
+    plain, x, found = nn.Linear(96, 48), torch.randn(2, 5, 96), []
+    for engine in ("dense", "fp8"):
+        gemm.reset_matmul_counts()
+        config = MXFP4RLConfig(preset=preset, matmul_backend=engine, **options)
+        found.append(passes(MXFP4Linear.from_linear(plain, config), x))
+    torch.testing.assert_close(*found, rtol=1e-5, atol=1e-5)
     by = {gemm: {"fp8" if gemm in FP8_PRODUCTS[preset] else "dense": 1} for gemm in ("fprop", "dgrad", "wgrad")}
-    assert matmul_counts() == {**by, "inexact_elements": 0}
+    assert gemm.matmul_counts() == {**by, "inexact_elements": 0}
 
 
 @pytest.mark.parametrize(
@@ -366,5 +340,5 @@ def test_a_layer_computes_as_with_dense_products(preset, options):
 )
 def test_why_a_product_is_dense(options, hardware, experts, reason):
     scheme = MXFP4RLConfig(**{"preset": "w4a4", **PLAIN, **options}).gemms()
-    found = select_matmul("fprop", scheme, hardware, experts=experts)
+    found = gemm.select_matmul("fprop", scheme, hardware, experts=experts)
     assert reason in found.reason and (found.name == "fp8") == found.reason.startswith("the values")
