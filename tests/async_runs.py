@@ -29,11 +29,7 @@ def tree_attention(module, query, key, value, mask, *, tree_kv_index, tree_cu_se
 
 
 class Worker:
-    """Makes rollouts of drawn tokens, ``count`` at a time, whose log-probabilities it asks for.
-
-    Args:
-        logprobs: of sequences of token ids, ``[sequences, length - 1]``.
-    """
+    """Makes rollouts of drawn tokens, ``count`` at a time; ``logprobs`` gives those of ids, ``[count, length - 1]``."""
 
     def __init__(self, logprobs, count=4):
         self.logprobs, self.count = logprobs, count

@@ -4,7 +4,10 @@
 from types import SimpleNamespace
 
 import torch
+from accelerate import Accelerator
 from datasets import Dataset
+from factors import factors_config
+from moe_models import make_moe
 from peft import LoraConfig, get_peft_model
 from tiny_models import make_model
 from transformers import AutoModelForCausalLM
@@ -12,7 +15,11 @@ from trl.distributed import DistributedBackend
 from trl.generation.vllm_generation import VLLMGeneration
 
 from hf_mxfp4 import MXFP4GRPOConfig, MXFP4GRPOTrainer, MXFP4RLConfig
+from hf_mxfp4.integrations.transformers.swap import quantize_linears
+from hf_mxfp4.integrations.vllm import EngineSettings
 from hf_mxfp4.recipes.tasks.tiny_model import build_char_tokenizer
+from hf_mxfp4.rl.noise import NormNoise
+from hf_mxfp4.rl.vllm import VLLMPolicy
 
 
 TOKENIZER = build_char_tokenizer("0123456789+=")
@@ -71,10 +78,32 @@ def prompts(count=8):
     return Dataset.from_list(rows)
 
 
+def quantized(config=None, family="qwen2", **options):
+    """A tiny model whose linear layers are quantized, by default as in most tests of layers."""
+    model = make_model(family, **options)
+    quantize_linears(model, config or factors_config())
+    return model
+
+
+def mixture(folder, scheme=None, **options):
+    """A quantized mixture of experts, of a checkpoint that is made in ``folder`` unless it is there."""
+    if not folder.exists():
+        make_moe(**options).save_pretrained(folder)
+        TOKENIZER.save_pretrained(folder)
+    return AutoModelForCausalLM.from_pretrained(folder, quantization_config=scheme or MXFP4RLConfig())
+
+
 #: What a run measures of its policy by itself, often enough for four steps.
 MEASURED = {"error_every": 2, "movement_every": 2}
 
 
+#: A scheme that draws random numbers in all products.
+RANDOM = {
+    "preset": "w4a4g4",
+    "fprop": {"weight": "rceil+stochastic"},
+    "dgrad": {"grad": "rceil+stochastic"},
+    "wgrad": {"grad": "rceil+stochastic", "rotation": "random-16"},
+}
 #: Noise in every step; and the key of what rollouts record.
 NOISY = {"aqn_num_stages": 1, "aqn_sigma_start": 0.3, "aqn_sigma_end": 0.3}
 SAMPLED = "sampling_per_token_logps"
@@ -190,6 +219,31 @@ def vllm_llm(dtype=torch.float32, scheme=None, settings=None):
     quantization = None if scheme is None else SimpleNamespace(scheme=scheme, settings=settings)
     config = SimpleNamespace(model_config=SimpleNamespace(dtype=dtype), quant_config=quantization)
     return SimpleNamespace(llm_engine=SimpleNamespace(vllm_config=config))
+
+
+class Pushes:
+    """A policy, ``of``, and what TRL pushes of it to a colocated vLLM, with noise of ``sigma``; its metrics are in
+    ``records``."""
+
+    def __init__(self, model, engine=None, norms=False, sleeps=False, walk=None, **options):
+        scheme = next(m.config for m in model.modules() if hasattr(m, "config") and isinstance(m.config, MXFP4RLConfig))
+        engine = engine or vllm_llm(scheme=scheme, settings=EngineSettings("packed", 4))
+        self.sigma, self.records, self.last = 0.0, {}, {}
+        args = MXFP4GRPOConfig(use_cpu=True, bf16=False, use_vllm=True, **options)
+        accelerator = Accelerator(cpu=True)
+        generation = SimpleNamespace(llm=engine, mode="colocate", enable_sleep_mode=sleeps)
+        generation._iter_named_params = walk or (lambda: trl_walk(model, accelerator))
+        generation.sync_weights = lambda: self.last.update(generation._iter_named_params())
+        noise = NormNoise(model, seed=0) if norms else None
+        record = lambda name, value: self.records.setdefault(name, []).append(value)  # noqa: E731
+        self.of = VLLMPolicy(generation, model, args, noise, lambda: (4, self.sigma), record)
+        self._generation = generation
+
+    def __call__(self):
+        """One push: names and tensors."""
+        self.last.clear()
+        self._generation.sync_weights()
+        return dict(self.last)
 
 
 def with_simulated_vllm(trainer, *, walk: bool = True, **engine) -> list[dict]:

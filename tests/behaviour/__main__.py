@@ -4,10 +4,8 @@
     python -m tests.behaviour record OUT [--only NAMES]                 # from the root of the repository
     python -m tests.behaviour compare BEFORE AFTER [--intended FILE]
 
-To record another version of the project with these very scripts, start from a folder that is no checkout and put that
-version first (``tests`` has no ``__init__.py``, so that the scripts are still found):
-
-    cd /tmp && PYTHONPATH=OLD:OLD/kernels:NEW python -m tests.behaviour record before
+CONTRIBUTING.md shows how to record another version with these very scripts, which are found since ``tests`` has no
+``__init__.py``.
 
 The scripts only use names that outlive a reorganisation: those that the packages export, options, files, commands. Each
 section runs in a process of its own, on one thread, seeded. An entry has a name and the digest of its bytes; tensors
@@ -122,10 +120,6 @@ def _compare(before: Path, after: Path, intended: Path | None) -> int:
     return 1 if unexplained else 0
 
 
-#: Lines of a changed text that are shown.
-_SHOWN_LINES = 6
-
-
 class Difference(NamedTuple):
     """``name``: ``section/entry``; ``kind``: ``"missing"``, ``"new"`` or ``"changed"``; ``detail``: what, in words."""
 
@@ -206,8 +200,8 @@ def _change(section: str, name: str, old: dict, new: dict, before: Path, after: 
     if old["kind"] == "text":
         lines = difflib.unified_diff(old["text"].splitlines(), new["text"].splitlines(), lineterm="", n=0)
         shown = [line[:200] for line in lines if not line.startswith(("---", "+++", "@@"))]
-        more = f"\n    ... {len(shown) - _SHOWN_LINES} more lines" if len(shown) > _SHOWN_LINES else ""
-        return f"{len(shown)} lines of text\n    " + "\n    ".join(shown[:_SHOWN_LINES]) + more
+        more = f"\n    ... {len(shown) - 6} more lines" if len(shown) > 6 else ""
+        return f"{len(shown)} lines of text\n    " + "\n    ".join(shown[:6]) + more
     if old["kind"] == "value":
         return f"{old['text'][:400]} became {new['text'][:400]}"
     if (old["shape"], old["dtype"]) != (new["shape"], new["dtype"]):

@@ -8,21 +8,17 @@ from tokenizers import Regex, Tokenizer
 from tokenizers.decoders import Fuse
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Split
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
+
+from ..tiny_models import make_model
 
 
-VOCABULARY = 32
-_COMMON = {
-    "vocab_size": VOCABULARY, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
-    "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32, "max_position_embeddings": 64,
-    "tie_word_embeddings": False, "pad_token_id": 0, "eos_token_id": 1, "bos_token_id": None,
-}  # fmt: skip
-_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+#: Families of models, and what they have beside the options of all tiny models.
 FAMILIES = {
     "qwen2": {},
     "llama": {"tie_word_embeddings": True},
-    "qwen3_moe": {**_EXPERTS, "norm_topk_prob": True},
-    "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 8},
+    "qwen3_moe": {"norm_topk_prob": True},
+    "gpt_oss": {"sliding_window": 8},
 }
 
 
@@ -49,18 +45,7 @@ def hard_matrix(rows: int = 64, columns: int = 320, dtype: torch.dtype = torch.f
 
 def token_ids(batch: int = 2, length: int = 9, seed: int = 0) -> torch.Tensor:
     """Token ids ``[batch, length]``, none of them special."""
-    return torch.randint(2, VOCABULARY, (batch, length), generator=generator(seed))
-
-
-def make_model(family: str, **changes: object) -> PreTrainedModel:
-    """A randomly initialised decoder of some ten thousand parameters, all of them distinct."""
-    config = AutoConfig.for_model(family, **{**_COMMON, **FAMILIES[family], **changes})
-    model = AutoModelForCausalLM.from_config(config).float()
-    with torch.no_grad():
-        for number, parameter in enumerate(model.parameters()):
-            numbers = torch.randn(parameter.shape, generator=generator(number))
-            parameter.copy_(1.0 + 0.1 * numbers if parameter.dim() == 1 else 0.15 * numbers)
-    return model.eval()
+    return torch.randint(2, 32, (batch, length), generator=generator(seed))
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
@@ -75,8 +60,13 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def save_base(family: str, folder: Path, dtype: torch.dtype = torch.float32, **changes: object) -> Path:
-    """Save a model and the tokenizer in ``folder``, unless they are there; the folder."""
+    """Save a model of distinct numbers and the tokenizer in ``folder``, unless they are there; the folder."""
     if not folder.exists():
-        make_model(family, **changes).to(dtype).save_pretrained(folder)
+        model = make_model(family, **{**FAMILIES[family], **changes})
+        with torch.no_grad():
+            for number, parameter in enumerate(model.parameters()):
+                numbers = torch.randn(parameter.shape, generator=generator(number))
+                parameter.copy_(1.0 + 0.1 * numbers if parameter.dim() == 1 else 0.15 * numbers)
+        model.to(dtype).save_pretrained(folder)
         make_tokenizer().save_pretrained(folder)
     return folder

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Section ``models``: what tiny models compute, and the gradients of all their parameters."""
 
+import contextlib
 import itertools
 from collections.abc import Mapping
 from pathlib import Path
@@ -22,7 +23,7 @@ PRESETS = {
     "qat": ("w4a16", "w4a4", "w4a4g8", "w4a4g4", "paper_a", "paper_b", "w4a4g4_tuned"),
     "packed": ("w4a16", "w4a4"),
 }
-_RANDOM = {
+RANDOM = {
     "preset": "w4a4g4",
     "fprop": {"weight": "rceil+stochastic"},
     "dgrad": {"grad": "rceil+stochastic"},
@@ -32,7 +33,7 @@ _RANDOM = {
 #: Schemes beside the presets: mode, and options.
 VARIANTS = {
     "plain": ("qat", {"macro_block": None, "outlier_fallback": None, "scale_rule": "even"}),
-    "random": ("qat", _RANDOM),
+    "random": ("qat", RANDOM),
     "rate": ("qat", {"outlier_fallback_rate": 0.2}),
     "activations only": ("qat", {"outlier_fallback_operands": "activations", "macro_block": "row"}),
     "mse tiles": ("qat", {"scale_rule": "mse", "weight_block": "32x32", "macro_block": 32}),
@@ -63,7 +64,8 @@ def record_steps(
     model.train()
     for step in range(steps):
         if step:
-            _count_step(model, step)
+            with contextlib.suppress(ValueError):  # no layer draws random numbers
+                hf_mxfp4.set_quantization_step(model, step)
         model.zero_grad(set_to_none=True)
         ids = token_ids(length=length, seed=step)
         output = (model if call is None else call)(input_ids=ids, labels=ids, use_cache=False)
@@ -88,13 +90,6 @@ def record_generation(record: Record, name: str, model: PreTrainedModel) -> None
         generated = model.generate(ids, attention_mask=torch.ones_like(ids), eos_token_id=None, **options)
         record.tensor(f"{name}/tokens", generated.sequences)
         record.tensor(f"{name}/scores", torch.stack(generated.scores))
-
-
-def _count_step(model: torch.nn.Module, step: int) -> None:
-    try:
-        hf_mxfp4.set_quantization_step(model, step)
-    except ValueError:
-        pass  # no layer draws random numbers, as `set_quantization_step` says
 
 
 def _record_model(
@@ -125,9 +120,15 @@ def record(record: Record) -> None:
     ):
         _record_model(record, f"bfloat16/{family}/{mode}-{preset}", family, mode, {"preset": preset}, torch.bfloat16)
     for family in (DENSE, MOE):
-        _record_adapters(record, family)
-        _record_noise(record, family)
-        _record_modes(record, family)
+        base = save_base(family, record.workplace / f"{family}-{torch.float32}")
+        for mode in PRESETS:
+            _record_adapters(record, f"lora/{family}/{mode}", load(base, mode), family)
+            with record.errors(f"noise/{family}/{mode}"):
+                model = load(base, mode)
+                with NormNoise(model, 3).active(2, 0.05):
+                    record_generation(record, f"noise/{family}/{mode}/on", model)
+                record_generation(record, f"noise/{family}/{mode}/off", model)
+        _record_modes(record, family, base)
 
 
 def with_adapters(model: PreTrainedModel, family: str) -> torch.nn.Module:
@@ -139,34 +140,18 @@ def with_adapters(model: PreTrainedModel, family: str) -> torch.nn.Module:
     return get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", **options))
 
 
-def _record_adapters(record: Record, family: str) -> None:
-    base = save_base(family, record.workplace / f"{family}-{torch.float32}")
-    for mode in PRESETS:
-        name = f"lora/{family}/{mode}"
-        with record.errors(name):
-            model = with_adapters(load(base, mode), family)
-            record_steps(record, name, model)
-        with record.errors(f"{name}/merged"):
-            merged = hf_mxfp4.merge_adapters(model)
-            for key, tensor in (merged if isinstance(merged, torch.nn.Module) else model).state_dict().items():
-                record.tensor(f"{name}/merged/{key}", tensor)
+def _record_adapters(record: Record, name: str, model: PreTrainedModel, family: str) -> None:
+    with record.errors(name):
+        model = with_adapters(model, family)
+        record_steps(record, name, model)
+    with record.errors(f"{name}/merged"):
+        merged = hf_mxfp4.merge_adapters(model)
+        for key, tensor in (merged if isinstance(merged, torch.nn.Module) else model).state_dict().items():
+            record.tensor(f"{name}/merged/{key}", tensor)
 
 
-def _record_noise(record: Record, family: str) -> None:
-    base = save_base(family, record.workplace / f"{family}-{torch.float32}")
-    for mode in PRESETS:
-        name = f"noise/{family}/{mode}"
-        with record.errors(name):
-            model = load(base, mode)
-            noise = NormNoise(model, 3)
-            with noise.active(2, 0.05):
-                record_generation(record, f"{name}/on", model)
-            record_generation(record, f"{name}/off", model)
-
-
-def _record_modes(record: Record, family: str) -> None:
+def _record_modes(record: Record, family: str, base: Path) -> None:
     """Cached and uncached weights, checkpointing, compiled code, dithered masters."""
-    base = save_base(family, record.workplace / f"{family}-{torch.float32}")
     half = save_base(family, record.workplace / f"{family}-{torch.bfloat16}", torch.bfloat16)
     with record.errors(f"modes/{family}/cached"):
         model = load(base)

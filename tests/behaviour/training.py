@@ -2,7 +2,7 @@
 """Section ``training``: GRPO runs of a few steps, whole and resumed: logs, completions, weights and reports."""
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,17 +14,12 @@ from transformers import AutoModelForCausalLM, PrinterCallback
 from hf_mxfp4 import MXFP4GRPOConfig, MXFP4GRPOTrainer, MXFP4RLConfig
 
 from .inputs import make_tokenizer, save_base
-from .models import DENSE, MOE
+from .models import DENSE, MOE, RANDOM
 from .record import Record, visible_text
 
 
 #: Keys of logs that hold times, or what is made of them.
 _TIMES = re.compile(r"time|runtime|per_second|flos|memory|gpu|hours")
-_RANDOM = {
-    "preset": "w4a4g4",
-    "fprop": {"weight": "rceil+stochastic"},
-    "wgrad": {"grad": "rceil+stochastic", "rotation": "random-16"},
-}
 _TWO_ITERATIONS = {
     "num_iterations": 2, "steps_per_generation": 4, "gradient_accumulation_steps": 2, "gradient_checkpointing": True,
     "per_device_train_batch_size": 4,
@@ -32,7 +27,7 @@ _TWO_ITERATIONS = {
 #: Name: family, scheme, whether LoRA is trained, options of the trainer.
 RUNS: dict[str, tuple[str, dict, bool, dict]] = {
     "dense": (DENSE, {}, False, {"save_steps": 2, "report_every": 2}),
-    "dense random": (DENSE, _RANDOM, False, {"save_steps": 3}),
+    "dense random": (DENSE, RANDOM, False, {"save_steps": 3}),
     "lora": (DENSE, {"mode": "packed", "preset": "w4a4", "outlier_fallback": 0.5}, True, {"save_steps": 2}),
     "lora qat": (DENSE, {}, True, {}),
     "experts": (MOE, {}, False, {"router_replay": True, "report_every": 2}),
@@ -58,23 +53,7 @@ def record(record: Record) -> None:
 
 
 def _train(record: Record, name: str, base: Path, out: Path, scheme: Mapping, lora: bool, options: Mapping, start=None):
-    completions: list[Sequence[str]] = []
-    trainer = make_trainer(base, out, _reward(completions), scheme, lora, options)
-    trainer.train(resume_from_checkpoint=start and str(start))
-    for number, log in enumerate(trainer.state.log_history):
-        record.value(f"{name}/log/{number}", {key: value for key, value in log.items() if not _TIMES.search(key)})
-    record.value(f"{name}/completions", completions)
-    for key, parameter in trainer.model.named_parameters():
-        if parameter.requires_grad:
-            record.tensor(f"{name}/weights/{key}", parameter)
-    for path in sorted(out.glob("*.html")):
-        record.text(f"{name}/{path.name}", visible_text(path.read_text()))
-
-
-def make_trainer(
-    base: Path, out: Path, reward: Callable, scheme: Mapping, lora: bool, options: Mapping
-) -> MXFP4GRPOTrainer:
-    """A trainer of 4 steps of 2 prompts with 4 completions of 4 tokens each."""
+    """Train 4 steps of 2 prompts with 4 completions of 4 tokens each."""
     settings: dict[str, Any] = {
         "output_dir": str(out), "save_strategy": "steps" if "save_steps" in options else "no",
         "per_device_train_batch_size": 8, "num_generations": 4, "max_completion_length": 4, "max_steps": 4,
@@ -83,19 +62,25 @@ def make_trainer(
         "report_every": 0, "seed": 7,
     }  # fmt: skip
     rows = [{"prompt": f"{i}+{i}=", "answer": str(2 * i)} for i in range(8)]
-    torch.manual_seed(0)
-    policy = AutoModelForCausalLM.from_pretrained(base, quantization_config=MXFP4RLConfig(**scheme))
-    adapters = LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=["q_proj", "o_proj"]) if lora else None
-    trained = {"args": MXFP4GRPOConfig(**{**settings, **options}), "train_dataset": Dataset.from_list(rows)}
-    trainer = MXFP4GRPOTrainer(policy, reward, **trained, processing_class=make_tokenizer(), peft_config=adapters)
-    trainer.remove_callback(PrinterCallback)
-    return trainer
+    seen: list[Sequence[str]] = []
 
-
-def _reward(seen: list[Sequence[str]]) -> Callable:
     def even_digits(completions: Sequence[str], answer: Sequence[str], **kwargs: Any) -> list[float]:
         seen.append(list(completions))
         right = [text.startswith(gold) for text, gold in zip(completions, answer, strict=True)]
         return [sum(c in "02468" for c in text) / 4 + good for text, good in zip(completions, right, strict=True)]
 
-    return even_digits
+    torch.manual_seed(0)
+    policy = AutoModelForCausalLM.from_pretrained(base, quantization_config=MXFP4RLConfig(**scheme))
+    adapters = LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=["q_proj", "o_proj"]) if lora else None
+    trained = {"args": MXFP4GRPOConfig(**{**settings, **options}), "train_dataset": Dataset.from_list(rows)}
+    trainer = MXFP4GRPOTrainer(policy, even_digits, **trained, processing_class=make_tokenizer(), peft_config=adapters)
+    trainer.remove_callback(PrinterCallback)
+    trainer.train(resume_from_checkpoint=start and str(start))
+    for number, log in enumerate(trainer.state.log_history):
+        record.value(f"{name}/log/{number}", {key: value for key, value in log.items() if not _TIMES.search(key)})
+    record.value(f"{name}/completions", seen)
+    for key, parameter in trainer.model.named_parameters():
+        if parameter.requires_grad:
+            record.tensor(f"{name}/weights/{key}", parameter)
+    for path in sorted(out.glob("*.html")):
+        record.text(f"{name}/{path.name}", visible_text(path.read_text()))

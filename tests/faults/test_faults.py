@@ -156,18 +156,17 @@ def test_an_update_is_finished_first(build, whole, step, number, tmp_path, monke
         patch.setattr(torch.optim.AdamW, "step", interrupted)
         trainer.train()
     assert checkpoints(tmp_path) == [f"checkpoint-{step + 1}"]
-    assert_same(end_of(build, tmp_path, resume=True, **RUN)["weights"], whole["weights"])
+    resumed = end_of(build, tmp_path, resume=True, **RUN)
+    for part in ("weights", "optimizer", "schedule"):
+        assert_same(resumed[part], whole[part])
 
 
 def test_handlers_of_others_are_left_alone(build, tmp_path):
     """Such as those of transformers' `enable_jit_checkpoint`, and of launchers."""
     caught = []
-    previous = signal.signal(signal.SIGTERM, lambda number, frame: caught.append(number))
-    try:
-        trainer = build(at_step(0, lambda: send(signal.SIGTERM)), output_dir=str(tmp_path), max_steps=1)
-        trainer.train()
-    finally:
-        signal.signal(signal.SIGTERM, previous)
+    signal.signal(signal.SIGTERM, lambda number, frame: caught.append(number))
+    trainer = build(at_step(0, lambda: send(signal.SIGTERM)), output_dir=str(tmp_path), max_steps=1)
+    trainer.train()
     assert caught == [signal.SIGTERM] and trainer.state.global_step == 1
 
 
@@ -190,8 +189,6 @@ def test_a_second_signal_does_not_wait_for_the_update(build, tmp_path, monkeypat
 
 
 class Broken(TrainerCallback):
-    """A callback that raises at one step."""
-
     def __init__(self, event, step):
         def handle(args, state, control, **kwargs):
             if state.global_step == step:
@@ -240,18 +237,17 @@ def limits():
 
 
 @pytest.fixture(scope="module")
-def fitting(tmp_path_factory):
-    """What makes trainers, the folder of a run on a disk of any size, and its weights."""
-    folder = tmp_path_factory.mktemp("whole")
-    build = trainer_factory(folder)
-    trainer = build(**SAVING)
+def fitting(build, tmp_path_factory):
+    """The folder of a run on a disk of any size, and its weights."""
+    folder = tmp_path_factory.mktemp("fitting")
+    trainer = build(output_dir=str(folder), **SAVING)
     trainer.train()
-    return build, folder / "run", weights(trainer.model)
+    return folder, weights(trainer.model)
 
 
 @pytest.mark.parametrize("file", ["model.safetensors", pytest.param("optimizer.pt", marks=pytest.mark.large)])
-def test_a_checkpoint_that_does_not_fit_leaves_the_one_before_usable(tmp_path, file, fitting, limits, capsys):
-    build, folder, expected = fitting
+def test_a_checkpoint_that_does_not_fit_leaves_the_one_before_usable(build, tmp_path, file, fitting, limits, capsys):
+    folder, expected = fitting
     size = (folder / "checkpoint-1" / file).stat().st_size
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     trainer = build(output_dir=str(tmp_path / "run"), callbacks=[LimitFrom(2, size - 1000)], **SAVING)

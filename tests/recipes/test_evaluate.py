@@ -94,9 +94,6 @@ def test_estimates_are_those_of_the_completions(whole):
     assert result["lengths"]["sampled"]["truncated"] == sum(line["truncated"] for line in samples.values())
 
 
-# ---- going on -------------------------------------------------------------------------------------------------------
-
-
 def test_an_evaluation_that_was_killed_goes_on_to_the_same_completions(whole, policy, tmp_path, monkeypatch):
     add, calls = ResumeLog.add, []
 
@@ -146,9 +143,6 @@ def test_completions_made_in_another_way_are_not_mixed(whole, policy, change, na
     assert (folder / "samples.jsonl").read_bytes() == before
 
 
-# ---- comparisons ----------------------------------------------------------------------------------------------------
-
-
 def test_a_control_is_compared_problem_by_problem(whole, policy, tmp_path, capsys):
     folder, own = whole
     control = main([policy, *TASK, "--dequantize", f"--output_dir={tmp_path}", f"--compare={folder / 'result.json'}"])
@@ -177,9 +171,6 @@ def test_results_of_other_problems_are_not_compared(whole, policy, tmp_path):
         main([str(whole[0] / "result.json")])
 
 
-# ---- tasks ----------------------------------------------------------------------------------------------------------
-
-
 @pytest.fixture(scope="module")
 def writer(tmp_path_factory):
     """A model of bytes that has learned nothing."""
@@ -196,7 +187,6 @@ def write(path, rows):
 
 
 def golden_completions(monkeypatch, texts):
-    """Let the model write what the test says."""
     decode = iter(texts)
     original = generate._generate
     monkeypatch.setattr(generate, "_generate", lambda *args: [(next(decode), *rest) for _, *rest in original(*args)])
@@ -214,9 +204,8 @@ def golden_completions(monkeypatch, texts):
 def test_a_file_is_read_strictly_and_flexibly(writer, tmp_path, monkeypatch, score, answer, right, wrong, found):
     if score == "math":
         pytest.importorskip("math_verify")
-    file = write(
-        tmp_path / "mine.jsonl", [{"q": str(i), "gold": answer, "question": str(i), "answer": answer} for i in range(2)]
-    )
+    rows = [{"q": str(i), "gold": answer, "question": str(i), "answer": answer} for i in range(2)]
+    file = write(tmp_path / "mine.jsonl", rows)
     golden_completions(monkeypatch, [right, wrong])
     options = ["--task=file", "--prompt_column=q", "--answer_column=gold", f"--score={score}"]
     options = ["--task=gsm8k"] if score == "gsm8k" else options
@@ -232,9 +221,6 @@ def test_conversations_go_through_the_chat_template(writer, tmp_path):
     main([writer, *options, "--conversational", f"--output_dir={tmp_path}/chat"])
     plain, chat = (lines(tmp_path / name / "greedy.jsonl")[0]["prompts"] for name in ("plain", "chat"))
     assert plain != chat
-
-
-# ---- completions ----------------------------------------------------------------------------------------------------
 
 
 def test_plain_prompts_get_the_begin_of_sequence_that_training_gave_them_and_chats_do_not_get_two():
@@ -273,9 +259,6 @@ def test_a_completion_ends_with_the_end_of_sequence_of_the_tokenizer_or_of_the_c
     assert drawn(model, tokenizer, [Batch((0, 2))]) == {(None, 0): "9", (None, 2): "07"}
 
 
-# ---- options --------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -297,9 +280,6 @@ def test_wrong_options_end_with_a_message(policy, tmp_path, monkeypatch, options
         main([policy, f"--output_dir={tmp_path / 'out'}", *options])
     assert message in str(caught.value)
     assert not (tmp_path / "out").exists()
-
-
-# ---- the script -----------------------------------------------------------------------------------------------------
 
 
 def test_two_processes_find_what_one_finds(whole, policy, tmp_path):

@@ -51,7 +51,6 @@ def load_policy(model, control=None, **options):
 
 
 def about(policy, *names):
-    """What is said of a policy."""
     return tuple(policy.description[name] for name in names)
 
 
@@ -72,9 +71,8 @@ def test_b24_a_policy_is_evaluated_under_its_own_scheme(folders):
 def test_the_control_on_masters_is_full_precision_and_says_so(folders):
     control = load_policy(folders["policy"], control="masters")
     assert torch.equal(logits(control.model), logits(load_policy(folders["base"]).model))
-    assert (*about(control, "n_quantized", "weight_sqnr_db", "scheme"), n_layers(control)) == (
-        0, None, SCHEME.describe(), 0,
-    )  # fmt: skip
+    found = *about(control, "n_quantized", "weight_sqnr_db", "scheme"), n_layers(control)
+    assert found == (0, None, SCHEME.describe(), 0)
     (computed_in,) = about(control, "computed_in")
     assert computed_in.startswith("CONTROL: full precision on the master weights (float32)")
     assert SCHEME.describe() in computed_in
@@ -112,10 +110,8 @@ def test_a_base_that_moved_is_named(folders, tmp_path):
 
 
 def test_a_model_without_a_scheme_is_called_that_and_has_no_control(folders):
-    plain = load_policy(folders["base"])
-    assert about(plain, "scheme", "computed_in") == (
-        None, "full precision (float32); the checkpoint carries no scheme",
-    )  # fmt: skip
+    found = about(load_policy(folders["base"]), "scheme", "computed_in")
+    assert found == (None, "full precision (float32); the checkpoint carries no scheme")
     for control in ("masters", "quantized"):
         with pytest.raises(ValueError, match="carries no MXFP4 scheme, so there is nothing to dequantize"):
             load_policy(folders["base"], control=control)

@@ -87,8 +87,6 @@ def test_sft(packed, tmp_path):
     assert is_trained(model)
 
 
-# ---- Harmony --------------------------------------------------------------------------------------------------------
-
 ANALYSIS = "<|channel|>analysis<|message|>#### 5<|end|>"
 FINAL = "<|start|>assistant<|channel|>final<|message|>6 * 12 is\n#### 72<|return|>"
 
@@ -107,9 +105,6 @@ def test_the_answer_is_what_the_final_channel_says(written, text, packed, monkey
     options = {"max_new_tokens": 64, "chat_template_kwargs": {"reasoning_effort": "low"}}
     rows = {"prompt": [CHAT], "answer": ["72"]}
     ((found,),) = complete_batches(model, tokenizer, rows, {}, [Batch((0,))], **options)
-    assert (
-        found.completion == text
-        and "Reasoning: low" in seen[0]
-        and seen[0].endswith("6 * 12?<|end|><|start|>assistant")
-    )
+    assert found.completion == text and "Reasoning: low" in seen[0]
+    assert seen[0].endswith("6 * 12?<|end|><|start|>assistant")
     assert "Reasoning: medium" in tokenizer.decode(tokenize(tokenizer, [CHAT])["input_ids"][0])

@@ -5,12 +5,15 @@ from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
+import yaml
 
 from hf_mxfp4 import MXFP4RLConfig
 from hf_mxfp4.presets import PRESETS
+from hf_mxfp4.recipes import distill, sft
 from hf_mxfp4.recipes.common.reporting import TrainingBar
 from hf_mxfp4.recipes.evaluation.arguments import parse as parse_evaluation
 from hf_mxfp4.recipes.post_training.arguments import parse
+from hf_mxfp4.recipes.pretraining.arguments import parse as parse_study
 
 
 CONFIGS = Path(__file__).resolve().parents[2] / "recipes" / "configs"
@@ -19,9 +22,6 @@ CPU = ["--use_cpu=true", "--bf16=false"]
 
 def of_file(name):
     return ["--config", str(CONFIGS / f"{name}.yaml"), *CPU]
-
-
-# ---- a preset or mode on the command line is exactly that -----------------------------------------------------------
 
 
 @pytest.mark.parametrize("preset", PRESETS)
@@ -38,7 +38,25 @@ def test_another_mode_on_the_command_line_resets_the_scheme_too(words):
     assert parse([*words, "--mode=packed", "--use_peft"])[1] == MXFP4RLConfig(mode="packed")
 
 
-# ---- without a configuration ----------------------------------------------------------------------------------------
+# The others are those of ablation.py (recovery too).
+@pytest.mark.parametrize("path", sorted(CONFIGS.glob("[!ar]*.yaml")), ids=lambda path: path.stem)
+def test_shipped_configurations_parse(path):
+    shipped, recipe = yaml.safe_load(path.read_text()), {"sft": sft, "distill": distill}.get(path.stem.split("_")[0])
+    if path.stem.startswith("pretrain"):
+        study = parse_study([*of_file(path.stem), "--tf32=false"])
+        found = study.options, study.training
+        assert [arm.name for arm in study.arms] == shipped["arms"]
+    else:
+        found = parse(of_file(path.stem), *((recipe.GROUPS, recipe.DEMO) if recipe else ()))
+    for name, value in shipped.items():
+        owners = [group for group in found if hasattr(group, name)]
+        assert owners, name
+        if name not in ("use_cpu", "bf16", "tf32", "report_to"):
+            kept = getattr(owners[0], name)  # lists as tuples, and "none" as None
+            value = None if value == "none" else value
+            assert kept in (value, str(value), tuple(value) if isinstance(value, list) else value), name
+    assert recipe is None or found.recipe.learn in recipe.LEARN
+    assert recipe is not distill or (found.quantization.mode, found.training.beta) == ("qat", 0.0)
 
 
 def test_the_demo_is_run_without_a_configuration():
@@ -58,9 +76,6 @@ def test_options_of_the_demo_are_not_those_of_another_model_or_task(words, capsy
     assert training.per_device_train_batch_size == 8 and training.max_steps == -1
     assert scheme == MXFP4RLConfig()
     assert "is not the demo's: options that are not named have their defaults" in capsys.readouterr().out
-
-
-# ---- spellings ------------------------------------------------------------------------------------------------------
 
 
 def test_modules_to_leave_out_have_one_name(tmp_path):
@@ -86,9 +101,6 @@ def test_masters_are_dithered_in_full_precision_alone():
 def test_evaluation_and_training_call_an_option_the_same():
     found = parse_evaluation(["model", "--n_test=9", "--data-seed-split", "3"])
     assert (found.n_test, found.data_seed_split) == (9, 3)
-
-
-# ---- what is shown --------------------------------------------------------------------------------------------------
 
 
 def test_a_step_without_a_reward_shows_none():

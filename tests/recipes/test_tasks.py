@@ -4,6 +4,7 @@
 import json
 import random
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -32,10 +33,6 @@ def files(tmp_path):
     return {"train_file": str(train), "test_file": test}  # a str and a Path: both are accepted
 
 
-def no_hub(*args, **kwargs):
-    raise ConnectionError("the Hub is out of reach")
-
-
 def test_unknown_names_and_options_are_refused():
     with pytest.raises(ValueError, match="unknown task 'GSM8K': the tasks are .*gsm8k"):
         load_task("GSM8K")
@@ -43,9 +40,6 @@ def test_unknown_names_and_options_are_refused():
         with pytest.raises(ValueError, match=f"does not take {option}; for problems of your own use the task 'file'"):
             load_task(task, **{option: "x"})
     assert load_task("arithmetic", train_file=None, n_train=2).name == "arithmetic"  # None is no value
-
-
-# ---- arithmetic ----
 
 
 def test_arithmetic_covers_all_pairs_once():
@@ -79,9 +73,6 @@ def test_arithmetic_splits_follow_the_seed_only():
 def test_arithmetic_sizes_are_checked(split, wanted):
     with pytest.raises(ValueError, match=f"arithmetic: the {split} split has .* rows, {wanted} were asked"):
         load_task("arithmetic", **{f"n_{split}": wanted})
-
-
-# ---- gsm8k ----
 
 
 def test_gsm8k_from_files(files):
@@ -131,7 +122,7 @@ def test_gsm8k_bad_lines_are_named(tmp_path, files, line, message):
 
 
 def test_gsm8k_offline_says_what_to_do(monkeypatch, files):
-    monkeypatch.setattr(problems.datasets, "load_dataset", no_hub)
+    monkeypatch.setattr(problems.datasets, "load_dataset", Mock(side_effect=ConnectionError("the Hub is out of reach")))
     assert len(load_task("gsm8k", **files).train) == 3  # files need no Hub
     with pytest.raises(
         RuntimeError, match=r"train split of openai/gsm8k \(main\).*out of reach[\s\S]*train_file"
@@ -159,11 +150,7 @@ def test_gsm8k_from_the_hub(monkeypatch):
         load_task("gsm8k")
 
 
-# ---- tokenizers ----
-
 CHARS = "0123456789+= <>padeos\n\u00e9\U0001f44d"
-
-
 CHAR_TOKENIZER = tiny_model.build_char_tokenizer(CHARS)
 BYTE_TOKENIZER = tiny_model.build_byte_tokenizer()
 
@@ -183,9 +170,6 @@ def test_tokenizers_pad_left_save_and_load(tokenizer, tmp_path):
         assert one.chat_template == tiny_model.CHAT_TEMPLATE
         prompt = one.apply_chat_template([{"role": "user", "content": "1"}], tokenize=False, add_generation_prompt=True)
         assert prompt == "user: 1\nassistant: "
-
-
-# ---- the model and its warm-up ----
 
 
 def small_model(tokenizer, **options):
@@ -218,12 +202,8 @@ def test_warmup_is_deterministic(conversational):
 
 def test_warmup_learns_and_stops_at_a_target_loss(capsys):
     rows = Dataset.from_dict({"prompt": ["1=", "2=", "3="], "completion": ["4", "55", "6"]})
-    options = {
-        "steps": 60,
-        "batch_size": 8,
-        "learning_rate": 5e-3,
-        "seed": 0,
-    }  # batches larger than the dataset: it is repeated
+    # Batches are larger than the dataset: it is repeated.
+    options = {"steps": 60, "batch_size": 8, "learning_rate": 5e-3, "seed": 0}
     models, losses = [], []
     for target in (None, 0.8, 100.0):
         models.append(small_model(CHAR_TOKENIZER))
@@ -236,9 +216,6 @@ def test_warmup_learns_and_stops_at_a_target_loss(capsys):
     prompts = CHAR_TOKENIZER(["1=", "2=", "3="], return_tensors="pt")
     output = models[0].eval().generate(**prompts, do_sample=False, max_new_tokens=4)
     assert CHAR_TOKENIZER.batch_decode(output[:, 2:], skip_special_tokens=True) == ["4", "55", "6"]
-
-
-# ---- few_shot -------------------------------------------------------------------------------------------------------
 
 
 def test_few_shot_problems_are_right_and_their_first_line_counts():
@@ -267,9 +244,6 @@ def test_a_saved_tokenizer_splits_as_before_beside_a_model_of_any_family(family,
     ids = loaded(texts[task])["input_ids"]
     assert ids == tokenizer(texts[task])["input_ids"] and loaded.decode(ids) == texts[task]
     assert loaded.padding_side == "left" and (loaded.pad_token_id, loaded.eos_token_id) == (0, 1)
-
-
-# ---- problems, scores and rewards of one's own ----------------------------------------------------------------------
 
 
 FUNCTIONS = """

@@ -20,6 +20,9 @@ from hf_mxfp4.layers import trainable_matrices
 from hf_mxfp4.rl import MXFP4AsyncGRPOTrainer
 
 
+LORA = LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=["q_proj", "down_proj"])
+
+
 class Server(Worker):
     """A plain model that takes weights as they are pushed; both TRL's transfer and its worker."""
 
@@ -129,35 +132,24 @@ def test_turns_between_calls_of_tools_are_trained_on_and_answers_are_not(build, 
 
 
 def test_trls_own_trainer_is_refused(build, tmp_path):
-    scheme = factors_config(preset="w4a16")
-    AutoModelForCausalLM.from_pretrained(tmp_path / "base", quantization_config=scheme).save_pretrained(
-        tmp_path / "policy"
-    )
-    TOKENIZER.save_pretrained(tmp_path / "policy")
+    policy = saved(tmp_path, preset="w4a16")
+    TOKENIZER.save_pretrained(policy)
     with pytest.raises(ValueError, match="use hf_mxfp4.rl.MXFP4AsyncGRPOTrainer in its place"):
-        build(AsyncGRPOTrainer, folder=tmp_path / "policy")
+        build(AsyncGRPOTrainer, folder=policy)
 
 
 @pytest.mark.parametrize(
-    "given, error, reason",
+    "scheme, adapters, error, reason",
     [
-        ({}, ValueError, "no MXFP4 layer: this run would train in full precision"),
-        ({"quantization_config": "w4a4"}, TypeError, "quantization_config must be an MXFP4RLConfig"),
-        (
-            {"quantization_config": factors_config(fprop={"rotation": "deterministic-32"})},
-            ValueError,
-            "vLLM cannot sample from",
-        ),
-        (
-            {"quantization_config": factors_config(), "peft_config": LoraConfig(target_modules="all-linear")},
-            ValueError,
-            "start vLLM on the policy's own folder with --enable-lora",
-        ),
+        (None, None, ValueError, "no MXFP4 layer: this run would train in full precision"),
+        ("w4a4", None, TypeError, "quantization_config must be an MXFP4RLConfig"),
+        (factors_config(fprop={"rotation": "deterministic-32"}), None, ValueError, "vLLM cannot sample from"),
+        (factors_config(), LORA, ValueError, "start vLLM on the policy's own folder with --enable-lora"),
     ],
 )
-def test_what_cannot_be_pushed_is_refused(build, given, error, reason):
+def test_what_cannot_be_pushed_is_refused(build, scheme, adapters, error, reason):
     with pytest.raises(error, match=reason):
-        build(**given)
+        build(quantization_config=scheme, peft_config=adapters)
 
 
 class Client:
@@ -222,8 +214,7 @@ def test_adapters_are_pushed_alone_over_the_weights_that_they_are_trained_on(bui
     name = saved(tmp_path, **options) if is_own else str(tmp_path / "base")
     client = Client({"name": name, "method": "mxfp4_rl" if is_own else None}, max_lora_rank=8, max_loras=8)
     monkeypatch.setattr(trl_trainer, "VLLMClient", lambda *_: client)
-    lora = LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=["q_proj", "down_proj"])
-    trainer = build(serves=False, quantization_config=factors_config(**options), peft_config=lora)
+    trainer = build(serves=False, quantization_config=factors_config(**options), peft_config=LORA)
     assert trainer.weight_transfer is None
     if is_own:
         trainer._check_server()

@@ -1,24 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Callbacks of a run: entropy, error components, layers' steps; what trackers get; measuring changes nothing."""
+"""Callbacks of a run: entropy, error components, layers' steps; measuring changes nothing. And the report that a run
+writes, whatever becomes of it."""
+
+import re
+from pathlib import Path
 
 import pytest
 import torch
 from factors import factors_config
-from grpo_runs import MEASURED, TOKENIZER, logged
-from moe_models import make_moe
+from grpo_runs import MEASURED, RANDOM, logged, mixture, quantized, trainer_factory
 from peft import LoraConfig
 from tiny_models import make_model
-from transformers import AutoModelForCausalLM, TrainerControl, TrainerState
+from transformers import AutoModelForCausalLM, TrainerCallback, TrainerControl, TrainerState
+from undrawn import leave_figures_undrawn
 
 from hf_mxfp4 import MXFP4RLConfig
 from hf_mxfp4.integrations.transformers.swap import quantize_linears
+from hf_mxfp4.lab import RunReportCallback, read_run, write_run_report
+from hf_mxfp4.lab.run_report.charts import CHARTS
+from hf_mxfp4.lab.run_report.page import RUN_REPORT
 from hf_mxfp4.layers import random_layers
 from hf_mxfp4.numerics import decompose, decompose_scheme
 from hf_mxfp4.rl import ActivationErrorCallback, EntropyCallback, ErrorCallback, QuantizationStepCallback
 from hf_mxfp4.rl.callbacks import count_parameters
-
-
-# ---- entropy --------------------------------------------------------------------------------------------------------
+from hf_mxfp4.run_log import RUN_LOG, RunLog
 
 
 def feed(callback, entropies, start=1):
@@ -57,12 +62,8 @@ def test_slope_is_in_nats_per_step():
     assert resumed.slope() == 0.25
 
 
-# ---- error components -----------------------------------------------------------------------------------------------
-
-
 def test_error_components_are_those_of_the_weights():
-    model = make_model(layers=3)
-    quantize_linears(model, factors_config(preset="w4a16", macro_block=None, outlier_fallback=None))
+    model = quantized(factors_config(preset="w4a16", macro_block=None, outlier_fallback=None), layers=3)
     recorded = []
     callback = ErrorCallback(every=2, layers=1, record=lambda name, value: recorded.append((name, value)))
     state = TrainerState(max_steps=3)
@@ -87,21 +88,8 @@ def test_chosen_layers_span_the_depth():
         assert [entry["layer"] for entry in callback.history] == chosen
 
 
-# ---- the step of layers with random numbers -------------------------------------------------------------------------
-
-
-RANDOM = factors_config(
-    preset="w4a4g4",
-    macro_block=None,
-    outlier_fallback=None,
-    dgrad={"grad": "rceil+stochastic"},
-    wgrad={"grad": "rceil+stochastic", "rotation": "random-16"},
-)
-
-
 def test_the_step_is_the_trainers():
-    model = make_model()
-    quantize_linears(model, RANDOM)
+    model = quantized(MXFP4RLConfig(**RANDOM))
     state = TrainerState()
     state.global_step = 12
     QuantizationStepCallback().on_step_begin(None, state, TrainerControl(), model=model)
@@ -111,9 +99,6 @@ def test_the_step_is_the_trainers():
 def test_a_model_without_random_numbers_is_refused():
     with pytest.raises(ValueError, match="no layer that draws random numbers"):
         QuantizationStepCallback().on_step_begin(None, TrainerState(), TrainerControl(), model=make_model())
-
-
-# ---- parameters -----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("family", ["qwen2", "qwen3_moe"])
@@ -127,10 +112,7 @@ def test_parameters_are_those_of_the_plain_model(checkpoint, family, options):
         assert model.num_parameters() != expected  # bytes
 
 
-def quantized_model(config=None, **options):
-    model = make_model(**options)
-    quantize_linears(model, config or MXFP4RLConfig(outlier_fallback=None))
-    return model
+SCALED = MXFP4RLConfig(outlier_fallback=None)
 
 
 def begin(callback, step, max_steps=10):
@@ -138,7 +120,7 @@ def begin(callback, step, max_steps=10):
 
 
 def test_components_are_those_of_what_enters_the_layer_without_padding():
-    model = quantized_model(layers=1)
+    model = quantized(SCALED, layers=1)
     recorded = {}
     callback = ActivationErrorCallback(model, every=2, layers=1, record=recorded.__setitem__)
     (name,) = callback.chosen
@@ -159,7 +141,7 @@ def test_components_are_those_of_what_enters_the_layer_without_padding():
 
 
 def test_only_steps_that_are_due_and_once_in_each():
-    model = quantized_model(layers=1)
+    model = quantized(SCALED, layers=1)
     callback = ActivationErrorCallback(model, every=4, layers=2, record=lambda name, value: None)
     ids = torch.arange(8).reshape(1, 8) + 2
     for step in range(1, 11):
@@ -172,7 +154,7 @@ def test_only_steps_that_are_due_and_once_in_each():
 
 
 def test_measuring_nothing_is_an_error():
-    callback = ActivationErrorCallback(quantized_model(layers=1), every=1, layers=1, record=lambda name, value: None)
+    callback = ActivationErrorCallback(quantized(SCALED, layers=1), every=1, layers=1, record=lambda name, value: None)
     begin(callback, 1)
     with pytest.raises(RuntimeError, match=r"none of model.layers.0.self_attn.q_proj ran"):
         with callback.observing(torch.ones(1, 8)):
@@ -181,7 +163,7 @@ def test_measuring_nothing_is_an_error():
 
 @pytest.mark.parametrize("preset", ["w4a16", "w4a8"])
 def test_layers_without_activations_in_mxfp4_are_refused(preset):
-    model = quantized_model(MXFP4RLConfig(preset=preset))
+    model = quantized(MXFP4RLConfig(preset=preset))
     with pytest.raises(ValueError, match="no layer that quantizes its input in MXFP4"):
         ActivationErrorCallback(model, every=1, layers=1, record=lambda name, value: None)
 
@@ -212,12 +194,9 @@ METRICS = {"error_every": "error/activations/grid", "movement_every": "movement/
 
 @pytest.mark.parametrize("name", SCHEMES)
 def test_measuring_changes_no_bit_of_training(build, tmp_path, name):
-    make_moe().save_pretrained(tmp_path / "moe")
-    TOKENIZER.save_pretrained(tmp_path / "moe")
     weights, losses = [], []
     for every in (0, 1):
-        scheme = MXFP4RLConfig(**SCHEMES[name])
-        policy = AutoModelForCausalLM.from_pretrained(tmp_path / "moe", quantization_config=scheme)
+        policy = mixture(tmp_path / "moe", MXFP4RLConfig(**SCHEMES[name]))
         trainer = build(policy=policy, **dict.fromkeys(METRICS, every), max_steps=2)
         trainer.train()
         assert [bool(logged(trainer, metric)) for metric in METRICS.values()] == [bool(every)] * len(METRICS)
@@ -225,3 +204,113 @@ def test_measuring_changes_no_bit_of_training(build, tmp_path, name):
         losses.append(logged(trainer, "loss"))
     assert losses[0] == losses[1]
     assert all(torch.equal(weights[0][key], weights[1][key]) for key in weights[0])
+    assert trainer.run_log is None and not list((tmp_path / "run").glob("run_*"))  # which is switched off
+
+
+class FailAt(TrainerCallback):
+    """A tracker that cannot be reached from a step on."""
+
+    def __init__(self, step):
+        self.step = step
+
+    def on_log(self, args, state, control, **kwargs):
+        if state.global_step >= self.step:
+            raise ConnectionError("tracker is gone")
+
+
+def report_of(folder):
+    """The report's text without the images."""
+    text = (Path(folder) / RUN_REPORT).read_text()
+    assert text.rstrip().endswith("</html>")
+    return re.sub(r"data:image/png;base64,[^\"]*", "", text)
+
+
+class Watch(TrainerCallback):
+    """A tracker, and whether there was a report when a step began."""
+
+    def __init__(self, report):
+        self.report, self.found = report, {}
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        self.found[state.global_step] = self.report.is_file()
+
+
+SCORES = {"exact": {"accuracy": 0.25, "standard_error": 0.02, "n": 400}}
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """A run of four steps, its folder, and what was seen along the way."""
+    root = tmp_path_factory.mktemp("whole")
+    folder = root / "run"
+    watch = Watch(folder / RUN_REPORT)
+    callbacks = [watch, RunReportCallback(every=2)]
+    trainer = trainer_factory(root)(report_every=2, **MEASURED, hub_token="hf_secret", callbacks=callbacks)
+    trainer.run_log.add_evaluation("before RL", 0, SCORES)
+    with pytest.MonkeyPatch.context() as patch:
+        leave_figures_undrawn(patch.setattr)
+        trainer.train()
+    return trainer, folder, watch
+
+
+def test_a_whole_run(whole):
+    trainer, folder, _ = whole
+    record = read_run(folder)
+    shown = {key for chart in CHARTS for key, _ in chart.lines} & set().union(*record.logs)
+    for key in shown:
+        steps, values = record.series(key)
+        expected = {step: value for step, value in logged(trainer, key).items() if value is not None}
+        assert dict(zip(steps, values, strict=True)) == expected
+    assert {
+        "reward", "entropy", "completions/mean_length",
+        "aqn/sigma", "aqn/measured_std", "error/scale_bias", "error/activations/deadzone", "error/activations/sqnr_db",
+        "grad_norm", "learning_rate",
+        "sampling/importance_sampling_ratio/clipped",
+    } <= shown  # fmt: skip
+    assert record.facts["n_quantized"] == 14 and record.facts["skipped"] == ["lm_head"]
+    assert "aqn_num_stages" in record.facts["changed_options"]
+    text = report_of(folder)
+    assert "Finished at step 4 of 4" in text and "14 layers in MXFP4, 1 left in full precision" in text
+
+
+def test_a_report_is_written_along_the_way_and_changes_no_bit_of_training(whole, build):
+    trainer, _, watch = whole
+    assert watch.found == {0: False, 1: False, 2: True, 3: True}
+    plain = build(**MEASURED)
+    plain.train()
+    assert logged(plain, "loss") == logged(trainer, "loss")
+    assert all(torch.equal(a, b) for a, b in zip(plain.model.parameters(), trainer.model.parameters(), strict=True))
+
+
+def test_tokens_are_not_in_the_report(whole):
+    _, folder, _ = whole
+    assert "hf_secret" not in (folder / RUN_LOG).read_text() and "hf_secret" not in report_of(folder)
+    assert "hub_token" in (folder / RUN_LOG).read_text()
+
+
+def test_an_exception_is_in_the_report_and_a_resumed_run_goes_on_with_its_log(build, tmp_path, blank_pictures):
+    """A tracker that raises ends training: with a checkpoint, the last values, and a report that says so."""
+    with pytest.raises(ConnectionError):
+        build(report_every=100, callbacks=[FailAt(3)]).train()
+    assert (tmp_path / "run" / "checkpoint-3" / "trainer_state.json").is_file()
+    assert [entry["step"] for entry in read_run(tmp_path / "run").logs] == [1, 2, 3]
+    write_run_report(tmp_path / "run")
+    assert "Stopped at step 3 of 4 by ConnectionError: tracker is gone" in report_of(tmp_path / "run")
+    build(report_every=100).train(resume_from_checkpoint=True)
+    record = read_run(tmp_path / "run")
+    assert [entry["step"] for entry in record.logs if "reward" in entry] == [1, 2, 3, 4]
+    assert [start["step"] for start in record.starts] == [0, 3]
+    write_run_report(tmp_path / "run")
+    assert "resumed once" in report_of(tmp_path / "run")
+
+
+def test_a_log_that_cannot_be_written_does_not_end_training(build, monkeypatch, capsys):
+    def full(*args, **kwargs):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(RunLog, "write", full)
+    trainer = build(report_every=1, max_steps=3)
+    trainer.train()
+    assert trainer.state.global_step == 3
+    printed = capsys.readouterr().err
+    assert printed.count("run_log.jsonl is not complete") == 1 and "No space left on device" in printed

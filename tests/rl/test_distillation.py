@@ -54,13 +54,9 @@ def build(tmp_path):
     return make
 
 
-def batch_of(trainer, rows):
-    return trainer._generate_and_score_completions(rows)
-
-
 def loss_of(trainer, rows):
     trainer.model.train()
-    return trainer.compute_loss(trainer.model, batch_of(trainer, rows))
+    return trainer.compute_loss(trainer.model, trainer._generate_and_score_completions(rows))
 
 
 def divergence(student, teacher, rows):
@@ -174,7 +170,7 @@ def test_memory_does_not_grow_with_vocabulary_times_tokens(build, monkeypatch, t
     trainer = build()
     rows = [{"input_ids": (IDS[7] * 5)[:65]}] * 4
     trainer.model.train(training)
-    inputs = batch_of(trainer, rows)
+    inputs = trainer._generate_and_score_completions(rows)
     with Largest() as largest, contextlib.nullcontext() if training else torch.no_grad():
         loss = trainer.compute_loss(trainer.model, inputs)
         if training:
@@ -243,7 +239,7 @@ def test_rows_without_a_token_to_learn_are_refused(row):
 
 def test_a_batch_has_completions_or_none(build):
     with pytest.raises(ValueError, match="a batch has rows with and without a completion"):
-        batch_of(build(), [{"prompt": "1", "completion": None}, {"prompt": "1", "completion": "2"}])
+        build()._generate_and_score_completions([{"prompt": "1", "completion": text} for text in (None, "2")])
 
 
 def test_given_completions_alone_are_learned(build):
@@ -261,7 +257,7 @@ def test_completions_are_sampled_from_whom_was_asked(build, sampler):
     trainer = build([{"prompt": story} for story in STORIES], generate_with=sampler, max_completion_length=8, top_k=1)
     for p in trainer.teacher_model.get_submodule("model.layers.1").parameters():
         p.data = p.data * 3  # another model, also in its likeliest tokens
-    found = batch_of(trainer, [{"prompt": STORIES[1]}])["completion_ids"]
+    found = trainer._generate_and_score_completions([{"prompt": STORIES[1]}])["completion_ids"]
     ids = torch.tensor([TOKENIZER(STORIES[1])["input_ids"]])
     greedy = {
         name: model.eval().generate(ids, max_new_tokens=8, do_sample=False)[:, ids.shape[1] :]

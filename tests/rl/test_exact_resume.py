@@ -6,23 +6,16 @@ import shutil
 
 import pytest
 import torch
-from grpo_runs import MEASURED, TOKENIZER, everything, trainer_factory
-from moe_models import make_moe
-from peft import LoraConfig, get_peft_model
-from same_bits import assert_same
-from transformers import AutoModelForCausalLM
+from grpo_runs import MEASURED, RANDOM, everything, trainer_factory
+from grpo_runs import mixture as make_mixture
+from peft import LoraConfig
+from same_bits import assert_same, weights
 
 from hf_mxfp4 import MXFP4Experts, MXFP4RLConfig
 
 
 #: Eight steps are two epochs of four.
 RUN = {"max_steps": 8, "save_strategy": "steps", "lr_scheduler_type": "linear", "learning_rate": 3e-3, "error_every": 2}
-RANDOM = {
-    "preset": "w4a4g4",
-    "fprop": {"weight": "rceil+stochastic"},
-    "dgrad": {"grad": "rceil+stochastic"},
-    "wgrad": {"grad": "rceil+stochastic", "rotation": "random-16"},
-}
 SCHEMES = {
     "w4a4": MXFP4RLConfig(),
     "random": MXFP4RLConfig(**RANDOM),
@@ -32,24 +25,17 @@ SCHEMES = {
 #: A checkpoint in the middle of a rollout's steps, with accumulated gradients.
 REUSED = {"num_iterations": 2, "steps_per_generation": 4}
 REUSED |= {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 4}
+#: Mixtures of quantized experts: what was trained, noised, corrected and replayed.
+MIXTURE = {"mixture": True, "router_replay": True, "aqn_num_stages": 3}
 #: Scheme, step of the checkpoint, options.
 CASES = {
     "in the second epoch and between two logs": ("w4a4", 7, {"logging_steps": 2}),
     "packed weights and LoRA": ("lora", 2, {"max_steps": 4}),
+    "inside a rollout's steps": ("random", 3, {**MIXTURE, **REUSED, "max_steps": 5}),
+    "between rollouts": ("random", 3, {**MIXTURE, "max_steps": 6}),
+    "checkpointing": ("w4a4", 2, {**MIXTURE, "gradient_checkpointing": True, "max_steps": 4}),
 }
-#: Mixtures of quantized experts: what was trained, noised, corrected and replayed.
-MIXTURE = {"router_replay": True, "aqn_num_stages": 3}
-MIXTURES = {
-    "inside a rollout's steps": ("random", 3, {**REUSED, "max_steps": 5}),
-    "between rollouts": ("random", 3, {"max_steps": 6}),
-    "checkpointing": ("w4a4", 2, {"gradient_checkpointing": True, "max_steps": 4}),
-}
-
-
-def lora_policy(base):
-    model = AutoModelForCausalLM.from_pretrained(base, quantization_config=SCHEMES["lora"])
-    torch.manual_seed(0)
-    return get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", target_modules="all-linear", r=4))
+LARGE = ("between rollouts", "checkpointing")
 
 
 def builder(folder):
@@ -57,23 +43,14 @@ def builder(folder):
     factory = trainer_factory(folder)
 
     def make(scheme="w4a4", mixture=False, **options):
-        options = {**RUN, **(MIXTURE if mixture else {}), **options}
+        options = {**RUN, **options}
         if scheme == "lora":
-            factory(**RUN)  # writes the base
-            options["policy"] = lora_policy(folder / "base")
+            options["peft_config"] = LoraConfig(task_type="CAUSAL_LM", target_modules="all-linear", r=4)
         if mixture:
-            moe = save_mixture(folder)
-            options["policy"] = AutoModelForCausalLM.from_pretrained(moe, quantization_config=SCHEMES[scheme])
+            options["policy"] = make_mixture(folder / "moe", SCHEMES[scheme], num_hidden_layers=1)
         return factory(scheme=SCHEMES[scheme], **options)
 
     return make
-
-
-def save_mixture(folder):
-    if not (folder / "moe").exists():
-        make_moe(num_hidden_layers=1).save_pretrained(folder / "moe")
-        TOKENIZER.save_pretrained(folder / "moe")
-    return folder / "moe"
 
 
 @pytest.fixture
@@ -91,27 +68,26 @@ def whole(tmp_path_factory):
     return expected, root / "run"
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", [pytest.param(c, marks=pytest.mark.large if c in LARGE else ()) for c in CASES])
 def test_train_stop_resume_is_train(build, tmp_path, case):
     scheme, step, options = CASES[case]
     whole = build(scheme, save_steps=step, **options)
+    before = weights(whole.model)
     whole.train()
     expected = everything(whole)
     assert whole.state.global_step == options.get("max_steps", 8)
     assert any(entry.get("aqn/sigma", 0) > 0 for entry in whole.state.log_history)
+    if "mixture" in options:
+        assert sum(isinstance(module, MXFP4Experts) for module in whole.model.modules()) == 1
+        routed = [name for name in before if "experts" in name or "gate" in name]
+        assert routed and not any(torch.equal(before[name], expected["weights"][name]) for name in routed)
+        coverage = [log["router_replay/coverage"] for log in expected["logs"] if "loss" in log]
+        assert coverage == [1.0] * whole.args.max_steps
+        assert any(log.get("router_replay/changed", 0) > 0 for log in expected["logs"])
+        assert any(log.get("sampling/importance_sampling_ratio/max", 1) > 1 for log in expected["logs"])
     resumed = build(scheme, save_steps=step, output_dir=str(tmp_path / "resumed"), **options)
     resumed.train(resume_from_checkpoint=str(tmp_path / "run" / f"checkpoint-{step}"))
     assert_same(everything(resumed), expected)
-
-
-def test_a_finished_run_is_not_trained_further(build, tmp_path):
-    """In the middle of an epoch; the next one is at the end of one."""
-    finished = build(max_steps=3, save_steps=3)
-    finished.train()
-    resumed = build(max_steps=3, output_dir=str(tmp_path / "resumed"))
-    resumed.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-3"))
-    assert resumed.state.global_step == 3
-    assert_same(everything(resumed)["weights"], everything(finished)["weights"])
 
 
 def test_another_split_of_rollouts_starts_them_anew(build, tmp_path, capsys):
@@ -120,39 +96,12 @@ def test_another_split_of_rollouts_starts_them_anew(build, tmp_path, capsys):
     build(steps_per_generation=2, max_steps=3, save_steps=3, **options).train()
     checkpoint = tmp_path / "run" / "checkpoint-3"
     for steps in (1, 4):  # shorter, and longer
-        resumed = build(
-            steps_per_generation=steps, max_steps=5, output_dir=str(tmp_path / f"resumed{steps}"), **options
-        )
+        out = str(tmp_path / f"resumed{steps}")
+        resumed = build(steps_per_generation=steps, max_steps=5, output_dir=out, **options)
         capsys.readouterr()
         resumed.train(resume_from_checkpoint=str(checkpoint))
         assert f"is resumed with {{'steps_per_generation': {steps}, 'num_iterations': 2" in capsys.readouterr().err
         assert [entry["step"] for entry in resumed.state.log_history if "loss" in entry] == [1, 2, 3, 4, 5]
-
-
-# ---- mixtures of experts --------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "case", [pytest.param(c, marks=pytest.mark.large if n else ()) for n, c in enumerate(MIXTURES)]
-)
-def test_mixtures_of_experts_are_resumed_to_the_bit(build, tmp_path, case):
-    scheme, step, options = MIXTURES[case]
-    whole = build(scheme, mixture=True, save_steps=step, **options)
-    assert sum(isinstance(module, MXFP4Experts) for module in whole.model.modules()) == 1
-    before = {name: weight.clone() for name, weight in whole.model.state_dict().items()}
-    whole.train()
-    expected = everything(whole)
-    after = expected["weights"]
-    assert not any(torch.equal(before[name], after[name]) for name in after if "experts" in name or "gate" in name)
-    assert [log["router_replay/coverage"] for log in expected["logs"] if "loss" in log] == [1.0] * whole.args.max_steps
-    assert any(log.get("router_replay/changed", 0) > 0 for log in expected["logs"])
-    assert any(log.get("sampling/importance_sampling_ratio/max", 1) > 1 for log in expected["logs"])
-    resumed = build(scheme, mixture=True, save_steps=step, output_dir=str(tmp_path / "resumed"), **options)
-    resumed.train(resume_from_checkpoint=str(tmp_path / "run" / f"checkpoint-{step}"))
-    assert_same(everything(resumed), expected)
-
-
-# ---- which checkpoint -----------------------------------------------------------------------------------------------
 
 
 def test_the_newest_complete_checkpoint_is_taken(build, whole, tmp_path, capsys):
@@ -183,9 +132,6 @@ def test_an_incomplete_checkpoint_is_refused_by_name(build, whole, tmp_path):
     ):
         with pytest.raises(ValueError, match=message):
             build().train(resume_from_checkpoint=given)
-
-
-# ---- values that are not finite --------------------------------------------------------------------------------------
 
 
 def test_an_update_that_is_not_finite_is_not_made(build, tmp_path, capsys):

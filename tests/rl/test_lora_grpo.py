@@ -11,7 +11,6 @@ from hf_mxfp4 import MXFP4PackedLinear, MXFP4RLConfig
 from hf_mxfp4.integrations.peft import policy_parameters
 
 
-IDS = torch.arange(2, 14).view(2, 6)
 PACKED = MXFP4RLConfig(mode="packed")
 
 
@@ -34,9 +33,6 @@ def stored(model, adapters=False):
     return {n: p.detach().clone() for n, p in model.named_parameters() if ("lora_" in n) == adapters}
 
 
-# ---- targets --------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("scheme", [PACKED, MXFP4RLConfig()], ids=["packed", "qat"])
 def test_a_target_that_the_policy_has_not_is_an_error(build, scheme):
     with pytest.raises(ValueError, match="target_modules has 'up_porj', the name of no module .*near: 'up_proj'"):
@@ -44,17 +40,16 @@ def test_a_target_that_the_policy_has_not_is_an_error(build, scheme):
     build(scheme=scheme, peft_config=lora(target_modules=["q_proj", "up_proj"]))
 
 
-# ---- training -------------------------------------------------------------------------------------------------------
-
-
-#: Noise in the second half of a run, and a reference policy.
+#: Noise in the second half of a run, a reference policy, and checkpointing.
 RUN = {"beta": 0.1, "aqn_num_stages": 2, "aqn_sigma_start": 0.1, "aqn_sigma_end": 0.1, "error_every": 2}
+RUN |= {"gradient_checkpointing": True}
 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """A trainer after four steps of adapters on a packed policy, and the parameters before them."""
-    trainer = trainer_factory(tmp_path_factory.mktemp("lora"))(scheme=PACKED, peft_config=lora(), **RUN)
+    """A trainer after four steps of adapters on a packed policy of quantized activations, and the parameters before."""
+    scheme = MXFP4RLConfig(mode="packed", preset="w4a4", outlier_fallback=0.5)
+    trainer = trainer_factory(tmp_path_factory.mktemp("lora"))(scheme=scheme, peft_config=lora(), **RUN)
     before = stored(trainer.model) | stored(trainer.model, adapters=True)
     trainer.train()
     return trainer, before
@@ -70,18 +65,6 @@ def test_adapters_train_and_the_base_keeps_every_bit(trained):
     assert len(logged(trainer, "entropy")) == 4 and all(norm > 0 for norm in logged(trainer, "grad_norm").values())
 
 
-def test_quantized_activations_and_checkpointing_under_the_adapters(build):
-    scheme = MXFP4RLConfig(mode="packed", preset="w4a4", outlier_fallback=0.5)
-    trainer = build(scheme, gradient_checkpointing=True, max_steps=2)
-    base, adapters = stored(trainer.model), stored(trainer.model, adapters=True)
-    trainer.train()
-    assert all(torch.equal(value, base[name]) for name, value in stored(trainer.model).items())
-    assert not any(torch.equal(value, adapters[n]) for n, value in stored(trainer.model, adapters=True).items())
-
-
-# ---- noise ----------------------------------------------------------------------------------------------------------
-
-
 def test_noise_is_on_each_norm_of_the_base_once_and_the_mismatch_is_corrected(trained):
     trainer, before = trained
     names = list(trainer.noise.norms)
@@ -93,9 +76,6 @@ def test_noise_is_on_each_norm_of_the_base_once_and_the_mismatch_is_corrected(tr
     for step in (3, 4):
         assert logged(trainer, "aqn/measured_std")[step] == pytest.approx(0.1, rel=0.2)
         assert 0.5 < ratios[step] < 2 and abs(ratios[step] - 1) > 1e-4
-
-
-# ---- rollouts and training see one policy ---------------------------------------------------------------------------
 
 
 def sampling_kl(trainer):
@@ -144,9 +124,6 @@ def test_training_keeps_its_dropout(build):
     assert set(modes) == {(False, False), (True, True)}
 
 
-# ---- what vLLM is given ---------------------------------------------------------------------------------------------
-
-
 def test_the_trainer_pushes_the_packed_policy_without_merging(build):
     """Against the interface of TRL's `VLLMGeneration`: vLLM itself does not run here."""
     trainer = build(peft_config=lora(init_lora_weights=False))
@@ -173,11 +150,10 @@ def test_the_trainer_pushes_the_packed_policy_without_merging(build):
     assert sum(isinstance(m, MXFP4PackedLinear) for m in trainer.model.modules()) == 14
 
 
-LORA = LoraConfig(task_type="CAUSAL_LM", r=4, target_modules="all-linear", init_lora_weights=False)
-SCHEMES = [MXFP4RLConfig(mode="packed"), MXFP4RLConfig()]
+LORA = lora(init_lora_weights=False)
 
 
-@pytest.fixture(params=SCHEMES, ids=["packed", "qat"])
+@pytest.fixture(params=[PACKED, MXFP4RLConfig()], ids=["packed", "qat"])
 def saved(request, tmp_path):
     """A function that makes trainers, the folder of an adapter that one of them left, and one that loads its base."""
     build = trainer_factory(tmp_path)
@@ -191,19 +167,16 @@ def saved(request, tmp_path):
     return build, str(tmp_path / "adapter"), load_base
 
 
-def factors(model):
-    return {n.replace(".default", ""): p.detach().clone() for n, p in model.named_parameters() if "lora_" in n}
-
-
 def test_an_adapter_that_is_loaded_trainable_goes_on(saved):
     build, adapter, load_base = saved
     policy = PeftModel.from_pretrained(load_base(), adapter, is_trainable=True)
-    before = factors(policy)
+    before = stored(policy, adapters=True)
     trainer = build(policy=policy, aqn=False, max_steps=2, beta=0.1)
-    begun = factors(trainer.model)
+    begun = stored(trainer.model, adapters=True)
     assert all(torch.equal(begun[name], value) for name, value in before.items())
     trainer.train()
-    assert any(not torch.equal(factors(trainer.model)[name], value) for name, value in before.items())
+    ended = stored(trainer.model, adapters=True)
+    assert any(not torch.equal(ended[name], value) for name, value in before.items())
 
 
 def test_an_adapter_that_would_be_replaced_or_stay_frozen_is_refused(saved):

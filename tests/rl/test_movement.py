@@ -8,13 +8,11 @@ import pytest
 import torch
 from accelerate.utils import DeepSpeedOptimizerWrapper
 from factors import factors_config
-from grpo_runs import logged
+from grpo_runs import logged, quantized
 from peft import LoraConfig, get_peft_model
-from tiny_models import make_model
 from torch import nn
 
 from hf_mxfp4 import MXFP4Experts, MXFP4Linear
-from hf_mxfp4.integrations.transformers.swap import quantize_linears
 from hf_mxfp4.rl import StepMovementCallback
 
 
@@ -66,10 +64,6 @@ def add(index, value):
     return move
 
 
-def stay(model):
-    pass
-
-
 def measured(weights, step, config):
     """The total of one step of a layer with these weights."""
     model = MXFP4Linear(weights.shape[1], len(weights), bias=False, config=config)
@@ -77,9 +71,6 @@ def measured(weights, step, config):
     callback = StepMovementCallback()
     run(callback, model, [lambda m: m.weight.add_(step)])
     return SimpleNamespace(**callback.history[0]["total"])
-
-
-# ---- the number -----------------------------------------------------------------------------------------------------
 
 
 def test_weights_on_boundaries_move_as_far_as_they_must():
@@ -134,12 +125,9 @@ def test_the_standard_error_is_that_of_repeated_measurements():
     assert 0.8 < errors.square().mean().sqrt() / ratios.std() < 1.25
 
 
-# ---- when -----------------------------------------------------------------------------------------------------------
-
-
 def test_the_first_step_that_moves_then_every_few_and_the_last():
     callback = StepMovementCallback(every=4)
-    moving = add(5, STEP)
+    moving, stay = add(5, STEP), add(5, 0.0)
     logs = run(callback, layer(), [stay, stay, moving, stay, moving, moving, moving, stay, stay, stay, moving])
     # Due at 4, 8 and 11: no master moves in 4 nor in 8, 9 and 10.
     assert [entry["step"] for entry in callback.history] == [3, 5, 11]
@@ -159,13 +147,9 @@ def test_weights_that_are_not_finite_are_passed_over():
     assert [entry["step"] for entry in callback.history] == [3]
 
 
-# ---- what -----------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
 def test_layer_types_and_experts(family):
-    model = make_model(family)
-    quantize_linears(model, PLAIN)
+    model = quantized(PLAIN, family)
     experts = next(m for m in model.modules() if isinstance(m, MXFP4Experts))
     with torch.no_grad():
         experts.rows_first(experts.down_proj)[2, 3].fill_(1.0)
@@ -184,24 +168,12 @@ def test_layer_types_and_experts(family):
     assert callback.history[0]["total"]["n_weights"] == n_weights
 
 
-def frozen():
-    model = make_model()
-    quantize_linears(model, PLAIN)
-    return get_peft_model(model, LoraConfig(target_modules="all-linear", r=2))
-
-
-def packed():
-    model = make_model()
-    quantize_linears(model, factors_config(mode="packed"))
-    return model
-
-
 @pytest.mark.parametrize(
     "model",
     [
         lambda: nn.Linear(2, 2),
-        packed,
-        frozen,
+        lambda: quantized(factors_config(mode="packed")),
+        lambda: get_peft_model(quantized(PLAIN), LoraConfig(target_modules="all-linear", r=2)),
         lambda: layer(factors_config(fprop={"rotation": "deterministic-16"})),
         lambda: layer(factors_config(macro_block=None, fprop={"weight": "rceil+stochastic"})),
         lambda: layer(factors_config(fprop={"weight": "full"})),
@@ -212,9 +184,6 @@ def test_models_without_anything_to_measure_are_refused(model):
     state = SimpleNamespace(global_step=0, max_steps=1, log_history=[])
     with pytest.raises(ValueError, match="no step of .* can be measured"):
         StepMovementCallback().on_train_begin(None, state, None, model=model())
-
-
-# ---- in runs --------------------------------------------------------------------------------------------------------
 
 
 def test_a_run_logs_it_and_warns(build, capsys):

@@ -106,9 +106,11 @@ def test_weights_are_quantized_once_for_all_turns_of_a_step(converse, way):
         assert logged(trainer, "rewards/Doubling/mean") == pytest.approx(called)
 
 
-def test_an_environment_whose_reward_fails_is_named(converse):
-    with pytest.raises(RewardError, match="reward function 'Broken' raised KeyError: 'answer'"):
+def test_an_environment_whose_reward_fails_is_named_and_before_the_first_step_nothing_saved(converse, tmp_path, capsys):
+    with pytest.raises(RewardError, match="reward function 'Broken' raised KeyError: 'answer'") as caught:
         converse({"environment_factory": Broken}, max_steps=1).train()
+    assert isinstance(caught.value.__cause__, KeyError)
+    assert "nothing was trained yet" in capsys.readouterr().err and not list(tmp_path.rglob("checkpoint-*"))
 
 
 @pytest.mark.parametrize("way", WAYS)

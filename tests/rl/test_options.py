@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What `MXFP4GRPOConfig` refuses, what it accepts, and where options come from; the overlong punishment."""
 
+import math
+
 import pytest
 from grpo_runs import even_digits, prompts
 from trl import TrlParser
@@ -16,6 +18,9 @@ REFUSED = [
     # Noise.
     ({"aqn_num_stages": 0}, "aqn_num_stages"),
     ({"aqn_sigma_start": 1e-4}, "aqn_sigma_start"),
+    ({"aqn_sigma_start": math.inf}, "aqn_sigma_start"),
+    ({"aqn_sigma_start": math.nan}, "aqn_sigma_start"),
+    ({"aqn_sigma_end": 0.0}, "aqn_sigma_end"),
     # Rollouts.
     ({"step_weights": "sparse"}, "step_weights"),
     ({"vllm_weights": "4bit", "use_vllm": True, "vllm_mode": "colocate"}, "choose one of packed, dense, checkpoint"),
@@ -28,6 +33,13 @@ REFUSED = [
     ({"rollout_correction_cap": 0.0}, "rollout_correction_cap"),
     ({"rollout_correction_mode": "tokens"}, "rollout_correction_mode"),
     ({"rollout_correction_mode": "sequence_mask", "loss_type": "vespo"}, "rollout_correction_mode"),
+    ({"rollout_rejection": "k4", "rollout_rejection_limit": 1.0}, "'k4' is not known; choose one of geometric, k3"),
+    (
+        {"rollout_rejection": "geometric", "rollout_rejection_limit": 0.5},
+        "rollout_rejection_limit=0.5 must be above 1.0",
+    ),
+    ({"rollout_rejection": "k3"}, "rollout_rejection_limit=None must be above 0.0"),
+    ({"rollout_rejection_limit": 2.0}, "has no effect without rollout_rejection"),
     # The same under TRL's names, for vLLM.
     ({"use_vllm": True, "vllm_importance_sampling_correction": False}, "set rollout_correction alone"),
     ({"use_vllm": True, "vllm_importance_sampling_mode": "sequence_mask"}, "set rollout_correction_mode alone"),

@@ -1,30 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Answer extraction and rewards: literal cases, properties, the GSM8K reference solutions; and the guard."""
+"""Answer extraction and rewards: literal cases, properties, the GSM8K reference solutions; the guard; answers that
+math-verify compares, and the `evaluate` metrics of the recipes."""
 
 import asyncio
 import functools
 import json
 import math
 import os
+import re
+import threading
 from decimal import Decimal
 from pathlib import Path
 
+import evaluate
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from hf_mxfp4.rl import rewards
-from hf_mxfp4.rl.rewards import (
-    RewardError,
-    extract_flexible,
-    extract_strict,
-    gsm8k_gold,
-    guard_reward,
-    normalize_number,
-)
+from hf_mxfp4.rl import math_answers, rewards
+from hf_mxfp4.rl.rewards import RewardError, extract_flexible, extract_strict, guard_reward, normalize_number
 
 
+METRICS = Path(__file__).resolve().parents[2] / "recipes" / "metrics"
 # Self-written problems in the format of GSM8K: (reference solution, gold answer).
 SOLUTIONS = [
     ("Ada packs 6 boxes of 12 pears, 6*12=<<6*12=72>>72 pears.\n#### 72", "72"),
@@ -162,7 +160,7 @@ def test_any_text_is_safe(text):
     assert strict == "5"
 
 
-@pytest.mark.parametrize("function", [extract_strict, extract_flexible, normalize_number, gsm8k_gold])
+@pytest.mark.parametrize("function", [extract_strict, extract_flexible, normalize_number, rewards.gsm8k_gold])
 @pytest.mark.parametrize("value", [None, 5, 5.0, b"5", ["5"]])
 def test_wrong_types_raise(function, value):
     with pytest.raises(TypeError, match=f"must be a str, got {type(value).__name__}"):
@@ -170,9 +168,9 @@ def test_wrong_types_raise(function, value):
 
 
 def test_gold_names_the_text_without_an_answer():
-    assert gsm8k_gold("#### 1,080") == "1080"
+    assert rewards.gsm8k_gold("#### 1,080") == "1080"
     with pytest.raises(ValueError, match="the answer is 18"):
-        gsm8k_gold("the answer is 18")
+        rewards.gsm8k_gold("the answer is 18")
 
 
 def test_rewards_accept_text_and_conversations_and_ignore_other_columns():
@@ -232,7 +230,7 @@ def test_misuse_of_rewards_raises(reward):
 def check_reference_solutions(solutions: list[str], golds: list[str]) -> None:
     """Both extractions find the gold answer, and the rewards follow it and nothing else."""
     wrong = [str(Decimal(gold) + 1) for gold in golds]
-    assert [gsm8k_gold(solution) for solution in solutions] == golds
+    assert [rewards.gsm8k_gold(solution) for solution in solutions] == golds
     assert [extract_strict(solution) for solution in solutions] == golds
     assert [extract_flexible(solution) for solution in solutions] == golds
     for reward in (rewards.gsm8k_strict_reward, rewards.gsm8k_flexible_reward):
@@ -268,36 +266,23 @@ def test_good_rewards_pass_unchanged_and_the_name_stays():
     guarded = guard_reward(length)
     assert guarded(completions=["a", "bcd"]) == [1.0, 3.0]
     assert guarded.__name__ == "length"
+    assert guard_reward(lambda completions, **kwargs: [3.4e38])(completions=["x"]) == [3.4e38]
 
 
-@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-def test_non_finite_reward_names_function_and_completion(value):
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, -1e39])
+def test_a_reward_that_is_no_finite_float32_names_function_and_completion(value):
     def broken(completions, **kwargs):
-        return [0.0, value]
+        return [3.4e38, value]
 
-    with pytest.raises(RewardError, match=r"'broken' returned .* for completion 1: 'second'"):
-        guard_reward(broken)(completions=["first", "second"])
-
-
-def test_exception_names_the_function_and_keeps_its_cause():
-    def broken(completions, **kwargs):
-        return 1 / 0
-
-    with pytest.raises(RewardError, match="'broken' raised ZeroDivisionError") as caught:
-        guard_reward(broken)(completions=["x"])
-    assert isinstance(caught.value.__cause__, ZeroDivisionError)
+    message = f"'broken' returned {value}, which is no finite float32 number"
+    with pytest.raises(RewardError, match=re.escape(message) + ".* for completion 1: 'x{199}$"):
+        guard_reward(broken)(completions=["first", "x" * 300])
 
 
 @pytest.mark.parametrize("value", [3.0, ["high"], [[1.0]], None], ids=["scalar", "text", "nested", "none"])
 def test_what_is_no_list_of_numbers_is_an_error(value):
     with pytest.raises(RewardError, match="one number"):
         guard_reward(lambda completions, **kwargs: value)(completions=["x"])
-
-
-def test_rewards_beyond_float32_are_refused():
-    assert guard_reward(lambda completions, **kwargs: [3.4e38])(completions=["x"]) == [3.4e38]
-    with pytest.raises(RewardError, match=r"returned -1e\+39, which is no finite float32 number.* 0: 'x{199}$"):
-        guard_reward(lambda completions, **kwargs: [-1e39])(completions=["x" * 300])
 
 
 def test_reward_models_and_names_are_left_alone():
@@ -323,3 +308,74 @@ def test_partials_have_the_name_of_their_function_and_stay_async():
     guarded = guard_reward(functools.partial(Judge(), scale=1.0))
     with pytest.raises(RewardError, match="'Judge' returned nan"):
         asyncio.run(guarded(completions=["x"]))
+
+
+def test_number_answer_gives_shares_and_verdicts():
+    number_answer = evaluate.load(str(METRICS / "answer"), "number", keep_in_memory=True)
+    texts, golds = ["#### 1", "2", "three", "#### 5"], ["1", "2", "3", "4"]
+    assert number_answer.compute(predictions=texts, references=golds, verdicts=True) == {
+        "strict": 0.25,
+        "flexible": 0.5,
+        "verdicts": {"strict": [True, False, False, False], "flexible": [True, True, False, False]},
+    }
+    with pytest.raises(ValueError, match="not a decimal number"):
+        number_answer.compute(predictions=["1"], references=["one"])
+    with pytest.raises(ValueError, match="name a configuration: .*'number' or 'math'"):
+        evaluate.load(str(METRICS / "answer"))
+
+
+@pytest.mark.parametrize(
+    ("text", "gold", "boxed", "flexible"),
+    [
+        (r"so \boxed{\frac12}", r"\frac{1}{2}", True, True),
+        (r"it is $\frac{14}{3}$.", r"\frac{14}{3}", False, True),
+        (r"\boxed{(3,\pi/2)}", r"\left( 3, \frac{\pi}{2} \right)", True, True),
+        (r"\boxed{\{1,2\}}", r"\{2,1\}", True, True),
+        (r"\boxed{Evelyn}", r"\text{Evelyn}", True, True),
+        (r"\boxed{1}, no: \boxed{2}", "1", False, False),
+        (r"\boxed{\frac{1}{2}} and more}", r"\frac{1}{2}", True, True),
+        ("", "5", False, False),
+    ],
+)
+def test_math_answer_compares_mathematically(text, gold, boxed, flexible):
+    pytest.importorskip("math_verify")
+    metric = evaluate.load(str(METRICS / "answer"), "math", keep_in_memory=True)
+    assert metric.compute(predictions=[text], references=[gold], verdicts=True)["verdicts"] == {
+        "boxed": [boxed],
+        "flexible": [flexible],
+    }
+
+
+def test_unreadable_gold_answers_raise_and_cut_off_completions_are_wrong():
+    pytest.importorskip("math_verify")
+    with pytest.raises(ValueError, match="math-verify finds no answer in ' '"):
+        math_answers.is_boxed_correct(r"\boxed{1}", " ")
+    assert not math_answers.is_boxed_correct(r"\boxed{1} \boxed{1", "1")
+
+
+def test_a_completion_that_would_take_hours_counts_as_wrong_in_a_thread_too(monkeypatch):
+    pytest.importorskip("math_verify")
+    math_answers.check_math_answer("2")  # the process is running
+    monkeypatch.setattr(math_answers, "ANSWER_SECONDS", 4.0)
+    texts, found = [r"\boxed{9^{9^{9^{9}}}}", r"\boxed{2}"], []
+
+    def judge():
+        found.extend(math_answers.is_math_correct(text, "2") for text in texts)
+
+    thread = threading.Thread(target=judge)
+    thread.start()
+    thread.join(60)
+    assert found == [False, True]
+
+
+def test_a_process_that_does_not_start_is_an_error(monkeypatch):
+    monkeypatch.setattr(math_answers, "_START_SECONDS", 0)
+    with pytest.raises(RuntimeError, match="math-verify cannot be run"):
+        math_answers._Worker().ask("1", "1", 1.0)
+
+
+def test_without_math_verify_the_message_says_what_to_install(monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    math_answers._is_readable.cache_clear()
+    with pytest.raises(ModuleNotFoundError, match=r"pip install 'hf-mxfp4\[eval\]'"):
+        math_answers.is_math_correct("1", "1")

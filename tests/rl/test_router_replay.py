@@ -8,30 +8,21 @@ import pytest
 import torch
 import trl.generation.vllm_generation as generation
 from accelerate import Accelerator
-from grpo_runs import TOKENIZER, logged, prompts, trainer_factory, vllm_llm
+from grpo_runs import logged, mixture, prompts, trainer_factory, vllm_llm, with_simulated_vllm
 from moe_models import make_moe
-from transformers import AutoModelForCausalLM
 
-from hf_mxfp4 import MXFP4GRPOConfig, MXFP4RLConfig
+from hf_mxfp4 import MXFP4GRPOConfig
 from hf_mxfp4.moe import RouterReplayError, find_routers, recorded_choices
 from hf_mxfp4.rl.router_replay import BATCH_KEY, RouterReplay, ServedChoices, routed_tokens
 from hf_mxfp4.rl.vllm_engine import vllm_in_scheme
-
-
-SCHEME = MXFP4RLConfig()
 
 
 @pytest.fixture
 def build(tmp_path):
     factory = trainer_factory(tmp_path)
 
-    def make(family="qwen3_moe", scheme=SCHEME, **options):
-        folder = tmp_path / family
-        if not folder.exists():
-            make_moe(family).save_pretrained(folder)
-            TOKENIZER.save_pretrained(folder)
-        policy = AutoModelForCausalLM.from_pretrained(folder, quantization_config=scheme)
-        return factory(policy=policy, **{"router_replay": True, "max_steps": 3, **options})
+    def make(**options):
+        return factory(policy=mixture(tmp_path / "moe"), **{"router_replay": True, "max_steps": 3, **options})
 
     return make
 
@@ -103,9 +94,6 @@ def test_routers_are_trained_through_replay_and_evaluation_has_none(build):
     assert not any("router_replay" in name for name in metrics)
 
 
-# ---- errors ---------------------------------------------------------------------------------------------------------
-
-
 def test_a_token_without_a_recording_is_an_error(build):
     trainer = build()
     padded = trainer.routing.padded
@@ -167,22 +155,9 @@ class Served:
             outputs.append(SimpleNamespace(prompt_token_ids=ids, outputs=[answer]))
         return outputs
 
-
-class Generation:
-    """What the trainer uses of TRL's `VLLMGeneration`."""
-
-    def __init__(self, model):
-        self.llm, self.model = Served(), model
-
-    def _iter_named_params(self):
-        yield from self.model.named_parameters()
-
-    def sync_weights(self):
-        """Nothing is served of what is pushed."""
-        list(self._iter_named_params())
-
-    def generate(self, prompts, **kwargs):
-        outputs = self.llm.generate([{"prompt_token_ids": ids} for ids in prompts])
+    def by_trl(self, prompts, **kwargs):
+        """What TRL's `VLLMGeneration` returns of that."""
+        outputs = self.generate([{"prompt_token_ids": ids} for ids in prompts])
         completions = [output.outputs[0].token_ids for output in outputs]
         return None, completions, [[[-3.0]] * len(COMPLETION) for _ in prompts], None
 
@@ -191,12 +166,10 @@ class Generation:
 def serve(build):
     def make(**options):
         trainer = build(**{"max_steps": 2, "aqn": False, **options})
-        trainer.use_vllm = trainer.args.use_vllm = True
-        trainer.vllm_generation, trainer._last_loaded_step = Generation(trainer.model), -1
-        by_trl = trainer.vllm_importance_sampling_correction
-        llm = trainer.vllm_generation.llm
+        with_simulated_vllm(trainer)
+        by_trl, llm = trainer.vllm_importance_sampling_correction, Served()
+        trainer.vllm_generation.llm, trainer.vllm_generation.generate = llm, llm.by_trl
         trainer.routing = RouterReplay(trainer.model, trainer.accelerator, trainer._record, llm, by_trl)
-        trainer._push_rollout_policy_to_vllm()
         return trainer
 
     return make
@@ -235,43 +208,28 @@ def test_only_layers_with_routers_count():
     assert "generate" not in vars(choices._llm)
 
 
-def without_experts(answer):
-    answer.routed_experts = None
-
-
-def of_one_layer(answer):
-    answer.routed_experts = answer.routed_experts[:, :1]
-
-
-def unrecorded(answer):
-    answer.routed_experts = np.zeros_like(answer.routed_experts)
-
-
-def too_short(answer):
-    answer.routed_experts = answer.routed_experts[1:]
-
-
-def other_tokens(answer):
-    answer.token_ids = [*COMPLETION[:-1], 1]
-
-
 @pytest.mark.parametrize(
-    "change, reason",
+    "part, change, reason",
     [
-        (without_experts, r"experts None of sequence 1.*enable_return_routed_experts"),
-        (of_one_layer, r"experts \(4, 1, 2\) of sequence 1"),
-        (too_short, r"experts \(3, 2, 2\) of sequence 1, which is not \[4 tokens, layers up to 1"),
-        (unrecorded, "the same expert twice for one token of sequence 1: it has not recorded"),
-        (other_tokens, "sequence 1 came back with other tokens than vLLM generated"),
+        ("routed_experts", lambda e: None, r"experts None of sequence 1.*enable_return_routed_experts"),
+        ("routed_experts", lambda e: e[:, :1], r"experts \(4, 1, 2\) of sequence 1"),
+        (
+            "routed_experts",
+            lambda e: e[1:],
+            r"experts \(3, 2, 2\) of sequence 1, which is not \[4 tokens, layers up to 1",
+        ),
+        ("routed_experts", np.zeros_like, "the same expert twice for one token of sequence 1: it has not recorded"),
+        ("token_ids", lambda ids: [*ids[:-1], 1], "sequence 1 came back with other tokens than vLLM generated"),
     ],
 )
-def test_what_does_not_belong_to_the_rollout_is_an_error(change, reason):
+def test_what_does_not_belong_to_the_rollout_is_an_error(part, change, reason):
     choices = recorder()
     generate = choices._llm.generate
 
     def changed(prompts):
         outputs = generate(prompts)
-        change(outputs[1].outputs[0])
+        answer = outputs[1].outputs[0]
+        setattr(answer, part, change(getattr(answer, part)))
         return outputs
 
     choices._llm.generate = changed

@@ -9,7 +9,7 @@ import torch
 from grpo_runs import logged, prompts
 from moe_models import make_moe
 from peft import LoraConfig
-from same_bits import assert_same, weights
+from same_bits import assert_same, tensors_in, weights
 from transformers import TrainerCallback
 
 from hf_mxfp4 import MXFP4RLConfig
@@ -27,6 +27,12 @@ def ended(trainer):
     """What a run comes to: its weights, and what it logged of them."""
     keys = ("loss", "entropy", "grad_norm", "kl", "sampling/kl", "eval_loss", "completions/mean_length")
     return weights(trainer.model), [logged(trainer, key) for key in keys]
+
+
+def train(build, tmp_path, form, **options):
+    trainer = build(step_weights=form, output_dir=str(tmp_path / form), **{**ACCUMULATED, **options})
+    trainer.train()
+    return trainer
 
 
 def counts(trainer, gemm=""):
@@ -52,28 +58,25 @@ def test_once_per_optimizer_step(build, tmp_path, name):
     found = {}
     # Weights that are rounded at random are not kept as codes.
     for form in ("auto", "none") if name == "stochastic" else ("auto", "packed", "none"):
-        out = str(tmp_path / form)
-        config = MXFP4RLConfig(**scheme)
-        trainer = build(scheme=config, step_weights=form, output_dir=out, **{**ACCUMULATED, **options})
-        trainer.train()
+        trainer = train(build, tmp_path, form, scheme=MXFP4RLConfig(**scheme), **options)
         expected = [14] * len(without) if form != "none" else [14 * times for times in without]
         assert counts(trainer) == expected, form
         # Along the other axis, for the gradient of each input but the first layer's three.
-        assert counts(trainer, "dgrad_") == ([4 * 14] * len(without) if config.preset == "w4a4g4" else [])
+        assert counts(trainer, "dgrad_") == ([4 * 14] * len(without) if scheme.get("preset") == "w4a4g4" else [])
         found[form] = ended(trainer)
     assert_same(found["auto"], found["none"])
     assert_same(found.get("packed", found["none"]), found["none"])
 
 
 def test_the_reference_and_the_policy_once_each(build, tmp_path):
-    """The reference is written too, by `sync_ref_model`."""
-    found = []
+    """The reference is written too, by `sync_ref_model`, which mixes master weights after the second of three steps."""
+    found, sync = [], {"sync_ref_model": True, "ref_model_sync_steps": 2, "ref_model_mixup_alpha": 0.5}
     for form, times in (("auto", 2), ("none", 9)):
-        sync = {"sync_ref_model": True, "ref_model_sync_steps": 1, "ref_model_mixup_alpha": 0.5}
-        out = str(tmp_path / form)
-        trainer = build(beta=0.1, step_weights=form, output_dir=out, **{**ACCUMULATED, "max_steps": 3}, **sync)
-        trainer.train()
+        trainer = train(build, tmp_path, form, beta=0.1, max_steps=3, save_strategy="steps", save_steps=2, **sync)
         assert counts(trainer) == [14 * times] * 3
+        base, trained = (tensors_in(folder) for folder in (tmp_path / "base", tmp_path / form / "checkpoint-2"))
+        for name, value in trainer.ref_model.named_parameters():
+            assert torch.allclose(value, 0.5 * base[name] + 0.5 * trained[name], atol=1e-6), name
         found.append(ended(trainer))
     assert_same(*found)
 
@@ -101,8 +104,7 @@ def test_each_matrix_of_experts_once(build, tmp_path, dense_products):
     for form in ("dense", "packed", "none"):
         policy = make_moe(num_hidden_layers=1)
         quantize_linears(policy, MXFP4RLConfig())
-        trainer = build(policy=policy, **ACCUMULATED, step_weights=form, output_dir=str(tmp_path / form))
-        trainer.train()
+        trainer = train(build, tmp_path, form, policy=policy)
         assert trainer.n_quantized == 4 + 6 * 2
         # The passes of training on a CPU, too, take the matrices of all experts.
         assert counts(trainer) == [trainer.n_quantized * (5 if form == "none" else 1)] * 2
@@ -132,24 +134,13 @@ class Writes(TrainerCallback):
 
 
 def test_whatever_writes_weights_between_passes_is_seen(build, tmp_path):
+    options = {"eval_dataset": prompts(1), "eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 4}
+    options |= {"save_strategy": "steps", "save_steps": 1}
     found = []
     for form in ("dense", "packed", "none"):
         writes = Writes()
-        trainer = build(
-            callbacks=[writes],
-            step_weights=form,
-            output_dir=str(tmp_path / form),
-            eval_dataset=prompts(1),
-            eval_strategy="steps",
-            eval_steps=1,
-            per_device_eval_batch_size=4,
-            save_strategy="steps",
-            save_steps=1,
-            **ACCUMULATED,
-        )
-        trainer.train()
+        found.append(ended(train(build, tmp_path, form, callbacks=[writes], **options)))
         assert writes.seen == set(EVENTS)
-        found.append(ended(trainer))
     assert_same(found[0], found[2])
     assert_same(found[1], found[2])
 

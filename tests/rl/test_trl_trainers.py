@@ -9,22 +9,16 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 import trl
 from datasets import Dataset
-from factors import factors_config
+from grpo_runs import quantized
 from peft import LoraConfig, PeftModel, get_peft_model
 from same_bits import IDS, assert_same, logits, tensors_in, weights
 from tiny_models import make_model, make_tokenizer
-from transformers import (
-    AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
-    Trainer,
-    TrainingArguments,
-    default_data_collator,
-)
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, Trainer, TrainingArguments
 
 from hf_mxfp4 import MXFP4DistillationConfig, MXFP4DistillationTrainer, MXFP4RLConfig
-from hf_mxfp4.integrations.transformers.swap import quantize_linears
 from hf_mxfp4.rl import ExactResumeMixin
 from hf_mxfp4.rl.config import count_quantized
 
@@ -48,6 +42,7 @@ class ExactRLOO(ExactResumeMixin, trl.RLOOTrainer):
     """Also keeps completions that several steps are trained on."""
 
 
+DISTILLED = {"report_every": 0, "train_all": True, "allow_full_precision": True}
 #: Trainer, its config, rows and options.
 TRAINERS = {
     "ExactTrainer": (ExactTrainer, TrainingArguments, TOKENS, {}),
@@ -59,14 +54,8 @@ TRAINERS = {
     "RLOO": (trl.RLOOTrainer, trl.RLOOConfig, PROMPTS, {"max_completion_length": 4, "num_generations": 2, "beta": 0.1}),
     "ExactRLOO": (ExactRLOO, trl.RLOOConfig, PROMPTS, {"max_completion_length": 4, "num_iterations": 3}),
     "Distillation": (trl.DistillationTrainer, trl.DistillationConfig, PROMPTS, {"max_completion_length": 4}),
-    "MXFP4Distillation": (
-        MXFP4DistillationTrainer,
-        MXFP4DistillationConfig,
-        ANSWERS,
-        {"report_every": 0, "train_all": True, "allow_full_precision": True},
-    ),
+    "MXFP4Distillation": (MXFP4DistillationTrainer, MXFP4DistillationConfig, ANSWERS, DISTILLED),
 }
-REFERENCES = ["DPO", "KTO", "RLOO"]
 SCHEMES = {
     "random": MXFP4RLConfig(preset="w4a4g4", dgrad={"grad": "rceil+stochastic"}),
     "packed": MXFP4RLConfig(mode="packed"),
@@ -102,7 +91,7 @@ class Case:
         others = {"processing_class": TOKENIZER, "peft_config": self.lora}
         torch.manual_seed(0)
         if self.name.endswith("Trainer"):
-            others = {"data_collator": default_data_collator}
+            others = {"data_collator": transformers.default_data_collator}
             model = get_peft_model(model, self.lora) if self.lora else model
         if "RLOO" in self.name:
             others["reward_funcs"] = lengths
@@ -196,7 +185,7 @@ def test_the_mixin_repeats_random_numbers_and_refuses_a_checkpoint_without_exper
         resumed.train(resume_from_checkpoint=str(plain.folder / "run" / "checkpoint-2"))
 
 
-@pytest.mark.parametrize("name", REFERENCES)
+@pytest.mark.parametrize("name", ["DPO", "KTO", "RLOO"])
 def test_the_reference_has_the_scheme_of_the_policy(made, name):
     case = made(name, "qat")
     trainer, _ = case.trained
@@ -252,26 +241,8 @@ def test_the_examples_of_the_docs_run(made, tmp_path, monkeypatch):
 
 def test_a_reference_that_could_not_be_quantized_is_refused(build, tmp_path):
     """A policy quantized in place does not say by which scheme its checkpoint is to be loaded."""
-    policy = make_model(layers=2, hidden=32, intermediate=48)
-    quantize_linears(policy, factors_config())
+    policy = quantized(layers=2, hidden=32, intermediate=48)
     build()  # leaves its checkpoint, in full precision
     policy.config._name_or_path = str(tmp_path / "base")
     with pytest.raises(ValueError, match="the reference policy has 0 MXFP4 weight matrices and the policy 14"):
         build(policy=policy, beta=0.1)
-
-
-def test_a_synchronized_reference_follows_the_masters(build):
-    """`sync_ref_model` mixes master weights; what the reference computes with follows."""
-    trainer = build(
-        beta=0.1, sync_ref_model=True, ref_model_mixup_alpha=0.5, ref_model_sync_steps=2, max_steps=2, aqn=False
-    )
-    before = {name: value.clone() for name, value in trainer.ref_model.named_parameters()}
-    trainer.train()
-    ids = torch.tensor([[2, 3, 4, 5]])
-    for name, value in trainer.model.named_parameters():
-        mixed = 0.5 * value + 0.5 * before[name]
-        assert torch.allclose(trainer.ref_model.get_parameter(name), mixed, atol=1e-6), name
-    with torch.no_grad():
-        found = trainer.ref_model(ids).logits
-        trainer.model.load_state_dict(trainer.ref_model.state_dict())
-        assert torch.allclose(trainer.model.eval()(ids).logits, found, atol=1e-5)

@@ -1,21 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a vLLM that keeps weights in 4 bits is given, without vLLM; with it: `tests/vllm_integration`."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 from accelerate import Accelerator
 from factors import factors_config
-from grpo_runs import trl_walk, vllm_llm, with_adapters, with_simulated_vllm
+from grpo_runs import Pushes, quantized, vllm_llm, with_adapters, with_simulated_vllm
 from peft import LoraConfig
 from tiny_models import make_model
 from trl.distributed import DistributedBackend
 from trl.generation.vllm_generation import VLLMGeneration
 
-from hf_mxfp4 import MXFP4GRPOConfig, MXFP4RLConfig, pack
+from hf_mxfp4 import MXFP4GRPOConfig, pack
+from hf_mxfp4.gemm import quantize_weight
 from hf_mxfp4.integrations.peft import policy_parameters
-from hf_mxfp4.integrations.transformers.swap import quantize_linears
 from hf_mxfp4.integrations.vllm import EngineSettings
 from hf_mxfp4.rl.noise import NormNoise
 from hf_mxfp4.rl.vllm import VLLMPolicy
@@ -23,56 +21,18 @@ from hf_mxfp4.rl.vllm import VLLMPolicy
 
 W4A16 = factors_config(preset="w4a16")
 PLAIN = factors_config(preset="w4a16", outlier_fallback=None)
-ROOM = EngineSettings("packed", 4)
 NORM, LAYER = "model.norm.weight", "model.layers.0.self_attn.q_proj"
 
 
 def policy(scheme=PLAIN, family="qwen2", packed=False, **lora):
-    """A quantized model, with adapters of some size where ``lora`` says which."""
-    model = make_model(family, layers=1)
-    quantize_linears(model, scheme)
+    model = quantized(scheme, family, layers=1)
     if packed:
         pack(model)
     return with_adapters(model, **lora) if lora else model
 
 
-class Pushes:
-    """A policy and what TRL pushes of it to a colocated vLLM.
-
-    Attributes:
-        of: the `VLLMPolicy`.
-        sigma: of the noise now.
-        records: of the metrics.
-    """
-
-    def __init__(self, model, engine=None, norms=False, sleeps=False, **options):
-        scheme = next(m.config for m in model.modules() if hasattr(m, "config") and isinstance(m.config, MXFP4RLConfig))
-        engine = engine or vllm_llm(scheme=scheme, settings=ROOM)
-        self.sigma, self.records, self.last = 0.0, {}, {}
-        args = MXFP4GRPOConfig(use_cpu=True, bf16=False, use_vllm=True, **options)
-        accelerator = Accelerator(cpu=True)
-        generation = SimpleNamespace(
-            llm=engine,
-            mode="colocate",
-            enable_sleep_mode=sleeps,
-            _iter_named_params=lambda: trl_walk(model, accelerator),
-        )
-        generation.sync_weights = lambda: self.last.update(generation._iter_named_params())
-        noise = NormNoise(model, seed=0) if norms else None
-        record = lambda name, value: self.records.setdefault(name, []).append(value)  # noqa: E731
-        self.of = VLLMPolicy(generation, model, args, noise, lambda: (4, self.sigma), record)
-        self._generation = generation
-
-    def __call__(self):
-        """One push: names and tensors."""
-        self.last.clear()
-        self._generation.sync_weights()
-        return dict(self.last)
-
-
 def packed_tensors(scheme, family):
-    """Of the packed twin of a policy."""
-    return {name: value for name, value in policy(scheme, family, packed=True).state_dict().items()}
+    return dict(policy(scheme, family, packed=True).state_dict())
 
 
 SCHEMES = [
@@ -140,18 +100,13 @@ def test_frozen_weights_that_were_written_are_pushed_again():
     layer = model.get_base_model().model.layers[0].mlp.up_proj
     with torch.no_grad():
         layer.weight.mul_(2.0)
-    assert torch.equal(push()["model.layers.0.mlp.up_proj.weight_scale"], packed_scale(layer))
+    expected = quantize_weight(layer.weight, PLAIN.weight_scheme)["weight_scale"]
+    assert torch.equal(push()["model.layers.0.mlp.up_proj.weight_scale"], expected)
     assert "model.layers.0.mlp.up_proj.weight" not in push()
     layer.weight = torch.nn.Parameter(layer.weight.detach().clone(), requires_grad=False)
     assert "model.layers.0.mlp.up_proj.weight" in push()
     layer.weight.requires_grad_(True)
     assert "model.layers.0.mlp.up_proj.weight" in push() and "model.layers.0.mlp.up_proj.weight" in push()
-
-
-def packed_scale(layer):
-    from hf_mxfp4.gemm import quantize_weight
-
-    return quantize_weight(layer.weight, PLAIN.weight_scheme)["weight_scale"]
 
 
 def test_noisy_norms_are_pushed_while_noisy_and_once_more():
@@ -190,36 +145,24 @@ def test_nothing_left_to_push_is_an_error():
         push()
 
 
-# ---- where a push would not be what is sampled from -----------------------------------------------------------------
+ON_PARAMETERS = {"family": "qwen3_moe", "target_parameters": ["experts.down_proj"], "target_modules": []}
+ON_EXPERTS = {"family": "qwen3_moe", "packed": True, "target_modules": ["experts"]}
 
 
 @pytest.mark.parametrize(
-    ("made", "settings", "options", "message"),
+    ("made", "rank", "message"),
     [
-        ({"target_modules": ["q_proj"]}, EngineSettings("packed", 3), {}, 'rank 3.*have rank 4.*"adapter_rank": 4'),
-        ({"scheme": W4A16}, EngineSettings(), {}, "quantizes weights by .* and the policy by .*of0.5"),
-        (
-            {"family": "qwen3_moe", "target_parameters": ["experts.down_proj"], "target_modules": []},
-            EngineSettings(),
-            {},
-            "adapters on experts are added",
-        ),
-        (
-            {"family": "qwen3_moe", "packed": True, "target_modules": ["experts"]},
-            EngineSettings(),
-            {},
-            "adapters on experts are added",
-        ),
+        ({"target_modules": ["q_proj"]}, 3, 'rank 3.*have rank 4.*"adapter_rank": 4'),
+        ({"scheme": W4A16}, 0, "quantizes weights by .* and the policy by .*of0.5"),
+        (ON_PARAMETERS, 0, "adapters on experts are added"),
+        (ON_EXPERTS, 0, "adapters on experts are added"),
     ],
 )
-def test_a_vllm_that_would_quantize_twice_is_refused(made, settings, options, message):
-    model = policy(**{"scheme": PLAIN, **made})
+def test_a_vllm_that_would_quantize_twice_is_refused(made, rank, message):
+    model = policy(**made)
     with pytest.raises(ValueError, match=message):
-        Pushes(model, vllm_llm(scheme=PLAIN, settings=settings), **options)
-    Pushes(model, vllm_llm(scheme=PLAIN, settings=EngineSettings("dense")), **options)
-
-
-# ---- a server -------------------------------------------------------------------------------------------------------
+        Pushes(model, vllm_llm(scheme=PLAIN, settings=EngineSettings("packed", rank)))
+    Pushes(model, vllm_llm(scheme=PLAIN, settings=EngineSettings("dense")))
 
 
 class Client:
@@ -279,9 +222,6 @@ def test_a_server_would_lose_parts_of_gpt_oss():
     model = make_model("gpt_oss", layers=1)
     with pytest.raises(ValueError, match="loses its sinks and the biases of experts"):
         served(model, {}, None, None, None)
-
-
-# ---- in the trainer -------------------------------------------------------------------------------------------------
 
 
 def test_a_run_pushes_codes_and_logs_bytes(build):

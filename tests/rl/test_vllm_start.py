@@ -7,25 +7,20 @@ import os
 import pytest
 import torch
 from fake_vllm import FakeVLLM, use_fake_vllm
-from grpo_runs import TOKENIZER, logged, trainer_factory, vllm_llm
-from peft import LoraConfig, get_peft_model
+from grpo_runs import TOKENIZER, logged, quantized, trainer_factory, vllm_llm, with_adapters
+from peft import LoraConfig
 from tiny_models import make_model
 from transformers import AutoModelForCausalLM
 from trl.generation import vllm_generation
 
 from hf_mxfp4 import MXFP4GRPOConfig, MXFP4RLConfig
-from hf_mxfp4.integrations.transformers.swap import quantize_linears
 from hf_mxfp4.integrations.vllm import EngineSettings
 from hf_mxfp4.rl import VLLMServerError
 from hf_mxfp4.rl.vllm_engine import quantization_config, vllm_in_scheme
 
 
-PACKED, DENSE = {"weights": "packed", "adapter_rank": 0}, {"weights": "dense", "adapter_rank": 0}
-
-
 @pytest.fixture
 def full(tmp_path):
-    """A checkpoint in full precision."""
     make_model().save_pretrained(tmp_path / "full")
     TOKENIZER.save_pretrained(tmp_path / "full")
     return tmp_path / "full"
@@ -44,39 +39,30 @@ def args(**options):
     return MXFP4GRPOConfig(use_cpu=True, bf16=False, use_vllm=True, vllm_mode="colocate", **options)
 
 
-def with_lora(model, **options):
-    return get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", **{"target_modules": ["q_proj"], **options}))
-
-
 GRADIENTS = {"stochastic_seed": 1, "dither_ties": False, "dgrad": {"grad": "rceil+stochastic"}}
-#: What a policy is made of and how it is asked for, and what vLLM is told: settings and mode.
+RANKS = {"target_modules": "all-linear", "rank_pattern": {"up_proj": 9}}
+#: What a policy is made of, its adapters and how it is asked for, and what vLLM is told: room for adapters and mode.
 STARTS = {
-    "qat": (lambda full, tmp: load(full), {}, PACKED, "qat"),
-    "qat w4a16": (lambda full, tmp: load(full, preset="w4a16"), {}, PACKED, "qat"),
-    "qat from its own": (lambda full, tmp: saved(load(full), tmp / "own"), {}, PACKED, "qat"),
-    "packed": (lambda full, tmp: saved(load(full, mode="packed"), tmp / "packed"), {}, PACKED, "packed"),
-    "packed as it was read": (lambda full, tmp: load(full, mode="packed"), {}, PACKED, "qat"),
-    "asked for": (lambda full, tmp: load(full), {"vllm_weights": "dense"}, DENSE, "qat"),
-    "lora": (lambda full, tmp: with_lora(load(full), r=3), {}, {**PACKED, "adapter_rank": 3}, "qat"),
-    "lora of several ranks": (
-        lambda full, tmp: with_lora(
-            saved(load(full, mode="packed"), tmp / "packed"), target_modules="all-linear", rank_pattern={"up_proj": 9}
-        ),
-        {},
-        {**PACKED, "adapter_rank": 9},
-        "packed",
-    ),
-    "options of gradients": (lambda full, tmp: load(full, **GRADIENTS), {}, PACKED, "qat"),
+    "qat": (lambda full, tmp: load(full), {}, {}, 0, "qat"),
+    "qat w4a16": (lambda full, tmp: load(full, preset="w4a16"), {}, {}, 0, "qat"),
+    "qat from its own": (lambda full, tmp: saved(load(full), tmp / "own"), {}, {}, 0, "qat"),
+    "packed": (lambda full, tmp: saved(load(full, mode="packed"), tmp / "packed"), {}, {}, 0, "packed"),
+    "packed as it was read": (lambda full, tmp: load(full, mode="packed"), {}, {}, 0, "qat"),
+    "asked for": (lambda full, tmp: load(full), {}, {"vllm_weights": "dense"}, 0, "qat"),
+    "lora": (lambda full, tmp: load(full), {"r": 3, "target_modules": ["q_proj"]}, {}, 3, "qat"),
+    "lora of several ranks": (lambda full, tmp: saved(load(full, mode="packed"), tmp / "p"), RANKS, {}, 9, "packed"),
+    "options of gradients": (lambda full, tmp: load(full, **GRADIENTS), {}, {}, 0, "qat"),
 }
 
 
 @pytest.mark.parametrize("name", STARTS)
 def test_vllm_is_told_the_scheme_of_the_policy(name, full, tmp_path):
-    make, options, settings, mode = STARTS[name]
+    make, lora, options, rank, mode = STARTS[name]
     model = make(full, tmp_path)
+    model = with_adapters(model, **lora) if lora else model
     found, _ = quantization_config(model, args(**options))
     json.dumps(found)
-    assert found["vllm"] == settings
+    assert found["vllm"] == {"weights": "dense" if name == "asked for" else "packed", "adapter_rank": rank}
     scheme, trained = MXFP4RLConfig.from_dict(found), model.config.quantization_config
     assert scheme.mode == mode
     assert scheme.gemms().fprop == trained.gemms().fprop
@@ -97,12 +83,6 @@ def unpacked(full, tmp_path):
     return model
 
 
-def in_memory(full, tmp_path):
-    model = make_model()
-    quantize_linears(model, MXFP4RLConfig())
-    return model
-
-
 def moved(full, tmp_path):
     model = load(full)
     full.rename(tmp_path / "elsewhere")
@@ -113,7 +93,7 @@ def moved(full, tmp_path):
     ("make", "options", "reason"),
     [
         (lambda full, tmp: make_model(), {}, "it has no quantized layer"),
-        (in_memory, {}, "was not quantized by from_pretrained"),
+        (lambda full, tmp: quantized(MXFP4RLConfig()), {}, "was not quantized by from_pretrained"),
         (moved, {}, "has no config.json on this machine"),
         (foreign, {}, "its checkpoint is quantized by 'fp8'"),
         (unpacked, {}, "its checkpoint is packed by another scheme"),
@@ -128,9 +108,6 @@ def test_where_it_cannot_be_told_there_is_a_reason(make, options, reason, full, 
 def test_a_policy_that_no_vllm_can_sample_from_is_refused_before_one_is_made(full):
     with pytest.raises(ValueError, match="vLLM cannot sample from model.layers.0.*set use_vllm=False"):
         quantization_config(load(full, fprop={"rotation": "deterministic-32"}), args())
-
-
-# ---- TRL ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture

@@ -4,28 +4,20 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from accelerate import Accelerator
 from factors import factors_config
-from grpo_runs import trl_walk, vllm_llm, with_adapters, with_simulated_vllm
+from grpo_runs import Pushes, quantized, vllm_llm, with_adapters, with_simulated_vllm
 from peft import LoraConfig, get_peft_model
 from same_bits import IDS
 from tiny_models import make_model
 
-from hf_mxfp4 import MXFP4GRPOConfig, MXFP4RLConfig
-from hf_mxfp4.integrations.transformers.swap import quantize_linears
+from hf_mxfp4 import MXFP4RLConfig
 from hf_mxfp4.rl.noise import NormNoise
-from hf_mxfp4.rl.vllm import VLLMPolicy, rollout_parameters
+from hf_mxfp4.rl.vllm import rollout_parameters
 from hf_mxfp4.rl.vllm_engine import VLLMEngine
 
 
-def quantized_model():
-    model = make_model()
-    quantize_linears(model, factors_config())
-    return model
-
-
 def test_quantized_values_travel_and_noise_on_norms_and_master_weights_stay():
-    model = quantized_model()
+    model = quantized()
     pushed = dict(rollout_parameters(model.named_parameters(), model))
     layer = model.model.layers[1].mlp.up_proj
     expected = layer.quantized_weight(layer.weight, torch.float32)
@@ -56,20 +48,7 @@ def test_vllm_that_pulls_no_weights_is_an_error(build):
         trainer._generate(["1+1="])
 
 
-# ---- adapters on trainable layers -----------------------------------------------------------------------------------
-
 EXPERTS = ["experts.gate_up_proj", "experts.down_proj"]
-
-
-def pushed_by_trl(model, **options):
-    """What vLLM is given of a PEFT policy, by TRL's own walk."""
-    args = MXFP4GRPOConfig(use_cpu=True, bf16=False, use_vllm=True)
-    accelerator = Accelerator(cpu=True)
-    generation = SimpleNamespace(llm=vllm_llm(), _iter_named_params=lambda: trl_walk(model, accelerator))
-    generation.sync_weights = lambda: None
-    rollout = 4, options.get("sigma", 0.0)
-    VLLMPolicy(generation, model, args, options.get("noise"), lambda: rollout, lambda name, value: None)
-    return dict(generation._iter_named_params())
 
 
 def stored(model):
@@ -83,9 +62,9 @@ def assert_unwritten(model, before):
 
 
 def test_adapters_are_added_to_quantized_weights_and_no_master_is_written():
-    model = with_adapters(quantized_model(), target_modules=["q_proj", "up_proj"])
+    model = with_adapters(quantized(), target_modules=["q_proj", "up_proj"])
     before = stored(model)
-    pushed = pushed_by_trl(model)
+    pushed = Pushes(model, vllm_llm())()
     assert_unwritten(model, before)
     plain = make_model()
     assert {n: p.shape for n, p in pushed.items()} == {n: p.shape for n, p in plain.named_parameters()}
@@ -100,26 +79,25 @@ def test_adapters_are_added_to_quantized_weights_and_no_master_is_written():
             assert not torch.equal(expected, base.quantized_weight(base.weight, torch.float32))
         assert torch.equal(pushed[name], expected), name
     plain.load_state_dict(pushed)
-    quantized_alone = get_peft_model(quantized_model(), LoraConfig(target_modules=["q_proj"]))
+    quantized_alone = get_peft_model(quantized(), LoraConfig(target_modules=["q_proj"]))
     assert not torch.allclose(plain(IDS).logits, quantized_alone(IDS).logits, atol=1e-3)
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
 def test_adapters_of_experts_are_added_to_quantized_weights(family):
-    model = make_model(family, layers=1)
-    quantize_linears(model, factors_config(preset="w4a16"))
+    model = quantized(factors_config(preset="w4a16"), family, layers=1)
     biases = ["experts.down_proj_bias"] if family == "gpt_oss" else []
     model = with_adapters(model, target_modules=["q_proj"], target_parameters=[*EXPERTS, *biases])
     before = stored(model)
-    pushed = pushed_by_trl(model)
+    pushed = Pushes(model, vllm_llm())()
     assert_unwritten(model, before)
     wrappers = {m.parameter_name: m for m in model.modules() if hasattr(m, "parameter_name")}
     experts = wrappers["down_proj"].get_base_layer()
     for projection in ("gate_up_proj", "down_proj"):
-        quantized = experts.effective_weight(projection, getattr(experts, projection))
-        expected = quantized + wrappers[projection].delta("default")
+        base = experts.effective_weight(projection, getattr(experts, projection))
+        expected = base + wrappers[projection].delta("default")
         assert torch.equal(pushed[f"model.layers.0.mlp.experts.{projection}"], expected)
-        assert not torch.equal(expected, quantized)
+        assert not torch.equal(expected, base)
     for bias in biases:
         name = bias.removeprefix("experts.")
         expected = getattr(experts, name) + wrappers[name].get_delta_weight("default")
@@ -130,49 +108,40 @@ def test_adapters_of_experts_are_added_to_quantized_weights(family):
 
 
 def test_adapters_that_cannot_be_pushed_are_refused_at_the_start():
-    model = with_adapters(quantized_model(), target_modules=["lm_head"], use_dora=True)
+    model = with_adapters(quantized(), target_modules=["lm_head"], use_dora=True)
     with pytest.raises(
         ValueError, match="lm_head has an adapter of Linear that does more than add.*set use_vllm=False"
     ):
-        pushed_by_trl(model)
-    model = with_adapters(quantized_model(), target_modules=["q_proj", "embed_tokens"])
+        Pushes(model, vllm_llm())()
+    model = with_adapters(quantized(), target_modules=["q_proj", "embed_tokens"])
     with pytest.raises(ValueError, match="embed_tokens has an adapter of Embedding"):
-        pushed_by_trl(model)
+        Pushes(model, vllm_llm())()
 
 
 def test_a_walk_that_does_not_merge_is_an_error():
     """TRL may change what it does before it reads the weights of a PEFT model."""
-    model = with_adapters(quantized_model(), target_modules=["q_proj"])
-    generation = SimpleNamespace(llm=vllm_llm(), _iter_named_params=model.named_parameters, sync_weights=None)
-    args = MXFP4GRPOConfig(use_cpu=True, bf16=False)
-    VLLMPolicy(generation, model, args, None, lambda: (0, 0.0), lambda name, value: None)
+    model = with_adapters(quantized(), target_modules=["q_proj"])
     with pytest.raises(RuntimeError, match="in another way"):
-        list(generation._iter_named_params())
+        Pushes(model, vllm_llm(), walk=model.named_parameters)()
     model.merge_adapter()  # PEFT's again
     assert model.get_base_model().model.layers[0].self_attn.q_proj.merged
 
 
-# ---- what vLLM computes with ----------------------------------------------------------------------------------------
-
-
-W4A4, W4A16 = (factors_config(mode="packed", preset=preset) for preset in ("w4a4", "w4a16"))
-
-
+W4A4 = factors_config(mode="packed", preset="w4a4")
+QAT = MXFP4RLConfig(preset="w4a4")
+FULL = {"dtype": "torch.float32", "quantization": "mxfp4_rl"}
 OVERRIDES = {"quantization_config": {"quant_method": "mxfp4_rl", "mode": "qat", "preset": "w4a4"}}
 
 
 @pytest.mark.parametrize(
     ("answer", "expected"),
     [
-        ({"dtype": "torch.float32", "quantization": "mxfp4_rl", "model": ""}, (torch.float32, W4A4.activation_scheme)),
+        ({**FULL, "model": ""}, (torch.float32, W4A4.activation_scheme)),
         ({"dtype": "torch.float16", "quantization": None, "model": "plain"}, (torch.float16, None)),
         # Not here.
         ({"dtype": "torch.float16", "quantization": "mxfp4_rl", "model": "no"}, (torch.float16, None)),
         # Of a checkpoint in full precision, by --hf-overrides.
-        (
-            {"dtype": "torch.float32", "quantization": "mxfp4_rl", "model": "plain", "hf_overrides": OVERRIDES},
-            (torch.float32, MXFP4RLConfig(preset="w4a4").activation_scheme),
-        ),
+        ({**FULL, "model": "plain", "hf_overrides": OVERRIDES}, (torch.float32, QAT.activation_scheme)),
     ],
     ids=str,
 )
