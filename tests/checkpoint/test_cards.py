@@ -40,8 +40,13 @@ def numbers(text: str) -> dict[str, str]:
     return {row[0]: row[1] for row in rows if len(row) == 2}
 
 
-def test_metadata(model):
-    data = make_card(model).data
+def test_metadata_scheme_and_loading(model):
+    text, data = make_card(model).text, make_card(model).data
+    rows = numbers(text)
+    assert rows["mode"] == "`qat`" and rows["preset"] == "`w4a4`"
+    assert rows["scheme"] == f"`{MXFP4RLConfig().describe()}`" and "mxfp4+even+mbs128" in rows["scheme"]
+    assert rows["quantized layers"] == "14" and rows["linear layers in full precision"] == "1 (lm_head)"
+    assert "import hf_mxfp4" in text and "AutoModelForCausalLM.from_pretrained(" in text
     assert data.library_name == "transformers"
     assert data.tags == ["mxfp4", "mxfp4_rl", "hf-mxfp4", "qat"]
     assert data.base_model is None and data.eval_results is None
@@ -50,15 +55,6 @@ def test_metadata(model):
     assert data.base_model == "Qwen/Qwen2.5-3B" and data.get("base_model_relation") is None
     packed = make_card(hf_mxfp4.pack(model)).data
     assert packed.tags[-1] == "packed" and packed.get("base_model_relation") == "quantized"
-
-
-def test_scheme_and_loading(model):
-    text = make_card(model).text
-    rows = numbers(text)
-    assert rows["mode"] == "`qat`" and rows["preset"] == "`w4a4`"
-    assert rows["scheme"] == f"`{MXFP4RLConfig().describe()}`" and "mxfp4+even+mbs128" in rows["scheme"]
-    assert rows["quantized layers"] == "14" and rows["linear layers in full precision"] == "1 (lm_head)"
-    assert "import hf_mxfp4" in text and "AutoModelForCausalLM.from_pretrained(" in text
 
 
 @pytest.mark.parametrize("options", [{}, {"weight_block": "32x32"}])

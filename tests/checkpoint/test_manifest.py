@@ -110,11 +110,15 @@ def make(tmp_path):
     return checkpoint
 
 
-def test_a_whole_one_is_taken_and_its_card_may_change(make):
+def test_a_whole_one_is_taken_until_it_is_written_over_and_its_card_may_change(make):
     folder = make(3)
     (folder / "README.md").write_text("edited by hand")
     (folder / "notes.txt").write_text("added later")
     assert why_incomplete(folder) is None
+    invalidate(folder)
+    assert why_incomplete(folder) == "it has no trainer_state.json: saving it was not finished"
+    assert (folder / "optimizer.pt").is_file()
+    invalidate(folder)  # again, or of a new folder: nothing to do
 
 
 @pytest.mark.parametrize(
@@ -134,14 +138,6 @@ def test_what_is_damaged_is_said(make, damage, reason):
     folder = make(3)
     damage(folder)
     assert why_incomplete(folder).startswith(reason)
-
-
-def test_one_that_is_written_over_counts_no_more(make):
-    folder = make(3)
-    invalidate(folder)
-    assert why_incomplete(folder) == "it has no trainer_state.json: saving it was not finished"
-    assert (folder / "optimizer.pt").is_file()
-    invalidate(folder)  # again, or of a new folder: nothing to do
 
 
 def test_the_newest_whole_one_by_number(make, tmp_path):

@@ -34,11 +34,13 @@ def load(folder, **options):
 
 SCHEMES = some(CONFIGS, "default", "w4a16 plain", "skips", "w4a8g8")
 SIZES = "5GB", "20KB", "20KB", "5GB"
+FAMILIES = "qwen2", "llama", "qwen3", "gemma"
 
 
-@pytest.mark.parametrize(("options", "shard_size"), list(zip(SCHEMES.values(), SIZES, strict=True)))
-def test_the_scheme_comes_back_without_being_named(options, shard_size, checkpoint, tmp_path):
-    source, target = checkpoint("qwen2"), tmp_path / "saved"
+@pytest.mark.parametrize("tie", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize(("options", "shard_size", "family"), list(zip(SCHEMES.values(), SIZES, FAMILIES, strict=True)))
+def test_the_scheme_comes_back_without_being_named(options, shard_size, family, tie, checkpoint, tmp_path):
+    source, target = checkpoint(family, tie=tie), tmp_path / "saved"
     model = load(source, **options)
     model.save_pretrained(target, max_shard_size=shard_size)
     assert (len(list(target.glob("*.safetensors"))) > 2) == (shard_size == "20KB")
@@ -187,7 +189,7 @@ def shifted(model) -> dict[str, torch.Tensor]:
     return {name: tensor + 1.0 for name, tensor in model.state_dict().items()}
 
 
-def test_what_is_given_is_what_is_written(model, tmp_path):
+def test_what_is_given_is_what_is_written_and_nothing_is_left_on_the_model(model, tmp_path):
     given = shifted(model)
     attributes = set(vars(model))
     model.save_pretrained(tmp_path / "saved", state_dict=dict(given))
@@ -196,11 +198,7 @@ def test_what_is_given_is_what_is_written(model, tmp_path):
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
     assert_same(weights(again), given)
     assert again.quantization_report.n_quantized == 14
-
-
-def test_nothing_is_left_on_the_model_after_an_exception(model, tmp_path):
     (tmp_path / "file").write_text("")
-    attributes = set(vars(model))
     with pytest.raises(NotADirectoryError):
         model.save_pretrained(tmp_path / "file" / "saved", state_dict=shifted(model))
     assert set(vars(model)) == attributes and take_state_dict(model) is None

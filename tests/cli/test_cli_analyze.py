@@ -187,20 +187,6 @@ def test_ctrl_c_and_on(checkpoint, tmp_path, monkeypatch):
 # ---- compare --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ([], "Missing argument 'B'"),
-        (["{model}", "--scheme", "rceil", "--scheme", "even"], "--scheme once at most"),
-        (["gone/gone/gone"], "does not exist"),
-    ],
-)
-def test_wrong_comparisons(checkpoint, arguments, message):
-    folder = checkpoint()
-    done = compare(folder, *[argument.format(model=folder) for argument in arguments])
-    assert done.exit_code == 2 and message in done.stderr
-
-
 def packed_of(original, folder, **options):
     pack_checkpoint(original, folder, MXFP4RLConfig(mode="packed", **options))
     return folder
@@ -284,6 +270,9 @@ def test_what_cannot_be_compared(checkpoint, tmp_path):
         ([original, packed, "--scheme", "rceil"], "packed stores weights under a scheme of its own; give no --scheme"),
         ([original, packed, "--skip", "layers.9"], "no quantized layer of packed matches the pattern 'layers.9'"),
         ([checkpoint("llama", layers=1), packed, "--skip", "layers"], "have no quantized weight in common"),
+        ([original], "Missing argument 'B'"),
+        ([original, original, "--scheme", "rceil", "--scheme", "even"], "--scheme once at most"),
+        ([original, "gone/gone/gone"], "does not exist"),
     ):
         done = compare(*arguments)
         assert done.exit_code == 2 and message in done.stderr, done.output

@@ -40,7 +40,7 @@ def test_version_and_help():
     assert wrong.exit_code == 2 and "error: scheme 'nonsense': no scale rule 'nonsense'; known are" in wrong.stderr
 
 
-def test_simulation_is_the_decomposition():
+def test_simulation_is_the_decomposition_and_shown_as_a_table():
     done = run("simulate", "--distribution", "student-t", "--elements", 30000, "--seed", 7, "--json")
     data = json.loads(done.stdout)
     assert (data["distribution"], data["elements"], data["seed"]) == ("student-t", 30720, 7)
@@ -49,9 +49,6 @@ def test_simulation_is_the_decomposition():
     assert found["relative_mse"] == pytest.approx(expected.relative_mse, rel=1e-9)
     assert found["cosine_scale_grid"] == pytest.approx(expected.cosine_scale_grid, rel=1e-9)
     assert found["zero_fraction"] == pytest.approx(expected.zero_fraction)
-
-
-def test_simulation_on_screen():
     table = run("simulate", "--elements", 4096, "--scheme", "even").stdout
     assert "gaussian, 4,096 elements, seed 0" in table and "mxfp4+even" in table and "SQNR dB" in table
     assert run("simulate", "--distribution", "cauchy").exit_code == 2
@@ -126,9 +123,8 @@ def test_a_recipe_takes_all_words_and_the_configs_that_come_with_it(tmp_path, mo
     assert ours == config_path("tiny_cpu") and ours.is_file() and tmp_path not in ours.parents
     Path("tiny_cpu").write_text("max_steps: 1")
     assert config_path("tiny_cpu") == Path("tiny_cpu")
-    with pytest.raises(
-        OSError, match="No such file; the configs that come with the recipes are .*tiny_cpu, tiny_cpu_l"
-    ):
+    message = "No such file; the configs that come with the recipes are .*tiny_cpu, tiny_cpu_l"
+    with pytest.raises(OSError, match=message):
         config_path("tiny")
 
 
@@ -159,9 +155,8 @@ def saved(tmp_path):
 
 
 def test_a_program_under_run_computes_in_mxfp4(saved):
-    done = processes.run(
-        module("hf_mxfp4.cli", "run", "--", "program.py", "qat", "packed"), cwd=saved, environment=ENVIRONMENT
-    )
+    job = module("hf_mxfp4.cli", "run", "--", "program.py", "qat", "packed")
+    done = processes.run(job, cwd=saved, environment=ENVIRONMENT)
     found = [line for line in done.output.splitlines() if line.endswith("Linear")]
     assert found == ["MXFP4Linear", "MXFP4PackedLinear"], done.output
     for mode in ("qat", "packed"):
@@ -179,11 +174,8 @@ def test_trl_sft_under_run_trains_in_mxfp4(saved):
         "--per_device_train_batch_size 2 --report_to none --save_strategy no --use_cpu true --num_processes 1"
     )
     environment = {**ENVIRONMENT, "HF_DATASETS_CACHE": str(saved / "cache")}
-    done = processes.run(
-        module("hf_mxfp4.cli", "run", "--", "trl", "sft", *options.split()),
-        cwd=saved,
-        environment=environment,
-    )
+    job = module("hf_mxfp4.cli", "run", "--", "trl", "sft", *options.split())
+    done = processes.run(job, cwd=saved, environment=environment)
     assert done.returncode == 0, done.output
     written = json.loads((saved / "out" / "config.json").read_text())
     assert written["quantization_config"]["mode"] == "qat" and "hf-mxfp4 run" in written["transformers_weights"]

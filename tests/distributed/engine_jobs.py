@@ -18,13 +18,7 @@ from tiny_models import make_model
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments, default_data_collator
 
 from benchmarks.counters import LiveTensors
-from hf_mxfp4 import (
-    MXFP4DistillationConfig,
-    MXFP4DistillationTrainer,
-    MXFP4GRPOConfig,
-    MXFP4GRPOTrainer,
-    MXFP4RLConfig,
-)
+from hf_mxfp4 import MXFP4DistillationConfig, MXFP4DistillationTrainer, MXFP4GRPOConfig, MXFP4GRPOTrainer, MXFP4RLConfig
 from hf_mxfp4.integrations.vllm import EngineSettings
 from hf_mxfp4.rl import ExactResumeMixin, StepMovementCallback
 
@@ -123,8 +117,7 @@ def train_and_save(engine: str | None, mode: str, base: str, out: str, mixed_pre
     writes what they saw to ``out/results.pt``, and each saves its model. At the end compiled rollouts are asked for,
     where weights are sharded."""
     out = Path(out)
-    if engine:
-        use_engine(engine, out, mixed_precision, fsdp)
+    use_engine(engine, out, mixed_precision, fsdp)
     results = {}
     for kind in ("plain", "grpo", "resumed") if engine else ("plain", "grpo"):
         build, options = (plain_trainer, {}) if kind == "plain" else (grpo_trainer, {})
@@ -181,8 +174,7 @@ def push_to_vllm(engine: str | None, base: str, out: str, packs: bool) -> None:
     """GRPO of adapters on trainable layers, whose weights are pushed for each rollout to something like
     a vLLM that keeps 4 bits (``packs``), or to another, with adapters on experts too and under noise. Each rank writes
     what it pushed, and whether the masters are as they were, to ``out/pushed<i>.pt``."""
-    if engine is not None:
-        use_engine(engine, Path(out))
+    use_engine(engine, Path(out))
     scheme = MXFP4RLConfig(preset="w4a16")
     policy = AutoModelForCausalLM.from_pretrained(base, quantization_config=scheme, dtype=torch.float32)
     torch.manual_seed(0)
@@ -220,8 +212,7 @@ def distill(engine: str | None, base: str, out: str) -> None:
     model = AutoModelForCausalLM.from_pretrained(base)
     model.model.norm.weight.data *= 8  # predictions that are far from uniform
     model.save_pretrained(own)
-    if engine is not None:
-        use_engine(engine, Path(out))
+    use_engine(engine, Path(out))
     # Of unequal length, so that a mean over the means of processes is another number.
     rows = Dataset.from_list([{"input_ids": row[: 8 + 2 * i].tolist()} for i, row in enumerate(IDS)] * 2)
     evaluated = rows.select(range(len(rows) - 1))  # two processes repeat a row
@@ -245,8 +236,7 @@ def distill(engine: str | None, base: str, out: str) -> None:
 
 def train_with_trl(engine: str | None, mode: str, base: str, out: str) -> None:
     """SFT and DPO of TRL; rank 0 writes what each logged in a step to ``out/trl.json``, and both save the model."""
-    if engine is not None:
-        use_engine(engine, Path(out))
+    use_engine(engine, Path(out))
     rows = {
         "SFT": [{"prompt": f"{i}+{i}=", "completion": "1" * (1 + i)} for i in range(8)],
         "DPO": [{"prompt": f"{i}+{i}=", "chosen": f"{2 * i}", "rejected": f"{i}+1"} for i in range(8)],
@@ -292,8 +282,7 @@ def load_split(base: str) -> None:
 def count_quantizations(engine: str | None, base: str, out: str) -> None:
     """One step of GRPO in two micro-batches, without gradient checkpointing and with it. Each rank writes how often it
     quantized each weight to ``out/counts<i>.json``."""
-    if engine is not None:
-        use_engine(engine, Path(out))
+    use_engine(engine, Path(out))
     found = {}
     for checkpointing in (False, True):
         world = int(os.environ.get("WORLD_SIZE", "1"))

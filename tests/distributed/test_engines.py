@@ -27,6 +27,12 @@ NO_DEEPSPEED = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None,
 TYPES = {"ddp": "MULTI_CPU", "fsdp2": "FSDP", "fsdp2_lora": "FSDP", "zero2": "DEEPSPEED", "zero3": "DEEPSPEED"}
 
 
+def large(engine, *values):
+    """Parameters of a test that are tried in the long run alone."""
+    marks = [pytest.mark.large, NO_DEEPSPEED] if engine.startswith("zero") else [pytest.mark.large]
+    return pytest.param(engine, *values, marks=marks)
+
+
 def case(engine, mode, *marks):
     marks = (*marks, NO_DEEPSPEED) if engine.startswith("zero") else marks
     return pytest.param((engine, mode), marks=marks, id=f"{engine}-{mode}")
@@ -237,22 +243,12 @@ def test_mixtures_are_saved_as_transformers_saves_them_and_checkpoints_have_whol
     assert checkpoint["model.layers.1.mlp.experts.down_proj"].shape == (6, 32, 32)
 
 
-@pytest.mark.parametrize(
-    "engine",
-    [
-        pytest.param("ddp", marks=pytest.mark.large),
-        "fsdp2",
-        pytest.param("zero3", marks=[pytest.mark.large, NO_DEEPSPEED]),
-    ],
-)
+ENGINES = pytest.mark.parametrize("engine", [large("ddp"), "fsdp2", large("zero3")])
+
+
+@ENGINES
 def test_rollouts_of_unequal_length_with_and_without_kept_copies(jobs, engine):
-    out = jobs.root / f"uneven-{engine}"
-    out.mkdir()
-    base = jobs.base("moe")
-    answer = run_job(
-        "engine_jobs:train_on_uneven_rollouts", out / "log", ranks=2, engine=engine, base=str(base), out=str(out)
-    )
-    assert answer.codes == [0, 0], answer.output[-4000:]
+    out = folder_of("train_on_uneven_rollouts", jobs.root, 2, engine=engine, base=str(jobs.base("moe")))
     # Of queries, keys, values and outputs, and of six experts; float32.
     copies = 4 * 2 * (2 * 32 * 32 + 2 * 32 * 16 + 6 * 3 * 32 * 32)
     for rank in (0, 1):
@@ -267,9 +263,7 @@ def test_rollouts_of_unequal_length_with_and_without_kept_copies(jobs, engine):
         )
 
 
-SHARDING = pytest.mark.parametrize(
-    "engine", ["fsdp2_lora", pytest.param("zero3", marks=[pytest.mark.large, NO_DEEPSPEED])]
-)
+SHARDING = pytest.mark.parametrize("engine", ["fsdp2_lora", large("zero3")])
 
 
 def pushed(jobs, engine, packs):
@@ -337,26 +331,16 @@ def test_tensor_parallel_loading_is_refused(jobs):
     assert after.count("is loaded") == 2  # so that the refusals are ours
 
 
-@pytest.mark.large
+FSDP2 = {"tiny_cpu": "fsdp2", "tiny_moe_cpu": "fsdp2", "tiny_cpu_lora": "fsdp2_lora"}
+
+
 @pytest.mark.parametrize(
-    ("engine", "config"),
-    [
-        ("fsdp2", "tiny_cpu"),
-        pytest.param("zero3", "tiny_cpu", marks=NO_DEEPSPEED),
-        ("fsdp2", "tiny_moe_cpu"),
-        pytest.param("zero3", "tiny_moe_cpu", marks=NO_DEEPSPEED),
-        ("fsdp2_lora", "tiny_cpu_lora"),
-        pytest.param("zero3", "tiny_cpu_lora", marks=NO_DEEPSPEED),
-    ],
+    ("engine", "config"), [large(engine, config) for config in FSDP2 for engine in (FSDP2[config], "zero3")]
 )
 def test_the_recipe_runs_from_start_to_reload(jobs, engine, config):
-    out = jobs.root / f"recipe-{engine}-{config}"
-    out.mkdir()
     # 17 problems in batches of 8 are two batches for one process and one for the other.
     options = ["--config", f"{CONFIGS.parent / 'configs' / config}.yaml", *TINY, "--n_test=17"]
-    arguments = {"engine": engine, "out": str(out), "options": options}
-    answer = run_job("engine_jobs:run_recipe", out / "log", ranks=2, **arguments)
-    assert answer.codes == [0, 0], answer.output[-4000:]
+    out = folder_of("run_recipe", jobs.root, 2, engine=engine, options=options)
     summary = json.loads((out / "run" / "summary.json").read_text())
     assert summary["steps"] == 3 and summary["reloaded"] == {"compared": 16, "identical": 16}
 
@@ -376,28 +360,14 @@ SHARDED, WHOLE = {"False": 1 + 2 * 2, "True": 1 + 2 * 3}, {"False": 1, "True": 1
 
 @pytest.mark.parametrize(
     ("engine", "expected"),
-    [
-        pytest.param("ddp", WHOLE, marks=pytest.mark.large, id="ddp"),
-        pytest.param("fsdp2", SHARDED, marks=pytest.mark.large, id="fsdp2"),
-        pytest.param("zero2", WHOLE, marks=(NO_DEEPSPEED, pytest.mark.large), id="zero2"),
-        pytest.param("zero3", SHARDED, marks=(NO_DEEPSPEED, pytest.mark.large), id="zero3"),
-    ],
+    [large("ddp", WHOLE), large("fsdp2", SHARDED), large("zero2", WHOLE), large("zero3", SHARDED)],
 )
-def test_how_often_a_step_quantizes_each_weight(jobs, tmp_path, engine, expected):
-    arguments = {"engine": engine, "base": str(jobs.base("qat")), "out": str(tmp_path)}
-    answer = run_job("engine_jobs:count_quantizations", tmp_path / "log", ranks=2, **arguments)
-    assert answer.codes == [0, 0], answer.output[-4000:]
-    assert [json.loads((tmp_path / f"counts{rank}.json").read_text()) for rank in (0, 1)] == [expected] * 2
+def test_how_often_a_step_quantizes_each_weight(jobs, engine, expected):
+    out = folder_of("count_quantizations", jobs.root, 2, engine=engine, base=str(jobs.base("qat")))
+    assert [json.loads((out / f"counts{rank}.json").read_text()) for rank in (0, 1)] == [expected] * 2
 
 
-@pytest.mark.parametrize(
-    "engine",
-    [
-        pytest.param("ddp", marks=pytest.mark.large),
-        "fsdp2",
-        pytest.param("zero3", marks=(NO_DEEPSPEED, pytest.mark.large)),
-    ],
-)
+@ENGINES
 def test_distillation_is_that_of_one_process(jobs, engine):
     folders = alone_and_together("distill", engine, jobs.root, base=str(jobs.base("qat")))
     one, two = (json.loads((out / "distilled.json").read_text()) for out in folders)
@@ -413,8 +383,7 @@ def test_distillation_is_that_of_one_process(jobs, engine):
     "engine, mode",
     [
         pytest.param("ddp", "qat", marks=pytest.mark.slow),
-        *(pytest.param(*each, marks=pytest.mark.large) for each in (("fsdp2", "qat"), ("fsdp2_lora", "lora"))),
-        pytest.param("zero3", "qat", marks=(NO_DEEPSPEED, pytest.mark.large)),
+        *(large(*each) for each in (("fsdp2", "qat"), ("fsdp2_lora", "lora"), ("zero3", "qat"))),
     ],
 )
 def test_trainers_of_trl_train_as_in_one_process(jobs, engine, mode):

@@ -33,10 +33,7 @@ def finish(runs, folder):
     return answer.output
 
 
-@pytest.mark.parametrize(
-    "file",
-    ["rotation", *(pytest.param(name, marks=pytest.mark.large) for name in FILES)],
-)
+@pytest.mark.parametrize("file", ["rotation", *(pytest.param(name, marks=pytest.mark.large) for name in FILES)])
 def test_killed_while_writing_a_checkpoint(runs, file):
     root, _ = runs
     folder = root / f"writing-{file}"

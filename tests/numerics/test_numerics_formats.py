@@ -167,21 +167,15 @@ def test_e4m3_against_ml_dtypes(power):
     np.testing.assert_array_equal(fake_quantize_e4m3(x).double().numpy(), elements.astype(np.float64) * scale)
 
 
-def test_the_largest_e4m3_numbers_stay_finite():
+def test_edges_of_e4m3():
     for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
         largest = torch.finfo(dtype).max
         values = fake_quantize_e4m3(torch.tensor([[largest, -largest, 1.0]], dtype=dtype))
         assert values.isfinite().all() and values[0, 0] > 0.9 * min(largest, torch.finfo(torch.float32).max)
-
-
-def test_a_row_with_nan_or_infinity_is_nan_and_the_others_are_not():
     x = torch.ones(3, 4)
     x[0, 1], x[2, 3] = torch.nan, torch.inf
     values = fake_quantize_e4m3(x)
     assert values[[0, 2]].isnan().all() and torch.equal(values[1], torch.ones(4))
-
-
-def test_e4m3_shapes_and_kinds():
     for shape in ((0, 5), (5, 0)):
         assert fake_quantize_e4m3(torch.zeros(shape)).shape == shape
     assert fake_quantize_e4m3(torch.ones(3)).tolist() == [1.0] * 3
@@ -237,14 +231,11 @@ def test_every_pair_of_bytes_against_transformers(dtype):
     assert ours[255].isnan().all()
 
 
-def test_literal_bytes():
+def test_literal_bytes_also_with_macro_and_residual():
     # 0x21: 0.5 then 1.0; 0xFA: -1.0 then -6.0; 0x07: 6.0
     codes = torch.tensor([[0x21, 0xFA, 0x07]], dtype=torch.uint8)
     scale = torch.tensor([[129]], dtype=torch.uint8)
     assert dequantize(codes, scale, length=5).tolist() == [[2.0, 4.0, -4.0, -24.0, 24.0]]
-
-
-def test_literal_bytes_with_macro_and_residual():
     codes, scale, macro, residual, residual_scale = torch.tensor([0x66, 127, 64, 0xA4, 126], dtype=torch.uint8)[
         :, None, None
     ]
