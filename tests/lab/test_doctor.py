@@ -7,11 +7,11 @@ import os
 import processes
 import pytest
 import torch
-from typer.testing import CliRunner
+from commands import run
 
 from hf_mxfp4.backends import self_check
 from hf_mxfp4.backends import triton as kernels
-from hf_mxfp4.cli import app, machine
+from hf_mxfp4.cli import machine
 from hf_mxfp4.gemm.matmul import HAS_FP8_ON_CPU
 from hf_mxfp4.lab import check_kernels, doctor
 
@@ -52,14 +52,14 @@ def test_wrong_kernels_are_named_and_the_exit_code_is_1(of_lab, monkeypatch):
         return lambda device: iter([("sums", torch.ones(2), second)])
 
     monkeypatch.setattr(doctor, "_FAMILIES", {"fine": pairs(torch.ones(2)), "odd": pairs(torch.zeros(2))})
-    shown, printed = CliRunner().invoke(app, ["doctor"]), CliRunner().invoke(app, ["doctor", "--json"])
+    shown, printed = run("doctor"), run("doctor", "--json")
     assert shown.exit_code == printed.exit_code == 1
     assert "AssertionError: sums differ from the eager ones" in shown.stdout and "right" in shown.stdout
     data = json.loads(printed.stdout)
     assert [check["problem"] is None for check in data["kernels"]["cpu"]] == [True, False]
     assert "torch" in data["versions"]
     monkeypatch.setattr(doctor, "_FAMILIES", {"fine": pairs(torch.ones(2))})
-    assert CliRunner().invoke(app, ["doctor"]).exit_code == 0
+    assert run("doctor").exit_code == 0
 
 
 @pytest.mark.skipif(not HAS_FP8_ON_CPU, reason="this PyTorch has no FP8 products on the CPU")
@@ -78,7 +78,7 @@ def test_products_on_tensor_cores_are_compared(of_lab, monkeypatch):
 def test_without_a_gpu_it_says_what_to_do(monkeypatch):
     monkeypatch.setattr(machine, "_devices", lambda facts: [])
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    done = CliRunner().invoke(app, ["doctor"])
+    done = run("doctor")
     assert done.exit_code == 2 and "no GPU here. TRITON_INTERPRET=1 runs the kernels on the CPU" in done.stderr
 
 

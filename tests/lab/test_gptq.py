@@ -6,19 +6,17 @@ import json
 
 import pytest
 import torch
+from commands import run, save_with_texts
 from factors import factors_config
 from tiny_models import make_model
 from torch import nn
 from transformers import AutoModelForCausalLM
-from typer.testing import CliRunner
 
 from hf_mxfp4 import MXFP4RLConfig
-from hf_mxfp4.cli import app
 from hf_mxfp4.lab import evaluate, read_schemes, round_model, round_weight
 from hf_mxfp4.lab.gptq import DecoderRun
 from hf_mxfp4.lab.rounding import DAMPING, output_error, quantized_again, unsupported_reason
 from hf_mxfp4.numerics import QuantScheme, Rotation, apply_scheme, parse_scheme, quantize, rotate
-from hf_mxfp4.recipes.tasks.tiny_model import build_char_tokenizer
 
 
 SCHEMES = ("even", "rceil", "floor", "mse", "even+mbs128-blockwise", "even+mbs128-blockwise_fp8", "rceil+32x32")
@@ -146,7 +144,6 @@ def test_what_cannot_be_computed_says_so():
 SCHEME = "w4a16:even+mbs128-blockwise"
 CONFIG = read_schemes([SCHEME])[0].config
 PER_LAYER = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-ALPHABET = "0123456789+= ?\n"
 
 
 def texts(count=8, length=24):
@@ -238,15 +235,7 @@ def test_layers_that_are_not_run_one_after_the_other_are_noticed():
 
 @pytest.fixture
 def folder(tmp_path):
-    make_model("llama", dtype=torch.bfloat16).save_pretrained(tmp_path / "base")
-    build_char_tokenizer(ALPHABET).save_pretrained(tmp_path / "base")
-    rows = [{"text": f"{i}+{i}={2 * i}\n"} for i in range(100, 140)]
-    (tmp_path / "sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return tmp_path
-
-
-def run(command, *arguments):
-    return CliRunner().invoke(app, [command, *map(str, arguments)])
+    return save_with_texts(tmp_path, make_model("llama", dtype=torch.bfloat16), range(100, 140))
 
 
 def test_packing_what_the_command_writes_loses_nothing(folder):

@@ -5,12 +5,11 @@ import json
 
 import pytest
 import torch
+from commands import run
 from transformers import GptOssConfig, Qwen3MoeConfig
-from typer.testing import CliRunner
 
 from benchmarks.memory import architecture, make_model, measure
 from hf_mxfp4 import MXFP4RLConfig
-from hf_mxfp4.cli import app
 from hf_mxfp4.lab import Setup, plan, sizes_of
 
 
@@ -113,32 +112,28 @@ def test_lora_on_attention_and_experts_of_gpt_oss():
     assert sizes_of(mixture, quantization).adapter == 2 * (4 * 128 + 2 * 256 + 2 * 128)  # q, k, v and o alone
 
 
-def run(*arguments):
-    return CliRunner().invoke(app, ["plan", *map(str, arguments)])
-
-
 def planned_as_saved(folder, skips, *options):
     """Bytes of what is planned for a checkpoint that was packed under a scheme of two tensors per weight."""
     packed = MXFP4RLConfig(mode="packed", outlier_fallback=1.0, modules_to_not_convert=skips)
     (folder / "config.json").write_text(json.dumps({**config().to_dict(), "quantization_config": packed.to_dict()}))
-    return [json.loads(run(folder, "--json", *each).stdout)["engines"]["ddp"]["bytes"] for each in options]
+    return [json.loads(run("plan", folder, "--json", *each).stdout)["engines"]["ddp"]["bytes"] for each in options]
 
 
 def test_the_command(tmp_path):
     config().save_pretrained(tmp_path)
-    found = json.loads(run(tmp_path, "--gpus", 2, "--json").stdout)["engines"]
+    found = json.loads(run("plan", tmp_path, "--gpus", 2, "--json").stdout)["engines"]
     assert list(found) == ["ddp", "fsdp2", "zero2", "zero3"] and all(each["fits"] for each in found.values())
-    table = run(tmp_path / "config.json", "--mode", "packed").stdout
+    table = run("plan", tmp_path / "config.json", "--mode", "packed").stdout
     assert "optimizer" in table and "fits 72.0 GB" in table and "fsdp2" not in table
     largest = found["ddp"]["largest_batch"]
-    assert run(tmp_path, "--gpus", 2, "--engine", "ddp", "--batch", largest).exit_code == 0
-    full = run(tmp_path, "--gpus", 2, "--engine", "ddp", "--batch", largest + 1)
+    assert run("plan", tmp_path, "--gpus", 2, "--engine", "ddp", "--batch", largest).exit_code == 0
+    full = run("plan", tmp_path, "--gpus", 2, "--engine", "ddp", "--batch", largest + 1)
     assert full.exit_code == 1 and "nothing fits into 72.0 GB per GPU; use more GPUs" in full.stderr
-    unknown = run(tmp_path, "--preset", "w4a5")
+    unknown = run("plan", tmp_path, "--preset", "w4a5")
     assert unknown.exit_code == 2 and "preset='w4a5' is not supported" in unknown.stderr
     own, same, less = planned_as_saved(tmp_path, ["self_attn"], (), ("--mode", "packed"), ("--skip", "down_proj"))
     assert own == same != less and [less] == planned_as_saved(tmp_path, ["self_attn", "down_proj"], ())
     (default,) = planned_as_saved(tmp_path, ["self_attn"], ("--preset", "w4a16"))
     assert default["optimizer"] == own["optimizer"] < found["ddp"]["bytes"]["optimizer"]
-    missing = run(tmp_path / "none")
+    missing = run("plan", tmp_path / "none")
     assert missing.exit_code == 2 and "is no folder with a config.json" in missing.stderr
