@@ -7,6 +7,8 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
+from hf_mxfp4 import MXFP4PackedLinear
+
 
 #: Tokens that every tiny model has.
 IDS = torch.arange(2, 14).view(2, 6)
@@ -40,6 +42,11 @@ def tensors_in(folder) -> dict[str, torch.Tensor]:
     for file in sorted(Path(folder).glob("*.safetensors")):
         found.update(load_file(file))
     return found
+
+
+def layers_of(model, kind=MXFP4PackedLinear) -> dict[str, torch.nn.Module]:
+    """The modules of a kind, by name."""
+    return {name: module for name, module in model.named_modules() if isinstance(module, kind)}
 
 
 @torch.no_grad()

@@ -12,6 +12,7 @@ import pytest
 import torch
 from factors import factors_config
 from safetensors.torch import load_file
+from same_bits import IDS, layers_of
 from tiny_models import make_model
 from torch import nn
 from transformers import AutoModel, AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, Lfm2Config, Lfm2ForCausalLM
@@ -22,15 +23,10 @@ from hf_mxfp4.integrations.transformers import quantize_linears
 
 FAMILIES = ["llama", "qwen2", "qwen3", "gemma"]
 DEFAULT_WEIGHT = {"scale_rule": "rceil", "macro_block": 128, "macro_search": "dynamic", "outlier_fallback": 0.5}
-IDS = torch.arange(2, 14).view(2, 6)
 
 
 def load(folder, *, auto=AutoModelForCausalLM, device_map=None, **options):
     return auto.from_pretrained(folder, quantization_config=factors_config(**options), device_map=device_map)
-
-
-def mxfp4_layers(model) -> dict[str, MXFP4Linear]:
-    return {name: module for name, module in model.named_modules() if isinstance(module, MXFP4Linear)}
 
 
 def sqnr_db(weights, scheme) -> float:
@@ -47,14 +43,14 @@ def sqnr_db(weights, scheme) -> float:
 def test_the_linear_layers_of_the_decoder_are_quantized(family, tie, checkpoint):
     folder = checkpoint(family, tie=tie, layers=3)
     model = load(folder)
-    report = model.quantization_report
+    report, layers = model.quantization_report, layers_of(model, MXFP4Linear)
     assert report.n_quantized == len(report.quantized) == 7 * 3
-    assert list(report.quantized) == list(mxfp4_layers(model))
+    assert list(report.quantized) == list(layers)
     assert report.skipped == ("lm_head",) and report.n_skipped == 1
     assert report.scheme == factors_config().describe()
     assert type(model.lm_head) is nn.Linear
     assert (model.lm_head.weight is model.get_input_embeddings().weight) == tie
-    assert all(layer.name == name and layer.config == factors_config() for name, layer in mxfp4_layers(model).items())
+    assert all(layer.name == name and layer.config == factors_config() for name, layer in layers.items())
 
     masters = load_file(f"{folder}/model.safetensors")
     assert report.sqnr_db == pytest.approx(
@@ -100,7 +96,7 @@ def test_masters_are_the_checkpoints_bit_for_bit(stored, dtype, checkpoint):
 def test_a_base_model(checkpoint):
     folder = checkpoint("qwen2")
     model = load(folder, auto=AutoModel, modules_to_not_convert=["model.layers.0"])
-    assert len(mxfp4_layers(model)) == model.quantization_report.n_quantized == 7
+    assert len(layers_of(model, MXFP4Linear)) == model.quantization_report.n_quantized == 7
     expected = load(folder, modules_to_not_convert=["model.layers.0"]).model
     assert torch.equal(model(IDS).last_hidden_state, expected(IDS).last_hidden_state)
 
@@ -150,7 +146,7 @@ def test_exactly_the_weights_of_packed_layers_are_packed_as_they_are_read(checkp
 @pytest.mark.parametrize(("dtype", "tie"), [(torch.float32, False), (torch.bfloat16, True)], ids=str)
 def test_dequantize_gives_a_plain_model_of_the_quantized_values(dtype, tie, checkpoint, tmp_path):
     model = load(checkpoint("qwen2", tie=tie, dtype=dtype), preset="w4a16")
-    expected, layers = model(IDS).logits, mxfp4_layers(model)
+    expected, layers = model(IDS).logits, layers_of(model, MXFP4Linear)
     values = {name: fake_quantize(layer.weight.detach(), **DEFAULT_WEIGHT) for name, layer in layers.items()}
     others = {n: p.detach().clone() for n, p in model.named_parameters() if n.removesuffix(".weight") not in values}
     plain = model.dequantize()

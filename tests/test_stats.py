@@ -7,17 +7,8 @@ import math
 import numpy as np
 import pytest
 
-from hf_mxfp4.lab.stats import (
-    bootstrap_mean,
-    difference_interval,
-    mcnemar,
-    mean_pass_at_k,
-    paired_mean_difference,
-    paired_share_difference,
-    pass_at_k,
-    ratio_of_sums,
-    wilson,
-)
+from hf_mxfp4.lab import stats
+from hf_mxfp4.lab.stats import bootstrap_mean, ratio_of_sums, wilson
 from hf_mxfp4.utils import share_text
 
 
@@ -37,7 +28,7 @@ def test_wilson_intervals_are_the_published_ones(correct, n, low, high):
 def test_none_of_few_problems_is_no_certainty():
     assert share_text(0.0, 8) == "0.000 [0.000, 0.324]"
     assert share_text(1.0, 8) == "1.000 [0.676, 1.000]"
-    low, high = difference_interval((0, 8), (0, 8))
+    low, high = stats.difference_interval((0, 8), (0, 8))
     assert (low, high) == pytest.approx((-0.3244, 0.3244), abs=5e-5)
 
 
@@ -52,7 +43,7 @@ def test_none_of_few_problems_is_no_certainty():
     ],
 )
 def test_differences_are_the_published_ones(first, second, low, high):
-    assert difference_interval(first, second) == pytest.approx((low, high), abs=5e-5)
+    assert stats.difference_interval(first, second) == pytest.approx((low, high), abs=5e-5)
 
 
 @pytest.mark.parametrize("n", range(1, 7))
@@ -60,7 +51,7 @@ def test_pass_at_k_is_the_share_of_subsets_with_a_correct_one(n):
     for correct, k in itertools.product(range(n + 1), range(1, n + 1)):
         subsets = list(itertools.combinations([True] * correct + [False] * (n - correct), k))
         expected = sum(map(any, subsets)) / len(subsets)
-        assert pass_at_k(n, correct, k) == pytest.approx(expected, abs=1e-15)
+        assert stats.pass_at_k(n, correct, k) == pytest.approx(expected, abs=1e-15)
 
 
 def test_bootstrap_agrees_with_the_normal_interval_of_many_problems():
@@ -73,10 +64,10 @@ def test_bootstrap_agrees_with_the_normal_interval_of_many_problems():
 
 
 def test_a_single_sample_is_a_share_and_more_are_resampled_by_problem():
-    assert mean_pass_at_k([1, 0, 1, 1], 1, 1) == wilson(3, 4)
+    assert stats.mean_pass_at_k([1, 0, 1, 1], 1, 1) == wilson(3, 4)
     # Ten equal completions of each problem say no more than one.
     counts = [10 * (i % 3 == 0) for i in range(300)]
-    found, share = mean_pass_at_k(counts, 10, 1), wilson(100, 300)
+    found, share = stats.mean_pass_at_k(counts, 10, 1), wilson(100, 300)
     assert found.method != share.method
     assert (found.low, found.high) == pytest.approx((share.low, share.high), abs=0.01)
 
@@ -86,20 +77,25 @@ def test_a_single_sample_is_a_share_and_more_are_resampled_by_problem():
     [(10, 2, 158 / 4096), (2, 10, 158 / 4096), (0, 0, 1.0), (5, 5, 1.0), (0, 6, 2 / 64), (1000, 1000, 1.0)],
 )
 def test_mcnemar_is_the_two_sided_binomial(only_first, only_second, p):
-    assert mcnemar(only_first, only_second) == pytest.approx(p)
+    assert stats.mcnemar(only_first, only_second) == pytest.approx(p)
 
 
 def test_pairing_sees_what_two_separate_intervals_do_not():
     first = [i < 520 for i in range(1000)]
     second = [i < 500 for i in range(1000)]
-    difference, *only = paired_share_difference(first, second)
-    assert difference.value == pytest.approx(0.02) and difference.low > 0 and only == [20, 0] and mcnemar(*only) < 1e-5
+    difference, *only = stats.paired_share_difference(first, second)
+    assert (
+        difference.value == pytest.approx(0.02)
+        and difference.low > 0
+        and only == [20, 0]
+        and stats.mcnemar(*only) < 1e-5
+    )
     assert wilson(520, 1000).low < 0.5
-    assert paired_mean_difference(first, second).low > 0
+    assert stats.paired_mean_difference(first, second).low > 0
     with pytest.raises(ValueError, match="same problems twice, got 3 and 2"):
-        paired_share_difference([True] * 3, [True] * 2)
+        stats.paired_share_difference([True] * 3, [True] * 2)
     with pytest.raises(ValueError, match="got 0 and 0"):
-        paired_mean_difference([], [])
+        stats.paired_mean_difference([], [])
 
 
 def test_means_of_groups_and_their_errors():

@@ -55,19 +55,13 @@ def test_the_config_of_compressed_tensors(tmp_path):
         "num_bits": 4, "type": "float", "strategy": "group", "group_size": 32, "symmetric": True, "dynamic": False,
         "scale_dtype": "torch.uint8", "zp_dtype": "torch.uint8",
     }  # fmt: skip
+    group = {"targets": ["Linear"], "format": "mxfp4-pack-quantized", "weights": weights}
+    group |= {"input_activations": None, "output_activations": None}
     assert written.pop("quantization_config") == {
         "quant_method": "compressed-tensors",
         "format": "mxfp4-pack-quantized",
         "quantization_status": "compressed",
-        "config_groups": {
-            "group_0": {
-                "targets": ["Linear"],
-                "format": "mxfp4-pack-quantized",
-                "weights": weights,
-                "input_activations": None,
-                "output_activations": None,
-            }
-        },
+        "config_groups": {"group_0": group},
         "ignore": ["lm_head"],
     }
     original = config_in(source)

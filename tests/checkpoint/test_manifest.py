@@ -12,18 +12,8 @@ from xxhash import xxh3_128_hexdigest
 
 import hf_mxfp4
 from hf_mxfp4 import MXFP4RLConfig
-from hf_mxfp4.checkpoint import (
-    MANIFEST,
-    add_to_folder,
-    export,
-    import_checkpoint,
-    invalidate,
-    last_complete_checkpoint,
-    pack_checkpoint,
-    verify_folder,
-    why_incomplete,
-    write_whole_manifest,
-)
+from hf_mxfp4.checkpoint import MANIFEST, add_to_folder, export, import_checkpoint, pack_checkpoint, verify_folder
+from hf_mxfp4.checkpoint.manifest import invalidate, last_complete_checkpoint, why_incomplete, write_whole_manifest
 
 
 @pytest.fixture(scope="module")

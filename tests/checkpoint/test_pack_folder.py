@@ -7,28 +7,17 @@ import json
 
 import pytest
 import torch
+import transformers
 from commands import run
 from export_files import same_files, save_packed, save_plain
 from safetensors.torch import load_file, save_file
-from same_bits import assert_same, logits, tensors_in
+from same_bits import assert_same, layers_of, logits, tensors_in
 from tables import CONFIGS
 from tiny_models import make_model
-from transformers import (
-    AutoModelForCausalLM,
-    AutoModelForImageTextToText,
-    AutoModelForSeq2SeqLM,
-    GPTNeoXConfig,
-    GPTNeoXForCausalLM,
-    MarianConfig,
-    MarianMTModel,
-    Qwen2VLConfig,
-    Qwen2VLForConditionalGeneration,
-    Zamba2Config,
-    Zamba2ForCausalLM,
-)
+from transformers import AutoModelForCausalLM
 
 import hf_mxfp4
-from hf_mxfp4 import MXFP4PackedLinear, MXFP4RLConfig, numerics, pack, quantize
+from hf_mxfp4 import MXFP4RLConfig, numerics, pack, quantize
 from hf_mxfp4.checkpoint import CheckpointError, export, import_checkpoint, pack_checkpoint, verify_folder
 
 
@@ -104,10 +93,6 @@ ROTATED = MXFP4RLConfig(mode="packed", **SCHEME)
 def load(folder, config=None, **options):
     options |= {} if config is None else {"quantization_config": config}
     return AutoModelForCausalLM.from_pretrained(folder, **options)
-
-
-def layers_of(model) -> dict[str, MXFP4PackedLinear]:
-    return {name: module for name, module in model.named_modules() if isinstance(module, MXFP4PackedLinear)}
 
 
 def qat(folder, **options):
@@ -202,21 +187,23 @@ TEXT = {
 
 def gpt_neox():
     sizes = {key: value for key, value in TEXT.items() if key != "num_key_value_heads"}
-    return GPTNeoXForCausalLM(GPTNeoXConfig(**sizes))
+    return transformers.GPTNeoXForCausalLM(transformers.GPTNeoXConfig(**sizes))
 
 
 def marian():
     layers = {f"{side}_{key}": 1 for side in ("encoder", "decoder") for key in ("layers", "attention_heads")}
     tokens = {"pad_token_id": 0, "eos_token_id": 1, "decoder_start_token_id": 0}
     sizes = {"encoder_ffn_dim": 96, "decoder_ffn_dim": 96, "max_position_embeddings": 16}
-    return MarianMTModel(MarianConfig(vocab_size=64, d_model=64, **layers, **sizes, **tokens))
+    return transformers.MarianMTModel(transformers.MarianConfig(vocab_size=64, d_model=64, **layers, **sizes, **tokens))
 
 
 def qwen2_vl():
     text = {**TEXT, "rope_scaling": {"type": "mrope", "mrope_section": [4, 6, 6]}}
     vision = {"depth": 1, "embed_dim": 32, "hidden_size": 64, "num_heads": 2, "mlp_ratio": 2}
     tokens = {"image_token_id": 50, "video_token_id": 51, "vision_start_token_id": 52, "vision_end_token_id": 53}
-    return Qwen2VLForConditionalGeneration(Qwen2VLConfig(text_config=text, vision_config=vision, **tokens))
+    return transformers.Qwen2VLForConditionalGeneration(
+        transformers.Qwen2VLConfig(text_config=text, vision_config=vision, **tokens)
+    )
 
 
 def zamba2():
@@ -225,13 +212,13 @@ def zamba2():
     heads = {"num_attention_heads": 4, "num_key_value_heads": 4, "attention_head_dim": 32, "attention_hidden_size": 128}
     blocks = {"layers_block_type": ["hybrid", "hybrid"], "num_hidden_layers": 2, "num_mem_blocks": 1, "adapter_rank": 8}
     sizes = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 96, "max_position_embeddings": 16}
-    return Zamba2ForCausalLM(Zamba2Config(**sizes, **mamba, **heads, **blocks))
+    return transformers.Zamba2ForCausalLM(transformers.Zamba2Config(**sizes, **mamba, **heads, **blocks))
 
 
 MODELS = {
     "gpt_neox": (AutoModelForCausalLM, gpt_neox),
-    "marian": (AutoModelForSeq2SeqLM, marian),
-    "qwen2_vl": (AutoModelForImageTextToText, qwen2_vl),
+    "marian": (transformers.AutoModelForSeq2SeqLM, marian),
+    "qwen2_vl": (transformers.AutoModelForImageTextToText, qwen2_vl),
     "zamba2": (AutoModelForCausalLM, zamba2),
 }
 

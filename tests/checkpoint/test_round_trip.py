@@ -8,28 +8,18 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from export_files import config_in, header_and_data
 from factors import factors_config
 from peft import LoraConfig, get_peft_model
 from safetensors import safe_open
-from same_bits import IDS, assert_same, logits, tensors_in, weights
+from same_bits import IDS, assert_same, layers_of, logits, tensors_in, weights
 from tables import CONFIGS, pairwise_params, some
 from tiny_models import make_model
 from torch import nn
-from transformers import (
-    AutoModelForCausalLM,
-    AutoModelForMaskedLM,
-    AutoModelForSeq2SeqLM,
-    AutoModelForSequenceClassification,
-    BertConfig,
-    BertForMaskedLM,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    T5Config,
-    T5ForConditionalGeneration,
-)
+from transformers import AutoModelForCausalLM
 
-from hf_mxfp4 import MXFP4Linear, MXFP4PackedLinear, MXFP4RLConfig, cached_weights, lab, module_names, pack, quantize
+from hf_mxfp4 import MXFP4Linear, MXFP4RLConfig, cached_weights, lab, module_names, pack, quantize
 from hf_mxfp4.checkpoint import pack_checkpoint, take_state_dict, verify_folder
 from hf_mxfp4.integrations.transformers import quantizer
 from hf_mxfp4.integrations.transformers.swap import quantize_linears
@@ -85,12 +75,12 @@ SIZES = {"vocab_size": 64, "d_model": 64, "d_kv": 32, "d_ff": 64, "num_layers": 
 @pytest.fixture
 def t5(tmp_path) -> Path:
     torch.manual_seed(0)
-    config = T5Config(**SIZES, decoder_start_token_id=0, pad_token_id=0, eos_token_id=1)
-    T5ForConditionalGeneration(config).save_pretrained(tmp_path / "plain")
+    config = transformers.T5Config(**SIZES, decoder_start_token_id=0, pad_token_id=0, eos_token_id=1)
+    transformers.T5ForConditionalGeneration(config).save_pretrained(tmp_path / "plain")
     return tmp_path / "plain"
 
 
-def load_as(folder: Path, mode: str | None = None, auto=AutoModelForSeq2SeqLM, **options):
+def load_as(folder: Path, mode: str | None = None, auto=transformers.AutoModelForSeq2SeqLM, **options):
     scheme = {} if mode is None else {"quantization_config": MXFP4RLConfig(mode=mode)}
     return auto.from_pretrained(folder, dtype=torch.float32, **scheme, **options).eval()
 
@@ -148,11 +138,13 @@ def test_what_names_do_not_tell_is_recorded_and_used(mode, t5, tmp_path, monkeyp
 def test_a_new_head_and_a_new_pooler_are_plain_and_initialized(mode, tmp_path):
     torch.manual_seed(0)
     sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
-    BertForMaskedLM(BertConfig(**sizes, vocab_size=64, pad_token_id=0)).save_pretrained(tmp_path / "plain")
-    saved = load_as(tmp_path / "plain", mode, AutoModelForMaskedLM)
+    transformers.BertForMaskedLM(transformers.BertConfig(**sizes, vocab_size=64, pad_token_id=0)).save_pretrained(
+        tmp_path / "plain"
+    )
+    saved = load_as(tmp_path / "plain", mode, transformers.AutoModelForMaskedLM)
     saved.save_pretrained(tmp_path / "saved")
     for folder, how in (("plain", mode), ("saved", None)):
-        model = load_as(tmp_path / folder, how, AutoModelForSequenceClassification, num_labels=3)
+        model = load_as(tmp_path / folder, how, transformers.AutoModelForSequenceClassification, num_labels=3)
         for head in (model.bert.pooler.dense, model.classifier):
             assert type(head) is torch.nn.Linear and head.weight.isfinite().all() and 0 < head.weight.std() < 0.1
         assert len(model.quantization_report.quantized) == 6
@@ -169,14 +161,14 @@ def test_every_way_to_pack_records_the_same(t5, tmp_path):
 
 
 def test_a_model_that_saves_itself_by_passing_its_arguments_on(tmp_path):
-    class Own(Qwen2ForCausalLM):
+    class Own(transformers.Qwen2ForCausalLM):
         def save_pretrained(self, save_directory, *args, **kwargs):
             super().save_pretrained(save_directory, *args, **kwargs)
 
     sizes = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1}
-    model = Own(Qwen2Config(**sizes, num_attention_heads=2, num_key_value_heads=1, pad_token_id=0))
+    model = Own(transformers.Qwen2Config(**sizes, num_attention_heads=2, num_key_value_heads=1, pad_token_id=0))
     model.save_pretrained(tmp_path / "plain")
-    load_as(tmp_path / "plain", "qat", Qwen2ForCausalLM)  # the parent class saves our way too, from now on
+    load_as(tmp_path / "plain", "qat", transformers.Qwen2ForCausalLM)  # the parent class saves our way too, from now on
     model = load_as(tmp_path / "plain", "qat", Own)
     model.save_pretrained(tmp_path / "saved")
     with torch.no_grad():
@@ -228,10 +220,6 @@ BFLOAT16 = ("default", "selective", "tiles")
 def load_packed(folder, *, device_map=None, dtype="auto", **options):
     config = MXFP4RLConfig(mode="packed", **options)
     return AutoModelForCausalLM.from_pretrained(folder, quantization_config=config, device_map=device_map, dtype=dtype)
-
-
-def layers_of(model, kind=MXFP4PackedLinear) -> dict[str, nn.Module]:
-    return {name: module for name, module in model.named_modules() if isinstance(module, kind)}
 
 
 def metadata_of(folder) -> dict[str, str]:

@@ -10,17 +10,9 @@ from page_reader import PageReader
 from safetensors.torch import save_file
 
 import hf_mxfp4
+from hf_mxfp4 import lab
 from hf_mxfp4.checkpoint import Problem
-from hf_mxfp4.lab import (
-    ErrorStatistics,
-    Selection,
-    analyze_weights,
-    delta_figure,
-    error_statistics,
-    open_source,
-    ratio_figure,
-    write_analysis,
-)
+from hf_mxfp4.lab import ErrorStatistics
 from hf_mxfp4.lab.layers import natural_key
 from hf_mxfp4.lab.weights import least_error
 from hf_mxfp4.numerics import parse_scheme
@@ -40,7 +32,7 @@ def analysis(tmp_path_factory):
     tensors["model.layers.3.mlp.zero.weight"] = torch.zeros(64, 128)
     tensors["model.embed_tokens.weight"] = torch.zeros(4, 4)
     save_file(tensors, folder / "model.safetensors")
-    analysis = analyze_weights(open_source(str(folder)), SCHEMES, Selection())
+    analysis = lab.analyze_weights(lab.open_source(str(folder)), SCHEMES, lab.Selection())
     analysis.model = "my <model>"
     analysis.problems.append(Problem("model-00002.safetensors", "it is <broken>"))
     return analysis
@@ -50,7 +42,7 @@ def analysis(tmp_path_factory):
 def written(analysis, tmp_path_factory):
     """The folder of the files, and their paths."""
     folder = tmp_path_factory.mktemp("report")
-    return folder, write_analysis(analysis, SOURCE, folder)
+    return folder, lab.write_analysis(analysis, SOURCE, folder)
 
 
 def test_json_is_valid_and_complete(analysis, written):
@@ -75,7 +67,7 @@ def test_json_is_valid_and_complete(analysis, written):
 
 def test_the_same_analysis_gives_the_same_bytes(analysis, written, tmp_path):
     folder, first = written
-    second = write_analysis(analysis, SOURCE, tmp_path)
+    second = lab.write_analysis(analysis, SOURCE, tmp_path)
     assert [path.name for path in first] == ["report.json", "tensors.csv", "report.html"]
     for a, b in zip(first, second, strict=True):
         assert a.read_bytes() == b.read_bytes()
@@ -97,7 +89,7 @@ def test_html_is_one_file_for_any_screen(written):
 
 def statistics(text, seed=0):
     x = torch.randn(64, 256, generator=torch.Generator().manual_seed(seed))
-    return error_statistics(x, parse_scheme(text))
+    return lab.error_statistics(x, parse_scheme(text))
 
 
 def test_the_ranking_names_the_best_at_each_number_of_bits():
@@ -119,7 +111,7 @@ def legend(axes):
 
 def test_histograms_are_densities():
     shown = {"rceil": statistics("rceil"), "even": statistics("even"), "none": ErrorStatistics()}
-    [axes] = delta_figure(shown).axes
+    [axes] = lab.delta_figure(shown).axes
     assert len(axes.patches) == 2
     for patch, s in zip(axes.patches, shown.values(), strict=False):
         values, edges, _ = patch.get_data()
@@ -131,11 +123,11 @@ def test_histograms_are_densities():
 
 def test_ratios_side_by_side():
     groups = {scheme: {i: statistics(scheme, i) for i in range(3)} for scheme in ("rceil", "floor")}
-    first, second = ratio_figure(groups, "depth").axes
+    first, second = lab.ratio_figure(groups, "depth").axes
     assert (first.get_title(), second.get_title(), first.get_xlabel()) == ("rceil", "floor", "depth")
     assert legend(first) == ["scale bias", "deadzone", "grid noise", "whole error"]
     whole = second.get_lines()[3]
     assert list(whole.get_xdata()) == [0, 1, 2]
     assert list(whole.get_ydata()) == [100 * s.relative_mse for s in groups["floor"].values()]
-    named = ratio_figure({"rceil": {"mlp.up": statistics("rceil"), "zero": ErrorStatistics()}}, "layer type")
+    named = lab.ratio_figure({"rceil": {"mlp.up": statistics("rceil"), "zero": ErrorStatistics()}}, "layer type")
     assert [label.get_text() for label in named.axes[0].get_xticklabels()] == ["mlp.up", "zero"]

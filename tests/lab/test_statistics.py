@@ -7,6 +7,7 @@ import math
 
 import pytest
 import torch
+from tables import gaussian
 
 from hf_mxfp4.lab import ErrorStatistics, error_statistics
 from hf_mxfp4.lab import statistics as module
@@ -16,10 +17,6 @@ from hf_mxfp4.numerics import QuantScheme, apply_scheme, decompose_scheme, parse
 RCEIL = QuantScheme()
 TEXTS = ("rceil", "floor", "even", "mse", "rceil+mbs128", "rceil+mbsrow", "rceil+mbs128-dynamic+of0.5")
 SCHEMES = [parse_scheme(text) for text in (*TEXTS, "even+mbs128-blockwise")]
-
-
-def gaussian(*shape, seed=0):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
 def assert_close(a: ErrorStatistics, b: ErrorStatistics):

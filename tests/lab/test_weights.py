@@ -15,19 +15,9 @@ from tiny_models import make_model
 from transformers import AutoModelForCausalLM
 
 from benchmarks.tiny_architectures import architectures, tiny_model
-from hf_mxfp4 import MXFP4RLConfig, fake_quantize
+from hf_mxfp4 import MXFP4RLConfig, fake_quantize, lab
 from hf_mxfp4.checkpoint import FileNames, read_header
-from hf_mxfp4.lab import (
-    ProgressMismatch,
-    Selection,
-    SourceError,
-    TensorLog,
-    analyze_weights,
-    compare_checkpoints,
-    error_statistics,
-    open_source,
-    sample,
-)
+from hf_mxfp4.lab import Selection, analyze_weights, error_statistics, open_source, sample
 from hf_mxfp4.lab import weights as module
 from hf_mxfp4.lab.weights import analyze_tensor
 from hf_mxfp4.module_names import find_layers
@@ -105,7 +95,7 @@ def test_quantized_checkpoints_are_refused(checkpoint, quantization, message):
     folder = Path(checkpoint())
     written = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**written, "quantization_config": quantization}))
-    with pytest.raises(SourceError, match=message):
+    with pytest.raises(lab.SourceError, match=message):
         analyzed(folder)
 
 
@@ -231,7 +221,7 @@ def result(tensor):
 
 
 def opened(path, *, model="m", schemes=("mxfp4+rceil",), version="1", **options):
-    return TensorLog(path, model, schemes, version, **options)
+    return lab.TensorLog(path, model, schemes, version, **options)
 
 
 @pytest.fixture
@@ -258,7 +248,7 @@ def test_damage_in_the_middle_is_reported(path):
     lines = path.read_bytes().split(b"\n")
     lines[1] = lines[1][:-3]
     path.write_bytes(b"\n".join(lines))
-    with pytest.raises(ProgressMismatch, match="line 2 of .* is damaged; start over with --overwrite"):
+    with pytest.raises(lab.ProgressMismatch, match="line 2 of .* is damaged; start over with --overwrite"):
         opened(path)
 
 
@@ -266,7 +256,7 @@ def test_damage_in_the_middle_is_reported(path):
 @pytest.mark.parametrize("overwrite", [False, True])
 def test_a_log_that_is_being_written_is_refused_and_stays(path, tensors, overwrite):
     with opened(path) as log:
-        with pytest.raises(ProgressMismatch, match="another process is writing .*; wait for it"):
+        with pytest.raises(lab.ProgressMismatch, match="another process is writing .*; wait for it"):
             opened(path, overwrite=overwrite)
         log.keep(result(tensors[2]), tensors[2].file)
     with opened(path) as log:
@@ -282,7 +272,7 @@ def test_a_link_as_log_is_not_followed(tmp_path):
 
 
 def compared(a, b, scheme=RCEIL):
-    return compare_checkpoints(open_source(str(a)), open_source(str(b)), scheme)
+    return lab.compare_checkpoints(open_source(str(a)), open_source(str(b)), scheme)
 
 
 def folder_of(path, tensors):
@@ -318,7 +308,7 @@ def test_two_checkpoints(checkpoint):
 def test_what_cannot_be_compared(tmp_path, name, stored, message):
     a = folder_of(tmp_path / "a", {"layers.0.w.weight": torch.ones(4, 32)})
     b = folder_of(tmp_path / "b", {f"layers.0.{name}.weight": stored})
-    with pytest.raises(SourceError, match=message):
+    with pytest.raises(lab.SourceError, match=message):
         compared(a, b)
 
 

@@ -10,22 +10,8 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from hf_mxfp4.numerics import (
-    E2M1_MAGNITUDES,
-    ScaleRule,
-    apply_scheme,
-    decode_e2m1,
-    decode_e8m0,
-    dequantize,
-    encode_e2m1,
-    fake_quantize,
-    fake_quantize_e4m3,
-    pack_codes,
-    parse_scheme,
-    quantize,
-    scale_from_amax,
-    unpack_codes,
-)
+from hf_mxfp4 import numerics
+from hf_mxfp4.numerics import ScaleRule, dequantize, fake_quantize_e4m3, pack_codes, scale_from_amax
 
 
 #: Of codes 0 to 15: sign, two exponent bits, one mantissa bit (OCP MX v1.0, section 5.3.3).
@@ -33,7 +19,7 @@ CODE_VALUES = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -
 
 
 def test_decode_each_code():
-    values = decode_e2m1(torch.arange(16, dtype=torch.uint8))
+    values = numerics.decode_e2m1(torch.arange(16, dtype=torch.uint8))
     assert values.dtype == torch.float32 and values.tolist() == CODE_VALUES
     assert torch.signbit(values).tolist() == [code >= 8 for code in range(16)]
     theirs = np.arange(16, dtype=np.uint8).view(ml_dtypes.float4_e2m1fn)
@@ -41,7 +27,7 @@ def test_decode_each_code():
 
 
 def test_encode_inverts_decode_and_drops_the_sign_of_zero():
-    codes = encode_e2m1(torch.tensor(CODE_VALUES))
+    codes = numerics.encode_e2m1(torch.tensor(CODE_VALUES))
     assert codes.dtype == torch.uint8
     assert codes.tolist() == [0, 1, 2, 3, 4, 5, 6, 7, 0, 9, 10, 11, 12, 13, 14, 15]
 
@@ -50,13 +36,13 @@ def round_nearest(values: np.ndarray) -> torch.Tensor:
     """Each value, of at most 6, in a block whose scale is 1."""
     x = torch.zeros(len(values), 32)
     x[:, 0], x[:, 1] = torch.from_numpy(values), 6.0
-    return fake_quantize(x)[:, 0]
+    return numerics.fake_quantize(x)[:, 0]
 
 
 def test_ties_go_to_the_even_code():
     ties = ((0.25, 0.0), (0.75, 1.0), (1.25, 1.0), (1.75, 2.0), (2.5, 2.0), (3.5, 4.0), (5.0, 4.0))
     for tie, even in ties:
-        below, above = sorted(sorted(E2M1_MAGNITUDES, key=lambda magnitude: abs(magnitude - tie))[:2])
+        below, above = sorted(sorted(numerics.E2M1_MAGNITUDES, key=lambda magnitude: abs(magnitude - tie))[:2])
         y = np.float32(tie)
         inputs = np.array([np.nextafter(y, np.float32(0)), y, np.nextafter(y, np.float32(8))])
         for sign in (1, -1):
@@ -85,13 +71,13 @@ def test_pack_unpack_round_trip():
         codes = torch.randint(0, 16, (3, 2, length), dtype=torch.uint8, generator=torch.Generator().manual_seed(length))
         packed = pack_codes(codes)
         assert packed.shape == (3, 2, (length + 1) // 2)
-        assert torch.equal(unpack_codes(packed, length), codes), length
+        assert torch.equal(numerics.unpack_codes(packed, length), codes), length
 
 
 @pytest.mark.parametrize("length", [0, 6, 9, 32])
 def test_unpack_refuses_a_length_that_does_not_fit(length):
     with pytest.raises(ValueError, match=rf"4 packed bytes cannot hold {length} .* expected {(length + 1) // 2} bytes"):
-        unpack_codes(torch.zeros(2, 4, dtype=torch.uint8), length)
+        numerics.unpack_codes(torch.zeros(2, 4, dtype=torch.uint8), length)
 
 
 def expected_byte(amax: float, rule: str) -> int:
@@ -114,7 +100,7 @@ def boundary_maxima() -> list[float]:
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.int32, torch.int64], ids=str)
 def test_scales_are_those_of_ml_dtypes_and_torch(dtype):
     raw = np.arange(256, dtype=np.uint8)
-    ours = decode_e8m0(torch.from_numpy(raw).to(dtype)).numpy()
+    ours = numerics.decode_e8m0(torch.from_numpy(raw).to(dtype)).numpy()
     np.testing.assert_array_equal(ours, raw.view(ml_dtypes.float8_e8m0fnu).astype(np.float32))
     np.testing.assert_array_equal(ours, torch.from_numpy(raw).view(torch.float8_e8m0fnu).float().numpy())
 
@@ -138,7 +124,7 @@ def test_rule_outside_the_normal_range(rule, largest):
 def test_clips_says_which_rules_saturate():
     maxima = torch.tensor([math.ldexp(1 + i / 64, 0) for i in range(64)])
     for rule in ScaleRule:
-        saturates = bool((maxima > 6 * decode_e8m0(scale_from_amax(maxima, rule))).any())
+        saturates = bool((maxima > 6 * numerics.decode_e8m0(scale_from_amax(maxima, rule))).any())
         assert rule.clips == saturates
 
 
@@ -190,7 +176,7 @@ def all_pairs() -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def exact_value(code: int, byte: int) -> Fraction:
-    magnitude = Fraction(E2M1_MAGNITUDES[code & 7]) * Fraction(2) ** (byte - 127)
+    magnitude = Fraction(numerics.E2M1_MAGNITUDES[code & 7]) * Fraction(2) ** (byte - 127)
     return -magnitude if code & 8 else magnitude
 
 
@@ -278,16 +264,16 @@ def test_shapes_that_do_not_fit(options, message):
 def test_no_host_reads_a_value_or_sends_one(scheme, dtype):
     """Fake tensors have no values to read, and refuse a tensor that the host makes beside them. What is left can be
     captured in a CUDA graph. Meta: the branches for devices, on a machine without one."""
-    scheme = parse_scheme(scheme)
+    scheme = numerics.parse_scheme(scheme)
     with FakeTensorMode(allow_non_fake_inputs=False):
         x = torch.empty(40, 65, dtype=dtype, device="meta")
-        assert apply_scheme(x, scheme).shape == x.shape
-        assert quantize(x, **vars(scheme)).dequantize().shape == x.shape
+        assert numerics.apply_scheme(x, scheme).shape == x.shape
+        assert numerics.quantize(x, **vars(scheme)).dequantize().shape == x.shape
 
 
 @pytest.mark.parametrize("missing", ["outlier_fallback", "residual_scale", "macro_block"])
 def test_dequantize_names_what_is_missing(missing):
-    packed = quantize(torch.ones(2, 64), macro_block=32, outlier_fallback=0.5)
+    packed = numerics.quantize(torch.ones(2, 64), macro_block=32, outlier_fallback=0.5)
     options = {name: getattr(packed, name) for name in ("macro", "residual_codes", "residual_scale")}
     options |= {"macro_block": 32, "outlier_fallback": 0.5}
     del options[missing]

@@ -6,17 +6,9 @@ import math
 import pytest
 import torch
 
+from hf_mxfp4 import numerics
 from hf_mxfp4.lab import error_statistics
-from hf_mxfp4.numerics import (
-    NVFP4,
-    decompose_scheme,
-    dequantize_nvfp4,
-    fake_quantize_nvfp4,
-    nvfp4_tensor_scale,
-    parse_scheme,
-    quantize_nvfp4,
-    unpack_codes,
-)
+from hf_mxfp4.numerics import NVFP4, fake_quantize_nvfp4, nvfp4_tensor_scale, parse_scheme, quantize_nvfp4
 
 
 def gaussian(dtype=torch.float32, rows: int = 64, columns: int = 512) -> torch.Tensor:
@@ -28,7 +20,7 @@ def gaussian(dtype=torch.float32, rows: int = 64, columns: int = 512) -> torch.T
 
 
 def positive_zero(codes: torch.Tensor, length: int) -> torch.Tensor:
-    codes = unpack_codes(codes, length)
+    codes = numerics.unpack_codes(codes, length)
     return torch.where(codes == 8, 0, codes)
 
 
@@ -44,7 +36,7 @@ def test_codes_and_scales_are_those_of_torchao(dtype):
     assert torch.equal(positive_zero(codes, 512), positive_zero(their_codes, 512))
     values = theirs.NVFP4Tensor(codes, scale, 16, dtype, per_tensor_scale=factor).dequantize(dtype)
     assert torch.equal(values, fake_quantize_nvfp4(x))
-    assert torch.equal(values, dequantize_nvfp4(codes, scale, tensor_scale, 512, dtype))
+    assert torch.equal(values, numerics.dequantize_nvfp4(codes, scale, tensor_scale, 512, dtype))
 
 
 def test_scales_are_those_of_compressed_tensors():
@@ -96,7 +88,7 @@ def test_edges(dtype):
 def test_errors_are_decomposed_in_groups_of_sixteen_under_one_tensor_scale():
     x = gaussian(rows=300, columns=520)
     error = (fake_quantize_nvfp4(x) - x).double()
-    parts, found = decompose_scheme(x, NVFP4), error_statistics(x, NVFP4)
+    parts, found = numerics.decompose_scheme(x, NVFP4), error_statistics(x, NVFP4)
     assert torch.equal(parts.total, error) and parts.scale_ratio.numel() == 300 * 33
     assert 0.94 < parts.scale_ratio.min() and parts.scale_ratio.max() < 1.07  # E4M3 rounds by at most 1 / 16
     assert found.relative_mse == pytest.approx(float(error.square().sum() / x.double().square().sum()), rel=1e-9)
