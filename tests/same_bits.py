@@ -36,10 +36,15 @@ def weights(model) -> dict[str, torch.Tensor]:
     return {name: value.detach().clone() for name, value in model.state_dict().items()}
 
 
+def shards(folder) -> list[Path]:
+    """The safetensors files in a folder, in order."""
+    return sorted(Path(folder).glob("*.safetensors"))
+
+
 def tensors_in(folder) -> dict[str, torch.Tensor]:
     """All tensors of the safetensors files in a folder."""
     found = {}
-    for file in sorted(Path(folder).glob("*.safetensors")):
+    for file in shards(folder):
         found.update(load_file(file))
     return found
 

@@ -37,17 +37,14 @@ TRAVELLING = CONFIGS | {
 }
 
 
-def test_defaults():
-    assert MXFP4RLConfig().to_dict() == DEFAULTS
-
-
-def test_config_files_of_older_versions_keep_their_meaning():
+def test_defaults_and_config_files_of_older_versions_that_keep_their_meaning():
     """Written before there was a second mode, without options that came later and with one that is gone."""
     old = {
         "quant_method": "mxfp4_rl", "format_version": 1, "mode": "qat", "preset": "w4a4", "scale_rule": "rceil",
         "macro_block": 128, "macro_search": "hybrid", "outlier_fallback": 0.5, "modules_to_not_convert": None,
     }  # fmt: skip
     scheme = {"scale_rule": "rceil", "macro_search": "hybrid"}
+    assert MXFP4RLConfig().to_dict() == DEFAULTS
     config = MXFP4RLConfig.from_dict(old)
     assert config == MXFP4RLConfig(**scheme, outlier_fallback=0.5)
     assert MXFP4RLConfig.from_dict({"quant_method": "mxfp4_rl"}) == MXFP4RLConfig()

@@ -33,7 +33,6 @@ def generate(model, **options):
 
 
 def logits(model):
-    """Of the generated tokens."""
     return torch.stack(generate(model, output_logits=True, return_dict_in_generate=True).logits)
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from factors import factors_config
+from factors import factors_config, load_factors
 from safetensors.torch import load_file
 from same_bits import IDS, layers_of
 from tiny_models import make_model
@@ -23,10 +23,6 @@ from hf_mxfp4.integrations.transformers import quantize_linears
 
 FAMILIES = ["llama", "qwen2", "qwen3", "gemma"]
 DEFAULT_WEIGHT = {"scale_rule": "rceil", "macro_block": 128, "macro_search": "dynamic", "outlier_fallback": 0.5}
-
-
-def load(folder, *, auto=AutoModelForCausalLM, device_map=None, **options):
-    return auto.from_pretrained(folder, quantization_config=factors_config(**options), device_map=device_map)
 
 
 def sqnr_db(weights, scheme) -> float:
@@ -42,7 +38,7 @@ def sqnr_db(weights, scheme) -> float:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_linear_layers_of_the_decoder_are_quantized(family, tie, checkpoint):
     folder = checkpoint(family, tie=tie, layers=3)
-    model = load(folder)
+    model = load_factors(folder)
     report, layers = model.quantization_report, layers_of(model, MXFP4Linear)
     assert report.n_quantized == len(report.quantized) == 7 * 3
     assert list(report.quantized) == list(layers)
@@ -66,7 +62,7 @@ def test_the_linear_layers_of_the_decoder_are_quantized(family, tie, checkpoint)
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 def test_sizes_that_are_not_multiples_of_32(family, options, checkpoint, tmp_path):
     folder = checkpoint(family, **options)
-    model = load(folder)
+    model = load_factors(folder)
     assert model.quantization_report.n_quantized == 14
     loss = model(IDS, labels=IDS).loss
     loss.backward()
@@ -95,16 +91,17 @@ def test_masters_are_the_checkpoints_bit_for_bit(stored, dtype, checkpoint):
 
 def test_a_base_model(checkpoint):
     folder = checkpoint("qwen2")
-    model = load(folder, auto=AutoModel, modules_to_not_convert=["model.layers.0"])
+    config = factors_config(modules_to_not_convert=["model.layers.0"])
+    model = AutoModel.from_pretrained(folder, quantization_config=config)
     assert len(layers_of(model, MXFP4Linear)) == model.quantization_report.n_quantized == 7
-    expected = load(folder, modules_to_not_convert=["model.layers.0"]).model
+    expected = load_factors(folder, modules_to_not_convert=["model.layers.0"]).model
     assert torch.equal(model(IDS).last_hidden_state, expected(IDS).last_hidden_state)
 
 
 @pytest.mark.parametrize("skips", [["layers.0", "layers.1"], ["re:.*"]], ids=str)
 def test_nothing_left_to_quantize_is_an_error(skips, checkpoint):
     with pytest.raises(ValueError) as error:
-        load(checkpoint("qwen2"), modules_to_not_convert=skips)
+        load_factors(checkpoint("qwen2"), modules_to_not_convert=skips)
     assert "matches no layer of Qwen2ForCausalLM: it has 15 nn.Linear, all skipped" in str(error.value)
     assert f"modules_to_not_convert={skips}" in str(error.value)
 
@@ -114,7 +111,7 @@ def test_a_model_of_other_layers_is_an_error(tmp_path):
     GPT2LMHeadModel(config).save_pretrained(tmp_path)
     message = r"matches no layer of GPT2LMHeadModel: it has 1 nn.Linear.*'Conv1D': 4"
     with pytest.raises(ValueError, match=message) as error:
-        load(tmp_path)
+        load_factors(tmp_path)
     assert "Conv1D, as GPT-2 does, which is not supported; what is are models on nn.Linear, such as" in str(error.value)
 
 
@@ -129,7 +126,7 @@ def test_experts_of_another_layout_are_refused_with_the_way_out():
 
 
 def test_exactly_the_weights_of_packed_layers_are_packed_as_they_are_read(checkpoint):
-    model = load(checkpoint("qwen2"), mode="packed", modules_to_not_convert=["layers.1"])
+    model = load_factors(checkpoint("qwen2"), mode="packed", modules_to_not_convert=["layers.1"])
     parameters = dict(model.named_parameters())
     on_the_fly = MXFP4RLQuantizer(factors_config(mode="packed"), pre_quantized=False)
     expected = [f"{name}.weight" for name in model.quantization_report.quantized]
@@ -145,7 +142,7 @@ def test_exactly_the_weights_of_packed_layers_are_packed_as_they_are_read(checkp
 
 @pytest.mark.parametrize(("dtype", "tie"), [(torch.float32, False), (torch.bfloat16, True)], ids=str)
 def test_dequantize_gives_a_plain_model_of_the_quantized_values(dtype, tie, checkpoint, tmp_path):
-    model = load(checkpoint("qwen2", tie=tie, dtype=dtype), preset="w4a16")
+    model = load_factors(checkpoint("qwen2", tie=tie, dtype=dtype), preset="w4a16")
     expected, layers = model(IDS).logits, layers_of(model, MXFP4Linear)
     values = {name: fake_quantize(layer.weight.detach(), **DEFAULT_WEIGHT) for name, layer in layers.items()}
     others = {n: p.detach().clone() for n, p in model.named_parameters() if n.removesuffix(".weight") not in values}
@@ -167,7 +164,7 @@ def test_dequantize_gives_a_plain_model_of_the_quantized_values(dtype, tie, chec
 
 
 def test_dequantize_keeps_frozen_weights_frozen_and_twice_is_an_error(checkpoint):
-    model = load(checkpoint("qwen2"))
+    model = load_factors(checkpoint("qwen2"))
     model.requires_grad_(False)
     quantizer = model.hf_quantizer
     assert not any(p.requires_grad for p in model.dequantize().parameters())
@@ -188,7 +185,7 @@ def test_convolutions_are_not_experts(tmp_path):
 
 
 def test_positional_state_dict(checkpoint, tmp_path):
-    model = load(checkpoint("qwen2"))
+    model = load_factors(checkpoint("qwen2"))
     model.save_pretrained(tmp_path / "saved", True, model.state_dict())
 
 
@@ -213,7 +210,7 @@ def test_shared_module():
 
 
 def test_a_deleted_model_is_freed_at_once(checkpoint):
-    model = load(checkpoint("qwen2"))
+    model = load_factors(checkpoint("qwen2"))
     gc.collect()
     reference = weakref.ref(model.lm_head.weight)
     gc.disable()

@@ -38,12 +38,6 @@ SCHEMES = [
 IDS = [" ".join(map(str, scheme.values())) or "default" for scheme in SCHEMES]
 
 
-@pytest.fixture(scope="module")
-def plugin():
-    with vllm_stand_ins.plugin_with_stand_ins() as plugin:
-        yield plugin
-
-
 @pytest.fixture
 def quantization(plugin):
     return plugin.quantization
@@ -63,13 +57,10 @@ def test_importing_the_plugin_needs_no_vllm():
     assert processes.run(processes.code(code)).returncode == 0
 
 
-def test_masters_that_cannot_be_quantized_alone_are_refused(quantization):
+def test_masters_that_cannot_be_quantized_alone_and_a_vllm_without_converters_are_refused(quantization, monkeypatch):
     config = MXFP4RLConfig(preset="w4a16", fprop={"rotation": "deterministic-32"})
     with pytest.raises(ValueError, match="vLLM cannot compute with their quantized values"):
         quantization.MXFP4RLVLLMConfig.from_config(config.to_dict())
-
-
-def test_a_vllm_that_lets_no_plugin_convert_weights_is_refused(quantization, monkeypatch):
     monkeypatch.delattr(vllm_stand_ins.QuantizationConfig, "get_checkpoint_weight_mapper")
     with pytest.raises(ValueError, match="install vLLM 0.31 or newer"):
         quantization.MXFP4RLVLLMConfig.from_config(MXFP4RLConfig(mode="packed").to_dict())

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from vllm_stand_ins import ACTIVATIONS, Engine, Layer, linear_method, packed_experts, plugin_with_stand_ins, tokens
+from vllm_stand_ins import ACTIVATIONS, Engine, Layer, linear_method, packed_experts, tokens
 from vllm_stand_ins import NAME as EXPERTS
 
 from hf_mxfp4 import MXFP4RLConfig
@@ -20,12 +20,6 @@ from hf_mxfp4.integrations.vllm import EngineSettings, ExpectedLayers, WeightCon
 NAME = "model.layers.0.mlp.down_proj"
 CONFIGS = [MXFP4RLConfig(mode="packed"), MXFP4RLConfig(outlier_fallback_rate=0.1), MXFP4RLConfig(weight_block="32x32")]
 IDS = ["packed", "selective fallback", "tiles"]
-
-
-@pytest.fixture(scope="module")
-def plugin():
-    with plugin_with_stand_ins() as plugin:
-        yield plugin
 
 
 def test_settings_are_read_and_written():

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from same_bits import shards
 from tiny_models import make_model
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
@@ -49,10 +50,6 @@ def damaged(originals, tmp_path):
         return tmp_path / "model"
 
     return copy
-
-
-def shards(folder: Path) -> list[Path]:
-    return sorted(folder.glob("*.safetensors"))
 
 
 def logits(model) -> torch.Tensor:

@@ -5,7 +5,7 @@ the names that files have for experts; OpenAI's gpt-oss format, checked with tra
 import pytest
 import torch
 from export_files import config_in, decode, same_files, save_packed, save_plain
-from factors import factors_config
+from factors import factors_config, load_factors
 from same_bits import IDS, assert_same, logits, tensors_in
 from tiny_models import make_model, save_openai
 from transformers import AutoModelForCausalLM, Mxfp4Config
@@ -31,17 +31,13 @@ EXPERTS_ONLY = {"modules_to_not_convert": ["self_attn"]}
 N_QUANTIZED = {"qwen3_moe": 24, "qwen2_moe": 30, "mixtral": 24, "gpt_oss": 24}
 
 
-def load(folder, **options):
-    return AutoModelForCausalLM.from_pretrained(folder, quantization_config=factors_config(**options))
-
-
 # ---- saved and loaded -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("family", N_QUANTIZED)
 def test_trainable_experts_are_saved_as_they_came(family, checkpoint, tmp_path):
     source = checkpoint(family)
-    model = load(source)
+    model = load_factors(source)
     report = model.quantization_report
     assert report.n_quantized == N_QUANTIZED[family]
     assert "model.layers.1.mlp.experts.3.gate_up_proj" in report.quantized
@@ -59,7 +55,7 @@ def test_trainable_experts_are_saved_as_they_came(family, checkpoint, tmp_path):
 @pytest.mark.parametrize("family", N_QUANTIZED)
 def test_packed_experts(family, checkpoint, tmp_path):
     source = checkpoint(family)
-    trained = load(source)
+    trained = load_factors(source)
     expected = logits(trained)
     packed = AutoModelForCausalLM.from_pretrained(source, quantization_config=factors_config().packed())
     assert torch.equal(logits(packed), expected)  # quantized while the checkpoint was read
@@ -93,7 +89,7 @@ def test_packed_experts(family, checkpoint, tmp_path):
 )
 def test_packed_experts_repeat_the_trainable_ones_under_every_scheme(family, scheme, checkpoint, tmp_path):
     source = checkpoint(family, dtype=torch.bfloat16, layers=1)
-    expected = logits(load(source, **scheme))
+    expected = logits(load_factors(source, **scheme))
     config = factors_config(**scheme).packed()
     packed = AutoModelForCausalLM.from_pretrained(source, quantization_config=config, dtype=torch.bfloat16)
     assert torch.equal(logits(packed), expected)
@@ -102,7 +98,7 @@ def test_packed_experts_repeat_the_trainable_ones_under_every_scheme(family, sch
 
 
 def test_tensors_on_disk(checkpoint, tmp_path):
-    load(checkpoint("qwen3_moe"), mode="packed").save_pretrained(tmp_path / "saved", max_shard_size="30KB")
+    load_factors(checkpoint("qwen3_moe"), mode="packed").save_pretrained(tmp_path / "saved", max_shard_size="30KB")
     stored = tensors_in(tmp_path / "saved")
     prefix = "model.layers.1.mlp.experts."
     found = {n.removeprefix(prefix): (t.dtype, list(t.shape)) for n, t in stored.items() if n.startswith(prefix)}
@@ -133,7 +129,7 @@ def test_tensors_on_disk(checkpoint, tmp_path):
 )
 def test_skips(mode, family, skips, quantized, skipped, checkpoint, tmp_path):
     source = checkpoint(family)
-    model = load(source, mode=mode, modules_to_not_convert=skips)
+    model = load_factors(source, mode=mode, modules_to_not_convert=skips)
     report = model.quantization_report
     assert (report.n_quantized, report.n_skipped) == (quantized, skipped)
     model.save_pretrained(tmp_path / "saved")

@@ -227,7 +227,6 @@ def test_what_cannot_be_exported_says_why(tmp_path):
 
 
 def save_qat(folder, **options):
-    """A trained checkpoint in float32 masters."""
     plain = save_plain(folder.with_name(f"{folder.name}-plain"), "llama", layers=1, dtype=torch.float32)
     config = factors_config(preset="w4a16", **options)
     AutoModelForCausalLM.from_pretrained(plain, quantization_config=config).save_pretrained(folder)

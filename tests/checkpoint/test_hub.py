@@ -47,7 +47,7 @@ def test_pulled_models_repeat_the_logits_of_the_pushed_ones(client, name):
     assert torch.equal(torch.tensor(result["logits"]), torch.load(client[1] / f"{mode}.pt", weights_only=True))
 
 
-def test_what_is_pushed_is_the_model_and_its_card(client):
+def test_what_is_pushed_is_the_model_and_its_card_and_no_file_beside_it(client):
     hub = client[0]
     assert set(hub.repos["org/qat"].files()) == {
         "README.md", "config.json", "generation_config.json", "model.safetensors", "mxfp4_manifest.json"
@@ -55,10 +55,12 @@ def test_what_is_pushed_is_the_model_and_its_card(client):
     files = set(hub.repos["org/packed"].files())
     assert "model.safetensors.index.json" in files and "model.safetensors" not in files
     assert sum(name.endswith(".safetensors") for name in files) > 2
+    assert set(hub.repos["org/mine"].files()) == set(hub.repos["org/qat"].files())
+    assert (client[1] / "mine" / "notes.txt").read_text() == "not part of the model"
     assert hashlib.sha256(hub.repos["org/qat"].files()["model.safetensors"]).hexdigest() in hub.objects
 
 
-def test_the_card_is_ours_and_not_the_empty_one_of_transformers(client):
+def test_the_card_is_ours_unless_somebody_wrote_one_and_not_the_empty_one_of_transformers(client):
     qat, packed = card(client[0], "org/qat"), card(client[0], "org/packed")
     for ours, mode in ((qat, "qat"), (packed, "packed")):
         assert "More Information Needed" not in ours.text
@@ -67,9 +69,6 @@ def test_the_card_is_ours_and_not_the_empty_one_of_transformers(client):
     assert "extra" in qat.data.tags and "extra" not in packed.data.tags
     assert ModelCard.load(client[1] / "again" / "README.md").data.base_model == "org/qat"
     assert 'from_pretrained("org/qat")' in qat.text and 'from_pretrained("org/packed")' in packed.text
-
-
-def test_a_card_that_somebody_wrote_stays(client):
     kept = card(client[0], "org/carded")
     assert "# Written by hand" in kept.text and kept.data.license == "mit" and "mine" in kept.data.tags
     assert client[0].repos["org/carded"].files()["data.bin"] == b"1"
@@ -79,13 +78,6 @@ def test_weights_of_an_earlier_push_do_not_stay_beside_the_new_ones(client):
     single, sharded = (set(client[0].repos[f"org/{name}"].files()) for name in ("single", "sharded"))
     assert {name for name in single if "safetensors" in name} == {"model.safetensors"}
     assert "model.safetensors" not in sharded and "model.safetensors.index.json" in sharded
-
-
-def test_files_that_lie_beside_the_model_are_not_uploaded(client):
-    assert set(client[0].repos["org/mine"].files()) == {
-        "README.md", "config.json", "generation_config.json", "model.safetensors", "mxfp4_manifest.json"
-    }  # fmt: skip
-    assert (client[1] / "mine" / "notes.txt").read_text() == "not part of the model"
 
 
 def test_a_branch_is_made_and_pushed_to(client):

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from export_files import save_plain
+from same_bits import shards
 from transformers import AutoModelForCausalLM
 from xxhash import xxh3_128_hexdigest
 
@@ -18,18 +19,13 @@ from hf_mxfp4.checkpoint.manifest import invalidate, last_complete_checkpoint, w
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory) -> dict[str, Path]:
-    """A plain checkpoint, one of master weights in several files, and one of packed weights."""
     base = tmp_path_factory.mktemp("checksums")
     save_plain(base / "plain", layers=1, hidden=32, intermediate=64)
     model = AutoModelForCausalLM.from_pretrained(base / "plain", quantization_config=MXFP4RLConfig())
     model.save_pretrained(base / "master", max_shard_size="15KB")
-    assert len(files_in(base / "master")) > 1
+    assert len(shards(base / "master")) > 1
     hf_mxfp4.pack(model).save_pretrained(base / "packed")
     return {name: base / name for name in ("plain", "master", "packed")}
-
-
-def files_in(folder: Path) -> list[Path]:
-    return sorted(Path(folder).glob("*.safetensors"))
 
 
 def manifest_of(folder: Path) -> dict:
@@ -48,7 +44,7 @@ def test_whatever_writes_weights_records_them(saved, tmp_path, monkeypatch):
     import_checkpoint(tmp_path / "exported", tmp_path / "imported")
     folders = [saved["master"], saved["packed"], *(tmp_path / n for n in ("packed", "exported", "bf16", "imported"))]
     for folder in folders:
-        files = [*files_in(folder), *folder.glob("*.index.json")]
+        files = [*shards(folder), *folder.glob("*.index.json")]
         expected = {
             file.name: {"size": file.stat().st_size, "xxh3_128": xxh3_128_hexdigest(file.read_bytes())}
             for file in files
@@ -66,7 +62,7 @@ def test_whatever_writes_weights_records_them(saved, tmp_path, monkeypatch):
 def test_master_weights_are_the_files_of_the_plain_model(saved, tmp_path):
     plain = AutoModelForCausalLM.from_pretrained(saved["plain"])
     plain.save_pretrained(tmp_path / "plain", max_shard_size="15KB")
-    for file, other in zip(files_in(tmp_path / "plain"), files_in(saved["master"]), strict=True):
+    for file, other in zip(shards(tmp_path / "plain"), shards(saved["master"]), strict=True):
         assert (file.read_bytes() == other.read_bytes()) is True
     assert not (tmp_path / "plain" / MANIFEST).exists()
 

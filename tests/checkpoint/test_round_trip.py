@@ -10,7 +10,7 @@ import pytest
 import torch
 import transformers
 from export_files import config_in, header_and_data
-from factors import factors_config
+from factors import factors_config, load_factors
 from peft import LoraConfig, get_peft_model
 from safetensors import safe_open
 from same_bits import IDS, assert_same, layers_of, logits, tensors_in, weights
@@ -25,10 +25,6 @@ from hf_mxfp4.integrations.transformers import quantizer
 from hf_mxfp4.integrations.transformers.swap import quantize_linears
 
 
-def load(folder, **options):
-    return AutoModelForCausalLM.from_pretrained(folder, quantization_config=factors_config(**options))
-
-
 SCHEMES = some(CONFIGS, "default", "w4a16 plain", "skips", "w4a8g8")
 SIZES = "5GB", "20KB", "20KB", "5GB"
 FAMILIES = "qwen2", "llama", "qwen3", "gemma"
@@ -38,7 +34,7 @@ FAMILIES = "qwen2", "llama", "qwen3", "gemma"
 @pytest.mark.parametrize(("options", "shard_size", "family"), list(zip(SCHEMES.values(), SIZES, FAMILIES, strict=True)))
 def test_the_scheme_comes_back_without_being_named(options, shard_size, family, tie, checkpoint, tmp_path):
     source, target = checkpoint(family, tie=tie), tmp_path / "saved"
-    model = load(source, **options)
+    model = load_factors(source, **options)
     model.save_pretrained(target, max_shard_size=shard_size)
     assert (len(list(target.glob("*.safetensors"))) > 2) == (shard_size == "20KB")
     assert config_in(target)["quantization_config"] == factors_config(**options).to_dict()
@@ -54,7 +50,7 @@ def test_the_scheme_comes_back_without_being_named(options, shard_size, family, 
 @pytest.mark.parametrize("mode", ["qat", "packed"])
 def test_only_the_scheme_is_added_and_saving_again_changes_nothing(mode, checkpoint, tmp_path):
     source = checkpoint("qwen2", dtype=torch.bfloat16)
-    load(source, mode=mode).save_pretrained(tmp_path / "one")
+    load_factors(source, mode=mode).save_pretrained(tmp_path / "one")
     before, after = (config_in(folder) for folder in (source, tmp_path / "one"))
     assert after.pop("quantization_config") == factors_config(mode=mode).to_dict()
     assert "import hf_mxfp4" in after.pop("transformers_weights")  # which stops transformers without it

@@ -243,7 +243,6 @@ def plain(tmp_path):
 
 
 def table_in(result) -> list[list[str]]:
-    """The cells of the rows of a table."""
     rows = [line for line in result.stdout.splitlines() if line.startswith("│")]
     return [[cell.strip() for cell in row.strip("│").split("│")] for row in rows]
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 from commands import run
 from safetensors.torch import save_file
+from same_bits import shards
 from tiny_models import make_model
 from transformers import AutoModelForCausalLM
 
@@ -33,10 +34,6 @@ def saved(tmp_path_factory) -> dict[str, Path]:
     plain = make_model("llama", layers=1)
     hf_mxfp4.pack(plain, MXFP4RLConfig(mode="packed", macro_block=None)).save_pretrained(base / "hostile")
     return {name: base / name for name in ("plain", "master", "packed", "hostile")}
-
-
-def shards(folder: Path) -> list[Path]:
-    return sorted(folder.glob("*.safetensors"))
 
 
 def flip(file: Path, *names: str) -> None:
@@ -202,7 +199,6 @@ def test_what_cannot_be_checked_is_not_damage(copy, monkeypatch):
 
 @pytest.fixture
 def folder(saved, tmp_path):
-    """A packed folder to make hostile."""
     return shutil.copytree(saved["hostile"], tmp_path / "model")
 
 

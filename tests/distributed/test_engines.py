@@ -93,7 +93,6 @@ def job(request, jobs):
 
 @pytest.fixture(params=[param for param in CASES if param.values[0][1].startswith("moe")])
 def mixture(request, jobs):
-    """A job of a mixture of experts."""
     engine, mode = request.param
     return engine, mode, *jobs(engine, mode)
 

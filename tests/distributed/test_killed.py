@@ -17,7 +17,6 @@ FILES = ("optimizer.pt", "mxfp4_state_0.pt", "trainer_state.json", "training_arg
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """A folder, the final state of an uninterrupted run."""
     root = tmp_path_factory.mktemp("kills")
     run_job("kill_jobs:make_base", root / "base.log", folder=str(root / "base"))
     answer = run_job(JOB, root / "whole.log", base=str(root / "base"), run=str(root / "whole"))

@@ -148,7 +148,7 @@ def example():
     return lab.Evaluation("tiny", "test.jsonl", rows, "full precision", {"dtype": "float32", "device": "cpu"})
 
 
-def test_figures_of_an_evaluation():
+def test_figures_and_files_of_an_evaluation(tmp_path):
     found = example()
     full, rceil, even, default, fallback = found.rows
     assert (full.perplexity, rceil.perplexity) == (pytest.approx(math.exp(1.5)), pytest.approx(math.exp(8.5 / 4)))
@@ -174,10 +174,6 @@ def test_figures_of_an_evaluation():
     cells = dict(zip(evaluation_columns(found), evaluation_table(found)[1], strict=True))
     assert cells["difference, nats"] == "+0.625 ± 0.125" and cells["KL, nats"] == "0.5000 ± 0.0000"
     assert cells["to the best, nats"] == "+0.500 ± 0.250" and cells["weight SQNR dB"] == "18.50"
-
-
-def test_files_of_an_evaluation(tmp_path):
-    found = example()
     paths = lab.write_evaluation(found, tmp_path)
     assert [path.name for path in paths] == ["evaluation.json", "texts.csv", "evaluation.html"]
     assert json.loads(paths[0].read_text())["rows"][1]["kl"] == {"value": 0.5, "standard_error": 0.0}

@@ -23,7 +23,6 @@ SCHEMES = ("even", "rceil", "floor", "mse", "even+mbs128-blockwise", "even+mbs12
 
 
 def case(rows=32, columns=96, tokens=200, seed=0):
-    """A weight, and second moments of inputs that are much alike."""
     generator = torch.Generator().manual_seed(seed)
     weight = torch.randn(rows, columns, generator=generator)
     few = torch.randn(tokens, 12, generator=generator) @ torch.randn(12, columns, generator=generator)

@@ -40,7 +40,6 @@ def analysis(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def written(analysis, tmp_path_factory):
-    """The folder of the files, and their paths."""
     folder = tmp_path_factory.mktemp("report")
     return folder, lab.write_analysis(analysis, SOURCE, folder)
 

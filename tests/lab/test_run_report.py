@@ -57,12 +57,15 @@ def states(record):
 # ---- the log --------------------------------------------------------------------------------------------------------
 
 
-def test_what_is_written_is_read_back(tmp_path):
-    write_log(tmp_path)
+def test_what_is_written_is_read_back_and_a_new_run_keeps_the_old_log(tmp_path):
+    old = write_log(tmp_path).path.read_bytes()
     record = read_run(tmp_path)
     assert (record.step, record.max_steps, record.end["reason"]) == (20, 20, "finished")
     assert record.values("reward") == [0.1 + 0.01 * step for step in range(1, 21)]
     assert record.facts == FACTS and record.damaged == 0
+    write_log(tmp_path, count=3)
+    assert read_run(tmp_path).step == 3
+    assert (tmp_path / PREVIOUS_LOG).read_bytes() == old
 
 
 @pytest.mark.usefixtures("blank_pictures")
@@ -95,13 +98,6 @@ def test_a_resume_into_an_empty_folder_takes_the_history_of_the_checkpoint(tmp_p
     log.start(4, 20, FACTS, [values(step) for step in range(1, 5)])
     log.write("log", **values(5))
     assert [entry["step"] for entry in read_run(tmp_path / "new").logs] == [1, 2, 3, 4, 5]
-
-
-def test_a_new_run_in_the_same_folder_starts_a_new_log_and_keeps_the_old_one(tmp_path):
-    old = write_log(tmp_path, count=7).path.read_bytes()
-    write_log(tmp_path, count=3)
-    assert read_run(tmp_path).step == 3
-    assert (tmp_path / PREVIOUS_LOG).read_bytes() == old
 
 
 # ---- other sources, and none ----------------------------------------------------------------------------------------
@@ -252,7 +248,6 @@ def test_every_chart_is_drawn_when_its_values_are_there(tmp_path):
 
 
 def test_the_picture(tmp_path):
-    """All charts in one."""
     log = started(tmp_path, 2)
     for step in (1, 2):
         log.write("log", **everything(step))
