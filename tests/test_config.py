@@ -223,9 +223,6 @@ def test_the_old_name_of_matmul_backend_is_read_with_a_warning(caplog):
         MXFP4RLConfig(engine="cuda")
 
 
-# ---- products -------------------------------------------------------------------------------------------------------
-
-
 WEIGHT = INPUT = QuantScheme(ScaleRule.EVEN, 128, "blockwise", 1.0)
 PAPER_A = QuantScheme(ScaleRule.RCEIL, 128, "static", 0.5)
 FLOOR = QuantScheme(ScaleRule.FLOOR)

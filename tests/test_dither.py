@@ -53,9 +53,6 @@ def equal(a, b):
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
-# ---- one layer ------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_a_small_step_moves_quantized_weights_as_far_as_masters(scheme):
     weight = gaussian(384, 512)
@@ -144,9 +141,6 @@ def test_weights_that_it_would_do_nothing_for_are_left_alone(options, dtype, rea
     assert torch.equal(layer.weight.detach().float(), weight)
     assert report.n_weights == 0 and [text for text in report.skipped if reason in text]
     assert reason in str(report)
-
-
-# ---- models ---------------------------------------------------------------------------------------------------------
 
 
 def load(folder, dtype=torch.float32, **options):

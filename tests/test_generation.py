@@ -107,8 +107,6 @@ def test_models_that_are_offloaded_keep_no_copies(checkpoint, count):
     assert count() == LINEARS * TOKENS
 
 
-# ---- logits of a prompt ---------------------------------------------------------------------------------------------
-
 #: Where sums are added up in another order, an activation at the edge of two values of the grid may get the other one.
 #: What a prompt of other history or neighbours did to the logits of selective fallback with thresholds was above 0.1.
 ROUNDING = 0.01

@@ -31,9 +31,6 @@ EXPERTS_ONLY = {"modules_to_not_convert": ["self_attn"]}
 N_QUANTIZED = {"qwen3_moe": 24, "qwen2_moe": 30, "mixtral": 24, "gpt_oss": 24}
 
 
-# ---- saved and loaded -----------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("family", N_QUANTIZED)
 def test_trainable_experts_are_saved_as_they_came(family, checkpoint, tmp_path):
     source = checkpoint(family)
@@ -143,9 +140,6 @@ def test_skips(mode, family, skips, quantized, skipped, checkpoint, tmp_path):
     assert torch.equal(logits(again), logits(model))
 
 
-# ---- conversions ----------------------------------------------------------------------------------------------------
-
-
 def test_the_names_of_experts_in_files():
     names = FileNames(make_model("mixtral", layers=1, hidden=32, intermediate=48))
     assert names.whole["model.layers.0.mlp.gate.weight"] == "model.layers.0.block_sparse_moe.gate.weight"
@@ -233,9 +227,6 @@ def test_experts_of_gpt_oss_have_no_place_in_formats_of_single_matrices(tmp_path
         export(source, tmp_path / "out", "quark")
     report = export(source, tmp_path / "out", "quark", "dequantize")
     assert report.counts() == {"kept": 4, "dequantized": 8}
-
-
-# ---- the format of gpt-oss ------------------------------------------------------------------------------------------
 
 
 def test_the_layout(tmp_path):

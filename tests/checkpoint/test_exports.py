@@ -223,9 +223,6 @@ def test_what_cannot_be_exported_says_why(tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-# ---- from full precision --------------------------------------------------------------------------------------------
-
-
 def save_qat(folder, **options):
     plain = save_plain(folder.with_name(f"{folder.name}-plain"), "llama", layers=1, dtype=torch.float32)
     config = factors_config(preset="w4a16", **options)

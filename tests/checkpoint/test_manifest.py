@@ -76,9 +76,6 @@ def test_a_second_save_keeps_records_of_other_files(copy):
     assert len(manifest_of(folder)) > 3 and not where(folder)
 
 
-# ---- checkpoints of a training run --------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def make(tmp_path):
     def checkpoint(step, manifest=True):

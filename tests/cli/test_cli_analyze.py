@@ -176,9 +176,6 @@ def test_ctrl_c_and_on(checkpoint, tmp_path, monkeypatch):
     assert contents(tmp_path / "halves") == contents(tmp_path / "whole")
 
 
-# ---- compare --------------------------------------------------------------------------------------------------------
-
-
 def packed_of(original, folder, **options):
     pack_checkpoint(original, folder, MXFP4RLConfig(mode="packed", **options))
     return folder

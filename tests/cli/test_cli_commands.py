@@ -69,9 +69,6 @@ def test_environment(monkeypatch):
     assert lines[-1].endswith("hf-mxfp4 env --verbose")
 
 
-# ---- names of options -----------------------------------------------------------------------------------------------
-
-
 def parsed(words):
     """Values that a command is called with."""
     name, *arguments = words.split()
@@ -107,9 +104,6 @@ def test_wrong_words_are_one_line(command, message, tmp_path, monkeypatch):
     assert done.exit_code == 2 and message in done.stderr
 
 
-# ---- recipes --------------------------------------------------------------------------------------------------------
-
-
 def test_a_recipe_takes_all_words_and_the_configs_that_come_with_it(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     seen = []
@@ -124,9 +118,6 @@ def test_a_recipe_takes_all_words_and_the_configs_that_come_with_it(tmp_path, mo
     message = "No such file; the configs that come with the recipes are .*tiny_cpu, tiny_cpu_l"
     with pytest.raises(OSError, match=message):
         config_path("tiny")
-
-
-# ---- programs that do not import the package ------------------------------------------------------------------------
 
 
 ENVIRONMENT = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, processes.PATHS)), "HF_HUB_OFFLINE": "1"}
