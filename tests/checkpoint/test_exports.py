@@ -74,13 +74,8 @@ def test_the_config_of_quark(preset, tmp_path):
     export(save_packed(tmp_path / "packed", config={"preset": preset}), tmp_path / "out", "quark")
     written = config_in(tmp_path / "out")["quantization_config"]
     assert written["quant_method"] == "quark" and written["exclude"] == ["lm_head"]
-    assert written["export"] == {
-        "kv_cache_group": [],
-        "min_kv_scale": 0.0,
-        "pack_method": "reorder",
-        "weight_format": "real_quantized",
-        "weight_merge_groups": None,
-    }
+    packing = {"pack_method": "reorder", "weight_format": "real_quantized", "weight_merge_groups": None}
+    assert written["export"] == {"kv_cache_group": [], "min_kv_scale": 0.0, **packing}
     scheme = written["global_quant_config"]
     assert scheme["weight"] == {**QUARK_TENSOR, "is_dynamic": False}
     assert scheme["input_tensors"] == ({**QUARK_TENSOR, "is_dynamic": True} if preset == "w4a4" else None)

@@ -39,20 +39,10 @@ def case(engine, mode, *marks):
 
 
 #: Mixtures have linear layers and experts.
-CASES = [
-    case("fsdp2", "moe"),
-    case("zero3", "moe"),
-    *(
-        case(engine, mode, pytest.mark.large)
-        for mode, engines in {
-            "qat": ("ddp", "fsdp2", "zero2", "zero3"),
-            "lora": ("ddp", "fsdp2_lora", "zero3"),
-            "moe": ("ddp",),
-            "moe_lora": ("ddp", "fsdp2_lora"),
-        }.items()
-        for engine in engines
-    ),
-]
+CASES = [case("fsdp2", "moe"), case("zero3", "moe")]
+LONG = {"qat": ("ddp", "fsdp2", "zero2", "zero3"), "lora": ("ddp", "fsdp2_lora", "zero3")}
+LONG |= {"moe": ("ddp",), "moe_lora": ("ddp", "fsdp2_lora")}
+CASES += [case(engine, mode, pytest.mark.large) for mode in LONG for engine in LONG[mode]]
 
 
 def base_of(root, mode):

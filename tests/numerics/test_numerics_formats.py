@@ -13,18 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from hf_mxfp4 import numerics
 from hf_mxfp4.lab import error_statistics
-from hf_mxfp4.numerics import (
-    NVFP4,
-    ScaleRule,
-    dequantize,
-    fake_quantize_e4m3,
-    fake_quantize_nvfp4,
-    nvfp4_tensor_scale,
-    pack_codes,
-    parse_scheme,
-    quantize_nvfp4,
-    scale_from_amax,
-)
+from hf_mxfp4.numerics import NVFP4, ScaleRule, dequantize, fake_quantize_e4m3, fake_quantize_nvfp4, quantize_nvfp4
 
 
 #: Of codes 0 to 15: sign, two exponent bits, one mantissa bit (OCP MX v1.0, section 5.3.3).
@@ -66,7 +55,7 @@ def test_rounding_matches_ml_dtypes_everywhere():
 
 def test_pack_puts_the_even_index_in_the_low_nibble():
     codes = torch.tensor([[0x1, 0x2, 0xA, 0xF], [0x0, 0x8, 0x7, 0x0]], dtype=torch.uint8)
-    packed = pack_codes(codes)
+    packed = numerics.pack_codes(codes)
     assert packed.dtype == torch.uint8
     assert packed.tolist() == [[0x21, 0xFA], [0x80, 0x07]]
 
@@ -74,7 +63,7 @@ def test_pack_puts_the_even_index_in_the_low_nibble():
 def test_pack_unpack_round_trip():
     for length in range(10):
         codes = torch.randint(0, 16, (3, 2, length), dtype=torch.uint8, generator=torch.Generator().manual_seed(length))
-        packed = pack_codes(codes)
+        packed = numerics.pack_codes(codes)
         assert packed.shape == (3, 2, (length + 1) // 2)
         assert torch.equal(numerics.unpack_codes(packed, length), codes), length
 
@@ -113,7 +102,7 @@ def test_scales_are_those_of_ml_dtypes_and_torch(dtype):
 @pytest.mark.parametrize("rule", list(ScaleRule), ids=lambda rule: rule.value)
 def test_rule_at_every_boundary_of_every_exponent(rule):
     maxima = boundary_maxima()
-    bytes_ = scale_from_amax(torch.tensor(maxima, dtype=torch.float32), rule).tolist()
+    bytes_ = numerics.scale_from_amax(torch.tensor(maxima, dtype=torch.float32), rule).tolist()
     wrong = [(amax, byte) for amax, byte in zip(maxima, bytes_, strict=True) if byte != expected_byte(amax, rule.value)]
     assert not wrong[:5]
 
@@ -121,15 +110,15 @@ def test_rule_at_every_boundary_of_every_exponent(rule):
 @pytest.mark.parametrize(("rule", "largest"), [("rceil", 253), ("floor", 252), ("even", 253), ("mse", 252)])
 def test_rule_outside_the_normal_range(rule, largest):
     amax = torch.tensor([0.0, 1e-45, 2.0**-126, torch.finfo(torch.float32).max, math.inf, math.nan])
-    assert scale_from_amax(amax, ScaleRule(rule)).tolist() == [0, 0, 0, largest, 255, 255]
+    assert numerics.scale_from_amax(amax, ScaleRule(rule)).tolist() == [0, 0, 0, largest, 255, 255]
     nan_with_a_sign = torch.tensor([-1, -0x400000], dtype=torch.int32).view(torch.float32)  # 0xFFFFFFFF, 0xFFC00000
-    assert scale_from_amax(nan_with_a_sign, ScaleRule(rule)).tolist() == [255, 255]
+    assert numerics.scale_from_amax(nan_with_a_sign, ScaleRule(rule)).tolist() == [255, 255]
 
 
 def test_clips_says_which_rules_saturate():
     maxima = torch.tensor([math.ldexp(1 + i / 64, 0) for i in range(64)])
     for rule in ScaleRule:
-        saturates = bool((maxima > 6 * numerics.decode_e8m0(scale_from_amax(maxima, rule))).any())
+        saturates = bool((maxima > 6 * numerics.decode_e8m0(numerics.scale_from_amax(maxima, rule))).any())
         assert rule.clips == saturates
 
 
@@ -176,7 +165,7 @@ def test_edges_of_e4m3():
 
 def all_pairs() -> tuple[torch.Tensor, torch.Tensor]:
     """256 rows of one block each: row b has scale byte b and the sixteen codes twice."""
-    codes = pack_codes(torch.arange(32, dtype=torch.uint8).remainder(16).expand(256, 32).contiguous())
+    codes = numerics.pack_codes(torch.arange(32, dtype=torch.uint8).remainder(16).expand(256, 32).contiguous())
     return codes, torch.arange(256, dtype=torch.int32).to(torch.uint8).view(256, 1)
 
 
@@ -324,7 +313,7 @@ def test_scales_are_those_of_compressed_tensors():
     groups, divisor = x.unflatten(1, (-1, 16)), generate_gparam(x.min(), x.max())
     theirs, _ = calculate_qparams(groups.amin(-1), groups.amax(-1), args, divisor)
     assert torch.equal(theirs, quantize_nvfp4(x)[1].float())
-    torch.testing.assert_close(1 / divisor, nvfp4_tensor_scale(x))
+    torch.testing.assert_close(1 / divisor, numerics.nvfp4_tensor_scale(x))
 
 
 def test_literal():
@@ -350,11 +339,12 @@ def test_edges(dtype):
     nan[0, :16] = nan[1, 16:32] = True
     assert torch.equal(values.isnan(), nan) and values.dtype == dtype
     assert not codes[0, :8].any() and scale.isnan().sum() == 2 and scale[2, 0] == 1 and not values[2, :16].any()
-    assert torch.equal(values[3:], fake_quantize_nvfp4(x[3:], nvfp4_tensor_scale(x)))  # groups do not see others' NaN
+    factor = numerics.nvfp4_tensor_scale(x)
+    assert torch.equal(values[3:], fake_quantize_nvfp4(x[3:], factor))  # groups do not see others' NaN
     largest = torch.full((2, 16), torch.finfo(dtype).max, dtype=dtype)
     assert fake_quantize_nvfp4(largest).isfinite().all() and fake_quantize_nvfp4(x[:0]).shape == (0, 40)
     rows = torch.cat([fake_quantize_nvfp4(row[None]) for row in x])
-    per_row = fake_quantize_nvfp4(x, nvfp4_tensor_scale(x, per_row=True))
+    per_row = fake_quantize_nvfp4(x, numerics.nvfp4_tensor_scale(x, per_row=True))
     assert torch.equal(rows.nan_to_num(), per_row.nan_to_num())
     with pytest.raises(TypeError, match="needs a floating-point tensor"):
         quantize_nvfp4(torch.ones(2, 16, dtype=torch.int32))
@@ -372,8 +362,8 @@ def test_errors_are_decomposed_in_groups_of_sixteen_under_one_tensor_scale():
 
 
 def test_the_text():
-    assert parse_scheme("nvfp4") is NVFP4 and str(NVFP4) == "nvfp4"
+    assert numerics.parse_scheme("nvfp4") is NVFP4 and str(NVFP4) == "nvfp4"
     with pytest.raises(ValueError, match=r"'nvfp4\+of1': 'nvfp4' has no options"):
-        parse_scheme("nvfp4+of1")
+        numerics.parse_scheme("nvfp4+of1")
     with pytest.raises(ValueError, match="did you mean 'nvfp4'"):
-        parse_scheme("nvpf4")
+        numerics.parse_scheme("nvpf4")
