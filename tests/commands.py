@@ -18,6 +18,13 @@ def run(*arguments, **options) -> Result:
     return CliRunner().invoke(app, [str(argument) for argument in arguments], **options)
 
 
+def finish(*arguments, code: int = 0) -> Result:
+    """What a command gives that is to end with an exit code."""
+    result = run(*arguments)
+    assert result.exit_code == code, result.output
+    return result
+
+
 def save_tokenizer(folder: Path, alphabet: str = ALPHABET) -> Path:
     """Save a tokenizer of characters beside a model; its folder."""
     build_char_tokenizer(alphabet).save_pretrained(folder)

@@ -48,9 +48,8 @@ def test_defaults_and_config_files_of_older_versions_that_keep_their_meaning():
     config = MXFP4RLConfig.from_dict(old)
     assert config == MXFP4RLConfig(**scheme, outlier_fallback=0.5)
     assert MXFP4RLConfig.from_dict({"quant_method": "mxfp4_rl"}) == MXFP4RLConfig()
-    assert MXFP4RLConfig.from_dict({**old, "preset": "w4a16", "outlier_fallback": None}) == MXFP4RLConfig(
-        preset="w4a16", outlier_fallback=None, **scheme
-    )
+    weights_only = {"preset": "w4a16", "outlier_fallback": None}
+    assert MXFP4RLConfig.from_dict({**old, **weights_only}) == MXFP4RLConfig(**weights_only, **scheme)
     gone = [{"modules": "layers.0", "dgrad": {"grad": "full"}}]
     assert MXFP4RLConfig.from_dict({"preset": "w4a4g4", "layer_overrides": gone}) == MXFP4RLConfig(preset="w4a4g4")
 
@@ -92,13 +91,17 @@ def test_the_signature_and_help_list_every_option():
         assert f"{name} (" in words and " ".join(option.metadata["help"].replace("|", " ").split()) in words
 
 
-def test_the_old_name_of_block_mantissas_is_read():
+def test_the_old_name_of_block_mantissas_is_read_and_enums_and_numeric_strings_are_normalised():
     old = "blockwise"
     config = MXFP4RLConfig(macro_search="block_mantissas")
     for other in (MXFP4RLConfig(macro_search=old), MXFP4RLConfig.from_dict({**config.to_dict(), "macro_search": old})):
         assert other == config and hash(other) == hash(config) and other.to_dict() == config.to_dict()
     assert QuantScheme("even", 128, "block_mantissas") == QuantScheme("even", 128, old)
     assert "mbs128-blockwise" in config.describe()
+    config = MXFP4RLConfig(scale_rule=ScaleRule.EVEN, macro_block="64")
+    assert config == MXFP4RLConfig(scale_rule="even", macro_block=64)
+    assert json.loads(config.to_json_string())["macro_block"] == 64
+    assert type(config.scale_rule) is str
 
 
 #: Values that no option of this name has.
@@ -131,13 +134,6 @@ def test_the_config_of_another_method_is_refused():
     for method in ("mxfp4", "MXFP4_RL"):
         with pytest.raises(ValueError, match=f"'{method}'.*'mxfp4_rl'"):
             MXFP4RLConfig.from_dict({"quant_method": method})
-
-
-def test_enum_and_numeric_strings_are_normalised():
-    config = MXFP4RLConfig(scale_rule=ScaleRule.EVEN, macro_block="64")
-    assert config == MXFP4RLConfig(scale_rule="even", macro_block=64)
-    assert json.loads(config.to_json_string())["macro_block"] == 64
-    assert type(config.scale_rule) is str
 
 
 @pytest.mark.parametrize("options", TRAVELLING.values(), ids=TRAVELLING)

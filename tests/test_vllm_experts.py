@@ -141,8 +141,6 @@ def test_the_operator_is_one_for_compiled_code(plugin, weights):
     assert engine(x[:0], ids[:0], topk_weights[:0]).shape == (0, SIZES["hidden"])
 
 
-# ---- the grouped kernels --------------------------------------------------------------------------------------------
-
 CASES = {"packed w4a16": {"preset": "w4a16"}, "packed w4a4": {"preset": "w4a4", "outlier_fallback": 0.5}}
 
 

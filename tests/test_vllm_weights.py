@@ -290,9 +290,8 @@ def test_what_did_not_come_is_named(plugin, weights):
 def test_packed_tensors_of_another_scheme_are_refused(plugin, weights):
     source, config, _ = packed_experts("qwen3_moe", {"preset": "w4a16"})
     engine = Engine(plugin, source, config, "qwen3_moe", weights=weights)
-    with pytest.raises(
-        ValueError, match=r"down_proj.weight_macro is torch.uint8 \[4, 128, 8\]; expected uint8 \[4, 128, 2\]"
-    ):
+    message = r"down_proj.weight_macro is torch.uint8 \[4, 128, 8\]; expected uint8 \[4, 128, 2\]"
+    with pytest.raises(ValueError, match=message):
         engine.push(f"{EXPERTS}.down_proj_macro", torch.zeros(4, 128, 8, dtype=torch.uint8))
     with pytest.raises(ValueError, match=r"weight_residual is .* no such tensor"):
         engine.push(f"{EXPERTS}.down_proj_residual", torch.zeros(4, 128, 8, dtype=torch.uint8))

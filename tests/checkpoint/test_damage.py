@@ -269,9 +269,6 @@ def test_the_dtype_is_named_or_that_of_the_largest_tensor(tmp_path):
         assert model_dtype(open_checkpoint(tmp_path)) == expected
 
 
-# ---- unusual and whole ----------------------------------------------------------------------------------------------
-
-
 def save(tmp_path, model, mode, auto=AutoModelForCausalLM, **options):
     """Save a full-precision model, quantize it and save it again; the quantized one and its folder."""
     model.save_pretrained(tmp_path / "base")

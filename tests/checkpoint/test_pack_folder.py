@@ -8,7 +8,7 @@ import json
 import pytest
 import torch
 import transformers
-from commands import run
+from commands import finish, run
 from export_files import same_files, save_packed, save_plain
 from safetensors.torch import load_file, save_file
 from same_bits import assert_same, layers_of, logits, tensors_in
@@ -85,7 +85,6 @@ def test_what_cannot_be_packed_says_why(tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-# ---- rotated weights ------------------------------------------------------------------------------------------------
 SCHEME = {"scale_rule": "even", "macro_search": "block_mantissas", "fprop": {"rotation": "deterministic-32"}}
 ROTATED = MXFP4RLConfig(mode="packed", **SCHEME)
 
@@ -138,8 +137,7 @@ def test_every_way_to_pack_writes_the_same_files(packed_folder, checkpoint, tmp_
     pack_checkpoint(tmp_path / "qat", tmp_path / "of qat")
     load(source, ROTATED).save_pretrained(tmp_path / "loaded")
     options = ["--scale-rule", "even", "--macro-search", "block_mantissas", "--rotation", "deterministic-32"]
-    result = run("pack", source, tmp_path / "cli", *options)
-    assert result.exit_code == 0, result.output
+    finish("pack", source, tmp_path / "cli", *options)
     for way in ("trained", "of qat", "loaded", "cli"):
         assert_same(tensors_in(tmp_path / way), tensors_in(folder))
     cost = json.loads((tmp_path / "cli" / "pack_report.json").read_text())["layers"][0]
@@ -201,9 +199,8 @@ def qwen2_vl():
     text = {**TEXT, "rope_scaling": {"type": "mrope", "mrope_section": [4, 6, 6]}}
     vision = {"depth": 1, "embed_dim": 32, "hidden_size": 64, "num_heads": 2, "mlp_ratio": 2}
     tokens = {"image_token_id": 50, "video_token_id": 51, "vision_start_token_id": 52, "vision_end_token_id": 53}
-    return transformers.Qwen2VLForConditionalGeneration(
-        transformers.Qwen2VLConfig(text_config=text, vision_config=vision, **tokens)
-    )
+    config = transformers.Qwen2VLConfig(text_config=text, vision_config=vision, **tokens)
+    return transformers.Qwen2VLForConditionalGeneration(config)
 
 
 def zamba2():

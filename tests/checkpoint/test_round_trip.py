@@ -134,9 +134,8 @@ def test_what_names_do_not_tell_is_recorded_and_used(mode, t5, tmp_path, monkeyp
 def test_a_new_head_and_a_new_pooler_are_plain_and_initialized(mode, tmp_path):
     torch.manual_seed(0)
     sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
-    transformers.BertForMaskedLM(transformers.BertConfig(**sizes, vocab_size=64, pad_token_id=0)).save_pretrained(
-        tmp_path / "plain"
-    )
+    config = transformers.BertConfig(**sizes, vocab_size=64, pad_token_id=0)
+    transformers.BertForMaskedLM(config).save_pretrained(tmp_path / "plain")
     saved = load_as(tmp_path / "plain", mode, transformers.AutoModelForMaskedLM)
     saved.save_pretrained(tmp_path / "saved")
     for folder, how in (("plain", mode), ("saved", None)):

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from commands import run
+from commands import finish, run
 from safetensors.torch import load_file, save_file
 
 from hf_mxfp4 import MXFP4RLConfig, fake_quantize
@@ -33,8 +33,7 @@ def test_names_from_a_file_are_text_and_nothing_else(tmp_path):
         {f"{name}.weight": torch.ones(8, 64), "model.layers.1.up_proj.weight": torch.ones(8, 64)},
         tmp_path / "x.safetensors",
     )
-    done = run("analyze", tmp_path / "x.safetensors", "--out", tmp_path / "out")
-    assert done.exit_code == 0, done.output
+    done = finish("analyze", tmp_path / "x.safetensors", "--out", tmp_path / "out")
     assert "\x1b" not in done.output and "\\x1b[2J[red]a[/blue]$\\frac$" in done.output
 
 
@@ -44,8 +43,7 @@ def contents(folder):
 
 def test_a_checkpoint_from_start_to_end(checkpoint, tmp_path):
     folder = Path(checkpoint(shard_size="60KB"))
-    done = run("analyze", folder, "--out", tmp_path / "out")
-    assert done.exit_code == 0, done.stderr
+    done = finish("analyze", folder, "--out", tmp_path / "out")
     report = json.loads((tmp_path / "out" / "report.json").read_text())
     assert report["schemes"] == [f"mxfp4+{text}" for text in PAPER_SCHEMES]
     assert report["source"]["architecture"] == "Qwen2ForCausalLM" and len(report["tensors"]) == 14
@@ -185,8 +183,7 @@ def packed_of(original, folder, **options):
 def test_the_error_of_the_stored_weights(checkpoint, tmp_path, options):
     original = Path(checkpoint(dtype=torch.bfloat16))
     packed = packed_of(original, tmp_path / "packed", **options)
-    done = run("compare", original, packed, "--json")
-    assert done.exit_code == 0, done.stderr
+    done = finish("compare", original, packed, "--json")
     data = json.loads(done.stdout)
     weight = load_file(original / "model.safetensors")[f"{NAME}.weight"]
     scheme = MXFP4RLConfig(mode="packed", **options).weight_scheme
@@ -202,8 +199,7 @@ def test_the_error_of_the_stored_weights(checkpoint, tmp_path, options):
 def test_the_order_does_not_matter_and_the_screen_says_what_is_compared(checkpoint, tmp_path):
     original = Path(checkpoint())
     packed = packed_of(original, tmp_path / "packed")
-    done = run("compare", packed, original)
-    assert done.exit_code == 0, done.stderr
+    done = finish("compare", packed, original)
     assert done.stdout == run("compare", original, packed).stdout
     for text in (
         f"A: {original.name}, the original",
@@ -218,9 +214,8 @@ def test_fused_experts_meet_experts_of_their_own(checkpoint, tmp_path):
     packed = packed_of(original, tmp_path / "packed")
     assert any(".experts.0." in name for name in load_file(original / "model.safetensors"))
     data = json.loads(run("compare", original, packed, "--json", "--skip", "self_attn").stdout)
-    assert sorted(data["tensors"]) == [
-        f"model.layers.{i}.mlp.experts.{name}" for i in range(2) for name in ("down_proj", "gate_up_proj")
-    ]
+    names = ("down_proj", "gate_up_proj")
+    assert sorted(data["tensors"]) == [f"model.layers.{i}.mlp.experts.{name}" for i in range(2) for name in names]
     assert data["total"]["elements_packed_otherwise"] == 0 and 15 < data["total"]["sqnr_db"] < 25
 
 

@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.distributed.run
 import typer
-from commands import run
+from commands import finish, run
 from processes import module
 from tiny_models import make_model, make_tokenizer
 from transformers import AutoModelForCausalLM
@@ -195,8 +195,7 @@ def _words(arguments: Namespace) -> list[str]:
     ],
 )
 def test_launched_processes_import_the_package(command, script, launched):
-    done = run("run", "--", *command.split())
-    assert done.exit_code == 0, done.output
+    finish("run", "--", *command.split())
     assert [_words(arguments) for arguments in launched] == [["-m", "hf_mxfp4.cli", "run", "--", *script.split()]]
 
 
@@ -221,12 +220,6 @@ def test_what_cannot_be_run_is_refused(command, message, launched):
     assert done.exit_code == 2 and message in done.stderr
 
 
-def convert(*arguments, code=0):
-    result = run(*arguments)
-    assert result.exit_code == code, result.output
-    return result
-
-
 @pytest.fixture
 def plain(tmp_path):
     make_model("llama", layers=1, dtype=torch.bfloat16).save_pretrained(tmp_path / "plain")
@@ -243,22 +236,22 @@ def scheme_in(folder):
 
 
 def test_a_file_for_llama_cpp(plain, tmp_path):
-    result = convert("export", plain, tmp_path / "out", "--format", "gguf", "--scale-rule", "mse", "--skip", "q_proj")
+    result = finish("export", plain, tmp_path / "out", "--format", "gguf", "--scale-rule", "mse", "--skip", "q_proj")
     assert "out: gguf, 6 layers: 6 quantized from full precision" in result.stdout
     assert "takes token numbers only" in result.stdout and "16 -> 4.25" in result.stdout
     assert (tmp_path / "out" / "model-MXFP4.gguf").is_file()
-    result = convert("import", tmp_path / "out", tmp_path / "back", code=2)
+    result = finish("import", tmp_path / "out", tmp_path / "back", code=2)
     assert "only safetensors checkpoints are read" in result.stderr
 
 
 def test_nvfp4_and_back(plain, tmp_path):
     packed, out, back = (tmp_path / name for name in ("packed", "out", "back"))
-    convert("pack", plain, packed, "--scale-rule", "even", "--skip", "mlp.up_proj")
-    result = convert("export", packed, out, "--format", "nvfp4")
+    finish("pack", plain, packed, "--scale-rule", "even", "--skip", "mlp.up_proj")
+    result = finish("export", packed, out, "--format", "nvfp4")
     blocks = sum(layer["blocks"] for layer in json.loads((out / "export_report.json").read_text())["layers"])
     assert "out: nvfp4, 6 layers: 6 kept, with rewritten scales" in result.stdout
     assert f"\n{blocks} of {blocks} blocks exact\n" in result.stdout and "bit for bit" in result.stdout
-    result = convert("import", out, back)
+    result = finish("import", out, back)
     assert "6 layers: 6 kept, with rewritten scales" in result.stdout
     assert f"\n{blocks} of {blocks} blocks exact\n" in result.stdout and "byte for byte" not in result.stdout
     assert scheme_in(back)["modules_to_not_convert"] == ["model.layers.0.mlp.up_proj"]
@@ -267,16 +260,16 @@ def test_nvfp4_and_back(plain, tmp_path):
 
 def test_pack_export_import(plain, tmp_path):
     packed, out, back = (tmp_path / name for name in ("packed", "out", "back"))
-    result = convert("pack", plain, packed, "--scale-rule", "even", "--macro-block", "none", "--skip", "mlp.up_proj")
+    result = finish("pack", plain, packed, "--scale-rule", "even", "--macro-block", "none", "--skip", "mlp.up_proj")
     assert "mxfp4_rl, 6 layers: 6 quantized from full precision" in result.stdout
     assert "weights: SQNR 1" in result.stdout and " dB against the full-precision weights" in result.stdout
     expected = MXFP4RLConfig(mode="packed", scale_rule="even", macro_block=None, modules_to_not_convert=["mlp.up_proj"])
     assert scheme_in(packed) == expected.to_dict()
-    result = convert("export", packed, out, "--format", "compressed-tensors")
+    result = finish("export", packed, out, "--format", "compressed-tensors")
     assert "6 layers: 6 kept byte for byte" in result.stdout and "q_proj" not in result.stdout
     assert "weights: bit for bit the packed values, which themselves have SQNR 1" in result.stdout
     assert scheme_in(out)["ignore"] == ["lm_head", "model.layers.0.mlp.up_proj"]
-    result = convert("import", out, back, "--json")
+    result = finish("import", out, back, "--json")
     report = json.loads(result.stdout)
     assert report["actions"] == {"kept": 6} and report["sqnr_db"] is None and report["format"] == "mxfp4_rl"
     ids = torch.arange(2, 14).view(2, 6)
@@ -287,30 +280,29 @@ def test_pack_export_import(plain, tmp_path):
 def test_a_qat_checkpoint_keeps_its_scheme(plain, tmp_path):
     config = MXFP4RLConfig(scale_rule="floor")
     AutoModelForCausalLM.from_pretrained(plain, quantization_config=config).save_pretrained(tmp_path / "qat")
-    convert("pack", tmp_path / "qat", tmp_path / "packed")
+    finish("pack", tmp_path / "qat", tmp_path / "packed")
     assert scheme_in(tmp_path / "packed") == config.packed().to_dict()
-    result = convert("pack", tmp_path / "qat", tmp_path / "other", "--scale-rule", "even", code=2)
+    result = finish("pack", tmp_path / "qat", tmp_path / "other", "--scale-rule", "even", code=2)
     assert "was trained under a scheme of its own" in result.stderr
 
 
 def test_a_mismatch_is_refused_and_each_choice_reports_its_cost(plain, tmp_path):
-    convert("pack", plain, tmp_path / "packed")
-    result = convert("export", tmp_path / "packed", tmp_path / "out", "--format", "quark", code=2)
+    finish("pack", plain, tmp_path / "packed")
+    result = finish("export", tmp_path / "packed", tmp_path / "out", "--format", "quark", code=2)
     assert "error: format 'quark' cannot hold 7 of 7 layers" in result.stderr
     assert "--on-mismatch requantize" in result.stderr
     assert result.stderr.index("export the original full-precision checkpoint") < result.stderr.index("--on-mismatch")
     assert not (tmp_path / "out").exists() and result.stdout == ""
     arguments = ("export", tmp_path / "packed", tmp_path / "out", "--format", "quark", "--on-mismatch")
-    result = convert(*arguments, "requantize")
+    result = finish(*arguments, "requantize")
     assert "7 layers: 7 quantized again" in result.stdout and "quantized a second time" in result.stdout
     report = json.loads((tmp_path / "out" / "export_report.json").read_text())
     assert report["actions"] == {"requantized": 7} and 10 < report["sqnr_db"] < 40
-    assert [row[0] for row in table_in(result)] == [f"self_attn.{name}_proj" for name in "qkvo"] + [
-        f"mlp.{name}_proj" for name in ("gate", "up", "down")
-    ]
-    stderr = convert(*arguments, "dequantize", code=2).stderr
+    names = [*(f"self_attn.{name}" for name in "qkvo"), "mlp.gate", "mlp.up", "mlp.down"]
+    assert [row[0] for row in table_in(result)] == [f"{name}_proj" for name in names]
+    stderr = finish(*arguments, "dequantize", code=2).stderr
     assert "is not empty" in stderr and "--overwrite" in stderr
-    result = convert(*arguments, "dequantize", "--overwrite")
+    result = finish(*arguments, "dequantize", "--overwrite")
     assert "7 dequantized" in result.stdout and "plain checkpoint" in result.stdout
     assert "quantization_config" not in json.loads((tmp_path / "out" / "config.json").read_text())
 
@@ -340,6 +332,6 @@ def test_mistakes_are_told_and_nothing_is_written(arguments, words, plain, tmp_p
     config = json.loads((plain / "config.json").read_text())
     config["quantization_config"] = MXFP4RLConfig().to_dict()
     (tmp_path / "qat" / "config.json").write_text(json.dumps(config))
-    result = convert(*arguments, code=2)
+    result = finish(*arguments, code=2)
     assert words in result.stderr and "Traceback" not in result.output
     assert sorted(path.name for path in tmp_path.iterdir()) == ["plain", "qat"]

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from commands import ALPHABET, run, save_texts, save_tokenizer
+from commands import ALPHABET, finish, run, save_texts, save_tokenizer
+from tables import PLAIN
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_mxfp4 import MXFP4RLConfig
@@ -52,15 +53,14 @@ def losses(model):
 def test_a_checkpoint_from_start_to_end(folder, text, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     words = ("--device", "cpu", "--text", text, "--scheme", "w4a16:rceil", "--scheme", "even+mbs128-blockwise")
-    done = run("eval", folder, *words)
-    assert done.exit_code == 0, done.stderr
+    done = finish("eval", folder, *words)
     out = tmp_path / "evaluation" / "--".join(folder.parts[-2:])
     assert sorted(path.name for path in out.iterdir()) == sorted([*FILES, "progress.jsonl"])
     report = json.loads((out / "evaluation.json").read_text())
     assert [row["name"] for row in report["rows"]] == ["full precision", "w4a16:rceil", "even+mbs128-blockwise"]
     assert (report["texts"], report["tokens"], report["text"]) == (3, 9 + 14 + 19, "sums.jsonl")
     plain = AutoModelForCausalLM.from_pretrained(folder)
-    config = MXFP4RLConfig(preset="w4a16", scale_rule="rceil", macro_block=None, outlier_fallback=None)
+    config = MXFP4RLConfig(preset="w4a16", scale_rule="rceil", **PLAIN)
     quantized = AutoModelForCausalLM.from_pretrained(folder, quantization_config=config)
     expected = [losses(plain), losses(quantized)]
     assert [row["nats"]["value"] for row in report["rows"][:2]] == pytest.approx(expected, rel=1e-6)
@@ -79,15 +79,12 @@ def test_a_checkpoint_from_start_to_end(folder, text, tmp_path, monkeypatch):
 
 def test_each_layer_in_full_precision_in_turn(folder, text, tmp_path):
     arguments = ("--text", text, "--json", "--out", tmp_path / "out", "--without-each")
-    done = run("eval", folder, *arguments, "layer", "--scheme", "w4a16:floor")
-    assert done.exit_code == 0, done.stderr
+    done = finish("eval", folder, *arguments, "layer", "--scheme", "w4a16:floor")
     plain, whole, *parts = json.loads(done.stdout)["rows"]
     assert [row["name"] for row in parts] == [f"w4a16:floor without model.layers.{i}" for i in (0, 1)]
     # The layers are alike: half of the weights in 16 bits, the others in 4.25.
     assert [row["bits"] for row in (whole, *parts)] == [4.25, 10.125, 10.125]
-    config = MXFP4RLConfig(
-        preset="w4a16", scale_rule="floor", macro_block=None, outlier_fallback=None, modules_to_not_convert=["layers.1"]
-    )
+    config = MXFP4RLConfig(preset="w4a16", scale_rule="floor", modules_to_not_convert=["layers.1"], **PLAIN)
     quantized = AutoModelForCausalLM.from_pretrained(folder, quantization_config=config)
     assert parts[1]["nats"]["value"] == pytest.approx(losses(quantized), rel=1e-6)
     by_type = json.loads(run("eval", folder, *arguments, "type", "--scheme", "w4a16:floor").stdout)["rows"]
@@ -119,8 +116,7 @@ def test_wrong_usage(folder, text, tmp_path, monkeypatch, arguments, message):
 
 def test_a_policy_is_measured_on_its_master_weights_and_under_its_own_scheme(policy, text, tmp_path):
     equal = ("--scheme", f"config:{policy / 'config.json'}", "--scheme", "own")  # which are measured once
-    done = run("eval", policy, "--text", text, "--out", tmp_path / "out", "--card", "--json", *equal)
-    assert done.exit_code == 0, done.stderr
+    done = finish("eval", policy, "--text", text, "--out", tmp_path / "out", "--card", "--json", *equal)
     full, own = json.loads(done.stdout)["rows"]
     assert (full["name"], own["name"]) == ("full precision", "own") and own["kl"]["value"] > 0
     quantized = AutoModelForCausalLM.from_pretrained(policy)
@@ -157,8 +153,7 @@ def test_a_policy_is_measured_on_its_master_weights_and_under_its_own_scheme(pol
 def test_weights_that_are_stored_in_four_bits(folder, policy, text, tmp_path):
     assert run("pack", folder, tmp_path / "packed").exit_code == 0
     packed = save_tokenizer(tmp_path / "packed")
-    done = run("eval", packed, "--text", text, "--out", tmp_path / "out", "--json")
-    assert done.exit_code == 0, done.stderr
+    done = finish("eval", packed, "--text", text, "--out", tmp_path / "out", "--json")
     (alone,) = json.loads(done.stdout)["rows"]
     assert alone["name"] == "as stored" and "kl" not in alone
     done = run("eval", packed, "--text", text, "--out", tmp_path / "other", "--reference", folder, "--card", "--json")

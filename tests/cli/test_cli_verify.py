@@ -194,9 +194,6 @@ def test_what_cannot_be_checked_is_not_damage(copy, monkeypatch):
     assert done.exit_code == 2 and "could not be checked: ZeroDivisionError: a mistake" in done.stderr
 
 
-# ---- folders made to harm -------------------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def folder(saved, tmp_path):
     return shutil.copytree(saved["hostile"], tmp_path / "model")

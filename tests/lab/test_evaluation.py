@@ -114,9 +114,8 @@ def test_what_cannot_be_measured_says_why(checkpoint):
     for ids in (torch.zeros(1, 1, dtype=torch.long), torch.zeros(2, 4, dtype=torch.long), torch.zeros(4)):
         with pytest.raises(ValueError, match=r"text 0 is \[.*\], not \[1, tokens\] with two tokens or more"):
             reference_of(model, [ids])
-    packed = AutoModelForCausalLM.from_pretrained(
-        checkpoint("llama"), quantization_config=factors_config(mode="packed"), dtype=torch.bfloat16
-    )
+    options = {"quantization_config": factors_config(mode="packed"), "dtype": torch.bfloat16}
+    packed = AutoModelForCausalLM.from_pretrained(checkpoint("llama"), **options)
     with pytest.raises(ValueError, match="exist in 4 bits only"):
         reference_of(packed, TEXTS)
     assert [found.tokens for found in score(packed, None, TEXTS)] == [8, 39, 1]
@@ -189,9 +188,8 @@ def test_figures_and_files_of_an_evaluation(tmp_path):
     alone = lab.Evaluation("tiny", "test.jsonl", (found.rows[0],), None, {})
     with pytest.raises(ValueError, match="nothing to plot"):
         lab.front_figure(alone)
-    assert evaluation_columns(alone) == ["scheme", "perplexity"] and evaluation_table(alone) == [
-        ["full precision", "4.482"]
-    ]
+    assert evaluation_columns(alone) == ["scheme", "perplexity"]
+    assert evaluation_table(alone) == [["full precision", "4.482"]]
 
 
 def log_of(path):

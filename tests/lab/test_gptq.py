@@ -6,7 +6,7 @@ import json
 
 import pytest
 import torch
-from commands import run, save_with_texts
+from commands import finish, run, save_with_texts
 from factors import factors_config
 from tiny_models import make_model
 from torch import nn
@@ -82,9 +82,8 @@ def test_residuals_are_rounded_too(scheme, rotation):
     found = round_weight(weight.bfloat16(), moments, scheme, rotation)
     values, nearest = (quantized_again(each, scheme, rotation) for each in (found, weight))
     assert output_error(values - weight, moments) < 0.6 * output_error(nearest - weight, moments)
-    plain = round_weight(
-        weight.bfloat16(), moments, dataclasses.replace(scheme, outlier_fallback=None, fallback_rate=None), rotation
-    )
+    one_pass = dataclasses.replace(scheme, outlier_fallback=None, fallback_rate=None)
+    plain = round_weight(weight.bfloat16(), moments, one_pass, rotation)
     assert output_error(values - weight, moments) < 0.9 * output_error(plain.float() - weight, moments)
 
 
@@ -191,9 +190,8 @@ def test_later_layers_are_rounded_on_what_rounded_ones_give(monkeypatch):
     # Layers that read the same states share their moments, and these are of the model as it is by then.
     assert all(torch.equal(seen[0], seen[i]) for i in (1, 2)) and torch.equal(seen[4], seen[5])
     inputs = []
-    handle = model.model.layers[1].mlp.down_proj.register_forward_pre_hook(
-        lambda _, x: inputs.append(x[0].flatten(0, 1))
-    )
+    down = model.model.layers[1].mlp.down_proj
+    handle = down.register_forward_pre_hook(lambda _, x: inputs.append(x[0].flatten(0, 1)))
     with torch.no_grad():
         for ids in texts():
             model(ids)
@@ -211,25 +209,19 @@ def test_experts_are_left_alone_and_named(family, rounded):
     assert all(torch.equal(value, model.state_dict()[name]) for name, value in experts.items())
 
 
-def test_wrong_arguments():
+def test_wrong_arguments_and_layers_that_are_not_run_one_after_the_other_are_noticed():
     with pytest.raises(ValueError, match="needs texts"):
         round_model(make_model("llama"), [], CONFIG)
     with pytest.raises(ValueError, match="0.self_attn.q_proj under mxfp4.rceil.* cannot be rounded to stay"):
         round_model(make_model("llama"), texts(), factors_config(mode="packed", preset="w4a16"))
     with pytest.raises(ValueError, match="no list of decoder layers"):
         round_model(nn.Sequential(nn.Linear(32, 32)), texts(), CONFIG)
-
-
-def test_layers_that_are_not_run_one_after_the_other_are_noticed():
     model = make_model("llama")
     model.model.layers[0].register_forward_hook(lambda module, inputs, output: 2 * output)
+    # This hook lies behind the one that notes what a layer gives.
+    model.model.layers[1].register_forward_pre_hook(lambda module, inputs: (inputs[0].clone(),))
     with pytest.raises(ValueError, match="not run one after the other"):
-        # The hook lies behind the one that notes what a layer gives.
-        handle = model.model.layers[1].register_forward_pre_hook(lambda module, inputs: (inputs[0].clone(),))
-        try:
-            round_model(model, texts(), CONFIG)
-        finally:
-            handle.remove()
+        round_model(model, texts(), CONFIG)
 
 
 @pytest.fixture
@@ -238,8 +230,7 @@ def folder(tmp_path):
 
 
 def test_packing_what_the_command_writes_loses_nothing(folder):
-    done = run("gptq", folder / "base", folder / "out", "--text", folder / "sums.jsonl", "--json")
-    assert done.exit_code == 0, done.stderr
+    done = finish("gptq", folder / "base", folder / "out", "--text", folder / "sums.jsonl", "--json")
     said = json.loads(done.stdout)
     assert len(said["layers"]) == 14 and said["left"] == [] and said["gain_db"] > 1
     assert "rounded model.layers.1.mlp.down_proj" in done.stderr

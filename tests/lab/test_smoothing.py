@@ -6,7 +6,7 @@ import json
 
 import pytest
 import torch
-from commands import run, save_with_texts
+from commands import finish, run, save_with_texts
 from safetensors.torch import load_file
 from tiny_models import make_model
 from torch import nn
@@ -141,8 +141,7 @@ def folder(tmp_path):
 
 
 def test_the_command_writes_a_checkpoint_that_computes_the_same(folder):
-    done = run("smooth", folder / "base", folder / "out", "--text", folder / "sums.jsonl", "--json")
-    assert done.exit_code == 0, done.stderr
+    done = finish("smooth", folder / "base", folder / "out", "--text", folder / "sums.jsonl", "--json")
     said = json.loads(done.stdout)
     assert len(said["places"]) == 8 and said["n_channels"] > 0
     old, new = (AutoModelForCausalLM.from_pretrained(folder / name, dtype="auto") for name in ("base", "out"))
@@ -163,8 +162,7 @@ def test_a_vision_tower_and_side_files_are_kept(folder):
     AutoModelForImageTextToText.from_config(config).save_pretrained(base)
     (base / "preprocessor_config.json").write_text("{}")
     (base / "LICENSE").write_text("free")
-    done = run("smooth", base, out, "--text", folder / "sums.jsonl")
-    assert done.exit_code == 0, done.stderr
+    done = finish("smooth", base, out, "--text", folder / "sums.jsonl")
     old, new = (load_file(each / "model.safetensors") for each in (base, out))
     assert old.keys() == new.keys() and any("visual" in name for name in new)
     assert {path.name for path in base.iterdir()} - {path.name for path in out.iterdir()} == set()

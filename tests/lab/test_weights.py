@@ -182,10 +182,8 @@ def test_errors_are_those_of_each_expert_by_itself(family, tmp_path):
     model.save_pretrained(tmp_path / "base")
     source = open_source(str(tmp_path / "base"))
     analysis = analyze_weights(source, [RCEIL], Selection.of(source))
-    down = [
-        result.statistics[str(RCEIL)] for result in analysis.results if "down" in result.name or "w2" in result.name
-    ]
-    total = sum(statistics.total for statistics in down)
+    down = [result for result in analysis.results if "down" in result.name or "w2" in result.name]
+    total = sum(result.statistics[str(RCEIL)].total for result in down)
     weight = model.model.layers[0].mlp.experts.down_proj.detach()
     weight = weight.transpose(1, 2) if family == "gpt_oss" else weight
     expected = sum((fake_quantize(matrix.contiguous()) - matrix).double().square().sum().item() for matrix in weight)

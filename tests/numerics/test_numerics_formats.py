@@ -20,15 +20,12 @@ from hf_mxfp4.numerics import NVFP4, ScaleRule, dequantize, fake_quantize_e4m3, 
 CODE_VALUES = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0]
 
 
-def test_decode_each_code():
+def test_each_code_is_decoded_and_encoded_again_without_the_sign_of_zero():
     values = numerics.decode_e2m1(torch.arange(16, dtype=torch.uint8))
     assert values.dtype == torch.float32 and values.tolist() == CODE_VALUES
     assert torch.signbit(values).tolist() == [code >= 8 for code in range(16)]
     theirs = np.arange(16, dtype=np.uint8).view(ml_dtypes.float4_e2m1fn)
     assert values.tolist() == theirs.astype(np.float32).tolist()
-
-
-def test_encode_inverts_decode_and_drops_the_sign_of_zero():
     codes = numerics.encode_e2m1(torch.tensor(CODE_VALUES))
     assert codes.dtype == torch.uint8
     assert codes.tolist() == [0, 1, 2, 3, 4, 5, 6, 7, 0, 9, 10, 11, 12, 13, 14, 15]
@@ -48,19 +45,15 @@ def test_rounding_matches_ml_dtypes_everywhere():
     inner = sweep[1:-1]
     below, above = np.nextafter(sweep, np.float32(0)), np.nextafter(inner, 8 * np.sign(inner))
     values = np.concatenate([sweep, below, above, random])
-    np.testing.assert_array_equal(
-        round_nearest(values).numpy(), values.astype(ml_dtypes.float4_e2m1fn).astype(np.float32)
-    )
+    expected = values.astype(ml_dtypes.float4_e2m1fn).astype(np.float32)
+    np.testing.assert_array_equal(round_nearest(values).numpy(), expected)
 
 
-def test_pack_puts_the_even_index_in_the_low_nibble():
+def test_pack_puts_the_even_index_in_the_low_nibble_and_unpack_reverses_it():
     codes = torch.tensor([[0x1, 0x2, 0xA, 0xF], [0x0, 0x8, 0x7, 0x0]], dtype=torch.uint8)
     packed = numerics.pack_codes(codes)
     assert packed.dtype == torch.uint8
     assert packed.tolist() == [[0x21, 0xFA], [0x80, 0x07]]
-
-
-def test_pack_unpack_round_trip():
     for length in range(10):
         codes = torch.randint(0, 16, (3, 2, length), dtype=torch.uint8, generator=torch.Generator().manual_seed(length))
         packed = numerics.pack_codes(codes)
@@ -278,9 +271,8 @@ def test_dequantize_names_what_is_missing(missing):
 def spread(dtype=torch.float32, rows: int = 64, columns: int = 512) -> torch.Tensor:
     """Rows whose standard deviations are spread over three octaves."""
     generator = torch.Generator().manual_seed(0)
-    return (
-        torch.randn(rows, columns, generator=generator) * torch.exp2(3 * torch.rand(rows, 1, generator=generator))
-    ).to(dtype)
+    x = torch.randn(rows, columns, generator=generator)
+    return (x * torch.exp2(3 * torch.rand(rows, 1, generator=generator))).to(dtype)
 
 
 def positive_zero(codes: torch.Tensor, length: int) -> torch.Tensor:

@@ -101,23 +101,6 @@ def test_static_macro_byte():
     assert not quantize(block(3.4e38), macro_block=128, macro_search="dynamic").macro.any()
 
 
-def test_static_macro_values():
-    # f = 1.5: 4 and 3 become 6 and 4.5 (rounded to 4), and come back as 4 and 4 / 1.5.
-    x = block(4.0, 3.0, -1.0)
-    packed = quantize(x, macro_block=128)
-    assert packed.scale.tolist() == [127]
-    assert unpack_codes(packed.codes, 32)[:3].tolist() == [7, 6, 11]
-    expected = [4.0, float(np.float32(4) / np.float32(1.5)), -1.0]
-    assert packed.dequantize()[:3].tolist() == expected
-    assert fake_quantize(x, macro_block=128)[:3].tolist() == expected
-
-
-@pytest.mark.parametrize(("size", "factors"), [(32, [128, 0, 51]), (64, [0, 51]), (128, [0]), ("row", [0])], ids=str)
-def test_macro_blocks_share_the_factor_of_their_maximum(size, factors):
-    x = torch.cat([block(4.0), block(6.0), block(5.0)])
-    assert quantize(x, macro_block=size).macro.tolist() == factors
-
-
 def test_dynamic_macro_takes_the_best_sixteenth():
     # Nothing to gain on grid points: the first factor, 1, wins the tie.
     assert quantize(block(4.0, -4.0), macro_block=32, macro_search="dynamic").macro.tolist() == [0]
