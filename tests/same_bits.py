@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Equality of nested states, tensors to the bit; the tensors of a model in memory or in a folder, and its logits."""
 
+import json
 import math
 from pathlib import Path
 
@@ -47,6 +48,13 @@ def tensors_in(folder) -> dict[str, torch.Tensor]:
     for file in shards(folder):
         found.update(load_file(file))
     return found
+
+
+def edit_config(folder, **changes) -> str:
+    """Change entries of the `config.json` of a folder, which is returned."""
+    file = Path(folder, "config.json")
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+    return str(folder)
 
 
 def layers_of(model, kind=MXFP4PackedLinear) -> dict[str, torch.nn.Module]:

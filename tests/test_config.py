@@ -37,7 +37,7 @@ TRAVELLING = CONFIGS | {
 }
 
 
-def test_defaults_and_config_files_of_older_versions_that_keep_their_meaning():
+def test_defaults_and_config_files_of_older_versions_and_of_other_methods():
     """Written before there was a second mode, without options that came later and with one that is gone."""
     old = {
         "quant_method": "mxfp4_rl", "format_version": 1, "mode": "qat", "preset": "w4a4", "scale_rule": "rceil",
@@ -50,6 +50,9 @@ def test_defaults_and_config_files_of_older_versions_that_keep_their_meaning():
     assert MXFP4RLConfig.from_dict({"quant_method": "mxfp4_rl"}) == MXFP4RLConfig()
     weights_only = {"preset": "w4a16", "outlier_fallback": None}
     assert MXFP4RLConfig.from_dict({**old, **weights_only}) == MXFP4RLConfig(**weights_only, **scheme)
+    for method in ("mxfp4", "MXFP4_RL"):
+        with pytest.raises(ValueError, match=f"'{method}'.*'mxfp4_rl'"):
+            MXFP4RLConfig.from_dict({"quant_method": method})
     gone = [{"modules": "layers.0", "dgrad": {"grad": "full"}}]
     assert MXFP4RLConfig.from_dict({"preset": "w4a4g4", "layer_overrides": gone}) == MXFP4RLConfig(preset="w4a4g4")
 
@@ -128,12 +131,6 @@ def test_invalid_values_are_named(name):
             with pytest.raises(ValueError) as error:
                 build(value)
             assert f"{name}={value!r}" in str(error.value)
-
-
-def test_the_config_of_another_method_is_refused():
-    for method in ("mxfp4", "MXFP4_RL"):
-        with pytest.raises(ValueError, match=f"'{method}'.*'mxfp4_rl'"):
-            MXFP4RLConfig.from_dict({"quant_method": method})
 
 
 @pytest.mark.parametrize("options", TRAVELLING.values(), ids=TRAVELLING)

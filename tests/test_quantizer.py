@@ -2,17 +2,15 @@
 """Loading through `from_pretrained`: what is quantized, what is reported, what is refused, and the way back."""
 
 import gc
-import json
 import math
 import re
 import weakref
-from pathlib import Path
 
 import pytest
 import torch
 from factors import factors_config, load_factors
 from safetensors.torch import load_file
-from same_bits import IDS, layers_of
+from same_bits import IDS, edit_config, layers_of
 from tiny_models import make_model
 from torch import nn
 from transformers import AutoModel, AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, Lfm2Config, Lfm2ForCausalLM
@@ -221,13 +219,6 @@ def test_a_deleted_model_is_freed_at_once(checkpoint):
 # ---- what a user reads who asked for something that cannot be done ---------------------------------------------------
 
 
-def with_quantization_config(folder: str, scheme: dict) -> str:
-    """``folder`` again, after an edit of its config.json."""
-    file = Path(folder, "config.json")
-    file.write_text(json.dumps({**json.loads(file.read_text()), "quantization_config": scheme}))
-    return folder
-
-
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
@@ -242,7 +233,7 @@ def test_the_message_is_the_same_from_python_a_dictionary_and_a_checkpoint(optio
     builds = [
         lambda: MXFP4RLConfig(**options),
         lambda: AutoModelForCausalLM.from_pretrained(folder, quantization_config=as_dict),
-        lambda: AutoModelForCausalLM.from_pretrained(with_quantization_config(folder, as_dict)),
+        lambda: AutoModelForCausalLM.from_pretrained(edit_config(folder, quantization_config=as_dict)),
     ]
     for build in builds:
         with pytest.raises(error, match=re.escape(message)):
@@ -256,7 +247,7 @@ def test_a_dictionary_that_does_not_say_whose_it_is(checkpoint):
 
 @pytest.mark.parametrize(("method", "owner"), [("mxfp4", "Mxfp4Config"), ("fp8", "FineGrainedFP8Config")])
 def test_a_checkpoint_of_another_method_is_refused(method, owner, checkpoint):
-    folder = with_quantization_config(checkpoint("qwen2", layers=1), {"quant_method": method})
+    folder = edit_config(checkpoint("qwen2", layers=1), quantization_config={"quant_method": method})
     with pytest.raises(ValueError, match=f"{owner}.*MXFP4RLConfig"):
         AutoModelForCausalLM.from_pretrained(folder, quantization_config=MXFP4RLConfig())
 

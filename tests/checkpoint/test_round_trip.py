@@ -62,9 +62,6 @@ def test_only_the_scheme_is_added_and_saving_again_changes_nothing(mode, checkpo
     assert (tmp_path / "one" / "config.json").read_bytes() == (tmp_path / "two" / "config.json").read_bytes()
 
 
-# ---- the choice of layers -------------------------------------------------------------------------------------------
-
-
 SIZES = {"vocab_size": 64, "d_model": 64, "d_kv": 32, "d_ff": 64, "num_layers": 1, "num_heads": 2}
 
 
@@ -170,9 +167,6 @@ def test_a_model_that_saves_itself_by_passing_its_arguments_on(tmp_path):
         assert torch.equal(load_as(tmp_path / "saved", None, Own)(IDS).logits, model(IDS).logits)
 
 
-# ---- state dicts ----------------------------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def model(checkpoint):
     return AutoModelForCausalLM.from_pretrained(checkpoint("qwen2"), quantization_config=MXFP4RLConfig())
@@ -196,9 +190,6 @@ def test_what_is_given_is_what_is_written_and_nothing_is_left_on_the_model(model
     with pytest.raises(NotADirectoryError):
         model.save_pretrained(tmp_path / "file" / "saved", state_dict=shifted(model))
     assert set(vars(model)) == attributes and take_state_dict(model) is None
-
-
-# ---- packed models --------------------------------------------------------------------------------------------------
 
 
 PACKED = ("weight", "weight_scale", "weight_macro", "weight_residual", "weight_residual_scale")

@@ -12,6 +12,7 @@ import pytest
 import torch
 from commands import finish, run
 from safetensors.torch import load_file, save_file
+from same_bits import edit_config
 
 from hf_mxfp4 import MXFP4RLConfig, fake_quantize
 from hf_mxfp4.checkpoint import export, pack_checkpoint
@@ -62,15 +63,13 @@ def test_a_checkpoint_from_start_to_end(checkpoint, tmp_path):
 def test_a_policy_under_its_own_scheme(checkpoint, tmp_path):
     folder = Path(checkpoint())
     config = MXFP4RLConfig(scale_rule="even", outlier_fallback=None)
-    written = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**written, "quantization_config": config.to_dict()}))
+    edit_config(folder, quantization_config=config.to_dict())
     summary = json.loads(run("analyze", folder, "--json", "--out", tmp_path / "a").stdout)
     assert summary["schemes"] == ["mxfp4+even+mbs128-blockwise"]
     compared = json.loads(run("compare", folder, checkpoint(seed=1), "--json").stdout)
     assert compared["scheme"] == "mxfp4+even+mbs128-blockwise"
     for preset, reason in (("w4a4_h64", "rotates both operands"), ("w8a8", "takes weights in fp8")):
-        options = MXFP4RLConfig(preset=preset).to_dict()
-        (folder / "config.json").write_text(json.dumps({**written, "quantization_config": options}))
+        edit_config(folder, quantization_config=MXFP4RLConfig(preset=preset).to_dict())
         for done in (run("analyze", folder, "--out", tmp_path / "b"), run("compare", folder, folder)):
             assert done.exit_code == 2 and reason in done.stderr and "or give --scheme" in done.stderr
         assert run("analyze", folder, "--scheme", "rceil", "--out", tmp_path / preset).exit_code == 0

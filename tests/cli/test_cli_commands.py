@@ -18,6 +18,7 @@ import torch.distributed.run
 import typer
 from commands import finish, run
 from processes import module
+from same_bits import edit_config
 from tiny_models import make_model, make_tokenizer
 from transformers import AutoModelForCausalLM
 
@@ -329,9 +330,7 @@ def test_a_mismatch_is_refused_and_each_choice_reports_its_cost(plain, tmp_path)
 def test_mistakes_are_told_and_nothing_is_written(arguments, words, plain, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     shutil.copytree(plain, tmp_path / "qat")
-    config = json.loads((plain / "config.json").read_text())
-    config["quantization_config"] = MXFP4RLConfig().to_dict()
-    (tmp_path / "qat" / "config.json").write_text(json.dumps(config))
+    edit_config(tmp_path / "qat", quantization_config=MXFP4RLConfig().to_dict())
     result = finish(*arguments, code=2)
     assert words in result.stderr and "Traceback" not in result.output
     assert sorted(path.name for path in tmp_path.iterdir()) == ["plain", "qat"]

@@ -10,7 +10,7 @@ import pytest
 import torch
 from commands import run
 from safetensors.torch import save_file
-from same_bits import shards
+from same_bits import edit_config, shards
 from tiny_models import make_model
 from transformers import AutoModelForCausalLM
 
@@ -124,11 +124,11 @@ def test_an_index_that_does_not_fit(copy, what):
 def test_a_config_of_another_model_or_scheme(copy, name):
     folder = copy(name)
     config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, "intermediate_size": 96}))
+    edit_config(folder, intermediate_size=96)
     done = run("verify", folder)
     assert done.exit_code == 1 and "the model needs" in done.stdout
     config["quantization_config"]["mode"] = {"qat": "packed", "packed": "qat"}[config["quantization_config"]["mode"]]
-    (folder / "config.json").write_text(json.dumps(config))
+    edit_config(folder, **config)
     assert where(folder) == ["config.json"]
     (folder / "config.json").write_text("{")
     assert where(folder) == ["config.json"]
@@ -199,11 +199,6 @@ def folder(saved, tmp_path):
     return shutil.copytree(saved["hostile"], tmp_path / "model")
 
 
-def edit(folder, **options) -> None:
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, **options}))
-
-
 def assert_one_line(folder, verify_code: int, words: str = "") -> None:
     """Check the exit codes and output of `verify` and `export`."""
     export = ("export", folder, folder.with_name("out"), "--format", "bf16")
@@ -216,7 +211,7 @@ def assert_one_line(folder, verify_code: int, words: str = "") -> None:
 
 def test_code_in_the_folder_is_not_run_and_not_asked_about(folder, tmp_path):
     classes = {"AutoConfig": "evil.Config", "AutoModelForCausalLM": "evil.Model"}
-    edit(folder, model_type="evil", auto_map=classes)
+    edit_config(folder, model_type="evil", auto_map=classes)
     (folder / "evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
     assert_one_line(folder, 1)
     with pytest.raises(ValueError):
@@ -230,7 +225,7 @@ def test_code_in_the_folder_is_not_run_and_not_asked_about(folder, tmp_path):
     "options", [{"_attn_implementation": "evil/kernel"}, {"text_config": {"_experts_implementation": "evil/kernel"}}]
 )
 def test_kernels_of_the_hub_are_refused(folder, options):
-    edit(folder, **options)
+    edit_config(folder, **options)
     assert_one_line(folder, 0, "asks for the kernel")
     for reader in (read_config, lambda model: read_config(f"{model}/config.json"), load):
         with pytest.raises(ValueError, match="asks for the kernel"):
@@ -252,7 +247,7 @@ def test_kernels_of_the_hub_are_refused(folder, options):
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
 def test_what_makes_no_model_is_damage_or_refused(folder, options, code, words):
-    edit(folder, **options)
+    edit_config(folder, **options)
     assert_one_line(folder, code, words)
 
 

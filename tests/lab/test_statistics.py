@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from moe_models import make_moe, tokens
-from tables import gaussian
+from tables import PLAIN, gaussian
 from tiny_models import make_model
 
 from hf_mxfp4 import MXFP4RLConfig, pack
@@ -154,12 +154,9 @@ def test_json_round_trip_is_exact():
     assert ErrorStatistics.from_dict(json.loads(json.dumps(s.to_dict()))) == s
 
 
-SCHEME = MXFP4RLConfig(outlier_fallback=None, macro_block=None)
-
-
 def quantized(family="qwen3_moe"):
     model = make_moe(family)
-    quantize_linears(model, SCHEME)
+    quantize_linears(model, MXFP4RLConfig(**PLAIN))
     return model
 
 

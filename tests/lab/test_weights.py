@@ -2,7 +2,6 @@
 """Analysis of checkpoints: against whole tensors, of experts, with broken files, and the log that it resumes from; two
 checkpoints side by side, and the random data of `simulate`."""
 
-import json
 import math
 import os
 from pathlib import Path
@@ -10,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from same_bits import tensors_in
+from same_bits import edit_config, tensors_in
 from tiny_models import make_model
 from transformers import AutoModelForCausalLM
 
@@ -92,9 +91,7 @@ def test_a_model_of_conv1d_is_told_so(tmp_path):
     ],
 )
 def test_quantized_checkpoints_are_refused(checkpoint, quantization, message):
-    folder = Path(checkpoint())
-    written = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**written, "quantization_config": quantization}))
+    folder = edit_config(checkpoint(), quantization_config=quantization)
     with pytest.raises(lab.SourceError, match=message):
         analyzed(folder)
 
