@@ -216,9 +216,6 @@ def test_a_deleted_model_is_freed_at_once(checkpoint):
     assert reference() is None
 
 
-# ---- what a user reads who asked for something that cannot be done ---------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [

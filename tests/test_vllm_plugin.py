@@ -110,9 +110,8 @@ def test_joined_layers_and_shares_of_columns(plugin, options):
     config = MXFP4RLConfig(mode="packed", **options)
     sources = [packed_layer(config, rows=rows, seed=rows) for rows in (64, 32, 32)]
     layer = make_layer(linear_method(plugin, config, QKV), sources, torch.float32)
-    assert torch.equal(
-        vllm_stand_ins.dequantized(layer, config), torch.cat([source.dequantized_weight() for source in sources])
-    )
+    whole = torch.cat([source.dequantized_weight() for source in sources])
+    assert torch.equal(vllm_stand_ins.dequantized(layer, config), whole)
     if config.activation_scheme is None:
         split = {"dtype": torch.float32, "shares": 2}
         halves = [make_layer(linear_method(plugin, config), sources[:1], **split, rank=rank) for rank in (0, 1)]

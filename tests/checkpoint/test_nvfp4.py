@@ -56,9 +56,8 @@ def test_a_packed_checkpoint_keeps_its_values(scheme, tmp_path):
     assert report.blocks == (1920, 1920) and report.counts() == {"kept": 14} and not report.changed
     written = json.loads((tmp_path / "out/export_report.json").read_text())
     assert (written["blocks"], written["exact_blocks"]) == (1920, 1920)
-    assert {name for name in after if Q_PROJ in name} == {
-        f"{Q_PROJ}.{end}" for end in ("bias", "weight_global_scale", "weight_packed", "weight_scale")
-    }
+    ends = ("bias", "weight_global_scale", "weight_packed", "weight_scale")
+    assert {name for name in after if Q_PROJ in name} == {f"{Q_PROJ}.{end}" for end in ends}
 
 
 def test_torchao_reads_the_same_values(tmp_path):

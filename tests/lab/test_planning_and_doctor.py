@@ -169,9 +169,8 @@ def test_kernels_that_write_zeros_are_found(of_lab, monkeypatch):
     for name in KERNELS.values():
         monkeypatch.setattr(kernels, name, zeros)
     monkeypatch.setattr(kernels, "fake_quantize", lambda x, *arguments: torch.zeros_like(x, dtype=torch.float32))
-    monkeypatch.setattr(
-        kernels, "quantize", lambda x, scheme, *_: doctor.numerics.quantize(torch.zeros_like(x), **vars(scheme), seed=7)
-    )
+    quantize = doctor.numerics.quantize
+    monkeypatch.setattr(kernels, "quantize", lambda x, how, *_: quantize(torch.zeros_like(x), **vars(how), seed=7))
     found = {check.name: check.problem for check in check_kernels("cpu")}
     assert set(found) == set(KERNELS)
     assert all("differ from the eager ones" in problem for problem in found.values()), found

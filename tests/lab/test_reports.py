@@ -57,9 +57,8 @@ SOURCE = {"kind": "folder", "architecture": "Qwen2ForCausalLM", "files": 1}
 def analysis(tmp_path_factory):
     folder = tmp_path_factory.mktemp("model")
     torch.manual_seed(0)
-    tensors = {
-        f"model.layers.{i}.mlp.{kind}.weight": torch.randn(64, 128) for i in range(12) for kind in ("up", "down")
-    }
+    names = [f"model.layers.{i}.mlp.{kind}.weight" for i in range(12) for kind in ("up", "down")]
+    tensors = {name: torch.randn(64, 128) for name in names}
     tensors["model.layers.3.mlp.zero.weight"] = torch.zeros(64, 128)
     tensors["model.embed_tokens.weight"] = torch.zeros(4, 4)
     save_file(tensors, folder / "model.safetensors")

@@ -15,10 +15,6 @@ from hf_mxfp4.numerics import apply_scheme, fake_quantize, random_signs, rotate
 WORD = 2**32 - 1
 
 
-def seeded(seed: int) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
-
-
 def stochastic(x: torch.Tensor, seed: int | None, **scheme) -> torch.Tensor:
     return fake_quantize(x, rounding="stochastic", seed=seed, **scheme)
 
@@ -79,7 +75,7 @@ def test_probability_is_the_distance_to_the_other_neighbour():
     ids=["rceil", "rceil-mbs128", "floor-shrinks"],
 )
 def test_gain_and_error_on_gaussian_data(scheme, gain, relative_mse):
-    sigma = torch.exp2((torch.randperm(1024, generator=seeded(1)) + 0.5) / 1024)
+    sigma = torch.exp2((torch.randperm(1024, generator=torch.Generator().manual_seed(1)) + 0.5) / 1024)
     x = gaussian(1024, 512, seed=2) * sigma[:, None]
     out = stochastic(x, 3, **scheme).double()
     energy = x.double().square().sum()
