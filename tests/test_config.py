@@ -120,7 +120,7 @@ INVALID = {
     "weight_block": ["32x1", 32, None],
     "modules_to_not_convert": ["lm_head", ["layers.0", 3], [""], 5],
     "backend": ["cuda", None],
-    "format_version": [2, "1", True, None],
+    "format_version": [0, 2, 99, "1", True, None],
 }
 
 
