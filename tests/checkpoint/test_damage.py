@@ -243,6 +243,7 @@ def test_pickled_weights_are_refused_unread(damaged, monkeypatch, kind):
     ("index", "words"),
     [
         ({}, "has no weight_map"),
+        ({"metadata": {}, "weight_map": {}}, "has no weight_map"),
         ({"metadata": {}, "weight_map": {"weight": 1}}, "places weight in 1, which is outside"),
         (
             {"metadata": {}, "weight_map": {"weight": "../model.safetensors"}},
