@@ -117,6 +117,15 @@ def run_script(request) -> Callable[..., dict]:
     return run
 
 
+@pytest.fixture(scope="module")
+def plugin():
+    """The modules of the vLLM plugin, on stand-ins for vLLM's classes."""
+    from vllm_stand_ins import plugin_with_stand_ins
+
+    with plugin_with_stand_ins() as plugin:
+        yield plugin
+
+
 @pytest.fixture
 def count():
     """Gives how many matrices were quantized for forward products since it was last asked."""

@@ -3,8 +3,15 @@
 
 from typing import Any
 
+from transformers import AutoModelForCausalLM
+
 from hf_mxfp4 import MXFP4RLConfig
 from hf_mxfp4.presets import PRESET_DEFAULTS
+
+
+def load_factors(folder, **options: Any) -> Any:
+    """The causal language model of a folder under [`factors_config`] of the options."""
+    return AutoModelForCausalLM.from_pretrained(folder, quantization_config=factors_config(**options))
 
 
 def factors_config(**options: Any) -> MXFP4RLConfig:

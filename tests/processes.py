@@ -4,7 +4,7 @@
     done = run(script(HERE / "run_grouped.py", "few"), interpret=True)
     done = run(code("print('hello')"), cwd=tmp_path)
     done = run(module("hf_mxfp4.cli", "env"), environment=os.environ | {"HF_MXFP4_VERBOSITY": "info"})
-    done = run(function("kill_jobs:make_base", folder=str(tmp_path)), ranks=2)
+    done = run(function("engine_jobs:make_base", folder=str(tmp_path)), ranks=2)
 
 A job has an environment, a folder, arguments and streams of its own, as if it were a new process; but modules are
 imported already. What is about importing, or about settings that libraries read then (``HF_ENDPOINT``), starts a real

@@ -1,11 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Equality of nested states, tensors to the bit; the tensors of a model in memory or in a folder, and its logits."""
 
+import json
 import math
 from pathlib import Path
 
 import torch
 from safetensors.torch import load_file
+
+from hf_mxfp4 import MXFP4PackedLinear
 
 
 #: Tokens that every tiny model has.
@@ -34,12 +37,29 @@ def weights(model) -> dict[str, torch.Tensor]:
     return {name: value.detach().clone() for name, value in model.state_dict().items()}
 
 
+def shards(folder) -> list[Path]:
+    """The safetensors files in a folder, in order."""
+    return sorted(Path(folder).glob("*.safetensors"))
+
+
 def tensors_in(folder) -> dict[str, torch.Tensor]:
     """All tensors of the safetensors files in a folder."""
     found = {}
-    for file in sorted(Path(folder).glob("*.safetensors")):
+    for file in shards(folder):
         found.update(load_file(file))
     return found
+
+
+def edit_config(folder, **changes) -> str:
+    """Change entries of the `config.json` of a folder, which is returned."""
+    file = Path(folder, "config.json")
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+    return str(folder)
+
+
+def layers_of(model, kind=MXFP4PackedLinear) -> dict[str, torch.nn.Module]:
+    """The modules of a kind, by name."""
+    return {name: module for name, module in model.named_modules() if isinstance(module, kind)}
 
 
 @torch.no_grad()

@@ -106,6 +106,11 @@ CONFIGS = {
 GEMMS = {"dgrad": {"grad": "rceil+stochastic"}, "wgrad": {"grad": "fp8", "x": "full", "rotation": "random-32"}}
 
 
+def gaussian(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Normal numbers, the same for a seed."""
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
+
+
 def some(table: Mapping[str, Entry], *names: str) -> dict[str, Entry]:
     """The named entries of a table, in that order."""
     return {name: table[name] for name in names}

@@ -33,7 +33,6 @@ def generate(model, **options):
 
 
 def logits(model):
-    """Of the generated tokens."""
     return torch.stack(generate(model, output_logits=True, return_dict_in_generate=True).logits)
 
 
@@ -108,23 +107,16 @@ def test_models_that_are_offloaded_keep_no_copies(checkpoint, count):
     assert count() == LINEARS * TOKENS
 
 
-# ---- logits of a prompt ---------------------------------------------------------------------------------------------
-
 #: Where sums are added up in another order, an activation at the edge of two values of the grid may get the other one.
 #: What a prompt of other history or neighbours did to the logits of selective fallback with thresholds was above 0.1.
 ROUNDING = 0.01
 SIZES = {"hidden": 128, "intermediate": 256}  # rows of four blocks and more, to select from
+RATE = {"mode": "packed", "preset": "w4a4", "outlier_fallback": 1.0, "outlier_fallback_rate": 0.05}
 SCHEMES = {
     **{preset: {"preset": preset} for preset in PRESETS if preset not in ("w4a8g8", "w4a4g8", "w4a4g4")},
     **{f"packed {preset}": {"mode": "packed", "preset": preset} for preset in FORWARD_PRESETS},
-    "packed rate": {"mode": "packed", "preset": "w4a4", "outlier_fallback": 1.0, "outlier_fallback_rate": 0.05},
-    "packed rate and rotation": {
-        "mode": "packed",
-        "preset": "w4a4",
-        "outlier_fallback": 1.0,
-        "outlier_fallback_rate": 0.05,
-        "fprop": {"rotation": "deterministic-64"},
-    },
+    "packed rate": RATE,
+    "packed rate and rotation": {**RATE, "fprop": {"rotation": "deterministic-64"}},
 }
 PROMPT = torch.randint(2, 32, (1, 9), generator=torch.Generator().manual_seed(1))
 OTHER = torch.full((1, 9), 7)

@@ -2,16 +2,15 @@
 """Loading through `from_pretrained`: what is quantized, what is reported, what is refused, and the way back."""
 
 import gc
-import json
 import math
 import re
 import weakref
-from pathlib import Path
 
 import pytest
 import torch
-from factors import factors_config
+from factors import factors_config, load_factors
 from safetensors.torch import load_file
+from same_bits import IDS, edit_config, layers_of
 from tiny_models import make_model
 from torch import nn
 from transformers import AutoModel, AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, Lfm2Config, Lfm2ForCausalLM
@@ -22,15 +21,6 @@ from hf_mxfp4.integrations.transformers import quantize_linears
 
 FAMILIES = ["llama", "qwen2", "qwen3", "gemma"]
 DEFAULT_WEIGHT = {"scale_rule": "rceil", "macro_block": 128, "macro_search": "dynamic", "outlier_fallback": 0.5}
-IDS = torch.arange(2, 14).view(2, 6)
-
-
-def load(folder, *, auto=AutoModelForCausalLM, device_map=None, **options):
-    return auto.from_pretrained(folder, quantization_config=factors_config(**options), device_map=device_map)
-
-
-def mxfp4_layers(model) -> dict[str, MXFP4Linear]:
-    return {name: module for name, module in model.named_modules() if isinstance(module, MXFP4Linear)}
 
 
 def sqnr_db(weights, scheme) -> float:
@@ -46,20 +36,19 @@ def sqnr_db(weights, scheme) -> float:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_linear_layers_of_the_decoder_are_quantized(family, tie, checkpoint):
     folder = checkpoint(family, tie=tie, layers=3)
-    model = load(folder)
-    report = model.quantization_report
+    model = load_factors(folder)
+    report, layers = model.quantization_report, layers_of(model, MXFP4Linear)
     assert report.n_quantized == len(report.quantized) == 7 * 3
-    assert list(report.quantized) == list(mxfp4_layers(model))
+    assert list(report.quantized) == list(layers)
     assert report.skipped == ("lm_head",) and report.n_skipped == 1
     assert report.scheme == factors_config().describe()
     assert type(model.lm_head) is nn.Linear
     assert (model.lm_head.weight is model.get_input_embeddings().weight) == tie
-    assert all(layer.name == name and layer.config == factors_config() for name, layer in mxfp4_layers(model).items())
+    assert all(layer.name == name and layer.config == factors_config() for name, layer in layers.items())
 
     masters = load_file(f"{folder}/model.safetensors")
-    assert report.sqnr_db == pytest.approx(
-        sqnr_db([masters[f"{name}.weight"] for name in report.quantized], DEFAULT_WEIGHT), abs=1e-3
-    )
+    expected = sqnr_db([masters[f"{name}.weight"] for name in report.quantized], DEFAULT_WEIGHT)
+    assert report.sqnr_db == pytest.approx(expected, abs=1e-3)
     # Two passes of about 4 bits each.
     assert 24 < report.sqnr_db < 28
     assert model(IDS).logits.isfinite().all()
@@ -70,7 +59,7 @@ def test_the_linear_layers_of_the_decoder_are_quantized(family, tie, checkpoint)
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 def test_sizes_that_are_not_multiples_of_32(family, options, checkpoint, tmp_path):
     folder = checkpoint(family, **options)
-    model = load(folder)
+    model = load_factors(folder)
     assert model.quantization_report.n_quantized == 14
     loss = model(IDS, labels=IDS).loss
     loss.backward()
@@ -97,25 +86,19 @@ def test_masters_are_the_checkpoints_bit_for_bit(stored, dtype, checkpoint):
     assert model(IDS).logits.dtype == dtype
 
 
-def test_a_sharded_checkpoint(checkpoint):
-    one, many = checkpoint("qwen2"), checkpoint("qwen2", shard_size="20KB")
-    expected, model = load(one), load(many)
-    assert torch.equal(model(IDS).logits, expected(IDS).logits)
-    assert model.quantization_report == expected.quantization_report
-
-
 def test_a_base_model(checkpoint):
     folder = checkpoint("qwen2")
-    model = load(folder, auto=AutoModel, modules_to_not_convert=["model.layers.0"])
-    assert len(mxfp4_layers(model)) == model.quantization_report.n_quantized == 7
-    expected = load(folder, modules_to_not_convert=["model.layers.0"]).model
+    config = factors_config(modules_to_not_convert=["model.layers.0"])
+    model = AutoModel.from_pretrained(folder, quantization_config=config)
+    assert len(layers_of(model, MXFP4Linear)) == model.quantization_report.n_quantized == 7
+    expected = load_factors(folder, modules_to_not_convert=["model.layers.0"]).model
     assert torch.equal(model(IDS).last_hidden_state, expected(IDS).last_hidden_state)
 
 
 @pytest.mark.parametrize("skips", [["layers.0", "layers.1"], ["re:.*"]], ids=str)
 def test_nothing_left_to_quantize_is_an_error(skips, checkpoint):
     with pytest.raises(ValueError) as error:
-        load(checkpoint("qwen2"), modules_to_not_convert=skips)
+        load_factors(checkpoint("qwen2"), modules_to_not_convert=skips)
     assert "matches no layer of Qwen2ForCausalLM: it has 15 nn.Linear, all skipped" in str(error.value)
     assert f"modules_to_not_convert={skips}" in str(error.value)
 
@@ -125,7 +108,7 @@ def test_a_model_of_other_layers_is_an_error(tmp_path):
     GPT2LMHeadModel(config).save_pretrained(tmp_path)
     message = r"matches no layer of GPT2LMHeadModel: it has 1 nn.Linear.*'Conv1D': 4"
     with pytest.raises(ValueError, match=message) as error:
-        load(tmp_path)
+        load_factors(tmp_path)
     assert "Conv1D, as GPT-2 does, which is not supported; what is are models on nn.Linear, such as" in str(error.value)
 
 
@@ -139,22 +122,8 @@ def test_experts_of_another_layout_are_refused_with_the_way_out():
     assert "add 'experts' to modules_to_not_convert" in str(error.value)
 
 
-def test_fused_experts_left_in_full_precision_on_purpose(checkpoint, tmp_path):
-    folder = checkpoint("qwen3_moe")
-    model = load(folder, modules_to_not_convert=["experts"])
-    assert model.quantization_report.n_quantized == 4 * 2
-    assert model.quantization_report.n_skipped == 1 + 2 * 4 * 2  # the head, and two projections of each expert
-    assert all(".self_attn." in name for name in mxfp4_layers(model))
-    model.save_pretrained(tmp_path / "saved")
-    original, saved = load_file(f"{folder}/model.safetensors"), load_file(tmp_path / "saved" / "model.safetensors")
-    assert original.keys() == saved.keys()
-    assert all(torch.equal(saved[name], tensor) for name, tensor in original.items())
-    again = AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
-    assert torch.equal(again(IDS).logits, model(IDS).logits)
-
-
 def test_exactly_the_weights_of_packed_layers_are_packed_as_they_are_read(checkpoint):
-    model = load(checkpoint("qwen2"), mode="packed", modules_to_not_convert=["layers.1"])
+    model = load_factors(checkpoint("qwen2"), mode="packed", modules_to_not_convert=["layers.1"])
     parameters = dict(model.named_parameters())
     on_the_fly = MXFP4RLQuantizer(factors_config(mode="packed"), pre_quantized=False)
     expected = [f"{name}.weight" for name in model.quantization_report.quantized]
@@ -170,8 +139,8 @@ def test_exactly_the_weights_of_packed_layers_are_packed_as_they_are_read(checkp
 
 @pytest.mark.parametrize(("dtype", "tie"), [(torch.float32, False), (torch.bfloat16, True)], ids=str)
 def test_dequantize_gives_a_plain_model_of_the_quantized_values(dtype, tie, checkpoint, tmp_path):
-    model = load(checkpoint("qwen2", tie=tie, dtype=dtype), preset="w4a16")
-    expected, layers = model(IDS).logits, mxfp4_layers(model)
+    model = load_factors(checkpoint("qwen2", tie=tie, dtype=dtype), preset="w4a16")
+    expected, layers = model(IDS).logits, layers_of(model, MXFP4Linear)
     values = {name: fake_quantize(layer.weight.detach(), **DEFAULT_WEIGHT) for name, layer in layers.items()}
     others = {n: p.detach().clone() for n, p in model.named_parameters() if n.removesuffix(".weight") not in values}
     plain = model.dequantize()
@@ -191,16 +160,11 @@ def test_dequantize_gives_a_plain_model_of_the_quantized_values(dtype, tie, chec
     assert torch.equal(again(IDS).logits, expected)
 
 
-def test_dequantize_keeps_frozen_weights_frozen(checkpoint):
-    model = load(checkpoint("qwen2"))
+def test_dequantize_keeps_frozen_weights_frozen_and_twice_is_an_error(checkpoint):
+    model = load_factors(checkpoint("qwen2"))
     model.requires_grad_(False)
-    assert not any(p.requires_grad for p in model.dequantize().parameters())
-
-
-def test_dequantize_twice_is_an_error(checkpoint):
-    model = load(checkpoint("qwen2"))
     quantizer = model.hf_quantizer
-    model.dequantize()
+    assert not any(p.requires_grad for p in model.dequantize().parameters())
     with pytest.raises(ValueError):
         model.dequantize()
     with pytest.raises(ValueError, match="nothing to dequantize"):
@@ -218,7 +182,7 @@ def test_convolutions_are_not_experts(tmp_path):
 
 
 def test_positional_state_dict(checkpoint, tmp_path):
-    model = load(checkpoint("qwen2"))
+    model = load_factors(checkpoint("qwen2"))
     model.save_pretrained(tmp_path / "saved", True, model.state_dict())
 
 
@@ -243,23 +207,13 @@ def test_shared_module():
 
 
 def test_a_deleted_model_is_freed_at_once(checkpoint):
-    model = load(checkpoint("qwen2"))
+    model = load_factors(checkpoint("qwen2"))
     gc.collect()
     reference = weakref.ref(model.lm_head.weight)
     gc.disable()
     del model
     gc.enable()
     assert reference() is None
-
-
-# ---- what a user reads who asked for something that cannot be done ---------------------------------------------------
-
-
-def with_quantization_config(folder: str, scheme: dict) -> str:
-    """``folder`` again, after an edit of its config.json."""
-    file = Path(folder, "config.json")
-    file.write_text(json.dumps({**json.loads(file.read_text()), "quantization_config": scheme}))
-    return folder
 
 
 @pytest.mark.parametrize(
@@ -276,7 +230,7 @@ def test_the_message_is_the_same_from_python_a_dictionary_and_a_checkpoint(optio
     builds = [
         lambda: MXFP4RLConfig(**options),
         lambda: AutoModelForCausalLM.from_pretrained(folder, quantization_config=as_dict),
-        lambda: AutoModelForCausalLM.from_pretrained(with_quantization_config(folder, as_dict)),
+        lambda: AutoModelForCausalLM.from_pretrained(edit_config(folder, quantization_config=as_dict)),
     ]
     for build in builds:
         with pytest.raises(error, match=re.escape(message)):
@@ -290,7 +244,7 @@ def test_a_dictionary_that_does_not_say_whose_it_is(checkpoint):
 
 @pytest.mark.parametrize(("method", "owner"), [("mxfp4", "Mxfp4Config"), ("fp8", "FineGrainedFP8Config")])
 def test_a_checkpoint_of_another_method_is_refused(method, owner, checkpoint):
-    folder = with_quantization_config(checkpoint("qwen2", layers=1), {"quant_method": method})
+    folder = edit_config(checkpoint("qwen2", layers=1), quantization_config={"quant_method": method})
     with pytest.raises(ValueError, match=f"{owner}.*MXFP4RLConfig"):
         AutoModelForCausalLM.from_pretrained(folder, quantization_config=MXFP4RLConfig())
 

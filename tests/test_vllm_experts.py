@@ -28,12 +28,6 @@ SCHEMES = [
 IDS = [" ".join(map(str, scheme.values())) for scheme in SCHEMES]
 
 
-@pytest.fixture(scope="module")
-def plugin():
-    with plugin_with_stand_ins() as plugin:
-        yield plugin.experts
-
-
 @pytest.mark.parametrize("family", ACTIVATIONS)
 @pytest.mark.parametrize("options", SCHEMES, ids=IDS)
 def test_packed_experts_compute_what_the_packed_layer_does(plugin, family, options):
@@ -52,7 +46,7 @@ def test_packed_experts_compute_what_the_packed_layer_does(plugin, family, optio
 def test_dense_experts_have_quantized_inputs(plugin, family):
     source, config, _ = packed_experts(family, {"preset": "w4a4"})
     engine = Engine(plugin, source, config, family, weights="dense")
-    assert type(engine.method) is plugin.MXFP4RLExpertsMethod
+    assert type(engine.method) is plugin.experts.MXFP4RLExpertsMethod
     for projection, name in zip(source.projections, ("w13_weight", "w2_weight"), strict=True):
         values = source.dequantized_weight(projection)
         getattr(engine.layer, name).data.copy_(values.transpose(1, 2) if source.is_transposed else values)
@@ -127,8 +121,8 @@ def test_a_share_that_would_cut_blocks_is_refused(plugin, options, size, reason)
 
 def test_cuda_graphs_need_a_kernel(plugin, monkeypatch):
     source, config, _ = packed_experts("qwen3_moe", {"preset": "w4a16", "macro_block": "row"})
-    monkeypatch.setattr(plugin.torch, "get_default_device", lambda: torch.device("cuda"))
-    monkeypatch.setattr(plugin, "reads_packed_on_gpus", lambda scheme, backend: False)
+    monkeypatch.setattr(plugin.experts.torch, "get_default_device", lambda: torch.device("cuda"))
+    monkeypatch.setattr(plugin.experts, "reads_packed_on_gpus", lambda scheme, backend: False)
     with pytest.raises(ValueError, match="enforce_eager=True"):
         Engine(plugin, source, config, "qwen3_moe")
     monkeypatch.setattr(ENGINE.model_config, "enforce_eager", True)
@@ -146,8 +140,6 @@ def test_the_operator_is_one_for_compiled_code(plugin, weights):
     assert torch.equal(compiled(x, ids, topk_weights), engine(x, ids, topk_weights))
     assert engine(x[:0], ids[:0], topk_weights[:0]).shape == (0, SIZES["hidden"])
 
-
-# ---- the grouped kernels --------------------------------------------------------------------------------------------
 
 CASES = {"packed w4a16": {"preset": "w4a16"}, "packed w4a4": {"preset": "w4a4", "outlier_fallback": 0.5}}
 
@@ -188,11 +180,11 @@ if __name__ == "__main__":  # in a process whose kernels are interpreted; memory
     torch.use_deterministic_algorithms(True)
     with plugin_with_stand_ins() as modules:
         for case in CASES:
-            wanted = compute(modules.experts, case, "eager", 1)
+            wanted = compute(modules, case, "eager", 1)
             LAUNCHES.clear()
-            one = compute(modules.experts, case, "triton", 1)
+            one = compute(modules, case, "triton", 1)
             launches = dict(LAUNCHES)
-            found = one, compute(modules.experts, case, "triton", 2)
+            found = one, compute(modules, case, "triton", 2)
             differences = [((out - wanted).abs().max() / wanted.abs().max()).item() for out in found]
             report[case] = {"differences": differences, "launches": launches | {"read": LAUNCHES["read"]}}
     print(json.dumps(report))

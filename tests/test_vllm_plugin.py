@@ -14,18 +14,7 @@ import vllm_stand_ins
 from tables import needs_fp8_on_cpu
 from torch import nn
 from transformers import AutoModelForCausalLM
-from vllm_stand_ins import (
-    REGISTERED,
-    Layer,
-    LinearBase,
-    UnquantizedLinearMethod,
-    dequantized,
-    linear_method,
-    make_layer,
-    packed_layer,
-    plugin_with_stand_ins,
-    push_layers,
-)
+from vllm_stand_ins import LinearBase, linear_method, make_layer, packed_layer, push_layers
 
 import hf_mxfp4
 from hf_mxfp4 import MXFP4RLConfig
@@ -49,21 +38,15 @@ SCHEMES = [
 IDS = [" ".join(map(str, scheme.values())) or "default" for scheme in SCHEMES]
 
 
-@pytest.fixture(scope="module")
-def plugin():
-    with plugin_with_stand_ins() as plugin:
-        yield plugin
-
-
 @pytest.fixture
 def quantization(plugin):
     return plugin.quantization
 
 
 def test_the_entry_point_registers_the_method(quantization):
-    assert REGISTERED["mxfp4_rl"] is quantization.MXFP4RLVLLMConfig
+    assert vllm_stand_ins.REGISTERED["mxfp4_rl"] is quantization.MXFP4RLVLLMConfig
     register()
-    assert REGISTERED["mxfp4_rl"] is quantization.MXFP4RLVLLMConfig
+    assert vllm_stand_ins.REGISTERED["mxfp4_rl"] is quantization.MXFP4RLVLLMConfig
     section = (ROOT / "pyproject.toml").read_text().partition('[project.entry-points."vllm.general_plugins"]\n')[2]
     module, _, name = re.match(r'mxfp4_rl = "(.*)"', section)[1].partition(":")
     assert getattr(importlib.import_module(module), name) is register
@@ -74,13 +57,10 @@ def test_importing_the_plugin_needs_no_vllm():
     assert processes.run(processes.code(code)).returncode == 0
 
 
-def test_masters_that_cannot_be_quantized_alone_are_refused(quantization):
+def test_masters_that_cannot_be_quantized_alone_and_a_vllm_without_converters_are_refused(quantization, monkeypatch):
     config = MXFP4RLConfig(preset="w4a16", fprop={"rotation": "deterministic-32"})
     with pytest.raises(ValueError, match="vLLM cannot compute with their quantized values"):
         quantization.MXFP4RLVLLMConfig.from_config(config.to_dict())
-
-
-def test_a_vllm_that_lets_no_plugin_convert_weights_is_refused(quantization, monkeypatch):
     monkeypatch.delattr(vllm_stand_ins.QuantizationConfig, "get_checkpoint_weight_mapper")
     with pytest.raises(ValueError, match="install vLLM 0.31 or newer"):
         quantization.MXFP4RLVLLMConfig.from_config(MXFP4RLConfig(mode="packed").to_dict())
@@ -130,11 +110,12 @@ def test_joined_layers_and_shares_of_columns(plugin, options):
     config = MXFP4RLConfig(mode="packed", **options)
     sources = [packed_layer(config, rows=rows, seed=rows) for rows in (64, 32, 32)]
     layer = make_layer(linear_method(plugin, config, QKV), sources, torch.float32)
-    assert torch.equal(dequantized(layer, config), torch.cat([source.dequantized_weight() for source in sources]))
+    whole = torch.cat([source.dequantized_weight() for source in sources])
+    assert torch.equal(vllm_stand_ins.dequantized(layer, config), whole)
     if config.activation_scheme is None:
         split = {"dtype": torch.float32, "shares": 2}
         halves = [make_layer(linear_method(plugin, config), sources[:1], **split, rank=rank) for rank in (0, 1)]
-        values = torch.cat([dequantized(half, config) for half in halves], dim=1)
+        values = torch.cat([vllm_stand_ins.dequantized(half, config) for half in halves], dim=1)
         assert torch.equal(values, sources[0].dequantized_weight())
 
 
@@ -192,7 +173,7 @@ def test_a_share_that_would_cut_blocks_is_refused(plugin, options, shares, reaso
 def test_parts_that_no_file_has_are_named(plugin):
     config = MXFP4RLConfig(mode="packed")
     method, sources = linear_method(plugin, config, QKV), [packed_layer(config, rows) for rows in (64, 32, 32)]
-    layer = Layer(method, 256, [64, 32, 32], torch.float32)
+    layer = vllm_stand_ins.Layer(method, 256, [64, 32, 32], torch.float32)
     push_layers(method, layer, sources, without=[f"{QKV[1]}.weight_macro"])
     with pytest.raises(ValueError, match=r"^model\.layers\.0\.self_attn\.k_proj\.weight_macro: in no file"):
         method.process_weights_after_loading(layer)
@@ -206,7 +187,7 @@ def test_rotations_are_refused_where_inputs_stay_as_they_are(plugin, quantizatio
     with pytest.raises(ValueError, match=r"mlp\.experts: inputs of experts are not rotated.*bf16"):
         quantization.MXFP4RLVLLMConfig(config).get_quant_method(experts, "model.layers.0.mlp.experts")
     with pytest.raises(ValueError, match=r"model\.down_proj has 288 inputs, no multiple of 64"):
-        Layer(linear_method(plugin, config), 288, [48], torch.float32)
+        vllm_stand_ins.Layer(linear_method(plugin, config), 288, [48], torch.float32)
 
 
 def test_the_scheme_comes_from_config_json(quantization, checkpoint, tmp_path):
@@ -232,7 +213,7 @@ def test_which_layers_are_quantized(plugin, quantization):
     skipped = ["lm_head", *(f"model.{name}" for name in skipped)]
     found = {name: type(config.get_quant_method(LinearBase(), name)) for name in (*quantized, *skipped)}
     kinds = dict.fromkeys(quantized, plugin.linears.MXFP4RLLinearMethod)
-    assert found == kinds | dict.fromkeys(skipped, UnquantizedLinearMethod)
+    assert found == kinds | dict.fromkeys(skipped, vllm_stand_ins.UnquantizedLinearMethod)
     assert config.get_quant_method(nn.Embedding(2, 2), "model.embed_tokens") is None
     experts = type("FusedMoE", (nn.Module,), {})()
     assert config.get_quant_method(experts, "model.layers.0.block_sparse_moe.experts") is None

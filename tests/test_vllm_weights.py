@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from vllm_stand_ins import ACTIVATIONS, Engine, Layer, linear_method, packed_experts, plugin_with_stand_ins, tokens
+from vllm_stand_ins import ACTIVATIONS, Engine, Layer, linear_method, packed_experts, tokens
 from vllm_stand_ins import NAME as EXPERTS
 
 from hf_mxfp4 import MXFP4RLConfig
@@ -20,12 +20,6 @@ from hf_mxfp4.integrations.vllm import EngineSettings, ExpectedLayers, WeightCon
 NAME = "model.layers.0.mlp.down_proj"
 CONFIGS = [MXFP4RLConfig(mode="packed"), MXFP4RLConfig(outlier_fallback_rate=0.1), MXFP4RLConfig(weight_block="32x32")]
 IDS = ["packed", "selective fallback", "tiles"]
-
-
-@pytest.fixture(scope="module")
-def plugin():
-    with plugin_with_stand_ins() as plugin:
-        yield plugin
 
 
 def test_settings_are_read_and_written():
@@ -296,9 +290,8 @@ def test_what_did_not_come_is_named(plugin, weights):
 def test_packed_tensors_of_another_scheme_are_refused(plugin, weights):
     source, config, _ = packed_experts("qwen3_moe", {"preset": "w4a16"})
     engine = Engine(plugin, source, config, "qwen3_moe", weights=weights)
-    with pytest.raises(
-        ValueError, match=r"down_proj.weight_macro is torch.uint8 \[4, 128, 8\]; expected uint8 \[4, 128, 2\]"
-    ):
+    message = r"down_proj.weight_macro is torch.uint8 \[4, 128, 8\]; expected uint8 \[4, 128, 2\]"
+    with pytest.raises(ValueError, match=message):
         engine.push(f"{EXPERTS}.down_proj_macro", torch.zeros(4, 128, 8, dtype=torch.uint8))
     with pytest.raises(ValueError, match=r"weight_residual is .* no such tensor"):
         engine.push(f"{EXPERTS}.down_proj_residual", torch.zeros(4, 128, 8, dtype=torch.uint8))

@@ -172,7 +172,7 @@ class Engine:
             owner = next(owner for owner in (parallel, moe, layer) if hasattr(owner, name))
             setattr(owner, name, value)
         self.expected = ExpectedLayers(EngineSettings(weights=weights))
-        self.method = getattr(plugin, "experts", plugin).experts_method(layer, config, self.expected, NAME)
+        self.method = plugin.experts.experts_method(layer, config, self.expected, NAME)
         dtype = source.compute_dtype if hasattr(source, "compute_dtype") else torch.float32
         width = columns // parallel.tp_size
         self.method.create_weights(layer, len(own), hidden, width, dtype, weight_loader=None)

@@ -43,10 +43,9 @@ def push(folder: Path) -> dict:
     make_model("qwen2", tie=True).save_pretrained(folder / "base")
     model = AutoModelForCausalLM.from_pretrained(folder / "base", quantization_config=hf_mxfp4.MXFP4RLConfig())
 
-    results["wrong token"] = failure(model.push_to_hub, "org/denied", token="hf_wrong")
-    results["wrong token, saving"] = failure(
-        model.save_pretrained, folder / "kept", push_to_hub=True, repo_id="org/denied", token="hf_wrong"
-    )
+    denied = {"repo_id": "org/denied", "token": "hf_wrong"}
+    results["wrong token"] = failure(model.push_to_hub, **denied)
+    results["wrong token, saving"] = failure(model.save_pretrained, folder / "kept", push_to_hub=True, **denied)
 
     results["broken"] = failure(model.push_to_hub, "org/broken")  # the server has been told to cut these uploads
     results["retried"] = failure(model.push_to_hub, "org/broken")

@@ -69,9 +69,8 @@ def train(model, parameters, lr: float):
 def trained_policy(folder):
     """Save masters that were trained, other parameters as they are in bfloat16, and return what they compute in it."""
     config = hf_mxfp4.MXFP4RLConfig(preset="w4a16", outlier_fallback=None, **MANTISSAS)
-    policy = AutoModelForCausalLM.from_pretrained(
-        save_plain(folder.with_name("base")), dtype=torch.float32, quantization_config=config
-    )
+    base = save_plain(folder.with_name("base"))
+    policy = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32, quantization_config=config)
     before = codes_of(policy)
     train(policy, [module.weight for module in policy.modules() if isinstance(module, hf_mxfp4.MXFP4Linear)], 1.0)
     policy.save_pretrained(folder)
@@ -166,10 +165,9 @@ print("grew", peak() - before)
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/self/status")
 def test_converting_holds_one_layer_and_one_shard(tmp_path):
-    make_model("llama", layers=2, hidden=512, intermediate=2048, dtype=torch.bfloat16).save_pretrained(
-        tmp_path / "small"
-    )
-    large = make_model("llama", layers=14, hidden=512, intermediate=2048, dtype=torch.bfloat16)
+    sizes = {"hidden": 512, "intermediate": 2048, "dtype": torch.bfloat16}
+    make_model("llama", layers=2, **sizes).save_pretrained(tmp_path / "small")
+    large = make_model("llama", layers=14, **sizes)
     large.save_pretrained(tmp_path / "large")
     done = run(code(CONVERSION), cwd=tmp_path)
     assert done.returncode == 0, done.stderr

@@ -55,19 +55,13 @@ def test_the_config_of_compressed_tensors(tmp_path):
         "num_bits": 4, "type": "float", "strategy": "group", "group_size": 32, "symmetric": True, "dynamic": False,
         "scale_dtype": "torch.uint8", "zp_dtype": "torch.uint8",
     }  # fmt: skip
+    group = {"targets": ["Linear"], "format": "mxfp4-pack-quantized", "weights": weights}
+    group |= {"input_activations": None, "output_activations": None}
     assert written.pop("quantization_config") == {
         "quant_method": "compressed-tensors",
         "format": "mxfp4-pack-quantized",
         "quantization_status": "compressed",
-        "config_groups": {
-            "group_0": {
-                "targets": ["Linear"],
-                "format": "mxfp4-pack-quantized",
-                "weights": weights,
-                "input_activations": None,
-                "output_activations": None,
-            }
-        },
+        "config_groups": {"group_0": group},
         "ignore": ["lm_head"],
     }
     original = config_in(source)
@@ -80,13 +74,8 @@ def test_the_config_of_quark(preset, tmp_path):
     export(save_packed(tmp_path / "packed", config={"preset": preset}), tmp_path / "out", "quark")
     written = config_in(tmp_path / "out")["quantization_config"]
     assert written["quant_method"] == "quark" and written["exclude"] == ["lm_head"]
-    assert written["export"] == {
-        "kv_cache_group": [],
-        "min_kv_scale": 0.0,
-        "pack_method": "reorder",
-        "weight_format": "real_quantized",
-        "weight_merge_groups": None,
-    }
+    packing = {"pack_method": "reorder", "weight_format": "real_quantized", "weight_merge_groups": None}
+    assert written["export"] == {"kv_cache_group": [], "min_kv_scale": 0.0, **packing}
     scheme = written["global_quant_config"]
     assert scheme["weight"] == {**QUARK_TENSOR, "is_dynamic": False}
     assert scheme["input_tensors"] == ({**QUARK_TENSOR, "is_dynamic": True} if preset == "w4a4" else None)
@@ -229,11 +218,7 @@ def test_what_cannot_be_exported_says_why(tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-# ---- from full precision --------------------------------------------------------------------------------------------
-
-
 def save_qat(folder, **options):
-    """A trained checkpoint in float32 masters."""
     plain = save_plain(folder.with_name(f"{folder.name}-plain"), "llama", layers=1, dtype=torch.float32)
     config = factors_config(preset="w4a16", **options)
     AutoModelForCausalLM.from_pretrained(plain, quantization_config=config).save_pretrained(folder)

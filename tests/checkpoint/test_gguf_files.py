@@ -104,32 +104,21 @@ def test_metadata(tmp_path):
     report = export(tmp_path / "some-model", tmp_path / "out", "gguf", scale_rule="rceil")
     assert "no tokenizer" in report.notes[0]
     found = metadata_of(tmp_path / "out")
+    general = {"architecture": "qwen3moe", "type": "model", "name": "some-model", "file_type": 38}
+    model = {"block_count": 2, "context_length": 64, "embedding_length": 64, "feed_forward_length": 96}
+    attention = {"head_count": 2, "head_count_kv": 1, "key_length": 32, "value_length": 32}
+    experts = {"expert_count": 4, "expert_used_count": 2, "expert_feed_forward_length": 32}
+    scaling = {"type": "yarn", "factor": 4.0, "original_context_length": 16}
+    tokenizer = {"model": "no_vocab", "eos_token_id": 1, "padding_token_id": 0}
     expected = {
-        "general.architecture": "qwen3moe",
-        "general.type": "model",
-        "general.name": "some-model",
-        "general.file_type": 38,
-        "general.quantization_version": 2,
-        "qwen3moe.block_count": 2,
-        "qwen3moe.context_length": 64,
-        "qwen3moe.embedding_length": 64,
-        "qwen3moe.feed_forward_length": 96,
-        "qwen3moe.attention.head_count": 2,
-        "qwen3moe.attention.head_count_kv": 1,
+        **{f"general.{name}": value for name, value in (general | {"quantization_version": 2}).items()},
+        **{f"qwen3moe.{name}": value for name, value in (model | experts).items()},
+        **{f"qwen3moe.attention.{name}": value for name, value in attention.items()},
         "qwen3moe.attention.layer_norm_rms_epsilon": pytest.approx(1e-6),
-        "qwen3moe.attention.key_length": 32,
-        "qwen3moe.attention.value_length": 32,
         "qwen3moe.vocab_size": 32,
-        "qwen3moe.expert_count": 4,
-        "qwen3moe.expert_used_count": 2,
-        "qwen3moe.expert_feed_forward_length": 32,
         "qwen3moe.rope.freq_base": 5e5,
-        "qwen3moe.rope.scaling.type": "yarn",
-        "qwen3moe.rope.scaling.factor": 4.0,
-        "qwen3moe.rope.scaling.original_context_length": 16,
-        "tokenizer.ggml.model": "no_vocab",
-        "tokenizer.ggml.eos_token_id": 1,
-        "tokenizer.ggml.padding_token_id": 0,
+        **{f"qwen3moe.rope.scaling.{name}": value for name, value in scaling.items()},
+        **{f"tokenizer.ggml.{name}": value for name, value in tokenizer.items()},
     }
     assert {name: value for name, value in found.items() if not name.startswith("GGUF.")} == expected
 

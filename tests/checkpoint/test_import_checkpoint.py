@@ -8,13 +8,12 @@ import pytest
 import torch
 from export_files import config_in, decode, header_and_data, save_packed, save_plain
 from safetensors.torch import save_file
-from same_bits import IDS, tensors_in
+from same_bits import IDS, layers_of, tensors_in
 from transformers import AutoModelForCausalLM
 
 from hf_mxfp4 import MXFP4RLConfig
 from hf_mxfp4.checkpoint import FORMATS, CheckpointError, export, import_checkpoint
 from hf_mxfp4.files import write_json
-from hf_mxfp4.layers import MXFP4PackedLinear
 
 
 Q_PROJ = "model.layers.0.self_attn.q_proj"
@@ -73,7 +72,7 @@ def test_imported_values_are_those_of_the_bytes(format, tmp_path):
     report = import_checkpoint(folder, tmp_path / "out")
     assert report.counts() == {"kept": 7} and not report.changed
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
-    layers = {n: m for n, m in model.named_modules() if isinstance(m, MXFP4PackedLinear)}
+    layers = layers_of(model)
     assert len(layers) == 7
     weight = "weight_packed" if format == "compressed-tensors" else "weight"
     for name, layer in layers.items():

@@ -7,39 +7,25 @@ from pathlib import Path
 
 import pytest
 from export_files import save_plain
+from same_bits import shards
 from transformers import AutoModelForCausalLM
 from xxhash import xxh3_128_hexdigest
 
 import hf_mxfp4
 from hf_mxfp4 import MXFP4RLConfig
-from hf_mxfp4.checkpoint import (
-    MANIFEST,
-    add_to_folder,
-    export,
-    import_checkpoint,
-    invalidate,
-    last_complete_checkpoint,
-    pack_checkpoint,
-    verify_folder,
-    why_incomplete,
-    write_whole_manifest,
-)
+from hf_mxfp4.checkpoint import MANIFEST, add_to_folder, export, import_checkpoint, pack_checkpoint, verify_folder
+from hf_mxfp4.checkpoint.manifest import invalidate, last_complete_checkpoint, why_incomplete, write_whole_manifest
 
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory) -> dict[str, Path]:
-    """A plain checkpoint, one of master weights in several files, and one of packed weights."""
     base = tmp_path_factory.mktemp("checksums")
     save_plain(base / "plain", layers=1, hidden=32, intermediate=64)
     model = AutoModelForCausalLM.from_pretrained(base / "plain", quantization_config=MXFP4RLConfig())
     model.save_pretrained(base / "master", max_shard_size="15KB")
-    assert len(files_in(base / "master")) > 1
+    assert len(shards(base / "master")) > 1
     hf_mxfp4.pack(model).save_pretrained(base / "packed")
     return {name: base / name for name in ("plain", "master", "packed")}
-
-
-def files_in(folder: Path) -> list[Path]:
-    return sorted(Path(folder).glob("*.safetensors"))
 
 
 def manifest_of(folder: Path) -> dict:
@@ -58,7 +44,7 @@ def test_whatever_writes_weights_records_them(saved, tmp_path, monkeypatch):
     import_checkpoint(tmp_path / "exported", tmp_path / "imported")
     folders = [saved["master"], saved["packed"], *(tmp_path / n for n in ("packed", "exported", "bf16", "imported"))]
     for folder in folders:
-        files = [*files_in(folder), *folder.glob("*.index.json")]
+        files = [*shards(folder), *folder.glob("*.index.json")]
         expected = {
             file.name: {"size": file.stat().st_size, "xxh3_128": xxh3_128_hexdigest(file.read_bytes())}
             for file in files
@@ -76,7 +62,7 @@ def test_whatever_writes_weights_records_them(saved, tmp_path, monkeypatch):
 def test_master_weights_are_the_files_of_the_plain_model(saved, tmp_path):
     plain = AutoModelForCausalLM.from_pretrained(saved["plain"])
     plain.save_pretrained(tmp_path / "plain", max_shard_size="15KB")
-    for file, other in zip(files_in(tmp_path / "plain"), files_in(saved["master"]), strict=True):
+    for file, other in zip(shards(tmp_path / "plain"), shards(saved["master"]), strict=True):
         assert (file.read_bytes() == other.read_bytes()) is True
     assert not (tmp_path / "plain" / MANIFEST).exists()
 
@@ -88,9 +74,6 @@ def test_a_second_save_keeps_records_of_other_files(copy):
     AutoModelForCausalLM.from_pretrained(folder).save_pretrained(folder, max_shard_size="10KB")
     assert "model.safetensors" not in manifest_of(folder) and "extra.safetensors" in manifest_of(folder)
     assert len(manifest_of(folder)) > 3 and not where(folder)
-
-
-# ---- checkpoints of a training run --------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -110,11 +93,15 @@ def make(tmp_path):
     return checkpoint
 
 
-def test_a_whole_one_is_taken_and_its_card_may_change(make):
+def test_a_whole_one_is_taken_until_it_is_written_over_and_its_card_may_change(make):
     folder = make(3)
     (folder / "README.md").write_text("edited by hand")
     (folder / "notes.txt").write_text("added later")
     assert why_incomplete(folder) is None
+    invalidate(folder)
+    assert why_incomplete(folder) == "it has no trainer_state.json: saving it was not finished"
+    assert (folder / "optimizer.pt").is_file()
+    invalidate(folder)  # again, or of a new folder: nothing to do
 
 
 @pytest.mark.parametrize(
@@ -134,14 +121,6 @@ def test_what_is_damaged_is_said(make, damage, reason):
     folder = make(3)
     damage(folder)
     assert why_incomplete(folder).startswith(reason)
-
-
-def test_one_that_is_written_over_counts_no_more(make):
-    folder = make(3)
-    invalidate(folder)
-    assert why_incomplete(folder) == "it has no trainer_state.json: saving it was not finished"
-    assert (folder / "optimizer.pt").is_file()
-    invalidate(folder)  # again, or of a new folder: nothing to do
 
 
 def test_the_newest_whole_one_by_number(make, tmp_path):

@@ -56,9 +56,8 @@ def test_a_packed_checkpoint_keeps_its_values(scheme, tmp_path):
     assert report.blocks == (1920, 1920) and report.counts() == {"kept": 14} and not report.changed
     written = json.loads((tmp_path / "out/export_report.json").read_text())
     assert (written["blocks"], written["exact_blocks"]) == (1920, 1920)
-    assert {name for name in after if Q_PROJ in name} == {
-        f"{Q_PROJ}.{end}" for end in ("bias", "weight_global_scale", "weight_packed", "weight_scale")
-    }
+    ends = ("bias", "weight_global_scale", "weight_packed", "weight_scale")
+    assert {name for name in after if Q_PROJ in name} == {f"{Q_PROJ}.{end}" for end in ends}
 
 
 def test_torchao_reads_the_same_values(tmp_path):
@@ -177,9 +176,8 @@ def test_the_config_is_what_compressed_tensors_writes(preset, tmp_path):
     assert scheme.weights == theirs.weights and scheme.input_activations == theirs.input_activations
     assert options["format"] == "nvfp4-pack-quantized" and options["ignore"] == ["lm_head"]
     scales = {name: t for name, t in tensors_in(tmp_path / "out").items() if name.endswith("input_global_scale")}
-    assert len(scales) == (14 if preset == "w4a4" else 0) and all(
-        torch.equal(t, torch.ones(1)) for t in scales.values()
-    )
+    assert len(scales) == (14 if preset == "w4a4" else 0)
+    assert all(torch.equal(t, torch.ones(1)) for t in scales.values())
     assert any("magnitudes above 2688" in note for note in report.notes) == (preset == "w4a4")
 
 

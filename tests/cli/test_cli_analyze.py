@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from commands import finish, run
 from safetensors.torch import load_file, save_file
-from typer.testing import CliRunner
+from same_bits import edit_config
 
 from hf_mxfp4 import MXFP4RLConfig, fake_quantize
 from hf_mxfp4.checkpoint import export, pack_checkpoint
-from hf_mxfp4.cli import app
 from hf_mxfp4.lab import PAPER_SCHEMES, open_source
 from hf_mxfp4.lab import weights as weights_module
 
@@ -27,14 +27,6 @@ REPORTS = ("report.json", "tensors.csv", "report.html")
 pytestmark = pytest.mark.usefixtures("blank_pictures")
 
 
-def run(*arguments):
-    return CliRunner().invoke(app, ["analyze", *map(str, arguments)])
-
-
-def compare(*arguments):
-    return CliRunner().invoke(app, ["compare", *map(str, arguments)])
-
-
 def test_names_from_a_file_are_text_and_nothing_else(tmp_path):
     """A stranger's file names its tensors: no markup, no escape codes for the terminal, no formulas in the plots."""
     name = "model.layers.0.\x1b[2J[red]a[/blue]$\\frac$"
@@ -42,8 +34,7 @@ def test_names_from_a_file_are_text_and_nothing_else(tmp_path):
         {f"{name}.weight": torch.ones(8, 64), "model.layers.1.up_proj.weight": torch.ones(8, 64)},
         tmp_path / "x.safetensors",
     )
-    done = run(tmp_path / "x.safetensors", "--out", tmp_path / "out")
-    assert done.exit_code == 0, done.output
+    done = finish("analyze", tmp_path / "x.safetensors", "--out", tmp_path / "out")
     assert "\x1b" not in done.output and "\\x1b[2J[red]a[/blue]$\\frac$" in done.output
 
 
@@ -53,8 +44,7 @@ def contents(folder):
 
 def test_a_checkpoint_from_start_to_end(checkpoint, tmp_path):
     folder = Path(checkpoint(shard_size="60KB"))
-    done = run(folder, "--out", tmp_path / "out")
-    assert done.exit_code == 0, done.stderr
+    done = finish("analyze", folder, "--out", tmp_path / "out")
     report = json.loads((tmp_path / "out" / "report.json").read_text())
     assert report["schemes"] == [f"mxfp4+{text}" for text in PAPER_SCHEMES]
     assert report["source"]["architecture"] == "Qwen2ForCausalLM" and len(report["tensors"]) == 14
@@ -73,17 +63,16 @@ def test_a_checkpoint_from_start_to_end(checkpoint, tmp_path):
 def test_a_policy_under_its_own_scheme(checkpoint, tmp_path):
     folder = Path(checkpoint())
     config = MXFP4RLConfig(scale_rule="even", outlier_fallback=None)
-    written = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**written, "quantization_config": config.to_dict()}))
-    summary = json.loads(run(folder, "--json", "--out", tmp_path / "a").stdout)
+    edit_config(folder, quantization_config=config.to_dict())
+    summary = json.loads(run("analyze", folder, "--json", "--out", tmp_path / "a").stdout)
     assert summary["schemes"] == ["mxfp4+even+mbs128-blockwise"]
-    assert json.loads(compare(folder, checkpoint(seed=1), "--json").stdout)["scheme"] == "mxfp4+even+mbs128-blockwise"
+    compared = json.loads(run("compare", folder, checkpoint(seed=1), "--json").stdout)
+    assert compared["scheme"] == "mxfp4+even+mbs128-blockwise"
     for preset, reason in (("w4a4_h64", "rotates both operands"), ("w8a8", "takes weights in fp8")):
-        options = MXFP4RLConfig(preset=preset).to_dict()
-        (folder / "config.json").write_text(json.dumps({**written, "quantization_config": options}))
-        for done in (run(folder, "--out", tmp_path / "b"), compare(folder, folder)):
+        edit_config(folder, quantization_config=MXFP4RLConfig(preset=preset).to_dict())
+        for done in (run("analyze", folder, "--out", tmp_path / "b"), run("compare", folder, folder)):
             assert done.exit_code == 2 and reason in done.stderr and "or give --scheme" in done.stderr
-        assert run(folder, "--scheme", "rceil", "--out", tmp_path / preset).exit_code == 0
+        assert run("analyze", folder, "--scheme", "rceil", "--out", tmp_path / preset).exit_code == 0
 
 
 @pytest.mark.parametrize(
@@ -95,17 +84,17 @@ def test_a_policy_under_its_own_scheme(checkpoint, tmp_path):
     ],
 )
 def test_wrong_usage(checkpoint, tmp_path, arguments, message):
-    done = run(checkpoint(), "--out", tmp_path / "out", *arguments)
+    done = run("analyze", checkpoint(), "--out", tmp_path / "out", *arguments)
     assert done.exit_code == 2 and message in done.stderr and "Traceback" not in done.output
     assert not (tmp_path / "out" / "report.json").exists()
 
 
 def test_no_such_model_or_folder(checkpoint, tmp_path):
-    done = run(tmp_path / "gone", "--out", tmp_path)
+    done = run("analyze", tmp_path / "gone", "--out", tmp_path)
     assert done.exit_code == 2 and "does not exist" in done.stderr
-    assert run(tmp_path).exit_code == 2
+    assert run("analyze", tmp_path).exit_code == 2
     (tmp_path / "file").touch()
-    done = run(checkpoint(), "--scheme", "rceil", "--out", tmp_path / "file")
+    done = run("analyze", checkpoint(), "--scheme", "rceil", "--out", tmp_path / "file")
     assert done.exit_code == 2 and done.stderr == f"error: File exists: {tmp_path / 'file'}\n"
 
 
@@ -127,7 +116,7 @@ def test_what_cannot_be_read_is_named_everywhere(checkpoint, tmp_path, damage):
         where = next(name for name, x in tensors.items() if x.dim() == 2 and "embed" not in name)
         tensors[where][0, 0] = float("nan")
         save_file(tensors, file)
-    done = run(folder, "--scheme", "rceil", "--out", out)
+    done = run("analyze", folder, "--scheme", "rceil", "--out", out)
     assert done.exit_code == 1
     assert f"problem: {where}: " in done.stderr
     report = json.loads((out / "report.json").read_text())
@@ -138,33 +127,33 @@ def test_what_cannot_be_read_is_named_everywhere(checkpoint, tmp_path, damage):
 
 def test_a_rerun_and_a_copy_of_the_model_give_the_same_bytes(checkpoint, tmp_path):
     folder = Path(checkpoint(shard_size="60KB"))
-    run(folder, "--scheme", "rceil", "--out", tmp_path / "a")
+    run("analyze", folder, "--scheme", "rceil", "--out", tmp_path / "a")
     first = contents(tmp_path / "a")
-    again = run(folder, "--scheme", "rceil", "--out", tmp_path / "a")
+    again = run("analyze", folder, "--scheme", "rceil", "--out", tmp_path / "a")
     assert again.exit_code == 0 and "holds 14 tensors that are done" in again.stderr
     assert contents(tmp_path / "a") == first
     shutil.copytree(folder, tmp_path / "elsewhere" / folder.name)
-    run(tmp_path / "elsewhere" / folder.name, "--scheme", "rceil", "--out", tmp_path / "b")
+    run("analyze", tmp_path / "elsewhere" / folder.name, "--scheme", "rceil", "--out", tmp_path / "b")
     assert contents(tmp_path / "b") == first
 
 
 def test_other_settings_do_not_mix(checkpoint, tmp_path):
     folder = Path(checkpoint())
-    run(folder, "--scheme", "rceil", "--out", tmp_path)
+    run("analyze", folder, "--scheme", "rceil", "--out", tmp_path)
     before = contents(tmp_path)
-    done = run(folder, "--scheme", "floor", "--out", tmp_path)
+    done = run("analyze", folder, "--scheme", "floor", "--out", tmp_path)
     assert done.exit_code == 2 and "start over with --overwrite" in done.stderr
     assert contents(tmp_path) == before
     os.utime(folder / "model.safetensors", ns=(1, 1))
-    done = run(folder, "--scheme", "rceil", "--out", tmp_path)
+    done = run("analyze", folder, "--scheme", "rceil", "--out", tmp_path)
     assert done.exit_code == 2 and "as it was before it changed" in done.stderr
-    assert run(folder, "--scheme", "floor", "--out", tmp_path, "--overwrite").exit_code == 0
+    assert run("analyze", folder, "--scheme", "floor", "--out", tmp_path, "--overwrite").exit_code == 0
     assert json.loads((tmp_path / "report.json").read_text())["schemes"] == ["mxfp4+floor"]
 
 
 def test_ctrl_c_and_on(checkpoint, tmp_path, monkeypatch):
     folder = checkpoint(shard_size="60KB")
-    run(folder, "--scheme", "rceil", "--out", tmp_path / "whole")
+    run("analyze", folder, "--scheme", "rceil", "--out", tmp_path / "whole")
     count = 0
 
     def interrupted(*arguments):
@@ -176,29 +165,12 @@ def test_ctrl_c_and_on(checkpoint, tmp_path, monkeypatch):
 
     original = weights_module.analyze_tensor
     monkeypatch.setattr(weights_module, "analyze_tensor", interrupted)
-    done = run(folder, "--scheme", "rceil", "--out", tmp_path / "halves")
+    done = run("analyze", folder, "--scheme", "rceil", "--out", tmp_path / "halves")
     assert done.exit_code == 130 and "interrupted; the same command resumes where it stopped" in done.stderr
     assert not (tmp_path / "halves" / "report.json").exists()
-    done = run(folder, "--scheme", "rceil", "--out", tmp_path / "halves")
+    done = run("analyze", folder, "--scheme", "rceil", "--out", tmp_path / "halves")
     assert done.exit_code == 0 and count == 6 + 9
     assert contents(tmp_path / "halves") == contents(tmp_path / "whole")
-
-
-# ---- compare --------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ([], "Missing argument 'B'"),
-        (["{model}", "--scheme", "rceil", "--scheme", "even"], "--scheme once at most"),
-        (["gone/gone/gone"], "does not exist"),
-    ],
-)
-def test_wrong_comparisons(checkpoint, arguments, message):
-    folder = checkpoint()
-    done = compare(folder, *[argument.format(model=folder) for argument in arguments])
-    assert done.exit_code == 2 and message in done.stderr
 
 
 def packed_of(original, folder, **options):
@@ -210,8 +182,7 @@ def packed_of(original, folder, **options):
 def test_the_error_of_the_stored_weights(checkpoint, tmp_path, options):
     original = Path(checkpoint(dtype=torch.bfloat16))
     packed = packed_of(original, tmp_path / "packed", **options)
-    done = compare(original, packed, "--json")
-    assert done.exit_code == 0, done.stderr
+    done = finish("compare", original, packed, "--json")
     data = json.loads(done.stdout)
     weight = load_file(original / "model.safetensors")[f"{NAME}.weight"]
     scheme = MXFP4RLConfig(mode="packed", **options).weight_scheme
@@ -227,9 +198,8 @@ def test_the_error_of_the_stored_weights(checkpoint, tmp_path, options):
 def test_the_order_does_not_matter_and_the_screen_says_what_is_compared(checkpoint, tmp_path):
     original = Path(checkpoint())
     packed = packed_of(original, tmp_path / "packed")
-    done = compare(packed, original)
-    assert done.exit_code == 0, done.stderr
-    assert done.stdout == compare(original, packed).stdout
+    done = finish("compare", packed, original)
+    assert done.stdout == run("compare", original, packed).stdout
     for text in (
         f"A: {original.name}, the original",
         "B holds exactly what packing A now gives",
@@ -242,10 +212,9 @@ def test_fused_experts_meet_experts_of_their_own(checkpoint, tmp_path):
     original = Path(checkpoint("qwen3_moe"))
     packed = packed_of(original, tmp_path / "packed")
     assert any(".experts.0." in name for name in load_file(original / "model.safetensors"))
-    data = json.loads(compare(original, packed, "--json", "--skip", "self_attn").stdout)
-    assert sorted(data["tensors"]) == [
-        f"model.layers.{i}.mlp.experts.{name}" for i in range(2) for name in ("down_proj", "gate_up_proj")
-    ]
+    data = json.loads(run("compare", original, packed, "--json", "--skip", "self_attn").stdout)
+    names = ("down_proj", "gate_up_proj")
+    assert sorted(data["tensors"]) == [f"model.layers.{i}.mlp.experts.{name}" for i in range(2) for name in names]
     assert data["total"]["elements_packed_otherwise"] == 0 and 15 < data["total"]["sqnr_db"] < 25
 
 
@@ -253,19 +222,19 @@ def test_an_exported_checkpoint(checkpoint, tmp_path):
     original = checkpoint()
     packed = packed_of(original, tmp_path / "packed", macro_block=None)
     export(packed, tmp_path / "out", "compressed-tensors")
-    exported, own = (compare(original, folder, "--json") for folder in (tmp_path / "out", packed))
+    exported, own = (run("compare", original, folder, "--json") for folder in (tmp_path / "out", packed))
     assert exported.exit_code == 0, exported.stderr
     mine, theirs = json.loads(own.stdout), json.loads(exported.stdout)
     theirs_db, mine_db = ({n: pair["sqnr_db"] for n, pair in each["tensors"].items()} for each in (theirs, mine))
     assert theirs_db == mine_db
     assert "elements_packed_otherwise" not in theirs["total"] and theirs["scheme"] == "compressed-tensors"
-    assert "packing A now" not in compare(original, tmp_path / "out").stdout
+    assert "packing A now" not in run("compare", original, tmp_path / "out").stdout
 
 
 def test_files_of_a_comparison(checkpoint, tmp_path):
     original = checkpoint()
     packed = packed_of(original, tmp_path / "packed")
-    done = compare(original, packed, "--out", tmp_path / "out", "--json")
+    done = run("compare", original, packed, "--out", tmp_path / "out", "--json")
     assert done.exit_code == 0 and "comparison.html" in done.stderr
     written = json.loads((tmp_path / "out" / "comparison.json").read_text())
     assert {key: written[key] for key in json.loads(done.stdout)} == json.loads(done.stdout)
@@ -284,8 +253,11 @@ def test_what_cannot_be_compared(checkpoint, tmp_path):
         ([original, packed, "--scheme", "rceil"], "packed stores weights under a scheme of its own; give no --scheme"),
         ([original, packed, "--skip", "layers.9"], "no quantized layer of packed matches the pattern 'layers.9'"),
         ([checkpoint("llama", layers=1), packed, "--skip", "layers"], "have no quantized weight in common"),
+        ([original], "Missing argument 'B'"),
+        ([original, original, "--scheme", "rceil", "--scheme", "even"], "--scheme once at most"),
+        ([original, "gone/gone/gone"], "does not exist"),
     ):
-        done = compare(*arguments)
+        done = run("compare", *arguments)
         assert done.exit_code == 2 and message in done.stderr, done.output
 
 
@@ -295,8 +267,8 @@ def test_other_shapes_and_nan_are_problems(checkpoint, tmp_path):
     tensors = load_file(original / "model.safetensors")
     tensors[f"{NAME}.weight"][0, 0] = math.nan
     save_file(tensors, original / "model.safetensors")
-    done = compare(original, packed)
+    done = run("compare", original, packed)
     assert done.exit_code == 1 and f"problem: {NAME}: 1 elements are NaN or infinite" in done.stderr
     other = checkpoint(intermediate=128)
-    done = compare(other, packed)
+    done = run("compare", other, packed)
     assert done.exit_code == 1 and f"problem: {NAME}: shapes differ: [1, 128, 64] and [1, 96, 64]" in done.stderr

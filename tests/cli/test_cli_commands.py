@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """`hf-mxfp4 simulate`, `env`, the command itself, the names of its options, and `run`, which makes programs that do not
-import the package compute in MXFP4. That they stop otherwise is in `tests/checkpoint/test_export_engines.py`."""
+import the package compute in MXFP4 (that they stop otherwise is in `tests/checkpoint/test_export_engines.py`); `pack`,
+`export` and `import`: what they print, what they write, how they fail."""
 
 import json
 import os
+import shutil
 import sys
 from argparse import Namespace
 from pathlib import Path
@@ -14,20 +16,17 @@ import pytest
 import torch
 import torch.distributed.run
 import typer
+from commands import finish, run
 from processes import module
+from same_bits import edit_config
 from tiny_models import make_model, make_tokenizer
 from transformers import AutoModelForCausalLM
-from typer.testing import CliRunner
 
 import hf_mxfp4
 from hf_mxfp4 import MXFP4RLConfig, decompose, utils
 from hf_mxfp4.cli import app
 from hf_mxfp4.lab import sample
 from hf_mxfp4.recipes.common.options import config_path
-
-
-def run(*arguments):
-    return CliRunner().invoke(app, [str(argument) for argument in arguments])
 
 
 def test_version_and_help():
@@ -40,7 +39,7 @@ def test_version_and_help():
     assert wrong.exit_code == 2 and "error: scheme 'nonsense': no scale rule 'nonsense'; known are" in wrong.stderr
 
 
-def test_simulation_is_the_decomposition():
+def test_simulation_is_the_decomposition_and_shown_as_a_table():
     done = run("simulate", "--distribution", "student-t", "--elements", 30000, "--seed", 7, "--json")
     data = json.loads(done.stdout)
     assert (data["distribution"], data["elements"], data["seed"]) == ("student-t", 30720, 7)
@@ -49,9 +48,6 @@ def test_simulation_is_the_decomposition():
     assert found["relative_mse"] == pytest.approx(expected.relative_mse, rel=1e-9)
     assert found["cosine_scale_grid"] == pytest.approx(expected.cosine_scale_grid, rel=1e-9)
     assert found["zero_fraction"] == pytest.approx(expected.zero_fraction)
-
-
-def test_simulation_on_screen():
     table = run("simulate", "--elements", 4096, "--scheme", "even").stdout
     assert "gaussian, 4,096 elements, seed 0" in table and "mxfp4+even" in table and "SQNR dB" in table
     assert run("simulate", "--distribution", "cauchy").exit_code == 2
@@ -72,9 +68,6 @@ def test_environment(monkeypatch):
     lines = run("env").stdout.splitlines()
     assert len(lines) <= 16 and f"hf-mxfp4      {hf_mxfp4.__version__}" in lines and "GPUs          none" in lines
     assert lines[-1].endswith("hf-mxfp4 env --verbose")
-
-
-# ---- names of options -----------------------------------------------------------------------------------------------
 
 
 def parsed(words):
@@ -112,9 +105,6 @@ def test_wrong_words_are_one_line(command, message, tmp_path, monkeypatch):
     assert done.exit_code == 2 and message in done.stderr
 
 
-# ---- recipes --------------------------------------------------------------------------------------------------------
-
-
 def test_a_recipe_takes_all_words_and_the_configs_that_come_with_it(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     seen = []
@@ -126,13 +116,9 @@ def test_a_recipe_takes_all_words_and_the_configs_that_come_with_it(tmp_path, mo
     assert ours == config_path("tiny_cpu") and ours.is_file() and tmp_path not in ours.parents
     Path("tiny_cpu").write_text("max_steps: 1")
     assert config_path("tiny_cpu") == Path("tiny_cpu")
-    with pytest.raises(
-        OSError, match="No such file; the configs that come with the recipes are .*tiny_cpu, tiny_cpu_l"
-    ):
+    message = "No such file; the configs that come with the recipes are .*tiny_cpu, tiny_cpu_l"
+    with pytest.raises(OSError, match=message):
         config_path("tiny")
-
-
-# ---- programs that do not import the package ------------------------------------------------------------------------
 
 
 ENVIRONMENT = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, processes.PATHS)), "HF_HUB_OFFLINE": "1"}
@@ -159,9 +145,8 @@ def saved(tmp_path):
 
 
 def test_a_program_under_run_computes_in_mxfp4(saved):
-    done = processes.run(
-        module("hf_mxfp4.cli", "run", "--", "program.py", "qat", "packed"), cwd=saved, environment=ENVIRONMENT
-    )
+    job = module("hf_mxfp4.cli", "run", "--", "program.py", "qat", "packed")
+    done = processes.run(job, cwd=saved, environment=ENVIRONMENT)
     found = [line for line in done.output.splitlines() if line.endswith("Linear")]
     assert found == ["MXFP4Linear", "MXFP4PackedLinear"], done.output
     for mode in ("qat", "packed"):
@@ -179,11 +164,8 @@ def test_trl_sft_under_run_trains_in_mxfp4(saved):
         "--per_device_train_batch_size 2 --report_to none --save_strategy no --use_cpu true --num_processes 1"
     )
     environment = {**ENVIRONMENT, "HF_DATASETS_CACHE": str(saved / "cache")}
-    done = processes.run(
-        module("hf_mxfp4.cli", "run", "--", "trl", "sft", *options.split()),
-        cwd=saved,
-        environment=environment,
-    )
+    job = module("hf_mxfp4.cli", "run", "--", "trl", "sft", *options.split())
+    done = processes.run(job, cwd=saved, environment=environment)
     assert done.returncode == 0, done.output
     written = json.loads((saved / "out" / "config.json").read_text())
     assert written["quantization_config"]["mode"] == "qat" and "hf-mxfp4 run" in written["transformers_weights"]
@@ -214,8 +196,7 @@ def _words(arguments: Namespace) -> list[str]:
     ],
 )
 def test_launched_processes_import_the_package(command, script, launched):
-    done = run("run", "--", *command.split())
-    assert done.exit_code == 0, done.output
+    finish("run", "--", *command.split())
     assert [_words(arguments) for arguments in launched] == [["-m", "hf_mxfp4.cli", "run", "--", *script.split()]]
 
 
@@ -238,3 +219,118 @@ def test_what_is_launched_twice_imports_it_once(launched):
 def test_what_cannot_be_run_is_refused(command, message, launched):
     done = run("run", "--", *command)
     assert done.exit_code == 2 and message in done.stderr
+
+
+@pytest.fixture
+def plain(tmp_path):
+    make_model("llama", layers=1, dtype=torch.bfloat16).save_pretrained(tmp_path / "plain")
+    return tmp_path / "plain"
+
+
+def table_in(result) -> list[list[str]]:
+    rows = [line for line in result.stdout.splitlines() if line.startswith("│")]
+    return [[cell.strip() for cell in row.strip("│").split("│")] for row in rows]
+
+
+def scheme_in(folder):
+    return json.loads((folder / "config.json").read_text())["quantization_config"]
+
+
+def test_a_file_for_llama_cpp(plain, tmp_path):
+    result = finish("export", plain, tmp_path / "out", "--format", "gguf", "--scale-rule", "mse", "--skip", "q_proj")
+    assert "out: gguf, 6 layers: 6 quantized from full precision" in result.stdout
+    assert "takes token numbers only" in result.stdout and "16 -> 4.25" in result.stdout
+    assert (tmp_path / "out" / "model-MXFP4.gguf").is_file()
+    result = finish("import", tmp_path / "out", tmp_path / "back", code=2)
+    assert "only safetensors checkpoints are read" in result.stderr
+
+
+def test_nvfp4_and_back(plain, tmp_path):
+    packed, out, back = (tmp_path / name for name in ("packed", "out", "back"))
+    finish("pack", plain, packed, "--scale-rule", "even", "--skip", "mlp.up_proj")
+    result = finish("export", packed, out, "--format", "nvfp4")
+    blocks = sum(layer["blocks"] for layer in json.loads((out / "export_report.json").read_text())["layers"])
+    assert "out: nvfp4, 6 layers: 6 kept, with rewritten scales" in result.stdout
+    assert f"\n{blocks} of {blocks} blocks exact\n" in result.stdout and "bit for bit" in result.stdout
+    result = finish("import", out, back)
+    assert "6 layers: 6 kept, with rewritten scales" in result.stdout
+    assert f"\n{blocks} of {blocks} blocks exact\n" in result.stdout and "byte for byte" not in result.stdout
+    assert scheme_in(back)["modules_to_not_convert"] == ["model.layers.0.mlp.up_proj"]
+    assert scheme_in(back)["macro_search"] == "block_mantissas"
+
+
+def test_pack_export_import(plain, tmp_path):
+    packed, out, back = (tmp_path / name for name in ("packed", "out", "back"))
+    result = finish("pack", plain, packed, "--scale-rule", "even", "--macro-block", "none", "--skip", "mlp.up_proj")
+    assert "mxfp4_rl, 6 layers: 6 quantized from full precision" in result.stdout
+    assert "weights: SQNR 1" in result.stdout and " dB against the full-precision weights" in result.stdout
+    expected = MXFP4RLConfig(mode="packed", scale_rule="even", macro_block=None, modules_to_not_convert=["mlp.up_proj"])
+    assert scheme_in(packed) == expected.to_dict()
+    result = finish("export", packed, out, "--format", "compressed-tensors")
+    assert "6 layers: 6 kept byte for byte" in result.stdout and "q_proj" not in result.stdout
+    assert "weights: bit for bit the packed values, which themselves have SQNR 1" in result.stdout
+    assert scheme_in(out)["ignore"] == ["lm_head", "model.layers.0.mlp.up_proj"]
+    result = finish("import", out, back, "--json")
+    report = json.loads(result.stdout)
+    assert report["actions"] == {"kept": 6} and report["sqnr_db"] is None and report["format"] == "mxfp4_rl"
+    ids = torch.arange(2, 14).view(2, 6)
+    one, other = (AutoModelForCausalLM.from_pretrained(folder)(ids).logits for folder in (packed, back))
+    assert torch.equal(one, other)
+
+
+def test_a_qat_checkpoint_keeps_its_scheme(plain, tmp_path):
+    config = MXFP4RLConfig(scale_rule="floor")
+    AutoModelForCausalLM.from_pretrained(plain, quantization_config=config).save_pretrained(tmp_path / "qat")
+    finish("pack", tmp_path / "qat", tmp_path / "packed")
+    assert scheme_in(tmp_path / "packed") == config.packed().to_dict()
+    result = finish("pack", tmp_path / "qat", tmp_path / "other", "--scale-rule", "even", code=2)
+    assert "was trained under a scheme of its own" in result.stderr
+
+
+def test_a_mismatch_is_refused_and_each_choice_reports_its_cost(plain, tmp_path):
+    finish("pack", plain, tmp_path / "packed")
+    result = finish("export", tmp_path / "packed", tmp_path / "out", "--format", "quark", code=2)
+    assert "error: format 'quark' cannot hold 7 of 7 layers" in result.stderr
+    assert "--on-mismatch requantize" in result.stderr
+    assert result.stderr.index("export the original full-precision checkpoint") < result.stderr.index("--on-mismatch")
+    assert not (tmp_path / "out").exists() and result.stdout == ""
+    arguments = ("export", tmp_path / "packed", tmp_path / "out", "--format", "quark", "--on-mismatch")
+    result = finish(*arguments, "requantize")
+    assert "7 layers: 7 quantized again" in result.stdout and "quantized a second time" in result.stdout
+    report = json.loads((tmp_path / "out" / "export_report.json").read_text())
+    assert report["actions"] == {"requantized": 7} and 10 < report["sqnr_db"] < 40
+    names = [*(f"self_attn.{name}" for name in "qkvo"), "mlp.gate", "mlp.up", "mlp.down"]
+    assert [row[0] for row in table_in(result)] == [f"{name}_proj" for name in names]
+    stderr = finish(*arguments, "dequantize", code=2).stderr
+    assert "is not empty" in stderr and "--overwrite" in stderr
+    result = finish(*arguments, "dequantize", "--overwrite")
+    assert "7 dequantized" in result.stdout and "plain checkpoint" in result.stdout
+    assert "quantization_config" not in json.loads((tmp_path / "out" / "config.json").read_text())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["export", "nowhere", "out", "--format", "bf16"], "nowhere is not a folder"),
+        (
+            ["export", "qat", "out", "--format", "quark", "--skip", "mlp", "--skip", "v_proj"],
+            "--skip mlp --skip v_proj",
+        ),
+        (["import", "plain", "out"], "is not quantized; there is nothing to import"),
+        (["export", "plain", "out", "--format", "bf16", "--preset", "w4a4"], "--preset w4a4) has no effect in format"),
+        (["export", "plain", "out", "--format", "quark", "--scale-rule", "ceil"], "'ceil' is not one of"),
+        (["export", "plain", "out", "--format", "quark", "--skip", "nonsense"], "'nonsense', which matches no module"),
+        (["export", "plain", "out", "--format", "gptq"], "'gptq'"),
+        (["pack", "plain", "out", "--macro-block", "48"], "macro_block=48 is not supported"),
+        (["pack", "plain", "out", "--skip", "nonsense"], "'nonsense', which matches no module"),
+        (["pack", "plain", "plain"], "must be apart"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else None,
+)
+def test_mistakes_are_told_and_nothing_is_written(arguments, words, plain, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(plain, tmp_path / "qat")
+    edit_config(tmp_path / "qat", quantization_config=MXFP4RLConfig().to_dict())
+    result = finish(*arguments, code=2)
+    assert words in result.stderr and "Traceback" not in result.output
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["plain", "qat"]

@@ -7,38 +7,29 @@ from pathlib import Path
 
 import pytest
 import torch
+from commands import ALPHABET, finish, run, save_texts, save_tokenizer
+from tables import PLAIN
 from transformers import AutoModelForCausalLM, AutoTokenizer
-from typer.testing import CliRunner
 
 from hf_mxfp4 import MXFP4RLConfig
 from hf_mxfp4.checkpoint import add_evaluation, choose_card, is_generated
-from hf_mxfp4.cli import app
 from hf_mxfp4.lab.reports import add_perplexity
-from hf_mxfp4.recipes.tasks.tiny_model import build_char_tokenizer
 
 
-ALPHABET = "0123456789+= ?\n"
 ROWS = [{"question": f"{i}+{i}?", "answer": f"{i}+{i}={2 * i}"} for i in (1, 22, 304)]
 FILES = ("evaluation.json", "texts.csv", "evaluation.html")
 
 pytestmark = pytest.mark.usefixtures("blank_pictures")
 
 
-def run(*arguments, command="eval"):
-    return CliRunner().invoke(app, [command, *map(str, arguments)])
-
-
 @pytest.fixture
 def text(tmp_path):
-    (tmp_path / "sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
-    return tmp_path / "sums.jsonl"
+    return save_texts(tmp_path / "sums.jsonl", ROWS)
 
 
 @pytest.fixture
 def folder(checkpoint):
-    made = Path(checkpoint("llama"))
-    build_char_tokenizer(ALPHABET).save_pretrained(made)
-    return made
+    return save_tokenizer(Path(checkpoint("llama")))
 
 
 @pytest.fixture
@@ -47,8 +38,7 @@ def policy(folder, tmp_path):
     config = MXFP4RLConfig(scale_rule="even", outlier_fallback=None)
     model = AutoModelForCausalLM.from_pretrained(folder, quantization_config=config)
     model.save_pretrained(tmp_path / "policy")
-    build_char_tokenizer(ALPHABET).save_pretrained(tmp_path / "policy")
-    return tmp_path / "policy"
+    return save_tokenizer(tmp_path / "policy")
 
 
 def losses(model):
@@ -63,15 +53,14 @@ def losses(model):
 def test_a_checkpoint_from_start_to_end(folder, text, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     words = ("--device", "cpu", "--text", text, "--scheme", "w4a16:rceil", "--scheme", "even+mbs128-blockwise")
-    done = run(folder, *words)
-    assert done.exit_code == 0, done.stderr
+    done = finish("eval", folder, *words)
     out = tmp_path / "evaluation" / "--".join(folder.parts[-2:])
     assert sorted(path.name for path in out.iterdir()) == sorted([*FILES, "progress.jsonl"])
     report = json.loads((out / "evaluation.json").read_text())
     assert [row["name"] for row in report["rows"]] == ["full precision", "w4a16:rceil", "even+mbs128-blockwise"]
     assert (report["texts"], report["tokens"], report["text"]) == (3, 9 + 14 + 19, "sums.jsonl")
     plain = AutoModelForCausalLM.from_pretrained(folder)
-    config = MXFP4RLConfig(preset="w4a16", scale_rule="rceil", macro_block=None, outlier_fallback=None)
+    config = MXFP4RLConfig(preset="w4a16", scale_rule="rceil", **PLAIN)
     quantized = AutoModelForCausalLM.from_pretrained(folder, quantization_config=config)
     expected = [losses(plain), losses(quantized)]
     assert [row["nats"]["value"] for row in report["rows"][:2]] == pytest.approx(expected, rel=1e-6)
@@ -90,20 +79,17 @@ def test_a_checkpoint_from_start_to_end(folder, text, tmp_path, monkeypatch):
 
 def test_each_layer_in_full_precision_in_turn(folder, text, tmp_path):
     arguments = ("--text", text, "--json", "--out", tmp_path / "out", "--without-each")
-    done = run(folder, *arguments, "layer", "--scheme", "w4a16:floor")
-    assert done.exit_code == 0, done.stderr
+    done = finish("eval", folder, *arguments, "layer", "--scheme", "w4a16:floor")
     plain, whole, *parts = json.loads(done.stdout)["rows"]
     assert [row["name"] for row in parts] == [f"w4a16:floor without model.layers.{i}" for i in (0, 1)]
     # The layers are alike: half of the weights in 16 bits, the others in 4.25.
     assert [row["bits"] for row in (whole, *parts)] == [4.25, 10.125, 10.125]
-    config = MXFP4RLConfig(
-        preset="w4a16", scale_rule="floor", macro_block=None, outlier_fallback=None, modules_to_not_convert=["layers.1"]
-    )
+    config = MXFP4RLConfig(preset="w4a16", scale_rule="floor", modules_to_not_convert=["layers.1"], **PLAIN)
     quantized = AutoModelForCausalLM.from_pretrained(folder, quantization_config=config)
     assert parts[1]["nats"]["value"] == pytest.approx(losses(quantized), rel=1e-6)
-    by_type = json.loads(run(folder, *arguments, "type", "--scheme", "w4a16:floor").stdout)["rows"]
+    by_type = json.loads(run("eval", folder, *arguments, "type", "--scheme", "w4a16:floor").stdout)["rows"]
     assert [row["name"] for row in by_type[2:5]] == [f"w4a16:floor without self_attn.{x}_proj" for x in "qkv"]
-    refused = run(folder, "--text", text, "--without-each", "layer", "--scheme", "own", "--out", tmp_path / "other")
+    refused = run("eval", folder, *arguments[:-2], tmp_path / "other", "--without-each", "layer", "--scheme", "own")
     assert refused.exit_code == 2
 
 
@@ -123,15 +109,14 @@ def test_each_layer_in_full_precision_in_turn(folder, text, tmp_path):
 def test_wrong_usage(folder, text, tmp_path, monkeypatch, arguments, message):
     monkeypatch.chdir(tmp_path)
     Path("skips.yaml").write_text("modules_to_not_convert: [layers.9]\n")
-    done = run(folder, "--text", text, "--out", tmp_path / "out", *arguments)
+    done = run("eval", folder, "--text", text, "--out", tmp_path / "out", *arguments)
     assert done.exit_code == 2 and message in done.stderr and "Traceback" not in done.output
     assert not (tmp_path / "out" / "evaluation.json").exists()
 
 
 def test_a_policy_is_measured_on_its_master_weights_and_under_its_own_scheme(policy, text, tmp_path):
     equal = ("--scheme", f"config:{policy / 'config.json'}", "--scheme", "own")  # which are measured once
-    done = run(policy, "--text", text, "--out", tmp_path / "out", "--card", "--json", *equal)
-    assert done.exit_code == 0, done.stderr
+    done = finish("eval", policy, "--text", text, "--out", tmp_path / "out", "--card", "--json", *equal)
     full, own = json.loads(done.stdout)["rows"]
     assert (full["name"], own["name"]) == ("full precision", "own") and own["kl"]["value"] > 0
     quantized = AutoModelForCausalLM.from_pretrained(policy)
@@ -161,25 +146,23 @@ def test_a_policy_is_measured_on_its_master_weights_and_under_its_own_scheme(pol
     with pytest.raises(ValueError, match="none of which is the checkpoint's own scheme"):
         add_perplexity(policy, {"rows": [{"name": "rceil"}], "reference": None})
     (policy / "README.md").write_text(both.replace("## Scheme", "Mine.\n\n## Scheme"))
-    refused = run(policy, "--text", text, "--out", tmp_path / "out", "--card")
+    refused = run("eval", policy, "--text", text, "--out", tmp_path / "out", "--card")
     assert refused.exit_code == 2 and "written or edited by somebody" in refused.stderr
 
 
 def test_weights_that_are_stored_in_four_bits(folder, policy, text, tmp_path):
-    assert run(folder, tmp_path / "packed", command="pack").exit_code == 0
-    packed = tmp_path / "packed"
-    build_char_tokenizer(ALPHABET).save_pretrained(packed)
-    done = run(packed, "--text", text, "--out", tmp_path / "out", "--json")
-    assert done.exit_code == 0, done.stderr
+    assert run("pack", folder, tmp_path / "packed").exit_code == 0
+    packed = save_tokenizer(tmp_path / "packed")
+    done = finish("eval", packed, "--text", text, "--out", tmp_path / "out", "--json")
     (alone,) = json.loads(done.stdout)["rows"]
     assert alone["name"] == "as stored" and "kl" not in alone
-    done = run(packed, "--text", text, "--out", tmp_path / "other", "--reference", folder, "--card", "--json")
+    done = run("eval", packed, "--text", text, "--out", tmp_path / "other", "--reference", folder, "--card", "--json")
     original, stored = json.loads(done.stdout)["rows"]
     assert original["name"] == folder.name and stored["kl"]["value"] > 0
     assert stored["nats"] == alone["nats"]
     assert f"| perplexity of `{folder.name}` | {original['perplexity']:.3f} |" in (packed / "README.md").read_text()
-    refused = run(packed, "--text", text, "--scheme", "rceil", "--out", tmp_path / "third")
+    refused = run("eval", packed, "--text", text, "--scheme", "rceil", "--out", tmp_path / "third")
     assert refused.exit_code == 2 and "stores quantized weights, so no other scheme can be put on it" in refused.stderr
-    build_char_tokenizer(ALPHABET[::-1]).save_pretrained(folder)
-    refused = run(packed, "--text", text, "--reference", folder, "--out", tmp_path / "third")
+    save_tokenizer(folder, ALPHABET[::-1])
+    refused = run("eval", packed, "--text", text, "--reference", folder, "--out", tmp_path / "third")
     assert refused.exit_code == 2 and "another vocabulary" in refused.stderr

@@ -8,15 +8,15 @@ from pathlib import Path
 
 import pytest
 import torch
+from commands import run
 from safetensors.torch import save_file
+from same_bits import edit_config, shards
 from tiny_models import make_model
 from transformers import AutoModelForCausalLM
-from typer.testing import CliRunner
 
 import hf_mxfp4
 from hf_mxfp4 import MXFP4RLConfig
 from hf_mxfp4.checkpoint import MANIFEST, verify_folder
-from hf_mxfp4.cli import app
 from hf_mxfp4.lab import load
 from hf_mxfp4.lab.planning import read_config
 
@@ -34,14 +34,6 @@ def saved(tmp_path_factory) -> dict[str, Path]:
     plain = make_model("llama", layers=1)
     hf_mxfp4.pack(plain, MXFP4RLConfig(mode="packed", macro_block=None)).save_pretrained(base / "hostile")
     return {name: base / name for name in ("plain", "master", "packed", "hostile")}
-
-
-def run(*arguments):
-    return CliRunner().invoke(app, ["verify", *map(str, arguments)])
-
-
-def shards(folder: Path) -> list[Path]:
-    return sorted(folder.glob("*.safetensors"))
 
 
 def flip(file: Path, *names: str) -> None:
@@ -67,11 +59,11 @@ def where(folder: Path) -> list[str]:
 
 def test_a_checkpoint_as_it_was_written(saved):
     n_bytes = (saved["packed"] / "model.safetensors").stat().st_size
-    done = run(saved["packed"])
+    done = run("verify", saved["packed"])
     assert (done.exit_code, done.stderr) == (0, "")
     size = f"43 tensors in 1 files, {n_bytes / 1e6:.1f} MB"
     assert done.stdout == f"{saved['packed']}: {size}: all as it was written\n"
-    done = run(saved["master"], "--json")
+    done = run("verify", saved["master"], "--json")
     assert done.exit_code == 0 and json.loads(done.stdout) == {
         "model": str(saved["master"]),
         "checked": [*(f"model-0000{number}-of-00003.safetensors" for number in (1, 2, 3)), INDEX],
@@ -88,13 +80,13 @@ def test_every_damaged_file_is_named(copy):
     first, *_, last = shards(folder)
     flip(first, "lm_head.weight", "model.embed_tokens.weight")
     flip(last, "model.norm.weight")
-    done = run(folder)
+    done = run("verify", folder)
     assert done.exit_code == 1 and "2 problems" in done.stdout.splitlines()[-1]
     for file in (first, last):
         assert f"{file.name} is damaged: its checksum is " in done.stdout
-    problems = json.loads(run(folder, "--json").stdout)["problems"]
+    problems = json.loads(run("verify", folder, "--json").stdout)["problems"]
     assert [problem["where"] for problem in problems] == [first.name, last.name]
-    assert run(last).exit_code == 1 and run(shards(folder)[1]).exit_code == 0
+    assert run("verify", last).exit_code == 1 and run("verify", shards(folder)[1]).exit_code == 0
 
 
 def test_files_that_are_missing_truncated_or_of_another_checkpoint(copy, saved):
@@ -107,7 +99,7 @@ def test_files_that_are_missing_truncated_or_of_another_checkpoint(copy, saved):
     shutil.copy(saved["master"] / files[0].name, files[0])
     assert set(where(folder)) == {files[1].name}
     (folder / MANIFEST).unlink()
-    assert run(folder, "--add").exit_code == 1 and set(where(folder)) == {INDEX}
+    assert run("verify", folder, "--add").exit_code == 1 and set(where(folder)) == {INDEX}
 
 
 @pytest.mark.parametrize("what", ["place", "name", "text", "nothing", "outside"])
@@ -123,7 +115,7 @@ def test_an_index_that_does_not_fit(copy, what):
         places["model.norm.weight"] = f"../{files[0]}"
     text = {"text": "{", "nothing": "{}"}.get(what, json.dumps(index))
     (folder / INDEX).write_text(text)
-    done = run(folder)
+    done = run("verify", folder)
     assert done.exit_code == 1 and set(where(folder)) == {INDEX}
     assert all(line.startswith(f"{INDEX} is damaged: ") for line in done.stdout.splitlines()[:-1])
 
@@ -132,37 +124,37 @@ def test_an_index_that_does_not_fit(copy, what):
 def test_a_config_of_another_model_or_scheme(copy, name):
     folder = copy(name)
     config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, "intermediate_size": 96}))
-    done = run(folder)
+    edit_config(folder, intermediate_size=96)
+    done = run("verify", folder)
     assert done.exit_code == 1 and "the model needs" in done.stdout
     config["quantization_config"]["mode"] = {"qat": "packed", "packed": "qat"}[config["quantization_config"]["mode"]]
-    (folder / "config.json").write_text(json.dumps(config))
+    edit_config(folder, **config)
     assert where(folder) == ["config.json"]
     (folder / "config.json").write_text("{")
     assert where(folder) == ["config.json"]
 
 
 def test_nothing_to_compare(saved, tmp_path):
-    done = run(saved["plain"])
+    done = run("verify", saved["plain"])
     assert done.exit_code == 2 and "without checksums: model.safetensors. save_pretrained" in done.stderr
     save_file({"x": torch.ones(1)}, tmp_path / "adapter_model.safetensors")
     (tmp_path / "adapter_config.json").write_text("{}")
-    done = run(tmp_path)
+    done = run("verify", tmp_path)
     assert done.exit_code == 2 and "without checksums: adapter_model.safetensors" in done.stderr
     (tmp_path / "empty").mkdir()
-    assert run(tmp_path / "empty").exit_code == 2
-    done = run(tmp_path / "nowhere")
+    assert run("verify", tmp_path / "empty").exit_code == 2
+    done = run("verify", tmp_path / "nowhere")
     assert done.exit_code == 2 and "does not exist" in done.stderr
 
 
 def test_a_file_of_another_tool_beside_and_among_the_others(copy):
     folder = copy("packed")
     save_file({"x": torch.ones(1)}, folder / "adapter_model.safetensors")
-    done = run(folder)
+    done = run("verify", folder)
     assert done.exit_code == 0 and "not compared, without checksums: adapter_model.safetensors" in done.stdout
     folder = copy("master")
     forget(folder, shards(folder)[1])
-    done = run(folder)
+    done = run("verify", folder)
     assert done.exit_code == 2
     assert f"error: not compared, without checksums: {shards(folder)[1].name}. save_pretrained" in done.stderr
 
@@ -171,16 +163,16 @@ def test_adding_checksums(copy):
     folder = copy("master")
     files = shards(folder)
     forget(folder, files[1])
-    done = run(folder, "--add")
+    done = run("verify", folder, "--add")
     assert done.exit_code == 0 and "checksums added to 1 files" in done.stderr, done.stdout
     assert "15 tensors in 4 files" in done.stdout
     flip(files[1], "model.layers.0.mlp.up_proj.weight")
     assert where(folder) == [files[1].name]
     before = files[0].read_bytes()
-    done = run(folder, "--add")
+    done = run("verify", folder, "--add")
     assert done.exit_code == 1 and "no checksums were added to what is damaged" in done.stderr
     assert files[0].read_bytes() == before and where(folder) == [files[1].name]
-    done = run(files[0], "--add")
+    done = run("verify", files[0], "--add")
     assert done.exit_code == 2 and "--add writes into a folder" in done.stderr
 
 
@@ -188,7 +180,7 @@ def test_adding_checksums(copy):
 def test_hostile_files_are_damage_in_one_line(copy, name, text):
     folder = copy("master")
     (folder / name).write_text(text)
-    done = run(folder)
+    done = run("verify", folder)
     assert done.exit_code == 1 and done.exception.__class__ is SystemExit, done.output
     assert len(done.output.splitlines()) <= 3
 
@@ -198,28 +190,19 @@ def test_what_cannot_be_checked_is_not_damage(copy, monkeypatch):
         raise ZeroDivisionError("a mistake")
 
     monkeypatch.setattr("hf_mxfp4.checkpoint.manifest.record_of", fail)
-    done = run(copy("packed"))
+    done = run("verify", copy("packed"))
     assert done.exit_code == 2 and "could not be checked: ZeroDivisionError: a mistake" in done.stderr
-
-
-# ---- folders made to harm -------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
 def folder(saved, tmp_path):
-    """A packed folder to make hostile."""
     return shutil.copytree(saved["hostile"], tmp_path / "model")
-
-
-def edit(folder, **options) -> None:
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, **options}))
 
 
 def assert_one_line(folder, verify_code: int, words: str = "") -> None:
     """Check the exit codes and output of `verify` and `export`."""
-    export = ("export", str(folder), str(folder.with_name("out")), "--format", "bf16")
-    verified, exported = (CliRunner().invoke(app, each, input="y\n") for each in (("verify", str(folder)), export))
+    export = ("export", folder, folder.with_name("out"), "--format", "bf16")
+    verified, exported = (run(*each, input="y\n") for each in (("verify", folder), export))
     for result in (verified, exported):
         assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
     assert verified.exit_code == verify_code, verified.output
@@ -228,7 +211,7 @@ def assert_one_line(folder, verify_code: int, words: str = "") -> None:
 
 def test_code_in_the_folder_is_not_run_and_not_asked_about(folder, tmp_path):
     classes = {"AutoConfig": "evil.Config", "AutoModelForCausalLM": "evil.Model"}
-    edit(folder, model_type="evil", auto_map=classes)
+    edit_config(folder, model_type="evil", auto_map=classes)
     (folder / "evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
     assert_one_line(folder, 1)
     with pytest.raises(ValueError):
@@ -242,7 +225,7 @@ def test_code_in_the_folder_is_not_run_and_not_asked_about(folder, tmp_path):
     "options", [{"_attn_implementation": "evil/kernel"}, {"text_config": {"_experts_implementation": "evil/kernel"}}]
 )
 def test_kernels_of_the_hub_are_refused(folder, options):
-    edit(folder, **options)
+    edit_config(folder, **options)
     assert_one_line(folder, 0, "asks for the kernel")
     for reader in (read_config, lambda model: read_config(f"{model}/config.json"), load):
         with pytest.raises(ValueError, match="asks for the kernel"):
@@ -264,7 +247,7 @@ def test_kernels_of_the_hub_are_refused(folder, options):
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
 def test_what_makes_no_model_is_damage_or_refused(folder, options, code, words):
-    edit(folder, **options)
+    edit_config(folder, **options)
     assert_one_line(folder, code, words)
 
 

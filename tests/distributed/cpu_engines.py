@@ -28,8 +28,8 @@ def launch_environment(config: Path, *options: str) -> dict[str, str]:
     return captured
 
 
-def use_engine(name: str, folder: Path, mixed_precision: str = "no", options: dict | None = None) -> None:
-    """Make this process a rank of the configuration ``name``, computing on the CPU, talking through gloo.
+def use_engine(name: str | None, folder: Path, mixed_precision: str = "no", options: dict | None = None) -> None:
+    """Make this process a rank of the configuration ``name``, if any, computing on the CPU, talking through gloo.
 
     accelerate enables FSDP and DeepSpeed on GPUs alone; `PartialState._prepare_backend` is where it decides. Under
     ZeRO-3 even the smallest weights are sharded, which DeepSpeed would leave whole in models of this size.
@@ -37,6 +37,8 @@ def use_engine(name: str, folder: Path, mixed_precision: str = "no", options: di
     from accelerate.state import PartialState
     from transformers import training_args
 
+    if name is None:
+        return
     config = yaml.safe_load((CONFIGS / f"{name}.yaml").read_text())
     if name == "zero3":
         ds_file = folder / f"ds_{os.environ['RANK']}.json"

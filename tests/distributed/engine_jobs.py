@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the ranks of the tests of distributed engines do."""
+"""What the ranks of the tests of distributed engines, of the kill trials and of the tests of dead ranks do."""
 
 import gc
 import json
 import os
+import shutil
+import signal
 from pathlib import Path
 from unittest import mock
 
@@ -15,18 +17,14 @@ from grpo_runs import TOKENIZER, even_digits, prompts, with_simulated_vllm
 from moe_models import make_moe
 from peft import LoraConfig, get_peft_model
 from tiny_models import make_model
-from transformers import AutoModelForCausalLM, Trainer, TrainingArguments, default_data_collator
+from transformers import AutoModelForCausalLM, Trainer, TrainerState, TrainingArguments, default_data_collator
 
 from benchmarks.counters import LiveTensors
-from hf_mxfp4 import (
-    MXFP4DistillationConfig,
-    MXFP4DistillationTrainer,
-    MXFP4GRPOConfig,
-    MXFP4GRPOTrainer,
-    MXFP4RLConfig,
-)
+from hf_mxfp4 import MXFP4DistillationConfig, MXFP4DistillationTrainer, MXFP4GRPOConfig, MXFP4GRPOTrainer, MXFP4RLConfig
+from hf_mxfp4.checkpoint import last_complete_checkpoint
 from hf_mxfp4.integrations.vllm import EngineSettings
 from hf_mxfp4.rl import ExactResumeMixin, StepMovementCallback
+from hf_mxfp4.rl.rewards import guard_reward
 
 
 IDS = torch.arange(2, 30).repeat(8, 1).add(torch.arange(8).unsqueeze(1) * 5) % 31
@@ -123,8 +121,7 @@ def train_and_save(engine: str | None, mode: str, base: str, out: str, mixed_pre
     writes what they saw to ``out/results.pt``, and each saves its model. At the end compiled rollouts are asked for,
     where weights are sharded."""
     out = Path(out)
-    if engine:
-        use_engine(engine, out, mixed_precision, fsdp)
+    use_engine(engine, out, mixed_precision, fsdp)
     results = {}
     for kind in ("plain", "grpo", "resumed") if engine else ("plain", "grpo"):
         build, options = (plain_trainer, {}) if kind == "plain" else (grpo_trainer, {})
@@ -181,8 +178,7 @@ def push_to_vllm(engine: str | None, base: str, out: str, packs: bool) -> None:
     """GRPO of adapters on trainable layers, whose weights are pushed for each rollout to something like
     a vLLM that keeps 4 bits (``packs``), or to another, with adapters on experts too and under noise. Each rank writes
     what it pushed, and whether the masters are as they were, to ``out/pushed<i>.pt``."""
-    if engine is not None:
-        use_engine(engine, Path(out))
+    use_engine(engine, Path(out))
     scheme = MXFP4RLConfig(preset="w4a16")
     policy = AutoModelForCausalLM.from_pretrained(base, quantization_config=scheme, dtype=torch.float32)
     torch.manual_seed(0)
@@ -220,8 +216,7 @@ def distill(engine: str | None, base: str, out: str) -> None:
     model = AutoModelForCausalLM.from_pretrained(base)
     model.model.norm.weight.data *= 8  # predictions that are far from uniform
     model.save_pretrained(own)
-    if engine is not None:
-        use_engine(engine, Path(out))
+    use_engine(engine, Path(out))
     # Of unequal length, so that a mean over the means of processes is another number.
     rows = Dataset.from_list([{"input_ids": row[: 8 + 2 * i].tolist()} for i, row in enumerate(IDS)] * 2)
     evaluated = rows.select(range(len(rows) - 1))  # two processes repeat a row
@@ -245,8 +240,7 @@ def distill(engine: str | None, base: str, out: str) -> None:
 
 def train_with_trl(engine: str | None, mode: str, base: str, out: str) -> None:
     """SFT and DPO of TRL; rank 0 writes what each logged in a step to ``out/trl.json``, and both save the model."""
-    if engine is not None:
-        use_engine(engine, Path(out))
+    use_engine(engine, Path(out))
     rows = {
         "SFT": [{"prompt": f"{i}+{i}=", "completion": "1" * (1 + i)} for i in range(8)],
         "DPO": [{"prompt": f"{i}+{i}=", "chosen": f"{2 * i}", "rejected": f"{i}+1"} for i in range(8)],
@@ -292,8 +286,7 @@ def load_split(base: str) -> None:
 def count_quantizations(engine: str | None, base: str, out: str) -> None:
     """One step of GRPO in two micro-batches, without gradient checkpointing and with it. Each rank writes how often it
     quantized each weight to ``out/counts<i>.json``."""
-    if engine is not None:
-        use_engine(engine, Path(out))
+    use_engine(engine, Path(out))
     found = {}
     for checkpointing in (False, True):
         world = int(os.environ.get("WORLD_SIZE", "1"))
@@ -304,3 +297,79 @@ def count_quantizations(engine: str | None, base: str, out: str) -> None:
         (count,) = (log[key] for log in trainer.state.log_history for key in log if key == COUNTED)
         found[str(checkpointing)] = count / trainer.n_quantized
     (Path(out) / f"counts{os.environ.get('RANK', '0')}.json").write_text(json.dumps(found))
+
+
+STEPS = 4
+OPTIONS = {"max_steps": STEPS, "save_steps": 1, "save_total_limit": 2, "num_iterations": 2, "logging_steps": 2}
+
+
+def train_or_resume(base: str, run: str, dies_writing: str | None = None) -> None:
+    """Train to the end, from the newest complete checkpoint if there is one; leave the final state in ``final.pt``.
+
+    ``dies_writing``: a file of the third checkpoint that is begun, or ``"rotation"``; the process writes half of it, or
+    deletes half of the oldest checkpoint, and gets SIGKILL.
+    """
+    if dies_writing is not None:
+        _die_while_writing(dies_writing)
+    folder = Path(run)
+    trainer = grpo_trainer(base, "qat", folder, **OPTIONS)
+    trainer.train(resume_from_checkpoint=last_complete_checkpoint(folder) is not None)
+    state = {"weights": trainer.model.state_dict(), "optimizer": trainer.optimizer.state_dict()}
+    state["random"] = torch.get_rng_state()
+    torch.save(state, folder / "final.partial")
+    os.replace(folder / "final.partial", folder / "final.pt")
+
+
+def _die_while_writing(name: str) -> None:
+    begun = []
+
+    def half(original, position):
+        def write(*args, **kwargs):
+            original(*args, **kwargs)
+            path = Path(args[position])
+            if path.name == name and path.parent.name.startswith("checkpoint-"):
+                begun.append(path)
+                if len(begun) == 3:
+                    os.truncate(path, path.stat().st_size // 2)
+                    os.kill(os.getpid(), signal.SIGKILL)
+
+        return write
+
+    def half_removed(path, **kwargs):
+        if Path(path).name.startswith("checkpoint-"):
+            for file in sorted(Path(path).iterdir())[::2]:
+                file.unlink()
+            os.kill(os.getpid(), signal.SIGKILL)
+        original_rmtree(path, **kwargs)
+
+    torch.save = half(torch.save, 1)
+    TrainerState.save_to_json = half(TrainerState.save_to_json, 1)
+    if name == "rotation":
+        original_rmtree, shutil.rmtree = shutil.rmtree, half_removed
+
+
+def train_with_a_failing_rank(base: str, run: str, failure: str | None) -> None:
+    """Two ranks, a checkpoint at each step; in the third rollout rank 1 is ``"killed"``, or its reward function
+    ``"raises"``. They go on from the newest whole checkpoint, if there is one. Rank 0 leaves the final state, and
+    the steps that it made, in ``final.pt``."""
+    folder, steps = Path(run), []
+    use_engine("ddp", folder)
+    torch.set_num_threads(1)
+    trainer = grpo_trainer(base, "qat", folder, save_steps=1)
+
+    def reward(completions, trainer_state, **kwargs):
+        steps.append(trainer_state.global_step)
+        if failure and trainer_state.global_step == 2 and os.environ["RANK"] == "1":
+            print(f"rank 1 fails now: {failure}", flush=True)
+            if failure == "killed":
+                os.kill(os.getpid(), signal.SIGKILL)
+            raise KeyError("answer")
+        return even_digits(completions)
+
+    reward.__name__ = even_digits.__name__
+    trainer.reward_funcs = [guard_reward(reward)]
+    trainer.train(resume_from_checkpoint=last_complete_checkpoint(folder) is not None)
+    if os.environ["RANK"] == "0":
+        state = {"weights": trainer.model.state_dict(), "optimizer": trainer.optimizer.state_dict()}
+        torch.save(state | {"steps": steps}, folder / "final.pt")
+    torch.distributed.barrier()

@@ -27,26 +27,22 @@ NO_DEEPSPEED = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None,
 TYPES = {"ddp": "MULTI_CPU", "fsdp2": "FSDP", "fsdp2_lora": "FSDP", "zero2": "DEEPSPEED", "zero3": "DEEPSPEED"}
 
 
+def large(engine, *values):
+    """Parameters of a test that are tried in the long run alone."""
+    marks = [pytest.mark.large, NO_DEEPSPEED] if engine.startswith("zero") else [pytest.mark.large]
+    return pytest.param(engine, *values, marks=marks)
+
+
 def case(engine, mode, *marks):
     marks = (*marks, NO_DEEPSPEED) if engine.startswith("zero") else marks
     return pytest.param((engine, mode), marks=marks, id=f"{engine}-{mode}")
 
 
 #: Mixtures have linear layers and experts.
-CASES = [
-    case("fsdp2", "moe"),
-    case("zero3", "moe"),
-    *(
-        case(engine, mode, pytest.mark.large)
-        for mode, engines in {
-            "qat": ("ddp", "fsdp2", "zero2", "zero3"),
-            "lora": ("ddp", "fsdp2_lora", "zero3"),
-            "moe": ("ddp",),
-            "moe_lora": ("ddp", "fsdp2_lora"),
-        }.items()
-        for engine in engines
-    ),
-]
+CASES = [case("fsdp2", "moe"), case("zero3", "moe")]
+LONG = {"qat": ("ddp", "fsdp2", "zero2", "zero3"), "lora": ("ddp", "fsdp2_lora", "zero3")}
+LONG |= {"moe": ("ddp",), "moe_lora": ("ddp", "fsdp2_lora")}
+CASES += [case(engine, mode, pytest.mark.large) for mode in LONG for engine in LONG[mode]]
 
 
 def base_of(root, mode):
@@ -87,7 +83,6 @@ def job(request, jobs):
 
 @pytest.fixture(params=[param for param in CASES if param.values[0][1].startswith("moe")])
 def mixture(request, jobs):
-    """A job of a mixture of experts."""
     engine, mode = request.param
     return engine, mode, *jobs(engine, mode)
 
@@ -126,27 +121,34 @@ def test_losses_are_those_of_one_process(job, jobs):
     torch.testing.assert_close(results["plain"]["logits"], alone["plain"]["logits"], rtol=0, atol=1e-5)
 
 
-def test_rollouts_get_the_noise_of_their_step(job):
-    _, mode, _, results = job
-    sigmas = [entry["aqn/sigma"] for entry in results["grpo"]["logs"]]
+def test_rollouts_get_the_noise_of_their_step_and_what_is_sharded_is_quantized_in_each_pass_too(job):
+    engine, mode, _, results = job
+    logs = results["grpo"]["logs"]
+    sigmas = [entry["aqn/sigma"] for entry in logs]
     assert sigmas == pytest.approx([0, 1e-2, 10**-2.5, 1e-3])
-    measured = [entry["aqn/measured_std"] for entry in results["grpo"]["logs"]]
+    measured = [entry["aqn/measured_std"] for entry in logs]
     assert measured == pytest.approx(sigmas, rel=0.1)
     # Of a mixture of experts the norms before routers get none, and there are norms of queries and keys.
     norms = 7 if mode.startswith("moe") else 5
-    assert all(entry["aqn/n_modules"] == norms for entry in results["grpo"]["logs"][1:])
+    assert all(entry["aqn/n_modules"] == norms for entry in logs[1:])
     first, second = results["grpo"]["noise"]
     assert first == second and all(value > 0 for value in first)
+    if not mode.endswith("lora"):
+        times = (1 if engine in ("ddp", "zero2") else 3) * results["grpo"]["n_quantized"]
+        assert [entry["quantization/weights_per_step"] for entry in logs] == [times] * 4
 
 
 @pytest.mark.parametrize("kind", ["plain", "grpo"])
-def test_saved_models_are_complete_and_compute_the_same(job, jobs, kind):
+def test_saved_models_are_complete_and_trained_in_full_precision_and_compute_the_same(job, jobs, kind):
     _, mode, out, results = job
     alone, _ = jobs(None, mode)
     saved, expected = (load_file(weights_file(folder / kind / "saved")) for folder in (out, alone))
     assert {name: (t.shape, t.dtype) for name, t in saved.items()} == {
         name: (t.shape, t.dtype) for name, t in expected.items()
     }
+    if kind == "plain":
+        for name, weight in saved.items():
+            torch.testing.assert_close(weight, expected[name], rtol=0, atol=2e-6)
     for folder in ("saved", "checkpoint-4"):
         found = _logits_of(out / kind / folder, mode, base_of(jobs.root, mode))
         torch.testing.assert_close(found, results[kind]["logits"], rtol=0, atol=1e-5)
@@ -160,14 +162,6 @@ def _logits_of(folder, mode, base):
     config = MXFP4RLConfig(mode="packed")
     packed = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32, quantization_config=config)
     return logits(PeftModel.from_pretrained(packed, folder))
-
-
-def test_masters_are_trained_in_full_precision(job, jobs):
-    _, mode, out, _ = job
-    alone, _ = jobs(None, mode)
-    found, expected = (load_file(weights_file(folder / "plain" / "saved")) for folder in (out, alone))
-    for name, weight in found.items():
-        torch.testing.assert_close(weight, expected[name], rtol=0, atol=2e-6)
 
 
 def test_a_resumed_run_repeats_the_one_that_was_not_stopped(job):
@@ -237,22 +231,12 @@ def test_mixtures_are_saved_as_transformers_saves_them_and_checkpoints_have_whol
     assert checkpoint["model.layers.1.mlp.experts.down_proj"].shape == (6, 32, 32)
 
 
-@pytest.mark.parametrize(
-    "engine",
-    [
-        pytest.param("ddp", marks=pytest.mark.large),
-        "fsdp2",
-        pytest.param("zero3", marks=[pytest.mark.large, NO_DEEPSPEED]),
-    ],
-)
+ENGINES = pytest.mark.parametrize("engine", [large("ddp"), "fsdp2", large("zero3")])
+
+
+@ENGINES
 def test_rollouts_of_unequal_length_with_and_without_kept_copies(jobs, engine):
-    out = jobs.root / f"uneven-{engine}"
-    out.mkdir()
-    base = jobs.base("moe")
-    answer = run_job(
-        "engine_jobs:train_on_uneven_rollouts", out / "log", ranks=2, engine=engine, base=str(base), out=str(out)
-    )
-    assert answer.codes == [0, 0], answer.output[-4000:]
+    out = folder_of("train_on_uneven_rollouts", jobs.root, 2, engine=engine, base=str(jobs.base("moe")))
     # Of queries, keys, values and outputs, and of six experts; float32.
     copies = 4 * 2 * (2 * 32 * 32 + 2 * 32 * 16 + 6 * 3 * 32 * 32)
     for rank in (0, 1):
@@ -262,14 +246,11 @@ def test_rollouts_of_unequal_length_with_and_without_kept_copies(jobs, engine):
         assert extra == [pytest.approx(copies, abs=1024)]
         assert kept["logs"] == none["logs"]
         (log,) = kept["logs"]
-        assert (
-            log["router_replay/coverage"] == log["completions/min_length"] == 1 and log["completions/max_length"] == 6
-        )
+        assert log["router_replay/coverage"] == log["completions/min_length"] == 1
+        assert log["completions/max_length"] == 6
 
 
-SHARDING = pytest.mark.parametrize(
-    "engine", ["fsdp2_lora", pytest.param("zero3", marks=[pytest.mark.large, NO_DEEPSPEED])]
-)
+SHARDING = pytest.mark.parametrize("engine", ["fsdp2_lora", large("zero3")])
 
 
 def pushed(jobs, engine, packs):
@@ -319,9 +300,8 @@ def test_in_bfloat16_the_float32_masters_are_saved(jobs, engine, mode):
 def test_sharded_checkpoints_resume_and_the_model_is_saved_whole(jobs, mode):
     out, results = jobs("fsdp2", mode, fsdp={"fsdp_state_dict_type": "SHARDED_STATE_DICT"})
     assert not list((out / "grpo" / "checkpoint-4").glob("*.safetensors"))
-    torch.testing.assert_close(
-        _logits_of(out / "grpo" / "saved", mode, None), results["grpo"]["logits"], rtol=0, atol=1e-5
-    )
+    found = _logits_of(out / "grpo" / "saved", mode, None)
+    torch.testing.assert_close(found, results["grpo"]["logits"], rtol=0, atol=1e-5)
     whole, resumed = (load_file(weights_file(out / kind / "saved")) for kind in ("grpo", "resumed"))
     assert all(torch.equal(whole[name], resumed[name]) for name in whole)
 
@@ -337,36 +317,18 @@ def test_tensor_parallel_loading_is_refused(jobs):
     assert after.count("is loaded") == 2  # so that the refusals are ours
 
 
-@pytest.mark.large
+FSDP2 = {"tiny_cpu": "fsdp2", "tiny_moe_cpu": "fsdp2", "tiny_cpu_lora": "fsdp2_lora"}
+
+
 @pytest.mark.parametrize(
-    ("engine", "config"),
-    [
-        ("fsdp2", "tiny_cpu"),
-        pytest.param("zero3", "tiny_cpu", marks=NO_DEEPSPEED),
-        ("fsdp2", "tiny_moe_cpu"),
-        pytest.param("zero3", "tiny_moe_cpu", marks=NO_DEEPSPEED),
-        ("fsdp2_lora", "tiny_cpu_lora"),
-        pytest.param("zero3", "tiny_cpu_lora", marks=NO_DEEPSPEED),
-    ],
+    ("engine", "config"), [large(engine, config) for config in FSDP2 for engine in (FSDP2[config], "zero3")]
 )
 def test_the_recipe_runs_from_start_to_reload(jobs, engine, config):
-    out = jobs.root / f"recipe-{engine}-{config}"
-    out.mkdir()
     # 17 problems in batches of 8 are two batches for one process and one for the other.
     options = ["--config", f"{CONFIGS.parent / 'configs' / config}.yaml", *TINY, "--n_test=17"]
-    arguments = {"engine": engine, "out": str(out), "options": options}
-    answer = run_job("engine_jobs:run_recipe", out / "log", ranks=2, **arguments)
-    assert answer.codes == [0, 0], answer.output[-4000:]
+    out = folder_of("run_recipe", jobs.root, 2, engine=engine, options=options)
     summary = json.loads((out / "run" / "summary.json").read_text())
     assert summary["steps"] == 3 and summary["reloaded"] == {"compared": 16, "identical": 16}
-
-
-def test_what_is_sharded_is_quantized_in_the_rollout_and_in_each_pass(job):
-    engine, mode, _, results = job
-    logs, n_quantized = (results["grpo"][name] for name in ("logs", "n_quantized"))
-    if not mode.endswith("lora"):
-        times = 1 if engine in ("ddp", "zero2") else 3
-        assert [entry["quantization/weights_per_step"] for entry in logs] == [times * n_quantized] * 4
 
 
 #: How often a step quantizes a weight. Where weights are sharded, nothing is kept beyond a rollout: each of two
@@ -376,28 +338,14 @@ SHARDED, WHOLE = {"False": 1 + 2 * 2, "True": 1 + 2 * 3}, {"False": 1, "True": 1
 
 @pytest.mark.parametrize(
     ("engine", "expected"),
-    [
-        pytest.param("ddp", WHOLE, marks=pytest.mark.large, id="ddp"),
-        pytest.param("fsdp2", SHARDED, marks=pytest.mark.large, id="fsdp2"),
-        pytest.param("zero2", WHOLE, marks=(NO_DEEPSPEED, pytest.mark.large), id="zero2"),
-        pytest.param("zero3", SHARDED, marks=(NO_DEEPSPEED, pytest.mark.large), id="zero3"),
-    ],
+    [large("ddp", WHOLE), large("fsdp2", SHARDED), large("zero2", WHOLE), large("zero3", SHARDED)],
 )
-def test_how_often_a_step_quantizes_each_weight(jobs, tmp_path, engine, expected):
-    arguments = {"engine": engine, "base": str(jobs.base("qat")), "out": str(tmp_path)}
-    answer = run_job("engine_jobs:count_quantizations", tmp_path / "log", ranks=2, **arguments)
-    assert answer.codes == [0, 0], answer.output[-4000:]
-    assert [json.loads((tmp_path / f"counts{rank}.json").read_text()) for rank in (0, 1)] == [expected] * 2
+def test_how_often_a_step_quantizes_each_weight(jobs, engine, expected):
+    out = folder_of("count_quantizations", jobs.root, 2, engine=engine, base=str(jobs.base("qat")))
+    assert [json.loads((out / f"counts{rank}.json").read_text()) for rank in (0, 1)] == [expected] * 2
 
 
-@pytest.mark.parametrize(
-    "engine",
-    [
-        pytest.param("ddp", marks=pytest.mark.large),
-        "fsdp2",
-        pytest.param("zero3", marks=(NO_DEEPSPEED, pytest.mark.large)),
-    ],
-)
+@ENGINES
 def test_distillation_is_that_of_one_process(jobs, engine):
     folders = alone_and_together("distill", engine, jobs.root, base=str(jobs.base("qat")))
     one, two = (json.loads((out / "distilled.json").read_text()) for out in folders)
@@ -413,8 +361,7 @@ def test_distillation_is_that_of_one_process(jobs, engine):
     "engine, mode",
     [
         pytest.param("ddp", "qat", marks=pytest.mark.slow),
-        *(pytest.param(*each, marks=pytest.mark.large) for each in (("fsdp2", "qat"), ("fsdp2_lora", "lora"))),
-        pytest.param("zero3", "qat", marks=(NO_DEEPSPEED, pytest.mark.large)),
+        *(large(*each) for each in (("fsdp2", "qat"), ("fsdp2_lora", "lora"), ("zero3", "qat"))),
     ],
 )
 def test_trainers_of_trl_train_as_in_one_process(jobs, engine, mode):

@@ -5,21 +5,20 @@ a run that was never stopped."""
 import pytest
 import torch
 from cpu_engines import run_job
-from kill_jobs import STEPS
+from engine_jobs import STEPS
 from same_bits import assert_same
 
 from hf_mxfp4.checkpoint import last_complete_checkpoint, why_incomplete
 
 
-JOB = "kill_jobs:train_or_resume"
+JOB = "engine_jobs:train_or_resume"
 FILES = ("optimizer.pt", "mxfp4_state_0.pt", "trainer_state.json", "training_args.bin", "rng_state.pth")
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """A folder, the final state of an uninterrupted run."""
     root = tmp_path_factory.mktemp("kills")
-    run_job("kill_jobs:make_base", root / "base.log", folder=str(root / "base"))
+    run_job("engine_jobs:make_base", root / "base.log", folder=str(root / "base"))
     answer = run_job(JOB, root / "whole.log", base=str(root / "base"), run=str(root / "whole"))
     assert answer.codes == [0], answer.output[-3000:]
     return root, torch.load(root / "whole" / "final.pt")
@@ -33,10 +32,7 @@ def finish(runs, folder):
     return answer.output
 
 
-@pytest.mark.parametrize(
-    "file",
-    ["rotation", *(pytest.param(name, marks=pytest.mark.large) for name in FILES)],
-)
+@pytest.mark.parametrize("file", ["rotation", *(pytest.param(name, marks=pytest.mark.large) for name in FILES)])
 def test_killed_while_writing_a_checkpoint(runs, file):
     root, _ = runs
     folder = root / f"writing-{file}"
@@ -55,14 +51,14 @@ def test_killed_while_writing_a_checkpoint(runs, file):
 
 @pytest.fixture
 def base(tmp_path):
-    run_job("kill_jobs:make_base", tmp_path / "base.log", folder=str(tmp_path / "base"))
+    run_job("engine_jobs:make_base", tmp_path / "base.log", folder=str(tmp_path / "base"))
     return str(tmp_path / "base")
 
 
 def train(base, folder, failure):
     folder.mkdir(exist_ok=True)
     arguments = {"base": base, "run": str(folder), "failure": failure}
-    done = run_job("kill_jobs:train_with_a_failing_rank", folder / f"{failure}.log", ranks=2, **arguments)
+    done = run_job("engine_jobs:train_with_a_failing_rank", folder / f"{failure}.log", ranks=2, **arguments)
     assert not done.timed_out
     return done
 

@@ -11,20 +11,8 @@ from factors import factors_config
 from tiny_models import make_model
 from transformers import AutoModelForCausalLM, Gemma2Config, Gemma2ForCausalLM
 
-from hf_mxfp4.lab import (
-    Evaluation,
-    Row,
-    Score,
-    ScoreLog,
-    evaluate,
-    front_figure,
-    read_schemes,
-    reference_of,
-    score,
-    scoring,
-    swapped,
-    write_evaluation,
-)
+from hf_mxfp4 import lab
+from hf_mxfp4.lab import evaluate, read_schemes, reference_of, score, scoring, swapped
 from hf_mxfp4.lab.reports import evaluation_columns, evaluation_table
 
 
@@ -57,7 +45,7 @@ def test_likelihoods_are_those_of_transformers(model):
         losses = [model(ids, labels=ids, **options).loss.item() for ids in TEXTS]
     for ids, loss, found in zip(TEXTS, losses, reference.scores.values(), strict=True):
         n = ids.shape[1] - 1
-        assert found == Score(n, pytest.approx(loss * n, rel=2e-6), 0.0, n)
+        assert found == lab.Score(n, pytest.approx(loss * n, rel=2e-6), 0.0, n)
     assert score(model, reference, TEXTS) == list(reference.scores.values())
     assert [(s.kl, s.same_top) for s in score(model, None, TEXTS)] == [(None, None)] * 3
 
@@ -126,9 +114,8 @@ def test_what_cannot_be_measured_says_why(checkpoint):
     for ids in (torch.zeros(1, 1, dtype=torch.long), torch.zeros(2, 4, dtype=torch.long), torch.zeros(4)):
         with pytest.raises(ValueError, match=r"text 0 is \[.*\], not \[1, tokens\] with two tokens or more"):
             reference_of(model, [ids])
-    packed = AutoModelForCausalLM.from_pretrained(
-        checkpoint("llama"), quantization_config=factors_config(mode="packed"), dtype=torch.bfloat16
-    )
+    options = {"quantization_config": factors_config(mode="packed"), "dtype": torch.bfloat16}
+    packed = AutoModelForCausalLM.from_pretrained(checkpoint("llama"), **options)
     with pytest.raises(ValueError, match="exist in 4 bits only"):
         reference_of(packed, TEXTS)
     assert [found.tokens for found in score(packed, None, TEXTS)] == [8, 39, 1]
@@ -145,8 +132,8 @@ def row(name, nlls, kls=None, same=None):
     counts = (2, 2)
     scheme = None if kls is None else read_schemes([name])[0]
     kls, same = kls or (0.0, 0.0), same or counts
-    scores = tuple(Score(*values) for values in zip(counts, nlls, kls, same, strict=True))
-    return Row(name, scores, scheme, None if scheme is None else 18.5)
+    scores = tuple(lab.Score(*values) for values in zip(counts, nlls, kls, same, strict=True))
+    return lab.Row(name, scores, scheme, None if scheme is None else 18.5)
 
 
 def example():
@@ -157,10 +144,10 @@ def example():
         row("default", (2.5, 4.0), (0.5, 0.25), (2, 2)),
         row("rceil+of0.5", (2.25, 4.25), (0.25, 0.125), (2, 2)),
     )
-    return Evaluation("tiny", "test.jsonl", rows, "full precision", {"dtype": "float32", "device": "cpu"})
+    return lab.Evaluation("tiny", "test.jsonl", rows, "full precision", {"dtype": "float32", "device": "cpu"})
 
 
-def test_figures_of_an_evaluation():
+def test_figures_and_files_of_an_evaluation(tmp_path):
     found = example()
     full, rceil, even, default, fallback = found.rows
     assert (full.perplexity, rceil.perplexity) == (pytest.approx(math.exp(1.5)), pytest.approx(math.exp(8.5 / 4)))
@@ -186,11 +173,7 @@ def test_figures_of_an_evaluation():
     cells = dict(zip(evaluation_columns(found), evaluation_table(found)[1], strict=True))
     assert cells["difference, nats"] == "+0.625 ± 0.125" and cells["KL, nats"] == "0.5000 ± 0.0000"
     assert cells["to the best, nats"] == "+0.500 ± 0.250" and cells["weight SQNR dB"] == "18.50"
-
-
-def test_files_of_an_evaluation(tmp_path):
-    found = example()
-    paths = write_evaluation(found, tmp_path)
+    paths = lab.write_evaluation(found, tmp_path)
     assert [path.name for path in paths] == ["evaluation.json", "texts.csv", "evaluation.html"]
     assert json.loads(paths[0].read_text())["rows"][1]["kl"] == {"value": 0.5, "standard_error": 0.0}
     lines = list(csv.reader(paths[1].open()))
@@ -198,20 +181,19 @@ def test_files_of_an_evaluation(tmp_path):
     page = paths[2].read_text()
     for text in ("Perplexity of tiny", "2 texts, 4 predicted tokens of test.jsonl", "w4a16:even *", "data:image/png"):
         assert text in page
-    figure = front_figure(found)
+    figure = lab.front_figure(found)
     fronts = {line.get_label(): line.get_xydata().tolist() for line in figure.axes[0].get_lines()}
     assert fronts["front of weights and activations"] == [[4.25, 0.5], [8.5, 0.09375]]
     assert fronts["front of weights"] == [[4.25, 0.25]]
-    alone = Evaluation("tiny", "test.jsonl", (found.rows[0],), None, {})
+    alone = lab.Evaluation("tiny", "test.jsonl", (found.rows[0],), None, {})
     with pytest.raises(ValueError, match="nothing to plot"):
-        front_figure(alone)
-    assert evaluation_columns(alone) == ["scheme", "perplexity"] and evaluation_table(alone) == [
-        ["full precision", "4.482"]
-    ]
+        lab.front_figure(alone)
+    assert evaluation_columns(alone) == ["scheme", "perplexity"]
+    assert evaluation_table(alone) == [["full precision", "4.482"]]
 
 
 def log_of(path):
-    return ScoreLog(path, {"model": "tiny"})
+    return lab.ScoreLog(path, {"model": "tiny"})
 
 
 def test_an_interrupted_run_goes_on_to_the_same_figures(tmp_path):

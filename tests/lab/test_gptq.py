@@ -6,26 +6,23 @@ import json
 
 import pytest
 import torch
+from commands import finish, run, save_with_texts
 from factors import factors_config
 from tiny_models import make_model
 from torch import nn
 from transformers import AutoModelForCausalLM
-from typer.testing import CliRunner
 
 from hf_mxfp4 import MXFP4RLConfig
-from hf_mxfp4.cli import app
 from hf_mxfp4.lab import evaluate, read_schemes, round_model, round_weight
 from hf_mxfp4.lab.gptq import DecoderRun
 from hf_mxfp4.lab.rounding import DAMPING, output_error, quantized_again, unsupported_reason
 from hf_mxfp4.numerics import QuantScheme, Rotation, apply_scheme, parse_scheme, quantize, rotate
-from hf_mxfp4.recipes.tasks.tiny_model import build_char_tokenizer
 
 
 SCHEMES = ("even", "rceil", "floor", "mse", "even+mbs128-blockwise", "even+mbs128-blockwise_fp8", "rceil+32x32")
 
 
 def case(rows=32, columns=96, tokens=200, seed=0):
-    """A weight, and second moments of inputs that are much alike."""
     generator = torch.Generator().manual_seed(seed)
     weight = torch.randn(rows, columns, generator=generator)
     few = torch.randn(tokens, 12, generator=generator) @ torch.randn(12, columns, generator=generator)
@@ -85,9 +82,8 @@ def test_residuals_are_rounded_too(scheme, rotation):
     found = round_weight(weight.bfloat16(), moments, scheme, rotation)
     values, nearest = (quantized_again(each, scheme, rotation) for each in (found, weight))
     assert output_error(values - weight, moments) < 0.6 * output_error(nearest - weight, moments)
-    plain = round_weight(
-        weight.bfloat16(), moments, dataclasses.replace(scheme, outlier_fallback=None, fallback_rate=None), rotation
-    )
+    one_pass = dataclasses.replace(scheme, outlier_fallback=None, fallback_rate=None)
+    plain = round_weight(weight.bfloat16(), moments, one_pass, rotation)
     assert output_error(values - weight, moments) < 0.9 * output_error(plain.float() - weight, moments)
 
 
@@ -146,7 +142,6 @@ def test_what_cannot_be_computed_says_so():
 SCHEME = "w4a16:even+mbs128-blockwise"
 CONFIG = read_schemes([SCHEME])[0].config
 PER_LAYER = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-ALPHABET = "0123456789+= ?\n"
 
 
 def texts(count=8, length=24):
@@ -195,9 +190,8 @@ def test_later_layers_are_rounded_on_what_rounded_ones_give(monkeypatch):
     # Layers that read the same states share their moments, and these are of the model as it is by then.
     assert all(torch.equal(seen[0], seen[i]) for i in (1, 2)) and torch.equal(seen[4], seen[5])
     inputs = []
-    handle = model.model.layers[1].mlp.down_proj.register_forward_pre_hook(
-        lambda _, x: inputs.append(x[0].flatten(0, 1))
-    )
+    down = model.model.layers[1].mlp.down_proj
+    handle = down.register_forward_pre_hook(lambda _, x: inputs.append(x[0].flatten(0, 1)))
     with torch.no_grad():
         for ids in texts():
             model(ids)
@@ -215,43 +209,28 @@ def test_experts_are_left_alone_and_named(family, rounded):
     assert all(torch.equal(value, model.state_dict()[name]) for name, value in experts.items())
 
 
-def test_wrong_arguments():
+def test_wrong_arguments_and_layers_that_are_not_run_one_after_the_other_are_noticed():
     with pytest.raises(ValueError, match="needs texts"):
         round_model(make_model("llama"), [], CONFIG)
     with pytest.raises(ValueError, match="0.self_attn.q_proj under mxfp4.rceil.* cannot be rounded to stay"):
         round_model(make_model("llama"), texts(), factors_config(mode="packed", preset="w4a16"))
     with pytest.raises(ValueError, match="no list of decoder layers"):
         round_model(nn.Sequential(nn.Linear(32, 32)), texts(), CONFIG)
-
-
-def test_layers_that_are_not_run_one_after_the_other_are_noticed():
     model = make_model("llama")
     model.model.layers[0].register_forward_hook(lambda module, inputs, output: 2 * output)
+    # This hook lies behind the one that notes what a layer gives.
+    model.model.layers[1].register_forward_pre_hook(lambda module, inputs: (inputs[0].clone(),))
     with pytest.raises(ValueError, match="not run one after the other"):
-        # The hook lies behind the one that notes what a layer gives.
-        handle = model.model.layers[1].register_forward_pre_hook(lambda module, inputs: (inputs[0].clone(),))
-        try:
-            round_model(model, texts(), CONFIG)
-        finally:
-            handle.remove()
+        round_model(model, texts(), CONFIG)
 
 
 @pytest.fixture
 def folder(tmp_path):
-    make_model("llama", dtype=torch.bfloat16).save_pretrained(tmp_path / "base")
-    build_char_tokenizer(ALPHABET).save_pretrained(tmp_path / "base")
-    rows = [{"text": f"{i}+{i}={2 * i}\n"} for i in range(100, 140)]
-    (tmp_path / "sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return tmp_path
-
-
-def run(command, *arguments):
-    return CliRunner().invoke(app, [command, *map(str, arguments)])
+    return save_with_texts(tmp_path, make_model("llama", dtype=torch.bfloat16), range(100, 140))
 
 
 def test_packing_what_the_command_writes_loses_nothing(folder):
-    done = run("gptq", folder / "base", folder / "out", "--text", folder / "sums.jsonl", "--json")
-    assert done.exit_code == 0, done.stderr
+    done = finish("gptq", folder / "base", folder / "out", "--text", folder / "sums.jsonl", "--json")
     said = json.loads(done.stdout)
     assert len(said["layers"]) == 14 and said["left"] == [] and said["gain_db"] > 1
     assert "rounded model.layers.1.mlp.down_proj" in done.stderr

@@ -1,29 +1,52 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reports and figures of an analysis: complete, valid, self-contained, and what is drawn is what was measured."""
+"""Reports and figures of an analysis: complete, valid, self-contained, and what is drawn is what was measured; what a
+run writes about itself, what is read back, and what the report makes of it."""
 
 import json
+from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
 import torch
-from page_reader import PageReader
 from safetensors.torch import save_file
 
 import hf_mxfp4
+from hf_mxfp4 import lab
 from hf_mxfp4.checkpoint import Problem
-from hf_mxfp4.lab import (
-    ErrorStatistics,
-    Selection,
-    analyze_weights,
-    delta_figure,
-    error_statistics,
-    open_source,
-    ratio_figure,
-    write_analysis,
-)
+from hf_mxfp4.lab import ErrorStatistics, RunLogError, health_checks, read_run, write_run_picture
 from hf_mxfp4.lab.layers import natural_key
+from hf_mxfp4.lab.run_report.charts import CHARTS
+from hf_mxfp4.lab.run_report.health import overall, summary
+from hf_mxfp4.lab.run_report.page import render_run
 from hf_mxfp4.lab.weights import least_error
 from hf_mxfp4.numerics import parse_scheme
+from hf_mxfp4.run_log import PREVIOUS_LOG, RunLog
+
+
+class PageReader(HTMLParser):
+    """Checks that tags are closed in order, and collects tags, texts and references: what a page could load."""
+
+    VOID = {"meta", "img", "br", "hr", "link"}
+
+    def __init__(self, text):
+        super().__init__()
+        self.open, self.references, self.tags, self.text = [], [], [], ""
+        self.feed(text)
+        self.close()
+        assert self.open == []
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append(tag)
+        self.references += [value for name, value in attrs if name in ("src", "href", "srcset", "data", "action")]
+        if tag not in self.VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        if self.open[-1:] != ["style"]:
+            self.text += data
 
 
 SCHEMES = [parse_scheme(text) for text in ("rceil", "floor", "rceil+mbs128-static+of0.5")]
@@ -34,13 +57,12 @@ SOURCE = {"kind": "folder", "architecture": "Qwen2ForCausalLM", "files": 1}
 def analysis(tmp_path_factory):
     folder = tmp_path_factory.mktemp("model")
     torch.manual_seed(0)
-    tensors = {
-        f"model.layers.{i}.mlp.{kind}.weight": torch.randn(64, 128) for i in range(12) for kind in ("up", "down")
-    }
+    names = [f"model.layers.{i}.mlp.{kind}.weight" for i in range(12) for kind in ("up", "down")]
+    tensors = {name: torch.randn(64, 128) for name in names}
     tensors["model.layers.3.mlp.zero.weight"] = torch.zeros(64, 128)
     tensors["model.embed_tokens.weight"] = torch.zeros(4, 4)
     save_file(tensors, folder / "model.safetensors")
-    analysis = analyze_weights(open_source(str(folder)), SCHEMES, Selection())
+    analysis = lab.analyze_weights(lab.open_source(str(folder)), SCHEMES, lab.Selection())
     analysis.model = "my <model>"
     analysis.problems.append(Problem("model-00002.safetensors", "it is <broken>"))
     return analysis
@@ -48,9 +70,8 @@ def analysis(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def written(analysis, tmp_path_factory):
-    """The folder of the files, and their paths."""
     folder = tmp_path_factory.mktemp("report")
-    return folder, write_analysis(analysis, SOURCE, folder)
+    return folder, lab.write_analysis(analysis, SOURCE, folder)
 
 
 def test_json_is_valid_and_complete(analysis, written):
@@ -75,7 +96,7 @@ def test_json_is_valid_and_complete(analysis, written):
 
 def test_the_same_analysis_gives_the_same_bytes(analysis, written, tmp_path):
     folder, first = written
-    second = write_analysis(analysis, SOURCE, tmp_path)
+    second = lab.write_analysis(analysis, SOURCE, tmp_path)
     assert [path.name for path in first] == ["report.json", "tensors.csv", "report.html"]
     for a, b in zip(first, second, strict=True):
         assert a.read_bytes() == b.read_bytes()
@@ -97,7 +118,7 @@ def test_html_is_one_file_for_any_screen(written):
 
 def statistics(text, seed=0):
     x = torch.randn(64, 256, generator=torch.Generator().manual_seed(seed))
-    return error_statistics(x, parse_scheme(text))
+    return lab.error_statistics(x, parse_scheme(text))
 
 
 def test_the_ranking_names_the_best_at_each_number_of_bits():
@@ -119,7 +140,7 @@ def legend(axes):
 
 def test_histograms_are_densities():
     shown = {"rceil": statistics("rceil"), "even": statistics("even"), "none": ErrorStatistics()}
-    [axes] = delta_figure(shown).axes
+    [axes] = lab.delta_figure(shown).axes
     assert len(axes.patches) == 2
     for patch, s in zip(axes.patches, shown.values(), strict=False):
         values, edges, _ = patch.get_data()
@@ -131,11 +152,243 @@ def test_histograms_are_densities():
 
 def test_ratios_side_by_side():
     groups = {scheme: {i: statistics(scheme, i) for i in range(3)} for scheme in ("rceil", "floor")}
-    first, second = ratio_figure(groups, "depth").axes
+    first, second = lab.ratio_figure(groups, "depth").axes
     assert (first.get_title(), second.get_title(), first.get_xlabel()) == ("rceil", "floor", "depth")
     assert legend(first) == ["scale bias", "deadzone", "grid noise", "whole error"]
     whole = second.get_lines()[3]
     assert list(whole.get_xdata()) == [0, 1, 2]
     assert list(whole.get_ydata()) == [100 * s.relative_mse for s in groups["floor"].values()]
-    named = ratio_figure({"rceil": {"mlp.up": statistics("rceil"), "zero": ErrorStatistics()}}, "layer type")
+    named = lab.ratio_figure({"rceil": {"mlp.up": statistics("rceil"), "zero": ErrorStatistics()}}, "layer type")
     assert [label.get_text() for label in named.axes[0].get_xticklabels()] == ["mlp.up", "zero"]
+
+
+FACTS = {
+    "model": "tiny", "architecture": "Qwen2ForCausalLM", "n_quantized": 14, "n_skipped": 1, "skipped": ["lm_head"],
+    "weight_sqnr_db": 17.5, "options": {"aqn": True, "logging_steps": 1}, "changed_options": ["logging_steps"],
+}  # fmt: skip
+
+
+def values(step, **changed):
+    return {
+        "step": step, "loss": 0.1, "grad_norm": 1.0, "reward": 0.1 + 0.01 * step, "entropy": 1.0, "entropy/alarm": 0,
+        "entropy/slope": 0.0, "aqn/sigma": 0.01, "aqn/measured_std": 0.0099, "aqn/n_modules": 5,
+        "sampling/importance_sampling_ratio/clipped": 0.001, "frac_reward_zero_std": 0.1,
+        "completions/mean_length": 20.0, "completions/clipped_ratio": 0.05, **changed,
+    }  # fmt: skip
+
+
+def moved(total, error, **kinds):
+    """What is logged of the movement of quantized weights."""
+    measured = {"total": total, **kinds}
+    errors = {f"movement_se/{name}": error for name in measured}
+    return {**{f"movement/{name}": value for name, value in measured.items()}, **errors, "movement/flipped_share": 0.01}
+
+
+def started(folder, max_steps=20, facts=FACTS):
+    log = RunLog(folder)
+    log.start(0, max_steps, facts, [])
+    return log
+
+
+def write_log(folder, count=20, end="finished", **changed):
+    log = started(folder)
+    for step in range(1, count + 1):
+        log.write("log", **values(step, **changed))
+    if end:
+        log.write("end", step=count, reason=end, error=None)
+    return log
+
+
+def states(record):
+    return {check.title: check.state for check in health_checks(record)}
+
+
+def test_what_is_written_is_read_back_and_a_new_run_keeps_the_old_log(tmp_path):
+    old = write_log(tmp_path).path.read_bytes()
+    record = read_run(tmp_path)
+    assert (record.step, record.max_steps, record.end["reason"]) == (20, 20, "finished")
+    assert record.values("reward") == [0.1 + 0.01 * step for step in range(1, 21)]
+    assert record.facts == FACTS and record.damaged == 0
+    write_log(tmp_path, count=3)
+    assert read_run(tmp_path).step == 3
+    assert (tmp_path / PREVIOUS_LOG).read_bytes() == old
+
+
+@pytest.mark.usefixtures("blank_pictures")
+def test_half_a_line_of_a_killed_process_costs_that_line_alone(tmp_path):
+    log = write_log(tmp_path, count=5, end=None)
+    content = log.path.read_bytes()
+    log.path.write_bytes(content[:-20])
+    log.write("log", **values(6))
+    record = read_run(tmp_path)
+    assert [entry["step"] for entry in record.logs] == [1, 2, 3, 4, 6]
+    assert record.damaged == 1
+    assert "1 line of run_log.jsonl could not be read" in PageReader(render_run(record)).text
+
+
+def test_a_resumed_run_replaces_what_it_does_again(tmp_path):
+    write_log(tmp_path, count=7, end=None, reward=0.1)
+    log = RunLog(tmp_path)
+    log.start(4, 20, FACTS, [values(step) for step in range(1, 5)])
+    for step in (5, 6):
+        log.write("log", **values(step, reward=0.9))
+    record = read_run(tmp_path)
+    assert [entry["step"] for entry in record.logs] == [1, 2, 3, 4, 5, 6]
+    assert record.values("reward") == [0.1] * 4 + [0.9] * 2
+    assert len(record.starts) == 2
+    assert "resumed once" in health_checks(record)[0].finding
+
+
+def test_a_resume_into_an_empty_folder_takes_the_history_of_the_checkpoint(tmp_path):
+    log = RunLog(tmp_path / "new")
+    log.start(4, 20, FACTS, [values(step) for step in range(1, 5)])
+    log.write("log", **values(5))
+    assert [entry["step"] for entry in read_run(tmp_path / "new").logs] == [1, 2, 3, 4, 5]
+
+
+def write_checkpoint(folder, step):
+    folder.mkdir(parents=True)
+    state = {"global_step": step, "max_steps": 20, "log_history": [values(s) for s in range(1, step + 1)]}
+    (folder / "trainer_state.json").write_text(json.dumps(state))
+
+
+@pytest.mark.usefixtures("blank_pictures")
+def test_without_a_log_the_newest_whole_checkpoint_is_read(tmp_path):
+    write_checkpoint(tmp_path / "checkpoint-5", 5)
+    write_checkpoint(tmp_path / "checkpoint-10", 10)
+    (tmp_path / "checkpoint-15").mkdir()  # as if saving had been cut off
+    record = read_run(tmp_path)
+    assert (record.source, record.step, record.max_steps) == ("checkpoint-10/trainer_state.json", 10, 20)
+    assert "options, versions and machine are not known" in PageReader(render_run(record)).text
+
+
+def test_a_checkpoint_has_the_history_until_it_was_saved_and_the_facts_beside_it(tmp_path):
+    write_log(tmp_path, count=10)
+    write_checkpoint(tmp_path / "checkpoint-5", 5)
+    record = read_run(tmp_path / "checkpoint-5")
+    assert record.step == 5 and record.facts == FACTS
+
+
+@pytest.mark.parametrize(
+    ("prepare", "message"),
+    [
+        (lambda folder: None, "there is no folder"),
+        (lambda folder: folder.mkdir(), "holds neither run_log.jsonl .* nor a whole checkpoint"),
+        (lambda folder: RunLog(folder).start(0, 20, FACTS, []), "has no logged value yet"),
+        (lambda folder: (folder / "checkpoint-3").mkdir(parents=True), "nor a whole checkpoint"),
+    ],
+    ids=["missing", "empty", "no-value", "half-a-checkpoint"],
+)
+def test_nothing_to_report_is_said(tmp_path, prepare, message):
+    prepare(tmp_path / "run")
+    with pytest.raises(RunLogError, match=message):
+        read_run(tmp_path / "run")
+
+
+def test_a_healthy_run_is_green(tmp_path):
+    write_log(tmp_path)
+    record = read_run(tmp_path)
+    assert set(states(record).values()) == {"green"} and overall(health_checks(record)) == "green"
+    assert "looks healthy: 20 of 20 steps" in summary(record, health_checks(record))
+
+
+@pytest.mark.parametrize(
+    ("changed", "title", "state", "words"),
+    [
+        ({"entropy": 0.01, "entropy/alarm": -1}, "Entropy", "red", "stopped exploring"),
+        ({"entropy": 9.0, "entropy/alarm": 1}, "Entropy", "red", "losing its shape"),
+        ({"aqn/measured_std": 0.0}, "Noise", "red", "did not reach the policy"),
+        ({"aqn/measured_std": 0.0075}, "Noise", "amber", "differs from what was set"),
+        ({"aqn/sigma": 0.0}, "Noise", "none", "noise-free"),
+        ({"sampling/importance_sampling_ratio/clipped": 0.05}, "Importance weights", "amber", "aqn_sigma_start"),
+        ({"sampling/importance_sampling_ratio/clipped": 0.5}, "Importance weights", "red", "aqn_sigma_start"),
+        ({"sampling/effective_sample_size": 0.3}, "Effective sample size", "red", "Few tokens"),
+        ({"sampling/effective_sample_size": 0.71}, "Effective sample size", "green", "71.0% on average"),
+        ({"frac_reward_zero_std": 0.95}, "Learning signal", "red", "num_generations"),
+        ({"completions/clipped_ratio": 0.4}, "Response length", "amber", "max_completion_length"),
+        (moved(2224.0, 12.0), "Step movement", "red", "dither_ties"),
+        (moved(8.0, 2.6), "Step movement", "amber", "8 ± 5.2 (step 1)"),
+        (moved(8.0, 3.3), "Step movement", "green", "8 ± 6.6 (step 1)"),
+        (moved(2.0, 0.2), "Step movement", "amber", "ties of a 16-bit checkpoint"),
+        (moved(0.0, 0.2), "Step movement", "amber", "quantized before"),
+        (moved(0.6, 0.3), "Step movement", "green", "where training assumes 1"),
+        ({"grad_norm": float("nan")}, "Finite numbers", "red", "NaN or infinite in 20 logged steps, first at step 1"),
+        ({"reward": 0.3}, "Reward", "amber", "chance"),
+    ],
+    ids=lambda value: "" if isinstance(value, (dict, str)) else None,
+)
+def test_what_is_wrong_is_said_with_advice(tmp_path, changed, title, state, words):
+    write_log(tmp_path, **changed)
+    (check,) = [check for check in health_checks(read_run(tmp_path)) if check.title == title]
+    assert check.state == state
+    assert words in f"{check.finding} {check.advice}"
+
+
+def test_a_falling_reward_and_falling_sqnr_are_seen(tmp_path):
+    log = started(tmp_path)
+    for step in range(1, 21):
+        log.write("log", **values(step, reward=1 - 0.02 * step, **{"error/sqnr_db": 20 - 0.1 * step}))
+    record = read_run(tmp_path)
+    found = states(record)
+    assert (found["Reward"], found["Quantization error"]) == ("red", "amber")
+    # In the words that the list below the summary has.
+    assert "1 BAD" in summary(record, health_checks(record)) and "LOOK" in summary(record, health_checks(record))
+
+
+@pytest.mark.usefixtures("blank_pictures")
+def test_how_a_run_ended(tmp_path):
+    log = write_log(tmp_path, end=None)
+    assert "was killed or is still running" in health_checks(read_run(tmp_path))[0].finding
+    log.write("end", step=20, reason="stopped by an error", error="RewardError: reward <b> failed")
+    record = read_run(tmp_path)
+    assert health_checks(record)[0].state == "red"
+    assert "by RewardError: reward <b> failed" in PageReader(render_run(record)).text
+
+
+@pytest.mark.parametrize(("after", "state"), [(0.5, "green"), (0.22, "amber"), (0.05, "red")])
+def test_accuracy_is_judged_against_its_interval(tmp_path, after, state):
+    log = write_log(tmp_path)
+    # A run that is resumed when it had finished evaluates its start last.
+    for when, step, accuracy in (("after RL", 20, after), ("before RL", 0, 0.2)):
+        scores = {"exact": {"accuracy": accuracy, "standard_error": 0.02, "n": 400}}
+        log.write("evaluation", when=when, step=step, scores=scores)
+    assert states(read_run(tmp_path))["Accuracy"] == state
+
+
+def everything(step):
+    keys = {key for chart in CHARTS for key, _ in chart.lines}
+    return {**dict.fromkeys(keys, 0.5), **moved(1.0, 0.1), **values(step)}
+
+
+@pytest.mark.usefixtures("blank_pictures")
+def test_the_page_is_well_formed_and_needs_nothing_from_outside(tmp_path):
+    write_log(tmp_path, **{"entropy/alarm": 1})
+    page = PageReader(render_run(read_run(tmp_path)))
+    assert "script" not in page.tags and "link" not in page.tags and "(NO)" not in page.text
+    assert page.references and all(reference.startswith("data:image/png;base64,") for reference in page.references)
+    assert "Not measured" in page.text and "movement_every (needs master weights" in page.text
+
+
+@pytest.mark.usefixtures("blank_pictures")
+def test_every_chart_is_drawn_when_its_values_are_there(tmp_path):
+    log = started(tmp_path, 3)
+    for step in (1, 2, 3):
+        log.write("log", **everything(step))
+    log.write("gradient_gain", step=2, log2_gain=[0.0, None])  # of an earlier version
+    scores = {"exact": {"accuracy": 0.2, "standard_error": 0.02, "n": 400}}
+    log.write("evaluation", when="before RL", step=0, scores=scores)
+    record = read_run(tmp_path)
+    page = PageReader(render_run(record))
+    assert page.tags.count("img") == len(CHARTS) and record.damaged == 0
+    assert "Not measured" not in page.text
+    assert all(chart.reading in page.text for chart in CHARTS)
+
+
+def test_the_picture(tmp_path):
+    log = started(tmp_path, 2)
+    for step in (1, 2):
+        log.write("log", **everything(step))
+    assert write_run_picture(tmp_path, tmp_path / "new" / "run.png").read_bytes().startswith(b"\x89PNG")
+    with pytest.raises(ValueError, match="nothing to plot"):
+        started(tmp_path / "empty", 1, {}).write("log", step=1, other=1.0)
+        write_run_picture(tmp_path / "empty", tmp_path / "empty.png")

@@ -6,21 +6,18 @@ import json
 
 import pytest
 import torch
+from commands import finish, run, save_with_texts
 from safetensors.torch import load_file
 from tiny_models import make_model
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForSeq2SeqLM
-from typer.testing import CliRunner
 
 from hf_mxfp4 import numerics
-from hf_mxfp4.cli import app
 from hf_mxfp4.lab import smooth_model
 from hf_mxfp4.lab.smoothing import Place, _apply, _scale
-from hf_mxfp4.recipes.tasks.tiny_model import build_char_tokenizer
 
 
 PER_LAYER = ("self_attn.q_proj", "self_attn.o_proj", "mlp.gate_proj", "mlp.down_proj")
-ALPHABET = "0123456789+= ?\n"
 
 
 def texts(count=3):
@@ -140,51 +137,36 @@ def test_wrong_arguments(model, batches, strength, match):
 
 @pytest.fixture
 def folder(tmp_path):
-    with_outliers(dtype=torch.bfloat16).save_pretrained(tmp_path / "base")
-    build_char_tokenizer(ALPHABET).save_pretrained(tmp_path / "base")
-    rows = ({"text": f"{i}+{i}={2 * i}\n"} for i in (1, 22, 304))
-    (tmp_path / "sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return tmp_path
-
-
-def run(*arguments):
-    return CliRunner().invoke(app, ["smooth", *map(str, arguments)])
+    return save_with_texts(tmp_path, with_outliers(dtype=torch.bfloat16), (1, 22, 304))
 
 
 def test_the_command_writes_a_checkpoint_that_computes_the_same(folder):
-    done = run(folder / "base", folder / "out", "--text", folder / "sums.jsonl", "--json")
-    assert done.exit_code == 0, done.stderr
+    done = finish("smooth", folder / "base", folder / "out", "--text", folder / "sums.jsonl", "--json")
     said = json.loads(done.stdout)
     assert len(said["places"]) == 8 and said["n_channels"] > 0
     old, new = (AutoModelForCausalLM.from_pretrained(folder / name, dtype="auto") for name in ("base", "out"))
     assert torch.equal(logits(old)[0], logits(new)[0]) and new.dtype == torch.bfloat16
     assert not torch.equal(old.model.layers[0].mlp.up_proj.weight, new.model.layers[0].mlp.up_proj.weight)
-    assert CliRunner().invoke(app, ["verify", str(folder / "out")]).exit_code == 0
-    again = run(folder / "base", folder / "out", "--text", folder / "sums.jsonl")
+    assert run("verify", folder / "out").exit_code == 0
+    again = run("smooth", folder / "base", folder / "out", "--text", folder / "sums.jsonl")
     assert again.exit_code == 2 and "overwrite" in again.stderr
 
 
 def test_a_vision_tower_and_side_files_are_kept(folder):
     base, out = folder / "base", folder / "out"
-    text = {
-        "hidden_size": 64,
-        "intermediate_size": 64,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 2,
-        "head_dim": 32,
-    }
-    text |= {"vocab_size": 32, "num_key_value_heads": 1, "layer_types": ["full_attention"], "pad_token_id": 0}
+    text = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+    text |= {"head_dim": 32, "vocab_size": 32, "num_key_value_heads": 1}
+    text |= {"layer_types": ["full_attention"], "pad_token_id": 0}
     vision = {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": 64}
     config = AutoConfig.for_model("qwen3_5", text_config=text, vision_config=vision)
     AutoModelForImageTextToText.from_config(config).save_pretrained(base)
     (base / "preprocessor_config.json").write_text("{}")
     (base / "LICENSE").write_text("free")
-    done = run(base, out, "--text", folder / "sums.jsonl")
-    assert done.exit_code == 0, done.stderr
+    done = finish("smooth", base, out, "--text", folder / "sums.jsonl")
     old, new = (load_file(each / "model.safetensors") for each in (base, out))
     assert old.keys() == new.keys() and any("visual" in name for name in new)
     assert {path.name for path in base.iterdir()} - {path.name for path in out.iterdir()} == set()
     t5 = AutoConfig.for_model("t5", vocab_size=32, d_model=32, d_kv=16, num_layers=1)
     AutoModelForSeq2SeqLM.from_config(t5).save_pretrained(base)
-    done = run(base, out, "--text", folder / "sums.jsonl", "--overwrite")
+    done = run("smooth", base, out, "--text", folder / "sums.jsonl", "--overwrite")
     assert done.exit_code == 2 and "T5ForConditionalGeneration does not predict the next token" in done.stderr

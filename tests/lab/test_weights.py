@@ -1,30 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Analysis of checkpoints: against whole tensors, of experts, with broken files, and the log that it resumes from."""
+"""Analysis of checkpoints: against whole tensors, of experts, with broken files, and the log that it resumes from; two
+checkpoints side by side, and the random data of `simulate`."""
 
-import json
 import math
 import os
-import re
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from same_bits import edit_config, tensors_in
 from tiny_models import make_model
 from transformers import AutoModelForCausalLM
 
 from benchmarks.tiny_architectures import architectures, tiny_model
-from hf_mxfp4 import MXFP4RLConfig, fake_quantize
+from hf_mxfp4 import MXFP4RLConfig, fake_quantize, lab
 from hf_mxfp4.checkpoint import FileNames, read_header
-from hf_mxfp4.lab import (
-    ProgressMismatch,
-    Selection,
-    SourceError,
-    TensorLog,
-    analyze_weights,
-    error_statistics,
-    open_source,
-)
+from hf_mxfp4.lab import Selection, analyze_weights, error_statistics, open_source, sample
 from hf_mxfp4.lab import weights as module
 from hf_mxfp4.lab.weights import analyze_tensor
 from hf_mxfp4.module_names import find_layers
@@ -39,15 +31,11 @@ def analyzed(folder, schemes=(RCEIL,), exclude=(), **options):
     return analyze_weights(source, schemes, Selection.of(source, exclude), **options)
 
 
-def tensors_of(folder):
-    return {name: x for file in Path(folder).glob("*.safetensors") for name, x in load_file(file).items()}
-
-
 def test_every_weight_of_a_sharded_checkpoint(checkpoint):
     folder = checkpoint(shard_size="60KB")
     schemes = [parse_scheme(text) for text in ("rceil", "even+mbs128-blockwise")]
     analysis = analyzed(folder, schemes)
-    tensors = tensors_of(folder)
+    tensors = tensors_in(folder)
     assert len(analysis.results) == 14 and analysis.problems == []
     for result in analysis.results:
         x = tensors.pop(result.name)
@@ -103,17 +91,9 @@ def test_a_model_of_conv1d_is_told_so(tmp_path):
     ],
 )
 def test_quantized_checkpoints_are_refused(checkpoint, quantization, message):
-    folder = Path(checkpoint())
-    written = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**written, "quantization_config": quantization}))
-    with pytest.raises(SourceError, match=message):
+    folder = edit_config(checkpoint(), quantization_config=quantization)
+    with pytest.raises(lab.SourceError, match=message):
         analyzed(folder)
-
-
-def test_quantized_tensors_are_refused(tmp_path):
-    save_file({"layers.0.up_proj.weight": torch.zeros(8, 16, dtype=torch.uint8)}, tmp_path / "model.safetensors")
-    with pytest.raises(SourceError, match=re.escape("such as layers.0.up_proj.weight (uint8)")):
-        analyzed(tmp_path)
 
 
 def test_a_tensor_that_the_index_promises(checkpoint):
@@ -199,10 +179,8 @@ def test_errors_are_those_of_each_expert_by_itself(family, tmp_path):
     model.save_pretrained(tmp_path / "base")
     source = open_source(str(tmp_path / "base"))
     analysis = analyze_weights(source, [RCEIL], Selection.of(source))
-    down = [
-        result.statistics[str(RCEIL)] for result in analysis.results if "down" in result.name or "w2" in result.name
-    ]
-    total = sum(statistics.total for statistics in down)
+    down = [result for result in analysis.results if "down" in result.name or "w2" in result.name]
+    total = sum(result.statistics[str(RCEIL)].total for result in down)
     weight = model.model.layers[0].mlp.experts.down_proj.detach()
     weight = weight.transpose(1, 2) if family == "gpt_oss" else weight
     expected = sum((fake_quantize(matrix.contiguous()) - matrix).double().square().sum().item() for matrix in weight)
@@ -238,7 +216,7 @@ def result(tensor):
 
 
 def opened(path, *, model="m", schemes=("mxfp4+rceil",), version="1", **options):
-    return TensorLog(path, model, schemes, version, **options)
+    return lab.TensorLog(path, model, schemes, version, **options)
 
 
 @pytest.fixture
@@ -265,7 +243,7 @@ def test_damage_in_the_middle_is_reported(path):
     lines = path.read_bytes().split(b"\n")
     lines[1] = lines[1][:-3]
     path.write_bytes(b"\n".join(lines))
-    with pytest.raises(ProgressMismatch, match="line 2 of .* is damaged; start over with --overwrite"):
+    with pytest.raises(lab.ProgressMismatch, match="line 2 of .* is damaged; start over with --overwrite"):
         opened(path)
 
 
@@ -273,7 +251,7 @@ def test_damage_in_the_middle_is_reported(path):
 @pytest.mark.parametrize("overwrite", [False, True])
 def test_a_log_that_is_being_written_is_refused_and_stays(path, tensors, overwrite):
     with opened(path) as log:
-        with pytest.raises(ProgressMismatch, match="another process is writing .*; wait for it"):
+        with pytest.raises(lab.ProgressMismatch, match="another process is writing .*; wait for it"):
             opened(path, overwrite=overwrite)
         log.keep(result(tensors[2]), tensors[2].file)
     with opened(path) as log:
@@ -286,3 +264,74 @@ def test_a_link_as_log_is_not_followed(tmp_path):
     with pytest.raises(OSError):
         opened(tmp_path / "log", overwrite=True)
     assert (tmp_path / "victim").read_text() == "precious"
+
+
+def compared(a, b, scheme=RCEIL):
+    return lab.compare_checkpoints(open_source(str(a)), open_source(str(b)), scheme)
+
+
+def folder_of(path, tensors):
+    path.mkdir()
+    save_file({name: x.clone() for name, x in tensors.items()}, path / "model.safetensors")
+    return path
+
+
+def test_two_checkpoints(checkpoint):
+    a, b = checkpoint(seed=0), checkpoint(seed=1, shard_size="60KB")
+    result = compared(a, b)
+    assert len(result.sums) == 14 and not result.problems and not result.only_first and not result.only_second
+    mine, theirs = tensors_in(a), tensors_in(b)
+    for name, sums in result.sums.items():
+        x, y = mine[name], theirs[name]
+        pair, first, second = result.derive(sums), error_statistics(x, RCEIL), error_statistics(y, RCEIL)
+        assert pair["first_relative_mse"] == first.relative_mse and pair["second_relative_mse"] == second.relative_mse
+        assert pair["mse_ratio"] == pytest.approx(second.relative_mse / first.relative_mse, rel=1e-12)
+        assert pair["sqnr_gain_db"] == pytest.approx(second.sqnr_db - first.sqnr_db, rel=1e-9, abs=1e-12)
+        assert pair["relative_difference"] == pytest.approx(float((x - y).norm() / x.norm()), rel=1e-5)
+    assert set(result.by_layer_type()) == {name.split(".", 3)[3].removesuffix(".weight") for name in result.sums}
+    ratios = {name: result.derive(sums)["mse_ratio"] for name, sums in result.sums.items()}
+    assert [ratios[name] for name in result.worst(5)] == sorted(ratios.values(), reverse=True)[:5]
+
+
+@pytest.mark.parametrize(
+    ("name", "stored", "message"),
+    [
+        ("v", torch.ones(4, 32), "a and b have no tensor to quantize in common"),
+        ("w", torch.ones(4, 16).byte(), r"b stores quantized weights already, such as layers.0.w.weight \(uint8\)"),
+    ],
+)
+def test_what_cannot_be_compared(tmp_path, name, stored, message):
+    a = folder_of(tmp_path / "a", {"layers.0.w.weight": torch.ones(4, 32)})
+    b = folder_of(tmp_path / "b", {f"layers.0.{name}.weight": stored})
+    with pytest.raises(lab.SourceError, match=message):
+        compared(a, b)
+
+
+def test_names_shapes_and_nan(tmp_path):
+    one, nan = torch.ones(4, 32), torch.full((4, 32), math.nan)
+    a = folder_of(tmp_path / "a", {f"layers.{i}.w.weight": x for i, x in enumerate((one, one, one[:2], nan, 0 * one))})
+    b = folder_of(tmp_path / "b", {f"layers.{i}.w.weight": one for i in (0, 2, 3, 4, 7)})
+    result = compared(a, b)
+    assert list(result.sums) == ["layers.0.w.weight", "layers.4.w.weight"]
+    assert result.only_first == ["layers.1.w.weight"] and result.only_second == ["layers.7.w.weight"]
+    assert [(p.where, p.reason) for p in result.problems] == [
+        ("layers.2.w.weight", "shapes differ: [2, 32] and [4, 32]"),
+        ("layers.3.w.weight", "128 elements of a slice are NaN or infinite"),
+    ]
+    zero = result.derive(result.sums["layers.4.w.weight"])
+    assert all(math.isnan(zero[name]) for name in ("relative_difference", "mse_ratio", "sqnr_gain_db"))
+    assert result.worst() == []  # ones have no error, hence no ratio
+
+
+@pytest.mark.parametrize("distribution", ["gaussian", "laplace", "student-t", "uniform", "outliers"])
+def test_samples(distribution):
+    torch.manual_seed(0)
+    expected = torch.rand(3)
+    torch.manual_seed(0)
+    x = sample(distribution, 2**16 - 5, seed=3)
+    assert torch.equal(torch.rand(3), expected)  # the global generator is left alone
+    assert x.shape == (64, 1024) and x.dtype == torch.float32 and x.isfinite().all()
+    assert torch.equal(x, sample(distribution, 2**16, seed=3)) and not torch.equal(x, sample(distribution, 2**16, 4))
+    assert int((x.square().mean(dim=0).sqrt() > 10).sum()) == (8 if distribution == "outliers" else 0)
+    if distribution == "uniform":  # standard deviations of rows spread over one octave
+        assert 0.97 < x.abs().amax(dim=-1).min() < 1.1 and 1.9 < x.abs().amax(dim=-1).max() <= 2.0

@@ -5,6 +5,7 @@ import math
 
 import pytest
 import torch
+from tables import gaussian
 
 from hf_mxfp4.numerics import QuantScheme, apply_scheme, dequantize, fake_quantize, parse_scheme, quantize
 
@@ -19,10 +20,6 @@ SCHEMES = {
 }  # fmt: skip
 every_scheme = pytest.mark.parametrize("scheme", SCHEMES.values(), ids=SCHEMES)
 FUNCTIONS = (fake_quantize, quantize)
-
-
-def gaussian(*shape: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
 @every_scheme

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Formats of elements and scales, E2M1, E8M0 and E4M3, and what stored bytes decode to."""
+"""Formats of elements and scales, E2M1, E8M0 and E4M3, and what stored bytes decode to; NVFP4 against torchao and
+compressed-tensors bit for bit, its values by hand, and its errors in the reports."""
 
 import math
 from fractions import Fraction
@@ -10,38 +11,22 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from hf_mxfp4.numerics import (
-    E2M1_MAGNITUDES,
-    ScaleRule,
-    apply_scheme,
-    decode_e2m1,
-    decode_e8m0,
-    dequantize,
-    encode_e2m1,
-    fake_quantize,
-    fake_quantize_e4m3,
-    pack_codes,
-    parse_scheme,
-    quantize,
-    scale_from_amax,
-    unpack_codes,
-)
+from hf_mxfp4 import numerics
+from hf_mxfp4.lab import error_statistics
+from hf_mxfp4.numerics import NVFP4, ScaleRule, dequantize, fake_quantize_e4m3, fake_quantize_nvfp4, quantize_nvfp4
 
 
 #: Of codes 0 to 15: sign, two exponent bits, one mantissa bit (OCP MX v1.0, section 5.3.3).
 CODE_VALUES = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0]
 
 
-def test_decode_each_code():
-    values = decode_e2m1(torch.arange(16, dtype=torch.uint8))
+def test_each_code_is_decoded_and_encoded_again_without_the_sign_of_zero():
+    values = numerics.decode_e2m1(torch.arange(16, dtype=torch.uint8))
     assert values.dtype == torch.float32 and values.tolist() == CODE_VALUES
     assert torch.signbit(values).tolist() == [code >= 8 for code in range(16)]
     theirs = np.arange(16, dtype=np.uint8).view(ml_dtypes.float4_e2m1fn)
     assert values.tolist() == theirs.astype(np.float32).tolist()
-
-
-def test_encode_inverts_decode_and_drops_the_sign_of_zero():
-    codes = encode_e2m1(torch.tensor(CODE_VALUES))
+    codes = numerics.encode_e2m1(torch.tensor(CODE_VALUES))
     assert codes.dtype == torch.uint8
     assert codes.tolist() == [0, 1, 2, 3, 4, 5, 6, 7, 0, 9, 10, 11, 12, 13, 14, 15]
 
@@ -50,48 +35,36 @@ def round_nearest(values: np.ndarray) -> torch.Tensor:
     """Each value, of at most 6, in a block whose scale is 1."""
     x = torch.zeros(len(values), 32)
     x[:, 0], x[:, 1] = torch.from_numpy(values), 6.0
-    return fake_quantize(x)[:, 0]
-
-
-def test_ties_go_to_the_even_code():
-    ties = ((0.25, 0.0), (0.75, 1.0), (1.25, 1.0), (1.75, 2.0), (2.5, 2.0), (3.5, 4.0), (5.0, 4.0))
-    for tie, even in ties:
-        below, above = sorted(sorted(E2M1_MAGNITUDES, key=lambda magnitude: abs(magnitude - tie))[:2])
-        y = np.float32(tie)
-        inputs = np.array([np.nextafter(y, np.float32(0)), y, np.nextafter(y, np.float32(8))])
-        for sign in (1, -1):
-            assert round_nearest(sign * inputs).tolist() == [sign * below, sign * even, sign * above], tie
+    return numerics.fake_quantize(x)[:, 0]
 
 
 def test_rounding_matches_ml_dtypes_everywhere():
     rng = np.random.default_rng(0)
     sweep = np.arange(-6 * 256, 6 * 256 + 1, dtype=np.float32) / 256
     random = (rng.choice([-1.0, 1.0], 50_000) * 2.0 ** rng.uniform(-12, 2.5, 50_000)).astype(np.float32)
-    values = np.concatenate([sweep, np.nextafter(sweep, np.float32(0)), random])
-    np.testing.assert_array_equal(
-        round_nearest(values).numpy(), values.astype(ml_dtypes.float4_e2m1fn).astype(np.float32)
-    )
+    inner = sweep[1:-1]
+    below, above = np.nextafter(sweep, np.float32(0)), np.nextafter(inner, 8 * np.sign(inner))
+    values = np.concatenate([sweep, below, above, random])
+    expected = values.astype(ml_dtypes.float4_e2m1fn).astype(np.float32)
+    np.testing.assert_array_equal(round_nearest(values).numpy(), expected)
 
 
-def test_pack_puts_the_even_index_in_the_low_nibble():
+def test_pack_puts_the_even_index_in_the_low_nibble_and_unpack_reverses_it():
     codes = torch.tensor([[0x1, 0x2, 0xA, 0xF], [0x0, 0x8, 0x7, 0x0]], dtype=torch.uint8)
-    packed = pack_codes(codes)
+    packed = numerics.pack_codes(codes)
     assert packed.dtype == torch.uint8
     assert packed.tolist() == [[0x21, 0xFA], [0x80, 0x07]]
-
-
-def test_pack_unpack_round_trip():
     for length in range(10):
         codes = torch.randint(0, 16, (3, 2, length), dtype=torch.uint8, generator=torch.Generator().manual_seed(length))
-        packed = pack_codes(codes)
+        packed = numerics.pack_codes(codes)
         assert packed.shape == (3, 2, (length + 1) // 2)
-        assert torch.equal(unpack_codes(packed, length), codes), length
+        assert torch.equal(numerics.unpack_codes(packed, length), codes), length
 
 
 @pytest.mark.parametrize("length", [0, 6, 9, 32])
 def test_unpack_refuses_a_length_that_does_not_fit(length):
     with pytest.raises(ValueError, match=rf"4 packed bytes cannot hold {length} .* expected {(length + 1) // 2} bytes"):
-        unpack_codes(torch.zeros(2, 4, dtype=torch.uint8), length)
+        numerics.unpack_codes(torch.zeros(2, 4, dtype=torch.uint8), length)
 
 
 def expected_byte(amax: float, rule: str) -> int:
@@ -114,7 +87,7 @@ def boundary_maxima() -> list[float]:
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.int32, torch.int64], ids=str)
 def test_scales_are_those_of_ml_dtypes_and_torch(dtype):
     raw = np.arange(256, dtype=np.uint8)
-    ours = decode_e8m0(torch.from_numpy(raw).to(dtype)).numpy()
+    ours = numerics.decode_e8m0(torch.from_numpy(raw).to(dtype)).numpy()
     np.testing.assert_array_equal(ours, raw.view(ml_dtypes.float8_e8m0fnu).astype(np.float32))
     np.testing.assert_array_equal(ours, torch.from_numpy(raw).view(torch.float8_e8m0fnu).float().numpy())
 
@@ -122,7 +95,7 @@ def test_scales_are_those_of_ml_dtypes_and_torch(dtype):
 @pytest.mark.parametrize("rule", list(ScaleRule), ids=lambda rule: rule.value)
 def test_rule_at_every_boundary_of_every_exponent(rule):
     maxima = boundary_maxima()
-    bytes_ = scale_from_amax(torch.tensor(maxima, dtype=torch.float32), rule).tolist()
+    bytes_ = numerics.scale_from_amax(torch.tensor(maxima, dtype=torch.float32), rule).tolist()
     wrong = [(amax, byte) for amax, byte in zip(maxima, bytes_, strict=True) if byte != expected_byte(amax, rule.value)]
     assert not wrong[:5]
 
@@ -130,15 +103,15 @@ def test_rule_at_every_boundary_of_every_exponent(rule):
 @pytest.mark.parametrize(("rule", "largest"), [("rceil", 253), ("floor", 252), ("even", 253), ("mse", 252)])
 def test_rule_outside_the_normal_range(rule, largest):
     amax = torch.tensor([0.0, 1e-45, 2.0**-126, torch.finfo(torch.float32).max, math.inf, math.nan])
-    assert scale_from_amax(amax, ScaleRule(rule)).tolist() == [0, 0, 0, largest, 255, 255]
+    assert numerics.scale_from_amax(amax, ScaleRule(rule)).tolist() == [0, 0, 0, largest, 255, 255]
     nan_with_a_sign = torch.tensor([-1, -0x400000], dtype=torch.int32).view(torch.float32)  # 0xFFFFFFFF, 0xFFC00000
-    assert scale_from_amax(nan_with_a_sign, ScaleRule(rule)).tolist() == [255, 255]
+    assert numerics.scale_from_amax(nan_with_a_sign, ScaleRule(rule)).tolist() == [255, 255]
 
 
 def test_clips_says_which_rules_saturate():
     maxima = torch.tensor([math.ldexp(1 + i / 64, 0) for i in range(64)])
     for rule in ScaleRule:
-        saturates = bool((maxima > 6 * decode_e8m0(scale_from_amax(maxima, rule))).any())
+        saturates = bool((maxima > 6 * numerics.decode_e8m0(numerics.scale_from_amax(maxima, rule))).any())
         assert rule.clips == saturates
 
 
@@ -167,21 +140,15 @@ def test_e4m3_against_ml_dtypes(power):
     np.testing.assert_array_equal(fake_quantize_e4m3(x).double().numpy(), elements.astype(np.float64) * scale)
 
 
-def test_the_largest_e4m3_numbers_stay_finite():
+def test_edges_of_e4m3():
     for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
         largest = torch.finfo(dtype).max
         values = fake_quantize_e4m3(torch.tensor([[largest, -largest, 1.0]], dtype=dtype))
         assert values.isfinite().all() and values[0, 0] > 0.9 * min(largest, torch.finfo(torch.float32).max)
-
-
-def test_a_row_with_nan_or_infinity_is_nan_and_the_others_are_not():
     x = torch.ones(3, 4)
     x[0, 1], x[2, 3] = torch.nan, torch.inf
     values = fake_quantize_e4m3(x)
     assert values[[0, 2]].isnan().all() and torch.equal(values[1], torch.ones(4))
-
-
-def test_e4m3_shapes_and_kinds():
     for shape in ((0, 5), (5, 0)):
         assert fake_quantize_e4m3(torch.zeros(shape)).shape == shape
     assert fake_quantize_e4m3(torch.ones(3)).tolist() == [1.0] * 3
@@ -191,12 +158,12 @@ def test_e4m3_shapes_and_kinds():
 
 def all_pairs() -> tuple[torch.Tensor, torch.Tensor]:
     """256 rows of one block each: row b has scale byte b and the sixteen codes twice."""
-    codes = pack_codes(torch.arange(32, dtype=torch.uint8).remainder(16).expand(256, 32).contiguous())
+    codes = numerics.pack_codes(torch.arange(32, dtype=torch.uint8).remainder(16).expand(256, 32).contiguous())
     return codes, torch.arange(256, dtype=torch.int32).to(torch.uint8).view(256, 1)
 
 
 def exact_value(code: int, byte: int) -> Fraction:
-    magnitude = Fraction(E2M1_MAGNITUDES[code & 7]) * Fraction(2) ** (byte - 127)
+    magnitude = Fraction(numerics.E2M1_MAGNITUDES[code & 7]) * Fraction(2) ** (byte - 127)
     return -magnitude if code & 8 else magnitude
 
 
@@ -237,14 +204,11 @@ def test_every_pair_of_bytes_against_transformers(dtype):
     assert ours[255].isnan().all()
 
 
-def test_literal_bytes():
+def test_literal_bytes_also_with_macro_and_residual():
     # 0x21: 0.5 then 1.0; 0xFA: -1.0 then -6.0; 0x07: 6.0
     codes = torch.tensor([[0x21, 0xFA, 0x07]], dtype=torch.uint8)
     scale = torch.tensor([[129]], dtype=torch.uint8)
     assert dequantize(codes, scale, length=5).tolist() == [[2.0, 4.0, -4.0, -24.0, 24.0]]
-
-
-def test_literal_bytes_with_macro_and_residual():
     codes, scale, macro, residual, residual_scale = torch.tensor([0x66, 127, 64, 0xA4, 126], dtype=torch.uint8)[
         :, None, None
     ]
@@ -287,18 +251,111 @@ def test_shapes_that_do_not_fit(options, message):
 def test_no_host_reads_a_value_or_sends_one(scheme, dtype):
     """Fake tensors have no values to read, and refuse a tensor that the host makes beside them. What is left can be
     captured in a CUDA graph. Meta: the branches for devices, on a machine without one."""
-    scheme = parse_scheme(scheme)
+    scheme = numerics.parse_scheme(scheme)
     with FakeTensorMode(allow_non_fake_inputs=False):
         x = torch.empty(40, 65, dtype=dtype, device="meta")
-        assert apply_scheme(x, scheme).shape == x.shape
-        assert quantize(x, **vars(scheme)).dequantize().shape == x.shape
+        assert numerics.apply_scheme(x, scheme).shape == x.shape
+        assert numerics.quantize(x, **vars(scheme)).dequantize().shape == x.shape
 
 
 @pytest.mark.parametrize("missing", ["outlier_fallback", "residual_scale", "macro_block"])
 def test_dequantize_names_what_is_missing(missing):
-    packed = quantize(torch.ones(2, 64), macro_block=32, outlier_fallback=0.5)
+    packed = numerics.quantize(torch.ones(2, 64), macro_block=32, outlier_fallback=0.5)
     options = {name: getattr(packed, name) for name in ("macro", "residual_codes", "residual_scale")}
     options |= {"macro_block": 32, "outlier_fallback": 0.5}
     del options[missing]
     with pytest.raises(ValueError, match=missing):
         dequantize(packed.codes, packed.scale, length=64, **options)
+
+
+def spread(dtype=torch.float32, rows: int = 64, columns: int = 512) -> torch.Tensor:
+    """Rows whose standard deviations are spread over three octaves."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(rows, columns, generator=generator)
+    return (x * torch.exp2(3 * torch.rand(rows, 1, generator=generator))).to(dtype)
+
+
+def positive_zero(codes: torch.Tensor, length: int) -> torch.Tensor:
+    codes = numerics.unpack_codes(codes, length)
+    return torch.where(codes == 8, 0, codes)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_codes_and_scales_are_those_of_torchao(dtype):
+    theirs = pytest.importorskip("torchao.prototype.mx_formats.nvfp4_tensor")
+    x = spread(dtype)
+    codes, scale, tensor_scale = quantize_nvfp4(x)
+    factor = theirs.per_tensor_amax_to_scale(x.abs().max())
+    their_scale, their_codes = theirs.nvfp4_quantize(x, 16, factor)
+    assert torch.equal(tensor_scale[0], factor) and scale.float().min() > 2.0**-6
+    assert torch.equal(scale.view(torch.uint8), their_scale.view(torch.uint8))
+    assert torch.equal(positive_zero(codes, 512), positive_zero(their_codes, 512))
+    values = theirs.NVFP4Tensor(codes, scale, 16, dtype, per_tensor_scale=factor).dequantize(dtype)
+    assert torch.equal(values, fake_quantize_nvfp4(x))
+    assert torch.equal(values, numerics.dequantize_nvfp4(codes, scale, tensor_scale, 512, dtype))
+
+
+def test_scales_are_those_of_compressed_tensors():
+    quantization = pytest.importorskip("compressed_tensors.quantization")
+    from compressed_tensors.quantization.utils import calculate_qparams, generate_gparam
+
+    options = {"num_bits": 4, "type": "float", "symmetric": True, "scale_dtype": torch.float8_e4m3fn}
+    args = quantization.QuantizationArgs(strategy="group", group_size=16, **options)
+    x = spread()
+    groups, divisor = x.unflatten(1, (-1, 16)), generate_gparam(x.min(), x.max())
+    theirs, _ = calculate_qparams(groups.amin(-1), groups.amax(-1), args, divisor)
+    assert torch.equal(theirs, quantize_nvfp4(x)[1].float())
+    torch.testing.assert_close(1 / divisor, numerics.nvfp4_tensor_scale(x))
+
+
+def test_literal():
+    # Tensor scale 1; groups of scales 448, 7 / 6 -> 1.125, and 2**-9 / 6, which is below the smallest.
+    x = torch.zeros(1, 50)
+    x[0, :3] = torch.tensor([2688.0, -112.0, 111.0])
+    x[0, 16:19] = torch.tensor([7.0, -5.7, 0.28])
+    x[0, 32] = 2.0**-9
+    codes, scale, tensor_scale = quantize_nvfp4(x)
+    assert tensor_scale.tolist() == [1.0] and scale.tolist() == [[448.0, 1.125, 2.0**-9, 1.0]]
+    assert codes[0, [0, 1, 8, 9, 16]].tolist() == [0x07, 0x00, 0xF7, 0x00, 0x02] and codes.shape == (1, 25)
+    values = fake_quantize_nvfp4(x)
+    # 7 / 1.125 saturates at 6, 5.7 / 1.125 rounds to 6 and .28 / 1.125 to 0; -112 / 448 is a tie and becomes 0.
+    assert values[0, [0, 1, 2, 16, 17, 18, 32]].tolist() == [2688.0, 0.0, 0.0, 6.75, -6.75, 0.0, 2.0**-9]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_edges(dtype):
+    x = spread(rows=5, columns=40).to(dtype)
+    x[0, 3], x[1, 20], x[2, :16] = math.nan, -math.inf, 0
+    values, (codes, scale, _) = fake_quantize_nvfp4(x), quantize_nvfp4(x)
+    nan = torch.zeros(5, 40, dtype=torch.bool)
+    nan[0, :16] = nan[1, 16:32] = True
+    assert torch.equal(values.isnan(), nan) and values.dtype == dtype
+    assert not codes[0, :8].any() and scale.isnan().sum() == 2 and scale[2, 0] == 1 and not values[2, :16].any()
+    factor = numerics.nvfp4_tensor_scale(x)
+    assert torch.equal(values[3:], fake_quantize_nvfp4(x[3:], factor))  # groups do not see others' NaN
+    largest = torch.full((2, 16), torch.finfo(dtype).max, dtype=dtype)
+    assert fake_quantize_nvfp4(largest).isfinite().all() and fake_quantize_nvfp4(x[:0]).shape == (0, 40)
+    rows = torch.cat([fake_quantize_nvfp4(row[None]) for row in x])
+    per_row = fake_quantize_nvfp4(x, numerics.nvfp4_tensor_scale(x, per_row=True))
+    assert torch.equal(rows.nan_to_num(), per_row.nan_to_num())
+    with pytest.raises(TypeError, match="needs a floating-point tensor"):
+        quantize_nvfp4(torch.ones(2, 16, dtype=torch.int32))
+
+
+def test_errors_are_decomposed_in_groups_of_sixteen_under_one_tensor_scale():
+    x = spread(rows=300, columns=520)
+    error = (fake_quantize_nvfp4(x) - x).double()
+    parts, found = numerics.decompose_scheme(x, NVFP4), error_statistics(x, NVFP4)
+    assert torch.equal(parts.total, error) and parts.scale_ratio.numel() == 300 * 33
+    assert 0.94 < parts.scale_ratio.min() and parts.scale_ratio.max() < 1.07  # E4M3 rounds by at most 1 / 16
+    assert found.relative_mse == pytest.approx(float(error.square().sum() / x.double().square().sum()), rel=1e-9)
+    assert found.blocks == 300 * 33 and found.deadzone == pytest.approx(float(parts.deadzone.square().sum()))
+    assert found.total == pytest.approx(error_statistics(x.t().contiguous(), NVFP4, axis=0).total)
+
+
+def test_the_text():
+    assert numerics.parse_scheme("nvfp4") is NVFP4 and str(NVFP4) == "nvfp4"
+    with pytest.raises(ValueError, match=r"'nvfp4\+of1': 'nvfp4' has no options"):
+        numerics.parse_scheme("nvfp4+of1")
+    with pytest.raises(ValueError, match="did you mean 'nvfp4'"):
+        numerics.parse_scheme("nvpf4")

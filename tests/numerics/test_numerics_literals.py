@@ -7,7 +7,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
-from tables import RULES
+from tables import RULES, gaussian
 
 from hf_mxfp4 import MXFP4RLConfig
 from hf_mxfp4.numerics import decompose, dequantize, fake_quantize, quantize, unpack_codes
@@ -57,18 +57,6 @@ def test_scale_and_code_of_a_block_maximum(column):
         assert unpack_codes(packed.codes, 32).tolist() == [code, code + 8 if code else 0, *[0] * 30], name
 
 
-def test_boundaries_follow_the_exponent():
-    for exponent in (-120, -30, -1, 0, 1, 30, 120):
-        for mantissa, rule, at, beyond in ((1.5, "rceil", (-2, 7), (-1, 5)), (1.75, "even", (-1, 6), (-1, 6))):
-            amax = math.ldexp(mantissa, exponent)
-            for value, (shift, code) in ((amax, at), (above(amax), beyond)):
-                packed = quantize(block(value), scale_rule=rule)
-                assert packed.scale.tolist() == [exponent + shift + 127], (exponent, rule)
-                assert int(packed.codes[0]) == code, (exponent, rule)
-        packed = quantize(block(below(math.ldexp(1.75, exponent))), scale_rule="even")
-        assert packed.scale.tolist() == [exponent - 2 + 127] and int(packed.codes[0]) == 7, exponent
-
-
 @pytest.mark.parametrize("rule", RULES)
 def test_every_tie_in_one_block(rule):
     x = block(6, 0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5, -0.25, -0.75, -1.25, -1.75, -2.5, -3.5, -5, -6)
@@ -85,15 +73,6 @@ def test_mse_prefers_clipping_when_it_saves_the_small_elements():
     assert packed.scale.tolist() == [126]
     assert packed.codes.tolist() == [0x17] + [0x11] * 15
     assert packed.dequantize().tolist() == [3.0] + [0.25] * 31
-
-
-def test_two_blocks_have_their_own_scales():
-    x = torch.tensor([6.0] * 32 + [0.75] * 32 + [-0.01] * 3)
-    packed = quantize(x)
-    # 0.01 = 1.28 * 2**-7: scale 2**-9, where it is 5.12 and goes to 6.
-    assert packed.scale.tolist() == [127, 124, 118]
-    assert packed.codes.tolist() == [0x77] * 16 + [0x77] * 16 + [0xFF, 0x0F]
-    assert packed.dequantize()[64:].tolist() == [-6 / 512] * 3
 
 
 # amax of the macro block -> byte: the top eight mantissa bits of 6 / amax.
@@ -120,23 +99,6 @@ MACRO_BYTES = {
 def test_static_macro_byte():
     assert {amax: int(quantize(block(amax), macro_block=128).macro) for amax in MACRO_BYTES} == MACRO_BYTES
     assert not quantize(block(3.4e38), macro_block=128, macro_search="dynamic").macro.any()
-
-
-def test_static_macro_values():
-    # f = 1.5: 4 and 3 become 6 and 4.5 (rounded to 4), and come back as 4 and 4 / 1.5.
-    x = block(4.0, 3.0, -1.0)
-    packed = quantize(x, macro_block=128)
-    assert packed.scale.tolist() == [127]
-    assert unpack_codes(packed.codes, 32)[:3].tolist() == [7, 6, 11]
-    expected = [4.0, float(np.float32(4) / np.float32(1.5)), -1.0]
-    assert packed.dequantize()[:3].tolist() == expected
-    assert fake_quantize(x, macro_block=128)[:3].tolist() == expected
-
-
-@pytest.mark.parametrize(("size", "factors"), [(32, [128, 0, 51]), (64, [0, 51]), (128, [0]), ("row", [0])], ids=str)
-def test_macro_blocks_share_the_factor_of_their_maximum(size, factors):
-    x = torch.cat([block(4.0), block(6.0), block(5.0)])
-    assert quantize(x, macro_block=size).macro.tolist() == factors
 
 
 def test_dynamic_macro_takes_the_best_sixteenth():
@@ -203,11 +165,6 @@ def test_literal_block_mantissas_and_bytes():
         assert torch.equal(dequantize(packed.codes, packed.scale, **options), x)
 
 
-def test_values_of_block_mantissas_are_exact_in_bfloat16():
-    quantized = fake_quantize(gaussian(), **BLOCKWISE)
-    assert torch.equal(quantized.bfloat16().float(), quantized)
-
-
 def test_literal_three_levels():
     """Blocks whose best mantissa is 3, the grid times 1.75 and .875 beside 10.5, and what 0 to 2 do to them."""
     grid = torch.tensor([0.5, -1.0, 1.5, -2.0, 3.0, -4.0, 6.0, 0.0]).repeat(4)
@@ -236,16 +193,6 @@ def test_values_of_three_levels_are_e4m3_numbers_and_those_of_four_are_not(rule)
         assert torch.equal(rows.to(torch.float8_e4m3fn).float(), rows) == exact
         assert bool((rows.numpy().astype(ml_dtypes.float8_e4m3fn).astype(np.float32) == rows.numpy()).all()) == exact
         assert quantize(x, scale_rule=rule, macro_block=128, macro_search=search).macro.unique().numel() > 50
-
-
-@pytest.mark.parametrize(("sample", "errors"), [("normal", (0.90, 0.96, 1.25)), ("laplace", (1.01, 1.08, 1.53))])
-def test_three_levels_cost_a_twentieth_of_four(sample, errors):
-    """Squared error over that of the tensor, in percent, of four levels, three and none."""
-    x = torch.from_numpy(getattr(np.random.default_rng(0), sample)(size=(512, 1024)).astype(np.float32))
-    searches = ({"macro_search": "block_mantissas"}, {"macro_search": "block_mantissas_fp8"}, {"macro_block": None})
-    found = [fake_quantize(x, **{"scale_rule": "even", "macro_block": 128, **search}) - x for search in searches]
-    relative = [100 * (error.square().sum() / x.square().sum()).item() for error in found]
-    assert relative == pytest.approx(errors, rel=0.01)
 
 
 def test_a_bad_block_spoils_the_mantissa_of_itself_alone():
@@ -295,10 +242,6 @@ MACROS = [
 ]
 
 
-def gaussian(rows=64, columns=256, seed=0):
-    return torch.randn(rows, columns, generator=torch.Generator().manual_seed(seed))
-
-
 def chosen(x, **options):
     """Mask ``[rows, blocks]`` of the blocks that two passes and one tell apart."""
     one = fake_quantize(x, **{k: v for k, v in options.items() if not k.startswith(("outlier", "fallback"))})
@@ -307,7 +250,7 @@ def chosen(x, **options):
 
 @pytest.mark.parametrize(("rule", "options"), list(zip(RULES, MACROS, strict=True)))
 def test_the_blocks_of_largest_squared_error_of_each_row_are_chosen(rule, options):
-    x = gaussian(8) * gaussian(8, 1, seed=1).exp()
+    x = gaussian(8, 256) * gaussian(8, 1, seed=1).exp()
     values = fake_quantize(x, scale_rule=rule, **options).double()
     errors = (values - x.double()).square().unflatten(-1, (-1, 32)).sum(dim=-1)
     mask = chosen(x, scale_rule=rule, outlier_fallback=0.5, fallback_rate=0.3, **options)
@@ -321,7 +264,7 @@ def test_the_blocks_of_largest_squared_error_of_each_row_are_chosen(rule, option
 @pytest.mark.parametrize("axis", [0, 1])
 def test_a_row_does_not_depend_on_others(axis, options):
     """Alone, in another order, in a larger batch, along either axis."""
-    x = (gaussian() * gaussian(64, 1, seed=1).exp()).movedim(-1, axis)
+    x = (gaussian(64, 256) * gaussian(64, 1, seed=1).exp()).movedim(-1, axis)
     selective = {"outlier_fallback": 1.0, "fallback_rate": 0.1, "axis": axis, **options}
     values = fake_quantize(x, **selective)
     other = 1 - axis
@@ -362,7 +305,7 @@ def test_number_of_blocks_is_that_of_the_decimal_rate():
 def test_out_of_range_errors_saturate():
     """Far from 1 the errors of blocks are no longer told apart; first blocks win, and nothing fails."""
     for power in (-140, -120, -90, 80, 110, 120):
-        x = gaussian(8) * 2.0**power
+        x = gaussian(8, 256) * 2.0**power
         mask = chosen(x, outlier_fallback=1.0, fallback_rate=0.25)
         assert mask.sum() <= 16, power
         assert fake_quantize(x, outlier_fallback=1.0, fallback_rate=0.25).isfinite().all(), power

@@ -107,17 +107,15 @@ def check_compressed_tensors(x: torch.Tensor) -> None:
     from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
     from compressed_tensors.quantization.utils import calculate_qparams
 
-    args = QuantizationArgs(
-        num_bits=4, type="float", strategy="group", group_size=32, symmetric=True, scale_dtype=torch.uint8
-    )
+    options = {"num_bits": 4, "type": "float", "symmetric": True, "scale_dtype": torch.uint8}
+    args = QuantizationArgs(strategy="group", group_size=32, **options)
     # An all-zero block has no scale there: left out.
     x = x.view(-1, 32)
     x = x[(x != 0).any(-1)]
     blocks = x.view(-1, 1, 32)
     scale, _ = calculate_qparams(blocks.amin(-1), blocks.amax(-1), args)
-    theirs = MXFP4PackedCompressor.compress(
-        {"weight": x, "weight_scale": scale}, QuantizationScheme(targets=["Linear"], weights=args)
-    )
+    scheme = QuantizationScheme(targets=["Linear"], weights=args)
+    theirs = MXFP4PackedCompressor.compress({"weight": x, "weight_scale": scale}, scheme)
     ours = quantize(x, scale_rule="even")
     assert torch.equal(ours.scale, theirs["weight_scale"])
     assert torch.equal(canonical(ours.codes), canonical(theirs["weight_packed"]))

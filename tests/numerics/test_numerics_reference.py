@@ -15,7 +15,7 @@ import pytest
 import torch
 from tables import MACROS, RULES, pairwise_params
 
-from hf_mxfp4.numerics import fake_quantize, quantize, unpack_codes
+from hf_mxfp4.numerics import QuantScheme, fake_quantize, quantize, unpack_codes
 
 
 GRID = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
@@ -193,14 +193,7 @@ class Reference:
 
 def check(x, rule, macro=(None, "static"), alpha=None, block_rows=1, rate=None):
     """``x`` is [rows, K]."""
-    scheme = dict(
-        scale_rule=rule,
-        macro_block=macro[0],
-        macro_search=macro[1],
-        outlier_fallback=alpha,
-        block_rows=block_rows,
-        fallback_rate=rate,
-    )
+    scheme = vars(QuantScheme(rule, *macro, alpha, "nearest", block_rows, rate))
     packed, values = quantize(x, **scheme), fake_quantize(x, **scheme)
     n, k = x.shape
     expected = Reference(x.float().numpy(), rule, *macro, alpha, block_rows, rate)

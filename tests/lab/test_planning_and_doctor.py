@@ -1,17 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`hf-mxfp4 plan`: estimates against counted bytes of real steps on the CPU, and what the command prints."""
+"""`hf-mxfp4 plan`: estimates against counted bytes of real steps on the CPU, and what the command prints; `hf-mxfp4
+doctor`: what it compares, what it says, and that it finds kernels that are wrong."""
 
 import json
+import os
 
+import processes
 import pytest
 import torch
+from commands import run
 from transformers import GptOssConfig, Qwen3MoeConfig
-from typer.testing import CliRunner
 
 from benchmarks.memory import architecture, make_model, measure
 from hf_mxfp4 import MXFP4RLConfig
-from hf_mxfp4.cli import app
-from hf_mxfp4.lab import Setup, plan, sizes_of
+from hf_mxfp4.backends import self_check
+from hf_mxfp4.backends import triton as kernels
+from hf_mxfp4.cli import machine
+from hf_mxfp4.gemm.matmul import HAS_FP8_ON_CPU
+from hf_mxfp4.lab import Setup, check_kernels, doctor, plan, sizes_of
 
 
 SEQUENCES, TOKENS, RANK = 3, 64, 4
@@ -113,32 +119,102 @@ def test_lora_on_attention_and_experts_of_gpt_oss():
     assert sizes_of(mixture, quantization).adapter == 2 * (4 * 128 + 2 * 256 + 2 * 128)  # q, k, v and o alone
 
 
-def run(*arguments):
-    return CliRunner().invoke(app, ["plan", *map(str, arguments)])
-
-
 def planned_as_saved(folder, skips, *options):
     """Bytes of what is planned for a checkpoint that was packed under a scheme of two tensors per weight."""
     packed = MXFP4RLConfig(mode="packed", outlier_fallback=1.0, modules_to_not_convert=skips)
     (folder / "config.json").write_text(json.dumps({**config().to_dict(), "quantization_config": packed.to_dict()}))
-    return [json.loads(run(folder, "--json", *each).stdout)["engines"]["ddp"]["bytes"] for each in options]
+    return [json.loads(run("plan", folder, "--json", *each).stdout)["engines"]["ddp"]["bytes"] for each in options]
 
 
 def test_the_command(tmp_path):
     config().save_pretrained(tmp_path)
-    found = json.loads(run(tmp_path, "--gpus", 2, "--json").stdout)["engines"]
+    found = json.loads(run("plan", tmp_path, "--gpus", 2, "--json").stdout)["engines"]
     assert list(found) == ["ddp", "fsdp2", "zero2", "zero3"] and all(each["fits"] for each in found.values())
-    table = run(tmp_path / "config.json", "--mode", "packed").stdout
+    table = run("plan", tmp_path / "config.json", "--mode", "packed").stdout
     assert "optimizer" in table and "fits 72.0 GB" in table and "fsdp2" not in table
     largest = found["ddp"]["largest_batch"]
-    assert run(tmp_path, "--gpus", 2, "--engine", "ddp", "--batch", largest).exit_code == 0
-    full = run(tmp_path, "--gpus", 2, "--engine", "ddp", "--batch", largest + 1)
+    assert run("plan", tmp_path, "--gpus", 2, "--engine", "ddp", "--batch", largest).exit_code == 0
+    full = run("plan", tmp_path, "--gpus", 2, "--engine", "ddp", "--batch", largest + 1)
     assert full.exit_code == 1 and "nothing fits into 72.0 GB per GPU; use more GPUs" in full.stderr
-    unknown = run(tmp_path, "--preset", "w4a5")
+    unknown = run("plan", tmp_path, "--preset", "w4a5")
     assert unknown.exit_code == 2 and "preset='w4a5' is not supported" in unknown.stderr
     own, same, less = planned_as_saved(tmp_path, ["self_attn"], (), ("--mode", "packed"), ("--skip", "down_proj"))
     assert own == same != less and [less] == planned_as_saved(tmp_path, ["self_attn", "down_proj"], ())
     (default,) = planned_as_saved(tmp_path, ["self_attn"], ("--preset", "w4a16"))
     assert default["optimizer"] == own["optimizer"] < found["ddp"]["bytes"]["optimizer"]
-    missing = run(tmp_path / "none")
+    missing = run("plan", tmp_path / "none")
     assert missing.exit_code == 2 and "is no folder with a config.json" in missing.stderr
+
+
+KERNELS = {
+    "stochastic rounding": "quantize",
+    "rows and columns": "fake_quantize_rows_and_columns",
+    "rotation": "fake_quantize",
+    "FP8 operands": "to_fp8",
+    "NVFP4 scales": "nvfp4_scales",
+}
+
+
+@pytest.fixture
+def of_lab(monkeypatch):
+    """Only what self-checks do not compare, on the CPU."""
+    monkeypatch.setattr(self_check, "FAMILIES", {})
+    monkeypatch.setattr(machine, "_devices", lambda facts: ["cpu"])
+
+
+def test_kernels_that_write_zeros_are_found(of_lab, monkeypatch):
+    def zeros(x, *arguments):
+        return torch.zeros_like(x), torch.zeros_like(x), torch.zeros((), dtype=torch.int64)
+
+    for name in KERNELS.values():
+        monkeypatch.setattr(kernels, name, zeros)
+    monkeypatch.setattr(kernels, "fake_quantize", lambda x, *arguments: torch.zeros_like(x, dtype=torch.float32))
+    quantize = doctor.numerics.quantize
+    monkeypatch.setattr(kernels, "quantize", lambda x, how, *_: quantize(torch.zeros_like(x), **vars(how), seed=7))
+    found = {check.name: check.problem for check in check_kernels("cpu")}
+    assert set(found) == set(KERNELS)
+    assert all("differ from the eager ones" in problem for problem in found.values()), found
+
+
+def test_wrong_kernels_are_named_and_the_exit_code_is_1(of_lab, monkeypatch):
+    def pairs(second):
+        return lambda device: iter([("sums", torch.ones(2), second)])
+
+    monkeypatch.setattr(doctor, "_FAMILIES", {"fine": pairs(torch.ones(2)), "odd": pairs(torch.zeros(2))})
+    shown, printed = run("doctor"), run("doctor", "--json")
+    assert shown.exit_code == printed.exit_code == 1
+    assert "AssertionError: sums differ from the eager ones" in shown.stdout and "right" in shown.stdout
+    data = json.loads(printed.stdout)
+    assert [check["problem"] is None for check in data["kernels"]["cpu"]] == [True, False]
+    assert "torch" in data["versions"]
+    monkeypatch.setattr(doctor, "_FAMILIES", {"fine": pairs(torch.ones(2))})
+    assert run("doctor").exit_code == 0
+
+
+@pytest.mark.skipif(not HAS_FP8_ON_CPU, reason="this PyTorch has no FP8 products on the CPU")
+def test_products_on_tensor_cores_are_compared(of_lab, monkeypatch):
+    monkeypatch.setattr(doctor, "_FAMILIES", {})
+    monkeypatch.setattr(doctor, "hardware_of", lambda device: "sm_100")
+    fp8, *fp4 = check_kernels("cpu")
+    assert (fp8.name, fp8.problem) == ("FP8 products", None)
+    assert [check.name for check in fp4] == ["MXFP4 products", "NVFP4 products"]
+    assert all("products fail" in check.problem for check in fp4)  # which the CPU does not have
+    right = doctor.multiply_fp8
+    monkeypatch.setattr(doctor, "multiply_fp8", lambda *arguments: right(*arguments) + 1)
+    assert "FP8 products differ" in next(check_kernels("cpu")).problem
+
+
+def test_without_a_gpu_it_says_what_to_do(monkeypatch):
+    monkeypatch.setattr(machine, "_devices", lambda facts: [])
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    done = run("doctor")
+    assert done.exit_code == 2 and "no GPU here. TRITON_INTERPRET=1 runs the kernels on the CPU" in done.stderr
+
+
+@pytest.mark.large
+def test_interpreted_kernels_are_right():
+    job = processes.module("hf_mxfp4.cli", "doctor", "--json")
+    done = processes.run(job, timeout=550, environment=dict(os.environ), interpret=True, no_warnings=True)
+    assert done.returncode == 0, done.stderr
+    checks = json.loads(done.stdout)["kernels"]["cpu"]
+    assert len(checks) == 8 and not any(check["problem"] for check in checks)
