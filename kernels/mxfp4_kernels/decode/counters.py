@@ -11,8 +11,6 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
-from ..common.scheme import on
-
 
 #: (device, stream) -> counters.
 _of_stream: dict[tuple[torch.device, int], torch.Tensor] = {}
@@ -28,7 +26,7 @@ def zeros_of_a_launch(count: int, device: torch.device) -> torch.Tensor:
     """At least ``count`` int32 zeros for a launch on the current stream of ``device``, which must leave them zero."""
     if device.type != "cuda":
         return torch.zeros(count, dtype=torch.int32, device=device)
-    with on(device):
+    with torch.cuda.device(device):
         capturing = torch.cuda.is_current_stream_capturing()
     if capturing:
         return _captured(count, device)
