@@ -7,6 +7,7 @@ Adds to `benchmarks/results/distillation.json` a record for each held-out text, 
 """
 
 import json
+import shlex
 from pathlib import Path
 
 import yaml
@@ -20,7 +21,10 @@ from .records import made, option_parser, write
 PACKAGES = ("torch", "transformers", "trl", "accelerate")
 SCHEME = ("mode", "preset", "outlier_fallback", "fprop")
 #: Options of a run that the command of its records names.
-NAMED = "preset fprop smooth_strength gptq per_device_train_batch_size learning_rate max_steps max_length".split()
+NAMED = (
+    "preset fprop smooth_strength gptq per_device_train_batch_size learning_rate max_steps max_length eval_samples "
+    "outlier_fallback"
+).split()
 
 
 def main() -> None:
@@ -41,7 +45,9 @@ def records_of(folder: Path, start: str) -> list[dict]:
     used = yaml.safe_load((folder / "resolved_config.yaml").read_text())["options"]
     used["fprop"] = dict(used["fprop"]) if used["fprop"] else None
     scheme = ModelScheme("", MXFP4RLConfig(**{name: used[name] for name in SCHEME}))
-    words = [f"--{name} {used[name]}" for name in NAMED if used.get(name) is not None]
+    given = {name: used[name] for name in NAMED if used.get(name) is not None}
+    given.setdefault("outlier_fallback", "none")  # which a preset would set
+    words = [f"--{name} {shlex.quote(str(value))}" for name, value in given.items()]
     config = "python recipes/distill.py --config recipes/configs/distill_smollm2.yaml"
     run = {
         "scheme": summary["scheme"],

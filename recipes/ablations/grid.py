@@ -196,11 +196,11 @@ def _cells(content: Mapping[str, Any], path: Path, only: Sequence[str] | None) -
 
 
 def check_cells(grid: Grid, options: Mapping[str, Any]) -> None:
-    """Raise `ValueError` where ``options``, those of the command line, would not reach a cell, which has its own; and
-    parse every run. What a preset of a cell resets is reported."""
+    """Parse every run, and report which ``options``, those of the command line, do not reach a cell, which has its own,
+    and what a preset of a cell resets. Raises `ValueError` for what cannot be parsed."""
     for cell in grid.cells:
-        if same := sorted({*options} & {*cell.options}):
-            raise ValueError(f"the cell {cell.name} has {', '.join(same)} of its own; change that in the file")
+        if same := [f"{name}={cell.options[name]}" for name in sorted({*options} & {*cell.options})]:
+            tell(f"cell {cell.name}", f"keeps its own {', '.join(same)}")
         if dropped := put_over(grid.shared, cell.options)[1]:
             told = ", ".join(f"{name}={value}" for name, value in dropped.items())
             tell(f"cell {cell.name}", f"its own preset or mode resets {told}, which the other cells share")

@@ -162,13 +162,20 @@ def test_options_for_all_cells_and_another_start(tmp_path):
     ("options", "message"),
     [
         ({"max_stepz": 2}, "the command line has no option 'max_stepz'; did you mean 'max_steps'"),
-        ({"macro_block": 64}, "the cell mbs has macro_block of its own"),
         ({"seed": 2}, "the command line: seed is set for each run"),
     ],
 )
 def test_options_for_all_cells_that_cannot_be(options, message, tmp_path):
     with pytest.raises(ValueError, match=message):
         check_cells(read_grid(write(tmp_path / "grid.yaml"), options=options), options)
+
+
+def test_a_cell_keeps_its_own_options(tmp_path, capsys):
+    options = {"macro_block": 64}
+    grid = read_grid(write(tmp_path / "grid.yaml"), options=options)
+    check_cells(grid, options)
+    assert "cell mbs keeps its own macro_block=128" in " ".join(capsys.readouterr().out.split())
+    assert {run.cell.name: run.config.get("macro_block") for run in grid.runs}["mbs"] == 128
 
 
 # ---- tables ----------------------------------------------------------------------------------------------------------
