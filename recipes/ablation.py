@@ -9,8 +9,9 @@ is started again. A run that fails is reported, and the others go on; the exit c
 machines of one kind: `--only` and `--seeds` run parts of it, and `--report_only` reports all of them from a folder that
 the others have been copied into.
 
-Options of `grpo.py` take the place of those that all cells share. To try a grid before it is started, give it two steps
-of a small model and another folder: `--max_steps 2 --n_train 64 --n_test 8 --model_name_or_path SMALL --out DIR`.
+Options of `grpo.py` take the place of those that all cells share. To try a grid before it is started, give it a few
+steps of a small model and a folder: `--max_steps 3 --n_train 64 --n_test 8 --evaluate_every 1 --evaluate_every_n 8
+--model_name_or_path SMALL --out DIR`.
 """
 
 if __name__ == "__main__" and not __package__:

@@ -69,8 +69,8 @@ class Grid:
 
     def with_stored_seeds(self) -> Grid:
         """Return the grid with all seeds that there are runs of, in addition to its own."""
-        folders = (self.output / "cells").glob("*/seed*")
-        found = sorted(int(folder.name.removeprefix("seed")) for folder in folders)
+        seeds = (folder.name.removeprefix("seed") for folder in (self.output / "cells").glob("*/seed*"))
+        found = sorted(int(seed) for seed in seeds if seed.isdecimal())  # not a copy such as "seed0.old"
         return replace(self, seeds=list(dict.fromkeys([*self.seeds, *found])))
 
 
@@ -106,8 +106,8 @@ class Run:
             "model_name_or_path": self.start,
             "output_dir": str(self.folder),
             "seed": self.seed,
-            # The starting point of all seeds is the same model on the same problems.
-            "evaluate_before": self.seed == self.grid.seeds[0],
+            # The starting point of all seeds is the same model on the same problems, but where it has the seed's name.
+            "evaluate_before": self.seed == self.grid.seeds[0] or "{seed}" in (self.cell.base or ""),
             "reload_check": 0,
             "overwrite": True,
         }

@@ -55,6 +55,7 @@ def make_records(grid: Grid, command: str) -> tuple[list[dict[str, Any]], list[s
                 "label": run.cell.label,
                 "seed": run.seed,
                 "options": dict(run.cell.options),
+                "learning_rate": run.parse().training.learning_rate,
                 "paper": dict(run.cell.paper),
                 "reference": grid.reference,
                 "naive": run.cell.naive,

@@ -50,7 +50,8 @@ def finished(run: Run) -> dict[str, Any] | None:
         raise ValueError(
             f"{run.folder} was run with other {', '.join(differences)}; choose another --out, or remove that folder"
         )
-    return None if summary is None else {**summary, "state": state}
+    # The seconds are written last.
+    return None if summary is None or "seconds" not in summary else {**summary, "state": state}
 
 
 def run_grid(grid: Grid, lock: TextIO, *, jobs: int = 1) -> list[str]:

@@ -3,6 +3,7 @@
 
 import copy
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -89,14 +90,24 @@ def load_whole(stored: Stored, scheme: MXFP4RLConfig | str | None, **options: An
     return AutoModelForCausalLM.from_pretrained(stored.weights, revision=stored.revision, **options)
 
 
+#: In the names of files that tokenizers are made of.
+_OF_TOKENIZERS = re.compile(r"token|vocab|tekken|tiktoken|\.model$")
+
+
 def load_tokenizer(stored: Stored, **options: Any) -> Any:
-    """Load the tokenizer saved with an adapter, or else that of its base. ``options``: of `from_pretrained`."""
+    """Load the tokenizer saved with an adapter, or else that of its base. ``options``: of `from_pretrained`. Raises
+    `FileNotFoundError` for a folder without one, where transformers may make one that knows no words."""
     own, options = Path(stored.source), {"padding_side": "left", **options}
     try:
         if own.is_dir() and not (own / "tokenizer_config.json").is_file():
             raise FileNotFoundError(f"{own} holds no tokenizer")
         tokenizer = AutoTokenizer.from_pretrained(stored.source, revision=stored.source_revision, **options)
     except (OSError, ValueError):
+        folder = Path(stored.weights)
+        if folder.is_dir() and not any(_OF_TOKENIZERS.search(file.name) for file in folder.iterdir()):
+            raise FileNotFoundError(
+                f"{folder} holds no tokenizer; save it there with tokenizer.save_pretrained"
+            ) from None
         tokenizer = AutoTokenizer.from_pretrained(stored.weights, revision=stored.revision, **options)
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token

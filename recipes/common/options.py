@@ -60,7 +60,7 @@ def read_words(argv: Sequence[str], groups: Groups, **options: Any) -> tuple[dic
     for action in parser._actions:
         action.default = argparse.SUPPRESS
     found, rest = parser.parse_known_args(list(argv))
-    return vars(found), rest
+    return {name: [] if value == [None] else value for name, value in vars(found).items()}, rest
 
 
 def read_command(argv: Sequence[str], groups: Groups, **options: Any) -> dict[str, Any]:

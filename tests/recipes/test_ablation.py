@@ -345,6 +345,11 @@ def test_a_cell_may_start_from_another_checkpoint(tmp_path):
         "bf16/seed0": "model", "mxfp4/seed0": "bf16/seed0/policy",
         "bf16/seed1": "model", "mxfp4/seed1": "bf16/seed1/policy",
     }  # fmt: skip
+    measured = {run.name for run in grid.runs if run.config["evaluate_before"]}
+    assert measured == {"bf16/seed0", "mxfp4/seed0", "mxfp4/seed1"}  # those that start from models of their own
+    for name in ("seed0", "seed7", "seed7.old"):
+        (tmp_path / "out" / "cells" / "mxfp4" / name).mkdir(parents=True)
+    assert grid.with_stored_seeds().seeds == [0, 1, 7]
 
 
 def test_a_run_that_keeps_its_policy_is_the_same_run(grid, tmp_path):

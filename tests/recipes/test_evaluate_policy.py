@@ -68,6 +68,12 @@ def test_b24_a_policy_is_evaluated_under_its_own_scheme(folders):
     assert not torch.equal(logits(found.model), logits(load_policy(folders["base"]).model))
 
 
+def test_a_folder_without_a_tokenizer_is_refused(folders, tmp_path):
+    make_model("gemma2").save_pretrained(tmp_path)  # of which transformers makes a tokenizer that knows no words
+    with pytest.raises(FileNotFoundError, match="holds no tokenizer; save it there with tokenizer.save_pretrained"):
+        load(EvaluationArguments(model=str(tmp_path)))
+
+
 def test_the_control_on_masters_is_full_precision_and_says_so(folders):
     control = load_policy(folders["policy"], control="masters")
     assert torch.equal(logits(control.model), logits(load_policy(folders["base"]).model))

@@ -59,6 +59,11 @@ def test_shipped_configurations_parse(path):
     assert recipe is not distill or (found.quantization.mode, found.training.beta) == ("qat", 0.0)
 
 
+def test_none_empties_a_list_on_the_command_line():
+    words = ["--config", str(CONFIGS / "distill_smollm2.yaml"), "--eval_text", "none"]
+    assert not parse(words, distill.GROUPS, distill.DEMO).recipe.eval_text
+
+
 def test_the_demo_is_run_without_a_configuration():
     recipe, _, training, _ = parse(["--max_steps=3"])
     assert training.max_completion_length == 4 and training.learning_rate == 1e-4 and training.max_steps == 3
