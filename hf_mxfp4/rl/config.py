@@ -216,15 +216,21 @@ def _named(train_dataset: Any, eval_dataset: Any) -> list[tuple[str, Any]]:
 
 
 def check_tokens(tokenizer: Any, train_dataset: Any, eval_dataset: Any) -> None:
-    """Raise `ValueError` for a tokenizer without an end-of-sequence token, and for prompts without any token."""
+    """Raise `ValueError` for a tokenizer without an end-of-sequence token or a vocabulary, and for prompts without any
+    token."""
     if tokenizer.eos_token_id is None:
         raise ValueError(
             f"{type(tokenizer).__name__} has no end-of-sequence token, so no completion could end: set "
             "tokenizer.eos_token to the token that ends a text, and give the tokenizer as processing_class"
         )
-    for name, dataset in _named(train_dataset, eval_dataset) if not tokenizer("").input_ids else ():
+    nothing = tokenizer("").input_ids
+    for name, dataset in _named(train_dataset, eval_dataset):
         has_prompts = hasattr(dataset, "__len__") and "prompt" in (getattr(dataset, "column_names", None) or ())
-        for row, prompt in enumerate(dataset["prompt"] if has_prompts else ()):
+        prompts = dataset["prompt"] if has_prompts else ()
+        text = next((prompt for prompt in prompts if isinstance(prompt, str) and prompt), None)
+        if text is not None and {*tokenizer(text).input_ids} <= {*nothing, tokenizer.unk_token_id}:
+            raise ValueError(f"{type(tokenizer).__name__} knows no word of {text!r}: was it saved with the model?")
+        for row, prompt in enumerate(() if nothing else prompts):
             if prompt in ("", []):
                 raise ValueError(f"row {row} of {name} has an empty prompt, from which nothing can be generated")
 

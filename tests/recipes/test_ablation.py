@@ -359,6 +359,8 @@ def test_a_run_that_keeps_its_policy_is_the_same_run(grid, tmp_path):
     saved = {cell: tmp_path / "out" / "cells" / cell / "seed0" / "config.yaml" for cell in ("bf16", "mxfp4")}
     assert [yaml.safe_load(file.read_text())["save_policy"] for file in saved.values()] == [True, False]
     assert len(starts(tmp_path, "bf16", 0)) == 1 and len(records_in(tmp_path / "out")) == 2
+    main(["--config", path, "--only", "mxfp4", "--save_policy", "true"])  # it has none yet
+    assert len(starts(tmp_path, "mxfp4", 0)) == 2
 
 
 def test_other_settings_are_refused(grid, tmp_path, capsys):

@@ -5,6 +5,9 @@ from datasets import Dataset
 from grpo_runs import MEASURED, even_digits, logged, prompts
 from same_bits import assert_same, weights
 from tiny_models import make_model
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import PreTrainedTokenizerFast
 from trl import GRPOConfig
 
 from hf_mxfp4 import MXFP4GRPOConfig, MXFP4GRPOTrainer, MXFP4RLConfig
@@ -97,6 +100,11 @@ def test_full_precision_policy_is_refused_unless_asked_for(build):
 EMPTY = Dataset.from_dict({"prompt": ["1+1=", ""]})
 ENDLESS = build_char_tokenizer("0123456789+=")
 ENDLESS.eos_token = None
+SPEECHLESS = PreTrainedTokenizerFast(
+    tokenizer_object=Tokenizer(WordLevel({"<unk>": 0, "<eos>": 1}, unk_token="<unk>")),
+    unk_token="<unk>",
+    eos_token="<eos>",
+)
 
 
 @pytest.mark.parametrize(
@@ -107,8 +115,9 @@ ENDLESS.eos_token = None
         ({"dataset": EMPTY}, "row 1 of train_dataset has an empty prompt"),
         ({"eval_dataset": {"sums": EMPTY}}, "row 1 of eval_dataset sums has an empty prompt"),
         ({"tokenizer": ENDLESS}, "has no end-of-sequence token, so no completion could end: set tokenizer.eos"),
+        ({"tokenizer": SPEECHLESS}, "knows no word of '.*': was it saved with the model"),
     ],
-    ids=["empty", "no prompts", "empty prompt", "evaluated", "endless"],
+    ids=["empty", "no prompts", "empty prompt", "evaluated", "endless", "no vocabulary"],
 )
 def test_what_generation_fails_on_is_refused(build, options, message):
     with pytest.raises(ValueError, match=message):
