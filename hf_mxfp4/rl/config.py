@@ -146,8 +146,6 @@ class MXFP4GRPOConfig(GRPOConfig):
     def _check_overlong_penalty(self) -> None:
         if not self.overlong_penalty > 0 or not math.isfinite(self.overlong_penalty):
             raise ValueError(f"overlong_penalty={self.overlong_penalty} must be a positive number: it is subtracted")
-        if self.overlong_penalty != 1.0 and not self.overlong_buffer:
-            raise ValueError(f"overlong_penalty={self.overlong_penalty} has no effect without overlong_buffer")
         if self.overlong_buffer and self.multi_objective_aggregation == "normalize_then_sum":
             raise ValueError(
                 "overlong_buffer adds a reward function, of which multi_objective_aggregation='normalize_then_sum' "

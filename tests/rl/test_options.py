@@ -48,7 +48,6 @@ REFUSED = [
     # The punishment of long completions.
     ({"overlong_buffer": -1}, "overlong_buffer"),
     ({"overlong_penalty": 0.0}, "overlong_penalty"),
-    ({"overlong_penalty": 0.5}, "overlong_penalty=0.5 has no effect without overlong_buffer"),
     (
         {"overlong_buffer": 8, "multi_objective_aggregation": "normalize_then_sum"},
         "overlong_buffer adds a reward function.*use 'sum_then_normalize'",
