@@ -107,9 +107,7 @@ def seconds_of(call: Call, device: torch.device) -> float:
         from triton.testing import do_bench
 
         return do_bench(call, warmup=50, rep=200, return_mode="median") / 1e3
-    started = time.perf_counter()
-    call()
-    return time.perf_counter() - started
+    return host_seconds(call, 1)
 
 
 def gpu_seconds(call: Call, device: torch.device, count: int = 10) -> float:
@@ -129,8 +127,8 @@ def gpu_seconds(call: Call, device: torch.device, count: int = 10) -> float:
     return times[0] - times[1]
 
 
-def host_seconds(call: Call, device: torch.device, count: int = 50) -> float:
-    """Return the time that a call keeps the host busy."""
+def host_seconds(call: Call, count: int) -> float:
+    """Return the mean time that so many calls keep the host busy."""
     started = time.perf_counter()
     for _ in range(count):
         call()
@@ -203,7 +201,7 @@ class Bench:
             "value": value,
             "unit": "TFLOP/s" if flops else "GB/s",
             "seconds": seconds,
-            "host": host_seconds(call, self.device),
+            "host": host_seconds(call, 1 if self.tiny else 50),
             "baseline": baseline,
             "ratio": peers[baseline].get("ratio") if baseline else None,
             "ceiling_fraction": None if floor is None else floor / seconds,
@@ -214,7 +212,7 @@ class Bench:
         try:
             call = build(self.device)
             other = measure(call, self.device)
-            return {"seconds": other, "ratio": other / seconds, "host": host_seconds(call, self.device)}
+            return {"seconds": other, "ratio": other / seconds, "host": host_seconds(call, 1 if self.tiny else 50)}
         except Exception as error:
             return {"reason": f"{type(error).__name__}: {error}".partition("\n")[0]}
 

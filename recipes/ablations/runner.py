@@ -62,9 +62,12 @@ def run_grid(grid: Grid, lock: TextIO, *, jobs: int = 1) -> list[str]:
         raise ValueError(f"jobs={jobs} must be at least 1")
     threads = max(1, len(os.sched_getaffinity(0)) // jobs)
     runs = list(grid.runs)
-    # A policy may be asked for of a run that did not save it.
-    lacks = [run for run in runs if run.config["save_policy"] and not (run.folder / "policy").is_dir()]
-    waiting = [run for run in runs if finished(run) is None or run in lacks]
+    waiting = [
+        run
+        for run in runs
+        # A policy may be asked for of a run that did not save it.
+        if finished(run) is None or (run.config["save_policy"] and not (run.folder / "policy").is_dir())
+    ]
     tell("runs", f"{len(waiting)} of {len(runs)}, {jobs} at a time")
     active: list[subprocess.Popen] = []
     failed = []

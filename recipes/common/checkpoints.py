@@ -91,7 +91,7 @@ def load_whole(stored: Stored, scheme: MXFP4RLConfig | str | None, **options: An
 
 
 #: In the names of files that tokenizers are made of.
-_OF_TOKENIZERS = re.compile(r"token|vocab|tekken|tiktoken|\.model$")
+_OF_TOKENIZERS = re.compile(r"token|vocab|tekken|\.model$")
 
 
 def load_tokenizer(stored: Stored, **options: Any) -> Any:
