@@ -3,15 +3,19 @@
 
     python -m benchmarks.packages [FOLDER]
 
-FOLDER is a checkout of the project, by default this one, so that two versions can be compared. Lines are those of
-files, blank lines and comments included; a function is as long as its definition with decorators and docstring.
+FOLDER is a checkout of the project, by default this one, so that two versions can be compared. Tokens are those
+of Python's `tokenize` without comments, docstrings and layout, so neither squeezing nor spacing changes them. Lines
+are those of files, blank lines and comments included; a function is as long as its definition with decorators and
+docstring.
 The graph has an arrow from a package to each package that it imports and does not reach through another one.
 Exit code 1, with a sentence for each, when an import points up or packages import each other in a circle.
 """
 
 import argparse
 import ast
+import io
 import sys
+import tokenize
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from graphlib import CycleError, TopologicalSorter
@@ -39,6 +43,16 @@ ORDER = (
 )
 SOURCES = ("hf_mxfp4", "kernels/mxfp4_kernels", "recipes", "benchmarks")
 CPP = (".cpp", ".h")
+#: Tokens that do not count as size.
+LAYOUT = {
+    tokenize.COMMENT,
+    tokenize.NL,
+    tokenize.NEWLINE,
+    tokenize.INDENT,
+    tokenize.DEDENT,
+    tokenize.ENCODING,
+    tokenize.ENDMARKER,
+}
 
 Graph = Mapping[str, set[str]]
 
@@ -57,15 +71,25 @@ def files_in(folder: Path, *suffixes: str, but: str | None = None) -> list[Path]
     return [file for file in found if but is None or folder / but not in file.parents]
 
 
-def sizes(root: Path) -> dict[str, dict[str, int]]:
-    """Return ``lines`` and ``files`` (of docs ``words``) of each part that `tests/size_limits.json` limits."""
+def tokens(source: str) -> int:
+    """Return the number of Python tokens in a source, without comments, docstrings, indentation and line ends."""
+    count = 0
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        is_docstring = token.type == tokenize.STRING and token.string.lstrip("rR").startswith('"""')
+        if token.type not in LAYOUT and not is_docstring:
+            count += 1
+    return count
+
+
+def sizes(root: Path) -> dict[str, int]:
+    """Return the tokens of each part that `tests/test_architecture.py` limits, and the words of the docs."""
     found = {}
     for name in ("hf_mxfp4 without lab", "hf_mxfp4/lab", "kernels", "recipes", "benchmarks", "tests"):
         folder, _, left_out = name.partition(" without ")
-        files = files_in(root / folder, ".py", *CPP, but=left_out or None)
-        found[name] = {"lines": lines(files), "files": len(files)}
-    words = sum(len(page.read_text().split()) for page in sorted((root / "docs").glob("*.md")))
-    return found | {"docs": {"words": words}}
+        files = files_in(root / folder, ".py", but=left_out or None)
+        found[name] = sum(tokens(file.read_text()) for file in files)
+    found["docs (words)"] = sum(len(page.read_text().split()) for page in (root / "docs").rglob("*.md"))
+    return found
 
 
 def function_lengths(files: Sequence[Path]) -> list[int]:
@@ -80,7 +104,7 @@ def function_lengths(files: Sequence[Path]) -> list[int]:
 
 
 def size_table(root: Path) -> str:
-    """Return a row for each package: files, lines of Python and C++, and the length of its median function."""
+    """Return a row for each package: files, tokens, lines of Python and C++, and the length of its median function."""
     folders: dict[str, list[Path]] = {}
     for source in (*SOURCES, "tests"):
         for file in files_in(root / source, ".py", *CPP):
@@ -89,9 +113,10 @@ def size_table(root: Path) -> str:
     for name, files in folders.items():
         python = [file for file in files if file.suffix == ".py"]
         lengths = function_lengths(python)
-        cells = [len(python), lines(python), lines([file for file in files if file.suffix in CPP]) or ""]
+        size = sum(tokens(file.read_text()) for file in python)
+        cells = [len(python), size, lines(python), lines([file for file in files if file.suffix in CPP]) or ""]
         rows.append([f"`{name}`", *map(str, cells), f"{median(lengths):g}" if lengths else ""])
-    return table(["package", "files", "lines", "lines of C++", "median function"], rows)
+    return table(["package", "files", "tokens", "lines", "lines of C++", "median function"], rows)
 
 
 def _package_of(path: Path) -> str:
