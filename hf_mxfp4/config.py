@@ -3,7 +3,7 @@
 
 import copy
 import functools
-from dataclasses import FrozenInstanceError, asdict, dataclass, field, fields, replace
+from dataclasses import FrozenInstanceError, asdict, dataclass, field, fields
 from typing import Any, ClassVar
 
 from transformers.utils.quantization_config import QuantizationConfigMixin
@@ -15,16 +15,17 @@ from .numerics.schemes import check_alpha, check_fallback_rate, check_mantissas,
 from .presets import (
     CHOICES,
     FORWARD_PRESETS,
-    FP8_PRESETS,
     MODES,
     PRESETS,
     WEIGHT_BLOCKS,
     WITHOUT_BLOCKS,
     Default,
     apply_options,
+    check_matmul_backend,
     check_products,
     preset_gemms,
     read_gemm,
+    usual_macro_search,
     usual_options,
 )
 from .registration import QUANT_METHOD
@@ -37,6 +38,14 @@ FORMAT_VERSION = 1
 
 #: Options that are written only where they differ from their defaults: other files stay readable by earlier versions.
 _UNWRITTEN = ("fprop", "dgrad", "wgrad", "stochastic_seed", "dither_ties", "saved_activations", "matmul_backend")
+
+
+class IdleOptionError(ValueError):
+    """An option that is set and would change nothing."""
+
+    def __init__(self, option: str, value: Any, where: str):
+        super().__init__(f"{option}={value!r} has no effect {where}; leave {option} out")
+        self.option = option
 
 
 @described_options
@@ -55,7 +64,7 @@ class MXFP4RLConfig(QuantizationConfigMixin):
 
     Raises:
         TypeError: an option that does not exist (with the nearest names).
-        ValueError: a value outside its supported set.
+        ValueError: a value outside its supported set, or an option that would change nothing.
     """
 
     quant_method: str = field(default=QUANT_METHOD, init=False)
@@ -133,7 +142,9 @@ class MXFP4RLConfig(QuantizationConfigMixin):
         "Mode 'qat': move float32 master weights that come from a 16-bit checkpoint to random places within half an "
         "ulp of their 16-bit numbers as they are loaded. About one in a hundred of these lie exactly on a rounding "
         "boundary of MXFP4, and the first training step of any size would flip them all. Codes, scales and the "
-        "checkpoint that rounding gives back stay the same.",
+        "checkpoint that rounding gives back stay the same. No part of a scheme: configs that differ in it are equal, "
+        "and mode 'packed' has no use for it.",
+        compare=False,
     )
     saved_activations: str = _option(
         "full",
@@ -181,9 +192,12 @@ class MXFP4RLConfig(QuantizationConfigMixin):
         if self.mode == "packed" and self.packing_unsupported_reason:
             raise ValueError(f"mode='packed' cannot use this config: {self.packing_unsupported_reason}")
         check_products(self.gemms(), self.backend, self.saved_activations)
+        check_matmul_backend(self.matmul_backend, self.gemms())
         self._check_seed()
-        for name, (reason, _) in self._idle_options().items() if self.mode == "packed" else ():
-            raise ValueError(f"{name}={getattr(self, name)!r} has no effect in mode='packed' {reason}; leave it out")
+        if self.mode == "packed":
+            for name, reason in self._idle_when_packed().items():
+                raise IdleOptionError(name, getattr(self, name), f"in mode='packed' {reason}")
+        self._check_effect()
         self._set("modules_to_not_convert", read_names("modules_to_not_convert", self.modules_to_not_convert))
         self._set("_frozen", True)
 
@@ -197,9 +211,7 @@ class MXFP4RLConfig(QuantizationConfigMixin):
         if isinstance(self.macro_block, str) and self.macro_block.isascii() and self.macro_block.isdigit():
             self._set("macro_block", int(self.macro_block))
         if self.macro_search is Default.BY_PRESET:
-            # Where there are four blocks to share a byte; macro blocks of other sizes have one factor.
-            mantissas = "block_mantissas_fp8" if self.preset in FP8_PRESETS else "block_mantissas"
-            self._set("macro_search", mantissas if self.macro_block == 128 else "hybrid")
+            self._set("macro_search", usual_macro_search(self.preset, self.macro_block))
         if self.matmul_backend == "mxfp4":
             get_logger().warning("matmul_backend='mxfp4' is gone, since PyTorch has its products: 'auto' is used")
             self._set("matmul_backend", "auto")
@@ -209,12 +221,6 @@ class MXFP4RLConfig(QuantizationConfigMixin):
         check_alpha(self.outlier_fallback)
         check_fallback_rate("outlier_fallback_rate", self.outlier_fallback_rate, self.outlier_fallback)
         check_mantissas(self.macro_search, self.macro_block)
-        if self.preset == "w8a8":
-            usual = usual_options(self.mode, self.preset, None) | {"macro_search": "hybrid"}
-            for name, value in usual.items():
-                if name != "fprop" and getattr(self, name) != value:
-                    reason = f"has no effect under preset='w8a8', which quantizes nothing in MXFP4; leave {name} out"
-                    raise ValueError(f"{name}={getattr(self, name)!r} {reason}")
         if self.preset in WITHOUT_BLOCKS and self.outlier_fallback_operands == "activations":
             raise ValueError(
                 f"outlier_fallback_operands='activations' has no effect under preset={self.preset!r}, "
@@ -306,20 +312,33 @@ class MXFP4RLConfig(QuantizationConfigMixin):
             fallback_rate=None if fallback is None else self.outlier_fallback_rate,
         )
 
-    def _idle_options(self) -> dict[str, tuple[str, Any]]:
-        """Return the options that would do nothing in packed mode: why, and their default."""
+    def _idle_when_packed(self) -> dict[str, str]:
+        """Return the options that are set although packed mode has no use for them, each with the reason."""
         backward = "whose frozen weights have one product, also for the gradient of the input"
-        idle = {
-            "dgrad": (backward, None),
-            "wgrad": (backward, None),
-            "dither_ties": ("whose weights no step moves", True),
-            "saved_activations": ("whose frozen weights need no input kept", "full"),
-        }
-        if self.outlier_fallback is None:
-            idle["outlier_fallback_operands"] = ("without outlier_fallback, which is off there by default", "both")
-        if self.macro_block is None:
-            idle["macro_search"] = ("without macro_block", "hybrid")
-        return {name: (reason, default) for name, (reason, default) in idle.items() if getattr(self, name) != default}
+        idle = {}
+        if self.dgrad is not None:
+            idle["dgrad"] = backward
+        if self.wgrad is not None:
+            idle["wgrad"] = backward
+        if self.saved_activations != "full":
+            idle["saved_activations"] = "whose frozen weights need no input kept"
+        return idle
+
+    def _check_effect(self) -> None:
+        """Raise `IdleOptionError` for an option of the scheme that changes no operand of any product.
+
+        An option that is switched off (`None`) and one with its usual value are never idle.
+        """
+        usual = usual_options(self.mode, self.preset, self.outlier_fallback)
+        usual["macro_search"] = usual_macro_search(self.preset, self.macro_block)
+        for name, value in usual.items():
+            if name in GEMM_OPERANDS or getattr(self, name) in (None, value):
+                continue
+            other = copy.copy(self)
+            other.__dict__.pop("_gemms", None)
+            other._set(name, value)
+            if other.gemms() == self.gemms():
+                raise IdleOptionError(name, getattr(self, name), f"on any operand of {self.describe()}")
 
     def packed(self) -> "MXFP4RLConfig":
         """Return the same scheme in mode ``"packed"``: what a model of this config becomes by [`hf_mxfp4.pack`]. Of the
@@ -329,9 +348,10 @@ class MXFP4RLConfig(QuantizationConfigMixin):
         """
         if self.packing_unsupported_reason:
             raise ValueError(f"this config cannot be packed: {self.packing_unsupported_reason}")
-        defaults = {name: default for name, (_, default) in self._idle_options().items()}
         preset = {"w4a8g8": "w4a8"}.get(self.preset, self.preset if self.preset in FORWARD_PRESETS else "w4a4")
-        return replace(self, mode="packed", preset=preset, stochastic_seed=0, **defaults)
+        options = {option.name: getattr(self, option.name) for option in fields(self) if option.init}
+        unused = {"stochastic_seed": 0, "dgrad": None, "wgrad": None, "saved_activations": "full"}
+        return self._from_options({**options, **unused, "mode": "packed", "preset": preset})
 
     def keeping(self, full_precision: tuple[str, ...] | None) -> "MXFP4RLConfig":
         """Return a copy for a model that keeps these modules in full precision; see `full_precision`."""
@@ -368,8 +388,21 @@ class MXFP4RLConfig(QuantizationConfigMixin):
         names = {f.name for f in fields(cls) if f.init}
         unused = {key: value for key, value in kwargs.items() if key not in names} if return_unused_kwargs else {}
         options.update({key: value for key, value in kwargs.items() if key not in unused})
-        config = cls(**options).keeping(full_precision)
+        config = cls._from_options(options).keeping(full_precision)
         return (config, unused) if return_unused_kwargs else config
+
+    @classmethod
+    def _from_options(cls, options: dict[str, Any]) -> "MXFP4RLConfig":
+        """Build from options. Those without effect are dropped where all options are given, as in a saved scheme: no
+        user asked for each of them, and earlier versions did not refuse them."""
+        is_saved = "format_version" in options
+        while True:
+            try:
+                return cls(**options)
+            except IdleOptionError as error:
+                if not is_saved or error.option not in options:
+                    raise
+                del options[error.option]
 
     def to_dict(self) -> dict[str, Any]:
         """Return a JSON-clean dictionary that [`from_dict`] reads back to an equal config."""

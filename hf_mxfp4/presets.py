@@ -122,6 +122,14 @@ def usual_options(mode: str, preset: str, outlier_fallback: Any) -> dict[str, An
     return usual
 
 
+def usual_macro_search(preset: str, macro_block: int | str | None) -> str:
+    """Return how macro factors are found by default: four blocks share a byte of mantissas; macro blocks of other sizes
+    have one factor."""
+    if macro_block != 128:
+        return "hybrid"
+    return "block_mantissas_fp8" if preset in FP8_PRESETS else "block_mantissas"
+
+
 def preset_gemms(preset: str, weights: QuantScheme, activations: QuantScheme) -> LinearScheme:
     """Return the products under a preset, with ``weights`` and ``activations`` (gradients too) where it quantizes."""
     left = {"w4a16": FULL, "w4a8": FP8, "w4a8g8": FP8, "w8a8": FP8}.get(preset, activations)
@@ -219,3 +227,14 @@ def check_products(scheme: LinearScheme, backend: str, saved: str) -> None:
             f"saved_activations='mxfp4' keeps the MXFP4 codes of the forward product's input, but {why}; use "
             "saved_activations='fp8' (rounded), or a preset whose wgrad reuses a quantized input: w4a4, w4a4g8, paper_a"
         )
+
+
+def check_matmul_backend(matmul_backend: str, scheme: LinearScheme) -> None:
+    """Raise `ValueError` where none of the products could run on the tensor cores that are asked for."""
+    if matmul_backend == "fp8" and all(scheme.e4m3_problem(gemm) for gemm in GEMM_OPERANDS):
+        raise ValueError(
+            f"matmul_backend='fp8' has no effect, since no product is one of E4M3 numbers (in fprop "
+            f"{scheme.e4m3_problem('fprop')}); leave it out, or use preset='w4a8'"
+        )
+    if matmul_backend == "fp4" and scheme.fp4_problem is not None:
+        raise ValueError(f"matmul_backend='fp4' has no effect: {scheme.fp4_problem}; leave it out")

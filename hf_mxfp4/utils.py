@@ -48,11 +48,11 @@ def lazy_names(package: str) -> tuple[Callable[[str], Any], list[str]]:
     return get, sorted(name for name, module in modules.items() if module is not None)
 
 
-def option(default: Any, help: str, **metadata: Any) -> Any:
+def option(default: Any, help: str, compare: bool = True, **metadata: Any) -> Any:
     """Return a field of a dataclass with a default, and with what it is for, which parsers show as help. A list is the
-    default of every object by itself."""
+    default of every object by itself. Without ``compare`` objects that differ in it are equal."""
     how = {"default_factory": lambda: list(default)} if isinstance(default, list) else {"default": default}
-    return dataclasses.field(**how, metadata={"help": help, **metadata})
+    return dataclasses.field(**how, compare=compare, metadata={"help": help, **metadata})
 
 
 def described_options(cls: _Class) -> _Class:

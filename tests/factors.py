@@ -16,9 +16,10 @@ def load_factors(folder, **options: Any) -> Any:
 
 def factors_config(**options: Any) -> MXFP4RLConfig:
     """A config of the rule `rceil` with macro factors, searched for weights alone, and in mode ``qat`` half residuals;
-    `options` and presets that have options of their own win."""
+    `options`, presets that have options of their own, and an `fprop` that names both operands win."""
     usual: dict[str, Any] = {}
-    if options.get("preset") not in PRESET_DEFAULTS:
+    names_operands = {"x", "weight"} <= set(options.get("fprop", ()))
+    if options.get("preset") not in PRESET_DEFAULTS and not names_operands:
         usual = {"scale_rule": "rceil", "macro_search": "hybrid"}
         if options.get("mode", "qat") == "qat":
             usual["outlier_fallback"] = 0.5

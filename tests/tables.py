@@ -62,7 +62,6 @@ CONFIGS = {
     "even blockwise": {"scale_rule": "even", "macro_search": "blockwise", "outlier_fallback": None},
     "w4a16 blockwise": {"preset": "w4a16", "macro_search": "blockwise", "outlier_fallback": None},
     "blockwise_fp8": {"macro_search": "block_mantissas_fp8", "outlier_fallback": None},
-    "static without a block": {"macro_block": None, "macro_search": "static", "outlier_fallback": None},
     # Fallback.
     "fallback 1": {"macro_block": None, "outlier_fallback": 1.0},
     "fallback 0.5": {"preset": "w4a4", "outlier_fallback": 0.5},
@@ -89,7 +88,6 @@ CONFIGS = {
         "fprop": {"x": "rceil+stochastic", "weight": "rceil+stochastic", "rotation": "random-16"},
         "dgrad": {"grad": "rceil+stochastic"},
         "wgrad": {"grad": "rceil+stochastic", "x": "rceil", "rotation": "random-32"},
-        **PLAIN,
     },
     "random wgrad": {"wgrad": {"grad": "rceil", "x": "rceil", "rotation": "random-16"}},
     "stochastic": {"dgrad": {"grad": "rceil+stochastic"}, "wgrad": {"grad": "rceil+stochastic"}},

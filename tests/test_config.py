@@ -62,9 +62,9 @@ def test_defaults_and_config_files_of_older_versions_and_of_other_methods():
     [
         ({}, {"preset": "w4a4", "outlier_fallback": 1.0}),
         ({"preset": "w4a16", "outlier_fallback": None}, {}),
-        ({"outlier_fallback": None, "outlier_fallback_operands": "weights"}, {"preset": "w4a4"}),
+        ({"outlier_fallback": None}, {"preset": "w4a4"}),
     ],
-    ids=["default", "weight-only", "idle-operands"],
+    ids=["default", "weight-only", "without-fallback"],
 )
 def test_the_packed_twin_of_a_trainable_config(options, expected):
     config = MXFP4RLConfig(**options)
@@ -278,9 +278,12 @@ REFUSED = [
     ({"dgrad": {"grad": "reuse"}}, "'reuse' is for the weight of dgrad and the x of wgrad"),
     ({"wgrad": {"x": "fp8"}}, "'fp8' is for output gradients \\(grad\\) and for fprop"),
     ({"wgrad": {"x": "nvfp4"}}, "'nvfp4' is for fprop, to compare with"),
-    ({"preset": "w8a8", "scale_rule": "rceil"}, "scale_rule='rceil' has no effect under preset='w8a8'"),
-    ({"preset": "w8a8", "outlier_fallback": 1.0}, "outlier_fallback=1.0 has no effect under preset='w8a8'"),
-    ({"preset": "w8a8", "macro_search": "static"}, "macro_search='static' has no effect under preset='w8a8'"),
+    (
+        {"preset": "w8a8", "scale_rule": "rceil"},
+        r"scale_rule='rceil' has no effect on any operand of w8a8 \[weights fp8",
+    ),
+    ({"preset": "w8a8", "outlier_fallback": 1.0}, "outlier_fallback=1.0 has no effect on any operand of w8a8"),
+    ({"preset": "w8a8", "macro_search": "static"}, "macro_search='static' has no effect on any operand of w8a8"),
     ({"mode": "packed", "fprop": {"weight": "nvfp4"}}, "takes weights in nvfp4, and packed ones are in MXFP4"),
     ({"preset": "w4a8", "saved_activations": "mxfp4"}, "but fprop takes x in E4M3, which is what layers keep"),
     (
@@ -303,7 +306,19 @@ REFUSED = [
     ({"mode": "packed", "dgrad": {"grad": "fp8"}}, r"dgrad=.* has no effect in mode='packed' whose frozen weights"),
     ({"mode": "packed", "wgrad": {"grad": "fp8"}}, r"wgrad=.* has no effect in mode='packed'"),
     ({"mode": "packed", "outlier_fallback_operands": "weights"}, "outlier_fallback_operands='weights' has no effect"),
-    ({"mode": "packed", "macro_block": None, "macro_search": "dynamic"}, "macro_search='dynamic' has no effect in"),
+    (
+        {"mode": "packed", "macro_block": None, "macro_search": "dynamic"},
+        "macro_search='dynamic' has no effect on any operand",
+    ),
+    ({"macro_block": None, "macro_search": "static"}, "macro_search='static' has no effect on any operand"),
+    (
+        {"outlier_fallback": None, "outlier_fallback_operands": "weights"},
+        "outlier_fallback_operands='weights' has no effect on any operand",
+    ),
+    ({"fprop": {"x": "floor", "weight": "floor"}, "scale_rule": "rceil"}, "scale_rule='rceil' has no effect on any"),
+    ({"preset": "w4a4", "matmul_backend": "fp8"}, "no product is one of E4M3 numbers .in fprop block mantissas up to"),
+    ({"preset": "w4a8", "matmul_backend": "fp8", "outlier_fallback": 0.5}, "in fprop residuals of weight"),
+    ({"preset": "w4a16", "matmul_backend": "fp8"}, "in fprop x is in full precision"),
     (
         {"mode": "packed", "preset": "w4a4g4"},
         "preset='w4a4g4' is not supported; choose one of 'w4a16', 'w4a8', 'w4a4'$",

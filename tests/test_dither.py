@@ -222,13 +222,19 @@ def test_a_model_that_is_not_quantized(half):
         dither_masters(nn.LayerNorm(4))
 
 
-def test_the_option():
-    assert MXFP4RLConfig().dither_ties and "dither_ties" not in MXFP4RLConfig().to_dict()
+def test_the_option_is_no_part_of_a_scheme_and_may_be_passed_in_both_modes():
     off = MXFP4RLConfig(dither_ties=False)
-    assert MXFP4RLConfig.from_dict(off.to_dict()) == off
-    assert off.packed() == MXFP4RLConfig().packed()
-    assert MXFP4RLConfig(stochastic_seed=3).stochastic_seed == 3
-    with pytest.raises(ValueError, match=r"dither_ties=False has no effect in mode='packed' whose weights no step"):
+    assert MXFP4RLConfig().dither_ties and "dither_ties" not in MXFP4RLConfig().to_dict()
+    assert off == MXFP4RLConfig() and hash(off) == hash(MXFP4RLConfig())
+    assert MXFP4RLConfig.from_dict(off.to_dict()).dither_ties is False
+    assert (
         MXFP4RLConfig(mode="packed", dither_ties=False)
+        == MXFP4RLConfig(mode="packed")
+        == MXFP4RLConfig(mode="packed", dither_ties=True)
+    )
+
+
+def test_the_option_is_true_or_false_and_has_a_seed():
+    assert MXFP4RLConfig(stochastic_seed=3).stochastic_seed == 3
     with pytest.raises(ValueError, match="must be True or False"):
         MXFP4RLConfig(dither_ties="yes")

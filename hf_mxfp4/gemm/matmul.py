@@ -25,15 +25,9 @@ from ..backends import cpu as on_cpu
 from ..backends import dispatch
 from ..backends import triton as triton_kernels
 from ..numerics import (
-    FP8,
-    FULL,
     GEMM_OPERANDS,
-    NVFP4,
-    REUSE,
-    GemmScheme,
     LinearScheme,
     MXFP4Tensor,
-    OperandScheme,
     QuantScheme,
 )
 from . import block_scaled
@@ -293,11 +287,9 @@ def select_matmul(
     if experts and (gemm == "wgrad" or hardware not in GROUPED_FP8_HARDWARE):
         where = "their tokens are no multiples of 16" if gemm == "wgrad" else f"{hardware} has no grouped FP8 products"
         return MatmulBackend("dense", f"experts are multiplied in 16 bits: {where}")
-    product: GemmScheme = getattr(scheme, gemm)
-    for operand, precision in zip(GEMM_OPERANDS[gemm], (product.left, product.right), strict=True):
-        reason = _operand_problem(operand, precision, scheme, product)
-        if reason is not None:
-            return MatmulBackend("dense", reason)
+    reason = scheme.e4m3_problem(gemm)
+    if reason is not None:
+        return MatmulBackend("dense", reason)
     return MatmulBackend("fp8", "the values are E4M3 numbers times a scale per row")
 
 
@@ -308,29 +300,9 @@ def _fp4_problem(gemm: str, scheme: LinearScheme, hardware: str, dtype: torch.dt
         return f"{hardware} has no FP4 products"
     if dtype != torch.bfloat16:
         return f"FP4 products have no output in {dtype}"
-    fprop = scheme.fprop
-    operands = [operand for operand in (fprop.left, fprop.right) if isinstance(operand, QuantScheme)]
-    if gemm != "fprop" or fprop.rotation is not None or len(operands) < 2 or fprop.right.rounding != "nearest":
-        return "FP4 products are those of forward operands in 4 bits, without rotation and random weights"
-    if any(each.outlier_fallback or each.macro_block is not None and not each.mantissas for each in operands):
-        return "FP4 products have no residuals and macro factors"
-    return None
-
-
-def _operand_problem(operand: str, precision: OperandScheme, scheme: LinearScheme, product: GemmScheme) -> str | None:
-    """Why the values of an operand are no E4M3 numbers times one power of two per row; `None` where they are."""
-    if precision is REUSE:
-        if scheme.fprop.rotation or product.rotation:
-            return f"the reused {operand} is rotated after it was quantized"
-        precision = scheme.fprop.right if operand == "weight" else scheme.fprop.left
-        if precision is FP8 and (operand == "weight" or not scheme.folds_scales):
-            return f"the scales of the reused {operand} lie on the axis that is summed over"
-    if precision is FULL:
-        return f"{operand} is in full precision"
-    if precision is NVFP4:
-        return f"NVFP4 scales of {operand} have more digits than E4M3"
-    problem = precision.e4m3_problem if isinstance(precision, QuantScheme) else None
-    return None if problem is None else f"{problem} of {operand} have more digits than E4M3"
+    if gemm != "fprop":
+        return "FP4 products are those of the forward pass"
+    return scheme.fp4_problem
 
 
 def matmul_counts() -> dict[str, dict[str, int] | int]:

@@ -339,6 +339,36 @@ class LinearScheme:
         the tokens, which are then summed over, so that they go into the gradient before that is rounded."""
         return self.fprop.left is FP8 and self.fprop.rotation is None and self.wgrad == GemmScheme(FP8, REUSE)
 
+    def e4m3_problem(self, gemm: str) -> str | None:
+        """Return why the operands of a product are no E4M3 numbers times one power of two per row, which FP8 tensor
+        cores multiply; `None` where they are."""
+        product: GemmScheme = getattr(self, gemm)
+        for operand, precision in zip(GEMM_OPERANDS[gemm], (product.left, product.right), strict=True):
+            if precision is REUSE:
+                if self.fprop.rotation or product.rotation:
+                    return f"the reused {operand} is rotated after it was quantized"
+                precision = self.fprop.right if operand == "weight" else self.fprop.left
+                if precision is FP8 and (operand == "weight" or not self.folds_scales):
+                    return f"the scales of the reused {operand} lie on the axis that is summed over"
+            if precision is FULL:
+                return f"{operand} is in full precision"
+            if precision is NVFP4:
+                return f"NVFP4 scales of {operand} have more digits than E4M3"
+            if isinstance(precision, QuantScheme) and precision.e4m3_problem is not None:
+                return f"{precision.e4m3_problem} of {operand} have more digits than E4M3"
+        return None
+
+    @property
+    def fp4_problem(self) -> str | None:
+        """Why the forward operands are no codes that FP4 tensor cores multiply; `None` where they are."""
+        operands = (self.fprop.left, self.fprop.right)
+        in_codes = all(isinstance(operand, QuantScheme) for operand in operands)
+        if not in_codes or self.fprop.rotation is not None or self.fprop.right.rounding != "nearest":
+            return "FP4 products are those of forward operands in 4 bits, without rotation and random weights"
+        if any(each.outlier_fallback or each.macro_block is not None and not each.mantissas for each in operands):
+            return "FP4 products have no residuals and macro factors"
+        return None
+
     def describe(self, gemm: str) -> str:
         """Return the operands of one product, and its rotation."""
         scheme: GemmScheme = getattr(self, gemm)

@@ -144,7 +144,7 @@ def test_torch_accepts_the_operands():
 
 def layer(n=N, k=K, dtype=torch.bfloat16, **options) -> MXFP4Linear:
     torch.manual_seed(0)
-    config = MXFP4RLConfig(**{"preset": "w4a4", "outlier_fallback": None, **MANTISSAS, **options})
+    config = MXFP4RLConfig(**{"preset": "w4a4", "outlier_fallback": None, **options})
     return MXFP4Linear.from_linear(nn.Linear(k, n, dtype=dtype), config)
 
 
@@ -223,10 +223,6 @@ def test_packed_layers_multiply_their_codes(blackwell, options):
     ("options", "rows", "reason"),
     [
         ({}, 256, "256 rows are too few"),
-        ({"preset": "w4a16"}, M, "forward operands in 4 bits"),
-        ({"outlier_fallback": 1.0}, M, "no residuals and macro factors"),
-        ({"macro_search": "static"}, M, "no residuals and macro factors"),
-        ({"fprop": {"rotation": "deterministic-32"}}, M, "without rotation"),
         ({"n": 32, "k": 48}, M, "a weight of 32 x 48"),
         ({"n": 24, "k": 64}, M, "a weight of 24 x 64"),
         ({"dtype": torch.float32}, M, "no output in torch.float32"),
@@ -239,6 +235,22 @@ def test_why_a_product_is_not_in_fp4(blackwell, options, rows, reason):
     with pytest.warns(UserWarning, match=reason):
         made(torch.ones(rows, made.in_features, dtype=made.weight.dtype))
     assert "fp4" not in matmul_counts()["fprop"] and sum(matmul_counts()["fprop"].values()) == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"preset": "w4a16"}, "forward operands in 4 bits"),
+        ({"outlier_fallback": 1.0}, "no residuals and macro factors"),
+        ({"macro_search": "static"}, "no residuals and macro factors"),
+        ({"fprop": {"rotation": "deterministic-32"}}, "without rotation"),
+    ],
+    ids=str,
+)
+def test_a_scheme_without_fp4_products_refuses_the_backend(options, reason):
+    with pytest.raises(ValueError, match=f"matmul_backend='fp4' has no effect: .*{reason}"):
+        layer(matmul_backend="fp4", **options)
+    assert select_matmul("fprop", layer(**options).config.gemms(), "sm_100").name != "fp4"
 
 
 @pytest.mark.parametrize("fault", ["raises", "is wrong"])
