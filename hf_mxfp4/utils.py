@@ -14,6 +14,7 @@ import os
 import pkgutil
 import platform
 import textwrap
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -27,6 +28,8 @@ _Class = TypeVar("_Class", bound=type)
 Mixin: Any = object
 #: 97.5 % quantile of the normal distribution.
 Z_975 = 1.9599639845400536
+#: From this ratio of times on, products in bfloat16 are called slow.
+_SLOW = 2.5
 #: Packages whose versions belong to a result.
 PACKAGES = ("hf-mxfp4", "torch", "transformers", "trl", "peft", "accelerate", "triton", "safetensors")
 
@@ -173,6 +176,33 @@ def cpu_name() -> str:
         lines = []
     names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
     return names[0] if names else platform.processor() or platform.machine()
+
+
+@functools.cache
+def bfloat16_slowdown() -> float:
+    """Return how many times longer a small product takes on this CPU in bfloat16 than in float32; about 1 where the CPU
+    has instructions for it."""
+    import torch
+
+    seconds = {torch.bfloat16: math.inf, torch.float32: math.inf}
+    matrices = {dtype: torch.ones(256, 256, dtype=dtype, device="cpu") for dtype in seconds}
+    for _ in range(4):  # the first calls prepare the kernels
+        for dtype, matrix in matrices.items():
+            begin = time.perf_counter()
+            torch.nn.functional.linear(matrix, matrix)
+            seconds[dtype] = min(seconds[dtype], time.perf_counter() - begin)
+    return seconds[torch.bfloat16] / seconds[torch.float32]
+
+
+@functools.cache
+def warn_of_slow_bfloat16() -> None:
+    """Say once when products in bfloat16, which are about to run on the CPU, are slow there."""
+    if bfloat16_slowdown() > _SLOW:
+        get_logger().warning(
+            "this CPU multiplies in bfloat16 %.0f times slower than in float32: load the model with "
+            "dtype=torch.float32, and train with bf16=False",
+            bfloat16_slowdown(),
+        )
 
 
 def present_gpus() -> list[dict[str, Any]]:

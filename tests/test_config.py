@@ -10,6 +10,7 @@ import pickle
 import pydoc
 
 import pytest
+import torch
 from tables import CONFIGS, GEMMS
 from transformers import AutoModelForCausalLM
 
@@ -246,6 +247,73 @@ EXPECTED = {
 def test_presets(preset):
     scheme = MXFP4RLConfig(preset=preset).gemms()
     assert (scheme.fprop, scheme.dgrad, scheme.wgrad) == EXPECTED[preset]
+
+
+@pytest.mark.parametrize("preset", EXPECTED)
+@pytest.mark.parametrize(
+    ("option", "values"),
+    [
+        ("scale_rule", ["rceil", "floor", "even", "mse"]),
+        ("macro_block", [None, 32, 64, 128, 256, "row"]),
+        ("macro_search", ["static", "dynamic", "hybrid", "block_mantissas", "block_mantissas_fp8"]),
+        ("outlier_fallback", [None, 0.5, 1.0]),
+        ("outlier_fallback_operands", ["both", "weights", "activations"]),
+        ("outlier_fallback_rate", [None, 0.25]),
+        ("weight_block", ["1x32", "32x32"]),
+    ],
+    ids=lambda each: each if isinstance(each, str) else "",
+)
+def test_every_option_of_the_scheme_has_an_effect_or_is_refused(preset, option, values):
+    usual = MXFP4RLConfig(preset=preset)
+    for value in values:
+        if value is None or value == getattr(usual, option):
+            continue
+        try:
+            config = MXFP4RLConfig(preset=preset, **{option: value})
+        except ValueError as error:
+            assert option in str(error)
+        else:
+            assert config.gemms() != usual.gemms(), f"{option}={value!r} does nothing under {preset}"
+
+
+#: Of every other option that is no part of `gemms`: a value that is not the default.
+OF_LAYERS = {
+    "mode": "packed",
+    "preset": "w4a16",
+    "fprop": {"x": "floor"},
+    "dgrad": {"grad": "fp8"},
+    "wgrad": {"grad": "fp8"},
+    "stochastic_seed": 5,
+    "dither_ties": False,
+    "saved_activations": "mxfp4",
+    "modules_to_not_convert": ["layers.1"],
+    "backend": "eager",
+    "matmul_backend": "dense",
+}
+
+
+def test_every_option_of_the_layers_reaches_them(checkpoint):
+    def facts(**options):
+        config = MXFP4RLConfig(**options)
+        model = AutoModelForCausalLM.from_pretrained(folder, quantization_config=config, dtype="float32")
+        layer = model.model.layers[0].mlp.down_proj
+        weight = layer.weight.detach().sum().item()  # another dither gives another sum
+        return type(layer), layer.state.spec, model.quantization_report.n_quantized, weight
+
+    folder = checkpoint(dtype=torch.bfloat16)
+    options = {option.name for option in dataclasses.fields(MXFP4RLConfig) if option.init}
+    of_scheme = {"scale_rule", "macro_block", "macro_search", "weight_block"}
+    of_scheme |= {name for name in options if name.startswith("outlier_fallback")}
+    assert options == {*OF_LAYERS, *of_scheme, "format_version"}
+    default = facts()
+    for name, value in OF_LAYERS.items():
+        assert facts(**{name: value}) != default, name
+
+
+def test_a_saved_scheme_of_an_earlier_version_may_have_options_without_effect():
+    saved = MXFP4RLConfig(outlier_fallback=None, macro_block=None).to_dict()
+    found = MXFP4RLConfig.from_dict({**saved, "outlier_fallback_operands": "weights", "macro_search": "static"})
+    assert found == MXFP4RLConfig(outlier_fallback=None, macro_block=None)
 
 
 def test_operands_that_are_not_named_keep_the_presets():

@@ -15,7 +15,7 @@ from tiny_models import make_model
 from torch import nn
 from transformers import AutoModel, AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, Lfm2Config, Lfm2ForCausalLM
 
-from hf_mxfp4 import MXFP4Linear, MXFP4RLConfig, MXFP4RLQuantizer, fake_quantize
+from hf_mxfp4 import MXFP4Linear, MXFP4RLConfig, MXFP4RLQuantizer, fake_quantize, utils
 from hf_mxfp4.integrations.transformers import quantize_linears
 
 
@@ -84,6 +84,31 @@ def test_masters_are_the_checkpoints_bit_for_bit(stored, dtype, checkpoint):
         assert parameters[name].dtype == dtype and torch.equal(parameters[name], tensor.to(dtype)), name
     assert all(p.requires_grad for p in parameters.values())
     assert model(IDS).logits.dtype == dtype
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        ({"outlier_fallback": 0.5}, "residuals of weight have more digits than E4M3"),
+        ({"macro_search": "static"}, "macro factors of weight have more digits than E4M3"),
+        ({}, None),
+    ],
+    ids=str,
+)
+def test_weights_that_leave_the_fp8_products_of_their_preset_are_warned_of(options, problem, checkpoint, caplog):
+    AutoModelForCausalLM.from_pretrained(checkpoint(), quantization_config=MXFP4RLConfig(preset="w4a8", **options))
+    warnings = [record.getMessage() for record in caplog.records if "FP8 tensor cores" in record.getMessage()]
+    assert len(warnings) == (0 if problem is None else 1)
+    assert all(problem in warning for warning in warnings)
+
+
+@pytest.mark.parametrize(("slowdown", "count"), [(4.0, 1), (0.9, 0)])
+def test_slow_bfloat16_is_warned_of_once(slowdown, count, checkpoint, caplog, monkeypatch):
+    monkeypatch.setattr(utils, "bfloat16_slowdown", lambda: slowdown)
+    utils.warn_of_slow_bfloat16.cache_clear()
+    for _ in range(2):
+        load_factors(checkpoint(dtype=torch.bfloat16))
+    assert caplog.text.count("multiplies in bfloat16 4 times slower than in float32") == count
 
 
 def test_a_base_model(checkpoint):

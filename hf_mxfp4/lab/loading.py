@@ -13,6 +13,7 @@ from torch import nn
 from ..checkpoint import atomic_folder, remove_scheme, stored_scheme, weight_files, write_manifest
 from ..checkpoint.folder import SIDE_FILES, CheckpointFolder, model_class, refuse_kernels
 from ..config import MXFP4RLConfig
+from ..utils import warn_of_slow_bfloat16
 from .source import SourceError, local_path
 from .texts import TextOptions
 
@@ -77,6 +78,8 @@ def load(model: str, dtype: str = "auto", device: str = "auto") -> Loaded:
             remove_scheme(config)  # the master weights, as they are
         precision = dtype if dtype == "auto" else getattr(torch, dtype)
         loaded = kind.from_pretrained(name, config=config, dtype=precision, trust_remote_code=False)
+        if loaded.dtype == torch.bfloat16 and device == "cpu":
+            warn_of_slow_bfloat16()
         loaded, tokenizer = loaded.eval().to(device), AutoTokenizer.from_pretrained(name, trust_remote_code=False)
     except (OSError, ValueError, KeyError, ImportError) as error:
         raise SourceError(f"{model} cannot be loaded to run it: {error}") from error

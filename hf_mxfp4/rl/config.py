@@ -157,6 +157,11 @@ class MXFP4GRPOConfig(GRPOConfig):
         for name, known in (("step_weights", WEIGHT_FORMS), ("vllm_weights", VLLM_WEIGHTS)):
             if getattr(self, name) not in known:
                 raise ValueError(f"{name}={getattr(self, name)!r} is not known; choose one of {', '.join(known)}")
+        if not self.cache_rollout_weights and self.step_weights in ("dense", "packed"):
+            raise ValueError(
+                f"cache_rollout_weights=False has no effect with step_weights={self.step_weights!r}, which keeps "
+                "weights from the rollout on; use step_weights='none' with it"
+            )
         default = type(self).__dataclass_fields__["vllm_weights"].default
         if self.vllm_weights != default and not (self.use_vllm and self.vllm_mode == "colocate"):
             raise ValueError(

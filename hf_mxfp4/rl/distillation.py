@@ -87,6 +87,8 @@ class MXFP4DistillationTrainer(QuantizedTrainerMixin, DistillationTrainer):
         super().__init__(model, None, args, *data, **kwargs)
         if self._is_vlm:
             raise ValueError("models that read images are not supported: give a tokenizer as processing_class")
+        if args.train_all and isinstance(self.model, PeftModel):
+            raise ValueError("train_all=True has no effect on a student with adapters, which are all that is trained")
         self.n_quantized = count_quantized(self.model)
         check_policy(self.model, self.n_quantized, "" if args.allow_full_precision else "set allow_full_precision=True")
         n_trained = _choose_trained(self.model, args.train_all)

@@ -17,6 +17,7 @@ from torch import nn
 from transformers import TrainerCallback
 
 from ..gemm import GemmSpec, WeightCache, gemm_states, weight_quantizations
+from ..utils import warn_of_slow_bfloat16
 from .callbacks import RunLogCallback, run_facts
 from .errors import StepMovementCallback
 from .resume import CheckpointOnExit, ExactResumeMixin, keep_random_states
@@ -115,6 +116,8 @@ class QuantizedTrainerMixin(ExactResumeMixin):
         First in line: what ``first`` add to the logs reaches the trackers, which are callbacks too, and the run log has
         written it down when a tracker fails.
         """
+        if self.args.bf16 and self.accelerator.device.type == "cpu":
+            warn_of_slow_bfloat16()
         facts = functools.partial(run_facts, self)  # gathered when training begins
         self.run_log = RunLogCallback(facts) if self.args.report_every else None
         self.callback_handler.callbacks[:0] = [*first, self.run_log] if self.run_log else first

@@ -85,8 +85,11 @@ def load_whole(stored: Stored, scheme: MXFP4RLConfig | str | None, **options: An
     if scheme is None:
         options["config"] = copy.deepcopy(stored.config)
         remove_scheme(options["config"])
-    elif scheme != "own":
+    elif scheme != "own" and (stored.quantization is None or stored.scheme is None):
         options["quantization_config"] = scheme
+    elif scheme != "own":  # of a quantized checkpoint transformers takes the stored one, with what it says of loading
+        options["config"] = copy.deepcopy(stored.config)
+        options["config"].quantization_config = {**stored.quantization, "dither_ties": scheme.dither_ties}
     return AutoModelForCausalLM.from_pretrained(stored.weights, revision=stored.revision, **options)
 
 
@@ -120,6 +123,8 @@ def load_tokenizer(stored: Stored, **options: Any) -> Any:
 
 
 _OPTIONS = [option.name for option in fields(MXFP4RLConfig) if option.init]
+#: Without those that say how weights are loaded.
+_OF_SCHEMES = [option.name for option in fields(MXFP4RLConfig) if option.init and option.compare]
 #: Options that belong to the model or the machine, whatever the scheme.
 _OF_THE_MODEL = ("format_version", "modules_to_not_convert", "backend")
 #: Options that a preset leaves alone: they do not change the numbers that it stands for.
@@ -145,6 +150,6 @@ def differences(config: MXFP4RLConfig, other: MXFP4RLConfig) -> list[str]:
     """List the options in which two schemes differ, each as ``name=value (not other value)``."""
     return [
         f"{name}={getattr(config, name)} (not {getattr(other, name)})"
-        for name in _OPTIONS
+        for name in _OF_SCHEMES
         if getattr(config, name) != getattr(other, name)
     ]

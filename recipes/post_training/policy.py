@@ -4,6 +4,7 @@
 import functools
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -57,11 +58,14 @@ def find_start(options: Options) -> tuple[Stored | None, Options]:
             with errors_as_messages(ValueError):
                 check_packed(model)
     elif scheme != stored.scheme:
+        differing = differences(stored.scheme, scheme)
+        named = sorted(asked & {text.partition("=")[0] for text in differing} or asked)
         raise SystemExit(
-            f"error: {name!r} was saved with another scheme: {', '.join(differences(stored.scheme, scheme))}; give the "
-            f"same options, or leave out {', '.join(sorted(asked))} to take the scheme that it has"
+            f"error: {name!r} was saved with another scheme: {', '.join(differing)}; give the same options, or leave "
+            f"out {', '.join(named)} (of the command line or the YAML file) to take the scheme that it has"
         )
-    return stored, options._replace(quantization=stored.scheme)
+    found = replace(stored.scheme, dither_ties=scheme.dither_ties) if "dither_ties" in asked else stored.scheme
+    return stored, options._replace(quantization=found)
 
 
 def _check_adapter(name: str, adapter: dict, options: Options) -> None:

@@ -5,7 +5,10 @@ from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
+import torch
 import yaml
+from tiny_models import make_model
+from transformers import AutoModelForCausalLM
 
 from hf_mxfp4 import MXFP4RLConfig
 from hf_mxfp4.presets import PRESETS
@@ -13,6 +16,7 @@ from hf_mxfp4.recipes import distill, sft
 from hf_mxfp4.recipes.common.reporting import TrainingBar
 from hf_mxfp4.recipes.evaluation.arguments import parse as parse_evaluation
 from hf_mxfp4.recipes.post_training.arguments import parse
+from hf_mxfp4.recipes.post_training.policy import find_start, load_weights
 from hf_mxfp4.recipes.pretraining.arguments import parse as parse_study
 
 
@@ -101,6 +105,19 @@ def test_masters_are_dithered_in_full_precision_alone():
         parse(["--dither_masters", "true"])
     with pytest.raises(ValueError, match="rollout_scheme is for full_precision without use_peft and use_vllm"):
         parse(["--rollout_scheme", "w4a8"])
+
+
+@pytest.mark.parametrize("dithers", [True, False])
+def test_a_student_is_trained_with_or_without_a_dither_however_it_was_saved(dithers, tmp_path):
+    base = tmp_path / "base"
+    make_model(dtype=torch.bfloat16).save_pretrained(base)
+    saved = MXFP4RLConfig(preset="w4a8", dither_ties=not dithers)
+    model = AutoModelForCausalLM.from_pretrained(base, quantization_config=saved, dtype=torch.bfloat16)
+    model.save_pretrained(tmp_path / "student")
+    words = [f"--model_name_or_path={tmp_path / 'student'}", "--preset=w4a8", f"--dither_ties={dithers}", *CPU]
+    stored, options = find_start(parse([*words, "--dtype=float32"]))
+    report = load_weights(stored, options).quantization_report
+    assert (report.dither is not None and report.dither.n_weights > 0) is dithers
 
 
 def test_evaluation_and_training_call_an_option_the_same():

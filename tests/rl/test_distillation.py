@@ -132,6 +132,26 @@ def test_a_teacher_in_16_bits_shares_float32_tensors_under_autocast(build, tmp_p
 def test_everything_is_trained_and_nothing_shared_if_asked_for(build):
     trainer = build(train_all=True)
     assert trainer.shared == (0, 0) and all(p.requires_grad for p in trainer.model.parameters())
+    with pytest.raises(ValueError, match="train_all=True has no effect on a student with adapters"):
+        build(train_all=True, scheme={"mode": "packed"}, peft_config=LORA)
+
+
+#: Of each option of ours: a value that is not the default, and where it shows.
+EFFECTS = {
+    "learning_rate": (2e-4, lambda trainer: trainer.args.learning_rate),
+    "beta": (0.5, lambda trainer: loss_of(trainer, [{"input_ids": ids} for ids in IDS[:4]]).item()),
+    "max_length": (8, lambda trainer: loss_of(trainer, [{"input_ids": ids} for ids in IDS[:4]]).item()),
+    "train_all": (True, lambda trainer: trainer.model.model.embed_tokens.weight.requires_grad),
+    "report_every": (5, lambda trainer: trainer.run_log is None),
+}
+
+
+def test_every_option_has_an_effect(build):
+    own = set(MXFP4DistillationConfig.__annotations__)
+    assert own == {*EFFECTS, "generate_with", "allow_full_precision"}  # those have tests of their own
+    default = build(learning_rate=1e-4)
+    for name, (value, observe) in EFFECTS.items():
+        assert observe(build(**{"learning_rate": 1e-4, name: value})) != observe(default), name
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@
 import math
 
 import pytest
+import torch
 from grpo_runs import even_digits, prompts
 from trl import TrlParser
 
@@ -23,6 +24,7 @@ REFUSED = [
     ({"aqn_sigma_end": 0.0}, "aqn_sigma_end"),
     # Rollouts.
     ({"step_weights": "sparse"}, "step_weights"),
+    ({"step_weights": "dense", "cache_rollout_weights": False}, "use step_weights='none' with it"),
     ({"vllm_weights": "4bit", "use_vllm": True, "vllm_mode": "colocate"}, "choose one of packed, dense, checkpoint"),
     ({"vllm_weights": "dense"}, "vllm_weights='dense' has no effect without use_vllm=True"),
     ({"vllm_weights": "dense", "use_vllm": True, "vllm_mode": "server"}, "a server is told when it is started"),
@@ -102,6 +104,58 @@ def test_misspelt_options_name_the_nearest(tmp_path):
     for name, nearest in {"aqn_sigma_strat": "aqn_sigma_start", "learning_rte": "learning_rate"}.items():
         with pytest.raises(TypeError, match=f"^MXFP4GRPOConfig has no option '{name}'; did you mean .*'{nearest}'"):
             config(tmp_path, **{name: 1})
+
+
+def noise(trainer):
+    return trainer.noise is not None and trainer.args.noise_schedule.sigma(5, 10)
+
+
+def weighted_advantages(trainer):
+    """What the correction makes of two sequences, one of them far from what sampled it."""
+    log_probs = torch.tensor([[-1.0, -1.0], [-0.2, -1.0]])
+    inputs = {"advantages": torch.tensor([1.0, -1.0]), "completion_mask": torch.ones(2, 2)}
+    inputs |= {"old_per_token_logps": log_probs, "sampling_per_token_logps": torch.tensor([[-1.1, -1.0], [-3.0, -1.0]])}
+    with trainer.correction.weighting(inputs, step=1) as weighted:
+        return weighted["advantages"].tolist()
+
+
+#: Of each option of ours: a value that is not the default, what it needs besides, and where it shows.
+EFFECTS = {
+    "aqn": (False, {}, noise),
+    "aqn_sigma_start": (2e-2, {}, noise),
+    "aqn_sigma_end": (1e-4, {}, noise),
+    "aqn_num_stages": (3, {}, noise),
+    "rollout_correction": (False, {}, weighted_advantages),
+    "rollout_correction_mode": ("sequence_mask", {}, weighted_advantages),
+    "rollout_correction_cap": (3.0, {}, weighted_advantages),
+    "rollout_rejection": ("k3", {"rollout_rejection_limit": 1.5}, weighted_advantages),
+    "rollout_rejection_limit": (1.5, {"rollout_rejection": "k3"}, weighted_advantages),
+    "overlong_buffer": (2, {}, lambda trainer: trainer.reward_func_names),
+    "overlong_penalty": (0.5, {"overlong_buffer": 2}, lambda trainer: trainer.reward_weights.tolist()),
+    "cache_rollout_weights": (False, {}, lambda trainer: trainer.quantization.form),
+    "step_weights": ("packed", {}, lambda trainer: trainer.quantization.form),
+    "error_every": (2, {}, lambda trainer: trainer.error_callback.every),
+    "movement_every": (2, {}, lambda trainer: trainer.movement_callback.every),
+    "report_every": (0, {}, lambda trainer: trainer.run_log),
+}
+#: Those that are refused on a dense policy without vLLM, or change only what is refused.
+OTHERS = {
+    "vllm_weights",
+    "vllm_importance_sampling_correction",
+    "vllm_importance_sampling_mode",
+    "router_replay",
+    "allow_full_precision",
+}
+
+
+def test_every_option_has_an_effect_or_is_refused(build):
+    own = set(MXFP4GRPOConfig.__annotations__)
+    assert own == {*EFFECTS, *OTHERS}
+    usual = {"error_every": 50, "movement_every": 50, "report_every": 100}
+    default = build(**usual)
+    for name, (value, needed, observe) in EFFECTS.items():
+        changed = build(**{**usual, **needed, name: value})
+        assert observe(changed) != observe(default), name
 
 
 def constant(completions, **kwargs):

@@ -29,8 +29,10 @@ from ...dither import dither_masters
 from ...layers import PACKED, QUANTIZED, TRAINABLE, MXFP4Experts, MXFP4PackedExperts
 from ...model_structure import projections
 from ...module_names import find_layers, full_precision_record, skip_reasons
+from ...presets import FP8_PRESETS
 from ...registration import QUANT_METHOD, enter_classes
 from ...report import ErrorEnergy, QuantizationReport, count_weights, master_sqnr
+from ...utils import warn_of_slow_bfloat16
 from . import swap
 from .hooks import check_trainer, watch_references, wrap_generation
 
@@ -141,6 +143,8 @@ class MXFP4RLQuantizer(HfQuantizer):
                 "learning rates. Train LoRA adapters on it, or train the checkpoint that was rounded.",
                 type(model).__name__,
             )
+        if self._loads:
+            self._warn_of_slow_products(model)
         if any(isinstance(module, MXFP4PackedExperts) for module in model.modules()):
             # transformers would split the experts' weights as it saves, and not their scales: files have our names.
             model._weight_conversions = []
@@ -150,6 +154,18 @@ class MXFP4RLQuantizer(HfQuantizer):
         importlib.import_module("..peft", __package__)
         watch_references()
         return model
+
+    def _warn_of_slow_products(self, model) -> None:
+        """Warn of weights that leave the FP8 products of their preset, and of bfloat16 on a CPU that lacks it."""
+        config = self.quantization_config
+        problem = config.gemms().e4m3_problem("fprop")
+        if config.preset in FP8_PRESETS and problem is not None:
+            get_logger().warning(
+                "preset=%r is for FP8 tensor cores, which cannot multiply these weights: %s. Products are in 16 bits.",
+                config.preset, problem,
+            )  # fmt: skip
+        if model.dtype == torch.bfloat16 and not torch.accelerator.is_available():
+            warn_of_slow_bfloat16()
 
     def _report(self, model) -> QuantizationReport:
         dithers = self._loads and not self._packed and self.quantization_config.dither_ties
