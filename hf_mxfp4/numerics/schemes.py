@@ -361,9 +361,8 @@ class LinearScheme:
     @property
     def fp4_problem(self) -> str | None:
         """Why the forward operands are no codes that FP4 tensor cores multiply; `None` where they are."""
-        operands = (self.fprop.left, self.fprop.right)
-        in_codes = all(isinstance(operand, QuantScheme) for operand in operands)
-        if not in_codes or self.fprop.rotation is not None or self.fprop.right.rounding != "nearest":
+        operands = [each for each in (self.fprop.left, self.fprop.right) if isinstance(each, QuantScheme)]
+        if len(operands) < 2 or self.fprop.rotation is not None or self.fprop.right.rounding != "nearest":
             return "FP4 products are those of forward operands in 4 bits, without rotation and random weights"
         if any(each.outlier_fallback or each.macro_block is not None and not each.mantissas for each in operands):
             return "FP4 products have no residuals and macro factors"
