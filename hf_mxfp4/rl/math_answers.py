@@ -14,10 +14,14 @@ import select
 import subprocess
 import sys
 import threading
+import time
+from collections.abc import Sequence
 
 
-#: Seconds for one answer.
+#: Seconds for one answer; in a batch for all that are not compared within the quick ones, so that hostile completions
+#: do not hold up training.
 ANSWER_SECONDS = 5.0
+_QUICK_SECONDS = 0.5
 _START_SECONDS = 120.0
 _MEMORY_BYTES = 4 << 30
 
@@ -54,8 +58,28 @@ def is_boxed_correct(completion: str, answer: str) -> bool:
 def is_math_correct(completion: str, answer: str) -> bool:
     """Return whether the final answer of ``completion``, boxed or not, equals ``answer``; as `is_boxed_correct`."""
     check_math_answer(answer)
+    return bool(_WORKER.ask(answer, _final_answer(completion), ANSWER_SECONDS))
+
+
+def are_math_correct(completions: Sequence[str], answers: Sequence[str]) -> list[bool]:
+    """Return `is_math_correct` of each completion and its answer, where all comparisons of more than half a second
+    share the 5 seconds that one has."""
+    for answer in answers:
+        check_math_answer(answer)
+    pairs = [(answer, _final_answer(text)) for text, answer in zip(completions, answers, strict=True)]
+    verdicts = {pair: _WORKER.ask(*pair, _QUICK_SECONDS) for pair in dict.fromkeys(pairs)}
+    slow = [pair for pair, verdict in verdicts.items() if verdict is None]
+    end = time.monotonic() + ANSWER_SECONDS
+    for index, pair in enumerate(slow):
+        left = end - time.monotonic()
+        if left > 0:
+            verdicts[pair] = _WORKER.ask(*pair, left / (len(slow) - index))
+    return [bool(verdicts[pair]) for pair in pairs]
+
+
+def _final_answer(completion: str) -> str:
     boxed = extract_boxed(completion)
-    return bool(_WORKER.ask(answer, completion if boxed is None else f"\\boxed{{{boxed}}}", ANSWER_SECONDS))
+    return completion if boxed is None else f"\\boxed{{{boxed}}}"
 
 
 @functools.lru_cache(maxsize=4096)
@@ -79,37 +103,47 @@ class _Worker:
         """Return whether ``text`` equals ``answer`` (without a text: whether ``answer`` can be read), or None when that
         is not known after ``seconds``."""
         with self._lock:
-            if self._process is None or self._process.poll() is not None:
-                self._start()
-            with contextlib.suppress(BrokenPipeError):  # it has just ended, and so there is no reply
-                self._process.stdin.write(json.dumps([answer, text]).encode() + b"\n")
-            reply = self._read(seconds)
-            if not reply:
-                self._stop()
-            return reply == b"1" if reply else None
+            # Only a process that has answered is used again: the reply to a question that was interrupted would be
+            # taken for the reply to the next one.
+            process, self._process = self._process, None
+            try:
+                if process is None or process.poll() is not None:
+                    process = _start()
+                with contextlib.suppress(BrokenPipeError):  # it has just ended, and so there is no reply
+                    process.stdin.write(json.dumps([answer, text]).encode() + b"\n")
+                    process.stdin.flush()
+                reply = _read(process, seconds)
+                if reply:
+                    self._process = process
+                return reply == b"1" if reply else None
+            finally:
+                if process is not None and self._process is None:
+                    _stop(process)
 
-    def _start(self) -> None:
-        run = "import runpy, sys; runpy.run_path(sys.argv[1], run_name='__main__')"
-        self._process = subprocess.Popen(
-            [sys.executable, "-c", run, __file__],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            bufsize=0,
-        )
-        if self._read(_START_SECONDS) != b"1":
-            self._stop()
-            raise RuntimeError("math-verify cannot be run; `python -c 'import math_verify'` says why")
 
-    def _read(self, seconds: float) -> bytes:
-        """One byte; nothing when there is none in time, or when the process has ended."""
-        stream = self._process.stdout.fileno()
-        return os.read(stream, 1) if select.select([stream], [], [], seconds)[0] else b""
+def _start() -> subprocess.Popen[bytes]:
+    run = "import runpy, sys; runpy.run_path(sys.argv[1], run_name='__main__')"
+    process = subprocess.Popen(
+        [sys.executable, "-c", run, __file__],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+    )
+    if _read(process, _START_SECONDS) != b"1":
+        _stop(process)
+        raise RuntimeError("math-verify cannot be run; `python -c 'import math_verify'` says why")
+    return process
 
-    def _stop(self) -> None:
-        self._process.kill()
-        self._process.wait()
-        self._process = None
+
+def _read(process: subprocess.Popen[bytes], seconds: float) -> bytes:
+    """Return one byte; nothing when there is none in time, or when the process has ended."""
+    stream = process.stdout.fileno()
+    return os.read(stream, 1) if select.select([stream], [], [], seconds)[0] else b""
+
+
+def _stop(process: subprocess.Popen[bytes]) -> None:
+    process.kill()
+    process.wait()
 
 
 _WORKER = _Worker()

@@ -9,6 +9,7 @@ functions are called by TRL's trainers; the ``is_*`` predicates are the same tes
 import contextlib
 import functools
 import inspect
+import math
 import re
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -17,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .math_answers import is_math_correct
+from .math_answers import are_math_correct
 
 
 ANSWER_MARKER = "####"
@@ -148,11 +149,16 @@ def rewards_of(check: Callable[[str, str], bool], completions: Sequence[Any], an
 
     Raises `TypeError` for a str in place of a list, or a completion that is neither; `ValueError` for other lengths.
     """
+    return [float(check(text, gold)) for text, gold in zip(_texts(completions, answer), answer, strict=True)]
+
+
+def _texts(completions: Sequence[Any], answer: Sequence[str]) -> list[str]:
+    """Return the texts of completions; errors are those of `rewards_of`."""
     if isinstance(completions, str) or isinstance(answer, str):
         raise TypeError("completions and answer must be lists with one entry per completion, not a str")
     if len(completions) != len(answer):
         raise ValueError(f"{len(completions)} completions but {len(answer)} answers: one gold answer per completion")
-    return [float(check(_text(completion), gold)) for completion, gold in zip(completions, answer, strict=True)]
+    return [_text(completion) for completion in completions]
 
 
 def gsm8k_strict_reward(completions: Sequence[Any], answer: Sequence[str], **kwargs: Any) -> list[float]:
@@ -173,8 +179,9 @@ def exact_match_reward(completions: Sequence[Any], answer: Sequence[str], **kwar
 
 def math_reward(completions: Sequence[Any], answer: Sequence[str], **kwargs: Any) -> list[float]:
     """1.0 where the final answer of the completion, boxed or not, is mathematically equal to the gold answer (LaTeX or
-    text), else 0.0. Raises `ModuleNotFoundError` without math-verify (the extra ``eval``)."""
-    return rewards_of(is_math_correct, completions, answer)
+    text), else 0.0. All comparisons that take longer than half a second share 5 seconds; those that do not end count as
+    wrong. Raises `ModuleNotFoundError` without math-verify (the extra ``eval``)."""
+    return [float(verdict) for verdict in are_math_correct(_texts(completions, answer), answer)]
 
 
 # ---- a guard around reward functions ------------------------------------------------------------------------------
@@ -223,7 +230,7 @@ def _named(name: str) -> Iterator[None]:
 
 def _checked(rewards: Any, name: str, completions: list | None) -> list[float | None]:
     try:
-        rewards = [None if reward is None else float(reward) for reward in rewards]
+        rewards = [None if reward is None else _as_float(reward) for reward in rewards]
     except (TypeError, ValueError) as error:
         raise RewardError(
             f"reward function {name!r} must return one number (or None) per completion, got {rewards!r:.200}"
@@ -237,3 +244,10 @@ def _checked(rewards: Any, name: str, completions: list | None) -> list[float | 
                 f"{index}: {completion}"
             )
     return rewards
+
+
+def _as_float(reward: Any) -> float:
+    try:
+        return float(reward)
+    except OverflowError:  # an integer
+        return math.inf if reward > 0 else -math.inf

@@ -279,6 +279,11 @@ def test_a_reward_that_is_no_finite_float32_names_function_and_completion(value)
         guard_reward(broken)(completions=["first", "x" * 300])
 
 
+def test_integers_beyond_floats_are_no_finite_rewards():
+    with pytest.raises(RewardError, match="returned -inf, which is no finite float32 number, for completion 0: 'x'"):
+        guard_reward(lambda completions, **kwargs: [-(10**5000)])(completions=["x"])
+
+
 @pytest.mark.parametrize("value", [3.0, ["high"], [[1.0]], None], ids=["scalar", "text", "nested", "none"])
 def test_what_is_no_list_of_numbers_is_an_error(value):
     with pytest.raises(RewardError, match="one number"):
@@ -366,6 +371,39 @@ def test_a_completion_that_would_take_hours_counts_as_wrong_in_a_thread_too(monk
     thread.start()
     thread.join(60)
     assert found == [False, True]
+
+
+def test_rewards_after_an_interrupt_belong_to_their_own_completions(monkeypatch):
+    pytest.importorskip("math_verify")
+    completions, answers = [r"\boxed{1}", r"\boxed{7}"] * 2, ["1", "2"] * 2
+    rewards.math_reward(completions, answers)
+
+    def interrupt(*args):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(math_answers.select, "select", interrupt)  # where a reply is waited for
+        rewards.math_reward(completions, answers)
+    assert rewards.math_reward(completions, answers) == [1.0, 0.0, 1.0, 0.0]
+
+
+def test_endless_comparisons_of_a_batch_share_their_time(monkeypatch):
+    pytest.importorskip("math_verify")
+    monkeypatch.setattr(math_answers, "ANSWER_SECONDS", 1.0)
+    asked = []
+
+    def ask(worker, answer, text, seconds):
+        asked.append((text, seconds))
+        return None if "^" in text else text == rf"\boxed{{{answer}}}"
+
+    math_answers.check_math_answer("2")
+    monkeypatch.setattr(math_answers._Worker, "ask", ask)
+    endless = [rf"\boxed{{9^{{9^{{9^{n}}}}}}}" for n in range(4)]
+    assert rewards.math_reward([*endless, r"\boxed{2}", endless[0]], ["2"] * 6) == [0.0, 0.0, 0.0, 0.0, 1.0, 0.0]
+    again = [seconds for text, seconds in asked[5:]]
+    assert [text for text, _ in asked] == [*endless, r"\boxed{2}", *endless]
+    assert again[0] == pytest.approx(0.25, abs=0.01)
+    assert again[-1] == pytest.approx(1.0, abs=0.01)
 
 
 def test_a_process_that_does_not_start_is_an_error(monkeypatch):
