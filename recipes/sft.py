@@ -39,7 +39,6 @@ class Trainer(ExactResumeMixin, SFTTrainer):
 def main(argv: list[str]) -> dict[str, Any]:
     """Run the recipe; return the summary that it also writes to `summary.json` in the output folder."""
     run = TextRun(argv, GROUPS, DEMO, LEARN)
-    run.tokenizer.split_special_tokens = False  # TRL ends texts by the name of a token
     facts = {"model": run.origin, "n_quantized": count_quantized(run.policy)}
     trainer = run.make_trainer(Trainer)
     tell("model", "{model}: {n_quantized} quantized layers".format(**facts))

@@ -7,6 +7,8 @@ not grow with their product. Added here: a teacher that shares frozen tensors wi
 completions, and divergence and perplexity of held-out texts.
 """
 
+import copy
+import json
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +16,7 @@ import torch
 from peft import PeftModel
 from torch import nn
 from trl import DistillationConfig, DistillationTrainer
-from trl.data_utils import is_conversational, maybe_apply_chat_template
+from trl.data_utils import common_prefix_length, is_conversational_from_value, maybe_convert_to_chatml
 from trl.models import prepare_deepspeed, prepare_fsdp
 from trl.trainer.utils import add_fused_lm_head, create_model_from_path
 
@@ -23,10 +25,6 @@ from ..layers import TRAINABLE, cached_weights
 from ..utils import described_options, evaluation_mode, option, replaced_method
 from .config import check_adapter, check_policy, check_scheme, count_quantized
 from .step_quantization import QuantizedTrainerMixin, StepQuantization
-
-
-#: Columns of rows whose completions are not sampled.
-_GIVEN = ("input_ids", "text", "messages", "completion")
 
 
 @described_options
@@ -59,8 +57,11 @@ class MXFP4DistillationTrainer(QuantizedTrainerMixin, DistillationTrainer):
     Takes the arguments of [`trl.DistillationTrainer`]; `args` is an [`MXFP4DistillationConfig`]. Rows of datasets have
 
     * `text`, `messages`, or `input_ids`: every token but the first is learned;
-    * or `prompt` and `completion`: the completion is learned, with an end-of-sequence token;
+    * or `prompt` and `completion`: the completion is learned;
     * or `prompt` alone: a completion is sampled, see `generate_with`.
+
+    The tokens of given texts and completions are those of [`trl.SFTTrainer`]: with an end-of-sequence token after plain
+    text, and with the row's `tools` and `chat_template_kwargs` or else the trainer's.
 
     Args:
         model: a student in mode `"qat"`, or with adapters on quantized layers.
@@ -131,11 +132,12 @@ class MXFP4DistillationTrainer(QuantizedTrainerMixin, DistillationTrainer):
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
         metrics = self._metrics["train" if self.model.training else "eval"]
-        given = {any(row.get(name) is not None for name in _GIVEN) for row in inputs}
+        given = {_given_column(row) is not None for row in inputs}
         if len(given) > 1:
             raise ValueError("a batch has rows with and without a completion or text; give all of them one, or none")
         if given == {True}:
-            self._given = [_tokens_of(row, self._tokenizer, self.args.max_length) for row in inputs]
+            template = {"chat_template": self.chat_template, "tools": self.tools or None, **self.chat_template_kwargs}
+            self._given = [_tokens_of(row, self._tokenizer, self.args.max_length, template) for row in inputs]
             inputs = [{"prompt": ""}] * len(inputs)
         try:
             batch = super()._generate_and_score_completions(inputs)
@@ -242,22 +244,42 @@ def _choose_trained(model: nn.Module, train_all: bool) -> int:
     return sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
 
 
-def _tokens_of(row: dict[str, Any], tokenizer: Any, max_length: int) -> tuple[list[int], list[int]]:
-    """Return the tokens of a row that are only read, and those that are learned. Raises `ValueError` without any."""
-    kind = next(name for name in _GIVEN if row.get(name) is not None)
-    row = {name: row[name] for name in (("prompt", kind) if kind == "completion" else (kind,))}
-    is_chat = is_conversational(row)  # its template writes special tokens itself
-    row = maybe_apply_chat_template(row, tokenizer)
-    if kind == "input_ids":
-        ids, start = row["input_ids"], 1
-    elif "text" in row:
-        ids, start = tokenizer(row["text"], add_special_tokens=not is_chat)["input_ids"], 1
+def _given_column(row: dict[str, Any]) -> str | None:
+    """Return the column of what is learned of a row, or `None` if its completion is to be sampled."""
+    columns = ["input_ids", "messages", "conversations", "text"]
+    if row.get("prompt") is not None:
+        columns.insert(1, "completion")
+    return next((name for name in columns if row.get(name) is not None), None)
+
+
+def _tokens_of(
+    row: dict[str, Any], tokenizer: Any, max_length: int, template: dict[str, Any]
+) -> tuple[list[int], list[int]]:
+    """Return the tokens of a row that are only read, and those that are learned, as [`trl.SFTTrainer`] makes them.
+    ``template``: options of the chat template, which those of the row replace. Raises `ValueError` for a row without a
+    token to learn."""
+    if is_conversational_from_value(row):
+        row = maybe_convert_to_chatml(copy.deepcopy(row))
+    tools = row.get("tools")
+    if tools is not None:
+        template = {**template, "tools": json.loads(tools) if isinstance(tools, str) else tools}
+    template = {**template, **(row.get("chat_template_kwargs") or {})}
+
+    def encode(text: str | list, **options: Any) -> list[int]:
+        if isinstance(text, str):
+            return tokenizer(text)["input_ids"]
+        return tokenizer.apply_chat_template(text, return_dict=True, **{**template, **options})["input_ids"]
+
+    column = _given_column(row)
+    given, start = row[column], 1
+    if isinstance(given, str) and not given.endswith(tokenizer.eos_token):
+        given += tokenizer.eos_token
+    if column == "completion":
+        ids = encode(row["prompt"] + given)
+        start = max(1, common_prefix_length(encode(row["prompt"], add_generation_prompt=True), ids))
     else:
-        ids = tokenizer(row["prompt"], add_special_tokens=not is_chat)["input_ids"]
-        start = len(ids)
-        ids = ids + tokenizer(row["completion"], add_special_tokens=False)["input_ids"]
-        ids = ids if is_chat or ids[-1] == tokenizer.eos_token_id else [*ids, tokenizer.eos_token_id]
-    if not 0 < start < len(ids[:max_length]):
-        text = str(row.get("text", row.get("prompt", ids)))[:60]
+        ids = given if column == "input_ids" else encode(given)
+    if not start < len(ids[:max_length]):
+        text = str(row.get("prompt") or given)[:60]
         raise ValueError(f"no token of the row {text!r} is left to learn within max_length={max_length} tokens")
     return ids[:start], ids[start:max_length]

@@ -48,6 +48,7 @@ class TextRun:
             self._task = None if self.recipe.text and self.recipe.eval_text else self.recipe.load_task()
         self.stored, self.options, self.origin = prepare_start(options, self._task, self.output)
         self.policy, self.tokenizer = load_policy(self.stored, self.options)
+        self.tokenizer.split_special_tokens = False  # TRL ends texts by the name of a token
 
     def make_trainer(self, kind: type[Trainer]) -> Trainer:
         """Make a trainer of what is learned and held out; end with a message for texts or options that it refuses."""

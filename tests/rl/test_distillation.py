@@ -2,6 +2,7 @@
 """Distillation of quantized students: the loss, what is shared with the teacher, memory, data, and resuming."""
 
 import contextlib
+import json
 import math
 from pathlib import Path
 from unittest.mock import Mock
@@ -34,7 +35,16 @@ def build(tmp_path):
     """`build(rows, **options)` makes a trainer of a student under ``scheme`` (`None`: in full precision)."""
     base = tmp_path / "base"
 
-    def make(rows=None, scheme=QAT, evaluated=None, teacher=None, peft_config=None, student=None, **options):
+    def make(
+        rows=None,
+        scheme=QAT,
+        evaluated=None,
+        teacher=None,
+        peft_config=None,
+        student=None,
+        tokenizer=TOKENIZER,
+        **options,
+    ):
         if not base.exists():
             model = make_model(vocab_size=400, tie=True, max_position_embeddings=128)
             model.model.norm.weight.data *= 8  # predictions that are far from uniform
@@ -48,7 +58,7 @@ def build(tmp_path):
         args = MXFP4DistillationConfig(**(settings | options))
         data = [Dataset.from_list(r) if r else None for r in (rows or [{"input_ids": ids} for ids in IDS], evaluated)]
         return MXFP4DistillationTrainer(
-            student, teacher, args, *data, processing_class=TOKENIZER, peft_config=peft_config
+            student, teacher, args, *data, processing_class=tokenizer, peft_config=peft_config
         )
 
     return make
@@ -223,23 +233,64 @@ def test_a_resumed_run_has_the_bits_of_one_that_was_never_stopped(build):
     assert resumed.tokens_distilled == whole.tokens_distilled
 
 
+CHAT = [{"role": "user", "content": "48"}, {"role": "assistant", "content": " clips"}]
 A, B, END = (TOKENIZER(text)["input_ids"] for text in ("48", " clips", TOKENIZER.eos_token))
 
 
 @pytest.mark.parametrize(
     "row, expected",
     [
-        ({"text": "48 clips"}, (A[:1], A[1:] + B)),
+        ({"text": "48 clips"}, (A[:1], A[1:] + B + END)),
         ({"input_ids": [7, 8, 9]}, ([7], [8, 9])),
         ({"prompt": "48", "completion": " clips"}, (A, B + END)),
         ({"input_ids": list(range(5, 20))}, ([5], [6, 7, 8, 9, 10, 11, 12])),
     ],
 )
 def test_tokens_that_are_read_and_learned(row, expected):
-    assert distillation._tokens_of(row, TOKENIZER, 8) == expected
+    assert distillation._tokens_of(row, TOKENIZER, 8, {}) == expected
 
 
-CHAT = [{"role": "user", "content": "48"}, {"role": "assistant", "content": " clips"}]
+TOOLS = [{"type": "function", "function": {"name": "half", "description": "Halve.", "parameters": {"type": "object"}}}]
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"text": "48 clips"},
+        {"text": f"48 clips{TOKENIZER.eos_token}"},
+        {"prompt": "48 cl", "completion": "ips"},
+        {"conversations": [{"from": "user", "value": "48"}, {"from": "assistant", "value": " clips"}]},
+        *[
+            {**chat, **more}
+            for chat in ({"messages": CHAT}, {"prompt": CHAT[:1], "completion": CHAT[1:]})
+            for more in ({"tools": TOOLS}, {"tools": json.dumps(TOOLS)}, {"chat_template_kwargs": {"mark": "24"}})
+        ],
+    ],
+)
+def test_given_tokens_are_those_of_supervised_training(build, tmp_path, row):
+    tokenizer = make_tokenizer("qwen2", begins=True)
+    tokenizer.chat_template = (
+        "{% for tool in tools or [] %}{{ tool.function.name }}{% endfor %}{{ mark }}" + tokenizer.chat_template
+    )
+    model = make_model(vocab_size=400, tie=True, max_position_embeddings=128)
+    args = trl.SFTConfig(str(tmp_path / "sft"), use_cpu=True, bf16=False, report_to="none")
+    data = Dataset.from_list([row])
+    expected = trl.SFTTrainer(model, args, train_dataset=data, processing_class=tokenizer).train_dataset[0]
+    batch = build([row], tokenizer=tokenizer)._generate_and_score_completions([row])
+    read, learned = batch["prompt_ids"][0].tolist(), batch["completion_ids"][0].tolist()
+    assert read + learned == expected["input_ids"]
+    assert [-100] * (len(read) - 1) + learned == expected["labels"][1:]
+
+
+def test_options_of_the_trainer_reach_given_conversations(build):
+    tokenizer = make_tokenizer("qwen2")
+    tokenizer.chat_template = "{{ mark }}" + tokenizer.chat_template
+    trainer = build([{"messages": CHAT}], tokenizer=tokenizer, chat_template_kwargs={"mark": "24"})
+    rows = [{"messages": CHAT}, {"messages": CHAT, "chat_template_kwargs": {"mark": "48"}}]
+    batch = trainer._generate_and_score_completions(rows)
+    whole = torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1)
+    plain = tokenizer.apply_chat_template(CHAT, return_dict=True)["input_ids"]
+    assert whole.tolist() == [TOKENIZER(mark)["input_ids"] + plain for mark in ("24", "48")]
 
 
 @pytest.mark.parametrize(
@@ -248,13 +299,15 @@ CHAT = [{"role": "user", "content": "48"}, {"role": "assistant", "content": " cl
 def test_a_chat_template_writes_all_special_tokens(row):
     tokenizer = make_tokenizer("qwen2", begins=True)
     tokenizer.chat_template += "4"  # as the line break after the end of Qwen's
-    assert sum(distillation._tokens_of(row, tokenizer, 8), []) == [1, *A, 2, 1, *B, 2, *TOKENIZER("4")["input_ids"]]
+    assert sum(distillation._tokens_of(row, tokenizer, 8, {}), []) == [1, *A, 2, 1, *B, 2, *TOKENIZER("4")["input_ids"]]
 
 
-@pytest.mark.parametrize("row", [{"text": "4"}, {"text": ""}, {"prompt": "a b c d e f g h i j", "completion": "1"}])
+@pytest.mark.parametrize(
+    "row", [{"input_ids": [4]}, {"text": ""}, {"prompt": "a b c d e f g h i j", "completion": "1"}]
+)
 def test_rows_without_a_token_to_learn_are_refused(row):
     with pytest.raises(ValueError, match="no token of the row '.*' is left to learn within max_length=8"):
-        distillation._tokens_of(row, TOKENIZER, 8)
+        distillation._tokens_of(row, TOKENIZER, 8, {})
 
 
 def test_a_batch_has_completions_or_none(build):
