@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from datasets import Dataset, Value
 from peft import PeftModel
 from torch import nn
 from transformers.utils.peft_utils import find_adapter_config_file
@@ -191,11 +192,9 @@ def count_quantized(model: nn.Module) -> int:
     return sum(len(matrix_names("", module)) for module in model.modules() if isinstance(module, QUANTIZED))
 
 
-def check_arguments(
-    args: Any, quantization_config: Any, train_dataset: Any, eval_dataset: Any, needs_prompt: bool
-) -> None:
-    """Raise `TypeError` for another config or a scheme's name, and `ValueError` for a dataset that is empty or has no
-    prompts (unless environments make them), and for lengths that contradict one another."""
+def check_arguments(args: Any, quantization_config: Any) -> None:
+    """Raise `TypeError` for another config or a scheme's name, and `ValueError` for lengths that contradict one
+    another."""
     if not isinstance(args, MXFP4GRPOConfig):
         raise TypeError(f"args must be an MXFP4GRPOConfig, got {type(args).__name__}")
     check_scheme("quantization_config", quantization_config)
@@ -203,38 +202,49 @@ def check_arguments(
     args.check_overlong_buffer()
     if args.overlong_buffer and args.max_completion_length is None:
         raise ValueError(f"overlong_buffer={args.overlong_buffer} needs max_completion_length")
-    for name, dataset in _named(train_dataset, eval_dataset):
+
+
+def first_prompts(train_dataset: Any, eval_dataset: Any, needs_prompt: bool) -> dict[str, list]:
+    """Return prompts of each dataset, by its name: a thousand texts, or the first prompt where it is a conversation or
+    a transform makes it, either of which may open images; none of a stream.
+
+    Raises `ValueError` for a dataset that is empty or has no prompts (unless environments make them).
+    """
+    evaluated = eval_dataset if isinstance(eval_dataset, dict) else {"": eval_dataset}
+    named = {"train_dataset": train_dataset}
+    named |= {f"eval_dataset {name}".strip(): dataset for name, dataset in evaluated.items()}
+    found = {}
+    for name, dataset in named.items():
         if hasattr(dataset, "__len__") and len(dataset) == 0:
             raise ValueError(f"{name} is empty")
-        columns = getattr(dataset, "column_names", None)
+        is_transformed = isinstance(dataset, Dataset) and dataset.format["type"] == "custom"
+        columns = dataset[:1] if is_transformed else getattr(dataset, "column_names", None)
         if needs_prompt and columns is not None and "prompt" not in columns:
             raise ValueError(f"{name} has no column 'prompt'; it has {', '.join(columns)}")
+        if is_transformed:
+            found[name] = columns.get("prompt", [])
+        elif isinstance(dataset, Dataset) and "prompt" in columns:
+            is_text = dataset.features["prompt"] == Value("string")
+            found[name] = dataset.select_columns("prompt")[: 1000 if is_text else 1]["prompt"]
+    return found
 
 
-def _named(train_dataset: Any, eval_dataset: Any) -> list[tuple[str, Any]]:
-    """Return the datasets that there are, with their names."""
-    evaluated = eval_dataset if isinstance(eval_dataset, dict) else {"": eval_dataset}
-    named = [(f"eval_dataset {name}".strip(), dataset) for name, dataset in evaluated.items()]
-    return [pair for pair in (("train_dataset", train_dataset), *named) if pair[1] is not None]
-
-
-def check_tokens(tokenizer: Any, train_dataset: Any, eval_dataset: Any) -> None:
+def check_tokens(tokenizer: Any, prompts: dict[str, list]) -> None:
     """Raise `ValueError` for a tokenizer without an end-of-sequence token or a vocabulary, and for prompts without any
-    token."""
+    token. ``prompts``: of each dataset."""
     if tokenizer.eos_token_id is None:
         raise ValueError(
             f"{type(tokenizer).__name__} has no end-of-sequence token, so no completion could end: set "
             "tokenizer.eos_token to the token that ends a text, and give the tokenizer as processing_class"
         )
     nothing = tokenizer("").input_ids
-    for name, dataset in _named(train_dataset, eval_dataset):
-        has_prompts = hasattr(dataset, "__len__") and "prompt" in (getattr(dataset, "column_names", None) or ())
-        prompts = dataset["prompt"] if has_prompts else ()
-        text = next((prompt for prompt in prompts if isinstance(prompt, str) and prompt), None)
-        if text is not None and {*tokenizer(text).input_ids} <= {*nothing, tokenizer.unk_token_id}:
-            raise ValueError(f"{type(tokenizer).__name__} knows no word of {text!r}: was it saved with the model?")
-        for row, prompt in enumerate(() if nothing else prompts):
-            if prompt in ("", []):
+    unknown = {*nothing, tokenizer.unk_token_id}
+    for name, found in prompts.items():
+        texts = [prompt for prompt in found if isinstance(prompt, str) and prompt]
+        if texts and all({*tokenizer(text).input_ids} <= unknown for text in texts):
+            raise ValueError(f"{type(tokenizer).__name__} knows no word of {texts[0]!r}: was it saved with the model?")
+        for row, prompt in enumerate(() if nothing else found):
+            if isinstance(prompt, (str, list)) and not prompt:
                 raise ValueError(f"row {row} of {name} has an empty prompt, from which nothing can be generated")
 
 

@@ -46,6 +46,7 @@ from .config import (
     check_reference,
     check_tokens,
     count_quantized,
+    first_prompts,
 )
 from .errors import LAYERS, ActivationErrorCallback, ErrorCallback, StepMovementCallback, movable, quantizing_inputs
 from .noise import NormNoise
@@ -93,7 +94,8 @@ class MXFP4GRPOTrainer(QuantizedTrainerMixin, GRPOTrainer):
     ):
         args = MXFP4GRPOConfig() if args is None else args
         needs_prompt = kwargs.get("environment_factory") is None
-        check_arguments(args, quantization_config, train_dataset, eval_dataset, needs_prompt)
+        check_arguments(args, quantization_config)
+        prompts = first_prompts(train_dataset, eval_dataset, needs_prompt)  # before a seed is set: transforms may draw
         check_adapter(model, kwargs.get("peft_config"))
         kwargs["quantization_config"] = quantization_config
         functions = list(reward_funcs) if isinstance(reward_funcs, list) else reward_funcs  # TRL adds to the list
@@ -102,7 +104,7 @@ class MXFP4GRPOTrainer(QuantizedTrainerMixin, GRPOTrainer):
         named = zip(self.reward_funcs, self.reward_func_names, strict=True)  # those of environments too
         self.reward_funcs: list[Any] = [guard_reward(function, name) for function, name in named]
         self.n_quantized = count_quantized(self.model)
-        check_tokens(self._tokenizer, train_dataset, eval_dataset)
+        check_tokens(self._tokenizer, prompts)
         baseline = "" if args.allow_full_precision else "set allow_full_precision=True for a baseline"
         check_policy(self.model, self.n_quantized, otherwise=baseline)
         check_reference(self.model, self.ref_model)
@@ -256,6 +258,8 @@ class MXFP4GRPOTrainer(QuantizedTrainerMixin, GRPOTrainer):
             )  # fmt: skip
 
     def _generate_single_turn(self, prompt_ids: list[list[int]], *args: Any, **kwargs: Any):
+        if not all(prompt_ids):
+            raise ValueError("a prompt has no token, so nothing can be generated from it; leave its row out")
         if self.use_vllm:
             # Weights that are merged for it are to be summed in their own dtype.
             return super()._generate_single_turn(prompt_ids, *args, **kwargs)

@@ -124,6 +124,25 @@ def test_what_generation_fails_on_is_refused(build, options, message):
         build(**options)
 
 
+def test_prompts_that_a_transform_makes_are_trained_on_and_not_made_before(build):
+    made = []
+
+    def render(rows):
+        made.extend(rows["a"])
+        return {"prompt": [f"{a}+1=" for a in rows["a"]], "answer": [str(a + 1) for a in rows["a"]]}
+
+    trainer = build(dataset=Dataset.from_dict({"a": list(range(9))}).with_transform(render), max_steps=1)
+    assert made == [0]
+    trainer.train()
+    assert trainer.state.global_step == 1 and len(made) > 1
+
+
+def test_a_prompt_without_tokens_is_refused_where_it_is_sampled_from(build):
+    trainer = build(dataset=Dataset.from_dict({"prompt": ["1+1=", ""]}).to_iterable_dataset(), max_steps=1)
+    with pytest.raises(ValueError, match="a prompt has no token, so nothing can be generated from it"):
+        trainer.train()
+
+
 def test_plain_grpo_config_is_refused(build, tmp_path):
     with pytest.raises(TypeError, match="must be an MXFP4GRPOConfig, got GRPOConfig"):
         MXFP4GRPOTrainer(make_model(), args=GRPOConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False))
