@@ -182,15 +182,15 @@ TIMES = ("step_time", "train_runtime", "train_samples_per_second", "train_steps_
 
 
 def everything(trainer):
-    """Weights, optimizer, schedule and random state of a trainer, and its logs where there is one each step: means over
-    several steps start with the run, as does the choice of steps whose movement is measured."""
-    entries = trainer.state.log_history if trainer.args.logging_steps == 1 else []
+    """Weights, optimizer, schedule, random state and logs of a trainer. The choice of steps whose movement is measured
+    starts with the run."""
+    entries = trainer.state.log_history
     return {
         "weights": dict(trainer.model.state_dict()),
         "optimizer": trainer.optimizer.state_dict(),
         "schedule": trainer.lr_scheduler.state_dict(),
         "logs": [{k: v for k, v in e.items() if k not in TIMES and not k.startswith("movement")} for e in entries],
-        "entropy": trainer.entropy_callback.history if entries else [],
+        "entropy": trainer.entropy_callback.history,
         "random": torch.get_rng_state(),
     }
 

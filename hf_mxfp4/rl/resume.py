@@ -37,6 +37,7 @@ class ExactResumeMixin(Mixin):
     * the weights of fused experts are restored in full precision too, and a checkpoint that lacks weights is refused;
     * layers that draw random numbers are told the step, as by [`QuantizationStepCallback`], so that they draw the same;
     * rollouts that TRL trains on for several steps, and the position in them;
+    * loss and metrics of TRL that are not logged yet, with `logging_steps` above 1;
     * the order of prompts in later epochs, for samplers with a generator of their own, such as TRL's;
     * resuming a run that had finished trains nothing, where a plain Trainer takes one more step;
     * under DeepSpeed in 16 bits the float32 master weights are saved, and under FSDP's sharded state dicts `save_model`
@@ -47,6 +48,8 @@ class ExactResumeMixin(Mixin):
     """
 
     _epochs_begun = 0
+    #: Loss that was not logged before the checkpoint, and the step that was logged last.
+    _unlogged: tuple[torch.Tensor, int] | None = None
     #: Options that decide which micro-batch of which rollout an optimizer step trains on.
     _SPLIT = ("steps_per_generation", "num_iterations", "per_device_train_batch_size", "gradient_accumulation_steps")
 
@@ -102,6 +105,10 @@ class ExactResumeMixin(Mixin):
             split = {name: getattr(self.args, name, None) for name in self._SPLIT}
             state["rollouts"] = {"micro_step": self._step, "batches": self._buffered_inputs, "split": split}
             state["rollouts"]["tokens_seen"] = self.state.num_input_tokens_seen
+        if hasattr(self, "_tr_loss"):
+            state["unlogged"] = {"loss": self._tr_loss.clone(), "logged_step": self._globalstep_last_logged}
+        if hasattr(self, "_metrics"):
+            state["metrics"] = {name: [float(value) for value in of] for name, of in self._metrics["train"].items()}
         return state
 
     # ---- resuming -------------------------------------------------------------------------------------------------
@@ -112,12 +119,22 @@ class ExactResumeMixin(Mixin):
         Raises `ValueError` when the checkpoint is not whole, or there is none that is.
         """
         checkpoint = self._whole_checkpoint(resume_from_checkpoint)
+        self._forget_step()
         if checkpoint is not None:
             self._restore_process(checkpoint)
         told = any(isinstance(callback, QuantizationStepCallback) for callback in self.callback_handler.callbacks)
         if random_layers(self.model) and not told:
             self.add_callback(QuantizationStepCallback())
         return super().train(checkpoint, *args, **kwargs)
+
+    def _forget_step(self) -> None:
+        """Forget what a training of this process that was cut short left of its last step."""
+        self._unlogged = None
+        for name, start in (("_step", 0), ("_buffered_inputs", None), ("_entropy_window_stats", None)):
+            if hasattr(self, name):  # TRL's
+                setattr(self, name, start)
+        if hasattr(self, "_metrics"):
+            self._metrics["train"].clear()
 
     def _whole_checkpoint(self, choice: str | bool | None) -> str | None:
         if choice is None or choice is False:
@@ -145,6 +162,8 @@ class ExactResumeMixin(Mixin):
             self._load_rng_state(resume_from_checkpoint)
             self.control.should_training_stop = True
             return
+        if self._unlogged is not None:  # a Trainer starts over when training begins
+            (self._tr_loss, self._globalstep_last_logged), self._unlogged = self._unlogged, None
         super()._run_epoch(*args, resume_from_checkpoint=resume_from_checkpoint, **kwargs)
 
     def _restore_process(self, checkpoint: str) -> None:
@@ -166,6 +185,12 @@ class ExactResumeMixin(Mixin):
 
     def _load_process_state(self, state: dict[str, Any]) -> None:
         """Restore what [`_process_state`] returned, in a process of the same rank."""
+        if "unlogged" in state:
+            self._unlogged = state["unlogged"]["loss"], state["unlogged"]["logged_step"]
+            self._tr_loss, self._globalstep_last_logged = self._unlogged
+        if "metrics" in state and hasattr(self, "_metrics"):
+            self._metrics["train"].clear()
+            self._metrics["train"].update(state["metrics"])
         if "rollouts" not in state or not hasattr(self, "_buffered_inputs"):
             return
         rollouts, split = state["rollouts"], self._process_state()["rollouts"]["split"]
@@ -259,11 +284,14 @@ class Terminated(SystemExit):
 
 class CheckpointOnExit(TrainerCallback):
     """Saves the last finished optimizer step when training ends early, with the random states and rollouts of its end,
-    and stops an update that is not finite. SIGTERM and Ctrl-C are held back while the optimizer updates weights."""
+    and stops an update that is not finite. SIGTERM and Ctrl-C are held back while the optimizer updates weights, until
+    the step is logged."""
 
     def __init__(self, trainer: Trainer):
         self.trainer = trainer
         self._update: int | None = None
+        self._is_logging = False
+        self._learning_rate = 0.0
         self._waiting: BaseException | None = None
         self._has_begun = False  # before its first step the state of a resumed run may not have been restored
         self._step: int | None = None
@@ -294,8 +322,23 @@ class CheckpointOnExit(TrainerCallback):
             )
         self._update = state.global_step
 
+    def on_optimizer_step(self, args, state, control, **kwargs):
+        self._learning_rate = self.trainer._get_learning_rate()  # which is logged, before the schedule moves on
+
     def on_step_end(self, args, state, control, **kwargs):
-        self._update = None
+        if not control.should_log:
+            self._update = None
+
+    @contextlib.contextmanager
+    def logging(self) -> Iterator[None]:
+        """Hold signals back during a log; that of a finished step ends its update."""
+        self._is_logging = True
+        try:
+            yield
+        finally:
+            self._is_logging = False
+            if self._update != self.trainer.state.global_step:
+                self._update = None
 
     def remember(self, step: int) -> None:
         """Take the states of now for those of the end of optimizer step ``step``."""
@@ -336,7 +379,8 @@ class CheckpointOnExit(TrainerCallback):
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         error = Terminated() if number == signal.SIGTERM else KeyboardInterrupt()
-        if self._update is None or self._waiting is not None:
+        is_held = self._is_logging or self._update is not None
+        if not is_held or self._waiting is not None:
             raise error
         self._waiting = error
 
@@ -387,10 +431,14 @@ class CheckpointOnExit(TrainerCallback):
         if self._step == step:
             self._restore_random()
             trainer._load_process_state(self._state)
-            trainer._metrics["train"].clear()  # of what the step that failed had added
-        elif trainer.control.should_log and not any(line["step"] == step for line in trainer.state.log_history[-1:]):
+            return
+        if trainer.control.should_log:
             # What was measured in a step that ended before its log must not be averaged into the next one's.
+            trainer.control.should_evaluate = trainer.control.should_save = False
+            loss, rate = trainer._tr_loss, self._learning_rate
             try:
-                trainer.log({})
+                trainer._maybe_log_save_evaluate(loss, trainer._grad_norm, trainer.model, None, 0.0, None, None, rate)
             except Exception as failure:
                 get_logger().error("logging it failed too: %s: %s", type(failure).__name__, failure)
+        if trainer._globalstep_last_logged == step:  # if a callback failed, they are left
+            trainer._metrics["train"].clear()

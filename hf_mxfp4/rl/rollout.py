@@ -174,9 +174,13 @@ class RolloutCorrection:
 
     def __init__(self, args: Any, accelerator: Accelerator, record: Callable[[str, float], None]):
         self._args, self._accelerator, self._record = args, accelerator, record
-        self._sums, self._sums_step = MismatchSums(), -1
+        self._sums = MismatchSums()
         self._waiting: tuple[dict[str, Any], torch.Tensor, int] | None = None
         self._warned = False
+
+    def forget_step(self) -> None:
+        """Forget the batches of an optimizer step that is measured, or was cut short."""
+        self._sums = MismatchSums()
 
     def check(self, batch: dict[str, Any], step: int) -> None:
         """Warn, before the first step, of a rollout for training that came without log-probabilities."""
@@ -229,14 +233,12 @@ class RolloutCorrection:
 
     def _measure(self, log_ratio: torch.Tensor, mask: torch.Tensor, kept: torch.Tensor, step: int) -> None:
         """Add to what is logged once per optimizer step, over its batches and all processes."""
-        if self._sums_step != step:
-            self._sums, self._sums_step = MismatchSums(), step
         args = self._args
         self._sums.add(log_ratio, mask, args.rollout_correction_mode, args.rollout_correction_cap, kept)
         if not self._accelerator.sync_gradients:
             return
-        self._sums_step = -1
         measures = self._sums.measures(self._accelerator.gather)
+        self.forget_step()
         if not args.rollout_rejection:
             measures.pop("sampling/rejected", None)
         for name, value in measures.items():

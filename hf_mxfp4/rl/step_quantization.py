@@ -109,6 +109,7 @@ class QuantizedTrainerMixin(ExactResumeMixin):
     """
 
     quantization: StepQuantization
+    _grad_norm: Any = None
 
     def _add_run_callbacks(self, *first: TrainerCallback) -> None:
         """Add the run log and the checkpoint on exit.
@@ -144,6 +145,14 @@ class QuantizedTrainerMixin(ExactResumeMixin):
             stack.callback(keep_random_states())
             stack.enter_context(self.quantization.evaluation())
             return super().evaluate(*args, **kwargs)
+
+    def log(self, *args: Any, **kwargs: Any) -> None:
+        with self.exit_checkpoint.logging():
+            super().log(*args, **kwargs)
+
+    def _get_grad_norm(self, *args: Any, **kwargs: Any) -> Any:
+        self._grad_norm = super()._get_grad_norm(*args, **kwargs)  # for a log that a failure has prevented
+        return self._grad_norm
 
     def _record(self, name: str, value: float) -> None:
         """Add to the next training log, where values of one name are averaged."""

@@ -348,6 +348,10 @@ class MXFP4GRPOTrainer(QuantizedTrainerMixin, GRPOTrainer):
         controller = self.entropy_coef, self._last_world_entropy
         return {**super()._process_state(), "entropy_controller": controller}
 
+    def _forget_step(self) -> None:
+        super()._forget_step()
+        self.correction.forget_step()
+
     def _load_process_state(self, state: dict[str, Any]) -> None:
         super()._load_process_state(state)
         if self.use_adaptive_entropy and "entropy_controller" in state:
