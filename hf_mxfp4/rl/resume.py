@@ -345,6 +345,23 @@ class CheckpointOnExit(TrainerCallback):
         self._step, self._restore_random, self._state = step, keep_random_states(), self.trainer._process_state()
 
     @contextlib.contextmanager
+    def at_step_end(self) -> Iterator[None]:
+        """Put random states, rollouts and logs back to the end of the last step, if the next one has begun, while a
+        checkpoint is saved."""
+        trainer = self.trainer
+        if self._step != trainer.state.global_step:
+            yield
+            return
+        restore_random, state = keep_random_states(), trainer._process_state()
+        self._restore_random()
+        trainer._load_process_state(self._state)
+        try:
+            yield
+        finally:
+            restore_random()
+            trainer._load_process_state(state)
+
+    @contextlib.contextmanager
     def checkpoint_on_exit(self) -> Iterator[None]:
         """Save the last finished step whenever this context ends by an exception."""
         # Several processes could not save together, each somewhere else; signals end them as they always do.
@@ -399,7 +416,7 @@ class CheckpointOnExit(TrainerCallback):
         folder = Path(trainer._get_output_dir(trial=None)) / f"checkpoint-{step}"
         try:
             if why_incomplete(folder) is not None:
-                self._rewind(step)
+                self._finish_log(step)
                 trainer._save_checkpoint(trainer.model, trial=None)
         except Exception as failure:
             kind = type(failure).__name__
@@ -425,15 +442,12 @@ class CheckpointOnExit(TrainerCallback):
             return f"there is no whole checkpoint in {self.trainer.args.output_dir}"
         return f"the newest whole checkpoint is {path}, resume with resume_from_checkpoint"
 
-    def _rewind(self, step: int) -> None:
-        """Put random states, rollouts and logs back to the end of step ``step``, if the next one has begun."""
+    def _finish_log(self, step: int) -> None:
+        """Log step ``step`` if it ended before its log, so that the next one's does not average what it measured."""
         trainer = self.trainer
         if self._step == step:
-            self._restore_random()
-            trainer._load_process_state(self._state)
             return
         if trainer.control.should_log:
-            # What was measured in a step that ended before its log must not be averaged into the next one's.
             trainer.control.should_evaluate = trainer.control.should_save = False
             loss, rate = trainer._tr_loss, self._learning_rate
             try:

@@ -146,6 +146,10 @@ class QuantizedTrainerMixin(ExactResumeMixin):
             stack.enter_context(self.quantization.evaluation())
             return super().evaluate(*args, **kwargs)
 
+    def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        with self.exit_checkpoint.at_step_end():
+            super()._save_checkpoint(*args, **kwargs)
+
     def log(self, *args: Any, **kwargs: Any) -> None:
         with self.exit_checkpoint.logging():
             super().log(*args, **kwargs)

@@ -216,6 +216,18 @@ def test_handlers_of_others_are_left_alone(build, tmp_path):
     assert caught == [signal.SIGTERM] and trainer.state.global_step == 1
 
 
+@pytest.mark.parametrize("event", ["on_substep_end", "on_pre_optimizer_step"])
+def test_a_checkpoint_that_a_callback_saves_within_a_step_is_of_the_step_before(build, tmp_path, event):
+    """As `enable_jit_checkpoint` of transformers does, which then stops training."""
+    options = {"max_steps": 4, "per_device_train_batch_size": 4, "gradient_accumulation_steps": 2}
+    whole = end_of(build, tmp_path / "whole", **options)
+    trainer = build(output_dir=str(tmp_path / "parts"), **options)
+    trainer.add_callback(Acting(event, 2, lambda: trainer._save_checkpoint(trainer.model, trial=None)))
+    trainer.train()
+    assert_same(everything(trainer), whole)
+    assert_same(end_of(build, tmp_path / "parts", resume=True, **options), whole)
+
+
 def test_a_second_signal_does_not_wait_for_the_update(build, tmp_path, monkeypatch, capsys):
     original = torch.optim.AdamW.step
     trainer = build(output_dir=str(tmp_path), **RUN)
