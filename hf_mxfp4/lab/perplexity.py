@@ -121,7 +121,7 @@ class _Run:
         return Row(scheme.name, found.scores, scheme, sqnr_db)
 
 
-def texts_to_predict(options: TextOptions, tokenizer, texts: Sequence[str]) -> list[torch.Tensor]:
+def texts_to_predict(options: TextOptions, tokenizer, texts: Sequence[str | dict]) -> list[torch.Tensor]:
     """Return token ids ``[1, tokens]`` of the texts that have two or more. Raises [`SourceError`] where none has."""
     found = [ids for ids in options.tokens(tokenizer, texts) if ids.shape[-1] > 1]
     if not found:

@@ -11,11 +11,12 @@ from typing import Any
 
 import torch
 
+from ..given import given_column, given_tokens
 from .source import SourceError
 
 
 #: Fields of a dataset's rows that are taken for the text, in this order, where none is named.
-TEXT_FIELDS = ("text", "question,answer", "prompt,completion", "prompt", "question", "content")
+TEXT_FIELDS = ("text", "question,answer", "prompt", "question", "content")
 #: Files of one running text.
 _RUNNING = (".txt", ".md")
 _HUB_DATASET = re.compile(r"[\w.-]+(/[\w.-]+)?(:[\w.-]+){0,2}")
@@ -29,7 +30,8 @@ class TextOptions:
         dataset: a file of JSON lines, a folder that `datasets` saved, or a dataset on the Hub (``name:split`` or
             ``name:config:split``, the split ``test`` where none is named); or a ``.txt`` or ``.md`` file.
         field: name of the text's field, or names with commas between, whose texts are joined by a line break; by
-            default the first of [`TEXT_FIELDS`] that the first row has as strings.
+            default the first of [`TEXT_FIELDS`] that the first row has as strings. Rows with ``messages``, or with
+            ``prompt`` and ``completion``, have the tokens of supervised training.
         samples: how many texts; of a running text, windows of ``max_length`` tokens.
         max_length: tokens that a text is cut to.
     """
@@ -39,8 +41,9 @@ class TextOptions:
     samples: int = 100
     max_length: int = 512
 
-    def read(self) -> list[str]:
-        """Read the texts, without a tokenizer: what is wrong with them is known before a model is loaded.
+    def read(self) -> list[str | dict]:
+        """Read the texts, or rows with a conversation or a completion, without a tokenizer: what is wrong with them is
+        known before a model is loaded.
 
         Raises [`SourceError`] for what cannot be read, a missing field, or no text at all.
         """
@@ -52,10 +55,19 @@ class TextOptions:
         rows = list(itertools.islice(self._rows(), self.samples))
         if not rows:
             raise SourceError(f"{self.dataset} has no rows")
-        field, texts = self.field, []
+        field = self.field
+        texts: list[str | dict] = []
+        is_given = False
         for i, row in enumerate(rows, 1):
             if not isinstance(row, dict):
                 raise SourceError(f"row {i} of {self.dataset} is not a JSON object; every line must be one")
+            if i == 1 and field is None and not any(_has_all(row, names) for names in TEXT_FIELDS[:2]):
+                is_given = given_column(row) in ("completion", "messages", "conversations")
+            if is_given:
+                if given_column(row) is None:
+                    raise SourceError(f"row {i} of {self.dataset} has no completion (it has {', '.join(row)})")
+                texts.append(row)
+                continue
             field = field or next((names for names in TEXT_FIELDS if _has_all(row, names)), None)
             if field is None:
                 raise SourceError(
@@ -68,7 +80,7 @@ class TextOptions:
             texts.append("\n".join(row[name.strip()] for name in field.split(",")))
         return texts
 
-    def tokens(self, tokenizer, texts: Sequence[str]) -> list[torch.Tensor]:
+    def tokens(self, tokenizer, texts: Sequence[str | dict]) -> list[torch.Tensor]:
         """Return token ids ``[1, tokens]`` of what [`read`] gave: of each text that has any, or of the windows of a
         running text, each with the token that the tokenizer begins texts with.
 
@@ -85,10 +97,10 @@ class TextOptions:
         """Whether it is one text, and not rows of texts."""
         return Path(self.dataset).suffix.lower() in _RUNNING
 
-    def _cut(self, tokenizer, texts: Sequence[str]) -> list[torch.Tensor]:
+    def _cut(self, tokenizer, texts: Sequence[str | dict]) -> list[torch.Tensor]:
         return [_encoded(tokenizer, text, truncation=True, max_length=self.max_length) for text in texts]
 
-    def _windows(self, tokenizer, text: str) -> list[torch.Tensor]:
+    def _windows(self, tokenizer, text: str | dict) -> list[torch.Tensor]:
         ids = _encoded(tokenizer, text)
         begin = getattr(tokenizer, "bos_token_id", None)
         first = ids[:, :1] if begin is not None and ids.shape[-1] and ids[0, 0] == begin else ids[:, :0]
@@ -125,8 +137,10 @@ def json_lines(path: Path) -> Iterator[tuple[str, Any]]:
             raise SourceError(f"{path}:{number}: not a line of JSON ({error})") from error
 
 
-def _encoded(tokenizer, text: str, **options: Any) -> torch.Tensor:
+def _encoded(tokenizer, text: str | dict, **options: Any) -> torch.Tensor:
     try:
+        if isinstance(text, dict):
+            return torch.tensor([given_tokens(text, tokenizer)[0][: options["max_length"]]])
         return tokenizer(text, **options, return_tensors="pt").input_ids
     except Exception as error:  # fast tokenizers raise nothing narrower, for a character they lack
         raise SourceError(f"the tokenizer cannot encode the texts of the dataset: {error}") from error

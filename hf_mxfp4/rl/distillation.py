@@ -7,8 +7,6 @@ not grow with their product. Added here: a teacher that shares frozen tensors wi
 completions, and divergence and perplexity of held-out texts.
 """
 
-import copy
-import json
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,11 +14,11 @@ import torch
 from peft import PeftModel
 from torch import nn
 from trl import DistillationConfig, DistillationTrainer
-from trl.data_utils import common_prefix_length, is_conversational_from_value, maybe_convert_to_chatml
 from trl.models import prepare_deepspeed, prepare_fsdp
 from trl.trainer.utils import add_fused_lm_head, create_model_from_path
 
 from .._logging import get_logger
+from ..given import given_column, given_tokens
 from ..layers import TRAINABLE, cached_weights
 from ..utils import described_options, evaluation_mode, option, replaced_method
 from .config import check_adapter, check_policy, check_scheme, count_quantized
@@ -132,7 +130,7 @@ class MXFP4DistillationTrainer(QuantizedTrainerMixin, DistillationTrainer):
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
         metrics = self._metrics["train" if self.model.training else "eval"]
-        given = {_given_column(row) is not None for row in inputs}
+        given = {given_column(row) is not None for row in inputs}
         if len(given) > 1:
             raise ValueError("a batch has rows with and without a completion or text; give all of them one, or none")
         if given == {True}:
@@ -244,42 +242,13 @@ def _choose_trained(model: nn.Module, train_all: bool) -> int:
     return sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
 
 
-def _given_column(row: dict[str, Any]) -> str | None:
-    """Return the column of what is learned of a row, or `None` if its completion is to be sampled."""
-    columns = ["input_ids", "messages", "conversations", "text"]
-    if row.get("prompt") is not None:
-        columns.insert(1, "completion")
-    return next((name for name in columns if row.get(name) is not None), None)
-
-
 def _tokens_of(
     row: dict[str, Any], tokenizer: Any, max_length: int, template: dict[str, Any]
 ) -> tuple[list[int], list[int]]:
-    """Return the tokens of a row that are only read, and those that are learned, as [`trl.SFTTrainer`] makes them.
-    ``template``: options of the chat template, which those of the row replace. Raises `ValueError` for a row without a
-    token to learn."""
-    if is_conversational_from_value(row):
-        row = maybe_convert_to_chatml(copy.deepcopy(row))
-    tools = row.get("tools")
-    if tools is not None:
-        template = {**template, "tools": json.loads(tools) if isinstance(tools, str) else tools}
-    template = {**template, **(row.get("chat_template_kwargs") or {})}
-
-    def encode(text: str | list, **options: Any) -> list[int]:
-        if isinstance(text, str):
-            return tokenizer(text)["input_ids"]
-        return tokenizer.apply_chat_template(text, return_dict=True, **{**template, **options})["input_ids"]
-
-    column = _given_column(row)
-    given, start = row[column], 1
-    if isinstance(given, str) and not given.endswith(tokenizer.eos_token):
-        given += tokenizer.eos_token
-    if column == "completion":
-        ids = encode(row["prompt"] + given)
-        start = max(1, common_prefix_length(encode(row["prompt"], add_generation_prompt=True), ids))
-    else:
-        ids = given if column == "input_ids" else encode(given)
+    """Return the tokens of a row that are only read, and those that are learned. Raises `ValueError` for a row without
+    a token to learn."""
+    ids, start = given_tokens(row, tokenizer, **template)
     if not start < len(ids[:max_length]):
-        text = str(row.get("prompt") or given)[:60]
+        text = str(row.get("prompt") or row[given_column(row)])[:60]
         raise ValueError(f"no token of the row {text!r} is left to learn within max_length={max_length} tokens")
     return ids[:start], ids[start:max_length]

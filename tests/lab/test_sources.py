@@ -210,6 +210,24 @@ def test_texts_of_several_fields(tmp_path):
         read(path, "question,note")
 
 
+CHAT = [{"role": "user", "content": "48"}, {"role": "assistant", "content": " clips"}]
+
+
+@pytest.mark.parametrize(
+    ("row", "text"),
+    [
+        ({"prompt": "48", "completion": " clips"}, "<|im_start|>48 clips<|im_end|>"),
+        ({"messages": CHAT}, "<|im_start|>48<|im_end|><|im_start|> clips<|im_end|>"),
+        ({"prompt": CHAT[:1], "completion": CHAT[1:]}, "<|im_start|>48<|im_end|><|im_start|> clips<|im_end|>"),
+    ],
+)
+def test_given_completions_have_the_tokens_of_supervised_training(tmp_path, row, text):
+    tokenizer = make_tokenizer("qwen2", begins=True)
+    options = TextOptions(str(write(tmp_path / "d.jsonl", [row])))
+    (found,) = options.tokens(tokenizer, options.read())
+    assert tokenizer.decode(found[0]) == text
+
+
 def test_a_running_text_is_cut_into_windows(tmp_path):
     file, text = tmp_path / "book.txt", "The quick brown fox can't jump over 1234 lazy dogs.\n\nHe ran."
     file.write_text(text)
