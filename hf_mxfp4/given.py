@@ -37,10 +37,19 @@ def given_tokens(row: dict[str, Any], tokenizer: Any, **template: Any) -> tuple[
     column = given_column(row)
     given = row[column]
     if column == "input_ids":
-        return given, 1
+        return given, _masked_tokens(row)
     if isinstance(given, str) and not given.endswith(tokenizer.eos_token):
         given += tokenizer.eos_token
     if column != "completion":
         return encode(given), 1
     ids = encode(row["prompt"] + given)
     return ids, max(1, common_prefix_length(encode(row["prompt"], add_generation_prompt=True), ids))
+
+
+def _masked_tokens(row: dict[str, Any]) -> int:
+    """Return how many tokens precede those that the `labels` of a row, if any, let learn."""
+    learned = [label != -100 for label in row.get("labels") or row["input_ids"]]
+    start = learned.index(True) if any(learned) else len(learned)
+    if not all(learned[start:]):
+        raise ValueError("labels can only leave out the beginning of a row")
+    return max(1, start)

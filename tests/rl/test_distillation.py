@@ -259,6 +259,7 @@ TOOLS = [{"type": "function", "function": {"name": "half", "description": "Halve
         {"text": "48 clips"},
         {"text": f"48 clips{TOKENIZER.eos_token}"},
         {"prompt": "48 cl", "completion": "ips"},
+        {"input_ids": [7, 8, 9, 10], "labels": [-100, -100, 9, 10]},
         {"conversations": [{"from": "user", "value": "48"}, {"from": "assistant", "value": " clips"}]},
         *[
             {**chat, **more}
@@ -308,6 +309,11 @@ def test_a_chat_template_writes_all_special_tokens(row):
 def test_rows_without_a_token_to_learn_are_refused(row):
     with pytest.raises(ValueError, match="no token of the row '.*' is left to learn within max_length=8"):
         distillation._tokens_of(row, TOKENIZER, 8, {})
+
+
+def test_labels_with_holes_are_refused(build):
+    with pytest.raises(ValueError, match="can only leave out the beginning of a row"):
+        build()._generate_and_score_completions([{"input_ids": [7, 8, 9, 10], "labels": [-100, 8, -100, 10]}])
 
 
 def test_a_batch_has_completions_or_none(build):
