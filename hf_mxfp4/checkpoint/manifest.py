@@ -84,7 +84,7 @@ def write_whole_manifest(folder: str | os.PathLike) -> int:
     """Record all files under ``folder``, when all processes have written theirs; return their number. The model card is
     left out because people edit it."""
     folder = Path(folder)
-    left_out = {MANIFEST, TRAINER_STATE, "README.md"}
+    left_out = {MANIFEST, TRAINER_STATE, "README.md", "checkpoint-is-incomplete.txt"}  # until a JIT checkpoint is saved
     names = [path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()]
     return write_manifest(folder, [name for name in names if name not in left_out and not is_draft(Path(name).name)])
 

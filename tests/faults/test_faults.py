@@ -12,6 +12,7 @@ import torch
 from grpo_runs import even_digits, everything, prompts, trainer_factory
 from same_bits import assert_same, weights
 from transformers import TrainerCallback
+from transformers.trainer_jit_checkpoint import JITCheckpointCallback
 
 from hf_mxfp4.checkpoint import last_complete_checkpoint, why_incomplete
 from hf_mxfp4.rl import RewardError
@@ -216,16 +217,24 @@ def test_handlers_of_others_are_left_alone(build, tmp_path):
     assert caught == [signal.SIGTERM] and trainer.state.global_step == 1
 
 
-@pytest.mark.parametrize("event", ["on_substep_end", "on_pre_optimizer_step"])
-def test_a_checkpoint_that_a_callback_saves_within_a_step_is_of_the_step_before(build, tmp_path, event):
-    """As `enable_jit_checkpoint` of transformers does, which then stops training."""
+def test_a_checkpoint_that_a_callback_saves_within_a_step_is_of_the_step_before(build, tmp_path):
     options = {"max_steps": 4, "per_device_train_batch_size": 4, "gradient_accumulation_steps": 2}
     whole = end_of(build, tmp_path / "whole", **options)
     trainer = build(output_dir=str(tmp_path / "parts"), **options)
-    trainer.add_callback(Acting(event, 2, lambda: trainer._save_checkpoint(trainer.model, trial=None)))
+    trainer.add_callback(Acting("on_substep_end", 2, lambda: trainer._save_checkpoint(trainer.model, trial=None)))
     trainer.train()
     assert_same(everything(trainer), whole)
     assert_same(end_of(build, tmp_path / "parts", resume=True, **options), whole)
+
+
+def test_a_just_in_time_checkpoint_goes_on_to_the_same_bits(build, whole, tmp_path):
+    """That of transformers is saved before an update, which is made in spite of it."""
+    trainer = build(output_dir=str(tmp_path), enable_jit_checkpoint=True, **RUN)
+    (manager,) = [c.jit_manager for c in trainer.callback_handler.callbacks if isinstance(c, JITCheckpointCallback)]
+    trainer.reward_funcs[0] = at_step(2, manager._enable_checkpoint)  # what a signal does after some seconds
+    trainer.train()
+    assert trainer.state.global_step == 3 and checkpoints(tmp_path) == ["checkpoint-2"]
+    assert_same(end_of(build, tmp_path, resume=True, **RUN), whole)
 
 
 def test_a_second_signal_does_not_wait_for_the_update(build, tmp_path, monkeypatch, capsys):
