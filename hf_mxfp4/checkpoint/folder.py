@@ -21,6 +21,8 @@ from ..files import write_json
 
 
 CONFIG = "config.json"
+#: Key of `config.json` for the file of the weights, if it has not the usual name.
+KEY = "transformers_weights"
 #: Files that belong to a checkpoint of any format, apart from the weights. No pickles, optimizer state or model card.
 SIDE_FILES = (
     "generation_config.json",
@@ -272,9 +274,14 @@ def open_checkpoint(path: str | os.PathLike) -> CheckpointFolder:
     if not folder.is_dir():
         raise CheckpointError(f"{folder} is not a folder; give that of a checkpoint")
     config = read_json(folder / CONFIG)
-    weight_map = read_index(folder / INDEX) if (folder / INDEX).is_file() else {}
-    files = sorted(set(weight_map.values())) or [SINGLE]
-    if not weight_map and not (folder / SINGLE).is_file():
+    named = str(config.get(KEY))
+    single = named if named.endswith(".safetensors") else SINGLE
+    index = named if named.endswith(".safetensors.index.json") else INDEX
+    if Path(single).name != single or Path(index).name != index:
+        raise CheckpointError(f"{folder / CONFIG} names weights outside of the folder: {named}")
+    weight_map = read_index(folder / index) if single != named and (folder / index).is_file() else {}
+    files = sorted(set(weight_map.values())) or [single]
+    if not weight_map and not (folder / single).is_file():
         raise CheckpointError(f"{folder} has neither {INDEX} nor {SINGLE}; only safetensors checkpoints are read")
     tensors = tensors_by_name(read_header(folder / file) for file in files)
     if not tensors:

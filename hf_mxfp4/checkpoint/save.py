@@ -21,9 +21,9 @@ from torch import nn
 
 from ..config import MXFP4RLConfig
 from ..files import one_writer, sync_to_disk, write_json
-from .folder import CONFIG, ShardError, read_header, read_index, write_metadata
+from .folder import CONFIG, KEY, CheckpointError, ShardError, read_header, read_index, read_json, write_metadata
 from .manifest import MANIFEST, checkpoint_step, read_manifest, weight_files, write_manifest
-from .scheme import guard_folder
+from .scheme import guard_folder, guarded
 
 
 #: Arguments of `save_pretrained` that say how to upload, not what to write.
@@ -31,6 +31,9 @@ _UPLOAD_OPTIONS = ("commit_message", "commit_description", "private", "token", "
 _SET_ASIDE = "_mxfp4_state_dict"
 _STAGING = ".saving-"
 _SHARD = re.compile(r"(?P<stem>.*?)(?P<tag>-b)?(?P<count>-\d{5}-of-\d{5})\.safetensors")
+#: In the names of new weights until they replace the old ones: of a shard that no checkpoint has.
+_NEW = "-00000-of-00000"
+_PENDING = re.compile(rf"model(?:\.(?P<variant>.+))?{_NEW}\.safetensors(?P<index>\.index\.json)?")
 
 
 def wrap_saving(cls: type[nn.Module]) -> None:
@@ -247,10 +250,11 @@ def staged(folder: str | os.PathLike, variant: str | None = None) -> Iterator[Pa
     """Yield a new folder inside ``folder`` to save a checkpoint into; when the context ends without error its files
     move up, with a manifest of the weights.
 
-    ``folder`` may hold other files, so it is not replaced as a whole. One name decides which checkpoint is loaded:
-    `model.safetensors` if it exists, else the index of shards. All that a name refers to is in place before the name
-    is, so a process killed at any moment leaves the old checkpoint or the new one; what else it leaves (``.saving-*``,
-    shards that no index names) is removed by the next save. After an exception ``folder`` is unchanged.
+    ``folder`` may hold other files, so it is not replaced as a whole. The step from the old checkpoint to the new one
+    is the replacement of `config.json`: it names the new weights, which have a name of their own until the old ones are
+    gone (``transformers_weights``, which transformers follows). So a process killed at any moment leaves the old
+    checkpoint or the new one; what else it leaves (``.saving-*``, weights that nothing names) is removed by the next
+    save. After an exception ``folder`` is unchanged.
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -280,39 +284,81 @@ def _weights_in(folder: Path, variant: str | None) -> set[str]:
     """Return the names in a folder of all weights of a variant: the file, the index, and shards old and new."""
     names = weight_names(variant)
     stem = names[0].removesuffix(".safetensors")
+    names = {*names, f"{stem}{_NEW}.safetensors.index.json"}
     found = {path.name: _SHARD.fullmatch(path.name) for path in folder.iterdir()}
     return {name for name, match in found.items() if name in names or match is not None and match["stem"] == stem}
 
 
 def _move_in(staging: Path, folder: Path, variant: str | None) -> None:
     """Move the files of a new checkpoint up."""
+    _finish(folder, staging)  # a save that was killed
     single, index = weight_names(variant)
     if (staging / index).is_file():
         _rename_shards(staging, index, _shards_of(folder / index))
-    new, old = _weights_in(staging, variant), _weights_in(folder, variant)
+    new = _weights_in(staging, variant)
     for file in staging.glob("*.safetensors"):
         if metadata := read_header(file).metadata:
             write_metadata(file, metadata)
     if new:
-        kept = {}
+        old, kept = _weights_in(folder, variant), {}
         with contextlib.suppress(ShardError):
             kept = read_manifest(folder)
         kept = {name: kept[name] for name in kept.keys() - old if not (staging / name).exists()}
         write_manifest(staging, weight_files(staging), kept)
         (folder / MANIFEST).unlink(missing_ok=True)
     files = [path.relative_to(staging).as_posix() for path in staging.rglob("*") if path.is_file()]
-    # The names that decide what is loaded come last.
-    decisive = [name for name in (single, index, CONFIG, MANIFEST) if name in files]
     for name in files:
         sync_to_disk(staging / name)
-    for name in [*(name for name in files if name not in decisive), *decisive]:
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        os.replace(staging / name, folder / name)
-        if file == index:
-            (folder / single).unlink(missing_ok=True)
+
+    weights = index if index in new else single
+    for name in files:
+        if name not in (weights, CONFIG, MANIFEST):
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            os.replace(staging / name, folder / name)
+    if weights in files and CONFIG in files and (folder / CONFIG).is_file():
+        pending = f"{single.removesuffix('.safetensors')}{_NEW}.safetensors{'.index.json' if weights == index else ''}"
+        os.replace(staging / weights, folder / pending)
+        write_json(staging / CONFIG, {**read_json(staging / CONFIG), KEY: pending}, sort_keys=True)
+        os.replace(staging / CONFIG, folder / CONFIG)
+        _finish(folder, staging)
+    elif weights in files:
+        os.replace(staging / weights, folder / weights)
+    stale = _weights_in(folder, variant) - new if new else set()
+    for name in sorted(stale, key=lambda name: name != index):  # what names shards goes first
+        (folder / name).unlink()
+    for name in (CONFIG, MANIFEST):
+        if (staging / name).is_file():
+            os.replace(staging / name, folder / name)
     sync_to_disk(folder)
-    for name in sorted(old - new, key=lambda name: name != index) if new else ():  # what names shards goes first
-        (folder / name).unlink(missing_ok=True)
+
+
+def _finish(folder: Path, scratch: Path) -> None:
+    """Give new weights that `config.json` points to their usual name; do nothing if it points to none.
+
+    The old weights are replaced while `config.json` points to the new ones, which then have both names.
+    """
+    try:
+        config = read_json(folder / CONFIG)
+    except CheckpointError:  # there is none, or it is damaged
+        return
+    pending = _PENDING.fullmatch(str(config.get(KEY)))
+    if pending is None or not (folder / pending[0]).is_file():
+        return
+    single, index = weight_names(pending["variant"])
+    usual, other = (index, single) if pending["index"] else (single, index)
+    second = scratch / "second_name"
+    try:
+        os.link(folder / pending[0], second)
+    except OSError:  # a file system without hard links
+        shutil.copyfile(folder / pending[0], second)
+        sync_to_disk(second)
+    (folder / other).unlink(missing_ok=True)
+    os.replace(second, folder / usual)
+    second.unlink(missing_ok=True)  # is left if both are the same file already
+    finished = scratch / "finished_config"
+    write_json(finished, guarded(config), sort_keys=True)
+    os.replace(finished, folder / CONFIG)
+    (folder / pending[0]).unlink()
 
 
 def _rename_shards(staging: Path, index: str, taken: set[str]) -> None:

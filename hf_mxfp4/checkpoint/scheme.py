@@ -16,10 +16,9 @@ import torch
 
 from ..config import FORMAT_VERSION, QUANT_METHOD, MXFP4RLConfig
 from ..files import write_json
-from .folder import FileHeader, ShardError, read_json, tensors_by_name
+from .folder import KEY, FileHeader, ShardError, read_json, tensors_by_name
 
 
-KEY = "transformers_weights"
 TEXT = (
     "none that transformers can use alone. This checkpoint is MXFP4 of the package hf_mxfp4: put `import hf_mxfp4` "
     "before from_pretrained, or run commands such as trl or lm_eval as `hf-mxfp4 run -- COMMAND`. For full precision, "
@@ -48,9 +47,15 @@ def stored_scheme(quantization: Any) -> MXFP4RLConfig | None:
     return MXFP4RLConfig.from_dict(options) if options and options.get("quant_method") == QUANT_METHOD else None
 
 
+def guarded(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a `config.json` with the key if it has a scheme, and without it otherwise."""
+    rest = {name: value for name, value in config.items() if name != KEY}
+    return {**rest, KEY: TEXT} if rest.get("quantization_config") else rest
+
+
 def guard_folder(folder: Path) -> None:
     """Put the key into the `config.json` that transformers has written there."""
-    write_json(folder / "config.json", {**read_json(folder / "config.json"), KEY: TEXT}, sort_keys=True)
+    write_json(folder / "config.json", guarded(read_json(folder / "config.json")), sort_keys=True)
 
 
 def remove_scheme(config: Any) -> None:

@@ -2,6 +2,7 @@
 """Folders that appear whole or not at all, saves that are killed at every change of the folder and at random moments,
 metadata of files that are replaced in place; files that are replaced in one step, and files of JSON lines."""
 
+import contextlib
 import itertools
 import json
 import os
@@ -15,10 +16,19 @@ import pytest
 import torch
 import transformers.modeling_utils
 from safetensors.torch import load_file, save_file
+from tiny_models import make_model
 from transformers import AutoModelForCausalLM
 
 from hf_mxfp4 import MXFP4RLConfig
-from hf_mxfp4.checkpoint import FolderError, atomic_folder, read_header, staged, verify_folder, write_metadata
+from hf_mxfp4.checkpoint import (
+    FolderError,
+    atomic_folder,
+    open_checkpoint,
+    read_header,
+    staged,
+    verify_folder,
+    write_metadata,
+)
 from hf_mxfp4.files import append_lines, json_clean, lock, one_writer, replace_file, replacing, write_json
 
 
@@ -117,9 +127,9 @@ class Killed(BaseException):
 
 
 def write(folder: Path, shards: int, number: int) -> None:
-    """A checkpoint of 12 tensors that all hold ``number``."""
+    """A checkpoint of 12 tensors that all hold ``number``, as does its config."""
     names = [f"t{i}" for i in range(12)]
-    (folder / "config.json").write_text("{}")
+    (folder / "config.json").write_text(json.dumps({"number": number}))
     (folder / "generation_config.json").write_text("{}")
     if shards == 1:
         save_file({name: torch.tensor([number]) for name in names}, folder / "model.safetensors")
@@ -131,15 +141,21 @@ def write(folder: Path, shards: int, number: int) -> None:
 
 
 def read(folder: Path) -> set[int]:
-    """The numbers in the checkpoint that transformers would load."""
-    assert (folder / "config.json").is_file()
-    if (folder / "model.safetensors").is_file():
-        tensors = load_file(folder / "model.safetensors")
-    else:
-        places = json.loads((folder / INDEX).read_text())["weight_map"]
+    """The numbers in the config and in the weights that transformers would load."""
+    config = json.loads((folder / "config.json").read_text())
+    usual = "model.safetensors" if (folder / "model.safetensors").is_file() else INDEX
+    weights = config.get("transformers_weights", usual)
+    if weights.endswith(".json"):
+        places = json.loads((folder / weights).read_text())["weight_map"]
         tensors = {name: load_file(folder / file)[name] for name, file in places.items()}
+    else:
+        tensors = load_file(folder / weights)
     assert len(tensors) == 12
-    return {int(tensor) for tensor in tensors.values()}
+    assert all(torch.equal(stored.read(), tensors[name]) for name, stored in open_checkpoint(folder).tensors.items())
+    return {config["number"], *(int(tensor) for tensor in tensors.values())}
+
+
+CHANGES = [(os, "replace"), (os, "rename"), (os, "link"), (Path, "unlink")]
 
 
 def kill_after(monkeypatch, changes: int) -> None:
@@ -154,15 +170,15 @@ def kill_after(monkeypatch, changes: int) -> None:
 
         return change
 
-    monkeypatch.setattr(os, "replace", limited(os.replace))
-    monkeypatch.setattr(Path, "unlink", limited(Path.unlink))
+    for owner, name in CHANGES:
+        monkeypatch.setattr(owner, name, limited(getattr(owner, name)))
     monkeypatch.setattr(shutil, "rmtree", lambda *args, **kwargs: None)
 
 
 @pytest.fixture
 def no_sync(monkeypatch):
     """Power failures are not what is tested here, and waiting for the disk takes most of the time."""
-    monkeypatch.setattr("hf_mxfp4.checkpoint.save.sync_to_disk", lambda path: None)
+    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
 
 
 def save(folder: Path, shards: int, number: int) -> None:
@@ -177,7 +193,7 @@ def save(folder: Path, shards: int, number: int) -> None:
 )
 def test_killed_at_every_change(tmp_path, old, new):
     seen, killed = [], True
-    for changes in range(30):
+    for changes in range(60):
         folder = tmp_path / str(changes)
         save(folder, SHAPES[old], 1)
         (folder / "trainer_state.json").write_text("{}")
@@ -199,6 +215,105 @@ def test_killed_at_every_change(tmp_path, old, new):
         if not killed:  # more changes than a save makes: nothing new
             break
     assert not killed and seen == sorted(seen) and set(seen) == {1, 2}
+
+
+def killed_save(folder: Path, changes: int, shards: int, number: int) -> None:
+    with pytest.MonkeyPatch.context() as patch, contextlib.suppress(Killed):
+        kill_after(patch, changes)
+        save(folder, shards, number)
+
+
+@pytest.mark.usefixtures("no_sync")
+def test_killed_again_after_a_save_that_was_killed(tmp_path):
+    n_pending = 0
+    for first in range(20):
+        pending = tmp_path / str(first)
+        save(pending, 1, 1)
+        killed_save(pending, first, 2, 2)
+        if "transformers_weights" not in (pending / "config.json").read_text():
+            continue
+        n_pending += 1
+        seen = []
+        for second in range(25):
+            folder = shutil.copytree(pending, tmp_path / f"{first}-{second}")
+            killed_save(folder, second, 1, 3)
+            seen += read(folder)
+        assert seen == sorted(seen) and set(seen) == {2, 3}
+    assert n_pending > 3
+
+
+#: Options of schemes; `None`: none.
+SCHEMES = {
+    "packed": {"mode": "packed"},
+    "even": {"scale_rule": "even", "dither_ties": False},
+    "rceil": {"scale_rule": "rceil", "dither_ties": False},
+    "plain": None,
+}
+LAYOUTS = {"one": "1GB", "shards": "60KB"}
+CHECKPOINTS = list(product(SCHEMES, LAYOUTS))
+#: Pairs of schemes that are tested always, when the layout changes too.
+ALWAYS = {("plain", "packed"), ("packed", "even"), ("even", "rceil"), ("rceil", "packed")}
+
+
+def pair_of_checkpoints(old: tuple[str, str], new: tuple[str, str]):
+    always = (old[0], new[0]) in ALWAYS and old[1] != new[1]
+    return pytest.param(old, new, marks=() if always else pytest.mark.large, id=f"{'-'.join(old)}-to-{'-'.join(new)}")
+
+
+def scheme_and_weights(folder: Path) -> tuple[dict | None, dict[str, bytes]]:
+    """What transformers loads from a folder."""
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    config = getattr(model.config, "quantization_config", None)
+    weights = {name: value.numpy().tobytes() for name, value in model.state_dict().items()}
+    return None if config is None else config.to_dict(), weights
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory):
+    """Two models under every scheme and in every layout: folders, and what is loaded from them."""
+    root, found = tmp_path_factory.mktemp("checkpoints"), {}
+    for number, (scheme, layout) in product((1, 2), CHECKPOINTS):
+        folder, options = root / f"{scheme}-{layout}-{number}", SCHEMES[scheme]
+        make_model("qwen2", layers=1, seed=number).save_pretrained(folder, max_shard_size=LAYOUTS[layout])
+        if options is not None:
+            config = MXFP4RLConfig(**options)
+            model = AutoModelForCausalLM.from_pretrained(folder, quantization_config=config)
+            shutil.rmtree(folder)
+            model.save_pretrained(folder, max_shard_size=LAYOUTS[layout])
+        found[scheme, layout, number] = folder, scheme_and_weights(folder)
+    return found
+
+
+def files_of(folder: Path) -> set[tuple[str, int, int]]:
+    """Names of a folder's files and which files they are."""
+    entries = [entry for entry in os.scandir(folder) if entry.is_file()]
+    return {(entry.name, entry.inode(), entry.stat().st_mtime_ns) for entry in entries}
+
+
+@pytest.mark.usefixtures("no_sync")
+@pytest.mark.parametrize(("old", "new"), [pair_of_checkpoints(*both) for both in product(CHECKPOINTS, CHECKPOINTS)])
+def test_a_killed_save_leaves_the_old_scheme_and_weights_or_the_new_ones(checkpoints, tmp_path, old, new):
+    (old_folder, old_loaded), (new_folder, new_loaded) = checkpoints[(*old, 1)], checkpoints[(*new, 2)]
+    seen, killed = [], True
+    for changes in range(60):
+        folder = tmp_path / str(changes)
+        shutil.copytree(old_folder, folder)
+        before = files_of(folder)
+        with pytest.MonkeyPatch.context() as patch:
+            try:
+                with staged(folder) as staging:
+                    shutil.copytree(new_folder, staging, dirs_exist_ok=True)
+                    kill_after(patch, changes)
+                killed = False
+            except Killed:
+                pass
+        loaded = old_loaded if files_of(folder) == before else scheme_and_weights(folder)
+        assert loaded in (old_loaded, new_loaded)
+        seen.append(loaded == new_loaded)
+        assert not verify_folder(folder).problems
+        if not killed:
+            break
+    assert not killed and seen == sorted(seen) and set(seen) == {False, True}
 
 
 def test_a_variant_leaves_the_other_weights_alone(tmp_path):

@@ -262,6 +262,18 @@ def test_a_folder_with_an_index_that_says_nothing(tmp_path, index, words):
         open_checkpoint(tmp_path)
 
 
+def test_config_names_the_weights_inside_of_the_folder_only(tmp_path):
+    folder = tmp_path / "model"
+    folder.mkdir()
+    for file in (tmp_path / "outside.safetensors", folder / "inside.safetensors"):
+        save_file({"weight": torch.ones(2, 2)}, file)
+    (folder / "config.json").write_text(json.dumps({"transformers_weights": "inside.safetensors"}))
+    assert open_checkpoint(folder).tensors["weight"].file == folder / "inside.safetensors"
+    (folder / "config.json").write_text(json.dumps({"transformers_weights": "../outside.safetensors"}))
+    with pytest.raises(CheckpointError, match="names weights outside of the folder"):
+        open_checkpoint(folder)
+
+
 def test_the_dtype_is_named_or_that_of_the_largest_tensor(tmp_path):
     large, codes = torch.ones(64, dtype=torch.float64), torch.ones(4096, dtype=torch.uint8)
     save_file({"small": torch.ones(2), "large": large, "codes": codes}, tmp_path / "model.safetensors")
