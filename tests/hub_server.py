@@ -47,6 +47,7 @@ class HubServer:
         repos: repositories by ``org/name``.
         broken_uploads: so many of the next LFS uploads are cut off in the middle, each time by closing the connection.
         requests: ``"METHOD path"`` of everything that was asked, in order.
+        unreachable: ``org/name/path`` of files that are asked for in vain: the gateway's time is up.
     """
 
     def __init__(self) -> None:
@@ -54,6 +55,7 @@ class HubServer:
         self.objects: dict[str, bytes] = {}
         self.broken_uploads = 0
         self.requests: list[str] = []
+        self.unreachable: set[str] = set()
         self.lock = threading.Lock()
         self._http = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (_Handler,), {"hub": self}))
         self._http.daemon_threads = True
@@ -175,6 +177,8 @@ class _Handler(BaseHTTPRequestHandler):
             return self.answer([_entry(path, content) for path, content in files.items()])
         if rest[0] == "resolve":
             path = "/".join(rest[2:])
+            if "/".join([*name, path]) in self.hub.unreachable:
+                return self.refuse(504, "Gateway Time-out")
             if path not in files:
                 return self.refuse(404, "Entry not found", "EntryNotFound")
             oid = hashlib.sha256(files[path]).hexdigest()

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from huggingface_hub import CommitInfo, HfApi
-from huggingface_hub.errors import EntryNotFoundError
+from huggingface_hub.errors import RemoteEntryNotFoundError
 from torch import nn
 
 from ..config import MXFP4RLConfig
@@ -26,8 +26,8 @@ from .manifest import MANIFEST, checkpoint_step, read_manifest, weight_files, wr
 from .scheme import guard_folder, guarded
 
 
-#: Arguments of `save_pretrained` that say how to upload, not what to write.
-_UPLOAD_OPTIONS = ("commit_message", "commit_description", "private", "token", "revision", "create_pr", "tags")
+#: Arguments of `save_pretrained` that do not say what to write or how to upload it.
+_NOT_PUSHED = ("save_directory", "is_main_process", "push_to_hub", "repo_id")
 _SET_ASIDE = "_mxfp4_state_dict"
 _STAGING = ".saving-"
 _SHARD = re.compile(r"(?P<stem>.*?)(?P<tag>-b)?(?P<count>-\d{5}-of-\d{5})\.safetensors")
@@ -92,8 +92,8 @@ def _wrap_save(original):
         finally:
             self.__dict__.pop(_SET_ASIDE, None)
         if options["push_to_hub"]:
-            names = (*_UPLOAD_OPTIONS, "state_dict", "max_shard_size", "variant")
-            given = {name: options[name] for name in names if options.get(name) is not None}
+            left_out = (*_NOT_PUSHED, next(iter(signature.parameters)))
+            given = {name: value for name, value in options.items() if name not in left_out and value is not None}
             push(self, options.get("repo_id") or os.path.basename(os.path.normpath(folder)), **given)
 
     save_pretrained.wraps_saving = True  # type: ignore[attr-defined]
@@ -136,9 +136,7 @@ def _wrap_push(original):
     def push_to_hub(self, repo_id: str, *args, max_shard_size: int | str = "50GB", **options):
         if not is_quantized(self) or args:
             return original(self, repo_id, *args, max_shard_size=max_shard_size, **options)
-        tags = options.pop("tags", None) or []
-        tags = [tags] if isinstance(tags, str) else list(tags)
-        return push(self, repo_id, max_shard_size=max_shard_size, tags=[*(self.model_tags or []), *tags], **options)
+        return push(self, repo_id, max_shard_size=max_shard_size, **options)
 
     return push_to_hub
 
@@ -150,14 +148,15 @@ def push(
     token: bool | str | None = None,
     private: bool | None = None,
     revision: str | None = None,
-    tags: list[str] | None = None,
+    tags: list[str] | str | None = None,
     variant: str | None = None,
     **options: Any,
 ) -> CommitInfo:
     """Save ``model`` to a temporary folder and upload it in one commit; other ``options`` are those of `push_to_hub`.
 
-    A card that someone wrote on the Hub stays, with ``tags`` added; one that was generated is replaced. Weights of an
-    earlier push that are not overwritten are deleted: transformers would prefer an old `model.safetensors` to shards.
+    A card that someone wrote on the Hub stays, with ``tags`` added; one that was generated is replaced, and one that
+    cannot be read stays as it is. Weights delete those of an earlier push that they do not overwrite: transformers
+    would prefer an old `model.safetensors` to shards. Adapters delete nothing.
     """
     from .card import CARD, choose_card, decoration
 
@@ -169,15 +168,22 @@ def push(
     upload["commit_message"] = upload["commit_message"] or "Upload model"
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder, variant=variant, **options)
+        card = Path(folder) / CARD
+        tags = [tags] if isinstance(tags, str) else tags or []
         with decoration():
-            card = choose_card(_remote_card(api, repo_id, revision), Path(folder), tags or [], repo_id)
-            card.save(Path(folder) / CARD)
+            try:
+                remote = _remote_card(api, repo_id, revision)
+                choose_card(remote, card.parent, [*(model.model_tags or []), *tags], repo_id).save(card)
+            except Exception:
+                card.unlink(missing_ok=True)  # the one on the Hub stays
+                raise
         single, index = weight_names(variant)
         stem = single.removesuffix(".safetensors")
+        has_weights = bool(_weights_in(card.parent, variant))
         return api.upload_folder(
             repo_id=repo_id,
             folder_path=folder,
-            delete_patterns=[single, index, f"{stem}-*-of-*.safetensors"],
+            delete_patterns=[single, index, f"{stem}-*-of-*.safetensors"] if has_weights else None,
             revision=revision,
             **upload,
         )
@@ -185,8 +191,9 @@ def push(
 
 def _remote_card(api: HfApi, repo_id: str, revision: str | None) -> str | None:
     try:
-        path = api.hf_hub_download(repo_id, "README.md", revision=revision)
-    except EntryNotFoundError:
+        # Without it, the Hub's silence would be answered with an older card from the cache.
+        path = api.hf_hub_download(repo_id, "README.md", revision=revision, force_download=True)
+    except RemoteEntryNotFoundError:
         return None
     return Path(path).read_text(encoding="utf-8")
 

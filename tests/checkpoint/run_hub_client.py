@@ -14,6 +14,7 @@ from pathlib import Path
 
 import huggingface_hub
 import torch
+from peft import LoraConfig
 from transformers import AutoModelForCausalLM
 
 import hf_mxfp4
@@ -67,7 +68,13 @@ def push(folder: Path) -> dict:
     for name in ("notes.txt", "train.py", "adapter_config.json", "adapter_model.safetensors"):
         (folder / "mine" / name).write_text("not part of the model")
     packed.save_pretrained(folder / "mine", push_to_hub=True, repo_id="org/mine")
-    packed.push_to_hub("org/carded")
+    for name in ("carded", "slow", "unreadable", "adapted"):
+        packed.push_to_hub(f"org/{name}")
+    packed.add_model_tags("of the model")
+    packed.save_pretrained(folder / "tagged", push_to_hub=True, repo_id="org/tagged", tags="given")
+    packed.add_adapter(LoraConfig(target_modules=["q_proj"]))
+    packed.push_to_hub("org/adapted")
+    packed.save_pretrained(folder / "adapter", push_to_hub=True, repo_id="org/adapter", save_peft_format=False)
     return results
 
 

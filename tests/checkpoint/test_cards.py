@@ -14,6 +14,7 @@ import transformers
 from hub_server import HubServer, Repo
 from huggingface_hub import ModelCard
 from processes import run, script
+from safetensors.torch import load, load_file
 from same_bits import logits
 from transformers import AutoModelForCausalLM
 
@@ -203,6 +204,10 @@ def client(tmp_path_factory):
     with HubServer() as hub:
         hub.repos["org/carded"] = Repo()
         hub.repos["org/carded"].commit("main", {"README.md": WRITTEN_CARD.encode(), "data.bin": b"1"})
+        for name, text in (("slow", WRITTEN_CARD), ("unreadable", BROKEN[0])):
+            hub.repos[f"org/{name}"] = Repo()
+            hub.repos[f"org/{name}"].commit("main", {"README.md": text.encode()})
+        hub.unreachable.add("org/slow/README.md")
         hub.broken_uploads = 6  # as often as the client tries one file
         environment = os.environ | hub.environment(str(folder / "cache"))
         done = run(script(CLIENT, folder, *PULLED), environment=environment, no_warnings=True)
@@ -247,6 +252,29 @@ def test_the_card_is_ours_unless_somebody_wrote_one_and_not_the_empty_one_of_tra
     kept = card(client[0], "org/carded")
     assert "# Written by hand" in kept.text and kept.data.license == "mit" and "mine" in kept.data.tags
     assert client[0].repos["org/carded"].files()["data.bin"] == b"1"
+
+
+@pytest.mark.parametrize(("name", "text"), [("slow", WRITTEN_CARD), ("unreadable", BROKEN[0])])
+def test_a_card_on_the_hub_that_cannot_be_read_is_not_replaced(client, name, text):
+    files = client[0].repos[f"org/{name}"].files()
+    assert files["README.md"].decode() == text
+    assert "model.safetensors" in files
+
+
+def test_tags_of_the_model_and_of_the_call_are_in_the_card(client):
+    assert {"of the model", "given"} <= set(card(client[0], "org/tagged").data.tags)
+
+
+def test_adapters_leave_the_weights_of_their_base_in_the_repository(client):
+    before, after = list(client[0].repos["org/adapted"].commits.values())[-2:]
+    assert "adapter_model.safetensors" in after
+    assert after["model.safetensors"] == before["model.safetensors"]
+
+
+def test_options_of_a_save_are_those_of_its_upload(client):
+    pushed = load(client[0].repos["org/adapter"].files()["adapter_model.safetensors"])
+    assert pushed.keys() == load_file(client[1] / "adapter" / "adapter_model.safetensors").keys()
+    assert not any(name.startswith("base_model.model.") for name in pushed)
 
 
 def test_weights_of_an_earlier_push_do_not_stay_beside_the_new_ones(client):
