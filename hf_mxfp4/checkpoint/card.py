@@ -21,6 +21,7 @@ from .._logging import get_logger
 from ..config import MXFP4RLConfig
 from ..layers import trainable_matrices
 from ..module_names import find_layers
+from ..numerics import FULL
 from ..report import master_sqnr
 from ..utils import share_text
 
@@ -38,9 +39,9 @@ _SIGNATURE = re.compile(
 )
 #: In the card that transformers pushes when it finds none.
 _EMPTY_CARD = "This is the model card of a 🤗 transformers model that has been pushed on the Hub."
-_TEXT = """# {architecture} in MXFP4
+_TEXT = """# {architecture}, quantized by hf-mxfp4
 
-{what} in MXFP4 (blocks of 32 E2M1 values under an E8M0 scale), by hf-mxfp4: {kind}.
+{what} with {weights} weights. The files hold {kind}.
 
 ## How to load
 
@@ -52,7 +53,7 @@ model = {auto}.from_pretrained("{here}")
 ```
 
 hf-mxfp4 has no release yet: install it from a clone of its repository, with `pip install .` in that folder. The import
-applies the scheme below. {without}
+applies the scheme below. Without it transformers refuses to load the files.
 
 ## Scheme
 
@@ -64,12 +65,12 @@ applies the scheme below. {without}
 
 ## Evaluation
 
-No evaluation came with these weights: nothing is claimed about their quality on any task.
+No evaluation came with these weights when they were saved: nothing is claimed about their quality on any task.
 
 ## Not measured
 
 The error of quantized activations on real data, speed, memory in use, and how the model behaves in other engines.
-Biases, licence terms and intended uses are those of the base model; they were not checked.
+Biases, licence terms and intended uses were not checked; see the base model.
 
 Written by hf_mxfp4 {version} with transformers {transformers}.
 """
@@ -222,14 +223,15 @@ def _card(
     import hf_mxfp4
 
     is_packed, base_model = config.mode == "packed", base_model_of(source)
-    masters = "Without it transformers warns and loads the master weights in full precision."
+    weights = str(config.gemms().fprop.right).partition("+")[0]
+    masters = "full-precision master weights, to which the scheme below is applied in every forward pass"
     body = _TEXT.format(
         architecture=architecture,
         what="Linear layers and experts" if has_experts else "Linear layers",
-        kind="packed 4-bit weights" if is_packed else "full-precision master weights, quantized during forward",
+        weights="full-precision" if weights == str(FULL) else weights.upper(),
+        kind="packed weights" if is_packed else masters,
         auto=auto_class(architecture),
         here=HERE,
-        without="Without it the files cannot be loaded." if is_packed else masters,
         scheme=table(rows),
         error=_error(sqnr_db, is_packed),
         version=hf_mxfp4.__version__,

@@ -63,6 +63,24 @@ def test_metadata_scheme_and_loading(model):
     assert packed.tags[-1] == "packed" and packed.get("base_model_relation") == "quantized"
 
 
+@pytest.mark.parametrize(
+    ("options", "weights"),
+    [
+        ({}, "MXFP4"),
+        ({"mode": "packed"}, "MXFP4"),
+        ({"preset": "w8a8"}, "FP8"),
+        ({"fprop": {"weight": "nvfp4"}}, "NVFP4"),
+        ({"fprop": {"weight": "full"}}, "full-precision"),
+    ],
+)
+def test_the_format_of_the_weights_and_what_is_needed_to_load_them(checkpoint, options, weights):
+    config = MXFP4RLConfig(**options)
+    model = AutoModelForCausalLM.from_pretrained(checkpoint("qwen2"), quantization_config=config)
+    text = make_card(model).text
+    assert f"Linear layers with {weights} weights." in text
+    assert "Without it transformers refuses to load the files." in text
+
+
 @pytest.mark.parametrize("options", [{}, {"weight_block": "32x32"}])
 def test_the_error_is_that_of_the_weights(checkpoint, options):
     config = MXFP4RLConfig(**options)
