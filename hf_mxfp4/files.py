@@ -59,6 +59,14 @@ def replace_file(path: str | Path, content: str | bytes) -> None:
         file.write(content.encode(errors="backslashreplace") if isinstance(content, str) else content)
 
 
+def break_links(path: str | Path) -> None:
+    """Make ``path`` a file of its own if it is a link, symbolic or hard, before it is written in place: a folder may be
+    a copy made of links, or a stranger's."""
+    path = Path(path)
+    if path.is_symlink() or (path.is_file() and path.stat().st_nlink > 1):
+        replace_file(path, path.read_bytes() if path.is_file() else b"")
+
+
 def is_draft(name: str) -> bool:
     """Whether a file was left behind by a process that was killed in [`replacing`]."""
     return name.startswith(_DRAFT)
@@ -93,6 +101,7 @@ def write_json(path: str | Path, value: Any, *, indent: int = 2, **options: Any)
 
 def append_lines(path: str | Path, entries: Iterable[Any], **options: Any) -> None:
     """Append each entry as a line of JSON, after ending a line that a killed process left half written."""
+    break_links(path)
     with open(path, "a+b") as file:
         if file.tell():
             file.seek(-1, os.SEEK_END)

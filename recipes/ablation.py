@@ -71,7 +71,7 @@ def main(argv: list[str]) -> int:
         check_cells(grid, options)
         grid.output.mkdir(parents=True, exist_ok=True)
         signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # runs end with this process
-        with (grid.output / ".lock").open("w") as file:
+        with (grid.output / ".lock").open("a") as file:
             if not lock(file.fileno(), wait=False):
                 raise ValueError(f"another process is at work in {grid.output}, or a run that it started still is")
             if not arguments.report_only:
@@ -95,7 +95,7 @@ def report(grid: Grid, command: str) -> None:
     replace_file(grid.output / "ablation.json", "[\n" + ",\n".join(map(json.dumps, records)) + "\n]\n")
     columns, rows = table_rows(records)
     print_table(f"{grid.label}, greedy accuracy in %", rows, columns)
-    (grid.output / "table.md").write_text(f"{grid.label}\n\n{markdown_table(columns, rows)}")
+    replace_file(grid.output / "table.md", f"{grid.label}\n\n{markdown_table(columns, rows)}")
     tell("results", f"{grid.output}: ablation.json, table.md")
 
 

@@ -17,7 +17,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from hf_mxfp4.files import write_json
+from hf_mxfp4.files import break_links, write_json
 from hf_mxfp4.recipes.common.options import exit_on_wrong_options
 from hf_mxfp4.recipes.common.reporting import errors_as_messages, shutdown, tell
 from hf_mxfp4.recipes.pretraining.arguments import TARGET_FRACTION, Study, parse
@@ -83,6 +83,7 @@ def finish(study: Study, runs: list[dict[str, Any]], output: Path) -> dict[str, 
         for key in ("curve", "seconds", "cpu_seconds"):
             result[key] = [run[key] for run in of_arm]
     write_json(output / "summary.json", summary, indent=1)
+    break_links(output / "overheads.png")
     draw_overheads(summary["arms"]).savefig(output / "overheads.png", dpi=120)
     return summary
 

@@ -7,7 +7,6 @@ import json
 import math
 import os
 import re
-import shutil
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,6 +18,7 @@ from torch import nn
 
 from .._logging import get_logger
 from ..config import MXFP4RLConfig
+from ..files import replace_file
 from ..layers import trainable_matrices
 from ..module_names import find_layers
 from ..numerics import FULL
@@ -133,7 +133,7 @@ def add_evaluation(folder: str | os.PathLike, summary: Mapping[str, Any] | str |
         f"{run['steps']} steps of GRPO, seed {run['seed']}, both under the scheme {run['scheme']}. One "
         f"run: it says nothing about other seeds.\n\n| score | before RL | after RL |\n|---|---|---|\n{''.join(rows)}"
     )
-    with_section(card, "Evaluation", section).save(Path(folder) / CARD)
+    replace_file(Path(folder) / CARD, str(with_section(card, "Evaluation", section)))
 
 
 def read_generated(folder: str | os.PathLike) -> ModelCard:
@@ -282,9 +282,9 @@ def with_section(card: ModelCard, title: str, text: str) -> ModelCard:
 def _keep_or_save(card: ModelCard, folder: Path, existing: str | os.PathLike) -> None:
     found = Path(existing).expanduser() / CARD
     if not found.is_file() or is_generated(found.read_text(encoding="utf-8", errors="replace")):
-        card.save(folder / CARD)
+        replace_file(folder / CARD, str(card))
     elif found.resolve() != (folder / CARD).resolve():
-        shutil.copyfile(found, folder / CARD)
+        replace_file(folder / CARD, found.read_bytes())
 
 
 def _master_sqnr(model: nn.Module) -> float | None:

@@ -301,7 +301,7 @@ def add_perplexity(folder: str | Path, evaluation: Mapping[str, Any]) -> None:
         f"On {evaluation['texts']} texts of `{evaluation['text']}`, {evaluation['tokens']} predicted "
         f"tokens, in {evaluation['dtype']} (`hf-mxfp4 eval`; ± standard errors by text).\n\n{table(cells)}"
     )
-    with_section(card, "Perplexity", section).save(Path(folder) / CARD)
+    replace_file(Path(folder) / CARD, str(with_section(card, "Perplexity", section)))
 
 
 def _with_error(mean: Mapping[str, float | None], digits: int, sign: str = "") -> str:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Hashable, Mapping
 from pathlib import Path
 from typing import IO, Any
 
-from ..files import lock
+from ..files import break_links, lock
 
 
 class ProgressMismatch(ValueError):
@@ -40,6 +40,8 @@ class ResumeLog:
         self.path, self._header, self._key = path, dict(header), key
         self.done: dict[Any, dict] = {}
         path.parent.mkdir(parents=True, exist_ok=True)
+        if not path.is_symlink():  # those are refused
+            break_links(path)
         self._stream: IO[bytes] = open(path, "r+b", opener=_open_or_make)
         try:
             if not lock(self._stream.fileno(), wait=False):

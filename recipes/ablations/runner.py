@@ -15,7 +15,7 @@ from typing import Any, TextIO
 import yaml
 
 from hf_mxfp4.checkpoint import last_complete_checkpoint
-from hf_mxfp4.files import write_json
+from hf_mxfp4.files import break_links, replace_file, write_json
 from hf_mxfp4.recipes.common.reporting import hardware, tell
 from hf_mxfp4.utils import package_versions, share_text
 
@@ -95,7 +95,7 @@ def _run(run: Run, threads: int, lock: TextIO, active: list[subprocess.Popen]) -
     same = stored is not None and not changed(stored["settings"], settings)
     resumed = last_complete_checkpoint(folder) if same else None
     (folder / "summary.json").unlink(missing_ok=True)
-    (folder / "config.yaml").write_text(yaml.safe_dump(run.config, sort_keys=False))
+    replace_file(folder / "config.yaml", yaml.safe_dump(run.config, sort_keys=False))
     # With the run and not with the report, which may be made on another machine.
     state = {
         "settings": settings,
@@ -110,6 +110,7 @@ def _run(run: Run, threads: int, lock: TextIO, active: list[subprocess.Popen]) -
     # Bars are for terminals; in a log, a line now and then.
     environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "TQDM_MININTERVAL": "30"}
     options = {"stdin": subprocess.DEVNULL, "stderr": subprocess.STDOUT, "env": environment}
+    break_links(folder / "log.txt")
     with (folder / "log.txt").open("a" if resumed else "w") as log:
         process = subprocess.Popen(command, stdout=log, pass_fds=(lock.fileno(),), **options)
         active.append(process)

@@ -17,6 +17,7 @@ from transformers import BatchEncoding, PreTrainedModel, PreTrainedTokenizerBase
 from trl.chat_template_utils import parse_response
 
 from hf_mxfp4 import cached_weights, uncached_weights
+from hf_mxfp4.files import replace_file
 
 
 Scores = Mapping[str, Callable[[str, str], bool]]
@@ -214,8 +215,9 @@ def evaluate_greedy(
 
 def write_completions(evaluation: Evaluation, dataset: Dataset, path: Path) -> None:
     """Write one JSON line per problem: prompt, answer, completion, and whether each score found it correct."""
-    with path.open("w", encoding="utf-8") as file:
-        for i, (row, completion) in enumerate(zip(dataset, evaluation.completions, strict=True)):
-            verdicts = {name: flags[i] for name, flags in evaluation.correct.items()}
-            record = {"prompt": row["prompt"], "answer": row["answer"], "completion": completion, **verdicts}
-            file.write(json.dumps(record, ensure_ascii=False) + "\n")
+    lines = []
+    for i, (row, completion) in enumerate(zip(dataset, evaluation.completions, strict=True)):
+        verdicts = {name: flags[i] for name, flags in evaluation.correct.items()}
+        record = {"prompt": row["prompt"], "answer": row["answer"], "completion": completion, **verdicts}
+        lines.append(json.dumps(record, ensure_ascii=False) + "\n")
+    replace_file(path, "".join(lines))

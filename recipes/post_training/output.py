@@ -13,7 +13,7 @@ from transformers import Trainer, TrainingArguments
 
 from hf_mxfp4 import MXFP4GRPOTrainer
 from hf_mxfp4.checkpoint import add_evaluation, checkpoint_step, invalidate, last_complete_checkpoint
-from hf_mxfp4.files import write_json
+from hf_mxfp4.files import replace_file, write_json
 from hf_mxfp4.lab import RunReportCallback, plot_training
 from hf_mxfp4.recipes.common.reporting import TrainingBar, print_table, tell
 from hf_mxfp4.recipes.evaluation.generate import Evaluation, write_completions
@@ -89,7 +89,7 @@ def write_resolved_config(folder: Path, *groups: Any) -> None:
     content = {"versions": package_versions(), "options": options}
     plain = json.loads(json.dumps(content, default=str))
     file = folder / "resolved_config.yaml"
-    file.write_text(yaml.safe_dump(plain, sort_keys=False, allow_unicode=True), encoding="utf-8")
+    replace_file(file, yaml.safe_dump(plain, sort_keys=False, allow_unicode=True))
     tell("options", f"all of them in {file}")
 
 

@@ -29,7 +29,7 @@ from hf_mxfp4.checkpoint import (
     verify_folder,
     write_metadata,
 )
-from hf_mxfp4.files import append_lines, json_clean, lock, one_writer, replace_file, replacing, write_json
+from hf_mxfp4.files import append_lines, break_links, json_clean, lock, one_writer, replace_file, replacing, write_json
 
 
 INDEX = "model.safetensors.index.json"
@@ -398,6 +398,21 @@ def test_drafts_are_never_shared_and_follow_no_link(tmp_path, monkeypatch):
     with pytest.raises(FileExistsError):
         replace_file(path, "two")
     assert victim.read_text() == "precious" and path.read_bytes() == b"one"
+
+
+@pytest.mark.parametrize("link", [Path.symlink_to, Path.hardlink_to])
+def test_lines_reach_no_other_file_through_a_link(tmp_path, link):
+    (tmp_path / "other").write_text('{"a": 1}\n')
+    link(tmp_path / "log", tmp_path / "other")
+    append_lines(tmp_path / "log", [{"a": 2}])
+    assert (tmp_path / "other").read_text() == '{"a": 1}\n'
+    assert (tmp_path / "log").read_text() == '{"a": 1}\n{"a": 2}\n'
+
+
+def test_a_link_to_nothing_becomes_a_file(tmp_path):
+    (tmp_path / "log").symlink_to(tmp_path / "nothing")
+    break_links(tmp_path / "log")
+    assert (tmp_path / "log").read_bytes() == b"" and os.listdir(tmp_path) == ["log"]
 
 
 def test_one_writer_at_a_time(tmp_path):

@@ -136,6 +136,17 @@ def test_an_evaluation_goes_into_text_and_metadata(model, tmp_path):
     assert "No evaluation came" in (tmp_path / "README.md").read_text()
 
 
+@pytest.mark.parametrize("link", [Path.symlink_to, Path.hardlink_to])
+def test_a_card_that_is_a_link_is_replaced_and_its_target_left_alone(model, tmp_path, link):
+    model.save_pretrained(tmp_path / "saved")
+    (tmp_path / "saved" / "README.md").rename(tmp_path / "card")
+    text = (tmp_path / "card").read_text()
+    link(tmp_path / "saved" / "README.md", tmp_path / "card")
+    add_evaluation(tmp_path / "saved", SUMMARY)
+    assert (tmp_path / "card").read_text() == text
+    assert "seed 7" in (tmp_path / "saved" / "README.md").read_text()
+
+
 @pytest.mark.parametrize("edit", ["written by hand", "edited"])
 def test_a_card_that_somebody_wrote_is_not_touched(model, tmp_path, edit):
     text = "# Mine\n"

@@ -266,6 +266,19 @@ def test_a_link_as_log_is_not_followed(tmp_path):
     assert (tmp_path / "victim").read_text() == "precious"
 
 
+def test_a_log_with_another_name_elsewhere_is_continued_in_a_file_of_its_own(path, tensors):
+    with opened(path) as log:
+        log.keep(result(tensors[0]), tensors[0].file)
+    content = path.read_bytes()
+    path.with_name("other").hardlink_to(path)
+    with opened(path) as log:
+        n_before = len(log)
+        log.keep(result(tensors[2]), tensors[2].file)
+    assert path.with_name("other").read_bytes() == content
+    with opened(path) as log:
+        assert len(log) == n_before + 1
+
+
 def compared(a, b, scheme=RCEIL):
     return lab.compare_checkpoints(open_source(str(a)), open_source(str(b)), scheme)
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ...files import break_links
 from ...utils import wilson_interval
 from ..page import Figure
 from .log import RunRecord
@@ -327,5 +328,6 @@ def plot_training(log_history: Sequence[dict], path: str | Path) -> Path:
     record = RunRecord(path.parent, "log_history", [entry for entry in log_history if "step" in entry])
     figure = charts_figure(record)
     path.parent.mkdir(parents=True, exist_ok=True)
+    break_links(path)
     figure.savefig(path, dpi=80)
     return path

@@ -11,7 +11,7 @@ from typing import Any
 from transformers import Trainer, TrainerCallback
 
 from ..._logging import get_logger
-from ...files import replace_file
+from ...files import break_links, replace_file
 from ..page import render_page
 from .charts import charts_figure, draw_charts
 from .health import STATE_WORDS, health_checks, overall, summary
@@ -43,6 +43,7 @@ def write_run_picture(folder: str | Path, out: str | Path) -> Path:
         out = out.with_name(f"{out.name}.png")
     figure = charts_figure(record, summary(record, health_checks(record)))
     out.parent.mkdir(parents=True, exist_ok=True)
+    break_links(out)
     figure.savefig(out, dpi=80)
     return out
 
