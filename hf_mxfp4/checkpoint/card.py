@@ -88,13 +88,16 @@ def make_card(model: nn.Module) -> ModelCard:
 def save_card(model: nn.Module, folder: str | os.PathLike, *, existing: str | os.PathLike | None = None):
     """Write a card into ``folder``, or copy that of ``existing`` (by default the same) if somebody wrote it."""
     with decoration():
-        _keep_or_save(make_card(model), Path(folder), folder if existing is None else existing)
+        if not _keep_written(Path(folder), folder if existing is None else existing):
+            replace_file(Path(folder) / CARD, str(make_card(model)))
 
 
 def save_packed_card(source: "LayerSource", sqnr_db: float | None, folder: Path, *, existing: str | os.PathLike):
     """Write into ``folder`` the card that the model would have saved, had it been loaded and packed with an SQNR of
     ``sqnr_db`` decibels; or copy one that somebody wrote from ``existing``, the folder that is replaced."""
     with decoration():
+        if _keep_written(folder, existing):
+            return
         config, shapes = source.config, source.shapes.values()
         skipped = find_layers(source.model, config.modules_to_not_convert or (), source.reasons)[1]
         n_bytes = sum(tensor.nbytes for shape in shapes for tensor in shape.meta_packed(config.weight_scheme).values())
@@ -102,7 +105,7 @@ def save_packed_card(source: "LayerSource", sqnr_db: float | None, folder: Path,
         rows = _scheme(config, sum(len(shape.matrices) for shape in shapes), skipped, bits)
         architecture = type(source.model).__name__
         card = _card(architecture, config, str(source.folder.path), sqnr_db, rows, source.has_experts)
-        _keep_or_save(card, folder, existing)
+        replace_file(folder / CARD, str(card))
 
 
 def add_evaluation(folder: str | os.PathLike, summary: Mapping[str, Any] | str | os.PathLike) -> None:
@@ -279,12 +282,14 @@ def with_section(card: ModelCard, title: str, text: str) -> ModelCard:
     return signed_card(card.data, f"{before}## {title}\n\n{text.strip()}\n\n{mark}{after}")
 
 
-def _keep_or_save(card: ModelCard, folder: Path, existing: str | os.PathLike) -> None:
+def _keep_written(folder: Path, existing: str | os.PathLike) -> bool:
+    """Copy the card of ``existing`` into ``folder`` if somebody wrote it, and return whether that is so."""
     found = Path(existing).expanduser() / CARD
     if not found.is_file() or is_generated(found.read_text(encoding="utf-8", errors="replace")):
-        replace_file(folder / CARD, str(card))
-    elif found.resolve() != (folder / CARD).resolve():
+        return False
+    if found.resolve() != (folder / CARD).resolve():
         replace_file(folder / CARD, found.read_bytes())
+    return True
 
 
 def _master_sqnr(model: nn.Module) -> float | None:

@@ -20,7 +20,15 @@ from transformers import AutoModelForCausalLM
 
 import hf_mxfp4
 from hf_mxfp4 import MXFP4RLConfig
-from hf_mxfp4.checkpoint import add_evaluation, auto_class, choose_card, is_generated, make_card, save_card
+from hf_mxfp4.checkpoint import (
+    add_evaluation,
+    auto_class,
+    choose_card,
+    is_generated,
+    make_card,
+    pack_checkpoint,
+    save_card,
+)
 
 
 SUMMARY = {
@@ -206,6 +214,19 @@ def test_whatever_fails_in_making_a_card_is_a_warning(model, tmp_path, monkeypat
     model.save_pretrained(tmp_path / "saved")
     assert "no model card was written: RuntimeError: no card today" in capsys.readouterr().err
     assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(tmp_path / "saved")), logits(model))
+
+
+def test_a_card_that_somebody_wrote_outlives_one_that_cannot_be_made(checkpoint, tmp_path, monkeypatch):
+    config = MXFP4RLConfig(mode="packed")
+    pack_checkpoint(checkpoint("qwen2"), tmp_path / "packed", config)
+    (tmp_path / "packed" / "README.md").write_text(WRITTEN_CARD)
+
+    def fail(*args, **kwargs):
+        raise RuntimeError("no card today")
+
+    monkeypatch.setattr("hf_mxfp4.checkpoint.card.find_layers", fail)
+    pack_checkpoint(checkpoint("qwen2", seed=1), tmp_path / "packed", config, overwrite=True)
+    assert (tmp_path / "packed" / "README.md").read_text() == WRITTEN_CARD
 
 
 def test_the_class_that_a_card_names_has_the_head():
