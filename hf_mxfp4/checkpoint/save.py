@@ -289,9 +289,9 @@ def weight_names(variant: str | None = None) -> tuple[str, str]:
 
 def _weights_in(folder: Path, variant: str | None) -> set[str]:
     """Return the names in a folder of all weights of a variant: the file, the index, and shards old and new."""
-    names = weight_names(variant)
-    stem = names[0].removesuffix(".safetensors")
-    names = {*names, f"{stem}{_NEW}.safetensors.index.json"}
+    single, index = weight_names(variant)
+    stem = single.removesuffix(".safetensors")
+    names = {single, index, f"{stem}{_NEW}.safetensors.index.json"}
     found = {path.name: _SHARD.fullmatch(path.name) for path in folder.iterdir()}
     return {name for name, match in found.items() if name in names or match is not None and match["stem"] == stem}
 

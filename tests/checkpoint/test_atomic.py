@@ -242,6 +242,17 @@ def test_killed_again_after_a_save_that_was_killed(tmp_path):
     assert n_pending > 3
 
 
+def test_a_file_system_without_hard_links(tmp_path, monkeypatch):
+    def fail(*args, **kwargs):
+        raise OSError("Operation not supported")
+
+    monkeypatch.setattr(os, "link", fail)
+    for number, shards in enumerate([1, 1, 2, 1], start=1):
+        save(tmp_path, shards, number)
+        assert read(tmp_path) == {number}
+    assert {path.name for path in tmp_path.iterdir()} == {*FILES, "model.safetensors"}
+
+
 #: Options of schemes; `None`: none.
 SCHEMES = {
     "packed": {"mode": "packed"},
