@@ -37,7 +37,7 @@ _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 _SIGNATURE = re.compile(
     r"\n*<!-- written by hf_mxfp4, and renewed with the weights while unedited: ([0-9a-f]{16}) -->\s*$"
 )
-#: In the card that transformers pushes when it finds none.
+#: How the card that transformers pushes when it finds none begins.
 _EMPTY_CARD = "This is the model card of a 🤗 transformers model that has been pushed on the Hub."
 _TEXT = """# {architecture}, quantized by hf-mxfp4
 
@@ -161,7 +161,7 @@ def is_generated(text: str) -> bool:
 def choose_card(remote: str | None, folder: Path, tags: list[str], repo_id: str) -> ModelCard:
     """Return the card to upload with a checkpoint: the one on the Hub if somebody wrote it, else the local one."""
     local = folder / CARD
-    written = remote is not None and _EMPTY_CARD not in remote and not is_generated(remote)
+    written = remote is not None and not _is_empty(remote) and not is_generated(remote)
     if written or not local.is_file():
         card = ModelCard(remote or f"---\nlibrary_name: transformers\ntags: {json.dumps(TAGS)}\n---\n")
     else:
@@ -173,6 +173,14 @@ def choose_card(remote: str | None, folder: Path, tags: list[str], repo_id: str)
         card.data.base_model = card.data.base_model_relation = None
     card.data.tags = list(dict.fromkeys([*(card.data.tags or []), *tags]))
     return card
+
+
+def _is_empty(text: str) -> bool:
+    """Return whether a card is the one that transformers pushes when it finds none, and nobody filled it in."""
+    if _EMPTY_CARD not in text:
+        return False
+    template = set(ModelCard.from_template(ModelCardData()).text.splitlines())
+    return all(line in template or line.startswith(_EMPTY_CARD) for line in ModelCard(text).text.splitlines())
 
 
 def signed_card(data: ModelCardData, body: str) -> ModelCard:

@@ -12,7 +12,7 @@ import pytest
 import torch
 import transformers
 from hub_server import HubServer, Repo
-from huggingface_hub import ModelCard
+from huggingface_hub import ModelCard, ModelCardData
 from processes import run, script
 from safetensors.torch import load, load_file
 from same_bits import logits
@@ -182,6 +182,18 @@ def test_which_card_is_uploaded(model, tmp_path):
     assert numbers(choose_card(older, tmp_path, [], "org/name").text)["mode"] == "`packed`"
     (tmp_path / "README.md").write_text("---\ntags: [a]\n---\n# Mine\n")
     assert choose_card(EMPTY, tmp_path, [], "org/name").text.strip() == "# Mine"
+
+
+def test_a_card_of_transformers_that_somebody_filled_in_is_kept(model, tmp_path):
+    description = (
+        "This is the model card of a 🤗 transformers model that has been pushed on the Hub. This model card has been "
+        "automatically generated."
+    )
+    card = ModelCard.from_template(ModelCardData(library_name="transformers"), model_description=description)
+    save_card(model, tmp_path)
+    assert "## Scheme" in choose_card(str(card), tmp_path, [], "org/name").text
+    filled = str(card).replace("- **Developed by:** [More Information Needed]", "- **Developed by:** Ada")
+    assert "**Developed by:** Ada" in choose_card(filled, tmp_path, [], "org/name").text
 
 
 def test_a_repository_is_not_its_own_base(model, tmp_path):
