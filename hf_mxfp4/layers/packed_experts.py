@@ -101,7 +101,8 @@ class MXFP4PackedExperts(PackedLayer, ExpertsBase):
     def to_experts(self, dtype: torch.dtype | None = None) -> nn.Module:
         """Return plain experts that hold the dequantized values (in ``dtype``, default `compute_dtype`)."""
         plain = self._to_plain()
-        for name in [name for name in plain._parameters if not name.endswith("_bias")]:
+        # The others keep their order: PEFT puts adapters of several parameters inside each other in it.
+        for name in set(self.packed_names()) - set(self.projections):
             del plain._parameters[name]
         for projection in self.projections:
             setattr(plain, projection, nn.Parameter(self.dequantized_weight(projection, dtype)))

@@ -8,7 +8,8 @@ import peft
 import pytest
 import torch
 from lora_models import IDS, UP, fill, gradients, same_tensors, stored, with_lora
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import EvaConfig, LoraConfig, PeftModel, get_peft_model, initialize_lora_eva_weights
+from peft.optimizers import create_lorafa_optimizer
 from safetensors.torch import load_file
 from tiny_models import make_model
 from torch import nn
@@ -122,7 +123,7 @@ PARAMETERS = {"target_modules": [], "target_parameters": ["experts.gate_up_proj"
 KINDS = {
     "packed": Kind("qwen2", {"mode": "packed"}, LINEAR, adapters.MXFP4LoraLinear, 14, 28),
     "trainable": Kind("qwen2", {"mode": "qat"}, LINEAR, adapters.MXFP4LoraMasterLinear, 14, 28),
-    "packed experts": Kind("qwen3_moe", {"mode": "packed"}, EXPERTS, adapters.MXFP4LoraExperts, 2, 8),
+    "packed experts": Kind("qwen3_moe", {"mode": "packed"}, EXPERTS, adapters.MXFP4LoraPackedExpertParameter, 4, 8),
     "trainable experts": Kind(
         "qwen3_moe", {"mode": "qat", "preset": "w4a16"}, PARAMETERS, adapters.MXFP4LoraExpertParameter, 4, 8
     ),
@@ -226,6 +227,18 @@ def test_adapters_round_trip_over_a_base_quantized_anew_and_over_a_saved_one(loa
     assert len(gradients(again)) == kind.factors
 
 
+def test_lora_fa_trains_every_b_and_no_a(load, kind):
+    model = with_lora(load(kind.family, **kind.scheme), std=0.05, **kind.lora).train()
+    before = factors(model)
+    optimizer = create_lorafa_optimizer(model, r=4, lora_alpha=8, lr=1e-2)
+    model(IDS, labels=IDS).loss.backward()
+    optimizer.step()
+    after = factors(model)
+    assert {name for name in before if not torch.equal(before[name], after[name])} == {
+        n for n in before if "lora_B" in n
+    }
+
+
 def test_through_transformers_own_adapter_methods(load, kind, tmp_path):
     pytest.importorskip("peft", MIN_PEFT_VERSION)  # transformers 5.24 asks for one that there is not yet
     model = load(kind.family, **kind.scheme)
@@ -259,7 +272,7 @@ def attach(model, **options):
 REFUSED = {
     ("packed", "qwen2"): [
         ({"init_lora_weights": "pissa"}, "init_lora_weights='pissa' is not supported on packed layers.*mode='qat'"),
-        ({"init_lora_weights": "eva"}, "init_lora_weights='eva' is not .*True, False, 'gaussian'"),
+        ({"init_lora_weights": "olora"}, "init_lora_weights='olora' is not .*True, False, 'gaussian', 'orthogonal'"),
         ({"use_dora": True}, "use_dora=True is not supported on packed layers, .*use plain LoRA"),
         ({"lora_bias": True}, "lora_bias=True is not supported on packed layers, .*use plain LoRA"),
         ({"alora_invocation_tokens": [1]}, "alora_invocation_tokens=.* is not supported on packed layers"),
@@ -280,7 +293,11 @@ REFUSED = {
         ({"modules_to_save": ["mlp"]}, "modules_to_save has 'mlp'"),
         *(
             ({"target_parameters": [name]}, f"target_parameters has '{name}': .*{name} is a packed layer")
-            for name in ("experts.down_proj", "mlp.experts.gate_up_proj", "down_proj_scale")
+            for name in ("experts.gate_up_proj_scale", "down_proj_scale")
+        ),
+        (
+            {"target_modules": ["experts"], "init_lora_weights": "orthogonal"},
+            "init_lora_weights='orthogonal' is not supported on experts .True, False, 'gaussian'",
         ),
     ],
     ("qat", "qwen3_moe"): [
@@ -307,6 +324,32 @@ def test_what_cannot_be_done_is_refused_and_nothing_touched(kept, options, messa
         attach(model, **{"target_modules": ["q_proj"], **options})
     assert [(name, type(module)) for name, module in model.named_modules()] == before
     assert not any(m.weight.requires_grad for m in model.modules() if isinstance(m, MXFP4PackedLinear))
+
+
+@pytest.mark.parametrize("mode", ["packed", "qat"])
+@pytest.mark.parametrize("init", ["orthogonal", "eva"])
+def test_initial_values_that_are_not_made_from_the_weight(load, init, mode):
+    """They are those of the plain model; of EVA's singular vectors up to their sign."""
+    batches = [
+        {"input_ids": torch.randint(0, 32, (4, 16), generator=torch.Generator().manual_seed(n))} for n in range(4)
+    ]
+
+    def attached(model):
+        torch.manual_seed(0)
+        config = {"init_lora_weights": init, "eva_config": EvaConfig(rho=1.0) if init == "eva" else None}
+        lora = LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=["q_proj", "down_proj"], **config)
+        model = get_peft_model(model, lora)
+        if init == "eva":
+            initialize_lora_eva_weights(model, dataloader=copy.deepcopy(batches), show_progress_bar=False)
+        return model
+
+    base = load("qwen2", mode=mode, preset="w4a16", outlier_fallback=None)
+    expected = factors(attached(copy.deepcopy(base).dequantize()))
+    found = factors(attached(base))
+    assert len(found) == 8
+    for name, value in expected.items():
+        assert found[name].dtype == torch.float32
+        torch.testing.assert_close(found[name].abs(), value.abs(), rtol=1e-3, atol=1e-5)
 
 
 def test_a_second_adapter_is_refused_too():

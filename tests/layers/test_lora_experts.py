@@ -10,13 +10,18 @@ import torch
 from grpo_runs import trainer_factory
 from lora_models import IDS, gradients, qat, same_tensors, stored
 from peft import LoraConfig, PeftModel, prepare_model_for_kbit_training
+from peft.tuners.lora.layer import ParamWrapper
 from safetensors.torch import load_file
 from tiny_models import make_model
 from transformers import AutoModelForCausalLM
 
 from hf_mxfp4 import merge_adapters, quantize
 from hf_mxfp4.integrations import peft as adapters
-from hf_mxfp4.integrations.peft import MXFP4LoraExpertParameter, MXFP4LoraExperts, MXFP4LoraLinear
+from hf_mxfp4.integrations.peft import (
+    MXFP4LoraExpertParameter,
+    MXFP4LoraLinear,
+    MXFP4LoraPackedExpertParameter,
+)
 from hf_mxfp4.layers import MXFP4Experts, MXFP4PackedExperts
 from hf_mxfp4.numerics import apply_scheme
 
@@ -36,26 +41,30 @@ def with_parameters(model, std=0.01, **options):
     return lora_models.with_lora(model, std=std, **{**targets, **options})
 
 
-def wrappers(model) -> dict[str, MXFP4LoraExpertParameter]:
-    return {m.parameter_name: m for m in model.modules() if isinstance(m, MXFP4LoraExpertParameter)}
+WRAPPERS = (MXFP4LoraExpertParameter, MXFP4LoraPackedExpertParameter)
 
 
-def experts_of(model) -> MXFP4Experts:
-    return next(m for m in model.modules() if isinstance(m, MXFP4Experts))
+def wrappers(model) -> dict[str, ParamWrapper]:
+    """The adapters of a layer of experts by the names of their parameters."""
+    return {m.parameter_name: m for m in model.modules() if isinstance(m, WRAPPERS)}
 
 
-def deltas(layer: MXFP4LoraExperts, projection: str, name: str = "default") -> torch.Tensor:
-    a, b = (getattr(side[name], projection) for side in (layer.lora_A, layer.lora_B))
-    return layer.scaling[name] * torch.einsum("enr,erk->enk", b, a)
+def experts_of(model) -> MXFP4Experts | MXFP4PackedExperts:
+    return next(m for m in model.modules() if isinstance(m, (MXFP4Experts, MXFP4PackedExperts)))
 
 
-def changes_of(module: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """What adapters of experts add to each projection in the layout of the model: of trainable ones PEFT's own sums."""
-    if isinstance(module, MXFP4LoraExpertParameter):
-        return {name: wrapper.get_delta_weight("default") for name, wrapper in wrappers(module).items()}
-    is_transposed, projections = module.base_layer.is_transposed, module.base_layer.projections
-    found = {name: deltas(module, name) for name in projections}
-    return {name: delta.transpose(1, 2) if is_transposed else delta for name, delta in found.items()}
+def changes_of(module: torch.nn.Module, name: str = "default") -> dict[str, torch.Tensor]:
+    """What an adapter of experts adds to each projection in the layout of the model: of trainable ones PEFT's own sums,
+    which it rounds to the dtype of the model."""
+    found = {}
+    for projection, wrapper in wrappers(module).items():
+        if isinstance(wrapper, MXFP4LoraExpertParameter):
+            found[projection] = wrapper.get_delta_weight(name)
+        else:
+            a, b = wrapper.expert_factors(name)
+            delta = wrapper.scaling[name] * torch.einsum("enr,erk->enk", b, a)
+            found[projection] = delta.transpose(1, 2) if wrapper.get_base_layer().is_transposed else delta
+    return found
 
 
 def summed_twin(model: PeftModel):
@@ -63,10 +72,9 @@ def summed_twin(model: PeftModel):
     linear layers dequantized."""
     twin = copy.deepcopy(model.get_base_model())
     for name, module in list(twin.named_modules()):
-        if name.endswith(".experts") and isinstance(module, (MXFP4LoraExperts, MXFP4LoraExpertParameter)):
+        if name.endswith(".experts") and isinstance(module, WRAPPERS):
             layer = model.get_base_model().get_submodule(name)
-            quantized = module.base_layer if isinstance(module, MXFP4LoraExperts) else experts_of(module)
-            plain = quantized.to_experts(torch.float32)
+            plain = experts_of(module).to_experts(torch.float32)
             for projection, delta in changes_of(layer).items():
                 weight = getattr(plain, projection).detach() + delta
                 del plain._parameters[projection]
@@ -81,22 +89,23 @@ def summed_twin(model: PeftModel):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_expert_gets_factors_of_its_own(load, family):
     model = with_lora(load(family), init_lora_weights=True)
-    layers = [m for m in model.modules() if isinstance(m, MXFP4LoraExperts)]
-    assert len(layers) == 2 and all(isinstance(layer.base_layer, MXFP4PackedExperts) for layer in layers)
+    layers = [m for m in model.modules() if isinstance(m, MXFP4LoraPackedExpertParameter)]
+    assert len(layers) == 4 and all(isinstance(layer.get_base_layer(), MXFP4PackedExperts) for layer in layers)
     width = {"qwen3_moe": 32, "qwen2_moe": 32, "mixtral": 96, "gpt_oss": 96}[family]
     trained = {name: tuple(p.shape) for name, p in model.named_parameters() if p.requires_grad}
     assert {name: size for name, size in trained.items() if name.startswith(EXPERTS)} == {
-        f"{EXPERTS}.lora_A.default.gate_up_proj": (4, 4, 64),
-        f"{EXPERTS}.lora_A.default.down_proj": (4, 4, width),
-        f"{EXPERTS}.lora_B.default.gate_up_proj": (4, 2 * width, 4),
-        f"{EXPERTS}.lora_B.default.down_proj": (4, 64, 4),
+        f"{EXPERTS}.base_layer.lora_A.default.weight": (4 * 4, 64),
+        f"{EXPERTS}.lora_A.default.weight": (4 * 4, width),
+        f"{EXPERTS}.base_layer.lora_B.default.weight": (2 * width, 4 * 4),
+        f"{EXPERTS}.lora_B.default.weight": (64, 4 * 4),
     }
     assert len(trained) == 8
-    factors = layers[0].lora_A["default"].gate_up_proj
+    a, b = wrappers(model.get_submodule(EXPERTS))["gate_up_proj"].expert_factors("default")
+    assert a.shape == (4, 4, 64) and b.shape == (4, 2 * width, 4)
     # kaiming_uniform of one matrix [r, K] with a = sqrt(5): bound 1/sqrt(K), whatever the number of experts.
-    assert 0.9 / 8 < factors.abs().max() <= 1 / 8 and not torch.equal(factors[0], factors[1])
-    assert not layers[0].lora_B["default"].gate_up_proj.any()
-    assert "MXFP4LoraExperts" in repr(layers[0])
+    assert 0.9 / 8 < a.abs().max() <= 1 / 8 and not torch.equal(a[0], a[1])
+    assert not b.any()
+    assert "parameter_name='down_proj'" in repr(layers[0])
 
 
 @pytest.mark.parametrize(
@@ -127,12 +136,12 @@ def test_two_adapters_at_once_are_added_and_not_mixed_in_one_batch(load):
     model.add_adapter("second", LoraConfig(r=2, target_modules=["experts"], init_lora_weights=False))
     model.base_model.set_adapter(["default", "second"])
     layer = model.get_submodule(EXPERTS)
-    both = deltas(layer, "down_proj") + deltas(layer, "down_proj", "second")
-    expected = layer.base_layer.dequantized_weight("down_proj") + both
-    torch.testing.assert_close(layer.effective_weight("down_proj", torch.float32), expected)
+    both = changes_of(layer)["down_proj"] + changes_of(layer, "second")["down_proj"]
+    expected = layer.get_base_layer().dequantized_weight("down_proj") + both
+    torch.testing.assert_close(wrappers(layer)["down_proj"].effective_weight(torch.float32), expected)
     with pytest.raises(ValueError, match="adapter_names in one batch"):
         model.eval()(IDS, adapter_names=["default", "__base__"])
-    with pytest.raises(ValueError, match=r"cannot combine adapters on packed experts .model\.layers\.0\.mlp\.experts"):
+    with pytest.raises(ValueError, match=r"cannot combine adapters on experts .model\.layers\.0\.mlp\.experts"):
         model.add_weighted_adapter(["default", "second"], [0.5, 0.5], "third", combination_type="cat")
     assert list(model.peft_config) == ["default", "second"]
     for name in ("q", "k"):
@@ -154,22 +163,21 @@ def test_all_linear_means_linear_layers_and_says_so(load, family, linears, capsy
     said = capsys.readouterr().err
     assert "experts of 2 layers get no adapters" in said and '"experts" among them' in said
     assert sum(isinstance(m, MXFP4LoraLinear) for m in model.modules()) == linears
-    assert not any(isinstance(m, MXFP4LoraExperts) for m in model.modules())
+    assert not wrappers(model)
     model.save_pretrained(tmp_path)
     reloaded = PeftModel.from_pretrained(load(family), tmp_path)
     assert torch.equal(reloaded(IDS).logits, model(IDS).logits)
 
 
-def test_names_that_experts_no_longer_have_are_refused(load):
-    for targets in (["q_proj", "gate_proj", "up_proj", "down_proj"], ["experts", "down_proj"]):
-        with pytest.raises(ValueError, match="target_modules has 'down_proj', the name of no .*'experts'"):
-            with_lora(load("qwen3_moe"), target_modules=targets)
-    with pytest.raises(ValueError, match="'w1', the name of no module of MixtralForCausalLM"):
-        with_lora(load("mixtral"), target_modules=["w1", "w3"])
+def test_names_that_experts_no_longer_have(load):
+    with pytest.raises(ValueError, match="target_modules has 'down_proj', the name of no .*'experts'"):
+        with_lora(load("qwen3_moe"), target_modules=["experts", "down_proj"])
+    with pytest.raises(ValueError, match="w1 without also targeting w3"):
+        with_lora(load("mixtral"), target_modules=["w1", "w2"])
     # The shared expert of Qwen2-MoE does have them.
     model = with_lora(load("qwen2_moe"), target_modules=["gate_proj", "experts"])
     assert sum(isinstance(m, MXFP4LoraLinear) for m in model.modules()) == 2
-    assert sum(isinstance(m, MXFP4LoraExperts) for m in model.modules()) == 2
+    assert sum(isinstance(m, MXFP4LoraPackedExpertParameter) for m in model.modules()) == 4
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
@@ -177,15 +185,16 @@ def test_merging_packs_the_sums_and_unmerging_restores_every_bit(load, family):
     scheme = {"scale_rule": "rceil", "macro_block": 128, "macro_search": "dynamic"}
     model = with_lora(load(family, **scheme))
     layer, before, logits = model.get_submodule(EXPERTS), stored(model), model(IDS).logits
-    weight = layer.base_layer.quantized_tensor("down_proj", 1).dequantize(torch.float32)
-    expected = quantize(weight + deltas(layer, "down_proj")[1], **scheme)
+    base, delta = layer.get_base_layer(), changes_of(layer)["down_proj"][1]
+    weight = base.quantized_tensor("down_proj", 1).dequantize(torch.float32)
+    expected = quantize(weight + (delta.T if base.is_transposed else delta), **scheme)
     model.merge_adapter()
-    base = layer.base_layer
     assert torch.equal(base.down_proj[1], expected.codes) and torch.equal(base.down_proj_macro[1], expected.macro)
     assert torch.equal(base.down_proj_scale[1], expected.scale)
     report = model.base_model.merge_report
-    assert set(report.layers) == {f"model.layers.{n}.mlp.experts" for n in range(2)}
-    signal = sum(base.dequantized_weight(name).square().sum().item() for name in base.projections)
+    parameters = {f"model.layers.{n}.mlp.{target}" for n in range(2) for target in TARGETS}
+    assert set(report.layers) == parameters
+    signal = base.dequantized_weight("down_proj").square().sum().item()
     assert layer.merge_error.signal == pytest.approx(signal, rel=0.05) and layer.merge_error.sqnr_db > 10
     model.unmerge_adapter()
     assert same_tensors(stored(model), before)
@@ -205,8 +214,9 @@ def test_merged_into_bf16(load, family, targets, tmp_path):
     model = with_lora(load(family, modules_to_not_convert=skips), target_modules=targets)
     layer = model.get_submodule(EXPERTS)
     delta = changes_of(layer)["gate_up_proj"].detach()
-    expected = (layer.base_layer.dequantized_weight("gate_up_proj", torch.float32) + delta).to(torch.bfloat16)
-    plain_class = type(layer.base_layer).plain_class
+    base = layer.get_base_layer()
+    expected = (base.dequantized_weight("gate_up_proj", torch.float32) + delta).to(torch.bfloat16)
+    plain_class = type(base).plain_class
     plain = merge_adapters(model, into="bf16")
     experts = plain.model.layers[0].mlp.experts
     assert type(experts) is plain_class and plain.dtype == torch.bfloat16
@@ -221,7 +231,8 @@ def test_merged_into_bf16(load, family, targets, tmp_path):
 def test_a_sum_that_is_not_finite_changes_nothing(load):
     model = with_lora(load("qwen3_moe"))
     layer, before = model.get_submodule(EXPERTS), stored(model)
-    layer.lora_B["default"].down_proj.data[2, 0, 0] = float("inf")
+    b = layer.expert_factors("default")[1]
+    b.data[2, 0, 0] = float("inf")
     with pytest.raises(ValueError, match=r"experts\.down_proj\.2: merging default gives weights that are not finite"):
         layer.merge(safe_merge=True)
     assert not layer.merged and same_tensors(stored(model), before)
@@ -240,12 +251,13 @@ def test_what_other_engines_are_given(load, family):
     }
     layer = model.get_submodule(EXPERTS)
     delta = changes_of(layer)["down_proj"].detach()
-    expected = layer.base_layer.dequantized_weight("down_proj") + delta
+    base = layer.get_base_layer()
+    expected = base.dequantized_weight("down_proj") + delta
     torch.testing.assert_close(given["model.layers.0.mlp.experts.down_proj"], expected)
     before = given["model.layers.0.mlp.experts.down_proj"].clone()
     model.merge_adapter()
     merged = dict(adapters.policy_parameters(model))["model.layers.0.mlp.experts.down_proj"]
-    assert torch.equal(merged, layer.base_layer.dequantized_weight("down_proj")) and not torch.equal(merged, before)
+    assert torch.equal(merged, base.dequantized_weight("down_proj")) and not torch.equal(merged, before)
 
 
 def test_an_adapter_on_a_tied_head_is_not_given_away(load):

@@ -12,7 +12,7 @@ from lora_models import IDS, UP, with_lora
 from passes import passes
 from same_bits import assert_same
 from test_gemm_schemes import rotation_matrix
-from test_lora_experts import deltas, summed_twin
+from test_lora_experts import changes_of, summed_twin
 from tiny_models import make_model
 from torch import nn
 
@@ -265,8 +265,8 @@ def test_lora_on_packed_experts_is_in_the_basis_of_the_model(load):
     factors = [p for p in model.parameters() if p.requires_grad]
     pairs = zip(*(torch.autograd.grad(each.square().sum(), factors) for each in (found, expected)), strict=True)
     assert all(torch.allclose(one, other, rtol=1e-3, atol=1e-4) for one, other in pairs)
-    base = layer.base_layer
-    total = base.dequantized_weight("down_proj", torch.float32)[1] + deltas(layer, "down_proj")[1].detach()
+    base = layer.get_base_layer()
+    total = base.dequantized_weight("down_proj", torch.float32)[1] + changes_of(layer)["down_proj"][1].detach()
     layer.merge()
     assert torch.equal(base.down_proj[1], base.pack_matrix(total)["weight"])
 

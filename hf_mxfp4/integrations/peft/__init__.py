@@ -8,6 +8,7 @@ they are attached to such layers. Loading a quantized model does so.
 from peft import PEFT_TYPE_TO_CONFIG_MAPPING, PEFT_TYPE_TO_TUNER_MAPPING, PeftType
 
 from ...utils import lazy_names
+from .expert_adapters import watch_conversions
 from .lora_model import MXFP4LoraConfig, MXFP4LoraModel, watch_tuners
 
 
@@ -15,5 +16,6 @@ from .lora_model import MXFP4LoraConfig, MXFP4LoraModel, watch_tuners
 PEFT_TYPE_TO_CONFIG_MAPPING[PeftType.LORA] = MXFP4LoraConfig
 PEFT_TYPE_TO_TUNER_MAPPING[PeftType.LORA] = MXFP4LoraModel
 watch_tuners()
+watch_conversions()
 
 __getattr__, __all__ = lazy_names(__name__)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 from .layers import (
     MXFP4LoraExpertParameter as MXFP4LoraExpertParameter,
-    MXFP4LoraExperts as MXFP4LoraExperts,
     MXFP4LoraLinear as MXFP4LoraLinear,
     MXFP4LoraMasterLinear as MXFP4LoraMasterLinear,
+    MXFP4LoraPackedExpertParameter as MXFP4LoraPackedExpertParameter,
 )
 from .lora_model import (
     MXFP4LoraConfig as MXFP4LoraConfig,

@@ -22,7 +22,8 @@ from ..._logging import get_logger
 from ...config import MXFP4RLConfig
 from ...layers import PACKED, QUANTIZED, MXFP4Experts, MXFP4Linear, MXFP4PackedExperts, MXFP4PackedLinear
 from ...utils import nearest_names
-from .layers import MXFP4LoraExpertParameter, MXFP4LoraExperts, MXFP4LoraLinear, MXFP4LoraMasterLinear, lora_on_experts
+from .expert_adapters import TARGETS, check_reached, target_experts, with_peft_layout
+from .layers import ExpertParameter, MXFP4LoraLinear, MXFP4LoraMasterLinear, lora_on_experts
 from .merging import LOSSY_DB, MergeReport, Merges, adapters_on_quantized
 
 
@@ -36,14 +37,13 @@ TRAINABLE_ONLY = frozenset({"LOHA", "LOKR", "UNILORA"})
 #: The way that PEFT documents for layers of its users (developer guide, custom models): what stands for LoRA on which.
 _LAYERS = {
     MXFP4PackedLinear: MXFP4LoraLinear,
-    MXFP4PackedExperts: MXFP4LoraExperts,
+    MXFP4PackedExperts: lora_on_experts,
     MXFP4Linear: MXFP4LoraMasterLinear,
     MXFP4Experts: lora_on_experts,
 }
-#: Options of `LoraConfig` that say which layers get adapters, and of what size.
-_TARGETS = ("target_modules", "target_parameters", "rank_pattern", "alpha_pattern")
-#: Initial values of adapters that are made without looking at the base weight.
-_INITS = (True, False, "gaussian")
+#: Initial values of adapters that are made without looking at the base weight; on experts PEFT has less.
+_INITS = (True, False, "gaussian", "orthogonal", "eva")
+_EXPERT_INITS = _INITS[:3]
 #: Options of `LoraConfig` that change what an adapter computes; PEFT marks them in newer versions.
 _VARIANTS = ("use_dora", "use_qalora", "lora_bias")
 
@@ -61,18 +61,15 @@ class MXFP4LoraModel(LoraModel):
     merge_report: MergeReport | None = None
 
     def inject_adapter(self, model: nn.Module, adapter_name: str, *args: Any, **kwargs: Any) -> None:
-        """Keep the targets as they are given, for models with packed experts: PEFT would replace names that experts had
-        in older models by ``target_parameters``."""
+        """Keep the targets as they are given: PEFT converts names that experts had in older models."""
         config = self.peft_config[adapter_name]
-        self._given = {option: copy.copy(getattr(config, option)) for option in _TARGETS}
+        self._given = {option: copy.copy(getattr(config, option)) for option in TARGETS}
         super().inject_adapter(model, adapter_name, *args, **kwargs)
 
     def _check_new_adapter_config(self, config: LoraConfig) -> None:
         modules = dict(self.model.named_modules())
         n_experts = sum(isinstance(module, MXFP4PackedExperts) for module in modules.values())
-        if n_experts:
-            for option, value in self._given.items():
-                setattr(config, option, value)
+        target_experts(config, self._given, self.model)
         super()._check_new_adapter_config(config)
         if any(isinstance(module, QUANTIZED) for module in modules.values()):
             config.fan_in_fan_out = False  # as PEFT does for linear layers
@@ -80,6 +77,15 @@ class MXFP4LoraModel(LoraModel):
             _check_computation(config, targeted_layers(self.model, config, type(self)).values())
             config._register_custom_module(_LAYERS)
         _record_base(config, self.model, next((n for n, own in self.peft_config.items() if own is config), ""))
+
+    @classmethod
+    def _remap_adapter_state_dict_for_load(
+        cls, model: nn.Module, config: Any, adapter_name: str, state_dict: Any
+    ) -> Any:
+        tensors = super()._remap_adapter_state_dict_for_load(model, config, adapter_name, with_peft_layout(state_dict))
+        if any(isinstance(module, QUANTIZED) for module in model.modules()):
+            check_reached(model, tensors)
+        return tensors
 
     def merge_adapter(self, *args: Any, **kwargs: Any) -> None:
         """[`peft.LoraModel.merge_adapter`]; what quantizing the sums costs is logged and kept in `merge_report`."""
@@ -98,10 +104,11 @@ class MXFP4LoraModel(LoraModel):
         return model
 
     def add_weighted_adapter(self, adapters: list[str], *args: Any, **kwargs: Any) -> None:
-        """[`peft.LoraModel.add_weighted_adapter`]; raises `ValueError` for adapters on packed experts."""
+        """[`peft.LoraModel.add_weighted_adapter`]; raises `ValueError` for adapters on experts, whose
+        factors PEFT would put together in the wrong order."""
         for name, module in self.model.named_modules():
-            if isinstance(module, MXFP4LoraExperts) and any(adapter in module.lora_A for adapter in adapters):
-                raise ValueError(f"add_weighted_adapter cannot combine adapters on packed experts ({name})")
+            if isinstance(module, ExpertParameter) and any(adapter in module.lora_A for adapter in adapters):
+                raise ValueError(f"add_weighted_adapter cannot combine adapters on experts ({name})")
         super().add_weighted_adapter(adapters, *args, **kwargs)
 
     def _report(self, layers: dict[str, Merges]) -> None:
@@ -124,7 +131,7 @@ def _quantized_lora(model: nn.Module) -> dict[str, Merges]:
     """Return LoRA on quantized layers by the names of what it adapts: layers, or single parameters of experts."""
     layers = {}
     for name, module in model.named_modules():
-        if isinstance(module, MXFP4LoraExpertParameter):
+        if isinstance(module, ExpertParameter):
             name = f"{name.replace('.base_layer', '')}.{module.parameter_name}"
         if isinstance(module, Merges):
             layers[name] = module
@@ -135,19 +142,25 @@ def _quantized_lora(model: nn.Module) -> dict[str, Merges]:
 
 
 def targeted_layers(model: nn.Module, config: PeftConfig, tuner: type[BaseTuner]) -> dict[str, nn.Module]:
-    """Return the quantized layers that ``target_modules`` matches, by the names that they have without adapters."""
-    layers = {name.removesuffix(".base_layer"): m for name, m in model.named_modules() if isinstance(m, QUANTIZED)}
+    """Return the quantized layers that the targets match, by the names that they have without adapters."""
+    layers = {name.replace(".base_layer", ""): m for name, m in model.named_modules() if isinstance(m, QUANTIZED)}
+    parameters = getattr(config, "target_parameters", None) or ()
+    found = {
+        name: layer
+        for name, layer in layers.items()
+        if any(f".{name}.{own}".endswith(f".{target}") for own, _ in layer.named_parameters() for target in parameters)
+    }
     targets = getattr(config, "target_modules", None)
     if targets is None:
         kind = getattr(getattr(model, "config", None), "model_type", None)
         targets = (getattr(tuner, "target_module_mapping", None) or {}).get(kind)
         if targets is None:
-            return {}
+            return found
     if isinstance(targets, str) and targets.lower() == "all-linear":
-        return {name: layer for name, layer in layers.items() if isinstance(layer, nn.Linear)}
+        return found | {name: layer for name, layer in layers.items() if isinstance(layer, nn.Linear)}
     config = copy.copy(config)
     config.target_modules = targets
-    return {name: layer for name, layer in layers.items() if check_target_module_exists(config, name)}
+    return found | {name: layer for name, layer in layers.items() if check_target_module_exists(config, name)}
 
 
 def check_method(tuner: BaseTuner, model: nn.Module, config: PeftConfig) -> None:
@@ -176,13 +189,15 @@ def check_method(tuner: BaseTuner, model: nn.Module, config: PeftConfig) -> None
 
 def _check_saved_modules(config: PeftConfig, model: nn.Module) -> None:
     """Refuse what PEFT would wrap around stored bytes, or a master weight; it compares the ends of names."""
-    layers = {name.removesuffix(".base_layer"): m for name, m in model.named_modules() if isinstance(m, QUANTIZED)}
+    layers = {name.replace(".base_layer", ""): m for name, m in model.named_modules() if isinstance(m, QUANTIZED)}
     packed = {name: layer for name, layer in layers.items() if isinstance(layer, PACKED)}
-    places = {name[: end.start()] for name in packed for end in re.finditer(r"\.|$", name)}
-    places |= {f"{name}.{own}" for name, layer in packed.items() for own, _ in layer.named_parameters()}
+    stored = {f"{name}.{own}" for name, layer in packed.items() for own in layer.shapes()}
+    places = stored | {name[: end.start()] for name in packed for end in re.finditer(r"\.|$", name)}
+    # Of experts a weight can be named, as that of the plain model can be.
+    stored -= {f"{name}.{own}" for name, layer in packed.items() for own in getattr(layer, "projections", ())}
     masters = {f"{name}.weight" for name, layer in layers.items() if isinstance(layer, MXFP4Linear)}
     for option in ("target_parameters", "modules_to_save", "trainable_token_indices"):
-        found = places | masters if option == "target_parameters" else places
+        found = stored | masters if option == "target_parameters" else places
         for target in getattr(config, option, None) or ():
             hit = min((place for place in found if isinstance(target, str) and place.endswith(target)), default=None)
             what = "is a packed layer, a part of one or around one, whose weight is stored in 4 bits and frozen"
@@ -240,15 +255,21 @@ def _check_computation(config: LoraConfig, targets: Iterable[nn.Module]) -> None
     kind = "packed layers, whose full-precision weights are gone" if packed else "layers that quantize their weight"
     advice = f"is not supported on {kind}; use plain LoRA, or load the base"
     init = config.init_lora_weights
+    if init not in _EXPERT_INITS and not all(isinstance(layer, nn.Linear) for layer in targets):
+        raise ValueError(f"init_lora_weights={init!r} is not supported on experts ({_listed(_EXPERT_INITS)})")
     if packed and init not in _INITS:
         raise ValueError(
             f"init_lora_weights={init!r} {advice} with MXFP4RLConfig(mode='qat') or in full precision (packed layers: "
-            f"{', '.join(map(repr, _INITS))})"
+            f"{_listed(_INITS)})"
         )
     marked = {field.name for field in dataclasses.fields(config) if field.metadata.get("is_lora_variant")}
     for name in sorted(marked.union(_VARIANTS)):
         if getattr(config, name, None):
             raise ValueError(f"{name}={getattr(config, name)!r} {advice} in full precision")
+
+
+def _listed(values: Iterable[Any]) -> str:
+    return ", ".join(map(repr, values))
 
 
 def _check_target_names(config: LoraConfig, model: nn.Module, n_experts: int) -> None:

@@ -10,7 +10,7 @@ from peft import PeftModel
 from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer, check_adapters_to_merge
 from torch import nn
 
-from ...layers import PACKED, QUANTIZED, TRAINABLE, MXFP4PackedExperts
+from ...layers import PACKED, QUANTIZED, TRAINABLE
 from ...report import decibels
 from ...utils import Mixin
 from ..transformers import check_here, pack, to_plain
@@ -95,6 +95,10 @@ class MergesIntoPacked(Merges):
 
     _unmerged: dict[str, nn.Parameter] | None = None
 
+    def names(self) -> list[str]:
+        """Return the names of the packed tensors that adapters are merged into."""
+        return list(self.get_base_layer().shapes())
+
     def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
         """Pack the sums of the weights and these adapters (default: the active ones) in place of the weights.
 
@@ -109,7 +113,7 @@ class MergesIntoPacked(Merges):
             return
         base.check()
         names, errors = [*self.merged_adapters, *names], []
-        merged = {name: torch.empty_like(getattr(base, name)) for name in base.shapes()}
+        merged = {name: torch.empty_like(getattr(base, name)) for name in self.names()}
         for place in self.places():
             total, update = self.sum_at(place, names)
             if safe_merge and not total.isfinite().all():
@@ -128,7 +132,7 @@ class MergesIntoPacked(Merges):
     @torch.no_grad()
     def sum_at(self, place: tuple, names: list[str]) -> tuple[torch.Tensor, torch.Tensor]:
         """Return in float32 an unmerged weight ``[N, K]`` with these adapters, and the adapters' part alone."""
-        stored = {name: self._stored(name) for name in self.get_base_layer().shapes()}
+        stored = {name: self._stored(name) for name in self.names()}
         weight = self.unpack(self.parts(stored, place), place)
         update = torch.zeros_like(weight)
         for name in names:
@@ -240,15 +244,6 @@ def _merge_into_plain(base: nn.Module, layers: list[BaseTunerLayer]) -> None:
     for layer in layers:
         if layer.merged:
             layer.unmerge()
-    if isinstance(base, MXFP4PackedExperts):  # PEFT has no layer for them
-        (layer,), (adapters,) = layers, names
-        layer.enable_adapters(True)
-        layer.set_adapter(adapters)
-        plain = to_plain(base, torch.bfloat16)
-        for projection in base.projections:
-            getattr(plain, projection).data = layer.effective_weight(projection, torch.bfloat16)
-        layer.base_layer, layer.merged_adapters = plain, adapters
-        return
     layers[-1].base_layer = plain = to_plain(base, torch.float32)
     for layer, adapters in zip(layers, names, strict=True):
         layer.merge(adapter_names=adapters)

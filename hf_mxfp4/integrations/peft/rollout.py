@@ -12,7 +12,13 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 
 from ...layers import MXFP4Linear, MXFP4PackedExperts, MXFP4PackedLinear
-from .layers import MXFP4LoraExpertParameter, MXFP4LoraExperts, MXFP4LoraLinear, MXFP4LoraMasterLinear
+from .layers import (
+    MXFP4LoraExpertParameter,
+    MXFP4LoraLinear,
+    MXFP4LoraMasterLinear,
+    MXFP4LoraPackedExpertParameter,
+    nested_wrappers,
+)
 from .merging import adapters_on_quantized, whole
 
 
@@ -105,10 +111,9 @@ def adapted_parameters(model: PeftModel) -> set[str]:
     """Return the names of the frozen parameters that have adapters in them when they are pushed."""
     names = set()
     for name, module in _plain_modules(model):
-        if isinstance(module, ParamWrapper) and module.merged:
-            names.add(f"{name}.{module.parameter_name}")
-        elif isinstance(module, MXFP4LoraExperts) and (module.merged or _active(module)):
-            names |= {f"{name}.{projection}" for projection in module.get_base_layer().projections}
+        if isinstance(module, ParamWrapper):
+            if module.merged or isinstance(module, MXFP4LoraPackedExpertParameter) and _active(module):
+                names.add(f"{name}.{module.parameter_name}")
         elif isinstance(module, BaseTunerLayer) and module.merged:
             names |= {f"{name}.weight", f"{name}.bias"}
         elif isinstance(module, LoraLinear) and not isinstance(module, MXFP4LoraMasterLinear) and _active(module):
@@ -152,13 +157,16 @@ def policy_parameters(model: PeftModel, packed: bool = False) -> Iterator[tuple[
 
 def _check_pushable(name: str, module: nn.Module, packed: bool) -> None:
     is_adapter = isinstance(module, BaseTunerLayer)
-    is_lora = isinstance(module, (LoraLinear, MXFP4LoraExperts))
+    on_experts = isinstance(module, MXFP4LoraPackedExpertParameter)
+    is_lora = (
+        isinstance(module, LoraLinear) or on_experts and all(each.is_on_weight for each in nested_wrappers(module))
+    )
     if is_adapter and (not is_lora or module.lora_variant or any(module.lora_bias.values())):
         raise ValueError(
             f"{name} has an adapter that is no plain LoRA on a linear layer; leave it out of the adapter's targets "
             "when rollouts run in another engine"
         )
-    if packed and isinstance(module, MXFP4LoraExperts):
+    if packed and on_experts:
         raise ValueError(f"{name} has adapters on experts, which cannot be given apart from their weights")
     for own, parameter in module.named_parameters(name, recurse=is_adapter):
         if parameter.numel() == 0 or hasattr(parameter, "full_tensor"):
@@ -176,8 +184,12 @@ def _parameters(layer: nn.Module, module: nn.Module, packed: bool) -> Iterator[t
         weight = layer.dequantized_weight() if module is layer else module.effective_weight().to(layer.compute_dtype)
         yield "weight", weight
     else:
-        values = layer.dequantized_weight if module is layer else module.effective_weight
-        yield from ((projection, values(projection, layer.compute_dtype)) for projection in layer.projections)
+        adapted = {wrapper.parameter_name: wrapper for wrapper in nested_wrappers(module)}
+        for projection in layer.projections:
+            if projection in adapted:
+                yield projection, adapted[projection].effective_weight(layer.compute_dtype)
+            else:
+                yield projection, layer.dequantized_weight(projection)
     yield from ((own, bias.data) for own, bias in layer.named_parameters(recurse=False) if own.endswith("bias"))
 
 

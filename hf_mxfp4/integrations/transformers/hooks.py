@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What this package hooks into: `generate()`, and models that a trainer of TRL loads by itself.
+"""What this package hooks into: methods of quantized models, and models that a trainer of TRL loads by itself.
 
 DPO and other trainers load their reference without the policy's `quantization_config`, and those that sample with vLLM
 would push master weights to it. TRL has no hook for either, so the trainer is found on the call stack.
@@ -9,6 +9,7 @@ import contextlib
 import copy
 import functools
 import sys
+from collections.abc import Callable
 from typing import Any
 
 from torch import nn
@@ -20,23 +21,51 @@ from ...config import MXFP4RLConfig
 from ...gemm import cached_weights
 
 
-def wrap_generation(cls: type) -> None:
-    """Make `generate` of the quantized models of a class keep quantized weights while a call lasts, in which nothing
-    changes them (see [`hf_mxfp4.cached_weights`]). Wraps the method once; other models of the class generate as ever.
-    """
-    if not hasattr(cls, "generate") or getattr(cls.generate, "keeps_quantized_weights", False):
+def wrap_methods(cls: type) -> None:
+    """Make methods of the quantized models of a class do what such models need. Wraps each method once; those of other
+    models of the class do what they always do."""
+    wrap_method(cls, "generate", _generate)
+    wrap_method(cls, "load_adapter", _load_adapter)
+
+
+def wrap_method(cls: type, name: str, around: Callable[..., Any]) -> None:
+    """Have a method of a class call ``around(model, original, ...)`` if it has the method."""
+    if not hasattr(cls, name) or getattr(getattr(cls, name), "knows_quantized_weights", False):
         return
-    own = vars(cls).get("generate")
+    own = vars(cls).get(name)
 
-    @functools.wraps(cls.generate)
-    def generate(self, *args, **kwargs):
+    @functools.wraps(getattr(cls, name))
+    def method(self, *args, **kwargs):
         # Looked up at each call where it is inherited: others replace the method of a base class too.
-        original = super(cls, self).generate if own is None else functools.partial(own, self)  # type: ignore[arg-type]
-        with cached_weights(self) if _keeps_weights(self) else contextlib.nullcontext():
-            return original(*args, **kwargs)
+        original = getattr(super(cls, self), name) if own is None else functools.partial(own, self)
+        return around(self, original, *args, **kwargs)
 
-    generate.keeps_quantized_weights = True  # type: ignore[attr-defined]
-    cls.generate = generate
+    method.knows_quantized_weights = True  # type: ignore[attr-defined]
+    setattr(cls, name, method)
+
+
+def _generate(model: nn.Module, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Keep quantized weights while a call lasts, in which nothing changes them: see [`hf_mxfp4.cached_weights`]."""
+    with cached_weights(model) if _keeps_weights(model) else contextlib.nullcontext():
+        return original(*args, **kwargs)
+
+
+def _load_adapter(model: nn.Module, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Refuse an adapter of which a part would be left out."""
+    info = original(*args, **kwargs)
+    if is_quantized(model):
+        refuse_lost(model, [key for key in info.unexpected_keys if ".lora_" in key])
+    return info
+
+
+def refuse_lost(model: nn.Module, lost: list[str]) -> None:
+    """Raise `ValueError` if there are tensors of an adapter that have no place in a model."""
+    if lost:
+        raise ValueError(
+            f"{len(lost)} tensors of the adapter have no place in the {model.config.model_type} model, such as "
+            f"{min(lost)}: the adapter would do only a part of what it was trained to do. Load it on the model that it "
+            "was made for, or correct the targets in its adapter_config.json"
+        )
 
 
 def _keeps_weights(model: nn.Module) -> bool:

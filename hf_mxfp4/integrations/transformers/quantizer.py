@@ -34,7 +34,7 @@ from ...registration import QUANT_METHOD, enter_classes
 from ...report import ErrorEnergy, QuantizationReport, count_weights, master_sqnr
 from ...utils import warn_of_slow_bfloat16
 from . import swap
-from .hooks import check_trainer, watch_references, wrap_generation
+from .hooks import check_trainer, watch_references, wrap_methods
 
 
 class MXFP4RLQuantizer(HfQuantizer):
@@ -63,7 +63,7 @@ class MXFP4RLQuantizer(HfQuantizer):
     def _wrap_methods(self) -> None:
         if self.model_class is not None:
             wrap_saving(self.model_class)
-            wrap_generation(self.model_class)
+            wrap_methods(self.model_class)
 
     @property
     def _packed(self) -> bool:

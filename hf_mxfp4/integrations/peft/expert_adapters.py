@@ -1,0 +1,160 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Adapters of experts, whichever way they were made: all become PEFT's ``target_parameters`` and its factors.
+
+Made on the linear layers that each expert had in older versions of transformers: PEFT converts them. Made by
+``target_modules=["experts"]``, our name for all projections of a layer: [`target_experts`] converts the config. Files
+of earlier versions of this package, in another layout: [`with_peft_layout`], and [`watch_conversions`] in transformers.
+"""
+
+import copy
+import functools
+import math
+import re
+from typing import Any
+
+import torch
+from peft import LoraConfig
+from peft.tuners.tuners_utils import check_target_module_exists
+from peft.utils import transformers_weight_conversion as peft_conversion
+from torch import nn
+from transformers.core_model_loading import ConversionOps, WeightConverter
+
+from ...layers import PACKED, MXFP4Experts, MXFP4PackedExperts
+from ..transformers import refuse_lost
+
+
+_PATTERNS = ("rank_pattern", "alpha_pattern")
+#: Options of `LoraConfig` that say which layers get adapters, and of what size.
+TARGETS = ("target_modules", "target_parameters", *_PATTERNS)
+#: What the projections of experts can be called, the first one of the forward pass before the last.
+_FIRST, _LAST = ("gate_up_proj", "up_proj"), ("down_proj",)
+
+
+def quantized_experts(model: nn.Module) -> dict[str, MXFP4Experts | MXFP4PackedExperts]:
+    """Return the quantized experts of a model by the names that they have without adapters."""
+    kinds = (MXFP4Experts, MXFP4PackedExperts)
+    found = {name: module for name, module in model.named_modules() if isinstance(module, kinds)}
+    return {name.replace(".base_layer", ""): module for name, module in found.items()}
+
+
+def target_experts(config: LoraConfig, given: dict[str, Any], model: nn.Module) -> None:
+    """Have ``config`` target the parameters of quantized experts that its ``target_modules`` name, in place.
+
+    Args:
+        given: the options [`TARGETS`] before PEFT converted the names of single experts' linear layers. PEFT drops
+            linear layers of the same names, as shared experts have: these are put back.
+    """
+    experts, targets = quantized_experts(model), given["target_modules"]
+    if not experts or targets is None:
+        return
+    asked = copy.copy(config)
+    _set(asked, given)
+    named = [name for name in experts if check_target_module_exists(asked, name)]
+    if named:
+        _set(config, given)
+        _target_whole_experts(config, {name: experts[name] for name in named}, model, len(named) == len(experts))
+    elif isinstance(targets, str):
+        is_all_linear = targets.lower() == "all-linear" and any(isinstance(layer, PACKED) for layer in experts.values())
+        names_no_expert = set(config.target_parameters or ()) == set(given["target_parameters"] or ())
+        if is_all_linear or names_no_expert:
+            _set(config, given)  # PEFT replaces a pattern by the ends of names, which can match more
+    else:
+        linears = _names_of(model, nn.Linear)
+        dropped = set(targets) - set(config.target_modules)
+        config.target_modules |= {target for target in dropped if _names_any(target, linears)}
+        if config.use_rslora:
+            # PEFT doubles alpha with the rank, but rank-stabilized scaling divides by the square root of the rank.
+            for pattern in config.alpha_pattern.keys() - given["alpha_pattern"].keys():
+                config.alpha_pattern[pattern] /= math.sqrt(config.rank_pattern[pattern] / config.r)
+
+
+def _set(config: LoraConfig, given: dict[str, Any]) -> None:
+    for option, value in given.items():
+        setattr(config, option, copy.copy(value))
+
+
+def _target_whole_experts(
+    config: LoraConfig, named: dict[str, MXFP4Experts | MXFP4PackedExperts], model: nn.Module, are_all: bool
+) -> None:
+    """Replace ``named`` experts in the targets by their projections; of all experts of the model short names do."""
+    if isinstance(config.target_modules, str):
+        matched = (name for name in _names_of(model, nn.Module) if check_target_module_exists(config, name))
+        config.target_modules = set(matched) - set(named)
+    else:
+        config.target_modules = {target for target in config.target_modules if not _names_any(target, named)}
+    parameters = set(config.target_parameters or ())
+    for name, layer in named.items():
+        short = name.rpartition(".")[2] if are_all else name
+        parameters |= {f"{short}.{projection}" for projection in layer.projections}
+        for option in _PATTERNS:
+            pattern = getattr(config, option)
+            for key in [key for key in pattern if re.match(rf"(.*\.)?({key})$", name)]:
+                pattern |= {f"{key}.{projection}": pattern[key] for projection in layer.projections}
+    config.target_parameters = sorted(parameters)
+
+
+def _names_of(model: nn.Module, kind: type[nn.Module]) -> list[str]:
+    names = (name for name, module in model.named_modules() if isinstance(module, kind) and ".lora_" not in name)
+    return list(dict.fromkeys(name.replace(".base_layer", "") for name in names))
+
+
+def _names_any(target: str, names: Any) -> bool:
+    return any(f".{name}".endswith(f".{target}") for name in names)
+
+
+# ---- files -----------------------------------------------------------------------------------------------------------
+
+
+def _flat(side: str, stacked: torch.Tensor) -> torch.Tensor:
+    """Return factors ``A`` ``[experts, r, K]`` or ``B`` ``[experts, N, r]`` as PEFT lays them out."""
+    return stacked.flatten(0, 1) if side == "A" else stacked.permute(1, 2, 0).flatten(1, 2)
+
+
+def with_peft_layout(state_dict: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return an adapter's tensors with those of experts that earlier versions wrote renamed and laid out as PEFT's."""
+    result = {}
+    for key, tensor in state_dict.items():
+        owner, _, projection = key.rpartition(".")
+        if owner.endswith((".lora_A", ".lora_B")) and projection in _FIRST + _LAST:
+            module, side = owner[: -len(".lora_A")], owner[-1]
+            inner = ".base_layer" if projection in _FIRST else ""
+            key, tensor = f"{module}{inner}.lora_{side}.weight", _flat(side, tensor)
+        result[key] = tensor
+    return result
+
+
+class _Flatten(ConversionOps):
+    """[`with_peft_layout`] of one tensor, for transformers."""
+
+    def __init__(self, side: str):
+        self.side = side
+
+    def convert(self, input_dict: dict[str, Any], **kwargs: Any) -> dict[str, torch.Tensor]:
+        """Map ``{pattern: [tensor]}`` to the tensor in PEFT's layout."""
+        (value,) = input_dict.values()
+        return {kwargs["target_patterns"][0]: _flat(self.side, value[0] if isinstance(value, list) else value)}
+
+
+def watch_conversions() -> None:
+    """Have transformers' own `load_adapter` convert as [`with_peft_layout`] does."""
+    build = peft_conversion.build_peft_weight_mapping
+
+    @functools.wraps(build)
+    def build_peft_weight_mapping(weight_conversions: Any, adapter_name: str, *args: Any, **kwargs: Any) -> list[Any]:
+        mapping = build(weight_conversions, adapter_name, *args, **kwargs)
+        for side in "AB":
+            for names, inner in ((_FIRST, ".base_layer"), (_LAST, "")):
+                for name in names:
+                    source = rf"\.lora_{side}\.{re.escape(adapter_name)}\.{name}$"
+                    target = f"{inner}.lora_{side}.{adapter_name}.weight"
+                    mapping.append(WeightConverter(source, target, operations=[_Flatten(side)]))
+        return mapping
+
+    peft_conversion.build_peft_weight_mapping = build_peft_weight_mapping
+
+
+def check_reached(model: nn.Module, keys: Any) -> None:
+    """Raise `ValueError` for factors in a file that have no place in a model; PEFT would leave them out."""
+    places = model.state_dict().keys()
+    lost = [key for key in keys if ".lora_" in key and not {key, key.removeprefix("base_model.model.")} & places]
+    refuse_lost(model, lost)
