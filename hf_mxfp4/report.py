@@ -3,7 +3,7 @@
 
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -12,7 +12,7 @@ from torch import nn
 from .config import MXFP4RLConfig
 from .dither import FULL_NUMBERS, DitherReport
 from .gemm import weight_values
-from .layers import MXFP4Experts, MXFP4Linear, MXFP4PackedExperts, MXFP4PackedLinear, trainable_matrices
+from .layers import QUANTIZED, MXFP4Experts, MXFP4Linear, MXFP4PackedExperts, MXFP4PackedLinear, trainable_matrices
 from .module_names import READS_WEIGHT
 from .numerics import FULL
 
@@ -146,7 +146,7 @@ def add_packed(
 def count_weights(model: nn.Module) -> tuple[int, int | None]:
     """Elements of all quantized weights, and the bytes that they are packed in (`None` when they are not packed)."""
     n_weights, tensors = 0, list[torch.Tensor]()
-    for module in model.modules():
+    for module in _untied(model):
         if isinstance(module, (MXFP4Linear, MXFP4PackedLinear)):
             n_weights += module.in_features * module.out_features
         elif isinstance(module, (MXFP4Experts, MXFP4PackedExperts)):
@@ -155,5 +155,23 @@ def count_weights(model: nn.Module) -> tuple[int, int | None]:
             tensors += module.packed_weight()
         elif isinstance(module, MXFP4PackedExperts):
             tensors += [tensor for projection in module.projections for tensor in module.packed_weight(projection)]
-    packed = [tensor.numel() for tensor in tensors if tensor is not None]
+    # Under ZeRO-3 the shape of a parameter that is sharded away is empty.
+    packed = [getattr(tensor, "ds_numel", tensor.numel()) for tensor in tensors if tensor is not None]
     return n_weights, sum(packed) if packed else None
+
+
+def _untied(model: nn.Module) -> Iterator[nn.Module]:
+    """Yield the quantized layers, of those that share their weight the first one."""
+    seen = set()
+    for module in model.modules():
+        if isinstance(module, QUANTIZED):
+            weight = next(module.parameters(recurse=False))
+            if weight not in seen:
+                seen.add(weight)
+                yield module
+
+
+def uncounted_weights(model: nn.Module) -> int:
+    """Return how many more weights the packed tensors of a model stand for than they have elements."""
+    n_weights, packed_bytes = count_weights(model)
+    return 0 if packed_bytes is None else n_weights - packed_bytes

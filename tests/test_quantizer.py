@@ -185,6 +185,17 @@ def test_dequantize_gives_a_plain_model_of_the_quantized_values(dtype, tie, chec
     assert torch.equal(again(IDS).logits, expected)
 
 
+@pytest.mark.parametrize("options", [{"mode": "packed"}, {"mode": "packed", "outlier_fallback": 1.0}, {}], ids=str)
+@pytest.mark.parametrize(("family", "tie"), [("qwen2", True), ("qwen3_moe", False), ("gpt_oss", False)])
+def test_parameters_are_counted_as_those_of_the_plain_model(family, tie, options, checkpoint):
+    plain = make_model(family, tie=tie)
+    model = load_factors(checkpoint(family, tie=tie), **options)
+    assert model.num_parameters() == plain.num_parameters()
+    assert model.num_parameters(exclude_embeddings=True) == plain.num_parameters(exclude_embeddings=True)
+    assert model.num_parameters(True) == sum(p.numel() for p in model.parameters() if p.requires_grad)
+    assert model.dequantize().num_parameters() == plain.num_parameters()
+
+
 def test_dequantize_keeps_frozen_weights_frozen_and_twice_is_an_error(checkpoint):
     model = load_factors(checkpoint("qwen2"))
     model.requires_grad_(False)

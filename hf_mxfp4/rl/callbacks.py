@@ -12,6 +12,7 @@ from transformers import Trainer, TrainerCallback, TrainerState
 
 from .._logging import get_logger
 from ..layers import set_quantization_step
+from ..report import uncounted_weights
 from ..run_log import RUN_LOG, RunLog
 from ..utils import machine, package_versions
 
@@ -184,10 +185,7 @@ def run_facts(trainer: Trainer) -> dict[str, Any]:
 
 def count_parameters(model: nn.Module) -> int:
     """Return the elements of all parameters, of packed weights those that their bytes stand for."""
-    report = getattr(model, "quantization_report", None)
-    if report is None or report.packed_bytes is None:
-        return sum(_size(parameter) for parameter in model.parameters())
-    return report.n_weights + sum(_size(p) for p in model.parameters() if p.is_floating_point())
+    return sum(_size(parameter) for parameter in model.parameters()) + uncounted_weights(model)
 
 
 def _size(parameter: nn.Parameter) -> int:

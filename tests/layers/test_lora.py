@@ -129,6 +129,9 @@ KINDS = {
     ),
 }
 
+#: What stands for the targets on plain models.
+TWINS = {"qwen3_moe": PARAMETERS}
+
 
 @pytest.fixture(params=KINDS)
 def kind(request):
@@ -141,6 +144,15 @@ def count(model, kind) -> int:
 
 def factors(model) -> dict[str, torch.Tensor]:
     return {name: p.detach().clone() for name, p in model.named_parameters() if "lora_" in name}
+
+
+def test_parameters_are_counted_as_on_the_plain_model(load, kind):
+    expected = with_lora(make_model(kind.family), **TWINS.get(kind.family, kind.lora)).get_nb_trainable_parameters()
+    model = with_lora(load(kind.family, **kind.scheme), **kind.lora)
+    assert model.get_nb_trainable_parameters() == expected
+    assert model.num_parameters() == expected[1]
+    model.merge_adapter()
+    assert model.get_nb_trainable_parameters() == expected
 
 
 def test_a_new_adapter_changes_nothing_yet(load, kind):

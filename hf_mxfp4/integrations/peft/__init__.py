@@ -9,7 +9,7 @@ from peft import PEFT_TYPE_TO_CONFIG_MAPPING, PEFT_TYPE_TO_TUNER_MAPPING, PeftTy
 
 from ...utils import lazy_names
 from .expert_adapters import watch_conversions
-from .lora_model import MXFP4LoraConfig, MXFP4LoraModel, watch_tuners
+from .lora_model import MXFP4LoraConfig, MXFP4LoraModel, watch_counts, watch_tuners
 
 
 # PEFT's own tables of what stands for "LORA": both classes behave as PEFT's wherever no quantized layer is concerned.
@@ -17,5 +17,6 @@ PEFT_TYPE_TO_CONFIG_MAPPING[PeftType.LORA] = MXFP4LoraConfig
 PEFT_TYPE_TO_TUNER_MAPPING[PeftType.LORA] = MXFP4LoraModel
 watch_tuners()
 watch_conversions()
+watch_counts()
 
 __getattr__, __all__ = lazy_names(__name__)

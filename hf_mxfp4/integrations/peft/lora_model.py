@@ -10,10 +10,10 @@ import copy
 import dataclasses
 import functools
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
-from peft import PEFT_TYPE_TO_TUNER_MAPPING, LoraConfig, PeftConfig
+from peft import PEFT_TYPE_TO_TUNER_MAPPING, LoraConfig, PeftConfig, PeftMixedModel, PeftModel
 from peft.tuners.lora import LoraModel
 from peft.tuners.tuners_utils import BaseTuner, check_target_module_exists
 from torch import nn
@@ -21,7 +21,9 @@ from torch import nn
 from ..._logging import get_logger
 from ...config import MXFP4RLConfig
 from ...layers import PACKED, QUANTIZED, MXFP4Experts, MXFP4Linear, MXFP4PackedExperts, MXFP4PackedLinear
+from ...report import uncounted_weights
 from ...utils import nearest_names
+from ..transformers import wrap_method
 from .expert_adapters import TARGETS, check_reached, target_experts, with_peft_layout
 from .layers import ExpertParameter, MXFP4LoraLinear, MXFP4LoraMasterLinear, lora_on_experts
 from .merging import LOSSY_DB, MergeReport, Merges, adapters_on_quantized
@@ -242,6 +244,17 @@ def watch_tuners() -> None:
     """Have all tuners of PEFT ask [`check_method`] before they attach and merge."""
     BaseTuner.__init__, BaseTuner.inject_adapter = _attach, _inject
     BaseTuner._check_merge_allowed = _check_merge_allowed
+
+
+def watch_counts() -> None:
+    """Have PEFT count the weights that packed tensors stand for: it knows bitsandbytes' tensors alone."""
+
+    def count(model: nn.Module, original: Callable[[], tuple[int, int]]) -> tuple[int, int]:
+        trainable, total = original()
+        return trainable, total + uncounted_weights(model)
+
+    for cls in (PeftModel, PeftMixedModel):
+        wrap_method(cls, "get_nb_trainable_parameters", count)
 
 
 # ---- what is refused of LoRA -----------------------------------------------------------------------------------------

@@ -19,12 +19,14 @@ from ..._logging import get_logger
 from ...checkpoint import is_quantized
 from ...config import MXFP4RLConfig
 from ...gemm import cached_weights
+from ...report import uncounted_weights
 
 
 def wrap_methods(cls: type) -> None:
     """Make methods of the quantized models of a class do what such models need. Wraps each method once; those of other
     models of the class do what they always do."""
     wrap_method(cls, "generate", _generate)
+    wrap_method(cls, "num_parameters", _num_parameters)
     wrap_method(cls, "load_adapter", _load_adapter)
 
 
@@ -48,6 +50,14 @@ def _generate(model: nn.Module, original: Callable[..., Any], *args: Any, **kwar
     """Keep quantized weights while a call lasts, in which nothing changes them: see [`hf_mxfp4.cached_weights`]."""
     with cached_weights(model) if _keeps_weights(model) else contextlib.nullcontext():
         return original(*args, **kwargs)
+
+
+def _num_parameters(
+    model: nn.Module, original: Callable[..., int], only_trainable: bool = False, exclude_embeddings: bool = False
+) -> int:
+    """Count the weights that packed tensors stand for. transformers knows bitsandbytes' tensors alone."""
+    count = original(only_trainable=only_trainable, exclude_embeddings=exclude_embeddings)
+    return count if only_trainable else count + uncounted_weights(model)
 
 
 def _load_adapter(model: nn.Module, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
