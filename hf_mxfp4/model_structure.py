@@ -228,20 +228,27 @@ def experts_unsupported_reason(experts: nn.Module) -> str | None:
 def find_weight_readers(model: nn.Module) -> dict[nn.Module, str]:
     """Return the linear layers of ``model`` whose weight is read outside of them, each with the name of the reader."""
     found: dict[nn.Module, str] = {}
-    for owner in model.modules():
-        if next(owner.children(), None) is None or type(owner).__module__.startswith("torch."):
+    calls = [(owner, "forward") for owner in model.modules()]
+    seen = set()
+    for owner, method in calls:  # which grows
+        is_seen = (owner, method) in seen
+        if is_seen or next(owner.children(), None) is None or type(owner).__module__.startswith("torch."):
             continue
-        for path, reader, tests in _read_by_forward(type(owner)):  # type: ignore[arg-type]
+        seen.add((owner, method))
+        reads, called = _read_by(type(owner), method)  # type: ignore[arg-type]
+        for path, reader, tests in reads:
             if not any(_is_off(owner, test) for test in tests):
                 layers = (layer for layer in _follow(owner, path) if isinstance(layer, nn.Linear))
                 found |= {layer: reader for layer in layers if layer not in found}
+        for path in called:
+            calls += [(part, path[-1]) for part in _follow(owner, path[:-1]) if isinstance(part, nn.Module)]
     return found
 
 
 @functools.cache
-def _read_by_forward(cls: type) -> tuple[_Read, ...]:
-    """Return what the forward pass of a class reads, and the methods that it calls."""
-    found, seen, names = [], set(), ["forward"]
+def _read_by(cls: type, method: str) -> tuple[tuple[_Read, ...], tuple[Path, ...]]:
+    """Return what a method of a class reads, with the methods that it calls; and the paths to methods of its parts."""
+    found, called, seen, names = [], [], set(), [method]
     while names:
         name = names.pop()
         functions = [vars(base).get(name) for base in cls.__mro__ if not base.__module__.startswith("torch.")]
@@ -253,8 +260,10 @@ def _read_by_forward(cls: type) -> tuple[_Read, ...]:
                     names += path
                 elif path[-1] == "weight":
                     found.append((path[:-1], f"{cls.__name__}.{name}", tuple(_tests(node, parents))))
+                elif isinstance(parents.get(node), ast.Call):
+                    called.append(path)
         seen.add(name)
-    return tuple(found)
+    return tuple(found), tuple(called)
 
 
 def _parsed(function: FunctionType) -> ast.FunctionDef | None:

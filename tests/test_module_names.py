@@ -116,6 +116,11 @@ def test_subclasses_of_linear_are_left_alone():
 
 ENCODER = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
 BART = {"d_model": 64, "encoder_layers": 1, "decoder_layers": 1, "encoder_ffn_dim": 64, "decoder_ffn_dim": 64}
+GEMMA3N = {
+    **ENCODER, "vocab_size": 32, "vocab_size_per_layer_input": 32, "hidden_size_per_layer_input": 8, "laurel_rank": 8,
+    "num_key_value_heads": 1, "intermediate_size": [64], "activation_sparsity_pattern": [0.0],
+    "num_kv_shared_layers": 0, "layer_types": ["full_attention"], "head_dim": 32,
+}  # fmt: skip
 T5 = {"d_model": 64, "d_kv": 32, "d_ff": 64, "num_layers": 1, "num_heads": 2}
 TEXT = {**ENCODER, "num_key_value_heads": 1, "vocab_size": 64, "pad_token_id": 0}
 
@@ -276,6 +281,17 @@ class FromOutside(nn.Module):
         return F.linear(self.inner(x), self.inner.read.weight)
 
 
+class CallsAnotherMethod(nn.Module):
+    """Its part does not pass through `forward`."""
+
+    def __init__(self):
+        super().__init__()
+        self.parts = nn.ModuleList([ByMethod(), NotInForward()])
+
+    def forward(self, x):
+        return self.parts[0].fused(x)
+
+
 @pytest.mark.parametrize("cls", [Dtype, Alias, ByMethod, Inherited, SwitchedOn, SwitchedOff, NotInForward])
 def test_a_weight_that_is_read_is_found_and_no_other(cls):
     model = cls().eval()
@@ -286,6 +302,8 @@ def test_a_weight_that_is_read_is_found_and_no_other(cls):
 def test_the_reader_is_named_and_may_be_a_module_around():
     model = FromOutside()
     assert find_weight_readers(model) == {model.inner.read: "FromOutside.forward"}
+    model = CallsAnotherMethod()
+    assert find_weight_readers(model) == {model.parts[0].read: "ByMethod.fused"}
     model = Loop()
     assert set(find_weight_readers(model)) == set(model.many)
 
@@ -304,10 +322,13 @@ def test_models_of_transformers():
         bloom = BloomForCausalLM(BloomConfig(hidden_size=64, n_layer=1, n_head=2, vocab_size=32))
         slow = BloomConfig(hidden_size=64, n_layer=1, n_head=2, vocab_size=32, pretraining_tp=2, slow_but_exact=True)
         slow = BloomForCausalLM(slow)
+    gemma = on_meta("Gemma3nForCausalLM", "Gemma3nTextConfig", **GEMMA3N)
     mixer = mamba.backbone.layers[0].mixer
     assert set(find_weight_readers(mamba)) == {mixer.x_proj, mixer.dt_proj, mixer.out_proj, mamba.lm_head}
     found = find_weight_readers(t5)
     assert len(found) == 2 and set(found.values()) == {"T5DenseActDense.forward"}
     assert find_weight_readers(bloom) == {}
+    mixed = gemma.model.layers[0].altup  # of which the layers call `predict` and `correct`
+    assert set(find_weight_readers(gemma)) == {mixed.prediction_coefs, mixed.correction_coefs}
     block = slow.transformer.h[0]
     assert set(find_weight_readers(slow)) == {block.self_attention.dense, block.mlp.dense_4h_to_h}
