@@ -278,6 +278,15 @@ def test_loaded_for_inference_it_keeps_its_scheme_and_trained_further_it_takes_t
     assert saved_scheme(tmp_path / "plain") is None
 
 
+def test_an_adapter_of_a_plain_model_gets_no_entry_of_ours(base_of, tmp_path):
+    adapter(base_of(), tmp_path / "first")
+    model = PeftModel.from_pretrained(base_of(), tmp_path / "first")
+    model.save_pretrained(tmp_path / "again")
+    peft.PeftConfig.from_pretrained(tmp_path / "first").save_pretrained(tmp_path / "config")
+    for name in ("first", "again", "config"):
+        assert "base_quantization" not in json.loads((tmp_path / name / "adapter_config.json").read_text())
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [({"format_version": 99}, "format_version=99"), ({"preset": "w2a2"}, "preset='w2a2'"), ({"new": 1}, "'new'")],

@@ -326,6 +326,13 @@ class MXFP4LoraConfig(LoraConfig):
         metadata={"help": "The MXFP4RLConfig of the model that the adapter was trained on, as in its config.json."},
     )
 
+    def to_dict(self) -> dict[str, Any]:
+        """Return the options as a dictionary; those of PEFT alone where the base is not quantized."""
+        options = super().to_dict()
+        if self.base_quantization is None:
+            del options["base_quantization"]
+        return options
+
 
 def base_scheme(model: nn.Module) -> MXFP4RLConfig | None:
     """Return the scheme of a model that was quantized by this package, otherwise `None`."""
