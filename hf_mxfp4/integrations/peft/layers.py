@@ -34,7 +34,7 @@ class MXFP4LoraLinear(MergesIntoPacked, LoraLinear):
 
     def orthogonal_init(self, adapter_name: str) -> None:
         """Initialize as PEFT does, which makes factors in the dtype of the layer's weight: not in that of the codes."""
-        base = self.base_layer
+        base = self.get_base_layer()
         self.base_layer = nn.Linear(self.in_features, self.out_features, device="meta", dtype=base.compute_dtype)
         try:
             super().orthogonal_init(adapter_name)
