@@ -246,6 +246,17 @@ def test_the_same_values_are_silent(base_of, tmp_path, capsys, trained, found):
     assert "adapter" not in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("mode", ["packed", "qat"])
+def test_other_weights_under_the_same_scheme_are_a_warning(base_of, checkpoint, tmp_path, capsys, mode):
+    adapter(base_of(PACKED), tmp_path)
+    scheme = PACKED if mode == "packed" else factors_config(mode="qat", preset="w4a16", outlier_fallback=None)
+    other = AutoModelForCausalLM.from_pretrained(checkpoint(seed=1), quantization_config=scheme)
+    capsys.readouterr()
+    PeftModel.from_pretrained(other, tmp_path, adapter_name="mine")
+    said = capsys.readouterr().err
+    assert "adapter 'mine' was made for a base of the same scheme with other weights" in said
+
+
 @pytest.mark.parametrize(
     ("found", "named"),
     [

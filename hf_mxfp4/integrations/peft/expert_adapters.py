@@ -54,7 +54,8 @@ def target_experts(config: LoraConfig, given: dict[str, Any], model: nn.Module) 
         _set(config, given)
         _target_whole_experts(config, {name: experts[name] for name in named}, model, len(named) == len(experts))
     elif isinstance(targets, str):
-        is_all_linear = targets.lower() == "all-linear" and any(isinstance(layer, PACKED) for layer in experts.values())
+        is_packed = any(isinstance(layer, PACKED) for layer in experts.values())
+        is_all_linear = targets.lower() == "all-linear" and is_packed and not config.inference_mode
         names_no_expert = set(config.target_parameters or ()) == set(given["target_parameters"] or ())
         if is_all_linear or names_no_expert:
             _set(config, given)  # PEFT replaces a pattern by the ends of names, which can match more

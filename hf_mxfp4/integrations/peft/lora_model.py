@@ -10,9 +10,11 @@ import copy
 import dataclasses
 import functools
 import re
+import zlib
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import torch
 from peft import PEFT_TYPE_TO_TUNER_MAPPING, LoraConfig, PeftConfig, PeftMixedModel, PeftModel
 from peft.tuners.lora import LoraModel
 from peft.tuners.tuners_utils import BaseTuner, check_target_module_exists
@@ -48,6 +50,8 @@ _INITS = (True, False, "gaussian", "orthogonal", "eva")
 _EXPERT_INITS = _INITS[:3]
 #: Options of `LoraConfig` that change what an adapter computes; PEFT marks them in newer versions.
 _VARIANTS = ("use_dora", "use_qalora", "lora_bias")
+#: Rows of a weight that a base is known by.
+_ROWS = 32
 
 
 class MXFP4LoraModel(LoraModel):
@@ -325,12 +329,16 @@ class MXFP4LoraConfig(LoraConfig):
         default=None,
         metadata={"help": "The MXFP4RLConfig of the model that the adapter was trained on, as in its config.json."},
     )
+    base_checksum: int | None = dataclasses.field(
+        default=None, metadata={"help": "A checksum of some of that model's quantized weights."}
+    )
 
     def to_dict(self) -> dict[str, Any]:
         """Return the options as a dictionary; those of PEFT alone where the base is not quantized."""
         options = super().to_dict()
-        if self.base_quantization is None:
-            del options["base_quantization"]
+        for name in ("base_quantization", "base_checksum"):
+            if options[name] is None:
+                del options[name]
         return options
 
 
@@ -343,8 +351,10 @@ def base_scheme(model: nn.Module) -> MXFP4RLConfig | None:
 def _record_base(config: LoraConfig, model: nn.Module, adapter_name: str) -> None:
     """Note the scheme of ``model`` in ``config``, in place; warn if it has another one from a file."""
     found, stored = base_scheme(model), getattr(config, "base_quantization", None)
+    checksum = _checksum(model)
     if stored is not None:
-        _compare(adapter_name, stored, found)
+        checksums = {config.base_checksum, checksum} - {None}
+        _compare(adapter_name, stored, found, has_other_weights=len(checksums) > 1)
         if config.inference_mode:
             return
     if found is not None and type(config) is LoraConfig:
@@ -352,9 +362,26 @@ def _record_base(config: LoraConfig, model: nn.Module, adapter_name: str) -> Non
         config.__class__ = MXFP4LoraConfig
     if isinstance(config, MXFP4LoraConfig):
         config.base_quantization = None if found is None else found.to_dict()
+        config.base_checksum = checksum
 
 
-def _compare(adapter_name: str, stored: dict[str, Any], found: MXFP4RLConfig | None) -> None:
+@torch.no_grad()
+def _checksum(model: nn.Module) -> int | None:
+    """Return a checksum of rows of the last quantized linear weight, the same for packed and trainable models of one
+    base; `None` without such rows here, and under rotations, which are undone by sums in another order."""
+    layers = [module for module in model.modules() if isinstance(module, (MXFP4Linear, MXFP4PackedLinear))]
+    weight = layers[-1].weight if layers else torch.empty(0)
+    if weight.is_meta or not weight.numel() or hasattr(weight, "full_tensor") or layers[-1].config.weight_rotation:
+        return None
+    if isinstance(layers[-1], MXFP4PackedLinear):
+        parts = tuple(None if part is None else part[:_ROWS] for part in layers[-1].packed_weight())
+        values = layers[-1].unpacked(parts, torch.float32)
+    else:
+        values = layers[-1].effective_weight(weight[:_ROWS].float())
+    return zlib.crc32(values.bfloat16().cpu().view(torch.uint8).numpy().tobytes())
+
+
+def _compare(adapter_name: str, stored: dict[str, Any], found: MXFP4RLConfig | None, has_other_weights: bool) -> None:
     try:
         trained = MXFP4RLConfig.from_dict(stored)
     except (TypeError, ValueError) as error:
@@ -369,6 +396,9 @@ def _compare(adapter_name: str, stored: dict[str, Any], found: MXFP4RLConfig | N
             "adapter %r was made for a base %s, and is now attached to one %s: expect other outputs, or load the base "
             "with the adapter's scheme", adapter_name, before, now,
         )  # fmt: skip
+    elif has_other_weights:
+        message = "adapter %r was made for a base of the same scheme with other weights: expect other outputs"
+        get_logger().warning(message, adapter_name)
 
 
 def _described(scheme: MXFP4RLConfig | None) -> str:
