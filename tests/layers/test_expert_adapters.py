@@ -263,6 +263,7 @@ ADAPTED = [
     ({"target_modules": ["experts"], "rank_pattern": {"0.mlp.experts": 2}}, ranks(0, 2, 2) | ranks(1)),
     ({"target_modules": r".*\.1\..*\.(q_proj|experts)"}, ranks(1) | LAST_QUERY),
     ({"target_modules": r".*\.1\..*\.q_proj"}, LAST_QUERY),
+    ({"target_modules": ["gate"]}, {f"model.layers.{n}.mlp.gate.weight": 4 for n in range(2)}),
 ]
 
 
@@ -270,6 +271,11 @@ ADAPTED = [
 @pytest.mark.parametrize("mode", SCHEMES)
 def test_what_is_adapted(folder, options, expected, mode):
     assert adapted(with_lora(load(folder("qwen3_moe"), mode), **options)) == expected
+
+
+def test_without_targets_mixtral_gets_pefts_defaults(folder):
+    model = with_lora(load(folder("mixtral")), target_modules=None)
+    assert adapted(model) == {f"model.layers.{n}.self_attn.{name}_proj": 4 for n in range(2) for name in "qv"}
 
 
 def test_dropout_of_packed_experts_is_on_in_training_alone(folder):

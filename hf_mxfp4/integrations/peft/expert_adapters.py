@@ -10,6 +10,7 @@ import copy
 import functools
 import math
 import re
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -45,7 +46,10 @@ def target_experts(config: LoraConfig, given: dict[str, Any], model: nn.Module) 
             linear layers of the same names, as shared experts have: these are put back.
     """
     experts, targets = quantized_experts(model), given["target_modules"]
-    if not experts or targets is None:
+    if not experts:
+        return
+    if targets is None:
+        _set(config, given)  # PEFT's defaults for the model, which its conversion removes
         return
     asked = copy.copy(config)
     _set(asked, given)
@@ -60,12 +64,17 @@ def target_experts(config: LoraConfig, given: dict[str, Any], model: nn.Module) 
         if is_all_linear or names_no_expert:
             _set(config, given)  # PEFT replaces a pattern by the ends of names, which can match more
     else:
-        linears = _names_of(model, nn.Linear)
-        dropped = set(targets) - set(config.target_modules)
-        config.target_modules |= {target for target in dropped if _names_any(target, linears)}
+        parameters = config.target_parameters or ()
+        linears = [
+            name
+            for name in _names_of(model, nn.Linear)
+            if not any(_names_any(target, [f"{name}.weight"]) for target in parameters)
+        ]
+        put_back = {target for target in targets if _names_any(target, linears)}
+        config.target_modules = put_back.union(config.target_modules)
         if config.use_rslora:
             # PEFT doubles alpha with the rank, but rank-stabilized scaling divides by the square root of the rank.
-            for pattern in config.alpha_pattern.keys() - given["alpha_pattern"].keys():
+            for pattern in set(config.alpha_pattern) - set(given["alpha_pattern"] or ()):
                 config.alpha_pattern[pattern] /= math.sqrt(config.rank_pattern[pattern] / config.r)
 
 
@@ -88,18 +97,19 @@ def _target_whole_experts(
         short = name.rpartition(".")[2] if are_all else name
         parameters |= {f"{short}.{projection}" for projection in layer.projections}
         for option in _PATTERNS:
-            pattern = getattr(config, option)
-            for key in [key for key in pattern if re.match(rf"(.*\.)?({key})$", name)]:
-                pattern |= {f"{key}.{projection}": pattern[key] for projection in layer.projections}
+            patterns = getattr(config, option) or {}
+            for key in [key for key in patterns if re.match(rf"(.*\.)?({key})$", name)]:
+                patterns |= {f"{key}.{projection}": patterns[key] for projection in layer.projections}
     config.target_parameters = sorted(parameters)
 
 
 def _names_of(model: nn.Module, kind: type[nn.Module]) -> list[str]:
-    names = (name for name, module in model.named_modules() if isinstance(module, kind) and ".lora_" not in name)
-    return list(dict.fromkeys(name.replace(".base_layer", "") for name in names))
+    names = [name for name, module in model.named_modules() if isinstance(module, kind) and ".lora_" not in name]
+    return list(dict.fromkeys(name.replace(".base_layer", "") for name in names if name))
 
 
-def _names_any(target: str, names: Any) -> bool:
+def _names_any(target: str, names: Iterable[str]) -> bool:
+    """Return whether a target is one of the names or the end of one."""
     return any(f".{name}".endswith(f".{target}") for name in names)
 
 
@@ -154,7 +164,7 @@ def watch_conversions() -> None:
     peft_conversion.build_peft_weight_mapping = build_peft_weight_mapping
 
 
-def check_reached(model: nn.Module, keys: Any) -> None:
+def check_reached(model: nn.Module, keys: Iterable[str]) -> None:
     """Raise `ValueError` for factors in a file that have no place in a model; PEFT would leave them out."""
     places = model.state_dict().keys()
     lost = [key for key in keys if ".lora_" in key and not {key, key.removeprefix("base_model.model.")} & places]

@@ -109,14 +109,6 @@ class MXFP4LoraModel(LoraModel):
                 model.hf_quantizer.record = {"weight_sqnr_db": None}  # the known one is that of the weights before
         return model
 
-    def add_weighted_adapter(self, adapters: list[str], *args: Any, **kwargs: Any) -> None:
-        """[`peft.LoraModel.add_weighted_adapter`]; raises `ValueError` for adapters on experts, whose
-        factors PEFT would put together in the wrong order."""
-        for name, module in self.model.named_modules():
-            if isinstance(module, ExpertParameter) and any(adapter in module.lora_A for adapter in adapters):
-                raise ValueError(f"add_weighted_adapter cannot combine adapters on experts ({name})")
-        super().add_weighted_adapter(adapters, *args, **kwargs)
-
     def _report(self, layers: dict[str, Merges]) -> None:
         errors = {name: layer.merge_error for name, layer in layers.items() if layer.merge_error is not None}
         self.merge_report = MergeReport(errors) if errors else None
