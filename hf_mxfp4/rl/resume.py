@@ -6,6 +6,7 @@ import contextlib
 import math
 import random
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -39,6 +40,7 @@ class ExactResumeMixin(Mixin):
     * rollouts that TRL trains on for several steps, and the position in them;
     * loss and metrics of TRL that are not logged yet, with `logging_steps` above 1;
     * the order of prompts in later epochs, for samplers with a generator of their own, such as TRL's;
+    * the epoch of a stream, which is read from its beginning again and must yield the same examples;
     * resuming a run that had finished trains nothing, where a plain Trainer takes one more step;
     * under DeepSpeed in 16 bits the float32 master weights are saved, and under FSDP's sharded state dicts `save_model`
       writes a model.
@@ -50,6 +52,7 @@ class ExactResumeMixin(Mixin):
     _epochs_begun = 0
     #: Loss that was not logged before the checkpoint, and the step that was logged last.
     _unlogged: tuple[torch.Tensor, int] | None = None
+    _stream_position = 0, 0
     #: Options that decide which micro-batch of which rollout an optimizer step trains on.
     _SPLIT = ("steps_per_generation", "num_iterations", "per_device_train_batch_size", "gradient_accumulation_steps")
 
@@ -156,6 +159,20 @@ class ExactResumeMixin(Mixin):
             )
         return path
 
+    def _init_training_state(self, max_steps, steps_per_epoch, num_epochs, checkpoint, trial):
+        position = super()._init_training_state(max_steps, steps_per_epoch, num_epochs, checkpoint, trial)
+        if checkpoint is None or num_epochs != sys.maxsize:  # which stands for a data loader without a length
+            return position
+        # A Trainer counts all steps as one epoch, whose batches it would skip.
+        epochs, steps = self._stream_position
+        if not hasattr(self.train_dataset, "state_dict"):
+            get_logger().warning(
+                "%s is read again from the beginning of an epoch (%d), and %d steps are skipped: this run repeats one "
+                "that was never stopped only if the stream yields the same examples again",
+                type(self.train_dataset).__name__, epochs, steps,
+            )  # fmt: skip
+        return epochs, 0 if self.args.ignore_data_skip else steps * self.args.gradient_accumulation_steps
+
     def _run_epoch(self, *args, resume_from_checkpoint=None, **kwargs):
         # A Trainer takes one step more when it resumes from the last checkpoint of a finished run.
         if self.state.global_step >= self.state.max_steps:
@@ -167,7 +184,12 @@ class ExactResumeMixin(Mixin):
         super()._run_epoch(*args, resume_from_checkpoint=resume_from_checkpoint, **kwargs)
 
     def _restore_process(self, checkpoint: str) -> None:
-        self._epochs_begun = math.floor(TrainerState.load_from_json(f"{checkpoint}/trainer_state.json").epoch or 0)
+        saved = TrainerState.load_from_json(f"{checkpoint}/trainer_state.json")
+        epoch = saved.epoch or 0.0
+        self._epochs_begun = math.floor(epoch)
+        # An epoch without a length counts as `max_steps` steps, which it reaches only at the end of training.
+        before = max(math.ceil(epoch) - 1, 0)
+        self._stream_position = before, round((epoch - before) * saved.max_steps)
         file = _state_file(checkpoint, self.args.process_index)
         file = file if file.is_file() else _state_file(checkpoint, 0)
         reason = "was not written by a trainer with ExactResumeMixin, or holds the model alone (save_only_model)"

@@ -6,12 +6,15 @@ import shutil
 
 import pytest
 import torch
-from grpo_runs import MEASURED, RANDOM, everything, trainer_factory
+from grpo_runs import MEASURED, RANDOM, even_digits, everything, prompts, quantized, trainer_factory
 from grpo_runs import mixture as make_mixture
 from peft import LoraConfig
 from same_bits import assert_same, weights
+from torch.utils.data import IterableDataset
+from transformers import Trainer, TrainingArguments
 
 from hf_mxfp4 import MXFP4Experts, MXFP4RLConfig
+from hf_mxfp4.rl import ExactResumeMixin
 
 
 #: Eight steps are two epochs of four.
@@ -36,6 +39,10 @@ CASES = {
     "checkpointing": ("w4a4", 2, {**MIXTURE, "gradient_checkpointing": True, "max_steps": 4}),
 }
 LARGE = ("between rollouts", "checkpointing")
+
+
+class StreamTrainer(ExactResumeMixin, Trainer):
+    """A Trainer with exact resume."""
 
 
 def builder(folder):
@@ -88,6 +95,48 @@ def test_train_stop_resume_is_train(build, tmp_path, case):
     resumed = build(scheme, save_steps=step, output_dir=str(tmp_path / "resumed"), **options)
     resumed.train(resume_from_checkpoint=str(tmp_path / "run" / f"checkpoint-{step}"))
     assert_same(everything(resumed), expected)
+
+
+@pytest.mark.parametrize("shards", [1, 2])
+def test_streams_resume_in_their_epoch(build, tmp_path, shards):
+    seen = []
+
+    def reward(prompts, completions, **kwargs):
+        seen.append(prompts)
+        return even_digits(completions)
+
+    def trainer(**options):
+        stream = prompts(6).to_iterable_dataset(num_shards=shards)
+        return build(reward=reward, dataset=stream, max_steps=7, save_steps=5, **options)
+
+    whole = trainer()
+    whole.train()
+    rollouts = [*seen]
+    seen.clear()
+    resumed = trainer(output_dir=str(tmp_path / "resumed"))
+    resumed.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-5"))
+    assert len({tuple(rollout) for rollout in rollouts[:3]}) == 3  # an epoch
+    assert seen == rollouts[5:]
+    assert_same(everything(resumed), everything(whole))
+
+
+def test_streams_that_cannot_tell_their_position_warn(tmp_path, capsys):
+    class Tokens(IterableDataset):
+        def __iter__(self):
+            return ({"input_ids": [i, 1, 2], "labels": [i, 1, 2]} for i in range(4))
+
+    def trainer(**options):
+        settings = {"max_steps": 6, "per_device_train_batch_size": 2, "save_steps": 3, "report_to": "none"}
+        settings |= {"use_cpu": True, "disable_tqdm": True, "learning_rate": 1e-2}
+        arguments = TrainingArguments(str(tmp_path / "run"), **settings)
+        return StreamTrainer(quantized(layers=1), arguments, train_dataset=Tokens())
+
+    whole = trainer()
+    whole.train()
+    resumed = trainer()
+    resumed.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-3"))
+    assert "Tokens is read again from the beginning of an epoch (1), and 1 steps are skipped" in capsys.readouterr().err
+    assert_same(weights(resumed.model), weights(whole.model))
 
 
 def test_another_split_of_rollouts_starts_them_anew(build, tmp_path, capsys):
