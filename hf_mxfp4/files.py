@@ -2,6 +2,7 @@
 """Values as JSON can hold them, files that are replaced in one step, and files of JSON lines."""
 
 import contextlib
+import errno
 import fcntl
 import json
 import math
@@ -65,6 +66,13 @@ def break_links(path: str | Path) -> None:
     path = Path(path)
     if path.is_symlink() or (path.is_file() and path.stat().st_nlink > 1):
         replace_file(path, path.read_bytes() if path.is_file() else b"")
+
+
+def regular_file(path: Path) -> Path:
+    """Return ``path``. Raises `OSError` for a pipe or a device, which might never end."""
+    if path.exists() and not path.is_file():
+        raise OSError(errno.EINVAL, "it is not a regular file", str(path))
+    return path
 
 
 def is_draft(name: str) -> bool:

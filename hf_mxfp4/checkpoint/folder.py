@@ -17,7 +17,7 @@ from huggingface_hub import split_state_dict_into_shards_factory
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import _TYPES, save_file
 
-from ..files import write_json
+from ..files import regular_file, write_json
 
 
 CONFIG = "config.json"
@@ -110,7 +110,7 @@ def read_header(file: str | os.PathLike) -> FileHeader:
     """Raise [`ShardError`] for a file that is missing, truncated, or whose header contradicts itself or the file."""
     file = Path(file)
     try:
-        with safe_open(file, "pt") as opened:
+        with safe_open(regular_file(file), "pt") as opened:
             slices = {name: opened.get_slice(name) for name in opened.offset_keys()}
             metadata = dict(opened.metadata() or {})
     except (OSError, SafetensorError) as error:
@@ -321,7 +321,7 @@ def model_dtype(folder: CheckpointFolder) -> torch.dtype:
 def read_json(path: Path) -> dict[str, Any]:
     """Raise [`CheckpointError`] unless ``path`` is a file that holds a JSON object."""
     try:
-        contents = json.loads(path.read_text(encoding="utf-8"))
+        contents = json.loads(regular_file(path).read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise CheckpointError(f"{path} is missing") from None
     except (OSError, ValueError, RecursionError) as error:

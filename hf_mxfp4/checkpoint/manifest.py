@@ -18,7 +18,7 @@ from typing import Any
 from xxhash import xxh3_128
 
 from .._logging import get_logger
-from ..files import is_draft, one_writer, write_json
+from ..files import is_draft, one_writer, regular_file, write_json
 from ..registration import QUANT_METHOD
 from .folder import (
     CONFIG,
@@ -34,6 +34,8 @@ from .folder import (
 
 
 MANIFEST = "mxfp4_manifest.json"
+#: What a model computes depends on these too, so manifests record them.
+_SETTINGS = (CONFIG, "generation_config.json")
 TRAINER_STATE = "trainer_state.json"
 
 #: Called with a number of bytes that were read, and the name of what they belong to.
@@ -55,7 +57,7 @@ class FileRecord:
 def read_manifest(folder: Path) -> dict[str, FileRecord]:
     """Return what the manifest of a folder records, nothing if there is none. Raises [`ShardError`]."""
     try:
-        files = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))["files"]
+        files = json.loads(regular_file(folder / MANIFEST).read_text(encoding="utf-8"))["files"]
         records = {
             name: FileRecord(entry) if isinstance(entry, int) else FileRecord(entry["size"], entry["xxh3_128"])
             for name, entry in files.items()
@@ -73,9 +75,11 @@ def read_manifest(folder: Path) -> dict[str, FileRecord]:
 def write_manifest(
     folder: Path, names: Iterable[str], kept: Mapping[str, FileRecord] | None = None, on_bytes: OnBytes = ignore_bytes
 ) -> int:
-    """Record the files ``names`` of a folder, in addition to ``kept`` of another manifest; return how many."""
-    records = {name: record_of(folder / name, on_bytes) for name in names}
-    merged = {name: asdict(record) for name, record in sorted({**(kept or {}), **records}.items())}
+    """Record the files ``names`` of a folder and its `config.json`, in addition to ``kept`` of another manifest; return
+    how many."""
+    kept = kept or {}
+    records = {name: record_of(folder / name, on_bytes) for name in {*names, *(_settings(folder) - kept.keys())}}
+    merged = {name: asdict(record) for name, record in sorted({**kept, **records}.items())}
     write_json(folder / MANIFEST, {"files": merged})
     return len(records)
 
@@ -95,11 +99,15 @@ def weight_files(folder: Path) -> list[str]:
     return sorted({path.name for pattern in patterns for path in folder.glob(pattern) if path.is_file()})
 
 
+def _settings(folder: Path) -> set[str]:
+    return {name for name in _SETTINGS if (folder / name).is_file()}
+
+
 def record_of(file: Path, on_bytes: OnBytes = ignore_bytes) -> FileRecord:
     """Read a file and return its record. Raises [`ShardError`] when it cannot be read."""
     checksum, size = xxh3_128(), 0
     try:
-        with open(file, "rb") as stream:
+        with open(regular_file(file), "rb") as stream:
             while portion := stream.read(1 << 20):
                 checksum.update(portion)
                 size += len(portion)
@@ -136,7 +144,7 @@ def why_incomplete(folder: str | os.PathLike) -> str | None:
     if not folder.is_dir():
         return "there is no such folder"
     try:
-        json.loads((folder / TRAINER_STATE).read_text(encoding="utf-8"))["global_step"]
+        json.loads(regular_file(folder / TRAINER_STATE).read_text(encoding="utf-8"))["global_step"]
         records = read_manifest(folder)
     except ShardError as error:
         return str(error)
@@ -246,10 +254,17 @@ def verify_folder(path: str | os.PathLike, on_bytes: OnBytes = ignore_bytes) -> 
         manifest = read_manifest(folder)
     except ShardError as error:
         found._add(MANIFEST, error)
-    for name in [path.name] if is_file else _names(folder, manifest):
-        found.check_file(folder / name, manifest.get(name), on_bytes)
+    names = [path.name] if is_file else _names(folder, manifest)
+    for name in names:
+        if name not in _SETTINGS:
+            found.check_file(folder / name, manifest.get(name), on_bytes)
     if not is_file:
         found.check_folder(folder)
+    # What does not fit the weights has been reported, in better words than those of a checksum.
+    reported = {problem.where for problem in found.problems}
+    for name in names:
+        if name in _SETTINGS and name not in reported:
+            found.check_file(folder / name, manifest.get(name), on_bytes)
     return found
 
 
@@ -269,10 +284,10 @@ def add_to_folder(folder: str | os.PathLike, on_bytes: OnBytes = ignore_bytes) -
 
 
 def _names(folder: Path, manifest: Iterable[str]) -> list[str]:
-    """Return the names of all weight files of a folder, and of those that its index or manifest names."""
+    """Return the names of all weight files of a folder, of its settings, and of what its index or manifest names."""
     if not folder.is_dir():
         raise CheckpointError(f"{folder} is not a folder; give that of a checkpoint")
-    names = {*weight_files(folder), *manifest}
+    names = {*weight_files(folder), *_settings(folder), *manifest}
     if (folder / INDEX).is_file() and not (folder / SINGLE).is_file():
         with contextlib.suppress(ShardError):  # reported when the index is checked
             names |= set(read_index(folder / INDEX).values())

@@ -44,7 +44,8 @@ def test_whatever_writes_weights_records_them(saved, tmp_path, monkeypatch):
     import_checkpoint(tmp_path / "exported", tmp_path / "imported")
     folders = [saved["master"], saved["packed"], *(tmp_path / n for n in ("packed", "exported", "bf16", "imported"))]
     for folder in folders:
-        files = [*shards(folder), *folder.glob("*.index.json")]
+        files = [*shards(folder), *folder.glob("*.index.json"), folder / "config.json"]
+        files += folder.glob("generation_config.json")
         expected = {
             file.name: {"size": file.stat().st_size, "xxh3_128": xxh3_128_hexdigest(file.read_bytes())}
             for file in files
@@ -55,7 +56,7 @@ def test_whatever_writes_weights_records_them(saved, tmp_path, monkeypatch):
     model = AutoModelForCausalLM.from_pretrained(saved["master"])
     for size, folder in (("15KB", tmp_path / "sharded"), ("1GB", tmp_path / "whole")):
         model.save_pretrained(folder, variant="bf16", max_shard_size=size)
-    for folder, number in (("gguf", 1), ("sharded", 3), ("whole", 1)):
+    for folder, number in (("gguf", 3), ("sharded", 5), ("whole", 3)):
         assert not where(tmp_path / folder) and len(manifest_of(tmp_path / folder)) == number
 
 
