@@ -2,8 +2,8 @@
 """Sizes and checksums of a checkpoint's files in `mxfp4_manifest.json`: what is damaged, and which training checkpoints
 are complete.
 
-`hf-mxfp4 verify` compares the checksums, resuming a run the sizes. A training checkpoint counts only when its
-`trainer_state.json`, which is written last, can be read and all files of the manifest have their sizes.
+`hf-mxfp4 verify` and resuming a run compare the checksums. A training checkpoint counts only when its
+`trainer_state.json`, which is written last, can be read and all files of the manifest are as they were saved.
 """
 
 import contextlib
@@ -85,12 +85,15 @@ def write_manifest(
 
 
 def write_whole_manifest(folder: str | os.PathLike) -> int:
-    """Record all files under ``folder``, when all processes have written theirs; return their number. The model card is
-    left out because people edit it."""
+    """Record all files under ``folder`` that its manifest lacks, when all processes have written theirs; return their
+    number. The model card is left out because people edit it."""
     folder = Path(folder)
-    left_out = {MANIFEST, TRAINER_STATE, "README.md", "checkpoint-is-incomplete.txt"}  # until a JIT checkpoint is saved
+    recorded = read_manifest(folder)
+    # The marker of transformers is there until its just-in-time checkpoint is saved.
+    left_out = {MANIFEST, "README.md", "checkpoint-is-incomplete.txt", *recorded}
     names = [path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()]
-    return write_manifest(folder, [name for name in names if name not in left_out and not is_draft(Path(name).name)])
+    names = [name for name in names if name not in left_out and not is_draft(Path(name).name)]
+    return write_manifest(folder, names, recorded)
 
 
 def weight_files(folder: Path) -> list[str]:
@@ -137,32 +140,38 @@ def invalidate(folder: str | os.PathLike) -> None:
         Path(folder, name).unlink(missing_ok=True)
 
 
-def why_incomplete(folder: str | os.PathLike) -> str | None:
-    """Return why a checkpoint cannot be resumed from, without reading its large files; `None` when nothing is known to
-    be wrong with it. Of a checkpoint without a manifest, only `trainer_state.json` is checked."""
+def why_incomplete(folder: str | os.PathLike, *, checksums: bool = False) -> str | None:
+    """Return why a checkpoint cannot be resumed from; `None` when nothing is known to be wrong with it. Its large files
+    are read only to compare ``checksums``. Of a checkpoint without a manifest, only `trainer_state.json` is checked."""
     folder = Path(folder)
     if not folder.is_dir():
         return "there is no such folder"
     try:
         json.loads(regular_file(folder / TRAINER_STATE).read_text(encoding="utf-8"))["global_step"]
         records = read_manifest(folder)
+        for name, record in records.items():
+            if problem := size_problem(folder / name, record):
+                return f"{name}: {problem}"
+        for name, record in records.items() if checksums else ():
+            if record.xxh3_128 is not None and record_of(folder / name) != record:
+                return f"{name} was changed since it was saved (if on purpose, delete {MANIFEST})"
     except ShardError as error:
         return str(error)
     except FileNotFoundError:
         return f"it has no {TRAINER_STATE}: saving it was not finished"
     except (OSError, ValueError, KeyError, TypeError):
         return f"its {TRAINER_STATE} is cut short"
-    problems = ((name, size_problem(folder / name, record)) for name, record in records.items())
-    return next((f"{name}: {problem}" for name, problem in problems if problem), None)
+    return None
 
 
-def last_complete_checkpoint(output_dir: str | os.PathLike) -> str | None:
-    """Return the last complete checkpoint folder in ``output_dir``, or `None`. Warns of each newer one that is not."""
+def last_complete_checkpoint(output_dir: str | os.PathLike, *, checksums: bool = False) -> str | None:
+    """Return the last checkpoint folder in ``output_dir`` that [`why_incomplete`] has nothing against, or `None`. Warns
+    of each newer one."""
     output_dir = Path(output_dir)
     entries = output_dir.iterdir() if output_dir.is_dir() else ()
     folders = [path for path in entries if checkpoint_step(path) is not None and path.is_dir()]
     for folder in sorted(folders, key=checkpoint_step, reverse=True):
-        if (reason := why_incomplete(folder)) is None:
+        if (reason := why_incomplete(folder, checksums=checksums)) is None:
             return str(folder)
         get_logger().warning("%s is not resumed from: %s", folder, reason)
     return None

@@ -8,6 +8,7 @@ import random
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
@@ -71,6 +72,8 @@ class ExactResumeMixin(Mixin):
             invalidate(folder)
         self.accelerator.wait_for_everyone()
         super()._save_checkpoint(model, trial)
+        if self.args.should_save:
+            write_whole_manifest(folder)  # trainer_state.json, which says that the others are complete
         self.accelerator.wait_for_everyone()
 
     def _save_rng_state(self, output_dir):
@@ -145,8 +148,12 @@ class ExactResumeMixin(Mixin):
         # One process looks: the others may see the folder later than it is complete.
         found: list = [None, None]
         if self.accelerator.is_main_process:
-            path = last_complete_checkpoint(self.args.output_dir) if choice is True else str(choice)
-            found = [path, why_incomplete(path) if path is not None and choice is not True else None]
+            started = time.monotonic()
+            if choice is True:
+                found[0] = last_complete_checkpoint(self.args.output_dir, checksums=True)
+            else:
+                found = [str(choice), why_incomplete(choice, checksums=True)]
+            get_logger().info("checksums of checkpoints were compared in %.0f s", time.monotonic() - started)
         path, reason = broadcast_object_list(found)
         if path is None:
             raise ValueError(

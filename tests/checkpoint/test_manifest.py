@@ -124,6 +124,21 @@ def test_what_is_damaged_is_said(make, damage, reason):
     assert why_incomplete(folder).startswith(reason)
 
 
+@pytest.mark.parametrize("name", ["optimizer.pt", "global_step/shard.pt", "trainer_state.json"])
+def test_a_flipped_bit_is_found_by_checksums(make, tmp_path, name):
+    make(2)
+    folder = make(3)
+    assert write_whole_manifest(folder) == 1  # trainer_state.json, now that it is there
+    content = bytearray((folder / name).read_bytes())
+    content[-2] ^= 1  # of trainer_state.json, the step
+    (folder / name).write_bytes(content)
+    assert why_incomplete(folder) is None
+    assert why_incomplete(folder, checksums=True).startswith(f"{name} was changed since it was saved")
+    assert last_complete_checkpoint(tmp_path, checksums=True) == str(tmp_path / "checkpoint-2")
+    (folder / MANIFEST).unlink()
+    assert last_complete_checkpoint(tmp_path, checksums=True) == str(folder)
+
+
 def test_the_newest_whole_one_by_number(make, tmp_path):
     assert last_complete_checkpoint(tmp_path) is None and last_complete_checkpoint(tmp_path / "missing") is None
     for step in (2, 9, 10, 11):

@@ -183,6 +183,19 @@ def test_an_incomplete_checkpoint_is_refused_by_name(build, whole, tmp_path):
             build().train(resume_from_checkpoint=given)
 
 
+@pytest.mark.parametrize(
+    "name",
+    ["model.safetensors", "optimizer.pt", "scheduler.pt", "rng_state.pth", "trainer_state.json", "mxfp4_state_0.pt"],
+)
+def test_a_flipped_byte_is_refused(build, whole, tmp_path, name):
+    folder = shutil.copytree(whole[1] / "checkpoint-2", tmp_path / "checkpoint-2")
+    content = bytearray((folder / name).read_bytes())
+    content[len(content) // 2] ^= 1
+    (folder / name).write_bytes(content)
+    with pytest.raises(ValueError, match=f"checkpoint-2 cannot be resumed from: .*{name} (was changed|is cut short)"):
+        build().train(resume_from_checkpoint=str(folder))
+
+
 def test_an_update_that_is_not_finite_is_not_made(build, tmp_path, capsys):
     options = {"max_steps": 4, "use_adaptive_entropy": True, "entropy_coef": 0.25, "entropy_coef_delta": 0.125}
     options |= {"entropy_target": 10.0}  # which is never reached
