@@ -330,6 +330,13 @@ class CheckpointOnExit(TrainerCallback):
     def on_train_begin(self, args, state, control, **kwargs):
         self._step = self._update = self._waiting = None
         self._has_begun = False
+        if self.trainer.is_deepspeed_enabled:
+            # It updates weights inside of the backward pass, unless a gradient is not finite.
+            engine = self.trainer.accelerator.deepspeed_engine_wrapped.engine
+            engine.basic_optimizer.register_step_pre_hook(self._on_update)
+
+    def _on_update(self, *args: Any) -> None:
+        self._update = self.trainer.state.global_step
 
     def on_epoch_begin(self, args, state, control, **kwargs):
         self.remember(state.global_step)

@@ -16,6 +16,7 @@ from datasets import Dataset
 from grpo_runs import TOKENIZER, even_digits, prompts, with_simulated_vllm
 from moe_models import make_moe
 from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file
 from tiny_models import make_model
 from transformers import AutoModelForCausalLM, Trainer, TrainerState, TrainingArguments, default_data_collator
 
@@ -318,6 +319,34 @@ def train_or_resume(base: str, run: str, dies_writing: str | None = None) -> Non
     state["random"] = torch.get_rng_state()
     torch.save(state, folder / "final.partial")
     os.replace(folder / "final.partial", folder / "final.pt")
+
+
+def stop_in_an_update(engine: str, base: str, out: str) -> None:
+    """Train alone under an engine; train again, with SIGTERM at the beginning of the third update, and resume. What is
+    saved, and the ends of the first and the last run, are in ``out/ends.pt``."""
+    out = Path(out)
+    os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    use_engine(engine, out)
+    update, signals = torch.optim.AdamW.step, []
+    ends = []
+    for kind in ("whole", "stopped", "resumed"):
+        folder = out / ("whole" if kind == "whole" else "parts")
+        trainer = grpo_trainer(base, "qat", folder, save_strategy="no")
+
+        def step(*args, kind=kind, trainer=trainer, **kwargs):
+            if kind == "stopped" and trainer.state.global_step == 2 and not signals:
+                signals.append(signal.SIGTERM)
+                signal.raise_signal(signal.SIGTERM)
+            return update(*args, **kwargs)
+
+        with mock.patch.object(torch.optim.AdamW, "step", step):
+            try:
+                trainer.train(resume_from_checkpoint=kind == "resumed")
+            except SystemExit:
+                assert kind == "stopped"
+        trainer.save_model(str(folder / kind))
+        ends.append(load_file(folder / kind / "model.safetensors"))
+    torch.save({"saved": [path.name for path in (out / "parts").glob("checkpoint-*")], "ends": ends}, out / "ends.pt")
 
 
 def _die_while_writing(name: str) -> None:

@@ -345,6 +345,18 @@ def test_how_often_a_step_quantizes_each_weight(jobs, engine, expected):
     assert [json.loads((out / f"counts{rank}.json").read_text()) for rank in (0, 1)] == [expected] * 2
 
 
+@pytest.mark.large
+@NO_DEEPSPEED
+def test_deepspeed_finishes_an_update_before_it_stops(jobs):
+    """Its update is inside of the backward pass."""
+    out = folder_of("stop_in_an_update", jobs.root, 1, engine="zero2", base=str(jobs.base("qat")))
+    found = torch.load(out / "ends.pt")
+    whole, stopped, resumed = found["ends"]
+    assert found["saved"] == ["checkpoint-3"]
+    assert any(not torch.equal(stopped[name], whole[name]) for name in whole)
+    assert whole.keys() == resumed.keys() and all(torch.equal(whole[name], resumed[name]) for name in whole)
+
+
 @ENGINES
 def test_distillation_is_that_of_one_process(jobs, engine):
     folders = alone_and_together("distill", engine, jobs.root, base=str(jobs.base("qat")))
