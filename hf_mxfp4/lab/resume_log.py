@@ -79,11 +79,16 @@ class ResumeLog:
         content = self._stream.read()
         lines = content.split(b"\n")
         torn = lines.pop()  # empty when the file ends as it should
-        parsed = []
+        parsed: list[dict] = []
         for number, text in enumerate(lines, 1):
             try:
-                parsed.append(json.loads(text))
-            except ValueError:
+                line = json.loads(text)
+                if not isinstance(line, dict):
+                    raise ValueError("not a JSON object")
+                if parsed:
+                    self.done[self._key(line)] = line
+                parsed.append(line)
+            except (ValueError, LookupError, TypeError, RecursionError):
                 raise ProgressMismatch(
                     f"line {number} of {self.path} is damaged; start over with --overwrite, or give another folder"
                 ) from None
@@ -97,7 +102,6 @@ class ResumeLog:
                 raise ProgressMismatch(
                     f"{self.path} holds results for {held}; start over with --overwrite, or give another folder"
                 )
-        self.done = {self._key(line): line for line in parsed[1:]}
         return len(content) - len(torn)
 
 

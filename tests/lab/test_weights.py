@@ -247,6 +247,16 @@ def test_damage_in_the_middle_is_reported(path):
         opened(path)
 
 
+@pytest.mark.parametrize("line", [b"[]", b"3", b"null", b"{}", b'{"tensor": []}', b"[" * 100_000])
+@pytest.mark.parametrize("number", [1, 2])
+def test_lines_that_are_no_results_are_damage(path, number, line):
+    lines = path.read_bytes().split(b"\n")
+    lines[number - 1] = line
+    path.write_bytes(b"\n".join(lines))
+    with pytest.raises(lab.ProgressMismatch, match="start over with --overwrite"):
+        opened(path)
+
+
 @pytest.mark.skipif(os.name == "nt", reason="no locks")
 @pytest.mark.parametrize("overwrite", [False, True])
 def test_a_log_that_is_being_written_is_refused_and_stays(path, tensors, overwrite):
