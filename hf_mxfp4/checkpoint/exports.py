@@ -3,6 +3,7 @@
 
 import os
 from collections.abc import Mapping, Sequence, Set
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -86,17 +87,35 @@ def export(
         file="export_report.json",
     )
     config = _in_bf16(without_scheme(folder.config))
+    if _has_own_head(source):
+        config = _untied(config)
+        report.notes.append("The head differs from the embeddings, so config.json has tie_word_embeddings=false.")
     options = target.quantization_config(source.config, *names) if quantized else None
+    rest = source.plain_rest() if target.plain_names else source.model_rest()
+    left = {tensor.name for tensor in rest}
+
+    def watched(tensor: NewTensor) -> NewTensor:
+        def make() -> torch.Tensor:
+            left.discard(tensor.name)
+            return tensor.make()
+
+        return replace(tensor, make=make)
+
+    def check_all_written(new: Path) -> None:
+        if left:
+            raise CheckpointError(f"format {format!r} has no place for {min(left)} of {folder.path}; use format 'bf16'")
+
     return convert(
         source,
         [plan.layer(layer) for layer in plan.decisions],
-        target.others(source.plain_rest() if target.plain_names else source.model_rest(), dtype),
+        target.others([watched(tensor) for tensor in rest], dtype, _kept_in_float32(source, rest)),
         config if options is None else {**config, "quantization_config": options},
         report,
         write=target.write,
         overwrite=overwrite,
         on_bytes=on_bytes,
         files={} if options is None else target.more_files(options),
+        finish=check_all_written,
     )
 
 
@@ -301,7 +320,10 @@ class Plan:
                 "quantized once from its full-precision weights."
             )
         if dtype != torch.bfloat16:
-            notes.append(f"All other tensors are converted from {dtype} to bfloat16, what other engines compute in.")
+            notes.append(
+                f"All other tensors are converted from {dtype} to bfloat16, what other engines compute in, but those "
+                "that transformers keeps in float32."
+            )
         if self.is_packed and self.actions <= {"dequantized", "left"}:
             notes.append("No layer is 4-bit any more: this is a plain checkpoint, as format bf16 writes it.")
         return notes
@@ -323,6 +345,33 @@ def ignored_layers(source: LayerSource, quantized: Set[str]) -> list[str]:
     embeddings = {name for name, module in modules.items() if isinstance(module, nn.Embedding)}
     embeddings |= {source.names.stored.get(f"{name}.weight", "").removesuffix(".weight") for name in embeddings}
     return sorted((linears | matrices) - embeddings - quantized)
+
+
+def _kept_in_float32(source: LayerSource, tensors: Sequence[NewTensor]) -> set[str]:
+    """Return the names of tensors in files that transformers loads in float32 into a bfloat16 model."""
+    from transformers.core_model_loading import build_glob_alternation
+
+    if not (plan := source.model._get_dtype_plan(torch.bfloat16)):
+        return set()
+    names, (kept, *_) = source.names, build_glob_alternation(list(plan))
+    own = {place: name for name, place in (names.whole if source.has_experts else {}).items()} | names.places
+    return {tensor.name for tensor in tensors if kept.search(own.get(tensor.name, tensor.name))}
+
+
+def _has_own_head(source: LayerSource) -> bool:
+    """Whether the files have a head that differs from the embeddings, though the config ties them: transformers
+    computes with it, and vLLM with the embeddings. T5 and its kind scale the head's input by this option instead."""
+    model, stored, tensors = source.model, source.names.stored, source.folder.tensors
+    if getattr(model.config, "is_encoder_decoder", False):
+        return False
+    pairs = (getattr(model, "all_tied_weights_keys", None) or {}).items()
+    both = [(stored[target], stored[origin]) for target, origin in pairs if target in stored and origin in stored]
+    return any(not torch.equal(tensors[target].read(), tensors[origin].read()) for target, origin in both)
+
+
+def _untied(config: Mapping[str, Any]) -> dict[str, Any]:
+    text = {"text_config": _untied(config["text_config"])} if config.get("text_config") else {}
+    return {**config, "tie_word_embeddings": False, **text}
 
 
 def _in_bf16(value: Any) -> Any:

@@ -5,6 +5,7 @@ import json
 from pathlib import Path
 
 import torch
+from safetensors.torch import load_file, save_file
 from tiny_models import make_model
 
 from hf_mxfp4 import MXFP4RLConfig
@@ -36,6 +37,19 @@ def decode(codes: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
 def save_plain(folder, family="qwen2", **options) -> Path:
     make_model(family, **{"dtype": torch.bfloat16, **options}).save_pretrained(folder)
     return Path(folder)
+
+
+def save_with_head(folder, drop: str | None = None) -> dict[str, torch.Tensor]:
+    """Save a Llama whose config ties the head and whose file has another one; return the file's tensors, without one
+    if it is named."""
+    save_plain(folder, "llama", tie=True)
+    file = Path(folder) / "model.safetensors"
+    tensors = load_file(file)
+    head = torch.randn(tensors["model.embed_tokens.weight"].shape, generator=torch.Generator().manual_seed(0))
+    tensors["lm_head.weight"] = head.to(torch.bfloat16)
+    tensors.pop(drop, None)
+    save_file(tensors, file, {"format": "pt"})
+    return tensors
 
 
 def save_packed(folder, family="qwen2", config: dict | None = None, **options) -> Path:

@@ -7,13 +7,15 @@ import math
 
 import pytest
 import torch
-from export_files import config_in, decode, save_packed, save_plain
+from export_files import config_in, decode, save_packed, save_plain, save_with_head
 from factors import factors_config
+from moe_models import make_moe
 from same_bits import tensors_in
 from transformers import AutoModelForCausalLM
 
 import hf_mxfp4
 from hf_mxfp4.checkpoint import CheckpointError, FolderError, export
+from hf_mxfp4.checkpoint.formats import FORMATS
 
 
 IDS = torch.arange(2, 14).view(2, 6)
@@ -134,6 +136,37 @@ MISFITS = {
         "macro-block factors (mbsrow-dynamic) and the outlier-fallback residual (of0.25)",
     ),
 }
+
+
+@pytest.mark.parametrize("format", ["bf16", "compressed-tensors"])
+def test_what_transformers_keeps_in_float32_is_not_rounded(format, tmp_path):
+    model = make_moe("deepseek_v3", intermediate_size=64, q_lora_rank=32, kv_lora_rank=32)
+    bias = model.model.layers[1].mlp.gate.e_score_correction_bias
+    torch.nn.init.normal_(bias, generator=torch.Generator().manual_seed(0))
+    model.save_pretrained(tmp_path / "plain")
+    report = export(tmp_path / "plain", tmp_path / "out", format)
+    loaded = tensors_in(tmp_path / "out")
+    assert torch.equal(loaded["model.layers.1.mlp.gate.e_score_correction_bias"], bias)
+    assert loaded["model.norm.weight"].dtype == torch.bfloat16 and "keeps in float32" in report.notes[-1]
+
+
+@torch.no_grad()
+def test_a_head_of_its_own_unties_the_config(tmp_path):
+    stored = save_with_head(tmp_path / "plain")
+    report = export(tmp_path / "plain", tmp_path / "out", "bf16")
+    assert config_in(tmp_path / "plain")["tie_word_embeddings"] and "head differs" in report.notes[0]
+    assert config_in(tmp_path / "out")["tie_word_embeddings"] is False
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.bfloat16)
+    assert torch.equal(model.lm_head.weight, stored["lm_head.weight"])
+    assert torch.equal(model.model.embed_tokens.weight, stored["model.embed_tokens.weight"])
+
+
+def test_a_format_that_leaves_out_a_tensor_is_refused(tmp_path, monkeypatch):
+    source = save_packed(tmp_path / "packed")
+    monkeypatch.setattr(FORMATS["bf16"], "others", lambda tensors, *args: tensors[1:])
+    with pytest.raises(CheckpointError, match="format 'bf16' has no place for lm_head.weight of"):
+        export(source, tmp_path / "out", "bf16")
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize(("config", "parts"), MISFITS.values(), ids=MISFITS)

@@ -7,7 +7,7 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from export_files import decode, save_plain
+from export_files import decode, save_plain, save_with_head
 from same_bits import tensors_in
 from tiny_models import CHAT, SPECIAL, SPLITS, make_fallback_tokenizer, make_model, make_tokenizer
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GgufConfig
@@ -180,6 +180,22 @@ def test_a_trained_policy_has_its_codes(tmp_path):
     assert "output.weight" not in found and found["token_embd.weight"].tensor_type == BF16
     master = model.get_parameter("model.layers.0.mlp.down_proj.weight").detach()
     assert torch.equal(values_of(found["blk.0.ffn_down.weight"]), fake_quantize(master, scale_rule="rceil"))
+
+
+def test_a_head_of_its_own_is_written_though_the_config_ties_it(tmp_path):
+    stored = save_with_head(tmp_path / "plain")
+    export(tmp_path / "plain", tmp_path / "out", "gguf")
+    found = tensors_of(tmp_path / "out")
+    assert torch.equal(values_of(found["output.weight"]), stored["lm_head.weight"].float())
+    assert torch.equal(values_of(found["token_embd.weight"]), stored["model.embed_tokens.weight"].float())
+
+
+def test_embeddings_that_are_stored_as_the_head_are_written(tmp_path):
+    stored = save_with_head(tmp_path / "plain", drop="model.embed_tokens.weight")
+    export(tmp_path / "plain", tmp_path / "out", "gguf")
+    found = tensors_of(tmp_path / "out")
+    assert torch.equal(values_of(found["token_embd.weight"]), stored["lm_head.weight"].float())
+    assert "output.weight" not in found
 
 
 @pytest.mark.parametrize(

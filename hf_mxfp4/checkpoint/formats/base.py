@@ -2,7 +2,7 @@
 """What a checkpoint format defines. One small module per format."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -57,9 +57,13 @@ class Format(ABC):
         """Return the tensors that a full-precision weight ``[N, K]`` or ``[experts, N, K]`` is stored as."""
         return plain_tensors(layer, shape, weight)
 
-    def others(self, tensors: Sequence[NewTensor], dtype: torch.dtype) -> list[NewTensor]:
-        """Return the tensors of the files for those that are not quantized, of a model in ``dtype``."""
-        return [tensor.to(torch.bfloat16) if tensor.dtype == dtype else tensor for tensor in tensors]
+    def others(self, tensors: Sequence[NewTensor], dtype: torch.dtype, kept: Set[str] = frozenset()) -> list[NewTensor]:
+        """Return the tensors of the files for those that are not quantized, of a model in ``dtype``; those that are
+        ``kept``, by name, keep theirs."""
+        return [
+            tensor.to(torch.bfloat16) if tensor.dtype == dtype and tensor.name not in kept else tensor
+            for tensor in tensors
+        ]
 
     def write(self, folder: Path, tensors: Sequence[NewTensor], metadata: Mapping[str, str]) -> list[Path]:
         """Write the files; return those of safetensors."""

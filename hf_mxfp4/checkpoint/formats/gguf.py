@@ -8,8 +8,8 @@ Rows of ``q`` and ``k`` are stored in another order for Llama, whose rotary embe
 tensors that are not quantized, vectors and routers are float32, as llama.cpp wants them; the others keep 16 bits.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -148,14 +148,15 @@ class GGUFFormat(PackedFormat):
         name = f"{layer}.weight" if shape.experts is None else layer
         return {place: weight[..., rows, :] for place, rows in self._places(name, shape.out_features).items()}
 
-    def others(self, tensors: Sequence[NewTensor], dtype: torch.dtype) -> list[NewTensor]:
+    def others(self, tensors: Sequence[NewTensor], dtype: torch.dtype, kept: Set[str] = frozenset()) -> list[NewTensor]:
         found = []
+        if all(tensor.name != "model.embed_tokens.weight" for tensor in tensors):  # tied to the head, which is stored
+            names = {"lm_head.weight": "model.embed_tokens.weight"}
+            tensors = [replace(tensor, name=names.get(tensor.name, tensor.name)) for tensor in tensors]
         for tensor in tensors:
-            if tensor.name == "lm_head.weight" and self._config.tie_word_embeddings:
-                continue  # the embedding, which llama.cpp uses for it
             if _KINDS.get(tensor.dtype, "MXFP4") == "MXFP4":
                 raise CheckpointError(f"{tensor.name} is {tensor.dtype}, which GGUF files of llama.cpp do not hold")
-            found += self._parts(tensor, dtype)
+            found += self._parts(tensor, dtype, tensor.name in kept)
         if (frequencies := rope_frequencies(self._config)) is not None:
             shape = tuple(frequencies.shape)
             found.append(NewTensor("rope_freqs.weight", torch.float32, shape, lambda: frequencies))
@@ -219,7 +220,7 @@ class GGUFFormat(PackedFormat):
         heads = (kind == "k_proj" and config.num_key_value_heads) or config.num_attention_heads
         return torch.arange(heads * head_dim(config)).view(heads, 2, -1).transpose(1, 2).flatten()
 
-    def _parts(self, tensor: NewTensor, dtype: torch.dtype) -> list[NewTensor]:
+    def _parts(self, tensor: NewTensor, dtype: torch.dtype, is_kept: bool) -> list[NewTensor]:
         """Return the tensors of the file for one that is not quantized, of a model in ``dtype``."""
         of_experts = ".experts." in tensor.name
         is_transposed = of_experts and len(tensor.shape) == 3 and self._architecture.name == "gpt-oss"
@@ -231,7 +232,7 @@ class GGUFFormat(PackedFormat):
         def part(place: str, rows: Rows) -> NewTensor:
             shape = tuple(select(whole, rows).shape)
             wide = len(shape) == 1 or place.endswith(".bias") or ".ffn_gate_inp." in place
-            stays = tensor.dtype != dtype or tensor.dtype == torch.float16
+            stays = is_kept or tensor.dtype != dtype or tensor.dtype == torch.float16
             kind = torch.float32 if wide else tensor.dtype if stays else torch.bfloat16
             return NewTensor(place, kind, shape, lambda: select(tensor.make(), rows).to(kind))
 
