@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which layers of a model are quantized: decided by its structure, then by whole name parts, never by substrings."""
 
+import itertools
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import regex
@@ -57,6 +58,9 @@ BY_OPTION = "modules_to_not_convert"
 READS_WEIGHT = "reads its weight"
 BY_NAME = "a head, router, tower or adapter by its name"
 
+#: More names, or characters of regular expressions, are no real model's, and take minutes.
+MAX_NAMES = 100_000
+
 CONV1D_HINT = (
     "This architecture keeps its projections in transformers' Conv1D, as GPT-2 does, which is not supported; what is "
     "are models on nn.Linear, such as Llama, Qwen, Mistral, Gemma and SmolLM, and their mixtures of experts"
@@ -70,12 +74,36 @@ def name_matches(name: str, pattern: str) -> bool:
 
     Raises `ValueError` for an expression that takes longer than a second, as one of a stranger's config.json may.
     """
-    if pattern.startswith("re:"):
-        try:
-            return regex.fullmatch(pattern[3:], name, timeout=1.0) is not None
-        except TimeoutError:
-            raise ValueError(f"{pattern!r} takes too long to match {name!r}; use a simpler expression") from None
-    return f".{pattern}." in f".{name}."
+    return _matches_expression(name, pattern) if pattern.startswith("re:") else f".{pattern}." in f".{name}."
+
+
+class NamePatterns:
+    """Patterns as in [`name_matches`], many of which are as fast as one."""
+
+    def __init__(self, patterns: Iterable[str]):
+        patterns = tuple(patterns)
+        self._plain = frozenset(patterns)
+        self._expressions = [pattern for pattern in patterns if pattern.startswith("re:")]
+
+    def match(self, name: str) -> bool:
+        """Return whether one of them matches ``name``. Raises `ValueError` as [`name_matches`] does."""
+        if not self._plain.isdisjoint(_runs(name)):
+            return True
+        return any(_matches_expression(name, expression) for expression in self._expressions)
+
+
+def _runs(name: str) -> Iterator[str]:
+    """Yield all runs of whole parts of a dotted name."""
+    parts = name.split(".")
+    for start, end in itertools.combinations(range(len(parts) + 1), 2):
+        yield ".".join(parts[start:end])
+
+
+def _matches_expression(name: str, pattern: str) -> bool:
+    try:
+        return regex.fullmatch(pattern[3:], name, timeout=1.0) is not None
+    except TimeoutError:
+        raise ValueError(f"{pattern!r} takes too long to match {name!r}; use a simpler expression") from None
 
 
 def split_linears(model: nn.Module, extra_skips: Iterable[str] = ()) -> tuple[dict[str, nn.Linear], list[str]]:
@@ -97,15 +125,15 @@ def skip_reasons(model: nn.Module, extra_skips: Iterable[str] = ()) -> dict[str,
     Raises `ValueError` for an entry of ``extra_skips`` that matches no module, which would be a silent misspelling.
     """
     extra_skips = tuple(extra_skips)
-    for pattern in extra_skips:
-        names = (name for name, _ in model.named_modules(remove_duplicate=False))
-        if pattern not in ALWAYS_SKIPPED and not any(_matches(model, name, (pattern,)) for name in names):
+    for pattern in unknown_names(model, extra_skips):
+        if pattern not in ALWAYS_SKIPPED:
             raise ValueError(
                 f"modules_to_not_convert has {pattern!r}, which matches no module of {type(model).__name__}; "
                 "give whole dotted name parts such as 'layers.0' or 'mlp.down_proj', or 're:<regex on the full name>'"
             )
     head, outside, readers = _head(model), outside_body(model), find_weight_readers(model)
-    by_name = _NAMED_PARTS if has_structure(model) else ALWAYS_SKIPPED
+    by_name = NamePatterns(_NAMED_PARTS if has_structure(model) else ALWAYS_SKIPPED)
+    by_option = NamePatterns(extra_skips)
     reasons = {}
     for name, module in candidates(model).items():
         if module is head:
@@ -114,7 +142,7 @@ def skip_reasons(model: nn.Module, extra_skips: Iterable[str] = ()) -> dict[str,
             reasons[name] = outside[module]
         elif _matches(model, name, by_name):
             reasons[name] = BY_NAME
-        elif _matches(model, name, extra_skips):
+        elif _matches(model, name, by_option):
             reasons[name] = BY_OPTION
         elif module in readers:
             reasons[name] = f"{readers[module]} {READS_WEIGHT}"
@@ -184,15 +212,18 @@ def full_names(model: nn.Module, name: str) -> tuple[str, ...]:
     return (name, f"{prefix}.{name}") if prefix else (name,)
 
 
-def _matches(model: nn.Module, name: str, patterns: Iterable[str]) -> bool:
-    """Whether a pattern matches ([`name_matches`]) any of the module's names."""
-    return any(name_matches(full, pattern) for full in full_names(model, name) for pattern in patterns)
+def _matches(model: nn.Module, name: str, patterns: NamePatterns) -> bool:
+    """Whether a pattern matches any of the module's names."""
+    return any(patterns.match(full) for full in full_names(model, name))
+
+
+_ALWAYS_SKIPPED = NamePatterns(ALWAYS_SKIPPED)
 
 
 def is_skipped_by_name(model: nn.Module, name: str) -> bool:
     """Whether a layer is the output head of ``model``, or is named as what is never quantized."""
     head = _head(model)
-    return (head is not None and model.get_submodule(name) is head) or _matches(model, name, ALWAYS_SKIPPED)
+    return (head is not None and model.get_submodule(name) is head) or _matches(model, name, _ALWAYS_SKIPPED)
 
 
 def full_precision_record(model: nn.Module, reasons: dict[str, str]) -> tuple[str, ...] | None:
@@ -203,21 +234,58 @@ def full_precision_record(model: nn.Module, reasons: dict[str, str]) -> tuple[st
     if not any(is_skipped_by_name(model, n) for n in quantized) and all(is_skipped_by_name(model, n) for n in plain):
         return None
     others = [name for name in names if name not in plain]
-    return tuple(dict.fromkeys(_outermost(name, others) for name in plain))
+    return tuple(dict.fromkeys(outermost(name, others) for name in plain))
 
 
-def is_recorded(model: nn.Module, name: str, record: tuple[str, ...] | None) -> bool:
-    """Whether a [`full_precision_record`], of this model or of one with or without its head, has a layer."""
+def is_recorded(model: nn.Module, name: str, record: tuple[str, ...] | None, others: Iterable[str] = ()) -> bool:
+    """Whether a [`full_precision_record`], of this model or of one with or without its head, has a layer, which may
+    have ``others`` as its names there."""
     if record is None:
         return is_skipped_by_name(model, name)
-    names = {*full_names(model, name), name.removeprefix(f"{getattr(model, 'base_model_prefix', '')}.")}
-    return any(f"{own}.".startswith(f"{kept}.") for own in names for kept in record)
+    names = {*full_names(model, name), name.removeprefix(f"{getattr(model, 'base_model_prefix', '')}."), *others}
+    return not set(record).isdisjoint(prefix for own in names for prefix in _prefixes(own))
 
 
-def _outermost(name: str, others: list[str]) -> str:
-    parts = name.split(".")
-    prefixes = (".".join(parts[:count]) for count in range(1, len(parts)))
-    return next((p for p in prefixes if not any(other.startswith(f"{p}.") for other in others)), name)
+def unknown_names(model: nn.Module, patterns: Iterable[str]) -> list[str]:
+    """Return the patterns that match no module of ``model``."""
+    names = {full for name, _ in model.named_modules(remove_duplicate=False) for full in full_names(model, name)}
+    return _unmatched(patterns, names)
+
+
+def _unmatched(patterns: Iterable[str], names: Iterable[str]) -> list[str]:
+    runs = {run for name in names for run in _runs(name)}
+    unmatched = [pattern for pattern in patterns if pattern not in runs]
+    return [p for p in unmatched if not (p.startswith("re:") and any(name_matches(name, p) for name in names))]
+
+
+def translate_names(
+    model: nn.Module, patterns: Iterable[str], others: Mapping[str, Iterable[str]], absent: Iterable[str]
+) -> tuple[str, ...]:
+    """Return ``patterns`` with those that match no module of ``model`` replaced by the outermost modules that they
+    match by other names.
+
+    Args:
+        others: further names of the modules that have tensors, by their names in ``model``.
+        absent: names of modules that ``model`` does not have; patterns that match these alone are left out.
+    """
+    patterns = tuple(patterns)
+    unknown = dict.fromkeys(unknown_names(model, patterns))
+    known = [pattern for pattern in patterns if pattern not in unknown]
+    meant = NamePatterns(unknown)
+    matched = {name: any(map(meant.match, others[name])) for name in others}
+    rest = [name for name in others if not matched[name]]
+    found = dict.fromkeys(outermost(name, rest) for name in others if matched[name])
+    return (*known, *found, *_unmatched(unknown, [*absent, *itertools.chain.from_iterable(others.values())]))
+
+
+def outermost(name: str, others: list[str]) -> str:
+    """Return the shortest prefix of a module's name that is the prefix of none of the ``others``."""
+    return next(prefix for prefix in _prefixes(name) if not any(other.startswith(f"{prefix}.") for other in others))
+
+
+def _prefixes(name: str) -> list[str]:
+    """Return the names of a module and of all that contain it, outermost first."""
+    return list(itertools.accumulate(name.split("."), "{}.{}".format))
 
 
 def read_names(option: str, names: Any) -> tuple[str, ...] | None:
@@ -227,9 +295,12 @@ def read_names(option: str, names: Any) -> tuple[str, ...] | None:
     found = tuple(names) if isinstance(names, Iterable) and not isinstance(names, str) else (None,)
     if not all(isinstance(name, str) and name for name in found):
         raise ValueError(f"{option}={names!r} must be a list of module names")
-    for name in found:
+    expressions = [name for name in found if name.startswith("re:")]
+    if len(found) > MAX_NAMES or sum(map(len, expressions)) > MAX_NAMES:
+        raise ValueError(f"{option} has more than {MAX_NAMES} names or characters of regular expressions; give fewer")
+    for name in expressions:
         try:
-            regex.compile(name[3:] if name.startswith("re:") else "")
+            regex.compile(name[3:])
         except regex.error as error:
             raise ValueError(f"{option} has {name!r}, which is no regular expression: {error}") from error
     return found

@@ -9,8 +9,9 @@ from tiny_models import make_model
 from torch import nn
 from transformers import BloomConfig, BloomForCausalLM, MambaConfig, MambaForCausalLM, T5Config, T5Model
 
+from hf_mxfp4 import MXFP4RLConfig
 from hf_mxfp4.model_structure import HEAD, OTHER_MODALITY, ROUTER, find_weight_readers, outside_body, text_part
-from hf_mxfp4.module_names import find_layers, name_matches, skip_reasons, split_linears
+from hf_mxfp4.module_names import NamePatterns, find_layers, name_matches, skip_reasons, split_linears
 
 
 # ---- names ----------------------------------------------------------------------------------------------------------
@@ -35,11 +36,19 @@ from hf_mxfp4.module_names import find_layers, name_matches, skip_reasons, split
 )
 def test_name_matches(name, pattern, expected):
     assert name_matches(name, pattern) is expected
+    assert NamePatterns(["another", "re:another", pattern]).match(name) is expected
 
 
 def test_expressions_that_would_take_hours_are_refused():
     with pytest.raises(ValueError, match="takes too long to match 'model.layers.0"):
         name_matches("model.layers.0.self_attn.q_proj" * 4, "re:((.|..)+(.|...)+)+[!?]")
+
+
+@pytest.mark.parametrize("option", ["modules_to_not_convert", "full_precision"])
+@pytest.mark.parametrize("names", [["layers.0"] * 100_001, ["re:" + "a|" * 60_000]], ids=["names", "alternatives"])
+def test_lists_that_would_take_minutes_are_refused(names, option):
+    with pytest.raises(ValueError, match=f"{option} has more than 100000 names or characters of regular expressions"):
+        MXFP4RLConfig.from_dict({option: names})
 
 
 def tree(**linears: nn.Module) -> nn.Module:

@@ -15,7 +15,7 @@ from vllm.model_executor.layers.quantization.base_config import QuantizationConf
 from vllm.model_executor.models.utils import WeightsMapper
 
 from ...config import QUANT_METHOD, MXFP4RLConfig
-from ...module_names import ALWAYS_SKIPPED, name_matches
+from ...module_names import ALWAYS_SKIPPED, NamePatterns
 from . import SETTINGS_KEY, EngineSettings
 from .linears import MXFP4RLDenseLinearMethod, MXFP4RLLinearMethod
 from .weight_loading import ExpectedLayers, WeightConverter, Weights
@@ -143,10 +143,8 @@ class MXFP4RLVLLMConfig(QuantizationConfig):
         """Return whether the layers that vLLM has joined under ``prefix`` are in full precision; they must agree."""
         names, given = self._parts(prefix), list(self.scheme.modules_to_not_convert or ())
         kept = tuple(f"{name}." for name in self.scheme.full_precision or ())
-        skipped = {
-            f"{name}.".startswith(kept) or any(name_matches(name, pattern) for pattern in (*ALWAYS_SKIPPED, *given))
-            for name in names
-        }
+        patterns = NamePatterns((*ALWAYS_SKIPPED, *given))
+        skipped = {f"{name}.".startswith(kept) or patterns.match(name) for name in names}
         if len(skipped) > 1:
             raise ValueError(
                 f"vLLM joins {', '.join(names)} into one layer, but modules_to_not_convert={given} skips only some of "
