@@ -49,7 +49,13 @@ from .manifest import (
     write_manifest as write_manifest,
     write_whole_manifest as write_whole_manifest,
 )
-from .names import FileNames as FileNames, Piece as Piece, kept_reasons as kept_reasons, tied_weights as tied_weights
+from .names import (
+    FileNames as FileNames,
+    Piece as Piece,
+    kept_reasons as kept_reasons,
+    saver_names as saver_names,
+    tied_weights as tied_weights,
+)
 from .save import (
     FolderError as FolderError,
     atomic_folder as atomic_folder,

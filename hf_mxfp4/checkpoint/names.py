@@ -10,16 +10,25 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 
 import torch
 from torch import nn
 
 from ..config import MXFP4RLConfig
 from ..gemm import PACKED_FIELDS, PACKED_SUFFIXES, packed_shapes
-from ..model_structure import experts_unsupported_reason, projections, weight_size
-from ..module_names import BY_OPTION, candidates, find_layers, fused_experts, is_recorded, skip_reasons
+from ..model_structure import HEAD, experts_unsupported_reason, projections, weight_size
+from ..module_names import (
+    BY_OPTION,
+    candidates,
+    find_layers,
+    fused_experts,
+    is_recorded,
+    skip_reasons,
+    unknown_names,
+)
 from ..numerics import QuantScheme
-from .folder import CheckpointError, StoredTensor
+from .folder import CONFIG, CheckpointError, CheckpointFolder, StoredTensor, read_json
 
 
 @dataclass(frozen=True)
@@ -44,7 +53,10 @@ class FileNames:
         converted: stored name -> first tensor of the model that transformers computes from it.
         unexpected: stored names that transformers ignores.
         missing: tensors of the model that no file has, except tied ones and those that the architecture computes.
+        saver: the names in the model that wrote the files, if it is of another class.
     """
+
+    saver: "FileNames | None" = None
 
     def __init__(self, model: nn.Module, stored: Iterable[str] = (), spell: Callable[[str], str] = str):
         self._model = model
@@ -87,6 +99,27 @@ class FileNames:
                 self.places[stored[name]] = place
         return found
 
+    @cached_property
+    def others(self) -> dict[str, set[str]]:
+        """Further names of the modules of the model, by the names there: in the files, and in the model that wrote
+        them (``saver``)."""
+        found: dict[str, set[str]] = {}
+        for stored, place in self._all_places.items():
+            owner = place.rpartition(".")[0]
+            names = {stored, self.saver._all_places.get(stored, stored)} if self.saver else {stored}
+            found.setdefault(owner, set()).update(_module_of(name, owner.rpartition(".")[2]) for name in names)
+        return found
+
+    @property
+    def absent(self) -> set[str]:
+        """Names of the modules in files that the model does not have, as [`others`]."""
+        places = self.saver._all_places if self.saver else {}
+        return {name.rpartition(".")[0] for stored in self.unexpected for name in (stored, places.get(stored, stored))}
+
+    @property
+    def _all_places(self) -> dict[str, str]:
+        return self.converted | self.places
+
     def is_tied_away(self, name: str) -> bool:
         """Return whether the files have a tensor of the model only under the name of another that it is tied to."""
         return name in self._shapes and name not in self._found and name not in self.missing
@@ -119,6 +152,25 @@ class FileNames:
                 raise unknown_layout(self._model, name)
             whole[rest[int(mark)]] = name
         return whole
+
+
+def _module_of(name: str, last: str) -> str:
+    """Return the name of a tensor's module, up to ``last``, where that is the name of experts in one tensor."""
+    parts = name.split(".")
+    return ".".join(parts[: len(parts) - parts[::-1].index(last)]) if last in parts else name.rpartition(".")[0]
+
+
+def saver_names(model: nn.Module, tensors: Mapping[str, StoredTensor]) -> FileNames | None:
+    """Return the names in the model that wrote the files, by the `config.json` next to them; `None` if that has the
+    class of ``model`` or cannot be read."""
+    folder = next(iter(tensors.values())).file.parent if tensors else Path()
+    try:
+        config = read_json(folder / CONFIG)
+        if type(model).__name__ in (config.get("architectures") or ()):
+            return None
+        return FileNames(CheckpointFolder(folder, config, tensors).empty_model(), tensors)
+    except CheckpointError:
+        return None
 
 
 def tied_weights(model: nn.Module, names: Iterable[str]) -> dict[str, str]:
@@ -216,34 +268,44 @@ class LayerShape:
         return torch.empty(*leading, *matrix, dtype=dtype, device="meta")
 
 
-def kept_reasons(names: FileNames, config: MXFP4RLConfig, tensors: Mapping[str, StoredTensor]) -> dict[str, str]:
-    """Return the reasons of [`skip_reasons`], changed to what a quantized checkpoint of these tensors has: packed files
-    show which weights are packed; `config.json` lists what stayed in full precision. Layers that no file has, such as a
-    new head, stay; without tensors, as of a plain checkpoint, all do."""
-    model, reasons = names._model, skip_reasons(names._model, config.modules_to_not_convert or ())
+def kept_reasons(
+    names: FileNames, config: MXFP4RLConfig, tensors: Mapping[str, StoredTensor], is_quantized: bool
+) -> dict[str, str]:
+    """Return the reasons of [`skip_reasons`], changed to what a checkpoint says: packed files show which weights are
+    packed, and ``config`` lists what stayed in full precision when it was saved, with a model or an adapter.
+
+    Layers that no file has, such as a new head, stay; so do all layers of a checkpoint that is not quantized
+    (``is_quantized``) if the config lists nothing, or modules of another model. Without files, as of a state dict,
+    heads stay.
+    """
+    model, record = names._model, config.full_precision
+    reasons = skip_reasons(model, config.modules_to_not_convert or ())
+    if not is_quantized and (record is None or unknown_names(model, record)):
+        return reasons
     stored = {own: tensors[name].dtype for name, own in {**names.converted, **names.places}.items() if name in tensors}
+    shows_packed = torch.uint8 in stored.values()
     for name, module in candidates(model).items():
         is_linear = type(module) is nn.Linear
         if not is_linear and experts_unsupported_reason(module) is not None:
             continue
         dtype = stored.get(f"{name}.{'weight' if is_linear else projections(module)[0]}")
-        if dtype is None or reasons.get(name) == BY_OPTION:
+        if dtype is None and (tensors or reasons.get(name) == HEAD) or reasons.get(name) == BY_OPTION:
             continue
-        was_plain = is_recorded(model, name, config.full_precision)
-        if dtype == torch.uint8 if config.mode == "packed" else not was_plain:
-            reasons.pop(name, None)
-        elif was_plain:
+        was_plain = is_recorded(model, name, record, names.others.get(name, ()))
+        if dtype.is_floating_point if shows_packed else was_plain:
             reasons.setdefault(name, "in full precision in the checkpoint")
+        else:
+            reasons.pop(name, None)
     return reasons
 
 
 def quantizable_layers(
-    names: FileNames, config: MXFP4RLConfig, tensors: Mapping[str, StoredTensor]
+    names: FileNames, config: MXFP4RLConfig, tensors: Mapping[str, StoredTensor], is_quantized: bool
 ) -> tuple[dict[str, nn.Module], dict[str, str]]:
     """Return linear layers and experts to be quantized, each under its first name, and [`kept_reasons`] of the others.
     Raises [`CheckpointError`]."""
     try:
-        reasons = kept_reasons(names, config, tensors)
+        reasons = kept_reasons(names, config, tensors, is_quantized)
         layers = find_layers(names._model, config.modules_to_not_convert or (), reasons)[0]
     except ValueError as error:
         raise CheckpointError(str(error)) from None

@@ -32,12 +32,24 @@ WIDEST_FLOAT = -sys.float_info.max
 
 def with_scheme(config: Mapping[str, Any], scheme: MXFP4RLConfig) -> dict[str, Any]:
     """Return a `config.json` with the scheme and the key."""
-    return {**config, "quantization_config": scheme.to_dict(), KEY: TEXT}
+    return _guarded(config, scheme.to_dict())
+
+
+def _guarded(config: Mapping[str, Any], scheme: Mapping[str, Any]) -> dict[str, Any]:
+    """Add the scheme and the key, also to the configs of the text decoder and of what contains it: of a checkpoint of
+    a whole model, the class of a part reads nothing else."""
+    parts = {name: _guarded(part, scheme) for name, part in config.items() if _has_text(name, part)}
+    return {**config, **parts, "quantization_config": scheme, KEY: TEXT}
+
+
+def _has_text(name: str, part: Any) -> bool:
+    return isinstance(part, Mapping) and (name == "text_config" or any(_has_text(*inner) for inner in part.items()))
 
 
 def without_scheme(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return a `config.json` without the scheme and the key."""
-    return {name: value for name, value in config.items() if name not in ("quantization_config", KEY)}
+    own = {name: value for name, value in config.items() if name not in ("quantization_config", KEY)}
+    return own | {name: without_scheme(part) for name, part in own.items() if _has_text(name, part)}
 
 
 def stored_scheme(quantization: Any) -> MXFP4RLConfig | None:
@@ -49,12 +61,12 @@ def stored_scheme(quantization: Any) -> MXFP4RLConfig | None:
 
 def guarded(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return a `config.json` with the key if it has a scheme, and without it otherwise."""
-    rest = {name: value for name, value in config.items() if name != KEY}
-    return {**rest, KEY: TEXT} if rest.get("quantization_config") else rest
+    scheme = config.get("quantization_config")
+    return _guarded(config, scheme) if scheme else {name: value for name, value in config.items() if name != KEY}
 
 
 def guard_folder(folder: Path) -> None:
-    """Put the key into the `config.json` that transformers has written there."""
+    """Put the key into the `config.json` that transformers has written there with the scheme."""
     write_json(folder / "config.json", guarded(read_json(folder / "config.json")), sort_keys=True)
 
 
@@ -65,9 +77,12 @@ def remove_scheme(config: Any) -> None:
 
 
 def unguard(config: Any) -> None:
-    """Remove the key from a config of transformers that was read from such a file."""
+    """Remove the key from a config of transformers that was read from such a file, and all of it from its parts."""
     if not str(getattr(config, KEY, ".json")).endswith((".safetensors", ".json")):
         delattr(config, KEY)
+    for name in getattr(config, "sub_configs", ()):
+        if (part := getattr(config, name, None)) is not None and hasattr(part, KEY):
+            remove_scheme(part)
 
 
 def make_record(config: MXFP4RLConfig, sqnr_db: float | None) -> dict[str, str]:

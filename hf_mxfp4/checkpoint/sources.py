@@ -60,7 +60,7 @@ class LayerSource(ABC):
         self.model = folder.empty_model() if model is None else model
         self.names = FileNames(self.model, folder.tensors) if names is None else names
         own = stored_scheme(folder.quantization)
-        found, self.reasons = quantizable_layers(self.names, own or config, folder.tensors if own else {})
+        found, self.reasons = quantizable_layers(self.names, own or config, folder.tensors, own is not None)
         layers = {n: layer for n, layer in found.items() if not self.names.is_tied_away(f"{n}.weight")}
         self.has_experts = any(not isinstance(layer, nn.Linear) for layer in layers.values())
         self.shapes = layer_shapes(layers, self.names)
@@ -260,7 +260,8 @@ class ForeignSource(LayerSource):
         model, self.format = folder.empty_model(), cast(Any, format)  # that of NVFP4 has more methods
         names = FileNames(model, folder.tensors, format.plain_name)
         left_out = [name for name in fused_experts(model) if experts_unsupported_reason(model.get_submodule(name))]
-        candidates, _ = quantizable_layers(names, replace(config, modules_to_not_convert=left_out or None), {})
+        left = replace(config, modules_to_not_convert=left_out or None)
+        candidates, _ = quantizable_layers(names, left, folder.tensors, is_quantized=False)
         skips = []
         for name, layer in candidates.items():
             own = {

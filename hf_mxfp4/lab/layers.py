@@ -117,7 +117,7 @@ def _quantized_axes(source: Source, own: MXFP4RLConfig | None, exclude: Sequence
     names, config, weights = FileNames(model, tensors), own or MXFP4RLConfig(), dict[str, int]()
     skips = [*(config.modules_to_not_convert or ()), *unwanted] or None
     config = replace(config, modules_to_not_convert=skips).keeping(config.full_precision)
-    for name, layer in quantizable_layers(names, config, tensors if own else {})[0].items():
+    for name, layer in quantizable_layers(names, config, tensors, own is not None)[0].items():
         axis = 1 if getattr(layer, "is_transposed", False) else -1
         matrices = ["weight"] if isinstance(layer, nn.Linear) else projections(layer)
         weights |= {f"{name}.{weight}": axis for weight in matrices}

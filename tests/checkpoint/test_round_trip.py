@@ -13,14 +13,14 @@ from export_files import config_in, header_and_data
 from factors import factors_config, load_factors
 from peft import LoraConfig, get_peft_model
 from safetensors import safe_open
-from same_bits import IDS, assert_same, layers_of, logits, tensors_in, weights
+from same_bits import IDS, assert_same, edit_config, layers_of, logits, tensors_in, weights
 from tables import CONFIGS, pairwise_params, some
 from tiny_models import make_model
 from torch import nn
 from transformers import AutoModelForCausalLM
 
 from hf_mxfp4 import MXFP4Linear, MXFP4RLConfig, cached_weights, lab, module_names, pack, quantize
-from hf_mxfp4.checkpoint import pack_checkpoint, take_state_dict, verify_folder
+from hf_mxfp4.checkpoint import export, pack_checkpoint, take_state_dict, verify_folder
 from hf_mxfp4.integrations.transformers import quantizer
 from hf_mxfp4.integrations.transformers.swap import quantize_linears
 
@@ -73,7 +73,23 @@ def t5(tmp_path) -> Path:
     return tmp_path / "plain"
 
 
-def load_as(folder: Path, mode: str | None = None, auto=transformers.AutoModelForSeq2SeqLM, **options):
+TEXT = {
+    "vocab_size": 64, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 2,
+    "num_key_value_heads": 1, "pad_token_id": 0,
+}  # fmt: skip
+
+
+def make_wrapper() -> nn.Module:
+    """A model of images and text, whose text model can be loaded by itself."""
+    torch.manual_seed(0)
+    text = {**TEXT, "head_dim": 32, "layer_types": ["full_attention"] * 2}
+    vision = {"depth": 1, "hidden_size": 32, "num_heads": 2, "out_hidden_size": 64, "num_position_embeddings": 16}
+    tokens = {"image_token_id": 60, "video_token_id": 61, "vision_start_token_id": 62, "vision_end_token_id": 63}
+    config = transformers.Qwen3_5Config(text_config=text, vision_config=vision, **tokens)
+    return transformers.Qwen3_5ForConditionalGeneration(config)
+
+
+def load_as(folder: Path | None, mode: str | None = None, auto=transformers.AutoModelForSeq2SeqLM, **options):
     scheme = {} if mode is None else {"quantization_config": MXFP4RLConfig(mode=mode)}
     return auto.from_pretrained(folder, dtype=torch.float32, **scheme, **options).eval()
 
@@ -125,6 +141,100 @@ def test_what_names_do_not_tell_is_recorded_and_used(mode, t5, tmp_path, monkeyp
         assert "| linear layers in full precision | 3 (" in (tmp_path / "packed" / "README.md").read_text()
     for folder in tmp_path.iterdir():
         assert not verify_folder(folder).problems
+
+
+def test_packed_files_show_what_is_packed_without_a_record(t5, tmp_path, monkeypatch):
+    model = load_as(t5, "packed")
+    model.save_pretrained(tmp_path / "saved")
+    scheme = config_in(tmp_path / "saved")["quantization_config"]
+    del scheme["full_precision"]
+    edit_config(tmp_path / "saved", quantization_config=scheme)
+    monkeypatch.setattr(module_names, "find_weight_readers", lambda model: {})
+    again = load_as(tmp_path / "saved")
+    assert again.quantization_report.quantized == model.quantization_report.quantized
+
+
+@pytest.mark.parametrize("mode", ["qat", "packed"])
+def test_a_recorded_scheme_chooses_the_layers_of_a_plain_checkpoint(mode, t5, monkeypatch):
+    """As the scheme in `adapter_config.json` does, for the base that the adapter was trained on."""
+    model = load_as(t5, mode)
+    monkeypatch.setattr(module_names, "find_weight_readers", lambda model: {})
+    scheme = MXFP4RLConfig.from_dict(model.config.quantization_config.to_dict())
+    again = load_as(t5, quantization_config=scheme)
+    assert again.quantization_report.quantized == model.quantization_report.quantized
+    assert len(load_as(t5, mode).quantization_report.quantized) == len(model.quantization_report.quantized) + 2
+
+
+def test_what_another_model_recorded_is_not_used(t5):
+    scheme = MXFP4RLConfig().keeping(("bert.pooler", "cls"))
+    assert load_as(t5, quantization_config=scheme).quantization_report == load_as(t5, "qat").quantization_report
+
+
+@pytest.mark.parametrize("mode", ["qat", "packed"])
+def test_a_state_dict_is_loaded_with_the_config_of_a_quantized_model(mode, t5, monkeypatch):
+    model = load_as(t5, mode)
+    monkeypatch.setattr(module_names, "find_weight_readers", lambda model: {})
+    again = load_as(None, auto=type(model), config=model.config, state_dict=model.state_dict())
+    assert again.quantization_report.quantized == model.quantization_report.quantized
+    assert isinstance(model.config.quantization_config, MXFP4RLConfig)
+    assert torch.equal(predictions(again), predictions(model))
+
+
+WRAPPER_NAMES = {
+    "a wrapper's name": (["model.language_model.layers.1"], ["model.layers.1"]),
+    "an expression": ([r"re:model\.language_model\.layers\.1\..*"], ["model.layers.1"]),
+    "and one of a part that is not loaded": (["layers.1", "model.visual.merger"], ["layers.1"]),
+}
+
+
+@pytest.mark.parametrize(("skips", "own"), WRAPPER_NAMES.values(), ids=WRAPPER_NAMES)
+@pytest.mark.parametrize("mode", ["qat", "packed"])
+@torch.no_grad()
+def test_the_text_model_of_a_wrapper_leaves_the_same_layers_alone(mode, skips, own, tmp_path):
+    make_wrapper().save_pretrained(tmp_path / "plain")
+    scheme = MXFP4RLConfig(mode=mode, modules_to_not_convert=skips)
+    whole = load_as(tmp_path / "plain", auto=transformers.AutoModelForImageTextToText, quantization_config=scheme)
+    whole.save_pretrained(tmp_path / "saved")
+    for auto in (AutoModelForCausalLM, transformers.Qwen3_5ForCausalLM):
+        text = load_as(tmp_path / "saved", auto=auto)
+        assert len(text.quantization_report.quantized) == len(whole.quantization_report.quantized) == 7
+        torch.testing.assert_close(text(IDS).logits, whole(IDS).logits)
+        text.save_pretrained(tmp_path / auto.__name__)
+        again = load_as(tmp_path / auto.__name__, auto=auto)
+        assert config_in(tmp_path / auto.__name__)["quantization_config"]["modules_to_not_convert"] == own
+        assert torch.equal(again(IDS).logits, text(IDS).logits)
+
+
+@torch.no_grad()
+def test_names_of_the_model_that_wrote_the_files_may_differ_from_those_in_them(tmp_path):
+    """Files of Mllama have `language_model.model.layers`, the whole model `model.language_model.layers`, and the text
+    model `model.layers`."""
+    text = {**TEXT, "cross_attention_layers": []}
+    vision = {"hidden_size": 32, "attention_heads": 2, "num_hidden_layers": 1, "num_global_layers": 1, "image_size": 28}
+    vision |= {"max_num_tiles": 1, "supported_aspect_ratios": [[1, 1]], "intermediate_layers_indices": [0]}
+    config = transformers.MllamaConfig(text_config=text, vision_config={**vision, "vision_output_dim": 64})
+    transformers.MllamaForConditionalGeneration(config).save_pretrained(tmp_path / "plain")
+    scheme = MXFP4RLConfig(modules_to_not_convert=["model.language_model.layers.1"])
+    for source, options in (("plain", {"quantization_config": scheme}), ("saved", {})):
+        whole = load_as(tmp_path / source, auto=transformers.AutoModelForImageTextToText, **options)
+        text = load_as(tmp_path / source, auto=transformers.MllamaForCausalLM, **options)
+        assert len(text.quantization_report.quantized) == len(whole.quantization_report.quantized) == 7
+        assert text.config.quantization_config.modules_to_not_convert == ("model.layers.1",)
+        torch.testing.assert_close(text(IDS).logits, whole(IDS).logits)
+        whole.save_pretrained(tmp_path / "saved")
+
+
+def test_what_is_saved_of_a_wrapper_made_plain_names_no_scheme(tmp_path):
+    make_wrapper().save_pretrained(tmp_path / "plain")
+    load_as(tmp_path / "plain", "qat", transformers.AutoModelForImageTextToText).save_pretrained(tmp_path / "saved")
+    assert "transformers_weights" in config_in(tmp_path / "saved")["text_config"]
+    whole = load_as(tmp_path / "saved", auto=transformers.AutoModelForImageTextToText)
+    whole.dequantize().save_pretrained(tmp_path / "out")
+    export(tmp_path / "saved", tmp_path / "exported", "bf16")
+    for folder in ("out", "exported"):
+        config = config_in(tmp_path / folder)
+        for part in (config, config["text_config"]):
+            assert not part.keys() & {"quantization_config", "transformers_weights"}
 
 
 @pytest.mark.parametrize("mode", ["qat", "packed"])

@@ -14,11 +14,13 @@ from transformers.quantizers import HfQuantizer
 from ..._logging import get_logger
 from ...checkpoint import (
     FileNames,
+    StoredTensor,
     check_checkpoint,
     check_unquantized,
     kept_reasons,
     make_record,
     read_header,
+    saver_names,
     take_state_dict,
     tensors_by_name,
     unguard,
@@ -28,7 +30,7 @@ from ...config import MXFP4RLConfig
 from ...dither import dither_masters
 from ...layers import PACKED, QUANTIZED, TRAINABLE, MXFP4Experts, MXFP4PackedExperts
 from ...model_structure import projections
-from ...module_names import find_layers, full_precision_record, skip_reasons
+from ...module_names import find_layers, full_precision_record, skip_reasons, translate_names, unknown_names
 from ...presets import FP8_PRESETS
 from ...registration import QUANT_METHOD, enter_classes
 from ...report import ErrorEnergy, QuantizationReport, count_weights, master_sqnr
@@ -88,9 +90,7 @@ class MXFP4RLQuantizer(HfQuantizer):
         check_trainer()
         files = checkpoint_files or ()
         headers = [read_header(file) for file in files if str(file).endswith(".safetensors")]
-        tensors = tensors_by_name(headers) if self.pre_quantized else {}
-        reasons = kept_reasons(FileNames(model, tensors), self.quantization_config, tensors)
-        self.quantization_config = self.quantization_config.keeping(full_precision_record(model, reasons))
+        reasons = self._choose_layers(model, tensors_by_name(headers))
         make = partial(swap.from_plain, is_empty=True) if self._packed and not self.pre_quantized else None
         self._skipped = swap.quantize_linears(model, self.quantization_config, make, reasons)[1]
         experts = MXFP4Experts, MXFP4PackedExperts
@@ -108,6 +108,20 @@ class MXFP4RLQuantizer(HfQuantizer):
         else:
             check_unquantized(headers)
         return model
+
+    def _choose_layers(self, model: nn.Module, tensors: Mapping[str, StoredTensor]) -> dict[str, str]:
+        """Return why layers stay in full precision, and note it in the config, by the names in ``model``."""
+        config = self.quantization_config
+        given, record = config.modules_to_not_convert or (), config.full_precision
+        unknown = unknown_names(model, (*given, *(record or ())))
+        names = FileNames(model, tensors if self.pre_quantized or record is not None or unknown else {})
+        if unknown:
+            names.saver = saver_names(model, tensors)
+            own = translate_names(model, given, names.others, names.absent)
+            config = replace(config, modules_to_not_convert=own or None).keeping(record)
+        reasons = kept_reasons(names, config, tensors, self.pre_quantized)
+        self.quantization_config = config.keeping(full_precision_record(model, reasons))
+        return reasons
 
     def param_needs_quantization(self, model, param_name: str, **kwargs) -> bool:
         """Return True for exactly the full-precision placeholders of a checkpoint that is packed as it is read."""
