@@ -346,7 +346,7 @@ def import_checkpoint(
     costs = [LayerCost(layer, "kept") for layer in source.shapes]
     if source.format.has_tensor_scale:
         _check_exact(source, costs)
-    config, notes = source.config, source.notes
+    config = source.config.keeping(full_precision_record(source.model, source.reasons))
 
     def keep(layer: str) -> dict[str, torch.Tensor]:
         return stack_packed(source.shapes[layer], lambda expert: source.read(layer, expert))
@@ -356,7 +356,7 @@ def import_checkpoint(
         [(cost, source.packed_layer(cost.name, keep)) for cost in costs],
         source.packed_rest(),
         with_scheme(folder.config, config),
-        ConversionReport(Path(out_dir), "mxfp4_rl", config.describe(), notes=notes, against=PACKED),
+        ConversionReport(Path(out_dir), "mxfp4_rl", config.describe(), notes=source.notes, against=PACKED),
         overwrite=overwrite,
         on_bytes=on_bytes,
         record=lambda is_done: make_record(config, None),

@@ -12,6 +12,7 @@ from torch import nn
 
 from ..config import MXFP4RLConfig
 from ..gemm import quantize_weight, weight_values
+from ..module_names import fused_experts
 from ..numerics import QuantScheme, ScaleRule
 from ..numerics.schemes import one_of
 from .conversion import ORIGINAL, PACKED, ConversionReport, LayerCost, convert
@@ -331,7 +332,7 @@ class Plan:
 
 def ignored_layers(source: LayerSource, quantized: Set[str]) -> list[str]:
     """Return the names of all that an engine may take for a linear layer and that is not quantized, sorted: the model's
-    linear layers, and other matrices in the files but embeddings."""
+    linear layers, other matrices in the files but embeddings, and modules of experts that are one tensor there."""
     shapes = {tensor.name: tensor.shape for tensor in source.plain_rest()}
     for layer, shape in source.shapes.items():
         if layer not in quantized:
@@ -344,7 +345,15 @@ def ignored_layers(source: LayerSource, quantized: Set[str]) -> list[str]:
     }
     embeddings = {name for name, module in modules.items() if isinstance(module, nn.Embedding)}
     embeddings |= {source.names.stored.get(f"{name}.weight", "").removesuffix(".weight") for name in embeddings}
-    return sorted((linears | matrices) - embeddings - quantized)
+    experts = set[str]()
+    for name in fused_experts(source.model):
+        weights = [
+            f"{name}.{own}" for own, weight in modules[name].named_parameters(recurse=False) if weight.dim() == 3
+        ]
+        split = source.names.pieces
+        full = [w for w in weights if w not in quantized and all(p.name not in shapes for p in split.get(w, ()))]
+        experts |= {name, *source.names.others.get(name, ())} if full == weights else set(full)
+    return sorted((linears | matrices | experts) - embeddings - quantized)
 
 
 def _kept_in_float32(source: LayerSource, tensors: Sequence[NewTensor]) -> set[str]:

@@ -12,6 +12,7 @@ from factors import factors_config
 from moe_models import make_moe
 from same_bits import tensors_in
 from transformers import AutoModelForCausalLM
+from transformers.quantizers.quantizers_utils import should_convert_module
 
 import hf_mxfp4
 from hf_mxfp4.checkpoint import CheckpointError, FolderError, export
@@ -100,6 +101,31 @@ def test_exactly_what_is_not_quantized_is_ignored(tmp_path):
         expected = {"lm_head", "model.layers.1.self_attn.o_proj", *experts, *routers}
         ignored = config_in(tmp_path / format)["quantization_config"][key]
         assert set(ignored) == expected and len(ignored) == len(expected)
+
+
+@pytest.mark.parametrize(
+    ("format", "key", "n_layers"),
+    [
+        ("gpt-oss", "modules_to_not_convert", 1),
+        ("nvfp4-modelopt", "ignore", 1),
+        ("compressed-tensors", "ignore", 2),  # which has no place for any of these experts
+    ],
+)
+@pytest.mark.parametrize("mode", ["qat", "packed", None], ids=str)
+def test_experts_in_one_tensor_are_ignored_by_their_module(mode, format, key, n_layers, tmp_path):
+    source, skips = save_plain(tmp_path / "plain", "gpt_oss"), {"modules_to_not_convert": ["layers.1.mlp.experts"]}
+    if mode is not None:
+        config = factors_config(mode=mode, macro_block=None, outlier_fallback=None, **skips)
+        model = AutoModelForCausalLM.from_pretrained(source, quantization_config=config, dtype=torch.float32)
+        model.save_pretrained(tmp_path / "saved")
+        source, skips = tmp_path / "saved", {}
+    export(source, tmp_path / "out", format, "dequantize", **skips)
+    ignored = config_in(tmp_path / "out")["quantization_config"][key]
+    found = [name for name in ignored if "experts" in name]
+    assert found == [f"model.layers.{layer}.mlp.experts" for layer in range(2 - n_layers, 2)]
+    if format == "gpt-oss":
+        assert not should_convert_module("model.layers.1.mlp.experts", ignored)
+        assert should_convert_module("model.layers.0.mlp.experts", ignored)
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3_moe", "qwen2_moe", "mixtral", "gpt_oss"])

@@ -20,7 +20,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from hf_mxfp4 import MXFP4Linear, MXFP4RLConfig, cached_weights, lab, module_names, pack, quantize
-from hf_mxfp4.checkpoint import export, pack_checkpoint, take_state_dict, verify_folder
+from hf_mxfp4.checkpoint import export, import_checkpoint, pack_checkpoint, take_state_dict, verify_folder
 from hf_mxfp4.integrations.transformers import quantizer
 from hf_mxfp4.integrations.transformers.swap import quantize_linears
 
@@ -257,9 +257,11 @@ def test_every_way_to_pack_records_the_same(t5, tmp_path):
     load_as(t5, "packed").save_pretrained(tmp_path / "loaded")
     pack(load_as(t5), config).save_pretrained(tmp_path / "packed")
     pack_checkpoint(t5, tmp_path / "folder", config)
-    ways = ("loaded", "packed", "folder")
+    export(tmp_path / "folder", tmp_path / "exported", "nvfp4")
+    import_checkpoint(tmp_path / "exported", tmp_path / "imported")
+    ways = ("loaded", "packed", "folder", "imported")
     loaded, *others = (config_in(tmp_path / way)["quantization_config"]["full_precision"] for way in ways)
-    assert others == [loaded, loaded] and len(loaded) == 3
+    assert others == [loaded] * 3 and len(loaded) == 3
 
 
 def test_a_model_that_saves_itself_by_passing_its_arguments_on(tmp_path):

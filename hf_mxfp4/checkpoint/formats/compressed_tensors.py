@@ -97,4 +97,4 @@ class CompressedTensorsFormat(RenamedFormat):
 
 def has_experts(names: Sequence[str]) -> bool:
     """Return whether some names are those of experts or their weights."""
-    return any(".experts." in name for name in names)
+    return any(".experts." in f"{name}." for name in names)

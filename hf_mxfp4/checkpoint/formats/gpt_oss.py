@@ -15,6 +15,7 @@ from ...numerics import BLOCK_SIZE
 from ..folder import CheckpointError, CheckpointFolder, StoredTensor
 from ..names import LayerShape
 from .base import Format, ImportableFormat, Names, Packed, Read
+from .compressed_tensors import has_experts
 
 
 #: Of OpenAI's own checkpoints.
@@ -54,8 +55,8 @@ class GptOssFormat(ImportableFormat):
         }
 
     def quantization_config(self, config: MXFP4RLConfig, ignored: Names, quantized: Names = ()) -> dict[str, Any]:
-        experts = {name.rpartition(".")[0] for name in ignored if ".experts." in name}
-        return {"quant_method": self.quant_method, "modules_to_not_convert": [*_NOT_CONVERTED, *sorted(experts)]}
+        experts = [name for name in ignored if has_experts([name])]
+        return {"quant_method": self.quant_method, "modules_to_not_convert": [*_NOT_CONVERTED, *experts]}
 
     def read_config(self, options: Mapping[str, Any]) -> tuple[MXFP4RLConfig, list[str]]:
         known = {"quant_method", "modules_to_not_convert", "dequantize"}
