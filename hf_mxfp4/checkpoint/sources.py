@@ -150,7 +150,9 @@ class LayerSource(ABC):
 
     def plain_rest(self) -> list[NewTensor]:
         """Return all other tensors by the names in a plain model's files, experts in as many tensors as there."""
-        return self._renamed(to_files=True) if self.has_experts else _copies(self.rest)
+        # A Trainer's checkpoint has experts as they are in the model, also where all are in full precision.
+        has_own_names = self.has_experts or not self.names.pieces.keys().isdisjoint(self.names.stored)
+        return self._renamed(to_files=True) if has_own_names else _copies(self.rest)
 
     def model_rest(self) -> list[NewTensor]:
         """Return all other tensors by the names that the model has in memory."""

@@ -155,6 +155,19 @@ def test_the_names_of_experts_in_files():
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "mixtral"])
+def test_experts_left_alone_in_a_trainers_checkpoint_get_their_names_in_files(family, checkpoint, tmp_path):
+    model = load_factors(checkpoint(family), modules_to_not_convert=["experts"])
+    model.save_pretrained(tmp_path / "saved")
+    model._weight_conversions = []  # as a Trainer saves it
+    model.save_pretrained(tmp_path / "own")
+    assert f"{EXPERTS}.down_proj" in tensors_in(tmp_path / "own")
+    for folder in ("saved", "own"):
+        export(tmp_path / folder, tmp_path / f"{folder}-out", "compressed-tensors", "requantize")
+    assert_same(tensors_in(tmp_path / "own-out"), tensors_in(tmp_path / "saved-out"))
+    assert config_in(tmp_path / "own-out") == config_in(tmp_path / "saved-out")
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral"])
 def test_some_experts_left_alone(family, tmp_path):
     config = MXFP4RLConfig(mode="packed", modules_to_not_convert=["layers.0.mlp.experts"])
     plain = save_plain(tmp_path / "plain", family)
