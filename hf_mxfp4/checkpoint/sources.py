@@ -72,6 +72,8 @@ class LayerSource(ABC):
         self.stored = {layer: self._find(self._specs(layer, shape)) for layer, shape in self.shapes.items()}
         if self.names.missing:
             self._find({min(self.names.missing): None})
+        own = self.model.state_dict()
+        self._find({place: own[place] for name, place in self.names.places.items() if name not in self._taken})
 
     @abstractmethod
     def _specs(self, layer: str, shape: LayerShape) -> dict[str, torch.Tensor]:
@@ -280,7 +282,7 @@ class ForeignSource(LayerSource):
             more = f" and {len(scales) - 1} more" if len(scales) > 1 else ""
             raise CheckpointError(
                 f"{folder.path} quantizes {foreign}{more}, which this package keeps in full precision (heads, routers, "
-                "embeddings) or cannot pack"
+                "embeddings) or cannot pack under that name"
             )
         skips = [*skips, *left_out] or None
         super().__init__(folder, replace(config, modules_to_not_convert=skips), model, names)

@@ -151,6 +151,7 @@ TENSORS = {
         "quantizes model.layers.0.mlp.experts.0",
     ),
     "scale-dtype": ({f"{Q_PROJ}.weight_scale": torch.ones(64, 2)}, f"{Q_PROJ}.weight_scale is torch.float32"),
+    "bytes": ({"model.norm.weight": byte(64)}, "model.norm.weight is torch.uint8 [64]; the model needs floating-point"),
     "weight-missing": ({f"{Q_PROJ}.weight_packed": None}, f"no {Q_PROJ}.weight_packed"),
     "nothing": (None, "nothing in it is quantized"),
 }

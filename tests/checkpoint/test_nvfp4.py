@@ -259,6 +259,19 @@ def test_model_optimizer_has_fused_experts_as_the_model_has_them(preset, tmp_pat
     assert ours.keys() == back.keys() and all(torch.equal(back[name], tensor) for name, tensor in ours.items())
 
 
+def test_codes_of_experts_in_one_tensor_are_not_taken_for_weights(tmp_path):
+    """Names of experts as in memory, which this layout does not have for Qwen3."""
+    export(save_plain(tmp_path / "plain", "qwen3_moe"), tmp_path / "out", "nvfp4-modelopt")
+    tensors = {name: tensor for name, tensor in tensors_in(tmp_path / "out").items() if ".experts." not in name}
+    for layer in range(2):
+        experts = f"model.layers.{layer}.mlp.experts"
+        tensors[f"{experts}.gate_up_proj"] = torch.zeros(4, 192, 32, dtype=torch.uint8)
+        tensors[f"{experts}.down_proj"] = torch.zeros(4, 64, 48, dtype=torch.uint8)
+    save_file(tensors, tmp_path / "out" / "model.safetensors", {"format": "pt"})
+    with pytest.raises(CheckpointError, match="experts.down_proj is torch.uint8 .* the model needs floating-point"):
+        import_checkpoint(tmp_path / "out", tmp_path / "back")
+
+
 def test_scales_that_packed_weights_cannot_hold_are_refused(tmp_path):
     """Two blocks: halves of different scales, and an eighth in the mantissa. A half without values matters not."""
     export(save_packed(tmp_path / "packed", config=MANTISSAS), tmp_path / "out", "nvfp4")
