@@ -418,6 +418,11 @@ class MXFP4RLConfig(QuantizationConfigMixin):
             options["full_precision"] = list(self.full_precision)
         return options
 
+    def get(self, name: str, default: Any = None) -> Any:
+        """Return an entry of the dictionary form: transformers reads the config of a model in memory so, when it is
+        given to `from_pretrained`."""
+        return self.to_dict().get(name, default)
+
     def __iter__(self):
         yield from self.to_dict().items()
 

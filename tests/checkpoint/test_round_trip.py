@@ -180,6 +180,20 @@ def test_a_state_dict_is_loaded_with_the_config_of_a_quantized_model(mode, t5, m
     assert torch.equal(predictions(again), predictions(model))
 
 
+def test_full_precision_files_under_the_config_of_a_packed_model_are_refused(t5):
+    config = load_as(t5, "packed").config
+    with pytest.raises(ValueError, match="config describes packed weights, and the files hold full-precision ones"):
+        load_as(t5, config=config)
+
+
+def test_a_scheme_may_be_put_into_a_config_by_hand(checkpoint):
+    source = checkpoint("qwen2")
+    config = transformers.AutoConfig.from_pretrained(source)
+    config.quantization_config = MXFP4RLConfig()
+    expected = load_as(source, "qat", AutoModelForCausalLM).quantization_report
+    assert load_as(source, auto=AutoModelForCausalLM, config=config).quantization_report == expected
+
+
 WRAPPER_NAMES = {
     "a wrapper's name": (["model.language_model.layers.1"], ["model.layers.1"]),
     "an expression": ([r"re:model\.language_model\.layers\.1\..*"], ["model.layers.1"]),

@@ -124,18 +124,14 @@ def policy_scheme() -> MXFP4RLConfig | None:
 
 
 def watch_references() -> None:
-    """Have transformers ask [`policy_scheme`] for models that are loaded without a scheme, and read the config of a
-    quantized model, given with a state dict, as a `config.json`: it takes dictionaries alone."""
+    """Have transformers ask [`policy_scheme`] for models that are loaded without a scheme."""
     choose = modeling_utils.get_hf_quantizer
     if getattr(choose, "asks_policy_scheme", False):
         return
 
     @functools.wraps(choose)
     def get_hf_quantizer(config: Any, quantization_config: Any, *args: Any, **kwargs: Any) -> Any:
-        scheme = getattr(config, "quantization_config", None)
-        if isinstance(scheme, MXFP4RLConfig):
-            config.quantization_config = scheme.to_dict()
-        elif quantization_config is None and scheme is None:
+        if quantization_config is None and getattr(config, "quantization_config", None) is None:
             quantization_config = copy.deepcopy(policy_scheme())
             if quantization_config is not None:
                 get_logger().info("the reference gets the scheme of the policy: %s", quantization_config.describe())

@@ -119,6 +119,12 @@ class MXFP4RLQuantizer(HfQuantizer):
             names.saver = saver_names(model, tensors)
             own = translate_names(model, given, names.others, names.absent)
             config = replace(config, modules_to_not_convert=own or None).keeping(record)
+        if self._packed and self.pre_quantized and tensors:
+            if all(tensor.dtype != torch.uint8 for tensor in tensors.values()):
+                raise ValueError(
+                    "the config describes packed weights, and the files hold full-precision ones; pass the scheme as "
+                    "quantization_config, and the config that the files were saved with"
+                )
         reasons = kept_reasons(names, config, tensors, self.pre_quantized)
         self.quantization_config = config.keeping(full_precision_record(model, reasons))
         return reasons
