@@ -72,18 +72,24 @@ def summarize(runs: Sequence[Mapping[str, Any]], *, budget: int, target_fraction
         by_arm.setdefault(run["arm"], {})[run["seed"]] = run["curve"]
     baseline = by_arm[BASELINE]
     targets = {seed: loss_at(curve, target_fraction * budget) for seed, curve in baseline.items()}
-    if None in targets.values():
+    ends = {seed: loss_at(curve, budget) for seed, curve in baseline.items()}
+    if None in targets.values() or None in ends.values():
         raise ValueError("the baseline diverged, so that there is no target; lower learning_rate")
+    needed = {seed: tokens_to_target(curve, targets[seed]) for seed, curve in baseline.items()}
+    if 0 in needed.values():
+        raise ValueError(
+            "the validation loss of the baseline is no lower than before training, so that there is no target; change "
+            "learning_rate, or train longer with max_steps"
+        )
     arms = {}
     for arm, curves in by_arm.items():
         seeds = sorted(seed for seed in curves if seed in baseline)
         overheads, gaps = [], []
         for seed in seeds:
             taken = tokens_to_target(curves[seed], targets[seed])
-            needed = tokens_to_target(baseline[seed], targets[seed])
-            overheads.append(None if taken is None else taken / needed - 1)
+            overheads.append(None if taken is None else taken / needed[seed] - 1)
             loss = loss_at(curves[seed], budget)
-            gaps.append(None if loss is None else loss - loss_at(baseline[seed], budget))
+            gaps.append(None if loss is None else loss - ends[seed])
         arms[arm] = {"seeds": seeds, "overhead": _over_seeds(overheads), "gap": _over_seeds(gaps)}
     return {
         "budget_tokens": budget,

@@ -271,5 +271,17 @@ def test_a_run_that_diverged_is_a_result():
     runs = [run("baseline", 0, LONG), run("all", 0, [(0, 4.0), (100, None)])]
     result = summarize(runs, budget=300, target_fraction=0.9)["arms"]["all"]
     assert result["overhead"]["mean"] is None and result["gap"]["by_seed"] == [None]
-    with pytest.raises(ValueError, match="lower learning_rate"):
-        summarize([run("baseline", 0, [(0, 4.0), (100, None)])], budget=300, target_fraction=0.9)
+
+
+@pytest.mark.parametrize(
+    "curve, message",
+    [
+        ([(0, 4.0), (100, None)], "the baseline diverged"),
+        ([(0, 4.0), (280, 2.0), (290, 1.9), (300, None)], "the baseline diverged"),  # behind the target
+        ([(0, 4.0), (100, 5.0), (300, 7.0)], "no lower than before training"),
+        ([(0, 4.0), (300, 4.0)], "no lower than before training"),
+    ],
+)
+def test_without_a_baseline_that_learned_there_is_no_target(curve, message):
+    with pytest.raises(ValueError, match=f"{message}.*learning_rate"):
+        summarize([run("baseline", 0, curve), run("all", 0, FALLING)], budget=300, target_fraction=0.9)
