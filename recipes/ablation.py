@@ -25,8 +25,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import yaml
-
 from hf_mxfp4.files import lock, replace_file
 from hf_mxfp4.recipes.ablations.grid import Grid, check_cells, read_grid
 from hf_mxfp4.recipes.ablations.results import make_records, table_rows
@@ -63,7 +61,7 @@ def main(argv: list[str]) -> int:
     if not sys.stdout.isatty():
         console.width = 140  # of the tables in a log
     failed = []
-    with errors_as_messages(FileNotFoundError, RuntimeError, ValueError, yaml.YAMLError):
+    with errors_as_messages(OSError, RuntimeError, ValueError):
         path, arguments, options = parse(argv)
         changes = {"output": arguments.out, "launcher": arguments.launcher, "options": options}
         only, seeds = (text and text.split(",") for text in (arguments.only, arguments.seeds))

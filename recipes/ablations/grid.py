@@ -9,10 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
 
 from hf_mxfp4.recipes.common.checkpoints import put_over
-from hf_mxfp4.recipes.common.options import check_mapping, names, refuse_unknown
+from hf_mxfp4.recipes.common.options import check_mapping, load_yaml, names, read_env, refuse_unknown
 from hf_mxfp4.recipes.common.reporting import tell
 from hf_mxfp4.recipes.evaluation.policy import folder_digest
 from hf_mxfp4.recipes.post_training.arguments import GROUPS, Options, make_options
@@ -121,9 +120,11 @@ class Run:
 
     def parse(self) -> Options:
         """Parse the configuration as `grpo.py` will, on this machine. Raises `ValueError` for what it refuses."""
-        no_gpu = {} if torch.cuda.is_available() else {"use_cpu": True, "bf16": False, "tf32": False}
+        options = {name: value for name, value in self.config.items() if name != "env"}
+        if not torch.cuda.is_available():
+            options |= {"use_cpu": True, "bf16": False, "tf32": False}
         try:
-            return make_options({**self.config, **no_gpu})
+            return make_options(options)
         except (TypeError, ValueError) as error:
             raise ValueError(f"{self.name}: {error}") from error
 
@@ -143,7 +144,7 @@ def read_grid(
     Raises `ValueError` for an option that does not exist or has the wrong form, or a cell that is not in the file.
     """
     path, options = Path(path), dict(options or {})
-    content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    content = load_yaml(path)
     check_mapping(content, f"{path}", _GRID_KEYS)
     if missing := [key for key in _NEEDED if key not in content]:
         raise ValueError(f"{path} lacks {', '.join(missing)}")
@@ -182,7 +183,7 @@ def _cells(content: Mapping[str, Any], path: Path, only: Sequence[str] | None) -
     """Return the chosen cells of a grid."""
     described = content["cells"]
     if isinstance(described, str):
-        described = yaml.safe_load((path.parent / described).read_text(encoding="utf-8"))
+        described = load_yaml(path.parent / described)
     described = {**described, **content.get("extra_cells", {})}
     cells = []
     for name, cell in described.items():
@@ -213,4 +214,5 @@ def _options(value: Any, where: str) -> dict[str, Any]:
     for name in value:
         if name in MANAGED:
             raise ValueError(f"{where}: {name} is set for each run and cannot be given")
+    read_env(value.get("env"))
     return value

@@ -8,7 +8,8 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, TypeVar
+from types import NoneType
+from typing import Any, TypeVar, get_args, get_type_hints
 
 import torch
 import yaml
@@ -27,12 +28,15 @@ Groups = Sequence[type]
 
 
 class Parser(TrlParser):
-    """TRL's parser without abbreviations: the word "none" is no value, and what is wrong raises `ValueError`."""
+    """TRL's parser without abbreviations: the word "none" is None for options that can be None, and an empty list for
+    lists; what is wrong raises `ValueError`."""
 
     def __init__(self, groups: Groups, **options: Any):
         super().__init__(groups, allow_abbrev=False, **options)
+        hints = {name: hint for group in groups for name, hint in get_type_hints(group).items()}
         for action in self._actions:
-            if action.type is not None and action.dest != "report_to":  # whose value "none" is a word
+            can_be_none = action.nargs in ("*", "+") or NoneType in get_args(hints.get(action.dest))
+            if can_be_none and action.type is not None and action.dest != "report_to":  # whose value "none" is a word
                 action.type = _or_none(action.type)
 
     def error(self, message: str) -> None:
@@ -108,29 +112,45 @@ def config_path(name: str | Path) -> Path:
 
 
 def read_file(path: str | Path, groups: Groups) -> dict[str, Any]:
-    """Read the options of a YAML file, found as by [`config_path`]. Raises `ValueError` for an option that is not
-    known, with the nearest names."""
+    """Read the options of a YAML file, found as by [`config_path`], and set the variables of the environment that its
+    `env` names. Raises `ValueError` for an option that is not known, with the nearest names."""
     path = config_path(path)
-    return check_mapping(yaml.safe_load(path.read_text(encoding="utf-8")) or {}, str(path), [*names(groups), "env"])
+    options = check_mapping(load_yaml(path) or {}, str(path), [*names(groups), "env"])
+    os.environ.update(read_env(options.pop("env", None)))
+    return options
+
+
+def read_env(value: Any) -> dict[str, str]:
+    """Return the variables of an option `env`. Raises `ValueError` for what is no mapping."""
+    if not isinstance(value, dict | None):
+        raise ValueError(f"env={value!r} must hold one `variable: value` per line")
+    return {str(name): str(text) for name, text in (value or {}).items()}
 
 
 def build(groups: Groups, options: Mapping[str, Any]) -> tuple[Any, ...]:
-    """Make one object of each group; `env` sets variables of the environment."""
-    options = dict(options)
-    os.environ.update({key: str(value) for key, value in (options.pop("env", None) or {}).items()})
+    """Make one object of each group."""
     parser = Parser(groups)
     parser.set_defaults_with_config(**options)
     return parser.parse_args_into_dataclasses(args=[], look_for_args_file=False)
 
 
+def load_yaml(path: Path) -> Any:
+    """Read a YAML file. Raises `ValueError` for one that is not valid."""
+    return _parse_yaml(path.read_text(encoding="utf-8", errors="replace"), f"{path} is not valid YAML")
+
+
 def read_yaml(name: str, value: Any) -> Any:
     """Read an option that is YAML or JSON on a command line, and a value in a file; raise `ValueError` for neither."""
-    if not isinstance(value, str):
-        return value
+    return _parse_yaml(value, f"{name}={value!r:.200} is neither YAML nor JSON") if isinstance(value, str) else value
+
+
+def _parse_yaml(text: str, refusal: str) -> Any:
     try:
-        return yaml.safe_load(value)
+        return yaml.safe_load(text)
     except yaml.YAMLError as error:
-        raise ValueError(f"{name}={value!r} is neither YAML nor JSON: {error}") from None
+        raise ValueError(f"{refusal}: {error}") from None
+    except RecursionError:
+        raise ValueError(f"{refusal}: it is nested too deeply") from None
 
 
 def exit_on_wrong_options(parse: Callable[[list[str]], Parsed], argv: list[str], gpu_hint: str = "") -> Parsed:
@@ -140,8 +160,6 @@ def exit_on_wrong_options(parse: Callable[[list[str]], Parsed], argv: list[str],
         return parse(argv)
     except OSError as error:
         raise SystemExit(f"error: cannot read {error.filename}: {error.strerror}") from error
-    except yaml.YAMLError as error:
-        raise SystemExit(f"error: the configuration is not valid YAML: {error}") from error
     except (TypeError, ValueError) as error:
         no_gpu = gpu_hint and "gpu" in str(error).lower() and not torch.cuda.is_available()
         hint = f"\nThis configuration is made for a GPU and none was found. {gpu_hint}" if no_gpu else ""

@@ -123,6 +123,15 @@ def test_an_option_that_grpo_refuses_is_named_with_its_cell(tmp_path):
         check_cells(read_grid(write(tmp_path / "grid.yaml", cells=cells)), {})
 
 
+def test_variables_of_one_cell_do_not_reach_the_others(tmp_path, monkeypatch):
+    monkeypatch.setenv("OF_A_CELL", "before")
+    cells = {"bf16": {}, "mxfp4": {"options": {"env": {"OF_A_CELL": 1}}}}
+    grid = read_grid(write(tmp_path / "grid.yaml", cells=cells))
+    check_cells(grid, {})
+    assert os.environ["OF_A_CELL"] == "before"
+    assert [run.config.get("env") for run in grid.runs][:2] == [None, {"OF_A_CELL": 1}]
+
+
 def schemes_of(grid):
     return {run.cell.name: run.parse().quantization for run in grid.runs}
 

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Where the options of a run come from: the command line, a YAML file, the demo, and a preset over them."""
 
+import os
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -66,6 +67,36 @@ def test_shipped_configurations_parse(path):
 def test_none_empties_a_list_on_the_command_line():
     words = ["--config", str(CONFIGS / "distill_smollm2.yaml"), "--eval_text", "none"]
     assert not parse(words, distill.GROUPS, distill.DEMO).recipe.eval_text
+
+
+def test_none_is_a_word_for_options_that_cannot_be_without_a_value(tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_text("step_weights: none\nmacro_block: none\nuse_cpu: true\nbf16: false\n")
+    _, scheme, training, _ = parse(["--config", str(path), "--scale_rewards=none", "--outlier_fallback=none"])
+    assert (training.step_weights, training.scale_rewards) == ("none", "none")
+    assert (scheme.macro_block, scheme.outlier_fallback) == (None, None)
+    with pytest.raises(ValueError, match="learning-rate: invalid float value: 'none'"):
+        parse(["--learning_rate=none"])
+
+
+def test_a_file_sets_variables_of_the_environment(tmp_path, monkeypatch):
+    monkeypatch.setenv("OF_THE_FILE", "before")
+    path = tmp_path / "run.yaml"
+    path.write_text("env: {OF_THE_FILE: 3}\nuse_cpu: true\nbf16: false\n")
+    parse(["--config", str(path)])
+    assert os.environ["OF_THE_FILE"] == "3"
+    path.write_text("env: [OF_THE_FILE]\n")
+    with pytest.raises(ValueError, match=r"env=\['OF_THE_FILE'\] must hold one `variable: value` per line"):
+        parse(["--config", str(path)])
+
+
+def test_yaml_that_is_nested_too_deeply_is_refused(tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_text("fprop: " + "[" * 5000)
+    with pytest.raises(ValueError, match="run.yaml is not valid YAML: it is nested too deeply$"):
+        parse(["--config", str(path)])
+    with pytest.raises(ValueError, match="fprop=.* is neither YAML nor JSON: it is nested too deeply$"):
+        parse(["--fprop", "[" * 5000])
 
 
 def test_the_demo_is_run_without_a_configuration():
