@@ -3,6 +3,7 @@
 
 import importlib
 import os
+import re
 import runpy
 import sys
 from dataclasses import replace
@@ -122,7 +123,7 @@ def run(
 
     The command runs in this process. Processes that accelerate, trl and torchrun start import hf_mxfp4 too.
     """
-    if Path(command[0]).name.startswith("python") and len(command) > 1:
+    if re.fullmatch(r"python[\d.]*", Path(command[0]).name) and len(command) > 1:
         command = command[1:]
     name, *arguments = command
     if name == "deepspeed":

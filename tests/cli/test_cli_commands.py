@@ -207,6 +207,14 @@ def test_what_is_launched_twice_imports_it_once(launched):
     assert _words(launched[1]) == ["-m", "hf_mxfp4.cli", "run", "--", "train.py"]
 
 
+@pytest.mark.parametrize("interpreter", [[], ["python"], ["/usr/bin/python3.11"]], ids=str)
+def test_a_script_whose_name_begins_with_python_is_no_interpreter(interpreter, tmp_path, launched):
+    script, data = tmp_path / "python_demo.py", tmp_path / "data.py"
+    script.write_text("import sys\nprint('script', *sys.argv)\n")
+    data.write_text("print('data')\n")
+    assert finish("run", "--", *interpreter, script, data).stdout == f"script {script} {data}\n"
+
+
 @pytest.mark.parametrize(
     ("command", "message"),
     [
