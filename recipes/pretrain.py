@@ -36,7 +36,7 @@ def main(argv: list[str]) -> dict[str, Any]:
             (seed, arm)
             for seed in study.options.seeds
             for arm in study.arms
-            if not stored.finished(arm.name, seed, study.scheme_text(arm))
+            if not stored.finished(arm, seed, study.scheme_text(arm))
         ]
         corpus = load_corpus(study.options, study.total_steps * study.tokens_per_step) if missing else None
         if study.training.process_index == 0:

@@ -10,6 +10,7 @@ from typing import Any
 
 from accelerate import PartialState
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     Trainer,
     TrainerCallback,
@@ -17,9 +18,11 @@ from transformers import (
     default_data_collator,
 )
 
-from hf_mxfp4.checkpoint import last_complete_checkpoint
+from hf_mxfp4 import MXFP4RLConfig
+from hf_mxfp4.checkpoint import atomic_folder, last_complete_checkpoint, stored_scheme
 from hf_mxfp4.files import write_json
 from hf_mxfp4.layers import random_layers
+from hf_mxfp4.recipes.common.checkpoints import differences
 from hf_mxfp4.recipes.common.reporting import TrainingBar
 from hf_mxfp4.recipes.tasks.tiny_model import build_qwen2
 from hf_mxfp4.rl import QuantizationStepCallback
@@ -50,15 +53,19 @@ class StudyFile:
                 raise ValueError(f"{path} holds a study with {told}; choose another output_dir, or the same options")
             self.runs = stored["runs"]
 
-    def finished(self, arm: str, seed: int, scheme: str) -> bool:
+    def finished(self, arm: Arm, seed: int, scheme: str) -> bool:
         """Return whether there is such a run. Raises `ValueError` when it was of another scheme."""
-        schemes = [run["scheme"] for run in self.runs if (run["arm"], run["seed"]) == (arm, seed)]
-        if schemes and schemes[0] != scheme:
+        run = next((run for run in self.runs if (run["arm"], run["seed"]) == (arm.name, seed)), None)
+        if run is None:
+            return False
+        if run["scheme"] != scheme:
             raise ValueError(
-                f"{self.path} has a run of arm {arm!r} with the scheme {schemes[0]}, not {scheme}; give the arm "
-                "another name"
+                f"{self.path} has a run of arm {arm.name!r} with the scheme {run['scheme']}, not {scheme}; give the "
+                "arm another name"
             )
-        return bool(schemes)
+        # What the line leaves out, such as modules_to_not_convert. Earlier versions wrote the line alone.
+        check_same_scheme(arm, stored_scheme(run.get("options")) or arm.config, str(self.path))
+        return True
 
     def add(self, run: dict[str, Any]) -> None:
         """Append a run."""
@@ -68,6 +75,13 @@ class StudyFile:
     def write(self) -> None:
         """Write the file; a process killed meanwhile leaves it as it was."""
         write_json(self.path, {"settings": self.settings, "runs": self.runs}, indent=1)
+
+
+def check_same_scheme(arm: Arm, stored: MXFP4RLConfig | None, where: str) -> None:
+    """Raise `ValueError` unless what is stored of an arm was trained under its scheme."""
+    if stored is not None and arm.config is not None and stored != arm.config:
+        found = ", ".join(differences(stored, arm.config))
+        raise ValueError(f"{where} has a run of arm {arm.name!r} with {found}; give the arm another name")
 
 
 class StopOnDivergence(TrainerCallback):
@@ -80,10 +94,11 @@ class StopOnDivergence(TrainerCallback):
 
 def initial_model(study: Study, corpus: Corpus, seed: int, folder: Path) -> Path:
     """Make the full-precision model that all arms of a seed start from; return its folder."""
-    if PartialState().is_main_process and not (folder / "config.json").is_file():
+    if PartialState().is_main_process and not (folder / "model.safetensors").is_file():
         options = {name: getattr(study.options, name) for name in SIZES}
         model = build_qwen2(corpus.tokenizer, **options, max_positions=study.options.sequence_length, seed=seed)
-        model.save_pretrained(folder)
+        with atomic_folder(folder, overwrite=True) as new:
+            model.save_pretrained(new)
     PartialState().wait_for_everyone()
     return folder
 
@@ -95,6 +110,12 @@ def train_arm(study: Study, arm: Arm, seed: int, corpus: Corpus, output: Path) -
     curve as ``[tokens, validation loss]`` (`None` for a loss that is not finite), what was quantized, and times. Raises
     `ValueError` when the arm should quantize and no operand is.
     """
+    training = _training_arguments(study, arm, seed, output)
+    checkpoint = last_complete_checkpoint(training.output_dir)
+    if checkpoint is not None:
+        trained = AutoConfig.from_pretrained(checkpoint)
+        stored = stored_scheme(getattr(trained, "quantization_config", None))
+        check_same_scheme(replace(arm, config=arm.seeded(seed)), stored, checkpoint)
     start = initial_model(study, corpus, seed, output / f"initial-seed{seed}")
     model = AutoModelForCausalLM.from_pretrained(start, dtype="float32", quantization_config=arm.seeded(seed))
     report = getattr(model, "quantization_report", None)
@@ -104,7 +125,6 @@ def train_arm(study: Study, arm: Arm, seed: int, corpus: Corpus, output: Path) -
     callbacks: list[TrainerCallback] = [StopOnDivergence()]
     if random_layers(model):
         callbacks.append(QuantizationStepCallback())
-    training = _training_arguments(study, arm, seed, output)
     trainer = Trainer(
         model,
         training,
@@ -115,12 +135,12 @@ def train_arm(study: Study, arm: Arm, seed: int, corpus: Corpus, output: Path) -
     )
     TrainingBar.install(trainer)
     started, used = time.monotonic(), time.process_time()
-    checkpoint = last_complete_checkpoint(training.output_dir)
     trainer.train(resume_from_checkpoint=checkpoint)
     return {
         "arm": arm.name,
         "seed": seed,
         "scheme": study.scheme_text(arm),
+        "options": arm.config and arm.config.to_dict(),
         "parameters": model.num_parameters(),
         "n_quantized": 0 if report is None else report.n_quantized,
         "n_skipped": 0 if report is None else report.n_skipped,

@@ -17,6 +17,7 @@ from hf_mxfp4.recipes.pretrain import main
 from hf_mxfp4.recipes.pretraining import corpus as corpora
 from hf_mxfp4.recipes.pretraining.arguments import NAMED_ARMS, StudyArguments, choose_arms, parse, quantized_operands
 from hf_mxfp4.recipes.pretraining.corpus import ALPHABET, Language, generate, load_corpus
+from hf_mxfp4.recipes.pretraining.runs import StudyFile
 from hf_mxfp4.recipes.pretraining.summary import draw_overheads, summarize, tokens_to_target
 
 
@@ -80,6 +81,29 @@ def test_a_run_that_was_killed_goes_on_from_its_checkpoint(tmp_path, monkeypatch
     resumed = json.loads(path.read_text())["runs"][1]
     assert resumed["steps"] == 6 and len(trained) == 2  # those after checkpoint-4
     assert resumed["curve"] == whole["curve"] and len(whole["curve"]) == 4
+
+
+def test_a_run_does_not_go_on_under_another_scheme(tmp_path, monkeypatch, blank_pictures):
+    save = ("--save_strategy", "steps", "--save_steps", "2")
+    arm = ("--arms", "baseline", "mine", "--extra_arms")
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(StudyFile, "add", Mock(side_effect=[None, KeyboardInterrupt]))  # as if killed at the end
+        short_study(tmp_path, *save, *arm, "{mine: {preset: w4a16}}")
+    for other in ("{preset: w4a4}", "{preset: w4a16, modules_to_not_convert: [down_proj]}"):
+        with pytest.raises(SystemExit, match="checkpoint-6 has a run of arm 'mine' with .*give the arm another name"):
+            short_study(tmp_path, *save, *arm, f"{{mine: {other}}}")
+    assert short_study(tmp_path, *save, *arm, "{mine: {preset: w4a16}}")["arms"]["mine"]["n_quantized"] == 7
+    # Finished, it is that scheme's too.
+    with pytest.raises(SystemExit, match=r"study.json has a run of arm 'mine' with modules_to_not_convert=None \(not"):
+        short_study(tmp_path, *save, *arm, "{mine: {preset: w4a16, modules_to_not_convert: [down_proj]}}")
+
+
+def test_initial_weights_that_were_not_wholly_written_are_written_again(tmp_path, blank_pictures):
+    folder = tmp_path / "initial-seed0"
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    assert short_study(tmp_path, "--arms", "baseline")["steps"] == 6
+    assert (folder / "model.safetensors").is_file()
 
 
 def test_messages(tmp_path, monkeypatch, blank_pictures):
