@@ -27,7 +27,7 @@ from typing import Any
 
 from hf_mxfp4.files import lock, replace_file
 from hf_mxfp4.recipes.ablations.grid import Grid, check_cells, read_grid
-from hf_mxfp4.recipes.ablations.results import make_records, table_rows
+from hf_mxfp4.recipes.ablations.results import RECORDS, make_records, refuse_other_results, table_rows
 from hf_mxfp4.recipes.ablations.runner import run_grid
 from hf_mxfp4.recipes.common.options import read_command, read_words
 from hf_mxfp4.recipes.common.reporting import console, errors_as_messages, markdown_table, print_table, tell
@@ -72,6 +72,7 @@ def main(argv: list[str]) -> int:
         with (grid.output / ".lock").open("a") as file:
             if not lock(file.fileno(), wait=False):
                 raise ValueError(f"another process is at work in {grid.output}, or a run that it started still is")
+            refuse_other_results(grid)
             if not arguments.report_only:
                 failed = run_grid(grid, file, jobs=arguments.jobs)
             # Everything that is there, not only the part that was asked for.
@@ -90,11 +91,11 @@ def report(grid: Grid, command: str) -> None:
         tell("left out", f"run with other settings: {', '.join(left_out)}")
     if not records:
         raise RuntimeError("no run has finished, so there is nothing to report")
-    replace_file(grid.output / "ablation.json", "[\n" + ",\n".join(map(json.dumps, records)) + "\n]\n")
+    replace_file(grid.output / RECORDS, "[\n" + ",\n".join(map(json.dumps, records)) + "\n]\n")
     columns, rows = table_rows(records)
     print_table(f"{grid.label}, greedy accuracy in %", rows, columns)
     replace_file(grid.output / "table.md", f"{grid.label}\n\n{markdown_table(columns, rows)}")
-    tell("results", f"{grid.output}: ablation.json, table.md")
+    tell("results", f"{grid.output}: {RECORDS}, table.md")
 
 
 if __name__ == "__main__":

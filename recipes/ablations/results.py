@@ -14,6 +14,8 @@ from .runner import finished, read_json
 
 
 Record = Mapping[str, Any]
+#: The file of all records of a grid.
+RECORDS = "ablation.json"
 #: What records keep of what a run logged, beside its greedy evaluations.
 LOGGED = ("reward", "entropy", "sampling/kl", "grad_norm")
 
@@ -21,8 +23,8 @@ LOGGED = ("reward", "entropy", "sampling/kl", "grad_norm")
 def make_records(grid: Grid, command: str) -> tuple[list[dict[str, Any]], list[str]]:
     """Make one record for every complete run, in the order of the grid, and name the runs with other settings.
 
-    `value` is the accuracy after RL under the cell's own scheme (0 to 1), see [`Grid`], `baseline` that of the
-    reference with the same seed, `curves` what was logged: lists of step and value.
+    `value` is the accuracy after RL under the cell's own scheme (0 to 1), see [`Grid`], on `n_test` problems,
+    `baseline` that of the reference with the same seed, `curves` what was logged: lists of step and value.
 
     Raises `ValueError` for a run with fewer evaluations than the grid takes the mean of.
     """
@@ -41,10 +43,13 @@ def make_records(grid: Grid, command: str) -> tuple[list[dict[str, Any]], list[s
     for run, result in found:
         score, after = next(iter(result["accuracy_after"])), accuracies[run.name]
         baseline = accuracies.get(f"{grid.reference}/seed{run.seed}")
+        options, n_test = run.parse(), result["n_test"]
+        if _is_mean(run, result):
+            n_test = min(n_test, options.recipe.evaluate_every_n)
         records.append(
             {
                 "name": f"{grid.name}/{run.name}",
-                "shape": f"{result['n_test']} problems, {result['steps']} GRPO steps",
+                "shape": f"{n_test} problems, {result['steps']} GRPO steps",
                 "value": after,
                 "unit": f"greedy {score} accuracy",
                 "baseline": baseline,
@@ -55,13 +60,14 @@ def make_records(grid: Grid, command: str) -> tuple[list[dict[str, Any]], list[s
                 "label": run.cell.label,
                 "seed": run.seed,
                 "options": dict(run.cell.options),
-                "learning_rate": run.parse().training.learning_rate,
+                "learning_rate": options.training.learning_rate,
                 "paper": dict(run.cell.paper),
                 "reference": grid.reference,
                 "naive": run.cell.naive,
                 "before": result["accuracy_before"] and result["accuracy_before"][score],
-                "standard_error": result["standard_error_after"][score],
-                **{key: result[key] for key in ("n_test", "steps", "scheme", "n_quantized", "weight_sqnr_db")},
+                "standard_error": _standard_error(after, n_test),
+                "n_test": n_test,
+                **{key: result[key] for key in ("steps", "scheme", "n_quantized", "weight_sqnr_db")},
                 "seconds": round(result["seconds"] + result["state"].get("earlier", 0.0), 1),
                 **{key: result["state"][key] for key in ("hardware", "versions", "date")},
                 "curves": curves[run.name],
@@ -69,6 +75,13 @@ def make_records(grid: Grid, command: str) -> tuple[list[dict[str, Any]], list[s
             }
         )
     return records, left_out
+
+
+def refuse_other_results(grid: Grid) -> None:
+    """Raise `ValueError` where the folder has the records of another grid, which those of this one would replace."""
+    records = read_json(grid.output / RECORDS) or []
+    for name in {record["name"].rsplit("/", 2)[0] for record in records} - {grid.name}:
+        raise ValueError(f"{grid.output} has the results of the grid {name!r}; choose another --out")
 
 
 def _curves(folder: Path) -> dict[str, list[tuple[int, float]]]:
@@ -82,10 +95,15 @@ def _curves(folder: Path) -> dict[str, list[tuple[int, float]]]:
     return curves
 
 
+def _is_mean(run: Run, result: Record) -> bool:
+    """Return whether a run counts with evaluations while it trained, and not with the one after it."""
+    return run.grid.mean_of_last > 1 and result["steps"] > 0
+
+
 def _accuracy(run: Run, result: Record, curves: Mapping[str, Sequence[tuple[int, float]]]) -> float:
     """Return the accuracy that a run counts with."""
     score, after = next(iter(result["accuracy_after"].items()))
-    if run.grid.mean_of_last == 1 or result["steps"] == 0:
+    if not _is_mean(run, result):
         return after
     points = [value for _, value in curves.get(f"greedy/{score}", [])][-run.grid.mean_of_last :]
     if len(points) < run.grid.mean_of_last:
@@ -97,6 +115,11 @@ def _accuracy(run: Run, result: Record, curves: Mapping[str, Sequence[tuple[int,
 
 
 # ---- statistics -----------------------------------------------------------------------------------------------------
+
+
+def _standard_error(accuracy: float, n_problems: int) -> float:
+    """Return that of an accuracy, from the number of problems alone."""
+    return math.sqrt(accuracy * (1 - accuracy) / n_problems)
 
 
 def statistics(records: Sequence[Record]) -> list[dict[str, Any]]:
@@ -127,7 +150,7 @@ def statistics(records: Sequence[Record]) -> list[dict[str, Any]]:
                 "before": fmean(before) if before else None,
                 "after": after,
                 "over_seeds": None if spread is None else spread / math.sqrt(len(own)),
-                "of_problems": math.sqrt(after * (1 - after) / first["n_test"]),
+                "of_problems": _standard_error(after, first["n_test"]),
                 "difference": t_interval(paired) if paired and cell != first["reference"] else None,
                 "recovered": None if cell in (first["reference"], first["naive"]) else _share(own, naive, reference),
             }

@@ -174,6 +174,8 @@ def make_options(options: Mapping[str, Any], groups: tuple[type, ...] = GROUPS) 
         raise ValueError("load_in_4bit and load_in_8bit are bitsandbytes' schemes; here `preset` says what is MXFP4")
     if recipe.tiny_architecture not in TINY_MODELS:
         raise ValueError(f"tiny_architecture={recipe.tiny_architecture!r} must be one of {', '.join(TINY_MODELS)}")
+    if getattr(recipe, "evaluate_every_n", 1) < 1:
+        raise ValueError(f"evaluate_every_n={recipe.evaluate_every_n} must be at least 1; evaluate_every=0 is none")
     if recipe.dither_masters and not recipe.full_precision:
         raise ValueError("dither_masters is for full_precision; quantized policies have dither_ties, which is on")
     if getattr(recipe, "rollout_scheme", None) and (not recipe.full_precision or model.use_peft or arguments.use_vllm):

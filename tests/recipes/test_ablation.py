@@ -300,6 +300,18 @@ def test_every_cell_and_seed_is_run_once_and_reported(grid, tmp_path, capsys):
     assert len(starts(tmp_path, "bf16", 0)) == 1
 
 
+def test_results_of_another_grid_are_not_replaced(grid, tmp_path):
+    path = Path(grid(bf16=0.75, mxfp4=0.375, seeds=[0]))
+    main(["--config", str(path)])
+    results = (tmp_path / "out" / "ablation.json").read_bytes()
+    other = path.rename(path.with_name("other.yaml"))
+    for words in ([], ["--report-only"]):
+        with pytest.raises(SystemExit, match="out has the results of the grid 'grid'; choose another --out"):
+            main(["--config", str(other), *words])
+    assert (tmp_path / "out" / "ablation.json").read_bytes() == results
+    assert main(["--config", str(other), "--out", str(tmp_path / "another")]) == 0
+
+
 def test_parts_of_a_grid_are_reported_together(grid, tmp_path):
     path, other = grid(bf16=0.75, mxfp4=0.375), tmp_path / "other"
     main(["--config", path, "--only", "bf16", "--seeds", "5"])
@@ -339,7 +351,20 @@ def test_an_accuracy_may_be_the_mean_of_the_last_evaluations(grid, tmp_path):
     assert main(["--config", str(path)]) == 0
     (found,) = records_in(tmp_path / "out")
     assert found["value"] == 0.3125  # of 2/8 and 3/8
+    assert (found["n_test"], found["shape"]) == (16, "16 problems, 3 GRPO steps")
+    assert found["standard_error"] == pytest.approx(0.11588, abs=1e-5)  # sqrt(.3125 * .6875 / 16)
     assert found["curves"] == {"reward": [[1, 0.5124]], "greedy/strict": [[1, 0.125], [2, 0.25], [3, 0.375]]}
+    # Evaluations while it trained may be on fewer problems.
+    folder, fewer = tmp_path / "out" / "cells" / "bf16" / "seed0", tmp_path / "fewer"
+    shutil.copytree(folder, fewer / "cells" / "bf16" / "seed0")
+    state = json.loads((folder / "cell.json").read_text())
+    state["settings"]["evaluate_every_n"] = 4
+    (fewer / "cells" / "bf16" / "seed0" / "cell.json").write_text(json.dumps(state))
+    assert main(["--config", str(path), "--out", str(fewer), "--evaluate_every_n=4", "--report-only"]) == 0
+    (found,) = records_in(fewer)
+    assert (found["n_test"], found["shape"]) == (4, "4 problems, 3 GRPO steps")
+    assert found["standard_error"] == pytest.approx(0.23175, abs=1e-5)
+    assert "| bf16 | 12.5 | 31.2 |  | 23.2 |" in (fewer / "table.md").read_text()
     # A run without steps has but one accuracy.
     file = tmp_path / "out" / "cells" / "bf16" / "seed0" / "summary.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"steps": 0}))
