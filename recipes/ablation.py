@@ -25,10 +25,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from hf_mxfp4.files import lock, replace_file
+from hf_mxfp4.files import replace_file
 from hf_mxfp4.recipes.ablations.grid import Grid, check_cells, read_grid
 from hf_mxfp4.recipes.ablations.results import RECORDS, make_records, refuse_other_results, table_rows
 from hf_mxfp4.recipes.ablations.runner import run_grid
+from hf_mxfp4.recipes.common.folders import locked
 from hf_mxfp4.recipes.common.options import read_command, read_words
 from hf_mxfp4.recipes.common.reporting import console, errors_as_messages, markdown_table, print_table, tell
 from hf_mxfp4.recipes.post_training.arguments import GROUPS
@@ -67,11 +68,8 @@ def main(argv: list[str]) -> int:
         only, seeds = (text and text.split(",") for text in (arguments.only, arguments.seeds))
         grid = read_grid(path, only=only, seeds=seeds and list(map(int, seeds)), **changes)
         check_cells(grid, options)
-        grid.output.mkdir(parents=True, exist_ok=True)
         signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # runs end with this process
-        with (grid.output / ".lock").open("a") as file:
-            if not lock(file.fileno(), wait=False):
-                raise ValueError(f"another process is at work in {grid.output}, or a run that it started still is")
+        with locked(grid.output) as file:
             refuse_other_results(grid)
             if not arguments.report_only:
                 failed = run_grid(grid, file, jobs=arguments.jobs)

@@ -32,7 +32,11 @@ MEASURES = {"kl": "KL", "perplexity": "perplexity", "teacher_perplexity": "of th
 
 def main(argv: list[str]) -> dict[str, Any]:
     """Run the recipe; return the summary that it also writes to `summary.json` in the output folder."""
-    run = TextRun(argv, GROUPS, DEMO, LEARN)
+    with TextRun.begun(argv, GROUPS, DEMO, LEARN) as run:
+        return _distill(run)
+
+
+def _distill(run: TextRun) -> dict[str, Any]:
     training = run.options.training
     if run.stored.source == str(run.output / "prepared"):
         whole = run.options.model.model_name_or_path or str(run.output / "base")

@@ -20,7 +20,7 @@ from hf_mxfp4 import MXFP4GRPOTrainer
 from hf_mxfp4.files import write_json
 from hf_mxfp4.recipes.common.reporting import INPUT_ERRORS, errors_as_messages, shutdown, tell
 from hf_mxfp4.recipes.post_training import output as files
-from hf_mxfp4.recipes.post_training.arguments import parse_or_exit
+from hf_mxfp4.recipes.post_training.arguments import Options, parse_or_exit
 from hf_mxfp4.recipes.post_training.evaluation import EvaluationCallback, PolicyEvaluation
 from hf_mxfp4.recipes.post_training.policy import load_policy, load_saved, new_adapter, prepare_start
 
@@ -29,9 +29,12 @@ def main(argv: list[str]) -> dict:
     """Run the recipe; return the summary that it also writes to `summary.json` in the output folder."""
     started = time.monotonic()
     options = parse_or_exit(argv)
+    with files.one_run(options) as output:
+        return _run(options, output, started)
+
+
+def _run(options: Options, output: Path, started: float) -> dict:
     recipe, training = options.recipe, options.training
-    output = Path(training.output_dir)
-    files.refuse_used_folder(output, options)
     with errors_as_messages(*INPUT_ERRORS):
         task = recipe.load_task()
         training.max_completion_length = training.max_completion_length or task.max_completion_length

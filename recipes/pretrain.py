@@ -13,11 +13,13 @@ stand in the YAML file or on the command line, which wins.
 if __name__ == "__main__" and not __package__:
     import from_root  # noqa: F401  the root in place of this folder
 
+import contextlib
 import sys
 from pathlib import Path
 from typing import Any
 
 from hf_mxfp4.files import break_links, write_json
+from hf_mxfp4.recipes.common.folders import locked
 from hf_mxfp4.recipes.common.options import exit_on_wrong_options
 from hf_mxfp4.recipes.common.reporting import errors_as_messages, shutdown, tell
 from hf_mxfp4.recipes.pretraining.arguments import TARGET_FRACTION, Study, parse
@@ -30,6 +32,14 @@ def main(argv: list[str]) -> dict[str, Any]:
     """Run what is missing of a study; return the summary that it also writes to `summary.json` in the output folder."""
     study = exit_on_wrong_options(parse, argv, "On a CPU use pretrain_tiny_cpu.yaml or pretrain_study_cpu.yaml.")
     output = Path(study.training.output_dir)
+    with contextlib.ExitStack() as stack:
+        if study.training.process_index == 0:
+            with errors_as_messages(OSError, ValueError):
+                stack.enter_context(locked(output))
+        return _run(study, output)
+
+
+def _run(study: Study, output: Path) -> dict[str, Any]:
     with errors_as_messages(OSError, RuntimeError, ValueError):
         stored = StudyFile(output / "study.json", study.settings)
         missing = [

@@ -38,11 +38,11 @@ class Trainer(ExactResumeMixin, SFTTrainer):
 
 def main(argv: list[str]) -> dict[str, Any]:
     """Run the recipe; return the summary that it also writes to `summary.json` in the output folder."""
-    run = TextRun(argv, GROUPS, DEMO, LEARN)
-    facts = {"model": run.origin, "n_quantized": count_quantized(run.policy)}
-    trainer = run.make_trainer(Trainer)
-    tell("model", "{model}: {n_quantized} quantized layers".format(**facts))
-    return run.train(trainer, MEASURES, lambda: facts, "policy" if run.recipe.save_policy else None)
+    with TextRun.begun(argv, GROUPS, DEMO, LEARN) as run:
+        facts = {"model": run.origin, "n_quantized": count_quantized(run.policy)}
+        trainer = run.make_trainer(Trainer)
+        tell("model", "{model}: {n_quantized} quantized layers".format(**facts))
+        return run.train(trainer, MEASURES, lambda: facts, "policy" if run.recipe.save_policy else None)
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ import yaml
 from hf_mxfp4.checkpoint import last_complete_checkpoint
 from hf_mxfp4.files import break_links, replace_file, write_json
 from hf_mxfp4.recipes.common.reporting import hardware, tell
+from hf_mxfp4.recipes.post_training.output import REPLACED
 from hf_mxfp4.utils import package_versions, share_text
 
 from .grid import WITHOUT_EFFECT, Grid, Run
@@ -93,7 +94,10 @@ def _run(run: Run, threads: int, lock: TextIO, active: list[subprocess.Popen]) -
     folder.mkdir(parents=True, exist_ok=True)
     stored = read_json(folder / "cell.json")
     same = stored is not None and not changed(stored["settings"], settings)
-    resumed = last_complete_checkpoint(folder) if same else None
+    checkpoint = last_complete_checkpoint(folder)
+    if checkpoint and not same:  # noted before the new settings are written
+        (folder / REPLACED).touch()
+    resumed = None if (folder / REPLACED).exists() else checkpoint
     (folder / "summary.json").unlink(missing_ok=True)
     replace_file(folder / "config.yaml", yaml.safe_dump(run.config, sort_keys=False))
     # With the run and not with the report, which may be made on another machine.

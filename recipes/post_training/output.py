@@ -1,20 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
 """The output folder of a run: which run it belongs to, every option that was used, results, and the closing table."""
 
+import contextlib
 import json
 import shutil
+from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import yaml
 from accelerate import PartialState
+from accelerate.utils import broadcast_object_list
 from transformers import Trainer, TrainingArguments
 
 from hf_mxfp4 import MXFP4GRPOTrainer
 from hf_mxfp4.checkpoint import add_evaluation, checkpoint_step, invalidate, last_complete_checkpoint
 from hf_mxfp4.files import replace_file, write_json
 from hf_mxfp4.lab import RunReportCallback, plot_training
+from hf_mxfp4.recipes.common.folders import LOCK, locked
 from hf_mxfp4.recipes.common.reporting import TrainingBar, print_table, tell
 from hf_mxfp4.recipes.evaluation.generate import Evaluation, write_completions
 from hf_mxfp4.recipes.post_training.arguments import Options
@@ -23,6 +27,9 @@ from hf_mxfp4.utils import package_versions, share_text
 
 
 # ---- whose folder it is ---------------------------------------------------------------------------------------------
+
+#: In the folder of a run that is written over, until its checkpoints are removed.
+REPLACED = ".replaced"
 
 
 def resume_choice(training: TrainingArguments) -> str | bool | None:
@@ -33,31 +40,57 @@ def resume_choice(training: TrainingArguments) -> str | bool | None:
     return words.get(str(choice).lower(), choice)
 
 
-def refuse_used_folder(output: Path, options: Options) -> None:
-    """Exit rather than mix a new run into the folder of an old one. To be called by all processes."""
+@contextlib.contextmanager
+def one_run(options: Options) -> Iterator[Path]:
+    """Yield the output folder, which is locked within this context. Exits rather than mix a new run into the folder of
+    another one. To be called by all processes."""
+    output, reason = Path(options.training.output_dir), None
+    with contextlib.ExitStack() as stack:
+        if PartialState().is_main_process:
+            try:
+                reason = _why_refused(output, options, stack)
+            except (OSError, ValueError) as error:
+                reason = str(error)
+        # No process may write there before the first one has looked.
+        (reason,) = broadcast_object_list([reason])
+        if reason is not None:
+            raise SystemExit(f"error: {reason}")
+        yield output
+
+
+def _why_refused(output: Path, options: Options, stack: contextlib.ExitStack) -> str | None:
+    """Lock the output folder until the end of ``stack``; return why this run may not write there, if so."""
     resumed_from = resume_choice(options.training)
-    if resumed_from is True and last_complete_checkpoint(output) is None:
-        raise SystemExit(
-            f"error: nothing to resume: {output} holds no complete checkpoint (see save_strategy and save_steps)"
+    newest = last_complete_checkpoint(output) if resumed_from is True else None
+    if resumed_from is True and newest is None:
+        return f"nothing to resume: {output} holds no complete checkpoint (see save_strategy and save_steps)"
+    if newest is not None and (output / REPLACED).exists():
+        return (
+            f"nothing to resume: {output} holds the checkpoints of an earlier run, which --overwrite true was about to "
+            f"replace; start again with --overwrite true, or continue that run by --resume_from_checkpoint {newest}"
         )
-    if output.is_dir() and any(output.iterdir()) and not options.recipe.overwrite and resumed_from is None:
-        raise SystemExit(
-            f"error: output_dir {output} is not empty; choose another --output_dir, continue with "
+    stack.enter_context(locked(output))
+    used = any(path.name != LOCK for path in output.iterdir())
+    if used and resumed_from is None and not options.recipe.overwrite:
+        return (
+            f"output_dir {output} is not empty; choose another --output_dir, continue with "
             "--resume_from_checkpoint true, or write over it with --overwrite true"
         )
-    # No process may write there before the last one has looked.
-    PartialState().wait_for_everyone()
-    output.mkdir(parents=True, exist_ok=True)
+    if used and resumed_from is None:
+        (output / REPLACED).touch()
+    return None
 
 
 def remove_old_checkpoints(output: Path, options: Options) -> None:
     """Remove the checkpoints of the run that is written over: a later `--resume_from_checkpoint true` would take the
     one with the largest step, be it an old one. To be called by all processes, when nothing can be refused any more."""
-    if options.recipe.overwrite and resume_choice(options.training) is None and PartialState().is_main_process:
-        for folder in [path for path in output.iterdir() if checkpoint_step(path) is not None and path.is_dir()]:
-            # First what makes it count as whole: should removing it be cut short, nobody resumes from the rest.
-            invalidate(folder)
-            shutil.rmtree(folder)
+    if PartialState().is_main_process:
+        if options.recipe.overwrite and resume_choice(options.training) is None:
+            for folder in [path for path in output.iterdir() if checkpoint_step(path) is not None and path.is_dir()]:
+                # First what makes it count as whole: should removing it be cut short, nobody resumes from the rest.
+                invalidate(folder)
+                shutil.rmtree(folder)
+        (output / REPLACED).unlink(missing_ok=True)
     # No process may write a checkpoint of its own before.
     PartialState().wait_for_everyone()
 

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """What `sft.py` and `distill.py` have in common: texts to learn and held-out ones, training, and what it changed."""
 
+import contextlib
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from hf_mxfp4.files import write_json
 from hf_mxfp4.lab import TextOptions
 from hf_mxfp4.recipes.common.reporting import INPUT_ERRORS, errors_as_messages, print_table, tell
 from hf_mxfp4.recipes.post_training import output as files
-from hf_mxfp4.recipes.post_training.arguments import parse_or_exit
+from hf_mxfp4.recipes.post_training.arguments import Options, parse_or_exit
 from hf_mxfp4.recipes.post_training.policy import load_policy, new_adapter, prepare_start
 from hf_mxfp4.recipes.tasks import of_task
 
@@ -23,25 +24,16 @@ Measured = dict[str, dict[str, float]]
 
 
 class TextRun:
-    """A run of `sft.py` or `distill.py`, begun with its model loaded.
-
-    Args:
-        argv, groups, demo: as for [`parse`].
-        learn: the ways to learn of a task.
+    """A run of `sft.py` or `distill.py`, made by [`TextRun.begun`] with its model loaded.
 
     Attributes:
         options, recipe, output: all options, those of the script, and the output folder.
         stored, origin: what was loaded, and a name for it.
         policy, tokenizer: as they were loaded.
-
-    Ends with a message for what cannot be run, such as an output folder that is in use.
     """
 
-    def __init__(self, argv: list[str], groups: tuple[type, ...], demo: Path, learn: tuple[str, ...]):
-        self._started = time.monotonic()
-        options = parse_or_exit(argv, groups, demo)
-        self.recipe, self.output = options.recipe, Path(options.training.output_dir)
-        files.refuse_used_folder(self.output, options)
+    def __init__(self, options: Options, output: Path, learn: tuple[str, ...], started: float):
+        self.recipe, self.output, self._started = options.recipe, output, started
         with errors_as_messages(*INPUT_ERRORS):
             if self.recipe.learn not in learn:
                 raise ValueError(f"learn={self.recipe.learn!r} must be one of {', '.join(learn)}")
@@ -49,6 +41,23 @@ class TextRun:
         self.stored, self.options, self.origin = prepare_start(options, self._task, self.output)
         self.policy, self.tokenizer = load_policy(self.stored, self.options)
         self.tokenizer.split_special_tokens = False  # TRL ends texts by the name of a token
+
+    @classmethod
+    @contextlib.contextmanager
+    def begun(
+        cls, argv: list[str], groups: tuple[type, ...], demo: Path, learn: tuple[str, ...]
+    ) -> Iterator["TextRun"]:
+        """Yield the run of a command line, whose output folder is no other run's within this context; end with a
+        message for what cannot be run.
+
+        Args:
+            argv, groups, demo: as for [`parse`].
+            learn: the ways to learn of a task.
+        """
+        started = time.monotonic()
+        options = parse_or_exit(argv, groups, demo)
+        with files.one_run(options) as output:
+            yield cls(options, output, learn, started)
 
     def make_trainer(self, kind: type[Trainer]) -> Trainer:
         """Make a trainer of what is learned and held out; end with a message for texts or options that it refuses."""

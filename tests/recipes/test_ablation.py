@@ -426,6 +426,19 @@ def test_a_killed_run_goes_on_from_its_checkpoint_or_from_the_start(grid, tmp_pa
     assert json.loads((folder / "summary.json").read_text())["steps"] == 3
 
 
+def test_a_killed_run_does_not_go_on_from_a_checkpoint_of_other_settings(grid, tmp_path):
+    main(["--config", grid(bf16=0.75, mxfp4=0.375, seeds=[0])])
+    folder = tmp_path / "out" / "cells" / "mxfp4" / "seed0"
+    (folder / "checkpoint-2").mkdir()
+    (folder / "checkpoint-2" / "trainer_state.json").write_text('{"global_step": 2}')
+    (folder / "cell.json").unlink()  # of that run; the next one is killed before it removes the checkpoint
+    (folder / "summary.json").unlink()
+    for _ in range(2):
+        assert main(["--config", grid(bf16=0.75, mxfp4=0.5, seeds=[0])]) == 1
+    assert len(starts(tmp_path, "mxfp4", 0)) == 3
+    assert not any("resume" in line for line in starts(tmp_path, "mxfp4", 0))
+
+
 def test_ending_the_runner_ends_its_runs_and_frees_the_folder(grid, tmp_path):
     path = grid(bf16=0.25, mxfp4=0.75, seeds=[0])
     runner = processes.start(processes.script(SCRIPT, "--config", path))

@@ -17,6 +17,7 @@ from hf_mxfp4 import MXFP4RLConfig
 from hf_mxfp4.checkpoint import last_complete_checkpoint
 from hf_mxfp4.lab import page
 from hf_mxfp4.lab.stats import wilson
+from hf_mxfp4.recipes import distill, grpo, sft
 from hf_mxfp4.recipes.evaluation import generate
 from hf_mxfp4.recipes.grpo import main
 from hf_mxfp4.recipes.post_training.arguments import parse, parse_or_exit
@@ -276,6 +277,41 @@ def test_checkpoints_of_a_run_that_is_written_over_are_removed_when_nothing_is_r
     short_run(out, *short, "--save_strategy=steps", "--save_steps=2")
     assert {path.name for path in out.glob("checkpoint-*")} == {"checkpoint-2", "checkpoint-3", "checkpoint-best"}
     assert last_complete_checkpoint(out) == str(out / "checkpoint-3")
+
+
+def test_a_run_that_was_stopped_while_it_replaced_another_is_not_resumed_from_the_other(tmp_path, monkeypatch):
+    out, checkpoint = tmp_path / "out", tmp_path / "out" / "checkpoint-9"
+    checkpoint.mkdir(parents=True)
+    (checkpoint / "trainer_state.json").write_text('{"global_step": 9}')
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr("hf_mxfp4.recipes.grpo.prepare_start", Mock(side_effect=KeyboardInterrupt))
+        short_run(out, "--overwrite=true")
+    assert checkpoint.is_dir()
+    with pytest.raises(
+        SystemExit, match=f"{out} holds the checkpoints of an earlier run, which .*_checkpoint {checkpoint}$"
+    ):
+        short_run(out, "--overwrite=true", "--resume_from_checkpoint=true")
+    short = ["--overwrite=true", "--reload_check=0", "--n_test=4", "--max_steps=1"]
+    short_run(out, *short, "--save_strategy=steps", "--save_steps=1")
+    assert short_run(out, *short, "--resume_from_checkpoint=true")["steps"] == 1
+
+
+@pytest.mark.parametrize("recipe", [grpo, sft, distill], ids=["grpo", "sft", "distill"])
+def test_two_runs_do_not_write_into_one_folder(recipe, tmp_path, monkeypatch):
+    started = []
+
+    def start_another(*arguments):
+        monkeypatch.undo()
+        with pytest.raises(SystemExit, match="another process is at work in .*out, .*; wait for its end"):
+            recipe.main(words)
+        started.append(True)
+        raise KeyboardInterrupt
+
+    words = [f"--output_dir={tmp_path / 'out'}", "--overwrite=true"]
+    monkeypatch.setattr("hf_mxfp4.recipes.tasks.TaskArguments.load_task", start_another)
+    with pytest.raises(KeyboardInterrupt):
+        recipe.main(words)
+    assert started == [True]
 
 
 def test_a_saved_policy_is_not_trained_under_another_scheme(whole, tmp_path):

@@ -83,6 +83,17 @@ def test_a_run_that_was_killed_goes_on_from_its_checkpoint(tmp_path, monkeypatch
     assert resumed["curve"] == whole["curve"] and len(whole["curve"]) == 4
 
 
+def test_two_studies_do_not_write_into_one_folder(tmp_path, monkeypatch):
+    def start_another(*arguments):
+        with pytest.raises(SystemExit, match="another process is at work in"):
+            short_study(tmp_path)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(pretrain, "train_arm", start_another)
+    with pytest.raises(KeyboardInterrupt):
+        short_study(tmp_path)
+
+
 def test_a_run_does_not_go_on_under_another_scheme(tmp_path, monkeypatch, blank_pictures):
     save = ("--save_strategy", "steps", "--save_steps", "2")
     arm = ("--arms", "baseline", "mine", "--extra_arms")

@@ -1,0 +1,27 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Output folders, each of one run at a time."""
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TextIO
+
+from hf_mxfp4.files import lock
+
+
+#: The file that is locked; it stays when the run has ended.
+LOCK = ".lock"
+
+
+@contextlib.contextmanager
+def locked(folder: Path) -> Iterator[TextIO]:
+    """Lock a folder within this context, and make it if it is missing; yield the file that is locked, which processes
+    that are started may inherit. Raises `ValueError` when another process has locked it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / LOCK).open("w") as file:
+        if not lock(file.fileno(), wait=False):
+            raise ValueError(
+                f"another process is at work in {folder}, or a run that it started still is; wait for its end, or "
+                "choose another folder"
+            )
+        yield file
