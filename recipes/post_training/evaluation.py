@@ -2,6 +2,7 @@
 """Greedy evaluations of the policy that a trainer holds: before, while and after it trains, and once it is reloaded."""
 
 import contextlib
+import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -69,8 +70,10 @@ class PolicyEvaluation:
         """Load the saved policy and compare its completions with the trained one's; return how many were ``compared``
         and are ``identical``."""
         recipe, training = self.recipe, self.trainer.args
-        # Whole batches of the evaluation, so that padding is the same and completions can be compared to the letter.
-        problems = self._problems(-(-recipe.reload_check // recipe.greedy_batch_size) * recipe.greedy_batch_size)
+        # Whole batches of the evaluation, one in each process, so that padding is the same and completions can be
+        # compared to the letter.
+        together = recipe.greedy_batch_size * self.trainer.accelerator.num_processes
+        problems = self._problems(math.ceil(recipe.reload_check / together) * together)
         trust = training.trust_remote_code
         tokenizer = AutoTokenizer.from_pretrained(saved, padding_side="left", trust_remote_code=trust)
         found = self._evaluate(load_saved().to(training.device), tokenizer, problems, "reloaded policy").completions

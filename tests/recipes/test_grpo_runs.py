@@ -8,10 +8,12 @@ import io
 import json
 import shutil
 from pathlib import Path
+from unittest.mock import MagicMock, Mock
 
 import processes
 import pytest
 import torch
+from datasets import Dataset
 from safetensors.torch import save_file
 from same_bits import tensors_in
 from test_grpo import CONFIGS, REPORTED, ROOT, TINY, logged, short_run
@@ -20,6 +22,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from undrawn import leave_figures_undrawn
 
 from hf_mxfp4 import MXFP4RLConfig
+from hf_mxfp4.recipes.evaluation import generate
 from hf_mxfp4.recipes.post_training import evaluation
 from hf_mxfp4.recipes.post_training.arguments import parse
 from hf_mxfp4.recipes.post_training.policy import find_start
@@ -111,6 +114,22 @@ def test_two_processes_train_evaluate_save_and_reload(tmp_path):
         assert any(isinstance(entry.get(metric), float) for entry in history), metric
     assert (tmp_path / "out" / "run_report.html").is_file()
     assert all(0.7 < entry["aqn/measured_std"] / entry["aqn/sigma"] < 1.3 for entry in noisy)
+
+
+def test_a_reloaded_policy_is_compared_in_the_batches_of_two_processes(tmp_path, monkeypatch):
+    done = []
+    monkeypatch.setattr(generate, "PartialState", lambda: Mock(num_processes=2, is_main_process=True))
+    monkeypatch.setattr(generate, "complete_batches", lambda *arguments, **named: done.append(arguments[4]) or [])
+    monkeypatch.setattr(evaluation, "AutoTokenizer", Mock())
+    trainer, recipe = MagicMock(), Mock(rollout_scheme=None, greedy_batch_size=4, reload_check=3)
+    trainer.accelerator.num_processes = 2
+    task = Mock(test=Dataset.from_dict({"prompt": [str(i) for i in range(30)]}), scores={})
+    evaluate = evaluation.PolicyEvaluation(trainer, task, recipe)
+    after = evaluate("after")
+    found = evaluate.compare_reloaded(tmp_path, Mock(), after)
+    whole, part = done
+    assert found["compared"] == 8 and part == whole[:2]
+    assert [batch.rows for batch in part] == [(0, 2, 4, 6), (1, 3, 5, 7)]
 
 
 GPU = torch.device("cuda:0")
