@@ -335,6 +335,38 @@ def test_a_falling_reward_and_falling_sqnr_are_seen(tmp_path):
     assert "1 BAD" in summary(record, health_checks(record)) and "LOOK" in summary(record, health_checks(record))
 
 
+@pytest.mark.parametrize(
+    ("kl", "state", "words"),
+    [
+        ({"eval_kl": (0.215, 0.3, 0.518)}, "red", "held-out text 0.215 to 0.518 nats per token. Distillation made"),
+        ({"eval_kl": (0.215, 0.3, 0.108)}, "green", "held-out text 0.215 to 0.108 nats per token."),
+        ({"eval_kl": (0.215, 0.1, 0.21)}, "amber", "Nothing was gained"),
+        ({"eval_kl": (0.215, 0.1, float("nan"))}, "red", "NaN or infinite"),
+        (
+            {"eval_a_kl": (0.2, 0.1), "eval_b_kl": (0.2, 0.3)},
+            "amber",
+            "a 0.2 to 0.1, b 0.2 to 0.3 nats per token. A rise",
+        ),
+        ({"eval_a_kl": (0.2, 0.4), "eval_b_kl": (0.2, 0.3)}, "red", "made the student worse"),
+    ],
+    ids=["worse", "better", "equal", "nan", "forgotten", "both-worse"],
+)
+def test_a_distillation_is_judged_by_held_out_texts(tmp_path, kl, state, words):
+    log = started(tmp_path)
+    for key, found in kl.items():
+        for step, value in enumerate(found):
+            log.write("log", step=step, **{key: value, key.replace("_kl", "_teacher_perplexity"): 6.0})
+    (check,) = [check for check in health_checks(read_run(tmp_path)) if check.title == "Held-out KL"]
+    assert check.state == state and words in f"{check.finding} {check.advice}"
+
+
+def test_the_kl_of_rewards_is_not_that_of_a_distillation(tmp_path):
+    log = started(tmp_path)
+    for step in range(3):
+        log.write("log", step=step, eval_kl=0.1 * (step + 1))
+    assert "Held-out KL" not in states(read_run(tmp_path))
+
+
 @pytest.mark.usefixtures("blank_pictures")
 def test_how_a_run_ended(tmp_path):
     log = write_log(tmp_path, end=None)

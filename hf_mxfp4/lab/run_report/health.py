@@ -21,6 +21,8 @@ STATE_WORDS = {"red": "BAD", "amber": "LOOK", "green": "OK", "none": "–"}
 _NOISE_OFF, _NOISE_ABSENT = 0.15, 0.5
 #: Fall of an SQNR over the run, in dB, that is amber, and red.
 _SQNR_FALL = (1.0, 3.0)
+#: Relative change of a held-out KL that counts as one.
+_KL_MOVED = 0.05
 #: Movement of quantized weights over that of masters, below and above which, beyond two standard errors, it is amber.
 _MOVEMENT = (0.5, 1.5)
 
@@ -149,6 +151,36 @@ def _accuracy(record: RunRecord) -> Check | None:
     return Check("amber", "Accuracy", words, "Not a difference: more test problems or more seeds would narrow it.")
 
 
+def _held_out(record: RunRecord) -> Check | None:
+    """Compare the KL of held-out texts after distillation with that before it."""
+    title, suffix = "Held-out KL", "_kl"
+    logged = {key for entry in record.logs for key in entry}
+    # GRPO logs an eval_kl of another kind, and no teacher's perplexity.
+    kls = [key for key in sorted(logged) if f"{key.removesuffix(suffix)}_teacher_perplexity" in logged]
+    words, ratios = [], []
+    for key in kls:
+        found = [entry[key] for entry in record.logs if key in entry]
+        before, after = found[0], found[-1]
+        name = key.removeprefix("eval").removesuffix(suffix).removeprefix("_") or "held-out text"
+        if not is_number(before) or not is_number(after):
+            return Check("red", title, f"{name}: NaN or infinite.", "Lower learning_rate.")
+        if len(found) > 1 and before > 0:
+            words.append(f"{name} {before:.3g} to {after:.3g}")
+            ratios.append(after / before)
+    if not ratios:
+        return None
+    finding = f"{', '.join(words)} nats per token."
+    rises = [ratio > 1 + _KL_MOVED for ratio in ratios]
+    if all(rises):
+        advice = "Distillation made the student worse: lower learning_rate, and leave dither_ties on."
+        return Check("red", title, finding, advice)
+    if any(rises):
+        return Check("amber", title, finding, "A rise is forgetting: learn texts like these too.")
+    if min(ratios) > 1 - _KL_MOVED:
+        return Check("amber", title, finding, "Nothing was gained: train longer, or change learning_rate.")
+    return Check("green", title, finding)
+
+
 def _entropy(record: RunRecord) -> Check | None:
     values = record.values("entropy")
     if not values:
@@ -268,6 +300,7 @@ CHECKS: tuple[Callable[[RunRecord], Check | None], ...] = (
     _ending,
     _reward,
     _accuracy,
+    _held_out,
     _entropy,
     _noise,
     _layers,
