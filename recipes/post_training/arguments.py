@@ -44,7 +44,7 @@ class StartArguments(TaskArguments):
     sft_batch_size: int = option(128, "Sequences in a supervised step.")
     smooth_strength: float | None = option(
         None,
-        "Smooth the model before it is quantized (docs/smoothing.md), with a strength from 0 to 1, such as 0.3.",
+        "Smooth the model before it is quantized (docs/smoothing.md), with a strength up to 1, such as 0.3; 0: none.",
     )
     gptq: bool = option(False, "Then round its weights onto the grid of the scheme (docs/gptq.md).")
     prepare_text: str | None = option(None, "Texts that both are measured on; by default those that are trained on.")
@@ -111,6 +111,12 @@ QuantizationArguments = make_dataclass(
     ],
 )
 
+#: The smallest values of options of a recipe.
+_LEAST = {
+    **dict.fromkeys(("sft_steps", "evaluate_every", "reload_check"), 0),
+    **dict.fromkeys(("tiny_hidden_size", "tiny_num_layers", "sft_batch_size", "greedy_batch_size"), 1),
+    **dict.fromkeys(("evaluate_every_n", "text_samples", "eval_samples"), 1),
+}
 #: Options that mean another model or task than those of the demo.
 OTHER_THAN_THE_DEMO = ("model_name_or_path", "train_file", "test_file", "dataset_name", "text")
 
@@ -174,8 +180,11 @@ def make_options(options: Mapping[str, Any], groups: tuple[type, ...] = GROUPS) 
         raise ValueError("load_in_4bit and load_in_8bit are bitsandbytes' schemes; here `preset` says what is MXFP4")
     if recipe.tiny_architecture not in TINY_MODELS:
         raise ValueError(f"tiny_architecture={recipe.tiny_architecture!r} must be one of {', '.join(TINY_MODELS)}")
-    if getattr(recipe, "evaluate_every_n", 1) < 1:
-        raise ValueError(f"evaluate_every_n={recipe.evaluate_every_n} must be at least 1; evaluate_every=0 is none")
+    for name, least in _LEAST.items():
+        if (value := getattr(recipe, name, least)) < least:
+            raise ValueError(f"{name}={value} must be at least {least}")
+    if not 0 <= (recipe.smooth_strength or 0) <= 1:
+        raise ValueError(f"smooth_strength={recipe.smooth_strength} must be between 0 and 1; 0: none")
     if recipe.dither_masters and not recipe.full_precision:
         raise ValueError("dither_masters is for full_precision; quantized policies have dither_ties, which is on")
     if getattr(recipe, "rollout_scheme", None) and (not recipe.full_precision or model.use_peft or arguments.use_vllm):

@@ -93,7 +93,7 @@ def prepare_start(options: Options, task: Task | None, output: Path) -> tuple[St
     stored, options = find_start(options)
     tell("scheme", "full precision" if options.recipe.full_precision else options.quantization.describe())
     stored, name = _whole_start(stored, options, task, output / "base")
-    if options.recipe.smooth_strength is None and not options.recipe.gptq:
+    if not options.recipe.smooth_strength and not options.recipe.gptq:
         return stored, options, name
     with errors_as_messages(*INPUT_ERRORS):
         if stored.adapter is not None or options.model.model_revision not in (None, "main"):
@@ -139,14 +139,15 @@ def prepare_weights(model: str, options: Options, task: Task | None, folder: Pat
     can be smoothed or rounded, and for a folder that was prepared in another way."""
     recipe, scheme, training, _ = options
     text = recipe.prepare_text or getattr(recipe, "text", None)
-    asked = {"model": model, "smooth_strength": recipe.smooth_strength, "prepare_text": text}
+    strength = recipe.smooth_strength or None
+    asked = {"model": model, "smooth_strength": strength, "prepare_text": text}
     asked["gptq"] = scheme.describe() if recipe.gptq else None
     record = folder / "preparation.json"
     if PartialState().is_main_process and (resume_choice(training) is None or not record.is_file()):
         field = None if recipe.prepare_text or text is None else recipe.text_field
         text = text or _write_texts(model, task, folder.with_suffix(".jsonl"))
         read = TextOptions(text, field, _ROUNDED_ON if recipe.gptq else _SMOOTHED_ON, _LONGEST)
-        how = {"strength": recipe.smooth_strength, "scheme": scheme if recipe.gptq else None}
+        how = {"strength": strength, "scheme": scheme if recipe.gptq else None}
         change, device = functools.partial(_change_weights, **how), "cpu" if training.use_cpu else "auto"
         done = rewrite_checkpoint(model, folder, read, change, device=device, overwrite=True)
         write_json(record, {"asked": asked, "done": done})

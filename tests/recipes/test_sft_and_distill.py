@@ -129,6 +129,15 @@ def test_one_command_is_smoothing_and_then_distilling(run, options, tmp_path, mo
         distill.main([*resumed, "--smooth_strength=.5"])
 
 
+def test_strength_0_does_not_smooth(run, tmp_path):
+    words = ["--max_steps=0", f"--model_name_or_path={run('distill')[0] / 'base'}", "--task=arithmetic", "--n_test=16"]
+    words += ["--eval_samples=16", "--use_cpu=true", "--bf16=false", "--dtype=float32", "--save_student=false"]
+    plain = distill.main([*words, f"--output_dir={tmp_path / 'plain'}"])
+    smoothed = distill.main([*words, f"--output_dir={tmp_path / 'smoothed'}", "--smooth_strength=0"])
+    assert smoothed["before"] == plain["before"] and smoothed["model"] == plain["model"]
+    assert not (tmp_path / "smoothed" / "prepared").exists()
+
+
 def test_without_steps_a_preparation_is_measured_alone(tmp_path):
     words = ["--max_steps=0", "--smooth_strength=.3", "--save_student=false", f"--output_dir={tmp_path / 'out'}"]
     summary = distill.main([*RECIPES["distill"][1], *words])
@@ -182,6 +191,7 @@ def test_what_is_learned_of_a_task(rows, learn, expected):
     [
         ("sft", ["--learn=generated"], "learn='generated' must be one of text, completion$"),
         ("sft", ["--modules_to_not_convert", "re:.*"], "matches no layer of Qwen2ForCausalLM"),
+        ("distill", ["--eval_samples=0"], "eval_samples=0 must be at least 1"),
         ("distill", ["--learn=all"], "learn='all' must be one of text, completion, generated"),
         ("distill", ["--reload_check=3"], "reload_check"),
     ],
