@@ -182,7 +182,10 @@ class MXFP4RLConfig(QuantizationConfigMixin):
         one_of("mode", self.mode, MODES)
         if self.preset is Default.BY_MODE:
             self._set("preset", "w4a4" if self.mode == "qat" else "w4a16")
-        one_of("preset", self.preset, PRESETS if self.mode == "qat" else FORWARD_PRESETS)
+        one_of("preset", self.preset, PRESETS)
+        if self.mode == "packed" and self.preset not in FORWARD_PRESETS:
+            choices = ", ".join(map(repr, FORWARD_PRESETS))
+            raise ValueError(f"preset={self.preset!r} is for mode='qat'; with mode='packed' choose one of {choices}")
         self._fill_in_defaults()
         for name, values in CHOICES.items():
             one_of(name, getattr(self, name), values)

@@ -22,7 +22,7 @@ from hf_mxfp4.recipes.common.reporting import INPUT_ERRORS, errors_as_messages, 
 from hf_mxfp4.recipes.post_training import output as files
 from hf_mxfp4.recipes.post_training.arguments import Options, parse_or_exit
 from hf_mxfp4.recipes.post_training.evaluation import EvaluationCallback, PolicyEvaluation
-from hf_mxfp4.recipes.post_training.policy import load_policy, load_saved, new_adapter, prepare_start
+from hf_mxfp4.recipes.post_training.policy import load_policy, load_saved, make_trainer, prepare_start
 
 
 def main(argv: list[str]) -> dict:
@@ -44,14 +44,8 @@ def _run(options: Options, output: Path, started: float) -> dict:
     origin += f", sampled under {recipe.rollout_scheme}" if recipe.rollout_scheme else ""
     policy, tokenizer = load_policy(stored, options)
     training.allow_full_precision = training.allow_full_precision or recipe.full_precision
-    trainer = MXFP4GRPOTrainer(
-        policy,
-        task.reward_funcs,
-        training,
-        task.train,
-        processing_class=tokenizer,
-        peft_config=new_adapter(stored, options),
-    )
+    given = {"reward_funcs": task.reward_funcs, "train_dataset": task.train, "processing_class": tokenizer}
+    trainer = make_trainer(MXFP4GRPOTrainer, policy, stored, options, **given)
     evaluate = PolicyEvaluation(trainer, task, recipe)
     if recipe.evaluate_every:
         trainer.add_callback(EvaluationCallback(evaluate))

@@ -21,7 +21,7 @@ from typing import Any
 from hf_mxfp4.files import break_links, write_json
 from hf_mxfp4.recipes.common.folders import locked
 from hf_mxfp4.recipes.common.options import exit_on_wrong_options
-from hf_mxfp4.recipes.common.reporting import errors_as_messages, shutdown, tell
+from hf_mxfp4.recipes.common.reporting import errors_as_messages, full_disk_as_message, shutdown, tell
 from hf_mxfp4.recipes.pretraining.arguments import TARGET_FRACTION, Study, parse
 from hf_mxfp4.recipes.pretraining.corpus import load_corpus
 from hf_mxfp4.recipes.pretraining.runs import StudyFile, train_arm
@@ -36,7 +36,8 @@ def main(argv: list[str]) -> dict[str, Any]:
         if study.training.process_index == 0:
             with errors_as_messages(OSError, ValueError):
                 stack.enter_context(locked(output))
-        return _run(study, output)
+        with full_disk_as_message(output, "the same command"):
+            return _run(study, output)
 
 
 def _run(study: Study, output: Path) -> dict[str, Any]:

@@ -389,7 +389,7 @@ REFUSED = [
     ({"preset": "w4a16", "matmul_backend": "fp8"}, "in fprop x is in full precision"),
     (
         {"mode": "packed", "preset": "w4a4g4"},
-        "preset='w4a4g4' is not supported; choose one of 'w4a16', 'w4a8', 'w4a4'$",
+        "preset='w4a4g4' is for mode='qat'; with mode='packed' choose one of 'w4a16', 'w4a8', 'w4a4'$",
     ),
     ({"mode": "packed", "fprop": {"rotation": "random-16"}}, "rotates both operands by signs that are drawn anew"),
     ({"mode": "packed", "fprop": {"weight": "rceil+stochastic"}}, "rounds stochastically"),

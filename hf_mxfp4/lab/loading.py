@@ -58,6 +58,7 @@ def load(model: str, dtype: str = "auto", device: str = "auto") -> Loaded:
     path = Path(model).expanduser()
     if path.is_file():
         raise SourceError("a model is loaded from its folder or hub id, with its config and tokenizer, not one file")
+    refuse_run_folder(path)
     if (path / "adapter_config.json").is_file() and not (path / "config.json").is_file():
         raise SourceError(f"{path} holds an adapter, not a model; merge it into its base model first")
     name = str(path) if path.exists() else model
@@ -85,6 +86,13 @@ def load(model: str, dtype: str = "auto", device: str = "auto") -> Loaded:
         raise SourceError(f"{model} cannot be loaded to run it: {error}") from error
     shown = path.resolve().name if path.exists() else model
     return Loaded(shown, loaded, tokenizer, own, own is None and options is not None, _identity(path, config))
+
+
+def refuse_run_folder(folder: Path) -> None:
+    """Raise `FileNotFoundError` for the output folder of a recipe, and name that of its model."""
+    for model in (folder / "policy", folder / "student"):
+        if model.is_dir() and not any(folder.glob("*config.json")):
+            raise FileNotFoundError(f"{folder} is the output folder of a run; its model is {model}")
 
 
 def rewrite_checkpoint(

@@ -15,6 +15,7 @@ from trl.chat_template_utils import gptoss_template
 
 from hf_mxfp4 import MXFP4RLConfig
 from hf_mxfp4.checkpoint import remove_scheme, stored_scheme
+from hf_mxfp4.lab.loading import refuse_run_folder
 
 
 # ---- what is stored -------------------------------------------------------------------------------------------------
@@ -53,6 +54,7 @@ def read_stored(
     source, source_revision = str(Path(source).expanduser()) if source.startswith("~") else source, revision
     if (source.startswith((".", "/")) or source.count("/") > 1) and not Path(source).is_dir():
         raise FileNotFoundError(f"cannot load the model {source!r}: there is no such folder")
+    refuse_run_folder(Path(source))
     file = find_adapter_config_file(source, revision=revision)
     adapter = None if file is None else json.loads(Path(file).read_text(encoding="utf-8"))
     if adapter is None and base is not None:

@@ -3,10 +3,12 @@
 
 import atexit
 import contextlib
+import errno
 import os
 import sys
 import threading
 from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
 
 import torch
 from accelerate import PartialState
@@ -46,6 +48,28 @@ def errors_as_messages(*errors: type[Exception], where: str = "") -> Iterator[No
         yield
     except errors as error:
         raise SystemExit(f"error: {where}{error}") from error
+
+
+@contextlib.contextmanager
+def full_disk_as_message(folder: Path, resume: str) -> Iterator[None]:
+    """End the process with a message and no traceback when the disk of ``folder`` is full; ``resume`` says how the run
+    is continued."""
+    try:
+        yield
+    except Exception as error:
+        found: BaseException | None = error
+        while found is not None and not _is_full_disk(found):
+            found = found.__cause__ or found.__context__
+        if found is None:
+            raise
+        raise SystemExit(f"error: the disk of {folder} is full; free some space, and continue with {resume}") from error
+
+
+def _is_full_disk(error: BaseException) -> bool:
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return True
+    # What safetensors says, and what torch.save does, whose writer tells no reason.
+    return any(words in str(error) for words in ("No space left on device", "inline_container.cc"))
 
 
 class TrainingBar(ProgressCallback):

@@ -19,7 +19,7 @@ from hf_mxfp4.checkpoint import add_evaluation, checkpoint_step, invalidate, las
 from hf_mxfp4.files import replace_file, write_json
 from hf_mxfp4.lab import RunReportCallback, plot_training
 from hf_mxfp4.recipes.common.folders import LOCK, locked
-from hf_mxfp4.recipes.common.reporting import TrainingBar, print_table, tell
+from hf_mxfp4.recipes.common.reporting import TrainingBar, full_disk_as_message, print_table, tell
 from hf_mxfp4.recipes.evaluation.generate import Evaluation, write_completions
 from hf_mxfp4.recipes.post_training.arguments import Options
 from hf_mxfp4.recipes.tasks import Task
@@ -55,7 +55,8 @@ def one_run(options: Options) -> Iterator[Path]:
         (reason,) = broadcast_object_list([reason])
         if reason is not None:
             raise SystemExit(f"error: {reason}")
-        yield output
+        with full_disk_as_message(output, "--resume_from_checkpoint true"):
+            yield output
 
 
 def _why_refused(output: Path, options: Options, stack: contextlib.ExitStack) -> str | None:

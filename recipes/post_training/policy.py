@@ -10,8 +10,9 @@ from typing import Any
 
 import torch
 from accelerate import PartialState
-from peft import PeftConfig, PeftModel
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from peft import PeftModel
+from peft.utils.error import NoMatchingPeftModuleError
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase, Trainer
 from trl import get_peft_config
 from trl.data_utils import maybe_apply_chat_template
 
@@ -82,9 +83,20 @@ def _check_adapter(name: str, adapter: dict, options: Options) -> None:
             )
 
 
-def new_adapter(stored: Stored, options: Options) -> PeftConfig | None:
-    """Return the configuration of the adapter that is to be made on what is stored, if any."""
-    return get_peft_config(options.model) if stored.adapter is None else None
+def make_trainer(
+    kind: type[Trainer], policy: PreTrainedModel | PeftModel, stored: Stored, options: Options, **given: Any
+):
+    """Make a trainer with the adapter that the options ask for, unless what is stored has one. Ends with a message for
+    what the trainer refuses."""
+    adapter = get_peft_config(options.model) if stored.adapter is None else None
+    with errors_as_messages(*INPUT_ERRORS):
+        try:
+            return kind(policy, args=options.training, peft_config=adapter, **given)
+        except NoMatchingPeftModuleError as error:
+            linear = {
+                name.rpartition(".")[2] for name, module in policy.named_modules() if hasattr(module, "in_features")
+            }
+            raise ValueError(f"{error} The layers for --lora_target_modules are {', '.join(sorted(linear))}") from error
 
 
 def prepare_start(options: Options, task: Task | None, output: Path) -> tuple[Stored, Options, str]:

@@ -16,7 +16,7 @@ from hf_mxfp4.lab import TextOptions
 from hf_mxfp4.recipes.common.reporting import INPUT_ERRORS, errors_as_messages, print_table, tell
 from hf_mxfp4.recipes.post_training import output as files
 from hf_mxfp4.recipes.post_training.arguments import Options, parse_or_exit
-from hf_mxfp4.recipes.post_training.policy import load_policy, new_adapter, prepare_start
+from hf_mxfp4.recipes.post_training.policy import load_policy, make_trainer, prepare_start
 from hf_mxfp4.recipes.tasks import of_task
 
 
@@ -63,14 +63,8 @@ class TextRun:
         """Make a trainer of what is learned and held out; end with a message for texts or options that it refuses."""
         with errors_as_messages(*INPUT_ERRORS):
             learned, held_out = self._load_datasets()
-            return kind(
-                self.policy,
-                args=self.options.training,
-                train_dataset=learned,
-                eval_dataset=held_out,
-                processing_class=self.tokenizer,
-                peft_config=new_adapter(self.stored, self.options),
-            )
+        given = {"train_dataset": learned, "eval_dataset": held_out, "processing_class": self.tokenizer}
+        return make_trainer(kind, self.policy, self.stored, self.options, **given)
 
     def _load_datasets(self) -> tuple[Dataset, dict[str, Dataset]]:
         """Return what is learned, and the held-out texts by name. Raises `ValueError` for two texts of one name, and as

@@ -98,7 +98,10 @@ class Source(Subsets):
             for key in columns:
                 if not isinstance(row, dict) or not isinstance(row.get(key), str):
                     found = ", ".join(map(repr, row)) if isinstance(row, dict) else "no object"
-                    raise ValueError(f"{where}: {key!r} must be there and hold a string (found: {found or 'nothing'})")
+                    raise ValueError(
+                        f"{where}: {key!r} must be there and hold a string (found: {found or 'nothing'}); other "
+                        "columns are named with --task file, --prompt_column and --answer_column"
+                    )
         return rows
 
     def _read_hub(self, split: str, columns: Sequence[str]) -> list[tuple[str, dict]]:

@@ -12,7 +12,7 @@ from tiny_models import make_model
 from transformers import AutoModelForCausalLM
 
 import hf_mxfp4
-from hf_mxfp4 import MXFP4RLConfig
+from hf_mxfp4 import MXFP4RLConfig, lab
 from hf_mxfp4.layers import QUANTIZED
 from hf_mxfp4.recipes.evaluation.arguments import EvaluationArguments
 from hf_mxfp4.recipes.evaluation.policy import folder_digest
@@ -72,6 +72,13 @@ def test_a_folder_without_a_tokenizer_is_refused(folders, tmp_path):
     make_model("gemma2").save_pretrained(tmp_path)  # of which transformers makes a tokenizer that knows no words
     with pytest.raises(FileNotFoundError, match="holds no tokenizer; save it there with tokenizer.save_pretrained"):
         load(EvaluationArguments(model=str(tmp_path)))
+
+
+@pytest.mark.parametrize("read", [lambda folder: load_policy(folder), lab.load], ids=["evaluate", "eval"])
+def test_the_folder_of_a_run_is_refused_with_the_folder_of_its_model(read, tmp_path):
+    (tmp_path / "student").mkdir()
+    with pytest.raises(FileNotFoundError, match=f"{tmp_path} is the output folder of a run; .* is {tmp_path}/student$"):
+        read(str(tmp_path))
 
 
 def test_the_control_on_masters_is_full_precision_and_says_so(folders):

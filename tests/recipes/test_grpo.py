@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 import contextlib
+import errno
 import io
 import json
 import os
@@ -315,6 +316,30 @@ def test_two_runs_do_not_write_into_one_folder(recipe, tmp_path, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         recipe.main(words)
     assert started == [True]
+
+
+def test_what_the_trainer_refuses_ends_with_a_message(tmp_path):
+    with pytest.raises(
+        SystemExit, match="error: .*nope not found .* The layers for --lora_target_modules are down_proj"
+    ):
+        short_run(tmp_path / "out", "--use_peft=true", "--lora_target_modules=nope", "--sft_steps=0")
+
+
+FULL = OSError(errno.ENOSPC, "No space left on device")
+TORCH = RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 61760 vs 61648")
+
+
+@pytest.mark.parametrize("error", [FULL, TORCH], ids=["system", "torch"])
+def test_a_full_disk_ends_with_a_message(error, tmp_path, monkeypatch):
+    monkeypatch.setattr("hf_mxfp4.recipes.grpo.load_policy", Mock(side_effect=error))
+    with pytest.raises(SystemExit, match="^error: the disk of .*out is full; free .* --resume_from_checkpoint true$"):
+        short_run(tmp_path / "out", "--sft_steps=0")
+
+
+def test_an_error_that_is_not_expected_keeps_its_traceback(tmp_path, monkeypatch):
+    monkeypatch.setattr("hf_mxfp4.recipes.grpo.load_policy", Mock(side_effect=RuntimeError("a mistake of ours")))
+    with pytest.raises(RuntimeError, match="a mistake of ours"):
+        short_run(tmp_path / "out", "--sft_steps=0")
 
 
 def test_a_saved_policy_is_not_trained_under_another_scheme(whole, tmp_path):

@@ -191,6 +191,11 @@ def test_what_is_learned_of_a_task(rows, learn, expected):
     [
         ("sft", ["--learn=generated"], "learn='generated' must be one of text, completion$"),
         ("sft", ["--modules_to_not_convert", "re:.*"], "matches no layer of Qwen2ForCausalLM"),
+        (
+            "sft",
+            ["--use_peft=true", "--lora_target_modules=nope"],
+            "nope not found in the base model.* The layers for --lora_target_modules are down_proj, gate_proj, ",
+        ),
         ("distill", ["--eval_samples=0"], "eval_samples=0 must be at least 1"),
         ("distill", ["--learn=all"], "learn='all' must be one of text, completion, generated"),
         ("distill", ["--reload_check=3"], "reload_check"),
