@@ -11,11 +11,11 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import nn
-from transformers.utils.logging import tqdm
 
 from .gemm import LayerRng, quantize
 from .layers import WeightMatrix, gathered, trainable_matrices
 from .numerics import BLOCK_SIZE, FP8, GemmScheme, OperandScheme, QuantScheme, quantize_e4m3, unpack_codes
+from .utils import progress_bar
 
 
 #: Dtypes that checkpoints have, and how many float32 numbers lie between one of their normal numbers and the midpoint
@@ -90,7 +90,7 @@ def dither_masters(model: nn.Module, seed: int = 0) -> DitherReport:
     plain = {} if parameters else _plain_matrices(model)
     if not parameters and not plain:
         raise ValueError(f"{type(model).__name__} has no trainable matrix whose places could be drawn")
-    for held in tqdm(parameters.values(), desc="Dithering weights", leave=False, delay=_PATIENCE):
+    for held in progress_bar(parameters.values(), what="Dithering weights", delay=_PATIENCE):
         _dither_parameter(held[0].full_name, getattr(held[0].layer, held[0].parameter), held, report)
     for name, parameter in plain.items():
         _dither_parameter(name, parameter, [], report, LayerRng(seed, name).dither_seed)

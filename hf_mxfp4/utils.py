@@ -13,9 +13,10 @@ import math
 import os
 import pkgutil
 import platform
+import sys
 import textwrap
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -56,6 +57,15 @@ def option(default: Any, help: str, compare: bool = True, **metadata: Any) -> An
     default of every object by itself. Without ``compare`` objects that differ in it are equal."""
     how = {"default_factory": lambda: list(default)} if isinstance(default, list) else {"default": default}
     return dataclasses.field(**how, compare=compare, metadata={"help": help, **metadata})
+
+
+def progress_bar(items: Iterable | None = None, *, what: str, **options: Any) -> Any:
+    """Return a bar of tqdm on standard error, which `transformers.utils.logging.disable_progress_bar` hides; a line
+    every ten seconds where that is no terminal."""
+    from transformers.utils.logging import tqdm
+
+    seconds = 0.1 if sys.stderr.isatty() else 10.0
+    return tqdm(items, desc=what, leave=False, mininterval=seconds, **options)
 
 
 def described_options(cls: _Class) -> _Class:

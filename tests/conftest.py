@@ -21,6 +21,7 @@ import processes
 import pytest
 import torch
 from tiny_models import make_model
+from transformers.utils import logging
 
 from hf_mxfp4._logging import get_logger
 
@@ -62,6 +63,14 @@ def dense_products(monkeypatch):
     rows too, which are otherwise computed on the codes: for tests of something else that compare packed layers with
     trainable or dense ones."""
     monkeypatch.setattr("hf_mxfp4.backends.cpu.most_rows", lambda: 0)
+
+
+@pytest.fixture
+def progress_bars():
+    """The bars of transformers, which tests are without."""
+    logging.enable_progress_bar()
+    yield
+    logging.disable_progress_bar()
 
 
 @pytest.fixture

@@ -204,7 +204,7 @@ def gptq(
     config = lab.read_schemes([scheme])[0].config
 
     def change(loaded, batches):
-        return lab.round_model(loaded, batches, config, lambda name: typer.echo(f"rounded {name}", err=True))
+        return lab.round_model(loaded, batches, config)
 
     options = lab.TextOptions(text, text_field, samples, max_length)
     found = lab.rewrite_checkpoint(model, out, options, change, device=device, overwrite=overwrite)

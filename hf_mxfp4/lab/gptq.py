@@ -13,6 +13,7 @@ from torch import nn
 from ..config import MXFP4RLConfig
 from ..module_names import find_layers
 from ..numerics import QuantScheme, Rotation
+from ..utils import progress_bar
 from .rounding import output_error, quantized_again, round_weight, unsupported_reason
 
 
@@ -53,7 +54,7 @@ class DecoderRun:
         self.layers = layers
         names = {module: name for name, module in model.named_modules()}
         self.names = [names[layer] for layer in layers]
-        self._calls = [_calls(model, layers, ids) for ids in batches]
+        self._calls = [_calls(model, layers, ids) for ids in progress_bar(batches, what="Running the model")]
         self._states = [calls[0][_STATES] for calls in self._calls]
 
     def through(self, index: int) -> Iterator[torch.Tensor]:
@@ -133,7 +134,6 @@ def round_model(
     model: nn.Module,
     batches: Sequence[torch.Tensor],
     config: MXFP4RLConfig,
-    on_layer: Callable[[str], None] = lambda name: None,
 ) -> Rounding:
     """Replace the weights of a decoder in full precision, in place, by values of the grid that they are quantized to,
     chosen so that the outputs of each layer change least on ``batches`` (GPTQ, arXiv 2210.17323): quantizing them under
@@ -143,7 +143,6 @@ def round_model(
         model: a causal language model of transformers, not quantized; left in evaluation mode.
         batches: token ids ``[1, tokens]`` of texts like those it is for; more tokens than layers have inputs.
         config: which layers are quantized, and the scheme of the weights of each in the forward product.
-        on_layer: told the name of each layer that is done.
 
     Raises:
         ValueError: no texts; a scheme whose values would not stay when they are quantized again; nothing was rounded;
@@ -160,17 +159,18 @@ def round_model(
             schemes.setdefault(layer, (name, *scheme))
     run = DecoderRun(model, batches)
     gains: dict[str, float] = {}
-    for index, layer in enumerate(run.layers):
-        for group in _groups(run, index, [each for each in layer.modules() if each in schemes]):
-            moments = second_moments(group[0], run.until(index, group[0]))
-            for linear in group:
-                name, *scheme = schemes[linear]
-                try:
-                    gains[name] = _replace(linear, moments, *scheme)
-                except ValueError as error:
-                    raise ValueError(f"{name}: {error}") from error
-                on_layer(name)
-        run.advance(index)
+    with progress_bar(total=len(schemes), what="Rounding weights", unit="layer") as bar:
+        for index, layer in enumerate(run.layers):
+            for group in _groups(run, index, [each for each in layer.modules() if each in schemes]):
+                moments = second_moments(group[0], run.until(index, group[0]))
+                for linear in group:
+                    name, *scheme = schemes[linear]
+                    try:
+                        gains[name] = _replace(linear, moments, *scheme)
+                    except ValueError as error:
+                        raise ValueError(f"{name}: {error}") from error
+                    bar.update()
+            run.advance(index)
     left = tuple(name for name in found if name not in gains)
     if not gains:
         raise ValueError(f"no layer of {type(model).__name__} was rounded; left alone: {', '.join(left)}")

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from ..utils import progress_bar
 from .gptq import hooked_inputs
 
 
@@ -138,7 +139,7 @@ def _mean_squares(
         return add
 
     with hooked_inputs((place.readers[0], hook(place.name)) for place in places):
-        for ids in batches:
+        for ids in progress_bar(batches, what="Measuring activations"):
             model(ids.to(model.device), use_cache=False, logits_to_keep=1)
     for name, total in sums.items():
         if not total.isfinite().all():

@@ -229,11 +229,15 @@ def folder(tmp_path):
     return save_with_texts(tmp_path, make_model("llama", dtype=torch.bfloat16), range(100, 140))
 
 
+def test_the_command_shows_its_progress(folder, progress_bars):
+    done = finish("gptq", folder / "base", folder / "out", "--text", folder / "sums.jsonl")
+    assert "Running the model: " in done.stderr and "Rounding weights:   0%|          | 0/14" in done.stderr
+
+
 def test_packing_what_the_command_writes_loses_nothing(folder):
     done = finish("gptq", folder / "base", folder / "out", "--text", folder / "sums.jsonl", "--json")
     said = json.loads(done.stdout)
     assert len(said["layers"]) == 14 and said["left"] == [] and said["gain_db"] > 1
-    assert "rounded model.layers.1.mlp.down_proj" in done.stderr
     packed = MXFP4RLConfig(mode="packed", preset="w4a16", fprop={"weight": "even+mbs128-blockwise"})
     plain = AutoModelForCausalLM.from_pretrained(folder / "out", dtype="auto")
     quantized = AutoModelForCausalLM.from_pretrained(folder / "out", quantization_config=packed, dtype="auto")

@@ -140,6 +140,11 @@ def folder(tmp_path):
     return save_with_texts(tmp_path, with_outliers(dtype=torch.bfloat16), (1, 22, 304))
 
 
+def test_the_command_shows_its_progress(folder, progress_bars):
+    done = finish("smooth", folder / "base", folder / "out", "--text", folder / "sums.jsonl")
+    assert "Measuring activations: " in done.stderr
+
+
 def test_the_command_writes_a_checkpoint_that_computes_the_same(folder):
     done = finish("smooth", folder / "base", folder / "out", "--text", folder / "sums.jsonl", "--json")
     said = json.loads(done.stdout)

@@ -34,7 +34,7 @@ from ...module_names import find_layers, full_precision_record, skip_reasons, tr
 from ...presets import FP8_PRESETS
 from ...registration import QUANT_METHOD, enter_classes
 from ...report import ErrorEnergy, QuantizationReport, count_weights, master_sqnr
-from ...utils import warn_of_slow_bfloat16
+from ...utils import progress_bar, warn_of_slow_bfloat16
 from . import swap
 from .hooks import check_trainer, watch_references, wrap_methods
 
@@ -286,6 +286,7 @@ def pack(model: nn.Module, config: MXFP4RLConfig | None = None) -> nn.Module:
         tensors = {own: getattr(packed, own) for own in packed.shapes()}
         for own in swap.matrices_of(packed):
             swap.add_error(energy, packed, own, getattr(layer, own).detach(), tensors)
+        bar.update()
         return packed
 
     if trained is None:
@@ -296,7 +297,8 @@ def pack(model: nn.Module, config: MXFP4RLConfig | None = None) -> nn.Module:
         layers = {name: module for name, module in modules if isinstance(module, TRAINABLE)}
         report = getattr(model, "quantization_report", None)
         skipped, kept = {} if report is None else report.skip_reasons, trained.full_precision
-    swap.swap_layers(model, layers, make)
+    with progress_bar(total=len(layers), what="Packing weights", delay=2) as bar:
+        swap.swap_layers(model, layers, make)
     MXFP4RLQuantizer(config.keeping(kept), pre_quantized=True).attach(model, skipped, energy)
     return model
 
