@@ -18,7 +18,7 @@ def locked(folder: Path) -> Iterator[TextIO]:
     """Lock a folder within this context, and make it if it is missing; yield the file that is locked, which processes
     that are started may inherit. Raises `ValueError` when another process has locked it."""
     folder.mkdir(parents=True, exist_ok=True)
-    with (folder / LOCK).open("w") as file:
+    with (folder / LOCK).open("a") as file:  # which leaves alone what a link of this name points to
         if not lock(file.fileno(), wait=False):
             raise ValueError(
                 f"another process is at work in {folder}, or a run that it started still is; wait for its end, or "

@@ -19,6 +19,7 @@ from hf_mxfp4.checkpoint import add_evaluation, checkpoint_step, invalidate, las
 from hf_mxfp4.files import replace_file, write_json
 from hf_mxfp4.lab import RunReportCallback, plot_training
 from hf_mxfp4.recipes.common.folders import LOCK, locked
+from hf_mxfp4.recipes.common.options import load_yaml
 from hf_mxfp4.recipes.common.reporting import TrainingBar, full_disk_as_message, print_table, tell
 from hf_mxfp4.recipes.evaluation.generate import Evaluation, write_completions
 from hf_mxfp4.recipes.post_training.arguments import Options
@@ -103,7 +104,7 @@ def begin(trainer: Trainer, options: Options, output: Path) -> RunReportCallback
     # Not earlier: a start that fails is to leave an empty folder, which can be used again, or what the old run left.
     remove_old_checkpoints(output, options)
     if PartialState().is_main_process:
-        write_resolved_config(output, *options)
+        write_resolved_config(output, options)
     report = RunReportCallback(getattr(options.training, "report_every", 0))
     if report.every:
         trainer.add_callback(report)
@@ -112,17 +113,27 @@ def begin(trainer: Trainer, options: Options, output: Path) -> RunReportCallback
 
 # ---- options --------------------------------------------------------------------------------------------------------
 
+#: Options of one start of a run.
+_OF_A_START = ("output_dir", "overwrite", "resume_from_checkpoint")
 
-def write_resolved_config(folder: Path, *groups: Any) -> None:
-    """Write `resolved_config.yaml`: the options of all groups in order, without tokens, and versions of packages."""
-    options: dict[str, Any] = {}
-    for group in groups:
+
+def write_resolved_config(folder: Path, options: Options) -> None:
+    """Write `resolved_config.yaml`: the options of all groups in order, without tokens, and versions of packages. Of a
+    run that is resumed, print first what it was begun with instead."""
+    values: dict[str, Any] = {}
+    for group in options:
         named = isinstance(group, TrainingArguments)
         own = group.to_dict() if named else {f.name: getattr(group, f.name) for f in fields(group) if f.init}
-        options |= {name: value for name, value in own.items() if not name.endswith("_token")}
-    content = {"versions": package_versions(), "options": options}
+        values |= {name: value for name, value in own.items() if not name.endswith("_token")}
+    content = {"versions": package_versions(), "options": values}
     plain = json.loads(json.dumps(content, default=str))
     file = folder / "resolved_config.yaml"
+    if resume_choice(options.training) is not None and file.is_file():
+        before, now = load_yaml(file)["options"], plain["options"]
+        changed = [name for name in now if name not in _OF_A_START and before.get(name) != now[name]]
+        if changed:
+            told = ", ".join(f"{name}={now[name]} (was {before.get(name)})" for name in changed)
+            tell("resumed", f"the run was begun with other options: {told}")
     replace_file(file, yaml.safe_dump(plain, sort_keys=False, allow_unicode=True))
     tell("options", f"all of them in {file}")
 

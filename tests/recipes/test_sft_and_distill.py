@@ -67,11 +67,13 @@ def test_the_demo_is_measured_before_while_and_after(run, name):
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_a_resumed_run_ends_with_the_same_numbers_and_weights(run, name):
+def test_a_resumed_run_ends_with_the_same_numbers_and_weights(run, name, capsys):
     (out, summary), (module, tiny, _, trained) = run(name), RECIPES[name]
     expected = logits(AutoModelForCausalLM.from_pretrained(out / trained))
     again = module.main([*tiny, f"--output_dir={out}", f"--resume_from_checkpoint={out}/checkpoint-2"])
     assert {**again, "seconds": 0} == {**summary, "seconds": 0}
+    told = capsys.readouterr().out
+    assert "begun with other options: save_strategy=no (was steps), save_steps=500 (was 2)\n" in told
     assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(out / trained)), expected)
 
 
