@@ -24,6 +24,7 @@ from .manifest import OnBytes, ignore_bytes, weight_files, write_manifest
 from .names import stack_packed
 from .save import FolderError, atomic_folder
 from .scheme import WIDEST_FLOAT, make_record, with_scheme
+from .side_files import copy_side_files, find_side_files
 from .sources import NOT_IMPORTED, ForeignSource, LayerSource, MasterSource
 
 
@@ -211,6 +212,7 @@ def convert(
     origin = source.folder.path.resolve()
     if target == origin or origin in target.parents or target in origin.parents:
         raise FolderError(f"{target} and the checkpoint {origin} must be apart, neither inside of the other")
+    side_files = find_side_files(source.folder.path)
     tensors = [_counted(tensor, on_bytes, tensor.nbytes) for tensor in others]
     for cost, (first, *rest) in layers:
         shape = source.shapes[cost.name]
@@ -228,7 +230,7 @@ def convert(
             write_metadata(file, {"format": "pt", **record(True)})
         for name, value in {"config.json": config, **(files or {})}.items():
             write_json(folder / name, value, sort_keys=True)
-        source.folder.copy_side_files(folder)
+        copy_side_files(side_files, source.folder.path, folder)
         if report.file is not None:
             write_json(folder / report.file, report.to_dict(), sort_keys=True)
         if finish is not None:

@@ -5,7 +5,6 @@ and the structure of the model that it is of."""
 import json
 import math
 import os
-import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -23,19 +22,6 @@ from ..files import regular_file, write_json
 CONFIG = "config.json"
 #: Key of `config.json` for the file of the weights, if it has not the usual name.
 KEY = "transformers_weights"
-#: Files that belong to a checkpoint of any format, apart from the weights. No pickles, optimizer state or model card.
-SIDE_FILES = (
-    "generation_config.json",
-    "tokenizer*",
-    "vocab*",
-    "merges.txt",
-    "*_token*.json",
-    "chat_template*",
-    "*.model",
-    "*.tiktoken",
-    "*processor_config.json",
-    "LICENSE*",
-)
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 #: Conversions hold one shard in memory.
 MAX_SHARD_SIZE = "5GB"
@@ -219,13 +205,6 @@ class CheckpointFolder:
                 return found(config)
         except Exception as error:  # whatever the numbers in it make of a model
             raise CheckpointError(f"{file} describes no model ({type(error).__name__}: {first_line(error)})") from error
-
-    def copy_side_files(self, target: Path) -> None:
-        """Copy tokenizer, generation config and the like."""
-        for pattern in SIDE_FILES:
-            for file in self.path.glob(pattern):
-                if file.is_file() and not (target / file.name).exists():
-                    shutil.copyfile(file, target / file.name)
 
 
 def model_class(config: Mapping[str, Any], where: Any) -> type[Any]:

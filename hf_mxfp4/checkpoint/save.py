@@ -24,6 +24,7 @@ from ..files import one_writer, sync_to_disk, write_json
 from .folder import CONFIG, KEY, CheckpointError, ShardError, read_header, read_index, read_json, write_metadata
 from .manifest import MANIFEST, checkpoint_step, read_manifest, weight_files, write_manifest
 from .scheme import guard_folder, guarded
+from .side_files import is_side_folder
 
 
 #: Arguments of `save_pretrained` that do not say what to write or how to upload it.
@@ -213,7 +214,7 @@ def atomic_folder(path: str | os.PathLike, *, overwrite: bool = False) -> Iterat
     process leaves ``.<name>.partial-<random>``, or what it was replacing as ``.<name>.replaced-<random>``.
 
     Raises [`FolderError`] when ``path`` is a file, or a folder that is not empty and may not be replaced: without
-    ``overwrite``, or when it holds subfolders or no `config.json` and so is not just a checkpoint.
+    ``overwrite``, or when it holds other subfolders than a checkpoint has, or no `config.json`.
     """
     target = Path(path).expanduser().resolve()  # a link stays, and what it points to is replaced
     _check_replaceable(target, overwrite)
@@ -224,7 +225,7 @@ def atomic_folder(path: str | os.PathLike, *, overwrite: bool = False) -> Iterat
     partial.mkdir()
     try:
         yield partial
-        for file in (*partial.iterdir(), partial):
+        for file in (*partial.rglob("*"), partial):
             sync_to_disk(file)
         _check_replaceable(target, overwrite)
         if target.exists():
@@ -246,7 +247,7 @@ def _check_replaceable(target: Path, overwrite: bool) -> None:
         return
     if not overwrite:
         raise FolderError(f"{target} is not empty; give a new folder, or overwrite=True (--overwrite)")
-    if subfolders := sorted(entry.name for entry in entries if entry.is_dir()):
+    if subfolders := sorted(entry.name for entry in entries if entry.is_dir() and not is_side_folder(entry.name)):
         raise FolderError(f"{target} is not replaced because it holds the folder {subfolders[0]}; give a new one")
     if not (target / CONFIG).is_file():
         raise FolderError(f"{target} is not replaced because it has no config.json, so it is no checkpoint")

@@ -11,7 +11,8 @@ import torch
 from torch import nn
 
 from ..checkpoint import atomic_folder, remove_scheme, stored_scheme, weight_files, write_manifest
-from ..checkpoint.folder import SIDE_FILES, CheckpointFolder, model_class, refuse_kernels
+from ..checkpoint.folder import model_class, refuse_kernels
+from ..checkpoint.side_files import SIDE_FILES, copy_side_files, find_side_files
 from ..config import MXFP4RLConfig
 from ..utils import warn_of_slow_bfloat16
 from .source import SourceError, local_path
@@ -127,11 +128,12 @@ def rewrite_checkpoint(
         loaded = load(str(model), "auto", device)
         if loaded.stored or loaded.own is not None:
             raise SourceError(f"{model} is quantized; take the original, and quantize what comes out")
+        source = local_path(str(model), SIDE_FILES)[0]
+        side_files = find_side_files(source)
         found = change(loaded.model, options.tokens(loaded.tokenizer, texts))
         loaded.model.save_pretrained(folder)
         write_manifest(folder, weight_files(folder))
-        loaded.tokenizer.save_pretrained(folder)
-        CheckpointFolder(local_path(str(model), SIDE_FILES)[0], {}, {}).copy_side_files(folder)
+        copy_side_files(side_files, source, folder)
     return found
 
 

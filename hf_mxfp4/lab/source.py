@@ -158,7 +158,10 @@ def _download(repo: str, patterns: list[str]) -> Path:
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     try:
-        return Path(snapshot_download(repo, allow_patterns=patterns, ignore_patterns=["*/*", "consolidated*"]))
+        folder = snapshot_download(repo, allow_patterns=patterns, ignore_patterns=["*/*", "consolidated*"])
+        if nested := [pattern for pattern in patterns if "/" in pattern]:
+            snapshot_download(repo, allow_patterns=nested)
+        return Path(folder)
     except LocalEntryNotFoundError as error:
         reason = "it is not in the local cache, and the Hub cannot be reached"
         raise SourceError(f"{repo} is neither a local path nor a readable model on the Hub: {reason}") from error
