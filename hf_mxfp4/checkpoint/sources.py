@@ -229,16 +229,20 @@ class MasterSource(LayerSource):
 
     def _specs(self, layer: str, shape: LayerShape) -> dict[str, torch.Tensor]:
         name = layer if shape.experts is not None else f"{layer}.weight"
-        if name in self.names.stored or not shape.pieces:
-            return {name: shape.meta().mT if shape.transposed else shape.meta()}
-        return plain_tensors(name, shape, shape.meta())
+        if self._is_joined(layer, shape):
+            return plain_tensors(name, shape, shape.meta())
+        return {name: shape.meta().mT if shape.transposed else shape.meta()}
+
+    def _is_joined(self, layer: str, shape: LayerShape) -> bool:
+        """Return whether the files have a weight of experts in several tensors, at least one for each expert."""
+        return bool(shape.pieces) and layer not in self.names.stored
 
     def master(self, layer: str, expert: int | None = None) -> torch.Tensor:
         """Return one full-precision matrix ``[N, K]``. Raises `ShardError`."""
-        shape, stored = self.shapes[layer], self.stored[layer]
-        if len(stored) > 1:
+        shape = self.shapes[layer]
+        if self._is_joined(layer, shape):
             return self.join(shape, expert)
-        weight = _read(stored[0], expert)
+        weight = _read(self.stored[layer][0], expert)
         return weight.t() if shape.transposed else weight
 
     def read(self, layer: str, expert: int | None = None) -> dict[str, torch.Tensor]:

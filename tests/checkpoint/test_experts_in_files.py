@@ -218,6 +218,17 @@ def test_one_matrix_in_each_tensor_and_back(format, weight, family, tmp_path):
     assert_same(tensors_in(tmp_path / "back"), ours)
 
 
+@pytest.mark.parametrize(("family", "count"), [("qwen3_moe", "num_experts"), ("mixtral", "num_local_experts")])
+def test_a_single_expert(family, count, tmp_path):
+    config = MXFP4RLConfig(mode="packed")
+    plain = save_plain(tmp_path / "plain", family, layers=1, num_experts_per_tok=1, **{count: 1})
+    hf_mxfp4.pack(AutoModelForCausalLM.from_pretrained(plain), config).save_pretrained(tmp_path / "packed")
+    pack_checkpoint(plain, tmp_path / "out", config)
+    same_files(tmp_path / "packed", tmp_path / "out")
+    export(tmp_path / "out", tmp_path / "bf16", "bf16")
+    assert tensors_in(tmp_path / "bf16").keys() == tensors_in(plain).keys()
+
+
 def test_what_fits_and_what_does_not_in_one_model(tmp_path):
     source = save_packed(tmp_path / "packed", "mixtral", intermediate=80)
     words = r"cannot hold 8 of 24 layers .*experts.down_proj and 1 more, in_features=80"
