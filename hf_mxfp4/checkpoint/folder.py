@@ -20,9 +20,9 @@ from ..files import regular_file, write_json
 
 
 CONFIG = "config.json"
-#: Key of `config.json` for the file of the weights, if it has not the usual name.
-KEY = "transformers_weights"
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+#: Key of `config.json` under which transformers looks for the name of the weights first.
+WEIGHTS_KEY = "transformers_weights"
 #: Conversions hold one shard in memory.
 MAX_SHARD_SIZE = "5GB"
 _DTYPES = {**_TYPES, "F8_E8M0": torch.float8_e8m0fnu}
@@ -95,8 +95,14 @@ def new_tensors(specs: Mapping[str, torch.Tensor], make: Callable[[], Mapping[st
 def read_header(file: str | os.PathLike) -> FileHeader:
     """Raise [`ShardError`] for a file that is missing, truncated, or whose header contradicts itself or the file."""
     file = Path(file)
+    if file.exists() and not file.is_file():  # reading a pipe would never end
+        raise ShardError(f"{file.name} is not a file")
     try:
-        with safe_open(regular_file(file), "pt") as opened:
+        str(file).encode()
+    except UnicodeEncodeError as error:
+        raise ShardError(f"{file.name} cannot be read: safetensors needs a path in UTF-8; rename the folder") from error
+    try:
+        with safe_open(file, "pt") as opened:
             slices = {name: opened.get_slice(name) for name in opened.offset_keys()}
             metadata = dict(opened.metadata() or {})
     except (OSError, SafetensorError) as error:
@@ -253,23 +259,29 @@ def open_checkpoint(path: str | os.PathLike) -> CheckpointFolder:
     if not folder.is_dir():
         raise CheckpointError(f"{folder} is not a folder; give that of a checkpoint")
     config = read_json(folder / CONFIG)
-    named = str(config.get(KEY))
-    single = named if named.endswith(".safetensors") else SINGLE
-    index = named if named.endswith(".safetensors.index.json") else INDEX
-    if Path(single).name != single or Path(index).name != index:
-        raise CheckpointError(f"{folder / CONFIG} names weights outside of the folder: {named}")
-    weight_map = read_index(folder / index) if single != named and (folder / index).is_file() else {}
-    files = sorted(set(weight_map.values())) or [single]
-    if not weight_map and not (folder / single).is_file():
-        raise CheckpointError(f"{folder} has neither {INDEX} nor {SINGLE}; only safetensors checkpoints are read")
+    name = weights_name(folder, config)
+    if name is None:
+        raise CheckpointError(f"{folder} has neither {SINGLE} nor {INDEX}; only safetensors checkpoints are read")
+    weight_map = read_index(folder / name) if name.endswith(".json") else {}
+    files = sorted(set(weight_map.values())) or [name]
     tensors = tensors_by_name(read_header(folder / file) for file in files)
     if not tensors:
         raise ShardError(f"{files[0]} holds no tensors")
     if weight_map and (wrong := weight_map.items() ^ {(name, tensor.file.name) for name, tensor in tensors.items()}):
-        name, _ = min(wrong)
-        found = f"is in {tensors[name].file.name}" if name in tensors else "is in none of the files"
-        raise ShardError(f"{INDEX} places {name} in {weight_map.get(name)}, but it {found}")
+        tensor, _ = min(wrong)
+        found = f"is in {tensors[tensor].file.name}" if tensor in tensors else "is in none of the files"
+        raise ShardError(f"{name} places {tensor} in {weight_map.get(tensor)}, but it {found}")
     return CheckpointFolder(folder, config, tensors)
+
+
+def weights_name(folder: Path, config: Mapping[str, Any]) -> str | None:
+    """Return the name of the file or index by which transformers loads the weights of a folder; `None` without one.
+    Raises [`CheckpointError`] where `config.json` names one elsewhere."""
+    named = str(config.get(WEIGHTS_KEY))
+    is_given = named.endswith((".safetensors", ".safetensors.index.json"))
+    if is_given and Path(named).name != named:
+        raise CheckpointError(f"{folder / CONFIG} names weights outside of the folder: {named}")
+    return next((name for name in ([named] if is_given else [SINGLE, INDEX]) if (folder / name).is_file()), None)
 
 
 def read_index(index: Path) -> dict[str, str]:

@@ -21,7 +21,7 @@ from torch import nn
 
 from ..config import MXFP4RLConfig
 from ..files import one_writer, sync_to_disk, write_json
-from .folder import CONFIG, KEY, CheckpointError, ShardError, read_header, read_index, read_json, write_metadata
+from .folder import CONFIG, WEIGHTS_KEY, CheckpointError, ShardError, read_header, read_index, read_json, write_metadata
 from .manifest import MANIFEST, checkpoint_step, read_manifest, weight_files, write_manifest
 from .scheme import guard_folder, guarded
 from .side_files import is_side_folder
@@ -326,7 +326,7 @@ def _move_in(staging: Path, folder: Path, variant: str | None) -> None:
     if weights in files and CONFIG in files and (folder / CONFIG).is_file():
         pending = f"{single.removesuffix('.safetensors')}{_NEW}.safetensors{'.index.json' if weights == index else ''}"
         os.replace(staging / weights, folder / pending)
-        write_json(staging / CONFIG, {**read_json(staging / CONFIG), KEY: pending}, sort_keys=True)
+        write_json(staging / CONFIG, {**read_json(staging / CONFIG), WEIGHTS_KEY: pending}, sort_keys=True)
         os.replace(staging / CONFIG, folder / CONFIG)
         _finish(folder, staging)
     elif weights in files:
@@ -349,7 +349,7 @@ def _finish(folder: Path, scratch: Path) -> None:
         config = read_json(folder / CONFIG)
     except CheckpointError:  # there is none, or it is damaged
         return
-    pending = _PENDING.fullmatch(str(config.get(KEY)))
+    pending = _PENDING.fullmatch(str(config.get(WEIGHTS_KEY)))
     if pending is None or not (folder / pending[0]).is_file():
         return
     single, index = weight_names(pending["variant"])

@@ -16,7 +16,7 @@ import torch
 
 from ..config import FORMAT_VERSION, QUANT_METHOD, MXFP4RLConfig
 from ..files import write_json
-from .folder import KEY, FileHeader, ShardError, read_json, tensors_by_name
+from .folder import WEIGHTS_KEY, FileHeader, ShardError, read_json, tensors_by_name
 
 
 TEXT = (
@@ -39,7 +39,7 @@ def _guarded(config: Mapping[str, Any], scheme: Mapping[str, Any]) -> dict[str, 
     """Add the scheme and the key, also to the configs of the text decoder and of what contains it: of a checkpoint of
     a whole model, the class of a part reads nothing else."""
     parts = {name: _guarded(part, scheme) for name, part in config.items() if _has_text(name, part)}
-    return {**config, **parts, "quantization_config": scheme, KEY: TEXT}
+    return {**config, **parts, "quantization_config": scheme, WEIGHTS_KEY: TEXT}
 
 
 def _has_text(name: str, part: Any) -> bool:
@@ -48,7 +48,7 @@ def _has_text(name: str, part: Any) -> bool:
 
 def without_scheme(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return a `config.json` without the scheme and the key."""
-    own = {name: value for name, value in config.items() if name not in ("quantization_config", KEY)}
+    own = {name: value for name, value in config.items() if name not in ("quantization_config", WEIGHTS_KEY)}
     return own | {name: without_scheme(part) for name, part in own.items() if _has_text(name, part)}
 
 
@@ -62,7 +62,7 @@ def stored_scheme(quantization: Any) -> MXFP4RLConfig | None:
 def guarded(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return a `config.json` with the key if it has a scheme, and without it otherwise."""
     scheme = config.get("quantization_config")
-    return _guarded(config, scheme) if scheme else {name: value for name, value in config.items() if name != KEY}
+    return _guarded(config, scheme) if scheme else {name: value for name, value in config.items() if name != WEIGHTS_KEY}
 
 
 def guard_folder(folder: Path) -> None:
@@ -78,10 +78,10 @@ def remove_scheme(config: Any) -> None:
 
 def unguard(config: Any) -> None:
     """Remove the key from a config of transformers that was read from such a file, and all of it from its parts."""
-    if not str(getattr(config, KEY, ".json")).endswith((".safetensors", ".json")):
-        delattr(config, KEY)
+    if not str(getattr(config, WEIGHTS_KEY, ".json")).endswith((".safetensors", ".json")):
+        delattr(config, WEIGHTS_KEY)
     for name in getattr(config, "sub_configs", ()):
-        if (part := getattr(config, name, None)) is not None and hasattr(part, KEY):
+        if (part := getattr(config, name, None)) is not None and hasattr(part, WEIGHTS_KEY):
             remove_scheme(part)
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ..checkpoint import Problem, ShardError, StoredTensor, read_header
-from ..checkpoint.folder import INDEX, SINGLE, read_index, read_json
+from ..checkpoint.folder import read_index, read_json, weights_name
 from ..config import QUANT_METHOD, MXFP4RLConfig
 from ..numerics import QuantScheme
 
@@ -138,19 +138,20 @@ def open_source(model: str) -> Source:
     folder = path.parent if kind == "file" else path
     config = read_json(folder / "config.json") if (folder / "config.json").is_file() else {}
     name = {"file": path.stem, "folder": path.resolve().name, "hub": model}[kind]
-    if kind != "file" and (path / INDEX).is_file():
+    weights = weights_name(folder, config) if kind != "file" else path.name
+    if weights is not None and weights.endswith(".json"):
         shards: dict[str, tuple[str, ...]] = {}
-        for tensor, shard in sorted(read_index(path / INDEX).items(), key=lambda item: item[1]):
+        for tensor, shard in sorted(read_index(path / weights).items(), key=lambda item: item[1]):
             shards[shard] = (*shards.get(shard, ()), tensor)
         return Source(name, kind, path, config, shards)
-    found = [path.name] if kind == "file" else sorted(file.name for file in path.glob("*.safetensors"))
+    found = [weights] if weights else sorted(file.name for file in path.glob("*.safetensors"))
     if not found:
         other = sorted({file.suffix for file in path.iterdir() if file.suffix in (".bin", ".pt", ".pth", ".gguf")})
         hint = f"; it has {', '.join(other)} files: convert them to safetensors first" if other else ""
         raise SourceError(f"{model} holds no .safetensors file{hint}")
     if (folder / "adapter_config.json").is_file() and not config:
         raise SourceError(f"{model} holds an adapter, not a model; merge it into its base model first")
-    return Source(name, kind, folder, config, dict.fromkeys([SINGLE] if SINGLE in found else found, ()))
+    return Source(name, kind, folder, config, dict.fromkeys(found, ()))
 
 
 def _download(repo: str, patterns: list[str]) -> Path:

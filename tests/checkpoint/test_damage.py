@@ -3,6 +3,7 @@
 that look unusual and are whole load: other heads, renamed tensors, experts, subsets of files."""
 
 import json
+import os
 import random
 import shutil
 from pathlib import Path
@@ -17,6 +18,7 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 import hf_mxfp4
 from hf_mxfp4 import MXFP4RLConfig
 from hf_mxfp4.checkpoint import CheckpointError, ShardError, model_dtype, open_checkpoint, verify_folder
+from hf_mxfp4.lab import open_source
 
 
 IDS = torch.arange(8)[None]
@@ -249,13 +251,13 @@ def test_pickled_weights_are_refused_unread(damaged, monkeypatch, kind):
             {"metadata": {}, "weight_map": {"weight": "../model.safetensors"}},
             "'../model.safetensors', which is outside",
         ),
-        ({"metadata": {}, "weight_map": {"bias": "model.safetensors"}}, "places bias in model.safetensors, but"),
+        ({"metadata": {}, "weight_map": {"bias": "model-1.safetensors"}}, "places bias in model-1.safetensors, but"),
     ],
 )
 def test_a_folder_with_an_index_that_says_nothing(tmp_path, index, words):
     with pytest.raises(CheckpointError, match="is not a folder; give that of a checkpoint"):
         open_checkpoint(tmp_path / "nowhere")
-    save_file({"weight": torch.ones(2, 2)}, tmp_path / "model.safetensors")
+    save_file({"weight": torch.ones(2, 2)}, tmp_path / "model-1.safetensors")
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / INDEX).write_text(json.dumps(index))
     with pytest.raises(ShardError, match=words):
@@ -272,6 +274,36 @@ def test_config_names_the_weights_inside_of_the_folder_only(tmp_path):
     (folder / "config.json").write_text(json.dumps({"transformers_weights": "../outside.safetensors"}))
     with pytest.raises(CheckpointError, match="names weights outside of the folder"):
         open_checkpoint(folder)
+
+
+@pytest.mark.parametrize("named", [None, "other.safetensors", INDEX])
+def test_of_several_weights_those_that_transformers_loads_are_read(named, tmp_path):
+    for seed, size in ((1, "5GB"), (2, "5GB"), (3, "30KB")):
+        make_model("llama", layers=1, seed=seed).save_pretrained(tmp_path / str(seed), max_shard_size=size)
+    shutil.copy(tmp_path / "2" / "model.safetensors", tmp_path / "1" / "other.safetensors")
+    for file in (tmp_path / "3").glob("model*"):
+        shutil.copy(file, tmp_path / "1")
+    config = json.loads((tmp_path / "1" / "config.json").read_text())
+    if named is not None:
+        config["transformers_weights"] = named
+    (tmp_path / "1" / "config.json").write_text(json.dumps(config))
+    expected = AutoModelForCausalLM.from_pretrained(tmp_path / "1").lm_head.weight
+    assert torch.equal(open_checkpoint(tmp_path / "1").tensors["lm_head.weight"].read(), expected)
+    files = {tensors[0].file for _, tensors in open_source(str(tmp_path / "1")).shards([])}
+    assert files == {tensor.file for tensor in open_checkpoint(tmp_path / "1").tensors.values()}
+
+
+def test_weights_that_no_file_can_be_read_from_are_named(tmp_path):
+    save_file({"weight": torch.ones(2, 2)}, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text("{}")
+    latin = shutil.copytree(tmp_path, tmp_path.with_name(os.fsdecode(b"caf\xe9")))
+    with pytest.raises(ShardError, match="model.safetensors cannot be read: safetensors needs a path in UTF-8"):
+        open_checkpoint(latin)
+    (tmp_path / "model.safetensors").rename(tmp_path / "file.safetensors")
+    os.mkfifo(tmp_path / "pipe.safetensors")
+    (tmp_path / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": {"weight": "pipe.safetensors"}}))
+    with pytest.raises(ShardError, match="pipe.safetensors is not a file"):
+        open_checkpoint(tmp_path)
 
 
 def test_the_dtype_is_named_or_that_of_the_largest_tensor(tmp_path):
