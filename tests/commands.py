@@ -2,6 +2,7 @@
 """Commands of `hf-mxfp4` in this process, and checkpoints with texts to run them on."""
 
 import json
+import os
 from pathlib import Path
 
 from typer.testing import CliRunner, Result
@@ -34,6 +35,14 @@ def save_tokenizer(folder: Path, alphabet: str = ALPHABET) -> Path:
 def save_texts(file: Path, rows) -> Path:
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return file
+
+
+def change_in_place(file: Path) -> None:
+    """Flip a bit of the last number in a file of tensors, which keeps its size and the time of its last change."""
+    time = file.stat().st_mtime_ns
+    content = file.read_bytes()
+    file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    os.utime(file, ns=(time, time))
 
 
 def save_with_texts(folder: Path, model, numbers) -> Path:

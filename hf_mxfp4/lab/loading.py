@@ -11,7 +11,8 @@ import torch
 from torch import nn
 
 from ..checkpoint import atomic_folder, remove_scheme, stored_scheme, weight_files, write_manifest
-from ..checkpoint.folder import model_class, refuse_kernels
+from ..checkpoint.folder import CONFIG, model_class, refuse_kernels
+from ..checkpoint.manifest import record_of
 from ..checkpoint.side_files import SIDE_FILES, copy_side_files, find_side_files
 from ..config import MXFP4RLConfig
 from ..utils import warn_of_slow_bfloat16
@@ -30,7 +31,7 @@ class Loaded:
         name: last part of the folder's path, or the hub id.
         own: the scheme that its checkpoint was trained under; the model is in full precision, on its master weights.
         stored: its weights are stored quantized; the model is what its files say.
-        identity: of its files.
+        folder: where its files are; `None` for a model on the Hub.
     """
 
     name: str
@@ -38,11 +39,20 @@ class Loaded:
     tokenizer: Any
     own: MXFP4RLConfig | None
     stored: bool
-    identity: list
+    folder: Path | None
 
     @property
     def dtype(self) -> str:
         return str(self.model.dtype).removeprefix("torch.")
+
+    def identity(self) -> list:
+        """Read the files again and return the checksums of config and weights, or the commit of a model on the Hub."""
+        if self.folder is None:
+            return [getattr(self.model.config, "_commit_hash", None)]
+        pickles = sorted(file.name for file in self.folder.glob("*.bin") if file.is_file())
+        return [
+            [name, record_of(self.folder / name).xxh3_128] for name in (CONFIG, *weight_files(self.folder), *pickles)
+        ]
 
 
 def load(model: str, dtype: str = "auto", device: str = "auto") -> Loaded:
@@ -79,14 +89,18 @@ def load(model: str, dtype: str = "auto", device: str = "auto") -> Loaded:
         elif own is not None:
             remove_scheme(config)  # the master weights, as they are
         precision = dtype if dtype == "auto" else getattr(torch, dtype)
-        loaded = kind.from_pretrained(name, config=config, dtype=precision, trust_remote_code=False)
+        loaded, info = kind.from_pretrained(
+            name, config=config, dtype=precision, trust_remote_code=False, output_loading_info=True
+        )
+        if missing := sorted(info["missing_keys"]):
+            raise ValueError(f"no file has {missing[0]} ({len(missing)} tensors are missing); complete the files")
         if loaded.dtype == torch.bfloat16 and device == "cpu":
             warn_of_slow_bfloat16()
         loaded, tokenizer = loaded.eval().to(device), AutoTokenizer.from_pretrained(name, trust_remote_code=False)
     except (OSError, ValueError, KeyError, ImportError) as error:
         raise SourceError(f"{model} cannot be loaded to run it: {error}") from error
     shown = path.resolve().name if path.exists() else model
-    return Loaded(shown, loaded, tokenizer, own, own is None and options is not None, _identity(path, config))
+    return Loaded(shown, loaded, tokenizer, own, own is None and options is not None, path if path.exists() else None)
 
 
 def refuse_run_folder(folder: Path) -> None:
@@ -144,11 +158,3 @@ def check_same_tokens(model: Loaded, reference: Loaded) -> None:
     sizes = [each.model.get_output_embeddings().weight.shape[0] for each in (model, reference)]
     if sizes[0] != sizes[1]:
         raise SourceError(f"{model.name} predicts {sizes[0]} tokens and {reference.name} {sizes[1]}")
-
-
-def _identity(path: Path, config: Any) -> list:
-    """Names, sizes and times of a folder's weights, or the commit of a model on the Hub."""
-    if not path.exists():
-        return [getattr(config, "_commit_hash", None)]
-    files = sorted(file for pattern in ("*.safetensors", "*.bin") for file in path.glob(pattern))
-    return [[file.name, file.stat().st_size, file.stat().st_mtime_ns] for file in files]

@@ -159,13 +159,13 @@ def evaluate_checkpoint(
     facts = {"dtype": loaded.dtype, "device": loaded.model.device.type}
     digest = hashlib.sha256(json.dumps([ids.tolist() for ids in batches]).encode()).hexdigest()[:16]
     header = {
-        "format": 1,
+        "format": 2,
         "hf_mxfp4": __version__,
         "model": loaded.name,
-        "files": list(loaded.identity),
+        "files": loaded.identity(),
         "texts": f"{len(batches)} with digest {digest}",
         **facts,
-        "reference": None if reference is None else [reference.name, *reference.identity],
+        "reference": None if reference is None else [reference.name, *reference.identity()],
     }
     with ScoreLog(log_path, header, overwrite=overwrite) as log:
         try:

@@ -97,7 +97,7 @@ class ResumeLog:
         for key, now in self._header.items():
             if (before := parsed[0].get(key)) != now:
                 held = f"{key} {_words(before)}, not {_words(now)}"
-                if key == "files":  # names, sizes and times of them, which say little
+                if key == "files":  # names and checksums of them, which say little
                     held = "other files of the model than there are now: they were changed, or it is another model"
                 raise ProgressMismatch(
                     f"{self.path} holds results for {held}; start over with --overwrite, or give another folder"

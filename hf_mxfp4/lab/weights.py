@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from ..checkpoint import OnBytes, Problem, StoredTensor, ignore_bytes
+from ..checkpoint.manifest import record_of
 from ..numerics import NVFP4, OperandScheme
 from .layers import Selection, location_of, natural_key
 from .resume_log import ProgressMismatch, ResumeLog
@@ -72,7 +73,7 @@ class Analysis:
 
 
 class TensorLog(ResumeLog):
-    """Keep the results of finished tensors on disk, each with size and modification time of its file.
+    """Keep the results of finished tensors on disk, each with the checksum of its file.
 
     Args:
         path: the log; made with its folder if need be.
@@ -83,7 +84,8 @@ class TensorLog(ResumeLog):
     """
 
     def __init__(self, path: Path, model: str, schemes: Sequence[str], version: str, *, overwrite: bool = False):
-        header = {"format": 2, "hf_mxfp4": version, "model": model, "schemes": list(schemes)}
+        self._checksums: dict[Path, str] = {}
+        header = {"format": 3, "hf_mxfp4": version, "model": model, "schemes": list(schemes)}
         super().__init__(path, header, lambda line: line["tensor"], overwrite=overwrite)
 
     def find(self, tensor: StoredTensor) -> TensorResult | None:
@@ -94,7 +96,7 @@ class TensorLog(ResumeLog):
         line = self.done.get(tensor.name)
         if line is None:
             return None
-        if line["shard"] != tensor.file.name or line["identity"] != _identity(tensor.file):
+        if line["shard"] != tensor.file.name or line["checksum"] != self._checksum(tensor.file):
             raise ProgressMismatch(
                 f"{self.path} holds results of {line['shard']} as it was before it changed; "
                 "start over with --overwrite, or give another folder"
@@ -102,13 +104,18 @@ class TensorLog(ResumeLog):
         statistics = {scheme: ErrorStatistics.from_dict(sums) for scheme, sums in line["statistics"].items()}
         return TensorResult(tensor.name, tuple(line["shape"]), line["dtype"], statistics)
 
+    def _checksum(self, file: Path) -> str:
+        if file not in self._checksums:
+            self._checksums[file] = record_of(file).xxh3_128
+        return self._checksums[file]
+
     def keep(self, result: TensorResult, file: Path) -> None:
         """Append a finished result."""
         self.add(
             {
                 "tensor": result.name,
                 "shard": file.name,
-                "identity": _identity(file),
+                "checksum": self._checksum(file),
                 "shape": list(result.shape),
                 "dtype": result.dtype,
                 "statistics": {scheme: statistics.to_dict() for scheme, statistics in result.statistics.items()},
@@ -217,12 +224,6 @@ def weight_slices(tensor: StoredTensor, axis: int, schemes: Sequence[OperandSche
     else:
         for matrix in _slices(tensor, tensor.shape[-2] * tensor.shape[-1]):
             yield matrix if axis == -1 else matrix.t()
-
-
-def _identity(file: Path) -> list[int]:
-    """Return what changes when the contents of a file may have: its size and the time of its last change."""
-    stat = file.stat()
-    return [stat.st_size, stat.st_mtime_ns]
 
 
 def least_error(by_scheme: Mapping[str, ErrorStatistics]) -> str:

@@ -4,13 +4,12 @@
 import csv
 import json
 import math
-import os
 import shutil
 from pathlib import Path
 
 import pytest
 import torch
-from commands import finish, run
+from commands import change_in_place, finish, run
 from safetensors.torch import load_file, save_file
 from same_bits import edit_config
 
@@ -144,7 +143,7 @@ def test_other_settings_do_not_mix(checkpoint, tmp_path):
     done = run("analyze", folder, "--scheme", "floor", "--out", tmp_path)
     assert done.exit_code == 2 and "start over with --overwrite" in done.stderr
     assert contents(tmp_path) == before
-    os.utime(folder / "model.safetensors", ns=(1, 1))
+    change_in_place(folder / "model.safetensors")
     done = run("analyze", folder, "--scheme", "rceil", "--out", tmp_path)
     assert done.exit_code == 2 and "as it was before it changed" in done.stderr
     assert run("analyze", folder, "--scheme", "floor", "--out", tmp_path, "--overwrite").exit_code == 0

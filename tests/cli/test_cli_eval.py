@@ -3,11 +3,14 @@
 
 import json
 import math
+import os
 from pathlib import Path
 
 import pytest
 import torch
-from commands import ALPHABET, finish, run, save_texts, save_tokenizer
+from commands import ALPHABET, change_in_place, finish, run, save_texts, save_tokenizer
+from safetensors.torch import load_file, save_file
+from same_bits import edit_config
 from tables import PLAIN
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -75,6 +78,30 @@ def test_a_checkpoint_from_start_to_end(folder, text, tmp_path, monkeypatch):
         assert words in done.stdout
     page = (out / "evaluation.html").read_text()
     assert "w4a4 [weights mxfp4+even+mbs128-blockwise" in page and 'src="http' not in page
+
+
+def test_results_of_two_models_do_not_mix(folder, text, tmp_path):
+    words = ("eval", folder, "--text", text, "--scheme", "w4a16:rceil", "--out", tmp_path / "out")
+    finish(*words)
+    for change in (
+        lambda: change_in_place(folder / "model.safetensors"),
+        lambda: edit_config(folder, rms_norm_eps=0.5),
+    ):
+        change()
+        assert "other files of the model" in finish(*words, code=2).stderr
+        finish(*words, "--overwrite")
+    os.utime(folder / "model.safetensors", ns=(1, 1))
+    finish(*words)
+
+
+def test_a_model_that_lacks_a_tensor_is_not_measured(folder, text, tmp_path):
+    tensors = load_file(folder / "model.safetensors")
+    del tensors["model.norm.weight"]
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    for command in (("eval", folder, "--out", tmp_path / "out"), ("gptq", folder, tmp_path / "out")):
+        done = finish(*command, "--text", text, code=2)
+        assert "no file has model.norm.weight (1 tensors are missing)" in done.stderr
+    assert not (tmp_path / "out").exists()
 
 
 def test_each_layer_in_full_precision_in_turn(folder, text, tmp_path):
