@@ -99,8 +99,8 @@ class ErrorEnergy:
     def add(self, original: torch.Tensor, quantized: torch.Tensor) -> None:
         """Count a weight, or the rows of it that [`sampled_rows`] names."""
         # In place: memory that is new to the process costs more than the arithmetic.
-        original = original.detach().to(torch.float32, copy=True)
-        error = quantized.detach().to(torch.float32, copy=True).sub_(original)
+        original = original.detach().to(torch.float64, copy=True)
+        error = quantized.detach().to(torch.float64, copy=True).sub_(original)
         self._signal += original.square_().sum().item()
         self._noise += error.square_().sum().item()
 

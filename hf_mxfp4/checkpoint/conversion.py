@@ -74,8 +74,10 @@ class LayerCost:
     def add(self, before: torch.Tensor, after: torch.Tensor) -> None:
         """Count a matrix before and after the change, in any dtypes."""
         for old, new in zip(before.split(_ROWS), after.split(_ROWS), strict=True):
-            self.signal += old.float().square().nansum(dtype=torch.float64).item()
-            self.noise += (new.float() - old.float()).square().nansum(dtype=torch.float64).item()
+            old = old.to(torch.float64, copy=True)
+            error = new.to(torch.float64, copy=True).sub_(old)
+            self.signal += old.square_().nansum().item()
+            self.noise += error.square_().nansum().item()
 
     @property
     def sqnr_db(self) -> float:
@@ -276,7 +278,7 @@ def pack_checkpoint(
         shape = source.shapes[layer]
 
         def matrix(expert: int | None) -> dict[str, torch.Tensor]:
-            master = source.master(layer, expert)
+            master = source.finite_master(layer, expert)
             packed = source.pack(master)
             add_packed(energy, master, packed, config, len(shape.matrices))
             options = config.weight_scheme, torch.float32, "auto", config.weight_rotation

@@ -245,7 +245,7 @@ class Plan:
         if action == "kept":
             return None, source.read(layer, expert)
         if action == "packed":
-            before, backend = source.master(layer, expert), source.config.backend
+            before, backend = source.finite_master(layer, expert), source.config.backend
         else:
             columns = source.shapes[layer].in_features
             before, backend = weight_values(source.read(layer, expert), columns, self.scheme, torch.float32), "auto"
@@ -266,7 +266,7 @@ class Plan:
     def _full(self, cost: LayerCost, expert: int | None) -> torch.Tensor:
         """Return one matrix in bfloat16, with its quantized values unless it is left alone."""
         source = self.source
-        before = source.master(cost.name, expert) if self.has_masters else None
+        before = source.finite_master(cost.name, expert) if self.has_masters else None
         if cost.action == "left":
             return before.to(torch.bfloat16)
         packed = source.read(cost.name, expert) if before is None else source.pack(before)

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from ..config import QUANT_METHOD, MXFP4RLConfig
-from ..gemm import check_rotation, packed_shapes, quantize_weight
+from ..gemm import check_finite, check_rotation, packed_shapes, quantize_weight
 from ..model_structure import experts_unsupported_reason
 from ..module_names import fused_experts
 from .folder import CheckpointError, CheckpointFolder, NewTensor, StoredTensor, new_tensors, read_header
@@ -245,8 +245,17 @@ class MasterSource(LayerSource):
         weight = _read(self.stored[layer][0], expert)
         return weight.t() if shape.transposed else weight
 
+    def finite_master(self, layer: str, expert: int | None = None) -> torch.Tensor:
+        """Return [`master`]. Raises [`CheckpointError`] if it holds NaN or infinity."""
+        weight = self.master(layer, expert)
+        try:
+            check_finite(layer, weight)
+        except ValueError as error:
+            raise CheckpointError(f"{self.folder.path}: {error}") from None
+        return weight
+
     def read(self, layer: str, expert: int | None = None) -> dict[str, torch.Tensor]:
-        return self.pack(self.master(layer, expert))
+        return self.pack(self.finite_master(layer, expert))
 
     def pack(self, master: torch.Tensor) -> dict[str, torch.Tensor]:
         """Return the packed tensors of a full-precision matrix ``[N, K]``."""

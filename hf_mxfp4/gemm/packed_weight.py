@@ -61,6 +61,17 @@ def check_rotation(owner: str, in_features: int, rotation: Rotation | None) -> N
         )
 
 
+def check_finite(name: str, weight: torch.Tensor) -> None:
+    """Raise `ValueError` for a weight with NaN or infinity, of which packing would make whole blocks."""
+    if weight.numel() and not weight.is_meta and not torch.stack(weight.aminmax()).isfinite().all():
+        raise not_finite(name)
+
+
+def not_finite(name: str) -> ValueError:
+    """Return the error of [`check_finite`]."""
+    return ValueError(f"{name} holds NaN or infinity, which cannot be packed; restore the checkpoint")
+
+
 @torch.no_grad()
 def quantize_weight(
     weight: torch.Tensor, scheme: QuantScheme, backend: str = "auto", rotation: Rotation | None = None

@@ -5,6 +5,7 @@ that look unusual and are whole load: other heads, renamed tensors, experts, sub
 import json
 import os
 import random
+import re
 import shutil
 from pathlib import Path
 
@@ -13,11 +14,26 @@ import torch
 from safetensors.torch import load_file, save_file
 from same_bits import shards
 from tiny_models import make_model
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    BertConfig,
+    BertForMaskedLM,
+)
 
 import hf_mxfp4
 from hf_mxfp4 import MXFP4RLConfig
-from hf_mxfp4.checkpoint import CheckpointError, ShardError, model_dtype, open_checkpoint, verify_folder
+from hf_mxfp4.checkpoint import (
+    CheckpointError,
+    ShardError,
+    export,
+    model_dtype,
+    open_checkpoint,
+    pack_checkpoint,
+    verify_folder,
+)
 from hf_mxfp4.lab import open_source
 
 
@@ -306,6 +322,16 @@ def test_weights_that_no_file_can_be_read_from_are_named(tmp_path):
         open_checkpoint(tmp_path)
 
 
+def test_the_error_of_the_largest_numbers_is_finite(tmp_path):
+    model = make_model("llama", layers=1)
+    model.get_submodule(LINEAR).weight.data[3, 40] = 3e38
+    model.save_pretrained(tmp_path / "plain")
+    packed = hf_mxfp4.pack(model, MXFP4RLConfig(mode="packed"))
+    report = pack_checkpoint(tmp_path / "plain", tmp_path / "out", MXFP4RLConfig(mode="packed"))
+    sqnr_db = packed.quantization_report.sqnr_db
+    assert 20 < sqnr_db < 60 and report.total_sqnr_db == pytest.approx(sqnr_db, abs=0.1)
+
+
 def test_the_dtype_is_named_or_that_of_the_largest_tensor(tmp_path):
     large, codes = torch.ones(64, dtype=torch.float64), torch.ones(4096, dtype=torch.uint8)
     save_file({"small": torch.ones(2), "large": large, "codes": codes}, tmp_path / "model.safetensors")
@@ -337,6 +363,38 @@ def test_a_tied_head_that_was_stored_too(tmp_path, mode):
     tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     assert same_logits(model, AutoModelForCausalLM.from_pretrained(folder))
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", ["embed_tokens", "layers.0.mlp.up_proj", "layers.0.input_layernorm", "norm"])
+def test_a_model_that_lacks_a_tensor_is_not_loaded(mode, name, tmp_path):
+    make_model("llama", layers=1).save_pretrained(tmp_path)
+    rewrite(tmp_path / "model.safetensors", lambda tensors: tensors.pop(f"model.{name}.weight"))
+    message = refusal(tmp_path, quantization_config=MXFP4RLConfig(mode=mode))
+    assert f"model.{name}.weight is in no file of the checkpoint" in message
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_pooler_may_be_new(mode, tmp_path):
+    config = BertConfig(vocab_size=32, hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=1)
+    BertForMaskedLM(config).save_pretrained(tmp_path)
+    model = AutoModelForSequenceClassification.from_pretrained(tmp_path, quantization_config=MXFP4RLConfig(mode=mode))
+    assert model.quantization_report.n_quantized == 6
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_weights_that_are_not_finite_are_not_packed(value, tmp_path):
+    make_model("llama", layers=1).save_pretrained(tmp_path / "plain")
+    rewrite(tmp_path / "plain" / "model.safetensors", lambda tensors: tensors[f"{LINEAR}.weight"][3, 40].fill_(value))
+    packed, words = MXFP4RLConfig(mode="packed"), f"{LINEAR}.* holds NaN or infinity"
+    assert re.search(words, refusal(tmp_path / "plain", quantization_config=packed))
+    with pytest.raises(ValueError, match=words):
+        hf_mxfp4.pack(AutoModelForCausalLM.from_pretrained(tmp_path / "plain"), packed)
+    with pytest.raises(CheckpointError, match=words):
+        pack_checkpoint(tmp_path / "plain", tmp_path / "out", packed)
+    for format in ("compressed-tensors", "bf16"):
+        with pytest.raises(CheckpointError, match=words):
+            export(tmp_path / "plain", tmp_path / "out", format)
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -28,6 +28,7 @@ from ...checkpoint import (
 )
 from ...config import MXFP4RLConfig
 from ...dither import dither_masters
+from ...gemm import check_finite
 from ...layers import PACKED, QUANTIZED, TRAINABLE, MXFP4Experts, MXFP4PackedExperts
 from ...model_structure import projections
 from ...module_names import find_layers, full_precision_record, skip_reasons, translate_names, unknown_names
@@ -268,7 +269,7 @@ def pack(model: nn.Module, config: MXFP4RLConfig | None = None) -> nn.Module:
     Raises:
         TypeError: ``model`` is not a transformers model.
         ValueError: it is packed already, has adapters, its weights are sharded or not loaded, nothing in it can be
-            packed, or the config is of another mode or missing.
+            packed, a weight is not finite, or the config is of another mode or missing.
     """
     if not hasattr(model, "config") or not hasattr(model, "save_pretrained"):
         raise TypeError(f"pack takes a transformers model, not {type(model).__name__}; unwrap it first")
@@ -281,7 +282,7 @@ def pack(model: nn.Module, config: MXFP4RLConfig | None = None) -> nn.Module:
     energy = ErrorEnergy()
 
     def make(layer: nn.Module, name: str) -> nn.Module:
-        _check_whole(name, layer)
+        _check_weights(name, layer)
         packed = swap.from_plain(layer, config, name)
         tensors = {own: getattr(packed, own) for own in packed.shapes()}
         for own in swap.matrices_of(packed):
@@ -303,7 +304,7 @@ def pack(model: nn.Module, config: MXFP4RLConfig | None = None) -> nn.Module:
     return model
 
 
-def _check_whole(name: str, layer: nn.Module) -> None:
+def _check_weights(name: str, layer: nn.Module) -> None:
     is_linear = isinstance(layer, nn.Linear)
     for own in ("weight",) if is_linear else projections(layer):
         weight = getattr(layer, own)
@@ -313,6 +314,7 @@ def _check_whole(name: str, layer: nn.Module) -> None:
                 f"{name}.{own} is not here in full ({type(weight.data).__name__} {list(weight.shape)} on "
                 f"{weight.device}); gather or load the model's weights, then pack"
             )
+        check_finite(f"{name}.{own}", weight)
 
 
 def _packed_config(model: str, trained: MXFP4RLConfig | None, config: MXFP4RLConfig | None) -> MXFP4RLConfig:

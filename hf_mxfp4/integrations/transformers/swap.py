@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which modules of a model are replaced by quantized layers, and what is done with weights as a checkpoint is read."""
 
+import re
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -10,10 +11,11 @@ from transformers.core_model_loading import ConversionOps
 
 from ...checkpoint import tied_weights
 from ...config import MXFP4RLConfig
-from ...gemm import PACKED_FIELDS, PACKED_SUFFIXES
+from ...gemm import PACKED_FIELDS, PACKED_SUFFIXES, not_finite
 from ...layers import PACKED, QUANTIZED, MXFP4Experts, MXFP4Linear, MXFP4PackedExperts, MXFP4PackedLinear, matrix_names
 from ...model_structure import projections
 from ...module_names import find_layers
+from ...numerics.formats import E8M0_NAN
 from ...report import ErrorEnergy, add_packed
 
 
@@ -166,10 +168,21 @@ def tie_packed(model: nn.Module) -> None:
 
 
 def check_loaded(model: nn.Module) -> None:
-    """Raise `ValueError` for the first tensor of a packed layer that no file has. transformers only warns of it."""
+    """Raise `ValueError` for a tensor that no file has, unless it belongs to a new head, and for a packed weight with NaN
+    or infinity. transformers only warns of tensors that are missing."""
+    computed = getattr(model, "_keys_to_ignore_on_load_missing", None) or ()
+    body = {id(parameter) for parameter in model.base_model.parameters()}
+    for name, parameter in model.named_parameters():
+        # Offloaded parameters are meta tensors here, and left to the check of the files.
+        is_known = parameter.is_meta or getattr(parameter, "_is_hf_initialized", False)
+        if is_known or id(parameter) not in body or any(re.search(pattern, name) for pattern in computed):
+            continue
+        owner = name.rpartition(".")[0]
+        in_layers = any(part.isdigit() for part in owner.split("."))
+        if in_layers or type(model.get_submodule(owner)) is not nn.Linear:  # which is a pooler, as of BERT
+            raise ValueError(f"{name} is in no file of the checkpoint; complete the files")
     for name, layer in packed_layers(model).items():
-        for own, parameter in layer.named_parameters(recurse=False):
-            # Offloaded parameters are meta tensors here, and left to the check of the files.
-            if not parameter.is_meta and not getattr(parameter, "_is_hf_initialized", False):
-                raise ValueError(f"{name}.{own} is in no file of the checkpoint")
         layer.check()
+        for own, scale in layer.named_parameters(recurse=False):
+            if own.endswith("_scale") and not scale.is_meta and (scale == E8M0_NAN).any():
+                raise not_finite(f"{name}.{own.removesuffix('_scale')}")
