@@ -94,20 +94,22 @@ class ErrorEnergy:
     """Energy of weights and of their quantization errors, summed over layers."""
 
     def __init__(self):
-        self._signal = self._noise = 0.0
+        self._signals: list[float] = []
+        self._noises: list[float] = []
 
     def add(self, original: torch.Tensor, quantized: torch.Tensor) -> None:
         """Count a weight, or the rows of it that [`sampled_rows`] names."""
         # In place: memory that is new to the process costs more than the arithmetic.
         original = original.detach().to(torch.float64, copy=True)
         error = quantized.detach().to(torch.float64, copy=True).sub_(original)
-        self._signal += original.square_().sum().item()
-        self._noise += error.square_().sum().item()
+        self._signals.append(original.square_().sum().item())
+        self._noises.append(error.square_().sum().item())
 
     @property
     def sqnr_db(self) -> float | None:
         """Signal to quantization noise ratio in decibels; `None` before anything but zeros was counted."""
-        return decibels(self._signal, self._noise) if self._signal else None
+        signal, noise = math.fsum(self._signals), math.fsum(self._noises)  # whatever the order of layers
+        return decibels(signal, noise) if signal else None
 
 
 def sampled_rows(rows: int, siblings: int = 1) -> slice:

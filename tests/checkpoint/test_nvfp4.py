@@ -90,10 +90,10 @@ def test_experts_have_one_matrix_in_each_tensor(tmp_path):
 
 @pytest.fixture
 def wide(tmp_path):
-    """A plain checkpoint, one of whose weights has scales 2**-row in its rows, a NaN, a zero row, and odd values."""
+    """A plain checkpoint, one of whose weights has scales 2**-row in its rows, a zero row, and odd values."""
     model = make_model("qwen2", dtype=torch.bfloat16)
     weight = torch.tensor([6.0, 0.5, -3.0, 1.5, 1.0, 0.0, -6.0, 2.0] * 8) * 2.0 ** -torch.arange(64).view(64, 1)
-    weight[62], weight[63, 32] = 0, torch.nan
+    weight[62] = 0
     model.get_submodule(Q_PROJ).weight.data.copy_(weight)
     model.save_pretrained(tmp_path / "wide")
     return tmp_path / "wide", weight.bfloat16().double()
@@ -107,7 +107,7 @@ def test_blocks_out_of_range_get_the_best_scale_of_each_half(wide, tmp_path):
     values = decode_nvfp4(tensors, Q_PROJ)
     # E4M3 has 2**8 to 2**-9.
     assert torch.equal(values[:18], weight[:18]) and not torch.equal(values[18], weight[18])
-    assert not values[62].any() and not values[63, :32].any() and values[63, 32:].isnan().all()
+    assert not values[62:].any()
     # Of all E4M3 scales and the nearest codes, none has less error.
     scales = torch.arange(1, 127, dtype=torch.uint8).view(torch.float8_e4m3fn).double().view(-1, 1, 1, 1) / 256
     halves, grid = weight[18:62].unflatten(1, (4, 16)), E2M1[:8]
@@ -116,7 +116,7 @@ def test_blocks_out_of_range_get_the_best_scale_of_each_half(wide, tmp_path):
     found = (values[18:62] - weight[18:62]).square().unflatten(1, (4, 16)).sum(dim=-1)
     assert torch.allclose(found, least, rtol=1e-12, atol=0) and (least > 0).all()
     cost = next(layer for layer in report.layers if layer.name == Q_PROJ)
-    assert (cost.blocks, cost.exact_blocks) == (128, 128 - 2 * 44 - 1)
+    assert (cost.blocks, cost.exact_blocks) == (128, 128 - 2 * 44 - 2)
     assert cost.noise > 0
 
 

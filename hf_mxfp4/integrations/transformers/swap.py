@@ -168,8 +168,8 @@ def tie_packed(model: nn.Module) -> None:
 
 
 def check_loaded(model: nn.Module) -> None:
-    """Raise `ValueError` for a tensor that no file has, unless it belongs to a new head, and for a packed weight with NaN
-    or infinity. transformers only warns of tensors that are missing."""
+    """Raise `ValueError` for a tensor that no file has, unless it is of a new head, and for a packed weight with NaN or
+    infinity. transformers only warns of tensors that are missing."""
     computed = getattr(model, "_keys_to_ignore_on_load_missing", None) or ()
     body = {id(parameter) for parameter in model.base_model.parameters()}
     for name, parameter in model.named_parameters():
