@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The policy to evaluate, under the scheme that it carries or as a control of it."""
 
-import hashlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,11 +9,12 @@ import torch
 from peft import PeftModel
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from hf_mxfp4.checkpoint.manifest import record_of
 from hf_mxfp4.recipes.common.checkpoints import Stored, load_tokenizer, load_whole, read_stored
 from hf_mxfp4.rl.config import count_quantized
 
 from .arguments import CONTROLS, EvaluationArguments
-from .results import RESULT_FILE
+from .results import RESULT_FILE, digest
 
 
 @dataclass(frozen=True)
@@ -119,16 +119,7 @@ def _identity(name: str, commit: str | None) -> str:
 
 
 def folder_digest(folder: Path) -> str:
-    """Return a SHA-256 (12 digits) of a checkpoint's configuration and tokenizer and of evenly spaced pieces of its
-    weights: it changes with training, costs no time, and survives a copy."""
-    digest, pieces, length = hashlib.sha256(), 64, 1 << 16
-    found = {path for ending in ("safetensors", "bin", "json") for path in folder.glob(f"*.{ending}")}
-    for path in sorted(found - {folder / RESULT_FILE}):
-        size = path.stat().st_size
-        digest.update(f"{path.name}:{size}\n".encode())
-        starts = {max(0, size - length) * piece // (pieces - 1) for piece in range(pieces)}
-        with path.open("rb") as file:
-            for start in sorted(starts):
-                file.seek(start)
-                digest.update(file.read(length))
-    return digest.hexdigest()[:12]
+    """Return a SHA-256 (12 digits) of a checkpoint's configuration, tokenizer and weights, which survives a copy."""
+    found = {path for ending in ("safetensors", "bin", "json", "jinja") for path in folder.glob(f"*.{ending}")}
+    files = sorted(path for path in found if path.is_file() and path.name != RESULT_FILE)
+    return digest([[path.name, record_of(path).xxh3_128] for path in files])
