@@ -22,7 +22,7 @@ from .folder import CheckpointError, NewTensor, open_checkpoint, write_metadata,
 from .formats import IMPORTABLE, stored_format
 from .manifest import OnBytes, ignore_bytes, weight_files, write_manifest
 from .names import stack_packed
-from .save import FolderError, atomic_folder
+from .save import FolderError, atomic_folder, writing_to
 from .scheme import WIDEST_FLOAT, make_record, with_scheme
 from .side_files import copy_side_files, find_side_files
 from .sources import NOT_IMPORTED, ForeignSource, LayerSource, MasterSource
@@ -227,7 +227,7 @@ def convert(
     report.notes += source.notes_on_rest()
     report.bytes_before = sum(tensor.nbytes for tensor in source.folder.tensors.values())
     report.bytes_after = sum(tensor.nbytes for tensor in tensors)
-    with atomic_folder(target, overwrite=overwrite) as folder:
+    with writing_to(target), atomic_folder(target, overwrite=overwrite) as folder:
         for file in write(folder, tensors, record(False)):
             write_metadata(file, {"format": "pt", **record(True)})
         for name, value in {"config.json": config, **(files or {})}.items():

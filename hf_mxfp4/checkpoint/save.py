@@ -17,6 +17,7 @@ from typing import Any
 
 from huggingface_hub import CommitInfo, HfApi
 from huggingface_hub.errors import RemoteEntryNotFoundError
+from safetensors import SafetensorError
 from torch import nn
 
 from ..config import MXFP4RLConfig
@@ -204,6 +205,15 @@ def _remote_card(api: HfApi, repo_id: str, revision: str | None) -> str | None:
 
 class FolderError(ValueError):
     """A folder cannot be written where the user asked; the message says what to do instead."""
+
+
+@contextlib.contextmanager
+def writing_to(target: Path) -> Iterator[None]:
+    """Raise [`FolderError`] for errors of writing, such as a full disk."""
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        raise FolderError(f"{target} could not be written: {error}") from error
 
 
 @contextlib.contextmanager

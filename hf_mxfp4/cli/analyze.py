@@ -14,6 +14,7 @@ from .common import (
     SchemeOption,
     SkipOption,
     fail,
+    note,
     print_json,
     print_table,
     report_folder,
@@ -47,7 +48,7 @@ def analyze(
     path, names = folder / PROGRESS_NAME, [str(scheme) for scheme in schemes]
     with lab.TensorLog(path, source.name, names, __version__, overwrite=overwrite) as log:
         if len(log):
-            typer.echo(f"{path} holds {len(log)} tensors that are done", err=True)
+            note(f"{path} holds {len(log)} tensors that are done")
         with work_progress(source.n_bytes) as progress:
             analysis = lab.analyze_weights(source, schemes, selection, log=log, on_bytes=progress)
     facts = source.describe()
@@ -57,7 +58,7 @@ def analyze(
     else:
         _show(analysis)
     report_problems(analysis.problems)
-    typer.echo(f"reports: {', '.join(str(path) for path in paths)}", err=True)
+    note(f"reports: {', '.join(str(path) for path in paths)}")
     if analysis.problems:
         raise typer.Exit(1)
 
@@ -102,7 +103,7 @@ def compare(
         result = lab.compare_sources(first, second, schemes[0] if schemes else None, exclude or (), progress)
     _show_comparison(result, as_json)
     if out is not None:
-        typer.echo(f"reports: {', '.join(map(str, lab.write_comparison(result, out)))}", err=True)
+        note(f"reports: {', '.join(map(str, lab.write_comparison(result, out)))}")
     if result.problems:
         raise typer.Exit(1)
 

@@ -102,6 +102,11 @@ def fail(message: str, code: int = 2) -> NoReturn:
     raise typer.Exit(code)
 
 
+def note(text: str) -> None:
+    """Print a line about what is done on standard error."""
+    typer.echo(printable(text), err=True)
+
+
 def schemes_of(texts: Sequence[str]) -> list[Any]:
     """Read the schemes that the user named, each once. Raises `ValueError` when one cannot be read."""
     return list(dict.fromkeys(hf_mxfp4.numerics.parse_scheme(text) for text in texts))
@@ -121,7 +126,7 @@ def work_progress(total: int, unit: str = "B") -> Iterator[Callable[[int, str], 
     with tqdm(total=total, unit=unit, unit_scale=True, leave=False, mininterval=seconds, delay=seconds) as bar:
 
         def done(amount: int, name: str) -> None:
-            bar.set_description_str(name[-40:], refresh=False)
+            bar.set_description_str(printable(name[-40:]), refresh=False)
             bar.update(amount)
 
         yield done

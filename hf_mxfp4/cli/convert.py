@@ -17,6 +17,7 @@ from .common import (
     OverwriteOption,
     SkipOption,
     fail,
+    note,
     print_json,
     print_table,
     say,
@@ -182,8 +183,8 @@ def _show(report: "checkpoint.ConversionReport", as_json: bool) -> None:
             reasons[cost.action, cost.reason] += cost.matrices
     for (action, reason), count in reasons.items():
         say(f"{count} layers were {checkpoint.ACTIONS[action]}: {reason}.")
-    for note in report.notes:
-        say(note)
+    for sentence in report.notes:
+        say(sentence)
     if report.file is not None:
         say(f"every layer: {report.path / report.file}")
 
@@ -238,15 +239,15 @@ def _add(folder: Path) -> None:
         fail("no checksums were added to what is damaged", code=1)
     with work_progress(_bytes_in(folder)) as progress:
         added = checkpoint.add_to_folder(folder, progress)
-    typer.echo(f"checksums added to {len(added)} files", err=True)
+    note(f"checksums added to {len(added)} files")
 
 
 def _show_verification(model: str, found: "checkpoint.Verification") -> None:
     for line in (*(problem.reason for problem in found.problems), *found.notes):
-        typer.echo(line)
+        say(line)
     if found.checked and found.unchecked:
-        typer.echo(f"not compared, without checksums: {', '.join(found.unchecked)}")
+        say(f"not compared, without checksums: {', '.join(found.unchecked)}")
     if found.checked:
         verdict = f"{len(found.problems)} problems" if found.problems else "all as it was written"
         size = f"{found.n_tensors} tensors in {len(found.checked)} files, {found.n_bytes / 1e6:.1f} MB"
-        typer.echo(f"{model}: {size}: {verdict}")
+        say(f"{model}: {size}: {verdict}")

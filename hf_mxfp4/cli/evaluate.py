@@ -18,6 +18,7 @@ from .common import (
     SamplesOption,
     TextFieldOption,
     fail,
+    note,
     print_json,
     print_table,
     report_folder,
@@ -104,7 +105,7 @@ def evaluate(
             checkpoint.read_generated(folder)
         except (FileNotFoundError, ValueError) as error:
             fail(f"--card: {error}")
-    typer.echo(f"loading {model} into memory", err=True)
+    note(f"loading {model} into memory")
     loaded = lab.load(model, dtype, device)
     other = None if reference is None else lab.load(reference, dtype, device)
     batches = lab.texts_to_predict(text_options, loaded.tokenizer, texts)
@@ -128,8 +129,8 @@ def evaluate(
         say(lab.reports.evaluation_legend(found))
     if card:
         lab.reports.add_perplexity(folder, found.to_dict())
-        typer.echo(f"{folder / 'README.md'} has the figures", err=True)
-    typer.echo(f"reports: {', '.join(map(str, paths))}", err=True)
+        note(f"{folder / 'README.md'} has the figures")
+    note(f"reports: {', '.join(map(str, paths))}")
 
 
 def _schemes(loaded: Any, wanted: list[str] | None, card: bool) -> "list[lab.ModelScheme]":
@@ -167,12 +168,12 @@ def smooth(
         print_json(asdict(found))
         return
     low, high = found.exponents
-    typer.echo(
+    say(
         f"{out}: activations scaled at {len(found.places)} places, {found.n_channels} of {found.n_all} channels by "
         f"2^{low} to 2^{high}; the logits are the same bit for bit"
     )
     if found.left:
-        typer.echo(f"left alone, since their dtype cannot hold the scaled weights: {', '.join(found.left)}")
+        say(f"left alone, since their dtype cannot hold the scaled weights: {', '.join(found.left)}")
 
 
 def gptq(
@@ -211,9 +212,9 @@ def gptq(
     if as_json:
         print_json(asdict(found))
         return
-    typer.echo(
+    say(
         f"{out}: {len(found.layers)} layers rounded for {scheme}; the errors of their outputs are {found.gain_db:.1f} "
         "dB below those of the nearest values"
     )
     if found.left:
-        typer.echo(f"left alone: {', '.join(found.left)}")
+        say(f"left alone: {', '.join(found.left)}")

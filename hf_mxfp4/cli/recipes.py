@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable
 
 import typer
+from safetensors import SafetensorError
 
 from .common import fail
 
@@ -30,7 +31,12 @@ def command(name: str) -> Callable[[typer.Context], None]:
             recipe = importlib.import_module(f"hf_mxfp4.recipes.{name}")
         except ImportError as error:  # an extra that is not installed
             fail(str(error))
-        recipe.main(context.args)
+        try:
+            recipe.main(context.args)
+        except (OSError, SafetensorError) as error:
+            if "No space left on device" not in str(error):
+                raise
+            fail(str(error), code=1)
         recipe.shutdown()
 
     return run_recipe

@@ -106,7 +106,7 @@ def report(
     if out is not None and png is not None:
         fail("--out and --png are two commands")
     path = lab.write_run_report(run, out) if png is None else lab.write_run_picture(run, png)
-    typer.echo(str(path))
+    say(str(path))
 
 
 def run(

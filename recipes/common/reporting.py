@@ -17,6 +17,7 @@ from rich.table import Table
 from rich.text import Text
 from transformers import PrinterCallback, ProgressCallback, Trainer
 
+from hf_mxfp4.files import printable
 from hf_mxfp4.utils import cpu_name
 
 
@@ -28,7 +29,7 @@ INPUT_ERRORS = (ImportError, OSError, RuntimeError, ValueError)
 def tell(subject: str, message: str) -> None:
     """Print a line once per job."""
     if os.environ.get("RANK", "0") == "0":
-        console.print(Text.assemble((subject, "bold"), " ", message), highlight=False, soft_wrap=True)
+        console.print(Text.assemble((subject, "bold"), " ", printable(message)), highlight=False, soft_wrap=True)
 
 
 def print_table(title: str, rows: Iterable[Sequence[str]], headings: Sequence[str] = (), caption: str = "") -> None:
@@ -47,7 +48,7 @@ def errors_as_messages(*errors: type[Exception], where: str = "") -> Iterator[No
     try:
         yield
     except errors as error:
-        raise SystemExit(f"error: {where}{error}") from error
+        raise SystemExit(printable(f"error: {where}{error}")) from error
 
 
 @contextlib.contextmanager

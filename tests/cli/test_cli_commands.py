@@ -5,6 +5,7 @@ import the package compute in MXFP4 (that they stop otherwise is in `tests/check
 
 import json
 import os
+import resource
 import shutil
 import sys
 from argparse import Namespace
@@ -16,7 +17,7 @@ import pytest
 import torch
 import torch.distributed.run
 import typer
-from commands import finish, run
+from commands import finish, run, save_texts, save_tokenizer
 from processes import module
 from same_bits import edit_config
 from tiny_models import make_model, make_tokenizer
@@ -242,6 +243,38 @@ def table_in(result) -> list[list[str]]:
 
 def scheme_in(folder):
     return json.loads((folder / "config.json").read_text())["quantization_config"]
+
+
+@pytest.mark.parametrize("words", [("pack",), ("export", "--format", "gguf"), ("smooth",), ("gptq",)])
+def test_on_a_full_disk_nothing_is_written_and_the_error_is_one_line(words, plain, tmp_path):
+    if words[0] in ("smooth", "gptq"):
+        save_tokenizer(plain)
+        words = (*words, "--text", save_texts(tmp_path / "sums.jsonl", [{"text": "1+1=2"}]))
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4000, before[1]))
+    try:
+        done = run(words[0], plain, tmp_path / "out", *words[1:])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert done.exit_code == 2 and f"error: {tmp_path / 'out'} could not be written" in done.stderr
+    assert not (tmp_path / "out").exists()
+
+
+def test_names_with_control_characters_do_not_reach_the_terminal(plain, tmp_path):
+    title = "\x1b]0;title\x07"
+    folder = save_tokenizer(plain).rename(tmp_path / f"m{title}")
+    texts = save_texts(tmp_path / "sums.jsonl", [{"text": "1+1=2"}])
+    commands = [
+        ("pack", folder, tmp_path / f"packed{title}"),
+        ("verify", tmp_path / f"packed{title}"),
+        ("analyze", folder, "--scheme", "rceil", "--out", tmp_path / f"analysis{title}"),
+        ("gptq", folder, tmp_path / f"rounded{title}", "--text", texts),
+        ("smooth", folder, tmp_path / f"smoothed{title}", "--text", texts),
+        ("eval", folder, "--text", texts, "--scheme", "w4a16:rceil", "--out", tmp_path / f"evaluation{title}"),
+    ]
+    for words in commands:
+        done = finish(*words)
+        assert r"\x1b" in done.output and "\x1b" not in done.output
 
 
 def test_a_file_for_llama_cpp(plain, tmp_path):
