@@ -5,6 +5,7 @@ and the structure of the model that it is of."""
 import json
 import math
 import os
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -25,6 +26,8 @@ SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 WEIGHTS_KEY = "transformers_weights"
 #: Conversions hold one shard in memory.
 MAX_SHARD_SIZE = "5GB"
+#: Name of a training checkpoint.
+_STEP = re.compile(r"checkpoint-\d+")
 _DTYPES = {**_TYPES, "F8_E8M0": torch.float8_e8m0fnu}
 
 
@@ -258,6 +261,7 @@ def open_checkpoint(path: str | os.PathLike) -> CheckpointFolder:
     folder = Path(path).expanduser()
     if not folder.is_dir():
         raise CheckpointError(f"{folder} is not a folder; give that of a checkpoint")
+    check_holds_model(folder)
     config = read_json(folder / CONFIG)
     name = weights_name(folder, config)
     if name is None:
@@ -272,6 +276,20 @@ def open_checkpoint(path: str | os.PathLike) -> CheckpointFolder:
         found = f"is in {tensors[tensor].file.name}" if tensor in tensors else "is in none of the files"
         raise ShardError(f"{name} places {tensor} in {weight_map.get(tensor)}, but it {found}")
     return CheckpointFolder(folder, config, tensors)
+
+
+def check_holds_model(folder: Path) -> None:
+    """Raise [`CheckpointError`] for a folder without `config.json`, with the model inside of it if there is one."""
+    if not (folder / CONFIG).is_file():
+        inside = model_inside(folder)
+        raise CheckpointError(f"{folder / CONFIG} is missing; give {inside or 'the folder of a checkpoint'}")
+
+
+def model_inside(folder: Path) -> Path | None:
+    """Return the model or adapter that a training run left in its folder, or else the last of its checkpoints."""
+    found = [file.parent for name in (CONFIG, "adapter_config.json") for file in folder.glob(f"*/{name}")]
+    steps = {path: int(path.name.rpartition("-")[2]) for path in found if _STEP.fullmatch(path.name)}
+    return min(set(found) - steps.keys(), default=max(steps, key=steps.__getitem__, default=None))
 
 
 def weights_name(folder: Path, config: Mapping[str, Any]) -> str | None:

@@ -321,15 +321,20 @@ def own_config(folder: CheckpointFolder) -> MXFP4RLConfig | None:
     options = folder.quantization
     if not options:
         return None
-    method = options.get("quant_method")
-    if method != QUANT_METHOD:
-        way = "import it first (hf-mxfp4 import), or use the full-precision checkpoint that it was made from"
-        way = way if str(method) in IMPORTABLE else NOT_IMPORTED
-        raise CheckpointError(f"{folder.path} is quantized by {method!r}; {way}")
+    check_method(options, folder.path)
     try:
         return MXFP4RLConfig.from_dict(options)
     except (TypeError, ValueError) as error:
         raise CheckpointError(f"the quantization_config of {folder.path} cannot be read: {error}") from error
+
+
+def check_method(options: Mapping[str, Any], where: Any) -> None:
+    """Raise [`CheckpointError`] for a ``quantization_config`` of another method, with what to do instead."""
+    method = options.get("quant_method")
+    if method != QUANT_METHOD:
+        way = "import it first (hf-mxfp4 import), or use the full-precision checkpoint that it was made from"
+        way = way if str(method) in IMPORTABLE else NOT_IMPORTED
+        raise CheckpointError(f"{where} is quantized by {method!r}; {way}")
 
 
 def _record(folder: CheckpointFolder, config: MXFP4RLConfig) -> dict[str, Any]:

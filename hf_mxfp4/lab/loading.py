@@ -8,15 +8,17 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+from safetensors import SafetensorError
 from torch import nn
 
 from ..checkpoint import atomic_folder, remove_scheme, stored_scheme, weight_files, write_manifest
-from ..checkpoint.folder import CONFIG, model_class, refuse_kernels
+from ..checkpoint.folder import CONFIG, check_holds_model, model_class, refuse_kernels
 from ..checkpoint.manifest import record_of
+from ..checkpoint.save import writing_to
 from ..checkpoint.side_files import SIDE_FILES, copy_side_files, find_side_files
 from ..config import MXFP4RLConfig
 from ..utils import warn_of_slow_bfloat16
-from .source import SourceError, local_path
+from .source import SourceError, check_hub_id, local_path
 from .texts import TextOptions
 
 
@@ -62,16 +64,19 @@ def load(model: str, dtype: str = "auto", device: str = "auto") -> Loaded:
         dtype: ``"bfloat16"``, ``"float16"`` or ``"float32"``; by default that of the checkpoint.
         device: where it computes; by default on a GPU where there is one.
 
-    Raises [`SourceError`] when it cannot be loaded.
+    Raises [`SourceError`] when it cannot be loaded, `CheckpointError` for a folder without a config.
     """
     from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig
 
     path = Path(model).expanduser()
     if path.is_file():
         raise SourceError("a model is loaded from its folder or hub id, with its config and tokenizer, not one file")
-    refuse_run_folder(path)
     if (path / "adapter_config.json").is_file() and not (path / "config.json").is_file():
         raise SourceError(f"{path} holds an adapter, not a model; merge it into its base model first")
+    if path.is_dir():
+        check_holds_model(path)
+    else:
+        check_hub_id(model)
     name = str(path) if path.exists() else model
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -97,17 +102,10 @@ def load(model: str, dtype: str = "auto", device: str = "auto") -> Loaded:
         if loaded.dtype == torch.bfloat16 and device == "cpu":
             warn_of_slow_bfloat16()
         loaded, tokenizer = loaded.eval().to(device), AutoTokenizer.from_pretrained(name, trust_remote_code=False)
-    except (OSError, ValueError, KeyError, ImportError) as error:
+    except (OSError, ValueError, KeyError, ImportError, SafetensorError) as error:
         raise SourceError(f"{model} cannot be loaded to run it: {error}") from error
     shown = path.resolve().name if path.exists() else model
     return Loaded(shown, loaded, tokenizer, own, own is None and options is not None, path if path.exists() else None)
-
-
-def refuse_run_folder(folder: Path) -> None:
-    """Raise `FileNotFoundError` for the output folder of a recipe, and name that of its model."""
-    for model in (folder / "policy", folder / "student"):
-        if model.is_dir() and not any(folder.glob("*config.json")):
-            raise FileNotFoundError(f"{folder} is the output folder of a run; its model is {model}")
 
 
 def rewrite_checkpoint(
@@ -145,9 +143,10 @@ def rewrite_checkpoint(
         source = local_path(str(model), SIDE_FILES)[0]
         side_files = find_side_files(source)
         found = change(loaded.model, options.tokens(loaded.tokenizer, texts))
-        loaded.model.save_pretrained(folder)
-        write_manifest(folder, weight_files(folder))
-        copy_side_files(side_files, source, folder)
+        with writing_to(Path(out)):
+            loaded.model.save_pretrained(folder)
+            write_manifest(folder, weight_files(folder))
+            copy_side_files(side_files, source, folder)
     return found
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ..checkpoint import Problem, ShardError, StoredTensor, read_header
-from ..checkpoint.folder import read_index, read_json, weights_name
+from ..checkpoint.folder import model_inside, read_index, read_json, weights_name
 from ..config import QUANT_METHOD, MXFP4RLConfig
 from ..numerics import QuantScheme
 
@@ -124,9 +124,14 @@ def local_path(model: str, patterns: Sequence[str] = ("*.safetensors", "*.json")
         return path, "file"
     if path.is_dir():
         return path, "folder"
-    if path.is_absolute() or model.startswith((".", "~")) or not _HUB_ID.fullmatch(model):
-        raise SourceError(f"{model} does not exist; give a checkpoint's folder, a .safetensors file or a hub id")
+    check_hub_id(model)
     return _download(model, list(patterns)), "hub"
+
+
+def check_hub_id(model: str) -> None:
+    """Raise [`SourceError`] for a model that is no local path and cannot be on the Hub."""
+    if Path(model).is_absolute() or model.startswith((".", "~")) or not _HUB_ID.fullmatch(model):
+        raise SourceError(f"{model} does not exist; give a checkpoint's folder, a .safetensors file or a hub id")
 
 
 def open_source(model: str) -> Source:
@@ -147,7 +152,9 @@ def open_source(model: str) -> Source:
     found = [weights] if weights else sorted(file.name for file in path.glob("*.safetensors"))
     if not found:
         other = sorted({file.suffix for file in path.iterdir() if file.suffix in (".bin", ".pt", ".pth", ".gguf")})
-        hint = f"; it has {', '.join(other)} files: convert them to safetensors first" if other else ""
+        inside = model_inside(path)
+        hint = f"; give {inside}" if inside else ""
+        hint = f"; it has {', '.join(other)} files: convert them to safetensors first" if other else hint
         raise SourceError(f"{model} holds no .safetensors file{hint}")
     if (folder / "adapter_config.json").is_file() and not config:
         raise SourceError(f"{model} holds an adapter, not a model; merge it into its base model first")

@@ -15,7 +15,8 @@ from trl.chat_template_utils import gptoss_template
 
 from hf_mxfp4 import MXFP4RLConfig
 from hf_mxfp4.checkpoint import remove_scheme, stored_scheme
-from hf_mxfp4.lab.loading import refuse_run_folder
+from hf_mxfp4.checkpoint.folder import check_holds_model
+from hf_mxfp4.checkpoint.sources import check_method
 
 
 # ---- what is stored -------------------------------------------------------------------------------------------------
@@ -54,7 +55,11 @@ def read_stored(
     source, source_revision = str(Path(source).expanduser()) if source.startswith("~") else source, revision
     if (source.startswith((".", "/")) or source.count("/") > 1) and not Path(source).is_dir():
         raise FileNotFoundError(f"cannot load the model {source!r}: there is no such folder")
-    refuse_run_folder(Path(source))
+    if Path(source).is_dir() and not Path(source, "adapter_config.json").is_file():
+        try:
+            check_holds_model(Path(source))
+        except ValueError as error:
+            raise FileNotFoundError(f"cannot load the model {source!r}: {error}") from None
     file = find_adapter_config_file(source, revision=revision)
     adapter = None if file is None else json.loads(Path(file).read_text(encoding="utf-8"))
     if adapter is None and base is not None:
@@ -88,6 +93,8 @@ def load_whole(stored: Stored, scheme: MXFP4RLConfig | str | None, **options: An
         options["config"] = copy.deepcopy(stored.config)
         remove_scheme(options["config"])
     elif scheme != "own" and (stored.quantization is None or stored.scheme is None):
+        if stored.quantization is not None:
+            check_method(stored.quantization, stored.weights)
         options["quantization_config"] = scheme
     elif scheme != "own":  # of a quantized checkpoint transformers takes the stored one, with what it says of loading
         options["config"] = copy.deepcopy(stored.config)

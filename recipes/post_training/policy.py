@@ -45,7 +45,7 @@ def find_start(options: Options) -> tuple[Stored | None, Options]:
     name = model.model_name_or_path
     if name is None:
         return None, options
-    with errors_as_messages(OSError, ValueError, where=f"cannot load the model {name!r}: "):
+    with errors_as_messages(OSError, ValueError):
         stored = read_stored(name, revision=model.model_revision, trust_remote_code=training.trust_remote_code)
     if stored.adapter is not None:
         _check_adapter(name, stored.adapter, options)

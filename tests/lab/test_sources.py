@@ -13,11 +13,13 @@ from safetensors.torch import save_file
 from tables import MACROS, RULES
 from tiny_models import make_model, make_tokenizer
 
-from hf_mxfp4 import MXFP4RLConfig
+from hf_mxfp4 import MXFP4RLConfig, lab
+from hf_mxfp4.checkpoint import open_checkpoint
 from hf_mxfp4.lab import PAPER_SCHEMES, SourceError, TextOptions, open_source, read_schemes
 from hf_mxfp4.lab.layers import classify
 from hf_mxfp4.module_names import find_layers
 from hf_mxfp4.numerics import QuantScheme, parse_scheme
+from hf_mxfp4.recipes.common.checkpoints import read_stored
 from hf_mxfp4.recipes.tasks.tiny_model import build_char_tokenizer
 
 
@@ -59,6 +61,29 @@ def test_a_folder_of_one_file_and_that_file_itself(checkpoint):
 def test_nothing_to_analyse(tmp_path, make, message):
     with pytest.raises(ValueError, match=message):
         open_source(str(make(tmp_path)))
+
+
+@pytest.mark.parametrize(
+    ("names", "best"),
+    [
+        (["checkpoint-9", "checkpoint-10", "policy"], "policy"),
+        (["checkpoint-9", "checkpoint-10"], "checkpoint-10"),
+    ],
+)
+def test_the_folder_of_a_run_names_its_model(names, best, tmp_path):
+    for name in names:
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text("{}")
+    for read in (open_source, open_checkpoint, lab.load, read_stored):
+        with pytest.raises((ValueError, OSError), match=f"give {tmp_path / best}$"):
+            read(str(tmp_path))
+
+
+@pytest.mark.parametrize("read", [open_source, lab.load, read_stored])
+def test_a_folder_that_does_not_exist_is_named_once(read, tmp_path):
+    with pytest.raises((ValueError, OSError), match="(does not exist|there is no such folder)") as caught:
+        read(str(tmp_path / "gone"))
+    assert str(caught.value).count("gone") == 1
 
 
 def test_an_adapter_is_no_model(tmp_path):

@@ -9,9 +9,10 @@ from tiny_models import make_model, make_tokenizer, save_openai
 from transformers import AutoModelForCausalLM, Mxfp4Config
 from trl.chat_template_utils import gptoss_chat_template, gptoss_template
 
+from hf_mxfp4 import MXFP4RLConfig
 from hf_mxfp4.checkpoint import export, import_checkpoint
 from hf_mxfp4.recipes import grpo, sft
-from hf_mxfp4.recipes.common.checkpoints import load_tokenizer, read_stored
+from hf_mxfp4.recipes.common.checkpoints import load_tokenizer, load_whole, read_stored
 from hf_mxfp4.recipes.evaluation.generate import Batch, complete_batches, tokenize
 
 
@@ -78,6 +79,12 @@ def test_grpo_and_back_to_mxfp4_and_nvfp4(packed, tmp_path):
         assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(tmp_path / f"{format}-back")), expected)
     options = {"quantization_config": Mxfp4Config(dequantize=True)}
     assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(tmp_path / "gpt-oss", **options)), expected)
+
+
+def test_the_format_of_openai_is_to_be_imported_first(packed):
+    stored = read_stored(str(packed.parent / "openai"))
+    with pytest.raises(ValueError, match="openai is quantized by 'mxfp4'; import it first"):
+        load_whole(stored, MXFP4RLConfig())
 
 
 def test_sft(packed, tmp_path):
