@@ -11,8 +11,8 @@ import torch
 from safetensors import SafetensorError
 from torch import nn
 
-from ..checkpoint import atomic_folder, remove_scheme, stored_scheme, weight_files, write_manifest
-from ..checkpoint.folder import CONFIG, check_holds_model, model_class, refuse_kernels
+from ..checkpoint import atomic_folder, open_checkpoint, remove_scheme, stored_scheme, weight_files, write_manifest
+from ..checkpoint.folder import CONFIG, check_holds_model, model_class, read_json, refuse_kernels, weights_name
 from ..checkpoint.manifest import record_of
 from ..checkpoint.save import writing_to
 from ..checkpoint.side_files import SIDE_FILES, copy_side_files, find_side_files
@@ -64,7 +64,7 @@ def load(model: str, dtype: str = "auto", device: str = "auto") -> Loaded:
         dtype: ``"bfloat16"``, ``"float16"`` or ``"float32"``; by default that of the checkpoint.
         device: where it computes; by default on a GPU where there is one.
 
-    Raises [`SourceError`] when it cannot be loaded, `CheckpointError` for a folder without a config.
+    Raises [`SourceError`] when it cannot be loaded, and as [`open_checkpoint`] does.
     """
     from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig
 
@@ -75,6 +75,8 @@ def load(model: str, dtype: str = "auto", device: str = "auto") -> Loaded:
         raise SourceError(f"{path} holds an adapter, not a model; merge it into its base model first")
     if path.is_dir():
         check_holds_model(path)
+        if weights_name(path, read_json(path / CONFIG)) is not None:
+            open_checkpoint(path)  # names files that are damaged, which transformers does not
     else:
         check_hub_id(model)
     name = str(path) if path.exists() else model

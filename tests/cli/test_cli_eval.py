@@ -104,6 +104,15 @@ def test_a_model_that_lacks_a_tensor_is_not_measured(folder, text, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
+def test_weights_that_cannot_be_read_are_named(folder, text, tmp_path):
+    (folder / "model.safetensors").rename(folder / "model-1.safetensors")
+    index = {"metadata": {}, "weight_map": {"model.norm.weight": "model-1.safetensors", "lm_head.weight": "pipe"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    os.mkfifo(folder / "pipe")
+    for command in (("eval", folder, "--out", tmp_path / "out"), ("smooth", folder, tmp_path / "out")):
+        assert "pipe is not a file" in finish(*command, "--text", text, code=2).stderr
+
+
 def test_each_layer_in_full_precision_in_turn(folder, text, tmp_path):
     arguments = ("--text", text, "--json", "--out", tmp_path / "out", "--without-each")
     done = finish("eval", folder, *arguments, "layer", "--scheme", "w4a16:floor")
