@@ -13,9 +13,10 @@ import torch
 
 from ..config import MXFP4RLConfig
 from ..files import json_clean, write_json
-from ..gemm import quantize_weight, weight_values
+from ..gemm import not_finite, quantize_weight, weight_values
 from ..module_names import full_precision_record
 from ..numerics import BLOCK_SIZE
+from ..numerics.formats import E8M0_NAN
 from ..report import ErrorEnergy, add_packed, decibels
 from .card import save_packed_card
 from .folder import CheckpointError, NewTensor, open_checkpoint, write_metadata, write_shards
@@ -353,7 +354,10 @@ def import_checkpoint(
     config = source.config.keeping(full_precision_record(source.model, source.reasons))
 
     def keep(layer: str) -> dict[str, torch.Tensor]:
-        return stack_packed(source.shapes[layer], lambda expert: source.read(layer, expert))
+        packed = stack_packed(source.shapes[layer], lambda expert: source.read(layer, expert))
+        if (packed["weight_scale"] == E8M0_NAN).any():
+            raise CheckpointError(f"{folder.path}: {not_finite(layer)}")
+        return packed
 
     return convert(
         source,

@@ -14,7 +14,7 @@ from transformers.utils.peft_utils import find_adapter_config_file
 from trl.chat_template_utils import gptoss_template
 
 from hf_mxfp4 import MXFP4RLConfig
-from hf_mxfp4.checkpoint import remove_scheme, stored_scheme
+from hf_mxfp4.checkpoint import is_quantized, remove_scheme, stored_scheme
 from hf_mxfp4.checkpoint.folder import check_holds_model
 from hf_mxfp4.checkpoint.sources import check_method
 
@@ -88,7 +88,7 @@ def read_stored(
 
 def load_whole(stored: Stored, scheme: MXFP4RLConfig | str | None, **options: Any) -> PreTrainedModel:
     """Load the whole weights under a scheme, for None in full precision without the one that they carry, and for "own"
-    as they are stored. ``options``: of `from_pretrained`."""
+    as they are stored. ``options``: of `from_pretrained`. Raises `ValueError` when tensors are missing."""
     if scheme is None:
         options["config"] = copy.deepcopy(stored.config)
         remove_scheme(options["config"])
@@ -99,7 +99,11 @@ def load_whole(stored: Stored, scheme: MXFP4RLConfig | str | None, **options: An
     elif scheme != "own":  # of a quantized checkpoint transformers takes the stored one, with what it says of loading
         options["config"] = copy.deepcopy(stored.config)
         options["config"].quantization_config = {**stored.quantization, "dither_ties": scheme.dither_ties}
-    return AutoModelForCausalLM.from_pretrained(stored.weights, revision=stored.revision, **options)
+    options |= {"revision": stored.revision, "output_loading_info": True}
+    model, info = AutoModelForCausalLM.from_pretrained(stored.weights, **options)
+    if (missing := sorted(info["missing_keys"])) and not is_quantized(model):
+        raise ValueError(f"no file of {stored.weights} has {missing[0]} ({len(missing)} tensors are missing)")
+    return model
 
 
 #: In the names of files that tokenizers are made of.

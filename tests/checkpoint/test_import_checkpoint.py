@@ -171,6 +171,14 @@ def test_tensors_that_do_not_fit_are_named(new, words, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
+def test_a_block_of_nan_is_refused(tmp_path):
+    folder, tensors, config = foreign(tmp_path / "foreign")
+    tensors[f"{Q_PROJ}.weight_scale"][3, 1] = 255
+    write(folder, tensors, config)
+    with pytest.raises(CheckpointError, match=f"{Q_PROJ} holds NaN or infinity"):
+        import_checkpoint(folder, tmp_path / "out")
+
+
 def test_damaged_and_unquantized_sources(tmp_path):
     with pytest.raises(CheckpointError, match="is not quantized; there is nothing to import"):
         import_checkpoint(save_plain(tmp_path / "plain", layers=1), tmp_path / "out")

@@ -8,6 +8,7 @@ import pytest
 import torch
 from commands import change_in_place
 from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file, save_file
 from same_bits import logits
 from tiny_models import make_model
 from transformers import AutoModelForCausalLM
@@ -78,8 +79,18 @@ def test_a_folder_without_a_tokenizer_is_refused(folders, tmp_path):
 @pytest.mark.parametrize("read", [lambda folder: load_policy(folder), lab.load], ids=["evaluate", "eval"])
 def test_the_folder_of_a_run_is_refused_with_the_folder_of_its_model(read, tmp_path):
     (tmp_path / "student").mkdir()
-    with pytest.raises(FileNotFoundError, match=f"{tmp_path} is the output folder of a run; .* is {tmp_path}/student$"):
+    (tmp_path / "student" / "config.json").write_text("{}")
+    with pytest.raises((OSError, ValueError), match=f"config.json is missing; give {tmp_path}/student$"):
         read(str(tmp_path))
+
+
+def test_a_plain_model_that_lacks_a_tensor_is_refused(folders, tmp_path):
+    shutil.copytree(folders["base"], tmp_path / "base")
+    tensors = load_file(tmp_path / "base" / "model.safetensors")
+    del tensors["model.norm.weight"]
+    save_file(tensors, tmp_path / "base" / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ValueError, match="no file of .*base has model.norm.weight"):
+        load(EvaluationArguments(model=str(tmp_path / "base")))
 
 
 def test_the_control_on_masters_is_full_precision_and_says_so(folders):
