@@ -165,7 +165,8 @@ def multiply_packed(
 def matmul_tokens(a: torch.Tensor, b: torch.Tensor, groups: Groups) -> torch.Tensor:
     """``a[rows]^T b[rows]`` for the rows of each expert: ``[E, N, K]`` from ``a [S, N]`` and ``b [S, K]``."""
     if _runs_grouped(a, b):
-        return F.grouped_mm(a.t().contiguous(), b.contiguous(), offs=groups.offsets(a.device))
+        # Transposed last: where tokens are neighbours in memory, CUDA asserts that each expert has a multiple of 8.
+        return F.grouped_mm(a.contiguous().t(), b.contiguous(), offs=groups.offsets(a.device))
     out = a.new_zeros(groups.n_experts, a.shape[1], b.shape[1])
     for expert, rows in groups:
         torch.mm(a[rows].t(), b[rows], out=out[expert])
@@ -177,6 +178,7 @@ def _runs_grouped(a: torch.Tensor, b: torch.Tensor) -> bool:
     compute capability 9.0 and 10.0 (elsewhere it reads the counts back), rows of a multiple of 16 bytes."""
     return (
         a.device.type == "cuda"
+        and len(a) > 0
         and a.dtype == b.dtype == torch.bfloat16
         and all(size % 8 == 0 for size in (*a.shape[1:], *b.shape[1:]))
         and torch.version.hip is None
