@@ -45,7 +45,8 @@ def groups_of(ends: torch.Tensor | None, n_rows: int) -> Groups | None:
         torch._assert_async(ends[-1] == n_rows, "a token was sent to an expert that does not exist")
     elif int(ends[-1]) != n_rows:
         raise ValueError(
-            f"a token was sent to an expert beyond the {len(ends)}; MXFP4 experts know no expert parallelism"
+            f"a token was sent to an expert beyond the {len(ends)}, or to a negative one; MXFP4 experts know no expert "
+            "parallelism"
         )
     return Groups.of_ends(ends, n_rows)
 

@@ -77,14 +77,17 @@ def group_by_expert(expert_ids: torch.Tensor, n_experts: int) -> tuple[torch.Ten
     there, and stops it (a device-side assertion).
     """
     ids, order = torch.sort(expert_ids, stable=True)
-    ends = torch.searchsorted(ids, torch.arange(n_experts, device=ids.device, dtype=ids.dtype), right=True)
+    experts = torch.arange(-1, n_experts, device=ids.device, dtype=ids.dtype)
+    places = torch.searchsorted(ids, experts, right=True, out_int32=True)
+    ends = places[1:] - places[0]  # so that the rows of negative experts are missing as well
     if torch.compiler.is_compiling():
-        return order, Groups.of_ends(ends.to(torch.int32), len(ids))  # the operators check it
+        return order, Groups.of_ends(ends, len(ids))  # the operators check it
     if ids.device.type == "cpu":
-        if len(ids) and ids[-1] >= n_experts:
+        if ends[-1] != len(ids):
+            wrong = ids[0] if ids[0] < 0 else ids[-1]
             raise ValueError(
-                f"a token was sent to expert {int(ids[-1])} of {n_experts}; MXFP4 experts know no expert parallelism"
+                f"a token was sent to expert {int(wrong)} of {n_experts}; MXFP4 experts know no expert parallelism"
             )
     elif not ids.is_meta:
         torch._assert_async(ends[-1] == len(ids), "a token was sent to an expert that does not exist")
-    return order, Groups.of_ends(ends.to(torch.int32), len(ids))
+    return order, Groups.of_ends(ends, len(ids))

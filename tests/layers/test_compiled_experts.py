@@ -79,11 +79,12 @@ def test_experts(family, scheme):
     assert counter.frame_count == 1
 
 
-def test_a_token_for_an_expert_that_does_not_exist():
+@pytest.mark.parametrize("wrong", [4, -1])
+def test_a_token_for_an_expert_that_does_not_exist(wrong):
     call, _ = compiled(experts())
     states, weights = torch.randn(2, 64), torch.rand(2, 2)
-    with pytest.raises(ValueError, match="a token was sent to an expert beyond the 4"):
-        call(states, torch.tensor([[0, 1], [2, 4]]), weights)
+    with pytest.raises(ValueError, match="a token was sent to an expert beyond the 4, or to a negative one"):
+        call(states, torch.tensor([[0, 1], [2, wrong]]), weights)
 
 
 @pytest.mark.parametrize(

@@ -157,15 +157,19 @@ def test_rows_are_grouped_by_expert_in_their_order():
     assert list(groups) == [(0, slice(0, 2)), (2, slice(2, 4)), (3, slice(4, 5))]
 
 
-def test_no_rows_and_an_expert_that_does_not_exist():
+def test_no_rows():
     order, groups = gemm.group_by_expert(torch.empty(0, dtype=torch.long), 3)
     assert order.numel() == 0 and groups.counts == (0, 0, 0) and list(groups) == []
     x, weight = torch.empty(0, K, requires_grad=True), torch.randn(3, N, K, requires_grad=True)
     out = quantized_linear(x, weight, None, states(matrices=3)[0], groups)
     out.sum().backward()
     assert out.shape == (0, N) and x.grad.shape == (0, K) and weight.grad.abs().sum() == 0
-    with pytest.raises(ValueError, match="a token was sent to expert 4 of 4; MXFP4 experts know no expert parallelism"):
-        gemm.group_by_expert(torch.tensor([0, 4]), 4)
+
+
+@pytest.mark.parametrize("wrong", [4, -1])
+def test_an_expert_that_does_not_exist(wrong):
+    with pytest.raises(ValueError, match=f"sent to expert {wrong} of 4; MXFP4 experts know no expert parallelism"):
+        gemm.group_by_expert(torch.tensor([0, wrong, 3]), 4)
 
 
 @pytest.mark.parametrize("transposed", [False, True])
