@@ -124,7 +124,7 @@ class ExpertsBase(QuantizedLayer):
         states = states * top_k_weights.reshape(-1)[order].unsqueeze(-1)
         places = torch.empty_like(order)
         places[order] = torch.arange(order.numel(), device=order.device)
-        return states[places].view(n_tokens, k, -1).sum(dim=1).to(hidden_states.dtype)
+        return states[places].view(n_tokens, k, states.shape[-1]).sum(dim=1).to(hidden_states.dtype)
 
     def project(self, projection: str, x: torch.Tensor, groups: Groups) -> torch.Tensor:
         """``[S, K]`` to ``[S, N]``, rows sorted by expert."""

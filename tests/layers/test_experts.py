@@ -165,6 +165,14 @@ def test_random_numbers_belong_to_layer_and_expert_and_follow_the_step():
     assert random_layers(layer) == [layer] and random_layers(quantized()) == []
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_no_tokens_at_all(family):
+    layer, plain = quantized(family, torch.float32), plain_experts(family, torch.float32)
+    found, expected = (passes(each, *routing(0, dtype=torch.float32)) for each in (layer, plain))
+    assert found[0].shape == (0, 64)
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
 def test_wrong_inputs_are_refused():
     layer = quantized(dtype=torch.float32)
     states, index, weights = routing(dtype=torch.float32)
