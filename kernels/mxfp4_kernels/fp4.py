@@ -34,8 +34,11 @@ def nvfp4_scales_kernel(
     bytes. ``top_ptr`` points to the largest scale bytes plus one, of rows or of all; ``factor_ptr`` to float32 bits of
     the powers of two, ``misfits_ptr`` to a counter of scales that E4M3 does not have."""
     row = tl.arange(0, 128)[:, None]
-    at_row = tl.program_id(0).to(tl.int64) * 128 + row
-    block = tl.program_id(1) * BLOCKS + tl.arange(0, BLOCKS)[None, :]
+    groups = tl.cdiv(n_blocks, BLOCKS)
+    row_tile = tl.program_id(0) // groups
+    group = tl.program_id(0) % groups
+    at_row = row_tile.to(tl.int64) * 128 + row
+    block = group * BLOCKS + tl.arange(0, BLOCKS)[None, :]
     inside = (at_row < n_rows) & (block < n_blocks)
     byte = tl.load(byte_ptr + at_row * n_blocks + block, mask=inside, other=0).to(tl.int32)
     top_at = at_row if BY_ROWS else at_row * 0
@@ -55,12 +58,12 @@ def nvfp4_scales_kernel(
     # Byte 0 is a block of zeros, or of numbers that are none in the products of GPUs.
     code = tl.where(inside, tl.where(byte == NAN_BYTE, 0x7F, code), 0).to(tl.uint8)
     col_tiles = (n_blocks + 1) // 2
-    tile = tl.program_id(0).to(tl.int64) * col_tiles + block // 2
+    tile = row_tile.to(tl.int64) * col_tiles + block // 2
     at = out_ptr + tile * 512 + 16 * (row % 32) + 4 * (row // 32) + 2 * (block % 2)
     written = block < 2 * col_tiles
     tl.store(at, code, mask=written)
     tl.store(at + 1, code, mask=written)
-    if tl.program_id(1) == 0:
+    if group == 0:
         tl.store(factor_ptr + top_at, base << 23, mask=at_row < (n_rows if BY_ROWS else 1))
     tl.atomic_add(misfits_ptr, tl.sum(tl.sum(misfits.to(tl.int32), axis=1), axis=0), sem="relaxed")
 
@@ -98,5 +101,5 @@ def nvfp4_scales(
     parts = byte.contiguous(), None if macro is None else macro.contiguous(), top, out, factor, misfits
     numbers = n_rows, n_blocks, 0 if macro is None else macro.shape[1]
     with on(byte.device):
-        nvfp4_scales_kernel[(row_tiles, triton.cdiv(n_blocks, 16))](*parts, *numbers, BY_ROWS=by_rows, BLOCKS=16)
+        nvfp4_scales_kernel[(row_tiles * triton.cdiv(n_blocks, 16),)](*parts, *numbers, BY_ROWS=by_rows, BLOCKS=16)
     return out.view(torch.float8_e4m3fn), factor.view(torch.float32), misfits

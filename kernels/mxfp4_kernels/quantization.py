@@ -9,7 +9,8 @@ of columns is transposed on the way into registers; from there on it is like any
 program goes over its elements twice, the second time out of the caches, so that it needs no more registers than for
 one.
 
-Launch: the first axis of the grid runs over the tiles of a matrix, the second one over the matrices of a stack.
+Launch: the first axis of the grid runs over the tiles of a matrix, the second one over the matrices of a stack, up to
+`_MOST_MATRICES` at a time.
 """
 
 from __future__ import annotations
@@ -43,6 +44,8 @@ from .common.tile import rotated, store_packed, store_pair_codes, store_pair_val
 
 # AMD's warps have 64 threads, and programs 1024 at most.
 _MOST_WARPS = 16
+#: Programs along the second axis of a grid on GPUs of NVIDIA and AMD.
+_MOST_MATRICES = 2**16 - 1
 
 
 @triton.jit
@@ -109,7 +112,7 @@ def _quantize_strip(
             store_packed(y, out, place, row_bytes, random, SCHEME, SIDE)
 
 
-@triton.jit(do_not_specialize=["col_tiles", "seed_low", "seed_high", "seed_low_t", "seed_high_t"])
+@triton.jit(do_not_specialize=["col_tiles", "first_matrix", "seed_low", "seed_high", "seed_low_t", "seed_high_t"])
 def quantize_kernel(
     x_ptr,
     out,
@@ -117,6 +120,7 @@ def quantize_kernel(
     lengths,
     row_bytes,
     col_tiles,
+    first_matrix,
     seed_low,
     seed_high,
     seed_low_t,
@@ -136,7 +140,7 @@ def quantize_kernel(
     pid = tl.program_id(0)
     row_start = (pid // col_tiles).to(tl.int64) * TILE.HEIGHT
     col_start = (pid % col_tiles).to(tl.int64) * TILE.WIDTH
-    stack = tl.program_id(1).to(tl.int64)
+    stack = first_matrix + tl.program_id(1).to(tl.int64)
     x_ptr += stack * lengths.x_stack_stride
     if SIDE_T is not None:
         for strip in range(TILE.WIDTH // TILE.STRIP):
@@ -284,21 +288,23 @@ def _launch(x: torch.Tensor, out: Sides, scheme: Scheme, sides: Sides, dtype: to
     col_tiles = triton.cdiv(out_cols if sides.rows else n_cols, tile.WIDTH)
     row_tiles = triton.cdiv(out_cols_t if sides.columns else n_rows, tile.HEIGHT)
     with on(x.device):
-        quantize_kernel[(row_tiles * col_tiles, stack)](
-            bits(x),
-            out,
-            Sides(rows.signs, columns.signs),
-            Lengths(n_rows, n_cols, out_cols, out_cols_t, x.stride(1), x.stride(0)),
-            Sides(row_bytes(out_cols, scheme), row_bytes(out_cols_t, scheme)) if packs else Sides(None, None),
-            col_tiles,
-            *rows.halves,
-            *columns.halves,
-            None if packs else scheme.alpha,
-            TILE=tile,
-            SCHEME=constants,
-            SIDES=_side_constants(x, scheme, sides, dtype, packs),
-            **compile_options(tile),
-        )
+        for first in range(0, stack, _MOST_MATRICES):
+            quantize_kernel[(row_tiles * col_tiles, min(stack - first, _MOST_MATRICES))](
+                bits(x),
+                out,
+                Sides(rows.signs, columns.signs),
+                Lengths(n_rows, n_cols, out_cols, out_cols_t, x.stride(1), x.stride(0)),
+                Sides(row_bytes(out_cols, scheme), row_bytes(out_cols_t, scheme)) if packs else Sides(None, None),
+                col_tiles,
+                first,
+                *rows.halves,
+                *columns.halves,
+                None if packs else scheme.alpha,
+                TILE=tile,
+                SCHEME=constants,
+                SIDES=_side_constants(x, scheme, sides, dtype, packs),
+                **compile_options(tile),
+            )
 
 
 def _side_constants(x: torch.Tensor, scheme: Scheme, sides: Sides, dtype: torch.dtype, packs: bool) -> Sides:

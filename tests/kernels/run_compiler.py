@@ -146,7 +146,7 @@ def quantize_variant(target, dtype, scheme: Scheme, sides: Sides, packs: bool, a
         "lengths": Lengths(*[size] * 6),
         "row_bytes": Sides(*[RowBytes(*[size] * 3) if packs else None] * 2),
         "alpha": None if packs else "fp32",
-        **dict.fromkeys(("col_tiles", "seed_low", "seed_high", "seed_low_t", "seed_high_t"), "i32"),
+        **dict.fromkeys(("col_tiles", "first_matrix", "seed_low", "seed_high", "seed_low_t", "seed_high_t"), "i32"),
     }
     tile = tile_shape(scheme, sides)
     pairs = aligned and target.backend == "cuda" and has_bf16x2(dtype, scheme, packs)

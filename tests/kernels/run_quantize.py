@@ -19,6 +19,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.nn.functional as F
@@ -29,7 +30,7 @@ import mxfp4_kernels
 from hf_mxfp4 import numerics
 from hf_mxfp4.gemm import to_fp4, to_fp8
 from hf_mxfp4.numerics import QuantScheme
-from mxfp4_kernels import Scheme, Side
+from mxfp4_kernels import Scheme, Side, quantization
 
 
 def adversarial_rows(shape: tuple[int, int], dtype: torch.dtype, start: int, rng: torch.Generator) -> torch.Tensor:
@@ -175,6 +176,8 @@ def layouts() -> Iterator[Case]:
         ("matrices of whole tiles", torch.randn(2, 64, 50, generator=rng), tiles),
     ):
         yield label, wrong(x, scheme, {}, x.dtype)
+    with mock.patch.object(quantization, "_MOST_MATRICES", 2):
+        yield "matrices in several launches", wrong(torch.randn(5, 33, 40, generator=rng).mT, fallback, {}, DTYPES[0])
     # The largest magnitudes: scales at the end of the range, products and sums that leave float32.
     largest = torch.linspace(0.5, 1.0, 512, dtype=torch.float64) * torch.finfo(torch.float32).max
     x = torch.stack((largest, -largest.flip(0), largest / 2)).float()

@@ -10,13 +10,15 @@ import pytest
 import torch
 
 import mxfp4_kernels
+from benchmarks.gpu.model.gpus import gpus_of
+from benchmarks.gpu.model.stub import Launch, cuda_of, stub_gpu
 from hf_mxfp4 import numerics
 from mxfp4_kernels import Packed, Scheme, Side, linear_w4a16
 from mxfp4_kernels.decode import counters
 
 
 @pytest.mark.parametrize(
-    ("what", "cases"), [("schemes", 33), ("pairs", 24), ("layouts", 28), ("sides", 31), ("fp8", 39)]
+    ("what", "cases"), [("schemes", 33), ("pairs", 24), ("layouts", 29), ("sides", 31), ("fp8", 39)]
 )
 def test_interpreted_kernels_equal_eager_bit_for_bit(run_script, what, cases):
     report = run_script("run_quantize.py", what, interpret=True)
@@ -205,6 +207,22 @@ def test_counters_are_never_allocated_by_the_launching_thread(monkeypatch):
     # Those of graphs, those of the stream, and more of these; the first are cleared before any graph can run.
     assert len(threads) == 3 and threading.get_ident() not in threads
     assert synchronized == [1]
+
+
+def test_grids_are_as_large_as_gpus_allow():
+    """CUDA and HIP launch 2**16 - 1 programs along the second and the third axis of a grid, and 2**31 - 1 along the
+    first one."""
+    (gpu,) = gpus_of("sm_100")
+    with stub_gpu(gpu) as steps:
+        matrices = torch.empty(140_000, 2, 64, dtype=torch.bfloat16, device=cuda_of(gpu))
+        mxfp4_kernels.quantize(matrices.mT)
+        mxfp4_kernels.fake_quantize_rows_and_columns(matrices)
+        mxfp4_kernels.fake_quantize(matrices, Scheme(block_rows=32))
+        mxfp4_kernels.nvfp4_scales(torch.empty(2, 2**21, dtype=torch.uint8, device=cuda_of(gpu)))
+    launches = [step for step in steps if isinstance(step, Launch)]
+    assert all(max(launch.grid[1:], default=1) < 2**16 for launch in launches)
+    matrices_of = [(launch.arguments[6], launch.grid[1]) for launch in launches[:-1]]
+    assert matrices_of == [(0, 65535), (65535, 65535), (131070, 8930)] * 3
 
 
 # ---- compiled -------------------------------------------------------------------------------------------------------
