@@ -14,7 +14,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 import hf_mxfp4
 import mxfp4_kernels
-from hf_mxfp4 import MXFP4Linear, MXFP4RLConfig, numerics
+from hf_mxfp4 import MXFP4Experts, MXFP4Linear, MXFP4RLConfig, numerics
 from hf_mxfp4.backends import quantize_e4m3
 from hf_mxfp4.gemm import WeightCache
 from hf_mxfp4.layers import MXFP4PackedExperts, MXFP4PackedLinear
@@ -62,7 +62,8 @@ FORWARD = ("w4a16", "w4a8", "w4a4", "w4a4, plain", "w4a4, 4.3 bits", "w4a4, 4.3 
 
 def cases(tiny: bool = False) -> list[Case]:
     """Return all of them, in order of importance; with ``tiny`` on shapes that an interpreter manages."""
-    return [*_quantize(tiny), *_to_e4m3(tiny), *_decode(tiny), *_experts(tiny), *_linear(tiny), *_forward(tiny)]
+    kernels, layers = (_quantize, _to_e4m3, _decode, _experts), (_linear, _forward)
+    return [case for made in (_trained_experts, *kernels, *layers) for case in made(tiny)]
 
 
 def random_matrix(device: torch.device, *shape: int) -> torch.Tensor:
@@ -183,29 +184,44 @@ def _nf4_product(rows: int, n: int, k: int):
     return build
 
 
-def _experts(tiny: bool) -> Iterator[Case]:
-    """Yield the experts of Qwen3-30B-A3B with packed weights."""
-    hidden, inner, count, chosen = (64, 32, 4, 2) if tiny else (2048, 768, 128, 8)
+def _sizes_of_experts(tiny: bool) -> tuple[int, int, int, int]:
+    """Return hidden and inner size, experts, and experts of a token of Qwen3-30B-A3B."""
+    return (64, 32, 4, 2) if tiny else (2048, 768, 128, 8)
 
-    def plain(device: torch.device) -> nn.Module:
-        sizes = {"hidden_size": hidden, "moe_intermediate_size": inner}
-        config = Qwen3MoeConfig(**sizes, num_experts=count, num_experts_per_tok=chosen)
-        config._experts_implementation = "grouped_mm"
-        torch.manual_seed(0)
-        with device:
-            experts = Qwen3MoeExperts(config).bfloat16().requires_grad_(False)
-        for weight in (experts.gate_up_proj, experts.down_proj):
-            weight.normal_(std=weight.shape[-1] ** -0.5)
-        return experts
+
+def _plain_experts(device: torch.device, tiny: bool) -> nn.Module:
+    hidden, inner, count, chosen = _sizes_of_experts(tiny)
+    sizes = {"hidden_size": hidden, "moe_intermediate_size": inner}
+    config = Qwen3MoeConfig(**sizes, num_experts=count, num_experts_per_tok=chosen)
+    config._experts_implementation = "grouped_mm"
+    torch.manual_seed(0)
+    with device:
+        experts = Qwen3MoeExperts(config).bfloat16().requires_grad_(False)
+    for weight in (experts.gate_up_proj, experts.down_proj):
+        weight.normal_(std=weight.shape[-1] ** -0.5)
+    return experts
+
+
+def _routed(device: torch.device, tokens: int, tiny: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return hidden states of tokens, their experts, and the weights of these."""
+    hidden, _, count, chosen = _sizes_of_experts(tiny)
+    x = random_matrix(device, tokens, hidden)
+    scores, ids = torch.randn(tokens, count, device=device).softmax(-1).topk(chosen)
+    return x, ids, scores.bfloat16()
+
+
+def _experts(tiny: bool) -> Iterator[Case]:
+    """Yield experts with packed weights."""
+    hidden, inner, count, chosen = _sizes_of_experts(tiny)
 
     def called(experts: nn.Module, device: torch.device, tokens: int) -> Call:
-        x = random_matrix(device, tokens, hidden)
-        scores, ids = torch.randn(tokens, count, device=device).softmax(-1).topk(chosen)
-        return torch.no_grad()(lambda: experts(x, ids, scores.bfloat16()))
+        inputs = _routed(device, tokens, tiny)
+        return torch.no_grad()(lambda: experts(*inputs))
 
     def packed(device: torch.device, backend: str, tokens: int) -> Call:
         config = MXFP4RLConfig(mode="packed", backend=backend)
-        return called(MXFP4PackedExperts.from_experts(plain(device), config, "experts"), device, tokens)
+        experts = MXFP4PackedExperts.from_experts(_plain_experts(device, tiny), config, "experts")
+        return called(experts, device, tokens)
 
     for tokens in (1, 5) if tiny else (1, 16, 64):
         reached = 1 - (1 - chosen / count) ** tokens
@@ -218,7 +234,7 @@ def _experts(tiny: bool) -> Iterator[Case]:
             lambda device, backend, tokens=tokens: packed(device, backend, tokens),
             4.3125 / 8 * weights + others,
             {"bf16": flops},
-            {BF16: lambda device, tokens=tokens: called(plain(device), device, tokens)},
+            {BF16: lambda device, tokens=tokens: called(_plain_experts(device, tiny), device, tokens)},
             tolerance=5e-2,
             reached=reached,
         )
@@ -227,16 +243,39 @@ def _experts(tiny: bool) -> Iterator[Case]:
 # ---- training -------------------------------------------------------------------------------------------------------
 
 
+def _trained_experts(tiny: bool) -> Iterator[Case]:
+    """Yield both passes of experts, whose products of PyTorch assert on the GPU what no CPU does."""
+    hidden, inner, count, chosen = _sizes_of_experts(tiny)
+    tokens = 32 if tiny else TOKENS
+    rows, n_weights = tokens * chosen, 3 * hidden * inner * count
+
+    def build(device: torch.device, backend: str) -> Call:
+        config = replace(TRAINED["w4a8"], backend=backend)
+        return called(MXFP4Experts.from_experts(_plain_experts(device, tiny), config, "experts"), device)
+
+    def called(experts: nn.Module, device: torch.device) -> Call:
+        grad = random_matrix(device, tokens, hidden)
+        return _both_passes(experts.requires_grad_(), grad, *_routed(device, tokens, tiny))
+
+    n_bytes, flops = 2.0 * (2 * rows * (2 * hidden + 3 * inner) + 2 * n_weights), 18.0 * rows * hidden * inner
+    peers = {BF16: lambda device: called(_plain_experts(device, tiny), device)}
+    shape = tokens, count, hidden, inner
+    yield Case("linear", "experts, w4a8", shape, build, n_bytes, {"bf16": flops}, peers, tolerance=5e-2)
+
+
 def _linear(tiny: bool) -> Iterator[Case]:
     tokens, n, k = shape = (32, 48, 96) if tiny else (TOKENS, 4096, 14336)
     n_bytes, flops = 2.0 * (2 * tokens * (n + k) + 2 * n * k), 6.0 * tokens * n * k
 
     def build(device: torch.device, backend: str, config: MXFP4RLConfig) -> Call:
-        layer = MXFP4Linear(k, n, bias=False, device="meta", config=replace(config, backend=backend))
-        return _both_passes(layer, device, tokens)
+        return called(MXFP4Linear(k, n, bias=False, device="meta", config=replace(config, backend=backend)), device)
 
     def plain(device: torch.device) -> Call:
-        return _both_passes(nn.Linear(k, n, bias=False, device="meta"), device, tokens)
+        return called(nn.Linear(k, n, bias=False, device="meta"), device)
+
+    def called(layer: nn.Linear, device: torch.device) -> Call:
+        layer.weight = nn.Parameter(_weight(device, n, k))
+        return _both_passes(layer, random_matrix(device, tokens, n), random_matrix(device, tokens, k))
 
     for name, config in TRAINED.items():
         made = partial(build, config=config)
@@ -258,16 +297,15 @@ def _forward(tiny: bool) -> Iterator[Case]:
         yield Case("forward", name, shape, made, n_bytes, flops, peers, tolerance=5e-2)
 
 
-def _both_passes(layer: nn.Linear, device: torch.device, tokens: int) -> Call:
-    """Return the forward and the backward pass after an update of the weight: output and both gradients."""
-    layer.weight = nn.Parameter(_weight(device, layer.out_features, layer.in_features))
-    x = random_matrix(device, tokens, layer.in_features).requires_grad_()
-    grad = random_matrix(device, tokens, layer.out_features)
+def _both_passes(layer: nn.Module, grad: torch.Tensor, x: torch.Tensor, *routing: torch.Tensor) -> Call:
+    """Return the forward and the backward pass after an update of the weights: output and all gradients."""
+    leaves = [x.requires_grad_(), *layer.parameters()]
 
     def run() -> tuple[torch.Tensor, ...]:
         with torch.no_grad():
-            layer.weight[:1, :1].add_(0)
-        out = layer(x)
-        return out, *torch.autograd.grad(out, (x, layer.weight), grad)
+            for weight in leaves[1:]:
+                weight[:1, :1].add_(0)
+        out = layer(x, *routing)
+        return out, *torch.autograd.grad(out, leaves, grad)
 
     return run

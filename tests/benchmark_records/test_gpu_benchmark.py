@@ -75,6 +75,11 @@ def test_what_no_longer_fits_into_the_time_is_skipped(tmp_path):
     assert [(r["status"], r["reason"]) for r in recorded(bench)] == [("skipped", "no time left")]
 
 
+def test_the_backward_pass_of_experts_comes_first():
+    """Of all that is measured, it alone runs the products of CUDA that assert how their operands lie in memory."""
+    assert cases()[0].name == "linear / experts, w4a8"
+
+
 def test_every_section_is_documented():
     text = (records.ROOT / "docs" / "performance.md").read_text()
     assert all(f"`{name}`" in text for name in command.SECTIONS)

@@ -16,7 +16,18 @@ import hf_mxfp4
 from hf_mxfp4 import MXFP4Linear, MXFP4PackedLinear, MXFP4RLConfig, lab, numerics
 from hf_mxfp4.backends import backend_for
 from hf_mxfp4.backends import triton as triton_kernels
-from hf_mxfp4.gemm import group_by_expert, hardware_of, matmul_counts, reset_matmul_counts, select_matmul
+from hf_mxfp4.gemm import (
+    GemmSpec,
+    GemmState,
+    Groups,
+    LayerRng,
+    group_by_expert,
+    hardware_of,
+    matmul_counts,
+    quantized_linear,
+    reset_matmul_counts,
+    select_matmul,
+)
 from hf_mxfp4.integrations.transformers.swap import quantize_linears
 from mxfp4_kernels import Packed, Scheme, Side, fake_quantize_rows_and_columns, linear_w4a16
 
@@ -34,6 +45,23 @@ def report_of(script: str, *arguments: str, timeout: float = 550):
 
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+
+
+@pytest.mark.parametrize("preset", ["w4a16", "w4a8", "w4a8g8", "w4a4", "w4a4g4"])
+def test_experts_with_any_number_of_tokens_have_the_outputs_and_gradients_of_the_cpu(preset):
+    torch.manual_seed(0)
+    counts, scheme = (5, 0, 33, 2), MXFP4RLConfig(preset=preset).gemms()
+    sizes = (sum(counts), 256), (len(counts), 128, 256), (len(counts), 128), (sum(counts), 128)
+    x, weight, bias, grad = (torch.randn(*size).bfloat16() for size in sizes)
+    results = {}
+    for device in ("cuda", "cpu"):
+        state = GemmState(GemmSpec(scheme, matmul_backend="auto"), [LayerRng(0, str(e)) for e in range(len(counts))])
+        leaves = [tensor.to(device).requires_grad_() for tensor in (x, weight, bias)]
+        out = quantized_linear(*leaves, state, Groups(counts))
+        out.backward(grad.to(device))
+        results[device] = [tensor.cpu().float() for tensor in (out.detach(), *(leaf.grad for leaf in leaves))]
+    for found, expected in zip(*results.values(), strict=True):
+        torch.testing.assert_close(found, expected, rtol=2e-2, atol=2e-2 * float(expected.abs().max()))
 
 
 @pytest.mark.timeout(1000)

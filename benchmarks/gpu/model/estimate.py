@@ -130,7 +130,8 @@ def estimate_operator(step: Operator, gpu: GPU, reached: float = 1.0) -> Estimat
 
 
 #: Operators that multiply matrices: where the first of both is among their tensors.
-PRODUCTS = {"mm": 0, "bmm": 0, "addmm": 1, "_grouped_mm": 0, "_scaled_mm": 0, "_scaled_mm_v2": 0}
+PRODUCTS = {"mm": 0, "bmm": 0, "addmm": 1, "_scaled_mm": 0, "_scaled_mm_v2": 0}
+PRODUCTS |= {"_grouped_mm": 0, "_scaled_grouped_mm": 0}
 #: Kind of tensor cores by the dtype of the operands; two numbers of fp4 are one element.
 KINDS = {torch.float8_e4m3fn: "fp8", torch.float4_e2m1fn_x2: "fp4"}
 

@@ -4,7 +4,7 @@
 Within [`stub_gpu`] tensors of torch's meta device say that they are on a CUDA device, so that layers and kernels take
 the very way that they take on that GPU, in both passes. A Triton kernel is noted with the arguments of its launch, an
 operator of torch that computes with its name and shapes; none of them runs. Self-checks of kernels, which look at
-numbers, count as passed; FP4 and FP8 operands are exact.
+numbers, count as passed; FP4 and FP8 operands are exact, and all experts have as many rows.
 """
 
 import contextlib
@@ -136,12 +136,14 @@ def _stand_ins(gpu: GPU, device: torch.device, steps: list[Step]) -> Iterator[tu
     yield torch.Tensor, "is_cuda", property(lambda x: is_on(x).type == "meta")
     yield torch.Tensor, "is_meta", property(lambda x: is_on(x).type == "meta" and bool(_in_torch))
     yield triton.JITFunction, "run", run
-    block_scaled = import_module("hf_mxfp4.gemm.block_scaled")
+    block_scaled, groups = map(import_module, ("hf_mxfp4.gemm.block_scaled", "hf_mxfp4.gemm.groups"))
     yield block_scaled, "fit", lambda *operands: True
     yield torch.Tensor, "item", lambda _: 0  # an FP8 weight is exact
+    yield groups.Groups, "counts", property(lambda self: (self.n_rows // self.n_experts,) * self.n_experts)
     # The function of torch 2.13 that gives the shape of MXFP4 products asks for half of their scales.
     no_mxfp4 = lambda recipe, _: "torch gives it no shape" if recipe == "mxfp4" else None  # noqa: E731
     yield block_scaled, "problem", no_mxfp4
+    yield torch.nn.functional, "scaled_grouped_mm", _scaled_grouped_mm
     yield torch.version, "cuda", "13.0"
     yield torch.cuda, "_lazy_init", lambda: None
     yield torch.cuda, "device", lambda _: contextlib.nullcontext()
@@ -151,6 +153,15 @@ def _stand_ins(gpu: GPU, device: torch.device, steps: list[Step]) -> Iterator[tu
     yield torch.cuda, "current_device", lambda: device.index
     yield torch.cuda, "current_stream", lambda *_: stream
     yield torch.cuda, "is_current_stream_capturing", lambda: False
+
+
+def _scaled_grouped_mm(
+    a: torch.Tensor, b: torch.Tensor, scale_a: torch.Tensor, _: Any, scale_b: torch.Tensor, *rest: Any, **options: Any
+) -> torch.Tensor:
+    """Stand for the function of this name: the operator that torch 2.13 calls in it has no shapes for meta tensors, the
+    one before it has."""
+    dtype, offsets = options["output_dtype"], options["offs"]
+    return torch._scaled_grouped_mm(a, b, scale_a, scale_b, offs=offsets, out_dtype=dtype)
 
 
 class _Operators(TorchDispatchMode):
