@@ -263,7 +263,11 @@ def _expert_gradients(
         return grad_x, matmul_tokens(rows, saved.to(rows.dtype), groups) if needs[1] else None
     grad_x = None
     if needs[0] and isinstance(right, FP8Operand):
-        grad_x = _product("dgrad", rows, right, state.spec, None, groups=groups)
+        dgrad, backend, left = state.spec.scheme.dgrad, state.spec.backend, None
+        if dgrad.is_random:  # each expert draws its own numbers; products with a rotation are not in FP8
+            operand = dgrad.left, "dgrad", "grad"
+            left = torch.cat([quantize_operand(rows[own], *operand, state.rng_of(e), backend) for e, own in groups])
+        grad_x = _product("dgrad", rows, right, state.spec, None, left, groups)
         needs, right = (False, *needs[1:]), None
     elif needs[0]:
         grad_x = rows.new_empty(rows.shape[0], masters.shape[2])

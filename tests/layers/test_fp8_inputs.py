@@ -202,32 +202,57 @@ def scaled_grouped_mm(a, b, scale_a, recipe_a, scale_b, recipe_b, *, offs, outpu
     return out
 
 
-@needs_fp8_on_cpu
-@pytest.mark.parametrize("spread", [False, True])
-@pytest.mark.parametrize("grouped", [True, False])
-def test_experts_are_multiplied_at_once_where_the_device_has_that_product(grouped, spread, monkeypatch, request):
+@pytest.fixture
+def grouped_products(monkeypatch, request):
+    """CPUs have FP8 products of all experts in one launch."""
     monkeypatch.setattr(F, "scaled_grouped_mm", scaled_grouped_mm)
-    monkeypatch.setattr(products, "GROUPED_FP8_HARDWARE", ("cpu",) if grouped else ())
+    monkeypatch.setattr(products, "GROUPED_FP8_HARDWARE", ("cpu",))
     select_matmul.cache_clear()
     request.addfinalizer(select_matmul.cache_clear)
+
+
+def check_experts(weight: torch.Tensor, config: MXFP4RLConfig) -> dict:
+    """Experts compute the same on dense and on FP8 products; return the counts of the latter."""
     generator = torch.Generator().manual_seed(3)
     x, grad, bias = (torch.randn(*size, generator=generator) for size in ((M, 64), (M, 48), (3, 48)))
-    weight = torch.randn(3, 48, 64, generator=generator)
-    if spread:
-        weight *= 2.0 ** torch.linspace(-14, 14, 48).round()[:, None]
-    gemms, found = MXFP4RLConfig(preset="w4a8g8", **PLAIN).gemms(), {}
+    found = {}
     for backend in ("dense", "fp8"):
         gemm.reset_matmul_counts()
-        state = GemmState(GemmSpec(gemms, matmul_backend=backend), [LayerRng(0, f"experts.{e}") for e in range(3)])
+        spec = GemmSpec(config.gemms(), matmul_backend=backend)
         leaves = [t.clone().requires_grad_() for t in (x, weight, bias)]
+        state = GemmState(spec, [LayerRng(0, f"experts.{e}") for e in range(3)])
         y = quantized_linear(*leaves, state, Groups([M - 16, 0, 16]))
         y.backward(grad)
         found[backend] = [y.detach(), *(t.grad for t in leaves)]
     for fp8_result, dense in zip(found["fp8"], found["dense"], strict=True):
         torch.testing.assert_close(fp8_result, dense, rtol=1e-5, atol=1e-5 * float(dense.abs().max()))
+    return gemm.matmul_counts()
+
+
+def weights_of_experts() -> torch.Tensor:
+    return torch.randn(3, 48, 64, generator=torch.Generator().manual_seed(4))
+
+
+@needs_fp8_on_cpu
+@pytest.mark.parametrize("spread", [False, True])
+@pytest.mark.parametrize("grouped", [True, False])
+def test_experts_are_multiplied_at_once_where_the_device_has_that_product(
+    grouped, spread, monkeypatch, grouped_products
+):
+    if not grouped:
+        monkeypatch.setattr(products, "GROUPED_FP8_HARDWARE", ())
+    rows = 2.0 ** torch.linspace(-14, 14, 48).round()[:, None] if spread else 1.0
+    counts = check_experts(weights_of_experts() * rows, MXFP4RLConfig(preset="w4a8g8", **PLAIN))
     by = {True: "fp8", False: "dense"}[grouped]
     counted = {"fprop": {by: 1}, "dgrad": {by: 1 if grouped else 2}, "wgrad": {"fp8": 2}}  # of each expert with rows
-    assert gemm.matmul_counts() == {**counted, "inexact_elements": 0}
+    assert counts == {**counted, "inexact_elements": 0}
+
+
+@needs_fp8_on_cpu
+@pytest.mark.parametrize("random", [("dgrad",), ("dgrad", "wgrad")], ids=str)
+def test_each_expert_rounds_its_gradients_at_random_on_fp8_products_too(random, grouped_products):
+    config = MXFP4RLConfig(preset="w4a8", **dict.fromkeys(random, {"grad": "rceil+stochastic"}), **PLAIN)
+    assert check_experts(weights_of_experts(), config)["dgrad"] == {"fp8": 1}
 
 
 @needs_fp8_on_cpu
