@@ -168,9 +168,9 @@ def swapped(model: nn.Module, config: MXFP4RLConfig) -> Iterator[float | None]:
         raise ValueError(f"{type(model).__name__} is quantized; schemes are put on a model in full precision")
     before = dict(model.named_modules(remove_duplicate=False))
     attributes = {name: model.__dict__[name] for name in _SET_BY_TRANSFORMERS if name in model.__dict__}
-    # As transformers does it, which knows the quantizer.
-    AutoHfQuantizer.from_config(for_evaluation(config)).preprocess_model(model)
     try:
+        # As transformers does it, which knows the quantizer. It marks the model before the scheme is checked.
+        AutoHfQuantizer.from_config(for_evaluation(config)).preprocess_model(model)
         if not any(isinstance(module, TRAINABLE) for module in model.modules()):
             raise ValueError(f"{config.describe()} quantizes no layer of {type(model).__name__}")
         yield master_sqnr(model)

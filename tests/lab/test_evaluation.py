@@ -102,6 +102,12 @@ def test_a_model_is_left_as_it_was():
         assert dict(model.named_modules()) != modules
         raise KeyError
     assert dict(model.named_modules()) == modules and set(model.__dict__) == attributes
+    with (
+        pytest.raises(ValueError, match="matches no layer"),
+        swapped(model, factors_config(modules_to_not_convert=["model"])),
+    ):
+        pass
+    assert dict(model.named_modules()) == modules and set(model.__dict__) == attributes
     reference_of(model, TEXTS)
     assert all(module.training for module in model.modules())
     with swapped(model, factors_config()), pytest.raises(ValueError, match="is quantized; schemes are put on"):
