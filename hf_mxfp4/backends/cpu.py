@@ -49,7 +49,7 @@ def library_problem() -> str | None:
     if loaded is None:
         logger.warning("CPU quantization runs eagerly, without the fused functions: %s", reason)
         return reason
-    if not _agrees_with_the_reference():
+    if not _agrees_with_the_reference() or not _multiplies_as_the_reference():
         logger.warning(
             "the fused CPU functions were compiled wrongly and are not used, so the CPU runs eagerly; to compile them "
             "with another compiler, set CXX and delete %s",
@@ -143,6 +143,22 @@ def _agrees_with_the_reference() -> bool:
                 return False
     x = x[:, :256]
     return all(torch.equal(library.rotate(x, size), numerics.rotate(x, size)) for size in numerics.ROTATION_SIZES)
+
+
+def _multiplies_as_the_reference() -> bool:
+    """Return whether products on codes, of whole numbers and so exact in every order of sums, are right."""
+    generator, like = torch.Generator().manual_seed(0), {"dtype": torch.float32, "device": "cpu"}
+    x = torch.randint(-2, 3, (6, 300), generator=generator, **like)
+    weights = torch.randint(-4, 5, (3, 33, 300), generator=generator, **like)
+    ends = torch.tensor([1, 3, 6], dtype=torch.int32, device="cpu")  # tiles have 1, 2 and 4 rows
+    for scheme in (QuantScheme(), QuantScheme(ScaleRule.EVEN, 128, "block_mantissas", 1.0)):
+        weight = numerics.quantize(weights, **vars(scheme))
+        values = weight.dequantize(torch.float64).mT
+        expected = torch.cat([x[:1].double() @ values[0], x[1:3].double() @ values[1], x[3:].double() @ values[2]])
+        for dtype in TYPES:
+            if not torch.equal(product(x.to(dtype), weight, ends=ends), expected.to(dtype)):
+                return False
+    return True
 
 
 # ---- products with packed weights -----------------------------------------------------------------------------------

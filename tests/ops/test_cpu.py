@@ -108,7 +108,7 @@ def test_the_callers_default_dtype_and_device_change_nothing(dtype):
     try:
         torch.set_default_dtype(dtype)
         with torch.device("meta"):
-            assert cpu._agrees_with_the_reference()
+            assert cpu.library_problem.__wrapped__() is None
             assert_same(hf_mxfp4.quantize(x).parts, packed.parts)
             assert torch.equal(packed.dequantize(torch.float32).square(), hf_mxfp4.fake_quantize(x).square())
             assert torch.equal(layer(x), y) and torch.equal(numerics.random_signs(16, 3), signs)
@@ -342,6 +342,13 @@ def test_a_library_that_computes_otherwise_is_not_used(tmp_path):
     out, log = backend_in_a_new_process(CXX=quick, HF_MXFP4_CACHE=tmp_path / "cache")
     assert out.startswith("eager") and "disagree with the reference" in out
     assert f"delete {next((tmp_path / 'cache').iterdir())}" in log
+
+
+def test_a_library_that_multiplies_otherwise_is_not_used(monkeypatch):
+    product = cpu.product
+    assert cpu.library_problem.__wrapped__() is None
+    monkeypatch.setattr(cpu, "product", lambda *args, **options: product(*args, **options) * 1.01)
+    assert "disagree with the reference" in cpu.library_problem.__wrapped__()
 
 
 def test_the_library_is_compiled_once_kept_and_replaced_where_it_is_damaged(tmp_path, compiler):
