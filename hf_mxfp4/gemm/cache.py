@@ -26,7 +26,8 @@ class WeightCache:
     Outside of [`open`] every product quantizes its weight. Whoever opens a cache promises that nothing writes the
     weights until it is cleared: the trainer for an optimizer step, `generate` for a call, [`cached_weights`] for a
     block. Writes that PyTorch counts, and tensors in other memory, are noticed all the same; those through ``.data``
-    and by fused optimizers are not.
+    and by fused optimizers are not. A CUDA graph that is captured takes nothing from here and leaves nothing: it is
+    replayed when what was kept is gone, and what it makes is filled only then.
 
     Args:
         models: whose layers look here. A cache that another one is open for already keeps nothing: the first decides.
@@ -63,6 +64,8 @@ class WeightCache:
 
     def find(self, weight: torch.Tensor, key: Hashable) -> Any:
         """Return what is kept for this weight and key, or `None`."""
+        if _is_captured(weight):
+            return None
         kept = self._kept.get(key)
         return kept.value if kept is not None and kept.is_of(weight) else None
 
@@ -73,7 +76,7 @@ class WeightCache:
         if value is None:
             with torch.inference_mode(False), torch.no_grad():  # a backward pass may need later what is kept
                 value = make()
-            if weight.is_leaf:
+            if weight.is_leaf and not _is_captured(weight):
                 self._kept[key] = _Kept.of(weight, value)
         return value
 
@@ -105,6 +108,11 @@ def _identity(weight: torch.Tensor) -> tuple:
     return memory, version, weight.storage_offset(), weight.shape, weight.stride(), weight.dtype
 
 
+def _is_captured(weight: torch.Tensor) -> bool:
+    """Whether products with a weight are being captured in a CUDA graph."""
+    return weight.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
 def gemm_states(model: nn.Module) -> list[GemmState]:
     """Those of all quantized layers of ``model``."""
     found: list[GemmState] = []
@@ -121,7 +129,8 @@ def gemm_states(model: nn.Module) -> list[GemmState]:
 def cached_weights(model: nn.Module, form: str = "auto") -> Iterator[None]:
     """Within this context every quantized layer of ``model`` quantizes its weight at most once and trusts that nobody
     changes it; the copies are dropped at the end. For rollouts, evaluation and whatever else computes often on the same
-    weights; one call of `generate` has such a context of its own. Of nested contexts the outermost decides.
+    weights; one call of `generate` has such a context of its own. Of nested contexts the outermost decides. A CUDA
+    graph that is captured within quantizes weights at each replay.
 
     Args:
         model: whose weights stay as they are.

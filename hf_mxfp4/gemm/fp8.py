@@ -2,6 +2,7 @@
 """Operands for FP8 tensor cores: how activations, gradients, and weights made of codes become E4M3 elements with powers
 of two, and the product of two of them."""
 
+from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 import torch
@@ -67,11 +68,21 @@ def to_fp8(values: torch.Tensor) -> FP8Operand:
         scale = _scale(torch.where(finite, wide, 0), (-1,))
         elements = torch.where(finite, wide / scale, torch.nan).to(torch.float8_e4m3fn).contiguous()
         rounded = (elements.float() * scale != wide).logical_and(finite).sum()
-    if rounded.device not in inexact:
-        with torch.inference_mode(False):  # under which vLLM may be the first to count
-            inexact[rounded.device] = torch.zeros((), dtype=torch.int64, device=rounded.device)
-    inexact[rounded.device].add_(rounded)
+    _count(rounded)
     return FP8Operand(elements, scale)
+
+
+def _count(rounded: torch.Tensor) -> None:
+    """Add to `inexact`. A CUDA graph that is captured before anything was counted counts nothing."""
+    device = rounded.device
+    if device not in inexact:
+        if rounded.is_cuda and torch.cuda.is_current_stream_capturing():
+            return
+        # Another thread allocates: this one's memory may be that of a graph (see `mxfp4_kernels.decode.counters`), and
+        # its modes are the caller's. The copy from the host is complete when it returns.
+        with ThreadPoolExecutor(1) as other:
+            inexact[device] = other.submit(torch.tensor, 0, device=device).result()
+    inexact[device].add_(rounded)
 
 
 def weight_to_fp8(values: torch.Tensor) -> FP8Operand | None:

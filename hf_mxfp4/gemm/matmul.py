@@ -319,4 +319,5 @@ def matmul_counts() -> dict[str, dict[str, int] | int]:
 def reset_matmul_counts() -> None:
     """Count from zero."""
     _counts.clear()
-    inexact.clear()
+    for count in inexact.values():
+        count.zero_()  # in its memory, to which CUDA graphs add

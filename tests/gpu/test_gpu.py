@@ -205,6 +205,23 @@ def test_graphs_replay_beside_other_launches():
         assert all(torch.equal(output, expected) for output in outputs)
 
 
+def test_a_graph_that_was_captured_with_cached_weights_outlives_them():
+    torch.manual_seed(0)
+    layer = MXFP4Linear(1024, 512, device="cuda", dtype=torch.bfloat16, config=MXFP4RLConfig(preset="w4a16"))
+    x = normal(4, 1024)
+    with torch.no_grad():
+        with hf_mxfp4.cached_weights(layer):
+            expected = layer(x)
+            graph, found = captured(lambda: layer(x))
+            assert torch.equal(layer(x), expected)  # nothing was kept that is filled by a replay
+        overwritten = [torch.full((1 << 20,), torch.nan, device="cuda") for _ in range(8)]
+        for _ in range(2):
+            graph.replay()
+            torch.cuda.synchronize()
+            assert torch.equal(found, layer(x)) and overwritten
+            layer.weight.mul_(-2)
+
+
 def test_one_graph_serves_every_routing_and_nothing_waits_for_the_gpu():
     weight, x, ids = packed_weight(8, 384, 256), normal(64, 256), torch.randint(8, (64,), device="cuda")
 

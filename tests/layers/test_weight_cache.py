@@ -134,6 +134,19 @@ def test_freed_memory_is_not_taken_for_the_weight_that_was_there():
             del weight
 
 
+def test_a_captured_graph_neither_takes_what_is_kept_nor_leaves_anything(monkeypatch):
+    """It is replayed when that is gone, and what it makes has no values before."""
+    weight, cache, made = torch.nn.Parameter(torch.ones(2, 2)), WeightCache(), []
+
+    def get(key, is_capturing):
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: is_capturing)
+        return cache.get(weight, key, lambda: made.append(key) or len(made))
+
+    monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda tensor: tensor is weight))
+    assert [get("before", False), get("before", True), get("before", False)] == [1, 2, 1]
+    assert [get("first", True), get("first", False), get("first", False)] == [3, 4, 4]
+
+
 def test_random_numbers_of_another_step_are_other_weights(count):
     layer = make_layer(factors_config(preset="w4a4", fprop={"weight": "rceil+stochastic"}))
     with cached_weights(layer, "packed"), cached_weights(layer, "dense"):

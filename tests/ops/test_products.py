@@ -282,6 +282,22 @@ def test_values_too_small_beside_the_largest_are_rounded_and_counted():
     assert gemm.matmul_counts()["inexact_elements"] == 1
 
 
+def test_rounded_values_are_counted_in_memory_that_stays(monkeypatch):
+    """CUDA graphs add to it when they are replayed, and what is allocated while one is captured is theirs."""
+    counters = importlib.import_module("hf_mxfp4.gemm.fp8").inexact
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    rows = torch.tensor([[2.0**8, 3 * 2.0**-10]])
+    for is_capturing, expected in ((True, 0), (False, 1), (True, 2)):
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda found=is_capturing: found)
+        if not expected:
+            counters.clear()
+        to_fp8(rows)
+        assert gemm.matmul_counts()["inexact_elements"] == expected
+    (counter,) = counters.values()
+    gemm.reset_matmul_counts()
+    assert int(counter) == 0 and counters[counter.device] is counter
+
+
 @needs_fp8_on_cpu
 def test_a_product_of_three_levels_is_exact_where_sums_are():
     """Products are whole multiples of 1/64 below 2**13: float32 holds their sums, so no bit may differ."""

@@ -105,6 +105,8 @@ def stub_gpu(gpu: GPU) -> Iterator[list[Step]]:
         stack.enter_context(mock.patch.object(counters, "_kept_zeros", zeros))
         verified = {(family, device): None for family in self_check.FAMILIES}
         stack.enter_context(mock.patch.dict(self_check._found, verified))
+        counted = {device: torch.zeros((), dtype=torch.int64, device="meta")}
+        stack.enter_context(mock.patch.dict(import_module("hf_mxfp4.gemm.fp8").inexact, counted))
         stack.enter_context(_Operators(steps))
         yield steps
 
