@@ -78,7 +78,12 @@ def test_grpo_and_back_to_mxfp4_and_nvfp4(packed, tmp_path):
         import_checkpoint(tmp_path / format, tmp_path / f"{format}-back")
         assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(tmp_path / f"{format}-back")), expected)
     options = {"quantization_config": Mxfp4Config(dequantize=True)}
-    assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(tmp_path / "gpt-oss", **options)), expected)
+    found = logits(AutoModelForCausalLM.from_pretrained(tmp_path / "gpt-oss", **options))
+    # Other products of the same weights. Sums in another order round a number of bfloat16 to its neighbour, in few
+    # places of two layers; the training moved logits by as much as the largest of them.
+    tolerance = 2**-7 * float(expected.abs().max())
+    torch.testing.assert_close(found, expected, rtol=0, atol=tolerance)
+    assert (before - expected).abs().max() > 50 * tolerance
 
 
 def test_the_format_of_openai_is_to_be_imported_first(packed):
