@@ -9,8 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from factors import factors_config
-from passes import passes
-from same_bits import assert_same
+from passes import assert_product, passes
 from tables import PLAIN
 from torch import nn
 
@@ -87,7 +86,7 @@ def test_other_dtypes_are_kept(recipe, dtype):
     x = torch.randn(3, 64, dtype=dtype)
     y, *grads = passes(layer, x)
     quantized_x, quantized_w = expected_operands(recipe, x, layer.weight)
-    assert torch.equal(y, F.linear(quantized_x, quantized_w, layer.bias))
+    assert_product(y, quantized_x, quantized_w, layer.bias)
     assert [t.dtype for t in (quantized_w, y, *grads)] == [dtype] * 5
 
 
@@ -98,11 +97,11 @@ def test_autocast_with_float32_masters(recipe, input_dtype):
     x, grad = torch.randn(2, 3, 64).to(input_dtype), torch.randn(2, 3, 48).bfloat16()
     y, *grads, grad_bias = passes(layer, x, grad=grad, autocast=True)
     quantized_x, quantized_w = (t.bfloat16() for t in expected_operands(recipe, x, layer.weight))
-    assert_same(y, F.linear(quantized_x, quantized_w, layer.bias.bfloat16()).detach())
-    assert layer.weight.dtype == torch.float32
-    rows = grad.reshape(-1, 48)
-    grad_weight = (rows.t() @ quantized_x.reshape(-1, 64)).float()
-    assert_same(grads, [(grad @ quantized_w).to(input_dtype), grad_weight])
+    rows, inputs = grad.reshape(-1, 48), quantized_x.reshape(-1, 64)
+    assert_product(y.view(-1, 48), inputs, quantized_w, layer.bias.bfloat16())
+    assert [t.dtype for t in (y, layer.weight, *grads)] == [torch.bfloat16, torch.float32, input_dtype, torch.float32]
+    assert_product(grads[0].view(-1, 64).bfloat16(), rows, quantized_w.t())
+    assert_product(grads[1].bfloat16(), rows.t(), inputs.t())
     torch.testing.assert_close(grad_bias, rows.float().sum(0), rtol=1e-2, atol=1e-2)
 
 
