@@ -1,5 +1,6 @@
 # make demo       a whole run on a small model on the CPU
 # make test       the test suite                        make test-all   with the long comparisons against other libraries
+# make test-processors  tests that compare products, with the instructions of an older processor
 # make test-vllm  tests that run vLLM on the CPU, in an environment of their own, .venv-vllm
 # make test-versions  the main tests on the lower bounds of pyproject.toml and on the newest torch (.venv-oldest, .venv-newest)
 # make test-latest    the test suite on the newest release of everything (.venv-latest), and what is newer there
@@ -36,7 +37,15 @@ CONSTRAINTS_latest = true
 VERSIONS ?= oldest newest
 VERSIONS_TESTS := tests/kernels tests/ops tests/layers tests/checkpoint tests/cli tests/rl/test_trainer.py tests/test_quantizer.py
 
-.PHONY: demo test test-all test-vllm test-versions test-latest test-llamacpp test-cases bench-gpu lint types docs release format clean
+# Tests that compare products of several libraries, and variables that leave these fewer instructions than the processor
+# has. `make test-processors PROCESSOR=ATEN_CPU_CAPABILITY=default PROCESSOR_TESTS=tests` runs the test suite so.
+PROCESSOR_TESTS := tests/ops/test_products.py tests/ops/test_cpu_products.py tests/layers/test_linear.py \
+	tests/layers/test_fp8_inputs.py tests/layers/test_packed_linear.py tests/layers/test_packed_experts.py \
+	tests/layers/test_experts.py tests/layers/test_weight_cache.py tests/test_vllm_experts.py tests/test_vllm_plugin.py \
+	tests/checkpoint/test_export_engines.py tests/recipes/test_gpt_oss.py
+PROCESSOR := ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2
+
+.PHONY: demo test test-all test-processors test-vllm test-versions test-latest test-llamacpp test-cases bench-gpu lint types docs release format clean
 
 demo: $(VENV)/runtime
 	$(BIN)/accelerate launch --num_processes 1 --num_machines 1 --mixed_precision no --dynamo_backend no \
@@ -47,6 +56,10 @@ test: $(VENV)/dev
 
 test-all: $(VENV)/dev
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n $(JOBS) --dist loadfile -m 'not vllm and not llamacpp' $(ARGS)
+
+test-processors: $(VENV)/dev
+	$(PROCESSOR) OMP_NUM_THREADS=1 $(BIN)/pytest -n $(JOBS) --dist loadfile -m 'not large and not vllm and not llamacpp' \
+		$(PROCESSOR_TESTS) $(ARGS)
 
 test-vllm: $(VLLM_VENV)/ready
 	OMP_NUM_THREADS=2 PYTHONPATH=.:kernels $(VLLM_VENV)/bin/python -m pytest -m vllm $(VLLM_TESTS) $(ARGS)
