@@ -25,6 +25,8 @@ from .bench import Call, Case
 TOKENS = 8192
 #: ``(out_features, in_features)`` of linear layers of Llama-3.1-8B, and the largest of Qwen2.5-32B.
 LINEARS = (4096, 4096), (4096, 14336), (27648, 5120)
+#: Hidden and inner size, experts, and experts of a token: those of Qwen3-30B-A3B, and tiny ones.
+EXPERTS = (2048, 768, 128, 8), (64, 32, 4, 2)
 BF16 = "BF16"
 #: Options of quantization by name.
 SCHEMES: dict[str, dict[str, Any]] = {
@@ -62,8 +64,8 @@ FORWARD = ("w4a16", "w4a8", "w4a4", "w4a4, plain", "w4a4, 4.3 bits", "w4a4, 4.3 
 
 def cases(tiny: bool = False) -> list[Case]:
     """Return all of them, in order of importance; with ``tiny`` on shapes that an interpreter manages."""
-    kernels, layers = (_quantize, _to_e4m3, _decode, _experts), (_linear, _forward)
-    return [case for made in (_trained_experts, *kernels, *layers) for case in made(tiny)]
+    sections = _trained_experts, _quantize, _to_e4m3, _decode, _experts, _linear, _forward
+    return [case for section in sections for case in section(tiny)]
 
 
 def random_matrix(device: torch.device, *shape: int) -> torch.Tensor:
@@ -184,57 +186,48 @@ def _nf4_product(rows: int, n: int, k: int):
     return build
 
 
-def _sizes_of_experts(tiny: bool) -> tuple[int, int, int, int]:
-    """Return hidden and inner size, experts, and experts of a token of Qwen3-30B-A3B."""
-    return (64, 32, 4, 2) if tiny else (2048, 768, 128, 8)
+def _calls_of_experts(tokens: int, tiny: bool, trained: bool = False):
+    """Return what builds a call of quantized experts, packed or with both passes, and the peers."""
+    hidden, inner, count, chosen = EXPERTS[tiny]
 
+    def call(device: torch.device, config: MXFP4RLConfig | None = None) -> Call:
+        sizes = {"hidden_size": hidden, "moe_intermediate_size": inner}
+        plain = Qwen3MoeConfig(**sizes, num_experts=count, num_experts_per_tok=chosen)
+        plain._experts_implementation = "grouped_mm"
+        torch.manual_seed(0)
+        with device:
+            experts = Qwen3MoeExperts(plain).bfloat16().requires_grad_(False)
+        for weight in (experts.gate_up_proj, experts.down_proj):
+            weight.normal_(std=weight.shape[-1] ** -0.5)
+        if config is not None:
+            experts = (MXFP4Experts if trained else MXFP4PackedExperts).from_experts(experts, config, "experts")
+        x = random_matrix(device, tokens, hidden)
+        scores, ids = torch.randn(tokens, count, device=device).softmax(-1).topk(chosen)
+        inputs = x, ids, scores.bfloat16()
+        if trained:
+            return _both_passes(experts.requires_grad_(), random_matrix(device, tokens, hidden), *inputs)
+        return torch.no_grad()(lambda: experts(*inputs))
 
-def _plain_experts(device: torch.device, tiny: bool) -> nn.Module:
-    hidden, inner, count, chosen = _sizes_of_experts(tiny)
-    sizes = {"hidden_size": hidden, "moe_intermediate_size": inner}
-    config = Qwen3MoeConfig(**sizes, num_experts=count, num_experts_per_tok=chosen)
-    config._experts_implementation = "grouped_mm"
-    torch.manual_seed(0)
-    with device:
-        experts = Qwen3MoeExperts(config).bfloat16().requires_grad_(False)
-    for weight in (experts.gate_up_proj, experts.down_proj):
-        weight.normal_(std=weight.shape[-1] ** -0.5)
-    return experts
-
-
-def _routed(device: torch.device, tokens: int, tiny: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return hidden states of tokens, their experts, and the weights of these."""
-    hidden, _, count, chosen = _sizes_of_experts(tiny)
-    x = random_matrix(device, tokens, hidden)
-    scores, ids = torch.randn(tokens, count, device=device).softmax(-1).topk(chosen)
-    return x, ids, scores.bfloat16()
+    scheme = {"preset": "w4a8"} if trained else {"mode": "packed"}
+    return lambda device, backend: call(device, MXFP4RLConfig(backend=backend, **scheme)), {BF16: call}
 
 
 def _experts(tiny: bool) -> Iterator[Case]:
     """Yield experts with packed weights."""
-    hidden, inner, count, chosen = _sizes_of_experts(tiny)
-
-    def called(experts: nn.Module, device: torch.device, tokens: int) -> Call:
-        inputs = _routed(device, tokens, tiny)
-        return torch.no_grad()(lambda: experts(*inputs))
-
-    def packed(device: torch.device, backend: str, tokens: int) -> Call:
-        config = MXFP4RLConfig(mode="packed", backend=backend)
-        experts = MXFP4PackedExperts.from_experts(_plain_experts(device, tiny), config, "experts")
-        return called(experts, device, tokens)
-
+    hidden, inner, count, chosen = EXPERTS[tiny]
     for tokens in (1, 5) if tiny else (1, 16, 64):
         reached = 1 - (1 - chosen / count) ** tokens
         weights, rows = 3 * hidden * inner * count * reached, tokens * chosen
         others, flops = 2.0 * rows * (2 * hidden + 3 * inner), 2.0 * rows * 3 * hidden * inner
+        build, peers = _calls_of_experts(tokens, tiny)
         yield Case(
             "decode",
             f"experts, {tokens} tokens",
             (count, hidden, inner),
-            lambda device, backend, tokens=tokens: packed(device, backend, tokens),
+            build,
             4.3125 / 8 * weights + others,
             {"bf16": flops},
-            {BF16: lambda device, tokens=tokens: called(_plain_experts(device, tiny), device, tokens)},
+            peers,
             tolerance=5e-2,
             reached=reached,
         )
@@ -244,21 +237,12 @@ def _experts(tiny: bool) -> Iterator[Case]:
 
 
 def _trained_experts(tiny: bool) -> Iterator[Case]:
-    """Yield both passes of experts, whose products of PyTorch assert on the GPU what no CPU does."""
-    hidden, inner, count, chosen = _sizes_of_experts(tiny)
+    """Yield both passes of experts, whose products of PyTorch assert on GPUs what no CPU does."""
+    hidden, inner, count, chosen = EXPERTS[tiny]
     tokens = 32 if tiny else TOKENS
-    rows, n_weights = tokens * chosen, 3 * hidden * inner * count
-
-    def build(device: torch.device, backend: str) -> Call:
-        config = replace(TRAINED["w4a8"], backend=backend)
-        return called(MXFP4Experts.from_experts(_plain_experts(device, tiny), config, "experts"), device)
-
-    def called(experts: nn.Module, device: torch.device) -> Call:
-        grad = random_matrix(device, tokens, hidden)
-        return _both_passes(experts.requires_grad_(), grad, *_routed(device, tokens, tiny))
-
-    n_bytes, flops = 2.0 * (2 * rows * (2 * hidden + 3 * inner) + 2 * n_weights), 18.0 * rows * hidden * inner
-    peers = {BF16: lambda device: called(_plain_experts(device, tiny), device)}
+    rows, weights = tokens * chosen, 3 * hidden * inner * count
+    n_bytes, flops = 2.0 * (2 * rows * (2 * hidden + 3 * inner) + 2 * weights), 18.0 * rows * hidden * inner
+    build, peers = _calls_of_experts(tokens, tiny, trained=True)
     shape = tokens, count, hidden, inner
     yield Case("linear", "experts, w4a8", shape, build, n_bytes, {"bf16": flops}, peers, tolerance=5e-2)
 

@@ -145,7 +145,11 @@ def _stand_ins(gpu: GPU, device: torch.device, steps: list[Step]) -> Iterator[tu
     # The function of torch 2.13 that gives the shape of MXFP4 products asks for half of their scales.
     no_mxfp4 = lambda recipe, _: "torch gives it no shape" if recipe == "mxfp4" else None  # noqa: E731
     yield block_scaled, "problem", no_mxfp4
-    yield torch.nn.functional, "scaled_grouped_mm", _scaled_grouped_mm
+    # The operator behind this function has no shapes for meta tensors, the one before it has.
+    grouped = lambda a, b, scale_a, _, scale_b, *rest, offs, **options: torch._scaled_grouped_mm(  # noqa: E731
+        a, b, scale_a, scale_b, offs, out_dtype=options["output_dtype"]
+    )
+    yield torch.nn.functional, "scaled_grouped_mm", grouped
     yield torch.version, "cuda", "13.0"
     yield torch.cuda, "_lazy_init", lambda: None
     yield torch.cuda, "device", lambda _: contextlib.nullcontext()
@@ -155,15 +159,6 @@ def _stand_ins(gpu: GPU, device: torch.device, steps: list[Step]) -> Iterator[tu
     yield torch.cuda, "current_device", lambda: device.index
     yield torch.cuda, "current_stream", lambda *_: stream
     yield torch.cuda, "is_current_stream_capturing", lambda: False
-
-
-def _scaled_grouped_mm(
-    a: torch.Tensor, b: torch.Tensor, scale_a: torch.Tensor, _: Any, scale_b: torch.Tensor, *rest: Any, **options: Any
-) -> torch.Tensor:
-    """Stand for the function of this name: the operator that torch 2.13 calls in it has no shapes for meta tensors, the
-    one before it has."""
-    dtype, offsets = options["output_dtype"], options["offs"]
-    return torch._scaled_grouped_mm(a, b, scale_a, scale_b, offs=offsets, out_dtype=dtype)
 
 
 class _Operators(TorchDispatchMode):
