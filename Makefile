@@ -43,7 +43,7 @@ PROCESSOR_TESTS := tests/ops/test_products.py tests/ops/test_cpu_products.py tes
 	tests/layers/test_fp8_inputs.py tests/layers/test_packed_linear.py tests/layers/test_packed_experts.py \
 	tests/layers/test_experts.py tests/layers/test_weight_cache.py tests/test_vllm_experts.py tests/test_vllm_plugin.py \
 	tests/checkpoint/test_export_engines.py tests/recipes/test_gpt_oss.py
-PROCESSOR := ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2
+PROCESSOR := HF_MXFP4_CPU=avx2 ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2
 
 .PHONY: demo test test-all test-processors test-vllm test-versions test-latest test-llamacpp test-cases bench-gpu lint types docs release format clean
 
