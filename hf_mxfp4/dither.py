@@ -12,9 +12,20 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
+from .backends import cpu
 from .gemm import LayerRng, quantize
 from .layers import WeightMatrix, gathered, trainable_matrices
-from .numerics import BLOCK_SIZE, FP8, GemmScheme, OperandScheme, QuantScheme, quantize_e4m3, unpack_codes
+from .numerics import (
+    BLOCK_SIZE,
+    FP8,
+    GemmScheme,
+    MXFP4Tensor,
+    OperandScheme,
+    QuantScheme,
+    counted_uniform,
+    quantize_e4m3,
+    unpack_codes,
+)
 from .utils import progress_bar
 
 
@@ -25,8 +36,6 @@ _HALF_CELL = {torch.bfloat16: 1 << 15, torch.float16: 1 << 12}
 _PATIENCE = 2
 #: Weights are dithered in portions of about this many elements, to bound the memory that it takes.
 _PORTION = 1 << 20
-#: Bytes of a GPU that must be free, many times what a portion takes.
-_MEMORY = 1 << 30
 #: How often places are tried; in the later half they come nearer and nearer to the middle of the cell.
 _ATTEMPTS = 24
 #: Why nothing is done to the weights of most checkpoints in float32.
@@ -114,9 +123,7 @@ def _dither_parameter(
             if dtype is None:
                 reason = FULL_NUMBERS
             elif not matrices:
-                generator = torch.Generator().manual_seed(seed)
-                for rows in value.split(max(1, _PORTION * len(value) // value.numel())):
-                    rows.copy_(_at(rows, _draw(rows, dtype, generator)))
+                _dither_plain(value, dtype, seed)
                 report.add(value.numel(), dtype)
             else:
                 for matrix in matrices:
@@ -155,23 +162,39 @@ def sixteen_bit_dtype(weight: torch.Tensor) -> torch.dtype | None:
     return None
 
 
+def _dither_plain(weight: torch.Tensor, dtype: torch.dtype, seed: int) -> None:
+    """Dither a weight that no product quantizes, in place."""
+    rows = weight.contiguous().view(-1, weight.shape[-1])
+    if rows.device.type == "cpu" and cpu.library_problem() is None:
+        cpu.dither(rows, None, _HALF_CELL[dtype], _ATTEMPTS, seed)
+    else:
+        for places in torch.arange(len(rows), device=rows.device).split(max(1, _PORTION // rows.shape[1])):
+            own = rows[places]
+            rows[places] = _at(own, _draw(own, dtype, seed, 0, places))
+    weight.copy_(rows.view(weight.shape))
+
+
 def _dither_matrix(matrix: WeightMatrix, weight: torch.Tensor, dtype: torch.dtype, report: DitherReport) -> None:
     """Dither one matrix ``[N, K]`` in place."""
-    generator = torch.Generator().manual_seed(matrix.rng.dither_seed)
-    scheme, backend = matrix.fprop.right, matrix.layer.config.backend
-    # Models are loaded on the CPU as a rule, where this takes minutes; a GPU gives the same places in seconds.
-    may_move = backend == "auto" and weight.device.type == "cpu" and torch.cuda.is_available()
-    on_gpu = may_move and torch.cuda.mem_get_info()[0] > _MEMORY
+    scheme, backend, seed = matrix.fprop.right, matrix.layer.config.backend, matrix.rng.dither_seed
+    report.add(weight.numel(), dtype)
+    is_fused = isinstance(scheme, QuantScheme) and weight.device.type == "cpu" and backend in ("auto", "cpu")
+    if is_fused and cpu.unsupported_reason(weight.dtype, scheme) is None:
+        rows = weight.contiguous()
+        report.n_left += cpu.dither(rows, scheme, _HALF_CELL[dtype], _ATTEMPTS, seed)
+        weight.copy_(rows)
+        return
+    before = 0
     for kept in weight.split(max(1, _PORTION // max(1, weight.shape[1]) // BLOCK_SIZE) * BLOCK_SIZE):
-        rows = kept.cuda() if on_gpu else kept
-        height, width = _group_size(rows, scheme)
-        grid = len(rows) // height, height, rows.shape[1] // width, width
-        groups = rows.reshape(grid).transpose(1, 2).reshape(-1, width)
-        places = _places(groups, height, dtype, scheme, backend, generator)
+        height, width = _group_size(kept, scheme)
+        grid = len(kept) // height, height, kept.shape[1] // width, width
+        groups = kept.reshape(grid).transpose(1, 2).reshape(-1, width)
+        rows = torch.arange(before, before + len(groups), device=weight.device)
+        places = _places(groups, height, dtype, scheme, backend, seed, rows)
         report.n_left += int(((places == 0) & (groups != 0)).sum())
         moved = _at(groups, places).view(grid[0], grid[2], height, width)
-        kept.copy_(moved.transpose(1, 2).reshape(rows.shape))
-    report.add(weight.numel(), dtype)
+        kept.copy_(moved.transpose(1, 2).reshape(kept.shape))
+        before += len(groups)
 
 
 def _group_size(rows: torch.Tensor, scheme: OperandScheme) -> tuple[int, int]:
@@ -192,18 +215,25 @@ def _places(
     dtype: torch.dtype,
     scheme: OperandScheme,
     backend: str,
-    generator: torch.Generator,
+    seed: int,
+    rows: torch.Tensor,
 ) -> torch.Tensor:
-    """Return random places (int32 ``[N, K]``) that keep codes and scales; ``height`` rows are quantized together."""
-    places = _draw(weight, dtype, generator)
+    """Return random places (int32 ``[N, K]``) that keep codes and scales.
+
+    Args:
+        weight: groups of ``height`` rows that are quantized together.
+        seed, rows: what the places are drawn from: see [`hf_mxfp4.numerics.counted_uniform`].
+    """
+    wanted = _quantized(weight, scheme, backend)
+    places = _draw(weight, dtype, seed, 0, rows)
     active = torch.arange(len(weight), device=weight.device)
     for attempt in range(_ATTEMPTS):
-        rows, tried = weight[active], places[active]
-        changed = _changes(rows, _at(rows, tried), scheme, backend)
+        own, tried = weight[active], places[active]
+        changed = _differences(_rows_of(wanted, active), _quantized(_at(own, tried), scheme, backend))
         differs = changed.any(dim=1).view(-1, height).any(dim=1).repeat_interleave(height)
         if not differs.any():
             return places
-        other = _draw(rows, dtype, generator)
+        other = _draw(own, dtype, seed, attempt + 1, rows[active])
         nearer = max(0, attempt - _ATTEMPTS // 2)
         places[active] = torch.where(changed, other.sign() * (other.abs() >> nearer), tried)
         active = active[differs]
@@ -211,11 +241,12 @@ def _places(
     return places
 
 
-def _draw(weight: torch.Tensor, dtype: torch.dtype, generator: torch.Generator) -> torch.Tensor:
-    """Draw how many float32 numbers farther from zero each weight goes (int32). Zeros, infinities and NaN stay."""
+def _draw(weight: torch.Tensor, dtype: torch.dtype, seed: int, number: int, rows: torch.Tensor) -> torch.Tensor:
+    """Draw how many float32 numbers farther from zero each weight goes (int32), for the ``number``-th time. Zeros,
+    infinities and NaN stay."""
     limit = _HALF_CELL[dtype] - 1
-    like = torch.empty(weight.shape, dtype=torch.int32, device="cpu")
-    places = like.random_(-limit, limit + 1, generator=generator).to(weight.device)
+    uniform = counted_uniform(tuple(weight.shape), seed, number, weight.device, rows)
+    places = (uniform * (2 * limit + 1)).int() - limit
     # The cell of a power of two has a third of its width below it, and half of its float32 numbers.
     too_low = (weight.view(torch.int32) & 0x7FFFFF == 0) & (places < 0) & (places % 3 == 0)
     places = torch.where(too_low, -places, places)
@@ -226,12 +257,28 @@ def _at(weight: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
     return (weight.view(torch.int32) + places).view(torch.float32)
 
 
-def _changes(weight: torch.Tensor, moved: torch.Tensor, scheme: OperandScheme, backend: str) -> torch.Tensor:
-    """Return the mask ``[N, K]`` of elements whose code differs, or a scale or macro byte of theirs."""
+#: Codes and scales of rows: in MXFP4, or E4M3 elements and a scale for each row.
+Quantized = MXFP4Tensor | tuple[torch.Tensor, torch.Tensor]
+
+
+def _quantized(weight: torch.Tensor, scheme: OperandScheme, backend: str) -> Quantized:
     if scheme is FP8:
-        (wanted, scale), (found, other) = quantize_e4m3(weight), quantize_e4m3(moved)
-        return (wanted.view(torch.uint8) != found.view(torch.uint8)) | (scale != other)
-    wanted, found = (quantize(values, **vars(scheme), backend=backend) for values in (weight, moved))
+        elements, scale = quantize_e4m3(weight)
+        return elements.view(torch.uint8), scale
+    return quantize(weight, **vars(scheme), backend=backend)
+
+
+def _rows_of(quantized: Quantized, rows: torch.Tensor) -> Quantized:
+    if isinstance(quantized, MXFP4Tensor):
+        return quantized.map(lambda part: part[rows])
+    elements, scale = quantized
+    return elements[rows], scale[rows]
+
+
+def _differences(wanted: Quantized, found: Quantized) -> torch.Tensor:
+    """Return the mask ``[N, K]`` of elements whose code differs, or a scale or macro byte of theirs."""
+    if not isinstance(wanted, MXFP4Tensor):
+        return (wanted[0] != found[0]) | (wanted[1] != found[1])
     length = wanted.length
     macro = wanted.scheme.macro_block
     sizes = {

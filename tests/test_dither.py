@@ -53,6 +53,22 @@ def equal(a, b):
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("scheme", [name for name in SCHEMES if "32x32" not in str(SCHEMES[name])])
+def test_the_fused_places_are_those_of_the_eager_functions(scheme, dtype):
+    weight = gaussian(40, 384, dtype)
+    weight[0], weight[1, 3], weight[2, 5] = 0, torch.inf, torch.nan
+    weight[3, :32] = 2.0**-7  # cells that are narrower below
+    found = []
+    for backend in ("auto", "eager"):
+        model, layer = one_layer(weight, backend=backend, **SCHEMES[scheme])
+        report = dither_masters(model)
+        found.append((layer.weight.detach().view(torch.int32), report.n_left))
+    (fused, n_left), (eager, n_left_eagerly) = found
+    assert torch.equal(fused, eager)
+    assert n_left == n_left_eagerly
+
+
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_a_small_step_moves_quantized_weights_as_far_as_masters(scheme):
     weight = gaussian(384, 512)

@@ -96,6 +96,19 @@ def _dequantize_into(out: torch.Tensor, parts: Sequence[torch.Tensor | None], sc
         library.over_rows("mxfp4_dequantize", out, _description(scheme, out.shape[-1]), *map(library.address, parts))
 
 
+def dither(rows: torch.Tensor, scheme: QuantScheme | None, half_cell: int, attempts: int, seed: int) -> int:
+    """Move contiguous float32 rows ``[N, K]`` on the CPU in place, as `hf_mxfp4.dither` defines it, under a supported
+    scheme or, with `None`, without one; return how many weights other than zeros stayed where they were."""
+    stayed = ctypes.c_int64(0)
+    if rows.numel():
+        how = library.DitherStruct(half_cell=half_cell, attempts=attempts, seed=seed)
+        described, cost = (None, 1) if scheme is None else _description(scheme, rows.shape[-1])
+        threads = library.threads_for(4 * cost * rows.numel())
+        function, length = library.load()[0].mxfp4_dither, rows.shape[-1]
+        function(rows.data_ptr(), length, described, len(rows), threads, ctypes.byref(how), ctypes.byref(stayed))
+    return stayed.value
+
+
 @functools.lru_cache(maxsize=256)
 def _description(scheme: QuantScheme, length: int) -> tuple[Any, int]:
     """Return a pointer to a scheme for rows of this length as the library takes it, and roughly how many elements of

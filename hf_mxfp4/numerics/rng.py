@@ -35,8 +35,11 @@ def check_seed(rounding: str, seed: int | None) -> None:
         raise ValueError(f"seed has no effect on rounding={rounding!r}")
 
 
-def counted_uniform(shape: tuple[int, ...], seed: int, draw: int, device: torch.device | str) -> torch.Tensor:
-    """Float32 ``[..., K]`` of counted numbers, multiples of ``2**-24`` in [0, 1)."""
+def counted_uniform(
+    shape: tuple[int, ...], seed: int, draw: int, device: torch.device | str, places: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Return counted numbers, multiples of ``2**-24`` in [0, 1), float32 ``[..., K]``. ``places``, int64 on ``device``,
+    are the rows of a larger matrix that these are; by default its first."""
     length = shape[-1]
     per_row = -(-length // 4)
     rows = 1
@@ -47,6 +50,8 @@ def counted_uniform(shape: tuple[int, ...], seed: int, draw: int, device: torch.
     for start in range(0, out.shape[0], portion):
         some = out[start : start + portion]
         counter = torch.arange(start, start + some.shape[0], dtype=torch.int64, device=device)
+        if places is not None:
+            counter = places[counter // per_row] * per_row + counter % per_row
         for column, word in zip(some.unbind(1), _philox(counter, seed, draw), strict=True):
             column.copy_(word >> 8)
     return out.mul_(2.0**-24).view(rows, per_row * 4)[:, :length].reshape(shape)

@@ -93,12 +93,27 @@ class ProductStruct(ctypes.Structure):
     ]
 
 
+class DitherStruct(ctypes.Structure):
+    """The C struct `Dither` of dither.cpp, field by field."""
+
+    _fields_ = [("half_cell", _INT64), ("attempts", _INT64), ("seed", ctypes.c_uint64)]
+
+
 # Matrix, its type and length, the scheme, rows and threads.
 _COMMON = (_POINTER, ctypes.c_int, _INT64, ctypes.POINTER(SchemeStruct), _INT64, _INT64)
 _SIGNATURES = {
     "mxfp4_quantize": (*_COMMON, *[_POINTER] * 6),
     "mxfp4_dequantize": (*_COMMON, *[_POINTER] * 5),
     "mxfp4_rotate": (_POINTER, ctypes.c_int, _POINTER, _INT64, ctypes.c_float, _INT64, _INT64),
+    "mxfp4_dither": (
+        _POINTER,
+        _INT64,
+        ctypes.POINTER(SchemeStruct),
+        _INT64,
+        _INT64,
+        ctypes.POINTER(DitherStruct),
+        ctypes.POINTER(_INT64),
+    ),
     "mxfp4_product": (ctypes.POINTER(ProductStruct),),
     "mxfp4_product_rows": (),
 }
