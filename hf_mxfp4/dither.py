@@ -178,8 +178,8 @@ def _dither_matrix(matrix: WeightMatrix, weight: torch.Tensor, dtype: torch.dtyp
     """Dither one matrix ``[N, K]`` in place."""
     scheme, backend, seed = matrix.fprop.right, matrix.layer.config.backend, matrix.rng.dither_seed
     report.add(weight.numel(), dtype)
-    is_fused = isinstance(scheme, QuantScheme) and weight.device.type == "cpu" and backend in ("auto", "cpu")
-    if is_fused and cpu.unsupported_reason(weight.dtype, scheme) is None:
+    on_cpu = weight.device.type == "cpu" and backend in ("auto", "cpu")
+    if on_cpu and isinstance(scheme, QuantScheme) and cpu.unsupported_reason(weight.dtype, scheme) is None:
         rows = weight.contiguous()
         report.n_left += cpu.dither(rows, scheme, _HALF_CELL[dtype], _ATTEMPTS, seed)
         weight.copy_(rows)
@@ -277,8 +277,9 @@ def _rows_of(quantized: Quantized, rows: torch.Tensor) -> Quantized:
 
 def _differences(wanted: Quantized, found: Quantized) -> torch.Tensor:
     """Return the mask ``[N, K]`` of elements whose code differs, or a scale or macro byte of theirs."""
-    if not isinstance(wanted, MXFP4Tensor):
+    if isinstance(wanted, tuple) and isinstance(found, tuple):
         return (wanted[0] != found[0]) | (wanted[1] != found[1])
+    assert isinstance(wanted, MXFP4Tensor)
     length = wanted.length
     macro = wanted.scheme.macro_block
     sizes = {

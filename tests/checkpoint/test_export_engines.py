@@ -144,7 +144,7 @@ def test_logits_are_ours(tmp_path):
         assert logits.dtype == torch.bfloat16
         # Other products of the same weights, whose sums round some numbers of bfloat16 to a neighbour.
         tolerance = 2**-7 * float(expected[name].detach().abs().max())
-        torch.testing.assert_close(logits, expected[name], rtol=0, atol=tolerance, msg=lambda m: f"{name}, {way}: {m}")
+        torch.testing.assert_close(logits, expected[name], rtol=0, atol=tolerance, msg=f"{name}, {way}")
 
 
 CONVERSION = """
