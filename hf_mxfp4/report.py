@@ -175,5 +175,7 @@ def _untied(model: nn.Module) -> Iterator[nn.Module]:
 
 def uncounted_weights(model: nn.Module) -> int:
     """Return how many more weights the packed tensors of a model stand for than they have elements."""
+    if not any(isinstance(module, (MXFP4PackedLinear, MXFP4PackedExperts)) for module in model.modules()):
+        return 0
     n_weights, packed_bytes = count_weights(model)
-    return 0 if packed_bytes is None else n_weights - packed_bytes
+    return n_weights - packed_bytes

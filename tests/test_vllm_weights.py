@@ -191,7 +191,7 @@ def test_what_has_no_room_is_refused(plugin):
     [
         {},
         {"weight_block": "32x32", "macro_block": 32},
-        {"outlier_fallback": 0.5, "outlier_fallback_rate": 0.2, "outlier_fallback_operands": "weights"},
+        {"outlier_fallback": 0.5, "outlier_fallback_rate": 0.2},
     ],
     ids=str,
 )

@@ -129,7 +129,7 @@ class Killed(BaseException):
 def write(folder: Path, shards: int, number: int) -> None:
     """A checkpoint of 12 tensors that all hold ``number``, as does its config."""
     names = [f"t{i}" for i in range(12)]
-    (folder / "config.json").write_text(json.dumps({"number": number}))
+    write_json(folder / "config.json", {"number": number}, sort_keys=True)  # as `guard_folder` does
     (folder / "generation_config.json").write_text("{}")
     if shards == 1:
         save_file({name: torch.tensor([number]) for name in names}, folder / "model.safetensors")

@@ -72,7 +72,7 @@ def trained_policy(folder):
     base = save_plain(folder.with_name("base"))
     policy = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32, quantization_config=config)
     before = codes_of(policy)
-    train(policy, [module.weight for module in policy.modules() if isinstance(module, hf_mxfp4.MXFP4Linear)], 1.0)
+    train(policy, [module.weight for module in policy.modules() if isinstance(module, hf_mxfp4.MXFP4Linear)], 8.0)
     policy.save_pretrained(folder)
     assert not torch.equal(codes_of(policy), before)
     in_float32 = policy(IDS).logits
@@ -88,7 +88,7 @@ def merged_adapters(folder, imported):
     model = AutoModelForCausalLM.from_pretrained(imported, dtype=torch.bfloat16)
     before = codes_of(model)
     adapted = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", r=4, lora_alpha=64, target_modules="all-linear"))
-    train(adapted, [parameter for parameter in adapted.parameters() if parameter.requires_grad], 1.0)
+    train(adapted, [parameter for parameter in adapted.parameters() if parameter.requires_grad], 8.0)
     merged = adapted.merge_and_unload()
     merged.save_pretrained(folder)
     assert not torch.equal(codes_of(merged), before)

@@ -42,7 +42,7 @@ class ExactRLOO(ExactResumeMixin, trl.RLOOTrainer):
     """Also keeps completions that several steps are trained on."""
 
 
-DISTILLED = {"report_every": 0, "train_all": True, "allow_full_precision": True}
+DISTILLED = {"report_every": 0, "allow_full_precision": True}
 #: Trainer, its config, rows and options.
 TRAINERS = {
     "ExactTrainer": (ExactTrainer, TrainingArguments, TOKENS, {}),
@@ -97,6 +97,8 @@ class Case:
             others["reward_funcs"] = lengths
         if "Distillation" in self.name:
             others["teacher_model"] = str(self.base)
+        if self.name == "MXFP4Distillation" and self.lora is None:
+            own = own | {"train_all": True}
         args = config(str(self.folder / out), **EVERY_RUN | own | options)
         return cls(model=model, args=args, train_dataset=rows, eval_dataset=rows, **others)
 
