@@ -14,5 +14,10 @@ def get_logger() -> logging.Logger:
         logger.addHandler(handler)
         logger.propagate = False
         default = "info" if os.environ.get("RANK", "0") == "0" else "error"
-        logger.setLevel(os.environ.get("HF_MXFP4_VERBOSITY", default).upper())
+        level = (os.environ.get("HF_MXFP4_VERBOSITY") or default).upper()
+        try:
+            logger.setLevel(int(level) if level.isdigit() else level)
+        except ValueError:
+            logger.setLevel(default.upper())
+            logger.warning("HF_MXFP4_VERBOSITY=%s is no level of logging; use debug, info, warning or error", level)
     return logger

@@ -8,8 +8,12 @@ import math
 from typing import Any
 
 
+from ..files import printable
+
+
 try:
     import jinja2
+    from markupsafe import Markup
     from matplotlib.figure import Figure
 except ModuleNotFoundError as error:
     missing = error.name.partition(".")[0]
@@ -31,11 +35,16 @@ def number(value: float, digits: int) -> str:
     return "inf" if math.isinf(value) else f"{value:,.{digits}f}"
 
 
-def _png_base64(figure: Figure) -> str:
+def _png_base64(figure: Figure) -> Markup:
     """Return a figure as what an image inside the page is made of."""
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png", dpi=110)
-    return base64.b64encode(buffer.getvalue()).decode()
+    return Markup(base64.b64encode(buffer.getvalue()).decode())
+
+
+def _printable(value: Any) -> Any:
+    """Escape control characters in text that comes from files; parts of the page itself are `Markup`."""
+    return printable(value) if isinstance(value, str) and not isinstance(value, Markup) else value
 
 
 @functools.cache
@@ -43,6 +52,7 @@ def _environment() -> jinja2.Environment:
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader(__package__, "pages"),
         autoescape=True,
+        finalize=_printable,
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,

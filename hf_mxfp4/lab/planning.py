@@ -16,6 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
 from ..checkpoint import refuse_kernels
 from ..config import MXFP4RLConfig
+from ..files import printable
 from ..gemm import GemmSpec
 from ..model_structure import projections, weight_size
 from ..module_names import find_layers, split_linears
@@ -31,6 +32,8 @@ _MASTER, _COMPUTE = 4, 2
 _REDUCE_BUCKET, _MAX_LIVE = 5e8, 1e9
 #: Tokens whose logits TRL computes at a time.
 _LOGIT_TOKENS = 1024
+#: Sizes that every estimate needs, and the most that can be meant.
+_MOST = {"num_hidden_layers": 2000, "hidden_size": 1 << 20, "vocab_size": 1 << 24, "num_attention_heads": 1 << 12}
 #: Matrices of attention that exist for a moment besides those that are kept.
 _PASSING = 3
 
@@ -95,11 +98,16 @@ def sizes_of(config: PreTrainedConfig, quantization: MXFP4RLConfig | None, lora_
 
     Raises `ValueError` when no causal language model belongs to the config, or nothing in it can be quantized.
     """
-    config = type(config).from_dict({**config.to_dict(), "quantization_config": None})
-    del config.quantization_config
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=False)
-    text = config.get_text_config()
+    try:
+        config = type(config).from_dict({**config.to_dict(), "quantization_config": None})
+        del config.quantization_config
+        text = config.get_text_config()
+        _check_sizes(text)
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=False)
+    except Exception as error:  # classes of transformers fail in any way for numbers that make no sense
+        reason = printable(" ".join(str(error).split()))
+        raise ValueError(f"no model can be built from the config: {type(error).__name__}: {reason[:300]}") from error
     skips = () if quantization is None else quantization.modules_to_not_convert or ()
     quantized = find_layers(model, skips)[0]
     layers = {**split_linears(model)[0], **quantized}
@@ -116,6 +124,14 @@ def sizes_of(config: PreTrainedConfig, quantization: MXFP4RLConfig | None, lora_
         hidden=text.hidden_size,
         vocabulary=text.vocab_size,
     )
+
+
+def _check_sizes(config: PreTrainedConfig) -> None:
+    """Raise `ValueError` for sizes that are no counts, or so many layers that building them would take minutes."""
+    for name, most in _MOST.items():
+        value = getattr(config, name, None)
+        if type(value) is not int or not 0 < value <= most:
+            raise ValueError(f"{name}={value!r} must be a whole number from 1 to {most}")
 
 
 def _matrices(layer: nn.Module) -> list[tuple[int, int, int]]:

@@ -10,11 +10,13 @@ from typing import Any
 from ...files import break_links
 from ...utils import wilson_interval
 from ..page import Figure
-from .log import RunRecord
+from .log import RunRecord, is_number
 
 
 #: Values of a reward curve that its moving mean is over, at the most; a fifth of the run in short ones.
 _SMOOTHED = 10
+#: Points of a line, many more than a figure has columns of pixels.
+_MOST_POINTS = 2000
 Axes = Any
 
 
@@ -74,10 +76,22 @@ class Chart:
 
 
 def _line(axes: Axes, record: RunRecord, key: str, label: str) -> bool:
-    steps, values = record.series(key)
+    steps, values = _thinned(*record.series(key))
     if steps:
         axes.plot(steps, values, marker="." if len(steps) <= 60 else None, linewidth=1.2, label=label)
     return bool(steps)
+
+
+def _thinned(steps: Sequence[int], values: Sequence[float]) -> tuple[Sequence[int], Sequence[float]]:
+    """Return at most `_MOST_POINTS` points of a line: the lowest and the highest of each stretch, so that spikes stay."""
+    width = -(-2 * len(values) // _MOST_POINTS)
+    if width <= 1:
+        return steps, values
+    kept = {0, len(values) - 1}
+    for start in range(0, len(values), width):
+        stretch = range(start, min(start + width, len(values)))
+        kept |= {min(stretch, key=values.__getitem__), max(stretch, key=values.__getitem__)}
+    return [steps[i] for i in sorted(kept)], [values[i] for i in sorted(kept)]
 
 
 def _smoothed_reward(axes: Axes, record: RunRecord) -> bool:
@@ -86,7 +100,7 @@ def _smoothed_reward(axes: Axes, record: RunRecord) -> bool:
     width = min(_SMOOTHED, len(values) // 5)
     if width >= 2:
         means = [sum(values[i - width + 1 : i + 1]) / width for i in range(width - 1, len(values))]
-        axes.plot(steps[width - 1 :], means, color="black", linewidth=1.5, label=f"mean of {width} values")
+        axes.plot(*_thinned(steps[width - 1 :], means), color="black", linewidth=1.5, label=f"mean of {width} values")
     return False
 
 
@@ -114,7 +128,7 @@ def _interval(accuracy: float, n: int, **other: Any) -> tuple[float, float, floa
 
 
 def _entropy_alarms(axes: Axes, record: RunRecord) -> bool:
-    alarms = [e for e in record.logs if e.get("entropy/alarm") and e.get("entropy") is not None]
+    alarms = [e for e in record.logs if e.get("entropy/alarm") and is_number(e.get("entropy"))][-_MOST_POINTS:]
     if alarms:
         axes.plot([e["step"] for e in alarms], [e["entropy"] for e in alarms], "ro", markersize=5, label="alarm")
     return False
@@ -125,7 +139,7 @@ def _step_movement(axes: Axes, record: RunRecord) -> bool:
     found = record.movements()
     if not found:
         return False
-    steps, totals, intervals = zip(*found, strict=True)
+    steps, totals, intervals = zip(*found[:: -(-len(found) // _MOST_POINTS)], strict=True)
     axes.errorbar(steps, totals, intervals, color="black", marker=".", linewidth=1.5, capsize=2, label="total")
     axes.axhline(1, color="0.6", linewidth=0.8)
     if max(totals) > 10:

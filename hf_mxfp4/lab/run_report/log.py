@@ -2,7 +2,7 @@
 """Read what a training run left: `run_log.jsonl` (see [`hf_mxfp4.run_log`]), or the log history of a checkpoint."""
 
 import json
-import math
+import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -11,9 +11,20 @@ from ...checkpoint import TRAINER_STATE, checkpoint_step, last_complete_checkpoi
 from ...run_log import RUN_LOG
 
 
+#: What an entry of the facts of a start is; others are passed over.
+_FACTS: dict[str, type] = {
+    "options": dict,
+    "versions": dict,
+    "machine": dict,
+    "quantization": dict,
+    "changed_options": list,
+    "skipped": list,
+}
+
+
 def is_number(value: Any) -> bool:
     """Whether ``value`` is a finite number."""
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
 
 
 class RunLogError(ValueError):
@@ -76,10 +87,13 @@ class RunRecord:
         ]
 
     def add(self, entry: dict[str, Any]) -> None:
-        """Take in one line of the file. Raises `ValueError` or `KeyError` for a line of unknown form."""
+        """Take in one line of the file. Raises an error of `UNREADABLE` for a line of unknown form."""
         kind = entry.pop("kind")
-        step = int(entry["step"])
+        entry["step"] = step = int(entry["step"])
         if kind == "start":
+            entry["facts"] = _facts(entry.get("facts"))
+            if entry.get("max_steps") is not None:
+                entry["max_steps"] = int(entry["max_steps"])
             # What an earlier process did beyond the checkpoint that this one resumed from is done again.
             self.logs = [old for old in self.logs if old["step"] <= step]
             self.evaluations = [old for old in self.evaluations if old["step"] <= step]
@@ -88,12 +102,38 @@ class RunRecord:
         elif kind == "log":
             self.logs.append(entry)
         elif kind == "evaluation":
+            entry["scores"] = {name: _score(score) for name, score in entry["scores"].items()}
             # A resumed run evaluates its start again.
             self.evaluations = [old for old in self.evaluations if old["when"] != entry["when"]] + [entry]
         elif kind == "end":
+            entry["reason"] = str(entry["reason"])
             self.end = entry
         elif kind != "gradient_gain":  # which earlier versions wrote
             raise ValueError(f"unknown kind of line: {kind}")
+
+
+#: What a line that is no line of a log raises.
+UNREADABLE = (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError)
+
+
+def _facts(facts: Any) -> dict[str, Any]:
+    """Return the facts that are of the kind that the trainer writes."""
+    found = {name: value for name, value in dict(facts or {}).items() if isinstance(value, _FACTS.get(name, object))}
+    machine = found.get("machine", {})
+    if not isinstance(machine.get("cpu", {}), dict):
+        del machine["cpu"]
+    machine["gpus"] = [gpu for gpu in machine.get("gpus") or () if isinstance(gpu, dict) and "name" in gpu]
+    for name in ("changed_options", "skipped"):
+        found[name] = [str(each) for each in found.get(name, ())]
+    return {**found, "machine": machine}
+
+
+def _score(score: dict[str, Any]) -> dict[str, Any]:
+    """Return an accuracy and its number of problems. Raises `ValueError` for numbers that are none."""
+    accuracy, n = float(score["accuracy"]), int(score["n"])
+    if not (0 <= accuracy <= 1 and n > 0):
+        raise ValueError(f"an accuracy of {accuracy} on {n} problems")
+    return {**score, "accuracy": accuracy, "n": n}
 
 
 def read_run(folder: str | Path) -> RunRecord:
@@ -127,7 +167,7 @@ def _read_lines(path: Path) -> RunRecord:
     for line in path.read_bytes().splitlines():
         try:
             record.add(json.loads(line))
-        except (ValueError, KeyError, TypeError, AttributeError):
+        except UNREADABLE:
             record.damaged += 1
     return record
 
@@ -136,15 +176,16 @@ def _read_state(checkpoint: Path) -> RunRecord:
     path = checkpoint / TRAINER_STATE
     try:
         state = json.loads(path.read_text(encoding="utf-8"))
-        history, step, max_steps = state["log_history"], state["global_step"], state["max_steps"]
+        history = [{**entry, "step": int(entry["step"])} for entry in state["log_history"] if "step" in entry]
+        step, max_steps = int(state["global_step"]), int(state["max_steps"])
     except FileNotFoundError:
         raise RunLogError(f"{checkpoint} has no {TRAINER_STATE}: saving it was not finished") from None
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, *UNREADABLE) as error:
         raise RunLogError(f"{path} cannot be read: {error}") from error
     record = RunRecord(checkpoint, f"{checkpoint.name}/{TRAINER_STATE}")
     beside = checkpoint.parent / RUN_LOG
     whole = _read_lines(beside) if beside.is_file() else RunRecord(checkpoint, "")
     record.starts = whole.starts or [{"step": 0, "max_steps": max_steps, "facts": {}}]
     record.evaluations = [entry for entry in whole.evaluations if entry["step"] <= step]
-    record.logs = [entry for entry in history if "step" in entry]
+    record.logs = history
     return record

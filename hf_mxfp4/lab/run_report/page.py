@@ -19,6 +19,8 @@ from .log import RunRecord, is_number, read_run
 
 
 RUN_REPORT = "run_report.html"
+#: Seconds since 1970 at which the calendar of Python ends.
+_YEAR_10000 = 253_402_300_800
 
 
 def write_run_report(folder: str | Path, out: str | Path | None = None) -> Path:
@@ -77,7 +79,7 @@ def _overview(record: RunRecord) -> list[list[str]]:
     facts = record.facts
     machine = facts.get("machine", {})
     cpu = machine.get("cpu", {})
-    gpus = ", ".join(gpu["name"] for gpu in machine.get("gpus", [])) or "none"
+    gpus = ", ".join(str(gpu["name"]) for gpu in machine.get("gpus", [])) or "none"
     times = record.values("step_time")
     # accelerate's word for a single process is NO, which reads as an answer to another question.
     engine = "" if facts.get("distributed") in (None, "NO") else f" ({facts['distributed']})"
@@ -109,7 +111,8 @@ def _option_rows(options: dict[str, Any]) -> list[list[str]]:
 
 
 def _when(record: RunRecord) -> str:
-    times = [entry["time"] for entry in [*record.starts, *record.logs] if is_number(entry.get("time"))]
+    entries = [*record.starts, *record.logs]
+    times = [entry["time"] for entry in entries if is_number(entry.get("time")) and 0 < entry["time"] < _YEAR_10000]
     if not times:
         return ""
     day = datetime.datetime.fromtimestamp(max(times), tz=datetime.timezone.utc)
