@@ -21,3 +21,10 @@ def get_logger() -> logging.Logger:
             logger.setLevel(default.upper())
             logger.warning("HF_MXFP4_VERBOSITY=%s is no level of logging; use debug, info, warning or error", level)
     return logger
+
+
+def hide_import_noise() -> None:
+    """Hide two messages of torchao, which transformers imports where it is installed: that its CUDA libraries do not
+    fit this machine, and that it uses PyTorch in an old way. For commands, which do not use it."""
+    logging.getLogger("torchao").addFilter(lambda record: not record.getMessage().startswith("Failed to load"))
+    logging.getLogger("torch.utils._pytree").addFilter(lambda record: "Enum subclass" not in record.getMessage())

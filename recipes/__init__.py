@@ -5,3 +5,8 @@ grpo`, and the parts that they are made of.
 Parts are imported as `hf_mxfp4.recipes.common` and so on everywhere: `hf_mxfp4/recipes` is a link to this folder, so
 that a wheel has the recipes and their YAML files. Scripts begin with [`from_root`].
 """
+
+from hf_mxfp4._logging import hide_import_noise
+
+
+hide_import_noise()

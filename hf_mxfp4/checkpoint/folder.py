@@ -247,6 +247,23 @@ def refuse_kernels(config: Any, where: Any) -> None:
         refuse_kernels(value, where)
 
 
+def read_model_config(source: str | os.PathLike, **options: Any) -> Any:
+    """Return the config of a folder or of a model on the Hub as transformers reads it.
+
+    ``options`` are those of `AutoConfig.from_pretrained`. Raises `OSError` without a config, and [`CheckpointError`] for
+    one whose values make no sense.
+    """
+    from transformers import AutoConfig
+
+    try:
+        return AutoConfig.from_pretrained(source, **options)
+    except (OSError, ImportError):
+        raise
+    except Exception as error:  # every class of transformers checks its numbers in its own way
+        reason = " ".join(str(error).split())[:300]
+        raise CheckpointError(f"the config of {source} cannot be used: {type(error).__name__}: {reason}") from error
+
+
 def first_line(error: Exception) -> str:
     """Return the first line of an error's text, cut to a readable length."""
     return (str(error).strip().splitlines() or [""])[0][:300]

@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from .._logging import hide_import_noise
 from . import analyze, convert, evaluate, machine, recipes, training
 from .common import Command
 
@@ -64,4 +65,5 @@ def _root(
 
 def main() -> None:
     """Run the command; the entry point of the console script."""
+    hide_import_noise()
     app(prog_name="hf-mxfp4")

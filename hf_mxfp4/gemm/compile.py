@@ -43,7 +43,7 @@ def groups_of(ends: torch.Tensor | None, n_rows: int) -> Groups | None:
         return None
     if ends.device.type != "cpu":
         torch._assert_async(ends[-1] == n_rows, "a token was sent to an expert that does not exist")
-    elif int(ends[-1]) != n_rows:
+    elif [0, *(places := ends.tolist())] != sorted([0, *places]) or places[-1] != n_rows:
         raise ValueError(
             f"a token was sent to an expert beyond the {len(ends)}, or to a negative one; MXFP4 experts know no expert "
             "parallelism"

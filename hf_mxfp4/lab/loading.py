@@ -66,7 +66,7 @@ def load(model: str, dtype: str = "auto", device: str = "auto") -> Loaded:
 
     Raises [`SourceError`] when it cannot be loaded, and as [`open_checkpoint`] does.
     """
-    from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig
+    from transformers import AutoTokenizer, PreTrainedConfig
 
     path = Path(model).expanduser()
     if path.is_file():
@@ -85,7 +85,7 @@ def load(model: str, dtype: str = "auto", device: str = "auto") -> Loaded:
     try:
         stored, _ = PreTrainedConfig.get_config_dict(name)
         refuse_kernels(stored, name)
-        config = AutoConfig.from_pretrained(name, trust_remote_code=False)
+        config = read_model_config(name, trust_remote_code=False)
         kind = model_class(stored, name)  # the auto classes drop the vision tower of some
         if config.is_encoder_decoder or not kind.can_generate():
             raise ValueError(f"{kind.__name__} does not predict the next token")

@@ -7,7 +7,6 @@ import io
 import math
 from typing import Any
 
-
 from ..files import printable
 
 

@@ -12,11 +12,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
+from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from ..checkpoint import refuse_kernels
+from ..checkpoint.folder import first_line, read_model_config
 from ..config import MXFP4RLConfig
-from ..files import printable
 from ..gemm import GemmSpec
 from ..model_structure import projections, weight_size
 from ..module_names import find_layers, split_linears
@@ -86,7 +86,7 @@ def read_config(model: str) -> PreTrainedConfig:
     try:
         options, _ = PreTrainedConfig.get_config_dict(source)
         refuse_kernels(options, model)
-        return AutoConfig.from_pretrained(source, trust_remote_code=False)
+        return read_model_config(source, trust_remote_code=False)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(
             f"{model!r} is no folder with a config.json, no such file, and no model that the Hub gives: {error}"
@@ -106,8 +106,8 @@ def sizes_of(config: PreTrainedConfig, quantization: MXFP4RLConfig | None, lora_
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=False)
     except Exception as error:  # classes of transformers fail in any way for numbers that make no sense
-        reason = printable(" ".join(str(error).split()))
-        raise ValueError(f"no model can be built from the config: {type(error).__name__}: {reason[:300]}") from error
+        reason = f"{type(error).__name__}: {first_line(error)}"
+        raise ValueError(f"no model can be built from the config: {reason}") from error
     skips = () if quantization is None else quantization.modules_to_not_convert or ()
     quantized = find_layers(model, skips)[0]
     layers = {**split_linears(model)[0], **quantized}

@@ -9,13 +9,13 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedModel
 from transformers.utils.peft_utils import find_adapter_config_file
 from trl.chat_template_utils import gptoss_template
 
 from hf_mxfp4 import MXFP4RLConfig
 from hf_mxfp4.checkpoint import is_quantized, remove_scheme, stored_scheme
-from hf_mxfp4.checkpoint.folder import check_holds_model
+from hf_mxfp4.checkpoint.folder import check_holds_model, read_model_config
 from hf_mxfp4.checkpoint.sources import check_method
 
 
@@ -71,7 +71,7 @@ def read_stored(
         )
     if adapter is not None:
         revision = None if base else adapter.get("revision")
-    config = AutoConfig.from_pretrained(weights, revision=revision, trust_remote_code=trust_remote_code)
+    config = read_model_config(weights, revision=revision, trust_remote_code=trust_remote_code)
     quantization = getattr(config, "quantization_config", None)
     return Stored(
         source=source,

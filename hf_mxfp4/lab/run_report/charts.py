@@ -83,7 +83,8 @@ def _line(axes: Axes, record: RunRecord, key: str, label: str) -> bool:
 
 
 def _thinned(steps: Sequence[int], values: Sequence[float]) -> tuple[Sequence[int], Sequence[float]]:
-    """Return at most `_MOST_POINTS` points of a line: the lowest and the highest of each stretch, so that spikes stay."""
+    """Return at most about `_MOST_POINTS` points of a line: the lowest and the highest of each stretch, which keeps
+    spikes."""
     width = -(-2 * len(values) // _MOST_POINTS)
     if width <= 1:
         return steps, values
