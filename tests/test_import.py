@@ -3,6 +3,7 @@
 
 import ast
 import importlib
+import logging
 import os
 import subprocess
 import sys
@@ -12,6 +13,7 @@ import pytest
 
 import hf_mxfp4
 import mxfp4_kernels
+from hf_mxfp4._logging import get_logger, hide_import_noise
 
 
 PACKAGE = Path(hf_mxfp4.__file__).parent
@@ -167,3 +169,28 @@ def test_stubs_name_what_is_imported_on_first_use():
                 assert all(getattr(package, name) is getattr(module, name) for name in names)
                 named |= names
         assert named == set(package.__all__) - {"__version__"}, stub
+
+
+@pytest.mark.parametrize(("level", "expected"), [("", 20), ("30", 30), ("debug", 10), ("loud", 20)])
+def test_the_level_of_messages_is_a_name_or_a_number(level, expected, monkeypatch):
+    logger = logging.getLogger("hf_mxfp4")
+    monkeypatch.setattr(logger, "handlers", [])
+    monkeypatch.setattr(logger, "level", logger.level)
+    monkeypatch.setenv("HF_MXFP4_VERBOSITY", level)
+    assert get_logger().level == expected
+
+
+def test_messages_of_torchao_that_say_nothing_here_are_hidden():
+    loggers = [logging.getLogger(name) for name in ("torchao", "torch.utils._pytree")]
+    before = [list(logger.filters) for logger in loggers]
+    hide_import_noise()
+    try:
+        kept = [
+            bool(logger.filter(logging.makeLogRecord({"msg": message})))
+            for logger in loggers
+            for message in ("Failed to load x.so: no CUDA", "X is an Enum subclass and is now", "something else")
+        ]
+    finally:
+        for logger, filters in zip(loggers, before, strict=True):
+            logger.filters = filters
+    assert kept == [False, True, True, True, False, True]

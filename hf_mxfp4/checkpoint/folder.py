@@ -24,6 +24,8 @@ CONFIG = "config.json"
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 #: Key of `config.json` under which transformers looks for the name of the weights first.
 WEIGHTS_KEY = "transformers_weights"
+#: Layers or experts.
+_MOST_LAYERS = 10_000
 #: Conversions hold one shard in memory.
 MAX_SHARD_SIZE = "5GB"
 #: Name of a training checkpoint.
@@ -205,10 +207,7 @@ class CheckpointFolder:
         found = model_class(self.config, file)
         refuse_kernels(self.config, file)
         try:
-            for key, value in {**self.config, **(self.config.get("text_config") or {})}.items():
-                counts = isinstance(value, int) and key.endswith(("layers", "layer", "experts"))
-                if counts and value > 1024 + len(self.tensors):  # making them takes hours
-                    raise ValueError(f"{key}={value}, but the files hold only {len(self.tensors)} tensors")
+            _refuse_counts(self.config, 1024 + len(self.tensors), f"the files hold only {len(self.tensors)} tensors")
             config = AutoConfig.from_pretrained(self.path, trust_remote_code=False)
             with torch.device("meta"):
                 return found(config)
@@ -247,15 +246,24 @@ def refuse_kernels(config: Any, where: Any) -> None:
         refuse_kernels(value, where)
 
 
+def _refuse_counts(config: Mapping[str, Any], most: int, reason: str) -> None:
+    """Raise `ValueError` for more layers or experts than a model can have: making them takes hours."""
+    for key, value in {**config, **(config.get("text_config") or {})}.items():
+        if isinstance(value, int) and key.endswith(("layers", "layer", "experts")) and value > most:
+            raise ValueError(f"{key}={value}, but {reason}")
+
+
 def read_model_config(source: str | os.PathLike, **options: Any) -> Any:
     """Return the config of a folder or of a model on the Hub as transformers reads it.
 
-    ``options`` are those of `AutoConfig.from_pretrained`. Raises `OSError` without a config, and [`CheckpointError`] for
-    one whose values make no sense.
+    ``options`` are those of `AutoConfig.from_pretrained`. Raises `OSError` without a config, and [`CheckpointError`]
+    for one whose values make no sense.
     """
-    from transformers import AutoConfig
+    from transformers import AutoConfig, PreTrainedConfig
 
     try:
+        stored, _ = PreTrainedConfig.get_config_dict(source, **options)
+        _refuse_counts(stored, _MOST_LAYERS, "no model has as many")
         return AutoConfig.from_pretrained(source, **options)
     except (OSError, ImportError):
         raise

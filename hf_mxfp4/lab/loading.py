@@ -12,7 +12,15 @@ from safetensors import SafetensorError
 from torch import nn
 
 from ..checkpoint import atomic_folder, open_checkpoint, remove_scheme, stored_scheme, weight_files, write_manifest
-from ..checkpoint.folder import CONFIG, check_holds_model, model_class, read_json, refuse_kernels, weights_name
+from ..checkpoint.folder import (
+    CONFIG,
+    check_holds_model,
+    model_class,
+    read_json,
+    read_model_config,
+    refuse_kernels,
+    weights_name,
+)
 from ..checkpoint.manifest import record_of
 from ..checkpoint.save import writing_to
 from ..checkpoint.side_files import SIDE_FILES, copy_side_files, find_side_files

@@ -15,7 +15,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from ..checkpoint import refuse_kernels
-from ..checkpoint.folder import first_line, read_model_config
+from ..checkpoint.folder import CheckpointError, first_line, read_model_config
 from ..config import MXFP4RLConfig
 from ..gemm import GemmSpec
 from ..model_structure import projections, weight_size
@@ -87,6 +87,8 @@ def read_config(model: str) -> PreTrainedConfig:
         options, _ = PreTrainedConfig.get_config_dict(source)
         refuse_kernels(options, model)
         return read_model_config(source, trust_remote_code=False)
+    except CheckpointError:
+        raise
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(
             f"{model!r} is no folder with a config.json, no such file, and no model that the Hub gives: {error}"

@@ -146,6 +146,22 @@ def test_the_command(tmp_path):
     assert missing.exit_code == 2 and "is no folder with a config.json" in missing.stderr
 
 
+@pytest.mark.parametrize(
+    "odd",
+    [{"hidden_size": "64"}, {"num_hidden_layers": 10**9}, {"num_attention_heads": 0}, {"vocab_size": None},
+     {"hidden_act": 3}, {"intermediate_size": 10**30}],
+    ids=str,
+)  # fmt: skip
+def test_a_config_of_odd_values_ends_in_one_line(odd, tmp_path):
+    config().save_pretrained(tmp_path)
+    stored = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**stored, **odd}))
+    refused = run("plan", tmp_path)
+    assert refused.exit_code == 2
+    (line,) = refused.stderr.splitlines()
+    assert line.startswith("error: ") and "config" in line
+
+
 KERNELS = {
     "stochastic rounding": "quantize",
     "rows and columns": "fake_quantize_rows_and_columns",

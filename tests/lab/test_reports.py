@@ -15,8 +15,9 @@ from hf_mxfp4 import lab
 from hf_mxfp4.checkpoint import Problem
 from hf_mxfp4.lab import ErrorStatistics, RunLogError, health_checks, read_run, write_run_picture
 from hf_mxfp4.lab.layers import natural_key
-from hf_mxfp4.lab.run_report.charts import CHARTS
+from hf_mxfp4.lab.run_report.charts import CHARTS, draw_charts
 from hf_mxfp4.lab.run_report.health import overall, summary
+from hf_mxfp4.lab.run_report.log import RunRecord
 from hf_mxfp4.lab.run_report.page import render_run
 from hf_mxfp4.lab.weights import least_error
 from hf_mxfp4.numerics import parse_scheme
@@ -224,6 +225,51 @@ def test_half_a_line_of_a_killed_process_costs_that_line_alone(tmp_path):
     assert [entry["step"] for entry in record.logs] == [1, 2, 3, 4, 6]
     assert record.damaged == 1
     assert "1 line of run_log.jsonl could not be read" in PageReader(render_run(record)).text
+
+
+@pytest.mark.usefixtures("blank_pictures")
+@pytest.mark.parametrize(
+    ("line", "damaged"),
+    [
+        ("[1]", 1),
+        ("[" * 100_000, 1),
+        ('{"kind": "log", "step": [3]}', 1),
+        ('{"kind": "log", "step": 1e999}', 1),
+        ('{"kind": "log", "step": 21, "reward": 1' + 400 * "0" + ', "loss": "x", "entropy": {}, "time": 1e300}', 0),
+        ('{"kind": "start", "step": 20, "max_steps": "many"}', 1),
+        ('{"kind": "start", "step": 20, "facts": {"machine": [], "options": 3, "versions": null, "skipped": 1}}', 0),
+        ('{"kind": "start", "step": 20, "facts": {"machine": {"cpu": "x", "gpus": [1, {"name": []}]}}}', 0),
+        ('{"kind": "evaluation", "step": 1, "when": "now", "scores": {"a": {"accuracy": 2, "n": 4}}}', 1),
+        ('{"kind": "evaluation", "step": 1, "when": "now", "scores": []}', 1),
+        ('{"kind": "end", "step": 20, "reason": null, "error": ["x"]}', 0),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_lines_of_another_form_are_counted_as_damage_or_their_values_left_out(line, damaged, tmp_path):
+    log = write_log(tmp_path)
+    log.path.write_bytes(log.path.read_bytes() + line.encode() + b"\n")
+    record = read_run(tmp_path)
+    assert record.damaged == damaged
+    PageReader(render_run(record))
+
+
+@pytest.mark.usefixtures("blank_pictures")
+def test_a_page_has_no_control_characters_of_the_files(tmp_path):
+    log = RunLog(tmp_path)
+    log.start(0, 20, {**FACTS, "model": "a\x1b[31mb"}, [])
+    log.write("log", **values(1))
+    page = render_run(read_run(tmp_path))
+    assert "\x1b" not in page and "a\\x1b[31mb" in page
+
+
+def test_long_runs_are_drawn_by_their_extremes(tmp_path):
+    spikes = {1234: 9.0, 7001: -9.0}
+    record = RunRecord(tmp_path, "log", [{"step": step, "grad_norm": spikes.get(step, 1.0)} for step in range(10_000)])
+    (figure,) = [figure for chart, figure in draw_charts(record)[0] if chart.title == "Gradient norm"]
+    (line,) = figure.axes[0].get_lines()
+    steps, drawn = line.get_xdata().tolist(), line.get_ydata().tolist()
+    assert len(drawn) <= 2002 and steps == sorted(steps) and (steps[0], steps[-1]) == (0, 9999)
+    assert {step: value for step, value in zip(steps, drawn, strict=True) if value != 1.0} == spikes
 
 
 def test_a_resumed_run_replaces_what_it_does_again(tmp_path):

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, CompileConfig
 
 from hf_mxfp4 import MXFP4Experts, MXFP4RLConfig, cached_weights
 from hf_mxfp4.gemm import Groups, compiled_linear, group_by_expert, quantized_linear
-from hf_mxfp4.gemm.compile import what_is_saved
+from hf_mxfp4.gemm.compile import groups_of, what_is_saved
 from hf_mxfp4.integrations.transformers import quantize_linears
 from hf_mxfp4.layers import MXFP4PackedExperts
 
@@ -85,6 +85,12 @@ def test_a_token_for_an_expert_that_does_not_exist(wrong):
     states, weights = torch.randn(2, 64), torch.rand(2, 2)
     with pytest.raises(ValueError, match="a token was sent to an expert beyond the 4, or to a negative one"):
         call(states, torch.tensor([[0, 1], [2, wrong]]), weights)
+
+
+@pytest.mark.parametrize("ends", [[-3, 5], [4, 3], [2, 6]], ids=str)
+def test_ends_of_experts_rise_from_zero_to_the_number_of_rows(ends):
+    with pytest.raises(ValueError, match="a token was sent to an expert beyond the 2"):
+        groups_of(torch.tensor(ends, dtype=torch.int32), 5)
 
 
 @pytest.mark.parametrize(

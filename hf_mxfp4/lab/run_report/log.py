@@ -119,13 +119,15 @@ UNREADABLE = (ValueError, KeyError, TypeError, AttributeError, OverflowError, Re
 def _facts(facts: Any) -> dict[str, Any]:
     """Return the facts that are of the kind that the trainer writes."""
     found = {name: value for name, value in dict(facts or {}).items() if isinstance(value, _FACTS.get(name, object))}
-    machine = found.get("machine", {})
-    if not isinstance(machine.get("cpu", {}), dict):
-        del machine["cpu"]
-    machine["gpus"] = [gpu for gpu in machine.get("gpus") or () if isinstance(gpu, dict) and "name" in gpu]
+    machine = found.get("machine")
+    if machine is not None:
+        if not isinstance(machine.get("cpu", {}), dict):
+            del machine["cpu"]
+        machine["gpus"] = [gpu for gpu in machine.get("gpus") or () if isinstance(gpu, dict) and "name" in gpu]
     for name in ("changed_options", "skipped"):
-        found[name] = [str(each) for each in found.get(name, ())]
-    return {**found, "machine": machine}
+        if name in found:
+            found[name] = [str(each) for each in found[name]]
+    return found
 
 
 def _score(score: dict[str, Any]) -> dict[str, Any]:
