@@ -118,7 +118,8 @@ UNREADABLE = (ValueError, KeyError, TypeError, AttributeError, OverflowError, Re
 
 def _facts(facts: Any) -> dict[str, Any]:
     """Return the facts that are of the kind that the trainer writes."""
-    found = {name: value for name, value in dict(facts or {}).items() if isinstance(value, _FACTS.get(name, object))}
+    found: dict[str, Any] = dict(facts or {})
+    found = {name: value for name, value in found.items() if isinstance(value, _FACTS.get(name, object))}
     machine = found.get("machine")
     if machine is not None:
         if not isinstance(machine.get("cpu", {}), dict):
