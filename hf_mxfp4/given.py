@@ -38,8 +38,9 @@ def given_tokens(row: dict[str, Any], tokenizer: Any, **template: Any) -> tuple[
     given = row[column]
     if column == "input_ids":
         return given, _masked_tokens(row)
-    if isinstance(given, str) and not given.endswith(tokenizer.eos_token):
-        given += tokenizer.eos_token
+    end = tokenizer.eos_token or ""
+    if isinstance(given, str) and not given.endswith(end):
+        given += end
     if column != "completion":
         return encode(given), 1
     ids = encode(row["prompt"] + given)
