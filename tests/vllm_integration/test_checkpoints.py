@@ -27,7 +27,7 @@ W4A16 = {"preset": "w4a16", "outlier_fallback": None}
 TILES = {"weight_block": "32x32", "macro_block": 32}
 ROW = {"outlier_fallback": 0.5, "macro_block": "row"}
 #: Selective fallback ranks the blocks of a whole weight.
-SELECTIVE = {"outlier_fallback": 0.5, "outlier_fallback_rate": 0.2, "outlier_fallback_operands": "weights"}
+SELECTIVE = {"outlier_fallback": 0.5, "outlier_fallback_rate": 0.2}
 
 
 def methods_of(llm):
