@@ -81,7 +81,6 @@ class Group {
     Group(const Scheme& scheme, const Dither& dither, int64_t blocks)
         : scheme_(scheme), dither_(dither), blocks_(blocks), weights_(blocks * kBlock), tried_(blocks * kBlock) {
         places_.resize(blocks * kBlock);
-        drawn_.resize(blocks * kBlock);
         const int64_t macros = (blocks + scheme.macro_blocks - 1) / scheme.macro_blocks;
         for (Codes* codes : {&wanted_, &found_}) {
             codes->first.resize(blocks);
@@ -96,7 +95,8 @@ class Group {
         std::fill(weights_.begin(), weights_.end(), 0.0f);
         std::copy(weights, weights + length, weights_.begin());
         quantize(weights_, length, wanted_);
-        draw(counter, 0, places_);
+        for (int64_t b = 0; b < blocks_; ++b)
+            draw_places(&weights_[b * kBlock], counter + b * kCounters, 0, dither_, &places_[b * kBlock]);
         bool is_same = false;
         for (int64_t attempt = 0; attempt < dither_.attempts && !is_same; ++attempt) {
             move();
@@ -117,12 +117,6 @@ class Group {
         for_each_block(row, 0, 1, scheme_, codes);
     }
 
-    void draw(uint64_t counter, int64_t number, std::vector<int32_t>& places) {
-        for (int64_t b = 0; b < blocks_; ++b)
-            draw_places(&weights_[b * kBlock], counter + b * kCounters, static_cast<uint32_t>(number), dither_,
-                        &places[b * kBlock]);
-    }
-
     void move() {
         for (int64_t i = 0; i < blocks_ * kBlock; ++i)
             tried_[i] = as_float(bits_of(weights_[i]) + static_cast<uint32_t>(places_[i]));
@@ -141,6 +135,7 @@ class Group {
         bool changed = false;
         for (int64_t b = 0; b < blocks_; ++b) {
             const bool all = scales_differ(b);
+            int32_t drawn[kBlock];
             bool is_drawn = false;
             for (int i = 0; i < kBlock; ++i) {
                 const int part = i / kLanes, lane = i % kLanes;
@@ -149,10 +144,9 @@ class Group {
                 if (!all && !differs) continue;
                 if (!is_drawn)
                     draw_places(&weights_[b * kBlock], counter + b * kCounters, static_cast<uint32_t>(attempt + 1),
-                                dither_, &drawn_[b * kBlock]);
+                                dither_, drawn);
                 is_drawn = changed = true;
-                const int32_t other = drawn_[b * kBlock + i];
-                places_[b * kBlock + i] = other < 0 ? -(-other >> nearer) : other >> nearer;
+                places_[b * kBlock + i] = drawn[i] < 0 ? -(-drawn[i] >> nearer) : drawn[i] >> nearer;
             }
         }
         return changed;
@@ -162,7 +156,7 @@ class Group {
     const Dither& dither_;
     int64_t blocks_;
     std::vector<float> weights_, tried_;  // padded with zeros to whole blocks
-    std::vector<int32_t> places_, drawn_;
+    std::vector<int32_t> places_;
     Codes wanted_, found_;
 };
 
