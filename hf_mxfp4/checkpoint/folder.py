@@ -253,16 +253,18 @@ def _refuse_counts(config: Mapping[str, Any], most: int, reason: str) -> None:
             raise ValueError(f"{key}={value}, but {reason}")
 
 
-def read_model_config(source: str | os.PathLike, **options: Any) -> Any:
+def read_model_config(source: str | os.PathLike, stored: Mapping[str, Any] | None = None, **options: Any) -> Any:
     """Return the config of a folder or of a model on the Hub as transformers reads it.
 
-    ``options`` are those of `AutoConfig.from_pretrained`. Raises `OSError` without a config, and [`CheckpointError`]
-    for one whose values make no sense.
+    ``stored`` is its dictionary, where it has been read before, and ``options`` are those of
+    `AutoConfig.from_pretrained`. Raises `OSError` without a config, and [`CheckpointError`] for one whose values make
+    no sense.
     """
     from transformers import AutoConfig, PreTrainedConfig
 
     try:
-        stored, _ = PreTrainedConfig.get_config_dict(source, **options)
+        if stored is None:
+            stored, _ = PreTrainedConfig.get_config_dict(source, **options)
         _refuse_counts(stored, _MOST_LAYERS, "no model has as many")
         return AutoConfig.from_pretrained(source, **options)
     except (OSError, ImportError):

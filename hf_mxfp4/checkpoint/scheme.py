@@ -62,9 +62,9 @@ def stored_scheme(quantization: Any) -> MXFP4RLConfig | None:
 def guarded(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return a `config.json` with the key if it has a scheme, and without it otherwise."""
     scheme = config.get("quantization_config")
-    return (
-        _guarded(config, scheme) if scheme else {name: value for name, value in config.items() if name != WEIGHTS_KEY}
-    )
+    if scheme:
+        return _guarded(config, scheme)
+    return {name: value for name, value in config.items() if name != WEIGHTS_KEY}
 
 
 def guard_folder(folder: Path) -> None:

@@ -93,7 +93,7 @@ def load(model: str, dtype: str = "auto", device: str = "auto") -> Loaded:
     try:
         stored, _ = PreTrainedConfig.get_config_dict(name)
         refuse_kernels(stored, name)
-        config = read_model_config(name, trust_remote_code=False)
+        config = read_model_config(name, stored, trust_remote_code=False)
         kind = model_class(stored, name)  # the auto classes drop the vision tower of some
         if config.is_encoder_decoder or not kind.can_generate():
             raise ValueError(f"{kind.__name__} does not predict the next token")

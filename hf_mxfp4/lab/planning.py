@@ -86,7 +86,7 @@ def read_config(model: str) -> PreTrainedConfig:
     try:
         options, _ = PreTrainedConfig.get_config_dict(source)
         refuse_kernels(options, model)
-        return read_model_config(source, trust_remote_code=False)
+        return read_model_config(source, options, trust_remote_code=False)
     except CheckpointError:
         raise
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:

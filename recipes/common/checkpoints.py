@@ -92,11 +92,10 @@ def load_whole(stored: Stored, scheme: MXFP4RLConfig | str | None, **options: An
     if scheme is None:
         options["config"] = copy.deepcopy(stored.config)
         remove_scheme(options["config"])
-    elif scheme != "own" and (stored.quantization is None or stored.scheme is None):
-        if stored.quantization is not None:
-            check_method(stored.quantization, stored.weights)
+    elif scheme != "own" and stored.quantization is None:
         options["quantization_config"] = scheme
     elif scheme != "own":  # of a quantized checkpoint transformers takes the stored one, with what it says of loading
+        check_method(stored.quantization, stored.weights)
         options["config"] = copy.deepcopy(stored.config)
         options["config"].quantization_config = {**stored.quantization, "dither_ties": scheme.dither_ties}
     options |= {"revision": stored.revision, "output_loading_info": True}
