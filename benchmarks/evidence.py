@@ -51,20 +51,19 @@ SMOOTHING_TEXTS, ROUNDING_TEXTS = 32, 128
 AS_IT_IS = (
     *("rceil", "floor", "mse", "even", "rceil+mbs128-static", "rceil+mbs128-hybrid", "rceil+of0.5", "rceil+of1"),
     *("rceil+mbs128-hybrid+of0.5", "rceil+mbs128-hybrid+of1", "even+mbs128-hybrid", "paper_b", "w4a16:rceil"),
-    *("w4a16:even", f"w4a16:{OURS}", *(f"{OURS}{residuals}" for residuals in ("", "+of1@0.05", "+of1@0.1", "+of1"))),
+    *("w4a16:even", f"w4a16:{OURS}", OURS, f"{OURS}+of1"),
 )
 #: By what multiplies them, as it is and smoothed: weights and activations in 4 bits, activations in E4M3, in 16 bits.
 CORES = (
     *("even", f"{OURS}_fp8", OURS, "nvfp4", f"w4a8:{OURS}_fp8", f"w4a8:{OURS}", "w8a8"),
     *("w4a16:even", f"w4a16:{OURS}_fp8", f"w4a16:{OURS}", "w4a16:nvfp4"),
 )
-SMOOTHED = (OURS, f"{OURS}+of1@0.05", f"w4a16:{OURS}")
+SMOOTHED = (OURS, f"w4a16:{OURS}")
 ROUNDED = (
     f"w4a16:{OURS}",
     OURS,
-    *(f"w4a4:{OURS}/{OURS}+of1{share}" for share in ("@0.05", "@0.1", "@0.25", "")),
+    f"w4a4:{OURS}/{OURS}+of1",
 )
-WITH_RESIDUALS = tuple(f"w4a4:{OURS}+of1@0.25/{OURS}+of1{share}" for share in ("@0.25", "@0.5", "@0.75", ""))
 
 Prepare = Callable[[nn.Module, Callable[[int], list[torch.Tensor]]], None]
 
@@ -105,8 +104,6 @@ def variants(cores: bool) -> Iterator[tuple[str, Prepare, list[ModelScheme]]]:
     yield "smoothed", smoothed, read_schemes(list(SMOOTHED))
     yield "smoothed, GPTQ", rounded_for(weights.config), read_schemes(list(ROUNDED))
     yield "smoothed, GPTQ for H64", rounded_for(with_rotation(weights).config), rotated(ROUNDED)
-    residuals = with_rotation(read_schemes([f"w4a16:{OURS}+of1@0.25"])[0])
-    yield "smoothed, GPTQ with residuals for H64", rounded_for(residuals.config), rotated(WITH_RESIDUALS)
 
 
 def products(config: MXFP4RLConfig) -> float | None:
@@ -117,7 +114,7 @@ def products(config: MXFP4RLConfig) -> float | None:
         if not isinstance(operand, QuantScheme):
             return None
         if operand.outlier_fallback is not None:
-            count *= 1 + (1.0 if operand.fallback_rate is None else operand.fallback_rate)
+            count *= 2
     return count
 
 

@@ -31,8 +31,6 @@ SEQUENCES, TOKENS, RANK = 4, 512, 16
 MODES = {
     "full precision": None,
     "w4a4": {},
-    "w4a4, saved mxfp4": {"saved_activations": "mxfp4"},
-    "w4a4, saved fp8": {"saved_activations": "fp8"},
     "w4a4g4": {"preset": "w4a4g4"},
     "packed + LoRA": {"mode": "packed"},
 }

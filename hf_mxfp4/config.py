@@ -11,7 +11,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from ._logging import get_logger
 from .module_names import read_names
 from .numerics import FULL, GEMM_OPERANDS, PLAIN, LinearScheme, OperandScheme, QuantScheme, Rotation, ScaleRule
-from .numerics.schemes import check_alpha, check_fallback_rate, check_mantissas, one_of, search_name
+from .numerics.schemes import check_alpha, check_mantissas, one_of, search_name
 from .presets import (
     CHOICES,
     FORWARD_PRESETS,
@@ -37,7 +37,7 @@ from .utils import option as _option
 FORMAT_VERSION = 1
 
 #: Options that are written only where they differ from their defaults: other files stay readable by earlier versions.
-_UNWRITTEN = ("fprop", "dgrad", "wgrad", "stochastic_seed", "dither_ties", "saved_activations", "matmul_backend")
+_UNWRITTEN = ("fprop", "dgrad", "wgrad", "stochastic_seed", "dither_ties", "matmul_backend")
 
 
 class IdleOptionError(ValueError):
@@ -83,8 +83,8 @@ class MXFP4RLConfig(QuantizationConfigMixin):
         "quantized operands, and output gradients stay in full precision. 'w4a8g8', 'w4a4g8': these in FP8 besides. "
         "'w8a8': weights and activations in E4M3, a baseline. "
         "'w4a4g4': all six operands of the three products. 'paper_a', 'paper_b': 'w4a4' and 'w4a4g4' with the "
-        "options of arXiv 2605.20402 and 2605.09825. 'w4a4_tuned' and 'w4a4g4_tuned': 'w4a4' and 'w4a4g4' with those "
-        "that cost least in our measurements. 'w4a4_h64': rotated operands, for weights that GPTQ rounded for them.",
+        "options of arXiv 2605.20402 and 2605.09825. 'w4a4g4_tuned': 'w4a4g4' with those that cost least in our "
+        "measurements.",
     )
     scale_rule: str = _option(
         Default.BY_PRESET, "How block scales are chosen: 'rceil' (never clips), 'floor' (OCP), 'even' or 'mse'."
@@ -107,11 +107,6 @@ class MXFP4RLConfig(QuantizationConfigMixin):
     )
     outlier_fallback_operands: str = _option(
         Default.BY_PRESET, "Operands that get outlier fallback: 'both', 'weights' or 'activations'."
-    )
-    outlier_fallback_rate: float | None = _option(
-        Default.BY_PRESET,
-        "Share of blocks in (0, 1) that get outlier fallback: of each row of n blocks along the contraction axis, the "
-        "ceil(rate * n) with the largest errors; none: all blocks.",
     )
     weight_block: str = _option(
         Default.BY_PRESET,
@@ -145,11 +140,6 @@ class MXFP4RLConfig(QuantizationConfigMixin):
         "checkpoint that rounding gives back stay the same. No part of a scheme: configs that differ in it are equal, "
         "and mode 'packed' has no use for it.",
         compare=False,
-    )
-    saved_activations: str = _option(
-        "full",
-        "What layers keep of their inputs for the gradients of weights: 'full' the operand as it is (under 'w4a8' in "
-        "E4M3); 'mxfp4' its codes (the same gradients; where wgrad reuses the quantized x); 'fp8' rounded to E4M3.",
     )
     modules_to_not_convert: list[str] | tuple[str, ...] | None = _option(
         None,
@@ -194,7 +184,7 @@ class MXFP4RLConfig(QuantizationConfigMixin):
             self._set(gemm, read_gemm(gemm, getattr(self, gemm)))
         if self.mode == "packed" and self.packing_unsupported_reason:
             raise ValueError(f"mode='packed' cannot use this config: {self.packing_unsupported_reason}")
-        check_products(self.gemms(), self.backend, self.saved_activations)
+        check_products(self.gemms(), self.backend)
         check_matmul_backend(self.matmul_backend, self.gemms())
         self._check_seed()
         if self.mode == "packed":
@@ -222,7 +212,6 @@ class MXFP4RLConfig(QuantizationConfigMixin):
 
     def _check_fallback_and_macro(self) -> None:
         check_alpha(self.outlier_fallback)
-        check_fallback_rate("outlier_fallback_rate", self.outlier_fallback_rate, self.outlier_fallback)
         check_mantissas(self.macro_search, self.macro_block)
         if self.preset in WITHOUT_BLOCKS and self.outlier_fallback_operands == "activations":
             raise ValueError(
@@ -312,7 +301,6 @@ class MXFP4RLConfig(QuantizationConfigMixin):
             search,
             fallback,
             block_rows=WEIGHT_BLOCKS[self.weight_block] if operand == "weights" else 1,
-            fallback_rate=None if fallback is None else self.outlier_fallback_rate,
         )
 
     def _idle_when_packed(self) -> dict[str, str]:
@@ -323,8 +311,6 @@ class MXFP4RLConfig(QuantizationConfigMixin):
             idle["dgrad"] = backward
         if self.wgrad is not None:
             idle["wgrad"] = backward
-        if self.saved_activations != "full":
-            idle["saved_activations"] = "whose frozen weights need no input kept"
         return idle
 
     def _check_effect(self) -> None:
@@ -353,7 +339,7 @@ class MXFP4RLConfig(QuantizationConfigMixin):
             raise ValueError(f"this config cannot be packed: {self.packing_unsupported_reason}")
         preset = {"w4a8g8": "w4a8"}.get(self.preset, self.preset if self.preset in FORWARD_PRESETS else "w4a4")
         options = {option.name: getattr(self, option.name) for option in fields(self) if option.init}
-        unused = {"stochastic_seed": 0, "dgrad": None, "wgrad": None, "saved_activations": "full"}
+        unused = {"stochastic_seed": 0, "dgrad": None, "wgrad": None}
         return self._from_options({**options, **unused, "mode": "packed", "preset": preset})
 
     def keeping(self, full_precision: tuple[str, ...] | None) -> "MXFP4RLConfig":
@@ -369,8 +355,6 @@ class MXFP4RLConfig(QuantizationConfigMixin):
         parts = [f"{self.preset} [weights {fprop.right}, activations {fprop.left}{rotation}]"]
         if not scheme.dgrad == scheme.wgrad == PLAIN:
             parts += [f"{gemm} [{scheme.describe(gemm)}]" for gemm in ("dgrad", "wgrad")]
-        if self.saved_activations != "full":
-            parts.append(f"saved activations {self.saved_activations}")
         return ", ".join(parts)
 
     @classmethod
@@ -387,6 +371,14 @@ class MXFP4RLConfig(QuantizationConfigMixin):
         options.pop("vllm", None)
         if options.pop("layer_overrides", None):
             get_logger().warning("layer_overrides is no longer an option: all layers train as dgrad and wgrad say")
+        options.pop("saved_activations", None)  # changed no value of a forward product
+        rate = options.pop("outlier_fallback_rate", None)
+        if rate is not None:
+            raise ValueError(
+                f"outlier_fallback_rate={rate!r} is no longer an option: outlier fallback is for all blocks or none. "
+                "Load the checkpoint with the version of hf_mxfp4 that saved it, or set in its config.json "
+                "outlier_fallback_rate to null, and outlier_fallback to 1 (more accurate) or null (smaller)"
+            )
         full_precision = read_names("full_precision", options.pop("full_precision", None))
         names = {f.name for f in fields(cls) if f.init}
         unused = {key: value for key, value in kwargs.items() if key not in names} if return_unused_kwargs else {}

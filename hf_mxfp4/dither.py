@@ -204,7 +204,7 @@ def _group_size(rows: torch.Tensor, scheme: OperandScheme) -> tuple[int, int]:
     height, width = scheme.block_rows, k
     if not isinstance(scheme, QuantScheme):
         return height, width
-    if scheme.macro_block != "row" and scheme.fallback_rate is None:
+    if scheme.macro_block != "row":
         width = max(BLOCK_SIZE, scheme.macro_block or 0)
     return (n, k) if n % height else (height, k if k % width else width)
 

@@ -16,7 +16,6 @@ from .numerics import (
     NVFP4,
     PLAIN,
     REUSE,
-    SAVED_FORMS,
     GemmScheme,
     LinearScheme,
     OperandScheme,
@@ -43,7 +42,6 @@ CHOICES = {
     "macro_search": ("static", "dynamic", "hybrid", *MANTISSAS),
     "outlier_fallback_operands": ("both", "weights", "activations"),
     "weight_block": tuple(WEIGHT_BLOCKS),
-    "saved_activations": SAVED_FORMS,
     "backend": ("auto", "eager", "cpu", "triton"),
     "matmul_backend": ("auto", "dense", "fp8", "fp4"),
 }
@@ -52,7 +50,7 @@ CHOICES = {
 FORWARD_PRESETS = ("w4a16", "w4a8", "w4a4")
 PRESETS = (
     *FORWARD_PRESETS,
-    *("w4a8g8", "w4a4_tuned", "w4a4_h64", "w4a4g8", "w4a4g4", "paper_a", "paper_b", "w4a4g4_tuned", "w8a8"),
+    *("w4a8g8", "w4a4g8", "w4a4g4", "paper_a", "paper_b", "w4a4g4_tuned", "w8a8"),
 )
 #: Presets whose activations are not MXFP4.
 WITHOUT_BLOCKS = ("w4a16", "w4a8", "w4a8g8", "w8a8")
@@ -66,26 +64,19 @@ ALL_OPERANDS = {"w4a4g4": None, "paper_b": Rotation(16), "w4a4g4_tuned": Rotatio
 #: Defaults of the options of a scheme, which lost least for their size on real models (docs/evidence.md), and where a
 #: preset has others. Paper A is arXiv 2605.20402. Paper B is arXiv 2605.09825: tiles for weights and a rotation by H16;
 #: its scale rule is not stated, so it is that of OCP here. w4a4g4_tuned is what the study of docs/backward.md led to.
-#: w4a4_h64 is for checkpoints whose weights were rounded for it (docs/gptq.md). w4a8 and w4a8g8 store weights of 4.31
+#: w4a8 and w4a8g8 store weights of 4.31
 #: bits without residuals: with E4M3 activations these are nearly the whole of what is lost, and one product suffices.
 #: w8a8 has no blocks at all, so that the options of their scheme are refused.
 OPTION_DEFAULTS = {
     "scale_rule": "even",
     "macro_block": 128,
     "outlier_fallback_operands": "both",
-    "outlier_fallback_rate": None,
     "weight_block": "1x32",
 }
 PRESET_DEFAULTS: dict[str, dict[str, Any]] = {
     "w4a8": {"outlier_fallback": None},
     "w4a8g8": {"outlier_fallback": None},
     "w8a8": {"outlier_fallback": None, "macro_block": None},
-    "w4a4_tuned": {"outlier_fallback_rate": 0.05},
-    "w4a4_h64": {
-        "outlier_fallback_rate": 0.05,
-        "outlier_fallback_operands": "activations",
-        "fprop": {"rotation": "deterministic-64"},
-    },
     "paper_a": {"scale_rule": "rceil", "macro_search": "static", "outlier_fallback": 0.5},
     "paper_b": {"scale_rule": "floor", "macro_block": None, "outlier_fallback": None, "weight_block": "32x32"},
     "w4a4g4_tuned": {"outlier_fallback": None, "weight_block": "32x32"},
@@ -118,7 +109,7 @@ def usual_options(mode: str, preset: str, outlier_fallback: Any) -> dict[str, An
     """Return the defaults under a mode and a preset; without outlier fallback, its other options are the usual."""
     usual = {**OPTION_DEFAULTS, "outlier_fallback": _FALLBACK[mode], **PRESET_DEFAULTS.get(preset, {})}
     if outlier_fallback is None:
-        usual |= {name: OPTION_DEFAULTS[name] for name in ("outlier_fallback_rate", "outlier_fallback_operands")}
+        usual["outlier_fallback_operands"] = OPTION_DEFAULTS["outlier_fallback_operands"]
     return usual
 
 
@@ -206,9 +197,8 @@ def apply_options(gemm: str, scheme: GemmScheme, options: GemmOptions | None) ->
     return GemmScheme(left, right, scheme.rotation if GemmScheme(left, right).quantizes else None)
 
 
-def check_products(scheme: LinearScheme, backend: str, saved: str) -> None:
-    """Raise `ValueError` for a rotation that would do nothing, a backend that does not round stochastically, or inputs
-    that cannot be saved in the form ``saved`` (one of [`hf_mxfp4.numerics.SAVED_FORMS`])."""
+def check_products(scheme: LinearScheme, backend: str) -> None:
+    """Raise `ValueError` for a rotation that would do nothing, or a backend that does not round stochastically."""
     for gemm in GEMM_OPERANDS:
         product: GemmScheme = getattr(scheme, gemm)
         if product.rotation is not None and not product.quantizes:
@@ -218,15 +208,6 @@ def check_products(scheme: LinearScheme, backend: str, saved: str) -> None:
             )
         if product.rounds_stochastically and backend == "cpu":
             raise ValueError(f"backend={backend!r} does not round stochastically; use backend='auto'")
-    reuses = scheme.wgrad.right is REUSE
-    if saved == "mxfp4" and not (reuses and isinstance(scheme.fprop.left, QuantScheme)):
-        why = f"fprop takes x in {scheme.fprop.left}" if reuses else "wgrad does not reuse the x of fprop"
-        if reuses and scheme.fprop.left is FP8:
-            why = "fprop takes x in E4M3, which is what layers keep of it anyway"
-        raise ValueError(
-            f"saved_activations='mxfp4' keeps the MXFP4 codes of the forward product's input, but {why}; use "
-            "saved_activations='fp8' (rounded), or a preset whose wgrad reuses a quantized input: w4a4, w4a4g8, paper_a"
-        )
 
 
 def check_matmul_backend(matmul_backend: str, scheme: LinearScheme) -> None:

@@ -68,10 +68,6 @@ CONFIGS = {
     "fallback of weights": {"outlier_fallback_operands": "weights"},
     "fallback 1 of weights": {"preset": "w4a4", "outlier_fallback": 1.0, "outlier_fallback_operands": "weights"},
     "fallback of activations": {"outlier_fallback_operands": "activations"},
-    "selective": {"outlier_fallback_rate": 0.2},
-    "selective w4a4": {"preset": "w4a4", "outlier_fallback": 0.5, "outlier_fallback_rate": 0.2},
-    "selective even": {**PLAIN, "scale_rule": "even", "outlier_fallback": 1.0, "outlier_fallback_rate": 0.1},
-    "selective weights": {"outlier_fallback_rate": 0.2, "outlier_fallback_operands": "weights"},
     # Tiles.
     "tiles": {"weight_block": "32x32"},
     "even tiles": {"weight_block": "32x32", "scale_rule": "even"},
@@ -92,9 +88,6 @@ CONFIGS = {
     "random wgrad": {"wgrad": {"grad": "rceil", "x": "rceil", "rotation": "random-16"}},
     "stochastic": {"dgrad": {"grad": "rceil+stochastic"}, "wgrad": {"grad": "rceil+stochastic"}},
     "full": {"dgrad": {"weight": "full"}, "wgrad": {"x": "full"}},
-    # Saved activations.
-    "saved mxfp4": {"saved_activations": "mxfp4"},
-    "saved fp8": {"preset": "w4a4g4", "saved_activations": "fp8"},
     # Which layers, and how they are computed.
     "eager": {"backend": "eager", "preset": "w4a4"},
     "skips": {"modules_to_not_convert": ["layers.0.mlp", "re:.*o_proj"]},

@@ -24,7 +24,7 @@ from hf_mxfp4.rl.vllm import rollout_parameters
 DEFAULTS = {
     "quant_method": "mxfp4_rl", "format_version": 1, "mode": "qat", "preset": "w4a4", "scale_rule": "even",
     "macro_block": 128, "macro_search": "block_mantissas", "outlier_fallback": 1.0, "weight_block": "1x32",
-    "outlier_fallback_operands": "both", "outlier_fallback_rate": None, "modules_to_not_convert": None,
+    "outlier_fallback_operands": "both", "modules_to_not_convert": None,
     "backend": "auto",
 }  # fmt: skip
 
@@ -33,7 +33,7 @@ TRAVELLING = CONFIGS | {
     "gemms": GEMMS,
     "fprop": {"fprop": {"x": "floor+stochastic", "rotation": "deterministic-128"}, "stochastic_seed": 3},
     "packed": {"mode": "packed"},
-    "packed w4a4": {"mode": "packed", "preset": "w4a4", "outlier_fallback": 0.25, "outlier_fallback_rate": 0.5},
+    "packed w4a4": {"mode": "packed", "preset": "w4a4", "outlier_fallback": 0.25},
     "packed plain": {"mode": "packed", "macro_block": None, "modules_to_not_convert": ["layers.1"]},
 }
 
@@ -117,7 +117,6 @@ INVALID = {
     "macro_search": ["both", None],
     "outlier_fallback": [0, -0.5, 1.5, float("nan"), float("inf"), "0.5", True],
     "outlier_fallback_operands": ["activation", None],
-    "outlier_fallback_rate": [0, 1, -0.1, float("nan"), "0.1", True],
     "weight_block": ["32x1", 32, None],
     "modules_to_not_convert": ["lm_head", ["layers.0", 3], [""], 5],
     "backend": ["cuda", None],
@@ -182,8 +181,8 @@ def test_dictionary_form_is_accepted_by_from_pretrained(checkpoint):
             "w4a4 [weights mxfp4+even+mbsrow-static, activations mxfp4+even+mbsrow-static+of1]",
         ),
         (
-            {"weight_block": "32x32", "outlier_fallback_rate": 0.1, "macro_block": None, "scale_rule": "even"},
-            "w4a4 [weights mxfp4+even+of1@0.1+32x32, activations mxfp4+even+of1@0.1]",
+            {"weight_block": "32x32", "macro_block": None, "scale_rule": "even"},
+            "w4a4 [weights mxfp4+even+of1+32x32, activations mxfp4+even+of1]",
         ),
         (
             {"macro_search": "hybrid", "outlier_fallback_operands": "weights"},
@@ -222,7 +221,6 @@ PAPER_A = QuantScheme(ScaleRule.RCEIL, 128, "static", 0.5)
 FLOOR = QuantScheme(ScaleRule.FLOOR)
 TILES = QuantScheme(ScaleRule.FLOOR, block_rows=32)
 EVEN = QuantScheme(ScaleRule.EVEN, 128, "blockwise")
-SELECTIVE = QuantScheme(ScaleRule.EVEN, 128, "blockwise", 1.0, fallback_rate=0.05)
 THREE = QuantScheme(ScaleRule.EVEN, 128, "block_mantissas_fp8")
 EVEN_TILES = QuantScheme(ScaleRule.EVEN, 128, "blockwise", block_rows=32)
 
@@ -233,8 +231,6 @@ EXPECTED = {
     "w4a8": (GemmScheme(FP8, THREE), PLAIN, PLAIN),
     "w4a8g8": (GemmScheme(FP8, THREE), GemmScheme(FP8, REUSE), GemmScheme(FP8, REUSE)),
     "w8a8": (GemmScheme(FP8, FP8), PLAIN, PLAIN),
-    "w4a4_tuned": (GemmScheme(SELECTIVE, SELECTIVE), PLAIN, PLAIN),
-    "w4a4_h64": (GemmScheme(SELECTIVE, EVEN, Rotation(64)), PLAIN, PLAIN),
     "w4a4g8": (GemmScheme(INPUT, WEIGHT), GemmScheme(FP8, REUSE), GemmScheme(FP8, REUSE)),
     "w4a4g4": (GemmScheme(INPUT, WEIGHT), GemmScheme(INPUT, WEIGHT), GemmScheme(INPUT, INPUT)),
     "paper_a": (GemmScheme(PAPER_A, PAPER_A), PLAIN, PLAIN),
@@ -258,7 +254,6 @@ def test_presets(preset):
         ("macro_search", ["static", "dynamic", "hybrid", "block_mantissas", "block_mantissas_fp8"]),
         ("outlier_fallback", [None, 0.5, 1.0]),
         ("outlier_fallback_operands", ["both", "weights", "activations"]),
-        ("outlier_fallback_rate", [None, 0.25]),
         ("weight_block", ["1x32", "32x32"]),
     ],
     ids=lambda each: each if isinstance(each, str) else "",
@@ -285,7 +280,6 @@ OF_LAYERS = {
     "wgrad": {"grad": "fp8"},
     "stochastic_seed": 5,
     "dither_ties": False,
-    "saved_activations": "mxfp4",
     "modules_to_not_convert": ["layers.1"],
     "backend": "eager",
     "matmul_backend": "dense",
@@ -353,7 +347,6 @@ REFUSED = [
     ({"preset": "w8a8", "outlier_fallback": 1.0}, "outlier_fallback=1.0 has no effect on any operand of w8a8"),
     ({"preset": "w8a8", "macro_search": "static"}, "macro_search='static' has no effect on any operand of w8a8"),
     ({"mode": "packed", "fprop": {"weight": "nvfp4"}}, "takes weights in nvfp4, and packed ones are in MXFP4"),
-    ({"preset": "w4a8", "saved_activations": "mxfp4"}, "but fprop takes x in E4M3, which is what layers keep"),
     (
         {"preset": "w4a8g8", "outlier_fallback": 1.0, "outlier_fallback_operands": "activations"},
         "no effect under preset='w4a8g8', which quantizes no activations in MXFP4",

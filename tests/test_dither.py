@@ -18,7 +18,7 @@ from hf_mxfp4.layers import trainable_matrices
 IDS = torch.arange(2, 14).view(2, 6)
 SCHEMES = some(
     CONFIGS, "plain", "floor", "even", "mse", "static", "row static", "default", "even blockwise", "fallback 1",
-    "selective even", "paper_a", "paper_b", "w4a4g4_tuned",
+    "even blockwise", "paper_a", "paper_b", "w4a4g4_tuned",
 )  # fmt: skip
 
 
@@ -146,7 +146,7 @@ def test_weights_in_e4m3_leave_their_ties_too():
         ({"fprop": {"weight": "nvfp4"}}, torch.float32, "are taken in nvfp4 in the forward product"),
         ({"fprop": {"weight": "rceil+stochastic"}}, torch.float32, "are rounded at random"),
         ({"fprop": {"rotation": "random-16"}}, torch.float32, "are rotated in the forward product"),
-        ({"preset": "w4a4_h64"}, torch.float32, "are rotated in the forward product"),
+        ({"fprop": {"rotation": "deterministic-64"}}, torch.float32, "are rotated in the forward product"),
     ],
 )
 def test_weights_that_it_would_do_nothing_for_are_left_alone(options, dtype, reason):

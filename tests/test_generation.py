@@ -108,15 +108,13 @@ def test_models_that_are_offloaded_keep_no_copies(checkpoint, count):
 
 
 #: Where sums are added up in another order, an activation at the edge of two values of the grid may get the other one.
-#: What a prompt of other history or neighbours did to the logits of selective fallback with thresholds was above 0.1.
 ROUNDING = 0.01
-SIZES = {"hidden": 128, "intermediate": 256}  # rows of four blocks and more, to select from
-RATE = {"mode": "packed", "preset": "w4a4", "outlier_fallback": 1.0, "outlier_fallback_rate": 0.05}
+SIZES = {"hidden": 128, "intermediate": 256}
+FALLBACK = {"mode": "packed", "preset": "w4a4", "outlier_fallback": 1.0}
 SCHEMES = {
     **{preset: {"preset": preset} for preset in PRESETS if preset not in ("w4a8g8", "w4a4g8", "w4a4g4")},
     **{f"packed {preset}": {"mode": "packed", "preset": preset} for preset in FORWARD_PRESETS},
-    "packed rate": RATE,
-    "packed rate and rotation": {**RATE, "fprop": {"rotation": "deterministic-64"}},
+    "packed fallback and rotation": {**FALLBACK, "fprop": {"rotation": "deterministic-64"}},
 }
 PROMPT = torch.randint(2, 32, (1, 9), generator=torch.Generator().manual_seed(1))
 OTHER = torch.full((1, 9), 7)
@@ -164,7 +162,7 @@ def sources(tmp_path_factory):
 
 
 #: Of experts too.
-MIXED = ("w4a4_tuned", "paper_b", "packed w4a8", "packed rate and rotation")
+MIXED = ("w4a4", "paper_b", "packed w4a8", "packed fallback and rotation")
 
 
 @pytest.mark.parametrize(

@@ -110,7 +110,6 @@ def test_adapters_of_vllm_on_experts_are_refused(plugin, monkeypatch):
         ({"preset": "w4a16"}, 4, "64 of 256 columns, which cuts blocks of 128"),
         ({"preset": "w4a16", "macro_block": None}, 16, "16 of 256 columns, which cuts blocks of 32"),
         ({"preset": "w4a4", "macro_block": "row"}, 2, "mbsrow-static needs whole rows"),
-        ({"preset": "w4a4", "outlier_fallback": 1.0, "outlier_fallback_rate": 0.1}, 2, "of1@0.1 needs whole rows"),
     ],
 )
 def test_a_share_that_would_cut_blocks_is_refused(plugin, options, size, reason):

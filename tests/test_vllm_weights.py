@@ -18,8 +18,12 @@ from hf_mxfp4.integrations.vllm import EngineSettings, ExpectedLayers, WeightCon
 
 
 NAME = "model.layers.0.mlp.down_proj"
-CONFIGS = [MXFP4RLConfig(mode="packed"), MXFP4RLConfig(outlier_fallback_rate=0.1), MXFP4RLConfig(weight_block="32x32")]
-IDS = ["packed", "selective fallback", "tiles"]
+CONFIGS = [
+    MXFP4RLConfig(mode="packed"),
+    MXFP4RLConfig(preset="w4a4", outlier_fallback=1.0),
+    MXFP4RLConfig(weight_block="32x32"),
+]
+IDS = ["packed", "fallback", "tiles"]
 
 
 def test_settings_are_read_and_written():
@@ -191,7 +195,7 @@ def test_what_has_no_room_is_refused(plugin):
     [
         {},
         {"weight_block": "32x32", "macro_block": 32},
-        {"outlier_fallback": 0.5, "outlier_fallback_rate": 0.2},
+        {"outlier_fallback": 0.5},
     ],
     ids=str,
 )

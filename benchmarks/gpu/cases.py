@@ -47,15 +47,13 @@ TRAINED = {
     "w4a4g8, plain": MXFP4RLConfig(preset="w4a4g8", **PLAIN),
     "w4a4, plain": MXFP4RLConfig(preset="w4a4", **PLAIN),
     # Without residuals: on FP4 tensor cores, those of three levels on FP8 ones too.
-    "w4a4, 4.3 bits": MXFP4RLConfig(preset="w4a4", outlier_fallback=None, saved_activations="mxfp4"),
+    "w4a4, 4.3 bits": MXFP4RLConfig(preset="w4a4", outlier_fallback=None),
     "w4a4, 4.3 bits, three levels": MXFP4RLConfig(
-        preset="w4a4", outlier_fallback=None, macro_search="block_mantissas_fp8", saved_activations="mxfp4"
+        preset="w4a4", outlier_fallback=None, macro_search="block_mantissas_fp8"
     ),
     **{
         preset: MXFP4RLConfig(preset=preset)
-        for preset in (
-            *("w4a16", "w4a8", "w4a8g8", "w4a4", "w4a4_tuned", "w4a4g8", "w4a4g4_tuned", "paper_a", "paper_b"),
-        )
+        for preset in (*("w4a16", "w4a8", "w4a8g8", "w4a4", "w4a4g8", "w4a4g4_tuned", "paper_a", "paper_b"),)
     },
 }
 #: Those whose forward pass is measured alone, with the weight kept.

@@ -16,7 +16,6 @@ from mxfp4_kernels import cpu as library
 from .. import numerics
 from .._logging import get_logger
 from ..numerics import BLOCK_SIZE, PARTS, MXFP4Tensor, QuantScheme, ScaleRule, part_sizes
-from ..numerics.corrections import blocks_at_rate
 from ..numerics.formats import CARRY
 
 
@@ -113,7 +112,7 @@ def dither(rows: torch.Tensor, scheme: QuantScheme | None, half_cell: int, attem
 def _description(scheme: QuantScheme, length: int) -> tuple[Any, int]:
     """Return a pointer to a scheme for rows of this length as the library takes it, and roughly how many elements of
     plain quantization take as long as one under this scheme."""
-    rule, alpha, rate = scheme.scale_rule, scheme.outlier_fallback, scheme.fallback_rate
+    rule, alpha = scheme.scale_rule, scheme.outlier_fallback
     described = library.SchemeStruct(
         carry=CARRY[rule],
         clips=rule.clips,
@@ -123,7 +122,6 @@ def _description(scheme: QuantScheme, length: int) -> tuple[Any, int]:
         macro_blocks=_macro_blocks(scheme, length),
         fallback=alpha is not None,
         alpha=alpha or 0.0,
-        fallback_blocks=0 if rate is None else blocks_at_rate(rate, -(-length // BLOCK_SIZE)),
     )
     passes = 2 if alpha is not None else 1
     if scheme.macro_block is not None:
@@ -143,8 +141,7 @@ def _agrees_with_the_reference() -> bool:
     like = {"dtype": torch.float32, "device": "cpu"}  # whatever the caller's defaults are
     x = torch.randn(8, 300, generator=generator, **like) * torch.exp2(torch.arange(-40, 40, 10, **like))[:, None]
     searched = QuantScheme(ScaleRule.MSE, 128, "dynamic", 0.3), QuantScheme(ScaleRule.EVEN, 128, "block_mantissas")
-    selective = QuantScheme(ScaleRule.EVEN, 128, "static", 1.0, fallback_rate=0.3)
-    for scheme in (*searched, selective, QuantScheme()):
+    for scheme in (*searched, QuantScheme(ScaleRule.EVEN, 128, "static", 1.0), QuantScheme()):
         for dtype in TYPES:
             largest = torch.finfo(dtype).max
             values = x.clamp(-largest, largest).to(dtype)

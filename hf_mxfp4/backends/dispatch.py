@@ -135,7 +135,7 @@ def fake_quantize(
     if name == "eager" and rotation is None and scheme.rounding == "nearest" and needs_operator(x):
         values = torch.ops.hf_mxfp4.fake_quantize(x.detach(), str(scheme), backend)
         return values if dtype is None else values.to(dtype)
-    if rotation is not None and (name != "triton" or scheme.fallback_rate is not None):
+    if rotation is not None and name != "triton":
         x, rotation = rotate_rows(x, rotation, "cpu" if name == "cpu" else "eager", signs=signs), None
         name = choose_backend(x, scheme, backend, seed)
     if name == "triton":

@@ -11,7 +11,6 @@ import torch
 import mxfp4_kernels
 
 from ..numerics import PARTS, MXFP4Tensor, QuantScheme
-from ..numerics.blocks import keep_selected
 
 
 #: More rows than this (of each expert, in the mean) are multiplied with a dequantized copy: two bytes more are then
@@ -28,8 +27,6 @@ def unsupported_reason(device_type: str, dtype: torch.dtype, scheme: QuantScheme
         mxfp4_kernels.Scheme  # noqa: B018
     except ImportError as error:
         return f"Triton is not installed ({error})"
-    if scheme.fallback_rate is not None and scheme.block_rows != 1:
-        return "selective outlier fallback (fallback_rate) of tiles has no Triton kernel"
     return mxfp4_kernels.unsupported_dtype(dtype) or mxfp4_kernels.unsupported_scheme(*_fields(scheme))
 
 
@@ -41,10 +38,7 @@ def fake_quantize(
     signs: torch.Tensor | None = None,
     dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """[`hf_mxfp4.backends.dispatch.fake_quantize`] of a tensor that the kernels support. Without a rotation where the
-    scheme has a ``fallback_rate``."""
-    if scheme.fallback_rate is not None:
-        return dequantize(quantize(x, scheme, x.dim() - 1, seed), x.dtype).to(dtype or x.dtype)
+    """[`hf_mxfp4.backends.dispatch.fake_quantize`] of a tensor that the kernels support."""
     made = x.dtype if rotation is None else torch.float32
     dtype = dtype or made
     written = written_dtype(scheme, dtype) if made == torch.float32 else made
@@ -78,8 +72,7 @@ def quantize(x: torch.Tensor, scheme: QuantScheme, axis: int, seed: int | None =
     """[`hf_mxfp4.numerics.quantize`] of a tensor that the kernels support; ``axis`` is not negative."""
     packed = mxfp4_kernels.quantize(x.movedim(axis, -1), _scheme(scheme), _side(scheme, seed))
     parts = dict(zip(PARTS, packed, strict=True))
-    tensor = MXFP4Tensor(**parts, length=x.shape[axis], axis=axis, scheme=scheme, dtype=x.dtype)
-    return tensor if scheme.fallback_rate is None else keep_selected(x.movedim(axis, -1), tensor)
+    return MXFP4Tensor(**parts, length=x.shape[axis], axis=axis, scheme=scheme, dtype=x.dtype)
 
 
 def dequantize(tensor: MXFP4Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -29,12 +29,12 @@ from .operands import padded_length
 from .packed import packed_forward, packed_grad_x
 from .packed_weight import PackedWeight
 from .saved import SavedRecord, what_is_saved
-from .state import PLAIN_STATE, GemmSpec, GemmState, PackedSpec, state_of
+from .state import PLAIN_STATE, GemmState, PackedSpec, state_of
 
 
 _UNSAFE = (torch.Tag.cudagraph_unsafe,)
 #: What an operator returns of its input for the backward pass. The others are ``x``, which is at hand, and ``nothing``.
-_RETURNED = ("values", "values_fp8", "x_fp8", "mxfp4")
+_RETURNED = ("values", "fp8")
 
 
 def groups_of(ends: torch.Tensor | None, n_rows: int) -> Groups | None:
@@ -137,8 +137,7 @@ def compiled_linear(
     has_gradient = torch.is_grad_enabled()
     saved = what_is_saved(spec, x.dtype, dtype) if weight.requires_grad and has_gradient else "nothing"
     ends = None if groups is None else groups.offsets(x.device)
-    scheme = "" if spec.input_scheme is None else str(spec.input_scheme)
-    options = dtype, saved, padded_length(x.shape[-1], spec), scheme, has_gradient and not spec.is_plain
+    options = dtype, saved, padded_length(x.shape[-1], spec), has_gradient and not spec.is_plain
     arguments = x, weight, bias, ends, state.layer_id, *options, spec.transposed, has_gradient
     return torch.ops.hf_mxfp4.quantized_linear(*arguments)[0]
 
@@ -153,7 +152,6 @@ def _forward(
     dtype: torch.dtype,
     saved: str,
     columns: int,
-    scheme: str,
     has_step: bool,
     transposed: bool,
     has_gradient: bool,
@@ -169,52 +167,38 @@ def _forward(
 
 
 @_forward.register_fake
-def _(x, weight, bias, ends, layer_id, dtype, saved, columns, scheme, has_step, transposed, has_gradient):
-    found = _returned_shapes(x, dtype, saved, columns, scheme)
+def _(x, weight, bias, ends, layer_id, dtype, saved, columns, has_step, transposed, has_gradient):
+    found = _returned_shapes(x, dtype, saved, columns)
     if has_step:
         found.append(torch.empty((), dtype=torch.int64, device="cpu"))
     return x.new_empty(*x.shape[:-1], weight.shape[-1 if transposed else -2], dtype=dtype), found
 
 
-def _returned(saved: str, tensors: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
+def _returned(saved: str, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Return saved tensors as an operator returns them; E4M3 elements as bytes, which more of PyTorch can handle."""
     if saved not in _RETURNED:
         return []
-    found = (tensor.contiguous() for tensor in tensors if tensor is not None)
+    found = (tensor.contiguous() for tensor in tensors)
     return [tensor.view(torch.uint8) if tensor.dtype == torch.float8_e4m3fn else tensor for tensor in found]
 
 
-def _returned_shapes(x: torch.Tensor, dtype: torch.dtype, saved: str, columns: int, scheme: str) -> list[torch.Tensor]:
-    """Empty tensors like those that an operator returns of its input ``x``."""
-    length = x.shape[-1] if saved.startswith("x") else columns
+def _returned_shapes(x: torch.Tensor, dtype: torch.dtype, saved: str, columns: int) -> list[torch.Tensor]:
+    """Return empty tensors like those that an operator returns of its input ``x``."""
     rows = x.shape[:-1]
     if saved == "values":
         return [x.new_empty(*rows, columns, dtype=dtype)]
-    if saved.endswith("fp8"):
-        return [x.new_empty(*rows, size, dtype=torch.uint8) for size in (length, 1)]
-    sizes = part_sizes(cast(QuantScheme, parse(scheme)), columns) if saved == "mxfp4" else ()
-    return [x.new_empty(*rows, size, dtype=torch.uint8) for size in sizes if size is not None]
+    if saved == "fp8":
+        return [x.new_empty(*rows, size, dtype=torch.uint8) for size in (columns, 1)]
+    return []
 
 
 def _saved_input(
-    saved: str,
-    tensors: Sequence[torch.Tensor],
-    spec: GemmSpec,
-    in_features: int,
-    x_dtype: torch.dtype,
-    dtype: torch.dtype,
-) -> tuple[tuple[torch.Tensor | None, ...], SavedRecord]:
+    saved: str, tensors: Sequence[torch.Tensor], x_dtype: torch.dtype, dtype: torch.dtype
+) -> tuple[tuple[torch.Tensor, ...], SavedRecord]:
     """Return what an operator returned of its input, as [`hf_mxfp4.gemm.saved.restore_input`] takes it."""
-    if saved == "mxfp4":
-        scheme, remaining = cast(QuantScheme, spec.input_scheme), iter(tensors)
-        found = tuple(None if size is None else next(remaining) for size in part_sizes(scheme, 1))
-        made_of = torch.float32 if spec.rotation_size > 1 and x_dtype != torch.float64 else x_dtype
-        options = {"length": padded_length(in_features, spec), "axis": 1, "scheme": scheme, "dtype": made_of}
-        return found, SavedRecord("mxfp4", dtype, MXFP4Tensor(**dict.fromkeys(PARTS), **options))
-    values_dtype = x_dtype if saved.startswith("x") else dtype
-    if saved.endswith("fp8"):
-        return (tensors[0].view(torch.float8_e4m3fn), tensors[1]), SavedRecord("fp8", values_dtype)
-    return tuple(tensors), SavedRecord("full", values_dtype)
+    if saved == "fp8":
+        return (tensors[0].view(torch.float8_e4m3fn), tensors[1]), SavedRecord(True, dtype)
+    return tuple(tensors), SavedRecord(False, x_dtype if saved == "x" else dtype)
 
 
 @torch.library.custom_op("hf_mxfp4::quantized_linear_backward", mutates_args=(), tags=_UNSAFE)
@@ -236,8 +220,7 @@ def _backward(
     if has_step:
         *tensors, step = tensors
         step = int(step)
-    in_features = weight.shape[-2 if transposed else -1]
-    values, record = _saved_input(saved, tensors, state.spec, in_features, x_dtype, dtype)
+    values, record = _saved_input(saved, tensors, x_dtype, dtype)
     whole = LinearRecord(record, step, x_dtype, bias_dtype)
     gradients = linear_backward(grad, weight, values, whole, state, groups, needs)
     return [gradient.contiguous() for gradient in gradients if gradient is not None]
@@ -252,7 +235,7 @@ def _(grad, weight, ends, tensors, layer_id, dtype, saved, has_step, transposed,
 
 
 def _setup(ctx, inputs, output):
-    x, weight, bias, ends, layer_id, dtype, saved, _, _, has_step, transposed, _ = inputs
+    x, weight, bias, ends, layer_id, dtype, saved, _, has_step, transposed, _ = inputs
     ctx.mark_non_differentiable(*output[1])
     tensors = [x, *output[1]] if saved == "x" else output[1]
     ctx.save_for_backward(weight, ends, layer_id, *tensors)
@@ -264,7 +247,7 @@ def _gradients(ctx, grad, _):
     needs = list(ctx.needs_input_grad[:3])
     arguments = grad, weight, ends, tensors, layer_id, *ctx.options, needs
     found = iter(torch.ops.hf_mxfp4.quantized_linear_backward(*arguments))
-    return *(next(found) if need else None for need in needs), *(None,) * 9
+    return *(next(found) if need else None for need in needs), *(None,) * 8
 
 
 _forward.register_autograd(_gradients, setup_context=_setup)

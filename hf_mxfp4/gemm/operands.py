@@ -29,7 +29,7 @@ from ..numerics import (
 from .block_scaled import FP4Operand, to_fp4
 from .fp8 import FP8Operand, weight_to_fp8
 from .groups import Groups
-from .packed_weight import cat_rows, of_expert, packed_tensor, quantize_experts, quantize_weight
+from .packed_weight import of_expert, packed_tensor, quantize_experts, quantize_weight
 from .state import GemmSpec, GemmState, LayerRng
 
 
@@ -108,7 +108,7 @@ def rows_and_columns(
     if len(schemes) < 2 or (rotations[0] is None) != (rotations[1] is None):
         return None, None
     nearest = [replace(scheme, rounding="nearest") for scheme in schemes]
-    if nearest[0] != nearest[1] or nearest[0].fallback_rate is not None:
+    if nearest[0] != nearest[1]:
         return None, None
     seeds, signs = [], []
     for gemm, scheme, rotation, length in zip(("dgrad", "wgrad"), schemes, rotations, grad.shape[::-1], strict=True):
@@ -159,15 +159,11 @@ def quantize_input(
     return quantize_operand(x, scheme or FULL, "fprop", "x", None, backend, rotation=rotation, dtype=dtype)
 
 
-def packed_input(x: torch.Tensor, state: GemmState, groups: Groups | None = None) -> MXFP4Tensor:
+def packed_input(x: torch.Tensor, state: GemmState) -> MXFP4Tensor:
     """[`input_operand`] as codes and scale bytes. Only under a scheme that quantizes activations in MXFP4."""
-    spec, scheme = state.spec, state.spec.input_scheme
-
-    def pack(rows: torch.Tensor, rng: LayerRng | None) -> MXFP4Tensor:
-        rows = rotate_operand(rows.detach(), spec.scheme.fprop.rotation, "fprop", rng, spec.backend)
-        return dispatch.quantize(rows, scheme, spec.backend, seed=operand_seed(scheme, "fprop", "x", rng))
-
-    return cat_rows([pack(*each) for each in _groups_of(x, state, groups)])
+    spec, scheme, rng = state.spec, state.spec.input_scheme, state.rng_of(0)
+    rows = rotate_operand(x.detach(), spec.scheme.fprop.rotation, "fprop", rng, spec.backend)
+    return dispatch.quantize(rows, scheme, spec.backend, seed=operand_seed(scheme, "fprop", "x", rng))
 
 
 def fp8_input(x: torch.Tensor, state: GemmState, groups: Groups | None = None) -> tuple[torch.Tensor, torch.Tensor]:

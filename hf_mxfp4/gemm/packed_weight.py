@@ -5,8 +5,7 @@ A weight ``[N, K]`` is kept as codes and scale bytes, in memory as on disk. Wher
 operands these are of the rotated weight, what the product multiplies with.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Mapping
 
 import torch
 
@@ -139,16 +138,6 @@ def weight_values(
 
 def _rotated(weight: torch.Tensor, rotation: Rotation | None, backend: str) -> torch.Tensor:
     return weight if rotation is None else dispatch.rotate_rows(weight, rotation.size, backend)
-
-
-def cat_rows(tensors: Sequence[MXFP4Tensor]) -> MXFP4Tensor:
-    """Matrices quantized along their last axis by one scheme, below each other."""
-    if len(tensors) == 1:
-        return tensors[0]
-    parts = (
-        None if same[0] is None else torch.cat(same) for same in zip(*(each.parts for each in tensors), strict=True)
-    )
-    return replace(tensors[0], **dict(zip(PARTS, parts, strict=True)))
 
 
 def of_expert(packed: MXFP4Tensor, expert: int) -> MXFP4Tensor:

@@ -48,13 +48,12 @@ class GemmSpec:
         scheme: the precision of each operand of each product.
         backend: what quantizes; see [`hf_mxfp4.fake_quantize`].
         matmul_backend: what multiplies; see [`hf_mxfp4.gemm.select_matmul`].
-        saved: the form of the input that is saved for Wgrad, one of [`hf_mxfp4.numerics.SAVED_FORMS`]; always ``"fp8"``
-            of an E4M3 operand that Wgrad reuses, which that form holds exactly.
         transposed: whether the weights of experts are ``[E, K, N]`` and not ``[E, N, K]``.
         is_plain: whether gradients are products of output gradients as they are with the operands of the forward
             product, that is without random numbers, rotations and quantization of their own.
         draws_forward: whether the forward product draws random numbers.
         saves_raw_input: whether Wgrad takes the input itself and not what the forward product used of it.
+        saves_fp8: whether the input is saved for Wgrad as E4M3 elements and scales, which hold that operand exactly.
         reuses_weight: whether Dgrad takes what the forward product used of the weight.
         rotation_size: of the forward product; 1 without a rotation.
         folds_scales: see [`hf_mxfp4.numerics.LinearScheme`].
@@ -65,11 +64,11 @@ class GemmSpec:
     scheme: LinearScheme
     backend: str = "auto"
     matmul_backend: str = "dense"
-    saved: str = "full"
     transposed: bool = False
     is_plain: bool = field(init=False)
     draws_forward: bool = field(init=False)
     saves_raw_input: bool = field(init=False)
+    saves_fp8: bool = field(init=False)
     reuses_weight: bool = field(init=False)
     rotation_size: int = field(init=False)
     folds_scales: bool = field(init=False)
@@ -84,6 +83,7 @@ class GemmSpec:
             "is_plain": scheme.dgrad == scheme.wgrad == PLAIN and not rotates and not scheme.is_random,
             "draws_forward": fprop.is_random,
             "saves_raw_input": scheme.wgrad.right is not REUSE,
+            "saves_fp8": fprop.left is FP8 and scheme.wgrad.right is REUSE,
             "reuses_weight": scheme.dgrad.right is REUSE,
             "rotation_size": fprop.rotation.size if rotates else 1,
             "folds_scales": scheme.folds_scales,
@@ -91,8 +91,6 @@ class GemmSpec:
             "weight_scheme": fprop.right if quantized_weight else None,
             "packs_weight": quantized_weight and not rotates and not fprop.is_random,
         }
-        if fprop.left is FP8 and scheme.wgrad.right is REUSE and self.saved == "full":
-            derived["saved"] = "fp8"
         for name, value in derived.items():
             object.__setattr__(self, name, value)
 

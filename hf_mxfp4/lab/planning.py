@@ -150,7 +150,7 @@ def _saved_bytes(
     output and what lies between the two halves of the MLP, in 32 bits the residual stream and its norms. Layers whose
     weights are frozen keep no input: of those that read the same one, the adapters share it."""
     is_packed = scheme is not None and scheme.mode == "packed"
-    spec = None if scheme is None or is_packed else GemmSpec(scheme.gemms(), saved=scheme.saved_activations)
+    spec = None if scheme is None or is_packed else GemmSpec(scheme.gemms())
     inputs, outputs, inner = {}, 0, 0
     experts_per_token = getattr(config, "num_experts_per_tok", 1) or 1
     #: Tensors between the two halves of an expert: one of SwiGLU, four of the clamped one of gpt-oss.
@@ -168,9 +168,7 @@ def _saved_bytes(
 
 def _kept_bytes(width: int, spec: GemmSpec | None) -> float:
     """Return bytes that a layer keeps of an input of ``width`` elements: E4M3 has a scale byte for a token."""
-    if spec is not None and spec.saved == "mxfp4":
-        return width * bits_per_element(spec.input_scheme) / 8
-    return width + 1 if spec is not None and spec.saved == "fp8" else _COMPUTE * width
+    return width + 1 if spec is not None and spec.saves_fp8 else _COMPUTE * width
 
 
 def plan(sizes: Sizes, setup: Setup) -> dict[str, float]:

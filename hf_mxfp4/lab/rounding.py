@@ -115,32 +115,22 @@ def _rounded(rest: torch.Tensor, inverse: torch.Tensor, scheme: QuantScheme) -> 
     """Values of the grid ``[N, K]``, float32. ``rest`` is consumed."""
     rounded = torch.empty_like(rest)
     size = int(scheme.macro_block or _GROUP)
-    chosen = None
-    if scheme.fallback_rate is not None:  # by the errors of the row as it is now; each block is then rounded by itself
-        codes = quantize(rest, **dataclasses.asdict(scheme)).residual_codes
-        chosen = torch.stack([(part != 0).any(dim=1) for part in codes.split(BLOCK_SIZE // 2, dim=1)], dim=1)
-        scheme = dataclasses.replace(scheme, fallback_rate=None)
     for begin in range(0, rest.shape[1], size):
         end = min(begin + size, rest.shape[1])
         group, factor = rest[:, begin:end], inverse[begin:end, begin:end]
-        here = None if chosen is None else chosen[:, begin // BLOCK_SIZE :]
-        rounded[:, begin:end], lost = _round_group(group, factor, scheme, here)
+        rounded[:, begin:end], lost = _round_group(group, factor, scheme)
         rest[:, end:].sub_(lost @ inverse[begin:end, end:])
     return rounded
 
 
-def _round_group(
-    group: torch.Tensor, factor: torch.Tensor, scheme: QuantScheme, chosen: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _round_group(group: torch.Tensor, factor: torch.Tensor, scheme: QuantScheme) -> tuple[torch.Tensor, torch.Tensor]:
     """Return rounded columns ``[N, size]`` of one macro block, and the errors that later columns are corrected by.
-    ``group`` is consumed; ``chosen`` says which of its blocks, and of those after it, have a residual."""
+    ``group`` is consumed."""
     rounded, lost = torch.empty_like(group), torch.empty_like(group)
     for j in range(group.shape[1]):
         if j % BLOCK_SIZE == 0:
             # From what the columns are by now.
             scale, residual_scale = _scales(group[:, j : j + BLOCK_SIZE], scheme)
-            if chosen is not None:
-                residual_scale = torch.where(chosen[:, j // BLOCK_SIZE], residual_scale, _NO_RESIDUAL)
         column = group[:, j]
         rounded[:, j] = round_nearest(column / scale) * scale
         if residual_scale is not None:

@@ -77,15 +77,15 @@ class ModelScheme:
 
 def bits_per_element(scheme: OperandScheme) -> float:
     """Return the stored bits of an element: 4 of its code, a scale byte for 32, the byte of a macro block, and with
-    outlier fallback codes and scales once more, of the share of blocks that has one; of E4M3 8, and of NVFP4 4.5. A
-    factor for a row or a tensor counts nothing.
+    outlier fallback codes and scales once more; of E4M3 8, and of NVFP4 4.5. A factor for a row or a tensor counts
+    nothing.
     """
     if not isinstance(scheme, QuantScheme):
         return 8.0 if scheme is FP8 else 4.5
     plain = 4 + 8 / BLOCK_SIZE
     macro = 8 / scheme.macro_block if isinstance(scheme.macro_block, int) else 0.0
-    share = 0.0 if scheme.outlier_fallback is None else 1.0 if scheme.fallback_rate is None else scheme.fallback_rate
-    return plain * (1 + share) + macro
+    passes = 1 if scheme.outlier_fallback is None else 2
+    return plain * passes + macro
 
 
 def bits_text(scheme: str) -> str:

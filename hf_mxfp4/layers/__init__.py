@@ -9,7 +9,6 @@ from .model import (
     QUANTIZED,
     TRAINABLE,
     WeightMatrix,
-    fallback_thresholds,
     full_precision,
     gathered,
     is_full_precision,
@@ -17,7 +16,6 @@ from .model import (
     random_layers,
     set_quantization_step,
     trainable_matrices,
-    update_fallback_thresholds,
 )
 from .packed_experts import MXFP4PackedExperts
 from .packed_linear import MXFP4PackedLinear

@@ -142,4 +142,4 @@ class MXFP4Linear(QuantizedLayer, nn.Linear):
 
 def spec_of(config: MXFP4RLConfig, gemms: LinearScheme, transposed: bool = False) -> GemmSpec:
     """Return the products of a layer under a config."""
-    return GemmSpec(gemms, config.backend, config.matmul_backend, config.saved_activations, transposed)
+    return GemmSpec(gemms, config.backend, config.matmul_backend, transposed)

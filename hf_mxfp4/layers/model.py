@@ -5,7 +5,6 @@ have many), full precision for a while, the optimizer step of their random numbe
 import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import NoReturn
 
 import torch
 from torch import nn
@@ -202,13 +201,3 @@ def gathered(parameter: nn.Parameter, writes: bool = False) -> Iterator[torch.Te
             stack.enter_context(deepspeed.zero.GatheredParameters([parameter], modifier_rank=rank))
         tensor = parameter.detach()
         yield tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-
-
-def fallback_thresholds(model: nn.Module) -> dict[str, float]:
-    """Return an empty dictionary: blocks are selected in each row, without thresholds."""
-    return {}
-
-
-def update_fallback_thresholds(model: nn.Module) -> NoReturn:
-    """Raise `RuntimeError`: there is nothing to update."""
-    raise RuntimeError("selective outlier fallback selects in each row and has no thresholds; remove this call")

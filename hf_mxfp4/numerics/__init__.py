@@ -30,7 +30,6 @@ from .schemes import (
     PLAIN,
     REUSE,
     ROTATION_SIZES,
-    SAVED_FORMS,
     GemmScheme,
     LinearScheme,
     OperandScheme,

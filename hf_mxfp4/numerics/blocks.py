@@ -11,7 +11,7 @@ import torch
 
 from . import corrections as macro
 from . import formats as grid
-from .corrections import block_errors, inverse_power_of_two, select_blocks, sum_of_squares
+from .corrections import inverse_power_of_two, sum_of_squares
 from .formats import (
     BLOCK_SIZE,
     E8M0_NAN,
@@ -23,7 +23,6 @@ from .formats import (
     scale_from_amax,
     to_float32,
 )
-from .packed import MXFP4Tensor
 from .rng import NoiseSource, counted_uniform
 from .schemes import QuantScheme
 
@@ -70,8 +69,6 @@ class Blocks:
         residual = self.z - q * decode_e8m0(scale).unsqueeze(-1)
         # Where the first pass is NaN, so is the whole result: the residual says nothing there.
         residual.masked_fill_((scale == E8M0_NAN).unsqueeze(-1), 0.0)
-        if self.scheme.fallback_rate is not None:
-            self._keep_selected(residual)
         amax = residual.abs().amax(dim=-1)
         return first, self._pass(residual, amax, self.scheme.rounding, source, draw=1)
 
@@ -89,12 +86,6 @@ class Blocks:
             uniform = counted_uniform(self.shape, source, draw, z.device)
             source = to_blocks(uniform, self.unit, self.scheme.block_rows)
         return grid.round_stochastic(y, source), scale
-
-    def _keep_selected(self, residual: torch.Tensor) -> None:
-        """Zero the residual of the blocks that are not selected: an all-zero block has scale byte 0 and codes 0."""
-        errors = block_errors(residual, self.amax, self.factor, self.multiplier)[..., : self.blocks_per_row]
-        mask = select_blocks(errors, self.scheme.fallback_rate)
-        residual[..., : self.blocks_per_row, :].masked_fill_(~mask.unsqueeze(-1), 0.0)
 
     def dequantized(self, first: tuple, residual: tuple | None, dtype: torch.dtype) -> torch.Tensor:
         """Values of what [`quantize`] returned, as ``dtype`` and in the layout of ``x``. Consumes it."""
@@ -165,37 +156,6 @@ class Blocks:
         else:
             found = torch.cat([search(*some) for some in zip(z.split(step), amax.split(step), strict=True)])
         return found.view(*self.amax.shape[:-1], found.shape[-1])
-
-
-def keep_selected(x: torch.Tensor, tensor: MXFP4Tensor) -> MXFP4Tensor:
-    """Return ``tensor`` with the residuals of selected blocks alone, to the bit what [`hf_mxfp4.numerics.quantize`]
-    makes: for kernels that compute the residual of every block. Overwrites its residuals.
-
-    Args:
-        x: ``[..., K]``, of which ``tensor`` was made along the last axis, in blocks of one row.
-        tensor: with a residual in every block, of a scheme with a ``fallback_rate``.
-    """
-    scheme, length = tensor.scheme, tensor.length
-    z = to_blocks(x.detach().to(torch.float32, copy=True), BLOCK_SIZE, 1)
-    amax, factor, multiplier = z.abs().amax(dim=-1), None, None
-    if scheme.mantissas:
-        multiplier = macro.mantissa_factor(macro.unpack_mantissas(tensor.macro))[..., : z.shape[-2]]
-        z.div_(multiplier.unsqueeze(-1))
-        amax = amax / multiplier
-    elif tensor.macro is not None:
-        per_macro = z.shape[-2] if scheme.macro_block == "row" else int(scheme.macro_block) // BLOCK_SIZE
-        factor = macro.macro_factor(tensor.macro).repeat_interleave(per_macro, dim=-1)[..., : z.shape[-2]]
-        z.mul_(factor.unsqueeze(-1))
-        amax = amax * factor
-    q = to_blocks(grid.decode_e2m1(grid.unpack_codes(tensor.codes, length)), BLOCK_SIZE, 1)
-    residual = z.sub_(q * decode_e8m0(tensor.scale).unsqueeze(-1))
-    residual.masked_fill_((tensor.scale == E8M0_NAN).unsqueeze(-1), 0.0)
-    dropped = ~select_blocks(block_errors(residual, amax, factor, multiplier), scheme.fallback_rate)
-    tensor.residual_scale.masked_fill_(dropped, 0)
-    bytes_per_block = BLOCK_SIZE // 2
-    of_bytes = dropped.repeat_interleave(bytes_per_block, dim=-1)[..., : tensor.residual_codes.shape[-1]]
-    tensor.residual_codes.masked_fill_(of_bytes, 0)
-    return tensor
 
 
 def _over_scale(z: torch.Tensor, scale: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:

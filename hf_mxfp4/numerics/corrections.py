@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Corrections of block scales: macro factors, block mantissas, and the choice of blocks with a residual.
+"""Corrections of block scales: macro factors and block mantissas.
 
 Macro-block scaling (MBS): one factor ``f = 1 + m8 / 256`` per macro block, applied before and undone after the ordinary
 quantization (arXiv 2603.08713; used for RL in arXiv 2605.20402). The factor and both of its uses stay in float32:
@@ -8,14 +8,7 @@ bfloat16 has one mantissa bit too few to hold it.
 Block mantissas spend the same byte otherwise: two bits for the scale of each of the four blocks, so that a scale is
 ``2**e * (1 + m / 4)`` with the ``m`` of least squared error. Products of the grid with these scales are exact in
 bfloat16. Without ``m = 3`` they have three fraction bits, as E4M3 numbers do: 1 or 1.5 times 1, 1.25 or 1.5.
-
-Selective outlier fallback: in each row along the quantized axis, the blocks (tiles) with the largest squared errors of
-their first pass get the residual pass. The selection depends on that row alone, not on other rows, earlier tensors or
-the batch. arXiv 2503.08040 selects by a threshold that follows a target rate instead.
 """
-
-import math
-from fractions import Fraction
 
 import torch
 
@@ -72,9 +65,6 @@ def unpack_mantissas(packed: torch.Tensor) -> torch.Tensor:
 
 #: Squared errors are cut to multiples of ``1 / SQUARE_UNITS``.
 SQUARE_UNITS = 2.0**23
-#: Errors of a block that are not zero are at least and at most this.
-SMALLEST_ERROR = torch.finfo(torch.float32).tiny
-LARGEST_ERROR = torch.finfo(torch.float32).max
 
 
 def sum_of_squares(error: torch.Tensor) -> torch.Tensor:
@@ -91,46 +81,3 @@ def inverse_power_of_two(amax: torch.Tensor) -> torch.Tensor:
     """``2**-floor(log2 amax)``, cut to exponents -126..127, so that squares of errors neither overflow nor vanish."""
     exponent = (amax.view(torch.int32) >> 23) & 0xFF
     return ((254 - exponent).clamp_(1, 254) << 23).view(torch.float32)
-
-
-def block_errors(
-    residual: torch.Tensor, amax: torch.Tensor, divisor: torch.Tensor | None, multiplier: torch.Tensor | None
-) -> torch.Tensor:
-    """Squared error of each block's first pass, in the domain of ``x``: float32 ``[..., blocks]``.
-
-    The same number in whatever order it is added up: with ``2**E`` the power of two below the block's largest magnitude
-    it is ``n * 2**-23 * 4**E / f**2``, where ``n`` is the integer sum of the squares of ``residual / 2**E``, each cut
-    to a multiple of 2**-23. Zero only if ``n`` is; otherwise it saturates at the smallest normal and at the largest
-    finite float32 number, so that blocks outside of about 1e-19..1e19 in magnitude are told apart no longer.
-
-    Args:
-        residual: ``z - Q(z)``, ``[..., blocks, elements]``; 0 where the block is NaN.
-        amax: largest magnitude of ``z`` per block.
-        divisor: the macro factor ``f`` per block by which results are divided, or `None`.
-        multiplier: the blockwise factor by which they are multiplied, or `None`.
-    """
-    unit = inverse_power_of_two(amax)
-    count = sum_of_squares(residual * unit.unsqueeze(-1))
-    error = count.to(torch.float32).mul_(1.0 / SQUARE_UNITS)
-    # The factors have at most nine bits, hence exact squares.
-    if divisor is not None:
-        error.div_(divisor.square())
-    if multiplier is not None:
-        error.mul_(multiplier.square())
-    # Twice a power of two, since 4**E may leave float32 where the result does not; subnormal ones end as the smallest.
-    power = ((254 << 23) - unit.view(torch.int32)).clamp_(min=1 << 23).view(torch.float32)
-    error.mul_(power).mul_(power).clamp_(SMALLEST_ERROR, LARGEST_ERROR)
-    return error.masked_fill_(count == 0, 0.0)
-
-
-def blocks_at_rate(rate: float, total: int) -> int:
-    """``ceil(rate * total)`` for the decimal number that ``rate`` is written as: 3 for 0.1 of 30, not 4."""
-    return math.ceil(Fraction(repr(float(rate))) * total)
-
-
-def select_blocks(errors: torch.Tensor, rate: float) -> torch.Tensor:
-    """Mask of the ``ceil(rate * blocks)`` blocks with the largest errors of each row of ``errors``, ``[..., blocks]``.
-    The lowest index wins a tie. Blocks without error are never selected."""
-    count = blocks_at_rate(rate, errors.shape[-1])
-    chosen = torch.sort(errors, dim=-1, descending=True, stable=True).indices[..., :count]
-    return torch.zeros_like(errors, dtype=torch.bool).scatter_(-1, chosen, True).logical_and_(errors > 0)

@@ -7,8 +7,7 @@ Definition, per block of 32 elements along ``axis``, or per tile of 32 rows of t
    ``z = x / g``, ``g = 1 + m / 4``, and the result is multiplied by ``g`` where it says ``/ f``;
 2. scale ``s = 2**e`` from the largest ``|z|`` of the block ([`ScaleRule`]); ``q = round(z / s)`` on the E2M1 grid;
 3. with outlier fallback, the residual ``z - s * q`` is quantized in the same way to ``s2 * q2``
-   (arXiv 2605.20402, "outlier fallback"); under a ``fallback_rate`` only in the blocks with the largest errors
-   of each row ([`hf_mxfp4.numerics.corrections`]), and ``q2 = 0`` with scale byte 0 in the others;
+   (arXiv 2605.20402, "outlier fallback");
 4. the result is ``(s * q + alpha * s2 * q2) / f``.
 
 Searches (the ``mse`` rule, dynamic macro factors) compare squared errors as integers: each error is divided by the

@@ -65,10 +65,7 @@ class QuantScheme:
         rounding: ``"nearest"`` (ties to even) or ``"stochastic"`` (both passes).
         block_rows: 1 for blocks of 32 elements along the quantized axis; 32 for tiles of 32 x 32, over that axis and
             the one before it. One set of tiles serves a matrix and its transpose: the values are the same bit for bit,
-            but for macro factors that several tiles share, stochastic rounding and a ``fallback_rate``.
-        fallback_rate: share of the blocks in (0, 1) that get the residual pass; `None` for all. Of each row of ``n``
-            blocks (or tiles), the ``ceil(fallback_rate * n)`` with the largest squared error get it, blocks without
-            error never.
+            but for macro factors that several tiles share and stochastic rounding.
 
     Raises `ValueError` for values outside the supported sets.
     """
@@ -79,7 +76,6 @@ class QuantScheme:
     outlier_fallback: float | None = None
     rounding: str = "nearest"
     block_rows: int = 1
-    fallback_rate: float | None = None
 
     def __post_init__(self):
         one_of("scale_rule", self.scale_rule, _SCALE_RULES)
@@ -97,7 +93,6 @@ class QuantScheme:
         one_of("rounding", self.rounding, ROUNDINGS)
         check_alpha(self.outlier_fallback)
         one_of("block_rows", self.block_rows, BLOCK_ROWS)
-        check_fallback_rate("fallback_rate", self.fallback_rate, self.outlier_fallback)
 
     @property
     def mantissas(self) -> int:
@@ -116,8 +111,7 @@ class QuantScheme:
         if self.macro_block is not None:
             parts.append(f"mbs{self.macro_block}-{_TEXTS.get(self.macro_search, self.macro_search)}")
         if self.outlier_fallback is not None:
-            rate = "" if self.fallback_rate is None else f"@{_number_text(self.fallback_rate)}"
-            parts.append(f"of{_number_text(self.outlier_fallback)}{rate}")
+            parts.append(f"of{_number_text(self.outlier_fallback)}")
         if self.rounding != "nearest":
             parts.append(self.rounding)
         if self.block_rows != 1:
@@ -139,24 +133,11 @@ def check_alpha(alpha: float | None) -> None:
         raise ValueError(f"outlier_fallback={alpha!r} must be None or a number in (0, 1]")
 
 
-def check_fallback_rate(name: str, rate: float | None, alpha: float | None) -> None:
-    """Raise `ValueError` unless the share of blocks with outlier fallback is `None` or a number in (0, 1), and there is
-    a fallback (weight ``alpha``) to be selective about."""
-    if rate is None:
-        return
-    if isinstance(rate, bool) or not isinstance(rate, Real) or not 0 < rate < 1:
-        raise ValueError(f"{name}={rate!r} must be None (every block) or a number between 0 and 1")
-    if alpha is None:
-        raise ValueError(
-            f"{name}={rate!r} selects blocks for outlier fallback, which outlier_fallback=None switches off"
-        )
-
-
 # ---- schemes as text ------------------------------------------------------------------------------------------------
 
 
 _MACRO = re.compile(r"mbs(?P<size>\d+|row)(?:-(?P<search>\w+))?")
-_FALLBACK = re.compile(r"of(?P<alpha>[\d.e-]+)(?:@(?P<rate>[\d.e-]+))?")
+_FALLBACK = re.compile(r"of(?P<alpha>[\d.e-]+)")
 _EXAMPLE = "rceil+mbs128-static+of0.5"
 
 
@@ -164,8 +145,8 @@ def parse_scheme(text: str) -> "QuantScheme | Treatment":
     """Return the scheme that ``str(scheme)`` describes: ``"mxfp4+rceil+mbs128-static+of0.5"``, with or without
     ``"mxfp4+"``; of ``"nvfp4"`` it is [`Treatment.NVFP4`].
 
-    The parts after the rule come in any order: ``mbs<size>[-<search>]`` (static when no search is named), ``of<alpha>``
-    or ``of<alpha>@<share of blocks>``, ``stochastic``, ``32x32``.
+    The parts after the rule come in any order: ``mbs<size>[-<search>]`` (static when no search is named),
+    ``of<alpha>``, ``stochastic``, ``32x32``.
 
     Raises `ValueError` for what cannot be read, with the nearest known spelling.
     """
@@ -198,8 +179,7 @@ def _part_options(part: str) -> dict:
         size = match["size"]
         return {"macro_block": size if size == "row" else int(size), "macro_search": match["search"] or "static"}
     if match := _FALLBACK.fullmatch(part):
-        rate = {} if match["rate"] is None else {"fallback_rate": float(match["rate"])}
-        return {"outlier_fallback": float(match["alpha"]), **rate}
+        return {"outlier_fallback": float(match["alpha"])}
     if part in ROUNDINGS:
         return {"rounding": part}
     if part in ("1x32", "32x32"):
@@ -221,12 +201,6 @@ ROTATION_SIZES = (16, 32, 64, 128)
 
 #: The products, and the names of their left and right operands.
 GEMM_OPERANDS = {"fprop": ("x", "weight"), "dgrad": ("grad", "weight"), "wgrad": ("grad", "x")}
-
-
-#: Forms of a layer's input that is saved for the gradient of its weight. ``full``: as Wgrad takes it. ``mxfp4``: the
-#: codes and scale bytes of the forward product's operand, which give its very bits back. ``fp8``: rounded to E4M3 with
-#: one power-of-two scale per row (token).
-SAVED_FORMS = ("full", "mxfp4", "fp8")
 
 
 class Treatment(enum.Enum):

@@ -34,12 +34,9 @@ RANDOM = {
 VARIANTS = {
     "plain": ("qat", {"macro_block": None, "outlier_fallback": None, "scale_rule": "even"}),
     "random": ("qat", RANDOM),
-    "rate": ("qat", {"outlier_fallback_rate": 0.2}),
     "activations only": ("qat", {"outlier_fallback_operands": "activations", "macro_block": "row"}),
     "mse tiles": ("qat", {"scale_rule": "mse", "weight_block": "32x32", "macro_block": 32}),
     "blockwise": ("qat", {"macro_search": "blockwise", "outlier_fallback": None}),
-    "saved mxfp4": ("qat", {"preset": "w4a4g4", "wgrad": {"x": "reuse"}, "saved_activations": "mxfp4"}),
-    "saved fp8": ("qat", {"saved_activations": "fp8"}),
     "skipped": ("qat", {"modules_to_not_convert": ["layers.0", "re:.*v_proj"], "dither_ties": False}),
     "gradients": ("qat", {"preset": "w4a4g8", "dgrad": {"grad": "full"}}),
     "forward rotation": ("qat", {"fprop": {"rotation": "deterministic-16"}}),
@@ -160,7 +157,7 @@ def _record_modes(record: Record, family: str, base: Path) -> None:
         with hf_mxfp4.uncached_weights(model):
             record_generation(record, f"modes/{family}/uncached", model)
     with record.errors(f"modes/{family}/checkpointing"):
-        model = load(base, preset="w4a4g4", saved_activations="mxfp4", wgrad={"x": "reuse"})
+        model = load(base, preset="w4a4g4", wgrad={"x": "reuse"})
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         record_steps(record, f"modes/{family}/checkpointing", model)
     with record.errors(f"modes/{family}/dithered"):

@@ -15,7 +15,7 @@ RULES = ("rceil", "floor", "even", "mse")
 MACROS = ({}, *({"macro_block": size} for size in (32, 128, 256, "row")))
 MACROS += tuple({"macro_block": size, "macro_search": "dynamic"} for size in (64, 128))
 MACROS += ({"macro_block": 128, "macro_search": "blockwise"},)
-FALLBACKS = ({}, {"outlier_fallback": 0.5}, {"outlier_fallback": 0.3, "fallback_rate": 0.2})
+FALLBACKS = ({}, {"outlier_fallback": 0.5})
 ROWS = ({}, {"block_rows": 32})
 _PARTS = ("codes", "scale", "macro", "residual_codes", "residual_scale")
 
@@ -44,7 +44,7 @@ def record(record: Record) -> None:
     small = hard_matrix(32, 304)
     for name, options in schemes().items():
         record_scheme(record, f"eager/{name}", small, options, backend="eager")
-        if "fallback_rate" not in options and "block_rows" not in options:
+        if "block_rows" not in options:
             record_scheme(record, f"cpu/{name}", small, options, backend="cpu")
     for dtype in (torch.bfloat16, torch.float16):
         x = hard_matrix(dtype=dtype)
@@ -63,7 +63,7 @@ def record(record: Record) -> None:
 
 def _record_random(record: Record, x: torch.Tensor) -> None:
     for name, options in schemes().items():
-        if "even" in name and "fallback_rate" not in options:
+        if "even" in name:
             options = {**options, "rounding": "stochastic"}
             record_scheme(record, f"seeded/{name}", x, options, seed=1234567)
             with record.errors(f"generator/{name}"):
@@ -84,5 +84,5 @@ def _record_formats(record: Record, x: torch.Tensor) -> None:
     for axis in (0, 1):
         record.tensor(f"axis/{axis}", fake_quantize(x, macro_block=128, outlier_fallback=0.5, axis=axis))
     record.tensor("e4m3/values", numerics.fake_quantize_e4m3(x))
-    for text in ("rceil", "mxfp4+even+mbs128-dynamic", "floor+of0.5@0.2+stochastic+32x32", "mse+mbsrow-static"):
+    for text in ("rceil", "mxfp4+even+mbs128-dynamic", "floor+of0.5+stochastic+32x32", "mse+mbsrow-static"):
         record.text(f"scheme text/{text}", str(numerics.parse_scheme(text)))

@@ -32,7 +32,6 @@ RUNS: dict[str, tuple[str, dict, bool, dict]] = {
     "lora qat": (DENSE, {}, True, {}),
     "experts": (MOE, {}, False, {"router_replay": True, "report_every": 2}),
     "experts lora": (MOE, {"mode": "packed"}, True, {}),
-    "fallback rate": (DENSE, {"outlier_fallback_rate": 0.2}, False, {"rollout_correction": True}),
     "without noise": (DENSE, {}, False, {"aqn": False, "beta": 0.05}),
     "two iterations": (DENSE, {}, False, _TWO_ITERATIONS),
     "sampling": (DENSE, {}, False, {"overlong_buffer": 2, "movement_every": 1}),

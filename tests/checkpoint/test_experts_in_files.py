@@ -76,12 +76,12 @@ def test_packed_experts(family, checkpoint, tmp_path):
     ("family", "scheme"),
     [
         ("qwen3_moe", {"preset": "w4a16", "outlier_fallback": None, "macro_block": None}),
-        ("gpt_oss", {"outlier_fallback_rate": 0.2}),
+        ("gpt_oss", {"outlier_fallback": 1.0}),
         ("gpt_oss", {"weight_block": "32x32", "outlier_fallback": None}),
         ("mixtral", {"macro_search": "block_mantissas", "outlier_fallback": None}),
         ("gpt_oss", {"scale_rule": "mse", "macro_block": "row", "outlier_fallback": None}),
     ],
-    ids=["plain", "selective", "transposed-tiles", "blockwise", "mse-row"],
+    ids=["plain", "fallback", "transposed-tiles", "blockwise", "mse-row"],
 )
 def test_packed_experts_repeat_the_trainable_ones_under_every_scheme(family, scheme, checkpoint, tmp_path):
     source = checkpoint(family, dtype=torch.bfloat16, layers=1)

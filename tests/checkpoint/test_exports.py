@@ -156,7 +156,7 @@ MISFITS = {
         {"macro_block": 128, "macro_search": "block_mantissas_fp8"},
         "macro-block factors (mbs128-block_mantissas_fp8)",
     ),
-    "selective": ({"outlier_fallback": 0.5, "outlier_fallback_rate": 0.25}, "the outlier-fallback residual (of0.5)"),
+    "residual": ({"outlier_fallback": 0.5}, "the outlier-fallback residual (of0.5)"),
     "both": (
         {"macro_block": "row", "outlier_fallback": 0.25},
         "macro-block factors (mbsrow-dynamic) and the outlier-fallback residual (of0.25)",

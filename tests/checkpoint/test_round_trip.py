@@ -322,11 +322,11 @@ PACKED = ("weight", "weight_scale", "weight_macro", "weight_residual", "weight_r
 # Of mode "qat"; the packed twin of each is what `pack` makes of it.
 TRAINED = some(
     CONFIGS, "default", "w4a8", "w4a16 macro", "w4a16 plain", "fallback of weights", "fallback of activations",
-    "selective", "tiles", "blockwise, no fallback", "blockwise_fp8", "mse row, no fallback",
+    "fallback 1", "tiles", "blockwise, no fallback", "blockwise_fp8", "mse row, no fallback",
     "skips",
 )  # fmt: skip
 #: Tried in bfloat16 too in every run.
-BFLOAT16 = ("default", "selective", "tiles")
+BFLOAT16 = ("default", "fallback 1", "tiles")
 
 
 def load_packed(folder, *, device_map=None, dtype="auto", **options):

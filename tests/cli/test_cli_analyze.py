@@ -67,11 +67,12 @@ def test_a_policy_under_its_own_scheme(checkpoint, tmp_path):
     assert summary["schemes"] == ["mxfp4+even+mbs128-blockwise"]
     compared = json.loads(run("compare", folder, checkpoint(seed=1), "--json").stdout)
     assert compared["scheme"] == "mxfp4+even+mbs128-blockwise"
-    for preset, reason in (("w4a4_h64", "rotates both operands"), ("w8a8", "takes weights in fp8")):
-        edit_config(folder, quantization_config=MXFP4RLConfig(preset=preset).to_dict())
+    rotated = {"preset": "w4a4", "fprop": {"rotation": "deterministic-64"}}
+    for options, reason in ((rotated, "rotates both operands"), ({"preset": "w8a8"}, "takes weights in fp8")):
+        edit_config(folder, quantization_config=MXFP4RLConfig(**options).to_dict())
         for done in (run("analyze", folder, "--out", tmp_path / "b"), run("compare", folder, folder)):
             assert done.exit_code == 2 and reason in done.stderr and "or give --scheme" in done.stderr
-        assert run("analyze", folder, "--scheme", "rceil", "--out", tmp_path / preset).exit_code == 0
+        assert run("analyze", folder, "--scheme", "rceil", "--out", tmp_path / options["preset"]).exit_code == 0
 
 
 @pytest.mark.parametrize(

@@ -74,7 +74,7 @@ def test_quantized_again_the_values_stay(scheme, dtype):
 
 @pytest.mark.parametrize("rotation", [None, Rotation(32)], ids=str)
 @pytest.mark.parametrize(
-    "scheme", ["even+mbs128-blockwise_fp8+of1@0.25", "even+mbs128-blockwise+of1@0.25", "even+of1@0.25", "rceil+of1"]
+    "scheme", ["even+mbs128-blockwise_fp8+of1", "even+mbs128-blockwise+of1", "even+of1", "rceil+of1"]
 )
 def test_residuals_are_rounded_too(scheme, rotation):
     weight, moments = case(rows=64, columns=128)
@@ -82,7 +82,7 @@ def test_residuals_are_rounded_too(scheme, rotation):
     found = round_weight(weight.bfloat16(), moments, scheme, rotation)
     values, nearest = (quantized_again(each, scheme, rotation) for each in (found, weight))
     assert output_error(values - weight, moments) < 0.6 * output_error(nearest - weight, moments)
-    one_pass = dataclasses.replace(scheme, outlier_fallback=None, fallback_rate=None)
+    one_pass = dataclasses.replace(scheme, outlier_fallback=None)
     plain = round_weight(weight.bfloat16(), moments, one_pass, rotation)
     assert output_error(values - weight, moments) < 0.9 * output_error(plain.float() - weight, moments)
 
@@ -91,9 +91,9 @@ def test_residuals_by_hand():
     """Inputs that are not alike leave the nearest values and their residuals, where these are kept."""
     weight = torch.zeros(1, 4, 32)
     weight[..., 0], weight[..., 1] = 6.0, torch.tensor([2.2, 2.4, 2.0, 2.1])
-    found = round_weight(weight.view(1, 128), torch.eye(128), parse_scheme("rceil+of1@0.25")).view(4, 32)
-    # Of four blocks one has a residual: the one whose error, of 2.4, is largest: .4 is .375 in steps of 2**-5.
-    assert found[:, 1].tolist() == [2.0, 2.375, 2.0, 2.0] and (found[:, 0] == 6).all()
+    found = round_weight(weight.view(1, 128), torch.eye(128), parse_scheme("rceil+of1")).view(4, 32)
+    # The residuals .2, .4 and .1 of 2.0 in steps of 2**-5, with the scales .2 / 6, .4 / 6 and .1 / 6 rounded up.
+    assert found[:, 1].tolist() == [2.1875, 2.375, 2.0, 2.09375] and (found[:, 0] == 6).all()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

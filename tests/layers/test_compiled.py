@@ -33,7 +33,6 @@ STOCHASTIC = {
     "wgrad": {"grad": "rceil+stochastic", "x": "rceil+stochastic", "rotation": "random-32"},
 }
 #: Blocks above a threshold that moves from step to step.
-SELECTIVE = {"preset": "w4a4", "outlier_fallback": 0.5, "outlier_fallback_rate": 0.1}
 
 
 def compiled(function, backend="aot_eager"):
@@ -108,22 +107,17 @@ def check_layer(layer, autocast, dtype=torch.float32):
 
 
 @pytest.mark.parametrize(
-    ("preset", "saved", "dtype_and_autocast"),
-    pairwise_params(
-        list(PRESETS),
-        ["full", "mxfp4", "fp8"],
-        [(torch.float32, False), (torch.float32, True), (torch.bfloat16, False)],
-        allowed=lambda preset, saved, _: saved != "mxfp4" or preset in ("w4a4", "w4a4g8", "paper_a"),
-    ),
+    ("preset", "dtype_and_autocast"),
+    pairwise_params(list(PRESETS), [(torch.float32, False), (torch.float32, True), (torch.bfloat16, False)]),
     ids=str,
 )
-def test_trainable_layers(preset, saved, dtype_and_autocast):
+def test_trainable_layers(preset, dtype_and_autocast):
     dtype, autocast = dtype_and_autocast
-    config = MXFP4RLConfig(preset=preset, saved_activations=saved)
+    config = MXFP4RLConfig(preset=preset)
     check_layer(MXFP4Linear.from_linear(torch.nn.Linear(70, 40).to(dtype), config), autocast, dtype)
 
 
-@pytest.mark.parametrize("scheme", [{}, {"preset": "w4a4"}, SELECTIVE], ids=["w4a16", "w4a4", "selective"])
+@pytest.mark.parametrize("scheme", [{}, {"preset": "w4a4"}], ids=["w4a16", "w4a4"])
 @pytest.mark.parametrize("autocast", [False, True])
 def test_packed_layers(scheme, autocast):
     config = MXFP4RLConfig(mode="packed", **scheme)
@@ -167,21 +161,16 @@ def quantized(family="qwen2", layers=1, dtype=torch.float32, **scheme):
     return model
 
 
-#: Of models: options of the scheme, and of training. In every run each preset's layers above, and models of random,
-#: selective and packed layers.
+#: Of models: options of the scheme, and of training. In every run each preset's layers above, and models of random and
+#: packed layers.
 MODELS = [
     pytest.param({**STOCHASTIC}, {"random": True, "checkpointing": True}, id="random"),
-    pytest.param({**SELECTIVE}, {"checkpointing": True}, id="selective"),
     *(pytest.param({"preset": preset}, {}, marks=pytest.mark.large, id=preset) for preset in PRESETS),
     pytest.param(
         {"preset": "w4a4g4"}, {"autocast": True, "checkpointing": True}, marks=pytest.mark.large, id="autocast"
     ),
     pytest.param({"preset": "paper_b", "dtype": torch.bfloat16}, {}, marks=pytest.mark.large, id="bfloat16"),
     pytest.param({"preset": "w4a4g8"}, {"backend": "inductor"}, marks=pytest.mark.large, id="inductor"),
-    *(
-        pytest.param({"preset": "w4a4g8", "saved_activations": form}, {}, marks=pytest.mark.large, id=f"saved {form}")
-        for form in ("mxfp4", "fp8")
-    ),
 ]
 
 

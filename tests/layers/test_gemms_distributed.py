@@ -25,9 +25,6 @@ from hf_mxfp4.presets import PRESETS
 SCHEMES = {
     **{preset: {"preset": preset} for preset in PRESETS},
     **{f"experts_{preset}": {"preset": preset} for preset in PRESETS},
-    "saved_mxfp4": {"saved_activations": "mxfp4"},
-    "saved_fp8": {"preset": "w4a4g4", "saved_activations": "fp8"},
-    "experts_saved_mxfp4": {"saved_activations": "mxfp4"},
     "stochastic": {"preset": "w4a4g4", "wgrad": {"grad": "rceil+stochastic", "rotation": "random-16"}},
 }
 
@@ -74,7 +71,7 @@ def wrap(model: torch.nn.Module, engine: str) -> torch.nn.Module:
 
 
 #: Schemes of every run, each rule of what is saved, multiplied and drawn among them; the others are large.
-FEW = ("w4a4g8", "w4a4g4_tuned", "experts_paper_b", "experts_saved_mxfp4", "stochastic")
+FEW = ("w4a4g8", "w4a4g4_tuned", "experts_paper_b", "experts_w4a8", "stochastic")
 REST = tuple(name for name in SCHEMES if name not in FEW)
 
 

@@ -14,7 +14,7 @@ from tables import PLAIN
 from torch import nn
 
 from hf_mxfp4 import MXFP4Linear, MXFP4PackedLinear, MXFP4RLConfig
-from hf_mxfp4.layers import cached_weights, fallback_thresholds, update_fallback_thresholds
+from hf_mxfp4.layers import cached_weights
 from hf_mxfp4.numerics import apply_scheme, parse_scheme
 
 
@@ -29,14 +29,9 @@ RECIPES = {
         "even+mbsrow",
         "even+mbsrow+of0.5",
     ),
-    "selective": ({"outlier_fallback_rate": 0.25}, "rceil+mbs128-dynamic+of0.5@0.25", "rceil+mbs128+of0.5@0.25"),
-    "selective-on-inputs": (
-        {"outlier_fallback_rate": 0.25, **ACTIVATIONS},
-        "rceil+mbs128-dynamic",
-        "rceil+mbs128+of0.5@0.25",
-    ),
     "tiles": ({"weight_block": "32x32", "macro_search": "static"}, "rceil+mbs128+of0.5+32x32", "rceil+mbs128+of0.5"),
 }
+ROTATED = {"preset": "w4a4", "fprop": {"rotation": "deterministic-64"}}
 SHAPES = [(2, 5, 64), (33,), (2, 3, 65), (1, 1), (2, 200)]
 
 
@@ -106,7 +101,7 @@ def test_autocast_with_float32_masters(recipe, input_dtype):
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-@pytest.mark.parametrize("options", [{}, {"preset": "w8a8"}, {"preset": "w4a4_h64"}, {"backend": "eager"}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"preset": "w8a8"}, ROTATED, {"backend": "eager"}], ids=str)
 def test_no_gradients_recorded_then_training_goes_on(mode, options):
     layer, x = make_layer(**options), torch.randn(3, 64, requires_grad=True)
     with cached_weights(layer):
@@ -199,7 +194,7 @@ def batch(rows=64, seed=1, scale=1.0):
 
 
 def test_a_row_does_not_depend_on_what_the_layer_saw():
-    layer, x = make_layer("selective", 256), batch()
+    layer, x = make_layer("fallback-on-inputs", 256), batch()
     expected = layer(x)
     for scale in (0.01, 100.0):
         layer(batch(seed=2, scale=scale))
@@ -209,18 +204,11 @@ def test_a_row_does_not_depend_on_what_the_layer_saw():
     torch.testing.assert_close(layer(torch.cat([batch(seed=4, scale=50.0), x]))[64:], expected, rtol=1e-6, atol=1e-5)
 
 
-def test_the_names_of_the_version_with_thresholds():
-    layer = make_layer("selective", 256)
-    assert fallback_thresholds(layer) == {} and list(layer.state_dict()) == ["weight", "bias"]
-    with pytest.raises(RuntimeError, match="has no thresholds; remove this call"):
-        update_fallback_thresholds(layer)
-
-
 CONFIGS = {
     "w4a4": {},
     "w4a16": {"preset": "w4a16"},
     "eager": {"backend": "eager"},
-    "rotated": {"preset": "w4a4_h64"},
+    "rotated": ROTATED,
     "packed": {"mode": "packed"},
     "packed, dense values": {"mode": "packed", "backend": "eager"},
     "packed, rotated": {"mode": "packed", "fprop": {"rotation": "deterministic-64"}},

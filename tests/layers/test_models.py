@@ -168,9 +168,7 @@ PARAMETERS = {"target_modules": [], "target_parameters": ["experts.gate_up_proj"
 MODELS = {
     "w4a4": ("qwen2", {}, None),
     "w4a16": ("qwen2", {"preset": "w4a16"}, None),
-    "saved as mxfp4": ("qwen2", {"saved_activations": "mxfp4"}, None),
-    "selective": ("qwen2", {"saved_activations": "mxfp4", "outlier_fallback_rate": 0.25}, None),
-    "saved as fp8": ("qwen2", {"preset": "w4a4g4", "saved_activations": "fp8"}, None),
+    "w4a8": ("qwen2", {"preset": "w4a8"}, None),
     "experts": ("qwen3_moe", {}, None),
     "experts at random": ("qwen3_moe", STOCHASTIC, None),
     "adapters": ("qwen2", {"mode": "packed", "preset": "w4a4"}, {}),

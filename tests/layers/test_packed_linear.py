@@ -22,7 +22,7 @@ from hf_mxfp4.gemm import PACKED_FIELDS
 
 
 SCHEMES = some(
-    CONFIGS, "default", "no macro", "w4a8", "w4a4", "fallback 0.5", "fallback 1 of weights", "selective w4a4",
+    CONFIGS, "default", "no macro", "w4a8", "w4a4", "fallback 0.5", "fallback 1 of weights",
     "even tiles", "blockwise", "mse row", "32 static", "eager",
 )  # fmt: skip
 

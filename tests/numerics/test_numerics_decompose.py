@@ -29,7 +29,7 @@ def gaussian_octave(rows: int = 256, columns: int = 512, seed: int = 0) -> torch
     spread=st.integers(0, 250),
     rule=st.sampled_from(RULES),
     macro=st.sampled_from(MACROS),
-    fallback=st.sampled_from([(None, None), (0.5, None), (1.0, None), (0.7, 0.3)]),
+    fallback=st.sampled_from([None, 0.5, 1.0, 0.7]),
     rounding=st.sampled_from(["nearest", "stochastic"]),
     block_rows=st.sampled_from([1, 32]),
     dtype=st.sampled_from([torch.float32, torch.bfloat16]),
@@ -44,7 +44,7 @@ def test_components_sum_to_the_error_at_any_magnitude(
     largest = torch.finfo(dtype).max
     x = (sign * mantissa.double() * torch.exp2(exponent.double())).clamp(-largest, largest).to(dtype)
     assert x.isfinite().all()
-    options = vars(QuantScheme(rule, *macro, fallback[0], rounding, block_rows, fallback[1]))
+    options = vars(QuantScheme(rule, *macro, fallback, rounding, block_rows))
     torch.manual_seed(5)
     parts = decompose(x, **options)
     torch.manual_seed(5)
@@ -137,7 +137,7 @@ def test_axis_and_scheme():
     by_axis, moved = decompose(x, axis=0, macro_block=32), decompose(x.t().contiguous(), macro_block=32)
     for name in ("scale_bias", "deadzone", "grid"):
         assert torch.equal(getattr(by_axis, name), getattr(moved, name).t())
-    scheme = QuantScheme("even", 64, "static", 0.5, "nearest", 32, 0.3)
+    scheme = QuantScheme("even", 64, "static", 0.5, "nearest", 32)
     error = fake_quantize(x, axis=0, **vars(scheme)).double() - x.double()
     assert torch.equal(decompose_scheme(x, scheme, axis=0).total, error)
     assert not decompose(x.requires_grad_()).total.requires_grad

@@ -245,7 +245,6 @@ def test_shapes_that_do_not_fit(options, message):
         ("rceil+mbs64-dynamic", torch.float32),
         ("even+mbs128-blockwise", torch.float64),
         ("floor+mbsrow", torch.float32),
-        ("rceil+of0.5@0.1", torch.bfloat16),
     ],
 )
 def test_no_host_reads_a_value_or_sends_one(scheme, dtype):

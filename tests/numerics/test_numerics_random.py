@@ -113,7 +113,7 @@ def test_numbers_are_those_of_the_definition(seed):
 
 
 SCHEMES = ["rceil", "rceil+mbs128", "rceil+of0.5", "mse+mbs64-dynamic+of0.3", "even+mbs128+of1+32x32"]
-SCHEMES += ["even+mbs128-blockwise", "floor+mbsrow+of0.5@0.2"]
+SCHEMES += ["even+mbs128-blockwise", "floor+mbsrow+of0.5"]
 
 
 @pytest.mark.parametrize("text", SCHEMES)

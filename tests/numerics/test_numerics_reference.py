@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The whole numeric contract once more, block by block in numpy, against ``fake_quantize`` and ``quantize``.
 
-Blocks and tiles, every search, selective fallback, and both ends of the range. Elements are rounded in
+Blocks and tiles, every search, fallback, and both ends of the range. Elements are rounded in
 float64, where the quotients by powers of two are exact; float32 appears only where the contract has it. Squared errors
-are added up as the integers that the contract prescribes, so searches and selections must agree exactly.
+are added up as the integers that the contract prescribes, so searches must agree exactly.
 """
 
 import math
@@ -101,11 +101,11 @@ class Block:
 class Reference:
     """Bytes, codes and values of a matrix of float32 numbers."""
 
-    def __init__(self, x, rule, macro_block, search, alpha, block_rows, rate):
+    def __init__(self, x, rule, macro_block, search, alpha, block_rows):
         n, k = x.shape
         self.rule, self.alpha = rule, alpha
         per_factor = {None: 1, "row": -(-k // 32)}.get(macro_block) or macro_block // 32
-        self.blocks, self.bands, self.macros = [], [], np.zeros((n, -(-k // (32 * per_factor))), np.int64)
+        self.blocks, self.macros = [], np.zeros((n, -(-k // (32 * per_factor))), np.int64)
         for top in range(0, n, block_rows):
             band = []
             for left in range(0, k, 32):
@@ -114,7 +114,6 @@ class Reference:
                 where = np.ix_(rows, columns)
                 band.append(Block(where, x[where].ravel()))
             self.blocks += band
-            self.bands.append(band)
             if macro_block:
                 for i in range(0, len(band), per_factor):
                     byte = self.scale_group(band[i : i + per_factor], search)
@@ -122,7 +121,7 @@ class Reference:
         for block in self.blocks:
             self.quantize(block)
         if alpha is not None:
-            self.fall_back(rate)
+            self.fall_back()
 
     def scale_group(self, group: list[Block], search: str) -> int:
         if levels := {"blockwise": 4, "blockwise_fp8": 3}.get(search):
@@ -152,25 +151,13 @@ class Reference:
         block.outputs["residual"] = z - value
         assert (block.outputs["residual"] == z.astype(np.float64) - value).all(), "residuals are float32 numbers"
         block.outputs["value"] = value
-        count = squares(z - value, float(np.abs(z).max()))
-        factor = np.float32(float(block.divide) ** 2)
-        in_x = np.float32(count) / np.float32(2**23) / factor * np.float32(float(block.multiply) ** 2)
-        block.outputs["error"] = float(in_x) * 4.0 ** exponent_of(float(np.abs(z).max()) or 1.0)
 
-    def fall_back(self, rate: float | None) -> None:
-        for band in self.bands:
-            errors = [block.outputs["error"] for block in band]
-            count = len(band) if rate is None else math.ceil(Fraction(str(rate)) * len(band))
-            order = sorted(range(len(band)), key=lambda i: (-errors[i], i))
-            chosen = {i for i in order[:count] if rate is None or errors[i] > 0}
-            for i, block in enumerate(band):
-                codes, value = np.zeros(block.x.size, np.int64), np.zeros(block.x.size, np.float32)
-                if i in chosen:
-                    residual = block.outputs["residual"]
-                    block.residual_byte, codes, value = one_pass(residual, self.rule)
-                block.outputs["residual_codes"] = codes
-                with np.errstate(over="ignore"):
-                    block.outputs["value"] = block.outputs["value"] + np.float32(self.alpha) * value
+    def fall_back(self) -> None:
+        for block in self.blocks:
+            block.residual_byte, codes, value = one_pass(block.outputs["residual"], self.rule)
+            block.outputs["residual_codes"] = codes
+            with np.errstate(over="ignore"):
+                block.outputs["value"] = block.outputs["value"] + np.float32(self.alpha) * value
 
     def gather(self, shape, name: str, dtype) -> np.ndarray:
         out = np.zeros(shape, dtype)
@@ -191,12 +178,12 @@ class Reference:
         return out
 
 
-def check(x, rule, macro=(None, "static"), alpha=None, block_rows=1, rate=None):
+def check(x, rule, macro=(None, "static"), alpha=None, block_rows=1):
     """``x`` is [rows, K]."""
-    scheme = vars(QuantScheme(rule, *macro, alpha, "nearest", block_rows, rate))
+    scheme = vars(QuantScheme(rule, *macro, alpha, "nearest", block_rows))
     packed, values = quantize(x, **scheme), fake_quantize(x, **scheme)
     n, k = x.shape
-    expected = Reference(x.float().numpy(), rule, *macro, alpha, block_rows, rate)
+    expected = Reference(x.float().numpy(), rule, *macro, alpha, block_rows)
     assert packed.scale.tolist() == expected.bytes_per_row((n, k), "byte").tolist()
     if macro[0]:
         assert packed.macro.tolist() == expected.macros.tolist()
@@ -244,18 +231,11 @@ def test_rows_of_any_length():
 
 
 @pytest.mark.parametrize(
-    ("rule", "macro", "rate", "block_rows"), pairwise_params(["rceil", "mse"], SEARCHES, [0.1, 0.5, 0.95], [1, 32])
-)
-def test_exact_share_of_fallback(rule, macro, rate, block_rows):
-    check(matrix(rows_of(block_rows), 150, 2), rule, macro, 0.5, block_rows, rate)
-
-
-@pytest.mark.parametrize(
     ("dtype", "rule", "macro", "alpha"), pairwise_params([torch.bfloat16, torch.float16], RULES, SEARCHES, ALPHAS)
 )
 def test_narrow_dtypes_are_computed_on_in_float32_and_rounded_once(dtype, rule, macro, alpha):
     x = matrix(33, 65, 6).clamp(-60, 60).to(dtype)
-    check(x, rule, macro, alpha, 32, None if alpha is None else 0.4)
+    check(x, rule, macro, alpha, 32)
     check(x[:5], rule, macro, alpha)
 
 

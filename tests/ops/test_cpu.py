@@ -67,14 +67,6 @@ def test_bits_of_the_reference(rule, macro, alpha, dtype):
             assert_same_bits(cpu.dequantize(packed, out), expected.dequantize(out))
 
 
-@pytest.mark.parametrize(("rule", "macro", "alpha", "dtype"), pairwise_params(RULES, MACROS, ALPHAS[1:], DTYPES))
-def test_selective_fallback_has_the_bits_of_the_reference(rule, macro, alpha, dtype):
-    for rate, columns in ((0.05, 1), (0.3, 33), (0.1, 300), (0.9, 300)):
-        scheme, x = QuantScheme(rule, *macro, alpha, fallback_rate=rate), special_values(dtype, columns)
-        assert_same_bits(cpu.fake_quantize(x, scheme), numerics.apply_scheme(x, scheme))
-        assert_same(cpu.quantize(x, scheme, 1).parts, numerics.quantize(x, **vars(scheme)).parts)
-
-
 def test_every_code_and_scale_byte_dequantizes_as_the_reference_says():
     codes = torch.tensor([0x10, 0x32, 0x54, 0x76, 0x98, 0xBA, 0xDC, 0xFE] * 2, dtype=torch.uint8).repeat(256, 1)
     scale = torch.arange(256, dtype=torch.uint8)[:, None]

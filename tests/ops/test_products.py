@@ -92,7 +92,7 @@ E, N, K = 4, 48, 40
 SCHEME = QuantScheme(macro_block=32)
 SCHEMES = some(
     CONFIGS, "default", "w4a16", "w4a8", "w4a8g8", "w4a4g8", "w4a4g4", "paper_a", "paper_b", "plain tiles",
-    "selective weights", "blockwise_fp8", "full", "rotated, own wgrad", "random", "random wgrad",
+    "fallback of weights", "blockwise_fp8", "full", "rotated, own wgrad", "random", "random wgrad",
 )  # fmt: skip
 
 

@@ -120,7 +120,7 @@ def test_evaluations_while_training_do_not_change_it(tmp_path):
     weights = []
     for every in (1, 0):
         folder = tmp_path / f"every{every}"
-        options = ["--outlier_fallback_rate=0.2", f"--evaluate_every={every}", "--reload_check=0", "--n_test=8"]
+        options = [f"--evaluate_every={every}", "--reload_check=0", "--n_test=8"]
         short_run(folder, *options)
         weights.append(tensors_in(folder / "policy"))
     assert_same(*weights)

@@ -33,7 +33,7 @@ def test_a_rollout_that_raises_leaves_the_masters_bit_identical(build, monkeypat
 
 def test_how_often_is_evaluated_does_not_change_training(build, tmp_path):
     """Its rollouts draw random numbers of their own."""
-    scheme, ends = MXFP4RLConfig(macro_block=None, outlier_fallback=1.0, outlier_fallback_rate=0.2), []
+    scheme, ends = MXFP4RLConfig(dgrad={"grad": "even+stochastic"}), []
     for options in ({}, {"eval_dataset": prompts(1), "eval_strategy": "steps", "eval_steps": 1, "eval_on_start": True}):
         options |= {"max_steps": 2, "per_device_eval_batch_size": 4, "output_dir": str(tmp_path / str(len(ends)))}
         trainer = build(scheme=scheme, **options)

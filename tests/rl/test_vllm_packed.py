@@ -40,7 +40,6 @@ SCHEMES = [
     factors_config(),
     factors_config(preset="w4a16", macro_block="row"),
     factors_config(preset="w4a16", macro_block=None, outlier_fallback=None),
-    factors_config(preset="w4a16", outlier_fallback_rate=0.1),
     factors_config(preset="w4a16", weight_block="32x32"),
 ]
 

@@ -26,8 +26,7 @@ pytestmark = pytest.mark.vllm
 W4A16 = {"preset": "w4a16", "outlier_fallback": None}
 TILES = {"weight_block": "32x32", "macro_block": 32}
 ROW = {"outlier_fallback": 0.5, "macro_block": "row"}
-#: Selective fallback ranks the blocks of a whole weight.
-SELECTIVE = {"outlier_fallback": 0.5, "outlier_fallback_rate": 0.2}
+FALLBACK = {"outlier_fallback": 0.5}
 
 
 def methods_of(llm):
@@ -59,10 +58,10 @@ def test_weights_are_served_as_their_quantized_values(tmp_path, family, mode):
         ("packed", "qwen3_moe", ROW),
         ("packed", "gpt_oss", ROW),
         ("packed", "qwen3_moe", TILES),
-        ("packed", "mixtral", SELECTIVE),
+        ("packed", "mixtral", FALLBACK),
         # On disk, gate and up of an expert are apart; they are quantized as one weight.
         ("qat", "qwen3_moe", TILES),
-        ("qat", "qwen3_moe", SELECTIVE),
+        ("qat", "qwen3_moe", FALLBACK),
         *(("packed", family, {"modules_to_not_convert": ["experts"]}) for family in EXPERTS),
     ],
     ids=str,
@@ -77,7 +76,7 @@ def test_other_schemes(tmp_path, mode, family, scheme):
 
 @pytest.mark.parametrize(
     "scheme",
-    [{"outlier_fallback_rate": 0.1, "dgrad": {"grad": "fp8"}}, {"macro_block": "row"}, TILES],
+    [{"dgrad": {"grad": "fp8"}}, {"macro_block": "row"}, TILES],
     ids=str,
 )
 def test_the_very_weights_of_the_policy(tmp_path, scheme):
@@ -96,7 +95,7 @@ def test_the_very_weights_of_the_policy(tmp_path, scheme):
     ("mode", "family", "settings", "scheme"),
     [
         ("packed", "qwen2", None, {}),
-        ("packed", "qwen3", None, {"outlier_fallback": 1.0, "outlier_fallback_rate": 0.1}),
+        ("packed", "qwen3", None, {"outlier_fallback": 1.0}),
         ("qat", "qwen2", None, {}),
         *(("packed", family, None, {}) for family in EXPERTS),
         ("qat", "gpt_oss", None, {}),

@@ -56,7 +56,7 @@ def check_share(
     inputs = schemes[1]
     if share == columns:
         return
-    in_rows = isinstance(inputs, QuantScheme) and (inputs.macro_block == "row" or inputs.fallback_rate is not None)
+    in_rows = isinstance(inputs, QuantScheme) and inputs.macro_block == "row"
     if in_rows or inputs in (FP8, NVFP4):
         raise ValueError(
             f"{name}: tensor parallelism splits the inputs of this layer, and {inputs} needs whole rows; use {advice}"

@@ -66,7 +66,6 @@ class SchemeStruct(ctypes.Structure):
         ("macro_blocks", _INT64),
         ("fallback", ctypes.c_int32),
         ("alpha", ctypes.c_float),
-        ("fallback_blocks", _INT64),
     ]
 
 

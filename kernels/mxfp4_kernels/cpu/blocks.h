@@ -9,7 +9,6 @@
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
-#include <functional>
 #include <type_traits>
 #include <vector>
 
@@ -249,7 +248,6 @@ struct Scheme {
     int64_t macro_blocks;  // blocks per macro block; 1 without
     int32_t fallback;
     float alpha;
-    int64_t fallback_blocks;  // blocks of each row with a second pass, those of largest error; 0 for all
 };
 
 // Squared error of one block under a macro factor.
@@ -301,40 +299,8 @@ struct Matrix {
     const char* at(int64_t row, int64_t column) const { return data + offset(row, column); }
 };
 
-// A block between its first pass and the choice of the row's blocks for outlier fallback.
-struct FirstPass {
-    Block scaled;  // under its macro factor or over its mantissa
-    float factor;
-    Quantized one;
-};
-
-// Marks the `count` largest of `n` errors that are not zero, of equal ones the first; see select_blocks in
-// numerics/corrections.py. `keys` is memory for n of them.
-inline void select_blocks(const float* errors, int64_t n, int64_t count, uint64_t* keys, uint8_t* chosen) {
-    for (int64_t i = 0; i < n; ++i)
-        keys[i] = static_cast<uint64_t>(bits_of(errors[i])) << 32 | (0xFFFFFFFFu - static_cast<uint32_t>(i));
-    std::nth_element(keys, keys + count - 1, keys + n, std::greater<uint64_t>());
-    for (int64_t i = 0; i < n; ++i) chosen[i] = 0;
-    for (int64_t i = 0; i < count; ++i)
-        if (keys[i] >> 32) chosen[0xFFFFFFFFu - static_cast<uint32_t>(keys[i])] = 1;
-}
-
-// Squared error of the first pass in the domain of x; see block_errors in numerics/corrections.py, also for the order.
-inline float block_error(const Block& residual, uint32_t amax, float factor, MacroSearch search) {
-    const float unit = inverse_power_of_two(amax);
-    const int64_t count = sum_of_squares(times(residual, unit));
-    if (count == 0) return 0.0f;
-    float error = static_cast<float>(count) * (1.0f / 8388608.0f);
-    if (search == kStatic || search == kDynamic) error /= factor * factor;
-    if (search == kBlockwise) error *= factor * factor;
-    const uint32_t bits = (254u << 23) - bits_of(unit);
-    const float power = as_float(std::max(bits, 1u << 23));
-    error = error * power * power;
-    return std::min(std::max(error, 1.1754943508222875e-38f), kMaxFloat);
-}
-
 // Calls sink.block(row, index, first pass, second pass, value) for each block, the second pass being that of outlier
-// fallback where the block has it, and sink.macro(row, index, byte) for each macro block.
+// fallback, and sink.macro(row, index, byte) for each macro block.
 template <MacroSearch kSearch, bool kFallback, class Sink>
 void for_each_block(const Matrix& x, int64_t first, int64_t last, const Scheme& scheme, Sink& sink) {
     // Without macro blocks, portions of some blocks keep more loads under way.
@@ -342,30 +308,19 @@ void for_each_block(const Matrix& x, int64_t first, int64_t last, const Scheme& 
     const int64_t n_macro = (x.blocks() + per_macro - 1) / per_macro;
     std::vector<Block> z(per_macro);
     std::vector<uint32_t> amax(per_macro);
-    const bool selects = kFallback && scheme.fallback_blocks > 0;
-    const size_t in_row = selects ? static_cast<size_t>(x.blocks()) : 0;
-    std::vector<FirstPass> passes(in_row);
-    std::vector<float> errors(in_row);
-    std::vector<uint64_t> keys(in_row);
-    std::vector<uint8_t> chosen(in_row);
 
-    const auto residual_of = [](const FirstPass& pass) {
-        return pass.one.byte == kNaNByte ? Block{} : minus(pass.scaled, times(pass.one.q, scale_value(pass.one.byte)));
-    };
-    const auto finish = [&](int64_t row, int64_t index, const FirstPass& pass, bool again) {
+    // `scaled` is under its macro factor or over its mantissa, which is `factor`.
+    const auto finish = [&](int64_t row, int64_t index, const Block& scaled, float factor, const Quantized& one) {
         Quantized two{};
-        Block value = times(pass.one.q, scale_value(pass.one.byte));
+        Block value = times(one.q, scale_value(one.byte));
         if (kFallback) {
-            if (again) {
-                const Block residual = residual_of(pass);
-                two = quantize_block(residual, amax_bits(residual), scheme.rule);
-            }
-            // Also of nothing: negative zeros end as positive ones, as the reference has them.
+            const Block residual = one.byte == kNaNByte ? Block{} : minus(scaled, value);
+            two = quantize_block(residual, amax_bits(residual), scheme.rule);
             value = plus(value, times(times(two.q, scale_value(two.byte)), scheme.alpha));
         }
-        if (kSearch == kBlockwise) value = times(value, pass.factor);
-        if (kSearch == kStatic || kSearch == kDynamic) value = over(value, pass.factor);
-        sink.block(row, index, pass.one, two, value);
+        if (kSearch == kBlockwise) value = times(value, factor);
+        if (kSearch == kStatic || kSearch == kDynamic) value = over(value, factor);
+        sink.block(row, index, one, two, value);
     };
 
     for (int64_t row = first; row < last; ++row) {
@@ -384,30 +339,22 @@ void for_each_block(const Matrix& x, int64_t first, int64_t last, const Scheme& 
             if (kSearch == kDynamic) m8 = search_macro(z.data(), amax.data(), blocks, macro_amax, scheme.rule);
             for (int64_t b = 0; b < blocks; ++b) {
                 uint32_t scaled_amax = amax[b];
-                FirstPass pass{z[b], macro_factor(m8), {}};
+                Block scaled = z[b];
+                float factor = macro_factor(m8);
                 if (kSearch == kBlockwise) {
                     const int mantissa = search_mantissa(z[b], amax[b], scheme.rule, scheme.mantissas);
                     m8 |= mantissa << (2 * b);
-                    pass.factor = mantissa_factor(mantissa);
-                    pass.scaled = over(z[b], pass.factor);
-                    scaled_amax = bits_of(as_float(scaled_amax) / pass.factor) & 0x7FFFFFFF;
+                    factor = mantissa_factor(mantissa);
+                    scaled = over(z[b], factor);
+                    scaled_amax = bits_of(as_float(scaled_amax) / factor) & 0x7FFFFFFF;
                 } else if (kSearch != kNone) {
-                    pass.scaled = times(z[b], pass.factor);
-                    scaled_amax = bits_of(as_float(scaled_amax) * pass.factor) & 0x7FFFFFFF;
+                    scaled = times(z[b], factor);
+                    scaled_amax = bits_of(as_float(scaled_amax) * factor) & 0x7FFFFFFF;
                 }
-                pass.one = quantize_block(pass.scaled, scaled_amax, scheme.rule);
-                if (selects) {
-                    errors[start + b] = block_error(residual_of(pass), scaled_amax, pass.factor, kSearch);
-                    passes[start + b] = pass;
-                } else {
-                    finish(row, start + b, pass, true);
-                }
+                finish(row, start + b, scaled, factor, quantize_block(scaled, scaled_amax, scheme.rule));
             }
             if (kSearch != kNone) sink.macro(row, m, m8);
         }
-        if (!selects) continue;
-        select_blocks(errors.data(), x.blocks(), scheme.fallback_blocks, keys.data(), chosen.data());
-        for (int64_t b = 0; b < x.blocks(); ++b) finish(row, b, passes[b], chosen[b]);
     }
 }
 

@@ -182,7 +182,7 @@ int64_t dither_alone(float* weights, int64_t length, uint64_t counter, const Dit
 // Rows are moved in place. `scheme` may be null; `stayed` counts the weights other than zeros that were not moved.
 extern "C" void mxfp4_dither(float* rows, int64_t length, const Scheme* scheme, int64_t n_rows, int64_t threads,
                              const Dither* dither, int64_t* stayed) {
-    const int64_t blocks = (length + kBlock - 1) / kBlock, counters = (length + 3) / 4;
+    const int64_t counters = (length + 3) / 4;
     std::atomic<int64_t> total{0};
     in_threads(n_rows, threads, [&](int64_t first, int64_t last) {
         int64_t own = 0;
@@ -192,7 +192,7 @@ extern "C" void mxfp4_dither(float* rows, int64_t length, const Scheme* scheme, 
             total += own;
             return;
         }
-        const int64_t together = scheme->fallback_blocks > 0 ? blocks : scheme->macro_blocks;
+        const int64_t together = scheme->macro_blocks;
         Group group(*scheme, *dither, together);
         for (int64_t row = first; row < last; ++row)
             for (int64_t at = 0; at < length; at += together * kBlock) {
