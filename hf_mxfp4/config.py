@@ -8,27 +8,23 @@ from typing import Any, ClassVar
 
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from ._logging import get_logger
 from .module_names import read_names
 from .numerics import FULL, GEMM_OPERANDS, PLAIN, LinearScheme, OperandScheme, QuantScheme, Rotation, ScaleRule
-from .numerics.schemes import check_alpha, check_mantissas, one_of, search_name
+from .numerics.schemes import check_alpha, check_mantissas, one_of
 from .presets import (
     CHOICES,
-    FORWARD_PRESETS,
+    DEFAULT_PRESETS,
     MODES,
     PRESETS,
-    WEIGHT_BLOCKS,
-    WITHOUT_BLOCKS,
     Default,
+    Preset,
     apply_options,
     check_matmul_backend,
     check_products,
-    preset_gemms,
     read_gemm,
-    usual_macro_search,
-    usual_options,
 )
 from .registration import QUANT_METHOD
+from .saved_options import REMOVED_OPTIONS, check_preset, operand_texts, split_saved
 from .utils import described_options
 from .utils import option as _option
 
@@ -38,6 +34,8 @@ FORMAT_VERSION = 1
 
 #: Options that are written only where they differ from their defaults: other files stay readable by earlier versions.
 _UNWRITTEN = ("fprop", "dgrad", "wgrad", "stochastic_seed", "dither_ties", "matmul_backend")
+#: Options whose default is that of the preset. The search depends on the macro block.
+_OF_PRESETS = ("scale_rule", "macro_block", "macro_search", "outlier_fallback")
 
 
 class IdleOptionError(ValueError):
@@ -53,11 +51,10 @@ class IdleOptionError(ValueError):
 class MXFP4RLConfig(QuantizationConfigMixin):
     """How a model is quantized: pass it to `from_pretrained(quantization_config=...)`; it is saved in `config.json`.
 
-    By default both operands of every linear layer of the decoder are in MXFP4, with what lost least on real models at
-    the cost of the dense recipe of arXiv 2605.20402: the even scale rule, two mantissa bits for each block scale and
-    the whole quantized residual added back (docs/evidence.md). ``preset="paper_a"`` is that recipe. With
-    ``mode="packed"`` it is frozen weights of 4.3125 bits as the base of adapters: weights alone in MXFP4, even, with
-    block mantissas, without residuals.
+    By default the weights of every linear layer of the decoder are in MXFP4 with two mantissa bits for each block
+    scale, 4.3125 bits per weight, and its inputs in E4M3 with one scale per token: ``preset="w4a8"``. With
+    ``mode="packed"`` the weights have the same scheme, are stored in 4 bits and frozen as the base of adapters, and
+    inputs stay in full precision: ``preset="w4a16"``.
 
     A checkpoint that already is quantized keeps its own scheme, and transformers warns that the config passed is not
     used. To pack what was trained with ``mode="qat"``, use [`hf_mxfp4.pack`].
@@ -78,13 +75,9 @@ class MXFP4RLConfig(QuantizationConfigMixin):
     )
     preset: str = _option(
         Default.BY_MODE,
-        "Which operands of a linear layer are MXFP4: 'w4a16' the weight (usual in mode 'packed'), 'w4a8' the weight, "
-        "with activations in E4M3, 'w4a4' weight and activation (usual in mode 'qat'); the backward pass uses the same "
-        "quantized operands, and output gradients stay in full precision. 'w4a8g8', 'w4a4g8': these in FP8 besides. "
-        "'w8a8': weights and activations in E4M3, a baseline. "
-        "'w4a4g4': all six operands of the three products. 'paper_a', 'paper_b': 'w4a4' and 'w4a4g4' with the "
-        "options of arXiv 2605.20402 and 2605.09825. 'w4a4g4_tuned': 'w4a4g4' with those that cost least in our "
-        "measurements.",
+        "Which operands of a linear layer are quantized. 'w4a8' is the default, in mode 'packed' 'w4a16'. "
+        + "; ".join(f"'{preset.name}': {preset.summary}" for preset in PRESETS.values())
+        + ". The backward pass uses the same quantized operands; what a preset does not name stays in full precision.",
     )
     scale_rule: str = _option(
         Default.BY_PRESET, "How block scales are chosen: 'rceil' (never clips), 'floor' (OCP), 'even' or 'mse'."
@@ -95,23 +88,16 @@ class MXFP4RLConfig(QuantizationConfigMixin):
     macro_search: str = _option(
         Default.BY_PRESET,
         "How macro factors are found: 'block_mantissas' (two mantissa bits for each of the four block scales, by "
-        "squared error; usual with macro_block=128), 'block_mantissas_fp8' (the same without 1.75: every value is an "
-        "E4M3 number times a power of two, so FP8 tensor cores multiply it), 'static' (from the largest magnitude), "
+        "squared error; usual under 'w4a4' and 'w4a4g4'), 'block_mantissas_fp8' (the same without 1.75: every value is "
+        "an E4M3 number times a power of two, so FP8 tensor cores multiply it; usual under 'w4a16', 'w4a8' and "
+        "'w4a8g8'), 'static' (from the largest magnitude), "
         "'dynamic' (best of 16 by squared error) or 'hybrid' (dynamic for weights, static for activations; usual with "
-        "other sizes).",
+        "other sizes than 128).",
     )
     outlier_fallback: float | None = _option(
-        Default.BY_MODE,
-        "Weight in (0, 1] of the quantized residual that is added back; none switches it off. Usual are 1 in mode "
-        "'qat' (the paper has 0.5) and none under 'w4a8' and in mode 'packed', where it doubles the memory of weights.",
-    )
-    outlier_fallback_operands: str = _option(
-        Default.BY_PRESET, "Operands that get outlier fallback: 'both', 'weights' or 'activations'."
-    )
-    weight_block: str = _option(
         Default.BY_PRESET,
-        "Rows x columns of a weight that share a block scale: '1x32', or '32x32', which suits the weight and its "
-        "transpose alike (bit for bit so without macro_block, or with 32).",
+        "Weight in (0, 1] of the quantized residual that is added back to every operand in MXFP4: a second tensor of "
+        "the same size. 'paper_a' has 0.5; none, which is usual elsewhere, switches it off.",
     )
     fprop: dict[str, str] | None = _option(
         None,
@@ -141,6 +127,13 @@ class MXFP4RLConfig(QuantizationConfigMixin):
         "and mode 'packed' has no use for it.",
         compare=False,
     )
+    smooth: bool = _option(
+        True,
+        "Mode 'qat': smooth activations by powers of two as a plain full-precision checkpoint is loaded. The model "
+        "computes the same in full precision, and quantized operands have fewer outliers. No part of a scheme: configs "
+        "that differ in it are equal, and mode 'packed' has no use for it.",
+        compare=False,
+    )
     modules_to_not_convert: list[str] | tuple[str, ...] | None = _option(
         None,
         "Modules to leave in full precision, besides the head, routers and embeddings, which always are. Each is one "
@@ -158,7 +151,7 @@ class MXFP4RLConfig(QuantizationConfigMixin):
         "CPUs too) or 'fp4' (as 'auto'; it warns where a forward product is not in FP4).",
     )
 
-    RENAMED = {"engine": "matmul_backend"}
+    REMOVED = {name: option.instead for name, option in REMOVED_OPTIONS.items()}
 
     #: Not an option: modules that a saved model keeps in full precision, where names alone do not tell.
     #: Written to `config.json` and read from it, so that a checkpoint keeps its choice of layers.
@@ -171,15 +164,17 @@ class MXFP4RLConfig(QuantizationConfigMixin):
             raise ValueError(f"format_version={version!r}: this hf_mxfp4 reads version {FORMAT_VERSION}; {advice}")
         one_of("mode", self.mode, MODES)
         if self.preset is Default.BY_MODE:
-            self._set("preset", "w4a4" if self.mode == "qat" else "w4a16")
-        one_of("preset", self.preset, PRESETS)
-        if self.mode == "packed" and self.preset not in FORWARD_PRESETS:
-            choices = ", ".join(map(repr, FORWARD_PRESETS))
+            self._set("preset", DEFAULT_PRESETS[self.mode])
+        check_preset(self.preset)
+        one_of("preset", self.preset, tuple(PRESETS))
+        if self.mode not in self._preset.modes:
+            choices = ", ".join(repr(preset.name) for preset in PRESETS.values() if self.mode in preset.modes)
             raise ValueError(f"preset={self.preset!r} is for mode='qat'; with mode='packed' choose one of {choices}")
         self._fill_in_defaults()
         for name, values in CHOICES.items():
             one_of(name, getattr(self, name), values)
-        self._check_fallback_and_macro()
+        check_alpha(self.outlier_fallback)
+        check_mantissas(self.macro_search, self.macro_block)
         for gemm in GEMM_OPERANDS:
             self._set(gemm, read_gemm(gemm, getattr(self, gemm)))
         if self.mode == "packed" and self.packing_unsupported_reason:
@@ -187,6 +182,8 @@ class MXFP4RLConfig(QuantizationConfigMixin):
         check_products(self.gemms(), self.backend)
         check_matmul_backend(self.matmul_backend, self.gemms())
         self._check_seed()
+        if type(self.smooth) is not bool:
+            raise ValueError(f"smooth={self.smooth!r} must be True or False")
         if self.mode == "packed":
             for name, reason in self._idle_when_packed().items():
                 raise IdleOptionError(name, getattr(self, name), f"in mode='packed' {reason}")
@@ -196,28 +193,23 @@ class MXFP4RLConfig(QuantizationConfigMixin):
 
     def _fill_in_defaults(self) -> None:
         """Give options that are not set the usual values, and others the form that they are kept in."""
-        for name, value in usual_options(self.mode, self.preset, self.outlier_fallback).items():
-            if isinstance(getattr(self, name), Default) or (name == "fprop" and self.fprop is None):
-                self._set(name, value)
         if isinstance(self.scale_rule, ScaleRule):
             self._set("scale_rule", self.scale_rule.value)
         if isinstance(self.macro_block, str) and self.macro_block.isascii() and self.macro_block.isdigit():
             self._set("macro_block", int(self.macro_block))
-        if self.macro_search is Default.BY_PRESET:
-            self._set("macro_search", usual_macro_search(self.preset, self.macro_block))
-        if self.matmul_backend == "mxfp4":
-            get_logger().warning("matmul_backend='mxfp4' is gone, since PyTorch has its products: 'auto' is used")
-            self._set("matmul_backend", "auto")
-        self._set("macro_search", search_name(self.macro_search))
+        for name in _OF_PRESETS:
+            if getattr(self, name) is Default.BY_PRESET:
+                self._set(name, self._usual(name))
 
-    def _check_fallback_and_macro(self) -> None:
-        check_alpha(self.outlier_fallback)
-        check_mantissas(self.macro_search, self.macro_block)
-        if self.preset in WITHOUT_BLOCKS and self.outlier_fallback_operands == "activations":
-            raise ValueError(
-                f"outlier_fallback_operands='activations' has no effect under preset={self.preset!r}, "
-                "which quantizes no activations in MXFP4; use 'weights', or preset='w4a4'"
-            )
+    @property
+    def _preset(self) -> Preset:
+        return PRESETS[self.preset]
+
+    def _usual(self, name: str) -> Any:
+        """Return the default of an option of the scheme under this preset and ``macro_block``."""
+        if name == "macro_search":
+            return self._preset.usual_macro_search(self.macro_block)
+        return getattr(self._preset, name)
 
     def _check_seed(self) -> None:
         seed, dithers = self.stochastic_seed, self.dither_ties
@@ -262,9 +254,9 @@ class MXFP4RLConfig(QuantizationConfigMixin):
     @functools.cached_property
     def _gemms(self) -> LinearScheme:
         hybrid = self.macro_search == "hybrid"
-        weights = self._scheme("weights", "dynamic" if hybrid else self.macro_search)
-        activations = self._scheme("activations", "static" if hybrid else self.macro_search)
-        preset = preset_gemms(self.preset, weights, activations)
+        weights = self._scheme("dynamic" if hybrid else self.macro_search)
+        activations = self._scheme("static" if hybrid else self.macro_search)
+        preset = self._preset.products(weights, activations)
         changed = {gemm: apply_options(gemm, getattr(preset, gemm), getattr(self, gemm)) for gemm in GEMM_OPERANDS}
         return LinearScheme(**changed)
 
@@ -292,15 +284,13 @@ class MXFP4RLConfig(QuantizationConfigMixin):
         """What rotates weights along their input dimension before they are quantized, and inputs alike."""
         return self.gemms().fprop.rotation
 
-    def _scheme(self, operand: str, macro_search: str) -> QuantScheme:
-        fallback = self.outlier_fallback if self.outlier_fallback_operands in ("both", operand) else None
+    def _scheme(self, macro_search: str) -> QuantScheme:
         search = macro_search if self.macro_block is not None else "static"
         return QuantScheme(
             ScaleRule(self.scale_rule),
             self.macro_block,
             search,
-            fallback,
-            block_rows=WEIGHT_BLOCKS[self.weight_block] if operand == "weights" else 1,
+            self.outlier_fallback,
         )
 
     def _idle_when_packed(self) -> dict[str, str]:
@@ -318,10 +308,9 @@ class MXFP4RLConfig(QuantizationConfigMixin):
 
         An option that is switched off (`None`) and one with its usual value are never idle.
         """
-        usual = usual_options(self.mode, self.preset, self.outlier_fallback)
-        usual["macro_search"] = usual_macro_search(self.preset, self.macro_block)
-        for name, value in usual.items():
-            if name in GEMM_OPERANDS or getattr(self, name) in (None, value):
+        for name in _OF_PRESETS:
+            value = self._usual(name)
+            if getattr(self, name) in (None, value):
                 continue
             other = copy.copy(self)
             other.__dict__.pop("_gemms", None)
@@ -337,10 +326,14 @@ class MXFP4RLConfig(QuantizationConfigMixin):
         """
         if self.packing_unsupported_reason:
             raise ValueError(f"this config cannot be packed: {self.packing_unsupported_reason}")
-        preset = {"w4a8g8": "w4a8"}.get(self.preset, self.preset if self.preset in FORWARD_PRESETS else "w4a4")
+        packable = [preset for preset in PRESETS.values() if "packed" in preset.modes]
+        preset = next(preset.name for preset in packable if preset.fprop[0] == self._preset.fprop[0])
+        fprop = dict(self.fprop or {})
+        if self._preset.tiles:
+            fprop.setdefault("weight", str(self.weight_scheme))
         options = {option.name: getattr(self, option.name) for option in fields(self) if option.init}
         unused = {"stochastic_seed": 0, "dgrad": None, "wgrad": None}
-        return self._from_options({**options, **unused, "mode": "packed", "preset": preset})
+        return self._from_options({**options, **unused, "mode": "packed", "preset": preset, "fprop": fprop or None})
 
     def keeping(self, full_precision: tuple[str, ...] | None) -> "MXFP4RLConfig":
         """Return a copy for a model that keeps these modules in full precision; see `full_precision`."""
@@ -369,16 +362,6 @@ class MXFP4RLConfig(QuantizationConfigMixin):
         if method != QUANT_METHOD:
             raise ValueError(f"this is a {method!r} quantization config; MXFP4RLConfig reads {QUANT_METHOD!r} only")
         options.pop("vllm", None)
-        if options.pop("layer_overrides", None):
-            get_logger().warning("layer_overrides is no longer an option: all layers train as dgrad and wgrad say")
-        options.pop("saved_activations", None)  # changed no value of a forward product
-        rate = options.pop("outlier_fallback_rate", None)
-        if rate is not None:
-            raise ValueError(
-                f"outlier_fallback_rate={rate!r} is no longer an option: outlier fallback is for all blocks or none. "
-                "Load the checkpoint with the version of hf_mxfp4 that saved it, or set in its config.json "
-                "outlier_fallback_rate to null, and outlier_fallback to 1 (more accurate) or null (smaller)"
-            )
         full_precision = read_names("full_precision", options.pop("full_precision", None))
         names = {f.name for f in fields(cls) if f.init}
         unused = {key: value for key, value in kwargs.items() if key not in names} if return_unused_kwargs else {}
@@ -388,16 +371,26 @@ class MXFP4RLConfig(QuantizationConfigMixin):
 
     @classmethod
     def _from_options(cls, options: dict[str, Any]) -> "MXFP4RLConfig":
-        """Build from options. Those without effect are dropped where all options are given, as in a saved scheme: no
-        user asked for each of them, and earlier versions did not refuse them."""
-        is_saved = "format_version" in options
+        """Build from options. Those of a saved scheme, which has all, may be of an earlier version."""
+        if "format_version" not in options:
+            return cls(**options)
+        options, removed = split_saved(options)
+        config = cls._without_idle(options)
+        if not removed:
+            return config
+        return cls._without_idle({**options, **operand_texts(config.gemms(), options, removed)})
+
+    @classmethod
+    def _without_idle(cls, options: dict[str, Any]) -> "MXFP4RLConfig":
+        """Build from saved options. Drop those without effect: no user asked for each of them, and earlier versions did
+        not refuse them."""
         while True:
             try:
                 return cls(**options)
             except IdleOptionError as error:
-                if not is_saved or error.option not in options:
+                if error.option not in options:
                     raise
-                del options[error.option]
+                options = {name: value for name, value in options.items() if name != error.option}
 
     def to_dict(self) -> dict[str, Any]:
         """Return a JSON-clean dictionary that [`from_dict`] reads back to an equal config."""

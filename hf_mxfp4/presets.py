@@ -7,6 +7,7 @@ hashable.
 
 import enum
 from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 from .numerics import (
@@ -14,7 +15,6 @@ from .numerics import (
     FULL,
     GEMM_OPERANDS,
     NVFP4,
-    PLAIN,
     REUSE,
     GemmScheme,
     LinearScheme,
@@ -25,7 +25,7 @@ from .numerics import (
     parse_rotation,
     parse_scheme,
 )
-from .numerics.schemes import MACRO_BLOCKS, MANTISSAS
+from .numerics.schemes import MACRO_BLOCKS, MANTISSAS, Treatment
 from .utils import unknown_key_message
 
 
@@ -33,56 +33,138 @@ from .utils import unknown_key_message
 GemmOptions = tuple[tuple[str, str], ...]
 
 MODES = ("qat", "packed")
-#: Rows x columns of a weight that share a block scale, and the rows of it.
-WEIGHT_BLOCKS = {"1x32": 1, "32x32": 32}
 #: Values of options that have a fixed set of them. For `matmul_backend` see [`hf_mxfp4.gemm.select_matmul`].
 CHOICES = {
     "scale_rule": tuple(rule.value for rule in ScaleRule),
     "macro_block": (None, *MACRO_BLOCKS),
     "macro_search": ("static", "dynamic", "hybrid", *MANTISSAS),
-    "outlier_fallback_operands": ("both", "weights", "activations"),
-    "weight_block": tuple(WEIGHT_BLOCKS),
     "backend": ("auto", "eager", "cpu", "triton"),
     "matmul_backend": ("auto", "dense", "fp8", "fp4"),
 }
 
-#: Presets of both modes, which say no more than which forward operands are quantized.
-FORWARD_PRESETS = ("w4a16", "w4a8", "w4a4")
-PRESETS = (
-    *FORWARD_PRESETS,
-    *("w4a8g8", "w4a4g8", "w4a4g4", "paper_a", "paper_b", "w4a4g4_tuned", "w8a8"),
+#: Operand of a [`Preset`] in the MXFP4 scheme that the options of the config describe.
+MXFP4 = "mxfp4"
+
+
+@dataclass(frozen=True)
+class Preset:
+    """Which operands of a linear layer's products are quantized, and the usual options of those in MXFP4.
+
+    Attributes:
+        name: value of the option ``preset``.
+        summary: one line for help texts and the docs.
+        fprop, dgrad, wgrad: left and right operand of each product, in the order of
+            [`hf_mxfp4.numerics.GEMM_OPERANDS`]: `MXFP4`, or how else it is treated.
+        scale_rule, macro_block, macro_search, outlier_fallback: defaults of these options of the config.
+        tiles: whether 32 x 32 elements of a weight share a block scale, instead of 1 x 32.
+        wgrad_rotation: rotation of the operands of Wgrad.
+        modes: modes of the config that have this preset.
+    """
+
+    name: str
+    summary: str
+    fprop: tuple[Treatment | str, Treatment | str]
+    dgrad: tuple[Treatment | str, Treatment | str] = (FULL, REUSE)
+    wgrad: tuple[Treatment | str, Treatment | str] = (FULL, REUSE)
+    scale_rule: str = "even"
+    macro_block: int | str | None = 128
+    macro_search: str = "block_mantissas"
+    outlier_fallback: float | None = None
+    tiles: bool = False
+    wgrad_rotation: Rotation | None = None
+    modes: tuple[str, ...] = ("qat",)
+
+    def usual_macro_search(self, macro_block: int | str | None) -> str:
+        """Return the default of ``macro_search``. Only macro blocks of 128 hold block mantissas."""
+        if macro_block != 128 and self.macro_search in MANTISSAS:
+            return "hybrid"
+        return self.macro_search
+
+    def products(self, weights: QuantScheme, activations: QuantScheme) -> LinearScheme:
+        """Return the products with these schemes of the operands in MXFP4; gradients have that of activations."""
+        if self.tiles:
+            weights = replace(weights, block_rows=32)
+        in_mxfp4 = {"x": activations, "grad": activations, "weight": weights}
+        products = {}
+        for gemm, names in GEMM_OPERANDS.items():
+            left, right = getattr(self, gemm)
+            if left == MXFP4:
+                left = in_mxfp4[names[0]]
+            if right == MXFP4:
+                right = in_mxfp4[names[1]]
+            products[gemm] = GemmScheme(left, right, self.wgrad_rotation if gemm == "wgrad" else None)
+        return LinearScheme(**products)
+
+
+#: Weights whose values are E4M3 numbers times a power of two lose little more, and FP8 tensor cores multiply them.
+#: Paper A is arXiv 2605.20402. Paper B is arXiv 2605.09825; it states no scale rule, so the rule is that of OCP.
+_ROWS = (
+    Preset(
+        name="w4a16",
+        summary="weights in MXFP4",
+        fprop=(FULL, MXFP4),
+        macro_search="block_mantissas_fp8",
+        modes=("qat", "packed"),
+    ),
+    Preset(
+        name="w4a8",
+        summary="weights in MXFP4, activations in E4M3",
+        fprop=(FP8, MXFP4),
+        macro_search="block_mantissas_fp8",
+        modes=("qat", "packed"),
+    ),
+    Preset(
+        name="w4a8g8",
+        summary="as w4a8, output gradients in E4M3",
+        fprop=(FP8, MXFP4),
+        dgrad=(FP8, REUSE),
+        wgrad=(FP8, REUSE),
+        macro_search="block_mantissas_fp8",
+    ),
+    Preset(
+        name="w4a4",
+        summary="weights and activations in MXFP4",
+        fprop=(MXFP4, MXFP4),
+        modes=("qat", "packed"),
+    ),
+    Preset(
+        name="w4a4g4",
+        summary="all six operands in MXFP4",
+        fprop=(MXFP4, MXFP4),
+        dgrad=(MXFP4, MXFP4),
+        wgrad=(MXFP4, MXFP4),
+    ),
+    Preset(
+        name="w8a8",
+        summary="weights and activations in E4M3, a baseline",
+        fprop=(FP8, FP8),
+        macro_block=None,
+    ),
+    Preset(
+        name="paper_a",
+        summary="w4a4 of arXiv 2605.20402: rceil, static macro factors, half of the residual",
+        fprop=(MXFP4, MXFP4),
+        scale_rule="rceil",
+        macro_search="static",
+        outlier_fallback=0.5,
+    ),
+    Preset(
+        name="paper_b",
+        summary="w4a4g4 of arXiv 2605.09825: floor, weights in tiles of 32 x 32, Wgrad rotated by H16",
+        fprop=(MXFP4, MXFP4),
+        dgrad=(MXFP4, MXFP4),
+        wgrad=(MXFP4, MXFP4),
+        scale_rule="floor",
+        macro_block=None,
+        tiles=True,
+        wgrad_rotation=Rotation(16),
+    ),
 )
-#: Presets whose activations are not MXFP4.
-WITHOUT_BLOCKS = ("w4a16", "w4a8", "w4a8g8", "w8a8")
+#: Presets by name.
+PRESETS = {preset.name: preset for preset in _ROWS}
+#: Preset of each mode that names none.
+DEFAULT_PRESETS = {"qat": "w4a8", "packed": "w4a16"}
 
-#: Presets whose weights are to be E4M3 numbers times a power of two, for FP8 tensor cores.
-FP8_PRESETS = ("w4a8", "w4a8g8")
-
-#: Presets that quantize all six operands, and how they rotate those of Wgrad.
-ALL_OPERANDS = {"w4a4g4": None, "paper_b": Rotation(16), "w4a4g4_tuned": Rotation(16)}
-
-#: Defaults of the options of a scheme, which lost least for their size on real models (docs/evidence.md), and where a
-#: preset has others. Paper A is arXiv 2605.20402. Paper B is arXiv 2605.09825: tiles for weights and a rotation by H16;
-#: its scale rule is not stated, so it is that of OCP here. w4a4g4_tuned is what the study of docs/backward.md led to.
-#: w4a8 and w4a8g8 store weights of 4.31
-#: bits without residuals: with E4M3 activations these are nearly the whole of what is lost, and one product suffices.
-#: w8a8 has no blocks at all, so that the options of their scheme are refused.
-OPTION_DEFAULTS = {
-    "scale_rule": "even",
-    "macro_block": 128,
-    "outlier_fallback_operands": "both",
-    "weight_block": "1x32",
-}
-PRESET_DEFAULTS: dict[str, dict[str, Any]] = {
-    "w4a8": {"outlier_fallback": None},
-    "w4a8g8": {"outlier_fallback": None},
-    "w8a8": {"outlier_fallback": None, "macro_block": None},
-    "paper_a": {"scale_rule": "rceil", "macro_search": "static", "outlier_fallback": 0.5},
-    "paper_b": {"scale_rule": "floor", "macro_block": None, "outlier_fallback": None, "weight_block": "32x32"},
-    "w4a4g4_tuned": {"outlier_fallback": None, "weight_block": "32x32"},
-}
-#: Weight of the residual, where neither the preset nor the user says it.
-_FALLBACK = {"qat": 1.0, "packed": None}
 #: Operands that can take the values of the forward product.
 _REUSED = (("dgrad", "weight"), ("wgrad", "x"))
 _EXAMPLES = {
@@ -103,34 +185,6 @@ class Default(enum.Enum):
         return self.value
 
     __repr__ = __str__
-
-
-def usual_options(mode: str, preset: str, outlier_fallback: Any) -> dict[str, Any]:
-    """Return the defaults under a mode and a preset; without outlier fallback, its other options are the usual."""
-    usual = {**OPTION_DEFAULTS, "outlier_fallback": _FALLBACK[mode], **PRESET_DEFAULTS.get(preset, {})}
-    if outlier_fallback is None:
-        usual["outlier_fallback_operands"] = OPTION_DEFAULTS["outlier_fallback_operands"]
-    return usual
-
-
-def usual_macro_search(preset: str, macro_block: int | str | None) -> str:
-    """Return how macro factors are found by default: four blocks share a byte of mantissas; macro blocks of other sizes
-    have one factor."""
-    if macro_block != 128:
-        return "hybrid"
-    return "block_mantissas_fp8" if preset in FP8_PRESETS else "block_mantissas"
-
-
-def preset_gemms(preset: str, weights: QuantScheme, activations: QuantScheme) -> LinearScheme:
-    """Return the products under a preset, with ``weights`` and ``activations`` (gradients too) where it quantizes."""
-    left = {"w4a16": FULL, "w4a8": FP8, "w4a8g8": FP8, "w8a8": FP8}.get(preset, activations)
-    fprop = GemmScheme(left, FP8 if preset == "w8a8" else weights)
-    if preset in ("w4a8g8", "w4a4g8"):
-        return LinearScheme(fprop, GemmScheme(FP8, REUSE), GemmScheme(FP8, REUSE))
-    if preset in ALL_OPERANDS:
-        wgrad = GemmScheme(activations, activations, ALL_OPERANDS[preset])
-        return LinearScheme(fprop, GemmScheme(activations, weights), wgrad)
-    return LinearScheme(fprop, PLAIN, PLAIN)
 
 
 def read_gemm(gemm: str, options: Any) -> GemmOptions | None:

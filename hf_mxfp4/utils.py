@@ -70,16 +70,16 @@ def progress_bar(items: Iterable | None = None, *, what: str, **options: Any) ->
 
 def described_options(cls: _Class) -> _Class:
     """Make a dataclass of options refuse unknown ones with the nearest names, and list its own in its docstring, by the
-    ``help`` that their fields carry. Those named in its ``RENAMED`` are read under their new name, with a warning."""
+    ``help`` that their fields carry. Its ``REMOVED`` says of options of before what to write instead."""
     known = [option.name for option in dataclasses.fields(cls) if option.init]
-    renamed, init = getattr(cls, "RENAMED", {}), cls.__init__  # type: ignore[misc]
+    removed = getattr(cls, "REMOVED", {})
+    init = cls.__init__  # type: ignore[misc]
 
     @functools.wraps(init)
     def __init__(self, *args: Any, **options: Any) -> None:
-        for old in [name for name in options if name in renamed]:
-            get_logger().warning("%s of %s is now called %s", old, cls.__name__, renamed[old])
-            options[renamed[old]] = options.pop(old)
         for name in options:
+            if name in removed:
+                raise TypeError(f"{cls.__name__} no longer has the option {name!r}: {removed[name]}")
             if name not in known:
                 raise TypeError(unknown_key_message(cls.__name__, name, known))
         init(self, *args, **options)

@@ -6,7 +6,6 @@ from typing import Any
 from transformers import AutoModelForCausalLM
 
 from hf_mxfp4 import MXFP4RLConfig
-from hf_mxfp4.presets import PRESET_DEFAULTS
 
 
 def load_factors(folder, **options: Any) -> Any:
@@ -15,12 +14,16 @@ def load_factors(folder, **options: Any) -> Any:
 
 
 def factors_config(**options: Any) -> MXFP4RLConfig:
-    """A config of the rule `rceil` with macro factors, searched for weights alone, and in mode ``qat`` half residuals;
-    `options`, presets that have options of their own, and an `fprop` that names both operands win."""
-    usual: dict[str, Any] = {}
-    names_operands = {"x", "weight"} <= set(options.get("fprop", ()))
-    if options.get("preset") not in PRESET_DEFAULTS and not names_operands:
-        usual = {"scale_rule": "rceil", "macro_search": "hybrid"}
-        if options.get("mode", "qat") == "qat":
+    """A config of `w4a4` (packed: of `w4a16`) with the rule `rceil` and macro factors, searched for weights alone, and
+    in mode ``qat`` half residuals; `options` win. Presets with E4M3 or of papers, and an `fprop` that leaves none of
+    these options an operand, keep what is usual.
+    """
+    is_packed = options.get("mode") == "packed"
+    preset = options.get("preset", "w4a16" if is_packed else "w4a4")
+    operands = {"weight"} if preset == "w4a16" else {"x", "weight"}
+    usual: dict[str, Any] = {"preset": preset}
+    if preset in ("w4a16", "w4a4", "w4a4g4") and not operands <= set(options.get("fprop") or ()):
+        usual |= {"scale_rule": "rceil", "macro_search": "hybrid"}
+        if not is_packed:
             usual["outlier_fallback"] = 0.5
     return MXFP4RLConfig(**usual | options)

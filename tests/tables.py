@@ -28,51 +28,51 @@ ROUNDING_RULES = RULES[:3]
 #: `macro_block` and `macro_search` of one tensor: every size, every search.
 MACROS = (
     (None, "static"), (32, "static"), (128, "static"), (64, "dynamic"), (128, "dynamic"), (256, "dynamic"),
-    (128, "blockwise"), (128, "blockwise_fp8"), ("row", "static"), ("row", "dynamic"),
+    (128, "block_mantissas"), (128, "block_mantissas_fp8"), ("row", "static"), ("row", "dynamic"),
 )  # fmt: skip
 #: `outlier_fallback` of one tensor.
 ALPHAS = (None, 0.5, 1.0)
 
 
 #: Plain MXFP4: of what the package adds to it, nothing.
-PLAIN = {"macro_block": None, "outlier_fallback": None}
+PLAIN = {"preset": "w4a4", "macro_block": None}
+
+#: `w4a4` with the whole residual of both operands: the scheme that lost least before there was smoothing.
+RESIDUALS = {"preset": "w4a4", "outlier_fallback": 1.0}
+_TILES = "even+mbs128-blockwise+of1+32x32"
 
 #: Options of `MXFP4RLConfig`.
 CONFIGS = {
     "default": {},
+    "residuals": RESIDUALS,
     "plain": PLAIN,
     "floor": {**PLAIN, "scale_rule": "floor"},
     "even": {**PLAIN, "scale_rule": "even"},
     "mse": {**PLAIN, "scale_rule": "mse"},
     **{preset: {"preset": preset} for preset in PRESETS},
     "nvfp4": {"fprop": {"x": "nvfp4", "weight": "nvfp4"}},
-    "w4a16 plain": {"preset": "w4a16", **PLAIN},
+    "w4a16 plain": {"preset": "w4a16", "macro_block": None},
+    "w4a16 residuals": {"preset": "w4a16", "outlier_fallback": 1.0},
     "w4a8 plain": {"preset": "w4a8", "macro_block": None},
-    "w4a16 macro": {"preset": "w4a16", "outlier_fallback": None},
     # Macro blocks.
-    "no macro": {"macro_block": None},
-    "static": {"macro_search": "static", "outlier_fallback": None},
-    "32 static": {"macro_block": 32, "macro_search": "static"},
-    "row": {"macro_block": "row"},
-    "row static": {"macro_block": "row", "macro_search": "static", "outlier_fallback": None},
-    "mse row": {"scale_rule": "mse", "macro_block": "row"},
-    "mse row, no fallback": {"scale_rule": "mse", "macro_block": "row", "outlier_fallback": None},
-    "blockwise": {"macro_search": "blockwise"},
-    "blockwise, no fallback": {"macro_search": "blockwise", "outlier_fallback": None},
-    "even blockwise": {"scale_rule": "even", "macro_search": "blockwise", "outlier_fallback": None},
-    "w4a16 blockwise": {"preset": "w4a16", "macro_search": "blockwise", "outlier_fallback": None},
-    "blockwise_fp8": {"macro_search": "block_mantissas_fp8", "outlier_fallback": None},
+    "no macro": {**RESIDUALS, "macro_block": None},
+    "static": {"preset": "w4a4", "macro_search": "static"},
+    "32 static": {**RESIDUALS, "macro_block": 32, "macro_search": "static"},
+    "row": {**RESIDUALS, "macro_block": "row"},
+    "row static": {"preset": "w4a4", "macro_block": "row", "macro_search": "static"},
+    "mse row": {**RESIDUALS, "scale_rule": "mse", "macro_block": "row"},
+    "mse row, no fallback": {"preset": "w4a4", "scale_rule": "mse", "macro_block": "row"},
+    "block_mantissas": {"preset": "w4a16", "macro_search": "block_mantissas"},
+    "block_mantissas_fp8": {"preset": "w4a4", "macro_search": "block_mantissas_fp8"},
     # Fallback.
-    "fallback 1": {"macro_block": None, "outlier_fallback": 1.0},
+    "fallback 1": {**RESIDUALS, "macro_block": None},
     "fallback 0.5": {"preset": "w4a4", "outlier_fallback": 0.5},
-    "fallback of weights": {"outlier_fallback_operands": "weights"},
-    "fallback 1 of weights": {"preset": "w4a4", "outlier_fallback": 1.0, "outlier_fallback_operands": "weights"},
-    "fallback of activations": {"outlier_fallback_operands": "activations"},
+    "fallback of weights": {**RESIDUALS, "fprop": {"x": "even+mbs128-blockwise"}},
+    "fallback of activations": {**RESIDUALS, "fprop": {"weight": "even+mbs128-blockwise"}},
     # Tiles.
-    "tiles": {"weight_block": "32x32"},
-    "even tiles": {"weight_block": "32x32", "scale_rule": "even"},
-    "plain tiles": {"weight_block": "32x32", **PLAIN},
-    "row tiles": {"weight_block": "32x32", "macro_block": "row"},
+    "tiles": {**RESIDUALS, "fprop": {"weight": _TILES}},
+    "plain tiles": {**PLAIN, "fprop": {"weight": "rceil+32x32"}},
+    "row tiles": {**RESIDUALS, "macro_block": "row", "fprop": {"weight": "even+mbsrow-dynamic+of1+32x32"}},
     # Backward products.
     "rotated": {**PLAIN, "fprop": {"rotation": "deterministic-16"}},
     "rotated, own wgrad": {

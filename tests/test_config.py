@@ -18,13 +18,20 @@ import hf_mxfp4
 from hf_mxfp4 import MXFP4Linear, MXFP4RLConfig, QuantScheme, ScaleRule
 from hf_mxfp4.checkpoint import CheckpointError, pack_checkpoint
 from hf_mxfp4.numerics import FP8, FULL, PLAIN, REUSE, GemmScheme, Rotation
+from hf_mxfp4.presets import PRESETS
 from hf_mxfp4.rl.vllm import rollout_parameters
 
 
 DEFAULTS = {
+    "quant_method": "mxfp4_rl", "format_version": 1, "mode": "qat", "preset": "w4a8", "scale_rule": "even",
+    "macro_block": 128, "macro_search": "block_mantissas_fp8", "outlier_fallback": None, "smooth": True,
+    "modules_to_not_convert": None, "backend": "auto",
+}  # fmt: skip
+#: The default until presets had no residuals, as it was saved.
+BEFORE = {
     "quant_method": "mxfp4_rl", "format_version": 1, "mode": "qat", "preset": "w4a4", "scale_rule": "even",
     "macro_block": 128, "macro_search": "block_mantissas", "outlier_fallback": 1.0, "weight_block": "1x32",
-    "outlier_fallback_operands": "both", "modules_to_not_convert": None,
+    "outlier_fallback_operands": "both", "outlier_fallback_rate": None, "modules_to_not_convert": None,
     "backend": "auto",
 }  # fmt: skip
 
@@ -39,7 +46,7 @@ TRAVELLING = CONFIGS | {
 
 
 def test_defaults_and_config_files_of_older_versions_and_of_other_methods():
-    """Written before there was a second mode, without options that came later and with one that is gone."""
+    """Written before there was a second mode, or without options that came later."""
     old = {
         "quant_method": "mxfp4_rl", "format_version": 1, "mode": "qat", "preset": "w4a4", "scale_rule": "rceil",
         "macro_block": 128, "macro_search": "hybrid", "outlier_fallback": 0.5, "modules_to_not_convert": None,
@@ -47,25 +54,24 @@ def test_defaults_and_config_files_of_older_versions_and_of_other_methods():
     scheme = {"scale_rule": "rceil", "macro_search": "hybrid"}
     assert MXFP4RLConfig().to_dict() == DEFAULTS
     config = MXFP4RLConfig.from_dict(old)
-    assert config == MXFP4RLConfig(**scheme, outlier_fallback=0.5)
+    assert config == MXFP4RLConfig(preset="w4a4", **scheme, outlier_fallback=0.5)
     assert MXFP4RLConfig.from_dict({"quant_method": "mxfp4_rl"}) == MXFP4RLConfig()
+    assert MXFP4RLConfig.from_dict(BEFORE) == MXFP4RLConfig(preset="w4a4", outlier_fallback=1.0)
     weights_only = {"preset": "w4a16", "outlier_fallback": None}
     assert MXFP4RLConfig.from_dict({**old, **weights_only}) == MXFP4RLConfig(**weights_only, **scheme)
     for method in ("mxfp4", "MXFP4_RL"):
         with pytest.raises(ValueError, match=f"'{method}'.*'mxfp4_rl'"):
             MXFP4RLConfig.from_dict({"quant_method": method})
-    gone = [{"modules": "layers.0", "dgrad": {"grad": "full"}}]
-    assert MXFP4RLConfig.from_dict({"preset": "w4a4g4", "layer_overrides": gone}) == MXFP4RLConfig(preset="w4a4g4")
 
 
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
-        ({}, {"preset": "w4a4", "outlier_fallback": 1.0}),
-        ({"preset": "w4a16", "outlier_fallback": None}, {}),
-        ({"outlier_fallback": None}, {"preset": "w4a4"}),
+        ({}, {"preset": "w4a8"}),
+        ({"preset": "w4a16"}, {}),
+        ({"preset": "w4a4", "outlier_fallback": 1.0}, {"preset": "w4a4", "outlier_fallback": 1.0}),
     ],
-    ids=["default", "weight-only", "without-fallback"],
+    ids=["default", "weight-only", "w4a4"],
 )
 def test_the_packed_twin_of_a_trainable_config(options, expected):
     config = MXFP4RLConfig(**options)
@@ -95,17 +101,90 @@ def test_the_signature_and_help_list_every_option():
         assert f"{name} (" in words and " ".join(option.metadata["help"].replace("|", " ").split()) in words
 
 
-def test_the_old_name_of_block_mantissas_is_read_and_enums_and_numeric_strings_are_normalised():
-    old = "blockwise"
-    config = MXFP4RLConfig(macro_search="block_mantissas")
-    for other in (MXFP4RLConfig(macro_search=old), MXFP4RLConfig.from_dict({**config.to_dict(), "macro_search": old})):
-        assert other == config and hash(other) == hash(config) and other.to_dict() == config.to_dict()
-    assert QuantScheme("even", 128, "block_mantissas") == QuantScheme("even", 128, old)
-    assert "mbs128-blockwise" in config.describe()
+def test_enums_and_numeric_strings_are_normalised():
     config = MXFP4RLConfig(scale_rule=ScaleRule.EVEN, macro_block="64")
     assert config == MXFP4RLConfig(scale_rule="even", macro_block=64)
     assert json.loads(config.to_json_string())["macro_block"] == 64
     assert type(config.scale_rule) is str
+
+
+#: Options and presets of before, and what the error says to write instead.
+REMOVED = [
+    ({"weight_block": "32x32"}, r"no longer has the option 'weight_block': .* fprop={'weight': 'even\+.*\+32x32'}"),
+    ({"outlier_fallback_operands": "both"}, "no longer has the option 'outlier_fallback_operands'"),
+    ({"preset": "w4a4_h64"}, "removed; preset='w4a4', fprop={'rotation': 'deterministic-64'} gives the same without"),
+    ({"preset": "w4a4g8"}, "preset='w4a4', outlier_fallback=1.0, dgrad={'grad': 'fp8'}, wgrad={'grad': 'fp8'} gives"),
+]
+
+
+@pytest.mark.parametrize(("options", "message"), REMOVED, ids=[str(options) for options, _ in REMOVED])
+def test_removed_options_and_presets_name_what_to_write_instead(options, message):
+    with pytest.raises((TypeError, ValueError), match=message):
+        MXFP4RLConfig(**options)
+
+
+#: Changes to `BEFORE`, and the products that they had: fprop, dgrad and wgrad.
+SAVED = {
+    "tiles": (
+        {"preset": "w4a4g4", "weight_block": "32x32", "outlier_fallback": None},
+        "weights mxfp4+even+mbs128-blockwise+32x32, activations mxfp4+even+mbs128-blockwise",
+        "grad mxfp4+even+mbs128-blockwise, weight mxfp4+even+mbs128-blockwise+32x32",
+        "grad mxfp4+even+mbs128-blockwise, x mxfp4+even+mbs128-blockwise",
+    ),
+    "residuals of weights, hybrid": (
+        {"outlier_fallback_operands": "weights", "macro_search": "hybrid", "outlier_fallback": 0.5},
+        "weights mxfp4+even+mbs128-dynamic+of0.5, activations mxfp4+even+mbs128-static",
+        "grad full precision, weight as in fprop",
+        "grad full precision, x as in fprop",
+    ),
+    "residuals of activations, packed": (
+        {"outlier_fallback_operands": "activations", "mode": "packed"},
+        "weights mxfp4+even+mbs128-blockwise, activations mxfp4+even+mbs128-blockwise+of1",
+        "grad full precision, weight as in fprop",
+        "grad full precision, x as in fprop",
+    ),
+    "paper_b without tiles": (
+        {"preset": "paper_b", "scale_rule": "floor", "macro_block": None, "outlier_fallback": None},
+        "weights mxfp4+floor, activations mxfp4+floor",
+        "grad mxfp4+floor, weight mxfp4+floor",
+        "grad mxfp4+floor, x mxfp4+floor, rotation deterministic-16",
+    ),
+    "w4a4g8": (
+        {"preset": "w4a4g8", "dgrad": {"grad": "rceil"}},
+        "weights mxfp4+even+mbs128-blockwise+of1, activations mxfp4+even+mbs128-blockwise+of1",
+        "grad mxfp4+rceil, weight as in fprop",
+        "grad fp8, x as in fprop",
+    ),
+    "w4a4g4_tuned": (
+        {"preset": "w4a4g4_tuned", "weight_block": "32x32", "outlier_fallback": None, "scale_rule": "rceil"},
+        "weights mxfp4+rceil+mbs128-blockwise+32x32, activations mxfp4+rceil+mbs128-blockwise",
+        "grad mxfp4+rceil+mbs128-blockwise, weight mxfp4+rceil+mbs128-blockwise+32x32",
+        "grad mxfp4+rceil+mbs128-blockwise, x mxfp4+rceil+mbs128-blockwise, rotation deterministic-16",
+    ),
+    "w4a4_h64": (
+        {"preset": "w4a4_h64", "fprop": {"rotation": "deterministic-64"}, "outlier_fallback": None},
+        "weights mxfp4+even+mbs128-blockwise, activations mxfp4+even+mbs128-blockwise, rotation deterministic-64",
+        "grad full precision, weight as in fprop",
+        "grad full precision, x as in fprop",
+    ),
+    "w4a16 with tiles": (
+        {"preset": "w4a16", "weight_block": "32x32"},
+        "weights mxfp4+even+mbs128-blockwise+of1+32x32, activations full precision",
+        "grad full precision, weight as in fprop",
+        "grad full precision, x as in fprop",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SAVED)
+def test_saved_configs_with_removed_options_and_presets_keep_their_products(name):
+    changes, *products = SAVED[name]
+    config = MXFP4RLConfig.from_dict({**BEFORE, **changes})
+    scheme = config.gemms()
+    rotation = f", rotation {scheme.fprop.rotation}" if scheme.fprop.rotation else ""
+    fprop = f"weights {scheme.fprop.right}, activations {scheme.fprop.left}{rotation}"
+    assert [fprop, scheme.describe("dgrad"), scheme.describe("wgrad")] == products
+    assert MXFP4RLConfig.from_dict(config.to_dict()) == config
 
 
 #: Values that no option of this name has.
@@ -114,10 +193,9 @@ INVALID = {
     "preset": ["w4a6", "W4A4", None, ["w4a4"]],
     "scale_rule": ["ceil", None],
     "macro_block": [0, 16, 512, -128, True, 128.0, "rows"],
-    "macro_search": ["both", None],
+    "macro_search": ["both", "blockwise", None],
+    "smooth": [1, None],
     "outlier_fallback": [0, -0.5, 1.5, float("nan"), float("inf"), "0.5", True],
-    "outlier_fallback_operands": ["activation", None],
-    "weight_block": ["32x1", 32, None],
     "modules_to_not_convert": ["lm_head", ["layers.0", 3], [""], 5],
     "backend": ["cuda", None],
     "format_version": [0, 2, 99, "1", True, None],
@@ -170,25 +248,17 @@ def test_dictionary_form_is_accepted_by_from_pretrained(checkpoint):
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
-        ({}, "w4a4 [weights mxfp4+even+mbs128-blockwise+of1, activations mxfp4+even+mbs128-blockwise+of1]"),
-        ({"preset": "w4a16"}, "w4a16 [weights mxfp4+even+mbs128-blockwise+of1, activations full precision]"),
+        ({"preset": "w4a16"}, "w4a16 [weights mxfp4+even+mbs128-blockwise_fp8, activations full precision]"),
+        ({"preset": "w4a4"}, "w4a4 [weights mxfp4+even+mbs128-blockwise, activations mxfp4+even+mbs128-blockwise]"),
         (
-            {"scale_rule": "floor", "macro_block": None, "outlier_fallback": None},
+            {"preset": "w4a4", "scale_rule": "floor", "macro_block": None},
             "w4a4 [weights mxfp4+floor, activations mxfp4+floor]",
         ),
         (
-            {"macro_block": "row", "macro_search": "static", "outlier_fallback_operands": "activations"},
-            "w4a4 [weights mxfp4+even+mbsrow-static, activations mxfp4+even+mbsrow-static+of1]",
+            {"preset": "w4a4", "macro_search": "hybrid", "outlier_fallback": 1.0},
+            "w4a4 [weights mxfp4+even+mbs128-dynamic+of1, activations mxfp4+even+mbs128-static+of1]",
         ),
-        (
-            {"weight_block": "32x32", "macro_block": None, "scale_rule": "even"},
-            "w4a4 [weights mxfp4+even+of1+32x32, activations mxfp4+even+of1]",
-        ),
-        (
-            {"macro_search": "hybrid", "outlier_fallback_operands": "weights"},
-            "w4a4 [weights mxfp4+even+mbs128-dynamic+of1, activations mxfp4+even+mbs128-static]",
-        ),
-        ({"preset": "w4a8"}, "w4a8 [weights mxfp4+even+mbs128-blockwise_fp8, activations fp8]"),
+        ({}, "w4a8 [weights mxfp4+even+mbs128-blockwise_fp8, activations fp8]"),
         (
             {"preset": "paper_b"},
             "paper_b [weights mxfp4+floor+32x32, activations mxfp4+floor], dgrad [grad mxfp4+floor, weight "
@@ -206,37 +276,27 @@ def test_describe(options, expected):
     assert MXFP4RLConfig(**options).describe() == expected
 
 
-def test_the_old_name_of_matmul_backend_is_read_with_a_warning(caplog):
-    dense = MXFP4RLConfig(matmul_backend="dense")
-    assert MXFP4RLConfig(engine="dense") == MXFP4RLConfig.from_dict({"engine": "dense"}) == dense
-    assert "engine of MXFP4RLConfig is now called matmul_backend" in caplog.text
-    assert dense.to_dict()["matmul_backend"] == "dense" and "engine" not in dense.to_dict()
-    assert MXFP4RLConfig.from_dict({"engine": "mxfp4"}) == MXFP4RLConfig()
-    with pytest.raises(ValueError, match="matmul_backend='cuda' is not supported"):
-        MXFP4RLConfig(engine="cuda")
-
-
-WEIGHT = INPUT = QuantScheme(ScaleRule.EVEN, 128, "blockwise", 1.0)
+EVEN = QuantScheme(ScaleRule.EVEN, 128, "block_mantissas")
+THREE = QuantScheme(ScaleRule.EVEN, 128, "block_mantissas_fp8")
 PAPER_A = QuantScheme(ScaleRule.RCEIL, 128, "static", 0.5)
 FLOOR = QuantScheme(ScaleRule.FLOOR)
 TILES = QuantScheme(ScaleRule.FLOOR, block_rows=32)
-EVEN = QuantScheme(ScaleRule.EVEN, 128, "blockwise")
-THREE = QuantScheme(ScaleRule.EVEN, 128, "block_mantissas_fp8")
-EVEN_TILES = QuantScheme(ScaleRule.EVEN, 128, "blockwise", block_rows=32)
 
 #: Preset -> fprop, dgrad, wgrad.
 EXPECTED = {
-    "w4a16": (GemmScheme(FULL, WEIGHT), PLAIN, PLAIN),
-    "w4a4": (GemmScheme(INPUT, WEIGHT), PLAIN, PLAIN),
+    "w4a16": (GemmScheme(FULL, THREE), PLAIN, PLAIN),
     "w4a8": (GemmScheme(FP8, THREE), PLAIN, PLAIN),
     "w4a8g8": (GemmScheme(FP8, THREE), GemmScheme(FP8, REUSE), GemmScheme(FP8, REUSE)),
+    "w4a4": (GemmScheme(EVEN, EVEN), PLAIN, PLAIN),
+    "w4a4g4": (GemmScheme(EVEN, EVEN), GemmScheme(EVEN, EVEN), GemmScheme(EVEN, EVEN)),
     "w8a8": (GemmScheme(FP8, FP8), PLAIN, PLAIN),
-    "w4a4g8": (GemmScheme(INPUT, WEIGHT), GemmScheme(FP8, REUSE), GemmScheme(FP8, REUSE)),
-    "w4a4g4": (GemmScheme(INPUT, WEIGHT), GemmScheme(INPUT, WEIGHT), GemmScheme(INPUT, INPUT)),
     "paper_a": (GemmScheme(PAPER_A, PAPER_A), PLAIN, PLAIN),
     "paper_b": (GemmScheme(FLOOR, TILES), GemmScheme(FLOOR, TILES), GemmScheme(FLOOR, FLOOR, Rotation(16))),
-    "w4a4g4_tuned": (GemmScheme(EVEN, EVEN_TILES), GemmScheme(EVEN, EVEN_TILES), GemmScheme(EVEN, EVEN, Rotation(16))),
 }
+
+
+def test_expected_names_every_preset():
+    assert list(EXPECTED) == list(PRESETS)
 
 
 @pytest.mark.parametrize("preset", EXPECTED)
@@ -253,8 +313,6 @@ def test_presets(preset):
         ("macro_block", [None, 32, 64, 128, 256, "row"]),
         ("macro_search", ["static", "dynamic", "hybrid", "block_mantissas", "block_mantissas_fp8"]),
         ("outlier_fallback", [None, 0.5, 1.0]),
-        ("outlier_fallback_operands", ["both", "weights", "activations"]),
-        ("weight_block", ["1x32", "32x32"]),
     ],
     ids=lambda each: each if isinstance(each, str) else "",
 )
@@ -296,24 +354,28 @@ def test_every_option_of_the_layers_reaches_them(checkpoint):
 
     folder = checkpoint(dtype=torch.bfloat16)
     options = {option.name for option in dataclasses.fields(MXFP4RLConfig) if option.init}
-    of_scheme = {"scale_rule", "macro_block", "macro_search", "weight_block"}
-    of_scheme |= {name for name in options if name.startswith("outlier_fallback")}
-    assert options == {*OF_LAYERS, *of_scheme, "format_version"}
+    of_scheme = {"scale_rule", "macro_block", "macro_search", "outlier_fallback"}
+    assert options == {*OF_LAYERS, *of_scheme, "format_version", "smooth"}
     default = facts()
     for name, value in OF_LAYERS.items():
         assert facts(**{name: value}) != default, name
 
 
+def test_a_user_chooses_from_few_options():
+    options = {option.name for option in dataclasses.fields(MXFP4RLConfig) if option.init}
+    assert len(options - {"fprop", "dgrad", "wgrad", "format_version"}) <= 12
+
+
 def test_a_saved_scheme_of_an_earlier_version_may_have_options_without_effect():
-    saved = MXFP4RLConfig(outlier_fallback=None, macro_block=None).to_dict()
-    found = MXFP4RLConfig.from_dict({**saved, "outlier_fallback_operands": "weights", "macro_search": "static"})
-    assert found == MXFP4RLConfig(outlier_fallback=None, macro_block=None)
+    saved = MXFP4RLConfig(preset="w4a4", macro_block=None).to_dict()
+    found = MXFP4RLConfig.from_dict({**saved, "macro_search": "static", "outlier_fallback_operands": "weights"})
+    assert found == MXFP4RLConfig(preset="w4a4", macro_block=None)
 
 
 def test_operands_that_are_not_named_keep_the_presets():
     config = MXFP4RLConfig(preset="w4a4g4", wgrad={"x": "even+mbs64+stochastic", "rotation": "random-64"})
     x = QuantScheme(ScaleRule.EVEN, 64, "static", rounding="stochastic")
-    assert config.gemms().wgrad == GemmScheme(INPUT, x, Rotation(64, random=True))
+    assert config.gemms().wgrad == GemmScheme(EVEN, x, Rotation(64, random=True))
     assert (config.gemms().fprop, config.gemms().dgrad) == EXPECTED["w4a4g4"][:2]
     assert MXFP4RLConfig(preset="paper_b", wgrad={"grad": "full", "x": "reuse"}).gemms().wgrad == PLAIN
     off = MXFP4RLConfig(preset="paper_b", wgrad={"rotation": "none"})
@@ -347,10 +409,6 @@ REFUSED = [
     ({"preset": "w8a8", "outlier_fallback": 1.0}, "outlier_fallback=1.0 has no effect on any operand of w8a8"),
     ({"preset": "w8a8", "macro_search": "static"}, "macro_search='static' has no effect on any operand of w8a8"),
     ({"mode": "packed", "fprop": {"weight": "nvfp4"}}, "takes weights in nvfp4, and packed ones are in MXFP4"),
-    (
-        {"preset": "w4a8g8", "outlier_fallback": 1.0, "outlier_fallback_operands": "activations"},
-        "no effect under preset='w4a8g8', which quantizes no activations in MXFP4",
-    ),
     ({"fprop": {"x": "reuse"}}, "'reuse' is for the weight of dgrad and the x of wgrad"),
     ({"wgrad": {"rotation": "deterministic-48"}}, "rotation='deterministic-48' is not supported"),
     ({"wgrad": {"rotation": "random"}}, "rotation='random' is not supported"),
@@ -366,16 +424,11 @@ REFUSED = [
     ),
     ({"mode": "packed", "dgrad": {"grad": "fp8"}}, r"dgrad=.* has no effect in mode='packed' whose frozen weights"),
     ({"mode": "packed", "wgrad": {"grad": "fp8"}}, r"wgrad=.* has no effect in mode='packed'"),
-    ({"mode": "packed", "outlier_fallback_operands": "weights"}, "outlier_fallback_operands='weights' has no effect"),
     (
         {"mode": "packed", "macro_block": None, "macro_search": "dynamic"},
         "macro_search='dynamic' has no effect on any operand",
     ),
     ({"macro_block": None, "macro_search": "static"}, "macro_search='static' has no effect on any operand"),
-    (
-        {"outlier_fallback": None, "outlier_fallback_operands": "weights"},
-        "outlier_fallback_operands='weights' has no effect on any operand",
-    ),
     ({"fprop": {"x": "floor", "weight": "floor"}, "scale_rule": "rceil"}, "scale_rule='rceil' has no effect on any"),
     ({"preset": "w4a4", "matmul_backend": "fp8"}, "no product is one of E4M3 numbers .in fprop block mantissas up to"),
     ({"preset": "w4a8", "matmul_backend": "fp8", "outlier_fallback": 0.5}, "in fprop residuals of weight"),
@@ -397,18 +450,20 @@ def test_refused_with_the_reason(options, message):
 
 
 def test_the_packed_twin_keeps_the_forward_product_alone():
-    for preset in ("w4a4g8", "w4a4g4", "paper_a", "paper_b", "w4a4g4_tuned"):
+    for preset in ("w4a4g4", "paper_a", "paper_b"):
         config = MXFP4RLConfig(preset=preset)
         twin = config.packed()
         assert twin.preset == "w4a4" and twin.gemms().fprop == config.gemms().fprop and twin.gemms().wgrad == PLAIN
-    assert MXFP4RLConfig(preset="w4a8g8").packed() == MXFP4RLConfig(mode="packed", preset="w4a8")
+    for preset, fprop in (("w4a8g8", {}), ("w8a8", {"weight": "floor"})):
+        config = MXFP4RLConfig(preset=preset, fprop=fprop or None)
+        assert config.packed().preset == "w4a8" and config.packed().gemms().fprop == config.gemms().fprop
     rotated = MXFP4RLConfig(fprop={"x": "floor", "rotation": "deterministic-128"})
     assert rotated.packed().gemms().fprop == rotated.gemms().fprop and rotated.packed().weight_rotation == Rotation(128)
     with pytest.raises(ValueError, match="cannot be packed: its fprop rounds stochastically"):
         MXFP4RLConfig(fprop={"x": "floor+stochastic", "rotation": "deterministic-128"}).packed()
 
 
-ROTATED = {"fprop": {"rotation": "deterministic-16"}, "macro_block": None, "outlier_fallback": None}
+ROTATED = {"preset": "w4a4", "macro_block": None, "fprop": {"rotation": "deterministic-16"}}
 RANDOM = {**ROTATED, "fprop": {"rotation": "random-16"}}
 
 
@@ -429,7 +484,7 @@ def test_a_forward_product_that_weights_cannot_express_is_not_packed_or_pushed(t
 
 def test_the_reported_error_is_that_of_what_is_computed(checkpoint):
     reports = []
-    for options in (ROTATED, {"fprop": {"weight": "full"}}, {"preset": "w4a4g4"}, {}):
+    for options in (ROTATED, {"fprop": {"weight": "full"}}, {"preset": "w4a8g8"}, {}):
         config = MXFP4RLConfig(**options)
         model = AutoModelForCausalLM.from_pretrained(checkpoint(), quantization_config=config)
         layers = [m for m in model.modules() if isinstance(m, MXFP4Linear)]

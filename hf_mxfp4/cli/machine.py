@@ -89,11 +89,12 @@ def environment() -> dict[str, Any]:
 def _quantization(devices: list[str]) -> list[dict[str, Any]]:
     import torch
 
-    default, rows = hf_mxfp4.MXFP4RLConfig(), []
+    presets = [hf_mxfp4.MXFP4RLConfig(preset=preset) for preset in ("w4a8", "w4a4", "paper_a")]
+    schemes = [hf_mxfp4.QuantScheme(), *(config.weight_scheme for config in presets)]
+    rows = []
     for device in devices:
         for dtype in ("float32", "bfloat16", "float16"):
-            schemes: list[Any] = [hf_mxfp4.QuantScheme(), default.weight_scheme, default.activation_scheme]
-            for scheme in dict.fromkeys(schemes):
+            for scheme in schemes:
                 backend, reason = hf_mxfp4.backends.backend_for(device, getattr(torch, dtype), scheme, "auto")
                 row = {"device": device, "dtype": dtype, "scheme": str(scheme)}
                 rows.append({**row, "backend": backend, "reason": reason})

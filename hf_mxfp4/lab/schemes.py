@@ -192,7 +192,7 @@ def _read(text: str, own: MXFP4RLConfig | None) -> MXFP4RLConfig:
     try:
         if kind == "config":
             return MXFP4RLConfig.from_dict(_options(Path(rest).expanduser()))
-        config = MXFP4RLConfig(dither_ties=False, **_scheme_options(text, kind, rest))
+        config = MXFP4RLConfig(dither_ties=False, smooth=False, **_scheme_options(text, kind, rest))
     except SourceError:
         raise
     except (TypeError, ValueError) as error:

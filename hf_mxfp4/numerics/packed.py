@@ -9,7 +9,7 @@ import torch
 
 from .corrections import macro_factor, mantissa_factor, unpack_mantissas
 from .formats import BLOCK_SIZE, decode_e2m1, decode_e8m0, saturate, unpack_codes
-from .schemes import MANTISSAS, QuantScheme, search_name
+from .schemes import MANTISSAS, QuantScheme
 
 
 #: Fields of an [`MXFP4Tensor`] that are tensors.
@@ -134,7 +134,7 @@ def dequantize(
                 f"macro has {macro.shape[-1]} bytes along its last axis; {length} elements in macro blocks of "
                 f"{macro_block} need {-(-length // size)}"
             )
-        if search_name(macro_search) in MANTISSAS:
+        if macro_search in MANTISSAS:
             per_block = mantissa_factor(unpack_mantissas(macro))
             out = out * per_block.repeat_interleave(BLOCK_SIZE, dim=-1)[..., :length]
         else:

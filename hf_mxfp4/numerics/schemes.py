@@ -20,7 +20,7 @@ MACRO_BLOCKS = (32, 64, 128, 256, "row")
 #: Searches for a mantissa ``1 + m / 4`` of each block's scale, and how many m, from 0 on, they try.
 MANTISSAS = {"block_mantissas": 4, "block_mantissas_fp8": 3}
 MACRO_SEARCHES = ("static", "dynamic", *MANTISSAS)
-#: What a search is called in the text of a scheme, where that is not its name.
+#: Search -> its text in a scheme, where that is not its name.
 _TEXTS = {"block_mantissas": "blockwise", "block_mantissas_fp8": "blockwise_fp8"}
 ROUNDINGS = ("nearest", "stochastic")
 # Dynamo of torch 2.11 does not go through the members of a class.
@@ -33,11 +33,6 @@ def one_of(name: str, value: object, allowed: tuple) -> None:
     """Raise `ValueError` naming the argument and the allowed values unless ``value`` is one of them."""
     if not any(value == choice and isinstance(value, type(choice)) for choice in allowed) or isinstance(value, bool):
         raise ValueError(f"{name}={value!r} is not supported; choose one of {', '.join(map(repr, allowed))}")
-
-
-def search_name(search: object) -> object:
-    """Return the name of a macro search that may be written as in the text of a scheme, such as ``"blockwise"``."""
-    return next((name for name, text in _TEXTS.items() if search == text), search)
 
 
 def check_mantissas(macro_search: str, macro_block: int | str | None) -> None:
@@ -57,10 +52,9 @@ class QuantScheme:
         scale_rule: how block scales are chosen; see [`ScaleRule`].
         macro_block: elements per macro block (32, 64, 128, 256 or ``"row"``), or `None` for no macro-block scaling.
         macro_search: ``"static"`` (factor from the macro maximum), ``"dynamic"`` (the best of 16 by squared error),
-            ``"block_mantissas"`` (no common factor: two mantissa bits for each block's scale, by squared error; the
-            short name ``"blockwise"`` is read too) or ``"block_mantissas_fp8"`` (the same storage, but only the
-            mantissas 1, 1.25 and 1.5, with which every value is an E4M3 number times a power of two; short
-            ``"blockwise_fp8"``).
+            ``"block_mantissas"`` (no common factor: two mantissa bits for each block's scale, by squared error) or
+            ``"block_mantissas_fp8"`` (the same storage, but only the mantissas 1, 1.25 and 1.5, with which every value
+            is an E4M3 number times a power of two). In texts these are ``"blockwise"`` and ``"blockwise_fp8"``.
         outlier_fallback: weight ``alpha`` in (0, 1] of the quantized residual, or `None` for one pass only.
         rounding: ``"nearest"`` (ties to even) or ``"stochastic"`` (both passes).
         block_rows: 1 for blocks of 32 elements along the quantized axis; 32 for tiles of 32 x 32, over that axis and
@@ -87,7 +81,6 @@ class QuantScheme:
                 "macro_search='hybrid' means dynamic for weights and static for activations; "
                 "one tensor is either: pass 'dynamic' or 'static'"
             )
-        object.__setattr__(self, "macro_search", search_name(self.macro_search))
         one_of("macro_search", self.macro_search, MACRO_SEARCHES)
         check_mantissas(self.macro_search, self.macro_block)
         one_of("rounding", self.rounding, ROUNDINGS)
@@ -177,7 +170,9 @@ def parse_scheme(text: str) -> "QuantScheme | Treatment":
 def _part_options(part: str) -> dict:
     if match := _MACRO.fullmatch(part):
         size = match["size"]
-        return {"macro_block": size if size == "row" else int(size), "macro_search": match["search"] or "static"}
+        names = {text: name for name, text in _TEXTS.items()}
+        search = match["search"] or "static"
+        return {"macro_block": size if size == "row" else int(size), "macro_search": names.get(search, search)}
     if match := _FALLBACK.fullmatch(part):
         return {"outlier_fallback": float(match["alpha"])}
     if part in ROUNDINGS:

@@ -140,7 +140,7 @@ _OF_SCHEMES = [option.name for option in fields(MXFP4RLConfig) if option.init an
 #: Options that belong to the model or the machine, whatever the scheme.
 _OF_THE_MODEL = ("format_version", "modules_to_not_convert", "backend")
 #: Options that a preset leaves alone: they do not change the numbers that it stands for.
-_BESIDE_PRESETS = (*_OF_THE_MODEL, "mode", "matmul_backend", "stochastic_seed", "dither_ties")
+_BESIDE_PRESETS = (*_OF_THE_MODEL, "mode", "matmul_backend", "stochastic_seed", "dither_ties", "smooth")
 
 
 def put_over(earlier: Mapping[str, Any], later: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:

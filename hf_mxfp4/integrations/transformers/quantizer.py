@@ -32,7 +32,7 @@ from ...gemm import check_finite
 from ...layers import PACKED, QUANTIZED, TRAINABLE, MXFP4Experts, MXFP4PackedExperts
 from ...model_structure import projections
 from ...module_names import find_layers, full_precision_record, skip_reasons, translate_names, unknown_names
-from ...presets import FP8_PRESETS
+from ...numerics import FP8
 from ...registration import QUANT_METHOD, enter_classes
 from ...report import ErrorEnergy, QuantizationReport, count_weights, master_sqnr
 from ...utils import progress_bar, warn_of_slow_bfloat16
@@ -180,11 +180,12 @@ class MXFP4RLQuantizer(HfQuantizer):
         """Warn of weights that leave the FP8 products of their preset, and of bfloat16 on a CPU that lacks it."""
         config = self.quantization_config
         problem = config.gemms().e4m3_problem("fprop")
-        if config.preset in FP8_PRESETS and problem is not None:
+        if config.activation_scheme is FP8 and problem is not None:
             get_logger().warning(
-                "preset=%r is for FP8 tensor cores, which cannot multiply these weights: %s. Products are in 16 bits.",
-                config.preset, problem,
-            )  # fmt: skip
+                "Activations are in E4M3 for FP8 tensor cores, which cannot multiply these weights: %s. Products are "
+                "in 16 bits.",
+                problem,
+            )
         if model.dtype == torch.bfloat16 and not torch.accelerator.is_available():
             warn_of_slow_bfloat16()
 
