@@ -35,10 +35,12 @@ ALPHAS = (None, 0.5, 1.0)
 
 
 #: Plain MXFP4: of what the package adds to it, nothing.
-PLAIN = {"preset": "w4a4", "macro_block": None}
+PLAIN = {"preset": "w4a4", "macro_block": None, "outlier_fallback": None}
 
 #: `w4a4` with the whole residual of both operands: the scheme that lost least before there was smoothing.
 RESIDUALS = {"preset": "w4a4", "outlier_fallback": 1.0}
+#: `w4a4` whose output gradients are in E4M3.
+FP8_GRADIENTS = {"preset": "w4a4", "dgrad": {"grad": "fp8"}, "wgrad": {"grad": "fp8"}}
 _TILES = "even+mbs128-blockwise+of1+32x32"
 
 #: Options of `MXFP4RLConfig`.
@@ -86,6 +88,7 @@ CONFIGS = {
         "wgrad": {"grad": "rceil+stochastic", "x": "rceil", "rotation": "random-32"},
     },
     "random wgrad": {"wgrad": {"grad": "rceil", "x": "rceil", "rotation": "random-16"}},
+    "fp8 gradients": FP8_GRADIENTS,
     "stochastic": {"dgrad": {"grad": "rceil+stochastic"}, "wgrad": {"grad": "rceil+stochastic"}},
     "full": {"dgrad": {"weight": "full"}, "wgrad": {"x": "full"}},
     # Which layers, and how they are computed.

@@ -17,8 +17,8 @@ from hf_mxfp4.layers import trainable_matrices
 
 IDS = torch.arange(2, 14).view(2, 6)
 SCHEMES = some(
-    CONFIGS, "plain", "floor", "even", "mse", "static", "row static", "default", "even blockwise", "fallback 1",
-    "even blockwise", "paper_a", "paper_b", "w4a4g4_tuned",
+    CONFIGS, "plain", "floor", "even", "mse", "static", "row static", "default", "w4a4", "fallback 1",
+    "even blockwise", "paper_a", "paper_b", "tiles",
 )  # fmt: skip
 
 
@@ -81,7 +81,7 @@ def test_a_small_step_moves_quantized_weights_as_far_as_masters(scheme):
     assert 0.5 < movement(layer, dithered, 2e-6) < 1.5
     assert report.n_weights == weight.numel() and report.dtypes == ("bfloat16",)
     assert report.n_left < 0.01 * weight.numel()
-    if scheme in ("plain", "floor", "even", "mse", "fallback 1", "paper_b", "w4a4g4_tuned"):
+    if scheme in ("plain", "floor", "even", "mse", "fallback 1", "paper_b", "tiles"):
         assert undithered > 10
 
 

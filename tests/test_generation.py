@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from hf_mxfp4 import MXFP4RLConfig, cached_weights, uncached_weights
 from hf_mxfp4.gemm import gemm_states
-from hf_mxfp4.presets import FORWARD_PRESETS, PRESETS
+from hf_mxfp4.presets import PRESETS
 
 
 dense = pytest.mark.usefixtures("dense_products")
@@ -112,8 +112,8 @@ ROUNDING = 0.01
 SIZES = {"hidden": 128, "intermediate": 256}
 FALLBACK = {"mode": "packed", "preset": "w4a4", "outlier_fallback": 1.0}
 SCHEMES = {
-    **{preset: {"preset": preset} for preset in PRESETS if preset not in ("w4a8g8", "w4a4g8", "w4a4g4")},
-    **{f"packed {preset}": {"mode": "packed", "preset": preset} for preset in FORWARD_PRESETS},
+    **{preset: {"preset": preset} for preset in PRESETS if preset not in ("w4a8g8", "w4a4g4")},
+    **{f"packed {preset}": {"mode": "packed", "preset": preset} for preset in ("w4a16", "w4a8", "w4a4")},
     "packed fallback and rotation": {**FALLBACK, "fprop": {"rotation": "deterministic-64"}},
 }
 PROMPT = torch.randint(2, 32, (1, 9), generator=torch.Generator().manual_seed(1))

@@ -21,8 +21,8 @@ SCHEMES = [
     {"preset": "w4a4"},
     {"preset": "w4a4", "macro_block": "row"},
     {"preset": "w4a4", "macro_block": None, "outlier_fallback": 0.5},
-    {"preset": "w4a16", "weight_block": "32x32", "macro_block": 32},
-    {"preset": "w4a4", "weight_block": "32x32", "macro_block": 32},
+    {"preset": "w4a16", "fprop": {"weight": "even+mbs32-dynamic+32x32"}},
+    {"preset": "w4a4", "macro_block": 32, "fprop": {"weight": "even+mbs32-dynamic+32x32"}},
     {"preset": "w4a8"},
 ]
 IDS = [" ".join(map(str, scheme.values())) for scheme in SCHEMES]

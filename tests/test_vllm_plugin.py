@@ -27,12 +27,12 @@ ROOT = Path(hf_mxfp4.__file__).parents[1]
 QKV = [f"model.layers.0.self_attn.{name}_proj" for name in "qkv"]
 SCHEMES = [
     {},
-    {"macro_search": "blockwise"},
+    {"macro_search": "block_mantissas"},
     {"macro_search": "block_mantissas_fp8"},
     {"outlier_fallback": 0.5},
     {"preset": "w4a4", "outlier_fallback": 0.5, "scale_rule": "even"},
     {"macro_block": "row"},
-    {"weight_block": "32x32", "macro_block": 32},
+    {"fprop": {"weight": "even+mbs32-dynamic+32x32"}},
     {"preset": "w4a8"},
 ]
 IDS = [" ".join(map(str, scheme.values())) or "default" for scheme in SCHEMES]

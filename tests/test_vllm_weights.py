@@ -21,7 +21,7 @@ NAME = "model.layers.0.mlp.down_proj"
 CONFIGS = [
     MXFP4RLConfig(mode="packed"),
     MXFP4RLConfig(preset="w4a4", outlier_fallback=1.0),
-    MXFP4RLConfig(weight_block="32x32"),
+    MXFP4RLConfig(fprop={"weight": "even+mbs128-blockwise+32x32"}),
 ]
 IDS = ["packed", "fallback", "tiles"]
 
@@ -194,7 +194,7 @@ def test_what_has_no_room_is_refused(plugin):
     "options",
     [
         {},
-        {"weight_block": "32x32", "macro_block": 32},
+        {"fprop": {"weight": "even+mbs32-dynamic+32x32"}},
         {"outlier_fallback": 0.5},
     ],
     ids=str,
@@ -202,7 +202,7 @@ def test_what_has_no_room_is_refused(plugin):
 @pytest.mark.parametrize("family", ACTIVATIONS)
 def test_masters_become_the_codes_of_the_policy(plugin, family, options):
     """Fused as transformers has them in memory, or gate, up and down of each expert as it has them on disk."""
-    options = {"preset": "w4a16", "outlier_fallback": None, **options}
+    options = {"preset": "w4a16", **options}
     source, _, plain = packed_experts(family, options)
     config = MXFP4RLConfig(**options)
     for is_fused in (True, False):

@@ -32,11 +32,11 @@ BF16 = "BF16"
 SCHEMES: dict[str, dict[str, Any]] = {
     "rceil": {"scale_rule": "rceil"},
     "rceil, macro 128 static": {"scale_rule": "rceil", "macro_block": 128},
-    "even, block mantissas": {"scale_rule": "even", "macro_block": 128, "macro_search": "blockwise"},
+    "even, block mantissas": {"scale_rule": "even", "macro_block": 128, "macro_search": "block_mantissas"},
     "even, block mantissas, fallback": {
         "scale_rule": "even",
         "macro_block": 128,
-        "macro_search": "blockwise",
+        "macro_search": "block_mantissas",
         "outlier_fallback": 1.0,
     },
 }

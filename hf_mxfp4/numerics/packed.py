@@ -9,7 +9,7 @@ import torch
 
 from .corrections import macro_factor, mantissa_factor, unpack_mantissas
 from .formats import BLOCK_SIZE, decode_e2m1, decode_e8m0, saturate, unpack_codes
-from .schemes import MANTISSAS, QuantScheme
+from .schemes import MACRO_SEARCHES, MANTISSAS, QuantScheme, one_of
 
 
 #: Fields of an [`MXFP4Tensor`] that are tensors.
@@ -112,6 +112,7 @@ def dequantize(
     n_blocks = -(-length // BLOCK_SIZE)
     if macro is not None and macro_block is None:
         raise ValueError("macro factors were given without macro_block, the number of elements that share one")
+    one_of("macro_search", macro_search, MACRO_SEARCHES)
     if residual_codes is not None and (residual_scale is None or outlier_fallback is None):
         raise ValueError("residual_codes were given without residual_scale and outlier_fallback")
     for name, tensor in (("scale", scale), ("residual_scale", residual_scale)):

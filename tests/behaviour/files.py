@@ -24,7 +24,7 @@ from .record import Record, visible_text
 _PACK = {
     "default": (),
     "plain": ("--scale-rule", "even", "--macro-block", "none"),
-    "blockwise": ("--macro-search", "blockwise", "--skip", "layers.0"),
+    "blockwise": ("--macro-search", "block_mantissas", "--skip", "layers.0"),
     "fallback": ("--outlier-fallback", "0.5", "--preset", "w4a4"),
 }
 _FORMATS = ("compressed-tensors", "quark", "gpt-oss", "bf16")

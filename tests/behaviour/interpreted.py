@@ -25,15 +25,14 @@ _SCHEMES = (
     {"macro_block": 128, "outlier_fallback": 0.5},
     {"macro_block": "row"},
     {"macro_block": 64, "macro_search": "dynamic", "block_rows": 32},
-    {"macro_block": 128, "macro_search": "blockwise", "outlier_fallback": 0.3},
+    {"macro_block": 128, "macro_search": "block_mantissas", "outlier_fallback": 0.3},
 )
 #: Of models: mode and options.
 _MODELS = {
     "w4a4": ("qat", {"preset": "w4a4"}),
-    "w4a4g8": ("qat", {"preset": "w4a4g8", "matmul_backend": "fp8", "macro_block": None, "outlier_fallback": None}),
-    "w4a4g4": ("qat", {"preset": "w4a4g4", "matmul_backend": "fp8", "macro_block": None, "outlier_fallback": None}),
+    "w4a8g8": ("qat", {"preset": "w4a8g8", "matmul_backend": "fp8"}),
+    "w4a4g4": ("qat", {"preset": "w4a4g4", "matmul_backend": "fp8", "macro_block": None}),
     "paper_b": ("qat", {"preset": "paper_b", "matmul_backend": "fp8"}),
-    "tuned": ("qat", {"preset": "w4a4g4_tuned"}),
     "packed": ("packed", {"preset": "w4a16"}),
     "packed w4a4": ("packed", {"preset": "w4a4", "macro_block": None}),
 }

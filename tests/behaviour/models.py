@@ -20,7 +20,7 @@ from .record import Record
 
 
 PRESETS = {
-    "qat": ("w4a16", "w4a4", "w4a4g8", "w4a4g4", "paper_a", "paper_b", "w4a4g4_tuned"),
+    "qat": ("w4a16", "w4a8", "w4a8g8", "w4a4", "w4a4g4", "paper_a", "paper_b"),
     "packed": ("w4a16", "w4a4"),
 }
 RANDOM = {
@@ -32,17 +32,16 @@ RANDOM = {
 }
 #: Schemes beside the presets: mode, and options.
 VARIANTS = {
-    "plain": ("qat", {"macro_block": None, "outlier_fallback": None, "scale_rule": "even"}),
+    "plain": ("qat", {"preset": "w4a4", "macro_block": None}),
     "random": ("qat", RANDOM),
-    "activations only": ("qat", {"outlier_fallback_operands": "activations", "macro_block": "row"}),
-    "mse tiles": ("qat", {"scale_rule": "mse", "weight_block": "32x32", "macro_block": 32}),
-    "blockwise": ("qat", {"macro_search": "blockwise", "outlier_fallback": None}),
+    "activations only": ("qat", {"preset": "w4a4", "fprop": {"x": "even+mbsrow-static+of1"}}),
+    "mse tiles": ("qat", {"preset": "w4a4", "fprop": {"weight": "mse+mbs32-dynamic+32x32"}}),
     "skipped": ("qat", {"modules_to_not_convert": ["layers.0", "re:.*v_proj"], "dither_ties": False}),
-    "gradients": ("qat", {"preset": "w4a4g8", "dgrad": {"grad": "full"}}),
+    "gradients": ("qat", {"preset": "w4a8g8", "dgrad": {"grad": "full"}}),
     "forward rotation": ("qat", {"fprop": {"rotation": "deterministic-16"}}),
-    "packed fallback": ("packed", {"preset": "w4a4", "outlier_fallback": 0.5, "scale_rule": "even"}),
+    "packed fallback": ("packed", {"preset": "w4a4", "outlier_fallback": 0.5}),
     "packed plain": ("packed", {"macro_block": None}),
-    "packed blockwise": ("packed", {"macro_search": "blockwise", "preset": "w4a4"}),
+    "packed blockwise": ("packed", {"macro_search": "block_mantissas", "preset": "w4a16"}),
 }
 DENSE, MOE = "qwen2", "qwen3_moe"
 

@@ -14,7 +14,7 @@ from .record import Record
 RULES = ("rceil", "floor", "even", "mse")
 MACROS = ({}, *({"macro_block": size} for size in (32, 128, 256, "row")))
 MACROS += tuple({"macro_block": size, "macro_search": "dynamic"} for size in (64, 128))
-MACROS += ({"macro_block": 128, "macro_search": "blockwise"},)
+MACROS += ({"macro_block": 128, "macro_search": "block_mantissas"},)
 FALLBACKS = ({}, {"outlier_fallback": 0.5})
 ROWS = ({}, {"block_rows": 32})
 _PARTS = ("codes", "scale", "macro", "residual_codes", "residual_scale")

@@ -89,7 +89,7 @@ def test_the_format_of_the_weights_and_what_is_needed_to_load_them(checkpoint, o
     assert "Without it transformers refuses to load the files." in text
 
 
-@pytest.mark.parametrize("options", [{}, {"weight_block": "32x32"}])
+@pytest.mark.parametrize("options", [{}, {"fprop": {"weight": "even+mbs128-blockwise+32x32"}}])
 def test_the_error_is_that_of_the_weights(checkpoint, options):
     config = MXFP4RLConfig(**options)
     model = AutoModelForCausalLM.from_pretrained(checkpoint("llama", hidden=64), quantization_config=config)

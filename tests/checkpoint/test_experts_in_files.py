@@ -77,11 +77,11 @@ def test_packed_experts(family, checkpoint, tmp_path):
     [
         ("qwen3_moe", {"preset": "w4a16", "outlier_fallback": None, "macro_block": None}),
         ("gpt_oss", {"outlier_fallback": 1.0}),
-        ("gpt_oss", {"weight_block": "32x32", "outlier_fallback": None}),
+        ("gpt_oss", {"fprop": {"weight": "rceil+mbs128-dynamic+32x32"}, "outlier_fallback": None}),
         ("mixtral", {"macro_search": "block_mantissas", "outlier_fallback": None}),
         ("gpt_oss", {"scale_rule": "mse", "macro_block": "row", "outlier_fallback": None}),
     ],
-    ids=["plain", "fallback", "transposed-tiles", "blockwise", "mse-row"],
+    ids=["plain", "fallback", "transposed-tiles", "mantissas", "mse-row"],
 )
 def test_packed_experts_repeat_the_trainable_ones_under_every_scheme(family, scheme, checkpoint, tmp_path):
     source = checkpoint(family, dtype=torch.bfloat16, layers=1)

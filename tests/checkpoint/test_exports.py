@@ -34,9 +34,9 @@ QUARK_TENSOR = {
 @pytest.mark.parametrize(
     ("format", "weight"), [("compressed-tensors", "weight_packed"), ("quark", "weight")], ids=["ct", "quark"]
 )
-@pytest.mark.parametrize("block", ["1x32", "32x32"])
-def test_plain_mxfp4_is_renamed_and_nothing_else(format, weight, block, tmp_path):
-    source = save_packed(tmp_path / "packed", config={"weight_block": block})
+@pytest.mark.parametrize("scheme", [{}, {"fprop": {"weight": "even+32x32"}}], ids=["1x32", "32x32"])
+def test_plain_mxfp4_is_renamed_and_nothing_else(format, weight, scheme, tmp_path):
+    source = save_packed(tmp_path / "packed", config=scheme)
     report = export(source, tmp_path / "out", format)
     before, after = tensors_in(source), tensors_in(tmp_path / "out")
     quantized = {name.removesuffix("_scale") for name in before if name.endswith(".weight_scale")}

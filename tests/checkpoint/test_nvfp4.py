@@ -39,13 +39,17 @@ def decode_ours(tensors: dict, layer: str, suffix: str = ".weight", expert: int 
     return values
 
 
-@pytest.mark.parametrize("scheme", [{}, MANTISSAS, {**MANTISSAS, "weight_block": "32x32"}, {"scale_rule": "mse"}])
+@pytest.mark.parametrize(
+    "scheme", [{}, MANTISSAS, {"fprop": {"weight": "even+mbs128-blockwise+32x32"}}, {"scale_rule": "mse"}]
+)
 def test_a_packed_checkpoint_keeps_its_values(scheme, tmp_path):
     source = save_packed(tmp_path / "packed", intermediate=96, config=scheme)
     report = export(source, tmp_path / "out", "nvfp4")
     before, after = tensors_in(source), tensors_in(tmp_path / "out")
     layers = sorted(name.removesuffix(".weight_scale") for name in before if name.endswith(".weight_scale"))
-    assert len(layers) == 14 and any("weight_macro" in name for name in before) == ("macro_block" in scheme)
+    assert len(layers) == 14 and any("weight_macro" in name for name in before) == (
+        "macro_block" in scheme or "fprop" in scheme
+    )
     for layer in layers:
         assert torch.equal(decode_nvfp4(after, layer), decode_ours(before, layer)), layer
         assert torch.equal(after[f"{layer}.weight_packed"], before[f"{layer}.weight"])

@@ -21,7 +21,7 @@ from hf_mxfp4 import MXFP4RLConfig, numerics, pack, quantize
 from hf_mxfp4.checkpoint import CheckpointError, export, import_checkpoint, pack_checkpoint, verify_folder
 
 
-SCHEMES = ("default", "floor", "w4a16 blockwise", "fallback 1", "row tiles", "skips")
+SCHEMES = ("default", "floor", "block_mantissas", "fallback 1", "row tiles", "skips")
 CASES = [*zip(SCHEMES, ("50GB", "30KB") * 3, ["qwen2"] * 6, strict=True), ("tiles", "30KB", "mixtral")]
 
 

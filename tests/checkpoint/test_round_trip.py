@@ -321,8 +321,8 @@ def test_what_is_given_is_what_is_written_and_nothing_is_left_on_the_model(model
 PACKED = ("weight", "weight_scale", "weight_macro", "weight_residual", "weight_residual_scale")
 # Of mode "qat"; the packed twin of each is what `pack` makes of it.
 TRAINED = some(
-    CONFIGS, "default", "w4a8", "w4a16 macro", "w4a16 plain", "fallback of weights", "fallback of activations",
-    "fallback 1", "tiles", "blockwise, no fallback", "blockwise_fp8", "mse row, no fallback",
+    CONFIGS, "default", "w4a8", "w4a16 plain", "fallback of weights", "fallback of activations",
+    "fallback 1", "tiles", "block_mantissas", "block_mantissas_fp8", "mse row, no fallback",
     "skips",
 )  # fmt: skip
 #: Tried in bfloat16 too in every run.

@@ -61,7 +61,7 @@ def test_a_checkpoint_from_start_to_end(checkpoint, tmp_path):
 
 def test_a_policy_under_its_own_scheme(checkpoint, tmp_path):
     folder = Path(checkpoint())
-    config = MXFP4RLConfig(scale_rule="even", outlier_fallback=None)
+    config = MXFP4RLConfig(preset="w4a4")
     edit_config(folder, quantization_config=config.to_dict())
     summary = json.loads(run("analyze", folder, "--json", "--out", tmp_path / "a").stdout)
     assert summary["schemes"] == ["mxfp4+even+mbs128-blockwise"]

@@ -11,7 +11,6 @@ import torch
 from commands import ALPHABET, change_in_place, finish, run, save_texts, save_tokenizer
 from safetensors.torch import load_file, save_file
 from same_bits import edit_config
-from tables import PLAIN
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_mxfp4 import MXFP4RLConfig
@@ -63,7 +62,7 @@ def test_a_checkpoint_from_start_to_end(folder, text, tmp_path, monkeypatch):
     assert [row["name"] for row in report["rows"]] == ["full precision", "w4a16:rceil", "even+mbs128-blockwise"]
     assert (report["texts"], report["tokens"], report["text"]) == (3, 9 + 14 + 19, "sums.jsonl")
     plain = AutoModelForCausalLM.from_pretrained(folder)
-    config = MXFP4RLConfig(preset="w4a16", scale_rule="rceil", **PLAIN)
+    config = MXFP4RLConfig(preset="w4a16", scale_rule="rceil", macro_block=None)
     quantized = AutoModelForCausalLM.from_pretrained(folder, quantization_config=config)
     expected = [losses(plain), losses(quantized)]
     assert [row["nats"]["value"] for row in report["rows"][:2]] == pytest.approx(expected, rel=1e-6)
@@ -120,7 +119,7 @@ def test_each_layer_in_full_precision_in_turn(folder, text, tmp_path):
     assert [row["name"] for row in parts] == [f"w4a16:floor without model.layers.{i}" for i in (0, 1)]
     # The layers are alike: half of the weights in 16 bits, the others in 4.25.
     assert [row["bits"] for row in (whole, *parts)] == [4.25, 10.125, 10.125]
-    config = MXFP4RLConfig(preset="w4a16", scale_rule="floor", modules_to_not_convert=["layers.1"], **PLAIN)
+    config = MXFP4RLConfig(preset="w4a16", scale_rule="floor", modules_to_not_convert=["layers.1"], macro_block=None)
     quantized = AutoModelForCausalLM.from_pretrained(folder, quantization_config=config)
     assert parts[1]["nats"]["value"] == pytest.approx(losses(quantized), rel=1e-6)
     by_type = json.loads(run("eval", folder, *arguments, "type", "--scheme", "w4a16:floor").stdout)["rows"]

@@ -139,7 +139,7 @@ def test_more_than_2_to_the_31_elements_in_both_directions():
         assert torch.equal(transposed[column].cpu(), numerics.fake_quantize(rotated).bfloat16())
 
 
-SCHEMES = [{}, {"macro_block": 128, "outlier_fallback": 0.5}, {"macro_block": 128, "macro_search": "blockwise"}]
+SCHEMES = [{}, {"macro_block": 128, "outlier_fallback": 0.5}, {"macro_block": 128, "macro_search": "block_mantissas"}]
 
 
 def normal(*shape: int) -> torch.Tensor:

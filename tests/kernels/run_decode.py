@@ -54,9 +54,8 @@ def problem(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, fo
 
 def packed(weight: torch.Tensor, scheme: Scheme) -> tuple[Packed, torch.Tensor]:
     """A packed weight on the device, and its exact values."""
-    search = scheme.macro_search.replace("block_mantissas", "blockwise")
     options = {"macro_block": scheme.macro_block, "outlier_fallback": scheme.outlier_fallback}
-    found = numerics.quantize(weight, scale_rule=scheme.scale_rule, macro_search=search, **options)
+    found = numerics.quantize(weight, scale_rule=scheme.scale_rule, macro_search=scheme.macro_search, **options)
     return Packed(*(part if part is None else part.to(DEVICE) for part in found.parts)), found.dequantize(torch.float32)
 
 

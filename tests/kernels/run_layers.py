@@ -25,7 +25,6 @@ ROTATED = {"rotation": "deterministic-32"}
 LAYERS = {
     "w4a4": (MXFP4Linear, {"preset": "w4a4"}),
     "w4a4g4": (MXFP4Linear, {"preset": "w4a4g4"}),
-    "w4a4g8": (MXFP4Linear, {"preset": "w4a4g8"}),
     "w4a8": (MXFP4Linear, {"preset": "w4a8"}),
     "w4a8g8": (MXFP4Linear, {"preset": "w4a8g8"}),
     "paper_a": (MXFP4Linear, {"preset": "paper_a"}),

@@ -80,8 +80,15 @@ def same(found: torch.Tensor | None, expected: torch.Tensor | None) -> bool:
 
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-MACROS = ((None, "static"), (32, "static"), (128, "static"), (64, "dynamic"), (256, "dynamic"), (128, "blockwise"))
-MACROS += ((128, "blockwise_fp8"),)
+MACROS = (
+    (None, "static"),
+    (32, "static"),
+    (128, "static"),
+    (64, "dynamic"),
+    (256, "dynamic"),
+    (128, "block_mantissas"),
+)
+MACROS += ((128, "block_mantissas_fp8"),)
 SCHEMES = [
     QuantScheme(rule, macro, search, alpha)
     for rule, (macro, search), alpha in itertools.product(("rceil", "floor", "even", "mse"), MACROS, (None, 0.3))
@@ -90,8 +97,8 @@ TILES = [
     QuantScheme("rceil", block_rows=32),
     QuantScheme("even", 256, "static", 0.5, block_rows=32),
     QuantScheme("mse", 128, "dynamic", 1.0, block_rows=32),
-    QuantScheme("rceil", 128, "blockwise", 0.3, block_rows=32),
-    QuantScheme("even", 128, "blockwise_fp8", block_rows=32),
+    QuantScheme("rceil", 128, "block_mantissas", 0.3, block_rows=32),
+    QuantScheme("even", 128, "block_mantissas_fp8", block_rows=32),
 ]
 PARTS = ("codes", "scale", "macro", "residual_codes", "residual_scale")
 DEVICE = sys.argv[2] if len(sys.argv) > 2 else "cpu"
@@ -99,8 +106,8 @@ Case = tuple[str, list[str]]
 
 
 def of_kernels(scheme: QuantScheme) -> Scheme:
-    search = scheme.macro_search.replace("blockwise", "block_mantissas")
-    return Scheme(scheme.scale_rule.value, scheme.macro_block, search, scheme.outlier_fallback, scheme.block_rows)
+    rule, search = scheme.scale_rule.value, scheme.macro_search
+    return Scheme(rule, scheme.macro_block, search, scheme.outlier_fallback, scheme.block_rows)
 
 
 def on_device(side: dict[str, Any]) -> Side:

@@ -17,7 +17,7 @@ from hf_mxfp4.lab.reports import evaluation_columns, evaluation_table
 
 
 TEXTS = [torch.randint(0, 32, (1, n), generator=torch.Generator().manual_seed(n)) for n in (9, 40, 2)]
-FALLBACK = {"scale_rule": "even", "macro_search": "blockwise", "outlier_fallback": 1.0}
+FALLBACK = {"scale_rule": "even", "macro_search": "block_mantissas", "outlier_fallback": 1.0}
 
 
 def soft_capped():

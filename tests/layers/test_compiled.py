@@ -170,7 +170,7 @@ MODELS = [
         {"preset": "w4a4g4"}, {"autocast": True, "checkpointing": True}, marks=pytest.mark.large, id="autocast"
     ),
     pytest.param({"preset": "paper_b", "dtype": torch.bfloat16}, {}, marks=pytest.mark.large, id="bfloat16"),
-    pytest.param({"preset": "w4a4g8"}, {"backend": "inductor"}, marks=pytest.mark.large, id="inductor"),
+    pytest.param({"preset": "w4a8g8"}, {"backend": "inductor"}, marks=pytest.mark.large, id="inductor"),
 ]
 
 

@@ -48,7 +48,7 @@ SCHEMES = [
     ("qwen3_moe", {"preset": "w4a4"}),
     ("gpt_oss", {"preset": "w4a8g8"}),
     ("qwen3_moe", {"preset": "paper_b"}),
-    ("gpt_oss", {"preset": "w4a4g4_tuned"}),
+    ("gpt_oss", {"preset": "w4a4g4"}),
     ("qwen3_moe", STOCHASTIC),
     ("qwen3_moe", {"mode": "packed"}),
     ("gpt_oss", {"mode": "packed", "preset": "w4a4"}),

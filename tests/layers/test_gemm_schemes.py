@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from factors import factors_config
 from passes import passes
-from tables import PLAIN
+from tables import FP8_GRADIENTS, PLAIN
 
 from hf_mxfp4 import MXFP4Linear, numerics
 from hf_mxfp4.gemm import state as draws_module
@@ -176,7 +176,7 @@ def test_reused_operands_are_those_of_a_rotated_forward_rotated_back(rotation):
 
 
 def test_fp8_output_gradients_are_quantized_along_each_contraction():
-    layer = make_layer(preset="w4a4g8")
+    layer = make_layer(**FP8_GRADIENTS)
     x, grad = torch.randn(M, K), torch.randn(M, N) * torch.logspace(-6, 3, M).unsqueeze(1)
     _, grad_x, grad_weight = one_pass(layer, x, grad)
     weight = numerics.fake_quantize(layer.weight.detach()).double()
@@ -276,7 +276,7 @@ def test_stochastic_products_are_unbiased(options, index):
     assert float(z.abs().max()) < 5.5
 
 
-@pytest.mark.parametrize("preset", ["w4a4g8", "w4a4g4", "paper_a", "paper_b", "w4a4g4_tuned"])
+@pytest.mark.parametrize("preset", ["w4a8g8", "w4a4g4", "paper_a", "paper_b"])
 @pytest.mark.parametrize("shape", [(2, 0, K), (K,), (2, 3, K)], ids=str)
 def test_shapes_down_to_no_tokens(preset, shape):
     torch.manual_seed(0)
@@ -286,7 +286,7 @@ def test_shapes_down_to_no_tokens(preset, shape):
     assert grad_weight.isfinite().all() and grad_weight.any() == (grad_x.numel() > 0)
 
 
-@pytest.mark.parametrize("preset", ["w4a4g8", "w4a4g4", "paper_b", "w4a4g4_tuned"])
+@pytest.mark.parametrize("preset", ["w4a8g8", "w4a4g4", "paper_b"])
 @pytest.mark.parametrize("setting", ["bfloat16", "autocast"])
 def test_bfloat16_and_autocast_follow_float32(preset, setting):
     torch.manual_seed(0)
@@ -316,7 +316,8 @@ def test_backward_quantizes_the_weight_as_it_is_then():
 
 
 def test_tiles_serve_the_weight_and_its_transpose():
-    layer = make_layer(preset="w4a4g4", weight_block="32x32", in_features=64, out_features=96)
+    tiles = {"weight": "rceil+32x32"}
+    layer = make_layer(preset="w4a4g4", fprop=tiles, dgrad=tiles, in_features=64, out_features=96)
     grad = torch.randn(8, 96)
     x = torch.randn(8, 64, requires_grad=True)
     layer(x).backward(grad)

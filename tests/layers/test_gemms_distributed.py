@@ -71,7 +71,7 @@ def wrap(model: torch.nn.Module, engine: str) -> torch.nn.Module:
 
 
 #: Schemes of every run, each rule of what is saved, multiplied and drawn among them; the others are large.
-FEW = ("w4a4g8", "w4a4g4_tuned", "experts_paper_b", "experts_w4a8", "stochastic")
+FEW = ("w4a8g8", "w4a4g4", "experts_paper_b", "experts_w4a8", "stochastic")
 REST = tuple(name for name in SCHEMES if name not in FEW)
 
 

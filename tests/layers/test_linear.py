@@ -18,18 +18,17 @@ from hf_mxfp4.layers import cached_weights
 from hf_mxfp4.numerics import apply_scheme, parse_scheme
 
 
-ACTIVATIONS = {"outlier_fallback_operands": "activations"}
 #: Options of the config, then what they must do to a weight and to an input (`None`: nothing).
 RECIPES = {
     "w4a4": ({}, "rceil+mbs128-dynamic+of0.5", "rceil+mbs128+of0.5"),
     "w4a16": ({"preset": "w4a16"}, "rceil+mbs128-dynamic+of0.5", None),
     "ocp": ({**PLAIN, "scale_rule": "floor"}, "floor", "floor"),
     "fallback-on-inputs": (
-        {"scale_rule": "even", "macro_block": "row", "macro_search": "static", **ACTIVATIONS},
+        {"macro_block": "row", "macro_search": "static", "scale_rule": "even", "fprop": {"weight": "even+mbsrow"}},
         "even+mbsrow",
         "even+mbsrow+of0.5",
     ),
-    "tiles": ({"weight_block": "32x32", "macro_search": "static"}, "rceil+mbs128+of0.5+32x32", "rceil+mbs128+of0.5"),
+    "tiles": ({"fprop": {"weight": "rceil+mbs128+of0.5+32x32"}}, "rceil+mbs128+of0.5+32x32", "rceil+mbs128+of0.5"),
 }
 ROTATED = {"preset": "w4a4", "fprop": {"rotation": "deterministic-64"}}
 SHAPES = [(2, 5, 64), (33,), (2, 3, 65), (1, 1), (2, 200)]
@@ -205,7 +204,8 @@ def test_a_row_does_not_depend_on_what_the_layer_saw():
 
 
 CONFIGS = {
-    "w4a4": {},
+    "default": {},
+    "w4a4": {"preset": "w4a4", "outlier_fallback": 1.0},
     "w4a16": {"preset": "w4a16"},
     "eager": {"backend": "eager"},
     "rotated": ROTATED,

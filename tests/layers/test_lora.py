@@ -28,7 +28,7 @@ from hf_mxfp4.integrations.transformers import quantize_linears
         ("qwen2", {}, {}),
         ("llama", {"use_rslora": True}, {}),
         ("qwen2", {"rank_pattern": {"q_proj": 2}}, {"outlier_fallback": 0.5}),
-        ("qwen2", {}, {"macro_search": "blockwise"}),
+        ("qwen2", {}, {"macro_search": "block_mantissas"}),
     ],
     ids=["default", "rslora", "rank-pattern", "mantissas"],
 )

@@ -37,7 +37,13 @@ def quantized(layer, weight):
 
 @pytest.mark.parametrize(
     "scheme",
-    [{}, {"macro_block": None}, {"outlier_fallback": 0.5}, {"weight_block": "32x32"}, {"preset": "w4a8"}],
+    [
+        {},
+        {"macro_block": None},
+        {"outlier_fallback": 0.5},
+        {"fprop": {"weight": "rceil+mbs128-dynamic+32x32"}},
+        {"preset": "w4a8"},
+    ],
     ids=["default", "plain", "fallback", "tiles", "w4a8"],
 )
 def test_unmerging_restores_every_bit(load, scheme):

@@ -109,12 +109,12 @@ def test_what_cannot_be_packed():
 
 #: Of mode "qat": the packed twin of each is what is tested.
 SCHEMES = {
-    "weights, H64": {"preset": "w4a16", "scale_rule": "even", "macro_search": "blockwise", "outlier_fallback": None},
+    "weights, H64": {"preset": "w4a16", "macro_search": "block_mantissas"},
     "weights with residuals": {"preset": "w4a16", "outlier_fallback": 0.5},
     "inputs in FP8": {"preset": "w4a8"},
     "both": {"preset": "w4a4", "outlier_fallback": None},
     "both with residuals": {"preset": "w4a4", "outlier_fallback": 0.5},
-    "tiles": {"preset": "w4a4", "macro_block": None, "outlier_fallback": None, "weight_block": "32x32"},
+    "tiles": {"preset": "w4a4", "macro_block": None, "fprop": {"weight": "even+32x32"}},
 }
 SIZES = {"weights with residuals": 16, "both": 128, "tiles": 32}
 ALL = pytest.mark.parametrize("name", SCHEMES)
@@ -122,8 +122,9 @@ K = 256
 
 
 def config(name: str, **options) -> MXFP4RLConfig:
-    rotation = {"rotation": f"deterministic-{SIZES.get(name, 64)}"}
-    return MXFP4RLConfig(fprop=rotation, **{**SCHEMES[name], **options})
+    scheme = {**SCHEMES[name], **options}
+    fprop = {"rotation": f"deterministic-{SIZES.get(name, 64)}", **scheme.pop("fprop", {})}
+    return MXFP4RLConfig(fprop=fprop, **scheme)
 
 
 def pair(name: str, dtype=torch.float32, **options) -> tuple[MXFP4Linear, MXFP4PackedLinear]:
@@ -253,7 +254,7 @@ def test_packed_experts_repeat_the_trainable_ones(family):
 
 
 def test_lora_on_packed_experts_is_in_the_basis_of_the_model(load):
-    scheme = {"scale_rule": "even", "macro_search": "blockwise", "fprop": {"rotation": "deterministic-32"}}
+    scheme = {"scale_rule": "even", "macro_search": "block_mantissas", "fprop": {"rotation": "deterministic-32"}}
     model = with_lora(load("qwen3_moe", **scheme), target_modules=["experts"])
     layer = model.get_submodule("base_model.model.model.layers.0.mlp.experts")
     twin = summed_twin(model)

@@ -22,8 +22,8 @@ from hf_mxfp4.gemm import PACKED_FIELDS
 
 
 SCHEMES = some(
-    CONFIGS, "default", "no macro", "w4a8", "w4a4", "fallback 0.5", "fallback 1 of weights",
-    "even tiles", "blockwise", "mse row", "32 static", "eager",
+    CONFIGS, "default", "no macro", "w4a16", "w4a4", "fallback 0.5", "fallback of weights",
+    "tiles", "block_mantissas", "mse row", "32 static", "eager",
 )  # fmt: skip
 
 
@@ -128,7 +128,7 @@ def test_dequantized_weight_against_the_eager_reference(options):
 
 
 def test_a_weight_that_is_quantized_in_portions(monkeypatch):
-    source, config = linear(100, 64), packed_config(weight_block="32x32")
+    source, config = linear(100, 64), packed_config(fprop={"weight": "rceil+mbs128-dynamic+32x32"})
     whole = MXFP4PackedLinear.from_linear(source, config)
     monkeypatch.setattr("hf_mxfp4.gemm.packed_weight.PORTION", 32 * 64)
     parts = MXFP4PackedLinear.from_linear(source, config)

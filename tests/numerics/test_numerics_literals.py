@@ -140,7 +140,7 @@ def test_static_byte_is_that_of_the_correctly_rounded_quotient(exponent):
     assert np.array_equal(quantize(x, macro_block=32).macro[:, 0].numpy(), expected)
 
 
-@pytest.mark.parametrize("search", ["dynamic", "blockwise"])
+@pytest.mark.parametrize("search", ["dynamic", "block_mantissas"])
 def test_rows_of_a_large_tensor_choose_as_they_do_alone(search):
     # So large that its candidates are computed in portions of rows.
     x = torch.randn(24, 16, 512)
@@ -149,7 +149,7 @@ def test_rows_of_a_large_tensor_choose_as_they_do_alone(search):
     assert torch.equal(fake_quantize(x, **options), alone)
 
 
-BLOCKWISE = {"macro_block": 128, "macro_search": "blockwise"}
+BLOCKWISE = {"macro_block": 128, "macro_search": "block_mantissas"}
 
 
 def test_literal_block_mantissas_and_bytes():
@@ -160,7 +160,7 @@ def test_literal_block_mantissas_and_bytes():
     assert packed.macro.tolist() == [0b11100100]
     assert packed.scale.tolist() == [127, 127, 127, 127]
     assert torch.equal(packed.dequantize(), x)
-    for name in ("block_mantissas", "block_mantissas_fp8", "blockwise", "blockwise_fp8"):  # their bytes are read alike
+    for name in ("block_mantissas", "block_mantissas_fp8"):  # their bytes are read alike
         options = {"length": 128, "macro": packed.macro, "macro_block": 128, "macro_search": name}
         assert torch.equal(dequantize(packed.codes, packed.scale, **options), x)
 
@@ -209,26 +209,24 @@ def test_a_bad_block_spoils_the_mantissa_of_itself_alone():
     assert quantize(spoiled, **BLOCKWISE).macro[0, 0] & 0b1100 == 0
 
 
-@pytest.mark.parametrize(
-    ("short", "name"), [("blockwise", "block_mantissas"), ("blockwise_fp8", "block_mantissas_fp8")]
-)
+@pytest.mark.parametrize("name", ["block_mantissas", "block_mantissas_fp8"])
 @pytest.mark.parametrize("size", [32, 64, 256, "row"])
-def test_other_macro_sizes_are_refused(size, short, name):
+def test_other_macro_sizes_are_refused(size, name):
     with pytest.raises(ValueError, match=f"'{name}' needs macro_block=128"):
-        fake_quantize(torch.ones(2, 256), macro_block=size, macro_search=short)
+        fake_quantize(torch.ones(2, 256), macro_block=size, macro_search=name)
     with pytest.raises(ValueError, match=f"'{name}' needs macro_block=128"):
-        MXFP4RLConfig(macro_block=size, macro_search=short)
+        MXFP4RLConfig(macro_block=size, macro_search=name)
 
 
 def test_a_candidate_that_leaves_float32_counts_as_the_largest_number():
     # 0.97 * 2**128: with mantissa 2 it rounds to 6 * 2**125 * 1.5 = 1.125 * 2**128, stored as the largest float, error
     # 0.03; with mantissa 1 to 3 * 2**126 * 1.25 = 0.9375 * 2**128, error 0.0325.
     x = torch.full((1, 128), 0.97 * 2.0**128, dtype=torch.float64).float()
-    packed = quantize(x, macro_block=128, macro_search="blockwise")
+    packed = quantize(x, macro_block=128, macro_search="block_mantissas")
     assert packed.macro.tolist() == [[0b10101010]]
     assert torch.equal(packed.dequantize(), torch.full_like(x, torch.finfo(torch.float32).max))
     # 0.95: the error of mantissa 1 is 0.0125, that of the largest float 0.05.
     x = torch.full((1, 128), 0.95 * 2.0**128, dtype=torch.float64).float()
-    packed = quantize(x, macro_block=128, macro_search="blockwise")
+    packed = quantize(x, macro_block=128, macro_search="block_mantissas")
     assert packed.macro.tolist() == [[0b01010101]]
     assert packed.dequantize()[0, 0].item() == 0.9375 * 2.0**128

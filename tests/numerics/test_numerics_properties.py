@@ -155,7 +155,7 @@ SYMMETRIC = [
     {"outlier_fallback": 0.5},
     {"macro_block": 32},
     {"macro_block": 32, "macro_search": "dynamic", "outlier_fallback": 0.5},
-    {"macro_block": 128, "macro_search": "blockwise"},
+    {"macro_block": 128, "macro_search": "block_mantissas"},
 ]
 
 

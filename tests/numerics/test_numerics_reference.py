@@ -124,7 +124,7 @@ class Reference:
             self.fall_back()
 
     def scale_group(self, group: list[Block], search: str) -> int:
-        if levels := {"blockwise": 4, "blockwise_fp8": 3}.get(search):
+        if levels := {"block_mantissas": 4, "block_mantissas_fp8": 3}.get(search):
             byte = 0
             for j, block in enumerate(group):
                 errors = [squares(block.error(self.rule, 1, 1 + m / 4), block.amax) for m in range(levels)]
@@ -215,7 +215,7 @@ def rows_of(block_rows: int) -> int:
     return 4 if block_rows == 1 else 37
 
 
-SEARCHES = [(None, "static"), (64, "static"), (64, "dynamic"), (128, "blockwise"), (128, "blockwise_fp8")]
+SEARCHES = [(None, "static"), (64, "static"), (64, "dynamic"), (128, "block_mantissas"), (128, "block_mantissas_fp8")]
 ALPHAS = [None, 0.5, 1.0, 0.3]
 
 
@@ -225,7 +225,7 @@ def test_schemes(rule, macro, alpha, block_rows):
 
 
 def test_rows_of_any_length():
-    for macro in ((128, "static"), (256, "static"), (128, "dynamic"), (128, "blockwise")):
+    for macro in ((128, "static"), (256, "static"), (128, "dynamic"), (128, "block_mantissas")):
         for length in (1, 2, 31, 33, 300):
             check(matrix(3, 300, 8)[:1, :length], "even", macro, 0.5)
 

@@ -23,8 +23,8 @@ pytestmark = pytest.mark.skipif(
 SCHEMES = {
     "plain": QuantScheme("even"),
     "static": QuantScheme("rceil", 128, "static"),
-    "blockwise": QuantScheme("even", 128, "blockwise"),
-    "blockwise_fp8": QuantScheme("even", 128, "blockwise_fp8"),
+    "blockwise": QuantScheme("even", 128, "block_mantissas"),
+    "blockwise_fp8": QuantScheme("even", 128, "block_mantissas_fp8"),
     "64": QuantScheme("rceil", 64, "static"),
     "row": QuantScheme("rceil", "row", "static"),
     "fallback": QuantScheme("rceil", None, "static", 0.5),

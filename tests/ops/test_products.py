@@ -91,8 +91,8 @@ COUNTS = (5, 0, 33, 2)
 E, N, K = 4, 48, 40
 SCHEME = QuantScheme(macro_block=32)
 SCHEMES = some(
-    CONFIGS, "default", "w4a16", "w4a8", "w4a8g8", "w4a4g8", "w4a4g4", "paper_a", "paper_b", "plain tiles",
-    "fallback of weights", "blockwise_fp8", "full", "rotated, own wgrad", "random", "random wgrad",
+    CONFIGS, "default", "w4a16", "w4a8", "w4a8g8", "fp8 gradients", "w4a4g4", "paper_a", "paper_b", "plain tiles",
+    "fallback of weights", "block_mantissas_fp8", "full", "rotated, own wgrad", "random", "random wgrad",
 )  # fmt: skip
 
 
@@ -259,7 +259,7 @@ THREE_LEVELS = {**PLAIN, "scale_rule": "even", "macro_block": 128, "macro_search
 #: Preset, and the products that have an FP8 form.
 FP8_PRODUCTS = {
     **dict.fromkeys(("w4a4", "w4a8", "w8a8"), ("fprop",)),
-    **dict.fromkeys(("w4a4g8", "w4a4g4", "w4a8g8"), ("fprop", "dgrad", "wgrad")),
+    **dict.fromkeys(("w4a4g4", "w4a8g8"), ("fprop", "dgrad", "wgrad")),
 }
 
 

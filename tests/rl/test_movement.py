@@ -22,8 +22,8 @@ PLAIN = factors_config(macro_block=None, outlier_fallback=None)
 SCHEMES = {
     "default": factors_config(),
     "rceil": PLAIN,
-    "blockwise": factors_config(scale_rule="even", macro_search="blockwise", outlier_fallback=None),
-    "tiles": factors_config(macro_block=None, outlier_fallback=None, weight_block="32x32"),
+    "blockwise": factors_config(scale_rule="even", macro_search="block_mantissas", outlier_fallback=None),
+    "tiles": factors_config(macro_block=None, outlier_fallback=None, fprop={"weight": "rceil+32x32"}),
 }
 STEP = 2.0**-20
 

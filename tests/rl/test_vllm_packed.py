@@ -40,7 +40,7 @@ SCHEMES = [
     factors_config(),
     factors_config(preset="w4a16", macro_block="row"),
     factors_config(preset="w4a16", macro_block=None, outlier_fallback=None),
-    factors_config(preset="w4a16", weight_block="32x32"),
+    factors_config(preset="w4a16", fprop={"weight": "rceil+mbs128-dynamic+32x32"}),
 ]
 
 

@@ -23,8 +23,8 @@ from hf_mxfp4 import MXFP4RLConfig
 pytestmark = pytest.mark.vllm
 
 #: With residuals little is lost by quantization, and a model in full precision would pass.
-W4A16 = {"preset": "w4a16", "outlier_fallback": None}
-TILES = {"weight_block": "32x32", "macro_block": 32}
+W4A16 = {"preset": "w4a16"}
+TILES = {"fprop": {"weight": "even+mbs32-dynamic+32x32"}}
 ROW = {"outlier_fallback": 0.5, "macro_block": "row"}
 FALLBACK = {"outlier_fallback": 0.5}
 
