@@ -87,7 +87,7 @@ def _save_plain(model_type: str, cls: str, folder: Path) -> dict[str, torch.Tens
 
 
 def _try_mode(cls: type, folder: Path, mode: str, inputs: dict[str, torch.Tensor]) -> int:
-    scheme = MXFP4RLConfig(mode=mode, preset="w4a16", outlier_fallback=None)
+    scheme = MXFP4RLConfig(mode=mode, preset="w4a16")
     with _wrapped(Wrong, f"{mode}: load"):
         model = cls.from_pretrained(folder / "plain", dtype=torch.float32, quantization_config=scheme).eval()
     with _wrapped(Wrong, f"{mode}: twin"):

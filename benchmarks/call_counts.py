@@ -37,7 +37,7 @@ import torch
 
 Flow = Callable[[], Any]
 #: Options of quantized layers, with every correction that the paper has.
-FACTORS = {"scale_rule": "rceil", "macro_search": "hybrid", "outlier_fallback": 0.5}
+FACTORS = {"preset": "w4a4", "scale_rule": "rceil", "macro_search": "hybrid", "outlier_fallback": 0.5}
 
 
 class Counter:
@@ -122,7 +122,7 @@ def packed() -> Flow:
     from hf_mxfp4 import MXFP4PackedLinear, MXFP4RLConfig
 
     torch.manual_seed(0)
-    config = MXFP4RLConfig(mode="packed", **FACTORS)
+    config = MXFP4RLConfig(**{**FACTORS, "mode": "packed", "preset": "w4a16"})
     layer, x = MXFP4PackedLinear.from_linear(torch.nn.Linear(256, 128), config, "layer"), torch.randn(8, 256)
     return torch.no_grad()(lambda: layer(x))
 

@@ -46,7 +46,6 @@ def records_of(folder: Path, start: str) -> list[dict]:
     used["fprop"] = dict(used["fprop"]) if used["fprop"] else None
     scheme = ModelScheme("", MXFP4RLConfig(**{name: used[name] for name in SCHEME}))
     given = {name: used[name] for name in NAMED if used.get(name) is not None}
-    given.setdefault("outlier_fallback", "none")  # which a preset would set
     words = [f"--{name} {shlex.quote(str(value))}" for name, value in given.items()]
     config = "python recipes/distill.py --config recipes/configs/distill_smollm2.yaml"
     run = {

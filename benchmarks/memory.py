@@ -30,7 +30,8 @@ SEQUENCES, TOKENS, RANK = 4, 512, 16
 #: Name of a mode to the options of its config; `None` is full precision.
 MODES = {
     "full precision": None,
-    "w4a4": {},
+    "w4a8": {},
+    "w4a4": {"preset": "w4a4"},
     "w4a4g4": {"preset": "w4a4g4"},
     "packed + LoRA": {"mode": "packed"},
 }

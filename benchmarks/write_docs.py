@@ -23,7 +23,7 @@ MARKED = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 TABLES: dict[str, Callable[[], str]] = {
     name: getattr(module, name)
     for module, names in (
-        (errors, "schemes statements readme_schemes"),
+        (errors, "presets schemes statements readme_schemes"),
         (evidence, "readme_evidence evidence_front evidence_claims tensor_cores gptq smoothing distillation"),
         (evidence, "gguf_perplexity"),
         (runs, "demo vllm_agreement memory pretrain quantize_cpu packed_product_cpu architectures"),

@@ -62,9 +62,9 @@ def found(tmp_path_factory):
 
 def test_every_cell_ran_in_mxfp4_and_was_measured(found):
     assert found["cells"] == sum(cell["cell_type"] == "code" for cell in cells()) >= 9
-    # Seven layers in each of two blocks; two 4-bit tensors of 4.28 bits for each weight.
-    assert found["quantized"] == found["packed"] == 14 and found["bits"] == 8.5625
-    assert "even+mbs128-blockwise+of1" in found["loaded"] and found["parameters"] < 350_000
+    # Seven layers in each of two blocks.
+    assert found["quantized"] == found["packed"] == 14 and found["bits"] == 4.3125
+    assert "w4a8 [weights mxfp4+even+mbs128-blockwise_fp8, activations fp8]" in found["loaded"] and found["parameters"] < 350_000
     errors = found["errors"]
     assert errors["outlier fallback"] < errors["block mantissas"] < errors["macro blocks"] < errors["plain MXFP4"] < 2
     assert 0 < found["kl"]["default"] < found["kl"]["rceil"] < 0.1
@@ -82,7 +82,7 @@ def test_it_trained(found):
 def test_what_it_saved(found):
     sizes = found["sizes"]
     assert found["same"] and found["difference"] < 1e-4
-    # Float32 is 32 bits a weight, packed 8.56 and exported 4.25, beside embeddings, head and norms in float32.
+    # Float32 is 32 bits a weight, packed 4.31 and exported 4.25, beside embeddings, head and norms in float32.
     assert sizes["exported"] < sizes["packed"] < sizes["base"] / 3
     assert sizes["base"] == pytest.approx(sizes["policy"], rel=0.01)
     assert "cannot hold 14 of 14 layers" in found["refusal"]
@@ -97,4 +97,4 @@ def test_it_shows_what_its_cells_print():
     assert {output.get("name", "stdout") for output in outputs} == {"stdout"}
     assert sum("image/png" in output.get("data", ()) for output in outputs) == 1
     text = "".join("".join(output.get("text", "")) for output in outputs)
-    assert "8.56 bits for each weight of 14 layers" in text and "refused: format 'compressed-tensors'" in text
+    assert "4.31 bits for each weight of 14 layers" in text and "refused: format 'compressed-tensors'" in text

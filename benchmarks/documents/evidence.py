@@ -32,9 +32,10 @@ FIRST_PAGE = (
     ("BF16", "BF16", "BF16", None, "bf16"),
     ("plain MXFP4", "FP8", "FP4", (AS_IT_IS, "rceil"), "mxfp4"),
     ("the paper's MBS + OF", "BF16", "BF16", (AS_IT_IS, "rceil+mbs128-hybrid+of0.5"), "paper_a"),
-    ("**the default**: block mantissas, whole residuals", "BF16", "BF16", (AS_IT_IS, f"{OURS}+of1"), "default"),
+    ("W4A4, block mantissas, whole residuals", "BF16", "BF16", (AS_IT_IS, f"{OURS}+of1"), "default"),
     ("W4A4 with H64, smoothed and distilled", "BF16", "FP4", "w4a4, H64", "w4a4_h64_distilled"),
-    ("**W4A8, smoothed and distilled**", "FP8", "FP8", "w4a8", "w4a8_distilled"),
+    ("**the default**: W4A8, smoothed", "FP8", "FP8", (SMOOTHED, f"w4a8:{OURS}_fp8"), "w4a8_smoothed"),
+    ("W4A8, smoothed and distilled", "FP8", "FP8", "w4a8", "w4a8_distilled"),
 )
 
 
@@ -82,13 +83,15 @@ def readme_evidence() -> str:
     """Return the first page: what a scheme stores, what multiplies it, what it loses, and where RL ends."""
     trained = {row["cell"]: row for row in statistics(runs_at_the_best_rate())}
     found = {**next(iter(_by_text().values())), None: {"bits": 16, "kl": 0.0}}
+    found |= {(r["variant"], r["name"]): r for r in reversed(records("tensor_cores"))}
     learned = [r for r in records("distillation") if r["name"] == "test"]
     found |= {r["scheme"].split(" ")[0] + ", H64" * ("rotation" in r["scheme"]): r for r in reversed(learned)}
     rows = []
     for name, hopper, blackwell, place, cell in FIRST_PAGE:
-        after = f"{100 * trained[cell]['after']:.1f} ± {100 * trained[cell]['over_seeds']:.1f}"
+        after, over_seeds = (trained[cell][name] for name in ("after", "over_seeds"))
+        spread = "(one seed)" if over_seeds is None else f"± {100 * over_seeds:.1f}"
         loss = found[place]
-        rows.append([name, _number(loss["bits"]), hopper, blackwell, f"{loss['kl']:.3f}", after])
+        rows.append([name, _number(loss.get("weight_bits", loss["bits"])), hopper, blackwell, f"{loss['kl']:.3f}", f"{100 * after:.1f} {spread}"])
     columns = ["scheme", "bits of a weight", "Hopper", "Blackwell", "KL, GSM8K", "accuracy after RL, %"]
     return table(columns, rows)
 

@@ -18,6 +18,7 @@ from hf_mxfp4 import MXFP4Experts, MXFP4Linear, MXFP4RLConfig, numerics
 from hf_mxfp4.backends import quantize_e4m3
 from hf_mxfp4.gemm import WeightCache
 from hf_mxfp4.layers import MXFP4PackedExperts, MXFP4PackedLinear
+from hf_mxfp4.presets import PRESETS
 
 from .bench import Call, Case
 
@@ -41,23 +42,17 @@ SCHEMES: dict[str, dict[str, Any]] = {
     },
 }
 #: Trained layers by name; `PLAIN` presets have block scales alone.
-PLAIN = {"scale_rule": "rceil", "macro_block": None, "outlier_fallback": None}
+PLAIN = {"scale_rule": "rceil", "macro_block": None}
 TRAINED = {
     "w4a4g4, plain": MXFP4RLConfig(preset="w4a4g4", **PLAIN),
-    "w4a4g8, plain": MXFP4RLConfig(preset="w4a4g8", **PLAIN),
     "w4a4, plain": MXFP4RLConfig(preset="w4a4", **PLAIN),
-    # Without residuals: on FP4 tensor cores, those of three levels on FP8 ones too.
-    "w4a4, 4.3 bits": MXFP4RLConfig(preset="w4a4", outlier_fallback=None),
-    "w4a4, 4.3 bits, three levels": MXFP4RLConfig(
-        preset="w4a4", outlier_fallback=None, macro_search="block_mantissas_fp8"
-    ),
-    **{
-        preset: MXFP4RLConfig(preset=preset)
-        for preset in (*("w4a16", "w4a8", "w4a8g8", "w4a4", "w4a4g8", "w4a4g4_tuned", "paper_a", "paper_b"),)
-    },
+    # On FP8 tensor cores too.
+    "w4a4, three levels": MXFP4RLConfig(preset="w4a4", macro_search="block_mantissas_fp8"),
+    "w4a4, residuals": MXFP4RLConfig(preset="w4a4", outlier_fallback=1.0),
+    **{preset: MXFP4RLConfig(preset=preset) for preset in PRESETS},
 }
 #: Those whose forward pass is measured alone, with the weight kept.
-FORWARD = ("w4a16", "w4a8", "w4a4", "w4a4, plain", "w4a4, 4.3 bits", "w4a4, 4.3 bits, three levels")
+FORWARD = ("w4a16", "w4a8", "w4a4", "w4a4, plain", "w4a4, three levels", "w4a4, residuals")
 
 
 def cases(tiny: bool = False) -> list[Case]:

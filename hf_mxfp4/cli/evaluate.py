@@ -188,7 +188,7 @@ def gptq(
             help="What weights will be quantized to, as for hf-mxfp4 eval; of fallback with whole residuals (of1) "
             "alone. 'even' for exports to plain MXFP4.",
         ),
-    ] = "even+mbs128-blockwise",
+    ] = "even+mbs128-blockwise_fp8",
     text_field: TextFieldOption = None,
     samples: SamplesOption = 128,
     max_length: MaxLengthOption = 512,

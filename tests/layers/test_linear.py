@@ -24,7 +24,7 @@ RECIPES = {
     "w4a16": ({"preset": "w4a16"}, "rceil+mbs128-dynamic+of0.5", None),
     "ocp": ({**PLAIN, "scale_rule": "floor"}, "floor", "floor"),
     "fallback-on-inputs": (
-        {"macro_block": "row", "macro_search": "static", "scale_rule": "even", "fprop": {"weight": "even+mbsrow"}},
+        {"macro_block": "row", "scale_rule": "even", "fprop": {"weight": "even+mbsrow"}},
         "even+mbsrow",
         "even+mbsrow+of0.5",
     ),
