@@ -34,7 +34,7 @@ OURS, BFLOAT16 = "ours", "torch bfloat16"
 SCHEMES = {
     "rceil": {"scale_rule": "rceil", "macro_block": None},
     "rceil, macro static": {"scale_rule": "rceil", "macro_search": "static"},
-    "even, macro blockwise": {"scale_rule": "even", "macro_search": "block_mantissas"},
+    "even, macro blockwise": {"macro_search": "block_mantissas"},
     "rceil, fallback": {"scale_rule": "rceil", "macro_block": None, "outlier_fallback": 0.5},
 }
 #: Largest relative error of a product against one with the values that the codes stand for.

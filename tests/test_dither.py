@@ -18,7 +18,7 @@ from hf_mxfp4.layers import trainable_matrices
 IDS = torch.arange(2, 14).view(2, 6)
 SCHEMES = some(
     CONFIGS, "plain", "floor", "even", "mse", "static", "row static", "default", "w4a4", "fallback 1",
-    "even blockwise", "paper_a", "paper_b", "tiles",
+    "paper_a", "paper_b", "tiles",
 )  # fmt: skip
 
 

@@ -64,7 +64,10 @@ def test_every_cell_ran_in_mxfp4_and_was_measured(found):
     assert found["cells"] == sum(cell["cell_type"] == "code" for cell in cells()) >= 9
     # Seven layers in each of two blocks.
     assert found["quantized"] == found["packed"] == 14 and found["bits"] == 4.3125
-    assert "w4a8 [weights mxfp4+even+mbs128-blockwise_fp8, activations fp8]" in found["loaded"] and found["parameters"] < 350_000
+    assert (
+        "w4a8 [weights mxfp4+even+mbs128-blockwise_fp8, activations fp8]" in found["loaded"]
+        and found["parameters"] < 350_000
+    )
     errors = found["errors"]
     assert errors["outlier fallback"] < errors["block mantissas"] < errors["macro blocks"] < errors["plain MXFP4"] < 2
     assert 0 < found["kl"]["default"] < found["kl"]["rceil"] < 0.1

@@ -2,22 +2,20 @@
 """Tables of quantization errors."""
 
 from hf_mxfp4 import MXFP4RLConfig
-from hf_mxfp4.numerics import PLAIN
+from hf_mxfp4.numerics import GEMM_OPERANDS
 from hf_mxfp4.presets import PRESETS
 
 from ..records import DATA, DISTRIBUTIONS, percent, scheme_error, table
 
 
 def presets() -> str:
-    """Return what each preset quantizes, from its row in `hf_mxfp4.presets`; nothing for backward products that take
-    what the forward product used."""
+    """Return what each preset quantizes, from its row in `hf_mxfp4.presets`."""
     rows = []
     for preset in PRESETS.values():
         scheme = MXFP4RLConfig(preset=preset.name).gemms()
-        row = [f"`{preset.name}`", preset.summary, str(scheme.fprop.right), str(scheme.fprop.left)]
-        row += ["" if getattr(scheme, gemm) == PLAIN else scheme.describe(gemm) for gemm in ("dgrad", "wgrad")]
-        rows.append([text.replace("mxfp4+", "") for text in row])
-    return table(["`preset`", "", "weight", "x", "`dgrad`", "`wgrad`"], rows)
+        products = [scheme.describe(gemm).replace("mxfp4+", "") for gemm in GEMM_OPERANDS]
+        rows.append([f"`{preset.name}`", preset.summary, *products])
+    return table(["`preset`", "", *GEMM_OPERANDS], rows)
 
 
 def schemes() -> str:

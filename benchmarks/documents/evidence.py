@@ -88,10 +88,19 @@ def readme_evidence() -> str:
     found |= {r["scheme"].split(" ")[0] + ", H64" * ("rotation" in r["scheme"]): r for r in reversed(learned)}
     rows = []
     for name, hopper, blackwell, place, cell in FIRST_PAGE:
-        after, over_seeds = (trained[cell][name] for name in ("after", "over_seeds"))
-        spread = "(one seed)" if over_seeds is None else f"± {100 * over_seeds:.1f}"
+        run = trained[cell]
+        spread = "(one seed)" if run["over_seeds"] is None else f"± {100 * run['over_seeds']:.1f}"
         loss = found[place]
-        rows.append([name, _number(loss.get("weight_bits", loss["bits"])), hopper, blackwell, f"{loss['kl']:.3f}", f"{100 * after:.1f} {spread}"])
+        rows.append(
+            [
+                name,
+                _number(loss.get("weight_bits", loss["bits"])),
+                hopper,
+                blackwell,
+                f"{loss['kl']:.3f}",
+                f"{100 * run['after']:.1f} {spread}",
+            ]
+        )
     columns = ["scheme", "bits of a weight", "Hopper", "Blackwell", "KL, GSM8K", "accuracy after RL, %"]
     return table(columns, rows)
 

@@ -37,7 +37,8 @@ def pack(
     scale_rule: Annotated[str | None, typer.Option(help="even (default), rceil, floor or mse.")] = None,
     macro_block: Annotated[str | None, typer.Option(help="32, 64, 128 (default), 256, row or none.")] = None,
     macro_search: Annotated[
-        str | None, typer.Option(help="block_mantissas_fp8 (default but for w4a4), block_mantissas, static, dynamic, hybrid.")
+        str | None,
+        typer.Option(help="block_mantissas_fp8 (default but for w4a4), block_mantissas, static, dynamic, hybrid."),
     ] = None,
     outlier_fallback: Annotated[
         float | None, typer.Option(help="Weight of the residual, as 0.5 (default: none).")
