@@ -179,7 +179,7 @@ def test_config_that_describes_another_model(damaged, edit, word):
     assert problem.where == "config.json" and word in problem.reason
 
 
-OTHER_MEANINGS = [{"mode": "qat"}, {"macro_search": "static"}, {"outlier_fallback": None}, {"outlier_fallback": 0.25}]
+OTHER_MEANINGS = [{"mode": "qat"}, {"macro_search": "static"}, {"outlier_fallback": 0.25}]
 OTHER_MEANINGS += [{"macro_block": size, "macro_search": "hybrid"} for size in (None, 32)]
 
 

@@ -147,7 +147,7 @@ def example():
         row("full precision", (2.0, 4.0)),
         row("rceil", (3.0, 5.5), (1.0, 1.0), (1, 1)),
         row("w4a16:even", (2.5, 4.5), (0.25, 0.75), (2, 1)),
-        row("default", (2.5, 4.0), (0.5, 0.25), (2, 2)),
+        row("even+mbs128-blockwise+of1", (2.5, 4.0), (0.5, 0.25), (2, 2)),
         row("rceil+of0.5", (2.25, 4.25), (0.25, 0.125), (2, 2)),
     )
     return lab.Evaluation("tiny", "test.jsonl", rows, "full precision", {"dtype": "float32", "device": "cpu"})
@@ -155,14 +155,14 @@ def example():
 
 def test_figures_and_files_of_an_evaluation(tmp_path):
     found = example()
-    full, rceil, even, default, fallback = found.rows
+    full, rceil, even, mantissas, fallback = found.rows
     assert (full.perplexity, rceil.perplexity) == (pytest.approx(math.exp(1.5)), pytest.approx(math.exp(8.5 / 4)))
     difference = rceil.difference(full)
     # 1 and 1.5 nats of 2 tokens each: paired, the texts' own difficulty does not count.
     assert (difference.value, difference.error) == (0.625, pytest.approx(math.sqrt(2 * 2 * 0.25**2) / 4))
     assert (rceil.kl.value, rceil.kl.error, rceil.same_top) == (0.5, 0.0, 0.5)
-    assert found.best is default and default.difference(fallback).value == 0.0
-    # Weights alone are another kind than both operands; default is beaten by rceil+of0.5, which has fewer bits.
+    assert found.best is mantissas and mantissas.difference(fallback).value == 0.0
+    # Weights alone are another kind than both operands; of operands with residuals rceil+of0.5 has fewer bits and less KL.
     assert {kind: [each.name for each in rows] for kind, rows in found.fronts.items()} == {
         "weights and activations": ["rceil", "rceil+of0.5"],
         "weights": ["w4a16:even"],
@@ -172,7 +172,7 @@ def test_figures_and_files_of_an_evaluation(tmp_path):
         ("full precision", None, None),
         ("rceil", 4.25, True),
         ("w4a16:even", 4.25, True),
-        ("default", 8.5625, False),
+        ("even+mbs128-blockwise+of1", 8.5625, False),
         ("rceil+of0.5", 8.5, True),
     ]
     assert data["differences"]["w4a16:even"]["rceil"]["value"] == -0.375

@@ -307,7 +307,7 @@ def test_schemes_of_a_config():
     assert parse_scheme("rceil+mbs128") == QuantScheme("rceil", 128, "static")
     assert parse_scheme("rceil+of0.5+mbs128-dynamic") == QuantScheme("rceil", 128, "dynamic", 0.5)
     assert parse_scheme(" mxfp4+rceil+nearest+1x32 ") == QuantScheme()
-    assert parse_scheme("even+mbs128-blockwise+of1") == config.weight_scheme == config.activation_scheme
+    assert parse_scheme("even+mbs128-blockwise_fp8") == config.weight_scheme
     assert parse_scheme(PAPER_SCHEMES[2]) == MXFP4RLConfig(preset="paper_a").activation_scheme
 
 
@@ -345,7 +345,7 @@ FULL = "full precision"
     [
         ("w4a16:rceil", "mxfp4+rceil", FULL, (4.25, None, 4.25)),
         ("w4a4:even+mbs128-blockwise", *["mxfp4+even+mbs128-blockwise"] * 2, (4.3125, 4.3125, 4.3125)),
-        ("even+mbs128-block_mantissas_fp8", *["mxfp4+even+mbs128-blockwise_fp8"] * 2, (4.3125, 4.3125, 4.3125)),
+        ("even+mbs128-blockwise_fp8", *["mxfp4+even+mbs128-blockwise_fp8"] * 2, (4.3125, 4.3125, 4.3125)),
         ("w4a8:rceil", "mxfp4+rceil", "fp8", (4.25, 8.0, 6.125)),
         ("w4a8", "mxfp4+even+mbs128-blockwise_fp8", "fp8", (4.3125, 8.0, 6.15625)),
         ("rceil+of0.5", *["mxfp4+rceil+of0.5"] * 2, (8.5, 8.5, 8.5)),
@@ -353,8 +353,9 @@ FULL = "full precision"
         ("rceil+32x32", "mxfp4+rceil+32x32", "mxfp4+rceil", (4.25, 4.25, 4.25)),
         ("w4a4:even/rceil+of1", "mxfp4+even", "mxfp4+rceil+of1", (4.25, 8.5, 6.375)),
         ("even/full", "mxfp4+even", FULL, (4.25, None, 4.25)),
-        ("default", "mxfp4+even+mbs128-blockwise+of1", "mxfp4+even+mbs128-blockwise+of1", (8.5625, 8.5625, 8.5625)),
-        ("w4a16", "mxfp4+even+mbs128-blockwise+of1", FULL, (8.5625, None, 8.5625)),
+        ("default", "mxfp4+even+mbs128-blockwise_fp8", "fp8", (4.3125, 8.0, 6.15625)),
+        ("w4a16", "mxfp4+even+mbs128-blockwise_fp8", FULL, (4.3125, None, 4.3125)),
+        ("even+mbs128-blockwise+of1", *["mxfp4+even+mbs128-blockwise+of1"] * 2, (8.5625, 8.5625, 8.5625)),
         ("w8a8", "fp8", "fp8", (8.0, 8.0, 8.0)),
         ("nvfp4", "nvfp4", "nvfp4", (4.5, 4.5, 4.5)),
         ("w4a8:nvfp4", "nvfp4", "fp8", (4.5, 8.0, 6.25)),
@@ -370,9 +371,9 @@ def test_what_a_text_means(text, weights, activations, bits):
 
 
 def test_options_from_files_and_the_checkpoint(tmp_path):
-    options = {"scale_rule": "even", "macro_block": None, "outlier_fallback": None}
+    options = {"preset": "w4a4", "macro_block": None}
     (tmp_path / "own.json").write_text(json.dumps(options))
-    (tmp_path / "own.yaml").write_text("scale_rule: even\nmacro_block: null\noutlier_fallback: null\npreset: w4a16\n")
+    (tmp_path / "own.yaml").write_text("scale_rule: even\nmacro_block: null\npreset: w4a16\n")
     packed = MXFP4RLConfig(mode="packed", modules_to_not_convert=["layers.0"], stochastic_seed=0)
     (tmp_path / "config.json").write_text(json.dumps({"quantization_config": packed.to_dict()}))
     texts = [f"config:{tmp_path / name}" for name in ("own.json", "own.yaml", "config.json")]

@@ -30,12 +30,12 @@ def of_file(name):
 
 
 @pytest.mark.parametrize("preset", PRESETS)
-@pytest.mark.parametrize("words", [[], of_file("qwen2.5_3b_gsm8k")], ids=["demo", "qwen"])
-def test_a_preset_on_the_command_line_is_exactly_that_preset(preset, words, capsys):
-    scheme = parse([*words, f"--preset={preset}"])[1]
+def test_a_preset_on_the_command_line_is_exactly_that_preset(preset, tmp_path, capsys):
+    (tmp_path / "own.yaml").write_text("scale_rule: mse\nmacro_block: 64\n")
+    scheme = parse(["--config", str(tmp_path / "own.yaml"), *CPU, f"--preset={preset}"])[1]
     assert scheme == MXFP4RLConfig(preset=preset)
     told = capsys.readouterr().out
-    assert f"--preset {preset} resets what" in told and "scale_rule=even, macro_block=128" in told
+    assert f"--preset {preset} resets what" in told and "scale_rule=mse, macro_block=64" in told
 
 
 @pytest.mark.parametrize("words", [[], of_file("qwen2.5_3b_gsm8k")], ids=["demo", "qwen"])

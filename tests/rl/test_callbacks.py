@@ -110,7 +110,7 @@ def test_parameters_are_those_of_the_plain_model(checkpoint, family, options):
     assert count_parameters(model) == model.num_parameters() == expected
 
 
-SCALED = MXFP4RLConfig(outlier_fallback=None)
+SCALED = MXFP4RLConfig(preset="w4a4")
 
 
 def begin(callback, step, max_steps=10):

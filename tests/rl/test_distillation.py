@@ -27,7 +27,7 @@ TOKENIZER = make_tokenizer("qwen2")
 STORIES = ["Natalia sold clips to 48 of her friends in April", "The quick brown fox", "half as many clips", "48/2 = 24"]
 IDS = [[5 + (7 * row + 3 * column) % 390 for column in range(9 + row)] for row in range(8)]
 LORA = LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
-QAT = {"mode": "qat", "outlier_fallback": None}
+QAT = {"mode": "qat"}
 
 
 @pytest.fixture

@@ -20,7 +20,7 @@ from hf_mxfp4.rl import ExactResumeMixin
 #: Eight steps are two epochs of four.
 RUN = {"max_steps": 8, "save_strategy": "steps", "lr_scheduler_type": "linear", "learning_rate": 3e-3, "error_every": 2}
 SCHEMES = {
-    "w4a4": MXFP4RLConfig(),
+    "default": MXFP4RLConfig(),
     "random": MXFP4RLConfig(**RANDOM),
     "lora": MXFP4RLConfig(mode="packed", preset="w4a4"),
 }
@@ -32,11 +32,11 @@ REUSED |= {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 4}
 MIXTURE = {"mixture": True, "router_replay": True, "aqn_num_stages": 3}
 #: Scheme, step of the checkpoint, options.
 CASES = {
-    "in the second epoch and between two logs": ("w4a4", 7, {"logging_steps": 2}),
+    "in the second epoch and between two logs": ("default", 7, {"logging_steps": 2}),
     "packed weights and LoRA": ("lora", 2, {"max_steps": 4}),
     "inside a rollout's steps": ("random", 3, {**MIXTURE, **REUSED, "max_steps": 5}),
     "between rollouts": ("random", 3, {**MIXTURE, "max_steps": 6}),
-    "checkpointing": ("w4a4", 2, {**MIXTURE, "gradient_checkpointing": True, "max_steps": 4}),
+    "checkpointing": ("default", 2, {**MIXTURE, "gradient_checkpointing": True, "max_steps": 4}),
 }
 LARGE = ("between rollouts", "checkpointing")
 
