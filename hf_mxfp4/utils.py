@@ -16,7 +16,7 @@ import platform
 import sys
 import textwrap
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -78,10 +78,8 @@ def described_options(cls: _Class) -> _Class:
     @functools.wraps(init)
     def __init__(self, *args: Any, **options: Any) -> None:
         for name in options:
-            if name in removed:
-                raise TypeError(f"{cls.__name__} no longer has the option {name!r}: {removed[name]}")
             if name not in known:
-                raise TypeError(unknown_key_message(cls.__name__, name, known))
+                raise TypeError(unknown_key_message(cls.__name__, name, known, removed))
         init(self, *args, **options)
 
     cls.__init__ = __init__  # type: ignore[misc]
@@ -97,8 +95,11 @@ def _described(option: dataclasses.Field) -> str:
     return textwrap.fill(text, 116, initial_indent=" " * 8, subsequent_indent=" " * 12, break_on_hyphens=False)
 
 
-def unknown_key_message(owner: str, key: str, known: list[str]) -> str:
-    """Return ``"<owner> has no option 'key'"``, with the closest known names when there are any."""
+def unknown_key_message(owner: str, key: str, known: list[str], removed: Mapping[str, str] | None = None) -> str:
+    """Return ``"<owner> has no option 'key'"``, with the closest known names when there are any. ``removed`` says of
+    options of earlier versions what to write instead."""
+    if removed and key in removed:
+        return f"{owner} has no option {key!r} any more: {removed[key]}"
     close = difflib.get_close_matches(key, known, n=2)
     if close:
         return f"{owner} has no option {key!r}; did you mean {' or '.join(map(repr, close))}?"

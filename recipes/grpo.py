@@ -38,7 +38,6 @@ def _run(options: Options, output: Path, started: float) -> dict:
     with errors_as_messages(*INPUT_ERRORS):
         task = recipe.load_task()
         training.max_completion_length = training.max_completion_length or task.max_completion_length
-        training.check_overlong_buffer()
     tell("task", f"{task.name}: {len(task.train)} training and {len(task.test)} test problems")
     stored, options, origin = prepare_start(options, task, output)
     origin += f", sampled under {recipe.rollout_scheme}" if recipe.rollout_scheme else ""

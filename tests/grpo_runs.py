@@ -94,7 +94,7 @@ def mixture(folder, scheme=None, **options):
 
 
 #: What a run measures of its policy by itself, often enough for four steps.
-MEASURED = {"error_every": 2, "movement_every": 2}
+MEASURED = {"error_every": 2}
 
 
 #: A scheme that draws random numbers in all products.
@@ -167,7 +167,7 @@ def trainer_factory(tmp_path, layers=2):
             "max_completion_length": 4, "max_steps": 4, "learning_rate": 1e-3, "lr_scheduler_type": "constant",
             "logging_steps": 1, "save_strategy": "no", "report_to": "none", "use_cpu": True, "bf16": False,
             "gradient_checkpointing": False, "disable_tqdm": True, "aqn_num_stages": 4, "error_every": 0,
-            "movement_every": 0, "report_every": 0, **options,
+            "report_every": 0, **options,
         }  # fmt: skip
         data = prompts() if dataset is None else dataset, eval_dataset
         others = {"processing_class": tokenizer, "peft_config": peft_config, "callbacks": callbacks}

@@ -110,8 +110,8 @@ def test_enums_and_numeric_strings_are_normalised():
 
 #: Options and presets of before, and what the error says to write instead.
 REMOVED = [
-    ({"weight_block": "32x32"}, r"no longer has the option 'weight_block': .* fprop={'weight': 'even\+.*\+32x32'}"),
-    ({"outlier_fallback_operands": "both"}, "no longer has the option 'outlier_fallback_operands'"),
+    ({"weight_block": "32x32"}, r"has no option 'weight_block' any more: .* fprop={'weight': 'even\+.*\+32x32'}"),
+    ({"outlier_fallback_operands": "both"}, "has no option 'outlier_fallback_operands' any more"),
     ({"preset": "w4a4_h64"}, "removed; preset='w4a4', fprop={'rotation': 'deterministic-64'} gives the same without"),
     ({"preset": "w4a4g8"}, "preset='w4a4', outlier_fallback=1.0, dgrad={'grad': 'fp8'}, wgrad={'grad': 'fp8'} gives"),
 ]

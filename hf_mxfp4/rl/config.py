@@ -2,9 +2,8 @@
 """`MXFP4GRPOConfig`: TRL's `GRPOConfig` with the options of [`MXFP4GRPOTrainer`]; and what trainers refuse or warn of
 before they begin: arguments, data, the policy and its reference."""
 
-import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from datasets import Dataset, Value
@@ -17,18 +16,30 @@ from .._logging import get_logger
 from ..layers import QUANTIZED, TRAINABLE, WEIGHT_FORMS, matrix_names
 from ..utils import described_options, option
 from .noise import NoiseSchedule
-from .rollout import check_correction, share_with_trl
+from .rollout import check_correction, read_correction, share_with_trl
 
 
-#: What `vllm_weights` can be.
+#: What `step_weights` and `vllm_weights` can be.
+STEP_WEIGHTS = (*WEIGHT_FORMS, "rollout")
 VLLM_WEIGHTS = ("packed", "dense", "checkpoint")
 
 
 @described_options
 @dataclass
 class MXFP4GRPOConfig(GRPOConfig):
-    """Options of [`MXFP4GRPOTrainer`], beside all of [`trl.GRPOConfig`]'s. Flat, so that YAML and the command line can
-    set each one. Raises `ValueError` for values that mean nothing."""
+    """Options of [`MXFP4GRPOTrainer`], in addition to those of [`trl.GRPOConfig`]. Flat, so that YAML and the command
+    line can set each one. Raises `ValueError` for values that mean nothing."""
+
+    #: Options of earlier versions, and what to write instead.
+    REMOVED: ClassVar[dict[str, str]] = {
+        "cache_rollout_weights": "step_weights='none' is the former False, step_weights='auto' the former True",
+        "movement_every": "error_every measures the movement of weights too",
+        "overlong_buffer": "add trl.rewards.get_soft_overlong_punishment(...) to reward_funcs (docs/rollouts.md)",
+        "overlong_penalty": "give that punishment its weight in reward_weights (docs/rollouts.md)",
+        "rollout_correction_mode": "rollout_correction names the mode, such as 'token_truncate', or 'none'",
+        "rollout_rejection": "rejecting sequences did not help (docs/evidence.md); leave it out",
+        "rollout_rejection_limit": "rejecting sequences did not help (docs/evidence.md); leave it out",
+    }
 
     aqn: bool = option(
         True,
@@ -44,51 +55,27 @@ class MXFP4GRPOConfig(GRPOConfig):
         "Equal parts of training, the first of them noise-free (1: none is), with one standard deviation in each, "
         "falling geometrically (QeRL, arXiv 2605.20402).",
     )
-    rollout_correction: bool = option(
-        True,
-        "Importance sampling between the policy that sampled (noisy, token by token, from copies of weights, or by "
-        "vLLM) and the one that trains. False measures the mismatch and leaves it.",
-    )
-    rollout_correction_mode: str = option(
+    rollout_correction: str = option(
         "token_truncate",
-        "Importance ratio of each token ('token_*') or of each sequence ('sequence_*'); where it exceeds a limit it "
-        "is set to the limit ('*_truncate') or to zero ('*_mask'). As TRL's `vllm_importance_sampling_mode`.",
+        "Importance weights between the policy that sampled and the one that trains: token_truncate, token_mask, "
+        "sequence_truncate, sequence_mask, or none. The ratio of each token, or of each sequence, is set to the cap "
+        "(truncate) or to zero (mask) where it exceeds the cap; 'none' only measures the mismatch.",
     )
     rollout_correction_cap: float = option(2.0, "Upper limit of an importance ratio.")
-    rollout_rejection: str | None = option(
-        None,
-        "Leave a sequence's policy term (not beta's) out of the loss: 'geometric' where the geometric mean of its "
-        "tokens' ratios is above the limit or below its inverse, 'k3' where the mean of w - 1 - log w is above it.",
-    )
-    rollout_rejection_limit: float | None = option(
-        None, "Of rollout_rejection: above 1 for 'geometric', above 0 for 'k3'."
-    )
     vllm_importance_sampling_correction: bool | None = option(
-        None, "TRL's name of `rollout_correction` under vLLM; by default the same."
+        None, "TRL's option for vLLM, which `rollout_correction` sets."
     )
     vllm_importance_sampling_mode: str | None = option(
         None,
-        "TRL's name of `rollout_correction_mode` under vLLM; by default the same. So is "
-        "`vllm_importance_sampling_clip_max` of `rollout_correction_cap`.",
-    )
-    overlong_buffer: int = option(
-        0,
-        "Soft overlong punishment (DAPO): the last tokens before `max_completion_length`, over which a penalty rises "
-        "from 0 to `overlong_penalty`. 0: none.",
-    )
-    overlong_penalty: float = option(1.0, "Weight of the soft overlong punishment: what a truncated completion loses.")
-    cache_rollout_weights: bool = option(
-        True,
-        "Keep the quantized copy of every weight while a rollout lasts, in the dtype of products and in each process, "
-        "under FSDP2 and ZeRO-3 too. False quantizes (or dequantizes) every weight again for each generated token: "
-        "slower, and the same to rounding. Not for vLLM's own copy.",
+        "TRL's option for vLLM, which `rollout_correction` sets; `rollout_correction_cap` sets "
+        "`vllm_importance_sampling_clip_max`.",
     )
     step_weights: str = option(
         "auto",
-        "What each weight was quantized to, kept from the rollout of an optimizer step to its last backward pass: "
-        "'dense' in the dtype of products, 2 or 4 bytes an element; 'packed' as 4-bit codes and scales, 4.25 bits "
-        "(8.56 with outlier fallback and macro blocks); 'auto' packed where a kernel reads codes and dense elsewhere; "
-        "'none' keeps nothing beyond a rollout, nor does any of them under FSDP and ZeRO-3.",
+        "How quantized weights are kept through an optimizer step: auto, dense, packed, rollout or none. 'dense' keeps "
+        "2 or 4 bytes an element; 'packed' 4-bit codes and scales; 'auto' is packed where a kernel reads codes and "
+        "dense elsewhere; 'rollout' keeps them only while a rollout lasts, as all of these do under FSDP and ZeRO-3; "
+        "'none' quantizes again for each generated token, which is slow. Not for vLLM's own copy.",
     )
     vllm_weights: str = option(
         "packed",
@@ -96,11 +83,10 @@ class MXFP4GRPOConfig(GRPOConfig):
         "policy, with room for LoRA adapters; 'dense' in 16 bits, as it does for adapters on experts; 'checkpoint' "
         "starts it on the checkpoint of the policy. Servers are started with their own choice.",
     )
-    error_every: int = option(50, "Steps between measurements of the components of the quantization error; 0: never.")
-    movement_every: int = option(
+    error_every: int = option(
         50,
-        "Steps between measurements of how far a step moves quantized weights over how far it moves their masters, on "
-        "at most 16.8 M weights (64 MiB in float32); 0: never.",
+        "Steps between measurements of the quantization error and of the movement of weights; 0: never. The movement, "
+        "that of quantized weights over that of their FP32 masters, is measured on at most 16.8 M weights (64 MiB).",
     )
     report_every: int = option(
         100,
@@ -116,12 +102,12 @@ class MXFP4GRPOConfig(GRPOConfig):
 
     def __post_init__(self):
         self.noise_schedule  # noqa: B018  it checks its own numbers
+        self.rollout_correction = read_correction(self.rollout_correction)
         check_correction(self)
         share_with_trl(self)
-        for name in ("error_every", "movement_every", "report_every", "overlong_buffer"):
+        for name in ("error_every", "report_every"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name}={getattr(self, name)} must not be negative")
-        self._check_overlong_penalty()
         self._check_weight_copies()
         if self.use_transformers_continuous_batching:
             raise ValueError(
@@ -132,37 +118,15 @@ class MXFP4GRPOConfig(GRPOConfig):
             self._check_replayed_rollouts()
         super().__post_init__()
 
-    def check_overlong_buffer(self) -> None:
-        """Raise `ValueError` for an `overlong_buffer` longer than a completion may be. For who sets
-        `max_completion_length` only after the config was made, too."""
-        buffer, longest = self.overlong_buffer, self.max_completion_length
-        if buffer and longest is not None and buffer > longest:
-            raise ValueError(f"overlong_buffer={buffer} is more than max_completion_length={longest}")
-
     @property
     def noise_schedule(self) -> NoiseSchedule:
         """The standard deviation over training that the `aqn_*` options describe."""
         return NoiseSchedule(self.aqn_sigma_start, self.aqn_sigma_end, self.aqn_num_stages)
 
-    def _check_overlong_penalty(self) -> None:
-        if not self.overlong_penalty > 0 or not math.isfinite(self.overlong_penalty):
-            raise ValueError(f"overlong_penalty={self.overlong_penalty} must be a positive number: it is subtracted")
-        if self.overlong_buffer and self.multi_objective_aggregation == "normalize_then_sum":
-            raise ValueError(
-                "overlong_buffer adds a reward function, of which multi_objective_aggregation='normalize_then_sum' "
-                "would make the same, however small the punishment: use 'sum_then_normalize', or overlong_buffer=0"
-            )
-        self.check_overlong_buffer()
-
     def _check_weight_copies(self) -> None:
-        for name, known in (("step_weights", WEIGHT_FORMS), ("vllm_weights", VLLM_WEIGHTS)):
+        for name, known in (("step_weights", STEP_WEIGHTS), ("vllm_weights", VLLM_WEIGHTS)):
             if getattr(self, name) not in known:
                 raise ValueError(f"{name}={getattr(self, name)!r} is not known; choose one of {', '.join(known)}")
-        if not self.cache_rollout_weights and self.step_weights in ("dense", "packed"):
-            raise ValueError(
-                f"cache_rollout_weights=False has no effect with step_weights={self.step_weights!r}, which keeps "
-                "weights from the rollout on; use step_weights='none' with it"
-            )
         default = type(self).__dataclass_fields__["vllm_weights"].default
         if self.vllm_weights != default and not (self.use_vllm and self.vllm_mode == "colocate"):
             raise ValueError(
@@ -193,15 +157,11 @@ def count_quantized(model: nn.Module) -> int:
 
 
 def check_arguments(args: Any, quantization_config: Any) -> None:
-    """Raise `TypeError` for another config or a scheme's name, and `ValueError` for lengths that contradict one
-    another."""
+    """Raise `TypeError` for another config or a scheme's name."""
     if not isinstance(args, MXFP4GRPOConfig):
         raise TypeError(f"args must be an MXFP4GRPOConfig, got {type(args).__name__}")
     check_scheme("quantization_config", quantization_config)
     check_scheme("quantization_config in model_init_kwargs", (args.model_init_kwargs or {}).get("quantization_config"))
-    args.check_overlong_buffer()
-    if args.overlong_buffer and args.max_completion_length is None:
-        raise ValueError(f"overlong_buffer={args.overlong_buffer} needs max_completion_length")
 
 
 def first_prompts(train_dataset: Any, eval_dataset: Any, needs_prompt: bool) -> dict[str, list]:

@@ -31,7 +31,7 @@ class MXFP4DistillationConfig(DistillationConfig):
     """Options of [`MXFP4DistillationTrainer`], in addition to those of [`trl.DistillationConfig`]."""
 
     #: As of [`MXFP4GRPOConfig`].
-    step_weights, cache_rollout_weights = "auto", True
+    step_weights = "auto"
 
     learning_rate: float = option(1e-4, "The initial learning rate for AdamW.")
     beta: float = option(0.0, "0: KL(teacher || student); 1: KL(student || teacher).")

@@ -27,14 +27,8 @@ from ..utils import replaced_method
 #: As in TRL's `vllm_importance_sampling_mode`: a weight per token, or one per sequence, the product of its tokens'
 #: ratios; those above the limit are set to the limit, or to zero.
 CORRECTION_MODES = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
-#: Measures of a whole sequence by which it can be rejected, and what their limits must be above. As in verl.
-REJECTION_MODES = {"geometric": 1.0, "k3": 0.0}
-#: TRL's options for vLLM, by ours.
-_THEIRS = {
-    "rollout_correction": "vllm_importance_sampling_correction",
-    "rollout_correction_mode": "vllm_importance_sampling_mode",
-    "rollout_correction_cap": "vllm_importance_sampling_clip_max",
-}
+#: Other values of `rollout_correction`: a boolean, from Python, YAML or the command line.
+_BOOLEANS = {True: "token_truncate", False: "none", "true": "token_truncate", "false": "none"}
 
 _SAMPLED = "sampling_per_token_logps"
 #: What TRL records under vLLM itself.
@@ -103,25 +97,35 @@ def recorded_log_probs(model: nn.Module) -> Iterator[SampledLogProbs]:
 # ---- correction ---------------------------------------------------------------------------------------------------
 
 
+def read_correction(value: Any) -> str:
+    """Return one of `CORRECTION_MODES` or ``"none"``; true and false are read too. Raises `ValueError` for others."""
+    known = (*CORRECTION_MODES, "none")
+    mode = _BOOLEANS.get(value.lower() if isinstance(value, str) else value, value)
+    if mode not in known:
+        raise ValueError(f"rollout_correction={value!r} is not known; choose one of {', '.join(known)}")
+    return mode
+
+
 def check_correction(args: Any) -> None:
-    """Raise `ValueError` for values of `rollout_correction*` and `rollout_rejection*` that mean nothing."""
-    mode, limit = args.rollout_rejection, args.rollout_rejection_limit
-    if mode is None and limit is not None:
-        raise ValueError(f"rollout_rejection_limit={limit} has no effect without rollout_rejection")
-    if mode is not None and mode not in REJECTION_MODES:
-        raise ValueError(f"rollout_rejection={mode!r} is not known; choose one of {', '.join(REJECTION_MODES)}")
-    if mode is not None and not (limit is not None and REJECTION_MODES[mode] < limit < math.inf):
-        raise ValueError(f"rollout_rejection_limit={limit} must be above {REJECTION_MODES[mode]} for {mode!r}")
-    mode, cap = args.rollout_correction_mode, args.rollout_correction_cap
-    if mode not in CORRECTION_MODES:
-        raise ValueError(f"rollout_correction_mode={mode!r} is not known; choose one of {', '.join(CORRECTION_MODES)}")
+    """Raise `ValueError` for values of `rollout_correction*` that mean nothing."""
+    cap = args.rollout_correction_cap
     if not cap > 0 or not math.isfinite(cap):
         raise ValueError(f"rollout_correction_cap={cap} must be a positive number")
-    if args.rollout_correction and args.loss_type == "vespo" and mode.startswith("sequence"):
+    if args.loss_type == "vespo" and args.rollout_correction.startswith("sequence"):
         raise ValueError(
-            "loss_type='vespo' multiplies the ratios of a sequence's tokens itself: use rollout_correction_mode="
+            "loss_type='vespo' multiplies the ratios of a sequence's tokens itself: use rollout_correction="
             "'token_truncate' or 'token_mask'"
         )
+
+
+def is_corrected(args: Any) -> bool:
+    """Return whether importance weights correct rollouts."""
+    return args.rollout_correction != "none"
+
+
+def weighting_mode(args: Any) -> str:
+    """Return the mode of the weights; of `"none"` the default mode, under which the mismatch is measured."""
+    return args.rollout_correction if is_corrected(args) else "token_truncate"
 
 
 def share_with_trl(args: Any) -> None:
@@ -131,10 +135,15 @@ def share_with_trl(args: Any) -> None:
     """
     if args.vllm_importance_sampling_cap is not None:  # the old name of the upper limit, which TRL still reads
         args.vllm_importance_sampling_clip_max = args.vllm_importance_sampling_cap
-    for own, theirs in _THEIRS.items():
-        given, value = getattr(args, theirs), getattr(args, own)
+    shared = {
+        "vllm_importance_sampling_correction": ("rollout_correction", is_corrected(args)),
+        "vllm_importance_sampling_mode": ("rollout_correction", weighting_mode(args)),
+        "vllm_importance_sampling_clip_max": ("rollout_correction_cap", args.rollout_correction_cap),
+    }
+    for theirs, (own, value) in shared.items():
+        given = getattr(args, theirs)
         if args.use_vllm and given not in (value, args.__dataclass_fields__[theirs].default):
-            raise ValueError(f"{theirs}={given!r} is the same option as {own}={value!r}; set {own} alone")
+            raise ValueError(f"{theirs}={given!r} contradicts {own}={getattr(args, own)!r}; set {own} alone")
         setattr(args, theirs, value)
 
 
@@ -150,23 +159,8 @@ def limit_ratios(ratio: torch.Tensor, mode: str, cap: float) -> torch.Tensor:
     return ratio.clamp(max=cap) if mode.endswith("truncate") else ratio.masked_fill(ratio > cap, 0.0)
 
 
-def kept_sequences(log_ratio: torch.Tensor, mask: torch.Tensor, mode: str | None, limit: float | None) -> torch.Tensor:
-    """Which sequences one of `REJECTION_MODES`, or none, leaves in the loss: bool ``[B]``.
-
-    Averaged over the tokens of a sequence, unlike their product, the ratios do not vanish with its length. ``k3`` is an
-    estimate of the KL divergence that is never negative (http://joschu.net/blog/kl-approx.html).
-    """
-    if mode is None:
-        return torch.ones_like(mask[:, 0], dtype=torch.bool)
-    if mode == "geometric":
-        each, limit = log_ratio, math.log(limit)
-    else:
-        each = log_ratio.clamp(-_LARGEST, _LARGEST).expm1() - log_ratio
-    return ((each * mask).sum(dim=1) / mask.sum(dim=1).clamp(min=1)).abs() <= limit
-
-
 class RolloutCorrection:
-    """Importance weights (`rollout_correction*`), rejected sequences and the `sampling/*` metrics.
+    """Importance weights (`rollout_correction*`) and the `sampling/*` metrics.
 
     Both need the log-probabilities of the sampled tokens as training on them begins. Where TRL does not compute those
     (rollouts and updates are aligned), the training step itself does. The weights multiply the advantages.
@@ -184,7 +178,7 @@ class RolloutCorrection:
 
     def check(self, batch: dict[str, Any], step: int) -> None:
         """Warn, before the first step, of a rollout for training that came without log-probabilities."""
-        if _SAMPLED not in batch and self._args.rollout_correction and step == 0:
+        if _SAMPLED not in batch and is_corrected(self._args) and step == 0:
             get_logger().warning("rollout_func returns no log-probabilities: its rollouts are not corrected")
 
     @contextlib.contextmanager
@@ -218,40 +212,36 @@ class RolloutCorrection:
         mask, args = inputs["completion_mask"] * inputs.get("tool_mask", 1), self._args
         # NaN: a token that the sampler could not score.
         log_ratio = torch.nan_to_num((trained - inputs[_SAMPLED]) * mask, nan=0.0)
-        kept = kept_sequences(log_ratio, mask, args.rollout_rejection, args.rollout_rejection_limit)
-        self._measure(log_ratio, mask, kept, step)
-        if args.rollout_rejection:
-            inputs["advantages"] = inputs["advantages"] * kept
-        if args.use_vllm or not args.rollout_correction:
+        self._measure(log_ratio, mask, step)
+        if args.use_vllm or not is_corrected(args):
             return
-        mode, cap = args.rollout_correction_mode, args.rollout_correction_cap
-        weights = limit_ratios(importance_ratios(log_ratio, mode), mode, cap)
+        mode = args.rollout_correction
+        weights = limit_ratios(importance_ratios(log_ratio, mode), mode, args.rollout_correction_cap)
         if args.loss_type == "vespo":
             inputs["importance_sampling_ratio"] = weights.masked_fill(~mask.bool(), 1.0)
         else:
             inputs["advantages"] = inputs["advantages"].unsqueeze(1) * weights
 
-    def _measure(self, log_ratio: torch.Tensor, mask: torch.Tensor, kept: torch.Tensor, step: int) -> None:
+    def _measure(self, log_ratio: torch.Tensor, mask: torch.Tensor, step: int) -> None:
         """Add to what is logged once per optimizer step, over its batches and all processes."""
         args = self._args
-        self._sums.add(log_ratio, mask, args.rollout_correction_mode, args.rollout_correction_cap, kept)
+        mode = weighting_mode(args)
+        self._sums.add(log_ratio, mask, mode, args.rollout_correction_cap)
         if not self._accelerator.sync_gradients:
             return
         measures = self._sums.measures(self._accelerator.gather)
         self.forget_step()
-        if not args.rollout_rejection:
-            measures.pop("sampling/rejected", None)
         for name, value in measures.items():
-            if not (args.use_vllm and args.rollout_correction and name.startswith(_RECORDED_BY_TRL)):
+            if not (args.use_vllm and is_corrected(args) and name.startswith(_RECORDED_BY_TRL)):
                 self._record(name, value)
-        share, mode = measures.get("sampling/effective_sample_size_weights", 1.0), args.rollout_correction_mode
-        if self._warned or share >= _FEW or not (args.rollout_correction or args.rollout_rejection):
+        share = measures.get("sampling/effective_sample_size_weights", 1.0)
+        if self._warned or share >= _FEW or not is_corrected(args):
             return
         self._warned = True
         get_logger().warning(
             "step %d: the importance weights (%s) have an effective sample size of %.2g of the %s: little is learnt "
             "from the others. What samples is too far from what trains: see sampling/kl, lower the noise, quantize "
-            "alike on both sides, or use rollout_correction_mode='token_truncate'",
+            "alike on both sides, or use rollout_correction='token_truncate'",
             step, mode, share, "sequences" if mode.startswith("sequence") else "tokens",
         )  # fmt: skip
 
@@ -262,25 +252,22 @@ class MismatchSums:
     def __init__(self):
         self._batches: list[torch.Tensor] = []  # of each the sums, and three maxima
 
-    def add(
-        self, log_ratio: torch.Tensor, mask: torch.Tensor, mode: str, cap: float, kept: torch.Tensor | None = None
-    ) -> None:
-        """Count one batch, with its weights under ``mode`` and ``cap``, zero for sequences that are not ``kept``."""
-        kept = torch.ones_like(mask[:, 0]) if kept is None else kept
+    def add(self, log_ratio: torch.Tensor, mask: torch.Tensor, mode: str, cap: float) -> None:
+        """Count one batch, with its weights under ``mode`` and ``cap``."""
         mask, exact = mask.bool(), widest_float(log_ratio.device)
         has_tokens = mask.any(dim=1)
         by_sequence = importance_ratios(log_ratio, "sequence")[has_tokens, 0].to(exact)
         ratio = importance_ratios(log_ratio, mode)
         chosen = (has_tokens, 0) if mode.startswith("sequence") else mask
-        judged, rejected = ratio[chosen], ~kept.bool()
-        weights = limit_ratios(judged, mode, cap).masked_fill(rejected.unsqueeze(1).expand_as(ratio)[chosen], 0.0)
-        clipped, weights = judged > cap, weights.to(exact)
+        judged = ratio[chosen]
+        clipped = judged > cap
+        weights = limit_ratios(judged, mode, cap).to(exact)
         log_ratio = log_ratio[mask].to(exact)
         ratio = log_ratio.clamp(-_LARGEST, _LARGEST).exp()
         sums = [
             torch.ones_like(ratio), ratio, ratio.square(), ratio - 1 - log_ratio, log_ratio.abs(),
             torch.ones_like(by_sequence), by_sequence, by_sequence.square(), clipped.to(exact),
-            torch.ones_like(weights), weights, weights.square(), rejected[has_tokens].to(exact),
+            torch.ones_like(weights), weights, weights.square(),
         ]  # fmt: skip
         nothing = ratio.new_full((1,), -torch.inf)
         maxima = [torch.cat([nothing, each]).max() for each in (-ratio, ratio, log_ratio.abs())]
@@ -294,7 +281,7 @@ class MismatchSums:
         tokens, total, squares, k3, absolute, sequences, by_sequence, by_sequence_squares, *sums = (
             rows[:, :-3].sum(dim=0).tolist()
         )
-        clipped, judged, weights, weight_squares, rejected = sums
+        clipped, judged, weights, weight_squares = sums
         if tokens == 0:
             return {}
         # Weights that are all alike and next to nothing count for little, too: no more than their mean.
@@ -310,5 +297,4 @@ class MismatchSums:
             "sampling/effective_sample_size": total**2 / (tokens * squares),
             "sampling/effective_sample_size_sequence": by_sequence**2 / (sequences * by_sequence_squares),
             "sampling/effective_sample_size_weights": effective,
-            "sampling/rejected": rejected / sequences,
         }

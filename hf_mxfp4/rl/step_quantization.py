@@ -24,7 +24,7 @@ from .resume import CheckpointOnExit, ExactResumeMixin, keep_random_states
 
 
 class StepQuantization:
-    """Keeps what `step_weights` and `cache_rollout_weights` of ``args`` say, and logs how often weights were quantized.
+    """Keeps what `step_weights` of ``args`` says, and logs how often weights were quantized.
 
     Metrics: `quantization/weights_per_step`, quantizations of weights for forward products in an optimizer step, its
     rollouts included; `quantization/dgrad_weights_per_step`, those of schemes whose Dgrad takes another. Each matrix
@@ -46,7 +46,7 @@ class StepQuantization:
         plugin = getattr(accelerator.state, "deepspeed_plugin", None)
         is_zero3 = plugin is not None and plugin.zero_stage == 3
         self.is_sharded = is_zero3 or getattr(accelerator.state, "fsdp_plugin", None) is not None
-        is_off = self.is_sharded or args.step_weights == "auto" and not args.cache_rollout_weights
+        is_off = self.is_sharded or args.step_weights == "rollout"
         self.form = "none" if is_off else args.step_weights
         self._policy = WeightCache(model, form=self.form)
         self.reference = WeightCache(*([] if reference is None else [reference]), form=self.form)

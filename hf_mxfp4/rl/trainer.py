@@ -30,7 +30,6 @@ from typing import Any
 import torch
 from trl import GRPOTrainer
 from trl.models.utils import disable_gradient_checkpointing
-from trl.rewards import get_soft_overlong_punishment
 
 from .._logging import get_logger
 from ..checkpoint import decoration
@@ -108,14 +107,11 @@ class MXFP4GRPOTrainer(QuantizedTrainerMixin, GRPOTrainer):
         baseline = "" if args.allow_full_precision else "set allow_full_precision=True for a baseline"
         check_policy(self.model, self.n_quantized, otherwise=baseline)
         check_reference(self.model, self.ref_model)
-        if args.overlong_buffer:
-            self._punish_long_completions(args)
         self._make_components(args)
         self._add_callbacks(args)
-        n_norms, mode = len(self.noise.norms) if self.noise is not None else 0, args.rollout_correction_mode
         get_logger().info(
             "MXFP4GRPOTrainer: n_quantized=%d, noise on %d norms, rollout correction %s",
-            self.n_quantized, n_norms, mode if args.rollout_correction else "off",
+            self.n_quantized, len(self.noise.norms) if self.noise is not None else 0, args.rollout_correction,
         )  # fmt: skip
 
     def _make_components(self, args: MXFP4GRPOConfig) -> None:
@@ -156,8 +152,8 @@ class MXFP4GRPOTrainer(QuantizedTrainerMixin, GRPOTrainer):
         self.entropy_callback = EntropyCallback()
         self.error_callback, self.activation_callback = self._error_callbacks(args)
         self.movement_callback: StepMovementCallback | None = None
-        if args.movement_every and movable(model):  # frozen and packed weights do not move
-            self.movement_callback = StepMovementCallback(args.movement_every, record=self._record)
+        if args.error_every and movable(model):  # frozen and packed weights do not move
+            self.movement_callback = StepMovementCallback(args.error_every, record=self._record)
         for callback in (self.error_callback, self.activation_callback, self.movement_callback):
             if callback is not None:
                 self.add_callback(callback)
@@ -177,14 +173,6 @@ class MXFP4GRPOTrainer(QuantizedTrainerMixin, GRPOTrainer):
         if not args.torch_compile and quantizing_inputs(self.model):
             activations = ActivationErrorCallback(self.model, args.error_every, LAYERS, self._record_mean)
         return errors, activations
-
-    def _punish_long_completions(self, args: MXFP4GRPOConfig) -> None:
-        """Make TRL's soft overlong punishment the last reward function, as TRL adds the rewards of environments."""
-        function = get_soft_overlong_punishment(args.max_completion_length, args.overlong_buffer)
-        self.reward_funcs.append(function)
-        self.reward_func_names.append(function.__name__)
-        self.reward_processing_classes.append(None)
-        self.reward_weights = torch.cat([self.reward_weights, torch.tensor([args.overlong_penalty])])  # type: ignore[has-type]
 
     # ---- training -------------------------------------------------------------------------------------------------
 
@@ -234,9 +222,9 @@ class MXFP4GRPOTrainer(QuantizedTrainerMixin, GRPOTrainer):
             self._log_noise(sigma)
 
     def _weight_copies(self) -> contextlib.AbstractContextManager[None]:
-        """Within this context each quantized weight is copied once (`cache_rollout_weights`)."""
-        form = "auto" if self.args.step_weights == "none" else self.args.step_weights
-        return cached_weights(self.model, form if self.args.cache_rollout_weights else "none")
+        """Within this context each weight is quantized once, unless `step_weights` is none."""
+        form = self.args.step_weights
+        return cached_weights(self.model, "auto" if form == "rollout" else form)
 
     def _sigma(self) -> float:
         """Return the standard deviation of the noise at this step; 0 outside of training."""

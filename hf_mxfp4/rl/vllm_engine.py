@@ -27,6 +27,7 @@ from ..integrations.vllm import SETTINGS_KEY, EngineSettings
 from ..layers import QUANTIZED, ExpertsBase
 from ..registration import QUANT_METHOD
 from ..utils import replaced_method
+from .rollout import is_corrected
 
 
 #: vLLM's option for router replay; it brings model runner V2, which it refuses to do without (and that needs Triton).
@@ -240,8 +241,8 @@ class VLLMEngine:
         if not self.quantizes_as(model):
             trained = " and ".join(sorted({str(layer.config.activation_scheme) for layer in _quantized(model)}))
             remedy = "nothing corrects the difference, since rollout_correction is off"
-            if args.rollout_correction:
-                remedy = f"importance weights ({args.rollout_correction_mode}) account for the difference"
+            if is_corrected(args):
+                remedy = f"importance weights ({args.rollout_correction}) account for the difference"
             get_logger().warning(
                 "vLLM samples with activations in %s and the policy trains with %s; %s",
                 self.inputs or "full precision", trained, remedy,

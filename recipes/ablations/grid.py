@@ -11,7 +11,14 @@ from typing import Any
 import torch
 
 from hf_mxfp4.recipes.common.checkpoints import put_over
-from hf_mxfp4.recipes.common.options import check_mapping, load_yaml, names, read_env, refuse_unknown
+from hf_mxfp4.recipes.common.options import (
+    check_mapping,
+    load_yaml,
+    names,
+    read_env,
+    refuse_unknown,
+    removed_options,
+)
 from hf_mxfp4.recipes.common.reporting import tell
 from hf_mxfp4.recipes.evaluation.policy import folder_digest
 from hf_mxfp4.recipes.post_training.arguments import GROUPS, Options, make_options
@@ -210,7 +217,7 @@ def check_cells(grid: Grid, options: Mapping[str, Any]) -> None:
 
 
 def _options(value: Any, where: str) -> dict[str, Any]:
-    value = check_mapping(value or {}, where, [*names(GROUPS), "env"])
+    value = check_mapping(value or {}, where, [*names(GROUPS), "env"], removed_options(GROUPS))
     for name in value:
         if name in MANAGED:
             raise ValueError(f"{where}: {name} is set for each run and cannot be given")

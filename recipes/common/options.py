@@ -78,23 +78,34 @@ def read_command(argv: Sequence[str], groups: Groups, **options: Any) -> dict[st
 def refuse_words(words: Sequence[str], groups: Groups) -> None:
     """Raise `ValueError` for words that belong to no option."""
     if words and words[0].startswith("--"):
-        refuse_unknown([words[0][2:].partition("=")[0].replace("-", "_")], "the command line", names(groups))
+        name = words[0][2:].partition("=")[0].replace("-", "_")
+        refuse_unknown([name], "the command line", names(groups), removed_options(groups))
     if words:
         raise ValueError(f"{words[0]!r} is one word more than the options")
 
 
-def refuse_unknown(found: Iterable[Any], where: str, known: Sequence[str]) -> None:
-    """Raise `ValueError` for the first name that is not ``known``, with the nearest of those that are."""
+def refuse_unknown(
+    found: Iterable[Any], where: str, known: Sequence[str], removed: Mapping[str, str] | None = None
+) -> None:
+    """Raise `ValueError` for the first name that is not ``known``, with what to write instead of ``removed`` options,
+    and the nearest names of others."""
     for name in found:
         if name not in known:
-            raise ValueError(unknown_key_message(where, str(name), list(known)))
+            raise ValueError(unknown_key_message(where, str(name), list(known), removed))
 
 
-def check_mapping(value: Any, where: str, known: Sequence[str]) -> dict[str, Any]:
+def removed_options(groups: Groups) -> dict[str, str]:
+    """Return the options that dataclasses had in earlier versions, with what to write instead."""
+    return {name: instead for group in groups for name, instead in getattr(group, "REMOVED", {}).items()}
+
+
+def check_mapping(
+    value: Any, where: str, known: Sequence[str], removed: Mapping[str, str] | None = None
+) -> dict[str, Any]:
     """Return a mapping of options, read from YAML. Raises `ValueError` for another value, and as [`refuse_unknown`]."""
     if not isinstance(value, dict):
         raise ValueError(f"{where} must hold one `option: value` per line")
-    refuse_unknown(value, where, known)
+    refuse_unknown(value, where, known, removed)
     return value
 
 
@@ -115,7 +126,7 @@ def read_file(path: str | Path, groups: Groups) -> dict[str, Any]:
     """Read the options of a YAML file, found as by [`config_path`], and set the variables of the environment that its
     `env` names. Raises `ValueError` for an option that is not known, with the nearest names."""
     path = config_path(path)
-    options = check_mapping(load_yaml(path) or {}, str(path), [*names(groups), "env"])
+    options = check_mapping(load_yaml(path) or {}, str(path), [*names(groups), "env"], removed_options(groups))
     os.environ.update(read_env(options.pop("env", None)))
     return options
 

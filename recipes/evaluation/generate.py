@@ -86,7 +86,7 @@ def complete_batches(
         dataset: the columns ``prompt`` and ``answer`` of a task.
         temperature, top_p: of the distribution that samples are drawn from.
         chat_template_kwargs: of the template of conversations.
-        cache_weights: as `cache_rollout_weights` of `MXFP4GRPOConfig`.
+        cache_weights: quantize each weight once, and not for each token.
     """
     state, prompts, answers = PartialState(), list(dataset["prompt"]), list(dataset["answer"])
     sampling = {"temperature": temperature, "top_p": top_p, "top_k": 0}

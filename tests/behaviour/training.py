@@ -34,7 +34,7 @@ RUNS: dict[str, tuple[str, dict, bool, dict]] = {
     "experts lora": (MOE, {"mode": "packed"}, True, {}),
     "without noise": (DENSE, {}, False, {"aqn": False, "beta": 0.05}),
     "two iterations": (DENSE, {}, False, _TWO_ITERATIONS),
-    "sampling": (DENSE, {}, False, {"overlong_buffer": 2, "movement_every": 1}),
+    "sampling": (DENSE, {}, False, {"error_every": 1}),
 }
 
 

@@ -153,8 +153,8 @@ def train_on_uneven_rollouts(engine: str, base: str, out: str) -> None:
     use_engine(engine, Path(out))
     rank, seen = os.environ["RANK"], {}
     for kept in (True, False):
-        options = {"max_steps": 1, "save_strategy": "no", "max_completion_length": 6, "cache_rollout_weights": kept}
-        options |= {"step_weights": "dense"} if kept else {}  # the bits of those without copies
+        options = {"max_steps": 1, "save_strategy": "no", "max_completion_length": 6}
+        options["step_weights"] = "dense" if kept else "none"  # the bits of those without copies
         trainer = grpo_trainer(base, "moe", Path(out) / f"kept-{kept}", **options)
         if rank == "1":
             trainer.generation_config.eos_token_id = trainer.eos_token_ids = list(range(32))
@@ -189,7 +189,7 @@ def push_to_vllm(engine: str | None, base: str, out: str, packs: bool) -> None:
         if "lora_B" in name:
             torch.nn.init.normal_(parameter, std=0.1)
     options = {"num_generations": 4, "max_completion_length": 4, "report_every": 0, "error_every": 0}
-    options |= {"movement_every": 0, "aqn": not packs, "aqn_num_stages": 1, "max_steps": 2 if packs else 1}
+    options |= {"aqn": not packs, "aqn_num_stages": 1, "max_steps": 2 if packs else 1}
     args = arguments(Path(out), MXFP4GRPOConfig, **options)
     trainer = MXFP4GRPOTrainer(policy, even_digits, args, prompts(), processing_class=TOKENIZER)
     vllm = {"scheme": scheme, "settings": EngineSettings("packed", 2)} if packs else {}

@@ -444,7 +444,7 @@ def test_the_page_is_well_formed_and_needs_nothing_from_outside(tmp_path):
     page = PageReader(render_run(read_run(tmp_path)))
     assert "script" not in page.tags and "link" not in page.tags and "(NO)" not in page.text
     assert page.references and all(reference.startswith("data:image/png;base64,") for reference in page.references)
-    assert "Not measured" in page.text and "movement_every (needs master weights" in page.text
+    assert "Not measured" in page.text and "error_every (needs master weights" in page.text
 
 
 @pytest.mark.usefixtures("blank_pictures")

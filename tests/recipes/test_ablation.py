@@ -78,10 +78,9 @@ def test_cells_of_the_recovery_grid_are_accepted():
     quantized = {name for name, options in of.items() if options.training.max_steps == 0}
     assert quantized == {"bf16_then_rtn", "bf16_then_qad", "bf16_then_qad_w4a4"} | afterwards
     assert {name for name, options in of.items() if options.recipe.rollout_scheme} == {"sampled_w4a8", "sampled_mxfp4"}
-    corrections = [of[f"mxfp4_{name}"].training for name in ("off_policy_mask", "delta", "geometric", "k3")]
-    assert [args.off_policy_mask_threshold for args in corrections] == [0.5, None, None, None]
-    assert [args.delta for args in corrections] == [None, 2.0, None, None] and corrections[1].num_iterations == 2
-    assert [args.rollout_rejection for args in corrections] == [None, None, "geometric", "k3"]
+    corrections = [of[f"mxfp4_{name}"].training for name in ("off_policy_mask", "delta")]
+    assert [args.off_policy_mask_threshold for args in corrections] == [0.5, None]
+    assert [args.delta for args in corrections] == [None, 2.0] and corrections[1].num_iterations == 2
 
 
 def test_a_run_is_the_shared_options_and_its_own(tmp_path):

@@ -226,16 +226,12 @@ EMPTY = "--test_file=empty.jsonl"
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (
-            ["--max_completion_length=none", "--overlong_buffer=9", "--model_name_or_path=no/such-model"],
-            "^error: overlong_buffer=9 is more than max_completion_length=4$",
-        ),
         (["--model_name_or_path=./nowhere"], "cannot load the model '.*nowhere': there is no such folder"),
         (["--task=gsm8k", "--train_file=missing.jsonl", EMPTY], "missing.jsonl"),
         (["--task=gsm8k", "--train_file=empty.jsonl", EMPTY], "empty.jsonl is empty"),
         (["--resume_from_checkpoint=true"], "nothing to resume: .* holds no complete checkpoint"),
     ],
-    ids=["buffer", "model", "missing-data", "empty-data", "no-checkpoint"],
+    ids=["model", "missing-data", "empty-data", "no-checkpoint"],
 )
 def test_what_is_missing_is_named_before_there_is_a_trainer(words, message, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
@@ -263,7 +259,7 @@ def test_a_run_writes_down_every_option_that_it_used(whole):
     given = {"aqn_num_stages": 3, "max_steps": 3, "tiny_hidden_size": 32, "n_train": 200}
     assert given.items() <= options.items()  # from the command line
     assert options["task"] == "arithmetic" and options["learning_rate"] == 1e-4  # from the file
-    assert options["aqn"] is True and options["rollout_correction"] is True  # by default
+    assert options["aqn"] is True and options["rollout_correction"] == "token_truncate"  # by default
     assert options["max_completion_length"] == 4 and not any(name.endswith("token") for name in options)
 
 

@@ -191,9 +191,9 @@ def test_a_run_logs_it_and_warns(build, capsys):
     with torch.no_grad():  # masters are numbers of 16 bits, as nothing but loading could undo
         for parameter in policy.parameters():
             parameter.copy_(parameter.bfloat16())
-    trainer = build(policy=policy, movement_every=2, learning_rate=1e-7)
+    trainer = build(policy=policy, error_every=2, learning_rate=1e-7)
     trainer.train()
     totals = logged(trainer, "movement/total")
     assert list(totals) == [1, 2, 4] and totals[1] > 10 and logged(trainer, "movement_se/total")[1] < totals[1] / 3
     assert "load the model with dtype=torch.float32" in capsys.readouterr().err
-    assert build(movement_every=0).movement_callback is None
+    assert build(error_every=0).movement_callback is None

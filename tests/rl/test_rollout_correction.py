@@ -9,7 +9,7 @@ from peft import LoraConfig
 from transformers import LogitsProcessorList, TopKLogitsWarper
 
 from hf_mxfp4.rl import rollout as correction
-from hf_mxfp4.rl.rollout import CORRECTION_MODES, MismatchSums, importance_ratios, kept_sequences, limit_ratios
+from hf_mxfp4.rl.rollout import CORRECTION_MODES, MismatchSums, importance_ratios, limit_ratios
 
 
 RATIOS = torch.tensor([[4.0, 0.5], [1.5, 1.0]], dtype=torch.float64)
@@ -26,28 +26,6 @@ def test_weights_by_hand(mode):
     cap = 1.9 if mode.startswith("sequence") else 2.0
     weights = limit_ratios(importance_ratios(RATIOS.log(), mode), mode, cap)
     torch.testing.assert_close(weights, torch.tensor(LIMITS[mode], dtype=torch.float64))
-
-
-def test_sequences_rejected_by_hand():
-    ratios = torch.tensor([[4.0, 0.25], [2.0, 2.0], [0.5, 0.5], [1.5, 9.0], [9.0, 9.0]])
-    mask = torch.tensor([[1, 1], [1, 1], [1, 1], [1, 0], [0, 0]])
-    log_ratio = ratios.log() * mask
-
-    def kept(mode, limit):
-        return kept_sequences(log_ratio, mask, mode, limit).tolist()
-
-    assert kept(None, None) == [True] * 5
-    # Geometric means 1, 2, 1/2 and 1.5; no token, no reason to reject.
-    assert kept("geometric", 1.9) == [True, False, False, True, True]
-    assert kept("geometric", 2.1) == [True] * 5
-    # (4 - 1 - 1.386 + 0.25 - 1 + 1.386) / 2 = 1.125, 0.307, 0.193, 0.095
-    assert kept("k3", 0.2) == [False, False, True, True, True]
-    assert kept("k3", 1.1) == [False, True, True, True, True]
-    sums = MismatchSums()
-    sums.add(log_ratio, mask, "token_truncate", 2.0, kept_sequences(log_ratio, mask, "geometric", 1.9))
-    found = sums.measures(lambda rows: rows)
-    assert found["sampling/rejected"] == 0.5  # of four that have tokens
-    assert found["sampling/effective_sample_size_weights"] == pytest.approx(3.75**2 / (7 * 6.3125))  # 2, 1/4, 1.5
 
 
 def test_ratios_beyond_all_measure_stay_finite():
@@ -145,19 +123,6 @@ def test_recorded_probabilities_are_those_of_the_distribution_sampled_from(build
         assert torch.allclose(weighted[real], expected[real], atol=1e-4) and weighted.abs().max() > 0.01
 
 
-def test_rejected_sequences_have_no_advantage(build):
-    trainer = build(**NOISY, rollout_rejection="k3", rollout_rejection_limit=1e-3)
-    batch = rollout(trainer)
-    mask = batch["completion_mask"]
-    log_ratio = (log_probs(trainer, batch) - batch[SAMPLED]) * mask
-    kept = kept_sequences(log_ratio, mask, "k3", 1e-3)
-    assert 0 < kept.sum() < len(kept)
-    weighted = seen_by_loss(trainer, batch)["advantages"]
-    expected = batch["advantages"].unsqueeze(1) * limit_ratios(log_ratio.exp(), "token_truncate", 2.0)
-    assert (weighted[~kept] == 0).all() and torch.allclose(weighted[kept], expected[kept], atol=1e-3)
-    assert trainer._metrics["train"]["sampling/rejected"] == [pytest.approx(1 - kept.float().mean().item())]
-
-
 def test_evaluation_is_neither_recorded_nor_weighted(build):
     trainer = build(**NOISY)
     trainer.model.eval()
@@ -168,7 +133,7 @@ def test_evaluation_is_neither_recorded_nor_weighted(build):
 
 
 def test_without_correction_the_mismatch_is_measured_and_left(build):
-    trainer = build(**NOISY, rollout_correction=False, max_steps=2)
+    trainer = build(**NOISY, rollout_correction="none", max_steps=2)
     assert seen_by_loss(trainer, rollout(trainer))["advantages"].dim() == 1
     trainer.state.global_step = 0
     trainer.train()
@@ -220,7 +185,7 @@ def test_every_loss_is_weighted_as_trl_weights_it_under_vllm(build):
     for loss, level, mode in LOSSES:
         trainer.loss_type = trainer.args.loss_type = loss
         trainer.importance_sampling_level = level
-        trainer.args.rollout_correction_mode = mode
+        trainer.args.rollout_correction = mode
         trainer.args.rollout_correction_cap = 1.2
         ours = trainer.compute_loss(trainer.model, batch)
         logs = difference.sum(1, keepdim=True) if mode.startswith("sequence") else difference
@@ -317,7 +282,7 @@ def judged(build, caplog, shift, **options):
 def test_weights_that_leave_little_to_learn_from_are_warned_of_once(build, caplog, mode, first, others, is_warned_of):
     shift = torch.full((8, 1), others)
     shift[0] = first
-    found = judged(build, caplog, shift, rollout_correction_mode=mode)
+    found = judged(build, caplog, shift, rollout_correction=mode)
     assert len(found) == is_warned_of
     assert all(f"step 1: the importance weights ({mode})" in text for text in found)
-    assert judged(build, caplog, shift, rollout_correction_mode=mode, rollout_correction=False) == []
+    assert judged(build, caplog, shift, rollout_correction="none") == []

@@ -175,7 +175,7 @@ def serve(build):
     return make
 
 
-@pytest.mark.parametrize("correction", [True, False])
+@pytest.mark.parametrize("correction", ["token_truncate", "none"])
 def test_what_vllm_chose_is_replayed_wherever_the_policy_computes_log_probabilities(serve, correction):
     """Under the correction TRL scores each rollout first, and compares it with what vLLM sampled."""
     trainer = serve(rollout_correction=correction, num_iterations=2, learning_rate=1e-2)
@@ -184,7 +184,7 @@ def test_what_vllm_chose_is_replayed_wherever_the_policy_computes_log_probabilit
     returned = trainer.vllm_generation.llm.returned
     wanted = sorted(rows.tolist() for rows in returned)
     # Scored once and trained on twice; without the correction TRL's own pass is free, and is made again.
-    replayed = calls if correction else calls[1:]
+    replayed = calls if correction != "none" else calls[1:]
     assert len(wanted) == 8 and len(replayed) == 3
     for routed, (_, _, mask, *_) in replayed:
         routed = routed.view(*mask.shape, LAYERS, K)

@@ -223,28 +223,28 @@ CHARTS: tuple[Chart, ...] = (
             ("sampling/importance_sampling_ratio/min", "smallest"),
         ),
         "1 is a rollout by the very policy that trains; the further away, the more the correction has to do.",
-        "rollout_correction: true (and a difference to correct: noise, vLLM)",
+        "rollout_correction (and a difference to correct: noise, vLLM)",
     ),
     Chart(
         "Clipped importance weights",
         "share of tokens",
         (("sampling/importance_sampling_ratio/clipped", "clipped"),),
         "Clipping bounds the variance of the gradient and biases it: a few per cent are harmless.",
-        "rollout_correction: true (and a difference to correct: noise, vLLM)",
+        "rollout_correction (and a difference to correct: noise, vLLM)",
     ),
     Chart(
         "Effective sample size",
         "share of tokens",
         (("sampling/effective_sample_size", "effective sample size"),),
         "Near 1 all tokens carry the gradient, near 0 a few do.",
-        "rollout_correction: true (and a difference to correct: noise, vLLM)",
+        "rollout_correction (and a difference to correct: noise, vLLM)",
     ),
     Chart(
         "Mismatch of policies",
         "nats per token",
         (("sampling/kl", "KL(rollout, training)"), ("kl", "KL(training, reference)")),
         "How far rollouts are from the policy that trains, and that from its reference.",
-        "rollout_correction: true; beta > 0 for the reference",
+        "rollout_correction; beta > 0 for the reference",
     ),
     Chart(
         "Weight error components",
@@ -278,7 +278,7 @@ CHARTS: tuple[Chart, ...] = (
         (),
         "1 is what training assumes; far above it masters lie at the boundaries of quantized values and jump with any "
         "step, however small. Bars are two standard errors.",
-        "movement_every (needs master weights that are trained: mode='qat')",
+        "error_every (needs master weights that are trained: mode='qat')",
         extra=_step_movement,
     ),
     Chart(
