@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Callbacks of a run: policy entropy, the step of layers that draw random numbers, and the log `run_log.jsonl`."""
+"""Callbacks of a run: policy entropy, the step of layers that draw random numbers, short logs on the console, and the
+log `run_log.jsonl`."""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -8,13 +9,13 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import Trainer, TrainerCallback, TrainerState
+from transformers import PrinterCallback, ProgressCallback, Trainer, TrainerCallback, TrainerState
 
 from .._logging import get_logger
 from ..layers import set_quantization_step
 from ..report import uncounted_weights
 from ..run_log import RUN_LOG, RunLog
-from ..utils import machine, package_versions
+from ..utils import Mixin, machine, package_versions
 
 
 #: An alarm is raised below this entropy, in nats per token, and above this multiple of the entropy at the start.
@@ -91,6 +92,40 @@ class QuantizationStepCallback(TrainerCallback):
 
     def on_step_begin(self, args, state, control, model=None, **kwargs):
         set_quantization_step(model, state.global_step)
+
+
+# ---- the console ---------------------------------------------------------------------------------------------------
+
+_SHOWN = ("loss", "reward", "completions/mean_length", "sampling/kl", "entropy")
+#: What the console shows of the log of a step, of an evaluation, and of the end of training.
+_SHOWN_OF_A_LOG = (*_SHOWN, *(f"eval_{name}" for name in _SHOWN), "train_runtime", "train_loss")
+
+
+class _ShortLogs(Mixin):
+    """Prints the few values of a log that say how training goes, where transformers prints all of them."""
+
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        shown = {"step": state.global_step}
+        for name in _SHOWN_OF_A_LOG:
+            if logs and logs.get(name) is not None:
+                shown[name] = logs[name]
+        super().on_log(args, state, control, logs=shown, **kwargs)
+
+
+class ShortPrinterCallback(_ShortLogs, PrinterCallback):
+    """[`transformers.PrinterCallback`] with short lines."""
+
+
+class ShortProgressCallback(_ShortLogs, ProgressCallback):
+    """[`transformers.ProgressCallback`] with short lines."""
+
+
+def shorten_printed_logs(callbacks: list[TrainerCallback]) -> None:
+    """Put callbacks that print short lines in the place of transformers' own; those of a user stay."""
+    short = {PrinterCallback: ShortPrinterCallback, ProgressCallback: ShortProgressCallback}
+    for place, callback in enumerate(callbacks):
+        if type(callback) in short:
+            callbacks[place] = short[type(callback)]()
 
 
 # ---- the log of a run ---------------------------------------------------------------------------------------------

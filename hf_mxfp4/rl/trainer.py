@@ -36,7 +36,7 @@ from ..checkpoint import decoration
 from ..files import replace_file
 from ..layers import QUANTIZED, TRAINABLE, cached_weights
 from ..utils import evaluation_mode
-from .callbacks import EntropyCallback
+from .callbacks import EntropyCallback, shorten_printed_logs
 from .config import (
     MXFP4GRPOConfig,
     check_adapter,
@@ -158,6 +158,7 @@ class MXFP4GRPOTrainer(QuantizedTrainerMixin, GRPOTrainer):
             if callback is not None:
                 self.add_callback(callback)
         self._add_run_callbacks(self.entropy_callback)
+        shorten_printed_logs(self.callback_handler.callbacks)
 
     def _error_callbacks(self, args: MXFP4GRPOConfig) -> tuple[ErrorCallback | None, ActivationErrorCallback | None]:
         """Callbacks for what can be measured: packed weights have nothing left to be compared with."""

@@ -2,6 +2,7 @@
 """Callbacks of a run: entropy, error components, layers' steps; measuring changes nothing. And the report that a run
 writes, whatever becomes of it."""
 
+import ast
 import re
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from factors import factors_config
 from grpo_runs import MEASURED, RANDOM, logged, mixture, quantized, trainer_factory
 from peft import LoraConfig
 from tiny_models import make_model
-from transformers import AutoModelForCausalLM, TrainerCallback, TrainerControl, TrainerState
+from transformers import AutoModelForCausalLM, ProgressCallback, TrainerCallback, TrainerControl, TrainerState
 from undrawn import leave_figures_undrawn
 
 from hf_mxfp4 import MXFP4RLConfig
@@ -22,7 +23,7 @@ from hf_mxfp4.lab.run_report.page import RUN_REPORT
 from hf_mxfp4.layers import random_layers
 from hf_mxfp4.numerics import decompose, decompose_scheme
 from hf_mxfp4.rl import ActivationErrorCallback, EntropyCallback, ErrorCallback, QuantizationStepCallback
-from hf_mxfp4.rl.callbacks import count_parameters
+from hf_mxfp4.rl.callbacks import ShortProgressCallback, count_parameters
 from hf_mxfp4.run_log import RUN_LOG, RunLog
 
 
@@ -203,6 +204,23 @@ def test_measuring_changes_no_bit_of_training(build, tmp_path, name):
     assert losses[0] == losses[1]
     assert all(torch.equal(weights[0][key], weights[1][key]) for key in weights[0])
     assert trainer.run_log is None and not list((tmp_path / "run").glob("run_*"))  # which is switched off
+
+
+def test_the_console_shows_a_few_values_of_each_log(build, capsys):
+    trainer = build(max_steps=1, num_generations=2, per_device_train_batch_size=2)
+    trainer.train()
+    step, end = map(ast.literal_eval, capsys.readouterr().out.splitlines())
+    assert list(step) == ["step", "loss", "reward", "completions/mean_length", "sampling/kl", "entropy"]
+    assert list(end) == ["step", "train_runtime", "train_loss"]
+    assert len(trainer.state.log_history[0]) > 30  # which trackers and run_log.jsonl get
+
+
+def test_a_progress_bar_shows_them_too_and_callbacks_of_a_user_stay(build):
+    class Own(ProgressCallback):
+        pass
+
+    callbacks = build(disable_tqdm=False, callbacks=[Own()]).callback_handler.callbacks
+    assert {type(each) for each in callbacks if isinstance(each, ProgressCallback)} == {ShortProgressCallback, Own}
 
 
 class FailAt(TrainerCallback):
