@@ -13,10 +13,10 @@ import pytest
 import typer
 
 from hf_mxfp4.cli import app
-from hf_mxfp4.cli.recipes import RECIPES
 from hf_mxfp4.recipes import distill, sft
 from hf_mxfp4.recipes.ablation import parse as parse_ablation
 from hf_mxfp4.recipes.ablations.grid import read_grid
+from hf_mxfp4.recipes.common.help import RECIPES
 from hf_mxfp4.recipes.common.options import config_path, names
 from hf_mxfp4.recipes.evaluation.arguments import parse as parse_evaluation
 from hf_mxfp4.recipes.post_training.arguments import GROUPS

@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from .._logging import hide_import_noise
+from ..recipes.common.help import RECIPES
 from . import analyze, convert, evaluate, machine, recipes, training
 from .common import Command
 
@@ -38,7 +39,7 @@ _command("import")(convert.import_)
 _command("verify")(convert.verify)
 _command("env")(machine.env)
 _command("doctor")(machine.doctor)
-for _name, _help in recipes.RECIPES.items():
+for _name, _help in RECIPES.items():
     app.command(_name, help=_help, context_settings=recipes.SETTINGS)(recipes.command(_name))
 app.command("run", context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})(training.run)
 

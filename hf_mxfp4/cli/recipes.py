@@ -8,17 +8,11 @@ from collections.abc import Callable
 import typer
 from safetensors import SafetensorError
 
+from ..recipes.common.help import help_file
 from .common import fail
 
 
-#: Each recipe by its name, and what it does.
-RECIPES = {
-    "grpo": "Train a quantized policy by GRPO, from one YAML file: evaluated, saved and reloaded.",
-    "sft": "Fine-tune a quantized model on texts or on the completions of a task, all weights or adapters.",
-    "distill": "Distil a model in full precision into its quantized self.",
-    "evaluate": "Evaluate a model on a task under its own scheme: greedy and sampled, with intervals.",
-}
-#: All words behind the name are the recipe's, `--help` too.
+#: All words behind the name are the recipe's; `--help` is answered before it is imported.
 SETTINGS = {"ignore_unknown_options": True, "allow_extra_args": True, "help_option_names": []}
 
 
@@ -26,6 +20,9 @@ def command(name: str) -> Callable[[typer.Context], None]:
     """Return the command that runs a recipe. With a launcher: `accelerate launch -m hf_mxfp4.cli NAME ...`."""
 
     def run_recipe(context: typer.Context) -> None:
+        if "--help" in context.args:
+            typer.echo(help_file(name).read_text(encoding="utf-8"), nl=False)
+            return
         sys.argv = [f"hf-mxfp4 {name}", *context.args]
         try:
             recipe = importlib.import_module(f"hf_mxfp4.recipes.{name}")

@@ -15,6 +15,7 @@ import torch
 import yaml
 from trl import TrlParser
 
+from hf_mxfp4.recipes.common.help import help_text
 from hf_mxfp4.utils import unknown_key_message
 
 
@@ -29,18 +30,31 @@ Groups = Sequence[type]
 
 class Parser(TrlParser):
     """TRL's parser without abbreviations: the word "none" is None for options that can be None, and an empty list for
-    lists; what is wrong raises `ValueError`."""
+    lists; what is wrong raises `ValueError`; `--help` is short, and `--help-all` argparse's."""
 
     def __init__(self, groups: Groups, **options: Any):
         super().__init__(groups, allow_abbrev=False, **options)
+        self.add_argument("--help-all", action=_FullHelp, nargs=0, default=argparse.SUPPRESS, help="show all options")
         hints = {name: hint for group in groups for name, hint in get_type_hints(group).items()}
         for action in self._actions:
             can_be_none = action.nargs in ("*", "+") or NoneType in get_args(hints.get(action.dest))
             if can_be_none and action.type is not None and action.dest != "report_to":  # whose value "none" is a word
                 action.type = _or_none(action.type)
 
+    def print_help(self, file: Any = None) -> None:
+        usage = self.usage or f"{self.prog} [--config FILE] [--option value ...]"
+        print(help_text(usage, self.description or "", self.dataclass_types), end="", file=file)
+
     def error(self, message: str) -> None:
         raise ValueError(message)
+
+
+class _FullHelp(argparse.Action):
+    """Shows all options of all libraries."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *words: Any) -> None:
+        argparse.ArgumentParser.print_help(parser)
+        parser.exit()
 
 
 def _or_none(convert: Callable[[str], Any]) -> Callable[[str], Any]:
@@ -75,6 +89,11 @@ def read_command(argv: Sequence[str], groups: Groups, **options: Any) -> dict[st
     return found
 
 
+def removed_options(groups: Groups) -> dict[str, str]:
+    """Return the options that dataclasses had in earlier versions, with what to write instead."""
+    return {name: instead for group in groups for name, instead in getattr(group, "REMOVED", {}).items()}
+
+
 def refuse_words(words: Sequence[str], groups: Groups) -> None:
     """Raise `ValueError` for words that belong to no option."""
     if words and words[0].startswith("--"):
@@ -92,11 +111,6 @@ def refuse_unknown(
     for name in found:
         if name not in known:
             raise ValueError(unknown_key_message(where, str(name), list(known), removed))
-
-
-def removed_options(groups: Groups) -> dict[str, str]:
-    """Return the options that dataclasses had in earlier versions, with what to write instead."""
-    return {name: instead for group in groups for name, instead in getattr(group, "REMOVED", {}).items()}
 
 
 def check_mapping(

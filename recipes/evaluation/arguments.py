@@ -75,16 +75,19 @@ class EvaluationArguments(TaskArguments):
         return sorted({int(word) for word in words}) if all(word.strip().isdigit() for word in words) else []
 
 
+#: Everything that has options of `evaluate.py`.
+GROUPS = (EvaluationArguments,)
+
+
 def parse(argv: list[str]) -> EvaluationArguments:
     """Parse and check the command line. Raises `ValueError` for what is wrong."""
-    groups = (EvaluationArguments,)
-    given, words = read_words(argv, groups, prog="evaluate.py", usage="evaluate.py MODEL [options]")
+    given, words = read_words(argv, GROUPS, usage="evaluate.py MODEL [--option value ...]")
     if words and not words[0].startswith("--") and "model" not in given:
         given["model"] = words.pop(0)
-    refuse_words(words, groups)
+    refuse_words(words, GROUPS)
     if (path := given.pop("config", None)) is not None:
-        given = {**read_file(path, groups), **given}
-    (options,) = build(groups, given)
+        given = {**read_file(path, GROUPS), **given}
+    (options,) = build(GROUPS, given)
     if options.model is None:
         raise ValueError("name a model, such as outputs/tiny_cpu/policy")
     return options

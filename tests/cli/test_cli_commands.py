@@ -111,8 +111,8 @@ def test_a_recipe_takes_all_words_and_the_configs_that_come_with_it(tmp_path, mo
     seen = []
     monkeypatch.setattr("sys.argv", ["hf-mxfp4"])
     monkeypatch.setattr("hf_mxfp4.recipes.grpo.main", seen.append)
-    assert run("grpo", "--config", "tiny_cpu", "--max_steps", "1", "--help").exit_code == 0
-    assert seen == [["--config", "tiny_cpu", "--max_steps", "1", "--help"]]
+    assert run("grpo", "--config", "tiny_cpu", "--max_steps", "1").exit_code == 0
+    assert seen == [["--config", "tiny_cpu", "--max_steps", "1"]]
     ours = config_path("recipes/configs/tiny_cpu.yaml")
     assert ours == config_path("tiny_cpu") and ours.is_file() and tmp_path not in ours.parents
     Path("tiny_cpu").write_text("max_steps: 1")

@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM
 from hf_mxfp4 import MXFP4RLConfig
 from hf_mxfp4.presets import PRESETS
 from hf_mxfp4.recipes import distill, sft
+from hf_mxfp4.recipes.common.help import OTHERS, RECIPES, help_file, recipe_help
 from hf_mxfp4.recipes.common.reporting import TrainingBar
 from hf_mxfp4.recipes.evaluation.arguments import parse as parse_evaluation
 from hf_mxfp4.recipes.post_training.arguments import parse
@@ -149,6 +150,37 @@ def test_a_student_is_trained_with_or_without_a_dither_however_it_was_saved(dith
     stored, options = find_start(parse([*words, "--dtype=float32"]))
     report = load_weights(stored, options).quantization_report
     assert (report.dither is not None and report.dither.n_weights > 0) is dithers
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_the_written_help_is_that_of_the_options(name):
+    written = help_file(name).read_text(encoding="utf-8")
+    assert written == recipe_help(name), "write it again: python -m hf_mxfp4.recipes.common.help"
+    assert OTHERS not in written, "give each option a heading in recipes/common/help.py"
+
+
+@pytest.mark.parametrize(("word", "is_shown"), [("--help", False), ("--help-all", True)])
+def test_a_script_shows_the_short_help_or_all_options(word, is_shown, capsys):
+    with pytest.raises(SystemExit):
+        parse([word])
+    shown = capsys.readouterr().out
+    assert "--rollout_correction" in shown and ("--weight_decay" in shown) is is_shown
+
+
+def test_options_of_earlier_versions_are_refused_with_what_to_write(tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_text("cache_rollout_weights: false\n")
+    with pytest.raises(
+        ValueError, match="run.yaml has no option 'cache_rollout_weights' any more: step_weights='none'"
+    ):
+        parse(["--config", str(path), *CPU])
+    with pytest.raises(ValueError, match="no option 'rollout_correction_mode' any more: rollout_correction names"):
+        parse([*CPU, "--rollout-correction-mode=token_mask"])
+
+
+@pytest.mark.parametrize(("word", "expected"), [("true", "token_truncate"), ("none", "none"), ("False", "none")])
+def test_the_correction_of_rollouts_is_a_mode_or_a_boolean(word, expected):
+    assert parse([f"--rollout_correction={word}"]).training.rollout_correction == expected
 
 
 def test_evaluation_and_training_call_an_option_the_same():
