@@ -217,7 +217,7 @@ def test_wrong_options_end_with_a_message(options, message, tmp_path):
 
 def test_help_of_a_script():
     done = processes.run(processes.script(ROOT / "recipes" / "pretrain.py", "--help"))
-    assert done.returncode == 0 and "usage:" in done.stdout and "error:" not in done.stderr, done.output[-2000:]
+    assert done.returncode == 0 and "Usage:" in done.stdout and "error:" not in done.stderr, done.output[-2000:]
 
 
 EMPTY = "--test_file=empty.jsonl"
