@@ -52,14 +52,14 @@ class MXFP4GRPOConfig(GRPOConfig):
     )
     aqn_num_stages: int = option(
         10,
-        "Equal parts of training, the first of them noise-free (1: none is), with one standard deviation in each, "
-        "falling geometrically (QeRL, arXiv 2605.20402).",
+        "Equal parts of training, each with its own standard deviation, the first without noise (1: it has some). "
+        "They fall geometrically (QeRL, arXiv 2605.20402).",
     )
     rollout_correction: str = option(
         "token_truncate",
-        "Importance weights between the policy that sampled and the one that trains: token_truncate, token_mask, "
-        "sequence_truncate, sequence_mask, or none. The ratio of each token, or of each sequence, is set to the cap "
-        "(truncate) or to zero (mask) where it exceeds the cap; 'none' only measures the mismatch.",
+        "Importance weights on rollouts: token_truncate, token_mask, sequence_truncate, sequence_mask or none. "
+        "They are ratios of the policy that trains to the one that sampled, of each token or of each sequence; those "
+        "above the cap are set to the cap (truncate) or to zero (mask). 'none' only measures the mismatch.",
     )
     rollout_correction_cap: float = option(2.0, "Upper limit of an importance ratio.")
     vllm_importance_sampling_correction: bool | None = option(
@@ -79,9 +79,9 @@ class MXFP4GRPOConfig(GRPOConfig):
     )
     vllm_weights: str = option(
         "packed",
-        "How a colocated vLLM keeps quantized weights: 'packed' as 4-bit codes and scales in the scheme of the "
-        "policy, with room for LoRA adapters; 'dense' in 16 bits, as it does for adapters on experts; 'checkpoint' "
-        "starts it on the checkpoint of the policy. Servers are started with their own choice.",
+        "How a colocated vLLM keeps quantized weights: packed, dense or checkpoint. 'packed' keeps 4-bit codes and "
+        "scales in the scheme of the policy, with room for LoRA adapters; 'dense' 16 bits, as it does for adapters on "
+        "experts; 'checkpoint' starts it on the checkpoint of the policy. Servers are started with their own choice.",
     )
     error_every: int = option(
         50,
@@ -90,8 +90,8 @@ class MXFP4GRPOConfig(GRPOConfig):
     )
     report_every: int = option(
         100,
-        "Steps between versions of run_report.html, which recipes/grpo.py (or `RunReportCallback` of hf_mxfp4.lab) "
-        "makes of the run_log.jsonl that the trainer writes; 0: neither file.",
+        "Steps between versions of run_report.html; 0: neither it nor run_log.jsonl. The trainer writes the log, of "
+        "which recipes/grpo.py (or `RunReportCallback` of hf_mxfp4.lab) makes the report.",
     )
     router_replay: bool = option(
         False, "Mixture of experts: train with the experts of the rollout (R3, arXiv 2510.11370)."

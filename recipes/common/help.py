@@ -22,6 +22,8 @@ RECIPES = {
     "distill": "Distil a model in full precision into its quantized self.",
     "evaluate": "Evaluate a model on a task under its own scheme: greedy and sampled, with intervals.",
 }
+#: Words behind the name of a recipe, where they are not options alone.
+USAGE = {"evaluate": "MODEL [--option value ...]"}
 #: Options of TRL and transformers that are set in most runs.
 USUAL = {
     "model_name_or_path": "Model to train: a folder, or a name on the Hugging Face Hub.",
@@ -58,9 +60,8 @@ HEADINGS = {
         "tiny_architecture tiny_hidden_size tiny_num_layers sft_steps sft_batch_size"
     ),
     "Scheme": (
-        "preset mode scale_rule macro_block macro_search outlier_fallback outlier_fallback_operands "
-        "outlier_fallback_rate weight_block fprop dgrad wgrad modules_to_not_convert stochastic_seed saved_activations "
-        "backend matmul_backend dequantize"
+        "preset mode scale_rule macro_block macro_search outlier_fallback outlier_fallback_operands weight_block fprop "
+        "dgrad wgrad modules_to_not_convert stochastic_seed backend matmul_backend dequantize"
     ),
     "Preparation": "smooth smooth_strength gptq prepare_text dither_ties dither_masters distill_steps",
     "Training": (
@@ -145,8 +146,8 @@ def recipe_help(name: str) -> str:
     """Return the help of one of `RECIPES`."""
     module = {"grpo": "post_training.arguments", "evaluate": "evaluation.arguments"}.get(name, name)
     groups = importlib.import_module(f"hf_mxfp4.recipes.{module}").GROUPS
-    words = "MODEL [--option value ...]" if name == "evaluate" else "[--config FILE] [--option value ...]"
-    return help_text(f"hf-mxfp4 {name} {words}", RECIPES[name], groups)
+    usage = USAGE.get(name, "[--config FILE] [--option value ...]")
+    return help_text(f"hf-mxfp4 {name} {usage}", RECIPES[name], groups)
 
 
 def main() -> None:

@@ -89,11 +89,6 @@ def read_command(argv: Sequence[str], groups: Groups, **options: Any) -> dict[st
     return found
 
 
-def removed_options(groups: Groups) -> dict[str, str]:
-    """Return the options that dataclasses had in earlier versions, with what to write instead."""
-    return {name: instead for group in groups for name, instead in getattr(group, "REMOVED", {}).items()}
-
-
 def refuse_words(words: Sequence[str], groups: Groups) -> None:
     """Raise `ValueError` for words that belong to no option."""
     if words and words[0].startswith("--"):
@@ -111,6 +106,11 @@ def refuse_unknown(
     for name in found:
         if name not in known:
             raise ValueError(unknown_key_message(where, str(name), list(known), removed))
+
+
+def removed_options(groups: Groups) -> dict[str, str]:
+    """Return the options that dataclasses had in earlier versions, with what to write instead."""
+    return {name: instead for group in groups for name, instead in getattr(group, "REMOVED", {}).items()}
 
 
 def check_mapping(
