@@ -109,6 +109,7 @@ QuantizationArguments = make_dataclass(
         for own in fields(MXFP4RLConfig)
         if own.init and own.name != "format_version"
     ],
+    namespace={"REMOVED": MXFP4RLConfig.REMOVED},
 )
 
 #: The smallest values of options of a recipe.
