@@ -70,12 +70,13 @@ class MXFP4RLConfig(QuantizationConfigMixin):
     )
     mode: str = _option(
         "qat",
-        "'qat': full-precision master weights are trained through their quantized values; 'packed': weights are stored "
-        "in 4 bits and frozen, and adapters are trained on them.",
+        "'qat' trains full-precision master weights through their quantized values; 'packed' trains adapters on frozen "
+        "weights in 4 bits.",
     )
     preset: str = _option(
         Default.BY_MODE,
-        "Which operands of a linear layer are quantized. 'w4a8' is the default, in mode 'packed' 'w4a16'. "
+        f"Which operands of linear layers are quantized: {', '.join(PRESETS)}. 'w4a8' is the default, in mode 'packed' "
+        "'w4a16'. "
         + "; ".join(f"'{preset.name}': {preset.summary}" for preset in PRESETS.values())
         + ". The backward pass uses the same quantized operands; what a preset does not name stays in full precision.",
     )
@@ -87,12 +88,12 @@ class MXFP4RLConfig(QuantizationConfigMixin):
     )
     macro_search: str = _option(
         Default.BY_PRESET,
-        "How macro factors are found: 'block_mantissas' (two mantissa bits for each of the four block scales, by "
-        "squared error; usual under 'w4a4' and 'w4a4g4'), 'block_mantissas_fp8' (the same without 1.75: every value is "
-        "an E4M3 number times a power of two, so FP8 tensor cores multiply it; usual under 'w4a16', 'w4a8' and "
-        "'w4a8g8'), 'static' (from the largest magnitude), "
-        "'dynamic' (best of 16 by squared error) or 'hybrid' (dynamic for weights, static for activations; usual with "
-        "other sizes than 128).",
+        "How macro factors are found: block_mantissas, block_mantissas_fp8, static, dynamic or hybrid. These are "
+        "'block_mantissas' (two mantissa bits for each of the four block scales, by squared error; usual under 'w4a4' "
+        "and 'w4a4g4'), 'block_mantissas_fp8' (the same without 1.75: every value is an E4M3 number times a power of "
+        "two, so FP8 tensor cores multiply it; usual under 'w4a16', 'w4a8' and 'w4a8g8'), 'static' (from the largest "
+        "magnitude), 'dynamic' (best of 16 by squared error) or 'hybrid' (dynamic for weights, static for activations; "
+        "usual with other sizes than 128).",
     )
     outlier_fallback: float | None = _option(
         Default.BY_PRESET,
@@ -101,30 +102,30 @@ class MXFP4RLConfig(QuantizationConfigMixin):
     )
     fprop: dict[str, str] | None = _option(
         None,
-        "What differs from the preset in the forward product, a mapping with some of x, weight (each 'full', "
-        "'fp8', 'nvfp4' or a scheme such as 'rceil+mbs128-static+of0.5+stochastic+32x32') and rotation ('none', "
-        "'deterministic-16', 'random-32', ... 128).",
+        "What differs from the preset in the forward product: a mapping of x, weight, rotation. x and weight are "
+        "'full', 'fp8', 'nvfp4' or a scheme such as 'rceil+mbs128-static+of0.5+stochastic+32x32'; rotation is 'none', "
+        "'deterministic-16', 'random-32', ... 128.",
     )
     dgrad: dict[str, str] | None = _option(
         None,
-        "The same for the gradient of the input: grad ('full', 'fp8' or a scheme), weight ('full', 'reuse' for fprop's "
-        "values, or a scheme) and rotation.",
+        "The same for the gradient of the input: grad, weight, rotation. grad is 'full', 'fp8' or a scheme; weight is "
+        "'full', 'reuse' for fprop's values, or a scheme.",
     )
     wgrad: dict[str, str] | None = _option(
         None,
-        "The same for the gradient of the weight: grad ('full', 'fp8' or a scheme), x ('full', 'reuse' for fprop's "
-        "values, or a scheme) and rotation.",
+        "The same for the gradient of the weight: grad, x, rotation. grad is 'full', 'fp8' or a scheme; x is 'full', "
+        "'reuse' for fprop's values, or a scheme.",
     )
     stochastic_seed: int = _option(
         0, "Seed of stochastic rounding, of the signs of random rotations and of dither_ties."
     )
     dither_ties: bool = _option(
         True,
-        "Mode 'qat': move float32 master weights that come from a 16-bit checkpoint to random places within half an "
-        "ulp of their 16-bit numbers as they are loaded. About one in a hundred of these lie exactly on a rounding "
-        "boundary of MXFP4, and the first training step of any size would flip them all. Codes, scales and the "
-        "checkpoint that rounding gives back stay the same. No part of a scheme: configs that differ in it are equal, "
-        "and mode 'packed' has no use for it.",
+        "Mode 'qat': dither float32 master weights that come from a 16-bit checkpoint. They move to random places "
+        "within half an ulp of their 16-bit numbers as they are loaded. About one in a hundred of these lie exactly on "
+        "a rounding boundary of MXFP4, and the first training step of any size would flip them all. Codes, scales and "
+        "the checkpoint that rounding gives back stay the same. No part of a scheme: configs that differ in it are "
+        "equal, and mode 'packed' has no use for it.",
         compare=False,
     )
     smooth: bool = _option(
@@ -146,9 +147,10 @@ class MXFP4RLConfig(QuantizationConfigMixin):
     )
     matmul_backend: str = _option(
         "auto",
-        "What multiplies quantized operands: 'auto' (FP4 tensor cores for forward products of codes, FP8 ones for "
-        "values that are E4M3 numbers), 'dense' (ordinary products of the values), 'fp8' (as 'auto' without FP4, on "
-        "CPUs too) or 'fp4' (as 'auto'; it warns where a forward product is not in FP4).",
+        "What multiplies quantized operands: auto, dense, fp8 or fp4. These are 'auto' (FP4 tensor cores for forward "
+        "products of codes, FP8 ones for values that are E4M3 numbers), 'dense' (ordinary products of the values), "
+        "'fp8' (as 'auto' without FP4, on CPUs too) or 'fp4' (as 'auto'; it warns where a forward product is not in "
+        "FP4).",
     )
 
     REMOVED = {name: option.instead for name, option in REMOVED_OPTIONS.items()}

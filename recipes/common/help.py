@@ -60,8 +60,8 @@ HEADINGS = {
         "tiny_architecture tiny_hidden_size tiny_num_layers sft_steps sft_batch_size"
     ),
     "Scheme": (
-        "preset mode scale_rule macro_block macro_search outlier_fallback outlier_fallback_operands weight_block fprop "
-        "dgrad wgrad modules_to_not_convert stochastic_seed backend matmul_backend dequantize"
+        "preset mode scale_rule macro_block macro_search outlier_fallback fprop dgrad wgrad "
+        "modules_to_not_convert stochastic_seed backend matmul_backend dequantize"
     ),
     "Preparation": "smooth smooth_strength gptq prepare_text dither_ties dither_masters distill_steps",
     "Training": (
