@@ -20,7 +20,7 @@ from .rollout import check_correction, read_correction, share_with_trl
 
 
 #: What `step_weights` and `vllm_weights` can be.
-STEP_WEIGHTS = (*WEIGHT_FORMS, "rollout")
+STEP_WEIGHTS = (*WEIGHT_FORMS, "uncached")
 VLLM_WEIGHTS = ("packed", "dense", "checkpoint")
 
 
@@ -32,7 +32,7 @@ class MXFP4GRPOConfig(GRPOConfig):
 
     #: Options of earlier versions, and what to write instead.
     REMOVED: ClassVar[dict[str, str]] = {
-        "cache_rollout_weights": "step_weights='none' is the former False, step_weights='auto' the former True",
+        "cache_rollout_weights": "step_weights='uncached' is the former False, step_weights='auto' the former True",
         "movement_every": "error_every measures the movement of weights too",
         "overlong_buffer": "add trl.rewards.get_soft_overlong_punishment(...) to reward_funcs (docs/rollouts.md)",
         "overlong_penalty": "give that punishment its weight in reward_weights (docs/rollouts.md)",
@@ -72,10 +72,10 @@ class MXFP4GRPOConfig(GRPOConfig):
     )
     step_weights: str = option(
         "auto",
-        "How quantized weights are kept through an optimizer step: auto, dense, packed, rollout or none. 'dense' keeps "
+        "How quantized weights are kept through an optimizer step: auto, dense, packed, none or uncached. 'dense' keeps "
         "2 or 4 bytes an element; 'packed' 4-bit codes and scales; 'auto' is packed where a kernel reads codes and "
-        "dense elsewhere; 'rollout' keeps them only while a rollout lasts, as all of these do under FSDP and ZeRO-3; "
-        "'none' quantizes again for each generated token, which is slow. Not for vLLM's own copy.",
+        "dense elsewhere; 'none' keeps them only while a rollout lasts, as all of these do under FSDP and ZeRO-3; "
+        "'uncached' quantizes again for each generated token, which is slow. Not for vLLM's own copy.",
     )
     vllm_weights: str = option(
         "packed",

@@ -46,7 +46,7 @@ class StepQuantization:
         plugin = getattr(accelerator.state, "deepspeed_plugin", None)
         is_zero3 = plugin is not None and plugin.zero_stage == 3
         self.is_sharded = is_zero3 or getattr(accelerator.state, "fsdp_plugin", None) is not None
-        is_off = self.is_sharded or args.step_weights == "rollout"
+        is_off = self.is_sharded or args.step_weights == "uncached"
         self.form = "none" if is_off else args.step_weights
         self._policy = WeightCache(model, form=self.form)
         self.reference = WeightCache(*([] if reference is None else [reference]), form=self.form)

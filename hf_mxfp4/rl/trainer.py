@@ -223,9 +223,9 @@ class MXFP4GRPOTrainer(QuantizedTrainerMixin, GRPOTrainer):
             self._log_noise(sigma)
 
     def _weight_copies(self) -> contextlib.AbstractContextManager[None]:
-        """Within this context each weight is quantized once, unless `step_weights` is none."""
-        form = self.args.step_weights
-        return cached_weights(self.model, "auto" if form == "rollout" else form)
+        """Within this context each weight is quantized once, unless `step_weights` is uncached."""
+        forms = {"none": "auto", "uncached": "none"}  # 'none' keeps nothing beyond the rollout
+        return cached_weights(self.model, forms.get(self.args.step_weights, self.args.step_weights))
 
     def _sigma(self) -> float:
         """Return the standard deviation of the noise at this step; 0 outside of training."""

@@ -93,7 +93,7 @@ class PolicyEvaluation:
                 chat_template_kwargs=self.trainer.args.chat_template_kwargs,
                 batch_size=self.recipe.greedy_batch_size,
                 title=title,
-                cache_weights=self.trainer.args.step_weights != "none",
+                cache_weights=self.trainer.args.step_weights != "uncached",
             )
 
 

@@ -154,7 +154,7 @@ def train_on_uneven_rollouts(engine: str, base: str, out: str) -> None:
     rank, seen = os.environ["RANK"], {}
     for kept in (True, False):
         options = {"max_steps": 1, "save_strategy": "no", "max_completion_length": 6}
-        options["step_weights"] = "dense" if kept else "none"  # the bits of those without copies
+        options["step_weights"] = "dense" if kept else "uncached"  # the bits of those without copies
         trainer = grpo_trainer(base, "moe", Path(out) / f"kept-{kept}", **options)
         if rank == "1":
             trainer.generation_config.eos_token_id = trainer.eos_token_ids = list(range(32))

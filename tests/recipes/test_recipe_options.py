@@ -171,7 +171,7 @@ def test_options_of_earlier_versions_are_refused_with_what_to_write(tmp_path):
     path = tmp_path / "run.yaml"
     path.write_text("cache_rollout_weights: false\n")
     with pytest.raises(
-        ValueError, match="run.yaml has no option 'cache_rollout_weights' any more: step_weights='none'"
+        ValueError, match="run.yaml has no option 'cache_rollout_weights' any more: step_weights='uncached'"
     ):
         parse(["--config", str(path), *CPU])
     with pytest.raises(ValueError, match="no option 'rollout_correction_mode' any more: rollout_correction names"):

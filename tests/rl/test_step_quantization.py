@@ -57,21 +57,21 @@ def test_once_per_optimizer_step(build, tmp_path, name):
     scheme, options, without = RUNS[name]
     found = {}
     # Weights that are rounded at random are not kept as codes.
-    for form in ("auto", "rollout") if name == "stochastic" else ("auto", "packed", "rollout"):
+    for form in ("auto", "none") if name == "stochastic" else ("auto", "packed", "none"):
         trainer = train(build, tmp_path, form, scheme=MXFP4RLConfig(**scheme), **options)
-        expected = [14] * len(without) if form != "rollout" else [14 * times for times in without]
+        expected = [14] * len(without) if form != "none" else [14 * times for times in without]
         assert counts(trainer) == expected, form
         # Along the other axis, for the gradient of each input but the first layer's three.
         assert counts(trainer, "dgrad_") == ([4 * 14] * len(without) if scheme.get("preset") == "w4a4g4" else [])
         found[form] = ended(trainer)
-    assert_same(found["auto"], found["rollout"])
-    assert_same(found.get("packed", found["rollout"]), found["rollout"])
+    assert_same(found["auto"], found["none"])
+    assert_same(found.get("packed", found["none"]), found["none"])
 
 
 def test_the_reference_and_the_policy_once_each(build, tmp_path):
     """The reference is written too, by `sync_ref_model`, which mixes master weights after the second of three steps."""
     found, sync = [], {"sync_ref_model": True, "ref_model_sync_steps": 2, "ref_model_mixup_alpha": 0.5}
-    for form, times in (("auto", 2), ("rollout", 9)):
+    for form, times in (("auto", 2), ("none", 9)):
         trainer = train(build, tmp_path, form, beta=0.1, max_steps=3, save_strategy="steps", save_steps=2, **sync)
         assert counts(trainer) == [14 * times] * 3
         base, trained = (tensors_in(folder) for folder in (tmp_path / "base", tmp_path / form / "checkpoint-2"))
@@ -85,7 +85,7 @@ def test_adapters_on_trainable_layers(build, tmp_path, caplog):
     """Without them the policy is the reference, on the very same copies."""
     caplog.set_level("INFO", "hf_mxfp4")
     found = []
-    for form, times in (("auto", 1), ("rollout", 9)):
+    for form, times in (("auto", 1), ("none", 9)):
         options = {"peft_config": LoraConfig(target_modules="all-linear", r=2), "beta": 0.1, **ACCUMULATED}
         torch.manual_seed(0)
         trainer = build(step_weights=form, output_dir=str(tmp_path / form), **options)
@@ -101,13 +101,13 @@ def test_adapters_on_trainable_layers(build, tmp_path, caplog):
 
 def test_each_matrix_of_experts_once(build, tmp_path, dense_products):
     found = []
-    for form in ("dense", "packed", "rollout"):
+    for form in ("dense", "packed", "none"):
         policy = make_moe(num_hidden_layers=1)
         quantize_linears(policy, MXFP4RLConfig())
         trainer = train(build, tmp_path, form, policy=policy)
         assert trainer.n_quantized == 4 + 6 * 2
         # The passes of training on a CPU, too, take the matrices of all experts.
-        assert counts(trainer) == [trainer.n_quantized * (5 if form == "rollout" else 1)] * 2
+        assert counts(trainer) == [trainer.n_quantized * (5 if form == "none" else 1)] * 2
         found.append(ended(trainer))
     for other in found[1:]:
         assert_same(other, found[0])
@@ -137,7 +137,7 @@ def test_whatever_writes_weights_between_passes_is_seen(build, tmp_path):
     options = {"eval_dataset": prompts(1), "eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 4}
     options |= {"save_strategy": "steps", "save_steps": 1}
     found = []
-    for form in ("dense", "packed", "rollout"):
+    for form in ("dense", "packed", "none"):
         writes = Writes()
         found.append(ended(train(build, tmp_path, form, callbacks=[writes], **options)))
         assert writes.seen == set(EVENTS)
@@ -147,7 +147,7 @@ def test_whatever_writes_weights_between_passes_is_seen(build, tmp_path):
 
 def test_evaluation_quantizes_once_and_is_not_counted(build, tmp_path):
     found = []
-    for form in ("dense", "rollout"):
+    for form in ("dense", "none"):
         options = {"eval_dataset": prompts(3), "per_device_eval_batch_size": 4, "output_dir": str(tmp_path / form)}
         trainer = build(step_weights=form, **options)
         found.append(trainer.evaluate())

@@ -83,7 +83,7 @@ def test_a_rotated_scheme_has_no_error_components_and_says_so(build, caplog):
 
 
 def test_rollouts_that_keep_no_weights_keep_none_in_a_step(build):
-    assert build(step_weights="none").quantization.form == "none"
+    assert build(step_weights="uncached").quantization.form == "none"
 
 
 def test_full_precision_policy_is_refused_unless_asked_for(build):
