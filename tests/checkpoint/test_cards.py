@@ -57,7 +57,7 @@ def numbers(text: str) -> dict[str, str]:
 def test_metadata_scheme_and_loading(model):
     text, data = make_card(model).text, make_card(model).data
     rows = numbers(text)
-    assert rows["mode"] == "`qat`" and rows["preset"] == "`w4a4`"
+    assert rows["mode"] == "`qat`" and rows["preset"] == "`w4a8`"
     assert rows["scheme"] == f"`{MXFP4RLConfig().describe()}`" and "mxfp4+even+mbs128" in rows["scheme"]
     assert rows["quantized layers"] == "14" and rows["linear layers in full precision"] == "1 (lm_head)"
     assert "import hf_mxfp4" in text and "AutoModelForCausalLM.from_pretrained(" in text

@@ -72,7 +72,7 @@ def test_a_second_save_keeps_records_of_other_files(copy):
     folder = copy("packed")
     (folder / "extra.safetensors").write_bytes((folder / "model.safetensors").read_bytes())
     add_to_folder(folder)
-    AutoModelForCausalLM.from_pretrained(folder).save_pretrained(folder, max_shard_size="10KB")
+    AutoModelForCausalLM.from_pretrained(folder).save_pretrained(folder, max_shard_size="5KB")
     assert "model.safetensors" not in manifest_of(folder) and "extra.safetensors" in manifest_of(folder)
     assert len(manifest_of(folder)) > 3 and not where(folder)
 

@@ -62,7 +62,7 @@ def test_environment(monkeypatch):
     assert set(utils.PACKAGES) < set(data["versions"])
     assert data["cpu"]["cores"] == os.cpu_count()
     cpu = [row for row in data["quantization"] if row["device"] == "cpu"]
-    assert len(cpu) == 6 and {row["backend"] for row in cpu} <= {"cpu", "eager"}
+    assert len(cpu) == 12 and {row["backend"] for row in cpu} <= {"cpu", "eager"}
     found = {(row["preset"], row["hardware"], row["product"]): row for row in data["products"]}
     assert "full precision" in found["w4a16", "sm_90", "fprop"]["reason"]
     assert {row["linear"] for row in data["products"] if row["hardware"] == "sm_80"} == {"dense"}

@@ -475,7 +475,7 @@ def test_a_whole_grid(tmp_path):
         "max_steps": 2, "per_device_train_batch_size": 8, "num_generations": 4, "logging_steps": 1, "report_every": 0,
         "gradient_checkpointing": False, "dataloader_pin_memory": False, "n_test": 4, "evaluate_every": 1,
     }  # fmt: skip
-    train = {"macro_block": None, "outlier_fallback": None, "use_cpu": True, "bf16": False, **options}
+    train = {"macro_block": None, "use_cpu": True, "bf16": False, **options}
     cells = {"bf16": {"options": {"full_precision": True}}, "mxfp4": {"label": "MXFP4", "paper": {"dense": 60.1}}}
     base = {"model_name_or_path": str(tmp_path / "base")}
     changes = {"train": train, "cells": cells, "base": base, "seeds": [0], "launcher": " ".join(processes.FORKED)}
@@ -484,7 +484,7 @@ def test_a_whole_grid(tmp_path):
     assert process.returncode == 0, process.output[-4000:]
     full, plain = records_in(tmp_path / "out")
     assert full["scheme"] == "full precision" and full["n_quantized"] == 0
-    assert plain["scheme"] == "w4a4 [weights mxfp4+even, activations mxfp4+even]" and plain["n_quantized"] == 14
+    assert plain["scheme"] == "w4a8 [weights mxfp4+even, activations fp8]" and plain["n_quantized"] == 14
     assert plain["steps"] == 2 and plain["n_test"] == 4 and plain["before"] is not None
     # Runs start from the saved model, and keep none of their own.
     *_, run = read_grid(path).runs

@@ -128,7 +128,7 @@ def test_an_evaluation_that_was_killed_goes_on_to_the_same_completions(whole, po
     [
         (["--temperature=0.5"], "temperature 1.0, not 0.5"),
         (["--max_new_tokens=3"], "max_new_tokens 4, not 3"),
-        (["--dequantize"], "computed_in w4a4"),
+        (["--dequantize"], "computed_in w4a8"),
         (["--dtype=bfloat16"], "dtype float32, not bfloat16"),
         (["--attn_implementation=eager"], "attention sdpa, not eager"),
     ],

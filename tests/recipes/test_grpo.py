@@ -191,7 +191,7 @@ def test_options_of_the_products_in_yaml_and_on_the_command_line(tmp_path):
     ("options", "message"),
     [
         (["--presett=w4a4"], "no option 'presett'; did you mean 'preset'"),
-        (["--preset=w4"], "preset='w4' is not supported; choose one of 'w4a16', 'w4a8', 'w4a4'"),
+        (["--preset=w4"], "preset='w4' is not supported; choose one of 'w4a16', 'w4a8', 'w4a8g8', 'w4a4'"),
         (["--aqn_num_stages=0"], "aqn_num_stages=0 must be at least 1"),
         (["--config=nowhere.yaml"], "cannot read nowhere.yaml: No such file"),
         (["--no_overwrite"], "no option 'no_overwrite'; did you mean 'overwrite'"),
@@ -340,7 +340,7 @@ def test_an_error_that_is_not_expected_keeps_its_traceback(tmp_path, monkeypatch
 
 def test_a_saved_policy_is_not_trained_under_another_scheme(whole, tmp_path):
     short = [f"--model_name_or_path={whole[0] / 'policy'}", "--max_steps=1", "--n_test=4", "--reload_check=0"]
-    with pytest.raises(SystemExit, match=r"another scheme: preset=w4a4 \(not w4a16\); .* leave out .*preset"):
+    with pytest.raises(SystemExit, match=r"another scheme: preset=w4a8 \(not w4a16\); .* leave out .*preset"):
         short_run(tmp_path / "second", *short, "--preset=w4a16")
     assert short_run(tmp_path / "third", *short)["n_quantized"] == 14
     full = short_run(tmp_path / "fourth", *short, "--full_precision=true", "--aqn=false")

@@ -110,7 +110,7 @@ def test_two_processes_train_evaluate_save_and_reload(tmp_path):
     history = history_of(tmp_path / "out")
     noisy = [entry for entry in history if entry.get("aqn/sigma")]
     assert [entry["aqn/n_modules"] for entry in noisy] == [5, 5]
-    for metric in ("error/grid", "error/activations/sqnr_db"):
+    for metric in ("error/grid", "error/sqnr_db"):
         assert any(isinstance(entry.get(metric), float) for entry in history), metric
     assert (tmp_path / "out" / "run_report.html").is_file()
     assert all(0.7 < entry["aqn/measured_std"] / entry["aqn/sigma"] < 1.3 for entry in noisy)
@@ -244,8 +244,8 @@ def test_the_start_says_which_scheme_and_adapter_options_it_has(whole, tmp_path)
     lora = ["--config", str(CONFIGS / "tiny_cpu_lora.yaml"), adapter]
     with pytest.raises(SystemExit, match="has r=2, not lora_r=16; leave lora_r out, or start from its base"):
         find_start(parse(lora))
-    with pytest.raises(SystemExit, match=r"another scheme: preset=w4a16 \(not w4a4\); .* leave out .*preset"):
-        find_start(parse([*lora, "--lora_r=2", "--preset=w4a4"]))
+    with pytest.raises(SystemExit, match=r"another scheme: preset=w4a16 \(not w4a8\); .* leave out .*preset"):
+        find_start(parse([*lora, "--lora_r=2", "--preset=w4a8"]))
     (whole[0] / "policy" / "adapter_config.json").rename(tmp_path / "away")
     try:
         with pytest.raises(SystemExit, match="cannot load the model"):

@@ -178,11 +178,10 @@ def test_packed_layers_that_quantize_activations_are_measured(build):
 
 
 SCHEMES = {
-    "default": {},
+    "w4a4": {"preset": "w4a4"},
     "stochastic": {
         "preset": "w4a4g4",
         "macro_block": None,
-        "outlier_fallback": None,
         "dgrad": {"grad": "rceil+stochastic"},
         "wgrad": {"grad": "rceil+stochastic", "x": "rceil"},
     },
@@ -279,7 +278,7 @@ def test_a_whole_run(whole):
         assert dict(zip(steps, values, strict=True)) == expected
     assert {
         "reward", "entropy", "completions/mean_length",
-        "aqn/sigma", "aqn/measured_std", "error/scale_bias", "error/activations/deadzone", "error/activations/sqnr_db",
+        "aqn/sigma", "aqn/measured_std", "error/scale_bias",
         "grad_norm", "learning_rate",
         "sampling/importance_sampling_ratio/clipped",
     } <= shown  # fmt: skip

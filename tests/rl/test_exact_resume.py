@@ -49,7 +49,7 @@ def builder(folder):
     """`make(scheme, **options)` makes a trainer that writes below ``folder``, of a mixture of experts if wanted."""
     factory = trainer_factory(folder)
 
-    def make(scheme="w4a4", mixture=False, **options):
+    def make(scheme="default", mixture=False, **options):
         options = {**RUN, **options}
         if scheme == "lora":
             options["peft_config"] = LoraConfig(task_type="CAUSAL_LM", target_modules="all-linear", r=4)
