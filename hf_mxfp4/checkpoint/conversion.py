@@ -17,9 +17,18 @@ from ..gemm import not_finite, quantize_weight, weight_values
 from ..module_names import full_precision_record
 from ..numerics import BLOCK_SIZE
 from ..numerics.formats import E8M0_NAN
+from ..numerics.schemes import one_of
 from ..report import ErrorEnergy, add_packed, decibels
 from .card import save_packed_card
-from .folder import CheckpointError, NewTensor, open_checkpoint, write_metadata, write_shards
+from .folder import (
+    CheckpointError,
+    NewTensor,
+    cast_tensors,
+    model_dtype,
+    open_checkpoint,
+    write_metadata,
+    write_shards,
+)
 from .formats import IMPORTABLE, stored_format
 from .manifest import OnBytes, ignore_bytes, weight_files, write_manifest
 from .names import stack_packed
@@ -33,10 +42,12 @@ from .sources import NOT_IMPORTED, ForeignSource, LayerSource, MasterSource
 ACTIONS = {
     "kept": "kept byte for byte",
     "requantized": "quantized again",
-    "dequantized": "dequantized to bfloat16",
+    "dequantized": "dequantized",
     "packed": "quantized from full precision",
     "left": "left in full precision",
 }
+#: Dtypes that tensors which are not quantized can be written in.
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 #: What an error is measured against: full-precision weights that were read, or the values of packed ones.
 ORIGINAL, PACKED = "the full-precision weights", "the packed values"
 #: Rows that are compared at a time.
@@ -216,7 +227,7 @@ def convert(
     if target == origin or origin in target.parents or target in origin.parents:
         raise FolderError(f"{target} and the checkpoint {origin} must be apart, neither inside of the other")
     side_files = find_side_files(source.folder.path)
-    tensors = [_counted(tensor, on_bytes, tensor.nbytes) for tensor in others]
+    tensors = [_counted(_finite(tensor), on_bytes, tensor.nbytes) for tensor in others]
     for cost, (first, *rest) in layers:
         shape = source.shapes[cost.name]
         cost.matrices, cost.n_weights = len(shape.matrices), shape.n_weights
@@ -242,6 +253,57 @@ def convert(
     return report
 
 
+def names_to_cast(source: LayerSource, tensors: Sequence[NewTensor], dtype: torch.dtype) -> set[str]:
+    """Return the names of ``tensors`` that have the ``dtype`` of the model, but those that transformers loads in
+    float32 into a 16-bit model."""
+    from transformers.core_model_loading import build_glob_alternation
+
+    found = {tensor.name for tensor in tensors if tensor.dtype == dtype}
+    if not (plan := source.model._get_dtype_plan(torch.bfloat16)):
+        return found
+    names, (kept, *_) = source.names, build_glob_alternation(list(plan))
+    own = {place: name for name, place in (names.whole if source.has_experts else {}).items()} | names.places
+    return {name for name in found if not kept.search(own.get(name, name))}
+
+
+def config_in_dtype(value: Any, dtype: torch.dtype) -> Any:
+    """Return a `config.json` whose models are in ``dtype``."""
+    if not isinstance(value, Mapping):
+        return value
+    named = {key: dtype_name(dtype) for key in ("dtype", "torch_dtype") if value.get(key) is not None}
+    return {key: config_in_dtype(inner, dtype) for key, inner in value.items()} | named
+
+
+def dtype_notes(before: torch.dtype, after: torch.dtype) -> list[str]:
+    """Return what a report says of tensors that are not quantized."""
+    if before == after:
+        return []
+    return [
+        f"All other tensors are converted from {dtype_name(before)} to {dtype_name(after)} (--dtype), but those that "
+        "transformers keeps in float32."
+    ]
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return the name of a dtype in `config.json`."""
+    return str(dtype).removeprefix("torch.")
+
+
+def _finite(tensor: NewTensor) -> NewTensor:
+    """Raise [`CheckpointError`] for NaN or infinity in a tensor, before or after a change of its dtype."""
+
+    def make() -> torch.Tensor:
+        made = tensor.make()
+        if made.is_floating_point() and not made.isfinite().all():
+            raise CheckpointError(
+                f"{tensor.name} holds NaN or infinity in {dtype_name(made.dtype)}; restore the checkpoint, or use a "
+                "wider dtype (--dtype)"
+            )
+        return made
+
+    return replace(tensor, make=make)
+
+
 def _counted(tensor: NewTensor, on_bytes: OnBytes, n_bytes: int) -> NewTensor:
     def make():
         made = tensor.make()
@@ -256,6 +318,7 @@ def pack_checkpoint(
     out_dir: str | os.PathLike,
     config: MXFP4RLConfig | None = None,
     *,
+    dtype: str | None = None,
     overwrite: bool = False,
     on_bytes: OnBytes = ignore_bytes,
 ) -> ConversionReport:
@@ -266,13 +329,20 @@ def pack_checkpoint(
         source_dir: a checkpoint trained with ``mode="qat"``, or a plain one.
         out_dir: new or empty folder; with ``overwrite`` also a checkpoint, which is replaced.
         config: of mode ``"packed"``, for a plain checkpoint; a QAT one is packed under its own scheme.
+        dtype: of what is not quantized, ``"bfloat16"``, ``"float16"`` or ``"float32"``. By default that of the
+            checkpoint, but bfloat16 for a QAT one in float32, which only training needs.
 
     Raises `CheckpointError` for a checkpoint that cannot be read or is packed already, or a wrong ``config``;
     `FolderError` when ``out_dir`` cannot be written; `ShardError` when a file is missing or damaged.
     """
+    one_of("dtype", dtype, (None, *DTYPES))
     folder = open_checkpoint(source_dir)
     source = MasterSource(folder, config)
     config, energy = source.config, ErrorEnergy()
+    before = model_dtype(folder)
+    after = before if source.is_plain or before.itemsize <= 2 else torch.bfloat16
+    after = after if dtype is None else DTYPES[dtype]
+    rest = source.packed_rest()
     costs = {layer: LayerCost(layer, "packed") for layer in source.shapes}
 
     def pack(layer: str) -> dict[str, torch.Tensor]:
@@ -291,10 +361,18 @@ def pack_checkpoint(
     return convert(
         source,
         [(cost, source.packed_layer(layer, pack)) for layer, cost in costs.items()],
-        source.packed_rest(),
-        with_scheme(folder.config, config.keeping(full_precision_record(source.model, source.reasons))),
+        cast_tensors(rest, names_to_cast(source, rest, before), after),
+        with_scheme(
+            config_in_dtype(folder.config, after),
+            config.keeping(full_precision_record(source.model, source.reasons)),
+        ),
         ConversionReport(
-            Path(out_dir), "mxfp4_rl", config.describe(), weights=str(config.weight_scheme), file="pack_report.json"
+            Path(out_dir),
+            "mxfp4_rl",
+            config.describe(),
+            notes=dtype_notes(before, after),
+            weights=str(config.weight_scheme),
+            file="pack_report.json",
         ),
         overwrite=overwrite,
         on_bytes=on_bytes,

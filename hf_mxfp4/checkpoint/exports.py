@@ -15,7 +15,18 @@ from ..gemm import quantize_weight, weight_values
 from ..module_names import fused_experts
 from ..numerics import QuantScheme, ScaleRule
 from ..numerics.schemes import one_of
-from .conversion import ORIGINAL, PACKED, ConversionReport, LayerCost, convert
+from .conversion import (
+    DTYPES,
+    ORIGINAL,
+    PACKED,
+    ConversionReport,
+    LayerCost,
+    config_in_dtype,
+    convert,
+    dtype_name,
+    dtype_notes,
+    names_to_cast,
+)
 from .folder import CheckpointError, CheckpointFolder, NewTensor, model_dtype, new_tensors, open_checkpoint
 from .formats import FORMATS, Format, PackedFormat
 from .manifest import OnBytes, ignore_bytes
@@ -37,6 +48,7 @@ def export(
     *,
     scale_rule: str | None = None,
     preset: str | None = None,
+    dtype: str | None = None,
     modules_to_not_convert: Sequence[str] | None = None,
     overwrite: bool = False,
     on_bytes: OnBytes = ignore_bytes,
@@ -53,12 +65,14 @@ def export(
         format: ``"compressed-tensors"``, ``"nvfp4"``, ``"nvfp4-modelopt"``, ``"quark"``, ``"gpt-oss"``, ``"gguf"`` or
             ``"bf16"``.
         on_mismatch: for layers that the format cannot hold: ``"refuse"``; ``"requantize"`` without what it
-            cannot; ``"dequantize"`` to bfloat16. Layers that cannot be 4-bit there at all are in bfloat16 under either
+            cannot; ``"dequantize"`` to ``dtype``. Layers that cannot be 4-bit there at all are dequantized under either
             of the last two, and those that a format never quantizes always.
         scale_rule: how block scales are chosen: ``"rceil"``, ``"floor"``, ``"even"`` or ``"mse"``. By default
             ``"even"`` for a plain checkpoint; for others their own. Given a rule, a trained checkpoint is quantized
             without its macro factors and outlier fallback.
-        preset: for a plain checkpoint: ``"w4a16"`` (default), or ``"w4a4"`` for engines that quantize activations too.
+        preset: ``"w4a16"``, or ``"w4a4"`` for engines that quantize activations too. By default ``"w4a4"`` if the
+            checkpoint's own activations are MXFP4; engines do not have those in FP8 with 4-bit weights.
+        dtype: of what is not quantized, ``"bfloat16"`` (default), ``"float16"`` or ``"float32"``.
         modules_to_not_convert: for a plain checkpoint: layers to leave alone, as in [`MXFP4RLConfig`].
 
     Returns:
@@ -71,23 +85,27 @@ def export(
     one_of("format", format, tuple(FORMATS))
     one_of("on_mismatch", on_mismatch, tuple(ON_MISMATCH))
     one_of("scale_rule", scale_rule, (None, *(rule.value for rule in ScaleRule)))
+    one_of("dtype", dtype, (None, *DTYPES))
     folder = open_checkpoint(source_dir)
     source = _open_source(folder, FORMATS[format], scale_rule, preset, modules_to_not_convert)
-    target, dtype = FORMATS[format].for_checkpoint(folder, source.model, source.config), model_dtype(folder)
-    plan = Plan(source, target, scale_rule, on_mismatch)
+    target = FORMATS[format].for_checkpoint(folder, source.model, _has_4_bit_inputs(source.config, preset))
+    before, after = model_dtype(folder), DTYPES[dtype or "bfloat16"]
+    if dtype is None and before == torch.float16 and target.keeps_float16:
+        after = before
+    plan = Plan(source, target, scale_rule, on_mismatch, after)
     quantized = sorted(layer for layer, (action, _) in plan.decisions.items() if action not in ("dequantized", "left"))
     names = ignored_layers(source, set(quantized)), quantized
     report = ConversionReport(
         Path(out_dir),
         format,
         "full precision" if plan.is_plain else source.config.describe(),
-        notes=[*target.notes(source.config, *names), *plan.notes(dtype)],
+        notes=[*target.notes(source.config, *names), *plan.notes(before)],
         weights=str(plan.written) if plan.actions & {"packed", "requantized"} or plan.is_plain else None,
         against=PACKED if isinstance(source, PackedSource) else ORIGINAL,
         source_sqnr_db=source.sqnr_db if isinstance(source, PackedSource) else None,
         file="export_report.json",
     )
-    config = _in_bf16(without_scheme(folder.config))
+    config = config_in_dtype(without_scheme(folder.config), after)
     if _has_own_head(source):
         config = _untied(config)
         report.notes.append("The head differs from the embeddings, so config.json has tie_word_embeddings=false.")
@@ -109,7 +127,7 @@ def export(
     return convert(
         source,
         [plan.layer(layer) for layer in plan.decisions],
-        target.others([watched(tensor) for tensor in rest], dtype, _kept_in_float32(source, rest)),
+        target.others([watched(tensor) for tensor in rest], names_to_cast(source, rest, before), after),
         config if options is None else {**config, "quantization_config": options},
         report,
         write=target.write,
@@ -130,23 +148,28 @@ def option(name: str, value: Any) -> str:
 def _open_source(
     folder: CheckpointFolder, format: Format, scale_rule: str | None, preset: str | None, skips: Sequence[str] | None
 ) -> LayerSource:
-    own = own_config(folder)
-    if own is not None:
-        for name, value in (("preset", preset), ("modules_to_not_convert", skips)):
-            if value is not None:
-                raise CheckpointError(
-                    f"{folder.path} has a scheme of its own ({own.describe()}); leave out {option(name, value)}"
-                )
-        return PackedSource(folder) if own.mode == "packed" else MasterSource(folder)
     if preset == "w4a4" and not format.quantizes_activations:
         raise CheckpointError(
             f"{option('preset', 'w4a4')} has no effect in format {format.name!r}, whose engines compute activations in "
             f"full precision; leave it out, or use {option('format', 'quark')}"
         )
+    own = own_config(folder)
+    if own is not None:
+        if skips is not None:
+            raise CheckpointError(
+                f"{folder.path} has a scheme of its own ({own.describe()}); leave out "
+                f"{option('modules_to_not_convert', skips)}"
+            )
+        return PackedSource(folder) if own.mode == "packed" else MasterSource(folder)
     holds = format.holds if isinstance(format, PackedFormat) else PackedFormat.holds
     options: dict[str, Any] = {**holds, "outlier_fallback": None, "modules_to_not_convert": skips}
     rule = scale_rule or DEFAULT_RULE
     return MasterSource(folder, MXFP4RLConfig(mode="packed", preset=preset or "w4a16", scale_rule=rule, **options))
+
+
+def _has_4_bit_inputs(config: MXFP4RLConfig, preset: str | None) -> bool:
+    """Whether inputs are quantized to 4 bits under ``preset``, or by default as those of the checkpoint are."""
+    return isinstance(config.activation_scheme, QuantScheme) if preset is None else preset == "w4a4"
 
 
 class Plan:
@@ -156,13 +179,15 @@ class Plan:
         has_masters, is_plain: whether full-precision weights are read, and whether they were never quantized.
         held: the source's blocks and rule (unless one is given), with what the format holds.
         written: the scheme of what is quantized here.
+        dtype: of what is not.
         decisions: one of the report's actions for each layer, and why if the format leaves no choice.
 
     Raises [`CheckpointError`] for what the format cannot hold, and for a scale rule without effect.
     """
 
-    def __init__(self, source: Any, format: Any, scale_rule: str | None, on_mismatch: str):
+    def __init__(self, source: Any, format: Any, scale_rule: str | None, on_mismatch: str, dtype: torch.dtype):
         self.source, self.format, self.scheme = source, format, source.config.weight_scheme
+        self.dtype = dtype
         self.has_masters = isinstance(source, MasterSource)
         self.is_plain = self.has_masters and source.is_plain
         self.is_packed = isinstance(format, PackedFormat)
@@ -222,7 +247,7 @@ class Plan:
             full = [self._full(cost, expert) for expert in shape.matrices]
             return format.full_tensors(name, shape, full[0] if shape.experts is None else torch.stack(full))
 
-        return cost, new_tensors(format.full_tensors(name, shape, shape.meta()), make)
+        return cost, new_tensors(format.full_tensors(name, shape, shape.meta().to(self.dtype)), make)
 
     def _packed(self, cost: LayerCost, expert: int | None) -> dict[str, torch.Tensor]:
         """Return the fields of one matrix that the format stores, in the scheme [`written`] unless they are kept."""
@@ -264,15 +289,15 @@ class Plan:
         return self._top_exponents[module]
 
     def _full(self, cost: LayerCost, expert: int | None) -> torch.Tensor:
-        """Return one matrix in bfloat16, with its quantized values unless it is left alone."""
+        """Return one matrix in [`dtype`], with its quantized values unless it is left alone."""
         source = self.source
         before = source.finite_master(cost.name, expert) if self.has_masters else None
         if cost.action == "left":
-            return before.to(torch.bfloat16)
+            return before.to(self.dtype)
         packed = source.read(cost.name, expert) if before is None else source.pack(before)
         options = packed, source.shapes[cost.name].in_features, self.scheme
         rotation = source.config.weight_rotation
-        after = weight_values(*options, torch.bfloat16, "auto", rotation)
+        after = weight_values(*options, self.dtype, "auto", rotation)
         cost.add(weight_values(*options, torch.float32, "auto", rotation) if before is None else before, after)
         return after
 
@@ -287,11 +312,11 @@ class Plan:
         n_refused, n_layers = (sum(len(shapes[layer].matrices) for layer in each) for each in (refused, shapes))
         scheme = "" if self.is_plain else f" ({self.scheme})"
         requantize, dequantize = (option("on_mismatch", choice) for choice in ("requantize", "dequantize"))
-        even, advice = option("scale_rule", DEFAULT_RULE), f"{dequantize} writes them in bfloat16"
+        even, advice = option("scale_rule", DEFAULT_RULE), f"{dequantize} writes them in 16 bits"
         if self.misfits and self.has_masters:
             advice = (
                 f"Best: {even} quantizes the full-precision weights once ({self._held_scheme(DEFAULT_RULE)}); "
-                f"{requantize} does so by their own rule. Only {dequantize} keeps the values of the policy, in bfloat16"
+                f"{requantize} does so by their own rule. Only {dequantize} keeps the values of the policy, in 16 bits"
             )
         elif self.misfits:
             advice = (
@@ -309,7 +334,7 @@ class Plan:
         left_out = [self.format.leaves_out(shape) for shape in self.source.shapes.values()] if self.is_packed else []
         if left_out := [reason for reason in left_out if reason]:
             done = "left in" if "left" in self.actions else "dequantized to"
-            notes.append(f"{len(left_out)} layers were {done} bfloat16: {left_out[0]}.")
+            notes.append(f"{len(left_out)} layers were {done} {dtype_name(self.dtype)}: {left_out[0]}.")
         if "requantized" in self.actions:
             notes.append(
                 f"The packed weights were quantized a second time ({self.written}). Exporting the full-precision "
@@ -320,11 +345,7 @@ class Plan:
                 f"The policy was trained with weights in {self.scheme}; the exported ones are {self.written}, "
                 "quantized once from its full-precision weights."
             )
-        if dtype != torch.bfloat16:
-            notes.append(
-                f"All other tensors are converted from {dtype} to bfloat16, what other engines compute in, but those "
-                "that transformers keeps in float32."
-            )
+        notes += dtype_notes(dtype, self.dtype)
         if self.is_packed and self.actions <= {"dequantized", "left"}:
             notes.append("No layer is 4-bit any more: this is a plain checkpoint, as format bf16 writes it.")
         return notes
@@ -356,17 +377,6 @@ def ignored_layers(source: LayerSource, quantized: Set[str]) -> list[str]:
     return sorted((linears | matrices | experts) - embeddings - quantized)
 
 
-def _kept_in_float32(source: LayerSource, tensors: Sequence[NewTensor]) -> set[str]:
-    """Return the names of tensors in files that transformers loads in float32 into a bfloat16 model."""
-    from transformers.core_model_loading import build_glob_alternation
-
-    if not (plan := source.model._get_dtype_plan(torch.bfloat16)):
-        return set()
-    names, (kept, *_) = source.names, build_glob_alternation(list(plan))
-    own = {place: name for name, place in (names.whole if source.has_experts else {}).items()} | names.places
-    return {tensor.name for tensor in tensors if kept.search(own.get(tensor.name, tensor.name))}
-
-
 def _has_own_head(source: LayerSource) -> bool:
     """Whether the files have a head that differs from the embeddings, though the config ties them: transformers
     computes with it, and vLLM with the embeddings. T5 and its kind scale the head's input by this option instead."""
@@ -381,9 +391,3 @@ def _has_own_head(source: LayerSource) -> bool:
 def _untied(config: Mapping[str, Any]) -> dict[str, Any]:
     text = {"text_config": _untied(config["text_config"])} if config.get("text_config") else {}
     return {**config, "tie_word_embeddings": False, **text}
-
-
-def _in_bf16(value: Any) -> Any:
-    if not isinstance(value, Mapping):
-        return value
-    return {k: "bfloat16" if k in ("dtype", "torch_dtype") and v is not None else _in_bf16(v) for k, v in value.items()}

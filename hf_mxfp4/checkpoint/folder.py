@@ -6,7 +6,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -83,6 +83,11 @@ class NewTensor:
 
     def to(self, dtype: torch.dtype) -> "NewTensor":
         return replace(self, dtype=dtype, make=lambda: self.make().to(dtype))
+
+
+def cast_tensors(tensors: Iterable[NewTensor], cast: Set[str], dtype: torch.dtype) -> list[NewTensor]:
+    """Return ``tensors`` with those that ``cast`` names in ``dtype``."""
+    return [tensor.to(dtype) if tensor.name in cast else tensor for tensor in tensors]
 
 
 def new_tensors(specs: Mapping[str, torch.Tensor], make: Callable[[], Mapping[str, torch.Tensor]]) -> list[NewTensor]:

@@ -25,6 +25,13 @@ from .common import (
 )
 
 
+DtypeOption = Annotated[
+    Literal["bfloat16", "float16", "float32"] | None,
+    typer.Option(
+        help="Of embeddings, head and all that is not quantized: by default bfloat16; pack keeps a plain one's."
+    ),
+]
+
 _HOW = "save_pretrained, hf-mxfp4 pack, export and import write them; hf-mxfp4 verify --add does for a folder as it is"
 
 
@@ -47,6 +54,7 @@ def pack(
         str | None,
         typer.Option(help="Rotate weights and inputs by blocks: deterministic-16, -32, -64 or -128 (default: none)."),
     ] = None,
+    dtype: DtypeOption = None,
     skip: SkipOption = None,
     overwrite: OverwriteOption = False,
     as_json: JsonOption = False,
@@ -67,7 +75,7 @@ def pack(
         modules_to_not_convert=skip,
     )
     with work_progress(_bytes_in(source)) as progress:
-        report = checkpoint.pack_checkpoint(source, out, config, overwrite=overwrite, on_bytes=progress)
+        report = checkpoint.pack_checkpoint(source, out, config, dtype=dtype, overwrite=overwrite, on_bytes=progress)
     _show(report, as_json)
 
 
@@ -98,8 +106,12 @@ def export(
     ] = None,
     preset: Annotated[
         Literal["w4a16", "w4a4"] | None,
-        typer.Option(help="For a plain checkpoint: w4a16 (default), or w4a4 in NVFP4 and in format quark."),
+        typer.Option(
+            help="What NVFP4 and format quark say of activations: w4a4, the default of a checkpoint whose own are "
+            "MXFP4, or w4a16, the default of all others."
+        ),
     ] = None,
+    dtype: DtypeOption = None,
     skip: SkipOption = None,
     overwrite: OverwriteOption = False,
     as_json: JsonOption = False,
@@ -117,6 +129,7 @@ def export(
             on_mismatch,
             scale_rule=scale_rule,
             preset=preset,
+            dtype=dtype,
             modules_to_not_convert=skip,
             overwrite=overwrite,
             on_bytes=progress,

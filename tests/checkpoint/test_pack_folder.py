@@ -34,7 +34,7 @@ def test_a_qat_folder_packs_like_its_model(name, shard_size, family, tmp_path, m
     model = AutoModelForCausalLM.from_pretrained(plain, quantization_config=MXFP4RLConfig(**options))
     model.save_pretrained(tmp_path / "qat", max_shard_size=shard_size)
     hf_mxfp4.pack(model).save_pretrained(tmp_path / "packed", max_shard_size=shard_size)
-    report = pack_checkpoint(tmp_path / "qat", tmp_path / "out")
+    report = pack_checkpoint(tmp_path / "qat", tmp_path / "out", dtype=str(dtype).removeprefix("torch."))
     same_files(tmp_path / "packed", tmp_path / "out")
     assert report.counts() == {"packed": model.quantization_report.n_quantized}
     # The one model came from the QAT folder's predecessor, and neither folder names a base model.

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a checkpoint format defines. One small module per format."""
 
+import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence, Set
 from pathlib import Path
@@ -10,7 +11,7 @@ import torch
 
 from ...config import MXFP4RLConfig
 from ...numerics import BLOCK_SIZE, QuantScheme, ScaleRule
-from ..folder import CheckpointError, CheckpointFolder, NewTensor, StoredTensor, write_shards
+from ..folder import CheckpointError, CheckpointFolder, NewTensor, StoredTensor, cast_tensors, write_shards
 from ..names import LayerShape, plain_tensors
 
 
@@ -25,17 +26,24 @@ class Format(ABC):
 
     #: What users call it.
     name: ClassVar[str]
-    #: Whether engines that read it quantize activations too, if it says so.
+    #: Whether the format can say that engines quantize activations too.
     quantizes_activations: ClassVar[bool] = False
-    #: What becomes of quantized activations otherwise, in words that continue a sentence.
+    #: Whether it says so of a checkpoint; see [`for_checkpoint`].
+    quantizes_inputs: bool = False
+    #: What becomes of activations then, and otherwise, in words that continue a sentence.
+    quantized_activations: ClassVar[str]
     activations: ClassVar[str] = "the exported model computes them in full precision (W4A16)"
     #: Whether tensors have the names that files of a plain model have, or else those of the model itself.
     plain_names: ClassVar[bool] = True
+    #: Whether a float16 checkpoint by default stays float16 where it is not quantized; other formats are bfloat16.
+    keeps_float16: ClassVar[bool] = False
 
-    def for_checkpoint(self, folder: CheckpointFolder, model: torch.nn.Module, config: MXFP4RLConfig) -> "Format":
-        """Return the format for one checkpoint under ``config``, whose ``model`` is on the meta device. Raises
-        [`CheckpointError`] if it cannot hold this architecture, or a package is missing for it."""
-        return self
+    def for_checkpoint(self, folder: CheckpointFolder, model: torch.nn.Module, quantizes_inputs: bool) -> "Format":
+        """Return the format for one checkpoint, whose ``model`` is on the meta device and whose inputs are quantized to
+        4 bits, or are not. Raises [`CheckpointError`] if it cannot hold this architecture, or a package is missing."""
+        format = copy.copy(self)
+        format.quantizes_inputs = quantizes_inputs and self.quantizes_activations
+        return format
 
     def quantization_config(
         self, config: MXFP4RLConfig, ignored: Names, quantized: Names = ()
@@ -51,19 +59,19 @@ class Format(ABC):
     def notes(self, config: MXFP4RLConfig, ignored: Names, quantized: Names = ()) -> list[str]:
         """Say what of ``config`` the format leaves out, apart from the weights; in sentences for the user."""
         scheme = config.activation_scheme
-        return [] if scheme is None else [f"Activations were quantized ({scheme}); {self.activations}."]
+        if scheme is None and not self.quantizes_inputs:
+            return []
+        before = "not quantized" if scheme is None else f"quantized ({scheme})"
+        after = self.quantized_activations if self.quantizes_inputs else self.activations
+        return [f"Activations were {before}; {after}."]
 
     def full_tensors(self, layer: str, shape: LayerShape, weight: torch.Tensor) -> dict[str, torch.Tensor]:
         """Return the tensors that a full-precision weight ``[N, K]`` or ``[experts, N, K]`` is stored as."""
         return plain_tensors(layer, shape, weight)
 
-    def others(self, tensors: Sequence[NewTensor], dtype: torch.dtype, kept: Set[str] = frozenset()) -> list[NewTensor]:
-        """Return the tensors of the files for those that are not quantized, of a model in ``dtype``; those that are
-        ``kept``, by name, keep theirs."""
-        return [
-            tensor.to(torch.bfloat16) if tensor.dtype == dtype and tensor.name not in kept else tensor
-            for tensor in tensors
-        ]
+    def others(self, tensors: Sequence[NewTensor], cast: Set[str], dtype: torch.dtype) -> list[NewTensor]:
+        """Return the tensors of the files for those that are not quantized; ``cast`` names those to be in ``dtype``."""
+        return cast_tensors(tensors, cast, dtype)
 
     def write(self, folder: Path, tensors: Sequence[NewTensor], metadata: Mapping[str, str]) -> list[Path]:
         """Write the files; return those of safetensors."""

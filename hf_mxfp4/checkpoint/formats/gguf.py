@@ -36,6 +36,8 @@ Rows: TypeAlias = slice | torch.Tensor
 _NAN = 255
 #: Dtypes of tensors -> GGML's types; bytes are blocks of MXFP4.
 _KINDS = {torch.uint8: "MXFP4", torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32"}
+#: Type of most weights -> that of the file, as llama.cpp calls it.
+_FILE_TYPES = {"MXFP4": "MOSTLY_MXFP4_MOE", "BF16": "MOSTLY_BF16", "F16": "MOSTLY_F16", "F32": "ALL_F32"}
 #: Key of a file, after the architecture's name -> attribute of transformers' config.
 _COMMON = {
     "block_count": "num_hidden_layers",
@@ -115,6 +117,7 @@ class GGUFFormat(PackedFormat):
     name = "gguf"
     activations = "llama.cpp rounds them to 8-bit integers on CPUs; on GPUs it depends on the kernel"
     plain_names = False
+    keeps_float16 = True
 
     def __init__(self, folder: CheckpointFolder | None = None, model: "PreTrainedModel | None" = None):
         self._folder = folder
@@ -125,7 +128,9 @@ class GGUFFormat(PackedFormat):
             self._names = gguf.get_tensor_name_map(keys[self._architecture.name], self._config.num_hidden_layers)
             self._tokenizer = read_tokenizer(folder.path, self._config.vocab_size)
 
-    def for_checkpoint(self, folder: CheckpointFolder, model: "PreTrainedModel", config: MXFP4RLConfig) -> "GGUFFormat":
+    def for_checkpoint(
+        self, folder: CheckpointFolder, model: "PreTrainedModel", quantizes_inputs: bool
+    ) -> "GGUFFormat":
         if reason := unsupported_reason(model.config):
             raise CheckpointError(f"format 'gguf' cannot hold {folder.path}: {reason}")
         return GGUFFormat(folder, model)
@@ -148,15 +153,16 @@ class GGUFFormat(PackedFormat):
         name = f"{layer}.weight" if shape.experts is None else layer
         return {place: weight[..., rows, :] for place, rows in self._places(name, shape.out_features).items()}
 
-    def others(self, tensors: Sequence[NewTensor], dtype: torch.dtype, kept: Set[str] = frozenset()) -> list[NewTensor]:
+    def others(self, tensors: Sequence[NewTensor], cast: Set[str], dtype: torch.dtype) -> list[NewTensor]:
         found = []
+        dtypes = [dtype if tensor.name in cast else tensor.dtype for tensor in tensors]
         if all(tensor.name != "model.embed_tokens.weight" for tensor in tensors):  # tied to the head, which is stored
             names = {"lm_head.weight": "model.embed_tokens.weight"}
             tensors = [replace(tensor, name=names.get(tensor.name, tensor.name)) for tensor in tensors]
-        for tensor in tensors:
+        for tensor, kind in zip(tensors, dtypes, strict=True):
             if _KINDS.get(tensor.dtype, "MXFP4") == "MXFP4":
                 raise CheckpointError(f"{tensor.name} is {tensor.dtype}, which GGUF files of llama.cpp do not hold")
-            found += self._parts(tensor, dtype, tensor.name in kept)
+            found += self._parts(tensor, kind)
         if (frequencies := rope_frequencies(self._config)) is not None:
             shape = tuple(frequencies.shape)
             found.append(NewTensor("rope_freqs.weight", torch.float32, shape, lambda: frequencies))
@@ -164,9 +170,10 @@ class GGUFFormat(PackedFormat):
 
     def write(self, folder: Path, tensors: Sequence[NewTensor], metadata: Mapping[str, str]) -> list[Path]:
         gguf = gguf_package()
-        kind = "MXFP4" if any(tensor.dtype == torch.uint8 for tensor in tensors) else "BF16"
+        has_blocks = any(tensor.dtype == torch.uint8 for tensor in tensors)
+        kind = "MXFP4" if has_blocks else _KINDS[max(tensors, key=lambda tensor: tensor.nbytes).dtype]
         writer = gguf.GGUFWriter(folder / f"model-{kind}.gguf", self._architecture.name)
-        self._add_metadata(writer, "MOSTLY_MXFP4_MOE" if kind == "MXFP4" else "MOSTLY_BF16")
+        self._add_metadata(writer, _FILE_TYPES[kind])
         for tensor in tensors:
             raw = np.dtype("uint8" if tensor.dtype == torch.uint8 else "float32")
             type_in_file = gguf.GGMLQuantizationType[_KINDS[tensor.dtype]]
@@ -220,8 +227,8 @@ class GGUFFormat(PackedFormat):
         heads = (kind == "k_proj" and config.num_key_value_heads) or config.num_attention_heads
         return torch.arange(heads * head_dim(config)).view(heads, 2, -1).transpose(1, 2).flatten()
 
-    def _parts(self, tensor: NewTensor, dtype: torch.dtype, is_kept: bool) -> list[NewTensor]:
-        """Return the tensors of the file for one that is not quantized, of a model in ``dtype``."""
+    def _parts(self, tensor: NewTensor, dtype: torch.dtype) -> list[NewTensor]:
+        """Return the tensors of the file for one that is not quantized, in ``dtype`` if it is a matrix."""
         of_experts = ".experts." in tensor.name
         is_transposed = of_experts and len(tensor.shape) == 3 and self._architecture.name == "gpt-oss"
 
@@ -232,8 +239,7 @@ class GGUFFormat(PackedFormat):
         def part(place: str, rows: Rows) -> NewTensor:
             shape = tuple(select(whole, rows).shape)
             wide = len(shape) == 1 or place.endswith(".bias") or ".ffn_gate_inp." in place
-            stays = is_kept or tensor.dtype != dtype or tensor.dtype == torch.float16
-            kind = torch.float32 if wide else tensor.dtype if stays else torch.bfloat16
+            kind = torch.float32 if wide else dtype
             return NewTensor(place, kind, shape, lambda: select(tensor.make(), rows).to(kind))
 
         whole = torch.empty(tensor.shape, device="meta")

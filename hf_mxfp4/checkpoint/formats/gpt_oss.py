@@ -28,7 +28,7 @@ class GptOssFormat(ImportableFormat):
     name = "gpt-oss"
     quant_method = "mxfp4"
 
-    def for_checkpoint(self, folder: CheckpointFolder, model: torch.nn.Module, config: MXFP4RLConfig) -> Format:
+    def for_checkpoint(self, folder: CheckpointFolder, model: torch.nn.Module, quantizes_inputs: bool) -> Format:
         if (kind := model.config.model_type) != "gpt_oss":
             raise CheckpointError(
                 f"format 'gpt-oss' cannot hold {folder.path}: it is for the architecture 'gpt_oss', not {kind!r}"

@@ -26,9 +26,8 @@ from ...numerics import (
     unpack_codes,
 )
 from ...numerics.corrections import BLOCKS_PER_BYTE, pack_mantissas
-from ..folder import CheckpointFolder
 from ..names import LayerShape
-from .base import Format, Names, Packed, Read, expect
+from .base import Names, Packed, Read, expect
 from .compressed_tensors import CompressedTensorsFormat, has_experts
 
 
@@ -55,16 +54,14 @@ class NVFP4Format(CompressedTensorsFormat):
     elements = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": GROUP, "symmetric": True}
     inputs = "local"
     quantizes_activations = True
+    quantized_activations = (
+        "the exported model quantizes them as NVFP4, with the tensor scale 1, which cuts magnitudes above "
+        "2688. If inputs of layers are larger, run hf-mxfp4 smooth first"
+    )
     holds = {"macro_block": 128, "macro_search": "block_mantissas"}
     has_tensor_scale = True
     #: What files call the tensor scales of weights and of inputs.
     tensor_scales = "weight_global_scale", "input_global_scale"
-
-    def __init__(self, quantizes_inputs: bool = False):
-        self.quantizes_inputs = quantizes_inputs
-
-    def for_checkpoint(self, folder: CheckpointFolder, model: torch.nn.Module, config: MXFP4RLConfig) -> Format:
-        return type(self)(config.activation_scheme is not None)
 
     def quantization_config(self, config: MXFP4RLConfig, ignored: Names, quantized: Names = ()) -> dict[str, Any]:
         options = super().quantization_config(config, ignored, quantized)
@@ -76,19 +73,13 @@ class NVFP4Format(CompressedTensorsFormat):
         return options
 
     def notes(self, config: MXFP4RLConfig, ignored: Names, quantized: Names = ()) -> list[str]:
-        notes, scheme = super().notes(config, ignored, quantized), config.activation_scheme
+        notes = super().notes(config, ignored, quantized)
         if has_experts(quantized):
             notes.append(
                 "transformers 5.23 ignores the tensor scales of experts in checkpoints of this format, and computes "
                 "with wrong weights. vLLM and compressed-tensors itself apply them; format compressed-tensors loads."
             )
-        if scheme is None:
-            return notes
-        return [
-            f"Activations were quantized ({scheme}); the exported model quantizes them as NVFP4, with the tensor scale "
-            "1, which cuts magnitudes above 2688. If inputs of layers are larger, run hf-mxfp4 smooth first.",
-            *notes[1:],
-        ]
+        return notes
 
     def misfits(self, scheme: QuantScheme) -> list[str]:
         has_mantissas = scheme.macro_block is not None and scheme.macro_search.startswith("block_mantissas")

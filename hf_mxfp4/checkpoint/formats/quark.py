@@ -33,11 +33,12 @@ class QuarkFormat(RenamedFormat):
 
     name = quant_method = "quark"
     quantizes_activations = True
+    quantized_activations = "the exported model quantizes them as plain MXFP4"
     names = {"weight": "weight", "weight_scale": "weight_scale"}
 
     def quantization_config(self, config: MXFP4RLConfig, ignored: Names, quantized: Names = ()) -> dict[str, Any]:
         tensor = {**_TENSOR, **_TENSOR_DETAILS, "scale_calculation_mode": _mode(config)}
-        activations = {**tensor, "is_dynamic": True} if isinstance(config.activation_scheme, QuantScheme) else None
+        activations = {**tensor, "is_dynamic": True} if self.quantizes_inputs else None
         return {
             "quant_method": self.quant_method,
             "quant_mode": "eager_mode",
@@ -63,12 +64,8 @@ class QuarkFormat(RenamedFormat):
         }
 
     def notes(self, config: MXFP4RLConfig, ignored: Names, quantized: Names = ()) -> list[str]:
-        scheme, kept = config.activation_scheme, QuantScheme(ScaleRule(_mode(config)))
-        if scheme is None or scheme == kept:
-            return []
-        if not isinstance(scheme, QuantScheme):
-            return super().notes(config, ignored, quantized)
-        return [f"Activations were quantized as {scheme}; the exported model quantizes them as {kept}."]
+        keeps = config.activation_scheme == QuantScheme(ScaleRule(_mode(config)))
+        return [] if keeps and self.quantizes_inputs else super().notes(config, ignored, quantized)
 
     def read_config(self, options: Mapping[str, Any]) -> tuple[MXFP4RLConfig, list[str]]:
         where = "quantization_config"
