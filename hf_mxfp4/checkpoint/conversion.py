@@ -121,6 +121,7 @@ class ConversionReport:
         against: [`ORIGINAL`] or [`PACKED`], what errors are measured against.
         source_sqnr_db: of a packed checkpoint that was read, the recorded SQNR of its values against what was packed.
         bytes_before, bytes_after: all tensors in the files read and written.
+        serve: the command that serves the folder.
     """
 
     path: Path
@@ -134,6 +135,7 @@ class ConversionReport:
     bytes_before: int = 0
     bytes_after: int = 0
     file: str | None = None
+    serve: str = "vllm serve {folder}"
 
     def counts(self) -> dict[str, int]:
         """Return the number of linear maps by action, those that happened; each expert counts."""

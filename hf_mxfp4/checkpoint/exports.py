@@ -104,6 +104,7 @@ def export(
         against=PACKED if isinstance(source, PackedSource) else ORIGINAL,
         source_sqnr_db=source.sqnr_db if isinstance(source, PackedSource) else None,
         file="export_report.json",
+        serve=target.serve,
     )
     config = config_in_dtype(without_scheme(folder.config), after)
     if _has_own_head(source):

@@ -92,7 +92,7 @@ def export(
             "nvfp4-modelopt: NVFP4 for TensorRT-LLM; quark: vLLM (W4A4); gpt-oss: experts of gpt-oss models; gguf: "
             "llama.cpp and what builds on it, in one file; bf16: all.",
         ),
-    ],
+    ] = "nvfp4",
     on_mismatch: Annotated[
         Literal["refuse", "requantize", "dequantize"],
         typer.Option(
@@ -201,6 +201,7 @@ def _show(report: "checkpoint.ConversionReport", as_json: bool) -> None:
         say(sentence)
     if report.file is not None:
         say(f"every layer: {report.path / report.file}")
+    say(f"serve it: {report.serve.format(folder=report.path)}")
 
 
 def _size(n_bytes: int) -> str:

@@ -34,6 +34,14 @@ def decode(codes: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     return E2M1[nibbles.long()] * torch.exp2(scale.double() - 127).repeat_interleave(32, dim=-1)
 
 
+def decode_nvfp4(tensors: dict, layer: str) -> torch.Tensor:
+    """A layer's values in float64, straight from the format's definition; the tensor scale is a divisor."""
+    codes, scale, divisor = (tensors[f"{layer}.weight_{part}"] for part in ("packed", "scale", "global_scale"))
+    assert (codes.dtype, scale.dtype, divisor.dtype) == (torch.uint8, torch.float8_e4m3fn, torch.float32)
+    nibbles = torch.stack([codes & 15, codes >> 4], dim=-1).flatten(-2)
+    return E2M1[nibbles.long()] * (scale.double() / divisor.double()).repeat_interleave(16, dim=-1)
+
+
 def save_plain(folder, family="qwen2", **options) -> Path:
     make_model(family, **{"dtype": torch.bfloat16, **options}).save_pretrained(folder)
     return Path(folder)

@@ -6,7 +6,7 @@ import json
 
 import pytest
 import torch
-from export_files import E2M1, config_in, decode, save_packed, save_plain
+from export_files import E2M1, config_in, decode, decode_nvfp4, save_packed, save_plain
 from safetensors.torch import load_file, save_file
 from same_bits import tensors_in
 from tiny_models import make_model
@@ -18,14 +18,6 @@ from hf_mxfp4.checkpoint import CheckpointError, export, import_checkpoint
 MANTISSAS = {"macro_block": 128, "macro_search": "block_mantissas"}
 Q_PROJ = "model.layers.0.self_attn.q_proj"
 ATTENTION = [f"model.layers.0.self_attn.{name}_proj" for name in "qkvo"]
-
-
-def decode_nvfp4(tensors: dict, layer: str) -> torch.Tensor:
-    """A layer's values in float64, straight from the format's definition; the tensor scale is a divisor."""
-    codes, scale, divisor = (tensors[f"{layer}.weight_{part}"] for part in ("packed", "scale", "global_scale"))
-    assert (codes.dtype, scale.dtype, divisor.dtype) == (torch.uint8, torch.float8_e4m3fn, torch.float32)
-    nibbles = torch.stack([codes & 15, codes >> 4], dim=-1).flatten(-2)
-    return E2M1[nibbles.long()] * (scale.double() / divisor.double()).repeat_interleave(16, dim=-1)
 
 
 def decode_ours(tensors: dict, layer: str, suffix: str = ".weight", expert: int | None = None) -> torch.Tensor:

@@ -26,6 +26,8 @@ class Format(ABC):
 
     #: What users call it.
     name: ClassVar[str]
+    #: The command that serves a ``folder``.
+    serve: ClassVar[str] = "vllm serve {folder}"
     #: Whether the format can say that engines quantize activations too.
     quantizes_activations: ClassVar[bool] = False
     #: Whether it says so of a checkpoint; see [`for_checkpoint`].

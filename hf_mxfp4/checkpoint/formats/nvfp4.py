@@ -27,7 +27,7 @@ from ...numerics import (
 )
 from ...numerics.corrections import BLOCKS_PER_BYTE, pack_mantissas
 from ..names import LayerShape
-from .base import Names, Packed, Read, expect
+from .base import Format, Names, Packed, Read, expect
 from .compressed_tensors import CompressedTensorsFormat, has_experts
 
 
@@ -53,6 +53,7 @@ class NVFP4Format(CompressedTensorsFormat):
     format = FORMAT
     elements = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": GROUP, "symmetric": True}
     inputs = "local"
+    activations = Format.activations
     quantizes_activations = True
     quantized_activations = (
         "the exported model quantizes them as NVFP4, with the tensor scale 1, which cuts magnitudes above "
@@ -188,6 +189,7 @@ class ModelOptFormat(NVFP4Format):
     model has them: ``[E, K/2, N]`` with scales ``[E, K/16, N]``, which are called `<projection>_weight_scale`."""
 
     name = "nvfp4-modelopt"
+    serve = "trtllm-serve {folder}"
     quant_method = "modelopt"
     names = {"weight": "weight", "weight_scale": "weight_scale"}
     tensor_scales = "weight_scale_2", "input_scale"

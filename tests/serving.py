@@ -1,0 +1,55 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How an engine computes with a policy: the one table that docs/vllm.md shows and that tests check cell by cell."""
+
+AS_TRAINED = "as trained"
+SAME = "same weights"
+ROUNDED = "weights in bfloat16"
+OTHER = "other weights"
+REFUSED = "refused"
+NOT_RUN = "not run"
+
+#: Rows: options of `MXFP4RLConfig`.
+_MANTISSAS = {"scale_rule": "even", "macro_block": 128, "macro_search": "block_mantissas", "outlier_fallback": None}
+SCHEMES = {
+    "w4a8": {"preset": "w4a8", **_MANTISSAS, "macro_search": "block_mantissas_fp8"},
+    "w4a16": {"preset": "w4a16", **_MANTISSAS},
+    "w4a4": {"preset": "w4a4", **_MANTISSAS},
+    "paper_a": {"preset": "paper_a"},
+    "w4a4, rotated": {"preset": "w4a4", **_MANTISSAS, "fprop": {"rotation": "deterministic-32"}},
+    "w8a8": {"preset": "w8a8"},
+}
+
+#: Columns that need this package.
+OWN = ("transformers", "vLLM")
+#: Columns of exports: format and options. The engines are in the text of the docs.
+EXPORTS = {
+    "nvfp4": {},
+    "quark": {"scale_rule": "even"},
+    "compressed-tensors": {"scale_rule": "even"},
+    "gguf": {"scale_rule": "even"},
+    "bf16": {},
+}
+
+#: Inputs have 16 bits where a cell names no others.
+TABLE = {
+    "w4a8": [AS_TRAINED, AS_TRAINED, SAME, OTHER, OTHER, OTHER, SAME],
+    "w4a16": [AS_TRAINED, AS_TRAINED, AS_TRAINED, OTHER, OTHER, OTHER, AS_TRAINED],
+    "w4a4": [AS_TRAINED, AS_TRAINED, f"{SAME}, NVFP4 inputs", f"{OTHER}, MXFP4 inputs", OTHER, OTHER, SAME],
+    "paper_a": [AS_TRAINED, AS_TRAINED, REFUSED, f"{OTHER}, MXFP4 inputs", OTHER, OTHER, ROUNDED],
+    "w4a4, rotated": [AS_TRAINED, AS_TRAINED, REFUSED, REFUSED, REFUSED, REFUSED, ROUNDED],
+    "w8a8": [AS_TRAINED, REFUSED, REFUSED, REFUSED, REFUSED, REFUSED, REFUSED],
+}
+
+
+def cell(scheme: str, column: str) -> str:
+    """How the engine of a column computes with a policy of a scheme."""
+    return TABLE[scheme][[*OWN, *EXPORTS].index(column)]
+
+
+def as_markdown() -> str:
+    """The table of the docs."""
+    own = [f"{engine}, this package" for engine in OWN]
+    exports = [f"`{format}`" for format in EXPORTS]
+    rows = [["scheme", *own, *exports], ["---"] * (1 + len(own) + len(exports))]
+    rows += [[f"`{scheme}`", *cells] for scheme, cells in TABLE.items()]
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
