@@ -1,12 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """How an engine computes with a policy: the one table that docs/vllm.md shows and that tests check cell by cell."""
 
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from hf_mxfp4 import MXFP4Linear, MXFP4RLConfig
+
+
 AS_TRAINED = "as trained"
 SAME = "same weights"
 ROUNDED = "weights in bfloat16"
 OTHER = "other weights"
 REFUSED = "refused"
-NOT_RUN = "not run"
 
 #: Rows: options of `MXFP4RLConfig`.
 _MANTISSAS = {"scale_rule": "even", "macro_block": 128, "macro_search": "block_mantissas", "outlier_fallback": None}
@@ -44,6 +52,18 @@ TABLE = {
 def cell(scheme: str, column: str) -> str:
     """How the engine of a column computes with a policy of a scheme."""
     return TABLE[scheme][[*OWN, *EXPORTS].index(column)]
+
+
+def save_policy(base: Path, folder: Path, scheme: str) -> Any:
+    """Save a policy of a scheme whose weights moved away from ``base``, and return it."""
+    config = MXFP4RLConfig(mode="qat", **SCHEMES[scheme])
+    policy = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32, quantization_config=config)
+    generator = torch.Generator().manual_seed(0)
+    for layer in policy.modules():
+        if isinstance(layer, MXFP4Linear):
+            layer.weight.data += 0.01 * torch.randn(layer.weight.shape, generator=generator)
+    policy.save_pretrained(folder)
+    return policy
 
 
 def as_markdown() -> str:

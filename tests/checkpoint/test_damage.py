@@ -397,6 +397,21 @@ def test_weights_that_are_not_finite_are_not_packed(value, tmp_path):
             export(tmp_path / "plain", tmp_path / "out", format)
 
 
+@pytest.mark.parametrize("name", ["model.embed_tokens.weight", "model.norm.weight"])
+def test_other_tensors_that_are_not_finite_are_not_converted(name, tmp_path):
+    plain = tmp_path / "plain"
+    make_model("llama", layers=1, dtype=torch.bfloat16).save_pretrained(plain)
+    rewrite(plain / "model.safetensors", lambda tensors: tensors[name].fill_(1e5))
+    with pytest.raises(CheckpointError, match=f"{name} holds NaN or infinity in float16.*wider dtype"):
+        export(plain, tmp_path / "out", "quark", dtype="float16")  # whose largest number is 65504
+    rewrite(plain / "model.safetensors", lambda tensors: tensors[name].fill_(float("nan")))
+    with pytest.raises(CheckpointError, match=f"{name} holds NaN or infinity in bfloat16"):
+        export(plain, tmp_path / "out", "quark")
+    with pytest.raises(CheckpointError, match=f"{name} holds NaN or infinity in bfloat16"):
+        pack_checkpoint(plain, tmp_path / "out", MXFP4RLConfig(mode="packed"))
+    assert not (tmp_path / "out").exists()
+
+
 @pytest.mark.parametrize("mode", MODES)
 def test_a_base_model_gets_a_head(tmp_path, mode):
     model, folder = save(tmp_path, make_model("qwen2").model, mode, auto=AutoModel)

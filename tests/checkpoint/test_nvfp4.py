@@ -5,13 +5,15 @@ least error and its count elsewhere."""
 import json
 
 import pytest
+import serving
 import torch
 from export_files import E2M1, config_in, decode, decode_nvfp4, save_packed, save_plain
 from safetensors.torch import load_file, save_file
 from same_bits import tensors_in
 from tiny_models import make_model
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, CompressedTensorsConfig
 
+from hf_mxfp4 import MXFP4Linear
 from hf_mxfp4.checkpoint import CheckpointError, export, import_checkpoint
 
 
@@ -63,6 +65,49 @@ def test_torchao_reads_the_same_values(tmp_path):
     codes, scale, divisor = (tensors[f"{Q_PROJ}.weight_{part}"] for part in ("packed", "scale", "global_scale"))
     theirs = nvfp4_tensor.NVFP4Tensor(codes, scale, 16, torch.float32, per_tensor_scale=1 / divisor[0])
     assert torch.equal(theirs.dequantize(torch.float32), decode_nvfp4(tensors, Q_PROJ).float())
+
+
+@pytest.mark.parametrize("scheme", ["w4a8", "w4a16"])
+def test_other_libraries_read_the_trained_values_bit_for_bit(scheme, tmp_path):
+    compressors = pytest.importorskip("compressed_tensors.compressors.nvfp4.base")
+    quantization = pytest.importorskip("compressed_tensors.quantization")
+    base = save_plain(tmp_path / "base")
+    policy = serving.save_policy(base, tmp_path / "policy", scheme)
+    export(tmp_path / "policy", tmp_path / "out", "nvfp4")
+    dequantized = CompressedTensorsConfig(dequantize=True)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out", quantization_config=dequantized)
+    options = config_in(tmp_path / "out")["quantization_config"]
+    group = quantization.QuantizationConfig.model_validate(options).config_groups["group_0"]
+    stored = tensors_in(tmp_path / "out")
+    layers = {name: layer for name, layer in policy.named_modules() if isinstance(layer, MXFP4Linear)}
+    assert len(layers) == 14
+    for name, layer in layers.items():
+        trained = layer.effective_weight(layer.weight).detach()
+        assert torch.equal(loaded.get_submodule(name).weight.float(), trained), name
+        parts = ("weight_packed", "weight_scale", "weight_global_scale")
+        tensors = {part: stored[f"{name}.{part}"] for part in parts}
+        theirs = compressors.NVFP4PackedCompressor.decompress(tensors, group)["weight"]
+        assert torch.equal(theirs.float(), trained), name
+
+
+@pytest.mark.parametrize(
+    ("scheme", "preset", "is_quantized"),
+    [("w4a8", None, False), ("w4a8", "w4a4", True), ("w4a4", None, True), ("w4a4", "w4a16", False)],
+)
+@pytest.mark.parametrize("format", ["nvfp4", "nvfp4-modelopt", "quark"])
+def test_inputs_are_quantized_if_they_were_to_4_bits_or_as_asked(scheme, preset, is_quantized, format, tmp_path):
+    config = {name: value for name, value in serving.SCHEMES[scheme].items() if format != "quark"}
+    source = save_packed(tmp_path / "packed", layers=1, config={"preset": scheme, **config})
+    report = export(source, tmp_path / "out", format, preset=preset)
+    options = config_in(tmp_path / "out")["quantization_config"]
+    if format == "quark":
+        inputs = options["global_quant_config"]["input_tensors"]
+    else:
+        inputs = options["config_groups"]["group_0"]["input_activations"]
+    assert (inputs is not None) == is_quantized
+    assert ("the exported model computes them in full precision" in " ".join(report.notes)) != is_quantized
+    scales = [name for name in tensors_in(tmp_path / "out") if name.endswith(("input_scale", "input_global_scale"))]
+    assert len(scales) == (7 if is_quantized and format != "quark" else 0)
 
 
 def test_experts_have_one_matrix_in_each_tensor(tmp_path):

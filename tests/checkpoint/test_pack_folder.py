@@ -65,6 +65,39 @@ def test_a_plain_folder_packs_like_its_model(family, tmp_path, monkeypatch):
         assert (tmp_path / "out" / "README.md").read_text() == (tmp_path / "packed" / "README.md").read_text()
 
 
+@pytest.mark.parametrize(
+    ("saved", "dtype", "written"),
+    [
+        ("trained", None, torch.bfloat16),
+        ("trained", "float32", torch.float32),
+        ("plain", None, torch.float32),
+        ("plain", "float16", torch.float16),
+    ],
+)
+def test_what_is_not_quantized_has_the_dtype_asked_for(saved, dtype, written, tmp_path):
+    """By default that of the checkpoint; only training needs float32 masters."""
+    plain = save_plain(tmp_path / "plain", layers=1, dtype=torch.float32)
+    config = MXFP4RLConfig(**CONFIGS["w4a16 blockwise"])
+    AutoModelForCausalLM.from_pretrained(plain, quantization_config=config).save_pretrained(tmp_path / "trained")
+    report = pack_checkpoint(
+        tmp_path / saved, tmp_path / "out", MXFP4RLConfig(mode="packed") if saved == "plain" else None, dtype=dtype
+    )
+    assert (len(report.notes) == 1) == (written != torch.float32)
+    before, after = tensors_in(tmp_path / saved), tensors_in(tmp_path / "out")
+    for name in ("model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"):
+        assert torch.equal(after[name], before[name].to(written))
+    served = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert served.dtype == written
+    assert logits(served).isfinite().all()
+    for format in ("bf16", "compressed-tensors"):
+        wanted = dtype or "bfloat16"
+        export(
+            tmp_path / saved, tmp_path / format, format, scale_rule="even" if format != "bf16" else None, dtype=dtype
+        )
+        written_there = tensors_in(tmp_path / format)["model.embed_tokens.weight"].dtype
+        assert str(written_there) == f"torch.{wanted}"
+
+
 def test_what_cannot_be_packed_says_why(tmp_path):
     plain = save_plain(tmp_path / "plain", layers=1)
     config = MXFP4RLConfig(mode="packed")

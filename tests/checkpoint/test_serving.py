@@ -10,7 +10,6 @@ from export_files import config_in, decode, decode_nvfp4, save_plain
 from same_bits import logits, tensors_in
 from transformers import AutoModelForCausalLM
 
-from hf_mxfp4 import MXFP4Linear, MXFP4RLConfig
 from hf_mxfp4.checkpoint import CheckpointError, export, pack_checkpoint
 
 
@@ -54,17 +53,7 @@ def policies(tmp_path_factory):
     """Trained policies of one layer and their folders, by the names of their schemes."""
     root = tmp_path_factory.mktemp("policies")
     base = save_plain(root / "base", layers=1, intermediate=128)
-    found = {}
-    for name, scheme in serving.SCHEMES.items():
-        config = MXFP4RLConfig(mode="qat", **scheme)
-        policy = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32, quantization_config=config)
-        generator = torch.Generator().manual_seed(0)
-        for layer in policy.modules():
-            if isinstance(layer, MXFP4Linear):
-                layer.weight.data += 0.01 * torch.randn(layer.weight.shape, generator=generator)
-        policy.save_pretrained(root / name)
-        found[name] = policy, root / name
-    return found
+    return {scheme: (serving.save_policy(base, root / scheme, scheme), root / scheme) for scheme in serving.SCHEMES}
 
 
 @pytest.mark.parametrize("format", serving.EXPORTS)

@@ -2,6 +2,7 @@
 """Checkpoints of packed and of master weights in vLLM: the log-probabilities of the quantized model of transformers."""
 
 import pytest
+import serving
 import torch
 from harness import (
     EXPERTS,
@@ -10,6 +11,7 @@ from harness import (
     saved_model,
     served_model,
     served_weights,
+    tiny_model,
     values_inside,
     vllm_logprobs,
     with_settings,
@@ -18,6 +20,8 @@ from transformers import AutoModelForCausalLM
 from vllm import EngineArgs
 
 from hf_mxfp4 import MXFP4RLConfig
+from hf_mxfp4.checkpoint import pack_checkpoint
+from hf_mxfp4.integrations.vllm.quantization import MXFP4RLVLLMConfig
 
 
 pytestmark = pytest.mark.vllm
@@ -114,6 +118,23 @@ def test_w4a4_has_quantized_inputs(tmp_path, mode, family, settings, scheme):
     difference, typical = (found - expected).abs(), (model_logprobs(weights_only) - expected).abs().median()
     assert ("MXFP4RLExpertsMethod" in methods) == (family in EXPERTS)
     assert difference.median() < 0.02 * typical, (difference.median(), typical)
+
+
+@pytest.mark.parametrize("scheme", serving.SCHEMES)
+def test_packed_policies_are_served_as_the_table_says(tmp_path, scheme):
+    base = tiny_model("qwen2").bfloat16()
+    base.save_pretrained(tmp_path / "base")
+    policy = serving.save_policy(tmp_path / "base", tmp_path / "policy", scheme)
+    if serving.cell(scheme, "vLLM") == serving.REFUSED:
+        with pytest.raises(ValueError, match="vLLM cannot compute with their quantized values"):
+            MXFP4RLVLLMConfig(policy.config.quantization_config)
+        return
+    pack_checkpoint(tmp_path / "policy", tmp_path / "saved", dtype="float32")
+    found, methods = served(tmp_path)
+    expected = model_logprobs(policy)
+    typical = (model_logprobs(base.float()) - expected).abs().median()
+    assert "MXFP4RLLinearMethod" in methods
+    assert (found - expected).abs().median() < 0.02 * typical
 
 
 def test_graphs_of_other_settings_are_not_taken_from_vllms_cache(tmp_path):

@@ -10,9 +10,11 @@ from pathlib import Path
 
 import harness
 import pytest
+import serving
 import torch
 from harness import model_logprobs, tiny_model
 from transformers import AutoModelForCausalLM
+from vllm.model_executor.kernels.linear import init_mxfp4_linear_kernel, init_nvfp4_linear_kernel
 
 from hf_mxfp4 import MXFP4Linear, MXFP4RLConfig
 from hf_mxfp4.checkpoint import export, pack_checkpoint
@@ -22,7 +24,8 @@ pytestmark = pytest.mark.vllm
 
 HERE = Path(__file__).resolve().parent
 FAMILIES = ("qwen2", "qwen3", *harness.EXPERTS)
-TRAINED = "a trained policy"
+#: Policies whose exports are served.
+TRAINED = {scheme: f"policy in {scheme}" for scheme in serving.SCHEMES}
 EXPERTS_ALONE = {"modules_to_not_convert": ["experts", "lm_head"]}
 #: Only experts of gpt-oss are quantized in its own format.
 ATTENTION_ALONE = {"modules_to_not_convert": ["self_attn", "lm_head"]}
@@ -35,7 +38,13 @@ ROWS = {
     "compressed-tensors": ("qwen2", *CT, "CompressedTensorsW4A4Mxfp4"),
     "compressed-tensors, Qwen3": ("qwen3", *CT, "CompressedTensorsW4A4Mxfp4"),
     "nvfp4": ("qwen2", *NVFP4, "CompressedTensorsW4A4Fp4"),
-    "nvfp4, trained": (TRAINED, *NVFP4, "CompressedTensorsW4A4Fp4"),
+    "nvfp4, w4a8": (TRAINED["w4a8"], *NVFP4, "CompressedTensorsW4A4Fp4"),
+    "nvfp4, w4a16": (TRAINED["w4a16"], *NVFP4, "CompressedTensorsW4A4Fp4"),
+    **{
+        f"bf16, {scheme}": (TRAINED[scheme], "bf16", {}, "UnquantizedLinearMethod")
+        for scheme in serving.SCHEMES
+        if serving.cell(scheme, "bf16") != serving.REFUSED
+    },
     "nvfp4-modelopt": ("qwen2", "nvfp4-modelopt", {}, "ModelOptLinearMethod"),
     "quark": ("qwen2", *QUARK, "QuarkOCP_MX"),
     "quark w4a4": ("qwen2", "quark", {"preset": "w4a4"}, "QuarkOCP_MX"),
@@ -62,14 +71,19 @@ def bases(tmp_path_factory):
     for family in FAMILIES:
         folders[family] = tmp_path_factory.mktemp(family)
         tiny_model(family, **harness.MODELS.get(family, ("", {}))[1]).bfloat16().save_pretrained(folders[family])
-    config = MXFP4RLConfig(preset="w4a16", outlier_fallback=None, **MANTISSAS)
-    policy = AutoModelForCausalLM.from_pretrained(folders["qwen2"], dtype=torch.float32, quantization_config=config)
-    masters = [module.weight for module in policy.modules() if isinstance(module, MXFP4Linear)]
-    ids = torch.tensor(harness.PROMPTS)
-    policy(ids, labels=ids).loss.backward()
-    torch.optim.SGD(masters, lr=0.3).step()
-    policy.save_pretrained(folders.setdefault(TRAINED, tmp_path_factory.mktemp("policy")))
+    for scheme, name in TRAINED.items():
+        folders[name] = tmp_path_factory.mktemp("policy")
+        serving.save_policy(folders["qwen2"], folders[name], scheme)
     return folders
+
+
+def set_plain_linear(policy, name: str) -> None:
+    """Replace a layer by one that multiplies with its quantized weight in bfloat16."""
+    layer = policy.get_submodule(name)
+    plain = torch.nn.Linear(layer.in_features, layer.out_features, bias=layer.bias is not None)
+    plain.weight.data = layer.effective_weight(layer.weight).detach().bfloat16().float()
+    plain.bias = layer.bias
+    policy.set_submodule(name, plain)
 
 
 @pytest.fixture(scope="module")
@@ -101,7 +115,10 @@ def test_vllm_alone_computes_with_the_values_of_the_bf16_export(bases, served, n
         # An activation at the edge between two values of the grid falls to either side in two orders of summation.
         assert (found - expected).abs().median() < 0.02 * (weights_only - expected).abs().median()
         return
-    if family == TRAINED:
+    if family in TRAINED.values():
+        # Weights alone: inputs have 16 bits, whatever the policy does to them.
+        for layer in [name for name, module in plain.named_modules() if isinstance(module, MXFP4Linear)]:
+            set_plain_linear(plain, layer)
         assert (found - model_logprobs(plain)).abs().max() < 1e-4
         return
     if format.startswith("nvfp4"):
@@ -121,3 +138,11 @@ def test_what_inputs_are_quantized_to(served):
     assert inputs["quark"] == inputs["quark experts"] == ["None"]
     assert len(inputs["quark w4a4"]) == 1 and "None" not in inputs["quark w4a4"]
     assert inputs["compressed-tensors"] == inputs["quark w4a4 experts"] == inputs["quark w4a4"]
+
+
+def test_vllm_has_no_4_bit_kernels_for_cpus():
+    """So bf16 is what it serves there without this package."""
+    with pytest.raises(ValueError, match="is not supported"):
+        init_nvfp4_linear_kernel(use_a16=True)
+    with pytest.raises(ValueError, match="Failed to find a kernel"):
+        init_mxfp4_linear_kernel()

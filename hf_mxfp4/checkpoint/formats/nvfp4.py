@@ -77,7 +77,7 @@ class NVFP4Format(CompressedTensorsFormat):
         notes = super().notes(config, ignored, quantized)
         if has_experts(quantized):
             notes.append(
-                "transformers 5.23 ignores the tensor scales of experts in checkpoints of this format, and computes "
+                "transformers 5.24 ignores the tensor scales of experts in checkpoints of this format, and computes "
                 "with wrong weights. vLLM and compressed-tensors itself apply them; format compressed-tensors loads."
             )
         return notes
