@@ -135,7 +135,7 @@ class ConversionReport:
     bytes_before: int = 0
     bytes_after: int = 0
     file: str | None = None
-    serve: str = "vllm serve {folder}"
+    serve: str = "vllm serve {folder} (with this package next to vLLM)"
 
     def counts(self) -> dict[str, int]:
         """Return the number of linear maps by action, those that happened; each expert counts."""

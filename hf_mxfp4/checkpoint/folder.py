@@ -317,6 +317,14 @@ def check_holds_model(folder: Path) -> None:
         raise CheckpointError(f"{folder / CONFIG} is missing; give {inside or 'the folder of a checkpoint'}")
 
 
+def check_complete(missing: Set[str], source: str) -> None:
+    """Raise [`CheckpointError`] for a model some of whose tensors are ``missing`` in the files of ``source``."""
+    if missing:
+        raise CheckpointError(
+            f"no file of {source} has {min(missing)} ({len(missing)} tensors are missing); complete the files"
+        )
+
+
 def model_inside(folder: Path) -> Path | None:
     """Return the model or adapter that a training run left in its folder, or else the last of its checkpoints."""
     found = [file.parent for name in (CONFIG, "adapter_config.json") for file in folder.glob(f"*/{name}")]

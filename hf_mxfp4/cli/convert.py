@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`hf-mxfp4 pack`, `export`, `import` and `verify`: packed checkpoints, other engines' formats, and checksums."""
 
+import shlex
 from collections import Counter
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -201,7 +202,7 @@ def _show(report: "checkpoint.ConversionReport", as_json: bool) -> None:
         say(sentence)
     if report.file is not None:
         say(f"every layer: {report.path / report.file}")
-    say(f"serve it: {report.serve.format(folder=report.path)}")
+    say(f"serve it: {report.serve.format(folder=shlex.quote(str(report.path)))}")
 
 
 def _size(n_bytes: int) -> str:

@@ -14,6 +14,7 @@ from torch import nn
 from ..checkpoint import atomic_folder, open_checkpoint, remove_scheme, stored_scheme, weight_files, write_manifest
 from ..checkpoint.folder import (
     CONFIG,
+    check_complete,
     check_holds_model,
     model_class,
     read_json,
@@ -107,8 +108,7 @@ def load(model: str, dtype: str = "auto", device: str = "auto") -> Loaded:
         loaded, info = kind.from_pretrained(
             name, config=config, dtype=precision, trust_remote_code=False, output_loading_info=True
         )
-        if missing := sorted(info["missing_keys"]):
-            raise ValueError(f"no file has {missing[0]} ({len(missing)} tensors are missing); complete the files")
+        check_complete(info["missing_keys"], name)
         if loaded.dtype == torch.bfloat16 and device == "cpu":
             warn_of_slow_bfloat16()
         loaded, tokenizer = loaded.eval().to(device), AutoTokenizer.from_pretrained(name, trust_remote_code=False)

@@ -15,7 +15,7 @@ from trl.chat_template_utils import gptoss_template
 
 from hf_mxfp4 import MXFP4RLConfig
 from hf_mxfp4.checkpoint import is_quantized, remove_scheme, stored_scheme
-from hf_mxfp4.checkpoint.folder import check_holds_model, read_model_config
+from hf_mxfp4.checkpoint.folder import check_complete, check_holds_model, read_model_config
 from hf_mxfp4.checkpoint.sources import check_method
 
 
@@ -100,8 +100,8 @@ def load_whole(stored: Stored, scheme: MXFP4RLConfig | str | None, **options: An
         options["config"].quantization_config = {**stored.quantization, "dither_ties": scheme.dither_ties}
     options |= {"revision": stored.revision, "output_loading_info": True}
     model, info = AutoModelForCausalLM.from_pretrained(stored.weights, **options)
-    if (missing := sorted(info["missing_keys"])) and not is_quantized(model):
-        raise ValueError(f"no file of {stored.weights} has {missing[0]} ({len(missing)} tensors are missing)")
+    if not is_quantized(model):
+        check_complete(info["missing_keys"], stored.weights)
     return model
 
 

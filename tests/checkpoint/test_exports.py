@@ -366,13 +366,3 @@ def test_arguments_without_effect_are_refused(kind, format, arguments, words, tm
     with pytest.raises(CheckpointError, match=words):
         export(source, tmp_path / "out", format, **arguments)
     assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.parametrize("format", ["compressed-tensors", "quark"])
-def test_formats_without_fp8_inputs_say_that_activations_are_not_quantized(format, tmp_path):
-    report = export(save_packed(tmp_path / "packed", config={"preset": "w4a8"}), tmp_path / "out", format)
-    assert report.notes[0].startswith("Activations were quantized (fp8); the exported model") and report.changed == []
-    assert "W4A16" in report.notes[0]
-    stored = config_in(tmp_path / "out")["quantization_config"]
-    group = stored.get("global_quant_config") or stored["config_groups"]["group_0"]
-    assert group.get("input_tensors", group.get("input_activations")) is None

@@ -281,6 +281,7 @@ def test_a_file_for_llama_cpp(plain, tmp_path):
     result = finish("export", plain, tmp_path / "out", "--format", "gguf", "--scale-rule", "mse", "--skip", "q_proj")
     assert "out: gguf, 6 layers: 6 quantized from full precision" in result.stdout
     assert "takes token numbers only" in result.stdout and "16 -> 4.25" in result.stdout
+    assert f"serve it: llama-server -m {tmp_path / 'out'}/*.gguf" in result.stdout
     assert (tmp_path / "out" / "model-MXFP4.gguf").is_file()
     result = finish("import", tmp_path / "out", tmp_path / "back", code=2)
     assert "only safetensors checkpoints are read" in result.stderr
@@ -289,7 +290,7 @@ def test_a_file_for_llama_cpp(plain, tmp_path):
 def test_nvfp4_and_back(plain, tmp_path):
     packed, out, back = (tmp_path / name for name in ("packed", "out", "back"))
     finish("pack", plain, packed, "--scale-rule", "even", "--skip", "mlp.up_proj")
-    result = finish("export", packed, out, "--format", "nvfp4")
+    result = finish("export", packed, out)
     blocks = sum(layer["blocks"] for layer in json.loads((out / "export_report.json").read_text())["layers"])
     assert "out: nvfp4, 6 layers: 6 kept, with rewritten scales" in result.stdout
     assert f"\n{blocks} of {blocks} blocks exact\n" in result.stdout and "bit for bit" in result.stdout
@@ -304,6 +305,7 @@ def test_pack_export_import(plain, tmp_path):
     packed, out, back = (tmp_path / name for name in ("packed", "out", "back"))
     result = finish("pack", plain, packed, "--scale-rule", "even", "--macro-block", "none", "--skip", "mlp.up_proj")
     assert "mxfp4_rl, 6 layers: 6 quantized from full precision" in result.stdout
+    assert f"serve it: vllm serve {packed} " in result.stdout
     assert "weights: SQNR 1" in result.stdout and " dB against the full-precision weights" in result.stdout
     expected = MXFP4RLConfig(mode="packed", scale_rule="even", macro_block=None, modules_to_not_convert=["mlp.up_proj"])
     assert scheme_in(packed) == expected.to_dict()

@@ -27,7 +27,7 @@ class Format(ABC):
     #: What users call it.
     name: ClassVar[str]
     #: The command that serves a ``folder``.
-    serve: ClassVar[str] = "vllm serve {folder}"
+    serve: ClassVar[str] = "vllm serve {folder} (on a GPU; format bf16 also on a CPU)"
     #: Whether the format can say that engines quantize activations too.
     quantizes_activations: ClassVar[bool] = False
     #: Whether it says so of a checkpoint; see [`for_checkpoint`].
@@ -187,6 +187,7 @@ class BF16Format(Format):
     """A plain bfloat16 checkpoint that holds the dequantized values: anything loads it."""
 
     name = "bf16"
+    serve = "vllm serve {folder}"
     activations = "the exported model computes in full precision"
 
     def notes(self, config: MXFP4RLConfig, ignored: Names, quantized: Names = ()) -> list[str]:

@@ -118,7 +118,7 @@ class GGUFFormat(PackedFormat):
     activations = "llama.cpp rounds them to 8-bit integers on CPUs; on GPUs it depends on the kernel"
     plain_names = False
     keeps_float16 = True
-    serve = "llama-server -m {folder}/model-MXFP4.gguf"
+    serve = "llama-server -m {folder}/*.gguf"
 
     def __init__(self, folder: CheckpointFolder | None = None, model: "PreTrainedModel | None" = None):
         self._folder = folder
