@@ -38,12 +38,14 @@ EXPORTS = {
     "bf16": {},
 }
 
+#: What llama.cpp does to inputs on CPUs is tested in tests/llamacpp_integration.
+GGUF = f"{OTHER}, 8-bit inputs"
 #: Inputs have 16 bits where a cell names no others.
 TABLE = {
-    "w4a8": [AS_TRAINED, AS_TRAINED, SAME, OTHER, OTHER, OTHER, SAME],
-    "w4a16": [AS_TRAINED, AS_TRAINED, AS_TRAINED, OTHER, OTHER, OTHER, AS_TRAINED],
-    "w4a4": [AS_TRAINED, AS_TRAINED, f"{SAME}, NVFP4 inputs", f"{OTHER}, MXFP4 inputs", OTHER, OTHER, SAME],
-    "paper_a": [AS_TRAINED, AS_TRAINED, REFUSED, f"{OTHER}, MXFP4 inputs", OTHER, OTHER, ROUNDED],
+    "w4a8": [AS_TRAINED, AS_TRAINED, SAME, OTHER, OTHER, GGUF, SAME],
+    "w4a16": [AS_TRAINED, AS_TRAINED, AS_TRAINED, OTHER, OTHER, GGUF, AS_TRAINED],
+    "w4a4": [AS_TRAINED, AS_TRAINED, f"{SAME}, NVFP4 inputs", f"{OTHER}, MXFP4 inputs", OTHER, GGUF, SAME],
+    "paper_a": [AS_TRAINED, AS_TRAINED, REFUSED, f"{OTHER}, MXFP4 inputs", OTHER, GGUF, ROUNDED],
     "w4a4, rotated": [AS_TRAINED, AS_TRAINED, REFUSED, REFUSED, REFUSED, REFUSED, ROUNDED],
     "w8a8": [AS_TRAINED, REFUSED, REFUSED, REFUSED, REFUSED, REFUSED, REFUSED],
 }

@@ -40,7 +40,9 @@ READERS = {
 
 
 def inputs_in(folder: Path) -> str | None:
-    """What a checkpoint says that inputs are quantized to."""
+    """What a checkpoint says that inputs are quantized to, or what llama.cpp does."""
+    if list(folder.glob("*.gguf")):
+        return "8-bit"
     options = config_in(folder).get("quantization_config", {})
     if "global_quant_config" in options:
         return options["global_quant_config"]["input_tensors"] and "MXFP4"
