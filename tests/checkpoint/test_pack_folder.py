@@ -6,6 +6,7 @@ again, folders are packed and exported, and tensors that transformers ignores ar
 import json
 
 import pytest
+import serving
 import torch
 import transformers
 from commands import finish, run
@@ -77,8 +78,7 @@ def test_a_plain_folder_packs_like_its_model(family, tmp_path, monkeypatch):
 def test_what_is_not_quantized_has_the_dtype_asked_for(saved, dtype, written, tmp_path):
     """By default that of the checkpoint; only training needs float32 masters."""
     plain = save_plain(tmp_path / "plain", layers=1, dtype=torch.float32)
-    config = MXFP4RLConfig(**CONFIGS["w4a16 blockwise"])
-    AutoModelForCausalLM.from_pretrained(plain, quantization_config=config).save_pretrained(tmp_path / "trained")
+    serving.save_policy(plain, tmp_path / "trained", "w4a16")
     report = pack_checkpoint(
         tmp_path / saved, tmp_path / "out", MXFP4RLConfig(mode="packed") if saved == "plain" else None, dtype=dtype
     )
