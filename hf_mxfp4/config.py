@@ -103,18 +103,18 @@ class MXFP4RLConfig(QuantizationConfigMixin):
     fprop: dict[str, str] | None = _option(
         None,
         "What differs from the preset in the forward product: a mapping of x, weight, rotation. x and weight are "
-        "'full', 'fp8', 'nvfp4' or a scheme such as 'rceil+mbs128-static+of0.5+stochastic+32x32'; rotation is 'none', "
-        "'deterministic-16', 'random-32', ... 128.",
+        "'full', 'fp8', 'nvfp4' or a scheme such as 'rceil+mbs128-static+of0.5+stochastic+32x32', x also 'mxfp8'; "
+        "rotation is 'none', 'deterministic-16', 'random-32', ... 128.",
     )
     dgrad: dict[str, str] | None = _option(
         None,
-        "The same for the gradient of the input: grad, weight, rotation. grad is 'full', 'fp8' or a scheme; weight is "
-        "'full', 'reuse' for fprop's values, or a scheme.",
+        "The same for the gradient of the input: grad, weight, rotation. grad is 'full', 'fp8', 'mxfp8' or a "
+        "scheme; weight is 'full', 'reuse' for fprop's values, or a scheme.",
     )
     wgrad: dict[str, str] | None = _option(
         None,
-        "The same for the gradient of the weight: grad, x, rotation. grad is 'full', 'fp8' or a scheme; x is 'full', "
-        "'reuse' for fprop's values, or a scheme.",
+        "The same for the gradient of the weight: grad, x, rotation. grad is 'full', 'fp8', 'mxfp8' or a scheme; x is "
+        "'full', 'reuse' for fprop's values, or a scheme.",
     )
     stochastic_seed: int = _option(
         0, "Seed of stochastic rounding, of the signs of random rotations and of dither_ties."
@@ -245,7 +245,7 @@ class MXFP4RLConfig(QuantizationConfigMixin):
     @property
     def activation_scheme(self) -> OperandScheme | None:
         """How layer inputs are quantized, along their last axis: a [`QuantScheme`] of MXFP4,
-        [`hf_mxfp4.numerics.FP8`] or `NVFP4`; `None` when they are not."""
+        [`hf_mxfp4.numerics.FP8`], `MXFP8` or `NVFP4`; `None` when they are not."""
         scheme = self.gemms().fprop.left
         return None if scheme is FULL else scheme
 

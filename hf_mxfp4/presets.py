@@ -14,6 +14,7 @@ from .numerics import (
     FP8,
     FULL,
     GEMM_OPERANDS,
+    MXFP8,
     NVFP4,
     REUSE,
     GemmScheme,
@@ -168,9 +169,9 @@ DEFAULT_PRESETS = {"qat": "w4a8", "packed": "w4a16"}
 #: Operands that can take the values of the forward product.
 _REUSED = (("dgrad", "weight"), ("wgrad", "x"))
 _EXAMPLES = {
-    "x": "'full', 'fp8' (of fprop) or 'rceil+mbs128-static'",
+    "x": "'full', 'fp8' or 'mxfp8' (of fprop) or 'rceil+mbs128-static'",
     "weight": "'full', 'fp8' (of fprop) or 'rceil+32x32'",
-    "grad": "'full', 'fp8' or 'rceil+stochastic'",
+    "grad": "'full', 'fp8', 'mxfp8' or 'rceil+stochastic'",
     "rotation": "'none' or 'deterministic-16'",
 }
 
@@ -189,8 +190,8 @@ class Default(enum.Enum):
 
 def read_gemm(gemm: str, options: Any) -> GemmOptions | None:
     """Return the options of the product ``gemm`` as pairs, from a mapping of its operands to ``"full"``, ``"reuse"``,
-    ``"fp8"`` or the text of a scheme ([`hf_mxfp4.numerics.parse_scheme`]), and of ``"rotation"`` to ``"none"``,
-    ``"deterministic-<size>"`` or ``"random-<size>"``; or from `None`.
+    ``"fp8"``, ``"mxfp8"`` or the text of a scheme ([`hf_mxfp4.numerics.parse_scheme`]), and of ``"rotation"`` to
+    ``"none"``, ``"deterministic-<size>"`` or ``"random-<size>"``; or from `None`.
 
     Raises `ValueError` for what is none of these, with the nearest names.
     """
@@ -225,10 +226,16 @@ def parse_operand(gemm: str, operand: str, text: str) -> OperandScheme:
         if operand != "grad" and gemm != "fprop":
             raise ValueError("'fp8' is for output gradients (grad) and for fprop; give a scheme of MXFP4, or 'full'")
         return FP8
+    if text == MXFP8.value:
+        if operand != "grad" and (gemm, operand) != ("fprop", "x"):
+            raise ValueError("'mxfp8' is for the x of fprop and output gradients (grad); give a scheme of MXFP4")
+        return MXFP8
     try:
         scheme = parse_scheme(text)
     except ValueError as error:
-        raise ValueError(f"{error}; or 'full', 'reuse' (of fprop's values), 'fp8' (grad, and fprop)") from None
+        raise ValueError(
+            f"{error}; or 'full', 'reuse' (of fprop's values), 'fp8' (grad, and fprop), 'mxfp8' (grad, and x of fprop)"
+        ) from None
     if scheme is NVFP4 and gemm != "fprop":
         raise ValueError("'nvfp4' is for fprop, to compare with; give a scheme of MXFP4, 'fp8' (grad) or 'full'")
     if scheme.block_rows != 1 and operand != "weight":

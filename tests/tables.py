@@ -56,6 +56,7 @@ CONFIGS = {
     "w4a16 plain": {"preset": "w4a16", "macro_block": None},
     "w4a16 residuals": {"preset": "w4a16", "outlier_fallback": 1.0},
     "w4a8 plain": {"preset": "w4a8", "macro_block": None},
+    "mxfp8": {"preset": "w4a8", "macro_block": None, "fprop": {"x": "mxfp8"}},
     # Macro blocks.
     "no macro": {**RESIDUALS, "macro_block": None},
     "static": {"preset": "w4a4", "macro_search": "static"},

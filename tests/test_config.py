@@ -402,6 +402,7 @@ REFUSED = [
     ({"dgrad": {"grad": "reuse"}}, "'reuse' is for the weight of dgrad and the x of wgrad"),
     ({"wgrad": {"x": "fp8"}}, "'fp8' is for output gradients \\(grad\\) and for fprop"),
     ({"wgrad": {"x": "nvfp4"}}, "'nvfp4' is for fprop, to compare with"),
+    ({"fprop": {"weight": "mxfp8"}}, "'mxfp8' is for the x of fprop and output gradients"),
     (
         {"preset": "w8a8", "scale_rule": "rceil"},
         r"scale_rule='rceil' has no effect on any operand of w8a8 \[weights fp8",

@@ -34,6 +34,7 @@ SCHEMES = [
     {"macro_block": "row"},
     {"fprop": {"weight": "even+mbs32-dynamic+32x32"}},
     {"preset": "w4a8"},
+    {"macro_block": None, "fprop": {"x": "mxfp8"}},
 ]
 IDS = [" ".join(map(str, scheme.values())) or "default" for scheme in SCHEMES]
 
@@ -119,9 +120,9 @@ def test_joined_layers_and_shares_of_columns(plugin, options):
 
 
 @pytest.mark.usefixtures("dense_products")
-@pytest.mark.parametrize("preset", ["w4a16", "w4a8", "w4a4"])
-def test_dense_layers_compute_the_same(plugin, preset):
-    config = MXFP4RLConfig(mode="packed", preset=preset)
+@pytest.mark.parametrize("options", [{}, *SCHEMES[-2:], {"preset": "w4a4"}], ids=str)
+def test_dense_layers_compute_the_same(plugin, options):
+    config = MXFP4RLConfig(mode="packed", **options)
     source, layer = packed_layer(config), LinearBase()
     method = linear_method(plugin, config, weights="dense")
     layer.weight = nn.Parameter(torch.zeros(48, 256))
@@ -159,6 +160,7 @@ ROTATED = {"macro_block": None, "fprop": {"rotation": "deterministic-64"}}
         (ROTATED, 8, "cuts blocks of 64; choose"),
         ({"macro_block": "row", "preset": "w4a4"}, 2, "mbsrow.* needs whole rows; use tensor_parallel_size=1"),
         ({"preset": "w4a8"}, 2, "fp8 needs whole rows; use tensor_parallel_size=1"),
+        (SCHEMES[-1], 16, "cuts blocks of 32; choose"),
     ],
     ids=str,
 )

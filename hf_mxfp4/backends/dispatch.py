@@ -223,6 +223,23 @@ def dequantize_e4m3(
     return (triton_kernels if name == "triton" else numerics).dequantize_e4m3(elements, byte, dtype)
 
 
+def quantize_mxfp8(x: torch.Tensor, backend: str = "auto") -> tuple[torch.Tensor, torch.Tensor]:
+    """[`hf_mxfp4.numerics.quantize_mxfp8`] on the backend of [`quantize_e4m3`]."""
+    return numerics.quantize_mxfp8(x, functools.partial(quantize_e4m3, backend=backend))
+
+
+def dequantize_mxfp8(
+    elements: torch.Tensor, byte: torch.Tensor, dtype: torch.dtype, backend: str = "auto"
+) -> torch.Tensor:
+    """[`hf_mxfp4.numerics.dequantize_mxfp8`] on the backend of [`dequantize_e4m3`]."""
+    return numerics.dequantize_mxfp8(elements, byte, dtype, functools.partial(dequantize_e4m3, backend=backend))
+
+
+def fake_quantize_mxfp8(x: torch.Tensor, backend: str = "auto", dtype: torch.dtype | None = None) -> torch.Tensor:
+    """Return the MXFP8 values of ``x`` in its own shape, as ``dtype`` if one is given."""
+    return dequantize_mxfp8(*quantize_mxfp8(x, backend), dtype or x.dtype, backend)
+
+
 def fake_quantize_e4m3(x: torch.Tensor, backend: str = "auto", dtype: torch.dtype | None = None) -> torch.Tensor:
     """[`hf_mxfp4.numerics.fake_quantize_e4m3`], by Triton where that quantizes blocks of ``x``; as ``dtype`` if any."""
     kernels = triton_kernels if supports_e4m3(x, backend) else numerics

@@ -16,7 +16,18 @@ from typing import cast
 import torch
 
 from ..backends import dispatch
-from ..numerics import FP8, PARTS, MXFP4Tensor, OperandScheme, QuantScheme, Rotation, parse_scheme, part_sizes
+from ..numerics import (
+    BLOCK_SIZE,
+    FP8,
+    MXFP8,
+    PARTS,
+    MXFP4Tensor,
+    OperandScheme,
+    QuantScheme,
+    Rotation,
+    parse_scheme,
+    part_sizes,
+)
 from .groups import Groups, sum_rows
 from .linear import (
     LinearRecord,
@@ -34,7 +45,7 @@ from .state import PLAIN_STATE, GemmState, PackedSpec, state_of
 
 _UNSAFE = (torch.Tag.cudagraph_unsafe,)
 #: What an operator returns of its input for the backward pass. The others are ``x``, which is at hand, and ``nothing``.
-_RETURNED = ("values", "fp8")
+_RETURNED = ("values", "fp8", "mxfp8")
 
 
 def groups_of(ends: torch.Tensor | None, n_rows: int) -> Groups | None:
@@ -67,8 +78,11 @@ def read_scheme(text: str) -> QuantScheme:
 
 
 def read_input_scheme(text: str) -> OperandScheme | None:
-    """Read how an input is treated, as an operator's argument: a scheme, ``"fp8"``, or ``""`` for full precision."""
-    return (FP8 if text == FP8.value else read_scheme(text)) if text else None
+    """Read how an input is treated, as an operator's argument: a scheme, ``"fp8"``, ``"mxfp8"``, or ``""`` for full
+    precision."""
+    if not text:
+        return None
+    return {FP8.value: FP8, MXFP8.value: MXFP8}.get(text) or read_scheme(text)
 
 
 @torch.library.custom_op("hf_mxfp4::fake_quantize", mutates_args=())
@@ -187,8 +201,9 @@ def _returned_shapes(x: torch.Tensor, dtype: torch.dtype, saved: str, columns: i
     rows = x.shape[:-1]
     if saved == "values":
         return [x.new_empty(*rows, columns, dtype=dtype)]
-    if saved == "fp8":
-        return [x.new_empty(*rows, size, dtype=torch.uint8) for size in (columns, 1)]
+    if saved in ("fp8", "mxfp8"):
+        scales = 1 if saved == "fp8" else -(-columns // BLOCK_SIZE)
+        return [x.new_empty(*rows, size, dtype=torch.uint8) for size in (columns, scales)]
     return []
 
 
@@ -196,9 +211,9 @@ def _saved_input(
     saved: str, tensors: Sequence[torch.Tensor], x_dtype: torch.dtype, dtype: torch.dtype
 ) -> tuple[tuple[torch.Tensor, ...], SavedRecord]:
     """Return what an operator returned of its input, as [`hf_mxfp4.gemm.saved.restore_input`] takes it."""
-    if saved == "fp8":
-        return (tensors[0].view(torch.float8_e4m3fn), tensors[1]), SavedRecord(True, dtype)
-    return tuple(tensors), SavedRecord(False, x_dtype if saved == "x" else dtype)
+    if saved in ("fp8", "mxfp8"):
+        return (tensors[0].view(torch.float8_e4m3fn), tensors[1]), SavedRecord(saved, dtype)
+    return tuple(tensors), SavedRecord("values", x_dtype if saved == "x" else dtype)
 
 
 @torch.library.custom_op("hf_mxfp4::quantized_linear_backward", mutates_args=(), tags=_UNSAFE)

@@ -17,6 +17,7 @@ from ..backends import triton as triton_kernels
 from ..numerics import (
     FP8,
     FULL,
+    MXFP8,
     NVFP4,
     MXFP4Tensor,
     OperandScheme,
@@ -82,6 +83,8 @@ def quantize_operand(
         x = rotate_operand(x, rotation, gemm, rng, backend)
         if scheme is FP8:
             return dispatch.fake_quantize_e4m3(x, backend, dtype)
+        if scheme is MXFP8:
+            return dispatch.fake_quantize_mxfp8(x, backend, dtype)
         if scheme is NVFP4:  # rows of activations, tokens, do not depend on each other
             x = fake_quantize_nvfp4(x, nvfp4_tensor_scale(x.detach(), per_row=operand == "x"))
         return x if dtype is None else x.to(dtype)
@@ -167,10 +170,12 @@ def packed_input(x: torch.Tensor, state: GemmState) -> MXFP4Tensor:
 
 
 def fp8_input(x: torch.Tensor, state: GemmState, groups: Groups | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-    """[`input_operand`] as E4M3 elements and the scale bytes of its rows. Only under a scheme with E4M3 activations."""
+    """[`input_operand`] as E4M3 elements and the scale bytes of its rows, or of their blocks. Only under a scheme with
+    activations in FP8 or MXFP8."""
     rotation, backend = state.spec.scheme.fprop.rotation, state.spec.backend
+    quantize = dispatch.quantize_e4m3 if state.spec.input_scheme is FP8 else dispatch.quantize_mxfp8
     parts = [
-        dispatch.quantize_e4m3(rotate_operand(rows.detach(), rotation, "fprop", rng, backend), backend)
+        quantize(rotate_operand(rows.detach(), rotation, "fprop", rng, backend), backend)
         for rows, rng in _groups_of(x, state, groups)
     ]
     if len(parts) == 1:

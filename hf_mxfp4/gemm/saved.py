@@ -21,11 +21,11 @@ class SavedRecord(NamedTuple):
     """What the saved tensors are.
 
     Attributes:
-        is_fp8: whether they are E4M3 elements and the scale bytes of rows, and not the values themselves.
+        form: ``"values"``, or ``"fp8"`` or ``"mxfp8"`` for E4M3 elements and the scale bytes of rows or of blocks.
         dtype: that the values come back in.
     """
 
-    is_fp8: bool
+    form: str
     dtype: torch.dtype
 
 
@@ -42,7 +42,7 @@ def save_input(
     unless it is saved. With ``fp8`` the operand of an E4M3 input is the very tensors that are saved."""
     spec = state.spec
     if spec.saves_fp8:
-        tensors, record = fp8_input(x, state, groups), SavedRecord(True, dtype)
+        tensors, record = fp8_input(x, state, groups), SavedRecord(spec.input_scheme.value, dtype)
         operand = FP8Operand.of_bytes(*tensors) if fp8 else restore_input(tensors, record, spec.backend)
         return operand, tensors, record
     if packed is None:
@@ -50,19 +50,20 @@ def save_input(
     else:
         operand = None if spec.saves_raw_input else dispatch.dequantize(packed, packed.dtype, spec.backend).to(dtype)
     saved: Any = x if spec.saves_raw_input else operand
-    return operand, (saved,), SavedRecord(False, saved.dtype)
+    return operand, (saved,), SavedRecord("values", saved.dtype)
 
 
 def restore_input(tensors: SavedTensors, record: SavedRecord, backend: str = "auto") -> torch.Tensor:
     """Return the values ``[..., K]`` that [`save_input`] saved; of a rotated operand padded."""
-    if record.is_fp8:
-        return dispatch.dequantize_e4m3(tensors[0], tensors[1], record.dtype, backend)
-    return tensors[0]
+    if record.form == "values":
+        return tensors[0]
+    dequantize = dispatch.dequantize_e4m3 if record.form == "fp8" else dispatch.dequantize_mxfp8
+    return dequantize(tensors[0], tensors[1], record.dtype, backend)
 
 
 def what_is_saved(spec: GemmSpec, x_dtype: torch.dtype, dtype: torch.dtype) -> str:
     """Return what compiled code saves of an input, for a product in ``dtype``: see [`hf_mxfp4.gemm.compile`]."""
     if spec.saves_fp8:
-        return "fp8"
+        return spec.input_scheme.value
     keeps_input = spec.input_scheme is None and spec.rotation_size == 1
     return "x" if spec.saves_raw_input or keeps_input and x_dtype == dtype else "values"

@@ -21,6 +21,7 @@ import torch
 from ..numerics import (
     FP8,
     FULL,
+    MXFP8,
     PLAIN,
     REUSE,
     GemmScheme,
@@ -83,7 +84,7 @@ class GemmSpec:
             "is_plain": scheme.dgrad == scheme.wgrad == PLAIN and not rotates and not scheme.is_random,
             "draws_forward": fprop.is_random,
             "saves_raw_input": scheme.wgrad.right is not REUSE,
-            "saves_fp8": fprop.left is FP8 and scheme.wgrad.right is REUSE,
+            "saves_fp8": fprop.left in (FP8, MXFP8) and scheme.wgrad.right is REUSE,
             "reuses_weight": scheme.dgrad.right is REUSE,
             "rotation_size": fprop.rotation.size if rotates else 1,
             "folds_scales": scheme.folds_scales,

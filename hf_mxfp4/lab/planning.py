@@ -20,6 +20,7 @@ from ..config import MXFP4RLConfig
 from ..gemm import GemmSpec
 from ..model_structure import projections, weight_size
 from ..module_names import find_layers, split_linears
+from ..numerics import FP8
 from .schemes import bits_per_element
 
 
@@ -167,8 +168,11 @@ def _saved_bytes(
 
 
 def _kept_bytes(width: int, spec: GemmSpec | None) -> float:
-    """Return bytes that a layer keeps of an input of ``width`` elements: E4M3 has a scale byte for a token."""
-    return width + 1 if spec is not None and spec.saves_fp8 else _COMPUTE * width
+    """Return bytes that a layer keeps of an input of ``width`` elements: E4M3 has a scale byte for a token,
+    MXFP8 for a block."""
+    if spec is None or not spec.saves_fp8:
+        return _COMPUTE * width
+    return width + 1 if spec.input_scheme is FP8 else width * bits_per_element(spec.input_scheme) / 8
 
 
 def plan(sizes: Sizes, setup: Setup) -> dict[str, float]:

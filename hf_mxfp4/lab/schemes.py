@@ -14,7 +14,7 @@ from torch import nn
 from ..config import MXFP4RLConfig
 from ..layers import QUANTIZED, TRAINABLE
 from ..module_names import find_layers
-from ..numerics import BLOCK_SIZE, FP8, FULL, NVFP4, OperandScheme, QuantScheme, parse_scheme
+from ..numerics import BLOCK_SIZE, FP8, FULL, MXFP8, NVFP4, OperandScheme, QuantScheme, parse_scheme
 from ..presets import PRESETS
 from ..report import master_sqnr
 from .layers import location_of
@@ -25,9 +25,9 @@ from .source import SourceError
 PAPER_SCHEMES = ("rceil", "rceil+mbs128-static", "rceil+mbs128-static+of0.5")
 _SPELLINGS = (
     "'default', a preset (w4a16, w4a4, paper_a, ...) with its usual options, 'w4a16:SCHEME' (weights alone), "
-    "'w4a8:SCHEME' (activations in E4M3), 'w4a4:SCHEME' or SCHEME (weights and activations), 'w4a4:WEIGHTS/"
-    "ACTIVATIONS' (a scheme each), 'own' (that of the checkpoint) or 'config:FILE' (options of MXFP4RLConfig as "
-    "JSON or YAML)"
+    "'w4a8:SCHEME' (activations in E4M3; 'w4a8:SCHEME/mxfp8': in MXFP8), 'w4a4:SCHEME' or SCHEME (weights and "
+    "activations), 'w4a4:WEIGHTS/ACTIVATIONS' (a scheme each), 'own' (that of the checkpoint) or 'config:FILE' "
+    "(options of MXFP4RLConfig as JSON or YAML)"
 )
 _OPERANDS = ("w4a16", "w4a8", "w4a4")
 #: Bits of a weight that is left in full precision.
@@ -77,11 +77,11 @@ class ModelScheme:
 
 def bits_per_element(scheme: OperandScheme) -> float:
     """Return the stored bits of an element: 4 of its code, a scale byte for 32, the byte of a macro block, and with
-    outlier fallback codes and scales once more; of E4M3 8, and of NVFP4 4.5. A factor for a row or a tensor counts
-    nothing.
+    outlier fallback codes and scales once more; of E4M3 8, of MXFP8 8.25, and of NVFP4 4.5. A factor for a row or a
+    tensor counts nothing.
     """
     if not isinstance(scheme, QuantScheme):
-        return 8.0 if scheme is FP8 else 4.5
+        return {FP8: 8.0, MXFP8: 8 + 8 / BLOCK_SIZE}.get(scheme, 4.5)
     plain = 4 + 8 / BLOCK_SIZE
     macro = 8 / scheme.macro_block if isinstance(scheme.macro_block, int) else 0.0
     passes = 1 if scheme.outlier_fallback is None else 2
@@ -210,7 +210,9 @@ def _scheme_options(text: str, kind: str, rest: str) -> dict[str, Any]:
     fprop = {"weight": str(parse_scheme(weights.replace("-hybrid", "-dynamic")))}
     if fprop["weight"] == NVFP4.value and preset == "w4a4" and not slash:
         return {"preset": preset, "fprop": {**fprop, "x": NVFP4.value}}
-    if preset in ("w4a16", "w4a8"):
+    if preset == "w4a8" and activations == MXFP8.value:
+        fprop["x"] = activations
+    elif preset in ("w4a16", "w4a8"):
         if slash:
             raise ValueError(f"{preset} quantizes weights alone in MXFP4; give one scheme, or w4a4:WEIGHTS/ACTIVATIONS")
     elif slash:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The number formats: E2M1 elements, E8M0 block scales, and E4M3 with a power-of-two scale per row.
+"""The number formats: E2M1 elements, E8M0 block scales, and E4M3 with a power-of-two scale per row or block.
 
 E2M1 (OCP Microscaling Formats (MX) v1.0, section 5.3.3): 1 sign, 2 exponent and 1 mantissa bit, bias 1, one subnormal
 magnitude (0.5), no infinity and no NaN. A code is ``sign << 3 | exponent << 1 | mantissa``.
@@ -7,9 +7,11 @@ magnitude (0.5), no infinity and no NaN. A code is ``sign << 3 | exponent << 1 |
 E8M0: a byte of a block scale, chosen from the block's largest magnitude by arithmetic on the bits of float32 numbers: a
 ``log2`` in a low precision misplaces magnitudes next to a power of two.
 
-E4M3: the format of output gradients beside MXFP4 operands, and of inputs that are saved for the backward pass.
+E4M3: the format of inputs and output gradients beside MXFP4 operands, and of inputs that are saved for the backward
+pass. MXFP8 is E4M3 with an E8M0 scale for each block of 32 (MX v1.0, table 1).
 """
 
+from collections.abc import Callable
 from enum import Enum
 
 import torch
@@ -217,6 +219,39 @@ def fake_quantize_e4m3(x: torch.Tensor) -> torch.Tensor:
     Raises `TypeError` for a tensor that is not floating-point.
     """
     return dequantize_e4m3(*quantize_e4m3(x), x.dtype)
+
+
+def quantize_mxfp8(
+    x: torch.Tensor, quantize_rows: Callable[..., tuple[torch.Tensor, torch.Tensor]] = quantize_e4m3
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``x [..., K]`` in MXFP8: E4M3 elements (``float8_e4m3fn [..., K]``) and one scale byte for each block of 32 along
+    the last axis (E8M0, uint8 ``[..., ceil(K/32)]``); the last block may be shorter.
+
+    A block is a row of [`quantize_e4m3`], so that nothing clips: torchao's RCEIL. (``2**(E - 8)``, which section 6.3 of
+    MX v1.0 describes, clips magnitudes above 1.75 * 2**E.) ``quantize_rows`` may be another backend's.
+
+    Raises `TypeError` for a tensor that is not floating-point.
+    """
+    elements, byte = quantize_rows(_in_blocks(x))
+    return elements.flatten(-2)[..., : x.shape[-1]], byte.squeeze(-1)
+
+
+def dequantize_mxfp8(
+    elements: torch.Tensor,
+    byte: torch.Tensor,
+    dtype: torch.dtype,
+    dequantize_rows: Callable[..., torch.Tensor] = dequantize_e4m3,
+) -> torch.Tensor:
+    """Return the values ``[..., K]`` of what [`quantize_mxfp8`] returned, in ``dtype``, as [`dequantize_e4m3`] does."""
+    values = dequantize_rows(_in_blocks(elements), byte.unsqueeze(-1), dtype)
+    return values.flatten(-2)[..., : elements.shape[-1]]
+
+
+def _in_blocks(x: torch.Tensor) -> torch.Tensor:
+    """Return ``x [..., K]``, padded with zeros, as ``[..., ceil(K/32), 32]``."""
+    if padding := -x.shape[-1] % BLOCK_SIZE:
+        x = torch.nn.functional.pad(x, (0, padding))
+    return x.unflatten(-1, (x.shape[-1] // BLOCK_SIZE, BLOCK_SIZE))
 
 
 def to_float32(x: torch.Tensor, copy: bool = False) -> torch.Tensor:

@@ -202,13 +202,15 @@ class Treatment(enum.Enum):
     """What else than MXFP4 an operand can be.
 
     FULL: full precision. REUSE: the values that the forward product used, blocks along K (arXiv 2605.20402). FP8: E4M3
-    with one power-of-two scale per row of the contraction. NVFP4: see [`hf_mxfp4.numerics.quantize_nvfp4`]; of a
-    weight with one float32 scale for the matrix, of activations with one per token.
+    with one power-of-two scale per row of the contraction. MXFP8: E4M3 with one per 32 elements of a row. NVFP4: see
+    [`hf_mxfp4.numerics.quantize_nvfp4`]; of a weight with one float32 scale for the matrix, of activations with one per
+    token.
     """
 
     FULL = "full"
     REUSE = "reuse"
     FP8 = "fp8"
+    MXFP8 = "mxfp8"
     NVFP4 = "nvfp4"
 
     @property
@@ -225,7 +227,7 @@ class Treatment(enum.Enum):
         return {"full": "full precision", "reuse": "as in fprop"}.get(self.value, self.value)
 
 
-FULL, REUSE, FP8, NVFP4 = Treatment
+FULL, REUSE, FP8, MXFP8, NVFP4 = Treatment
 OperandScheme = QuantScheme | Treatment
 
 
@@ -321,6 +323,8 @@ class LinearScheme:
                     return f"the scales of the reused {operand} lie on the axis that is summed over"
             if precision is FULL:
                 return f"{operand} is in full precision"
+            if precision is MXFP8:
+                return f"the scales of {operand} change from block to block"
             if precision is NVFP4:
                 return f"NVFP4 scales of {operand} have more digits than E4M3"
             if isinstance(precision, QuantScheme) and precision.e4m3_problem is not None:

@@ -168,11 +168,17 @@ def to_fp8(
         # Neighbours in memory are neighbours in a row, or in a column.
         rows, cols = (4, 1024) if n_cols == 1 or matrix.stride(1) == 1 else (16, 256)
         numbers = (n_rows, n_cols, *matrix.stride(), 1 if top is None else n_rows // top.numel())
-        constants = {"ROWS": rows, "COLS": min(cols, triton.next_power_of_2(n_cols)), "BF16": x.dtype == torch.bfloat16}
+        constants = {**_tile(rows, cols, n_cols), "BF16": x.dtype == torch.bfloat16}
         pointers = (bits(matrix), elements.view(torch.uint8), scale, inexact, top)
         with on(x.device):
-            to_fp8_kernel[(triton.cdiv(n_rows, rows),)](*pointers, *numbers, **constants, **_OPTIONS)
+            to_fp8_kernel[(triton.cdiv(n_rows, constants["ROWS"]),)](*pointers, *numbers, **constants, **_OPTIONS)
     return elements, scale
+
+
+def _tile(rows: int, cols: int, n_cols: int) -> dict[str, int]:
+    """Return the tile of a program: of short rows, such as blocks of MXFP8, more of them."""
+    width = min(cols, triton.next_power_of_2(n_cols))
+    return {"ROWS": rows * min(32, cols // width), "COLS": width}
 
 
 def from_fp8(elements: torch.Tensor, byte: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -193,8 +199,8 @@ def from_fp8(elements: torch.Tensor, byte: torch.Tensor, dtype: torch.dtype) -> 
         n_cols = elements.shape[-1]
         n_rows, col_tiles = out.numel() // n_cols, triton.cdiv(n_cols, 512)
         parts = (elements.contiguous().view(torch.uint8), byte.contiguous(), output(out))
-        constants = {"ROWS": 4, "COLS": 512, "LARGEST": torch.finfo(dtype).max, "INTERPRETED": INTERPRETED}
-        grid = (triton.cdiv(n_rows, 4) * col_tiles,)
+        constants = {**_tile(4, 512, n_cols), "LARGEST": torch.finfo(dtype).max, "INTERPRETED": INTERPRETED}
+        grid = (triton.cdiv(n_rows, constants["ROWS"]) * col_tiles,)
         with on(out.device):
             from_fp8_kernel[grid](*parts, n_rows, n_cols, col_tiles, **constants, **_OPTIONS)
     return out

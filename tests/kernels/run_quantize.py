@@ -28,6 +28,7 @@ from hypothesis import strategies as st
 
 import mxfp4_kernels
 from hf_mxfp4 import numerics
+from hf_mxfp4.backends import dispatch
 from hf_mxfp4.gemm import to_fp4, to_fp8
 from hf_mxfp4.numerics import QuantScheme
 from mxfp4_kernels import Scheme, Side, quantization
@@ -293,6 +294,12 @@ def fp8() -> Iterator[Case]:
             values = mxfp4_kernels.from_fp8(found, scale, dtype)
             bad += [] if same(values, numerics.fake_quantize_e4m3(rows)) else ["values"]
             yield f"{shape} {dtype} {label}", bad
+            elements, byte = numerics.quantize_mxfp8(rows)
+            found, scale = dispatch.quantize_mxfp8(there, "triton")
+            bad = [] if same(found, elements) and same(scale, byte) else ["elements or scale bytes"]
+            values = dispatch.dequantize_mxfp8(found, scale, dtype, "triton")
+            bad += [] if same(values, numerics.dequantize_mxfp8(elements, byte, dtype)) else ["values"]
+            yield f"MXFP8 {shape} {dtype} {label}", bad
     yield from nvfp4(rng)
     every = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).expand(32, 256)
     byte = torch.linspace(0, 255, 32).to(torch.uint8)[:, None]

@@ -347,6 +347,7 @@ FULL = "full precision"
         ("w4a4:even+mbs128-blockwise", *["mxfp4+even+mbs128-blockwise"] * 2, (4.3125, 4.3125, 4.3125)),
         ("even+mbs128-blockwise_fp8", *["mxfp4+even+mbs128-blockwise_fp8"] * 2, (4.3125, 4.3125, 4.3125)),
         ("w4a8:rceil", "mxfp4+rceil", "fp8", (4.25, 8.0, 6.125)),
+        ("w4a8:even/mxfp8", "mxfp4+even", "mxfp8", (4.25, 8.25, 6.25)),
         ("w4a8", "mxfp4+even+mbs128-blockwise_fp8", "fp8", (4.3125, 8.0, 6.15625)),
         ("rceil+of0.5", *["mxfp4+rceil+of0.5"] * 2, (8.5, 8.5, 8.5)),
         ("rceil+mbs128-hybrid", "mxfp4+rceil+mbs128-dynamic", "mxfp4+rceil+mbs128-static", (4.3125, 4.3125, 4.3125)),

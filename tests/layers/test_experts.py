@@ -19,6 +19,7 @@ from hf_mxfp4 import MXFP4Experts, cached_weights, fake_quantize, set_quantizati
 from hf_mxfp4.integrations.transformers import quantize_linears
 from hf_mxfp4.layers import random_layers
 from hf_mxfp4.model_structure import experts_unsupported_reason
+from hf_mxfp4.numerics import dequantize_mxfp8, quantize_mxfp8
 
 
 FAMILIES = ["qwen3_moe", "qwen2_moe", "mixtral", "gpt_oss"]
@@ -50,6 +51,14 @@ def straight_through(x, **scheme):
     return x + (fake_quantize(x.detach(), **scheme) - x.detach())
 
 
+def mxfp8(x):
+    return x + (dequantize_mxfp8(*quantize_mxfp8(x.detach()), x.dtype) - x.detach())
+
+
+#: How a token is quantized, by what is added to the preset w4a16.
+INPUTS = {"w4a16": lambda x: x, "w4a4": lambda x: straight_through(x, **INPUT), "mxfp8": mxfp8}
+
+
 def gated(family, up_out):
     """SwiGLU of each family, from its paper or model card."""
     if family != "gpt_oss":
@@ -60,7 +69,7 @@ def gated(family, up_out):
     return (up + 1) * gate * torch.sigmoid(1.702 * gate)
 
 
-def reference(family, experts, states, index, weights, quantize_input=True):
+def reference(family, experts, states, index, weights, quantize_input):
     """One token and one of its experts at a time."""
     rows = []
     for token in range(len(states)):
@@ -70,7 +79,7 @@ def reference(family, experts, states, index, weights, quantize_input=True):
             for projection in ("gate_up_proj", "down_proj"):
                 weight = getattr(experts, projection)[expert]
                 weight = straight_through(weight.T if family == "gpt_oss" else weight, **WEIGHT)
-                x = weight @ (straight_through(x, **INPUT) if quantize_input else x)
+                x = weight @ quantize_input(x)
                 if family == "gpt_oss":
                     x = x + getattr(experts, f"{projection}_bias")[expert]
                 x = gated(family, x) if projection == "gate_up_proj" else x
@@ -79,15 +88,16 @@ def reference(family, experts, states, index, weights, quantize_input=True):
     return torch.stack(rows)
 
 
-@pytest.mark.parametrize("preset", ["w4a4", "w4a16"])
+@pytest.mark.parametrize("inputs", INPUTS)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_outputs_and_gradients_are_those_of_the_equations(family, preset):
-    layer, twin = quantized(family, preset=preset), plain_experts(family)
+def test_outputs_and_gradients_are_those_of_the_equations(family, inputs):
+    options = {"preset": "w4a16", "fprop": {"x": "mxfp8"}} if inputs == "mxfp8" else {"preset": inputs}
+    layer, twin = quantized(family, **options), plain_experts(family)
     states, index, weights = routing(9)
     ours = [t.clone().requires_grad_() for t in (states, weights)]
     theirs = [t.clone().requires_grad_() for t in (states, weights)]
     out = layer(ours[0], index, ours[1])
-    expected = reference(family, twin, theirs[0], index, theirs[1], quantize_input=preset == "w4a4")
+    expected = reference(family, twin, theirs[0], index, theirs[1], INPUTS[inputs])
     torch.testing.assert_close(out, expected, rtol=1e-9, atol=1e-9)
     probe = torch.linspace(-1, 1, out.numel(), dtype=torch.float64).view(out.shape)
     (out * probe).sum().backward()

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Layers with E4M3 inputs (presets w4a8, w4a8g8 and w8a8) against the same products of operands that are rounded here:
-E4M3 by ml_dtypes, with the power of two that a logarithm in float64 gives."""
+"""Layers with E4M3 inputs (presets w4a8, w4a8g8 and w8a8, and MXFP8) against the same products of operands that are
+rounded here: E4M3 by ml_dtypes, with the power of two that a logarithm in float64 gives."""
 
 import importlib
 import math
@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from ml_dtypes import float8_e4m3fn
 from passes import assert_product, passes
+from same_bits import assert_same
 from tables import needs_fp8_on_cpu
 from tiny_models import make_model
 
@@ -23,6 +24,7 @@ linear, products = map(importlib.import_module, ("hf_mxfp4.gemm.linear", "hf_mxf
 M, N, K = 43, 37, 50
 #: Without macro factors, which FP8 tensor cores do not multiply.
 PLAIN = {"macro_block": None}
+MXFP8 = {"preset": "w4a8", "fprop": {"x": "mxfp8"}, **PLAIN}
 FP8_PRODUCTS = {"matmul_backend": "fp8", "scale_rule": "rceil", **PLAIN}
 
 
@@ -39,6 +41,10 @@ def e4m3(x: torch.Tensor) -> torch.Tensor:
 
 def fp8(x: torch.Tensor) -> torch.Tensor:
     return (e4m3(x) * scales_of(x)).to(x.dtype)
+
+
+def mxfp8(x: torch.Tensor) -> torch.Tensor:
+    return torch.cat([fp8(block) for block in x.split(32, dim=-1)], dim=-1)
 
 
 def tokens(dtype=torch.float32) -> torch.Tensor:
@@ -67,15 +73,38 @@ def check_passes(layer: MXFP4Linear, x: torch.Tensor, values: torch.Tensor, weig
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(
     ("preset", "options"),
-    [("w4a8", {}), ("w4a8", PLAIN), ("w4a8", {"outlier_fallback": 1.0}), ("w8a8", {})],
-    ids=["default", "plain", "residuals", "w8a8"],
+    [("w4a8", {}), ("w4a8", PLAIN), ("w4a8", {"outlier_fallback": 1.0}), ("w8a8", {}), ("w4a8", MXFP8)],
+    ids=["default", "plain", "residuals", "w8a8", "mxfp8"],
 )
 def test_products_are_those_of_dequantized_operands_and_have_their_gradients(preset, options, dtype):
-    found, x = layer(dtype, preset=preset, **options), tokens(dtype)
-    weight, values = found.weight.detach(), fp8(x)
+    found, x = layer(dtype, **{"preset": preset, **options}), tokens(dtype)
+    weight, values = found.weight.detach(), (mxfp8 if options is MXFP8 else fp8)(x)
     rounded = fp8(weight) if preset == "w8a8" else numerics.fake_quantize(weight, **vars(found.config.weight_scheme))
     check_passes(found, x, values, rounded)
     assert not torch.equal(values, x)
+
+
+def test_gradients_in_mxfp8_have_scales_along_each_contraction():
+    found, x = layer(**MXFP8, dgrad={"grad": "mxfp8"}, wgrad={"grad": "mxfp8"}), tokens()
+    grad = torch.randn(M, N, generator=torch.Generator().manual_seed(2)) * torch.logspace(-6, 3, M)[:, None]
+    _, grad_x, grad_weight, _ = passes(found, x, grad=grad)
+    assert_product(grad_x, mxfp8(grad), found.to_linear().weight.t())
+    assert_product(grad_weight, mxfp8(grad.t()), mxfp8(x).t())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_an_input_in_mxfp8_is_kept_so_and_packed_and_compiled_layers_have_its_bits(dtype, fresh_compiler):
+    trained, x = layer(dtype, **MXFP8, backend="eager"), tokens(dtype)
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda saved: kept.append(saved) or saved, lambda saved: saved):
+        trained(x)
+    found = [(saved.dtype, tuple(saved.shape)) for saved in kept if len(saved) == M]
+    assert found == [(torch.float8_e4m3fn, (M, K)), (torch.uint8, (M, 2))]
+    compiled = torch.compile(trained, backend="aot_eager", fullgraph=True)
+    assert_same(passes(compiled, x), passes(trained, x))
+    packed = MXFP4PackedLinear.from_linear(trained, trained.config.packed(), "up_proj")
+    for function in (packed, torch.compile(packed, backend="eager", fullgraph=True)):
+        assert torch.equal(function(x), trained(x))
 
 
 def test_nvfp4_has_one_scale_for_the_weight_and_one_for_each_token():
@@ -285,6 +314,8 @@ def test_products_on_fp8_hardware_are_chosen_by_what_the_operands_are(monkeypatc
     assert "NVFP4 scales of x have more digits than E4M3" in select_matmul("fprop", nvfp4, "sm_90").reason
     own = MXFP4RLConfig(preset="w4a8", wgrad={"grad": "rceil"}, **PLAIN).gemms()
     assert f"the scales of the reused x {axis}" in select_matmul("wgrad", own, "sm_90").reason
+    reason = select_matmul("fprop", MXFP4RLConfig(**MXFP8).gemms(), "sm_90").reason
+    assert reason == "the scales of x change from block to block"
     monkeypatch.setattr(products, "HAS_FP8_ON_CPU", False)
     on_cpu = select_matmul.__wrapped__("fprop", rounded, "cpu", torch.float32, requested="fp8")
     assert (on_cpu.name, on_cpu.reason) == ("dense", "cpu has no FP8 products")

@@ -156,6 +156,24 @@ def test_edges_of_e4m3():
         fake_quantize_e4m3(torch.ones(3, dtype=torch.int64))
 
 
+def test_literal_blocks_of_mxfp8():
+    """A maximum of 1.75 * 2 has the scale 2**-7, anything larger 2**-6: 230.4 is then between 224 and 240."""
+    x = torch.zeros(2, 70)
+    x[0, :4] = torch.tensor([3.5, -1.0, 2.0**-16, 2.0**-17])  # 448, -128, the smallest element, a tie below it
+    x[0, 32:34] = torch.tensor([3.6, -0.01])
+    x[0, 64:66] = torch.tensor([-448.0, 19.0])
+    x[1, 3], x[1, 40] = math.nan, -math.inf
+    elements, byte = numerics.quantize_mxfp8(x)
+    assert byte.tolist() == [[120, 121, 127], [255, 255, 1]] and elements.shape == x.shape
+    assert elements[0, :4].tolist() == [448.0, -128.0, 2.0**-9, 0.0]
+    assert elements[0, 32:34].tolist() == [224.0, -0.625] and elements[0, 64:66].tolist() == [-448.0, 20.0]
+    values = numerics.dequantize_mxfp8(elements, byte, torch.bfloat16)
+    assert values.dtype == torch.bfloat16 and values[0, [0, 2, 32, 65]].tolist() == [3.5, 2.0**-16, 3.5, 20.0]
+    assert values[1, :64].isnan().all() and not values[1, 64:].any()
+    for shape in ((0, 5), (5, 0), (3,)):
+        assert numerics.quantize_mxfp8(torch.zeros(shape))[1].shape == (*shape[:-1], -(-shape[-1] // 32))
+
+
 def all_pairs() -> tuple[torch.Tensor, torch.Tensor]:
     """256 rows of one block each: row b has scale byte b and the sixteen codes twice."""
     codes = numerics.pack_codes(torch.arange(32, dtype=torch.uint8).remainder(16).expand(256, 32).contiguous())

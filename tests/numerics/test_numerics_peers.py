@@ -12,7 +12,7 @@ import pytest
 import torch
 from tables import ROUNDING_RULES, RULES
 
-from hf_mxfp4.numerics import decode_e8m0, quantize, unpack_codes
+from hf_mxfp4.numerics import decode_e8m0, dequantize_mxfp8, quantize, quantize_mxfp8, unpack_codes
 
 
 Size = tuple[int, int]
@@ -134,6 +134,21 @@ def check_ml_dtypes(x: torch.Tensor, rule: str) -> None:
 def test_torchao(x):
     for rule in ROUNDING_RULES:
         check_torchao(x, rule)
+
+
+def test_mxfp8_is_that_of_torchao(x):
+    mx_tensor = pytest.importorskip("torchao.prototype.mx_formats.mx_tensor")
+    from torchao.prototype.mx_formats.config import ScaleCalculationMode
+
+    byte, elements = mx_tensor.to_mx(x, torch.float8_e4m3fn, 32, scaling_mode=ScaleCalculationMode.RCEIL)
+    values = mx_tensor.to_dtype(elements, byte, torch.float8_e4m3fn, 32, x.dtype)
+    found, scale = quantize_mxfp8(x)
+    # torchao has scale byte 0 for smaller blocks, and takes their elements for zeros.
+    compared = x.float().unflatten(-1, (-1, 32)).abs().amax(-1) >= 2.0**-117
+    assert compared.sum() > 100 and torch.equal(scale[compared], byte.view(torch.uint8)[compared])
+    pairs = (found.float(), elements.float()), (dequantize_mxfp8(found, scale, x.dtype), values)
+    for ours, theirs in pairs:
+        assert torch.equal(ours.unflatten(-1, (-1, 32))[compared], theirs.unflatten(-1, (-1, 32))[compared])
 
 
 def test_compressed_tensors_is_the_even_rule(x):

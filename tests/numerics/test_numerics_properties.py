@@ -3,6 +3,8 @@
 
 import math
 
+import ml_dtypes
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -10,7 +12,15 @@ from hypothesis import strategies as st
 from tables import MACROS, RULES
 from test_numerics_reference import check
 
-from hf_mxfp4.numerics import E2M1_MAGNITUDES, decode_e8m0, decompose, fake_quantize, quantize
+from hf_mxfp4.numerics import (
+    E2M1_MAGNITUDES,
+    decode_e8m0,
+    decompose,
+    dequantize_mxfp8,
+    fake_quantize,
+    quantize,
+    quantize_mxfp8,
+)
 
 
 GRID = torch.tensor(E2M1_MAGNITUDES, dtype=torch.float64)
@@ -96,6 +106,20 @@ def test_quantizing_twice_changes_nothing(x, rule):
     the largest is 3, 4 or 6 scales, or whatever the saturated end of the range left."""
     once = fake_quantize(x, scale_rule=rule)
     assert torch.equal(fake_quantize(once, scale_rule=rule), once)
+
+
+@properties
+@given(x=tensors(lowest=-100, highest=120))
+def test_mxfp8_is_e4m3_of_ml_dtypes_at_the_smallest_scale_that_clips_nothing(x):
+    elements, byte = quantize_mxfp8(x)
+    scale, blocks = decode_e8m0(byte, torch.float64).unsqueeze(-1), in_blocks(x)
+    amax = blocks.abs().amax(-1, keepdim=True)
+    assert (amax <= 448 * scale).all() and ((amax > 224 * scale) | (amax == 0)).all()
+    expected = (blocks / scale).float().numpy().astype(ml_dtypes.float8_e4m3fn).astype(np.float64)
+    found = in_blocks(elements.double())
+    np.testing.assert_array_equal(found.numpy(), expected)
+    values = dequantize_mxfp8(elements, byte, x.dtype)
+    assert values.dtype == x.dtype and torch.equal(in_blocks(values), (found * scale).to(x.dtype).double())
 
 
 @properties

@@ -214,7 +214,7 @@ def experts_operator(
             order of [`PACKED_FIELDS`], or one tensor of dequantized values.
         biases: ``[E, N]`` of each projection, or none.
         weight_scheme, input_scheme: as text; ``""`` for dequantized weights, and inputs that are not quantized; inputs
-            may be ``"fp8"``.
+            may be ``"fp8"`` or ``"mxfp8"``.
         activation: one of [`ACTIVATIONS`].
         backend: see [`hf_mxfp4.fake_quantize`].
     """

@@ -29,7 +29,8 @@ from .weight_loading import ExpectedLayers
 
 @torch.library.custom_op("mxfp4_rl::quantize_input", mutates_args=())
 def quantize_input(x: torch.Tensor, scheme: str, backend: str) -> torch.Tensor:
-    """Return ``Q(x)`` along the last axis, in its dtype, by a scheme or ``"fp8"``: one operator, for compilers."""
+    """Return ``Q(x)`` along the last axis, in its dtype, by a scheme, ``"fp8"`` or ``"mxfp8"``: one operator, for
+    compilers."""
     return quantize(x, x.dtype, read_input_scheme(scheme), backend).contiguous()
 
 
