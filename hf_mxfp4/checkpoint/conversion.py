@@ -408,6 +408,7 @@ def import_checkpoint(
     source_dir: str | os.PathLike,
     out_dir: str | os.PathLike,
     *,
+    activations: str | None = None,
     overwrite: bool = False,
     on_bytes: OnBytes = ignore_bytes,
 ) -> ConversionReport:
@@ -416,7 +417,12 @@ def import_checkpoint(
 
     Weights keep their values. Layers that are not quantized there become `modules_to_not_convert`.
 
-    Raises as [`pack_checkpoint`]; `CheckpointError` also for something that this package has no equal of: NVFP4 scales
+    Args:
+        activations: how layers take their inputs, the ``x`` of `MXFP4RLConfig.fprop`, where the checkpoint does not
+            say it: a model that was trained with ``"mxfp8"`` beside plain MXFP4 is stored as W4A16.
+
+    Raises as [`pack_checkpoint`]; `ValueError` also for ``activations`` that are none, or that the checkpoint says
+    itself; `CheckpointError` also for something that this package has no equal of: NVFP4 scales
     that are not ``2**e * (1 + m/4)`` for 32 elements, other elements or group sizes, column orders, other activation
     quantization, quantized heads or routers.
     """
@@ -428,6 +434,11 @@ def import_checkpoint(
             what = "is not quantized; there is nothing to import, use hf-mxfp4 pack or export on it"
         raise CheckpointError(f"{folder.path} {what}")
     source = ForeignSource(folder, stored_format(folder.quantization))
+    if activations is not None:
+        stated = source.config.activation_scheme
+        if stated is not None:
+            raise ValueError(f"activations={activations!r}: {folder.path} says itself that they are {stated}")
+        source.config = replace(source.config, fprop={"x": activations})
     costs = [LayerCost(layer, "kept") for layer in source.shapes]
     if source.format.has_tensor_scale:
         _check_exact(source, costs)

@@ -148,12 +148,18 @@ def import_(
         ),
     ],
     out: OutArgument,
+    activations: Annotated[
+        str | None,
+        typer.Option(help="How layers take inputs where the checkpoint does not say it: fp8, mxfp8, or a scheme."),
+    ] = None,
     overwrite: OverwriteOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """Turn another engine's MXFP4 checkpoint into a packed one, byte for byte, or an NVFP4 one with the same values."""
     with work_progress(_bytes_in(source)) as progress:
-        report = checkpoint.import_checkpoint(source, out, overwrite=overwrite, on_bytes=progress)
+        report = checkpoint.import_checkpoint(
+            source, out, activations=activations, overwrite=overwrite, on_bytes=progress
+        )
     _show(report, as_json)
 
 

@@ -23,9 +23,12 @@ pytest.importorskip("compressed_tensors")
 
 IDS = torch.arange(2, 14).view(2, 6)
 WAY = ["as it is"]
+#: Attention, shared experts and dense MLPs, by the pattern of recipes/configs/k3_moe.yaml.
+ALL_BUT_EXPERTS = r"re:(?!.*\.experts\b).*"
 MODELS = {
     "qwen2-biases-tied": {"family": "qwen2", "tie": True},
     "qwen3_moe-attention": {"family": "qwen3_moe", "config": {"modules_to_not_convert": ["experts"]}},
+    "qwen2_moe-experts": {"family": "qwen2_moe", "config": {"modules_to_not_convert": [ALL_BUT_EXPERTS]}},
     "llama-odd-length": {"family": "llama", "intermediate": 80},
 }
 #: Exported from plain checkpoints, with the rule of the scales.
@@ -139,7 +142,7 @@ def test_logits_are_ours(tmp_path):
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("hf-mxfp4 run -- COMMAND") == 2
     found = torch.load(tmp_path / "logits.pt")
-    assert len(found) == 3 + 2 + 3 + 2 * 3
+    assert len(found) == 4 + 2 + 3 + 2 * 3
     for (name, way), logits in found.items():
         assert logits.dtype == torch.bfloat16
         # Other products of the same weights, whose sums round some numbers of bfloat16 to a neighbour.

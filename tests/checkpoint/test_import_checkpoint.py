@@ -7,15 +7,19 @@ from pathlib import Path
 import pytest
 import torch
 from export_files import config_in, decode, header_and_data, save_packed, save_plain
+from moe_models import make_moe
 from safetensors.torch import save_file
-from same_bits import IDS, layers_of, tensors_in
+from same_bits import IDS, assert_same, layers_of, tensors_in
 from transformers import AutoModelForCausalLM
 
-from hf_mxfp4 import MXFP4RLConfig
+from hf_mxfp4 import MXFP4Experts, MXFP4RLConfig, pack
 from hf_mxfp4.checkpoint import FORMATS, CheckpointError, export, import_checkpoint
 from hf_mxfp4.files import write_json
+from hf_mxfp4.layers import MXFP4PackedExperts
 
 
+#: Attention, shared experts and dense MLPs.
+ALL_BUT_EXPERTS = r"re:(?!.*\.experts\b).*"
 Q_PROJ = "model.layers.0.self_attn.q_proj"
 
 
@@ -43,6 +47,55 @@ def test_there_and_back_gives_the_same_files(family, options, format, tmp_path):
     assert before == after
     model, original = (AutoModelForCausalLM.from_pretrained(folder) for folder in (tmp_path / "back", source))
     assert torch.equal(model(IDS).logits, original(IDS).logits)
+
+
+@pytest.mark.parametrize("family", ["qwen2_moe", "deepseek_v3"])
+def test_routed_experts_alone_are_released_in_4_bits_and_trained_again(family, tmp_path):
+    """Kimi K3's scheme. Released, the checkpoint names what is not quantized by patterns, and says nothing of MXFP8."""
+    make_moe(family).bfloat16().save_pretrained(tmp_path / "plain")
+    scheme = {"scale_rule": "even", "macro_block": None, "fprop": {"x": "mxfp8"}}
+    trained = MXFP4RLConfig(preset="w4a8", **scheme, modules_to_not_convert=[ALL_BUT_EXPERTS])
+
+    def load(folder, **options):
+        return AutoModelForCausalLM.from_pretrained(tmp_path / folder, dtype=torch.float32, **options).eval()
+
+    policy = load("plain", quantization_config=trained)
+    assert {name.rpartition(".")[2] for name in layers_of(policy, MXFP4Experts)} == {"experts"}
+    policy.save_pretrained(tmp_path / "policy")
+    report = export(tmp_path / "policy", tmp_path / "released", "compressed-tensors")
+    assert report.notes[0].startswith("Activations were quantized (mxfp8); the exported model says that they are not")
+    tensors, config = tensors_in(tmp_path / "released"), config_in(tmp_path / "released")
+    quantized = {name for name, tensor in tensors.items() if tensor.dtype == torch.uint8}
+    assert quantized == {name for name in tensors if ".experts." in name}
+    kept = {name.removesuffix(".weight") for name in tensors if tensors[name].dim() == 2 and name not in quantized}
+    options = config["quantization_config"]
+    assert set(options["ignore"]) == kept - {"model.embed_tokens"}
+    options["ignore"] = [
+        "lm_head",
+        "re:.*self_attn.*",
+        "re:.*shared_expert.*",
+        r"re:.*mlp\.(gate|up|down|gate_up)_proj.*",
+    ]
+    write_json(tmp_path / "released" / "config.json", config)
+    import_checkpoint(tmp_path / "released", tmp_path / "packed", activations="mxfp8")
+    export(tmp_path / "packed", tmp_path / "values", "bf16")
+    packed, again = load("packed"), load("values", quantization_config=trained)
+    assert str(packed.config.quantization_config.activation_scheme) == "mxfp8"
+    for model in (pack(policy), pack(again)):
+        for name, layer in layers_of(packed, MXFP4PackedExperts).items():
+            assert_same(dict(layer.named_parameters()), dict(model.get_submodule(name).named_parameters()))
+        torch.testing.assert_close(model(IDS).logits, packed(IDS).logits)
+
+
+def test_activations_are_given_where_a_checkpoint_does_not_say_them(tmp_path):
+    source = save_packed(tmp_path / "packed", layers=1, config={"preset": "w4a4"})
+    export(source, tmp_path / "out", "quark")
+    with pytest.raises(ValueError, match="activations='fp8': .*out says itself that they are mxfp4"):
+        import_checkpoint(tmp_path / "out", tmp_path / "back", activations="fp8")
+    export(source, tmp_path / "plain", "compressed-tensors")
+    with pytest.raises(ValueError, match="no scale rule 'mxfp9'"):
+        import_checkpoint(tmp_path / "plain", tmp_path / "back", activations="mxfp9")
+    assert not (tmp_path / "back").exists()
 
 
 def foreign(folder, format="compressed-tensors", **options):

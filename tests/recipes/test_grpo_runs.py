@@ -52,6 +52,14 @@ def test_a_mixture_of_experts(tmp_path):
     assert (config.model_type, config.num_experts, config.num_experts_per_tok) == ("qwen3_moe", 8, 2)
 
 
+def test_routed_experts_alone_with_mxfp8_inputs(tmp_path):
+    summary = short_run(tmp_path, "--overwrite", config="k3_moe")
+    assert summary["steps"] == 3 and summary["n_quantized"] == 2 * 8 * 2  # two projections of eight experts, two layers
+    assert summary["reloaded"] == {"compared": 16, "identical": 16}
+    config = AutoConfig.from_pretrained(tmp_path / "policy").quantization_config
+    assert str(MXFP4RLConfig.from_dict(config).activation_scheme) == "mxfp8"
+
+
 CHECKPOINTS = ("--save_strategy=steps", "--save_steps=1", "--num_iterations=2", REPORTED)
 
 

@@ -58,7 +58,8 @@ def test_shipped_configurations_parse(path):
         owners = [group for group in found if hasattr(group, name)]
         assert owners, name
         if name not in ("use_cpu", "bf16", "tf32", "report_to"):
-            kept = getattr(owners[0], name)  # lists as tuples, and "none" as None
+            kept = getattr(owners[0], name)  # lists and operands as tuples, and "none" as None
+            kept = dict(kept) if isinstance(value, dict) else kept
             value = None if value == "none" else value
             assert kept in (value, str(value), tuple(value) if isinstance(value, list) else value), name
     assert recipe is None or found.recipe.learn in recipe.LEARN

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 from ...config import MXFP4RLConfig
+from ...numerics import QuantScheme
 from ..folder import CheckpointError
 from .base import Names, RenamedFormat, expect
 
@@ -36,10 +37,7 @@ class CompressedTensorsFormat(RenamedFormat):
     #: `dynamic` of quantized inputs.
     inputs: ClassVar[bool | str] = True
     names = {"weight": "weight_packed", "weight_scale": "weight_scale"}
-    activations = (
-        "the exported model says that they are not (W4A16), though vLLM quantizes them where its GPU can. Format quark "
-        "keeps W4A4, in plain MXFP4"
-    )
+    activations = "the exported model says that they are not (W4A16), though vLLM quantizes them where its GPU can"
 
     def quantization_config(self, config: MXFP4RLConfig, ignored: Names, quantized: Names = ()) -> dict[str, Any]:
         weights = {**_ELEMENTS, "dynamic": False, "scale_dtype": "torch.uint8", "zp_dtype": "torch.uint8"}
@@ -57,6 +55,8 @@ class CompressedTensorsFormat(RenamedFormat):
 
     def notes(self, config: MXFP4RLConfig, ignored: Names, quantized: Names = ()) -> list[str]:
         notes = super().notes(config, ignored, quantized)
+        if isinstance(config.activation_scheme, QuantScheme):
+            notes[0] += " Format quark keeps W4A4, in plain MXFP4."
         if has_experts(ignored) and has_experts(quantized):
             notes.append(
                 "Some weights of experts are 4-bit and others are not: transformers 5.23 fails to load such a "
