@@ -52,8 +52,8 @@ def evaluate(
         typer.Option(
             "--scheme",
             metavar="SCHEME",
-            help="'w4a16:SCHEME' (weights alone), 'w4a8:SCHEME' (activations in E4M3), 'w4a4:SCHEME' or SCHEME "
-            "(weights and activations), "
+            help="'w4a16:SCHEME' (weights alone), 'w4a8:SCHEME' (activations in E4M3), 'w4a8:SCHEME/mxfp8' (in MXFP8), "
+            "'w4a4:SCHEME' or SCHEME (weights and activations), "
             "'w4a4:WEIGHTS/ACTIVATIONS' (a scheme each), 'default' or a preset with its usual options, 'own' (that of "
             "the checkpoint), or 'config:FILE' (options of MXFP4RLConfig, JSON or YAML); SCHEME as for analyze, also "
             "with mbs128-hybrid, and @RATE after the fallback. Repeatable.",
