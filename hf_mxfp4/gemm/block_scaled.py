@@ -1,19 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Products of MXFP4 codes as they are, on FP4 tensor cores, by `torch.nn.functional.scaled_mm`. Tested with a stand-in
-for it alone: nothing here has run on hardware yet.
+"""Products of MXFP4 codes as they are, on FP4 tensor cores, and of MXFP8 inputs with them, by
+`torch.nn.functional.scaled_mm`. Tested with a stand-in for it alone: nothing here has run on hardware yet.
 
-Two recipes of PyTorch 2.11 and later multiply two matrices of E2M1 codes:
+Two recipes of PyTorch 2.11 and later multiply two matrices of E2M1 codes, a third E4M3 elements:
 
 * ``mxfp4``: one E8M0 scale per 32 elements, the bytes of plain MXFP4. Compute capability 10.0 and 10.3.
 * ``nvfp4``: one E4M3 scale per 16 elements and one float32 scale per tensor. A scale ``2**e * (1 + m/4)`` of 32
   elements is an E4M3 number for 16 binades of ``e``; it is written twice. Compute capability 10.0 and above.
+* ``mxfp8``: one E8M0 scale per 32 E4M3 elements. A code, times its block's mantissa up to 1.5, is such an element, and
+  the scale stays. Where there is ``mxfp4``.
 
-Both need K to be a multiple of 32 and N of 16, and scales in tiles of 128 rows and 4 columns (`SWIZZLE_32_4_4`).
+All need K to be a multiple of 32 and N of 16, and scales in tiles of 128 rows and 4 columns (`SWIZZLE_32_4_4`).
 """
 
 import functools
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from dataclasses import replace
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -21,20 +24,32 @@ from torch.nn.functional import ScalingType, SwizzleType
 
 from ..backends import dispatch
 from ..backends import triton as triton_kernels
-from ..numerics import BLOCK_SIZE, MXFP4Tensor, block_scales, decode_e8m0, quantize
+from ..numerics import (
+    BLOCK_SIZE,
+    MXFP4Tensor,
+    block_scales,
+    decode_e8m0,
+    dequantize_mxfp8,
+    quantize,
+    quantize_mxfp8,
+)
 from ..numerics.formats import E8M0_NAN
 
 
-#: Hardware with NVFP4 products, and with those of MXFP4 too.
+#: Hardware with NVFP4 products, and with those of MXFP4 and MXFP8 too.
 FP4_HARDWARE = ("sm_100", "sm_103", "sm_120", "sm_121")
 MXFP4_HARDWARE = ("sm_100", "sm_103")
 _SWIZZLED, _PLAIN = SwizzleType.SWIZZLE_32_4_4, SwizzleType.NO_SWIZZLE
 
 
+#: Elements and scale bytes, as [`hf_mxfp4.numerics.quantize_mxfp8`] gives them.
+MXFP8: TypeAlias = tuple[torch.Tensor, torch.Tensor]
+
+
 class FP4Operand(NamedTuple):
-    """A matrix ``[R, C]`` of codes: ``elements`` float4_e2m1fn_x2 ``[R, C/2]``, and ``scale``, flat, float8_e8m0fnu for
-    32 elements or float8_e4m3fn for 16. The latter are to be multiplied by ``factor``, powers of two in float32,
-    ``[1, 1]`` or ``[R, 1]``, and ``misfits`` of them, an int32 scalar on the device, are wrong."""
+    """A matrix ``[R, C]``: ``elements`` float4_e2m1fn_x2 ``[R, C/2]`` or float8_e4m3fn ``[R, C]``, and ``scale``, flat,
+    float8_e8m0fnu for 32 elements or float8_e4m3fn for 16. The latter are to be multiplied by ``factor``, powers of two
+    in float32, ``[1, 1]`` or ``[R, 1]``, and ``misfits`` of them, an int32 scalar on the device, are wrong."""
 
     elements: torch.Tensor
     scale: torch.Tensor
@@ -52,9 +67,14 @@ def swizzle_scales(scale: torch.Tensor) -> torch.Tensor:
     return tiles.permute(0, 3, 2, 1, 4).reshape(-1).view(scale.dtype)
 
 
-def to_fp4(packed: MXFP4Tensor, recipe: str, by_rows: bool = False) -> FP4Operand:
+def to_fp4(packed: MXFP4Tensor | MXFP8, recipe: str, by_rows: bool = False) -> FP4Operand:
     """Codes and scales, without residuals and macro factors, as an operand of ``recipe``, the same values; ``by_rows``
     with a factor for each row instead of one."""
+    if recipe == "mxfp8":
+        elements, byte = _as_mxfp8(packed) if isinstance(packed, MXFP4Tensor) else packed
+        elements = elements.reshape(-1, elements.shape[-1]).contiguous()
+        return FP4Operand(elements, swizzle_scales(byte.reshape(len(elements), -1).view(torch.float8_e8m0fnu)))
+    assert isinstance(packed, MXFP4Tensor)
     elements = packed.codes.reshape(-1, packed.codes.shape[-1]).view(torch.float4_e2m1fn_x2)
     byte = packed.scale.reshape(len(elements), -1)
     if recipe == "mxfp4":
@@ -63,6 +83,12 @@ def to_fp4(packed: MXFP4Tensor, recipe: str, by_rows: bool = False) -> FP4Operan
     name = dispatch.choose_backend(byte, packed.scheme, "auto", family="dequantize", dtype=torch.bfloat16)
     convert = triton_kernels.nvfp4_scales if name == "triton" else nvfp4_scales
     return FP4Operand(elements, *convert(byte, macro, by_rows))
+
+
+def _as_mxfp8(packed: MXFP4Tensor) -> MXFP8:
+    """Return codes with mantissas up to 1.5, if any, in MXFP8: the values that they have with scales of 1."""
+    unscaled = replace(packed, scale=torch.full_like(packed.scale, 127))
+    return dispatch.dequantize(unscaled, torch.bfloat16).to(torch.float8_e4m3fn), packed.scale
 
 
 def nvfp4_scales(byte: torch.Tensor, macro: torch.Tensor | None, by_rows: bool) -> tuple[torch.Tensor, ...]:
@@ -112,11 +138,18 @@ def unsupported_operands(x: torch.Tensor, shape: Sequence[int]) -> str | None:
 @torch.no_grad()
 def problem(recipe: str, device: torch.device) -> str | None:
     """Why a recipe, which PyTorch may lack, cannot be used on a device; `None` where a small product is right."""
-    generator, codes, values = torch.Generator().manual_seed(0), [], []
-    mantissas: dict[str, Any] = {} if recipe == "mxfp4" else {"macro_block": 128, "macro_search": "block_mantissas"}
+    generator, values = torch.Generator().manual_seed(0), []
+    codes: list[MXFP4Tensor | MXFP8] = []
+    search = {"nvfp4": "block_mantissas", "mxfp8": "block_mantissas_fp8"}.get(recipe)
+    mantissas: dict[str, Any] = {} if search is None else {"macro_block": 128, "macro_search": search}
     for rows in (130, 48):
         exponents = torch.randint(-3, 4, (rows, 3, 1), generator=generator, device="cpu")
         x = torch.randn(rows, 3, 32, generator=generator, device="cpu") * exponents.exp2()
+        if recipe == "mxfp8" and not codes:  # the input
+            elements, byte = quantize_mxfp8(x.flatten(1))
+            codes.append((elements.to(device), byte.to(device)))
+            values.append(dequantize_mxfp8(elements, byte, torch.float64))
+            continue
         packed = quantize(x.flatten(1), **mantissas)
         codes.append(packed.map(lambda part: part.to(device)))
         values.append(packed.dequantize(torch.float64))

@@ -8,6 +8,7 @@ did.
   `scaled_grouped_mm` of experts. Differs from the dense product by the rounding of sums and of the output, and by
   elements of MXFP4 activations too small for E4M3 beside the largest of their row, which are counted.
 * ``fp4``: the codes of forward operands as they are, on FP4 tensor cores; see [`hf_mxfp4.gemm.block_scaled`].
+* ``mxfp8``: inputs in MXFP8 and codes of weights that become such elements; see there.
 """
 
 import functools
@@ -131,11 +132,14 @@ def multiply(
 
 
 def fp4_recipe(x: torch.Tensor, shape: Sequence[int], dtype: torch.dtype, spec: Spec) -> str | None:
-    """How FP4 tensor cores multiply the codes of an input and of a weight of ``shape`` (N, K), in ``dtype``; `None`
-    where they do not. Says why where the spec asks for them by name."""
+    """How FP4 tensor cores multiply the codes of an input and of a weight of ``shape`` (N, K), in ``dtype``, or those
+    of MXFP8 such an input; `None` where they do not. Says why where the spec asks for them by name."""
     hardware, requested = hardware_of(x.device), spec.matmul_backend
     if requested not in ("auto", "fp4") or hardware not in FP4_HARDWARE and requested == "auto":
         return None
+    if _runs_in_mxfp8("fprop", spec.scheme, hardware, dtype, requested):
+        is_usable = not (block_scaled.unsupported_operands(x, shape) or block_scaled.problem("mxfp8", x.device))
+        return "mxfp8" if is_usable else None
     reason = _fp4_problem("fprop", spec.scheme, hardware, dtype) or block_scaled.unsupported_operands(x, shape)
     if reason is None:
         is_plain = not spec.scheme.fprop.left.mantissas and not spec.scheme.fprop.right.mantissas
@@ -149,15 +153,21 @@ def fp4_recipe(x: torch.Tensor, shape: Sequence[int], dtype: torch.dtype, spec: 
 
 
 def multiply_packed(
-    packed: MXFP4Tensor, weight: FP4Operand, recipe: str, bias: torch.Tensor | None, dtype: torch.dtype
+    packed: MXFP4Tensor | block_scaled.MXFP8,
+    weight: FP4Operand,
+    recipe: str,
+    bias: torch.Tensor | None,
+    dtype: torch.dtype,
 ) -> torch.Tensor | None:
-    """Return the forward product of codes ``[..., K]`` and a weight ``[N, K]``, plus ``bias``; `None` where the recipe
-    holds the scales of the codes neither with one factor nor with one for each row, or those of the weight not."""
+    """Return the forward product of codes, or MXFP8 elements, ``[..., K]`` and a weight ``[N, K]``, plus ``bias``;
+    `None` where the recipe holds the scales of the codes neither with one factor nor with one for each row, or those of
+    the weight not."""
+    elements = packed.codes if isinstance(packed, MXFP4Tensor) else packed[0]
     for by_rows in (False, True):
         left = to_fp4(packed, recipe, by_rows)
         if block_scaled.fit(left, weight):
-            _counts["fprop", "fp4"] += 1
-            out = block_scaled.fp4_product(left, weight, dtype).view(*packed.codes.shape[:-1], -1)
+            _counts["fprop", "mxfp8" if recipe == "mxfp8" else "fp4"] += 1
+            out = block_scaled.fp4_product(left, weight, dtype).view(*elements.shape[:-1], -1)
             return out if bias is None else out + bias
     return None
 
@@ -235,7 +245,7 @@ def reads_packed_on_gpus(scheme: QuantScheme, backend: str) -> bool:
 
 @dataclass(frozen=True)
 class MatmulBackend:
-    """``name``: ``"dense"``, ``"fp8"`` or ``"fp4"``; ``reason``: why that one, in words."""
+    """``name``: ``"dense"``, ``"fp8"``, ``"mxfp8"`` or ``"fp4"``; ``reason``: why that one, in words."""
 
     name: str
     reason: str
@@ -279,6 +289,8 @@ def select_matmul(
         return MatmulBackend("dense", "matmul_backend='dense' was asked for")
     if codes and not experts and requested != "fp8" and _fp4_problem(gemm, scheme, hardware, dtype) is None:
         return MatmulBackend("fp4", "the operands are E2M1 codes and one scale per block")
+    if codes and not experts and _runs_in_mxfp8(gemm, scheme, hardware, dtype, requested):
+        return MatmulBackend("mxfp8", "the operands are E4M3 elements and one scale per block")
     on_cpu = hardware in ("cpu", "interpreter")
     if on_cpu and requested != "fp8":
         return MatmulBackend("dense", "on the CPU there is nothing faster")
@@ -305,6 +317,12 @@ def _fp4_problem(gemm: str, scheme: LinearScheme, hardware: str, dtype: torch.dt
     if gemm != "fprop":
         return "FP4 products are those of the forward pass"
     return scheme.fp4_problem
+
+
+def _runs_in_mxfp8(gemm: str, scheme: LinearScheme, hardware: str, dtype: torch.dtype, requested: str) -> bool:
+    """Whether MXFP8 products are to multiply the operands of a product, if PyTorch has them on the device."""
+    has_product = requested == "auto" and hardware in block_scaled.MXFP4_HARDWARE and dtype == torch.bfloat16
+    return has_product and gemm == "fprop" and scheme.mxfp8_problem is None
 
 
 def matmul_counts() -> dict[str, dict[str, int] | int]:

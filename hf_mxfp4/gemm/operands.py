@@ -162,9 +162,12 @@ def quantize_input(
     return quantize_operand(x, scheme or FULL, "fprop", "x", None, backend, rotation=rotation, dtype=dtype)
 
 
-def packed_input(x: torch.Tensor, state: GemmState) -> MXFP4Tensor:
-    """[`input_operand`] as codes and scale bytes. Only under a scheme that quantizes activations in MXFP4."""
+def packed_input(x: torch.Tensor, state: GemmState) -> Any:
+    """[`input_operand`] as a [`MXFP4Tensor`], or in MXFP8 as [`fp8_input`] gives it. Only under a scheme that quantizes
+    activations so."""
     spec, scheme, rng = state.spec, state.spec.input_scheme, state.rng_of(0)
+    if scheme is MXFP8:
+        return fp8_input(x, state)
     rows = rotate_operand(x.detach(), spec.scheme.fprop.rotation, "fprop", rng, spec.backend)
     return dispatch.quantize(rows, scheme, spec.backend, seed=operand_seed(scheme, "fprop", "x", rng))
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The linear layer on frozen packed weights, of one weight or of all experts."""
 
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch.autograd.function import once_differentiable
@@ -61,7 +61,10 @@ def packed_forward(
     shape = packed[0].shape[0], spec.in_features
     recipe = fp4_recipe(x, shape, dtype, spec) if groups is None and values is None else None
     if recipe is not None:
-        codes = dispatch.quantize(x.detach(), cast(QuantScheme, spec.inputs), spec.backend)
+        if recipe == "mxfp8":
+            codes: Any = dispatch.quantize_mxfp8(x.detach(), spec.backend)
+        else:
+            codes = dispatch.quantize(x.detach(), cast(QuantScheme, spec.inputs), spec.backend)
         out = multiply_packed(codes, to_fp4(weight, recipe), recipe, as_dtype(bias, dtype), dtype)
         if out is not None:
             return out

@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 import torch
 
 from ..backends import dispatch
-from ..numerics import MXFP4Tensor
 from .fp8 import FP8Operand
 from .groups import Groups
 from .operands import fp8_input, input_operand
@@ -34,7 +33,7 @@ def save_input(
     dtype: torch.dtype,
     state: GemmState,
     groups: Groups | None,
-    packed: MXFP4Tensor | None = None,
+    packed: Any = None,
     fp8: bool = False,
 ) -> tuple[torch.Tensor | FP8Operand | None, SavedTensors, SavedRecord]:
     """Return the operand of the forward product, the tensors to save for Wgrad, and the record that [`restore_input`]
@@ -42,7 +41,10 @@ def save_input(
     unless it is saved. With ``fp8`` the operand of an E4M3 input is the very tensors that are saved."""
     spec = state.spec
     if spec.saves_fp8:
-        tensors, record = fp8_input(x, state, groups), SavedRecord(spec.input_scheme.value, dtype)
+        record = SavedRecord(spec.input_scheme.value, dtype)
+        if packed is not None:
+            return None, packed, record
+        tensors = fp8_input(x, state, groups)
         operand = FP8Operand.of_bytes(*tensors) if fp8 else restore_input(tensors, record, spec.backend)
         return operand, tensors, record
     if packed is None:

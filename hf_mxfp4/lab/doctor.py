@@ -111,6 +111,7 @@ def _products(hardware: str) -> dict[str, Callable[[torch.device], Iterator[Chec
         found["FP8 products"] = _fp8_products
     if hardware in block_scaled.MXFP4_HARDWARE:
         found["MXFP4 products"] = partial(_fp4_products, "mxfp4")
+        found["MXFP8 products"] = partial(_fp4_products, "mxfp8")
     if hardware in block_scaled.FP4_HARDWARE:
         found["NVFP4 products"] = partial(_fp4_products, "nvfp4")
     return found

@@ -341,6 +341,15 @@ class LinearScheme:
             return "FP4 products have no residuals and macro factors"
         return None
 
+    @property
+    def mxfp8_problem(self) -> str | None:
+        """Why the forward operands are no E4M3 elements with a scale for 32 of them, which MXFP8 products take; `None`
+        where they are. A weight in MXFP4 becomes such an operand with the same values."""
+        left, right = self.fprop.left, self.fprop.right
+        if left is not MXFP8 or not isinstance(right, QuantScheme) or self.fprop.is_random or self.fprop.rotation:
+            return "MXFP8 products are those of MXFP8 inputs and MXFP4 weights, without rotation and random weights"
+        return right.e4m3_problem
+
     def describe(self, gemm: str) -> str:
         """Return the operands of one product, and its rotation."""
         scheme: GemmScheme = getattr(self, gemm)

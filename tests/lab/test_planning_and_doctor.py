@@ -212,7 +212,7 @@ def test_products_on_tensor_cores_are_compared(of_lab, monkeypatch):
     monkeypatch.setattr(doctor, "hardware_of", lambda device: "sm_100")
     fp8, *fp4 = check_kernels("cpu")
     assert (fp8.name, fp8.problem) == ("FP8 products", None)
-    assert [check.name for check in fp4] == ["MXFP4 products", "NVFP4 products"]
+    assert [check.name for check in fp4] == ["MXFP4 products", "MXFP8 products", "NVFP4 products"]
     assert all("products fail" in check.problem for check in fp4)  # which the CPU does not have
     right = doctor.multiply_fp8
     monkeypatch.setattr(doctor, "multiply_fp8", lambda *arguments: right(*arguments) + 1)

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Products of codes on FP4 tensor cores: operands against torchao, the NVFP4 export and literal values, and layers with
-a stand-in for `scaled_mm` that does what PyTorch documents, as on hardware that is not here."""
+"""Products of codes on FP4 tensor cores, and of MXFP8 inputs with them: operands against torchao, the NVFP4 export and
+literal values, and layers with a stand-in for `scaled_mm` that does what PyTorch documents, as on hardware that is not
+here."""
 
 import importlib
 from dataclasses import replace
@@ -12,7 +13,7 @@ from torch import nn
 from torch.nn.functional import ScalingType, SwizzleType
 from torchao.prototype.mx_formats.utils import from_blocked, to_blocked
 
-from hf_mxfp4 import MXFP4Linear, MXFP4PackedLinear, MXFP4RLConfig, cached_weights, gemm, quantize
+from hf_mxfp4 import MXFP4Linear, MXFP4PackedLinear, MXFP4RLConfig, cached_weights, gemm, numerics, quantize
 from hf_mxfp4.checkpoint.formats import FORMATS
 from hf_mxfp4.gemm import compiled_linear, matmul_counts, quantized_linear, select_matmul, to_fp4
 
@@ -26,13 +27,14 @@ M, N, K = 300, 48, 160
 
 
 def stand_in(a, b, scale_a, recipe_a, scale_b, recipe_b, swizzle_a, swizzle_b, *, output_dtype):
-    """What `torch.nn.functional.scaled_mm` says it does, and refuses: ``a [M, K/2]``, ``b [K/2, N]`` column-major."""
-    k, n = 2 * a.shape[1], b.shape[1]
+    """What `torch.nn.functional.scaled_mm` says it does, and refuses: ``a [M, K/2]``, ``b [K/2, N]`` column-major, of
+    MXFP8 with K for K/2."""
+    k, n = a.shape[1] * (1 if a.dtype == torch.float8_e4m3fn else 2), b.shape[1]
     assert a.is_contiguous() and b.t().is_contiguous() and k % 32 == 0 and n % 16 == 0
     assert output_dtype == torch.bfloat16 and (recipe_a, swizzle_a) == (recipe_b, swizzle_b)
 
     def values(elements, scale):
-        assert elements.dtype == torch.float4_e2m1fn_x2
+        assert elements.dtype == a.dtype
         size, dtype, factor = 32, torch.float8_e8m0fnu, 1.0
         if isinstance(scale, list):
             assert recipe_a == [ScalingType.BlockWise1x16, ScalingType.TensorWise]
@@ -44,6 +46,8 @@ def stand_in(a, b, scale_a, recipe_a, scale_b, recipe_b, swizzle_a, swizzle_b, *
         rows, blocks = elements.shape[0], k // size
         assert scale.dtype == dtype and scale.numel() == -(-rows // 128) * 128 * (-(-blocks // 4) * 4)
         scale = from_blocked(scale.view(torch.uint8), rows, blocks).view(dtype).double()
+        if elements.dtype == torch.float8_e4m3fn:
+            return elements.double() * scale.repeat_interleave(size, dim=1)
         codes = elements.view(torch.uint8)
         codes = torch.stack((codes & 15, codes >> 4), dim=-1).flatten(1).long()
         return GRID[codes & 7] * (1 - 2 * (codes >> 3)) * scale.repeat_interleave(size, dim=1) * factor
@@ -137,6 +141,16 @@ def test_torch_accepts_the_operands():
     other recipe as one, so that it asks for half of the scales."""
     a, b = (quantize(matrix(rows, K), **MANTISSAS).map(lambda part: part.to("meta")) for rows in (M, N))
     assert block_scaled.fp4_product(to_fp4(a, "nvfp4"), to_fp4(b, "nvfp4")).shape == (M, N)
+    elements, byte = (part.to("meta") for part in numerics.quantize_mxfp8(matrix(M, K)))
+    assert block_scaled.fp4_product(to_fp4((elements, byte), "mxfp8"), to_fp4(b, "mxfp8")).shape == (M, N)
+
+
+@pytest.mark.parametrize("options", [PLAIN, {**MANTISSAS, "macro_search": "block_mantissas_fp8"}], ids=["plain", "3"])
+def test_a_weight_in_mxfp8_has_the_values_of_its_codes(blackwell, options):
+    weight, x = quantize(matrix(N, K, seed=1), **options), numerics.quantize_mxfp8(matrix(M, K))
+    found = block_scaled.fp4_product(to_fp4(x, "mxfp8"), to_fp4(weight, "mxfp8"))
+    expected = numerics.dequantize_mxfp8(*x, torch.float64) @ weight.dequantize(torch.float64).t()
+    assert torch.equal(found, expected.bfloat16()) and block_scaled.problem("mxfp8", torch.device("cpu")) is None
 
 
 # ---- layers ---------------------------------------------------------------------------------------------------------
@@ -167,6 +181,30 @@ def test_a_layer_computes_as_with_dense_products(blackwell, options, product):
     assert matmul_counts()["fprop"] == {"fp4": 1}
     torch.testing.assert_close(found[0], expected[0], rtol=2**-7, atol=2**-7)
     assert all(map(torch.equal, found[1:], expected[1:]))
+
+
+@pytest.mark.parametrize("product", [quantized_linear, compiled_linear], ids=["eager", "operator"])
+@pytest.mark.parametrize("options", [PLAIN, {"macro_search": "block_mantissas_fp8"}], ids=["plain", "3"])
+def test_layers_multiply_mxfp8_inputs_with_codes(blackwell, options, product):
+    x, options = matrix(M, K).view(2, M // 2, K), {"preset": "w4a8", "fprop": {"x": "mxfp8"}, **options}
+    dense = layer(matmul_backend="dense", **options)
+    expected = passes(dense, x)
+    packed = MXFP4PackedLinear.from_linear(dense, layer(**options).config.packed(), "layer")
+    blackwell("sm_100")
+    gemm.reset_matmul_counts()
+    found = passes(layer(**options), x, product)
+    for y in (found[0], layer(**options).requires_grad_(False)(x), packed(x)):
+        torch.testing.assert_close(y, expected[0], rtol=2**-7, atol=2**-7)
+    assert matmul_counts()["fprop"] == {"mxfp8": 3} and all(map(torch.equal, found[1:], expected[1:]))
+
+
+def test_mxfp8_products_that_are_wrong_or_of_few_rows_are_dense(blackwell, monkeypatch):
+    blackwell("sm_100")
+    made = layer(preset="w4a8", fprop={"x": "mxfp8"}, **PLAIN)
+    made(matrix(256, K))
+    monkeypatch.setattr(F, "scaled_mm", lambda *arguments, **options: stand_in(*arguments, **options) * 2)
+    made(matrix(M, K))
+    assert matmul_counts()["fprop"] == {"dense": 2}
 
 
 def test_tokens_of_other_sizes_have_factors_of_their_own_and_blocks_out_of_range_a_dense_product(blackwell):
@@ -279,6 +317,10 @@ def test_a_recipe_that_fails_its_check_is_not_used(blackwell, monkeypatch, fault
      ("sm_90", "fp4", "fp8"), ("sm_80", "fp4", "dense"), ("cpu", "fp4", "dense")],
 )  # fmt: skip
 def test_what_multiplies_where(hardware, requested, name):
+    mxfp8 = layer(preset="w4a8", fprop={"x": "mxfp8"}, **PLAIN).config.gemms()
+    assert (select_matmul("fprop", mxfp8, hardware, requested=requested).name == "mxfp8") == (
+        (hardware, requested) == ("sm_100", "auto")
+    )
     scheme = layer(macro_search="block_mantissas_fp8").config.gemms()
     assert select_matmul("fprop", scheme, hardware, requested=requested).name == name
     assert select_matmul("dgrad", scheme, hardware, requested=requested).name == "dense"
