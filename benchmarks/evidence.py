@@ -56,6 +56,7 @@ AS_IT_IS = (
 #: By what multiplies them, as it is and smoothed: weights and activations in 4 bits, activations in E4M3, in 16 bits.
 CORES = (
     *("even", f"{OURS}_fp8", OURS, "nvfp4", f"w4a8:{OURS}_fp8", f"w4a8:{OURS}", "w8a8"),
+    *("w4a8:even", "w4a8:even/mxfp8", f"w4a8:{OURS}_fp8/mxfp8"),
     *("w4a16:even", f"w4a16:{OURS}_fp8", f"w4a16:{OURS}", "w4a16:nvfp4"),
 )
 SMOOTHED = (OURS, f"w4a16:{OURS}")
