@@ -51,6 +51,7 @@ TRAINERS = {
     "DPO": (trl.DPOTrainer, trl.DPOConfig, PAIRS, {}),
     "KTO": (trl.KTOTrainer, trl.KTOConfig, [row | {"label": i % 3 > 0} for i, row in enumerate(ANSWERS)], {}),
     "Reward": (trl.RewardTrainer, trl.RewardConfig, PAIRS, {}),
+    "GRPO": (trl.GRPOTrainer, trl.GRPOConfig, PROMPTS, {"max_completion_length": 4, "num_generations": 2, "beta": 0.1}),
     "RLOO": (trl.RLOOTrainer, trl.RLOOConfig, PROMPTS, {"max_completion_length": 4, "num_generations": 2, "beta": 0.1}),
     "ExactRLOO": (ExactRLOO, trl.RLOOConfig, PROMPTS, {"max_completion_length": 4, "num_iterations": 3}),
     "Distillation": (trl.DistillationTrainer, trl.DistillationConfig, PROMPTS, {"max_completion_length": 4}),
@@ -93,7 +94,7 @@ class Case:
         if self.name.endswith("Trainer"):
             others = {"data_collator": transformers.default_data_collator}
             model = get_peft_model(model, self.lora) if self.lora else model
-        if "RLOO" in self.name:
+        if self.name.endswith(("GRPO", "RLOO")):
             others["reward_funcs"] = lengths
         if "Distillation" in self.name:
             others["teacher_model"] = str(self.base)
@@ -187,7 +188,7 @@ def test_the_mixin_repeats_random_numbers_and_refuses_a_checkpoint_without_exper
         resumed.train(resume_from_checkpoint=str(plain.folder / "run" / "checkpoint-2"))
 
 
-@pytest.mark.parametrize("name", ["DPO", "KTO", "RLOO"])
+@pytest.mark.parametrize("name", ["DPO", "GRPO", "KTO", "RLOO"])
 def test_the_reference_has_the_scheme_of_the_policy(made, name):
     case = made(name, "qat")
     trainer, _ = case.trained
@@ -225,19 +226,27 @@ def test_the_head_of_a_reward_model_is_trained_in_full_precision_and_saved(made,
     assert torch.equal(trained[0], saved) and not torch.equal(saved, before)
 
 
+def test_packed_weights_are_refused_without_adapters(made):
+    case = made("Trainer", "packed")
+    args = TrainingArguments(str(case.folder / "alone"), use_cpu=True)
+    with pytest.raises(ValueError, match="Please attach trainable adapters"):
+        Trainer(case.load(case.base), args, train_dataset=TOKENS)
+
+
 @pytest.mark.slow
 def test_the_examples_of_the_docs_run(made, tmp_path, monkeypatch):
     case = made("SFT", "qat")
     TOKENIZER.save_pretrained(case.base)
-    text = (Path(__file__).parents[2] / "docs" / "trainers.md").read_text().partition("examples share this code")[2]
+    text = (Path(__file__).parents[2] / "docs" / "trl.md").read_text()
+    first, *examples = re.findall(r"```python\n(.*?)```", text, re.S)
+    first, n_names = re.subn(r"^name = .*", f"name = {str(case.base)!r}", first, flags=re.M)
+    assert n_names == 1
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("transformers.training_args.is_torch_bf16_gpu_available", lambda: True)  # CPUs have it too
-    names, train = {"name": str(case.base)}, Trainer.train
-    monkeypatch.setattr(Trainer, "train", lambda self, *_: setattr(self.args, "max_steps", 1) or train(self))
-    for block in re.findall(r"```python\n(.*?)```", text, re.S):
+    names: dict = {}
+    for block in (first, *examples):
         exec(block, names)
-    made = ("dpo", "dpo-lora", "distilled", "kto", "plain", "reward", "rloo", "sft", "trl")
-    assert {folder.name for folder in (tmp_path / "outputs").iterdir()} == set(made)
+    made = ("distilled", "dpo", "dpo-lora", "grpo", "sft")
+    assert {folder.parent.name for folder in (tmp_path / "outputs").glob("*/checkpoint-2")} == set(made)
     assert count_quantized(case.load("outputs/sft/policy", quantize=False)) == 7
 
 
