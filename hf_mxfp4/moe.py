@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Routers of mixture-of-experts models: where they are, what they choose, and choosing again as recorded.
 
-In transformers 5 (checked in 5.17 and 5.23) a router is a module of its own that takes the hidden states and returns
+In transformers 5 (checked in 5.17 and 5.24) a router is a module of its own that takes the hidden states and returns
 ``(logits [T, E], weights [T, k], indices [T, k])`` for the T tokens of a batch (GraniteMoE of 5.17 in the reverse
 order), and chooses by `torch.topk`. The weights are what its architecture makes of the chosen logits.
 

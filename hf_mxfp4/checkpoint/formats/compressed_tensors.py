@@ -16,7 +16,7 @@ from .base import Names, RenamedFormat, expect
 
 FORMAT = "mxfp4-pack-quantized"
 _ELEMENTS = {"num_bits": 4, "type": "float", "strategy": "group", "group_size": 32, "symmetric": True}
-#: transformers (5.23) drops full-precision experts as it loads them, unless a group of 8-bit floats names experts; then
+#: transformers (5.24) drops full-precision experts as it loads them, unless a group of 8-bit floats names experts; then
 #: it takes them as they are. This one applies to no layer, as all experts are in `ignore`.
 _EXPERTS_GROUP = {
     "targets": [r"re:.*\.experts\.\d+\.\w+$"],
@@ -59,7 +59,7 @@ class CompressedTensorsFormat(RenamedFormat):
             notes[0] += " Format quark keeps W4A4, in plain MXFP4."
         if has_experts(ignored) and has_experts(quantized):
             notes.append(
-                "Some weights of experts are 4-bit and others are not: transformers 5.23 fails to load such a "
+                "Some weights of experts are 4-bit and others are not: transformers 5.24 fails to load such a "
                 "checkpoint of this format. Format bf16 loads."
             )
         return notes
