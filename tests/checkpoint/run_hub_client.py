@@ -13,9 +13,11 @@ import time
 from pathlib import Path
 
 import huggingface_hub
+import peft
 import torch
-from peft import LoraConfig
+from packaging.version import parse
 from transformers import AutoModelForCausalLM
+from transformers.integrations.peft import MIN_PEFT_VERSION
 
 import hf_mxfp4
 
@@ -72,9 +74,10 @@ def push(folder: Path) -> dict:
         packed.push_to_hub(f"org/{name}")
     packed.add_model_tags("of the model")
     packed.save_pretrained(folder / "tagged", push_to_hub=True, repo_id="org/tagged", tags="given")
-    packed.add_adapter(LoraConfig(target_modules=["q_proj"]))
-    packed.push_to_hub("org/adapted")
-    packed.save_pretrained(folder / "adapter", push_to_hub=True, repo_id="org/adapter", save_peft_format=False)
+    if parse(peft.__version__) >= parse(MIN_PEFT_VERSION):  # else transformers has no methods for adapters
+        packed.add_adapter(peft.LoraConfig(target_modules=["q_proj"]))
+        packed.push_to_hub("org/adapted")
+        packed.save_pretrained(folder / "adapter", push_to_hub=True, repo_id="org/adapter", save_peft_format=False)
     return results
 
 

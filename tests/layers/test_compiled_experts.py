@@ -57,10 +57,11 @@ SCHEMES = [
 
 def on_both_families(cases):
     """The cases, and large ones on the other family."""
+    both = []
     for family, *options in cases:
-        yield pytest.param(family, *options)
         (other,) = set(FAMILIES) - {family}
-        yield pytest.param(other, *options, marks=pytest.mark.large)
+        both += [pytest.param(family, *options), pytest.param(other, *options, marks=pytest.mark.large)]
+    return both
 
 
 @pytest.mark.parametrize(("family", "scheme"), on_both_families(SCHEMES), ids=str)
