@@ -35,6 +35,7 @@ ORDER = (
     ("rl",),
     ("integrations.transformers", "integrations.peft", "integrations.vllm"),
     ("checkpoint",),
+    ("prepare",),
     ("layers",),
     ("gemm",),
     ("backends",),

@@ -3,15 +3,14 @@ from . import (
     backends as backends,
     checkpoint as checkpoint,
     config as config,
-    dither as dither,
     gemm as gemm,
     layers as layers,
     moe as moe,
     numerics as numerics,
+    prepare as prepare,
     report as report,
 )
 from .config import MXFP4RLConfig as MXFP4RLConfig
-from .dither import dither_masters as dither_masters
 from .gemm import fake_quantize as fake_quantize, quantize as quantize
 from .integrations.peft import merge_adapters as merge_adapters
 from .integrations.transformers import MXFP4RLQuantizer as MXFP4RLQuantizer, pack as pack
@@ -31,6 +30,7 @@ from .numerics import (
     ScaleRule as ScaleRule,
     decompose as decompose,
 )
+from .prepare import dither_masters as dither_masters
 from .rl import (
     MXFP4DistillationConfig as MXFP4DistillationConfig,
     MXFP4DistillationTrainer as MXFP4DistillationTrainer,

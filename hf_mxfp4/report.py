@@ -10,11 +10,11 @@ import torch
 from torch import nn
 
 from .config import MXFP4RLConfig
-from .dither import FULL_NUMBERS, DitherReport
 from .gemm import weight_values
 from .layers import QUANTIZED, MXFP4Experts, MXFP4Linear, MXFP4PackedExperts, MXFP4PackedLinear, trainable_matrices
 from .module_names import READS_WEIGHT
 from .numerics import FULL
+from .prepare import FULL_NUMBERS, DitherReport, Smoothing
 
 
 #: Rows of a large weight that the load-time SQNR looks at.
@@ -37,6 +37,7 @@ class QuantizationReport:
         n_weights: elements of the quantized weights, each layer once.
         packed_bytes: what those weights take in packed tensors; `None` when they are not packed.
         dither: what was done about ties of master weights; `None` in packed models and under ``dither_ties=False``.
+        smoothing: what was scaled as the model was loaded; `None` where nothing was.
     """
 
     scheme: str
@@ -46,6 +47,7 @@ class QuantizationReport:
     n_weights: int
     packed_bytes: int | None = None
     dither: DitherReport | None = None
+    smoothing: Smoothing | None = None
     skip_reasons: Mapping[str, str] = field(default_factory=dict)
 
     @property
@@ -78,7 +80,8 @@ class QuantizationReport:
         read = "".join(f" | {count} layers in full precision: {reason}" for reason, count in readers.items())
         is_dithered = self.dither is not None and (self.dither.n_weights or set(self.dither.skipped) != {FULL_NUMBERS})
         dither = f" | {self.dither}" if is_dithered else ""
-        return f"{counts} weight SQNR={sqnr} | {packed}{self.scheme}{read}{dither}"
+        smoothing = "" if self.smoothing is None else f" | {self.smoothing}"
+        return f"{counts} weight SQNR={sqnr} | {packed}{self.scheme}{read}{smoothing}{dither}"
 
 
 def decibels(signal: float, noise: float) -> float:

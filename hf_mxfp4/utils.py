@@ -40,16 +40,16 @@ def lazy_names(package: str) -> tuple[Callable[[str], Any], list[str]]:
     imports: each is imported when it is first used."""
     stub = ast.parse(pkgutil.get_data(package, "__init__.pyi"))
     imports = [node for node in stub.body if isinstance(node, ast.ImportFrom)]
-    modules = {alias.name: node.module for node in imports for alias in node.names}
+    origins = {alias.name: node for node in imports for alias in node.names}
 
     def get(name: str) -> Any:
-        if name not in modules:
+        if name not in origins:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        if modules[name] is None:
-            return importlib.import_module(f".{name}", package)
-        return getattr(importlib.import_module(f".{modules[name]}", package), name)
+        origin = origins[name]
+        module = importlib.import_module("." * origin.level + (origin.module or name), package)
+        return module if origin.module is None else getattr(module, name)
 
-    return get, sorted(name for name, module in modules.items() if module is not None)
+    return get, sorted(name for name, origin in origins.items() if origin.module is not None)
 
 
 def option(default: Any, help: str, compare: bool = True, **metadata: Any) -> Any:

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+from ..prepare import Smoothing as Smoothing, find_places as find_places, smooth_model as smooth_model
 from . import layers as layers, planning as planning, reports as reports, source as source, weights as weights
 from .comparison import (
     Comparison as Comparison,
@@ -48,7 +49,6 @@ from .schemes import (
     without_each as without_each,
 )
 from .scoring import Score as Score, reference_of as reference_of, score as score
-from .smoothing import smooth_model as smooth_model
 from .source import SourceError as SourceError, open_source as open_source
 from .statistics import ErrorStatistics as ErrorStatistics, error_statistics as error_statistics, sample as sample
 from .texts import TextOptions as TextOptions

@@ -27,12 +27,12 @@ from ...checkpoint import (
     wrap_saving,
 )
 from ...config import MXFP4RLConfig
-from ...dither import dither_masters
 from ...gemm import check_finite
 from ...layers import PACKED, QUANTIZED, TRAINABLE, MXFP4Experts, MXFP4PackedExperts
 from ...model_structure import projections
 from ...module_names import find_layers, full_precision_record, skip_reasons, translate_names, unknown_names
 from ...numerics import FP8
+from ...prepare import Smoothing, dither_masters, smooth_loaded
 from ...registration import QUANT_METHOD, enter_classes
 from ...report import ErrorEnergy, QuantizationReport, count_weights, master_sqnr
 from ...utils import progress_bar, warn_of_slow_bfloat16
@@ -190,6 +190,7 @@ class MXFP4RLQuantizer(HfQuantizer):
             warn_of_slow_bfloat16()
 
     def _report(self, model) -> QuantizationReport:
+        smoothing = self._smooth(model)
         dithers = self._loads and not self._packed and self.quantization_config.dither_ties
         dither = dither_masters(model) if dithers else None
         n_weights, packed_bytes = count_weights(model)
@@ -202,7 +203,20 @@ class MXFP4RLQuantizer(HfQuantizer):
             n_weights=n_weights,
             packed_bytes=packed_bytes,
             dither=dither,
+            smoothing=smoothing,
         )
+
+    def _smooth(self, model) -> Smoothing | None:
+        """Smooth a plain checkpoint that was loaded in mode ``"qat"``, and say what it did."""
+        if not self._loads or self.pre_quantized or not self.quantization_config.smooth:
+            return None
+        if self._packed:
+            get_logger().info(
+                "%s is packed without smoothing; with it, run `hf-mxfp4 smooth` first, or load in mode 'qat' and call "
+                "hf_mxfp4.pack", type(model).__name__,
+            )  # fmt: skip
+            return None
+        return smooth_loaded(model)
 
     def dequantize(self, model, dtype=None):
         """Return a plain model of the quantized values, all its parameters in ``dtype`` where that is given."""

@@ -12,10 +12,10 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from .backends import cpu
-from .gemm import LayerRng, quantize
-from .layers import WeightMatrix, gathered, trainable_matrices
-from .numerics import (
+from ..backends import cpu
+from ..gemm import LayerRng, quantize
+from ..layers import WeightMatrix, gathered, trainable_matrices
+from ..numerics import (
     BLOCK_SIZE,
     FP8,
     GemmScheme,
@@ -26,7 +26,7 @@ from .numerics import (
     quantize_e4m3,
     unpack_codes,
 )
-from .utils import progress_bar
+from ..utils import progress_bar
 
 
 #: Dtypes that checkpoints have, and how many float32 numbers lie between one of their normal numbers and the midpoint
