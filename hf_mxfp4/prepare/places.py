@@ -131,7 +131,8 @@ def _readers_of_norms(decoder: nn.Module, ids: torch.Tensor) -> dict[nn.Module, 
 
 def _is_reader(module: nn.Module) -> bool:
     """Whether a module multiplies its input with a weight of its own, as far as its structure tells."""
-    return next(module.children(), None) is None and next(module.parameters(recurse=False), None) is not None
+    own = list(module.parameters(recurse=False))
+    return own != [] and len(own) == len(list(module.parameters()))
 
 
 def _norm_offset(module: nn.Module) -> int | None:

@@ -38,7 +38,9 @@ _COMPARED = 16
 _AMPLIFIED = 64.0
 #: Exponents of scales beyond which they are cut.
 _LARGEST_EXPONENT = 12
-_LEAST = 2.0**-40
+#: Smaller magnitudes of activations or weights, in comparison with those of all channels, count as so large: a channel
+#: that is silent on a few tokens may speak on others.
+_LEAST = 2.0**-10
 #: An expert that got fewer tokens keeps its channels as they are.
 _FEWEST_TOKENS = 8
 #: Seconds after which progress is shown.
@@ -226,11 +228,16 @@ def _exponents(place: Place, mean_squares: torch.Tensor, strength: float) -> tor
     """Return the logarithms to base 2 of the scales ``[G, channels]`` of a place, for each channel that is written;
     whole numbers in float64 on the CPU."""
     squares = sum(_mean_square_weights(weight, place.groups) for weight in place.weights) / len(place.weights)
-    activations, weights = (x.sqrt().clamp(min=_LEAST).log2() for x in (mean_squares, squares))
-    exponents = place.written(strength * activations - (1 - strength) * weights)
+    exponents = place.written(strength * _log_magnitudes(mean_squares) - (1 - strength) * _log_magnitudes(squares))
     exponents = exponents - exponents.mean(1, keepdim=True)
     exponents = exponents.round().clamp(-_LARGEST_EXPONENT, _LARGEST_EXPONENT)
     return torch.where(mean_squares.any(1, keepdim=True), exponents, 0.0)
+
+
+def _log_magnitudes(squares: torch.Tensor) -> torch.Tensor:
+    """Return half the logarithms to base 2 of mean squares ``[G, channels]``."""
+    least = squares.mean(1, keepdim=True) * _LEAST**2
+    return squares.clamp(min=least.clamp(min=torch.finfo(squares.dtype).tiny)).log2() / 2
 
 
 def _mean_square_weights(weight: torch.Tensor, groups: int) -> torch.Tensor:
