@@ -10,7 +10,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from hf_mxfp4 import MXFP4Linear, MXFP4RLConfig
-from hf_mxfp4.dither import dither_masters
+from hf_mxfp4.prepare import dither_masters
 from hf_mxfp4.gemm import quantize_weight
 from hf_mxfp4.layers import trainable_matrices
 

@@ -144,11 +144,19 @@ def _schemes(loaded: Any, wanted: list[str] | None, card: bool) -> "list[lab.Mod
 def smooth(
     model: ModelArgument,
     out: OutArgument,
-    text: TextOption,
+    text: Annotated[
+        str | None,
+        typer.Option(
+            "--text",
+            metavar="TEXT",
+            help="Texts to measure activations on, as for hf-mxfp4 eval.",
+            show_default="random tokens",
+        ),
+    ] = None,
     text_field: TextFieldOption = None,
     samples: SamplesOption = 32,
     max_length: MaxLengthOption = 512,
-    strength: Annotated[float, typer.Option(min=0, max=1, help="0 makes weights alike, 1 activations.")] = 0.5,
+    strength: Annotated[float, typer.Option(min=0, max=1, help="0 makes weights alike, 1 activations.")] = 0.3,
     device: DeviceOption = "auto",
     overwrite: OverwriteOption = False,
     as_json: JsonOption = False,
@@ -158,7 +166,7 @@ def smooth(
 
     What comes out is a plain checkpoint, for training, packing and export as any other.
     """
-    options = lab.TextOptions(text, text_field, samples, max_length)
+    options = None if text is None else lab.TextOptions(text, text_field, samples, max_length)
 
     def change(loaded, batches):
         return lab.smooth_model(loaded, batches, strength)
@@ -167,13 +175,7 @@ def smooth(
     if as_json:
         print_json(asdict(found))
         return
-    low, high = found.exponents
-    say(
-        f"{out}: activations scaled at {len(found.places)} places, {found.n_channels} of {found.n_all} channels by "
-        f"2^{low} to 2^{high}; the logits are the same bit for bit"
-    )
-    if found.left:
-        say(f"left alone, since their dtype cannot hold the scaled weights: {', '.join(found.left)}")
+    say(f"{out}: {found}; the logits are the same bit for bit")
 
 
 def gptq(

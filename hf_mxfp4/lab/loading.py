@@ -121,8 +121,8 @@ def load(model: str, dtype: str = "auto", device: str = "auto") -> Loaded:
 def rewrite_checkpoint(
     model: str | os.PathLike,
     out: str | os.PathLike,
-    options: TextOptions,
-    change: Callable[[nn.Module, Sequence[torch.Tensor]], Found],
+    options: TextOptions | None,
+    change: Callable[[nn.Module, Sequence[torch.Tensor] | None], Found],
     *,
     device: str = "auto",
     overwrite: bool = False,
@@ -133,7 +133,7 @@ def rewrite_checkpoint(
     Args:
         model: a folder, or a model on the Hub; all of it is loaded.
         out: the new folder.
-        options: which texts activations are measured on.
+        options: which texts activations are measured on, if on any.
         change: what is done with the model, in place, on the token ids of the texts.
         overwrite: replace a checkpoint that is there.
 
@@ -145,14 +145,16 @@ def rewrite_checkpoint(
         ValueError: as ``change`` does.
         FolderError: ``out`` cannot be written.
     """
-    texts = options.read()  # what is wrong with them is known before a model is loaded
+    # What is wrong with texts is known before a model is loaded.
+    texts = None if options is None else options.read()
     with atomic_folder(Path(out).expanduser().resolve(), overwrite=overwrite) as folder:
         loaded = load(str(model), "auto", device)
         if loaded.stored or loaded.own is not None:
             raise SourceError(f"{model} is quantized; take the original, and quantize what comes out")
         source = local_path(str(model), SIDE_FILES)[0]
         side_files = find_side_files(source)
-        found = change(loaded.model, options.tokens(loaded.tokenizer, texts))
+        batches = None if options is None else options.tokens(loaded.tokenizer, texts)
+        found = change(loaded.model, batches)
         with writing_to(Path(out)):
             loaded.model.save_pretrained(folder)
             write_manifest(folder, weight_files(folder))

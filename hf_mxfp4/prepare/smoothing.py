@@ -14,8 +14,6 @@ import torch
 from torch import nn
 from torch.nn import functional
 from torch.utils.hooks import RemovableHandle
-from transformers.distributed.utils import is_local_dist_rank_0
-from transformers.integrations import is_fsdp_enabled
 
 from .._logging import get_logger
 from ..config import MXFP4RLConfig
@@ -57,7 +55,7 @@ class Smoothing:
         n_all: all of them.
         exponents: the smallest and the largest logarithm to base 2 of a scale.
         n_inexact: channels that kept their scale, since their dtype could not hold the scaled weights exactly.
-        undone: kinds of places that were left as they were, since the model computed something else with them.
+        undone: kinds of places that were left as they were, since outputs changed with them.
     """
 
     places: tuple[str, ...]
@@ -71,18 +69,17 @@ class Smoothing:
         low, high = self.exponents
         text = f"smoothed {len(self.places)} places, {self.n_channels} of {self.n_all} channels by 2^{low} to 2^{high}"
         if self.n_inexact:
-            text += f" (of {self.n_inexact} the dtype holds no exact scale)"
-        return text + (f" (not {', '.join(self.undone)}: the model computes something else)" if self.undone else "")
+            text += f"; {self.n_inexact} more have no exact scale"
+        if self.undone:
+            text += f"; not {', '.join(self.undone)}, with which outputs change"
+        return text
 
 
 def smooth_loaded(model: nn.Module) -> Smoothing | None:
     """Smooth a model as `from_pretrained` has loaded it from a plain checkpoint in mode ``"qat"``, on random token ids.
 
-    Where that is not possible, the model is as it was, and one line says why and what to do. Nothing is said in
-    processes that wait for the weights of another one, as under FSDP with ``cpu_ram_efficient_loading``.
+    Where that is not possible, the model is as it was, and one line says why and what to do.
     """
-    if is_fsdp_enabled() and not is_local_dist_rank_0():
-        return None
     reason = _unsupported_reason(model)
     if reason is None:
         try:
@@ -90,7 +87,9 @@ def smooth_loaded(model: nn.Module) -> Smoothing | None:
         # Whatever a model of another layout does when it gets nothing but token ids, it is to load.
         except Exception as error:
             reason = f"{error} ({type(error).__name__})"
-    get_logger().warning("%s is not smoothed: %s (smooth=False for silence)", type(model).__name__, reason)
+    get_logger().warning(
+        "%s is loaded without smoothing: %s (smooth=False leaves this line out)", type(model).__name__, reason
+    )
     return None
 
 
@@ -148,7 +147,7 @@ def smooth_model(
         if not places:
             raise ValueError(
                 f"{type(model).__name__} has no layer whose activations can be scaled: none that reads a norm, and no "
-                "v_proj before o_proj or up_proj before down_proj"
+                "v_proj before an o_proj or up_proj before a down_proj"
             )
         sums = _mean_squares(decoder, places, batches)
         wanted = {place: _exponents(place, sums[place], strength) for place in places}
@@ -172,10 +171,17 @@ def _mean_squares(
     """Return the mean square of each channel that readers get, float64 ``[G, channels]`` on the CPU; 0 for experts that
     got too few tokens."""
     measures = {place: _MeanSquare(place) for place in places}
+    total = len(places) * len(batches)
     with contextlib.ExitStack() as stack:
-        for measure in measures.values():
+        bar = stack.enter_context(progress_bar(total=total, what="Measuring activations", delay=_PATIENCE))
+
+        def advance(layer: nn.Module, arguments: tuple) -> None:
+            bar.update()
+
+        for place, measure in measures.items():
             stack.callback(measure.watch().remove)
-        for ids in progress_bar(batches, what="Measuring activations", delay=_PATIENCE):
+            stack.callback(place.layer.register_forward_pre_hook(advance).remove)
+        for ids in batches:
             decoder(input_ids=ids, use_cache=False)
     return {place: measure.result() for place, measure in measures.items()}
 
@@ -214,7 +220,8 @@ class _MeanSquare:
                 out[own] = functional.linear(x[own], rows[expert], None if bias is None else bias[expert])
             return out
 
-        type(layer).forward(layer, *arguments, project)
+        states, indices, shares = arguments
+        type(layer).forward(layer, states, indices, shares, project)
 
     def result(self) -> torch.Tensor:
         """Return the means. Raises `ValueError` for activations that are not finite."""
@@ -257,24 +264,24 @@ def _smooth_places(decoder: nn.Module, wanted: dict[Place, torch.Tensor], ids: t
     done: dict[Place, _Scaled] = {}
     undone: list[str] = []
     for kinds in ((NORM, VALUES, PRODUCTS), (NORM,), (VALUES,), (PRODUCTS,)):
-        scaled = {place: _Scaled(place, own) for place, own in wanted.items() if place.kind in kinds}
-        if torch.equal(_outputs(decoder, wanted, ids), before):
-            done |= scaled
-            if len(kinds) > 1:
-                break
-        else:
+        with contextlib.ExitStack() as stack:  # of what puts places back, after an exception too
+            scaled = {place: _Scaled(place, own) for place, own in wanted.items() if place.kind in kinds}
             for each in scaled.values():
-                each.undo()
-            undone += kinds if len(kinds) == 1 else ()
-    found = torch.cat([each.exponents.flatten() for each in done.values()]) if done else torch.zeros(1)
-    n_inexact = sum(each.n_inexact for each in done.values())
+                stack.callback(each.undo)
+            if torch.equal(_outputs(decoder, wanted, ids), before):
+                stack.pop_all()
+                done |= scaled
+            elif len(kinds) == 1:
+                undone += kinds
+        if len(done) == len(wanted):
+            break
     places = tuple(place.name for place, each in done.items() if each.exponents.any())
+    n_inexact = sum(each.n_inexact for each in done.values())
+    if not places and undone:
+        raise ValueError("with scaled channels its outputs are others, so they were left as they were")
     if not places:
-        raise ValueError(
-            "it computes something else with scaled channels, so it was left as it was"
-            if undone
-            else f"{n_inexact} channels have no exact scale in this dtype, and the others need none"
-        )
+        raise ValueError(f"no channel needs a scale that the dtype holds exactly ({n_inexact} need another one)")
+    found = torch.cat([each.exponents.flatten() for each in done.values()])
     exponents = int(found.min()), int(found.max())
     return Smoothing(places, int((found != 0).sum()), found.numel(), exponents, n_inexact, tuple(undone))
 

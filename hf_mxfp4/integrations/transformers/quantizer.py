@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers.modeling_utils import is_fsdp_enabled, is_local_dist_rank_0
 from transformers.quantizers import HfQuantizer
 
 from ..._logging import get_logger
@@ -216,6 +217,8 @@ class MXFP4RLQuantizer(HfQuantizer):
                 "hf_mxfp4.pack", type(model).__name__,
             )  # fmt: skip
             return None
+        if is_fsdp_enabled() and not is_local_dist_rank_0():
+            return None  # this process has no weights yet; they come from the one that reads them
         return smooth_loaded(model)
 
     def dequantize(self, model, dtype=None):
