@@ -338,6 +338,7 @@ OF_LAYERS = {
     "wgrad": {"grad": "fp8"},
     "stochastic_seed": 5,
     "dither_ties": False,
+    "smooth": False,
     "modules_to_not_convert": ["layers.1"],
     "backend": "eager",
     "matmul_backend": "dense",
@@ -355,7 +356,7 @@ def test_every_option_of_the_layers_reaches_them(checkpoint):
     folder = checkpoint(dtype=torch.bfloat16)
     options = {option.name for option in dataclasses.fields(MXFP4RLConfig) if option.init}
     of_scheme = {"scale_rule", "macro_block", "macro_search", "outlier_fallback"}
-    assert options == {*OF_LAYERS, *of_scheme, "format_version", "smooth"}
+    assert options == {*OF_LAYERS, *of_scheme, "format_version"}
     default = facts()
     for name, value in OF_LAYERS.items():
         assert facts(**{name: value}) != default, name

@@ -96,7 +96,7 @@ def _dequantize_into(out: torch.Tensor, parts: Sequence[torch.Tensor | None], sc
 
 
 def dither(rows: torch.Tensor, scheme: QuantScheme | None, half_cell: int, attempts: int, seed: int) -> int:
-    """Move contiguous float32 rows ``[N, K]`` on the CPU in place, as `hf_mxfp4.dither` defines it, under a supported
+    """Move contiguous float32 rows ``[N, K]`` on the CPU in place, as `hf_mxfp4.prepare` defines it, under a supported
     scheme or, with `None`, without one; return how many weights other than zeros stayed where they were."""
     stayed = ctypes.c_int64(0)
     if rows.numel():

@@ -22,6 +22,7 @@ from torch import nn
 
 from ..._logging import get_logger
 from ...config import MXFP4RLConfig
+from ...gemm import effective_rows
 from ...layers import PACKED, QUANTIZED, MXFP4Experts, MXFP4Linear, MXFP4PackedExperts, MXFP4PackedLinear
 from ...report import uncounted_weights
 from ...utils import nearest_names
@@ -322,7 +323,7 @@ class MXFP4LoraConfig(LoraConfig):
         metadata={"help": "The MXFP4RLConfig of the model that the adapter was trained on, as in its config.json."},
     )
     base_checksum: int | None = dataclasses.field(
-        default=None, metadata={"help": "A checksum of some of that model's quantized weights."}
+        default=None, metadata={"help": "A checksum of rows of that model's quantized weights."}
     )
 
     def to_dict(self) -> dict[str, Any]:
@@ -345,8 +346,7 @@ def _record_base(config: LoraConfig, model: nn.Module, adapter_name: str) -> Non
     found, stored = base_scheme(model), getattr(config, "base_quantization", None)
     checksum = _checksum(model)
     if stored is not None:
-        checksums = {config.base_checksum, checksum} - {None}
-        _compare(adapter_name, stored, found, has_other_weights=len(checksums) > 1)
+        _compare(adapter_name, stored, found, _has_other_weights(config.base_checksum, checksum))
         if config.inference_mode:
             return
     if found is not None and type(config) is LoraConfig:
@@ -359,18 +359,45 @@ def _record_base(config: LoraConfig, model: nn.Module, adapter_name: str) -> Non
 
 @torch.no_grad()
 def _checksum(model: nn.Module) -> int | None:
-    """Return a checksum of rows of the last quantized linear weight, the same for packed and trainable models of one
-    base; `None` without such rows here, and under rotations, which are undone by sums in another order."""
-    layers = [module for module in model.modules() if isinstance(module, (MXFP4Linear, MXFP4PackedLinear))]
-    weight = layers[-1].weight if layers else torch.empty(0)
-    if weight.is_meta or not weight.numel() or hasattr(weight, "full_tensor") or layers[-1].config.weight_rotation:
-        return None
-    if isinstance(layers[-1], MXFP4PackedLinear):
-        parts = tuple(None if part is None else part[:_ROWS] for part in layers[-1].packed_weight())
-        values = layers[-1].unpacked(parts, torch.float32)
-    else:
-        values = layers[-1].effective_weight(weight[:_ROWS].float())
-    return zlib.crc32(values.bfloat16().cpu().view(torch.uint8).numpy().tobytes())
+    """Return a checksum of rows of all quantized weights, the same for packed and trainable models of one base; `None`
+    without such rows here, and under rotations, which are undone by sums in another order. A base that was smoothed
+    with other scales, in whatever layer, has another one.
+
+    The lower 32 bits are of the last linear layer alone, which is all that earlier versions looked at.
+    """
+    layers = [module for module in model.modules() if isinstance(module, QUANTIZED)]
+    everything = last = 0
+    for layer in layers:
+        for projection in getattr(layer, "projections", ("weight",)):
+            weight = getattr(layer, projection)
+            if weight.is_meta or not weight.numel() or hasattr(weight, "full_tensor") or layer.config.weight_rotation:
+                return None
+            values = _first_rows(layer, projection).bfloat16().cpu()
+            bits = values.view(torch.uint8).numpy().tobytes()
+            everything = zlib.crc32(bits, everything)
+            last = zlib.crc32(bits) if isinstance(layer, nn.Linear) else last
+    return everything << 32 | last if layers else None
+
+
+def _first_rows(layer: nn.Module, projection: str) -> torch.Tensor:
+    """Return the values of rows of a quantized weight, of all experts one after the other."""
+    if isinstance(layer, MXFP4Linear):
+        return layer.effective_weight(layer.weight[:_ROWS].float())
+    if isinstance(layer, MXFP4PackedLinear):
+        parts = tuple(None if part is None else part[:_ROWS] for part in layer.packed_weight())
+        return layer.unpacked(parts, torch.float32)
+    if isinstance(layer, MXFP4PackedExperts):
+        packed = layer.packed_weight(projection)
+        parts = tuple(None if part is None else part[:, :_ROWS].flatten(0, 1) for part in packed)
+        return layer.unpacked(projection, parts, torch.float32)
+    rows = layer.rows_first(getattr(layer, projection))[:, :_ROWS].flatten(0, 1)
+    return effective_rows(rows.float(), layer.states[projection])
+
+
+def _has_other_weights(stored: int | None, found: int | None) -> bool:
+    if stored is None or found is None:
+        return False
+    return stored != (found if stored >> 32 else found & 0xFFFFFFFF)
 
 
 def _compare(adapter_name: str, stored: dict[str, Any], found: MXFP4RLConfig | None, has_other_weights: bool) -> None:
@@ -389,8 +416,10 @@ def _compare(adapter_name: str, stored: dict[str, Any], found: MXFP4RLConfig | N
             "with the adapter's scheme", adapter_name, before, now,
         )  # fmt: skip
     elif has_other_weights:
-        message = "adapter %r was made for a base of the same scheme with other weights: expect other outputs"
-        get_logger().warning(message, adapter_name)
+        get_logger().warning(
+            "adapter %r was made for a base of the same scheme with other weights: expect other outputs. A base that "
+            "was smoothed as it was loaded must be so again (mode 'qat', smooth=True), or be saved", adapter_name,
+        )  # fmt: skip
 
 
 def _described(scheme: MXFP4RLConfig | None) -> str:

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Move float32 weights that are 16-bit numbers to random places within half an ulp of these, without changing what they
-// are quantized to. The definition is hf_mxfp4/dither.py; every result here has its bits.
+// are quantized to. The definition is hf_mxfp4/prepare/dither.py; every result here has its bits.
 
 #include "blocks.h"
 #include "threads.h"
