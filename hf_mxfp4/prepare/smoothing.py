@@ -7,7 +7,7 @@ the weights that read it multiplied, products and sums keep their bits, in any f
 """
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -86,7 +86,7 @@ def smooth_loaded(model: nn.Module) -> Smoothing | None:
             return smooth_model(model)
         # Whatever a model of another layout does when it gets nothing but token ids, it is to load.
         except Exception as error:
-            reason = f"{error} ({type(error).__name__})"
+            reason = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
     get_logger().warning(
         "%s is loaded without smoothing: %s (smooth=False leaves this line out)", type(model).__name__, reason
     )
@@ -140,7 +140,11 @@ def smooth_model(
     if not batches:
         raise ValueError("smoothing needs texts to measure activations on, got none")
     is_quantized = any(isinstance(module, TRAINABLE) for module in model.modules())
-    with evaluation_mode(model), full_precision(model) if is_quantized else contextlib.nullcontext():
+    with (
+        evaluation_mode(model),
+        _plain_attention(decoder),
+        full_precision(model) if is_quantized else contextlib.nullcontext(),
+    ):
         batches = [ids.to(model.device) for ids in batches]
         compared = batches[0][:1, :_COMPARED]
         places = find_places(model, decoder, compared)
@@ -160,6 +164,22 @@ def _decoder(model: nn.Module) -> nn.Module:
     if is_encoder or not hasattr(model, "get_decoder"):
         raise ValueError(f"{type(model).__name__} is no decoder that gets token ids alone")
     return model.get_decoder()
+
+
+@contextlib.contextmanager
+def _plain_attention(decoder: nn.Module) -> Iterator[None]:
+    """Compute attention in plain torch in this context: kernels may need a GPU, which the model is not on yet, or more
+    than token ids."""
+    configs = {id(module.config): module.config for module in decoder.modules() if hasattr(module, "config")}
+    chosen = [config for config in configs.values() if getattr(config, "_attn_implementation", None) is not None]
+    names = [config._attn_implementation for config in chosen]
+    try:
+        for config in chosen:
+            config._attn_implementation = "eager"
+        yield
+    finally:
+        for config, name in zip(chosen, names, strict=True):
+            config._attn_implementation = name
 
 
 # ---- scales ---------------------------------------------------------------------------------------------------------
@@ -279,8 +299,6 @@ def _smooth_places(decoder: nn.Module, wanted: dict[Place, torch.Tensor], ids: t
     n_inexact = sum(each.n_inexact for each in done.values())
     if not places and undone:
         raise ValueError("with scaled channels its outputs are others, so they were left as they were")
-    if not places:
-        raise ValueError(f"no channel needs a scale that the dtype holds exactly ({n_inexact} need another one)")
     found = torch.cat([each.exponents.flatten() for each in done.values()])
     exponents = int(found.min()), int(found.max())
     return Smoothing(places, int((found != 0).sum()), found.numel(), exponents, n_inexact, tuple(undone))

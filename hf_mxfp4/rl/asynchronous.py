@@ -86,11 +86,16 @@ class MXFP4AsyncGRPOTrainer(AsyncGRPOTrainer):
         policy = self.accelerator.unwrap_model(self.model)
         engine = VLLMEngine.of(SimpleNamespace(mode="server", vllm_client=self.vllm_client, model=policy))
         own = next(module.config for module in policy.modules() if isinstance(module, QUANTIZED))
-        reason = None
+        report, reason = getattr(policy, "quantization_report", None), None
         if not engine.quantizes_as(policy):
             reason = f"quantizes inputs of layers as {engine.inputs}, and the policy as {own.activation_scheme}"
         elif self._lora_sync and (engine.scheme is None or engine.scheme.weight_scheme != own.weight_scheme):
             reason = "does not have the weights that adapters are trained on, and adapters alone are pushed"
+        elif self._lora_sync and getattr(report, "smoothing", None) is not None:
+            reason = (
+                "does not have the weights that were smoothed as the policy was loaded, and adapters alone are pushed "
+                "(load the policy from the folder too, or with smooth=False)"
+            )
         elif not self._lora_sync and engine.is_packed:
             reason = "keeps weights in 4 bits, and would quantize what is pushed to it a second time"
         if reason:

@@ -257,6 +257,20 @@ def test_other_weights_under_the_same_scheme_are_a_warning(base_of, checkpoint, 
     assert "adapter 'mine' was made for a base of the same scheme with other weights" in said
 
 
+@pytest.mark.parametrize("smooth", [True, False])
+def test_a_base_with_other_scales_is_a_warning(base_of, tmp_path, capsys, smooth):
+    adapter(base_of(factors_config(smooth=True)), tmp_path)
+    base = base_of(factors_config(smooth=smooth))
+    if smooth:
+        PeftModel.from_pretrained(base, tmp_path)
+        assert "adapter" not in capsys.readouterr().err
+        base = base_of(factors_config(smooth=True))
+        with torch.no_grad():
+            base.model.layers[0].self_attn.q_proj.weight[:, 3] *= 2  # of the first of all layers
+    PeftModel.from_pretrained(base, tmp_path)
+    assert "A base that was smoothed as it was loaded must be so again" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("found", "named"),
     [

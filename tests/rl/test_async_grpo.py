@@ -3,6 +3,7 @@
 attention kernel, the rollout worker and the server; log-probabilities of rollouts come from what was pushed."""
 
 import asyncio
+import contextlib
 
 import pytest
 import torch
@@ -208,16 +209,22 @@ def test_the_server_is_asked_once_what_it_computes_with(build, tmp_path, policy,
     assert not trainer.server.pushes
 
 
-@pytest.mark.parametrize("is_own", [True, False])
-def test_adapters_are_pushed_alone_over_the_weights_that_they_are_trained_on(build, tmp_path, monkeypatch, is_own):
-    options = {"preset": "w4a16"}
+@pytest.mark.parametrize(
+    ("is_own", "smooth", "reason"),
+    [
+        (True, False, None),
+        (False, False, "does not have the weights that adapters are trained on"),
+        (True, True, "does not have the weights that were smoothed as the policy was loaded"),
+    ],
+)
+def test_adapters_are_pushed_alone_over_the_weights_that_they_are_trained_on(
+    build, tmp_path, monkeypatch, is_own, smooth, reason
+):
+    options = {"preset": "w4a16", "smooth": smooth}
     name = saved(tmp_path, **options) if is_own else str(tmp_path / "base")
     client = Client({"name": name, "method": "mxfp4_rl" if is_own else None}, max_lora_rank=8, max_loras=8)
     monkeypatch.setattr(trl_trainer, "VLLMClient", lambda *_: client)
     trainer = build(serves=False, quantization_config=factors_config(**options), peft_config=LORA)
     assert trainer.weight_transfer is None
-    if is_own:
-        trainer._check_server()
-        return
-    with pytest.raises(ValueError, match="does not have the weights that adapters are trained on"):
+    with contextlib.nullcontext() if reason is None else pytest.raises(ValueError, match=reason):
         trainer._check_server()
