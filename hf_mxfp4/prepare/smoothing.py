@@ -295,12 +295,12 @@ def _smooth_places(decoder: nn.Module, wanted: dict[Place, torch.Tensor], ids: t
                 undone += kinds
         if len(done) == len(wanted):
             break
-    places = tuple(place.name for place, each in done.items() if each.exponents.any())
-    n_inexact = sum(each.n_inexact for each in done.values())
-    if not places and undone:
+    if not done:
         raise ValueError("with scaled channels its outputs are others, so they were left as they were")
+    n_inexact = sum(each.n_inexact for each in done.values())
     found = torch.cat([each.exponents.flatten() for each in done.values()])
     exponents = int(found.min()), int(found.max())
+    places = tuple(place.name for place in done)
     return Smoothing(places, int((found != 0).sum()), found.numel(), exponents, n_inexact, tuple(undone))
 
 
