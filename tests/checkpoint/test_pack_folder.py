@@ -128,7 +128,7 @@ def load(folder, config=None, **options):
 
 
 def qat(folder, **options):
-    scheme = {"preset": "w4a16", "outlier_fallback": None, "dither_ties": False, **SCHEME, **options}
+    scheme = {"preset": "w4a16", "outlier_fallback": None, "dither_ties": False, "smooth": False, **SCHEME, **options}
     return load(folder, MXFP4RLConfig(**scheme))
 
 

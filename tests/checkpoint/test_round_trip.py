@@ -189,8 +189,8 @@ def test_full_precision_files_under_the_config_of_a_packed_model_are_refused(t5)
 def test_a_scheme_may_be_put_into_a_config_by_hand(checkpoint):
     source = checkpoint("qwen2")
     config = transformers.AutoConfig.from_pretrained(source)
-    config.quantization_config = MXFP4RLConfig()
-    expected = load_as(source, "qat", AutoModelForCausalLM).quantization_report
+    config.quantization_config = scheme = MXFP4RLConfig(smooth=False)
+    expected = load_as(source, auto=AutoModelForCausalLM, quantization_config=scheme).quantization_report
     assert load_as(source, auto=AutoModelForCausalLM, config=config).quantization_report == expected
 
 
