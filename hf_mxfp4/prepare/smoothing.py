@@ -147,7 +147,7 @@ def smooth_model(
     ):
         batches = [ids.to(model.device) for ids in batches]
         compared = batches[0][:1, :_COMPARED]
-        places = find_places(model, decoder, compared)
+        places = find_places(model, decoder, compared[:, :2])
         if not places:
             raise ValueError(
                 f"{type(model).__name__} has no layer whose activations can be scaled: none that reads a norm, and no "
@@ -160,8 +160,8 @@ def smooth_model(
 
 def _decoder(model: nn.Module) -> nn.Module:
     """Return the part of a model that turns token ids into hidden states."""
-    is_encoder = getattr(getattr(model, "config", None), "is_encoder_decoder", True)
-    if is_encoder or not hasattr(model, "get_decoder"):
+    has_encoder = getattr(getattr(model, "config", None), "is_encoder_decoder", True)
+    if has_encoder or not isinstance(model.get_input_embeddings(), nn.Embedding):
         raise ValueError(f"{type(model).__name__} is no decoder that gets token ids alone")
     return model.get_decoder()
 
