@@ -43,7 +43,6 @@ from .records import made, option_parser, write
 PACKAGES = ("torch", "transformers")
 OURS = "even+mbs128-blockwise"
 ROTATED = "deterministic-64"
-STRENGTH = 0.3
 #: Texts that channels are scaled by, and that weights are rounded by.
 SMOOTHING_TEXTS, ROUNDING_TEXTS = 32, 128
 
@@ -89,7 +88,7 @@ def rounded_for(config: MXFP4RLConfig) -> Prepare:
 
 
 def smoothed(model: nn.Module, texts: Callable[[int], list[torch.Tensor]]) -> None:
-    smooth_model(model, texts(SMOOTHING_TEXTS), STRENGTH)
+    smooth_model(model, texts(SMOOTHING_TEXTS))
 
 
 def variants(cores: bool) -> Iterator[tuple[str, Prepare, list[ModelScheme]]]:
