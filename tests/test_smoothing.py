@@ -101,6 +101,18 @@ def test_scales_are_the_definition():
     assert norm.tolist() == [1, 16, 1, 1]
 
 
+def test_norms_that_add_one_are_divided_where_that_is_exact():
+    # (1 + w) / 2 - 1 of the last one has 9 digits, and bfloat16 has 8.
+    norm = torch.tensor([2.0**-30, 3.0, -0.5, 0.498046875])
+    reader = (torch.ones(1, 2, 4),)
+    place = Place("reader", "norms", nn.Identity(), None, (norm[None, None],), reader, reader, adds_one=True)
+    scaled = _Scaled(place, torch.tensor([[0.0, 1.0, 1.0, 1.0]]))
+    assert scaled.exponents.tolist() == [[0, 1, 1, 0]] and scaled.n_inexact == 1
+    assert norm.tolist() == [2.0**-30, 1.0, -0.75, 0.498046875] and reader[0][0, 0].tolist() == [1, 2, 2, 1]
+    scaled.undo()
+    assert norm.tolist() == [2.0**-30, 3.0, -0.5, 0.498046875] and (reader[0] == 1).all()
+
+
 def test_what_a_dtype_cannot_hold_keeps_its_scale():
     model = with_outliers()
     with torch.no_grad():

@@ -4,4 +4,4 @@ activations into weights, and master weights moved off rounding boundaries."""
 
 from .dither import FULL_NUMBERS, DitherReport, dither_masters
 from .places import Place, find_places
-from .smoothing import STRENGTH, Smoothing, calibration_ids, smooth_loaded, smooth_model
+from .smoothing import Smoothing, calibration_ids, smooth_loaded, smooth_model

@@ -285,9 +285,10 @@ def _smooth_places(decoder: nn.Module, wanted: dict[Place, torch.Tensor], ids: t
     undone: list[str] = []
     for kinds in ((NORM, VALUES, PRODUCTS), (NORM,), (VALUES,), (PRODUCTS,)):
         with contextlib.ExitStack() as stack:  # of what puts places back, after an exception too
-            scaled = {place: _Scaled(place, own) for place, own in wanted.items() if place.kind in kinds}
-            for each in scaled.values():
-                stack.callback(each.undo)
+            scaled = {}
+            for place in [place for place in wanted if place.kind in kinds]:
+                scaled[place] = _Scaled(place, wanted[place])
+                stack.callback(scaled[place].undo)
             if torch.equal(_outputs(decoder, wanted, ids), before):
                 stack.pop_all()
                 done |= scaled
@@ -334,10 +335,12 @@ class _Scaled:
         for tensor in self.place.readers:
             tensor.mul_(_factor(tensor, self.place.read(exponents)))
         for index, tensor in enumerate(self.place.writers):
+            factor = _factor(tensor, -exponents)
             if self.place.adds_one and index == 0:
-                tensor.copy_((1 + tensor.float()) * _factor(tensor, -exponents).float() - 1)
+                scaled = (1 + tensor.float()) * factor.float() - 1
+                tensor.copy_(torch.where(factor == 1, tensor, scaled.to(tensor.dtype)))  # 1 + w would lose a small w
             else:
-                tensor.mul_(_factor(tensor, -exponents))
+                tensor.mul_(factor)
 
 
 def _factor(tensor: torch.Tensor, exponents: torch.Tensor) -> torch.Tensor:
