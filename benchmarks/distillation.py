@@ -22,7 +22,7 @@ PACKAGES = ("torch", "transformers", "trl", "accelerate")
 SCHEME = ("mode", "preset", "outlier_fallback", "fprop")
 #: Options of a run that the command of its records names.
 NAMED = (
-    "preset fprop smooth_strength gptq per_device_train_batch_size learning_rate max_steps max_length eval_samples "
+    "preset fprop smooth gptq per_device_train_batch_size learning_rate max_steps max_length evaluate_n "
     "outlier_fallback"
 ).split()
 
@@ -62,7 +62,7 @@ def records_of(folder: Path, start: str) -> list[dict]:
     found = []
     for text, after in summary["after"].items():
         before = summary["before"][text]
-        shape = f"at most {used['eval_samples']} texts of at most {used['max_length']} tokens"
+        shape = f"at most {used['evaluate_n'] or 24} texts of at most {used['max_length']} tokens"
         value, baseline = after["perplexity"], after["teacher_perplexity"]
         of = {"name": text, "shape": shape, "value": value, "unit": "perplexity", "baseline": baseline}
         of |= {"ratio": value / baseline, "kl": after["kl"], "kl_before": before["kl"]}

@@ -10,7 +10,7 @@ machines of one kind: `--only` and `--seeds` run parts of it, and `--report_only
 the others have been copied into.
 
 Options of `grpo.py` take the place of those that all cells share. To try a grid before it is started, give it a few
-steps of a small model and a folder: `--max_steps 3 --n_train 64 --n_test 8 --evaluate_every 1 --evaluate_every_n 8
+steps of a small model and a folder: `--max_steps 3 --study '{n_train: 64}' --evaluate_n 8 --evaluate_every 1
 --model_name_or_path SMALL --out DIR`.
 """
 
@@ -32,6 +32,7 @@ from hf_mxfp4.recipes.ablations.runner import run_grid
 from hf_mxfp4.recipes.common.folders import locked
 from hf_mxfp4.recipes.common.options import read_command, read_words
 from hf_mxfp4.recipes.common.reporting import console, errors_as_messages, markdown_table, print_table, tell
+from hf_mxfp4.recipes.common.study import one_study
 from hf_mxfp4.recipes.post_training.arguments import GROUPS
 from hf_mxfp4.utils import option
 
@@ -54,7 +55,7 @@ def parse(argv: Sequence[str]) -> tuple[str, GridArguments, dict[str, Any]]:
     path = own.pop("config", None)
     if not path:
         raise ValueError("name a grid with --config, such as recipes/configs/ablation_cpu.yaml")
-    return path, GridArguments(**own), read_command(words, GROUPS)
+    return path, GridArguments(**own), read_command(one_study(words), GROUPS)
 
 
 def main(argv: list[str]) -> int:

@@ -5,8 +5,8 @@
 
 Without `--config` it runs `distill_tiny_cpu.yaml`, unless another model or task is named. Every option of the recipe,
 of `MXFP4RLConfig`, of `MXFP4DistillationConfig` and of `ModelConfig` can stand in the YAML file or on the command
-line, which wins. The teacher is the checkpoint in full precision, as it was before `smooth_strength` and `gptq` prepare
-it for the student; name the original with `teacher_model_name_or_path` when the model is a prepared or packed one.
+line, which wins. The teacher is the checkpoint in full precision, as it was before smoothing and `gptq` prepare it for
+the student; name the original with `teacher_model_name_or_path` when the model is a prepared or packed one.
 Held-out texts are evaluated before, while and after it trains; `max_steps: 0` evaluates alone.
 """
 
@@ -19,12 +19,12 @@ from typing import Any
 from hf_mxfp4 import MXFP4DistillationConfig, MXFP4DistillationTrainer
 from hf_mxfp4.recipes.common.options import CONFIGS
 from hf_mxfp4.recipes.common.reporting import shutdown, tell
-from hf_mxfp4.recipes.post_training.arguments import DistillArguments, groups_of
+from hf_mxfp4.recipes.post_training.arguments import TextArguments, groups_of
 from hf_mxfp4.recipes.post_training.texts import TextRun
 
 
 DEMO = CONFIGS / "distill_tiny_cpu.yaml"
-GROUPS = groups_of(MXFP4DistillationConfig, DistillArguments)
+GROUPS = groups_of(MXFP4DistillationConfig, TextArguments)
 LEARN = ("text", "completion", "generated")
 #: What is reported of each held-out text, and its heading in the table.
 MEASURES = {"kl": "KL", "perplexity": "perplexity", "teacher_perplexity": "of the teacher"}
@@ -38,9 +38,8 @@ def main(argv: list[str]) -> dict[str, Any]:
 
 def _distill(run: TextRun) -> dict[str, Any]:
     training = run.options.training
-    if run.stored.source == str(run.output / "prepared"):
-        whole = run.options.model.model_name_or_path or str(run.output / "base")
-        training.teacher_model_name_or_path = training.teacher_model_name_or_path or whole
+    if run.stored.source != run.original:
+        training.teacher_model_name_or_path = training.teacher_model_name_or_path or run.original
     training.allow_full_precision = training.allow_full_precision or run.recipe.full_precision
     trainer = run.make_trainer(MXFP4DistillationTrainer)
     facts = {
@@ -56,7 +55,7 @@ def _distill(run: TextRun) -> dict[str, Any]:
     def all_facts() -> dict[str, Any]:
         return {**facts, "tokens_distilled": trainer.tokens_distilled}
 
-    return run.train(trainer, MEASURES, all_facts, "student" if run.recipe.save_student else None)
+    return run.train(trainer, MEASURES, all_facts, "student" if run.recipe.study.save_policy else None)
 
 
 if __name__ == "__main__":

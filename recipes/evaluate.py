@@ -29,7 +29,7 @@ from hf_mxfp4.recipes.common.reporting import INPUT_ERRORS, console, errors_as_m
 from hf_mxfp4.recipes.evaluation import results
 from hf_mxfp4.recipes.evaluation.arguments import EvaluationArguments, parse
 from hf_mxfp4.recipes.evaluation.generate import Batch, Completion, complete_batches, tokenize
-from hf_mxfp4.recipes.evaluation.policy import Policy, load_policy
+from hf_mxfp4.recipes.evaluation.policy import Policy, load_policy, read_tokenizer
 from hf_mxfp4.recipes.tasks import Task
 from hf_mxfp4.utils import installed_version, package_versions
 
@@ -42,7 +42,8 @@ def main(argv: list[str]) -> dict[str, Any]:
     started = time.monotonic()
     state = PartialState(cpu=options.use_cpu)
     with errors_as_messages(*INPUT_ERRORS):
-        task = options.load_task(test_only=True)
+        tokenizer = read_tokenizer(options)
+        task = options.load_task(tokenizer, test_only=True)
         other = None if options.compare is None else results.read_result(options.compare)
         policy = load_policy(options, state.device)
         options.max_new_tokens = options.max_new_tokens or task.max_completion_length
@@ -55,8 +56,8 @@ def main(argv: list[str]) -> dict[str, Any]:
     about = policy.description
     tell("scheme", about["computed_in"])
     tell("layers", f"n_quantized={about['n_quantized']} n_skipped={about['n_skipped']}")
-    if not options.conversational and policy.tokenizer.chat_template is not None:
-        tell("prompts", "plain text; --conversational uses the chat template of the tokenizer")
+    conversational = not isinstance(task.test["prompt"][0], str)
+    tell("prompts", "chat messages, by the tokenizer's template" if conversational else "plain text")
 
     with contextlib.ExitStack() as stack:
         for log in logs.values():
@@ -66,12 +67,12 @@ def main(argv: list[str]) -> dict[str, Any]:
         return {}
     completions = [Completion(**line) for log in logs.values() for line in log.done.values()]
     sampling = "samples", "temperature", "top_p", "seed", "batch_size"
-    names = "max_new_tokens", "conversational", "chat_template_kwargs", *sampling
+    names = "max_new_tokens", "chat_template_kwargs", *sampling
     result = {
         "task": task.name,
         **about,
         **results.summarize(completions, keys, list(task.scores), options),
-        "generation": {name: getattr(options, name) for name in names},
+        "generation": {"conversational": conversational, **{name: getattr(options, name) for name in names}},
         "identity": policy.identity,
         "versions": {**package_versions(), "math-verify": installed_version("math-verify")},
         "device": str(state.device),
@@ -104,7 +105,7 @@ def _token_ids(policy: Policy, prompts: Sequence[Any], options: EvaluationArgume
     """Return the prompts in tokens; raise `ValueError` when a completion would not fit into the model's positions, or a
     conversation has no template."""
     if not isinstance(prompts[0], str) and policy.tokenizer.chat_template is None:
-        raise ValueError("--conversational needs a chat template, and the tokenizer has none")
+        raise ValueError("conversational: true needs a chat template, and the tokenizer has none")
     ids = tokenize(policy.tokenizer, prompts, options.chat_template_kwargs)["input_ids"]
     longest, max_new_tokens = max(map(len, ids)), options.max_new_tokens
     positions = getattr(policy.model.config.get_text_config(), "max_position_embeddings", None)
@@ -119,7 +120,7 @@ def _token_ids(policy: Policy, prompts: Sequence[Any], options: EvaluationArgume
 def _default_folder(options: EvaluationArguments) -> Path:
     """By model (its last two names, as `policy` alone says little), task and control."""
     model = "-".join(part for part in Path(options.model).parts[-2:] if part not in ("/", ".", "..", "~"))
-    return Path("outputs/evaluation") / model / "-".join(filter(None, (options.task, options.dequantize)))
+    return Path("outputs/evaluation") / model / "-".join(filter(None, (options.task_name, options.dequantize)))
 
 
 def _open_logs(

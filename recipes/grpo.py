@@ -3,7 +3,9 @@
 
     accelerate launch recipes/grpo.py --config recipes/configs/<name>.yaml [--option value ...]
 
-Without `--config` it runs `tiny_cpu.yaml`, unless another model or task is named. Every option of the recipe, of
+In order: prepare the model (and distil it, with `distill_steps`), evaluate, train, evaluate, save, pack, and reload;
+`train.py` is the short way to it for a model and problems of your own. Without `--config` it runs `tiny_cpu.yaml`,
+unless another model or task is named. Every option of the recipe, of
 `MXFP4RLConfig`, of `MXFP4GRPOConfig` and of TRL's `ModelConfig` can stand in the YAML file or on the command line. The
 command line wins, and a preset or mode there resets what the file says of the scheme. A model that is an adapter is
 trained further; `max_steps: 0` evaluates alone.
@@ -18,11 +20,21 @@ from pathlib import Path
 
 from hf_mxfp4 import MXFP4GRPOTrainer
 from hf_mxfp4.files import write_json
-from hf_mxfp4.recipes.common.reporting import INPUT_ERRORS, errors_as_messages, shutdown, tell
+from hf_mxfp4.recipes.common.reporting import errors_as_messages, shutdown, tell
 from hf_mxfp4.recipes.post_training import output as files
 from hf_mxfp4.recipes.post_training.arguments import Options, parse_or_exit
+from hf_mxfp4.recipes.post_training.distillation import distil
 from hf_mxfp4.recipes.post_training.evaluation import EvaluationCallback, PolicyEvaluation
-from hf_mxfp4.recipes.post_training.policy import load_policy, load_saved, make_trainer, prepare_start
+from hf_mxfp4.recipes.post_training.packing import pack_policy, print_commands
+from hf_mxfp4.recipes.post_training.policy import (
+    find_start,
+    load_policy,
+    load_saved,
+    load_task,
+    make_trainer,
+    prepare_start,
+    usual_learning_rate,
+)
 
 
 def main(argv: list[str]) -> dict:
@@ -35,13 +47,18 @@ def main(argv: list[str]) -> dict:
 
 def _run(options: Options, output: Path, started: float) -> dict:
     recipe, training = options.recipe, options.training
-    with errors_as_messages(*INPUT_ERRORS):
-        task = recipe.load_task()
-        training.max_completion_length = training.max_completion_length or task.max_completion_length
-    tell("task", f"{task.name}: {len(task.train)} training and {len(task.test)} test problems")
-    stored, options, origin = prepare_start(options, task, output)
-    origin += f", sampled under {recipe.rollout_scheme}" if recipe.rollout_scheme else ""
+    stored, options = find_start(options)
+    task = load_task(options, stored)
+    training.max_completion_length = training.max_completion_length or task.max_completion_length
+    start, distilled = prepare_start(stored, options, task, output), None
+    if recipe.distill_steps:
+        with errors_as_messages(ValueError):
+            start, distilled = distil(start, task, recipe.distill_steps)
+    stored, options = start.stored, start.options
     policy, tokenizer = load_policy(stored, options)
+    if "learning_rate" not in recipe.named:
+        training.learning_rate = usual_learning_rate(stored, options)
+        tell("learning rate", f"{training.learning_rate:g}, as usual for this size, since no option names one")
     training.allow_full_precision = training.allow_full_precision or recipe.full_precision
     given = {"reward_funcs": task.reward_funcs, "train_dataset": task.train, "processing_class": tokenizer}
     trainer = make_trainer(MXFP4GRPOTrainer, policy, stored, options, **given)
@@ -49,7 +66,7 @@ def _run(options: Options, output: Path, started: float) -> dict:
     if recipe.evaluate_every:
         trainer.add_callback(EvaluationCallback(evaluate))
     report = files.begin(trainer, options, output)
-    before = evaluate.before_training() if recipe.evaluate_before else None
+    before = evaluate.before_training() if recipe.study.evaluate_before else None
     evaluate.report("before RL", before)
     if training.max_steps:
         with report.on_exit(trainer):
@@ -57,28 +74,34 @@ def _run(options: Options, output: Path, started: float) -> dict:
     after = evaluate("evaluating after RL") if training.max_steps or before is None else before
     evaluate.report("after RL", after)
 
-    saved = output / "policy" if recipe.save_policy else None
+    saved = output / "policy" if recipe.study.save_policy else None
     if saved is not None:
         trainer.save_model(str(saved))
     trainer.accelerator.wait_for_everyone()
     summary: dict = {}
     if trainer.is_world_process_zero():
+        scheme = recipe.study.rollout_scheme
+        origin = start.origin + (f", sampled under {scheme}" if scheme else "")
         summary = files.write_results(output, trainer, report, task, before, after, saved, origin)
+        summary["distilled"] = distilled
+        if saved is not None and recipe.study.pack:
+            summary |= pack_policy(saved, start, summary)
     # Last, when all results are written: a second model beside the states of training may not fit into memory. All
     # processes take part.
     trainer.accelerator.wait_for_everyone()
     try:
-        if saved is not None and recipe.reload_check:
+        if saved is not None and recipe.study.reload_check:
             reloaded = evaluate.compare_reloaded(saved, lambda: load_saved(saved, stored, options), after)
             summary |= {"reloaded": reloaded} if summary else {}
     except BaseException:
-        tell("reloading failed", "all results are written; --reload_check 0 leaves the comparison out")
+        tell("reloading failed", "all results are written; --study '{reload_check: 0}' leaves it out")
         raise
     finally:
         if summary:
             summary["seconds"] = round(time.monotonic() - started, 1)
             write_json(output / "summary.json", summary, indent=2)
             files.print_summary(summary)
+            print_commands(summary, recipe)
     trainer.accelerator.wait_for_everyone()
     return summary
 

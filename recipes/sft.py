@@ -19,14 +19,14 @@ from trl import SFTConfig, SFTTrainer
 
 from hf_mxfp4.recipes.common.options import CONFIGS
 from hf_mxfp4.recipes.common.reporting import shutdown, tell
-from hf_mxfp4.recipes.post_training.arguments import SFTArguments, groups_of
+from hf_mxfp4.recipes.post_training.arguments import TextArguments, groups_of
 from hf_mxfp4.recipes.post_training.texts import TextRun
 from hf_mxfp4.rl import ExactResumeMixin
 from hf_mxfp4.rl.config import count_quantized
 
 
 DEMO = CONFIGS / "sft_tiny_cpu.yaml"
-GROUPS = groups_of(SFTConfig, SFTArguments)
+GROUPS = groups_of(SFTConfig, TextArguments)
 LEARN = ("text", "completion")
 #: What is reported of each held-out text, and its heading in the table.
 MEASURES = {"loss": "loss"}
@@ -42,7 +42,7 @@ def main(argv: list[str]) -> dict[str, Any]:
         facts = {"model": run.origin, "n_quantized": count_quantized(run.policy)}
         trainer = run.make_trainer(Trainer)
         tell("model", "{model}: {n_quantized} quantized layers".format(**facts))
-        return run.train(trainer, MEASURES, lambda: facts, "policy" if run.recipe.save_policy else None)
+        return run.train(trainer, MEASURES, lambda: facts, "policy" if run.recipe.study.save_policy else None)
 
 
 if __name__ == "__main__":

@@ -51,6 +51,7 @@ def _documented() -> dict[str, list[str]]:
 
 DOCUMENTED = _documented()
 OPTIONS = {
+    "train": GROUPS,
     "grpo": GROUPS,
     "sft": sft.GROUPS,
     "distill": distill.GROUPS,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`hf-mxfp4 grpo`, `sft`, `distill` and `evaluate`: the recipes, whose options these commands hand on as they are."""
+"""`hf-mxfp4 train`, `grpo`, `sft`, `distill` and `evaluate`: the recipes, which get all words as they are."""
 
 import importlib
 import sys

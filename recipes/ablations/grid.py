@@ -16,17 +16,19 @@ from hf_mxfp4.recipes.common.options import (
     load_yaml,
     names,
     read_env,
+    read_yaml,
     refuse_unknown,
     removed_options,
 )
 from hf_mxfp4.recipes.common.reporting import tell
+from hf_mxfp4.recipes.common.study import put_together
 from hf_mxfp4.recipes.evaluation.policy import folder_digest
-from hf_mxfp4.recipes.post_training.arguments import GROUPS, Options, make_options
+from hf_mxfp4.recipes.post_training.arguments import GROUPS, Options, RunStudy, make_options
 
 
 #: Options of `grpo.py` that a run's result does not depend on, and those that the grid sets itself.
-WITHOUT_EFFECT = ("evaluate_before", "output_dir", "overwrite", "model_name_or_path", "save_policy")
-MANAGED = (*WITHOUT_EFFECT[:-1], "reload_check", "resume_from_checkpoint", "seed")
+WITHOUT_EFFECT = ("evaluate_before", "output_dir", "overwrite", "model_name_or_path", "save_policy", "pack")
+MANAGED = (*WITHOUT_EFFECT[:-2], "reload_check", "resume_from_checkpoint", "seed")
 _GRID_KEYS = (
     "name output_dir seeds launcher reference naive task evaluation train base cells extra_cells label mean_of_last"
 ).split()
@@ -103,27 +105,29 @@ class Run:
     @property
     def config(self) -> dict[str, Any]:
         """The options for `grpo.py`."""
-        return {
-            "report_to": "none",
-            "save_strategy": "no",
-            "save_policy": False,
-            **put_over(self.grid.shared, self.cell.options)[0],
-            **self.cell.options,
+        usual = {"report_to": "none", "save_strategy": "no", "study": {"save_policy": False, "pack": False}}
+        own = put_together(put_over(self.grid.shared, self.cell.options)[0], self.cell.options)
+        managed = {
             "model_name_or_path": self.start,
             "output_dir": str(self.folder),
             "seed": self.seed,
-            # The starting point of all seeds is the same model on the same problems, but where it has the seed's name.
-            "evaluate_before": self.seed == self.grid.seeds[0] or "{seed}" in (self.cell.base or ""),
-            "reload_check": 0,
             "overwrite": True,
+            # The starting point of all seeds is the same model on the same problems, but where it has the seed's name.
+            "study": {
+                "evaluate_before": self.seed == self.grid.seeds[0] or "{seed}" in (self.cell.base or ""),
+                "reload_check": 0,
+            },
         }
+        return put_together(put_together(usual, own), managed)
 
     @property
     def settings(self) -> dict[str, Any]:
         """Everything that the result depends on."""
         start = Path(self.start)
         base = {"model_name_or_path": self.start, "weights": folder_digest(start) if start.is_dir() else None}
-        return {**{name: value for name, value in self.config.items() if name not in WITHOUT_EFFECT}, "base": base}
+        options = {**self.config, **self.config["study"]}
+        left_out = ("study", *WITHOUT_EFFECT)
+        return {**{name: value for name, value in options.items() if name not in left_out}, "base": base}
 
     def parse(self) -> Options:
         """Parse the configuration as `grpo.py` will, on this machine. Raises `ValueError` for what it refuses."""
@@ -163,7 +167,7 @@ def read_grid(
         )
     shared: dict[str, Any] = {}
     for section in ("task", "evaluation", "train"):
-        shared |= _options(content.get(section), section)
+        shared = put_together(shared, _options(content.get(section), section))
     options = _options(options, "the command line")
     seeds = content["seeds"] if seeds is None else seeds
     if not seeds or len(set(seeds)) != len(seeds) or not all(isinstance(seed, int) for seed in seeds):
@@ -176,7 +180,7 @@ def read_grid(
         seeds=seeds,
         reference=content.get("reference", "bf16"),
         start=start,
-        shared=put_over(shared, options)[0] | options,
+        shared=put_together(put_over(shared, options)[0], options),
         launcher=((content.get("launcher") if launcher is None else launcher) or "").split(),
         cells=_cells(content, path, only),
         mean_of_last=content.get("mean_of_last", 1),
@@ -218,7 +222,8 @@ def check_cells(grid: Grid, options: Mapping[str, Any]) -> None:
 
 def _options(value: Any, where: str) -> dict[str, Any]:
     value = check_mapping(value or {}, where, [*names(GROUPS), "env"], removed_options(GROUPS))
-    for name in value:
+    study = check_mapping(read_yaml("study", value.get("study") or {}), f"{where}: study", names((RunStudy,)))
+    for name in (*value, *study):
         if name in MANAGED:
             raise ValueError(f"{where}: {name} is set for each run and cannot be given")
     read_env(value.get("env"))

@@ -45,7 +45,7 @@ def make_records(grid: Grid, command: str) -> tuple[list[dict[str, Any]], list[s
         baseline = accuracies.get(f"{grid.reference}/seed{run.seed}")
         options, n_test = run.parse(), result["n_test"]
         if _is_mean(run, result):
-            n_test = min(n_test, options.recipe.evaluate_every_n)
+            n_test = min(n_test, options.recipe.study.evaluate_every_n)
         records.append(
             {
                 "name": f"{grid.name}/{run.name}",

@@ -67,7 +67,7 @@ def run_grid(grid: Grid, lock: TextIO, *, jobs: int = 1) -> list[str]:
         run
         for run in runs
         # A policy may be asked for of a run that did not save it.
-        if finished(run) is None or (run.config["save_policy"] and not (run.folder / "policy").is_dir())
+        if finished(run) is None or (run.config["study"]["save_policy"] and not (run.folder / "policy").is_dir())
     ]
     tell("runs", f"{len(waiting)} of {len(runs)}, {jobs} at a time")
     active: list[subprocess.Popen] = []

@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Options of `evaluate.py`."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import ClassVar
 
 from hf_mxfp4.recipes.common.options import build, read_file, read_words, read_yaml, refuse_words
+from hf_mxfp4.recipes.common.study import one_study, put_together
 from hf_mxfp4.recipes.tasks import TaskArguments
 from hf_mxfp4.utils import option
 
@@ -19,12 +21,13 @@ CONTROLS = {
 class EvaluationArguments(TaskArguments):
     """Accuracy and pass@k of a policy under its own quantization scheme, with confidence intervals."""
 
+    DEFAULT_TASK: ClassVar[str] = "gsm8k"
+
     model: str | None = option(
         None,
         "Folder or Hub id of a policy, packed weights, an adapter or a plain model; or a result.json to "
         "--compare. The word --model may be left out.",
     )
-    task: str = field(default="gsm8k", metadata=TaskArguments.__dataclass_fields__["task"].metadata)
     dequantize: str | None = option(
         None,
         "A control in place of the policy's own scheme: 'masters' (when no word follows) computes in full "
@@ -54,7 +57,8 @@ class EvaluationArguments(TaskArguments):
     compare: str | None = option(None, "result.json of another evaluation of the same problems.")
 
     def __post_init__(self):
-        for name, least in (("samples", 0), ("batch_size", 1), ("max_new_tokens", 1), ("n_test", 1)):
+        super().__post_init__()
+        for name, least in (("samples", 0), ("batch_size", 1), ("max_new_tokens", 1)):
             value = getattr(self, name)
             if value is not None and value < least:
                 raise ValueError(f"--{name} {value} must be at least {least}")
@@ -81,12 +85,12 @@ GROUPS = (EvaluationArguments,)
 
 def parse(argv: list[str]) -> EvaluationArguments:
     """Parse and check the command line. Raises `ValueError` for what is wrong."""
-    given, words = read_words(argv, GROUPS, usage="evaluate.py MODEL [--option value ...]")
+    given, words = read_words(one_study(argv), GROUPS, usage="evaluate.py MODEL [--option value ...]")
     if words and not words[0].startswith("--") and "model" not in given:
         given["model"] = words.pop(0)
     refuse_words(words, GROUPS)
     if (path := given.pop("config", None)) is not None:
-        given = {**read_file(path, GROUPS), **given}
+        given = put_together(read_file(path, GROUPS), given)
     (options,) = build(GROUPS, given)
     if options.model is None:
         raise ValueError("name a model, such as outputs/tiny_cpu/policy")

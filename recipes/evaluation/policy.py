@@ -36,6 +36,12 @@ class Policy:
     description: dict[str, Any]
 
 
+def read_tokenizer(options: EvaluationArguments) -> PreTrainedTokenizerBase:
+    """Load the tokenizer of a policy alone; raises as [`load_policy`] does."""
+    trust = {"trust_remote_code": options.trust_remote_code}
+    return load_tokenizer(read_stored(options.model, revision=options.revision, base=options.base, **trust), **trust)
+
+
 def load_policy(options: EvaluationArguments, device: torch.device | str = "cpu") -> Policy:
     """Load a policy, packed weights, an adapter or a plain model.
 

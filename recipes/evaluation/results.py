@@ -115,7 +115,7 @@ def check_same_problems(keys: Sequence[str], task: str, other: Mapping[str, Any]
         raise ValueError(
             f"the two results are not of the same problems ({len(keys)} of {task} and {len(others)} of "
             f"{other['task']}, {len(set(keys) & set(others))} in common): evaluate both with the same --task, "
-            "--n_test, --data_seed_split, files and prompts"
+            "--dataset, --evaluate_n, split_seed and prompts"
         )
 
 

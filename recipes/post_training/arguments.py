@@ -4,8 +4,9 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, make_dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
+import torch
 from transformers import TrainingArguments
 from transformers.utils.peft_utils import find_adapter_config_file
 from trl import ModelConfig
@@ -21,19 +22,19 @@ from hf_mxfp4.recipes.common.options import (
     read_yaml,
 )
 from hf_mxfp4.recipes.common.reporting import tell
-from hf_mxfp4.recipes.tasks import TaskArguments
+from hf_mxfp4.recipes.common.study import moved_to, one_study, put_together
+from hf_mxfp4.recipes.tasks import TaskArguments, TaskStudy
 from hf_mxfp4.recipes.tasks.tiny_model import TINY_MODELS
-from hf_mxfp4.utils import option
+from hf_mxfp4.utils import bfloat16_slowdown, option
 
 
 DEFAULT_CONFIG = CONFIGS / "tiny_cpu.yaml"
 
 
 @dataclass
-class StartArguments(TaskArguments):
-    """The task, the model that is made when none is named, and the output folder."""
+class StartStudy(TaskStudy):
+    """What tests, demos and studies set of any of the recipes."""
 
-    full_precision: bool = option(False, "Do not quantize: the baseline of this recipe.")
     dither_masters: bool = option(
         False, "With full_precision: move float32 master weights within their 16-bit numbers (docs/ties.md)."
     )
@@ -42,12 +43,51 @@ class StartArguments(TaskArguments):
     tiny_num_layers: int = option(4, "Its depth.")
     sft_steps: int = option(400, "Supervised steps before RL, at the most, until a loss of 0.55; 0: none.")
     sft_batch_size: int = option(128, "Sequences in a supervised step.")
-    smooth_strength: float | None = option(
-        None,
-        "Smooth the model before it is quantized (docs/smoothing.md), with a strength up to 1, such as 0.3; 0: none.",
+    save_policy: bool = option(True, "Save what was trained; without, there is nothing to reload or pack either.")
+
+    def __post_init__(self):
+        if self.tiny_architecture not in TINY_MODELS:
+            raise ValueError(f"tiny_architecture={self.tiny_architecture!r} must be one of {', '.join(TINY_MODELS)}")
+        for name, least in _LEAST.items():
+            if (value := getattr(self, name, least)) < least:
+                raise ValueError(f"{name}={value} must be at least {least}")
+
+
+@dataclass
+class RunStudy(StartStudy):
+    """What they set of `grpo.py`."""
+
+    rollout_scheme: str | None = option(
+        None, "With full_precision: sample and evaluate under this scheme, as for hf-mxfp4 eval (w4a8, w4a4:rceil)."
     )
-    gptq: bool = option(False, "Then round its weights onto the grid of the scheme (docs/gptq.md).")
-    prepare_text: str | None = option(None, "Texts that both are measured on; by default those that are trained on.")
+    greedy_batch_size: int = option(128, "Prompts in a batch of the greedy evaluation.")
+    evaluate_before: bool = option(True, "Evaluate before RL too.")
+    evaluate_every_n: int = option(256, "Test problems, from the first on, of each evaluation while training.")
+    pack: bool = option(True, "Write the policy in 4 bits beside it, too.")
+    reload_check: int = option(64, "Test prompts whose completions are compared after reloading; 0: no reload.")
+
+
+@dataclass
+class TextStudy(StartStudy):
+    """What they set of `sft.py` and `distill.py`."""
+
+    text_samples: int = option(100_000, "How many texts to learn, or windows of max_length tokens of a running text.")
+
+
+@dataclass
+class StartArguments(TaskArguments):
+    """The task, how the model is prepared, and the output folder."""
+
+    STUDY: ClassVar[type] = StartStudy
+    REMOVED: ClassVar[dict[str, str]] = {
+        **TaskArguments.REMOVED,
+        **moved_to(StartStudy),
+        "smooth_strength": "write `smooth: true`, which is the default of a scheme",
+        "prepare_text": "gptq measures on the texts that are trained on",
+    }
+
+    full_precision: bool = option(False, "Do not quantize: the baseline of this recipe.")
+    gptq: bool = option(False, "Round the weights onto the grid of the scheme first (docs/gptq.md).")
     overwrite: bool = option(False, "Write into an output folder that is not empty; checkpoints in it are removed.")
     #: The options that the command line or the YAML file names.
     named: frozenset[str] = field(default=frozenset(), init=False)
@@ -55,43 +95,37 @@ class StartArguments(TaskArguments):
 
 @dataclass
 class RecipeArguments(StartArguments):
-    """What `grpo.py` evaluates and saves."""
+    """What `grpo.py` does beside training."""
 
-    rollout_scheme: str | None = option(
-        None, "With full_precision: sample and evaluate under this scheme, as for hf-mxfp4 eval (w4a8, w4a4:rceil)."
-    )
-    greedy_batch_size: int = option(128, "Prompts in a batch of the greedy evaluation.")
-    evaluate_before: bool = option(True, "Evaluate before RL too.")
+    STUDY: ClassVar[type] = RunStudy
+    REMOVED: ClassVar[dict[str, str]] = {**StartArguments.REMOVED, **moved_to(RunStudy)}
+
+    distill_steps: int = option(0, "Distil the policy towards its checkpoint before RL, for so many steps; 0: not.")
     evaluate_every: int = option(0, "Steps between greedy evaluations while training, logged as greedy/*; 0: none.")
-    evaluate_every_n: int = option(256, "Test problems, from the first on, of each of these.")
-    save_policy: bool = option(True, "Save the trained policy; without, there is nothing to reload either.")
-    reload_check: int = option(64, "Test prompts whose completions are compared after reloading; 0: no reload.")
+
+    def __post_init__(self):
+        super().__post_init__()
+        for name in ("distill_steps", "evaluate_every"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name}={getattr(self, name)} must be at least 0")
 
 
 @dataclass
 class TextArguments(StartArguments):
     """What `sft.py` and `distill.py` learn and evaluate on."""
 
+    STUDY: ClassVar[type] = TextStudy
+    REMOVED: ClassVar[dict[str, str]] = {
+        **StartArguments.REMOVED,
+        **moved_to(TextStudy),
+        "eval_samples": "write `evaluate_n: ...`",
+        "save_student": "write `study: {save_policy: ...}`",
+    }
+
     learn: str = option("text", "Of the task: 'text' (prompts and completions), 'completion'; distill.py: 'generated'.")
     text: str | None = option(None, "Texts to learn in place of the task's: a file, folder or dataset (name:split).")
     text_field: str | None = option(None, "Their field, or several with commas between.")
-    text_samples: int = option(100_000, "How many texts of it, or windows of max_length tokens of a running text.")
     eval_text: list[str] = option([], "Held-out texts, each evaluated by itself; by default the task's test split.")
-    eval_samples: int = option(24, "How many texts or windows of each.")
-
-
-@dataclass
-class SFTArguments(TextArguments):
-    """What `sft.py` saves."""
-
-    save_policy: bool = option(True, "Save the trained model.")
-
-
-@dataclass
-class DistillArguments(TextArguments):
-    """What `distill.py` saves."""
-
-    save_student: bool = option(True, "Save the distilled student.")
 
 
 #: Options of `MXFP4RLConfig` that are mappings: nested in a YAML file, as YAML or JSON on the command line.
@@ -112,14 +146,14 @@ QuantizationArguments = make_dataclass(
     namespace={"REMOVED": MXFP4RLConfig.REMOVED},
 )
 
-#: The smallest values of options of a recipe.
+#: The smallest values in a study.
 _LEAST = {
-    **dict.fromkeys(("sft_steps", "evaluate_every", "reload_check"), 0),
+    **dict.fromkeys(("sft_steps", "reload_check"), 0),
     **dict.fromkeys(("tiny_hidden_size", "tiny_num_layers", "sft_batch_size", "greedy_batch_size"), 1),
-    **dict.fromkeys(("evaluate_every_n", "text_samples", "eval_samples"), 1),
+    **dict.fromkeys(("evaluate_every_n", "text_samples"), 1),
 }
 #: Options that mean another model or task than those of the demo.
-OTHER_THAN_THE_DEMO = ("model_name_or_path", "train_file", "test_file", "dataset_name", "text")
+OTHER_THAN_THE_DEMO = ("model_name_or_path", "dataset", "eval_dataset", "text")
 
 
 def groups_of(training: type[TrainingArguments], recipe: type[StartArguments] = RecipeArguments) -> tuple[type, ...]:
@@ -158,7 +192,7 @@ def parse(argv: list[str], groups: tuple[type, ...] = GROUPS, demo: Path = DEFAU
     modules = "modules_to_not_convert"
     if sum(word.replace("-", "_")[2:].partition("=")[0] == modules for word in argv) > 1:
         raise ValueError(f"--{modules} is given more than once; give all after one: --{modules} layers.0 down_proj")
-    given = read_command(argv, groups)
+    given = read_command(one_study(argv), groups)
     path = given.pop("config", None) or _demo(given, demo)
     file = read_file(path, groups) if path else {}
     kept, dropped = put_over(file, given)
@@ -166,7 +200,7 @@ def parse(argv: list[str], groups: tuple[type, ...] = GROUPS, demo: Path = DEFAU
         word = "preset" if "preset" in given else "mode"
         told = ", ".join(f"{name}={value}" for name, value in dropped.items())
         tell("scheme", f"--{word} {given[word]} resets what {Path(path).name} says of the scheme: {told}")
-    options = make_options({**kept, **given}, groups)
+    options = make_options(for_this_machine(put_together(kept, given)), groups)
     options.recipe.named = frozenset(file) | frozenset(given)
     return options
 
@@ -179,21 +213,26 @@ def make_options(options: Mapping[str, Any], groups: tuple[type, ...] = GROUPS) 
     recipe, quantization, arguments, model = build(groups, options)
     if model.load_in_4bit or model.load_in_8bit:
         raise ValueError("load_in_4bit and load_in_8bit are bitsandbytes' schemes; here `preset` says what is MXFP4")
-    if recipe.tiny_architecture not in TINY_MODELS:
-        raise ValueError(f"tiny_architecture={recipe.tiny_architecture!r} must be one of {', '.join(TINY_MODELS)}")
-    for name, least in _LEAST.items():
-        if (value := getattr(recipe, name, least)) < least:
-            raise ValueError(f"{name}={value} must be at least {least}")
-    if not 0 <= (recipe.smooth_strength or 0) <= 1:
-        raise ValueError(f"smooth_strength={recipe.smooth_strength} must be between 0 and 1; 0: none")
-    if recipe.dither_masters and not recipe.full_precision:
+    study, whole = recipe.study, recipe.full_precision
+    if study.dither_masters and not whole:
         raise ValueError("dither_masters is for full_precision; quantized policies have dither_ties, which is on")
-    if getattr(recipe, "rollout_scheme", None) and (not recipe.full_precision or model.use_peft or arguments.use_vllm):
+    if getattr(study, "rollout_scheme", None) and (not whole or model.use_peft or arguments.use_vllm):
         raise ValueError("rollout_scheme is for full_precision without use_peft and use_vllm")
     scheme = quantization_config(quantization)
     if scheme.mode == "packed" and not recipe.full_precision:
         check_packed(model)
     return Options(recipe, scheme, arguments, model)
+
+
+def for_this_machine(options: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return options with those of a processor where there is no GPU and none of them is named: trained on the CPU, in
+    bfloat16 where the CPU is faster in it, measured now."""
+    if torch.accelerator.is_available() or not {"use_cpu", "bf16", "fp16", "tf32"}.isdisjoint(options):
+        return options
+    slowdown = bfloat16_slowdown()
+    products = "bfloat16" if slowdown < 1 else "float32"
+    tell("processor", f"no GPU: products in {products}, bfloat16 takes {slowdown:.2f} of the time of float32 here")
+    return {**options, "use_cpu": True, "bf16": products == "bfloat16", "dataloader_pin_memory": False}
 
 
 def _demo(given: dict, demo: Path) -> Path | None:

@@ -23,9 +23,10 @@ class PolicyEvaluation:
     ``rollout_scheme`` where there is one, which the trainer samples under too. All processes call it together."""
 
     def __init__(self, trainer: MXFP4GRPOTrainer, task: Task, recipe: RecipeArguments):
-        self.trainer, self.task, self.recipe = trainer, task, recipe
+        self.trainer, self.task, self.recipe, self.study = trainer, task, recipe, recipe.study
         self.tokenizer = trainer.processing_class
-        self._scheme = read_schemes([recipe.rollout_scheme])[0].config if recipe.rollout_scheme else None
+        scheme = self.study.rollout_scheme
+        self._scheme = read_schemes([scheme])[0].config if scheme else None
         if self._scheme is not None:
             generate = trainer._generate
 
@@ -69,11 +70,11 @@ class PolicyEvaluation:
     ) -> dict[str, int]:
         """Load the saved policy and compare its completions with the trained one's; return how many were ``compared``
         and are ``identical``."""
-        recipe, training = self.recipe, self.trainer.args
+        study, training = self.study, self.trainer.args
         # Whole batches of the evaluation, one in each process, so that padding is the same and completions can be
         # compared to the letter.
-        together = recipe.greedy_batch_size * self.trainer.accelerator.num_processes
-        problems = self._problems(math.ceil(recipe.reload_check / together) * together)
+        together = study.greedy_batch_size * self.trainer.accelerator.num_processes
+        problems = self._problems(math.ceil(study.reload_check / together) * together)
         trust = training.trust_remote_code
         tokenizer = AutoTokenizer.from_pretrained(saved, padding_side="left", trust_remote_code=trust)
         found = self._evaluate(load_saved().to(training.device), tokenizer, problems, "reloaded policy").completions
@@ -91,7 +92,7 @@ class PolicyEvaluation:
                 self.task.scores,
                 max_new_tokens=self.trainer.args.max_completion_length,
                 chat_template_kwargs=self.trainer.args.chat_template_kwargs,
-                batch_size=self.recipe.greedy_batch_size,
+                batch_size=self.study.greedy_batch_size,
                 title=title,
                 cache_weights=self.trainer.args.step_weights != "uncached",
             )
@@ -115,7 +116,7 @@ class EvaluationCallback(TrainerCallback):
 
     def on_step_end(self, args, state, control, **kwargs):
         if state.global_step % self.evaluation.recipe.evaluate_every == 0:
-            found = self.evaluation("evaluating", self.evaluation.recipe.evaluate_every_n)
+            found = self.evaluation("evaluating", self.evaluation.study.evaluate_every_n)
             due = control.should_log
             Trainer.log(self.evaluation.trainer, {f"greedy/{score}": found.accuracy(score) for score in found.correct})
             control.should_log = due  # what the step itself logs comes still
@@ -136,7 +137,7 @@ def placed(model: nn.Module, device: torch.device) -> Iterator[None]:
     except torch.OutOfMemoryError as error:
         raise SystemExit(
             f"error: the whole model does not fit on {device}, and it is sharded only when training begins; leave the "
-            "evaluation before RL out with --evaluate_before false"
+            "evaluation before RL out with --study '{evaluate_before: false}'"
         ) from error
     finally:
         model.to("cpu")

@@ -5,7 +5,7 @@ import contextlib
 import json
 import shutil
 from collections.abc import Iterator
-from dataclasses import fields
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
@@ -124,6 +124,7 @@ def write_resolved_config(folder: Path, options: Options) -> None:
     for group in options:
         named = isinstance(group, TrainingArguments)
         own = group.to_dict() if named else {f.name: getattr(group, f.name) for f in fields(group) if f.init}
+        own |= {"study": asdict(group.study)} if "study" in own else {}
         values |= {name: value for name, value in own.items() if not name.endswith("_token")}
     content = {"versions": package_versions(), "options": values}
     plain = json.loads(json.dumps(content, default=str))
@@ -165,6 +166,7 @@ def write_results(
         "model": model,
         "scheme": report.scheme if report else "full precision",
         "seed": trainer.args.seed,
+        "learning_rate": trainer.args.learning_rate,
         "steps": trainer.state.global_step,
         "n_test": len(task.test),
         "accuracy_before": before and {name: before.accuracy(name) for name in task.scores},
@@ -206,6 +208,8 @@ def print_summary(summary: dict[str, Any]) -> None:
     if summary["saved"]:
         kind = "adapter alone" if summary["adapter"] else "master weights"
         rows["size on disk"] = f"{summary['bytes_on_disk'] / 1e6:.2f} MB ({kind})"
+        if summary.get("packed"):
+            rows["packed"] = f"{summary['bytes_packed'] / 1e6:.2f} MB (start: {summary['bytes_of_start'] / 1e6:.2f} MB)"
     if summary["reloaded"]:
         rows["after reloading"] = "{identical} of {compared} completions identical".format(**summary["reloaded"])
     rows["time"] = f"{summary['seconds']:.0f} s"

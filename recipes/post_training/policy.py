@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from accelerate import PartialState
@@ -19,9 +19,10 @@ from trl.data_utils import maybe_apply_chat_template
 from hf_mxfp4 import MXFP4RLConfig, dither_masters
 from hf_mxfp4.files import replace_file, write_json
 from hf_mxfp4.lab import TextOptions, rewrite_checkpoint, round_model, smooth_model
+from hf_mxfp4.lab.smoothing import find_places
 from hf_mxfp4.recipes.common.checkpoints import Stored, differences, load_tokenizer, load_whole, read_stored
 from hf_mxfp4.recipes.common.reporting import INPUT_ERRORS, errors_as_messages, tell
-from hf_mxfp4.recipes.post_training.arguments import Options, StartArguments, check_packed
+from hf_mxfp4.recipes.post_training.arguments import Options, StartStudy, check_packed
 from hf_mxfp4.recipes.post_training.output import resume_choice
 from hf_mxfp4.recipes.tasks import Task, build_tokenizer, of_task
 from hf_mxfp4.recipes.tasks.tiny_model import TINY_MODELS, supervised_warmup
@@ -34,6 +35,8 @@ _ADAPTER_OPTIONS = {
 }  # fmt: skip
 #: Texts that smoothing and rounding measure on, and tokens of each, as by default in the command line.
 _SMOOTHED_ON, _ROUNDED_ON, _LONGEST = 32, 128, 512
+#: Of smoothing, as when a model is loaded.
+_STRENGTH = 0.3
 
 
 def find_start(options: Options) -> tuple[Stored | None, Options]:
@@ -99,68 +102,103 @@ def make_trainer(
             raise ValueError(f"{error} The layers for --lora_target_modules are {', '.join(sorted(linear))}") from error
 
 
-def prepare_start(options: Options, task: Task | None, output: Path) -> tuple[Stored, Options, str]:
-    """Return what is loaded, the options with its scheme, and a name for it; make a small model in the folder
-    ``output`` where none is named, and smooth and round it there as far as the options say."""
-    stored, options = find_start(options)
+class Start(NamedTuple):
+    """What a run starts from.
+
+    Attributes:
+        stored: the weights or the adapter that are loaded.
+        options: those of the run, with the scheme of ``stored``.
+        origin: a name for it, with what was done to prepare it.
+        original: the checkpoint in full precision that it was made of.
+    """
+
+    stored: Stored
+    options: Options
+    origin: str
+    original: str
+
+
+def load_task(options: Options, stored: Stored | None) -> Task:
+    """Load the task of a run, with prompts in the form that the tokenizer of ``stored`` asks for. Ends with a message
+    where it cannot be read."""
+    with errors_as_messages(*INPUT_ERRORS):
+        trust = options.training.trust_remote_code
+        tokenizer = None if stored is None else load_tokenizer(stored, trust_remote_code=trust)
+        task = options.recipe.load_task(tokenizer)
+    form = "text" if isinstance(task.test["prompt"][0], str) else "chat messages, by the tokenizer's template"
+    tell("task", f"{task.name}: {len(task.train)} training and {len(task.test)} test problems, prompts as {form}")
+    return task
+
+
+def prepare_start(stored: Stored | None, options: Options, task: Task | None, output: Path) -> Start:
+    """Make a small model in the folder ``output`` where none is ``stored``, and round it there if the options say
+    so."""
     tell("scheme", "full precision" if options.recipe.full_precision else options.quantization.describe())
     stored, name = _whole_start(stored, options, task, output / "base")
-    if not options.recipe.smooth_strength and not options.recipe.gptq:
-        return stored, options, name
+    original = options.model.model_name_or_path or stored.source
+    if not options.recipe.gptq:
+        return Start(stored, options, name, original)
     with errors_as_messages(*INPUT_ERRORS):
         if stored.adapter is not None or options.model.model_revision not in (None, "main"):
-            raise ValueError("smooth_strength and gptq read whole weights, of the main revision of a model on the Hub")
-        done = prepare_weights(stored.source, options, task, output / "prepared")
-    return read_stored(str(output / "prepared")), options, f"{name}, {done}"
+            raise ValueError("gptq reads whole weights, of the main revision of a model on the Hub")
+        done = round_weights(stored.source, options, task, output / "prepared")
+    # It is smoothed before it is rounded, which smoothing again would undo.
+    if options.quantization.smooth:
+        options = options._replace(quantization=replace(options.quantization, smooth=False))
+    return Start(read_stored(str(output / "prepared")), options, f"{name}, {done}", original)
+
+
+def usual_learning_rate(stored: Stored, options: Options) -> float:
+    """Return a learning rate of RL for the size of a model: 1e-6, from a width of 1,024 on, as is usual for models of
+    billions of parameters; 1e-5 for smaller ones; and ten times as much for adapters."""
+    rate = 1e-6 if stored.config.get_text_config().hidden_size >= 1024 else 1e-5
+    return 10 * rate if options.model.use_peft else rate
 
 
 def _whole_start(stored: Stored | None, options: Options, task: Task | None, folder: Path) -> tuple[Stored, str]:
     if stored is not None:
         return stored, stored.source if stored.adapter is None else f"{stored.source}, an adapter on {stored.weights}"
-    recipe = options.recipe
+    study = options.recipe.study
     if resume_choice(options.training) is None or not (folder / "config.json").is_file():
         if PartialState().is_main_process:
-            make_base_model(recipe, task, options.training.seed, folder)
+            make_base_model(study, task, options.training.seed, folder)
         PartialState().wait_for_everyone()
-    size = f"{recipe.tiny_num_layers} layers, width {recipe.tiny_hidden_size}"
-    return read_stored(str(folder)), f"{recipe.tiny_architecture} made for this run ({size})"
+    size = f"{study.tiny_num_layers} layers, width {study.tiny_hidden_size}"
+    return read_stored(str(folder)), f"{study.tiny_architecture} made for this run ({size})"
 
 
-def make_base_model(recipe: StartArguments, task: Task, seed: int, folder: Path) -> None:
+def make_base_model(study: StartStudy, task: Task, seed: int, folder: Path) -> None:
     """Build, warm up and save a small full-precision model and its tokenizer."""
     tokenizer = build_tokenizer(task.name)
-    model = TINY_MODELS[recipe.tiny_architecture](
+    model = TINY_MODELS[study.tiny_architecture](
         tokenizer,
-        hidden_size=recipe.tiny_hidden_size,
-        num_layers=recipe.tiny_num_layers,
-        intermediate_size=2 * recipe.tiny_hidden_size,
+        hidden_size=study.tiny_hidden_size,
+        num_layers=study.tiny_num_layers,
+        intermediate_size=2 * study.tiny_hidden_size,
         max_positions=2048,
         seed=seed,
     )
-    tell("model", f"{recipe.tiny_architecture} with {model.num_parameters() / 1e6:.2f} M parameters is made")
-    if recipe.sft_steps:
-        sft = {"steps": recipe.sft_steps, "batch_size": recipe.sft_batch_size, "target_loss": 0.55}
+    tell("model", f"{study.tiny_architecture} with {model.num_parameters() / 1e6:.2f} M parameters is made")
+    if study.sft_steps:
+        sft = {"steps": study.sft_steps, "batch_size": study.sft_batch_size, "target_loss": 0.55}
         supervised_warmup(model, tokenizer, task.train, seed=seed, **sft)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 
 
-def prepare_weights(model: str, options: Options, task: Task | None, folder: Path) -> str:
-    """Smooth a checkpoint and then round it for its scheme, as far as the options say, into ``folder``; return what was
-    done. A run that is resumed finds it there. Raises `ValueError` for a checkpoint that is quantized, where nothing
-    can be smoothed or rounded, and for a folder that was prepared in another way."""
+def round_weights(model: str, options: Options, task: Task | None, folder: Path) -> str:
+    """Round a checkpoint for its scheme into ``folder``, on the texts that are trained on, and smooth it before where
+    the scheme says so; return what was done. A run that is resumed finds it there. Raises `ValueError` for a checkpoint
+    that is quantized, where nothing can be rounded, and for a folder that was prepared in another way."""
     recipe, scheme, training, _ = options
-    text = recipe.prepare_text or getattr(recipe, "text", None)
-    strength = recipe.smooth_strength or None
-    asked = {"model": model, "smooth_strength": strength, "prepare_text": text}
-    asked["gptq"] = scheme.describe() if recipe.gptq else None
+    text = getattr(recipe, "text", None)
+    asked = {"model": model, "text": text, "gptq": scheme.describe(), "smooth": scheme.smooth}
     record = folder / "preparation.json"
     if PartialState().is_main_process and (resume_choice(training) is None or not record.is_file()):
-        field = None if recipe.prepare_text or text is None else recipe.text_field
+        field = None if text is None else recipe.text_field
         text = text or _write_texts(model, task, folder.with_suffix(".jsonl"))
-        read = TextOptions(text, field, _ROUNDED_ON if recipe.gptq else _SMOOTHED_ON, _LONGEST)
-        how = {"strength": strength, "scheme": scheme if recipe.gptq else None}
-        change, device = functools.partial(_change_weights, **how), "cpu" if training.use_cpu else "auto"
+        read = TextOptions(text, field, _ROUNDED_ON, _LONGEST)
+        change, device = functools.partial(_round, scheme=scheme), "cpu" if training.use_cpu else "auto"
         done = rewrite_checkpoint(model, folder, read, change, device=device, overwrite=True)
         write_json(record, {"asked": asked, "done": done})
     PartialState().wait_for_everyone()
@@ -171,17 +209,13 @@ def prepare_weights(model: str, options: Options, task: Task | None, folder: Pat
     return found["done"]
 
 
-def _change_weights(
-    model: PreTrainedModel, batches: Sequence[torch.Tensor], strength: float | None, scheme: MXFP4RLConfig | None
-) -> str:
-    done = []
-    if strength is not None:
-        found = smooth_model(model, batches[:_SMOOTHED_ON], strength)
-        done.append(f"smoothed at {len(found.places)} places with strength {strength:g}")
-    if scheme is not None:
-        found = round_model(model, batches, scheme)
-        done.append(f"{len(found.layers)} layers rounded (GPTQ)")
-    return ", ".join(done)
+def _round(model: PreTrainedModel, batches: Sequence[torch.Tensor], scheme: MXFP4RLConfig) -> str:
+    smoothed = ""
+    if scheme.smooth and any(find_places(model)):
+        found = smooth_model(model, batches[:_SMOOTHED_ON], _STRENGTH)
+        smoothed = f"smoothed at {len(found.places)} places, "
+    rounded = round_model(model, batches, scheme)
+    return f"{smoothed}{len(rounded.layers)} layers rounded (GPTQ)"
 
 
 def _write_texts(model: str, task: Task, file: Path) -> str:
@@ -211,7 +245,7 @@ def load_weights(stored: Stored, options: Options) -> PreTrainedModel:
     """Load the whole weights under the scheme of the run, without an adapter."""
     scheme = None if options.recipe.full_precision else options.quantization
     model = load_whole(stored, scheme, dtype=options.model.dtype, **_how(options))
-    if options.recipe.dither_masters:
+    if options.recipe.study.dither_masters:
         report = dither_masters(model, options.training.seed)
         if report.n_weights == 0:
             raise ValueError(

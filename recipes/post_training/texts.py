@@ -16,11 +16,13 @@ from hf_mxfp4.lab import TextOptions
 from hf_mxfp4.recipes.common.reporting import INPUT_ERRORS, errors_as_messages, print_table, tell
 from hf_mxfp4.recipes.post_training import output as files
 from hf_mxfp4.recipes.post_training.arguments import Options, parse_or_exit
-from hf_mxfp4.recipes.post_training.policy import load_policy, make_trainer, prepare_start
+from hf_mxfp4.recipes.post_training.policy import find_start, load_policy, load_task, make_trainer, prepare_start
 from hf_mxfp4.recipes.tasks import of_task
 
 
 Measured = dict[str, dict[str, float]]
+#: Held-out texts of each source, unless the options say otherwise.
+_HELD_OUT = 24
 
 
 class TextRun:
@@ -28,7 +30,7 @@ class TextRun:
 
     Attributes:
         options, recipe, output: all options, those of the script, and the output folder.
-        stored, origin: what was loaded, and a name for it.
+        stored, origin, original: what was loaded, a name for it, and the checkpoint that it was made of.
         policy, tokenizer: as they were loaded.
     """
 
@@ -37,8 +39,10 @@ class TextRun:
         with errors_as_messages(*INPUT_ERRORS):
             if self.recipe.learn not in learn:
                 raise ValueError(f"learn={self.recipe.learn!r} must be one of {', '.join(learn)}")
-            self._task = None if self.recipe.text and self.recipe.eval_text else self.recipe.load_task()
-        self.stored, self.options, self.origin = prepare_start(options, self._task, self.output)
+        stored, options = find_start(options)
+        self._task = None if self.recipe.text and self.recipe.eval_text else load_task(options, stored)
+        start = prepare_start(stored, options, self._task, self.output)
+        self.stored, self.options, self.origin, self.original = start
         self.policy, self.tokenizer = load_policy(self.stored, self.options)
         self.tokenizer.split_special_tokens = False  # TRL ends texts by the name of a token
 
@@ -69,9 +73,10 @@ class TextRun:
     def _load_datasets(self) -> tuple[Dataset, dict[str, Dataset]]:
         """Return what is learned, and the held-out texts by name. Raises `ValueError` for two texts of one name, and as
         [`TextOptions.read`] does."""
-        recipe, task, n_held_out = self.recipe, self._task, self.recipe.eval_samples
+        recipe, task = self.recipe, self._task
+        n_held_out = recipe.evaluate_n or _HELD_OUT
         if recipe.text:
-            learned = self._texts(recipe.text, recipe.text_samples, recipe.text_field)
+            learned = self._texts(recipe.text, recipe.study.text_samples, recipe.text_field)
         else:
             learned = of_task(task.train, recipe.learn)
         held_out = {Path(source).stem: self._texts(source, n_held_out) for source in recipe.eval_text}

@@ -3,10 +3,11 @@
 
 import inspect
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import Any, ClassVar
 
-from transformers import PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
+from hf_mxfp4.recipes.common.study import moved_to, read_study
 from hf_mxfp4.utils import option
 
 from .base import REWARD_FORM, Subsets, Task, check_reward, load_function, of_task
@@ -14,41 +15,88 @@ from .problems import ALPHABET, SCORES, Source, arithmetic, few_shot, gsm8k, mat
 from .tiny_model import build_byte_tokenizer, build_char_tokenizer
 
 
-__all__ = ["ALPHABET", "TASKS", "Task", "TaskArguments", "build_tokenizer", "load_task", "of_task"]
+__all__ = ["ALPHABET", "TASKS", "Task", "TaskArguments", "TaskStudy", "build_tokenizer", "load_task", "of_task"]
 
 _GENERATED = {"arithmetic": arithmetic, "few_shot": few_shot}
 #: Tasks that are read, with their dataset on the Hub.
 _READ = {
-    "gsm8k": (gsm8k, {"dataset_name": "openai/gsm8k", "dataset_config": "main"}),
-    "math500": (math500, {"dataset_name": "HuggingFaceH4/MATH-500"}),
-    "file": (own_problems, {}),
+    "gsm8k": (gsm8k, "openai/gsm8k:main"),
+    "math500": (math500, "HuggingFaceH4/MATH-500"),
+    "file": (own_problems, None),
 }
 TASKS = (*_GENERATED, *_READ)
+
+
+@dataclass
+class TaskStudy:
+    """What studies set of a task."""
+
+    n_train: int | None = option(None, "Rows of the train split to use; default all.")
+    split_seed: int = option(0, "Seed of the task's split and subsets.")
+    conversational: bool | None = option(None, "Prompts as chat messages; default: as the tokenizer has a template.")
 
 
 @dataclass
 class TaskArguments:
     """Options of a script that choose its task."""
 
-    task: str = option("arithmetic", f"One of {', '.join(TASKS)}.")
-    dataset_name: str | None = option(None, "gsm8k, math500, file: Hub dataset; openai/gsm8k, HuggingFaceH4/MATH-500.")
-    dataset_config: str | None = option(None, "Its configuration; gsm8k: main.")
-    train_file: str | None = option(None, "JSON lines to train on instead of a Hub dataset.")
-    test_file: str | None = option(None, "JSON lines to evaluate on instead.")
-    n_train: int | None = option(None, "Rows of the train split to use; default all.")
-    n_test: int | None = option(None, "Rows of the test split to use; default all.")
-    data_seed_split: int = option(0, "Seed of the task's split and subsets.")
-    prompt_column: str | None = option(None, "file: column of the prompts; prompt.")
+    STUDY: ClassVar[type] = TaskStudy
+    #: What to write in place of options of earlier versions.
+    REMOVED: ClassVar[dict[str, str]] = {
+        **moved_to(TaskStudy),
+        "dataset_name": "write `dataset: name`",
+        "dataset_config": "write `dataset: name:config`",
+        "train_file": "write `dataset: FILE`",
+        "test_file": "write `eval_dataset: FILE`",
+        "n_test": "write `evaluate_n: ...`",
+        "data_seed_split": "write `study: {split_seed: ...}`",
+    }
+    #: The task when neither it nor a dataset is named.
+    DEFAULT_TASK: ClassVar[str] = "arithmetic"
+
+    task: str | None = option(None, f"One of {', '.join(TASKS)}; default: file where a dataset is named.")
+    dataset: str | None = option(None, "Problems: JSON lines, a folder, or a dataset on the Hub (name:config).")
+    eval_dataset: str | None = option(None, "To evaluate on; default: a test split, or rows held out of the dataset.")
+    prompt_column: str | None = option(None, "file: column of the prompts; prompt, question or problem.")
     answer_column: str | None = option(None, "file: column of the answers; answer.")
     score: str | None = option(None, f"file: {', '.join(SCORES)} or FILE.py:function, called as f(completion, answer).")
     reward: str | None = option(None, "FILE.py:function instead of the task's: f(completions, answer, **kwargs).")
-    conversational: bool = option(False, "Send prompts as chat messages.")
     prompt_template: str | None = option(None, "Prompt text with the field {question}.")
+    evaluate_n: int | None = option(None, "Problems or held-out texts to evaluate on; default all problems, 24 texts.")
+    study: str | None = option(None, "What tests and studies set, a mapping: docs/evaluation.md.")
 
-    def load_task(self, test_only: bool = False) -> Task:
-        """Load the task; raises as [`load_task`] does."""
-        options = {own.name: getattr(self, own.name) for own in fields(TaskArguments)}
-        return load_task(options.pop("task"), seed=options.pop("data_seed_split"), test_only=test_only, **options)
+    def __post_init__(self):
+        self.study = read_study(self.STUDY, self.study)
+        if self.evaluate_n is not None and self.evaluate_n < 1:
+            raise ValueError(f"evaluate_n={self.evaluate_n} must be at least 1")
+
+    @property
+    def task_name(self) -> str:
+        """The task that is named, that of a dataset, or the default."""
+        has_data = self.dataset is not None or self.eval_dataset is not None
+        return self.task or ("file" if has_data else self.DEFAULT_TASK)
+
+    def load_task(self, tokenizer: PreTrainedTokenizerBase | None = None, test_only: bool = False) -> Task:
+        """Load the task, for a model with this ``tokenizer``: prompts that are read become chat messages where it has a
+        template. Raises as [`load_task`] does."""
+        conversational = self.study.conversational
+        if conversational is None and self.task_name in _READ:
+            conversational = getattr(tokenizer, "chat_template", None) is not None
+        return load_task(
+            self.task_name,
+            reward=self.reward,
+            test_only=test_only,
+            dataset=self.dataset,
+            eval_dataset=self.eval_dataset,
+            prompt_column=self.prompt_column,
+            answer_column=self.answer_column,
+            score=self.score,
+            prompt_template=self.prompt_template,
+            n_train=self.study.n_train,
+            n_test=self.evaluate_n,
+            seed=self.study.split_seed,
+            conversational=conversational,
+        )
 
 
 def load_task(name: str, *, reward: str | None = None, test_only: bool = False, **options: Any) -> Task:
@@ -58,7 +106,8 @@ def load_task(name: str, *, reward: str | None = None, test_only: bool = False, 
         name: one of `TASKS`.
         reward: ``FILE.py:function`` in place of the task's own reward; it is tried on two problems.
         test_only: for evaluation: a train split that would have to be read is left out (the task's `train` is None).
-        options: those of the task, see [`TaskArguments`]; None leaves one at its default.
+        options: those of the task: of `Subsets`, of `Source` for one that is read, and of its function; None leaves
+            one at its default.
 
     Raises:
         ValueError: an unknown name, an option that the task does not have, an empty split, or a function that cannot
@@ -78,8 +127,7 @@ def load_task(name: str, *, reward: str | None = None, test_only: bool = False, 
         )
     which = {option: given.pop(option) for option in shared if option in given}
     if name in _READ:
-        dataset = {} if "dataset_name" in which else _READ[name][1]
-        which = {**dataset, **which, "test_only": test_only}
+        which = {"dataset": _READ[name][1], **which, "test_only": test_only}
     task = function(kind(**which), **given)
     if own is None:
         return task

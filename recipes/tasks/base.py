@@ -56,12 +56,12 @@ def of_task(problems: Dataset, learn: str) -> Dataset:
 
 
 def choose_rows(n_rows: int, n_wanted: int | None, *, what: str, seed: int) -> list[int]:
-    """Draw the indices of `n_wanted` of `n_rows` rows without replacement by `seed`, kept in order; None: all. Raises
-    `ValueError`, which begins with ``what`` (the split or file), for a number that there cannot be."""
-    if n_wanted is None:
-        return list(range(n_rows))
-    if not isinstance(n_wanted, int) or not 1 <= n_wanted <= n_rows:
+    """Draw the indices of at most `n_wanted` of `n_rows` rows without replacement by `seed`, kept in order; None: all.
+    Raises `ValueError`, which begins with ``what`` (the split or file), for a number that there cannot be."""
+    if n_wanted is not None and (not isinstance(n_wanted, int) or n_wanted < 1):
         raise ValueError(f"{what} has {n_rows} rows, {n_wanted!r} were asked for; give a whole number, at least 1")
+    if n_wanted is None or n_wanted >= n_rows:
+        return list(range(n_rows))
     return sorted(random.Random(seed).sample(range(n_rows), n_wanted))
 
 
@@ -71,7 +71,7 @@ class Subsets:
 
     Attributes:
         seed: of generated problems, of their split and of subsets: the same in training and evaluation.
-        n_train, n_test: draw so many rows of a split; None: all.
+        n_train, n_test: draw at most so many rows of a split; None: all.
         conversational: prompts are conversations of one user message, for chat models.
     """
 
@@ -87,10 +87,10 @@ class Subsets:
         splits = {}
         for split, wanted in (("test", self.n_test), ("train", self.n_train)):
             chosen = choose_rows(len(parts[split]), wanted, what=f"{name}: the {split} split", seed=self.seed)
-            splits[split] = self.dataset([parts[split][index] for index in chosen])
+            splits[split] = self.as_dataset([parts[split][index] for index in chosen])
         return splits
 
-    def dataset(self, rows: list[tuple[str, str, str]]) -> Dataset:
+    def as_dataset(self, rows: list[tuple[str, str, str]]) -> Dataset:
         """Make a dataset of rows of prompt, completion and answer."""
         columns: dict[str, list[Any]] = {name: [row[i] for row in rows] for i, name in enumerate(COLUMNS)}
         if self.conversational:

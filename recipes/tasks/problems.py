@@ -11,6 +11,7 @@ from typing import Any
 import datasets
 
 from hf_mxfp4.lab.texts import json_lines
+from hf_mxfp4.recipes.common.reporting import tell
 from hf_mxfp4.rl.math_answers import check_math_answer, is_boxed_correct, is_math_correct
 from hf_mxfp4.rl.rewards import (
     exact_match_reward,
@@ -40,27 +41,40 @@ _GSM8K = 'Reason step by step, and finish with the final answer on a line of its
 _MATH = "Reason step by step, and put the final answer within \\boxed{{}}."
 
 
+#: A row of a dataset, with where it is from, for error messages.
+Rows = list[tuple[str, dict[str, Any]]]
+#: Of a dataset without a test split, this share of the rows is held out, and no more than this number.
+_HELD_OUT_SHARE, _HELD_OUT_ROWS = 5, 500
+
+
 @dataclass(frozen=True, kw_only=True)
 class Source(Subsets):
-    """Where the problems of a task come from, JSON lines or else a Hub dataset, and the format string with the field
-    ``{question}`` that makes prompts of them. With ``test_only`` no train split is read."""
+    """Where the problems of a task come from, and the format string with the field ``{question}`` that makes prompts of
+    them.
 
-    train_file: str | None = None
-    test_file: str | None = None
-    dataset_name: str | None = None
-    dataset_config: str | None = None
+    Attributes:
+        dataset: JSON lines, or a folder or a dataset on the Hub, as ``name`` or ``name:config``.
+        eval_dataset: another one to evaluate on. Without it, that is the test split of ``dataset``, or else its
+            validation split, or else rows that are held out of it by the seed.
+        prompt_template: in place of the task's.
+        test_only: read no train split, unless the test rows come from it.
+    """
+
+    dataset: str | None = None
+    eval_dataset: str | None = None
     prompt_template: str | None = None
     test_only: bool = False
 
     def read(
         self,
         name: str,
+        splits: dict[str, Rows],
         columns: Sequence[str],
         read_row: Callable[[dict[str, Any]], tuple[str, str, str]],
         templates: tuple[str, str],
         **task: Any,
     ) -> Task:
-        """Read a task.
+        """Make a task of the rows that [`Source.rows`] gave.
 
         Args:
             columns: that are read; all hold text.
@@ -71,10 +85,10 @@ class Source(Subsets):
         """
         template = self.prompt_template or templates[self.conversational]
         _check_template(template)
-        splits: dict[str, Any] = {"train": None}
-        sources = (("train", self.train_file, self.n_train), ("test", self.test_file, self.n_test))
-        for split, path, wanted in sources[self.test_only :]:
-            source = self._rows(name, split, path, columns)
+        read: dict[str, Any] = {"train": None}
+        for split, source in splits.items():
+            _check_columns(source, columns)
+            wanted = self.n_test if split == "test" else self.n_train
             rows = []
             for index in choose_rows(len(source), wanted, what=f"{name}: the {split} split", seed=self.seed):
                 where, row = source[index]
@@ -83,37 +97,71 @@ class Source(Subsets):
                 except (TypeError, ValueError) as error:
                     raise ValueError(f"{where}: {error}") from error
                 rows.append((template.format(question=question), *rest))
-            splits[split] = self.dataset(rows)
-        return Task(name, **splits, **task)
+            read[split] = self.as_dataset(rows)
+        return Task(name, **read, **task)
 
-    def _rows(self, name: str, split: str, path: str | None, columns: Sequence[str]) -> list[tuple[str, dict]]:
-        """Return the rows of a split, each with where it is from."""
-        if path is None and self.dataset_name is None:
-            raise ValueError(
-                f"the task {name!r} needs {split}_file, JSON lines with {' and '.join(map(repr, columns))}, or "
-                "dataset_name"
-            )
-        rows = self._read_hub(split, columns) if path is None else _read_lines(Path(path))
-        for where, row in rows:
-            for key in columns:
-                if not isinstance(row, dict) or not isinstance(row.get(key), str):
-                    found = ", ".join(map(repr, row)) if isinstance(row, dict) else "no object"
-                    raise ValueError(
-                        f"{where}: {key!r} must be there and hold a string (found: {found or 'nothing'}); other "
-                        "columns are named with --task file, --prompt_column and --answer_column"
-                    )
-        return rows
+    def rows(self, name: str) -> dict[str, Rows]:
+        """Read the rows of the test split, and unless ``test_only`` is set those of the train split, for the task
+        ``name``. Raises `ValueError`, `FileNotFoundError` and `RuntimeError` where there are none."""
+        if self.dataset is None and not (self.test_only and self.eval_dataset):
+            raise ValueError(f"the task {name!r} needs a dataset: JSON lines, a folder, or a dataset on the Hub")
+        found = {} if self.test_only and self.eval_dataset else _read(self.dataset)
+        if self.eval_dataset is not None:
+            evaluated = _read(self.eval_dataset)
+            test = evaluated.get("test") or evaluated.get("validation") or evaluated["train"]
+        else:
+            test = found.get("test") or found.get("validation")
+        train = found.get("train")
+        if test is None:
+            train, test = self._hold_out(train)
+        if self.test_only:
+            return {"test": test}
+        if train is None:
+            raise ValueError(f"{self.dataset} has no train split; it can only be evaluated on, as eval_dataset")
+        return {"train": train, "test": test}
 
-    def _read_hub(self, split: str, columns: Sequence[str]) -> list[tuple[str, dict]]:
-        what = f"{self.dataset_name} ({self.dataset_config})" if self.dataset_config else self.dataset_name
-        try:
-            dataset = datasets.load_dataset(self.dataset_name, self.dataset_config, split=split)
-        except Exception as error:  # offline, unknown, gated, a broken cache
-            raise RuntimeError(
-                f"could not load the {split} split of {what}: {type(error).__name__}: {error}\nWithout access to the "
-                f"Hub, pass train_file and test_file: JSON lines with {' and '.join(f'`{name}`' for name in columns)}."
-            ) from error
-        return [(f"{what}, {split} row {index}", row) for index, row in enumerate(dataset)]
+    def _hold_out(self, rows: Rows) -> tuple[Rows, Rows]:
+        """Split rows into those that are trained on and those that are held out."""
+        n_held_out = min(len(rows) // _HELD_OUT_SHARE, _HELD_OUT_ROWS)
+        if n_held_out == 0:
+            raise ValueError(f"{self.dataset} has {len(rows)} rows, too few to hold some out; name an eval_dataset")
+        chosen = {*choose_rows(len(rows), n_held_out, what=str(self.dataset), seed=self.seed)}
+        tell(
+            "held out",
+            f"{n_held_out} of the {len(rows)} rows of {self.dataset}, to evaluate on",
+        )
+        kept = [row for index, row in enumerate(rows) if index not in chosen]
+        return kept, [rows[index] for index in sorted(chosen)]
+
+
+def _check_columns(rows: Rows, columns: Sequence[str]) -> None:
+    """Raise `ValueError` for a row without text in one of these columns."""
+    for where, row in rows:
+        for key in columns:
+            if not isinstance(row, dict) or not isinstance(row.get(key), str):
+                found = ", ".join(map(repr, row)) if isinstance(row, dict) else "no object"
+                raise ValueError(
+                    f"{where}: {key!r} must be there and hold a string (found: {found or 'nothing'}); other "
+                    "columns are named with --task file, --prompt_column and --answer_column"
+                )
+
+
+def _read(source: str | Path) -> dict[str, Rows]:
+    """Read JSON lines, as a train split, or the splits of a folder or of a dataset on the Hub."""
+    if Path(source).is_file() or Path(source).suffix in (".json", ".jsonl"):
+        return {"train": _read_lines(Path(source))}
+    name, _, config = str(source).partition(":")
+    try:
+        found = datasets.load_dataset(name, config or None)
+    except Exception as error:  # offline, unknown, gated, a broken cache
+        raise RuntimeError(
+            f"could not load the dataset {source}: {type(error).__name__}: {error}\nWithout access to the Hub, name "
+            "JSON lines as dataset and eval_dataset."
+        ) from error
+    return {
+        split: [(f"{source}, {split} row {index}", row) for index, row in enumerate(rows)]
+        for split, rows in found.items()
+    }
 
 
 def _read_lines(path: Path) -> list[tuple[str, Any]]:
@@ -148,6 +196,7 @@ def gsm8k(source: Source) -> Task:
     ``answer``, a solution with ``#### <number>``."""
     return source.read(
         "gsm8k",
+        source.rows("gsm8k"),
         ("question", "answer"),
         lambda row: (row["question"], strip_annotations(row["answer"]), gsm8k_gold(row["answer"])),
         ("Question: {question}\n" + _GSM8K + "\nAnswer:", "{question}\n\n" + _GSM8K),
@@ -168,6 +217,7 @@ def math500(source: Source) -> Task:
 
     return source.read(
         "math500",
+        source.rows("math500"),
         ("problem", "solution", "answer"),
         read_row,
         ("Problem: {question}\n" + _MATH + "\nSolution:", "{question}\n\n" + _MATH),
@@ -177,8 +227,12 @@ def math500(source: Source) -> Task:
     )
 
 
+#: Usual names of the column of prompts, the first of which is taken that is there.
+_PROMPTS = ("prompt", "question", "problem")
+
+
 def own_problems(
-    source: Source, *, prompt_column: str = "prompt", answer_column: str = "answer", score: str = "exact_match"
+    source: Source, *, prompt_column: str | None = None, answer_column: str = "answer", score: str = "exact_match"
 ) -> Task:
     """Problems of your own; the prompt column alone is the prompt by default.
 
@@ -190,12 +244,19 @@ def own_problems(
         raise ValueError(f"unknown score {score!r}: the scores are {', '.join(SCORES)} and FILE.py:function")
     check, scores, reward = SCORES[score] if own is None else (str, {own.__name__: own}, reward_of(own))
 
+    splits = source.rows("file")
+    if prompt_column is None:
+        _, first = splits["test"][0]
+        found = [name for name in _PROMPTS if isinstance(first, dict) and name in first]
+        prompt_column = found[0] if found else _PROMPTS[0]
+
     def read_row(row: dict[str, Any]) -> tuple[str, str, str]:
         check(row[answer_column])
         return row[prompt_column], row[answer_column], row[answer_column]
 
     task = source.read(
         "file",
+        splits,
         (prompt_column, answer_column),
         read_row,
         ("{question}", "{question}"),

@@ -19,9 +19,9 @@ from hf_mxfp4.checkpoint import why_incomplete
 
 
 TINY = [
-    "--sft_steps=3", "--sft_batch_size=8", "--tiny_hidden_size=32", "--tiny_num_layers=2",
-    "--per_device_train_batch_size=8", "--num_generations=4", "--max_steps=3", "--reload_check=16",
-    "--greedy_batch_size=8",
+    "--study={sft_steps: 3, sft_batch_size: 8, tiny_hidden_size: 32, tiny_num_layers: 2}",
+    "--per_device_train_batch_size=8", "--num_generations=4", "--max_steps=3", "--study={reload_check: 16}",
+    "--study={greedy_batch_size: 8}",
 ]  # fmt: skip
 NO_DEEPSPEED = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="deepspeed is not installed")
 TYPES = {"ddp": "MULTI_CPU", "fsdp2": "FSDP", "fsdp2_lora": "FSDP", "zero2": "DEEPSPEED", "zero3": "DEEPSPEED"}
@@ -325,7 +325,7 @@ FSDP2 = {"tiny_cpu": "fsdp2", "tiny_moe_cpu": "fsdp2", "tiny_cpu_lora": "fsdp2_l
 )
 def test_the_recipe_runs_from_start_to_reload(jobs, engine, config):
     # 17 problems in batches of 8 are two batches for one process and one for the other.
-    options = ["--config", f"{CONFIGS.parent / 'configs' / config}.yaml", *TINY, "--n_test=17"]
+    options = ["--config", f"{CONFIGS.parent / 'configs' / config}.yaml", *TINY, "--evaluate_n=17"]
     out = folder_of("run_recipe", jobs.root, 2, engine=engine, options=options)
     summary = json.loads((out / "run" / "summary.json").read_text())
     assert summary["steps"] == 3 and summary["reloaded"] == {"compared": 16, "identical": 16}

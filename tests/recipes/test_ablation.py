@@ -59,25 +59,30 @@ def test_cells_of_shipped_grids_are_accepted_and_differ_in_what_they_name(path):
 
 
 def test_cells_of_the_recovery_grid_are_accepted():
-    grid = read_grid(RECOVERY, options={"n_test": 8})
+    grid = read_grid(RECOVERY, options={"evaluate_n": 8})
     assert grid.reference == "bf16" and grid.mean_of_last == 3
-    check_cells(grid, {"n_test": 8})
+    check_cells(grid, {"evaluate_n": 8})
     of = {run.cell.name: run.parse() for run in grid.runs}
     schemes = {name: options.quantization for name, options in of.items() if not options.recipe.full_precision}
-    assert of["bf16_dithered"].recipe.dither_masters and not of["bf16"].recipe.dither_masters
+    assert of["bf16_dithered"].recipe.study.dither_masters and not of["bf16"].recipe.study.dither_masters
     # What starts from a distilled model has the scheme that it was distilled in (distill_smollm2.yaml, and a preset).
     assert schemes["w4a8"] == schemes["w4a8_distilled"] == schemes["bf16_then_qad"] == MXFP4RLConfig(preset="w4a8")
     assert schemes["w4a4"] == schemes["w4a4_distilled"] == MXFP4RLConfig(preset="w4a4", outlier_fallback=None)
     h64 = MXFP4RLConfig(preset="w4a4", outlier_fallback=None, fprop={"rotation": "deterministic-64"})
     assert schemes["w4a4_h64_distilled"] == schemes["bf16_then_qad_w4a4"] == h64
-    assert of["policy"].training.learning_rate == 1e-5 and of["policy"].recipe.save_policy
+    assert of["policy"].training.learning_rate == 1e-5 and of["policy"].recipe.study.save_policy
     assert schemes["w4a8_lora"] == MXFP4RLConfig(mode="packed", preset="w4a8")
     assert of["w4a8_lora"].model == of["bf16_lora"].model and of["bf16_lora"].model.use_peft
     afterwards = {"bf16_then_gptq", "bf16_then_gptq_w4a4"}
     assert {name for name, options in of.items() if options.recipe.gptq} == {"w4a8_gptq_lora"} | afterwards
     quantized = {name for name, options in of.items() if options.training.max_steps == 0}
     assert quantized == {"bf16_then_rtn", "bf16_then_qad", "bf16_then_qad_w4a4"} | afterwards
-    assert {name for name, options in of.items() if options.recipe.rollout_scheme} == {"sampled_w4a8", "sampled_mxfp4"}
+    sampled = {name for name, options in of.items() if options.recipe.study.rollout_scheme}
+    assert sampled == {"sampled_w4a8", "sampled_mxfp4"}
+    smoothed = {
+        name for name, options in of.items() if options.quantization.smooth and not options.recipe.full_precision
+    }
+    assert smoothed == {"w4a4_smoothed", "w4a8_smoothed", "w4a8_lora", "w4a8_gptq_lora"} | afterwards
     corrections = [of[f"mxfp4_{name}"].training for name in ("off_policy_mask", "delta")]
     assert [args.off_policy_mask_threshold for args in corrections] == [0.5, None]
     assert [args.delta for args in corrections] == [None, 2.0] and corrections[1].num_iterations == 2
@@ -92,7 +97,7 @@ def test_a_run_is_the_shared_options_and_its_own(tmp_path):
     assert mbs.config["model_name_or_path"] == "model"
     assert mbs.folder == tmp_path / "out" / "cells" / "mbs" / "seed1"
     # One starting point for all seeds: it is evaluated once.
-    assert [run.config["evaluate_before"] for run in runs] == [True] * 3 + [False] * 3
+    assert [run.config["study"]["evaluate_before"] for run in runs] == [True] * 3 + [False] * 3
 
 
 @pytest.mark.parametrize(
@@ -236,7 +241,8 @@ while config["learning_rate"] == 0.25 and not (folder / "go").exists():
     time.sleep(0.02)
 value = config["learning_rate"] + 0.01 * config["seed"]
 summary = {
-    "accuracy_before": {"strict": 0.125} if config["evaluate_before"] else None, "accuracy_after": {"strict": value},
+    "accuracy_before": {"strict": 0.125} if config["study"]["evaluate_before"] else None,
+    "accuracy_after": {"strict": value},
     "standard_error_after": {"strict": 0.1}, "n_test": 16, "steps": 3, "scheme": "some", "n_quantized": 14,
     "weight_sqnr_db": None, "seconds": 1.0,
 }
@@ -359,7 +365,7 @@ def test_an_accuracy_may_be_the_mean_of_the_last_evaluations(grid, tmp_path):
     state = json.loads((folder / "cell.json").read_text())
     state["settings"]["evaluate_every_n"] = 4
     (fewer / "cells" / "bf16" / "seed0" / "cell.json").write_text(json.dumps(state))
-    assert main(["--config", str(path), "--out", str(fewer), "--evaluate_every_n=4", "--report-only"]) == 0
+    assert main(["--config", str(path), "--out", str(fewer), "--study={evaluate_every_n: 4}", "--report-only"]) == 0
     (found,) = records_in(fewer)
     assert (found["n_test"], found["shape"]) == (4, "4 problems, 3 GRPO steps")
     assert found["standard_error"] == pytest.approx(0.23175, abs=1e-5)
@@ -378,7 +384,7 @@ def test_a_cell_may_start_from_another_checkpoint(tmp_path):
         "bf16/seed0": "model", "mxfp4/seed0": "bf16/seed0/policy",
         "bf16/seed1": "model", "mxfp4/seed1": "bf16/seed1/policy",
     }  # fmt: skip
-    measured = {run.name for run in grid.runs if run.config["evaluate_before"]}
+    measured = {run.name for run in grid.runs if run.config["study"]["evaluate_before"]}
     assert measured == {"bf16/seed0", "mxfp4/seed0", "mxfp4/seed1"}  # those that start from models of their own
     for name in ("seed0", "seed7", "seed7.old"):
         (tmp_path / "out" / "cells" / "mxfp4" / name).mkdir(parents=True)
@@ -387,12 +393,12 @@ def test_a_cell_may_start_from_another_checkpoint(tmp_path):
 
 def test_a_run_that_keeps_its_policy_is_the_same_run(grid, tmp_path):
     path = grid(bf16=0.75, mxfp4=0.375, seeds=[0])
-    main(["--config", path, "--only", "bf16", "--save_policy", "true"])
+    main(["--config", path, "--only", "bf16", "--study={save_policy: true}"])
     main(["--config", path])
     saved = {cell: tmp_path / "out" / "cells" / cell / "seed0" / "config.yaml" for cell in ("bf16", "mxfp4")}
-    assert [yaml.safe_load(file.read_text())["save_policy"] for file in saved.values()] == [True, False]
+    assert [yaml.safe_load(file.read_text())["study"]["save_policy"] for file in saved.values()] == [True, False]
     assert len(starts(tmp_path, "bf16", 0)) == 1 and len(records_in(tmp_path / "out")) == 2
-    main(["--config", path, "--only", "mxfp4", "--save_policy", "true"])  # it has none yet
+    main(["--config", path, "--only", "mxfp4", "--study={save_policy: true}"])  # it has none yet
     assert len(starts(tmp_path, "mxfp4", 0)) == 2
 
 
@@ -473,7 +479,7 @@ def test_a_whole_grid(tmp_path):
     tokenizer.save_pretrained(tmp_path / "base")
     options = {
         "max_steps": 2, "per_device_train_batch_size": 8, "num_generations": 4, "logging_steps": 1, "report_every": 0,
-        "gradient_checkpointing": False, "dataloader_pin_memory": False, "n_test": 4, "evaluate_every": 1,
+        "gradient_checkpointing": False, "dataloader_pin_memory": False, "evaluate_n": 4, "evaluate_every": 1,
     }  # fmt: skip
     train = {"macro_block": None, "use_cpu": True, "bf16": False, **options}
     cells = {"bf16": {"options": {"full_precision": True}}, "mxfp4": {"label": "MXFP4", "paper": {"dense": 60.1}}}

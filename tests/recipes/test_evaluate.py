@@ -23,7 +23,7 @@ from hf_mxfp4.recipes.tasks.tiny_model import build_byte_tokenizer, build_char_t
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
-TASK = ["--task=arithmetic", "--n_test=30", "--batch_size=8", "--use_cpu"]
+TASK = ["--task=arithmetic", "--evaluate_n=30", "--batch_size=8", "--use_cpu"]
 SAMPLED = ["--samples=4", "--k=1,4"]
 
 
@@ -162,7 +162,7 @@ def test_a_control_is_compared_problem_by_problem(whole, policy, tmp_path, capsy
 def test_results_of_other_problems_are_not_compared(whole, policy, tmp_path):
     compare = f"--compare={whole[0] / 'result.json'}"
     with pytest.raises(SystemExit, match="not of the same problems .29 of arithmetic and 30 of .* in common"):
-        main([policy, "--task=arithmetic", "--n_test=29", f"--output_dir={tmp_path}", compare])
+        main([policy, "--task=arithmetic", "--evaluate_n=29", f"--output_dir={tmp_path}", compare])
     assert not (tmp_path / "greedy.jsonl").exists()  # said before any work is done
     (tmp_path / "no.json").write_text('{"task": "arithmetic"}')
     with pytest.raises(SystemExit, match="is no result of evaluate.py: it has no model, computed_in, scores, problems"):
@@ -209,16 +209,16 @@ def test_a_file_is_read_strictly_and_flexibly(writer, tmp_path, monkeypatch, sco
     golden_completions(monkeypatch, [right, wrong])
     options = ["--task=file", "--prompt_column=q", "--answer_column=gold", f"--score={score}"]
     options = ["--task=gsm8k"] if score == "gsm8k" else options
-    result = main([writer, *options, f"--test_file={file}", "--max_new_tokens=2", f"--output_dir={tmp_path}/out"])
+    result = main([writer, *options, f"--eval_dataset={file}", "--max_new_tokens=2", f"--output_dir={tmp_path}/out"])
     assert [measures["greedy"]["value"] for measures in result["scores"].values()] == found  # strict comes first
     assert result["scheme"] is None and result["computed_in"].startswith("full precision")
 
 
 def test_conversations_go_through_the_chat_template(writer, tmp_path):
     file = write(tmp_path / "mine.jsonl", [{"prompt": "hello", "answer": "x"}] * 3)
-    options = ["--task=file", f"--test_file={file}", "--max_new_tokens=2"]
-    main([writer, *options, f"--output_dir={tmp_path}/plain"])
-    main([writer, *options, "--conversational", f"--output_dir={tmp_path}/chat"])
+    options = ["--task=file", f"--eval_dataset={file}", "--max_new_tokens=2"]
+    main([writer, *options, "--study={conversational: false}", f"--output_dir={tmp_path}/plain"])
+    main([writer, *options, f"--output_dir={tmp_path}/chat"])
     plain, chat = (lines(tmp_path / name / "greedy.jsonl")[0]["prompts"] for name in ("plain", "chat"))
     assert plain != chat
 
@@ -263,9 +263,9 @@ def test_a_completion_ends_with_the_end_of_sequence_of_the_tokenizer_or_of_the_c
     ("options", "message"),
     [
         (["--sampels=3"], "no option 'sampels'; did you mean 'samples'"),
-        (["--task=gsm8k", "--test_file=empty.jsonl"], "empty.jsonl is empty: no JSON lines in it"),
-        (["--task=file", "--test_file=x", "--score=maths"], "unknown score 'maths': the scores are"),
-        (["--task=arithmetic", "--n_test=0"], "--n_test 0 must be at least 1"),
+        (["--task=gsm8k", "--eval_dataset=empty.jsonl"], "empty.jsonl is empty: no JSON lines in it"),
+        (["--task=file", "--eval_dataset=x", "--score=maths"], "unknown score 'maths': the scores are"),
+        (["--task=arithmetic", "--evaluate_n=0"], "evaluate_n=0 must be at least 1"),
         (["--samples=4", "--k=1,8"], "--k 1,8 must be whole numbers such as 1,4,16, from 1 to --samples 4"),
         (["--reward=f.py:length"], "--reward is for training"),
         (["--samples=1", "--temperature=0"], "--temperature 0.0 must be above 0"),

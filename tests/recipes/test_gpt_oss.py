@@ -40,7 +40,7 @@ def run(recipe, config, packed, folder, *options):
     """Two steps of a recipe by its config file, on the CPU and on problems of a line each."""
     problem = '{"question": "6 * 12?", "answer": "6 * 12 = 72\\n#### 72"}\n'
     (folder / "problems.jsonl").write_text(8 * problem)
-    files = [f"--{name}_file={folder / 'problems.jsonl'}" for name in ("train", "test")]
+    files = [f"--{name}={folder / 'problems.jsonl'}" for name in ("dataset", "eval_dataset")]
     small = "--max_steps=2 --gradient_accumulation_steps=1 --learning_rate=0.05 --use_cpu=true --bf16=false".split()
     where = [f"--model_name_or_path={packed}", f"--output_dir={folder / 'out'}"]
     return recipe.main(["--config", config, *files, *small, *where, *options])
@@ -60,7 +60,7 @@ def logits(model) -> torch.Tensor:
 
 def test_grpo_and_back_to_mxfp4_and_nvfp4(packed, tmp_path):
     (tmp_path / "even.py").write_text(REWARD)
-    options = ["--per_device_train_batch_size=4", "--num_generations=4", "--max_completion_length=8", "--n_test=2"]
+    options = ["--per_device_train_batch_size=4", "--num_generations=4", "--max_completion_length=8", "--evaluate_n=2"]
     reward = f"--reward={tmp_path / 'even.py'}:even"
     summary = run(grpo, "gpt_oss_20b_lora", packed, tmp_path, *options, reward)
     assert summary["n_quantized"] == 16 and summary["reloaded"] == {"compared": 2, "identical": 2}
@@ -93,7 +93,7 @@ def test_the_format_of_openai_is_to_be_imported_first(packed):
 
 
 def test_sft(packed, tmp_path):
-    summary = run(sft, "sft_gpt_oss_20b", packed, tmp_path, "--eval_samples=2", "--save_strategy=no")
+    summary = run(sft, "sft_gpt_oss_20b", packed, tmp_path, "--evaluate_n=2", "--save_strategy=no")
     assert summary["after"]["gsm8k"]["loss"] < summary["before"]["gsm8k"]["loss"]
     model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(packed), tmp_path / "out/policy")
     assert is_trained(model)

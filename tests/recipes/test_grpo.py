@@ -30,9 +30,9 @@ pytestmark = pytest.mark.usefixtures("blank_pictures")
 ROOT = Path(__file__).resolve().parents[2]
 CONFIGS = ROOT / "recipes" / "configs"
 TINY = [
-    "--sft_steps=3", "--sft_batch_size=8", "--tiny_hidden_size=32", "--tiny_num_layers=2", "--n_train=200",
+    "--study={sft_steps: 3, sft_batch_size: 8, tiny_hidden_size: 32, tiny_num_layers: 2, n_train: 200}",
     "--per_device_train_batch_size=8", "--num_generations=4", "--max_steps=3", "--logging_steps=1", "--error_every=1",
-    "--aqn_num_stages=3", "--reload_check=16", "--greedy_batch_size=8", "--report_every=0",
+    "--aqn_num_stages=3", "--study={reload_check: 16, greedy_batch_size: 8}", "--report_every=0",
 ]  # fmt: skip
 #: For runs whose report is looked at, and the log that it is made of.
 REPORTED = "--report_every=100"
@@ -40,7 +40,7 @@ REPORTED = "--report_every=100"
 
 def short_run(folder, *options, config="tiny_cpu"):
     config = ["--config", str(CONFIGS / f"{config}.yaml")]
-    return main([*config, *TINY, "--n_test=16", f"--output_dir={folder}", *options])
+    return main([*config, *TINY, "--evaluate_n=16", f"--output_dir={folder}", *options])
 
 
 def logged(folder, kind):
@@ -120,7 +120,7 @@ def test_evaluations_while_training_do_not_change_it(tmp_path):
     weights = []
     for every in (1, 0):
         folder = tmp_path / f"every{every}"
-        options = [f"--evaluate_every={every}", "--reload_check=0", "--n_test=8"]
+        options = [f"--evaluate_every={every}", "--study={reload_check: 0}", "--evaluate_n=8"]
         short_run(folder, *options)
         weights.append(tensors_in(folder / "policy"))
     assert_same(*weights)
@@ -134,7 +134,7 @@ def test_a_policy_may_be_sampled_under_another_scheme_than_it_trains_in(tmp_path
         return original(model, *args, **kwargs)
 
     monkeypatch.setattr(generate, "complete_batches", noting)
-    words = ["--full_precision=true", "--rollout_scheme=rceil", "--aqn=false", "--max_steps=2"]
+    words = ["--full_precision=true", "--study={rollout_scheme: rceil}", "--aqn=false", "--max_steps=2"]
     summary = short_run(tmp_path / "out", *words)
     assert sampled == [14] * 3 and summary["n_quantized"] == 0 and summary["reloaded"]["identical"] == 16
     assert summary["model"].endswith("sampled under rceil")
@@ -146,7 +146,12 @@ def test_a_policy_may_be_sampled_under_another_scheme_than_it_trains_in(tmp_path
 
 def test_without_steps_a_saved_policy_is_evaluated_under_a_scheme(whole, tmp_path):
     policy = whole[0] / "policy"
-    words = ["--max_steps=0", "--save_policy=false", "--evaluate_before=false", f"--model_name_or_path={policy}"]
+    words = [
+        "--max_steps=0",
+        "--study={save_policy: false}",
+        "--study={evaluate_before: false}",
+        f"--model_name_or_path={policy}",
+    ]
     summary = short_run(tmp_path / "out", *words)
     assert summary["steps"] == 0 and summary["accuracy_before"] is None and summary["n_quantized"] == 14
     assert summary["accuracy_after"] == whole[1]["accuracy_after"]
@@ -168,7 +173,7 @@ def test_a_reload_that_fails_loses_nothing_and_is_still_an_error(tmp_path, capsy
     assert summary["reloaded"] is None and summary["accuracy_after"]["exact_match"] >= 0 and summary["seconds"] > 0
     assert len((out / "completions_after.jsonl").read_text().splitlines()) == 16
     assert "exact_match" in (out / "policy" / "README.md").read_text()
-    assert "reloading failed all results are written; --reload_check 0" in capsys.readouterr().out
+    assert "reloading failed all results are written; --study '{reload_check: 0}'" in capsys.readouterr().out
 
 
 def test_options_of_the_products_in_yaml_and_on_the_command_line(tmp_path):
@@ -197,9 +202,15 @@ def test_options_of_the_products_in_yaml_and_on_the_command_line(tmp_path):
         (["--no_overwrite"], "no option 'no_overwrite'; did you mean 'overwrite'"),
         (["--outlier_fallback=abc"], "invalid float value: 'abc'"),
         (["--load_in_4bit=true"], "bitsandbytes"),
-        (["--smooth_strength=1.5"], "smooth_strength=1.5 must be between 0 and 1; 0: none"),
+        (["--n_train=3"], "no option 'n_train' any more: write `study: {n_train: ...}`"),
+        ("dataset_config: main\n", "no option 'dataset_config' any more: write `dataset: name:config`"),
+        (["--distill_steps=-1"], "distill_steps=-1 must be at least 0"),
+        (["--evaluate_n=0"], "evaluate_n=0 must be at least 1"),
+        (["--study={sft_step: 3}"], "study has no option 'sft_step'; did you mean 'sft_steps'"),
+        (["--study={sft_steps: some}"], "invalid int value: 'some'"),
+        (["--study=3"], "study must hold one `option: value` per line"),
         (["--evaluate_every=-1"], "evaluate_every=-1 must be at least 0"),
-        (["--evaluate_every_n=0"], "evaluate_every_n=0 must be at least 1"),
+        (["--study={evaluate_every_n: 0}"], "evaluate_every_n=0 must be at least 1"),
         ("presett: w4a4\n", "no option 'presett'; did you mean 'preset'"),
         ("preset: [w4a4\n", "not valid YAML"),
         ("- preset\n", "one `option: value` per line"),
@@ -220,15 +231,15 @@ def test_help_of_a_script():
     assert done.returncode == 0 and "Usage:" in done.stdout and "error:" not in done.stderr, done.output[-2000:]
 
 
-EMPTY = "--test_file=empty.jsonl"
+EMPTY = "--eval_dataset=empty.jsonl"
 
 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
         (["--model_name_or_path=./nowhere"], "cannot load the model '.*nowhere': there is no such folder"),
-        (["--task=gsm8k", "--train_file=missing.jsonl", EMPTY], "missing.jsonl"),
-        (["--task=gsm8k", "--train_file=empty.jsonl", EMPTY], "empty.jsonl is empty"),
+        (["--task=gsm8k", "--dataset=missing.jsonl", EMPTY], "missing.jsonl"),
+        (["--task=gsm8k", "--dataset=empty.jsonl", EMPTY], "empty.jsonl is empty"),
         (["--resume_from_checkpoint=true"], "nothing to resume: .* holds no complete checkpoint"),
     ],
     ids=["model", "missing-data", "empty-data", "no-checkpoint"],
@@ -256,8 +267,10 @@ def test_a_used_folder_is_not_written_over(whole):
 def test_a_run_writes_down_every_option_that_it_used(whole):
     """B27 and B31 of other projects' mistakes."""
     options = yaml.safe_load((whole[0] / "resolved_config.yaml").read_text())["options"]
-    given = {"aqn_num_stages": 3, "max_steps": 3, "tiny_hidden_size": 32, "n_train": 200}
+    given = {"aqn_num_stages": 3, "max_steps": 3}
     assert given.items() <= options.items()  # from the command line
+    study = {"tiny_hidden_size": 32, "n_train": 200, "greedy_batch_size": 8}
+    assert study.items() <= options["study"].items()
     assert options["task"] == "arithmetic" and options["learning_rate"] == 1e-4  # from the file
     assert options["aqn"] is True and options["rollout_correction"] == "token_truncate"  # by default
     assert options["max_completion_length"] == 4 and not any(name.endswith("token") for name in options)
@@ -273,7 +286,7 @@ def test_checkpoints_of_a_run_that_is_written_over_are_removed_when_nothing_is_r
         with pytest.raises((SystemExit, ValueError)):
             short_run(out, "--overwrite=true", refused)
         assert (out / "checkpoint-9" / "trainer_state.json").is_file(), refused
-    short = ["--overwrite=true", "--reload_check=0", "--n_test=4"]
+    short = ["--overwrite=true", "--study={reload_check: 0}", "--evaluate_n=4"]
     short_run(out, *short, "--save_strategy=steps", "--save_steps=2")
     assert {path.name for path in out.glob("checkpoint-*")} == {"checkpoint-2", "checkpoint-3", "checkpoint-best"}
     assert last_complete_checkpoint(out) == str(out / "checkpoint-3")
@@ -291,7 +304,7 @@ def test_a_run_that_was_stopped_while_it_replaced_another_is_not_resumed_from_th
         SystemExit, match=f"{out} holds the checkpoints of an earlier run, which .*_checkpoint {checkpoint}$"
     ):
         short_run(out, "--overwrite=true", "--resume_from_checkpoint=true")
-    short = ["--overwrite=true", "--reload_check=0", "--n_test=4", "--max_steps=1"]
+    short = ["--overwrite=true", "--study={reload_check: 0}", "--evaluate_n=4", "--max_steps=1"]
     short_run(out, *short, "--save_strategy=steps", "--save_steps=1")
     assert short_run(out, *short, "--resume_from_checkpoint=true")["steps"] == 1
 
@@ -318,7 +331,7 @@ def test_what_the_trainer_refuses_ends_with_a_message(tmp_path):
     with pytest.raises(
         SystemExit, match="error: .*nope not found .* The layers for --lora_target_modules are down_proj"
     ):
-        short_run(tmp_path / "out", "--use_peft=true", "--lora_target_modules=nope", "--sft_steps=0")
+        short_run(tmp_path / "out", "--use_peft=true", "--lora_target_modules=nope", "--study={sft_steps: 0}")
 
 
 FULL = OSError(errno.ENOSPC, "No space left on device")
@@ -329,17 +342,22 @@ TORCH = RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos
 def test_a_full_disk_ends_with_a_message(error, tmp_path, monkeypatch):
     monkeypatch.setattr("hf_mxfp4.recipes.grpo.load_policy", Mock(side_effect=error))
     with pytest.raises(SystemExit, match="^error: the disk of .*out is full; free .* --resume_from_checkpoint true$"):
-        short_run(tmp_path / "out", "--sft_steps=0")
+        short_run(tmp_path / "out", "--study={sft_steps: 0}")
 
 
 def test_an_error_that_is_not_expected_keeps_its_traceback(tmp_path, monkeypatch):
     monkeypatch.setattr("hf_mxfp4.recipes.grpo.load_policy", Mock(side_effect=RuntimeError("a mistake of ours")))
     with pytest.raises(RuntimeError, match="a mistake of ours"):
-        short_run(tmp_path / "out", "--sft_steps=0")
+        short_run(tmp_path / "out", "--study={sft_steps: 0}")
 
 
 def test_a_saved_policy_is_not_trained_under_another_scheme(whole, tmp_path):
-    short = [f"--model_name_or_path={whole[0] / 'policy'}", "--max_steps=1", "--n_test=4", "--reload_check=0"]
+    short = [
+        f"--model_name_or_path={whole[0] / 'policy'}",
+        "--max_steps=1",
+        "--evaluate_n=4",
+        "--study={reload_check: 0}",
+    ]
     with pytest.raises(SystemExit, match=r"another scheme: preset=w4a8 \(not w4a16\); .* leave out .*preset"):
         short_run(tmp_path / "second", *short, "--preset=w4a16")
     assert short_run(tmp_path / "third", *short)["n_quantized"] == 14

@@ -84,7 +84,13 @@ def test_a_resumed_recipe_ends_with_the_same_policy(tmp_path, capsys):
 
 def test_an_evaluation_that_a_stop_cut_short_is_made_when_the_run_goes_on(tmp_path, monkeypatch):
     out, evaluate = tmp_path / "out", evaluation.evaluate_greedy
-    options = (*SHORT, "--evaluate_every=2", "--evaluate_before=false", "--reload_check=0", "--save_policy=false")
+    options = (
+        *SHORT,
+        "--evaluate_every=2",
+        "--study={evaluate_before: false}",
+        "--study={reload_check: 0}",
+        "--study={save_policy: false}",
+    )
 
     def stop(*arguments, title, **named):
         if title == "evaluating":
@@ -100,7 +106,7 @@ def test_an_evaluation_that_a_stop_cut_short_is_made_when_the_run_goes_on(tmp_pa
 
 
 def launch(folder, ranks, *options):
-    words = [*TINY, "--n_test=13", f"--output_dir={folder}", *options]
+    words = [*TINY, "--evaluate_n=13", f"--output_dir={folder}", *options]
     job = processes.script(HERE / "run_and_leave.py", ROOT / "recipes" / "grpo.py", *words)
     done = processes.run(job, ranks=ranks, timeout=180)
     assert done.returncode == 0, done.output[-3000:]
@@ -129,7 +135,7 @@ def test_a_reloaded_policy_is_compared_in_the_batches_of_two_processes(tmp_path,
     monkeypatch.setattr(generate, "PartialState", lambda: Mock(num_processes=2, is_main_process=True))
     monkeypatch.setattr(generate, "complete_batches", lambda *arguments, **named: done.append(arguments[4]) or [])
     monkeypatch.setattr(evaluation, "AutoTokenizer", Mock())
-    trainer, recipe = MagicMock(), Mock(rollout_scheme=None, greedy_batch_size=4, reload_check=3)
+    trainer, recipe = MagicMock(), Mock(study=Mock(rollout_scheme=None, greedy_batch_size=4, reload_check=3))
     trainer.accelerator.num_processes = 2
     task = Mock(test=Dataset.from_dict({"prompt": [str(i) for i in range(30)]}), scores={})
     evaluate = evaluation.PolicyEvaluation(trainer, task, recipe)
@@ -164,7 +170,7 @@ def no_cache(monkeypatch):
     ("error", "ending", "message"),
     [
         (KeyError, KeyError, None),
-        (torch.OutOfMemoryError, SystemExit, "does not fit on cuda:0, .* --evaluate_before false"),
+        (torch.OutOfMemoryError, SystemExit, "does not fit on cuda:0, .* --study .{evaluate_before: false}"),
     ],
 )
 def test_a_model_is_moved_there_and_back_and_one_that_does_not_fit_ends_with_a_message(error, ending, message):
@@ -234,7 +240,7 @@ def test_an_adapter_as_the_start_is_trained_further(whole, tmp_path, options):
     save_file(weights, start / "adapter_model.safetensors", metadata={"format": "pt"})
     (tmp_path / "rewards.py").write_text("def length(completions, **kwargs): return [len(c) for c in completions]")
     short = [f"--model_name_or_path={start}", f"--reward={tmp_path}/rewards.py:length", "--max_steps=1", *options]
-    lora_run(tmp_path / "still", *short, "--learning_rate=0", "--reload_check=0")
+    lora_run(tmp_path / "still", *short, "--learning_rate=0", "--study={reload_check: 0}")
     assert distance(weights, tensors_in(tmp_path / "still" / "policy")) == 0
     moved = lora_run(tmp_path / "moved", *short, "--warmup_steps=0", "--learning_rate=1e-3")
     assert 0 < distance(weights, tensors_in(tmp_path / "moved" / "policy")) < 0.01

@@ -15,9 +15,11 @@ from hf_mxfp4 import MXFP4RLConfig
 from hf_mxfp4.presets import PRESETS
 from hf_mxfp4.recipes import distill, sft
 from hf_mxfp4.recipes.common.help import OTHERS, RECIPES, help_file, recipe_help
+from hf_mxfp4.recipes.common.options import names
 from hf_mxfp4.recipes.common.reporting import TrainingBar
 from hf_mxfp4.recipes.evaluation.arguments import parse as parse_evaluation
-from hf_mxfp4.recipes.post_training.arguments import parse
+from hf_mxfp4.recipes.post_training import arguments
+from hf_mxfp4.recipes.post_training.arguments import RecipeArguments, TextArguments, parse
 from hf_mxfp4.recipes.post_training.policy import find_start, load_weights
 from hf_mxfp4.recipes.pretraining.arguments import parse as parse_study
 
@@ -59,6 +61,9 @@ def test_shipped_configurations_parse(path):
         assert owners, name
         if name not in ("use_cpu", "bf16", "tf32", "report_to"):
             kept = getattr(owners[0], name)  # lists and operands as tuples, and "none" as None
+            if name == "study":
+                assert value.items() <= vars(kept).items()
+                continue
             kept = dict(kept) if isinstance(value, dict) else kept
             value = None if value == "none" else value
             assert kept in (value, str(value), tuple(value) if isinstance(value, list) else value), name
@@ -104,12 +109,12 @@ def test_yaml_that_is_nested_too_deeply_is_refused(tmp_path):
 def test_the_demo_is_run_without_a_configuration():
     recipe, _, training, _ = parse(["--max_steps=3"])
     assert training.max_completion_length == 4 and training.learning_rate == 1e-4 and training.max_steps == 3
-    assert recipe.sft_steps == 400 and training.use_cpu
+    assert recipe.study.sft_steps == 400 and training.use_cpu
 
 
 @pytest.mark.parametrize(
     "words",
-    [["--model_name_or_path", "some/model"], ["--task=gsm8k"], ["--task", "file", "--train-file", "x.jsonl"]],
+    [["--model_name_or_path", "some/model"], ["--task=gsm8k"], ["--task", "file", "--dataset", "x.jsonl"]],
     ids=["model", "task", "file"],
 )
 def test_options_of_the_demo_are_not_those_of_another_model_or_task(words, capsys):
@@ -133,11 +138,11 @@ def test_modules_to_leave_out_have_one_name(tmp_path):
 
 
 def test_masters_are_dithered_in_full_precision_alone():
-    assert parse(["--full_precision", "true", "--dither_masters", "true"])[0].dither_masters
+    assert parse(["--full_precision", "true", "--study", "{dither_masters: true}"])[0].study.dither_masters
     with pytest.raises(ValueError, match="dither_masters is for full_precision"):
-        parse(["--dither_masters", "true"])
+        parse(["--study", "{dither_masters: true}"])
     with pytest.raises(ValueError, match="rollout_scheme is for full_precision without use_peft and use_vllm"):
-        parse(["--rollout_scheme", "w4a8"])
+        parse(["--study", "{rollout_scheme: w4a8}"])
 
 
 @pytest.mark.parametrize("dithers", [True, False])
@@ -185,8 +190,8 @@ def test_the_correction_of_rollouts_is_a_mode_or_a_boolean(word, expected):
 
 
 def test_evaluation_and_training_call_an_option_the_same():
-    found = parse_evaluation(["model", "--n_test=9", "--data-seed-split", "3"])
-    assert (found.n_test, found.data_seed_split) == (9, 3)
+    found = parse_evaluation(["model", "--evaluate-n=9", "--study", "{split_seed: 3}"])
+    assert (found.evaluate_n, found.study.split_seed) == (9, 3)
 
 
 def test_a_step_without_a_reward_shows_none():
@@ -194,3 +199,25 @@ def test_a_step_without_a_reward_shows_none():
     bar.training_bar = Mock()
     bar.on_log(None, None, None, logs={"loss": 1.0, "reward": None})
     bar.training_bar.set_postfix.assert_called_once_with({"loss": "1"})
+
+
+def test_there_are_few_options_of_our_own():
+    assert len(names((RecipeArguments,))) <= 15
+    assert len(names((TextArguments,))) <= 17
+
+
+def test_words_and_files_with_a_study_are_put_together(tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_text("study: {n_train: 5, reload_check: 0}\nuse_cpu: true\nbf16: false\n")
+    words = ["--config", str(path), "--study", "{n_train: 7}", "--study={split_seed: 3}"]
+    study = parse(words).recipe.study
+    assert (study.n_train, study.split_seed, study.reload_check, study.sft_steps) == (7, 3, 0, 400)
+
+
+@pytest.mark.parametrize("slowdown", [0.5, 2.0])
+def test_without_a_gpu_and_a_word_about_it_the_cpu_trains_in_what_is_faster(slowdown, monkeypatch, capsys):
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
+    monkeypatch.setattr(arguments, "bfloat16_slowdown", lambda: slowdown)
+    training = parse(["--config", "w4a8", "--model_name_or_path", "some/model"]).training
+    assert training.use_cpu and training.bf16 is (slowdown < 1)
+    assert f"bfloat16 takes {slowdown:.2f} of the time of float32" in capsys.readouterr().out

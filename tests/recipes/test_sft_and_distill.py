@@ -12,10 +12,8 @@ from peft import PeftModel
 from same_bits import logits
 from tiny_models import make_tokenizer
 from transformers import AutoModelForCausalLM
-from typer.testing import CliRunner
 
 from hf_mxfp4 import MXFP4RLConfig
-from hf_mxfp4.cli import app
 from hf_mxfp4.recipes import distill, sft
 from hf_mxfp4.recipes.post_training.policy import _write_texts
 from hf_mxfp4.recipes.tasks import load_task, of_task
@@ -24,13 +22,13 @@ from hf_mxfp4.rl.config import count_quantized
 
 pytestmark = pytest.mark.usefixtures("blank_pictures")
 TINY = [
-    "--tiny_hidden_size=32", "--tiny_num_layers=2", "--n_train=64", "--per_device_train_batch_size=8", "--max_steps=4",
-    "--eval_steps=2", "--eval_samples=16", "--logging_steps=1",
+    "--study={tiny_hidden_size: 32, tiny_num_layers: 2, n_train: 64}", "--per_device_train_batch_size=8",
+    "--max_steps=4", "--eval_steps=2", "--evaluate_n=16", "--logging_steps=1",
 ]  # fmt: skip
 #: Recipe: its module, options of a tiny run, what is measured of texts, and the folder of what was trained.
 RECIPES = {
     "sft": (sft, [*TINY, "--learning_rate=.01"], "loss", "policy"),
-    "distill": (distill, [*TINY, "--sft_steps=3", "--sft_batch_size=8"], "kl", "student"),
+    "distill": (distill, [*TINY, "--study={sft_steps: 3, sft_batch_size: 8}"], "kl", "student"),
 }
 
 
@@ -103,7 +101,7 @@ def test_texts_of_the_user_are_learned_by_adapters_on_packed_weights(run, option
     assert summary["after"].keys() == {"sums", "prose"} and summary["n_quantized"] == 14
     assert (out / RECIPES[name][3] / "adapter_config.json").is_file()
     if name == "distill":
-        assert summary["model"] == f"{base}, 14 layers rounded (GPTQ)" and summary["teacher"] == str(base)
+        assert summary["model"].endswith("14 layers rounded (GPTQ)") and summary["teacher"] == str(base)
         assert summary["shared_tensors"] > 0
         return
     packed = AutoModelForCausalLM.from_pretrained(base, quantization_config=MXFP4RLConfig(mode="packed"))
@@ -111,40 +109,25 @@ def test_texts_of_the_user_are_learned_by_adapters_on_packed_weights(run, option
     assert not torch.equal(logits(PeftModel.from_pretrained(packed, out / "policy")), before)
 
 
-def test_one_command_is_smoothing_and_then_distilling(run, options, tmp_path, monkeypatch):
-    base, smoothed, text = str(run("distill")[0] / "base"), tmp_path / "smoothed", options[0].removeprefix("--text=")
-    words = ["smooth", base, str(smoothed), "--text", text, "--text-field", "question,answer", "--strength", ".3"]
-    assert CliRunner().invoke(app, words).exit_code == 0
-    two = [f"--model_name_or_path={smoothed}", f"--teacher_model_name_or_path={base}"]
-    expected = distill.main([*options, *two, f"--output_dir={tmp_path / 'two'}"])
-    one = [*options, f"--model_name_or_path={base}", "--smooth_strength=.3", f"--output_dir={tmp_path / 'one'}"]
-    one += ["--save_strategy=steps", "--save_steps=1"]
-    found = distill.main(one)
-    assert found["model"] == f"{base}, smoothed at 8 places with strength 0.3"
-    same = ("before", "after", "teacher", "shared_tensors")
-    assert {name: found[name] for name in same} == {name: expected[name] for name in same}
+def test_what_is_rounded_is_smoothed_before_where_the_scheme_says_so(run, options, tmp_path, monkeypatch):
+    base = str(run("distill")[0] / "base")
+    words = [*options, f"--model_name_or_path={base}", "--gptq=true", "--preset=w4a8", "--save_steps=1"]
+    words += ["--save_strategy=steps", f"--output_dir={tmp_path / 'out'}"]
+    found = distill.main(words)
+    assert found["model"] == f"{base}, smoothed at 8 places, 14 layers rounded (GPTQ)" and found["teacher"] == base
     # A resumed run begins from what is there, or refuses it.
-    monkeypatch.delattr("hf_mxfp4.recipes.post_training.policy.smooth_model")
-    resumed = [*one, f"--resume_from_checkpoint={tmp_path / 'one' / 'checkpoint-1'}"]
+    monkeypatch.delattr("hf_mxfp4.recipes.post_training.policy.round_model")
+    resumed = [*words, f"--resume_from_checkpoint={tmp_path / 'out' / 'checkpoint-1'}"]
     assert distill.main(resumed)["after"] == found["after"]
-    with pytest.raises(SystemExit, match="was prepared with .*'smooth_strength': 0.3"):
-        distill.main([*resumed, "--smooth_strength=.5"])
-
-
-def test_strength_0_does_not_smooth(run, tmp_path):
-    words = ["--max_steps=0", f"--model_name_or_path={run('distill')[0] / 'base'}", "--task=arithmetic", "--n_test=16"]
-    words += ["--eval_samples=16", "--use_cpu=true", "--bf16=false", "--dtype=float32", "--save_student=false"]
-    plain = distill.main([*words, f"--output_dir={tmp_path / 'plain'}"])
-    smoothed = distill.main([*words, f"--output_dir={tmp_path / 'smoothed'}", "--smooth_strength=0"])
-    assert smoothed["before"] == plain["before"] and smoothed["model"] == plain["model"]
-    assert not (tmp_path / "smoothed" / "prepared").exists()
+    with pytest.raises(SystemExit, match="was prepared with .*'smooth': True"):
+        distill.main([*resumed, "--smooth=false"])
 
 
 def test_without_steps_a_preparation_is_measured_alone(tmp_path):
-    words = ["--max_steps=0", "--smooth_strength=.3", "--save_student=false", f"--output_dir={tmp_path / 'out'}"]
-    summary = distill.main([*RECIPES["distill"][1], *words])
+    words = ["--max_steps=0", "--gptq=true", "--preset=w4a8", "--smooth=false", "--study={save_policy: false}"]
+    summary = distill.main([*RECIPES["distill"][1], *words, f"--output_dir={tmp_path / 'out'}"])
     assert summary["steps"] == 0 and summary["before"]["arithmetic"]["kl"] > 0
-    assert summary["before"] == summary["after"] and summary["model"].endswith("smoothed at 8 places with strength 0.3")
+    assert summary["before"] == summary["after"] and summary["model"].endswith(", 14 layers rounded (GPTQ)")
     texts = (tmp_path / "out" / "prepared.jsonl").read_text().splitlines()
     assert len(texts) == 64 and json.loads(texts[0])["text"].count("=") == 1
 
@@ -157,17 +140,13 @@ def test_texts_of_chats_leave_the_begin_of_sequence_to_the_tokenizer(tmp_path):
     assert json.loads(text) == {"text": f"{whole}<|im_end|>"}
 
 
-def test_what_cannot_be_prepared_is_refused(run, options, tmp_path, monkeypatch):
+def test_what_cannot_be_prepared_is_refused(run, options, tmp_path):
     root = run("distill")[0]
     on_student = [*options, f"--model_name_or_path={root}/student", f"--output_dir={tmp_path / 'a'}"]
     with pytest.raises(SystemExit, match="the teacher is quantized; name the original"):
         distill.main(on_student)
     with pytest.raises(SystemExit, match="student is quantized; take the original"):
         distill.main([*on_student, "--gptq=true", f"--output_dir={tmp_path / 'b'}"])
-    monkeypatch.setattr("hf_mxfp4.prepare.smoothing.find_places", lambda *_: [])
-    words = [f"--model_name_or_path={root}/base", "--smooth_strength=.3", f"--output_dir={tmp_path / 'c'}"]
-    with pytest.raises(SystemExit, match="has no layer whose activations can be scaled"):
-        distill.main([*options, *words])
 
 
 ROWS = Dataset.from_list([{"prompt": "1+1=", "completion": "2", "answer": "2"}])
@@ -198,9 +177,9 @@ def test_what_is_learned_of_a_task(rows, learn, expected):
             ["--use_peft=true", "--lora_target_modules=nope"],
             "nope not found in the base model.* The layers for --lora_target_modules are down_proj, gate_proj, ",
         ),
-        ("distill", ["--eval_samples=0"], "eval_samples=0 must be at least 1"),
+        ("distill", ["--evaluate_n=0"], "evaluate_n=0 must be at least 1"),
         ("distill", ["--learn=all"], "learn='all' must be one of text, completion, generated"),
-        ("distill", ["--reload_check=3"], "reload_check"),
+        ("distill", ["--study={reload_check: 3}"], "study has no option 'reload_check'"),
     ],
 )
 def test_what_is_wrong_ends_with_a_message(name, words, message, tmp_path):

@@ -12,7 +12,7 @@ import torch
 from datasets import Dataset
 from transformers import AutoTokenizer
 
-from hf_mxfp4.recipes.tasks import ALPHABET, build_tokenizer, load_task, problems, tiny_model
+from hf_mxfp4.recipes.tasks import ALPHABET, TaskArguments, build_tokenizer, load_task, problems, tiny_model
 
 
 ROWS = [
@@ -30,16 +30,16 @@ def write(path: Path, rows: list) -> Path:
 @pytest.fixture
 def files(tmp_path):
     train, test = write(tmp_path / "train.jsonl", ROWS), write(tmp_path / "test.jsonl", ROWS[:2])
-    return {"train_file": str(train), "test_file": test}  # a str and a Path: both are accepted
+    return {"dataset": str(train), "eval_dataset": test}  # a str and a Path: both are accepted
 
 
 def test_unknown_names_and_options_are_refused():
     with pytest.raises(ValueError, match="unknown task 'GSM8K': the tasks are .*gsm8k"):
         load_task("GSM8K")
-    for task, option in (("arithmetic", "train_file"), ("gsm8k", "prompt_column")):
+    for task, option in (("arithmetic", "dataset"), ("gsm8k", "prompt_column")):
         with pytest.raises(ValueError, match=f"does not take {option}; for problems of your own use the task 'file'"):
             load_task(task, **{option: "x"})
-    assert load_task("arithmetic", train_file=None, n_train=2).name == "arithmetic"  # None is no value
+    assert load_task("arithmetic", dataset=None, n_train=2).name == "arithmetic"  # None is no value
 
 
 def test_arithmetic_covers_all_pairs_once():
@@ -69,7 +69,7 @@ def test_arithmetic_splits_follow_the_seed_only():
 
 
 @pytest.mark.parametrize("split", ["train", "test"])
-@pytest.mark.parametrize("wanted", [0, -1, 2001, 2.5])
+@pytest.mark.parametrize("wanted", [0, -1, 2.5])
 def test_arithmetic_sizes_are_checked(split, wanted):
     with pytest.raises(ValueError, match=f"arithmetic: the {split} split has .* rows, {wanted} were asked"):
         load_task("arithmetic", **{f"n_{split}": wanted})
@@ -116,7 +116,7 @@ def test_gsm8k_prompts(files):
 def test_gsm8k_bad_lines_are_named(tmp_path, files, line, message):
     bad = tmp_path / "bad.jsonl"
     bad.write_text(json.dumps(ROWS[0]) + "\n\n" + line + "\n")  # the blank line is skipped, and counted
-    for key in ("train_file", "test_file"):
+    for key in ("dataset", "eval_dataset"):
         with pytest.raises(ValueError, match="bad.jsonl" + message):
             load_task("gsm8k", **{**files, key: bad})
 
@@ -125,27 +125,26 @@ def test_gsm8k_offline_says_what_to_do(monkeypatch, files):
     monkeypatch.setattr(problems.datasets, "load_dataset", Mock(side_effect=ConnectionError("the Hub is out of reach")))
     assert len(load_task("gsm8k", **files).train) == 3  # files need no Hub
     with pytest.raises(
-        RuntimeError, match=r"train split of openai/gsm8k \(main\).*out of reach[\s\S]*train_file"
+        RuntimeError, match=r"dataset openai/gsm8k:main: .*out of reach[\s\S]*JSON lines as dataset and eval_dataset"
     ) as info:
         load_task("gsm8k")
     assert isinstance(info.value.__cause__, ConnectionError)
-    assert all(word in str(info.value) for word in ("test_file", "JSON lines", "`question`", "`answer`"))
 
 
 def test_gsm8k_from_the_hub(monkeypatch):
     asked = []
 
-    def load_dataset(name, config, split):
-        asked.append((name, config, split))
-        return Dataset.from_list(ROWS if split == "train" else ROWS[:1])
+    def load_dataset(name, config):
+        asked.append((name, config))
+        return {"train": Dataset.from_list(ROWS), "test": Dataset.from_list(ROWS[:1])}
 
     monkeypatch.setattr(problems.datasets, "load_dataset", load_dataset)
     task = load_task("gsm8k")
     assert (len(task.train), len(task.test)) == (3, 1)
-    load_task("gsm8k", dataset_name="me/maths")
-    names = [("openai/gsm8k", "main"), ("me/maths", None)]
-    assert asked == [(*name, split) for name in names for split in ("train", "test")]
-    monkeypatch.setattr(problems.datasets, "load_dataset", lambda *a, **k: Dataset.from_dict({"text": ["a"]}))
+    load_task("gsm8k", dataset="me/maths", test_only=True)
+    assert asked == [("openai/gsm8k", "main"), ("me/maths", None)]
+    other = {"train": Dataset.from_dict({"text": ["a"] * 5})}
+    monkeypatch.setattr(problems.datasets, "load_dataset", lambda *a, **k: other)
     with pytest.raises(ValueError, match="train row 0: 'question' must be there"):
         load_task("gsm8k")
 
@@ -294,7 +293,7 @@ def own(tmp_path):
         own = {"score": score, "reward": reward}
         own = {name: value and value.replace("f.py", str(tmp_path / "f.py")) for name, value in own.items()}
         columns = {"prompt_column": "q", "answer_column": "a"}
-        return load_task("file", train_file=path, test_file=path, **columns, **own, **options)
+        return load_task("file", dataset=path, eval_dataset=path, **columns, **own, **options)
 
     return load
 
@@ -332,3 +331,30 @@ def test_a_reward_of_ones_own_takes_the_place_of_the_tasks(own, name, conversati
 def test_functions_that_cannot_be_are_named_when_the_task_is_loaded(own, option, message):
     with pytest.raises((ValueError, OSError), match=message):
         own(**option)
+
+
+def test_of_one_file_a_fifth_is_held_out_by_the_seed(tmp_path, capsys):
+    rows = [{"question": f"{n}?", "answer": str(n)} for n in range(20)]
+    source = str(write(tmp_path / "own.jsonl", rows))
+    task, evaluated = load_task("file", dataset=source), load_task("file", dataset=source, test_only=True)
+    assert (len(task.train), len(task.test)) == (16, 4) and {*task.train["prompt"]}.isdisjoint(task.test["prompt"])
+    assert evaluated.train is None and evaluated.test[:] == task.test[:]
+    assert f"held out 4 of the 20 rows of {source}" in capsys.readouterr().out
+    assert load_task("file", dataset=source, seed=1).test[:] != task.test[:]
+    assert len(load_task("file", dataset=source, n_test=300).test) == 4
+    with pytest.raises(ValueError, match="has 4 rows, too few to hold some out; name an eval_dataset"):
+        load_task("file", dataset=str(write(tmp_path / "few.jsonl", rows[:4])))
+    with pytest.raises(ValueError, match="the task 'file' needs a dataset"):
+        load_task("file")
+
+
+def test_prompts_that_are_read_are_messages_where_the_tokenizer_has_a_template(tmp_path):
+    source = str(write(tmp_path / "own.jsonl", [{"prompt": f"{n}?", "answer": str(n)} for n in range(5)]))
+    plain = Mock(chat_template=None)
+    for arguments, tokenizer, is_chat in (
+        (TaskArguments(dataset=source), CHAR_TOKENIZER, True),
+        (TaskArguments(dataset=source), plain, False),
+        (TaskArguments(dataset=source, study="{conversational: false}"), CHAR_TOKENIZER, False),
+        (TaskArguments(), CHAR_TOKENIZER, False),  # sums go on where the prompt ends
+    ):
+        assert isinstance(arguments.load_task(tokenizer).test[0]["prompt"], list) is is_chat

@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The policy of a run in 4 bits, beside what was saved, and the commands that serve and evaluate it."""
+
+import json
+import shlex
+from collections.abc import Mapping
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import snapshot_download
+
+from hf_mxfp4.checkpoint import add_evaluation, pack_checkpoint
+from hf_mxfp4.recipes.common.reporting import tell
+from hf_mxfp4.recipes.post_training.arguments import RecipeArguments
+from hf_mxfp4.recipes.post_training.policy import Start
+from hf_mxfp4.recipes.tasks import TaskArguments
+
+
+def pack_policy(saved: Path, start: Start, summary: Mapping[str, Any]) -> dict[str, Any]:
+    """Pack a trained policy into the folder `policy-packed` beside it, with the evaluation of the run in its card; of
+    an adapter on weights that were packed as they were loaded, pack these into `base-packed`. For one process.
+
+    Returns what the summary says of it: ``packed``, the folder, or None where nothing can be packed, for a reason that
+    is printed; and the bytes of the weights of the original and of these.
+    """
+    stored, options = start.stored, start.options
+    nothing = {"packed": None, "bytes_packed": None, "bytes_of_start": None}
+    is_adapter = summary["adapter"]
+    if not summary["n_quantized"] or (is_adapter and (options.quantization.mode != "packed" or stored.quantization)):
+        return nothing
+    begun = _folder_of(stored.weights, stored.revision)
+    original = _folder_of(start.original, stored.revision)
+    folder = saved.with_name("base-packed" if is_adapter else "policy-packed")
+    try:
+        if is_adapter:
+            pack_checkpoint(begun, folder, options.quantization, overwrite=True)
+        else:
+            pack_checkpoint(saved, folder, overwrite=True)
+    except ValueError as error:  # a scheme that is not packed
+        tell("not packed", str(error))
+        return nothing
+    if not is_adapter and summary["accuracy_before"] is not None:
+        add_evaluation(folder, summary)
+    found = {"packed": str(folder), "bytes_packed": weight_bytes(folder), "bytes_of_start": weight_bytes(original)}
+    told = "{0:.1f} MB of weights were {1:.1f} MB at the start; in {2}"
+    tell("packed", told.format(found["bytes_packed"] / 1e6, found["bytes_of_start"] / 1e6, folder))
+    return found
+
+
+def _folder_of(name: str, revision: str | None) -> Path:
+    """Return the folder of a checkpoint; of a name on the Hub, that in the cache."""
+    folder = Path(name).expanduser()
+    return folder if folder.is_dir() else Path(snapshot_download(name, revision=revision, local_files_only=True))
+
+
+def weight_bytes(folder: Path) -> int:
+    """Return the size of the weight files of a checkpoint."""
+    return sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+
+
+def print_commands(summary: Mapping[str, Any], recipe: RecipeArguments) -> None:
+    """Print the commands that serve and evaluate what a run saved."""
+    saved, packed = summary["saved"], summary.get("packed")
+    if saved is None or not summary["n_quantized"]:
+        return
+    if not summary["adapter"]:
+        tell("serve", shlex.join(["vllm", "serve", packed or saved, "--dtype", "bfloat16"]))
+    elif packed is not None:
+        words = ["vllm", "serve", packed, "--dtype", "bfloat16", "--enable-lora", "--lora-modules", f"policy={saved}"]
+        tell("serve", shlex.join(words))
+    evaluated = saved if summary["adapter"] else packed or saved
+    words = ["hf-mxfp4", "evaluate", evaluated, "--task", recipe.task_name]
+    for option in fields(TaskArguments):
+        value = getattr(recipe, option.name)
+        if option.name not in ("task", "reward", "study") and value is not None:
+            words += [f"--{option.name}", str(value)]
+    study = {name: getattr(recipe.study, name) for name in ("split_seed", "conversational")}
+    if any(value not in (None, 0) for value in study.values()):
+        words += ["--study", json.dumps({name: value for name, value in study.items() if value is not None})]
+    tell("evaluate", shlex.join(words))
