@@ -5,10 +5,9 @@
 
 In order: prepare the model (and distil it, with `distill_steps`), evaluate, train, evaluate, save, pack, and reload;
 `train.py` is the short way to it for a model and problems of your own. Without `--config` it runs `tiny_cpu.yaml`,
-unless another model or task is named. Every option of the recipe, of
-`MXFP4RLConfig`, of `MXFP4GRPOConfig` and of TRL's `ModelConfig` can stand in the YAML file or on the command line. The
-command line wins, and a preset or mode there resets what the file says of the scheme. A model that is an adapter is
-trained further; `max_steps: 0` evaluates alone.
+unless another model or task is named. Every option of the recipe, of `MXFP4RLConfig`, of `MXFP4GRPOConfig` and of TRL's
+`ModelConfig` can stand in the YAML file or on the command line. The command line wins, and a preset or mode there
+resets what the file says of the scheme. A model that is an adapter is trained further; `max_steps: 0` evaluates alone.
 """
 
 if __name__ == "__main__" and not __package__:
@@ -56,7 +55,7 @@ def _run(options: Options, output: Path, started: float) -> dict:
             start, distilled = distil(start, task, recipe.distill_steps)
     stored, options = start.stored, start.options
     policy, tokenizer = load_policy(stored, options)
-    if "learning_rate" not in recipe.named:
+    if training.max_steps and "learning_rate" not in recipe.named:
         training.learning_rate = usual_learning_rate(stored, options)
         tell("learning rate", f"{training.learning_rate:g}, as usual for this size, since no option names one")
     training.allow_full_precision = training.allow_full_precision or recipe.full_precision

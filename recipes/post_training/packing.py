@@ -29,15 +29,14 @@ def pack_policy(saved: Path, start: Start, summary: Mapping[str, Any]) -> dict[s
     is_adapter = summary["adapter"]
     if not summary["n_quantized"] or (is_adapter and (options.quantization.mode != "packed" or stored.quantization)):
         return nothing
-    begun = _folder_of(stored.weights, stored.revision)
-    original = _folder_of(start.original, stored.revision)
     folder = saved.with_name("base-packed" if is_adapter else "policy-packed")
     try:
+        original = _folder_of(start.original, options.model.model_revision)
         if is_adapter:
-            pack_checkpoint(begun, folder, options.quantization, overwrite=True)
+            pack_checkpoint(_folder_of(stored.weights, stored.revision), folder, options.quantization, overwrite=True)
         else:
             pack_checkpoint(saved, folder, overwrite=True)
-    except ValueError as error:  # a scheme that is not packed
+    except (OSError, ValueError) as error:  # such as a scheme that is not packed
         tell("not packed", str(error))
         return nothing
     if not is_adapter and summary["accuracy_before"] is not None:

@@ -135,7 +135,7 @@ def prepare_start(stored: Stored | None, options: Options, task: Task | None, ou
     so."""
     tell("scheme", "full precision" if options.recipe.full_precision else options.quantization.describe())
     stored, name = _whole_start(stored, options, task, output / "base")
-    original = options.model.model_name_or_path or stored.source
+    original = stored.weights
     if not options.recipe.gptq:
         return Start(stored, options, name, original)
     with errors_as_messages(*INPUT_ERRORS):

@@ -63,7 +63,9 @@ class TaskArguments:
     reward: str | None = option(None, "FILE.py:function instead of the task's: f(completions, answer, **kwargs).")
     prompt_template: str | None = option(None, "Prompt text with the field {question}.")
     evaluate_n: int | None = option(None, "Problems or held-out texts to evaluate on; default all problems, 24 texts.")
-    study: str | None = option(None, "What tests and studies set, a mapping: docs/evaluation.md.")
+    study: str | None = option(
+        None, "What tests and studies set: a mapping of options of the script's class `...Study`."
+    )
 
     def __post_init__(self):
         self.study = read_study(self.STUDY, self.study)

@@ -147,7 +147,8 @@ def check_reward(reward: Callable[..., Any], name: str, problems: Dataset) -> No
     columns = {"prompts": list(problems["prompt"]), "completions": list(problems["completion"])}
     if not isinstance(columns["prompts"][0], str):
         columns["completions"] = [[{"role": "assistant", "content": text}] for text in columns["completions"]]
-    of_trl = {"answer": list(problems["answer"]), "completion_ids": [[0] for _ in problems]}
+    of_trl = {name: list(problems[name]) for name in problems.column_names if name not in ("prompt", "completion")}
+    of_trl |= {"completion_ids": [[0] for _ in problems]}
     of_trl |= {"trainer_state": TrainerState(max_steps=1)}
     of_trl |= dict.fromkeys(("log_extra", "log_metric"), lambda *args, **kwargs: None)
     found = _try(f"reward={name!r}", REWARD_FORM, guard_reward(reward, name), **columns, **of_trl)

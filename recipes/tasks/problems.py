@@ -25,7 +25,7 @@ from hf_mxfp4.rl.rewards import (
     normalize_number,
 )
 
-from .base import SCORE_FORM, Subsets, Task, check_score, choose_rows, load_function, reward_of
+from .base import COLUMNS, SCORE_FORM, Subsets, Task, check_score, choose_rows, load_function, reward_of
 
 
 #: Scores of the task ``file``: the answer to the letter, as a number, or as mathematics. Each has a check of gold
@@ -72,6 +72,8 @@ class Source(Subsets):
         columns: Sequence[str],
         read_row: Callable[[dict[str, Any]], tuple[str, str, str]],
         templates: tuple[str, str],
+        *,
+        keep_others: bool = False,
         **task: Any,
     ) -> Task:
         """Make a task of the rows that [`Source.rows`] gave.
@@ -81,6 +83,7 @@ class Source(Subsets):
             read_row: the question, the reference completion and the answer of a row; what it raises is blamed on the
                 row.
             templates: of plain and of conversational prompts.
+            keep_others: keep the other columns of the first row, which rewards then get.
             task: the other attributes of [`Task`].
         """
         template = self.prompt_template or templates[self.conversational]
@@ -89,7 +92,7 @@ class Source(Subsets):
         for split, source in splits.items():
             _check_columns(source, columns)
             wanted = self.n_test if split == "test" else self.n_train
-            rows = []
+            rows, others = [], []
             for index in choose_rows(len(source), wanted, what=f"{name}: the {split} split", seed=self.seed):
                 where, row = source[index]
                 try:
@@ -97,7 +100,10 @@ class Source(Subsets):
                 except (TypeError, ValueError) as error:
                     raise ValueError(f"{where}: {error}") from error
                 rows.append((template.format(question=question), *rest))
+                others.append({name: value for name, value in row.items() if name not in (*columns, *COLUMNS)})
             read[split] = self.as_dataset(rows)
+            for name in others[0] if keep_others else ():
+                read[split] = read[split].add_column(name, [of_row.get(name) for of_row in others])
         return Task(name, **read, **task)
 
     def rows(self, name: str) -> dict[str, Rows]:
@@ -260,6 +266,7 @@ def own_problems(
         (prompt_column, answer_column),
         read_row,
         ("{question}", "{question}"),
+        keep_others=True,
         reward_funcs=[reward],
         scores=scores,
         max_completion_length=512,

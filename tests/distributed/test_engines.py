@@ -20,8 +20,8 @@ from hf_mxfp4.checkpoint import why_incomplete
 
 TINY = [
     "--study={sft_steps: 3, sft_batch_size: 8, tiny_hidden_size: 32, tiny_num_layers: 2}",
-    "--per_device_train_batch_size=8", "--num_generations=4", "--max_steps=3", "--study={reload_check: 16}",
-    "--study={greedy_batch_size: 8}",
+    "--per_device_train_batch_size=8", "--num_generations=4", "--max_steps=3",
+    "--study={reload_check: 16, greedy_batch_size: 8}",
 ]  # fmt: skip
 NO_DEEPSPEED = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="deepspeed is not installed")
 TYPES = {"ddp": "MULTI_CPU", "fsdp2": "FSDP", "fsdp2_lora": "FSDP", "zero2": "DEEPSPEED", "zero3": "DEEPSPEED"}

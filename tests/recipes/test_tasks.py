@@ -255,7 +255,7 @@ def by_numpy(completion, answer):
     return numpy.bool_(completion == answer)
 
 def length(completions, answer, **kwargs):
-    assert set(kwargs) >= {"prompts", "completion_ids", "trainer_state", "log_extra", "log_metric"}
+    assert set(kwargs) >= {"prompts", "completion_ids", "trainer_state", "log_extra", "log_metric", "level"}
     return [float(len(text if isinstance(text, str) else text[0]["content"])) for text in completions]
 
 async def later(completions, **kwargs):
@@ -284,7 +284,7 @@ def alone(completion):
 @pytest.fixture
 def own(tmp_path):
     """`own(**options)` loads the task `file` with problems in columns `q` and `a`; functions are in `f.py`."""
-    rows = [{"q": f"{n} and 1?", "a": str(n + 1)} for n in range(4)]
+    rows = [{"q": f"{n} and 1?", "a": str(n + 1), "level": n} for n in range(4)]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (tmp_path / "f.py").write_text(FUNCTIONS)
 
