@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from huggingface_hub import snapshot_download
+from safetensors import safe_open
 
 from hf_mxfp4.checkpoint import add_evaluation, pack_checkpoint
 from hf_mxfp4.recipes.common.reporting import tell
@@ -58,6 +59,11 @@ def weight_bytes(folder: Path) -> int:
     return sum(file.stat().st_size for file in folder.glob("*.safetensors"))
 
 
+def _is_on_experts(adapter: Path) -> bool:
+    with safe_open(adapter / "adapter_model.safetensors", "pt") as file:
+        return any(".experts." in name for name in file.keys())  # noqa: SIM118  it is no mapping
+
+
 def print_commands(summary: Mapping[str, Any], recipe: RecipeArguments) -> None:
     """Print the commands that serve and evaluate what a run saved."""
     saved, packed = summary["saved"], summary.get("packed")
@@ -65,6 +71,8 @@ def print_commands(summary: Mapping[str, Any], recipe: RecipeArguments) -> None:
         return
     if not summary["adapter"]:
         tell("serve", shlex.join(["vllm", "serve", packed or saved, "--dtype", "bfloat16"]))
+    elif packed is not None and _is_on_experts(Path(saved)):
+        tell("serve", "vLLM takes no adapters on experts; merge them first (docs/lora.md)")
     elif packed is not None:
         words = ["vllm", "serve", packed, "--dtype", "bfloat16", "--enable-lora", "--lora-modules", f"policy={saved}"]
         tell("serve", shlex.join(words))
