@@ -61,7 +61,7 @@ def weight_bytes(folder: Path) -> int:
 
 def _is_on_experts(adapter: Path) -> bool:
     with safe_open(adapter / "adapter_model.safetensors", "pt") as file:
-        return any(".experts." in name for name in file.keys())  # noqa: SIM118  it is no mapping
+        return any(".experts." in name for name in file.keys())
 
 
 def print_commands(summary: Mapping[str, Any], recipe: RecipeArguments) -> None:

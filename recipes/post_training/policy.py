@@ -19,7 +19,6 @@ from trl.data_utils import maybe_apply_chat_template
 from hf_mxfp4 import MXFP4RLConfig, dither_masters
 from hf_mxfp4.files import replace_file, write_json
 from hf_mxfp4.lab import TextOptions, rewrite_checkpoint, round_model, smooth_model
-from hf_mxfp4.lab.smoothing import find_places
 from hf_mxfp4.recipes.common.checkpoints import Stored, differences, load_tokenizer, load_whole, read_stored
 from hf_mxfp4.recipes.common.reporting import INPUT_ERRORS, errors_as_messages, tell
 from hf_mxfp4.recipes.post_training.arguments import Options, StartStudy, check_packed
@@ -211,9 +210,12 @@ def round_weights(model: str, options: Options, task: Task | None, folder: Path)
 
 def _round(model: PreTrainedModel, batches: Sequence[torch.Tensor], scheme: MXFP4RLConfig) -> str:
     smoothed = ""
-    if scheme.smooth and any(find_places(model)):
-        found = smooth_model(model, batches[:_SMOOTHED_ON], _STRENGTH)
-        smoothed = f"smoothed at {len(found.places)} places, "
+    if scheme.smooth:
+        try:
+            found = smooth_model(model, batches[:_SMOOTHED_ON], _STRENGTH)
+            smoothed = f"smoothed at {len(found.places)} places, "
+        except ValueError as error:  # a layout that it does not know; the weights are as they were
+            tell("not smoothed", str(error))
     rounded = round_model(model, batches, scheme)
     return f"{smoothed}{len(rounded.layers)} layers rounded (GPTQ)"
 
