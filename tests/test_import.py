@@ -53,7 +53,7 @@ print(loaded("torch", "transformers.quantizers", "trl", "mxfp4_kernels", "matplo
 
 
 def test_importing_and_asking_for_help_load_nothing_heavy():
-    assert run_python("-c", LIGHT).stdout.splitlines() == ["[]", "19 []", "[]"]
+    assert run_python("-c", LIGHT).stdout.splitlines() == ["[]", "20 []", "[]"]
 
 
 AFTER_TRANSFORMERS_WITHOUT_EXTRAS = """

@@ -17,13 +17,15 @@ from pathlib import Path
 
 #: Each recipe by its name, and what it does.
 RECIPES = {
+    "train": "Train a model on problems of your own by GRPO in 4 bits: prepared, evaluated, saved and packed. --smoke "
+    "does everything in a few steps, to see that it works on this machine.",
     "grpo": "Train a quantized policy by GRPO, from one YAML file: evaluated, saved and reloaded.",
     "sft": "Fine-tune a quantized model on texts or on the completions of a task, all weights or adapters.",
     "distill": "Distil a model in full precision into its quantized self.",
     "evaluate": "Evaluate a model on a task under its own scheme: greedy and sampled, with intervals.",
 }
 #: Words behind the name of a recipe, where they are not options alone.
-USAGE = {"evaluate": "MODEL [--option value ...]"}
+USAGE = dict.fromkeys(("train", "evaluate"), "MODEL [--option value ...]")
 #: Options of TRL and transformers that are set in most runs.
 USUAL = {
     "model_name_or_path": "Model to train: a folder, or a name on the Hugging Face Hub.",
@@ -54,29 +56,26 @@ USUAL = {
 HEADINGS = {
     "Model and data": (
         "model model_name_or_path base revision dtype bf16 use_cpu attn_implementation trust_remote_code use_peft "
-        "full_precision allow_full_precision task dataset eval_dataset dataset_name dataset_config train_file "
-        "test_file prompt_column answer_column score reward prompt_template conversational chat_template_kwargs "
-        "n_train n_test data_seed_split learn text text_field text_samples eval_text eval_samples study "
-        "tiny_architecture tiny_hidden_size tiny_num_layers sft_steps sft_batch_size"
+        "full_precision allow_full_precision task dataset eval_dataset prompt_column answer_column score reward "
+        "prompt_template chat_template_kwargs learn text text_field eval_text study"
     ),
     "Scheme": (
         "preset mode scale_rule macro_block macro_search outlier_fallback fprop dgrad wgrad "
         "modules_to_not_convert stochastic_seed backend matmul_backend dequantize"
     ),
-    "Preparation": "smooth smooth_strength gptq prepare_text dither_ties dither_masters distill_steps",
+    "Preparation": "smooth gptq distill_steps dither_ties",
     "Training": (
         "learning_rate max_steps num_train_epochs per_device_train_batch_size gradient_accumulation_steps max_length "
         "max_completion_length train_all generate_with gradient_checkpointing"
     ),
     "Sampling and noise": (
-        "num_generations temperature top_p samples k max_new_tokens batch_size use_vllm vllm_weights rollout_scheme "
+        "num_generations temperature top_p samples k max_new_tokens batch_size use_vllm vllm_weights "
         "rollout_correction rollout_correction_cap step_weights router_replay aqn aqn_sigma_start aqn_sigma_end "
         "aqn_num_stages"
     ),
     "Evaluation and output": (
-        "evaluate_before evaluate_every evaluate_every_n evaluate_n greedy_batch_size compare output_dir overwrite "
-        "save_policy save_student pack reload_check save_steps resume_from_checkpoint seed logging_steps report_to "
-        "error_every report_every"
+        "evaluate_n evaluate_every compare output_dir overwrite save_steps resume_from_checkpoint seed logging_steps "
+        "report_to error_every report_every"
     ),
 }
 #: Heading of options that are not named above.
