@@ -12,14 +12,17 @@ it is, in full precision.
 import argparse
 import json
 import subprocess
+import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
+from datasets import Dataset
 from torch import nn
 
+from hf_mxfp4 import MXFP4DistillationConfig, MXFP4DistillationTrainer
 from hf_mxfp4.lab import (
     FULL_PRECISION,
     ModelScheme,
@@ -73,6 +76,8 @@ class Calibration:
         if self.kind == TEXT:
             source = TextOptions(text, samples=self.rows, max_length=self.length)
             return source.tokens(original.tokenizer, source.read())
+        if self.kind == NONE:
+            return []
         torch.manual_seed(self.seed)
         if self.kind == RANDOM:
             vocabulary = original.model.get_input_embeddings().num_embeddings
@@ -97,7 +102,7 @@ class Calibration:
         )
 
 
-#: The first row is what others are compared with; those that decide come before those that say how much varies.
+#: The first is what others are compared with; those that decide come before those that say how much varies.
 SMOOTHING = (
     Calibration(NONE),
     Calibration(TEXT, 24, 128),
@@ -111,38 +116,62 @@ SMOOTHING = (
 )
 ROUNDING = (
     Calibration(NONE),
-    Calibration(TEXT, 128, 128),
-    Calibration(OWN, 128, 128, 1),
-    Calibration(RANDOM, 128, 128, 1),
+    Calibration(TEXT, 32, 128),
+    Calibration(OWN, 32, 128, 1),
+    Calibration(RANDOM, 32, 128, 1),
 )
-#: What a model is smoothed on before its weights are rounded, whatever these are rounded on.
+DISTILLING = (
+    Calibration(NONE),
+    Calibration(TEXT, 160, 128),
+    Calibration(OWN, 160, 128, 1),
+    Calibration(RANDOM, 160, 128, 1),
+)
+#: What a model is smoothed on before it is rounded or distilled, whatever that is done on.
 SMOOTHED_ON = Calibration(RANDOM, 4, 64, 1)
-
-#: Prepares a model in place, on ids of ``calibration``.
-Prepare = Callable[[nn.Module, Loaded, Calibration, str], None]
-
-
-def smoothed(model: nn.Module, original: Loaded, calibration: Calibration, text: str) -> None:
-    if calibration.kind == NONE:
-        return
-    found = smooth_model(model, calibration.batches(original, text), STRENGTH)
-    print(f"smoothed {len(found.places)} places, exponents {found.exponents}", flush=True)
+#: Of distillation: rows of a step, and the rate.
+ROWS, RATE = 4, 1e-4
 
 
-def rounded(model: nn.Module, original: Loaded, calibration: Calibration, text: str) -> None:
-    """Smooth a model, and round its weights by GPTQ."""
-    smoothed(model, original, SMOOTHED_ON, text)
-    if calibration.kind == NONE:
-        return
-    found = round_model(model, calibration.batches(original, text), read_schemes([W4A16])[0].config)
-    print(f"rounded {len(found.layers)} layers, {found.gain_db:.2f} dB", flush=True)
+def smoothed(model: nn.Module, batches: Sequence[torch.Tensor]) -> None:
+    if batches:
+        found = smooth_model(model, batches, STRENGTH)
+        print(f"smoothed {len(found.places)} places, exponents {found.exponents}", flush=True)
 
 
-#: What is done, on which ids, and the schemes that are measured then.
-STEPS: dict[str, tuple[Prepare, Sequence[Calibration], tuple[str, ...]]] = {
-    "smoothing": (smoothed, SMOOTHING, (W4A8, W4A4)),
-    "GPTQ": (rounded, ROUNDING, (W4A16, W4A8)),
-}
+def rounded(model: nn.Module, batches: Sequence[torch.Tensor]) -> None:
+    if batches:
+        found = round_model(model, batches, read_schemes([W4A16])[0].config)
+        print(f"rounded {len(found.layers)} layers, {found.gain_db:.2f} dB", flush=True)
+
+
+def distilled(folder: Path, scheme: ModelScheme, teacher: Loaded, batches: Sequence[torch.Tensor]) -> nn.Module:
+    """Return a student, loaded from a checkpoint, whose quantized layers were trained once over the rows."""
+    from transformers import AutoModelForCausalLM
+
+    student = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, quantization_config=scheme.config)
+    if not batches:
+        return student
+    arguments = MXFP4DistillationConfig(
+        str(folder / "outputs"),
+        max_steps=len(batches) // ROWS,
+        per_device_train_batch_size=ROWS,
+        learning_rate=RATE,
+        lr_scheduler_type="cosine",
+        warmup_steps=2,
+        bf16=True,
+        use_cpu=not torch.cuda.is_available(),
+        gradient_checkpointing=False,
+        logging_steps=5,
+        report_every=0,
+        report_to="none",
+        save_strategy="no",
+        seed=0,
+    )
+    rows = Dataset.from_dict({"input_ids": [ids[0].tolist() for ids in batches]})
+    trainer = MXFP4DistillationTrainer(student, teacher.model, arguments, rows, processing_class=teacher.tokenizer)
+    trainer.train()
+    print(f"distilled {trainer.tokens_distilled} tokens in {trainer.state.global_step} steps", flush=True)
+    return student
 
 
 def commit() -> str:
@@ -151,12 +180,83 @@ def commit() -> str:
     return found.stdout.strip()
 
 
-def record_of(row: Row, base: Row, step: str, calibration: Calibration) -> dict:
+@dataclass(frozen=True)
+class HeldOut:
+    """A text that is predicted, and how the checkpoint predicts it as it is."""
+
+    name: str
+    batches: list[torch.Tensor]
+    reference: Reference
+
+    @classmethod
+    def read(cls, file: Path, original: Loaded, samples: int) -> "HeldOut":
+        source = TextOptions(str(file), samples=samples)
+        batches = texts_to_predict(source, original.tokenizer, source.read())
+        return cls(f"{file.parent.name}/{file.name}", batches, reference_of(original.model, batches))
+
+    @property
+    def base(self) -> Row:
+        return Row(FULL_PRECISION, tuple(self.reference.scores[index] for index in range(len(self.batches))))
+
+    def row(self, name: str, model: nn.Module) -> Row:
+        return Row(name, tuple(score(model, self.reference, self.batches)))
+
+
+@dataclass(frozen=True)
+class Study:
+    """A model, and what it is prepared and measured on.
+
+    Attributes:
+        folder: of the checkpoint.
+        original: the same in memory.
+        calibrate: file of the texts of a calibration that has some.
+        texts: held out.
+    """
+
+    folder: Path
+    original: Loaded
+    calibrate: str
+    texts: list[HeldOut]
+
+    def ids(self, calibration: Calibration) -> list[torch.Tensor]:
+        return calibration.batches(self.original, self.calibrate)
+
+    def rows(self, step: str, calibration: Calibration, names: Sequence[str]) -> Iterator[tuple[HeldOut, Row, float]]:
+        """Yield held-out texts under each of the schemes ``names``, and CPU seconds that the step took."""
+        batches = self.ids(calibration)
+        model = load(str(self.folder), "bfloat16").model
+        if step != "smoothing":
+            smoothed(model, self.ids(SMOOTHED_ON))
+        begin = time.process_time()
+        if step != "distillation":
+            {"smoothing": smoothed, "GPTQ": rounded}[step](model, batches)
+            seconds = time.process_time() - begin
+            for scheme in read_schemes(list(names)):
+                with swapped(model, scheme.config):
+                    for text in self.texts:
+                        yield text, text.row(scheme.name, model), seconds
+            return
+        with tempfile.TemporaryDirectory() as folder:
+            model.save_pretrained(folder)
+            for scheme in read_schemes(list(names)):
+                student = distilled(Path(folder), scheme, self.original, batches)
+                seconds = time.process_time() - begin
+                for text in self.texts:
+                    yield text, text.row(scheme.name, student), seconds
+
+
+#: Calibrations and schemes of what is done.
+STEPS = {
+    "smoothing": (SMOOTHING, (W4A8, W4A4)),
+    "GPTQ": (ROUNDING, (W4A8,)),
+    "distillation": (DISTILLING, (W4A8,)),
+}
+
+
+def record_of(row: Row, base: Row) -> dict:
     """Return the record of a row next to the one in full precision."""
     return {
         "name": row.name,
-        "step": step,
-        "calibration": asdict(calibration),
         "shape": [len(row.scores), row.tokens],
         "value": row.kl.value,
         "unit": "nats per token",
@@ -166,60 +266,46 @@ def record_of(row: Row, base: Row, step: str, calibration: Calibration) -> dict:
         "ceiling_fraction": None,
         "perplexity": row.perplexity,
         "full_precision_perplexity": base.perplexity,
-        "by_text": [round(each.kl / each.tokens, 6) for each in row.scores],
+        "kl_by_text": [round(each.kl, 4) for each in row.scores],
         "tokens_by_text": [each.tokens for each in row.scores],
     }
-
-
-def measured(
-    model: nn.Module, schemes: Sequence[ModelScheme], reference: Reference, batches: Sequence[torch.Tensor]
-) -> Iterator[Row]:
-    """Yield what each scheme does to a model, which stays in full precision."""
-    for scheme in schemes:
-        with swapped(model, scheme.config) as sqnr_db:
-            yield Row(scheme.name, tuple(score(model, reference, batches)), scheme, sqnr_db)
 
 
 def main() -> None:
     parser = option_parser(__doc__, "preparation")
     parser.add_argument("--model", type=Path, required=True, help="folder of a full-precision checkpoint")
-    parser.add_argument("--step", choices=STEPS, required=True, help="what is prepared on each calibration")
+    parser.add_argument("--step", choices=STEPS, required=True, help="what is done on each calibration")
     parser.add_argument("--calibrate", type=Path, required=True, help="texts of the calibration that has some")
-    parser.add_argument("--text", type=Path, required=True, help="what is predicted: JSON lines or plain text")
+    parser.add_argument("--text", type=Path, nargs="+", required=True, help="what is predicted: JSON lines or text")
     parser.add_argument("--samples", type=int, default=24, help="texts or windows to predict")
     parser.add_argument("--cases", type=int, help="the first calibrations of the step; by default all")
     run(parser.parse_args())
 
 
 def run(options: argparse.Namespace) -> None:
-    text, calibration_text = (f"{file.parent.name}/{file.name}" for file in (options.text, options.calibrate))
+    texts = [f"{file.parent.name}/{file.name}" for file in options.text]
     command = (
-        f"python -m benchmarks.preparation --model {options.model.name} --step {options.step} "
-        f"--calibrate {calibration_text} --text {text} --samples {options.samples}"
+        f"python -m benchmarks.preparation --model {options.model.name} --step {options.step} --calibrate "
+        f"{options.calibrate.parent.name}/{options.calibrate.name} --text {' '.join(texts)} --samples {options.samples}"
     )
     out = Path(options.out)
     records: list[dict] = json.loads(out.read_text()) if out.is_file() else []
-    done = {(r["name"], *r["calibration"].values()) for r in records if r["command"] == command}
+    done = {(r["name"], r["text"], *r["calibration"].values()) for r in records if r["command"] == command}
     original = load(str(options.model), "bfloat16")
-    predicted = TextOptions(str(options.text), samples=options.samples)
-    batches = texts_to_predict(predicted, original.tokenizer, predicted.read())
-    reference = reference_of(original.model, batches)
-    base = Row(FULL_PRECISION, tuple(reference.scores[index] for index in range(len(batches))))
-    prepare, calibrations, names = STEPS[options.step]
+    held_out = [HeldOut.read(file, original, options.samples) for file in options.text]
+    study = Study(options.model, original, str(options.calibrate), held_out)
+    calibrations, schemes = STEPS[options.step]
     for calibration in calibrations[: options.cases]:
-        missing = [name for name in names if (name, *asdict(calibration).values()) not in done]
+        key = tuple(asdict(calibration).values())
+        missing = [name for name in schemes if any((name, text, *key) not in done for text in texts)]
         if not missing:
             continue
-        model = load(str(options.model), "bfloat16").model
-        begin = time.process_time()
-        prepare(model, original, calibration, str(options.calibrate))
-        seconds = time.process_time() - begin
-        for row in measured(model, read_schemes(missing), reference, batches):
-            found = record_of(row, base, options.step, calibration) | {"cpu_seconds": round(seconds, 1)}
-            found |= {"model": options.model.name, "text": text, "commit": commit()}
-            records.append(found | made(command, PACKAGES))
+        for text, row, seconds in study.rows(options.step, calibration, missing):
+            found = {"step": options.step, "calibration": asdict(calibration), "model": options.model.name}
+            found |= record_of(row, text.base) | {"text": text.name, "cpu_seconds": round(seconds, 1)}
+            records.append(found | {"commit": commit()} | made(command, PACKAGES))
             write(records, out)
-            print(f"{calibration}: {row.name}: KL {row.kl.text(4)}, perplexity {row.perplexity:.3f}", flush=True)
+            print(f"{calibration}: {row.name}, {text.name}: KL {row.kl.text(4)}", flush=True)
 
 
 if __name__ == "__main__":
