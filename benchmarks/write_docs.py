@@ -25,7 +25,7 @@ TABLES: dict[str, Callable[[], str]] = {
     for module, names in (
         (errors, "presets schemes statements readme_schemes"),
         (evidence, "readme_evidence evidence_front evidence_claims tensor_cores gptq smoothing distillation"),
-        (evidence, "gguf_perplexity"),
+        (evidence, "gguf_perplexity preparation"),
         (runs, "demo vllm_agreement memory pretrain quantize_cpu packed_product_cpu architectures"),
         (runs, "recovery recovery_cpu recovery_rates"),
         (gpu, "gpu"),

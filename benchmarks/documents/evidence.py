@@ -3,9 +3,11 @@
 
 import math
 from dataclasses import dataclass
+from statistics import fmean, stdev
 
 from matplotlib.figure import Figure
 
+from hf_mxfp4.lab.stats import ratio_of_sums
 from hf_mxfp4.recipes.ablations.results import statistics
 
 from ..records import records, table
@@ -27,6 +29,8 @@ BUDGETS = (4.25, 4.32, 8.6)
 AS_IT_IS, SMOOTHED, ROUNDED, ROTATED = "as it is", "smoothed", "smoothed, GPTQ", "smoothed, GPTQ for H64"
 FOR_BOTH = "smoothed, GPTQ for H64 and quantized inputs"
 OURS = "even+mbs128-blockwise"
+#: Ids that need no data, as records name them.
+DRAWN = ("own samples", "random ids")
 #: Rows of the first page: name, tensor cores of Hopper and Blackwell, record of the loss, cell of the RL experiment.
 FIRST_PAGE = (
     ("BF16", "BF16", "BF16", None, "bf16"),
@@ -273,6 +277,44 @@ def smoothing() -> str:
     one = records("smoothing")[0]
     what = f"KL in nats per token ± standard error (perplexity; {one['baseline']:.2f} in bfloat16), {one['model']}."
     return f"{table(['scheme', 'bits of an operand', *columns], rows)}\n{what}\n"
+
+
+def preparation() -> str:
+    """Return a row for each step, model, scheme and text: what it loses by the data that it was prepared on, and by how
+    much that is more than on texts, paired by text."""
+    found: dict[tuple, dict[tuple[str, str], list[dict]]] = {}
+    for r in records("preparation"):
+        place = (r["step"], r["model"], r["name"], r["text"])
+        found.setdefault(place, {}).setdefault((r["calibration"]["kind"], _size(r)), []).append(r)
+    rows = []
+    for (step, model, scheme, text), by_data in found.items():
+        none, on_text = (next((rs for (kind, _), rs in by_data.items() if kind == k), None) for k in ("none", "GSM8K"))
+        for size in dict.fromkeys(size for kind, size in by_data if kind in DRAWN):
+            drawn = [by_data.get((kind, size)) for kind in DRAWN]
+            cells = [_beside(rs, on_text) for rs in (none, on_text, *drawn)]
+            rows.append([f"{step}, {size}", model, f"`{scheme}`", _short(text), *cells])
+    return table(["step, rows x tokens", "model", "scheme", "text", "without", "GSM8K", *DRAWN], rows)
+
+
+def _size(r: dict) -> str:
+    return "{rows} x {length}".format(**r["calibration"])
+
+
+def _beside(found: list[dict] | None, others: list[dict] | None) -> str:
+    """Return the mean KL over seeds, with its difference to ``others`` and the standard error of that, by texts and
+    seeds; its own standard error where both are the same."""
+    if not found:
+        return ""
+    mean = fmean(r["value"] for r in found)
+    if found is others or not others:
+        return f"{mean:.3f} ± {found[0]['standard_error']:.3f}"
+    tokens, paired = others[0]["tokens_by_text"], zip(*(r["kl_by_text"] for r in found), strict=True)
+    sums = [fmean(kls) - kl for kls, kl in zip(paired, others[0]["kl_by_text"], strict=True)]
+    difference, error = ratio_of_sums(sums, tokens)
+    if len(found) > 1:
+        error = math.hypot(error, stdev(r["value"] for r in found) / len(found) ** 0.5)
+    seeds = f", {len(found)} seeds" if len(found) > 1 else ""
+    return f"{mean:.3f} ({difference:+.3f} ± {error:.3f}{seeds})"
 
 
 def distillation() -> str:

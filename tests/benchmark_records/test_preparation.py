@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The benchmark of data that preparation needs: what it draws and records, and that it goes on where it stopped."""
+"""The benchmark of data that preparation needs: what it draws and records, that it goes on where it stopped, and the
+table of its records."""
 
 import json
 from argparse import Namespace
@@ -9,6 +10,7 @@ import torch
 from tiny_models import make_model, make_tokenizer
 
 from benchmarks import preparation
+from benchmarks.documents import evidence
 from benchmarks.preparation import NONE, OWN, RANDOM, TEXT, Calibration
 
 
@@ -38,7 +40,9 @@ def test_a_run_goes_on_where_it_stopped(folder, step, tmp_path, monkeypatch):
     monkeypatch.setattr(preparation, "ROWS", 1)
     monkeypatch.setitem(preparation.STEPS, step, (cases, [preparation.W4A8]))
     rows, out = folder / "rows.jsonl", tmp_path / "records.json"
-    options = Namespace(model=folder, step=step, calibrate=rows, text=[rows], samples=2, out=str(out), cases=1)
+    options = Namespace(
+        model=folder, step=step, calibrate=rows, text=[rows], samples=2, out=str(out), cases=1, schemes=None
+    )
     preparation.run(options)
     first = json.loads(out.read_text())
     options.cases = None
@@ -46,3 +50,27 @@ def test_a_run_goes_on_where_it_stopped(folder, step, tmp_path, monkeypatch):
     found = json.loads(out.read_text())
     assert found[:1] == first and [r["calibration"]["kind"] for r in found] == [NONE, TEXT, RANDOM]
     assert len({r["value"] for r in found}) == 3, "each calibration prepares another model"
+
+
+def entry(kind, seed, kls):
+    tokens = [10, 10, 20]
+    return {
+        "step": "smoothing", "model": "M", "name": "w4a8", "text": "gsm8k/test.jsonl", "value": sum(kls) / sum(tokens),
+        "standard_error": 0.01, "kl_by_text": kls, "tokens_by_text": tokens,
+        "calibration": {"kind": kind, "rows": 4, "length": 64, "seed": seed},
+    }  # fmt: skip
+
+
+def test_the_table_has_the_mean_over_seeds_and_its_difference_to_texts(monkeypatch):
+    found = [
+        entry(NONE, 0, [4.0, 4.0, 8.0]),
+        entry(TEXT, 0, [2.0, 2.0, 4.0]),
+        entry(OWN, 1, [2.1, 2.1, 4.2]),
+        entry(RANDOM, 1, [2.0, 2.0, 4.0]),
+        entry(RANDOM, 2, [2.4, 2.4, 4.8]),
+    ]
+    monkeypatch.setattr(evidence, "records", lambda name: found)
+    cells = evidence.preparation().splitlines()[-1].strip("| ").split(" | ")
+    assert cells[:4] == ["smoothing, 4 x 64", "M", "`w4a8`", "GSM8K"]
+    assert cells[4:6] == ["0.400 (+0.200 ± 0.000)", "0.200 ± 0.010"]
+    assert cells[6:] == ["0.210 (+0.010 ± 0.000)", "0.220 (+0.020 ± 0.020, 2 seeds)"]
