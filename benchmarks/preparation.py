@@ -122,14 +122,14 @@ ROUNDING = (
 )
 DISTILLING = (
     Calibration(NONE),
-    Calibration(TEXT, 160, 128),
-    Calibration(OWN, 160, 128, 1),
-    Calibration(RANDOM, 160, 128, 1),
+    Calibration(TEXT, 80, 128),
+    Calibration(OWN, 80, 128, 1),
+    Calibration(RANDOM, 80, 128, 1),
 )
 #: What a model is smoothed on before it is rounded or distilled, whatever that is done on.
 SMOOTHED_ON = Calibration(RANDOM, 4, 64, 1)
 #: Of distillation: rows of a step, and the rate.
-ROWS, RATE = 4, 1e-4
+ROWS, RATE = 4, 3e-4
 
 
 def smoothed(model: nn.Module, batches: Sequence[torch.Tensor]) -> None:
