@@ -175,9 +175,9 @@ def distilled(folder: Path, scheme: ModelScheme, teacher: Loaded, batches: Seque
 
 
 def commit() -> str:
-    """Return the commit that is measured."""
-    found = subprocess.run(["git", "rev-parse", "--short=8", "HEAD"], cwd=ROOT, capture_output=True, text=True)
-    return found.stdout.strip()
+    """Return the last commit that changed what is measured."""
+    words = ["git", "log", "-1", "--format=%h", "--abbrev=8", "--", "hf_mxfp4", "kernels"]
+    return subprocess.run(words, cwd=ROOT, capture_output=True, text=True).stdout.strip()
 
 
 @dataclass(frozen=True)
