@@ -162,7 +162,7 @@ def test_figures_and_files_of_an_evaluation(tmp_path):
     assert (difference.value, difference.error) == (0.625, pytest.approx(math.sqrt(2 * 2 * 0.25**2) / 4))
     assert (rceil.kl.value, rceil.kl.error, rceil.same_top) == (0.5, 0.0, 0.5)
     assert found.best is mantissas and mantissas.difference(fallback).value == 0.0
-    # Weights alone are another kind than both operands; of operands with residuals rceil+of0.5 has fewer bits and less KL.
+    # Weights alone are another kind than both operands. Of the two with residuals, rceil+of0.5 has fewer bits.
     assert {kind: [each.name for each in rows] for kind, rows in found.fronts.items()} == {
         "weights and activations": ["rceil", "rceil+of0.5"],
         "weights": ["w4a16:even"],
