@@ -72,9 +72,9 @@ class MXFP4GRPOConfig(GRPOConfig):
     )
     step_weights: str = option(
         "auto",
-        "How quantized weights are kept through an optimizer step: auto, dense, packed, none or uncached. 'dense' keeps "
-        "2 or 4 bytes an element; 'packed' 4-bit codes and scales; 'auto' is packed where a kernel reads codes and "
-        "dense elsewhere; 'none' keeps them only while a rollout lasts, as all of these do under FSDP and ZeRO-3; "
+        "How quantized weights are kept through an optimizer step: auto, dense, packed, none or uncached. 'dense' "
+        "keeps 2 or 4 bytes an element; 'packed' 4-bit codes and scales; 'auto' is packed where a kernel reads codes "
+        "and dense elsewhere; 'none' keeps them only while a rollout lasts, as all of these do under FSDP and ZeRO-3; "
         "'uncached' quantizes again for each generated token, which is slow. Not for vLLM's own copy.",
     )
     vllm_weights: str = option(
