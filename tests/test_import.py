@@ -163,7 +163,8 @@ def test_stubs_name_what_is_imported_on_first_use():
         named = set()
         for statement in ast.parse(stub.read_text()).body:
             if isinstance(statement, ast.ImportFrom) and statement.module:
-                module = importlib.import_module(f".{statement.module}", package.__name__)
+                level = "." * statement.level
+                module = importlib.import_module(f"{level}{statement.module}", package.__name__)
                 names = {alias.name for alias in statement.names}
                 assert all(getattr(package, name) is getattr(module, name) for name in names)
                 named |= names
