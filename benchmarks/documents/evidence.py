@@ -37,7 +37,6 @@ FIRST_PAGE = (
     ("plain MXFP4", "FP8", "FP4", (AS_IT_IS, "rceil"), "mxfp4"),
     ("the paper's MBS + OF", "BF16", "BF16", (AS_IT_IS, "rceil+mbs128-hybrid+of0.5"), "paper_a"),
     ("W4A4, block mantissas, whole residuals", "BF16", "BF16", (AS_IT_IS, f"{OURS}+of1"), "default"),
-    ("W4A4 with H64, smoothed and distilled", "BF16", "FP4", "w4a4, H64", "w4a4_h64_distilled"),
     ("**the default**: W4A8, smoothed", "FP8", "FP8", (SMOOTHED, f"w4a8:{OURS}_fp8"), "w4a8_smoothed"),
     ("W4A8, smoothed and distilled", "FP8", "FP8", "w4a8", "w4a8_distilled"),
 )
