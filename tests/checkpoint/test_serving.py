@@ -95,7 +95,9 @@ def test_transformers_computes_as_trained(policies, scheme, tmp_path):
         folder = tmp_path / "out"
     assert serving.cell(scheme, "transformers") == serving.AS_TRAINED
     served = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    torch.testing.assert_close(logits(served), logits(policy), rtol=1e-4, atol=1e-5)
+    # Where sums have another order, an input at the edge of two values of a grid may get the other one.
+    found, expected = logits(served), logits(policy)
+    assert (found - expected).norm() / expected.norm() < (1e-4 if scheme == "w4a16" else 0.01)
 
 
 def test_the_docs_show_this_table():

@@ -35,8 +35,8 @@ EXPERTS = ["experts.gate_up_proj", "experts.down_proj"]
 COUNTED = "quantization/weights_per_step"
 #: On attention alone.
 MOE_LORA = {"target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"]}
-#: Of a mixture of experts, GRPO replays and measures routing, and decomposes the error of weights.
-MOE_GRPO = {"router_replay": True, "error_every": 2}
+#: Of a mixture of experts, GRPO replays and measures routing.
+MOE_GRPO = {"router_replay": True}
 
 
 class PlainTrainer(ExactResumeMixin, Trainer):
@@ -86,7 +86,7 @@ def plain_trainer(base: str, mode: str, folder: Path, **options) -> PlainTrainer
 
 def grpo_trainer(base: str, mode: str, folder: Path, **options) -> MXFP4GRPOTrainer:
     """GRPO with noise in every rollout but the first, and its correction."""
-    usual = {"num_generations": 4, "max_completion_length": 4, "aqn_num_stages": 4, "error_every": 0, "report_every": 0}
+    usual = {"num_generations": 4, "max_completion_length": 4, "aqn_num_stages": 4, "error_every": 2, "report_every": 0}
     options = usual | options
     if mode.startswith("moe"):
         options |= MOE_GRPO
