@@ -41,7 +41,7 @@ def _documented() -> dict[str, list[str]]:
         text = page.read_text()
         blocks = re.findall(r"```bash\n(.*?)```", text, re.S)
         spans = re.findall(r"`([^`]+)`", re.sub(r"```.*?```", "", text, flags=re.S))
-        lines = [line for block in blocks for line in re.sub(r"\s*\\\n\s*", " ", block).splitlines()]
+        lines = [line for block in blocks for line in re.split(r"\n| && ", re.sub(r"\s*\\\n\s*", " ", block))]
         for command in [*lines, *(" ".join(span.split()) for span in spans)]:
             for kind, begins in KINDS.items():
                 if re.match(rf"(?:\w+=\S* )*(?:\S*/)?{begins}", command) and command not in found[kind]:
