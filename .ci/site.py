@@ -37,8 +37,8 @@ class OptionHelp(griffe.Extension):
             return  # no page has them
         if isinstance(value, griffe.ExprCall) and str(value.function).lstrip("_") == "option":
             attr.value, text = value.arguments[:2]
-            if not isinstance(text, griffe.ExprJoinedStr):  # recipes, which are on no page, have such
-                attr.docstring = griffe.Docstring(ast.literal_eval(str(text)), parent=attr)
+            if isinstance(text, str):  # not where help is composed, as that of `preset`
+                attr.docstring = griffe.Docstring(ast.literal_eval(text), parent=attr)
 
 
 class PlainNames(Preprocessor):
