@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Memory of a training step by mode.
 
-    python -m benchmarks.memory             # 12 runs of a decoder of 24 million parameters, each in a new process
+    python -m benchmarks.memory             # 10 runs of a decoder of 24 million parameters, each in a new process
     python -m benchmarks.memory --out -     # only printed
 
 Each run takes AdamW steps on 4 x 512 random tokens, with the loss of transformers under bfloat16 autocast: one to fill

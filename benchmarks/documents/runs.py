@@ -35,7 +35,6 @@ def memory() -> str:
     rows = [
         [*r["name"].split(" / checkpointing "), *(f"{r['measured'][part] / 1e6:.0f}" for part in parts)]
         for r in records("memory")
-        if "measured" in r and "without fallback" not in r["name"]
     ]
     return table(["mode", "checkpointing", *parts], rows)
 
