@@ -56,7 +56,7 @@ def evaluate(
             "'w4a4:SCHEME' or SCHEME (weights and activations), "
             "'w4a4:WEIGHTS/ACTIVATIONS' (a scheme each), 'default' or a preset with its usual options, 'own' (that of "
             "the checkpoint), or 'config:FILE' (options of MXFP4RLConfig, JSON or YAML); SCHEME as for analyze, also "
-            "with mbs128-hybrid, and @RATE after the fallback. Repeatable.",
+            "with mbs128-hybrid. Repeatable.",
             show_default="own, or five usual ones",
         ),
     ] = None,
