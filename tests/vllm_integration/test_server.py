@@ -146,7 +146,7 @@ def test_adapters_beside_codes(served, folder, tmp_path):
 def test_a_run_goes_on_with_a_new_server_when_the_old_one_dies(served, folder, work, tmp_path):
     """The new one is started on the checkpoint that was left behind, of master weights, and has the scheme from it: it
     quantizes inputs as the policy does, which the old one was not told to."""
-    options = {"preset": "w4a4", "aqn": False}
+    options = {"preset": "w4a8", "aqn": False}
     trainer = trainer_on(served, folder, tmp_path, **options)
     client = trainer.vllm_generation.vllm_client
     sample = client.generate
