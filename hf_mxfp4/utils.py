@@ -30,7 +30,7 @@ Mixin: Any = object
 #: 97.5 % quantile of the normal distribution.
 Z_975 = 1.9599639845400536
 #: From this ratio of times on, products in bfloat16 are called slow.
-_SLOW = 2.5
+SLOW_BFLOAT16 = 2.5
 #: Packages whose versions belong to a result.
 PACKAGES = ("hf-mxfp4", "torch", "transformers", "trl", "peft", "accelerate", "triton", "safetensors")
 
@@ -208,7 +208,7 @@ def bfloat16_slowdown() -> float:
 @functools.cache
 def warn_of_slow_bfloat16() -> None:
     """Say once when products in bfloat16, which are about to run on the CPU, are slow there."""
-    if bfloat16_slowdown() > _SLOW:
+    if bfloat16_slowdown() > SLOW_BFLOAT16:
         get_logger().warning(
             "this CPU multiplies in bfloat16 %.0f times slower than in float32: load the model with "
             "dtype=torch.float32, and train with bf16=False",

@@ -10,9 +10,13 @@ After a change of options, write the files again:
 import importlib
 import re
 import textwrap
-from collections.abc import Sequence
-from dataclasses import MISSING, Field, fields, is_dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import MISSING, fields, is_dataclass
 from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import yaml
 
 
 #: Each recipe by its name, and what it does.
@@ -87,16 +91,18 @@ _INDENT = 33
 _TWO_LINES = 140
 
 
-def help_text(usage: str, about: str, groups: Sequence[type]) -> str:
-    """Return the short help of a script whose options are those of the dataclasses ``groups``."""
+def help_text(usage: str, about: str, groups: Sequence[type], values: Mapping[str, Any] = MappingProxyType({})) -> str:
+    """Return the short help of a script whose options are those of the dataclasses ``groups``; ``values`` are those of
+    the YAML file that it reads by itself."""
     described: dict[str, str] = {}
     for group in groups:
         theirs = _options_of_libraries(group)
         for option in fields(group):
             if option.init and option.name not in theirs:
-                described[option.name] = _describe(option)
+                default = None if option.default is MISSING else option.default
+                described[option.name] = _describe(option.metadata["help"], values.get(option.name, default))
             elif option.name in USUAL:
-                described.setdefault(option.name, USUAL[option.name])
+                described.setdefault(option.name, _describe(USUAL[option.name], values.get(option.name)))
     parts = [f"Usage: {usage}", textwrap.fill(about, _WIDTH)]
     for heading, names in HEADINGS.items():
         parts.append(_section(heading, {name: described.pop(name) for name in names.split() if name in described}))
@@ -115,14 +121,14 @@ def _options_of_libraries(group: type) -> set[str]:
     return {option.name for base in bases for option in fields(base)}
 
 
-def _describe(option: Field) -> str:
+def _describe(text: str, default: Any) -> str:
     """Return the first sentence about an option, and its default, in at most two lines."""
-    sentence = re.split(r"(?<=[\w')])\. ", option.metadata["help"])[0].rstrip(".") + "."
-    default = ""
-    if option.default is not MISSING and option.default is not None:
-        value = str(option.default)
-        default = f" [{value.lower() if value in ('True', 'False') else value}]"
-    return textwrap.shorten(sentence, _TWO_LINES - len(default), placeholder=" ...") + default
+    sentence = re.split(r"(?<=[\w')])\. ", text)[0].rstrip(".") + "."
+    shown = ""
+    if default is not None:
+        value = str(default)
+        shown = f" [{value.lower() if value in ('True', 'False') else value}]"
+    return textwrap.shorten(sentence, _TWO_LINES - len(shown), placeholder=" ...") + shown
 
 
 def _section(heading: str, described: dict[str, str]) -> str:
@@ -146,7 +152,10 @@ def recipe_help(name: str) -> str:
     module = {"grpo": "post_training.arguments", "evaluate": "evaluation.arguments"}.get(name, name)
     groups = importlib.import_module(f"hf_mxfp4.recipes.{module}").GROUPS
     usage = USAGE.get(name, "[--config FILE] [--option value ...]")
-    return help_text(f"hf-mxfp4 {name} {usage}", RECIPES[name], groups)
+    values = {}
+    if name == "train":
+        values = yaml.safe_load((Path(__file__).parents[1] / "configs" / "w4a8.yaml").read_text(encoding="utf-8"))
+    return help_text(f"hf-mxfp4 {name} {usage}", RECIPES[name], groups, values)
 
 
 def main() -> None:

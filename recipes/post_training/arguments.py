@@ -25,7 +25,7 @@ from hf_mxfp4.recipes.common.reporting import tell
 from hf_mxfp4.recipes.common.study import moved_to, one_study, put_together
 from hf_mxfp4.recipes.tasks import TaskArguments, TaskStudy
 from hf_mxfp4.recipes.tasks.tiny_model import TINY_MODELS
-from hf_mxfp4.utils import bfloat16_slowdown, option
+from hf_mxfp4.utils import SLOW_BFLOAT16, bfloat16_slowdown, option
 
 
 DEFAULT_CONFIG = CONFIGS / "tiny_cpu.yaml"
@@ -226,11 +226,11 @@ def make_options(options: Mapping[str, Any], groups: tuple[type, ...] = GROUPS) 
 
 def for_this_machine(options: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return options with those of a processor where there is no GPU and none of them is named: trained on the CPU, in
-    bfloat16 where the CPU is faster in it, measured now."""
+    bfloat16 unless the CPU is slow in it, measured now."""
     if torch.accelerator.is_available() or not {"use_cpu", "bf16", "fp16", "tf32"}.isdisjoint(options):
         return options
     slowdown = bfloat16_slowdown()
-    products = "bfloat16" if slowdown < 1 else "float32"
+    products = "float32" if slowdown > SLOW_BFLOAT16 else "bfloat16"
     tell("processor", f"no GPU: products in {products}, bfloat16 takes {slowdown:.2f} of the time of float32 here")
     return {**options, "use_cpu": True, "bf16": products == "bfloat16", "dataloader_pin_memory": False}
 

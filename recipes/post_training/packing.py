@@ -70,7 +70,9 @@ def print_commands(summary: Mapping[str, Any], recipe: RecipeArguments) -> None:
     if saved is None or not summary["n_quantized"]:
         return
     if not summary["adapter"]:
-        tell("serve", shlex.join(["vllm", "serve", packed or saved, "--dtype", "bfloat16"]))
+        command = shlex.join(["vllm", "serve", packed or saved, "--dtype", "bfloat16"])
+        tell("serve", f"{command}  (in an environment with vLLM and hf-mxfp4)")
+        tell("serve", f"{shlex.join(['hf-mxfp4', 'export', saved, 'exported'])}  (for engines without hf-mxfp4)")
     elif packed is not None and _is_on_experts(Path(saved)):
         tell("serve", "vLLM takes no adapters on experts; merge them first (docs/lora.md)")
     elif packed is not None:

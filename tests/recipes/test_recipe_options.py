@@ -214,10 +214,10 @@ def test_words_and_files_with_a_study_are_put_together(tmp_path):
     assert (study.n_train, study.split_seed, study.reload_check, study.sft_steps) == (7, 3, 0, 400)
 
 
-@pytest.mark.parametrize("slowdown", [0.5, 2.0])
-def test_without_a_gpu_and_a_word_about_it_the_cpu_trains_in_what_is_faster(slowdown, monkeypatch, capsys):
+@pytest.mark.parametrize(("slowdown", "is_bfloat16"), [(0.5, True), (1.2, True), (4.0, False)])
+def test_without_a_gpu_the_cpu_trains_in_bfloat16_unless_it_is_slow(slowdown, is_bfloat16, monkeypatch, capsys):
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
     monkeypatch.setattr(arguments, "bfloat16_slowdown", lambda: slowdown)
     training = parse(["--config", "w4a8", "--model_name_or_path", "some/model"]).training
-    assert training.use_cpu and training.bf16 is (slowdown < 1)
+    assert training.use_cpu and training.bf16 is is_bfloat16
     assert f"bfloat16 takes {slowdown:.2f} of the time of float32" in capsys.readouterr().out
