@@ -21,6 +21,7 @@ from pathlib import Path
 import torch
 from datasets import Dataset
 from torch import nn
+from transformers import AutoModelForCausalLM
 
 from hf_mxfp4 import MXFP4DistillationConfig, MXFP4DistillationTrainer
 from hf_mxfp4.lab import (
@@ -44,7 +45,6 @@ from .records import ROOT, made, option_parser, write
 
 
 PACKAGES = ("torch", "transformers")
-STRENGTH = 0.3
 W4A16, W4A8, W4A4 = "w4a16:even+mbs128-blockwise_fp8", "w4a8:even+mbs128-blockwise_fp8", "w4a4:even+mbs128-blockwise"
 
 NONE, TEXT, RANDOM, OWN = "none", "GSM8K", "random ids", "own samples"
@@ -134,7 +134,7 @@ ROWS, RATE = 4, 3e-4
 
 def smoothed(model: nn.Module, batches: Sequence[torch.Tensor]) -> None:
     if batches:
-        found = smooth_model(model, batches, STRENGTH)
+        found = smooth_model(model, batches)
         print(f"smoothed {len(found.places)} places, exponents {found.exponents}", flush=True)
 
 
@@ -146,8 +146,6 @@ def rounded(model: nn.Module, batches: Sequence[torch.Tensor]) -> None:
 
 def distilled(folder: Path, scheme: ModelScheme, teacher: Loaded, batches: Sequence[torch.Tensor]) -> nn.Module:
     """Return a student, loaded from a checkpoint, whose quantized layers were trained once over the rows."""
-    from transformers import AutoModelForCausalLM
-
     student = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, quantization_config=scheme.config)
     if not batches:
         return student

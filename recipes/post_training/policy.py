@@ -34,8 +34,6 @@ _ADAPTER_OPTIONS = {
 }  # fmt: skip
 #: Texts that smoothing and rounding measure on, and tokens of each, as by default in the command line.
 _SMOOTHED_ON, _ROUNDED_ON, _LONGEST = 32, 128, 512
-#: Of smoothing, as when a model is loaded.
-_STRENGTH = 0.3
 
 
 def find_start(options: Options) -> tuple[Stored | None, Options]:
@@ -212,7 +210,7 @@ def _round(model: PreTrainedModel, batches: Sequence[torch.Tensor], scheme: MXFP
     smoothed = ""
     if scheme.smooth:
         try:
-            found = smooth_model(model, batches[:_SMOOTHED_ON], _STRENGTH)
+            found = smooth_model(model, batches[:_SMOOTHED_ON])
             smoothed = f"smoothed at {len(found.places)} places, "
         except ValueError as error:  # a layout that it does not know; the weights are as they were
             tell("not smoothed", str(error))
