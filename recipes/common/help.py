@@ -16,8 +16,6 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-import yaml
-
 
 #: Each recipe by its name, and what it does.
 RECIPES = {
@@ -150,12 +148,12 @@ def help_file(name: str) -> Path:
 def recipe_help(name: str) -> str:
     """Return the help of one of `RECIPES`."""
     module = {"grpo": "post_training.arguments", "evaluate": "evaluation.arguments"}.get(name, name)
-    groups = importlib.import_module(f"hf_mxfp4.recipes.{module}").GROUPS
+    recipe = importlib.import_module(f"hf_mxfp4.recipes.{module}")
+    options = importlib.import_module("hf_mxfp4.recipes.common.options")  # it imports torch, which --help does without
+    file = getattr(recipe, "CONFIG", None)
+    values = {} if file is None else options.load_yaml(options.config_path(file))
     usage = USAGE.get(name, "[--config FILE] [--option value ...]")
-    values = {}
-    if name == "train":
-        values = yaml.safe_load((Path(__file__).parents[1] / "configs" / "w4a8.yaml").read_text(encoding="utf-8"))
-    return help_text(f"hf-mxfp4 {name} {usage}", RECIPES[name], groups, values)
+    return help_text(f"hf-mxfp4 {name} {usage}", RECIPES[name], recipe.GROUPS, values)
 
 
 def main() -> None:
