@@ -9,9 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from huggingface_hub import snapshot_download
-from safetensors import safe_open
 
-from hf_mxfp4.checkpoint import add_evaluation, pack_checkpoint
+from hf_mxfp4.checkpoint import add_evaluation, pack_checkpoint, read_header
 from hf_mxfp4.recipes.common.reporting import tell
 from hf_mxfp4.recipes.post_training.arguments import RecipeArguments
 from hf_mxfp4.recipes.post_training.policy import Start
@@ -60,8 +59,8 @@ def weight_bytes(folder: Path) -> int:
 
 
 def _is_on_experts(adapter: Path) -> bool:
-    with safe_open(adapter / "adapter_model.safetensors", "pt") as file:
-        return any(".experts." in name for name in file.keys())
+    tensors = read_header(adapter / "adapter_model.safetensors").tensors
+    return any(".experts." in tensor.name for tensor in tensors)
 
 
 def print_commands(summary: Mapping[str, Any], recipe: RecipeArguments) -> None:
