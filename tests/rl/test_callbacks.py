@@ -216,7 +216,7 @@ def test_the_console_shows_a_few_values_of_each_log(build, capsys):
 
 def test_a_progress_bar_shows_them_too_and_callbacks_of_a_user_stay(build):
     class Own(ProgressCallback):
-        pass
+        """A callback of a user, which only its class tells from that of transformers."""
 
     callbacks = build(disable_tqdm=False, callbacks=[Own()]).callback_handler.callbacks
     assert {type(each) for each in callbacks if isinstance(each, ProgressCallback)} == {ShortProgressCallback, Own}
