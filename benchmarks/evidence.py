@@ -20,7 +20,6 @@ import torch
 from torch import nn
 
 from hf_mxfp4 import MXFP4RLConfig
-from hf_mxfp4.gemm import select_matmul
 from hf_mxfp4.lab import (
     FULL_PRECISION,
     ModelScheme,
@@ -36,6 +35,7 @@ from hf_mxfp4.lab import (
     texts_to_predict,
 )
 from hf_mxfp4.numerics import NVFP4, QuantScheme
+from hf_mxfp4.ops import select_matmul
 
 from .records import made, option_parser, write
 

@@ -37,8 +37,8 @@ ORDER = (
     ("checkpoint",),
     ("prepare",),
     ("layers",),
-    ("gemm",),
-    ("backends",),
+    ("model",),
+    ("ops",),
     ("numerics",),
     ("mxfp4_kernels",),
 )

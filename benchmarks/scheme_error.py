@@ -18,7 +18,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 import hf_mxfp4
 from hf_mxfp4.lab import ErrorStatistics, error_statistics
-from hf_mxfp4.module_names import find_layers
+from hf_mxfp4.model.layer_names import find_layers
 from hf_mxfp4.numerics import FP8, NVFP4, OperandScheme, QuantScheme, fake_quantize_e4m3, fake_quantize_nvfp4
 from hf_mxfp4.recipes.tasks import ALPHABET, Task, load_task
 from hf_mxfp4.recipes.tasks.tiny_model import build_char_tokenizer, build_qwen2, encode_example, supervised_warmup

@@ -1,17 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-from . import (
-    backends as backends,
-    checkpoint as checkpoint,
-    config as config,
-    gemm as gemm,
-    layers as layers,
-    moe as moe,
-    numerics as numerics,
-    prepare as prepare,
-    report as report,
-)
 from .config import MXFP4RLConfig as MXFP4RLConfig
-from .gemm import fake_quantize as fake_quantize, quantize as quantize
+from .ops import fake_quantize as fake_quantize, quantize as quantize
 from .integrations.peft import merge_adapters as merge_adapters
 from .integrations.transformers import MXFP4RLQuantizer as MXFP4RLQuantizer, pack as pack
 from .layers import (

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from .module_names import read_names
+from .model.layer_names import read_names
 from .numerics import FULL, GEMM_OPERANDS, PLAIN, LinearScheme, OperandScheme, QuantScheme, Rotation, ScaleRule
 from .numerics.schemes import check_alpha, check_mantissas, one_of
 from .presets import (

@@ -34,7 +34,7 @@ from .utils import unknown_key_message
 GemmOptions = tuple[tuple[str, str], ...]
 
 MODES = ("qat", "packed")
-#: Values of options that have a fixed set of them. For `matmul_backend` see [`hf_mxfp4.gemm.select_matmul`].
+#: Values of options that have a fixed set of them. For `matmul_backend` see [`hf_mxfp4.ops.select_matmul`].
 CHOICES = {
     "scale_rule": tuple(rule.value for rule in ScaleRule),
     "macro_block": (None, *MACRO_BLOCKS),

@@ -10,10 +10,10 @@ import torch
 from torch import nn
 
 from .config import MXFP4RLConfig
-from .gemm import weight_values
 from .layers import QUANTIZED, MXFP4Experts, MXFP4Linear, MXFP4PackedExperts, MXFP4PackedLinear, trainable_matrices
-from .module_names import READS_WEIGHT
+from .model.layer_names import READS_WEIGHT
 from .numerics import FULL
+from .ops import weight_values
 from .prepare import FULL_NUMBERS, DitherReport, Smoothing
 
 

@@ -62,7 +62,7 @@ def dense_products(monkeypatch):
     """Products with packed weights on the CPU have the bits of `F.linear` with the dequantized weight, those of few
     rows too, which are otherwise computed on the codes: for tests of something else that compare packed layers with
     trainable or dense ones."""
-    monkeypatch.setattr("hf_mxfp4.backends.cpu.most_rows", lambda: 0)
+    monkeypatch.setattr("hf_mxfp4.ops.cpu.most_rows", lambda: 0)
 
 
 @pytest.fixture
@@ -138,7 +138,7 @@ def plugin():
 @pytest.fixture
 def count():
     """Gives how many matrices were quantized for forward products since it was last asked."""
-    from hf_mxfp4.gemm import weight_quantizations
+    from hf_mxfp4.ops import weight_quantizations
 
     seen = [weight_quantizations()["fprop"]]
 

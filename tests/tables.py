@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import pytest
 import torch
 
-from hf_mxfp4.gemm import matmul, to_fp8
+from hf_mxfp4.ops import matmul, to_fp8
 from hf_mxfp4.presets import PRESETS
 
 

@@ -29,7 +29,7 @@ def test_the_map_names_every_package():
 
 def test_imports_point_down_and_have_no_circle():
     graph = packages.imports(ROOT)
-    assert {"layers", "gemm"} <= graph["rl"] | graph["layers"] and "numerics" in graph["gemm"]
+    assert {"layers", "ops"} <= graph["rl"] | graph["layers"] and "numerics" in graph["ops"]
     assert packages.faults(graph) == []
 
 
@@ -38,14 +38,14 @@ def test_the_map_shows_the_graph_of_the_imports():
 
 
 def test_imports_that_point_up_or_in_a_circle_are_found(tmp_path):
-    files = dict.fromkeys(("__init__.py", "gemm/__init__.py", "layers/__init__.py", "layers/linear.py"), "")
-    files |= {"gemm/inner.py": "def late():\n    from ..layers.linear import Linear"}
+    files = dict.fromkeys(("__init__.py", "ops/__init__.py", "layers/__init__.py", "layers/linear.py"), "")
+    files |= {"ops/inner.py": "def late():\n    from ..layers.linear import Linear"}
     files |= {"stats.py": "from hf_mxfp4 import config", "config.py": "import hf_mxfp4.stats"}
     for name, text in files.items():
         (tmp_path / "hf_mxfp4" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "hf_mxfp4" / name).write_text(text)
     up, circle = packages.faults(packages.imports(tmp_path))
-    assert up.startswith("gemm imports layers, which is above it") and "import each other in a circle" in circle
+    assert up.startswith("ops imports layers, which is above it") and "import each other in a circle" in circle
 
 
 #: Python tokens, and words of the docs; see `benchmarks.packages.tokens`.

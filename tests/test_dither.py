@@ -10,8 +10,8 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from hf_mxfp4 import MXFP4Linear, MXFP4RLConfig
-from hf_mxfp4.gemm import quantize_weight
 from hf_mxfp4.layers import trainable_matrices
+from hf_mxfp4.ops import quantize_weight
 from hf_mxfp4.prepare import dither_masters
 
 

@@ -12,7 +12,7 @@ from tiny_models import make_model
 from transformers import AutoModelForCausalLM
 
 from hf_mxfp4 import MXFP4RLConfig, cached_weights, uncached_weights
-from hf_mxfp4.gemm import gemm_states
+from hf_mxfp4.ops import gemm_states
 from hf_mxfp4.presets import PRESETS
 
 

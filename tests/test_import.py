@@ -151,7 +151,7 @@ def test_public_names():
     assert {"MXFP4RLConfig", "MXFP4Linear", "fake_quantize", "quantize", "decompose"} <= set(hf_mxfp4.__all__)
     for name in hf_mxfp4.__all__:
         assert getattr(hf_mxfp4, name) is not None and name in dir(hf_mxfp4), name
-    for name in ("backends", "checkpoint", "gemm", "layers", "moe", "report"):  # without an import of their own
+    for name in ("checkpoint", "layers", "model", "ops", "report"):  # without an import of their own
         assert getattr(hf_mxfp4, name).__name__ == f"hf_mxfp4.{name}"
 
 

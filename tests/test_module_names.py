@@ -10,8 +10,8 @@ from torch import nn
 from transformers import BloomConfig, BloomForCausalLM, MambaConfig, MambaForCausalLM, T5Config, T5Model
 
 from hf_mxfp4 import MXFP4RLConfig
-from hf_mxfp4.model_structure import HEAD, OTHER_MODALITY, ROUTER, find_weight_readers, outside_body, text_part
-from hf_mxfp4.module_names import NamePatterns, find_layers, name_matches, skip_reasons, split_linears
+from hf_mxfp4.model.layer_names import NamePatterns, find_layers, name_matches, skip_reasons, split_linears
+from hf_mxfp4.model.structure import HEAD, OTHER_MODALITY, ROUTER, find_weight_readers, outside_body, text_part
 
 
 # ---- names ----------------------------------------------------------------------------------------------------------

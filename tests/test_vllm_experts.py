@@ -13,7 +13,7 @@ from tables import pairwise_params
 from vllm_stand_ins import ACTIVATIONS, ENGINE, NAME, SIZES, Engine, packed_experts, plugin_with_stand_ins, tokens
 
 import mxfp4_kernels
-from hf_mxfp4.gemm import Groups
+from hf_mxfp4.ops import Groups
 
 
 SCHEMES = [

@@ -19,8 +19,8 @@ from vllm_stand_ins import LinearBase, linear_method, make_layer, packed_layer, 
 
 import hf_mxfp4
 from hf_mxfp4 import MXFP4RLConfig
-from hf_mxfp4.gemm import matmul_counts, packed_shapes, reset_matmul_counts
 from hf_mxfp4.integrations.vllm import EngineSettings, register
+from hf_mxfp4.ops import matmul_counts, packed_shapes, reset_matmul_counts
 
 
 ROOT = Path(hf_mxfp4.__file__).parents[1]

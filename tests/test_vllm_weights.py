@@ -12,9 +12,8 @@ from vllm_stand_ins import ACTIVATIONS, Engine, Layer, linear_method, packed_exp
 from vllm_stand_ins import NAME as EXPERTS
 
 from hf_mxfp4 import MXFP4RLConfig
-from hf_mxfp4.backends import dequantize
-from hf_mxfp4.gemm import packed_tensor, quantize_weight
 from hf_mxfp4.integrations.vllm import EngineSettings, ExpectedLayers, WeightConverter
+from hf_mxfp4.ops import dequantize, packed_tensor, quantize_weight
 
 
 NAME = "model.layers.0.mlp.down_proj"

@@ -15,10 +15,9 @@ from tiny_models import make_model
 from torch import nn
 
 from hf_mxfp4 import MXFP4RLConfig
-from hf_mxfp4.backends import dequantize
-from hf_mxfp4.gemm import packed_shapes, packed_tensor
 from hf_mxfp4.integrations.vllm import EngineSettings, ExpectedLayers, WeightConverter
 from hf_mxfp4.layers import MXFP4PackedExperts, MXFP4PackedLinear
+from hf_mxfp4.ops import dequantize, packed_shapes, packed_tensor
 
 
 NAME = "model.layers.0.mlp.experts"

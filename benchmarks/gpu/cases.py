@@ -15,9 +15,8 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 import hf_mxfp4
 import mxfp4_kernels
 from hf_mxfp4 import MXFP4Experts, MXFP4Linear, MXFP4RLConfig, numerics
-from hf_mxfp4.backends import quantize_e4m3
-from hf_mxfp4.gemm import WeightCache
 from hf_mxfp4.layers import MXFP4PackedExperts, MXFP4PackedLinear
+from hf_mxfp4.ops import WeightCache, quantize_e4m3
 from hf_mxfp4.presets import PRESETS
 
 from .bench import Call, Case

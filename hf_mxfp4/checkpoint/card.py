@@ -20,7 +20,7 @@ from .._logging import get_logger
 from ..config import MXFP4RLConfig
 from ..files import replace_file
 from ..layers import trainable_matrices
-from ..module_names import find_layers
+from ..model.layer_names import find_layers
 from ..numerics import FULL
 from ..report import master_sqnr
 from ..utils import share_text

@@ -13,11 +13,11 @@ import torch
 
 from ..config import MXFP4RLConfig
 from ..files import json_clean, write_json
-from ..gemm import not_finite, quantize_weight, weight_values
-from ..module_names import full_precision_record
+from ..model.layer_names import full_precision_record
 from ..numerics import BLOCK_SIZE
 from ..numerics.formats import E8M0_NAN
 from ..numerics.schemes import one_of
+from ..ops import not_finite, quantize_weight, weight_values
 from ..report import ErrorEnergy, add_packed, decibels
 from .card import save_packed_card
 from .folder import (

@@ -11,10 +11,10 @@ import torch
 from torch import nn
 
 from ..config import MXFP4RLConfig
-from ..gemm import quantize_weight, weight_values
-from ..module_names import fused_experts
+from ..model.layer_names import fused_experts
 from ..numerics import QuantScheme, ScaleRule
 from ..numerics.schemes import one_of
+from ..ops import quantize_weight, weight_values
 from .conversion import (
     DTYPES,
     ORIGINAL,

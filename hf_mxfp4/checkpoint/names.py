@@ -16,9 +16,7 @@ import torch
 from torch import nn
 
 from ..config import MXFP4RLConfig
-from ..gemm import PACKED_FIELDS, PACKED_SUFFIXES, packed_shapes
-from ..model_structure import HEAD, experts_unsupported_reason, projections, weight_size
-from ..module_names import (
+from ..model.layer_names import (
     BY_OPTION,
     candidates,
     find_layers,
@@ -27,7 +25,9 @@ from ..module_names import (
     skip_reasons,
     unknown_names,
 )
+from ..model.structure import HEAD, experts_unsupported_reason, projections, weight_size
 from ..numerics import QuantScheme
+from ..ops import PACKED_FIELDS, PACKED_SUFFIXES, packed_shapes
 from .folder import CONFIG, CheckpointError, CheckpointFolder, StoredTensor, read_json
 
 

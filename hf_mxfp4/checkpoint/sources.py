@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 from ..config import QUANT_METHOD, MXFP4RLConfig
-from ..gemm import check_finite, check_rotation, packed_shapes, quantize_weight
-from ..model_structure import experts_unsupported_reason
-from ..module_names import fused_experts
+from ..model.layer_names import fused_experts
+from ..model.structure import experts_unsupported_reason
+from ..ops import check_finite, check_rotation, packed_shapes, quantize_weight
 from .folder import CheckpointError, CheckpointFolder, NewTensor, StoredTensor, new_tensors, read_header
 from .formats import IMPORTABLE, ImportableFormat
 from .names import (

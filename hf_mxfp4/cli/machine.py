@@ -95,7 +95,7 @@ def _quantization(devices: list[str]) -> list[dict[str, Any]]:
     for device in devices:
         for dtype in ("float32", "bfloat16", "float16"):
             for scheme in schemes:
-                backend, reason = hf_mxfp4.backends.backend_for(device, getattr(torch, dtype), scheme, "auto")
+                backend, reason = hf_mxfp4.ops.backend_for(device, getattr(torch, dtype), scheme, "auto")
                 row = {"device": device, "dtype": dtype, "scheme": str(scheme)}
                 rows.append({**row, "backend": backend, "reason": reason})
     return rows
@@ -107,13 +107,13 @@ def _products(devices: list[str]) -> list[dict[str, Any]]:
 
     from ..presets import PRESETS
 
-    rows, gemm = [], hf_mxfp4.gemm
-    here = [gemm.hardware_of(torch.device(device)) for device in devices]
+    rows, ops = [], hf_mxfp4.ops
+    here = [ops.hardware_of(torch.device(device)) for device in devices]
     for preset in PRESETS:
         scheme = hf_mxfp4.MXFP4RLConfig(preset=preset).gemms()
         for hardware in dict.fromkeys(here or _TYPICAL_HARDWARE):
             for product in hf_mxfp4.numerics.GEMM_OPERANDS:
-                layer, experts = (gemm.select_matmul(product, scheme, hardware, experts=of) for of in (False, True))
+                layer, experts = (ops.select_matmul(product, scheme, hardware, experts=of) for of in (False, True))
                 row = {"preset": preset, "hardware": hardware, "product": product}
                 rows.append({**row, "linear": layer.name, "experts": experts.name, "reason": layer.reason})
     return rows

@@ -24,8 +24,8 @@ from ..checkpoint import (
 from ..checkpoint.formats import FORMATS, ImportableFormat
 from ..config import QUANT_METHOD
 from ..files import json_clean
-from ..gemm import quantize_weight, weight_values
 from ..numerics import OperandScheme, QuantScheme
+from ..ops import quantize_weight, weight_values
 from .layers import Selection, location_of, natural_key
 from .page import number
 from .source import Source, SourceError

@@ -9,14 +9,13 @@ from functools import partial
 import torch
 
 from .. import numerics
-from ..backends import self_check
-from ..backends import triton as kernels
-from ..backends.self_check import Check, example
-from ..gemm import block_scaled, hardware_of
-from ..gemm.fp8 import FP8Operand, multiply_fp8
-from ..gemm.matmul import FP8_HARDWARE
 from ..numerics import PARTS, QuantScheme, decode_e8m0
 from ..numerics.formats import e4m3_scale_byte
+from ..ops import block_scaled, hardware_of, self_check
+from ..ops import triton as kernels
+from ..ops.fp8 import FP8Operand, multiply_fp8
+from ..ops.matmul import FP8_HARDWARE
+from ..ops.self_check import Check, example
 
 
 _PLAIN, _BLOCK_MANTISSAS = QuantScheme(), QuantScheme(macro_block=128, macro_search="block_mantissas")

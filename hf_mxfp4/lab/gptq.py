@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from ..config import MXFP4RLConfig
-from ..module_names import find_layers
+from ..model.layer_names import find_layers
 from ..numerics import QuantScheme, Rotation
 from ..utils import progress_bar
 from .rounding import output_error, quantized_again, round_weight, unsupported_reason

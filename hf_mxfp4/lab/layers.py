@@ -14,8 +14,8 @@ from ..checkpoint import LayerCost, StoredTensor, bits_per_weight
 from ..checkpoint.folder import CheckpointFolder
 from ..checkpoint.names import FileNames, quantizable_layers
 from ..config import MXFP4RLConfig
-from ..model_structure import projections
-from ..module_names import ALWAYS_SKIPPED, name_matches
+from ..model.layer_names import ALWAYS_SKIPPED, name_matches
+from ..model.structure import projections
 from .source import Source
 
 
@@ -32,7 +32,7 @@ class Selection:
     """Choose tensors, within what the user wants.
 
     Attributes:
-        exclude: patterns of [`hf_mxfp4.module_names.name_matches`].
+        exclude: patterns of [`hf_mxfp4.model.layer_names.name_matches`].
         axes: the tensors that the model has quantized, and the axis that blocks run along; `None` where no model is
             known, so that names and shapes decide.
     """

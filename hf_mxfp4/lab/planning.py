@@ -17,10 +17,10 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig
 from ..checkpoint import refuse_kernels
 from ..checkpoint.folder import CheckpointError, first_line, read_model_config
 from ..config import MXFP4RLConfig
-from ..gemm import GemmSpec
-from ..model_structure import projections, weight_size
-from ..module_names import find_layers, split_linears
+from ..model.layer_names import find_layers, split_linears
+from ..model.structure import projections, weight_size
 from ..numerics import FP8
+from ..ops import GemmSpec
 from .schemes import bits_per_element
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from ..layers import full_precision
-from ..moe import choice_agreement, find_routers, recorded_choices
+from ..model.routers import choice_agreement, find_routers, recorded_choices
 from ..utils import evaluation_mode
 
 

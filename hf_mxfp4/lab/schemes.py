@@ -13,7 +13,7 @@ from torch import nn
 
 from ..config import MXFP4RLConfig
 from ..layers import QUANTIZED, TRAINABLE
-from ..module_names import find_layers
+from ..model.layer_names import find_layers
 from ..numerics import BLOCK_SIZE, FP8, FULL, MXFP8, NVFP4, OperandScheme, QuantScheme, parse_scheme
 from ..presets import PRESETS
 from ..report import master_sqnr

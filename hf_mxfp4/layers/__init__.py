@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Layers that compute on MXFP4 operands."""
 
-from ..gemm import WEIGHT_FORMS, WeightCache, cached_weights, uncached_weights
+from ..ops import WEIGHT_FORMS, WeightCache, cached_weights, uncached_weights
 from .experts import ExpertsBase, MXFP4Experts
 from .linear import MXFP4Linear
 from .model import (

@@ -9,7 +9,9 @@ import torch
 from torch import nn
 
 from ..config import MXFP4RLConfig
-from ..gemm import (
+from ..model.structure import experts_unsupported_reason, projections, weight_size
+from ..numerics import LinearScheme
+from ..ops import (
     GemmState,
     Groups,
     LayerRng,
@@ -18,8 +20,6 @@ from ..gemm import (
     group_by_expert,
     quantized_linear,
 )
-from ..model_structure import experts_unsupported_reason, projections, weight_size
-from ..numerics import LinearScheme
 from .linear import QuantizedLayer, spec_of
 
 

@@ -5,7 +5,8 @@ import torch
 from torch import nn
 
 from ..config import MXFP4RLConfig
-from ..gemm import (
+from ..numerics import LinearScheme
+from ..ops import (
     GemmSpec,
     GemmState,
     LayerRng,
@@ -15,7 +16,6 @@ from ..gemm import (
     quantized_linear,
     weight_operand,
 )
-from ..numerics import LinearScheme
 
 
 class QuantizedLayer(nn.Module):

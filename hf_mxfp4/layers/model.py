@@ -9,8 +9,9 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from .. import model_structure
-from ..gemm import (
+from ..model import structure
+from ..numerics import GemmScheme
+from ..ops import (
     GemmState,
     LayerRng,
     effective_rows,
@@ -20,7 +21,6 @@ from ..gemm import (
     rows_first,
     weight_operand,
 )
-from ..numerics import GemmScheme
 from .experts import ExpertsBase, MXFP4Experts
 from .linear import MXFP4Linear
 from .packed_experts import MXFP4PackedExperts
@@ -103,7 +103,7 @@ class WeightMatrix:
 
 def matrix_names(name: str, layer: nn.Module) -> list[str]:
     """Return the names of the linear maps in a quantized layer called ``name``, as they are counted and reported."""
-    return model_structure.matrix_names(name, layer) if isinstance(layer, ExpertsBase) else [name]
+    return structure.matrix_names(name, layer) if isinstance(layer, ExpertsBase) else [name]
 
 
 def trainable_matrices(model: nn.Module) -> Iterator[WeightMatrix]:

@@ -6,9 +6,10 @@ from collections.abc import Mapping
 import torch
 from torch import nn
 
-from ..backends import dequantize
 from ..config import MXFP4RLConfig
-from ..gemm import (
+from ..model.structure import weight_size
+from ..numerics import MXFP4Tensor
+from ..ops import (
     PACKED_SUFFIXES,
     GemmState,
     Groups,
@@ -16,14 +17,13 @@ from ..gemm import (
     PackedWeight,
     check_rotation,
     compiled_packed_linear,
+    dequantize,
     packed_linear,
     packed_shapes,
     packed_tensor,
     quantize_experts,
     weight_values,
 )
-from ..model_structure import weight_size
-from ..numerics import MXFP4Tensor
 from .experts import ExpertsBase
 from .packed_linear import PackedLayer
 
@@ -94,7 +94,7 @@ class MXFP4PackedExperts(PackedLayer, ExpertsBase):
         self, projection: str, packed: Mapping[str, torch.Tensor | None] | PackedWeight, dtype: torch.dtype
     ) -> torch.Tensor:
         """Return the values ``[n, K]`` that tensors such as [`pack_matrix`] makes stand for, rotated back; see
-        [`hf_mxfp4.gemm.weight_values`]."""
+        [`hf_mxfp4.ops.weight_values`]."""
         spec = self.states[projection].spec
         return weight_values(packed, spec.in_features, spec.weights, dtype, spec.backend, spec.rotation)
 

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 import torch
 from torch import nn
 
-from ..backends import dequantize
 from ..config import MXFP4RLConfig
-from ..gemm import (
+from ..numerics import MXFP4Tensor
+from ..ops import (
     PACKED_FIELDS,
     GemmState,
     PackedSpec,
@@ -16,6 +16,7 @@ from ..gemm import (
     check_packed,
     check_rotation,
     compiled_packed_linear,
+    dequantize,
     packed_linear,
     packed_shapes,
     packed_tensor,
@@ -23,7 +24,6 @@ from ..gemm import (
     quantize_weight,
     weight_values,
 )
-from ..numerics import MXFP4Tensor
 from .linear import QuantizedLayer
 
 
@@ -156,7 +156,7 @@ class MXFP4PackedLinear(PackedLayer, nn.Linear):
 
     def unpacked(self, packed: Mapping[str, torch.Tensor | None] | PackedWeight, dtype: torch.dtype) -> torch.Tensor:
         """Return the values ``[n, K]`` that tensors such as [`pack_weight`] makes stand for, rotated back; see
-        [`hf_mxfp4.gemm.weight_values`]."""
+        [`hf_mxfp4.ops.weight_values`]."""
         spec = self.state.spec
         return weight_values(packed, spec.in_features, spec.weights, dtype, spec.backend, spec.rotation)
 

@@ -12,8 +12,6 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from ..backends import cpu
-from ..gemm import LayerRng, quantize
 from ..layers import WeightMatrix, gathered, trainable_matrices
 from ..numerics import (
     BLOCK_SIZE,
@@ -26,6 +24,7 @@ from ..numerics import (
     quantize_e4m3,
     unpack_codes,
 )
+from ..ops import LayerRng, cpu, quantize
 from ..utils import progress_bar
 
 

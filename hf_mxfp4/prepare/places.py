@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from ..layers import TRAINABLE, MXFP4Experts
-from ..model_structure import experts_unsupported_reason, projections
+from ..model.structure import experts_unsupported_reason, projections
 
 
 #: The kinds of places.

@@ -17,9 +17,9 @@ from torch.utils.hooks import RemovableHandle
 
 from .._logging import get_logger
 from ..config import MXFP4RLConfig
-from ..gemm import Groups
 from ..layers import TRAINABLE, MXFP4Experts, full_precision
-from ..model_structure import projections
+from ..model.structure import projections
+from ..ops import Groups
 from ..utils import evaluation_mode, progress_bar
 from .dither import sixteen_bit_dtype
 from .places import NORM, PRODUCTS, VALUES, Place, find_places

@@ -14,8 +14,8 @@ from transformers import PrinterCallback, ProgressCallback, Trainer, TrainerCall
 from .._logging import get_logger
 from ..layers import set_quantization_step
 from ..report import uncounted_weights
-from ..run_log import RUN_LOG, RunLog
 from ..utils import Mixin, machine, package_versions
+from .run_log import RUN_LOG, RunLog
 
 
 #: An alarm is raised below this entropy, in nats per token, and above this multiple of the entropy at the start.

@@ -16,11 +16,11 @@ from torch import nn
 from transformers import TrainerCallback
 
 from .._logging import get_logger
-from ..backends import fake_quantize
 from ..layers import QUANTIZED, WeightMatrix, gathered, trainable_matrices
 from ..numerics import COMPONENTS, QuantScheme, decompose_scheme
-from ..run_log import MOVEMENT_ALARM, movement_advice
+from ..ops.dispatch import fake_quantize
 from .callbacks import add_to_log
+from .run_log import MOVEMENT_ALARM, movement_advice
 
 
 Layer = TypeVar("Layer")

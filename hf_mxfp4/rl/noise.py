@@ -17,10 +17,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..backends import widest_float
-from ..model_structure import text_part
-from ..module_names import name_matches
-from ..moe import present_routers
+from ..model.layer_names import name_matches
+from ..model.routers import present_routers
+from ..model.structure import text_part
+from ..ops import widest_float
 from ..utils import replaced_method
 
 

@@ -20,7 +20,7 @@ from torch import nn
 from transformers import GenerationMixin, LogitsProcessor
 
 from .._logging import get_logger
-from ..backends import widest_float
+from ..ops import widest_float
 from ..utils import replaced_method
 
 

@@ -10,7 +10,7 @@ import torch
 from accelerate import Accelerator
 from torch import nn
 
-from ..moe import UNRECORDED, ChoiceRecorder, ReplayReport, RouterReplayError, find_routers, replayed_choices
+from ..model.routers import UNRECORDED, ChoiceRecorder, ReplayReport, RouterReplayError, find_routers, replayed_choices
 from ..utils import replaced_method
 from .vllm_engine import EXPERTS_OPTION
 

@@ -16,7 +16,7 @@ from accelerate import Accelerator
 from torch import nn
 from transformers import TrainerCallback
 
-from ..gemm import GemmSpec, WeightCache, gemm_states, weight_quantizations
+from ..ops import GemmSpec, WeightCache, gemm_states, weight_quantizations
 from ..utils import warn_of_slow_bfloat16
 from .callbacks import RunLogCallback, run_facts
 from .errors import StepMovementCallback

@@ -16,7 +16,6 @@ import torch
 from peft import PeftModel
 from torch import nn
 
-from ..backends import widest_float
 from ..integrations.peft import (
     adapted_parameters,
     adapter_factors,
@@ -24,6 +23,7 @@ from ..integrations.peft import (
     policy_parameters,
 )
 from ..layers import PACKED, TRAINABLE, trainable_matrices
+from ..ops import widest_float
 from .noise import NoiseReport, NormNoise, plain_name
 from .vllm_engine import VLLMEngine, check_forward, check_served, explain_server_errors
 

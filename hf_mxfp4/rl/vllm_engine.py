@@ -21,10 +21,10 @@ from trl.generation import vllm_generation
 
 from .._logging import get_logger
 from ..config import MXFP4RLConfig
-from ..gemm import reads_packed_on_gpus
 from ..integrations.peft import adapter_rank, base_scheme, has_inseparable_adapters
 from ..integrations.vllm import SETTINGS_KEY, EngineSettings
 from ..layers import QUANTIZED, ExpertsBase
+from ..ops import reads_packed_on_gpus
 from ..registration import QUANT_METHOD
 from ..utils import replaced_method
 from .rollout import is_corrected

@@ -3,7 +3,7 @@
 
 What it computes: the scale of a row is the smallest power of two by which no finite element clips. With scale bytes, a
 row with NaN or infinity is NaN as a whole (``hf_mxfp4.numerics.quantize_e4m3``); with float32 scales these elements
-alone are NaN (``hf_mxfp4.gemm.to_fp8``). Rows may have any strides, so that the columns of a matrix are the rows of its
+alone are NaN (``hf_mxfp4.ops.to_fp8``). Rows may have any strides, so that the columns of a matrix are the rows of its
 transpose.
 
 Tile: a program owns some rows and goes over their columns twice: for the largest magnitude, where that is not given for

@@ -6,7 +6,7 @@ import torch
 
 from benchmarks import architectures
 from benchmarks.records import records
-from hf_mxfp4 import module_names
+from hf_mxfp4.model import layer_names
 
 
 LARGE = ("mamba", "smolvlm")
@@ -25,7 +25,7 @@ def test_an_architecture_on_conv1d_is_refused():
 
 def test_a_layer_that_model_code_goes_around_is_noticed(monkeypatch):
     """T5 casts to the dtype of a weight: with stored bytes there, it cannot be right."""
-    monkeypatch.setattr(module_names, "find_weight_readers", lambda model: {})
+    monkeypatch.setattr(layer_names, "find_weight_readers", lambda model: {})
     found = architectures.try_architecture("t5")
     assert found["outcome"] == "wrong" and found["detail"].startswith("packed: ")
 

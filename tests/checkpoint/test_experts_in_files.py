@@ -14,7 +14,7 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 import hf_mxfp4
 from hf_mxfp4 import MXFP4RLConfig
 from hf_mxfp4.checkpoint import CheckpointError, FileNames, Piece, export, import_checkpoint, pack_checkpoint
-from hf_mxfp4.gemm import weight_values
+from hf_mxfp4.ops import weight_values
 
 
 #: gate, up and down of expert 1 of layer 0, as the files of each family have them.

@@ -19,10 +19,11 @@ from tiny_models import make_model
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from hf_mxfp4 import MXFP4Linear, MXFP4RLConfig, cached_weights, lab, module_names, pack, quantize
+from hf_mxfp4 import MXFP4Linear, MXFP4RLConfig, cached_weights, lab, pack, quantize
 from hf_mxfp4.checkpoint import export, import_checkpoint, pack_checkpoint, take_state_dict, verify_folder
 from hf_mxfp4.integrations.transformers import quantizer
 from hf_mxfp4.integrations.transformers.swap import quantize_linears
+from hf_mxfp4.model import layer_names
 
 
 SCHEMES = some(CONFIGS, "default", "w4a16 plain", "skips", "w4a8g8")
@@ -103,7 +104,7 @@ def predictions(model) -> torch.Tensor:
 def test_a_checkpoint_whose_feed_forward_was_quantized_still_loads_so(mode, t5, tmp_path, monkeypatch):
     """As versions wrote them that did not look for readers of weights, and recorded nothing."""
     with monkeypatch.context() as patch:
-        patch.setattr(module_names, "find_weight_readers", lambda model: {})
+        patch.setattr(layer_names, "find_weight_readers", lambda model: {})
         patch.setattr(quantizer, "full_precision_record", lambda model, reasons: None)
         old = load_as(t5, mode)
         assert sum(name.endswith("wo") for name in old.quantization_report.quantized) == 2
@@ -126,7 +127,7 @@ def test_what_names_do_not_tell_is_recorded_and_used(mode, t5, tmp_path, monkeyp
     kept = config_in(tmp_path / "saved")["quantization_config"]["full_precision"]
     assert kept == ["encoder.block.0.layer.1.DenseReluDense.wo", "decoder.block.0.layer.2.DenseReluDense.wo", "lm_head"]
     # A version that would choose otherwise.
-    monkeypatch.setattr(module_names, "find_weight_readers", lambda model: {})
+    monkeypatch.setattr(layer_names, "find_weight_readers", lambda model: {})
     again = load_as(tmp_path / "saved")
     assert again.quantization_report.quantized == model.quantization_report.quantized
     assert torch.equal(predictions(again), predictions(model))
@@ -149,7 +150,7 @@ def test_packed_files_show_what_is_packed_without_a_record(t5, tmp_path, monkeyp
     scheme = config_in(tmp_path / "saved")["quantization_config"]
     del scheme["full_precision"]
     edit_config(tmp_path / "saved", quantization_config=scheme)
-    monkeypatch.setattr(module_names, "find_weight_readers", lambda model: {})
+    monkeypatch.setattr(layer_names, "find_weight_readers", lambda model: {})
     again = load_as(tmp_path / "saved")
     assert again.quantization_report.quantized == model.quantization_report.quantized
 
@@ -158,7 +159,7 @@ def test_packed_files_show_what_is_packed_without_a_record(t5, tmp_path, monkeyp
 def test_a_recorded_scheme_chooses_the_layers_of_a_plain_checkpoint(mode, t5, monkeypatch):
     """As the scheme in `adapter_config.json` does, for the base that the adapter was trained on."""
     model = load_as(t5, mode)
-    monkeypatch.setattr(module_names, "find_weight_readers", lambda model: {})
+    monkeypatch.setattr(layer_names, "find_weight_readers", lambda model: {})
     scheme = MXFP4RLConfig.from_dict(model.config.quantization_config.to_dict())
     again = load_as(t5, quantization_config=scheme)
     assert again.quantization_report.quantized == model.quantization_report.quantized
@@ -173,7 +174,7 @@ def test_what_another_model_recorded_is_not_used(t5):
 @pytest.mark.parametrize("mode", ["qat", "packed"])
 def test_a_state_dict_is_loaded_with_the_config_of_a_quantized_model(mode, t5, monkeypatch):
     model = load_as(t5, mode)
-    monkeypatch.setattr(module_names, "find_weight_readers", lambda model: {})
+    monkeypatch.setattr(layer_names, "find_weight_readers", lambda model: {})
     again = load_as(None, auto=type(model), config=model.config, state_dict=model.state_dict())
     assert again.quantization_report.quantized == model.quantization_report.quantized
     assert isinstance(model.config.quantization_config, MXFP4RLConfig)

@@ -14,13 +14,13 @@ from tiny_models import make_model
 
 import hf_mxfp4
 from hf_mxfp4 import MXFP4Linear, MXFP4PackedLinear, MXFP4RLConfig, lab, numerics
-from hf_mxfp4.backends import backend_for
-from hf_mxfp4.backends import triton as triton_kernels
-from hf_mxfp4.gemm import (
+from hf_mxfp4.integrations.transformers.swap import quantize_linears
+from hf_mxfp4.ops import (
     GemmSpec,
     GemmState,
     Groups,
     LayerRng,
+    backend_for,
     group_by_expert,
     hardware_of,
     matmul_counts,
@@ -28,7 +28,7 @@ from hf_mxfp4.gemm import (
     reset_matmul_counts,
     select_matmul,
 )
-from hf_mxfp4.integrations.transformers.swap import quantize_linears
+from hf_mxfp4.ops import triton as triton_kernels
 from mxfp4_kernels import Packed, Scheme, Side, fake_quantize_rows_and_columns, linear_w4a16
 
 

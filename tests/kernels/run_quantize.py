@@ -28,9 +28,8 @@ from hypothesis import strategies as st
 
 import mxfp4_kernels
 from hf_mxfp4 import numerics
-from hf_mxfp4.backends import dispatch
-from hf_mxfp4.gemm import to_fp4, to_fp8
 from hf_mxfp4.numerics import QuantScheme
+from hf_mxfp4.ops import dispatch, to_fp4, to_fp8
 from mxfp4_kernels import Scheme, Side, quantization
 
 

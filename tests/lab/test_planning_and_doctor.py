@@ -13,11 +13,11 @@ from transformers import GptOssConfig, Qwen3MoeConfig
 
 from benchmarks.memory import architecture, make_model, measure
 from hf_mxfp4 import MXFP4RLConfig
-from hf_mxfp4.backends import self_check
-from hf_mxfp4.backends import triton as kernels
 from hf_mxfp4.cli import machine
-from hf_mxfp4.gemm.matmul import HAS_FP8_ON_CPU
 from hf_mxfp4.lab import Setup, check_kernels, doctor, plan, sizes_of
+from hf_mxfp4.ops import self_check
+from hf_mxfp4.ops import triton as kernels
+from hf_mxfp4.ops.matmul import HAS_FP8_ON_CPU
 
 
 SEQUENCES, TOKENS, RANK = 3, 64, 4

@@ -21,7 +21,7 @@ from hf_mxfp4.lab.run_report.log import RunRecord
 from hf_mxfp4.lab.run_report.page import render_run
 from hf_mxfp4.lab.weights import least_error
 from hf_mxfp4.numerics import parse_scheme
-from hf_mxfp4.run_log import PREVIOUS_LOG, RunLog
+from hf_mxfp4.rl.run_log import PREVIOUS_LOG, RunLog
 
 
 class PageReader(HTMLParser):

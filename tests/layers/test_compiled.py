@@ -19,9 +19,9 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from transformers import AutoModelForCausalLM
 
 from hf_mxfp4 import MXFP4Linear, MXFP4PackedLinear, MXFP4RLConfig, cached_weights, fake_quantize, quantize
-from hf_mxfp4.gemm import weight_quantizations
 from hf_mxfp4.integrations.transformers import quantize_linears
 from hf_mxfp4.layers import set_quantization_step
+from hf_mxfp4.ops import weight_quantizations
 from hf_mxfp4.presets import PRESETS
 
 

@@ -12,10 +12,10 @@ from torch.library import opcheck
 from transformers import AutoModelForCausalLM, CompileConfig
 
 from hf_mxfp4 import MXFP4Experts, MXFP4RLConfig, cached_weights
-from hf_mxfp4.gemm import Groups, compiled_linear, group_by_expert, quantized_linear
-from hf_mxfp4.gemm.compile import groups_of, what_is_saved
 from hf_mxfp4.integrations.transformers import quantize_linears
 from hf_mxfp4.layers import MXFP4PackedExperts
+from hf_mxfp4.ops import Groups, compiled_linear, group_by_expert, quantized_linear
+from hf_mxfp4.ops.operators import groups_of, what_is_saved
 
 
 pytestmark = pytest.mark.usefixtures("fresh_compiler")

@@ -18,7 +18,7 @@ from torch import nn
 from hf_mxfp4 import MXFP4Experts, cached_weights, fake_quantize, set_quantization_step
 from hf_mxfp4.integrations.transformers import quantize_linears
 from hf_mxfp4.layers import random_layers
-from hf_mxfp4.model_structure import experts_unsupported_reason
+from hf_mxfp4.model.structure import experts_unsupported_reason
 from hf_mxfp4.numerics import dequantize_mxfp8, quantize_mxfp8
 
 

@@ -14,12 +14,11 @@ from same_bits import assert_same
 from tables import needs_fp8_on_cpu
 from tiny_models import make_model
 
-from hf_mxfp4 import MXFP4Experts, MXFP4Linear, MXFP4PackedLinear, MXFP4RLConfig, cached_weights, gemm, numerics
-from hf_mxfp4.backends import dispatch
-from hf_mxfp4.gemm import GemmSpec, GemmState, Groups, LayerRng, operands, quantized_linear, select_matmul
+from hf_mxfp4 import MXFP4Experts, MXFP4Linear, MXFP4PackedLinear, MXFP4RLConfig, cached_weights, numerics, ops
+from hf_mxfp4.ops import GemmSpec, GemmState, Groups, LayerRng, dispatch, operands, quantized_linear, select_matmul
 
 
-linear, products = map(importlib.import_module, ("hf_mxfp4.gemm.linear", "hf_mxfp4.gemm.matmul"))
+linear, products = map(importlib.import_module, ("hf_mxfp4.ops.linear", "hf_mxfp4.ops.matmul"))
 #: Tokens, outputs and inputs, none of them a multiple of 16 or 32.
 M, N, K = 43, 37, 50
 #: Without macro factors, which FP8 tensor cores do not multiply.
@@ -123,12 +122,12 @@ def test_w4a8g8_folds_the_scales_of_tokens_into_the_gradient_before_that_is_roun
     scaled = (grad.double() * scales_of(x)).t().float()
     expected = fp8(x).double() @ weight.t() + found.bias.detach(), fp8(grad).double() @ weight, fp8(scaled).double()
     expected = *expected[:2], expected[2] @ e4m3(x)
-    gemm.reset_matmul_counts()
+    ops.reset_matmul_counts()
     for a, b in zip(passes(found, x, grad=grad)[:3], expected, strict=True):
         torch.testing.assert_close(a.double(), b, rtol=2e-5, atol=2e-5 * float(b.abs().max()))
     products = "fp8" if options else "dense"
     counted = {gemm: {products: 1} for gemm in ("fprop", "dgrad", "wgrad")}
-    assert gemm.matmul_counts() == {**counted, "inexact_elements": 0}
+    assert ops.matmul_counts() == {**counted, "inexact_elements": 0}
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
@@ -169,7 +168,7 @@ def dense_and_fp8(spread: str, **options) -> list[list[torch.Tensor]]:
     blocks = 2.0 ** (torch.arange(K) // 32 * -24.0) if spread == "blocks" else torch.ones(K)
     found = []
     for backend in ("dense", "fp8"):
-        gemm.reset_matmul_counts()
+        ops.reset_matmul_counts()
         quantized = layer(preset="w4a8g8", **FP8_PRODUCTS | options | {"matmul_backend": backend})
         with torch.no_grad():
             quantized.weight.mul_(rows * blocks)
@@ -185,7 +184,7 @@ def test_scales_of_weights_are_one_or_one_a_row_or_the_products_are_dense(spread
         torch.testing.assert_close(fp8_result, dense, rtol=1e-5, atol=1e-5 * float(dense.abs().max()))
     with_weights = "dense" if spread == "blocks" else "fp8"
     counted = {"fprop": {with_weights: 1}, "dgrad": {with_weights: 1}, "wgrad": {"fp8": 1}}
-    assert gemm.matmul_counts() == {**counted, "inexact_elements": 0}
+    assert ops.matmul_counts() == {**counted, "inexact_elements": 0}
     if spread == "blocks":
         assert torch.equal(*found[0]) and torch.equal(*found[1])
 
@@ -193,7 +192,7 @@ def test_scales_of_weights_are_one_or_one_a_row_or_the_products_are_dense(spread
 @pytest.mark.parametrize("rounded", [{"rotation": "deterministic-16"}, {"grad": "rceil"}], ids=str)
 def test_what_dgrad_does_to_the_gradient_beside_scaling_it_stays_as_it_is(rounded):
     dense, found = dense_and_fp8("rows", dgrad={"grad": "fp8"} | rounded)
-    assert gemm.matmul_counts()["dgrad"] == {"dense": 1} and torch.equal(found[1], dense[1])
+    assert ops.matmul_counts()["dgrad"] == {"dense": 1} and torch.equal(found[1], dense[1])
 
 
 @needs_fp8_on_cpu
@@ -245,7 +244,7 @@ def check_experts(weight: torch.Tensor, config: MXFP4RLConfig) -> dict:
     x, grad, bias = (torch.randn(*size, generator=generator) for size in ((M, 64), (M, 48), (3, 48)))
     found = {}
     for backend in ("dense", "fp8"):
-        gemm.reset_matmul_counts()
+        ops.reset_matmul_counts()
         spec = GemmSpec(config.gemms(), matmul_backend=backend)
         leaves = [t.clone().requires_grad_() for t in (x, weight, bias)]
         state = GemmState(spec, [LayerRng(0, f"experts.{e}") for e in range(3)])
@@ -254,7 +253,7 @@ def check_experts(weight: torch.Tensor, config: MXFP4RLConfig) -> dict:
         found[backend] = [y.detach(), *(t.grad for t in leaves)]
     for fp8_result, dense in zip(found["fp8"], found["dense"], strict=True):
         torch.testing.assert_close(fp8_result, dense, rtol=1e-5, atol=1e-5 * float(dense.abs().max()))
-    return gemm.matmul_counts()
+    return ops.matmul_counts()
 
 
 def weights_of_experts() -> torch.Tensor:
@@ -291,11 +290,11 @@ def test_packed_layers_multiply_on_fp8_cores_as_trained_ones_do(preset):
     packed = MXFP4PackedLinear.from_linear(trained, trained.config.packed(), "up_proj")
     assert packed.config.preset == preset.removesuffix("g8")
     x = tokens().requires_grad_()
-    gemm.reset_matmul_counts()
+    ops.reset_matmul_counts()
     compiled = torch.compile(packed, backend="eager", fullgraph=True)
     for found in (packed(x), compiled(x)):
         assert torch.equal(found, trained(x))
-    assert gemm.matmul_counts()["fprop"] == {"fp8": 4}
+    assert ops.matmul_counts()["fprop"] == {"fp8": 4}
     (grad,) = torch.autograd.grad(packed(x).sum(), x)
     assert_product(grad, torch.ones(M, N), packed.dequantized_weight().t())
 

@@ -17,8 +17,8 @@ from tiny_models import make_model
 from torch import nn
 
 from hf_mxfp4 import MXFP4Experts, MXFP4Linear, MXFP4PackedLinear, MXFP4RLConfig, cached_weights, pack
-from hf_mxfp4.gemm import weight_operand
 from hf_mxfp4.layers import MXFP4PackedExperts
+from hf_mxfp4.ops import weight_operand
 
 
 FAMILIES = ["qwen3_moe", "qwen2_moe", "mixtral", "gpt_oss"]

@@ -17,8 +17,8 @@ from tables import CONFIGS, PLAIN, some
 from torch import nn
 
 from hf_mxfp4 import MXFP4Linear, MXFP4PackedLinear, MXFP4RLConfig, cached_weights, numerics
-from hf_mxfp4.backends import dispatch as backends
-from hf_mxfp4.gemm import PACKED_FIELDS
+from hf_mxfp4.ops import PACKED_FIELDS
+from hf_mxfp4.ops import dispatch as backends
 
 
 SCHEMES = some(
@@ -130,7 +130,7 @@ def test_dequantized_weight_against_the_eager_reference(options):
 def test_a_weight_that_is_quantized_in_portions(monkeypatch):
     source, config = linear(100, 64), packed_config(fprop={"weight": "rceil+mbs128-dynamic+32x32"})
     whole = MXFP4PackedLinear.from_linear(source, config)
-    monkeypatch.setattr("hf_mxfp4.gemm.packed_weight.PORTION", 32 * 64)
+    monkeypatch.setattr("hf_mxfp4.ops.packed_weight.PORTION", 32 * 64)
     parts = MXFP4PackedLinear.from_linear(source, config)
     assert all(torch.equal(a, b) for a, b in zip(whole.packed_weight()[:3], parts.packed_weight()[:3], strict=True))
 

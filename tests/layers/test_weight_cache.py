@@ -18,9 +18,9 @@ from torch import nn
 
 from benchmarks.counters import LiveTensors
 from hf_mxfp4 import MXFP4Linear, MXFP4RLConfig, cached_weights, fake_quantize, pack, quantize, uncached_weights
-from hf_mxfp4.gemm import WeightCache, weight_codes, weight_quantizations
 from hf_mxfp4.integrations.transformers import quantize_linears
 from hf_mxfp4.layers import trainable_matrices
+from hf_mxfp4.ops import WeightCache, weight_codes, weight_quantizations
 
 
 WEIGHT_ONLY = factors_config(preset="w4a16", macro_search="static")

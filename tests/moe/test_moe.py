@@ -8,8 +8,8 @@ from peft import LoraConfig, get_peft_model
 from tiny_models import make_model
 from torch import nn
 
-from hf_mxfp4 import moe
-from hf_mxfp4.moe import ChoiceRecorder, RouterReplayError, find_routers, recorded_choices, replayed_choices
+from hf_mxfp4.model import routers
+from hf_mxfp4.model.routers import ChoiceRecorder, RouterReplayError, find_routers, recorded_choices, replayed_choices
 
 
 PLACES = {"gpt_oss": "mlp.router", "granitemoe": "block_sparse_moe.router"}
@@ -34,7 +34,7 @@ def test_every_router_is_found_and_its_choices_are_read(family):
 
 def test_without_a_router():
     model = make_model("qwen2")
-    assert moe.present_routers(model) == {}
+    assert routers.present_routers(model) == {}
     with pytest.raises(ValueError, match="Qwen2ForCausalLM has no router.*mixture-of-experts models"):
         find_routers(model)
 

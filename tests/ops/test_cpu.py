@@ -18,8 +18,8 @@ from tables import MACROS, RULES, pairwise_params
 
 import hf_mxfp4
 from hf_mxfp4 import numerics
-from hf_mxfp4.backends import backend_for, cpu, rotate_rows
 from hf_mxfp4.numerics import ROTATION_SIZES, QuantScheme
+from hf_mxfp4.ops import backend_for, cpu, rotate_rows
 from mxfp4_kernels import cpu as library
 
 
@@ -186,7 +186,7 @@ def test_the_public_functions_run_on_the_fused_backend(monkeypatch):
     x, strided = torch.randn(4, 64), torch.randn(96, 140)[:, ::2]
     expected, by_axis = numerics.fake_quantize(x), numerics.fake_quantize(strided, axis=0)
     monkeypatch.setattr(numerics, "quantize", refuse)
-    monkeypatch.setattr("hf_mxfp4.backends.dispatch.apply_scheme", refuse)
+    monkeypatch.setattr("hf_mxfp4.ops.dispatch.apply_scheme", refuse)
     monkeypatch.setattr("hf_mxfp4.numerics.packed.dequantize", refuse)
     assert torch.equal(hf_mxfp4.fake_quantize(x), expected)
     assert torch.equal(hf_mxfp4.quantize(x).dequantize(), expected)
@@ -284,7 +284,8 @@ def test_other_instructions(name, variant, tmp_path):
 PRINT_BACKEND = """
 import torch
 from hf_mxfp4.numerics import QuantScheme, apply_scheme
-from hf_mxfp4.backends import backend_for, fake_quantize
+from hf_mxfp4.ops import backend_for
+from hf_mxfp4.ops.dispatch import fake_quantize
 x = torch.randn(8, 128)
 assert torch.equal(fake_quantize(x, QuantScheme()), apply_scheme(x, QuantScheme()))
 print(*backend_for("cpu", x.dtype, QuantScheme(), "auto"))

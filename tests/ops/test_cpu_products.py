@@ -11,10 +11,10 @@ import torch
 import torch.nn.functional as F
 
 import hf_mxfp4
-from hf_mxfp4.backends import cpu as packed_product
-from hf_mxfp4.backends.cpu import product, unsupported_reason
-from hf_mxfp4.gemm import packed_tensor, quantize_weight
 from hf_mxfp4.numerics import MXFP4Tensor, QuantScheme
+from hf_mxfp4.ops import cpu as packed_product
+from hf_mxfp4.ops import packed_tensor, quantize_weight
+from hf_mxfp4.ops.cpu import product, unsupported_reason
 
 
 pytestmark = pytest.mark.skipif(

@@ -13,12 +13,12 @@ from torch import nn
 from torch.nn.functional import ScalingType, SwizzleType
 from torchao.prototype.mx_formats.utils import from_blocked, to_blocked
 
-from hf_mxfp4 import MXFP4Linear, MXFP4PackedLinear, MXFP4RLConfig, cached_weights, gemm, numerics, quantize
+from hf_mxfp4 import MXFP4Linear, MXFP4PackedLinear, MXFP4RLConfig, cached_weights, numerics, ops, quantize
 from hf_mxfp4.checkpoint.formats import FORMATS
-from hf_mxfp4.gemm import compiled_linear, matmul_counts, quantized_linear, select_matmul, to_fp4
+from hf_mxfp4.ops import compiled_linear, matmul_counts, quantized_linear, select_matmul, to_fp4
 
 
-matmul_module, block_scaled = (importlib.import_module(f"hf_mxfp4.gemm.{name}") for name in ("matmul", "block_scaled"))
+matmul_module, block_scaled = (importlib.import_module(f"hf_mxfp4.ops.{name}") for name in ("matmul", "block_scaled"))
 GRID = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], dtype=torch.float64)
 MANTISSAS = {"scale_rule": "even", "macro_block": 128, "macro_search": "block_mantissas"}
 PLAIN = {"scale_rule": "rceil", "macro_block": None}
@@ -58,7 +58,7 @@ def stand_in(a, b, scale_a, recipe_a, scale_b, recipe_b, swizzle_a, swizzle_b, *
 @pytest.fixture
 def blackwell(monkeypatch):
     """A device with FP4 products, but for its arithmetic the CPU; the fixture sets another architecture."""
-    gemm.reset_matmul_counts()
+    ops.reset_matmul_counts()
     block_scaled.problem.cache_clear()
     monkeypatch.setattr(F, "scaled_mm", stand_in)
     yield lambda name: monkeypatch.setattr(matmul_module, "hardware_of", lambda device: name)
@@ -176,7 +176,7 @@ def test_a_layer_computes_as_with_dense_products(blackwell, options, product):
     x = matrix(M, K).view(2, M // 2, K)
     expected = passes(layer(matmul_backend="dense", **options), x)
     blackwell("sm_100")
-    gemm.reset_matmul_counts()
+    ops.reset_matmul_counts()
     found = passes(layer(**options), x, product)
     assert matmul_counts()["fprop"] == {"fp4": 1}
     torch.testing.assert_close(found[0], expected[0], rtol=2**-7, atol=2**-7)
@@ -191,7 +191,7 @@ def test_layers_multiply_mxfp8_inputs_with_codes(blackwell, options, product):
     expected = passes(dense, x)
     packed = MXFP4PackedLinear.from_linear(dense, layer(**options).config.packed(), "layer")
     blackwell("sm_100")
-    gemm.reset_matmul_counts()
+    ops.reset_matmul_counts()
     found = passes(layer(**options), x, product)
     for y in (found[0], layer(**options).requires_grad_(False)(x), packed(x)):
         torch.testing.assert_close(y, expected[0], rtol=2**-7, atol=2**-7)
@@ -237,10 +237,10 @@ def test_a_weight_is_converted_once_in_a_scope_and_products_without_gradients_ar
     blackwell("sm_100")
     made, x = layer(), matrix(M, K)
     y = made(x).detach()
-    before = gemm.weight_quantizations()["fprop"]
+    before = ops.weight_quantizations()["fprop"]
     with cached_weights(made), torch.no_grad():
         assert torch.equal(made(x), y) and torch.equal(made(x), y)
-    assert gemm.weight_quantizations()["fprop"] == before + 1 and matmul_counts()["fprop"] == {"fp4": 3}
+    assert ops.weight_quantizations()["fprop"] == before + 1 and matmul_counts()["fprop"] == {"fp4": 3}
 
 
 @pytest.mark.parametrize("options", [MANTISSAS, PLAIN], ids=["mantissas", "plain"])
@@ -250,7 +250,7 @@ def test_packed_layers_multiply_their_codes(blackwell, options):
     packed = MXFP4PackedLinear.from_linear(plain, config, "layer")
     expected = packed(x)
     blackwell("sm_100")
-    gemm.reset_matmul_counts()
+    ops.reset_matmul_counts()
     found = packed(x)
     assert matmul_counts()["fprop"] == {"fp4": 1}
     torch.testing.assert_close(found, expected, rtol=2**-7, atol=2**-7)

@@ -12,10 +12,11 @@ from tables import pairwise_params
 from torch.library import opcheck
 
 from hf_mxfp4 import MXFP4Linear, MXFP4PackedLinear, MXFP4RLConfig, numerics
-from hf_mxfp4.backends import backend_for, cpu, dispatch, fake_quantize, self_check
-from hf_mxfp4.backends import triton as triton_kernels
-from hf_mxfp4.gemm.compile import state_of, what_is_saved
 from hf_mxfp4.numerics import QuantScheme, parse_scheme
+from hf_mxfp4.ops import backend_for, cpu, dispatch, self_check
+from hf_mxfp4.ops import triton as triton_kernels
+from hf_mxfp4.ops.dispatch import fake_quantize
+from hf_mxfp4.ops.operators import state_of, what_is_saved
 
 
 OPS = torch.ops.hf_mxfp4

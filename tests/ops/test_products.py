@@ -14,11 +14,11 @@ from passes import passes
 from tables import CONFIGS, needs_fp8_on_cpu, some
 from torch import nn
 
-from hf_mxfp4 import MXFP4Linear, MXFP4RLConfig, fake_quantize, gemm
+from hf_mxfp4 import MXFP4Linear, MXFP4RLConfig, fake_quantize, ops
 from hf_mxfp4 import quantize as mxfp4_quantize
-from hf_mxfp4.backends import dispatch as backends
-from hf_mxfp4.gemm import GemmSpec, GemmState, Groups, LayerRng, PackedSpec, packed_linear, quantized_linear, to_fp8
 from hf_mxfp4.numerics import FULL, GemmScheme, LinearScheme, QuantScheme
+from hf_mxfp4.ops import GemmSpec, GemmState, Groups, LayerRng, PackedSpec, packed_linear, quantized_linear, to_fp8
+from hf_mxfp4.ops import dispatch as backends
 
 
 def state_of(inputs) -> GemmState:
@@ -83,7 +83,7 @@ def test_a_rotated_weight_is_rotated_back_for_dgrad():
     quantized_linear(x.requires_grad_(), weight, None, rotated).backward(grad)
     pair = torch.tensor([[1.0, 1.0], [1.0, -1.0]], dtype=torch.float64) / 2**0.5
     matrix = functools.reduce(torch.kron, [pair] * 5)
-    expected = grad @ gemm.weight_operand(weight @ matrix, torch.float64, plain) @ matrix.t()
+    expected = grad @ ops.weight_operand(weight @ matrix, torch.float64, plain) @ matrix.t()
     torch.testing.assert_close(x.grad, expected, rtol=1e-12, atol=1e-12)
 
 
@@ -147,7 +147,7 @@ def expected(x, weight, bias, grad, transposed=False, own_states=None):
 
 
 def test_rows_are_grouped_by_expert_in_their_order():
-    order, groups = gemm.group_by_expert(torch.tensor([2, 0, 2, 3, 0]), 5)
+    order, groups = ops.group_by_expert(torch.tensor([2, 0, 2, 3, 0]), 5)
     assert order.tolist() == [1, 4, 0, 2, 3]
     assert groups.offsets(torch.device("cpu")).tolist() == [2, 2, 4, 5, 5]
     assert groups.offsets(torch.device("cpu")).dtype == torch.int32
@@ -158,7 +158,7 @@ def test_rows_are_grouped_by_expert_in_their_order():
 
 
 def test_no_rows():
-    order, groups = gemm.group_by_expert(torch.empty(0, dtype=torch.long), 3)
+    order, groups = ops.group_by_expert(torch.empty(0, dtype=torch.long), 3)
     assert order.numel() == 0 and groups.counts == (0, 0, 0) and list(groups) == []
     x, weight = torch.empty(0, K, requires_grad=True), torch.randn(3, N, K, requires_grad=True)
     out = quantized_linear(x, weight, None, states(matrices=3)[0], groups)
@@ -169,7 +169,7 @@ def test_no_rows():
 @pytest.mark.parametrize("wrong", [4, -1])
 def test_an_expert_that_does_not_exist(wrong):
     with pytest.raises(ValueError, match=f"sent to expert {wrong} of 4; MXFP4 experts know no expert parallelism"):
-        gemm.group_by_expert(torch.tensor([0, wrong, 3]), 4)
+        ops.group_by_expert(torch.tensor([0, wrong, 3]), 4)
 
 
 @pytest.mark.parametrize("transposed", [False, True])
@@ -201,7 +201,7 @@ def grouped_mm_of_cuda(a, b, *, offs):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_grouped_product_of_pytorch_gives_what_the_loop_gives(dtype, bias, monkeypatch):
     out, grads = passes_of_experts(*tensors(bias, dtype=dtype))
-    monkeypatch.setattr(importlib.import_module("hf_mxfp4.gemm.matmul"), "_runs_grouped", lambda *operands: True)
+    monkeypatch.setattr(importlib.import_module("hf_mxfp4.ops.matmul"), "_runs_grouped", lambda *operands: True)
     monkeypatch.setattr(F, "grouped_mm", grouped_mm_of_cuda)
     found, found_grads = passes_of_experts(*tensors(bias, dtype=dtype))
     tolerance = 1e-5 if dtype == torch.float32 else 2e-2
@@ -265,7 +265,7 @@ FP8_PRODUCTS = {
 
 @pytest.fixture(autouse=True)
 def fresh_counts():
-    gemm.reset_matmul_counts()
+    ops.reset_matmul_counts()
 
 
 def test_the_largest_of_a_row_lies_between_256_and_448():
@@ -273,7 +273,7 @@ def test_the_largest_of_a_row_lies_between_256_and_448():
     elements, scale = to_fp8(rows)
     assert scale.flatten().tolist() == [2**-6, 2**-7, scale[2].item(), 2**-5]
     assert elements.float().tolist() == [[384, -32, 0], [128, 384, 256], [0, 0, 0], [240, 32, 16]]
-    assert gemm.matmul_counts()["inexact_elements"] == 0
+    assert ops.matmul_counts()["inexact_elements"] == 0
 
 
 def test_values_too_small_beside_the_largest_are_rounded_and_counted():
@@ -281,12 +281,12 @@ def test_values_too_small_beside_the_largest_are_rounded_and_counted():
     elements, _ = to_fp8(rows)
     assert elements[:, :4].float().tolist() == [[256, 2**-8, 2**-9, 3 * 2**-9]]
     assert elements[:, 4:].float().isnan().all()
-    assert gemm.matmul_counts()["inexact_elements"] == 1
+    assert ops.matmul_counts()["inexact_elements"] == 1
 
 
 def test_rounded_values_are_counted_in_memory_that_stays(monkeypatch):
     """CUDA graphs add to it when they are replayed, and what is allocated while one is captured is theirs."""
-    counters = importlib.import_module("hf_mxfp4.gemm.fp8").inexact
+    counters = importlib.import_module("hf_mxfp4.ops.fp8").inexact
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
     rows = torch.tensor([[2.0**8, 3 * 2.0**-10]])
     for is_capturing, expected in ((True, 0), (False, 1), (True, 2)):
@@ -294,9 +294,9 @@ def test_rounded_values_are_counted_in_memory_that_stays(monkeypatch):
         if not expected:
             counters.clear()
         to_fp8(rows)
-        assert gemm.matmul_counts()["inexact_elements"] == expected
+        assert ops.matmul_counts()["inexact_elements"] == expected
     (counter,) = counters.values()
-    gemm.reset_matmul_counts()
+    ops.reset_matmul_counts()
     assert int(counter) == 0 and counters[counter.device] is counter
 
 
@@ -315,9 +315,9 @@ def test_a_product_of_three_levels_is_exact_where_sums_are():
     a, b = operand(9), operand(33)
     for x in (a, b):
         assert torch.equal(fake_quantize(x, **THREE_LEVELS), x)
-    found = gemm.matmul(to_fp8(a), to_fp8(b), dtype=torch.float32)
+    found = ops.matmul(to_fp8(a), to_fp8(b), dtype=torch.float32)
     assert torch.equal(found.double(), a.double() @ b.double().t()) and found.unique().numel() > 100
-    assert gemm.matmul_counts()["inexact_elements"] == 0
+    assert ops.matmul_counts()["inexact_elements"] == 0
 
 
 @pytest.mark.parametrize("apart", range(13))
@@ -330,7 +330,7 @@ def test_blocks_eleven_binades_apart_are_exact_at_every_scale_byte(apart):
     elements, found = to_fp8(rows)
     assert rows.shape == (245, 53) and torch.equal(found.flatten(), scale.flatten() / 32)
     same = elements.double() * found.double() == rows.double()
-    assert gemm.matmul_counts()["inexact_elements"] == (~same).sum()
+    assert ops.matmul_counts()["inexact_elements"] == (~same).sum()
     assert same.all() == (apart <= 11)
 
 
@@ -343,12 +343,12 @@ def test_blocks_eleven_binades_apart_are_exact_at_every_scale_byte(apart):
 def test_a_layer_computes_as_with_dense_products(preset, options):
     plain, x, found = nn.Linear(96, 48), torch.randn(2, 5, 96), []
     for engine in ("dense", "fp8"):
-        gemm.reset_matmul_counts()
+        ops.reset_matmul_counts()
         config = MXFP4RLConfig(preset=preset, matmul_backend=engine, **options)
         found.append(passes(MXFP4Linear.from_linear(plain, config), x))
     torch.testing.assert_close(*found, rtol=1e-5, atol=1e-5)
     by = {gemm: {"fp8" if gemm in FP8_PRODUCTS[preset] else "dense": 1} for gemm in ("fprop", "dgrad", "wgrad")}
-    assert gemm.matmul_counts() == {**by, "inexact_elements": 0}
+    assert ops.matmul_counts() == {**by, "inexact_elements": 0}
 
 
 @pytest.mark.parametrize(
@@ -371,5 +371,5 @@ def test_a_layer_computes_as_with_dense_products(preset, options):
 )
 def test_why_a_product_is_dense(options, hardware, experts, reason):
     scheme = MXFP4RLConfig(**{"preset": "w4a4", **PLAIN, **options}).gemms()
-    found = gemm.select_matmul("fprop", scheme, hardware, experts=experts)
+    found = ops.select_matmul("fprop", scheme, hardware, experts=experts)
     assert reason in found.reason and (found.name == "fp8") == found.reason.startswith("the values")

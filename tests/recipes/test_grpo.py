@@ -23,7 +23,7 @@ from hf_mxfp4.recipes.evaluation import generate
 from hf_mxfp4.recipes.grpo import main
 from hf_mxfp4.recipes.post_training.arguments import parse, parse_or_exit
 from hf_mxfp4.rl.config import count_quantized
-from hf_mxfp4.run_log import RUN_LOG
+from hf_mxfp4.rl.run_log import RUN_LOG
 
 
 pytestmark = pytest.mark.usefixtures("blank_pictures")

@@ -24,7 +24,7 @@ from hf_mxfp4.layers import random_layers
 from hf_mxfp4.numerics import decompose, decompose_scheme
 from hf_mxfp4.rl import ActivationErrorCallback, EntropyCallback, ErrorCallback, QuantizationStepCallback
 from hf_mxfp4.rl.callbacks import ShortProgressCallback, count_parameters
-from hf_mxfp4.run_log import RUN_LOG, RunLog
+from hf_mxfp4.rl.run_log import RUN_LOG, RunLog
 
 
 def feed(callback, entropies, start=1):

@@ -12,7 +12,7 @@ from tiny_models import make_model
 from torch import nn
 from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 
-from hf_mxfp4.moe import find_routers
+from hf_mxfp4.model.routers import find_routers
 from hf_mxfp4.rl import NoiseSchedule
 from hf_mxfp4.rl.noise import NormNoise, find_norms
 

@@ -12,7 +12,7 @@ from grpo_runs import logged, mixture, prompts, trainer_factory, vllm_llm, with_
 from moe_models import make_moe
 
 from hf_mxfp4 import MXFP4GRPOConfig
-from hf_mxfp4.moe import RouterReplayError, find_routers, recorded_choices
+from hf_mxfp4.model.routers import RouterReplayError, find_routers, recorded_choices
 from hf_mxfp4.rl.router_replay import BATCH_KEY, RouterReplay, ServedChoices, routed_tokens
 from hf_mxfp4.rl.vllm_engine import vllm_in_scheme
 

@@ -12,9 +12,9 @@ from trl.distributed import DistributedBackend
 from trl.generation.vllm_generation import VLLMGeneration
 
 from hf_mxfp4 import MXFP4GRPOConfig, pack
-from hf_mxfp4.gemm import quantize_weight
 from hf_mxfp4.integrations.peft import policy_parameters
 from hf_mxfp4.integrations.vllm import EngineSettings
+from hf_mxfp4.ops import quantize_weight
 from hf_mxfp4.rl.noise import NormNoise
 from hf_mxfp4.rl.vllm import VLLMPolicy
 

@@ -152,7 +152,7 @@ def served_weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 def values_inside(inside: dict[str, torch.Tensor], name: str, scheme: Any) -> torch.Tensor:
     """The float32 values of the packed weight of layer ``name`` in what [`served_weights`] found."""
-    from hf_mxfp4.gemm import packed_shapes, weight_values
+    from hf_mxfp4.ops import packed_shapes, weight_values
 
     packed = {part: inside[f"{name}.{part}"] for part in packed_shapes(1, 32, scheme)}
     return weight_values(packed, 2 * packed["weight"].shape[1], scheme, torch.float32)

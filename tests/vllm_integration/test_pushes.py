@@ -20,8 +20,8 @@ from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
 from vllm.lora.request import LoRARequest
 
-from hf_mxfp4.gemm import matmul_counts, reset_matmul_counts
 from hf_mxfp4.integrations.peft import policy_parameters
+from hf_mxfp4.ops import matmul_counts, reset_matmul_counts
 
 
 pytestmark = pytest.mark.vllm

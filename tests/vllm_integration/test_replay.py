@@ -30,7 +30,7 @@ from grpo_runs import TOKENIZER, logged, trainer_factory
 from transformers import AutoModelForCausalLM
 
 from hf_mxfp4 import MXFP4RLConfig
-from hf_mxfp4.moe import find_routers, recorded_choices
+from hf_mxfp4.model.routers import find_routers, recorded_choices
 from hf_mxfp4.rl.router_replay import BATCH_KEY, routed_tokens
 
 

@@ -90,7 +90,7 @@ def stub_gpu(gpu: GPU) -> Iterator[list[Step]]:
 
     Raises `RuntimeError` under TRITON_INTERPRET=1, whose kernels go other ways.
     """
-    from hf_mxfp4.backends import self_check
+    from hf_mxfp4.ops import self_check
     from mxfp4_kernels.common.scheme import INTERPRETED
     from mxfp4_kernels.decode import counters
 
@@ -106,7 +106,7 @@ def stub_gpu(gpu: GPU) -> Iterator[list[Step]]:
         verified = {(family, device): None for family in self_check.FAMILIES}
         stack.enter_context(mock.patch.dict(self_check._found, verified))
         counted = {device: torch.zeros((), dtype=torch.int64, device="meta")}
-        stack.enter_context(mock.patch.dict(import_module("hf_mxfp4.gemm.fp8").inexact, counted))
+        stack.enter_context(mock.patch.dict(import_module("hf_mxfp4.ops.fp8").inexact, counted))
         stack.enter_context(_Operators(steps))
         yield steps
 
@@ -138,7 +138,7 @@ def _stand_ins(gpu: GPU, device: torch.device, steps: list[Step]) -> Iterator[tu
     yield torch.Tensor, "is_cuda", property(lambda x: is_on(x).type == "meta")
     yield torch.Tensor, "is_meta", property(lambda x: is_on(x).type == "meta" and bool(_in_torch))
     yield triton.JITFunction, "run", run
-    block_scaled, groups = map(import_module, ("hf_mxfp4.gemm.block_scaled", "hf_mxfp4.gemm.groups"))
+    block_scaled, groups = map(import_module, ("hf_mxfp4.ops.block_scaled", "hf_mxfp4.ops.groups"))
     yield block_scaled, "fit", lambda *operands: True
     yield torch.Tensor, "item", lambda _: 0  # an FP8 weight is exact
     yield groups.Groups, "counts", property(lambda self: (self.n_rows // self.n_experts,) * self.n_experts)

@@ -15,8 +15,8 @@ from peft.tuners.lora import Linear as LoraLinear
 from peft.tuners.lora.layer import ParamWrapper
 from torch import nn
 
-from ...gemm import PACKED_FIELDS, Groups, compiled_linear, quantized_linear
 from ...layers import PACKED, is_full_precision
+from ...ops import PACKED_FIELDS, Groups, compiled_linear, quantized_linear
 from .merging import Merges, MergesIntoMasters, MergesIntoPacked
 
 

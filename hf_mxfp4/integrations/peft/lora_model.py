@@ -22,8 +22,8 @@ from torch import nn
 
 from ..._logging import get_logger
 from ...config import MXFP4RLConfig
-from ...gemm import effective_rows
 from ...layers import PACKED, QUANTIZED, MXFP4Experts, MXFP4Linear, MXFP4PackedExperts, MXFP4PackedLinear
+from ...ops import effective_rows
 from ...report import uncounted_weights
 from ...utils import nearest_names
 from ..transformers import wrap_method

@@ -18,7 +18,7 @@ from transformers import modeling_utils
 from ..._logging import get_logger
 from ...checkpoint import is_quantized
 from ...config import MXFP4RLConfig
-from ...gemm import cached_weights
+from ...ops import cached_weights
 from ...report import uncounted_weights
 
 

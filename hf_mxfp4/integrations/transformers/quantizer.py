@@ -28,11 +28,11 @@ from ...checkpoint import (
     wrap_saving,
 )
 from ...config import MXFP4RLConfig
-from ...gemm import check_finite
 from ...layers import PACKED, QUANTIZED, TRAINABLE, MXFP4Experts, MXFP4PackedExperts
-from ...model_structure import projections
-from ...module_names import find_layers, full_precision_record, skip_reasons, translate_names, unknown_names
+from ...model.layer_names import find_layers, full_precision_record, skip_reasons, translate_names, unknown_names
+from ...model.structure import projections
 from ...numerics import FP8
+from ...ops import check_finite
 from ...prepare import Smoothing, dither_masters, smooth_loaded
 from ...registration import QUANT_METHOD, enter_classes
 from ...report import ErrorEnergy, QuantizationReport, count_weights, master_sqnr

@@ -11,11 +11,11 @@ from transformers.core_model_loading import ConversionOps
 
 from ...checkpoint import tied_weights
 from ...config import MXFP4RLConfig
-from ...gemm import PACKED_FIELDS, PACKED_SUFFIXES, not_finite
 from ...layers import PACKED, QUANTIZED, MXFP4Experts, MXFP4Linear, MXFP4PackedExperts, MXFP4PackedLinear, matrix_names
-from ...model_structure import projections
-from ...module_names import find_layers
+from ...model.layer_names import find_layers
+from ...model.structure import projections
 from ...numerics.formats import E8M0_NAN
+from ...ops import PACKED_FIELDS, PACKED_SUFFIXES, not_finite
 from ...report import ErrorEnergy, add_packed
 
 

@@ -3,7 +3,7 @@
 by vLLM's kernels for 16-bit experts, in which the input of ``down_proj`` cannot be quantized.
 
 On GPUs each projection of all experts is one grouped kernel that CUDA graphs can hold
-([`hf_mxfp4.gemm.reads_packed_on_gpus`] says of which schemes); elsewhere experts come one after the other.
+([`hf_mxfp4.ops.reads_packed_on_gpus`] says of which schemes); elsewhere experts come one after the other.
 """
 
 from types import MethodType
@@ -17,7 +17,8 @@ from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import Un
 from vllm.model_executor.utils import set_weight_attrs
 
 from ...config import MXFP4RLConfig
-from ...gemm import (
+from ...numerics import BLOCK_SIZE, QuantScheme
+from ...ops import (
     PACKED_FIELDS,
     Groups,
     PackedSpec,
@@ -30,7 +31,6 @@ from ...gemm import (
     read_scheme,
     reads_packed_on_gpus,
 )
-from ...numerics import BLOCK_SIZE, QuantScheme
 from ...utils import Mixin
 from .linears import check_share
 from .weight_loading import VLLM_NAMES, ExpectedLayers, ExpertsTarget, check_complete, parameter_name, write

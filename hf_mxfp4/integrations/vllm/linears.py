@@ -13,7 +13,8 @@ from vllm.model_executor.layers.linear import LinearMethodBase, UnquantizedLinea
 from vllm.model_executor.parameter import ChannelQuantScaleParameter, ModelWeightParameter
 
 from ...config import MXFP4RLConfig
-from ...gemm import (
+from ...numerics import BLOCK_SIZE, FP8, NVFP4, OperandScheme, QuantScheme
+from ...ops import (
     PACKED_FIELDS,
     PackedSpec,
     check_rotation,
@@ -21,8 +22,7 @@ from ...gemm import (
     packed_shapes,
     read_input_scheme,
 )
-from ...gemm import quantize_input as quantize
-from ...numerics import BLOCK_SIZE, FP8, NVFP4, OperandScheme, QuantScheme
+from ...ops import quantize_input as quantize
 from ...utils import Mixin
 from .weight_loading import ExpectedLayers
 

@@ -15,7 +15,7 @@ from vllm.model_executor.layers.quantization.base_config import QuantizationConf
 from vllm.model_executor.models.utils import WeightsMapper
 
 from ...config import QUANT_METHOD, MXFP4RLConfig
-from ...module_names import ALWAYS_SKIPPED, NamePatterns
+from ...model.layer_names import ALWAYS_SKIPPED, NamePatterns
 from . import SETTINGS_KEY, EngineSettings
 from .linears import MXFP4RLDenseLinearMethod, MXFP4RLLinearMethod
 from .weight_loading import ExpectedLayers, WeightConverter, Weights

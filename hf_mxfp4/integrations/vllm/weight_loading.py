@@ -14,10 +14,17 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...backends import dequantize
 from ...config import MXFP4RLConfig
-from ...gemm import PACKED_FIELDS, PACKED_SUFFIXES, check_packed, packed_shapes, packed_tensor, quantize_weight
 from ...numerics import BLOCK_SIZE, QuantScheme
+from ...ops import (
+    PACKED_FIELDS,
+    PACKED_SUFFIXES,
+    check_packed,
+    dequantize,
+    packed_shapes,
+    packed_tensor,
+    quantize_weight,
+)
 from .settings import EngineSettings
 
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import fmean, variance
 
-from ...run_log import MOVEMENT_ALARM, movement_advice
+from ...rl.run_log import MOVEMENT_ALARM, movement_advice
 from ...utils import share_text
 from ..stats import difference_interval, t_975
 from .log import RunRecord, is_number

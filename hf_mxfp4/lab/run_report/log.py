@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Read what a training run left: `run_log.jsonl` (see [`hf_mxfp4.run_log`]), or the log history of a checkpoint."""
+"""Read what a training run left: `run_log.jsonl` (see [`hf_mxfp4.rl.run_log`]), or the log history of a checkpoint."""
 
 import json
 import sys
@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ...checkpoint import TRAINER_STATE, checkpoint_step, last_complete_checkpoint
-from ...run_log import RUN_LOG
+from ...rl.run_log import RUN_LOG
 
 
 #: What an entry of the facts of a start is; others are passed over.

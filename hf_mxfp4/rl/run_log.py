@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from .files import append_lines, json_clean
+from ..files import append_lines, json_clean
 
 
 RUN_LOG = "run_log.jsonl"

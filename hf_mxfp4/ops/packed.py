@@ -6,8 +6,8 @@ from typing import Any, cast
 import torch
 from torch.autograd.function import once_differentiable
 
-from ..backends import dispatch
 from ..numerics import PARTS, MXFP4Tensor, QuantScheme
+from . import dispatch
 from .block_scaled import to_fp4
 from .groups import Groups, sum_rows
 from .linear import as_dtype, autocast_dtype, needs_gradient, not_a_view

@@ -9,8 +9,8 @@ from typing import Any
 import regex
 from torch import nn
 
-from ._logging import get_logger
-from .model_structure import (
+from .._logging import get_logger
+from .structure import (
     HEAD,
     experts_unsupported_reason,
     find_weight_readers,
@@ -118,7 +118,7 @@ def skip_reasons(model: nn.Module, extra_skips: Iterable[str] = ()) -> dict[str,
     """Return why linear layers and fused experts of ``model`` stay in full precision, by their names.
 
     In a transformers model these are heads, routers and all outside of the layers of the (text) decoder or encoder,
-    layers whose weight the model's own code reads ([`hf_mxfp4.model_structure`]), adapters, and what ``extra_skips``
+    layers whose weight the model's own code reads ([`hf_mxfp4.model.structure`]), adapters, and what ``extra_skips``
     names. In other modules, names decide. Only exact `nn.Linear` modules count; one that stands in several places is
     listed under each.
 

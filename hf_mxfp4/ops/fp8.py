@@ -8,10 +8,10 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from ..backends import dispatch
-from ..backends import triton as triton_kernels
 from ..numerics import decode_e8m0
 from ..numerics.formats import e4m3_scale_byte
+from . import dispatch
+from . import triton as triton_kernels
 from .groups import Groups
 
 
@@ -29,7 +29,7 @@ class FP8Operand(NamedTuple):
 
     @classmethod
     def of_bytes(cls, elements: torch.Tensor, byte: torch.Tensor) -> "FP8Operand":
-        """Return what [`hf_mxfp4.backends.quantize_e4m3`] gives."""
+        """Return what [`hf_mxfp4.ops.quantize_e4m3`] gives."""
         return cls(elements, byte.contiguous().view(torch.float8_e8m0fnu).float())
 
     def row_scales(self) -> torch.Tensor:
@@ -112,7 +112,7 @@ def _scale(values: torch.Tensor, axes: tuple[int, ...]) -> torch.Tensor:
 def multiply_fp8(
     a: FP8Operand, b: FP8Operand, bias: torch.Tensor | None, groups: Groups | None, dtype: torch.dtype | None
 ) -> torch.Tensor:
-    """Multiply as [`hf_mxfp4.gemm.matmul`] does, with an output in ``dtype``."""
+    """Multiply as [`hf_mxfp4.ops.matmul`] does, with an output in ``dtype``."""
     *leading, length = a.elements.shape
     rows, scale = a.elements.reshape(-1, length).contiguous(), a.row_scales().flatten()
     options = {"output_dtype": dtype, "use_fast_accum": False}  # which would keep 14 bits of the sums

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Products of MXFP4 operands, differentiable, and the choice of what computes them."""
+"""Quantization and products of MXFP4 operands, differentiable, and the choice of what computes them."""
 
-from ..backends.functional import fake_quantize, quantize
 from .block_scaled import to_fp4
 from .cache import WEIGHT_FORMS, WeightCache, cached_weights, gemm_states, uncached_weights
-from .compile import compiled_linear, compiled_packed_linear, read_input_scheme, read_scheme
+from .dispatch import backend_for, dequantize, quantize_e4m3, rotate_rows, widest_float
+from .functional import fake_quantize, quantize
 from .groups import Groups, group_by_expert
 from .linear import autocast_dtype, quantized_linear
 from .matmul import (
@@ -24,6 +24,7 @@ from .operands import (
     weight_operand,
     weight_quantizations,
 )
+from .operators import compiled_linear, compiled_packed_linear, read_input_scheme, read_scheme
 from .packed import packed_forward, packed_linear
 from .packed_weight import (
     PACKED_FIELDS,

@@ -22,8 +22,6 @@ import torch
 import torch.nn.functional as F
 from torch.nn.functional import ScalingType, SwizzleType
 
-from ..backends import dispatch
-from ..backends import triton as triton_kernels
 from ..numerics import (
     BLOCK_SIZE,
     MXFP4Tensor,
@@ -34,6 +32,8 @@ from ..numerics import (
     quantize_mxfp8,
 )
 from ..numerics.formats import E8M0_NAN
+from . import dispatch
+from . import triton as triton_kernels
 
 
 #: Hardware with NVFP4 products, and with those of MXFP4 and MXFP8 too.

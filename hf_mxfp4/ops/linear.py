@@ -14,8 +14,8 @@ import torch
 from torch.autograd import forward_ad
 from torch.autograd.function import once_differentiable
 
-from ..backends import dispatch
 from ..numerics import FP8, FULL, GEMM_OPERANDS, REUSE, GemmScheme, QuantScheme
+from . import dispatch
 from .fp8 import FP8Operand, fold_scales
 from .groups import Groups, sum_rows
 from .matmul import decodes, fp4_recipe, is_dense_on, matmul, matmul_tokens, multiply, multiply_packed, runs_on_fp8

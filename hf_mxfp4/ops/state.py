@@ -48,7 +48,7 @@ class GemmSpec:
     Attributes:
         scheme: the precision of each operand of each product.
         backend: what quantizes; see [`hf_mxfp4.fake_quantize`].
-        matmul_backend: what multiplies; see [`hf_mxfp4.gemm.select_matmul`].
+        matmul_backend: what multiplies; see [`hf_mxfp4.ops.select_matmul`].
         transposed: whether the weights of experts are ``[E, K, N]`` and not ``[E, N, K]``.
         is_plain: whether gradients are products of output gradients as they are with the operands of the forward
             product, that is without random numbers, rotations and quantization of their own.
@@ -106,7 +106,7 @@ class PackedSpec:
         in_features: K; the codes have padding.
         backend: see [`hf_mxfp4.fake_quantize`].
         rotation: of inputs, as the weight was rotated before it was quantized; never a random one.
-        matmul_backend: see [`hf_mxfp4.gemm.select_matmul`].
+        matmul_backend: see [`hf_mxfp4.ops.select_matmul`].
     """
 
     weights: QuantScheme

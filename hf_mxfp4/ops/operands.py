@@ -2,7 +2,7 @@
 """Operands of the three products of a linear layer, rotated and quantized along the contraction axis.
 
 An operand is values in the dtype of the product, a [`MXFP4Tensor`] of codes and scale bytes, an [`FP8Operand`], or an
-[`FP4Operand`]; see [`hf_mxfp4.gemm.matmul`].
+[`FP4Operand`]; see [`hf_mxfp4.ops.matmul`].
 """
 
 from collections import Counter
@@ -12,8 +12,6 @@ from typing import Any
 
 import torch
 
-from ..backends import dispatch
-from ..backends import triton as triton_kernels
 from ..numerics import (
     FP8,
     FULL,
@@ -27,6 +25,8 @@ from ..numerics import (
     nvfp4_tensor_scale,
     unrotate,
 )
+from . import dispatch
+from . import triton as triton_kernels
 from .block_scaled import FP4Operand, to_fp4
 from .fp8 import FP8Operand, weight_to_fp8
 from .groups import Groups
@@ -48,7 +48,7 @@ def rotation_signs(
 def rotate_operand(
     x: torch.Tensor, rotation: Rotation | None, gemm: str, rng: LayerRng | None, backend: str = "auto"
 ) -> torch.Tensor:
-    """Return an operand of a product in the domain in which it is quantized; see [`hf_mxfp4.backends.rotate_rows`]."""
+    """Return an operand of a product in the domain in which it is quantized; see [`hf_mxfp4.ops.rotate_rows`]."""
     if rotation is None:
         return x
     signs = rotation_signs(rotation, gemm, x.shape[-1], rng, x.device)
@@ -211,7 +211,7 @@ def weight_operand(weight: torch.Tensor, dtype: torch.dtype, state: GemmState) -
 
 def fp8_weight(weight: torch.Tensor, dtype: torch.dtype, state: GemmState) -> FP8Operand | None:
     """Return [`weight_operand`] as E4M3 elements, which Fprop and Dgrad take; `None` where some would be rounded, as
-    [`hf_mxfp4.gemm.fp8.weight_to_fp8`] finds."""
+    [`hf_mxfp4.ops.fp8.weight_to_fp8`] finds."""
     return _kept_operand(weight, dtype, state, as_fp8=True)[0]
 
 

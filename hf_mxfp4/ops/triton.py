@@ -38,7 +38,7 @@ def fake_quantize(
     signs: torch.Tensor | None = None,
     dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """[`hf_mxfp4.backends.dispatch.fake_quantize`] of a tensor that the kernels support."""
+    """[`hf_mxfp4.ops.dispatch.fake_quantize`] of a tensor that the kernels support."""
     made = x.dtype if rotation is None else torch.float32
     dtype = dtype or made
     written = written_dtype(scheme, dtype) if made == torch.float32 else made
@@ -82,7 +82,7 @@ def dequantize(tensor: MXFP4Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def quantize_e4m3(x: torch.Tensor, scale_dtype: torch.dtype = torch.uint8) -> tuple[torch.Tensor, torch.Tensor]:
-    """[`hf_mxfp4.backends.quantize_e4m3`] of a tensor that the kernels support."""
+    """[`hf_mxfp4.ops.quantize_e4m3`] of a tensor that the kernels support."""
     return mxfp4_kernels.to_fp8(x, scale_dtype)
 
 
@@ -92,7 +92,7 @@ def dequantize_e4m3(elements: torch.Tensor, byte: torch.Tensor, dtype: torch.dty
 
 
 def to_fp8(x: torch.Tensor, whole: bool = False) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """[`hf_mxfp4.gemm.to_fp8`] of a tensor that the kernels support, with scales of rows or of ``whole`` matrices:
+    """[`hf_mxfp4.ops.to_fp8`] of a tensor that the kernels support, with scales of rows or of ``whole`` matrices:
     elements, scales of rows, and the number of elements that were rounded, a scalar on the device."""
     inexact = torch.zeros((), dtype=torch.int32, device=x.device)
     top = torch.linalg.vector_norm(x, torch.inf, dim=(-2, -1), dtype=torch.float32) if whole else None
@@ -100,7 +100,7 @@ def to_fp8(x: torch.Tensor, whole: bool = False) -> tuple[torch.Tensor, torch.Te
 
 
 def nvfp4_scales(byte: torch.Tensor, macro: torch.Tensor | None, by_rows: bool) -> tuple[torch.Tensor, ...]:
-    """Return what [`hf_mxfp4.gemm.to_fp4`] makes of scale bytes and block mantissas for NVFP4 products."""
+    """Return what [`hf_mxfp4.ops.to_fp4`] makes of scale bytes and block mantissas for NVFP4 products."""
     return mxfp4_kernels.nvfp4_scales(byte, macro, by_rows)
 
 

@@ -5,7 +5,7 @@ Where Dynamo traces, a layer calls the operator of its whole product, and the op
 function: the same code, backends and kernels, hence the same bits. Operators are functions of tensors and of what
 shapes depend on (dtypes, schemes as text, what is kept of an input); they keep nothing for their backward pass, an
 operator of its own, but their outputs. Random numbers and open caches are found through the layer's number when an
-operator runs ([`hf_mxfp4.gemm.state`]); such operators are tagged `cudagraph_unsafe`, so that a CUDA graph never
+operator runs ([`hf_mxfp4.ops.state`]); such operators are tagged `cudagraph_unsafe`, so that a CUDA graph never
 replays the numbers of one step. Those of packed weights have no state, but experts' are tagged as well: where no kernel
 takes the operands of experts, the host reads where their rows end."""
 
@@ -15,7 +15,6 @@ from typing import cast
 
 import torch
 
-from ..backends import dispatch
 from ..numerics import (
     BLOCK_SIZE,
     FP8,
@@ -28,6 +27,7 @@ from ..numerics import (
     parse_scheme,
     part_sizes,
 )
+from . import dispatch
 from .groups import Groups, sum_rows
 from .linear import (
     LinearRecord,
@@ -146,7 +146,7 @@ def compiled_linear(
     state: GemmState = PLAIN_STATE,
     groups: Groups | None = None,
 ) -> torch.Tensor:
-    """[`hf_mxfp4.gemm.quantized_linear`] where Dynamo traces."""
+    """[`hf_mxfp4.ops.quantized_linear`] where Dynamo traces."""
     spec, dtype = state.spec, autocast_dtype(x) or x.dtype
     has_gradient = torch.is_grad_enabled()
     saved = what_is_saved(spec, x.dtype, dtype) if weight.requires_grad and has_gradient else "nothing"
@@ -210,7 +210,7 @@ def _returned_shapes(x: torch.Tensor, dtype: torch.dtype, saved: str, columns: i
 def _saved_input(
     saved: str, tensors: Sequence[torch.Tensor], x_dtype: torch.dtype, dtype: torch.dtype
 ) -> tuple[tuple[torch.Tensor, ...], SavedRecord]:
-    """Return what an operator returned of its input, as [`hf_mxfp4.gemm.saved.restore_input`] takes it."""
+    """Return what an operator returned of its input, as [`hf_mxfp4.ops.saved.restore_input`] takes it."""
     if saved in ("fp8", "mxfp8"):
         return (tensors[0].view(torch.float8_e4m3fn), tensors[1]), SavedRecord(saved, dtype)
     return tuple(tensors), SavedRecord("values", x_dtype if saved == "x" else dtype)
@@ -278,7 +278,7 @@ def compiled_packed_linear(
     spec: PackedSpec,
     groups: Groups | None = None,
 ) -> torch.Tensor:
-    """[`hf_mxfp4.gemm.packed_linear`] where Dynamo traces."""
+    """[`hf_mxfp4.ops.packed_linear`] where Dynamo traces."""
     dtype, inputs = autocast_dtype(x) or x.dtype, "" if spec.inputs is None else str(spec.inputs)
     size = 0 if spec.rotation is None else spec.rotation.size
     ends, operator = None, torch.ops.hf_mxfp4.packed_linear

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..backends import dispatch
+from . import dispatch
 from .fp8 import FP8Operand
 from .groups import Groups
 from .operands import fp8_input, input_operand
@@ -64,7 +64,7 @@ def restore_input(tensors: SavedTensors, record: SavedRecord, backend: str = "au
 
 
 def what_is_saved(spec: GemmSpec, x_dtype: torch.dtype, dtype: torch.dtype) -> str:
-    """Return what compiled code saves of an input, for a product in ``dtype``: see [`hf_mxfp4.gemm.compile`]."""
+    """Return what compiled code saves of an input, for a product in ``dtype``: see [`hf_mxfp4.ops.operators`]."""
     if spec.saves_fp8:
         return spec.input_scheme.value
     keeps_input = spec.input_scheme is None and spec.rotation_size == 1

@@ -9,8 +9,8 @@ from collections.abc import Mapping
 
 import torch
 
-from ..backends import dispatch
 from ..numerics import BLOCK_SIZE, PARTS, MXFP4Tensor, QuantScheme, Rotation, part_sizes
+from . import dispatch
 
 
 #: Names of a packed weight's tensors on its layer and on disk -> the fields of [`MXFP4Tensor`] that they hold.

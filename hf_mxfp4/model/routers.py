@@ -19,7 +19,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from .utils import replaced_method
+from ..utils import replaced_method
 
 
 #: In a recording, in place of expert indices: the router chooses for itself.

@@ -7,7 +7,7 @@ did.
 * ``fp8``: the same values as E4M3 elements and scales ([`FP8Operand`]), on FP8 tensor cores by `scaled_mm`, or
   `scaled_grouped_mm` of experts. Differs from the dense product by the rounding of sums and of the output, and by
   elements of MXFP4 activations too small for E4M3 beside the largest of their row, which are counted.
-* ``fp4``: the codes of forward operands as they are, on FP4 tensor cores; see [`hf_mxfp4.gemm.block_scaled`].
+* ``fp4``: the codes of forward operands as they are, on FP4 tensor cores; see [`hf_mxfp4.ops.block_scaled`].
 * ``mxfp8``: inputs in MXFP8 and codes of weights that become such elements; see there.
 """
 
@@ -22,16 +22,15 @@ from typing import Any, TypeAlias
 import torch
 import torch.nn.functional as F
 
-from ..backends import cpu as on_cpu
-from ..backends import dispatch
-from ..backends import triton as triton_kernels
 from ..numerics import (
     GEMM_OPERANDS,
     LinearScheme,
     MXFP4Tensor,
     QuantScheme,
 )
-from . import block_scaled
+from . import block_scaled, dispatch
+from . import cpu as on_cpu
+from . import triton as triton_kernels
 from .block_scaled import FP4_HARDWARE, FP4Operand, to_fp4
 from .fp8 import FP8Operand, inexact, multiply_fp8, to_fp8
 from .groups import Groups
