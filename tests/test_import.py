@@ -67,7 +67,7 @@ config = AutoQuantizationConfig.from_dict({"quant_method": "mxfp4_rl", "preset":
 print(type(config) is hf_mxfp4.MXFP4RLConfig, config.preset)
 for name in hf_mxfp4.__all__:
     getattr(hf_mxfp4, name)
-from hf_mxfp4 import checkpoint, moe, rl
+from hf_mxfp4 import checkpoint, model, rl
 from hf_mxfp4.lab import evaluate, plan, round_model, smooth_model
 sys.argv = ["hf-mxfp4", "simulate"]
 from hf_mxfp4.cli import main
