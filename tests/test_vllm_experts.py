@@ -41,6 +41,23 @@ def test_packed_experts_compute_what_the_packed_layer_does(plugin, family, optio
     assert {name: parameter.data_ptr() for name, parameter in engine.layer.named_parameters()} == places
 
 
+def test_every_option_of_products_reaches_experts(plugin, monkeypatch):
+    source, config, _ = packed_experts("qwen3_moe", {"backend": "eager", "matmul_backend": "dense"})
+    engine = Engine(plugin, source, config, "qwen3_moe")
+    engine.push_codes(source)
+    specs, packed_forward = [], plugin.experts.packed_forward
+
+    def noted(x, packed, bias, spec, *others):
+        specs.append(spec)
+        return packed_forward(x, packed, bias, spec, *others)
+
+    monkeypatch.setattr(plugin.experts, "packed_forward", noted)
+    x, ids, weights = tokens()
+    engine(x, ids, weights)
+    assert specs == [state.spec for state in source.states.values()]
+    assert specs[0].matmul_backend == "dense"
+
+
 @pytest.mark.usefixtures("dense_products")
 @pytest.mark.parametrize("family", ACTIVATIONS)
 def test_dense_experts_have_quantized_inputs(plugin, family):

@@ -8,12 +8,11 @@ from torch import nn
 
 from ..config import MXFP4RLConfig
 from ..model.structure import weight_size
-from ..numerics import MXFP4Tensor
+from ..numerics import LinearScheme, MXFP4Tensor
 from ..ops import (
     PACKED_SUFFIXES,
     GemmState,
     Groups,
-    PackedSpec,
     PackedWeight,
     check_rotation,
     compiled_packed_linear,
@@ -25,6 +24,7 @@ from ..ops import (
     weight_values,
 )
 from .experts import ExpertsBase
+from .linear import spec_of
 from .packed_linear import PackedLayer
 
 
@@ -73,11 +73,9 @@ class MXFP4PackedExperts(PackedLayer, ExpertsBase):
                 layer.register_parameter(tensor, None)
                 if tensor in shapes:
                     layer._set(tensor, torch.empty(shapes[tensor], dtype=torch.uint8, device="meta"))
-        inputs, rotation = config.activation_scheme, config.weight_rotation
         for projection, (_, _, columns) in layer.sizes.items():
-            check_rotation(f"{layer._label()}: {projection}", columns, rotation)
-            spec = PackedSpec(config.weight_scheme, inputs, columns, config.backend, rotation)
-            layer.states[projection] = GemmState(spec)
+            check_rotation(f"{layer._label()}: {projection}", columns, config.weight_rotation)
+            layer.states[projection] = GemmState(spec_of(config, LinearScheme(config.gemms().fprop)))
         return layer
 
     def _own_attributes(self) -> tuple[str, ...]:
@@ -95,8 +93,9 @@ class MXFP4PackedExperts(PackedLayer, ExpertsBase):
     ) -> torch.Tensor:
         """Return the values ``[n, K]`` that tensors such as [`pack_matrix`] makes stand for, rotated back; see
         [`hf_mxfp4.ops.weight_values`]."""
-        spec = self.states[projection].spec
-        return weight_values(packed, spec.in_features, spec.weights, dtype, spec.backend, spec.rotation)
+        config, in_features = self.config, self.sizes[projection][2]
+        options = config.weight_scheme, dtype, config.backend, config.weight_rotation
+        return weight_values(packed, in_features, *options)
 
     def to_experts(self, dtype: torch.dtype | None = None) -> nn.Module:
         """Return plain experts that hold the dequantized values (in ``dtype``, default `compute_dtype`)."""

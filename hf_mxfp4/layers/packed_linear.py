@@ -7,11 +7,10 @@ import torch
 from torch import nn
 
 from ..config import MXFP4RLConfig
-from ..numerics import MXFP4Tensor
+from ..numerics import LinearScheme, MXFP4Tensor
 from ..ops import (
     PACKED_FIELDS,
     GemmState,
-    PackedSpec,
     PackedWeight,
     check_packed,
     check_rotation,
@@ -24,7 +23,7 @@ from ..ops import (
     quantize_weight,
     weight_values,
 )
-from .linear import QuantizedLayer
+from .linear import QuantizedLayer, spec_of
 
 
 class PackedLayer(QuantizedLayer):
@@ -110,9 +109,8 @@ class MXFP4PackedLinear(PackedLayer, nn.Linear):
             raise ValueError(f"{type(self).__name__} needs a config of mode='packed', not {config.mode!r}")
         self.in_features, self.out_features, self.name = in_features, out_features, name
         self.compute_dtype = dtype or torch.get_default_dtype()
-        schemes, rotation = (config.weight_scheme, config.activation_scheme), config.weight_rotation
-        check_rotation(self._label(), in_features, rotation)
-        self.state = GemmState(PackedSpec(*schemes, in_features, config.backend, rotation, config.matmul_backend))
+        check_rotation(self._label(), in_features, config.weight_rotation)
+        self.state = GemmState(spec_of(config, LinearScheme(config.gemms().fprop)))
         shapes = self.shapes()
         for tensor in PACKED_FIELDS:
             self.register_parameter(tensor, None)
@@ -157,8 +155,9 @@ class MXFP4PackedLinear(PackedLayer, nn.Linear):
     def unpacked(self, packed: Mapping[str, torch.Tensor | None] | PackedWeight, dtype: torch.dtype) -> torch.Tensor:
         """Return the values ``[n, K]`` that tensors such as [`pack_weight`] makes stand for, rotated back; see
         [`hf_mxfp4.ops.weight_values`]."""
-        spec = self.state.spec
-        return weight_values(packed, spec.in_features, spec.weights, dtype, spec.backend, spec.rotation)
+        config = self.config
+        options = config.weight_scheme, dtype, config.backend, config.weight_rotation
+        return weight_values(packed, self.in_features, *options)
 
     def to_linear(self, dtype: torch.dtype | None = None) -> nn.Linear:
         """Return a plain layer whose weight holds the dequantized values (in ``dtype``, default `compute_dtype`); of a
@@ -167,7 +166,7 @@ class MXFP4PackedLinear(PackedLayer, nn.Linear):
 
     def quantized_tensor(self) -> MXFP4Tensor:
         """Return the weight as stored, rotated where the scheme rotates, as a [`MXFP4Tensor`] of the same memory."""
-        return packed_tensor(self.packed_weight(), self.in_features, self.state.spec.weights, self.compute_dtype)
+        return packed_tensor(self.packed_weight(), self.in_features, self.config.weight_scheme, self.compute_dtype)
 
     def packed_weight(self) -> PackedWeight:
         """Return the packed tensors in the order of [`PACKED_FIELDS`], `None` for those that the scheme has not."""
@@ -206,11 +205,11 @@ class MXFP4PackedLinear(PackedLayer, nn.Linear):
 
     def quantized_input(self, x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """``Q(x)`` in ``dtype``, rotated where the scheme rotates; without ``Q`` under a weight-only preset."""
-        spec = self.state.spec
-        return quantize_input(x, dtype, spec.inputs, spec.backend, spec.rotation)
+        config = self.config
+        return quantize_input(x, dtype, config.activation_scheme, config.backend, config.weight_rotation)
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        return packed_shapes(self.out_features, self.in_features, self.state.spec.weights)
+        return packed_shapes(self.out_features, self.in_features, self.config.weight_scheme)
 
     def packed_names(self) -> list[str]:
         return list(PACKED_FIELDS)

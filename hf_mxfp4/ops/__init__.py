@@ -40,4 +40,4 @@ from .packed_weight import (
     quantize_weight,
     weight_values,
 )
-from .state import GemmSpec, GemmState, LayerRng, PackedSpec
+from .state import GemmSpec, GemmState, LayerRng

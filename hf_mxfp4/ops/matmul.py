@@ -35,7 +35,7 @@ from .block_scaled import FP4_HARDWARE, FP4Operand, to_fp4
 from .fp8 import FP8Operand, inexact, multiply_fp8, to_fp8
 from .groups import Groups
 from .packed_weight import of_expert
-from .state import GemmSpec, PackedSpec
+from .state import GemmSpec
 
 
 #: Hardware with FP8 tensor cores; what `hf-mxfp4 env` lists.
@@ -47,7 +47,6 @@ HAS_FP8_ON_CPU = torch._C._dispatch_has_kernel_for_dispatch_key("aten::_scaled_m
 
 _counts: Counter[tuple[str, str]] = Counter()
 
-Spec = GemmSpec | PackedSpec
 #: Values in the dtype of the product, codes and scale bytes, or E4M3 elements and scales of rows.
 Operand: TypeAlias = torch.Tensor | MXFP4Tensor | FP8Operand
 
@@ -59,7 +58,7 @@ def matmul(
     groups: Groups | None = None,
     *,
     dtype: torch.dtype | None = None,
-    spec: Spec | None = None,
+    spec: GemmSpec | None = None,
     reader: str | None = None,
 ) -> torch.Tensor:
     """Return ``a [..., C] b[D, C]^T + bias[D]``, without gradients. With groups ``a [S, C] b[e, D, C]^T + bias[e, D]``
@@ -93,13 +92,13 @@ def matmul(
     return out
 
 
-def is_dense_on(x: torch.Tensor, spec: Spec) -> bool:
+def is_dense_on(x: torch.Tensor, spec: GemmSpec) -> bool:
     """Whether all products are ordinary ones on the device of ``x``, whatever their operands are."""
     return spec.matmul_backend == "dense" or x.is_cpu and spec.matmul_backend != "fp8"
 
 
 def runs_on_fp8(
-    gemm: str, spec: Spec, like: torch.Tensor, dtype: torch.dtype, size: Sequence[int], groups: Groups | None = None
+    gemm: str, spec: GemmSpec, like: torch.Tensor, dtype: torch.dtype, size: Sequence[int], groups: Groups | None = None
 ) -> bool:
     """Whether FP8 tensor cores multiply in the product ``gemm`` under a spec, with groups all experts at once, on the
     device of ``like`` and with an output in ``dtype``; ``size`` is that of the left rows and the two other axes."""
@@ -116,7 +115,7 @@ def multiply(
     gemm: str,
     left: torch.Tensor | FP8Operand,
     right: torch.Tensor | FP8Operand,
-    spec: Spec,
+    spec: GemmSpec,
     bias: torch.Tensor | None = None,
     groups: Groups | None = None,
     fp8_dtype: torch.dtype | None = None,
@@ -130,7 +129,7 @@ def multiply(
     return matmul(left, right, bias, groups, dtype=fp8_dtype)
 
 
-def fp4_recipe(x: torch.Tensor, shape: Sequence[int], dtype: torch.dtype, spec: Spec) -> str | None:
+def fp4_recipe(x: torch.Tensor, shape: Sequence[int], dtype: torch.dtype, spec: GemmSpec) -> str | None:
     """How FP4 tensor cores multiply the codes of an input and of a weight of ``shape`` (N, K), in ``dtype``, or those
     of MXFP8 such an input; `None` where they do not. Says why where the spec asks for them by name."""
     hardware, requested = hardware_of(x.device), spec.matmul_backend
@@ -208,7 +207,7 @@ def _on_codes(
     b: MXFP4Tensor,
     bias: torch.Tensor | None,
     groups: Groups | None,
-    spec: Spec,
+    spec: GemmSpec,
     reader: str,
     is_expert: bool = False,
 ) -> torch.Tensor:

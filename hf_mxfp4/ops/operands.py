@@ -168,6 +168,7 @@ def packed_input(x: torch.Tensor, state: GemmState) -> Any:
     spec, scheme, rng = state.spec, state.spec.input_scheme, state.rng_of(0)
     if scheme is MXFP8:
         return fp8_input(x, state)
+    assert isinstance(scheme, QuantScheme)
     rows = rotate_operand(x.detach(), spec.scheme.fprop.rotation, "fprop", rng, spec.backend)
     return dispatch.quantize(rows, scheme, spec.backend, seed=operand_seed(scheme, "fprop", "x", rng))
 

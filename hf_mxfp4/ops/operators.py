@@ -18,8 +18,11 @@ import torch
 from ..numerics import (
     BLOCK_SIZE,
     FP8,
+    FULL,
     MXFP8,
     PARTS,
+    GemmScheme,
+    LinearScheme,
     MXFP4Tensor,
     OperandScheme,
     QuantScheme,
@@ -40,7 +43,7 @@ from .operands import padded_length
 from .packed import packed_forward, packed_grad_x
 from .packed_weight import PackedWeight
 from .saved import SavedRecord, what_is_saved
-from .state import PLAIN_STATE, GemmState, PackedSpec, state_of
+from .state import PLAIN_STATE, GemmSpec, GemmState, state_of
 
 
 _UNSAFE = (torch.Tag.cudagraph_unsafe,)
@@ -275,24 +278,25 @@ def compiled_packed_linear(
     x: torch.Tensor,
     packed: PackedWeight,
     bias: torch.Tensor | None,
-    spec: PackedSpec,
+    spec: GemmSpec,
     groups: Groups | None = None,
 ) -> torch.Tensor:
     """[`hf_mxfp4.ops.packed_linear`] where Dynamo traces."""
-    dtype, inputs = autocast_dtype(x) or x.dtype, "" if spec.inputs is None else str(spec.inputs)
-    size = 0 if spec.rotation is None else spec.rotation.size
+    dtype, inputs = autocast_dtype(x) or x.dtype, "" if spec.input_scheme is None else str(spec.input_scheme)
+    rotation = spec.scheme.fprop.rotation
+    size = 0 if rotation is None else rotation.size
     ends, operator = None, torch.ops.hf_mxfp4.packed_linear
     if groups is not None:
         ends, operator = groups.offsets(x.device), torch.ops.hf_mxfp4.packed_experts
     backends = spec.backend, spec.matmul_backend
-    return operator(x, *packed, bias, ends, dtype, str(spec.weights), inputs, size, *backends)
+    return operator(x, *packed, bias, ends, dtype, str(spec.weight_scheme), inputs, size, *backends)
 
 
 @functools.lru_cache(maxsize=256)
-def _spec(weights: str, inputs: str, in_features: int, size: int, *backends: str) -> PackedSpec:
+def _spec(weights: str, inputs: str, size: int, backend: str, matmul_backend: str = "auto") -> GemmSpec:
     rotation = Rotation(size) if size else None
-    backend, *matmul_backend = backends
-    return PackedSpec(read_scheme(weights), read_input_scheme(inputs), in_features, backend, rotation, *matmul_backend)
+    fprop = GemmScheme(read_input_scheme(inputs) or FULL, read_scheme(weights), rotation)
+    return GemmSpec(LinearScheme(fprop), backend, matmul_backend)
 
 
 def _packed_forward(
@@ -312,7 +316,7 @@ def _packed_forward(
     matmul_backend: str = "auto",
 ) -> torch.Tensor:
     packed = codes, scale, macro, residual_codes, residual_scale
-    spec = _spec(weight_scheme, input_scheme, x.shape[-1], rotation, backend, matmul_backend)
+    spec = _spec(weight_scheme, input_scheme, rotation, backend, matmul_backend)
     return packed_forward(x.detach(), packed, bias, spec, groups_of(ends, x.shape[0]), dtype).contiguous()
 
 
@@ -336,10 +340,10 @@ def _packed_backward(
     backend: str,
     needs: list[bool],
 ) -> list[torch.Tensor]:
-    groups, spec = groups_of(ends, grad.shape[0]), _spec(weight_scheme, "", in_features, rotation, backend)
+    groups, spec = groups_of(ends, grad.shape[0]), _spec(weight_scheme, "", rotation, backend)
     packed, found = (codes, scale, macro, residual_codes, residual_scale), []
     if needs[0]:
-        found.append(packed_grad_x(grad, packed, spec, groups).to(dtype).contiguous())
+        found.append(packed_grad_x(grad, packed, in_features, spec, groups).to(dtype).contiguous())
     if needs[1]:
         found.append(sum_rows(grad.reshape(-1, grad.shape[-1]), groups).to(bias_dtype))
     return found

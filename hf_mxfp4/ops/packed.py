@@ -6,15 +6,15 @@ from typing import Any, cast
 import torch
 from torch.autograd.function import once_differentiable
 
-from ..numerics import PARTS, MXFP4Tensor, QuantScheme
+from ..numerics import QuantScheme
 from . import dispatch
 from .block_scaled import to_fp4
 from .groups import Groups, sum_rows
 from .linear import as_dtype, autocast_dtype, needs_gradient, not_a_view
 from .matmul import fp4_recipe, matmul, multiply_packed
 from .operands import quantize_input
-from .packed_weight import PACKED_FIELDS, PackedWeight, of_expert
-from .state import GemmState, PackedSpec
+from .packed_weight import PACKED_FIELDS, PackedWeight, of_expert, packed_tensor
+from .state import GemmSpec, GemmState
 
 
 def packed_linear(
@@ -35,7 +35,7 @@ def packed_linear(
         packed: the tensors of [`PACKED_FIELDS`], of experts each ``[E, ...]``, `None` for those that the scheme has
             not.
         bias: ``[N]``, ``[E, N]`` or `None`.
-        state: of the layer, with its [`PackedSpec`].
+        state: of the layer.
         groups: the rows of each expert; `None` for one weight.
 
     Returns:
@@ -51,38 +51,41 @@ def packed_forward(
     x: torch.Tensor,
     packed: PackedWeight,
     bias: torch.Tensor | None,
-    spec: PackedSpec,
+    spec: GemmSpec,
     groups: Groups | None,
     dtype: torch.dtype,
     values: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return the forward pass of [`packed_linear`], without a gradient; ``values`` take the place of the codes."""
-    weight = _tensor(packed, spec, dtype) if values is None else values
-    shape = packed[0].shape[0], spec.in_features
+    in_features = x.shape[-1]
+    weight = packed_tensor(packed, in_features, spec.weight_scheme, dtype) if values is None else values
+    shape = packed[0].shape[0], in_features
     recipe = fp4_recipe(x, shape, dtype, spec) if groups is None and values is None else None
     if recipe is not None:
         if recipe == "mxfp8":
             codes: Any = dispatch.quantize_mxfp8(x.detach(), spec.backend)
         else:
-            codes = dispatch.quantize(x.detach(), cast(QuantScheme, spec.inputs), spec.backend)
+            codes = dispatch.quantize(x.detach(), cast(QuantScheme, spec.input_scheme), spec.backend)
         out = multiply_packed(codes, to_fp4(weight, recipe), recipe, as_dtype(bias, dtype), dtype)
         if out is not None:
             return out
-    operand = quantize_input(x, dtype, spec.inputs, spec.backend, spec.rotation)
+    operand = quantize_input(x, dtype, spec.input_scheme, spec.backend, spec.scheme.fprop.rotation)
     return matmul(operand, weight, as_dtype(bias, dtype), groups, spec=spec)
 
 
-def packed_grad_x(grad: torch.Tensor, packed: PackedWeight, spec: PackedSpec, groups: Groups | None) -> torch.Tensor:
+def packed_grad_x(
+    grad: torch.Tensor, packed: PackedWeight, in_features: int, spec: GemmSpec, groups: Groups | None
+) -> torch.Tensor:
     """Return the input gradient ``[..., K]`` of [`packed_linear`], in float32 or wider where the spec rotates."""
-    weight = _tensor(packed, spec, grad.dtype)
+    weight, rotation = packed_tensor(packed, in_features, spec.weight_scheme, grad.dtype), spec.scheme.fprop.rotation
     if groups is None:
         grad_x = grad @ dispatch.dequantize(weight, grad.dtype, spec.backend)
     else:
-        grad_x = grad.new_empty(grad.shape[0], spec.in_features)
+        grad_x = grad.new_empty(grad.shape[0], in_features)
         for expert, rows in groups:
             grad_x[rows] = grad[rows] @ dispatch.dequantize(of_expert(weight, expert), grad.dtype, spec.backend)
     # The inverse of a deterministic rotation is its transpose, and itself.
-    return grad_x if spec.rotation is None else dispatch.rotate_rows(grad_x, spec.rotation.size, spec.backend)
+    return grad_x if rotation is None else dispatch.rotate_rows(grad_x, rotation.size, spec.backend)
 
 
 def _forward(
@@ -97,10 +100,10 @@ def _forward(
     spec, cache, values = state.spec, state.cache, None
 
     def dequantize() -> torch.Tensor:
-        return dispatch.dequantize(_tensor(packed, spec, dtype), dtype, spec.backend)
+        return dispatch.dequantize(packed_tensor(packed, x.shape[-1], spec.weight_scheme, dtype), dtype, spec.backend)
 
     if cache is not None and cache.form == "dense" and groups is None:
-        if dispatch.choose_backend(x, spec.weights, spec.backend, family="decode") != "cpu":
+        if dispatch.choose_backend(x, spec.weight_scheme, spec.backend, family="decode") != "cpu":
             values = cache.get(packed[0], (state, dtype), dequantize)
     return packed_forward(x, packed, bias, spec, groups, dtype, values)
 
@@ -109,7 +112,7 @@ class _PackedLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, bias, state, groups, dtype, *packed):
         ctx.save_for_backward(*packed)
-        ctx.spec, ctx.groups, ctx.input_dtype = state.spec, groups, x.dtype
+        ctx.spec, ctx.groups, ctx.in_features, ctx.input_dtype = state.spec, groups, x.shape[-1], x.dtype
         ctx.bias_dtype = None if bias is None else bias.dtype
         return not_a_view(_forward(x, packed, bias, state, groups, dtype))
 
@@ -119,13 +122,7 @@ class _PackedLinear(torch.autograd.Function):
         grad_x = grad_bias = None
         if ctx.needs_input_grad[0]:
             packed = ctx.saved_tensors  # once: under gradient checkpointing they can be unpacked only once
-            grad_x = packed_grad_x(grad, packed, ctx.spec, ctx.groups).to(ctx.input_dtype)
+            grad_x = packed_grad_x(grad, packed, ctx.in_features, ctx.spec, ctx.groups).to(ctx.input_dtype)
         if ctx.needs_input_grad[1]:
             grad_bias = sum_rows(grad.reshape(-1, grad.shape[-1]), ctx.groups).to(ctx.bias_dtype)
         return (grad_x, grad_bias) + (None,) * (3 + len(PACKED_FIELDS))
-
-
-def _tensor(packed: PackedWeight, spec: PackedSpec, dtype: torch.dtype) -> MXFP4Tensor:
-    """Return a weight, or those of all experts, sharing the memory of ``packed``; ``dtype`` is that of its values."""
-    parts = dict(zip(PARTS, packed, strict=True))
-    return MXFP4Tensor(**parts, length=spec.in_features, axis=1, scheme=spec.weights, dtype=dtype)

@@ -8,7 +8,6 @@ repeats. Draws of the backward products also depend on how many backward passes 
 the micro-batches of a step round independently.
 """
 
-import functools
 import hashlib
 import itertools
 import weakref
@@ -28,7 +27,6 @@ from ..numerics import (
     LinearScheme,
     OperandScheme,
     QuantScheme,
-    Rotation,
     random_signs,
 )
 
@@ -43,7 +41,8 @@ _numbers = itertools.count()
 
 @dataclass(frozen=True)
 class GemmSpec:
-    """The three products of a linear layer, or of one projection of experts.
+    """The three products of a linear layer, or of one projection of experts; a packed layer has the forward product
+    alone.
 
     Attributes:
         scheme: the precision of each operand of each product.
@@ -94,32 +93,6 @@ class GemmSpec:
         }
         for name, value in derived.items():
             object.__setattr__(self, name, value)
-
-
-@dataclass(frozen=True)
-class PackedSpec:
-    """The product of a layer whose weight exists in 4 bits only.
-
-    Attributes:
-        weights: the scheme of the weight.
-        inputs: that of the input; `None` where it is not quantized.
-        in_features: K; the codes have padding.
-        backend: see [`hf_mxfp4.fake_quantize`].
-        rotation: of inputs, as the weight was rotated before it was quantized; never a random one.
-        matmul_backend: see [`hf_mxfp4.ops.select_matmul`].
-    """
-
-    weights: QuantScheme
-    inputs: OperandScheme | None
-    in_features: int
-    backend: str = "auto"
-    rotation: Rotation | None = None
-    matmul_backend: str = "auto"
-
-    @functools.cached_property
-    def scheme(self) -> LinearScheme:
-        """The product as that of a trainable layer."""
-        return LinearScheme(GemmScheme(FULL if self.inputs is None else self.inputs, self.weights, self.rotation))
 
 
 class LayerRng:
@@ -185,9 +158,7 @@ class GemmState:
             input of the graph, it lets layers of equal shapes share one graph.
     """
 
-    spec: Any  # of packed layers a PackedSpec, otherwise a GemmSpec
-
-    def __init__(self, spec: GemmSpec | PackedSpec, rngs: Sequence[LayerRng] = ()):
+    def __init__(self, spec: GemmSpec, rngs: Sequence[LayerRng] = ()):
         self.spec, self.rngs = spec, tuple(rngs)
         self.cache: WeightCache | None = None
         self._register()

@@ -124,12 +124,12 @@ def test_the_operator_of_packed_experts(family):
     for counts in ((3, 0, 2, 1), (0, 0, 0, 0)):
         ends = Groups(counts).offsets("cpu")
         x = torch.randn(sum(counts), 64, requires_grad=True)
-        schemes = str(spec.weights), str(spec.inputs), 0, spec.backend
+        schemes = str(spec.weight_scheme), str(spec.input_scheme), 0, spec.backend
         for operator in (OPS.packed_experts, OPS.packed_linear):
             opcheck(operator.default, (x, *packed, bias, ends, x.dtype, *schemes))
         grad = torch.randn(len(x), layer.weight_size(name)[1])
         dtypes = x.dtype, None if bias is None else bias.dtype
-        tail = 64, *dtypes, str(spec.weights), 0, spec.backend, [True, bias is not None]
+        tail = 64, *dtypes, str(spec.weight_scheme), 0, spec.backend, [True, bias is not None]
         for operator in (OPS.packed_experts_backward, OPS.packed_linear_backward):
             opcheck(operator.default, (grad, *packed, ends, *tail))
 

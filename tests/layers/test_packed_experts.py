@@ -18,7 +18,8 @@ from torch import nn
 
 from hf_mxfp4 import MXFP4Experts, MXFP4Linear, MXFP4PackedLinear, MXFP4RLConfig, cached_weights, pack
 from hf_mxfp4.layers import MXFP4PackedExperts
-from hf_mxfp4.ops import weight_operand
+from hf_mxfp4.numerics import LinearScheme
+from hf_mxfp4.ops import GemmSpec, weight_operand
 
 
 FAMILIES = ["qwen3_moe", "qwen2_moe", "mixtral", "gpt_oss"]
@@ -65,6 +66,14 @@ def test_plain_experts_again(family):
     assert packed.gate_up_proj.dtype == torch.uint8
     if family == "gpt_oss":
         assert plain.down_proj_bias is not packed.down_proj_bias
+
+
+def test_every_option_of_products_reaches_experts():
+    config = MXFP4RLConfig(mode="packed", backend="eager", matmul_backend="dense")
+    experts = make_model("qwen3_moe", layers=1).model.layers[0].mlp.experts
+    layer = MXFP4PackedExperts.from_experts(experts, config)
+    expected = GemmSpec(LinearScheme(config.gemms().fprop), backend="eager", matmul_backend="dense")
+    assert [state.spec for state in layer.states.values()] == [expected, expected]
 
 
 def test_dtype_follows_to():

@@ -98,7 +98,7 @@ def test_the_packed_linear_operator(scheme):
     for rows in (3, 0):
         x = torch.randn(rows, 70, requires_grad=True)
         spec = layer.state.spec
-        weights, inputs = str(spec.weights), "" if spec.inputs is None else str(spec.inputs)
+        weights, inputs = str(spec.weight_scheme), str(spec.input_scheme or "")
         options = x.dtype, weights, inputs, 0, spec.backend
         opcheck(OPS.packed_linear.default, (x, *layer.packed_weight(), layer.bias, None, *options))
         arguments = None, 70, x.dtype, x.dtype, weights, 0, spec.backend, [True, True]

@@ -17,11 +17,11 @@ from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import Un
 from vllm.model_executor.utils import set_weight_attrs
 
 from ...config import MXFP4RLConfig
-from ...numerics import BLOCK_SIZE, QuantScheme
+from ...numerics import BLOCK_SIZE, FULL, GemmScheme, LinearScheme, QuantScheme
 from ...ops import (
     PACKED_FIELDS,
+    GemmSpec,
     Groups,
-    PackedSpec,
     group_by_expert,
     matmul,
     packed_forward,
@@ -114,8 +114,9 @@ class MXFP4RLExpertsMethod(_FromOurCheckpoint, FusedMoEMethodBase):
         gate_up, down = ([getattr(layer, name) for name in names] for names in self._names)
         biases = [layer.w13_bias, layer.w2_bias] if self.moe.has_bias else []
         weights = str(self.scheme.weight_scheme) if self.target.is_packed else ""
-        scheme = weights, str(self.scheme.activation_scheme or ""), layer.activation.value, self.scheme.backend
-        return experts_operator(x, topk_weights, topk_ids, layer.expert_map, gate_up, down, biases, *scheme)
+        scheme = weights, str(self.scheme.activation_scheme or ""), layer.activation.value
+        backends = self.scheme.backend, self.scheme.matmul_backend
+        return experts_operator(x, topk_weights, topk_ids, layer.expert_map, gate_up, down, biases, *scheme, *backends)
 
 
 def _register(layer: Any, name: str, shape: tuple[int, ...], dtype: torch.dtype, attributes: dict[str, Any]) -> None:
@@ -203,6 +204,7 @@ def experts_operator(
     input_scheme: str,
     activation: str,
     backend: str,
+    matmul_backend: str,
 ) -> torch.Tensor:
     """Return the weighted sum ``[tokens, hidden]`` of the experts of each token, in the dtype of ``x``.
 
@@ -217,6 +219,7 @@ def experts_operator(
             may be ``"fp8"`` or ``"mxfp8"``.
         activation: one of [`ACTIVATIONS`].
         backend: see [`hf_mxfp4.fake_quantize`].
+        matmul_backend: see [`hf_mxfp4.ops.select_matmul`].
     """
     n_tokens, k = topk_ids.shape
     ids, order, groups = _sorted(topk_ids.reshape(-1), expert_map, len(gate_up[0]))
@@ -228,7 +231,8 @@ def experts_operator(
         if weights is not None:
             found = dict(zip(packed_shapes(1, BLOCK_SIZE, weights), weight, strict=True))
             packed = tuple(found.get(name) for name in PACKED_FIELDS)
-            spec = PackedSpec(weights, inputs, states.shape[-1], backend)
+            fprop = GemmScheme(inputs or FULL, weights)
+            spec = GemmSpec(LinearScheme(fprop), backend, matmul_backend)
             out = packed_forward(states, packed, bias, spec, groups, x.dtype)
         else:
             states = quantize_input(states, x.dtype, inputs, backend)

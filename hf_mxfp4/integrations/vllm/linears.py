@@ -13,10 +13,10 @@ from vllm.model_executor.layers.linear import LinearMethodBase, UnquantizedLinea
 from vllm.model_executor.parameter import ChannelQuantScaleParameter, ModelWeightParameter
 
 from ...config import MXFP4RLConfig
-from ...numerics import BLOCK_SIZE, FP8, NVFP4, OperandScheme, QuantScheme
+from ...numerics import BLOCK_SIZE, FP8, NVFP4, LinearScheme, OperandScheme, QuantScheme
 from ...ops import (
     PACKED_FIELDS,
-    PackedSpec,
+    GemmSpec,
     check_rotation,
     compiled_packed_linear,
     packed_shapes,
@@ -108,8 +108,8 @@ class MXFP4RLLinearMethod(_FromOurCheckpoint, LinearMethodBase):
         check_rotation(self.name, input_size, rotation)
         unit = BLOCK_SIZE if rotation is None else rotation.size
         check_share(self.name, input_size_per_partition, input_size, schemes, "tensor_parallel_size=1", unit)
-        backends = self.scheme.backend, self.scheme.matmul_backend
-        self._spec = PackedSpec(*schemes, input_size_per_partition, backends[0], rotation, backends[1])
+        products = LinearScheme(self.scheme.gemms().fprop)
+        self._spec = GemmSpec(products, self.scheme.backend, self.scheme.matmul_backend)
         shapes = packed_shapes(sum(output_partition_sizes), input_size_per_partition, weights)
         for name, shape in shapes.items():
             data = torch.empty(shape, dtype=torch.uint8)
