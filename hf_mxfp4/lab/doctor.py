@@ -11,7 +11,7 @@ import torch
 from .. import numerics
 from ..numerics import PARTS, QuantScheme, decode_e8m0
 from ..numerics.formats import e4m3_scale_byte
-from ..ops import block_scaled, hardware_of, self_check
+from ..ops import fp4, hardware_of, self_check
 from ..ops import triton as kernels
 from ..ops.fp8 import FP8Operand, multiply_fp8
 from ..ops.matmul import FP8_HARDWARE
@@ -84,7 +84,7 @@ def _nvfp4_scales(device: torch.device) -> Iterator[Check]:
     macro = packed.macro.reshape(33, -1)
     for by_rows in (False, True):
         found = kernels.nvfp4_scales(packed.scale.to(device), macro.to(device), by_rows)
-        expected = block_scaled.nvfp4_scales(packed.scale, macro, by_rows)
+        expected = fp4.nvfp4_scales(packed.scale, macro, by_rows)
         for name, *pair in zip(("NVFP4 scales", "factors", "misfits"), found, expected, strict=True):
             yield name, *(each.view(torch.uint8) if each.itemsize == 1 else each for each in pair)
 
@@ -99,7 +99,7 @@ def _fp8_products(device: torch.device) -> Iterator[Check]:
 
 
 def _fp4_products(recipe: str, device: torch.device) -> Iterator[Check]:
-    if problem := block_scaled.problem(recipe, device):
+    if problem := fp4.problem(recipe, device):
         raise ArithmeticError(problem)
     yield from ()
 
@@ -108,10 +108,10 @@ def _products(hardware: str) -> dict[str, Callable[[torch.device], Iterator[Chec
     found: dict[str, Callable[[torch.device], Iterator[Check]]] = {}
     if hardware in FP8_HARDWARE:
         found["FP8 products"] = _fp8_products
-    if hardware in block_scaled.MXFP4_HARDWARE:
+    if hardware in fp4.MXFP4_HARDWARE:
         found["MXFP4 products"] = partial(_fp4_products, "mxfp4")
         found["MXFP8 products"] = partial(_fp4_products, "mxfp8")
-    if hardware in block_scaled.FP4_HARDWARE:
+    if hardware in fp4.FP4_HARDWARE:
         found["NVFP4 products"] = partial(_fp4_products, "nvfp4")
     return found
 

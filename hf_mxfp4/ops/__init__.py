@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Quantization and products of MXFP4 operands, differentiable, and the choice of what computes them."""
 
-from .block_scaled import to_fp4
+from .autograd import autocast_dtype, quantized_linear
 from .cache import WEIGHT_FORMS, WeightCache, cached_weights, gemm_states, uncached_weights
-from .dispatch import backend_for, dequantize, quantize_e4m3, rotate_rows, widest_float
+from .fp4 import to_fp4
 from .functional import fake_quantize, quantize
 from .groups import Groups, group_by_expert
-from .linear import autocast_dtype, quantized_linear
 from .matmul import (
     hardware_of,
     matmul,
@@ -40,4 +39,7 @@ from .packed_weight import (
     quantize_weight,
     weight_values,
 )
-from .state import GemmSpec, GemmState, LayerRng
+from .quantization import backend_for, dequantize, quantize_e4m3, rotate_rows, widest_float
+from .rng import LayerRng
+from .spec import GemmSpec
+from .state import GemmState

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 from ..numerics import decode_e8m0
 from ..numerics.formats import e4m3_scale_byte
-from . import dispatch
+from . import quantization
 from . import triton as triton_kernels
 from .groups import Groups
 
@@ -39,7 +39,7 @@ class FP8Operand(NamedTuple):
     def values(self, dtype: torch.dtype, backend: str) -> torch.Tensor:
         """Return the values ``[..., R, C]`` in ``dtype``."""
         byte = self.scale.to(torch.float8_e8m0fnu).view(torch.uint8).expand(*self.elements.shape[:-1], 1)
-        return dispatch.dequantize_e4m3(self.elements, byte.contiguous(), dtype, backend)
+        return quantization.dequantize_e4m3(self.elements, byte.contiguous(), dtype, backend)
 
 
 def fold_scales(
@@ -60,7 +60,7 @@ def fold_scales(
 
 def to_fp8(values: torch.Tensor) -> FP8Operand:
     """Return quantized values ``[..., C]`` as elements and scales of rows; count rounded ones. Infinity becomes NaN."""
-    if dispatch.supports_e4m3(values):
+    if quantization.supports_e4m3(values):
         elements, scale, rounded = triton_kernels.to_fp8(values)
     else:
         wide = values.float()
@@ -92,7 +92,7 @@ def weight_to_fp8(values: torch.Tensor) -> FP8Operand | None:
     if values.is_cuda and torch.cuda.is_current_stream_capturing():
         return None
     for whole in (True, False):
-        if dispatch.supports_e4m3(values):
+        if quantization.supports_e4m3(values):
             elements, scale, rounded = triton_kernels.to_fp8(values, whole)
             scale = scale[..., :1, :] if whole else scale
         else:

@@ -7,7 +7,7 @@ import torch
 
 from ..numerics import MXFP4Tensor, QuantScheme
 from ..numerics.quantize import check_input
-from . import dispatch
+from . import quantization
 
 
 def fake_quantize(
@@ -26,7 +26,7 @@ def fake_quantize(
     """
     scheme = QuantScheme(**options)
     axis = check_input(x, axis, scheme.block_rows)
-    return dispatch.fake_quantize(x.movedim(axis, -1), scheme, backend, seed=seed).movedim(-1, axis)
+    return quantization.fake_quantize(x.movedim(axis, -1), scheme, backend, seed=seed).movedim(-1, axis)
 
 
 def quantize(
@@ -40,4 +40,4 @@ def quantize(
     """[`hf_mxfp4.numerics.quantize`], the same bits. Arguments and errors as in [`fake_quantize`]. The tensor's
     `dequantize` takes the fastest backend."""
     scheme = QuantScheme(**options)
-    return dispatch.quantize(x, scheme, backend, axis=check_input(x, axis, scheme.block_rows), seed=seed)
+    return quantization.quantize(x, scheme, backend, axis=check_input(x, axis, scheme.block_rows), seed=seed)

@@ -7,7 +7,7 @@ did.
 * ``fp8``: the same values as E4M3 elements and scales ([`FP8Operand`]), on FP8 tensor cores by `scaled_mm`, or
   `scaled_grouped_mm` of experts. Differs from the dense product by the rounding of sums and of the output, and by
   elements of MXFP4 activations too small for E4M3 beside the largest of their row, which are counted.
-* ``fp4``: the codes of forward operands as they are, on FP4 tensor cores; see [`hf_mxfp4.ops.block_scaled`].
+* ``fp4``: the codes of forward operands as they are, on FP4 tensor cores; see [`hf_mxfp4.ops.fp4`].
 * ``mxfp8``: inputs in MXFP8 and codes of weights that become such elements; see there.
 """
 
@@ -28,14 +28,14 @@ from ..numerics import (
     MXFP4Tensor,
     QuantScheme,
 )
-from . import block_scaled, dispatch
 from . import cpu as on_cpu
+from . import fp4, quantization
 from . import triton as triton_kernels
-from .block_scaled import FP4_HARDWARE, FP4Operand, to_fp4
+from .fp4 import FP4_HARDWARE, FP4Operand, to_fp4
 from .fp8 import FP8Operand, inexact, multiply_fp8, to_fp8
 from .groups import Groups
 from .packed_weight import of_expert
-from .state import GemmSpec
+from .spec import GemmSpec
 
 
 #: Hardware with FP8 tensor cores; what `hf-mxfp4 env` lists.
@@ -79,7 +79,7 @@ def matmul(
     if isinstance(b, FP8Operand):
         return multiply_fp8(a, b, bias, groups, dtype)
     if isinstance(b, MXFP4Tensor):
-        reader = reader or dispatch.choose_backend(a, b.scheme, spec.backend, family="decode")
+        reader = reader or quantization.choose_backend(a, b.scheme, spec.backend, family="decode")
         return _on_codes(a, b, bias, groups, spec, reader)
     if groups is None:
         return F.linear(a, b, bias)
@@ -106,7 +106,7 @@ def runs_on_fp8(
         return False
     hardware, experts = hardware_of(like.device), groups is not None
     choice = select_matmul(gemm, spec.scheme, hardware, dtype, spec.matmul_backend, experts, codes=False)
-    if choice.name != "fp8" or 0 in size or not dispatch.is_torchs_own(like):
+    if choice.name != "fp8" or 0 in size or not quantization.is_torchs_own(like):
         return False
     return like.is_cpu or size[1] % 16 == 0 and size[2] % 16 == 0
 
@@ -136,13 +136,13 @@ def fp4_recipe(x: torch.Tensor, shape: Sequence[int], dtype: torch.dtype, spec: 
     if requested not in ("auto", "fp4") or hardware not in FP4_HARDWARE and requested == "auto":
         return None
     if _runs_in_mxfp8("fprop", spec.scheme, hardware, dtype, requested):
-        is_usable = not (block_scaled.unsupported_operands(x, shape) or block_scaled.problem("mxfp8", x.device))
+        is_usable = not (fp4.unsupported_operands(x, shape) or fp4.problem("mxfp8", x.device))
         return "mxfp8" if is_usable else None
-    reason = _fp4_problem("fprop", spec.scheme, hardware, dtype) or block_scaled.unsupported_operands(x, shape)
+    reason = _fp4_problem("fprop", spec.scheme, hardware, dtype) or fp4.unsupported_operands(x, shape)
     if reason is None:
         is_plain = not spec.scheme.fprop.left.mantissas and not spec.scheme.fprop.right.mantissas
-        for recipe in ("mxfp4", "nvfp4") if is_plain and hardware in block_scaled.MXFP4_HARDWARE else ("nvfp4",):
-            reason = block_scaled.problem(recipe, x.device)
+        for recipe in ("mxfp4", "nvfp4") if is_plain and hardware in fp4.MXFP4_HARDWARE else ("nvfp4",):
+            reason = fp4.problem(recipe, x.device)
             if reason is None:
                 return recipe
     if requested == "fp4":
@@ -151,7 +151,7 @@ def fp4_recipe(x: torch.Tensor, shape: Sequence[int], dtype: torch.dtype, spec: 
 
 
 def multiply_packed(
-    packed: MXFP4Tensor | block_scaled.MXFP8,
+    packed: MXFP4Tensor | fp4.MXFP8,
     weight: FP4Operand,
     recipe: str,
     bias: torch.Tensor | None,
@@ -163,9 +163,9 @@ def multiply_packed(
     elements = packed.codes if isinstance(packed, MXFP4Tensor) else packed[0]
     for by_rows in (False, True):
         left = to_fp4(packed, recipe, by_rows)
-        if block_scaled.fit(left, weight):
+        if fp4.fit(left, weight):
             _counts["fprop", "mxfp8" if recipe == "mxfp8" else "fp4"] += 1
-            out = block_scaled.fp4_product(left, weight, dtype).view(*elements.shape[:-1], -1)
+            out = fp4.fp4_product(left, weight, dtype).view(*elements.shape[:-1], -1)
             return out if bias is None else out + bias
     return None
 
@@ -217,7 +217,7 @@ def _on_codes(
     if decodes(a, a.dtype, reader, groups):
         return triton_kernels.linear(a, b, bias, *(() if groups is None else (groups.offsets(a.device),)))
     if groups is None:
-        values = dispatch.dequantize(b, a.dtype, spec.backend)
+        values = quantization.dequantize(b, a.dtype, spec.backend)
         if is_expert:
             return F.linear(a, values, bias)
         fp8 = runs_on_fp8("fprop", spec, a, a.dtype, (a.shape[:-1].numel(), *values.shape))
@@ -234,7 +234,7 @@ def _on_codes(
 def reads_packed_on_gpus(scheme: QuantScheme, backend: str) -> bool:
     """Return whether the kernels are certain to multiply with weights of this scheme on a CUDA device, so that a CUDA
     graph can hold the product."""
-    reason = triton_kernels.unsupported_reason("cuda", torch.bfloat16, dispatch.as_read(scheme))
+    reason = triton_kernels.unsupported_reason("cuda", torch.bfloat16, quantization.as_read(scheme))
     return backend in ("auto", "triton") and reason is None
 
 
@@ -319,7 +319,7 @@ def _fp4_problem(gemm: str, scheme: LinearScheme, hardware: str, dtype: torch.dt
 
 def _runs_in_mxfp8(gemm: str, scheme: LinearScheme, hardware: str, dtype: torch.dtype, requested: str) -> bool:
     """Whether MXFP8 products are to multiply the operands of a product, if PyTorch has them on the device."""
-    has_product = requested == "auto" and hardware in block_scaled.MXFP4_HARDWARE and dtype == torch.bfloat16
+    has_product = requested == "auto" and hardware in fp4.MXFP4_HARDWARE and dtype == torch.bfloat16
     return has_product and gemm == "fprop" and scheme.mxfp8_problem is None
 
 

@@ -25,13 +25,15 @@ from ..numerics import (
     nvfp4_tensor_scale,
     unrotate,
 )
-from . import dispatch
+from . import quantization
 from . import triton as triton_kernels
-from .block_scaled import FP4Operand, to_fp4
+from .fp4 import FP4Operand, to_fp4
 from .fp8 import FP8Operand, weight_to_fp8
 from .groups import Groups
 from .packed_weight import of_expert, packed_tensor, quantize_experts, quantize_weight
-from .state import GemmSpec, GemmState, LayerRng
+from .rng import LayerRng
+from .spec import GemmSpec
+from .state import GemmState
 
 
 #: By product, weight matrices that were quantized since the process began.
@@ -52,7 +54,7 @@ def rotate_operand(
     if rotation is None:
         return x
     signs = rotation_signs(rotation, gemm, x.shape[-1], rng, x.device)
-    return dispatch.rotate_rows(x, rotation.size, backend, signs=signs)
+    return quantization.rotate_rows(x, rotation.size, backend, signs=signs)
 
 
 def rotate_back(
@@ -82,17 +84,17 @@ def quantize_operand(
     if not isinstance(scheme, QuantScheme):
         x = rotate_operand(x, rotation, gemm, rng, backend)
         if scheme is FP8:
-            return dispatch.fake_quantize_e4m3(x, backend, dtype)
+            return quantization.fake_quantize_e4m3(x, backend, dtype)
         if scheme is MXFP8:
-            return dispatch.fake_quantize_mxfp8(x, backend, dtype)
+            return quantization.fake_quantize_mxfp8(x, backend, dtype)
         if scheme is NVFP4:  # rows of activations, tokens, do not depend on each other
             x = fake_quantize_nvfp4(x, nvfp4_tensor_scale(x.detach(), per_row=operand == "x"))
         return x if dtype is None else x.to(dtype)
     x, seed = x.detach() if x.requires_grad else x, operand_seed(scheme, gemm, operand, rng)
     if rotation is None:
-        return dispatch.fake_quantize(x, scheme, backend, seed=seed, dtype=dtype)
+        return quantization.fake_quantize(x, scheme, backend, seed=seed, dtype=dtype)
     signs = rotation_signs(rotation, gemm, x.shape[-1], rng, x.device)
-    return dispatch.fake_quantize(x, scheme, backend, seed=seed, rotation=rotation.size, signs=signs, dtype=dtype)
+    return quantization.fake_quantize(x, scheme, backend, seed=seed, rotation=rotation.size, signs=signs, dtype=dtype)
 
 
 def operand_seed(scheme: QuantScheme, gemm: str, operand: str, rng: LayerRng | None) -> int | None:
@@ -116,7 +118,7 @@ def rows_and_columns(
     seeds, signs = [], []
     for gemm, scheme, rotation, length in zip(("dgrad", "wgrad"), schemes, rotations, grad.shape[::-1], strict=True):
         seeds.append(operand_seed(scheme, gemm, "grad", rng))
-        if dispatch.choose_backend(grad, scheme, spec.backend, seeds[-1]) != "triton":
+        if quantization.choose_backend(grad, scheme, spec.backend, seeds[-1]) != "triton":
             return None, None
         signs.append(rotation and rotation_signs(rotation, gemm, length, rng, grad.device))
     sizes: list[Any] = [rotation and rotation.size for rotation in rotations]
@@ -170,14 +172,14 @@ def packed_input(x: torch.Tensor, state: GemmState) -> Any:
         return fp8_input(x, state)
     assert isinstance(scheme, QuantScheme)
     rows = rotate_operand(x.detach(), spec.scheme.fprop.rotation, "fprop", rng, spec.backend)
-    return dispatch.quantize(rows, scheme, spec.backend, seed=operand_seed(scheme, "fprop", "x", rng))
+    return quantization.quantize(rows, scheme, spec.backend, seed=operand_seed(scheme, "fprop", "x", rng))
 
 
 def fp8_input(x: torch.Tensor, state: GemmState, groups: Groups | None = None) -> tuple[torch.Tensor, torch.Tensor]:
     """[`input_operand`] as E4M3 elements and the scale bytes of its rows, or of their blocks. Only under a scheme with
     activations in FP8 or MXFP8."""
     rotation, backend = state.spec.scheme.fprop.rotation, state.spec.backend
-    quantize = dispatch.quantize_e4m3 if state.spec.input_scheme is FP8 else dispatch.quantize_mxfp8
+    quantize = quantization.quantize_e4m3 if state.spec.input_scheme is FP8 else quantization.quantize_mxfp8
     parts = [
         quantize(rotate_operand(rows.detach(), rotation, "fprop", rng, backend), backend)
         for rows, rng in _groups_of(x, state, groups)
@@ -268,7 +270,7 @@ def reader_of_codes(x: torch.Tensor, dtype: torch.dtype, state: GemmState) -> st
     spec, cache = state.spec, state.cache
     if cache is None or cache.form in ("none", "dense") or not spec.packs_weight:
         return None
-    name = dispatch.choose_backend(x, spec.weight_scheme, spec.backend, family="decode", dtype=dtype)
+    name = quantization.choose_backend(x, spec.weight_scheme, spec.backend, family="decode", dtype=dtype)
     return None if name == "eager" and cache.form != "packed" else name
 
 
@@ -277,10 +279,10 @@ def values_of(packed: MXFP4Tensor, dtype: torch.dtype, spec: GemmSpec) -> torch.
     # By way of the master's dtype, in which an operand is quantized: of float32 that is rounding once.
     made = dtype if packed.dtype == torch.float32 else packed.dtype
     if packed.codes.dim() == 2:
-        return dispatch.dequantize(packed, made, spec.backend).to(dtype)
+        return quantization.dequantize(packed, made, spec.backend).to(dtype)
     out = packed.codes.new_empty(*packed.codes.shape[:2], packed.length, dtype=dtype)
     for expert, values in enumerate(out):  # the eager functions take several times the memory of what they make
-        values.copy_(dispatch.dequantize(of_expert(packed, expert), made, spec.backend))
+        values.copy_(quantization.dequantize(of_expert(packed, expert), made, spec.backend))
     return out
 
 
@@ -306,7 +308,7 @@ def _quantized_at_once(rows: torch.Tensor, spec: GemmSpec) -> bool:
     scheme = spec.weight_scheme
     if scheme is None or scheme.block_rows != 1 or scheme.rounding != "nearest":
         return False
-    return dispatch.choose_backend(rows, scheme, spec.backend) != "eager"
+    return quantization.choose_backend(rows, scheme, spec.backend) != "eager"
 
 
 def _step(state: GemmState) -> int | None:

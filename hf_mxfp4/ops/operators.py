@@ -30,20 +30,21 @@ from ..numerics import (
     parse_scheme,
     part_sizes,
 )
-from . import dispatch
-from .groups import Groups, sum_rows
-from .linear import (
+from . import quantization
+from .autograd import (
     LinearRecord,
     autocast_dtype,
     linear_backward,
     linear_forward,
     linear_without_gradient,
 )
+from .groups import Groups, sum_rows
 from .operands import padded_length
 from .packed import packed_forward, packed_grad_x
 from .packed_weight import PackedWeight
 from .saved import SavedRecord, what_is_saved
-from .state import PLAIN_STATE, GemmSpec, GemmState, state_of
+from .spec import GemmSpec
+from .state import PLAIN_STATE, GemmState, state_of
 
 
 _UNSAFE = (torch.Tag.cudagraph_unsafe,)
@@ -90,7 +91,7 @@ def read_input_scheme(text: str) -> OperandScheme | None:
 
 @torch.library.custom_op("hf_mxfp4::fake_quantize", mutates_args=())
 def _fake_quantize(x: torch.Tensor, scheme: str, backend: str) -> torch.Tensor:
-    return dispatch.fake_quantize(x.detach(), read_scheme(scheme), backend).contiguous()
+    return quantization.fake_quantize(x.detach(), read_scheme(scheme), backend).contiguous()
 
 
 @_fake_quantize.register_fake
@@ -105,7 +106,7 @@ _fake_quantize.register_autograd(lambda ctx, grad: (grad, None, None))
 def _quantize(
     x: torch.Tensor, scheme: str, backend: str
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    packed = dispatch.quantize(x.detach(), read_scheme(scheme), backend)
+    packed = quantization.quantize(x.detach(), read_scheme(scheme), backend)
     parts = (getattr(packed, part) for part in PARTS)
     return tuple(x.new_empty(0, dtype=torch.uint8) if part is None else part.contiguous() for part in parts)
 
@@ -131,7 +132,7 @@ def _dequantize(
 ) -> torch.Tensor:
     parts = codes, scale, macro, residual_codes, residual_scale
     packed = MXFP4Tensor(*parts, length=length, axis=codes.dim() - 1, scheme=read_scheme(scheme), dtype=dtype)
-    return dispatch.dequantize(packed, dtype, backend).contiguous()
+    return quantization.dequantize(packed, dtype, backend).contiguous()
 
 
 @_dequantize.register_fake

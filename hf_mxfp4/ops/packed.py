@@ -7,14 +7,15 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from ..numerics import QuantScheme
-from . import dispatch
-from .block_scaled import to_fp4
+from . import quantization
+from .autograd import as_dtype, autocast_dtype, needs_gradient, not_a_view
+from .fp4 import to_fp4
 from .groups import Groups, sum_rows
-from .linear import as_dtype, autocast_dtype, needs_gradient, not_a_view
 from .matmul import fp4_recipe, matmul, multiply_packed
 from .operands import quantize_input
 from .packed_weight import PACKED_FIELDS, PackedWeight, of_expert, packed_tensor
-from .state import GemmSpec, GemmState
+from .spec import GemmSpec
+from .state import GemmState
 
 
 def packed_linear(
@@ -63,9 +64,9 @@ def packed_forward(
     recipe = fp4_recipe(x, shape, dtype, spec) if groups is None and values is None else None
     if recipe is not None:
         if recipe == "mxfp8":
-            codes: Any = dispatch.quantize_mxfp8(x.detach(), spec.backend)
+            codes: Any = quantization.quantize_mxfp8(x.detach(), spec.backend)
         else:
-            codes = dispatch.quantize(x.detach(), cast(QuantScheme, spec.input_scheme), spec.backend)
+            codes = quantization.quantize(x.detach(), cast(QuantScheme, spec.input_scheme), spec.backend)
         out = multiply_packed(codes, to_fp4(weight, recipe), recipe, as_dtype(bias, dtype), dtype)
         if out is not None:
             return out
@@ -79,13 +80,13 @@ def packed_grad_x(
     """Return the input gradient ``[..., K]`` of [`packed_linear`], in float32 or wider where the spec rotates."""
     weight, rotation = packed_tensor(packed, in_features, spec.weight_scheme, grad.dtype), spec.scheme.fprop.rotation
     if groups is None:
-        grad_x = grad @ dispatch.dequantize(weight, grad.dtype, spec.backend)
+        grad_x = grad @ quantization.dequantize(weight, grad.dtype, spec.backend)
     else:
         grad_x = grad.new_empty(grad.shape[0], in_features)
         for expert, rows in groups:
-            grad_x[rows] = grad[rows] @ dispatch.dequantize(of_expert(weight, expert), grad.dtype, spec.backend)
+            grad_x[rows] = grad[rows] @ quantization.dequantize(of_expert(weight, expert), grad.dtype, spec.backend)
     # The inverse of a deterministic rotation is its transpose, and itself.
-    return grad_x if rotation is None else dispatch.rotate_rows(grad_x, rotation.size, spec.backend)
+    return grad_x if rotation is None else quantization.rotate_rows(grad_x, rotation.size, spec.backend)
 
 
 def _forward(
@@ -100,10 +101,12 @@ def _forward(
     spec, cache, values = state.spec, state.cache, None
 
     def dequantize() -> torch.Tensor:
-        return dispatch.dequantize(packed_tensor(packed, x.shape[-1], spec.weight_scheme, dtype), dtype, spec.backend)
+        return quantization.dequantize(
+            packed_tensor(packed, x.shape[-1], spec.weight_scheme, dtype), dtype, spec.backend
+        )
 
     if cache is not None and cache.form == "dense" and groups is None:
-        if dispatch.choose_backend(x, spec.weight_scheme, spec.backend, family="decode") != "cpu":
+        if quantization.choose_backend(x, spec.weight_scheme, spec.backend, family="decode") != "cpu":
             values = cache.get(packed[0], (state, dtype), dequantize)
     return packed_forward(x, packed, bias, spec, groups, dtype, values)
 

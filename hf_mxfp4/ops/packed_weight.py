@@ -10,7 +10,7 @@ from collections.abc import Mapping
 import torch
 
 from ..numerics import BLOCK_SIZE, PARTS, MXFP4Tensor, QuantScheme, Rotation, part_sizes
-from . import dispatch
+from . import quantization
 
 
 #: Names of a packed weight's tensors on its layer and on disk -> the fields of [`MXFP4Tensor`] that they hold.
@@ -80,11 +80,11 @@ def quantize_weight(
     if weight.is_meta:
         shapes = packed_shapes(weight.shape[0], weight.shape[1], scheme)
         return {name: torch.empty(shape, dtype=torch.uint8, device="meta") for name, shape in shapes.items()}
-    rows, eager = weight.shape[0], dispatch.choose_backend(weight, scheme, backend) == "eager"
+    rows, eager = weight.shape[0], quantization.choose_backend(weight, scheme, backend) == "eager"
     if eager or rotation is not None:
         rows = max(1, PORTION // max(1, weight.shape[1]) // BLOCK_SIZE) * BLOCK_SIZE
     portions = [
-        dispatch.quantize(_rotated(portion, rotation, backend), scheme, backend)
+        quantization.quantize(_rotated(portion, rotation, backend), scheme, backend)
         for portion in weight.detach().split(rows)
     ]
     packed = {}
@@ -130,14 +130,14 @@ def weight_values(
     """Return the weight ``[n, length]`` in ``dtype`` that rows of [`quantize_weight`] with the same ``rotation`` stand
     for, rotated back in float32 and then rounded, by which the values are no longer those that products take."""
     if rotation is None:
-        return dispatch.dequantize(packed_tensor(packed, length, scheme, dtype), dtype, backend)
+        return quantization.dequantize(packed_tensor(packed, length, scheme, dtype), dtype, backend)
     wide = torch.float64 if dtype == torch.float64 else torch.float32
-    values = dispatch.dequantize(packed_tensor(packed, length, scheme, wide), wide, backend)
+    values = quantization.dequantize(packed_tensor(packed, length, scheme, wide), wide, backend)
     return _rotated(values, rotation, backend).to(dtype)  # its own inverse
 
 
 def _rotated(weight: torch.Tensor, rotation: Rotation | None, backend: str) -> torch.Tensor:
-    return weight if rotation is None else dispatch.rotate_rows(weight, rotation.size, backend)
+    return weight if rotation is None else quantization.rotate_rows(weight, rotation.size, backend)
 
 
 def of_expert(packed: MXFP4Tensor, expert: int) -> MXFP4Tensor:

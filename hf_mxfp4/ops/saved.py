@@ -6,11 +6,12 @@ from typing import Any, NamedTuple
 
 import torch
 
-from . import dispatch
+from . import quantization
 from .fp8 import FP8Operand
 from .groups import Groups
 from .operands import fp8_input, input_operand
-from .state import GemmSpec, GemmState
+from .spec import GemmSpec
+from .state import GemmState
 
 
 SavedTensors = tuple[torch.Tensor, ...]
@@ -50,7 +51,9 @@ def save_input(
     if packed is None:
         operand = input_operand(x, dtype, state, groups, fp8)
     else:
-        operand = None if spec.saves_raw_input else dispatch.dequantize(packed, packed.dtype, spec.backend).to(dtype)
+        operand = (
+            None if spec.saves_raw_input else quantization.dequantize(packed, packed.dtype, spec.backend).to(dtype)
+        )
     saved: Any = x if spec.saves_raw_input else operand
     return operand, (saved,), SavedRecord("values", saved.dtype)
 
@@ -59,7 +62,7 @@ def restore_input(tensors: SavedTensors, record: SavedRecord, backend: str = "au
     """Return the values ``[..., K]`` that [`save_input`] saved; of a rotated operand padded."""
     if record.form == "values":
         return tensors[0]
-    dequantize = dispatch.dequantize_e4m3 if record.form == "fp8" else dispatch.dequantize_mxfp8
+    dequantize = quantization.dequantize_e4m3 if record.form == "fp8" else quantization.dequantize_mxfp8
     return dequantize(tensors[0], tensors[1], record.dtype, backend)
 
 

@@ -38,7 +38,7 @@ def fake_quantize(
     signs: torch.Tensor | None = None,
     dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """[`hf_mxfp4.ops.dispatch.fake_quantize`] of a tensor that the kernels support."""
+    """[`hf_mxfp4.ops.quantization.fake_quantize`] of a tensor that the kernels support."""
     made = x.dtype if rotation is None else torch.float32
     dtype = dtype or made
     written = written_dtype(scheme, dtype) if made == torch.float32 else made

@@ -18,7 +18,7 @@ from transformers import TrainerCallback
 from .._logging import get_logger
 from ..layers import QUANTIZED, WeightMatrix, gathered, trainable_matrices
 from ..numerics import COMPONENTS, QuantScheme, decompose_scheme
-from ..ops.dispatch import fake_quantize
+from ..ops.quantization import fake_quantize
 from .callbacks import add_to_log
 from .run_log import MOVEMENT_ALARM, movement_advice
 

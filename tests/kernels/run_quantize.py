@@ -29,7 +29,8 @@ from hypothesis import strategies as st
 import mxfp4_kernels
 from hf_mxfp4 import numerics
 from hf_mxfp4.numerics import QuantScheme
-from hf_mxfp4.ops import dispatch, to_fp4, to_fp8
+from hf_mxfp4.ops import quantization as by_scheme
+from hf_mxfp4.ops import to_fp4, to_fp8
 from mxfp4_kernels import Scheme, Side, quantization
 
 
@@ -294,9 +295,9 @@ def fp8() -> Iterator[Case]:
             bad += [] if same(values, numerics.fake_quantize_e4m3(rows)) else ["values"]
             yield f"{shape} {dtype} {label}", bad
             elements, byte = numerics.quantize_mxfp8(rows)
-            found, scale = dispatch.quantize_mxfp8(there, "triton")
+            found, scale = by_scheme.quantize_mxfp8(there, "triton")
             bad = [] if same(found, elements) and same(scale, byte) else ["elements or scale bytes"]
-            values = dispatch.dequantize_mxfp8(found, scale, dtype, "triton")
+            values = by_scheme.dequantize_mxfp8(found, scale, dtype, "triton")
             bad += [] if same(values, numerics.dequantize_mxfp8(elements, byte, dtype)) else ["values"]
             yield f"MXFP8 {shape} {dtype} {label}", bad
     yield from nvfp4(rng)

@@ -15,10 +15,10 @@ from tables import needs_fp8_on_cpu
 from tiny_models import make_model
 
 from hf_mxfp4 import MXFP4Experts, MXFP4Linear, MXFP4PackedLinear, MXFP4RLConfig, cached_weights, numerics, ops
-from hf_mxfp4.ops import GemmSpec, GemmState, Groups, LayerRng, dispatch, operands, quantized_linear, select_matmul
+from hf_mxfp4.ops import GemmSpec, GemmState, Groups, LayerRng, operands, quantization, quantized_linear, select_matmul
 
 
-linear, products = map(importlib.import_module, ("hf_mxfp4.ops.linear", "hf_mxfp4.ops.matmul"))
+linear, products = map(importlib.import_module, ("hf_mxfp4.ops.autograd", "hf_mxfp4.ops.matmul"))
 #: Tokens, outputs and inputs, none of them a multiple of 16 or 32.
 M, N, K = 43, 37, 50
 #: Without macro factors, which FP8 tensor cores do not multiply.
@@ -200,7 +200,7 @@ def test_operands_are_rounded_to_e4m3_once_and_a_weight_once_a_step(monkeypatch)
     quantized, made = layer(preset="w4a8g8", **FP8_PRODUCTS), []
     to_fp8 = operands.weight_to_fp8
     monkeypatch.setattr(operands, "weight_to_fp8", lambda values: made.append(values.shape) or to_fp8(values))
-    for module, name in ((dispatch, "dequantize_e4m3"), (dispatch, "fake_quantize_e4m3"), (products, "to_fp8")):
+    for module, name in ((quantization, "dequantize_e4m3"), (quantization, "fake_quantize_e4m3"), (products, "to_fp8")):
         monkeypatch.setattr(module, name, None)
     asked = []
     monkeypatch.setattr(linear, "runs_on_fp8", lambda *args: asked.append((args[0], args[4])) or True)

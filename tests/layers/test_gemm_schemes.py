@@ -14,7 +14,7 @@ from passes import passes
 from tables import FP8_GRADIENTS, PLAIN
 
 from hf_mxfp4 import MXFP4Linear, numerics
-from hf_mxfp4.ops import state as draws_module
+from hf_mxfp4.ops import rng as draws_module
 
 
 OPERANDS = [

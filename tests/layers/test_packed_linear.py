@@ -18,7 +18,7 @@ from torch import nn
 
 from hf_mxfp4 import MXFP4Linear, MXFP4PackedLinear, MXFP4RLConfig, cached_weights, numerics
 from hf_mxfp4.ops import PACKED_FIELDS
-from hf_mxfp4.ops import dispatch as backends
+from hf_mxfp4.ops import quantization as backends
 
 
 SCHEMES = some(

@@ -186,7 +186,7 @@ def test_the_public_functions_run_on_the_fused_backend(monkeypatch):
     x, strided = torch.randn(4, 64), torch.randn(96, 140)[:, ::2]
     expected, by_axis = numerics.fake_quantize(x), numerics.fake_quantize(strided, axis=0)
     monkeypatch.setattr(numerics, "quantize", refuse)
-    monkeypatch.setattr("hf_mxfp4.ops.dispatch.apply_scheme", refuse)
+    monkeypatch.setattr("hf_mxfp4.ops.quantization.apply_scheme", refuse)
     monkeypatch.setattr("hf_mxfp4.numerics.packed.dequantize", refuse)
     assert torch.equal(hf_mxfp4.fake_quantize(x), expected)
     assert torch.equal(hf_mxfp4.quantize(x).dequantize(), expected)
@@ -285,7 +285,7 @@ PRINT_BACKEND = """
 import torch
 from hf_mxfp4.numerics import QuantScheme, apply_scheme
 from hf_mxfp4.ops import backend_for
-from hf_mxfp4.ops.dispatch import fake_quantize
+from hf_mxfp4.ops.quantization import fake_quantize
 x = torch.randn(8, 128)
 assert torch.equal(fake_quantize(x, QuantScheme()), apply_scheme(x, QuantScheme()))
 print(*backend_for("cpu", x.dtype, QuantScheme(), "auto"))

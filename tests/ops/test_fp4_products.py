@@ -18,7 +18,7 @@ from hf_mxfp4.checkpoint.formats import FORMATS
 from hf_mxfp4.ops import compiled_linear, matmul_counts, quantized_linear, select_matmul, to_fp4
 
 
-matmul_module, block_scaled = (importlib.import_module(f"hf_mxfp4.ops.{name}") for name in ("matmul", "block_scaled"))
+matmul_module, fp4 = (importlib.import_module(f"hf_mxfp4.ops.{name}") for name in ("matmul", "fp4"))
 GRID = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], dtype=torch.float64)
 MANTISSAS = {"scale_rule": "even", "macro_block": 128, "macro_search": "block_mantissas"}
 PLAIN = {"scale_rule": "rceil", "macro_block": None}
@@ -59,10 +59,10 @@ def stand_in(a, b, scale_a, recipe_a, scale_b, recipe_b, swizzle_a, swizzle_b, *
 def blackwell(monkeypatch):
     """A device with FP4 products, but for its arithmetic the CPU; the fixture sets another architecture."""
     ops.reset_matmul_counts()
-    block_scaled.problem.cache_clear()
+    fp4.problem.cache_clear()
     monkeypatch.setattr(F, "scaled_mm", stand_in)
     yield lambda name: monkeypatch.setattr(matmul_module, "hardware_of", lambda device: name)
-    block_scaled.problem.cache_clear()
+    fp4.problem.cache_clear()
 
 
 def matrix(rows: int, columns: int, seed: int = 0, spread: int = 4) -> torch.Tensor:
@@ -78,7 +78,7 @@ def matrix(rows: int, columns: int, seed: int = 0, spread: int = 4) -> torch.Ten
 @pytest.mark.parametrize("shape", [(1, 1), (128, 4), (130, 7), (300, 20)], ids=str)
 def test_swizzled_scales_are_those_of_torchao(shape):
     scale = torch.randint(256, shape, generator=torch.Generator().manual_seed(0)).to(torch.uint8)
-    assert torch.equal(block_scaled.swizzle_scales(scale), to_blocked(scale))
+    assert torch.equal(fp4.swizzle_scales(scale), to_blocked(scale))
 
 
 def test_scales_of_literal_blocks():
@@ -131,26 +131,26 @@ def test_an_nvfp4_operand_is_what_the_export_writes(options):
 def test_a_product_of_codes_is_that_of_the_values(blackwell, recipe, by_rows):
     options = PLAIN if recipe == "mxfp4" else MANTISSAS
     a, b = quantize(matrix(M, K), **options), quantize(matrix(N, K, seed=1), **options)
-    found = block_scaled.fp4_product(to_fp4(a, recipe, by_rows), to_fp4(b, recipe))
+    found = fp4.fp4_product(to_fp4(a, recipe, by_rows), to_fp4(b, recipe))
     expected = a.dequantize(torch.float64) @ b.dequantize(torch.float64).t()
-    assert torch.equal(found, expected.bfloat16()) and block_scaled.problem(recipe, torch.device("cpu")) is None
+    assert torch.equal(found, expected.bfloat16()) and fp4.problem(recipe, torch.device("cpu")) is None
 
 
 def test_torch_accepts_the_operands():
     """By the function that gives the shape of a result, which needs no GPU. That of torch 2.13 counts two codes of the
     other recipe as one, so that it asks for half of the scales."""
     a, b = (quantize(matrix(rows, K), **MANTISSAS).map(lambda part: part.to("meta")) for rows in (M, N))
-    assert block_scaled.fp4_product(to_fp4(a, "nvfp4"), to_fp4(b, "nvfp4")).shape == (M, N)
+    assert fp4.fp4_product(to_fp4(a, "nvfp4"), to_fp4(b, "nvfp4")).shape == (M, N)
     elements, byte = (part.to("meta") for part in numerics.quantize_mxfp8(matrix(M, K)))
-    assert block_scaled.fp4_product(to_fp4((elements, byte), "mxfp8"), to_fp4(b, "mxfp8")).shape == (M, N)
+    assert fp4.fp4_product(to_fp4((elements, byte), "mxfp8"), to_fp4(b, "mxfp8")).shape == (M, N)
 
 
 @pytest.mark.parametrize("options", [PLAIN, {**MANTISSAS, "macro_search": "block_mantissas_fp8"}], ids=["plain", "3"])
 def test_a_weight_in_mxfp8_has_the_values_of_its_codes(blackwell, options):
     weight, x = quantize(matrix(N, K, seed=1), **options), numerics.quantize_mxfp8(matrix(M, K))
-    found = block_scaled.fp4_product(to_fp4(x, "mxfp8"), to_fp4(weight, "mxfp8"))
+    found = fp4.fp4_product(to_fp4(x, "mxfp8"), to_fp4(weight, "mxfp8"))
     expected = numerics.dequantize_mxfp8(*x, torch.float64) @ weight.dequantize(torch.float64).t()
-    assert torch.equal(found, expected.bfloat16()) and block_scaled.problem("mxfp8", torch.device("cpu")) is None
+    assert torch.equal(found, expected.bfloat16()) and fp4.problem("mxfp8", torch.device("cpu")) is None
 
 
 # ---- layers ---------------------------------------------------------------------------------------------------------
@@ -301,11 +301,11 @@ def test_a_recipe_that_fails_its_check_is_not_used(blackwell, monkeypatch, fault
 
     blackwell("sm_100")
     monkeypatch.setattr(F, "scaled_mm", broken)
-    assert ("FBGEMM_GENAI" if fault == "raises" else "are wrong") in block_scaled.problem("mxfp4", torch.device("cpu"))
+    assert ("FBGEMM_GENAI" if fault == "raises" else "are wrong") in fp4.problem("mxfp4", torch.device("cpu"))
     layer(**PLAIN)(matrix(M, K))  # by the other recipe
     assert matmul_counts()["fprop"] == {"fp4": 1}
     monkeypatch.setattr(F, "scaled_mm", lambda *arguments, **options: broken(*arguments, **options) * 2)
-    block_scaled.problem.cache_clear()
+    fp4.problem.cache_clear()
     with pytest.warns(UserWarning, match="nvfp4 products are wrong"):
         layer(matmul_backend="fp4")(matrix(M, K))
     assert matmul_counts()["fprop"] == {"fp4": 1, "dense": 1}

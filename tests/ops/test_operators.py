@@ -13,10 +13,10 @@ from torch.library import opcheck
 
 from hf_mxfp4 import MXFP4Linear, MXFP4PackedLinear, MXFP4RLConfig, numerics
 from hf_mxfp4.numerics import QuantScheme, parse_scheme
-from hf_mxfp4.ops import backend_for, cpu, dispatch, self_check
+from hf_mxfp4.ops import backend_for, cpu, quantization, self_check
 from hf_mxfp4.ops import triton as triton_kernels
-from hf_mxfp4.ops.dispatch import fake_quantize
 from hf_mxfp4.ops.operators import state_of, what_is_saved
+from hf_mxfp4.ops.quantization import fake_quantize
 
 
 OPS = torch.ops.hf_mxfp4
@@ -245,6 +245,6 @@ def test_checks_run_without_the_modes_of_the_caller(eager_kernels):
 def test_kernels_asked_for_by_name_are_not_checked(monkeypatch, backend, problem):
     device = torch.device("meta")
     monkeypatch.setattr(self_check, "_found", {("quantize", device): problem})
-    monkeypatch.setattr(dispatch, "backend_for", lambda *_: ("triton", None))
-    found = dispatch.choose_backend(torch.empty(4, 32, device=device), QuantScheme(), backend)
+    monkeypatch.setattr(quantization, "backend_for", lambda *_: ("triton", None))
+    found = quantization.choose_backend(torch.empty(4, 32, device=device), QuantScheme(), backend)
     assert (found == "triton") == (backend == "triton" or problem is None)

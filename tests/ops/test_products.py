@@ -18,7 +18,7 @@ from hf_mxfp4 import MXFP4Linear, MXFP4RLConfig, fake_quantize, ops
 from hf_mxfp4 import quantize as mxfp4_quantize
 from hf_mxfp4.numerics import FULL, GemmScheme, LinearScheme, QuantScheme
 from hf_mxfp4.ops import GemmSpec, GemmState, Groups, LayerRng, packed_linear, quantized_linear, to_fp8
-from hf_mxfp4.ops import dispatch as backends
+from hf_mxfp4.ops import quantization as backends
 
 
 def state_of(inputs) -> GemmState:

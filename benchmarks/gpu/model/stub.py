@@ -138,13 +138,13 @@ def _stand_ins(gpu: GPU, device: torch.device, steps: list[Step]) -> Iterator[tu
     yield torch.Tensor, "is_cuda", property(lambda x: is_on(x).type == "meta")
     yield torch.Tensor, "is_meta", property(lambda x: is_on(x).type == "meta" and bool(_in_torch))
     yield triton.JITFunction, "run", run
-    block_scaled, groups = map(import_module, ("hf_mxfp4.ops.block_scaled", "hf_mxfp4.ops.groups"))
-    yield block_scaled, "fit", lambda *operands: True
+    fp4, groups = map(import_module, ("hf_mxfp4.ops.fp4", "hf_mxfp4.ops.groups"))
+    yield fp4, "fit", lambda *operands: True
     yield torch.Tensor, "item", lambda _: 0  # an FP8 weight is exact
     yield groups.Groups, "counts", property(lambda self: (self.n_rows // self.n_experts,) * self.n_experts)
     # The function of torch 2.13 that gives the shape of MXFP4 products asks for half of their scales.
     no_mxfp4 = lambda recipe, _: "torch gives it no shape" if recipe == "mxfp4" else None  # noqa: E731
-    yield block_scaled, "problem", no_mxfp4
+    yield fp4, "problem", no_mxfp4
     # The operator behind this function has no shapes for meta tensors, the one before it has.
     grouped = lambda a, b, scale_a, _, scale_b, *rest, offs, **options: torch._scaled_grouped_mm(  # noqa: E731
         a, b, scale_a, scale_b, offs, out_dtype=options["output_dtype"]

@@ -15,7 +15,7 @@ from torch.autograd import forward_ad
 from torch.autograd.function import once_differentiable
 
 from ..numerics import FP8, FULL, GEMM_OPERANDS, REUSE, GemmScheme, QuantScheme
-from . import dispatch
+from . import quantization
 from .fp8 import FP8Operand, fold_scales
 from .groups import Groups, sum_rows
 from .matmul import decodes, fp4_recipe, is_dense_on, matmul, matmul_tokens, multiply, multiply_packed, runs_on_fp8
@@ -35,8 +35,10 @@ from .operands import (
     weight_codes,
     weight_operand,
 )
+from .rng import LayerRng
 from .saved import SavedRecord, SavedTensors, restore_input, save_input
-from .state import PLAIN_STATE, GemmSpec, GemmState, LayerRng
+from .spec import GemmSpec
+from .state import PLAIN_STATE, GemmState
 
 
 #: Types of devices that have autocast at all. Dynamo of torch 2.11 does not trace the question.
@@ -305,7 +307,7 @@ def _product(
             values = quantized
         elif fp8 and precision is FP8:
             rotated = rotate_operand(values, scheme.rotation, gemm, rng, spec.backend)
-            values = FP8Operand(*dispatch.quantize_e4m3(rotated, spec.backend, torch.float32))
+            values = FP8Operand(*quantization.quantize_e4m3(rotated, spec.backend, torch.float32))
         elif scheme.rotation is not None or precision not in (FULL, REUSE):
             if name == "weight":
                 count_weight(values, gemm)

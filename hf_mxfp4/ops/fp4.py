@@ -32,7 +32,7 @@ from ..numerics import (
     quantize_mxfp8,
 )
 from ..numerics.formats import E8M0_NAN
-from . import dispatch
+from . import quantization
 from . import triton as triton_kernels
 
 
@@ -80,7 +80,7 @@ def to_fp4(packed: MXFP4Tensor | MXFP8, recipe: str, by_rows: bool = False) -> F
     if recipe == "mxfp4":
         return FP4Operand(elements, swizzle_scales(byte.view(torch.float8_e8m0fnu)))
     macro = None if packed.macro is None else packed.macro.reshape(len(elements), -1)
-    name = dispatch.choose_backend(byte, packed.scheme, "auto", family="dequantize", dtype=torch.bfloat16)
+    name = quantization.choose_backend(byte, packed.scheme, "auto", family="dequantize", dtype=torch.bfloat16)
     convert = triton_kernels.nvfp4_scales if name == "triton" else nvfp4_scales
     return FP4Operand(elements, *convert(byte, macro, by_rows))
 
@@ -88,7 +88,7 @@ def to_fp4(packed: MXFP4Tensor | MXFP8, recipe: str, by_rows: bool = False) -> F
 def _as_mxfp8(packed: MXFP4Tensor) -> MXFP8:
     """Return codes with mantissas up to 1.5, if any, in MXFP8: the values that they have with scales of 1."""
     unscaled = replace(packed, scale=torch.full_like(packed.scale, 127))
-    return dispatch.dequantize(unscaled, torch.bfloat16).to(torch.float8_e4m3fn), packed.scale
+    return quantization.dequantize(unscaled, torch.bfloat16).to(torch.float8_e4m3fn), packed.scale
 
 
 def nvfp4_scales(byte: torch.Tensor, macro: torch.Tensor | None, by_rows: bool) -> tuple[torch.Tensor, ...]:
@@ -126,7 +126,7 @@ def fp4_product(a: FP4Operand, b: FP4Operand, dtype: torch.dtype = torch.bfloat1
 
 def unsupported_operands(x: torch.Tensor, shape: Sequence[int]) -> str | None:
     """Why an input ``[..., K]`` and a weight of ``shape`` (N, K) are not multiplied in FP4; `None` where they are."""
-    if not dispatch.is_torchs_own(x) or shape[1] % BLOCK_SIZE or shape[0] % 16:
+    if not quantization.is_torchs_own(x) or shape[1] % BLOCK_SIZE or shape[0] % 16:
         return f"a weight of {shape[0]} x {shape[1]}, and FP4 products need N % 16 = 0 and K % 32 = 0"
     if x.shape[:-1].numel() <= triton_kernels.MOST_DECODED_ROWS:
         return f"{x.shape[:-1].numel()} rows are too few"
