@@ -22,7 +22,17 @@ from .common.blocks import (
     scale_value,
     without_factor,
 )
-from .common.scheme import Packed, Scheme, as_stored, check_device, check_output, on, row_bytes, scheme_constants
+from .common.scheme import (
+    Packed,
+    Scheme,
+    as_stored,
+    check_device,
+    check_output,
+    on,
+    output_tensor,
+    row_bytes,
+    scheme_constants,
+)
 from .common.tile import offsets_in_tile, store
 
 
@@ -80,7 +90,9 @@ def dequantize_kernel(out_ptr, packed, n_rows, n_cols, row_bytes, col_tiles, alp
     store(out_ptr, rows, col_start, offsets, n_rows, n_cols, value, SCHEME.INTERPRETED)
 
 
-def dequantize(packed: Packed, length: int, scheme: Scheme, dtype: torch.dtype) -> torch.Tensor:
+def dequantize(
+    packed: Packed, length: int, scheme: Scheme, dtype: torch.dtype, *, out: torch.Tensor | None = None
+) -> torch.Tensor:
     """Return the values ``[..., length]`` of codes and scales in float32, bfloat16 or float16. Finite ones that the
     dtype does not hold become its largest; NaN stays NaN.
 
@@ -89,15 +101,16 @@ def dequantize(packed: Packed, length: int, scheme: Scheme, dtype: torch.dtype) 
         length: elements of a row.
         scheme: as given to `quantize`; scale rule and rows of blocks do not matter.
         dtype: of the result.
+        out: contiguous tensor that the result is written to, instead of a new one.
 
     Raises:
         TypeError: another dtype, or tensors that are not uint8.
-        ValueError: shapes that do not fit together or the scheme, or tensors that are not on a GPU.
+        ValueError: shapes that do not fit together, the scheme or ``out``, or tensors that are not on a GPU.
     """
     check_output(dtype)
     packed.check(length, scheme)
     check_device(packed.codes)
-    out = torch.empty(*packed.codes.shape[:-1], length, dtype=dtype, device=packed.codes.device)
+    out = output_tensor(out, (*packed.codes.shape[:-1], length), dtype, packed.codes.device)
     if out.numel():
         n_rows, col_tiles = out.numel() // length, triton.cdiv(length, _COLS.value)
         with on(out.device):

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from .common.blocks import NAN_BYTE
-from .common.scheme import check_device, on
+from .common.scheme import check_device, on, output_tensor
 
 
 @triton.jit(do_not_specialize=["n_rows"])
@@ -69,7 +69,11 @@ def nvfp4_scales_kernel(
 
 
 def nvfp4_scales(
-    byte: torch.Tensor, macro: torch.Tensor | None = None, by_rows: bool = False
+    byte: torch.Tensor,
+    macro: torch.Tensor | None = None,
+    by_rows: bool = False,
+    *,
+    out: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return scales of blocks of 32 as those of an NVFP4 operand.
 
@@ -77,6 +81,7 @@ def nvfp4_scales(
         byte: uint8 ``[R, blocks]``, E8M0.
         macro: uint8 ``[R, ceil(blocks / 4)]``, block mantissas, or `None`.
         by_rows: with a factor for each row instead of one.
+        out: contiguous tensors that the three results are written to, instead of new ones.
 
     Returns:
         E4M3 scales, flat and swizzled; factors, float32 ``[R, 1]`` or ``[1, 1]``; and the number of scales that are no
@@ -84,7 +89,7 @@ def nvfp4_scales(
 
     Raises:
         TypeError: other dtypes.
-        ValueError: an empty matrix, or not on a GPU.
+        ValueError: an empty matrix, not on a GPU, or an ``out`` of another shape, device or layout.
     """
     if any(part is not None and part.dtype != torch.uint8 for part in (byte, macro)):
         raise TypeError("scale bytes and block mantissas must be uint8")
@@ -95,11 +100,23 @@ def nvfp4_scales(
     top = byte + 1  # of a byte for NaN, 255, that is 0
     top = top.amax(dim=1) if by_rows else top.amax()
     row_tiles, col_tiles = triton.cdiv(n_rows, 128), triton.cdiv(n_blocks, 2)
-    out = torch.empty(row_tiles * col_tiles * 512, dtype=torch.uint8, device=byte.device)
-    factor = torch.empty(n_rows if by_rows else 1, 1, dtype=torch.int32, device=byte.device)
-    misfits = torch.zeros((), dtype=torch.int32, device=byte.device)
-    parts = byte.contiguous(), None if macro is None else macro.contiguous(), top, out, factor, misfits
-    numbers = n_rows, n_blocks, 0 if macro is None else macro.shape[1]
+    scale, factor, misfits = (None, None, None) if out is None else out
+    n_bytes = row_tiles * col_tiles * 512
+    scale = output_tensor(scale, (n_bytes,), torch.float8_e4m3fn, byte.device, "scale of out")
+    factor = output_tensor(factor, (n_rows if by_rows else 1, 1), torch.float32, byte.device, "factor of out")
+    misfits = output_tensor(misfits, (), torch.int32, byte.device, "misfits of out").zero_()
     with on(byte.device):
-        nvfp4_scales_kernel[(row_tiles * triton.cdiv(n_blocks, 16),)](*parts, *numbers, BY_ROWS=by_rows, BLOCKS=16)
-    return out.view(torch.float8_e4m3fn), factor.view(torch.float32), misfits
+        nvfp4_scales_kernel[(row_tiles * triton.cdiv(n_blocks, 16),)](
+            byte.contiguous(),
+            None if macro is None else macro.contiguous(),
+            top,
+            scale.view(torch.uint8),
+            factor.view(torch.int32),
+            misfits,
+            n_rows,
+            n_blocks,
+            0 if macro is None else macro.shape[1],
+            BY_ROWS=by_rows,
+            BLOCKS=16,
+        )
+    return scale, factor, misfits

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 
 from .common.blocks import EXPONENT_FIELD, MAGNITUDE_FIELD, NAN_BITS, NAN_BYTE, as_stored, clamp, scale_value, to_float
-from .common.scheme import INTERPRETED, bits, check_device, check_input, check_output, on
+from .common.scheme import INTERPRETED, bits, check_device, check_input, check_output, on, output_tensor
 from .common.scheme import as_stored as output
 
 
@@ -138,6 +138,8 @@ def to_fp8(
     scale_dtype: torch.dtype = torch.float32,
     inexact: torch.Tensor | None = None,
     top: torch.Tensor | None = None,
+    *,
+    out: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Round ``x`` to E4M3 with one power-of-two scale for each row along the last axis. No gradient flows.
 
@@ -147,19 +149,21 @@ def to_fp8(
         scale_dtype: float32 for scales, uint8 for their E8M0 bytes, where a row with NaN or infinity is NaN as a whole.
         inexact: int32 scalar on the same device, to which the number of elements that were rounded is added, or `None`.
         top: float32, the largest magnitude of each matrix ``[..., N, K]``, whose rows then get one scale, or `None`.
+        out: contiguous elements and scales that the result is written to, instead of new ones.
 
     Returns:
         Elements ``float8_e4m3fn [..., K]``, contiguous, and scales ``[..., 1]``.
 
     Raises:
         TypeError: not a tensor, or another dtype.
-        ValueError: a scalar, or not on a GPU.
+        ValueError: a scalar, not on a GPU, or an ``out`` of another shape, device or layout.
     """
     check_input("to_fp8", x)
     if scale_dtype not in (torch.float32, torch.uint8):
         raise TypeError(f"scales are float32 or uint8 bytes, not {scale_dtype}")
-    elements = torch.empty(x.shape, dtype=torch.float8_e4m3fn, device=x.device)
-    scale = torch.empty(*x.shape[:-1], 1, dtype=scale_dtype, device=x.device)
+    elements, scale = (None, None) if out is None else out
+    elements = output_tensor(elements, x.shape, torch.float8_e4m3fn, x.device, "elements of out")
+    scale = output_tensor(scale, (*x.shape[:-1], 1), scale_dtype, x.device, "scale of out")
     if not x.numel():
         scale.zero_()
     else:
@@ -181,8 +185,11 @@ def _tile(rows: int, cols: int, n_cols: int) -> dict[str, int]:
     return {"ROWS": rows * min(32, cols // width), "COLS": width}
 
 
-def from_fp8(elements: torch.Tensor, byte: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return the values ``[..., K]`` of what [`to_fp8`] returns with scale bytes, in float32, bfloat16 or float16.
+def from_fp8(
+    elements: torch.Tensor, byte: torch.Tensor, dtype: torch.dtype, *, out: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Return the values ``[..., K]`` of what [`to_fp8`] returns with scale bytes, in float32, bfloat16 or float16,
+    written to a contiguous tensor ``out`` if there is one.
 
     Raises:
         TypeError: another dtype, or other tensors.
@@ -194,7 +201,7 @@ def from_fp8(elements: torch.Tensor, byte: torch.Tensor, dtype: torch.dtype) -> 
     if elements.dim() == 0 or byte.shape != (*elements.shape[:-1], 1):
         raise ValueError(f"elements {list(elements.shape)} need a scale byte each row, got {list(byte.shape)}")
     check_device(elements)
-    out = torch.empty(elements.shape, dtype=dtype, device=elements.device)
+    out = output_tensor(out, elements.shape, dtype, elements.device)
     if out.numel():
         n_cols = elements.shape[-1]
         n_rows, col_tiles = out.numel() // n_cols, triton.cdiv(n_cols, 512)

@@ -36,6 +36,8 @@ from .common.scheme import (
     check_output,
     has_bf16x2,
     on,
+    output_packed,
+    output_tensor,
     row_bytes,
     scheme_constants,
 )
@@ -46,6 +48,7 @@ from .common.tile import rotated, store_packed, store_pair_codes, store_pair_val
 _MOST_WARPS = 16
 #: Programs along the second axis of a grid on GPUs of NVIDIA and AMD.
 _MOST_MATRICES = 2**16 - 1
+_NO_OUTPUTS = Sides(None, None)
 
 
 @triton.jit
@@ -178,7 +181,12 @@ def quantize_kernel(
 
 
 def fake_quantize(
-    x: torch.Tensor, scheme: Scheme = PLAIN, side: Side = NEAREST, dtype: torch.dtype | None = None
+    x: torch.Tensor,
+    scheme: Scheme = PLAIN,
+    side: Side = NEAREST,
+    dtype: torch.dtype | None = None,
+    *,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return the MXFP4 values of ``x``: blocks of 32 along the last axis. No gradient flows.
 
@@ -191,18 +199,21 @@ def fake_quantize(
         scheme: how blocks are quantized.
         side: random numbers and rotation.
         dtype: of the result, float32, bfloat16 or float16; by default that of ``x``. Values saturate at its largest.
+        out: contiguous tensor that the result is written to, instead of a new one. It shares no memory with ``x``.
 
     Returns:
-        Contiguous tensor of the shape of ``x``, with K' columns (K padded to a multiple) under a rotation.
+        ``out``, or a contiguous tensor of the shape of ``x``, with K' columns (K padded to a multiple) under a
+        rotation.
 
     Raises:
         TypeError: ``x`` is not a tensor, another dtype, or a seed that is not an integer.
-        ValueError: too few axes, not on a GPU, or a seed, rotation or signs that are not supported.
+        ValueError: too few axes, not on a GPU, a seed, rotation or signs that are not supported, or an ``out`` of
+            another shape, device or layout.
     """
     x, by_columns, side = _oriented("fake_quantize", x, scheme, side)
     if by_columns:
-        return _values(x, scheme, Sides(None, side), dtype)[1]
-    return _values(x, scheme, Sides(side, None), dtype)[0]
+        return _values(x, scheme, Sides(None, side), dtype, Sides(None, out))[1]
+    return _values(x, scheme, Sides(side, None), dtype, Sides(out, None))[0]
 
 
 def fake_quantize_rows_and_columns(
@@ -219,13 +230,13 @@ def fake_quantize_rows_and_columns(
     return _values(*_checked_rows_and_columns("fake_quantize_rows_and_columns", x, scheme, rows, columns), dtype)
 
 
-def quantize(x: torch.Tensor, scheme: Scheme = PLAIN, side: Side = NEAREST) -> Packed:
+def quantize(x: torch.Tensor, scheme: Scheme = PLAIN, side: Side = NEAREST, *, out: Packed | None = None) -> Packed:
     """Return codes and scales of ``x``, of which `dequantize` makes the bits of [`fake_quantize`]. Arguments and errors
     as there. Under a rotation K of the result is the padded length."""
     x, by_columns, side = _oriented("quantize", x, scheme, side)
     if by_columns:
-        return _packed(x, scheme, Sides(None, side))[1]
-    return _packed(x, scheme, Sides(side, None))[0]
+        return _packed(x, scheme, Sides(None, side), Sides(None, out))[1]
+    return _packed(x, scheme, Sides(side, None), Sides(out, None))[0]
 
 
 def quantize_rows_and_columns(
@@ -252,19 +263,27 @@ def _checked_rows_and_columns(
 
 
 def _values(
-    x: torch.Tensor, scheme: Scheme, sides: Sides, dtype: torch.dtype | None
+    x: torch.Tensor, scheme: Scheme, sides: Sides, dtype: torch.dtype | None, outputs: Sides = _NO_OUTPUTS
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Return values for each side that is wanted, written to ``outputs`` where these are given."""
     dtype = dtype or x.dtype
     check_output(dtype)
-    out = [None if s is None else torch.empty(s, dtype=dtype, device=x.device) for s in _shapes(x, sides)]
-    _launch(x, Sides(*map(as_stored, out)), scheme, sides, dtype, packs=False)
-    return out[0], out[1]
+    results = []
+    for shape, out in zip(_shapes(x, sides), outputs, strict=True):
+        results.append(None if shape is None else output_tensor(out, shape, dtype, x.device))
+    _launch(x, Sides(*map(as_stored, results)), scheme, sides, dtype, packs=False)
+    return results[0], results[1]
 
 
-def _packed(x: torch.Tensor, scheme: Scheme, sides: Sides) -> tuple[Packed | None, Packed | None]:
-    out = [None if shape is None else Packed.empty(x.device, shape, scheme) for shape in _shapes(x, sides)]
-    _launch(x, Sides(*(p and p.pointers() for p in out)), scheme, sides, x.dtype, packs=True)
-    return out[0], out[1]
+def _packed(
+    x: torch.Tensor, scheme: Scheme, sides: Sides, outputs: Sides = _NO_OUTPUTS
+) -> tuple[Packed | None, Packed | None]:
+    """Return codes and scales for each side that is wanted, written to ``outputs`` where these are given."""
+    results = []
+    for shape, out in zip(_shapes(x, sides), outputs, strict=True):
+        results.append(None if shape is None else output_packed(out, shape, scheme, x.device))
+    _launch(x, Sides(*(packed and packed.pointers() for packed in results)), scheme, sides, x.dtype, packs=True)
+    return results[0], results[1]
 
 
 def _shapes(x: torch.Tensor, sides: Sides) -> tuple[tuple[int, ...] | None, tuple[int, ...] | None]:

@@ -6,6 +6,7 @@
     TRITON_INTERPRET=1 python run_quantize.py pairs           interpreted: bfloat16 in whole blocks, two at a time
     TRITON_INTERPRET=1 python run_quantize.py sides           interpreted: random numbers, rotations, both directions
     TRITON_INTERPRET=1 python run_quantize.py fp8             interpreted: conversion to FP8 and back
+    TRITON_INTERPRET=1 python run_quantize.py outputs         interpreted: results written to given tensors
     TRITON_INTERPRET=1 python run_quantize.py property        interpreted: any shape, scheme and range
     python run_quantize.py schemes cuda                       compiled, on a GPU: every scheme
 
@@ -16,7 +17,7 @@ import itertools
 import json
 import math
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 from unittest import mock
@@ -326,6 +327,52 @@ def nvfp4(rng: torch.Generator) -> Iterator[Case]:
             yield f"NVFP4 scales {rows} x {blocks}, below {top}, {by_rows}", [] if right else ["operand"]
 
 
+def outputs() -> Iterator[Case]:
+    """Results that are written to given tensors: the tensors themselves come back, with the bits of new ones."""
+    rng = torch.Generator().manual_seed(29)
+    scheme = Scheme("even", 128, "block_mantissas", 1.0)
+    x = adversarial_rows((6, 270), torch.bfloat16, 0, rng).to(DEVICE)
+    packed = mxfp4_kernels.quantize(x, scheme)
+    mantissas = mxfp4_kernels.quantize(x[:, :256], Scheme("even", 128, "block_mantissas"))
+    for label, function, arguments in (
+        ("values", mxfp4_kernels.fake_quantize, (x, scheme)),
+        ("values along columns", mxfp4_kernels.fake_quantize, (x.mT, scheme)),
+        ("rotated values", mxfp4_kernels.fake_quantize, (x, scheme, Side(rotation=32), torch.float32)),
+        ("codes", mxfp4_kernels.quantize, (x, scheme)),
+        ("codes along columns", mxfp4_kernels.quantize, (x.mT, Scheme())),
+        ("dequantized", mxfp4_kernels.dequantize, (packed, 270, scheme, torch.bfloat16)),
+        ("FP8", mxfp4_kernels.to_fp8, (x,)),
+        ("FP8 with scale bytes", mxfp4_kernels.to_fp8, (x, torch.uint8)),
+        ("FP8 of nothing", mxfp4_kernels.to_fp8, (x[:, :0],)),
+        ("FP8 values", mxfp4_kernels.from_fp8, (*mxfp4_kernels.to_fp8(x, torch.uint8), torch.float32)),
+        ("NVFP4 scales", mxfp4_kernels.nvfp4_scales, (mantissas.scale, mantissas.macro, True)),
+    ):
+        yield label, wrong_output(function, arguments)
+
+
+def wrong_output(function: Callable, arguments: tuple) -> list[str]:
+    """What of results that are written to given tensors is wrong."""
+    expected = function(*arguments)
+    if isinstance(expected, torch.Tensor):
+        buffer = other_bits(expected)
+        found = function(*arguments, out=buffer)
+        return [] if found is buffer and same(found, expected.cpu()) else ["values"]
+    buffers = [None if part is None else other_bits(part) for part in expected]
+    out = mxfp4_kernels.Packed(*buffers) if function is mxfp4_kernels.quantize else tuple(buffers)
+    bad = []
+    for number, part in enumerate(function(*arguments, out=out)):
+        wanted = None if part is None else expected[number].cpu()
+        if part is not buffers[number] or not same(part, wanted):
+            bad.append(f"result {number}")
+    return bad
+
+
+def other_bits(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor like this one, in which each bit differs."""
+    integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[tensor.element_size()]
+    return (~tensor.view(integers)).view(tensor.dtype)
+
+
 @settings(max_examples=12 if DEVICE == "cpu" else 60, deadline=None, database=None, derandomize=True)
 @given(
     rows=st.integers(1, 10),
@@ -353,5 +400,5 @@ if __name__ == "__main__":
         any_shape_and_spread()
         print("{}")
     else:
-        modes = {"schemes": schemes, "layouts": layouts, "pairs": pairs, "sides": sides, "fp8": fp8}
+        modes = {"schemes": schemes, "layouts": layouts, "pairs": pairs, "sides": sides, "fp8": fp8, "outputs": outputs}
         print(json.dumps(compare(modes[sys.argv[1]]())))

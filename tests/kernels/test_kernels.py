@@ -14,11 +14,12 @@ from benchmarks.gpu.model.gpus import gpus_of
 from benchmarks.gpu.model.stub import Launch, cuda_of, stub_gpu
 from hf_mxfp4 import numerics
 from mxfp4_kernels import Packed, Scheme, Side, linear_w4a16
+from mxfp4_kernels.common.scheme import output_packed, output_tensor
 from mxfp4_kernels.decode import counters
 
 
 @pytest.mark.parametrize(
-    ("what", "cases"), [("schemes", 33), ("pairs", 24), ("layouts", 29), ("sides", 31), ("fp8", 57)]
+    ("what", "cases"), [("schemes", 33), ("pairs", 24), ("layouts", 29), ("sides", 31), ("fp8", 57), ("outputs", 11)]
 )
 def test_interpreted_kernels_equal_eager_bit_for_bit(run_script, what, cases):
     report = run_script("run_quantize.py", what, interpret=True)
@@ -128,6 +129,33 @@ def test_wrong_outputs_and_shapes_raise():
         mxfp4_kernels.from_fp8(elements, torch.ones(2, 1), torch.float32)
     with pytest.raises(ValueError, match="need a scale byte each row"):
         mxfp4_kernels.from_fp8(elements, torch.ones(1, 1, dtype=torch.uint8), torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("out", "error", "words"),
+    [
+        (torch.zeros(4, 40), TypeError, "must be torch.bfloat16"),
+        (torch.zeros(4, 41, dtype=torch.bfloat16), ValueError, "has the shape"),
+        (torch.zeros(4, 40, dtype=torch.bfloat16, device="meta"), ValueError, "is on meta"),
+        (torch.zeros(40, 4, dtype=torch.bfloat16).mT, ValueError, "must be contiguous"),
+    ],
+)
+def test_tensors_to_write_that_do_not_fit_are_refused(out, error, words):
+    with pytest.raises(error, match=words):
+        output_tensor(out, (4, 40), torch.bfloat16, torch.device("cpu"))
+
+
+def test_codes_and_scales_to_write_need_the_shape_of_the_result():
+    scheme = Scheme("rceil", 128, "static", 0.5)
+    with pytest.raises(ValueError, match="codes of out has the shape"):
+        output_packed(Packed(**PACKED), (4, 160), scheme, torch.device("cpu"))
+
+
+def test_codes_and_scales_to_write_must_be_contiguous():
+    scheme = Scheme("rceil", 128, "static", 0.5)
+    transposed = torch.zeros(5, 3, dtype=torch.uint8).mT
+    with pytest.raises(ValueError, match="scale of out must be contiguous"):
+        output_packed(Packed(**PACKED | {"scale": transposed}), (3, 160), scheme, torch.device("cpu"))
 
 
 def test_layers_on_the_kernels_are_those_on_the_eager_functions(run_script):

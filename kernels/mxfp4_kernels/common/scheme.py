@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import functools
 import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -260,6 +261,41 @@ def check_device(x: torch.Tensor) -> None:
     """Raise `ValueError` for a tensor on a CPU where kernels are not interpreted."""
     if x.device.type == "cpu" and not INTERPRETED:
         raise ValueError("the Triton kernel needs a GPU tensor, got one on the CPU")
+
+
+# ---- outputs --------------------------------------------------------------------------------------------------------
+
+
+def output_tensor(
+    out: torch.Tensor | None, shape: Sequence[int], dtype: torch.dtype, device: torch.device, name: str = "out"
+) -> torch.Tensor:
+    """Return the contiguous tensor that a kernel writes: ``out``, or a new one.
+
+    Raises `TypeError` for an ``out`` of another dtype, and `ValueError` for another shape, device or layout.
+    """
+    if out is None:
+        return torch.empty(tuple(shape), dtype=dtype, device=device)
+    if out.dtype != dtype:
+        raise TypeError(f"{name} must be {dtype}, got {out.dtype}")
+    if tuple(out.shape) != tuple(shape):
+        raise ValueError(f"{name} has the shape {list(out.shape)}; the result has {list(shape)}")
+    if out.device != device:
+        raise ValueError(f"{name} is on {out.device}, the input is on {device}")
+    if not out.is_contiguous():
+        raise ValueError(f"{name} must be contiguous, got the strides {list(out.stride())}")
+    return out
+
+
+def output_packed(out: Packed | None, shape: Sequence[int], scheme: Scheme, device: torch.device) -> Packed:
+    """Return codes and scales that a kernel writes for values of a shape: ``out``, or new ones. Raises as
+    [`output_tensor`]."""
+    if out is None:
+        return Packed.empty(device, tuple(shape), scheme)
+    out.check(shape[-1], scheme)
+    for name, part in out._asdict().items():
+        if part is not None:
+            output_tensor(part, (*shape[:-1], part.shape[-1]), torch.uint8, device, f"{name} of out")
+    return out
 
 
 # ---- launches -------------------------------------------------------------------------------------------------------
