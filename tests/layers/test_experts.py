@@ -9,22 +9,21 @@ import pytest
 import torch
 import torch.nn.functional as F
 from accelerate.hooks import ModelHook, add_hook_to_module
-from factors import factors_config
 from passes import passes
 from tables import CONFIGS
 from tiny_models import make_model
 from torch import nn
 
-from hf_mxfp4 import MXFP4Experts, cached_weights, fake_quantize, set_quantization_step
+from hf_mxfp4 import MXFP4Experts, MXFP4RLConfig, cached_weights, fake_quantize, set_quantization_step
 from hf_mxfp4.integrations.transformers import quantize_linears
 from hf_mxfp4.layers import random_layers
 from hf_mxfp4.model.structure import experts_unsupported_reason
-from hf_mxfp4.numerics import dequantize_mxfp8, quantize_mxfp8
+from hf_mxfp4.numerics import dequantize_mxfp8, fake_quantize_e4m3, quantize_mxfp8
 
 
 FAMILIES = ["qwen3_moe", "qwen2_moe", "mixtral", "gpt_oss"]
-WEIGHT = {"macro_block": 128, "macro_search": "dynamic", "outlier_fallback": 0.5}
-INPUT = {"macro_block": 128, "macro_search": "static", "outlier_fallback": 0.5}
+#: The default's scheme of weights.
+WEIGHT = {"scale_rule": "even", "macro_block": 128, "macro_search": "block_mantissas_fp8"}
 OFF = {"fprop": {"x": "full", "weight": "full"}}
 NAME = "model.layers.0.mlp.experts"
 
@@ -44,19 +43,28 @@ def routing(tokens=21, experts=4, k=2, dtype=torch.float64, unused=None, seed=0)
 
 
 def quantized(family="qwen3_moe", dtype=torch.float64, **options):
-    return MXFP4Experts.from_experts(plain_experts(family, dtype), factors_config(**options), NAME)
+    return MXFP4Experts.from_experts(plain_experts(family, dtype), MXFP4RLConfig(**options), NAME)
 
 
-def straight_through(x, **scheme):
-    return x + (fake_quantize(x.detach(), **scheme) - x.detach())
+def straight_through(x, quantized):
+    """`quantized`, with the gradient of ``x``."""
+    return x + (quantized - x.detach())
+
+
+def fp8(x):
+    return straight_through(x, fake_quantize_e4m3(x.detach()))
 
 
 def mxfp8(x):
-    return x + (dequantize_mxfp8(*quantize_mxfp8(x.detach()), x.dtype) - x.detach())
+    return straight_through(x, dequantize_mxfp8(*quantize_mxfp8(x.detach()), x.dtype))
 
 
-#: How a token is quantized, by what is added to the preset w4a16.
-INPUTS = {"w4a16": lambda x: x, "w4a4": lambda x: straight_through(x, **INPUT), "mxfp8": mxfp8}
+#: Options of the config, and what they do to the input of each projection.
+INPUTS = {
+    "default": ({}, fp8),
+    "w4a16": ({"preset": "w4a16"}, lambda x: x),
+    "mxfp8": ({"fprop": {"x": "mxfp8"}}, mxfp8),
+}
 
 
 def gated(family, up_out):
@@ -78,7 +86,8 @@ def reference(family, experts, states, index, weights, quantize_input):
             x = states[token]
             for projection in ("gate_up_proj", "down_proj"):
                 weight = getattr(experts, projection)[expert]
-                weight = straight_through(weight.T if family == "gpt_oss" else weight, **WEIGHT)
+                weight = weight.T if family == "gpt_oss" else weight
+                weight = straight_through(weight, fake_quantize(weight.detach(), **WEIGHT))
                 x = weight @ quantize_input(x)
                 if family == "gpt_oss":
                     x = x + getattr(experts, f"{projection}_bias")[expert]
@@ -91,13 +100,13 @@ def reference(family, experts, states, index, weights, quantize_input):
 @pytest.mark.parametrize("inputs", INPUTS)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_outputs_and_gradients_are_those_of_the_equations(family, inputs):
-    options = {"preset": "w4a16", "fprop": {"x": "mxfp8"}} if inputs == "mxfp8" else {"preset": inputs}
+    options, quantize_input = INPUTS[inputs]
     layer, twin = quantized(family, **options), plain_experts(family)
     states, index, weights = routing(9)
     ours = [t.clone().requires_grad_() for t in (states, weights)]
     theirs = [t.clone().requires_grad_() for t in (states, weights)]
     out = layer(ours[0], index, ours[1])
-    expected = reference(family, twin, theirs[0], index, theirs[1], INPUTS[inputs])
+    expected = reference(family, twin, theirs[0], index, theirs[1], quantize_input)
     torch.testing.assert_close(out, expected, rtol=1e-9, atol=1e-9)
     probe = torch.linspace(-1, 1, out.numel(), dtype=torch.float64).view(out.shape)
     (out * probe).sum().backward()
@@ -120,14 +129,15 @@ def test_without_quantization_they_are_the_models_own_experts(family):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_parameters_are_the_very_ones_and_the_class_is_still_the_models(family):
     plain = plain_experts(family)
-    layer = MXFP4Experts.from_experts(plain, factors_config(), NAME)
+    layer = MXFP4Experts.from_experts(plain, MXFP4RLConfig(), NAME)
     assert isinstance(layer, type(plain)) and isinstance(layer, MXFP4Experts)
     assert [(n, id(p)) for n, p in layer.named_parameters()] == [(n, id(p)) for n, p in plain.named_parameters()]
     assert type(layer) is type(quantized(family)) and type(layer).__name__ == f"MXFP4{type(plain).__name__}"
     assert plain.config is not layer.config and type(plain).forward is not type(layer).forward
     shape = {"qwen3_moe": (4, 64, 64), "qwen2_moe": (4, 64, 64), "mixtral": (4, 192, 64), "gpt_oss": (4, 192, 64)}
     assert layer.weight_size("gate_up_proj") == shape[family]
-    assert "w4a4" in repr(layer) and "gate_up_proj [4, " in repr(layer)
+    assert "w4a8" in repr(layer)
+    assert "gate_up_proj [4, " in repr(layer)
 
 
 def test_a_change_of_one_expert_is_seen():
@@ -198,7 +208,7 @@ def test_wrong_inputs_are_refused():
 def test_hooks_of_accelerate_do_not_bring_the_plain_experts_back():
     plain = plain_experts(dtype=torch.float32)
     add_hook_to_module(plain, ModelHook())
-    layer = MXFP4Experts.from_experts(plain, factors_config(), NAME)
+    layer = MXFP4Experts.from_experts(plain, MXFP4RLConfig(), NAME)
     inputs = routing(dtype=torch.float32)
     assert torch.equal(layer(*inputs), quantized(dtype=torch.float32)(*inputs))
     assert not torch.equal(layer(*inputs), plain(*inputs))
@@ -218,7 +228,7 @@ def test_other_layouts_are_refused(change, message):
         setattr(experts, name, value)
     assert message in experts_unsupported_reason(experts)
     with pytest.raises(ValueError, match=f"layers.0.mlp.experts cannot be quantized: .*{message}"):
-        MXFP4Experts.from_experts(experts, factors_config(), NAME)
+        MXFP4Experts.from_experts(experts, MXFP4RLConfig(), NAME)
 
 
 def test_a_class_of_ones_own_is_refused():
@@ -232,8 +242,8 @@ def test_a_class_of_ones_own_is_refused():
     model = nn.Sequential(nn.Linear(4, 4))
     model.experts = MyExperts()
     with pytest.raises(ValueError, match="cannot be quantized .experts: MyExperts is not made by.*add 'experts' to"):
-        quantize_linears(model, factors_config())
-    quantized, skipped = quantize_linears(model, factors_config(modules_to_not_convert=["experts"]))
+        quantize_linears(model, MXFP4RLConfig())
+    quantized, skipped = quantize_linears(model, MXFP4RLConfig(modules_to_not_convert=["experts"]))
     assert quantized == ["0"] and skipped == {"experts": "modules_to_not_convert"}
 
 
@@ -243,7 +253,7 @@ def test_experts_without_a_gate_and_with_a_norm_behind_them():
     experts.has_gate, experts.has_post_expert_norm, experts.post_expert_norm = False, True, nn.LayerNorm(64).double()
     experts.up_proj = nn.Parameter(experts.gate_up_proj.detach()[:, :32].clone())
     del experts.gate_up_proj
-    layer = MXFP4Experts.from_experts(experts, factors_config(**OFF), NAME)
+    layer = MXFP4Experts.from_experts(experts, MXFP4RLConfig(**OFF), NAME)
     assert layer.projections == ("up_proj", "down_proj")
     states, index, weights = routing()
     expected = torch.zeros_like(states)
