@@ -3,7 +3,7 @@
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -12,7 +12,7 @@ from torch import nn
 from .config import MXFP4RLConfig
 from .layers import QUANTIZED, MXFP4Experts, MXFP4Linear, MXFP4PackedExperts, MXFP4PackedLinear, trainable_matrices
 from .model.layer_names import READS_WEIGHT
-from .numerics import FULL
+from .numerics import FULL, ErrorEnergy
 from .ops import weight_values
 from .prepare import FULL_NUMBERS, DitherReport, Smoothing
 
@@ -84,35 +84,10 @@ class QuantizationReport:
         return f"{counts} weight SQNR={sqnr} | {packed}{self.scheme}{read}{smoothing}{dither}"
 
 
-def decibels(signal: float, noise: float) -> float:
-    """Return the ratio of two energies in decibels: infinite without noise, NaN without either or if not finite."""
-    if not math.isfinite(signal + noise) or signal == noise == 0:
-        return math.nan
-    if 0 in (signal, noise):
-        return math.inf if signal else -math.inf
-    return 10.0 * math.log10(signal / noise)
-
-
-class ErrorEnergy:
-    """Energy of weights and of their quantization errors, summed over layers."""
-
-    def __init__(self):
-        self._signals: list[float] = []
-        self._noises: list[float] = []
-
-    def add(self, original: torch.Tensor, quantized: torch.Tensor) -> None:
-        """Count a weight, or the rows of it that [`sampled_rows`] names."""
-        # In place: memory that is new to the process costs more than the arithmetic.
-        original = original.detach().to(torch.float64, copy=True)
-        error = quantized.detach().to(torch.float64, copy=True).sub_(original)
-        self._signals.append(original.square_().sum().item())
-        self._noises.append(error.square_().sum().item())
-
-    @property
-    def sqnr_db(self) -> float | None:
-        """Signal to quantization noise ratio in decibels; `None` before anything but zeros was counted."""
-        signal, noise = math.fsum(self._signals), math.fsum(self._noises)  # whatever the order of layers
-        return decibels(signal, noise) if signal else None
+def weight_sqnr(energies: Iterable[ErrorEnergy]) -> float | None:
+    """Return the SQNR of several weights in decibels; `None` if there are none, or only zeros."""
+    total = ErrorEnergy.total(energies)
+    return total.sqnr_db if total.signal else None
 
 
 def sampled_rows(rows: int, siblings: int = 1) -> slice:
@@ -122,30 +97,30 @@ def sampled_rows(rows: int, siblings: int = 1) -> slice:
 
 def master_sqnr(model: nn.Module) -> float | None:
     """SQNR of the weights of all trainable quantized layers; `None` when they are not materialised or quantized."""
-    energy = ErrorEnergy()
+    energies = []
     for matrix in trainable_matrices(model):
         weight = matrix.weight()
         if weight.is_meta or matrix.fprop.right is FULL:
             return None
         rows = weight[sampled_rows(weight.shape[0], matrix.siblings)]
-        energy.add(rows, matrix.effective_rows(rows))
-    return energy.sqnr_db
+        energies.append(ErrorEnergy.of(rows, matrix.effective_rows(rows)))
+    return weight_sqnr(energies)
 
 
 def add_packed(
-    energy: ErrorEnergy,
+    energies: list[ErrorEnergy],
     original: torch.Tensor,
     packed: dict[str, torch.Tensor],
     config: MXFP4RLConfig,
     siblings: int = 1,
 ) -> None:
-    """Count the error of a weight, one of ``siblings``, by the tensors that it was packed into; none on meta."""
+    """Append the error of a weight, one of ``siblings``, by the tensors that it was packed into; nothing on meta."""
     if original.is_meta:
         return
     rows = sampled_rows(original.shape[0], siblings)
     some = {name: tensor[rows] for name, tensor in packed.items()}
     options = config.weight_scheme, original.dtype, config.backend, config.weight_rotation
-    energy.add(original[rows], weight_values(some, original.shape[1], *options))
+    energies.append(ErrorEnergy.of(original[rows], weight_values(some, original.shape[1], *options)))
 
 
 def count_weights(model: nn.Module) -> tuple[int, int | None]:

@@ -14,11 +14,11 @@ import torch
 from ..config import MXFP4RLConfig
 from ..files import json_clean, write_json
 from ..model.layer_names import full_precision_record
-from ..numerics import BLOCK_SIZE
+from ..numerics import BLOCK_SIZE, ErrorEnergy
 from ..numerics.formats import E8M0_NAN
 from ..numerics.schemes import one_of
 from ..ops import not_finite, quantize_weight, weight_values
-from ..report import ErrorEnergy, add_packed, decibels
+from ..report import add_packed, weight_sqnr
 from .card import save_packed_card
 from .folder import (
     CheckpointError,
@@ -50,17 +50,15 @@ ACTIONS = {
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 #: What an error is measured against: full-precision weights that were read, or the values of packed ones.
 ORIGINAL, PACKED = "the full-precision weights", "the packed values"
-#: Rows that are compared at a time.
-_ROWS = 1024
 
 
 @dataclass
-class LayerCost:
+class LayerCost(ErrorEnergy):
     """What was done to one weight, that of a linear layer or of all experts of a layer.
 
     Attributes:
         action, reason: one of [`ACTIONS`], and why, if it was not the user's choice for all layers.
-        signal, noise: energy of the values before, and of their change; elements that are not finite left out.
+        signal, noise: energies of the values before, and of their change.
         bytes_before, bytes_after: size of its tensors in the files read and written, biases not counted.
         blocks, exact_blocks: of 32 elements, whose scales the format stores otherwise, and those of the same values.
     """
@@ -70,8 +68,6 @@ class LayerCost:
     reason: str | None = None
     matrices: int = 1
     n_weights: int = 0
-    signal: float = 0.0
-    noise: float = 0.0
     bytes_before: int = 0
     bytes_after: int = 0
     blocks: int = 0
@@ -83,14 +79,6 @@ class LayerCost:
         self.blocks += same.numel()
         self.exact_blocks += int(same.sum())
 
-    def add(self, before: torch.Tensor, after: torch.Tensor) -> None:
-        """Count a matrix before and after the change, in any dtypes."""
-        for old, new in zip(before.split(_ROWS), after.split(_ROWS), strict=True):
-            old = old.to(torch.float64, copy=True)
-            error = new.to(torch.float64, copy=True).sub_(old)
-            self.signal += old.square_().nansum().item()
-            self.noise += error.square_().nansum().item()
-
     @property
     def sqnr_db(self) -> float:
         """Signal to noise in decibels; infinite when nothing changed."""
@@ -99,8 +87,8 @@ class LayerCost:
 
 def sqnr_db(costs: Sequence[LayerCost]) -> float:
     """Return signal to noise of several layers in decibels, energies summed; infinite when nothing changed."""
-    signal, noise = (math.fsum(getattr(cost, name) for cost in costs) for name in ("signal", "noise"))
-    return decibels(signal, noise) if noise else math.inf
+    total = ErrorEnergy.total(costs)
+    return total.sqnr_db if total.noise else math.inf
 
 
 def bits_per_weight(costs: Sequence[LayerCost], when: str = "after") -> float | None:
@@ -340,7 +328,8 @@ def pack_checkpoint(
     one_of("dtype", dtype, (None, *DTYPES))
     folder = open_checkpoint(source_dir)
     source = MasterSource(folder, config)
-    config, energy = source.config, ErrorEnergy()
+    config = source.config
+    energies: list[ErrorEnergy] = []
     before = model_dtype(folder)
     after = before if source.is_plain or before.itemsize <= 2 else torch.bfloat16
     after = after if dtype is None else DTYPES[dtype]
@@ -353,7 +342,7 @@ def pack_checkpoint(
         def matrix(expert: int | None) -> dict[str, torch.Tensor]:
             master = source.finite_master(layer, expert)
             packed = source.pack(master)
-            add_packed(energy, master, packed, config, len(shape.matrices))
+            add_packed(energies, master, packed, config, len(shape.matrices))
             options = config.weight_scheme, torch.float32, "auto", config.weight_rotation
             costs[layer].add(master, weight_values(packed, master.shape[1], *options))
             return packed
@@ -378,8 +367,8 @@ def pack_checkpoint(
         ),
         overwrite=overwrite,
         on_bytes=on_bytes,
-        record=lambda is_done: make_record(config, energy.sqnr_db if is_done else WIDEST_FLOAT),
-        finish=lambda new: save_packed_card(source, energy.sqnr_db, new, existing=out_dir),
+        record=lambda is_done: make_record(config, weight_sqnr(energies) if is_done else WIDEST_FLOAT),
+        finish=lambda new: save_packed_card(source, weight_sqnr(energies), new, existing=out_dir),
     )
 
 

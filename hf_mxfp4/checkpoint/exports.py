@@ -262,7 +262,7 @@ class Plan:
             after = self.format.values(packed)
             cost.count(values, after)
             before = values if before is None else before
-        cost.add(before, after)
+        cost.add(before, after, skip_nan=True)
         return packed
 
     def _quantized(self, layer: str, expert: int | None) -> tuple[torch.Tensor | None, dict[str, torch.Tensor]]:
@@ -299,7 +299,9 @@ class Plan:
         options = packed, source.shapes[cost.name].in_features, self.scheme
         rotation = source.config.weight_rotation
         after = weight_values(*options, self.dtype, "auto", rotation)
-        cost.add(weight_values(*options, torch.float32, "auto", rotation) if before is None else before, after)
+        cost.add(
+            weight_values(*options, torch.float32, "auto", rotation) if before is None else before, after, skip_nan=True
+        )
         return after
 
     def _refusal(self) -> CheckpointError:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ..numerics import BLOCK_SIZE, NVFP4, OperandScheme, decompose_scheme, nvfp4_tensor_scale
+from ..numerics import BLOCK_SIZE, NVFP4, OperandScheme, decibels, decompose_scheme, nvfp4_tensor_scale
 from ..numerics.nvfp4 import NVFP4_GROUP
 
 
@@ -85,8 +85,7 @@ class ErrorStatistics:
     @property
     def sqnr_db(self) -> float:
         """Signal to quantization noise ratio in decibels; infinite without error, NaN when x is zero throughout."""
-        relative = self.relative_mse
-        return math.inf if relative == 0 else -10.0 * math.log10(relative)
+        return -decibels(self.total, self.energy)
 
     @property
     def floor_relative_mse(self) -> float:

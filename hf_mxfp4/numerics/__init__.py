@@ -2,6 +2,7 @@
 """The numeric contract of MXFP4 quantization in pure torch: no modules, no transformers."""
 
 from .decompose import COMPONENTS, ErrorDecomposition, decompose, decompose_scheme
+from .energy import ErrorEnergy, decibels
 from .formats import (
     BLOCK_SIZE,
     E2M1_MAGNITUDES,

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from .blocks import Blocks, from_blocks, to_blocks
+from .energy import decibels
 from .formats import BLOCK_SIZE, decode_e8m0, round_nearest
 from .nvfp4 import NVFP4_GROUP, dequantize_nvfp4, nvfp4_tensor_scale, quantize_nvfp4
 from .quantize import check_input
@@ -68,8 +69,7 @@ class ErrorDecomposition:
     @property
     def sqnr_db(self) -> float:
         """Signal to quantization noise ratio in decibels; infinite when there is no error."""
-        relative = self.relative_mse
-        return math.inf if relative == 0 else -10.0 * math.log10(relative)
+        return -decibels(_energy(self.total), self.energy)
 
     @property
     def cosine_scale_grid(self) -> float:

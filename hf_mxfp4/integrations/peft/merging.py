@@ -11,7 +11,7 @@ from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer, check_adapters_t
 from torch import nn
 
 from ...layers import PACKED, QUANTIZED, TRAINABLE
-from ...report import decibels
+from ...numerics import ErrorEnergy, decibels
 from ...utils import Mixin
 from ..transformers import check_here, pack, to_plain
 
@@ -21,29 +21,29 @@ from ..transformers import check_here, pack, to_plain
 LOSSY_DB = 10.0
 
 
-@dataclasses.dataclass(frozen=True)
-class MergeError:
-    """Energies (sums of squares) of one merged weight: of the sum ``Q(W) + delta``, of ``delta``, and of the error that
-    quantizing the sum made."""
+@dataclasses.dataclass
+class MergeError(ErrorEnergy):
+    """Energies of one merged weight: of the sum ``Q(W) + delta`` (``signal``), of the error that quantizing the sum
+    made (``noise``), and of ``delta`` (``update``)."""
 
-    signal: float
     update: float
-    noise: float
 
     @classmethod
-    def of(cls, total: torch.Tensor, update: torch.Tensor, merged: torch.Tensor) -> "MergeError":
+    def measure(cls, total: torch.Tensor, update: torch.Tensor, merged: torch.Tensor) -> "MergeError":
         """Measure the float32 sum, the adapters' part of it, and the values after the merge."""
-        parts = (total, update, merged - total)
-        return cls(*(float(torch.linalg.vector_norm(part, dtype=torch.float64)) ** 2 for part in parts))
+        parts = {"signal": total, "update": update, "noise": merged - total}
+        norms = {name: float(torch.linalg.vector_norm(part, dtype=torch.float64)) for name, part in parts.items()}
+        return cls(**{name: norm**2 for name, norm in norms.items()})
 
     @classmethod
     def summed(cls, errors: Iterable["MergeError"]) -> "MergeError":
-        return cls(*map(sum, zip(*map(dataclasses.astuple, errors), strict=True)))
-
-    @property
-    def sqnr_db(self) -> float:
-        """Signal to quantization noise ratio of the merged weight, in decibels."""
-        return decibels(self.signal, self.noise)
+        """Return the energies summed over several weights."""
+        errors = list(errors)
+        return cls(
+            signal=sum(error.signal for error in errors),
+            update=sum(error.update for error in errors),
+            noise=sum(error.noise for error in errors),
+        )
 
     @property
     def update_sqnr_db(self) -> float:
@@ -122,7 +122,7 @@ class MergesIntoPacked(Merges):
             packed = self.pack(total)
             for field, tensor in self.parts(merged, place).items():
                 tensor.copy_(packed[field])
-            errors.append(MergeError.of(total, update, self.unpack(packed, place)))
+            errors.append(MergeError.measure(total, update, self.unpack(packed, place)))
         if self._unmerged is None:
             self._unmerged = {name: getattr(base, name) for name in merged}
         for name, tensor in merged.items():
@@ -173,7 +173,7 @@ class MergesIntoMasters(Merges):
         before = self.quantized(whole(self.master()))
         update = sum(whole(self.delta(name)) for name in names)
         super().merge(safe_merge, names)
-        self.merge_error = MergeError.of(before + update, update, self.quantized(whole(self.master())))
+        self.merge_error = MergeError.measure(before + update, update, self.quantized(whole(self.master())))
 
     def unmerge(self) -> None:
         """Subtract the adapters from the master weight, as PEFT does."""

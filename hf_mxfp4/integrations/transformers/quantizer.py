@@ -31,11 +31,11 @@ from ...config import MXFP4RLConfig
 from ...layers import PACKED, QUANTIZED, TRAINABLE, MXFP4Experts, MXFP4PackedExperts
 from ...model.layer_names import find_layers, full_precision_record, skip_reasons, translate_names, unknown_names
 from ...model.structure import projections
-from ...numerics import FP8
+from ...numerics import FP8, ErrorEnergy
 from ...ops import check_finite
 from ...prepare import Smoothing, dither_masters, smooth_loaded
 from ...registration import QUANT_METHOD, enter_classes
-from ...report import ErrorEnergy, QuantizationReport, count_weights, master_sqnr
+from ...report import QuantizationReport, count_weights, master_sqnr, weight_sqnr
 from ...utils import progress_bar, warn_of_slow_bfloat16
 from . import swap
 from .hooks import check_trainer, watch_references, wrap_methods
@@ -56,7 +56,7 @@ class MXFP4RLQuantizer(HfQuantizer):
         super().__init__(quantization_config, **kwargs)
         self._skipped: dict[str, str] = {}
         self._loads = True
-        self.error_energy = ErrorEnergy()  # of packing a full-precision checkpoint
+        self.error_energies: list[ErrorEnergy] = []  # of weights that were packed here
         self.record: dict = {}  # what the files of a quantized checkpoint say of themselves
         self.model_class: type | None = None  # whose methods know of quantized layers
 
@@ -144,11 +144,11 @@ class MXFP4RLQuantizer(HfQuantizer):
         return 0.5 if self.param_needs_quantization(model, param_name) else param.element_size()
 
     def get_quantize_ops(self):
-        return swap.PackOnLoad(self.error_energy)
+        return swap.PackOnLoad(self.error_energies)
 
-    def attach(self, model, skipped: Mapping[str, str], energy: ErrorEnergy) -> None:
+    def attach(self, model, skipped: Mapping[str, str], energies: list[ErrorEnergy]) -> None:
         """Make this the quantizer of a model whose layers were swapped by hand."""
-        self._skipped, self._loads, self.error_energy = dict(skipped), False, energy
+        self._skipped, self._loads, self.error_energies = dict(skipped), False, energies
         model.hf_quantizer, model.is_quantized, model.quantization_method = self, True, QUANT_METHOD
         self.postprocess_model(model)
 
@@ -200,7 +200,7 @@ class MXFP4RLQuantizer(HfQuantizer):
             quantized=tuple(swap.quantized_names(model)),
             skipped=tuple(self._skipped),
             skip_reasons=self._skipped,
-            sqnr_db=self.error_energy.sqnr_db if self._packed else master_sqnr(model),
+            sqnr_db=weight_sqnr(self.error_energies) if self._packed else master_sqnr(model),
             n_weights=n_weights,
             packed_bytes=packed_bytes,
             dither=dither,
@@ -249,7 +249,7 @@ class MXFP4RLQuantizer(HfQuantizer):
     @property
     def recorded_sqnr_db(self) -> float | None:
         """SQNR of packed weights in decibels, measured when they were packed, now or before they were saved."""
-        return self.error_energy.sqnr_db if self.record == {} else self.record["weight_sqnr_db"]
+        return weight_sqnr(self.error_energies) if self.record == {} else self.record["weight_sqnr_db"]
 
     def is_serializable(self) -> bool:
         return True
@@ -297,14 +297,14 @@ def pack(model: nn.Module, config: MXFP4RLConfig | None = None) -> nn.Module:
         raise ValueError(f"{type(model).__name__} has adapters; merge them into it first (merge_and_unload)")
     trained = next((module.config for module in model.modules() if isinstance(module, TRAINABLE)), None)
     config = _packed_config(type(model).__name__, trained, config)
-    energy = ErrorEnergy()
+    energies: list[ErrorEnergy] = []
 
     def make(layer: nn.Module, name: str) -> nn.Module:
         _check_weights(name, layer)
         packed = swap.from_plain(layer, config, name)
         tensors = {own: getattr(packed, own) for own in packed.shapes()}
         for own in swap.matrices_of(packed):
-            swap.add_error(energy, packed, own, getattr(layer, own).detach(), tensors)
+            swap.add_error(energies, packed, own, getattr(layer, own).detach(), tensors)
         bar.update()
         return packed
 
@@ -318,7 +318,7 @@ def pack(model: nn.Module, config: MXFP4RLConfig | None = None) -> nn.Module:
         skipped, kept = {} if report is None else report.skip_reasons, trained.full_precision
     with progress_bar(total=len(layers), what="Packing weights", delay=2) as bar:
         swap.swap_layers(model, layers, make)
-    MXFP4RLQuantizer(config.keeping(kept), pre_quantized=True).attach(model, skipped, energy)
+    MXFP4RLQuantizer(config.keeping(kept), pre_quantized=True).attach(model, skipped, energies)
     return model
 
 

@@ -14,9 +14,10 @@ from ...config import MXFP4RLConfig
 from ...layers import PACKED, QUANTIZED, MXFP4Experts, MXFP4Linear, MXFP4PackedExperts, MXFP4PackedLinear, matrix_names
 from ...model.layer_names import find_layers
 from ...model.structure import projections
+from ...numerics import ErrorEnergy
 from ...numerics.formats import E8M0_NAN
 from ...ops import PACKED_FIELDS, PACKED_SUFFIXES, not_finite
-from ...report import ErrorEnergy, add_packed
+from ...report import add_packed
 
 
 MakeLayer = Callable[[nn.Module, MXFP4RLConfig, str], nn.Module]
@@ -92,23 +93,23 @@ def matrices_of(layer: nn.Module) -> tuple[str, ...]:
 
 
 def add_error(
-    energy: ErrorEnergy, layer: nn.Module, own: str, original: torch.Tensor, packed: dict[str, torch.Tensor]
+    energies: list[ErrorEnergy], layer: nn.Module, own: str, original: torch.Tensor, packed: dict[str, torch.Tensor]
 ) -> None:
-    """Count the error of a weight of a packed layer, laid out as in the model, by the tensors it was packed into."""
+    """Append the error of a weight of a packed layer, laid out as in the model, by the tensors it was packed into."""
     if isinstance(layer, nn.Linear):
-        add_packed(energy, original, packed, layer.config)
+        add_packed(energies, original, packed, layer.config)
         return
     names = {name: f"{own}{suffix}" for name, suffix in zip(PACKED_FIELDS, PACKED_SUFFIXES, strict=True)}
     for expert, rows in enumerate(original.transpose(1, 2) if layer.is_transposed else original):
         parts = {name: packed[full][expert] for name, full in names.items() if full in packed}
-        add_packed(energy, rows, parts, layer.config, siblings=layer.n_experts)
+        add_packed(energies, rows, parts, layer.config, siblings=layer.n_experts)
 
 
 class PackOnLoad(ConversionOps):
-    """Packs one weight of a checkpoint as transformers reads it, and adds its error to ``energy``."""
+    """Packs one weight of a checkpoint as transformers reads it, and appends its error to ``energies``."""
 
-    def __init__(self, energy: ErrorEnergy):
-        self._energy = energy
+    def __init__(self, energies: list[ErrorEnergy]):
+        self._energies = energies
 
     def convert(self, input_dict, full_layer_name: str = "", model=None, **kwargs) -> dict[str, torch.Tensor]:
         """Map ``{name of the weight: [tensor]}`` to the layer's packed tensors by their full names. Of several weights
@@ -131,7 +132,7 @@ class PackOnLoad(ConversionOps):
             )
         layer = cast(Any, layer)  # of one matrix or of several
         packed = layer.pack_weight(weight) if own == "weight" else layer.pack_weight(own, weight)
-        add_error(self._energy, layer, own, weight, packed)
+        add_error(self._energies, layer, own, weight, packed)
         return {f"{owner}.{tensor}": nn.Parameter(data, requires_grad=False) for tensor, data in packed.items()}
 
 
