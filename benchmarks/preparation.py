@@ -38,8 +38,8 @@ from hf_mxfp4.lab import (
     swapped,
     texts_to_predict,
 )
-from hf_mxfp4.lab.loading import Loaded
-from hf_mxfp4.lab.scoring import Reference
+from hf_mxfp4.lab.evaluation.loading import Loaded
+from hf_mxfp4.lab.evaluation.scoring import Reference
 
 from .records import ROOT, made, option_parser, write
 

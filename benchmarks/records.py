@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from hf_mxfp4.files import write_json
-from hf_mxfp4.lab.stats import with_interval
+from hf_mxfp4.lab.evaluation.intervals import with_interval
 from hf_mxfp4.recipes.common.reporting import hardware, markdown_table
 from hf_mxfp4.utils import installed_version
 

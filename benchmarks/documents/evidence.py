@@ -7,7 +7,7 @@ from statistics import fmean, stdev
 
 from matplotlib.figure import Figure
 
-from hf_mxfp4.lab.stats import ratio_of_sums
+from hf_mxfp4.lab.evaluation.intervals import ratio_of_sums
 from hf_mxfp4.recipes.ablations.results import statistics
 
 from ..records import records, table

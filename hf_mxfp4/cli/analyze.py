@@ -65,12 +65,14 @@ def analyze(
 
 def _show(analysis: "lab.Analysis") -> None:
     """Print schemes, the best one, layer types and worst tensors, and what is not among them."""
+    from ..lab.errors.weights import SQNR_NOTE, least_error
+
     if analysis.results:
         totals = analysis.totals()
         elements = next(iter(totals.values())).elements
         title = f"{analysis.model}: {len(analysis.results)} tensors, {elements:,} elements"
         print_table(title, *lab.reports.statistics_table(totals))
-        for sentence in (lab.reports.LEGEND, lab.weights.least_error(totals), lab.weights.SQNR_NOTE):
+        for sentence in (lab.reports.LEGEND, least_error(totals), SQNR_NOTE):
             say(sentence)
         for table in lab.reports.sqnr_tables(analysis):
             print_table(*table)

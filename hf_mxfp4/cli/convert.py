@@ -10,7 +10,7 @@ import typer
 
 import hf_mxfp4
 
-from .. import checkpoint, lab
+from .. import checkpoint
 from .common import (
     CheckpointArgument,
     JsonOption,
@@ -181,6 +181,8 @@ def _scheme_for(source: Path, **options: Any) -> Any:
 
 def _show(report: "checkpoint.ConversionReport", as_json: bool) -> None:
     """Print what was done to each type of layer, what it cost and what it saved, on standard output."""
+    from ..lab.errors.layers import conversion_rows
+
     if as_json:
         print_json(report.to_dict())
         return
@@ -188,7 +190,7 @@ def _show(report: "checkpoint.ConversionReport", as_json: bool) -> None:
     if report.changed or any(layer.action != "kept" for layer in report.layers):
         title = report.scheme if report.weights is None else f"weights in {report.weights}"
         headings = ["type of layer", "layers", "what", "SQNR dB: median", "worst", "bits per weight"]
-        print_table(title, headings, lab.layers.conversion_rows(report.layers))
+        print_table(title, headings, conversion_rows(report.layers))
     actions = checkpoint.ACTIONS | ({"kept": "kept, with rewritten scales"} if blocks else {})
     counts = ", ".join(f"{count} {actions[action]}" for action, count in report.counts().items())
     say(f"{report.path}: {report.format}, {report.n_layers} layers: {counts}")
@@ -231,10 +233,12 @@ def verify(
     Exit code 0: nothing is. 1: something is. 2: files have no checksums, there is no such checkpoint, or it could not
     be checked.
     """
+    from ..lab.errors.source import local_path
+
     try:
         if add:
             _add(Path(model).expanduser())
-        path, _ = lab.source.local_path(model)
+        path, _ = local_path(model)
         with work_progress(_bytes_in(path)) as progress:
             found = checkpoint.verify_folder(path, progress)
     except (typer.Exit, OSError, ValueError):

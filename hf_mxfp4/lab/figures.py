@@ -9,9 +9,9 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from .evaluation import Evaluation
+from .errors.statistics import HISTOGRAM_BINS, HISTOGRAM_RANGE, ErrorStatistics
+from .evaluation.results import Evaluation
 from .page import Figure
-from .statistics import HISTOGRAM_BINS, HISTOGRAM_RANGE, ErrorStatistics
 
 
 _COMPONENTS = {"scale_bias": "scale bias", "deadzone": "deadzone", "grid": "grid noise"}

@@ -21,7 +21,7 @@ from ..model.layer_names import find_layers, split_linears
 from ..model.structure import projections, weight_size
 from ..numerics import FP8
 from ..ops import GemmSpec
-from .schemes import bits_per_element
+from .errors.bits import bits_per_element
 
 
 #: How the model is spread over GPUs, each with an accelerate config in `recipes/accelerate`.

@@ -11,14 +11,14 @@ from typing import Any
 from .. import __version__
 from ..checkpoint.card import CARD, read_generated, table, with_section
 from ..files import json_clean, replace_file, write_json
-from .comparison import Comparison
-from .evaluation import Evaluation
+from .errors.bits import bits_text
+from .errors.comparison import Comparison
+from .errors.layers import location_of
+from .errors.statistics import ErrorStatistics
+from .errors.weights import SQNR_NOTE, Analysis, least_error
+from .evaluation.results import Evaluation
 from .figures import cosine_figure, delta_figure, front_figure, layer_labels, ratio_figure
-from .layers import location_of
 from .page import number, render_page
-from .schemes import bits_text
-from .statistics import ErrorStatistics
-from .weights import SQNR_NOTE, Analysis, least_error
 
 
 #: Titles of the columns of statistics, and how to fill the cells.
@@ -71,7 +71,7 @@ def write_analysis(analysis: Analysis, source: Mapping[str, Any], folder: Path) 
     """Write `report.json`, `tensors.csv` and `report.html` into ``folder``; their paths.
 
     Args:
-        source: what to say about where the model came from, see [`hf_mxfp4.lab.source.Source.describe`].
+        source: what to say about where the model came from, see [`hf_mxfp4.lab.errors.source.Source.describe`].
     """
     tensors, rows = [], []
     for result in analysis.in_order:

@@ -7,7 +7,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from hf_mxfp4.lab.stats import t_interval, with_interval
+from hf_mxfp4.lab.evaluation.intervals import t_interval, with_interval
 
 from .grid import Grid, Run
 from .runner import finished, read_json

@@ -8,7 +8,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from hf_mxfp4.lab.stats import (
+from hf_mxfp4.lab.evaluation.intervals import (
     Estimate,
     mcnemar,
     mean_pass_at_k,

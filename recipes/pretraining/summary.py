@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from matplotlib.figure import Figure
 
-from hf_mxfp4.lab.stats import t_interval, with_interval
+from hf_mxfp4.lab.evaluation.intervals import t_interval, with_interval
 from hf_mxfp4.recipes.common.reporting import print_table
 
 from .arguments import BASELINE

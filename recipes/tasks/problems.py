@@ -10,7 +10,7 @@ from typing import Any
 
 import datasets
 
-from hf_mxfp4.lab.texts import json_lines
+from hf_mxfp4.lab.evaluation.texts import json_lines
 from hf_mxfp4.recipes.common.reporting import tell
 from hf_mxfp4.rl.math_answers import check_math_answer, is_boxed_correct, is_math_correct
 from hf_mxfp4.rl.rewards import (

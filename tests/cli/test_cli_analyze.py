@@ -16,7 +16,7 @@ from same_bits import edit_config
 from hf_mxfp4 import MXFP4RLConfig, fake_quantize
 from hf_mxfp4.checkpoint import export, pack_checkpoint
 from hf_mxfp4.lab import PAPER_SCHEMES, open_source
-from hf_mxfp4.lab import weights as weights_module
+from hf_mxfp4.lab.errors import weights as weights_module
 
 
 NAME = "model.layers.0.mlp.up_proj"

@@ -12,7 +12,8 @@ from tiny_models import make_model
 from transformers import AutoModelForCausalLM, Gemma2Config, Gemma2ForCausalLM
 
 from hf_mxfp4 import lab
-from hf_mxfp4.lab import evaluate, read_schemes, reference_of, score, scoring, swapped
+from hf_mxfp4.lab import evaluate, read_schemes, reference_of, score, swapped
+from hf_mxfp4.lab.evaluation import scoring
 from hf_mxfp4.lab.reports import evaluation_columns, evaluation_table
 
 

@@ -14,9 +14,9 @@ from transformers import AutoModelForCausalLM
 
 from hf_mxfp4 import MXFP4RLConfig
 from hf_mxfp4.lab import evaluate, read_schemes, round_model, round_weight
-from hf_mxfp4.lab.gptq import DecoderRun
-from hf_mxfp4.lab.rounding import DAMPING, output_error, quantized_again, unsupported_reason
 from hf_mxfp4.numerics import QuantScheme, Rotation, apply_scheme, parse_scheme, quantize, rotate
+from hf_mxfp4.prepare.gptq import DecoderRun
+from hf_mxfp4.prepare.rounding import DAMPING, output_error, quantized_again, unsupported_reason
 
 
 SCHEMES = ("even", "rceil", "floor", "mse", "even+mbs128-blockwise", "even+mbs128-blockwise_fp8", "rceil+32x32")
@@ -175,7 +175,7 @@ def test_decoder_layers_run_one_by_one_are_the_model(family, dtype):
 
 
 def test_later_layers_are_rounded_on_what_rounded_ones_give(monkeypatch):
-    from hf_mxfp4.lab import gptq
+    from hf_mxfp4.prepare import gptq
 
     seen = []
     original = gptq.round_weight

@@ -14,12 +14,12 @@ import hf_mxfp4
 from hf_mxfp4 import lab
 from hf_mxfp4.checkpoint import Problem
 from hf_mxfp4.lab import ErrorStatistics, RunLogError, health_checks, read_run, write_run_picture
-from hf_mxfp4.lab.layers import natural_key
+from hf_mxfp4.lab.errors.layers import natural_key
+from hf_mxfp4.lab.errors.weights import least_error
 from hf_mxfp4.lab.run_report.charts import CHARTS, draw_charts
 from hf_mxfp4.lab.run_report.health import overall, summary
 from hf_mxfp4.lab.run_report.log import RunRecord
 from hf_mxfp4.lab.run_report.page import render_run
-from hf_mxfp4.lab.weights import least_error
 from hf_mxfp4.numerics import parse_scheme
 from hf_mxfp4.rl.run_log import PREVIOUS_LOG, RunLog
 

@@ -16,7 +16,7 @@ from tiny_models import make_model, make_tokenizer
 from hf_mxfp4 import MXFP4RLConfig, lab
 from hf_mxfp4.checkpoint import open_checkpoint
 from hf_mxfp4.lab import PAPER_SCHEMES, SourceError, TextOptions, open_source, read_schemes
-from hf_mxfp4.lab.layers import classify
+from hf_mxfp4.lab.errors.layers import classify
 from hf_mxfp4.model.layer_names import find_layers
 from hf_mxfp4.numerics import QuantScheme, parse_scheme
 from hf_mxfp4.recipes.common.checkpoints import read_stored

@@ -18,9 +18,10 @@ from tiny_models import make_model
 
 from hf_mxfp4 import MXFP4RLConfig, pack
 from hf_mxfp4.integrations.transformers.swap import quantize_linears
-from hf_mxfp4.lab import ErrorStatistics, RouterStatistics, error_statistics, router_statistics, stats
-from hf_mxfp4.lab import statistics as module
-from hf_mxfp4.lab.stats import bootstrap_mean, ratio_of_sums, wilson
+from hf_mxfp4.lab import ErrorStatistics, RouterStatistics, error_statistics, router_statistics
+from hf_mxfp4.lab.errors import statistics as module
+from hf_mxfp4.lab.evaluation import intervals as stats
+from hf_mxfp4.lab.evaluation.intervals import bootstrap_mean, ratio_of_sums, wilson
 from hf_mxfp4.model.routers import find_routers, recorded_choices
 from hf_mxfp4.numerics import QuantScheme, apply_scheme, decompose_scheme, parse_scheme
 from hf_mxfp4.utils import share_text

@@ -17,8 +17,8 @@ from benchmarks.tiny_architectures import architectures, tiny_model
 from hf_mxfp4 import MXFP4RLConfig, fake_quantize, lab
 from hf_mxfp4.checkpoint import FileNames, read_header
 from hf_mxfp4.lab import Selection, analyze_weights, error_statistics, open_source, sample
-from hf_mxfp4.lab import weights as module
-from hf_mxfp4.lab.weights import analyze_tensor
+from hf_mxfp4.lab.errors import weights as module
+from hf_mxfp4.lab.errors.weights import analyze_tensor
 from hf_mxfp4.model.layer_names import find_layers
 from hf_mxfp4.numerics import QuantScheme, parse_scheme
 

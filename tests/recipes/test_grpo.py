@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 from hf_mxfp4 import MXFP4RLConfig
 from hf_mxfp4.checkpoint import last_complete_checkpoint
 from hf_mxfp4.lab import page
-from hf_mxfp4.lab.stats import wilson
+from hf_mxfp4.lab.evaluation.intervals import wilson
 from hf_mxfp4.recipes import distill, grpo, sft
 from hf_mxfp4.recipes.evaluation import generate
 from hf_mxfp4.recipes.grpo import main

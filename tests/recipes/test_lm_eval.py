@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from hf_mxfp4 import MXFP4RLConfig
 from hf_mxfp4.cli import app
-from hf_mxfp4.lab.scoring import score
+from hf_mxfp4.lab.evaluation.scoring import score
 from hf_mxfp4.recipes.evaluation.generate import Batch, complete_batches
 
 

@@ -11,7 +11,7 @@ from statistics import fmean, variance
 
 from ...rl.run_log import MOVEMENT_ALARM, movement_advice
 from ...utils import share_text
-from ..stats import difference_interval, t_975
+from ..evaluation.intervals import difference_interval, t_975
 from .log import RunRecord, is_number
 
 

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from .intervals import ratio_of_sums
 from .schemes import ModelScheme
 from .scoring import Score
-from .stats import ratio_of_sums
 
 
 FULL_PRECISION, AS_STORED = "full precision", "as stored"
@@ -23,7 +23,7 @@ class Mean:
 
     @classmethod
     def of(cls, sums: Sequence[float], scores: Sequence[Score]) -> "Mean":
-        """Return the standard error of sums over texts. The formula is in [`hf_mxfp4.lab.stats.ratio_of_sums`]."""
+        """Return the standard error of sums over texts. The formula is in [`ratio_of_sums`]."""
         return cls(*ratio_of_sums(sums, [score.tokens for score in scores]))
 
     def text(self, digits: int = 3, sign: str = "") -> str:

@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..checkpoint import Problem, ShardError, StoredTensor, read_header
-from ..checkpoint.folder import model_inside, read_index, read_json, weights_name
-from ..config import QUANT_METHOD, MXFP4RLConfig
-from ..numerics import QuantScheme
+from ...checkpoint import Problem, ShardError, StoredTensor, read_header
+from ...checkpoint.folder import model_inside, read_index, read_json, weights_name
+from ...config import QUANT_METHOD, MXFP4RLConfig
+from ...numerics import QuantScheme
 
 
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")

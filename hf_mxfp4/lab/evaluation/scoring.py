@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from ..layers import QUANTIZED, cached_weights, full_precision
-from ..utils import evaluation_mode
+from ...layers import QUANTIZED, cached_weights, full_precision
+from ...utils import evaluation_mode
 
 
 #: Rows of logits that are turned into float32 log-probabilities at a time.

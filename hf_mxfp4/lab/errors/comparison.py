@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ..checkpoint import (
+from ...checkpoint import (
     ForeignSource,
     LayerSource,
     MasterSource,
@@ -21,13 +21,13 @@ from ..checkpoint import (
     open_checkpoint,
     own_config,
 )
-from ..checkpoint.formats import FORMATS, ImportableFormat
-from ..config import QUANT_METHOD
-from ..files import json_clean
-from ..numerics import OperandScheme, QuantScheme
-from ..ops import quantize_weight, weight_values
+from ...checkpoint.formats import FORMATS, ImportableFormat
+from ...config import QUANT_METHOD
+from ...files import json_clean
+from ...numerics import OperandScheme, QuantScheme
+from ...ops import quantize_weight, weight_values
+from ..page import number
 from .layers import Selection, location_of, natural_key
-from .page import number
 from .source import Source, SourceError
 from .statistics import error_statistics, quotient
 from .weights import SLICE_ELEMENTS, selected, weight_slices

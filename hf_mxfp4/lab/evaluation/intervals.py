@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from ..utils import Z_975, wilson_interval
+from ...utils import Z_975, wilson_interval
 
 
 CONFIDENCE = 0.95

@@ -10,12 +10,12 @@ from statistics import median
 import torch
 from torch import nn
 
-from ..checkpoint import LayerCost, StoredTensor, bits_per_weight
-from ..checkpoint.folder import CheckpointFolder
-from ..checkpoint.names import FileNames, quantizable_layers
-from ..config import MXFP4RLConfig
-from ..model.layer_names import ALWAYS_SKIPPED, name_matches
-from ..model.structure import projections
+from ...checkpoint import LayerCost, StoredTensor, bits_per_weight
+from ...checkpoint.folder import CheckpointFolder
+from ...checkpoint.names import FileNames, quantizable_layers
+from ...config import MXFP4RLConfig
+from ...model.layer_names import ALWAYS_SKIPPED, name_matches
+from ...model.structure import projections
 from .source import Source
 
 

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 import torch
 
-from ..numerics import BLOCK_SIZE, NVFP4, OperandScheme, decibels, decompose_scheme, nvfp4_tensor_scale
-from ..numerics.nvfp4 import NVFP4_GROUP
+from ...numerics import BLOCK_SIZE, NVFP4, OperandScheme, decibels, decompose_scheme, nvfp4_tensor_scale
+from ...numerics.nvfp4 import NVFP4_GROUP
 
 
 #: Bins of the histogram of ``delta = log2(s / s*)``, and its range; values beyond it count in the outermost bins.

@@ -11,14 +11,15 @@ from typing import Any, cast
 
 from torch import nn
 
-from ..config import MXFP4RLConfig
-from ..layers import QUANTIZED, TRAINABLE
-from ..model.layer_names import find_layers
-from ..numerics import BLOCK_SIZE, FP8, FULL, MXFP8, NVFP4, OperandScheme, QuantScheme, parse_scheme
-from ..presets import PRESETS
-from ..report import master_sqnr
-from .layers import location_of
-from .source import SourceError
+from ...config import MXFP4RLConfig
+from ...layers import QUANTIZED, TRAINABLE
+from ...model.layer_names import find_layers
+from ...numerics import FULL, MXFP8, NVFP4, QuantScheme, parse_scheme
+from ...presets import PRESETS
+from ...report import master_sqnr
+from ..errors.bits import bits_per_element
+from ..errors.layers import location_of
+from ..errors.source import SourceError
 
 
 #: Plain MXFP4 and the two corrections of arXiv 2605.20402.
@@ -73,24 +74,6 @@ class ModelScheme:
             return self.average
         known = [bits for bits in (self.weight_bits, self.activation_bits) if bits is not None]
         return sum(known) / len(known)
-
-
-def bits_per_element(scheme: OperandScheme) -> float:
-    """Return the stored bits of an element: 4 of its code, a scale byte for 32, the byte of a macro block, and with
-    outlier fallback codes and scales once more; of E4M3 8, of MXFP8 8.25, and of NVFP4 4.5. A factor for a row or a
-    tensor counts nothing.
-    """
-    if not isinstance(scheme, QuantScheme):
-        return {FP8: 8.0, MXFP8: 8 + 8 / BLOCK_SIZE}.get(scheme, 4.5)
-    plain = 4 + 8 / BLOCK_SIZE
-    macro = 8 / scheme.macro_block if isinstance(scheme.macro_block, int) else 0.0
-    passes = 1 if scheme.outlier_fallback is None else 2
-    return plain * passes + macro
-
-
-def bits_text(scheme: str) -> str:
-    """Return the bits of an element under a scheme in its string form, with two decimals."""
-    return f"{bits_per_element(parse_scheme(scheme)):.2f}"
 
 
 def read_schemes(texts: list[str], own: MXFP4RLConfig | None = None) -> list[ModelScheme]:

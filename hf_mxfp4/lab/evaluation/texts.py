@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from ..given import given_column, given_tokens
-from .source import SourceError
+from ...given import given_column, given_tokens
+from ..errors.source import SourceError
 
 
 #: Fields of a dataset's rows that are taken for the text, in this order, where none is named.

@@ -10,14 +10,14 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from .. import __version__
-from ..files import json_clean
-from .evaluation import AS_STORED, FULL_PRECISION, Evaluation, Row
+from ... import __version__
+from ...files import json_clean
+from ..errors.source import SourceError
+from ..resume_log import ResumeLog
 from .loading import Loaded, check_same_tokens
-from .resume_log import ResumeLog
+from .results import AS_STORED, FULL_PRECISION, Evaluation, Row
 from .schemes import ModelScheme, swapped
 from .scoring import Reference, Score, score
-from .source import SourceError
 from .texts import TextOptions
 
 

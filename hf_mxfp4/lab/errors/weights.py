@@ -8,12 +8,12 @@ from pathlib import Path
 
 import torch
 
-from ..checkpoint import OnBytes, Problem, StoredTensor, ignore_bytes
-from ..checkpoint.manifest import record_of
-from ..numerics import NVFP4, OperandScheme
+from ...checkpoint import OnBytes, Problem, StoredTensor, ignore_bytes
+from ...checkpoint.manifest import record_of
+from ...numerics import NVFP4, OperandScheme
+from ..resume_log import ProgressMismatch, ResumeLog
+from .bits import bits_text
 from .layers import Selection, location_of, natural_key
-from .resume_log import ProgressMismatch, ResumeLog
-from .schemes import bits_text
 from .source import Source, SourceError
 from .statistics import ErrorStatistics, error_statistics
 

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from ..layers import full_precision
-from ..model.routers import choice_agreement, find_routers, recorded_choices
-from ..utils import evaluation_mode
+from ...layers import full_precision
+from ...model.routers import choice_agreement, find_routers, recorded_choices
+from ...utils import evaluation_mode
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,8 @@ import torch
 from safetensors import SafetensorError
 from torch import nn
 
-from ..checkpoint import atomic_folder, open_checkpoint, remove_scheme, stored_scheme, weight_files, write_manifest
-from ..checkpoint.folder import (
+from ...checkpoint import atomic_folder, open_checkpoint, remove_scheme, stored_scheme, weight_files, write_manifest
+from ...checkpoint.folder import (
     CONFIG,
     check_complete,
     check_holds_model,
@@ -22,12 +22,12 @@ from ..checkpoint.folder import (
     refuse_kernels,
     weights_name,
 )
-from ..checkpoint.manifest import record_of
-from ..checkpoint.save import writing_to
-from ..checkpoint.side_files import SIDE_FILES, copy_side_files, find_side_files
-from ..config import MXFP4RLConfig
-from ..utils import warn_of_slow_bfloat16
-from .source import SourceError, check_hub_id, local_path
+from ...checkpoint.manifest import record_of
+from ...checkpoint.save import writing_to
+from ...checkpoint.side_files import SIDE_FILES, copy_side_files, find_side_files
+from ...config import MXFP4RLConfig
+from ...utils import warn_of_slow_bfloat16
+from ..errors.source import SourceError, check_hub_id, local_path
 from .texts import TextOptions
 
 
