@@ -3,15 +3,16 @@
 
 import pytest
 import torch
-import torch.nn.functional as F
 import transformers
 from tiny_models import make_model
 from torch import nn
-from transformers import BloomConfig, BloomForCausalLM, MambaConfig, MambaForCausalLM, T5Config, T5Model
+from transformers import T5Config
+from transformers.models.t5.modeling_t5 import T5DenseActDense
 
 from hf_mxfp4 import MXFP4RLConfig
 from hf_mxfp4.model.layer_names import NamePatterns, find_layers, name_matches, skip_reasons, split_linears
-from hf_mxfp4.model.structure import HEAD, OTHER_MODALITY, ROUTER, find_weight_readers, outside_body, text_part
+from hf_mxfp4.model.structure import HEAD, OTHER_MODALITY, ROUTER, outside_body, text_part
+from hf_mxfp4.model.weight_readers import find_weight_readers
 
 
 # ---- names ----------------------------------------------------------------------------------------------------------
@@ -125,11 +126,6 @@ def test_subclasses_of_linear_are_left_alone():
 
 ENCODER = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
 BART = {"d_model": 64, "encoder_layers": 1, "decoder_layers": 1, "encoder_ffn_dim": 64, "decoder_ffn_dim": 64}
-GEMMA3N = {
-    **ENCODER, "vocab_size": 32, "vocab_size_per_layer_input": 32, "hidden_size_per_layer_input": 8, "laurel_rank": 8,
-    "num_key_value_heads": 1, "intermediate_size": [64], "activation_sparsity_pattern": [0.0],
-    "num_kv_shared_layers": 0, "layer_types": ["full_attention"], "head_dim": 32,
-}  # fmt: skip
 T5 = {"d_model": 64, "d_kv": 32, "d_ff": 64, "num_layers": 1, "num_heads": 2}
 TEXT = {**ENCODER, "num_key_value_heads": 1, "vocab_size": 64, "pad_token_id": 0}
 
@@ -227,117 +223,37 @@ def test_experts_in_a_tower_are_left_alone():
 # ---- weights that code reads ----------------------------------------------------------------------------------------
 
 
-class Reader(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.read, self.called = nn.Linear(4, 4), nn.Linear(4, 4)
-        self.many = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])
-        self.is_fused, self.is_slow = True, False
+def test_layers_of_state_space_models_whose_weights_kernels_read():
+    model = on_meta("MambaForCausalLM", "MambaConfig", hidden_size=64, num_hidden_layers=1, vocab_size=32)
+    mixer = model.backbone.layers[0].mixer
+    expected = dict.fromkeys([mixer.x_proj, mixer.dt_proj, mixer.out_proj], "MambaMixer.forward")
+    assert find_weight_readers(model) == expected
 
 
-class Dtype(Reader):
-    def forward(self, x):
-        return self.read(self.called(x).to(self.read.weight.dtype))
+def test_layers_whose_dtype_is_read():
+    model = on_meta("T5Model", "T5Config", **T5, vocab_size=32)
+    readers = find_weight_readers(model)
+    assert len(readers) == 2
+    assert set(readers.values()) == {"T5DenseActDense.forward"}
 
 
-class Alias(Reader):
-    def forward(self, x):
-        layer = self.read
-        return self.called(x @ layer.weight.t())
+def test_a_weight_that_another_module_reads():
+    model = on_meta("RwkvModel", "RwkvConfig", hidden_size=64, num_hidden_layers=1, vocab_size=32)
+    block = model.blocks[0]
+    reader = "RwkvModel._rescale_layers"
+    assert find_weight_readers(model) == {block.attention.output: reader, block.feed_forward.value: reader}
 
 
-class ByMethod(Reader):
-    def forward(self, x):
-        return self.called(self.fused(x))
+def test_layers_of_a_subclass():
+    class Mine(T5DenseActDense):
+        pass
 
-    def fused(self, x):
-        return F.linear(x, self.read.weight)
-
-
-class Inherited(ByMethod):
-    def fused(self, x):
-        return super().fused(x)
+    layer = Mine(T5Config(**T5))
+    assert find_weight_readers(layer) == {layer.wo: "T5DenseActDense.forward"}
 
 
-class SwitchedOn(Reader):
-    def forward(self, x):
-        if self.is_fused and x.dim() == 2:
-            return F.linear(x, self.read.weight)
-        return self.read(self.called(x))
-
-
-class SwitchedOff(Reader):
-    def forward(self, x):
-        if self.is_slow and self.is_fused:
-            return F.linear(x, self.read.weight)
-        return self.read(self.called(x))
-
-
-class NotInForward(Reader):
-    def reset(self):
-        nn.init.zeros_(self.read.weight)
-
-    def forward(self, x):
-        return self.read(x + self.called.bias)
-
-
-class FromOutside(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.inner = SwitchedOff()
-
-    def forward(self, x):
-        return F.linear(self.inner(x), self.inner.read.weight)
-
-
-class CallsAnotherMethod(nn.Module):
-    """Its part does not pass through `forward`."""
-
-    def __init__(self):
-        super().__init__()
-        self.parts = nn.ModuleList([ByMethod(), NotInForward()])
-
-    def forward(self, x):
-        return self.parts[0].fused(x)
-
-
-@pytest.mark.parametrize("cls", [Dtype, Alias, ByMethod, Inherited, SwitchedOn, SwitchedOff, NotInForward])
-def test_a_weight_that_is_read_is_found_and_no_other(cls):
-    model = cls().eval()
-    expected = [] if cls in (SwitchedOff, NotInForward) else [model.read]
-    assert list(find_weight_readers(nn.Sequential(model))) == expected
-
-
-def test_the_reader_is_named_and_may_be_a_module_around():
-    model = FromOutside()
-    assert find_weight_readers(model) == {model.inner.read: "FromOutside.forward"}
-    model = CallsAnotherMethod()
-    assert find_weight_readers(model) == {model.parts[0].read: "ByMethod.fused"}
-    model = Loop()
-    assert set(find_weight_readers(model)) == set(model.many)
-
-
-class Loop(Reader):
-    def forward(self, x):
-        for layer in self.many:
-            x = F.linear(x, layer.weight)
-        return x
-
-
-def test_models_of_transformers():
-    with torch.device("meta"):
-        mamba = MambaForCausalLM(MambaConfig(hidden_size=64, num_hidden_layers=1, vocab_size=32))
-        t5 = T5Model(T5Config(**T5, vocab_size=32))
-        bloom = BloomForCausalLM(BloomConfig(hidden_size=64, n_layer=1, n_head=2, vocab_size=32))
-        slow = BloomConfig(hidden_size=64, n_layer=1, n_head=2, vocab_size=32, pretraining_tp=2, slow_but_exact=True)
-        slow = BloomForCausalLM(slow)
-    gemma = on_meta("Gemma3nForCausalLM", "Gemma3nTextConfig", **GEMMA3N)
-    mixer = mamba.backbone.layers[0].mixer
-    assert set(find_weight_readers(mamba)) == {mixer.x_proj, mixer.dt_proj, mixer.out_proj, mamba.lm_head}
-    found = find_weight_readers(t5)
-    assert len(found) == 2 and set(found.values()) == {"T5DenseActDense.forward"}
-    assert find_weight_readers(bloom) == {}
-    mixed = gemma.model.layers[0].altup  # of which the layers call `predict` and `correct`
-    assert set(find_weight_readers(gemma)) == {mixed.prediction_coefs, mixed.correction_coefs}
-    block = slow.transformer.h[0]
-    assert set(find_weight_readers(slow)) == {block.self_attention.dense, block.mlp.dense_4h_to_h}
+@pytest.mark.parametrize(("is_slow", "n_readers"), [(False, 0), (True, 2)])
+def test_bloom_reads_weights_with_an_option_alone(is_slow, n_readers):
+    options = {"hidden_size": 64, "n_layer": 1, "n_head": 2, "vocab_size": 32, "pretraining_tp": 2}
+    model = on_meta("BloomForCausalLM", "BloomConfig", **options, slow_but_exact=is_slow)
+    assert len(find_weight_readers(model)) == n_readers

@@ -13,12 +13,12 @@ from .._logging import get_logger
 from .structure import (
     HEAD,
     experts_unsupported_reason,
-    find_weight_readers,
     has_structure,
     is_leaf,
     matrix_names,
     outside_body,
 )
+from .weight_readers import find_weight_readers
 
 
 #: Names by which structure cannot tell: routers without experts next to them, and adapters.
@@ -118,9 +118,8 @@ def skip_reasons(model: nn.Module, extra_skips: Iterable[str] = ()) -> dict[str,
     """Return why linear layers and fused experts of ``model`` stay in full precision, by their names.
 
     In a transformers model these are heads, routers and all outside of the layers of the (text) decoder or encoder,
-    layers whose weight the model's own code reads ([`hf_mxfp4.model.structure`]), adapters, and what ``extra_skips``
-    names. In other modules, names decide. Only exact `nn.Linear` modules count; one that stands in several places is
-    listed under each.
+    layers whose weight other code reads ([`hf_mxfp4.model.weight_readers`]), adapters, and what ``extra_skips`` names.
+    In other modules, names decide. A layer that is in several places is listed under each.
 
     Raises `ValueError` for an entry of ``extra_skips`` that matches no module, which would be a silent misspelling.
     """

@@ -6,17 +6,9 @@ decoder. Everything else stays in full precision: heads, poolers, embedders, tow
 
 Fused experts are what `transformers.integrations.moe.use_experts_implementation` makes: one 3-D parameter for each
 projection. The order of gate and up columns is left to the class's own `_apply_gate`.
-
-Layers whose ``weight`` the model's code reads itself, instead of calling the layer, are found in its source: such code
-(a fused kernel that gets ``self.out_proj.weight``) would see master weights or packed bytes. Nothing is run.
 """
 
-import ast
-import functools
-import inspect
-import textwrap
 from collections.abc import Iterator
-from types import FunctionType
 from typing import Any
 
 from torch import nn
@@ -29,12 +21,6 @@ ROUTER = "a router"
 #: What the decorator of fused experts leaves on every instance (transformers 5.17 and newer).
 _EXPERTS_MARKS = ("is_transposed", "is_concatenated", "has_bias", "has_gate")
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
-#: A layer as the code names it: the steps from ``self``, ``("mlp", "down_proj")``. `_EACH` stands for any element of a
-#: container.
-Path = tuple[str, ...]
-_EACH = "*"
-#: A place that reads a weight: the layer, the method, and the conditions on ``self`` around it.
-_Read = tuple[Path, str, tuple[ast.expr, ...]]
 
 
 def outside_body(model: nn.Module) -> dict[nn.Module, str]:
@@ -220,113 +206,3 @@ def experts_unsupported_reason(experts: nn.Module) -> str | None:
     if own.keys() != needed:
         return f"{type(experts).__name__} has the parameters {sorted(own)} instead of {sorted(needed)}"
     return None
-
-
-# ---- code that reads weights ----------------------------------------------------------------------------------------
-
-
-def find_weight_readers(model: nn.Module) -> dict[nn.Module, str]:
-    """Return the linear layers of ``model`` whose weight is read outside of them, each with the name of the reader."""
-    found: dict[nn.Module, str] = {}
-    calls = [(owner, "forward") for owner in model.modules()]
-    seen = set()
-    for owner, method in calls:  # which grows
-        is_seen = (owner, method) in seen
-        if is_seen or next(owner.children(), None) is None or type(owner).__module__.startswith("torch."):
-            continue
-        seen.add((owner, method))
-        reads, called = _read_by(type(owner), method)  # type: ignore[arg-type]
-        for path, reader, tests in reads:
-            if not any(_is_off(owner, test) for test in tests):
-                layers = (layer for layer in _follow(owner, path) if isinstance(layer, nn.Linear))
-                found |= {layer: reader for layer in layers if layer not in found}
-        for path in called:
-            calls += [(part, path[-1]) for part in _follow(owner, path[:-1]) if isinstance(part, nn.Module)]
-    return found
-
-
-@functools.cache
-def _read_by(cls: type, method: str) -> tuple[tuple[_Read, ...], tuple[Path, ...]]:
-    """Return what a method of a class reads, with the methods that it calls; and the paths to methods of its parts."""
-    found, called, seen, names = [], [], set(), [method]
-    while names:
-        name = names.pop()
-        functions = [vars(base).get(name) for base in cls.__mro__ if not base.__module__.startswith("torch.")]
-        for function in functions if name not in seen else ():
-            tree = _parsed(function) if isinstance(function, FunctionType) else None
-            parents = {child: node for node in ast.walk(tree) for child in ast.iter_child_nodes(node)} if tree else {}
-            for node, path in _paths(tree) if tree else ():
-                if len(path) == 1:
-                    names += path
-                elif path[-1] == "weight":
-                    found.append((path[:-1], f"{cls.__name__}.{name}", tuple(_tests(node, parents))))
-                elif isinstance(parents.get(node), ast.Call):
-                    called.append(path)
-        seen.add(name)
-    return tuple(found), tuple(called)
-
-
-def _parsed(function: FunctionType) -> ast.FunctionDef | None:
-    try:
-        tree = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(function)))).body[0]
-    except (OSError, TypeError, SyntaxError):  # written in another language, or not kept
-        return None
-    return tree if isinstance(tree, ast.FunctionDef) else None
-
-
-def _paths(tree: ast.FunctionDef) -> Iterator[tuple[ast.AST, Path]]:
-    """Yield each expression ``self.a.b`` and its steps, also behind a local name, or that of a loop's elements."""
-    aliases: dict[str, Path] = {"self": ()}
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
-            if path := _path(node.value, aliases):
-                aliases.setdefault(node.targets[0].id, path)
-        elif isinstance(node, (ast.For, ast.comprehension)):
-            # Also of `enumerate` and `zip`: a name then stands for elements of the first container.
-            iterables = node.iter.args if isinstance(node.iter, ast.Call) else [node.iter]
-            path = next(filter(None, (_path(each, aliases) for each in iterables)), None)
-            for target in ast.walk(node.target) if path else ():
-                if isinstance(target, ast.Name):
-                    aliases.setdefault(target.id, (*path, _EACH))
-    for node in ast.walk(tree):
-        if path := _path(node, aliases):
-            yield node, path
-
-
-def _path(node: ast.AST, aliases: dict[str, Path]) -> Path | None:
-    """Return the steps from ``self`` that an expression takes; `None` for anything else."""
-    steps: list[str] = []
-    while isinstance(node, (ast.Attribute, ast.Subscript)):
-        steps.insert(0, node.attr if isinstance(node, ast.Attribute) else _EACH)
-        node = node.value
-    return (*aliases[node.id], *steps) if isinstance(node, ast.Name) and node.id in aliases else None
-
-
-def _tests(node: ast.AST, parents: dict[ast.AST, ast.AST]) -> Iterator[ast.expr]:
-    """Yield the conditions on attributes of ``self`` and constants alone under which a part of a function runs."""
-    allowed = (ast.Attribute, ast.Name, ast.Constant, ast.Compare, ast.BoolOp, ast.UnaryOp)
-    while node in parents:
-        inner, node = node, parents[node]
-        if isinstance(node, ast.If) and inner in node.body:
-            parts = [part for part in ast.walk(node.test) if isinstance(part, ast.expr)]
-            names = {part.id for part in parts if isinstance(part, ast.Name)}
-            changes = any(isinstance(part, ast.Attribute) and part.attr == "training" for part in parts)
-            if names == {"self"} and not changes and all(isinstance(part, allowed) for part in parts):
-                yield node.test
-
-
-def _follow(owner: Any, path: Path) -> list[Any]:
-    """Return what a path leads to from a module."""
-    if not path:
-        return [owner]
-    step, rest = path[0], path[1:]
-    found = [getattr(owner, step, None)] if step != _EACH else getattr(owner, "children", list)()
-    return [end for each in found for end in _follow(each, rest)]
-
-
-def _is_off(owner: nn.Module, test: ast.expr) -> bool:
-    """Return whether a condition is false for a module as it was made."""
-    try:
-        return not eval(compile(ast.Expression(test), "<condition>", "eval"), {"__builtins__": {}}, {"self": owner})
-    except (AttributeError, TypeError):
-        return False
