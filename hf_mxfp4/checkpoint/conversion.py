@@ -29,7 +29,7 @@ from .folder import (
     write_metadata,
     write_shards,
 )
-from .formats import IMPORTABLE, stored_format
+from .formats import IMPORTABLE, TensorScaleFormat, stored_format
 from .manifest import OnBytes, ignore_bytes, weight_files, write_manifest
 from .names import stack_packed
 from .save import FolderError, atomic_folder, writing_to
@@ -372,20 +372,23 @@ def pack_checkpoint(
     )
 
 
-def _check_exact(source: ForeignSource, costs: Sequence[LayerCost]) -> None:
-    """Count the blocks of an NVFP4 checkpoint. Raises [`CheckpointError`] if our packed form does not hold some."""
+def _check_exact(source: ForeignSource, format: TensorScaleFormat, costs: Sequence[LayerCost]) -> None:
+    """Count the blocks of a checkpoint with tensor scales, such as NVFP4. Raises [`CheckpointError`] if our packed form
+    does not hold some."""
     scheme = source.config.weight_scheme
     for cost in costs:
         for expert in source.shapes[cost.name].matrices:
             stored = source.read_stored(cost.name, expert)
-            exact = source.format.decode(stored)[1]
-            cost.blocks += exact.numel()
-            cost.exact_blocks += int(exact.sum())
-            if not exact.all():
-                values = source.format.values(stored)
-                cost.add(values, weight_values(quantize_weight(values, scheme), values.shape[1], scheme, torch.float32))
+            is_exact = format.decode(stored)[1]
+            cost.blocks += is_exact.numel()
+            cost.exact_blocks += int(is_exact.sum())
+            if not is_exact.all():
+                values = format.values(stored)
+                packed = quantize_weight(values, scheme)
+                cost.add(values, weight_values(packed, values.shape[1], scheme, torch.float32), skip_nan=True)
     blocks = sum(cost.blocks for cost in costs)
-    if inexact := blocks - sum(cost.exact_blocks for cost in costs):
+    inexact = blocks - sum(cost.exact_blocks for cost in costs)
+    if inexact:
         raise CheckpointError(
             f"{source.folder.path} has {inexact} of {blocks} blocks of 32 weights whose two NVFP4 scales are not one "
             f"2^e (1 + m/4), which packed weights need. Quantizing their layers again to {scheme} would cost SQNR "
@@ -429,8 +432,8 @@ def import_checkpoint(
             raise ValueError(f"activations={activations!r}: {folder.path} says itself that they are {stated}")
         source.config = replace(source.config, fprop={"x": activations})
     costs = [LayerCost(layer, "kept") for layer in source.shapes]
-    if source.format.has_tensor_scale:
-        _check_exact(source, costs)
+    if isinstance(source.format, TensorScaleFormat):
+        _check_exact(source, source.format, costs)
     config = source.config.keeping(full_precision_record(source.model, source.reasons))
 
     def keep(layer: str) -> dict[str, torch.Tensor]:

@@ -3,7 +3,6 @@
 
 import os
 from collections.abc import Mapping, Sequence, Set
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,6 @@ from ..numerics.schemes import one_of
 from ..ops import quantize_weight, weight_values
 from .conversion import (
     DTYPES,
-    ORIGINAL,
     PACKED,
     ConversionReport,
     LayerCost,
@@ -28,7 +26,7 @@ from .conversion import (
     names_to_cast,
 )
 from .folder import CheckpointError, CheckpointFolder, NewTensor, model_dtype, new_tensors, open_checkpoint
-from .formats import FORMATS, Format, PackedFormat
+from .formats import FORMATS, Format, PackedFormat, TensorScaleFormat
 from .manifest import OnBytes, ignore_bytes
 from .names import LayerShape, plain_tensors, stack_packed
 from .scheme import without_scheme
@@ -36,6 +34,8 @@ from .sources import LayerSource, MasterSource, PackedSource, own_config
 
 
 ON_MISMATCH = {"refuse": "refused", "requantize": "requantized", "dequantize": "dequantized"}
+#: What is done to layers that are not quantized in the exported checkpoint.
+FULL_PRECISION = ("dequantized", "left")
 #: For plain checkpoints: the rule with the lowest perplexity at 4.25 bits, see docs/checkpoints.md.
 DEFAULT_RULE = "even"
 
@@ -93,49 +93,40 @@ def export(
     if dtype is None and before == torch.float16 and target.keeps_float16:
         after = before
     plan = Plan(source, target, scale_rule, on_mismatch, after)
-    quantized = sorted(layer for layer, (action, _) in plan.decisions.items() if action not in ("dequantized", "left"))
-    names = ignored_layers(source, set(quantized)), quantized
+    quantized = sorted(layer for layer, cost in plan.costs.items() if cost.action not in FULL_PRECISION)
+    ignored = ignored_layers(source, set(quantized))
     report = ConversionReport(
         Path(out_dir),
         format,
         "full precision" if plan.is_plain else source.config.describe(),
-        notes=[*target.notes(source.config, *names), *plan.notes(before)],
-        weights=str(plan.written) if plan.actions & {"packed", "requantized"} or plan.is_plain else None,
-        against=PACKED if isinstance(source, PackedSource) else ORIGINAL,
-        source_sqnr_db=source.sqnr_db if isinstance(source, PackedSource) else None,
+        notes=[*target.notes(source.config, ignored, quantized), *plan.notes(before)],
+        weights=str(plan.written) if plan.quantizes or plan.is_plain else None,
         file="export_report.json",
         serve=target.serve,
     )
+    if isinstance(source, PackedSource):
+        report.against = PACKED
+        report.source_sqnr_db = source.sqnr_db
     config = config_in_dtype(without_scheme(folder.config), after)
     if _has_own_head(source):
         config = _untied(config)
         report.notes.append("The head differs from the embeddings, so config.json has tie_word_embeddings=false.")
-    options = target.quantization_config(source.config, *names) if quantized else None
+    files: dict[str, Any] = {}
+    options = target.quantization_config(source.config, ignored, quantized) if quantized else None
+    if options is not None:
+        config["quantization_config"] = options
+        files = target.more_files(options)
     rest = source.plain_rest() if target.plain_names else source.model_rest()
-    left = {tensor.name for tensor in rest}
-
-    def watched(tensor: NewTensor) -> NewTensor:
-        def make() -> torch.Tensor:
-            left.discard(tensor.name)
-            return tensor.make()
-
-        return replace(tensor, make=make)
-
-    def check_all_written(new: Path) -> None:
-        if left:
-            raise CheckpointError(f"format {format!r} has no place for {min(left)} of {folder.path}; use format 'bf16'")
-
     return convert(
         source,
-        [plan.layer(layer) for layer in plan.decisions],
-        target.others([watched(tensor) for tensor in rest], names_to_cast(source, rest, before), after),
-        config if options is None else {**config, "quantization_config": options},
+        [plan.layer(cost) for cost in plan.costs.values()],
+        target.others(rest, names_to_cast(source, rest, before), after),
+        config,
         report,
         write=target.write,
         overwrite=overwrite,
         on_bytes=on_bytes,
-        files={} if options is None else target.more_files(options),
-        finish=check_all_written,
+        files=files,
     )
 
 
@@ -169,8 +160,10 @@ def _open_source(
 
 
 def _has_4_bit_inputs(config: MXFP4RLConfig, preset: str | None) -> bool:
-    """Whether inputs are quantized to 4 bits under ``preset``, or by default as those of the checkpoint are."""
-    return isinstance(config.activation_scheme, QuantScheme) if preset is None else preset == "w4a4"
+    """Return whether inputs are quantized to 4 bits under ``preset``, or by default as those of the checkpoint are."""
+    if preset is None:
+        return isinstance(config.activation_scheme, QuantScheme)
+    return preset == "w4a4"
 
 
 class Plan:
@@ -178,16 +171,17 @@ class Plan:
 
     Attributes:
         has_masters, is_plain: whether full-precision weights are read, and whether they were never quantized.
-        held: the source's blocks and rule (unless one is given), with what the format holds.
         written: the scheme of what is quantized here.
         dtype: of what is not.
-        decisions: one of the report's actions for each layer, and why if the format leaves no choice.
+        costs: the entry of each layer in the report, with its action, and why if the format leaves no choice.
 
     Raises [`CheckpointError`] for what the format cannot hold, and for a scale rule without effect.
     """
 
     def __init__(self, source: Any, format: Any, scale_rule: str | None, on_mismatch: str, dtype: torch.dtype):
-        self.source, self.format, self.scheme = source, format, source.config.weight_scheme
+        self.source = source
+        self.format = format
+        self.scheme = source.config.weight_scheme
         self.dtype = dtype
         self.has_masters = isinstance(source, MasterSource)
         self.is_plain = self.has_masters and source.is_plain
@@ -199,123 +193,144 @@ class Plan:
                 "'bf16' can, dequantized and rotated back; for 4 bits elsewhere, export the checkpoint that they were "
                 "made from (hf-mxfp4 gptq --scheme even)"
             )
-        again = scale_rule is not None or self.is_packed and format.misfits(self.scheme) and on_mismatch == "requantize"
-        self.held = self._held_scheme(scale_rule)
-        self.written = self.held if again or not self.has_masters else self.scheme
-        self.misfits = format.misfits(self.written if self.has_masters else self.scheme) if self.is_packed else []
-        self.decisions = {layer: self._decide(shape, on_mismatch) for layer, shape in source.shapes.items()}
+        misfits = format.misfits(self.scheme) if self.is_packed else []
+        is_trained_scheme = self.has_masters and scale_rule is None and not (misfits and on_mismatch == "requantize")
+        self.written = self.scheme if is_trained_scheme else self._held_scheme(scale_rule)
+        # Full-precision weights are quantized to what is written, whatever the scheme of their training.
+        if self.has_masters and self.is_packed:
+            misfits = format.misfits(self.written)
+        self.misfits = misfits
+        self.costs = {
+            layer: LayerCost(layer, *self._decide(shape, on_mismatch)) for layer, shape in source.shapes.items()
+        }
         self._top_exponents: dict[str, int] = {}
-        self.actions = {action for action, _ in self.decisions.values()}
+        self.actions = {cost.action for cost in self.costs.values()}
         if "refused" in self.actions:
             raise self._refusal()
-        if scale_rule is not None and not self.actions & {"packed", "requantized"} and not self.is_plain:
+        if scale_rule is not None and not self.quantizes and not self.is_plain:
             values = "quantized values are written" if self.has_masters else "packed bytes are kept"
             raise CheckpointError(
                 f"{option('scale_rule', scale_rule)} has no effect here: the {values} as {source.folder.path} has them "
                 f"({self.scheme}). Leave it out, or export the original full-precision checkpoint with it"
             )
 
+    @property
+    def quantizes(self) -> bool:
+        """Whether some weights are quantized here."""
+        return not self.actions.isdisjoint({"packed", "requantized"})
+
     def _held_scheme(self, scale_rule: str | None) -> QuantScheme:
+        """Return the source's blocks and rule, unless one is given, with what the format holds."""
         rule = ScaleRule(scale_rule or self.scheme.scale_rule)
         holds = self.format.holds if self.is_packed else PackedFormat.holds
         return QuantScheme(rule, **holds, block_rows=self.scheme.block_rows)
 
     def _decide(self, shape: LayerShape, on_mismatch: str) -> tuple[str, str | None]:
+        """Return what is done to a layer, and why if the format leaves no choice."""
         if not self.is_packed:
             return "dequantized", None
         # Weights of a plain checkpoint were never quantized, and stay so.
-        full = "left" if self.is_plain else "dequantized"
+        full_precision = "left" if self.is_plain else "dequantized"
         if reason := self.format.leaves_out(shape):
-            return full, reason
+            return full_precision, reason
         if reason := self.format.shape_misfit(shape):
-            return "refused" if on_mismatch == "refuse" else full, reason
-        if not self.misfits:
-            return "packed" if self.has_masters else "kept", None
-        return ON_MISMATCH[on_mismatch], None
+            return "refused" if on_mismatch == "refuse" else full_precision, reason
+        if self.misfits:
+            return ON_MISMATCH[on_mismatch], None
+        return "packed" if self.has_masters else "kept", None
 
-    def layer(self, layer: str) -> tuple[LayerCost, list[NewTensor]]:
+    def layer(self, cost: LayerCost) -> tuple[LayerCost, list[NewTensor]]:
         """Return a layer's entry in the report, which is filled as its tensors are made, and these."""
-        format, shape = self.format, self.source.shapes[layer]
-        cost = LayerCost(layer, *self.decisions[layer])
-        name = self.source.in_plain_files(layer) if format.plain_names else layer
-        if cost.action not in ("dequantized", "left"):
-            specs = format.specs(name, shape)
-            return cost, new_tensors(
-                specs, lambda: format.tensors(name, shape, stack_packed(shape, lambda e: self._packed(cost, e)))
-            )
+        format, shape = self.format, self.source.shapes[cost.name]
+        name = self.source.in_plain_files(cost.name) if format.plain_names else cost.name
 
-        def make() -> dict[str, torch.Tensor]:
-            full = [self._full(cost, expert) for expert in shape.matrices]
-            return format.full_tensors(name, shape, full[0] if shape.experts is None else torch.stack(full))
+        def quantized() -> dict[str, torch.Tensor]:
+            return format.tensors(name, shape, stack_packed(shape, lambda expert: self._packed(cost, expert)))
 
-        return cost, new_tensors(format.full_tensors(name, shape, shape.meta().to(self.dtype)), make)
+        def full() -> dict[str, torch.Tensor]:
+            matrices = [self._full(cost, expert) for expert in shape.matrices]
+            weight = matrices[0] if shape.experts is None else torch.stack(matrices)
+            return format.full_tensors(name, shape, weight)
+
+        if cost.action in FULL_PRECISION:
+            return cost, new_tensors(format.full_tensors(name, shape, shape.meta().to(self.dtype)), full)
+        return cost, new_tensors(format.specs(name, shape), quantized)
 
     def _packed(self, cost: LayerCost, expert: int | None) -> dict[str, torch.Tensor]:
         """Return the fields of one matrix that the format stores, in the scheme [`written`] unless they are kept."""
-        before, packed = self._quantized(cost.name, expert)
-        if before is None and not self.format.has_tensor_scale:
+        before, packed = self._quantized(cost, expert)
+        is_converted = isinstance(self.format, TensorScaleFormat)
+        if before is None and not is_converted:
             return packed
-        scheme = self.written if cost.action != "kept" else self.scheme
-        after = weight_values(packed, self.source.shapes[cost.name].in_features, scheme, torch.float32)
-        if self.format.has_tensor_scale:
-            values, packed = after, self.format.encode(packed, self._top_exponent(cost.name))
-            after = self.format.values(packed)
-            cost.count(values, after)
-            before = values if before is None else before
-        cost.add(before, after, skip_nan=True)
+        scheme = self.scheme if cost.action == "kept" else self.written
+        values = weight_values(packed, self.source.shapes[cost.name].in_features, scheme, torch.float32)
+        before = values if before is None else before
+        if is_converted:
+            packed = self.format.encode(packed, self._top_exponent(cost.name))
+            stored = self.format.values(packed)
+            cost.count(values, stored)
+            values = stored
+        cost.add(before, values, skip_nan=True)
         return packed
 
-    def _quantized(self, layer: str, expert: int | None) -> tuple[torch.Tensor | None, dict[str, torch.Tensor]]:
+    def _quantized(self, cost: LayerCost, expert: int | None) -> tuple[torch.Tensor | None, dict[str, torch.Tensor]]:
         """Return one matrix before it is quantized here, `None` if it is kept, and its packed fields."""
-        source, action = self.source, self.decisions[layer][0]
-        if action == "kept":
-            return None, source.read(layer, expert)
-        if action == "packed":
-            before, backend = source.finite_master(layer, expert), source.config.backend
-        else:
-            columns = source.shapes[layer].in_features
-            before, backend = weight_values(source.read(layer, expert), columns, self.scheme, torch.float32), "auto"
-        return before, quantize_weight(before, self.written, backend)
+        source, layer = self.source, cost.name
+        if cost.action == "packed":
+            master = source.finite_master(layer, expert)
+            return master, quantize_weight(master, self.written, source.config.backend)
+        packed = source.read(layer, expert)
+        if cost.action == "kept":
+            return None, packed
+        values = weight_values(packed, source.shapes[layer].in_features, self.scheme, torch.float32)
+        return values, quantize_weight(values, self.written, "auto")
 
     def _top_exponent(self, layer: str) -> int:
         """Return the largest exponent of the block scales in all layers of a module; it is computed once."""
         module = layer.rpartition(".")[0]
         if module not in self._top_exponents:
             self._top_exponents[module] = max(
-                self.format.top_exponent(self._quantized(other, expert)[1])
-                for other, (action, _) in self.decisions.items()
-                if other.rpartition(".")[0] == module and action not in ("dequantized", "left")
+                self.format.top_exponent(self._quantized(cost, expert)[1])
+                for other, cost in self.costs.items()
+                if other.rpartition(".")[0] == module and cost.action not in FULL_PRECISION
                 for expert in self.source.shapes[other].matrices
             )
         return self._top_exponents[module]
 
     def _full(self, cost: LayerCost, expert: int | None) -> torch.Tensor:
         """Return one matrix in [`dtype`], with its quantized values unless it is left alone."""
-        source = self.source
-        before = source.finite_master(cost.name, expert) if self.has_masters else None
-        if cost.action == "left":
-            return before.to(self.dtype)
-        packed = source.read(cost.name, expert) if before is None else source.pack(before)
-        options = packed, source.shapes[cost.name].in_features, self.scheme
-        rotation = source.config.weight_rotation
-        after = weight_values(*options, self.dtype, "auto", rotation)
-        cost.add(
-            weight_values(*options, torch.float32, "auto", rotation) if before is None else before, after, skip_nan=True
-        )
-        return after
+        source, before = self.source, None
+        if self.has_masters:
+            before = source.finite_master(cost.name, expert)
+            if cost.action == "left":
+                return before.to(self.dtype)
+            packed = source.pack(before)
+        else:
+            packed = source.read(cost.name, expert)
+        columns, rotation = source.shapes[cost.name].in_features, source.config.weight_rotation
+        values = weight_values(packed, columns, self.scheme, self.dtype, "auto", rotation)
+        if before is None:
+            before = weight_values(packed, columns, self.scheme, torch.float32, "auto", rotation)
+        cost.add(before, values, skip_nan=True)
+        return values
 
     def _refusal(self) -> CheckpointError:
-        refused = {layer: reason for layer, (action, reason) in self.decisions.items() if action == "refused"}
-        odd = sorted(layer for layer, reason in refused.items() if reason)
-        reasons = [f"it has no place for {' and '.join(self.misfits)}"] if self.misfits else []
-        if odd:
+        """Return the error for layers that the format cannot hold, which says what to do."""
+        shapes = self.source.shapes
+        refused = {layer: cost.reason for layer, cost in self.costs.items() if cost.action == "refused"}
+        n_refused = sum(len(shapes[layer].matrices) for layer in refused)
+        n_layers = sum(len(shape.matrices) for shape in shapes.values())
+        reasons = []
+        if self.misfits:
+            reasons.append(f"it has no place for {' and '.join(self.misfits)}")
+        if odd := sorted(layer for layer, reason in refused.items() if reason):
             more = f" and {len(odd) - 1} more" if len(odd) > 1 else ""
             reasons.append(f"of {odd[0]}{more}, {refused[odd[0]]}")
-        shapes = self.source.shapes
-        n_refused, n_layers = (sum(len(shapes[layer].matrices) for layer in each) for each in (refused, shapes))
         scheme = "" if self.is_plain else f" ({self.scheme})"
-        requantize, dequantize = (option("on_mismatch", choice) for choice in ("requantize", "dequantize"))
-        even, advice = option("scale_rule", DEFAULT_RULE), f"{dequantize} writes them in 16 bits"
+        even = option("scale_rule", DEFAULT_RULE)
+        requantize = option("on_mismatch", "requantize")
+        dequantize = option("on_mismatch", "dequantize")
+        advice = f"{dequantize} writes them in 16 bits"
         if self.misfits and self.has_masters:
             advice = (
                 f"Best: {even} quantizes the full-precision weights once ({self._held_scheme(DEFAULT_RULE)}); "
@@ -334,8 +349,11 @@ class Plan:
     def notes(self, dtype: torch.dtype) -> list[str]:
         """Say in sentences what was changed; ``dtype`` is the model's."""
         notes = []
-        left_out = [self.format.leaves_out(shape) for shape in self.source.shapes.values()] if self.is_packed else []
-        if left_out := [reason for reason in left_out if reason]:
+        left_out = []
+        if self.is_packed:
+            reasons = (self.format.leaves_out(shape) for shape in self.source.shapes.values())
+            left_out = [reason for reason in reasons if reason]
+        if left_out:
             done = "left in" if "left" in self.actions else "dequantized to"
             notes.append(f"{len(left_out)} layers were {done} {dtype_name(self.dtype)}: {left_out[0]}.")
         if "requantized" in self.actions:
@@ -357,40 +375,51 @@ class Plan:
 def ignored_layers(source: LayerSource, quantized: Set[str]) -> list[str]:
     """Return the names of all that an engine may take for a linear layer and that is not quantized, sorted: the model's
     linear layers, other matrices in the files but embeddings, and modules of experts that are one tensor there."""
-    shapes = {tensor.name: tensor.shape for tensor in source.plain_rest()}
+    names = source.names
+    dims = {tensor.name: len(tensor.shape) for tensor in source.plain_rest()}
     for layer, shape in source.shapes.items():
         if layer not in quantized:
             tensors = plain_tensors(source.in_plain_files(layer), shape, shape.meta())
-            shapes |= {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-    modules = dict(source.model.named_modules(remove_duplicate=False))
-    linears = {name for name, module in modules.items() if isinstance(module, nn.Linear)}
-    matrices = {
-        name.removesuffix(".weight") for name, shape in shapes.items() if name.endswith(".weight") and len(shape) == 2
-    }
-    embeddings = {name for name, module in modules.items() if isinstance(module, nn.Embedding)}
-    embeddings |= {source.names.stored.get(f"{name}.weight", "").removesuffix(".weight") for name in embeddings}
-    experts = set[str]()
+            dims |= {name: tensor.dim() for name, tensor in tensors.items()}
+    ignored = {name.removesuffix(".weight") for name, dim in dims.items() if name.endswith(".weight") and dim == 2}
+    embeddings = set()
+    for name, module in source.model.named_modules(remove_duplicate=False):
+        if isinstance(module, nn.Linear):
+            ignored.add(name)
+        elif isinstance(module, nn.Embedding):
+            stored = names.stored.get(f"{name}.weight", "")
+            embeddings |= {name, stored.removesuffix(".weight")}
     for name in fused_experts(source.model):
-        weights = [
-            f"{name}.{own}" for own, weight in modules[name].named_parameters(recurse=False) if weight.dim() == 3
-        ]
-        split = source.names.pieces
-        full = [w for w in weights if w not in quantized and all(p.name not in shapes for p in split.get(w, ()))]
-        experts |= {name, *source.names.others.get(name, ())} if full == weights else set(full)
-    return sorted((linears | matrices | experts) - embeddings - quantized)
+        parameters = source.model.get_submodule(name).named_parameters(recurse=False)
+        weights = [f"{name}.{own}" for own, weight in parameters if weight.dim() == 3]
+        whole = []  # in full precision, and one tensor in the files
+        for weight in weights:
+            is_split = any(piece.name in dims for piece in names.pieces.get(weight, ()))
+            if weight not in quantized and not is_split:
+                whole.append(weight)
+        if whole == weights:
+            ignored |= {name, *names.others.get(name, ())}
+        else:
+            ignored |= set(whole)
+    return sorted(ignored - embeddings - quantized)
 
 
 def _has_own_head(source: LayerSource) -> bool:
-    """Whether the files have a head that differs from the embeddings, though the config ties them: transformers
+    """Return whether the files have a head that differs from the embeddings, though the config ties them: transformers
     computes with it, and vLLM with the embeddings. T5 and its kind scale the head's input by this option instead."""
     model, stored, tensors = source.model, source.names.stored, source.folder.tensors
     if getattr(model.config, "is_encoder_decoder", False):
         return False
-    pairs = (getattr(model, "all_tied_weights_keys", None) or {}).items()
-    both = [(stored[target], stored[origin]) for target, origin in pairs if target in stored and origin in stored]
-    return any(not torch.equal(tensors[target].read(), tensors[origin].read()) for target, origin in both)
+    for target, origin in (getattr(model, "all_tied_weights_keys", None) or {}).items():
+        if target in stored and origin in stored:
+            if not torch.equal(tensors[stored[target]].read(), tensors[stored[origin]].read()):
+                return True
+    return False
 
 
 def _untied(config: Mapping[str, Any]) -> dict[str, Any]:
-    text = {"text_config": _untied(config["text_config"])} if config.get("text_config") else {}
-    return {**config, "tie_word_embeddings": False, **text}
+    """Return a `config.json` that ties no weights."""
+    config = {**config, "tie_word_embeddings": False}
+    if config.get("text_config"):
+        config["text_config"] = _untied(config["text_config"])
+    return config

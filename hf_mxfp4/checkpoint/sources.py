@@ -5,7 +5,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import cached_property
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
@@ -15,7 +15,7 @@ from ..model.layer_names import fused_experts
 from ..model.structure import experts_unsupported_reason
 from ..ops import check_finite, check_rotation, packed_shapes, quantize_weight
 from .folder import CheckpointError, CheckpointFolder, NewTensor, StoredTensor, new_tensors, read_header
-from .formats import IMPORTABLE, ImportableFormat
+from .formats import IMPORTABLE, ImportableFormat, TensorScaleFormat
 from .names import (
     FileNames,
     LayerShape,
@@ -274,7 +274,8 @@ class ForeignSource(LayerSource):
         scales = {name for name, tensor in folder.tensors.items() if format.marks(tensor)}
         if not scales:
             raise CheckpointError(f"{folder.path} has no block scales, so nothing in it is quantized")
-        model, self.format = folder.empty_model(), cast(Any, format)  # that of NVFP4 has more methods
+        self.format = format
+        model = folder.empty_model()
         names = FileNames(model, folder.tensors, format.plain_name)
         left_out = [name for name in fused_experts(model) if experts_unsupported_reason(model.get_submodule(name))]
         left = replace(config, modules_to_not_convert=left_out or None)
@@ -305,7 +306,9 @@ class ForeignSource(LayerSource):
 
     def read(self, layer: str, expert: int | None = None) -> dict[str, torch.Tensor]:
         stored = self.read_stored(layer, expert)
-        return self.format.decode(stored)[0] if self.format.has_tensor_scale else stored
+        if isinstance(self.format, TensorScaleFormat):
+            return self.format.decode(stored)[0]
+        return stored
 
     def read_stored(self, layer: str, expert: int | None = None) -> dict[str, torch.Tensor]:
         """Return one matrix as the format's own ``read`` does. Raises `ShardError`."""

@@ -4,7 +4,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from .base import BF16Format, Format, ImportableFormat, PackedFormat
+from .base import BF16Format, Format, ImportableFormat, PackedFormat, TensorScaleFormat
 from .compressed_tensors import CompressedTensorsFormat
 from .gguf import GGUFFormat
 from .gpt_oss import GptOssFormat
@@ -12,12 +12,13 @@ from .nvfp4 import ModelOptFormat, NVFP4Format
 from .quark import QuarkFormat
 
 
+_NVFP4 = NVFP4Format()
 #: A new format is one more module, and one more line here.
-FORMATS: dict[str, Any] = {
+FORMATS: dict[str, Format] = {
     format.name: format
     for format in (
         CompressedTensorsFormat(),
-        NVFP4Format(),
+        _NVFP4,
         ModelOptFormat(),
         QuarkFormat(),
         GptOssFormat(),
@@ -25,17 +26,25 @@ FORMATS: dict[str, Any] = {
         BF16Format(),
     )
 }
-#: The formats that can be imported, by their `quant_method`.
+#: The formats that can be imported, by their `quant_method`; of those that share one, the first.
 IMPORTABLE: dict[str, ImportableFormat] = {
-    FORMATS[name].quant_method: FORMATS[name] for name in ("compressed-tensors", "nvfp4-modelopt", "quark", "gpt-oss")
+    format.quant_method: format for format in reversed(FORMATS.values()) if isinstance(format, ImportableFormat)
 }
 
 
 def stored_format(options: Mapping[str, Any]) -> ImportableFormat:
     """Return the format of a `quantization_config` whose `quant_method` is one of [`IMPORTABLE`]."""
-    nvfp4 = FORMATS["nvfp4"]
-    own = nvfp4.quant_method, nvfp4.format
-    return nvfp4 if (options["quant_method"], options.get("format")) == own else IMPORTABLE[options["quant_method"]]
+    if options["quant_method"] == _NVFP4.quant_method and options.get("format") == _NVFP4.format:
+        return _NVFP4
+    return IMPORTABLE[options["quant_method"]]
 
 
-__all__ = ["FORMATS", "IMPORTABLE", "Format", "ImportableFormat", "PackedFormat", "stored_format"]
+__all__ = [
+    "FORMATS",
+    "IMPORTABLE",
+    "Format",
+    "ImportableFormat",
+    "PackedFormat",
+    "TensorScaleFormat",
+    "stored_format",
+]

@@ -85,9 +85,6 @@ class PackedFormat(Format):
 
     #: Fields of a scheme that weights are given which are quantized for this format.
     holds: ClassVar[Mapping[str, Any]] = {"macro_block": None}
-    #: Whether weights have a tensor scale, which those of one module share: engines join q, k and v, or gate and up.
-    #: Then there are `top_exponent`, `encode`, `decode` and `values`, see [`NVFP4Format`].
-    has_tensor_scale: ClassVar[bool] = False
 
     def misfits(self, scheme: QuantScheme) -> list[str]:
         """Return parts of a weight scheme that the format cannot hold; empty when it holds the weight bit for bit."""
@@ -133,12 +130,41 @@ class ImportableFormat(PackedFormat):
 
     @abstractmethod
     def read(self, layer: str, shape: LayerShape, expert: int | None, read: Read) -> dict[str, torch.Tensor]:
-        """Return the ``weight`` and ``weight_scale`` of one matrix from the tensors of the files."""
+        """Return the ``weight`` and ``weight_scale`` of one matrix from the tensors of the files: our packed form,
+        except in a [`TensorScaleFormat`]."""
 
     @abstractmethod
     def read_config(self, options: Mapping[str, Any]) -> tuple[MXFP4RLConfig, list[str]]:
         """Read a `quantization_config` of this format: the scheme in our terms, and remarks on what it does not say.
         Raises [`CheckpointError`] for what has no equal here."""
+
+
+class TensorScaleFormat(ImportableFormat):
+    """A format whose weights have block scales of another type and a tensor scale, so that bytes are converted.
+
+    The weights of one module share their tensor scale: engines join q, k and v, and gate and up.
+    """
+
+    @abstractmethod
+    def top_exponent(self, packed: Packed) -> int:
+        """Return the largest exponent of the block scales of a matrix in our packed form."""
+
+    @abstractmethod
+    def encode(self, packed: Packed, top: int) -> dict[str, torch.Tensor]:
+        """Return the fields of this format for a matrix in our packed form, as [`tensors`] accepts them.
+
+        Args:
+            top: the largest [`top_exponent`] of the matrices that share a tensor scale.
+        """
+
+    @abstractmethod
+    def decode(self, stored: Packed) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+        """Return a matrix that [`read`] returned in our packed form, and which blocks ``[N, K/32]`` keep their values
+        in it."""
+
+    @abstractmethod
+    def values(self, stored: Packed) -> torch.Tensor:
+        """Return the float32 values ``[N, K]`` of what [`encode`] or [`read`] returned."""
 
 
 class RenamedFormat(ImportableFormat):
@@ -151,8 +177,10 @@ class RenamedFormat(ImportableFormat):
 
     def shape_misfit(self, shape: LayerShape) -> str | None:
         if shape.is_fused and not self.holds_fused:
-            reason = "the architecture has all experts in one tensor, and this format one matrix in each"
-            return f"{reason}, unlike gpt-oss and nvfp4-modelopt"
+            return (
+                "the architecture has all experts in one tensor, and this format one matrix in each, unlike gpt-oss "
+                "and nvfp4-modelopt"
+            )
         return super().shape_misfit(shape)
 
     def plain_name(self, name: str) -> str:
@@ -163,23 +191,22 @@ class RenamedFormat(ImportableFormat):
         return tensor.name.endswith(self.names["weight_scale"])
 
     def tensors(self, layer: str, shape: LayerShape, packed: Packed) -> dict[str, torch.Tensor]:
-        return {
-            f"{name.removesuffix('.weight')}.{self.names[field]}": tensor
-            for field, whole in packed.items()
-            for name, tensor in plain_tensors(layer, shape, whole).items()
-        }
+        tensors = {}
+        for field, whole in packed.items():
+            for name, tensor in plain_tensors(layer, shape, whole).items():
+                tensors[f"{name.removesuffix('.weight')}.{self.names[field]}"] = tensor
+        return tensors
 
     def read(self, layer: str, shape: LayerShape, expert: int | None, read: Read) -> dict[str, torch.Tensor]:
-        pieces = {layer: slice(None)}
-        if expert is not None:
-            pieces = {piece.name.removesuffix(".weight"): piece.rows for piece in shape.pieces_of(expert)}
+        if expert is None:
+            return {ours: read(f"{layer}.{theirs}") for ours, theirs in self.names.items()}
         packed: dict[str, torch.Tensor] = {}
         for ours, theirs in self.names.items():
-            for owner, rows in pieces.items():
-                part = read(f"{owner}.{theirs}")
+            for piece in shape.pieces_of(expert):
+                part = read(f"{piece.name.removesuffix('.weight')}.{theirs}")
                 if ours not in packed:
                     packed[ours] = part.new_empty(shape.out_features, part.shape[1])
-                packed[ours][rows] = part
+                packed[ours][piece.rows] = part
         return packed
 
 

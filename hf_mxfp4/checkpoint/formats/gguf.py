@@ -19,6 +19,7 @@ import torch
 
 from ...config import MXFP4RLConfig
 from ...numerics import BLOCK_SIZE
+from ...numerics.formats import E8M0_NAN
 from ..folder import CheckpointError, CheckpointFolder, NewTensor
 from ..names import LayerShape
 from .base import Names, Packed, PackedFormat
@@ -32,8 +33,6 @@ if TYPE_CHECKING:
 #: Rows of a model's tensor that are in a tensor of the file, in the order there; of biases elements.
 Rows: TypeAlias = slice | torch.Tensor
 
-#: GGML reads this scale byte, NaN here, as a number.
-_NAN = 255
 #: Dtypes of tensors -> GGML's types; bytes are blocks of MXFP4.
 _KINDS = {torch.uint8: "MXFP4", torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32"}
 #: Type of most weights -> that of the file, as llama.cpp calls it.
@@ -122,12 +121,14 @@ class GGUFFormat(PackedFormat):
 
     def __init__(self, folder: CheckpointFolder | None = None, model: "PreTrainedModel | None" = None):
         self._folder = folder
-        if model is not None:
-            gguf, self._config = gguf_package(), model.config
-            self._architecture = ARCHITECTURES[self._config.model_type]
-            keys = {name: key for key, name in gguf.MODEL_ARCH_NAMES.items()}
-            self._names = gguf.get_tensor_name_map(keys[self._architecture.name], self._config.num_hidden_layers)
-            self._tokenizer = read_tokenizer(folder.path, self._config.vocab_size)
+        if model is None:
+            return
+        gguf = gguf_package()
+        self._config = model.config
+        self._architecture = ARCHITECTURES[self._config.model_type]
+        keys = {name: key for key, name in gguf.MODEL_ARCH_NAMES.items()}
+        self._names = gguf.get_tensor_name_map(keys[self._architecture.name], self._config.num_hidden_layers)
+        self._tokenizer = read_tokenizer(folder.path, self._config.vocab_size)
 
     def for_checkpoint(
         self, folder: CheckpointFolder, model: "PreTrainedModel", quantizes_inputs: bool
@@ -143,7 +144,7 @@ class GGUFFormat(PackedFormat):
         return notes
 
     def tensors(self, layer: str, shape: LayerShape, packed: Packed) -> dict[str, torch.Tensor]:
-        if not packed["weight"].is_meta and (packed["weight_scale"] == _NAN).any():
+        if not packed["weight"].is_meta and (packed["weight_scale"] == E8M0_NAN).any():
             raise CheckpointError(
                 f"{layer} holds NaN or infinity in a block, which GGML has no scale for and llama.cpp would read as "
                 "numbers; export a checkpoint without them"
@@ -155,30 +156,34 @@ class GGUFFormat(PackedFormat):
         return {place: weight[..., rows, :] for place, rows in self._places(name, shape.out_features).items()}
 
     def others(self, tensors: Sequence[NewTensor], cast: Set[str], dtype: torch.dtype) -> list[NewTensor]:
-        found = []
-        dtypes = [dtype if tensor.name in cast else tensor.dtype for tensor in tensors]
-        if all(tensor.name != "model.embed_tokens.weight" for tensor in tensors):  # tied to the head, which is stored
-            names = {"lm_head.weight": "model.embed_tokens.weight"}
-            tensors = [replace(tensor, name=names.get(tensor.name, tensor.name)) for tensor in tensors]
-        for tensor, kind in zip(tensors, dtypes, strict=True):
-            if _KINDS.get(tensor.dtype, "MXFP4") == "MXFP4":
+        embeddings = "model.embed_tokens.weight"
+        has_embeddings = any(tensor.name == embeddings for tensor in tensors)
+        written = []
+        for tensor in tensors:
+            matrix_dtype = dtype if tensor.name in cast else tensor.dtype
+            if tensor.name == "lm_head.weight" and not has_embeddings:  # they are tied, and stored as the head
+                tensor = replace(tensor, name=embeddings)
+            if tensor.dtype == torch.uint8 or tensor.dtype not in _KINDS:
                 raise CheckpointError(f"{tensor.name} is {tensor.dtype}, which GGUF files of llama.cpp do not hold")
-            found += self._parts(tensor, kind)
-        if (frequencies := rope_frequencies(self._config)) is not None:
+            written += self._parts(tensor, matrix_dtype)
+        frequencies = rope_frequencies(self._config)
+        if frequencies is not None:
             shape = tuple(frequencies.shape)
-            found.append(NewTensor("rope_freqs.weight", torch.float32, shape, lambda: frequencies))
-        return found
+            written.append(NewTensor("rope_freqs.weight", torch.float32, shape, lambda: frequencies))
+        return written
 
     def write(self, folder: Path, tensors: Sequence[NewTensor], metadata: Mapping[str, str]) -> list[Path]:
         gguf = gguf_package()
-        has_blocks = any(tensor.dtype == torch.uint8 for tensor in tensors)
-        kind = "MXFP4" if has_blocks else _KINDS[max(tensors, key=lambda tensor: tensor.nbytes).dtype]
+        dtype = max(tensors, key=lambda tensor: tensor.nbytes).dtype
+        if any(tensor.dtype == torch.uint8 for tensor in tensors):
+            dtype = torch.uint8
+        kind = _KINDS[dtype]
         writer = gguf.GGUFWriter(folder / f"model-{kind}.gguf", self._architecture.name)
         self._add_metadata(writer, _FILE_TYPES[kind])
         for tensor in tensors:
-            raw = np.dtype("uint8" if tensor.dtype == torch.uint8 else "float32")
-            type_in_file = gguf.GGMLQuantizationType[_KINDS[tensor.dtype]]
-            writer.add_tensor_info(tensor.name, tensor.shape, raw, tensor.nbytes, raw_dtype=type_in_file)
+            numpy_dtype = np.dtype("uint8" if tensor.dtype == torch.uint8 else "float32")
+            ggml_type = gguf.GGMLQuantizationType[_KINDS[tensor.dtype]]
+            writer.add_tensor_info(tensor.name, tensor.shape, numpy_dtype, tensor.nbytes, raw_dtype=ggml_type)
         try:
             writer.write_header_to_file()
             writer.write_kv_data_to_file()
@@ -195,8 +200,9 @@ class GGUFFormat(PackedFormat):
         writer.add_name(self._folder.path.resolve().name)
         writer.add_file_type(gguf.LlamaFileType[file_type])
         writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
+        add = {int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}
         for key, value in _options(self._architecture, self._config).items():
-            {int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}[type(value)](key, value)
+            add[type(value)](key, value)
         if isinstance(self._tokenizer, Tokenizer):
             self._tokenizer.add_to(writer)
         else:
@@ -207,25 +213,34 @@ class GGUFFormat(PackedFormat):
 
         Raises [`CheckpointError`] for a tensor that llama.cpp has no place for.
         """
-        own = name.replace("_proj_bias", "_proj.bias")
-        own = own if own.endswith((".weight", ".bias")) else f"{own}.weight"
-        rows = {own: self._order(own)}
-        if ".experts.gate_up_proj" in own:
-            half = n_rows // 2
-            gate, up = (slice(0, half), slice(half, n_rows))
+        # The package `gguf` knows names that end so, and gate and up projections of experts as tensors of their own.
+        plain = name.replace("_proj_bias", "_proj.bias")
+        if not plain.endswith((".weight", ".bias")):
+            plain = f"{plain}.weight"
+        if ".experts.gate_up_proj" in plain:
+            gate, up = slice(0, n_rows // 2), slice(n_rows // 2, n_rows)
             if self._architecture.name == "gpt-oss":
-                gate, up = (slice(0, None, 2), slice(1, None, 2))
-            rows = {own.replace("gate_up_proj", "gate_proj"): gate, own.replace("gate_up_proj", "up_proj"): up}
-        found = {self._names.get_name(part, try_suffixes=(".weight", ".bias")): each for part, each in rows.items()}
-        if None in found:
-            raise CheckpointError(f"{name} has no place in a GGUF file of the architecture {self._architecture.name!r}")
-        return found
+                gate, up = slice(0, None, 2), slice(1, None, 2)
+            rows = {plain.replace("gate_up_proj", "gate_proj"): gate, plain.replace("gate_up_proj", "up_proj"): up}
+        else:
+            rows = {plain: self._order(plain)}
+        places = {}
+        for part, part_rows in rows.items():
+            place = self._names.get_name(part, try_suffixes=(".weight", ".bias"))
+            if place is None:
+                architecture = self._architecture.name
+                raise CheckpointError(f"{name} has no place in a GGUF file of the architecture {architecture!r}")
+            places[place] = part_rows
+        return places
 
-    def _order(self, own: str) -> Rows:
-        config, kind = self._config, own.rpartition("self_attn.")[2].partition(".")[0]
-        if kind not in ("q_proj", "k_proj") or self._architecture.name != "llama":
+    def _order(self, name: str) -> Rows:
+        """Return the order of rows in the file: that of rotary embeddings in Llama's queries and keys."""
+        config, layer = self._config, name.rpartition("self_attn.")[2].partition(".")[0]
+        if layer not in ("q_proj", "k_proj") or self._architecture.name != "llama":
             return slice(None)
-        heads = (kind == "k_proj" and config.num_key_value_heads) or config.num_attention_heads
+        heads = config.num_attention_heads
+        if layer == "k_proj" and config.num_key_value_heads:
+            heads = config.num_key_value_heads
         return torch.arange(heads * head_dim(config)).view(heads, 2, -1).transpose(1, 2).flatten()
 
     def _parts(self, tensor: NewTensor, dtype: torch.dtype) -> list[NewTensor]:
@@ -233,26 +248,30 @@ class GGUFFormat(PackedFormat):
         of_experts = ".experts." in tensor.name
         is_transposed = of_experts and len(tensor.shape) == 3 and self._architecture.name == "gpt-oss"
 
-        def select(values: torch.Tensor, rows: Rows = slice(None)) -> torch.Tensor:
-            values = values.mT if is_transposed else values
+        def select(values: torch.Tensor, rows: Rows) -> torch.Tensor:
+            if is_transposed:
+                values = values.mT
             return values[:, rows] if of_experts else values[rows]
 
         def part(place: str, rows: Rows) -> NewTensor:
             shape = tuple(select(whole, rows).shape)
-            wide = len(shape) == 1 or place.endswith(".bias") or ".ffn_gate_inp." in place
-            kind = torch.float32 if wide else dtype
-            return NewTensor(place, kind, shape, lambda: select(tensor.make(), rows).to(kind))
+            is_float32 = len(shape) == 1 or place.endswith(".bias") or ".ffn_gate_inp." in place
+            part_dtype = torch.float32 if is_float32 else dtype
+            return NewTensor(place, part_dtype, shape, lambda: select(tensor.make(), rows).to(part_dtype))
 
         whole = torch.empty(tensor.shape, device="meta")
-        n_rows = select(whole).shape[1 if of_experts else 0]
+        n_rows = select(whole, slice(None)).shape[1 if of_experts else 0]
         return [part(place, rows) for place, rows in self._places(tensor.name, n_rows).items()]
 
 
 def to_blocks(codes: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     """Return codes ``[..., K/2]`` and scale bytes ``[..., K/32]`` as rows of blocks ``[..., K/32 * 17]``, all uint8."""
+    # The bytes of elements 0 to 15 of a block, and of elements 16 to 31.
     first, second = codes.unflatten(-1, (-1, 2, BLOCK_SIZE // 4)).unbind(-2)
-    even, odd = first & 15 | second << 4, first >> 4 | second & 0xF0
-    return torch.cat([scale[..., None], torch.stack([even, odd], dim=-1).flatten(-2)], dim=-1).flatten(-2)
+    even = first & 0x0F | second << 4
+    odd = first >> 4 | second & 0xF0
+    blocks = torch.stack([even, odd], dim=-1).flatten(-2)
+    return torch.cat([scale[..., None], blocks], dim=-1).flatten(-2)
 
 
 def gguf_package() -> ModuleType:
@@ -290,8 +309,9 @@ def unsupported_reason(config: "PreTrainedConfig") -> str | None:
     rope = _rope(config)
     if rope["rope_type"] not in _ROPE_OPTIONS or rope["rope_type"] == "llama3" and config.model_type != "llama":
         return f"llama.cpp has no rotary embedding of the type {rope['rope_type']!r} for {config.model_type!r}"
-    if extra := [k for k in ("attention_factor", "mscale", "mscale_all_dim") if rope.get(k) is not None]:
-        return f"rope_parameters has {extra[0]!r}, which is not written to GGUF files"
+    for option in ("attention_factor", "mscale", "mscale_all_dim"):
+        if rope.get(option) is not None:
+            return f"rope_parameters has {option!r}, which is not written to GGUF files"
     return None
 
 
@@ -315,13 +335,16 @@ def _rope(config: "PreTrainedConfig") -> dict[str, Any]:
 def _options(architecture: Architecture, config: "PreTrainedConfig") -> dict[str, int | float | str]:
     """Return the metadata of a model, by full keys."""
     names = {**_COMMON, **architecture.options}
-    values = {key: head_dim(config) if n == "head_dim" else getattr(config, n, None) for key, n in names.items()}
+    values = {key: getattr(config, name, None) for key, name in names.items()}
+    values |= {key: head_dim(config) for key, name in names.items() if name == "head_dim"}
     rope = _rope(config)
     values["rope.freq_base"] = float(rope["rope_theta"])
-    if scaling := _ROPE_OPTIONS[rope["rope_type"]]:
+    scaling = _ROPE_OPTIONS[rope["rope_type"]]
+    if scaling:
         values["rope.scaling.type"] = rope["rope_type"]
-        for key, name in scaling.items():
-            value = rope.get(name)
-            whole = value is None or name.startswith("original")
-            values[f"rope.scaling.{key}"] = value if whole else float(value)
+    for key, name in scaling.items():
+        value = rope.get(name)
+        if value is not None and not name.startswith("original"):
+            value = float(value)
+        values[f"rope.scaling.{key}"] = value
     return {f"{architecture.name}.{key}": value for key, value in values.items() if value is not None}

@@ -79,15 +79,15 @@ def read_tokenizer(folder: Path, vocab_size: int) -> Tokenizer | str:
     known |= {number: token["content"] for number, token in added.items()}
     if max(known, default=0) >= vocab_size:
         return f"the tokenizer has {max(known) + 1} tokens, the model {vocab_size}"
-    by_bytes = not model.get("byte_fallback")
-    name = _split_name(stored) if by_bytes else "default"
-    if name is None:
+    merges_bytes = not model.get("byte_fallback")
+    split_name = _split_name(stored) if merges_bytes else "default"
+    if split_name is None:
         return "llama.cpp has no name for the way in which the tokenizer splits text (pre_tokenizer)"
     numbers = range(vocab_size)
     tokens = [known.get(number, f"[PAD{number}]") for number in numbers]
-    kinds = [_kind(known.get(number), added.get(number), by_bytes) for number in numbers]
-    scores = None if by_bytes else _scores(model["merges"], tokens)
-    return Tokenizer(folder, name, tokens, kinds, scores, _prefixes_space(stored))
+    kinds = [_kind(known.get(number), added.get(number), merges_bytes) for number in numbers]
+    scores = None if merges_bytes else _scores(model["merges"], tokens)
+    return Tokenizer(folder, split_name, tokens, kinds, scores, _prefixes_space(stored))
 
 
 def add_no_tokenizer(writer: "GGUFWriter", config: "PreTrainedConfig") -> None:
@@ -99,35 +99,43 @@ def add_no_tokenizer(writer: "GGUFWriter", config: "PreTrainedConfig") -> None:
 
 
 def _split_name(tokenizer: dict[str, Any]) -> str | None:
+    """Return llama.cpp's name of the way that a `tokenizer.json` splits text; `None` if it has none."""
     splitter = tokenizer.get("pre_tokenizer") or {}
     parts = []
     for step in splitter.get("pretokenizers", [splitter]):
-        if step.get("type") == "Split" and step.get("behavior") == "Isolated":
+        kind = step.get("type")
+        if kind == "Split" and step.get("behavior") == "Isolated":
             parts.append(step["pattern"].get("Regex"))
-        elif step.get("type") == "Digits" and step.get("individual_digits"):
+        elif kind == "Digits" and step.get("individual_digits"):
             parts.append("digits")
-        elif step.get("type") == "ByteLevel" and not step.get("add_prefix_space"):
-            parts += ["bytes"] if step.get("use_regex", True) else []
+        elif kind == "ByteLevel" and not step.get("add_prefix_space"):
+            if step.get("use_regex", True):
+                parts.append("bytes")
         else:
             return None
     return _SPLITS.get(tuple(parts))
 
 
-def _kind(text: str | None, added: dict[str, Any] | None, by_bytes: bool) -> int:
-    from gguf import TokenType as kinds
+def _kind(text: str | None, added: dict[str, Any] | None, merges_bytes: bool) -> int:
+    """Return the type of a token, by its text and its entry among the added tokens."""
+    from gguf import TokenType
 
     if text is None:
-        return kinds.UNUSED
+        return TokenType.UNUSED
     if added is not None:
-        return kinds.CONTROL if added.get("special") or _LOOKS_SPECIAL.fullmatch(text) else kinds.USER_DEFINED
-    return kinds.BYTE if not by_bytes and _BYTE.fullmatch(text) else kinds.NORMAL
+        is_control = added.get("special") or _LOOKS_SPECIAL.fullmatch(text)
+        return TokenType.CONTROL if is_control else TokenType.USER_DEFINED
+    if not merges_bytes and _BYTE.fullmatch(text):
+        return TokenType.BYTE
+    return TokenType.NORMAL
 
 
 def _scores(merges: list[Any], tokens: list[str]) -> list[float]:
-    """llama.cpp merges the pair of the highest score first: minus the rank of the first merge that makes a token."""
+    """Return minus the rank of the first merge that makes a token: llama.cpp merges the highest score first."""
     ranks: dict[str, int] = {}
     for rank, pair in enumerate(merges):
-        ranks.setdefault(pair.replace(" ", "", 1) if isinstance(pair, str) else "".join(pair), rank)
+        token = pair.replace(" ", "", 1) if isinstance(pair, str) else "".join(pair)
+        ranks.setdefault(token, rank)
     return [-float(ranks.get(token, len(merges))) for token in tokens]
 
 

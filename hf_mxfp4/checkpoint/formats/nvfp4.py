@@ -26,19 +26,19 @@ from ...numerics import (
     unpack_codes,
 )
 from ...numerics.corrections import BLOCKS_PER_BYTE, pack_mantissas
+from ...numerics.formats import E8M0_NAN
+from ...numerics.nvfp4 import NVFP4_GROUP
 from ..names import LayerShape
-from .base import Format, Names, Packed, Read, expect
+from .base import Format, Names, Packed, Read, TensorScaleFormat, expect
 from .compressed_tensors import CompressedTensorsFormat, has_experts
 
 
 FORMAT = "nvfp4-pack-quantized"
-#: Elements that share one E4M3 scale.
-GROUP = 16
 _SCALE_DTYPES = {"scale_dtype": "torch.float8_e4m3fn", "zp_dtype": "torch.float8_e4m3fn"}
 #: The largest block scale of a tensor goes into the top binade of E4M3, 256 to 448.
 _TOP_EXPONENT = 8
-#: Exponents of the tensor scale whose reciprocal is a normal float32 number as well.
-_EXPONENTS = -126, 126
+#: The largest magnitude of an exponent of the tensor scale: its reciprocal is a normal float32 number as well.
+_LARGEST_EXPONENT = 126
 #: The positive E4M3 numbers below 2**-3. A block scale that is no E4M3 number is below 2**-7, its values below 2**-4.
 _SMALL_SCALES = torch.arange(1, 32, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
 #: `quant_algo` of Model-Optimizer, by whether inputs are quantized.
@@ -46,12 +46,18 @@ _ALGORITHMS = {True: "NVFP4", False: "W4A16_NVFP4"}
 _PRODUCER = {"name": "modelopt", "version": "0.35.0"}  # whose layout it is; engines look at both
 
 
-class NVFP4Format(CompressedTensorsFormat):
+class NVFP4Format(CompressedTensorsFormat, TensorScaleFormat):
     """NVFP4 in the layout of compressed-tensors."""
 
     name = "nvfp4"
     format = FORMAT
-    elements = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": GROUP, "symmetric": True}
+    elements = {
+        "num_bits": 4,
+        "type": "float",
+        "strategy": "tensor_group",
+        "group_size": NVFP4_GROUP,
+        "symmetric": True,
+    }
     inputs = "local"
     activations = Format.activations
     quantizes_activations = True
@@ -60,7 +66,6 @@ class NVFP4Format(CompressedTensorsFormat):
         "2688. If inputs of layers are larger, run hf-mxfp4 smooth first"
     )
     holds = {"macro_block": 128, "macro_search": "block_mantissas"}
-    has_tensor_scale = True
     #: What files call the tensor scales of weights and of inputs.
     tensor_scales = "weight_global_scale", "input_global_scale"
 
@@ -89,8 +94,8 @@ class NVFP4Format(CompressedTensorsFormat):
     def top_exponent(self, packed: Packed) -> int:
         """Return the largest exponent of the block scales of a matrix; -127 if all its blocks are zero or NaN."""
         scale = packed["weight_scale"]
-        counts = (scale != 255) & _has_values(packed["weight"])
-        return int(scale.masked_fill(~counts, 0).max()) - 127
+        is_used = (scale != E8M0_NAN) & _has_values(packed["weight"])
+        return int(scale.where(is_used, 0).max()) - 127
 
     def encode(self, packed: Packed, top: int) -> dict[str, torch.Tensor]:
         """Return a matrix in NVFP4: ``weight`` uint8 ``[N, K/2]``, ``weight_scale`` E4M3 ``[N, K/16]`` and
@@ -103,33 +108,41 @@ class NVFP4Format(CompressedTensorsFormat):
             packed: ``weight`` and ``weight_scale`` as in our own files, and block mantissas in ``weight_macro``.
             top: the largest [`top_exponent`] of the matrices that share a tensor scale.
         """
-        exponent = min(max(top - _TOP_EXPONENT, _EXPONENTS[0]), _EXPONENTS[1])
-        scale = block_scales(packed["weight_scale"], packed.get("weight_macro"), torch.float64)
-        scale = (scale * 2.0**-exponent).masked_fill_(~_has_values(packed["weight"]) & ~scale.isnan(), 1.0)
-        stored, codes = scale.float().to(torch.float8_e4m3fn), packed["weight"]
-        scales = stored.repeat_interleave(BLOCK_SIZE // GROUP, dim=1)
-        inexact = (stored.double() != scale) & ~scale.isnan()
-        if inexact.any():
-            codes, blocks = codes.clone().unflatten(1, (-1, BLOCK_SIZE // 2)), scales.unflatten(1, (-1, 2))
-            elements = decode_e2m1(unpack_codes(codes[inexact], BLOCK_SIZE))
-            values = (elements * scale[inexact].unsqueeze(1)).float().unflatten(1, (-1, GROUP))
-            codes[inexact], blocks.view(torch.uint8)[inexact] = _best_halves(values)
-            codes, scales = codes.flatten(1), blocks.flatten(1)
-        return {"weight": codes, "weight_scale": scales, "weight_global_scale": torch.tensor([2.0**-exponent])}
+        exponent = max(-_LARGEST_EXPONENT, min(top - _TOP_EXPONENT, _LARGEST_EXPONENT))
+        divisor = 2.0**-exponent
+        codes = packed["weight"]
+        scale = block_scales(packed["weight_scale"], packed.get("weight_macro"), torch.float64) * divisor
+        is_empty = ~_has_values(codes) & ~scale.isnan()
+        scale = scale.masked_fill(is_empty, 1.0)
+        stored = scale.float().to(torch.float8_e4m3fn)
+        halves = stored.repeat_interleave(2, dim=1)
+        is_inexact = (stored.double() != scale) & ~scale.isnan()
+        if is_inexact.any():
+            codes = codes.unflatten(1, (-1, BLOCK_SIZE // 2)).clone()
+            elements = decode_e2m1(unpack_codes(codes[is_inexact], BLOCK_SIZE))
+            values = (elements * scale[is_inexact].unsqueeze(1)).float()
+            bytes_of_halves = halves.view(torch.uint8).unflatten(1, (-1, 2))
+            codes[is_inexact], bytes_of_halves[is_inexact] = _best_halves(values)
+            codes = codes.flatten(1)
+        return {"weight": codes, "weight_scale": halves, "weight_global_scale": torch.tensor([divisor])}
 
     def values(self, stored: Packed) -> torch.Tensor:
-        """Return the float32 values ``[N, K]`` of what [`encode`] or [`read`] returned."""
-        codes, scales = stored["weight"], stored["weight_scale"].float() / stored.get("weight_global_scale", 1)
-        return decode_e2m1(unpack_codes(codes, 2 * codes.shape[1])) * scales.repeat_interleave(GROUP, dim=1)
+        codes = stored["weight"]
+        elements = decode_e2m1(unpack_codes(codes, 2 * codes.shape[1]))
+        scales = stored["weight_scale"].float() / stored.get("weight_global_scale", 1)
+        return elements * scales.repeat_interleave(NVFP4_GROUP, dim=1)
 
     def tensors(self, layer: str, shape: LayerShape, packed: Packed) -> dict[str, torch.Tensor]:
-        packed = dict(packed)
-        divisor = packed.pop("weight_global_scale")
-        tensors = super().tensors(layer, shape, packed)
-        divisors = self.tensor_scale(divisor), self.tensor_scale(torch.ones_like(divisor))
-        for owner in [name.removesuffix("weight_scale") for name in tensors if name.endswith(".weight_scale")]:
-            for name, scale in zip(self.tensor_scales, divisors[: 1 + self.quantizes_inputs], strict=False):
-                tensors[f"{owner}{name}"] = scale.clone()
+        divisor = packed["weight_global_scale"]
+        fields = {name: tensor for name, tensor in packed.items() if name != "weight_global_scale"}
+        tensors = super().tensors(layer, shape, fields)
+        of_weights, of_inputs = self.tensor_scales
+        for name in list(tensors):
+            if name.endswith(".weight_scale"):
+                owner = name.removesuffix("weight_scale")
+                tensors[f"{owner}{of_weights}"] = self.tensor_scale(divisor).clone()
+                if self.quantizes_inputs:
+                    tensors[f"{owner}{of_inputs}"] = self.tensor_scale(torch.ones_like(divisor))
         return tensors
 
     def tensor_scale(self, divisor: torch.Tensor) -> torch.Tensor:
@@ -139,30 +152,43 @@ class NVFP4Format(CompressedTensorsFormat):
     def read(self, layer: str, shape: LayerShape, expert: int | None, read: Read) -> dict[str, torch.Tensor]:
         """Return ``weight`` uint8 ``[N, K/2]`` and ``weight_scale``, float32 ``[N, K/16]``: scales over divisor."""
 
-        def scaled(name: str) -> torch.Tensor:
+        def read_scaled(name: str) -> torch.Tensor:
             tensor = read(name)
             if not name.endswith(".weight_scale"):
                 return tensor
-            return tensor.float() / self.tensor_scale(read(name.removesuffix("weight_scale") + self.tensor_scales[0]))
+            owner = name.removesuffix("weight_scale")
+            return tensor.float() / self.tensor_scale(read(f"{owner}{self.tensor_scales[0]}"))
 
-        return super().read(layer, shape, expert, scaled)
+        return super().read(layer, shape, expert, read_scaled)
 
     def decode(self, stored: Packed) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
         """Return what [`read`] returned as in our own files, with block mantissas in ``weight_macro``, and which blocks
         ``[N, K/32]`` keep their values so: those whose scales are one ``2**e * (1 + m/4)``, or that are zero."""
-        codes, scales = stored["weight"].unflatten(1, (-1, 2, GROUP // 2)), stored["weight_scale"].unflatten(1, (-1, 2))
+        scales = stored["weight_scale"].unflatten(1, (-1, 2))
+        codes = stored["weight"].unflatten(1, (-1, 2, NVFP4_GROUP // 2))
         codes = codes.masked_fill((scales == 0).unsqueeze(-1), 0)
         has_values = ((codes & 0x77) != 0).any(dim=-1) | scales.isnan()
         # A half without values takes the other's scale.
-        first, second = (torch.where(has_values[..., i], scales[..., i], scales[..., 1 - i]) for i in range(2))
-        bits, is_nan = first.view(torch.int32), first.isnan() & second.isnan()
-        byte, is_empty = bits >> 23, ~has_values.any(dim=-1)
-        exact = (first == second) & (bits & 0x1FFFFF == 0) & (byte > 0) & (byte < 255) | is_nan | is_empty
-        byte = byte.masked_fill(is_nan, 255).masked_fill(is_empty, 0).to(torch.uint8)
-        mantissas = (bits >> 21 & 3).masked_fill(is_nan | is_empty, 0)
-        macro = pack_mantissas(torch.nn.functional.pad(mantissas, (0, -mantissas.shape[1] % BLOCKS_PER_BYTE)))
-        packed = {"weight": codes.flatten(1), "weight_scale": byte, "weight_macro": macro.to(torch.uint8)}
-        return packed, exact
+        first, second = torch.where(has_values, scales, scales.flip(-1)).unbind(-1)
+        is_nan = first.isnan() & second.isnan()
+        is_empty = ~has_values.any(dim=-1)
+
+        # A float32 has the exponent as E8M0 has it. Of its mantissa, packed weights hold the first two bits.
+        bits = first.view(torch.int32)
+        exponent = bits >> 23
+        mantissa = bits >> 21 & 3
+        is_held = (bits & 0x1FFFFF == 0) & (exponent > 0) & (exponent < E8M0_NAN)
+        is_exact = (first == second) & is_held | is_nan | is_empty
+
+        scale = exponent.masked_fill(is_nan, E8M0_NAN).masked_fill(is_empty, 0)
+        mantissa = mantissa.masked_fill(is_nan | is_empty, 0)
+        mantissa = torch.nn.functional.pad(mantissa, (0, -mantissa.shape[1] % BLOCKS_PER_BYTE))
+        packed = {
+            "weight": codes.flatten(1),
+            "weight_scale": scale.to(torch.uint8),
+            "weight_macro": pack_mantissas(mantissa).to(torch.uint8),
+        }
+        return packed, is_exact
 
     def read_config(self, options: Mapping[str, Any]) -> tuple[MXFP4RLConfig, list[str]]:
         config, _ = super().read_config(options)
@@ -176,10 +202,10 @@ class NVFP4Format(CompressedTensorsFormat):
 
     def specs(self, layer: str, shape: LayerShape) -> dict[str, torch.Tensor]:
         packed = shape.meta_packed(QuantScheme(ScaleRule.EVEN))
-        halves = packed["weight_scale"].repeat_interleave(BLOCK_SIZE // GROUP, dim=-1)
-        packed["weight_scale"] = halves.to(torch.float8_e4m3fn)
-        leading = halves.shape[:-2]
-        return self.tensors(layer, shape, {**packed, "weight_global_scale": torch.empty(*leading, 1, device="meta")})
+        halves = packed["weight_scale"].repeat_interleave(2, dim=-1)
+        divisor = torch.empty(*halves.shape[:-2], 1, device="meta")
+        packed |= {"weight_scale": halves.to(torch.float8_e4m3fn), "weight_global_scale": divisor}
+        return self.tensors(layer, shape, packed)
 
 
 class ModelOptFormat(NVFP4Format):
@@ -196,17 +222,20 @@ class ModelOptFormat(NVFP4Format):
     holds_fused = True
 
     def tensors(self, layer: str, shape: LayerShape, packed: Packed) -> dict[str, torch.Tensor]:
-        tensors = super().tensors(layer, replace(shape, experts=None) if shape.is_fused else shape, packed)
         if not shape.is_fused:
-            return tensors
+            return super().tensors(layer, shape, packed)
+        tensors = super().tensors(layer, replace(shape, experts=None), packed)
         fused = {name.replace(f"{layer}.", f"{layer}_"): tensor for name, tensor in tensors.items()}
         fused[layer] = fused.pop(f"{layer}_weight")
-        return {name: tensor.mT.contiguous() if tensor.dim() == 3 else tensor for name, tensor in fused.items()}
+        for name in (layer, f"{layer}_weight_scale"):
+            fused[name] = fused[name].mT.contiguous()
+        return fused
 
     def read(self, layer: str, shape: LayerShape, expert: int | None, read: Read) -> dict[str, torch.Tensor]:
         if not shape.is_fused:
             return super().read(layer, shape, expert, read)
-        codes, scales = (read(name, expert).mT.contiguous() for name in (layer, f"{layer}_weight_scale"))
+        codes = read(layer, expert).mT.contiguous()
+        scales = read(f"{layer}_weight_scale", expert).mT.contiguous()
         divisor = self.tensor_scale(read(f"{layer}_weight_scale_2"))
         return {"weight": codes, "weight_scale": scales.float() / divisor}
 
@@ -214,7 +243,7 @@ class ModelOptFormat(NVFP4Format):
         return 1 / divisor.reshape(-1)[0]
 
     def quantization_config(self, config: MXFP4RLConfig, ignored: Names, quantized: Names = ()) -> dict[str, Any]:
-        elements = {"dynamic": False, "num_bits": 4, "type": "float", "group_size": GROUP}
+        elements = {"dynamic": False, "num_bits": 4, "type": "float", "group_size": NVFP4_GROUP}
         inputs = elements if self.quantizes_inputs else None
         return {
             "quant_method": self.quant_method,
@@ -225,8 +254,12 @@ class ModelOptFormat(NVFP4Format):
         }
 
     def more_files(self, options: Mapping[str, Any]) -> dict[str, Any]:
-        quantization = {"quant_algo": options["quant_algo"], "kv_cache_quant_algo": None, "group_size": GROUP}
-        quantization["exclude_modules"] = options["ignore"]
+        quantization = {
+            "quant_algo": options["quant_algo"],
+            "kv_cache_quant_algo": None,
+            "group_size": NVFP4_GROUP,
+            "exclude_modules": options["ignore"],
+        }
         return {"hf_quant_config.json": {"producer": _PRODUCER, "quantization": quantization}}
 
     def notes(self, config: MXFP4RLConfig, ignored: Names, quantized: Names = ()) -> list[str]:
@@ -236,7 +269,8 @@ class ModelOptFormat(NVFP4Format):
     def read_config(self, options: Mapping[str, Any]) -> tuple[MXFP4RLConfig, list[str]]:
         expected = {"quant_algo": tuple(_ALGORITHMS.values()), "kv_cache_scheme": None}
         expect("quantization_config", options, expected)
-        inputs = {**self.elements, "dynamic": self.inputs} if options["quant_algo"] == _ALGORITHMS[True] else None
+        has_inputs = options["quant_algo"] == _ALGORITHMS[True]
+        inputs = {**self.elements, "dynamic": self.inputs} if has_inputs else None
         group = {"weights": self.elements, "input_activations": inputs, "format": self.format}
         return super().read_config({"config_groups": {"group_0": group}})
 
@@ -247,14 +281,17 @@ def _has_values(codes: torch.Tensor) -> torch.Tensor:
 
 
 def _best_halves(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the packed codes ``[B, 16]`` and E4M3 bytes ``[B, 2]`` of least squared error for ``values [B, 2, 16]``
-    below 2**-4; the smaller scale wins a tie."""
+    """Return the packed codes ``[B, 16]`` and E4M3 bytes ``[B, 2]`` of least squared error for blocks ``[B, 32]`` of
+    values below 2**-4, whose halves have a scale each. The smaller scale wins a tie."""
+    values = values.unflatten(1, (2, NVFP4_GROUP))
     least = torch.full(values.shape[:2], torch.inf, dtype=torch.float64)
-    codes, scales = torch.zeros_like(values, dtype=torch.uint8), torch.zeros_like(least, dtype=torch.uint8)
+    codes = torch.zeros_like(values, dtype=torch.uint8)
+    scales = torch.zeros_like(least, dtype=torch.uint8)
     for byte, scale in enumerate(_SMALL_SCALES.tolist(), start=1):
         rounded = round_nearest(values / scale)
         error = (rounded * scale - values).double().square().sum(dim=-1)
-        better = error < least
-        least = torch.where(better, error, least)
-        codes[better], scales[better] = encode_e2m1(rounded[better]), byte
+        is_better = error < least
+        least = torch.where(is_better, error, least)
+        codes[is_better] = encode_e2m1(rounded[is_better])
+        scales[is_better] = byte
     return pack_codes(codes.flatten(1)), scales
