@@ -8,7 +8,7 @@ import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +28,6 @@ WEIGHTS_KEY = "transformers_weights"
 _MOST_LAYERS = 10_000
 #: Conversions hold one shard in memory.
 MAX_SHARD_SIZE = "5GB"
-#: Name of a training checkpoint.
-_STEP = re.compile(r"checkpoint-\d+")
 _DTYPES = {**_TYPES, "F8_E8M0": torch.float8_e8m0fnu}
 
 
@@ -38,23 +36,31 @@ class ShardError(ValueError):
 
 
 @dataclass(frozen=True)
-class StoredTensor:
-    """One tensor of a weight file."""
+class TensorInfo:
+    """Name, dtype and shape of a tensor in a file."""
 
     name: str
-    file: Path
     dtype: torch.dtype
     shape: tuple[int, ...]
 
-    @cached_property
+    @property
     def nbytes(self) -> int:
         return math.prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class StoredTensor(TensorInfo):
+    """One tensor of a weight file."""
+
+    file: Path
 
     def read(self, start: int | None = None, stop: int | None = None) -> torch.Tensor:
         """Return all values, or slices ``start`` to ``stop`` of the first axis. Raises [`ShardError`]."""
         try:
             with safe_open(self.file, "pt") as opened:
-                return opened.get_tensor(self.name) if start is None else opened.get_slice(self.name)[start:stop]
+                if start is None:
+                    return opened.get_tensor(self.name)
+                return opened.get_slice(self.name)[start:stop]
         except (OSError, SafetensorError) as error:
             raise _unreadable(self.file, error) from error
 
@@ -69,17 +75,10 @@ class FileHeader:
 
 
 @dataclass(frozen=True)
-class NewTensor:
+class NewTensor(TensorInfo):
     """A tensor of a file to be written, whose values are made when they are needed."""
 
-    name: str
-    dtype: torch.dtype
-    shape: tuple[int, ...]
     make: Callable[[], torch.Tensor]
-
-    @property
-    def nbytes(self) -> int:
-        return math.prod(self.shape) * self.dtype.itemsize
 
     def to(self, dtype: torch.dtype) -> "NewTensor":
         return replace(self, dtype=dtype, make=lambda: self.make().to(dtype))
@@ -92,12 +91,12 @@ def cast_tensors(tensors: Iterable[NewTensor], cast: Set[str], dtype: torch.dtyp
 
 def new_tensors(specs: Mapping[str, torch.Tensor], make: Callable[[], Mapping[str, torch.Tensor]]) -> list[NewTensor]:
     """Return tensors like ``specs`` that ``make`` makes all at once, when the first is written."""
-    made: dict[str, torch.Tensor] = {}
+    values: dict[str, torch.Tensor] = {}
 
     def take(name: str) -> torch.Tensor:
-        if not made:
-            made.update(make())
-        return made.pop(name)
+        if not values:
+            values.update(make())
+        return values.pop(name)
 
     return [NewTensor(name, spec.dtype, tuple(spec.shape), partial(take, name)) for name, spec in specs.items()]
 
@@ -117,22 +116,25 @@ def read_header(file: str | os.PathLike) -> FileHeader:
             metadata = dict(opened.metadata() or {})
     except (OSError, SafetensorError) as error:
         raise _unreadable(file, error) from error
-    kinds = {name: (found.get_dtype(), tuple(found.get_shape())) for name, found in slices.items()}
-    if unknown := [name for name, (dtype, _) in kinds.items() if dtype not in _DTYPES]:
-        raise ShardError(f"{file.name}: {unknown[0]} has the unknown dtype {kinds[unknown[0]][0]}")
-    tensors = [StoredTensor(name, file, _DTYPES[dtype], shape) for name, (dtype, shape) in kinds.items()]
+    tensors = []
+    for name, stored in slices.items():
+        dtype = stored.get_dtype()
+        if dtype not in _DTYPES:
+            raise ShardError(f"{file.name}: {name} has the unknown dtype {dtype}")
+        tensors.append(StoredTensor(name, _DTYPES[dtype], tuple(stored.get_shape()), file))
     return FileHeader(file, tensors, metadata)
 
 
 def tensors_by_name(headers: Iterable[FileHeader]) -> dict[str, StoredTensor]:
     """Return all tensors of a checkpoint. Raises [`ShardError`] for one that two files have."""
-    found: dict[str, StoredTensor] = {}
+    by_name: dict[str, StoredTensor] = {}
     for header in headers:
         for tensor in header.tensors:
-            if tensor.name in found:
-                raise ShardError(f"{tensor.name} is both in {found[tensor.name].file.name} and in {header.file.name}")
-            found[tensor.name] = tensor
-    return found
+            if tensor.name in by_name:
+                first = by_name[tensor.name].file.name
+                raise ShardError(f"{tensor.name} is both in {first} and in {header.file.name}")
+            by_name[tensor.name] = tensor
+    return by_name
 
 
 def write_shards(folder: Path, tensors: Sequence[NewTensor], metadata: Mapping[str, str]) -> list[Path]:
@@ -160,7 +162,7 @@ def write_metadata(file: Path, metadata: Mapping[str, str]) -> None:
     with open(file, "r+b") as stream:
         length = int.from_bytes(stream.read(8), "little")
         header = json.loads(stream.read(length))
-        header = {**header, "__metadata__": dict(sorted(metadata.items()))}
+        header["__metadata__"] = dict(sorted(metadata.items()))
         text = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode().ljust(length)
         if len(text) != length:
             raise ValueError(f"the header of {file.name} has {length} bytes, and needs {len(text)}")
@@ -209,13 +211,13 @@ class CheckpointFolder:
         from transformers import AutoConfig
 
         file = self.path / CONFIG
-        found = model_class(self.config, file)
+        architecture = model_class(self.config, file)
         refuse_kernels(self.config, file)
         try:
             _refuse_counts(self.config, 1024 + len(self.tensors), f"the files hold only {len(self.tensors)} tensors")
             config = AutoConfig.from_pretrained(self.path, trust_remote_code=False)
             with torch.device("meta"):
-                return found(config)
+                return architecture(config)
         except Exception as error:  # whatever the numbers in it make of a model
             raise CheckpointError(f"{file} describes no model ({type(error).__name__}: {first_line(error)})") from error
 
@@ -226,13 +228,13 @@ def model_class(config: Mapping[str, Any], where: Any) -> type[Any]:
 
     names = config.get("architectures")
     name = names[0] if isinstance(names, list) and names else None
-    found = getattr(transformers, name, None) if isinstance(name, str) else None
-    if not isinstance(found, type) or not issubclass(found, transformers.PreTrainedModel):
+    architecture = getattr(transformers, str(name), None)
+    if not isinstance(architecture, type) or not issubclass(architecture, transformers.PreTrainedModel):
         raise RemoteCodeError(
             f"{where} names the architecture {name!r}, which transformers {transformers.__version__} does not have; "
             "models of remote code are not supported"
         )
-    return found
+    return architecture
 
 
 def refuse_kernels(config: Any, where: Any) -> None:
@@ -303,10 +305,11 @@ def open_checkpoint(path: str | os.PathLike) -> CheckpointFolder:
     tensors = tensors_by_name(read_header(folder / file) for file in files)
     if not tensors:
         raise ShardError(f"{files[0]} holds no tensors")
-    if weight_map and (wrong := weight_map.items() ^ {(name, tensor.file.name) for name, tensor in tensors.items()}):
-        tensor, _ = min(wrong)
-        found = f"is in {tensors[tensor].file.name}" if tensor in tensors else "is in none of the files"
-        raise ShardError(f"{name} places {tensor} in {weight_map.get(tensor)}, but it {found}")
+    places = {tensor.name: tensor.file.name for tensor in tensors.values()}
+    if weight_map and weight_map != places:
+        tensor, _ = min(weight_map.items() ^ places.items())
+        place = f"is in {places[tensor]}" if tensor in places else "is in none of the files"
+        raise ShardError(f"{name} places {tensor} in {weight_map.get(tensor)}, but it {place}")
     return CheckpointFolder(folder, config, tensors)
 
 
@@ -327,19 +330,29 @@ def check_complete(missing: Set[str], source: str) -> None:
 
 def model_inside(folder: Path) -> Path | None:
     """Return the model or adapter that a training run left in its folder, or else the last of its checkpoints."""
-    found = [file.parent for name in (CONFIG, "adapter_config.json") for file in folder.glob(f"*/{name}")]
-    steps = {path: int(path.name.rpartition("-")[2]) for path in found if _STEP.fullmatch(path.name)}
-    return min(set(found) - steps.keys(), default=max(steps, key=steps.__getitem__, default=None))
+    models = {file.parent for name in (CONFIG, "adapter_config.json") for file in folder.glob(f"*/{name}")}
+    steps = {path: checkpoint_step(path) for path in models if checkpoint_step(path) is not None}
+    if models - steps.keys():
+        return min(models - steps.keys())
+    return max(steps, key=steps.__getitem__, default=None)
+
+
+def checkpoint_step(folder: str | os.PathLike) -> int | None:
+    """Return the step in the name of a training checkpoint's folder; `None` for any other name."""
+    match = re.fullmatch(r"checkpoint-(\d+)", Path(folder).name)
+    return int(match[1]) if match else None
 
 
 def weights_name(folder: Path, config: Mapping[str, Any]) -> str | None:
     """Return the name of the file or index by which transformers loads the weights of a folder; `None` without one.
     Raises [`CheckpointError`] where `config.json` names one elsewhere."""
+    names = [SINGLE, INDEX]
     named = str(config.get(WEIGHTS_KEY))
-    is_given = named.endswith((".safetensors", ".safetensors.index.json"))
-    if is_given and Path(named).name != named:
-        raise CheckpointError(f"{folder / CONFIG} names weights outside of the folder: {named}")
-    return next((name for name in ([named] if is_given else [SINGLE, INDEX]) if (folder / name).is_file()), None)
+    if named.endswith((".safetensors", ".safetensors.index.json")):
+        if Path(named).name != named:
+            raise CheckpointError(f"{folder / CONFIG} names weights outside of the folder: {named}")
+        names = [named]
+    return next((name for name in names if (folder / name).is_file()), None)
 
 
 def read_index(index: Path) -> dict[str, str]:
@@ -364,7 +377,9 @@ def model_dtype(folder: CheckpointFolder) -> torch.dtype:
     if isinstance(dtype, torch.dtype):
         return dtype
     floats = [tensor for tensor in folder.tensors.values() if tensor.dtype.is_floating_point]
-    return max(floats, key=lambda tensor: tensor.nbytes).dtype if floats else torch.get_default_dtype()
+    if not floats:
+        return torch.get_default_dtype()
+    return max(floats, key=lambda tensor: tensor.nbytes).dtype
 
 
 def read_json(path: Path) -> dict[str, Any]:

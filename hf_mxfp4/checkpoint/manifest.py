@@ -27,6 +27,7 @@ from .folder import (
     CheckpointError,
     RemoteCodeError,
     ShardError,
+    checkpoint_step,
     open_checkpoint,
     read_header,
     read_index,
@@ -126,12 +127,6 @@ def size_problem(file: Path, record: FileRecord) -> str | None:
         return "it is missing"
     size = file.stat().st_size
     return None if size == record.size else f"it has {size} bytes instead of {record.size}"
-
-
-def checkpoint_step(folder: str | os.PathLike) -> int | None:
-    """Return the step in the name of a checkpoint folder; `None` for any other name."""
-    match = re.fullmatch(r"checkpoint-(\d+)", Path(folder).name)
-    return int(match[1]) if match else None
 
 
 def invalidate(folder: str | os.PathLike) -> None:

@@ -64,23 +64,29 @@ class FileNames:
         self.places: dict[str, str] = {}
         self.converted: dict[str, str] = {}
         self.unexpected: set[str] = set()
-        self._found = found = self._place({spell(name): name for name in stored})
+        self._placed = self._place({spell(name): name for name in stored})
         self.stored = {place: spell(name) for name, place in self.places.items()}
         tied = tied_weights(model, self._shapes)
-        sources = {tied.get(name, name) for name in found}
-        missing = {name for name in self._shapes.keys() - found if tied.get(name, name) not in sources}
+        origins = {tied.get(name, name) for name in self._placed}
         computed = getattr(model, "_keys_to_ignore_on_load_missing", None) or ()
-        self.missing = {name for name in missing if not any(re.search(pattern, name) for pattern in computed)}
+        self.missing: set[str] = set()
+        for name in self._shapes.keys() - self._placed:
+            is_computed = any(re.search(pattern, name) for pattern in computed)
+            if tied.get(name, name) not in origins and not is_computed:
+                self.missing.add(name)
 
     def _place(self, stored: Mapping[str, str]) -> set[str]:
+        """Fill the attributes for stored names by their plain names, and return the tensors of the model that the files
+        have."""
         from transformers.conversion_mapping import get_model_conversion_mapping
         from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 
+        prefix = getattr(self._model, "base_model_prefix", "")
         transforms = get_model_conversion_mapping(self._model) if hasattr(self._model, "base_model_prefix") else []
         renamings = [entry for entry in transforms if isinstance(entry, WeightRenaming)]
         converters = [entry for entry in transforms if isinstance(entry, WeightConverter)]
         by_pattern = {pattern: entry for entry in converters for pattern in entry.source_patterns}
-        prefix, found = getattr(self._model, "base_model_prefix", ""), set()
+        placed: set[str] = set()
         for name in sorted(stored, key=dot_natural_key):
             place, pattern = rename_source_key(name, renamings, converters, prefix, self._shapes)
             if place not in self._shapes and name in self._shapes:
@@ -90,39 +96,41 @@ class FileNames:
                 first, *others = by_pattern[pattern].target_patterns
                 targets += [place.replace(first, other) for other in others]
             targets = [target for target in targets if target in self._shapes]
-            found.update(targets)
+            placed.update(targets)
             if not targets:
                 self.unexpected.add(stored[name])
             elif pattern is not None:
                 self.converted[stored[name]] = targets[0]
             else:
                 self.places[stored[name]] = place
-        return found
+        return placed
 
     @cached_property
     def others(self) -> dict[str, set[str]]:
         """Further names of the modules of the model, by the names there: in the files, and in the model that wrote
         them (``saver``)."""
-        found: dict[str, set[str]] = {}
-        for stored, place in self._all_places.items():
+        others: dict[str, set[str]] = {}
+        for stored, place in (self.converted | self.places).items():
             owner = place.rpartition(".")[0]
-            names = {stored, self.saver._all_places.get(stored, stored)} if self.saver else {stored}
-            found.setdefault(owner, set()).update(_module_of(name, owner.rpartition(".")[2]) for name in names)
-        return found
+            last = owner.rpartition(".")[2]
+            others.setdefault(owner, set()).update(_module_of(name, last) for name in self._names_of(stored))
+        return others
 
     @property
     def absent(self) -> set[str]:
         """Names of the modules in files that the model does not have, as [`others`]."""
-        places = self.saver._all_places if self.saver else {}
-        return {name.rpartition(".")[0] for stored in self.unexpected for name in (stored, places.get(stored, stored))}
+        return {name.rpartition(".")[0] for stored in self.unexpected for name in self._names_of(stored)}
 
-    @property
-    def _all_places(self) -> dict[str, str]:
-        return self.converted | self.places
+    def _names_of(self, stored: str) -> set[str]:
+        """Return the names of a tensor in the files and in the model that wrote them."""
+        if self.saver is None:
+            return {stored}
+        places = self.saver.converted | self.saver.places
+        return {stored, places.get(stored, stored)}
 
     def is_tied_away(self, name: str) -> bool:
         """Return whether the files have a tensor of the model only under the name of another that it is tied to."""
-        return name in self._shapes and name not in self._found and name not in self.missing
+        return name in self._shapes and name not in self._placed and name not in self.missing
 
     @cached_property
     def pieces(self) -> dict[str, tuple[Piece, ...]]:
@@ -132,9 +140,9 @@ class FileNames:
             n_experts, n_rows, _ = self._shapes[name]
             # Two columns, since older versions of transformers drop an axis of length one.
             numbers = torch.arange(n_experts * n_rows).view(n_experts, n_rows, 1).expand(-1, -1, 2)
-            found = _saved(self._model, {name: numbers})
-            if len(found) > 1 or next(iter(found.values())).shape != numbers.shape:
-                pieces[name] = _pieces(self._model, name, found, n_rows)
+            saved = _saved(self._model, {name: numbers})
+            if [tensor.shape for tensor in saved.values()] != [numbers.shape]:
+                pieces[name] = _pieces(self._model, name, saved, n_rows)
         return pieces
 
     @cached_property
@@ -143,21 +151,27 @@ class FileNames:
 
         Raises [`CheckpointError`] for an architecture whose other tensors are converted.
         """
-        names = [name for name in self._shapes if name not in self.pieces]
-        fused = set(_fused_weights(self._model))
-        whole = {name: next(iter(_saved(self._model, {name: torch.zeros(1, 1, 2)}))) for name in fused & set(names)}
-        rest = [name for name in names if name not in fused]
-        for name, mark in _saved(self._model, {name: torch.tensor([i]) for i, name in enumerate(rest)}).items():
-            if mark.shape != (1,):
+        fused = _fused_weights(self._model)
+        whole = {}
+        for name in fused:
+            if name not in self.pieces:
+                (whole[name],) = _saved(self._model, {name: torch.zeros(1, 1, 2)})
+        rest = [name for name in self._shapes if name not in fused]
+        numbers = {name: torch.tensor([number]) for number, name in enumerate(rest)}
+        for name, number in _saved(self._model, numbers).items():
+            if number.shape != (1,):
                 raise unknown_layout(self._model, name)
-            whole[rest[int(mark)]] = name
+            whole[rest[int(number)]] = name
         return whole
 
 
 def _module_of(name: str, last: str) -> str:
     """Return the name of a tensor's module, up to ``last``, where that is the name of experts in one tensor."""
     parts = name.split(".")
-    return ".".join(parts[: len(parts) - parts[::-1].index(last)]) if last in parts else name.rpartition(".")[0]
+    if last not in parts:
+        return name.rpartition(".")[0]
+    n_inside = parts[::-1].index(last)
+    return ".".join(parts[: len(parts) - n_inside])
 
 
 def saver_names(model: nn.Module, tensors: Mapping[str, StoredTensor]) -> FileNames | None:
@@ -175,9 +189,12 @@ def saver_names(model: nn.Module, tensors: Mapping[str, StoredTensor]) -> FileNa
 
 def tied_weights(model: nn.Module, names: Iterable[str]) -> dict[str, str]:
     """Return the tied tensors of a model and those that they are tied to, with all fields of packed weights."""
-    tied, names = dict(getattr(model, "all_tied_weights_keys", None) or {}), set(names)
+    names = set(names)
+    tied = dict(getattr(model, "all_tied_weights_keys", None) or {})
     for target, source in list(tied.items()):
-        tied |= {f"{target}{end}": f"{source}{end}" for end in PACKED_SUFFIXES if f"{source}{end}" in names}
+        for suffix in PACKED_SUFFIXES:
+            if f"{source}{suffix}" in names:
+                tied[f"{target}{suffix}"] = f"{source}{suffix}"
     return tied
 
 
@@ -190,16 +207,17 @@ def unknown_layout(model: nn.Module, name: str) -> CheckpointError:
 
 
 def _fused_weights(model: nn.Module) -> list[str]:
-    experts = {name: model.get_submodule(name) for name in fused_experts(model)}
-    return [
-        f"{name}.{projection}"
-        for name, module in experts.items()
-        if experts_unsupported_reason(module) is None and not module.is_transposed
-        for projection in projections(module)
-    ]
+    """Return the names of fused weights of experts that transformers may split into several tensors as it saves."""
+    weights = []
+    for name in fused_experts(model):
+        experts = model.get_submodule(name)
+        if experts_unsupported_reason(experts) is None and not experts.is_transposed:
+            weights += [f"{name}.{projection}" for projection in projections(experts)]
+    return weights
 
 
 def _saved(model: nn.Module, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return tensors of a model as transformers would save them."""
     from transformers.core_model_loading import revert_weight_conversion  # brings torch.compile's machinery with it
 
     try:
@@ -208,16 +226,17 @@ def _saved(model: nn.Module, tensors: dict[str, torch.Tensor]) -> dict[str, torc
         raise unknown_layout(model, next(iter(tensors))) from error
 
 
-def _pieces(model: nn.Module, name: str, found: dict[str, torch.Tensor], n_rows: int) -> tuple[Piece, ...]:
+def _pieces(model: nn.Module, name: str, saved: dict[str, torch.Tensor], n_rows: int) -> tuple[Piece, ...]:
+    """Read off tensors of row numbers which rows of a fused weight ``[experts, n_rows, ...]`` each saved tensor has."""
     pieces = []
-    for own, numbers in found.items():
+    for stored, numbers in saved.items():
         rows = numbers.reshape(-1, 2)[:, 0]
         expert, start = divmod(int(rows[0]), n_rows)
         step = int(rows[1] - rows[0]) if len(rows) > 1 else 1
         stop = start + step * len(rows)
         if not torch.equal(rows, expert * n_rows + torch.arange(start, stop, step)):
             raise unknown_layout(model, name)
-        pieces.append(Piece(own, expert, slice(start, min(stop, n_rows), step)))
+        pieces.append(Piece(stored, expert, slice(start, min(stop, n_rows), step)))
     return tuple(sorted(pieces, key=lambda piece: (piece.expert, piece.rows.start)))
 
 
@@ -264,8 +283,8 @@ class LayerShape:
         return {field: self._meta(shape, torch.uint8) for field, shape in shapes.items()}
 
     def _meta(self, matrix: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        leading = () if self.experts is None else (self.experts,)
-        return torch.empty(*leading, *matrix, dtype=dtype, device="meta")
+        shape = matrix if self.experts is None else (self.experts, *matrix)
+        return torch.empty(shape, dtype=dtype, device="meta")
 
 
 def kept_reasons(
@@ -282,17 +301,25 @@ def kept_reasons(
     reasons = skip_reasons(model, config.modules_to_not_convert or ())
     if not is_quantized and (record is None or unknown_names(model, record)):
         return reasons
-    stored = {own: tensors[name].dtype for name, own in {**names.converted, **names.places}.items() if name in tensors}
-    shows_packed = torch.uint8 in stored.values()
+    places = names.converted | names.places
+    dtypes = {place: tensors[stored].dtype for stored, place in places.items() if stored in tensors}
+    shows_packed = torch.uint8 in dtypes.values()
     for name, module in candidates(model).items():
-        is_linear = type(module) is nn.Linear
-        if not is_linear and experts_unsupported_reason(module) is not None:
+        if reasons.get(name) == BY_OPTION:
             continue
-        dtype = stored.get(f"{name}.{'weight' if is_linear else projections(module)[0]}")
-        if dtype is None and (tensors or reasons.get(name) == HEAD) or reasons.get(name) == BY_OPTION:
+        weight = "weight"
+        if type(module) is not nn.Linear:
+            if experts_unsupported_reason(module) is not None:
+                continue
+            weight = projections(module)[0]
+        dtype = dtypes.get(f"{name}.{weight}")
+        if dtype is None and (tensors or reasons.get(name) == HEAD):
             continue
-        was_plain = is_recorded(model, name, record, names.others.get(name, ()))
-        if dtype.is_floating_point if shows_packed else was_plain:
+        if shows_packed:
+            is_plain = dtype.is_floating_point
+        else:
+            is_plain = is_recorded(model, name, record, names.others.get(name, ()))
+        if is_plain:
             reasons.setdefault(name, "in full precision in the checkpoint")
         else:
             reasons.pop(name, None)
@@ -309,8 +336,10 @@ def quantizable_layers(
         layers = find_layers(names._model, config.modules_to_not_convert or (), reasons)[0]
     except ValueError as error:
         raise CheckpointError(str(error)) from None
-    first: dict[int, str] = {}
-    return {name: layer for name, layer in layers.items() if first.setdefault(id(layer), name) == name}, reasons
+    first_names: dict[nn.Module, str] = {}
+    for name, layer in layers.items():
+        first_names.setdefault(layer, name)
+    return {name: layer for layer, name in first_names.items()}, reasons
 
 
 def layer_shapes(layers: Mapping[str, nn.Module], names: FileNames) -> dict[str, LayerShape]:
@@ -339,11 +368,12 @@ def plain_tensors(name: str, shape: LayerShape, weight: torch.Tensor) -> dict[st
 def packed_tensors(name: str, shape: LayerShape, packed: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Return the tensors that our own packed files have for the packed fields of a weight."""
     base = f"{name}.weight" if shape.experts is None else name
-    return {f"{base}{field.removeprefix('weight')}": packed[field] for field in PACKED_FIELDS if field in packed}
+    suffixes = zip(PACKED_FIELDS, PACKED_SUFFIXES, strict=True)
+    return {f"{base}{suffix}": packed[field] for field, suffix in suffixes if field in packed}
 
 
 def stack_packed(shape: LayerShape, make: Callable[[int | None], Mapping[str, torch.Tensor]]) -> dict:
-    """Return the packed fields of a weight, given those of each matrix."""
+    """Return the packed fields of a weight; ``make(expert)`` returns those of one matrix."""
     packed = [make(expert) for expert in shape.matrices]
     if shape.experts is None:
         return dict(packed[0])

@@ -22,8 +22,18 @@ from torch import nn
 
 from ..config import MXFP4RLConfig
 from ..files import one_writer, sync_to_disk, write_json
-from .folder import CONFIG, WEIGHTS_KEY, CheckpointError, ShardError, read_header, read_index, read_json, write_metadata
-from .manifest import MANIFEST, checkpoint_step, read_manifest, weight_files, write_manifest
+from .folder import (
+    CONFIG,
+    WEIGHTS_KEY,
+    CheckpointError,
+    ShardError,
+    checkpoint_step,
+    read_header,
+    read_index,
+    read_json,
+    write_metadata,
+)
+from .manifest import MANIFEST, read_manifest, weight_files, write_manifest
 from .scheme import guard_folder, guarded
 from .side_files import is_side_folder
 

@@ -56,12 +56,13 @@ class LayerSource(ABC):
         model: nn.Module | None = None,
         names: FileNames | None = None,
     ):
-        self.folder, self.config = folder, config
+        self.folder = folder
+        self.config = config
         self.model = folder.empty_model() if model is None else model
         self.names = FileNames(self.model, folder.tensors) if names is None else names
         own = stored_scheme(folder.quantization)
-        found, self.reasons = quantizable_layers(self.names, own or config, folder.tensors, own is not None)
-        layers = {n: layer for n, layer in found.items() if not self.names.is_tied_away(f"{n}.weight")}
+        layers, self.reasons = quantizable_layers(self.names, own or config, folder.tensors, own is not None)
+        layers = {name: layer for name, layer in layers.items() if not self.names.is_tied_away(f"{name}.weight")}
         self.has_experts = any(not isinstance(layer, nn.Linear) for layer in layers.values())
         self.shapes = layer_shapes(layers, self.names)
         for layer, shape in self.shapes.items():
@@ -71,9 +72,9 @@ class LayerSource(ABC):
                 raise CheckpointError(f"{folder.path}: {error}") from None
         self.stored = {layer: self._find(self._specs(layer, shape)) for layer, shape in self.shapes.items()}
         if self.names.missing:
-            self._find({min(self.names.missing): None})
-        own = self.model.state_dict()
-        self._find({place: own[place] for name, place in self.names.places.items() if name not in self._taken})
+            self._find({min(self.names.missing): None})  # raises an error with its name
+        state = self.model.state_dict()
+        self._find({place: state[place] for name, place in self.names.places.items() if name not in self._taken})
 
     @abstractmethod
     def _specs(self, layer: str, shape: LayerShape) -> dict[str, torch.Tensor]:
@@ -97,7 +98,8 @@ class LayerSource(ABC):
 
     def packed_layer(self, layer: str, make: Callable[[str], dict[str, torch.Tensor]]) -> list[NewTensor]:
         """Return a layer in our own packed files; ``make(layer)`` makes its packed fields."""
-        name, shape = layer if self.has_experts else self.in_files(layer), self.shapes[layer]
+        name = layer if self.has_experts else self.in_files(layer)
+        shape = self.shapes[layer]
         specs = packed_tensors(name, shape, shape.meta_packed(self.config.weight_scheme))
         return new_tensors(specs, lambda: packed_tensors(name, shape, make(layer)))
 
@@ -107,7 +109,7 @@ class LayerSource(ABC):
     def _find(self, specs: Mapping[str, torch.Tensor | None]) -> list[StoredTensor]:
         """Return the tensors of the files for those of the model. Raises [`CheckpointError`] if one is missing, has
         another shape than its spec, or another dtype unless both are floating-point."""
-        found = []
+        tensors = []
         for name, spec in specs.items():
             stored = self.folder.tensors.get(self.names.stored.get(name, name))
             if stored is None and name in self.names.converted.values():
@@ -117,23 +119,26 @@ class LayerSource(ABC):
                     f"{self.folder.path} has no {name}, which a {type(self.model).__name__} needs; complete the files, "
                     "or restore the config.json that was saved with them"
                 )
-            both_float = spec is not None and spec.is_floating_point() and stored.dtype.is_floating_point
-            if spec is not None and (stored.shape != spec.shape or not both_float and stored.dtype != spec.dtype):
-                kind = "floating-point" if spec.is_floating_point() else spec.dtype
+            tensors.append(stored)
+            if spec is None:
+                continue
+            is_float = spec.is_floating_point()
+            has_dtype = stored.dtype.is_floating_point if is_float else stored.dtype == spec.dtype
+            if stored.shape != spec.shape or not has_dtype:
+                kind = "floating-point" if is_float else spec.dtype
                 raise CheckpointError(
                     f"{stored.file.name}: {stored.name} is {stored.dtype} {list(stored.shape)}; the model needs "
                     f"{kind} {list(spec.shape)}"
                 )
-            found.append(stored)
-        return found
+        return tensors
 
     # ---- tensors that are not quantized ---------------------------------------------------------------------------
 
     @cached_property
     def rest(self) -> dict[str, StoredTensor]:
         """Tensors of the model that belong to no quantized weight, biases included."""
-        out = self._taken | self.names.unexpected
-        return {name: tensor for name, tensor in self.folder.tensors.items() if name not in out}
+        left_out = self._taken | self.names.unexpected
+        return {name: tensor for name, tensor in self.folder.tensors.items() if name not in left_out}
 
     @cached_property
     def _taken(self) -> set[str]:
@@ -141,47 +146,68 @@ class LayerSource(ABC):
 
     def notes_on_rest(self) -> list[str]:
         """Name the tensors of the files that are left out, as transformers ignores them."""
-        ignored, kind = sorted(self.names.unexpected - self._taken), type(self.model).__name__
-        shown = ", ".join(ignored[:3]) + (", ..." if len(ignored) > 3 else "")
-        note = f"{len(ignored)} tensors that transformers ignores in a {kind} were left out: {shown}."
-        return [note] if ignored else []
+        ignored = sorted(self.names.unexpected - self._taken)
+        if not ignored:
+            return []
+        shown = ", ".join(ignored[:3])
+        if len(ignored) > 3:
+            shown += ", ..."
+        architecture = type(self.model).__name__
+        return [f"{len(ignored)} tensors that transformers ignores in a {architecture} were left out: {shown}."]
 
     def packed_rest(self) -> list[NewTensor]:
         """Return all other tensors by the names that `save_pretrained` of the packed model gives."""
-        return self.model_rest() if self.has_experts else _copies(self.rest)
+        return self.model_rest() if self.has_experts else self._stored_rest()
 
     def plain_rest(self) -> list[NewTensor]:
         """Return all other tensors by the names in a plain model's files, experts in as many tensors as there."""
         # A Trainer's checkpoint has experts as they are in the model, also where all are in full precision.
-        has_own_names = self.has_experts or not self.names.pieces.keys().isdisjoint(self.names.stored)
-        return self._renamed(to_files=True) if has_own_names else _copies(self.rest)
+        has_model_names = self.has_experts or not self.names.pieces.keys().isdisjoint(self.names.stored)
+        return self._renamed(to_files=True) if has_model_names else self._stored_rest()
 
     def model_rest(self) -> list[NewTensor]:
         """Return all other tensors by the names that the model has in memory."""
         return self._renamed(to_files=False)
 
+    def _stored_rest(self) -> list[NewTensor]:
+        """Return all other tensors by the names that they are stored by."""
+        return [_copy(tensor, name) for name, tensor in self.rest.items()]
+
     def _renamed(self, to_files: bool) -> list[NewTensor]:
-        names, rest, renamed = self.names, dict(self.rest), []
-        # Fused weights of experts that are several tensors in files and are not quantized.
-        owners = {name.rpartition(".")[0] for name in names.pieces.keys() - self.shapes.keys()}
-        experts = layer_shapes({name: self.model.get_submodule(name) for name in sorted(owners)}, names)
+        """Return all other tensors by the names in a plain model's files (``to_files``), or else in the model."""
+        names, rest = self.names, dict(self.rest)
+        renamed: list[NewTensor] = []
+        # Fused weights of experts that are several tensors in plain files, and are not quantized.
+        owners = sorted({name.rpartition(".")[0] for name in names.pieces.keys() - self.shapes.keys()})
+        experts = layer_shapes({name: self.model.get_submodule(name) for name in owners}, names)
         for name, shape in experts.items():
-            if (stored := names.stored.get(name, name)) in rest:
+            stored = names.stored.get(name, name)
+            if stored in rest:
                 tensor = rest.pop(stored)
-                renamed += _split(tensor, shape) if to_files and shape.pieces else _copies({name: tensor})
+                is_split = to_files and shape.pieces
+                renamed += _split(tensor, shape) if is_split else [_copy(tensor, name)]
             elif all(piece.name in rest for piece in shape.pieces):
-                pieces = {piece.name: rest.pop(piece.name) for piece in shape.pieces}
-                renamed += _copies(pieces) if to_files else self._joined(name, shape)
+                pieces = [rest.pop(piece.name) for piece in shape.pieces]
+                if to_files:
+                    renamed += [_copy(piece, piece.name) for piece in pieces]
+                else:
+                    renamed += self._joined(name, shape, pieces[0].dtype)
         for stored, tensor in rest.items():
-            if not to_files and stored in names.converted:
-                raise unknown_layout(self.model, names.converted[stored])
             name = names.places.get(stored, stored)
-            renamed += _copies({names.whole.get(name, stored) if to_files else name: tensor})
+            if to_files:
+                name = names.whole.get(name, stored)
+            elif stored in names.converted:
+                raise unknown_layout(self.model, names.converted[stored])
+            renamed.append(_copy(tensor, name))
         return renamed
 
-    def _joined(self, name: str, shape: LayerShape) -> list[NewTensor]:
-        spec = shape.meta().to(self.folder.tensors[shape.pieces[0].name].dtype)
-        return new_tensors({name: spec}, lambda: {name: torch.stack([self.join(shape, e) for e in shape.matrices])})
+    def _joined(self, name: str, shape: LayerShape, dtype: torch.dtype) -> list[NewTensor]:
+        """Return a fused weight of experts that is several tensors in the files."""
+
+        def make() -> dict[str, torch.Tensor]:
+            return {name: torch.stack([self.join(shape, expert) for expert in shape.matrices])}
+
+        return new_tensors({name: shape.meta().to(dtype)}, make)
 
     def join(self, shape: LayerShape, expert: int) -> torch.Tensor:
         """Return an expert's matrix ``[N, K]`` from the tensors that hold its rows. Raises `ShardError`."""
@@ -215,32 +241,34 @@ class MasterSource(LayerSource):
     def __init__(self, folder: CheckpointFolder, config: MXFP4RLConfig | None = None):
         own = own_config(folder)
         self.is_plain = own is None
-        if own is not None and own.mode != "qat":
+        if own is None:
+            if config is None:
+                raise CheckpointError(f"{folder.path} has no scheme; give one, or name a QAT or packed checkpoint")
+            super().__init__(folder, config)
+            return
+        if own.mode != "qat":
             raise CheckpointError(f"{folder.path} is packed already")
-        if own is not None and config is not None:
+        if config is not None:
             raise CheckpointError(f"{folder.path} was trained under a scheme of its own ({own.describe()}); give none")
-        if own is None and config is None:
-            raise CheckpointError(f"{folder.path} has no scheme; give one, or name a QAT or packed checkpoint")
-        if own is not None and own.packing_unsupported_reason:
+        if own.packing_unsupported_reason:
             raise CheckpointError(f"{folder.path} was trained under {own.describe()}; {own.packing_unsupported_reason}")
-        super().__init__(folder, config or own.packed())
-        if own is not None:
-            _record(folder, own)
+        super().__init__(folder, own.packed())
+        _record(folder, own)
 
     def _specs(self, layer: str, shape: LayerShape) -> dict[str, torch.Tensor]:
-        name = layer if shape.experts is not None else f"{layer}.weight"
-        if self._is_joined(layer, shape):
-            return plain_tensors(name, shape, shape.meta())
+        if self._is_split(layer, shape):
+            return plain_tensors(layer, shape, shape.meta())
+        name = f"{layer}.weight" if shape.experts is None else layer
         return {name: shape.meta().mT if shape.transposed else shape.meta()}
 
-    def _is_joined(self, layer: str, shape: LayerShape) -> bool:
+    def _is_split(self, layer: str, shape: LayerShape) -> bool:
         """Return whether the files have a weight of experts in several tensors, at least one for each expert."""
         return bool(shape.pieces) and layer not in self.names.stored
 
     def master(self, layer: str, expert: int | None = None) -> torch.Tensor:
         """Return one full-precision matrix ``[N, K]``. Raises `ShardError`."""
         shape = self.shapes[layer]
-        if self._is_joined(layer, shape):
+        if self._is_split(layer, shape):
             return self.join(shape, expert)
         weight = _read(self.stored[layer][0], expert)
         return weight.t() if shape.transposed else weight
@@ -277,20 +305,18 @@ class ForeignSource(LayerSource):
         self.format = format
         model = folder.empty_model()
         names = FileNames(model, folder.tensors, format.plain_name)
-        left_out = [name for name in fused_experts(model) if experts_unsupported_reason(model.get_submodule(name))]
-        left = replace(config, modules_to_not_convert=left_out or None)
-        candidates, _ = quantizable_layers(names, left, folder.tensors, is_quantized=False)
-        skips = []
+        skips = [name for name in fused_experts(model) if experts_unsupported_reason(model.get_submodule(name))]
+        supported = replace(config, modules_to_not_convert=skips or None)
+        candidates, _ = quantizable_layers(names, supported, folder.tensors, is_quantized=False)
+        plain = []
         for name, layer in candidates.items():
-            own = {
-                spec
-                for weight, shape in layer_shapes({name: layer}, names).items()
-                if not format.shape_misfit(shape)
-                for spec in format.specs(_owner(names, weight, shape), shape)
-            }
-            if scales.isdisjoint(own):
-                skips.append(name)
-            scales -= own
+            tensors: set[str] = set()
+            for weight, shape in layer_shapes({name: layer}, names).items():
+                if not format.shape_misfit(shape):
+                    tensors |= format.specs(_owner(names, weight, shape), shape).keys()
+            if scales.isdisjoint(tensors):
+                plain.append(name)
+            scales -= tensors
         if scales:
             foreign = min(scales).removesuffix(".weight_scale").removesuffix("_scales")
             more = f" and {len(scales) - 1} more" if len(scales) > 1 else ""
@@ -298,8 +324,7 @@ class ForeignSource(LayerSource):
                 f"{folder.path} quantizes {foreign}{more}, which this package keeps in full precision (heads, routers, "
                 "embeddings) or cannot pack under that name"
             )
-        skips = [*skips, *left_out] or None
-        super().__init__(folder, replace(config, modules_to_not_convert=skips), model, names)
+        super().__init__(folder, replace(config, modules_to_not_convert=[*plain, *skips] or None), model, names)
 
     def _specs(self, layer: str, shape: LayerShape) -> dict[str, torch.Tensor]:
         return self.format.specs(self.in_files(layer), shape)
@@ -335,12 +360,14 @@ def check_method(options: Mapping[str, Any], where: Any) -> None:
     """Raise [`CheckpointError`] for a ``quantization_config`` of another method, with what to do instead."""
     method = options.get("quant_method")
     if method != QUANT_METHOD:
-        way = "import it first (hf-mxfp4 import), or use the full-precision checkpoint that it was made from"
-        way = way if str(method) in IMPORTABLE else NOT_IMPORTED
-        raise CheckpointError(f"{where} is quantized by {method!r}; {way}")
+        advice = NOT_IMPORTED
+        if str(method) in IMPORTABLE:
+            advice = "import it first (hf-mxfp4 import), or use the full-precision checkpoint that it was made from"
+        raise CheckpointError(f"{where} is quantized by {method!r}; {advice}")
 
 
 def _record(folder: CheckpointFolder, config: MXFP4RLConfig) -> dict[str, Any]:
+    """Return what the headers of the files say of themselves. Raises [`CheckpointError`] unless it fits the config."""
     try:
         files = sorted({tensor.file for tensor in folder.tensors.values()})
         return read_record([read_header(file) for file in files], config)
@@ -349,18 +376,21 @@ def _record(folder: CheckpointFolder, config: MXFP4RLConfig) -> dict[str, Any]:
 
 
 def _read(tensor: StoredTensor, index: int | None = None) -> torch.Tensor:
+    """Return a tensor, or one slice of its first axis."""
     return tensor.read() if index is None else tensor.read(index, index + 1)[0]
 
 
-def _copies(tensors: Mapping[str, StoredTensor]) -> list[NewTensor]:
-    return [NewTensor(name, tensor.dtype, tensor.shape, tensor.read) for name, tensor in tensors.items()]
+def _copy(tensor: StoredTensor, name: str) -> NewTensor:
+    return NewTensor(name, tensor.dtype, tensor.shape, tensor.read)
 
 
 def _split(tensor: StoredTensor, shape: LayerShape) -> list[NewTensor]:
+    """Return a fused weight of experts in the tensors that plain files have in its place."""
     specs = plain_tensors("", shape, torch.empty(tensor.shape, dtype=tensor.dtype, device="meta"))
     return new_tensors(specs, lambda: plain_tensors("", shape, tensor.read()))
 
 
-def _owner(names: FileNames, weight: str, shape: LayerShape) -> str:
-    end = "" if shape.experts is not None else ".weight"
-    return names.stored.get(f"{weight}{end}", weight).removesuffix(".weight")
+def _owner(names: FileNames, layer: str, shape: LayerShape) -> str:
+    """Return what the files call a linear layer, or a fused weight of experts."""
+    weight = f"{layer}.weight" if shape.experts is None else layer
+    return names.stored.get(weight, layer).removesuffix(".weight")
