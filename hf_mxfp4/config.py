@@ -81,7 +81,8 @@ class MXFP4RLConfig(QuantizationConfigMixin):
         + ". The backward pass uses the same quantized operands; what a preset does not name stays in full precision.",
     )
     scale_rule: str = _option(
-        Default.BY_PRESET, "How block scales are chosen: 'rceil' (never clips), 'floor' (OCP), 'even' or 'mse'."
+        Default.BY_PRESET,
+        "How block scales are chosen: " + ", ".join(f"{rule.value!r} ({rule.summary})" for rule in ScaleRule) + ".",
     )
     macro_block: int | str | None = _option(
         Default.BY_PRESET, "Elements per macro-block factor: 32, 64, 128, 256 or 'row'; none switches it off."

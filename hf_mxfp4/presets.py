@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from mxfp4_kernels.scale_rules import SCALE_RULES
+
 from .numerics import (
     FP8,
     FULL,
@@ -22,7 +24,6 @@ from .numerics import (
     OperandScheme,
     QuantScheme,
     Rotation,
-    ScaleRule,
     parse_rotation,
     parse_scheme,
 )
@@ -36,7 +37,7 @@ GemmOptions = tuple[tuple[str, str], ...]
 MODES = ("qat", "packed")
 #: Values of options that have a fixed set of them. For `matmul_backend` see [`hf_mxfp4.ops.select_matmul`].
 CHOICES = {
-    "scale_rule": tuple(rule.value for rule in ScaleRule),
+    "scale_rule": SCALE_RULES,
     "macro_block": (None, *MACRO_BLOCKS),
     "macro_search": ("static", "dynamic", "hybrid", *MANTISSAS),
     "backend": ("auto", "eager", "cpu", "triton"),

@@ -15,6 +15,7 @@ import torch
 
 from hf_mxfp4.ops import matmul, to_fp8
 from hf_mxfp4.presets import PRESETS
+from mxfp4_kernels.scale_rules import SCALE_RULES, ScaleRule
 
 
 Entry = TypeVar("Entry")
@@ -22,8 +23,8 @@ Entry = TypeVar("Entry")
 Places = tuple[int, ...]
 
 #: Every scale rule: three that round the largest magnitude, and one that searches.
-RULES = ("rceil", "floor", "even", "mse")
-ROUNDING_RULES = RULES[:3]
+RULES = SCALE_RULES
+ROUNDING_RULES = tuple(rule.value for rule in ScaleRule if not rule.least_squares)
 
 #: `macro_block` and `macro_search` of one tensor: every size, every search.
 MACROS = (

@@ -48,7 +48,7 @@ for arguments in (["--help"], ["--version"], *([name, "--help"] for name in comm
 print(len(commands), loaded("torch", "transformers", "trl", "matplotlib"))
 
 import transformers
-print(loaded("torch", "transformers.quantizers", "trl", "mxfp4_kernels", "matplotlib", "peft"))
+print(loaded("torch", "transformers.quantizers", "trl", "mxfp4_kernels.quantization", "triton", "matplotlib", "peft"))
 """
 
 

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from mxfp4_kernels.scale_rules import SCALE_RULES
+
 from ..config import MXFP4RLConfig
 from ..model.layer_names import fused_experts
 from ..numerics import QuantScheme, ScaleRule
@@ -67,9 +69,9 @@ def export(
         on_mismatch: for layers that the format cannot hold: ``"refuse"``; ``"requantize"`` without what it
             cannot; ``"dequantize"`` to ``dtype``. Layers that cannot be 4-bit there at all are dequantized under either
             of the last two, and those that a format never quantizes always.
-        scale_rule: how block scales are chosen: ``"rceil"``, ``"floor"``, ``"even"`` or ``"mse"``. By default
-            ``"even"`` for a plain checkpoint; for others their own. Given a rule, a trained checkpoint is quantized
-            without its macro factors and outlier fallback.
+        scale_rule: how block scales are chosen, the name of a [`ScaleRule`]. By default ``"even"`` for a plain
+            checkpoint; for others their own. Given a rule, a trained checkpoint is quantized without its macro factors
+            and outlier fallback.
         preset: ``"w4a16"``, or ``"w4a4"`` for engines that quantize activations too. By default ``"w4a4"`` if the
             checkpoint's own activations are MXFP4; engines do not have those in FP8 with 4-bit weights.
         dtype: of what is not quantized, ``"bfloat16"`` (default), ``"float16"`` or ``"float32"``.
@@ -84,7 +86,7 @@ def export(
     """
     one_of("format", format, tuple(FORMATS))
     one_of("on_mismatch", on_mismatch, tuple(ON_MISMATCH))
-    one_of("scale_rule", scale_rule, (None, *(rule.value for rule in ScaleRule)))
+    one_of("scale_rule", scale_rule, (None, *SCALE_RULES))
     one_of("dtype", dtype, (None, *DTYPES))
     folder = open_checkpoint(source_dir)
     source = _open_source(folder, FORMATS[format], scale_rule, preset, modules_to_not_convert)

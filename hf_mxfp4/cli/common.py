@@ -17,6 +17,7 @@ from tqdm import tqdm
 from typer.core import TyperCommand
 
 import hf_mxfp4
+from mxfp4_kernels.scale_rules import SCALE_RULES
 
 from ..files import json_clean, printable
 
@@ -26,9 +27,9 @@ SchemeOption = Annotated[
     typer.Option(
         "--scheme",
         metavar="SCHEME",
-        help="How tensors are quantized, such as 'rceil+mbs128-static+of0.5': a scale rule (rceil, floor, even, mse), "
-        "then macro blocks (mbs128-static, -dynamic, -blockwise, -blockwise_fp8) and outlier fallback (of0.5) as "
-        "wanted; or 'nvfp4'. Repeatable.",
+        help="How tensors are quantized, such as 'rceil+mbs128-static+of0.5': a scale rule "
+        f"({', '.join(SCALE_RULES)}), then macro blocks (mbs128-static, -dynamic, -blockwise, -blockwise_fp8) and "
+        "outlier fallback (of0.5) as wanted; or 'nvfp4'. Repeatable.",
     ),
 ]
 SkipOption = Annotated[

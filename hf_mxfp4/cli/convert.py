@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 import typer
 
 import hf_mxfp4
+from mxfp4_kernels.scale_rules import SCALE_RULES, ScaleRule
 
 from .. import checkpoint
 from .common import (
@@ -42,7 +43,7 @@ def pack(
     ],
     out: OutArgument,
     preset: Annotated[str | None, typer.Option(help="'w4a16' (default), 'w4a8' or 'w4a4'.")] = None,
-    scale_rule: Annotated[str | None, typer.Option(help="even (default), rceil, floor or mse.")] = None,
+    scale_rule: Annotated[str | None, typer.Option(help=f"{', '.join(SCALE_RULES)} (default: even).")] = None,
     macro_block: Annotated[str | None, typer.Option(help="32, 64, 128 (default), 256, row or none.")] = None,
     macro_search: Annotated[
         str | None,
@@ -102,7 +103,7 @@ def export(
         ),
     ] = "refuse",
     scale_rule: Annotated[
-        Literal["rceil", "floor", "even", "mse"] | None,
+        ScaleRule | None,
         typer.Option(help="How block scales are chosen: by default even for a plain checkpoint, else its own."),
     ] = None,
     preset: Annotated[

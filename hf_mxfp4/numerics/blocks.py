@@ -15,7 +15,6 @@ from .corrections import inverse_power_of_two, sum_of_squares
 from .formats import (
     BLOCK_SIZE,
     E8M0_NAN,
-    ScaleRule,
     decode_e8m0,
     inverse_scale,
     largest_finite_magnitude,
@@ -77,7 +76,7 @@ class Blocks:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Quantize once: grid values in the shape of ``z``, which is consumed; int32 scale bytes as ``amax``."""
         scale = scale_from_amax(amax, self.scheme.scale_rule)
-        if self.scheme.scale_rule is ScaleRule.MSE:
+        if self.scheme.scale_rule.least_squares:
             scale = _least_squares_scale(z, amax, scale)
         y = _over_scale(z, scale, out=z)
         if rounding == "nearest":

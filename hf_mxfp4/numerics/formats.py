@@ -12,9 +12,10 @@ pass. MXFP8 is E4M3 with an E8M0 scale for each block of 32 (MX v1.0, table 1).
 """
 
 from collections.abc import Callable
-from enum import Enum
 
 import torch
+
+from mxfp4_kernels.scale_rules import ScaleRule
 
 
 # ---- E2M1 -----------------------------------------------------------------------------------------------------------
@@ -114,37 +115,15 @@ BLOCK_SIZE = 32
 _LAST_UNRESTRICTED_BYTE = 252
 
 
-class ScaleRule(str, Enum):
-    """How the exponent of a block scale follows from the block's largest magnitude ``a = m * 2**E``, m in [1, 2)."""
-
-    #: ``E - 2 + [m > 1.5]`` = ceil(log2(a / 6)). Never clips. The ceiling rule of arXiv 2605.20402; torchao's RCEIL.
-    RCEIL = "rceil"
-    #: ``E - 2``. Clips magnitudes above 6 scales. OCP MX v1.0, section 6.3; torchao's FLOOR.
-    FLOOR = "floor"
-    #: ``E - 2 + [m >= 1.75]``. Clips a little. Quark's, compressed-tensors' and torchao's EVEN; the "OAS" rule of
-    #: arXiv 2603.08713 but for one tie.
-    EVEN = "even"
-    #: The one of ``{E - 2, E - 1, E - 3}`` with the least squared error over the block; the earlier one wins a tie.
-    MSE = "mse"
-
-    @property
-    def clips(self) -> bool:
-        """Whether a block's largest magnitude can exceed 6 scales and saturate."""
-        return self is not ScaleRule.RCEIL
-
-
-#: Added to the float32 bits of the block maximum so that the exponent field rounds up where the rule says.
-CARRY = {ScaleRule.RCEIL: 0x3FFFFF, ScaleRule.FLOOR: 0, ScaleRule.EVEN: 0x200000, ScaleRule.MSE: 0}
-
-
 def scale_from_amax(amax: torch.Tensor, rule: ScaleRule) -> torch.Tensor:
-    """Scale bytes (int32, 0..255) of block maxima (non-negative float32). For [`ScaleRule.MSE`] the first candidate.
+    """Scale bytes (int32, 0..255) of block maxima (non-negative float32). For a rule of
+    least squares the first candidate.
 
     A maximum of zero gives byte 0, a NaN or infinite one 255; exponents outside the range saturate at 0 and 254.
     """
     # Reductions may give a NaN with its sign bit set.
     bits = amax.view(torch.int32) & 0x7FFFFFFF
-    byte = (((bits + CARRY[rule]) >> 23) - 2).clamp_(0, 254)
+    byte = (((bits + rule.carry) >> 23) - 2).clamp_(0, 254)
     return byte.masked_fill_(bits >= 0x7F800000, E8M0_NAN)
 
 

@@ -12,7 +12,7 @@ import re
 from dataclasses import dataclass
 from numbers import Real
 
-from .formats import ScaleRule
+from mxfp4_kernels.scale_rules import SCALE_RULES, ScaleRule
 
 
 #: Elements per macro block that have a definition; ``"row"`` is the whole axis.
@@ -23,8 +23,6 @@ MACRO_SEARCHES = ("static", "dynamic", *MANTISSAS)
 #: Search -> its text in a scheme, where that is not its name.
 _TEXTS = {"block_mantissas": "blockwise", "block_mantissas_fp8": "blockwise_fp8"}
 ROUNDINGS = ("nearest", "stochastic")
-# Dynamo of torch 2.11 does not go through the members of a class.
-_SCALE_RULES = tuple(rule.value for rule in ScaleRule)
 #: Rows of elements that share a block scale: a row of 32, or a tile of 32 x 32.
 BLOCK_ROWS = (1, 32)
 
@@ -72,7 +70,7 @@ class QuantScheme:
     block_rows: int = 1
 
     def __post_init__(self):
-        one_of("scale_rule", self.scale_rule, _SCALE_RULES)
+        one_of("scale_rule", self.scale_rule, SCALE_RULES)
         if not isinstance(self.scale_rule, ScaleRule):  # Dynamo of torch 2.11 does not trace a rule of a rule
             object.__setattr__(self, "scale_rule", ScaleRule(self.scale_rule))
         one_of("macro_block", self.macro_block, (None, *MACRO_BLOCKS))
@@ -152,9 +150,9 @@ def parse_scheme(text: str) -> "QuantScheme | Treatment":
         parts = parts[1:]
     if not parts or not parts[0]:
         raise ValueError(f"scheme {text!r} names no scale rule; give one first, as in {_EXAMPLE!r}")
-    rules = [rule.value for rule in ScaleRule]
-    if parts[0] not in rules:
-        raise ValueError(f"scheme {text!r}: no scale rule {parts[0]!r}; {_nearest(parts[0], [*rules, NVFP4.value])}")
+    if parts[0] not in SCALE_RULES:
+        known = [*SCALE_RULES, NVFP4.value]
+        raise ValueError(f"scheme {text!r}: no scale rule {parts[0]!r}; {_nearest(parts[0], known)}")
     options: dict = {"scale_rule": ScaleRule(parts[0])}
     try:
         for part in parts[1:]:

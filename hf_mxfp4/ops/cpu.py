@@ -16,7 +16,6 @@ from mxfp4_kernels import cpu as library
 from .. import numerics
 from .._logging import get_logger
 from ..numerics import BLOCK_SIZE, PARTS, MXFP4Tensor, QuantScheme, ScaleRule, part_sizes
-from ..numerics.formats import CARRY
 
 
 TYPES = library.TYPES
@@ -114,9 +113,9 @@ def _description(scheme: QuantScheme, length: int) -> tuple[Any, int]:
     plain quantization take as long as one under this scheme."""
     rule, alpha = scheme.scale_rule, scheme.outlier_fallback
     described = library.SchemeStruct(
-        carry=CARRY[rule],
+        carry=rule.carry,
         clips=rule.clips,
-        least_squares=rule is ScaleRule.MSE,
+        least_squares=rule.least_squares,
         search=0 if scheme.macro_block is None else _SEARCHES[scheme.macro_search],
         mantissas=scheme.mantissas,
         macro_blocks=_macro_blocks(scheme, length),
@@ -126,7 +125,7 @@ def _description(scheme: QuantScheme, length: int) -> tuple[Any, int]:
     passes = 2 if alpha is not None else 1
     if scheme.macro_block is not None:
         passes += {"static": 0, "dynamic": 12}.get(scheme.macro_search, 2 * scheme.mantissas)
-    return ctypes.pointer(described), passes * (3 if rule is ScaleRule.MSE else 1)
+    return ctypes.pointer(described), passes * (3 if rule.least_squares else 1)
 
 
 def _macro_blocks(scheme: QuantScheme, length: int) -> int:

@@ -33,6 +33,7 @@ from hf_mxfp4.numerics import QuantScheme
 from hf_mxfp4.ops import quantization as by_scheme
 from hf_mxfp4.ops import to_fp4, to_fp8
 from mxfp4_kernels import Scheme, Side, quantization
+from mxfp4_kernels.scale_rules import SCALE_RULES
 
 
 def adversarial_rows(shape: tuple[int, int], dtype: torch.dtype, start: int, rng: torch.Generator) -> torch.Tensor:
@@ -93,7 +94,7 @@ MACROS = (
 MACROS += ((128, "block_mantissas_fp8"),)
 SCHEMES = [
     QuantScheme(rule, macro, search, alpha)
-    for rule, (macro, search), alpha in itertools.product(("rceil", "floor", "even", "mse"), MACROS, (None, 0.3))
+    for rule, (macro, search), alpha in itertools.product(SCALE_RULES, MACROS, (None, 0.3))
 ]
 TILES = [
     QuantScheme("rceil", block_rows=32),

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 import triton
 
+from ..scale_rules import SCALE_RULES, ScaleRule
 from . import blocks
 from .arguments import PackedPointers, RowBytes, SchemeConstants, SideConstants
 
@@ -21,8 +22,6 @@ from .arguments import PackedPointers, RowBytes, SchemeConstants, SideConstants
 INTERPRETED = not isinstance(blocks.clamp, triton.JITFunction)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 BLOCK = 32
-#: Added to the float32 bits of a block maximum so that its exponent rounds up where the scale rule says.
-_CARRY = {"rceil": 0x3FFFFF, "floor": 0, "even": 0x200000, "mse": 0}
 _SEARCH = {name: getattr(blocks, name.upper()).value for name in ("static", "dynamic", "block_mantissas")}
 _SEARCH["block_mantissas_fp8"] = _SEARCH["block_mantissas"]
 _ROTATIONS = (16, 32, 64, 128)
@@ -40,7 +39,7 @@ def unsupported_scheme(
 ) -> str | None:
     """Return why the kernels do not have a scheme, given the fields of [`Scheme`]; `None` when they do."""
     for name, value, known in (
-        ("scale_rule", scale_rule, tuple(_CARRY)),
+        ("scale_rule", scale_rule, SCALE_RULES),
         ("macro_block", macro_block, (None, 32, 64, 128, 256)),
         ("macro_search", macro_search, tuple(_SEARCH) if macro_block else (macro_search,)),
         ("block_rows", block_rows, (1, 32)),
@@ -62,7 +61,7 @@ class Scheme:
     """How blocks of 32 elements are quantized. Raises `ValueError` for what the kernels do not have.
 
     Attributes:
-        scale_rule: ``"rceil"``, ``"floor"``, ``"even"``, or ``"mse"`` (the best of three scales by squared error).
+        scale_rule: the name of a [`ScaleRule`].
         macro_block: 32, 64, 128 or 256 elements that share a macro byte, or `None`.
         macro_search: ``"static"`` factors, ``"dynamic"`` ones (the best of 16 by squared error), or
             ``"block_mantissas"``: two mantissa bits for each block's scale (``macro_block`` 128), or
@@ -212,18 +211,17 @@ def row_bytes(length: int, scheme: Scheme) -> RowBytes:
 @functools.lru_cache(maxsize=1024)
 def scheme_constants(dtype: torch.dtype, scheme: Scheme, out: torch.dtype) -> SchemeConstants:
     """Return the compile-time arguments of a scheme, for the dtypes of input and output."""
-    least_squares = scheme.scale_rule == "mse"
-    carry = _CARRY[scheme.scale_rule]
+    rule = ScaleRule(scheme.scale_rule)
     return SchemeConstants(
         MACRO=scheme.macro_block or BLOCK,
         SEARCH=scheme.search,
         MANTISSAS=3 if scheme.macro_search == "block_mantissas_fp8" else 4,
         HAS_FALLBACK=scheme.outlier_fallback is not None,
-        CARRY=carry,
-        CLIPS=scheme.scale_rule != "rceil",
-        LEAST_SQUARES=least_squares,
+        CARRY=rule.carry,
+        CLIPS=rule.clips,
+        LEAST_SQUARES=rule.least_squares,
         # Only scales above E - 2 reach byte 253, and only beyond float16.
-        LIMITED=dtype != torch.float16 and (carry > 0 or least_squares),
+        LIMITED=dtype != torch.float16 and (rule.carry > 0 or rule.least_squares),
         LARGEST=torch.finfo(out).max,
         BF16=dtype == torch.bfloat16,
         TILES=scheme.block_rows != 1,
@@ -236,8 +234,13 @@ def has_bf16x2(dtype: torch.dtype, scheme: Scheme, packs: bool) -> bool:
     residual it adds whole."""
     if dtype != torch.bfloat16 or scheme.block_rows != 1 or not (packs or scheme.alpha == 1):
         return False
-    rules = {blocks.NO_MACRO.value: ("rceil", "floor", "even"), blocks.BLOCK_MANTISSAS.value: ("even",)}
-    return scheme.scale_rule in rules.get(scheme.search, ())
+    rule = ScaleRule(scheme.scale_rule)
+    if scheme.search == blocks.BLOCK_MANTISSAS.value:
+        return rule is ScaleRule.EVEN
+    # Without a carry magnitudes are cut to the grid. With one they are not, so they must stay below 7 scales; and the
+    # smallest blocks are computed as one of 1.5 * 2**-125, which must not be rounded up.
+    has_rule = rule.carry == 0 or ScaleRule.EVEN.carry <= rule.carry <= ScaleRule.RCEIL.carry
+    return has_rule and not rule.least_squares and scheme.search == blocks.NO_MACRO.value
 
 
 def check_input(name: str, x: object, axes: int = 1) -> None:

@@ -211,7 +211,7 @@ inline int64_t sum(Ints lanes) {
 inline int64_t sum_of_squares(const Block& error) { return sum(squares(error.part[0]) + squares(error.part[1])); }
 
 struct Rule {
-    uint32_t carry;         // CARRY in hf_mxfp4/numerics/formats.py
+    uint32_t carry;         // of ScaleRule in mxfp4_kernels/scale_rules.py
     int32_t clips;          // the scale may be too small for the block's maximum
     int32_t least_squares;  // try the neighbouring scales too
 };
