@@ -15,7 +15,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from triton.compiler.compiler import CompiledKernel
 
-from ..ptx.device import GPUS, compiled_for
+from ..compiled_launches import GPUS, compiled_for
 from .interpreted import launches
 from .record import Record, without_names
 

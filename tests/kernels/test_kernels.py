@@ -264,6 +264,20 @@ NO_DIVISION = (
     "values", "values half", "values with residual", "values tiles", "values stochastic rotated", "values columns",
     "values mantissas", "codes mantissas", "codes three mantissas", "codes both",
 )  # fmt: skip
+#: Inline PTX, which no interpreter runs: instructions in the code of one thread, by variant. If they change, run
+#: `tests/gpu` on a GPU.
+INLINE_PTX = {
+    "values": {"max.NaN.bf16x2": 12, "min.bf16x2": 32, "fma.rn.bf16x2": 64, "fma.rn.f16x2": 16},
+    "codes mantissas": {
+        "max.NaN.bf16x2": 12,
+        "min.bf16x2": 16,
+        "fma.rn.bf16x2": 16,
+        "fma.rn.f16x2": 128,
+        "prmt.b32": 96,
+        "dp4a.u32.s32": 32,
+        "dp4a.u32.u32": 64,
+    },
+}
 #: Bytes of registers that do not fit, at most.
 MOST_STACK = 24
 #: Bytes of shared memory that one program may have.
@@ -299,14 +313,14 @@ def test_cuda(run_script, arch, names):
         assert ".ftz" not in ptx and ".approx" not in ptx, name
         if name.startswith(("values", "codes")):
             assert ("div.rn.f32" in ptx) == (name not in NO_DIVISION), name
-    if "values" in report:
-        # Of each of 16 words: over the power of two, to the grid, to values, with signs; and one product by float16.
-        ptx = report["values"]["ptx"]
-        assert [len(re.findall(rf"\bfma\.rn\.{kind}\b", ptx)) for kind in ("bf16x2", "f16x2", "f32")] == [64, 16, 0]
-        # 16 bytes at a time.
-        assert "ld.global.v4.b32" in ptx and "st.global.v4.b32" in ptx
-        # Two fused multiply-adds for each of 32 elements, those written out in the kernel.
-        assert len(re.findall(r"\bfma\.rn\.f32", report["values half"]["ptx"])) == 64
+    for name, instructions in INLINE_PTX.items():
+        ptx = report[name]["ptx"]
+        assert {op: len(re.findall(rf"\b{re.escape(op)}\b", ptx)) for op in instructions} == instructions, name
+    # 16 bytes at a time, and no product in float32.
+    values = report["values"]["ptx"]
+    assert "ld.global.v4.b32" in values and "st.global.v4.b32" in values and "fma.rn.f32" not in values
+    # Two fused multiply-adds for each of 32 elements, those written out in the kernel.
+    assert len(re.findall(r"\bfma\.rn\.f32", report["values half"]["ptx"])) == 64
 
 
 @pytest.mark.parametrize(
