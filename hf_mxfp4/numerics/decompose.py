@@ -107,7 +107,8 @@ def decompose_scheme(
     if isinstance(scheme, QuantScheme):
         blocks = Blocks(x, scheme, axis)
         first, residual = blocks.quantize(generator)
-        scale_ratio = _scale_ratio(blocks.amax, decode_e8m0(first[1]))
+        _, byte = first
+        scale_ratio = _scale_ratio(blocks.amax, decode_e8m0(byte))
         quantized = blocks.dequantized(first, residual, x.dtype)
     elif scheme is not NVFP4:
         raise ValueError(f"errors of {scheme} have no such components; give a scheme of MXFP4, or nvfp4")

@@ -25,8 +25,7 @@ from typing import Any
 
 import torch
 
-from .blocks import Blocks, from_blocks, per_row
-from .formats import encode_e2m1, pack_codes
+from .blocks import Blocks
 from .packed import MXFP4Tensor
 from .rng import check_seed
 from .schemes import QuantScheme
@@ -85,27 +84,18 @@ def quantize(
     """
     scheme = QuantScheme(**options)
     check_seed(scheme.rounding, seed)
-    block_rows = scheme.block_rows
-    axis = check_input(x, axis, block_rows)
+    axis = check_input(x, axis, scheme.block_rows)
     with torch.no_grad():
         blocks = Blocks(x, scheme, axis)
-        (q, scale), residual = blocks.quantize(seed)
-
-        def codes_of(values: torch.Tensor) -> torch.Tensor:
-            return pack_codes(from_blocks(encode_e2m1(values), blocks.shape, block_rows))
-
-        def byte_of(values: torch.Tensor) -> torch.Tensor:
-            return per_row(values.to(torch.uint8), blocks.shape, block_rows).contiguous()
-
-        def scale_of(byte: torch.Tensor) -> torch.Tensor:
-            return byte_of(byte[..., : blocks.blocks_per_row])
-
+        first, residual = blocks.quantize(seed)
+        codes, scale = blocks.packed(first)
+        residual_codes, residual_scale = (None, None) if residual is None else blocks.packed(residual)
         return MXFP4Tensor(
-            codes=codes_of(q),
-            scale=scale_of(scale),
-            macro=None if blocks.m8 is None else byte_of(blocks.m8),
-            residual_codes=None if residual is None else codes_of(residual[0]),
-            residual_scale=None if residual is None else scale_of(residual[1]),
+            codes=codes,
+            scale=scale,
+            macro=None if blocks.m8 is None else blocks.bytes_per_row(blocks.m8),
+            residual_codes=residual_codes,
+            residual_scale=residual_scale,
             length=x.shape[axis],
             axis=axis,
             scheme=scheme,
