@@ -13,7 +13,7 @@ from typing import Any
 
 _MODULES = {
     ".common.scheme": ("Packed", "Scheme", "Side", "unsupported_dtype", "unsupported_scheme"),
-    ".decode.product": ("linear_w4a16", "unsupported_weight"),
+    ".decode.product": ("PackedProduct", "linear_w4a16", "unsupported_weight"),
     ".dequantization": ("dequantize",),
     ".fp4": ("nvfp4_scales",),
     ".fp8": ("from_fp8", "to_fp8"),

@@ -5,6 +5,7 @@ what compilers make of them, as they are launched, for GPUs that need not be the
 import contextlib
 import re
 import threading
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -208,33 +209,64 @@ def test_wrong_arguments_are_refused(error, message, changes):
         product_of(**changes)
 
 
-def test_counters_are_never_allocated_by_the_launching_thread(monkeypatch):
-    """Its allocations may go to the memory of a CUDA graph that is warmed up, which later graphs overwrite."""
-    synchronized, threads = [], []
-
-    class Stream:
-        cuda_stream = 7
-
-        def synchronize(self):
-            synchronized.append(len(threads))
+@pytest.fixture
+def cuda_streams(monkeypatch):
+    """A GPU that is not there: the state of its current stream, and the threads that reserved memory on it."""
+    state = SimpleNamespace(stream=7, is_capturing=False, threads=[], synchronized=0)
 
     def zeros(count, *, dtype, device):
-        threads.append(threading.get_ident())
+        state.threads.append(threading.get_ident())
         return torch.empty(count, dtype=dtype).zero_()
 
-    monkeypatch.setattr(counters, "_of_stream", {})
-    monkeypatch.setattr(counters, "_for_graphs", {})
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream())
-    for name in ("device", "stream"):
-        monkeypatch.setattr(torch.cuda, name, contextlib.nullcontext)
+    def synchronize():
+        state.synchronized += 1
+
+    stream = SimpleNamespace(synchronize=synchronize)
+    driver = SimpleNamespace(active=SimpleNamespace(get_current_stream=lambda device: state.stream))
+    monkeypatch.setattr(counters, "driver", driver)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: state.is_capturing)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
+    monkeypatch.setattr(torch.cuda, "device", contextlib.nullcontext)
     monkeypatch.setattr(torch, "zeros", zeros)
-    device = torch.device("cuda", 0)
-    few, same, many = (counters.zeros_of_a_launch(count, device) for count in (3, 4000, 5000))
-    assert few is same and many.numel() >= 5000 and not many.any()
-    # Those of graphs, those of the stream, and more of these; the first are cleared before any graph can run.
-    assert len(threads) == 3 and threading.get_ident() not in threads
-    assert synchronized == [1]
+    return state
+
+
+CUDA = torch.device("cuda", 0)
+
+
+def test_counters_are_never_allocated_by_the_launching_thread(cuda_streams):
+    """Its allocations may go to the memory of a CUDA graph that is warmed up, which later graphs overwrite."""
+    found = counters.Counters().zeros(3, CUDA)
+    assert found.numel() >= 3
+    assert not found.any()
+    assert threading.get_ident() not in cuda_streams.threads
+    assert cuda_streams.synchronized == 1  # cleared before any graph can run
+
+
+def test_launches_of_a_stream_share_counters(cuda_streams):
+    of_layer = counters.Counters()
+    first = of_layer.zeros(3, CUDA)
+    assert of_layer.zeros(300, CUDA) is first
+    assert of_layer.zeros(5000, CUDA).numel() >= 5000
+    cuda_streams.stream = 8
+    assert of_layer.zeros(3, CUDA).data_ptr() != first.data_ptr()
+
+
+def test_captured_launches_have_counters_of_their_own_however_many_graphs_there_are(cuda_streams):
+    of_layer = counters.Counters()
+    of_stream = of_layer.zeros(3, CUDA)
+    cuda_streams.is_capturing = True
+    captured = [of_layer.zeros(3, CUDA) for _ in range(100)]
+    assert len(cuda_streams.threads) == 1
+    assert {counter.data_ptr() for counter in captured} == {captured[0].data_ptr()}
+    assert captured[0].data_ptr() != of_stream.data_ptr()
+
+
+def test_a_graph_that_is_captured_first_clears_its_own_counters(cuda_streams):
+    cuda_streams.is_capturing = True
+    found = counters.Counters().zeros(3, CUDA)
+    assert found.numel() == 3
+    assert cuda_streams.threads == [threading.get_ident()]
 
 
 def test_grids_are_as_large_as_gpus_allow():

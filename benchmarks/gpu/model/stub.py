@@ -101,8 +101,10 @@ def stub_gpu(gpu: GPU) -> Iterator[list[Step]]:
     with contextlib.ExitStack() as stack:
         for target, name, value in _stand_ins(gpu, device, steps):
             stack.enter_context(mock.patch.object(target, name, value))
-        zeros = lambda count, device, stream: torch.zeros(count, dtype=torch.int32, device=device)  # noqa: E731
+        zeros = lambda count, device: torch.zeros(count, dtype=torch.int32, device=device)  # noqa: E731
         stack.enter_context(mock.patch.object(counters, "_kept_zeros", zeros))
+        streams = SimpleNamespace(active=SimpleNamespace(get_current_stream=lambda _: 0))
+        stack.enter_context(mock.patch.object(counters, "driver", streams))
         verified = {(family, device): None for family in self_check.FAMILIES}
         stack.enter_context(mock.patch.dict(self_check._found, verified))
         counted = {device: torch.zeros((), dtype=torch.int64, device="meta")}

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Zeroed int32 counters for launches whose programs count arrivals, and leave the counters at zero.
 
-Clearing them before each launch would be a launch of its own. Launches of one stream follow each other, so they share
-counters; a captured graph may run beside any stream, so each launch captured has counters that no other one uses.
+Clearing them before each launch would be a launch of its own.
 """
 
 from __future__ import annotations
@@ -10,57 +9,58 @@ from __future__ import annotations
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
+from triton.runtime import driver
 
 
-#: (device, stream) -> counters.
-_of_stream: dict[tuple[torch.device, int], torch.Tensor] = {}
-#: Device -> counters for captured launches, of which so many are given away.
-_for_graphs: dict[torch.device, tuple[torch.Tensor, int]] = {}
-_GRAPH_COUNTERS = 1 << 18
-_LEAST = 1 << 12
-# Counters of different launches shall not share a cache line.
-_LINE = 32
+#: The least that is reserved: more tiles than a GPU shares among several programs.
+_LEAST = 1 << 10
 
 
-def zeros_of_a_launch(count: int, device: torch.device) -> torch.Tensor:
-    """At least ``count`` int32 zeros for a launch on the current stream of ``device``, which must leave them zero."""
-    if device.type != "cuda":
-        return torch.zeros(count, dtype=torch.int32, device=device)
-    with torch.cuda.device(device):
-        capturing = torch.cuda.is_current_stream_capturing()
-    if capturing:
-        return _captured(count, device)
-    stream = torch.cuda.current_stream(device)
-    if device not in _for_graphs:
-        _for_graphs[device] = _kept_zeros(_GRAPH_COUNTERS, device, stream), 0
-        # Once per device: a graph may run on any stream, and nothing orders that after this one.
-        stream.synchronize()
-    place = device, stream.cuda_stream
-    counters = _of_stream.get(place)
-    if counters is None or counters.numel() < count:
-        counters = _of_stream[place] = _kept_zeros(max(count, _LEAST), device, stream)
-    return counters
+class Counters:
+    """Counters of one product, such as that of a layer.
+
+    Launches of one stream follow each other, so they share counters. Captured launches have others, because a graph may
+    run beside any stream; all graphs share them, so graphs with the same layer must not run at the same time.
+    """
+
+    def __init__(self) -> None:
+        self._of_streams: dict[int, torch.Tensor] = {}
+        self._of_graphs: torch.Tensor | None = None
+
+    def zeros(self, count: int, device: torch.device) -> torch.Tensor:
+        """Return at least ``count`` zeros for a launch on the current stream of ``device``, the current device."""
+        if device.type != "cuda":
+            return torch.zeros(count, dtype=torch.int32, device=device)
+        if torch.cuda.is_current_stream_capturing():
+            counters = self._of_graphs
+            if counters is None or counters.numel() < count:
+                # Nothing outside of the graph can be reserved now. The graph clears these itself, one more node.
+                return torch.zeros(count, dtype=torch.int32, device=device)
+            return counters
+        stream = driver.active.get_current_stream(device.index)
+        counters = self._of_streams.get(stream)
+        if counters is None or counters.numel() < count:
+            both = _kept_zeros(2 * max(count, _LEAST), device)
+            counters, of_graphs = both.chunk(2)
+            self._of_streams[stream] = counters
+            if self._of_graphs is None:
+                self._of_graphs = of_graphs
+        return counters
 
 
-def _kept_zeros(count: int, device: torch.device, stream: torch.cuda.Stream) -> torch.Tensor:
-    """Zeros that outlive the caller's allocations, cleared on ``stream``.
+def _kept_zeros(count: int, device: torch.device) -> torch.Tensor:
+    """Return zeros that outlive the caller's allocations, cleared when this returns.
 
     What a thread allocates may go to a pool that others take over: inductor warms up its CUDA graphs in their pool, and
-    refuses, or overwrites, what is left there but outputs. Pools belong to a thread, so another one allocates.
+    refuses, or overwrites, what is left there but outputs. Pools belong to a thread, so another one allocates. It
+    waits, because nothing orders a graph, which may run on any stream, after the stream that clears.
     """
 
     def allocate() -> torch.Tensor:
-        with torch.cuda.device(device), torch.cuda.stream(stream):
-            return torch.zeros(count, dtype=torch.int32, device=device)
+        with torch.cuda.device(device):
+            zeros = torch.zeros(count, dtype=torch.int32, device=device)
+            torch.cuda.current_stream(device).synchronize()
+        return zeros
 
     with ThreadPoolExecutor(1) as other:
         return other.submit(allocate).result()
-
-
-def _captured(count: int, device: torch.device) -> torch.Tensor:
-    counters, used = _for_graphs.get(device, (None, 0))
-    if counters is None or used + count > counters.numel():
-        # Cleared by the graph itself: right, and one more node.
-        return torch.zeros(count, dtype=torch.int32, device=device)
-    _for_graphs[device] = counters, used + -(-count // _LINE) * _LINE
-    return counters[used : used + count]

@@ -15,17 +15,18 @@ there can be, and programs without a tile leave at once: nothing is read back, a
 from __future__ import annotations
 
 import functools
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
-from ..common.arguments import Partial, WeightConstants
+from ..common.arguments import PackedPointers, Partial, WeightConstants
 from ..common.blocks import BLOCK_MANTISSAS, NO_MACRO, as_stored, to_float
-from ..common.scheme import BLOCK, INTERPRETED, Packed, Scheme, check_device, on
+from ..common.scheme import BLOCK, INTERPRETED, Packed, Scheme, check_device
 from ..common.scheme import as_stored as stored
-from .config import STEP, Config, Gpu, gpu_of, split_steps, tile_config
-from .counters import zeros_of_a_launch
+from .config import STEP, Config, gpu_of, split_steps, tile_config
+from .counters import Counters
 from .tile import NARROW_BYTE, arrives_last, decoded_product, inverse_of_macro, load_inside, sum_of_splits
 
 
@@ -213,63 +214,136 @@ def linear_w4a16(
             or on a CPU where kernels are not interpreted.
     """
     _check(x, packed, length, scheme, bias, offsets)
-    n = packed.codes.shape[-2]
-    out = x.new_empty(*x.shape[:-1], n)
-    if out.numel():
-        rows = x.detach().reshape(-1, length)
-        rows = rows if rows.stride(1) == 1 else rows.contiguous()
-        bias = None if bias is None else bias.detach().contiguous()
-        _launch(rows, packed, length, scheme, bias, offsets, out)
-    return out
-
-
-def _launch(
-    x: torch.Tensor,
-    packed: Packed,
-    k: int,
-    scheme: Scheme,
-    bias: torch.Tensor | None,
-    offsets: torch.Tensor | None,
-    out: torch.Tensor,
-) -> None:
-    n_rows, n, gpu = x.shape[0], out.shape[-1], gpu_of(x.device)
     n_experts = None if offsets is None else offsets.shape[0]
-    tiles, of_split, splits, weight, options = _plan(n_rows, n, k, n_experts, scheme, gpu, x.device.type == "cuda")
-    partial = None
-    if splits > 1:
-        sums = torch.empty((splits, n_rows, n), dtype=torch.float32, device=x.device)
-        partial = Partial(sums, zeros_of_a_launch(tiles, x.device))
-    pointers = packed.pointers()
-    pointers = pointers._replace(codes=_words(pointers.codes), residual_codes=_words(pointers.residual_codes))
-    arguments = (stored(x), pointers, stored(bias), stored(out), partial, offsets)
-    numbers = (n_rows, n_experts or 1, of_split, splits, x.stride(0), scheme.alpha)
-    with on(x.device):
-        decode_kernel[(tiles, splits)](*arguments, *numbers, WEIGHT=weight, **options)
+    product = _product_of(packed.codes.shape[-2], length, scheme, x.device, n_experts)
+    bias = None if bias is None else bias.detach().contiguous()
+    return product(x.detach(), packed.pointers(), bias, offsets)
 
 
-@functools.lru_cache(maxsize=4096)
-def _plan(
-    n_rows: int, n: int, k: int, n_experts: int | None, scheme: Scheme, gpu: Gpu, on_gpu: bool
-) -> tuple[int, int, int, WeightConstants, dict[str, int]]:
-    """Return the tiles, the steps of a split, the splits of a tile, and the constants and options of a launch."""
-    rows = n_rows
-    if n_experts is not None:
-        # The mean of the experts that can have any.
-        mean = n_rows / max(1, min(n_rows, n_experts))
-        rows = 8 if mean <= _FEW else max(16, int(mean))
-    config = tile_config(rows, scheme.outlier_fallback is not None, gpu)
-    if INTERPRETED:
-        config = config._replace(BN=32)  # small, so that tests of several tiles are
-    if n_experts is None:
-        slots = triton.cdiv(n_rows, config.BM)
-    else:
-        # Whatever the counts: at most one tile of each expert that has rows is not full, and each has a row.
-        slots = min(n_rows // config.BM + min(n_rows, n_experts), n_rows)
-    weight = weight_constants(n, k, n_experts or 0, scheme, config, on_gpu)
-    tiles, steps = slots * triton.cdiv(n, config.BN), triton.cdiv(k, weight.BK)
-    of_split = split_steps(steps, tiles, config.num_warps, gpu.multiprocessors)
-    options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
-    return tiles, of_split, triton.cdiv(steps, of_split), weight, options
+class Launch(NamedTuple):
+    """A launch of [`decode_kernel`] for some number of rows.
+
+    Attributes:
+        grid: tiles, and the programs that share each of them along K.
+        split_steps: steps of ``BK`` columns of one such program.
+        options: compile-time constants and options of the compiler.
+    """
+
+    grid: tuple[int, int]
+    split_steps: int
+    options: dict[str, Any]
+
+
+class PackedProduct:
+    """Multiply rows with packed weights of one shape and scheme on one device, as [`linear_w4a16`] does, unchecked.
+
+    It holds no weight. Launches are planned once for each number of rows. A layer has one of its own, because launches
+    of different layers may run at the same time, and those of one product share counters.
+
+    Args:
+        n, k: rows and columns of a weight.
+        scheme: what weights are quantized with.
+        device: where they are.
+        n_experts: experts of a weight ``[E, N, K]``; `None` for a weight ``[N, K]``.
+    """
+
+    def __init__(self, n: int, k: int, scheme: Scheme, device: torch.device, n_experts: int | None = None):
+        self.n, self.k, self.n_experts = n, k, n_experts
+        self.scheme, self.device = scheme, device
+        self._alpha = scheme.alpha
+        self._launches: dict[int, Launch] = {}
+        self._counters = Counters()
+
+    def __call__(
+        self,
+        x: torch.Tensor,
+        packed: PackedPointers | Packed,
+        bias: torch.Tensor | None = None,
+        offsets: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Return the product. Arguments are those of [`linear_w4a16`], on the device, of the right shapes and dtypes;
+        all but ``x`` are contiguous."""
+        out = x.new_empty(*x.shape[:-1], self.n)
+        if not out.numel():
+            return out
+        n_rows = out.numel() // self.n
+        if x.dim() != 2:
+            x = x.reshape(n_rows, self.k)
+        if x.stride(1) != 1:
+            x = x.contiguous()
+        launch = self._launches.get(n_rows)
+        if launch is None:
+            launch = self._launches[n_rows] = self._plan(n_rows)
+        codes, scale, macro, residual_codes, residual_scale = packed
+        if residual_codes is not None:
+            residual_codes = as_words(residual_codes)
+        words = PackedPointers(as_words(codes), scale, macro, residual_codes, residual_scale)
+        device = self.device
+        if device.type == "cuda" and device.index != torch.cuda.current_device():
+            with torch.cuda.device(device):
+                self._launch(launch, x, words, bias, out, offsets)
+        else:
+            self._launch(launch, x, words, bias, out, offsets)
+        return out
+
+    def _launch(
+        self,
+        launch: Launch,
+        x: torch.Tensor,
+        words: PackedPointers,
+        bias: torch.Tensor | None,
+        out: torch.Tensor,
+        offsets: torch.Tensor | None,
+    ) -> None:
+        tiles, splits = launch.grid
+        n_rows, n_experts = x.shape[0], self.n_experts or 1
+        partial = None
+        if splits > 1:
+            sums = torch.empty((splits, n_rows, self.n), dtype=torch.float32, device=self.device)
+            partial = Partial(sums, self._counters.zeros(tiles, self.device))
+        if INTERPRETED:
+            x, bias, out = stored(x), stored(bias), stored(out)
+        decode_kernel.run(
+            x,
+            words,
+            bias,
+            out,
+            partial,
+            offsets,
+            n_rows,
+            n_experts,
+            launch.split_steps,
+            splits,
+            x.stride(0),
+            self._alpha,
+            grid=launch.grid,
+            warmup=False,
+            **launch.options,
+        )
+
+    def _plan(self, n_rows: int) -> Launch:
+        gpu, rows, n_experts = gpu_of(self.device), n_rows, self.n_experts
+        if n_experts is not None:
+            # The mean of the experts that can have any.
+            mean = n_rows / max(1, min(n_rows, n_experts))
+            rows = 8 if mean <= _FEW else max(16, int(mean))
+        config = tile_config(rows, self.scheme.outlier_fallback is not None, gpu)
+        if INTERPRETED:
+            config = config._replace(BN=32)  # small, so that tests of several tiles are
+        if n_experts is None:
+            slots = triton.cdiv(n_rows, config.BM)
+        else:
+            # Whatever the counts: at most one tile of each expert that has rows is not full, and each has a row.
+            slots = min(n_rows // config.BM + min(n_rows, n_experts), n_rows)
+        weight = weight_constants(self.n, self.k, n_experts or 0, self.scheme, config, self.device.type == "cuda")
+        tiles, steps = slots * triton.cdiv(self.n, config.BN), triton.cdiv(self.k, weight.BK)
+        of_split = split_steps(steps, tiles, config.num_warps, gpu.multiprocessors)
+        options = {"WEIGHT": weight, "num_warps": config.num_warps, "num_stages": config.num_stages}
+        return Launch((tiles, triton.cdiv(steps, of_split)), of_split, options)
+
+
+#: For [`linear_w4a16`], whose callers have no product of their own.
+_product_of = functools.lru_cache(maxsize=256)(PackedProduct)
 
 
 def weight_constants(n: int, k: int, n_experts: int, scheme: Scheme, config: Config, on_gpu: bool) -> WeightConstants:
@@ -288,11 +362,11 @@ def weight_constants(n: int, k: int, n_experts: int, scheme: Scheme, config: Con
     )
 
 
-def _words(codes: torch.Tensor | None) -> torch.Tensor | None:
-    """Contiguous codes as int32 words of eight."""
-    if codes is None:
-        return None
-    return (codes.clone() if codes.data_ptr() % 16 else codes).view(torch.int32)
+def as_words(codes: torch.Tensor) -> torch.Tensor:
+    """Return contiguous codes as int32 words of eight."""
+    if codes.data_ptr() % 16:
+        codes = codes.clone()
+    return codes.view(torch.int32)
 
 
 def _check(
