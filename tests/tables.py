@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import pytest
 import torch
 
-from hf_mxfp4.ops import matmul, to_fp8
+from hf_mxfp4.ops import multiply_fp8, to_fp8
 from hf_mxfp4.presets import PRESETS
 from mxfp4_kernels.scale_rules import SCALE_RULES, ScaleRule
 
@@ -156,7 +156,7 @@ def _has_fp8_on_cpu() -> bool:
     """Ask the operator itself: what the product says of it, `HAS_FP8_ON_CPU`, is under test."""
     ones = to_fp8(torch.ones(16, 16))
     try:
-        return matmul(ones, ones, dtype=torch.float32) is not None
+        return multiply_fp8(ones, ones, None, None, torch.float32) is not None
     except NotImplementedError:  # what PyTorch 2.11 raises for an operator without a kernel on the CPU
         return False
 

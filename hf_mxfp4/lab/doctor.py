@@ -13,8 +13,8 @@ from ..numerics import PARTS, QuantScheme, decode_e8m0
 from ..numerics.formats import e4m3_scale_byte
 from ..ops import fp4, hardware_of, self_check
 from ..ops import triton as kernels
+from ..ops.choice import FP8_HARDWARE
 from ..ops.fp8 import FP8Operand, multiply_fp8
-from ..ops.matmul import FP8_HARDWARE
 from ..ops.self_check import Check, example
 
 

@@ -3,26 +3,13 @@
 
 from .autograd import autocast_dtype, quantized_linear
 from .cache import WEIGHT_FORMS, WeightCache, cached_weights, gemm_states, uncached_weights
+from .choice import hardware_of, select_matmul
+from .codes import multiply_codes, reads_packed_on_gpus
 from .fp4 import to_fp4
+from .fp8 import multiply_fp8, to_fp8
 from .functional import fake_quantize, quantize
 from .groups import Groups, group_by_expert
-from .matmul import (
-    hardware_of,
-    matmul,
-    matmul_counts,
-    reads_packed_on_gpus,
-    reset_matmul_counts,
-    select_matmul,
-    to_fp8,
-)
-from .operands import (
-    effective_rows,
-    quantize_input,
-    rows_first,
-    weight_codes,
-    weight_operand,
-    weight_quantizations,
-)
+from .operands import quantize_input
 from .operators import compiled_linear, compiled_packed_linear, read_input_scheme, read_scheme
 from .packed import packed_forward, packed_linear
 from .packed_weight import (
@@ -39,7 +26,10 @@ from .packed_weight import (
     quantize_weight,
     weight_values,
 )
+from .products import matmul_counts, reset_matmul_counts
 from .quantization import backend_for, dequantize, quantize_e4m3, rotate_rows, widest_float
 from .rng import LayerRng
 from .spec import GemmSpec
 from .state import GemmState
+from .values import matmul
+from .weights import effective_rows, rows_first, weight_codes, weight_operand, weight_quantizations

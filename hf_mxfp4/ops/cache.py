@@ -4,12 +4,13 @@
 import contextlib
 import weakref
 from collections.abc import Callable, Hashable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from ..numerics import MXFP4Tensor
 from .state import GemmState
 
 
@@ -26,8 +27,11 @@ class WeightCache:
     Outside of [`open`] every product quantizes its weight. Whoever opens a cache promises that nothing writes the
     weights until it is cleared: the trainer for an optimizer step, `generate` for a call, [`cached_weights`] for a
     block. Writes that PyTorch counts, and tensors in other memory, are noticed all the same; those through ``.data``
-    and by fused optimizers are not. A CUDA graph that is captured takes nothing from here and leaves nothing: it is
-    replayed when what was kept is gone, and what it makes is filled only then.
+    and by fused optimizers are not.
+
+    The memory is kept when the cache is cleared: the next step's values of a weight are written to where those of the
+    last step were. [`release`] gives it back. A CUDA graph that is captured takes nothing from here and leaves nothing:
+    it is replayed when what was kept may be gone, and what it makes is filled only then.
 
     Args:
         models: whose layers look here. A cache that another one is open for already keeps nothing: the first decides.
@@ -41,7 +45,7 @@ class WeightCache:
             raise ValueError(f"form={form!r} is not known; choose one of {', '.join(WEIGHT_FORMS)}")
         self.form = form
         self._states = [state for model in models for state in gemm_states(model)]
-        self._kept: dict[Hashable, _Kept] = {}
+        self._entries: dict[Hashable, _Entry] = {}
 
     @contextlib.contextmanager
     def open(self) -> Iterator[None]:
@@ -59,53 +63,112 @@ class WeightCache:
                 state.cache = None
 
     def clear(self) -> None:
-        """Let go what is kept. To be called when weights have changed or are about to."""
-        self._kept.clear()
+        """Use nothing that is kept any more. To be called when weights have changed or are about to."""
+        for entry in self._entries.values():
+            entry.version = None
 
-    def find(self, weight: torch.Tensor, key: Hashable) -> Any:
-        """Return what is kept for this weight and key, or `None`."""
-        if _is_captured(weight):
+    def release(self) -> None:
+        """Give back the memory of what is kept, at the end of the work that the cache was made for."""
+        self._entries.clear()
+
+    def find(self, weight: torch.Tensor, key: Hashable, step: int | None = None) -> Any:
+        """Return what is kept for this weight, key and step, or `None`."""
+        entry = self._entries.get(key)
+        if entry is None or not entry.is_current(weight, step) or _is_captured(weight):
             return None
-        kept = self._kept.get(key)
-        return kept.value if kept is not None and kept.is_of(weight) else None
+        return entry.value
 
-    def get(self, weight: torch.Tensor, key: Hashable, make: Callable[[], Any]) -> Any:
-        """Return what ``make`` gave for this weight and key, or gives now. Of a tensor that was computed from a weight,
-        as with an adapter's part, nothing is kept: it is another one in each pass."""
-        value = self.find(weight, key)
-        if value is None:
-            with torch.inference_mode(False), torch.no_grad():  # a backward pass may need later what is kept
-                value = make()
-            if weight.is_leaf and not _is_captured(weight):
-                self._kept[key] = _Kept.of(weight, value)
+    def get(self, weight: torch.Tensor, key: Hashable, make: Callable[[Any], Any], step: int | None = None) -> Any:
+        """Return what is kept for this weight and key, or make it.
+
+        Of a tensor that was computed from a weight, as with an adapter's part, nothing is kept: it is another one in
+        each pass.
+
+        Args:
+            weight: the weight.
+            key: what is made of it, and for which layer.
+            make: makes it. It is given what was made for this weight before, to be written to and returned, or `None`.
+                It may return something else, which is copied to there.
+            step: the optimizer step, if it depends on that.
+        """
+        value = self.find(weight, key, step)
+        if value is not None:
+            return value
+        is_kept = weight.is_leaf and not _is_captured(weight)
+        entry = self._entries.get(key) if is_kept else None
+        stale = entry.value if entry is not None and entry.is_of(weight) else None
+        with torch.inference_mode(False), torch.no_grad():  # a backward pass may need later what is kept
+            value = make(stale)
+            if stale is not None and value is not stale:
+                value = _written_to(stale, value)
+        if is_kept:
+            self._entries[key] = _Entry(weight, value, step)
         return value
 
 
-class _Kept(NamedTuple):
+class _Entry:
     """A value, and the weight that it was made of: compiled code and engines that shard weights pass the same memory in
-    other objects, or the same object in memory that was freed and reserved again."""
+    other objects, or the same object in memory that was freed and reserved again.
 
-    value: Any
-    identity: tuple
-    #: Of its memory, which gives no other memory its number as long as this lives; of a tensor without memory, itself.
-    owner: StorageWeakRef | weakref.ref
+    Attributes:
+        value: what is kept.
+        place: the memory of the weight, and its layout there.
+        version: of the values there, and the optimizer step; `None` of a value that is stale.
+    """
 
-    @classmethod
-    def of(cls, weight: torch.Tensor, value: Any) -> "_Kept":
-        identity = _identity(weight)
-        owner = weakref.ref(weight) if identity[0] is None else StorageWeakRef(weight.untyped_storage())
-        return cls(value, identity, owner)
+    def __init__(self, weight: torch.Tensor, value: Any, step: int | None):
+        self.value = value
+        self.place = _place(weight)
+        self.version: tuple | None = (_version(weight), step)
+        # Of its memory, which gives no other memory its number as long as this lives; of a tensor without memory,
+        # itself.
+        if self.place[0] is None:
+            self._owner: StorageWeakRef | weakref.ref = weakref.ref(weight)
+        else:
+            self._owner = StorageWeakRef(weight.untyped_storage())
 
     def is_of(self, weight: torch.Tensor) -> bool:
-        return self.identity == _identity(weight) and (self.identity[0] is not None or self.owner() is weight)
+        """Whether the value was made of this weight, perhaps of other values of it."""
+        return self.place == _place(weight) and (self.place[0] is not None or self._owner() is weight)
+
+    def is_current(self, weight: torch.Tensor, step: int | None) -> bool:
+        """Whether the value was made of this weight as it is now, as far as PyTorch tells."""
+        return self.version == (_version(weight), step) and self.is_of(weight)
 
 
-def _identity(weight: torch.Tensor) -> tuple:
-    """Return what tells a weight, its place in memory and its version."""
+def _place(weight: torch.Tensor) -> tuple:
     has_memory = type(weight) in (torch.Tensor, nn.Parameter) and not weight.is_meta
     memory = weight.untyped_storage()._cdata if has_memory else None
-    version = None if weight.is_inference() else weight._version
-    return memory, version, weight.storage_offset(), weight.shape, weight.stride(), weight.dtype
+    return memory, weight.storage_offset(), weight.shape, weight.stride(), weight.dtype
+
+
+def _version(weight: torch.Tensor) -> int | None:
+    return None if weight.is_inference() else weight._version
+
+
+def _written_to(stale: Any, value: Any) -> Any:
+    """Return a value in the memory of another one, of the same kind; the value itself where that has other shapes."""
+    old, new = _tensors(stale), _tensors(value)
+    if len(old) != len(new):
+        return value
+    for target, source in zip(old, new, strict=True):
+        if (target is None) != (source is None):
+            return value
+        if target is not None and (target.shape != source.shape or target.dtype != source.dtype):
+            return value
+    for target, source in zip(old, new, strict=True):
+        if target is not None:
+            target.copy_(source)
+    return stale
+
+
+def _tensors(value: Any) -> list[torch.Tensor | None]:
+    """Return the tensors of an operand."""
+    if value is None or isinstance(value, torch.Tensor):
+        return [value]
+    if isinstance(value, MXFP4Tensor):
+        return list(value.parts)
+    return [tensor for part in value for tensor in _tensors(part)]
 
 
 def _is_captured(weight: torch.Tensor) -> bool:
@@ -114,15 +177,15 @@ def _is_captured(weight: torch.Tensor) -> bool:
 
 
 def gemm_states(model: nn.Module) -> list[GemmState]:
-    """Those of all quantized layers of ``model``."""
-    found: list[GemmState] = []
+    """Return the states of all quantized layers of ``model``."""
+    states: list[GemmState] = []
     for module in model.modules():
-        state, states = vars(module).get("state"), vars(module).get("states")
-        if isinstance(state, GemmState):
-            found.append(state)
-        elif isinstance(states, dict):
-            found.extend(each for each in states.values() if isinstance(each, GemmState))
-    return found
+        attributes = vars(module)
+        if isinstance(attributes.get("state"), GemmState):
+            states.append(attributes["state"])
+        elif isinstance(attributes.get("states"), dict):
+            states.extend(state for state in attributes["states"].values() if isinstance(state, GemmState))
+    return states
 
 
 @contextlib.contextmanager
@@ -148,7 +211,7 @@ def cached_weights(model: nn.Module, form: str = "auto") -> Iterator[None]:
         with cache.open():
             yield
     finally:
-        cache.clear()
+        cache.release()
 
 
 def uncached_weights(model: nn.Module) -> contextlib.AbstractContextManager[None]:

@@ -60,24 +60,31 @@ def library_problem() -> str | None:
 # ---- quantization ---------------------------------------------------------------------------------------------------
 
 
-def fake_quantize(x: torch.Tensor, scheme: QuantScheme) -> torch.Tensor:
-    """[`hf_mxfp4.numerics.apply_scheme`] along the last axis of a CPU tensor that is supported."""
+def fake_quantize(x: torch.Tensor, scheme: QuantScheme, out: torch.Tensor | None = None) -> torch.Tensor:
+    """[`hf_mxfp4.numerics.apply_scheme`] along the last axis of a CPU tensor that is supported, written to ``out`` if
+    that is a contiguous tensor of its shape and dtype."""
     rows = library.in_memory(x)
-    out = torch.empty_like(rows)
+    if out is None or out.dtype is not rows.dtype or out.shape != rows.shape or not out.is_contiguous():
+        out = torch.empty_like(rows)
     if rows.numel():
         library.over_rows("mxfp4_quantize", rows, _description(scheme, rows.shape[-1]), out.data_ptr(), *[None] * 5)
     return out
 
 
-def quantize(x: torch.Tensor, scheme: QuantScheme, axis: int) -> MXFP4Tensor:
-    """[`hf_mxfp4.numerics.quantize`] of a CPU tensor that is supported; ``axis`` is not negative."""
+def quantize(x: torch.Tensor, scheme: QuantScheme, axis: int, out: MXFP4Tensor | None = None) -> MXFP4Tensor:
+    """[`hf_mxfp4.numerics.quantize`] of a CPU tensor that is supported, written to the tensors of ``out``, an earlier
+    result for a tensor of this shape; ``axis`` is not negative."""
     rows = library.in_memory(x.movedim(axis, -1))
     *leading, length = rows.shape
     sizes = _part_sizes(scheme, length)
-    parts = [None if size is None else rows.new_empty(*leading, size, dtype=torch.uint8) for size in sizes]
+    if out is None:
+        new = [None if size is None else rows.new_empty(*leading, size, dtype=torch.uint8) for size in sizes]
+        fields = dict(zip(PARTS, new, strict=True))
+        out = MXFP4Tensor(**fields, length=length, axis=axis, scheme=scheme, dtype=x.dtype)
+    parts = library.checked_parts(out.parts, leading, sizes)
     if rows.numel():
         library.over_rows("mxfp4_quantize", rows, _description(scheme, length), None, *map(library.address, parts))
-    return MXFP4Tensor(**dict(zip(PARTS, parts, strict=True)), length=length, axis=axis, scheme=scheme, dtype=x.dtype)
+    return out
 
 
 def dequantize(tensor: MXFP4Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -42,8 +42,8 @@ MXFP4_HARDWARE = ("sm_100", "sm_103")
 _SWIZZLED, _PLAIN = SwizzleType.SWIZZLE_32_4_4, SwizzleType.NO_SWIZZLE
 
 
-#: Elements and scale bytes, as [`hf_mxfp4.numerics.quantize_mxfp8`] gives them.
-MXFP8: TypeAlias = tuple[torch.Tensor, torch.Tensor]
+#: Elements and scale bytes of rows in MXFP8, as [`hf_mxfp4.numerics.quantize_mxfp8`] gives them.
+MXFP8Rows: TypeAlias = tuple[torch.Tensor, torch.Tensor]
 
 
 class FP4Operand(NamedTuple):
@@ -67,7 +67,7 @@ def swizzle_scales(scale: torch.Tensor) -> torch.Tensor:
     return tiles.permute(0, 3, 2, 1, 4).reshape(-1).view(scale.dtype)
 
 
-def to_fp4(packed: MXFP4Tensor | MXFP8, recipe: str, by_rows: bool = False) -> FP4Operand:
+def to_fp4(packed: MXFP4Tensor | MXFP8Rows, recipe: str, by_rows: bool = False) -> FP4Operand:
     """Codes and scales, without residuals and macro factors, as an operand of ``recipe``, the same values; ``by_rows``
     with a factor for each row instead of one."""
     if recipe == "mxfp8":
@@ -85,7 +85,7 @@ def to_fp4(packed: MXFP4Tensor | MXFP8, recipe: str, by_rows: bool = False) -> F
     return FP4Operand(elements, *convert(byte, macro, by_rows))
 
 
-def _as_mxfp8(packed: MXFP4Tensor) -> MXFP8:
+def _as_mxfp8(packed: MXFP4Tensor) -> MXFP8Rows:
     """Return codes with mantissas up to 1.5, if any, in MXFP8: the values that they have with scales of 1."""
     unscaled = replace(packed, scale=torch.full_like(packed.scale, 127))
     return quantization.dequantize(unscaled, torch.bfloat16).to(torch.float8_e4m3fn), packed.scale
@@ -126,7 +126,7 @@ def fp4_product(a: FP4Operand, b: FP4Operand, dtype: torch.dtype = torch.bfloat1
 
 def unsupported_operands(x: torch.Tensor, shape: Sequence[int]) -> str | None:
     """Why an input ``[..., K]`` and a weight of ``shape`` (N, K) are not multiplied in FP4; `None` where they are."""
-    if not quantization.is_torchs_own(x) or shape[1] % BLOCK_SIZE or shape[0] % 16:
+    if not quantization.has_plain_memory(x) or shape[1] % BLOCK_SIZE or shape[0] % 16:
         return f"a weight of {shape[0]} x {shape[1]}, and FP4 products need N % 16 = 0 and K % 32 = 0"
     if x.shape[:-1].numel() <= triton_kernels.MOST_DECODED_ROWS:
         return f"{x.shape[:-1].numel()} rows are too few"
@@ -139,7 +139,7 @@ def unsupported_operands(x: torch.Tensor, shape: Sequence[int]) -> str | None:
 def problem(recipe: str, device: torch.device) -> str | None:
     """Why a recipe, which PyTorch may lack, cannot be used on a device; `None` where a small product is right."""
     generator, values = torch.Generator().manual_seed(0), []
-    codes: list[MXFP4Tensor | MXFP8] = []
+    codes: list[MXFP4Tensor | MXFP8Rows] = []
     search = {"nvfp4": "block_mantissas", "mxfp8": "block_mantissas_fp8"}.get(recipe)
     mantissas: dict[str, Any] = {} if search is None else {"macro_block": 128, "macro_search": search}
     for rows in (130, 48):

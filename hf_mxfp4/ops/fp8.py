@@ -36,6 +36,10 @@ class FP8Operand(NamedTuple):
         """Return a scale for each row: ``[..., R]``."""
         return self.scale.expand(*self.elements.shape[:-1], 1).squeeze(-1).contiguous()
 
+    def transposed(self) -> "FP8Operand":
+        """Return the transposed matrices, contiguous, where each has one scale; other scales have to be folded."""
+        return FP8Operand(self.elements.mT.contiguous(), self.scale)
+
     def values(self, dtype: torch.dtype, backend: str) -> torch.Tensor:
         """Return the values ``[..., R, C]`` in ``dtype``."""
         byte = self.scale.to(torch.float8_e8m0fnu).view(torch.uint8).expand(*self.elements.shape[:-1], 1)
@@ -112,7 +116,8 @@ def _scale(values: torch.Tensor, axes: tuple[int, ...]) -> torch.Tensor:
 def multiply_fp8(
     a: FP8Operand, b: FP8Operand, bias: torch.Tensor | None, groups: Groups | None, dtype: torch.dtype | None
 ) -> torch.Tensor:
-    """Multiply as [`hf_mxfp4.ops.matmul`] does, with an output in ``dtype``."""
+    """Return ``a [..., C] b[D, C]^T + bias[D]`` in ``dtype``; with groups ``b [E, D, C]`` for the rows of each
+    expert."""
     *leading, length = a.elements.shape
     rows, scale = a.elements.reshape(-1, length).contiguous(), a.row_scales().flatten()
     options = {"output_dtype": dtype, "use_fast_accum": False}  # which would keep 14 bits of the sums

@@ -31,18 +31,11 @@ from ..numerics import (
     part_sizes,
 )
 from . import quantization
-from .autograd import (
-    LinearRecord,
-    autocast_dtype,
-    linear_backward,
-    linear_forward,
-    linear_without_gradient,
-)
+from .autograd import autocast_dtype, check_step, plan_of
 from .groups import Groups, sum_rows
-from .operands import padded_length
+from .inputs import what_is_saved
 from .packed import packed_forward, packed_grad_x
 from .packed_weight import PackedWeight
-from .saved import SavedRecord, what_is_saved
 from .spec import GemmSpec
 from .state import PLAIN_STATE, GemmState, state_of
 
@@ -155,7 +148,7 @@ def compiled_linear(
     has_gradient = torch.is_grad_enabled()
     saved = what_is_saved(spec, x.dtype, dtype) if weight.requires_grad and has_gradient else "nothing"
     ends = None if groups is None else groups.offsets(x.device)
-    options = dtype, saved, padded_length(x.shape[-1], spec), has_gradient and not spec.is_plain
+    options = dtype, saved, spec.padded_length(x.shape[-1]), has_gradient and not spec.is_plain
     arguments = x, weight, bias, ends, state.layer_id, *options, spec.transposed, has_gradient
     return torch.ops.hf_mxfp4.quantized_linear(*arguments)[0]
 
@@ -175,13 +168,14 @@ def _forward(
     has_gradient: bool,
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
     state, groups = state_of(layer_id), groups_of(ends, x.shape[0])
+    plan = plan_of(state, x, weight, dtype)
     if not has_gradient:
-        return linear_without_gradient(x, weight, bias, state, groups, dtype).contiguous(), []
-    out, tensors, record, _ = linear_forward(x, weight, bias, state, groups, dtype, saved != "nothing")
-    found = _returned(saved, tensors)
+        return plan.forward(x, weight, bias, state, groups).contiguous(), []
+    out, tensors, _ = plan.forward_for_backward(x, weight, bias, state, groups, saved != "nothing")
+    returned = _returned(saved, tensors)
     if has_step:
-        found.append(torch.tensor(record.step, device="cpu"))
-    return out.contiguous(), found
+        returned.append(torch.tensor(state.step, device="cpu"))
+    return out.contiguous(), returned
 
 
 @_forward.register_fake
@@ -211,15 +205,6 @@ def _returned_shapes(x: torch.Tensor, dtype: torch.dtype, saved: str, columns: i
     return []
 
 
-def _saved_input(
-    saved: str, tensors: Sequence[torch.Tensor], x_dtype: torch.dtype, dtype: torch.dtype
-) -> tuple[tuple[torch.Tensor, ...], SavedRecord]:
-    """Return what an operator returned of its input, as [`hf_mxfp4.ops.saved.restore_input`] takes it."""
-    if saved in ("fp8", "mxfp8"):
-        return (tensors[0].view(torch.float8_e4m3fn), tensors[1]), SavedRecord(saved, dtype)
-    return tuple(tensors), SavedRecord("values", x_dtype if saved == "x" else dtype)
-
-
 @torch.library.custom_op("hf_mxfp4::quantized_linear_backward", mutates_args=(), tags=_UNSAFE)
 def _backward(
     grad: torch.Tensor,
@@ -227,29 +212,27 @@ def _backward(
     ends: torch.Tensor | None,
     tensors: list[torch.Tensor],
     layer_id: torch.Tensor,
-    dtype: torch.dtype,
     saved: str,
     has_step: bool,
     transposed: bool,
-    x_dtype: torch.dtype,
-    bias_dtype: torch.dtype | None,
     needs: list[bool],
 ) -> list[torch.Tensor]:
-    state, groups, step = state_of(layer_id), groups_of(ends, grad.shape[0]), None
+    state, groups = state_of(layer_id), groups_of(ends, grad.shape[0])
     if has_step:
         *tensors, step = tensors
-        step = int(step)
-    values, record = _saved_input(saved, tensors, x_dtype, dtype)
-    whole = LinearRecord(record, step, x_dtype, bias_dtype)
-    gradients = linear_backward(grad, weight, values, whole, state, groups, needs)
+        check_step(state, int(step))
+    if saved in ("fp8", "mxfp8"):
+        tensors = [tensors[0].view(torch.float8_e4m3fn), tensors[1]]
+    plan = plan_of(state, grad, weight, grad.dtype)
+    gradients = plan.backward(grad, weight, tuple(tensors), None, state, groups, needs)
     return [gradient.contiguous() for gradient in gradients if gradient is not None]
 
 
 @_backward.register_fake
-def _(grad, weight, ends, tensors, layer_id, dtype, saved, has_step, transposed, x_dtype, bias_dtype, needs):
-    x = grad.new_empty(*grad.shape[:-1], weight.shape[-2 if transposed else -1], dtype=x_dtype)
-    bias = grad.new_empty(*weight.shape[:-2], grad.shape[-1], dtype=bias_dtype or grad.dtype)
-    masters = weight.new_empty(weight.shape)
+def _(grad, weight, ends, tensors, layer_id, saved, has_step, transposed, needs):
+    x = grad.new_empty(*grad.shape[:-1], weight.shape[-2 if transposed else -1])
+    bias = grad.new_empty(*weight.shape[:-2], grad.shape[-1])
+    masters = grad.new_empty(weight.shape)
     return [like for like, need in zip((x, masters, bias), needs, strict=True) if need]
 
 
@@ -258,7 +241,7 @@ def _setup(ctx, inputs, output):
     ctx.mark_non_differentiable(*output[1])
     tensors = [x, *output[1]] if saved == "x" else output[1]
     ctx.save_for_backward(weight, ends, layer_id, *tensors)
-    ctx.options = dtype, saved, has_step, transposed, x.dtype, None if bias is None else bias.dtype
+    ctx.options = saved, has_step, transposed
 
 
 def _gradients(ctx, grad, _):

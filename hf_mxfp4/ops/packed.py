@@ -4,16 +4,18 @@
 from typing import Any, cast
 
 import torch
+import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
 from ..numerics import QuantScheme
 from . import quantization
 from .autograd import as_dtype, autocast_dtype, needs_gradient, not_a_view
+from .codes import decodes, multiply_codes
 from .fp4 import to_fp4
 from .groups import Groups, sum_rows
-from .matmul import fp4_recipe, matmul, multiply_packed
 from .operands import quantize_input
 from .packed_weight import PACKED_FIELDS, PackedWeight, of_expert, packed_tensor
+from .products import fp4_products, multiply_values
 from .spec import GemmSpec
 from .state import GemmState
 
@@ -58,20 +60,30 @@ def packed_forward(
     values: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return the forward pass of [`packed_linear`], without a gradient; ``values`` take the place of the codes."""
-    in_features = x.shape[-1]
-    weight = packed_tensor(packed, in_features, spec.weight_scheme, dtype) if values is None else values
-    shape = packed[0].shape[0], in_features
-    recipe = fp4_recipe(x, shape, dtype, spec) if groups is None and values is None else None
-    if recipe is not None:
-        if recipe == "mxfp8":
-            codes: Any = quantization.quantize_mxfp8(x.detach(), spec.backend)
-        else:
-            codes = quantization.quantize(x.detach(), cast(QuantScheme, spec.input_scheme), spec.backend)
-        out = multiply_packed(codes, to_fp4(weight, recipe), recipe, as_dtype(bias, dtype), dtype)
-        if out is not None:
-            return out
-    operand = quantize_input(x, dtype, spec.input_scheme, spec.backend, spec.scheme.fprop.rotation)
-    return matmul(operand, weight, as_dtype(bias, dtype), groups, spec=spec)
+    bias = as_dtype(bias, dtype)
+    rotation, backend = spec.scheme.fprop.rotation, spec.backend
+    if values is not None:
+        return F.linear(quantize_input(x, dtype, spec.input_scheme, backend, rotation), values, bias)
+    weight = packed_tensor(packed, x.shape[-1], spec.weight_scheme, dtype)
+    if groups is None:
+        shape = weight.codes.shape[0], weight.length
+        way = fp4_products(spec, x.device, dtype, shape)
+        recipe = None if way is None else way.recipe_for(x)
+        if recipe is not None:
+            if recipe == "mxfp8":
+                codes: Any = quantization.quantize_mxfp8(x.detach(), backend)
+            else:
+                codes = quantization.quantize(x.detach(), cast(QuantScheme, spec.input_scheme), backend)
+            out = way.multiply(codes, to_fp4(weight, recipe), recipe, bias, dtype)
+            if out is not None:
+                return out
+    operand = quantize_input(x, dtype, spec.input_scheme, backend, rotation)
+    codes_backend = quantization.choose_backend(operand, weight.scheme, backend, family="decode")
+    if groups is not None or decodes(operand, dtype, codes_backend, None):
+        return multiply_codes(operand, weight, bias, groups, codes_backend, backend)
+    if codes_backend == "cpu" and spec.matmul_backend != "fp8":
+        return multiply_codes(operand, weight, bias, None, codes_backend, backend)
+    return multiply_values(operand, quantization.dequantize(weight, dtype, backend), bias, spec)
 
 
 def packed_grad_x(
@@ -100,7 +112,7 @@ def _forward(
     """[`packed_forward`], with dequantized values where a cache shall keep those and products are none on codes."""
     spec, cache, values = state.spec, state.cache, None
 
-    def dequantize() -> torch.Tensor:
+    def dequantize(_: torch.Tensor | None) -> torch.Tensor:
         return quantization.dequantize(
             packed_tensor(packed, x.shape[-1], spec.weight_scheme, dtype), dtype, spec.backend
         )

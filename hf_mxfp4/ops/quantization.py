@@ -44,12 +44,14 @@ def choose_backend(
         family: ``"quantize"``, or what is done with codes: ``"dequantize"`` or ``"decode"`` (multiply with them).
         dtype: of values that codes become; by default that of ``x``.
     """
-    if torch.compiler.is_compiling() or not is_torchs_own(x):
+    if torch.compiler.is_compiling() or not has_plain_memory(x):
         # Tracing and other stand-ins for tensors have no memory to hand to a kernel.
         return "eager"
     device = x.device
     name = _choice(device, dtype or x.dtype, scheme, backend, seed is not None, family != "quantize")
-    return name if name != "triton" or backend != "auto" or is_verified(family, device) else "eager"
+    if name == "triton" and backend == "auto" and not is_verified(family, device):
+        return "eager"
+    return name
 
 
 @functools.lru_cache(maxsize=256)
@@ -91,7 +93,7 @@ def supports_e4m3(x: torch.Tensor, backend: str = "auto") -> bool:
     return x.is_floating_point() and x.dim() > 0 and choose_backend(x, _BLOCKS, backend) == "triton"
 
 
-def is_torchs_own(x: torch.Tensor) -> bool:
+def has_plain_memory(x: torch.Tensor) -> bool:
     """Return whether the values of a tensor are what its memory holds, so that a kernel may read it: a tensor of one of
     torch's own kinds, not inside `torch.vmap` or `torch.func.jvp`, not negated and not zero without memory."""
     if type(x) not in _OWN_TYPES:
@@ -121,13 +123,15 @@ def fake_quantize(
     rotation: int | None = None,
     signs: torch.Tensor | None = None,
     dtype: torch.dtype | None = None,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """[`hf_mxfp4.numerics.fake_quantize`] along the last axis, on the backend named or, for ``"auto"``, the fastest
     that covers the scheme. Stochastic rounding is eager without a ``seed``.
 
     With a ``rotation`` the axis is first padded with zeros to a multiple of that size and rotated in float32 (with
     ``signs`` of its padded length; see [`hf_mxfp4.numerics.rotate`]), and the result is float32, of float64 the same,
-    or of the ``dtype`` given.
+    or of the ``dtype`` given. Kernels write to ``out``, a contiguous tensor of the shape and dtype of the result, where
+    they can; the result is another tensor elsewhere.
     """
     if seed is not None:
         check_seed(scheme.rounding, seed)
@@ -139,15 +143,25 @@ def fake_quantize(
         x, rotation = rotate_rows(x, rotation, "cpu" if name == "cpu" else "eager", signs=signs), None
         name = choose_backend(x, scheme, backend, seed)
     if name == "triton":
-        return triton_kernels.fake_quantize(x, scheme, seed, rotation, signs, dtype)
-    values = cpu.fake_quantize(x, scheme) if name == "cpu" else apply_scheme(x, scheme, seed=seed)
+        return triton_kernels.fake_quantize(x, scheme, seed, rotation, signs, dtype, out)
+    if name == "cpu":
+        values = cpu.fake_quantize(x, scheme, out)
+    else:
+        values = apply_scheme(x, scheme, seed=seed)
     return values if dtype is None or values.dtype is dtype else values.to(dtype)
 
 
 def quantize(
-    x: torch.Tensor, scheme: QuantScheme, backend: str = "auto", *, axis: int = -1, seed: int | None = None
+    x: torch.Tensor,
+    scheme: QuantScheme,
+    backend: str = "auto",
+    *,
+    axis: int = -1,
+    seed: int | None = None,
+    out: MXFP4Tensor | None = None,
 ) -> MXFP4Tensor:
-    """[`hf_mxfp4.numerics.quantize`] on the backend named or the fastest, which the tensor's `dequantize` takes too."""
+    """[`hf_mxfp4.numerics.quantize`] on the backend named or the fastest, which the tensor's `dequantize` takes too.
+    Kernels write to the tensors of ``out``, an earlier result for such a tensor; other backends do not."""
     if seed is not None:
         check_seed(scheme.rounding, seed)
     axis %= x.dim()
@@ -158,12 +172,12 @@ def quantize(
         return FusedTensor(**fields, length=x.shape[axis], axis=axis, scheme=scheme, dtype=x.dtype)
     name = choose_backend(x, scheme, backend, seed)
     if name == "cpu":
-        tensor = cpu.quantize(x, scheme, axis)
+        tensor = cpu.quantize(x, scheme, axis, out)
     elif name == "triton":
-        tensor = triton_kernels.quantize(x, scheme, axis, seed)
+        tensor = triton_kernels.quantize(x, scheme, axis, seed, out)
     else:
         tensor = numerics.quantize(x, **vars(scheme), axis=axis, seed=seed)
-    return FusedTensor(**vars(tensor))
+    return tensor if tensor is out else FusedTensor(**vars(tensor))
 
 
 class FusedTensor(MXFP4Tensor):
@@ -197,7 +211,7 @@ def rotate_rows(
     padding = -x.shape[-1] % size
     if padding:
         x = F.pad(x, (0, padding))
-    has_memory = not torch.compiler.is_compiling() and is_torchs_own(x)
+    has_memory = not torch.compiler.is_compiling() and has_plain_memory(x)
     is_fused = has_memory and signs is None and backend in ("auto", "cpu") and x.is_cpu and x.dtype in cpu.TYPES
     if is_fused and not (x.requires_grad and torch.is_grad_enabled()) and cpu.library_problem() is None:
         return cpu.library.rotate(x, size)

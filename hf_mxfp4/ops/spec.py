@@ -61,3 +61,8 @@ class GemmSpec:
         }
         for name, value in derived.items():
             object.__setattr__(self, name, value)
+
+    def padded_length(self, length: int) -> int:
+        """Return the columns of the forward operands of an axis of ``length`` elements: more where a rotation pads
+        it."""
+        return length + -length % self.rotation_size

@@ -3,7 +3,7 @@
 
 import itertools
 import weakref
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,6 +15,7 @@ from .spec import GemmSpec
 
 if TYPE_CHECKING:
     from .cache import WeightCache
+    from .plan import LinearPlan
 
 #: Layers by their number, for compiled code.
 _layers: "weakref.WeakValueDictionary[int, GemmState]" = weakref.WeakValueDictionary()
@@ -30,6 +31,7 @@ class GemmState:
 
     Attributes:
         cache: the [`WeightCache`] that is open for this layer, or `None`.
+        plans: how the layer multiplies, by device, dtype and shape of the weight; see [`hf_mxfp4.ops.plan`].
         layer_id: int64 without axes, the number by which compiled code finds this object when it runs. As a tensor, an
             input of the graph, it lets layers of equal shapes share one graph.
     """
@@ -37,11 +39,17 @@ class GemmState:
     def __init__(self, spec: GemmSpec, rngs: Sequence[LayerRng] = ()):
         self.spec, self.rngs = spec, tuple(rngs)
         self.cache: WeightCache | None = None
+        self.plans: dict[Hashable, LinearPlan] = {}
         self._register()
 
-    def rng_of(self, group: int = 0) -> LayerRng | None:
+    @property
+    def step(self) -> int:
+        """The optimizer step whose random numbers are drawn."""
+        return self.rngs[0].step if self.rngs else 0
+
+    def rng_of(self, expert: int = 0) -> LayerRng | None:
         """Return the random numbers of one weight matrix; `None` of a layer that draws none and has no name."""
-        return self.rngs[group] if self.rngs else None
+        return self.rngs[expert] if self.rngs else None
 
     def set_step(self, step: int) -> None:
         """Draw the random numbers of optimizer step ``step`` from now on."""
@@ -55,7 +63,7 @@ class GemmState:
             self.layer_id = torch.tensor(number, dtype=torch.int64, device="cpu")
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"spec": self.spec, "rngs": self.rngs, "cache": None}
+        return {"spec": self.spec, "rngs": self.rngs, "cache": None, "plans": {}}
 
     def __setstate__(self, attributes: dict[str, Any]) -> None:
         self.__dict__.update(attributes)

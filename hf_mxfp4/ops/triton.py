@@ -37,12 +37,16 @@ def fake_quantize(
     rotation: int | None = None,
     signs: torch.Tensor | None = None,
     dtype: torch.dtype | None = None,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """[`hf_mxfp4.ops.quantization.fake_quantize`] of a tensor that the kernels support."""
-    made = x.dtype if rotation is None else torch.float32
-    dtype = dtype or made
-    written = written_dtype(scheme, dtype) if made == torch.float32 else made
-    return mxfp4_kernels.fake_quantize(x, _scheme(scheme), _side(scheme, seed, rotation, signs), written).to(dtype)
+    computed = x.dtype if rotation is None else torch.float32
+    dtype = dtype or computed
+    written = written_dtype(scheme, dtype) if computed == torch.float32 else computed
+    if written != dtype:
+        out = None
+    side = _side(scheme, seed, rotation, signs)
+    return mxfp4_kernels.fake_quantize(x, _scheme(scheme), side, written, out=out).to(dtype)
 
 
 def written_dtype(scheme: QuantScheme, dtype: torch.dtype) -> torch.dtype:
@@ -68,9 +72,16 @@ def fake_quantize_rows_and_columns(
     return rows.to(dtype), columns.to(dtype)
 
 
-def quantize(x: torch.Tensor, scheme: QuantScheme, axis: int, seed: int | None = None) -> MXFP4Tensor:
-    """[`hf_mxfp4.numerics.quantize`] of a tensor that the kernels support; ``axis`` is not negative."""
-    packed = mxfp4_kernels.quantize(x.movedim(axis, -1), _scheme(scheme), _side(scheme, seed))
+def quantize(
+    x: torch.Tensor, scheme: QuantScheme, axis: int, seed: int | None = None, out: MXFP4Tensor | None = None
+) -> MXFP4Tensor:
+    """[`hf_mxfp4.numerics.quantize`] of a tensor that the kernels support, written to the tensors of ``out``, an
+    earlier result for a tensor of this shape; ``axis`` is not negative."""
+    rows, side = x.movedim(axis, -1), _side(scheme, seed)
+    if out is not None:
+        mxfp4_kernels.quantize(rows, _scheme(scheme), side, out=_packed(out))
+        return out
+    packed = mxfp4_kernels.quantize(rows, _scheme(scheme), side)
     parts = dict(zip(PARTS, packed, strict=True))
     return MXFP4Tensor(**parts, length=x.shape[axis], axis=axis, scheme=scheme, dtype=x.dtype)
 

@@ -17,7 +17,7 @@ from hf_mxfp4.cli import machine
 from hf_mxfp4.lab import Setup, check_kernels, doctor, plan, sizes_of
 from hf_mxfp4.ops import self_check
 from hf_mxfp4.ops import triton as kernels
-from hf_mxfp4.ops.matmul import HAS_FP8_ON_CPU
+from hf_mxfp4.ops.choice import HAS_FP8_ON_CPU
 
 
 SEQUENCES, TOKENS, RANK = 3, 64, 4

@@ -138,9 +138,13 @@ def test_a_captured_graph_neither_takes_what_is_kept_nor_leaves_anything(monkeyp
     """It is replayed when that is gone, and what it makes has no values before."""
     weight, cache, made = torch.nn.Parameter(torch.ones(2, 2)), WeightCache(), []
 
+    def make(_):
+        made.append(torch.tensor(len(made) + 1))
+        return made[-1]
+
     def get(key, is_capturing):
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: is_capturing)
-        return cache.get(weight, key, lambda: made.append(key) or len(made))
+        return int(cache.get(weight, key, make))
 
     monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda tensor: tensor is weight))
     assert [get("before", False), get("before", True), get("before", False)] == [1, 2, 1]

@@ -18,7 +18,7 @@ from hf_mxfp4.checkpoint.formats import FORMATS
 from hf_mxfp4.ops import compiled_linear, matmul_counts, quantized_linear, select_matmul, to_fp4
 
 
-matmul_module, fp4 = (importlib.import_module(f"hf_mxfp4.ops.{name}") for name in ("matmul", "fp4"))
+choice, fp4 = (importlib.import_module(f"hf_mxfp4.ops.{name}") for name in ("choice", "fp4"))
 GRID = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], dtype=torch.float64)
 MANTISSAS = {"scale_rule": "even", "macro_block": 128, "macro_search": "block_mantissas"}
 PLAIN = {"scale_rule": "rceil", "macro_block": None}
@@ -61,7 +61,7 @@ def blackwell(monkeypatch):
     ops.reset_matmul_counts()
     fp4.problem.cache_clear()
     monkeypatch.setattr(F, "scaled_mm", stand_in)
-    yield lambda name: monkeypatch.setattr(matmul_module, "hardware_of", lambda device: name)
+    yield lambda name: monkeypatch.setattr(choice, "hardware_of", lambda device: name)
     fp4.problem.cache_clear()
 
 

@@ -15,7 +15,8 @@ from hf_mxfp4 import MXFP4Linear, MXFP4PackedLinear, MXFP4RLConfig, numerics
 from hf_mxfp4.numerics import QuantScheme, parse_scheme
 from hf_mxfp4.ops import backend_for, cpu, quantization, self_check
 from hf_mxfp4.ops import triton as triton_kernels
-from hf_mxfp4.ops.operators import state_of, what_is_saved
+from hf_mxfp4.ops.inputs import what_is_saved
+from hf_mxfp4.ops.operators import state_of
 from hf_mxfp4.ops.quantization import fake_quantize
 
 
@@ -86,8 +87,8 @@ def test_the_trainable_linear_operator(preset, shape):
     arguments = None, layer_id, x.dtype, kept, 70, has_step, False, True
     opcheck(OPS.quantized_linear.default, (x, layer.weight, layer.bias, *arguments))
     out, tensors = OPS.quantized_linear(x, layer.weight, None, *arguments)
-    needs, tail = [True, True, False], (x.dtype, kept, has_step, False, x.dtype, None)
-    backward = out.detach(), layer.weight.detach(), None, tensors, layer_id, *tail, needs
+    needs = [True, True, False]
+    backward = out.detach(), layer.weight.detach(), None, tensors, layer_id, kept, has_step, False, needs
     opcheck(OPS.quantized_linear_backward.default, backward)
 
 

@@ -201,7 +201,7 @@ def grouped_mm_of_cuda(a, b, *, offs):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_grouped_product_of_pytorch_gives_what_the_loop_gives(dtype, bias, monkeypatch):
     out, grads = passes_of_experts(*tensors(bias, dtype=dtype))
-    monkeypatch.setattr(importlib.import_module("hf_mxfp4.ops.matmul"), "_runs_grouped", lambda *operands: True)
+    monkeypatch.setattr(importlib.import_module("hf_mxfp4.ops.values"), "_runs_grouped", lambda *operands: True)
     monkeypatch.setattr(F, "grouped_mm", grouped_mm_of_cuda)
     found, found_grads = passes_of_experts(*tensors(bias, dtype=dtype))
     tolerance = 1e-5 if dtype == torch.float32 else 2e-2
@@ -316,7 +316,7 @@ def test_a_product_of_three_levels_is_exact_where_sums_are():
     a, b = operand(9), operand(33)
     for x in (a, b):
         assert torch.equal(fake_quantize(x, **THREE_LEVELS), x)
-    found = ops.matmul(to_fp8(a), to_fp8(b), dtype=torch.float32)
+    found = ops.multiply_fp8(to_fp8(a), to_fp8(b), None, None, torch.float32)
     assert torch.equal(found.double(), a.double() @ b.double().t()) and found.unique().numel() > 100
     assert ops.matmul_counts()["inexact_elements"] == 0
 

@@ -1,0 +1,231 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How one linear layer computes its three products on one device: chosen once, then called.
+
+Fprop ``y = Q(x) Q(W)^T + b``. The quantizers are passed over by the gradient (straight-through estimator), and the
+backward products take the operands of the forward one: Dgrad ``dx = g Q(W)``, Wgrad ``dW = g^T Q(x)``, ``db = sum g``
+(arXiv 2605.20402, section 2: forward operands in MXFP4, output gradients in full precision), unless the scheme of the
+layer gives them operands of their own (arXiv 2605.09825: all six in MXFP4, rotated).
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from ..numerics import FP8
+from . import choice, quantization
+from .fp8 import FP8Operand, fold_scales
+from .groups import Groups, sum_rows
+from .inputs import Input, SavedTensors, restored
+from .operands import rotate_back, rows_and_columns
+from .products import CodesProducts, FP4Products, FP8Products, ValueProducts, fp4_products
+from .rng import LayerRng
+from .spec import GemmSpec
+from .state import GemmState
+from .weights import fp8_weight, rows_first, weight_operand
+
+
+#: Gradients of the input, the weight and the bias.
+Gradients = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
+
+
+class LinearPlan:
+    """The products of one weight matrix.
+
+    Attributes:
+        spec: of the layer.
+        dtype: of the products, and of their results.
+        fprop: ways of the forward product; the first that can multiplies.
+        values: the way of backward products that FP8 tensor cores do not compute.
+        fp8: the other way of these.
+        fp8_gemms: the products that may be computed in FP8.
+    """
+
+    def __init__(self, spec: GemmSpec, device: torch.device, dtype: torch.dtype, shape: torch.Size):
+        self.spec = spec
+        self.dtype = dtype
+        self.device = device
+        self.values = ValueProducts(spec)
+        self.fp8 = FP8Products(spec)
+        n, k = (shape[-1], shape[-2]) if spec.transposed else (shape[-2], shape[-1])
+        fprop = (n, spec.padded_length(k))
+        columns = {"fprop": fprop, "dgrad": fprop if spec.reuses_weight else (n, k), "wgrad": (k,)}
+        self.fp8_gemms = frozenset(gemm for gemm in columns if self._is_fp8(gemm, columns[gemm]))
+        ways: list[Any] = [self.fp8] if "fprop" in self.fp8_gemms else []
+        ways.append(self.values)
+        fp4_ways = self._fp4_ways(shape)
+        self.fprop = (*fp4_ways, *ways)
+        self.fprop_without_gradient = (*fp4_ways, CodesProducts(spec), *ways) if spec.packs_weight else self.fprop
+
+    def _is_fp8(self, gemm: str, columns: Sequence[int]) -> bool:
+        spec = self.spec
+        return choice.runs_on_fp8(gemm, spec.scheme, self.device, self.dtype, spec.matmul_backend, columns)
+
+    def _fp4_ways(self, shape: torch.Size) -> list[FP4Products]:
+        way = fp4_products(self.spec, self.device, self.dtype, shape)
+        return [] if way is None else [way]
+
+    def forward(
+        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, state: GemmState, groups: Groups | None
+    ) -> torch.Tensor:
+        """Return the output without what a backward pass needs; with groups of all experts."""
+        quantized = Input(x, self.dtype, state, groups)
+        return self._multiply(self.fprop_without_gradient, quantized, weight, bias)[0]
+
+    def forward_for_backward(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        state: GemmState,
+        groups: Groups | None,
+        weight_needs_grad: bool,
+    ) -> tuple[torch.Tensor, SavedTensors, torch.Tensor | None]:
+        """Return the output, what is saved of the input if the weight needs a gradient, and ``Q(W)`` where its values
+        were multiplied."""
+        quantized = Input(x, self.dtype, state, groups, weight_needs_grad)
+        out, operand = self._multiply(self.fprop, quantized, weight, bias)
+        return out, quantized.saved() if weight_needs_grad else (), operand
+
+    def _multiply(
+        self, ways: Sequence[Any], x: Input, weight: torch.Tensor, bias: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        if bias is not None and bias.dtype is not self.dtype:
+            bias = bias.to(self.dtype)
+        for way in ways:
+            result = way.fprop(x, weight, bias)
+            if result is not None:
+                return result
+        raise AssertionError("products of values are always possible")
+
+    def backward(
+        self,
+        grad: torch.Tensor,
+        weight: torch.Tensor,
+        saved: SavedTensors,
+        operand: torch.Tensor | None,
+        state: GemmState,
+        groups: Groups | None,
+        needs: Sequence[bool],
+    ) -> Gradients:
+        """Return the gradients of the input, the weight and the bias; `None` for those that are not needed.
+
+        Args:
+            grad: ``[..., N]``, in the dtype of the output.
+            weight: the master weight as it is now.
+            saved, operand: from [`forward_for_backward`]; without the operand the weight is quantized again.
+            state, groups: as there.
+            needs: which gradients are needed.
+        """
+        rows = grad.reshape(-1, grad.shape[-1])
+        grad_x = grad_weight = grad_bias = None
+        right = self.dgrad_operand(rows, weight, operand, state) if needs[0] else None
+        if needs[1]:
+            columns, x = self.wgrad_operands(rows, saved)
+        else:
+            columns, x = rows.t(), None
+        grad_x, grad_weight = self.products(rows, columns, right, x, rows_first(weight, self.spec), state, groups)
+        if grad_x is not None:
+            grad_x = grad_x.view(*grad.shape[:-1], grad_x.shape[-1])
+        if grad_weight is not None:
+            grad_weight = rows_first(grad_weight, self.spec)
+        if needs[2]:
+            grad_bias = sum_rows(rows, groups)
+        count_backward_pass(state, groups)
+        return grad_x, grad_weight, grad_bias
+
+    def dgrad_operand(
+        self, rows: torch.Tensor, weight: torch.Tensor, operand: torch.Tensor | None, state: GemmState
+    ) -> torch.Tensor | FP8Operand:
+        """Return the weight as Dgrad takes it: the master, or what the forward product used."""
+        spec = self.spec
+        if not spec.reuses_weight:
+            return rows_first(weight, spec)
+        if "dgrad" in self.fp8_gemms and rows.numel() and quantization.has_plain_memory(rows):
+            fp8 = fp8_weight(weight, rows.dtype, state)
+            # Scales of rows would go into the gradient, whose blocks of MXFP4 would be others.
+            if fp8 is not None and (fp8.scale.shape[-2] == 1 or spec.scheme.dgrad.left is FP8):
+                return fp8
+        if operand is None or operand.dtype != rows.dtype:
+            return weight_operand(weight, rows.dtype, state)
+        return operand
+
+    def wgrad_operands(self, rows: torch.Tensor, saved: SavedTensors) -> tuple[torch.Tensor, torch.Tensor | FP8Operand]:
+        """Return the gradient ``[N, M]`` and the input ``[M, K]`` as Wgrad takes them. Where the scales of tokens go
+        into the gradient, the elements of the input are left."""
+        columns = rows.t()
+        if self.spec.folds_scales and rows.numel():
+            elements, byte = (tensor.reshape(-1, tensor.shape[-1]) for tensor in saved)
+            x = FP8Operand.of_bytes(elements, byte)
+            columns, scale = fold_scales(columns, x.scale)
+            return columns, FP8Operand(x.elements, scale)
+        values = restored(saved, self.spec, rows.dtype)
+        return columns, values.reshape(-1, values.shape[-1])
+
+    def products(
+        self,
+        rows: torch.Tensor,
+        columns: torch.Tensor,
+        weight: torch.Tensor | FP8Operand | None,
+        x: torch.Tensor | FP8Operand | None,
+        masters: torch.Tensor,
+        state: GemmState,
+        groups: Groups | None,
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """Return Dgrad ``[M, K]`` and Wgrad ``[N, K]``, `None` for the one whose right operand is `None`.
+
+        Args:
+            rows, columns: the output gradient ``[M, N]``, and ``[N, M]`` as Wgrad takes it.
+            weight, x: the right operands of Dgrad and Wgrad.
+            masters: the master weight ``[N, K]``.
+            state, groups: of the layer; one weight has no groups.
+        """
+        return self.products_of_matrix(rows, columns, weight, x, masters.shape[-1], state.rng_of(0))
+
+    def products_of_matrix(
+        self,
+        rows: torch.Tensor,
+        columns: torch.Tensor,
+        weight: torch.Tensor | FP8Operand | None,
+        x: torch.Tensor | FP8Operand | None,
+        n_columns: int,
+        rng: LayerRng | None,
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """Return Dgrad and Wgrad of one weight matrix of ``n_columns`` columns; see [`products`]."""
+        spec = self.spec
+        rotation = spec.scheme.fprop.rotation
+        left = left_t = grad_x = grad_weight = None
+        if weight is not None and x is not None and not spec.is_plain:
+            left, left_t = rows_and_columns(rows, spec, rng)
+        if weight is not None:
+            if spec.reuses_weight and not isinstance(weight, FP8Operand):
+                weight = rotate_back(weight, rotation, "fprop", n_columns, rng)
+            grad_x = self.dgrad_way(rows, weight).dgrad(rows, weight, rng, left)
+        if x is not None:
+            if not spec.saves_raw_input and not isinstance(x, FP8Operand):
+                x = rotate_back(x, rotation, "fprop", n_columns, rng)
+            grad_weight = self.wgrad_way(columns).wgrad(columns, x, rng, left_t)
+        return grad_x, grad_weight
+
+    def dgrad_way(self, rows: torch.Tensor, weight: torch.Tensor | FP8Operand) -> Any:
+        """Return what computes Dgrad. A weight that the forward product used is an [`FP8Operand`] where FP8 tensor
+        cores do."""
+        if isinstance(weight, FP8Operand):
+            return self.fp8
+        is_fp8 = "dgrad" in self.fp8_gemms and not self.spec.reuses_weight
+        return self.fp8 if is_fp8 and rows.numel() and quantization.has_plain_memory(rows) else self.values
+
+    def wgrad_way(self, columns: torch.Tensor) -> Any:
+        """Return what computes Wgrad, which sums over tokens: FP8 tensor cores take multiples of 16."""
+        n, m = columns.shape
+        is_fp8 = "wgrad" in self.fp8_gemms and columns.numel() and quantization.has_plain_memory(columns)
+        return self.fp8 if is_fp8 and (columns.is_cpu or m % 16 == 0) else self.values
+
+
+def count_backward_pass(state: GemmState, groups: Groups | None) -> None:
+    """Let the next backward pass of the step draw other numbers, of each expert that had rows in this one."""
+    if not state.spec.scheme.is_random:
+        return
+    experts = [0] if groups is None else [expert for expert, _ in groups]
+    for expert in experts:
+        state.rngs[expert].n_backward += 1
