@@ -13,6 +13,7 @@ from mxfp4_kernels.scale_rules import SCALE_RULES
 
 from ..config import MXFP4RLConfig
 from ..model.layer_names import fused_experts
+from ..model.plain_layers import is_linear
 from ..numerics import QuantScheme, ScaleRule
 from ..numerics.schemes import one_of
 from ..ops import quantize_weight, weight_values
@@ -386,7 +387,7 @@ def ignored_layers(source: LayerSource, quantized: Set[str]) -> list[str]:
     ignored = {name.removesuffix(".weight") for name, dim in dims.items() if name.endswith(".weight") and dim == 2}
     embeddings = set()
     for name, module in source.model.named_modules(remove_duplicate=False):
-        if isinstance(module, nn.Linear):
+        if is_linear(module):
             ignored.add(name)
         elif isinstance(module, nn.Embedding):
             stored = names.stored.get(f"{name}.weight", "")

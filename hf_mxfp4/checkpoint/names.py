@@ -25,7 +25,8 @@ from ..model.layer_names import (
     skip_reasons,
     unknown_names,
 )
-from ..model.structure import HEAD, experts_unsupported_reason, projections, weight_size
+from ..model.plain_layers import is_linear, linear_adapter
+from ..model.structure import HEAD, experts_layout, experts_unsupported_reason, projections, weight_names, weight_size
 from ..numerics import QuantScheme
 from ..ops import PACKED_FIELDS, PACKED_SUFFIXES, packed_shapes
 from .folder import CONFIG, CheckpointError, CheckpointFolder, StoredTensor, read_json
@@ -211,7 +212,7 @@ def _fused_weights(model: nn.Module) -> list[str]:
     weights = []
     for name in fused_experts(model):
         experts = model.get_submodule(name)
-        if experts_unsupported_reason(experts) is None and not experts.is_transposed:
+        if experts_unsupported_reason(experts) is None and not experts_layout(experts).is_transposed:
             weights += [f"{name}.{projection}" for projection in projections(experts)]
     return weights
 
@@ -307,12 +308,9 @@ def kept_reasons(
     for name, module in candidates(model).items():
         if reasons.get(name) == BY_OPTION:
             continue
-        weight = "weight"
-        if type(module) is not nn.Linear:
-            if experts_unsupported_reason(module) is not None:
-                continue
-            weight = projections(module)[0]
-        dtype = dtypes.get(f"{name}.{weight}")
+        if not is_linear(module) and experts_unsupported_reason(module) is not None:
+            continue
+        dtype = dtypes.get(f"{name}.{weight_names(module)[0]}")
         if dtype is None and (tensors or reasons.get(name) == HEAD):
             continue
         if shows_packed:
@@ -346,13 +344,15 @@ def layer_shapes(layers: Mapping[str, nn.Module], names: FileNames) -> dict[str,
     """Return the weights of linear layers by the layers' names, the fused ones of experts by their own."""
     shapes: dict[str, LayerShape] = {}
     for name, layer in layers.items():
-        if isinstance(layer, nn.Linear):
-            shapes[name] = LayerShape(layer.out_features, layer.in_features)
+        if is_linear(layer):
+            shapes[name] = LayerShape(*linear_adapter(layer).size(layer))
             continue
         for projection in projections(layer):
             experts, rows, columns = weight_size(layer, projection)
             weight = f"{name}.{projection}"
-            shapes[weight] = LayerShape(rows, columns, experts, layer.is_transposed, names.pieces.get(weight, ()))
+            shapes[weight] = LayerShape(
+                rows, columns, experts, experts_layout(layer).is_transposed, names.pieces.get(weight, ())
+            )
     return shapes
 
 

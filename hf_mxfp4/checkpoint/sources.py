@@ -12,6 +12,7 @@ from torch import nn
 
 from ..config import QUANT_METHOD, MXFP4RLConfig
 from ..model.layer_names import fused_experts
+from ..model.plain_layers import is_linear
 from ..model.structure import experts_unsupported_reason
 from ..ops import check_finite, check_rotation, packed_shapes, quantize_weight
 from .folder import CheckpointError, CheckpointFolder, NewTensor, StoredTensor, new_tensors, read_header
@@ -63,7 +64,7 @@ class LayerSource(ABC):
         own = stored_scheme(folder.quantization)
         layers, self.reasons = quantizable_layers(self.names, own or config, folder.tensors, own is not None)
         layers = {name: layer for name, layer in layers.items() if not self.names.is_tied_away(f"{name}.weight")}
-        self.has_experts = any(not isinstance(layer, nn.Linear) for layer in layers.values())
+        self.has_experts = any(not is_linear(layer) for layer in layers.values())
         self.shapes = layer_shapes(layers, self.names)
         for layer, shape in self.shapes.items():
             try:

@@ -18,6 +18,7 @@ from ..checkpoint import refuse_kernels
 from ..checkpoint.folder import CheckpointError, first_line, read_model_config
 from ..config import MXFP4RLConfig
 from ..model.layer_names import find_layers, split_linears
+from ..model.plain_layers import is_linear, linear_adapter
 from ..model.structure import projections, weight_size
 from ..numerics import FP8
 from ..ops import GemmSpec
@@ -115,7 +116,7 @@ def sizes_of(config: PreTrainedConfig, quantization: MXFP4RLConfig | None, lora_
     quantized = find_layers(model, skips)[0]
     layers = {**split_linears(model)[0], **quantized}
     matrices = {name: _matrices(layer) for name, layer in layers.items()}
-    adapted = [name for name, layer in layers.items() if lora_experts or isinstance(layer, nn.Linear)]
+    adapted = [name for name, layer in layers.items() if lora_experts or is_linear(layer)]
     depth, is_eager = text.num_hidden_layers, model.config._attn_implementation == "eager"
     return Sizes(
         elements=sum(parameter.numel() for parameter in model.parameters()),
@@ -139,8 +140,8 @@ def _check_sizes(config: PreTrainedConfig) -> None:
 
 def _matrices(layer: nn.Module) -> list[tuple[int, int, int]]:
     """Return ``(how many, N, K)`` of each weight of a linear layer or of experts."""
-    if isinstance(layer, nn.Linear):
-        return [(1, layer.out_features, layer.in_features)]
+    if is_linear(layer):
+        return [(1, *linear_adapter(layer).size(layer))]
     return [weight_size(layer, projection) for projection in projections(layer)]
 
 
@@ -157,12 +158,12 @@ def _saved_bytes(
     #: Tensors between the two halves of an expert: one of SwiGLU, four of the clamped one of gpt-oss.
     between = 4 if hasattr(config, "swiglu_limit") else 1
     for name, layer in layers.items():
-        kept, is_linear = spec if name in quantized else None, isinstance(layer, nn.Linear)
-        reader, times = name.rpartition(".")[0] if is_packed else name, 1 if is_linear else experts_per_token
+        kept, is_one = spec if name in quantized else None, is_linear(layer)
+        reader, times = name.rpartition(".")[0] if is_packed else name, 1 if is_one else experts_per_token
         for index, (_, rows, columns) in enumerate(_matrices(layer)):
-            inputs[reader if is_linear else (name, index), columns] = times * _kept_bytes(columns, kept)
+            inputs[reader if is_one else (name, index), columns] = times * _kept_bytes(columns, kept)
             outputs += times * (rows + between * columns * index)
-            inner = max(inner, columns * is_linear)
+            inner = max(inner, columns * is_one)
     depth = config.num_hidden_layers
     return sum(inputs.values()) + _COMPUTE * (outputs + inner * depth) + 16 * config.hidden_size * depth
 

@@ -3,12 +3,14 @@
 tokens pass them), and the trainable ones, with full-precision master weights in one 3-D parameter, MXFP4 operands."""
 
 from collections.abc import Callable
+from dataclasses import asdict, fields
 from typing import Any
 
 import torch
 from torch import nn
 
 from ..config import MXFP4RLConfig
+from ..model.plain_layers import ExpertsAdapter, ExpertsLayout, experts_adapter_of
 from ..model.structure import experts_unsupported_reason, projections, weight_size
 from ..numerics import LinearScheme
 from ..ops import (
@@ -39,8 +41,8 @@ class ExpertsBase(QuantizedLayer):
         states: by projection, the product and what of it changes, as `state` of [`MXFP4Linear`].
     """
 
-    #: The class of transformers that this one stands for.
-    plain_class: type[nn.Module]
+    #: How experts of `plain_class` hold their weights and compute.
+    adapter: ExpertsAdapter
 
     @classmethod
     def class_for(cls, plain_class: type[nn.Module]) -> type["ExpertsBase"]:
@@ -50,7 +52,8 @@ class ExpertsBase(QuantizedLayer):
             classes = cls._classes = {}
         if plain_class not in classes:
             prefix = cls.__name__.removesuffix("Experts")
-            names = {"plain_class": plain_class, "__module__": cls.__module__}
+            adapter = experts_adapter_of(plain_class)
+            names = {"plain_class": plain_class, "adapter": adapter, "__module__": cls.__module__}
             classes[plain_class] = type(f"{prefix}{plain_class.__name__}", (cls, plain_class), names)
         return classes[plain_class]
 
@@ -68,7 +71,10 @@ class ExpertsBase(QuantizedLayer):
         layer.__dict__.update(_shallow(experts))
         for hooked in ("forward", "_old_forward", "_hf_hook"):  # accelerate's, which would run the plain experts
             layer.__dict__.pop(hooked, None)
-        layer.plain_attributes = {key: layer.__dict__[key] for key in ("config", "name") if key in layer.__dict__}
+        layout = asdict(layer.adapter.layout(experts))
+        replaced = ("config", "name", *layout)
+        layer.plain_attributes = {key: layer.__dict__[key] for key in replaced if key in layer.__dict__}
+        layer.__dict__.update(layout)
         layer.config, layer.name = config, name
         layer.projections = projections(experts)
         layer.n_experts = getattr(experts, layer.projections[0]).shape[0]
@@ -85,20 +91,21 @@ class ExpertsBase(QuantizedLayer):
         return plain
 
     def _own_attributes(self) -> tuple[str, ...]:
-        return ("config", "name", "projections", "n_experts", "states", "plain_attributes")
+        layout = [field.name for field in fields(ExpertsLayout)]
+        return ("config", "name", "projections", "n_experts", "states", "plain_attributes", *layout)
 
     def forward(
         self,
         hidden_states: torch.Tensor,
-        top_k_index: torch.Tensor,
-        top_k_weights: torch.Tensor,
+        top_k_index: torch.Tensor | None = None,
+        top_k_weights: torch.Tensor | None = None,
         project: Projection | None = None,
     ) -> torch.Tensor:
         """Compute what transformers' experts do, whatever implementation the model's config names.
 
         Args:
             hidden_states: ``[tokens, hidden]``.
-            top_k_index: ``[tokens, k]``, the experts of each token.
+            top_k_index: ``[tokens, k]``, the experts of each token. Some models route before; see `adapter`.
             top_k_weights: ``[tokens, k]``, their weights in the sum.
             project: takes the place of [`project`], as adapters do.
 
@@ -112,12 +119,14 @@ class ExpertsBase(QuantizedLayer):
         """
         self._check_input(hidden_states)
         project = self.project if project is None else project
+        if top_k_index is None:
+            top_k_index, top_k_weights = self.adapter.routing(self, hidden_states)
         n_tokens, k = top_k_index.shape
         order, groups = group_by_expert(top_k_index.reshape(-1), self.n_experts)
         up, down = self.projections
         states = project(up, hidden_states[order // k], groups)
         dtype = states.dtype
-        states = self._apply_gate(states) if self.has_gate else self.act_fn(states)
+        states = self.adapter.activate(self, states)
         states = project(down, states.to(dtype), groups)
         if getattr(self, "has_post_expert_norm", False):
             states = self.post_expert_norm(states)
@@ -197,14 +206,12 @@ class MXFP4Experts(ExpertsBase):
         """Return by projection what the scheme means for the three products."""
         return {projection: state.spec.scheme for projection, state in self.states.items()}
 
-    def full_precision_forward(
-        self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
-    ) -> torch.Tensor:
+    def full_precision_forward(self, *inputs: torch.Tensor) -> torch.Tensor:
         """Compute what the plain experts do on the master weights; see [`full_precision`]."""
         ours = {name: self.__dict__[name] for name in self.plain_attributes}
         self.__dict__.update(self.plain_attributes)
         try:
-            return super(ExpertsBase, self).forward(hidden_states, top_k_index, top_k_weights)
+            return super(ExpertsBase, self).forward(*inputs)
         finally:
             self.__dict__.update(ours)
 

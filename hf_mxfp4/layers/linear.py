@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 from ..config import MXFP4RLConfig
+from ..model.plain_layers import is_plain_linear, linear_adapter
 from ..numerics import LinearScheme
 from ..ops import (
     GemmSpec,
@@ -22,6 +23,8 @@ class QuantizedLayer(nn.Module):
     """Mixin of all quantized layers: what messages call them, and what inputs they take."""
 
     name: str
+    #: The class that this layer stands for.
+    plain_class: type[nn.Module] = nn.Linear
 
     def _check_dtype(self, x: torch.Tensor, needed: torch.dtype) -> None:
         dtype = x.dtype
@@ -38,7 +41,8 @@ class QuantizedLayer(nn.Module):
 
     def _to_linear(self, weight: torch.Tensor, dtype: torch.dtype | None, requires_grad: bool) -> nn.Linear:
         """Return a plain layer around a weight, with a copy of the bias in ``dtype``, by default its own."""
-        linear = nn.Linear(self.in_features, self.out_features, self.bias is not None, device="meta")
+        size = self.out_features, self.in_features
+        linear = linear_adapter(self).make_empty(self.plain_class, size, self.bias is not None)
         linear.weight = nn.Parameter(weight, requires_grad)
         if self.bias is not None:
             bias = self.bias.detach().to(dtype or self.bias.dtype, copy=True)
@@ -99,10 +103,11 @@ class MXFP4Linear(QuantizedLayer, nn.Linear):
     @classmethod
     def from_linear(cls, linear: nn.Linear, config: MXFP4RLConfig, name: str = "") -> "MXFP4Linear":
         """Return a quantized layer around the very parameters of ``linear``."""
-        layer = cls(
-            linear.in_features, linear.out_features, linear.bias is not None, device="meta", config=config, name=name
-        )
-        layer.weight, layer.bias = linear.weight, linear.bias
+        adapter = linear_adapter(linear)
+        rows, columns = adapter.size(linear)
+        layer = cls(columns, rows, linear.bias is not None, device="meta", config=config, name=name)
+        layer.plain_class = plain_class_of(linear)
+        layer.weight, layer.bias = adapter.weight(linear), linear.bias
         return layer.train(linear.training)
 
     def to_linear(self, dtype: torch.dtype | None = None) -> nn.Linear:
@@ -128,7 +133,7 @@ class MXFP4Linear(QuantizedLayer, nn.Linear):
 
     def full_precision_forward(self, x: torch.Tensor) -> torch.Tensor:
         """Compute what the plain layer does on the master weight; see [`full_precision`]."""
-        return super().forward(x)
+        return linear_adapter(self).forward(self, x)
 
     def quantized_weight(self, weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """Return the weight as the forward product takes it, in ``dtype``: ``Q(W)``, of the rotated and padded weight
@@ -138,6 +143,13 @@ class MXFP4Linear(QuantizedLayer, nn.Linear):
     def effective_weight(self, weight: torch.Tensor) -> torch.Tensor:
         """Return the values ``[n, K]`` that the forward product takes for rows of a weight, rotated back."""
         return effective_rows(weight, self.state)
+
+
+def plain_class_of(layer: nn.Module) -> type[nn.Module]:
+    """Return the class of a plain linear layer, or that which a quantized one stands for."""
+    if isinstance(layer, QuantizedLayer):
+        return layer.plain_class
+    return type(layer) if is_plain_linear(layer) else nn.Linear
 
 
 def spec_of(config: MXFP4RLConfig, gemms: LinearScheme, transposed: bool = False) -> GemmSpec:

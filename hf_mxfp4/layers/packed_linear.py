@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from ..config import MXFP4RLConfig
+from ..model.plain_layers import linear_adapter
 from ..numerics import LinearScheme, MXFP4Tensor
 from ..ops import (
     PACKED_FIELDS,
@@ -23,7 +24,7 @@ from ..ops import (
     quantize_weight,
     weight_values,
 )
-from .linear import QuantizedLayer, spec_of
+from .linear import QuantizedLayer, plain_class_of, spec_of
 
 
 class PackedLayer(QuantizedLayer):
@@ -145,8 +146,9 @@ class MXFP4PackedLinear(PackedLayer, nn.Linear):
 
     @classmethod
     def _around(cls, linear: nn.Linear, config: MXFP4RLConfig, name: str) -> "MXFP4PackedLinear":
-        features = linear.in_features, linear.out_features
-        layer = cls(*features, False, "meta", linear.weight.dtype, config=config, name=name)
+        rows, columns = linear_adapter(linear).size(linear)
+        layer = cls(columns, rows, False, "meta", linear.weight.dtype, config=config, name=name)
+        layer.plain_class = plain_class_of(linear)
         layer.bias = linear.bias
         return layer.train(linear.training)
 

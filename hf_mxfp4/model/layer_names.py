@@ -10,6 +10,7 @@ import regex
 from torch import nn
 
 from .._logging import get_logger
+from .plain_layers import is_plain_linear
 from .structure import (
     HEAD,
     experts_unsupported_reason,
@@ -110,7 +111,7 @@ def split_linears(model: nn.Module, extra_skips: Iterable[str] = ()) -> tuple[di
     """Return the linear layers of ``model`` to quantize, by name, and the names of those to leave alone: what
     [`find_layers`] has without experts, also of models with nothing to quantize. For scripts that look at names."""
     reasons = skip_reasons(model, extra_skips)
-    linears = {name: module for name, module in candidates(model).items() if type(module) is nn.Linear}
+    linears = {name: module for name, module in candidates(model).items() if is_plain_linear(module)}
     return {n: m for n, m in linears.items() if n not in reasons}, [n for n in linears if n in reasons]
 
 
@@ -162,7 +163,7 @@ def find_layers(
     layers: dict[str, nn.Module] = {}
     skipped: dict[str, str] = {}
     for name, module in candidates(model).items():
-        is_linear = type(module) is nn.Linear
+        is_linear = is_plain_linear(module)
         problem = None if is_linear else experts_unsupported_reason(module)
         if name in reasons:
             own = [name] if is_linear or problem else matrix_names(name, module)
@@ -190,14 +191,14 @@ def find_layers(
 
 def fused_experts(model: nn.Module) -> list[str]:
     """Return the names of modules that hold the weights of many experts in 3-D parameters."""
-    return [name for name, module in model.named_modules() if type(module) is not nn.Linear and is_leaf(name, module)]
+    return [name for name, module in model.named_modules() if not is_plain_linear(module) and is_leaf(name, module)]
 
 
 def candidates(model: nn.Module) -> dict[str, nn.Module]:
     """Return all that could be quantized: linear layers, in every place where they are, and fused experts."""
     experts = set(fused_experts(model))
     modules = model.named_modules(remove_duplicate=False)
-    return {name: module for name, module in modules if type(module) is nn.Linear or name in experts}
+    return {name: module for name, module in modules if is_plain_linear(module) or name in experts}
 
 
 def _head(model: nn.Module) -> nn.Module | None:

@@ -4,8 +4,7 @@
 The body is made of the stacks of repeated layers of the base model; in a model of several modalities, of its text
 decoder. Everything else stays in full precision: heads, poolers, embedders, towers, projectors and connectors.
 
-Fused experts are what `transformers.integrations.moe.use_experts_implementation` makes: one 3-D parameter for each
-projection. The order of gate and up columns is left to the class's own `_apply_gate`.
+Linear layers and fused experts are those of [`hf_mxfp4.model.plain_layers`].
 """
 
 from collections.abc import Iterator
@@ -13,13 +12,13 @@ from typing import Any
 
 from torch import nn
 
+from .plain_layers import ExpertsLayout, experts_adapter, is_linear, is_plain_linear
+
 
 HEAD = "outside the layers of the base model, as heads, poolers and embedders are"
 OTHER_MODALITY = "outside the layers of the text decoder"
 ROUTER = "a router"
 
-#: What the decorator of fused experts leaves on every instance (transformers 5.17 and newer).
-_EXPERTS_MARKS = ("is_transposed", "is_concatenated", "has_bias", "has_gate")
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
 
@@ -109,15 +108,15 @@ def _linear_routers(model: nn.Module) -> Iterator[nn.Module]:
         counts = {count_experts(name, child) for name, child in block.named_children()} - {0}
         ends = {1, *counts, *(count + 1 for count in counts)}
         for name, child in block.named_children() if counts else ():
-            linears = [module for module in child.modules() if isinstance(module, nn.Linear)]
+            linears = [module for module in child.modules() if is_linear(module)]
             if linears and not count_experts(name, child) and linears[-1].out_features in ends:
                 yield from linears
 
 
 def is_leaf(name: str, module: nn.Module) -> bool:
-    """Whether a module called ``name`` is an exact `nn.Linear`, or experts that are fused in 3-D parameters."""
+    """Whether a module called ``name`` is a plain linear layer, or experts that are fused in 3-D parameters."""
     is_fused = any(parameter.dim() == 3 for parameter in module.parameters(recurse=False))
-    return type(module) is nn.Linear or (is_fused and count_experts(name.rpartition(".")[2], module) > 0)
+    return is_plain_linear(module) or (is_fused and count_experts(name.rpartition(".")[2], module) > 0)
 
 
 def count_experts(name: str, module: nn.Module) -> int:
@@ -174,9 +173,19 @@ def _declares_text(module: nn.Module) -> bool:
     return "text" in _modalities(module) and any("input_modalities" in vars(cls) for cls in families)
 
 
+def experts_layout(experts: nn.Module) -> ExpertsLayout:
+    """Return how experts, plain or quantized, hold their weights."""
+    return experts_adapter(experts).layout(experts)
+
+
 def projections(experts: nn.Module) -> tuple[str, str]:
     """Return the names of the two weights, in the order in which tokens pass them; each may have a ``<name>_bias``."""
-    return ("gate_up_proj" if experts.has_gate else "up_proj", "down_proj")
+    return experts_layout(experts).projections
+
+
+def weight_names(layer: nn.Module) -> tuple[str, ...]:
+    """Return the names of the weights of a linear layer or of experts, plain or quantized."""
+    return ("weight",) if is_linear(layer) else projections(layer)
 
 
 def matrix_names(name: str, experts: nn.Module) -> list[str]:
@@ -189,20 +198,19 @@ def matrix_names(name: str, experts: nn.Module) -> list[str]:
 def weight_size(experts: nn.Module, projection: str) -> tuple[int, int, int]:
     """Return ``(experts, N, K)`` of a full-precision weight, which maps ``K`` features to ``N``."""
     count, rows, columns = getattr(experts, projection).shape
-    return (count, columns, rows) if experts.is_transposed else (count, rows, columns)
+    return (count, columns, rows) if experts_layout(experts).is_transposed else (count, rows, columns)
 
 
 def experts_unsupported_reason(experts: nn.Module) -> str | None:
-    """Why a module with 3-D weights is not experts of the one layout known here; `None` when it is."""
-    missing = [mark for mark in _EXPERTS_MARKS if not hasattr(experts, mark)]
-    if missing:
+    """Why a module with 3-D weights is not experts of a layout known here; `None` when it is."""
+    if experts_adapter(experts) is None:
         return f"{type(experts).__name__} is not made by transformers' use_experts_implementation"
     if getattr(experts, "_is_expert_parallel", False):
         return "its experts are spread over processes (expert parallelism)"
     names = projections(experts)
     allowed = {*names, *(f"{name}_bias" for name in names)}
     own = dict(experts.named_parameters(recurse=False))
-    needed = allowed if experts.has_bias else set(names)
+    needed = allowed if experts_layout(experts).has_bias else set(names)
     if own.keys() != needed:
         return f"{type(experts).__name__} has the parameters {sorted(own)} instead of {sorted(needed)}"
     return None

@@ -12,6 +12,7 @@ from torch import nn
 
 from ..config import MXFP4RLConfig
 from ..model.layer_names import find_layers
+from ..model.plain_layers import is_linear
 from ..numerics import QuantScheme, Rotation
 from ..utils import progress_bar
 from .rounding import output_error, quantized_again, round_weight, unsupported_reason
@@ -155,7 +156,7 @@ def round_model(
     schemes: dict[nn.Module, Any] = {}
     for name, layer in found.items():
         scheme = _forward_scheme(config, name)
-        if isinstance(layer, nn.Linear) and scheme is not None:
+        if is_linear(layer) and scheme is not None:
             schemes.setdefault(layer, (name, *scheme))
     run = DecoderRun(model, batches)
     gains: dict[str, float] = {}

@@ -15,7 +15,8 @@ import torch
 from torch import nn
 
 from ..layers import TRAINABLE, MXFP4Experts
-from ..model.structure import experts_unsupported_reason, projections
+from ..model.plain_layers import experts_adapter, is_linear, is_plain_linear
+from ..model.structure import experts_layout, experts_unsupported_reason, projections
 
 
 #: The kinds of places.
@@ -177,7 +178,7 @@ def _read_weight(module: nn.Module, width: int) -> torch.Tensor | None:
         return weight if weight.shape[-1] == width else None
     weight = module._parameters.get("weight")
     # Of square ones of other classes the first axis could be that of the input.
-    is_known = isinstance(module, nn.Linear) or (weight is not None and weight.shape[0] != width)
+    is_known = is_linear(module) or (weight is not None and weight.shape[0] != width)
     return weight.detach()[None] if is_known and weight.dim() == 2 and weight.shape[1] == width else None
 
 
@@ -210,7 +211,7 @@ def _of_values(names: dict[nn.Module, str], decoder: nn.Module) -> Iterator[Plac
 def _of_products(names: dict[nn.Module, str], decoder: nn.Module) -> Iterator[Place]:
     for module in decoder.modules():
         if _is_experts(module):
-            if module in names and module.has_gate and _is_linear_in_up(module):
+            if module in names and experts_layout(module).has_gate and _is_linear_in_up(module):
                 weight = (_rows_first(module, "down_proj"),)
                 name = f"{names[module]}.down_proj"
                 yield Place(name, PRODUCTS, module, None, _expert_writers(module), weight, weight)
@@ -244,12 +245,14 @@ def _between(
 
 def _linear(module: nn.Module, name: str) -> nn.Linear | None:
     layer = getattr(module, name, None)
-    return layer if _is_layer(layer) and isinstance(layer, nn.Linear) else None
+    return layer if _is_layer(layer) and is_linear(layer) else None
 
 
 def _is_layer(module: Any) -> bool:
     """Whether a module is a plain or trainable linear layer, or fused experts."""
-    return type(module) is nn.Linear or isinstance(module, TRAINABLE) or _is_experts(module)
+    if not isinstance(module, nn.Module):
+        return False
+    return is_plain_linear(module) or isinstance(module, TRAINABLE) or _is_experts(module)
 
 
 def _written_rows(layer: nn.Linear, rows: slice = slice(None)) -> tuple[torch.Tensor, ...]:
@@ -260,27 +263,29 @@ def _written_rows(layer: nn.Linear, rows: slice = slice(None)) -> tuple[torch.Te
 # ---- experts --------------------------------------------------------------------------------------------------------
 
 
-def _is_experts(module: Any) -> bool:
+def _is_experts(module: nn.Module) -> bool:
     if isinstance(module, MXFP4Experts):
         return True
-    return isinstance(module, nn.Module) and hasattr(module, "is_transposed") and not experts_unsupported_reason(module)
+    return experts_adapter(module) is not None and experts_unsupported_reason(module) is None
 
 
 def _rows_first(experts: nn.Module, projection: str) -> torch.Tensor:
     """Return a weight as ``[experts, N, K]``, the same memory."""
     weight = getattr(experts, projection).detach()
-    return weight.transpose(1, 2) if experts.is_transposed else weight
+    return weight.transpose(1, 2) if experts_layout(experts).is_transposed else weight
 
 
 def _up_rows(experts: nn.Module) -> slice:
     size = _rows_first(experts, "down_proj").shape[-1]
-    return slice(size, None) if experts.is_concatenated else slice(1, None, 2)
+    return slice(size, None) if experts_layout(experts).is_concatenated else slice(1, None, 2)
 
 
 def _expert_writers(experts: nn.Module) -> tuple[torch.Tensor, ...]:
     rows = _up_rows(experts)
     weight = _rows_first(experts, "gate_up_proj")[:, rows].transpose(1, 2)
-    return (weight, experts.gate_up_proj_bias.detach()[:, None, rows]) if experts.has_bias else (weight,)
+    return (
+        (weight, experts.gate_up_proj_bias.detach()[:, None, rows]) if experts_layout(experts).has_bias else (weight,)
+    )
 
 
 def _is_linear_in_up(experts: nn.Module) -> bool:
@@ -292,4 +297,5 @@ def _is_linear_in_up(experts: nn.Module) -> bool:
     x = (torch.randn(4, 2 * size, generator=generator) * 64).to(weight.device, weight.dtype)
     doubled = x.clone()
     doubled[:, _up_rows(experts)] *= 2
-    return torch.equal(experts._apply_gate(doubled), 2 * experts._apply_gate(x))
+    adapter = experts_adapter(experts)
+    return torch.equal(adapter.activate(experts, doubled), 2 * adapter.activate(experts, x))

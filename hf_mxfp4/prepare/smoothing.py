@@ -240,8 +240,7 @@ class _MeanSquare:
                 out[own] = functional.linear(x[own], rows[expert], None if bias is None else bias[expert])
             return out
 
-        states, indices, shares = arguments
-        type(layer).forward(layer, states, indices, shares, project)
+        type(layer).forward(layer, *arguments, project=project)  # type: ignore[misc]
 
     def result(self) -> torch.Tensor:
         """Return the means. Raises `ValueError` for activations that are not finite."""

@@ -10,7 +10,7 @@ import copy
 import functools
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from torch import nn
 from transformers.core_model_loading import ConversionOps, WeightConverter
 
 from ...layers import PACKED, MXFP4Experts, MXFP4PackedExperts
+from ...model.plain_layers import is_linear
 from ..transformers import refuse_lost
 
 
@@ -67,7 +68,7 @@ def target_experts(config: LoraConfig, given: dict[str, Any], model: nn.Module) 
         parameters = config.target_parameters or ()
         linears = [
             name
-            for name in _names_of(model, nn.Linear)
+            for name in _names_of(model, is_linear)
             if not any(_names_any(target, [f"{name}.weight"]) for target in parameters)
         ]
         put_back = {target for target in targets if _names_any(target, linears)}
@@ -88,7 +89,7 @@ def _target_whole_experts(
 ) -> None:
     """Replace ``named`` experts in the targets by their projections; of all experts of the model short names do."""
     if isinstance(config.target_modules, str):
-        matched = (name for name in _names_of(model, nn.Module) if check_target_module_exists(config, name))
+        matched = (name for name in _names_of(model, lambda module: True) if check_target_module_exists(config, name))
         config.target_modules = set(matched) - set(named)
     else:
         config.target_modules = {target for target in config.target_modules if not _names_any(target, named)}
@@ -103,8 +104,8 @@ def _target_whole_experts(
     config.target_parameters = sorted(parameters)
 
 
-def _names_of(model: nn.Module, kind: type[nn.Module]) -> list[str]:
-    names = [name for name, module in model.named_modules() if isinstance(module, kind) and ".lora_" not in name]
+def _names_of(model: nn.Module, is_wanted: Callable[[nn.Module], bool]) -> list[str]:
+    names = [name for name, module in model.named_modules() if is_wanted(module) and ".lora_" not in name]
     return list(dict.fromkeys(name.replace(".base_layer", "") for name in names if name))
 
 

@@ -23,6 +23,7 @@ from torch import nn
 from ..._logging import get_logger
 from ...config import MXFP4RLConfig
 from ...layers import PACKED, QUANTIZED, MXFP4Experts, MXFP4Linear, MXFP4PackedExperts, MXFP4PackedLinear
+from ...model.plain_layers import is_linear
 from ...ops import effective_rows
 from ...report import uncounted_weights
 from ...utils import nearest_names
@@ -156,7 +157,7 @@ def targeted_layers(model: nn.Module, config: PeftConfig, tuner: type[BaseTuner]
         if targets is None:
             return found
     if isinstance(targets, str) and targets.lower() == "all-linear":
-        return found | {name: layer for name, layer in layers.items() if isinstance(layer, nn.Linear)}
+        return found | {name: layer for name, layer in layers.items() if is_linear(layer)}
     config = copy.copy(config)
     config.target_modules = targets
     return found | {name: layer for name, layer in layers.items() if check_target_module_exists(config, name)}
@@ -265,7 +266,7 @@ def _check_computation(config: LoraConfig, targets: Iterable[nn.Module]) -> None
     kind = "packed layers, whose full-precision weights are gone" if packed else "layers that quantize their weight"
     advice = f"is not supported on {kind}; use plain LoRA, or load the base"
     init = config.init_lora_weights
-    if init not in _EXPERT_INITS and not all(isinstance(layer, nn.Linear) for layer in targets):
+    if init not in _EXPERT_INITS and not all(is_linear(layer) for layer in targets):
         raise ValueError(f"init_lora_weights={init!r} is not supported on experts ({_listed(_EXPERT_INITS)})")
     if packed and init not in _INITS:
         raise ValueError(
@@ -375,7 +376,7 @@ def _checksum(model: nn.Module) -> int | None:
             values = _first_rows(layer, projection).bfloat16().cpu()
             bits = values.view(torch.uint8).numpy().tobytes()
             everything = zlib.crc32(bits, everything)
-            last = zlib.crc32(bits) if isinstance(layer, nn.Linear) else last
+            last = zlib.crc32(bits) if is_linear(layer) else last
     return everything << 32 | last if layers else None
 
 

@@ -30,7 +30,8 @@ from ...checkpoint import (
 from ...config import MXFP4RLConfig
 from ...layers import PACKED, QUANTIZED, TRAINABLE, MXFP4Experts, MXFP4PackedExperts
 from ...model.layer_names import find_layers, full_precision_record, skip_reasons, translate_names, unknown_names
-from ...model.structure import projections
+from ...model.plain_layers import linear_adapter
+from ...model.structure import weight_names
 from ...numerics import FP8, ErrorEnergy
 from ...ops import check_finite
 from ...prepare import Smoothing, dither_masters, smooth_loaded
@@ -137,7 +138,7 @@ class MXFP4RLQuantizer(HfQuantizer):
             return False
         owner, _, name = param_name.rpartition(".")
         layer = model.get_submodule(owner)
-        return isinstance(layer, PACKED) and name in swap.matrices_of(layer)
+        return isinstance(layer, PACKED) and name in weight_names(layer)
 
     def param_element_size(self, model, param_name: str, param) -> float:
         """Bytes per element, for `device_map="auto"`: two codes share a byte; the scales are counted by themselves."""
@@ -303,7 +304,7 @@ def pack(model: nn.Module, config: MXFP4RLConfig | None = None) -> nn.Module:
         _check_weights(name, layer)
         packed = swap.from_plain(layer, config, name)
         tensors = {own: getattr(packed, own) for own in packed.shapes()}
-        for own in swap.matrices_of(packed):
+        for own in weight_names(packed):
             swap.add_error(energies, packed, own, getattr(layer, own).detach(), tensors)
         bar.update()
         return packed
@@ -323,10 +324,10 @@ def pack(model: nn.Module, config: MXFP4RLConfig | None = None) -> nn.Module:
 
 
 def _check_weights(name: str, layer: nn.Module) -> None:
-    is_linear = isinstance(layer, nn.Linear)
-    for own in ("weight",) if is_linear else projections(layer):
+    adapter = linear_adapter(layer)
+    for own in weight_names(layer):
         weight = getattr(layer, own)
-        whole = weight.shape == (layer.out_features, layer.in_features) if is_linear else weight.dim() == 3
+        whole = weight.dim() == 3 if adapter is None else weight.shape == adapter.size(layer)
         if type(weight.data) is not torch.Tensor or weight.is_meta or not whole:
             raise ValueError(
                 f"{name}.{own} is not here in full ({type(weight.data).__name__} {list(weight.shape)} on "

@@ -13,7 +13,8 @@ from ...checkpoint import tied_weights
 from ...config import MXFP4RLConfig
 from ...layers import PACKED, QUANTIZED, MXFP4Experts, MXFP4Linear, MXFP4PackedExperts, MXFP4PackedLinear, matrix_names
 from ...model.layer_names import find_layers
-from ...model.structure import projections
+from ...model.plain_layers import is_linear, is_plain_linear
+from ...model.structure import weight_names
 from ...numerics import ErrorEnergy
 from ...numerics.formats import E8M0_NAN
 from ...ops import PACKED_FIELDS, PACKED_SUFFIXES, not_finite
@@ -53,16 +54,18 @@ def quantized_names(model: nn.Module) -> list[str]:
 def from_plain(layer: nn.Module, config: MXFP4RLConfig, name: str, *, is_empty: bool = False) -> nn.Module:
     """Return the quantized layer of the config's mode for a linear layer or for experts, plain or trainable ones.
     ``is_empty``: a packed layer that a full-precision checkpoint is loaded into."""
-    is_linear = isinstance(layer, nn.Linear)
-    kinds = (MXFP4Linear, MXFP4PackedLinear) if is_linear else (MXFP4Experts, MXFP4PackedExperts)
-    kind = kinds[config.mode == "packed"]
-    make = kind.placeholder if is_empty else kind.from_linear if is_linear else kind.from_experts
-    return make(layer, config, name)
+    if is_empty:
+        packed_class = MXFP4PackedLinear if is_linear(layer) else MXFP4PackedExperts
+        return packed_class.placeholder(layer, config, name)
+    is_packed = config.mode == "packed"
+    if is_linear(layer):
+        return (MXFP4PackedLinear if is_packed else MXFP4Linear).from_linear(layer, config, name)
+    return (MXFP4PackedExperts if is_packed else MXFP4Experts).from_experts(layer, config, name)
 
 
 def to_plain(layer: nn.Module, dtype: torch.dtype | None) -> nn.Module:
     """Return the plain layer that holds the quantized values."""
-    return (layer.to_linear if isinstance(layer, nn.Linear) else layer.to_experts)(dtype)
+    return layer.to_linear(dtype) if is_linear(layer) else layer.to_experts(dtype)
 
 
 def check_here(model: nn.Module) -> None:
@@ -87,16 +90,11 @@ def swap_layers(model: nn.Module, layers: dict[str, nn.Module], make: Callable[[
 # ---- weights as they are read ---------------------------------------------------------------------------------------
 
 
-def matrices_of(layer: nn.Module) -> tuple[str, ...]:
-    """Return the names of the weights of a layer or experts, quantized or plain."""
-    return ("weight",) if isinstance(layer, nn.Linear) else projections(layer)
-
-
 def add_error(
     energies: list[ErrorEnergy], layer: nn.Module, own: str, original: torch.Tensor, packed: dict[str, torch.Tensor]
 ) -> None:
     """Append the error of a weight of a packed layer, laid out as in the model, by the tensors it was packed into."""
-    if isinstance(layer, nn.Linear):
+    if is_linear(layer):
         add_packed(energies, original, packed, layer.config)
         return
     names = {name: f"{own}{suffix}" for name, suffix in zip(PACKED_FIELDS, PACKED_SUFFIXES, strict=True)}
@@ -123,7 +121,7 @@ class PackOnLoad(ConversionOps):
     def _pack(self, model: nn.Module, full_layer_name: str, weight: torch.Tensor) -> dict[str, torch.Tensor]:
         owner, _, own = full_layer_name.rpartition(".")
         layer = model.get_submodule(owner)
-        if not isinstance(layer, PACKED) or own not in matrices_of(layer):
+        if not isinstance(layer, PACKED) or own not in weight_names(layer):
             return {full_layer_name: weight}
         needed = getattr(layer, own).shape  # the placeholder's
         if weight.shape != needed:
@@ -180,7 +178,7 @@ def check_loaded(model: nn.Module) -> None:
             continue
         owner = name.rpartition(".")[0]
         in_layers = any(part.isdigit() for part in owner.split("."))
-        if in_layers or type(model.get_submodule(owner)) is not nn.Linear:  # which is a pooler, as of BERT
+        if in_layers or not is_plain_linear(model.get_submodule(owner)):  # which is a pooler, as of BERT
             raise ValueError(f"{name} is in no file of the checkpoint; complete the files")
     for name, layer in packed_layers(model).items():
         layer.check()

@@ -8,14 +8,14 @@ from dataclasses import dataclass, replace
 from statistics import median
 
 import torch
-from torch import nn
 
 from ...checkpoint import LayerCost, StoredTensor, bits_per_weight
 from ...checkpoint.folder import CheckpointFolder
 from ...checkpoint.names import FileNames, quantizable_layers
 from ...config import MXFP4RLConfig
 from ...model.layer_names import ALWAYS_SKIPPED, name_matches
-from ...model.structure import projections
+from ...model.plain_layers import is_linear
+from ...model.structure import experts_layout, weight_names
 from .source import Source
 
 
@@ -118,9 +118,8 @@ def _quantized_axes(source: Source, own: MXFP4RLConfig | None, exclude: Sequence
     skips = [*(config.modules_to_not_convert or ()), *unwanted] or None
     config = replace(config, modules_to_not_convert=skips).keeping(config.full_precision)
     for name, layer in quantizable_layers(names, config, tensors, own is not None)[0].items():
-        axis = 1 if getattr(layer, "is_transposed", False) else -1
-        matrices = ["weight"] if isinstance(layer, nn.Linear) else projections(layer)
-        weights |= {f"{name}.{weight}": axis for weight in matrices}
+        axis = -1 if is_linear(layer) or not experts_layout(layer).is_transposed else 1
+        weights |= {f"{name}.{weight}": axis for weight in weight_names(layer)}
     whole = {name: weights[place] for name, place in names.places.items() if place in weights}
     # What transformers joins are matrices of linear layers.
     return whole | {name: -1 for name, place in names.converted.items() if place in weights}
