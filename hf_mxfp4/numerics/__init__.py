@@ -22,7 +22,7 @@ from .formats import (
 )
 from .hadamard import random_signs, rotate, unrotate
 from .nvfp4 import dequantize_nvfp4, fake_quantize_nvfp4, nvfp4_tensor_scale, quantize_nvfp4
-from .packed import PARTS, MXFP4Tensor, block_scales, dequantize, part_sizes
+from .packed import PARTS, MXFP4Tensor, block_scales, part_sizes
 from .quantize import apply_scheme, fake_quantize, quantize
 from .rng import counted_uniform
 from .schemes import (

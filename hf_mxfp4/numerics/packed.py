@@ -9,7 +9,7 @@ import torch
 
 from .corrections import macro_factor, mantissa_factor, unpack_mantissas
 from .formats import BLOCK_SIZE, decode_e2m1, decode_e8m0, saturate, unpack_codes
-from .schemes import MACRO_SEARCHES, MANTISSAS, QuantScheme, one_of
+from .schemes import QuantScheme
 
 
 #: Fields of an [`MXFP4Tensor`] that are tensors.
@@ -54,20 +54,40 @@ class MXFP4Tensor:
         return replace(self, **dict(zip(PARTS, parts, strict=True)), **changes)
 
     def dequantize(self, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """Return the represented values, in the original layout, as ``dtype`` (default: the original dtype)."""
-        out = dequantize(
-            self.codes,
-            self.scale,
-            length=self.length,
-            macro=self.macro,
-            macro_block=self.scheme.macro_block,
-            macro_search=self.scheme.macro_search,
-            residual_codes=self.residual_codes,
-            residual_scale=self.residual_scale,
-            outlier_fallback=self.scheme.outlier_fallback,
-            dtype=dtype or self.dtype,
-        )
-        return out.movedim(-1, self.axis)
+        """Return the represented values, in the original layout, as ``dtype`` (default: the original dtype).
+
+        Computed in float32, so that the result is that of [`fake_quantize`]; without macro factors and residual in
+        float64 when that is asked for, where every one of the 16 x 256 pairs of a code and a scale byte is exact. In a
+        dtype that cannot hold a value it saturates at the largest finite one; NaN stays NaN.
+
+        Raises `ValueError` when the shapes do not fit together.
+        """
+        dtype = dtype or self.dtype
+        for name, part, size in zip(PARTS, self.parts, part_sizes(self.scheme, self.length), strict=True):
+            if part is not None and part.shape[-1] != size:
+                raise ValueError(
+                    f"{name} has {part.shape[-1]} bytes along its last axis; {self.length} elements need {size}"
+                )
+        is_plain = self.macro is None and self.residual_codes is None
+        compute = torch.float64 if is_plain and dtype == torch.float64 else torch.float32
+        out = self._values(self.codes, self.scale, compute)
+        if self.residual_codes is not None:
+            out = out + self.scheme.outlier_fallback * self._values(self.residual_codes, self.residual_scale, compute)
+        if self.scheme.mantissas:
+            out = out * self._per_element(mantissa_factor(unpack_mantissas(self.macro)), BLOCK_SIZE)
+        elif self.macro is not None:
+            size = max(self.length, 1) if self.scheme.macro_block == "row" else int(self.scheme.macro_block)
+            out = out / self._per_element(macro_factor(self.macro), size)
+        return saturate(out, dtype).to(dtype).movedim(-1, self.axis)
+
+    def _values(self, codes: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """Elements times their block scales, cut to the finite range."""
+        elements = decode_e2m1(unpack_codes(codes, self.length)).to(dtype)
+        return saturate(elements * self._per_element(decode_e8m0(scale, dtype), BLOCK_SIZE), dtype)
+
+    def _per_element(self, factors: torch.Tensor, size: int) -> torch.Tensor:
+        """Repeat factors for the ``size`` elements that share one."""
+        return factors.repeat_interleave(size, dim=-1)[..., : self.length]
 
 
 def part_sizes(scheme: QuantScheme, length: int) -> tuple[int | None, ...]:
@@ -84,60 +104,3 @@ def block_scales(scale: torch.Tensor, macro: torch.Tensor | None, dtype: torch.d
     """Scales ``[..., blocks]`` of scale bytes, and of packed block mantissas if there are any; exact in float32."""
     factors = 1.0 if macro is None else mantissa_factor(unpack_mantissas(macro))[..., : scale.shape[-1]]
     return decode_e8m0(scale, dtype) * factors
-
-
-def dequantize(
-    codes: torch.Tensor,
-    scale: torch.Tensor,
-    *,
-    length: int,
-    macro: torch.Tensor | None = None,
-    macro_block: int | str | None = None,
-    macro_search: str = "static",
-    residual_codes: torch.Tensor | None = None,
-    residual_scale: torch.Tensor | None = None,
-    outlier_fallback: float | None = None,
-    dtype: torch.dtype = torch.float32,
-) -> torch.Tensor:
-    """Values ``[..., length]`` of packed codes and scale bytes, laid out as in [`MXFP4Tensor`].
-
-    Computed in float32, so that the result is that of [`fake_quantize`]; without macro factors and residual in float64
-    when that is asked for, where every one of the 16 x 256 pairs of a code and a scale byte is exact. In a dtype that
-    cannot hold a value it saturates at the largest finite one; NaN stays NaN.
-
-    Raises `ValueError` when the shapes do not fit together.
-    """
-    plain = macro is None and residual_codes is None
-    compute = torch.float64 if plain and dtype == torch.float64 else torch.float32
-    n_blocks = -(-length // BLOCK_SIZE)
-    if macro is not None and macro_block is None:
-        raise ValueError("macro factors were given without macro_block, the number of elements that share one")
-    one_of("macro_search", macro_search, MACRO_SEARCHES)
-    if residual_codes is not None and (residual_scale is None or outlier_fallback is None):
-        raise ValueError("residual_codes were given without residual_scale and outlier_fallback")
-    for name, tensor in (("scale", scale), ("residual_scale", residual_scale)):
-        if tensor is not None and tensor.shape[-1] != n_blocks:
-            size = tensor.shape[-1]
-            raise ValueError(f"{name} has {size} bytes along its last axis; {length} elements need {n_blocks}")
-
-    def values(packed: torch.Tensor, byte: torch.Tensor) -> torch.Tensor:
-        element = decode_e2m1(unpack_codes(packed, length)).to(compute)
-        product = element * decode_e8m0(byte, compute).repeat_interleave(BLOCK_SIZE, dim=-1)[..., :length]
-        return saturate(product, compute)
-
-    out = values(codes, scale)
-    if residual_codes is not None:
-        out = out + outlier_fallback * values(residual_codes, residual_scale)
-    if macro is not None:
-        size = max(length, 1) if macro_block == "row" else int(macro_block)
-        if macro.shape[-1] != -(-length // size):
-            raise ValueError(
-                f"macro has {macro.shape[-1]} bytes along its last axis; {length} elements in macro blocks of "
-                f"{macro_block} need {-(-length // size)}"
-            )
-        if macro_search in MANTISSAS:
-            per_block = mantissa_factor(unpack_mantissas(macro))
-            out = out * per_block.repeat_interleave(BLOCK_SIZE, dim=-1)[..., :length]
-        else:
-            out = out / macro_factor(macro).repeat_interleave(size, dim=-1)[..., :length]
-    return saturate(out, dtype).to(dtype)

@@ -11,7 +11,6 @@ from ..numerics import (
     QuantScheme,
     Rotation,
     apply_scheme,
-    dequantize,
     quantize,
     rotate,
     round_nearest,
@@ -144,19 +143,16 @@ def _scales(block: torch.Tensor, scheme: QuantScheme) -> tuple[torch.Tensor, tor
     """Return what a code of 1.0 stands for in each row of a block, ``[N]``, 1 in rows of zeros; and for a residual's
     code, so large in rows without one that all residuals are rounded to zero."""
     found = quantize(block, **dataclasses.asdict(scheme))
-    options = {
-        "length": found.length,
-        "macro": found.macro,
-        "macro_block": scheme.macro_block,
-        "macro_search": scheme.macro_search,
-    }
     ones = torch.full_like(found.codes, _ONES)
-    scale = dequantize(ones, found.scale, **options)[:, 0]
+    first_pass = dataclasses.replace(found, codes=ones, residual_codes=None, residual_scale=None)
+    scale = first_pass.dequantize()[:, 0]
     scale = torch.where(scale > 0, scale, 1.0)
     if found.residual_codes is None:
         return scale, None
-    options |= {"residual_codes": ones, "residual_scale": found.residual_scale, "outlier_fallback": 1.0}
-    residual = dequantize(torch.zeros_like(ones), found.scale, **options)[:, 0]
+    # A residual's code stands for this much before it is weighted.
+    whole = dataclasses.replace(scheme, outlier_fallback=1.0)
+    second_pass = dataclasses.replace(found, codes=torch.zeros_like(ones), residual_codes=ones, scheme=whole)
+    residual = second_pass.dequantize()[:, 0]
     return scale, torch.where((found.residual_codes != 0).any(1) & (residual > 0), residual, _NO_RESIDUAL)
 
 

@@ -15,6 +15,7 @@ from tiny_models import make_model
 import hf_mxfp4
 from hf_mxfp4 import MXFP4Linear, MXFP4PackedLinear, MXFP4RLConfig, lab, numerics
 from hf_mxfp4.integrations.transformers.swap import quantize_linears
+from hf_mxfp4.numerics import MXFP4Tensor, QuantScheme
 from hf_mxfp4.ops import (
     GemmSpec,
     GemmState,
@@ -299,6 +300,6 @@ def test_more_than_2_to_the_31_codes():
     scale = torch.full((n_rows, n_cols // 32), 120, device="cuda", dtype=torch.uint8)
     x = normal(1, n_cols)
     y = linear_w4a16(x, Packed(codes, scale), n_cols, Scheme())
-    last = numerics.dequantize(codes[-64:].cpu(), scale[-64:].cpu(), length=n_cols).double()
-    expected = x.cpu().double() @ last.T
+    last = MXFP4Tensor(codes[-64:].cpu(), scale[-64:].cpu(), None, None, None, n_cols, 1, QuantScheme(), torch.float64)
+    expected = x.cpu().double() @ last.dequantize().T
     assert (y[:, -64:].cpu().double() - expected).abs().max() <= 2.0**-8 * expected.abs().max()

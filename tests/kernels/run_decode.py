@@ -14,6 +14,7 @@ from collections.abc import Iterator
 import torch
 
 from hf_mxfp4 import numerics
+from hf_mxfp4.numerics import QuantScheme
 from mxfp4_kernels import Packed, Scheme, linear_w4a16
 from mxfp4_kernels.decode.counters import Counters
 
@@ -98,6 +99,11 @@ def experts() -> Iterator[tuple[str, str | None]]:
             start = end
 
 
+def plain_values(codes: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    length = 2 * codes.shape[1]
+    return numerics.MXFP4Tensor(codes, scale, None, None, None, length, 1, QuantScheme(), torch.float32).dequantize()
+
+
 def special() -> Iterator[tuple[str, str | None]]:
     x = normal(3, 512).bfloat16()
     codes = torch.randint(256, (70, 256), generator=RNG, dtype=torch.uint8)
@@ -108,7 +114,7 @@ def special() -> Iterator[tuple[str, str | None]]:
     for byte in (0, 128, 129, 250):
         scale = torch.full((70, 16), byte, dtype=torch.uint8)
         shifted = x * 2.0 ** (-60 if byte > 128 else 0)
-        weight = numerics.dequantize(codes, scale, length=512)
+        weight = plain_values(codes, scale)
         yield f"byte {byte}", problem(shifted, weight, None, call(shifted, codes, scale))
     scale = torch.full((70, 16), 120, dtype=torch.uint8)
     plain = call(x, codes, scale)
@@ -131,7 +137,7 @@ def special() -> Iterator[tuple[str, str | None]]:
     first, second = call(long, codes, scale), call(long, codes, scale)
     Counters.zeros = original
     yield "counters", None if torch.equal(first, second) and not kept.any() else "were left set"
-    yield "splits", problem(long, numerics.dequantize(codes, scale, length=4096), None, first)
+    yield "splits", problem(long, plain_values(codes, scale), None, first)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ import pytest
 import torch
 from tables import gaussian
 
-from hf_mxfp4.numerics import QuantScheme, apply_scheme, dequantize, fake_quantize, parse_scheme, quantize
+from hf_mxfp4.numerics import QuantScheme, apply_scheme, fake_quantize, parse_scheme, quantize
 
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
@@ -216,11 +216,7 @@ def test_apply_scheme_and_the_packed_tensor_carry_the_scheme(scheme):
     x = gaussian(2, 45)
     described = QuantScheme(**scheme)
     assert torch.equal(apply_scheme(x, described), fake_quantize(x, **scheme))
-    packed = quantize(x, **scheme)
-    assert packed.scheme == described
-    given = {name: getattr(packed, name) for name in ("macro", "residual_codes", "residual_scale")}
-    given |= {name: scheme[name] for name in ("macro_block", "macro_search", "outlier_fallback")}
-    assert torch.equal(dequantize(packed.codes, packed.scale, length=45, **given), packed.dequantize())
+    assert quantize(x, **scheme).scheme == described
 
 
 def test_float64_stays_finite_within_and_beyond_float32():

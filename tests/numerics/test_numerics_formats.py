@@ -13,7 +13,15 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from hf_mxfp4 import numerics
 from hf_mxfp4.lab import error_statistics
-from hf_mxfp4.numerics import NVFP4, ScaleRule, dequantize, fake_quantize_e4m3, fake_quantize_nvfp4, quantize_nvfp4
+from hf_mxfp4.numerics import (
+    NVFP4,
+    MXFP4Tensor,
+    QuantScheme,
+    ScaleRule,
+    fake_quantize_e4m3,
+    fake_quantize_nvfp4,
+    quantize_nvfp4,
+)
 
 
 #: Of codes 0 to 15: sign, two exponent bits, one mantissa bit (OCP MX v1.0, section 5.3.3).
@@ -180,13 +188,24 @@ def all_pairs() -> tuple[torch.Tensor, torch.Tensor]:
     return codes, torch.arange(256, dtype=torch.int32).to(torch.uint8).view(256, 1)
 
 
+PLAIN = QuantScheme()
+
+
+def of_bytes(
+    codes: torch.Tensor, scale: torch.Tensor, length: int, scheme: QuantScheme = PLAIN, **parts: torch.Tensor
+) -> MXFP4Tensor:
+    """A float32 tensor of these bytes, and of the other ``parts`` that the scheme has."""
+    others = {"macro": None, "residual_codes": None, "residual_scale": None} | parts
+    return MXFP4Tensor(codes, scale, **others, length=length, axis=1, scheme=scheme, dtype=torch.float32)
+
+
 def exact_value(code: int, byte: int) -> Fraction:
     magnitude = Fraction(numerics.E2M1_MAGNITUDES[code & 7]) * Fraction(2) ** (byte - 127)
     return -magnitude if code & 8 else magnitude
 
 
 def test_every_pair_is_exact_in_float64():
-    values = dequantize(*all_pairs(), length=32, dtype=torch.float64)
+    values = of_bytes(*all_pairs(), 32).dequantize(torch.float64)
     assert values.dtype == torch.float64
     for byte in range(255):
         assert [Fraction(value) for value in values[byte].tolist()] == [exact_value(i % 16, byte) for i in range(32)]
@@ -195,10 +214,10 @@ def test_every_pair_is_exact_in_float64():
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_every_pair_in_a_narrow_dtype_is_rounded_once_and_saturates(dtype):
-    codes, scale = all_pairs()
-    exact = dequantize(codes, scale, length=32, dtype=torch.float64)
+    packed = of_bytes(*all_pairs(), 32)
+    exact = packed.dequantize(torch.float64)
     largest = torch.finfo(dtype).max
-    values = dequantize(codes, scale, length=32, dtype=dtype)
+    values = packed.dequantize(dtype)
     assert values.dtype == dtype
     assert torch.equal(values[:255], exact[:255].clamp(-largest, largest).to(dtype))
     assert values[:255].isfinite().all() and values[255].isnan().all()
@@ -212,7 +231,7 @@ def test_every_pair_of_bytes_against_transformers(dtype):
     scale = torch.arange(256, dtype=torch.int32).to(torch.uint8).view(1, 256, 1).expand(1, 256, 16)
     theirs = mxfp4._convert_moe_packed_tensors(blocks.contiguous(), scale.contiguous(), dtype=dtype)
     theirs = theirs.transpose(1, 2)[0]
-    ours = dequantize(blocks[0].flatten(-2), scale[0], length=512, dtype=dtype)
+    ours = of_bytes(blocks[0].flatten(-2), scale[0], 512).dequantize(dtype)
     # Byte 255 is NaN in the specification and 2**128 there; overflow saturates here and is infinite there.
     fits = theirs.isfinite()
     fits[255] = False
@@ -222,38 +241,46 @@ def test_every_pair_of_bytes_against_transformers(dtype):
     assert ours[255].isnan().all()
 
 
-def test_literal_bytes_also_with_macro_and_residual():
+def test_literal_bytes():
     # 0x21: 0.5 then 1.0; 0xFA: -1.0 then -6.0; 0x07: 6.0
     codes = torch.tensor([[0x21, 0xFA, 0x07]], dtype=torch.uint8)
     scale = torch.tensor([[129]], dtype=torch.uint8)
-    assert dequantize(codes, scale, length=5).tolist() == [[2.0, 4.0, -4.0, -24.0, 24.0]]
-    codes, scale, macro, residual, residual_scale = torch.tensor([0x66, 127, 64, 0xA4, 126], dtype=torch.uint8)[
-        :, None, None
-    ]
-    factors = {"macro": macro, "macro_block": 128, "residual_codes": residual, "residual_scale": residual_scale}
-    out = dequantize(codes, scale, length=2, outlier_fallback=0.5, **factors)
+    assert of_bytes(codes, scale, 5).dequantize().tolist() == [[2.0, 4.0, -4.0, -24.0, 24.0]]
+
+
+def test_literal_bytes_with_macro_and_residual():
+    codes, scale, macro, residual, residual_scale = torch.tensor([0x66, 127, 64, 0xA4, 126], dtype=torch.uint8).view(
+        5, 1, 1
+    )
+    scheme = QuantScheme(macro_block=128, outlier_fallback=0.5)
+    packed = of_bytes(codes, scale, 2, scheme, macro=macro, residual_codes=residual, residual_scale=residual_scale)
     # (4 + 0.5 * 0.5 * 2) / 1.25 and (4 - 0.5 * 0.5 * 1) / 1.25
-    assert out.tolist() == [[float(np.float32(4.5) / np.float32(1.25)), 3.0]]
+    assert packed.dequantize().tolist() == [[float(np.float32(4.5) / np.float32(1.25)), 3.0]]
 
 
 BYTES = torch.zeros(3, 2, dtype=torch.uint8)
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("length", "scheme", "parts", "message"),
     [
-        ({"length": 65}, "scale has 2 bytes along its last axis; 65 elements need 3"),
-        ({"length": 30}, "scale has 2 bytes along its last axis; 30 elements need 1"),
-        ({"length": 61}, "32 packed bytes cannot hold 61 4-bit codes; expected 31 bytes"),
-        ({"length": 64, "residual_scale": BYTES[:, :1]}, "residual_scale has 1 bytes .*; 64 elements need 2"),
-        ({"length": 64, "macro": BYTES, "macro_block": 128}, "macro has 2 bytes .* macro blocks of 128 need 1"),
-        ({"length": 64, "macro": BYTES, "macro_block": "row"}, "macro has 2 bytes .* macro blocks of row need 1"),
+        (65, "rceil", {}, "codes has 32 bytes .* need 33"),
+        (61, "rceil", {}, "codes has 32 bytes .* need 31"),
+        (63, "rceil+of1", {"residual_codes": BYTES, "residual_scale": BYTES}, "residual_codes has 2 bytes .* need 32"),
+        (64, "rceil+mbs128", {"macro": BYTES}, "macro has 2 bytes .* need 1"),
+        (64, "rceil+mbsrow", {"macro": BYTES}, "macro has 2 bytes .* need 1"),
     ],
-    ids=["scale-short", "scale-long", "codes", "residual-scale", "macro", "macro-row"],
 )
-def test_shapes_that_do_not_fit(options, message):
+def test_shapes_that_do_not_fit(length, scheme, parts, message):
+    packed = of_bytes(torch.zeros(3, 32, dtype=torch.uint8), BYTES, length, numerics.parse_scheme(scheme), **parts)
     with pytest.raises(ValueError, match=message):
-        dequantize(torch.zeros(3, 32, dtype=torch.uint8), BYTES, **options)
+        packed.dequantize()
+
+
+def test_a_scale_for_each_block_is_needed():
+    packed = of_bytes(torch.zeros(3, 48, dtype=torch.uint8), BYTES, 96)
+    with pytest.raises(ValueError, match="scale has 2 bytes .* need 3"):
+        packed.dequantize()
 
 
 @pytest.mark.parametrize(
@@ -273,16 +300,6 @@ def test_no_host_reads_a_value_or_sends_one(scheme, dtype):
         x = torch.empty(40, 65, dtype=dtype, device="meta")
         assert numerics.apply_scheme(x, scheme).shape == x.shape
         assert numerics.quantize(x, **vars(scheme)).dequantize().shape == x.shape
-
-
-@pytest.mark.parametrize("missing", ["outlier_fallback", "residual_scale", "macro_block"])
-def test_dequantize_names_what_is_missing(missing):
-    packed = numerics.quantize(torch.ones(2, 64), macro_block=32, outlier_fallback=0.5)
-    options = {name: getattr(packed, name) for name in ("macro", "residual_codes", "residual_scale")}
-    options |= {"macro_block": 32, "outlier_fallback": 0.5}
-    del options[missing]
-    with pytest.raises(ValueError, match=missing):
-        dequantize(packed.codes, packed.scale, length=64, **options)
 
 
 def spread(dtype=torch.float32, rows: int = 64, columns: int = 512) -> torch.Tensor:
