@@ -39,9 +39,7 @@ def round_nearest(y: torch.Tensor) -> torch.Tensor:
     ``y`` is consumed: its storage holds the result.
     """
     y = y.clamp_(-E2M1_MAX, E2M1_MAX)
-    # 2**max(floor(log2|y|), 0), the start of the binade of y, is twice the grid step there.
-    binade = (y.view(torch.int32) & _EXPONENT_FIELD).clamp_(min=_ONE_BITS).view(torch.float32)
-    anchor = binade.mul_(0.5 * _ROUND_MAGIC)
+    anchor = _grid_step(y).mul_(_ROUND_MAGIC)
     return y.add_(anchor).sub_(anchor)
 
 
@@ -52,8 +50,7 @@ def round_stochastic(y: torch.Tensor, noise: torch.Generator | torch.Tensor | No
     ``noise`` is uniform in [0, 1), float32 in the shape of ``y``, or the generator to draw it from.
     """
     y = y.clamp_(-E2M1_MAX, E2M1_MAX)
-    binade = (y.view(torch.int32) & _EXPONENT_FIELD).clamp_(min=_ONE_BITS).view(torch.float32)
-    step = binade.mul_(0.5)
+    step = _grid_step(y)
     if not isinstance(noise, torch.Tensor):
         noise = torch.rand(y.shape, dtype=torch.float32, device=y.device, generator=noise)
     position = y.abs().div_(step)
@@ -63,6 +60,12 @@ def round_stochastic(y: torch.Tensor, noise: torch.Generator | torch.Tensor | No
     magnitude = below.add_(noise >= 1.0 - share).mul_(step)
     # Codes have one zero only.
     return torch.copysign(magnitude, y).add_(0.0)
+
+
+def _grid_step(y: torch.Tensor) -> torch.Tensor:
+    """Distance between neighbours on the grid around ``y``: half of its power of two, at least 0.5."""
+    power_of_two = (y.view(torch.int32) & _EXPONENT_FIELD).clamp_(min=_ONE_BITS).view(torch.float32)
+    return power_of_two.mul_(0.5)
 
 
 def encode_e2m1(values: torch.Tensor) -> torch.Tensor:
@@ -97,10 +100,9 @@ def pack_codes(codes: torch.Tensor) -> torch.Tensor:
 
 def unpack_codes(packed: torch.Tensor, length: int) -> torch.Tensor:
     """Return the first ``length`` codes of packed bytes: uint8 ``[..., ceil(length/2)]`` to ``[..., length]``."""
-    if packed.shape[-1] != (length + 1) // 2:
-        raise ValueError(
-            f"{packed.shape[-1]} packed bytes cannot hold {length} 4-bit codes; expected {(length + 1) // 2} bytes"
-        )
+    n_bytes = (length + 1) // 2
+    if packed.shape[-1] != n_bytes:
+        raise ValueError(f"{packed.shape[-1]} packed bytes cannot hold {length} 4-bit codes; expected {n_bytes} bytes")
     codes = torch.stack((packed & 0xF, packed >> 4), dim=-1)
     return codes.flatten(-2)[..., :length]
 
@@ -167,7 +169,7 @@ def quantize_e4m3(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     if not x.is_floating_point():
         raise TypeError(f"FP8 quantization needs a floating-point tensor, got {x.dtype}")
     with torch.no_grad():
-        values = to_float32(x.detach())
+        values = to_float32(x)
         if x.numel() == 0:
             return values.to(torch.float8_e4m3fn), torch.zeros(*x.shape[:-1], 1, dtype=torch.uint8, device=x.device)
         byte = e4m3_scale_byte(values.abs().amax(dim=-1, keepdim=True))

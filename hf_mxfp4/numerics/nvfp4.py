@@ -15,10 +15,10 @@ from .formats import decode_e2m1, encode_e2m1, pack_codes, round_nearest, satura
 #: Elements that share an E4M3 scale.
 NVFP4_GROUP = 16
 _LARGEST = 6.0 * 448.0
-#: With it the reciprocal of the smallest product of two scales is finite.
+#: So that the reciprocal of the smallest product of both scales is finite.
 _SMALLEST_TENSOR_SCALE = 2.0**-116
-#: What no group with values falls below, though libraries differ there: torchao takes 2**-6, compressed-tensors 2**-3
-#: for what rounds to zero.
+#: The least scale of a group with values. Libraries differ here: torchao takes 2**-6, compressed-tensors 2**-3 for a
+#: scale that rounds to zero.
 _SMALLEST_SCALE = 2.0**-9
 
 
@@ -26,9 +26,12 @@ def nvfp4_tensor_scale(x: torch.Tensor, per_row: bool = False) -> torch.Tensor:
     """Return ``amax / (6 * 448)`` of the finite elements, float32: ``[1]``, or ``[..., 1]`` with one for each row. At
     least 2**-116, and 1 where nothing is finite but zeros."""
     rows = to_float32(x).abs().nan_to_num(nan=0.0, posinf=0.0)
-    rows = rows if per_row else rows.reshape(1, -1)
-    amax = rows.amax(dim=-1, keepdim=True) if rows.numel() else rows.new_zeros(*rows.shape[:-1], 1)
-    amax = amax if per_row else amax.view(1)
+    if not per_row:
+        rows = rows.flatten()
+    if rows.numel():
+        amax = rows.amax(dim=-1, keepdim=True)
+    else:
+        amax = rows.new_zeros(*rows.shape[:-1], 1)
     return (amax / _LARGEST).clamp_(min=_SMALLEST_TENSOR_SCALE).masked_fill_(amax == 0, 1.0)
 
 
@@ -48,14 +51,16 @@ def quantize_nvfp4(
     """
     if not x.is_floating_point():
         raise TypeError(f"NVFP4 quantization needs a floating-point tensor, got {x.dtype}")
-    length, tensor_scale = x.shape[-1], nvfp4_tensor_scale(x) if tensor_scale is None else tensor_scale
+    if tensor_scale is None:
+        tensor_scale = nvfp4_tensor_scale(x)
     groups = to_blocks(to_float32(x), NVFP4_GROUP, 1, NVFP4_GROUP)
     amax = groups.abs().amax(dim=-1)
     scale = (amax / 6.0 / tensor_scale).clamp(_SMALLEST_SCALE, 448.0).masked_fill(amax == 0, 1.0)
     scale = scale.masked_fill(~amax.isfinite(), torch.nan).to(torch.float8_e4m3fn)
     # A product with the reciprocal, as in torchao and kernels: a quotient would round some ties otherwise.
-    grid = round_nearest(groups * (1.0 / tensor_scale / scale.float()).unsqueeze(-1))
-    codes = encode_e2m1(grid.nan_to_num(nan=0.0)).flatten(-2)[..., :length]
+    inverse = 1.0 / tensor_scale / scale.float()
+    grid = round_nearest(groups * inverse.unsqueeze(-1))
+    codes = encode_e2m1(grid.nan_to_num(nan=0.0)).flatten(-2)[..., : x.shape[-1]]
     return pack_codes(codes), scale, tensor_scale
 
 

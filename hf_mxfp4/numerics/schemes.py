@@ -71,7 +71,8 @@ class QuantScheme:
 
     def __post_init__(self):
         one_of("scale_rule", self.scale_rule, SCALE_RULES)
-        if not isinstance(self.scale_rule, ScaleRule):  # Dynamo of torch 2.11 does not trace a rule of a rule
+        # Dynamo of torch 2.11 does not trace a rule that is made of a rule.
+        if not isinstance(self.scale_rule, ScaleRule):
             object.__setattr__(self, "scale_rule", ScaleRule(self.scale_rule))
         one_of("macro_block", self.macro_block, (None, *MACRO_BLOCKS))
         if self.macro_search == "hybrid":
@@ -91,10 +92,17 @@ class QuantScheme:
         return 0 if self.macro_block is None else MANTISSAS.get(self.macro_search, 0)
 
     @property
+    def has_block_scales_alone(self) -> bool:
+        """Whether values are codes times block scales, with mantissas or without: no residuals and macro factors."""
+        return not self.outlier_fallback and (self.macro_block is None or self.mantissas > 0)
+
+    @property
     def e4m3_problem(self) -> str | None:
         """What gives values more digits than E4M3 has; `None` where each is an E4M3 number times a power of two."""
-        if self.macro_block is not None and self.macro_search != "block_mantissas_fp8":
-            return "macro factors" if not self.mantissas else "block mantissas up to 1.75"
+        if self.macro_block is not None and not self.mantissas:
+            return "macro factors"
+        if self.mantissas == MANTISSAS["block_mantissas"]:
+            return "block mantissas up to 1.75"
         return None if self.outlier_fallback is None else "residuals"
 
     def __str__(self) -> str:
@@ -251,14 +259,14 @@ def parse_rotation(text: str) -> Rotation | None:
     """``"none"``, ``"deterministic-<size>"`` or ``"random-<size>"``. Raises `ValueError` for anything else."""
     match = re.fullmatch(r"(deterministic|random)-(\d+)", text) if isinstance(text, str) else None
     if match and int(match[2]) in ROTATION_SIZES:
-        return Rotation(int(match[2]), match[1] == "random")
-    if text != "none":
-        sizes = ", ".join(map(str, ROTATION_SIZES))
-        raise ValueError(
-            f"rotation={text!r} is not supported; choose 'none', 'deterministic-<size>' or 'random-<size>' with a size "
-            f"of {sizes}"
-        )
-    return None
+        return Rotation(int(match[2]), random=match[1] == "random")
+    if text == "none":
+        return None
+    sizes = ", ".join(map(str, ROTATION_SIZES))
+    raise ValueError(
+        f"rotation={text!r} is not supported; choose 'none', 'deterministic-<size>' or 'random-<size>' with a size of "
+        f"{sizes}"
+    )
 
 
 @dataclass(frozen=True)
@@ -270,9 +278,14 @@ class GemmScheme:
     rotation: Rotation | None = None
 
     @property
+    def operands(self) -> tuple[OperandScheme, OperandScheme]:
+        """The left and the right operand."""
+        return self.left, self.right
+
+    @property
     def quantizes(self) -> bool:
         """Whether an operand is quantized here, along this product's contraction axis."""
-        return any(operand not in (FULL, REUSE) for operand in (self.left, self.right))
+        return any(operand not in (FULL, REUSE) for operand in self.operands)
 
     @property
     def is_random(self) -> bool:
@@ -282,7 +295,7 @@ class GemmScheme:
     @property
     def rounds_stochastically(self) -> bool:
         """Whether an operand is rounded so."""
-        return any(operand.rounding != "nearest" for operand in (self.left, self.right))
+        return any(operand.rounding != "nearest" for operand in self.operands)
 
 
 #: Output gradients in full precision times what the forward product used.
@@ -312,30 +325,31 @@ class LinearScheme:
         """Return why the operands of a product are no E4M3 numbers times one power of two per row, which FP8 tensor
         cores multiply; `None` where they are."""
         product: GemmScheme = getattr(self, gemm)
-        for operand, precision in zip(GEMM_OPERANDS[gemm], (product.left, product.right), strict=True):
-            if precision is REUSE:
+        for name, operand in zip(GEMM_OPERANDS[gemm], product.operands, strict=True):
+            if operand is REUSE:
                 if self.fprop.rotation or product.rotation:
-                    return f"the reused {operand} is rotated after it was quantized"
-                precision = self.fprop.right if operand == "weight" else self.fprop.left
-                if precision is FP8 and (operand == "weight" or not self.folds_scales):
-                    return f"the scales of the reused {operand} lie on the axis that is summed over"
-            if precision is FULL:
-                return f"{operand} is in full precision"
-            if precision is MXFP8:
-                return f"the scales of {operand} change from block to block"
-            if precision is NVFP4:
-                return f"NVFP4 scales of {operand} have more digits than E4M3"
-            if isinstance(precision, QuantScheme) and precision.e4m3_problem is not None:
-                return f"{precision.e4m3_problem} of {operand} have more digits than E4M3"
+                    return f"the reused {name} is rotated after it was quantized"
+                operand = self.fprop.right if name == "weight" else self.fprop.left
+                if operand is FP8 and (name == "weight" or not self.folds_scales):
+                    return f"the scales of the reused {name} lie on the axis that is summed over"
+            if operand is FULL:
+                return f"{name} is in full precision"
+            if operand is MXFP8:
+                return f"the scales of {name} change from block to block"
+            if operand is NVFP4:
+                return f"NVFP4 scales of {name} have more digits than E4M3"
+            if isinstance(operand, QuantScheme) and operand.e4m3_problem is not None:
+                return f"{operand.e4m3_problem} of {name} have more digits than E4M3"
         return None
 
     @property
     def fp4_problem(self) -> str | None:
         """Why the forward operands are no codes that FP4 tensor cores multiply; `None` where they are."""
-        operands = [each for each in (self.fprop.left, self.fprop.right) if isinstance(each, QuantScheme)]
-        if len(operands) < 2 or self.fprop.rotation is not None or self.fprop.right.rounding != "nearest":
+        left, right = self.fprop.operands
+        has_fixed_codes = self.fprop.rotation is None and right.rounding == "nearest"
+        if not isinstance(left, QuantScheme) or not isinstance(right, QuantScheme) or not has_fixed_codes:
             return "FP4 products are those of forward operands in 4 bits, without rotation and random weights"
-        if any(each.outlier_fallback or each.macro_block is not None and not each.mantissas for each in operands):
+        if not left.has_block_scales_alone or not right.has_block_scales_alone:
             return "FP4 products have no residuals and macro factors"
         return None
 
@@ -343,13 +357,15 @@ class LinearScheme:
     def mxfp8_problem(self) -> str | None:
         """Why the forward operands are no E4M3 elements with a scale for 32 of them, which MXFP8 products take; `None`
         where they are. A weight in MXFP4 becomes such an operand with the same values."""
-        left, right = self.fprop.left, self.fprop.right
+        left, right = self.fprop.operands
         if left is not MXFP8 or not isinstance(right, QuantScheme) or self.fprop.is_random or self.fprop.rotation:
             return "MXFP8 products are those of MXFP8 inputs and MXFP4 weights, without rotation and random weights"
         return right.e4m3_problem
 
     def describe(self, gemm: str) -> str:
         """Return the operands of one product, and its rotation."""
-        scheme: GemmScheme = getattr(self, gemm)
-        parts = [f"{n} {o}" for n, o in zip(GEMM_OPERANDS[gemm], (scheme.left, scheme.right), strict=True)]
-        return ", ".join([*parts, *([f"rotation {scheme.rotation}"] if scheme.rotation else [])])
+        product: GemmScheme = getattr(self, gemm)
+        parts = [f"{name} {operand}" for name, operand in zip(GEMM_OPERANDS[gemm], product.operands, strict=True)]
+        if product.rotation is not None:
+            parts.append(f"rotation {product.rotation}")
+        return ", ".join(parts)
