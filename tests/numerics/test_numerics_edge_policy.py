@@ -34,36 +34,6 @@ def test_zeros(scheme):
 
 
 @every_scheme
-def test_float32_subnormals_round_to_multiples_of_the_last_step(scheme):
-    """Below byte 0 the grid stays at half of 2**-127, so nothing in it is lost to a flush."""
-    x = torch.arange(-31, 32).float() * 2.0**-128
-    out = fake_quantize(x, **scheme)
-    assert out.any() and out.isfinite().all()
-    assert torch.equal(out.sign()[out != 0], x.sign()[out != 0])
-    if scheme["macro_block"] is None and scheme["outlier_fallback"] is None:
-        assert torch.equal((out / 2.0**-128).round() * 2.0**-128, out)
-    if scheme == SCHEMES["rceil"]:
-        # amax is 31 / 4 of 2**-126: scale 2**-125, steps of 2**-126.
-        assert out[-1] == 32 * 2.0**-128
-
-
-@every_scheme
-def test_the_largest_finite_numbers_stay_finite(scheme):
-    """Rows up to several shares of the largest number."""
-    shares = torch.tensor([1.0, 0.99, 0.93, 0.9, 0.88, 0.87, 0.8, 0.75, 0.7, 0.6, 0.51, 0.5, 0.4], dtype=torch.float64)
-    for dtype in DTYPES[1:]:
-        largest = torch.finfo(dtype).max
-        x = (torch.linspace(-1, 1, 130, dtype=torch.float64) * (largest * shares)[:, None]).to(dtype)
-        assert x.isfinite().all()
-        for out in (fake_quantize(x, **scheme), quantize(x, **scheme).dequantize()):
-            assert out.dtype == dtype and out.isfinite().all()
-            # The largest element keeps at least 3/4 of itself: clipped at 6 of 8, or at the last finite grid point.
-            before, after = x[:, -1].double(), out[:, -1].double()
-            assert (0.74 * before <= after).all() and (after <= (4 / 3 * before).clamp(max=largest)).all()
-            assert torch.equal(out, -fake_quantize(-x, **scheme))
-
-
-@every_scheme
 def test_one_bad_element_poisons_its_own_block_only(scheme):
     """Every second row has one bad element; the rows between do not notice."""
     bad = torch.tensor([math.nan, -math.nan, math.inf, -math.inf]).repeat_interleave(4)
@@ -110,23 +80,6 @@ def test_empty_tensors(scheme):
         for axis in (0, -1):
             for out in (fake_quantize(x, axis=axis, **scheme), quantize(x, axis=axis, **scheme).dequantize()):
                 assert out.shape == x.shape and out.dtype == x.dtype
-
-
-@every_scheme
-def test_padding_never_changes_a_result(scheme):
-    for length in (1, 2, 31, 32, 33, 63, 64, 65, 70):
-        x = gaussian(2, length, seed=length)
-        padded = torch.nn.functional.pad(x, (0, 128 - length))
-        out, packed = fake_quantize(x, **scheme), quantize(x, **scheme)
-        assert torch.equal(out, fake_quantize(padded, **scheme)[:, :length]), length
-        whole = quantize(padded, **scheme)
-        n_bytes, n_blocks = -(-length // 2), -(-length // 32)
-        assert torch.equal(packed.codes, whole.codes[:, :n_bytes]), length
-        assert torch.equal(packed.scale, whole.scale[:, :n_blocks]), length
-        if packed.residual_codes is not None:
-            assert torch.equal(packed.residual_codes, whole.residual_codes[:, :n_bytes]), length
-        if packed.macro is not None:
-            assert torch.equal(packed.macro, whole.macro[:, : packed.macro.shape[1]]), length
 
 
 @every_scheme
@@ -201,6 +154,8 @@ def test_input_that_is_not_a_floating_point_tensor(x, named):
         ({"outlier_fallback": math.nan}, "outlier_fallback=nan"),
         ({"outlier_fallback": True}, "outlier_fallback=True"),
         ({"outlier_fallback": "0.5"}, "outlier_fallback='0.5'"),
+        ({"block_rows": 16}, "block_rows=16"),
+        ({"block_rows": True}, "block_rows=True"),
         ({"axis": 2}, "axis=2 is out of range for a tensor with 2 axes"),
     ],
     ids=lambda value: "-".join(f"{k}-{v}" for k, v in value.items()) if isinstance(value, dict) else "",

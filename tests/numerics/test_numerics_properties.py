@@ -92,15 +92,6 @@ def test_packed_and_fake_quantized_values_agree(x, scheme, rounding, block_rows,
 
 @properties
 @given(x=tensors(), rule=st.sampled_from(RULES))
-def test_values_lie_on_the_scaled_grid(x, rule):
-    packed = quantize(x, scale_rule=rule)
-    scale = decode_e8m0(packed.scale, torch.float64).unsqueeze(-1)
-    magnitude = in_blocks(packed.dequantize(torch.float64)).abs() / scale
-    assert torch.isin(magnitude, GRID).all()
-
-
-@properties
-@given(x=tensors(), rule=st.sampled_from(RULES))
 def test_quantizing_twice_changes_nothing(x, rule):
     """Without macro block and fallback the values of a block are representable at a scale that each rule finds again:
     the largest is 3, 4 or 6 scales, or whatever the saturated end of the range left."""
@@ -122,44 +113,11 @@ def test_mxfp8_is_e4m3_of_ml_dtypes_at_the_smallest_scale_that_clips_nothing(x):
     assert values.dtype == x.dtype and torch.equal(in_blocks(values), (found * scale).to(x.dtype).double())
 
 
-@properties
-@given(x=tensors(), scheme=schemes)
-def test_sign_symmetry(x, scheme):
-    before, out = x.clone(), fake_quantize(x, **scheme)
-    assert torch.equal(x, before)
-    assert torch.equal(fake_quantize(-x, **scheme), -out)
-    assert torch.equal(fake_quantize(x.abs(), **scheme) * x.sign(), out)
-    if scheme["outlier_fallback"] is None:
-        assert (out * x.sign() >= 0).all() and not out[x == 0].any()
-
-
-@properties
-@given(x=tensors(), scheme=schemes, data=st.data())
-def test_order_inside_a_block_does_not_matter(x, scheme, data):
-    """Elements swapped inside one block are swapped in the result: sums of squares are integers."""
-    order = torch.arange(x.shape[-1])
-    size = data.draw(st.integers(1, min(32, x.shape[-1])))
-    order[:size] = order[:size].flip(0)
-    assert torch.equal(fake_quantize(x[..., order], **scheme), fake_quantize(x, **scheme)[..., order])
-
-
 @settings(properties, max_examples=60)
 @given(x=tensors(), scheme=schemes, block_rows=st.sampled_from([1, 32]))
 def test_any_tensor_is_quantized_as_the_reference_says(x, scheme, block_rows):
     rule, *macro, alpha = scheme.values()
     check(x.reshape(-1, x.shape[-1]), rule, macro, alpha, block_rows)
-
-
-@properties
-@given(x=tensors(dtypes=(torch.float32, torch.bfloat16)))
-def test_rceil_errs_by_half_a_step_at_most(x):
-    scale = decode_e8m0(quantize(x).scale, torch.float64).unsqueeze(-1)
-    y = in_blocks(x) / scale
-    step = torch.where(y.abs() < 2, 0.5, torch.where(y.abs() < 4, 1.0, 2.0))
-    error = (in_blocks(fake_quantize(x)) - in_blocks(x)).abs() / scale
-    saturated = in_blocks(x).abs().amax(-1, keepdim=True) >= 1.75 * 2.0**127
-    assert ((error <= step / 2) | saturated).all()
-    assert (y.abs() <= 6).all()
 
 
 @properties
@@ -244,9 +202,3 @@ def test_two_axes_are_needed():
     for call in (fake_quantize, quantize, decompose):
         with pytest.raises(ValueError, match="32 rows need a tensor with at least two axes, got 1"):
             call(torch.ones(64), block_rows=32)
-
-
-@pytest.mark.parametrize("value", [0, 2, 16, 64, True, "32", None, 32.0])
-def test_other_heights_are_refused(value):
-    with pytest.raises(ValueError, match=f"block_rows={value!r}"):
-        fake_quantize(torch.ones(64, 64), block_rows=value)
