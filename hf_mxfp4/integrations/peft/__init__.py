@@ -8,15 +8,16 @@ they are attached to such layers. Loading a quantized model does so.
 from peft import PEFT_TYPE_TO_CONFIG_MAPPING, PEFT_TYPE_TO_TUNER_MAPPING, PeftType
 
 from ...utils import lazy_names
-from .expert_adapters import watch_conversions
-from .lora_model import MXFP4LoraConfig, MXFP4LoraModel, watch_counts, watch_tuners
+from ..patches import patch_counts, patch_tuners, patch_weight_mapping
+from .expert_adapters import conversions_to_peft_layout
+from .lora_model import MXFP4LoraConfig, MXFP4LoraModel, check_merge, check_method
 
 
 # PEFT's own tables of what stands for "LORA": both classes behave as PEFT's wherever no quantized layer is concerned.
 PEFT_TYPE_TO_CONFIG_MAPPING[PeftType.LORA] = MXFP4LoraConfig
 PEFT_TYPE_TO_TUNER_MAPPING[PeftType.LORA] = MXFP4LoraModel
-watch_tuners()
-watch_conversions()
-watch_counts()
+patch_tuners(check_method, check_merge)
+patch_weight_mapping(conversions_to_peft_layout)
+patch_counts()
 
 __getattr__, __all__ = lazy_names(__name__)

@@ -3,11 +3,11 @@
 
 Made on the linear layers that each expert had in older versions of transformers: PEFT converts them. Made by
 ``target_modules=["experts"]``, our name for all projections of a layer: [`target_experts`] converts the config. Files
-of earlier versions of this package, in another layout: [`with_peft_layout`], and [`watch_conversions`] in transformers.
+of earlier versions of this package, in another layout: [`with_peft_layout`] converts what PEFT loads, and
+[`conversions_to_peft_layout`] what transformers loads.
 """
 
 import copy
-import functools
 import math
 import re
 from collections.abc import Callable, Iterable
@@ -16,13 +16,12 @@ from typing import Any
 import torch
 from peft import LoraConfig
 from peft.tuners.tuners_utils import check_target_module_exists
-from peft.utils import transformers_weight_conversion as peft_conversion
 from torch import nn
 from transformers.core_model_loading import ConversionOps, WeightConverter
 
 from ...layers import PACKED, MXFP4Experts, MXFP4PackedExperts
 from ...model.plain_layers import is_linear
-from ..transformers import refuse_lost
+from ..patches import refuse_lost
 
 
 _PATTERNS = ("rank_pattern", "alpha_pattern")
@@ -147,22 +146,16 @@ class _Flatten(ConversionOps):
         return {kwargs["target_patterns"][0]: _flat(self.side, value[0] if isinstance(value, list) else value)}
 
 
-def watch_conversions() -> None:
-    """Have transformers' own `load_adapter` convert as [`with_peft_layout`] does."""
-    build = peft_conversion.build_peft_weight_mapping
-
-    @functools.wraps(build)
-    def build_peft_weight_mapping(weight_conversions: Any, adapter_name: str, *args: Any, **kwargs: Any) -> list[Any]:
-        mapping = build(weight_conversions, adapter_name, *args, **kwargs)
-        for side in "AB":
-            for names, inner in ((_FIRST, ".base_layer"), (_LAST, "")):
-                for name in names:
-                    source = rf"\.lora_{side}\.{re.escape(adapter_name)}\.{name}$"
-                    target = f"{inner}.lora_{side}.{adapter_name}.weight"
-                    mapping.append(WeightConverter(source, target, operations=[_Flatten(side)]))
-        return mapping
-
-    peft_conversion.build_peft_weight_mapping = build_peft_weight_mapping
+def conversions_to_peft_layout(adapter_name: str) -> list[WeightConverter]:
+    """Return what converts as [`with_peft_layout`] does, for transformers' own `load_adapter`."""
+    conversions = []
+    for side in "AB":
+        for names, inner in ((_FIRST, ".base_layer"), (_LAST, "")):
+            for name in names:
+                source = rf"\.lora_{side}\.{re.escape(adapter_name)}\.{name}$"
+                target = f"{inner}.lora_{side}.{adapter_name}.weight"
+                conversions.append(WeightConverter(source, target, operations=[_Flatten(side)]))
+    return conversions
 
 
 def check_reached(model: nn.Module, keys: Iterable[str]) -> None:

@@ -8,14 +8,13 @@ A method is supported when its layer uses the quantized layer as a function of i
 
 import copy
 import dataclasses
-import functools
 import re
 import zlib
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
-from peft import PEFT_TYPE_TO_TUNER_MAPPING, LoraConfig, PeftConfig, PeftMixedModel, PeftModel
+from peft import PEFT_TYPE_TO_TUNER_MAPPING, LoraConfig, PeftConfig
 from peft.tuners.lora import LoraModel
 from peft.tuners.tuners_utils import BaseTuner, check_target_module_exists
 from torch import nn
@@ -25,9 +24,8 @@ from ...config import MXFP4RLConfig
 from ...layers import PACKED, QUANTIZED, MXFP4Experts, MXFP4Linear, MXFP4PackedExperts, MXFP4PackedLinear
 from ...model.plain_layers import is_linear
 from ...ops import effective_rows
-from ...report import uncounted_weights
 from ...utils import nearest_names
-from ..transformers import wrap_method
+from ..patches import change_class
 from .expert_adapters import TARGETS, check_reached, target_experts, with_peft_layout
 from .layers import ExpertParameter, MXFP4LoraLinear, MXFP4LoraMasterLinear, lora_on_experts
 from .merging import LOSSY_DB, MergeReport, Merges, adapters_on_quantized
@@ -210,49 +208,15 @@ def _check_saved_modules(config: PeftConfig, model: nn.Module) -> None:
                 )
 
 
-_ATTACH, _INJECT, _MERGE_ALLOWED = BaseTuner.__init__, BaseTuner.inject_adapter, BaseTuner._check_merge_allowed
-
-
-@functools.wraps(_ATTACH)
-def _attach(self: BaseTuner, model: nn.Module, peft_config: Any, adapter_name: str, *args: Any, **kwargs: Any) -> None:
-    config = peft_config if isinstance(peft_config, PeftConfig) else peft_config[adapter_name]
-    check_method(self, model, config)  # before what some tuners compute from the weights
-    _ATTACH(self, model, peft_config, adapter_name, *args, **kwargs)
-
-
-@functools.wraps(_INJECT)
-def _inject(self: BaseTuner, model: nn.Module, adapter_name: str, *args: Any, **kwargs: Any) -> None:
-    check_method(self, model, self.peft_config[adapter_name])
-    _INJECT(self, model, adapter_name, *args, **kwargs)
-
-
-@functools.wraps(_MERGE_ALLOWED)
-def _check_merge_allowed(self: BaseTuner) -> None:
-    if any(not isinstance(layer, Merges) for layer in adapters_on_quantized(self.model)):
-        methods = sorted({config.peft_type.name for config in self.peft_config.values()})
+def check_merge(tuner: BaseTuner) -> None:
+    """Raise `ValueError` for adapters on quantized layers that cannot be merged into quantized weights."""
+    if any(not isinstance(layer, Merges) for layer in adapters_on_quantized(tuner.model)):
+        methods = sorted({config.peft_type.name for config in tuner.peft_config.values()})
         raise ValueError(
             f"adapters of {', '.join(methods)} are on quantized layers, and only LoRA can be merged into quantized "
             "weights: keep the adapter next to its base, or make a bfloat16 model with hf_mxfp4.merge_adapters(model, "
             "into='bf16')"
         )
-    _MERGE_ALLOWED(self)
-
-
-def watch_tuners() -> None:
-    """Have all tuners of PEFT ask [`check_method`] before they attach and merge."""
-    BaseTuner.__init__, BaseTuner.inject_adapter = _attach, _inject
-    BaseTuner._check_merge_allowed = _check_merge_allowed
-
-
-def watch_counts() -> None:
-    """Have PEFT count the weights that packed tensors stand for: it knows bitsandbytes' tensors alone."""
-
-    def count(model: nn.Module, original: Callable[[], tuple[int, int]]) -> tuple[int, int]:
-        trainable, total = original()
-        return trainable, total + uncounted_weights(model)
-
-    for cls in (PeftModel, PeftMixedModel):
-        wrap_method(cls, "get_nb_trainable_parameters", count)
 
 
 # ---- what is refused of LoRA -----------------------------------------------------------------------------------------
@@ -351,8 +315,7 @@ def _record_base(config: LoraConfig, model: nn.Module, adapter_name: str) -> Non
         if config.inference_mode:
             return
     if found is not None and type(config) is LoraConfig:
-        # In place, because PEFT holds several references to this object and reads from each of them.
-        config.__class__ = MXFP4LoraConfig
+        change_class(config, MXFP4LoraConfig)
     if isinstance(config, MXFP4LoraConfig):
         config.base_quantization = None if found is None else found.to_dict()
         config.base_checksum = checksum

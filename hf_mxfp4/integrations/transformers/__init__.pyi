@@ -1,4 +1,3 @@
 # SPDX-License-Identifier: Apache-2.0
-from .hooks import refuse_lost as refuse_lost, wrap_method as wrap_method
 from .quantizer import MXFP4RLQuantizer as MXFP4RLQuantizer, pack as pack
 from .swap import check_here as check_here, quantize_linears as quantize_linears, to_plain as to_plain

@@ -38,8 +38,8 @@ from ...prepare import Smoothing, dither_masters, smooth_loaded
 from ...registration import QUANT_METHOD, enter_classes
 from ...report import QuantizationReport, count_weights, master_sqnr, weight_sqnr
 from ...utils import progress_bar, warn_of_slow_bfloat16
+from ..patches import check_trainer, patch_model_class, patch_reference_loading
 from . import swap
-from .hooks import check_trainer, watch_references, wrap_methods
 
 
 class MXFP4RLQuantizer(HfQuantizer):
@@ -68,7 +68,7 @@ class MXFP4RLQuantizer(HfQuantizer):
     def _wrap_methods(self) -> None:
         if self.model_class is not None:
             wrap_saving(self.model_class)
-            wrap_methods(self.model_class)
+            patch_model_class(self.model_class)
 
     @property
     def _packed(self) -> bool:
@@ -175,7 +175,7 @@ class MXFP4RLQuantizer(HfQuantizer):
         self._wrap_methods()
         # From here on PEFT's tables know what LoRA on a quantized layer is.
         importlib.import_module("..peft", __package__)
-        watch_references()
+        patch_reference_loading()
         return model
 
     def _warn_of_slow_products(self, model) -> None:
