@@ -12,7 +12,6 @@ step: of the weights in mode "qat", of LoRA adapters in mode "packed".
 
 import contextlib
 import inspect
-import json
 import logging
 import tempfile
 import time
@@ -27,7 +26,7 @@ from torch import nn
 from hf_mxfp4 import MXFP4RLConfig
 from hf_mxfp4.layers import QUANTIZED
 
-from .records import made, option_parser, write
+from .records import made, option_parser, recorded, write
 from .tiny_architectures import VOCABULARY, architectures, tiny_model
 
 
@@ -219,8 +218,8 @@ def main() -> None:
     logging.getLogger("hf_mxfp4").setLevel(logging.ERROR)
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
-    known, out = architectures(), Path(options.out)
-    found = {record["name"]: record for record in (json.loads(out.read_text()) if out.is_file() else [])}
+    known = architectures()
+    found = {record["name"]: record for record in recorded(options.out)}
     for name in options.architectures or known:
         if name in found and not options.again:
             continue

@@ -15,7 +15,7 @@ import yaml
 from hf_mxfp4 import MXFP4RLConfig
 from hf_mxfp4.lab import ModelScheme
 
-from .records import made, option_parser, write
+from .records import made, option_parser, recorded, write
 
 
 PACKAGES = ("torch", "transformers", "trl", "accelerate")
@@ -32,11 +32,9 @@ def main() -> None:
     parser.add_argument("folder", type=Path, help="output folder of a finished run")
     parser.add_argument("--start", required=True, help="what the student started from: 'as it is', 'smoothed', ...")
     options = parser.parse_args()
-    out = Path(options.out)
-    records = json.loads(out.read_text()) if out.is_file() else []
     added = records_of(options.folder, options.start)
-    kept = [old for old in records if old["command"] != added[0]["command"]]
-    write([*kept, *added], out)
+    kept = [old for old in recorded(options.out) if old["command"] != added[0]["command"]]
+    write([*kept, *added], options.out)
 
 
 def records_of(folder: Path, start: str) -> list[dict]:

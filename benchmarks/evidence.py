@@ -11,7 +11,6 @@ checkpoint as it is, in full precision. Checkpoints are prepared on texts of ``-
 """
 
 import argparse
-import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -20,24 +19,12 @@ import torch
 from torch import nn
 
 from hf_mxfp4 import MXFP4RLConfig
-from hf_mxfp4.lab import (
-    FULL_PRECISION,
-    ModelScheme,
-    Row,
-    TextOptions,
-    load,
-    read_schemes,
-    reference_of,
-    round_model,
-    score,
-    smooth_model,
-    swapped,
-    texts_to_predict,
-)
+from hf_mxfp4.lab import ModelScheme, Row, TextOptions, load, read_schemes, round_model, smooth_model
 from hf_mxfp4.numerics import NVFP4, QuantScheme
 from hf_mxfp4.ops import select_matmul
 
-from .records import made, option_parser, write
+from .held_out import HeldOut, short_name
+from .records import made, option_parser, recorded, write
 
 
 PACKAGES = ("torch", "transformers")
@@ -65,7 +52,10 @@ ROUNDED = (
     f"w4a4:{OURS}/{OURS}+of1",
 )
 
-Prepare = Callable[[nn.Module, Callable[[int], list[torch.Tensor]]], None]
+#: Returns so many calibration texts, as token ids ``[1, tokens]``.
+Texts = Callable[[int], list[torch.Tensor]]
+#: Changes a model in place, on calibration texts.
+Prepare = Callable[[nn.Module, Texts], None]
 
 
 def with_rotation(scheme: ModelScheme) -> ModelScheme:
@@ -75,19 +65,23 @@ def with_rotation(scheme: ModelScheme) -> ModelScheme:
 
 
 def rotated(names: Sequence[str]) -> list[ModelScheme]:
+    """Return schemes by name, with both operands rotated."""
     return [with_rotation(scheme) for scheme in read_schemes(list(names))]
 
 
 def rounded_for(config: MXFP4RLConfig) -> Prepare:
-    def prepare(model: nn.Module, texts: Callable[[int], list[torch.Tensor]]) -> None:
+    """Return what smooths a model and rounds its weights by GPTQ for a scheme."""
+
+    def prepare(model: nn.Module, texts: Texts) -> None:
         smoothed(model, texts)
-        found = round_model(model, texts(ROUNDING_TEXTS), config)
-        print(f"rounded {len(found.layers)} layers, {found.gain_db:.2f} dB", flush=True)
+        report = round_model(model, texts(ROUNDING_TEXTS), config)
+        print(f"rounded {len(report.layers)} layers, {report.gain_db:.2f} dB", flush=True)
 
     return prepare
 
 
-def smoothed(model: nn.Module, texts: Callable[[int], list[torch.Tensor]]) -> None:
+def smoothed(model: nn.Module, texts: Texts) -> None:
+    """Smooth a model."""
     smooth_model(model, texts(SMOOTHING_TEXTS))
 
 
@@ -110,7 +104,8 @@ def products(config: MXFP4RLConfig) -> float | None:
     """Return how many MXFP4 products a forward product takes: residuals are operands of their own. `None` where one
     operand is in full precision."""
     count = 1.0
-    for operand in (config.gemms().fprop.left, config.gemms().fprop.right):
+    fprop = config.gemms().fprop
+    for operand in (fprop.left, fprop.right):
         if not isinstance(operand, QuantScheme):
             return None
         if operand.outlier_fallback is not None:
@@ -127,15 +122,16 @@ def tensor_cores(config: MXFP4RLConfig) -> list[str]:
     return [name.upper().replace("DENSE", "BF16") for name in names]
 
 
-def compared(row: Row, base: Row, shape: list[int]) -> dict:
-    """Return the record of a row next to the one in full precision; ``shape`` is texts and tokens."""
+def compared(row: Row, held_out: HeldOut) -> dict:
+    """Return the record of a scheme, with the checkpoint in full precision as the baseline."""
+    baseline = held_out.full_precision.perplexity
     return {
         "name": row.name,
-        "shape": shape,
+        "shape": [len(row.scores), row.tokens],
         "value": row.perplexity,
         "unit": "perplexity",
-        "baseline": base.perplexity,
-        "ratio": row.perplexity / base.perplexity,
+        "baseline": baseline,
+        "ratio": row.perplexity / baseline,
         "ceiling_fraction": None,
         "bits": row.scheme.bits,
         "weight_bits": row.scheme.weight_bits,
@@ -154,43 +150,39 @@ def main() -> None:
     parser.add_argument("--calibrate", type=Path, required=True, help="texts that checkpoints are prepared on")
     parser.add_argument("--text", type=Path, required=True, help="what is predicted: JSON lines or plain text")
     parser.add_argument("--samples", type=int, default=200, help="texts or windows to predict")
-    parser.add_argument("--variants", nargs="+", help="by default all")
     parser.add_argument("--cores", action="store_true", help="the schemes of tensor cores alone; give --out too")
     run(parser.parse_args())
 
 
 def run(options: argparse.Namespace) -> None:
-    text, calibration = (f"{file.parent.name}/{file.name}" for file in (options.text, options.calibrate))
+    """Measure the schemes that the file of records lacks, and write it after each."""
+    name = options.model.name
     command = (
-        f"python -m benchmarks.evidence --model {options.model.name} --calibrate {calibration} --text {text} "
-        f"--samples {options.samples}{' --cores' * options.cores}"
+        f"python -m benchmarks.evidence --model {name} --calibrate {short_name(options.calibrate)} "
+        f"--text {short_name(options.text)} --samples {options.samples}"
     )
-    out = Path(options.out)
-    records: list[dict] = json.loads(out.read_text()) if out.is_file() else []
-    done = {(r["variant"], r["name"]) for r in records if (r["model"], r["command"]) == (options.model.name, command)}
+    if options.cores:
+        command += " --cores"
+    records = recorded(options.out)
+    done = {(r["variant"], r["name"]) for r in records if r["model"] == name and r["command"] == command}
     original = load(str(options.model), "bfloat16")
-    predicted = TextOptions(str(options.text), samples=options.samples)
-    batches = texts_to_predict(predicted, original.tokenizer, predicted.read())
-    tokens = sum(ids.shape[1] - 1 for ids in batches)
-    reference = reference_of(original.model, batches)
+    held_out = HeldOut.read(options.text, original, options.samples)
 
     def texts(count: int) -> list[torch.Tensor]:
         source = TextOptions(str(options.calibrate), samples=count)
         return source.tokens(original.tokenizer, source.read())
 
-    base = Row(FULL_PRECISION, tuple(reference.scores[index] for index in range(len(batches))))
     for variant, prepare, schemes in variants(options.cores):
-        missing = [each for each in schemes if (variant, each.name) not in done]
-        if not missing or options.variants and variant not in options.variants:
+        missing = [scheme for scheme in schemes if (variant, scheme.name) not in done]
+        if not missing:
             continue
         model = load(str(options.model), "bfloat16").model
         prepare(model, texts)
         for scheme in missing:
-            with swapped(model, scheme.config) as sqnr_db:
-                row = Row(scheme.name, tuple(score(model, reference, batches)), scheme, sqnr_db)
-            record = compared(row, base, [len(batches), tokens]) | {"variant": variant}
-            records.append(record | {"model": options.model.name, "text": text} | made(command, PACKAGES))
-            write(records, out)
+            row = held_out.row_under(scheme, model)
+            record = compared(row, held_out) | {"variant": variant, "model": name, "text": held_out.name}
+            records.append(record | made(command, PACKAGES))
+            write(records, options.out)
             print(f"{variant}: {row.name}: {row.perplexity:.3f}, KL {row.kl.text(4)}", flush=True)
 
 

@@ -10,8 +10,6 @@ it is, in full precision.
 """
 
 import argparse
-import json
-import subprocess
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -24,24 +22,11 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from hf_mxfp4 import MXFP4DistillationConfig, MXFP4DistillationTrainer
-from hf_mxfp4.lab import (
-    FULL_PRECISION,
-    ModelScheme,
-    Row,
-    TextOptions,
-    load,
-    read_schemes,
-    reference_of,
-    round_model,
-    score,
-    smooth_model,
-    swapped,
-    texts_to_predict,
-)
+from hf_mxfp4.lab import ModelScheme, Row, TextOptions, load, read_schemes, round_model, smooth_model
 from hf_mxfp4.lab.evaluation.loading import Loaded
-from hf_mxfp4.lab.evaluation.scoring import Reference
 
-from .records import ROOT, made, option_parser, write
+from .held_out import HeldOut, short_name
+from .records import commit, made, option_parser, recorded, write
 
 
 PACKAGES = ("torch", "transformers")
@@ -133,15 +118,17 @@ ROWS, RATE = 4, 3e-4
 
 
 def smoothed(model: nn.Module, batches: Sequence[torch.Tensor]) -> None:
+    """Smooth a model in place, unless its calibration has no data."""
     if batches:
-        found = smooth_model(model, batches)
-        print(f"smoothed {len(found.places)} places, exponents {found.exponents}", flush=True)
+        report = smooth_model(model, batches)
+        print(f"smoothed {len(report.places)} places, exponents {report.exponents}", flush=True)
 
 
 def rounded(model: nn.Module, batches: Sequence[torch.Tensor]) -> None:
+    """Round the weights of a model in place by GPTQ, unless its calibration has no data."""
     if batches:
-        found = round_model(model, batches, read_schemes([W4A16])[0].config)
-        print(f"rounded {len(found.layers)} layers, {found.gain_db:.2f} dB", flush=True)
+        report = round_model(model, batches, read_schemes([W4A16])[0].config)
+        print(f"rounded {len(report.layers)} layers, {report.gain_db:.2f} dB", flush=True)
 
 
 def distilled(folder: Path, scheme: ModelScheme, teacher: Loaded, batches: Sequence[torch.Tensor]) -> nn.Module:
@@ -172,34 +159,6 @@ def distilled(folder: Path, scheme: ModelScheme, teacher: Loaded, batches: Seque
     return student
 
 
-def commit() -> str:
-    """Return the last commit that changed what is measured."""
-    words = ["git", "log", "-1", "--format=%h", "--abbrev=8", "--", "hf_mxfp4", "kernels"]
-    return subprocess.run(words, cwd=ROOT, capture_output=True, text=True).stdout.strip()
-
-
-@dataclass(frozen=True)
-class HeldOut:
-    """A text that is predicted, and how the checkpoint predicts it as it is."""
-
-    name: str
-    batches: list[torch.Tensor]
-    reference: Reference
-
-    @classmethod
-    def read(cls, file: Path, original: Loaded, samples: int) -> "HeldOut":
-        source = TextOptions(str(file), samples=samples)
-        batches = texts_to_predict(source, original.tokenizer, source.read())
-        return cls(f"{file.parent.name}/{file.name}", batches, reference_of(original.model, batches))
-
-    @property
-    def base(self) -> Row:
-        return Row(FULL_PRECISION, tuple(self.reference.scores[index] for index in range(len(self.batches))))
-
-    def row(self, name: str, model: nn.Module) -> Row:
-        return Row(name, tuple(score(model, self.reference, self.batches)))
-
-
 @dataclass(frozen=True)
 class Study:
     """A model, and what it is prepared and measured on.
@@ -222,25 +181,26 @@ class Study:
     def rows(self, step: str, calibration: Calibration, names: Sequence[str]) -> Iterator[tuple[HeldOut, Row, float]]:
         """Yield held-out texts under each of the schemes ``names``, and CPU seconds that the step took."""
         batches = self.ids(calibration)
+        schemes = read_schemes(list(names))
         model = load(str(self.folder), "bfloat16").model
         if step != "smoothing":
             smoothed(model, self.ids(SMOOTHED_ON))
         begin = time.process_time()
-        if step != "distillation":
-            {"smoothing": smoothed, "GPTQ": rounded}[step](model, batches)
-            seconds = time.process_time() - begin
-            for scheme in read_schemes(list(names)):
-                with swapped(model, scheme.config):
+        if step == "distillation":
+            with tempfile.TemporaryDirectory() as folder:
+                model.save_pretrained(folder)
+                for scheme in schemes:
+                    student = distilled(Path(folder), scheme, self.original, batches)
+                    seconds = time.process_time() - begin
                     for text in self.texts:
-                        yield text, text.row(scheme.name, model), seconds
+                        yield text, text.row(scheme.name, student), seconds
             return
-        with tempfile.TemporaryDirectory() as folder:
-            model.save_pretrained(folder)
-            for scheme in read_schemes(list(names)):
-                student = distilled(Path(folder), scheme, self.original, batches)
-                seconds = time.process_time() - begin
-                for text in self.texts:
-                    yield text, text.row(scheme.name, student), seconds
+        prepare = smoothed if step == "smoothing" else rounded
+        prepare(model, batches)
+        seconds = time.process_time() - begin
+        for scheme in schemes:
+            for text in self.texts:
+                yield text, text.row_under(scheme, model), seconds
 
 
 #: Calibrations and schemes of what is done.
@@ -251,8 +211,8 @@ STEPS = {
 }
 
 
-def record_of(row: Row, base: Row) -> dict:
-    """Return the record of a row next to the one in full precision."""
+def record_of(row: Row, held_out: HeldOut) -> dict:
+    """Return the record of a model, next to the checkpoint in full precision."""
     return {
         "name": row.name,
         "shape": [len(row.scores), row.tokens],
@@ -263,9 +223,10 @@ def record_of(row: Row, base: Row) -> dict:
         "ratio": None,
         "ceiling_fraction": None,
         "perplexity": row.perplexity,
-        "full_precision_perplexity": base.perplexity,
-        "kl_by_text": [round(each.kl, 4) for each in row.scores],
-        "tokens_by_text": [each.tokens for each in row.scores],
+        "full_precision_perplexity": held_out.full_precision.perplexity,
+        "kl_by_text": [round(text.kl, 4) for text in row.scores],
+        "tokens_by_text": [text.tokens for text in row.scores],
+        "text": held_out.name,
     }
 
 
@@ -277,18 +238,17 @@ def main() -> None:
     parser.add_argument("--text", type=Path, nargs="+", required=True, help="what is predicted: JSON lines or text")
     parser.add_argument("--samples", type=int, default=24, help="texts or windows to predict")
     parser.add_argument("--cases", type=int, help="the first calibrations of the step; by default all")
-    parser.add_argument("--schemes", nargs="+", help="some of the step's; by default all")
     run(parser.parse_args())
 
 
 def run(options: argparse.Namespace) -> None:
-    texts = [f"{file.parent.name}/{file.name}" for file in options.text]
+    """Measure what the file of records lacks, and write it after each model."""
+    texts = [short_name(file) for file in options.text]
     command = (
         f"python -m benchmarks.preparation --model {options.model.name} --step {options.step} --calibrate "
-        f"{options.calibrate.parent.name}/{options.calibrate.name} --text {' '.join(texts)} --samples {options.samples}"
+        f"{short_name(options.calibrate)} --text {' '.join(texts)} --samples {options.samples}"
     )
-    out = Path(options.out)
-    records: list[dict] = json.loads(out.read_text()) if out.is_file() else []
+    records = recorded(options.out)
     done = {(r["name"], r["text"], *r["calibration"].values()) for r in records if r["command"] == command}
     original = load(str(options.model), "bfloat16")
     held_out = [HeldOut.read(file, original, options.samples) for file in options.text]
@@ -296,14 +256,20 @@ def run(options: argparse.Namespace) -> None:
     calibrations, schemes = STEPS[options.step]
     for calibration in calibrations[: options.cases]:
         key = tuple(asdict(calibration).values())
-        missing = [name for name in options.schemes or schemes if any((name, text, *key) not in done for text in texts)]
+        missing = [name for name in schemes if any((name, text, *key) not in done for text in texts)]
         if not missing:
             continue
         for text, row, seconds in study.rows(options.step, calibration, missing):
-            found = {"step": options.step, "calibration": asdict(calibration), "model": options.model.name}
-            found |= record_of(row, text.base) | {"text": text.name, "cpu_seconds": round(seconds, 1)}
-            records.append(found | {"commit": commit()} | made(command, PACKAGES))
-            write(records, out)
+            record = {
+                "step": options.step,
+                "calibration": asdict(calibration),
+                "model": options.model.name,
+                **record_of(row, text),
+                "cpu_seconds": round(seconds, 1),
+                "commit": commit(),
+            }
+            records.append(record | made(command, PACKAGES))
+            write(records, options.out)
             print(f"{calibration}: {row.name}, {text.name}: KL {row.kl.text(4)}", flush=True)
 
 

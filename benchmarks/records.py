@@ -5,6 +5,7 @@ import argparse
 import datetime
 import json
 import statistics
+import subprocess
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,9 +19,6 @@ from hf_mxfp4.utils import installed_version
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 PLOTS = ROOT / "docs" / "plots"
-
-#: Name of the records that come from a model. They are never among measured ones.
-MODELLED = "gpu_modelled"
 
 DISTRIBUTIONS = ("Gaussian", "Laplace", "Student-t(4)")
 DATA = (*DISTRIBUTIONS, "trained weights")
@@ -60,6 +58,12 @@ def made(command: str, packages: Iterable[str], machine: str | None = None) -> d
     }
 
 
+def commit() -> str:
+    """Return the last commit that changed what is measured: the package or its kernels."""
+    words = ["git", "log", "-1", "--format=%h", "--abbrev=8", "--", "hf_mxfp4", "kernels"]
+    return subprocess.run(words, cwd=ROOT, capture_output=True, text=True).stdout.strip()
+
+
 def installed(packages: Iterable[str]) -> dict[str, str]:
     """Look up the versions of those packages that are installed."""
     return {package: version for package in packages if (version := installed_version(package)) is not None}
@@ -79,21 +83,15 @@ def write(found: Sequence[dict], out: str | Path, indent: int = 2) -> None:
 # ---- reading --------------------------------------------------------------------------------------------------------
 
 
-def records(name: str, modelled: bool = False) -> list[dict]:
-    """Return the records of a name in `benchmarks/results`; of measurements, or of a model.
-
-    Raises `ValueError` where they are of the other kind, all or some."""
-    path = RESULTS / f"{name}.json"
-    return of_kind(json.loads(path.read_text()), path, modelled)
+def recorded(out: str | Path) -> list[dict]:
+    """Return the records that a file has already, for benchmarks that add to it; none where there is no file."""
+    path = Path(out)
+    return json.loads(path.read_text()) if path.is_file() else []
 
 
-def of_kind(found: list[dict], path: Path, modelled: bool = False) -> list[dict]:
-    """Return records as they are. Raises `ValueError` for some of the other kind than asked for."""
-    for record in found:
-        if (record.get("kind") == "modelled") != modelled:
-            is_one, wanted = ("measured", "modelled") if modelled else ("modelled", "measured")
-            raise ValueError(f"{path}: {record.get('name')} is {is_one}; a table of {wanted} numbers cannot have it")
-    return found
+def records(name: str) -> list[dict]:
+    """Return the records of a file in `benchmarks/results`."""
+    return json.loads((RESULTS / f"{name}.json").read_text())
 
 
 def scheme_error() -> dict[tuple[str, str], dict]:

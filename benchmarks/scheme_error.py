@@ -50,18 +50,6 @@ SCHEMES = {
     "E4M3, a scale per row": FP8,
 }
 BASELINE = "rceil, static factor"
-ALPHAS = (0.25, 0.5, 0.75, 1.0)
-#: Scale factors in [1, 2) that every block may choose from, by least squares, with the best exponent.
-MANTISSAS = {
-    "1 (the mse rule)": [1.0],
-    "1, 1.5": [1.0, 1.5],
-    "1, 1.25, 1.5": [1.0, 1.25, 1.5],
-    "1, 1.25, 1.5, 1.75": [1.0, 1.25, 1.5, 1.75],
-    "4, evenly spaced in log2": [2 ** (i / 4) for i in range(4)],
-    "8, evenly spaced": [1 + i / 8 for i in range(8)],
-    "16, evenly spaced": [1 + i / 16 for i in range(16)],
-    "128, evenly spaced": [1 + i / 128 for i in range(128)],
-}
 
 
 def samples() -> dict[str, torch.Tensor]:
@@ -133,15 +121,6 @@ def output_error(layers: list[tuple], scheme: OperandScheme) -> float:
     return error / energy
 
 
-def least_squares_error(x: torch.Tensor, mantissas: list[float]) -> float:
-    """Relative error when each block of 32 takes the best of these scale factors and the best exponent."""
-    best = torch.full((x.shape[0], x.shape[1] // 32), torch.inf)
-    for mantissa in mantissas:
-        error = hf_mxfp4.fake_quantize(x / mantissa, scale_rule="mse") * mantissa - x
-        best = torch.minimum(best, error.square().unflatten(1, (-1, 32)).sum(dim=-1))
-    return (best.double().sum() / x.double().square().sum()).item()
-
-
 def main() -> None:
     argparse.ArgumentParser(description=__doc__).parse_args()  # no options, but --help runs nothing
     data, layers = samples(), trained_layers()
@@ -180,13 +159,6 @@ def main() -> None:
             add(name, on, found.relative_mse, "relative squared error", baseline, **found.summary())
         floor = measure(on, QuantScheme()).floor_relative_mse
         add("ideal scale amax / 6 (not MXFP4)", on, floor, "relative squared error", baseline)
-    for on in data:
-        for alpha in ALPHAS:
-            value = measure(on, QuantScheme("rceil", 128, "static", alpha)).relative_mse
-            add(f"fallback alpha {alpha:g}", on, value, "relative squared error, rceil and static factor", None)
-        for name, mantissas in MANTISSAS.items():
-            value = least_squares_error(data[on], mantissas)
-            add(f"scale factors {name}", on, value, "relative squared error, least squares per block", None)
     baseline = output_error(layers, SCHEMES[BASELINE])
     for name, scheme in SCHEMES.items():
         value = output_error(layers, scheme)

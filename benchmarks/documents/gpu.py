@@ -5,43 +5,65 @@ import json
 from pathlib import Path
 
 from ..gpu.bench import INTERPRETER
-from ..records import MODELLED, RESULTS, of_kind, table
+from ..records import RESULTS, table
 
 
 def gpu(folder: Path = RESULTS) -> str:
-    """Return a table per section of `benchmarks.gpu`, by where it was measured. Raises `ValueError` for records of
-    interpreted or tiny runs, and for those that were not measured at all."""
+    """Return a table for each section of `benchmarks.gpu`, grouped by hardware, command and date.
+
+    Estimates of a model are left out. Raises `ValueError` for records of interpreted or tiny runs.
+    """
     places: dict[str, dict[str, list[dict]]] = {}
     for path in sorted(folder.glob("gpu_*.json")):
-        if path.stem == MODELLED:
-            continue
-        found = of_kind(json.loads(path.read_text()), path)
-        if any(record["tiny"] or record["hardware"] == INTERPRETER for record in found):
-            raise ValueError(f"{path} is of a run that only checks that everything runs; no number to publish")
-        for r in found:
-            place = f"On {r['hardware']}; `{r['command']}`, {r['date']}:\n"
-            places.setdefault(place, {}).setdefault(f"`{path.stem.removeprefix('gpu_')}`\n", []).append(r)
-    texts = []
+        section = path.stem.removeprefix("gpu_")
+        for record in json.loads(path.read_text()):
+            if record.get("kind") == "modelled":
+                continue
+            if record["tiny"] or record["hardware"] == INTERPRETER:
+                raise ValueError(f"{path} is of a run that only checks that everything runs; no number to publish")
+            place = f"On {record['hardware']}; `{record['command']}`, {record['date']}:\n"
+            places.setdefault(place, {}).setdefault(section, []).append(record)
+    parts = []
     for place, sections in places.items():
-        texts += [place, *(part for name, found in sections.items() for part in (name, _section(found)))]
-    return "\n".join(texts)
+        parts.append(place)
+        for section, records in sections.items():
+            parts += [f"`{section}`\n", _section(records)]
+    return "\n".join(parts)
 
 
-def _section(found: list[dict]) -> str:
-    measured = [record for record in found if record["status"] == "ok"]
-    peers = list(dict.fromkeys(name for r in measured for name, peer in r.get("peers", {}).items() if "ratio" in peer))
-    rows = []
-    for r in measured:
-        fraction = r["ceiling_fraction"]
-        ratios = {r["baseline"]: r["ratio"]} | {name: p.get("ratio") for name, p in r.get("peers", {}).items()}
-        rows.append([r["name"].split(" / ", 1)[1], _shape(r), f"{r['value']:.4g} {r['unit']}"])
-        rows[-1].append("" if fraction is None else f"{100 * fraction:.0f} %")
-        rows[-1] += ["" if ratios.get(peer) is None else f"{ratios[peer]:.2f}x" for peer in peers]
-        if r["ratio"] is not None and r["baseline"] not in peers:
-            rows[-1][2] += f" ({r['ratio']:.2f}x {r['baseline']})"
-    columns = ["case", "shape", "measured", "of ceiling", *(f"faster than {peer}" for peer in peers)]
-    missing = [f"Not measured: {r['name']} {_shape(r)}: {r['reason']}\n" for r in found if r["status"] != "ok"]
-    return "\n".join([*([table(columns, rows)] if rows else []), *missing])
+def _section(records: list[dict]) -> str:
+    """Return the table of a section, and below it what was not measured."""
+    measured = [record for record in records if record["status"] == "ok"]
+    peers: list[str] = []
+    for record in measured:
+        for name, peer in record.get("peers", {}).items():
+            if "ratio" in peer and name not in peers:
+                peers.append(name)
+    parts = []
+    if measured:
+        columns = ["case", "shape", "measured", "of ceiling", *(f"faster than {peer}" for peer in peers)]
+        parts.append(table(columns, [_row(record, peers) for record in measured]))
+    for record in records:
+        if record["status"] != "ok":
+            parts.append(f"Not measured: {record['name']} {_shape(record)}: {record['reason']}\n")
+    return "\n".join(parts)
+
+
+def _row(record: dict, peers: list[str]) -> list[str]:
+    """Return a row with a column for each of the ``peers``; another baseline stands next to the value."""
+    _, case = record["name"].split(" / ", 1)
+    value = f"{record['value']:.4g} {record['unit']}"
+    if record["ratio"] is not None and record["baseline"] not in peers:
+        value += f" ({record['ratio']:.2f}x {record['baseline']})"
+    fraction = record["ceiling_fraction"]
+    row = [case, _shape(record), value, "" if fraction is None else f"{100 * fraction:.0f} %"]
+    ratios = {record["baseline"]: record["ratio"]}
+    for name, peer in record.get("peers", {}).items():
+        ratios[name] = peer.get("ratio")
+    for peer in peers:
+        ratio = ratios.get(peer)
+        row.append("" if ratio is None else f"{ratio:.2f}x")
+    return row
 
 
 def _shape(record: dict) -> str:

@@ -40,7 +40,7 @@ class Absent(Exception):
 
 @dataclass(frozen=True)
 class Case:
-    """One measurement; `benchmarks.gpu.model` estimates the same ones.
+    """One measurement.
 
     Attributes:
         section, what, shape: name the record.
@@ -49,7 +49,6 @@ class Case:
             tensor core (``bf16`` or ``fp8``).
         peers: by name, what builds the call of another library; the first one is the baseline.
         tolerance: of the relative error to the eager backend; 0 asks for the same bits.
-        reached: the part of experts that have rows.
     """
 
     section: str
@@ -60,7 +59,6 @@ class Case:
     flops: Mapping[str, float] = field(default_factory=dict)
     peers: Mapping[str, Callable[[torch.device], Call]] = field(default_factory=dict)
     tolerance: float = 0.0
-    reached: float = 1.0
 
     @property
     def graphs(self) -> bool:

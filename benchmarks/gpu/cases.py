@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `benchmarks.gpu` measures of kernels and layers, and `benchmarks.gpu.model` estimates."""
+"""What `benchmarks.gpu` measures of kernels and layers."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -221,7 +221,6 @@ def _experts(tiny: bool) -> Iterator[Case]:
             {"bf16": flops},
             peers,
             tolerance=5e-2,
-            reached=reached,
         )
 
 

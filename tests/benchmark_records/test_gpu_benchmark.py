@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The GPU benchmark on the CPU: nothing wrong, missing or late goes unnoticed, and modelled numbers stay apart."""
+"""The GPU benchmark on the CPU: what is wrong, missing or late is recorded so, and the table of its records."""
 
 import json
 import os
@@ -121,39 +121,27 @@ def measured(**changed):
     }  # fmt: skip
 
 
-def modelled(**changed):
-    options = {"kind": "modelled", "gpu": "H200", "launches": 1, "bottleneck": "issue of linear_kernel", **changed}
-    return measured(versions={"triton": "3.7.1"}, command="python -m benchmarks.gpu.model", **options)
-
-
-@pytest.fixture
-def folder(tmp_path, monkeypatch):
-    monkeypatch.setattr(records, "RESULTS", tmp_path)
-    return tmp_path
-
-
 def put(folder, name, *found):
     (folder / f"{name}.json").write_text(json.dumps(found))
 
 
-def test_a_table_of_what_was_measured(folder):
-    put(folder, "gpu_decode", measured(), measured(name="decode / 4 rows", status="skipped", reason="no time left"))
-    text = tables.gpu(folder)
+def test_a_table_of_what_was_measured(tmp_path):
+    put(tmp_path, "gpu_decode", measured(), measured(name="decode / 4 rows", status="skipped", reason="no time left"))
+    text = tables.gpu(tmp_path)
     assert "| 1 rows | 4096x4096 | 3000 GB/s | 70 % | 3.20x |" in text and "NVIDIA H200" in text
     assert "Not measured: decode / 4 rows 4096x4096: no time left" in text
 
 
-def test_measured_and_modelled_numbers_never_share_a_table(folder):
-    put(folder, "gpu_decode", measured(), modelled())
-    with pytest.raises(ValueError, match="is modelled; a table of measured numbers cannot have it"):
-        tables.gpu(folder)
-    put(folder, "gpu_modelled", modelled(), measured())
-    with pytest.raises(ValueError, match="is measured; a table of modelled numbers cannot have it"):
-        records.records("gpu_modelled", modelled=True)
+def test_modelled_numbers_are_in_no_table(tmp_path):
+    put(tmp_path, "gpu_modelled", measured(kind="modelled", name="decode / 2 rows"))
+    put(tmp_path, "gpu_decode", measured())
+    text = tables.gpu(tmp_path)
+    assert "1 rows" in text
+    assert "2 rows" not in text
 
 
 @pytest.mark.parametrize("changed", [{"hardware": INTERPRETER}, {"tiny": True}])
-def test_interpreted_and_tiny_runs_are_never_published(folder, changed):
-    put(folder, "gpu_decode", measured(**changed))
+def test_interpreted_and_tiny_runs_are_never_published(tmp_path, changed):
+    put(tmp_path, "gpu_decode", measured(**changed))
     with pytest.raises(ValueError, match="no number to publish"):
-        tables.gpu(folder)
+        tables.gpu(tmp_path)

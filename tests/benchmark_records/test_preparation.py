@@ -40,9 +40,7 @@ def test_a_run_goes_on_where_it_stopped(folder, step, tmp_path, monkeypatch):
     monkeypatch.setattr(preparation, "ROWS", 1)
     monkeypatch.setitem(preparation.STEPS, step, (cases, [preparation.W4A8]))
     rows, out = folder / "rows.jsonl", tmp_path / "records.json"
-    options = Namespace(
-        model=folder, step=step, calibrate=rows, text=[rows], samples=2, out=str(out), cases=1, schemes=None
-    )
+    options = Namespace(model=folder, step=step, calibrate=rows, text=[rows], samples=2, out=str(out), cases=1)
     preparation.run(options)
     first = json.loads(out.read_text())
     options.cases = None

@@ -11,8 +11,7 @@ import pytest
 import torch
 
 import mxfp4_kernels
-from benchmarks.gpu.model.gpus import gpus_of
-from benchmarks.gpu.model.stub import Launch, cuda_of, stub_gpu
+from benchmarks.gpu.stub import B200, stub_gpu
 from hf_mxfp4 import numerics
 from mxfp4_kernels import Packed, Scheme, Side, linear_w4a16
 from mxfp4_kernels.common.scheme import output_packed, output_tensor
@@ -272,14 +271,12 @@ def test_a_graph_that_is_captured_first_clears_its_own_counters(cuda_streams):
 def test_grids_are_as_large_as_gpus_allow():
     """CUDA and HIP launch 2**16 - 1 programs along the second and the third axis of a grid, and 2**31 - 1 along the
     first one."""
-    (gpu,) = gpus_of("sm_100")
-    with stub_gpu(gpu) as steps:
-        matrices = torch.empty(140_000, 2, 64, dtype=torch.bfloat16, device=cuda_of(gpu))
+    with stub_gpu(B200) as launches:
+        matrices = torch.empty(140_000, 2, 64, dtype=torch.bfloat16, device=B200.device)
         mxfp4_kernels.quantize(matrices.mT)
         mxfp4_kernels.fake_quantize_rows_and_columns(matrices)
         mxfp4_kernels.fake_quantize(matrices, Scheme(block_rows=32))
-        mxfp4_kernels.nvfp4_scales(torch.empty(2, 2**21, dtype=torch.uint8, device=cuda_of(gpu)))
-    launches = [step for step in steps if isinstance(step, Launch)]
+        mxfp4_kernels.nvfp4_scales(torch.empty(2, 2**21, dtype=torch.uint8, device=B200.device))
     assert all(max(launch.grid[1:], default=1) < 2**16 for launch in launches)
     matrices_of = [(launch.arguments[6], launch.grid[1]) for launch in launches[:-1]]
     assert matrices_of == [(0, 65535), (65535, 65535), (131070, 8930)] * 3
