@@ -13,25 +13,40 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from .documents import errors, evidence, gpu, runs
+from .documents import errors, evidence, gpu, prepared, runs
 from .records import PLOTS, ROOT
 
 
 MARKED = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
-#: Table by the name in its marker.
-TABLES: dict[str, Callable[[], str]] = {
-    name: getattr(module, name)
-    for module, names in (
-        (errors, "presets schemes statements readme_schemes"),
-        (evidence, "readme_evidence evidence_front evidence_claims tensor_cores gptq smoothing distillation"),
-        (evidence, "gguf_perplexity preparation"),
-        (runs, "demo vllm_agreement memory pretrain quantize_cpu packed_product_cpu architectures"),
-        (runs, "recovery recovery_cpu recovery_rates"),
-        (gpu, "gpu"),
-    )
-    for name in names.split()
-}
+#: Functions that make the tables; a marker has the name of one.
+_FUNCTIONS = (
+    errors.presets,
+    errors.schemes,
+    errors.statements,
+    errors.readme_schemes,
+    evidence.readme_evidence,
+    evidence.evidence_front,
+    evidence.evidence_claims,
+    evidence.tensor_cores,
+    evidence.gptq,
+    prepared.smoothing,
+    prepared.preparation,
+    prepared.distillation,
+    prepared.gguf_perplexity,
+    runs.demo,
+    runs.vllm_agreement,
+    runs.memory,
+    runs.pretrain,
+    runs.quantize_cpu,
+    runs.packed_product_cpu,
+    runs.architectures,
+    runs.recovery,
+    runs.recovery_cpu,
+    runs.recovery_rates,
+    gpu.gpu,
+)
+TABLES: dict[str, Callable[[], str]] = {function.__name__: function for function in _FUNCTIONS}
 
 
 def documents() -> list[Path]:

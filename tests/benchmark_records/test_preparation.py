@@ -10,7 +10,7 @@ import torch
 from tiny_models import make_model, make_tokenizer
 
 from benchmarks import preparation
-from benchmarks.documents import evidence
+from benchmarks.documents import prepared
 from benchmarks.preparation import NONE, OWN, RANDOM, TEXT, Calibration
 
 
@@ -67,8 +67,8 @@ def test_the_table_has_the_mean_over_seeds_and_its_difference_to_texts(monkeypat
         entry(RANDOM, 1, [2.0, 2.0, 4.0]),
         entry(RANDOM, 2, [2.4, 2.4, 4.8]),
     ]
-    monkeypatch.setattr(evidence, "records", lambda name: found)
-    cells = evidence.preparation().splitlines()[-1].strip("| ").split(" | ")
+    monkeypatch.setattr(prepared, "records", lambda name: found)
+    cells = prepared.preparation().splitlines()[-1].strip("| ").split(" | ")
     assert cells[:4] == ["smoothing, 4 x 64", "M", "`w4a8`", "GSM8K"]
     assert cells[4:6] == ["0.400 (+0.200 ± 0.000)", "0.200 ± 0.010"]
     assert cells[6:] == ["0.210 (+0.010 ± 0.000)", "0.220 (+0.020 ± 0.020, 2 seeds)"]
