@@ -43,18 +43,16 @@ def main(argv: list[str]) -> dict[str, Any]:
 def _run(study: Study, output: Path) -> dict[str, Any]:
     with errors_as_messages(OSError, RuntimeError, ValueError):
         stored = StudyFile(output / "study.json", study.settings)
-        missing = [
-            (seed, arm)
-            for seed in study.options.seeds
-            for arm in study.arms
-            if not stored.finished(arm, seed, study.scheme_text(arm))
-        ]
+        missing = []
+        for seed in study.options.seeds:
+            missing += [(seed, arm) for arm in study.arms if not stored.finished(arm, seed)]
         corpus = load_corpus(study.options, study.total_steps * study.tokens_per_step) if missing else None
         if study.training.process_index == 0:
             stored.write()  # before there are weights and checkpoints, which another study would continue
     for arm in study.arms:
         tell(f"arm {arm.name}", study.scheme_text(arm))
-    steps, total = study.training.max_steps, len(study.arms) * len(study.options.seeds)
+    steps = study.training.max_steps
+    total = len(study.arms) * len(study.options.seeds)
     tell("budget", f"{steps} steps of {study.tokens_per_step} tokens, every arm goes on to step {study.total_steps}")
     tell("runs", f"{len(missing)} of {total} are missing in {output}")
     for seed, arm in missing:
@@ -77,15 +75,14 @@ def finish(study: Study, runs: list[dict[str, Any]], output: Path) -> dict[str, 
     arms = [arm.name for arm in study.arms]
     runs = [run for run in runs if run["arm"] in arms and run["seed"] in study.options.seeds]
     runs.sort(key=lambda run: (arms.index(run["arm"]), run["seed"]))
+    budget = study.training.max_steps * study.tokens_per_step
     with errors_as_messages(ValueError):
-        found = summarize(
-            runs, budget=study.training.max_steps * study.tokens_per_step, target_fraction=TARGET_FRACTION
-        )
+        compared = summarize(runs, budget=budget, target_fraction=TARGET_FRACTION)
     summary = {
         "baseline": study.precision,
         "tokens_per_step": study.tokens_per_step,
         **{key: runs[0][key] for key in ("parameters", "steps", "entropy")},
-        **found,
+        **compared,
     }
     for name, result in summary["arms"].items():
         of_arm = [run for run in runs if run["arm"] == name]

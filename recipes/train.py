@@ -19,7 +19,6 @@ from typing import Any
 from hf_mxfp4.recipes import grpo
 from hf_mxfp4.recipes.common.options import exit_on_wrong_options, read_command
 from hf_mxfp4.recipes.common.reporting import shutdown, tell
-from hf_mxfp4.recipes.common.study import one_study
 from hf_mxfp4.recipes.post_training.arguments import GROUPS
 
 
@@ -60,7 +59,7 @@ def words_for_grpo(argv: list[str]) -> tuple[list[str], Path | None]:
     words = [word for word in argv if word != "--smoke"]
     if words and not words[0].startswith("--"):
         words.insert(0, "--model_name_or_path")
-    given = read_command(one_study(words), GROUPS)
+    given = read_command(words, GROUPS)
     if "model_name_or_path" not in given:
         raise ValueError("name a model: hf-mxfp4 train MODEL --dataset FILE --reward FILE.py:function")
     if not {"task", "dataset", "config"} & set(given):

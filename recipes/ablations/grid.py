@@ -4,32 +4,28 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from hf_mxfp4.recipes.common.checkpoints import put_over
-from hf_mxfp4.recipes.common.options import (
-    check_mapping,
-    load_yaml,
-    names,
-    read_env,
-    read_yaml,
-    refuse_unknown,
-    removed_options,
-)
-from hf_mxfp4.recipes.common.reporting import tell
-from hf_mxfp4.recipes.common.study import put_together
-from hf_mxfp4.recipes.evaluation.policy import folder_digest
+from hf_mxfp4.recipes.common.options import check_mapping, check_options, load_yaml, merge_options, read_yaml
 from hf_mxfp4.recipes.post_training.arguments import GROUPS, Options, RunStudy, make_options
 
 
-#: Options of `grpo.py` that a run's result does not depend on, and those that the grid sets itself.
-WITHOUT_EFFECT = ("evaluate_before", "output_dir", "overwrite", "model_name_or_path", "save_policy", "pack")
-MANAGED = (*WITHOUT_EFFECT[:-2], "reload_check", "resume_from_checkpoint", "seed")
-_GRID_KEYS = (
+#: Options of `grpo.py` that the grid sets for each run.
+MANAGED = (
+    "model_name_or_path",
+    "output_dir",
+    "overwrite",
+    "resume_from_checkpoint",
+    "seed",
+    "evaluate_before",
+    "reload_check",
+)
+_KEYS = (
     "name output_dir seeds launcher reference naive task evaluation train base cells extra_cells label mean_of_last"
 ).split()
 _NEEDED = ("seeds", "task", "train", "cells", "base", "output_dir")
@@ -38,9 +34,14 @@ _CELL_KEYS = ("label", "options", "paper", "naive", "base")
 
 @dataclass(frozen=True)
 class Cell:
-    """A row of the table: what differs from the options that all cells share, the accuracies that the ``paper`` states
-    in percent by its model, the ``naive`` cell whose distance from the reference this one may recover, and the
-    checkpoint that it starts from, where that is not the grid's, with "{seed}" for the seed of a run."""
+    """A row of the table.
+
+    Attributes:
+        options: what differs from the options that all cells share.
+        paper: accuracies that the paper states in percent, by its model.
+        naive: the cell whose distance from the reference this one may recover.
+        base: the checkpoint that it starts from, where that is not the grid's; "{seed}" stands for the seed of a run.
+    """
 
     name: str
     label: str
@@ -52,10 +53,17 @@ class Cell:
 
 @dataclass(frozen=True)
 class Grid:
-    """A parsed grid: ``label`` names the model in tables, all cells are compared with ``reference``, every run begins
-    from the checkpoint ``start``, the cells have the options ``shared`` in common, ``launcher`` is the words before
-    `grpo.py`, and a run's accuracy is the mean of its last ``mean_of_last`` greedy evaluations while it trained; for 1,
-    that of the evaluation after it."""
+    """A parsed grid.
+
+    Attributes:
+        label: name of the model in tables.
+        reference: the cell that the others are compared with.
+        start: the checkpoint that runs begin from.
+        shared: options that all cells have in common.
+        launcher: words before `grpo.py`.
+        mean_of_last: a run's accuracy is the mean of so many of its last greedy evaluations while it trained; for 1,
+            that of the evaluation after it.
+    """
 
     name: str
     label: str
@@ -75,12 +83,6 @@ class Grid:
             for cell in self.cells:
                 yield Run(self, cell, seed)
 
-    def with_stored_seeds(self) -> Grid:
-        """Return the grid with all seeds that there are runs of, in addition to its own."""
-        seeds = (folder.name.removeprefix("seed") for folder in (self.output / "cells").glob("*/seed*"))
-        found = sorted(int(seed) for seed in seeds if seed.isdecimal())  # not a copy such as "seed0.old"
-        return replace(self, seeds=list(dict.fromkeys([*self.seeds, *found])))
-
 
 @dataclass(frozen=True)
 class Run:
@@ -99,39 +101,28 @@ class Run:
         return self.grid.output / "cells" / self.name
 
     @property
-    def start(self) -> str:
-        return (self.cell.base or self.grid.start).replace("{seed}", str(self.seed))
-
-    @property
     def config(self) -> dict[str, Any]:
         """The options for `grpo.py`."""
+        start = self.cell.base or self.grid.start
+        # All seeds start from the same model on the same problems, unless the start has the seed in its name.
+        evaluate_before = self.seed == self.grid.seeds[0] or "{seed}" in start
         usual = {"report_to": "none", "save_strategy": "no", "study": {"save_policy": False, "pack": False}}
-        own = put_together(put_over(self.grid.shared, self.cell.options)[0], self.cell.options)
+        shared, _ = put_over(self.grid.shared, self.cell.options)
         managed = {
-            "model_name_or_path": self.start,
+            "model_name_or_path": start.replace("{seed}", str(self.seed)),
             "output_dir": str(self.folder),
             "seed": self.seed,
             "overwrite": True,
-            # The starting point of all seeds is the same model on the same problems, but where it has the seed's name.
-            "study": {
-                "evaluate_before": self.seed == self.grid.seeds[0] or "{seed}" in (self.cell.base or ""),
-                "reload_check": 0,
-            },
+            "study": {"evaluate_before": evaluate_before, "reload_check": 0},
         }
-        return put_together(put_together(usual, own), managed)
-
-    @property
-    def settings(self) -> dict[str, Any]:
-        """Everything that the result depends on."""
-        start = Path(self.start)
-        base = {"model_name_or_path": self.start, "weights": folder_digest(start) if start.is_dir() else None}
-        options = {**self.config, **self.config["study"]}
-        left_out = ("study", *WITHOUT_EFFECT)
-        return {**{name: value for name, value in options.items() if name not in left_out}, "base": base}
+        config: dict[str, Any] = {}
+        for options in (usual, shared, self.cell.options, managed):
+            config = merge_options(config, options)
+        return config
 
     def parse(self) -> Options:
         """Parse the configuration as `grpo.py` will, on this machine. Raises `ValueError` for what it refuses."""
-        options = {name: value for name, value in self.config.items() if name != "env"}
+        options = self.config
         if not torch.cuda.is_available():
             options |= {"use_cpu": True, "bf16": False, "tf32": False}
         try:
@@ -149,16 +140,20 @@ def read_grid(
     launcher: str | None = None,
     options: Mapping[str, Any] | None = None,
 ) -> Grid:
-    """Read a grid. `output`, `seeds`, `only` (cells) and `launcher` take the place of what the file says, `options` of
-    `grpo.py` that of those that the cells share, and `model_name_or_path` among them that of the base.
+    """Read a grid.
+
+    Args:
+        output, seeds, only, launcher: in place of what the file says; ``only`` names cells.
+        options: of `grpo.py`, in place of those that the cells share; `model_name_or_path` replaces the base.
 
     Raises `ValueError` for an option that does not exist or has the wrong form, or a cell that is not in the file.
     """
-    path, options = Path(path), dict(options or {})
-    content = load_yaml(path)
-    check_mapping(content, f"{path}", _GRID_KEYS)
-    if missing := [key for key in _NEEDED if key not in content]:
+    path = Path(path)
+    content = check_mapping(load_yaml(path), f"{path}", _KEYS)
+    missing = [key for key in _NEEDED if key not in content]
+    if missing:
         raise ValueError(f"{path} lacks {', '.join(missing)}")
+    options = dict(options or {})
     base = check_mapping(content["base"], "base", ["model_name_or_path"])
     start = options.pop("model_name_or_path", base.get("model_name_or_path"))
     if not start:
@@ -167,27 +162,27 @@ def read_grid(
         )
     shared: dict[str, Any] = {}
     for section in ("task", "evaluation", "train"):
-        shared = put_together(shared, _options(content.get(section), section))
-    options = _options(options, "the command line")
+        shared = merge_options(shared, _check_options(content.get(section), section))
+    shared, _ = put_over(shared, options)
+    shared = merge_options(shared, _check_options(options, "the command line"))
     seeds = content["seeds"] if seeds is None else seeds
     if not seeds or len(set(seeds)) != len(seeds) or not all(isinstance(seed, int) for seed in seeds):
         raise ValueError(f"seeds={list(seeds)} must be distinct whole numbers, at least one")
+    if launcher is None:
+        launcher = content.get("launcher", "")
     name = content.get("name", path.stem)
-    grid = Grid(
+    return Grid(
         name=name,
         label=content.get("label", name),
         output=Path(output or content["output_dir"]),
         seeds=seeds,
         reference=content.get("reference", "bf16"),
         start=start,
-        shared=put_together(put_over(shared, options)[0], options),
-        launcher=((content.get("launcher") if launcher is None else launcher) or "").split(),
+        shared=shared,
+        launcher=launcher.split(),
         cells=_cells(content, path, only),
         mean_of_last=content.get("mean_of_last", 1),
     )
-    if not isinstance(grid.mean_of_last, int) or grid.mean_of_last < 1:
-        raise ValueError(f"mean_of_last={grid.mean_of_last!r} must be a whole number, at least 1")
-    return grid
 
 
 def _cells(content: Mapping[str, Any], path: Path, only: Sequence[str] | None) -> list[Cell]:
@@ -199,32 +194,26 @@ def _cells(content: Mapping[str, Any], path: Path, only: Sequence[str] | None) -
     cells = []
     for name, cell in described.items():
         check_mapping(cell, f"cells.{name}", _CELL_KEYS)
-        cell = {"label": name, "naive": content.get("naive", "mxfp4"), **cell}
-        cell["options"] = _options(cell.get("options"), f"cells.{name}.options")
-        cells.append(Cell(name, **{"paper": {}, **cell}))
+        cells.append(
+            Cell(
+                name=name,
+                label=cell.get("label", name),
+                options=_check_options(cell.get("options"), f"cells.{name}.options"),
+                paper=cell.get("paper", {}),
+                naive=cell.get("naive", content.get("naive", "mxfp4")),
+                base=cell.get("base"),
+            )
+        )
     named = [content.get("reference", "bf16"), *(cell.naive for cell in cells), *(only or ())]
-    refuse_unknown(named, "cells", list(described))
+    check_mapping(dict.fromkeys(named), "cells", list(described))
     return [cell for cell in cells if only is None or cell.name in only]
 
 
-def check_cells(grid: Grid, options: Mapping[str, Any]) -> None:
-    """Parse every run, and report which ``options``, those of the command line, do not reach a cell, which has its own,
-    and what a preset of a cell resets. Raises `ValueError` for what cannot be parsed."""
-    for cell in grid.cells:
-        if same := [f"{name}={cell.options[name]}" for name in sorted({*options} & {*cell.options})]:
-            tell(f"cell {cell.name}", f"keeps its own {', '.join(same)}")
-        if dropped := put_over(grid.shared, cell.options)[1]:
-            told = ", ".join(f"{name}={value}" for name, value in dropped.items())
-            tell(f"cell {cell.name}", f"its own preset or mode resets {told}, which the other cells share")
-    for run in grid.runs:
-        run.parse()
-
-
-def _options(value: Any, where: str) -> dict[str, Any]:
-    value = check_mapping(value or {}, where, [*names(GROUPS), "env"], removed_options(GROUPS))
-    study = check_mapping(read_yaml("study", value.get("study") or {}), f"{where}: study", names((RunStudy,)))
-    for name in (*value, *study):
+def _check_options(value: Any, where: str) -> dict[str, Any]:
+    """Return options of `grpo.py`; raise `ValueError` for those that do not exist or that the grid sets."""
+    options = check_options(value or {}, where, GROUPS)
+    study = check_options(read_yaml("study", options.get("study") or {}), f"{where}: study", (RunStudy,))
+    for name in (*options, *study):
         if name in MANAGED:
             raise ValueError(f"{where}: {name} is set for each run and cannot be given")
-    read_env(value.get("env"))
-    return value
+    return options

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the runs of a grid say: records, statistics over seeds, and the table."""
 
+import json
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -10,46 +11,45 @@ from typing import Any
 from hf_mxfp4.lab.evaluation.intervals import t_interval, with_interval
 
 from .grid import Grid, Run
-from .runner import finished, read_json
+from .runner import finished, state_of
 
 
 Record = Mapping[str, Any]
-#: The file of all records of a grid.
-RECORDS = "ablation.json"
 #: What records keep of what a run logged, beside its greedy evaluations.
 LOGGED = ("reward", "entropy", "sampling/kl", "grad_norm")
 
 
-def make_records(grid: Grid, command: str) -> tuple[list[dict[str, Any]], list[str]]:
-    """Make one record for every complete run, in the order of the grid, and name the runs with other settings.
+def make_records(grid: Grid, command: str) -> list[dict[str, Any]]:
+    """Make one record for every finished run, in the order of the grid.
 
     `value` is the accuracy after RL under the cell's own scheme (0 to 1), see [`Grid`], on `n_test` problems,
     `baseline` that of the reference with the same seed, `curves` what was logged: lists of step and value.
 
-    Raises `ValueError` for a run with fewer evaluations than the grid takes the mean of.
+    Raises `ValueError` for a run with fewer evaluations than the grid takes the mean of, or with other options.
     """
-    found, left_out = [], []
+    results = []
+    accuracies: dict[str, float] = {}
     for run in grid.runs:
-        try:
-            result = finished(run)
-        except ValueError:
-            left_out.append(run.name)
+        summary = finished(run)
+        if summary is None:
             continue
-        if result:
-            found.append((run, result))
-    curves = {run.name: _curves(run.folder) for run, _ in found}
-    accuracies = {run.name: _accuracy(run, result, curves[run.name]) for run, result in found}
+        curves = _curves(run.folder)
+        accuracies[run.name] = _accuracy(run, summary, curves)
+        results.append((run, summary, curves))
     records = []
-    for run, result in found:
-        score, after = next(iter(result["accuracy_after"])), accuracies[run.name]
+    for run, summary, curves in results:
+        score = next(iter(summary["accuracy_after"]))
+        after = accuracies[run.name]
         baseline = accuracies.get(f"{grid.reference}/seed{run.seed}")
-        options, n_test = run.parse(), result["n_test"]
-        if _is_mean(run, result):
+        before = summary["accuracy_before"]
+        options = run.parse()
+        n_test = summary["n_test"]
+        if _is_mean(run, summary):
             n_test = min(n_test, options.recipe.study.evaluate_every_n)
         records.append(
             {
                 "name": f"{grid.name}/{run.name}",
-                "shape": f"{n_test} problems, {result['steps']} GRPO steps",
+                "shape": f"{n_test} problems, {summary['steps']} GRPO steps",
                 "value": after,
                 "unit": f"greedy {score} accuracy",
                 "baseline": baseline,
@@ -64,29 +64,22 @@ def make_records(grid: Grid, command: str) -> tuple[list[dict[str, Any]], list[s
                 "paper": dict(run.cell.paper),
                 "reference": grid.reference,
                 "naive": run.cell.naive,
-                "before": result["accuracy_before"] and result["accuracy_before"][score],
+                "before": before[score] if before else None,
                 "standard_error": _standard_error(after, n_test),
                 "n_test": n_test,
-                **{key: result[key] for key in ("steps", "scheme", "n_quantized", "weight_sqnr_db")},
-                "seconds": round(result["seconds"] + result["state"].get("earlier", 0.0), 1),
-                **{key: result["state"][key] for key in ("hardware", "versions", "date")},
-                "curves": curves[run.name],
+                **{key: summary[key] for key in ("steps", "scheme", "n_quantized", "weight_sqnr_db", "seconds")},
+                **state_of(run),
+                "curves": curves,
                 "command": command,
             }
         )
-    return records, left_out
-
-
-def refuse_other_results(grid: Grid) -> None:
-    """Raise `ValueError` where the folder has the records of another grid, which those of this one would replace."""
-    records = read_json(grid.output / RECORDS) or []
-    for name in {record["name"].rsplit("/", 2)[0] for record in records} - {grid.name}:
-        raise ValueError(f"{grid.output} has the results of the grid {name!r}; choose another --out")
+    return records
 
 
 def _curves(folder: Path) -> dict[str, list[tuple[int, float]]]:
     """Return what a run logged of the values in `LOGGED`, with four digits."""
-    logged = read_json(folder / "log_history.json") or []
+    file = folder / "log_history.json"
+    logged = json.loads(file.read_text()) if file.is_file() else []
     curves: dict[str, list[tuple[int, float]]] = {}
     for entry in logged:
         for name, value in entry.items():
@@ -95,23 +88,24 @@ def _curves(folder: Path) -> dict[str, list[tuple[int, float]]]:
     return curves
 
 
-def _is_mean(run: Run, result: Record) -> bool:
+def _is_mean(run: Run, summary: Record) -> bool:
     """Return whether a run counts with evaluations while it trained, and not with the one after it."""
-    return run.grid.mean_of_last > 1 and result["steps"] > 0
+    return run.grid.mean_of_last > 1 and summary["steps"] > 0
 
 
-def _accuracy(run: Run, result: Record, curves: Mapping[str, Sequence[tuple[int, float]]]) -> float:
+def _accuracy(run: Run, summary: Record, curves: Mapping[str, Sequence[tuple[int, float]]]) -> float:
     """Return the accuracy that a run counts with."""
-    score, after = next(iter(result["accuracy_after"].items()))
-    if not _is_mean(run, result):
+    score, after = next(iter(summary["accuracy_after"].items()))
+    if not _is_mean(run, summary):
         return after
-    points = [value for _, value in curves.get(f"greedy/{score}", [])][-run.grid.mean_of_last :]
-    if len(points) < run.grid.mean_of_last:
+    wanted = run.grid.mean_of_last
+    values = [value for _, value in curves.get(f"greedy/{score}", [])][-wanted:]
+    if len(values) < wanted:
         raise ValueError(
-            f"{run.name} was evaluated {len(points)} times while it trained, not mean_of_last="
-            f"{run.grid.mean_of_last} times; set evaluate_every, and evaluate_every_n to all test problems"
+            f"{run.name} was evaluated {len(values)} times while it trained, not mean_of_last={wanted} times; set "
+            "evaluate_every, and evaluate_every_n to all test problems"
         )
-    return fmean(points)
+    return fmean(values)
 
 
 # ---- statistics -----------------------------------------------------------------------------------------------------
@@ -132,29 +126,36 @@ def statistics(records: Sequence[Record]) -> list[dict[str, Any]]:
     * ``recovered``: the share of the distance of the naive cell from the reference that this cell is above it, from
       means over the seeds that all three have; `None` where the naive cell is not below the reference.
     """
+    by_cell: dict[str, list[Record]] = {}
     values: dict[str, dict[int, float]] = {}
     for record in records:
+        by_cell.setdefault(record["cell"], []).append(record)
         values.setdefault(record["cell"], {})[record["seed"]] = record["value"]
     rows = []
-    for cell, own in values.items():
-        of_cell = [record for record in records if record["cell"] == cell]
+    for cell, of_cell in by_cell.items():
         first = of_cell[0]
-        reference, naive = (values.get(first[name], {}) for name in ("reference", "naive"))
-        paired = [own[seed] - reference[seed] for seed in own if seed in reference]
+        own = values[cell]
+        reference = values.get(first["reference"], {})
+        naive = values.get(first["naive"], {})
         before = [record["before"] for record in of_cell if record["before"] is not None]
-        after, spread = fmean(own.values()), t_interval(list(own.values()))["sd"]
-        rows.append(
-            {
-                **{key: first[key] for key in ("cell", "label", "reference", "paper")},
-                "seeds": sorted(own),
-                "before": fmean(before) if before else None,
-                "after": after,
-                "over_seeds": None if spread is None else spread / math.sqrt(len(own)),
-                "of_problems": _standard_error(after, first["n_test"]),
-                "difference": t_interval(paired) if paired and cell != first["reference"] else None,
-                "recovered": None if cell in (first["reference"], first["naive"]) else _share(own, naive, reference),
-            }
-        )
+        after = fmean(own.values())
+        deviation = t_interval(list(own.values()))["sd"]
+        row = {
+            **{key: first[key] for key in ("cell", "label", "reference", "paper")},
+            "seeds": sorted(own),
+            "before": fmean(before) if before else None,
+            "after": after,
+            "over_seeds": None if deviation is None else deviation / math.sqrt(len(own)),
+            "of_problems": _standard_error(after, first["n_test"]),
+            "difference": None,
+            "recovered": None,
+        }
+        if cell != first["reference"]:
+            paired = [own[seed] - reference[seed] for seed in own if seed in reference]
+            row["difference"] = t_interval(paired) if paired else None
+            if cell != first["naive"]:
+                row["recovered"] = _share(own, naive, reference)
+        rows.append(row)
     return rows
 
 

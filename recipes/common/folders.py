@@ -4,7 +4,6 @@
 import contextlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TextIO
 
 from hf_mxfp4.files import lock
 
@@ -14,9 +13,9 @@ LOCK = ".lock"
 
 
 @contextlib.contextmanager
-def locked(folder: Path) -> Iterator[TextIO]:
-    """Lock a folder within this context, and make it if it is missing; yield the file that is locked, which processes
-    that are started may inherit. Raises `ValueError` when another process has locked it."""
+def locked(folder: Path) -> Iterator[None]:
+    """Lock a folder within this context, and make it if it is missing. Raises `ValueError` when another process has
+    locked it."""
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / LOCK).open("a") as file:  # which leaves alone what a link of this name points to
         if not lock(file.fileno(), wait=False):
@@ -24,4 +23,4 @@ def locked(folder: Path) -> Iterator[TextIO]:
                 f"another process is at work in {folder}, or a run that it started still is; wait for its end, or "
                 "choose another folder"
             )
-        yield file
+        yield

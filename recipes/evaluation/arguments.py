@@ -4,8 +4,7 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-from hf_mxfp4.recipes.common.options import build, read_file, read_words, read_yaml, refuse_words
-from hf_mxfp4.recipes.common.study import one_study, put_together
+from hf_mxfp4.recipes.common.options import build, merge_options, read_file, read_words, read_yaml, refuse_words
 from hf_mxfp4.recipes.tasks import TaskArguments
 from hf_mxfp4.utils import option
 
@@ -85,12 +84,13 @@ GROUPS = (EvaluationArguments,)
 
 def parse(argv: list[str]) -> EvaluationArguments:
     """Parse and check the command line. Raises `ValueError` for what is wrong."""
-    given, words = read_words(one_study(argv), GROUPS, usage="evaluate.py MODEL [--option value ...]")
+    given, words = read_words(argv, GROUPS, usage="evaluate.py MODEL [--option value ...]")
     if words and not words[0].startswith("--") and "model" not in given:
         given["model"] = words.pop(0)
     refuse_words(words, GROUPS)
-    if (path := given.pop("config", None)) is not None:
-        given = put_together(read_file(path, GROUPS), given)
+    path = given.pop("config", None)
+    if path is not None:
+        given = merge_options(read_file(path, GROUPS), given)
     (options,) = build(GROUPS, given)
     if options.model is None:
         raise ValueError("name a model, such as outputs/tiny_cpu/policy")

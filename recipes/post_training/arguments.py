@@ -17,12 +17,12 @@ from hf_mxfp4.recipes.common.options import (
     CONFIGS,
     build,
     exit_on_wrong_options,
+    merge_options,
     read_command,
     read_file,
     read_yaml,
 )
 from hf_mxfp4.recipes.common.reporting import tell
-from hf_mxfp4.recipes.common.study import moved_to, one_study, put_together
 from hf_mxfp4.recipes.tasks import TaskArguments, TaskStudy
 from hf_mxfp4.recipes.tasks.tiny_model import TINY_MODELS
 from hf_mxfp4.utils import SLOW_BFLOAT16, bfloat16_slowdown, option
@@ -79,12 +79,6 @@ class StartArguments(TaskArguments):
     """The task, how the model is prepared, and the output folder."""
 
     STUDY: ClassVar[type] = StartStudy
-    REMOVED: ClassVar[dict[str, str]] = {
-        **TaskArguments.REMOVED,
-        **moved_to(StartStudy),
-        "smooth_strength": "write `smooth: true`, which is the default of a scheme",
-        "prepare_text": "gptq measures on the texts that are trained on",
-    }
 
     full_precision: bool = option(False, "Do not quantize: the baseline of this recipe.")
     gptq: bool = option(False, "Round the weights onto the grid of the scheme first (docs/gptq.md).")
@@ -98,7 +92,6 @@ class RecipeArguments(StartArguments):
     """What `grpo.py` does beside training."""
 
     STUDY: ClassVar[type] = RunStudy
-    REMOVED: ClassVar[dict[str, str]] = {**StartArguments.REMOVED, **moved_to(RunStudy)}
 
     distill_steps: int = option(0, "Distil the policy towards its checkpoint before RL, for so many steps; 0: not.")
     evaluate_every: int = option(0, "Steps between greedy evaluations while training, logged as greedy/*; 0: none.")
@@ -115,12 +108,6 @@ class TextArguments(StartArguments):
     """What `sft.py` and `distill.py` learn and evaluate on."""
 
     STUDY: ClassVar[type] = TextStudy
-    REMOVED: ClassVar[dict[str, str]] = {
-        **StartArguments.REMOVED,
-        **moved_to(TextStudy),
-        "eval_samples": "write `evaluate_n: ...`",
-        "save_student": "write `study: {save_policy: ...}`",
-    }
 
     learn: str = option("text", "Of the task: 'text' (prompts and completions), 'completion'; distill.py: 'generated'.")
     text: str | None = option(None, "Texts to learn in place of the task's: a file, folder or dataset (name:split).")
@@ -192,7 +179,7 @@ def parse(argv: list[str], groups: tuple[type, ...] = GROUPS, demo: Path = DEFAU
     modules = "modules_to_not_convert"
     if sum(word.replace("-", "_")[2:].partition("=")[0] == modules for word in argv) > 1:
         raise ValueError(f"--{modules} is given more than once; give all after one: --{modules} layers.0 down_proj")
-    given = read_command(one_study(argv), groups)
+    given = read_command(argv, groups)
     path = given.pop("config", None) or _demo(given, demo)
     file = read_file(path, groups) if path else {}
     kept, dropped = put_over(file, given)
@@ -200,7 +187,7 @@ def parse(argv: list[str], groups: tuple[type, ...] = GROUPS, demo: Path = DEFAU
         word = "preset" if "preset" in given else "mode"
         told = ", ".join(f"{name}={value}" for name, value in dropped.items())
         tell("scheme", f"--{word} {given[word]} resets what {Path(path).name} says of the scheme: {told}")
-    options = make_options(for_this_machine(put_together(kept, given)), groups)
+    options = make_options(for_this_machine(merge_options(kept, given)), groups)
     options.recipe.named = frozenset(file) | frozenset(given)
     return options
 

@@ -16,7 +16,7 @@ from transformers import TrainingArguments
 
 from hf_mxfp4 import MXFP4Linear, MXFP4RLConfig
 from hf_mxfp4.numerics import FULL, GEMM_OPERANDS, REUSE
-from hf_mxfp4.recipes.common.options import CONFIGS, build, read_command, read_file, read_yaml, refuse_unknown
+from hf_mxfp4.recipes.common.options import CONFIGS, build, check_mapping, read_command, read_file, read_yaml
 from hf_mxfp4.utils import option
 
 
@@ -62,17 +62,18 @@ def choose_arms(names: Sequence[str], extra: Mapping[str, Mapping[str, Any]] | N
     extra = {} if extra is None else extra
     if not isinstance(extra, Mapping) or not all(isinstance(options, Mapping) for options in extra.values()):
         raise ValueError(f"extra_arms={extra!r} must map names to options of MXFP4RLConfig")
-    if same := [name for name in extra if name in NAMED_ARMS]:
+    same = [name for name in extra if name in NAMED_ARMS]
+    if same:
         raise ValueError(f"extra_arms has {', '.join(same)}, the name of a built-in arm; give it another")
-    refuse_unknown(names, "arms", [*NAMED_ARMS, *extra])
+    check_mapping(dict.fromkeys(names), "arms", [*NAMED_ARMS, *extra])
     if BASELINE not in names or len(set(names)) != len(names):
         raise ValueError(f"arms={list(names)} must be distinct, with {BASELINE!r}, which the others are compared with")
-    return [_arm(name, extra.get(name), scale_rule) for name in sorted(names, key=lambda name: name != BASELINE)]
+    others = [name for name in names if name != BASELINE]
+    return [Arm(BASELINE, None), *(_arm(name, extra.get(name), scale_rule) for name in others)]
 
 
 def _arm(name: str, options: Mapping[str, Any] | None, scale_rule: str) -> Arm:
-    if name == BASELINE:
-        return Arm(name, None)
+    """Return an arm with these ``options``; without them, a named one."""
     if options is None:
         options = {"preset": "paper_b", "scale_rule": scale_rule}
         for key, value in _NAMED[name].items():
@@ -168,8 +169,8 @@ class Study:
     @property
     def sequences_per_step(self) -> int:
         """Sequences in an optimizer step, over all processes."""
-        t = self.training
-        return t.train_batch_size * t.gradient_accumulation_steps * t.world_size
+        training = self.training
+        return training.train_batch_size * training.gradient_accumulation_steps * training.world_size
 
     @property
     def tokens_per_step(self) -> int:
@@ -179,7 +180,9 @@ class Study:
     @property
     def precision(self) -> str:
         """What the baseline, and whatever is not quantized, computes in."""
-        return "BF16" if self.training.bf16 else "FP16" if self.training.fp16 else "full precision (float32)"
+        if self.training.bf16:
+            return "BF16"
+        return "FP16" if self.training.fp16 else "full precision (float32)"
 
     def scheme_text(self, arm: Arm) -> str:
         """Describe what an arm does, in one line."""

@@ -7,7 +7,6 @@ import random
 import string
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from datasets import Dataset, IterableDataset, load_dataset
@@ -50,19 +49,18 @@ def load_corpus(options: StudyArguments, tokens: int) -> Corpus:
 
     Raises `OSError` for what cannot be read, and `ValueError` when there is too little text.
     """
-    column, length, count = options.text_column, options.sequence_length, options.validation_sequences
     if options.corpus == "generated":
-        return _generated(tokens, length, count)
+        return _generated(tokens, options.sequence_length, options.validation_sequences)
     tokenizer = _tokenizer(options.tokenizer_name)
-    texts = (_stream(options, split) for split in ("train", "validation"))
-    train, validation = (_packed(text, tokenizer, column, length) for text in texts)
-    rows = [{key: value.tolist() for key, value in row.items()} for row in validation.take(count)]
-    if len(rows) < count:
+    train = _packed(_stream(options, "train"), tokenizer, options)
+    wanted = options.validation_sequences
+    validation = Dataset.from_list(list(_packed(_stream(options, "validation"), tokenizer, options).take(wanted)))
+    if len(validation) < wanted:
         raise ValueError(
-            f"the validation text has {len(rows)} sequences of {length} tokens; lower validation_sequences={count}, or "
-            "give more text"
+            f"the validation text has {len(validation)} sequences of {options.sequence_length} tokens; lower "
+            f"validation_sequences={wanted}, or give more text"
         )
-    return Corpus(tokenizer, train, Dataset.from_list(rows).with_format("torch"))
+    return Corpus(tokenizer, train.with_format("torch"), validation.with_format("torch"))
 
 
 def _tokenizer(name: str | None) -> PreTrainedTokenizerBase:
@@ -74,27 +72,31 @@ def _tokenizer(name: str | None) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-def _packed(dataset: Any, tokenizer: PreTrainedTokenizerBase, column: str, length: int) -> Any:
-    """Join documents by the end-of-sequence token and cut them into sequences; what is left over is dropped."""
-
-    def pack(batch: dict[str, list]) -> dict[str, list]:
-        encoded = tokenizer(batch[column], add_special_tokens=False)["input_ids"]
-        stream = [token for ids in encoded for token in (*ids, tokenizer.eos_token_id)]
-        rows = [stream[i : i + length] for i in range(0, len(stream) - length + 1, length)]
-        return {"input_ids": rows, "labels": rows}
-
-    names = dataset.column_names
-    if names is not None and column not in names:
-        raise ValueError(f"there is no column {column!r} to read text from; text_column can be {', '.join(names)}")
-    # One batch for a corpus in memory: nothing is lost between batches.
-    size = len(dataset) if isinstance(dataset, Dataset) else 1000
-    packed = dataset.map(pack, batched=True, batch_size=max(1, size), remove_columns=names)
-    return packed.with_format("torch")
-
-
-def _stream(options: StudyArguments, split: str) -> Any:
+def _stream(options: StudyArguments, split: str) -> IterableDataset:
+    """Return the texts of a split, streamed from the Hub."""
     stream = load_dataset(options.dataset_name, options.dataset_config, split=split, streaming=True)
-    return stream.select_columns([options.text_column]) if stream.column_names is None else stream
+    column, columns = options.text_column, stream.column_names
+    if columns is not None and column not in columns:
+        raise ValueError(f"there is no column {column!r} to read text from; text_column can be {', '.join(columns)}")
+    return stream.select_columns([column])
+
+
+def _packed(stream: IterableDataset, tokenizer: PreTrainedTokenizerBase, options: StudyArguments) -> IterableDataset:
+    """Return the sequences of a stream of texts."""
+
+    def pack_batch(batch: dict[str, list]) -> dict[str, list]:
+        return pack(batch[options.text_column], tokenizer, options.sequence_length)
+
+    return stream.map(pack_batch, batched=True, batch_size=1000, remove_columns=[options.text_column])
+
+
+def pack(texts: list[str], tokenizer: PreTrainedTokenizerBase, length: int) -> dict[str, list]:
+    """Join texts by the end-of-sequence token and cut them into sequences; what is left over is dropped."""
+    stream: list[int] = []
+    for ids in tokenizer(texts, add_special_tokens=False)["input_ids"]:
+        stream += [*ids, tokenizer.eos_token_id]
+    rows = [stream[start : start + length] for start in range(0, len(stream) - length + 1, length)]
+    return {"input_ids": rows, "labels": rows}
 
 
 # ---- the generated language -----------------------------------------------------------------------------------------
@@ -109,13 +111,17 @@ _N_CLASSES, _N_WORDS = 8, 150
 
 def _generated(tokens: int, length: int, validation_sequences: int) -> Corpus:
     tokenizer = build_char_tokenizer(ALPHABET)
-    sets, entropy = {}, 0.0
-    for split, size in (("train", tokens), ("validation", validation_sequences * length)):
-        # One sequence more, for what packing leaves over.
-        texts, entropy = generate(Language(), split, size + length)
-        packed = _packed(Dataset.from_dict({"text": texts}), tokenizer, "text", length)
-        sets[split] = packed.select(range(size // length))
-    return Corpus(tokenizer, **sets, entropy=entropy)
+    language = Language()
+
+    def sequences(split: str, count: int) -> tuple[Dataset, float]:
+        # One more, for what packing leaves over.
+        texts, entropy = generate(language, split, (count + 1) * length)
+        rows = Dataset.from_dict(pack(texts, tokenizer, length))
+        return rows.select(range(count)).with_format("torch"), entropy
+
+    train, _ = sequences("train", tokens // length)
+    validation, entropy = sequences("validation", validation_sequences)
+    return Corpus(tokenizer, train, validation, entropy)
 
 
 class Language:

@@ -45,27 +45,24 @@ class StudyFile:
         self.path = path
         self.settings = json.loads(json.dumps(settings))
         self.runs: list[dict[str, Any]] = []
-        if path.is_file():
-            stored = json.loads(path.read_text())
-            before = {name: stored["settings"].get(name) for name in self.settings}
-            if changed := [f"{name}={value!r}" for name, value in before.items() if value != self.settings[name]]:
-                told = ", ".join(changed)
-                raise ValueError(f"{path} holds a study with {told}; choose another output_dir, or the same options")
-            self.runs = stored["runs"]
-
-    def finished(self, arm: Arm, seed: int, scheme: str) -> bool:
-        """Return whether there is such a run. Raises `ValueError` when it was of another scheme."""
-        run = next((run for run in self.runs if (run["arm"], run["seed"]) == (arm.name, seed)), None)
-        if run is None:
-            return False
-        if run["scheme"] != scheme:
+        if not path.is_file():
+            return
+        stored = json.loads(path.read_text())
+        self.runs = stored["runs"]
+        before = stored["settings"]
+        changed = [f"{name}={before.get(name)!r}" for name in self.settings if before.get(name) != self.settings[name]]
+        if changed:
             raise ValueError(
-                f"{self.path} has a run of arm {arm.name!r} with the scheme {run['scheme']}, not {scheme}; give the "
-                "arm another name"
+                f"{path} holds a study with {', '.join(changed)}; choose another output_dir, or the same options"
             )
-        # What the line leaves out, such as modules_to_not_convert. Earlier versions wrote the line alone.
-        check_same_scheme(arm, stored_scheme(run.get("options")) or arm.config, str(self.path))
-        return True
+
+    def finished(self, arm: Arm, seed: int) -> bool:
+        """Return whether there is such a run. Raises `ValueError` when it was of another scheme."""
+        for run in self.runs:
+            if run["arm"] == arm.name and run["seed"] == seed:
+                check_same_scheme(arm, stored_scheme(run["options"]), str(self.path))
+                return True
+        return False
 
     def add(self, run: dict[str, Any]) -> None:
         """Append a run."""
@@ -80,8 +77,8 @@ class StudyFile:
 def check_same_scheme(arm: Arm, stored: MXFP4RLConfig | None, where: str) -> None:
     """Raise `ValueError` unless what is stored of an arm was trained under its scheme."""
     if stored is not None and arm.config is not None and stored != arm.config:
-        found = ", ".join(differences(stored, arm.config))
-        raise ValueError(f"{where} has a run of arm {arm.name!r} with {found}; give the arm another name")
+        others = ", ".join(differences(stored, arm.config))
+        raise ValueError(f"{where} has a run of arm {arm.name!r} with {others}; give the arm another name")
 
 
 class StopOnDivergence(TrainerCallback):

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from hf_mxfp4.recipes.common.study import moved_to, read_study
+from hf_mxfp4.recipes.common.options import build_study
 from hf_mxfp4.utils import option
 
 from .base import REWARD_FORM, Subsets, Task, check_reward, load_function, of_task
@@ -41,16 +41,6 @@ class TaskArguments:
     """Options of a script that choose its task."""
 
     STUDY: ClassVar[type] = TaskStudy
-    #: What to write in place of options of earlier versions.
-    REMOVED: ClassVar[dict[str, str]] = {
-        **moved_to(TaskStudy),
-        "dataset_name": "write `dataset: name`",
-        "dataset_config": "write `dataset: name:config`",
-        "train_file": "write `dataset: FILE`",
-        "test_file": "write `eval_dataset: FILE`",
-        "n_test": "write `evaluate_n: ...`",
-        "data_seed_split": "write `study: {split_seed: ...}`",
-    }
     #: The task when neither it nor a dataset is named.
     DEFAULT_TASK: ClassVar[str] = "arithmetic"
 
@@ -68,7 +58,7 @@ class TaskArguments:
     )
 
     def __post_init__(self):
-        self.study = read_study(self.STUDY, self.study)
+        self.study = build_study(self.STUDY, self.study)
         if self.evaluate_n is not None and self.evaluate_n < 1:
             raise ValueError(f"evaluate_n={self.evaluate_n} must be at least 1")
 

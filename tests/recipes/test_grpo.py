@@ -202,8 +202,6 @@ def test_options_of_the_products_in_yaml_and_on_the_command_line(tmp_path):
         (["--no_overwrite"], "no option 'no_overwrite'; did you mean 'overwrite'"),
         (["--outlier_fallback=abc"], "invalid float value: 'abc'"),
         (["--load_in_4bit=true"], "bitsandbytes"),
-        (["--n_train=3"], "no option 'n_train' any more: write `study: {n_train: ...}`"),
-        ("dataset_config: main\n", "no option 'dataset_config' any more: write `dataset: name:config`"),
         (["--distill_steps=-1"], "distill_steps=-1 must be at least 0"),
         (["--evaluate_n=0"], "evaluate_n=0 must be at least 1"),
         (["--study={sft_step: 3}"], "study has no option 'sft_step'; did you mean 'sft_steps'"),

@@ -129,7 +129,7 @@ def test_messages(tmp_path, monkeypatch, blank_pictures):
         short_study(tmp_path, "--arms", "baseline", "--max_steps=6")
     words = ("--arms", "baseline", "all", "--scale_rule")
     short_study(tmp_path, *words, "floor")
-    with pytest.raises(SystemExit, match="arm 'all' with the scheme .*floor.* give the arm another name"):
+    with pytest.raises(SystemExit, match="arm 'all' with scale_rule=floor .*give the arm another name"):
         short_study(tmp_path, *words, "even")
 
 

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Where the options of a run come from: the command line, a YAML file, the demo, and a preset over them."""
 
-import os
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -84,17 +83,6 @@ def test_none_is_a_word_for_options_that_cannot_be_without_a_value(tmp_path):
     assert (scheme.macro_block, scheme.outlier_fallback) == (None, None)
     with pytest.raises(ValueError, match="learning-rate: invalid float value: 'none'"):
         parse(["--learning_rate=none"])
-
-
-def test_a_file_sets_variables_of_the_environment(tmp_path, monkeypatch):
-    monkeypatch.setenv("OF_THE_FILE", "before")
-    path = tmp_path / "run.yaml"
-    path.write_text("env: {OF_THE_FILE: 3}\nuse_cpu: true\nbf16: false\n")
-    parse(["--config", str(path)])
-    assert os.environ["OF_THE_FILE"] == "3"
-    path.write_text("env: [OF_THE_FILE]\n")
-    with pytest.raises(ValueError, match=r"env=\['OF_THE_FILE'\] must hold one `variable: value` per line"):
-        parse(["--config", str(path)])
 
 
 def test_yaml_that_is_nested_too_deeply_is_refused(tmp_path):

@@ -78,7 +78,6 @@ def test_adapters_of_a_mixture_are_trained_on_packed_weights(own):
     [
         ([], "name a model: hf-mxfp4 train MODEL"),
         (["model"], "name problems: --dataset FILE"),
-        (["model", "--dataset=x.jsonl", "--smooth_strength=1"], "any more: write `smooth: true`"),
     ],
 )
 def test_what_is_missing_is_named(words, message):
