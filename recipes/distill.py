@@ -23,8 +23,10 @@ from hf_mxfp4.recipes.post_training.arguments import TextArguments, groups_of
 from hf_mxfp4.recipes.post_training.texts import TextRun
 
 
+#: Run without `--config`.
 DEMO = CONFIGS / "distill_tiny_cpu.yaml"
 GROUPS = groups_of(MXFP4DistillationConfig, TextArguments)
+#: Values of the option `learn`.
 LEARN = ("text", "completion", "generated")
 #: What is reported of each held-out text, and its heading in the table.
 MEASURES = {"kl": "KL", "perplexity": "perplexity", "teacher_perplexity": "of the teacher"}
@@ -33,29 +35,30 @@ MEASURES = {"kl": "KL", "perplexity": "perplexity", "teacher_perplexity": "of th
 def main(argv: list[str]) -> dict[str, Any]:
     """Run the recipe; return the summary that it also writes to `summary.json` in the output folder."""
     with TextRun.begun(argv, GROUPS, DEMO, LEARN) as run:
-        return _distill(run)
+        training = run.options.training
+        if training.teacher_model_name_or_path is None and run.stored.source != run.original:
+            training.teacher_model_name_or_path = run.original  # the checkpoint as it was before it was prepared
+        if run.recipe.full_precision:
+            training.allow_full_precision = True
+        trainer = run.make_trainer(MXFP4DistillationTrainer)
+        n_shared, bytes_shared = trainer.shared
+        tell(
+            "student",
+            f"{run.origin}: {trainer.n_quantized} quantized layers; {n_shared} tensors ({bytes_shared / 1e6:.1f} MB) "
+            "shared",
+        )
 
+        def facts() -> dict[str, Any]:
+            return {
+                "model": run.origin,
+                "teacher": training.teacher_model_name_or_path or run.origin,
+                "n_quantized": trainer.n_quantized,
+                "shared_tensors": n_shared,
+                "shared_bytes": bytes_shared,
+                "tokens_distilled": trainer.tokens_distilled,
+            }
 
-def _distill(run: TextRun) -> dict[str, Any]:
-    training = run.options.training
-    if run.stored.source != run.original:
-        training.teacher_model_name_or_path = training.teacher_model_name_or_path or run.original
-    training.allow_full_precision = training.allow_full_precision or run.recipe.full_precision
-    trainer = run.make_trainer(MXFP4DistillationTrainer)
-    facts = {
-        "model": run.origin,
-        "teacher": training.teacher_model_name_or_path or run.origin,
-        "n_quantized": trainer.n_quantized,
-        "shared_tensors": trainer.shared[0],
-        "shared_bytes": trainer.shared[1],
-    }
-    told = "{model}: {n_quantized} quantized layers; {shared_tensors} tensors ({0:.1f} MB) shared"
-    tell("student", told.format(trainer.shared[1] / 1e6, **facts))
-
-    def all_facts() -> dict[str, Any]:
-        return {**facts, "tokens_distilled": trainer.tokens_distilled}
-
-    return run.train(trainer, MEASURES, all_facts, "student" if run.recipe.study.save_policy else None)
+        return run.train(trainer, MEASURES, facts, saved_as="student")
 
 
 if __name__ == "__main__":

@@ -25,7 +25,14 @@ from tqdm.auto import tqdm
 from hf_mxfp4.files import write_json
 from hf_mxfp4.lab.resume_log import ResumeLog
 from hf_mxfp4.recipes.common.options import exit_on_wrong_options
-from hf_mxfp4.recipes.common.reporting import INPUT_ERRORS, console, errors_as_messages, shutdown, tell
+from hf_mxfp4.recipes.common.reporting import (
+    INPUT_ERRORS,
+    console,
+    errors_as_messages,
+    full_disk_as_message,
+    shutdown,
+    tell,
+)
 from hf_mxfp4.recipes.evaluation import results
 from hf_mxfp4.recipes.evaluation.arguments import EvaluationArguments, parse
 from hf_mxfp4.recipes.evaluation.generate import Batch, Completion, complete_batches, tokenize
@@ -59,20 +66,23 @@ def main(argv: list[str]) -> dict[str, Any]:
     conversational = not isinstance(task.test["prompt"][0], str)
     tell("prompts", "chat messages, by the tokenizer's template" if conversational else "plain text")
 
+    batches = _plan([len(ids) for ids in token_ids], options)
     with contextlib.ExitStack() as stack:
+        stack.enter_context(full_disk_as_message(folder, "the same command"))
         for log in logs.values():
             stack.enter_context(log)
-        generated = _complete(policy, task, _plan([len(ids) for ids in token_ids], options), logs, options)
+        generated = _complete(policy, task, batches, logs, options)
     if not state.is_main_process:
         return {}
     completions = [Completion(**line) for log in logs.values() for line in log.done.values()]
-    sampling = "samples", "temperature", "top_p", "seed", "batch_size"
-    names = "max_new_tokens", "chat_template_kwargs", *sampling
+    generation = {"conversational": conversational}
+    for name in ("max_new_tokens", "chat_template_kwargs", "samples", "temperature", "top_p", "seed", "batch_size"):
+        generation[name] = getattr(options, name)
     result = {
         "task": task.name,
         **about,
         **results.summarize(completions, keys, list(task.scores), options),
-        "generation": {"conversational": conversational, **{name: getattr(options, name) for name in names}},
+        "generation": generation,
         "identity": policy.identity,
         "versions": {**package_versions(), "math-verify": installed_version("math-verify")},
         "device": str(state.device),
@@ -95,7 +105,8 @@ def _compare_files(options: EvaluationArguments) -> list[dict[str, Any]]:
     with errors_as_messages(*INPUT_ERRORS):
         if options.compare is None:
             raise ValueError(f"{options.model} is a result; name another one with --compare")
-        first, second = (results.read_result(path) for path in (options.model, options.compare))
+        first = results.read_result(options.model)
+        second = results.read_result(options.compare)
         rows = results.compare(first, second)
     results.show_differences(rows, first, second)
     return rows
@@ -106,21 +117,24 @@ def _token_ids(policy: Policy, prompts: Sequence[Any], options: EvaluationArgume
     conversation has no template."""
     if not isinstance(prompts[0], str) and policy.tokenizer.chat_template is None:
         raise ValueError("conversational: true needs a chat template, and the tokenizer has none")
-    ids = tokenize(policy.tokenizer, prompts, options.chat_template_kwargs)["input_ids"]
-    longest, max_new_tokens = max(map(len, ids)), options.max_new_tokens
+    token_ids = tokenize(policy.tokenizer, prompts, options.chat_template_kwargs)["input_ids"]
+    longest = max(map(len, token_ids))
     positions = getattr(policy.model.config.get_text_config(), "max_position_embeddings", None)
-    if positions is not None and longest + max_new_tokens > positions:
+    if positions is not None and longest + options.max_new_tokens > positions:
         raise ValueError(
-            f"the longest prompt has {longest} tokens, with --max_new_tokens {max_new_tokens} more than the "
+            f"the longest prompt has {longest} tokens, with --max_new_tokens {options.max_new_tokens} more than the "
             f"{positions} positions of the model; shorten the completions or the prompts"
         )
-    return ids
+    return token_ids
 
 
 def _default_folder(options: EvaluationArguments) -> Path:
-    """By model (its last two names, as `policy` alone says little), task and control."""
+    """Return a folder by model (its last two names, as `policy` alone says little), task and control."""
     model = "-".join(part for part in Path(options.model).parts[-2:] if part not in ("/", ".", "..", "~"))
-    return Path("outputs/evaluation") / model / "-".join(filter(None, (options.task_name, options.dequantize)))
+    what = options.task_name
+    if options.dequantize:
+        what += f"-{options.dequantize}"
+    return Path("outputs/evaluation") / model / what
 
 
 def _open_logs(
@@ -154,10 +168,13 @@ def _plan(lengths: Sequence[int], options: EvaluationArguments) -> list[Batch]:
     """List all batches, whatever is done already, so that the draws of a batch are the same in every attempt. The
     longest prompts come first: what does not fit into memory fails at once, and batches have little padding."""
     order = sorted(range(len(lengths)), key=lambda row: -lengths[row])
-    groups = [tuple(order[start : start + options.batch_size]) for start in range(0, len(order), options.batch_size)]
+    size = options.batch_size
+    groups = [tuple(order[start : start + size]) for start in range(0, len(order), size)]
     batches = [Batch(rows) for rows in groups]
     for sample in range(options.samples):
-        batches += [Batch(rows, sample, int(results.digest([options.seed, sample, rows[0]]), 16)) for rows in groups]
+        for rows in groups:
+            seed = int(results.digest([options.seed, sample, rows[0]]), 16)
+            batches.append(Batch(rows, sample, seed))
     return batches
 
 
@@ -166,26 +183,40 @@ def _complete(
 ) -> int:
     """Complete, score and keep the completions that are missing; return their number. A batch of which one is missing
     is done again as a whole, for the same draws."""
-    main_process = PartialState().is_main_process
-    wanted = [(batch.sample, row) for batch in batches for row in batch.rows]
-    (known,) = broadcast_object_list([[key for log in logs.values() for key in log.done]])  # of the main process
-    todo = {*wanted} - {*known}
-    missing = [batch for batch in batches if any((batch.sample, row) in todo for row in batch.rows)]
-    how = {name: getattr(options, name) for name in ("max_new_tokens", "temperature", "top_p", "chat_template_kwargs")}
-    rounds = complete_batches(policy.model, policy.tokenizer, task.test, task.scores, missing, **how)
-    bar = {"total": len(wanted), "initial": len(wanted) - len(todo), "desc": "evaluating", "unit": "completion"}
+    is_main_process = PartialState().is_main_process
+    wanted = {(batch.sample, row) for batch in batches for row in batch.rows}
+    (done,) = broadcast_object_list([[key for log in logs.values() for key in log.done]])  # of the main process
+    missing = wanted.difference(done)
+    rounds = complete_batches(
+        policy.model,
+        policy.tokenizer,
+        task.test,
+        task.scores,
+        [batch for batch in batches if any((batch.sample, row) in missing for row in batch.rows)],
+        max_new_tokens=options.max_new_tokens,
+        temperature=options.temperature,
+        top_p=options.top_p,
+        chat_template_kwargs=options.chat_template_kwargs,
+    )
+    progress = tqdm(
+        total=len(wanted),
+        initial=len(wanted) - len(missing),
+        desc="evaluating",
+        unit="completion",
+        disable=not is_main_process,
+    )
     try:
-        with tqdm(**bar, disable=not main_process) as progress:
-            for found in rounds:
-                if not main_process:
+        with progress:
+            for completions in rounds:
+                if not is_main_process:
                     continue
-                new = [one for one in found if one.key in todo]
-                for one in new:
-                    logs[one.sample is not None].add(asdict(one))
-                progress.update(len(new))
+                for completion in completions:
+                    if completion.key in missing:
+                        logs[completion.sample is not None].add(asdict(completion))
+                        progress.update()
     except KeyboardInterrupt:
         raise SystemExit("interrupted; the same command goes on from here") from None
-    return len(todo)
+    return len(missing)
 
 
 if __name__ == "__main__":

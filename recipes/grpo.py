@@ -16,6 +16,7 @@ if __name__ == "__main__" and not __package__:
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 from hf_mxfp4 import MXFP4GRPOTrainer
 from hf_mxfp4.files import write_json
@@ -36,62 +37,84 @@ from hf_mxfp4.recipes.post_training.policy import (
 )
 
 
-def main(argv: list[str]) -> dict:
+def main(argv: list[str]) -> dict[str, Any]:
     """Run the recipe; return the summary that it also writes to `summary.json` in the output folder."""
     started = time.monotonic()
     options = parse_or_exit(argv)
     with files.one_run(options) as output:
-        return _run(options, output, started)
+        return run(options, output, started)
 
 
-def _run(options: Options, output: Path, started: float) -> dict:
-    recipe, training = options.recipe, options.training
+def run(options: Options, output: Path, started: float) -> dict[str, Any]:
+    """Run the recipe in its output folder, which is locked; see [`main`]."""
+    # The start: a checkpoint, smoothed and rounded as the options say, and distilled.
     stored, options = find_start(options)
     task = load_task(options, stored)
-    training.max_completion_length = training.max_completion_length or task.max_completion_length
-    start, distilled = prepare_start(stored, options, task, output), None
-    if recipe.distill_steps:
+    start = prepare_start(stored, options, task, output)
+    distilled = None
+    if options.recipe.distill_steps:
         with errors_as_messages(ValueError):
-            start, distilled = distil(start, task, recipe.distill_steps)
+            start, distilled = distil(start, task, options.recipe.distill_steps)
+
+    # The policy and its trainer.
     stored, options = start.stored, start.options
+    recipe, study, training = options.recipe, options.recipe.study, options.training
     policy, tokenizer = load_policy(stored, options)
+    if training.max_completion_length is None:
+        training.max_completion_length = task.max_completion_length
     if training.max_steps and "learning_rate" not in recipe.named:
         training.learning_rate = usual_learning_rate(stored, options)
         tell("learning rate", f"{training.learning_rate:g}, as usual for this size, since no option names one")
-    training.allow_full_precision = training.allow_full_precision or recipe.full_precision
-    given = {"reward_funcs": task.reward_funcs, "train_dataset": task.train, "processing_class": tokenizer}
-    trainer = make_trainer(MXFP4GRPOTrainer, policy, stored, options, **given)
+    if recipe.full_precision:
+        training.allow_full_precision = True
+    trainer = make_trainer(
+        MXFP4GRPOTrainer,
+        policy,
+        stored,
+        options,
+        reward_funcs=task.reward_funcs,
+        train_dataset=task.train,
+        processing_class=tokenizer,
+    )
     evaluate = PolicyEvaluation(trainer, task, recipe)
     if recipe.evaluate_every:
         trainer.add_callback(EvaluationCallback(evaluate))
     report = files.begin(trainer, options, output)
-    before = evaluate.before_training() if recipe.study.evaluate_before else None
+
+    # Evaluate, train, evaluate.
+    before = evaluate.before_training() if study.evaluate_before else None
     evaluate.report("before RL", before)
     if training.max_steps:
         with report.on_exit(trainer):
             trainer.train(resume_from_checkpoint=files.resume_choice(training))
-    after = evaluate("evaluating after RL") if training.max_steps or before is None else before
+    after = before
+    if training.max_steps or before is None:
+        after = evaluate("evaluating after RL")
     evaluate.report("after RL", after)
 
-    saved = output / "policy" if recipe.study.save_policy else None
+    # Save, pack, and write the results.
+    saved = output / "policy" if study.save_policy else None
     if saved is not None:
         trainer.save_model(str(saved))
     trainer.accelerator.wait_for_everyone()
-    summary: dict = {}
+    summary: dict[str, Any] = {}
     if trainer.is_world_process_zero():
-        scheme = recipe.study.rollout_scheme
-        origin = start.origin + (f", sampled under {scheme}" if scheme else "")
+        origin = start.origin
+        if study.rollout_scheme:
+            origin += f", sampled under {study.rollout_scheme}"
         summary = files.write_results(output, trainer, report, task, before, after, saved, origin)
         summary["distilled"] = distilled
-        if saved is not None and recipe.study.pack:
+        if saved is not None and study.pack:
             summary |= pack_policy(saved, start, summary)
-    # Last, when all results are written: a second model beside the states of training may not fit into memory. All
-    # processes take part.
     trainer.accelerator.wait_for_everyone()
+
+    # Load the saved policy again. Last, when all results are written: a second model beside the states of training may
+    # not fit into memory. All processes take part.
     try:
-        if saved is not None and recipe.study.reload_check:
+        if saved is not None and study.reload_check:
             reloaded = evaluate.compare_reloaded(saved, lambda: load_saved(saved, stored, options), after)
-            summary |= {"reloaded": reloaded} if summary else {}
+            if summary:
+                summary["reloaded"] = reloaded
     except BaseException:
         tell("reloading failed", "all results are written; --study '{reload_check: 0}' leaves it out")
         raise

@@ -25,15 +25,17 @@ from hf_mxfp4.rl import ExactResumeMixin
 from hf_mxfp4.rl.config import count_quantized
 
 
+#: Run without `--config`.
 DEMO = CONFIGS / "sft_tiny_cpu.yaml"
 GROUPS = groups_of(SFTConfig, TextArguments)
+#: Values of the option `learn`.
 LEARN = ("text", "completion")
 #: What is reported of each held-out text, and its heading in the table.
 MEASURES = {"loss": "loss"}
 
 
 class Trainer(ExactResumeMixin, SFTTrainer):
-    """TRL's, whose stopped runs continue exactly."""
+    """TRL's trainer. A run that was stopped continues as if it had not been."""
 
 
 def main(argv: list[str]) -> dict[str, Any]:
@@ -41,8 +43,8 @@ def main(argv: list[str]) -> dict[str, Any]:
     with TextRun.begun(argv, GROUPS, DEMO, LEARN) as run:
         facts = {"model": run.origin, "n_quantized": count_quantized(run.policy)}
         trainer = run.make_trainer(Trainer)
-        tell("model", "{model}: {n_quantized} quantized layers".format(**facts))
-        return run.train(trainer, MEASURES, lambda: facts, "policy" if run.recipe.study.save_policy else None)
+        tell("model", f"{run.origin}: {facts['n_quantized']} quantized layers")
+        return run.train(trainer, MEASURES, lambda: facts, saved_as="policy")
 
 
 if __name__ == "__main__":

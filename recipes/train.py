@@ -22,8 +22,9 @@ from hf_mxfp4.recipes.common.reporting import shutdown, tell
 from hf_mxfp4.recipes.post_training.arguments import GROUPS
 
 
+#: The YAML file of options, unless `--config` names another one.
 CONFIG = "w4a8"
-#: What a smoke run does at the most.
+#: Options of a smoke run; a smaller number on the command line wins.
 SMOKE = {
     "max_steps": 3,
     "distill_steps": 2,
@@ -34,19 +35,19 @@ SMOKE = {
     "num_generations": 4,
 }
 SMOKE_STUDY = "{n_train: 16, greedy_batch_size: 8, reload_check: 8}"
-#: In the folder of a smoke run, which the next one may write over.
+#: A file in the folder of a smoke run. The next smoke run may write over such a folder.
 MARK = "smoke_run.txt"
 _NOTHING = "a smoke run: it shows that everything works on this machine, and its numbers mean nothing"
 
 
 def main(argv: list[str]) -> dict[str, Any]:
     """Run the recipe; return its summary."""
-    words, folder = exit_on_wrong_options(words_for_grpo, argv)
-    if folder is None:
+    words, smoke_folder = exit_on_wrong_options(words_for_grpo, argv)
+    if smoke_folder is None:
         return grpo.main(words)
     tell("smoke", _NOTHING)
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / MARK).write_text(f"{_NOTHING}\n")
+    smoke_folder.mkdir(parents=True, exist_ok=True)
+    (smoke_folder / MARK).write_text(f"{_NOTHING}\n")
     summary = grpo.main(words)
     tell("smoke", f"done: {_NOTHING}")
     return summary
@@ -59,26 +60,26 @@ def words_for_grpo(argv: list[str]) -> tuple[list[str], Path | None]:
     words = [word for word in argv if word != "--smoke"]
     if words and not words[0].startswith("--"):
         words.insert(0, "--model_name_or_path")
-    given = read_command(words, GROUPS)
-    if "model_name_or_path" not in given:
+    named = read_command(words, GROUPS)
+    if "model_name_or_path" not in named:
         raise ValueError("name a model: hf-mxfp4 train MODEL --dataset FILE --reward FILE.py:function")
-    if not {"task", "dataset", "config"} & set(given):
+    if not {"task", "dataset", "config"} & set(named):
         if not is_smoke:
             raise ValueError("name problems: --dataset FILE (JSON lines with prompt and answer), or a --task")
         words += ["--task", "few_shot"]
-    if "config" not in given:
+    if "config" not in named:
         words += ["--config", CONFIG]
-    if given.get("use_peft") and "mode" not in given:
+    if named.get("use_peft") and "mode" not in named:
         words += ["--mode", "packed"]
-    name = re.sub(r"[^\w.-]+", "-", Path(given["model_name_or_path"]).name)
-    folder = Path(given.get("output_dir", f"outputs/train/{name}"))
+    model = re.sub(r"[^\w.-]+", "-", Path(named["model_name_or_path"]).name)
+    folder = Path(named.get("output_dir", f"outputs/train/{model}"))
     if not is_smoke:
         return [*words, "--output_dir", str(folder)], None
     folder = folder.with_name(f"{folder.name}-smoke")
     if folder.exists() and any(folder.iterdir()) and not (folder / MARK).is_file():
         raise ValueError(f"{folder} holds something else than a smoke run; choose another --output_dir")
     for option, value in SMOKE.items():
-        words += [f"--{option}", str(min(value, given.get(option, value)))]
+        words += [f"--{option}", str(min(value, named.get(option, value)))]
     words += ["--study", SMOKE_STUDY, "--save_strategy", "no"]
     return [*words, "--output_dir", str(folder), "--overwrite", "true"], folder
 

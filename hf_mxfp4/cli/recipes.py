@@ -6,7 +6,6 @@ import sys
 from collections.abc import Callable
 
 import typer
-from safetensors import SafetensorError
 
 from ..recipes.common.help import help_file
 from .common import fail
@@ -28,12 +27,7 @@ def command(name: str) -> Callable[[typer.Context], None]:
             recipe = importlib.import_module(f"hf_mxfp4.recipes.{name}")
         except ImportError as error:  # an extra that is not installed
             fail(str(error))
-        try:
-            recipe.main(context.args)
-        except (OSError, SafetensorError) as error:
-            if "No space left on device" not in str(error):
-                raise
-            fail(str(error), code=1)
+        recipe.main(context.args)
         recipe.shutdown()
 
     return run_recipe

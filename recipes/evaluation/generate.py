@@ -88,7 +88,9 @@ def complete_batches(
         chat_template_kwargs: of the template of conversations.
         cache_weights: quantize each weight once, and not for each token.
     """
-    state, prompts, answers = PartialState(), list(dataset["prompt"]), list(dataset["answer"])
+    state = PartialState()
+    prompts = list(dataset["prompt"])
+    answers = list(dataset["answer"])
     sampling = {"temperature": temperature, "top_p": top_p, "top_k": 0}
     is_parsed = not isinstance(prompts[0], str) and tokenizer.response_template is not None
     was_training = model.training
@@ -100,14 +102,14 @@ def complete_batches(
                 mine = start + state.process_index
                 batch = batches[mine] if mine < len(batches) else Batch(())
                 texts = [prompts[row] for row in batch.rows or (0,)]
-                padded = {"return_tensors": "pt", "padding": True, "padding_side": "left"}
-                inputs = tokenize(tokenizer, texts, chat_template_kwargs, **padded).to(model.device)
+                padding = {"return_tensors": "pt", "padding": True, "padding_side": "left"}
+                inputs = tokenize(tokenizer, texts, chat_template_kwargs, **padding).to(model.device)
                 written = _generate(model, tokenizer, inputs, batch, is_parsed, max_new_tokens, sampling)
-                found = []
-                for row, (text, *length) in zip(batch.rows, written, strict=False):
+                completions = []
+                for row, (text, n_tokens, truncated) in zip(batch.rows, written, strict=False):
                     correct = {name: bool(score(text, answers[row])) for name, score in scores.items()}
-                    found.append(Completion(row, batch.sample, text, *length, correct))
-                yield gather_object(found)
+                    completions.append(Completion(row, batch.sample, text, n_tokens, truncated, correct))
+                yield gather_object(completions)
     finally:
         model.train(was_training)
 
@@ -124,26 +126,38 @@ def _generate(
     """Return the text of each completion, its tokens, and whether it lacks the end of sequence."""
     inputs.pop("token_type_ids", None)
     sampled = batch.sample is not None
-    # As TRL's rollouts, whatever the checkpoint's generation_config.json has (Qwen2.5-Instruct: 1.05).
-    how = {"do_sample": sampled, "temperature": None, "top_p": None, "top_k": None, "repetition_penalty": 1.0}
-    own = model.generation_config.eos_token_id
-    ends = {tokenizer.eos_token_id, *(own if isinstance(own, list) else [own])} - {None}
-    how |= {"eos_token_id": list(ends) or None} | (sampling if sampled else {})
+    ends = {tokenizer.eos_token_id}
+    of_model = model.generation_config.eos_token_id
+    ends.update(of_model if isinstance(of_model, list) else [of_model])
+    ends.discard(None)
+    options = {"temperature": None, "top_p": None, "top_k": None}
+    if sampled:
+        options = sampling
     devices = [model.device] if model.device.type == "cuda" else []
     with torch.random.fork_rng(devices=devices, enabled=sampled):
         if sampled:
             torch.manual_seed(batch.seed)
-        output = model.generate(**inputs, max_new_tokens=max_new_tokens, pad_token_id=tokenizer.pad_token_id, **how)
-    written = output[:, inputs["input_ids"].shape[1] :]
-    found = []
-    for prompt, mask, tokens in zip(inputs["input_ids"], inputs["attention_mask"], written.tolist(), strict=True):
-        end = next((place for place, token in enumerate(tokens) if token in ends), None)  # padding follows
-        tokens = tokens[: None if end is None else end + 1]
+        output = model.generate(
+            **inputs,
+            do_sample=sampled,
+            max_new_tokens=max_new_tokens,
+            pad_token_id=tokenizer.pad_token_id,
+            eos_token_id=list(ends) or None,
+            # As TRL's rollouts, whatever the checkpoint's generation_config.json has (Qwen2.5-Instruct: 1.05).
+            repetition_penalty=1.0,
+            **options,
+        )
+    generated = output[:, inputs["input_ids"].shape[1] :].tolist()
+    written = []
+    for prompt, mask, tokens in zip(inputs["input_ids"], inputs["attention_mask"], generated, strict=True):
+        end = next((place for place, token in enumerate(tokens) if token in ends), None)
+        if end is not None:
+            tokens = tokens[: end + 1]  # padding follows
         text = tokenizer.decode(tokens, skip_special_tokens=True)
         if is_parsed:  # as TRL's trainer does
             text = parse_response(tokenizer, tokens, prefix=prompt[mask.bool()].tolist())["content"]
-        found.append((text, len(tokens), end is None))
-    return found
+        written.append((text, len(tokens), end is None))
+    return written
 
 
 def tokenize(
@@ -179,6 +193,16 @@ class Evaluation:
         """Return that of the accuracy, from the number of problems alone."""
         p = self.accuracy(score)
         return math.sqrt(p * (1 - p) / len(self.correct[score]))
+
+    @property
+    def accuracies(self) -> dict[str, float]:
+        """The accuracy by score."""
+        return {score: self.accuracy(score) for score in self.correct}
+
+    @property
+    def standard_errors(self) -> dict[str, float]:
+        """The standard error by score."""
+        return {score: self.standard_error(score) for score in self.correct}
 
 
 def evaluate_greedy(

@@ -52,16 +52,19 @@ def summarize(
     passes = {GREEDY: [None]}
     if options.samples:
         passes["sampled"] = list(range(options.samples))
-    lengths, correct = {}, {}
+    lengths: dict[str, Any] = {}
+    correct: dict[str, dict[str, list[int]]] = {}
     for name, samples in passes.items():
-        of_problems = [[by_key[sample, problem] for sample in samples] for problem in range(len(keys))]
-        found = [completion for of_problem in of_problems for completion in of_problem]
+        of_pass = [by_key[sample, problem] for problem in range(len(keys)) for sample in samples]
         lengths[name] = {
-            "completions": len(found),
-            "truncated": sum(completion.truncated for completion in found),
-            "mean_tokens": fmean(completion.n_tokens for completion in found),
+            "completions": len(of_pass),
+            "truncated": sum(completion.truncated for completion in of_pass),
+            "mean_tokens": fmean(completion.n_tokens for completion in of_pass),
         }
-        correct[name] = {score: [sum(one.correct[score] for one in of) for of in of_problems] for score in scores}
+        correct[name] = {score: [0] * len(keys) for score in scores}
+        for completion in of_pass:
+            for score in scores:
+                correct[name][score][completion.problem] += completion.correct[score]
     estimates: dict[str, dict[str, Any]] = {score: {} for score in scores}
     for score, measures in estimates.items():
         measures[GREEDY] = wilson(sum(correct[GREEDY][score]), len(keys)).to_dict()
@@ -92,15 +95,15 @@ def show(result: Mapping[str, Any]) -> None:
     sqnr = "" if result["weight_sqnr_db"] is None else f", weight SQNR {result['weight_sqnr_db']:.1f} dB"
     skipped = "" if result["n_skipped"] is None else f" ({result['n_skipped']} left in full precision)"
     rows["quantized layers"] = f"{result['n_quantized']}{skipped}{sqnr}"
-    shares = {f"{score}, {measure}": of for score, row in result["scores"].items() for measure, of in row.items()}
-    for name, of in shares.items():
-        samples = "" if name.endswith(GREEDY) else f", {result['problems']['samples']} samples each"
-        basis = f"{of['confidence']:.0%} {of['method']}, n = {of['n']}{samples}"
-        rows[name] = f"{Estimate(**of)}  ({basis})"
-    for name, of in result["lengths"].items():
-        share = of["truncated"] / of["completions"]
-        cut = f"{of['truncated']} cut off ({share:.1%})"
-        rows[name] = f"{of['completions']} completions of {of['mean_tokens']:.1f} tokens on average, {cut}"
+    for score, measures in result["scores"].items():
+        for measure, estimate in measures.items():
+            samples = "" if measure == GREEDY else f", {result['problems']['samples']} samples each"
+            basis = f"{estimate['confidence']:.0%} {estimate['method']}, n = {estimate['n']}{samples}"
+            rows[f"{score}, {measure}"] = f"{Estimate(**estimate)}  ({basis})"
+    for name, lengths in result["lengths"].items():
+        share = lengths["truncated"] / lengths["completions"]
+        cut = f"{lengths['truncated']} cut off ({share:.1%})"
+        rows[name] = f"{lengths['completions']} completions of {lengths['mean_tokens']:.1f} tokens on average, {cut}"
     rows["time"] = f"{result['seconds']:.0f} s for {result['generated']} completions"
     print_table(f"{result['task']} · {result['n']} problems", rows.items())
 

@@ -58,12 +58,16 @@ class PolicyEvaluation:
 
     def report(self, when: str, evaluation: Evaluation | None) -> None:
         """Put the accuracy by each score into the run report, where there are both."""
-        if self.trainer.run_log is not None and evaluation is not None:
-            n, scores = len(evaluation.completions), {}
-            for name in evaluation.correct:
-                error = evaluation.standard_error(name)
-                scores[name] = {"accuracy": evaluation.accuracy(name), "standard_error": error, "n": n}
-            self.trainer.run_log.add_evaluation(when, self.trainer.state.global_step, scores)
+        if self.trainer.run_log is None or evaluation is None:
+            return
+        scores = {}
+        for name in evaluation.correct:
+            scores[name] = {
+                "accuracy": evaluation.accuracy(name),
+                "standard_error": evaluation.standard_error(name),
+                "n": len(evaluation.completions),
+            }
+        self.trainer.run_log.add_evaluation(when, self.trainer.state.global_step, scores)
 
     def compare_reloaded(
         self, saved: Path, load_saved: Callable[[], PreTrainedModel], after: Evaluation
@@ -77,9 +81,9 @@ class PolicyEvaluation:
         problems = self._problems(math.ceil(study.reload_check / together) * together)
         trust = training.trust_remote_code
         tokenizer = AutoTokenizer.from_pretrained(saved, padding_side="left", trust_remote_code=trust)
-        found = self._evaluate(load_saved().to(training.device), tokenizer, problems, "reloaded policy").completions
-        same = sum(a == b for a, b in zip(found, after.completions, strict=False))
-        return {"compared": len(problems), "identical": same}
+        reloaded = self._evaluate(load_saved().to(training.device), tokenizer, problems, "reloaded policy")
+        pairs = zip(reloaded.completions, after.completions, strict=False)
+        return {"compared": len(problems), "identical": sum(a == b for a, b in pairs)}
 
     def _evaluate(self, model: PreTrainedModel, tokenizer, problems: Dataset, title: str) -> Evaluation:
         scheme = contextlib.nullcontext() if self._scheme is None else swapped(model, self._scheme)
@@ -116,10 +120,10 @@ class EvaluationCallback(TrainerCallback):
 
     def on_step_end(self, args, state, control, **kwargs):
         if state.global_step % self.evaluation.recipe.evaluate_every == 0:
-            found = self.evaluation("evaluating", self.evaluation.study.evaluate_every_n)
-            due = control.should_log
-            Trainer.log(self.evaluation.trainer, {f"greedy/{score}": found.accuracy(score) for score in found.correct})
-            control.should_log = due  # what the step itself logs comes still
+            accuracies = self.evaluation("evaluating", self.evaluation.study.evaluate_every_n).accuracies
+            should_log = control.should_log
+            Trainer.log(self.evaluation.trainer, {f"greedy/{score}": value for score, value in accuracies.items()})
+            control.should_log = should_log  # what the step itself logs is still to come
 
 
 @contextlib.contextmanager

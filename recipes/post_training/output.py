@@ -29,9 +29,6 @@ from hf_mxfp4.utils import package_versions, share_text
 
 # ---- whose folder it is ---------------------------------------------------------------------------------------------
 
-#: In the folder of a run that is written over, until its checkpoints are removed.
-REPLACED = ".replaced"
-
 
 def resume_choice(training: TrainingArguments) -> str | bool | None:
     """Return what `Trainer.train` takes: a folder, True for the newest checkpoint, or None. YAML has booleans, the
@@ -45,64 +42,47 @@ def resume_choice(training: TrainingArguments) -> str | bool | None:
 def one_run(options: Options) -> Iterator[Path]:
     """Yield the output folder, which is locked within this context. Exits rather than mix a new run into the folder of
     another one. To be called by all processes."""
-    output, reason = Path(options.training.output_dir), None
+    output = Path(options.training.output_dir)
+    refusal = None
     with contextlib.ExitStack() as stack:
         if PartialState().is_main_process:
             try:
-                reason = _why_refused(output, options, stack)
+                stack.enter_context(locked(output))
+                _prepare_folder(output, options)
             except (OSError, ValueError) as error:
-                reason = str(error)
+                refusal = str(error)
         # No process may write there before the first one has looked.
-        (reason,) = broadcast_object_list([reason])
-        if reason is not None:
-            raise SystemExit(f"error: {reason}")
+        (refusal,) = broadcast_object_list([refusal])
+        if refusal is not None:
+            raise SystemExit(f"error: {refusal}")
         with full_disk_as_message(output, "--resume_from_checkpoint true"):
             yield output
 
 
-def _why_refused(output: Path, options: Options, stack: contextlib.ExitStack) -> str | None:
-    """Lock the output folder until the end of ``stack``; return why this run may not write there, if so."""
-    resumed_from = resume_choice(options.training)
-    newest = last_complete_checkpoint(output) if resumed_from is True else None
-    if resumed_from is True and newest is None:
-        return f"nothing to resume: {output} holds no complete checkpoint (see save_strategy and save_steps)"
-    if newest is not None and (output / REPLACED).exists():
-        return (
-            f"nothing to resume: {output} holds the checkpoints of an earlier run, which --overwrite true was about to "
-            f"replace; start again with --overwrite true, or continue that run by --resume_from_checkpoint {newest}"
-        )
-    stack.enter_context(locked(output))
-    used = any(path.name != LOCK for path in output.iterdir())
-    if used and resumed_from is None and not options.recipe.overwrite:
-        return (
+def _prepare_folder(output: Path, options: Options) -> None:
+    """Remove the checkpoints of a run that is written over; raise `ValueError` where this run may not write."""
+    resumes_from = resume_choice(options.training)
+    if resumes_from is True and last_complete_checkpoint(output) is None:
+        raise ValueError(f"nothing to resume: {output} holds no complete checkpoint (see save_strategy and save_steps)")
+    is_used = any(path.name != LOCK for path in output.iterdir())
+    if not is_used or resumes_from is not None:
+        return
+    if not options.recipe.overwrite:
+        raise ValueError(
             f"output_dir {output} is not empty; choose another --output_dir, continue with "
             "--resume_from_checkpoint true, or write over it with --overwrite true"
         )
-    if used and resumed_from is None:
-        (output / REPLACED).touch()
-    return None
-
-
-def remove_old_checkpoints(output: Path, options: Options) -> None:
-    """Remove the checkpoints of the run that is written over: a later `--resume_from_checkpoint true` would take the
-    one with the largest step, be it an old one. To be called by all processes, when nothing can be refused any more."""
-    if PartialState().is_main_process:
-        if options.recipe.overwrite and resume_choice(options.training) is None:
-            for folder in [path for path in output.iterdir() if checkpoint_step(path) is not None and path.is_dir()]:
-                # First what makes it count as whole: should removing it be cut short, nobody resumes from the rest.
-                invalidate(folder)
-                shutil.rmtree(folder)
-        (output / REPLACED).unlink(missing_ok=True)
-    # No process may write a checkpoint of its own before.
-    PartialState().wait_for_everyone()
+    # A later `--resume_from_checkpoint true` would take the one with the largest step, be it an old one.
+    for folder in list(output.iterdir()):
+        if checkpoint_step(folder) is not None and folder.is_dir():
+            invalidate(folder)  # should removing it be cut short, nobody resumes from the rest
+            shutil.rmtree(folder)
 
 
 def begin(trainer: Trainer, options: Options, output: Path) -> RunReportCallback:
-    """Do what comes before training, when nothing can be refused any more: show progress, remove the checkpoints of a
-    run that is written over, write down all options, and add the run report, which is returned."""
+    """Do what comes before training: show progress, write down all options, and add the run report, which is
+    returned."""
     TrainingBar.install(trainer)
-    # Not earlier: a start that fails is to leave an empty folder, which can be used again, or what the old run left.
-    remove_old_checkpoints(output, options)
     if PartialState().is_main_process:
         write_resolved_config(output, options)
     report = RunReportCallback(getattr(options.training, "report_every", 0))
@@ -118,24 +98,27 @@ _OF_A_START = ("output_dir", "overwrite", "resume_from_checkpoint")
 
 
 def write_resolved_config(folder: Path, options: Options) -> None:
-    """Write `resolved_config.yaml`: the options of all groups in order, without tokens, and versions of packages. Of a
-    run that is resumed, print first what it was begun with instead."""
-    values: dict[str, Any] = {}
+    """Write `resolved_config.yaml`: the options of all groups in order, without tokens, and versions of packages.
+
+    A run that is resumed first prints which options are not those that it was begun with.
+    """
+    used: dict[str, Any] = {}
     for group in options:
-        named = isinstance(group, TrainingArguments)
-        own = group.to_dict() if named else {f.name: getattr(group, f.name) for f in fields(group) if f.init}
-        own |= {"study": asdict(group.study)} if "study" in own else {}
-        values |= {name: value for name, value in own.items() if not name.endswith("_token")}
-    content = {"versions": package_versions(), "options": values}
-    plain = json.loads(json.dumps(content, default=str))
+        if isinstance(group, TrainingArguments):
+            used.update(group.to_dict())
+        else:
+            used.update({field.name: getattr(group, field.name) for field in fields(group) if field.init})
+    used["study"] = asdict(used["study"])
+    used = {name: value for name, value in used.items() if not name.endswith("_token")}
+    content = json.loads(json.dumps({"versions": package_versions(), "options": used}, default=str))
     file = folder / "resolved_config.yaml"
     if resume_choice(options.training) is not None and file.is_file():
-        before, now = load_yaml(file)["options"], plain["options"]
+        before, now = load_yaml(file)["options"], content["options"]
         changed = [name for name in now if name not in _OF_A_START and before.get(name) != now[name]]
         if changed:
             told = ", ".join(f"{name}={now[name]} (was {before.get(name)})" for name in changed)
             tell("resumed", f"the run was begun with other options: {told}")
-    replace_file(file, yaml.safe_dump(plain, sort_keys=False, allow_unicode=True))
+    replace_file(file, yaml.safe_dump(content, sort_keys=False, allow_unicode=True))
     tell("options", f"all of them in {file}")
 
 
@@ -169,18 +152,18 @@ def write_results(
         "learning_rate": trainer.args.learning_rate,
         "steps": trainer.state.global_step,
         "n_test": len(task.test),
-        "accuracy_before": before and {name: before.accuracy(name) for name in task.scores},
-        "accuracy_after": {name: after.accuracy(name) for name in task.scores},
-        "standard_error_before": before and {name: before.standard_error(name) for name in task.scores},
-        "standard_error_after": {name: after.standard_error(name) for name in task.scores},
+        "accuracy_before": before.accuracies if before else None,
+        "accuracy_after": after.accuracies,
+        "standard_error_before": before.standard_errors if before else None,
+        "standard_error_after": after.standard_errors,
         "entropy_alarms": trainer.entropy_callback.alarms,
         "n_quantized": trainer.n_quantized,
         "n_skipped": report.n_skipped if report else None,
         "weight_sqnr_db": report.sqnr_db if report else None,
-        "saved": saved and str(saved),
+        "saved": str(saved) if saved else None,
         "adapter": saved is not None and (saved / "adapter_config.json").is_file(),
-        "plot": plot and str(plot),
-        "run_report": run_report.path and str(run_report.path),
+        "plot": str(plot) if plot else None,
+        "run_report": str(run_report.path) if run_report.path else None,
         "reloaded": None,
     }
     if saved is not None:
@@ -194,13 +177,14 @@ def write_results(
 def print_summary(summary: dict[str, Any]) -> None:
     """Print the closing table, and paths below it, where they can be copied from a narrow terminal."""
     rows = {"model": summary["model"], "scheme": summary["scheme"]}
+    n_test = summary["n_test"]
     for name, after in summary["accuracy_after"].items():
-        remark = f"95 %, n = {summary['n_test']}"
+        remark = f"95 %, n = {n_test}"
         if summary["accuracy_before"]:
             before = summary["accuracy_before"][name]
-            rows[f"{name}, greedy, before RL"] = f"{share_text(before, summary['n_test'])}  ({remark})"
+            rows[f"{name}, greedy, before RL"] = f"{share_text(before, n_test)}  ({remark})"
             remark = f"{after - before:+.3f}"
-        rows[f"{name}, greedy, after RL"] = f"{share_text(after, summary['n_test'])}  ({remark})"
+        rows[f"{name}, greedy, after RL"] = f"{share_text(after, n_test)}  ({remark})"
     rows["alarms of entropy"] = str(len(summary["entropy_alarms"]))
     sqnr = f", weight SQNR {summary['weight_sqnr_db']:.1f} dB" if summary["weight_sqnr_db"] is not None else ""
     left = f" ({summary['n_skipped']} left in full precision)" if summary["n_quantized"] else ""

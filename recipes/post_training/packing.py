@@ -41,10 +41,9 @@ def pack_policy(saved: Path, start: Start, summary: Mapping[str, Any]) -> dict[s
         return nothing
     if not is_adapter and summary["accuracy_before"] is not None:
         add_evaluation(folder, summary)
-    found = {"packed": str(folder), "bytes_packed": weight_bytes(folder), "bytes_of_start": weight_bytes(original)}
-    told = "{0:.1f} MB of weights were {1:.1f} MB at the start; in {2}"
-    tell("packed", told.format(found["bytes_packed"] / 1e6, found["bytes_of_start"] / 1e6, folder))
-    return found
+    now, before = weight_bytes(folder), weight_bytes(original)
+    tell("packed", f"{now / 1e6:.1f} MB of weights were {before / 1e6:.1f} MB at the start; in {folder}")
+    return {"packed": str(folder), "bytes_packed": now, "bytes_of_start": before}
 
 
 def _folder_of(name: str, revision: str | None) -> Path:
@@ -83,7 +82,11 @@ def print_commands(summary: Mapping[str, Any], recipe: RecipeArguments) -> None:
         value = getattr(recipe, option.name)
         if option.name not in ("task", "reward", "study") and value is not None:
             words += [f"--{option.name}", str(value)]
-    study = {name: getattr(recipe.study, name) for name in ("split_seed", "conversational")}
-    if any(value not in (None, 0) for value in study.values()):
-        words += ["--study", json.dumps({name: value for name, value in study.items() if value is not None})]
+    study: dict[str, Any] = {}
+    if recipe.study.split_seed:
+        study["split_seed"] = recipe.study.split_seed
+    if recipe.study.conversational is not None:
+        study["conversational"] = recipe.study.conversational
+    if study:
+        words += ["--study", json.dumps(study)]
     tell("evaluate", shlex.join(words))

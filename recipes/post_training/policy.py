@@ -65,7 +65,9 @@ def find_start(options: Options) -> tuple[Stored | None, Options]:
             f"error: {name!r} was saved with another scheme: {', '.join(differing)}; give the same options, or leave "
             f"out {', '.join(named)} (of the command line or the YAML file) to take the scheme that it has"
         )
-    found = replace(stored.scheme, dither_ties=scheme.dither_ties) if "dither_ties" in asked else stored.scheme
+    found = stored.scheme
+    if "dither_ties" in asked:  # which says how masters are loaded, not what is stored
+        found = replace(found, dither_ties=scheme.dither_ties)
     return stored, options._replace(quantization=found)
 
 
@@ -75,12 +77,16 @@ def _check_adapter(name: str, adapter: dict, options: Options) -> None:
         asked, has = getattr(options.model, option), adapter.get(key)
         if asked == "all-linear" or option not in options.recipe.named:
             continue
-        asked, has = (set(value) if isinstance(value, list) else value for value in (asked, has))
-        if (asked or None) != (has or None):
+        if _without_order(asked) != _without_order(has):
             raise SystemExit(
                 f"error: the adapter {name!r}, which is continued, has {key}={has}, not {option}={asked}; leave "
                 f"{option} out, or start from its base {adapter.get('base_model_name_or_path')} to train a new adapter"
             )
+
+
+def _without_order(value: Any) -> Any:
+    """Return what options of adapters are compared by: lists of layers as sets, and None for all that is empty."""
+    return (set(value) if isinstance(value, list) else value) or None
 
 
 def make_trainer(
@@ -93,10 +99,9 @@ def make_trainer(
         try:
             return kind(policy, args=options.training, peft_config=adapter, **given)
         except NoMatchingPeftModuleError as error:
-            linear = {
-                name.rpartition(".")[2] for name, module in policy.named_modules() if hasattr(module, "in_features")
-            }
-            raise ValueError(f"{error} The layers for --lora_target_modules are {', '.join(sorted(linear))}") from error
+            linears = [name for name, module in policy.named_modules() if hasattr(module, "in_features")]
+            names = sorted({name.rpartition(".")[2] for name in linears})
+            raise ValueError(f"{error} The layers for --lora_target_modules are {', '.join(names)}") from error
 
 
 class Start(NamedTuple):
@@ -128,21 +133,26 @@ def load_task(options: Options, stored: Stored | None) -> Task:
 
 
 def prepare_start(stored: Stored | None, options: Options, task: Task | None, output: Path) -> Start:
-    """Make a small model in the folder ``output`` where none is ``stored``, and round it there if the options say
-    so."""
+    """Return what a run starts from: a small model made in the folder ``output`` where none is ``stored``, and rounded
+    weights there if the options say so."""
     tell("scheme", "full precision" if options.recipe.full_precision else options.quantization.describe())
-    stored, name = _whole_start(stored, options, task, output / "base")
-    original = stored.weights
+    if stored is None:
+        stored, name = _make_start(options, task, output / "base")
+    elif stored.adapter is None:
+        name = stored.source
+    else:
+        name = f"{stored.source}, an adapter on {stored.weights}"
     if not options.recipe.gptq:
-        return Start(stored, options, name, original)
+        return Start(stored, options, name, stored.weights)
+    prepared = output / "prepared"
     with errors_as_messages(*INPUT_ERRORS):
         if stored.adapter is not None or options.model.model_revision not in (None, "main"):
             raise ValueError("gptq reads whole weights, of the main revision of a model on the Hub")
-        done = round_weights(stored.source, options, task, output / "prepared")
-    # It is smoothed before it is rounded, which smoothing again would undo.
+        done = round_weights(stored.source, options, task, prepared)
+    # Weights are smoothed before they are rounded. Smoothing them again would undo the rounding.
     if options.quantization.smooth:
         options = options._replace(quantization=replace(options.quantization, smooth=False))
-    return Start(read_stored(str(output / "prepared")), options, f"{name}, {done}", original)
+    return Start(read_stored(str(prepared)), options, f"{name}, {done}", stored.weights)
 
 
 def usual_learning_rate(stored: Stored, options: Options) -> float:
@@ -152,9 +162,8 @@ def usual_learning_rate(stored: Stored, options: Options) -> float:
     return 10 * rate if options.model.use_peft else rate
 
 
-def _whole_start(stored: Stored | None, options: Options, task: Task | None, folder: Path) -> tuple[Stored, str]:
-    if stored is not None:
-        return stored, stored.source if stored.adapter is None else f"{stored.source}, an adapter on {stored.weights}"
+def _make_start(options: Options, task: Task | None, folder: Path) -> tuple[Stored, str]:
+    """Make a small model; return it and a name for it. A run that is resumed finds it in ``folder``."""
     study = options.recipe.study
     if resume_choice(options.training) is None or not (folder / "config.json").is_file():
         if PartialState().is_main_process:
@@ -192,26 +201,28 @@ def round_weights(model: str, options: Options, task: Task | None, folder: Path)
     asked = {"model": model, "text": text, "gptq": scheme.describe(), "smooth": scheme.smooth}
     record = folder / "preparation.json"
     if PartialState().is_main_process and (resume_choice(training) is None or not record.is_file()):
-        field = None if text is None else recipe.text_field
-        text = text or _write_texts(model, task, folder.with_suffix(".jsonl"))
-        read = TextOptions(text, field, _ROUNDED_ON, _LONGEST)
-        change, device = functools.partial(_round, scheme=scheme), "cpu" if training.use_cpu else "auto"
-        done = rewrite_checkpoint(model, folder, read, change, device=device, overwrite=True)
+        if text is None:
+            texts = TextOptions(_write_texts(model, task, folder.with_suffix(".jsonl")), None, _ROUNDED_ON, _LONGEST)
+        else:
+            texts = TextOptions(text, recipe.text_field, _ROUNDED_ON, _LONGEST)
+        change = functools.partial(_round, scheme=scheme)
+        device = "cpu" if training.use_cpu else "auto"
+        done = rewrite_checkpoint(model, folder, texts, change, device=device, overwrite=True)
         write_json(record, {"asked": asked, "done": done})
     PartialState().wait_for_everyone()
-    found = json.loads(record.read_text())
-    if asked != found["asked"]:
-        raise ValueError(f"{folder} was prepared with {found['asked']}; resume with the same options")
-    tell("prepared", f"{found['done']}; in {folder}")
-    return found["done"]
+    prepared = json.loads(record.read_text())
+    if asked != prepared["asked"]:
+        raise ValueError(f"{folder} was prepared with {prepared['asked']}; resume with the same options")
+    tell("prepared", f"{prepared['done']}; in {folder}")
+    return prepared["done"]
 
 
 def _round(model: PreTrainedModel, batches: Sequence[torch.Tensor], scheme: MXFP4RLConfig) -> str:
     smoothed = ""
     if scheme.smooth:
         try:
-            found = smooth_model(model, batches[:_SMOOTHED_ON])
-            smoothed = f"smoothed at {len(found.places)} places, "
+            report = smooth_model(model, batches[:_SMOOTHED_ON])
+            smoothed = f"smoothed at {len(report.places)} places, "
         except ValueError as error:  # a layout that it does not know; the weights are as they were
             tell("not smoothed", str(error))
     rounded = round_model(model, batches, scheme)
@@ -223,8 +234,11 @@ def _write_texts(model: str, task: Task, file: Path) -> str:
     tokenizer = AutoTokenizer.from_pretrained(model)
     rows = of_task(task.train.select(range(min(_ROUNDED_ON, len(task.train)))), "text")
     begin = tokenizer.decode(tokenizer("")["input_ids"])  # written again where texts are tokenized
-    texts = [maybe_apply_chat_template(row, tokenizer)["text"].removeprefix(begin) for row in rows]
-    replace_file(file, "".join(json.dumps({"text": text}) + "\n" for text in texts))
+    lines = []
+    for row in rows:
+        text = maybe_apply_chat_template(row, tokenizer)["text"]
+        lines.append(json.dumps({"text": text.removeprefix(begin)}) + "\n")
+    replace_file(file, "".join(lines))
     return str(file)
 
 
@@ -244,7 +258,7 @@ def load_policy(stored: Stored, options: Options) -> tuple[PreTrainedModel | Pef
 def load_weights(stored: Stored, options: Options) -> PreTrainedModel:
     """Load the whole weights under the scheme of the run, without an adapter."""
     scheme = None if options.recipe.full_precision else options.quantization
-    model = load_whole(stored, scheme, dtype=options.model.dtype, **_how(options))
+    model = load_whole(stored, scheme, dtype=options.model.dtype, **_loading_options(options))
     if options.recipe.study.dither_masters:
         report = dither_masters(model, options.training.seed)
         if report.n_weights == 0:
@@ -259,9 +273,11 @@ def load_saved(saved: Path, stored: Stored, options: Options) -> PreTrainedModel
     """Load a policy that this run saved, or an adapter on the weights that it was trained on."""
     if options.model.use_peft:
         return PeftModel.from_pretrained(load_weights(stored, options), saved)
-    return AutoModelForCausalLM.from_pretrained(saved, **_how(options))
+    return AutoModelForCausalLM.from_pretrained(saved, **_loading_options(options))
 
 
-def _how(options: Options) -> dict[str, Any]:
-    attention, trust = options.model.attn_implementation, options.training.trust_remote_code
-    return {"attn_implementation": attention, "trust_remote_code": trust}
+def _loading_options(options: Options) -> dict[str, Any]:
+    return {
+        "attn_implementation": options.model.attn_implementation,
+        "trust_remote_code": options.training.trust_remote_code,
+    }

@@ -94,12 +94,19 @@ class TextRun:
         return Dataset.from_dict({"input_ids": ids})
 
     def train(
-        self, trainer: Trainer, measures: Mapping[str, str], facts: Callable[[], dict[str, Any]], saved_as: str | None
+        self, trainer: Trainer, measures: Mapping[str, str], facts: Callable[[], dict[str, Any]], saved_as: str
     ) -> dict[str, Any]:
-        """Train, measure held-out texts before and after it, save the model in the folder ``saved_as`` of the output
-        folder, if any, and return the summary, which is also written to `summary.json`, with the ``facts`` that are
-        asked for at the end. ``measures``: what is logged of a text, with its heading in the table. All processes call
-        it."""
+        """Train, measure held-out texts before and after it, and save the model, unless the options say not to.
+
+        All processes call it.
+
+        Args:
+            measures: what is logged of a text, with its heading in the table.
+            facts: returns more entries of the summary, when training has ended.
+            saved_as: the folder of the model in the output folder.
+
+        Returns the summary, which is also written to `summary.json`.
+        """
         options, output = self.options, self.output
         report = files.begin(trainer, options, output)
         resumed_from = files.resume_choice(options.training)
@@ -107,8 +114,9 @@ class TextRun:
         if options.training.max_steps:
             with report.on_exit(trainer):
                 trainer.train(resume_from_checkpoint=resumed_from)
-        before, after = (_measured(trainer, step, list(measures)) for step in (0, trainer.state.global_step))
-        saved = str(output / saved_as) if saved_as else None
+        before = _measured(trainer, 0, list(measures))
+        after = _measured(trainer, trainer.state.global_step, list(measures))
+        saved = str(output / saved_as) if self.recipe.study.save_policy else None
         if saved is not None:
             trainer.save_model(saved)
         trainer.accelerator.wait_for_everyone()
@@ -132,26 +140,41 @@ class TextRun:
 
 def _measured(trainer: Trainer, step: int, measures: list[str]) -> Measured:
     """Return the measures of each held-out text at a step; evaluate now if it is the last one and was not evaluated."""
-
-    def found() -> Measured:
-        logged = {key: of for line in trainer.state.log_history if line["step"] == step for key, of in line.items()}
-        names = [name for name in trainer.eval_dataset if f"eval_{name}_{measures[0]}" in logged]
-        return {name: {measure: logged[f"eval_{name}_{measure}"] for measure in measures} for name in names}
-
-    if step == trainer.state.global_step and not found():
+    measured = _logged_measures(trainer, step, measures)
+    if step == trainer.state.global_step and not measured:
         trainer.evaluate()
-    return found()
+        measured = _logged_measures(trainer, step, measures)
+    return measured
+
+
+def _logged_measures(trainer: Trainer, step: int, measures: list[str]) -> Measured:
+    logged: dict[str, float] = {}
+    for entry in trainer.state.log_history:
+        if entry["step"] == step:
+            logged.update(entry)
+    measured: Measured = {}
+    for name in trainer.eval_dataset:
+        if f"eval_{name}_{measures[0]}" in logged:
+            measured[name] = {measure: logged[f"eval_{name}_{measure}"] for measure in measures}
+    return measured
 
 
 def _print_measures(title: str, before: Measured, after: Measured, measures: Mapping[str, str]) -> None:
     """Print measures of held-out texts before and after training, by their headings. What the teacher has does not
     change."""
-    moved = [measure for measure in measures if not measure.startswith("teacher_")]
-    fixed = [measure for measure in measures if measure not in moved]
-    headings = [f"{measures[m]} {when}" for m in moved for when in ("before", "after")]
+    headings = ["held-out text"]
+    for measure, heading in measures.items():
+        if measure.startswith("teacher_"):
+            headings.append(heading)
+        else:
+            headings += [f"{heading} before", f"{heading} after"]
     rows = []
     for name, now in after.items():
-        old = before.get(name, dict.fromkeys(measures, math.nan))
-        values = [each[measure] for measure in moved for each in (old, now)] + [now[measure] for measure in fixed]
-        rows.append([name, *(f"{value:.4g}" for value in values)])
-    print_table(title, rows, ["held-out text", *headings, *(measures[m] for m in fixed)])
+        old = before.get(name, {})
+        row = [name]
+        for measure in measures:
+            if not measure.startswith("teacher_"):
+                row.append(f"{old.get(measure, math.nan):.4g}")
+            row.append(f"{now[measure]:.4g}")
+        rows.append(row)
+    print_table(title, rows, headings)

@@ -108,23 +108,27 @@ def load_task(name: str, *, reward: str | None = None, test_only: bool = False, 
     """
     if name not in TASKS:
         raise ValueError(f"unknown task {name!r}: the tasks are {', '.join(TASKS)}")
-    own = None if reward is None else load_function(reward, "reward", REWARD_FORM)
+    function_of_reward = None if reward is None else load_function(reward, "reward", REWARD_FORM)
     given = {option: value for option, value in options.items() if value is not None}
-    kind, function = (Source, _READ[name][0]) if name in _READ else (Subsets, _GENERATED[name])
-    shared = [field.name for field in fields(kind)]
-    unknown = [option for option in given if option not in (*shared, *inspect.signature(function).parameters)]
+    kind: type[Subsets]
+    if name in _READ:
+        kind = Source
+        make_task, dataset = _READ[name]
+        given = {"dataset": dataset, **given, "test_only": test_only}
+    else:
+        kind, make_task = Subsets, _GENERATED[name]
+    of_kind = [field.name for field in fields(kind)]
+    unknown = [option for option in given if option not in (*of_kind, *inspect.signature(make_task).parameters)]
     if unknown:
         raise ValueError(
             f"the task {name!r} does not take {', '.join(unknown)}; for problems of your own use the task 'file'"
         )
-    which = {option: given.pop(option) for option in shared if option in given}
-    if name in _READ:
-        which = {"dataset": _READ[name][1], **which, "test_only": test_only}
-    task = function(kind(**which), **given)
-    if own is None:
+    problems = kind(**{option: given.pop(option) for option in of_kind if option in given})
+    task = make_task(problems, **given)
+    if function_of_reward is None:
         return task
-    check_reward(own, reward, task.test.select(range(min(2, len(task.test)))))
-    return replace(task, reward_funcs=[own])
+    check_reward(function_of_reward, reward, task.test.select(range(min(2, len(task.test)))))
+    return replace(task, reward_funcs=[function_of_reward])
 
 
 def build_tokenizer(task: str) -> PreTrainedTokenizerFast:

@@ -46,13 +46,19 @@ def of_task(problems: Dataset, learn: str) -> Dataset:
     """Return the rows of a task in the form that ``learn`` asks for."""
     if learn == "generated":
         return problems.select_columns(["prompt"])
-    rows = {name: list(problems[name]) for name in ("prompt", "completion")}
-    if is_chat := not isinstance(rows["prompt"][0], str):
-        rows["completion"] = [[{"role": "assistant", "content": text}] for text in rows["completion"]]
+    prompts, completions = _as_trl_has_them(problems)
     if learn == "completion":
-        return Dataset.from_dict(rows)
-    whole = [before + after for before, after in zip(rows["prompt"], rows["completion"], strict=True)]
-    return Dataset.from_dict({"messages" if is_chat else "text": whole})
+        return Dataset.from_dict({"prompt": prompts, "completion": completions})
+    whole = [prompt + completion for prompt, completion in zip(prompts, completions, strict=True)]
+    return Dataset.from_dict({"text" if isinstance(prompts[0], str) else "messages": whole})
+
+
+def _as_trl_has_them(problems: Dataset) -> tuple[list, list]:
+    """Return prompts and reference completions: texts, or messages where prompts are conversations."""
+    prompts, completions = list(problems["prompt"]), list(problems["completion"])
+    if not isinstance(prompts[0], str):
+        completions = [[{"role": "assistant", "content": text}] for text in completions]
+    return prompts, completions
 
 
 def choose_rows(n_rows: int, n_wanted: int | None, *, what: str, seed: int) -> list[int]:
@@ -144,22 +150,29 @@ def check_reward(reward: Callable[..., Any], name: str, problems: Dataset) -> No
 
     Raises `ValueError` when the call fails or does not give one finite number, or None, for each completion.
     """
-    columns = {"prompts": list(problems["prompt"]), "completions": list(problems["completion"])}
-    if not isinstance(columns["prompts"][0], str):
-        columns["completions"] = [[{"role": "assistant", "content": text}] for text in columns["completions"]]
-    of_trl = {name: list(problems[name]) for name in problems.column_names if name not in ("prompt", "completion")}
-    of_trl |= {"completion_ids": [[0] for _ in problems]}
-    of_trl |= {"trainer_state": TrainerState(max_steps=1)}
-    of_trl |= dict.fromkeys(("log_extra", "log_metric"), lambda *args, **kwargs: None)
-    found = _try(f"reward={name!r}", REWARD_FORM, guard_reward(reward, name), **columns, **of_trl)
-    if len(found) != len(problems):
-        raise ValueError(f"reward={name!r} must give one number for each completion, not {found!r:.200}")
+    prompts, completions = _as_trl_has_them(problems)
+    others = {column: list(problems[column]) for column in problems.column_names if column not in COLUMNS[:2]}
+    rewards = _try(
+        f"reward={name!r}",
+        REWARD_FORM,
+        guard_reward(reward, name),
+        prompts=prompts,
+        completions=completions,
+        completion_ids=[[0] for _ in problems],
+        trainer_state=TrainerState(max_steps=1),
+        log_extra=lambda *args, **kwargs: None,
+        log_metric=lambda *args, **kwargs: None,
+        **others,
+    )
+    if len(rewards) != len(problems):
+        raise ValueError(f"reward={name!r} must give one number for each completion, not {rewards!r:.200}")
 
 
 def _try(what: str, form: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Return what a function of the user returns; name the function in a `ValueError` where it raises."""
     try:
-        found = function(*args, **kwargs)
-        return asyncio.run(found) if inspect.iscoroutine(found) else found
+        result = function(*args, **kwargs)
+        return asyncio.run(result) if inspect.iscoroutine(result) else result
     except Exception as error:
         raise ValueError(
             f"{what}, with the signature {inspect.signature(function)}, failed on problems of the task: "

@@ -89,21 +89,25 @@ class Source(Subsets):
         template = self.prompt_template or templates[self.conversational]
         _check_template(template)
         read: dict[str, Any] = {"train": None}
-        for split, source in splits.items():
-            _check_columns(source, columns)
+        for split, rows in splits.items():
+            _check_columns(rows, columns)
             wanted = self.n_test if split == "test" else self.n_train
-            rows, others = [], []
-            for index in choose_rows(len(source), wanted, what=f"{name}: the {split} split", seed=self.seed):
-                where, row = source[index]
+            chosen = choose_rows(len(rows), wanted, what=f"{name}: the {split} split", seed=self.seed)
+            problems = []
+            for index in chosen:
+                where, row = rows[index]
                 try:
-                    question, *rest = read_row(row)
+                    question, completion, answer = read_row(row)
                 except (TypeError, ValueError) as error:
                     raise ValueError(f"{where}: {error}") from error
-                rows.append((template.format(question=question), *rest))
-                others.append({name: value for name, value in row.items() if name not in (*columns, *COLUMNS)})
-            read[split] = self.as_dataset(rows)
-            for name in others[0] if keep_others else ():
-                read[split] = read[split].add_column(name, [of_row.get(name) for of_row in others])
+                problems.append((template.format(question=question), completion, answer))
+            dataset = self.as_dataset(problems)
+            if keep_others:
+                _, first = rows[chosen[0]]
+                for column in first:
+                    if column not in (*columns, *COLUMNS):
+                        dataset = dataset.add_column(column, [rows[index][1].get(column) for index in chosen])
+            read[split] = dataset
         return Task(name, **read, **task)
 
     def rows(self, name: str) -> dict[str, Rows]:
@@ -111,13 +115,15 @@ class Source(Subsets):
         ``name``. Raises `ValueError`, `FileNotFoundError` and `RuntimeError` where there are none."""
         if self.dataset is None and not (self.test_only and self.eval_dataset):
             raise ValueError(f"the task {name!r} needs a dataset: JSON lines, a folder, or a dataset on the Hub")
-        found = {} if self.test_only and self.eval_dataset else _read(self.dataset)
+        splits: dict[str, Rows] = {}
+        if not (self.test_only and self.eval_dataset):
+            splits = _read(self.dataset)
+        train = splits.get("train")
         if self.eval_dataset is not None:
             evaluated = _read(self.eval_dataset)
             test = evaluated.get("test") or evaluated.get("validation") or evaluated["train"]
         else:
-            test = found.get("test") or found.get("validation")
-        train = found.get("train")
+            test = splits.get("test") or splits.get("validation")
         if test is None:
             train, test = self._hold_out(train)
         if self.test_only:
@@ -131,13 +137,10 @@ class Source(Subsets):
         n_held_out = min(len(rows) // _HELD_OUT_SHARE, _HELD_OUT_ROWS)
         if n_held_out == 0:
             raise ValueError(f"{self.dataset} has {len(rows)} rows, too few to hold some out; name an eval_dataset")
-        chosen = {*choose_rows(len(rows), n_held_out, what=str(self.dataset), seed=self.seed)}
-        tell(
-            "held out",
-            f"{n_held_out} of the {len(rows)} rows of {self.dataset}, to evaluate on",
-        )
-        kept = [row for index, row in enumerate(rows) if index not in chosen]
-        return kept, [rows[index] for index in sorted(chosen)]
+        held_out = choose_rows(len(rows), n_held_out, what=str(self.dataset), seed=self.seed)
+        tell("held out", f"{n_held_out} of the {len(rows)} rows of {self.dataset}, to evaluate on")
+        kept = sorted({*range(len(rows))} - {*held_out})
+        return [rows[index] for index in kept], [rows[index] for index in held_out]
 
 
 def _check_columns(rows: Rows, columns: Sequence[str]) -> None:
@@ -245,10 +248,14 @@ def own_problems(
     ``score`` is one of `SCORES`, or ``FILE.py:function``. Raises `ValueError` for an unknown score, or an answer that
     the score cannot read.
     """
-    own = load_function(score, "score", SCORE_FORM) if ".py:" in score else None
-    if own is None and score not in SCORES:
+    own = None
+    if ".py:" in score:
+        own = load_function(score, "score", SCORE_FORM)
+        check, scores, reward = str, {own.__name__: own}, reward_of(own)
+    elif score in SCORES:
+        check, scores, reward = SCORES[score]
+    else:
         raise ValueError(f"unknown score {score!r}: the scores are {', '.join(SCORES)} and FILE.py:function")
-    check, scores, reward = SCORES[score] if own is None else (str, {own.__name__: own}, reward_of(own))
 
     splits = source.rows("file")
     if prompt_column is None:

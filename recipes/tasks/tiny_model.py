@@ -175,10 +175,12 @@ def supervised_warmup(
 
     Raises `ValueError` for a sequence that is longer than the model's positions.
     """
-    encoded = (encode_example(tokenizer, row["prompt"], row["completion"]) for row in dataset)
-    examples = [{"input_ids": ids, "labels": labels} for ids, labels in encoded]
-    longest, limit = max(len(row["labels"]) for row in examples), model.config.max_position_embeddings
+    examples = []
+    for row in dataset:
+        ids, labels = encode_example(tokenizer, row["prompt"], row["completion"])
+        examples.append({"input_ids": ids, "labels": labels})
     collate = DataCollatorForLanguageModeling(tokenizer.pad_token_id)
+    longest, limit = max(len(example["labels"]) for example in examples), model.config.max_position_embeddings
     if longest > limit:
         raise ValueError(f"the longest sequence has {longest} tokens, the model has {limit} positions")
     set_seed(seed)
@@ -187,7 +189,9 @@ def supervised_warmup(
     # Adam's usual 0.999 would average over more steps than the warm-up has.
     optimizer = torch.optim.AdamW(parameters, lr=learning_rate, betas=(0.9, 0.98), weight_decay=0.01)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 10))
-    was_training, queue, losses = model.training, [], []
+    was_training = model.training
+    queue: list[int] = []
+    losses: list[float] = []
     model.train()
     with tqdm(total=steps, desc="warm-up", disable=not progress) as bar:
         for _ in range(steps):

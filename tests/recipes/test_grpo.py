@@ -274,37 +274,27 @@ def test_a_run_writes_down_every_option_that_it_used(whole):
     assert options["max_completion_length"] == 4 and not any(name.endswith("token") for name in options)
 
 
-def test_checkpoints_of_a_run_that_is_written_over_are_removed_when_nothing_is_refused_any_more(tmp_path):
+def test_checkpoints_of_a_run_that_is_written_over_are_removed(tmp_path, monkeypatch):
     out = tmp_path / "out"
     for name in ("checkpoint-2", "checkpoint-9"):
         (out / name).mkdir(parents=True)
         (out / name / "trainer_state.json").write_text('{"global_step": 9}')
     (out / "checkpoint-best").mkdir()  # not a trainer's
-    for refused in ("--task=nothing", f"--model_name_or_path={tmp_path}/nowhere", "--per_device_train_batch_size=7"):
-        with pytest.raises((SystemExit, ValueError)):
-            short_run(out, "--overwrite=true", refused)
-        assert (out / "checkpoint-9" / "trainer_state.json").is_file(), refused
-    short = ["--overwrite=true", "--study={reload_check: 0}", "--evaluate_n=4"]
-    short_run(out, *short, "--save_strategy=steps", "--save_steps=2")
-    assert {path.name for path in out.glob("checkpoint-*")} == {"checkpoint-2", "checkpoint-3", "checkpoint-best"}
-    assert last_complete_checkpoint(out) == str(out / "checkpoint-3")
-
-
-def test_a_run_that_was_stopped_while_it_replaced_another_is_not_resumed_from_the_other(tmp_path, monkeypatch):
-    out, checkpoint = tmp_path / "out", tmp_path / "out" / "checkpoint-9"
-    checkpoint.mkdir(parents=True)
-    (checkpoint / "trainer_state.json").write_text('{"global_step": 9}')
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr("hf_mxfp4.recipes.grpo.prepare_start", Mock(side_effect=KeyboardInterrupt))
         short_run(out, "--overwrite=true")
-    assert checkpoint.is_dir()
-    with pytest.raises(
-        SystemExit, match=f"{out} holds the checkpoints of an earlier run, which .*_checkpoint {checkpoint}$"
-    ):
+    assert {path.name for path in out.glob("checkpoint-*")} == {"checkpoint-best"}
+    # Nobody resumes from the run that was replaced.
+    with pytest.raises(SystemExit, match="nothing to resume"):
         short_run(out, "--overwrite=true", "--resume_from_checkpoint=true")
-    short = ["--overwrite=true", "--study={reload_check: 0}", "--evaluate_n=4", "--max_steps=1"]
-    short_run(out, *short, "--save_strategy=steps", "--save_steps=1")
-    assert short_run(out, *short, "--resume_from_checkpoint=true")["steps"] == 1
+
+
+def test_a_run_that_is_resumed_keeps_its_checkpoints_although_it_may_write_over_others(tmp_path):
+    out = tmp_path / "out"
+    short = ["--overwrite=true", "--study={reload_check: 0}", "--evaluate_n=4", "--save_strategy=steps"]
+    short_run(out, *short, "--save_steps=1", "--max_steps=1")
+    assert short_run(out, *short, "--max_steps=1", "--resume_from_checkpoint=true")["steps"] == 1
+    assert last_complete_checkpoint(out) == str(out / "checkpoint-1")
 
 
 @pytest.mark.parametrize("recipe", [grpo, sft, distill], ids=["grpo", "sft", "distill"])

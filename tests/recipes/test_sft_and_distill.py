@@ -76,7 +76,7 @@ def test_a_resumed_run_ends_with_the_same_numbers_and_weights(run, name, capsys)
 
 
 def test_what_is_learned_ends_with_the_end_of_sequence(tmp_path, monkeypatch):
-    monkeypatch.setattr("hf_mxfp4.recipes.sft.TextRun.train", lambda run, trainer, *others: trainer)
+    monkeypatch.setattr("hf_mxfp4.recipes.sft.TextRun.train", lambda run, trainer, *others, **named: trainer)
     trainer = sft.main([*RECIPES["sft"][1], f"--output_dir={tmp_path}/out"])
     row, eos = trainer.train_dataset[0], trainer.processing_class.eos_token_id
     assert row["input_ids"][-1] == row["labels"][-1] == eos and row["labels"][0] == -100
