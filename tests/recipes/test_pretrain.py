@@ -94,19 +94,24 @@ def test_two_studies_do_not_write_into_one_folder(tmp_path, monkeypatch):
         short_study(tmp_path)
 
 
-def test_a_run_does_not_go_on_under_another_scheme(tmp_path, monkeypatch, blank_pictures):
-    save = ("--save_strategy", "steps", "--save_steps", "2")
-    arm = ("--arms", "baseline", "mine", "--extra_arms")
+@pytest.mark.parametrize("scheme", ["{preset: w4a4}", "{preset: w4a16, modules_to_not_convert: [down_proj]}"])
+def test_a_run_is_not_continued_or_taken_under_another_scheme(scheme, tmp_path, monkeypatch, blank_pictures):
+    words = ("--arms", "baseline", "mine", "--save_strategy", "steps", "--save_steps", "2", "--extra_arms")
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(StudyFile, "add", Mock(side_effect=[None, KeyboardInterrupt]))  # as if killed at the end
-        short_study(tmp_path, *save, *arm, "{mine: {preset: w4a16}}")
-    for other in ("{preset: w4a4}", "{preset: w4a16, modules_to_not_convert: [down_proj]}"):
-        with pytest.raises(SystemExit, match="checkpoint-6 has a run of arm 'mine' with .*give the arm another name"):
-            short_study(tmp_path, *save, *arm, f"{{mine: {other}}}")
-    assert short_study(tmp_path, *save, *arm, "{mine: {preset: w4a16}}")["arms"]["mine"]["n_quantized"] == 7
+        short_study(tmp_path, *words, "{mine: {preset: w4a16}}")
+    with pytest.raises(SystemExit, match="checkpoint-6 has a run of arm 'mine' with .*another name"):
+        short_study(tmp_path, *words, f"{{mine: {scheme}}}")
+    assert short_study(tmp_path, *words, "{mine: {preset: w4a16}}")["arms"]["mine"]["n_quantized"] == 7
     # Finished, it is that scheme's too.
-    with pytest.raises(SystemExit, match=r"study.json has a run of arm 'mine' with modules_to_not_convert=None \(not"):
-        short_study(tmp_path, *save, *arm, "{mine: {preset: w4a16, modules_to_not_convert: [down_proj]}}")
+    with pytest.raises(SystemExit, match="study.json has a run of arm 'mine' with .*another name"):
+        short_study(tmp_path, *words, f"{{mine: {scheme}}}")
+
+
+def test_a_study_is_not_continued_with_other_options(tmp_path, blank_pictures):
+    short_study(tmp_path, "--arms", "baseline")
+    with pytest.raises(SystemExit, match="holds a study with max_steps=4"):
+        short_study(tmp_path, "--arms", "baseline", "--max_steps=6")
 
 
 def test_initial_weights_that_were_not_wholly_written_are_written_again(tmp_path, blank_pictures):
@@ -115,22 +120,6 @@ def test_initial_weights_that_were_not_wholly_written_are_written_again(tmp_path
     (folder / "config.json").write_text("{}")
     assert short_study(tmp_path, "--arms", "baseline")["steps"] == 6
     assert (folder / "model.safetensors").is_file()
-
-
-def test_messages(tmp_path, monkeypatch, blank_pictures):
-    with pytest.raises(SystemExit, match="error: .*did you mean 'max_steps'"):
-        main(["--max_step=3"])
-    with pytest.raises(SystemExit, match="cannot read nowhere.yaml"):
-        main(["--config", "nowhere.yaml"])
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(pretrain, "train_arm", Mock(side_effect=KeyboardInterrupt))
-        short_study(tmp_path, "--arms", "baseline")
-    with pytest.raises(SystemExit, match="holds a study with max_steps=4"):
-        short_study(tmp_path, "--arms", "baseline", "--max_steps=6")
-    words = ("--arms", "baseline", "all", "--scale_rule")
-    short_study(tmp_path, *words, "floor")
-    with pytest.raises(SystemExit, match="arm 'all' with scale_rule=floor .*give the arm another name"):
-        short_study(tmp_path, *words, "even")
 
 
 def arms(*names, extra=None, rule="floor"):
@@ -167,7 +156,6 @@ def test_rotation_and_rounding_of_the_stabilisers():
         (["baseline", "al"], None, "did you mean 'all'"),
         (["all"], None, "must be distinct, with 'baseline'"),
         (["baseline", "x"], {"x": {"preset": "w4a3"}}, "arm x: "),
-        (["baseline", "x"], {"x": {"presett": "w4a4"}}, "did you mean 'preset'"),
         (["baseline"], {"all": {}}, "built-in arm"),
         (["baseline"], ["all"], "must map names"),
     ],
@@ -229,13 +217,10 @@ def test_a_streamed_dataset(hub):
 @pytest.mark.parametrize(
     "words, message",
     [
-        (["--arm", "all"], "did you mean 'arms'"),
         (["--extra_tokens", "-1"], "extra_tokens=-1.0"),
         (["--corpus", "c4"], "must be one of generated, hub"),
         (["--seeds", "1", "1"], "distinct"),
         (["--max_steps", "-1"], "max_steps must be"),
-        (["--extra_arms", "{a: ["], "neither YAML nor JSON"),
-        (["--arms", "baseline", "fpro"], "did you mean 'fprop'"),
         (["--scale_rule", "up"], "scale_rule='up'"),
     ],
 )
@@ -249,7 +234,6 @@ def test_every_arm_trains_beyond_the_budget_up_to_an_evaluation():
     assert study.total_steps == 150 and study.tokens_per_step == 8 * 128
     assert parse(["--max_steps", "100", "--eval_steps", "10", "--extra_tokens", "0.4"]).total_steps == 140
     assert parse(["--max_steps", "100", "--eval_steps", "10", "--extra_tokens", "0"]).total_steps == 100
-    assert study.precision == "full precision (float32)"
 
 
 FALLING = [(0, 4.0), (100, 3.0), (200, 2.5), (300, 2.0)]
@@ -260,7 +244,6 @@ FALLING = [(0, 4.0), (100, 3.0), (200, 2.5), (300, 2.0)]
     [
         (FALLING, 2.75, 150.0),  # half way between two evaluations
         (FALLING, 3.0, 100.0),  # at one
-        (FALLING, 2.0, 300.0),  # at the last one
         (FALLING, 1.99, None),  # never
         (FALLING, 4.0, 0.0),  # before the first step
         ([(50, 1.0), (60, 0.5)], 2.0, 50.0),  # at once
@@ -314,7 +297,6 @@ def test_a_run_that_diverged_is_a_result():
         ([(0, 4.0), (100, None)], "the baseline diverged"),
         ([(0, 4.0), (280, 2.0), (290, 1.9), (300, None)], "the baseline diverged"),  # behind the target
         ([(0, 4.0), (100, 5.0), (300, 7.0)], "no lower than before training"),
-        ([(0, 4.0), (300, 4.0)], "no lower than before training"),
     ],
 )
 def test_without_a_baseline_that_learned_there_is_no_target(curve, message):
