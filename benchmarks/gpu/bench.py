@@ -135,16 +135,23 @@ def host_seconds(call: Call, count: int) -> float:
 
 def expect_close(what: str, found: Any, expected: Any, tolerance: float) -> None:
     """Raise `WrongResult` unless all tensors in ``found`` are those in ``expected``, but for a relative error."""
-    pairs = list(zip(tree_leaves(found), tree_leaves(expected), strict=True))
-    for out, reference in ((a, b) for a, b in pairs if isinstance(a, torch.Tensor)):
+    for out, reference in zip(tree_leaves(found), tree_leaves(expected), strict=True):
+        if not isinstance(out, torch.Tensor):
+            continue
         if out.shape != reference.shape:
             raise WrongResult(f"{what}: the result is {list(out.shape)}, not {list(reference.shape)}")
-        out, reference = (
-            x.detach().view(torch.uint8) if x.element_size() == 1 else x.detach() for x in (out, reference)
-        )
-        error = ((out.double() - reference.double()).norm() / reference.double().norm().clamp_min(1e-300)).item()
+        reference = _numbers(reference)
+        error = ((_numbers(out) - reference).norm() / reference.norm().clamp_min(1e-300)).item()
         if not error <= tolerance:
             raise WrongResult(f"{what}: relative error {error:.2e}, at most {tolerance:.0e} is right")
+
+
+def _numbers(x: torch.Tensor) -> torch.Tensor:
+    """Return a tensor in float64; of formats of one byte, the bytes."""
+    x = x.detach()
+    if x.element_size() == 1:
+        x = x.view(torch.uint8)
+    return x.double()
 
 
 class Bench:
@@ -193,11 +200,15 @@ class Bench:
         seconds = measure(call, self.device)
         peers = {name: self._peer(build, measure, seconds) for name, build in case.peers.items()}
         baseline = next(iter(peers), None)
-        floor, flops = case.floor(self.ceilings), sum(case.flops.values())
-        value = (flops / 1e12 if flops else case.n_bytes / 1e9) / seconds
+        floor = case.floor(self.ceilings)
+        flops = sum(case.flops.values())
+        if flops:
+            value, unit = flops / 1e12 / seconds, "TFLOP/s"
+        else:
+            value, unit = case.n_bytes / 1e9 / seconds, "GB/s"
         return {
             "value": value,
-            "unit": "TFLOP/s" if flops else "GB/s",
+            "unit": unit,
             "seconds": seconds,
             "host": host_seconds(call, 1 if self.tiny else 50),
             "baseline": baseline,

@@ -74,9 +74,14 @@ def random_matrix(device: torch.device, *shape: int) -> torch.Tensor:
 def _quantize(tiny: bool) -> Iterator[Case]:
     rows, columns = shape = (40, 96) if tiny else (TOKENS, 5120)
     for name, options in SCHEMES.items():
-        passes = 2 if options.get("outlier_fallback") else 1
-        written = passes * (columns / 2 + columns / 32) + (columns / 128 if "macro_block" in options else 0)
-        peers = {"torchao": lambda device: _torchao(random_matrix(device, *shape))} if name == "rceil" else {}
+        written = columns / 2 + columns / 32  # codes and scales of a row
+        if options.get("outlier_fallback"):
+            written *= 2
+        if "macro_block" in options:
+            written += columns / 128
+        peers = {}
+        if name == "rceil":
+            peers["torchao"] = lambda device: _torchao(random_matrix(device, *shape))
         yield Case("quantize", name, shape, _quantizer(shape, options), rows * (2 * columns + written), peers=peers)
     both = 2 * rows * columns * (1 / 2 + 1 / 32)
     yield Case("quantize", "rceil, rows and columns", shape, _quantizer_of_both(shape), 2 * rows * columns + both)
@@ -87,8 +92,8 @@ def _quantizer(shape: tuple[int, ...], options: Mapping[str, Any]):
         x = random_matrix(device, *shape)
 
         def call() -> list[torch.Tensor | None]:
-            made = hf_mxfp4.quantize(x, backend=backend, **options)
-            return [made.codes, made.scale, made.macro, made.residual_codes, made.residual_scale]
+            packed = hf_mxfp4.quantize(x, backend=backend, **options)
+            return [packed.codes, packed.scale, packed.macro, packed.residual_codes, packed.residual_scale]
 
         return call
 
@@ -98,9 +103,15 @@ def _quantizer(shape: tuple[int, ...], options: Mapping[str, Any]):
 def _quantizer_of_both(shape: tuple[int, ...]):
     def build(device: torch.device, backend: str) -> Call:
         x = random_matrix(device, *shape)
-        if backend == "triton":
-            return lambda: [(made.codes, made.scale) for made in mxfp4_kernels.quantize_rows_and_columns(x)]
-        return lambda: [(made.codes, made.scale) for made in map(numerics.quantize, (x, x.mT.contiguous()))]
+
+        def call() -> list[tuple[torch.Tensor, torch.Tensor]]:
+            if backend == "triton":
+                rows, columns = mxfp4_kernels.quantize_rows_and_columns(x)
+            else:
+                rows, columns = numerics.quantize(x), numerics.quantize(x.mT.contiguous())
+            return [(rows.codes, rows.scale), (columns.codes, columns.scale)]
+
+        return call
 
     return build
 
@@ -130,13 +141,14 @@ def _to_e4m3(tiny: bool) -> Iterator[Case]:
 def _decode(tiny: bool) -> Iterator[Case]:
     for n, k in [(160, 96)] if tiny else LINEARS:
         for rows in (1, 5) if tiny else (1, 16):
-            weights, others = 4.3125 / 8 * n * k, 2.0 * rows * (n + k)
+            weights = 4.3125 / 8 * n * k
+            inputs_and_outputs = 2.0 * rows * (n + k)
             yield Case(
                 "decode",
                 f"{rows} rows",
                 (n, k),
                 _packed_product(rows, n, k),
-                weights + others,
+                weights + inputs_and_outputs,
                 {"bf16": 2.0 * rows * n * k},
                 {BF16: _plain_product(rows, n, k), "bitsandbytes NF4": _nf4_product(rows, n, k)},
                 tolerance=1e-2,
@@ -153,7 +165,8 @@ def _packed_product(rows: int, n: int, k: int):
         plain = nn.Linear(k, n, bias=False, device="meta")
         plain.weight = nn.Parameter(_weight(device, n, k), requires_grad=False)
         config = MXFP4RLConfig(mode="packed", backend=backend)
-        layer, x = MXFP4PackedLinear.from_linear(plain, config, "layer"), random_matrix(device, rows, k)
+        layer = MXFP4PackedLinear.from_linear(plain, config, "layer")
+        x = random_matrix(device, rows, k)
         return torch.no_grad()(lambda: layer(x))
 
     return build
@@ -192,7 +205,8 @@ def _calls_of_experts(tokens: int, tiny: bool, trained: bool = False):
         for weight in (experts.gate_up_proj, experts.down_proj):
             weight.normal_(std=weight.shape[-1] ** -0.5)
         if config is not None:
-            experts = (MXFP4Experts if trained else MXFP4PackedExperts).from_experts(experts, config, "experts")
+            quantized = MXFP4Experts if trained else MXFP4PackedExperts
+            experts = quantized.from_experts(experts, config, "experts")
         x = random_matrix(device, tokens, hidden)
         scores, ids = torch.randn(tokens, count, device=device).softmax(-1).topk(chosen)
         inputs = x, ids, scores.bfloat16()
@@ -208,17 +222,18 @@ def _experts(tiny: bool) -> Iterator[Case]:
     """Yield experts with packed weights."""
     hidden, inner, count, chosen = EXPERTS[tiny]
     for tokens in (1, 5) if tiny else (1, 16, 64):
-        reached = 1 - (1 - chosen / count) ** tokens
-        weights, rows = 3 * hidden * inner * count * reached, tokens * chosen
-        others, flops = 2.0 * rows * (2 * hidden + 3 * inner), 2.0 * rows * 3 * hidden * inner
+        reached = 1 - (1 - chosen / count) ** tokens  # the part of experts that have rows
+        weights = 4.3125 / 8 * 3 * hidden * inner * count * reached
+        rows = tokens * chosen
+        inputs_and_outputs = 2.0 * rows * (2 * hidden + 3 * inner)
         build, peers = _calls_of_experts(tokens, tiny)
         yield Case(
             "decode",
             f"experts, {tokens} tokens",
             (count, hidden, inner),
             build,
-            4.3125 / 8 * weights + others,
-            {"bf16": flops},
+            weights + inputs_and_outputs,
+            {"bf16": 2.0 * rows * 3 * hidden * inner},
             peers,
             tolerance=5e-2,
         )
@@ -231,8 +246,10 @@ def _trained_experts(tiny: bool) -> Iterator[Case]:
     """Yield both passes of experts, whose products of PyTorch assert on GPUs what no CPU does."""
     hidden, inner, count, chosen = EXPERTS[tiny]
     tokens = 32 if tiny else TOKENS
-    rows, weights = tokens * chosen, 3 * hidden * inner * count
-    n_bytes, flops = 2.0 * (2 * rows * (2 * hidden + 3 * inner) + 2 * weights), 18.0 * rows * hidden * inner
+    rows = tokens * chosen
+    weights = 3 * hidden * inner * count
+    n_bytes = 2.0 * (2 * rows * (2 * hidden + 3 * inner) + 2 * weights)
+    flops = 18.0 * rows * hidden * inner
     build, peers = _calls_of_experts(tokens, tiny, trained=True)
     shape = tokens, count, hidden, inner
     yield Case("linear", "experts, w4a8", shape, build, n_bytes, {"bf16": flops}, peers, tolerance=5e-2)
@@ -240,7 +257,8 @@ def _trained_experts(tiny: bool) -> Iterator[Case]:
 
 def _linear(tiny: bool) -> Iterator[Case]:
     tokens, n, k = shape = (32, 48, 96) if tiny else (TOKENS, 4096, 14336)
-    n_bytes, flops = 2.0 * (2 * tokens * (n + k) + 2 * n * k), 6.0 * tokens * n * k
+    n_bytes = 2.0 * (2 * tokens * (n + k) + 2 * n * k)
+    flops = 6.0 * tokens * n * k
 
     def build(device: torch.device, backend: str, config: MXFP4RLConfig) -> Call:
         return called(MXFP4Linear(k, n, bias=False, device="meta", config=replace(config, backend=backend)), device)
@@ -263,12 +281,15 @@ def _forward(tiny: bool) -> Iterator[Case]:
     def build(device: torch.device, backend: str, config: MXFP4RLConfig) -> Call:
         layer = MXFP4Linear(k, n, bias=False, device="meta", config=replace(config, backend=backend))
         layer.weight = nn.Parameter(_weight(device, n, k))
-        layer.state.cache, x = WeightCache(layer), random_matrix(device, tokens, k)
+        layer.state.cache = WeightCache(layer)
+        x = random_matrix(device, tokens, k)
         return torch.no_grad()(lambda: layer(x))
 
-    n_bytes, peers = 2.0 * (tokens * (n + k) + n * k), {BF16: _plain_product(tokens, n, k)}
+    n_bytes = 2.0 * (tokens * (n + k) + n * k)
+    flops = {"bf16": 2.0 * tokens * n * k}
+    peers = {BF16: _plain_product(tokens, n, k)}
     for name in FORWARD:
-        made, flops = partial(build, config=TRAINED[name]), {"bf16": 2.0 * tokens * n * k}
+        made = partial(build, config=TRAINED[name])
         yield Case("forward", name, shape, made, n_bytes, flops, peers, tolerance=5e-2)
 
 

@@ -24,6 +24,23 @@ from .bench import Absent, Bench, WrongResult, expect_close, seconds_of
 BF16, NF4 = "BF16", "bitsandbytes NF4"
 PACKED, QAT = "packed w4a16", "QAT w4a4g4"
 OURS = {PACKED: MXFP4RLConfig(mode="packed"), QAT: MXFP4RLConfig(preset="w4a4g4")}
+#: Sizes of Qwen2.5-1.5B, and tiny ones.
+SIZES = {
+    "hidden_size": 1536,
+    "intermediate_size": 8960,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 12,
+    "num_key_value_heads": 2,
+    "vocab_size": 151_936,
+}
+TINY = {
+    "hidden_size": 96,
+    "intermediate_size": 160,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 3,
+    "num_key_value_heads": 1,
+    "vocab_size": 320,
+}
 #: Of logits against those of the eager backend, both in bfloat16. Where activations are quantized, values that sums in
 #: another order move across a rounding boundary move by a whole step.
 TOLERANCES = {PACKED: 5e-2, QAT: 2e-1}
@@ -31,13 +48,11 @@ TOLERANCES = {PACKED: 5e-2, QAT: 2e-1}
 
 def build(bench: Bench, arm: str, dtype: torch.dtype = torch.bfloat16, backend: str = "triton") -> PreTrainedModel:
     """Return the model of an arm, the same weights each time. Raises [`Absent`] without bitsandbytes."""
-    sizes = (96, 160, 2, 3, 1, 320) if bench.tiny else (1536, 8960, 28, 12, 2, 151_936)
-    names = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
-    options = dict(zip((*names, "vocab_size"), sizes, strict=True))
     tokens = {"pad_token_id": 0, "eos_token_id": 1, "bos_token_id": None}
+    config = Qwen2Config(**(TINY if bench.tiny else SIZES), **tokens, tie_word_embeddings=True)
     torch.manual_seed(0)
     with bench.device:
-        model = Qwen2ForCausalLM(Qwen2Config(**options, **tokens, tie_word_embeddings=True)).to(dtype).eval()
+        model = Qwen2ForCausalLM(config).to(dtype).eval()
     if arm in OURS:
         # In the interpreter a step would take minutes.
         config = replace(OURS[arm], backend="cpu" if bench.tiny and backend == "triton" else backend)

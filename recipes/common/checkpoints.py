@@ -52,7 +52,9 @@ def read_stored(
     """Read the configurations of a folder or on the Hub, and no weights; ``base`` is what an adapter belongs on instead
     of the model that it names. Raises `OSError` where there is nothing to load, `ValueError` for an adapter that names
     no base and a base for what is no adapter."""
-    source, source_revision = str(Path(source).expanduser()) if source.startswith("~") else source, revision
+    source_revision = revision
+    if source.startswith("~"):
+        source = str(Path(source).expanduser())
     if (source.startswith((".", "/")) or source.count("/") > 1) and not Path(source).is_dir():
         raise FileNotFoundError(f"cannot load the model {source!r}: there is no such folder")
     if Path(source).is_dir() and not Path(source, "adapter_config.json").is_file():
@@ -64,13 +66,14 @@ def read_stored(
     adapter = None if file is None else json.loads(Path(file).read_text(encoding="utf-8"))
     if adapter is None and base is not None:
         raise ValueError(f"{source} is no adapter, so it takes no base ({base})")
-    weights = source if adapter is None else base or adapter.get("base_model_name_or_path")
+    weights: str | None = source
+    if adapter is not None:
+        weights = base or adapter.get("base_model_name_or_path")
+        revision = None if base else adapter.get("revision")
     if not weights:
         raise ValueError(
             f"the adapter {source} names no base; name it in adapter_config.json, or with --base of evaluate.py"
         )
-    if adapter is not None:
-        revision = None if base else adapter.get("revision")
     config = read_model_config(weights, revision=revision, trust_remote_code=trust_remote_code)
     quantization = getattr(config, "quantization_config", None)
     return Stored(
@@ -112,10 +115,11 @@ _OF_TOKENIZERS = re.compile(r"token|vocab|tekken|\.model$")
 def load_tokenizer(stored: Stored, **options: Any) -> Any:
     """Load the tokenizer saved with an adapter, or else that of its base. ``options``: of `from_pretrained`. Raises
     `FileNotFoundError` for a folder without one, where transformers may make one that knows no words."""
-    own, options = Path(stored.source), {"padding_side": "left", **options}
+    source = Path(stored.source)
+    options = {"padding_side": "left", **options}
     try:
-        if own.is_dir() and not (own / "tokenizer_config.json").is_file():
-            raise FileNotFoundError(f"{own} holds no tokenizer")
+        if source.is_dir() and not (source / "tokenizer_config.json").is_file():
+            raise FileNotFoundError(f"{source} holds no tokenizer")
         tokenizer = AutoTokenizer.from_pretrained(stored.source, revision=stored.source_revision, **options)
     except (OSError, ValueError):
         folder = Path(stored.weights)
@@ -149,13 +153,17 @@ def put_over(earlier: Mapping[str, Any], later: Mapping[str, Any]) -> tuple[dict
     A preset in ``later`` resets the options of the scheme in ``earlier``, so that it is exactly the preset, and so does
     another mode.
     """
-    kept: tuple[str, ...] = tuple(_OPTIONS)
     if "mode" in later and later["mode"] != earlier.get("mode", "qat"):
         kept = _OF_THE_MODEL
     elif "preset" in later:
         kept = _BESIDE_PRESETS
-    left = {name: value for name, value in earlier.items() if name in kept or name not in _OPTIONS or name in later}
-    return left, {name: value for name, value in earlier.items() if name not in left}
+    else:
+        return dict(earlier), {}
+    left, dropped = {}, {}
+    for name, value in earlier.items():
+        resets = name in _OPTIONS and name not in kept and name not in later
+        (dropped if resets else left)[name] = value
+    return left, dropped
 
 
 def differences(config: MXFP4RLConfig, other: MXFP4RLConfig) -> list[str]:

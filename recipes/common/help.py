@@ -94,13 +94,14 @@ def help_text(usage: str, about: str, groups: Sequence[type], values: Mapping[st
     the YAML file that it reads by itself."""
     described: dict[str, str] = {}
     for group in groups:
-        theirs = _options_of_libraries(group)
+        of_libraries = _options_of_libraries(group)
         for option in fields(group):
-            if option.init and option.name not in theirs:
+            name = option.name
+            if option.init and name not in of_libraries:
                 default = None if option.default is MISSING else option.default
-                described[option.name] = _describe(option.metadata["help"], values.get(option.name, default))
-            elif option.name in USUAL:
-                described.setdefault(option.name, _describe(USUAL[option.name], values.get(option.name)))
+                described[name] = _describe(option.metadata["help"], values.get(name, default))
+            elif name in USUAL:
+                described.setdefault(name, _describe(USUAL[name], values.get(name)))
     parts = [f"Usage: {usage}", textwrap.fill(about, _WIDTH)]
     for heading, names in HEADINGS.items():
         parts.append(_section(heading, {name: described.pop(name) for name in names.split() if name in described}))
@@ -123,9 +124,10 @@ def _describe(text: str, default: Any) -> str:
     """Return the first sentence about an option, and its default, in at most two lines."""
     sentence = re.split(r"(?<=[\w')])\. ", text)[0].rstrip(".") + "."
     shown = ""
-    if default is not None:
-        value = str(default)
-        shown = f" [{value.lower() if value in ('True', 'False') else value}]"
+    if isinstance(default, bool):
+        shown = f" [{str(default).lower()}]"
+    elif default is not None:
+        shown = f" [{default}]"
     return textwrap.shorten(sentence, _TWO_LINES - len(shown), placeholder=" ...") + shown
 
 

@@ -58,10 +58,10 @@ def full_disk_as_message(folder: Path, resume: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        found: BaseException | None = error
-        while found is not None and not _is_full_disk(found):
-            found = found.__cause__ or found.__context__
-        if found is None:
+        cause: BaseException | None = error
+        while cause is not None and not _is_full_disk(cause):
+            cause = cause.__cause__ or cause.__context__
+        if cause is None:
             raise
         raise SystemExit(f"error: the disk of {folder} is full; free some space, and continue with {resume}") from error
 
@@ -84,9 +84,12 @@ class TrainingBar(ProgressCallback):
         trainer.add_callback(cls)
 
     def on_log(self, args, state, control, logs=None, **kwargs):
-        shown = [name for name in ("loss", "eval_loss", "reward", "entropy") if (logs or {}).get(name) is not None]
+        shown = {}
+        for name in ("loss", "eval_loss", "reward", "entropy"):
+            if logs and logs.get(name) is not None:
+                shown[name] = f"{logs[name]:.3g}"
         if self.training_bar is not None and shown:
-            self.training_bar.set_postfix({name: f"{logs[name]:.3g}" for name in shown})
+            self.training_bar.set_postfix(shown)
 
 
 def shutdown() -> None:

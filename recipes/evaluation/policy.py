@@ -9,6 +9,7 @@ import torch
 from peft import PeftModel
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from hf_mxfp4 import MXFP4RLConfig
 from hf_mxfp4.checkpoint.manifest import record_of
 from hf_mxfp4.recipes.common.checkpoints import Stored, load_tokenizer, load_whole, read_stored
 from hf_mxfp4.rl.config import count_quantized
@@ -53,21 +54,25 @@ def load_policy(options: EvaluationArguments, device: torch.device | str = "cpu"
         ValueError: a control of a model without a scheme, of packed weights' masters, or a scheme under which nothing
             was quantized.
     """
-    control, trust = options.dequantize, {"trust_remote_code": options.trust_remote_code}
+    control = options.dequantize
+    trust = {"trust_remote_code": options.trust_remote_code}
     stored = read_stored(options.model, revision=options.revision, base=options.base, **trust)
     model = _load_model(stored, options)
-    report = getattr(model, "quantization_report", None)
+    report = None if control else getattr(model, "quantization_report", None)
     identities = [_identity(stored.weights, getattr(stored.config, "_commit_hash", None))]
     if stored.adapter is not None:
         model = PeftModel.from_pretrained(model, stored.source, revision=stored.source_revision)
         identities.append(_identity(stored.source, stored.adapter_folder.name))
     dtype = str(model.dtype).removeprefix("torch.")
-    own = stored.scheme.describe() if stored.scheme else None
-    if stored.scheme is None and stored.quantization:
-        own = f"{stored.quantization['quant_method']} (by transformers)"
-    computed_in = own or f"full precision ({dtype}); the checkpoint carries no scheme"
+    scheme = None
+    if stored.scheme is not None:
+        scheme = stored.scheme.describe()
+    elif stored.quantization:
+        scheme = f"{stored.quantization['quant_method']} (by transformers)"
     if control is not None:
-        report, computed_in = None, f"CONTROL: {CONTROLS[control]} ({dtype}), nothing quantized; own scheme: {own}"
+        computed_in = f"CONTROL: {CONTROLS[control]} ({dtype}), nothing quantized; own scheme: {scheme}"
+    else:
+        computed_in = scheme or f"full precision ({dtype}); the checkpoint carries no scheme"
     return Policy(
         model=model.to(device).eval(),
         tokenizer=load_tokenizer(stored, **trust),
@@ -75,8 +80,8 @@ def load_policy(options: EvaluationArguments, device: torch.device | str = "cpu"
         description={
             "model": stored.source,
             "adapter_on": None if stored.adapter is None else stored.weights,
-            "scheme": own,
-            "control": control and CONTROLS[control],
+            "scheme": scheme,
+            "control": CONTROLS[control] if control else None,
             "computed_in": computed_in,
             "dtype": dtype,
             "attention": getattr(model.config.get_text_config(), "_attn_implementation", None),
@@ -91,9 +96,18 @@ def _load_model(stored: Stored, options: EvaluationArguments) -> PreTrainedModel
     """Load the whole weights under their scheme or as a control; check that it is what it is called."""
     scheme, control = stored.scheme, options.dequantize
     _check_control(control, stored)
-    how = {name: getattr(options, name) for name in ("dtype", "attn_implementation", "trust_remote_code")}
-    own = "own" if stored.quantization else scheme
-    model = load_whole(stored, None if control == "masters" else own, **how)
+    loaded_under: MXFP4RLConfig | str | None = scheme
+    if control == "masters":
+        loaded_under = None
+    elif stored.quantization:
+        loaded_under = "own"
+    model = load_whole(
+        stored,
+        loaded_under,
+        dtype=options.dtype,
+        attn_implementation=options.attn_implementation,
+        trust_remote_code=options.trust_remote_code,
+    )
     if scheme is not None and control != "masters" and not count_quantized(model):
         raise ValueError(
             f"{stored.source} carries the scheme {scheme.describe()}, but not one layer of {type(model).__name__} was "

@@ -49,7 +49,8 @@ class StartStudy(TaskStudy):
         if self.tiny_architecture not in TINY_MODELS:
             raise ValueError(f"tiny_architecture={self.tiny_architecture!r} must be one of {', '.join(TINY_MODELS)}")
         for name, least in _LEAST.items():
-            if (value := getattr(self, name, least)) < least:
+            value = getattr(self, name, least)
+            if value < least:
                 raise ValueError(f"{name}={value} must be at least {least}")
 
 
@@ -126,9 +127,9 @@ _PARSER_TYPES = {
 QuantizationArguments = make_dataclass(
     "QuantizationArguments",
     [
-        (own.name, _PARSER_TYPES.get(own.name, own.type), field(default=own.default, metadata=dict(own.metadata)))
-        for own in fields(MXFP4RLConfig)
-        if own.init and own.name != "format_version"
+        (known.name, _PARSER_TYPES.get(known.name, known.type), field(default=known.default, metadata=known.metadata))
+        for known in fields(MXFP4RLConfig)
+        if known.init and known.name != "format_version"
     ],
     namespace={"REMOVED": MXFP4RLConfig.REMOVED},
 )
@@ -154,7 +155,7 @@ GROUPS = groups_of(MXFP4GRPOConfig)
 
 def quantization_config(arguments: object) -> MXFP4RLConfig:
     """Return the `MXFP4RLConfig` that parsed `QuantizationArguments` describe; raise `ValueError` as it does."""
-    options = {own.name: getattr(arguments, own.name) for own in fields(QuantizationArguments)}
+    options = {known.name: getattr(arguments, known.name) for known in fields(QuantizationArguments)}
     for name in _YAML_OPTIONS:
         options[name] = read_yaml(name, options[name])
     return MXFP4RLConfig(**options)
@@ -200,13 +201,14 @@ def make_options(options: Mapping[str, Any], groups: tuple[type, ...] = GROUPS) 
     recipe, quantization, arguments, model = build(groups, options)
     if model.load_in_4bit or model.load_in_8bit:
         raise ValueError("load_in_4bit and load_in_8bit are bitsandbytes' schemes; here `preset` says what is MXFP4")
-    study, whole = recipe.study, recipe.full_precision
-    if study.dither_masters and not whole:
+    is_quantized = not recipe.full_precision
+    if is_quantized and recipe.study.dither_masters:
         raise ValueError("dither_masters is for full_precision; quantized policies have dither_ties, which is on")
-    if getattr(study, "rollout_scheme", None) and (not whole or model.use_peft or arguments.use_vllm):
-        raise ValueError("rollout_scheme is for full_precision without use_peft and use_vllm")
+    if isinstance(recipe.study, RunStudy) and recipe.study.rollout_scheme:
+        if is_quantized or model.use_peft or arguments.use_vllm:
+            raise ValueError("rollout_scheme is for full_precision without use_peft and use_vllm")
     scheme = quantization_config(quantization)
-    if scheme.mode == "packed" and not recipe.full_precision:
+    if is_quantized and scheme.mode == "packed":
         check_packed(model)
     return Options(recipe, scheme, arguments, model)
 
@@ -224,12 +226,16 @@ def for_this_machine(options: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def _demo(given: dict, demo: Path) -> Path | None:
     """Return the file of the demo, unless it is another model or task that is to be trained."""
-    others = ["task"] if given.get("task", "arithmetic") != "arithmetic" else []
-    others += [name for name in OTHER_THAN_THE_DEMO if given.get(name) is not None]
+    others = [name for name in OTHER_THAN_THE_DEMO if given.get(name) is not None]
+    if given.get("task", "arithmetic") != "arithmetic":
+        others.insert(0, "task")
     if not others:
         return demo
-    told = "options that are not named have their defaults, and not those of"
-    tell("options", f"no --config, and --{others[0]} is not the demo's: {told} {demo.name}")
+    tell(
+        "options",
+        f"no --config, and --{others[0]} is not the demo's: options that are not named have their defaults, and not "
+        f"those of {demo.name}",
+    )
     return None
 
 

@@ -100,10 +100,12 @@ def summarize(runs: Sequence[Mapping[str, Any]], *, budget: int, target_fraction
 
 
 def _over_seeds(values: Sequence[float | None]) -> dict[str, Any]:
-    found = [value for value in values if value is not None]
-    missing = {"n": len(values), "mean": None, "sd": None, "interval": None}
-    statistics = t_interval(found) if len(found) == len(values) else missing
-    return {"by_seed": list(values), "n_finite": len(found), **statistics}
+    """Return values by seed with their statistics, which are None where a seed has no value."""
+    finite = [value for value in values if value is not None]
+    statistics: dict[str, Any] = {"n": len(values), "mean": None, "sd": None, "interval": None}
+    if len(finite) == len(values):
+        statistics = t_interval(finite)
+    return {"by_seed": list(values), "n_finite": len(finite), **statistics}
 
 
 def print_summary(summary: dict[str, Any]) -> None:
@@ -113,11 +115,13 @@ def print_summary(summary: dict[str, Any]) -> None:
     for name, result in summary["arms"].items():
         operands = sum(count > 0 for count in result["quantized_operands"].values())
         overhead = result["overhead"]
-        missed = f"not reached by {overhead['n'] - overhead['n_finite']} of {overhead['n']} seeds"
-        compared = [with_interval(overhead, 100.0, 1, unit=" %", missing=missed), with_interval(result["gap"], 1.0, 4)]
         quantized = f"{operands} of 6 operands, {result['n_quantized']} layers" if operands else "nothing"
-        compared = ["", ""] if name == BASELINE else compared
-        rows.append([name, quantized, *compared, f"{fmean(result['seconds']):.0f}"])
+        overhead_text = gap_text = ""
+        if name != BASELINE:
+            missed = f"not reached by {overhead['n'] - overhead['n_finite']} of {overhead['n']} seeds"
+            overhead_text = with_interval(overhead, 100.0, 1, unit=" %", missing=missed)
+            gap_text = with_interval(result["gap"], 1.0, 4)
+        rows.append([name, quantized, overhead_text, gap_text, f"{fmean(result['seconds']):.0f}"])
     title = f"tokens to the loss of {BASELINE} ({summary['baseline']}) after {budget}"
     print_table(title, rows, ("arm", "quantized", "token overhead", "loss above baseline", "s per run"))
 
@@ -125,19 +129,20 @@ def print_summary(summary: dict[str, Any]) -> None:
 def draw_overheads(arms: Mapping[str, Mapping[str, Any]]) -> Figure:
     """Draw the tokens of ``arms`` (as [`summarize`] has them) beyond the baseline's in percent, with their intervals, a
     row for each, next to what the paper states."""
-    found = {arm: result["overhead"] for arm, result in arms.items() if arm != BASELINE}
-    stated = [(row, fmean(PAPER[arm])) for row, arm in enumerate(found) if PAPER.get(arm)]
-    figure = Figure(figsize=(8, 0.4 * len(found) + 1.2), layout="constrained")
+    overheads = {arm: result["overhead"] for arm, result in arms.items() if arm != BASELINE}
+    stated = [(row, fmean(PAPER[arm])) for row, arm in enumerate(overheads) if PAPER.get(arm)]
+    figure = Figure(figsize=(8, 0.4 * len(overheads) + 1.2), layout="constrained")
     axes = figure.subplots()
-    for row, of in enumerate(found.values()):
-        if of["mean"] is not None:
-            low, high = of["interval"] or (of["mean"], of["mean"])
-            error = [[100 * (of["mean"] - low)], [100 * (high - of["mean"])]]
-            axes.errorbar(100 * of["mean"], row, xerr=error, fmt="o", color="tab:blue", capsize=3)
+    for row, overhead in enumerate(overheads.values()):
+        mean = overhead["mean"]
+        if mean is not None:
+            low, high = overhead["interval"] or (mean, mean)
+            error = [[100 * (mean - low)], [100 * (high - mean)]]
+            axes.errorbar(100 * mean, row, xerr=error, fmt="o", color="tab:blue", capsize=3)
     label = "arXiv 2605.09825: 8 B parameters, over FP8"
     axes.plot([value for _, value in stated], [row for row, _ in stated], "s", color="0.55", label=label)
     axes.plot([], [], "o", color="tab:blue", label="here, with 95 % intervals over seeds")
-    axes.set_yticks(range(len(found)), found, fontsize=8)
+    axes.set_yticks(range(len(overheads)), overheads, fontsize=8)
     axes.invert_yaxis()
     axes.set_xlabel("tokens to the target loss beyond the baseline's, %")
     axes.axvline(0.0, color="black", linewidth=0.8)
