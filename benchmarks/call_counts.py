@@ -4,12 +4,13 @@
     python -m benchmarks.call_counts [--only NAME ...]
 
 Counted by `sys.setprofile` are calls of Python functions that are defined in this repository. ``calls`` is their
-number, ``depth`` how many of them are at most inside of one another, ``files`` how many files they are in, and ``us``
-the fastest of 200 calls in microseconds, for layers. Each flow runs once before it is counted. The flows use public
-names, so that the script also measures other versions of the project.
+number, ``depth`` how many of them are at most inside of one another, ``files`` how many files they are in, ``frames``
+the calls of all Python functions, those of PyTorch included, and ``us`` the fastest of 200 calls in microseconds, for
+layers. Layers have the default scheme. Each flow runs once before it is counted. The flows use public names, so that
+the script also measures other versions of the project.
 
 Flows:
-    eager     the forward pass of one `MXFP4Linear`, on the eager reference
+    eager     the forward pass of one `MXFP4Linear` without gradients, on the eager reference
     cpu       the same, on the fused C++ of the CPU
     kept      the same within `cached_weights()`, as in rollouts
     packed    the forward pass of one `MXFP4PackedLinear`
@@ -36,8 +37,6 @@ import torch
 
 
 Flow = Callable[[], Any]
-#: Options of quantized layers, with every correction that the paper has.
-FACTORS = {"preset": "w4a4", "scale_rule": "rceil", "macro_search": "hybrid", "outlier_fallback": 0.5}
 
 
 class Counter:
@@ -45,13 +44,14 @@ class Counter:
 
     Attributes:
         calls: how many there were.
+        frames: those of all Python functions.
         depth: the most that were inside of one another.
         files: those that the functions are in.
     """
 
     def __init__(self, folders: tuple[str, ...]):
         self.folders = folders
-        self.calls = self.depth = self._now = 0
+        self.calls = self.frames = self.depth = self._now = 0
         self.files: set[str] = set()
 
     def __enter__(self) -> "Counter":
@@ -62,6 +62,7 @@ class Counter:
         sys.setprofile(None)
 
     def _event(self, frame: Any, event: str, _: Any) -> None:
+        self.frames += event == "call"
         if event not in ("call", "return") or not frame.f_code.co_filename.startswith(self.folders):
             return
         if event == "return":
@@ -92,12 +93,13 @@ def linear(backend: str) -> Any:
     from hf_mxfp4 import MXFP4Linear, MXFP4RLConfig
 
     torch.manual_seed(0)
-    config = MXFP4RLConfig(backend=backend, **FACTORS)
+    config = MXFP4RLConfig(backend=backend)
     return MXFP4Linear.from_linear(torch.nn.Linear(256, 128), config, "layer"), torch.randn(8, 256)
 
 
-def forward(backend: str) -> Flow:
-    """Return the forward pass of a linear layer, with gradients to come."""
+def forward(stack: ExitStack, backend: str) -> Flow:
+    """Return the forward pass of a linear layer without gradients."""
+    stack.enter_context(torch.no_grad())
     layer, x = linear(backend)
     return lambda: layer(x)
 
@@ -105,7 +107,7 @@ def forward(backend: str) -> Flow:
 def to_kernels(stack: ExitStack) -> Flow:
     """Return the forward pass of a linear layer up to the launches of kernels."""
     stack.enter_context(without_kernels())
-    return forward("triton")
+    return forward(stack, "triton")
 
 
 def kept(stack: ExitStack) -> Flow:
@@ -114,17 +116,19 @@ def kept(stack: ExitStack) -> Flow:
 
     layer, x = linear("cpu")
     stack.enter_context(cached_weights(layer))
-    return torch.no_grad()(lambda: layer(x))
+    stack.enter_context(torch.no_grad())
+    return lambda: layer(x)
 
 
-def packed() -> Flow:
+def packed(stack: ExitStack) -> Flow:
     """Return the forward pass of a packed layer."""
     from hf_mxfp4 import MXFP4PackedLinear, MXFP4RLConfig
 
     torch.manual_seed(0)
-    config = MXFP4RLConfig(**{**FACTORS, "mode": "packed", "preset": "w4a16"})
+    config = MXFP4RLConfig(mode="packed", preset="w4a16")
     layer, x = MXFP4PackedLinear.from_linear(torch.nn.Linear(256, 128), config, "layer"), torch.randn(8, 256)
-    return torch.no_grad()(lambda: layer(x))
+    stack.enter_context(torch.no_grad())
+    return lambda: layer(x)
 
 
 def train() -> Flow:
@@ -158,7 +162,7 @@ def experts() -> Flow:
     plain = Qwen3MoeExperts(Qwen3MoeConfig(hidden_size=64, moe_intermediate_size=64, num_experts=4))
     for parameter in plain.parameters():
         torch.nn.init.normal_(parameter)
-    layer = MXFP4Experts.from_experts(plain, MXFP4RLConfig(backend="cpu", **FACTORS), "experts")
+    layer = MXFP4Experts.from_experts(plain, MXFP4RLConfig(backend="cpu"), "experts")
     x, ids = torch.randn(8, 64), torch.randint(4, (8, 2))
     return lambda: layer(x, ids, torch.ones(8, 2))
 
@@ -193,7 +197,7 @@ def weight(stack: ExitStack) -> Flow:
     source = tiny_model(folder)
 
     def flow() -> None:
-        config = MXFP4RLConfig(mode="packed", scale_rule="rceil", macro_search="hybrid")
+        config = MXFP4RLConfig(mode="packed")
         model = AutoModelForCausalLM.from_pretrained(source, quantization_config=config)
         model.save_pretrained(folder / "packed")
 
@@ -218,7 +222,7 @@ def tiny_trainer(stack: ExitStack, **options: Any) -> Any:
     from hf_mxfp4 import MXFP4GRPOConfig, MXFP4GRPOTrainer, MXFP4RLConfig
 
     folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-    model = AutoModelForCausalLM.from_pretrained(tiny_model(folder), quantization_config=MXFP4RLConfig(**FACTORS))
+    model = AutoModelForCausalLM.from_pretrained(tiny_model(folder), quantization_config=MXFP4RLConfig())
     args = MXFP4GRPOConfig(
         output_dir=str(folder),
         per_device_train_batch_size=2,
@@ -250,10 +254,10 @@ def rollout(stack: ExitStack) -> Flow:
 
 
 FLOWS: dict[str, Callable[[ExitStack], Flow]] = {
-    "eager": lambda _: forward("eager"),
-    "cpu": lambda _: forward("cpu"),
+    "eager": lambda stack: forward(stack, "eager"),
+    "cpu": lambda stack: forward(stack, "cpu"),
     "kept": kept,
-    "packed": lambda _: packed(),
+    "packed": packed,
     "train": lambda _: train(),
     "triton": to_kernels,
     "experts": lambda _: experts(),
@@ -264,7 +268,7 @@ FLOWS: dict[str, Callable[[ExitStack], Flow]] = {
 #: Flows that are too long to be timed here.
 RUNS = ("weight", "trainer", "rollout")
 #: Parts of the package that are counted, of flows of which not all are.
-PARTS = {"rollout": ("rl", "moe", "integrations")}
+PARTS = {"rollout": ("rl", "model", "integrations")}
 
 
 def count(name: str) -> tuple[Counter, float | None]:
@@ -283,11 +287,14 @@ def main() -> None:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", nargs="*", choices=FLOWS, default=list(FLOWS))
-    print("| flow | calls | depth | files | us |\n|---|---|---|---|---|")
+    print("| flow | calls | depth | files | frames | us |\n|---|---|---|---|---|---|")
     for name in parser.parse_args().only:
         counter, time = count(name)
         shown = "" if time is None else f"{time:.0f}"
-        print(f"| {name} | {counter.calls} | {counter.depth} | {len(counter.files)} | {shown} |", flush=True)
+        print(
+            f"| {name} | {counter.calls} | {counter.depth} | {len(counter.files)} | {counter.frames} | {shown} |",
+            flush=True,
+        )
 
 
 if __name__ == "__main__":

@@ -125,7 +125,8 @@ class MXFP4Linear(QuantizedLayer, nn.Linear):
         own = self._parameters  # `nn.Module.__getattr__` takes longer
         weight = own["weight"] if "weight" in own else self.weight
         bias = own["bias"] if "bias" in own else self.bias
-        self._check_features(x)
+        if not x.dim() or x.shape[-1] != self.in_features:
+            self._check_features(x)
         if x.dtype is not weight.dtype:
             self._check_dtype(x, weight.dtype)
         product = compiled_linear if torch.compiler.is_compiling() else quantized_linear

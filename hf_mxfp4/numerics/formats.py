@@ -168,12 +168,11 @@ def quantize_e4m3(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """
     if not x.is_floating_point():
         raise TypeError(f"FP8 quantization needs a floating-point tensor, got {x.dtype}")
-    with torch.no_grad():
-        values = to_float32(x)
-        if x.numel() == 0:
-            return values.to(torch.float8_e4m3fn), torch.zeros(*x.shape[:-1], 1, dtype=torch.uint8, device=x.device)
-        byte = e4m3_scale_byte(values.abs().amax(dim=-1, keepdim=True))
-        return (values / decode_e8m0(byte)).to(torch.float8_e4m3fn), byte
+    values = to_float32(x.detach())
+    if x.numel() == 0:
+        return values.to(torch.float8_e4m3fn), torch.zeros(*x.shape[:-1], 1, dtype=torch.uint8, device=x.device)
+    byte = e4m3_scale_byte(values.abs().amax(dim=-1, keepdim=True))
+    return (values / decode_e8m0(byte)).to(torch.float8_e4m3fn), byte
 
 
 def e4m3_scale_byte(amax: torch.Tensor) -> torch.Tensor:

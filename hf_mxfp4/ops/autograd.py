@@ -42,7 +42,7 @@ def quantized_linear(
     dtype = autocast_dtype(x) or x.dtype
     if needs_gradient(x, bias, weight):
         return _QuantizedLinear.apply(x, weight, bias, state, groups, dtype, weight.requires_grad)
-    return plan_of(state, x, weight, dtype).forward(x, weight, bias, state, groups)
+    return plan_of(state, x, weight, dtype).forward(x, weight, bias, state, groups)[0]
 
 
 def plan_of(state: GemmState, x: torch.Tensor, weight: torch.Tensor, dtype: torch.dtype) -> LinearPlan:
@@ -64,7 +64,7 @@ class _QuantizedLinear(torch.autograd.Function):
     def forward(ctx, x, weight, bias, state, groups, dtype, weight_needs_grad):
         plan = plan_of(state, x, weight, dtype)
         # A frozen weight, as under LoRA, needs no input saved for its gradient.
-        out, saved, operand = plan.forward_for_backward(x, weight, bias, state, groups, weight_needs_grad)
+        out, saved, operand = plan.forward(x, weight, bias, state, groups, True, weight_needs_grad)
         is_kept = ctx.needs_input_grad[0] and state.spec.reuses_weight and _keeps_operand(operand, weight, state)
         ctx.save_for_backward(weight, operand if is_kept else None, *saved)
         ctx.plan, ctx.state, ctx.groups = plan, state, groups

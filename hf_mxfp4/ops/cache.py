@@ -74,7 +74,9 @@ class WeightCache:
     def find(self, weight: torch.Tensor, key: Hashable, step: int | None = None) -> Any:
         """Return what is kept for this weight, key and step, or `None`."""
         entry = self._entries.get(key)
-        if entry is None or not entry.is_current(weight, step) or _is_captured(weight):
+        if entry is None or entry.version is None or entry.version != _version(weight, step):
+            return None
+        if weight.is_cuda and torch.cuda.is_current_stream_capturing() or not entry.is_of(weight):
             return None
         return entry.value
 
@@ -94,7 +96,7 @@ class WeightCache:
         value = self.find(weight, key, step)
         if value is not None:
             return value
-        is_kept = weight.is_leaf and not _is_captured(weight)
+        is_kept = weight.is_leaf and not (weight.is_cuda and torch.cuda.is_current_stream_capturing())
         entry = self._entries.get(key) if is_kept else None
         stale = entry.value if entry is not None and entry.is_of(weight) else None
         with torch.inference_mode(False), torch.no_grad():  # a backward pass may need later what is kept
@@ -113,13 +115,13 @@ class _Entry:
     Attributes:
         value: what is kept.
         place: the memory of the weight, and its layout there.
-        version: of the values there, and the optimizer step; `None` of a value that is stale.
+        version: of the values there, and the optimizer step; `None` where the value is stale.
     """
 
     def __init__(self, weight: torch.Tensor, value: Any, step: int | None):
         self.value = value
         self.place = _place(weight)
-        self.version: tuple | None = (_version(weight), step)
+        self.version: tuple | None = _version(weight, step)
         # Of its memory, which gives no other memory its number as long as this lives; of a tensor without memory,
         # itself.
         if self.place[0] is None:
@@ -131,10 +133,6 @@ class _Entry:
         """Whether the value was made of this weight, perhaps of other values of it."""
         return self.place == _place(weight) and (self.place[0] is not None or self._owner() is weight)
 
-    def is_current(self, weight: torch.Tensor, step: int | None) -> bool:
-        """Whether the value was made of this weight as it is now, as far as PyTorch tells."""
-        return self.version == (_version(weight), step) and self.is_of(weight)
-
 
 def _place(weight: torch.Tensor) -> tuple:
     has_memory = type(weight) in (torch.Tensor, nn.Parameter) and not weight.is_meta
@@ -142,8 +140,8 @@ def _place(weight: torch.Tensor) -> tuple:
     return memory, weight.storage_offset(), weight.shape, weight.stride(), weight.dtype
 
 
-def _version(weight: torch.Tensor) -> int | None:
-    return None if weight.is_inference() else weight._version
+def _version(weight: torch.Tensor, step: int | None) -> tuple:
+    return None if weight.is_inference() else weight._version, step
 
 
 def _written_to(stale: Any, value: Any) -> Any:
@@ -169,11 +167,6 @@ def _tensors(value: Any) -> list[torch.Tensor | None]:
     if isinstance(value, MXFP4Tensor):
         return list(value.parts)
     return [tensor for part in value for tensor in _tensors(part)]
-
-
-def _is_captured(weight: torch.Tensor) -> bool:
-    """Whether products with a weight are being captured in a CUDA graph."""
-    return weight.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def gemm_states(model: nn.Module) -> list[GemmState]:

@@ -87,13 +87,15 @@ def quantize(x: torch.Tensor, scheme: QuantScheme, axis: int, out: MXFP4Tensor |
     return out
 
 
-def dequantize(tensor: MXFP4Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """[`MXFP4Tensor.dequantize`] of CPU tensors; ``dtype`` is float32, bfloat16 or float16."""
+def dequantize(tensor: MXFP4Tensor, dtype: torch.dtype, out: torch.Tensor | None = None) -> torch.Tensor:
+    """[`MXFP4Tensor.dequantize`] of CPU tensors, written to ``out`` if that is an earlier result; ``dtype`` is float32,
+    bfloat16 or float16."""
     leading = tensor.codes.shape[:-1]
-    out = tensor.codes.new_empty(*leading, tensor.length, dtype=dtype)
+    if out is None or tensor.axis != len(leading):
+        out = tensor.codes.new_empty(*leading, tensor.length, dtype=dtype)
     parts = library.checked_parts(tensor.parts, leading, _part_sizes(tensor.scheme, tensor.length))
     _dequantize_into(out, parts, tensor.scheme)
-    return out.movedim(-1, tensor.axis)
+    return out if tensor.axis == len(leading) else out.movedim(-1, tensor.axis)
 
 
 def _dequantize_into(out: torch.Tensor, parts: Sequence[torch.Tensor | None], scheme: QuantScheme) -> None:

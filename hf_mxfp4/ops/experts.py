@@ -36,7 +36,7 @@ class ExpertsPlan(LinearPlan):
         columns: torch.Tensor,
         weight: torch.Tensor | FP8Operand | None,
         x: torch.Tensor | FP8Operand | None,
-        masters: torch.Tensor,
+        shape: torch.Size,
         state: GemmState,
         groups: Groups | None,
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
@@ -50,13 +50,13 @@ class ExpertsPlan(LinearPlan):
         if is_grouped:
             grad_x = self._grouped_dgrad(rows, weight, state, groups)
         elif weight is not None:
-            grad_x = rows.new_empty(rows.shape[0], masters.shape[2])
+            grad_x = rows.new_empty(rows.shape[0], shape[2])
         if x is not None:
-            grad_weight = rows.new_zeros(masters.shape)
+            grad_weight = rows.new_zeros(shape)
         for expert, own in groups:
             right = None if weight is None or is_grouped else weight[expert]
             expert_x = None if x is None else _rows_of(x, own)
-            arguments = rows[own], columns[:, own], right, expert_x, masters.shape[-1], state.rng_of(expert)
+            arguments = rows[own], columns[:, own], right, expert_x, shape[2], state.rng_of(expert)
             expert_grad_x, expert_grad_weight = self.products_of_matrix(*arguments)
             if expert_grad_x is not None:
                 grad_x[own] = expert_grad_x

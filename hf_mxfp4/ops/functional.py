@@ -5,7 +5,8 @@ from typing import Any
 
 import torch
 
-from ..numerics import MXFP4Tensor, QuantScheme
+from .. import numerics
+from ..numerics import PARTS, MXFP4Tensor, QuantScheme, apply_scheme, part_sizes
 from ..numerics.quantize import check_input
 from . import quantization
 
@@ -26,7 +27,14 @@ def fake_quantize(
     """
     scheme = QuantScheme(**options)
     axis = check_input(x, axis, scheme.block_rows)
-    return quantization.fake_quantize(x.movedim(axis, -1), scheme, backend, seed=seed).movedim(-1, axis)
+    rows = x.movedim(axis, -1)
+    if not torch.compiler.is_compiling():
+        values = quantization.fake_quantize(rows, scheme, backend, seed=seed)
+    elif scheme.rounding == "nearest" and quantization.needs_operator(rows):
+        values = torch.ops.hf_mxfp4.fake_quantize(rows.detach(), str(scheme), backend)
+    else:
+        values = apply_scheme(rows, scheme, seed=seed)
+    return values.movedim(-1, axis)
 
 
 def quantize(
@@ -40,4 +48,13 @@ def quantize(
     """[`hf_mxfp4.numerics.quantize`], the same bits. Arguments and errors as in [`fake_quantize`]. The tensor's
     `dequantize` takes the fastest backend."""
     scheme = QuantScheme(**options)
-    return quantization.quantize(x, scheme, backend, axis=check_input(x, axis, scheme.block_rows), seed=seed)
+    axis = check_input(x, axis, scheme.block_rows)
+    if not torch.compiler.is_compiling():
+        return quantization.quantize(x, scheme, backend, axis=axis, seed=seed)
+    if scheme.rounding != "nearest" or not quantization.needs_operator(x):
+        return numerics.quantize(x, **options, axis=axis, seed=seed)
+    parts = torch.ops.hf_mxfp4.quantize(x.detach().movedim(axis, -1), str(scheme), backend)
+    fields = {}
+    for name, part, size in zip(PARTS, parts, part_sizes(scheme, 1), strict=True):
+        fields[name] = None if size is None else part
+    return quantization.FusedTensor(**fields, length=x.shape[axis], axis=axis, scheme=scheme, dtype=x.dtype)

@@ -55,8 +55,10 @@ class Input:
             values = quantization.dequantize(self._codes, self._codes.dtype, self._spec.backend).to(self.dtype)
         elif self._elements is not None or self._makes_elements:
             values = values_of_elements(self.elements(), self._spec, self.dtype)
+        elif self.groups is None or not self._spec.draws_forward:
+            values = self._quantize(self.x, self.state.rng_of(0))
         else:
-            values = self._quantize()
+            values = torch.cat([self._quantize(rows, rng) for rows, rng in self._rows_and_rngs()])
         self._values = values
         return values
 
@@ -94,16 +96,10 @@ class Input:
             return (self.x,)
         return (self.values(),)
 
-    def _quantize(self) -> torch.Tensor:
+    def _quantize(self, rows: torch.Tensor, rng: LayerRng | None) -> torch.Tensor:
         fprop, backend = self._spec.scheme.fprop, self._spec.backend
-        parts = []
-        for rows, rng in self._rows_and_rngs():
-            parts.append(
-                quantize_operand(
-                    rows, fprop.left, "fprop", "x", rng, backend, rotation=fprop.rotation, dtype=self.dtype
-                )
-            )
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
+        options = {"rotation": fprop.rotation, "dtype": self.dtype}
+        return quantize_operand(rows, fprop.left, "fprop", "x", rng, backend, **options)
 
     def _to_elements(self, rows: torch.Tensor, rng: LayerRng | None) -> MXFP8Rows:
         rows = rotate_operand(rows.detach(), self._spec.scheme.fprop.rotation, "fprop", rng, self._spec.backend)

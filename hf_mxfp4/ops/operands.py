@@ -51,7 +51,7 @@ def quantize_operand(
         out: where blocks of MXFP4 may be written; the result is another tensor where they cannot be.
     """
     if isinstance(scheme, QuantScheme):
-        seed = operand_seed(scheme, gemm, operand, rng)
+        seed = None if scheme.rounding == "nearest" else operand_seed(scheme, gemm, operand, rng)
         if x.requires_grad:
             x = x.detach()
         if rotation is None:

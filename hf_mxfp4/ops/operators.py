@@ -169,9 +169,7 @@ def _forward(
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
     state, groups = state_of(layer_id), groups_of(ends, x.shape[0])
     plan = plan_of(state, x, weight, dtype)
-    if not has_gradient:
-        return plan.forward(x, weight, bias, state, groups).contiguous(), []
-    out, tensors, _ = plan.forward_for_backward(x, weight, bias, state, groups, saved != "nothing")
+    out, tensors, _ = plan.forward(x, weight, bias, state, groups, has_gradient, saved != "nothing")
     returned = _returned(saved, tensors)
     if has_step:
         returned.append(torch.tensor(state.step, device="cpu"))

@@ -36,6 +36,7 @@ class LinearPlan:
         spec: of the layer.
         dtype: of the products, and of their results.
         fprop: ways of the forward product; the first that can multiplies.
+        fprop_with_cache: those without a backward pass, where a cache may keep codes.
         values: the way of backward products that FP8 tensor cores do not compute.
         fp8: the other way of these.
         fp8_gemms: the products that may be computed in FP8.
@@ -55,7 +56,7 @@ class LinearPlan:
         ways.append(self.values)
         fp4_ways = self._fp4_ways(shape)
         self.fprop = (*fp4_ways, *ways)
-        self.fprop_without_gradient = (*fp4_ways, CodesProducts(spec), *ways) if spec.packs_weight else self.fprop
+        self.fprop_with_cache = (*fp4_ways, CodesProducts(spec), *ways) if spec.packs_weight else self.fprop
 
     def _is_fp8(self, gemm: str, columns: Sequence[int]) -> bool:
         spec = self.spec
@@ -66,37 +67,28 @@ class LinearPlan:
         return [] if way is None else [way]
 
     def forward(
-        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, state: GemmState, groups: Groups | None
-    ) -> torch.Tensor:
-        """Return the output without what a backward pass needs; with groups of all experts."""
-        quantized = Input(x, self.dtype, state, groups)
-        return self._multiply(self.fprop_without_gradient, quantized, weight, bias)[0]
-
-    def forward_for_backward(
         self,
         x: torch.Tensor,
         weight: torch.Tensor,
         bias: torch.Tensor | None,
         state: GemmState,
         groups: Groups | None,
-        weight_needs_grad: bool,
+        has_backward: bool = False,
+        weight_needs_grad: bool = False,
     ) -> tuple[torch.Tensor, SavedTensors, torch.Tensor | None]:
         """Return the output, what is saved of the input if the weight needs a gradient, and ``Q(W)`` where its values
-        were multiplied."""
-        quantized = Input(x, self.dtype, state, groups, weight_needs_grad)
-        out, operand = self._multiply(self.fprop, quantized, weight, bias)
-        return out, quantized.saved() if weight_needs_grad else (), operand
-
-    def _multiply(
-        self, ways: Sequence[Any], x: Input, weight: torch.Tensor, bias: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        were multiplied. With groups for all experts."""
         if bias is not None and bias.dtype is not self.dtype:
             bias = bias.to(self.dtype)
+        quantized = Input(x, self.dtype, state, groups, weight_needs_grad)
+        # A backward pass takes values of the weight, which are made for this product too.
+        ways = self.fprop if has_backward or state.cache is None else self.fprop_with_cache
         for way in ways:
-            result = way.fprop(x, weight, bias)
+            result = way.fprop(quantized, weight, bias)
             if result is not None:
-                return result
-        raise AssertionError("products of values are always possible")
+                break
+        out, operand = result
+        return out, quantized.saved() if weight_needs_grad else (), operand
 
     def backward(
         self,
@@ -113,18 +105,18 @@ class LinearPlan:
         Args:
             grad: ``[..., N]``, in the dtype of the output.
             weight: the master weight as it is now.
-            saved, operand: from [`forward_for_backward`]; without the operand the weight is quantized again.
+            saved, operand: from [`forward`]; without the operand the weight is quantized again.
             state, groups: as there.
             needs: which gradients are needed.
         """
         rows = grad.reshape(-1, grad.shape[-1])
-        grad_x = grad_weight = grad_bias = None
-        right = self.dgrad_operand(rows, weight, operand, state) if needs[0] else None
+        columns, right, x, grad_bias = rows.t(), None, None, None
+        if needs[0]:
+            right = self.dgrad_operand(rows, weight, operand, state)
         if needs[1]:
             columns, x = self.wgrad_operands(rows, saved)
-        else:
-            columns, x = rows.t(), None
-        grad_x, grad_weight = self.products(rows, columns, right, x, rows_first(weight, self.spec), state, groups)
+        shape = rows_first(weight, self.spec).shape
+        grad_x, grad_weight = self.products(rows, columns, right, x, shape, state, groups)
         if grad_x is not None:
             grad_x = grad_x.view(*grad.shape[:-1], grad_x.shape[-1])
         if grad_weight is not None:
@@ -141,7 +133,7 @@ class LinearPlan:
         spec = self.spec
         if not spec.reuses_weight:
             return rows_first(weight, spec)
-        if "dgrad" in self.fp8_gemms and rows.numel() and quantization.has_plain_memory(rows):
+        if self._runs_on_fp8("dgrad", rows):
             fp8 = fp8_weight(weight, rows.dtype, state)
             # Scales of rows would go into the gradient, whose blocks of MXFP4 would be others.
             if fp8 is not None and (fp8.scale.shape[-2] == 1 or spec.scheme.dgrad.left is FP8):
@@ -168,7 +160,7 @@ class LinearPlan:
         columns: torch.Tensor,
         weight: torch.Tensor | FP8Operand | None,
         x: torch.Tensor | FP8Operand | None,
-        masters: torch.Tensor,
+        shape: torch.Size,
         state: GemmState,
         groups: Groups | None,
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
@@ -177,10 +169,10 @@ class LinearPlan:
         Args:
             rows, columns: the output gradient ``[M, N]``, and ``[N, M]`` as Wgrad takes it.
             weight, x: the right operands of Dgrad and Wgrad.
-            masters: the master weight ``[N, K]``.
+            shape: N and K.
             state, groups: of the layer; one weight has no groups.
         """
-        return self.products_of_matrix(rows, columns, weight, x, masters.shape[-1], state.rng_of(0))
+        return self.products_of_matrix(rows, columns, weight, x, shape[-1], state.rng_of(0))
 
     def products_of_matrix(
         self,
@@ -200,31 +192,30 @@ class LinearPlan:
         if weight is not None:
             if spec.reuses_weight and not isinstance(weight, FP8Operand):
                 weight = rotate_back(weight, rotation, "fprop", n_columns, rng)
-            grad_x = self.dgrad_way(rows, weight).dgrad(rows, weight, rng, left)
+            grad_x = self._dgrad_way(rows, weight).dgrad(rows, weight, rng, left)
         if x is not None:
             if not spec.saves_raw_input and not isinstance(x, FP8Operand):
                 x = rotate_back(x, rotation, "fprop", n_columns, rng)
-            grad_weight = self.wgrad_way(columns).wgrad(columns, x, rng, left_t)
+            grad_weight = self._wgrad_way(columns).wgrad(columns, x, rng, left_t)
         return grad_x, grad_weight
 
-    def dgrad_way(self, rows: torch.Tensor, weight: torch.Tensor | FP8Operand) -> Any:
-        """Return what computes Dgrad. A weight that the forward product used is an [`FP8Operand`] where FP8 tensor
-        cores do."""
-        if isinstance(weight, FP8Operand):
-            return self.fp8
-        is_fp8 = "dgrad" in self.fp8_gemms and not self.spec.reuses_weight
-        return self.fp8 if is_fp8 and rows.numel() and quantization.has_plain_memory(rows) else self.values
+    def _dgrad_way(self, rows: torch.Tensor, weight: torch.Tensor | FP8Operand) -> Any:
+        # A weight that the forward product used is an FP8Operand where FP8 tensor cores multiply.
+        is_fp8 = isinstance(weight, FP8Operand) if self.spec.reuses_weight else self._runs_on_fp8("dgrad", rows)
+        return self.fp8 if is_fp8 else self.values
 
-    def wgrad_way(self, columns: torch.Tensor) -> Any:
-        """Return what computes Wgrad, which sums over tokens: FP8 tensor cores take multiples of 16."""
-        n, m = columns.shape
-        is_fp8 = "wgrad" in self.fp8_gemms and columns.numel() and quantization.has_plain_memory(columns)
-        return self.fp8 if is_fp8 and (columns.is_cpu or m % 16 == 0) else self.values
+    def _wgrad_way(self, columns: torch.Tensor) -> Any:
+        # Wgrad sums over tokens, of which FP8 tensor cores take multiples of 16.
+        is_fp8 = self._runs_on_fp8("wgrad", columns) and (columns.is_cpu or columns.shape[1] % 16 == 0)
+        return self.fp8 if is_fp8 else self.values
+
+    def _runs_on_fp8(self, gemm: str, grad: torch.Tensor) -> bool:
+        return gemm in self.fp8_gemms and grad.numel() > 0 and quantization.has_plain_memory(grad)
 
 
 def count_backward_pass(state: GemmState, groups: Groups | None) -> None:
     """Let the next backward pass of the step draw other numbers, of each expert that had rows in this one."""
-    if not state.spec.scheme.is_random:
+    if not state.spec.is_random:
         return
     experts = [0] if groups is None else [expert for expert, _ in groups]
     for expert in experts:

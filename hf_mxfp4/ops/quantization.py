@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch._C._functorch import is_functorch_wrapped_tensor
 
 from .. import numerics
-from ..numerics import PARTS, MXFP4Tensor, QuantScheme, ScaleRule, apply_scheme, part_sizes
+from ..numerics import MXFP4Tensor, QuantScheme, ScaleRule, apply_scheme
 from ..numerics.rng import check_seed
 from . import cpu
 from . import triton as triton_kernels
@@ -44,9 +44,8 @@ def choose_backend(
         family: ``"quantize"``, or what is done with codes: ``"dequantize"`` or ``"decode"`` (multiply with them).
         dtype: of values that codes become; by default that of ``x``.
     """
-    if torch.compiler.is_compiling() or not has_plain_memory(x):
-        # Tracing and other stand-ins for tensors have no memory to hand to a kernel.
-        return "eager"
+    if type(x) not in _OWN_TYPES or is_functorch_wrapped_tensor(x) or x.is_neg() or x._is_zerotensor():
+        return "eager"  # there is no memory to hand to a kernel
     device = x.device
     name = _choice(device, dtype or x.dtype, scheme, backend, seed is not None, family != "quantize")
     if name == "triton" and backend == "auto" and not is_verified(family, device):
@@ -136,9 +135,6 @@ def fake_quantize(
     if seed is not None:
         check_seed(scheme.rounding, seed)
     name = choose_backend(x, scheme, backend, seed)
-    if name == "eager" and rotation is None and scheme.rounding == "nearest" and needs_operator(x):
-        values = torch.ops.hf_mxfp4.fake_quantize(x.detach(), str(scheme), backend)
-        return values if dtype is None else values.to(dtype)
     if rotation is not None and name != "triton":
         x, rotation = rotate_rows(x, rotation, "cpu" if name == "cpu" else "eager", signs=signs), None
         name = choose_backend(x, scheme, backend, seed)
@@ -165,11 +161,6 @@ def quantize(
     if seed is not None:
         check_seed(scheme.rounding, seed)
     axis %= x.dim()
-    if scheme.rounding == "nearest" and needs_operator(x):
-        parts = torch.ops.hf_mxfp4.quantize(x.detach().movedim(axis, -1), str(scheme), backend)
-        triples = zip(PARTS, parts, part_sizes(scheme, 1), strict=True)
-        fields = {name: part if size is not None else None for name, part, size in triples}
-        return FusedTensor(**fields, length=x.shape[axis], axis=axis, scheme=scheme, dtype=x.dtype)
     name = choose_backend(x, scheme, backend, seed)
     if name == "cpu":
         tensor = cpu.quantize(x, scheme, axis, out)
@@ -187,17 +178,20 @@ class FusedTensor(MXFP4Tensor):
         return dequantize(self, dtype or self.dtype)
 
 
-def dequantize(tensor: MXFP4Tensor, dtype: torch.dtype, backend: str = "auto") -> torch.Tensor:
-    """[`MXFP4Tensor.dequantize`] on the backend named or, for ``"auto"``, the fastest that there is."""
+def dequantize(
+    tensor: MXFP4Tensor, dtype: torch.dtype, backend: str = "auto", *, out: torch.Tensor | None = None
+) -> torch.Tensor:
+    """[`MXFP4Tensor.dequantize`] on the backend named or, for ``"auto"``, the fastest that there is. Kernels write to
+    ``out``, an earlier result for such a tensor; other backends do not."""
     if needs_operator(tensor.codes):
         scheme = str(as_read(tensor.scheme))
-        out = torch.ops.hf_mxfp4.dequantize(*tensor.parts, tensor.length, scheme, dtype, backend)
-        return out.movedim(-1, tensor.axis)
+        values = torch.ops.hf_mxfp4.dequantize(*tensor.parts, tensor.length, scheme, dtype, backend)
+        return values.movedim(-1, tensor.axis)
     name = choose_backend(tensor.codes, tensor.scheme, backend, family="dequantize", dtype=dtype)
     if name == "cpu":
-        return cpu.dequantize(tensor, dtype)
+        return cpu.dequantize(tensor, dtype, out)
     if name == "triton":
-        return triton_kernels.dequantize(tensor, dtype)
+        return triton_kernels.dequantize(tensor, dtype, out)
     # The class is named because a subclass may choose a backend of its own.
     return MXFP4Tensor.dequantize(tensor, dtype)
 

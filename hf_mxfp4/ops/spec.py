@@ -19,6 +19,7 @@ class GemmSpec:
         transposed: whether the weights of experts are ``[E, K, N]`` and not ``[E, N, K]``.
         is_plain: whether gradients are products of output gradients as they are with the operands of the forward
             product, that is without random numbers, rotations and quantization of their own.
+        is_random: whether any product draws random numbers.
         draws_forward: whether the forward product draws random numbers.
         saves_raw_input: whether Wgrad takes the input itself and not what the forward product used of it.
         saves_fp8: whether the input is saved for Wgrad as E4M3 elements and scales, which hold that operand exactly.
@@ -34,6 +35,7 @@ class GemmSpec:
     matmul_backend: str = "dense"
     transposed: bool = False
     is_plain: bool = field(init=False)
+    is_random: bool = field(init=False)
     draws_forward: bool = field(init=False)
     saves_raw_input: bool = field(init=False)
     saves_fp8: bool = field(init=False)
@@ -49,6 +51,7 @@ class GemmSpec:
         quantized_weight, rotates = isinstance(fprop.right, QuantScheme), fprop.rotation is not None
         derived: dict[str, Any] = {
             "is_plain": scheme.dgrad == scheme.wgrad == PLAIN and not rotates and not scheme.is_random,
+            "is_random": scheme.is_random,
             "draws_forward": fprop.is_random,
             "saves_raw_input": scheme.wgrad.right is not REUSE,
             "saves_fp8": fprop.left in (FP8, MXFP8) and scheme.wgrad.right is REUSE,

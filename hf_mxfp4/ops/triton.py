@@ -86,10 +86,14 @@ def quantize(
     return MXFP4Tensor(**parts, length=x.shape[axis], axis=axis, scheme=scheme, dtype=x.dtype)
 
 
-def dequantize(tensor: MXFP4Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """[`MXFP4Tensor.dequantize`] of what [`unsupported_reason`] does not refuse."""
-    out = mxfp4_kernels.dequantize(_packed(tensor), tensor.length, _scheme(tensor.scheme), dtype)
-    return out.movedim(-1, tensor.axis)
+def dequantize(tensor: MXFP4Tensor, dtype: torch.dtype, out: torch.Tensor | None = None) -> torch.Tensor:
+    """[`MXFP4Tensor.dequantize`] of what [`unsupported_reason`] does not refuse, written to ``out`` if that is an
+    earlier result for a tensor with blocks along its last axis."""
+    is_last = tensor.axis == tensor.codes.dim() - 1
+    values = mxfp4_kernels.dequantize(
+        _packed(tensor), tensor.length, _scheme(tensor.scheme), dtype, out=out if is_last else None
+    )
+    return values if is_last else values.movedim(-1, tensor.axis)
 
 
 def quantize_e4m3(x: torch.Tensor, scale_dtype: torch.dtype = torch.uint8) -> tuple[torch.Tensor, torch.Tensor]:

@@ -2,6 +2,7 @@
 """The weight of a layer as products take it: values, codes, or operands of FP8 and FP4 tensor cores, each kept by the
 cache that is open for the layer, if any."""
 
+import functools
 from collections import Counter
 
 import torch
@@ -46,22 +47,10 @@ def weight_operand(weight: torch.Tensor, dtype: torch.dtype, state: GemmState) -
     spec, cache = state.spec, state.cache
     if spec.scheme.fprop.right is FULL and spec.rotation_size == 1:
         return rows_first(weight.detach(), spec).to(dtype)
-    if cache is None or cache.form == "none":
-        return _weight_values(weight, dtype, state)
-
-    has_codes = weight.is_leaf and backend_of_codes(weight, dtype, state) is not None
-
-    def make(out: torch.Tensor | None) -> torch.Tensor:
-        if has_codes:
-            return values_of_codes(weight_codes(weight, state), dtype, spec, out)
-        return _weight_values(weight, dtype, state, out)
-
-    if has_codes:
-        is_kept = cache.form == "auto" and weight.is_cpu
-    else:
-        # Values of all experts are another model, which the memory of a GPU may not hold.
-        is_kept = cache.form != "auto" or weight.is_cpu or weight.dim() == 2
-    return cache.get(weight, (state, dtype), make, _step(state)) if is_kept else make(None)
+    make = functools.partial(_weight_values, weight, dtype, state)
+    if cache is None or not _keeps_values(weight, dtype, state):
+        return make()
+    return cache.get(weight, (state, dtype), make, _step(state))
 
 
 def is_cached(operand: torch.Tensor, weight: torch.Tensor, state: GemmState) -> bool:
@@ -73,21 +62,25 @@ def is_cached(operand: torch.Tensor, weight: torch.Tensor, state: GemmState) -> 
 def fp8_weight(weight: torch.Tensor, dtype: torch.dtype, state: GemmState) -> FP8Operand | None:
     """Return [`weight_operand`] as E4M3 elements, which Fprop and Dgrad take; `None` where some would be rounded, as
     [`hf_mxfp4.ops.fp8.weight_to_fp8`] finds."""
-    spec, cache = state.spec, state.cache
-    has_codes = weight.is_leaf and backend_of_codes(weight, dtype, state) is not None
 
     def make(_: object) -> tuple[FP8Operand | None]:
-        if has_codes:
-            values = values_of_codes(weight_codes(weight, state), dtype, spec)
-        else:
-            values = _weight_values(weight, dtype, state)
-        return (weight_to_fp8(values),)
+        return (weight_to_fp8(_weight_values(weight, dtype, state)),)
 
-    if cache is None or cache.form == "none":
+    cache = state.cache
+    if cache is None or not _keeps_values(weight, dtype, state, is_fp8=True):
         return make(None)[0]
-    is_small = weight.is_cpu or weight.dim() == 2
-    is_kept = cache.form == "auto" and is_small if has_codes else cache.form != "auto" or is_small
-    return cache.get(weight, (state, dtype, "fp8"), make, _step(state))[0] if is_kept else make(None)[0]
+    return cache.get(weight, (state, dtype, "fp8"), make, _step(state))[0]
+
+
+def _keeps_values(weight: torch.Tensor, dtype: torch.dtype, state: GemmState, is_fp8: bool = False) -> bool:
+    """Whether the cache that is open keeps values of a weight, or its FP8 elements, beside codes if there are any."""
+    cache = state.cache
+    if cache is None or cache.form == "none":
+        return False
+    # Values of all experts are another model, which the memory of a GPU may not hold.
+    if _has_codes(weight, dtype, state):
+        return cache.form == "auto" and (weight.is_cpu or is_fp8 and weight.dim() == 2)
+    return cache.form != "auto" or weight.is_cpu or weight.dim() == 2
 
 
 def weight_codes(weight: torch.Tensor, state: GemmState) -> MXFP4Tensor:
@@ -126,6 +119,11 @@ def backend_of_codes(like: torch.Tensor, dtype: torch.dtype, state: GemmState) -
     return None if name == "eager" and cache.form != "packed" else name
 
 
+def _has_codes(weight: torch.Tensor, dtype: torch.dtype, state: GemmState) -> bool:
+    """Whether the cache that is open keeps codes of this weight, from which values are made."""
+    return weight.is_leaf and backend_of_codes(weight, dtype, state) is not None
+
+
 def _step(state: GemmState) -> int | None:
     """Return the optimizer step where the values of the weight depend on it."""
     return state.step if state.spec.draws_forward else None
@@ -141,7 +139,8 @@ def values_of_codes(
     # By way of the master's dtype, in which an operand is quantized: of float32 that is rounding once.
     computed = dtype if packed.dtype == torch.float32 else packed.dtype
     if packed.codes.dim() == 2:
-        return quantization.dequantize(packed, computed, spec.backend).to(dtype)
+        reused = out if computed == dtype else None
+        return quantization.dequantize(packed, computed, spec.backend, out=reused).to(dtype)
     if out is None:
         out = packed.codes.new_empty(*packed.codes.shape[:2], packed.length, dtype=dtype)
     for expert, values in enumerate(out):  # the eager functions take several times the memory of their result
@@ -152,11 +151,17 @@ def values_of_codes(
 def _weight_values(
     weight: torch.Tensor, dtype: torch.dtype, state: GemmState, out: torch.Tensor | None = None
 ) -> torch.Tensor:
+    """Return ``Q(W)``, of codes where a cache keeps those. ``out`` may be written to, or not."""
     spec = state.spec
+    if state.cache is not None and _has_codes(weight, dtype, state):
+        return values_of_codes(weight_codes(weight, state), dtype, spec, out)
     if spec.scheme.fprop.right is not FULL:
         count_weight(weight)
-    rows = rows_first(weight.detach(), spec)
-    if rows.dim() == 2 or spec.rotation_size == 1 and _quantizes_at_once(rows, spec):
+    rows = weight.detach()
+    if rows.dim() == 2:
+        return matrix_operand(rows, state, 0, dtype, out)
+    rows = rows_first(rows, spec)
+    if spec.rotation_size == 1 and _quantizes_at_once(rows, spec):
         return matrix_operand(rows, state, 0, dtype, out)
     for expert, matrix in enumerate(rows):  # the eager functions take several times the memory of their input
         values = matrix_operand(matrix, state, expert, dtype)

@@ -43,6 +43,7 @@ class StepQuantization:
         self._is_counted = any(isinstance(state.spec, GemmSpec) for state in gemm_states(model))
         self._counts: Counter[str] = Counter()
         self._step: int | None = None
+        self._is_training = False
         plugin = getattr(accelerator.state, "deepspeed_plugin", None)
         is_zero3 = plugin is not None and plugin.zero_stage == 3
         self.is_sharded = is_zero3 or getattr(accelerator.state, "fsdp_plugin", None) is not None
@@ -55,10 +56,12 @@ class StepQuantization:
     def training(self) -> Iterator[None]:
         """Around a whole training, before which weights may have been written, and which may be cut short."""
         self.end()
+        self._is_training = True
         try:
             yield
         finally:
-            self.end()
+            self._is_training = False
+            self._release()
 
     @contextlib.contextmanager
     def micro_batch(self, step: int) -> Iterator[None]:
@@ -81,14 +84,27 @@ class StepQuantization:
     @contextlib.contextmanager
     def evaluation(self) -> Iterator[None]:
         """Around an evaluation, which writes no weight."""
-        with self.training(), self._kept():
-            yield
+        self.end()
+        try:
+            with self._kept():
+                yield
+        finally:
+            self.end()
+            if not self._is_training:
+                self._release()
 
     def end(self) -> None:
-        """Let go what is kept, and forget what was counted: the weights are about to change, or may have changed."""
+        """Use nothing that is kept, and forget what was counted: the weights are about to change, or may have changed.
+        The next step's quantized weights are written to the same memory."""
         self._policy.clear()
         self.reference.clear()
         self._counts, self._step = Counter(), None
+
+    def _release(self) -> None:
+        """Give back the memory of quantized weights."""
+        self.end()
+        self._policy.release()
+        self.reference.release()
 
     @contextlib.contextmanager
     def _kept(self) -> Iterator[None]:

@@ -6,6 +6,7 @@ import copy
 import gc
 import itertools
 import threading
+import weakref
 
 import pytest
 import torch
@@ -20,7 +21,7 @@ from benchmarks.counters import LiveTensors
 from hf_mxfp4 import MXFP4Linear, MXFP4RLConfig, cached_weights, fake_quantize, pack, quantize, uncached_weights
 from hf_mxfp4.integrations.transformers import quantize_linears
 from hf_mxfp4.layers import trainable_matrices
-from hf_mxfp4.ops import WeightCache, weight_codes, weight_quantizations
+from hf_mxfp4.ops import WeightCache, weight_codes, weight_operand, weight_quantizations
 
 
 WEIGHT_ONLY = factors_config(preset="w4a16", macro_search="static")
@@ -259,6 +260,58 @@ def test_other_threads_take_what_is_kept(count):
         worker.start()
         worker.join()
     assert count() == 1 and torch.equal(found[0], from_scratch(layer))
+
+
+def kept_tensors(layer: MXFP4Linear, form: str) -> list[torch.Tensor]:
+    """What a cache of this form keeps of the weight."""
+    if form == "dense":
+        return [weight_operand(layer.weight, layer.weight.dtype, layer.state)]
+    return [part for part in weight_codes(layer.weight, layer.state).parts if part is not None]
+
+
+@pytest.mark.parametrize("backend", ["eager", "cpu"])
+@pytest.mark.parametrize("form", ["dense", "packed"])
+def test_quantized_weights_keep_their_address_from_step_to_step(form, backend):
+    layer = make_layer(MXFP4RLConfig(backend=backend))
+    cache, addresses = WeightCache(layer, form=form), []
+    for _ in range(3):
+        with cache.open():
+            found = layer(X).detach()
+            addresses.append([tensor.data_ptr() for tensor in kept_tensors(layer, form)])
+        assert torch.equal(found, make_new(layer)(X))
+        cache.clear()
+        layer.weight.data.mul_(1.5)
+    assert addresses[0] == addresses[1] == addresses[2]
+
+
+def make_new(layer: MXFP4Linear) -> MXFP4Linear:
+    """A layer with the same parameters that was never used."""
+    return MXFP4Linear.from_linear(layer, layer.config)
+
+
+def test_a_cache_gives_its_memory_back_when_it_is_released():
+    layer = make_layer()
+    cache = WeightCache(layer, form="dense")
+    with cache.open():
+        layer(X)
+        kept = weakref.ref(kept_tensors(layer, "dense")[0])
+    cache.clear()
+    assert kept() is not None
+    cache.release()
+    assert kept() is None
+
+
+def test_a_backward_pass_after_a_refresh_takes_the_weight_as_it_is():
+    """Not half of it: what the forward pass used was written over."""
+    layer, x = make_layer(), X.clone().requires_grad_()
+    cache = WeightCache(layer, form="dense")
+    with cache.open():
+        y = layer(x)
+        layer.weight.data.mul_(2.0)
+        cache.clear()
+        layer(X)
+        y.sum().backward()
+    torch.testing.assert_close(x.grad, quantized(layer.weight).sum(0).expand(4, 64))
 
 
 def test_what_cannot_be_asked_for():
