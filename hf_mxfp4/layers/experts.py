@@ -198,7 +198,9 @@ class MXFP4Experts(ExpertsBase):
             spec = spec_of(config, config.gemms(), layer.is_transposed)
             # As those of a linear layer have the name that the layer would have.
             names = [f"{name}.{expert}.{projection}" for expert in range(layer.n_experts)]
-            layer.states[projection] = GemmState(spec, [LayerRng(config.stochastic_seed, own) for own in names])
+            layer.states[projection] = GemmState(
+                spec, [LayerRng(config.stochastic_seed, linear_name) for linear_name in names]
+            )
         return layer
 
     @property

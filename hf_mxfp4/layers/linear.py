@@ -122,9 +122,9 @@ class MXFP4Linear(QuantizedLayer, nn.Linear):
             ValueError: the last axis of ``x`` is not ``in_features``.
             TypeError: ``x`` and the weight differ in dtype outside of autocast, or are not floating-point.
         """
-        own = self._parameters  # `nn.Module.__getattr__` takes longer
-        weight = own["weight"] if "weight" in own else self.weight
-        bias = own["bias"] if "bias" in own else self.bias
+        parameters = self._parameters  # `nn.Module.__getattr__` takes longer
+        weight = parameters["weight"] if "weight" in parameters else self.weight
+        bias = parameters["bias"] if "bias" in parameters else self.bias
         if not x.dim() or x.shape[-1] != self.in_features:
             self._check_features(x)
         if x.dtype is not weight.dtype:

@@ -144,20 +144,20 @@ def full_precision(model: nn.Module) -> Iterator[int]:
 
 def is_full_precision(layer: nn.Module) -> bool:
     """Whether a quantized layer computes in full precision now, within [`full_precision`]."""
-    own = layer.__dict__.get("forward")
-    return own is not None and own == getattr(layer, "full_precision_forward", None)
+    forward = layer.__dict__.get("forward")
+    return forward is not None and forward == getattr(layer, "full_precision_forward", None)
 
 
 @contextlib.contextmanager
 def _plain(layer: nn.Module) -> Iterator[None]:
-    own = layer.__dict__.get("forward")
+    replaced = layer.__dict__.get("forward")
     layer.forward = layer.full_precision_forward
     try:
         yield
     finally:
         del layer.forward
-        if own is not None:
-            layer.forward = own
+        if replaced is not None:
+            layer.forward = replaced
 
 
 def random_layers(model: nn.Module) -> list[MXFP4Linear | MXFP4Experts]:

@@ -53,13 +53,13 @@ class ExpertsPlan(LinearPlan):
             grad_x = rows.new_empty(rows.shape[0], shape[2])
         if x is not None:
             grad_weight = rows.new_zeros(shape)
-        for expert, own in groups:
+        for expert, tokens in groups:
             right = None if weight is None or is_grouped else weight[expert]
-            expert_x = None if x is None else _rows_of(x, own)
-            arguments = rows[own], columns[:, own], right, expert_x, shape[2], state.rng_of(expert)
+            expert_x = None if x is None else _rows_of(x, tokens)
+            arguments = rows[tokens], columns[:, tokens], right, expert_x, shape[2], state.rng_of(expert)
             expert_grad_x, expert_grad_weight = self.products_of_matrix(*arguments)
             if expert_grad_x is not None:
-                grad_x[own] = expert_grad_x
+                grad_x[tokens] = expert_grad_x
             if expert_grad_weight is not None:
                 grad_weight[expert] = expert_grad_weight
         return grad_x, grad_weight
@@ -73,20 +73,20 @@ class ExpertsPlan(LinearPlan):
         return grad_x, grad_weight
 
     def _grouped_dgrad(self, rows: torch.Tensor, weight: FP8Operand, state: GemmState, groups: Groups) -> torch.Tensor:
-        """Return Dgrad of all experts on FP8 tensor cores, each with random numbers of its own where any are drawn.
+        """Return Dgrad of all experts on FP8 tensor cores, each with random numbers of its tokens where any are drawn.
         Products with a rotation are not in FP8."""
         dgrad, backend = self.spec.scheme.dgrad, self.spec.backend
         left = None
         if dgrad.is_random:
             parts = [
-                quantize_operand(rows[own], dgrad.left, "dgrad", "grad", state.rng_of(expert), backend)
-                for expert, own in groups
+                quantize_operand(rows[tokens], dgrad.left, "dgrad", "grad", state.rng_of(expert), backend)
+                for expert, tokens in groups
             ]
             left = torch.cat(parts)
         return self.fp8.dgrad(rows, weight, None, left, groups)
 
 
-def _rows_of(x: torch.Tensor | FP8Operand, own: slice) -> torch.Tensor | FP8Operand:
+def _rows_of(x: torch.Tensor | FP8Operand, tokens: slice) -> torch.Tensor | FP8Operand:
     if isinstance(x, FP8Operand):
-        return FP8Operand(x.elements[own], x.scale)
-    return x[own]
+        return FP8Operand(x.elements[tokens], x.scale)
+    return x[tokens]

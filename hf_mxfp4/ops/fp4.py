@@ -138,24 +138,36 @@ def unsupported_operands(x: torch.Tensor, shape: Sequence[int]) -> str | None:
 @torch.no_grad()
 def problem(recipe: str, device: torch.device) -> str | None:
     """Why a recipe, which PyTorch may lack, cannot be used on a device; `None` where a small product is right."""
-    generator, values = torch.Generator().manual_seed(0), []
-    codes: list[MXFP4Tensor | MXFP8Rows] = []
-    search = {"nvfp4": "block_mantissas", "mxfp8": "block_mantissas_fp8"}.get(recipe)
-    mantissas: dict[str, Any] = {} if search is None else {"macro_block": 128, "macro_search": search}
-    for rows in (130, 48):
-        exponents = torch.randint(-3, 4, (rows, 3, 1), generator=generator, device="cpu")
-        x = torch.randn(rows, 3, 32, generator=generator, device="cpu") * exponents.exp2()
-        if recipe == "mxfp8" and not codes:  # the input
-            elements, byte = quantize_mxfp8(x.flatten(1))
-            codes.append((elements.to(device), byte.to(device)))
-            values.append(dequantize_mxfp8(elements, byte, torch.float64))
-            continue
-        packed = quantize(x.flatten(1), **mantissas)
-        codes.append(packed.map(lambda part: part.to(device)))
-        values.append(packed.dequantize(torch.float64))
+    generator = torch.Generator().manual_seed(0)
+    x, weight = _example(130, generator), _example(48, generator)
+    options: dict[str, Any] = {}
+    if recipe != "mxfp4":
+        search = "block_mantissas_fp8" if recipe == "mxfp8" else "block_mantissas"
+        options = {"macro_block": 128, "macro_search": search}
+    right = quantize(weight, **options)
+    right_values = right.dequantize(torch.float64)
+    left: MXFP4Tensor | MXFP8Rows
+    if recipe == "mxfp8":
+        elements, byte = quantize_mxfp8(x)
+        left_values = dequantize_mxfp8(elements, byte, torch.float64)
+        left = (elements.to(device), byte.to(device))
+    else:
+        codes = quantize(x, **options)
+        left_values = codes.dequantize(torch.float64)
+        left = codes.map(lambda part: part.to(device))
+    right = right.map(lambda part: part.to(device))
     try:
-        found = fp4_product(*(to_fp4(each, recipe) for each in codes)).cpu().double()
+        out = fp4_product(to_fp4(left, recipe), to_fp4(right, recipe)).cpu().double()
     except Exception as error:  # builds and drivers fail in every way, and other products do not
         return f"{recipe} products fail: {type(error).__name__}: {str(error).partition(chr(10))[0]}"
-    wrong = (found - values[0] @ values[1].t()).abs() > 2**-7 * (values[0].abs() @ values[1].abs().t())
-    return f"{recipe} products are wrong on {device}; please report `hf-mxfp4 doctor --json`" if wrong.any() else None
+    error_bound = 2**-7 * (left_values.abs() @ right_values.abs().t())
+    if ((out - left_values @ right_values.t()).abs() > error_bound).any():
+        return f"{recipe} products are wrong on {device}; please report `hf-mxfp4 doctor --json`"
+    return None
+
+
+def _example(rows: int, generator: torch.Generator) -> torch.Tensor:
+    """Return a matrix on the CPU whose blocks have different magnitudes."""
+    exponents = torch.randint(-3, 4, (rows, 3, 1), generator=generator, device="cpu")
+    x = torch.randn(rows, 3, 32, generator=generator, device="cpu") * exponents.exp2()
+    return x.flatten(1)

@@ -62,8 +62,8 @@ def sum_rows(rows: torch.Tensor, groups: Groups | None) -> torch.Tensor:
     if groups is None:
         return rows.sum(dim=0)
     out = rows.new_zeros(groups.n_experts, rows.shape[1])
-    for expert, own in groups:
-        out[expert] = rows[own].sum(dim=0)
+    for expert, expert_rows in groups:
+        out[expert] = rows[expert_rows].sum(dim=0)
     return out
 
 

@@ -178,18 +178,21 @@ def _forward(
 
 @_forward.register_fake
 def _(x, weight, bias, ends, layer_id, dtype, saved, columns, has_step, transposed, has_gradient):
-    found = _returned_shapes(x, dtype, saved, columns)
+    returned = _returned_shapes(x, dtype, saved, columns)
     if has_step:
-        found.append(torch.empty((), dtype=torch.int64, device="cpu"))
-    return x.new_empty(*x.shape[:-1], weight.shape[-1 if transposed else -2], dtype=dtype), found
+        returned.append(torch.empty((), dtype=torch.int64, device="cpu"))
+    return x.new_empty(*x.shape[:-1], weight.shape[-1 if transposed else -2], dtype=dtype), returned
 
 
 def _returned(saved: str, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Return saved tensors as an operator returns them; E4M3 elements as bytes, which more of PyTorch can handle."""
     if saved not in _RETURNED:
         return []
-    found = (tensor.contiguous() for tensor in tensors)
-    return [tensor.view(torch.uint8) if tensor.dtype == torch.float8_e4m3fn else tensor for tensor in found]
+    returned = []
+    for tensor in tensors:
+        is_e4m3 = tensor.dtype == torch.float8_e4m3fn
+        returned.append(tensor.contiguous().view(torch.uint8) if is_e4m3 else tensor.contiguous())
+    return returned
 
 
 def _returned_shapes(x: torch.Tensor, dtype: torch.dtype, saved: str, columns: int) -> list[torch.Tensor]:
@@ -246,8 +249,8 @@ def _gradients(ctx, grad, _):
     weight, ends, layer_id, *tensors = ctx.saved_tensors
     needs = list(ctx.needs_input_grad[:3])
     arguments = grad, weight, ends, tensors, layer_id, *ctx.options, needs
-    found = iter(torch.ops.hf_mxfp4.quantized_linear_backward(*arguments))
-    return *(next(found) if need else None for need in needs), *(None,) * 8
+    gradients = iter(torch.ops.hf_mxfp4.quantized_linear_backward(*arguments))
+    return *(next(gradients) if need else None for need in needs), *(None,) * 8
 
 
 _forward.register_autograd(_gradients, setup_context=_setup)
