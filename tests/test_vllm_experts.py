@@ -47,9 +47,9 @@ def test_every_option_of_products_reaches_experts(plugin, monkeypatch):
     engine.push_codes(source)
     specs, packed_forward = [], plugin.experts.packed_forward
 
-    def noted(x, packed, bias, spec, *others):
-        specs.append(spec)
-        return packed_forward(x, packed, bias, spec, *others)
+    def noted(x, packed, bias, state, *others):
+        specs.append(state.spec)
+        return packed_forward(x, packed, bias, state, *others)
 
     monkeypatch.setattr(plugin.experts, "packed_forward", noted)
     x, ids, weights = tokens()
@@ -165,7 +165,7 @@ def test_on_the_kernels_nothing_is_read_back(run_script):
     """Of one process and of two with half the experts each: rows of the other's experts are in no product."""
     report = run_script("test_vllm_experts.py", interpret=True)
     for case, found in report.items():
-        assert found["launches"] == {"linear_w4a16": 2, "read": 0}, case
+        assert found["launches"] == {"product": 2, "read": 0}, case
         assert max(found["differences"]) < 2e-2, case
     assert report.keys() == CASES.keys()
 
@@ -190,7 +190,8 @@ def counted(name, function, *args, **kwargs):
 if __name__ == "__main__":  # in a process whose kernels are interpreted; memory that nothing was written to is NaN
     LAUNCHES, report = Counter(), {}
     SIZES["intermediate"] = 64
-    mxfp4_kernels.linear_w4a16 = partial(counted, "linear_w4a16", mxfp4_kernels.linear_w4a16)
+    product = mxfp4_kernels.PackedProduct.__call__
+    mxfp4_kernels.PackedProduct.__call__ = lambda *arguments: counted("product", product, *arguments)
     read = vars(Groups)["counts"].func
     Groups.counts = property(partial(counted, "read", read))  # where rows of experts end
     torch.use_deterministic_algorithms(True)

@@ -11,16 +11,18 @@ from ..model.structure import weight_size
 from ..numerics import LinearScheme, MXFP4Tensor
 from ..ops import (
     PACKED_SUFFIXES,
-    GemmState,
     Groups,
+    PackedState,
     PackedWeight,
     check_rotation,
-    compiled_packed_linear,
+    compiled_packed_experts,
     dequantize,
+    is_same_memory,
     packed_linear,
     packed_shapes,
     packed_tensor,
     quantize_experts,
+    register_owner,
     weight_values,
 )
 from .experts import ExpertsBase
@@ -64,6 +66,7 @@ class MXFP4PackedExperts(PackedLayer, ExpertsBase):
             raise ValueError(f"{cls.__name__} needs a config of mode='packed', not {config.mode!r}")
         plain = experts._to_plain() if isinstance(experts, ExpertsBase) else experts
         layer = cls._around(plain, config, name)
+        register_owner(layer)
         layer.sizes = {projection: weight_size(plain, projection) for projection in layer.projections}
         layer.compute_dtype = getattr(plain, layer.projections[0]).dtype
         shapes = layer.shapes()
@@ -75,7 +78,7 @@ class MXFP4PackedExperts(PackedLayer, ExpertsBase):
                     layer._set(tensor, torch.empty(shapes[tensor], dtype=torch.uint8, device="meta"))
         for projection, (_, _, columns) in layer.sizes.items():
             check_rotation(f"{layer._label()}: {projection}", columns, config.weight_rotation)
-            layer.states[projection] = GemmState(spec_of(config, LinearScheme(config.gemms().fprop)))
+            layer.states[projection] = PackedState(spec_of(config, LinearScheme(config.gemms().fprop)))
         return layer
 
     def _own_attributes(self) -> tuple[str, ...]:
@@ -149,10 +152,17 @@ class MXFP4PackedExperts(PackedLayer, ExpertsBase):
                 f"{self._label()}: {projection} was replaced by a tensor of {packed[0].dtype}, which is not packed; "
                 "build new experts with MXFP4PackedExperts.from_experts"
             )
-        bias, state = self.bias_of(projection), self.states[projection]
+        bias = self.bias_of(projection)
         if torch.compiler.is_compiling():
-            return compiled_packed_linear(x, packed, bias, state.spec, groups)
-        return packed_linear(x, packed, bias, state, groups)
+            return compiled_packed_experts(x, packed[0], bias, groups)
+        return packed_linear(x, packed, bias, self.states[projection], groups)
+
+    def packed_product(self, codes: torch.Tensor) -> tuple[PackedState, PackedWeight] | None:
+        """Return what compiled code multiplies with; see [`hf_mxfp4.ops.packed_operators`]."""
+        for projection, state in self.states.items():
+            if is_same_memory(codes, getattr(self, projection)):
+                return state, self.packed_weight(projection)
+        return None
 
     def weight_size(self, projection: str) -> tuple[int, int, int]:
         return self.sizes[projection]

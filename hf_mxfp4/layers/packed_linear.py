@@ -2,6 +2,7 @@
 """The frozen linear layer: a weight kept as packed 4-bit tensors, the base that adapters are trained on."""
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import nn
@@ -11,17 +12,19 @@ from ..model.plain_layers import linear_adapter
 from ..numerics import LinearScheme, MXFP4Tensor
 from ..ops import (
     PACKED_FIELDS,
-    GemmState,
+    PackedState,
     PackedWeight,
     check_packed,
     check_rotation,
     compiled_packed_linear,
     dequantize,
+    is_same_memory,
     packed_linear,
     packed_shapes,
     packed_tensor,
     quantize_input,
     quantize_weight,
+    register_owner,
     weight_values,
 )
 from .linear import QuantizedLayer, plain_class_of, spec_of
@@ -68,6 +71,10 @@ class PackedLayer(QuantizedLayer):
                 return
         super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing, unexpected, errors)
 
+    def __setstate__(self, attributes: dict[str, Any]) -> None:
+        super().__setstate__(attributes)
+        register_owner(self)
+
     def _set(self, name: str, value: torch.Tensor | None) -> None:
         setattr(self, name, None if value is None else nn.Parameter(value, requires_grad=False))
 
@@ -105,13 +112,14 @@ class MXFP4PackedLinear(PackedLayer, nn.Linear):
         name: str = "",
     ):
         nn.Module.__init__(self)  # nn.Linear's would make and initialise a full-precision weight
+        register_owner(self)
         self.config = config = MXFP4RLConfig(mode="packed") if config is None else config
         if config.mode != "packed":
             raise ValueError(f"{type(self).__name__} needs a config of mode='packed', not {config.mode!r}")
         self.in_features, self.out_features, self.name = in_features, out_features, name
         self.compute_dtype = dtype or torch.get_default_dtype()
         check_rotation(self._label(), in_features, config.weight_rotation)
-        self.state = GemmState(spec_of(config, LinearScheme(config.gemms().fprop)))
+        self.state = PackedState(spec_of(config, LinearScheme(config.gemms().fprop)))
         shapes = self.shapes()
         for tensor in PACKED_FIELDS:
             self.register_parameter(tensor, None)
@@ -172,8 +180,7 @@ class MXFP4PackedLinear(PackedLayer, nn.Linear):
 
     def packed_weight(self) -> PackedWeight:
         """Return the packed tensors in the order of [`PACKED_FIELDS`], `None` for those that the scheme has not."""
-        own = self._parameters  # where they nearly always are; `getattr` takes longer than a product of one token
-        return tuple(own[name] if name in own else getattr(self, name) for name in PACKED_FIELDS)
+        return tuple(getattr(self, name) for name in PACKED_FIELDS)
 
     def dequantized_weight(self, dtype: torch.dtype | None = None) -> torch.Tensor:
         """``Q(W)`` ``[out_features, in_features]`` in ``dtype``, default `compute_dtype`; of a weight that is stored
@@ -193,7 +200,16 @@ class MXFP4PackedLinear(PackedLayer, nn.Linear):
             TypeError: ``x`` is not floating-point, or differs from the bias in dtype outside of autocast; or the weight
                 was replaced by something that is not packed.
         """
-        packed, bias = self.packed_weight(), self._parameters["bias"] if "bias" in self._parameters else self.bias
+        if torch.compiler.is_dynamo_compiling():
+            # All that is read of the layer here is guarded in each call of compiled code.
+            return compiled_packed_linear(x, self.weight, self.bias)
+        # `nn.Module.__getattr__` would take longer than all of the rest.
+        packed, bias = tuple(map(self._parameters.get, PACKED_FIELDS)), self._parameters.get("bias")
+        state = self.state
+        plan = state.plans.get(x.dtype)
+        if plan is not None and plan.takes(x, packed, bias, state.cache):
+            return plan(x, packed, bias)
+        packed, bias = self.packed_weight(), self.bias
         self._check_features(x)
         self._check_dtype(x, x.dtype if bias is None else bias.dtype)
         if packed[0].dtype != torch.uint8:
@@ -201,9 +217,11 @@ class MXFP4PackedLinear(PackedLayer, nn.Linear):
                 f"{self._label()}: its weight was replaced by one of {packed[0].dtype}, which is not packed; build a "
                 "layer of new weights with MXFP4PackedLinear.from_linear"
             )
-        if torch.compiler.is_compiling():
-            return compiled_packed_linear(x, packed, bias, self.state.spec)
-        return packed_linear(x, packed, bias, self.state)
+        return packed_linear(x, packed, bias, state)
+
+    def packed_product(self, codes: torch.Tensor) -> tuple[PackedState, PackedWeight] | None:
+        """Return what compiled code multiplies with; see [`hf_mxfp4.ops.packed_operators`]."""
+        return (self.state, self.packed_weight()) if is_same_memory(codes, self.weight) else None
 
     def quantized_input(self, x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """``Q(x)`` in ``dtype``, rotated where the scheme rotates; without ``Q`` under a weight-only preset."""

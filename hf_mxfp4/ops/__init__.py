@@ -10,8 +10,9 @@ from .fp8 import multiply_fp8, to_fp8
 from .functional import fake_quantize, quantize
 from .groups import Groups, group_by_expert
 from .operands import quantize_input
-from .operators import compiled_linear, compiled_packed_linear, read_input_scheme, read_scheme
-from .packed import packed_forward, packed_linear
+from .operators import compiled_linear, read_input_scheme, read_scheme
+from .packed import PackedState, packed_forward, packed_linear
+from .packed_operators import compiled_packed_experts, compiled_packed_linear, is_same_memory, register_owner
 from .packed_weight import (
     PACKED_FIELDS,
     PACKED_SUFFIXES,

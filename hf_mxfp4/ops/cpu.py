@@ -5,7 +5,7 @@ of dequantized values that stay in the cache."""
 
 import ctypes
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -189,30 +189,106 @@ def most_rows() -> int:
     return library.load()[0].mxfp4_product_rows()
 
 
-@functools.lru_cache(maxsize=256)
-def _prepared(
-    scheme: QuantScheme, in_features: int, out_features: int, dtype: torch.dtype
-) -> tuple[Any, Callable[[Any], None], tuple[int | None, ...]]:
-    """Return what products with weights of one scheme and shape share: arguments, the function, and sizes of parts."""
-    arguments = library.ProductStruct(
-        type=TYPES[dtype],
-        in_features=in_features,
-        out_features=out_features,
-        weights=_description(scheme, in_features)[0],
-        n_experts=1,
-        threads=1,
-    )
-    return arguments, library.load()[0].mxfp4_product, part_sizes(scheme, in_features)
+class PackedProduct:
+    """Multiply rows of one dtype with packed weights of one shape and scheme, on the CPU and without gradients.
+
+    Up to [`most_rows`] rows, and rows of experts, are multiplied with the codes: sums are in float32, of exact products
+    up to the rounding of a macro factor, and rounded once, the same whatever the number of threads. For more rows,
+    ``Q(W)`` is first rounded to the dtype of ``x``, in panels.
+
+    Args:
+        n, k: rows and columns of a weight.
+        scheme: what weights are quantized with.
+        dtype: of inputs, biases and outputs: float32, bfloat16 or float16.
+        n_experts: experts of a weight ``[E, N, K]``; `None` for a weight ``[N, K]``.
+    """
+
+    def __init__(self, n: int, k: int, scheme: QuantScheme, dtype: torch.dtype, n_experts: int | None = None):
+        self.n, self.k, self.scheme = n, k, scheme
+        self._function = library.load()[0].mxfp4_product
+        self._arguments = library.ProductStruct(
+            type=TYPES[dtype],
+            in_features=k,
+            out_features=n,
+            weights=_description(scheme, k)[0],
+            n_experts=n_experts or 1,
+            threads=1,
+        )
+
+    def __call__(
+        self,
+        x: torch.Tensor,
+        packed: Sequence[torch.Tensor | None],
+        bias: torch.Tensor | None = None,
+        ends: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Return ``[..., N]``. Shapes, dtypes and devices of arguments must be right, and those other than ``x``
+        contiguous; they are not checked.
+
+        Args:
+            x: ``[..., K]``; of experts ``[S, K]``, rows sorted by expert.
+            packed: the parts of a packed weight, in the order of [`PARTS`].
+            bias: ``[N]`` or ``[E, N]``, or `None`.
+            ends: int32 ``[E]``, where the rows of each expert end.
+        """
+        if ends is None and x.numel() > most_rows() * self.k and self.n:
+            return self._by_panels(x, packed, bias)
+        out = x.new_empty((*x.shape[:-1], self.n))
+        size = out.numel()
+        if not size:
+            return out
+        # All that the library reads stays referenced until it returns.
+        x = library.in_memory(x)
+        codes, scale, macro, residual_codes, residual_scale = packed
+        arguments = library.ProductStruct.from_buffer_copy(self._arguments)
+        arguments.x = x.data_ptr()
+        arguments.y = out.data_ptr()
+        arguments.n_rows = size // self.n
+        arguments.codes = codes.data_ptr()
+        arguments.scale = scale.data_ptr()
+        if macro is not None:
+            arguments.macro = macro.data_ptr()
+        if residual_codes is not None:
+            arguments.residual_codes = residual_codes.data_ptr()
+            arguments.residual_scale = residual_scale.data_ptr()
+        if bias is not None:
+            arguments.bias = bias.data_ptr()
+        if ends is not None:
+            arguments.ends = ends.data_ptr()
+        if size * self.k >= 2 * _WORTH_A_THREAD:
+            arguments.threads = torch.get_num_threads()
+        self._function(ctypes.byref(arguments))
+        return out
+
+    def _by_panels(
+        self, x: torch.Tensor, packed: Sequence[torch.Tensor | None], bias: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Return a product with the dequantized values of some rows of the weight after the other, in memory that is
+        used again: fresh memory as large as the weight costs more than to fill it."""
+        least = _PANEL_ROWS[torch.get_num_threads() > 1]
+        rows = min(self.n, max(least, _PANEL // max(1, self.k)))
+        panel = x.new_empty(rows, self.k)
+        out = None
+        if rows < self.n:
+            out = x.new_empty(*x.shape[:-1], self.n)
+        for start in range(0, self.n, rows):
+            stop = min(start + rows, self.n)
+            some = panel[: stop - start]
+            _dequantize_into(some, [None if part is None else part[start:stop] for part in packed], self.scheme)
+            values = F.linear(x, some, None if bias is None else bias[start:stop])
+            if out is None:
+                return values
+            out[..., start:stop] = values
+        return out
+
+
+_product_of = functools.lru_cache(maxsize=256)(PackedProduct)
 
 
 def product(
     x: torch.Tensor, weight: MXFP4Tensor, bias: torch.Tensor | None = None, ends: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """``x Q(W)^T + b`` of CPU tensors, without gradients; with ``ends`` of each expert's rows with its own weight.
-
-    Of up to [`most_rows`] rows, and of experts, sums are in float32, of exact products up to the rounding of a macro
-    factor, and rounded once, the same whatever the number of threads; of more, ``Q(W)`` is rounded to the dtype of
-    ``x`` first, in panels.
+    """Check tensors and multiply them as [`PackedProduct`] does.
 
     Args:
         x: ``[..., K]`` float32, bfloat16 or float16; of experts ``[S, K]``, rows sorted by expert.
@@ -227,52 +303,14 @@ def product(
         ValueError: ``x``, the weight and the bias do not fit together.
         RuntimeError: one of them is not on the CPU, or its memory was freed.
     """
-    if ends is None and x.numel() > most_rows() * weight.length and weight.codes.shape[0]:
-        return _by_panels(x, weight, bias)
-    in_features, out_features = weight.length, weight.codes.shape[-2]
-    common, function, sizes = _prepared(weight.scheme, in_features, out_features, x.dtype)
-    leading = (out_features,) if ends is None else (len(ends), out_features)
-    library.check_product(x, bias, in_features, leading)
-    parts = library.checked_parts(weight.parts, leading, sizes)
-    out = x.new_empty((*x.shape[:-1], out_features))
-    size = out.numel()
-    if not size:
-        return out
-    # All that the library reads stays referenced until it returns.
-    x, n_rows = library.in_memory(x), size // out_features
-    arguments = library.ProductStruct.from_buffer_copy(common)
-    arguments.x, arguments.y, arguments.n_rows = x.data_ptr(), out.data_ptr(), n_rows
-    arguments.codes, arguments.scale, arguments.macro = map(library.address, parts[:3])
-    if parts[3] is not None:
-        arguments.residual_codes, arguments.residual_scale = map(library.address, parts[3:])
-    if bias is not None:
-        bias = library.in_memory(bias)
-        arguments.bias = bias.data_ptr()
+    n, k = weight.codes.shape[-2], weight.length
+    leading: tuple[int, ...] = (n,)
+    n_experts = None
     if ends is not None:
-        ends = library.checked_ends(ends, n_rows)
-        arguments.ends, arguments.n_experts = ends.data_ptr(), len(ends)
-    if size * in_features >= 2 * _WORTH_A_THREAD:
-        arguments.threads = torch.get_num_threads()
-    function(ctypes.byref(arguments))
-    return out
-
-
-def _by_panels(x: torch.Tensor, weight: MXFP4Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """Return a product with the dequantized values of some rows of the weight after the other, in memory that is used
-    again: fresh memory as large as the weight costs more than to fill it."""
-    out_features, length = weight.codes.shape[0], weight.length
-    library.check_product(x, bias, length, (out_features,))
-    least = _PANEL_ROWS[torch.get_num_threads() > 1]
-    rows = min(out_features, max(least, _PANEL // max(1, length)))
-    panel = x.new_empty(rows, length)
-    parts = library.checked_parts(weight.parts, (out_features,), _part_sizes(weight.scheme, length))
-    out = x.new_empty(*x.shape[:-1], out_features) if rows < out_features else None
-    for start in range(0, out_features, rows):
-        stop = min(start + rows, out_features)
-        some = panel[: stop - start]
-        _dequantize_into(some, [None if part is None else part[start:stop] for part in parts], weight.scheme)
-        values = F.linear(x, some, None if bias is None else bias[start:stop])
-        if out is None:
-            return values
-        out[..., start:stop] = values
-    return out
+        ends = library.checked_ends(ends, x.shape[0])
+        n_experts = len(ends)
+        leading = (n_experts, n)
+    library.check_product(x, bias, k, leading)
+    packed = library.checked_parts(weight.parts, leading, _part_sizes(weight.scheme, k))
+    bias = None if bias is None else library.in_memory(bias)
+    return _product_of(n, k, weight.scheme, x.dtype, n_experts)(x, packed, bias, ends)

@@ -18,25 +18,18 @@ import torch
 from ..numerics import (
     BLOCK_SIZE,
     FP8,
-    FULL,
     MXFP8,
     PARTS,
-    GemmScheme,
-    LinearScheme,
     MXFP4Tensor,
     OperandScheme,
     QuantScheme,
-    Rotation,
     parse_scheme,
     part_sizes,
 )
 from . import quantization
 from .autograd import autocast_dtype, check_step, plan_of
-from .groups import Groups, sum_rows
+from .groups import Groups
 from .inputs import what_is_saved
-from .packed import packed_forward, packed_grad_x
-from .packed_weight import PackedWeight
-from .spec import GemmSpec
 from .state import PLAIN_STATE, GemmState, state_of
 
 
@@ -254,116 +247,3 @@ def _gradients(ctx, grad, _):
 
 
 _forward.register_autograd(_gradients, setup_context=_setup)
-
-
-# ---- packed weights -------------------------------------------------------------------------------------------------
-
-
-def compiled_packed_linear(
-    x: torch.Tensor,
-    packed: PackedWeight,
-    bias: torch.Tensor | None,
-    spec: GemmSpec,
-    groups: Groups | None = None,
-) -> torch.Tensor:
-    """[`hf_mxfp4.ops.packed_linear`] where Dynamo traces."""
-    dtype, inputs = autocast_dtype(x) or x.dtype, "" if spec.input_scheme is None else str(spec.input_scheme)
-    rotation = spec.scheme.fprop.rotation
-    size = 0 if rotation is None else rotation.size
-    ends, operator = None, torch.ops.hf_mxfp4.packed_linear
-    if groups is not None:
-        ends, operator = groups.offsets(x.device), torch.ops.hf_mxfp4.packed_experts
-    backends = spec.backend, spec.matmul_backend
-    return operator(x, *packed, bias, ends, dtype, str(spec.weight_scheme), inputs, size, *backends)
-
-
-@functools.lru_cache(maxsize=256)
-def _spec(weights: str, inputs: str, size: int, backend: str, matmul_backend: str = "auto") -> GemmSpec:
-    rotation = Rotation(size) if size else None
-    fprop = GemmScheme(read_input_scheme(inputs) or FULL, read_scheme(weights), rotation)
-    return GemmSpec(LinearScheme(fprop), backend, matmul_backend)
-
-
-def _packed_forward(
-    x: torch.Tensor,
-    codes: torch.Tensor,
-    scale: torch.Tensor,
-    macro: torch.Tensor | None,
-    residual_codes: torch.Tensor | None,
-    residual_scale: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    ends: torch.Tensor | None,
-    dtype: torch.dtype,
-    weight_scheme: str,
-    input_scheme: str,
-    rotation: int,
-    backend: str,
-    matmul_backend: str = "auto",
-) -> torch.Tensor:
-    packed = codes, scale, macro, residual_codes, residual_scale
-    spec = _spec(weight_scheme, input_scheme, rotation, backend, matmul_backend)
-    return packed_forward(x.detach(), packed, bias, spec, groups_of(ends, x.shape[0]), dtype).contiguous()
-
-
-def _packed_shape(x, codes, scale, macro, residual_codes, residual_scale, bias, ends, dtype, *rest):
-    return x.new_empty(*x.shape[:-1], codes.shape[-2], dtype=dtype)
-
-
-def _packed_backward(
-    grad: torch.Tensor,
-    codes: torch.Tensor,
-    scale: torch.Tensor,
-    macro: torch.Tensor | None,
-    residual_codes: torch.Tensor | None,
-    residual_scale: torch.Tensor | None,
-    ends: torch.Tensor | None,
-    in_features: int,
-    dtype: torch.dtype,
-    bias_dtype: torch.dtype | None,
-    weight_scheme: str,
-    rotation: int,
-    backend: str,
-    needs: list[bool],
-) -> list[torch.Tensor]:
-    groups, spec = groups_of(ends, grad.shape[0]), _spec(weight_scheme, "", rotation, backend)
-    packed, found = (codes, scale, macro, residual_codes, residual_scale), []
-    if needs[0]:
-        found.append(packed_grad_x(grad, packed, in_features, spec, groups).to(dtype).contiguous())
-    if needs[1]:
-        found.append(sum_rows(grad.reshape(-1, grad.shape[-1]), groups).to(bias_dtype))
-    return found
-
-
-def _packed_gradient_shapes(grad, codes, scale, macro, residual_codes, residual_scale, ends, in_features, dtype, *rest):
-    bias_dtype, *_, needs = rest
-    x = grad.new_empty(*grad.shape[:-1], in_features, dtype=dtype)
-    bias = grad.new_empty(*codes.shape[:-2], grad.shape[-1], dtype=bias_dtype or grad.dtype)
-    return [like for like, need in zip((x, bias), needs, strict=True) if need]
-
-
-def _packed_setup(ctx, inputs, output):
-    x, *packed, bias, ends, _, weight_scheme, _, rotation, backend, _ = inputs
-    ctx.save_for_backward(*packed, ends)
-    ctx.options = x.shape[-1], x.dtype, None if bias is None else bias.dtype, weight_scheme, rotation, backend
-
-
-def _define_packed(name: str, tags: Sequence[torch.Tag]) -> None:
-    """Return the operators ``name`` and ``<name>_backward``."""
-    forward, backward = (
-        torch.library.custom_op(f"hf_mxfp4::{name}{suffix}", function, mutates_args=(), tags=tags)
-        for suffix, function in (("", _packed_forward), ("_backward", _packed_backward))
-    )
-    forward.register_fake(_packed_shape)
-    backward.register_fake(_packed_gradient_shapes)
-
-    def gradients(ctx, grad):
-        needs = [ctx.needs_input_grad[0], ctx.needs_input_grad[6]]
-        found = iter(backward(grad, *ctx.saved_tensors, *ctx.options, needs))
-        grad_x, of_bias = (next(found) if need else None for need in needs)
-        return grad_x, *(None,) * 5, of_bias, *(None,) * 7
-
-    forward.register_autograd(gradients, setup_context=_packed_setup)
-
-
-_define_packed("packed_linear", ())
-_define_packed("packed_experts", _UNSAFE)

@@ -19,7 +19,7 @@ from .self_check import is_verified
 
 
 _BLOCKS = QuantScheme()
-_OWN_TYPES = (torch.Tensor, torch.nn.Parameter)
+OWN_TYPES = (torch.Tensor, torch.nn.Parameter)
 
 
 # ---- the choice -----------------------------------------------------------------------------------------------------
@@ -95,14 +95,14 @@ def supports_e4m3(x: torch.Tensor, backend: str = "auto") -> bool:
 def has_plain_memory(x: torch.Tensor) -> bool:
     """Return whether the values of a tensor are what its memory holds, so that a kernel may read it: a tensor of one of
     torch's own kinds, not inside `torch.vmap` or `torch.func.jvp`, not negated and not zero without memory."""
-    if type(x) not in _OWN_TYPES:
+    if type(x) not in OWN_TYPES:
         return False
     return not (is_functorch_wrapped_tensor(x) or x.is_neg() or x._is_zerotensor())
 
 
 def needs_operator(x: torch.Tensor) -> bool:
     """Return whether an operator stands for what runs on a tensor's memory: where Dynamo traces."""
-    return type(x) in _OWN_TYPES and torch.compiler.is_compiling()
+    return type(x) in OWN_TYPES and torch.compiler.is_compiling()
 
 
 def widest_float(device: torch.device) -> torch.dtype:

@@ -15,7 +15,6 @@ from .spec import GemmSpec
 
 if TYPE_CHECKING:
     from .cache import WeightCache
-    from .plan import LinearPlan
 
 #: Layers by their number, for compiled code.
 _layers: "weakref.WeakValueDictionary[int, GemmState]" = weakref.WeakValueDictionary()
@@ -39,7 +38,7 @@ class GemmState:
     def __init__(self, spec: GemmSpec, rngs: Sequence[LayerRng] = ()):
         self.spec, self.rngs = spec, tuple(rngs)
         self.cache: WeightCache | None = None
-        self.plans: dict[Hashable, LinearPlan] = {}
+        self.plans: dict[Hashable, Any] = {}
         self._register()
 
     @property

@@ -137,6 +137,11 @@ def linear(
     return mxfp4_kernels.linear_w4a16(x, _packed(weight), weight.length, _scheme(weight.scheme), bias, offsets)
 
 
+def packed_product(n: int, k: int, scheme: QuantScheme, device: torch.device, n_experts: int | None = None) -> Any:
+    """Return what multiplies few rows with the codes of weights ``[N, K]`` or ``[E, N, K]`` on a device."""
+    return mxfp4_kernels.PackedProduct(n, k, _scheme(scheme), device, n_experts)
+
+
 def _fields(scheme: QuantScheme) -> tuple:
     """Return the fields of the kernels' scheme."""
     return scheme.scale_rule.value, scheme.macro_block, scheme.macro_search, scheme.outlier_fallback, scheme.block_rows

@@ -6,7 +6,11 @@ from .common.scheme import (
     unsupported_dtype as unsupported_dtype,
     unsupported_scheme as unsupported_scheme,
 )
-from .decode.product import linear_w4a16 as linear_w4a16, unsupported_weight as unsupported_weight
+from .decode.product import (
+    PackedProduct as PackedProduct,
+    linear_w4a16 as linear_w4a16,
+    unsupported_weight as unsupported_weight,
+)
 from .dequantization import dequantize as dequantize
 from .fp4 import nvfp4_scales as nvfp4_scales
 from .fp8 import from_fp8 as from_fp8, to_fp8 as to_fp8

@@ -7,7 +7,7 @@ TRITON_INTERPRET=1 python run_layers.py
 
 import json
 from collections import Counter
-from functools import partial
+from functools import partial, partialmethod
 
 import torch
 from tiny_models import make_model
@@ -20,7 +20,6 @@ from hf_mxfp4.layers import MXFP4PackedExperts
 
 LAUNCHES: Counter = Counter()
 NAMES = ("fake_quantize", "fake_quantize_rows_and_columns", "quantize", "dequantize", "to_fp8", "from_fp8")
-NAMES += ("linear_w4a16",)
 ROTATED = {"rotation": "deterministic-32"}
 LAYERS = {
     "w4a4": (MXFP4Linear, {"preset": "w4a4"}),
@@ -40,8 +39,12 @@ def spy() -> None:
         LAUNCHES[name] += 1
         return function(*arguments, **options)
 
+    def counted_method(product, function, *arguments):
+        return counted("packed product", function, product, *arguments)
+
     for name in NAMES:
         setattr(mxfp4_kernels, name, partial(counted, name, getattr(mxfp4_kernels, name)))
+    mxfp4_kernels.PackedProduct.__call__ = partialmethod(counted_method, mxfp4_kernels.PackedProduct.__call__)
 
 
 def linear(kind: type, options: dict, backend: str) -> list[torch.Tensor]:

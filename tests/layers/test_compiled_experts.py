@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, CompileConfig
 from hf_mxfp4 import MXFP4Experts, MXFP4RLConfig, cached_weights
 from hf_mxfp4.integrations.transformers import quantize_linears
 from hf_mxfp4.layers import MXFP4PackedExperts
-from hf_mxfp4.ops import Groups, compiled_linear, group_by_expert, quantized_linear
+from hf_mxfp4.ops import Groups, compiled_linear, group_by_expert, packed_operators, quantized_linear
 from hf_mxfp4.ops.inputs import what_is_saved
 from hf_mxfp4.ops.operators import groups_of
 
@@ -116,22 +116,21 @@ def test_the_operator_of_trainable_experts(family, scheme):
 
 
 @pytest.mark.parametrize("family", [pytest.param("qwen3_moe", marks=pytest.mark.large), "gpt_oss"])
-def test_the_operator_of_packed_experts(family):
+def test_the_operator_of_packed_experts(family, monkeypatch):
     layer = experts(family, mode="packed", preset="w4a4", outlier_fallback=0.5)
     name = layer.projections[0]
-    spec = layer.states[name].spec
-    packed, bias = layer.packed_weight(name), layer.bias_of(name)
+    # The checks copy all arguments, so that the codes are no layer's.
+    product = layer.states[name], layer.packed_weight(name)
+    monkeypatch.setattr(packed_operators, "find_product", lambda codes: product)
+    codes, bias = getattr(layer, name), layer.bias_of(name)
     for counts in ((3, 0, 2, 1), (0, 0, 0, 0)):
         ends = Groups(counts).offsets("cpu")
         x = torch.randn(sum(counts), 64, requires_grad=True)
-        schemes = str(spec.weight_scheme), str(spec.input_scheme), 0, spec.backend
-        for operator in (OPS.packed_experts, OPS.packed_linear):
-            opcheck(operator.default, (x, *packed, bias, ends, x.dtype, *schemes))
+        opcheck(OPS.packed_experts.default, (x, codes, bias, ends, x.dtype))
         grad = torch.randn(len(x), layer.weight_size(name)[1])
         dtypes = x.dtype, None if bias is None else bias.dtype
-        tail = 64, *dtypes, str(spec.weight_scheme), 0, spec.backend, [True, bias is not None]
-        for operator in (OPS.packed_experts_backward, OPS.packed_linear_backward):
-            opcheck(operator.default, (grad, *packed, ends, *tail))
+        options = 64, *dtypes, [True, bias is not None]
+        opcheck(OPS.packed_experts_backward.default, (grad, codes, ends, *options))
 
 
 def test_what_cuda_graphs_may_hold():

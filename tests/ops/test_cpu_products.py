@@ -11,9 +11,9 @@ import torch
 import torch.nn.functional as F
 
 import hf_mxfp4
-from hf_mxfp4.numerics import MXFP4Tensor, QuantScheme
+from hf_mxfp4.numerics import FULL, GemmScheme, LinearScheme, MXFP4Tensor, QuantScheme
+from hf_mxfp4.ops import GemmSpec, PackedState, packed_linear, packed_tensor, quantize_weight
 from hf_mxfp4.ops import cpu as packed_product
-from hf_mxfp4.ops import packed_tensor, quantize_weight
 from hf_mxfp4.ops.cpu import product, unsupported_reason
 
 
@@ -166,14 +166,19 @@ def test_what_does_not_fit_is_refused():
         product(x, weight, bias)
 
 
+def state_of(scheme: QuantScheme) -> PackedState:
+    return PackedState(GemmSpec(LinearScheme(GemmScheme(FULL, scheme))))
+
+
 @pytest.mark.parametrize("rows", (3, 40), ids=["on codes", "panels"])
-def test_operators_check_shapes_before_addresses(rows):
+def test_shapes_are_checked_before_addresses_are_read(rows):
     scheme, x = SCHEMES["fallback of macro blocks"], random(rows, 64)
     weight = packed(random(12, 64), scheme)
+    state = state_of(scheme)
 
     def call(x=x, bias=None, **changed):
-        parts = [changed.get(name, getattr(weight, name)) for name in PARTS]
-        return torch.ops.hf_mxfp4.packed_linear(x, *parts, bias, None, x.dtype, str(scheme), "", 0, "auto")
+        parts = tuple(changed.get(name, getattr(weight, name)) for name in PARTS)
+        return packed_linear(x, parts, bias, state)
 
     assert call(bias=random(12)).shape == (rows, 12)
     for changed in (
@@ -185,8 +190,24 @@ def test_operators_check_shapes_before_addresses(rows):
         *({name: getattr(weight, name).float()} for name in PARTS),
         *({name: None} for name in PARTS[2:]),
     ):
-        with pytest.raises(ValueError, match="need|expected|columns"):
+        with pytest.raises(ValueError, match="expected"):
             call(**changed)
+
+
+def test_tensors_of_a_layer_are_on_one_device():
+    scheme = SCHEMES["static"]
+    weight = packed(random(12, 64), scheme)
+    parts = weight.codes, weight.scale, weight.macro.to("meta"), None, None
+    with pytest.raises(RuntimeError, match="is on meta"):
+        packed_linear(random(3, 64), parts, None, state_of(scheme))
+
+
+def test_a_layer_whose_tensors_are_not_contiguous():
+    scheme, x = SCHEMES["plain"], random(3, 64)
+    weight, bias = packed(random(12, 64), scheme), random(24)[::2]
+    codes = weight.codes.t().contiguous().t()
+    out = packed_linear(x, (codes, weight.scale, None, None, None), bias, state_of(scheme))
+    assert torch.equal(out, product(x, weight, bias))
 
 
 @pytest.mark.parametrize("ends", ([2, 9, 5], [-1, 3, 5], [1, 3, 50], [5], [1, 2, 3, 5]))
@@ -194,8 +215,6 @@ def test_ends_of_experts_that_are_no_rows_are_refused(ends):
     scheme = SCHEMES["plain"]
     weight = hf_mxfp4.quantize(random(3, 12, 64), **vars(scheme))
     x, ends = random(5, 64), torch.tensor(ends, dtype=torch.int32)
-    with pytest.raises(ValueError, match="of experts end at|need torch.uint8|beyond the"):
-        torch.ops.hf_mxfp4.packed_linear(x, *weight.parts, None, ends, x.dtype, str(scheme), "", 0, "auto")
     with pytest.raises(ValueError, match="of experts end at|need torch.uint8"):
         product(x, weight, None, ends)
     with pytest.raises(ValueError, match="of experts end at torch.int64"):

@@ -13,7 +13,7 @@ from torch.library import opcheck
 
 from hf_mxfp4 import MXFP4Linear, MXFP4PackedLinear, MXFP4RLConfig, numerics
 from hf_mxfp4.numerics import QuantScheme, parse_scheme
-from hf_mxfp4.ops import backend_for, cpu, quantization, self_check
+from hf_mxfp4.ops import backend_for, cpu, packed_operators, quantization, self_check
 from hf_mxfp4.ops import triton as triton_kernels
 from hf_mxfp4.ops.inputs import what_is_saved
 from hf_mxfp4.ops.operators import state_of
@@ -93,17 +93,16 @@ def test_the_trainable_linear_operator(preset, shape):
 
 
 @pytest.mark.parametrize("scheme", [{}, {"preset": "w4a4", "outlier_fallback": 0.5}], ids=str)
-def test_the_packed_linear_operator(scheme):
+def test_the_packed_linear_operator(scheme, monkeypatch):
     config = MXFP4RLConfig(mode="packed", **scheme)
     layer = MXFP4PackedLinear.from_linear(torch.nn.Linear(70, 40), config)
+    # The checks copy all arguments, so that the codes are no layer's.
+    monkeypatch.setattr(packed_operators, "find_product", lambda codes: (layer.state, layer.packed_weight()))
     for rows in (3, 0):
         x = torch.randn(rows, 70, requires_grad=True)
-        spec = layer.state.spec
-        weights, inputs = str(spec.weight_scheme), str(spec.input_scheme or "")
-        options = x.dtype, weights, inputs, 0, spec.backend
-        opcheck(OPS.packed_linear.default, (x, *layer.packed_weight(), layer.bias, None, *options))
-        arguments = None, 70, x.dtype, x.dtype, weights, 0, spec.backend, [True, True]
-        opcheck(OPS.packed_linear_backward.default, (torch.randn(rows, 40), *layer.packed_weight(), *arguments))
+        opcheck(OPS.packed_linear.default, (x, layer.weight, layer.bias, None, x.dtype))
+        arguments = None, 70, x.dtype, x.dtype, [True, True]
+        opcheck(OPS.packed_linear_backward.default, (torch.randn(rows, 40), layer.weight, *arguments))
 
 
 def test_layers_are_found_by_their_number_for_as_long_as_they_live():

@@ -17,7 +17,7 @@ from torch import nn
 from hf_mxfp4 import MXFP4Linear, MXFP4RLConfig, fake_quantize, ops
 from hf_mxfp4 import quantize as mxfp4_quantize
 from hf_mxfp4.numerics import FULL, GemmScheme, LinearScheme, QuantScheme
-from hf_mxfp4.ops import GemmSpec, GemmState, Groups, LayerRng, packed_linear, quantized_linear, to_fp8
+from hf_mxfp4.ops import GemmSpec, GemmState, Groups, LayerRng, PackedState, packed_linear, quantized_linear, to_fp8
 from hf_mxfp4.ops import quantization as backends
 
 
@@ -241,7 +241,7 @@ def test_packed_weights_are_dequantized_for_experts_with_rows_alone_or_read_as_c
         return dequantize(tensor, *args)
 
     monkeypatch.setattr(backends, "dequantize", noted)
-    state = GemmState(GemmSpec(LinearScheme(GemmScheme(SCHEME, SCHEME)), backend))
+    state = PackedState(GemmSpec(LinearScheme(GemmScheme(SCHEME, SCHEME)), backend))
     out = packed_linear(x, packed.parts, bias, state, Groups(COUNTS))
     assert seen == in_forward
     out.backward(grad)

@@ -6,6 +6,7 @@ On GPUs each projection of all experts is one grouped kernel that CUDA graphs ca
 ([`hf_mxfp4.ops.reads_packed_on_gpus`] says of which schemes); elsewhere experts come one after the other.
 """
 
+import functools
 from types import MethodType
 from typing import Any
 
@@ -22,6 +23,7 @@ from ...ops import (
     PACKED_FIELDS,
     GemmSpec,
     Groups,
+    PackedState,
     group_by_expert,
     matmul,
     packed_forward,
@@ -231,9 +233,8 @@ def experts_operator(
         if weights is not None:
             found = dict(zip(packed_shapes(1, BLOCK_SIZE, weights), weight, strict=True))
             packed = tuple(found.get(name) for name in PACKED_FIELDS)
-            fprop = GemmScheme(inputs or FULL, weights)
-            spec = GemmSpec(LinearScheme(fprop), backend, matmul_backend)
-            out = packed_forward(states, packed, bias, spec, groups, x.dtype)
+            state = _state_of(weight_scheme, input_scheme, backend, matmul_backend, tuple(weight[0].shape))
+            out = packed_forward(states, packed, bias, state, groups, x.dtype)
         else:
             states = quantize_input(states, x.dtype, inputs, backend)
             out = matmul(states, weight[0], None if elsewhere is not None else bias, groups)
@@ -248,6 +249,13 @@ def experts_operator(
     places = torch.empty_like(order)
     places[order] = torch.arange(order.numel(), device=order.device)
     return states[places].view(n_tokens, k, states.shape[-1]).sum(dim=1).to(x.dtype)
+
+
+@functools.lru_cache(maxsize=64)
+def _state_of(weights: str, inputs: str, backend: str, matmul_backend: str, shape: tuple[int, ...]) -> PackedState:
+    """Return the state that projections with weights of one shape share."""
+    fprop = GemmScheme(read_input_scheme(inputs) or FULL, read_scheme(weights))
+    return PackedState(GemmSpec(LinearScheme(fprop), backend, matmul_backend))
 
 
 @experts_operator.register_fake

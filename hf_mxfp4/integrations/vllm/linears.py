@@ -17,10 +17,14 @@ from ...numerics import BLOCK_SIZE, FP8, NVFP4, LinearScheme, OperandScheme, Qua
 from ...ops import (
     PACKED_FIELDS,
     GemmSpec,
+    PackedState,
+    PackedWeight,
     check_rotation,
     compiled_packed_linear,
+    is_same_memory,
     packed_shapes,
     read_input_scheme,
+    register_owner,
 )
 from ...ops import quantize_input as quantize
 from ...utils import Mixin
@@ -109,7 +113,9 @@ class MXFP4RLLinearMethod(_FromOurCheckpoint, LinearMethodBase):
         unit = BLOCK_SIZE if rotation is None else rotation.size
         check_share(self.name, input_size_per_partition, input_size, schemes, "tensor_parallel_size=1", unit)
         products = LinearScheme(self.scheme.gemms().fprop)
-        self._spec = GemmSpec(products, self.scheme.backend, self.scheme.matmul_backend)
+        self._state = PackedState(GemmSpec(products, self.scheme.backend, self.scheme.matmul_backend))
+        self._layer = weakref.ref(layer)
+        register_owner(self)
         shapes = packed_shapes(sum(output_partition_sizes), input_size_per_partition, weights)
         for name, shape in shapes.items():
             data = torch.empty(shape, dtype=torch.uint8)
@@ -123,9 +129,15 @@ class MXFP4RLLinearMethod(_FromOurCheckpoint, LinearMethodBase):
             make_room(layer, self.name, rank, len(self.parts), *sizes, params_dtype, loader)
 
     def apply(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        packed = tuple(getattr(layer, name) if name in self._names else None for name in PACKED_FIELDS)
-        y = compiled_packed_linear(x, packed, bias, self._spec)  # one operator
+        y = compiled_packed_linear(x, layer.weight, bias)  # one operator
         return add_adapters(y, x, layer) if self.expected.settings.adapter_rank else y
+
+    def packed_product(self, codes: torch.Tensor) -> tuple[PackedState, PackedWeight] | None:
+        """Return what the operator multiplies with; see [`hf_mxfp4.ops.packed_operators`]."""
+        layer = self._layer()
+        if layer is None or not is_same_memory(codes, layer.weight):
+            return None
+        return self._state, tuple(getattr(layer, name) if name in self._names else None for name in PACKED_FIELDS)
 
 
 class MXFP4RLDenseLinearMethod(_FromOurCheckpoint, UnquantizedLinearMethod):

@@ -21,17 +21,21 @@ import torch
 import triton
 import triton.language as tl
 
+from ..common import blocks
 from ..common.arguments import PackedPointers, Partial, WeightConstants
-from ..common.blocks import BLOCK_MANTISSAS, NO_MACRO, as_stored, to_float
+from ..common.blocks import as_stored, to_float
 from ..common.scheme import BLOCK, INTERPRETED, Packed, Scheme, check_device
 from ..common.scheme import as_stored as stored
+from . import tile
 from .config import STEP, Config, gpu_of, split_steps, tile_config
 from .counters import Counters
-from .tile import NARROW_BYTE, arrives_last, decoded_product, inverse_of_macro, load_inside, sum_of_splits
+from .tile import arrives_last, decoded_product, inverse_of_macro, load_inside, sum_of_splits
 
 
 #: Mean rows per expert up to which most experts have 8 at most.
 _FEW = 4
+#: Bytes that the address of codes is a multiple of, so that a thread loads several words at once.
+_ALIGNMENT = 16
 
 
 @triton.jit
@@ -77,7 +81,7 @@ def _accumulate(
     largest = tl.zeros((BN, BK // 32), tl.int32)
     LAST: tl.constexpr = (K - 1) // BK * BK
     m8 = tl.zeros((BN,), tl.int32)
-    if WEIGHT.SEARCH != NO_MACRO:
+    if WEIGHT.SEARCH != blocks.NO_MACRO:
         m8 = tl.load(packed.macro + places * macros_per_row + first // WEIGHT.MACRO).to(tl.int32)
     for k in range(first, last, BK):
         has_words = (words_at < K // 8 - k // 8)[None, :]
@@ -85,7 +89,7 @@ def _accumulate(
         x = load_inside(x_tile + k, (ks < K - k)[None, :], EVEN)
         byte = load_inside(packed.scale + blocks_tile + k // 32, has_blocks, EVEN).to(tl.int32)
         mantissa = byte
-        if WEIGHT.SEARCH == BLOCK_MANTISSAS:
+        if WEIGHT.SEARCH == blocks.BLOCK_MANTISSAS:
             mantissa = (m8[:, None] >> (2 * blocks_at)[None, :]) & 3
         words = load_inside(packed.codes + words_tile + k // 8, has_words, EVEN)
         largest = tl.maximum(largest, byte)
@@ -95,10 +99,10 @@ def _accumulate(
             byte = load_inside(packed.residual_scale + blocks_tile + k // 32, has_blocks, EVEN).to(tl.int32)
             largest = tl.maximum(largest, byte)
             part += alpha * decoded_product(x, words, byte, mantissa, WIDE, WEIGHT)
-        if WEIGHT.SEARCH != NO_MACRO and WEIGHT.SEARCH != BLOCK_MANTISSAS:
+        if WEIGHT.SEARCH != blocks.NO_MACRO and WEIGHT.SEARCH != blocks.BLOCK_MANTISSAS:
             part *= inverse_of_macro(m8, WEIGHT)[:, None]
         total += part
-        if WEIGHT.SEARCH != NO_MACRO:
+        if WEIGHT.SEARCH != blocks.NO_MACRO:
             # Ahead of its use, so that nothing waits for it.
             following = tl.minimum(k + BK, LAST)
             m8 = tl.load(packed.macro + places * macros_per_row + following // WEIGHT.MACRO).to(tl.int32)
@@ -156,7 +160,7 @@ def decode_kernel(
         first = tl.program_id(1) * (split_steps * WEIGHT.BK)
         last = tl.minimum(first + split_steps * WEIGHT.BK, WEIGHT.K)
     total, largest = _accumulate(x_ptr, packed, places, inner_rows, first, last, x_row_stride, alpha, False, WEIGHT)
-    if largest > NARROW_BYTE:
+    if largest > tile.NARROW_BYTE:
         # Rare: a block with magnitudes of 12 and more, or NaN.
         total, _ = _accumulate(x_ptr, packed, places, inner_rows, first, last, x_row_stride, alpha, True, WEIGHT)
     inside = (columns < N)[:, None] & (rows < end)[None, :]
@@ -251,6 +255,7 @@ class PackedProduct:
         self.n, self.k, self.n_experts = n, k, n_experts
         self.scheme, self.device = scheme, device
         self._alpha = scheme.alpha
+        self._has_neighbours = device.type == "cuda" and torch.cuda.device_count() > 1
         self._launches: dict[int, Launch] = {}
         self._counters = Counters()
 
@@ -263,6 +268,9 @@ class PackedProduct:
     ) -> torch.Tensor:
         """Return the product. Arguments are those of [`linear_w4a16`], on the device, of the right shapes and dtypes;
         all but ``x`` are contiguous."""
+        if self._has_neighbours and self.device.index != torch.cuda.current_device():
+            with torch.cuda.device(self.device):
+                return self(x, packed, bias, offsets)
         out = x.new_empty(*x.shape[:-1], self.n)
         if not out.numel():
             return out
@@ -275,43 +283,32 @@ class PackedProduct:
         if launch is None:
             launch = self._launches[n_rows] = self._plan(n_rows)
         codes, scale, macro, residual_codes, residual_scale = packed
+        if codes.data_ptr() % _ALIGNMENT:
+            codes = codes.clone()
+        words = codes.view(torch.int32)
+        residual_words = None
         if residual_codes is not None:
-            residual_codes = as_words(residual_codes)
-        words = PackedPointers(as_words(codes), scale, macro, residual_codes, residual_scale)
-        device = self.device
-        if device.type == "cuda" and device.index != torch.cuda.current_device():
-            with torch.cuda.device(device):
-                self._launch(launch, x, words, bias, out, offsets)
-        else:
-            self._launch(launch, x, words, bias, out, offsets)
-        return out
-
-    def _launch(
-        self,
-        launch: Launch,
-        x: torch.Tensor,
-        words: PackedPointers,
-        bias: torch.Tensor | None,
-        out: torch.Tensor,
-        offsets: torch.Tensor | None,
-    ) -> None:
+            if residual_codes.data_ptr() % _ALIGNMENT:
+                residual_codes = residual_codes.clone()
+            residual_words = residual_codes.view(torch.int32)
         tiles, splits = launch.grid
-        n_rows, n_experts = x.shape[0], self.n_experts or 1
         partial = None
         if splits > 1:
             sums = torch.empty((splits, n_rows, self.n), dtype=torch.float32, device=self.device)
             partial = Partial(sums, self._counters.zeros(tiles, self.device))
+        result = out
         if INTERPRETED:
             x, bias, out = stored(x), stored(bias), stored(out)
+        # Not `decode_kernel[grid](...)`, which makes a function for each launch.
         decode_kernel.run(
             x,
-            words,
+            PackedPointers(words, scale, macro, residual_words, residual_scale),
             bias,
             out,
             partial,
             offsets,
             n_rows,
-            n_experts,
+            self.n_experts or 1,
             launch.split_steps,
             splits,
             x.stride(0),
@@ -320,6 +317,7 @@ class PackedProduct:
             warmup=False,
             **launch.options,
         )
+        return result
 
     def _plan(self, n_rows: int) -> Launch:
         gpu, rows, n_experts = gpu_of(self.device), n_rows, self.n_experts
@@ -360,13 +358,6 @@ def weight_constants(n: int, k: int, n_experts: int, scheme: Scheme, config: Con
         CUDA=on_gpu and torch.version.hip is None,
         INTERPRETED=INTERPRETED,
     )
-
-
-def as_words(codes: torch.Tensor) -> torch.Tensor:
-    """Return contiguous codes as int32 words of eight."""
-    if codes.data_ptr() % 16:
-        codes = codes.clone()
-    return codes.view(torch.int32)
 
 
 def _check(
