@@ -92,23 +92,30 @@ def dither_masters(model: nn.Module, seed: int = 0) -> DitherReport:
         ValueError: the model has no trainable matrix, or its weights are sharded by FSDP2 already.
     """
     report = DitherReport()
-    parameters: dict[tuple[int, str], list[WeightMatrix]] = {}
+    by_parameter: dict[tuple[int, str], list[WeightMatrix]] = {}
     for matrix in trainable_matrices(model):
-        parameters.setdefault((id(matrix.layer), matrix.parameter), []).append(matrix)
-    plain = {} if parameters else _plain_matrices(model)
-    if not parameters and not plain:
+        by_parameter.setdefault((id(matrix.layer), matrix.parameter), []).append(matrix)
+    for matrices in progress_bar(by_parameter.values(), what="Dithering weights", delay=_PATIENCE):
+        first = matrices[0]
+        _dither_parameter(first.full_name, getattr(first.layer, first.parameter), matrices, report)
+    if by_parameter:
+        return report
+    plain = _plain_matrices(model)
+    if not plain:
         raise ValueError(f"{type(model).__name__} has no trainable matrix whose places could be drawn")
-    for held in progress_bar(parameters.values(), what="Dithering weights", delay=_PATIENCE):
-        _dither_parameter(held[0].full_name, getattr(held[0].layer, held[0].parameter), held, report)
     for name, parameter in plain.items():
         _dither_parameter(name, parameter, [], report, LayerRng(seed, name).dither_seed)
     return report
 
 
 def _plain_matrices(model: nn.Module) -> dict[str, nn.Parameter]:
-    embeddings = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
-    named = model.named_parameters()
-    return {name: p for name, p in named if p.dim() > 1 and p.requires_grad and id(p) not in embeddings}
+    """Return the trainable matrices of a model without quantized layers, except embeddings."""
+    embeddings = {module.weight for module in model.modules() if isinstance(module, nn.Embedding)}
+    return {
+        name: parameter
+        for name, parameter in model.named_parameters()
+        if parameter.dim() > 1 and parameter.requires_grad and parameter not in embeddings
+    }
 
 
 def _dither_parameter(
@@ -121,17 +128,18 @@ def _dither_parameter(
             dtype = sixteen_bit_dtype(value)
             if dtype is None:
                 reason = FULL_NUMBERS
-            elif not matrices:
-                _dither_plain(value, dtype, seed)
-                report.add(value.numel(), dtype)
-            else:
+            elif matrices:
                 for matrix in matrices:
                     _dither_matrix(matrix, matrix.of(value), dtype, report)
+            else:
+                _dither_plain(value, dtype, seed)
+                report.add(value.numel(), dtype)
     if reason is not None:
         report.skip(reason, len(matrices) or 1)
 
 
-def _unsupported_reason(name: str, parameter: nn.Parameter, fprop: GemmScheme | None = None) -> str | None:
+def _unsupported_reason(name: str, parameter: nn.Parameter, fprop: GemmScheme | None) -> str | None:
+    """Return why a parameter is left alone; ``fprop``: the scheme of the products that quantize it, if any."""
     if hasattr(parameter, "full_tensor"):
         raise ValueError(f"{name} is sharded already; dither the model before FSDP2 takes it")
     if parameter.is_meta:
@@ -154,11 +162,15 @@ def sixteen_bit_dtype(weight: torch.Tensor) -> torch.dtype | None:
     `None` for weights that were trained or stored in more bits, and for tensors of other dtypes."""
     if weight.dtype != torch.float32:
         return None
+    rows = max(1, _PORTION * weight.shape[0] // max(1, weight.numel()))
     for dtype in _HALF_CELL:
-        portions = weight.split(max(1, _PORTION * weight.shape[0] // max(1, weight.numel())))
-        if all(bool(((some.to(dtype).float() == some) | some.isnan()).all()) for some in portions):
+        if all(_are_numbers_of(dtype, portion) for portion in weight.split(rows)):
             return dtype
     return None
+
+
+def _are_numbers_of(dtype: torch.dtype, weight: torch.Tensor) -> bool:
+    return bool(((weight.to(dtype).float() == weight) | weight.isnan()).all())
 
 
 def _dither_plain(weight: torch.Tensor, dtype: torch.dtype, seed: int) -> None:
@@ -183,29 +195,31 @@ def _dither_matrix(matrix: WeightMatrix, weight: torch.Tensor, dtype: torch.dtyp
         report.n_left += cpu.dither(rows, scheme, _HALF_CELL[dtype], _ATTEMPTS, seed)
         weight.copy_(rows)
         return
-    before = 0
-    for kept in weight.split(max(1, _PORTION // max(1, weight.shape[1]) // BLOCK_SIZE) * BLOCK_SIZE):
-        height, width = _group_size(kept, scheme)
-        grid = len(kept) // height, height, kept.shape[1] // width, width
-        groups = kept.reshape(grid).transpose(1, 2).reshape(-1, width)
-        rows = torch.arange(before, before + len(groups), device=weight.device)
+    n_before = 0
+    portion_rows = max(1, _PORTION // max(1, weight.shape[1]) // BLOCK_SIZE) * BLOCK_SIZE
+    for portion in weight.split(portion_rows):
+        height, width = _group_size(portion, scheme)
+        n_down, n_across = len(portion) // height, portion.shape[1] // width
+        groups = portion.reshape(n_down, height, n_across, width).transpose(1, 2).reshape(-1, width)
+        rows = torch.arange(n_before, n_before + len(groups), device=weight.device)
         places = _places(groups, height, dtype, scheme, backend, seed, rows)
         report.n_left += int(((places == 0) & (groups != 0)).sum())
-        moved = _at(groups, places).view(grid[0], grid[2], height, width)
-        kept.copy_(moved.transpose(1, 2).reshape(kept.shape))
-        before += len(groups)
+        moved = _at(groups, places).view(n_down, n_across, height, width)
+        portion.copy_(moved.transpose(1, 2).reshape(portion.shape))
+        n_before += len(groups)
 
 
 def _group_size(rows: torch.Tensor, scheme: OperandScheme) -> tuple[int, int]:
     """Return the rows and columns of the smallest parts of a weight that are quantized independently of each other:
     macro blocks where these divide it evenly, whole rows or all of it elsewhere."""
     n, k = rows.shape
-    height, width = scheme.block_rows, k
-    if not isinstance(scheme, QuantScheme):
-        return height, width
-    if scheme.macro_block != "row":
+    height = scheme.block_rows
+    if n % height:
+        return n, k
+    width = k
+    if isinstance(scheme, QuantScheme) and scheme.macro_block != "row":
         width = max(BLOCK_SIZE, scheme.macro_block or 0)
-    return (n, k) if n % height else (height, k if k % width else width)
+    return height, k if k % width else width
 
 
 def _places(
@@ -279,18 +293,13 @@ def _differences(wanted: Quantized, found: Quantized) -> torch.Tensor:
     if isinstance(wanted, tuple) and isinstance(found, tuple):
         return (wanted[0] != found[0]) | (wanted[1] != found[1])
     assert isinstance(wanted, MXFP4Tensor)
-    length = wanted.length
-    macro = wanted.scheme.macro_block
-    sizes = {
-        "scale": BLOCK_SIZE,
-        "macro": length if macro == "row" else max(macro or 0, BLOCK_SIZE),
-        "residual_scale": BLOCK_SIZE,
-    }
+    length, macro = wanted.length, wanted.scheme.macro_block
     changed = torch.zeros(wanted.codes.shape[0], length, dtype=torch.bool, device=wanted.codes.device)
     for name in ("codes", "residual_codes"):
         if getattr(wanted, name) is not None:
             changed |= unpack_codes(getattr(wanted, name) ^ getattr(found, name), length) != 0
-    for name, size in sizes.items():
+    macro_size = length if macro == "row" else max(macro or 0, BLOCK_SIZE)
+    for name, size in (("scale", BLOCK_SIZE), ("macro", macro_size), ("residual_scale", BLOCK_SIZE)):
         if getattr(wanted, name) is not None:
             differs = getattr(wanted, name) != getattr(found, name)
             changed |= differs.repeat_interleave(size, dim=-1)[..., :length]

@@ -89,13 +89,14 @@ def find_places(model: nn.Module, decoder: nn.Module, ids: torch.Tensor) -> list
     for name, module in model.named_modules():
         if all(uses[id(parameter)] == 1 for parameter in module.parameters(recurse=False)):
             names[module] = name
-    found = [
+    places = [
         *_behind_norms(names, _readers_of_norms(decoder, ids)),
         *_of_values(names, decoder),
         *_of_products(names, decoder),
     ]
-    has_quantized = any(isinstance(module, TRAINABLE) for module in names)
-    return [place for place in found if isinstance(place.layer, TRAINABLE) or not has_quantized]
+    if any(isinstance(module, TRAINABLE) for module in names):
+        return [place for place in places if isinstance(place.layer, TRAINABLE)]
+    return places
 
 
 # ---- norms ----------------------------------------------------------------------------------------------------------
@@ -111,9 +112,11 @@ def _readers_of_norms(decoder: nn.Module, ids: torch.Tensor) -> dict[nn.Module, 
             outputs[output.data_ptr()] = norm, output
 
     def note_input(module: nn.Module, arguments: tuple, options: dict[str, Any]) -> None:
-        tensors = [x for x in (*arguments, *options.values()) if isinstance(x, torch.Tensor)]
-        norm, output = outputs.get(tensors[0].data_ptr(), (None, None)) if tensors else (None, None)
-        if norm is not None and output.numel() == tensors[0].numel():
+        tensors = [value for value in (*arguments, *options.values()) if isinstance(value, torch.Tensor)]
+        if not tensors or tensors[0].data_ptr() not in outputs:
+            return
+        norm, output = outputs[tensors[0].data_ptr()]
+        if output.numel() == tensors[0].numel():
             readers.setdefault(norm, []).append(module)
 
     handles = []
@@ -131,44 +134,46 @@ def _readers_of_norms(decoder: nn.Module, ids: torch.Tensor) -> dict[nn.Module, 
 
 
 def _is_reader(module: nn.Module) -> bool:
-    """Whether a module multiplies its input with a weight of its own, as far as its structure tells."""
-    own = list(module.parameters(recurse=False))
-    return own != [] and len(own) == len(list(module.parameters()))
+    """Return whether a module multiplies its input with a weight of its own, as far as its structure tells."""
+    n_own = len(list(module.parameters(recurse=False)))
+    return n_own > 0 and n_own == len(list(module.parameters()))
 
 
 def _norm_offset(module: nn.Module) -> int | None:
     """Return what a norm adds to its weight before it multiplies with it, 0 or 1; `None` for any other module."""
-    own = dict(module.named_parameters(recurse=False))
-    weight = own.get("weight")
-    if weight is None or weight.dim() != 1 or not own.keys() <= {"weight", "bias"} or any(module.children()):
+    parameters = dict(module.named_parameters(recurse=False))
+    weight = parameters.get("weight")
+    if weight is None or weight.dim() != 1 or not parameters.keys() <= {"weight", "bias"} or any(module.children()):
         return None
     x = torch.linspace(-1, 2, len(weight), dtype=weight.dtype, device=weight.device)[None]
-    bias = {"bias": torch.zeros_like(weight)} if "bias" in own else {}
+    zeros = {name: torch.zeros_like(parameter) for name, parameter in parameters.items()}
 
     def output(value: float) -> torch.Tensor:
-        return torch.func.functional_call(module, {"weight": torch.full_like(weight, value), **bias}, x)
+        return torch.func.functional_call(module, {**zeros, "weight": torch.full_like(weight, value)}, x)
 
     once = output(1.0)
     for offset in (0, 1):
-        # Twice 1 + offset.
+        # The factor is 1 + offset before, and now twice as large.
         if torch.equal(output(2.0 + offset), 2 * once):
             return offset
     return None
 
 
 def _behind_norms(names: dict[nn.Module, str], readers: dict[nn.Module, list[nn.Module]]) -> Iterator[Place]:
+    """Yield the places between norms and the modules that read them."""
     for norm, modules in readers.items():
-        width, modules = len(norm.weight), list(dict.fromkeys(modules))
-        tensors = [_read_weight(module, width) for module in modules]
-        layers = [module for module in modules if _is_layer(module)]
-        quantized = [layer for layer in layers if isinstance(layer, TRAINABLE)]
-        if not layers or any(tensor is None for tensor in tensors) or not names.keys() >= {norm, *modules}:
+        width = len(norm.weight)
+        tensors = {module: _read_weight(module, width) for module in modules}
+        layers = [module for module in tensors if _is_layer(module)]
+        layers = [layer for layer in layers if isinstance(layer, TRAINABLE)] or layers
+        is_known = all(tensor is not None for tensor in tensors.values()) and names.keys() >= {norm, *tensors}
+        if not layers or not is_known:
             continue
-        layers = quantized or layers
-        weights = tuple(_read_weight(layer, width) for layer in layers)
+        weights = tuple(tensors[layer] for layer in layers)
         writers = tuple(parameter.detach()[None, None] for parameter in norm.parameters(recurse=False))
         adds_one = _norm_offset(norm) == 1
-        yield Place(names[layers[0]], NORM, layers[0], norm, writers, tuple(tensors), weights, adds_one=adds_one)
+        first, readers_of_norm = layers[0], tuple(tensors.values())
+        yield Place(names[first], NORM, first, norm, writers, readers_of_norm, weights, adds_one=adds_one)
 
 
 def _read_weight(module: nn.Module, width: int) -> torch.Tensor | None:
@@ -186,6 +191,7 @@ def _read_weight(module: nn.Module, width: int) -> torch.Tensor | None:
 
 
 def _of_values(names: dict[nn.Module, str], decoder: nn.Module) -> Iterator[Place]:
+    """Yield the places between value and output projections of attention."""
     for module in decoder.modules():
         width = getattr(module, "head_dim", None)
         outputs = (_linear(module, name) for name in _OUTPUTS)
@@ -209,6 +215,7 @@ def _of_values(names: dict[nn.Module, str], decoder: nn.Module) -> Iterator[Plac
 
 
 def _of_products(names: dict[nn.Module, str], decoder: nn.Module) -> Iterator[Place]:
+    """Yield the places between up and down projections of gated MLPs and experts."""
     for module in decoder.modules():
         if _is_experts(module):
             if module in names and experts_layout(module).has_gate and _is_linear_in_up(module):
@@ -249,7 +256,7 @@ def _linear(module: nn.Module, name: str) -> nn.Linear | None:
 
 
 def _is_layer(module: Any) -> bool:
-    """Whether a module is a plain or trainable linear layer, or fused experts."""
+    """Return whether a module is a plain or trainable linear layer, or fused experts."""
     if not isinstance(module, nn.Module):
         return False
     return is_plain_linear(module) or isinstance(module, TRAINABLE) or _is_experts(module)
@@ -289,8 +296,8 @@ def _expert_writers(experts: nn.Module) -> tuple[torch.Tensor, ...]:
 
 
 def _is_linear_in_up(experts: nn.Module) -> bool:
-    """Whether doubled outputs of the up projection double the product, whatever their size: not so in gpt-oss, which
-    cuts them and adds 1."""
+    """Return whether doubled outputs of the up projection double the product, whatever their size: not so in gpt-oss,
+    which cuts them and adds 1."""
     weight = experts.down_proj
     size = _rows_first(experts, "down_proj").shape[-1]
     generator = torch.Generator().manual_seed(0)

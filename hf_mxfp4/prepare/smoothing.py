@@ -216,9 +216,12 @@ class _MeanSquare:
 
     def watch(self) -> RemovableHandle:
         """Listen to the layer of the place until the handle is removed."""
-        has_down_projections = self.place.source is None
-        note = self._run_experts if has_down_projections else lambda _, arguments: self._add(0, arguments[0])
+        reads_products_of_experts = self.place.source is None
+        note = self._run_experts if reads_products_of_experts else self._note_input
         return self.place.layer.register_forward_pre_hook(note)
+
+    def _note_input(self, layer: nn.Module, arguments: tuple[torch.Tensor, ...]) -> None:
+        self._add(0, arguments[0])
 
     def _add(self, group: int, x: torch.Tensor) -> None:
         rows = x.flatten(0, -2)
@@ -234,10 +237,10 @@ class _MeanSquare:
         def project(projection: str, x: torch.Tensor, groups: Groups) -> torch.Tensor:
             rows, bias = layer.rows_first(getattr(layer, projection)), layer.bias_of(projection)
             out = x.new_empty(len(x), rows.shape[1])
-            for expert, own in groups:
+            for expert, tokens in groups:
                 if projection == projections(layer)[1]:
-                    self._add(expert, x[own])
-                out[own] = functional.linear(x[own], rows[expert], None if bias is None else bias[expert])
+                    self._add(expert, x[tokens])
+                out[tokens] = functional.linear(x[tokens], rows[expert], None if bias is None else bias[expert])
             return out
 
         type(layer).forward(layer, *arguments, project=project)  # type: ignore[misc]
@@ -283,11 +286,12 @@ def _smooth_places(decoder: nn.Module, wanted: dict[Place, torch.Tensor], ids: t
     done: dict[Place, _Scaled] = {}
     undone: list[str] = []
     for kinds in ((NORM, VALUES, PRODUCTS), (NORM,), (VALUES,), (PRODUCTS,)):
-        with contextlib.ExitStack() as stack:  # of what puts places back, after an exception too
+        with contextlib.ExitStack() as stack:  # puts places back as they were, after an exception too
             scaled = {}
-            for place in [place for place in wanted if place.kind in kinds]:
-                scaled[place] = _Scaled(place, wanted[place])
-                stack.callback(scaled[place].undo)
+            for place, exponents in wanted.items():
+                if place.kind in kinds:
+                    scaled[place] = _Scaled(place, exponents)
+                    stack.callback(scaled[place].undo)
             if torch.equal(_outputs(decoder, wanted, ids), before):
                 stack.pop_all()
                 done |= scaled
@@ -297,11 +301,15 @@ def _smooth_places(decoder: nn.Module, wanted: dict[Place, torch.Tensor], ids: t
             break
     if not done:
         raise ValueError("with scaled channels its outputs are others, so they were left as they were")
-    n_inexact = sum(each.n_inexact for each in done.values())
-    found = torch.cat([each.exponents.flatten() for each in done.values()])
-    exponents = int(found.min()), int(found.max())
-    places = tuple(place.name for place in done)
-    return Smoothing(places, int((found != 0).sum()), found.numel(), exponents, n_inexact, tuple(undone))
+    exponents = torch.cat([scaled.exponents.flatten() for scaled in done.values()])
+    return Smoothing(
+        places=tuple(place.name for place in done),
+        n_channels=int((exponents != 0).sum()),
+        n_all=exponents.numel(),
+        exponents=(int(exponents.min()), int(exponents.max())),
+        n_inexact=sum(scaled.n_inexact for scaled in done.values()),
+        undone=tuple(undone),
+    )
 
 
 class _Scaled:
@@ -351,18 +359,19 @@ def _inexact(tensor: torch.Tensor, exponents: torch.Tensor, adds_one: bool = Fal
     """Return which channels ``[G, channels]`` of a tensor would be rounded if they were multiplied by powers of two.
     Numbers of 16 bits in a float32 tensor must stay such numbers, as checkpoints and vLLM store them."""
     factor = _factor(tensor, exponents)
-    found = torch.zeros(exponents.shape, dtype=torch.bool)
-    for group, part in enumerate(tensor):  # one expert after the other, to bound the memory that it takes
-        own = factor[group if len(factor) > 1 else 0]
+    inexact = torch.zeros(exponents.shape, dtype=torch.bool)
+    for index, rows in enumerate(tensor):  # one expert after the other, to bound the memory that it takes
+        group = index if len(factor) > 1 else 0
+        scale = factor[group]
         if adds_one:
-            dtype = sixteen_bit_dtype(part) or part.dtype
-            wanted = (1 + part.float()) * own.float()
+            dtype = sixteen_bit_dtype(rows) or rows.dtype
+            wanted = (1 + rows.float()) * scale.float()
             is_exact = 1 + (wanted - 1).to(dtype).float() == wanted
         else:
-            is_exact = part * own / own == part
+            is_exact = rows * scale / scale == rows
         if not is_exact.all():
-            found[group if len(found) > 1 else 0] |= ~is_exact.all(0).cpu()
-    return found
+            inexact[group] |= ~is_exact.all(0).cpu()
+    return inexact
 
 
 def _outputs(decoder: nn.Module, places: dict[Place, torch.Tensor], ids: torch.Tensor) -> torch.Tensor:
