@@ -127,8 +127,10 @@ class ConversionReport:
 
     def counts(self) -> dict[str, int]:
         """Return the number of linear maps by action, those that happened; each expert counts."""
-        found = {action: sum(c.matrices for c in self.layers if c.action == action) for action in ACTIONS}
-        return {action: count for action, count in found.items() if count}
+        counts = dict.fromkeys(ACTIONS, 0)
+        for layer in self.layers:
+            counts[layer.action] += layer.matrices
+        return {action: count for action, count in counts.items() if count}
 
     @property
     def n_layers(self) -> int:
@@ -146,13 +148,15 @@ class ConversionReport:
 
     def error(self) -> str:
         """Return the error of all weights in one sentence, and what it is measured against."""
-        sqnr = f"SQNR {self.total_sqnr_db:.2f} dB against"
+        error = f"SQNR {self.total_sqnr_db:.2f} dB against {self.against}"
         if self.against == ORIGINAL:
-            return f"{sqnr} {ORIGINAL}" if self.changed else "no weight differs from the full-precision ones"
+            return error if self.changed else "no weight differs from the full-precision ones"
+        if not self.changed:
+            error = f"bit for bit {PACKED}"
         before = "whose distance from the original weights is not recorded"
         if self.source_sqnr_db is not None:
             before = f"which themselves have SQNR {self.source_sqnr_db:.2f} dB against the original weights"
-        return f"{sqnr if self.changed else 'bit for bit'} {PACKED}, {before}"
+        return f"{error}, {before}"
 
     @property
     def blocks(self) -> tuple[int, int]:
@@ -248,20 +252,26 @@ def names_to_cast(source: LayerSource, tensors: Sequence[NewTensor], dtype: torc
     float32 into a 16-bit model."""
     from transformers.core_model_loading import build_glob_alternation
 
-    found = {tensor.name for tensor in tensors if tensor.dtype == dtype}
-    if not (plan := source.model._get_dtype_plan(torch.bfloat16)):
-        return found
-    names, (kept, *_) = source.names, build_glob_alternation(list(plan))
-    own = {place: name for name, place in (names.whole if source.has_experts else {}).items()} | names.places
-    return {name for name in found if not kept.search(own.get(name, name))}
+    names = {tensor.name for tensor in tensors if tensor.dtype == dtype}
+    kept_in_float32 = source.model._get_dtype_plan(torch.bfloat16)
+    if not kept_in_float32:
+        return names
+    pattern, *_ = build_glob_alternation(list(kept_in_float32))
+    places = source.names.places
+    if source.has_experts:
+        places = {stored: place for place, stored in source.names.whole.items()} | places
+    return {name for name in names if not pattern.search(places.get(name, name))}
 
 
 def config_in_dtype(value: Any, dtype: torch.dtype) -> Any:
     """Return a `config.json` whose models are in ``dtype``."""
     if not isinstance(value, Mapping):
         return value
-    named = {key: dtype_name(dtype) for key in ("dtype", "torch_dtype") if value.get(key) is not None}
-    return {key: config_in_dtype(inner, dtype) for key, inner in value.items()} | named
+    config = {key: config_in_dtype(inner, dtype) for key, inner in value.items()}
+    for key in ("dtype", "torch_dtype"):
+        if config.get(key) is not None:
+            config[key] = dtype_name(dtype)
+    return config
 
 
 def dtype_notes(before: torch.dtype, after: torch.dtype) -> list[str]:
@@ -283,22 +293,24 @@ def _finite(tensor: NewTensor) -> NewTensor:
     """Raise [`CheckpointError`] for NaN or infinity in a tensor, before or after a change of its dtype."""
 
     def make() -> torch.Tensor:
-        made = tensor.make()
-        if made.is_floating_point() and not made.isfinite().all():
+        values = tensor.make()
+        if values.is_floating_point() and not values.isfinite().all():
             raise CheckpointError(
-                f"{tensor.name} holds NaN or infinity in {dtype_name(made.dtype)}; restore the checkpoint, or use a "
+                f"{tensor.name} holds NaN or infinity in {dtype_name(values.dtype)}; restore the checkpoint, or use a "
                 "wider dtype (--dtype)"
             )
-        return made
+        return values
 
     return replace(tensor, make=make)
 
 
 def _counted(tensor: NewTensor, on_bytes: OnBytes, n_bytes: int) -> NewTensor:
-    def make():
-        made = tensor.make()
+    """Call ``on_bytes`` when the values of a tensor have been made."""
+
+    def make() -> torch.Tensor:
+        values = tensor.make()
         on_bytes(n_bytes, tensor.name)
-        return made
+        return values
 
     return replace(tensor, make=make)
 
@@ -330,24 +342,26 @@ def pack_checkpoint(
     source = MasterSource(folder, config)
     config = source.config
     energies: list[ErrorEnergy] = []
-    before = model_dtype(folder)
-    after = before if source.is_plain or before.itemsize <= 2 else torch.bfloat16
-    after = after if dtype is None else DTYPES[dtype]
+    before = after = model_dtype(folder)
+    if dtype is not None:
+        after = DTYPES[dtype]
+    elif not source.is_plain and before.itemsize > 2:
+        after = torch.bfloat16
     rest = source.packed_rest()
     costs = {layer: LayerCost(layer, "packed") for layer in source.shapes}
 
     def pack(layer: str) -> dict[str, torch.Tensor]:
         shape = source.shapes[layer]
 
-        def matrix(expert: int | None) -> dict[str, torch.Tensor]:
+        def pack_matrix(expert: int | None) -> dict[str, torch.Tensor]:
             master = source.finite_master(layer, expert)
             packed = source.pack(master)
             add_packed(energies, master, packed, config, len(shape.matrices))
-            options = config.weight_scheme, torch.float32, "auto", config.weight_rotation
-            costs[layer].add(master, weight_values(packed, master.shape[1], *options))
+            scheme, rotation = config.weight_scheme, config.weight_rotation
+            costs[layer].add(master, weight_values(packed, shape.in_features, scheme, torch.float32, "auto", rotation))
             return packed
 
-        return stack_packed(shape, matrix)
+        return stack_packed(shape, pack_matrix)
 
     return convert(
         source,
@@ -420,11 +434,12 @@ def import_checkpoint(
     """
     folder = open_checkpoint(source_dir)
     method = folder.quantization.get("quant_method")
+    if not method:
+        raise CheckpointError(
+            f"{folder.path} is not quantized; there is nothing to import, use hf-mxfp4 pack or export on it"
+        )
     if str(method) not in IMPORTABLE:
-        what = f"is quantized by {method!r}; {NOT_IMPORTED}"
-        if not method:
-            what = "is not quantized; there is nothing to import, use hf-mxfp4 pack or export on it"
-        raise CheckpointError(f"{folder.path} {what}")
+        raise CheckpointError(f"{folder.path} is quantized by {method!r}; {NOT_IMPORTED}")
     source = ForeignSource(folder, stored_format(folder.quantization))
     if activations is not None:
         stated = source.config.activation_scheme

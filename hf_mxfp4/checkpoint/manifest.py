@@ -37,6 +37,8 @@ from .folder import (
 MANIFEST = "mxfp4_manifest.json"
 #: What a model computes depends on these too, so manifests record them.
 _SETTINGS = (CONFIG, "generation_config.json")
+#: Names of the weights that `config.json` describes.
+_USUAL_NAME = re.compile(r"model(-.*)?\.safetensors(\.index\.json)?")
 TRAINER_STATE = "trainer_state.json"
 
 #: Called with a number of bytes that were read, and the name of what they belong to.
@@ -49,20 +51,17 @@ def ignore_bytes(count: int, name: str) -> None:
 
 @dataclass(frozen=True)
 class FileRecord:
-    """Size in bytes and XXH3-128 of a file, 32 hexadecimal digits; `None` in manifests that have sizes only."""
+    """Size in bytes and XXH3-128 of a file, 32 hexadecimal digits."""
 
     size: int
-    xxh3_128: str | None = None
+    xxh3_128: str
 
 
 def read_manifest(folder: Path) -> dict[str, FileRecord]:
     """Return what the manifest of a folder records, nothing if there is none. Raises [`ShardError`]."""
     try:
         files = json.loads(regular_file(folder / MANIFEST).read_text(encoding="utf-8"))["files"]
-        records = {
-            name: FileRecord(entry) if isinstance(entry, int) else FileRecord(entry["size"], entry["xxh3_128"])
-            for name, entry in files.items()
-        }
+        records = {name: FileRecord(entry["size"], entry["xxh3_128"]) for name, entry in files.items()}
     except FileNotFoundError:
         return {}
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
@@ -79,10 +78,10 @@ def write_manifest(
     """Record the files ``names`` of a folder and its `config.json`, in addition to ``kept`` of another manifest; return
     how many."""
     kept = kept or {}
-    records = {name: record_of(folder / name, on_bytes) for name in {*names, *(_settings(folder) - kept.keys())}}
-    merged = {name: asdict(record) for name, record in sorted({**kept, **records}.items())}
-    write_json(folder / MANIFEST, {"files": merged})
-    return len(records)
+    names = {*names, *(_settings(folder) - kept.keys())}
+    records = {**kept, **{name: record_of(folder / name, on_bytes) for name in names}}
+    write_json(folder / MANIFEST, {"files": {name: asdict(records[name]) for name in sorted(records)}})
+    return len(names)
 
 
 def write_whole_manifest(folder: str | os.PathLike) -> int:
@@ -92,9 +91,9 @@ def write_whole_manifest(folder: str | os.PathLike) -> int:
     recorded = read_manifest(folder)
     # The marker of transformers is there until its just-in-time checkpoint is saved.
     left_out = {MANIFEST, "README.md", "checkpoint-is-incomplete.txt", *recorded}
-    names = [path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()]
-    names = [name for name in names if name not in left_out and not is_draft(Path(name).name)]
-    return write_manifest(folder, names, recorded)
+    files = [path for path in folder.rglob("*") if path.is_file() and not is_draft(path.name)]
+    names = {file.relative_to(folder).as_posix() for file in files}
+    return write_manifest(folder, names - left_out, recorded)
 
 
 def weight_files(folder: Path) -> list[str]:
@@ -109,7 +108,8 @@ def _settings(folder: Path) -> set[str]:
 
 def record_of(file: Path, on_bytes: OnBytes = ignore_bytes) -> FileRecord:
     """Read a file and return its record. Raises [`ShardError`] when it cannot be read."""
-    checksum, size = xxh3_128(), 0
+    checksum = xxh3_128()
+    size = 0
     try:
         with open(regular_file(file), "rb") as stream:
             while portion := stream.read(1 << 20):
@@ -147,8 +147,8 @@ def why_incomplete(folder: str | os.PathLike, *, checksums: bool = False) -> str
         for name, record in records.items():
             if problem := size_problem(folder / name, record):
                 return f"{name}: {problem}"
-        for name, record in records.items() if checksums else ():
-            if record.xxh3_128 is not None and record_of(folder / name) != record:
+        for name, record in records.items():
+            if checksums and record_of(folder / name) != record:
                 return f"{name} was changed since it was saved (if on purpose, delete {MANIFEST})"
     except ShardError as error:
         return str(error)
@@ -201,19 +201,21 @@ class Verification:
         """Compare a file with its record in the manifest."""
         try:
             n_tensors = len(read_header(file).tensors) if file.suffix == ".safetensors" else 0
-            problem = None if record is None else size_problem(file, record)
-            if record is None or record.xxh3_128 is None:
+            if record is None:
                 self.unchecked.append(file.name)
-            else:
-                found = record if problem else record_of(file, on_bytes)
-                if found != record:
-                    problem = f"its checksum is {found.xxh3_128}, and was {record.xxh3_128} when saved"
-                self.checked.append(file.name)
-                self.n_tensors += n_tensors
-                self.n_bytes += file.stat().st_size if file.is_file() else 0
+                return
+            problem = size_problem(file, record)
+            if problem is None:
+                checksum = record_of(file, on_bytes).xxh3_128
+                if checksum != record.xxh3_128:
+                    problem = f"its checksum is {checksum}, and was {record.xxh3_128} when saved"
         except ShardError as error:
             self._add(file.name, error)
             return
+        self.checked.append(file.name)
+        self.n_tensors += n_tensors
+        if file.is_file():
+            self.n_bytes += file.stat().st_size
         if problem is not None:
             advice = f"If it was changed on purpose, delete {MANIFEST} and run hf-mxfp4 verify --add"
             self._add(file.name, f"{file.name} is damaged: {problem}. {advice}")
@@ -223,7 +225,7 @@ class Verification:
         from .sources import MasterSource, PackedSource, own_config
 
         # Other names are those of .gguf files and of save_pretrained(variant=...).
-        names = [n for n in (*self.checked, *self.unchecked) if n in (SINGLE, INDEX) or re.match(r"model-.*\.safet", n)]
+        names = [name for name in (*self.checked, *self.unchecked) if _USUAL_NAME.fullmatch(name)]
         if self.problems or not names or not (folder / CONFIG).is_file():
             return
         try:
@@ -251,25 +253,27 @@ def verify_folder(path: str | os.PathLike, on_bytes: OnBytes = ignore_bytes) -> 
 
     Raises [`CheckpointError`] for what is neither, or a folder without weights.
     """
-    path, found = Path(path).expanduser(), Verification()
+    path = Path(path).expanduser()
     is_file = path.is_file()
-    folder, manifest = path.parent if is_file else path, {}
+    folder = path.parent if is_file else path
+    verification = Verification()
+    manifest: dict[str, FileRecord] = {}
     try:
         manifest = read_manifest(folder)
     except ShardError as error:
-        found._add(MANIFEST, error)
+        verification._add(MANIFEST, error)
     names = [path.name] if is_file else _names(folder, manifest)
     for name in names:
         if name not in _SETTINGS:
-            found.check_file(folder / name, manifest.get(name), on_bytes)
+            verification.check_file(folder / name, manifest.get(name), on_bytes)
     if not is_file:
-        found.check_folder(folder)
+        verification.check_folder(folder)
     # What does not fit the weights has been reported, in better words than those of a checksum.
-    reported = {problem.where for problem in found.problems}
+    reported = {problem.where for problem in verification.problems}
     for name in names:
         if name in _SETTINGS and name not in reported:
-            found.check_file(folder / name, manifest.get(name), on_bytes)
-    return found
+            verification.check_file(folder / name, manifest.get(name), on_bytes)
+    return verification
 
 
 def add_to_folder(folder: str | os.PathLike, on_bytes: OnBytes = ignore_bytes) -> list[str]:
@@ -280,8 +284,7 @@ def add_to_folder(folder: str | os.PathLike, on_bytes: OnBytes = ignore_bytes) -
     folder = Path(folder).expanduser()
     with one_writer(folder):
         manifest = read_manifest(folder)
-        known = {name for name, record in manifest.items() if record.xxh3_128 is not None}
-        names = [name for name in _names(folder, manifest) if name not in known]
+        names = [name for name in _names(folder, manifest) if name not in manifest]
         if names:
             write_manifest(folder, names, manifest, on_bytes)
     return names

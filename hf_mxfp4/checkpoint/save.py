@@ -95,18 +95,19 @@ def _wrap_save(original):
             return original(self, *args, **kwargs)
         self.__dict__[_SET_ASIDE] = options["state_dict"]
         try:
-            # Of a checkpoint that all ranks write together, none can tell when it is complete.
-            writes = getattr(self, "should_save_on_this_rank", bool)  # not in transformers 5.17
-            if options.get("distributed_checkpoint") or not writes(options["is_main_process"]):
+            writes_here = getattr(self, "should_save_on_this_rank", bool)  # not in transformers 5.17
+            # No rank can tell when a checkpoint is complete that all of them write together.
+            if options.get("distributed_checkpoint") or not writes_here(options["is_main_process"]):
                 return original(self, *args, **kwargs)
             with own_names(self, folder):
                 _save(self, original, call, options)
         finally:
             self.__dict__.pop(_SET_ASIDE, None)
         if options["push_to_hub"]:
+            repo_id = options.get("repo_id") or os.path.basename(os.path.normpath(folder))
             left_out = (*_NOT_PUSHED, next(iter(signature.parameters)))
             given = {name: value for name, value in options.items() if name not in left_out and value is not None}
-            push(self, options.get("repo_id") or os.path.basename(os.path.normpath(folder)), **given)
+            push(self, repo_id, **given)
 
     save_pretrained.wraps_saving = True  # type: ignore[attr-defined]
     return save_pretrained
@@ -178,30 +179,30 @@ def push(
         api.create_branch(repo_id, branch=revision, exist_ok=True)
     upload = {name: options.pop(name, None) for name in ("commit_message", "commit_description", "create_pr")}
     upload["commit_message"] = upload["commit_message"] or "Upload model"
+    if isinstance(tags, str):
+        tags = [tags]
+    tags = [*(model.model_tags or []), *(tags or [])]
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder, variant=variant, **options)
         card = Path(folder) / CARD
-        tags = [tags] if isinstance(tags, str) else tags or []
         with decoration():
             try:
                 remote = _remote_card(api, repo_id, revision)
-                choose_card(remote, card.parent, [*(model.model_tags or []), *tags], repo_id).save(card)
+                choose_card(remote, card.parent, tags, repo_id).save(card)
             except Exception:
                 card.unlink(missing_ok=True)  # the one on the Hub stays
                 raise
-        single, index = weight_names(variant)
-        stem = single.removesuffix(".safetensors")
-        has_weights = bool(_weights_in(card.parent, variant))
+        old_weights = None
+        if _weights_in(card.parent, variant):
+            single, index = weight_names(variant)
+            old_weights = [single, index, f"{single.removesuffix('.safetensors')}-*-of-*.safetensors"]
         return api.upload_folder(
-            repo_id=repo_id,
-            folder_path=folder,
-            delete_patterns=[single, index, f"{stem}-*-of-*.safetensors"] if has_weights else None,
-            revision=revision,
-            **upload,
+            repo_id=repo_id, folder_path=folder, delete_patterns=old_weights, revision=revision, **upload
         )
 
 
 def _remote_card(api: HfApi, repo_id: str, revision: str | None) -> str | None:
+    """Return the card on the Hub; `None` if there is none."""
     try:
         # Without it, the Hub's silence would be answered with an older card from the cache.
         path = api.hf_hub_download(repo_id, "README.md", revision=revision, force_download=True)
@@ -260,6 +261,7 @@ def atomic_folder(path: str | os.PathLike, *, overwrite: bool = False) -> Iterat
 
 
 def _check_replaceable(target: Path, overwrite: bool) -> None:
+    """Raise [`FolderError`] as [`atomic_folder`] says."""
     if target.is_file():
         raise FolderError(f"{target} is a file; give a folder")
     entries = list(target.iterdir()) if target.is_dir() else []
@@ -267,7 +269,8 @@ def _check_replaceable(target: Path, overwrite: bool) -> None:
         return
     if not overwrite:
         raise FolderError(f"{target} is not empty; give a new folder, or overwrite=True (--overwrite)")
-    if subfolders := sorted(entry.name for entry in entries if entry.is_dir() and not is_side_folder(entry.name)):
+    subfolders = sorted(entry.name for entry in entries if entry.is_dir() and not is_side_folder(entry.name))
+    if subfolders:
         raise FolderError(f"{target} is not replaced because it holds the folder {subfolders[0]}; give a new one")
     if not (target / CONFIG).is_file():
         raise FolderError(f"{target} is not replaced because it has no config.json, so it is no checkpoint")
@@ -313,8 +316,12 @@ def _weights_in(folder: Path, variant: str | None) -> set[str]:
     single, index = weight_names(variant)
     stem = single.removesuffix(".safetensors")
     names = {single, index, f"{stem}{_NEW}.safetensors.index.json"}
-    found = {path.name: _SHARD.fullmatch(path.name) for path in folder.iterdir()}
-    return {name for name, match in found.items() if name in names or match is not None and match["stem"] == stem}
+    weights = set()
+    for path in folder.iterdir():
+        shard = _SHARD.fullmatch(path.name)
+        if path.name in names or shard is not None and shard["stem"] == stem:
+            weights.add(path.name)
+    return weights
 
 
 def _move_in(staging: Path, folder: Path, variant: str | None) -> None:
@@ -325,39 +332,52 @@ def _move_in(staging: Path, folder: Path, variant: str | None) -> None:
         _rename_shards(staging, index, _shards_of(folder / index))
     new = _weights_in(staging, variant)
     for file in staging.glob("*.safetensors"):
-        if metadata := read_header(file).metadata:
+        metadata = read_header(file).metadata
+        if metadata:
             write_metadata(file, metadata)
     if new:
-        old, kept = _weights_in(folder, variant), {}
-        with contextlib.suppress(ShardError):
-            kept = read_manifest(folder)
-        kept = {name: kept[name] for name in kept.keys() - old if not (staging / name).exists()}
-        write_manifest(staging, weight_files(staging), kept)
-        (folder / MANIFEST).unlink(missing_ok=True)
+        _record_weights(staging, folder, replaced=_weights_in(folder, variant))
     files = [path.relative_to(staging).as_posix() for path in staging.rglob("*") if path.is_file()]
     for name in files:
         sync_to_disk(staging / name)
 
+    # First shards, whose names the old checkpoint does not use, and files other than weights.
     weights = index if index in new else single
     for name in files:
         if name not in (weights, CONFIG, MANIFEST):
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             os.replace(staging / name, folder / name)
-    if weights in files and CONFIG in files and (folder / CONFIG).is_file():
-        pending = f"{single.removesuffix('.safetensors')}{_NEW}.safetensors{'.index.json' if weights == index else ''}"
-        os.replace(staging / weights, folder / pending)
-        write_json(staging / CONFIG, {**read_json(staging / CONFIG), WEIGHTS_KEY: pending}, sort_keys=True)
-        os.replace(staging / CONFIG, folder / CONFIG)
-        _finish(folder, staging)
-    elif weights in files:
-        os.replace(staging / weights, folder / weights)
-    stale = _weights_in(folder, variant) - new if new else set()
-    for name in sorted(stale, key=lambda name: name != index):  # what names shards goes first
-        (folder / name).unlink()
+    # Then the step from the old checkpoint to the new one.
+    if weights in files:
+        if CONFIG in files and (folder / CONFIG).is_file():
+            pending = f"{single.removesuffix('.safetensors')}{_NEW}.safetensors"
+            if weights == index:
+                pending += ".index.json"
+            os.replace(staging / weights, folder / pending)
+            write_json(staging / CONFIG, {**read_json(staging / CONFIG), WEIGHTS_KEY: pending}, sort_keys=True)
+            os.replace(staging / CONFIG, folder / CONFIG)
+            _finish(folder, staging)
+        else:
+            os.replace(staging / weights, folder / weights)
+    # Then what is left of the old one, the index that names shards before these.
+    if new:
+        stale = _weights_in(folder, variant) - new
+        for name in sorted(stale, key=lambda name: name != index):
+            (folder / name).unlink()
     for name in (CONFIG, MANIFEST):
         if (staging / name).is_file():
             os.replace(staging / name, folder / name)
     sync_to_disk(folder)
+
+
+def _record_weights(staging: Path, folder: Path, replaced: set[str]) -> None:
+    """Write the manifest of new weights, with what the old one records of files that stay, and remove the old one."""
+    kept = {}
+    with contextlib.suppress(ShardError):
+        kept = read_manifest(folder)
+    kept = {name: kept[name] for name in kept.keys() - replaced if not (staging / name).exists()}
+    write_manifest(staging, weight_files(staging), kept)
+    (folder / MANIFEST).unlink(missing_ok=True)
 
 
 def _finish(folder: Path, scratch: Path) -> None:
@@ -372,8 +392,9 @@ def _finish(folder: Path, scratch: Path) -> None:
     pending = _PENDING.fullmatch(str(config.get(WEIGHTS_KEY)))
     if pending is None or not (folder / pending[0]).is_file():
         return
-    single, index = weight_names(pending["variant"])
-    usual, other = (index, single) if pending["index"] else (single, index)
+    usual, other = weight_names(pending["variant"])
+    if pending["index"]:
+        usual, other = other, usual
     second = scratch / "second_name"
     try:
         os.link(folder / pending[0], second)

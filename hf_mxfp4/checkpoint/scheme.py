@@ -43,20 +43,28 @@ def _guarded(config: Mapping[str, Any], scheme: Mapping[str, Any]) -> dict[str, 
 
 
 def _has_text(name: str, part: Any) -> bool:
+    """Return whether an entry of a `config.json` is the config of the text decoder, or contains it."""
     return isinstance(part, Mapping) and (name == "text_config" or any(_has_text(*inner) for inner in part.items()))
 
 
 def without_scheme(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return a `config.json` without the scheme and the key."""
-    own = {name: value for name, value in config.items() if name not in ("quantization_config", WEIGHTS_KEY)}
-    return own | {name: without_scheme(part) for name, part in own.items() if _has_text(name, part)}
+    plain = {}
+    for name, value in config.items():
+        if name not in ("quantization_config", WEIGHTS_KEY):
+            plain[name] = without_scheme(value) if _has_text(name, value) else value
+    return plain
 
 
 def stored_scheme(quantization: Any) -> MXFP4RLConfig | None:
     """Return the scheme that a ``quantization_config`` of transformers is (an object, or a dictionary as in
     `config.json`); `None` for another method's, and for none. Raises as [`MXFP4RLConfig.from_dict`] does."""
-    options = quantization if isinstance(quantization, dict) or quantization is None else quantization.to_dict()
-    return MXFP4RLConfig.from_dict(options) if options and options.get("quant_method") == QUANT_METHOD else None
+    if not quantization:
+        return None
+    options = quantization if isinstance(quantization, dict) else quantization.to_dict()
+    if options.get("quant_method") != QUANT_METHOD:
+        return None
+    return MXFP4RLConfig.from_dict(options)
 
 
 def guarded(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -101,9 +109,10 @@ def check_checkpoint(files: Sequence[str], headers: Sequence[FileHeader], config
     Raises `ValueError` unless the files were written under the scheme ``config`` of their `config.json`: transformers
     would round other numbers to bytes without a word. Names and shapes of tensors are left to it.
     """
-    if others := set(map(Path, files)) - {header.file for header in headers}:
+    unread = set(map(Path, files)) - {header.file for header in headers}
+    if unread:
         raise ShardError(
-            f"{min(others).name} is not a safetensors file; a checkpoint of quant_method={config.quant_method!r} is "
+            f"{min(unread).name} is not a safetensors file; a checkpoint of quant_method={config.quant_method!r} is "
             "read from no other format"
         )
     tensors = tensors_by_name(headers) if config.mode == "packed" else {}
@@ -133,15 +142,15 @@ def read_record(headers: Sequence[FileHeader], config: MXFP4RLConfig) -> dict[st
 
     Raises `ValueError` unless all files have the same record, and it is of the scheme ``config``.
     """
-    records = {header.file.name: header.metadata.get(RECORD) for header in headers}
-    first, *_ = records
-    for file, text in records.items():
-        if text != records[first]:
+    first, text = headers[0].file.name, headers[0].metadata.get(RECORD)
+    for header in headers:
+        if header.metadata.get(RECORD) != text:
+            file = header.file.name
             raise ValueError(f"{file} and {first} were not written together: their headers describe different weights")
-    if records[first] is None:
+    if text is None:
         return {}
     try:
-        record = json.loads(records[first])
+        record = json.loads(text)
         version, meaning, _ = (record[key] for key in ("format_version", "meaning", "weight_sqnr_db"))
     except (ValueError, KeyError, TypeError) as error:
         raise ShardError(f"{first} is damaged: the scheme in its header cannot be read") from error
@@ -160,10 +169,11 @@ def read_record(headers: Sequence[FileHeader], config: MXFP4RLConfig) -> dict[st
 
 def _meaning(config: MXFP4RLConfig) -> dict[str, Any]:
     """Return what decides how stored bytes are read; nothing else of the scheme matters once a weight is packed."""
-    scheme, rotation = config.weight_scheme, config.weight_rotation
-    rotated = {} if rotation is None else {"rotation": str(rotation)}  # left out elsewhere, as in older files
-    return {
-        **rotated,
+    scheme = config.weight_scheme
+    meaning: dict[str, Any] = {}
+    if config.weight_rotation is not None:
+        meaning["rotation"] = str(config.weight_rotation)
+    return meaning | {
         "mode": config.mode,
         "macro_block": scheme.macro_block,
         "blockwise": scheme.mantissas > 0,

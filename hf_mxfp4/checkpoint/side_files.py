@@ -41,16 +41,16 @@ def find_side_files(folder: Path) -> list[Path]:
     configs = [CONFIG, "tokenizer_config.json", *(file.name for file in folder.glob("*processor_config.json"))]
     contents = {name: read_json(folder / name) for name in configs if (folder / name).is_file()}
     patterns = [*SIDE_FILES, *_vocabulary_files(contents)]
-    found = {file for pattern in patterns for file in folder.glob(pattern) if file.is_file()}
+    files = {file for pattern in patterns for file in folder.glob(pattern) if file.is_file()}
     for content in contents.values():
-        found |= _code_files(folder, content.get("auto_map"))
-    for file in sorted(found):
+        files |= _code_files(folder, content.get("auto_map"))
+    for file in sorted(files):
         if not _is_inside(file, folder):
             raise CheckpointError(
                 f"{file} is a link to a file outside of the folder, which is not copied; replace the link by a copy of "
                 "the file, or remove it"
             )
-    return sorted(found)
+    return sorted(files)
 
 
 def copy_side_files(files: Iterable[Path], source: Path, target: Path) -> None:
@@ -68,6 +68,7 @@ def is_side_folder(name: str) -> bool:
 
 
 def _vocabulary_files(contents: dict[str, dict[str, Any]]) -> set[str]:
+    """Return the names of vocabulary files of the tokenizer classes that configs name."""
     from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING_NAMES, tokenizer_class_from_name
 
     names = {content.get("tokenizer_class") for content in contents.values()}
@@ -76,22 +77,28 @@ def _vocabulary_files(contents: dict[str, dict[str, Any]]) -> set[str]:
     for name in names:
         if isinstance(name, str):
             with contextlib.suppress(ImportError):  # of a package that the class needs
-                files |= set((getattr(tokenizer_class_from_name(name), "vocab_files_names", None) or {}).values())
+                tokenizer_class = tokenizer_class_from_name(name)
+                files |= set((getattr(tokenizer_class, "vocab_files_names", None) or {}).values())
     return files
 
 
 def _code_files(folder: Path, auto_map: Any) -> set[Path]:
+    """Return the modules in the folder that an ``auto_map`` names, and what these import."""
     from transformers.dynamic_module_utils import get_relative_import_files
 
-    found: set[Path] = set()
-    for classes in auto_map.values() if isinstance(auto_map, dict) else ():
-        for name in classes if isinstance(classes, list) else [classes]:
-            module = folder / f"{str(name).partition('.')[0]}.py"  # "repository--module.Class" is not in the folder
-            if module.is_file():
-                found.add(module)
-                with contextlib.suppress(OSError, ValueError):  # what it imports is missing, or it is not text
-                    found |= {Path(file) for file in get_relative_import_files(module)}
-    return found
+    if not isinstance(auto_map, dict):
+        return set()
+    names: list[Any] = []
+    for classes in auto_map.values():
+        names += classes if isinstance(classes, list) else [classes]
+    files: set[Path] = set()
+    for name in names:
+        module = folder / f"{str(name).partition('.')[0]}.py"  # "repository--module.Class" is not in the folder
+        if module.is_file():
+            files.add(module)
+            with contextlib.suppress(OSError, ValueError):  # what it imports is missing, or it is not text
+                files |= {Path(file) for file in get_relative_import_files(module)}
+    return files
 
 
 def _is_inside(file: Path, folder: Path) -> bool:

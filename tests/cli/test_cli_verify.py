@@ -213,7 +213,12 @@ def test_adding_checksums(copy):
     assert done.exit_code == 2 and "--add writes into a folder" in done.stderr
 
 
-@pytest.mark.parametrize(("name", "text"), [("config.json", "[" * 100_000), (MANIFEST, '{"files": {"a\\u0000b": 1}}')])
+RECORD = '{"size": 1, "xxh3_128": "0"}'
+
+
+@pytest.mark.parametrize(
+    ("name", "text"), [("config.json", "[" * 100_000), (MANIFEST, f'{{"files": {{"a\\u0000b": {RECORD}}}}}')]
+)
 def test_hostile_files_are_damage_in_one_line(copy, name, text):
     folder = copy("master")
     (folder / name).write_text(text)
