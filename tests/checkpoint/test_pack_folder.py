@@ -327,10 +327,3 @@ def test_what_transformers_ignores_is_left_out_with_a_note(tmp_path):
     assert any(f"were left out: {extra}" in note for note in report.notes)
     assert extra not in tensors_in(tmp_path / "packed")
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "packed").quantization_report.n_quantized == 7
-
-
-@pytest.mark.parametrize("name", ["model.norm.weight", "model.layers.0.mlp.up_proj.weight"])
-def test_a_folder_that_lacks_a_tensor_is_not_converted(tmp_path, name):
-    llama_with(lambda stored: {key: tensor for key, tensor in stored.items() if key != name}, tmp_path / "base")
-    with pytest.raises(CheckpointError, match=f"has no {name}, which a LlamaForCausalLM needs"):
-        pack_checkpoint(tmp_path / "base", tmp_path / "out", PACKED)
