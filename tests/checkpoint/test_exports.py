@@ -8,13 +8,13 @@ import math
 import pytest
 import torch
 from export_files import config_in, decode, save_packed, save_plain, save_with_head
-from factors import factors_config
 from moe_models import make_moe
 from same_bits import tensors_in
 from transformers import AutoModelForCausalLM
 from transformers.quantizers.quantizers_utils import should_convert_module
 
 import hf_mxfp4
+from hf_mxfp4 import MXFP4RLConfig
 from hf_mxfp4.checkpoint import CheckpointError, FolderError, export
 
 
@@ -114,7 +114,7 @@ def test_exactly_what_is_not_quantized_is_ignored(tmp_path):
 def test_experts_in_one_tensor_are_ignored_by_their_module(mode, format, key, n_layers, tmp_path):
     source, skips = save_plain(tmp_path / "plain", "gpt_oss"), {"modules_to_not_convert": ["layers.1.mlp.experts"]}
     if mode is not None:
-        config = factors_config(mode=mode, macro_block=None, outlier_fallback=None, **skips)
+        config = MXFP4RLConfig(mode=mode, preset="w4a16", scale_rule="even", macro_block=None, **skips)
         model = AutoModelForCausalLM.from_pretrained(source, quantization_config=config, dtype=torch.float32)
         model.save_pretrained(tmp_path / "saved")
         source, skips = tmp_path / "saved", {}
@@ -231,9 +231,7 @@ def test_layers_of_odd_length_are_dequantized_and_ignored(tmp_path):
 def test_shards_side_files_and_report(tmp_path, monkeypatch):
     monkeypatch.setattr("hf_mxfp4.checkpoint.folder.MAX_SHARD_SIZE", "20KB")
     source = save_packed(tmp_path / "packed", config=MACRO)
-    for name in ("tokenizer.json", "merges.txt", "chat_template.jinja"):
-        (source / name).write_text(name, encoding="utf-8")
-    for name in ("optimizer.pt", "training_args.bin", "README.md"):
+    for name in ("tokenizer.json", "optimizer.pt", "README.md"):
         (source / name).write_text(name, encoding="utf-8")
     seen = []
     report = export(source, tmp_path / "out", "quark", "requantize", on_bytes=lambda count, name: seen.append(count))
@@ -243,10 +241,9 @@ def test_shards_side_files_and_report(tmp_path, monkeypatch):
     index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
     assert set(index["weight_map"].values()) == shards
     assert set(index["weight_map"]) == set(tensors_in(tmp_path / "out"))
-    side = {"tokenizer.json", "merges.txt", "chat_template.jinja", "generation_config.json"}
+    copied = {"tokenizer.json", "generation_config.json"}
     written = {"config.json", "model.safetensors.index.json", "export_report.json", "mxfp4_manifest.json"}
-    assert files - shards == side | written
-    assert (tmp_path / "out" / "merges.txt").read_text() == "merges.txt"
+    assert files - shards == copied | written
     assert json.loads((tmp_path / "out" / "export_report.json").read_text()) == json.loads(json.dumps(report.to_dict()))
     assert sum(seen) == sum(tensor.nbytes for tensor in tensors_in(source).values())
 
@@ -268,10 +265,12 @@ def test_what_cannot_be_exported_says_why(tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-def save_qat(folder, **options):
+TRAINED = MXFP4RLConfig(scale_rule="rceil", smooth=False)
+
+
+def save_qat(folder):
     plain = save_plain(folder.with_name(f"{folder.name}-plain"), "llama", layers=1, dtype=torch.float32)
-    config = factors_config(preset="w4a16", **options)
-    AutoModelForCausalLM.from_pretrained(plain, quantization_config=config).save_pretrained(folder)
+    AutoModelForCausalLM.from_pretrained(plain, quantization_config=TRAINED).save_pretrained(folder)
     return folder
 
 
@@ -336,7 +335,7 @@ def test_a_trained_checkpoint_with_macro_factors_is_quantized_once(arguments, ru
     expected = hf_mxfp4.quantize(tensors_in(source)[f"{Q_PROJ}.weight"], scale_rule=rule)
     assert torch.equal(tensors_in(tmp_path / "out")[f"{Q_PROJ}.weight"], expected.codes)
     assert report.counts() == {"packed": 7}
-    assert any("trained with weights in mxfp4+rceil+mbs128-dynamic+of0.5" in note for note in report.notes)
+    assert any(f"trained with weights in {TRAINED.weight_scheme}" in note for note in report.notes)
 
 
 @pytest.mark.parametrize(
