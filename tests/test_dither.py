@@ -238,19 +238,12 @@ def test_a_model_that_is_not_quantized(half):
         dither_masters(nn.LayerNorm(4))
 
 
-def test_the_option_is_no_part_of_a_scheme_and_may_be_passed_in_both_modes():
-    off = MXFP4RLConfig(dither_ties=False)
-    assert MXFP4RLConfig().dither_ties and "dither_ties" not in MXFP4RLConfig().to_dict()
-    assert off == MXFP4RLConfig() and hash(off) == hash(MXFP4RLConfig())
-    assert MXFP4RLConfig.from_dict(off.to_dict()).dither_ties is False
-    assert (
-        MXFP4RLConfig(mode="packed", dither_ties=False)
-        == MXFP4RLConfig(mode="packed")
-        == MXFP4RLConfig(mode="packed", dither_ties=True)
-    )
-
-
-def test_the_option_is_true_or_false_and_has_a_seed():
-    assert MXFP4RLConfig(stochastic_seed=3).stochastic_seed == 3
+@pytest.mark.parametrize("name", ["dither_ties", "smooth"])
+def test_options_of_loading_are_no_part_of_a_scheme(name):
+    off = MXFP4RLConfig(**{name: False})
+    assert off == MXFP4RLConfig()
+    assert hash(off) == hash(MXFP4RLConfig())
+    assert getattr(MXFP4RLConfig.from_dict(off.to_dict()), name) is False
+    assert MXFP4RLConfig(mode="packed", **{name: False}) == MXFP4RLConfig(mode="packed")
     with pytest.raises(ValueError, match="must be True or False"):
-        MXFP4RLConfig(dither_ties="yes")
+        MXFP4RLConfig(**{name: "yes"})

@@ -172,7 +172,7 @@ def test_wrong_arguments(model, batches, strength, match):
 
 
 def load(folder, dtype=torch.float32, **options):
-    config = MXFP4RLConfig(**{"preset": "w4a4", "outlier_fallback": None, **options})
+    config = MXFP4RLConfig(**options)
     return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, quantization_config=config)
 
 
@@ -214,20 +214,12 @@ def test_the_quantized_policy_is_nearer_to_the_checkpoint(family, tmp_path):
     assert smooth < 0.9 * off
 
 
-def test_the_option():
-    off = MXFP4RLConfig(smooth=False)
-    assert MXFP4RLConfig().smooth and MXFP4RLConfig.from_dict(off.to_dict()).smooth is False
-    assert off == MXFP4RLConfig() and MXFP4RLConfig(mode="packed", smooth=False) == MXFP4RLConfig(mode="packed")
-    with pytest.raises(ValueError, match="smooth='yes' must be True or False"):
-        MXFP4RLConfig(smooth="yes")
-
-
 def test_what_is_not_smoothed_says_so_once(outliers, caplog):
     half = load(outliers, torch.float16)
     assert half.quantization_report.smoothing is None
     assert caplog.text.count("loaded without smoothing: float16 has too few exponents") == 1
     caplog.set_level("INFO", logger="hf_mxfp4")
-    load(outliers, mode="packed", preset="w4a16")
+    load(outliers, mode="packed")
     assert caplog.text.count("is packed without smoothing") == 1
     caplog.clear()
     pack(load(outliers))  # of a smoothed model

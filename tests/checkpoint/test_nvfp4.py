@@ -13,8 +13,8 @@ from same_bits import tensors_in
 from tiny_models import make_model
 from transformers import AutoModelForCausalLM, CompressedTensorsConfig
 
-from hf_mxfp4 import MXFP4Linear
-from hf_mxfp4.checkpoint import CheckpointError, export, import_checkpoint
+from hf_mxfp4 import MXFP4Linear, MXFP4RLConfig
+from hf_mxfp4.checkpoint import CheckpointError, export, import_checkpoint, pack_checkpoint
 
 
 MANTISSAS = {"macro_block": 128, "macro_search": "block_mantissas"}
@@ -153,9 +153,6 @@ def test_blocks_out_of_range_get_the_best_scale_of_each_half(wide, tmp_path):
 
 
 def test_the_error_of_inexact_blocks_is_counted_against_what_was_packed(tmp_path, wide):
-    from hf_mxfp4 import MXFP4RLConfig
-    from hf_mxfp4.checkpoint import pack_checkpoint
-
     scheme = {"preset": "w4a16", "scale_rule": "even", "macro_block": None}
     pack_checkpoint(wide[0], tmp_path / "packed", MXFP4RLConfig(mode="packed", **scheme))
     report = export(tmp_path / "packed", tmp_path / "out", "nvfp4")

@@ -3,13 +3,12 @@
 rotated before they were quantized; names of tensors in files that differ from those of the model: what was saved loads
 again, folders are packed and exported, and tensors that transformers ignores are left out."""
 
-import json
 
 import pytest
 import serving
 import torch
 import transformers
-from commands import finish, run
+from commands import run
 from export_files import same_files, save_packed, save_plain
 from safetensors.torch import load_file, save_file
 from same_bits import assert_same, layers_of, logits, tensors_in
@@ -18,15 +17,21 @@ from tiny_models import make_model
 from transformers import AutoModelForCausalLM
 
 import hf_mxfp4
-from hf_mxfp4 import MXFP4RLConfig, numerics, pack, quantize
+from hf_mxfp4 import MXFP4RLConfig, numerics, quantize
 from hf_mxfp4.checkpoint import CheckpointError, export, import_checkpoint, pack_checkpoint, verify_folder
 
 
-SCHEMES = ("default", "floor", "block_mantissas", "fallback 1", "row tiles", "skips")
-CASES = [*zip(SCHEMES, ("50GB", "30KB") * 3, ["qwen2"] * 6, strict=True), ("tiles", "30KB", "mixtral")]
-
-
-@pytest.mark.parametrize(("name", "shard_size", "family"), CASES)
+@pytest.mark.parametrize(
+    ("name", "shard_size", "family"),
+    [
+        ("default", "50GB", "qwen2"),
+        ("floor", "30KB", "qwen2"),
+        ("fallback 1", "30KB", "qwen2"),
+        ("row tiles", "50GB", "qwen2"),
+        ("skips", "30KB", "qwen2"),
+        ("tiles", "30KB", "mixtral"),
+    ],
+)
 def test_a_qat_folder_packs_like_its_model(name, shard_size, family, tmp_path, monkeypatch):
     monkeypatch.setattr("hf_mxfp4.checkpoint.folder.MAX_SHARD_SIZE", shard_size)
     options, dtype = CONFIGS[name], torch.float32 if shard_size == "30KB" else torch.bfloat16
@@ -79,23 +84,16 @@ def test_what_is_not_quantized_has_the_dtype_asked_for(saved, dtype, written, tm
     """By default that of the checkpoint; only training needs float32 masters."""
     plain = save_plain(tmp_path / "plain", layers=1, dtype=torch.float32)
     serving.save_policy(plain, tmp_path / "trained", "w4a16")
-    report = pack_checkpoint(
-        tmp_path / saved, tmp_path / "out", MXFP4RLConfig(mode="packed") if saved == "plain" else None, dtype=dtype
-    )
+    config = MXFP4RLConfig(mode="packed") if saved == "plain" else None
+    report = pack_checkpoint(tmp_path / saved, tmp_path / "out", config, dtype=dtype)
     assert (len(report.notes) == 1) == (written != torch.float32)
     before, after = tensors_in(tmp_path / saved), tensors_in(tmp_path / "out")
     for name in ("model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"):
         assert torch.equal(after[name], before[name].to(written))
-    served = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
-    assert served.dtype == written
-    assert logits(served).isfinite().all()
-    for format in ("bf16", "compressed-tensors"):
-        wanted = dtype or "bfloat16"
-        export(
-            tmp_path / saved, tmp_path / format, format, scale_rule="even" if format != "bf16" else None, dtype=dtype
-        )
-        written_there = tensors_in(tmp_path / format)["model.embed_tokens.weight"].dtype
-        assert str(written_there) == f"torch.{wanted}"
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "out").dtype == written
+    export(tmp_path / saved, tmp_path / "bf16", "bf16", dtype=dtype)
+    exported = tensors_in(tmp_path / "bf16")["model.embed_tokens.weight"].dtype
+    assert str(exported) == f"torch.{dtype or 'bfloat16'}"
 
 
 def test_what_cannot_be_packed_says_why(tmp_path):
@@ -145,6 +143,8 @@ def test_files_hold_the_codes_of_rotated_weights_and_load_to_the_same_model(chec
     expected, report = logits(model), model.quantization_report
     model.save_pretrained(tmp_path / "saved")
     stored, original = tensors_in(tmp_path / "saved"), tensors_in(source)
+    pack_checkpoint(source, tmp_path / "folder", ROTATED)
+    assert_same(tensors_in(tmp_path / "folder"), stored)
     for name in layers_of(model):
         rotated = numerics.rotate(original[f"{name}.weight"].float(), 32)
         tensor = quantize(rotated, scale_rule="even", macro_block=128, macro_search="block_mantissas")
@@ -158,24 +158,6 @@ def test_files_hold_the_codes_of_rotated_weights_and_load_to_the_same_model(chec
     # Errors are those of the values rotated back: what is lost is what any packing of such weights loses.
     plain = load(source, MXFP4RLConfig(mode="packed", scale_rule="even", macro_search="block_mantissas"))
     assert report.sqnr_db == pytest.approx(plain.quantization_report.sqnr_db, abs=1.5)
-
-
-def test_every_way_to_pack_writes_the_same_files(packed_folder, checkpoint, tmp_path):
-    source, folder = packed_folder
-    model = qat(source)
-    model.save_pretrained(tmp_path / "qat")
-    expected = logits(model)
-    pack(model).save_pretrained(tmp_path / "trained")
-    torch.testing.assert_close(logits(load(tmp_path / "trained")).float(), expected.float(), rtol=0.05, atol=0.05)
-    pack_checkpoint(tmp_path / "qat", tmp_path / "of qat")
-    load(source, ROTATED).save_pretrained(tmp_path / "loaded")
-    options = ["--scale-rule", "even", "--macro-search", "block_mantissas", "--rotation", "deterministic-32"]
-    finish("pack", source, tmp_path / "cli", *options)
-    for way in ("trained", "of qat", "loaded", "cli"):
-        assert_same(tensors_in(tmp_path / way), tensors_in(folder))
-    cost = json.loads((tmp_path / "cli" / "pack_report.json").read_text())["layers"][0]
-    assert 10 < cost["sqnr_db"] < 30
-    assert run("verify", folder).exit_code == 0
 
 
 def test_rotations_that_do_not_divide_the_inputs_of_a_layer_are_refused_by_its_name(checkpoint, tmp_path):
