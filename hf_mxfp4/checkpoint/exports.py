@@ -156,8 +156,7 @@ def _open_source(
                 f"{option('modules_to_not_convert', skips)}"
             )
         return PackedSource(folder) if own.mode == "packed" else MasterSource(folder)
-    holds = format.holds if isinstance(format, PackedFormat) else PackedFormat.holds
-    options: dict[str, Any] = {**holds, "outlier_fallback": None, "modules_to_not_convert": skips}
+    options: dict[str, Any] = {**format.holds, "outlier_fallback": None, "modules_to_not_convert": skips}
     rule = scale_rule or DEFAULT_RULE
     return MasterSource(folder, MXFP4RLConfig(mode="packed", preset=preset or "w4a16", scale_rule=rule, **options))
 
@@ -196,13 +195,13 @@ class Plan:
                 "'bf16' can, dequantized and rotated back; for 4 bits elsewhere, export the checkpoint that they were "
                 "made from (hf-mxfp4 gptq --scheme even)"
             )
-        misfits = format.misfits(self.scheme) if self.is_packed else []
-        is_trained_scheme = self.has_masters and scale_rule is None and not (misfits and on_mismatch == "requantize")
-        self.written = self.scheme if is_trained_scheme else self._held_scheme(scale_rule)
-        # Full-precision weights are quantized to what is written, whatever the scheme of their training.
-        if self.has_masters and self.is_packed:
-            misfits = format.misfits(self.written)
-        self.misfits = misfits
+        self.misfits = format.misfits(self.scheme)
+        self.written = self._held_scheme(scale_rule)
+        if self.has_masters:
+            # They are quantized here, by the scheme of their training unless another one is asked for.
+            if scale_rule is None and not (self.misfits and on_mismatch == "requantize"):
+                self.written = self.scheme
+            self.misfits = format.misfits(self.written)
         self.costs = {
             layer: LayerCost(layer, *self._decide(shape, on_mismatch)) for layer, shape in source.shapes.items()
         }
@@ -225,8 +224,7 @@ class Plan:
     def _held_scheme(self, scale_rule: str | None) -> QuantScheme:
         """Return the source's blocks and rule, unless one is given, with what the format holds."""
         rule = ScaleRule(scale_rule or self.scheme.scale_rule)
-        holds = self.format.holds if self.is_packed else PackedFormat.holds
-        return QuantScheme(rule, **holds, block_rows=self.scheme.block_rows)
+        return QuantScheme(rule, **self.format.holds, block_rows=self.scheme.block_rows)
 
     def _decide(self, shape: LayerShape, on_mismatch: str) -> tuple[str, str | None]:
         """Return what is done to a layer, and why if the format leaves no choice."""
@@ -352,10 +350,8 @@ class Plan:
     def notes(self, dtype: torch.dtype) -> list[str]:
         """Say in sentences what was changed; ``dtype`` is the model's."""
         notes = []
-        left_out = []
-        if self.is_packed:
-            reasons = (self.format.leaves_out(shape) for shape in self.source.shapes.values())
-            left_out = [reason for reason in reasons if reason]
+        reasons = (self.format.leaves_out(shape) for shape in self.source.shapes.values())
+        left_out = [reason for reason in reasons if reason]
         if left_out:
             done = "left in" if "left" in self.actions else "dequantized to"
             notes.append(f"{len(left_out)} layers were {done} {dtype_name(self.dtype)}: {left_out[0]}.")

@@ -271,6 +271,14 @@ class LayerShape:
         """Whether plain checkpoints have the weights of all experts in one tensor."""
         return self.experts is not None and not self.pieces
 
+    def weight_name(self, layer: str) -> str:
+        """Return the name of the weight in the model: fused ones are layers by themselves."""
+        return f"{layer}.weight" if self.experts is None else layer
+
+    def in_model(self, weight: torch.Tensor) -> torch.Tensor:
+        """Return the weight laid out as in the model, or from that as ``[N, K]``."""
+        return weight.mT if self.transposed else weight
+
     def pieces_of(self, expert: int) -> list[Piece]:
         return [piece for piece in self.pieces if piece.expert == expert]
 
@@ -358,16 +366,14 @@ def layer_shapes(layers: Mapping[str, nn.Module], names: FileNames) -> dict[str,
 
 def plain_tensors(name: str, shape: LayerShape, weight: torch.Tensor) -> dict[str, torch.Tensor]:
     """Return the tensors that plain files have for a weight ``[N, K]`` or ``[experts, N, K]`` called ``name`` there."""
-    if shape.experts is None:
-        return {f"{name}.weight": weight}
     if shape.pieces:
         return {piece.name: weight[piece.expert, piece.rows] for piece in shape.pieces}
-    return {name: weight.mT if shape.transposed else weight}
+    return {shape.weight_name(name): shape.in_model(weight)}
 
 
 def packed_tensors(name: str, shape: LayerShape, packed: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Return the tensors that our own packed files have for the packed fields of a weight."""
-    base = f"{name}.weight" if shape.experts is None else name
+    base = shape.weight_name(name)
     suffixes = zip(PACKED_FIELDS, PACKED_SUFFIXES, strict=True)
     return {f"{base}{suffix}": packed[field] for field, suffix in suffixes if field in packed}
 

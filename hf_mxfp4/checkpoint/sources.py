@@ -93,9 +93,8 @@ class LayerSource(ABC):
         """Return what `save_pretrained` of the plain model calls a layer."""
         if not self.has_experts:
             return self.in_files(layer)
-        if self.shapes[layer].experts is not None:
-            return self.names.whole.get(layer, layer)
-        return self.names.whole[f"{layer}.weight"].removesuffix(".weight")
+        weight = self.shapes[layer].weight_name(layer)
+        return self.names.whole.get(weight, weight).removesuffix(".weight")
 
     def packed_layer(self, layer: str, make: Callable[[str], dict[str, torch.Tensor]]) -> list[NewTensor]:
         """Return a layer in our own packed files; ``make(layer)`` makes its packed fields."""
@@ -259,8 +258,7 @@ class MasterSource(LayerSource):
     def _specs(self, layer: str, shape: LayerShape) -> dict[str, torch.Tensor]:
         if self._is_split(layer, shape):
             return plain_tensors(layer, shape, shape.meta())
-        name = f"{layer}.weight" if shape.experts is None else layer
-        return {name: shape.meta().mT if shape.transposed else shape.meta()}
+        return {shape.weight_name(layer): shape.in_model(shape.meta())}
 
     def _is_split(self, layer: str, shape: LayerShape) -> bool:
         """Return whether the files have a weight of experts in several tensors, at least one for each expert."""
@@ -271,8 +269,7 @@ class MasterSource(LayerSource):
         shape = self.shapes[layer]
         if self._is_split(layer, shape):
             return self.join(shape, expert)
-        weight = _read(self.stored[layer][0], expert)
-        return weight.t() if shape.transposed else weight
+        return shape.in_model(_read(self.stored[layer][0], expert))
 
     def finite_master(self, layer: str, expert: int | None = None) -> torch.Tensor:
         """Return [`master`]. Raises [`CheckpointError`] if it holds NaN or infinity."""
@@ -393,5 +390,4 @@ def _split(tensor: StoredTensor, shape: LayerShape) -> list[NewTensor]:
 
 def _owner(names: FileNames, layer: str, shape: LayerShape) -> str:
     """Return what the files call a linear layer, or a fused weight of experts."""
-    weight = f"{layer}.weight" if shape.experts is None else layer
-    return names.stored.get(weight, layer).removesuffix(".weight")
+    return names.stored.get(shape.weight_name(layer), layer).removesuffix(".weight")

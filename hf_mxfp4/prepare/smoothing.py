@@ -86,7 +86,9 @@ def smooth_loaded(model: nn.Module) -> Smoothing | None:
             return smooth_model(model)
         # Whatever a model of another layout does when it gets nothing but token ids, it is to load.
         except Exception as error:
-            reason = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
+            reason = str(error)
+            if not isinstance(error, ValueError):
+                reason = f"{type(error).__name__}: {error}"
     get_logger().warning(
         "%s is loaded without smoothing: %s (smooth=False leaves this line out)", type(model).__name__, reason
     )

@@ -3,7 +3,6 @@
 rotated before they were quantized; names of tensors in files that differ from those of the model: what was saved loads
 again, folders are packed and exported, and tensors that transformers ignores are left out."""
 
-
 import pytest
 import serving
 import torch

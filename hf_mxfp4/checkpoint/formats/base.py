@@ -39,6 +39,8 @@ class Format(ABC):
     plain_names: ClassVar[bool] = True
     #: Whether a float16 checkpoint by default stays float16 where it is not quantized; other formats are bfloat16.
     keeps_float16: ClassVar[bool] = False
+    #: Fields of the scheme that full-precision weights are quantized by for this format.
+    holds: ClassVar[Mapping[str, Any]] = {"macro_block": None}
 
     def for_checkpoint(self, folder: CheckpointFolder, model: torch.nn.Module, quantizes_inputs: bool) -> "Format":
         """Return the format for one checkpoint, whose ``model`` is on the meta device and whose inputs are quantized to
@@ -46,6 +48,14 @@ class Format(ABC):
         format = copy.copy(self)
         format.quantizes_inputs = quantizes_inputs and self.quantizes_activations
         return format
+
+    def misfits(self, scheme: QuantScheme) -> list[str]:
+        """Return parts of a weight scheme that the format cannot hold; empty when it holds the weight bit for bit."""
+        return []
+
+    def leaves_out(self, shape: LayerShape) -> str | None:
+        """Return why a layer of this kind never is MXFP4 in this format; `None` if it may be."""
+        return None
 
     def quantization_config(
         self, config: MXFP4RLConfig, ignored: Names, quantized: Names = ()
@@ -83,21 +93,13 @@ class Format(ABC):
 class PackedFormat(Format):
     """A format with MXFP4 layers: plain ones, with only codes and block scales, unless it ``holds`` more."""
 
-    #: Fields of a scheme that weights are given which are quantized for this format.
-    holds: ClassVar[Mapping[str, Any]] = {"macro_block": None}
-
     def misfits(self, scheme: QuantScheme) -> list[str]:
-        """Return parts of a weight scheme that the format cannot hold; empty when it holds the weight bit for bit."""
         parts = []
         if scheme.macro_block is not None:
             parts.append(f"macro-block factors (mbs{scheme.macro_block}-{scheme.macro_search})")
         if scheme.outlier_fallback is not None:
             parts.append(f"the outlier-fallback residual (of{scheme.outlier_fallback:g})")
         return parts
-
-    def leaves_out(self, shape: LayerShape) -> str | None:
-        """Return why a layer of this kind never is MXFP4 in this format; `None` if it may be."""
-        return None
 
     def shape_misfit(self, shape: LayerShape) -> str | None:
         """Return why a layer of this shape cannot be stored in MXFP4 under any scheme; `None` if it can."""

@@ -152,8 +152,8 @@ class GGUFFormat(PackedFormat):
         return self.full_tensors(layer, shape, to_blocks(packed["weight"], packed["weight_scale"]))
 
     def full_tensors(self, layer: str, shape: LayerShape, weight: torch.Tensor) -> dict[str, torch.Tensor]:
-        name = f"{layer}.weight" if shape.experts is None else layer
-        return {place: weight[..., rows, :] for place, rows in self._places(name, shape.out_features).items()}
+        places = self._places(shape.weight_name(layer), shape.out_features)
+        return {place: weight[..., rows, :] for place, rows in places.items()}
 
     def others(self, tensors: Sequence[NewTensor], cast: Set[str], dtype: torch.dtype) -> list[NewTensor]:
         embeddings = "model.embed_tokens.weight"
