@@ -4,6 +4,7 @@
 import pytest
 import torch
 from safetensors.torch import load_file
+from same_bits import IDS
 from tables import CONFIGS, PLAIN, some
 from tiny_models import make_model
 from torch import nn
@@ -15,7 +16,6 @@ from hf_mxfp4.ops import quantize_weight
 from hf_mxfp4.prepare import dither_masters
 
 
-IDS = torch.arange(2, 14).view(2, 6)
 SCHEMES = some(
     CONFIGS, "plain", "floor", "even", "mse", "static", "row static", "default", "w4a4", "fallback 1",
     "paper_a", "paper_b", "tiles",

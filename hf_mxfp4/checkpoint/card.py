@@ -78,7 +78,8 @@ Written by hf_mxfp4 {version} with transformers {transformers}.
 
 def make_card(model: nn.Module) -> ModelCard:
     """Return a card for a quantized model."""
-    config, report = model.hf_quantizer.quantization_config, model.quantization_report
+    config = model.hf_quantizer.quantization_config
+    report = model.quantization_report
     sqnr_db = model.hf_quantizer.recorded_sqnr_db if config.mode == "packed" else _master_sqnr(model)
     rows = _scheme(config, report.n_quantized, report.skipped, report.bits_per_weight)
     has_experts = any(".experts." in name for name in report.quantized)
@@ -98,7 +99,8 @@ def save_packed_card(source: "LayerSource", sqnr_db: float | None, folder: Path,
     with decoration():
         if _keep_written(folder, existing):
             return
-        config, shapes = source.config, source.shapes.values()
+        config = source.config
+        shapes = source.shapes.values()
         skipped = find_layers(source.model, config.modules_to_not_convert or (), source.reasons)[1]
         n_bytes = sum(tensor.nbytes for shape in shapes for tensor in shape.meta_packed(config.weight_scheme).values())
         bits = 8 * n_bytes / sum(shape.n_weights for shape in shapes)
@@ -278,6 +280,7 @@ def _scheme(
 
 
 def _error(sqnr_db: float | None, is_packed: bool) -> str:
+    """Return the sentence about the error of the weights."""
     if sqnr_db is None or math.isnan(sqnr_db):
         return "Not measured."
     when = "when the weights were packed, against what was packed" if is_packed else "on these master weights"

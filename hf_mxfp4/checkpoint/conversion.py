@@ -224,7 +224,8 @@ def convert(
     tensors = [_counted(_finite(tensor), on_bytes, tensor.nbytes) for tensor in others]
     for cost, (first, *rest) in layers:
         shape = source.shapes[cost.name]
-        cost.matrices, cost.n_weights = len(shape.matrices), shape.n_weights
+        cost.matrices = len(shape.matrices)
+        cost.n_weights = shape.n_weights
         cost.bytes_before = source.bytes_of(cost.name)
         cost.bytes_after = sum(tensor.nbytes for tensor in (first, *rest))
         report.layers.append(cost)

@@ -92,7 +92,8 @@ def export(
     folder = open_checkpoint(source_dir)
     source = _open_source(folder, FORMATS[format], scale_rule, preset, modules_to_not_convert)
     target = FORMATS[format].for_checkpoint(folder, source.model, _has_4_bit_inputs(source.config, preset))
-    before, after = model_dtype(folder), DTYPES[dtype or "bfloat16"]
+    before = model_dtype(folder)
+    after = DTYPES[dtype or "bfloat16"]
     if dtype is None and before == torch.float16 and target.keeps_float16:
         after = before
     plan = Plan(source, target, scale_rule, on_mismatch, after)
@@ -143,6 +144,10 @@ def option(name: str, value: Any) -> str:
 def _open_source(
     folder: CheckpointFolder, format: Format, scale_rule: str | None, preset: str | None, skips: Sequence[str] | None
 ) -> LayerSource:
+    """Return the source of a packed, a trained or a plain checkpoint, which gets a scheme that ``format`` holds.
+
+    Raises [`CheckpointError`] for arguments without effect on it.
+    """
     if preset == "w4a4" and not format.quantizes_activations:
         raise CheckpointError(
             f"{option('preset', 'w4a4')} has no effect in format {format.name!r}, whose engines compute activations in "
@@ -300,7 +305,8 @@ class Plan:
 
     def _full(self, cost: LayerCost, expert: int | None) -> torch.Tensor:
         """Return one matrix in [`dtype`], with its quantized values unless it is left alone."""
-        source, before = self.source, None
+        source = self.source
+        before = None
         if self.has_masters:
             before = source.finite_master(cost.name, expert)
             if cost.action == "left":
@@ -308,7 +314,8 @@ class Plan:
             packed = source.pack(before)
         else:
             packed = source.read(cost.name, expert)
-        columns, rotation = source.shapes[cost.name].in_features, source.config.weight_rotation
+        columns = source.shapes[cost.name].in_features
+        rotation = source.config.weight_rotation
         values = weight_values(packed, columns, self.scheme, self.dtype, "auto", rotation)
         if before is None:
             before = weight_values(packed, columns, self.scheme, torch.float32, "auto", rotation)

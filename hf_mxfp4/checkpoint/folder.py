@@ -171,6 +171,7 @@ def write_metadata(file: Path, metadata: Mapping[str, str]) -> None:
 
 
 def _unreadable(file: Path, error: Exception) -> ShardError:
+    """Return the error for a file that could not be read, with what is wrong with it."""
     if isinstance(error, FileNotFoundError):
         return ShardError(f"{file.name} is missing")
     if isinstance(error, OSError) and error.strerror:

@@ -76,6 +76,7 @@ def take_state_dict(model: nn.Module) -> dict | None:
 
 
 def _wrap_save(original):
+    """Return a `save_pretrained` that saves quantized models safely, and others as ``original`` does."""
     signature = inspect.signature(original)
     if "state_dict" not in signature.parameters:  # a method of the model's own that passes on what it gets
         from transformers import PreTrainedModel
@@ -129,6 +130,7 @@ def own_names(model: nn.Module, folder: str | os.PathLike | None) -> Iterator[No
 
 
 def _save(model: nn.Module, original, call: inspect.BoundArguments, options: dict[str, Any]) -> None:
+    """Write a checkpoint through [`staged`], with the scheme in `config.json` and a model card."""
     from .card import save_card
 
     folder = options["save_directory"]
@@ -145,6 +147,8 @@ def _save(model: nn.Module, original, call: inspect.BoundArguments, options: dic
 
 
 def _wrap_push(original):
+    """Return a `push_to_hub` that calls [`push`] for quantized models."""
+
     @functools.wraps(original)
     def push_to_hub(self, repo_id: str, *args, max_shard_size: int | str = "50GB", **options):
         if not is_quantized(self) or args:

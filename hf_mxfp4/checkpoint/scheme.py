@@ -142,7 +142,8 @@ def read_record(headers: Sequence[FileHeader], config: MXFP4RLConfig) -> dict[st
 
     Raises `ValueError` unless all files have the same record, and it is of the scheme ``config``.
     """
-    first, text = headers[0].file.name, headers[0].metadata.get(RECORD)
+    first = headers[0].file.name
+    text = headers[0].metadata.get(RECORD)
     for header in headers:
         if header.metadata.get(RECORD) != text:
             file = header.file.name

@@ -180,14 +180,16 @@ def _dither_plain(weight: torch.Tensor, dtype: torch.dtype, seed: int) -> None:
         cpu.dither(rows, None, _HALF_CELL[dtype], _ATTEMPTS, seed)
     else:
         for places in torch.arange(len(rows), device=rows.device).split(max(1, _PORTION // rows.shape[1])):
-            own = rows[places]
-            rows[places] = _at(own, _draw(own, dtype, seed, 0, places))
+            portion = rows[places]
+            rows[places] = _at(portion, _draw(portion, dtype, seed, 0, places))
     weight.copy_(rows.view(weight.shape))
 
 
 def _dither_matrix(matrix: WeightMatrix, weight: torch.Tensor, dtype: torch.dtype, report: DitherReport) -> None:
     """Dither one matrix ``[N, K]`` in place."""
-    scheme, backend, seed = matrix.fprop.right, matrix.layer.config.backend, matrix.rng.dither_seed
+    scheme = matrix.fprop.right
+    backend = matrix.layer.config.backend
+    seed = matrix.rng.dither_seed
     report.add(weight.numel(), dtype)
     on_cpu = weight.device.type == "cpu" and backend in ("auto", "cpu")
     if on_cpu and isinstance(scheme, QuantScheme) and cpu.unsupported_reason(weight.dtype, scheme) is None:
@@ -199,7 +201,8 @@ def _dither_matrix(matrix: WeightMatrix, weight: torch.Tensor, dtype: torch.dtyp
     portion_rows = max(1, _PORTION // max(1, weight.shape[1]) // BLOCK_SIZE) * BLOCK_SIZE
     for portion in weight.split(portion_rows):
         height, width = _group_size(portion, scheme)
-        n_down, n_across = len(portion) // height, portion.shape[1] // width
+        n_down = len(portion) // height
+        n_across = portion.shape[1] // width
         groups = portion.reshape(n_down, height, n_across, width).transpose(1, 2).reshape(-1, width)
         rows = torch.arange(n_before, n_before + len(groups), device=weight.device)
         places = _places(groups, height, dtype, scheme, backend, seed, rows)
@@ -241,12 +244,13 @@ def _places(
     places = _draw(weight, dtype, seed, 0, rows)
     active = torch.arange(len(weight), device=weight.device)
     for attempt in range(_ATTEMPTS):
-        own, tried = weight[active], places[active]
-        changed = _differences(_rows_of(wanted, active), _quantized(_at(own, tried), scheme, backend))
+        rows_left = weight[active]
+        tried = places[active]
+        changed = _differences(_rows_of(wanted, active), _quantized(_at(rows_left, tried), scheme, backend))
         differs = changed.any(dim=1).view(-1, height).any(dim=1).repeat_interleave(height)
         if not differs.any():
             return places
-        other = _draw(own, dtype, seed, attempt + 1, rows[active])
+        other = _draw(rows_left, dtype, seed, attempt + 1, rows[active])
         nearer = max(0, attempt - _ATTEMPTS // 2)
         places[active] = torch.where(changed, other.sign() * (other.abs() >> nearer), tried)
         active = active[differs]
@@ -275,6 +279,7 @@ Quantized = MXFP4Tensor | tuple[torch.Tensor, torch.Tensor]
 
 
 def _quantized(weight: torch.Tensor, scheme: OperandScheme, backend: str) -> Quantized:
+    """Quantize rows as the forward product does."""
     if scheme is FP8:
         elements, scale = quantize_e4m3(weight)
         return elements.view(torch.uint8), scale
@@ -282,6 +287,7 @@ def _quantized(weight: torch.Tensor, scheme: OperandScheme, backend: str) -> Qua
 
 
 def _rows_of(quantized: Quantized, rows: torch.Tensor) -> Quantized:
+    """Return the codes and scales of some rows."""
     if isinstance(quantized, MXFP4Tensor):
         return quantized.map(lambda part: part[rows])
     elements, scale = quantized

@@ -172,8 +172,8 @@ def _behind_norms(names: dict[nn.Module, str], readers: dict[nn.Module, list[nn.
         weights = tuple(tensors[layer] for layer in layers)
         writers = tuple(parameter.detach()[None, None] for parameter in norm.parameters(recurse=False))
         adds_one = _norm_offset(norm) == 1
-        first, readers_of_norm = layers[0], tuple(tensors.values())
-        yield Place(names[first], NORM, first, norm, writers, readers_of_norm, weights, adds_one=adds_one)
+        first = layers[0]
+        yield Place(names[first], NORM, first, norm, writers, tuple(tensors.values()), weights, adds_one=adds_one)
 
 
 def _read_weight(module: nn.Module, width: int) -> torch.Tensor | None:
@@ -199,15 +199,17 @@ def _of_values(names: dict[nn.Module, str], decoder: nn.Module) -> Iterator[Plac
         if output is None or not isinstance(width, int):
             continue
         n_read = output.in_features
-        values, fused = _linear(module, "v_proj"), _linear(module, "qkv_proj")
+        values = _linear(module, "v_proj")
+        fused = _linear(module, "qkv_proj")
         if values is not None:
             n_written = values.out_features
         elif fused is not None:  # queries, keys and values, one after the other
             values, n_written = fused, (fused.out_features - n_read) // 2
         else:
             continue
-        heads, kept = n_read // width, n_written // width
-        if kept <= 0 or (heads * width, kept * width) != (n_read, n_written) or heads % kept:
+        heads = n_read // width
+        kept = n_written // width
+        if kept <= 0 or heads * width != n_read or kept * width != n_written or heads % kept:
             continue
         writers = _written_rows(values, slice(values.out_features - n_written, None))
         if names.keys() >= {output, values}:
@@ -223,14 +225,18 @@ def _of_products(names: dict[nn.Module, str], decoder: nn.Module) -> Iterator[Pl
                 name = f"{names[module]}.down_proj"
                 yield Place(name, PRODUCTS, module, None, _expert_writers(module), weight, weight)
             continue
-        down, gate = _linear(module, "down_proj"), _linear(module, "gate_proj")
-        up, fused = _linear(module, "up_proj"), _linear(module, "gate_up_proj")
+        down = _linear(module, "down_proj")
+        gate = _linear(module, "gate_proj")
+        up = _linear(module, "up_proj")
+        fused = _linear(module, "gate_up_proj")
         if down is None:
             continue
         if gate is not None and up is not None and up.out_features == down.in_features:
-            source, writers = up, _written_rows(up)
+            source = up
+            writers = _written_rows(up)
         elif fused is not None and fused.out_features == 2 * down.in_features:
-            source, writers = fused, _written_rows(fused, slice(down.in_features, None))
+            source = fused
+            writers = _written_rows(fused, slice(down.in_features, None))
         else:
             continue
         if names.keys() >= {down, source}:
@@ -271,6 +277,7 @@ def _written_rows(layer: nn.Linear, rows: slice = slice(None)) -> tuple[torch.Te
 
 
 def _is_experts(module: nn.Module) -> bool:
+    """Return whether a module is fused experts that can be quantized, plain or trainable."""
     if isinstance(module, MXFP4Experts):
         return True
     return experts_adapter(module) is not None and experts_unsupported_reason(module) is None
@@ -288,6 +295,7 @@ def _up_rows(experts: nn.Module) -> slice:
 
 
 def _expert_writers(experts: nn.Module) -> tuple[torch.Tensor, ...]:
+    """Return the rows of up projections, and their biases, that write what down projections read."""
     rows = _up_rows(experts)
     weight = _rows_first(experts, "gate_up_proj")[:, rows].transpose(1, 2)
     return (

@@ -226,6 +226,7 @@ class _MeanSquare:
         self._add(0, arguments[0])
 
     def _add(self, group: int, x: torch.Tensor) -> None:
+        """Count rows ``[..., channels]`` that the readers of a group get."""
         rows = x.flatten(0, -2)
         self.sums[group] += rows.float().square().sum(0).double().cpu()
         self.counts[group] += len(rows)
@@ -341,6 +342,7 @@ class _Scaled:
             self.place.writers[0].copy_(self._first_writer)
 
     def _multiply(self, exponents: torch.Tensor) -> None:
+        """Multiply readers by powers of two, and divide writers by them."""
         for tensor in self.place.readers:
             tensor.mul_(_factor(tensor, self.place.read(exponents)))
         for index, tensor in enumerate(self.place.writers):

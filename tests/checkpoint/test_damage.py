@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from same_bits import shards
+from same_bits import IDS, logits, shards
 from tiny_models import make_model
 from transformers import (
     AutoModel,
@@ -28,12 +28,12 @@ from hf_mxfp4.checkpoint import (
     model_dtype,
     open_checkpoint,
     pack_checkpoint,
+    read_header,
     verify_folder,
 )
 from hf_mxfp4.lab import open_source
 
 
-IDS = torch.arange(8)[None]
 MODES = ["qat", "packed"]
 KINDS = ["qat", "qat-sharded", "packed", "packed-sharded"]
 LINEAR = "model.layers.0.mlp.up_proj"  # [64, 32]
@@ -66,11 +66,6 @@ def damaged(originals, tmp_path):
     return copy
 
 
-def logits(model) -> torch.Tensor:
-    with torch.no_grad():
-        return model(IDS).logits
-
-
 def refusal(folder: Path, **options) -> str:
     with pytest.raises((ValueError, OSError, RuntimeError)) as caught:
         AutoModelForCausalLM.from_pretrained(folder, **options)
@@ -79,10 +74,10 @@ def refusal(folder: Path, **options) -> str:
 
 def rewrite(file: Path, change) -> None:
     """Apply ``change`` to the tensors of a file and write it again as a valid file with the same metadata."""
-    header = json.loads(file.read_bytes()[8 : 8 + int.from_bytes(file.read_bytes()[:8], "little")])
+    metadata = read_header(file).metadata
     tensors = {name: tensor.clone() for name, tensor in load_file(file).items()}
     change(tensors)
-    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, file, metadata=header["__metadata__"])
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, file, metadata)
 
 
 def edit_config(folder: Path, scheme: dict | None = None, **edit) -> None:
@@ -171,8 +166,7 @@ def test_packed_weights_without_their_config(damaged):
 def test_shards_of_two_schemes(damaged):
     folder = damaged("packed-sharded")
     file = shards(folder)[0]
-    header = json.loads(file.read_bytes()[8 : 8 + int.from_bytes(file.read_bytes()[:8], "little")])
-    record = json.loads(header["__metadata__"]["mxfp4_rl"])
+    record = json.loads(read_header(file).metadata["mxfp4_rl"])
     record["meaning"]["outlier_fallback"] = 0.25
     save_file(load_file(file), file, metadata={"format": "pt", "mxfp4_rl": json.dumps(record)})
     message = refusal(folder)

@@ -12,6 +12,7 @@ import torch
 from export_files import save_packed, save_plain
 from peft import LoraConfig, get_peft_model
 from processes import code, run
+from same_bits import IDS
 from tiny_models import make_model
 from transformers import AutoModelForCausalLM
 
@@ -21,7 +22,6 @@ from hf_mxfp4.checkpoint import export, import_checkpoint
 
 pytest.importorskip("compressed_tensors")
 
-IDS = torch.arange(2, 14).view(2, 6)
 WAY = ["as it is"]
 #: Attention, shared experts and dense MLPs, by the pattern of recipes/configs/k3_moe.yaml.
 ALL_BUT_EXPERTS = r"re:(?!.*\.experts\b).*"

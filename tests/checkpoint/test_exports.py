@@ -9,7 +9,7 @@ import pytest
 import torch
 from export_files import config_in, decode, save_packed, save_plain, save_with_head
 from moe_models import make_moe
-from same_bits import tensors_in
+from same_bits import IDS, tensors_in
 from transformers import AutoModelForCausalLM
 from transformers.quantizers.quantizers_utils import should_convert_module
 
@@ -18,7 +18,6 @@ from hf_mxfp4 import MXFP4RLConfig
 from hf_mxfp4.checkpoint import CheckpointError, FolderError, export
 
 
-IDS = torch.arange(2, 14).view(2, 6)
 Q_PROJ = "model.layers.0.self_attn.q_proj"
 #: Factors of macro blocks, searched.
 MACRO = {"macro_block": 128, "macro_search": "hybrid"}

@@ -87,6 +87,7 @@ class CompressedTensorsFormat(RenamedFormat):
         return config, ["The scales are taken as they are; scale_rule='even' is compressed-tensors' own rule."]
 
     def _preset(self, where: str, group: Mapping[str, Any]) -> str:
+        """Return the preset that a group of `config_groups` stands for. Raises [`CheckpointError`]."""
         expect(f"{where}.weights", group.get("weights"), {**self.elements, "dynamic": (False, None), "actorder": None})
         expect(where, group, {"output_activations": None})
         if group.get("input_activations") is None:

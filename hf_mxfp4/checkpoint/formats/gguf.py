@@ -195,6 +195,7 @@ class GGUFFormat(PackedFormat):
         return []
 
     def _add_metadata(self, writer: "GGUFWriter", file_type: str) -> None:
+        """Add what describes the model, its options and its tokenizer."""
         gguf = gguf_package()
         writer.add_type(gguf.GGUFType.MODEL)
         writer.add_name(self._folder.path.resolve().name)
@@ -235,7 +236,8 @@ class GGUFFormat(PackedFormat):
 
     def _order(self, name: str) -> Rows:
         """Return the order of rows in the file: that of rotary embeddings in Llama's queries and keys."""
-        config, layer = self._config, name.rpartition("self_attn.")[2].partition(".")[0]
+        config = self._config
+        layer = name.rpartition("self_attn.")[2].partition(".")[0]
         if layer not in ("q_proj", "k_proj") or self._architecture.name != "llama":
             return slice(None)
         heads = config.num_attention_heads

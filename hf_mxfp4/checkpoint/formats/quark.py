@@ -79,12 +79,14 @@ class QuarkFormat(RenamedFormat):
         expect(f"{where}.global_quant_config", scheme, {"output_tensors": None, "bias": None})
         weight, activations = scheme.get("weight"), scheme.get("input_tensors")
         expect(f"{where}.global_quant_config.weight", weight, {**_TENSOR, "is_dynamic": (False, None)})
-        rule, preset = weight.get("scale_calculation_mode"), "w4a16"
+        preset = "w4a16"
+        rule = weight.get("scale_calculation_mode")
         if activations is not None:
             modes = (None, *_MODES.values())
             inputs = f"{where}.global_quant_config.input_tensors"
             expect(inputs, activations, {**_TENSOR, "is_dynamic": True, "scale_calculation_mode": modes})
-            rule, preset = activations.get("scale_calculation_mode"), "w4a4"
+            preset = "w4a4"
+            rule = activations.get("scale_calculation_mode")
         if rule not in _MODES.values():
             rule = "even"
         return MXFP4RLConfig(mode="packed", preset=preset, scale_rule=rule, macro_block=None), []
