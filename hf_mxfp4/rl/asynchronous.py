@@ -11,7 +11,7 @@ from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer
 from .._logging import get_logger
 from ..integrations.vllm import SETTINGS_KEY
 from ..layers import QUANTIZED, random_layers
-from .callbacks import QuantizationStepCallback
+from .callbacks.quantization_step import QuantizationStepCallback
 from .config import check_policy, check_scheme, count_quantized
 from .vllm import Parameters, rollout_parameters
 from .vllm_engine import VLLMEngine, check_forward, check_served

@@ -18,9 +18,10 @@ from transformers import TrainerCallback
 
 from ..ops import GemmSpec, WeightCache, gemm_states, weight_quantizations
 from ..utils import warn_of_slow_bfloat16
-from .callbacks import RunLogCallback, run_facts
-from .errors import StepMovementCallback
-from .resume import CheckpointOnExit, ExactResumeMixin, keep_random_states
+from .callbacks import StepMovementCallback
+from .callbacks.run_log import RunLogCallback, run_facts
+from .exact_resume import ExactResumeMixin
+from .exit_checkpoint import CheckpointOnExit, keep_random_states
 
 
 class StepQuantization:

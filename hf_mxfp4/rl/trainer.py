@@ -34,9 +34,11 @@ from trl.models.utils import disable_gradient_checkpointing
 from .._logging import get_logger
 from ..checkpoint import decoration
 from ..files import replace_file
-from ..layers import QUANTIZED, TRAINABLE, cached_weights
+from ..layers import cached_weights
 from ..utils import evaluation_mode
-from .callbacks import EntropyCallback, shorten_printed_logs
+from .callbacks import MEASUREMENTS, ActivationErrorCallback, ErrorCallback, StepMovementCallback
+from .callbacks.entropy import EntropyCallback
+from .callbacks.logs import shorten_printed_logs
 from .config import (
     MXFP4GRPOConfig,
     check_adapter,
@@ -47,7 +49,6 @@ from .config import (
     count_quantized,
     first_prompts,
 )
-from .errors import LAYERS, ActivationErrorCallback, ErrorCallback, StepMovementCallback, movable, quantizing_inputs
 from .noise import NormNoise
 from .rewards import guard_reward
 from .rollout import RolloutCorrection, recorded_log_probs
@@ -77,6 +78,10 @@ class MXFP4GRPOTrainer(QuantizedTrainerMixin, GRPOTrainer):
             replaced or stay frozen.
         TypeError: `args` is another config, or `quantization_config` is the name of a scheme.
     """
+
+    error_callback: ErrorCallback | None
+    activation_callback: ActivationErrorCallback | None
+    movement_callback: StepMovementCallback | None
 
     _tag_names = ["trl", "grpo", "mxfp4", "hf-mxfp4"]
 
@@ -148,32 +153,16 @@ class MXFP4GRPOTrainer(QuantizedTrainerMixin, GRPOTrainer):
             )
 
     def _add_callbacks(self, args: MXFP4GRPOConfig) -> None:
-        model = self.model
-        self.entropy_callback = EntropyCallback()
-        self.error_callback, self.activation_callback = self._error_callbacks(args)
-        self.movement_callback: StepMovementCallback | None = None
-        if args.error_every and movable(model):  # frozen and packed weights do not move
-            self.movement_callback = StepMovementCallback(args.error_every, record=self._record)
-        for callback in (self.error_callback, self.activation_callback, self.movement_callback):
+        """Add what measures, and what watches a run."""
+        for attribute, measurement in MEASUREMENTS.items():
+            every = getattr(args, measurement.option)
+            callback = measurement.for_trainer(self, every) if every else None
+            setattr(self, attribute, callback)
             if callback is not None:
                 self.add_callback(callback)
+        self.entropy_callback = EntropyCallback()
         self._add_run_callbacks(self.entropy_callback)
         shorten_printed_logs(self.callback_handler.callbacks)
-
-    def _error_callbacks(self, args: MXFP4GRPOConfig) -> tuple[ErrorCallback | None, ActivationErrorCallback | None]:
-        """Callbacks for what can be measured: packed weights have nothing left to be compared with."""
-        layer = next((module for module in self.model.modules() if isinstance(module, QUANTIZED)), None)
-        if not args.error_every or layer is None:
-            return None, None
-        if reason := layer.config.weights_alone_unsupported_reason:
-            get_logger().warning("no error components are measured: %s", reason)
-            return None, None
-        errors = activations = None
-        if any(isinstance(module, TRAINABLE) for module in self.model.modules()):
-            errors = ErrorCallback(args.error_every, record=self._record)
-        if not args.torch_compile and quantizing_inputs(self.model):
-            activations = ActivationErrorCallback(self.model, args.error_every, LAYERS, self._record_mean)
-        return errors, activations
 
     # ---- training -------------------------------------------------------------------------------------------------
 

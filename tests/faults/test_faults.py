@@ -16,7 +16,7 @@ from transformers.trainer_jit_checkpoint import JITCheckpointCallback
 
 from hf_mxfp4.checkpoint import last_complete_checkpoint, why_incomplete
 from hf_mxfp4.rl import RewardError
-from hf_mxfp4.rl.resume import keep_random_states
+from hf_mxfp4.rl.exit_checkpoint import keep_random_states
 
 
 #: Two rollouts for four optimizer steps each, so that a checkpoint falls between steps of one rollout too.
