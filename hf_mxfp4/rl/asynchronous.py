@@ -44,14 +44,15 @@ class MXFP4AsyncGRPOTrainer(AsyncGRPOTrainer):
         **kwargs: Any,
     ):
         check_scheme("quantization_config", quantization_config)
-        args = AsyncGRPOConfig(f"{model.split('/')[-1]}-AsyncGRPO") if args is None else args
-        given = args.model_init_kwargs
+        if args is None:
+            args = AsyncGRPOConfig(f"{model.split('/')[-1]}-AsyncGRPO")
+        model_init_kwargs = args.model_init_kwargs
         if quantization_config is not None:
-            args.model_init_kwargs = {**(given or {}), "quantization_config": quantization_config}
+            args.model_init_kwargs = {**(model_init_kwargs or {}), "quantization_config": quantization_config}
         try:
             super().__init__(model, reward_funcs, args, **kwargs)
         finally:
-            args.model_init_kwargs = given
+            args.model_init_kwargs = model_init_kwargs
         policy = self.accelerator.unwrap_model(self.model)
         self.n_quantized = count_quantized(policy)
         check_policy(policy, self.n_quantized, otherwise="use trl's AsyncGRPOTrainer")
@@ -86,7 +87,8 @@ class MXFP4AsyncGRPOTrainer(AsyncGRPOTrainer):
         policy = self.accelerator.unwrap_model(self.model)
         engine = VLLMEngine.of(SimpleNamespace(mode="server", vllm_client=self.vllm_client, model=policy))
         own = next(module.config for module in policy.modules() if isinstance(module, QUANTIZED))
-        report, reason = getattr(policy, "quantization_report", None), None
+        report = getattr(policy, "quantization_report", None)
+        reason = None
         if not engine.quantizes_as(policy):
             reason = f"quantizes inputs of layers as {engine.inputs}, and the policy as {own.activation_scheme}"
         elif self._lora_sync and (engine.scheme is None or engine.scheme.weight_scheme != own.weight_scheme):
@@ -99,8 +101,10 @@ class MXFP4AsyncGRPOTrainer(AsyncGRPOTrainer):
         elif not self._lora_sync and engine.is_packed:
             reason = "keeps weights in 4 bits, and would quantize what is pushed to it a second time"
         if reason:
-            settings = {} if self._lora_sync else {SETTINGS_KEY: {"weights": "dense"}}
-            also = f", with {json.dumps(settings)} inside of its quantization_config" if settings else ""
+            also = ""
+            if not self._lora_sync:
+                settings = json.dumps({SETTINGS_KEY: {"weights": "dense"}})
+                also = f", with {settings} inside of its quantization_config"
             raise ValueError(
                 f"the vLLM server at {self.args.vllm_server_base_url} {reason}: start it on a folder that the policy "
                 f"was saved in{also} (docs/vllm.md)"

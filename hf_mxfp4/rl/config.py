@@ -101,7 +101,7 @@ class MXFP4GRPOConfig(GRPOConfig):
     )
 
     def __post_init__(self):
-        self.noise_schedule  # noqa: B018  it checks its own numbers
+        self.noise_schedule  # noqa: B018  raises for numbers that mean nothing
         self.rollout_correction = read_correction(self.rollout_correction)
         check_correction(self)
         share_with_trl(self)
@@ -124,6 +124,7 @@ class MXFP4GRPOConfig(GRPOConfig):
         return NoiseSchedule(self.aqn_sigma_start, self.aqn_sigma_end, self.aqn_num_stages)
 
     def _check_weight_copies(self) -> None:
+        """Raise `ValueError` for unknown forms of weights, and one of vLLM's that has no effect."""
         for name, known in (("step_weights", STEP_WEIGHTS), ("vllm_weights", VLLM_WEIGHTS)):
             if getattr(self, name) not in known:
                 raise ValueError(f"{name}={getattr(self, name)!r} is not known; choose one of {', '.join(known)}")
@@ -152,7 +153,7 @@ class MXFP4GRPOConfig(GRPOConfig):
 
 
 def count_quantized(model: nn.Module) -> int:
-    """Weight matrices in MXFP4; each projection of fused experts is one."""
+    """Return the number of weight matrices in MXFP4; each projection of fused experts is one."""
     return sum(len(matrix_names("", module)) for module in model.modules() if isinstance(module, QUANTIZED))
 
 
@@ -170,11 +171,12 @@ def first_prompts(train_dataset: Any, eval_dataset: Any, needs_prompt: bool) -> 
 
     Raises `ValueError` for a dataset that is empty or has no prompts (unless environments make them).
     """
-    evaluated = eval_dataset if isinstance(eval_dataset, dict) else {"": eval_dataset}
-    named = {"train_dataset": train_dataset}
-    named |= {f"eval_dataset {name}".strip(): dataset for name, dataset in evaluated.items()}
-    found = {}
-    for name, dataset in named.items():
+    datasets = {"train_dataset": train_dataset, "eval_dataset": eval_dataset}
+    if isinstance(eval_dataset, dict):
+        del datasets["eval_dataset"]
+        datasets |= {f"eval_dataset {name}": dataset for name, dataset in eval_dataset.items()}
+    prompts = {}
+    for name, dataset in datasets.items():
         if hasattr(dataset, "__len__") and len(dataset) == 0:
             raise ValueError(f"{name} is empty")
         is_transformed = isinstance(dataset, Dataset) and dataset.format["type"] == "custom"
@@ -182,29 +184,30 @@ def first_prompts(train_dataset: Any, eval_dataset: Any, needs_prompt: bool) -> 
         if needs_prompt and columns is not None and "prompt" not in columns:
             raise ValueError(f"{name} has no column 'prompt'; it has {', '.join(columns)}")
         if is_transformed:
-            found[name] = columns.get("prompt", [])
+            prompts[name] = columns.get("prompt", [])
         elif isinstance(dataset, Dataset) and "prompt" in columns:
             is_text = dataset.features["prompt"] == Value("string")
-            found[name] = dataset.select_columns("prompt")[: 1000 if is_text else 1]["prompt"]
-    return found
+            count = 1000 if is_text else 1
+            prompts[name] = dataset.select_columns("prompt")[:count]["prompt"]
+    return prompts
 
 
 def check_tokens(tokenizer: Any, prompts: dict[str, list]) -> None:
     """Raise `ValueError` for a tokenizer without an end-of-sequence token or a vocabulary, and for prompts without any
-    token. ``prompts``: of each dataset."""
+    token. ``prompts``: those of each dataset, by its name."""
     if tokenizer.eos_token_id is None:
         raise ValueError(
             f"{type(tokenizer).__name__} has no end-of-sequence token, so no completion could end: set "
             "tokenizer.eos_token to the token that ends a text, and give the tokenizer as processing_class"
         )
-    nothing = tokenizer("").input_ids
-    unknown = {*nothing, tokenizer.unk_token_id}
-    for name, found in prompts.items():
-        texts = [prompt for prompt in found if isinstance(prompt, str) and prompt]
+    begins = tokenizer("").input_ids  # tokens that every text begins with
+    unknown = {*begins, tokenizer.unk_token_id}
+    for name, of_dataset in prompts.items():
+        texts = [prompt for prompt in of_dataset if isinstance(prompt, str) and prompt]
         if texts and all({*tokenizer(text).input_ids} <= unknown for text in texts):
             raise ValueError(f"{type(tokenizer).__name__} knows no word of {texts[0]!r}: was it saved with the model?")
-        for row, prompt in enumerate(() if nothing else found):
-            if isinstance(prompt, (str, list)) and not prompt:
+        for row, prompt in enumerate(of_dataset):
+            if not begins and prompt in ("", []):
                 raise ValueError(f"row {row} of {name} has an empty prompt, from which nothing can be generated")
 
 
@@ -216,12 +219,12 @@ def check_policy(model: nn.Module, n_quantized: int, otherwise: str) -> None:
             f"quantization_config=MXFP4RLConfig() (the trainer takes it too, beside a model's name), or {otherwise}"
         )
     layers = [module for module in model.modules() if isinstance(module, TRAINABLE)]
-    trained = [p for layer in layers for p in layer.parameters(recurse=False) if p.requires_grad and p.dim() > 1]
-    if trained and trained[0].dtype in (torch.bfloat16, torch.float16):
+    masters = [p for layer in layers for p in layer.parameters(recurse=False) if p.requires_grad and p.dim() > 1]
+    if masters and masters[0].dtype in (torch.bfloat16, torch.float16):
         get_logger().warning(
             "the master weights are trained in %s: updates smaller than a 256th (bfloat16) of a weight are rounded "
             "away, which at the learning rates of RL is most of them; load the model with dtype=torch.float32",
-            trained[0].dtype,
+            masters[0].dtype,
         )
 
 
@@ -253,13 +256,15 @@ def check_scheme(option: str, given: Any) -> None:
 
 
 def check_reference(policy: nn.Module, reference: nn.Module | None) -> None:
-    """Raise `ValueError` for a reference policy that does not compute under the scheme of the policy; `None`: none."""
+    """Raise `ValueError` for a reference policy, if there is one, that does not compute under the scheme of the
+    policy."""
     if reference is None:
         return
-    expected, found = count_quantized(policy), count_quantized(reference)
-    if found != expected:
+    n_policy = count_quantized(policy)
+    n_reference = count_quantized(reference)
+    if n_reference != n_policy:
         raise ValueError(
-            f"the reference policy has {found} MXFP4 weight matrices and the policy {expected}: their divergence would "
-            "include what quantization does. Load the policy by from_pretrained with quantization_config, which the "
-            "reference is then loaded with"
+            f"the reference policy has {n_reference} MXFP4 weight matrices and the policy {n_policy}: their "
+            "divergence would include what quantization does. Load the policy by from_pretrained with "
+            "quantization_config, which the reference is then loaded with"
         )

@@ -80,7 +80,8 @@ class MXFP4DistillationTrainer(QuantizedTrainerMixin, DistillationTrainer):
     _tag_names = ["trl", "distillation", "mxfp4", "hf-mxfp4"]
 
     def __init__(self, model: Any, teacher_model: Any = None, args: Any = None, *data: Any, **kwargs: Any):
-        args = MXFP4DistillationConfig() if args is None else args
+        if args is None:
+            args = MXFP4DistillationConfig()
         check_scheme("quantization_config", kwargs.get("quantization_config"))
         check_adapter(model, kwargs.get("peft_config"))
         super().__init__(model, None, args, *data, **kwargs)
@@ -94,6 +95,7 @@ class MXFP4DistillationTrainer(QuantizedTrainerMixin, DistillationTrainer):
         self.teacher_model, self.shared = self._prepare_teacher(teacher_model)
         self.tokens_distilled = 0
         self._given: list[tuple[list[int], list[int]]] | None = None
+        # Of an evaluation: divergence, negative log-likelihood of the student and of the teacher, and tokens.
         self._sums = torch.zeros(4, dtype=torch.float64)
         self.quantization = StepQuantization(self.model, None, args, self.accelerator, self._record)
         self._add_run_callbacks()
@@ -103,16 +105,18 @@ class MXFP4DistillationTrainer(QuantizedTrainerMixin, DistillationTrainer):
         )  # fmt: skip
 
     def _prepare_teacher(self, teacher: Any) -> tuple[nn.Module, tuple[int, int]]:
+        """Return the teacher, loaded and prepared, and number and bytes of the tensors that it shares."""
         if teacher is None or isinstance(teacher, str):
             teacher = self._load_teacher(teacher)
         if count_quantized(teacher):
             raise ValueError("the teacher is quantized; name the original with teacher_model_name_or_path")
-        own, other = (model.config.get_text_config().vocab_size for model in (self.model, teacher))
-        if own != other:
-            raise ValueError(f"the teacher has a vocabulary of {other} tokens and the student of {own}")
+        n_tokens = self.model.config.get_text_config().vocab_size
+        n_teacher = teacher.config.get_text_config().vocab_size
+        if n_teacher != n_tokens:
+            raise ValueError(f"the teacher has a vocabulary of {n_teacher} tokens and the student of {n_tokens}")
         teacher.requires_grad_(False)
         for model in (self.model, teacher):
-            add_fused_lm_head(model.get_base_model() if isinstance(model, PeftModel) else model)  # for evaluations
+            add_fused_lm_head(_base_model(model))  # for evaluations
         if self.is_deepspeed_enabled:
             return prepare_deepspeed(teacher, self.accelerator), (0, 0)
         if self.is_fsdp_enabled:
@@ -122,27 +126,34 @@ class MXFP4DistillationTrainer(QuantizedTrainerMixin, DistillationTrainer):
 
     def _load_teacher(self, source: str | None) -> nn.Module:
         args = self.args
+        options = {
+            # Under autocast products are in 16 bits whatever the weights are in: the checkpoint's own dtype is enough.
+            "dtype": "auto" if args.bf16 or args.fp16 else self.model.dtype,
+            "device_map": None,
+            "revision": args.teacher_model_revision or "main",
+            "trust_remote_code": args.trust_remote_code,
+            **(args.teacher_model_init_kwargs or {}),
+        }
         source = source or args.teacher_model_name_or_path or self.model.config._name_or_path
-        # Under autocast products are in 16 bits whatever the weights are in, so the checkpoint's own dtype is enough.
-        options = {"dtype": "auto" if args.bf16 or args.fp16 else self.model.dtype, "device_map": None}
-        options |= {"revision": args.teacher_model_revision or "main", "trust_remote_code": args.trust_remote_code}
-        return create_model_from_path(source, **options | (args.teacher_model_init_kwargs or {}))
+        return create_model_from_path(source, **options)
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
-        metrics = self._metrics["train" if self.model.training else "eval"]
-        given = {given_column(row) is not None for row in inputs}
-        if len(given) > 1:
+        n_given = sum(given_column(row) is not None for row in inputs)
+        if 0 < n_given < len(inputs):
             raise ValueError("a batch has rows with and without a completion or text; give all of them one, or none")
-        if given == {True}:
+        if n_given:
             template = {"chat_template": self.chat_template, "tools": self.tools or None, **self.chat_template_kwargs}
             self._given = [_tokens_of(row, self._tokenizer, self.args.max_length, template) for row in inputs]
             inputs = [{"prompt": ""}] * len(inputs)
         try:
             batch = super()._generate_and_score_completions(inputs)
-            for name in [name for name in metrics if self._given and name.startswith("completions/")]:
-                del metrics[name]  # lengths and truncation of what nobody sampled
         finally:
             self._given = None
+        if n_given:
+            # Nobody sampled the completions whose lengths and truncation TRL measures.
+            metrics = self._metrics["train" if self.model.training else "eval"]
+            for name in [name for name in metrics if name.startswith("completions/")]:
+                del metrics[name]
         if self.model.training:
             self.tokens_distilled += int(batch["num_items_in_batch"])
         return batch
@@ -177,9 +188,9 @@ class MXFP4DistillationTrainer(QuantizedTrainerMixin, DistillationTrainer):
         self._sums.zero_()
         output = super().evaluation_loop(*args, metric_key_prefix=metric_key_prefix, **kwargs)
         sums = self.accelerator.reduce(self._sums.to(self.args.device, torch.float32))
-        kl, *likelihoods = sums[:3] / sums[3]
-        values = zip(("kl", "perplexity", "teacher_perplexity"), (kl, *(nll.exp() for nll in likelihoods)), strict=True)
-        output.metrics.update({f"{metric_key_prefix}_{name}": value.item() for name, value in values})
+        kl, nll, teacher_nll = sums[:3] / sums[3]
+        values = {"kl": kl, "perplexity": nll.exp(), "teacher_perplexity": teacher_nll.exp()}
+        output.metrics.update({f"{metric_key_prefix}_{name}": value.item() for name, value in values.items()})
         return output
 
     def _compute_loss(self, student: nn.Module, inputs: dict[str, Any], num_items: Any):
@@ -192,12 +203,17 @@ class MXFP4DistillationTrainer(QuantizedTrainerMixin, DistillationTrainer):
         inputs = {**inputs, "completion_mask": inputs["completion_mask"] * counted.unsqueeze(1)}
         with replaced_method(self, "beta", 0.0), replaced_method(self, "temperature", 1.0):
             kl, entropy, tokens = super()._compute_loss(student, inputs, None)
-        ids, mask = (torch.cat([inputs[f"prompt_{of}"], inputs[f"completion_{of}"]], 1) for of in ("ids", "mask"))
+        ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], 1)
         learned = torch.cat([torch.zeros_like(inputs["prompt_mask"]), inputs["completion_mask"]], 1)
-        read = {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(learned == 0, -100)}
+        texts = {
+            "input_ids": ids,
+            "attention_mask": torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], 1),
+            "labels": ids.masked_fill(learned == 0, -100),
+        }
+        log_likelihood = _log_likelihood(student, texts)
         teacher = self.accelerator.unwrap_model(self.teacher_model)
-        other = self._forward_redirection(self.teacher_model, teacher, _log_likelihood, teacher, read)
-        self._sums += torch.stack([kl * tokens, -_log_likelihood(student, read), -other, tokens]).double().cpu()
+        of_teacher = self._forward_redirection(self.teacher_model, teacher, _log_likelihood, teacher, texts)
+        self._sums += torch.stack([kl * tokens, -log_likelihood, -of_teacher, tokens]).double().cpu()
         return kl, entropy, tokens
 
     def _process_state(self) -> dict[str, Any]:
@@ -212,24 +228,30 @@ def share_frozen(student: nn.Module, teacher: nn.Module, *, any_dtype: bool = Fa
     """Let the teacher use the frozen parameters of the student that have the same name and values, also of another
     dtype with ``any_dtype`` (for models under autocast). Return how many are in the same memory now, and their bytes.
     """
-    base = student.get_base_model() if isinstance(student, PeftModel) else student
-    own = {name.replace(".base_layer", ""): p for name, p in base.named_parameters(remove_duplicate=False)}
+    frozen = {}
+    for name, parameter in _base_model(student).named_parameters(remove_duplicate=False):
+        if not parameter.requires_grad:
+            frozen[name.replace(".base_layer", "")] = parameter
     shared = {}
     for name, parameter in list(teacher.named_parameters(remove_duplicate=False)):
-        other = own.get(name)
-        if other is None or other.requires_grad or not (any_dtype or other.dtype == parameter.dtype):
+        other = frozen.get(name)
+        if other is None or other.device != parameter.device or not (any_dtype or other.dtype == parameter.dtype):
             continue
         wide = torch.promote_types(other.dtype, parameter.dtype)
-        if other.device == parameter.device and torch.equal(other.to(wide), parameter.to(wide)):
+        if torch.equal(other.to(wide), parameter.to(wide)):
             module, _, leaf = name.rpartition(".")
             setattr(teacher.get_submodule(module), leaf, other)
             shared[id(other)] = other.nbytes
     return len(shared), sum(shared.values())
 
 
-def _log_likelihood(model: nn.Module, read: dict[str, torch.Tensor]) -> torch.Tensor:
-    model = model.get_base_model() if isinstance(model, PeftModel) else model
-    return model.forward(**read, fused_lm_head=True).log_probs.sum()
+def _base_model(model: nn.Module) -> nn.Module:
+    return model.get_base_model() if isinstance(model, PeftModel) else model
+
+
+def _log_likelihood(model: nn.Module, texts: dict[str, torch.Tensor]) -> torch.Tensor:
+    """Return the sum of the log-probabilities of the labels, with the adapters of a PEFT model."""
+    return _base_model(model).forward(**texts, fused_lm_head=True).log_probs.sum()
 
 
 def _choose_trained(model: nn.Module, train_all: bool) -> int:
@@ -237,8 +259,9 @@ def _choose_trained(model: nn.Module, train_all: bool) -> int:
     layers = [module for module in model.modules() if isinstance(module, TRAINABLE)]
     if layers and not train_all and not isinstance(model, PeftModel):
         model.requires_grad_(False)
-        for parameter in (p for layer in layers for p in layer.parameters(recurse=False)):
-            parameter.requires_grad_(True)
+        for layer in layers:
+            for parameter in layer.parameters(recurse=False):
+                parameter.requires_grad_(True)
     return sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
 
 

@@ -75,20 +75,22 @@ def find_norms(model: nn.Module) -> dict[str, nn.Module]:
     ``input_layernorm``: the others feed the router, whose choices noise would scramble. Of a norm that PEFT trains a
     copy of (``modules_to_save``), the copy. Of a model of images or sound, the norms of its language model's decoder.
     """
-    routers, decoder = _router_names(model), text_part(model)
-    norms = {
-        name: module
-        for name, module in model.named_modules()
-        if (decoder is None or module in decoder) and not name.endswith(".original_module") and _is_norm(name, module)
-    }
+    decoder = text_part(model)
+    norms = {}
+    for name, module in model.named_modules():
+        is_of_decoder = decoder is None or module in decoder
+        if is_of_decoder and not name.endswith(".original_module") and _is_norm(name, module):
+            norms[name] = module
     owners = {name: plain_name(name).rpartition(".")[0] for name in norms}
-    routed = {_nearest(router, set(owners.values())) for router in routers}
-    return {
-        name: module
-        for name, module in norms.items()
-        if (owners[name] not in routed or name_matches(name, "input_layernorm"))
-        and not any(name_matches(plain_name(name), router) for router in routers)
-    }
+    routers = _router_names(model)
+    layers_with_router = {_nearest(router, set(owners.values())) for router in routers}
+    noisy = {}
+    for name, module in norms.items():
+        feeds_router = owners[name] in layers_with_router and not name_matches(name, "input_layernorm")
+        is_of_router = any(name_matches(plain_name(name), router) for router in routers)
+        if not feeds_router and not is_of_router:
+            noisy[name] = module
+    return noisy
 
 
 def _is_norm(name: str, module: nn.Module) -> bool:
@@ -106,16 +108,21 @@ def _router_names(model: nn.Module) -> set[str]:
 
 
 def _nearest(router: str, owners: set[str]) -> str | None:
-    """Return the decoder layer of a router: of the modules around it, the nearest that owns norms."""
-    around = router.split(".")[:-1]
-    prefixes = (".".join(around[:count]) for count in range(len(around), 0, -1))
-    return next((prefix for prefix in prefixes if prefix in owners), None)
+    """Return the decoder layer of a router: the nearest module around it that owns norms."""
+    module = router
+    while "." in module:
+        module = module.rpartition(".")[0]
+        if module in owners:
+            return module
+    return None
 
 
 @dataclass(frozen=True)
 class NoiseReport:
-    """What noise did in one rollout to ``elements`` weights of ``modules`` norms: they deviated with standard deviation
-    ``measured_std``, where ``sigma`` was intended."""
+    """What noise did in one rollout.
+
+    ``elements`` weights of ``modules`` norms deviated with standard deviation ``measured_std``; ``sigma`` was intended.
+    """
 
     sigma: float = 0.0
     measured_std: float = 0.0
@@ -124,21 +131,22 @@ class NoiseReport:
 
     @property
     def is_swallowed(self) -> bool:
-        """Whether the weights deviated by less than 90 % of what was intended, and not by chance."""
+        """Return whether the weights deviated by less than 90 % of what was intended, and not by chance."""
         chance = 3 / math.sqrt(2 * self.elements) if self.elements else 1.0
         return self.measured_std < (0.9 - chance) * self.sigma
 
 
 class NormNoise:
-    """Puts noise on the norms of one model (``norms``, see [`find_norms`]), whose forward passes are replaced for a
-    rollout, and says what it did in ``last_report``.
+    """Puts noise on the norms of one model (``norms``, see [`find_norms`]) for a rollout, by replacing their forward
+    functions, and reports what it did in ``last_report``.
 
     Noise is a function of seed, step and module order, drawn on the CPU, so it is the same on all ranks, and global
     random state is not touched. Raises `ValueError` when the model has no norm to put noise on.
     """
 
     def __init__(self, model: nn.Module, seed: int):
-        self.norms, self.seed = find_norms(model), seed
+        self.norms = find_norms(model)
+        self.seed = seed
         self.last_report: NoiseReport | None = None
         if not self.norms:
             raise ValueError(
@@ -153,20 +161,21 @@ class NormNoise:
 
     @contextlib.contextmanager
     def active(self, step: int, sigma: float) -> Iterator[None]:
-        """Noise at this step within the context. Raises `RuntimeError` at the end when ``sigma > 0`` and no norm ran
-        with noise: whatever generated did not use these modules."""
+        """Put noise on the norms within this context. Raises `RuntimeError` at the end when ``sigma > 0`` and no norm
+        ran with noise: whatever generated did not use these modules."""
         self.last_report = None
         if sigma == 0:
             yield
             self.last_report = NoiseReport()
             return
-        noisy = []
+        noisy_norms = []
         with contextlib.ExitStack() as stack:
             for index, module in enumerate(self.norms.values()):
-                noisy.append(_NoisyNorm(module, functools.partial(self.noise, index, step=step, sigma=sigma)))
-                stack.enter_context(replaced_method(module, "forward", noisy[-1].forward))
+                norm = _NoisyNorm(module, functools.partial(self.noise, index, step=step, sigma=sigma))
+                noisy_norms.append(norm)
+                stack.enter_context(replaced_method(module, "forward", norm.forward))
             yield
-        ran = [norm for norm in noisy if norm.noise is not None]
+        ran = [norm for norm in noisy_norms if norm.noise is not None]
         if not ran:
             raise RuntimeError(
                 f"adaptive quantization noise (sigma={sigma:g}) reached none of {len(self.norms)} norms: "
@@ -178,8 +187,8 @@ class NormNoise:
 
     @contextlib.contextmanager
     def pushed(self, sigma: float) -> Iterator[None]:
-        """One rollout by vLLM, to which weights are pushed within the context, with the noise. Raises `RuntimeError` at
-        the end when none were pushed."""
+        """Expect that weights are pushed to vLLM with the noise within this context. Raises `RuntimeError` at the end
+        when none were."""
         self.last_report = NoiseReport() if sigma == 0 else None
         yield
         if self.last_report is None:
@@ -190,7 +199,9 @@ class _NoisyNorm:
     """One norm in one rollout: ``noise``, drawn in its first forward pass, and the ``energy`` of what it changes."""
 
     def __init__(self, module: nn.Module, draw: Callable[[torch.Tensor], torch.Tensor]):
-        self.module, self._clean, self._draw = module, module.forward, draw
+        self.module = module
+        self._clean_forward = module.forward
+        self._draw = draw
         self.noise: torch.Tensor | None = None
         self.energy = 0.0
         self._dtypes: dict[tuple, torch.dtype] = {}
@@ -198,15 +209,17 @@ class _NoisyNorm:
     def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Return the noisy output, in the dtype of the clean forward pass, which runs once to find that out."""
         parameter = self.module.weight
-        kind = parameter.dtype, *(x.dtype for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor))
-        if kind not in self._dtypes:
-            self._dtypes[kind] = self._clean(*args, **kwargs).dtype
+        inputs = [x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor)]
+        dtypes = parameter.dtype, *(x.dtype for x in inputs)
+        if dtypes not in self._dtypes:
+            self._dtypes[dtypes] = self._clean_forward(*args, **kwargs).dtype
         self.module._parameters["weight"] = self._noisy(parameter)  # the parameter itself is not written
         try:
-            output = self._clean(*map(_float, args), **{name: _float(value) for name, value in kwargs.items()})
+            wide = {name: _float(value) for name, value in kwargs.items()}
+            output = self._clean_forward(*map(_float, args), **wide)
         finally:
             self.module._parameters["weight"] = parameter
-        return output.to(self._dtypes[kind])
+        return output.to(self._dtypes[dtypes])
 
     def _noisy(self, weight: torch.Tensor) -> torch.Tensor:
         clean = weight.detach().float()
@@ -223,4 +236,6 @@ class _NoisyNorm:
 
 
 def _float(value: Any) -> Any:
-    return value.float() if isinstance(value, torch.Tensor) and value.is_floating_point() else value
+    if isinstance(value, torch.Tensor) and value.is_floating_point():
+        return value.float()
+    return value

@@ -25,7 +25,7 @@ from ..utils import replaced_method
 
 
 #: As in TRL's `vllm_importance_sampling_mode`: a weight per token, or one per sequence, the product of its tokens'
-#: ratios; those above the limit are set to the limit, or to zero.
+#: ratios. Weights above the limit are set to the limit (truncate) or to zero (mask).
 CORRECTION_MODES = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
 #: Other values of `rollout_correction`: a boolean, from Python, YAML or the command line.
 _BOOLEANS = {True: "token_truncate", False: "none", "true": "token_truncate", "false": "none"}
@@ -33,9 +33,9 @@ _BOOLEANS = {True: "token_truncate", False: "none", "true": "token_truncate", "f
 _SAMPLED = "sampling_per_token_logps"
 #: What TRL records under vLLM itself.
 _RECORDED_BY_TRL = ("sampling/importance_sampling_ratio/m", "sampling/sampling_logp_difference/")
-#: Beyond it the exponential says nothing but "too large".
+#: Logarithms of ratios are clamped to this, as TRL clamps them.
 _LARGEST = 20.0
-#: An effective sample size of the weights below this share of the sequences (or tokens) is warned of.
+#: Warn when the effective sample size of the weights is below this share of the sequences (or tokens).
 _FEW = 0.3
 
 
@@ -43,8 +43,10 @@ _FEW = 0.3
 
 
 class SampledLogProbs(LogitsProcessor):
-    """Last in `generate`'s chain of processors: keeps the log-probability of each token that was drawn, which it reads
-    off the next call's input."""
+    """Keeps the log-probability of each token that `generate` draws; last in its chain of processors.
+
+    The token that was drawn from the scores of one call is the last one in the input of the next call.
+    """
 
     def __init__(self):
         self._steps: list[torch.Tensor] = []
@@ -57,21 +59,21 @@ class SampledLogProbs(LogitsProcessor):
         return scores
 
     def rows(self, completions: list[list[int]]) -> list[list[float]]:
-        """One list per completion, as long as it is. Raises `RuntimeError` when fewer positions were sampled."""
+        """Return one list per completion, as long as it is. Raises `RuntimeError` when fewer positions were sampled."""
         longest = max((len(row) for row in completions), default=0)
         if self._scores is None or len(self._scores) != len(completions) or longest > len(self._steps) + 1:
             sampled = 0 if self._scores is None else len(self._steps) + 1
             raise RuntimeError(
                 f"{sampled} sampled positions are recorded for {len(completions)} completions of up to {longest} tokens"
             )
-        # The token of the last position went into no further call; a completion that ended earlier does not need it.
+        # The tokens of the last position are in no input. Completions that ended earlier do not need it.
         last = torch.tensor([row[-1] if row else 0 for row in completions], device=self._scores.device)
         steps = torch.stack([*self._steps, _log_prob(self._scores, last)], dim=1).tolist()
         return [row[: len(ids)] for row, ids in zip(steps, completions, strict=True)]
 
 
 def _log_prob(scores: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-    """``[B, V]``, ``[B]`` -> float32 ``[B]``."""
+    """Return the log-probabilities, float32 ``[B]``, of tokens ``[B]`` under scores ``[B, V]``."""
     scores = scores.float()
     return scores.gather(1, tokens.unsqueeze(1)).squeeze(1) - scores.logsumexp(dim=1)
 
@@ -124,7 +126,7 @@ def is_corrected(args: Any) -> bool:
 
 
 def weighting_mode(args: Any) -> str:
-    """Return the mode of the weights; of `"none"` the default mode, under which the mismatch is measured."""
+    """Return the mode of the weights; without correction the default mode, in which the mismatch is measured."""
     return args.rollout_correction if is_corrected(args) else "token_truncate"
 
 
@@ -140,11 +142,12 @@ def share_with_trl(args: Any) -> None:
         "vllm_importance_sampling_mode": ("rollout_correction", weighting_mode(args)),
         "vllm_importance_sampling_clip_max": ("rollout_correction_cap", args.rollout_correction_cap),
     }
-    for theirs, (own, value) in shared.items():
-        given = getattr(args, theirs)
-        if args.use_vllm and given not in (value, args.__dataclass_fields__[theirs].default):
-            raise ValueError(f"{theirs}={given!r} contradicts {own}={getattr(args, own)!r}; set {own} alone")
-        setattr(args, theirs, value)
+    for of_trl, (ours, value) in shared.items():
+        given = getattr(args, of_trl)
+        default = args.__dataclass_fields__[of_trl].default
+        if args.use_vllm and given not in (value, default):
+            raise ValueError(f"{of_trl}={given!r} contradicts {ours}={getattr(args, ours)!r}; set {ours} alone")
+        setattr(args, of_trl, value)
 
 
 def importance_ratios(log_ratio: torch.Tensor, mode: str) -> torch.Tensor:
@@ -155,8 +158,10 @@ def importance_ratios(log_ratio: torch.Tensor, mode: str) -> torch.Tensor:
 
 
 def limit_ratios(ratio: torch.Tensor, mode: str, cap: float) -> torch.Tensor:
-    """Return the weights of one of `CORRECTION_MODES`."""
-    return ratio.clamp(max=cap) if mode.endswith("truncate") else ratio.masked_fill(ratio > cap, 0.0)
+    """Return the weights under one of `CORRECTION_MODES`."""
+    if mode.endswith("truncate"):
+        return ratio.clamp(max=cap)
+    return ratio.masked_fill(ratio > cap, 0.0)
 
 
 class RolloutCorrection:
@@ -167,13 +172,16 @@ class RolloutCorrection:
     """
 
     def __init__(self, args: Any, accelerator: Accelerator, record: Callable[[str, float], None]):
-        self._args, self._accelerator, self._record = args, accelerator, record
+        self._args = args
+        self._accelerator = accelerator
+        self._record = record
         self._sums = MismatchSums()
+        #: A batch without advantages, the advantages, and the step.
         self._waiting: tuple[dict[str, Any], torch.Tensor, int] | None = None
         self._warned = False
 
     def forget_step(self) -> None:
-        """Forget the batches of an optimizer step that is measured, or was cut short."""
+        """Forget the batches of an optimizer step, which were measured or whose step was cut short."""
         self._sums = MismatchSums()
 
     def check(self, batch: dict[str, Any], step: int) -> None:
@@ -183,15 +191,15 @@ class RolloutCorrection:
 
     @contextlib.contextmanager
     def weighting(self, inputs: dict[str, Any], step: int) -> Iterator[dict[str, Any]]:
-        """Give the training batch to compute the loss of: its advantages are weighted, or missing until
-        [`take_log_probs`] was called."""
+        """Yield the batch to compute the loss of, with weighted advantages. Where TRL has not computed
+        log-probabilities yet, the advantages are missing until [`take_log_probs`] is called."""
         if _SAMPLED not in inputs:
             yield inputs
             return
         inputs = dict(inputs)  # the batch itself may be trained on again
-        old = inputs.get("old_per_token_logps")
-        if old is not None:
-            self._weigh(inputs, old, step)
+        old_log_probs = inputs.get("old_per_token_logps")
+        if old_log_probs is not None:
+            self._weigh(inputs, old_log_probs, step)
             yield inputs
             return
         self._waiting = inputs, inputs.pop("advantages"), step
@@ -203,13 +211,15 @@ class RolloutCorrection:
     def take_log_probs(self, trained: torch.Tensor) -> None:
         """Weight the batch that waits for its log-probabilities ``[B, T]`` under the policy that trains."""
         if self._waiting is not None:
-            (inputs, advantages, step), self._waiting = self._waiting, None
+            inputs, advantages, step = self._waiting
+            self._waiting = None
             inputs["advantages"] = advantages
             self._weigh(inputs, trained.detach(), step)
 
     def _weigh(self, inputs: dict[str, Any], trained: torch.Tensor, step: int) -> None:
         """Weight a batch in place by the ratio of ``trained`` to the probabilities it was sampled with; measure it."""
-        mask, args = inputs["completion_mask"] * inputs.get("tool_mask", 1), self._args
+        args = self._args
+        mask = inputs["completion_mask"] * inputs.get("tool_mask", 1)
         # NaN: a token that the sampler could not score.
         log_ratio = torch.nan_to_num((trained - inputs[_SAMPLED]) * mask, nan=0.0)
         self._measure(log_ratio, mask, step)
@@ -250,51 +260,65 @@ class MismatchSums:
     """Sums over tokens and sequences of several batches, then of all processes, and the measures they give."""
 
     def __init__(self):
-        self._batches: list[torch.Tensor] = []  # of each the sums, and three maxima
+        #: The sums and three maxima of each batch, in the order of their names.
+        self._batches: list[torch.Tensor] = []
+        self._names: list[str] = []
 
     def add(self, log_ratio: torch.Tensor, mask: torch.Tensor, mode: str, cap: float) -> None:
         """Count one batch, with its weights under ``mode`` and ``cap``."""
-        mask, exact = mask.bool(), widest_float(log_ratio.device)
+        mask = mask.bool()
+        exact = widest_float(log_ratio.device)
         has_tokens = mask.any(dim=1)
-        by_sequence = importance_ratios(log_ratio, "sequence")[has_tokens, 0].to(exact)
+        sequence_ratio = importance_ratios(log_ratio, "sequence")[has_tokens, 0].to(exact)
         ratio = importance_ratios(log_ratio, mode)
-        chosen = (has_tokens, 0) if mode.startswith("sequence") else mask
-        judged = ratio[chosen]
-        clipped = judged > cap
-        weights = limit_ratios(judged, mode, cap).to(exact)
+        weighted = ratio[has_tokens, 0] if mode.startswith("sequence") else ratio[mask]
+        weights = limit_ratios(weighted, mode, cap).to(exact)
         log_ratio = log_ratio[mask].to(exact)
         ratio = log_ratio.clamp(-_LARGEST, _LARGEST).exp()
-        sums = [
-            torch.ones_like(ratio), ratio, ratio.square(), ratio - 1 - log_ratio, log_ratio.abs(),
-            torch.ones_like(by_sequence), by_sequence, by_sequence.square(), clipped.to(exact),
-            torch.ones_like(weights), weights, weights.square(),
-        ]  # fmt: skip
-        nothing = ratio.new_full((1,), -torch.inf)
-        maxima = [torch.cat([nothing, each]).max() for each in (-ratio, ratio, log_ratio.abs())]
-        self._batches.append(torch.stack([*(each.sum() for each in sums), *maxima]))
+        sums = {
+            "tokens": torch.ones_like(ratio),
+            "ratios": ratio,
+            "squared ratios": ratio.square(),
+            "kl": ratio - 1 - log_ratio,  # the k3 estimator
+            "differences": log_ratio.abs(),
+            "sequences": torch.ones_like(sequence_ratio),
+            "sequence ratios": sequence_ratio,
+            "squared sequence ratios": sequence_ratio.square(),
+            "clipped": (weighted > cap).to(exact),
+            "weighted": torch.ones_like(weights),
+            "weights": weights,
+            "squared weights": weights.square(),
+        }
+        largest = {"negative smallest ratio": -ratio, "largest ratio": ratio, "largest difference": log_ratio.abs()}
+        lowest = ratio.new_full((1,), -torch.inf)
+        values = [value.sum() for value in sums.values()]
+        values += [torch.cat([lowest, value]).max() for value in largest.values()]
+        self._names = [*sums, *largest]
+        self._batches.append(torch.stack(values))
 
     def measures(self, gather: Callable[[torch.Tensor], torch.Tensor]) -> dict[str, float]:
         """Return metrics under the names that they are logged by; empty when no process had a token. ``gather``
         concatenates a tensor's first axis over processes, which have the same number of batches."""
         rows = gather(torch.stack(self._batches))
-        smallest, largest, difference = rows[:, -3:].amax(dim=0).tolist()
-        tokens, total, squares, k3, absolute, sequences, by_sequence, by_sequence_squares, *sums = (
-            rows[:, :-3].sum(dim=0).tolist()
-        )
-        clipped, judged, weights, weight_squares = sums
-        if tokens == 0:
+        values = torch.cat([rows[:, :-3].sum(dim=0), rows[:, -3:].amax(dim=0)]).tolist()
+        total = dict(zip(self._names, values, strict=True))
+        if total["tokens"] == 0:
             return {}
-        # Weights that are all alike and next to nothing count for little, too: no more than their mean.
-        effective = min(weights**2 / (judged * weight_squares), weights / judged) if weight_squares else 0.0
+        effective = 0.0
+        if total["squared weights"]:
+            # Weights that are all alike and next to nothing count for little, too: no more than their mean.
+            share = total["weights"] ** 2 / (total["weighted"] * total["squared weights"])
+            effective = min(share, total["weights"] / total["weighted"])
+        by_sequence = total["sequence ratios"] ** 2 / (total["sequences"] * total["squared sequence ratios"])
         return {
-            "sampling/importance_sampling_ratio/min": -smallest,
-            "sampling/importance_sampling_ratio/mean": total / tokens,
-            "sampling/importance_sampling_ratio/max": largest,
-            "sampling/importance_sampling_ratio/clipped": clipped / judged,
-            "sampling/sampling_logp_difference/mean": absolute / tokens,
-            "sampling/sampling_logp_difference/max": difference,
-            "sampling/kl": k3 / tokens,
-            "sampling/effective_sample_size": total**2 / (tokens * squares),
-            "sampling/effective_sample_size_sequence": by_sequence**2 / (sequences * by_sequence_squares),
+            "sampling/importance_sampling_ratio/min": -total["negative smallest ratio"],
+            "sampling/importance_sampling_ratio/mean": total["ratios"] / total["tokens"],
+            "sampling/importance_sampling_ratio/max": total["largest ratio"],
+            "sampling/importance_sampling_ratio/clipped": total["clipped"] / total["weighted"],
+            "sampling/sampling_logp_difference/mean": total["differences"] / total["tokens"],
+            "sampling/sampling_logp_difference/max": total["largest difference"],
+            "sampling/kl": total["kl"] / total["tokens"],
+            "sampling/effective_sample_size": total["ratios"] ** 2 / (total["tokens"] * total["squared ratios"]),
+            "sampling/effective_sample_size_sequence": by_sequence,
             "sampling/effective_sample_size_weights": effective,
         }

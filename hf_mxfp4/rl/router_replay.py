@@ -40,18 +40,20 @@ class RouterReplay:
         is_scored_by_trl: bool = False,
     ):
         self.routers = find_routers(model)
-        self._accelerator, self._record = accelerator, record
+        self._accelerator = accelerator
+        self._record = record
         self._recorder = ChoiceRecorder(model, self.routers) if llm is None else ServedChoices(llm, self.routers)
         self._rows: list[torch.Tensor] | None = None
-        self.is_scored_by_trl, self._is_scored_next = is_scored_by_trl, False
+        self.is_scored_by_trl = is_scored_by_trl
+        self._is_scored_next = False
 
     def recording(self) -> contextlib.AbstractContextManager[None]:
-        """Record the experts of what is generated within."""
+        """Record the experts of what is generated within this context."""
         self._rows = None
         return self._recorder.recording()
 
     def keep(self, prompts: Sequence[Sequence[int]], completions: Sequence[Sequence[int]]) -> None:
-        """Keep what was recorded for these sequences; raises `ValueError` when it does not belong to them."""
+        """Keep the recording of these sequences; raises `ValueError` when it does not belong to them."""
         self._rows = self._recorder.rows(prompts, completions)
         self._is_scored_next = self.is_scored_by_trl
 
@@ -74,8 +76,8 @@ class RouterReplay:
 
     @contextlib.contextmanager
     def scoring_next(self, mask: torch.Tensor, width: int) -> Iterator[None]:
-        """[`scoring`] where TRL computes log-probabilities of the last rollout for the first time; else nothing.
-        ``mask`` is ``[B, P + C]``, and ``width`` C."""
+        """Enter [`scoring`] where TRL computes log-probabilities of the last rollout for the first time, and do nothing
+        otherwise. ``mask`` is ``[B, P + C]``, and ``width`` is C."""
         if not self._is_scored_next:
             yield
             return
@@ -109,8 +111,8 @@ class RouterReplay:
 
 
 def routed_tokens(prompt_mask: torch.Tensor, completion_mask: torch.Tensor) -> torch.Tensor:
-    """Return the tokens that generation fed to the model, bool ``[B, P + C]``: all but padding and each completion's
-    last, whose routing has no part in any log-probability."""
+    """Return the tokens that generation fed to the model, bool ``[B, P + C]``: all but padding and the last token of
+    each completion, whose routing no log-probability depends on."""
     completion_mask = completion_mask.bool()
     order = completion_mask.cumsum(dim=1)
     fed = completion_mask & (order < order[:, -1:])
@@ -122,11 +124,11 @@ class ServedChoices:
     Raises `ValueError` when the layers of the routers cannot be told from their names."""
 
     def __init__(self, llm: Any, routers: Mapping[str, nn.Module]):
-        self._llm, self.routers = llm, routers
+        self._llm = llm
         self._outputs: list[Any] | None = None
-        found = {name: _LAYER.findall(name)[:1] for name in routers}
-        unknown = [name for name, layers in found.items() if not layers]
-        self._layers = [int(layer) for layers in found.values() for layer in layers]
+        matches = {name: _LAYER.search(name) for name in routers}
+        unknown = [name for name, match in matches.items() if match is None]
+        self._layers = [int(match[1]) for match in matches.values() if match is not None]
         if unknown or len(set(self._layers)) < len(self._layers):
             raise ValueError(
                 "router replay with vLLM finds the experts of a router by the number of its layer, which the names "
@@ -135,38 +137,41 @@ class ServedChoices:
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[None]:
-        """Record what vLLM generates within; raises `RuntimeError` at the end unless it generated once."""
-        outputs: list[list[Any]] = []
+        """Record what vLLM generates within this context; raises `RuntimeError` at the end unless it generated once."""
+        generations: list[list[Any]] = []
         generate = self._llm.generate
 
-        def recorded(*args: Any, **kwargs: Any) -> list[Any]:
-            outputs.append(generate(*args, **kwargs))
-            return outputs[-1]
+        def generate_recorded(*args: Any, **kwargs: Any) -> list[Any]:
+            generations.append(generate(*args, **kwargs))
+            return generations[-1]
 
-        with replaced_method(self._llm, "generate", recorded):
+        with replaced_method(self._llm, "generate", generate_recorded):
             yield
-        if len(outputs) != 1:
-            raise RuntimeError(f"router replay records a rollout of one generation; vLLM ran {len(outputs)}")
-        (self._outputs,) = outputs
+        if len(generations) != 1:
+            raise RuntimeError(f"router replay records a rollout of one generation; vLLM ran {len(generations)}")
+        self._outputs = generations[0]
 
     def rows(self, prompts: Sequence[Sequence[int]], completions: Sequence[Sequence[int]]) -> list[torch.Tensor]:
         """Return what [`ChoiceRecorder.rows`] does. Raises `RouterReplayError` when vLLM returned no experts, or those
         of other tokens, layers or numbers of them."""
-        outputs, self._outputs = self._outputs or [], None
+        outputs = self._outputs or []
+        self._outputs = None
         if len(outputs) != len(prompts):
             raise RouterReplayError(f"router replay: vLLM generated {len(outputs)} sequences of {len(prompts)}")
-        sequences = enumerate(zip(outputs, prompts, completions, strict=True))
-        return [self._row(number, *sequence) for number, sequence in sequences]
+        numbers = range(len(outputs))
+        return [self._row(*sequence) for sequence in zip(numbers, outputs, prompts, completions, strict=True)]
 
     def _row(self, number: int, output: Any, prompt: Sequence[int], completion: Sequence[int]) -> torch.Tensor:
-        answer, tokens = output.outputs[0], len(prompt) + len(completion) - 1
+        """Return the experts of sequence ``number``, int16 ``[tokens, layers with a router, k]``."""
+        answer = output.outputs[0]
+        tokens = len(prompt) + len(completion) - 1
         experts = answer.routed_experts  # [tokens, all layers, k]
         if list(output.prompt_token_ids) != list(prompt) or list(answer.token_ids) != list(completion):
             raise RouterReplayError(f"router replay: sequence {number} came back with other tokens than vLLM generated")
         if experts is None or len(experts) != tokens or experts.shape[1] <= max(self._layers):
-            found = None if experts is None else tuple(experts.shape)
+            shape = None if experts is None else tuple(experts.shape)
             raise RouterReplayError(
-                f"router replay: vLLM returned experts {found} of sequence {number}, which is not [{tokens} tokens, "
+                f"router replay: vLLM returned experts {shape} of sequence {number}, which is not [{tokens} tokens, "
                 f"layers up to {max(self._layers)}, k]; it is to be made with {EXPERTS_OPTION}"
             )
         row = torch.from_numpy(experts[:, self._layers].astype("int16"))

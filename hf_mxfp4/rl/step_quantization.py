@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One quantization of each weight per optimizer step, for its rollouts, log-probabilities and passes; their count; and
-what the trainers of this package do around a training.
+"""One quantization of each weight per optimizer step, for its rollouts, log-probabilities and passes, and the count of
+quantizations; and what the trainers of this package do around a training.
 
 Quantizations are kept from the first `training_step` of an optimizer step to the end of the last one, outside of which
 a Trainer's optimizer steps, loads checkpoints, calls callbacks and evaluates.

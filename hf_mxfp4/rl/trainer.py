@@ -102,11 +102,12 @@ class MXFP4GRPOTrainer(QuantizedTrainerMixin, GRPOTrainer):
         prompts = first_prompts(train_dataset, eval_dataset, needs_prompt)  # before a seed is set: transforms may draw
         check_adapter(model, kwargs.get("peft_config"))
         kwargs["quantization_config"] = quantization_config
-        functions = list(reward_funcs) if isinstance(reward_funcs, list) else reward_funcs  # TRL adds to the list
+        if isinstance(reward_funcs, list):
+            reward_funcs = list(reward_funcs)  # TRL adds to the list
         with vllm_in_scheme(args):
-            super().__init__(model, functions, args, train_dataset, eval_dataset, **kwargs)
-        named = zip(self.reward_funcs, self.reward_func_names, strict=True)  # those of environments too
-        self.reward_funcs: list[Any] = [guard_reward(function, name) for function, name in named]
+            super().__init__(model, reward_funcs, args, train_dataset, eval_dataset, **kwargs)
+        names = self.reward_func_names  # with the rewards of environments
+        self.reward_funcs: list[Any] = list(map(guard_reward, self.reward_funcs, names))
         self.n_quantized = count_quantized(self.model)
         check_tokens(self._tokenizer, prompts)
         baseline = "" if args.allow_full_precision else "set allow_full_precision=True for a baseline"
@@ -120,18 +121,17 @@ class MXFP4GRPOTrainer(QuantizedTrainerMixin, GRPOTrainer):
         )  # fmt: skip
 
     def _make_components(self, args: MXFP4GRPOConfig) -> None:
-        """Make what a training step consists of, as the module says."""
-        model, accelerator = self.model, self.accelerator
-        self.quantization = StepQuantization(model, self.ref_model, args, accelerator, self._record)
-        self.noise = NormNoise(model, args.seed) if args.aqn else None
+        """Make the components of a training step, which the docstring of this module lists."""
+        self.quantization = StepQuantization(self.model, self.ref_model, args, self.accelerator, self._record)
+        self.noise = NormNoise(self.model, args.seed) if args.aqn else None
         self._warned_of_noise = False
-        self.correction = RolloutCorrection(args, accelerator, self._record)
+        self.correction = RolloutCorrection(args, self.accelerator, self._record)
         self.routing: RouterReplay | None = None
         self._check_turns()
         if args.router_replay:
             llm = self.vllm_generation.llm if self.use_vllm else None
             is_scored_by_trl = self.use_vllm and self.vllm_importance_sampling_correction
-            self.routing = RouterReplay(model, accelerator, self._record, llm, is_scored_by_trl)
+            self.routing = RouterReplay(self.model, self.accelerator, self._record, llm, is_scored_by_trl)
         self._in_step = contextlib.ExitStack()
         self.vllm_policy: VLLMPolicy | None = None
         if self.use_vllm:
@@ -196,16 +196,18 @@ class MXFP4GRPOTrainer(QuantizedTrainerMixin, GRPOTrainer):
 
     @contextlib.contextmanager
     def _rollout_policy(self) -> Iterator[None]:
-        """Return the policy as it samples: with copies of its weights, and with noise in training."""
-        step, sigma = self.state.global_step, self._sigma()
+        """Make the policy sample from kept quantized weights, and in training under noise, within this context."""
+        sigma = self._sigma()
         is_noisy = self.noise is not None and self.model.training
         if self.use_vllm and (is_noisy or self.vllm_policy.has_noise):
             # The noise travels with the weights: a push is due even if they have not changed, to bring noise, or in
             # evaluation to take it away.
             self._last_loaded_step = -1
-        noise: Any = contextlib.nullcontext()
-        if is_noisy:
-            noise = self.noise.pushed(sigma) if self.use_vllm else self.noise.active(step, sigma)
+        noise: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+        if is_noisy and self.use_vllm:
+            noise = self.noise.pushed(sigma)
+        elif is_noisy:
+            noise = self.noise.active(self.state.global_step, sigma)
         with self._weight_copies(), noise:
             yield
         if is_noisy:
@@ -245,7 +247,9 @@ class MXFP4GRPOTrainer(QuantizedTrainerMixin, GRPOTrainer):
         # in training mode dropout would draw another policy for each token.
         with recorded_log_probs(self.model) as recorder, evaluation_mode(self.model), self.accelerator.autocast():
             completions, log_probs = super()._generate_single_turn(prompt_ids, *args, **kwargs)
-        return completions, recorder.rows(completions) if self.model.training else log_probs
+        if self.model.training:
+            log_probs = recorder.rows(completions)
+        return completions, log_probs
 
     def _push_rollout_policy_to_vllm(self) -> None:
         def rollout() -> tuple[int, float]:
@@ -255,17 +259,16 @@ class MXFP4GRPOTrainer(QuantizedTrainerMixin, GRPOTrainer):
 
     @torch.no_grad()
     def _replayed_log_probs(self, batch: dict[str, Any]) -> torch.Tensor:
-        """Log-probabilities ``[B, T]`` of the last rollout's completions, routed as it was."""
-        masks = batch["prompt_mask"], batch["completion_mask"]
+        """Return log-probabilities ``[B, T]`` of the last rollout's completions, with the experts of the rollout."""
         with (
             self._weight_copies(),
             disable_gradient_checkpointing(self.model, self.args.gradient_checkpointing_kwargs),
-            self.routing.scoring(*masks),
+            self.routing.scoring(batch["prompt_mask"], batch["completion_mask"]),
         ):
             logps, _, _ = self._get_per_token_logps_and_entropies(
                 self.model,
                 torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1),
-                torch.cat(masks, dim=1),
+                torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1),
                 batch["completion_ids"].size(1),
                 batch_size=self.args.per_device_train_batch_size,
             )
@@ -279,21 +282,26 @@ class MXFP4GRPOTrainer(QuantizedTrainerMixin, GRPOTrainer):
         self.quantization.reference.clear()  # it has scored the rollout
         if self.routing is not None:
             self._in_step.enter_context(self.routing.training(inputs))
-        logged = len(self._metrics["train"].get("entropy", ()))
-        mask = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1)
-        watching = self.activation_callback.observing(mask) if self.activation_callback else contextlib.nullcontext()
+        n_logged = len(self._metrics["train"].get("entropy", ()))
+        watching: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+        if self.activation_callback is not None:
+            mask = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1)
+            watching = self.activation_callback.observing(mask)
         with watching, self.correction.weighting(inputs, self.state.global_step) as weighted:
             loss = super().compute_loss(model, weighted, *args, **kwargs)
         entropies = self._metrics["train"].get("entropy", [])
-        if len(entropies) > logged:
-            counted = (inputs["completion_mask"] * inputs.get("tool_mask", 1)).sum()
-            if self.accelerator.reduce(counted, reduction="sum").item() == 0:
-                # TRL logs 0, which is the entropy of a policy that has collapsed. What is NaN, its log leaves out.
-                entropies[logged:] = [math.nan] * (len(entropies) - logged)
+        if len(entropies) > n_logged:
+            n_tokens = (inputs["completion_mask"] * inputs.get("tool_mask", 1)).sum()
+            if self.accelerator.reduce(n_tokens, reduction="sum").item() == 0:
+                # TRL logs 0, which is the entropy of a policy that has collapsed. Its log leaves NaN out.
+                entropies[n_logged:] = [math.nan] * (len(entropies) - n_logged)
         return loss
 
     def _get_per_token_logps_and_entropies(self, model: Any, ids: Any, mask: Any, width: int, *args, **kwargs):
-        with contextlib.nullcontext() if self.routing is None else self.routing.scoring_next(mask, width):
+        replay: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+        if self.routing is not None:
+            replay = self.routing.scoring_next(mask, width)
+        with replay:
             output = super()._get_per_token_logps_and_entropies(model, ids, mask, width, *args, **kwargs)
         self.correction.take_log_probs(output[0])
         return output
@@ -313,11 +321,12 @@ class MXFP4GRPOTrainer(QuantizedTrainerMixin, GRPOTrainer):
             super().create_model_card(*args, **kwargs)
             if self.is_world_process_zero():
                 source = Path(getattr(self.model.config, "_name_or_path", "")).name or type(self.model).__name__
-                path, pipeline = Path(self.args.output_dir) / "README.md", "from transformers import pipeline\n"
+                path = Path(self.args.output_dir) / "README.md"
                 text = path.read_text(encoding="utf-8")
                 text = text.replace("[None](https://huggingface.co/None)", f"the local model `{source}`")
                 text = text.replace('model="None"', 'model="path/to/this/model"')
                 if self.n_quantized:
+                    pipeline = "from transformers import pipeline\n"
                     text = text.replace(pipeline, f"import hf_mxfp4  # the layers\n{pipeline}")
                 replace_file(path, text)
 
@@ -332,5 +341,5 @@ class MXFP4GRPOTrainer(QuantizedTrainerMixin, GRPOTrainer):
 
     def _load_process_state(self, state: dict[str, Any]) -> None:
         super()._load_process_state(state)
-        if self.use_adaptive_entropy and "entropy_controller" in state:
+        if self.use_adaptive_entropy:
             self.entropy_coef, self._last_world_entropy = state["entropy_controller"]

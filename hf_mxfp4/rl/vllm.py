@@ -55,9 +55,13 @@ class VLLMPolicy:
         rollout: Callable[[], tuple[int, float]],
         record: Callable[[str, float], None],
     ):
-        self._generation, self._model, self._noise = generation, model, noise
-        self._rollout, self._record = rollout, record
-        self.has_noise, self.n_syncs = False, 0
+        self._generation = generation
+        self._model = model
+        self._noise = noise
+        self._rollout = rollout
+        self._record = record
+        self.has_noise = False
+        self.n_syncs = 0
         self.engine = VLLMEngine.of(generation)
         self.engine.describe(model, args)
         self.engine.check(model)
@@ -65,28 +69,32 @@ class VLLMPolicy:
         self._is_server = getattr(generation, "mode", None) == "server"
         if self._is_server:
             check_served(model)
-        if self._is_server and getattr(generation, "vllm_client", None) is not None:  # in the main process
-            explain_server_errors(generation.vllm_client)
-        kinds = [kind for kind in (PACKED, TRAINABLE) if any(isinstance(module, kind) for module in model.modules())]
-        self._adapted = kinds[0] if kinds and isinstance(model, PeftModel) else None  # what adapters are on
-        if self._adapted is TRAINABLE:
-            adapter_sums(model)
+            client = getattr(generation, "vllm_client", None)  # in the main process alone
+            if client is not None:
+                explain_server_errors(client)
+        is_adapted = isinstance(model, PeftModel)
+        self._is_adapted_packed = is_adapted and _has_layer(model, PACKED)
+        self._is_adapted_trainable = is_adapted and not self._is_adapted_packed and _has_layer(model, TRAINABLE)
+        if self._is_adapted_trainable:
+            adapter_sums(model)  # raises for adapters that cannot be pushed
         # At the level at which TRL lets vLLM sleep, it throws weights away after each generation.
         forgets = self._is_server or getattr(generation, "enable_sleep_mode", False)
         self._pushed = None if forgets else PushedWeights(model)
-        self._walk, sync = generation._iter_named_params, generation.sync_weights
+        self._walk = generation._iter_named_params
+        self._sync_of_trl = generation.sync_weights
         generation._iter_named_params = self._parameters
-        generation.sync_weights = lambda: self._sync(sync)
+        generation.sync_weights = self._sync
 
-    def _sync(self, sync: Callable[[], None]) -> None:
-        """TRL's push of the weights, which must be one."""
+    def _sync(self) -> None:
+        """Have TRL push the weights; raise `RuntimeError` when it pushes none."""
         before = self.n_syncs
-        sync()
+        self._sync_of_trl()
         if self.n_syncs == before:
             raise RuntimeError("TRL has pushed none of the weights of the policy to vLLM")
 
     def _parameters(self) -> Parameters:
-        (step, sigma), model = self._rollout(), self._model
+        """Yield what vLLM is given, in the place of TRL's walk over the parameters."""
+        step, sigma = self._rollout()
         # A server is announced first what it will be pushed, by a walk of its own.
         is_push = not (self._is_server and getattr(self._generation, "_weight_metadata", ()) is None)
         named, merged, deltas, factors = self._of_policy()
@@ -96,14 +104,14 @@ class VLLMPolicy:
         # From the first tensor on, and until all of them are clean again.
         self.has_noise = self.has_noise or sigma > 0
         tensors = rollout_parameters(
-            named, model, self._noise, step, sigma, deltas, self.engine.dtype,
+            named, self._model, self._noise, step, sigma, deltas, self.engine.dtype,
             factors=factors, packs=self.engine.is_packed, pushed=self._pushed, merged=merged,
         )  # fmt: skip
-        n_bytes = n_tensors = 0
+        n_bytes = 0
         for name, tensor in tensors:
-            n_bytes, n_tensors = n_bytes + tensor.nbytes, n_tensors + 1
+            n_bytes += tensor.nbytes
             yield name, tensor
-        if n_tensors == 0:
+        if n_bytes == 0:
             raise RuntimeError("nothing of the policy is left to push to vLLM: all of it is frozen, and vLLM has it")
         if is_push:
             self.has_noise = sigma > 0
@@ -111,26 +119,29 @@ class VLLMPolicy:
             self._record("vllm/sync_bytes", n_bytes)
 
     def _of_policy(self) -> tuple[Parameters, set[str], dict, dict]:
-        """Return parameters to push, those with adapters in them, what adapters add to others, and their factors."""
-        model, packs = self._model, self.engine.is_packed
+        """Return the parameters to push, the names of those with adapters in them, what adapters add to others, and the
+        factors of adapters that vLLM keeps apart."""
+        model = self._model
+        packs = self.engine.is_packed
         # Of layers without adapters vLLM has zeros, unless it throws them away; a server is to load those of a layer
         # that is joined with one that has an adapter.
         everywhere = packs and self.engine.settings.adapter_rank > 0 and self._pushed is None
         factors = adapter_factors(model, everywhere) if packs else {}
         apart = {f"{name}.weight" for name in factors}
-        if self._adapted is None:
-            return self._walk(), set(), {}, factors
-        if self._adapted is PACKED:
-            merged = adapted_parameters(model)
-            return policy_parameters(model, packed=packs), merged - apart if packs else merged, {}, factors
-        deltas = {name: delta for name, delta in adapter_sums(model).items() if name not in apart}
-        return _without_merging(self._walk, model), adapted_parameters(model), deltas, factors
+        if self._is_adapted_packed:
+            return policy_parameters(model, packed=packs), adapted_parameters(model) - apart, {}, factors
+        if self._is_adapted_trainable:
+            deltas = {name: delta for name, delta in adapter_sums(model).items() if name not in apart}
+            return _without_merging(self._walk, model), adapted_parameters(model), deltas, factors
+        return self._walk(), set(), {}, factors
 
 
 def _without_merging(walk: Callable[[], Parameters], model: nn.Module) -> Parameters:
-    """TRL's walk over the parameters of a PEFT model without the merge around it, which would write master weights."""
+    """Yield the parameters of TRL's walk over a PEFT model without the merge around it, which would write master
+    weights."""
     merges = []
-    model.merge_adapter, model.unmerge_adapter = lambda: merges.append(True), lambda: None
+    model.merge_adapter = lambda: merges.append(True)
+    model.unmerge_adapter = lambda: None
     try:
         for named in walk():
             if not merges:
@@ -140,9 +151,16 @@ def _without_merging(walk: Callable[[], Parameters], model: nn.Module) -> Parame
         del model.merge_adapter, model.unmerge_adapter
 
 
+def _has_layer(model: nn.Module, kind: Any) -> bool:
+    return any(isinstance(module, kind) for module in model.modules())
+
+
 class PushedWeights:
-    """Frozen parameters of the policy that vLLM has as they are now; one that was replaced or written is another one.
-    ``left_out`` need not be pushed in the walk that has begun."""
+    """Knows which frozen parameters vLLM has as they are now, so that they are pushed once. A parameter that was
+    replaced or written counts as another one.
+
+    ``left_out`` has the names that need not be pushed in the walk that has begun.
+    """
 
     def __init__(self, model: nn.Module):
         self._model = model
@@ -151,13 +169,15 @@ class PushedWeights:
         self.left_out: set[str] = set()
 
     def begin(self, changing: Set[str]) -> None:
-        """Begin a walk, in which what is named ``changing`` is pushed with noise, or with adapters in it."""
-        own = [(n, p) for n, p in self._model.named_parameters() if not (".lora_" in n or ".original_module." in n)]
-        self._frozen = {plain_name(name): parameter for name, parameter in own if not parameter.requires_grad}
+        """Begin a walk in which the parameters ``changing`` are pushed with noise, or with adapters in them."""
+        self._frozen = {}
+        for name, parameter in self._model.named_parameters():
+            if not (parameter.requires_grad or ".lora_" in name or ".original_module." in name):
+                self._frozen[plain_name(name)] = parameter
         self.left_out = {name for name in self._pushed if self._has(name)} - changing
 
     def note(self, name: str, is_clean: bool) -> None:
-        """Remember that this parameter was pushed, and whether as it is: without noise, and without adapters in it."""
+        """Remember that this parameter was pushed. It ``is_clean`` without noise and without adapters in it."""
         parameter = self._frozen.get(name)
         if is_clean and parameter is not None:
             self._pushed[name] = weakref.ref(parameter), parameter._version
@@ -165,7 +185,8 @@ class PushedWeights:
             self._pushed.pop(name, None)
 
     def _has(self, name: str) -> bool:
-        parameter, (pushed, version) = self._frozen.get(name), self._pushed[name]
+        parameter = self._frozen.get(name)
+        pushed, version = self._pushed[name]
         return parameter is not None and pushed() is parameter and version == parameter._version
 
 
@@ -183,7 +204,7 @@ def rollout_parameters(
     pushed: PushedWeights | None = None,
     merged: Set[str] = frozenset(),
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Return the pairs of ``named`` with quantized weights in place of master weights, and noise on the weights of
+    """Yield the pairs of ``named`` with quantized weights in place of master weights, and noise on the weights of
     norms. What the noise changed, after rounding to the dtype of vLLM, is left in its ``last_report``.
 
     Args:
@@ -199,14 +220,16 @@ def rollout_parameters(
     """
     check_forward(model)
     quantized = {plain_name(matrix.full_name): matrix for matrix in trainable_matrices(model)}
-    deltas, factors = dict(deltas or {}), dict(factors or {})
+    deltas = dict(deltas or {})
+    factors = dict(factors or {})
     noisy_norms = noise.norms if noise is not None and sigma > 0 else ()
     norms = {plain_name(name): index for index, name in enumerate(noisy_norms)}
     left_out = set() if pushed is None else pushed.left_out
     n_quantized = n_noisy = n_elements = 0
-    energy = 0.0
+    energy = 0.0  # of the noise, after rounding
     for name, tensor in named:
-        owner, matrix = name.removesuffix(".weight"), quantized.get(name)
+        owner = name.removesuffix(".weight")
+        matrix = quantized.get(name)
         n_quantized += matrix is not None
         delta = deltas.pop(name, None)
         has_noise = name.endswith(".weight") and owner in norms
@@ -216,19 +239,24 @@ def rollout_parameters(
         elif is_clean and packs and matrix is not None:
             for suffix, part in matrix.packed_values(tensor).items():
                 yield f"{name}{suffix}", part
+        elif is_clean and matrix is None:
+            yield name, tensor
         else:
-            clean = tensor.detach() if matrix is None else matrix.layer_values(tensor)
-            adapted = clean if delta is None else (clean.float() + delta()).to(clean.dtype)
+            value = tensor.detach() if matrix is None else matrix.layer_values(tensor)
+            if delta is not None:
+                value = (value.float() + delta()).to(value.dtype)
+            served_dtype = dtype or value.dtype
             if has_noise:
+                clean = value
+                value = (clean.float() + noise.noise(norms[owner], clean, step, sigma)).to(clean.dtype)
+                exact = widest_float(clean.device)
+                deviation = value.to(served_dtype).to(exact) - clean.to(served_dtype).to(exact)
+                energy += float(deviation.square().sum())
                 n_noisy += 1
-                noisy = (adapted.float() + noise.noise(norms[owner], adapted, step, sigma)).to(adapted.dtype)
-                rounded = [each.to(dtype or adapted.dtype).to(widest_float(each.device)) for each in (noisy, adapted)]
-                energy += float((rounded[0] - rounded[1]).square().sum())
                 n_elements += tensor.numel()
-                yield name, noisy
-            else:
-                adapted = adapted if matrix is None else adapted.to(dtype or adapted.dtype)
-                yield name, tensor if adapted is clean and matrix is None else adapted
+            elif matrix is not None:
+                value = value.to(served_dtype)
+            yield name, value
         if pushed is not None and name not in left_out:
             pushed.note(name, is_clean and name not in merged)
         if name.endswith(".weight") and owner in factors:

@@ -45,38 +45,39 @@ class VLLMServerError(RuntimeError):
 def vllm_in_scheme(args: Any) -> Iterator[None]:
     """Have TRL, within this context, make a colocated vLLM that computes as the policy does, where the plugin can (the
     log says why not), and that returns the experts it chooses for `router_replay`."""
-    make = getattr(vllm_generation, "LLM", None)
-    if not args.use_vllm or args.vllm_mode != "colocate" or make is None:  # without vLLM TRL says so
+    llm_class = getattr(vllm_generation, "LLM", None)
+    if not args.use_vllm or args.vllm_mode != "colocate" or llm_class is None:  # without vLLM TRL raises
         yield
         return
-    init, made = vllm_generation.VLLMGeneration._init_vllm, []
+    init = vllm_generation.VLLMGeneration._init_vllm
+    engines = []
 
-    def start(generation: Any) -> None:
+    def init_in_scheme(generation: Any) -> None:
         options = _options(generation.model, args)
 
-        def make_changed(**own: Any) -> Any:
-            made.append(True)
-            return make(**{**own, **options})
+        def make_engine(**options_of_trl: Any) -> Any:
+            engines.append(llm_class(**{**options_of_trl, **options}))
+            return engines[-1]
 
-        with replaced_method(vllm_generation, "LLM", make_changed):
+        with replaced_method(vllm_generation, "LLM", make_engine):
             init(generation)
 
-    with replaced_method(vllm_generation.VLLMGeneration, "_init_vllm", start):
+    with replaced_method(vllm_generation.VLLMGeneration, "_init_vllm", init_in_scheme):
         yield
-    if not made:
+    if not engines:
         raise RuntimeError("TRL starts vLLM in another way than this version of hf-mxfp4 knows")
 
 
 def _options(model: nn.Module, args: Any) -> dict[str, Any]:
     """Return what to add to the options that TRL makes its colocated vLLM with."""
     options: dict[str, Any] = {EXPERTS_OPTION: True} if args.router_replay else {}
-    config, words = quantization_config(model, args)
+    config, description = quantization_config(model, args)
     if config is not None:
-        get_logger().info("vLLM is started in the scheme of the policy, %s", words)
+        get_logger().info("vLLM is started in the scheme of the policy, %s", description)
         return {**options, "hf_overrides": {"quantization_config": config}}
-    is_asked_for = args.vllm_weights == "checkpoint" or not _quantized(model)
-    log = get_logger().info if is_asked_for else get_logger().warning
-    log("vLLM is started on the checkpoint of the policy as it is, and not in its scheme: %s", words)
+    is_expected = args.vllm_weights == "checkpoint" or not _quantized(model)
+    log = get_logger().info if is_expected else get_logger().warning
+    log("vLLM is started on the checkpoint of the policy as it is, and not in its scheme: %s", description)
     return options
 
 
@@ -91,21 +92,26 @@ def quantization_config(model: nn.Module, args: Any) -> tuple[dict[str, Any] | N
     reason = _unsupported_reason(model, name, stored, args)
     if reason:
         return None, reason
-    dense_reason = (
-        "vllm_weights='dense'" if args.vllm_weights == "dense" else needs_dense(model) or _slow_experts(model)
-    )
-    settings = EngineSettings("dense") if dense_reason else EngineSettings("packed", adapter_rank(model))
+    if args.vllm_weights == "dense":
+        dense_reason: str | None = "vllm_weights='dense'"
+    else:
+        dense_reason = needs_dense(model) or _slow_experts(model)
+    if dense_reason:
+        settings = EngineSettings("dense")
+        form = f"dense: {dense_reason}"
+    else:
+        settings = EngineSettings("packed", adapter_rank(model))
+        form = f"in 4 bits, for adapters up to rank {settings.adapter_rank}"
     mode = (stored.get("quantization_config") or {}).get("mode", "qat")
-    # What is left out is about gradients alone.
-    scheme = replace(base_scheme(model), mode=mode, stochastic_seed=0)
-    form = f"dense: {dense_reason}" if dense_reason else f"in 4 bits, for adapters up to rank {settings.adapter_rank}"
-    words = f"{scheme.describe()} (mode {mode}), quantized weights {form}"
-    return {**scheme.to_dict(), SETTINGS_KEY: asdict(settings)}, words
+    scheme = replace(base_scheme(model), mode=mode, stochastic_seed=0)  # vLLM computes no gradients
+    description = f"{scheme.describe()} (mode {mode}), quantized weights {form}"
+    return {**scheme.to_dict(), SETTINGS_KEY: asdict(settings)}, description
 
 
 def _unsupported_reason(model: nn.Module, name: str, stored: dict[str, Any], args: Any) -> str | None:
-    """Why vLLM cannot be started in the scheme of the policy on its checkpoint."""
-    scheme, theirs = base_scheme(model), stored.get("quantization_config") or {}
+    """Return why vLLM cannot be started in the scheme of the policy on its checkpoint; `None` where it can."""
+    scheme = base_scheme(model)
+    stored_scheme = stored.get("quantization_config") or {}
     if not _quantized(model):
         return "it has no quantized layer"
     if scheme is None:
@@ -114,36 +120,37 @@ def _unsupported_reason(model: nn.Module, name: str, stored: dict[str, Any], arg
         return f"its checkpoint, {name!r}, has no config.json on this machine"
     if args.vllm_model_impl not in ("auto", "vllm"):
         return f"vllm_model_impl={args.vllm_model_impl!r} loads weights past the plugin"
-    if theirs and theirs.get("quant_method") != QUANT_METHOD:
-        return f"its checkpoint is quantized by {theirs.get('quant_method')!r}"
-    if theirs.get("mode") == "packed":
-        packed = MXFP4RLConfig.from_dict(theirs)
+    if stored_scheme and stored_scheme.get("quant_method") != QUANT_METHOD:
+        return f"its checkpoint is quantized by {stored_scheme.get('quant_method')!r}"
+    if stored_scheme.get("mode") == "packed":
+        packed = MXFP4RLConfig.from_dict(stored_scheme)
         if scheme.mode != "packed" or packed.weight_scheme != scheme.weight_scheme:
             return f"its checkpoint is packed by another scheme, {packed.describe()}"
     return None
 
 
 def _slow_experts(model: nn.Module) -> str | None:
-    """Why packed experts cannot be in vLLM's CUDA graphs; `None` where they can, or there are none of the two."""
-    for layer in _quantized(model) if torch.cuda.is_available() else ():
-        weights, backend = layer.config.weight_scheme, layer.config.backend
-        if isinstance(layer, ExpertsBase) and not reads_packed_on_gpus(weights, backend):
-            return f"no kernel multiplies with experts packed by {weights} (backend={backend!r})"
+    """Return why packed experts cannot be in vLLM's CUDA graphs; `None` where they can, or without experts or GPU."""
+    if not torch.cuda.is_available():
+        return None
+    for layer in _quantized(model):
+        config = layer.config
+        if isinstance(layer, ExpertsBase) and not reads_packed_on_gpus(config.weight_scheme, config.backend):
+            return f"no kernel multiplies with experts packed by {config.weight_scheme} (backend={config.backend!r})"
     return None
 
 
 def needs_dense(model: nn.Module) -> str | None:
-    """Return why the weights that the policy samples with are not those of 4 bits; `None` where they are."""
+    """Return why vLLM cannot keep the weights of the policy in 4 bits; `None` where it can."""
     return "adapters on experts are added to them" if has_inseparable_adapters(model) else None
 
 
 def check_forward(model: nn.Module) -> None:
     """Raise `ValueError` for a forward scheme that weights alone cannot express, such as one with rotated operands."""
     for name, layer in model.named_modules():
-        if isinstance(layer, QUANTIZED) and layer.config.weights_alone_unsupported_reason:
-            raise ValueError(
-                f"vLLM cannot sample from {name}: {layer.config.weights_alone_unsupported_reason}; set use_vllm=False"
-            )
+        reason = layer.config.weights_alone_unsupported_reason if isinstance(layer, QUANTIZED) else None
+        if reason:
+            raise ValueError(f"vLLM cannot sample from {name}: {reason}; set use_vllm=False")
 
 
 def check_served(model: nn.Module) -> None:
@@ -160,12 +167,19 @@ def check_served(model: nn.Module) -> None:
 
 @dataclass(frozen=True)
 class VLLMEngine:
-    """What is known of the vLLM that samples."""
+    """What is known of the vLLM that samples.
 
-    dtype: torch.dtype  # of its weights
-    inputs: Any  # the scheme that its layers quantize their inputs by; `None` for full precision
-    scheme: MXFP4RLConfig | None = None  # of its layers; `None` where it is none of ours, or it does not say which
-    settings: EngineSettings | None = None  # how it keeps their weights; `None` without a scheme
+    Attributes:
+        dtype: of its weights.
+        inputs: the scheme by which its layers quantize their inputs; `None` for full precision.
+        scheme: of its layers; `None` where the scheme is not of this package, or vLLM does not report it.
+        settings: how it keeps their weights; `None` without a scheme.
+    """
+
+    dtype: torch.dtype
+    inputs: Any
+    scheme: MXFP4RLConfig | None = None
+    settings: EngineSettings | None = None
 
     @classmethod
     def of(cls, generation: Any) -> "VLLMEngine":
@@ -181,47 +195,50 @@ class VLLMEngine:
 
     @classmethod
     def _of_server(cls, generation: Any) -> "VLLMEngine":
-        answers: list[Any] = [None]
-        client = getattr(generation, "vllm_client", None)  # of the main process
+        answer = None
+        client = getattr(generation, "vllm_client", None)  # in the main process alone
         if client is not None:
-            answers = [client.get_server_info()["model_config"]]
-        broadcast_object_list(answers, from_process=0)
-        (answer,) = answers
+            answer = client.get_server_info()["model_config"]
+        (answer,) = broadcast_object_list([answer], from_process=0)
         dtype = getattr(torch, str(answer["dtype"]).removeprefix("torch."))
         if answer.get("quantization") != QUANT_METHOD:
             return cls(dtype, None)
-        # Of a plugin's scheme a server gives the name alone; the rest is in its checkpoint, or was given to it.
-        stored, overrides = _stored_config(answer["model"]), answer.get("hf_overrides")
-        scheme = {**stored, **(overrides if isinstance(overrides, dict) else {})}.get("quantization_config")
-        if scheme is None:
+        # A server reports only the name of a plugin's scheme; the rest is in its checkpoint, or was given to it.
+        config = _stored_config(answer["model"])
+        overrides = answer.get("hf_overrides")
+        if isinstance(overrides, dict):
+            config = {**config, **overrides}
+        options = config.get("quantization_config")
+        if options is None:
             get_logger().warning("the scheme of vLLM is not known: its checkpoint %s is not here", answer["model"])
             return cls(dtype, None)
-        settings, scheme = EngineSettings.read(scheme.get(SETTINGS_KEY)), MXFP4RLConfig.from_dict(scheme)
-        return cls(dtype, scheme.activation_scheme, scheme, settings)
+        scheme = MXFP4RLConfig.from_dict(options)
+        return cls(dtype, scheme.activation_scheme, scheme, EngineSettings.read(options.get(SETTINGS_KEY)))
 
     @property
     def is_packed(self) -> bool:
-        """Whether quantized weights are kept in 4 bits."""
+        """Return whether quantized weights are kept in 4 bits."""
         return self.settings is not None and self.settings.weights == "packed"
 
     def check(self, model: nn.Module) -> None:
         """Raise `ValueError` where vLLM keeps weights in a form that the policy's cannot be pushed into."""
         if not self.is_packed:
             return
-        rank, what = adapter_rank(model), self._differs_from(model) or needs_dense(model)
+        rank = adapter_rank(model)
+        room = self.settings.adapter_rank
         settings: dict[str, Any] = {"weights": "dense"}
-        if not what and rank > self.settings.adapter_rank:
-            what = (
-                f"has room for adapters of rank {self.settings.adapter_rank}, and those of the policy have rank {rank}"
-            )
+        reason = self._differs_from(model) or needs_dense(model)
+        if not reason and rank > room:
+            reason = f"has room for adapters of rank {room}, and those of the policy have rank {rank}"
             settings = {"adapter_rank": rank}
-        if what:
+        if reason:
             raise ValueError(
-                f"vLLM keeps weights in 4 bits, and {what}: start it in the scheme of the policy, with "
+                f"vLLM keeps weights in 4 bits, and {reason}: start it in the scheme of the policy, with "
                 f"{json.dumps({SETTINGS_KEY: settings})} inside of quantization_config (docs/vllm.md)"
             )
 
     def _differs_from(self, model: nn.Module) -> str | None:
+        """Return how vLLM quantizes weights otherwise than the policy; `None` where it does not."""
         schemes = {str(layer.config.weight_scheme) for layer in _quantized(model)} - {str(self.scheme.weight_scheme)}
         if schemes:
             return f"quantizes weights by {self.scheme.weight_scheme} and the policy by {' and '.join(schemes)}"
@@ -235,7 +252,7 @@ class VLLMEngine:
         return all(layer.config.activation_scheme == self.inputs for layer in _quantized(model))
 
     def describe(self, model: nn.Module, args: Any) -> None:
-        """Log what vLLM samples with, and warn where it is something else than the policy trains with."""
+        """Log what vLLM samples with, and warn where the policy trains with something else."""
         form = "quantized weights in 4 bits, others in" if self.is_packed else "weights in"
         get_logger().info("vLLM keeps %s %s", form, str(self.dtype).removeprefix("torch."))
         if not self.quantizes_as(model):
@@ -265,9 +282,9 @@ def _stored_config(name: str) -> dict[str, Any]:
 
 
 def explain_server_errors(client: Any) -> None:
-    """Make what TRL's `VLLMClient` raises a [`VLLMServerError`] that says how to go on. Replaces its methods."""
-    for method, what in {"generate": "sampling", "update_named_params": "receiving weights"}.items():
-        setattr(client, method, partial(_explained, client, getattr(client, method), what))
+    """Replace methods of TRL's `VLLMClient` by ones that raise a [`VLLMServerError`], which says how to continue."""
+    client.generate = partial(_explained, client, client.generate, "sampling")
+    client.update_named_params = partial(_explained, client, client.update_named_params, "receiving weights")
 
 
 def _explained(client: Any, method: Callable, what: str, *args: Any, **kwargs: Any) -> Any:

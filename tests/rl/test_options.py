@@ -2,7 +2,6 @@
 """What `MXFP4GRPOConfig` refuses, what it accepts, and where options come from."""
 
 import math
-import re
 from dataclasses import fields
 
 import pytest
@@ -91,13 +90,6 @@ def test_every_option_can_come_from_yaml_and_command_line(tmp_path):
     (found,) = TrlParser((MXFP4GRPOConfig,)).parse_args_and_config(arguments)
     assert (found.aqn_sigma_start, found.aqn, found.aqn_num_stages) == (2e-2, False, 3)
     assert (found.vllm_mode, found.use_vllm) == ("server", False)
-
-
-@pytest.mark.parametrize("name", MXFP4GRPOConfig.REMOVED)
-def test_options_of_earlier_versions_name_what_to_write_instead(name, tmp_path):
-    message = re.escape(f"MXFP4GRPOConfig has no option '{name}' any more: {MXFP4GRPOConfig.REMOVED[name]}")
-    with pytest.raises(TypeError, match=message):
-        config(tmp_path, **{name: 1})
 
 
 def test_misspelt_options_name_the_nearest(tmp_path):
