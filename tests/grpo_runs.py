@@ -6,7 +6,6 @@ from types import SimpleNamespace
 import torch
 from accelerate import Accelerator
 from datasets import Dataset
-from factors import factors_config
 from moe_models import make_moe
 from peft import LoraConfig, get_peft_model
 from tiny_models import make_model
@@ -44,13 +43,13 @@ CHAT = (
 )
 
 
-def agent(folder, family="qwen2"):
+def agent(folder):
     """A policy of eight tokens that calls a tool whenever it writes a digit, saved in ``folder``; its tokenizer."""
     tokenizer = build_char_tokenizer("0123=+")
     tokenizer.backend_tokenizer.model.unk_token = tokenizer.unk_token = "+"
     tokenizer.chat_template, tokenizer.response_template = CHAT, CALLS
     tokenizer.split_special_tokens = False
-    make_model(family, hidden=32, intermediate=48, vocab_size=8).save_pretrained(folder)
+    make_model(hidden=32, intermediate=48, vocab_size=8).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return tokenizer
 
@@ -79,9 +78,9 @@ def prompts(count=8):
 
 
 def quantized(config=None, family="qwen2", **options):
-    """A tiny model whose linear layers are quantized, by default as in most tests of layers."""
+    """A tiny model whose linear layers are quantized, by default in the default scheme."""
     model = make_model(family, **options)
-    quantize_linears(model, config or factors_config())
+    quantize_linears(model, config or MXFP4RLConfig())
     return model
 
 

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from factors import factors_config
 from grpo_runs import MEASURED, RANDOM, logged, mixture, quantized, trainer_factory
 from peft import LoraConfig
 from tiny_models import make_model
@@ -21,7 +20,7 @@ from hf_mxfp4.lab import RunReportCallback, read_run, write_run_report
 from hf_mxfp4.lab.run_report.charts import CHARTS
 from hf_mxfp4.lab.run_report.page import RUN_REPORT
 from hf_mxfp4.layers import random_layers
-from hf_mxfp4.numerics import decompose, decompose_scheme
+from hf_mxfp4.numerics import decompose_scheme
 from hf_mxfp4.rl import ActivationErrorCallback, EntropyCallback, ErrorCallback, QuantizationStepCallback
 from hf_mxfp4.rl.callbacks import MEASUREMENTS
 from hf_mxfp4.rl.callbacks.logs import ShortProgressCallback
@@ -56,9 +55,11 @@ def test_slope_is_in_nats_per_step():
     callback = EntropyCallback()
     state = feed(callback, [1.0 - 0.01 * step for step in range(30)])
     assert callback.slope() == pytest.approx(-0.01)
-    assert callback.alarms == [] and [entry["entropy/alarm"] for entry in state.log_history] == [0] * 30
-    callback = EntropyCallback()
-    state = feed(callback, [1.0, None, 1.5])  # TRL had no value in the second step
+    assert [entry["entropy/alarm"] for entry in state.log_history] == [0] * 30
+
+
+def test_a_step_without_entropy_is_passed_over_and_a_resumed_run_knows_those_before():
+    state = feed(EntropyCallback(), [1.0, None, 1.5])
     assert [entry.get("entropy/slope") for entry in state.log_history] == [0, None, 0.25]
     resumed = EntropyCallback()
     resumed.on_train_begin(None, state, None)
@@ -66,16 +67,16 @@ def test_slope_is_in_nats_per_step():
 
 
 def test_error_components_are_those_of_the_weights():
-    model = quantized(factors_config(preset="w4a16", macro_block=None, outlier_fallback=None), layers=3)
-    recorded = []
-    callback = ErrorCallback(every=2, layers=1, record=lambda name, value: recorded.append((name, value)))
+    model = quantized(layers=3)
+    recorded = {}
+    callback = ErrorCallback(every=2, layers=1, record=recorded.__setitem__)
     state = TrainerState(max_steps=3)
     callback.on_train_begin(None, state, None, model=model)
-    expected = decompose(model.model.layers[0].self_attn.q_proj.weight)
-    values = dict(recorded)
-    assert values["error/sqnr_db"] == pytest.approx(expected.sqnr_db)
+    layer = model.model.layers[0].self_attn.q_proj
+    expected = decompose_scheme(layer.weight, layer.config.weight_scheme)
+    assert recorded["error/sqnr_db"] == pytest.approx(expected.sqnr_db)
     for part in ("scale_bias", "deadzone", "grid"):
-        assert values[f"error/{part}"] == pytest.approx(expected.energy_ratio[part])
+        assert recorded[f"error/{part}"] == pytest.approx(expected.energy_ratio[part])
     for step in (1, 2, 3):
         state.global_step = step
         callback.on_step_end(None, state, None)
@@ -84,11 +85,10 @@ def test_error_components_are_those_of_the_weights():
 
 def test_chosen_layers_span_the_depth():
     model = make_model(layers=4)
-    names, _ = quantize_linears(model, factors_config())
-    for layers, chosen in ((3, [names[0], names[14], names[27]]), (100, names)):
-        callback = ErrorCallback(layers=layers)
-        callback.on_train_begin(None, TrainerState(), None, model=model)
-        assert [entry["layer"] for entry in callback.history] == chosen
+    names, _ = quantize_linears(model, MXFP4RLConfig())
+    callback = ErrorCallback(layers=3)
+    callback.on_train_begin(None, TrainerState(), None, model=model)
+    assert [entry["layer"] for entry in callback.history] == [names[0], names[14], names[27]]
 
 
 def test_the_step_is_the_trainers():
@@ -105,10 +105,10 @@ def test_a_model_without_random_numbers_is_refused():
 
 
 @pytest.mark.parametrize("family", ["qwen2", "qwen3_moe"])
-@pytest.mark.parametrize("options", [{}, {"mode": "packed"}, {"mode": "packed", "outlier_fallback": 0.5}])
+@pytest.mark.parametrize("options", [{}, {"mode": "packed"}])
 def test_parameters_are_those_of_the_plain_model(checkpoint, family, options):
     expected = make_model(family).num_parameters()
-    config = factors_config(**options)
+    config = MXFP4RLConfig(**options)
     model = AutoModelForCausalLM.from_pretrained(checkpoint(family), quantization_config=config)
     assert count_parameters(model) == model.num_parameters() == expected
 
@@ -137,27 +137,25 @@ def test_components_are_those_of_what_enters_the_layer_without_padding():
     assert recorded["error/activations/sqnr_db"] == pytest.approx(expected.sqnr_db)
     for part, ratio in expected.energy_ratio.items():
         assert recorded[f"error/activations/{part}"] == pytest.approx(ratio)
-    padded = decompose_scheme(seen[0].flatten(0, 1), model.get_submodule(name).config.activation_scheme)
-    assert padded.sqnr_db != pytest.approx(expected.sqnr_db, abs=1e-6)
 
 
 def test_only_steps_that_are_due_and_once_in_each():
     model = quantized(SCALED, layers=1)
-    callback = ActivationErrorCallback(model, every=4, layers=2, record=lambda name, value: None)
+    callback = ActivationErrorCallback(model, every=4, layers=1, record=lambda name, value: None)
     ids = torch.arange(8).reshape(1, 8) + 2
     for step in range(1, 11):
         begin(callback, step)
         for _ in range(2):  # micro-batches
             with callback.observing(torch.ones_like(ids)):
                 model(input_ids=ids)
-    assert [entry["step"] for entry in callback.history] == [1, 1, 4, 4, 8, 8, 10, 10]
+    assert [entry["step"] for entry in callback.history] == [1, 4, 8, 10]
     assert not any(module._forward_pre_hooks for module in model.modules())
 
 
 def test_measuring_nothing_is_an_error():
     callback = ActivationErrorCallback(quantized(SCALED, layers=1), every=1, layers=1, record=lambda name, value: None)
     begin(callback, 1)
-    with pytest.raises(RuntimeError, match=r"none of model.layers.0.self_attn.q_proj ran"):
+    with pytest.raises(RuntimeError, match="none of model.layers.0.self_attn.q_proj ran"):
         with callback.observing(torch.ones(1, 8)):
             pass
 
@@ -220,7 +218,8 @@ def test_a_progress_bar_shows_them_too_and_callbacks_of_a_user_stay(build):
         """A callback of a user, which only its class tells from that of transformers."""
 
     callbacks = build(disable_tqdm=False, callbacks=[Own()]).callback_handler.callbacks
-    assert {type(each) for each in callbacks if isinstance(each, ProgressCallback)} == {ShortProgressCallback, Own}
+    kinds = {type(callback) for callback in callbacks if isinstance(callback, ProgressCallback)}
+    assert kinds == {ShortProgressCallback, Own}
 
 
 class FailAt(TrainerCallback):
@@ -277,13 +276,9 @@ def test_a_whole_run(whole):
         steps, values = record.series(key)
         expected = {step: value for step, value in logged(trainer, key).items() if value is not None}
         assert dict(zip(steps, values, strict=True)) == expected
-    assert {
-        "reward", "entropy", "completions/mean_length",
-        "aqn/sigma", "aqn/measured_std", "error/scale_bias",
-        "grad_norm", "learning_rate",
-        "sampling/importance_sampling_ratio/clipped",
-    } <= shown  # fmt: skip
-    assert record.facts["n_quantized"] == 14 and record.facts["skipped"] == ["lm_head"]
+    assert {"reward", "aqn/sigma", "error/scale_bias", "sampling/importance_sampling_ratio/clipped"} <= shown
+    assert record.facts["n_quantized"] == 14
+    assert record.facts["skipped"] == ["lm_head"]
     assert "aqn_num_stages" in record.facts["changed_options"]
     text = report_of(folder)
     assert "Finished at step 4 of 4" in text and "14 layers in MXFP4, 1 left in full precision" in text

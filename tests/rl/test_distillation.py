@@ -81,14 +81,6 @@ def divergence(student, teacher, rows):
     return total / count
 
 
-def test_a_student_in_full_precision_has_nothing_to_learn(build):
-    trainer = build(scheme=None, allow_full_precision=True, learning_rate=1.0)
-    loss = loss_of(trainer, [{"input_ids": ids} for ids in IDS])
-    loss.backward()
-    assert abs(loss.item()) < 1e-6
-    assert max(p.grad.abs().max().item() for p in trainer.model.parameters() if p.grad is not None) < 1e-6
-
-
 def test_the_loss_is_the_divergence_that_torch_computes(build):
     trainer = build(evaluated=[{"input_ids": ids} for ids in IDS], per_device_eval_batch_size=3)
     expected = divergence(trainer.model.eval(), trainer.teacher_model, IDS)
@@ -292,15 +284,6 @@ def test_options_of_the_trainer_reach_given_conversations(build):
     whole = torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1)
     plain = tokenizer.apply_chat_template(CHAT, return_dict=True)["input_ids"]
     assert whole.tolist() == [TOKENIZER(mark)["input_ids"] + plain for mark in ("24", "48")]
-
-
-@pytest.mark.parametrize(
-    "row", [{"messages": CHAT}, {"prompt": CHAT[:1], "completion": CHAT[1:]}, {"messages": CHAT, "prompt": "48"}]
-)
-def test_a_chat_template_writes_all_special_tokens(row):
-    tokenizer = make_tokenizer("qwen2", begins=True)
-    tokenizer.chat_template += "4"  # as the line break after the end of Qwen's
-    assert sum(distillation._tokens_of(row, tokenizer, 8, {}), []) == [1, *A, 2, 1, *B, 2, *TOKENIZER("4")["input_ids"]]
 
 
 @pytest.mark.parametrize(

@@ -7,23 +7,22 @@ from types import SimpleNamespace
 import pytest
 import torch
 from accelerate.utils import DeepSpeedOptimizerWrapper
-from factors import factors_config
 from grpo_runs import logged, quantized
 from peft import LoraConfig, get_peft_model
 from torch import nn
 
-from hf_mxfp4 import MXFP4Experts, MXFP4Linear
+from hf_mxfp4 import MXFP4Experts, MXFP4Linear, MXFP4RLConfig
 from hf_mxfp4.rl import StepMovementCallback
 
 
 # Plain MXFP4: with a 6 in its block the grid is 0, .5, 1, 1.5, 2, 3, 4, 6. Of two values as near, the one of the even
 # code is taken: 1 for .75 and for 1.25.
-PLAIN = factors_config(macro_block=None, outlier_fallback=None)
+PLAIN = MXFP4RLConfig(scale_rule="rceil", macro_block=None)
 SCHEMES = {
-    "default": factors_config(),
-    "rceil": PLAIN,
-    "blockwise": factors_config(scale_rule="even", macro_search="block_mantissas", outlier_fallback=None),
-    "tiles": factors_config(macro_block=None, outlier_fallback=None, fprop={"weight": "rceil+32x32"}),
+    "default": MXFP4RLConfig(),
+    "plain": PLAIN,
+    "outlier fallback": MXFP4RLConfig(preset="w4a4", macro_search="hybrid", outlier_fallback=0.5),
+    "tiles": MXFP4RLConfig(macro_block=None, fprop={"weight": "rceil+32x32"}),
 }
 STEP = 2.0**-20
 
@@ -172,11 +171,11 @@ def test_layer_types_and_experts(family):
     "model",
     [
         lambda: nn.Linear(2, 2),
-        lambda: quantized(factors_config(mode="packed")),
+        lambda: quantized(MXFP4RLConfig(mode="packed")),
         lambda: get_peft_model(quantized(PLAIN), LoraConfig(target_modules="all-linear", r=2)),
-        lambda: layer(factors_config(fprop={"rotation": "deterministic-16"})),
-        lambda: layer(factors_config(macro_block=None, fprop={"weight": "rceil+stochastic"})),
-        lambda: layer(factors_config(fprop={"weight": "full"})),
+        lambda: layer(MXFP4RLConfig(preset="w4a4", fprop={"rotation": "deterministic-16"})),
+        lambda: layer(MXFP4RLConfig(macro_block=None, fprop={"weight": "rceil+stochastic"})),
+        lambda: layer(MXFP4RLConfig(fprop={"weight": "full"})),
     ],
     ids=["no-layer", "packed", "frozen", "rotated", "random", "full"],
 )

@@ -14,7 +14,7 @@ from hf_mxfp4 import MXFP4GRPOConfig
 #: Options, and what the error says; of most, the name of the first.
 REFUSED = [
     ({"error_every": -1}, "error_every"),
-    ({"report_every": -1}, "report_every=-1 must not be negative"),
+    ({"report_every": -1}, "report_every=-1"),
     # Noise.
     ({"aqn_num_stages": 0}, "aqn_num_stages"),
     ({"aqn_sigma_start": 1e-4}, "aqn_sigma_start"),
@@ -28,12 +28,12 @@ REFUSED = [
     ({"vllm_weights": "dense", "use_vllm": True, "vllm_mode": "server"}, "a server is told when it is started"),
     ({"router_replay": True, "use_vllm": True, "vllm_mode": "server"}, "TRL drops them from what a server answers"),
     ({"router_replay": True, "use_vllm": True, "vllm_tensor_parallel_size": 2}, "vllm_tensor_parallel_size=1"),
-    ({"use_transformers_continuous_batching": True}, "is not supported for quantized policies: use_vllm=True"),
+    ({"use_transformers_continuous_batching": True}, "not supported for quantized policies"),
     # Their correction.
     ({"rollout_correction_cap": 0.0}, "rollout_correction_cap"),
-    ({"rollout_correction": "tokens"}, "rollout_correction='tokens' is not known; choose one of token_truncate"),
+    ({"rollout_correction": "tokens"}, "choose one of token_truncate"),
     ({"rollout_correction": None}, "rollout_correction=None is not known"),
-    ({"rollout_correction": "sequence_mask", "loss_type": "vespo"}, "use rollout_correction='token_truncate' or"),
+    ({"rollout_correction": "sequence_mask", "loss_type": "vespo"}, "loss_type='vespo'"),
     # The same under TRL's names, for vLLM.
     ({"use_vllm": True, "vllm_importance_sampling_correction": False}, "set rollout_correction alone"),
     ({"use_vllm": True, "vllm_importance_sampling_mode": "sequence_mask"}, "set rollout_correction alone"),
@@ -64,13 +64,16 @@ def test_options_that_mean_something_are_accepted(options, tmp_path):
 
 def test_rollout_correction_is_trls_under_vllm(tmp_path):
     options = {"rollout_correction": "sequence_mask", "rollout_correction_cap": 5.0}
-    found = config(tmp_path, use_vllm=True, **options)
-    again = type(found)(**{name: getattr(found, name) for name in found.__dataclass_fields__ if name[0] == "v"},
-                        output_dir=str(tmp_path), use_cpu=True, bf16=False, use_vllm=True, **options)  # fmt: skip
-    for each in (found, again):
-        names = ("correction", "mode", "clip_max", "clip_min")
-        shared = [getattr(each, f"vllm_importance_sampling_{name}") for name in names]
-        assert shared == [True, "sequence_mask", 5.0, None]
+    args = config(tmp_path, use_vllm=True, **options)
+    of_trl = {name: value for name, value in vars(args).items() if name.startswith("vllm_importance_sampling_")}
+    assert of_trl == {
+        "vllm_importance_sampling_correction": True,
+        "vllm_importance_sampling_mode": "sequence_mask",
+        "vllm_importance_sampling_clip_max": 5.0,
+        "vllm_importance_sampling_clip_min": None,
+        "vllm_importance_sampling_cap": None,
+    }
+    config(tmp_path, use_vllm=True, **options, **of_trl)  # as a config that is made again
     assert config(tmp_path, use_vllm=True, rollout_correction="none").vllm_importance_sampling_correction is False
 
 
@@ -87,15 +90,12 @@ def test_every_option_can_come_from_yaml_and_command_line(tmp_path):
     path = tmp_path / "run.yaml"
     path.write_text("use_cpu: true\nbf16: false\naqn_sigma_start: 2.0e-2\naqn: false\nvllm_mode: server\n")
     arguments = ["--config", str(path), "--output_dir", str(tmp_path), "--aqn_num_stages", "3", "--use_vllm", "false"]
-    (found,) = TrlParser((MXFP4GRPOConfig,)).parse_args_and_config(arguments)
-    assert (found.aqn_sigma_start, found.aqn, found.aqn_num_stages) == (2e-2, False, 3)
-    assert (found.vllm_mode, found.use_vllm) == ("server", False)
-
-
-def test_misspelt_options_name_the_nearest(tmp_path):
-    for name, nearest in {"aqn_sigma_strat": "aqn_sigma_start", "learning_rte": "learning_rate"}.items():
-        with pytest.raises(TypeError, match=f"^MXFP4GRPOConfig has no option '{name}'; did you mean .*'{nearest}'"):
-            config(tmp_path, **{name: 1})
+    (args,) = TrlParser((MXFP4GRPOConfig,)).parse_args_and_config(arguments)
+    assert args.aqn_sigma_start == 2e-2
+    assert args.aqn is False
+    assert args.aqn_num_stages == 3
+    assert args.vllm_mode == "server"
+    assert args.use_vllm is False
 
 
 def noise(trainer):

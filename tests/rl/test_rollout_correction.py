@@ -3,11 +3,11 @@
 
 import pytest
 import torch
-from factors import factors_config
 from grpo_runs import MEASURED, NOISY, SAMPLED, log_probs, logged, mixture, prompts, rollout, seen_by_loss
 from peft import LoraConfig
 from transformers import LogitsProcessorList, TopKLogitsWarper
 
+from hf_mxfp4 import MXFP4RLConfig
 from hf_mxfp4.rl import rollout as correction
 from hf_mxfp4.rl.rollout import CORRECTION_MODES, MismatchSums, importance_ratios, limit_ratios
 
@@ -32,11 +32,9 @@ def test_ratios_beyond_all_measure_stay_finite():
     assert importance_ratios(torch.tensor([[1e4, -1e4]]), "token_mask").isfinite().all()
 
 
-def measured(log_ratio, mask=None, parts=1, mode="token_truncate"):
-    mask = torch.ones_like(log_ratio) if mask is None else mask
+def measured(log_ratio, mask=None, mode="token_truncate"):
     sums = MismatchSums()
-    for part, part_mask in zip(log_ratio.chunk(parts), mask.chunk(parts), strict=True):
-        sums.add(part, part_mask, mode, 2.0)
+    sums.add(log_ratio, torch.ones_like(log_ratio) if mask is None else mask, mode, 2.0)
     return sums.measures(lambda rows: rows)
 
 
@@ -75,17 +73,17 @@ def test_measures_by_hand():
     assert measured(torch.zeros(2, 3), torch.zeros(2, 3)) == {}
 
 
-def test_measures_do_not_depend_on_how_tokens_are_spread():
+def test_measures_do_not_depend_on_how_tokens_are_spread_over_processes():
     torch.manual_seed(0)
-    log_ratio, mask = 0.5 * torch.randn(8, 5), torch.rand(8, 5) > 0.3
-    whole = measured(log_ratio * mask, mask)
-    assert measured(log_ratio * mask, mask, parts=4) == pytest.approx(whole)
-    ranks = []  # two processes: gathering concatenates their rows
-    for part, part_mask in zip((log_ratio * mask).split([3, 5]), mask.split([3, 5]), strict=True):
+    mask = torch.rand(8, 5) > 0.3
+    log_ratio = 0.5 * torch.randn(8, 5) * mask
+    ranks = []  # gathering concatenates their rows
+    for part, part_mask in zip(log_ratio.split([3, 5]), mask.split([3, 5]), strict=True):
         sums = MismatchSums()
         sums.add(part, part_mask, "token_truncate", 2.0)
         sums.measures(lambda rows: ranks.append(rows) or rows)
-    assert sums.measures(lambda rows: torch.cat(ranks)) == pytest.approx(whole)
+    found = sums.measures(lambda rows: torch.cat(ranks))
+    assert found == pytest.approx(measured(log_ratio, mask))
 
 
 def test_the_recorder_follows_the_tokens_that_were_drawn():
@@ -103,7 +101,7 @@ def test_the_recorder_follows_the_tokens_that_were_drawn():
     assert [len(row) for row in rows] == [4, 2]
     torch.testing.assert_close(torch.tensor(rows[0]), expected[0])
     torch.testing.assert_close(torch.tensor(rows[1]), expected[1, :2])
-    with pytest.raises(RuntimeError, match="0 sampled positions are recorded for 1 completions of up to 2 tokens"):
+    with pytest.raises(RuntimeError, match="0 sampled positions are recorded for 1 completions"):
         correction.SampledLogProbs().rows([[3, 4]])
 
 
@@ -203,9 +201,8 @@ def test_every_loss_is_weighted_as_trl_weights_it_under_vllm(build):
 
 
 POLICIES = {
-    "qat w4a4": {},
-    "packed": {"scheme": factors_config(mode="packed", preset="w4a16"), "lora": True, **MEASURED},
-    "packed copies": {"step_weights": "packed"},
+    "qat": {},
+    "packed": {"scheme": MXFP4RLConfig(mode="packed", preset="w4a16"), "lora": True, **MEASURED},
     # Of dense copies: on codes one sum that is rounded otherwise moves an activation over an edge of the grid.
     "experts": {"experts": True, "router_replay": True, "step_weights": "dense", **MEASURED},
 }
@@ -218,7 +215,7 @@ def test_rollout_and_training_agree_to_rounding_without_noise(build, tmp_path, n
     if options.pop("lora", False):
         options["peft_config"] = LoraConfig(target_modules="all-linear", r=2, init_lora_weights=False)
     if options.pop("experts", False):
-        options["policy"] = mixture(tmp_path / "moe", factors_config())
+        options["policy"] = mixture(tmp_path / "moe")
     trainer = build(
         aqn=False, max_steps=2, per_device_train_batch_size=32, dataset=prompts(16), learning_rate=1e-2, **options
     )

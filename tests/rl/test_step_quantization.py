@@ -70,10 +70,12 @@ def test_once_per_optimizer_step(build, tmp_path, name):
 
 def test_the_reference_and_the_policy_once_each(build, tmp_path):
     """The reference is written too, by `sync_ref_model`, which mixes master weights after the second of three steps."""
-    found, sync = [], {"sync_ref_model": True, "ref_model_sync_steps": 2, "ref_model_mixup_alpha": 0.5}
-    sync["scheme"] = MXFP4RLConfig(smooth=False)  # the masters are those of the folder
+    options = {"sync_ref_model": True, "ref_model_sync_steps": 2, "ref_model_mixup_alpha": 0.5, "beta": 0.1}
+    options |= {"max_steps": 3, "save_strategy": "steps", "save_steps": 2}
+    options["scheme"] = MXFP4RLConfig(smooth=False)  # the masters are those of the folder
+    found = []
     for form, times in (("auto", 2), ("none", 9)):
-        trainer = train(build, tmp_path, form, beta=0.1, max_steps=3, save_strategy="steps", save_steps=2, **sync)
+        trainer = train(build, tmp_path, form, **options)
         assert counts(trainer) == [14 * times] * 3
         base, trained = (tensors_in(folder) for folder in (tmp_path / "base", tmp_path / form / "checkpoint-2"))
         for name, value in trainer.ref_model.named_parameters():

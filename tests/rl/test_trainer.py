@@ -33,15 +33,19 @@ def test_a_rollout_that_raises_leaves_the_masters_bit_identical(build, monkeypat
 
 def test_how_often_is_evaluated_does_not_change_training(build, tmp_path):
     """Its rollouts draw random numbers of their own."""
-    scheme, ends = MXFP4RLConfig(dgrad={"grad": "even+stochastic"}), []
-    for options in ({}, {"eval_dataset": prompts(1), "eval_strategy": "steps", "eval_steps": 1, "eval_on_start": True}):
-        options |= {"max_steps": 2, "per_device_eval_batch_size": 4, "output_dir": str(tmp_path / str(len(ends)))}
-        trainer = build(scheme=scheme, **options)
+    scheme = MXFP4RLConfig(dgrad={"grad": "even+stochastic"})
+    evaluations = {"eval_strategy": "steps", "eval_steps": 1, "eval_on_start": True, "per_device_eval_batch_size": 4}
+
+    def end_of(**options):
+        trainer = build(scheme=scheme, max_steps=2, **options)
         trainer.train()
         logs = [logged(trainer, key) for key in ("loss", "entropy", "completions/mean_length")]
-        ends.append((weights(trainer.model), logs, torch.get_rng_state()))
+        return trainer, (weights(trainer.model), logs, torch.get_rng_state())
+
+    _, expected = end_of()
+    trainer, found = end_of(eval_dataset=prompts(1), **evaluations)
     assert sorted(logged(trainer, "eval_loss")) == [0, 1, 2]
-    assert_same(*ends)
+    assert_same(found, expected)
 
 
 def test_training_moves_every_master_and_logs_entropy_and_error_components(build):
@@ -52,34 +56,21 @@ def test_training_moves_every_master_and_logs_entropy_and_error_components(build
         assert not torch.equal(value, before[name]), name
     assert sorted(logged(trainer, "entropy")) == sorted(logged(trainer, "entropy/slope")) == list(range(1, 9))
     assert sorted(logged(trainer, "error/grid")) == [1, 2, 4, 6, 8]  # what was measured before step 1 is in its log
-    history = trainer.error_callback.history
-    assert {entry["step"] for entry in history} == {0, 2, 4, 6, 8} and len({entry["layer"] for entry in history}) == 4
+    assert {entry["step"] for entry in trainer.error_callback.history} == {0, 2, 4, 6, 8}
 
 
 def test_gradient_checkpointing_trains_the_same_weights(build):
-    found = []
-    for checkpointing in (False, True):
-        trainer = build(max_steps=2, gradient_checkpointing=checkpointing)
-        trainer.train()
-        found.append(weights(trainer.model))
-    for name, value in found[0].items():
-        assert torch.allclose(value, found[1][name], atol=1e-6), name
-
-
-@pytest.mark.parametrize("preset", ["w4a8g8", "w8a8"])
-def test_a_step_with_inputs_in_fp8(build, preset):
-    trainer = build(scheme=MXFP4RLConfig(preset=preset), max_steps=1)
-    assert trainer.n_quantized == 14
-    before = weights(trainer.model)
-    trainer.train()
-    changed = {name for name, value in trainer.model.named_parameters() if not torch.equal(value, before[name])}
-    assert {name for name in before if name.endswith("proj.weight")} <= changed
-    assert all(bool(value.isfinite().all()) for value in trainer.model.parameters())
+    plain = build(max_steps=2)
+    plain.train()
+    checkpointing = build(max_steps=2, gradient_checkpointing=True)
+    checkpointing.train()
+    torch.testing.assert_close(weights(checkpointing.model), weights(plain.model), rtol=0, atol=1e-6)
 
 
 def test_a_rotated_scheme_has_no_error_components_and_says_so(build, caplog):
     trainer = build(scheme=MXFP4RLConfig(fprop={"rotation": "deterministic-16"}), **MEASURED)
-    assert trainer.error_callback is None and "no error components are measured: its fprop rotates" in caplog.text
+    assert trainer.error_callback is None
+    assert "no error components are measured: its fprop rotates" in caplog.text
 
 
 def test_rollouts_that_keep_no_weights_keep_none_in_a_step(build):
@@ -88,7 +79,7 @@ def test_rollouts_that_keep_no_weights_keep_none_in_a_step(build):
 
 def test_full_precision_policy_is_refused_unless_asked_for(build):
     policy = make_model(layers=1, hidden=32, intermediate=48)
-    with pytest.raises(ValueError, match="no MXFP4 layer: this run would train in full precision"):
+    with pytest.raises(ValueError, match="no MXFP4 layer"):
         build(policy=policy)
     trainer = build(policy=policy, allow_full_precision=True, max_steps=1, **MEASURED)
     trainer.train()
@@ -113,8 +104,8 @@ SPEECHLESS = PreTrainedTokenizerFast(
         ({"dataset": Dataset.from_dict({"question": ["1+1="]})}, "has no column 'prompt'; it has question"),
         ({"dataset": EMPTY}, "row 1 of train_dataset has an empty prompt"),
         ({"eval_dataset": {"sums": EMPTY}}, "row 1 of eval_dataset sums has an empty prompt"),
-        ({"tokenizer": ENDLESS}, "has no end-of-sequence token, so no completion could end: set tokenizer.eos"),
-        ({"tokenizer": SPEECHLESS}, "knows no word of '.*': was it saved with the model"),
+        ({"tokenizer": ENDLESS}, "has no end-of-sequence token"),
+        ({"tokenizer": SPEECHLESS}, "knows no word of"),
     ],
     ids=["empty", "no prompts", "empty prompt", "evaluated", "endless", "no vocabulary"],
 )
@@ -138,7 +129,7 @@ def test_prompts_that_a_transform_makes_are_trained_on_and_not_made_before(build
 
 def test_a_prompt_without_tokens_is_refused_where_it_is_sampled_from(build):
     trainer = build(dataset=Dataset.from_dict({"prompt": ["1+1=", ""]}).to_iterable_dataset(), max_steps=1)
-    with pytest.raises(ValueError, match="a prompt has no token, so nothing can be generated from it"):
+    with pytest.raises(ValueError, match="a prompt has no token"):
         trainer.train()
 
 

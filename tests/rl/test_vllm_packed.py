@@ -4,14 +4,13 @@
 import pytest
 import torch
 from accelerate import Accelerator
-from factors import factors_config
 from grpo_runs import Pushes, quantized, vllm_llm, with_adapters, with_simulated_vllm
 from peft import LoraConfig
 from tiny_models import make_model
 from trl.distributed import DistributedBackend
 from trl.generation.vllm_generation import VLLMGeneration
 
-from hf_mxfp4 import MXFP4GRPOConfig, pack
+from hf_mxfp4 import MXFP4GRPOConfig, MXFP4RLConfig, pack
 from hf_mxfp4.integrations.peft import policy_parameters
 from hf_mxfp4.integrations.vllm import EngineSettings
 from hf_mxfp4.ops import quantize_weight
@@ -19,12 +18,11 @@ from hf_mxfp4.rl.noise import NormNoise
 from hf_mxfp4.rl.vllm import VLLMPolicy
 
 
-W4A16 = factors_config(preset="w4a16")
-PLAIN = factors_config(preset="w4a16", outlier_fallback=None)
+DEFAULT = MXFP4RLConfig()
 NORM, LAYER = "model.norm.weight", "model.layers.0.self_attn.q_proj"
 
 
-def policy(scheme=PLAIN, family="qwen2", packed=False, **lora):
+def policy(scheme=DEFAULT, family="qwen2", packed=False, **lora):
     model = quantized(scheme, family, layers=1)
     if packed:
         pack(model)
@@ -35,18 +33,20 @@ def packed_tensors(scheme, family):
     return dict(policy(scheme, family, packed=True).state_dict())
 
 
-SCHEMES = [
-    PLAIN,
-    factors_config(),
-    factors_config(preset="w4a16", macro_block="row"),
-    factors_config(preset="w4a16", macro_block=None, outlier_fallback=None),
-    factors_config(preset="w4a16", fprop={"weight": "rceil+mbs128-dynamic+32x32"}),
-]
+FALLBACK = MXFP4RLConfig(preset="w4a16", macro_search="hybrid", outlier_fallback=0.5)
 
 
 @pytest.mark.parametrize(
     ("family", "scheme"),
-    [*(("qwen2", scheme) for scheme in SCHEMES), ("qwen3_moe", W4A16), ("gpt_oss", W4A16)],
+    [
+        ("qwen2", DEFAULT),
+        ("qwen2", FALLBACK),
+        ("qwen2", MXFP4RLConfig(macro_block="row")),
+        ("qwen2", MXFP4RLConfig(macro_block=None)),
+        ("qwen2", MXFP4RLConfig(fprop={"weight": "rceil+mbs128-dynamic+32x32"})),
+        ("qwen3_moe", DEFAULT),
+        ("gpt_oss", FALLBACK),
+    ],
     ids=str,
 )
 def test_trained_weights_are_pushed_as_a_packed_checkpoint_has_them(family, scheme):
@@ -67,7 +67,7 @@ def test_of_a_policy_with_adapters_the_base_is_pushed_once_and_then_their_factor
         f"model.layers.0.{layer}.lora_{side}.weight" for layer in ("self_attn.q_proj", "mlp.down_proj") for side in "AB"
     }
     assert second.keys() == {*factors, "lm_head.weight"}
-    expected = packed_tensors(PLAIN, "qwen2")
+    expected = packed_tensors(DEFAULT, "qwen2")
     assert first.keys() == expected.keys() | factors
     assert all(torch.equal(first[name], value) for name, value in expected.items() if value.dtype == torch.uint8)
     layer = model.get_base_model().get_submodule(LAYER)
@@ -99,7 +99,7 @@ def test_frozen_weights_that_were_written_are_pushed_again():
     layer = model.get_base_model().model.layers[0].mlp.up_proj
     with torch.no_grad():
         layer.weight.mul_(2.0)
-    expected = quantize_weight(layer.weight, PLAIN.weight_scheme)["weight_scale"]
+    expected = quantize_weight(layer.weight, DEFAULT.weight_scheme)["weight_scale"]
     assert torch.equal(push()["model.layers.0.mlp.up_proj.weight_scale"], expected)
     assert "model.layers.0.mlp.up_proj.weight" not in push()
     layer.weight = torch.nn.Parameter(layer.weight.detach().clone(), requires_grad=False)
@@ -152,7 +152,7 @@ ON_EXPERTS = {"family": "qwen3_moe", "packed": True, "target_modules": ["experts
     ("made", "rank", "message"),
     [
         ({"target_modules": ["q_proj"]}, 3, 'rank 3.*have rank 4.*"adapter_rank": 4'),
-        ({"scheme": W4A16}, 0, "quantizes weights by .* and the policy by .*of0.5"),
+        ({"scheme": FALLBACK}, 0, "quantizes weights by .* and the policy by .*of0.5"),
         (ON_PARAMETERS, 0, "adapters on experts are added"),
         (ON_EXPERTS, 0, "adapters on experts are added"),
     ],
@@ -160,8 +160,8 @@ ON_EXPERTS = {"family": "qwen3_moe", "packed": True, "target_modules": ["experts
 def test_a_vllm_that_would_quantize_twice_is_refused(made, rank, message):
     model = policy(**made)
     with pytest.raises(ValueError, match=message):
-        Pushes(model, vllm_llm(scheme=PLAIN, settings=EngineSettings("packed", rank)))
-    Pushes(model, vllm_llm(scheme=PLAIN, settings=EngineSettings("dense")))
+        Pushes(model, vllm_llm(scheme=DEFAULT, settings=EngineSettings("packed", rank)))
+    Pushes(model, vllm_llm(scheme=DEFAULT, settings=EngineSettings("dense")))
 
 
 class Client:
@@ -193,7 +193,7 @@ def served(model, settings, rollout, record, noise):
     generation.mode, generation.enable_sleep_mode, generation._weight_metadata = "server", False, None
     generation.model, generation.accelerator = model, Accelerator(cpu=True)
     generation._dist = DistributedBackend(generation.accelerator)
-    generation.vllm_client = Client({"hf_overrides": {"quantization_config": {**PLAIN.to_dict(), "vllm": settings}}})
+    generation.vllm_client = Client({"hf_overrides": {"quantization_config": {**DEFAULT.to_dict(), "vllm": settings}}})
     return generation, VLLMPolicy(generation, model, args, noise, rollout, record)
 
 

@@ -106,7 +106,7 @@ def test_where_it_cannot_be_told_there_is_a_reason(make, options, reason, full, 
 
 
 def test_a_policy_that_no_vllm_can_sample_from_is_refused_before_one_is_made(full):
-    with pytest.raises(ValueError, match="vLLM cannot sample from model.layers.0.*set use_vllm=False"):
+    with pytest.raises(ValueError, match="vLLM cannot sample from model.layers.0"):
         quantization_config(load(full, fprop={"rotation": "deterministic-32"}), args())
 
 
@@ -150,6 +150,15 @@ def test_the_trainer_starts_vllm_in_the_scheme(kind, full, tmp_path, made):
     assert (vllm_generation.VLLMGeneration._init_vllm, vllm_generation.LLM) == before
     if kind == "lora":
         assert trainer.model.peft_config["default"].base_model_name_or_path == str(full)
+
+
+def test_vllm_is_asked_for_the_experts_that_replay_needs(full, made, monkeypatch):
+    monkeypatch.setattr(vllm_generation.VLLMGeneration, "_init_vllm", lambda self: vllm_generation.LLM())
+    generation = object.__new__(vllm_generation.VLLMGeneration)
+    generation.model = load(full)
+    with vllm_in_scheme(args(router_replay=True)):
+        generation._init_vllm()
+    assert made[0]["enable_return_routed_experts"] is True
 
 
 def test_a_trl_that_makes_vllm_otherwise_is_an_error(full, made, monkeypatch):

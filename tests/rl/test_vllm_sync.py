@@ -4,7 +4,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from factors import factors_config
 from grpo_runs import Pushes, quantized, vllm_llm, with_adapters, with_simulated_vllm
 from peft import LoraConfig, get_peft_model
 from same_bits import IDS
@@ -85,7 +84,7 @@ def test_adapters_are_added_to_quantized_weights_and_no_master_is_written():
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
 def test_adapters_of_experts_are_added_to_quantized_weights(family):
-    model = quantized(factors_config(preset="w4a16"), family, layers=1)
+    model = quantized(MXFP4RLConfig(preset="w4a16"), family, layers=1)
     biases = ["experts.down_proj_bias"] if family == "gpt_oss" else []
     model = with_adapters(model, target_modules=["q_proj"], target_parameters=[*EXPERTS, *biases])
     before = stored(model)
@@ -127,8 +126,8 @@ def test_a_walk_that_does_not_merge_is_an_error():
     assert model.get_base_model().model.layers[0].self_attn.q_proj.merged
 
 
-W4A4 = factors_config(mode="packed", preset="w4a4")
-QAT = MXFP4RLConfig(preset="w4a4")
+PACKED = MXFP4RLConfig(mode="packed")
+W4A4 = MXFP4RLConfig(preset="w4a4")
 FULL = {"dtype": "torch.float32", "quantization": "mxfp4_rl"}
 OVERRIDES = {"quantization_config": {"quant_method": "mxfp4_rl", "mode": "qat", "preset": "w4a4"}}
 
@@ -136,29 +135,23 @@ OVERRIDES = {"quantization_config": {"quant_method": "mxfp4_rl", "mode": "qat", 
 @pytest.mark.parametrize(
     ("answer", "expected"),
     [
-        ({**FULL, "model": ""}, (torch.float32, W4A4.activation_scheme)),
+        ({**FULL, "model": ""}, (torch.float32, PACKED.activation_scheme)),
         ({"dtype": "torch.float16", "quantization": None, "model": "plain"}, (torch.float16, None)),
         # Not here.
         ({"dtype": "torch.float16", "quantization": "mxfp4_rl", "model": "no"}, (torch.float16, None)),
         # Of a checkpoint in full precision, by --hf-overrides.
-        ({**FULL, "model": "plain", "hf_overrides": OVERRIDES}, (torch.float32, QAT.activation_scheme)),
+        ({**FULL, "model": "plain", "hf_overrides": OVERRIDES}, (torch.float32, W4A4.activation_scheme)),
     ],
     ids=str,
 )
 def test_a_server_is_asked(tmp_path, answer, expected):
     (tmp_path / "plain").mkdir()
     (tmp_path / "plain" / "config.json").write_text(json.dumps({"model_type": "qwen2"}))
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen2", "quantization_config": W4A4.to_dict()}))
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen2", "quantization_config": PACKED.to_dict()}))
     answer = {**answer, "model": str(tmp_path / answer["model"])}
     client = SimpleNamespace(get_server_info=lambda: {"model_config": answer})
     found = VLLMEngine.of(SimpleNamespace(mode="server", vllm_client=client))
     assert (found.dtype, found.inputs) == expected
-
-
-def test_a_colocated_vllm_is_asked():
-    for dtype, scheme, inputs in ((torch.float16, None, None), (torch.float32, W4A4, W4A4.activation_scheme)):
-        found = VLLMEngine.of(SimpleNamespace(llm=vllm_llm(dtype, scheme)))
-        assert (found.dtype, found.inputs) == (dtype, inputs)
 
 
 def test_noise_is_measured_after_the_rounding_of_vllm(build):
