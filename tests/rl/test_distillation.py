@@ -14,6 +14,7 @@ import trl
 from datasets import Dataset
 from grpo_runs import logged
 from peft import LoraConfig
+from same_bits import assert_same, weights
 from tiny_models import make_model, make_tokenizer
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, TrainerCallback
@@ -26,6 +27,7 @@ from hf_mxfp4.rl import StepMovementCallback, distillation
 TOKENIZER = make_tokenizer("qwen2")
 STORIES = ["Natalia sold clips to 48 of her friends in April", "The quick brown fox", "half as many clips", "48/2 = 24"]
 IDS = [[5 + (7 * row + 3 * column) % 390 for column in range(9 + row)] for row in range(8)]
+ROWS = [{"input_ids": ids} for ids in IDS]
 LORA = LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
 QAT = {"mode": "qat"}
 
@@ -36,15 +38,9 @@ def build(tmp_path):
     base = tmp_path / "base"
 
     def make(
-        rows=None,
-        scheme=QAT,
-        evaluated=None,
-        teacher=None,
-        peft_config=None,
-        student=None,
-        tokenizer=TOKENIZER,
+        rows=ROWS, scheme=QAT, evaluated=None, *, teacher=None, peft_config=None, student=None, tokenizer=TOKENIZER,
         **options,
-    ):
+    ):  # fmt: skip
         if not base.exists():
             model = make_model(vocab_size=400, tie=True, max_position_embeddings=128)
             model.model.norm.weight.data *= 8  # predictions that are far from uniform
@@ -56,10 +52,10 @@ def build(tmp_path):
         settings |= {"logging_steps": 1, "save_strategy": "no", "report_to": "none", "use_cpu": True, "bf16": False}
         settings |= {"gradient_checkpointing": False, "disable_tqdm": True, "report_every": 0, "learning_rate": 1e-3}
         args = MXFP4DistillationConfig(**(settings | options))
-        data = [Dataset.from_list(r) if r else None for r in (rows or [{"input_ids": ids} for ids in IDS], evaluated)]
-        return MXFP4DistillationTrainer(
-            student, teacher, args, *data, processing_class=tokenizer, peft_config=peft_config
-        )
+        data = {"train_dataset": Dataset.from_list(rows)}
+        data["eval_dataset"] = Dataset.from_list(evaluated) if evaluated else None
+        others = {"processing_class": tokenizer, "peft_config": peft_config}
+        return MXFP4DistillationTrainer(student, teacher, args, **data, **others)
 
     return make
 
@@ -81,20 +77,26 @@ def divergence(student, teacher, rows):
     return total / count
 
 
+@torch.no_grad()
+def perplexity(model):
+    total = count = 0
+    for ids in IDS:
+        tokens = torch.tensor([ids])
+        total += model(input_ids=tokens, labels=tokens).loss.item() * (len(ids) - 1)
+        count += len(ids) - 1
+    return math.exp(total / count)
+
+
 def test_the_loss_is_the_divergence_that_torch_computes(build):
-    trainer = build(evaluated=[{"input_ids": ids} for ids in IDS], per_device_eval_batch_size=3)
+    trainer = build(evaluated=ROWS, per_device_eval_batch_size=3)
     expected = divergence(trainer.model.eval(), trainer.teacher_model, IDS)
     assert expected > 1e-3
-    assert loss_of(trainer, [{"input_ids": ids} for ids in IDS]).item() == pytest.approx(expected, rel=1e-4)
-    found = trainer.evaluate()
-    assert found["eval_kl"] == pytest.approx(expected, rel=1e-4)
-    for name, model in (("perplexity", trainer.model), ("teacher_perplexity", trainer.teacher_model)):
-        rows = [torch.tensor([ids]) for ids in IDS]
-        with torch.no_grad():
-            nll = sum(model(input_ids=ids, labels=ids).loss.item() * (ids.shape[1] - 1) for ids in rows)
-        expected = math.exp(nll / sum(ids.shape[1] - 1 for ids in rows))
-        assert found[f"eval_{name}"] == pytest.approx(expected, rel=1e-4)
-    assert trainer.tokens_distilled == 92  # the batch that was made above
+    assert loss_of(trainer, ROWS).item() == pytest.approx(expected, rel=1e-4)
+    assert trainer.tokens_distilled == 92  # one token less than each row has
+    evaluated = trainer.evaluate()
+    assert evaluated["eval_kl"] == pytest.approx(expected, rel=1e-4)
+    assert evaluated["eval_perplexity"] == pytest.approx(perplexity(trainer.model), rel=1e-4)
+    assert evaluated["eval_teacher_perplexity"] == pytest.approx(perplexity(trainer.teacher_model), rel=1e-4)
 
 
 @pytest.mark.parametrize("scheme, peft_config", [(QAT, None), ({"mode": "packed"}, LORA)])
@@ -126,23 +128,16 @@ def test_a_teacher_in_16_bits_shares_float32_tensors_under_autocast(build, tmp_p
     seen = set()
     for model in (trainer.model, trainer.teacher_model):
         model.model.layers[0].mlp.up_proj.register_forward_hook(lambda layer, read, out: seen.add(out.dtype))
-    assert loss_of(trainer, [{"input_ids": ids} for ids in IDS]).item() == pytest.approx(expected, rel=0.05)
+    assert loss_of(trainer, ROWS).item() == pytest.approx(expected, rel=0.05)
     trainer.train()
     assert seen == {torch.bfloat16}  # products, where TRL alone computes in float32
-
-
-def test_everything_is_trained_and_nothing_shared_if_asked_for(build):
-    trainer = build(train_all=True)
-    assert trainer.shared == (0, 0) and all(p.requires_grad for p in trainer.model.parameters())
-    with pytest.raises(ValueError, match="train_all=True has no effect on a student with adapters"):
-        build(train_all=True, scheme={"mode": "packed"}, peft_config=LORA)
 
 
 #: Of each option of ours: a value that is not the default, and where it shows.
 EFFECTS = {
     "learning_rate": (2e-4, lambda trainer: trainer.args.learning_rate),
-    "beta": (0.5, lambda trainer: loss_of(trainer, [{"input_ids": ids} for ids in IDS[:4]]).item()),
-    "max_length": (8, lambda trainer: loss_of(trainer, [{"input_ids": ids} for ids in IDS[:4]]).item()),
+    "beta": (0.5, lambda trainer: loss_of(trainer, ROWS[:4]).item()),
+    "max_length": (8, lambda trainer: loss_of(trainer, ROWS[:4]).item()),
     "train_all": (True, lambda trainer: trainer.model.model.embed_tokens.weight.requires_grad),
     "report_every": (5, lambda trainer: trainer.run_log is None),
 }
@@ -160,10 +155,10 @@ def test_every_option_has_an_effect(build):
     "scheme, peft_config, rate, left", [(QAT, None, 3e-4, 0.5), ({"mode": "packed"}, LORA, 1e-2, 0.7)]
 )
 def test_what_is_trained_comes_nearer_and_the_rest_stays(build, scheme, peft_config, rate, left):
-    rows = [{"input_ids": ids} for ids in IDS]
     options = {"max_steps": 12, "per_device_train_batch_size": 8, "learning_rate": rate}
-    trainer = build(rows, scheme, rows, peft_config=peft_config, **options)
-    before, embedded = trainer.evaluate()["eval_kl"], trainer.model.get_input_embeddings().weight.clone()
+    trainer = build(ROWS, scheme, ROWS, peft_config=peft_config, **options)
+    before = trainer.evaluate()["eval_kl"]
+    embedded = trainer.model.get_input_embeddings().weight.clone()
     trainer.train()
     assert trainer.evaluate()["eval_kl"] < left * before
     assert torch.equal(trainer.model.get_input_embeddings().weight, embedded)
@@ -200,14 +195,6 @@ def test_memory_does_not_grow_with_vocabulary_times_tokens(build, monkeypatch, t
     assert 16 * 64 <= largest.elements < 256 * 400 / 2  # all logits are 256 x 400
 
 
-def test_checkpointing_and_accumulation_change_nothing(build):
-    options = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}
-    plain, other = build(), build(gradient_checkpointing=True, **options)
-    plain.train()
-    other.train()
-    assert list(logged(other, "loss").values()) == pytest.approx(list(logged(plain, "loss").values()), rel=1e-5)
-
-
 def test_a_resumed_run_has_the_bits_of_one_that_was_never_stopped(build):
     options = {"max_steps": 5, "save_strategy": "steps", "save_steps": 3, "gradient_accumulation_steps": 2}
     options |= {"per_device_train_batch_size": 2, "report_every": 100}
@@ -219,27 +206,17 @@ def test_a_resumed_run_has_the_bits_of_one_that_was_never_stopped(build):
     with pytest.raises(KeyboardInterrupt):  # between two micro-batches
         resumed.train(f"{whole.args.output_dir}/checkpoint-3")
     resumed.train(f"{whole.args.output_dir}/checkpoint-3")
-    for (name, a), b in zip(whole.model.named_parameters(), resumed.model.parameters(), strict=True):
-        assert torch.equal(a, b), name
+    assert_same(weights(resumed.model), weights(whole.model))
     assert logged(resumed, "loss") == logged(whole, "loss")
     assert resumed.tokens_distilled == whole.tokens_distilled
 
 
 CHAT = [{"role": "user", "content": "48"}, {"role": "assistant", "content": " clips"}]
-A, B, END = (TOKENIZER(text)["input_ids"] for text in ("48", " clips", TOKENIZER.eos_token))
 
 
-@pytest.mark.parametrize(
-    "row, expected",
-    [
-        ({"text": "48 clips"}, (A[:1], A[1:] + B + END)),
-        ({"input_ids": [7, 8, 9]}, ([7], [8, 9])),
-        ({"prompt": "48", "completion": " clips"}, (A, B + END)),
-        ({"input_ids": list(range(5, 20))}, ([5], [6, 7, 8, 9, 10, 11, 12])),
-    ],
-)
-def test_tokens_that_are_read_and_learned(row, expected):
-    assert distillation._tokens_of(row, TOKENIZER, 8, {}) == expected
+def test_tokens_beyond_max_length_are_cut():
+    row = {"input_ids": [5, 6, 7, 8, 9, 10]}
+    assert distillation._tokens_of(row, TOKENIZER, 4, {}) == ([5], [6, 7, 8])
 
 
 TOOLS = [{"type": "function", "function": {"name": "half", "description": "Halve.", "parameters": {"type": "object"}}}]
@@ -335,9 +312,10 @@ def test_completions_are_sampled_from_whom_was_asked(build, sampler):
     "options, message",
     [
         ({"scheme": None}, "has no MXFP4 layer.*allow_full_precision=True"),
+        ({"scheme": {"mode": "packed"}, "peft_config": LORA, "train_all": True}, "train_all=True has no effect"),
         ({"scheme": {"mode": "packed"}}, "attach trainable adapters"),
-        ({"generate_with": "me"}, "generate_with='me' must be 'student' or 'teacher'"),
-        ({"use_vllm": True}, "use_vllm=True would sample from a student that is not quantized"),
+        ({"generate_with": "me"}, "generate_with='me'"),
+        ({"use_vllm": True}, "use_vllm=True would sample"),
         ({"teacher": make_model(vocab_size=32)}, "a vocabulary of 32 tokens and the student of 400"),
     ],
 )
