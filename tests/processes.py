@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Processes of tests: forked by a server that has imported everything, instead of started anew.
+"""Processes of tests, forked from a server that has imported everything: importing takes longer than most jobs.
 
     done = run(script(HERE / "run_grouped.py", "few"), interpret=True)
     done = run(code("print('hello')"), cwd=tmp_path)
@@ -7,52 +7,53 @@
     done = run(function("engine_jobs:make_base", folder=str(tmp_path)), ranks=2)
 
 A job has an environment, a folder, arguments and streams of its own, as if it were a new process; but modules are
-imported already. What is about importing, or about settings that libraries read then (``HF_ENDPOINT``), starts a real
-one. The servers, one with Triton's interpreter and one without, are started by the first who needs them, serve all
-workers of a test run, and end when the last worker does.
+imported already. Tests of importing, or of settings that libraries read while they are imported (``HF_ENDPOINT``),
+start a new process instead. So do jobs whose Triton kernels are interpreted: Triton looks at TRITON_INTERPRET when
+kernels are defined.
 """
 
 import atexit
 import contextlib
+import faulthandler
+import importlib
 import json
+import logging
+import multiprocessing.forkserver
 import os
-import select
+import runpy
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
+import threading
+import time
+import types
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
-
-from fork_server import locked
+from unittest import mock
 
 
 TESTS = Path(__file__).resolve().parent
 ROOT = TESTS.parent
 PATHS = (ROOT, ROOT / "kernels", TESTS, TESTS / "distributed")
-#: What the servers import; Triton looks at TRITON_INTERPRET when kernels are defined.
-_COMMON = (
-    "hf_mxfp4.lab", "hf_mxfp4.checkpoint", "hf_mxfp4.layers", "hf_mxfp4.integrations.transformers.quantizer",
-    "hf_mxfp4.rl", "hypothesis", "mxfp4_kernels",
-    "transformers.models.qwen2.modeling_qwen2", "triton.language", "torch._inductor.compile_fx",
-)  # fmt: skip
-_TRAINING = (
-    "accelerate", "datasets", "hf_mxfp4.cli", "matplotlib.pyplot", "peft", "transformers.models.llama.modeling_llama",
-    "transformers.models.qwen3_moe.modeling_qwen3_moe", "trl.trainer.grpo_trainer",
-)  # fmt: skip
-MODULES = {"interpreted": ("interpret:make_faster", *_COMMON), "plain": (*_COMMON, *_TRAINING)}
-#: Shared by the workers of one run, and by what they start.
-_RUN = os.environ.get("PYTEST_XDIST_TESTRUNUID", os.getpid())
-FOLDER = Path(os.environ.setdefault("MXFP4_TEST_SERVERS", f"{tempfile.gettempdir()}/mxfp4-{_RUN}"))
-#: A command that runs a script in a fork: ``[*FORKED, path, *arguments]``.
-FORKED = (sys.executable, str(Path(__file__).resolve()))
-#: As it was before any test: the servers' own.
-ENVIRONMENT = dict(os.environ)
+#: What the server imports.
+MODULES = [
+    "processes", "accelerate", "datasets", "hf_mxfp4.checkpoint", "hf_mxfp4.cli",
+    "hf_mxfp4.integrations.transformers.quantizer", "hf_mxfp4.lab", "hf_mxfp4.layers", "hf_mxfp4.rl", "hypothesis",
+    "matplotlib.pyplot", "mxfp4_kernels", "peft", "torch._inductor.compile_fx",
+    "transformers.models.llama.modeling_llama", "transformers.models.qwen2.modeling_qwen2",
+    "transformers.models.qwen3_moe.modeling_qwen3_moe", "triton.language", "trl.trainer.grpo_trainer",
+]  # fmt: skip
+#: The environment of the server, as it was before any test.
+ENVIRONMENT = {
+    **os.environ, "PYTHONPATH": os.pathsep.join(map(str, PATHS)), "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu",
+    "CI": "1",
+}  # fmt: skip
 
-_stays: dict[str, socket.socket] = {}
-_started: list[subprocess.Popen] = []
+_forks = multiprocessing.get_context("forkserver")
 
 
 class Job(NamedTuple):
@@ -84,14 +85,12 @@ def function(name: str, **arguments: Any) -> Job:
 
 
 class Done(NamedTuple):
-    """How a job has ended: return codes of its ranks (negative: a signal), what they wrote, and seconds."""
+    """How a job has ended: return codes of its ranks (negative: a signal), and what they wrote."""
 
     codes: list[int]
     stdout: str
     stderr: str
     timed_out: bool
-    seconds: float
-    cpu: float
 
     @property
     def returncode(self) -> int:
@@ -103,33 +102,40 @@ class Done(NamedTuple):
 
 
 class Process:
-    """A job that runs; made by [`start`]. It is killed when nothing refers to it any more."""
+    """A job that runs; made by [`start`]."""
 
-    def __init__(self, connection: socket.socket, files: list[Path], folder: tempfile.TemporaryDirectory):
-        self._connection, self._files, self._folder = connection, files, folder
-        self._lines = connection.makefile("r", encoding="utf-8")
+    def __init__(self, ranks: list[Any], files: list[Path], folder: tempfile.TemporaryDirectory, timeout: float):
+        self._ranks = ranks
+        self._files = files
+        self._folder = folder
+        self._end = time.monotonic() + timeout
         self._done: Done | None = None
-        self.pids: list[int] = self._answer()["pids"]
-
-    def _answer(self) -> dict:
-        line = self._lines.readline()
-        if not line:
-            raise RuntimeError(f"the fork server ended; its output: {_logs()}")
-        return json.loads(line)
+        self.pids: list[int] = [rank.pid for rank in ranks]
 
     def wait(self) -> Done:
         if self._done is None:
-            answer = self._answer()
+            for rank in self._ranks:
+                rank.join(max(0.0, self._end - time.monotonic()))
+            timed_out = any(rank.is_alive() for rank in self._ranks)
+            if timed_out:
+                self._kill()
             texts = [path.read_text(errors="replace") for path in dict.fromkeys(self._files)]
-            self._done = Done(stdout=texts[0], stderr="".join(texts[1:]), **answer)
-            self._lines.close()
-            self._connection.close()
+            codes = [rank.exitcode for rank in self._ranks]
+            self._done = Done(codes, texts[0], "".join(texts[1:]), timed_out)
             self._folder.cleanup()
         return self._done
 
+    def _kill(self) -> None:
+        """Kill the ranks with everything that they started."""
+        for rank in self._ranks:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(rank.pid, signal.SIGKILL)
+            rank.kill()  # it may not have made its group yet
+            rank.join()
+
     def poll(self) -> int | None:
         """The return code; None while it runs."""
-        if self._done is None and not select.select([self._connection], [], [], 0)[0]:
+        if any(rank.is_alive() for rank in self._ranks):
             return None
         return self.wait().returncode
 
@@ -157,25 +163,36 @@ def start(
         ranks: how many processes; more than one have the variables that launchers set, ``RANK`` and the like.
         interpret: Triton's kernels are interpreted.
         environment: all variables; those of this process by default.
-        timeout: seconds after which the job, and what it has started, is killed.
+        timeout: seconds after which [`Process.wait`] kills the job, and what it has started.
         log: a file for both streams of all ranks, to which they are appended; ``stdout`` then has them.
         no_warnings: as with ``-W ignore``.
     """
-    environment = dict(os.environ if environment is None else environment)
-    environment["TRITON_INTERPRET"] = str(int(interpret))
-    name = "interpreted" if interpret else "plain"
-    if name not in _stays:
-        _stays[name] = _first_connection(name)
-    folder = tempfile.TemporaryDirectory(prefix="job-", dir=FOLDER)
+    with mock.patch.dict(os.environ, ENVIRONMENT, clear=True):
+        _forks.set_forkserver_preload(MODULES)
+        multiprocessing.forkserver.ensure_running()
+    folder = tempfile.TemporaryDirectory(prefix="job-")
     files = [log, log] if log else [Path(folder.name) / name for name in ("stdout", "stderr")]
     for file in files:
         file.touch()
+    environment = dict(os.environ if environment is None else environment)
+    environment["TRITON_INTERPRET"] = str(int(interpret))
     request = job._asdict() | {
-        "ranks": ranks, "environment": environment, "cwd": str(cwd or os.getcwd()), "timeout": timeout,
-        "path": [path for path in environment.get("PYTHONPATH", "").split(os.pathsep) if path],
+        "interpret": interpret, "environment": environment, "cwd": str(cwd or os.getcwd()), "timeout": timeout,
         "stdout": str(files[0]), "stderr": str(files[1]), "no_warnings": no_warnings,
     }  # fmt: skip
-    return Process(_connect(name, request), files, folder)
+    processes = []
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    for rank in range(ranks):
+        if ranks > 1:
+            world = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
+            world |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+            request["environment"] = environment | {name: str(value) for name, value in world.items()}
+        process = _forks.Process(target=_run_fork, args=(dict(request),), daemon=True)
+        process.start()
+        processes.append(process)
+    return Process(processes, files, folder, timeout)
 
 
 def run(job: Job, **options: Any) -> Done:
@@ -183,53 +200,68 @@ def run(job: Job, **options: Any) -> Done:
     return start(job, **options).wait()
 
 
-def _first_connection(name: str) -> socket.socket:
-    """A connection that lasts as long as this process, to a server that is started if there is none."""
-    with locked(FOLDER):
-        if not (FOLDER / name).exists():
-            _start_server(name)
-        return _connect(name, {})
+# ---- in the fork --------------------------------------------------------------------------------------------------
 
 
-def _connect(name: str, request: dict) -> socket.socket:
-    connection = socket.socket(socket.AF_UNIX)
+def _run_fork(request: dict) -> None:
+    """Run a job in a fork of the server, as if it were a new process."""
+    os.setpgid(0, 0)
+    threading.Thread(target=_die_with_the_test, daemon=True).start()
+    multiprocessing.current_process()._config["daemon"] = False  # it may have children
+    for number, path in ((1, request["stdout"]), (2, request["stderr"])):
+        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        os.dup2(file, number)
+        os.close(file)
+    os.chdir(request["cwd"])
+    os.environ.clear()
+    os.environ.update(request["environment"])
+    if request["interpret"]:
+        os.environ["PYTHONPATH"] = os.pathsep.join([*map(str, PATHS), os.environ.get("PYTHONPATH", "")])
+        sys.exit(subprocess.call([sys.executable, __file__, json.dumps(request)]))
+    if "coverage" in sys.modules:
+        measured = sys.modules["coverage"].Coverage.current()
+        if measured:  # lines of this process count for the test that asked for it
+            measured.switch_context(os.environ.get("PYTEST_CURRENT_TEST", "").rsplit(" (", 1)[0] + "|run")
+    sys.modules["torch"].manual_seed(67280421310721)  # what PyTorch begins with; an imported module draws a seed
+    logging.getLogger("hf_mxfp4").handlers.clear()
+    sys.modules["hf_mxfp4._logging"].get_logger()  # its level comes from the environment
     try:
-        connection.connect(str(FOLDER / name))
-        connection.sendall(json.dumps(request).encode() + b"\n")
-    except OSError as error:
-        raise RuntimeError(f"the {name} fork server ended; its output: {_logs()}") from error
-    return connection
+        _run(request)
+    finally:
+        atexit._run_exitfuncs()
 
 
-def _start_server(name: str) -> None:
-    environment = ENVIRONMENT | {
-        "PYTHONPATH": os.pathsep.join(map(str, PATHS)), "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "CI": "1",
-        "TRITON_INTERPRET": str(int(name == "interpreted")),
-    }  # fmt: skip
-    with socket.socket(socket.AF_UNIX) as listener, open(FOLDER / f"{name}.log", "w") as log:
-        listener.bind(str(FOLDER / name))
-        listener.listen(64)
-        command = [sys.executable, str(TESTS / "fork_server.py"), str(listener.fileno()), *MODULES[name]]
-        descriptors = {"pass_fds": [listener.fileno()], "stdin": subprocess.DEVNULL, "stdout": log, "stderr": log}
-        _started.append(subprocess.Popen(command, env=environment, start_new_session=True, **descriptors))
+def _die_with_the_test() -> None:
+    multiprocessing.parent_process().join()
+    os.killpg(0, signal.SIGKILL)
 
 
-def _logs() -> str:
-    return "\n".join(path.read_text(errors="replace")[-3000:] for path in FOLDER.glob("*.log"))
-
-
-@atexit.register
-def leave_servers() -> None:
-    """Tell the servers that this process ends, and see those end that serve nobody else."""
-    for connection in _stays.values():
-        connection.close()
-    if "PYTEST_XDIST_TESTRUNUID" not in os.environ:
-        for process in _started:
-            process.wait(30)
+def _run(request: dict) -> None:
+    paths = request["environment"].get("PYTHONPATH", "").split(os.pathsep)
+    sys.path[1:1] = [path for path in paths if path and path not in sys.path]
+    faulthandler.dump_traceback_later(0.8 * request["timeout"], file=sys.stderr)
+    if request["no_warnings"]:
+        warnings.simplefilter("ignore")
+    what = request["what"]
+    if request["kind"] == "function":
+        name, _, attribute = what.partition(":")
+        getattr(importlib.import_module(name), attribute)(**request["arguments"])
+        return
+    sys.argv = [what if request["kind"] == "script" else "-c", *request["arguments"]]
+    if request["kind"] == "script":
+        sys.path[0] = str(Path(what).resolve().parent)
+        runpy.run_path(what, run_name="__main__")
+        return
+    sys.path[0] = ""
+    if request["kind"] == "module":
+        runpy.run_module(what, run_name="__main__", alter_sys=True)
+        return
+    sys.modules["__main__"] = main = types.ModuleType("__main__")
+    exec(compile(what, "<code of a test>", "exec"), vars(main))
 
 
 if __name__ == "__main__":
-    done = run(script(*sys.argv[1:]), timeout=600)
-    sys.stdout.write(done.stdout)
-    sys.stderr.write(done.stderr)
-    sys.exit(done.returncode)
+    from interpret import make_faster
+
+    make_faster()
+    _run(json.loads(sys.argv[1]))

@@ -29,12 +29,17 @@ _MEMORY_BYTES = 4 << 30
 def extract_boxed(text: str) -> str | None:
     r"""Return the content of the last ``\boxed{...}`` of ``text``, or None without one or with open braces."""
     _, marker, tail = text.rpartition("\\boxed{")
-    depth, escaped = 1, False
-    for end, character in enumerate(tail if marker else ""):
-        if escaped or character == "\\":
-            escaped = not escaped
-            continue
-        depth += {"{": 1, "}": -1}.get(character, 0)
+    if not marker:
+        return None
+    depth = 1
+    is_escaped = False
+    for end, character in enumerate(tail):
+        if is_escaped or character == "\\":
+            is_escaped = not is_escaped
+        elif character == "{":
+            depth += 1
+        elif character == "}":
+            depth -= 1
         if depth == 0:
             return tail[:end]
     return None
@@ -100,12 +105,13 @@ class _Worker:
         self._lock = threading.Lock()
 
     def ask(self, answer: str, text: str | None, seconds: float) -> bool | None:
-        """Return whether ``text`` equals ``answer`` (without a text: whether ``answer`` can be read), or None when that
+        """Return whether ``text`` equals ``answer``, or without a text whether ``answer`` can be read; None when that
         is not known after ``seconds``."""
         with self._lock:
             # Only a process that has answered is used again: the reply to a question that was interrupted would be
             # taken for the reply to the next one.
-            process, self._process = self._process, None
+            process = self._process
+            self._process = None
             try:
                 if process is None or process.poll() is not None:
                     process = _start()
@@ -117,7 +123,7 @@ class _Worker:
                     self._process = process
                 return reply == b"1" if reply else None
             finally:
-                if process is not None and self._process is None:
+                if process is not None and self._process is None:  # interrupted, too slow, or dead
                     _stop(process)
 
 
@@ -153,7 +159,7 @@ os.register_at_fork(after_in_child=_WORKER.__init__)  # type: ignore[misc]  # th
 
 
 def _serve() -> None:
-    """Answer requests, lines of JSON ``[answer, text or null]``, by the bytes 0 and 1."""
+    """Answer requests, which are lines of JSON ``[answer, text or null]``, with the byte 0 or 1."""
     import signal
 
     from math_verify import parse, verify
@@ -168,7 +174,8 @@ def _serve() -> None:
         import resource
 
         resource.setrlimit(resource.RLIMIT_AS, (_MEMORY_BYTES, _MEMORY_BYTES))
-    replies, sys.stdout = os.fdopen(os.dup(1), "wb", buffering=0), sys.stderr
+    replies = os.fdopen(os.dup(1), "wb", buffering=0)
+    sys.stdout = sys.stderr
     replies.write(b"1")
     for line in sys.stdin.buffer:
         try:

@@ -46,12 +46,15 @@ def _require_str(value: Any, what: str) -> str:
 
 
 def _prepare(text: str) -> str:
+    """Return a text with plain minus signs, and with plain commas between thousands."""
     text = _require_str(text, "the text to extract an answer from")
     return _LATEX_GROUPING.sub(",", text.translate(_MINUS))
 
 
 def _canonical(match: re.Match[str] | None) -> str | None:
-    return None if match is None else normalize_number((match["sign"] or "") + match["digits"])
+    if match is None:
+        return None
+    return normalize_number((match["sign"] or "") + match["digits"])
 
 
 def normalize_number(s: str) -> str:
@@ -100,7 +103,8 @@ def gsm8k_gold(answer_text: str) -> str:
 
 
 def _equal(extracted: str | None, answer: str) -> bool:
-    return normalize_number(_require_str(answer, "a gold answer")) == extracted  # both in canonical form
+    """Return whether a number in canonical form equals a gold answer in any form."""
+    return extracted == normalize_number(_require_str(answer, "a gold answer"))
 
 
 def is_strict_correct(completion: str, answer: str) -> bool:
@@ -140,7 +144,7 @@ def _text(completion: Any) -> str:
 
 
 def rewards_of(check: Callable[[str, str], bool], completions: Sequence[Any], answer: Sequence[str]) -> list[float]:
-    """Return 1.0 for each completion that ``check`` finds right beside its gold answer, else 0.0.
+    """Return 1.0 for each completion that ``check`` finds right, else 0.0.
 
     Args:
         check: called with the text of a completion and its answer.
@@ -222,6 +226,7 @@ def guard_reward(function: Any, name: str | None = None) -> Any:
 
 @contextlib.contextmanager
 def _named(name: str) -> Iterator[None]:
+    """Turn errors into [`RewardError`] with the name of the reward function."""
     try:
         yield
     except Exception as error:
@@ -229,6 +234,7 @@ def _named(name: str) -> Iterator[None]:
 
 
 def _checked(rewards: Any, name: str, completions: list | None) -> list[float | None]:
+    """Return rewards as floats; raise [`RewardError`] for what is no list of finite float32 numbers."""
     try:
         rewards = [None if reward is None else _as_float(reward) for reward in rewards]
     except (TypeError, ValueError) as error:

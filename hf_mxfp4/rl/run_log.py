@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`run_log.jsonl`, the log that a training run leaves line by line, and what the trainer and its report both say.
-
-`hf_mxfp4.lab` reads the log and makes the report."""
+"""The file `run_log.jsonl`, to which a training run appends a line for each log, and advice that the trainer and the
+report of a run both give. `hf_mxfp4.lab` reads the file and makes the report; importing this module is cheap."""
 
 import os
 import time
@@ -20,7 +19,7 @@ MOVEMENT_ALARM = 3.0
 
 
 class RunLog:
-    """Append lines to the `run_log.jsonl` of a folder; a killed run keeps all of them."""
+    """Appends lines to the `run_log.jsonl` of a folder; a killed run keeps all of them."""
 
     def __init__(self, folder: str | Path):
         self.path = Path(folder) / RUN_LOG
@@ -43,7 +42,8 @@ class RunLog:
 
 
 def movement_advice(is_first: bool) -> str:
-    """Say what it means that quantized weights move much further than master weights, in the first or a later step."""
+    """Return why quantized weights move much further than master weights, in the first or a later step, and what
+    helps."""
     if is_first:
         return (
             "Many master weights lie exactly between two quantized values (ties of a 16-bit checkpoint), and any step "

@@ -17,8 +17,9 @@ One training step, in order, and what of this package has a part in it:
 8. What was measured is logged, checkpoints are written (`_process_state` is what they have in addition to TRL's), and
    evaluations run on the policy without noise (`evaluate`).
 
-What is switched off is `None`. TRL is overridden here, apart from what [`QuantizedTrainerMixin`] and
-[`ExactResumeMixin`] do to any Trainer.
+Components that are switched off are `None`. Methods of TRL are overridden here, except for those that
+[`QuantizedTrainerMixin`] and [`ExactResumeMixin`] override for any Trainer. What is measured every few steps is listed
+in [`hf_mxfp4.rl.callbacks.MEASUREMENTS`].
 """
 
 import contextlib
@@ -69,8 +70,9 @@ class MXFP4GRPOTrainer(QuantizedTrainerMixin, GRPOTrainer):
 
     Attributes:
         n_quantized: weight matrices of the policy that are in MXFP4.
-        noise, routing, vllm_policy: noise on norms, replay of experts, and what vLLM is given; `None` without.
-        entropy_callback, error_callback, activation_callback, movement_callback: what watches.
+        noise, routing, vllm_policy: noise on norms, replay of experts, and weights for vLLM; `None` where switched off.
+        entropy_callback: alarms.
+        error_callback, activation_callback, movement_callback: measurements; `None` where switched off.
 
     Raises:
         ValueError: the model has no MXFP4 layer (unless `allow_full_precision`), a dataset is empty, the model has no

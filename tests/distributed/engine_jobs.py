@@ -31,8 +31,6 @@ from hf_mxfp4.rl.rewards import guard_reward
 IDS = torch.arange(2, 30).repeat(8, 1).add(torch.arange(8).unsqueeze(1) * 5) % 31
 LORA = {"task_type": "CAUSAL_LM", "target_modules": "all-linear", "r": 4, "lora_dropout": 0.0}
 EXPERTS = ["experts.gate_up_proj", "experts.down_proj"]
-#: Of the weights that each process quantizes for the forward products of a step.
-COUNTED = "quantization/weights_per_step"
 #: On attention alone.
 MOE_LORA = {"target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"]}
 #: Of a mixture of experts, GRPO replays and measures routing.
@@ -282,22 +280,6 @@ def load_split(base: str) -> None:
     print("is loaded", flush=True)
     # A rank that leaves takes down the store that the other still needs to make its groups.
     torch.distributed.barrier()
-
-
-def count_quantizations(engine: str | None, base: str, out: str) -> None:
-    """One step of GRPO in two micro-batches, without gradient checkpointing and with it. Each rank writes how often it
-    quantized each weight to ``out/counts<i>.json``."""
-    use_engine(engine, Path(out))
-    found = {}
-    for checkpointing in (False, True):
-        world = int(os.environ.get("WORLD_SIZE", "1"))
-        options = {"per_device_train_batch_size": 4 // world, "gradient_accumulation_steps": 2, "max_steps": 1}
-        options |= {"gradient_checkpointing": checkpointing, "save_strategy": "no", "aqn": False}
-        trainer = grpo_trainer(base, "qat", Path(out) / str(checkpointing), **options)
-        trainer.train()
-        (count,) = (log[key] for log in trainer.state.log_history for key in log if key == COUNTED)
-        found[str(checkpointing)] = count / trainer.n_quantized
-    (Path(out) / f"counts{os.environ.get('RANK', '0')}.json").write_text(json.dumps(found))
 
 
 STEPS = 4

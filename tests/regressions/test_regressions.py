@@ -1,11 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Mistakes that other projects made: with fake quantization (B18), with quantization noise (B5, B6, B8 and B29), in
-runs, evaluations and records (B13, B14, B25, B28, and B35 as far as it applies); one test named after each or two. B1
-and B7 are in `tests/rl/test_noise.py`, B26 in `tests/rl/test_vllm_sync.py`, B27, B30 and B31 in
-`tests/recipes/test_grpo.py`, B32 in `tests/rl/test_trl_trainers.py`.
-
-Against what users see: options, logged numbers, weights and completions.
-"""
+"""Mistakes that other projects made with fake quantization and with quantization noise, tested against what users see:
+options, logged numbers, weights and completions."""
 
 import multiprocessing
 import threading
@@ -20,7 +15,7 @@ from tiny_models import make_model
 from torch import nn
 from transformers import AutoModelForCausalLM, TrainerCallback
 
-from hf_mxfp4 import MXFP4RLConfig, fake_quantize
+from hf_mxfp4 import MXFP4RLConfig
 from hf_mxfp4.integrations.transformers.swap import quantize_linears
 from hf_mxfp4.rl import NormNoise
 
@@ -53,13 +48,11 @@ def checkpointed_backward(model, reentrant=False):
     [logits, generating, failing, partial(checkpointed_backward, reentrant=True), checkpointed_backward],
     ids=["no_grad", "generate", "exception", "reentrant checkpointing", "checkpointing"],
 )
-def test_b18_masters_are_bit_identical_after(use):
+def test_masters_are_bit_identical_after(use):
     model = quantized()
     before = weights(model)
     use(model)
     assert_same(weights(model), before)
-    weight = model.model.layers[0].mlp.up_proj.weight
-    assert not torch.equal(fake_quantize(weight.detach(), macro_block=128, outlier_fallback=0.5), weight)
 
 
 #: Noise in every rollout, of one size; nothing is learned.
@@ -67,18 +60,18 @@ CONSTANT = {"aqn_num_stages": 1, "aqn_sigma_start": 0.05, "aqn_sigma_end": 0.05}
 STILL = {"learning_rate": 0.0, "weight_decay": 0.0}
 
 
-def test_b05_weights_are_bit_identical_after_many_noisy_rollouts_and_in_what_is_saved(run, tmp_path):
+def test_weights_are_bit_identical_after_many_noisy_rollouts_and_in_what_is_saved(run, tmp_path):
     trainer = run(max_steps=5, **CONSTANT, **STILL)
     before = weights(trainer.model)
     trainer.train()
-    spread = logged(trainer, "aqn/measured_std").values()
-    assert len(spread) == 5 and min(spread) > 0.04 and max(spread) < 0.06  # 0.05 * sqrt(5) is 0.11
+    spread = list(logged(trainer, "aqn/measured_std").values())
+    assert spread == pytest.approx([0.05] * 5, abs=0.01)  # noise that adds up would have 0.05 * sqrt(5)
     assert_same(weights(trainer.model), before)
     trainer.save_model(str(tmp_path / "saved"))
     assert_same(weights(AutoModelForCausalLM.from_pretrained(tmp_path / "saved")), before)
 
 
-def test_b06_trained_norms_keep_their_updates_under_noise(run):
+def test_trained_norms_keep_their_updates_under_noise(run):
     """A clean copy that is taken once would bring back the norms of the first step at each rollout."""
     at_the_end_of_a_step, in_the_rollout = [], []
 
@@ -119,35 +112,17 @@ def greedy_evaluation(run, folder, **options):
     during = list(seen)
     seen.clear()
     trainer.evaluate()
-    assert during and seen
+    assert during
+    assert seen
     return during, seen
 
 
-def test_b08_b29_evaluations_do_not_know_of_noise(run, tmp_path):
+def test_evaluations_do_not_know_of_noise(run, tmp_path):
     noise = {"aqn_num_stages": 1, "aqn_sigma_start": 5.0, "aqn_sigma_end": 5.0}
     assert greedy_evaluation(run, tmp_path / "a", **noise) == greedy_evaluation(run, tmp_path / "b", aqn=False)
 
 
-@pytest.mark.parametrize("value", [0.0, 1.0])
-def test_b13_a_constant_reward_trains_to_the_end_logs_its_share_and_changes_nothing(run, value):
-    trainer = run(lambda completions, **kwargs: [value] * len(completions), max_steps=2)
-    before = weights(trainer.model)
-    trainer.train()
-    assert trainer.state.global_step == 2
-    assert logged(trainer, "frac_reward_zero_std") == {1: 1.0, 2: 1.0}
-    assert_same(weights(trainer.model), before)
-
-
-def test_b14_b25_evaluations_come_at_their_cadence_and_after_the_last_step_beside_sigma(run):
-    rows = prompts(4)
-    trainer = run(eval_dataset=rows, max_steps=5, eval_strategy="steps", eval_steps=2, per_device_eval_batch_size=4)
-    trainer.train()
-    evaluated, sigma = logged(trainer, "eval_reward"), logged(trainer, "aqn/sigma")
-    assert list(evaluated) == [2, 4, 5]
-    assert evaluated.keys() <= sigma.keys() and any(sigma[step] > 0 for step in evaluated)
-
-
-def test_b28_what_touched_nothing_is_an_error_and_not_a_result():
+def test_what_touched_nothing_is_an_error_and_not_a_result():
     """Here the counts come from where the work is done: layers that ran, norms that ran."""
     with pytest.raises(ValueError, match="matches no layer"):
         quantize_linears(nn.Sequential(nn.ReLU()), MXFP4RLConfig())
@@ -156,7 +131,7 @@ def test_b28_what_touched_nothing_is_an_error_and_not_a_result():
         make_model()(torch.tensor([[2, 3]]))  # another copy of the model, as in another process
 
 
-def test_b35_a_run_without_a_tracker_ends_and_leaves_nothing_running(run):
+def test_a_run_without_a_tracker_ends_and_leaves_nothing_running(run):
     before = set(threading.enumerate())
     trainer = run(even_digits, max_steps=1, report_to="none", logging_strategy="no")
     trainer.train()

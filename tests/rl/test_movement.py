@@ -75,7 +75,8 @@ def measured(weights, step, config):
 def test_weights_on_boundaries_move_as_far_as_they_must():
     model = layer()
     with torch.no_grad():
-        model.weight[0, 5], model.weight[0, 6] = 0.75, 1.25
+        model.weight[0, 5] = 0.75
+        model.weight[0, 6] = 1.25
 
     def move(m):
         m.weight[0, 5] -= STEP  # to .5
@@ -91,13 +92,16 @@ def test_weights_on_boundaries_move_as_far_as_they_must():
     chance = math.sqrt(math.sqrt(12 * 0.125 / 32) * 3 * STEP**3) / (3 * STEP**2)
     assert logs["movement_se/total"] == pytest.approx(chance, rel=1e-12)
     (entry,) = callback.history
-    assert entry["step"] == 1 and entry["total"]["n_changed"] == 2 and entry["total"]["n_weights"] == 32
+    assert entry["step"] == 1
+    assert entry["total"]["n_changed"] == 2
+    assert entry["total"]["n_weights"] == 32
 
 
 def test_values_that_move_with_their_scale_count_with_the_direction_they_take():
-    before, step = torch.ones(1, 32), torch.zeros(1, 32)
-    before[0, 0], before[0, 1] = 6.0, 0.6
-    step[0, 0], step[0, 1] = 2.0, -STEP  # the scale doubles: 6 becomes 8, and .5 becomes 1 against the step
+    before = torch.ones(1, 32)
+    before[0, :2] = torch.tensor([6.0, 0.6])
+    step = torch.zeros(1, 32)
+    step[0, :2] = torch.tensor([2.0, -STEP])  # the scale doubles: 6 becomes 8, and .5 becomes 1 against the step
     found = measured(before, step, PLAIN)
     assert found.ratio == pytest.approx((2.0 * 2.0 - 0.5 * STEP) / (4.0 + STEP**2), rel=1e-6)
     assert found.n_changed == 2
