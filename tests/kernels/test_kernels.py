@@ -9,9 +9,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from stub_gpu import DEVICE, stub_gpu
 
 import mxfp4_kernels
-from benchmarks.gpu.stub import B200, stub_gpu
 from hf_mxfp4 import numerics
 from mxfp4_kernels import Packed, Scheme, Side, linear_w4a16
 from mxfp4_kernels.common.scheme import output_packed, output_tensor
@@ -271,12 +271,12 @@ def test_a_graph_that_is_captured_first_clears_its_own_counters(cuda_streams):
 def test_grids_are_as_large_as_gpus_allow():
     """CUDA and HIP launch 2**16 - 1 programs along the second and the third axis of a grid, and 2**31 - 1 along the
     first one."""
-    with stub_gpu(B200) as launches:
-        matrices = torch.empty(140_000, 2, 64, dtype=torch.bfloat16, device=B200.device)
+    with stub_gpu() as launches:
+        matrices = torch.empty(140_000, 2, 64, dtype=torch.bfloat16, device=DEVICE)
         mxfp4_kernels.quantize(matrices.mT)
         mxfp4_kernels.fake_quantize_rows_and_columns(matrices)
         mxfp4_kernels.fake_quantize(matrices, Scheme(block_rows=32))
-        mxfp4_kernels.nvfp4_scales(torch.empty(2, 2**21, dtype=torch.uint8, device=B200.device))
+        mxfp4_kernels.nvfp4_scales(torch.empty(2, 2**21, dtype=torch.uint8, device=DEVICE))
     assert all(max(launch.grid[1:], default=1) < 2**16 for launch in launches)
     matrices_of = [(launch.arguments[6], launch.grid[1]) for launch in launches[:-1]]
     assert matrices_of == [(0, 65535), (65535, 65535), (131070, 8930)] * 3
