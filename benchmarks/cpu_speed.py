@@ -168,11 +168,18 @@ def product_records(options: argparse.Namespace) -> Iterator[dict]:
                 expected = nn.functional.linear(x, layer.dequantized_weight(x.dtype))
                 check(name, layer(x), expected, TOLERANCE)
             runs = {name: lambda layer=layer, x=x: layer(x) for name, layer in contenders.items()}
-            for name, seconds in (times := measure(runs, options.rounds, fill)).items():
-                ratio = median_ratio(times[BFLOAT16], seconds)
-                record = {"name": name, "shape": [m, n, k], "value": 1e3 * statistics.median(seconds), "unit": "ms"}
-                threads = torch.get_num_threads()
-                yield record | {"baseline": BFLOAT16, "ratio": ratio, "threads": threads, "variant": variant}
+            times = measure(runs, options.rounds, fill)
+            for name, seconds in times.items():
+                yield {
+                    "name": name,
+                    "shape": [m, n, k],
+                    "value": 1e3 * statistics.median(seconds),
+                    "unit": "ms",
+                    "baseline": BFLOAT16,
+                    "ratio": median_ratio(times[BFLOAT16], seconds),
+                    "threads": torch.get_num_threads(),
+                    "variant": variant,
+                }
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -184,14 +191,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--out", help="file of the records; - writes none")
     options = parser.parse_args(arguments)
-    name = {"quantize": "quantize_cpu", "product": "packed_product_cpu"}[options.what]
+    if options.what == "quantize":
+        name, measured = "quantize_cpu", quantize_records(options)
+    else:
+        name, measured = "packed_product_cpu", product_records(options)
     common = made(f"python -m benchmarks.cpu_speed {options.what}", PACKAGES, hardware(torch.get_num_threads()))
-    found = []
-    for record in {"quantize": quantize_records, "product": product_records}[options.what](options):
-        found.append({**record, "ceiling_fraction": None, "rounds": options.rounds, **common})
+    records = []
+    for record in measured:
+        records.append({**record, "ceiling_fraction": None, "rounds": options.rounds, **common})
         shape = "x".join(map(str, record["shape"]))
         print(f"{record['name']} {shape}: {record['value']:.3g} {record['unit']} ({record['ratio']:.2f}x)", flush=True)
-        write(found, options.out or RESULTS / f"{name}.json")  # what is measured so far, should the rest be cut off
+        write(records, options.out or RESULTS / f"{name}.json")  # what is measured so far, should the rest be cut off
 
 
 if __name__ == "__main__":

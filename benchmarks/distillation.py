@@ -57,15 +57,24 @@ def records_of(folder: Path, start: str) -> list[dict]:
         "seconds": summary["seconds"],
         "ceiling_fraction": None,
     } | made(f"{config} {' '.join(words)}  # from: {start}", PACKAGES)
-    found = []
+    records = []
     for text, after in summary["after"].items():
         before = summary["before"][text]
-        shape = f"at most {used['evaluate_n'] or 24} texts of at most {used['max_length']} tokens"
-        value, baseline = after["perplexity"], after["teacher_perplexity"]
-        of = {"name": text, "shape": shape, "value": value, "unit": "perplexity", "baseline": baseline}
-        of |= {"ratio": value / baseline, "kl": after["kl"], "kl_before": before["kl"]}
-        found.append(of | {"perplexity_before": before["perplexity"]} | run)
-    return found
+        records.append(
+            {
+                "name": text,
+                "shape": f"at most {used['evaluate_n'] or 24} texts of at most {used['max_length']} tokens",
+                "value": after["perplexity"],
+                "unit": "perplexity",
+                "baseline": after["teacher_perplexity"],
+                "ratio": after["perplexity"] / after["teacher_perplexity"],
+                "kl": after["kl"],
+                "kl_before": before["kl"],
+                "perplexity_before": before["perplexity"],
+                **run,
+            }
+        )
+    return records
 
 
 if __name__ == "__main__":

@@ -107,8 +107,11 @@ def inputs(model: PreTrainedModel, tokenizer, rows) -> dict[str, torch.Tensor]:
 
 
 def quantized(x: torch.Tensor, scheme: OperandScheme) -> torch.Tensor:
-    if not isinstance(scheme, QuantScheme):
-        return fake_quantize_nvfp4(x) if scheme is NVFP4 else fake_quantize_e4m3(x)
+    """Return the values of a tensor under a scheme."""
+    if scheme is NVFP4:
+        return fake_quantize_nvfp4(x)
+    if scheme is FP8:
+        return fake_quantize_e4m3(x)
     return hf_mxfp4.fake_quantize(x, **vars(scheme))
 
 

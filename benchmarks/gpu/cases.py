@@ -196,12 +196,13 @@ def _calls_of_experts(tokens: int, tiny: bool, trained: bool = False):
     hidden, inner, count, chosen = EXPERTS[tiny]
 
     def call(device: torch.device, config: MXFP4RLConfig | None = None) -> Call:
-        sizes = {"hidden_size": hidden, "moe_intermediate_size": inner}
-        plain = Qwen3MoeConfig(**sizes, num_experts=count, num_experts_per_tok=chosen)
-        plain._experts_implementation = "grouped_mm"
+        sizes = Qwen3MoeConfig(
+            hidden_size=hidden, moe_intermediate_size=inner, num_experts=count, num_experts_per_tok=chosen
+        )
+        sizes._experts_implementation = "grouped_mm"
         torch.manual_seed(0)
         with device:
-            experts = Qwen3MoeExperts(plain).bfloat16().requires_grad_(False)
+            experts = Qwen3MoeExperts(sizes).bfloat16().requires_grad_(False)
         for weight in (experts.gate_up_proj, experts.down_proj):
             weight.normal_(std=weight.shape[-1] ** -0.5)
         if config is not None:

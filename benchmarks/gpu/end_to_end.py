@@ -98,13 +98,22 @@ def generate(bench: Bench) -> None:
 
             if call().shape != (batch, prompt + new):
                 raise WrongResult(f"generate did not make {new} tokens")
-            found = seconds[arm, cache] = seconds_of(call, bench.device)
-        ratio = seconds[BF16, cache] / found if (BF16, cache) in seconds else None
-        value = batch * new / found
-        return {"value": value, "unit": "tokens/s", "seconds": found, "baseline": BF16, "ratio": ratio}
+            taken = seconds_of(call, bench.device)
+        seconds[arm, cache] = taken
+        ratio = None
+        if (BF16, cache) in seconds:
+            ratio = seconds[BF16, cache] / taken
+        return {
+            "value": batch * new / taken,
+            "unit": "tokens/s",
+            "seconds": taken,
+            "baseline": BF16,
+            "ratio": ratio,
+        }
 
     # With a static cache, transformers compiles the model and replays CUDA graphs.
-    arms = [(BF16, "static"), (PACKED, "static"), *((arm, None) for arm in (BF16, PACKED, QAT, NF4))]
+    arms: list[tuple[str, str | None]] = [(BF16, "static"), (PACKED, "static")]
+    arms += [(arm, None) for arm in (BF16, PACKED, QAT, NF4)]
     for arm, cache in arms:
         what = f"{arm}, {cache} cache" if cache else arm
         bench.record("generate", what, [batch, prompt, new], lambda arm=arm, cache=cache: measured(arm, cache))
@@ -149,7 +158,9 @@ class _Clock(TrainerCallback):
     """Seconds of each step, its rollout included: that comes after the event of its beginning."""
 
     def __init__(self, device: torch.device):
-        self.device, self.seconds, self._begun = device, [], 0.0
+        self.device = device
+        self.seconds: list[float] = []
+        self._begun = 0.0
 
     def _now(self) -> float:
         if self.device.type == "cuda":
