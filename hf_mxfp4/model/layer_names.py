@@ -69,13 +69,15 @@ CONV1D_HINT = (
 
 
 def name_matches(name: str, pattern: str) -> bool:
-    """Whether ``pattern`` is a run of whole parts of the dotted ``name``, or ``re:<regex>`` matching all of it.
+    """Return whether ``pattern`` is a run of whole parts of the dotted ``name``, or ``re:<regex>`` matching all of it.
 
     ``"layers.2"`` matches ``"model.layers.2.mlp.up_proj"``, not ``"model.layers.20.mlp.up_proj"``.
 
     Raises `ValueError` for an expression that takes longer than a second, as one of a stranger's config.json may.
     """
-    return _matches_expression(name, pattern) if pattern.startswith("re:") else f".{pattern}." in f".{name}."
+    if pattern.startswith("re:"):
+        return _matches_expression(name, pattern)
+    return f".{pattern}." in f".{name}."
 
 
 class NamePatterns:
@@ -112,7 +114,8 @@ def split_linears(model: nn.Module, extra_skips: Iterable[str] = ()) -> tuple[di
     [`find_layers`] has without experts, also of models with nothing to quantize. For scripts that look at names."""
     reasons = skip_reasons(model, extra_skips)
     linears = {name: module for name, module in candidates(model).items() if is_plain_linear(module)}
-    return {n: m for n, m in linears.items() if n not in reasons}, [n for n in linears if n in reasons]
+    quantized = {name: module for name, module in linears.items() if name not in reasons}
+    return quantized, [name for name in linears if name in reasons]
 
 
 def skip_reasons(model: nn.Module, extra_skips: Iterable[str] = ()) -> dict[str, str]:
@@ -131,7 +134,9 @@ def skip_reasons(model: nn.Module, extra_skips: Iterable[str] = ()) -> dict[str,
                 f"modules_to_not_convert has {pattern!r}, which matches no module of {type(model).__name__}; "
                 "give whole dotted name parts such as 'layers.0' or 'mlp.down_proj', or 're:<regex on the full name>'"
             )
-    head, outside, readers = _head(model), outside_body(model), find_weight_readers(model)
+    head = _head(model)
+    outside = outside_body(model)
+    readers = find_weight_readers(model)
     by_name = NamePatterns(_NAMED_PARTS if has_structure(model) else ALWAYS_SKIPPED)
     by_option = NamePatterns(extra_skips)
     reasons = {}
@@ -166,8 +171,8 @@ def find_layers(
         is_linear = is_plain_linear(module)
         problem = None if is_linear else experts_unsupported_reason(module)
         if name in reasons:
-            own = [name] if is_linear or problem else matrix_names(name, module)
-            skipped |= dict.fromkeys(own, reasons[name])
+            matrices = [name] if is_linear or problem else matrix_names(name, module)
+            skipped |= dict.fromkeys(matrices, reasons[name])
         elif problem:
             raise ValueError(
                 f"{type(model).__name__} keeps experts in fused 3-D weights that cannot be quantized ({name}: "
@@ -178,11 +183,11 @@ def find_layers(
             layers[name] = module
     conv1d = sum(type(module).__name__ == "Conv1D" for module in model.modules())
     if not layers:
-        kinds = Counter(type(module).__name__ for module in model.modules() if list(module.parameters(recurse=False)))
+        classes = Counter(type(module).__name__ for module in model.modules() if list(module.parameters(recurse=False)))
+        hint = f". {CONV1D_HINT}" if conv1d else ""
         raise ValueError(
             f"MXFP4RLConfig matches no layer of {type(model).__name__}: it has {len(skipped)} nn.Linear, all skipped "
-            f"(modules_to_not_convert={list(extra_skips)}), and {dict(kinds.most_common(5))}"
-            + (f". {CONV1D_HINT}" if conv1d else "")
+            f"(modules_to_not_convert={list(extra_skips)}), and {dict(classes.most_common(5))}{hint}"
         )
     if conv1d:
         get_logger().warning("%d layers of %s stay in full precision. %s", conv1d, type(model).__name__, CONV1D_HINT)
@@ -207,13 +212,13 @@ def _head(model: nn.Module) -> nn.Module | None:
 
 
 def full_names(model: nn.Module, name: str) -> tuple[str, ...]:
-    """Return the names that a module goes by: its own, and that which it has in a model with a head."""
+    """Return the names of a module: in ``model``, and in the same model with a head."""
     prefix = getattr(model, "base_model_prefix", "")
     return (name, f"{prefix}.{name}") if prefix else (name,)
 
 
 def _matches(model: nn.Module, name: str, patterns: NamePatterns) -> bool:
-    """Whether a pattern matches any of the module's names."""
+    """Return whether a pattern matches any of the module's names."""
     return any(patterns.match(full) for full in full_names(model, name))
 
 
@@ -221,7 +226,7 @@ _ALWAYS_SKIPPED = NamePatterns(ALWAYS_SKIPPED)
 
 
 def is_skipped_by_name(model: nn.Module, name: str) -> bool:
-    """Whether a layer is the output head of ``model``, or is named as what is never quantized."""
+    """Return whether a layer is the output head of ``model``, or has a name of [`ALWAYS_SKIPPED`]."""
     head = _head(model)
     return (head is not None and model.get_submodule(name) is head) or _matches(model, name, _ALWAYS_SKIPPED)
 
@@ -238,12 +243,18 @@ def full_precision_record(model: nn.Module, reasons: dict[str, str]) -> tuple[st
 
 
 def is_recorded(model: nn.Module, name: str, record: tuple[str, ...] | None, others: Iterable[str] = ()) -> bool:
-    """Whether a [`full_precision_record`], of this model or of one with or without its head, has a layer, which may
-    have ``others`` as its names there."""
+    """Return whether a layer is in full precision by a [`full_precision_record`].
+
+    Args:
+        record: of this model, or of one with or without its head. Without one, names decide.
+        others: further names that the layer may have in the record.
+    """
     if record is None:
         return is_skipped_by_name(model, name)
-    names = {*full_names(model, name), name.removeprefix(f"{getattr(model, 'base_model_prefix', '')}."), *others}
-    return not set(record).isdisjoint(prefix for own in names for prefix in _prefixes(own))
+    prefix = getattr(model, "base_model_prefix", "")
+    names = {*full_names(model, name), name.removeprefix(f"{prefix}."), *others}
+    modules_around = itertools.chain.from_iterable(_prefixes(each) for each in names)
+    return not set(record).isdisjoint(modules_around)
 
 
 def unknown_names(model: nn.Module, patterns: Iterable[str]) -> list[str]:
@@ -253,9 +264,15 @@ def unknown_names(model: nn.Module, patterns: Iterable[str]) -> list[str]:
 
 
 def _unmatched(patterns: Iterable[str], names: Iterable[str]) -> list[str]:
+    """Return the patterns that match none of the names."""
     runs = {run for name in names for run in _runs(name)}
-    unmatched = [pattern for pattern in patterns if pattern not in runs]
-    return [p for p in unmatched if not (p.startswith("re:") and any(name_matches(name, p) for name in names))]
+    unmatched = []
+    for pattern in patterns:
+        is_expression = pattern.startswith("re:")
+        is_known = pattern in runs or (is_expression and any(name_matches(name, pattern) for name in names))
+        if not is_known:
+            unmatched.append(pattern)
+    return unmatched
 
 
 def translate_names(
@@ -271,11 +288,12 @@ def translate_names(
     patterns = tuple(patterns)
     unknown = dict.fromkeys(unknown_names(model, patterns))
     known = [pattern for pattern in patterns if pattern not in unknown]
-    meant = NamePatterns(unknown)
-    matched = {name: any(map(meant.match, others[name])) for name in others}
-    rest = [name for name in others if not matched[name]]
-    found = dict.fromkeys(outermost(name, rest) for name in others if matched[name])
-    return (*known, *found, *_unmatched(unknown, [*absent, *itertools.chain.from_iterable(others.values())]))
+    by_other_name = NamePatterns(unknown)
+    matched = {name for name in others if any(by_other_name.match(other) for other in others[name])}
+    rest = [name for name in others if name not in matched]
+    replacements = dict.fromkeys(outermost(name, rest) for name in others if name in matched)
+    every_name = [*absent, *itertools.chain.from_iterable(others.values())]
+    return (*known, *replacements, *_unmatched(unknown, every_name))
 
 
 def outermost(name: str, others: list[str]) -> str:
@@ -292,15 +310,16 @@ def read_names(option: str, names: Any) -> tuple[str, ...] | None:
     """Return a list of module names or patterns as a tuple. Raises `ValueError`, naming the option, for the rest."""
     if names is None:
         return None
-    found = tuple(names) if isinstance(names, Iterable) and not isinstance(names, str) else (None,)
-    if not all(isinstance(name, str) and name for name in found):
+    is_list = isinstance(names, Iterable) and not isinstance(names, str)
+    patterns = tuple(names) if is_list else ()
+    if not is_list or not all(isinstance(name, str) and name for name in patterns):
         raise ValueError(f"{option}={names!r} must be a list of module names")
-    expressions = [name for name in found if name.startswith("re:")]
-    if len(found) > MAX_NAMES or sum(map(len, expressions)) > MAX_NAMES:
+    expressions = [name for name in patterns if name.startswith("re:")]
+    if len(patterns) > MAX_NAMES or sum(map(len, expressions)) > MAX_NAMES:
         raise ValueError(f"{option} has more than {MAX_NAMES} names or characters of regular expressions; give fewer")
     for name in expressions:
         try:
             regex.compile(name[3:])
         except regex.error as error:
             raise ValueError(f"{option} has {name!r}, which is no regular expression: {error}") from error
-    return found
+    return patterns

@@ -27,96 +27,117 @@ def outside_body(model: nn.Module) -> dict[nn.Module, str]:
 
     Only routers are found in a module that is not, and does not hold, a transformers model.
     """
-    found = {router: ROUTER for router in _linear_routers(model)}
-    whole = _whole(model)
+    reasons = {router: ROUTER for router in _linear_routers(model)}
+    whole = _transformers_model(model)
     if whole is None:
-        return found
-    roots, foreign = _text_roots(whole), _foreign_parts(whole)
+        return reasons
+    decoders = _text_decoders(whole)
+    foreign = _foreign_parts(whole)
     has_stack = any(_is_stack(module) for module in whole.modules())
-    pairs = (pair for root in roots or [_base(whole)] for pair in _leaves(root, foreign))
-    body = {leaf for leaf, in_stack in pairs if in_stack or not has_stack}
-    reason = OTHER_MODALITY if roots or foreign else HEAD
-    leaves = (module for name, module in model.named_modules() if is_leaf(name, module))
-    found |= {module: reason for module in leaves if module not in body}
-    return found
+    body = set()
+    for root in decoders or [_base_model(whole)]:
+        for leaf, is_in_stack in _leaves(root, foreign):
+            if is_in_stack or not has_stack:
+                body.add(leaf)
+    reason = OTHER_MODALITY if decoders or foreign else HEAD
+    for name, module in model.named_modules():
+        if is_leaf(name, module) and module not in body:
+            reasons[module] = reason
+    return reasons
 
 
 def has_structure(model: nn.Module) -> bool:
-    """Whether ``model`` is, or holds, a transformers model, whose structure tells what is its body."""
-    return _whole(model) is not None
+    """Return whether ``model`` is, or holds, a transformers model, whose structure shows what its body is."""
+    return _transformers_model(model) is not None
 
 
 def text_part(model: nn.Module) -> set[nn.Module] | None:
     """Return the modules of the text decoder in a model of several modalities; `None` for any other model."""
-    whole = _whole(model)
+    whole = _transformers_model(model)
     if whole is None:
         return None
-    roots, foreign = _text_roots(whole), _foreign_parts(whole)
-    if roots is None and not foreign:
+    decoders = _text_decoders(whole)
+    foreign = _foreign_parts(whole)
+    if decoders is None and not foreign:
         return None
-    inside = {module for root in roots or [_base(whole)] for module in root.modules()}
-    return inside - {module for part in foreign for module in part.modules()}
+    inside: set[nn.Module] = set()
+    for root in decoders or [_base_model(whole)]:
+        inside.update(root.modules())
+    for part in foreign:
+        inside.difference_update(part.modules())
+    return inside
 
 
-def _text_roots(whole: nn.Module) -> list[nn.Module] | None:
-    """Models within ``whole`` that have the config of its text decoder; `None` where that is the config of all."""
+def _text_decoders(whole: nn.Module) -> list[nn.Module] | None:
+    """Return the models within ``whole`` that have the config of its text decoder; `None` if that is its own config."""
     text = _text_config(whole.config)
     if text is whole.config or _is_one_modality(whole):
         return None
-    found = [module for module in whole.modules() if _is_model(module) and type(module.config) is type(text)]
-    return found or [whole.get_decoder()]
+    decoders = [module for module in whole.modules() if _is_model(module) and type(module.config) is type(text)]
+    return decoders or [whole.get_decoder()]
 
 
 def _foreign_parts(whole: nn.Module) -> set[nn.Module]:
-    """Parts of a model of several modalities that have a config of their own, other than that of the text decoder."""
+    """Return the parts of other modalities: they have a config of their own, which is not that of the text decoder."""
     if _is_one_modality(whole):
         return set()
+    sub_configs = _sub_configs(whole.config)
     text = type(_text_config(whole.config))
-    others = {type(config) for config in _sub_configs(whole.config).values()} - {text, type(whole.config)}
+    others = {type(config) for config in sub_configs.values()} - {text, type(whole.config)}
     if text is not type(whole.config):
         return {module for module in whole.modules() if type(getattr(module, "config", None)) in others}
-    is_declared = len(_modalities(whole)) > 1
-    prefixes = tuple(name.removesuffix("_config") for name in _sub_configs(whole.config)) if is_declared else ()
-    return {
-        module
-        for name, module in whole.named_modules()
-        if (_is_model(module) and type(module.config) in others and not _declares_text(module))
-        or (not _is_model(module) and prefixes and name.rpartition(".")[2].startswith(prefixes))
-    }
+    # The text decoder has the config of the whole model. Parts that are no models are found by the configs' names.
+    prefixes = tuple(name.removesuffix("_config") for name in sub_configs)
+    has_modalities = len(_modalities(whole)) > 1
+    foreign = set()
+    for name, module in whole.named_modules():
+        if _is_model(module):
+            is_foreign = type(module.config) in others and not _declares_text(module)
+        else:
+            is_foreign = has_modalities and name.rpartition(".")[2].startswith(prefixes)
+        if is_foreign:
+            foreign.add(module)
+    return foreign
 
 
-def _leaves(module: nn.Module, foreign: set[nn.Module], in_stack: bool = False) -> Iterator[tuple[nn.Module, bool]]:
-    """Yield what could be quantized below ``module`` but foreign parts, and whether it lies in a stack of layers."""
+def _leaves(module: nn.Module, foreign: set[nn.Module], is_in_stack: bool = False) -> Iterator[tuple[nn.Module, bool]]:
+    """Yield what could be quantized below ``module``, and whether it is in a stack of layers. Skip foreign parts, and
+    modules that connect them to the model."""
     for name, child in module.named_children():
-        if child in foreign or (not _is_model(child) and any(part in foreign for part in child.modules())):
+        is_connector = not _is_model(child) and any(part in foreign for part in child.modules())
+        if child in foreign or is_connector:
             continue
         if is_leaf(name, child):
-            yield child, in_stack
+            yield child, is_in_stack
         else:
-            yield from _leaves(child, foreign, in_stack or _is_stack(child))
+            yield from _leaves(child, foreign, is_in_stack or _is_stack(child))
 
 
 def _is_stack(module: nn.Module) -> bool:
-    """Whether a container holds layers that consist of several modules."""
+    """Return whether a container holds layers that consist of several modules."""
     return isinstance(module, _CONTAINERS) and any(next(layer.children(), None) for layer in module.children())
 
 
 def _linear_routers(model: nn.Module) -> Iterator[nn.Module]:
-    """Yield the linear layers of modules that stand beside the experts of a block and end in one output for each expert
-    (or one more, for none), or in a single one (the gate of a shared expert)."""
+    """Yield the linear layers of modules next to the experts of a block that end in one output for each expert (or one
+    more, for none), or in a single one (the gate of a shared expert)."""
     for block in model.modules():
         counts = {count_experts(name, child) for name, child in block.named_children()} - {0}
-        ends = {1, *counts, *(count + 1 for count in counts)}
-        for name, child in block.named_children() if counts else ():
+        if not counts:
+            continue
+        sizes = {1, *counts, *(count + 1 for count in counts)}
+        for name, child in block.named_children():
             linears = [module for module in child.modules() if is_linear(module)]
-            if linears and not count_experts(name, child) and linears[-1].out_features in ends:
+            if linears and not count_experts(name, child) and linears[-1].out_features in sizes:
                 yield from linears
 
 
 def is_leaf(name: str, module: nn.Module) -> bool:
-    """Whether a module called ``name`` is a plain linear layer, or experts that are fused in 3-D parameters."""
+    """Return whether a module called ``name`` is a plain linear layer, or experts that are fused in 3-D parameters."""
+    if is_plain_linear(module):
+        return True
     is_fused = any(parameter.dim() == 3 for parameter in module.parameters(recurse=False))
-    return is_plain_linear(module) or (is_fused and count_experts(name.rpartition(".")[2], module) > 0)
+    return is_fused and count_experts(name.rpartition(".")[2], module) > 0
 
 
 def count_experts(name: str, module: nn.Module) -> int:
@@ -128,12 +149,13 @@ def count_experts(name: str, module: nn.Module) -> int:
     return max((p.shape[0] for p in module.parameters(recurse=False) if p.dim() == 3), default=0)
 
 
-def _whole(model: nn.Module) -> nn.Module | None:
+def _transformers_model(model: nn.Module) -> nn.Module | None:
     """Return the transformers model that is, or is in, ``model``."""
     return next((module for module in model.modules() if _is_model(module)), None)
 
 
-def _base(whole: nn.Module) -> nn.Module:
+def _base_model(whole: nn.Module) -> nn.Module:
+    """Return a transformers model without its head."""
     return getattr(whole, whole.base_model_prefix or "", whole)
 
 
@@ -143,6 +165,7 @@ def _is_model(module: nn.Module) -> bool:
 
 
 def _text_config(config: Any) -> Any:
+    """Return the part of a config that describes the text decoder, or the config itself."""
     try:
         return config.get_text_config()
     except ValueError:  # it has a text encoder and a decoder
@@ -151,24 +174,30 @@ def _text_config(config: Any) -> Any:
 
 def _sub_configs(config: Any) -> dict[str, Any]:
     """Return the configs within a config, and within these, by the names of their options."""
-    own = {name: getattr(config, name, None) for name in getattr(config, "sub_configs", None) or ()}
-    own = {name: value for name, value in own.items() if hasattr(value, "get_text_config")}
-    return own | {name: inner for value in own.values() for name, inner in _sub_configs(value).items()}
+    configs: dict[str, Any] = {}
+    for name in getattr(config, "sub_configs", None) or ():
+        value = getattr(config, name, None)
+        if hasattr(value, "get_text_config"):
+            configs |= {name: value, **_sub_configs(value)}
+    return configs
 
 
 def _is_one_modality(whole: nn.Module) -> bool:
-    """Whether a model has no part to leave out: it reads no text, or it is an encoder-decoder of text."""
+    """Return whether a model has no part to leave out: it reads no text, or it is an encoder-decoder of text."""
     modalities = _modalities(whole)
-    return "text" not in modalities or (modalities == {"text"} and getattr(whole.config, "is_encoder_decoder", False))
+    if modalities == {"text"}:
+        return getattr(whole.config, "is_encoder_decoder", False)
+    return "text" not in modalities
 
 
 def _modalities(module: nn.Module) -> set[str]:
+    """Return what a model says that it reads, such as ``{"text", "image"}``."""
     declared = getattr(module, "input_modalities", "text")
     return {declared} if isinstance(declared, str) else set(declared)
 
 
 def _declares_text(module: nn.Module) -> bool:
-    """Whether a model says so itself: the attribute of `PreTrainedModel`, text, is what others leave as it is."""
+    """Return whether a model says itself that it reads text, instead of inheriting this from `PreTrainedModel`."""
     families = [cls for cls in type(module).__mro__ if cls.__name__ != "PreTrainedModel"]
     return "text" in _modalities(module) and any("input_modalities" in vars(cls) for cls in families)
 
@@ -202,15 +231,16 @@ def weight_size(experts: nn.Module, projection: str) -> tuple[int, int, int]:
 
 
 def experts_unsupported_reason(experts: nn.Module) -> str | None:
-    """Why a module with 3-D weights is not experts of a layout known here; `None` when it is."""
+    """Return why experts with 3-D weights cannot be quantized; `None` if they can."""
     if experts_adapter(experts) is None:
         return f"{type(experts).__name__} is not made by transformers' use_experts_implementation"
     if getattr(experts, "_is_expert_parallel", False):
         return "its experts are spread over processes (expert parallelism)"
-    names = projections(experts)
-    allowed = {*names, *(f"{name}_bias" for name in names)}
-    own = dict(experts.named_parameters(recurse=False))
-    needed = allowed if experts_layout(experts).has_bias else set(names)
-    if own.keys() != needed:
-        return f"{type(experts).__name__} has the parameters {sorted(own)} instead of {sorted(needed)}"
+    layout = experts_layout(experts)
+    needed = set(layout.projections)
+    if layout.has_bias:
+        needed |= {f"{name}_bias" for name in layout.projections}
+    parameters = dict(experts.named_parameters(recurse=False))
+    if parameters.keys() != needed:
+        return f"{type(experts).__name__} has the parameters {sorted(parameters)} instead of {sorted(needed)}"
     return None

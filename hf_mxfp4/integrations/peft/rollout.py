@@ -28,8 +28,8 @@ _ON_LINEARS = (MXFP4LoraLinear, MXFP4LoraMasterLinear)
 
 def has_inseparable_adapters(model: nn.Module) -> bool:
     """Return whether an adapter on a quantized weight has no [`adapter_factors`], as those of experts."""
-    layers = [layer for layer in adapters_on_quantized(model) if not isinstance(layer, _ON_LINEARS)]
-    return any(getattr(layer, "is_on_weight", True) for layer in layers)
+    others = [layer for layer in adapters_on_quantized(model) if not isinstance(layer, _ON_LINEARS)]
+    return any(getattr(layer, "is_on_weight", True) for layer in others)
 
 
 def adapter_rank(model: nn.Module) -> int:
@@ -51,13 +51,13 @@ def adapter_factors(
     its name without PEFT: a function which gives ``A`` ``[r, K]`` and ``B`` ``[N, r]`` with the scaling in it, in
     float32; zeros of rank 1 where none is active. Under FSDP2 all processes must call the function.
     """
-    found: dict[str, Callable[[], tuple[torch.Tensor, torch.Tensor]]] = {}
+    factors: dict[str, Callable[[], tuple[torch.Tensor, torch.Tensor]]] = {}
     for name, module in _plain_modules(model):
         if isinstance(module, _ON_LINEARS):
-            found[name] = partial(_factors, module.get_base_layer(), module)
+            factors[name] = partial(_factors, module.get_base_layer(), module)
         elif everywhere and isinstance(module, (MXFP4Linear, MXFP4PackedLinear)):
-            found.setdefault(name, partial(_factors, module))
-    return found
+            factors.setdefault(name, partial(_factors, module))
+    return factors
 
 
 def _plain_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -89,22 +89,24 @@ def adapter_sums(model: PeftModel) -> dict[str, Callable[[], torch.Tensor]]:
         if not isinstance(module, BaseTunerLayer):
             continue
         adapters = _active(module) if isinstance(module, (LoraLinear, ParamWrapper)) else None
-        if adapters is None or any(each in module.lora_variant or module.lora_bias.get(each) for each in adapters):
+        if adapters is None or any(name in module.lora_variant or module.lora_bias.get(name) for name in adapters):
             raise ValueError(
                 f"{name} has an adapter of {type(module).__name__} that does more than add to the weight, which cannot "
                 "be given to another engine; use plain LoRA, leave the layer out of the adapter's targets, or set "
                 "use_vllm=False"
             )
         if adapters:
-            owned = module.parameter_name if isinstance(module, ParamWrapper) else "weight"
-            sums[f"{name}.{owned}"] = partial(_sum_of_weights, module, adapters)
+            parameter_name = module.parameter_name if isinstance(module, ParamWrapper) else "weight"
+            sums[f"{name}.{parameter_name}"] = partial(_sum_of_weights, module, adapters)
     return sums
 
 
 @torch.no_grad()
 def _sum_of_weights(module: LoraLinear | ParamWrapper, adapters: list[str]) -> torch.Tensor:
-    is_ours = isinstance(module, MXFP4LoraExpertParameter) and module.is_on_weight
-    return sum(whole(module.delta(a) if is_ours else module.get_delta_weight(a)).float() for a in adapters)
+    delta = module.get_delta_weight
+    if isinstance(module, MXFP4LoraExpertParameter) and module.is_on_weight:
+        delta = module.delta
+    return sum(whole(delta(adapter)).float() for adapter in adapters)
 
 
 def adapted_parameters(model: PeftModel) -> set[str]:
@@ -112,7 +114,8 @@ def adapted_parameters(model: PeftModel) -> set[str]:
     names = set()
     for name, module in _plain_modules(model):
         if isinstance(module, ParamWrapper):
-            if module.merged or isinstance(module, MXFP4LoraPackedExpertParameter) and _active(module):
+            is_packed = isinstance(module, MXFP4LoraPackedExpertParameter)
+            if module.merged or (is_packed and _active(module)):
                 names.add(f"{name}.{module.parameter_name}")
         elif isinstance(module, BaseTunerLayer) and module.merged:
             names |= {f"{name}.weight", f"{name}.bias"}
@@ -133,34 +136,38 @@ def policy_parameters(model: PeftModel, packed: bool = False) -> Iterator[tuple[
         RuntimeError: weights are sharded, so that no process has them in full.
         ValueError: other adapters than LoRA on linear layers and packed experts, or with ``packed`` on experts.
     """
-    base, seen = model.get_base_model(), set()
+    seen = set()  # parameters that were given under another name
     inside = "\0"  # the adapter layer that the walk is in
-    for name, module in base.named_modules():
+    for name, module in model.get_base_model().named_modules():
         if name.startswith(inside):
             continue
         layer = module
         if isinstance(module, BaseTunerLayer):
-            layer, inside = module.get_base_layer(), f"{name}."
+            layer = module.get_base_layer()
+            inside = f"{name}."
         _check_pushable(name, module, packed)
-        is_plain = isinstance(module, LoraLinear) and not isinstance(layer, MXFP4PackedLinear)
-        if is_plain and id(layer.weight) in seen:
+        is_on_master = isinstance(module, LoraLinear) and not isinstance(layer, MXFP4PackedLinear)
+        if is_on_master and id(layer.weight) in seen:
             raise ValueError(f"{name} has an adapter and is tied; leave it out of the adapter's targets")
-        if is_plain or isinstance(layer, MXFP4PackedLinear) or isinstance(layer, MXFP4PackedExperts) and not packed:
-            yield from ((f"{name}.{own}", tensor) for own, tensor in _parameters(layer, module, packed))
+        has_experts_to_unpack = isinstance(layer, MXFP4PackedExperts) and not packed
+        if is_on_master or isinstance(layer, MXFP4PackedLinear) or has_experts_to_unpack:
+            for parameter_name, tensor in _parameters(layer, module, packed):
+                yield f"{name}.{parameter_name}", tensor
         else:
-            for own, parameter in module.named_parameters(name, recurse=False):
-                plain = _without_wrapper(own, model)
-                if plain is not None and id(parameter) not in seen:
+            for full_name, parameter in module.named_parameters(name, recurse=False):
+                plain_name = _without_wrapper(full_name, model)
+                if plain_name is not None and id(parameter) not in seen:
                     seen.add(id(parameter))
-                    yield plain, parameter.data
+                    yield plain_name, parameter.data
 
 
 def _check_pushable(name: str, module: nn.Module, packed: bool) -> None:
+    """Raise for a module whose parameters cannot be given to another engine, as [`policy_parameters`] says."""
     is_adapter = isinstance(module, BaseTunerLayer)
     on_experts = isinstance(module, MXFP4LoraPackedExpertParameter)
-    is_lora = (
-        isinstance(module, LoraLinear) or on_experts and all(each.is_on_weight for each in nested_wrappers(module))
-    )
+    is_lora = isinstance(module, LoraLinear)
+    if on_experts:
+        is_lora = all(wrapper.is_on_weight for wrapper in nested_wrappers(module))
     if is_adapter and (not is_lora or module.lora_variant or any(module.lora_bias.values())):
         raise ValueError(
             f"{name} has an adapter that is no plain LoRA on a linear layer; leave it out of the adapter's targets "
@@ -168,9 +175,11 @@ def _check_pushable(name: str, module: nn.Module, packed: bool) -> None:
         )
     if packed and on_experts:
         raise ValueError(f"{name} has adapters on experts, which cannot be given apart from their weights")
-    for own, parameter in module.named_parameters(name, recurse=is_adapter):
+    for full_name, parameter in module.named_parameters(name, recurse=is_adapter):
         if parameter.numel() == 0 or hasattr(parameter, "full_tensor"):
-            raise RuntimeError(f"{own} is sharded; a packed policy is pushed to other engines from whole weights only")
+            raise RuntimeError(
+                f"{full_name} is sharded; a packed policy is pushed to other engines from whole weights only"
+            )
 
 
 def _parameters(layer: nn.Module, module: nn.Module, packed: bool) -> Iterator[tuple[str, torch.Tensor]]:
@@ -181,8 +190,10 @@ def _parameters(layer: nn.Module, module: nn.Module, packed: bool) -> Iterator[t
     elif packed:
         yield from ((field, getattr(layer, field).data) for field in layer.shapes())
     elif isinstance(layer, MXFP4PackedLinear):
-        weight = layer.dequantized_weight() if module is layer else module.effective_weight().to(layer.compute_dtype)
-        yield "weight", weight
+        if module is layer:
+            yield "weight", layer.dequantized_weight()
+        else:
+            yield "weight", module.effective_weight().to(layer.compute_dtype)
     else:
         adapted = {wrapper.parameter_name: wrapper for wrapper in nested_wrappers(module)}
         for projection in layer.projections:
@@ -190,7 +201,9 @@ def _parameters(layer: nn.Module, module: nn.Module, packed: bool) -> Iterator[t
                 yield projection, adapted[projection].effective_weight(layer.compute_dtype)
             else:
                 yield projection, layer.dequantized_weight(projection)
-    yield from ((own, bias.data) for own, bias in layer.named_parameters(recurse=False) if own.endswith("bias"))
+    for parameter_name, parameter in layer.named_parameters(recurse=False):
+        if parameter_name.endswith("bias"):
+            yield parameter_name, parameter.data
 
 
 def _without_wrapper(name: str, model: PeftModel) -> str | None:
