@@ -21,6 +21,7 @@ from .presets import (
     apply_options,
     check_matmul_backend,
     check_products,
+    presets_with,
     read_gemm,
 )
 from .registration import QUANT_METHOD
@@ -90,11 +91,11 @@ class MXFP4RLConfig(QuantizationConfigMixin):
     macro_search: str = _option(
         Default.BY_PRESET,
         "How macro factors are found: block_mantissas, block_mantissas_fp8, static, dynamic or hybrid. These are "
-        "'block_mantissas' (two mantissa bits for each of the four block scales, by squared error; usual under 'w4a4' "
-        "and 'w4a4g4'), 'block_mantissas_fp8' (the same without 1.75: every value is an E4M3 number times a power of "
-        "two, so FP8 tensor cores multiply it; usual under 'w4a16', 'w4a8' and 'w4a8g8'), 'static' (from the largest "
-        "magnitude), 'dynamic' (best of 16 by squared error) or 'hybrid' (dynamic for weights, static for activations; "
-        "usual with other sizes than 128).",
+        "'block_mantissas' (two mantissa bits for each of the four block scales, by squared error; usual under "
+        f"{presets_with('block_mantissas')}), 'block_mantissas_fp8' (the same without 1.75: every value is an E4M3 "
+        "number times a power of two, so FP8 tensor cores multiply it; usual under "
+        f"{presets_with('block_mantissas_fp8')}), 'static' (from the largest magnitude), 'dynamic' (best of 16 by "
+        "squared error) or 'hybrid' (dynamic for weights, static for activations; usual with other sizes than 128).",
     )
     outlier_fallback: float | None = _option(
         Default.BY_PRESET,

@@ -167,6 +167,17 @@ PRESETS = {preset.name: preset for preset in _ROWS}
 #: Preset of each mode that names none.
 DEFAULT_PRESETS = {"qat": "w4a8", "packed": "w4a16"}
 
+
+def presets_with(macro_search: str) -> str:
+    """Return the presets that find macro factors so, for help texts: ``"'w4a4' and 'w4a4g4'"``."""
+    names = [
+        repr(preset.name)
+        for preset in PRESETS.values()
+        if preset.macro_block is not None and preset.macro_search == macro_search
+    ]
+    return f"{', '.join(names[:-1])} and {names[-1]}"
+
+
 #: Operands that can take the values of the forward product.
 _REUSED = (("dgrad", "weight"), ("wgrad", "x"))
 _EXAMPLES = {

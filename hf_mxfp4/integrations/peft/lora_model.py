@@ -23,6 +23,7 @@ from ..._logging import get_logger
 from ...config import MXFP4RLConfig
 from ...layers import PACKED, QUANTIZED, MXFP4Experts, MXFP4Linear, MXFP4PackedExperts, MXFP4PackedLinear
 from ...model.plain_layers import is_linear
+from ...model.structure import weight_names
 from ...ops import effective_rows
 from ...utils import nearest_names
 from ..patches import change_class
@@ -141,34 +142,42 @@ def _quantized_lora(model: nn.Module) -> dict[str, Merges]:
 
 def targeted_layers(model: nn.Module, config: PeftConfig, tuner: type[BaseTuner]) -> dict[str, nn.Module]:
     """Return the quantized layers that the targets match, by the names that they have without adapters."""
-    layers = {name.replace(".base_layer", ""): m for name, m in model.named_modules() if isinstance(m, QUANTIZED)}
-    parameters = getattr(config, "target_parameters", None) or ()
-    found = {
-        name: layer
-        for name, layer in layers.items()
-        if any(f".{name}.{own}".endswith(f".{target}") for own, _ in layer.named_parameters() for target in parameters)
-    }
+    layers = _quantized_layers(model)
+    targeted = {}
+    for name, layer in layers.items():
+        parameters = [f".{name}.{parameter}" for parameter, _ in layer.named_parameters()]
+        for target in getattr(config, "target_parameters", None) or ():
+            if any(parameter.endswith(f".{target}") for parameter in parameters):
+                targeted[name] = layer
     targets = getattr(config, "target_modules", None)
     if targets is None:
-        kind = getattr(getattr(model, "config", None), "model_type", None)
-        targets = (getattr(tuner, "target_module_mapping", None) or {}).get(kind)
+        model_type = getattr(getattr(model, "config", None), "model_type", None)
+        targets = (getattr(tuner, "target_module_mapping", None) or {}).get(model_type)
         if targets is None:
-            return found
+            return targeted
     if isinstance(targets, str) and targets.lower() == "all-linear":
-        return found | {name: layer for name, layer in layers.items() if is_linear(layer)}
+        return targeted | {name: layer for name, layer in layers.items() if is_linear(layer)}
     config = copy.copy(config)
     config.target_modules = targets
-    return found | {name: layer for name, layer in layers.items() if check_target_module_exists(config, name)}
+    return targeted | {name: layer for name, layer in layers.items() if check_target_module_exists(config, name)}
+
+
+def _quantized_layers(model: nn.Module) -> dict[str, nn.Module]:
+    """Return the quantized layers by the names that they have without adapters."""
+    layers = {name: module for name, module in model.named_modules() if isinstance(module, QUANTIZED)}
+    return {name.replace(".base_layer", ""): layer for name, layer in layers.items()}
 
 
 def check_method(tuner: BaseTuner, model: nn.Module, config: PeftConfig) -> None:
     """Raise `ValueError` for a method that cannot compute on the layers that it targets, or trains packed bytes."""
     _check_saved_modules(config, model)
-    hit = targeted_layers(model, config, type(tuner))
-    if not hit:
+    targeted = targeted_layers(model, config, type(tuner))
+    if not targeted:
         return
-    name, layer = next(((n, m) for n, m in hit.items() if isinstance(m, PACKED)), next(iter(hit.items())))
-    is_packed, method = isinstance(layer, PACKED), config.peft_type.name
+    packed = [name for name, layer in targeted.items() if isinstance(layer, PACKED)]
+    is_packed = packed != []
+    name = packed[0] if is_packed else next(iter(targeted))
+    method = config.peft_type.name
     registered = PEFT_TYPE_TO_TUNER_MAPPING.get(config.peft_type)
     where = f"on {name}, a {'packed' if is_packed else 'trainable'} quantized layer"
     if registered is None or not isinstance(tuner, registered):
@@ -177,9 +186,10 @@ def check_method(tuner: BaseTuner, model: nn.Module, config: PeftConfig) -> None
         raise ValueError(f"MISS with init_weights='bat' is not supported {where}: it computes with the plain weight")
     supported = SUPPORTED if is_packed else SUPPORTED | TRAINABLE_ONLY
     if method not in supported:
+        state = "is stored in 4 bits" if is_packed else "is not quantized yet"
         raise ValueError(
-            f"{method} is not supported {where}: it computes with the layer's weight, which "
-            f"{'is stored in 4 bits' if is_packed else 'is not quantized yet'}, or it has not been tried. Use one of "
+            f"{method} is not supported {where}: it computes with the layer's weight, which {state}, or it has not "
+            "been tried. Use one of "
             f"{', '.join(sorted(supported))}, or keep these layers in full precision with "
             "MXFP4RLConfig(modules_to_not_convert=[...])"
         )
@@ -187,25 +197,30 @@ def check_method(tuner: BaseTuner, model: nn.Module, config: PeftConfig) -> None
 
 def _check_saved_modules(config: PeftConfig, model: nn.Module) -> None:
     """Refuse what PEFT would wrap around stored bytes, or a master weight; it compares the ends of names."""
-    layers = {name.replace(".base_layer", ""): m for name, m in model.named_modules() if isinstance(m, QUANTIZED)}
-    packed = {name: layer for name, layer in layers.items() if isinstance(layer, PACKED)}
-    stored = {f"{name}.{own}" for name, layer in packed.items() for own in layer.shapes()}
-    places = stored | {name[: end.start()] for name in packed for end in re.finditer(r"\.|$", name)}
-    # Of experts a weight can be named, as that of the plain model can be.
-    stored -= {f"{name}.{own}" for name, layer in packed.items() for own in getattr(layer, "projections", ())}
-    masters = {f"{name}.weight" for name, layer in layers.items() if isinstance(layer, MXFP4Linear)}
+    stored = set()  # packed tensors that are no target
+    masters = set()
+    modules = set()  # packed layers, their tensors, and all modules around them
+    for name, layer in _quantized_layers(model).items():
+        if isinstance(layer, MXFP4Linear):
+            masters.add(f"{name}.weight")
+        if isinstance(layer, PACKED):
+            tensors = {f"{name}.{tensor}" for tensor in layer.shapes()}
+            modules |= tensors | {name[: end.start()] for end in re.finditer(r"\.|$", name)}
+            # Weights of experts can be named, as those of the plain model can be.
+            stored |= tensors - {f"{name}.{projection}" for projection in getattr(layer, "projections", ())}
     for option in ("target_parameters", "modules_to_save", "trainable_token_indices"):
-        found = stored | masters if option == "target_parameters" else places
+        refused = stored | masters if option == "target_parameters" else modules
         for target in getattr(config, option, None) or ():
-            hit = min((place for place in found if isinstance(target, str) and place.endswith(target)), default=None)
-            what = "is a packed layer, a part of one or around one, whose weight is stored in 4 bits and frozen"
-            if hit in masters:
-                what = "is of a trainable quantized layer: PEFT would quantize the adapter with the weight"
-            if hit is not None:
-                raise ValueError(
-                    f"{option} has {target!r}: {hit} {what}; name the layer in target_modules for LoRA, or keep it in "
-                    "full precision with MXFP4RLConfig(modules_to_not_convert=[...])"
-                )
+            matches = sorted(name for name in refused if isinstance(target, str) and name.endswith(target))
+            if not matches:
+                continue
+            reason = "is a packed layer, a part of one or around one, whose weight is stored in 4 bits and frozen"
+            if matches[0] in masters:
+                reason = "is of a trainable quantized layer: PEFT would quantize the adapter with the weight"
+            raise ValueError(
+                f"{option} has {target!r}: {matches[0]} {reason}; name the layer in target_modules for LoRA, or keep "
+                "it in full precision with MXFP4RLConfig(modules_to_not_convert=[...])"
+            )
 
 
 def check_merge(tuner: BaseTuner) -> None:
@@ -308,16 +323,17 @@ def base_scheme(model: nn.Module) -> MXFP4RLConfig | None:
 
 def _record_base(config: LoraConfig, model: nn.Module, adapter_name: str) -> None:
     """Note the scheme of ``model`` in ``config``, in place; warn if it has another one from a file."""
-    found, stored = base_scheme(model), getattr(config, "base_quantization", None)
+    scheme = base_scheme(model)
+    stored = getattr(config, "base_quantization", None)
     checksum = _checksum(model)
     if stored is not None:
-        _compare(adapter_name, stored, found, _has_other_weights(config.base_checksum, checksum))
+        _compare(adapter_name, stored, scheme, _has_other_weights(config.base_checksum, checksum))
         if config.inference_mode:
             return
-    if found is not None and type(config) is LoraConfig:
+    if scheme is not None and type(config) is LoraConfig:
         change_class(config, MXFP4LoraConfig)
     if isinstance(config, MXFP4LoraConfig):
-        config.base_quantization = None if found is None else found.to_dict()
+        config.base_quantization = None if scheme is None else scheme.to_dict()
         config.base_checksum = checksum
 
 
@@ -332,14 +348,16 @@ def _checksum(model: nn.Module) -> int | None:
     layers = [module for module in model.modules() if isinstance(module, QUANTIZED)]
     everything = last = 0
     for layer in layers:
-        for projection in getattr(layer, "projections", ("weight",)):
-            weight = getattr(layer, projection)
-            if weight.is_meta or not weight.numel() or hasattr(weight, "full_tensor") or layer.config.weight_rotation:
+        for name in weight_names(layer):
+            weight = getattr(layer, name)
+            is_here = not weight.is_meta and weight.numel() and not hasattr(weight, "full_tensor")
+            if not is_here or layer.config.weight_rotation:
                 return None
-            values = _first_rows(layer, projection).bfloat16().cpu()
+            values = _first_rows(layer, name).bfloat16().cpu()
             bits = values.view(torch.uint8).numpy().tobytes()
             everything = zlib.crc32(bits, everything)
-            last = zlib.crc32(bits) if is_linear(layer) else last
+            if is_linear(layer):
+                last = zlib.crc32(bits)
     return everything << 32 | last if layers else None
 
 
@@ -358,13 +376,17 @@ def _first_rows(layer: nn.Module, projection: str) -> torch.Tensor:
     return effective_rows(rows.float(), layer.states[projection])
 
 
-def _has_other_weights(stored: int | None, found: int | None) -> bool:
-    if stored is None or found is None:
+def _has_other_weights(stored: int | None, checksum: int | None) -> bool:
+    """Compare a stored checksum with that of the model. Earlier versions stored the lower 32 bits."""
+    if stored is None or checksum is None:
         return False
-    return stored != (found if stored >> 32 else found & 0xFFFFFFFF)
+    if stored >> 32 == 0:
+        checksum &= 0xFFFFFFFF
+    return stored != checksum
 
 
-def _compare(adapter_name: str, stored: dict[str, Any], found: MXFP4RLConfig | None, has_other_weights: bool) -> None:
+def _compare(adapter_name: str, stored: dict[str, Any], scheme: MXFP4RLConfig | None, has_other_weights: bool) -> None:
+    """Warn if an adapter was trained on a base of another scheme, or with other weights."""
     try:
         trained = MXFP4RLConfig.from_dict(stored)
     except (TypeError, ValueError) as error:
@@ -372,18 +394,21 @@ def _compare(adapter_name: str, stored: dict[str, Any], found: MXFP4RLConfig | N
         get_logger().warning(message, adapter_name, error)
         return
     # Packed and trainable models of the same scheme compute alike.
-    schemes = [(s.gemms().fprop, set(s.modules_to_not_convert or ())) for s in (trained, found) if s is not None]
-    if schemes != schemes[:1] * 2:
-        before, now = (_described(scheme) for scheme in (trained, found))
+    if scheme is None or _computation(trained) != _computation(scheme):
         get_logger().warning(
             "adapter %r was made for a base %s, and is now attached to one %s: expect other outputs, or load the base "
-            "with the adapter's scheme", adapter_name, before, now,
+            "with the adapter's scheme", adapter_name, _described(trained), _described(scheme),
         )  # fmt: skip
     elif has_other_weights:
         get_logger().warning(
             "adapter %r was made for a base of the same scheme with other weights: expect other outputs. A base that "
             "was smoothed as it was loaded must be so again (mode 'qat', smooth=True), or be saved", adapter_name,
         )  # fmt: skip
+
+
+def _computation(scheme: MXFP4RLConfig) -> tuple[Any, set[str]]:
+    """Return the forward product of quantized layers, and which layers are not."""
+    return scheme.gemms().fprop, set(scheme.modules_to_not_convert or ())
 
 
 def _described(scheme: MXFP4RLConfig | None) -> str:

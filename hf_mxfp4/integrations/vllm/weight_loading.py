@@ -226,17 +226,26 @@ class WeightConverter:
                     f"{name} was pushed, and vLLM has no room for adapters; set adapter_rank in the vllm settings of "
                     "the checkpoint, or push merged weights"
                 )
-        elif fused := _FUSED_EXPERTS.match(name):
+            return None
+        if fused := _FUSED_EXPERTS.match(name):
             return self._fused_experts(fused[1], fused[2], fused[3], tensor)
-        elif (one := _ONE_EXPERT.match(name)) and (target := self.expected.experts_called(one[1])) is not None:
-            return self._one_expert(target, one[1], int(one[2]), one[3], tensor) if self._quantizes else None
-        elif (linear := _LINEAR.match(name)) and (owner := self.expected.linear(linear[1])) is not None:
-            return self._linear(owner, linear[1], linear[2], tensor) if tensor.dim() == 2 else None
+        if one := _ONE_EXPERT.match(name):
+            target = self.expected.experts_called(one[1])
+            if target is not None:
+                return self._one_expert(target, one[1], int(one[2]), one[3], tensor) if self._quantizes else None
+        if linear := _LINEAR.match(name):
+            owner = self.expected.linear(linear[1])
+            if owner is not None and tensor.dim() == 2:
+                return self._linear(owner, linear[1], linear[2], tensor)
         return None
 
     @property
-    def _quantizes(self) -> bool:  # weights that are pushed into dense layers are quantized already
-        return self.expected.is_packed or self.scheme.mode == "qat" and not self.expected.is_loaded
+    def _quantizes(self) -> bool:
+        """Return whether full-precision weights that come now are quantized here. Those that a trainer pushes into
+        dense layers are quantized already."""
+        if self.expected.is_packed:
+            return True
+        return self.scheme.mode == "qat" and not self.expected.is_loaded
 
     def _pack(self, weight: torch.Tensor) -> dict[str, torch.Tensor]:
         options = self.scheme.weight_scheme, self.scheme.backend, self.scheme.weight_rotation
@@ -281,7 +290,8 @@ class WeightConverter:
     # ---- experts ----------------------------------------------------------------------------------------------------
 
     def _fused_experts(self, owner: str, projection: str, suffix: str, tensor: torch.Tensor) -> Weights | None:
-        target, is_transposed = self.expected.experts_called(owner), self.expected.is_transposed
+        target = self.expected.experts_called(owner)
+        is_transposed = self.expected.is_transposed
         if target is not None and tensor.dtype == torch.uint8:
             return self._codes(target, owner, projection, f"weight{suffix}", tensor)
         if tensor.dim() != 3 or not tensor.is_floating_point():
