@@ -11,7 +11,6 @@ from pathlib import Path
 import peft
 import pytest
 import torch
-from factors import factors_config
 from peft import PEFT_TYPE_TO_CONFIG_MAPPING, PEFT_TYPE_TO_TUNER_MAPPING, LoraConfig, PeftModel, get_peft_model
 from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer
 from same_bits import IDS, logits
@@ -58,7 +57,7 @@ def load(tmp_path_factory):
 
     @functools.cache
     def loaded(mode, skips):
-        options = {"preset": "w4a16", "outlier_fallback": None, "modules_to_not_convert": list(skips)}
+        options = {"preset": "w4a16", "modules_to_not_convert": list(skips)}
         scheme = MXFP4RLConfig(mode=mode, **options)
         return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, quantization_config=scheme)
 
@@ -191,7 +190,7 @@ def test_the_table_of_the_docs_is_what_is_checked_here():
 # ---- the scheme of the base -----------------------------------------------------------------------------------------
 
 
-PACKED = factors_config(mode="packed")
+PACKED = MXFP4RLConfig(mode="packed")
 
 
 @pytest.fixture
@@ -219,7 +218,7 @@ def saved_scheme(folder):
 
 @pytest.mark.parametrize(
     "scheme",
-    [PACKED, factors_config(), factors_config(mode="packed", preset="w4a4", modules_to_not_convert=["layers.0.mlp"])],
+    [PACKED, MXFP4RLConfig(smooth=False), MXFP4RLConfig(mode="packed", preset="w4a4", modules_to_not_convert=["layers.0.mlp"])],
     ids=["packed", "qat", "packed-w4a4"],
 )
 def test_the_scheme_is_in_the_adapters_config(base_of, tmp_path, scheme):
@@ -234,8 +233,8 @@ def test_the_scheme_is_in_the_adapters_config(base_of, tmp_path, scheme):
     ("trained", "found"),
     [
         (PACKED, PACKED),
-        (PACKED, factors_config(mode="qat", preset="w4a16", outlier_fallback=None)),
-        (factors_config(), factors_config().packed()),
+        (PACKED, MXFP4RLConfig(preset="w4a16", smooth=False)),
+        (MXFP4RLConfig(smooth=False), MXFP4RLConfig(smooth=False).packed()),
     ],
     ids=["same", "packed-on-trainable", "trainable-on-packed"],
 )
@@ -249,7 +248,7 @@ def test_the_same_values_are_silent(base_of, tmp_path, capsys, trained, found):
 @pytest.mark.parametrize("mode", ["packed", "qat"])
 def test_other_weights_under_the_same_scheme_are_a_warning(base_of, checkpoint, tmp_path, capsys, mode):
     adapter(base_of(PACKED), tmp_path)
-    scheme = PACKED if mode == "packed" else factors_config(mode="qat", preset="w4a16", outlier_fallback=None)
+    scheme = PACKED if mode == "packed" else MXFP4RLConfig(preset="w4a16", smooth=False)
     other = AutoModelForCausalLM.from_pretrained(checkpoint(seed=1), quantization_config=scheme)
     capsys.readouterr()
     PeftModel.from_pretrained(other, tmp_path, adapter_name="mine")
@@ -259,12 +258,12 @@ def test_other_weights_under_the_same_scheme_are_a_warning(base_of, checkpoint, 
 
 @pytest.mark.parametrize("smooth", [True, False])
 def test_a_base_with_other_scales_is_a_warning(base_of, tmp_path, capsys, smooth):
-    adapter(base_of(factors_config(smooth=True)), tmp_path)
-    base = base_of(factors_config(smooth=smooth))
+    adapter(base_of(MXFP4RLConfig()), tmp_path)
+    base = base_of(MXFP4RLConfig(smooth=smooth))
     if smooth:
         PeftModel.from_pretrained(base, tmp_path)
         assert "adapter" not in capsys.readouterr().err
-        base = base_of(factors_config(smooth=True))
+        base = base_of(MXFP4RLConfig())
         with torch.no_grad():
             base.model.layers[0].self_attn.q_proj.weight[:, 3] *= 2  # of the first of all layers
     PeftModel.from_pretrained(base, tmp_path)
@@ -274,10 +273,10 @@ def test_a_base_with_other_scales_is_a_warning(base_of, tmp_path, capsys, smooth
 @pytest.mark.parametrize(
     ("found", "named"),
     [
-        (factors_config(mode="packed", macro_block=None), "w4a16 [weights mxfp4+rceil, activations full precision]"),
-        (factors_config(mode="packed", preset="w4a4"), "activations mxfp4+rceil+mbs128-static"),
-        (factors_config(), "w4a4 [weights mxfp4+rceil+mbs128-dynamic+of0.5"),
-        (factors_config(mode="packed", modules_to_not_convert=["mlp"]), "full precision] without mlp"),
+        (MXFP4RLConfig(mode="packed", macro_block=None), "w4a16 [weights mxfp4+even, activations full precision]"),
+        (MXFP4RLConfig(mode="packed", preset="w4a4"), "activations mxfp4+even+mbs128-blockwise"),
+        (MXFP4RLConfig(smooth=False), "w4a8 [weights mxfp4+even+mbs128-blockwise_fp8, activations fp8"),
+        (MXFP4RLConfig(mode="packed", modules_to_not_convert=["mlp"]), "full precision] without mlp"),
         (None, "attached to one in full precision"),
     ],
     ids=["weights", "activations", "qat", "skips", "plain"],
@@ -293,7 +292,7 @@ def test_another_scheme_is_a_warning_that_names_both(base_of, tmp_path, capsys, 
 
 def test_loaded_for_inference_it_keeps_its_scheme_and_trained_further_it_takes_the_new_one(base_of, tmp_path):
     adapter(base_of(PACKED), tmp_path / "first")
-    other = factors_config(mode="packed", macro_block=None)
+    other = MXFP4RLConfig(mode="packed", macro_block=None)
     for trainable, expected in ((False, PACKED), (True, other)):
         model = PeftModel.from_pretrained(base_of(other), tmp_path / "first", is_trainable=trainable)
         model.save_pretrained(tmp_path / str(trainable))
