@@ -2,10 +2,10 @@
 """Adapters of tests, what they add to a weight, and what training them gives."""
 
 import torch
-from factors import factors_config
 from peft import LoraConfig, PeftModel, get_peft_model
 from tiny_models import make_model
 
+from hf_mxfp4 import MXFP4RLConfig
 from hf_mxfp4.integrations.transformers import quantize_linears
 
 
@@ -32,7 +32,7 @@ def with_lora(model, adapter="default", std=None, **options) -> PeftModel:
 def qat(family="qwen2", layers=1, **scheme):
     """A model whose weights are quantized as they are used."""
     model = make_model(family, layers=layers)
-    quantize_linears(model, factors_config(**{"preset": "w4a16", **scheme}))
+    quantize_linears(model, MXFP4RLConfig(**{"preset": "w4a16", **scheme}))
     return model
 
 

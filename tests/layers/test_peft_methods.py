@@ -218,7 +218,11 @@ def saved_scheme(folder):
 
 @pytest.mark.parametrize(
     "scheme",
-    [PACKED, MXFP4RLConfig(smooth=False), MXFP4RLConfig(mode="packed", preset="w4a4", modules_to_not_convert=["layers.0.mlp"])],
+    [
+        PACKED,
+        MXFP4RLConfig(smooth=False),
+        MXFP4RLConfig(mode="packed", preset="w4a4", modules_to_not_convert=["layers.0.mlp"]),
+    ],
     ids=["packed", "qat", "packed-w4a4"],
 )
 def test_the_scheme_is_in_the_adapters_config(base_of, tmp_path, scheme):
