@@ -42,10 +42,15 @@ def analyze(
     2605.20402. An interrupted run resumes when the same command is given again.
     """
     source = lab.open_source(model)
-    schemes = schemes_of(scheme or ()) or ([own] if (own := source.weight_scheme) else schemes_of(lab.PAPER_SCHEMES))
+    if scheme:
+        schemes = schemes_of(scheme)
+    else:
+        own = source.weight_scheme
+        schemes = schemes_of(lab.PAPER_SCHEMES) if own is None else [own]
     selection = lab.Selection.of(source, exclude or ())
     folder = out or Path("analysis") / report_folder(model)
-    path, names = folder / PROGRESS_NAME, [str(scheme) for scheme in schemes]
+    path = folder / PROGRESS_NAME
+    names = [str(scheme) for scheme in schemes]
     with lab.TensorLog(path, source.name, names, __version__, overwrite=overwrite) as log:
         if len(log):
             note(f"{path} holds {len(log)} tensors that are done")
@@ -100,7 +105,8 @@ def compare(
     schemes = schemes_of(scheme or ())
     if len(schemes) > 1:
         fail("two checkpoints are compared under one scheme; give --scheme once at most")
-    first, second = lab.open_source(model), lab.open_source(other)
+    first = lab.open_source(model)
+    second = lab.open_source(other)
     with work_progress(first.n_bytes + second.n_bytes) as progress:
         result = lab.compare_sources(first, second, schemes[0] if schemes else None, exclude or (), progress)
     _show_comparison(result, as_json)
@@ -140,11 +146,11 @@ def simulate(
 ) -> None:
     """Measure schemes on random data, whose rows have standard deviations spread over one octave."""
     x = lab.sample(distribution, elements, seed)
-    results = {str(s): lab.error_statistics(x, s) for s in schemes_of(scheme or lab.PAPER_SCHEMES)}
+    schemes = schemes_of(scheme or lab.PAPER_SCHEMES)
+    results = {str(scheme): lab.error_statistics(x, scheme) for scheme in schemes}
     if as_json:
-        facts = {"distribution": distribution, "elements": x.numel(), "seed": seed}
         summaries = {name: statistics.summary() for name, statistics in results.items()}
-        print_json({**facts, "schemes": summaries})
+        print_json({"distribution": distribution, "elements": x.numel(), "seed": seed, "schemes": summaries})
         return
     print_table(f"{distribution}, {x.numel():,} elements, seed {seed}", *lab.reports.statistics_table(results))
     say(lab.reports.LEGEND)

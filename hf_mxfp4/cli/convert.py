@@ -192,14 +192,19 @@ def _show(report: "checkpoint.ConversionReport", as_json: bool) -> None:
         title = report.scheme if report.weights is None else f"weights in {report.weights}"
         headings = ["type of layer", "layers", "what", "SQNR dB: median", "worst", "bits per weight"]
         print_table(title, headings, conversion_rows(report.layers))
-    actions = checkpoint.ACTIONS | ({"kept": "kept, with rewritten scales"} if blocks else {})
+    actions = dict(checkpoint.ACTIONS)
+    if blocks:
+        actions["kept"] = "kept, with rewritten scales"
     counts = ", ".join(f"{count} {actions[action]}" for action, count in report.counts().items())
     say(f"{report.path}: {report.format}, {report.n_layers} layers: {counts}")
     say(f"weights: {report.error()}")
     if blocks:
         say(f"{exact} of {blocks} blocks exact")
-    bits = [checkpoint.bits_per_weight(report.layers, when) for when in ("before", "after")]
-    in_bits = f"; bits per weight of these layers: {bits[0]:.4g} -> {bits[1]:.4g}" if None not in bits else ""
+    before = checkpoint.bits_per_weight(report.layers, "before")
+    after = checkpoint.bits_per_weight(report.layers, "after")
+    in_bits = ""
+    if before is not None and after is not None:
+        in_bits = f"; bits per weight of these layers: {before:.4g} -> {after:.4g}"
     say(f"tensors: {_size(report.bytes_before)} -> {_size(report.bytes_after)}{in_bits}")
     reasons: Counter = Counter()  # why the format left no choice, where the notes do not say it
     for cost in report.layers:
@@ -270,7 +275,9 @@ def _add(folder: Path) -> None:
 
 
 def _show_verification(model: str, found: "checkpoint.Verification") -> None:
-    for line in (*(problem.reason for problem in found.problems), *found.notes):
+    for problem in found.problems:
+        say(problem.reason)
+    for line in found.notes:
         say(line)
     if found.checked and found.unchecked:
         say(f"not compared, without checksums: {', '.join(found.unchecked)}")

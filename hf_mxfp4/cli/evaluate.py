@@ -115,27 +115,34 @@ def evaluate(
             fail("--without-each needs a scheme, and weights that are in full precision")
         schemes += lab.without_each(schemes[0], loaded.model, without_each)
     out = out or Path("evaluation") / report_folder(model)
-    log, rows = out / "progress.jsonl", 1 + len(schemes) + (other is not None)
+    log = out / "progress.jsonl"
+    rows = 1 + len(schemes) + (other is not None)
     with work_progress(rows * sum(ids.shape[-1] - 1 for ids in batches), "tokens") as progress:
-        found = lab.evaluate_checkpoint(
+        evaluation = lab.evaluate_checkpoint(
             loaded, text, batches, schemes, other, log, overwrite=overwrite, on_tokens=progress
         )
-    paths = lab.reports.write_evaluation(found, out)
+    reports = lab.reports
+    paths = reports.write_evaluation(evaluation, out)
     if as_json:
-        print_json(found.to_dict())
+        print_json(evaluation.to_dict())
     else:
-        table = lab.reports.evaluation_columns(found), lab.reports.evaluation_table(found)
-        print_table(lab.reports.evaluation_title(found), *table)
-        say(lab.reports.evaluation_legend(found))
+        title = reports.evaluation_title(evaluation)
+        print_table(title, reports.evaluation_columns(evaluation), reports.evaluation_table(evaluation))
+        say(reports.evaluation_legend(evaluation))
     if card:
-        lab.reports.add_perplexity(folder, found.to_dict())
+        reports.add_perplexity(folder, evaluation.to_dict())
         note(f"{folder / 'README.md'} has the figures")
     note(f"reports: {', '.join(map(str, paths))}")
 
 
 def _schemes(loaded: Any, wanted: list[str] | None, card: bool) -> "list[lab.ModelScheme]":
+    """Return the schemes to measure: the wanted ones, or the usual ones for such a checkpoint."""
     if wanted is None:
-        wanted = [] if loaded.stored else ["own"] if loaded.own is not None else list(DEFAULT_SCHEMES)
+        wanted = list(DEFAULT_SCHEMES)
+        if loaded.stored:
+            wanted = []
+        elif loaded.own is not None:
+            wanted = ["own"]
     if card and not loaded.stored:  # first, since equal schemes are measured under the first name
         wanted = ["own", *(name for name in wanted if name != "own")]
     return lab.read_schemes(wanted, loaded.own)
@@ -168,14 +175,14 @@ def smooth(
     """
     options = None if text is None else lab.TextOptions(text, text_field, samples, max_length)
 
-    def change(loaded, batches):
+    def smooth(loaded, batches):
         return lab.smooth_model(loaded, batches, strength)
 
-    found = lab.rewrite_checkpoint(model, out, options, change, device=device, overwrite=overwrite)
+    smoothing = lab.rewrite_checkpoint(model, out, options, smooth, device=device, overwrite=overwrite)
     if as_json:
-        print_json(asdict(found))
+        print_json(asdict(smoothing))
         return
-    say(f"{out}: {found}; the logits are the same bit for bit")
+    say(f"{out}: {smoothing}; the logits are the same bit for bit")
 
 
 def gptq(
@@ -206,17 +213,18 @@ def gptq(
     """
     config = lab.read_schemes([scheme])[0].config
 
-    def change(loaded, batches):
+    options = lab.TextOptions(text, text_field, samples, max_length)
+
+    def round_weights(loaded, batches):
         return lab.round_model(loaded, batches, config)
 
-    options = lab.TextOptions(text, text_field, samples, max_length)
-    found = lab.rewrite_checkpoint(model, out, options, change, device=device, overwrite=overwrite)
+    rounding = lab.rewrite_checkpoint(model, out, options, round_weights, device=device, overwrite=overwrite)
     if as_json:
-        print_json(asdict(found))
+        print_json(asdict(rounding))
         return
     say(
-        f"{out}: {len(found.layers)} layers rounded for {scheme}; the errors of their outputs are {found.gain_db:.1f} "
-        "dB below those of the nearest values"
+        f"{out}: {len(rounding.layers)} layers rounded for {scheme}; the errors of their outputs are "
+        f"{rounding.gain_db:.1f} dB below those of the nearest values"
     )
-    if found.left:
-        say(f"left alone: {', '.join(found.left)}")
+    if rounding.left:
+        say(f"left alone: {', '.join(rounding.left)}")

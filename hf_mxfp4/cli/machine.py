@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`hf-mxfp4 env` and `doctor`: versions, devices and what computes what here, for bug reports; and whether the kernels
-are right on the GPUs here."""
+"""`hf-mxfp4 env` and `doctor`: versions, devices and what computes what on this machine, for bug reports; and whether
+the kernels are right on its GPUs."""
 
 import os
+from collections import Counter
 from dataclasses import asdict
 from typing import Annotated, Any
 
@@ -32,13 +33,16 @@ def env(
         typer.echo(f"{name:<13} {version or 'not installed'}")
     typer.echo(f"{'system':<13} {facts['system']}")
     typer.echo(f"{'CPU':<13} {facts['cpu']['name']}, {facts['cpu']['cores']} cores")
-    gpus = [f"{gpu['name']}, {gpu['capability']}" for gpu in facts["gpus"]]
-    for i, gpu in enumerate(gpus or ["none"]):
-        typer.echo(f"{f'GPU {i}' if gpus else 'GPUs':<13} {gpu}")
-    backends: dict[str, dict[str, None]] = {}
+    for i, gpu in enumerate(facts["gpus"]):
+        typer.echo(f"{f'GPU {i}':<13} {gpu['name']}, {gpu['capability']}")
+    if not facts["gpus"]:
+        typer.echo(f"{'GPUs':<13} none")
+    backends: dict[str, list[str]] = {}
     for row in facts["quantization"]:
-        name = row["backend"] + (f" ({row['reason']})" if row["reason"] else "")
-        backends.setdefault(row["device"], {})[name] = None
+        name = f"{row['backend']} ({row['reason']})" if row["reason"] else row["backend"]
+        names = backends.setdefault(row["device"], [])
+        if name not in names:
+            names.append(name)
     for device, names in backends.items():
         typer.echo(f"quantization on {device}: {', '.join(names)}")
     if not verbose:
@@ -57,22 +61,27 @@ def doctor(as_json: JsonOption = False) -> None:
     devices = ["cpu"] if os.environ.get("TRITON_INTERPRET") == "1" else _devices(machine())
     if not devices:
         fail("PyTorch sees no GPU here. TRITON_INTERPRET=1 runs the kernels on the CPU, in Triton's interpreter")
-    found = {device: [asdict(check) for check in lab.check_kernels(device)] for device in devices}
+    checks = {device: list(lab.check_kernels(device)) for device in devices}
     if as_json:
-        print_json({**environment(), "kernels": found})
+        kernels = {device: list(map(asdict, results)) for device, results in checks.items()}
+        print_json({**environment(), "kernels": kernels})
     else:
-        for device, checks in found.items():
-            rows = [[each["name"], each["problem"] or "right", f"{each['seconds']:.1f}"] for each in checks]
+        for device, results in checks.items():
+            rows = [[check.name, check.problem or "right", f"{check.seconds:.1f}"] for check in results]
             print_table(f"kernels on {device}", ["kernels", "result", "seconds"], rows)
         typer.echo("for an issue: hf-mxfp4 doctor --json")
-    if any(check["problem"] for checks in found.values() for check in checks):
+    if any(check.problem for results in checks.values() for check in results):
         raise typer.Exit(1)
 
 
 def _devices(facts: dict[str, Any]) -> list[str]:
-    """GPUs that [`machine`] found: `["cuda:0", "cuda:1"]`."""
-    kinds = [gpu["type"] for gpu in facts["gpus"]]
-    return [f"{kind}:{kinds[:i].count(kind)}" for i, kind in enumerate(kinds)]
+    """Return the names in torch of the GPUs that [`machine`] found, such as ``["cuda:0", "cuda:1"]``."""
+    numbers: Counter[str] = Counter()
+    devices = []
+    for gpu in facts["gpus"]:
+        devices.append(f"{gpu['type']}:{numbers[gpu['type']]}")
+        numbers[gpu["type"]] += 1
+    return devices
 
 
 def environment() -> dict[str, Any]:
@@ -87,6 +96,7 @@ def environment() -> dict[str, Any]:
 
 
 def _quantization(devices: list[str]) -> list[dict[str, Any]]:
+    """Return what quantizes, per device, dtype and scheme, and why it is not the first choice."""
     import torch
 
     presets = [hf_mxfp4.MXFP4RLConfig(preset=preset) for preset in ("w4a8", "w4a4", "paper_a")]
@@ -96,24 +106,41 @@ def _quantization(devices: list[str]) -> list[dict[str, Any]]:
         for dtype in ("float32", "bfloat16", "float16"):
             for scheme in schemes:
                 backend, reason = hf_mxfp4.ops.backend_for(device, getattr(torch, dtype), scheme, "auto")
-                row = {"device": device, "dtype": dtype, "scheme": str(scheme)}
-                rows.append({**row, "backend": backend, "reason": reason})
+                rows.append(
+                    {
+                        "device": device,
+                        "dtype": dtype,
+                        "scheme": str(scheme),
+                        "backend": backend,
+                        "reason": reason,
+                    }
+                )
     return rows
 
 
 def _products(devices: list[str]) -> list[dict[str, Any]]:
-    """Per preset, hardware and product, what multiplies and why; without a GPU, on hardware as it is sold."""
+    """Return what multiplies, per preset, hardware and product, and why; without a GPU, on typical hardware."""
     import torch
 
+    from ..ops import hardware_of, select_matmul
     from ..presets import PRESETS
 
-    rows, ops = [], hf_mxfp4.ops
-    here = [ops.hardware_of(torch.device(device)) for device in devices]
+    present = [hardware_of(torch.device(device)) for device in devices]
+    rows = []
     for preset in PRESETS:
         scheme = hf_mxfp4.MXFP4RLConfig(preset=preset).gemms()
-        for hardware in dict.fromkeys(here or _TYPICAL_HARDWARE):
+        for hardware in dict.fromkeys(present or _TYPICAL_HARDWARE):
             for product in hf_mxfp4.numerics.GEMM_OPERANDS:
-                layer, experts = (ops.select_matmul(product, scheme, hardware, experts=of) for of in (False, True))
-                row = {"preset": preset, "hardware": hardware, "product": product}
-                rows.append({**row, "linear": layer.name, "experts": experts.name, "reason": layer.reason})
+                linear = select_matmul(product, scheme, hardware, experts=False)
+                experts = select_matmul(product, scheme, hardware, experts=True)
+                rows.append(
+                    {
+                        "preset": preset,
+                        "hardware": hardware,
+                        "product": product,
+                        "linear": linear.name,
+                        "experts": experts.name,
+                        "reason": linear.reason,
+                    }
+                )
     return rows

@@ -19,11 +19,9 @@ from .. import checkpoint, lab
 from .common import JsonOption, SkipOption, fail, print_json, print_table, say
 
 
-_ESTIMATE = (
-    "An estimate (docs/performance.md): states are exact, activations within about a quarter. Rollouts come on top."
-)
 #: How the processes of a launcher are started.
-_MODULE, _COMMAND = f"{__package__}", ("run", "--")
+_MODULE = "hf_mxfp4.cli"
+_COMMAND = ("run", "--")
 #: Modules of launchers, and the function of each that starts processes.
 _LAUNCHERS = {"accelerate.commands.launch": "launch_command", "torch.distributed.run": "run"}
 
@@ -60,22 +58,19 @@ def plan(
     own = checkpoint.stored_scheme(getattr(config, "quantization_config", None))
     quantization = None if mode == "full" else _quantization(own, mode, preset, skip or [])
     sizes = lab.sizes_of(config, quantization, lora_experts)
-    usable, engines = 0.9 * gpu_memory * 1e9, [engine] if engine else lab.planning.ENGINES if gpus > 1 else ("ddp",)
-    each = gpus, batch, length, optimizer, gradient_checkpointing, lora_rank
-    plans = {name: lab.planning.fit(sizes, lab.Setup(quantization, name, *each), usable) for name in engines}
+    usable = 0.9 * gpu_memory * 1e9
+    engines = lab.planning.ENGINES if gpus > 1 else ("ddp",)
+    if engine is not None:
+        engines = (engine,)
+    plans: dict[str, Any] = {}
+    for name in engines:
+        setup = lab.Setup(quantization, name, gpus, batch, length, optimizer, gradient_checkpointing, lora_rank)
+        plans[name] = lab.planning.fit(sizes, setup, usable)
     if as_json:
         print_json({"model": model, "usable_bytes_per_gpu": usable, "engines": plans})
     else:
-        parts = {name: each["bytes"] | {"sum": sum(each["bytes"].values())} for name, each in plans.items()}
-        rows = [[part, *(f"{each[part] / 1e9:.2f}" for each in parts.values())] for part in parts[next(iter(plans))]]
-        verdict = [
-            [f"fits {usable / 1e9:.1f} GB", *("yes" if each["fits"] else "no" for each in plans.values())],
-            ["largest batch per GPU", *(str(each["largest_batch"]) for each in plans.values())],
-        ]
-        title = f"{model}, GPUs: {gpus}, {batch} x {length} tokens each"
-        print_table(title, ["GB per GPU", *plans], rows, verdict)
-        say(_ESTIMATE)
-    if not any(each["fits"] for each in plans.values()):
+        _show_plans(f"{model}, GPUs: {gpus}, {batch} x {length} tokens each", plans, usable)
+    if not any(plan["fits"] for plan in plans.values()):
         fail(
             f"nothing fits into {usable / 1e9:.1f} GB per GPU; use more GPUs with --engine fsdp2 or zero3, a smaller "
             "--batch, --optimizer adamw_8bit, or LoRA on packed weights (--mode packed)",
@@ -83,12 +78,30 @@ def plan(
         )
 
 
+def _show_plans(title: str, plans: dict[str, Any], usable: float) -> None:
+    """Print the parts of each engine's plan, and whether they fit into ``usable`` bytes."""
+    sums = {name: {**plan["bytes"], "sum": sum(plan["bytes"].values())} for name, plan in plans.items()}
+    rows = []
+    for part in next(iter(sums.values())):
+        rows.append([part, *(f"{parts[part] / 1e9:.2f}" for parts in sums.values())])
+    verdict = [
+        [f"fits {usable / 1e9:.1f} GB", *("yes" if plan["fits"] else "no" for plan in plans.values())],
+        ["largest batch per GPU", *(str(plan["largest_batch"]) for plan in plans.values())],
+    ]
+    print_table(title, ["GB per GPU", *plans], rows, verdict)
+    say(
+        "An estimate (docs/performance.md): states are exact, activations within about a quarter. Rollouts come on top."
+    )
+
+
 def _quantization(own: Any, mode: str | None, preset: str | None, skip: list[str]) -> "hf_mxfp4.MXFP4RLConfig":
     """Return the scheme that the checkpoint was saved with, if there is one and the options allow it."""
-    mode = mode or (own.mode if own else "qat")
-    if own is None or preset is not None or mode != own.mode:
-        own = hf_mxfp4.MXFP4RLConfig(mode=mode, preset=preset or hf_mxfp4.MXFP4RLConfig.preset)
-    return replace(own, modules_to_not_convert=[*(own.modules_to_not_convert or ()), *skip] or None)
+    if own is not None and preset is None and mode in (None, own.mode):
+        config = own
+    else:
+        mode = mode or (own.mode if own else "qat")
+        config = hf_mxfp4.MXFP4RLConfig(mode=mode, preset=preset or hf_mxfp4.MXFP4RLConfig.preset)
+    return replace(config, modules_to_not_convert=[*(config.modules_to_not_convert or ()), *skip] or None)
 
 
 def report(
@@ -96,16 +109,13 @@ def report(
         Path,
         typer.Argument(metavar="RUN_FOLDER", help="The output_dir of a training run, or one of its checkpoints."),
     ],
-    out: Annotated[Path | None, typer.Option(help="The HTML file. [default: run_report.html in RUN_FOLDER]")] = None,
     png: Annotated[Path | None, typer.Option(help="Draw the plots as one picture (.png, .svg) instead.")] = None,
 ) -> None:
-    """Write the report of a training run, also of one that was interrupted, from the files that it left.
+    """Write run_report.html into the folder of a training run, also of one that was interrupted.
 
     Reads run_log.jsonl, or, where there is none, trainer_state.json of the newest whole checkpoint.
     """
-    if out is not None and png is not None:
-        fail("--out and --png are two commands")
-    path = lab.write_run_report(run, out) if png is None else lab.write_run_picture(run, png)
+    path = lab.write_run_report(run) if png is None else lab.write_run_picture(run, png)
     say(str(path))
 
 

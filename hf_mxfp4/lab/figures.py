@@ -18,7 +18,7 @@ _COMPONENTS = {"scale_bias": "scale bias", "deadzone": "deadzone", "grid": "grid
 
 
 def cosine_figure(layers: Mapping[str, ErrorStatistics], title: str = "") -> Figure:
-    """Pairwise cosines of the three error components per layer (figure 1), in the order of ``layers``.
+    """Draw the pairwise cosines of the three error components per layer (figure 1), in the order of ``layers``.
 
     Raises `ValueError` when there are no layers.
     """
@@ -42,7 +42,7 @@ def cosine_figure(layers: Mapping[str, ErrorStatistics], title: str = "") -> Fig
 
 
 def delta_figure(by_scheme: Mapping[str, ErrorStatistics], title: str = "") -> Figure:
-    """Histogram of ``delta = log2(s / s*)`` over all blocks, per scheme (figure 3).
+    """Draw the histogram of ``delta = log2(s / s*)`` over all blocks, per scheme (figure 3).
 
     Raises `ValueError` when no scheme has a block.
     """
@@ -57,7 +57,7 @@ def delta_figure(by_scheme: Mapping[str, ErrorStatistics], title: str = "") -> F
         density = [count / (statistics.blocks * width) for count in statistics.histogram]
         label = f"{scheme}: mean {statistics.delta_mean:.3f}"
         axes.stairs(density, edges, label=label, linestyle=style, linewidth=1.6)
-    used = [i for s in shown.values() for i, count in enumerate(s.histogram) if count]
+    used = [i for statistics in shown.values() for i, count in enumerate(statistics.histogram) if count]
     axes.set_xlim(edges[max(0, min(used) - 2)], edges[min(HISTOGRAM_BINS, max(used) + 3)])
     axes.set(title=title or "Scale over ideal scale", xlabel="delta = log2(s / s*)", ylabel="density of blocks")
     axes.legend(fontsize=8)
@@ -66,12 +66,11 @@ def delta_figure(by_scheme: Mapping[str, ErrorStatistics], title: str = "") -> F
 
 
 def ratio_figure(by_scheme: Mapping[str, Mapping[Any, ErrorStatistics]], axis_label: str) -> Figure:
-    """Relative error and component energies of groups (depths or layer types), one column per scheme.
+    """Draw the relative error and component energies of groups (depths or layer types), one column per scheme.
 
     Energies are relative to that of the tensors, so columns compare. Raises `ValueError` when there are no groups.
     """
-    _require(by_scheme)
-    groups = list(next(iter(by_scheme.values())))
+    groups = list(next(iter(by_scheme.values()), ()))
     _require(groups)
     figure = _figure((4.4 * len(by_scheme) + 0.6, 4.4))
     columns = figure.subplots(1, len(by_scheme), sharey=True, squeeze=False)[0]
@@ -87,10 +86,9 @@ def ratio_figure(by_scheme: Mapping[str, Mapping[Any, ErrorStatistics]], axis_la
         axes.set_xlabel(axis_label)
         if numeric:
             axes.xaxis.get_major_locator().set_params(integer=True)
-        if not numeric:
-            axes.set_xticks(
-                list(positions), [plain(str(group)) for group in groups], rotation=75, ha="right", fontsize=8
-            )
+        else:
+            labels = [plain(str(group)) for group in groups]
+            axes.set_xticks(list(positions), labels, rotation=75, ha="right", fontsize=8)
         axes.grid(alpha=0.3)
     columns[0].set_ylabel("energy / energy of the tensor, %")
     columns[0].set_ylim(bottom=0)
@@ -99,8 +97,9 @@ def ratio_figure(by_scheme: Mapping[str, Mapping[Any, ErrorStatistics]], axis_la
 
 
 def front_figure(evaluation: Evaluation, title: str = "") -> Figure:
-    """KL over bits of an operand, with standard errors, and for weights alone and for both operands the front of the
-    schemes that no other beats in both.
+    """Draw KL over bits of an operand, with standard errors.
+
+    For weights alone and for both operands, a line joins the schemes that no other beats in both.
 
     Raises `ValueError` when no scheme was compared with a reference.
     """
@@ -109,14 +108,21 @@ def front_figure(evaluation: Evaluation, title: str = "") -> Figure:
     figure = _figure((9, 5))
     axes = figure.subplots()
     for color, (operands, front) in enumerate(evaluation.fronts.items()):
-        place = [row.scheme.bits for row in front], [row.kl.value for row in front]
-        axes.plot(*place, color=f"C{color}", linewidth=1, label=f"front of {operands}")
+        bits = [row.scheme.bits for row in front]
+        axes.plot(bits, [row.kl.value for row in front], color=f"C{color}", linewidth=1, label=f"front of {operands}")
         for number, row in enumerate(rows, 1):
             if row.scheme.operands != operands:
                 continue
-            style = {"fmt": "o" if row in front else "x", "color": f"C{color}", "label": f"{number}  {plain(row.name)}"}
             point = row.scheme.bits, row.kl.value
-            axes.errorbar(*point, row.kl.error or 0.0, capsize=3, markersize=5, **style)
+            axes.errorbar(
+                *point,
+                row.kl.error or 0.0,
+                fmt="o" if row in front else "x",
+                color=f"C{color}",
+                label=f"{number}  {plain(row.name)}",
+                capsize=3,
+                markersize=5,
+            )
             axes.annotate(str(number), point, (6, -3), textcoords="offset points", fontsize=8)
     figure.legend(loc="outside right upper", fontsize=8)
     positive = [row.kl.value for row in rows if row.kl.value > 0]
@@ -131,12 +137,15 @@ def front_figure(evaluation: Evaluation, title: str = "") -> Figure:
 
 
 def layer_labels(names: Sequence[str]) -> list[str]:
-    """Names without what all of them start and end with: "0.self_attn.q_proj" of "model.layers.0.self_attn.q_proj"."""
+    """Return names without what all of them start and end with, such as "0.self_attn.q_proj" for
+    "model.layers.0.self_attn.q_proj.weight"."""
     parts = [name.removesuffix(".weight").split(".") for name in names]
     shared = 0
-    while all(len(p) > shared + 1 for p in parts) and len({p[shared] for p in parts}) == 1 and len(parts) > 1:
-        shared += 1
-    return [".".join(p[shared:]) for p in parts]
+    if len(parts) > 1:
+        shortest = min(len(part) for part in parts)
+        while shared + 1 < shortest and len({part[shared] for part in parts}) == 1:
+            shared += 1
+    return [".".join(part[shared:]) for part in parts]
 
 
 def plain(name: str) -> str:

@@ -6,7 +6,7 @@ are estimates; rollouts, which hold keys and values in place of activations, are
 """
 
 from collections.abc import Container, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,13 +29,14 @@ from .errors.bits import bits_per_element
 ENGINES = ("ddp", "fsdp2", "zero2", "zero3")
 #: Bytes of optimizer state for each trained element, with float32 masters.
 OPTIMIZERS: Mapping[str, float] = {"adamw": 8, "adamw_8bit": 2, "sgd": 0}
-_MASTER, _COMPUTE = 4, 2
+#: Bytes of an element in float32, as master weights have it, and in 16 bits, which products are computed in.
+_MASTER = 4
+_COMPUTE = 2
 #: DeepSpeed's defaults, in elements: its buffer for reduced gradients, and what stage 3 keeps gathered at most.
-_REDUCE_BUCKET, _MAX_LIVE = 5e8, 1e9
+_REDUCE_BUCKET = 5e8
+_MAX_LIVE = 1e9
 #: Tokens whose logits TRL computes at a time.
 _LOGIT_TOKENS = 1024
-#: Sizes that every estimate needs, and the most that can be meant.
-_MOST = {"num_hidden_layers": 2000, "hidden_size": 1 << 20, "vocab_size": 1 << 24, "num_attention_heads": 1 << 12}
 #: Matrices of attention that exist for a moment besides those that are kept.
 _PASSING = 3
 
@@ -106,7 +107,6 @@ def sizes_of(config: PreTrainedConfig, quantization: MXFP4RLConfig | None, lora_
         config = type(config).from_dict({**config.to_dict(), "quantization_config": None})
         del config.quantization_config
         text = config.get_text_config()
-        _check_sizes(text)
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=False)
     except Exception as error:  # classes of transformers fail in any way for numbers that make no sense
@@ -117,7 +117,8 @@ def sizes_of(config: PreTrainedConfig, quantization: MXFP4RLConfig | None, lora_
     layers = {**split_linears(model)[0], **quantized}
     matrices = {name: _matrices(layer) for name, layer in layers.items()}
     adapted = [name for name, layer in layers.items() if lora_experts or is_linear(layer)]
-    depth, is_eager = text.num_hidden_layers, model.config._attn_implementation == "eager"
+    depth = text.num_hidden_layers
+    is_eager = model.config._attn_implementation == "eager"
     return Sizes(
         elements=sum(parameter.numel() for parameter in model.parameters()),
         quantized=sum(count * rows * columns for name in quantized for count, rows, columns in matrices[name]),
@@ -128,14 +129,6 @@ def sizes_of(config: PreTrainedConfig, quantization: MXFP4RLConfig | None, lora_
         hidden=text.hidden_size,
         vocabulary=text.vocab_size,
     )
-
-
-def _check_sizes(config: PreTrainedConfig) -> None:
-    """Raise `ValueError` for sizes that are no counts, or so many layers that building them would take minutes."""
-    for name, most in _MOST.items():
-        value = getattr(config, name, None)
-        if type(value) is not int or not 0 < value <= most:
-            raise ValueError(f"{name}={value!r} must be a whole number from 1 to {most}")
 
 
 def _matrices(layer: nn.Module) -> list[tuple[int, int, int]]:
@@ -153,17 +146,24 @@ def _saved_bytes(
     weights are frozen keep no input: of those that read the same one, the adapters share it."""
     is_packed = scheme is not None and scheme.mode == "packed"
     spec = None if scheme is None or is_packed else GemmSpec(scheme.gemms())
-    inputs, outputs, inner = {}, 0, 0
     experts_per_token = getattr(config, "num_experts_per_tok", 1) or 1
-    #: Tensors between the two halves of an expert: one of SwiGLU, four of the clamped one of gpt-oss.
+    # Tensors between the two halves of an expert: one of SwiGLU, four of the clamped one of gpt-oss.
     between = 4 if hasattr(config, "swiglu_limit") else 1
+    inputs: dict[Any, float] = {}
+    outputs = 0
+    inner = 0
     for name, layer in layers.items():
-        kept, is_one = spec if name in quantized else None, is_linear(layer)
-        reader, times = name.rpartition(".")[0] if is_packed else name, 1 if is_one else experts_per_token
+        spec_of_layer = spec if name in quantized else None
+        if is_linear(layer):
+            out_features, in_features = linear_adapter(layer).size(layer)
+            reader = name.rpartition(".")[0] if is_packed else name
+            inputs[reader, in_features] = _kept_bytes(in_features, spec_of_layer)
+            outputs += out_features
+            inner = max(inner, in_features)
+            continue
         for index, (_, rows, columns) in enumerate(_matrices(layer)):
-            inputs[reader if is_one else (name, index), columns] = times * _kept_bytes(columns, kept)
-            outputs += times * (rows + between * columns * index)
-            inner = max(inner, columns * is_one)
+            inputs[name, index] = experts_per_token * _kept_bytes(columns, spec_of_layer)
+            outputs += experts_per_token * (rows + between * columns * index)
     depth = config.num_hidden_layers
     return sum(inputs.values()) + _COMPUTE * (outputs + inner * depth) + 16 * config.hidden_size * depth
 
@@ -181,31 +181,40 @@ def plan(sizes: Sizes, setup: Setup) -> dict[str, float]:
     for name, value, known in (("engine", setup.engine, ENGINES), ("optimizer", setup.optimizer, OPTIMIZERS)):
         if value not in known:
             raise ValueError(f"{name}={value!r} is not known; choose one of {', '.join(known)}")
-    packed = setup.quantization is not None and setup.quantization.mode == "packed"
-    sharded = setup.engine in ("fsdp2", "zero3")
-    trained = sizes.adapter * setup.lora_rank if packed else sizes.elements
-    bits = bits_per_element(setup.quantization.weight_scheme) if packed else 0
-    frozen = sizes.quantized * bits / 8 + _COMPUTE * (sizes.elements - sizes.quantized) if packed else 0.0
-    masters, gradients = _MASTER * trained, _MASTER * trained
-    states = OPTIMIZERS[setup.optimizer] * trained
+    is_packed = setup.quantization is not None and setup.quantization.mode == "packed"
+    is_sharded = setup.engine in ("fsdp2", "zero3")
+    is_deepspeed = setup.engine in ("zero2", "zero3")
+    in_16_bits = _COMPUTE * sizes.elements
+    trained = sizes.elements
+    frozen = 0.0
+    copies = 0.0 if is_sharded else in_16_bits
+    layer = in_16_bits / sizes.layers
+    if is_packed:
+        trained = sizes.adapter * setup.lora_rank
+        bits = bits_per_element(setup.quantization.weight_scheme)
+        frozen = sizes.quantized * bits / 8 + _COMPUTE * (sizes.elements - sizes.quantized)
+        copies = 0.0
+        layer = frozen / sizes.layers
+    gradients = _MASTER * trained
     share = setup.gpus if setup.engine != "ddp" else 1
-    layer = (frozen if packed else _COMPUTE * sizes.elements) / sizes.layers
     buffers = {
         "ddp": gradients if setup.gpus > 1 else 0.0,
         "fsdp2": 2 * layer if setup.gpus > 1 else 0.0,
         "zero2": 2 * min(_REDUCE_BUCKET, trained),
         "zero3": 2 * min(_REDUCE_BUCKET, trained) + 2 * min(_MAX_LIVE, sizes.elements),
     }
-    if setup.engine in ("zero2", "zero3"):  # all in 16 bits besides the masters, of which each GPU has a share
-        frozen, gradients = frozen or _COMPUTE * sizes.elements, _COMPUTE * trained
-    tokens, alive = setup.batch * setup.length, 1 if setup.checkpointing else sizes.layers
+    if is_deepspeed:  # all in 16 bits besides the masters, of which each GPU has a share
+        frozen = frozen or in_16_bits
+        gradients = _COMPUTE * trained
+    tokens = setup.batch * setup.length
+    alive = 1 if setup.checkpointing else sizes.layers
     in_layers = alive * sizes.saved + (alive + _PASSING) * sizes.pair * setup.length
     boundaries = sizes.layers * _COMPUTE * sizes.hidden if setup.checkpointing else 0
     return {
-        "weights": frozen / (share if sharded else 1) + masters / share,
+        "weights": frozen / (share if is_sharded else 1) + _MASTER * trained / share,
         "gradients": gradients / share,
-        "optimizer": states / share,
-        "copies of weights": 0.0 if packed or sharded else _COMPUTE * sizes.elements,  # in 16 bits, for the products
+        "optimizer": OPTIMIZERS[setup.optimizer] * trained / share,
+        "copies of weights": copies,  # in 16 bits, for the products
         "activations": tokens * (in_layers + boundaries),
         "logits": min(tokens, _LOGIT_TOKENS) * sizes.vocabulary * (_MASTER + _COMPUTE),
         "buffers of the engine": buffers[setup.engine],
@@ -214,7 +223,8 @@ def plan(sizes: Sizes, setup: Setup) -> dict[str, float]:
 
 def fit(sizes: Sizes, setup: Setup, usable: float) -> dict[str, Any]:
     """Return the ``bytes`` of [`plan`], whether they fit into ``usable`` ones, and the largest batch that would."""
-    parts, without = plan(sizes, setup), plan(sizes, replace(setup, batch=0))
-    each = (parts["activations"] - without["activations"]) / setup.batch
-    largest = int((usable - sum(parts.values()) + parts["activations"]) // each)
-    return {"bytes": parts, "fits": sum(parts.values()) <= usable, "largest_batch": max(0, largest)}
+    parts = plan(sizes, setup)
+    total = sum(parts.values())
+    sequence = parts["activations"] / setup.batch
+    largest = int((usable - total + parts["activations"]) // sequence)
+    return {"bytes": parts, "fits": total <= usable, "largest_batch": max(0, largest)}

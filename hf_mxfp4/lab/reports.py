@@ -4,7 +4,7 @@ the tables that they have in common with the screen. The same results give the s
 
 import csv
 import io
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from .errors.comparison import Comparison
 from .errors.layers import location_of
 from .errors.statistics import ErrorStatistics
 from .errors.weights import SQNR_NOTE, Analysis, least_error
-from .evaluation.results import Evaluation
+from .evaluation.results import AS_STORED, FULL_PRECISION, Evaluation, Mean, Row
 from .figures import cosine_figure, delta_figure, front_figure, layer_labels, ratio_figure
 from .page import number, render_page
 
@@ -58,13 +58,13 @@ def sqnr_tables(analysis: Analysis, worst: int = 5) -> Iterator[tuple[str, list[
     best = min(totals, key=lambda scheme: totals[scheme].total)
     types = {scheme: analysis.by_layer_type(scheme) for scheme in totals}
     tensors = {scheme: {r.name: r.statistics[scheme] for r in analysis.results} for scheme in totals}
+    numbers = [str(i) for i in range(1, len(totals) + 1)]
     for title, heading, groups, names in (
         ("tensors by layer", "layer type", types, types[best]),
         (f"largest relative errors under {best}", "tensor", tensors, analysis.worst(best, worst)),
     ):
         rows = [[name, *(number(groups[scheme][name].sqnr_db, 2) for scheme in totals)] for name in names]
-        headings = [heading, *(str(i) for i in range(1, len(totals) + 1))]
-        yield f"{title}: SQNR in dB, by scheme", headings, rows
+        yield f"{title}: SQNR in dB, by scheme", [heading, *numbers], rows
 
 
 def write_analysis(analysis: Analysis, source: Mapping[str, Any], folder: Path) -> list[Path]:
@@ -73,14 +73,16 @@ def write_analysis(analysis: Analysis, source: Mapping[str, Any], folder: Path) 
     Args:
         source: what to say about where the model came from, see [`hf_mxfp4.lab.errors.source.Source.describe`].
     """
-    tensors, rows = [], []
+    tensors = []
+    rows = []
     for result in analysis.in_order:
         layer_type, depth = location_of(result.name)
         facts = {"name": result.name, "kind": "weight", "layer_type": layer_type, "depth": depth}
-        summaries = {scheme: stats.summary() for scheme, stats in result.statistics.items()}
+        summaries = {scheme: statistics.summary() for scheme, statistics in result.statistics.items()}
         tensors.append({**facts, "shape": list(result.shape), "dtype": result.dtype, "schemes": summaries})
         shape = "x".join(map(str, result.shape))
-        rows += [[*facts.values(), shape, result.dtype, scheme, *s.values()] for scheme, s in summaries.items()]
+        for scheme, summary in summaries.items():
+            rows.append([*facts.values(), shape, result.dtype, scheme, *summary.values()])
     columns = ["name", "kind", "layer_type", "depth", "shape", "dtype", "scheme", *ErrorStatistics().summary()]
     data = {"format": 1, "hf_mxfp4": __version__, **analysis_summary(analysis, source), "tensors": tensors}
     return _write(
@@ -106,21 +108,25 @@ def analysis_summary(analysis: Analysis, source: Mapping[str, Any]) -> dict[str,
 
 
 def _weights_summary(analysis: Analysis) -> dict[str, Any]:
-    schemes, totals = analysis.schemes, analysis.totals()
-
-    def summaries(grouped: Callable[[str], Mapping[Any, ErrorStatistics]]) -> dict[str, dict]:
-        return {scheme: {str(name): s.summary() for name, s in grouped(scheme).items()} for scheme in schemes}
-
-    return {
+    summary: dict[str, Any] = {
         "tensors": len(analysis.results),
-        "total": {scheme: {**t.summary(), "delta_histogram": list(t.histogram)} for scheme, t in totals.items()},
-        "verdict": least_error(totals),
-        "by_layer_type": summaries(analysis.by_layer_type),
-        "by_depth": summaries(analysis.by_depth),
-        "worst": {
-            scheme: [{"name": name, **s.summary()} for name, s in analysis.worst(scheme).items()] for scheme in schemes
-        },
+        "total": {},
+        "verdict": least_error(analysis.totals()),
+        "by_layer_type": {},
+        "by_depth": {},
+        "worst": {},
     }
+    for scheme, total in analysis.totals().items():
+        summary["total"][scheme] = {**total.summary(), "delta_histogram": list(total.histogram)}
+        summary["by_layer_type"][scheme] = _summaries(analysis.by_layer_type(scheme))
+        summary["by_depth"][scheme] = _summaries(analysis.by_depth(scheme))
+        worst = analysis.worst(scheme)
+        summary["worst"][scheme] = [{"name": name, **statistics.summary()} for name, statistics in worst.items()]
+    return summary
+
+
+def _summaries(groups: Mapping[Any, ErrorStatistics]) -> dict[str, dict[str, float]]:
+    return {str(name): statistics.summary() for name, statistics in groups.items()}
 
 
 def _page(analysis: Analysis, source: Mapping[str, Any]) -> str:
@@ -139,7 +145,8 @@ def _page(analysis: Analysis, source: Mapping[str, Any]) -> str:
 
 def _section(analysis: Analysis) -> dict[str, Any]:
     """Return what the page shows of the tensors; figures that show one scheme show the first."""
-    results, totals = analysis.in_order, analysis.totals()
+    results = analysis.in_order
+    totals = analysis.totals()
     first = next(iter(totals))
     types = {scheme: analysis.by_layer_type(scheme) for scheme in totals}
     depths = {scheme: analysis.by_depth(scheme) for scheme in totals}
@@ -180,7 +187,7 @@ def write_comparison(result: Comparison, folder: Path) -> list[Path]:
         folder,
         {
             "comparison.json": {"hf_mxfp4": __version__, **result.to_dict()},
-            "comparison.csv": [["name", *columns], *([name, *each.values()] for name, each in numbers.items())],
+            "comparison.csv": [["name", *columns], *([name, *row.values()] for name, row in numbers.items())],
             "comparison.html": page,
         },
     )
@@ -218,11 +225,9 @@ def write_evaluation(evaluation: Evaluation, folder: Path) -> list[Path]:
 
 def evaluation_title(evaluation: Evaluation) -> str:
     """Say in one line what was measured, on what."""
+    title = f"{evaluation.model}: {evaluation.texts} texts, {evaluation.tokens:,} predicted tokens of {evaluation.text}"
     facts = ", ".join(evaluation.facts.values())
-    return (
-        f"{evaluation.model}: {evaluation.texts} texts, {evaluation.tokens:,} predicted tokens of {evaluation.text}"
-        + (f" ({facts})" if facts else "")
-    )
+    return f"{title} ({facts})" if facts else title
 
 
 def evaluation_legend(evaluation: Evaluation) -> str:
@@ -245,31 +250,39 @@ def evaluation_legend(evaluation: Evaluation) -> str:
 
 def evaluation_columns(evaluation: Evaluation) -> list[str]:
     """Return the headings of the table."""
-    compared = ["difference, nats", "KL, nats", "same top token %"] if evaluation.base is not None else []
-    against = ["to the best, nats"] if evaluation.best is not None else []
-    bits, sqnr = (["bits"], ["weight SQNR dB"]) if evaluation.schemes else ([], [])
-    return ["scheme", *bits, "perplexity", *compared, *against, *sqnr]
+    columns = ["scheme"]
+    if evaluation.schemes:
+        columns.append("bits")
+    columns.append("perplexity")
+    if evaluation.base is not None:
+        columns += ["difference, nats", "KL, nats", "same top token %"]
+    if evaluation.best is not None:
+        columns.append("to the best, nats")
+    if evaluation.schemes:
+        columns.append("weight SQNR dB")
+    return columns
 
 
 def evaluation_table(evaluation: Evaluation) -> list[list[str]]:
     """Return a row of cells for each row of the evaluation, under [`evaluation_columns`]."""
-    front = {row.name for row in evaluation.front} if len(evaluation.schemes) > 1 else set()
-    cells = []
-    for row in evaluation.rows:
-        line = [f"{row.name} *" if row.name in front else row.name]
-        if evaluation.schemes:
-            line.append("-" if row.scheme is None else f"{row.scheme.bits:.2f}")
-        line.append(f"{row.perplexity:.3f}")
-        if evaluation.base is not None:
-            difference = row.difference(evaluation.base)
-            shown = [difference.text(3, "+"), row.kl.text(4), f"{100 * row.same_top:.1f}"]
-            line += ["-"] * 3 if row is evaluation.base else shown
-        if evaluation.best is not None:
-            compared = row.scheme is not None and row is not evaluation.best
-            line.append(row.difference(evaluation.best).text(3, "+") if compared else "-")
-        if evaluation.schemes:
-            line.append("-" if row.weight_sqnr_db is None else f"{row.weight_sqnr_db:.2f}")
-        cells.append(line)
+    return [_evaluation_row(evaluation, row) for row in evaluation.rows]
+
+
+def _evaluation_row(evaluation: Evaluation, row: Row) -> list[str]:
+    is_on_front = len(evaluation.schemes) > 1 and row in evaluation.front
+    cells = [f"{row.name} *" if is_on_front else row.name]
+    if evaluation.schemes:
+        cells.append("-" if row.scheme is None else f"{row.scheme.bits:.2f}")
+    cells.append(f"{row.perplexity:.3f}")
+    if row is evaluation.base:
+        cells += ["-", "-", "-"]
+    elif evaluation.base is not None:
+        cells += [row.difference(evaluation.base).text(3, "+"), row.kl.text(4), f"{100 * row.same_top:.1f}"]
+    if evaluation.best is not None:
+        is_compared = row.scheme is not None and row is not evaluation.best
+        cells.append(row.difference(evaluation.best).text(3, "+") if is_compared else "-")
+    if evaluation.schemes:
+        cells.append("-" if row.weight_sqnr_db is None else f"{row.weight_sqnr_db:.2f}")
     return cells
 
 
@@ -282,21 +295,24 @@ def add_perplexity(folder: str | Path, evaluation: Mapping[str, Any]) -> None:
     """
     card = read_generated(folder)
     rows = {row["name"]: row for row in evaluation["rows"]}
-    own = rows.get("own", rows.get("as stored"))
+    own = rows.get("own", rows.get(AS_STORED))
     if own is None:
         raise ValueError(
             f"the evaluation has {', '.join(rows)}, none of which is the checkpoint's own scheme; run hf-mxfp4 eval "
             "with --scheme own"
         )
-    cells, base = {"perplexity": f"{own['perplexity']:.3f}"}, rows.get(evaluation["reference"])
+    cells = {"perplexity": f"{own['perplexity']:.3f}"}
+    base = rows.get(evaluation["reference"])
     if base is not None and base is not own:
-        name = "full precision (the master weights)" if base["name"] == "full precision" else f"`{base['name']}`"
-        cells |= {
-            f"perplexity of {name}": f"{base['perplexity']:.3f}",
-            "difference, nats per token": _with_error(own["difference"], 3, "+"),
-            "KL to it, nats per token": _with_error(own["kl"], 4),
-            "same likeliest token": f"{100 * own['same_top']:.1f} %",
-        }
+        name = f"`{base['name']}`"
+        if base["name"] == FULL_PRECISION:
+            name = "full precision (the master weights)"
+        difference = Mean(own["difference"]["value"], own["difference"]["standard_error"])
+        kl = Mean(own["kl"]["value"], own["kl"]["standard_error"])
+        cells[f"perplexity of {name}"] = f"{base['perplexity']:.3f}"
+        cells["difference, nats per token"] = difference.text(3, "+")
+        cells["KL to it, nats per token"] = kl.text(4)
+        cells["same likeliest token"] = f"{100 * own['same_top']:.1f} %"
     section = (
         f"On {evaluation['texts']} texts of `{evaluation['text']}`, {evaluation['tokens']} predicted "
         f"tokens, in {evaluation['dtype']} (`hf-mxfp4 eval`; ± standard errors by text).\n\n{table(cells)}"
@@ -304,23 +320,16 @@ def add_perplexity(folder: str | Path, evaluation: Mapping[str, Any]) -> None:
     replace_file(Path(folder) / CARD, str(with_section(card, "Perplexity", section)))
 
 
-def _with_error(mean: Mapping[str, float | None], digits: int, sign: str = "") -> str:
-    error = "" if mean["standard_error"] is None else f" ± {mean['standard_error']:.{digits}f}"
-    return f"{mean['value']:{sign}.{digits}f}{error}"
-
-
 def _write(folder: Path, files: Mapping[str, Any]) -> list[Path]:
     """Write each file by its suffix, replaced in one step."""
     for name, content in files.items():
         if name.endswith(".json"):
             write_json(folder / name, json_clean(content), indent=1, allow_nan=False)
+        elif name.endswith(".csv"):
+            text = io.StringIO()
+            # Numbers that do not exist are empty.
+            csv.writer(text, lineterminator="\n").writerows(json_clean(content))
+            replace_file(folder / name, text.getvalue())
         else:
-            replace_file(folder / name, _csv_text(content) if name.endswith(".csv") else content)
+            replace_file(folder / name, content)
     return [folder / name for name in files]
-
-
-def _csv_text(rows: Iterable[Sequence[Any]]) -> str:
-    out = io.StringIO()
-    # Numbers that do not exist are empty.
-    csv.writer(out, lineterminator="\n").writerows(json_clean(list(rows)))
-    return out.getvalue()

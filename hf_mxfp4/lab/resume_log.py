@@ -37,7 +37,9 @@ class ResumeLog:
         *,
         overwrite: bool = False,
     ):
-        self.path, self._header, self._key = path, dict(header), key
+        self.path = path
+        self._header = dict(header)
+        self._key = key
         self.done: dict[Any, dict] = {}
         path.parent.mkdir(parents=True, exist_ok=True)
         if not path.is_symlink():  # those are refused
@@ -75,7 +77,8 @@ class ResumeLog:
         self._stream.flush()
 
     def _load(self) -> int:
-        """Read the log; bytes of it to keep. A last line that was torn by the end of its process is dropped."""
+        """Read the log, and return how many of its bytes to keep. A last line that a killed process left half written
+        is dropped."""
         content = self._stream.read()
         lines = content.split(b"\n")
         torn = lines.pop()  # empty when the file ends as it should
@@ -88,21 +91,26 @@ class ResumeLog:
                 if parsed:
                     self.done[self._key(line)] = line
                 parsed.append(line)
-            except (ValueError, LookupError, TypeError, RecursionError):
+            except (ValueError, LookupError, TypeError):
                 raise ProgressMismatch(
                     f"line {number} of {self.path} is damaged; start over with --overwrite, or give another folder"
                 ) from None
         if len(parsed) < 2:
             return 0  # no result yet: nothing that could be mixed
-        for key, now in self._header.items():
-            if (before := parsed[0].get(key)) != now:
-                held = f"{key} {_words(before)}, not {_words(now)}"
-                if key == "files":  # names and checksums of them, which say little
-                    held = "other files of the model than there are now: they were changed, or it is another model"
-                raise ProgressMismatch(
-                    f"{self.path} holds results for {held}; start over with --overwrite, or give another folder"
-                )
+        self._check_header(parsed[0])
         return len(content) - len(torn)
+
+    def _check_header(self, header: dict) -> None:
+        for key, now in self._header.items():
+            before = header.get(key)
+            if before == now:
+                continue
+            held = f"{key} {_words(before)}, not {_words(now)}"
+            if key == "files":  # names and checksums of them, which say little
+                held = "other files of the model than there are now: they were changed, or it is another model"
+            raise ProgressMismatch(
+                f"{self.path} holds results for {held}; start over with --overwrite, or give another folder"
+            )
 
 
 def _open_or_make(path: str, flags: int) -> int:

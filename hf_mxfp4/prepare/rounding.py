@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One weight, rounded column by column; what a column loses is made up for by those that follow (GPTQ, arXiv
-2210.17323, algorithm 1, with the block scales of MXFP4)."""
+"""Round one weight column by column, and correct the columns that follow by what each loses (GPTQ, arXiv 2210.17323,
+algorithm 1, with the block scales of MXFP4)."""
 
 import dataclasses
 
@@ -33,7 +33,7 @@ _NO_RESIDUAL = 2.0**100
 
 
 def unsupported_reason(scheme: QuantScheme, rotation: Rotation | None = None) -> str | None:
-    """Why weights under ``scheme`` cannot be rounded here so that quantizing them again gives the same values."""
+    """Return why weights under ``scheme`` cannot be rounded so that quantizing them again gives the same values."""
     if rotation is not None and rotation.random:
         return "the signs of a random rotation are others in every run; use a deterministic one"
     if scheme.outlier_fallback not in (None, 1):
@@ -80,24 +80,27 @@ def round_weight(
             raise ValueError(f"a rotation of size {rotation.size} does not divide the {rest.shape[1]} inputs")
         rest = rotate(rest, rotation.size)
         moments = rotate(rotate(moments, rotation.size), rotation.size, axis=0)
-    exact = rotation is None and scheme.outlier_fallback is None
-    allowed = 0.0 if exact else _LARGEST_RETURN * float((apply_scheme(rest, scheme) - rest).square().sum())
+    is_exact = rotation is None and scheme.outlier_fallback is None
+    allowed = 0.0
+    if not is_exact:
+        allowed = _LARGEST_RETURN * float((apply_scheme(rest, scheme) - rest).square().sum())
     rounded = _rounded(rest, _inverse_factor(moments), scheme)
-    found = (rounded if rotation is None else unrotate(rounded, rotation.size)).to(weight.dtype)
-    again = quantized_again(found, scheme, rotation, rotated=True)
+    stored = rounded if rotation is None else unrotate(rounded, rotation.size)
+    stored = stored.to(weight.dtype)
+    again = quantized_again(stored, scheme, rotation, rotated=True)
     stays = float((again - rounded).square().sum()) <= allowed
-    if not stays or exact and not torch.equal(found.float(), rounded):
+    if not stays or (is_exact and not torch.equal(stored.float(), rounded)):
         raise ValueError(
             f"{weight.dtype} cannot hold weights rounded under {scheme} so that they stay when they are quantized "
             "again; use bfloat16 or float32, and with a rotation the scale rule 'even'"
         )
-    return found
+    return stored
 
 
 def quantized_again(
     weight: torch.Tensor, scheme: QuantScheme, rotation: Rotation | None, *, rotated: bool = False
 ) -> torch.Tensor:
-    """Return what a layer makes of its weight ``[N, K]``, float32: as it is, or ``rotated`` as in products."""
+    """Return the quantized values of a weight ``[N, K]``, float32: as it is, or ``rotated`` as in products."""
     if rotation is None:
         return apply_scheme(weight.float(), scheme)
     values = apply_scheme(rotate(weight.float(), rotation.size), scheme)
@@ -105,19 +108,18 @@ def quantized_again(
 
 
 def output_error(change: torch.Tensor, moments: torch.Tensor) -> float:
-    """Sum of squares of what a change of the weights ``[N, K]`` does to the layer's outputs."""
+    """Return the sum of squares of what a change of the weights ``[N, K]`` does to the layer's outputs."""
     change = change.to(moments.dtype)
     return float((change @ moments).mul_(change).sum())
 
 
 def _rounded(rest: torch.Tensor, inverse: torch.Tensor, scheme: QuantScheme) -> torch.Tensor:
-    """Values of the grid ``[N, K]``, float32. ``rest`` is consumed."""
+    """Return values of the grid ``[N, K]``, float32. ``rest`` is consumed."""
     rounded = torch.empty_like(rest)
     size = int(scheme.macro_block or _GROUP)
     for begin in range(0, rest.shape[1], size):
         end = min(begin + size, rest.shape[1])
-        group, factor = rest[:, begin:end], inverse[begin:end, begin:end]
-        rounded[:, begin:end], lost = _round_group(group, factor, scheme)
+        rounded[:, begin:end], lost = _round_group(rest[:, begin:end], inverse[begin:end, begin:end], scheme)
         rest[:, end:].sub_(lost @ inverse[begin:end, end:])
     return rounded
 
@@ -125,7 +127,8 @@ def _rounded(rest: torch.Tensor, inverse: torch.Tensor, scheme: QuantScheme) -> 
 def _round_group(group: torch.Tensor, factor: torch.Tensor, scheme: QuantScheme) -> tuple[torch.Tensor, torch.Tensor]:
     """Return rounded columns ``[N, size]`` of one macro block, and the errors that later columns are corrected by.
     ``group`` is consumed."""
-    rounded, lost = torch.empty_like(group), torch.empty_like(group)
+    rounded = torch.empty_like(group)
+    lost = torch.empty_like(group)
     for j in range(group.shape[1]):
         if j % BLOCK_SIZE == 0:
             # From what the columns are by now.
@@ -140,20 +143,21 @@ def _round_group(group: torch.Tensor, factor: torch.Tensor, scheme: QuantScheme)
 
 
 def _scales(block: torch.Tensor, scheme: QuantScheme) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return what a code of 1.0 stands for in each row of a block, ``[N]``, 1 in rows of zeros; and for a residual's
+    """Return the value of a code of 1.0 in each row of a block, ``[N]``, 1 in rows of zeros; and that of a residual's
     code, so large in rows without one that all residuals are rounded to zero."""
-    found = quantize(block, **dataclasses.asdict(scheme))
-    ones = torch.full_like(found.codes, _ONES)
-    first_pass = dataclasses.replace(found, codes=ones, residual_codes=None, residual_scale=None)
+    packed = quantize(block, **dataclasses.asdict(scheme))
+    ones = torch.full_like(packed.codes, _ONES)
+    first_pass = dataclasses.replace(packed, codes=ones, residual_codes=None, residual_scale=None)
     scale = first_pass.dequantize()[:, 0]
     scale = torch.where(scale > 0, scale, 1.0)
-    if found.residual_codes is None:
+    if packed.residual_codes is None:
         return scale, None
     # A residual's code stands for this much before it is weighted.
     whole = dataclasses.replace(scheme, outlier_fallback=1.0)
-    second_pass = dataclasses.replace(found, codes=torch.zeros_like(ones), residual_codes=ones, scheme=whole)
+    second_pass = dataclasses.replace(packed, codes=torch.zeros_like(ones), residual_codes=ones, scheme=whole)
     residual = second_pass.dequantize()[:, 0]
-    return scale, torch.where((found.residual_codes != 0).any(1) & (residual > 0), residual, _NO_RESIDUAL)
+    has_residual = (packed.residual_codes != 0).any(1) & (residual > 0)
+    return scale, torch.where(has_residual, residual, _NO_RESIDUAL)
 
 
 def _inverse_factor(moments: torch.Tensor) -> torch.Tensor:

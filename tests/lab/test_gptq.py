@@ -170,7 +170,6 @@ def test_decoder_layers_run_one_by_one_are_the_model(family, dtype):
             run.advance(index)
         for states, ids in zip(run._states, batches, strict=True):
             assert torch.equal(model.lm_head(model.model.norm(states)), model(ids).logits)
-    assert run.names == ["model.layers.0", "model.layers.1"]
     assert len(round_model(model, batches, CONFIG).layers) == 14
 
 

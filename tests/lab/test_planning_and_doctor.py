@@ -183,6 +183,7 @@ def test_kernels_that_write_zeros_are_found(of_lab, monkeypatch):
 
     for name in KERNELS.values():
         monkeypatch.setattr(kernels, name, zeros)
+    monkeypatch.setattr(kernels, "fake_quantize_rows_and_columns", lambda x, *arguments: (x * 0, x.t() * 0))
     monkeypatch.setattr(kernels, "fake_quantize", lambda x, *arguments: torch.zeros_like(x, dtype=torch.float32))
     quantize = doctor.numerics.quantize
     monkeypatch.setattr(kernels, "quantize", lambda x, how, *_: quantize(torch.zeros_like(x), **vars(how), seed=7))

@@ -2,7 +2,8 @@
 """Compare two checkpoints under one scheme, or an original and its packed weights."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -97,9 +98,14 @@ class Comparison:
 
     def tables(self, worst: int = 20) -> list[tuple[str, list[list[str]]]]:
         """Return the titles and rows of cells of the tables, under the headings ``"tensors"`` and [`columns`]."""
-        groups = {"all": self.total(), **self.by_layer_type()} if self.sums else {}
-        found = {self.groups_title: groups, self.worst_title: {name: self.sums[name] for name in self.worst(worst)}}
-        return [(title, [self._row(*each) for each in rows.items()]) for title, rows in found.items() if rows]
+        tables = []
+        if self.sums:
+            groups = {"all": self.total(), **self.by_layer_type()}
+            tables.append((self.groups_title, [self._row(name, sums) for name, sums in groups.items()]))
+        names = self.worst(worst)
+        if names:
+            tables.append((self.worst_title, [self._row(name, self.sums[name]) for name in names]))
+        return tables
 
     def to_dict(self) -> dict[str, Any]:
         """Return all of it, JSON-clean; numbers that do not exist are null."""
@@ -121,7 +127,8 @@ class Comparison:
 
     def _row(self, name: str, sums: Sums) -> list[str]:
         numbers = self.derive(sums)
-        return [name, *(number(unit * numbers[key], digits) for _, key, unit, digits in self.columns)]
+        cells = [number(unit * numbers[key], digits) for _, key, unit, digits in self.columns]
+        return [name, *cells]
 
 
 def compare_sources(
@@ -158,13 +165,19 @@ def compare_checkpoints(
 
     Raises [`SourceError`] when they have no tensor to quantize in common, or one stores quantized weights.
     """
-    titles = f"under {scheme}, by layer", "where B is worst against A"
-    lines = [f"A: {first.name}", f"B: {second.name}"]
-    result = Comparison(first.name, second.name, _numbers, "mse_ratio", _COLUMNS, *titles, str(scheme), lines=lines)
-    mine, theirs = (
-        {found[0].name: found for found in selected(source, Selection.of(source, exclude), result.problems)}
-        for source in (first, second)
+    result = Comparison(
+        first.name,
+        second.name,
+        derive=_numbers,
+        order="mse_ratio",
+        columns=_COLUMNS,
+        groups_title=f"under {scheme}, by layer",
+        worst_title="where B is worst against A",
+        scheme=str(scheme),
+        lines=[f"A: {first.name}", f"B: {second.name}"],
     )
+    mine = _selected(first, exclude, result.problems)
+    theirs = _selected(second, exclude, result.problems)
     result.only_first = sorted(mine.keys() - theirs.keys(), key=natural_key)
     result.only_second = sorted(theirs.keys() - mine.keys(), key=natural_key)
     common = sorted(mine.keys() & theirs.keys(), key=natural_key)
@@ -180,6 +193,12 @@ def compare_checkpoints(
         except (ShardError, ValueError) as error:
             result.problems.append(Problem(name, str(error)))
     return result
+
+
+def _selected(source: Source, exclude: Sequence[str], problems: list[Problem]) -> dict[str, tuple[StoredTensor, int]]:
+    """Return the tensors of a checkpoint that would be quantized, and their axes, by name."""
+    chosen = selected(source, Selection.of(source, exclude), problems)
+    return {tensor.name: (tensor, axis) for tensor, axis in chosen}
 
 
 def is_packed(source: Source) -> bool:
@@ -208,7 +227,8 @@ def compare_packed(
         CheckpointError: one of them cannot be read, or ``original`` stores quantized weights.
         ShardError: a file is missing or damaged.
     """
-    packed_folder, folder = (open_checkpoint(source.folder) for source in (packed, original))
+    packed_folder = open_checkpoint(packed.folder)
+    folder = open_checkpoint(original.folder)
     foreign = _foreign_format(packed_folder.quantization)
     stored = PackedSource(packed_folder) if foreign is None else ForeignSource(packed_folder, foreign)
     masters = MasterSource(folder, stored.config if own_config(folder) is None else None)
@@ -221,27 +241,32 @@ def compare_packed(
         raise SourceError(f"{original.name} and {packed.name} have no quantized weight in common")
     # Other formats do not record how scales were chosen, so that packing again means nothing.
     repack = foreign is None
+    if repack:
+        scheme = str(stored.config.weight_scheme)
+        columns = (*_PACKED_COLUMNS, _OTHERWISE)
+    else:
+        scheme = str(packed_folder.quantization["quant_method"])
+        columns = _PACKED_COLUMNS
     result = Comparison(
         original.name,
         packed.name,
-        _packed_numbers,
-        "relative_mse",
-        _PACKED_COLUMNS + (_OTHERWISE,) * repack,
-        "",
-        "largest relative errors",
-        str(stored.config.weight_scheme) if repack else str(packed_folder.quantization["quant_method"]),
+        derive=_packed_numbers,
+        order="relative_mse",
+        columns=columns,
+        groups_title=f"error of the stored weights ({scheme}), by layer",
+        worst_title="largest relative errors",
+        scheme=scheme,
         only_first=[name for name in chosen if name not in stored.shapes],
         only_second=[name for name in chosen if name not in masters.shapes],
     )
-    result.groups_title = f"error of the stored weights ({result.scheme}), by layer"
     for name in common:
-        mine, theirs = masters.shapes[name], stored.shapes[name]
-        sizes = [[len(s.matrices), s.out_features, s.in_features] for s in (mine, theirs)]
+        shape = masters.shapes[name]
+        sizes = [[len(s.matrices), s.out_features, s.in_features] for s in (shape, stored.shapes[name])]
         if sizes[0] != sizes[1]:
             result.problems.append(Problem(name, f"shapes differ: {sizes[0]} and {sizes[1]}"))
             continue
         try:
-            result.sums[name] = _added(_compare_matrix(masters, stored, name, each, repack) for each in mine.matrices)
+            result.sums[name] = _added(_compare_matrix(masters, stored, name, part, repack) for part in shape.matrices)
         except (ShardError, ValueError) as error:
             result.problems.append(Problem(name, str(error)))
         on_bytes(masters.bytes_of(name) + stored.bytes_of(name), name)
@@ -252,7 +277,9 @@ def compare_packed(
 
 
 def _numbers(sums: Sums) -> dict[str, float]:
-    first, second = (quotient(sums[f"{side}_noise"], sums[side]) for side in ("first", "second"))
+    """Return the numbers of the tables of two checkpoints."""
+    first = quotient(sums["first_noise"], sums["first"])
+    second = quotient(sums["second_noise"], sums["second"])
     ratio = quotient(second, first)
     return {
         "first_relative_mse": first,
@@ -264,13 +291,16 @@ def _numbers(sums: Sums) -> dict[str, float]:
 
 
 def _packed_numbers(sums: Sums) -> dict[str, float]:
+    """Return the numbers of the tables of an original and its packed weights."""
     relative = quotient(sums["noise"], sums["energy"])
-    found = {
+    numbers = {
         "sqnr_db": math.inf if relative == 0 else -10.0 * math.log10(relative),
         "relative_mse": relative,
         "relative_difference": math.sqrt(relative),
     }
-    return found | ({"elements_packed_otherwise": sums["otherwise"]} if "otherwise" in sums else {})
+    if "otherwise" in sums:
+        numbers["elements_packed_otherwise"] = sums["otherwise"]
+    return numbers
 
 
 def _compare_tensor(a: StoredTensor, b: StoredTensor, axis: int, scheme: OperandScheme, on_bytes: OnBytes) -> Sums:
@@ -279,22 +309,34 @@ def _compare_tensor(a: StoredTensor, b: StoredTensor, axis: int, scheme: Operand
         bad = int((~torch.isfinite(x)).sum()) + int((~torch.isfinite(y)).sum())
         if bad:
             raise ValueError(f"{bad} elements of a slice are NaN or infinite")
-        first, second = error_statistics(x, scheme), error_statistics(y, scheme)
-        distance = float((x.double() - y.double()).square_().sum(dim=-1).sum())
-        noises = {"first_noise": first.total, "second_noise": second.total}
-        parts.append({"first": first.energy, "second": second.energy, **noises, "distance": distance})
+        first = error_statistics(x, scheme)
+        second = error_statistics(y, scheme)
+        parts.append(
+            {
+                "first": first.energy,
+                "second": second.energy,
+                "first_noise": first.total,
+                "second_noise": second.total,
+                "distance": float((x.double() - y.double()).square_().sum(dim=-1).sum()),
+            }
+        )
         on_bytes(x.numel() * x.element_size() + y.numel() * y.element_size(), a.name)
     return _added(parts)
 
 
 def _compare_matrix(masters: MasterSource, stored: LayerSource, name: str, expert: int | None, repack: bool) -> Sums:
-    master, config = masters.master(name, expert), stored.config
+    """Return the sums of a matrix as it is stored, and with ``repack`` how it differs from packing the original."""
+    master = masters.master(name, expert)
+    config = stored.config
     values = _values(stored, stored.read(name, expert), master.shape[1])
     if bad := int((~torch.isfinite(master)).sum() + (~torch.isfinite(values)).sum()):
         raise ValueError(f"{bad} elements are NaN or infinite")
     wide = master.double()
-    energy, noise = (float(x.square().sum()) for x in (wide, values.double() - wide))
-    sums: Sums = {"energy": energy, "noise": noise, "elements": master.numel()}
+    sums: Sums = {
+        "energy": float(wide.square().sum()),
+        "noise": float((values.double() - wide).square().sum()),
+        "elements": master.numel(),
+    }
     if repack:
         # As the checkpoint was packed: from the dtype of the original.
         packed = quantize_weight(master, config.weight_scheme, config.backend, config.weight_rotation)
@@ -308,27 +350,32 @@ def _values(stored: LayerSource, packed: dict[str, torch.Tensor], columns: int) 
 
 
 def _compare_rest(masters: LayerSource, stored: LayerSource, problems: list[Problem]) -> dict[str, list[str]]:
-    """Names of tensors that are not quantized and have the same values on both sides, or others."""
-    found: dict[str, list[str]] = {"same": [], "changed": []}
+    """Return the names of tensors that are not quantized, with the same values on both sides or with others."""
+    names: dict[str, list[str]] = {"same": [], "changed": []}
     for name in sorted(masters.rest.keys() & stored.rest.keys(), key=natural_key):
         try:
             same = _same_values(masters.rest[name], stored.rest[name])
         except ShardError as error:
             problems.append(Problem(name, str(error)))
             continue
-        found["same" if same else "changed"].append(name)
-    return found
+        names["same" if same else "changed"].append(name)
+    return names
 
 
 def _same_values(a: StoredTensor, b: StoredTensor) -> bool:
+    """Compare two tensors, some of their rows at a time."""
     if a.shape != b.shape or not a.shape:
         return a.shape == b.shape  # no format stores a weight as a scalar
     step = max(1, SLICE_ELEMENTS // max(1, math.prod(a.shape[1:])))
-    spans = ((start, min(start + step, a.shape[0])) for start in range(0, a.shape[0], step))
-    return all(torch.equal(a.read(*span).float(), b.read(*span).float()) for span in spans)
+    for start in range(0, a.shape[0], step):
+        stop = min(start + step, a.shape[0])
+        if not torch.equal(a.read(start, stop).float(), b.read(start, stop).float()):
+            return False
+    return True
 
 
 def _packed_lines(result: Comparison, same: Sequence[str], changed: Sequence[str]) -> list[str]:
+    """Return the sentences above the tables of an original and its packed weights."""
     lines = [
         f"A: {result.first}, the original",
         f"B: {result.second}, whose packed weights are compared as they are stored, dequantized",
@@ -343,19 +390,24 @@ def _packed_lines(result: Comparison, same: Sequence[str], changed: Sequence[str
         )
     elif "otherwise" in total:
         lines.append("B holds exactly what packing A now gives")
-    names = f" ({', '.join(changed[:5])}{', ...' if len(changed) > 5 else ''})" if changed else ""
+    names = ""
+    if changed:
+        more = ", ..." if len(changed) > 5 else ""
+        names = f" ({', '.join(changed[:5])}{more})"
     lines.append(f"tensors that are not quantized: {len(same)} the same, {len(changed)} with other values{names}")
     return lines
 
 
 def _foreign_format(options: dict[str, Any]) -> ImportableFormat | None:
-    formats = (format for format in FORMATS.values() if isinstance(format, ImportableFormat))
-    return next((format for format in formats if format.quant_method == options.get("quant_method")), None)
+    """Return the format of another engine that a `quantization_config` names, if we can read it."""
+    for format in FORMATS.values():
+        if isinstance(format, ImportableFormat) and format.quant_method == options.get("quant_method"):
+            return format
+    return None
 
 
-def _added(sums) -> Sums:
-    total: Sums = {}
-    for each in sums:
-        for key, value in each.items():
-            total[key] = total.get(key, 0) + value
-    return total
+def _added(parts: Iterable[Sums]) -> Sums:
+    total: Counter[str] = Counter()
+    for part in parts:
+        total.update(part)
+    return dict(total)

@@ -47,7 +47,8 @@ class Selection:
         Raises `SourceError` for a quantized one, and `ValueError` for a model that is not known or not supported.
         """
         own = source.scheme
-        return cls(tuple(exclude), _quantized_axes(source, own, exclude) if source.config else None)
+        axes = _quantized_axes(source, own, exclude) if source.config else None
+        return cls(tuple(exclude), axes)
 
     def reason_against(self, name: str) -> str | None:
         """Return why the user does not want the layer of this name; `None` for one that is wanted."""
@@ -57,16 +58,17 @@ class Selection:
         """Return the axis that blocks run along, or why a tensor is left out; `None` if it is stored quantized."""
         if reason := self.reason_against(module_name(tensor.name)):
             return reason
-        found = classify(tensor.name, tensor.shape, tensor.dtype)
-        if self.axes is None or found is None:
-            return found
-        left = found if isinstance(found, str) else "left alone by the model's structure or its scheme"
-        return self.axes.get(tensor.name, left)
+        by_name = classify(tensor.name, tensor.shape, tensor.dtype)
+        if self.axes is None or by_name is None:
+            return by_name
+        if tensor.name in self.axes:
+            return self.axes[tensor.name]
+        return by_name if isinstance(by_name, str) else "left alone by the model's structure or its scheme"
 
     def unmatched(self, names: Sequence[str]) -> list[str]:
         """Return the patterns that match none of the tensor names."""
         modules = [module_name(name) for name in names]
-        return [p for p in self.exclude if not any(name_matches(name, p) for name in modules)]
+        return [pattern for pattern in self.exclude if not any(name_matches(name, pattern) for name in modules)]
 
 
 def module_name(tensor: str) -> str:
@@ -113,16 +115,22 @@ def _quantized_axes(source: Source, own: MXFP4RLConfig | None, exclude: Sequence
     """Return the axis that blocks run along, for the tensors in the files that quantized weights are loaded from."""
     tensors = {tensor.name: tensor for _, shard in source.shards([]) for tensor in shard}
     model = CheckpointFolder(source.folder, source.config, tensors).empty_model()
-    unwanted = [p for p in exclude if any(name_matches(name, p) for name, _ in model.named_modules())]
-    names, config, weights = FileNames(model, tensors), own or MXFP4RLConfig(), dict[str, int]()
+    modules = [name for name, _ in model.named_modules()]
+    unwanted = [pattern for pattern in exclude if any(name_matches(name, pattern) for name in modules)]
+    names = FileNames(model, tensors)
+    config = own or MXFP4RLConfig()
     skips = [*(config.modules_to_not_convert or ()), *unwanted] or None
     config = replace(config, modules_to_not_convert=skips).keeping(config.full_precision)
-    for name, layer in quantizable_layers(names, config, tensors, own is not None)[0].items():
+    layers = quantizable_layers(names, config, tensors, own is not None)[0]
+    axis_of_weight = {}
+    for name, layer in layers.items():
         axis = -1 if is_linear(layer) or not experts_layout(layer).is_transposed else 1
-        weights |= {f"{name}.{weight}": axis for weight in weight_names(layer)}
-    whole = {name: weights[place] for name, place in names.places.items() if place in weights}
+        for weight in weight_names(layer):
+            axis_of_weight[f"{name}.{weight}"] = axis
+    axes = {name: axis_of_weight[place] for name, place in names.places.items() if place in axis_of_weight}
     # What transformers joins are matrices of linear layers.
-    return whole | {name: -1 for name, place in names.converted.items() if place in weights}
+    joined = {name: -1 for name, place in names.converted.items() if place in axis_of_weight}
+    return axes | joined
 
 
 def conversion_rows(costs: Sequence[LayerCost]) -> list[list[str]]:
@@ -132,8 +140,10 @@ def conversion_rows(costs: Sequence[LayerCost]) -> list[list[str]]:
         groups.setdefault((location_of(cost.name)[0], cost.action), []).append(cost)
     rows = []
     for (layer_type, action), members in groups.items():
-        values = [member.sqnr_db for member in members]
-        found = ["exact" if value == math.inf else f"{value:.2f}" for value in (median(values), min(values))]
-        count, bits = str(sum(member.matrices for member in members)), f"{bits_per_weight(members):.4g}"
-        rows.append([layer_type, count, action, *(["-", "-"] if action == "left" else found), bits])
+        sqnrs = [member.sqnr_db for member in members]
+        shown = ["-", "-"]
+        if action != "left":
+            shown = ["exact" if value == math.inf else f"{value:.2f}" for value in (median(sqnrs), min(sqnrs))]
+        count = sum(member.matrices for member in members)
+        rows.append([layer_type, str(count), action, *shown, f"{bits_per_weight(members):.4g}"])
     return rows

@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sums that describe the MXFP4 error of one tensor, of a layer type or of a whole model, in constant memory; random
-data to try schemes on."""
+"""Sums that describe the quantization error of one tensor, of a layer type or of a whole model, in constant memory;
+random data to try schemes on."""
 
 import dataclasses
 import math
+import operator
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -69,13 +71,14 @@ class ErrorStatistics:
     def __add__(self, other: "ErrorStatistics") -> "ErrorStatistics":
         if not isinstance(other, ErrorStatistics):
             return NotImplemented
-        sums = {
-            f.name: getattr(self, f.name) + getattr(other, f.name)
-            for f in dataclasses.fields(self)
-            if f.name != "histogram"
-        }
-        histogram = tuple(a + b for a, b in zip(self.histogram, other.histogram, strict=True))
-        return ErrorStatistics(**sums, histogram=histogram)
+        sums: dict[str, Any] = {}
+        for field in dataclasses.fields(self):
+            mine, theirs = getattr(self, field.name), getattr(other, field.name)
+            if field.name == "histogram":
+                sums[field.name] = tuple(map(operator.add, mine, theirs))
+            else:
+                sums[field.name] = mine + theirs
+        return ErrorStatistics(**sums)
 
     @property
     def relative_mse(self) -> float:
@@ -173,8 +176,8 @@ class ErrorStatistics:
 
 
 def error_statistics(x: torch.Tensor, scheme: OperandScheme, *, axis: int = -1) -> ErrorStatistics:
-    """Statistics of quantizing ``x`` with blocks along ``axis``; memory beyond ``x`` itself does not grow with it.
-    Under NVFP4 all of ``x`` has one tensor scale.
+    """Return the statistics of quantizing ``x`` with blocks along ``axis``. Memory beyond ``x`` itself does not grow
+    with it. Under NVFP4 all of ``x`` has one tensor scale.
 
     The tensor is taken in chunks of whole rows along ``axis``. Stochastic rounding starts from the same seed in every
     call.
@@ -186,39 +189,48 @@ def error_statistics(x: torch.Tensor, scheme: OperandScheme, *, axis: int = -1) 
     if not isinstance(x, torch.Tensor) or not x.is_floating_point() or x.dim() == 0:
         decompose_scheme(x, scheme, axis=axis)  # raises what fits
     x = x.detach().movedim(axis, -1)
-    generator = torch.Generator(x.device).manual_seed(0) if scheme.rounding == "stochastic" else None
-    whole, tensor_scale = ErrorStatistics(), nvfp4_tensor_scale(x) if scheme is NVFP4 else None
+    generator = None
+    if scheme.rounding == "stochastic":
+        generator = torch.Generator(x.device).manual_seed(0)
+    tensor_scale = nvfp4_tensor_scale(x) if scheme is NVFP4 else None
+    total = ErrorStatistics()
     with torch.no_grad():
         for rows in _chunks(x, scheme):
-            whole = whole + _chunk_statistics(rows, scheme, generator, tensor_scale)
-    return whole
+            total += _chunk_statistics(rows, scheme, generator, tensor_scale)
+    return total
 
 
 def _chunks(x: torch.Tensor, scheme: OperandScheme) -> Iterator[torch.Tensor]:
-    """Pieces ``[rows, columns]`` of ``x``, whose last axis is the quantized one: whole rows or tiles of rows."""
+    """Yield pieces ``[rows, columns]`` of ``x``, whose last axis is the quantized one: whole rows or tiles of rows."""
     if x.numel() == 0:
         return
-    rows = max(1, CHUNK_ELEMENTS // x.shape[-1] // scheme.block_rows) * scheme.block_rows
-    for matrix in x.reshape(-1, *x.shape[-2:]) if x.dim() > 1 else x[None, None]:
-        yield from matrix.split(rows)
+    tiles = max(1, CHUNK_ELEMENTS // x.shape[-1] // scheme.block_rows)
+    matrices = x.reshape(-1, *x.shape[-2:]) if x.dim() > 1 else x[None, None]
+    for matrix in matrices:
+        yield from matrix.split(tiles * scheme.block_rows)
 
 
 def _chunk_statistics(
     x: torch.Tensor, scheme: OperandScheme, generator: torch.Generator | None, tensor_scale: torch.Tensor | None
 ) -> ErrorStatistics:
+    """Return the statistics of a matrix ``[rows, columns]`` with blocks along its columns."""
     parts = decompose_scheme(x, scheme, generator=generator, tensor_scale=tensor_scale)
     wide = x.float().double()
-    in_deadzone = _deadzone(wide, scheme.block_rows, NVFP4_GROUP if scheme is NVFP4 else BLOCK_SIZE)
-    outside = parts.scale_bias + parts.grid
-    scale_bias, deadzone, grid = (_sum(part.square()) for part in (parts.scale_bias, parts.deadzone, parts.grid))
-    outside_total, outside_dot = _sum(outside.square()), _sum(outside.mul_(wide))
+    block_size = NVFP4_GROUP if scheme is NVFP4 else BLOCK_SIZE
+    in_deadzone = _deadzone(wide, scheme.block_rows, block_size)
+    scale_bias = _sum(parts.scale_bias.square())
+    deadzone = _sum(parts.deadzone.square())
+    grid = _sum(parts.grid.square())
     deadzone_dot = _sum(parts.deadzone * wide)
+    # The error outside the deadzone. From here on tensors are reused.
+    outside = parts.scale_bias + parts.grid
+    outside_total = _sum(outside.square())
+    outside_dot = _sum(outside.mul_(wide))
     squares = wide.square_()
     energy = _sum(squares)
     hidden = _sum(squares.mul_(in_deadzone))
-    gamma, delta = parts.scale_ratio, parts.scale_ratio_log2
-    bins = ((delta - HISTOGRAM_RANGE[0]) * (HISTOGRAM_BINS / (HISTOGRAM_RANGE[1] - HISTOGRAM_RANGE[0]))).floor()
-    bins = bins.clamp_(0, HISTOGRAM_BINS - 1).long()
+    gamma = parts.scale_ratio
+    delta = parts.scale_ratio_log2
     return ErrorStatistics(
         elements=x.numel(),
         blocks=gamma.numel(),
@@ -239,12 +251,20 @@ def _chunk_statistics(
         gamma_square_sum=_sum(gamma.square()),
         delta_sum=_sum(delta),
         delta_square_sum=_sum(delta.square()),
-        histogram=tuple(torch.bincount(bins, minlength=HISTOGRAM_BINS).tolist()),
+        histogram=_histogram(delta),
     )
 
 
+def _histogram(delta: torch.Tensor) -> tuple[int, ...]:
+    low, high = HISTOGRAM_RANGE
+    bins = ((delta - low) * (HISTOGRAM_BINS / (high - low))).floor()
+    bins = bins.clamp_(0, HISTOGRAM_BINS - 1).long()
+    return tuple(torch.bincount(bins, minlength=HISTOGRAM_BINS).tolist())
+
+
 def _deadzone(x: torch.Tensor, block_rows: int, size: int) -> torch.Tensor:
-    """Mask of ``|x| < amax / 24`` of a float64 matrix, amax being that of a block of ``size`` elements or of a tile."""
+    """Return the mask of ``|x| < amax / 24`` of a float64 matrix; amax is the maximum of a block of ``size`` elements,
+    or of a tile."""
     n, k = x.shape
     padded = torch.nn.functional.pad(x.abs(), (0, -k % size, 0, -n % block_rows))
     tiles = padded.view(padded.shape[0] // block_rows, block_rows, padded.shape[1] // size, size)
@@ -280,22 +300,18 @@ def sample(distribution: str, elements: int, seed: int) -> torch.Tensor:
         distribution: ``"gaussian"``, ``"laplace"``, ``"student-t"`` of 4 degrees of freedom, ``"uniform"``, or
             ``"outliers"``, which has 8 of the 1024 channels 30 times as large as the others.
     """
-    shape = (-(-elements // ROW), ROW)
+    rows = math.ceil(elements / ROW)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        spread = torch.exp2(torch.rand(shape[0], 1))
-        return _draw(distribution, shape) * spread
-
-
-def _draw(distribution: str, shape: tuple[int, int]) -> torch.Tensor:
-    match distribution:
-        case "laplace":
-            return torch.distributions.Laplace(0.0, 1.0).sample(shape)
-        case "student-t":
-            return torch.distributions.StudentT(4.0).sample(shape)
-        case "uniform":
-            return torch.rand(shape) * 2 - 1
-    x = torch.randn(shape)
-    if distribution == "outliers":
-        x[:, torch.randperm(ROW)[:8]] *= 30
-    return x
+        spread = torch.exp2(torch.rand(rows, 1))
+        if distribution == "laplace":
+            x = torch.distributions.Laplace(0.0, 1.0).sample((rows, ROW))
+        elif distribution == "student-t":
+            x = torch.distributions.StudentT(4.0).sample((rows, ROW))
+        elif distribution == "uniform":
+            x = torch.rand(rows, ROW) * 2 - 1
+        else:
+            x = torch.randn(rows, ROW)
+        if distribution == "outliers":
+            x[:, torch.randperm(ROW)[:8]] *= 30
+        return x * spread

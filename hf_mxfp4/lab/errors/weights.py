@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measure the error of a checkpoint's weights: one file after the other, one slice of a tensor at a time."""
+"""Measure the quantization error of a checkpoint's weights, one file after the other, one slice at a time."""
 
 import math
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
@@ -20,7 +20,7 @@ from .statistics import ErrorStatistics, error_statistics
 
 #: Elements that are read at once.
 SLICE_ELEMENTS = 2**20
-#: What the ranking by error does not say.
+#: A caution that is printed with the ranking by error.
 SQNR_NOTE = (
     "SQNR does not rank schemes by the perplexity of the model: between schemes of about the same bits let that "
     "decide (hf-mxfp4 eval), or the accuracy on your task (recipes/evaluate.py)."
@@ -39,7 +39,7 @@ class TensorResult:
 
 @dataclass
 class Analysis:
-    """All that was found about one model. ``schemes`` are string forms; ``skipped`` has tensor names by the reason."""
+    """Statistics of the weights of one model. ``schemes`` are string forms; ``skipped`` has tensor names by reason."""
 
     model: str
     schemes: tuple[str, ...]
@@ -210,10 +210,14 @@ def _slices(tensor: StoredTensor, max_elements: int, multiple_of: int = 1) -> It
     within one matrix of the tensor; all but the last of a matrix have a multiple of ``multiple_of`` rows."""
     *matrices, rows, columns = tensor.shape
     step = max(1, max_elements // max(1, columns) // multiple_of) * multiple_of
-    for index in range(matrices[0]) if matrices else (None,):
+    indices = range(matrices[0]) if matrices else [None]
+    for index in indices:
         for start in range(0, rows, step):
             stop = min(start + step, rows)
-            yield tensor.read(start, stop) if index is None else tensor.read(index, index + 1)[0, start:stop]
+            if index is None:
+                yield tensor.read(start, stop)
+            else:
+                yield tensor.read(index, index + 1)[0, start:stop]
 
 
 def weight_slices(tensor: StoredTensor, axis: int, schemes: Sequence[OperandScheme]) -> Iterator[torch.Tensor]:
@@ -235,12 +239,16 @@ def least_error(by_scheme: Mapping[str, ErrorStatistics]) -> str:
     parts = []
     for bits, members in sorted(groups.items(), key=lambda item: float(item[0])):
         (best, statistics), *others = sorted(members, key=lambda item: -item[1].sqnr_db)
-        next_best = f", next is {others[0][0]} with {others[0][1].sqnr_db:.2f}" if others else ""
+        next_best = ""
+        if others:
+            scheme, next_statistics = others[0]
+            next_best = f", next is {scheme} with {next_statistics.sqnr_db:.2f}"
         parts.append(f"at {bits} bits an element {best} (SQNR {statistics.sqnr_db:.2f} dB{next_best})")
     return f"Verdict, least error: {'; '.join(parts)}." if parts else ""
 
 
 def _grouped(results: Iterable[TensorResult], scheme: str, key: Callable[[TensorResult], Hashable]) -> dict:
+    """Return the sums under a scheme of the results that have the same key."""
     groups: dict = {}
     for result in results:
         group = key(result)

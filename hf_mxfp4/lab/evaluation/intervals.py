@@ -61,15 +61,18 @@ def wilson(correct: int, n: int) -> Estimate:
 def difference_interval(first: tuple[int, int], second: tuple[int, int]) -> tuple[float, float]:
     """Return the interval of the share ``second`` less the share ``first``, each ``(correct, n)`` of independent
     problems: made of the two Wilson intervals (Newcombe, Statistics in Medicine 17, 1998, method 10)."""
-    a, b = wilson(*first), wilson(*second)
+    a = wilson(*first)
+    b = wilson(*second)
     difference = b.value - a.value
-    low = difference - math.hypot(b.value - b.low, a.high - a.value)
-    return low, difference + math.hypot(b.high - b.value, a.value - a.low)
+    below = math.hypot(b.value - b.low, a.high - a.value)
+    above = math.hypot(b.high - b.value, a.value - a.low)
+    return difference - below, difference + above
 
 
 def t_interval(values: Sequence[float]) -> dict[str, Any]:
     """Return mean, standard deviation and interval of the mean under Student's t; the last two `None` for one value."""
-    n, mean = len(values), fmean(values)
+    n = len(values)
+    mean = fmean(values)
     if n < 2:
         return {"n": n, "mean": mean, "sd": None, "interval": None}
     sd = stdev(values)
@@ -116,7 +119,8 @@ def ratio_of_sums(sums: Sequence[float], counts: Sequence[int]) -> tuple[float, 
     total = sum(counts)
     if len(sums) != len(counts) or total < 1:
         raise ValueError(f"a mean over groups needs a sum and a count of each: {len(sums)} sums, {total} items")
-    mean, groups = math.fsum(sums) / total, len(sums)
+    mean = math.fsum(sums) / total
+    groups = len(sums)
     if groups < 2:
         return mean, None
     squares = math.fsum((value - mean * count) ** 2 for value, count in zip(sums, counts, strict=True))
@@ -172,16 +176,19 @@ def paired_share_difference(first: Sequence[bool], second: Sequence[bool]) -> tu
     n = _paired(first, second)
     only_first = sum(a and not b for a, b in zip(first, second, strict=True))
     only_second = sum(b and not a for a, b in zip(first, second, strict=True))
-    p12, p21 = (only_first + 1) / (n + 2), (only_second + 1) / (n + 2)
+    p12 = (only_first + 1) / (n + 2)
+    p21 = (only_second + 1) / (n + 2)
     half = Z_975 * math.sqrt((p12 + p21 - (p12 - p21) ** 2) / (n + 2))
-    low, high = max(-1.0, p12 - p21 - half), min(1.0, p12 - p21 + half)
+    low = max(-1.0, p12 - p21 - half)
+    high = min(1.0, p12 - p21 + half)
     return Estimate((only_first - only_second) / n, low, high, n, "Bonett-Price"), only_first, only_second
 
 
 def mcnemar(only_first: int, only_second: int) -> float:
     """Return the two-sided p-value of the exact McNemar test: so many problems that only one of two models solves, or
     more, fall on one side by chance (binomial with probability 1/2)."""
-    discordant, fewer = only_first + only_second, min(only_first, only_second)
+    discordant = only_first + only_second
+    fewer = min(only_first, only_second)
     tail = sum(math.comb(discordant, i) for i in range(fewer + 1))
     # Integers as long as they can be: 2 ** discordant overflows a float from 1024 problems on.
     return min(1.0, 2 * tail / 2**discordant)
@@ -202,8 +209,12 @@ def paired_mean_difference(first: Sequence[float], second: Sequence[float], seed
 
 
 def _bootstrap(data: np.ndarray, seed: int, method: str) -> Estimate:
+    """Return the mean with its percentile bootstrap interval."""
     rng = np.random.default_rng(seed)
-    means = [data[rng.integers(data.size, size=(_CHUNK, data.size))].mean(axis=1) for _ in range(_RESAMPLES // _CHUNK)]
+    means = []
+    for _ in range(_RESAMPLES // _CHUNK):
+        resampled = rng.integers(data.size, size=(_CHUNK, data.size))
+        means.append(data[resampled].mean(axis=1))
     low, high = np.quantile(np.concatenate(means), [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2])
     return Estimate(float(data.mean()), float(low), float(high), data.size, method)
 

@@ -31,7 +31,7 @@ from ..errors.source import SourceError, check_hub_id, local_path
 from .texts import TextOptions
 
 
-Found = TypeVar("Found")
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
@@ -61,9 +61,8 @@ class Loaded:
         if self.folder is None:
             return [getattr(self.model.config, "_commit_hash", None)]
         pickles = sorted(file.name for file in self.folder.glob("*.bin") if file.is_file())
-        return [
-            [name, record_of(self.folder / name).xxh3_128] for name in (CONFIG, *weight_files(self.folder), *pickles)
-        ]
+        names = [CONFIG, *weight_files(self.folder), *pickles]
+        return [[name, record_of(self.folder / name).xxh3_128] for name in names]
 
 
 def load(model: str, dtype: str = "auto", device: str = "auto") -> Loaded:
@@ -78,28 +77,19 @@ def load(model: str, dtype: str = "auto", device: str = "auto") -> Loaded:
     from transformers import AutoTokenizer, PreTrainedConfig
 
     path = Path(model).expanduser()
-    if path.is_file():
-        raise SourceError("a model is loaded from its folder or hub id, with its config and tokenizer, not one file")
-    if (path / "adapter_config.json").is_file() and not (path / "config.json").is_file():
-        raise SourceError(f"{path} holds an adapter, not a model; merge it into its base model first")
-    if path.is_dir():
-        check_holds_model(path)
-        if weights_name(path, read_json(path / CONFIG)) is not None:
-            open_checkpoint(path)  # names files that are damaged, which transformers does not
-    else:
-        check_hub_id(model)
+    _check_path(model, path)
     name = str(path) if path.exists() else model
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     try:
-        stored, _ = PreTrainedConfig.get_config_dict(name)
-        refuse_kernels(stored, name)
-        config = read_model_config(name, stored, trust_remote_code=False)
-        kind = model_class(stored, name)  # the auto classes drop the vision tower of some
+        options, _ = PreTrainedConfig.get_config_dict(name)
+        refuse_kernels(options, name)
+        config = read_model_config(name, options, trust_remote_code=False)
+        kind = model_class(options, name)  # the auto classes drop the vision tower of some
         if config.is_encoder_decoder or not kind.can_generate():
             raise ValueError(f"{kind.__name__} does not predict the next token")
-        options = getattr(config, "quantization_config", None)
-        own = stored_scheme(options)
+        quantization = getattr(config, "quantization_config", None)
+        own = stored_scheme(quantization)
         if own is not None and own.mode == "packed":
             own = None
         elif own is not None:
@@ -111,22 +101,39 @@ def load(model: str, dtype: str = "auto", device: str = "auto") -> Loaded:
         check_complete(info["missing_keys"], name)
         if loaded.dtype == torch.bfloat16 and device == "cpu":
             warn_of_slow_bfloat16()
-        loaded, tokenizer = loaded.eval().to(device), AutoTokenizer.from_pretrained(name, trust_remote_code=False)
+        loaded = loaded.eval().to(device)
+        tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
     except (OSError, ValueError, KeyError, ImportError, SafetensorError) as error:
         raise SourceError(f"{model} cannot be loaded to run it: {error}") from error
-    shown = path.resolve().name if path.exists() else model
-    return Loaded(shown, loaded, tokenizer, own, own is None and options is not None, path if path.exists() else None)
+    stored = own is None and quantization is not None
+    if path.exists():
+        return Loaded(path.resolve().name, loaded, tokenizer, own, stored, path)
+    return Loaded(model, loaded, tokenizer, own, stored, None)
+
+
+def _check_path(model: str, path: Path) -> None:
+    """Raise an error for what is no checkpoint of a whole model, nor can be on the Hub."""
+    if path.is_file():
+        raise SourceError("a model is loaded from its folder or hub id, with its config and tokenizer, not one file")
+    if (path / "adapter_config.json").is_file() and not (path / "config.json").is_file():
+        raise SourceError(f"{path} holds an adapter, not a model; merge it into its base model first")
+    if path.is_dir():
+        check_holds_model(path)
+        if weights_name(path, read_json(path / CONFIG)) is not None:
+            open_checkpoint(path)  # names files that are damaged, which transformers does not
+    else:
+        check_hub_id(model)
 
 
 def rewrite_checkpoint(
     model: str | os.PathLike,
     out: str | os.PathLike,
     options: TextOptions | None,
-    change: Callable[[nn.Module, Sequence[torch.Tensor] | None], Found],
+    change: Callable[[nn.Module, Sequence[torch.Tensor] | None], Result],
     *,
     device: str = "auto",
     overwrite: bool = False,
-) -> Found:
+) -> Result:
     """Load a model, change it, and save it in its own dtype, with its tokenizer, processors and the like, into a folder
     that appears whole.
 
@@ -154,18 +161,19 @@ def rewrite_checkpoint(
         source = local_path(str(model), SIDE_FILES)[0]
         side_files = find_side_files(source)
         batches = None if options is None else options.tokens(loaded.tokenizer, texts)
-        found = change(loaded.model, batches)
+        result = change(loaded.model, batches)
         with writing_to(Path(out)):
             loaded.model.save_pretrained(folder)
             write_manifest(folder, weight_files(folder))
             copy_side_files(side_files, source, folder)
-    return found
+    return result
 
 
 def check_same_tokens(model: Loaded, reference: Loaded) -> None:
     """Raise [`SourceError`] for two models whose predictions are of different tokens."""
     if model.tokenizer.get_vocab() != reference.tokenizer.get_vocab():
         raise SourceError(f"{reference.name} has another vocabulary than {model.name}; they cannot be compared")
-    sizes = [each.model.get_output_embeddings().weight.shape[0] for each in (model, reference)]
-    if sizes[0] != sizes[1]:
-        raise SourceError(f"{model.name} predicts {sizes[0]} tokens and {reference.name} {sizes[1]}")
+    size = model.model.get_output_embeddings().weight.shape[0]
+    reference_size = reference.model.get_output_embeddings().weight.shape[0]
+    if size != reference_size:
+        raise SourceError(f"{model.name} predicts {size} tokens and {reference.name} {reference_size}")

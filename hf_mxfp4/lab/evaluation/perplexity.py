@@ -17,26 +17,30 @@ from ..resume_log import ResumeLog
 from .loading import Loaded, check_same_tokens
 from .results import AS_STORED, FULL_PRECISION, Evaluation, Row
 from .schemes import ModelScheme, swapped
-from .scoring import Reference, Score, score
+from .scoring import OnText, Reference, Score, score
 from .texts import TextOptions
 
 
-#: Told of tokens as they are done, and of what they were measured under.
+#: Called with a number of tokens that are done, and the name of what they were measured under.
 OnTokens = Callable[[int, str], None]
 
 
 class ScoreLog(ResumeLog):
-    """Keep the scores of texts on disk, one line per scheme and text; arguments as of [`ResumeLog`]."""
+    """Keep the scores of texts on disk, one line per scheme and text; arguments as of [`ResumeLog`].
+
+    The line of text -1 has the SQNR of the weights under a scheme.
+    """
 
     def __init__(self, path: Path, header: dict, *, overwrite: bool = False):
         super().__init__(path, header, lambda line: (line["scheme"], line["text"]), overwrite=overwrite)
 
     def scores(self, scheme: str) -> dict[int, Score]:
         """Return the known scores under a scheme, by index of the text."""
-        lines = {text: line for (name, text), line in self.done.items() if name == scheme and text >= 0}
-        return {
-            text: Score(*(line[key] for key in ("tokens", "nll", "kl", "same_top"))) for text, line in lines.items()
-        }
+        known = {}
+        for (name, text), line in self.done.items():
+            if name == scheme and text >= 0:
+                known[text] = Score(line["tokens"], line["nll"], line["kl"], line["same_top"])
+        return known
 
 
 def evaluate(
@@ -71,62 +75,83 @@ def evaluate(
     if stored and schemes:
         raise ValueError("the weights are stored quantized, so no other scheme can be put on them")
     run = _Run(batches, log, on_tokens)
-    own = AS_STORED if stored else FULL_PRECISION
-    base, first = (reference, reference_name) if reference is not None else (None if stored else model, own)
-    against, rows = None, []
-    if base is not None:
-        against = Reference(base)
-        rows.append(run.row(first, first, lambda only, told: against.measure(batches, told, only)))
-    if base is not model:
-        rows.append(run.row(own, own, lambda only, told: score(model, against, batches, told, only)))
+    name = AS_STORED if stored else FULL_PRECISION
+    rows = []
+    against = None
+    if reference is not None:
+        against = Reference(reference)
+        rows.append(run.reference(against, reference_name))
+    elif not stored:
+        against = Reference(model)
+        rows.append(run.reference(against, name))
+    if reference is not None or stored:
+        rows.append(run.model(model, against, name))
     for scheme in schemes:
-        rows.append(run.under(scheme, model, against))
+        rows.append(run.scheme(model, against, scheme))
     return tuple(rows)
 
 
+#: Measures the texts of some indices, and tells the score of each.
+_Measure = Callable[[list[int], OnText], object]
+
+
 class _Run:
-    """What is known, and what is still to be done."""
+    """Texts, and the log of what is known of them: each row measures what is missing."""
 
     def __init__(self, batches: Sequence[torch.Tensor], log: ScoreLog | None, on_tokens: OnTokens):
-        self._batches, self._log, self._on_tokens = batches, log, on_tokens
+        self._batches = batches
+        self._log = log
+        self._on_tokens = on_tokens
 
-    def row(self, key: str, name: str, measure: Callable[[list[int], Callable[[int, Score], None]], object]) -> Row:
-        """Measure the texts that are not known yet."""
-        known = {} if self._log is None else self._log.scores(key)
-        for found in known.values():
-            self._on_tokens(found.tokens, name)
+    def reference(self, reference: Reference, name: str) -> Row:
+        """Return the row of the reference itself."""
+        return Row(name, self._scores(name, name, lambda only, told: reference.measure(self._batches, told, only)))
 
-        def told(index: int, found: Score) -> None:
-            known[index] = found
-            if self._log is not None:
-                self._log.add({"scheme": key, "text": index, **asdict(found)})
-            self._on_tokens(found.tokens, name)
+    def model(self, model: nn.Module, against: Reference | None, name: str) -> Row:
+        """Return the row of a model as it is."""
+        return Row(name, self._scores(name, name, lambda only, told: score(model, against, self._batches, told, only)))
 
-        if missing := [index for index in range(len(self._batches)) if index not in known]:
-            measure(missing, told)
-        return Row(name, tuple(known[index] for index in range(len(self._batches))))
-
-    def under(self, scheme: ModelScheme, model: nn.Module, against: Reference | None) -> Row:
+    def scheme(self, model: nn.Module, against: Reference | None, scheme: ModelScheme) -> Row:
+        """Return the row of a model under a scheme."""
         key = json.dumps(scheme.config.to_dict(), sort_keys=True)
-        sqnr_db = None if self._log is None else self._log.done.get((key, -1), {}).get("weight_sqnr_db")
+        sqnr_db = None
+        if self._log is not None:
+            sqnr_db = self._log.done.get((key, -1), {}).get("weight_sqnr_db")
 
-        def measure(only: list[int], told: Callable[[int, Score], None]) -> None:
+        def measure(only: list[int], told: OnText) -> None:
             nonlocal sqnr_db
             with swapped(model, scheme.config) as sqnr_db:
                 if self._log is not None:
                     self._log.add({"scheme": key, "text": -1, "weight_sqnr_db": json_clean(sqnr_db)})
                 score(model, against, self._batches, told, only)
 
-        found = self.row(key, scheme.name, measure)
-        return Row(scheme.name, found.scores, scheme, sqnr_db)
+        scores = self._scores(key, scheme.name, measure)
+        return Row(scheme.name, scores, scheme, sqnr_db)
+
+    def _scores(self, key: str, name: str, measure: _Measure) -> tuple[Score, ...]:
+        """Return the scores of all texts, those in the log under ``key`` and those that ``measure`` finds."""
+        known = {} if self._log is None else self._log.scores(key)
+        for text in known.values():
+            self._on_tokens(text.tokens, name)
+
+        def told(index: int, text: Score) -> None:
+            known[index] = text
+            if self._log is not None:
+                self._log.add({"scheme": key, "text": index, **asdict(text)})
+            self._on_tokens(text.tokens, name)
+
+        missing = [index for index in range(len(self._batches)) if index not in known]
+        if missing:
+            measure(missing, told)
+        return tuple(known[index] for index in range(len(self._batches)))
 
 
 def texts_to_predict(options: TextOptions, tokenizer, texts: Sequence[str | dict]) -> list[torch.Tensor]:
     """Return token ids ``[1, tokens]`` of the texts that have two or more. Raises [`SourceError`] where none has."""
-    found = [ids for ids in options.tokens(tokenizer, texts) if ids.shape[-1] > 1]
-    if not found:
+    batches = [ids for ids in options.tokens(tokenizer, texts) if ids.shape[-1] > 1]
+    if not batches:
         raise SourceError(f"no text of {options.dataset} has two tokens: there is none to predict")
-    return found
+    return batches
 
 
 def evaluate_checkpoint(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an evaluation finds: perplexity, divergence and paired differences of schemes, with standard errors by text."""
+"""Results of an evaluation: perplexity, divergence and paired differences of schemes, with standard errors by text."""
 
 import math
 from collections.abc import Sequence
@@ -11,7 +11,8 @@ from .schemes import ModelScheme
 from .scoring import Score
 
 
-FULL_PRECISION, AS_STORED = "full precision", "as stored"
+FULL_PRECISION = "full precision"
+AS_STORED = "as stored"
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,7 @@ class Mean:
         return cls(*ratio_of_sums(sums, [score.tokens for score in scores]))
 
     def text(self, digits: int = 3, sign: str = "") -> str:
+        """Return the mean ``±`` its error, with so many decimals."""
         error = "" if self.error is None else f" ± {self.error:.{digits}f}"
         return f"{self.value:{sign}.{digits}f}{error}"
 
@@ -80,7 +82,7 @@ class Row:
     def difference(self, other: "Row") -> Mean:
         """By how many nats per token this is worse than ``other`` on the same texts, paired by text."""
         pairs = zip(self.scores, other.scores, strict=True)
-        return Mean.of([own.nll - others.nll for own, others in pairs], self.scores)
+        return Mean.of([mine.nll - theirs.nll for mine, theirs in pairs], self.scores)
 
 
 @dataclass(frozen=True)
@@ -139,23 +141,6 @@ class Evaluation:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the evaluation as JSON-clean data, without single texts. Nats are per token."""
-        front = [row.name for row in self.front]
-        rows = []
-        for row in self.rows:
-            data: dict[str, Any] = {"name": row.name, "perplexity": row.perplexity, "nats": row.nats.to_dict()}
-            if self.base is not None and row is not self.base:
-                data["difference"] = row.difference(self.base).to_dict()
-                data["kl"], data["same_top"] = row.kl.to_dict(), row.same_top
-            if row.scheme is not None:
-                data |= {
-                    "scheme": row.scheme.config.describe(),
-                    "bits": row.scheme.bits,
-                    "weight_bits": row.scheme.weight_bits,
-                    "activation_bits": row.scheme.activation_bits,
-                    "weight_sqnr_db": row.weight_sqnr_db,
-                    "on_front": row.name in front,
-                }
-            rows.append(data)
         return {
             "model": self.model,
             "text": self.text,
@@ -163,17 +148,33 @@ class Evaluation:
             "tokens": self.tokens,
             "reference": self.reference,
             **self.facts,
-            "rows": rows,
+            "rows": [self._row_to_dict(row) for row in self.rows],
             "differences": {
                 row.name: {other.name: row.difference(other).to_dict() for other in self.rows if other is not row}
                 for row in self.rows
             },
         }
 
+    def _row_to_dict(self, row: Row) -> dict[str, Any]:
+        data: dict[str, Any] = {"name": row.name, "perplexity": row.perplexity, "nats": row.nats.to_dict()}
+        if self.base is not None and row is not self.base:
+            data["difference"] = row.difference(self.base).to_dict()
+            data["kl"] = row.kl.to_dict()
+            data["same_top"] = row.same_top
+        if row.scheme is not None:
+            data["scheme"] = row.scheme.config.describe()
+            data["bits"] = row.scheme.bits
+            data["weight_bits"] = row.scheme.weight_bits
+            data["activation_bits"] = row.scheme.activation_bits
+            data["weight_sqnr_db"] = row.weight_sqnr_db
+            data["on_front"] = row in self.front
+        return data
+
 
 def _front(rows: Sequence[Row]) -> list[Row]:
-    found: list[Row] = []
+    """Return the rows that no other beats in both bits and divergence, from the fewest bits to the most."""
+    front: list[Row] = []
     for row in sorted(rows, key=lambda row: (row.scheme.bits, row.kl.value)):
-        if not found or row.kl.value < found[-1].kl.value and row.scheme.bits > found[-1].scheme.bits:
-            found.append(row)
-    return found
+        if not front or row.kl.value < front[-1].kl.value and row.scheme.bits > front[-1].scheme.bits:
+            front.append(row)
+    return front

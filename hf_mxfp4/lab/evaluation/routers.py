@@ -35,7 +35,7 @@ class RouterStatistics:
     def of(
         cls, name: str, choices: torch.Tensor, num_experts: int, reference: torch.Tensor | None = None
     ) -> "RouterStatistics":
-        """From expert indices ``[tokens, k]``, and those of a reference routing of the same tokens.
+        """Return the statistics of expert indices ``[tokens, k]``, and of a reference's for the same tokens.
 
         Raises `ValueError` when there is no token.
         """
@@ -43,10 +43,16 @@ class RouterStatistics:
             raise ValueError("no token was routed: the attention mask is zero everywhere")
         counts = torch.bincount(choices.flatten(), minlength=num_experts).double()
         share = counts / counts.sum()
+        agreement = None
+        if reference is not None:
+            agreement = float(choice_agreement(choices, reference).mean())
+        entropy = 1.0
+        if num_experts > 1:
+            entropy = float(-torch.xlogy(share, share).sum()) / math.log(num_experts)
         return cls(
             name=name,
-            agreement=None if reference is None else float(choice_agreement(choices, reference).mean()),
-            load_entropy=float(-torch.xlogy(share, share).sum()) / math.log(num_experts) if num_experts > 1 else 1.0,
+            agreement=agreement,
+            load_entropy=entropy,
             load_max_over_mean=float(share.max() * num_experts),
             dead_experts=float((counts == 0).double().mean()),
         )
@@ -55,8 +61,10 @@ class RouterStatistics:
 def router_statistics(
     model: nn.Module, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None
 ) -> list[RouterStatistics]:
-    """Statistics of every router of ``model``, from the first layer to the last: one forward pass as the model is, in
-    evaluation mode and without gradients, and one more in full precision to compare with.
+    """Return statistics of every router of ``model``, from the first layer to the last.
+
+    The model runs once as it is, in evaluation mode and without gradients, and once more in full precision to compare
+    with.
 
     Both passes read the same tokens, so deeper layers also differ by what earlier choices did to their inputs.
 
@@ -71,7 +79,8 @@ def router_statistics(
     routers = find_routers(model)
     device = next(model.parameters()).device
     mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
-    ids, mask = input_ids.to(device), mask.to(device)
+    ids = input_ids.to(device)
+    mask = mask.to(device)
 
     def choices() -> dict[str, torch.Tensor]:
         with recorded_choices(routers) as recorded:

@@ -14,7 +14,7 @@ from torch import nn
 from ...config import MXFP4RLConfig
 from ...layers import QUANTIZED, TRAINABLE
 from ...model.layer_names import find_layers
-from ...numerics import FULL, MXFP8, NVFP4, QuantScheme, parse_scheme
+from ...numerics import FULL, MXFP8, NVFP4, OperandScheme, QuantScheme, parse_scheme
 from ...presets import PRESETS
 from ...report import master_sqnr
 from ..errors.bits import bits_per_element
@@ -52,20 +52,18 @@ class ModelScheme:
     @property
     def operands(self) -> str:
         """Name the operands of the forward product that are quantized."""
-        weights, activations = (bits is not None for bits in (self.weight_bits, self.activation_bits))
-        return "weights and activations" if weights and activations else "weights" if weights else "activations"
+        operands = {"weights": self.weight_bits, "activations": self.activation_bits}
+        return " and ".join(name for name, bits in operands.items() if bits is not None)
 
     @property
     def weight_bits(self) -> float | None:
         """Bits of a weight; `None` where weights are left in full precision."""
-        operand = self.config.gemms().fprop.right
-        return None if operand is FULL else bits_per_element(operand)
+        return _bits_of(self.config.gemms().fprop.right)
 
     @property
     def activation_bits(self) -> float | None:
         """Bits of an activation; `None` where they are left in full precision."""
-        operand = self.config.gemms().fprop.left
-        return None if operand is FULL else bits_per_element(operand)
+        return _bits_of(self.config.gemms().fprop.left)
 
     @property
     def bits(self) -> float:
@@ -74,6 +72,10 @@ class ModelScheme:
             return self.average
         known = [bits for bits in (self.weight_bits, self.activation_bits) if bits is not None]
         return sum(known) / len(known)
+
+
+def _bits_of(operand: OperandScheme) -> float | None:
+    return None if operand is FULL else bits_per_element(operand)
 
 
 def read_schemes(texts: list[str], own: MXFP4RLConfig | None = None) -> list[ModelScheme]:
@@ -88,14 +90,11 @@ def read_schemes(texts: list[str], own: MXFP4RLConfig | None = None) -> list[Mod
 
     Raises [`SourceError`] for what cannot be read.
     """
-    found: dict[MXFP4RLConfig, ModelScheme] = {}
+    schemes: dict[MXFP4RLConfig, ModelScheme] = {}
     for text in texts:
         config = for_evaluation(_read(text.strip(), own))
-        found.setdefault(config, ModelScheme(text.strip(), config))
-    names = [scheme.name for scheme in found.values()]
-    if twice := [name for name in names if names.count(name) > 1]:
-        raise SourceError(f"two schemes are called {twice[0]!r}; give files of other names")
-    return list(found.values())
+        schemes.setdefault(config, ModelScheme(text.strip(), config))
+    return list(schemes.values())
 
 
 def without_each(scheme: ModelScheme, model: nn.Module, unit: str) -> list[ModelScheme]:
@@ -114,17 +113,19 @@ def without_each(scheme: ModelScheme, model: nn.Module, unit: str) -> list[Model
         raise SourceError(str(error)) from error
     parts: dict[str, list[str]] = {}
     for name in layers:
-        decoder_layer = re.match(r"(.*?\.\d+)\.", name)
-        by_layer = decoder_layer[1] if decoder_layer else name
-        parts.setdefault(by_layer if unit == "layer" else location_of(name)[0], []).append(name)
+        part = location_of(name)[0]
+        if unit == "layer":
+            decoder_layer = re.match(r"(.*?\.\d+)\.", name)
+            part = decoder_layer[1] if decoder_layer else name
+        parts.setdefault(part, []).append(name)
     sizes = {name: sum(p.numel() for p in layer.parameters() if p.dim() > 1) for name, layer in layers.items()}
-    found = []
+    schemes = []
     for part, names in parts.items():
         share = sum(sizes[name] for name in names) / sum(sizes.values())
         config = replace(scheme.config, modules_to_not_convert=(*left, *names))
         average = scheme.bits + (_FULL_BITS - scheme.bits) * share
-        found.append(ModelScheme(f"{scheme.name} without {part}", config, average))
-    return found
+        schemes.append(ModelScheme(f"{scheme.name} without {part}", config, average))
+    return schemes
 
 
 def for_evaluation(config: MXFP4RLConfig) -> MXFP4RLConfig:
@@ -167,6 +168,7 @@ def swapped(model: nn.Module, config: MXFP4RLConfig) -> Iterator[float | None]:
 
 
 def _read(text: str, own: MXFP4RLConfig | None) -> MXFP4RLConfig:
+    """Return the config that ``text`` names; see [`read_schemes`]."""
     if text == "own":
         if own is None:
             raise SourceError("the checkpoint has no scheme of its own (mxfp4_rl in its config.json); leave out 'own'")
@@ -184,6 +186,7 @@ def _read(text: str, own: MXFP4RLConfig | None) -> MXFP4RLConfig:
 
 
 def _scheme_options(text: str, kind: str, rest: str) -> dict[str, Any]:
+    """Return the options of `MXFP4RLConfig` for ``text``, a preset or ``kind:rest`` of `_SPELLINGS`."""
     if text == "default":
         return {}
     if text in PRESETS:

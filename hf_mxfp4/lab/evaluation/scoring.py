@@ -38,7 +38,7 @@ class Score:
     same_top: int | None = None
 
 
-#: Told the index of a text and its score.
+#: Called with the index of a text and its score.
 OnText = Callable[[int, Score], None]
 
 
@@ -61,10 +61,11 @@ class Reference:
         if index in self._kept:
             return self._kept[index]
         with evaluation_mode(self.model), in_full_precision(self.model):
-            found = _logits(self.model, ids)
-        if sum(logits.nbytes for logits in self._kept.values()) + found.nbytes <= _KEPT_BYTES:
-            self._kept[index] = found
-        return found
+            logits = _logits(self.model, ids)
+        kept = sum(others.nbytes for others in self._kept.values())
+        if kept + logits.nbytes <= _KEPT_BYTES:
+            self._kept[index] = logits
+        return logits
 
     @torch.no_grad()
     def measure(
@@ -85,8 +86,8 @@ class Reference:
         """
         for index in _indices(batches, only):
             logits = self.logits(index, batches[index])
-            self.scores[index] = found = _scored(index, batches[index], logits, logits)
-            on_text(index, found)
+            self.scores[index] = _scored(index, batches[index], logits, logits)
+            on_text(index, self.scores[index])
 
 
 def reference_of(model: nn.Module, batches: Sequence[torch.Tensor]) -> Reference:
@@ -114,15 +115,15 @@ def score(
 
     Raises `ValueError` as [`Reference.measure`] does.
     """
-    found = []
+    scores = []
     with evaluation_mode(model), cached_weights(model, "dense"):
         for index in _indices(batches, only):
             ids = batches[index]
             logits = _logits(model, ids)
             other = None if reference is None else reference.logits(index, ids)
-            found.append(_scored(index, ids, logits, other))
-            on_text(index, found[-1])
-    return found
+            scores.append(_scored(index, ids, logits, other))
+            on_text(index, scores[-1])
+    return scores
 
 
 @contextlib.contextmanager
@@ -143,7 +144,8 @@ def _logits(model: nn.Module, ids: torch.Tensor) -> torch.Tensor:
 def _scored(index: int, ids: torch.Tensor, logits: torch.Tensor, other: torch.Tensor | None) -> Score:
     """Return the score of a text against the logits of its reference, which may be its own."""
     targets = ids[0, 1:].to(logits.device)
-    nll = kl = 0.0
+    nll = 0.0
+    kl = 0.0
     same = 0
     for begin in range(0, len(targets), _ROWS):
         end = min(begin + _ROWS, len(targets))
@@ -158,11 +160,13 @@ def _scored(index: int, ids: torch.Tensor, logits: torch.Tensor, other: torch.Te
             kl += _divergence(F.log_softmax(rows_of_other.float(), -1), own)
     if math.isnan(nll) or math.isnan(kl):
         raise ValueError(f"the logits of text {index} have NaN among them; the model cannot be measured on it")
-    return Score(len(targets), nll) if other is None else Score(len(targets), nll, kl, same)
+    if other is None:
+        return Score(len(targets), nll)
+    return Score(len(targets), nll, kl, same)
 
 
 def _divergence(reference: torch.Tensor, own: torch.Tensor) -> float:
-    """KL(reference || own) of log-probabilities ``[rows, vocabulary]``, summed over rows, in nats."""
+    """Return KL(reference || own) of log-probabilities ``[rows, vocabulary]``, summed over rows, in nats."""
     probabilities = reference.exp()
     terms = probabilities * (reference - own)
     # A token that the reference excludes adds nothing, also where its log-probability is -inf.

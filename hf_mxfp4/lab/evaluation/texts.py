@@ -41,7 +41,7 @@ class TextOptions:
     samples: int = 100
     max_length: int = 512
 
-    def read(self) -> list[str | dict]:
+    def read(self) -> Sequence[str | dict]:
         """Read the texts, or rows with a conversation or a completion, without a tokenizer: what is wrong with them is
         known before a model is loaded.
 
@@ -55,28 +55,36 @@ class TextOptions:
         rows = list(itertools.islice(self._rows(), self.samples))
         if not rows:
             raise SourceError(f"{self.dataset} has no rows")
-        field = self.field
-        texts: list[str | dict] = []
-        is_given = False
-        for i, row in enumerate(rows, 1):
+        for number, row in enumerate(rows, 1):
             if not isinstance(row, dict):
-                raise SourceError(f"row {i} of {self.dataset} is not a JSON object; every line must be one")
-            if i == 1 and field is None and not any(_has_all(row, names) for names in TEXT_FIELDS[:2]):
-                is_given = given_column(row) in ("completion", "messages", "conversations")
-            if is_given:
-                if given_column(row) is None:
-                    raise SourceError(f"row {i} of {self.dataset} has no completion (it has {', '.join(row)})")
-                texts.append(row)
-                continue
-            field = field or next((names for names in TEXT_FIELDS if _has_all(row, names)), None)
+                raise SourceError(f"row {number} of {self.dataset} is not a JSON object; every line must be one")
+        return self._given(rows) if self._is_given(rows[0]) else self._joined(rows)
+
+    def _is_given(self, row: dict) -> bool:
+        """Return whether rows have conversations or completions, and are no plain texts."""
+        if self.field is not None or any(_has_all(row, names) for names in TEXT_FIELDS[:2]):
+            return False
+        return given_column(row) in ("completion", "messages", "conversations")
+
+    def _given(self, rows: list[dict]) -> list[dict]:
+        for number, row in enumerate(rows, 1):
+            if given_column(row) is None:
+                raise SourceError(f"row {number} of {self.dataset} has no completion (it has {', '.join(row)})")
+        return rows
+
+    def _joined(self, rows: list[dict]) -> list[str]:
+        """Return the text of each row, of the field or the fields joined."""
+        field = self.field or next((names for names in TEXT_FIELDS if _has_all(rows[0], names)), None)
+        texts = []
+        for number, row in enumerate(rows, 1):
+            has = ", ".join(row) or "no field"
             if field is None:
                 raise SourceError(
                     f"{self.dataset} has none of the fields {', '.join(TEXT_FIELDS)} with a text; name one with "
-                    f"--text-field (it has {', '.join(row) or 'no field'})"
+                    f"--text-field (it has {has})"
                 )
             if not _has_all(row, field):
-                has = ", ".join(row) or "no field"
-                raise SourceError(f"row {i} of {self.dataset} has no text in {field!r} (it has {has})")
+                raise SourceError(f"row {number} of {self.dataset} has no text in {field!r} (it has {has})")
             texts.append("\n".join(row[name.strip()] for name in field.split(",")))
         return texts
 
@@ -86,33 +94,39 @@ class TextOptions:
 
         Raises [`SourceError`] when no text has a token, or one has a character that the tokenizer lacks.
         """
-        found = self._windows(tokenizer, texts[0]) if self.is_running_text else self._cut(tokenizer, texts)
-        found = [ids for ids in found if ids.shape[-1]]
-        if not found:
+        if self.is_running_text:
+            batches = self._windows(tokenizer, texts[0])
+        else:
+            options = {"truncation": True, "max_length": self.max_length}
+            batches = [_encoded(tokenizer, text, **options) for text in texts]
+        batches = [ids for ids in batches if ids.shape[-1]]
+        if not batches:
             raise SourceError("the tokenizer finds no token in the texts of the dataset")
-        return found
+        return batches
 
     @property
     def is_running_text(self) -> bool:
         """Whether it is one text, and not rows of texts."""
         return Path(self.dataset).suffix.lower() in _RUNNING
 
-    def _cut(self, tokenizer, texts: Sequence[str | dict]) -> list[torch.Tensor]:
-        return [_encoded(tokenizer, text, truncation=True, max_length=self.max_length) for text in texts]
-
     def _windows(self, tokenizer, text: str | dict) -> list[torch.Tensor]:
+        """Cut a running text into windows, each behind the token that the tokenizer begins texts with, if it does."""
         ids = _encoded(tokenizer, text)
         begin = getattr(tokenizer, "bos_token_id", None)
-        first = ids[:, :1] if begin is not None and ids.shape[-1] and ids[0, 0] == begin else ids[:, :0]
-        parts = ids[:, first.shape[-1] :].split(max(1, self.max_length - first.shape[-1]), dim=1)
-        return [torch.cat([first, part], 1) for part in parts[: self.samples]]
+        first = ids[:, :0]
+        if begin is not None and ids.shape[-1] and ids[0, 0] == begin:
+            first = ids[:, :1]
+        size = max(1, self.max_length - first.shape[-1])
+        windows = ids[:, first.shape[-1] :].split(size, dim=1)
+        return [torch.cat([first, window], 1) for window in windows[: self.samples]]
 
     def _rows(self) -> Iterator[Any]:
         path = Path(self.dataset).expanduser()
-        if path.is_dir() or not path.exists() and path.suffix not in (".json", ".jsonl") and _named(self.dataset):
+        is_on_hub = not path.exists() and path.suffix not in (".json", ".jsonl") and _can_be_on_hub(self.dataset)
+        if path.is_dir() or is_on_hub:
             yield from _dataset_rows(self.dataset, path)
-            return
-        yield from (row for _, row in json_lines(path))
+        else:
+            yield from (row for _, row in json_lines(path))
 
     def _file_text(self) -> str:
         try:
@@ -140,7 +154,8 @@ def json_lines(path: Path) -> Iterator[tuple[str, Any]]:
 def _encoded(tokenizer, text: str | dict, **options: Any) -> torch.Tensor:
     try:
         if isinstance(text, dict):
-            return torch.tensor([given_tokens(text, tokenizer)[0][: options["max_length"]]])
+            ids = given_tokens(text, tokenizer)[0]
+            return torch.tensor([ids[: options["max_length"]]])
         return tokenizer(text, **options, return_tensors="pt").input_ids
     except Exception as error:  # fast tokenizers raise nothing narrower, for a character they lack
         raise SourceError(f"the tokenizer cannot encode the texts of the dataset: {error}") from error
@@ -150,12 +165,12 @@ def _has_all(row: dict, names: str) -> bool:
     return all(isinstance(row.get(name.strip()), str) for name in names.split(","))
 
 
-def _named(dataset: str) -> bool:
+def _can_be_on_hub(dataset: str) -> bool:
     return not dataset.startswith((".", "~", "/")) and _HUB_DATASET.fullmatch(dataset) is not None
 
 
 def _dataset_rows(name: str, path: Path) -> Iterator[dict]:
-    """Rows of a folder of `Dataset.save_to_disk`, or of a dataset on the Hub."""
+    """Yield the rows of a folder of `Dataset.save_to_disk`, or of a dataset on the Hub."""
     from datasets import Dataset, load_dataset, load_from_disk
     from datasets.exceptions import DatasetsError
 
@@ -164,7 +179,8 @@ def _dataset_rows(name: str, path: Path) -> Iterator[dict]:
             rows = load_from_disk(str(path))
         else:
             repository, *rest = name.split(":")
-            config, split = rest if len(rest) == 2 else (None, *(rest or ["test"]))
+            config = rest[0] if len(rest) == 2 else None
+            split = rest[-1] if rest else "test"
             rows = load_dataset(repository, config, split=split)
     except (OSError, ValueError, DatasetsError) as error:
         raise SourceError(

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The plots of a run report: what each draws from the log, how to read it, and which option turns it on."""
 
+import math
 import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -65,17 +66,9 @@ class Chart:
                 axes.ticklabel_format(axis="y", scilimits=(-3, 4))
         return drawn
 
-    def describe(self, figure: Figure) -> str:
-        """Say in words what a figure of this chart shows."""
-        (axes,) = figure.axes
-        handles, labels = axes.get_legend_handles_labels()
-        lines = [getattr(handle, "lines", [handle])[0] for handle in handles]
-        ends = [(label, line.get_ydata()) for label, line in zip(labels, lines, strict=True)]
-        told = "; ".join(f"{label} from {values[0]:.3g} to {values[-1]:.3g}" for label, values in ends)
-        return f"{self.title}, {self.unit}, over the steps of training: {told}"
-
 
 def _line(axes: Axes, record: RunRecord, key: str, label: str) -> bool:
+    """Draw one logged quantity; return whether there was any value."""
     steps, values = _thinned(*record.series(key))
     if steps:
         axes.plot(steps, values, marker="." if len(steps) <= 60 else None, linewidth=1.2, label=label)
@@ -85,7 +78,7 @@ def _line(axes: Axes, record: RunRecord, key: str, label: str) -> bool:
 def _thinned(steps: Sequence[int], values: Sequence[float]) -> tuple[Sequence[int], Sequence[float]]:
     """Return at most about `_MOST_POINTS` points of a line: the lowest and the highest of each stretch, which keeps
     spikes."""
-    width = -(-2 * len(values) // _MOST_POINTS)
+    width = math.ceil(2 * len(values) / _MOST_POINTS)
     if width <= 1:
         return steps, values
     kept = {0, len(values) - 1}
@@ -100,7 +93,7 @@ def _smoothed_reward(axes: Axes, record: RunRecord) -> bool:
     steps, values = record.series("reward")
     width = min(_SMOOTHED, len(values) // 5)
     if width >= 2:
-        means = [sum(values[i - width + 1 : i + 1]) / width for i in range(width - 1, len(values))]
+        means = [sum(values[end - width : end]) / width for end in range(width, len(values) + 1)]
         axes.plot(*_thinned(steps[width - 1 :], means), color="black", linewidth=1.5, label=f"mean of {width} values")
     return False
 
@@ -129,18 +122,22 @@ def _interval(accuracy: float, n: int, **other: Any) -> tuple[float, float, floa
 
 
 def _entropy_alarms(axes: Axes, record: RunRecord) -> bool:
-    alarms = [e for e in record.logs if e.get("entropy/alarm") and is_number(e.get("entropy"))][-_MOST_POINTS:]
+    """Mark the entropies at which the alarm was on, which is no chart by itself."""
+    alarms = [entry for entry in record.logs if entry.get("entropy/alarm") and is_number(entry.get("entropy"))]
+    alarms = alarms[-_MOST_POINTS:]
     if alarms:
-        axes.plot([e["step"] for e in alarms], [e["entropy"] for e in alarms], "ro", markersize=5, label="alarm")
+        steps = [entry["step"] for entry in alarms]
+        axes.plot(steps, [entry["entropy"] for entry in alarms], "ro", markersize=5, label="alarm")
     return False
 
 
 def _step_movement(axes: Axes, record: RunRecord) -> bool:
     """Draw the total with its intervals; logarithmic above 1 where one exceeds 10."""
-    found = record.movements()
-    if not found:
+    movements = record.movements()
+    if not movements:
         return False
-    steps, totals, intervals = zip(*found[:: -(-len(found) // _MOST_POINTS)], strict=True)
+    stride = math.ceil(len(movements) / _MOST_POINTS)
+    steps, totals, intervals = zip(*movements[::stride], strict=True)
     axes.errorbar(steps, totals, intervals, color="black", marker=".", linewidth=1.5, capsize=2, label="total")
     axes.axhline(1, color="0.6", linewidth=0.8)
     if max(totals) > 10:
@@ -301,7 +298,8 @@ CHARTS: tuple[Chart, ...] = (
 
 def draw_charts(record: RunRecord) -> tuple[list[tuple[Chart, Figure]], list[Chart]]:
     """Return a figure for each chart that the run has data for, and the charts that it has none for."""
-    drawn, absent = [], []
+    drawn = []
+    absent = []
     for chart in CHARTS:
         # As wide as a telephone, so that text has the size it is drawn in.
         figure = Figure(figsize=(3.4, 2.7), layout="none")
@@ -322,7 +320,7 @@ def charts_figure(record: RunRecord, title: str = "", columns: int = 4) -> Figur
     shown = [chart for chart, _ in draw_charts(record)[0]]
     if not shown:
         raise ValueError("nothing to plot: the run logged none of the quantities that a report shows")
-    rows = -(-len(shown) // columns)
+    rows = math.ceil(len(shown) / columns)
     figure = Figure(figsize=(3.6 * columns, 2.5 * rows + 0.4), layout="constrained")
     for number, chart in enumerate(shown, 1):
         chart.draw(figure.add_subplot(rows, columns, number), record)
@@ -341,7 +339,11 @@ def plot_training(log_history: Sequence[dict], path: str | Path) -> Path:
     """
     path = Path(path)
     record = RunRecord(path.parent, "log_history", [entry for entry in log_history if "step" in entry])
-    figure = charts_figure(record)
+    return save_figure(charts_figure(record), path)
+
+
+def save_figure(figure: Figure, path: Path) -> Path:
+    """Write a figure to a file of its own, and return its path; the format follows the suffix."""
     path.parent.mkdir(parents=True, exist_ok=True)
     break_links(path)
     figure.savefig(path, dpi=80)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a training run's numbers say about its health, in plain words with a line of advice each.
+"""Checks of a training run's health from its logged numbers, in plain words with a line of advice each.
 
 The limits are rules of thumb: a report says "look", it does not stop anything.
 """
@@ -8,6 +8,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import fmean, variance
+from typing import Any
 
 from ...rl.run_log import MOVEMENT_ALARM, movement_advice
 from ...utils import share_text
@@ -64,16 +65,24 @@ class Rule:
 def graded(title: str, finding: str, value: float, limits: tuple[float, float], advice: str) -> Check:
     """Return a check that is amber from the first limit on and red from the second; limits that fall are reached from
     above. Advice is given unless it is green."""
-    sign = 1 if limits[0] <= limits[1] else -1
-    amber, red = (sign * value >= sign * limit for limit in limits)
-    state = "red" if red else "amber" if amber else "green"
-    return Check(state, title, finding, "" if state == "green" else advice)
+    amber, red = limits
+    sign = 1 if amber <= red else -1
+    if sign * value >= sign * red:
+        return Check("red", title, finding, advice)
+    if sign * value >= sign * amber:
+        return Check("amber", title, finding, advice)
+    return Check("green", title, finding)
 
 
 def _ending(record: RunRecord) -> Check:
-    title, of = "Course", f" of {record.max_steps}" if record.max_steps else ""
+    title = "Course"
+    of = f" of {record.max_steps}" if record.max_steps else ""
     times = len(record.starts) - 1
-    resumed = "" if times < 1 else ", resumed once" if times == 1 else f", resumed {times} times"
+    resumed = ""
+    if times == 1:
+        resumed = ", resumed once"
+    elif times > 1:
+        resumed = f", resumed {times} times"
     if record.end is None:
         return Check(
             "amber",
@@ -93,21 +102,21 @@ def _ending(record: RunRecord) -> Check:
 
 
 def _reward_change(values: Sequence[float]) -> tuple[float, float, float] | None:
-    """Mean of the first and of the last fifth of ``values`` (three at least), and the half width of the 95 % interval
-    of their difference (Student's t); `None` for fewer than 6 values."""
+    """Return the mean of the first and of the last fifth of ``values`` (three at least), and the half width of the 95 %
+    interval of their difference (Student's t); `None` for fewer than 6 values."""
     if len(values) < 6:
         return None
     width = max(3, len(values) // 5)
-    ends = (values[:width], values[-width:])
-    half = t_975(2 * (width - 1)) * math.sqrt(sum(map(variance, ends)) / width)
-    return fmean(ends[0]), fmean(ends[1]), half
+    first, last = values[:width], values[-width:]
+    half = t_975(2 * (width - 1)) * math.sqrt((variance(first) + variance(last)) / width)
+    return fmean(first), fmean(last), half
 
 
 def _reward_words(record: RunRecord) -> str:
-    found = _reward_change(record.values("reward"))
-    if found is None:
+    change = _reward_change(record.values("reward"))
+    if change is None:
         return ""
-    first, last, half = found
+    first, last, half = change
     return f"Mean reward went from {first:.3f} to {last:.3f} ({last - first:+.3f} ± {half:.3f}, 95 % interval)."
 
 
@@ -115,11 +124,11 @@ def _reward(record: RunRecord) -> Check | None:
     values = record.values("reward")
     if not values:
         return None
-    found = _reward_change(values)
-    if found is None:
+    change = _reward_change(values)
+    if change is None:
         words = f"{len(values)} values are too few to tell a trend."
         return Check("none", "Reward", words, "Log more often: logging_steps.")
-    first, last, half = found
+    first, last, half = change
     words = _reward_words(record) + " First against last fifth of the logged values."
     if last - first > half:
         return Check("green", "Reward", words)
@@ -137,8 +146,9 @@ def _accuracy(record: RunRecord) -> Check | None:
     name = next((name for name in first["scores"] if name in last["scores"]), None)
     if name is None:
         return None
-    a, b = first["scores"][name], last["scores"][name]
-    low, high = difference_interval(*((round(score["accuracy"] * score["n"]), score["n"]) for score in (a, b)))
+    a = first["scores"][name]
+    b = last["scores"][name]
+    low, high = difference_interval(_counts(a), _counts(b))
     words = (
         f"{name}: {share_text(a['accuracy'], a['n'])} ({first['when']}) to {share_text(b['accuracy'], b['n'])} "
         f"({last['when']}), n = {b['n']}: {b['accuracy'] - a['accuracy']:+.3f} [{low:+.3f}, {high:+.3f}] "
@@ -151,20 +161,27 @@ def _accuracy(record: RunRecord) -> Check | None:
     return Check("amber", "Accuracy", words, "Not a difference: more test problems or more seeds would narrow it.")
 
 
+def _counts(score: dict[str, Any]) -> tuple[int, int]:
+    """Return how many problems were solved, and how many there are."""
+    return round(score["accuracy"] * score["n"]), score["n"]
+
+
 def _held_out(record: RunRecord) -> Check | None:
     """Compare the KL of held-out texts after distillation with that before it."""
-    title, suffix = "Held-out KL", "_kl"
+    title = "Held-out KL"
+    suffix = "_kl"
     logged = {key for entry in record.logs for key in entry}
     # GRPO logs an eval_kl of another kind, and no teacher's perplexity.
     kls = [key for key in sorted(logged) if f"{key.removesuffix(suffix)}_teacher_perplexity" in logged]
-    words, ratios = [], []
+    words = []
+    ratios = []
     for key in kls:
-        found = [entry[key] for entry in record.logs if key in entry]
-        before, after = found[0], found[-1]
+        values = [entry[key] for entry in record.logs if key in entry]
+        before, after = values[0], values[-1]
         name = key.removeprefix("eval").removesuffix(suffix).removeprefix("_") or "held-out text"
         if not is_number(before) or not is_number(after):
             return Check("red", title, f"{name}: NaN or infinite.", "Lower learning_rate.")
-        if len(found) > 1 and before > 0:
+        if len(values) > 1 and before > 0:
             words.append(f"{name} {before:.3g} to {after:.3g}")
             ratios.append(after / before)
     if not ratios:
@@ -191,25 +208,27 @@ def _entropy(record: RunRecord) -> Check | None:
     words += f", slope {slopes[-1]:+.2g} per step at the end" if slopes else ""
     if not any(alarms):
         return Check("green", "Entropy", f"{words}; no alarm.")
-    kinds = {-1: "collapse", 1: "explosion"}
-    found = ", ".join(
-        f"{kind} in {alarms.count(sign)} of {len(alarms)} values" for sign, kind in kinds.items() if sign in alarms
-    )
-    collapsed = [alarm for alarm in alarms if alarm][-1] < 0
-    advice = (
-        "The policy stopped exploring: raise aqn_sigma_start or entropy_coef, or lower learning_rate."
-        if collapsed
-        else "The policy is losing its shape: lower aqn_sigma_start or learning_rate."
-    )
-    return Check("red" if alarms[-1] else "amber", "Entropy", f"{words}; alarms: {found}.", advice)
+    counts = []
+    for sign, kind in ((-1, "collapse"), (1, "explosion")):
+        if sign in alarms:
+            counts.append(f"{kind} in {alarms.count(sign)} of {len(alarms)} values")
+    last_alarm = [alarm for alarm in alarms if alarm][-1]
+    advice = "The policy is losing its shape: lower aqn_sigma_start or learning_rate."
+    if last_alarm < 0:
+        advice = "The policy stopped exploring: raise aqn_sigma_start or entropy_coef, or lower learning_rate."
+    state = "red" if alarms[-1] else "amber"
+    return Check(state, "Entropy", f"{words}; alarms: {', '.join(counts)}.", advice)
 
 
 def _noise(record: RunRecord) -> Check | None:
-    sigmas, stds = record.values("aqn/sigma"), record.values("aqn/measured_std")
+    sigmas = record.values("aqn/sigma")
+    stds = record.values("aqn/measured_std")
     if not sigmas or not stds:
-        off = record.facts.get("options", {}).get("aqn") is False
-        return Check("none", "Noise", "Adaptive quantization noise is off (aqn: false).") if off else None
-    intended, real = fmean(sigmas), fmean(stds)
+        if record.facts.get("options", {}).get("aqn") is False:
+            return Check("none", "Noise", "Adaptive quantization noise is off (aqn: false).")
+        return None
+    intended = fmean(sigmas)
+    real = fmean(stds)
     if intended == 0:
         advice = "The first of aqn_num_stages stages is noise-free; nothing is wrong if the run ended in it."
         return Check("none", "Noise", "No noise on norms was intended so far.", advice)
@@ -241,7 +260,8 @@ def _layers(record: RunRecord) -> Check | None:
 
 
 def _sqnr(record: RunRecord) -> Check | None:
-    falls, words = [], []
+    falls = []
+    words = []
     for key, name in (("error/sqnr_db", "weights"), ("error/activations/sqnr_db", "activations")):
         values = record.values(key)
         if values:
@@ -254,7 +274,8 @@ def _sqnr(record: RunRecord) -> Check | None:
 
 
 def _lengths(record: RunRecord) -> Check | None:
-    cut, lengths = record.values("completions/clipped_ratio"), record.values("completions/mean_length")
+    cut = record.values("completions/clipped_ratio")
+    lengths = record.values("completions/mean_length")
     if not cut or not lengths:
         return None
     share = fmean(cut[-max(1, len(cut) // 5) :])
@@ -264,20 +285,20 @@ def _lengths(record: RunRecord) -> Check | None:
 
 
 def _movement(record: RunRecord) -> Check | None:
-    found = record.movements()
-    if not found:
+    movements = record.movements()
+    if not movements:
         return None
     few, many = _MOVEMENT
-    highest = max(found, key=lambda each: each[1] - each[2])
-    shown = dict.fromkeys(
-        f"{total:.3g} ± {error:.2g} (step {step})" for step, total, error in (found[0], highest, found[-1])
-    )
+    highest = max(movements, key=lambda movement: movement[1] - movement[2])
+    shown = []
+    for step, total, error in dict.fromkeys((movements[0], highest, movements[-1])):
+        shown.append(f"{total:.3g} ± {error:.2g} (step {step})")
     words = f"Quantized weights moved {', '.join(shown)} times as far as their masters, where training assumes 1."
     least = highest[1] - highest[2]
     if least > many:
         state = "red" if least > MOVEMENT_ALARM else "amber"
-        return Check(state, "Step movement", words, movement_advice(is_first=highest is found[0]))
-    if min(total + error for _, total, error in found) < few:
+        return Check(state, "Step movement", words, movement_advice(is_first=highest is movements[0]))
+    if min(total + error for _, total, error in movements) < few:
         advice = (
             "Masters near their quantized values, as those of a checkpoint that was quantized before, have to go half "
             "the way to the next value before a step shows."
@@ -287,12 +308,16 @@ def _movement(record: RunRecord) -> Check | None:
 
 
 def _finite(record: RunRecord) -> Check | None:
-    watched = ("loss", "grad_norm")
-    bad = [entry["step"] for entry in record.logs if any(k in entry and not is_number(entry[k]) for k in watched)]
+    bad = []
+    for entry in record.logs:
+        if not all(is_number(entry.get(name, 0.0)) for name in ("loss", "grad_norm")):
+            bad.append(entry["step"])
     if bad:
         words = f"loss or grad_norm was NaN or infinite in {len(bad)} logged steps, first at step {bad[0]}."
         return Check("red", "Finite numbers", words, "Lower learning_rate; check the rewards for NaN.")
-    return Check("green", "Finite numbers", "Loss and gradient norm stayed finite.") if record.values("loss") else None
+    if not record.values("loss"):
+        return None
+    return Check("green", "Finite numbers", "Loss and gradient norm stayed finite.")
 
 
 #: In the order of importance.
@@ -334,7 +359,8 @@ CHECKS: tuple[Callable[[RunRecord], Check | None], ...] = (
 
 def health_checks(record: RunRecord) -> list[Check]:
     """Return all checks of a run, in the order of importance; those whose quantities were not logged are left out."""
-    return [found for check in CHECKS if (found := check(record)) is not None]
+    checks = [check(record) for check in CHECKS]
+    return [check for check in checks if check is not None]
 
 
 def overall(checks: Sequence[Check]) -> str:
@@ -345,9 +371,12 @@ def overall(checks: Sequence[Check]) -> str:
 
 def summary(record: RunRecord, checks: Sequence[Check]) -> str:
     """Return the run in one or two sentences."""
-    counts = {state: sum(check.state == state for check in checks) for state in ("red", "amber")}
     words = {"red": "is not healthy", "amber": "needs a look", "green": "looks healthy", "none": "cannot be judged"}
-    reasons = [f"{count} {STATE_WORDS[state]}" for state, count in counts.items() if count]
+    reasons = []
+    for state in ("red", "amber"):
+        count = sum(check.state == state for check in checks)
+        if count:
+            reasons.append(f"{count} {STATE_WORDS[state]}")
     of = f" of {record.max_steps}" if record.max_steps else ""
     because = f" ({', '.join(reasons)})" if reasons else ""
     return f"This run {words[overall(checks)]}{because}: {record.step}{of} steps. {_reward_words(record)}".strip()

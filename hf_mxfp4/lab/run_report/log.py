@@ -2,7 +2,7 @@
 """Read what a training run left: `run_log.jsonl` (see [`hf_mxfp4.rl.run_log`]), or the log history of a checkpoint."""
 
 import json
-import sys
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -11,20 +11,9 @@ from ...checkpoint import TRAINER_STATE, checkpoint_step, last_complete_checkpoi
 from ...rl.run_log import RUN_LOG
 
 
-#: What an entry of the facts of a start is; others are passed over.
-_FACTS: dict[str, type] = {
-    "options": dict,
-    "versions": dict,
-    "machine": dict,
-    "quantization": dict,
-    "changed_options": list,
-    "skipped": list,
-}
-
-
 def is_number(value: Any) -> bool:
-    """Whether ``value`` is a finite number."""
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
+    """Return whether ``value`` is a finite number."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
 
 
 class RunLogError(ValueError):
@@ -61,8 +50,8 @@ class RunRecord:
     @property
     def step(self) -> int:
         """The last known step."""
-        ended = [self.end["step"]] if self.end else []
-        return max([entry["step"] for entry in self.logs] + ended, default=0)
+        entries = [*self.logs, self.end] if self.end else self.logs
+        return max((entry["step"] for entry in entries), default=0)
 
     @property
     def max_steps(self) -> int | None:
@@ -79,21 +68,18 @@ class RunRecord:
 
     def movements(self) -> list[tuple[int, float, float]]:
         """Return step, ratio and two standard errors of each measured step movement."""
-        found = [entry for entry in self.logs if is_number(entry.get("movement/total"))]
-        errors = (entry.get("movement_se/total") for entry in found)
-        return [
-            (entry["step"], entry["movement/total"], 2 * error if is_number(error) else 0.0)
-            for entry, error in zip(found, errors, strict=True)
-        ]
+        movements = []
+        for entry in self.logs:
+            if is_number(entry.get("movement/total")):
+                error = entry.get("movement_se/total")
+                movements.append((entry["step"], entry["movement/total"], 2 * error if is_number(error) else 0.0))
+        return movements
 
     def add(self, entry: dict[str, Any]) -> None:
         """Take in one line of the file. Raises an error of `UNREADABLE` for a line of unknown form."""
         kind = entry.pop("kind")
         entry["step"] = step = int(entry["step"])
         if kind == "start":
-            entry["facts"] = _facts(entry.get("facts"))
-            if entry.get("max_steps") is not None:
-                entry["max_steps"] = int(entry["max_steps"])
             # What an earlier process did beyond the checkpoint that this one resumed from is done again.
             self.logs = [old for old in self.logs if old["step"] <= step]
             self.evaluations = [old for old in self.evaluations if old["step"] <= step]
@@ -104,31 +90,16 @@ class RunRecord:
         elif kind == "evaluation":
             entry["scores"] = {name: _score(score) for name, score in entry["scores"].items()}
             # A resumed run evaluates its start again.
-            self.evaluations = [old for old in self.evaluations if old["when"] != entry["when"]] + [entry]
+            self.evaluations = [old for old in self.evaluations if old["when"] != entry["when"]]
+            self.evaluations.append(entry)
         elif kind == "end":
-            entry["reason"] = str(entry["reason"])
             self.end = entry
-        elif kind != "gradient_gain":  # which earlier versions wrote
+        else:
             raise ValueError(f"unknown kind of line: {kind}")
 
 
-#: What a line that is no line of a log raises.
-UNREADABLE = (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError)
-
-
-def _facts(facts: Any) -> dict[str, Any]:
-    """Return the facts that are of the kind that the trainer writes."""
-    found: dict[str, Any] = dict(facts or {})
-    found = {name: value for name, value in found.items() if isinstance(value, _FACTS.get(name, object))}
-    machine = found.get("machine")
-    if machine is not None:
-        if not isinstance(machine.get("cpu", {}), dict):
-            del machine["cpu"]
-        machine["gpus"] = [gpu for gpu in machine.get("gpus") or () if isinstance(gpu, dict) and "name" in gpu]
-    for name in ("changed_options", "skipped"):
-        if name in found:
-            found[name] = [str(each) for each in found[name]]
-    return found
+#: Errors of lines that are no lines of a log.
+UNREADABLE = (ValueError, KeyError, TypeError, AttributeError)
 
 
 def _score(score: dict[str, Any]) -> dict[str, Any]:

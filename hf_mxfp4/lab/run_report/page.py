@@ -11,26 +11,23 @@ from typing import Any
 from transformers import Trainer, TrainerCallback
 
 from ..._logging import get_logger
-from ...files import break_links, replace_file
+from ...files import replace_file
 from ..page import render_page
-from .charts import charts_figure, draw_charts
+from .charts import charts_figure, draw_charts, save_figure
 from .health import STATE_WORDS, health_checks, overall, summary
 from .log import RunRecord, is_number, read_run
 
 
 RUN_REPORT = "run_report.html"
-#: Seconds since 1970 at which the calendar of Python ends.
-_YEAR_10000 = 253_402_300_800
 
 
-def write_run_report(folder: str | Path, out: str | Path | None = None) -> Path:
-    """Write the report of the run in ``folder`` (see [`read_run`]) to ``out``, by default `run_report.html` in it.
+def write_run_report(folder: str | Path) -> Path:
+    """Write the report of the run in ``folder`` (see [`read_run`]) to `run_report.html` in it, and return its path.
 
     Raises [`RunLogError`] when there is no run to report on.
     """
-    record = read_run(folder)
-    path = Path(out) if out is not None else Path(folder) / RUN_REPORT
-    replace_file(path, render_run(record))
+    path = Path(folder) / RUN_REPORT
+    replace_file(path, render_run(read_run(folder)))
     return path
 
 
@@ -40,27 +37,24 @@ def write_run_picture(folder: str | Path, out: str | Path) -> Path:
 
     Raises [`RunLogError`] when there is no run, and `ValueError` for a format that cannot be written.
     """
-    record, out = read_run(folder), Path(out)
+    record = read_run(folder)
+    out = Path(out)
     if not out.suffix:  # matplotlib would add one by itself, and the file be elsewhere than is told
         out = out.with_name(f"{out.name}.png")
-    figure = charts_figure(record, summary(record, health_checks(record)))
-    out.parent.mkdir(parents=True, exist_ok=True)
-    break_links(out)
-    figure.savefig(out, dpi=80)
-    return out
+    return save_figure(charts_figure(record, summary(record, health_checks(record))), out)
 
 
 def render_run(record: RunRecord) -> str:
     """Return the report as one HTML page, images included."""
-    checks, facts = health_checks(record), record.facts
+    checks = health_checks(record)
     drawn, absent = draw_charts(record)
+    facts = record.facts
     options = facts.get("options", {})
+    parts = [facts.get("architecture"), facts.get("scheme"), _when(record)]
     return render_page(
         "run_report",
         title=f"MXFP4 training run: {record.folder.resolve().name}",
-        subtitle=" · ".join(
-            str(part) for part in (facts.get("architecture"), facts.get("scheme"), _when(record)) if part
-        ),
+        subtitle=" · ".join(str(part) for part in parts if part),
         state=STATE_WORDS[overall(checks)],
         summary=summary(record, checks),
         checks=checks,
@@ -79,17 +73,16 @@ def _overview(record: RunRecord) -> list[list[str]]:
     facts = record.facts
     machine = facts.get("machine", {})
     cpu = machine.get("cpu", {})
-    gpus = ", ".join(str(gpu["name"]) for gpu in machine.get("gpus", [])) or "none"
+    gpus = ", ".join(gpu["name"] for gpu in machine.get("gpus", [])) or "none"
+    versions = ", ".join(f"{name} {version}" for name, version in facts.get("versions", {}).items() if version)
     times = record.values("step_time")
     # accelerate's word for a single process is NO, which reads as an answer to another question.
     engine = "" if facts.get("distributed") in (None, "NO") else f" ({facts['distributed']})"
-    began, ended = record.starts[0].get("time"), (record.end or record.logs[-1]).get("time")
+    parameters = _millions(facts.get("parameters"))
+    trained = _millions(facts.get("trained_parameters"))
     rows = [
         ["model", f"{facts.get('model')} ({facts.get('architecture')})"],
-        [
-            "parameters",
-            f"{_count(facts.get('parameters'))}, of which {_count(facts.get('trained_parameters'))} trained",
-        ],
+        ["parameters", f"{parameters}, of which {trained} trained"],
         ["scheme", str(facts.get("scheme"))],
         ["training prompts", str(facts.get("train_rows"))],
         ["processes", f"{facts.get('processes')}{engine}, on {facts.get('device')}"],
@@ -97,10 +90,12 @@ def _overview(record: RunRecord) -> list[list[str]]:
         ["GPUs", gpus],
         ["CPU", f"{cpu.get('name')}, {cpu.get('cores')} cores"],
         ["system", str(machine.get("system"))],
-        ["versions", ", ".join(f"{name} {version}" for name, version in facts.get("versions", {}).items() if version)],
+        ["versions", versions],
         ["time per step", f"{sum(times) / len(times):.2f} s on average" if times else "not logged"],
         ["read from", f"{record.source} in {record.folder}"],
     ]
+    began = record.starts[0].get("time")
+    ended = (record.end or record.logs[-1]).get("time")
     if is_number(began) and is_number(ended) and ended > began:
         rows.insert(-1, ["from first to last entry", f"{_duration(ended - began)}, {len(record.starts)} start(s)"])
     return rows
@@ -112,14 +107,14 @@ def _option_rows(options: dict[str, Any]) -> list[list[str]]:
 
 def _when(record: RunRecord) -> str:
     entries = [*record.starts, *record.logs]
-    times = [entry["time"] for entry in entries if is_number(entry.get("time")) and 0 < entry["time"] < _YEAR_10000]
+    times = [entry["time"] for entry in entries if is_number(entry.get("time"))]
     if not times:
         return ""
     day = datetime.datetime.fromtimestamp(max(times), tz=datetime.timezone.utc)
     return f"last entry {day:%Y-%m-%d %H:%M} UTC"
 
 
-def _count(number: Any) -> str:
+def _millions(number: Any) -> str:
     return f"{number / 1e6:,.2f} M" if is_number(number) else "unknown"
 
 
