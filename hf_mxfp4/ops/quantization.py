@@ -44,7 +44,7 @@ def choose_backend(
         family: ``"quantize"``, or what is done with codes: ``"dequantize"`` or ``"decode"`` (multiply with them).
         dtype: of values that codes become; by default that of ``x``.
     """
-    if type(x) not in _OWN_TYPES or is_functorch_wrapped_tensor(x) or x.is_neg() or x._is_zerotensor():
+    if type(x) not in OWN_TYPES or is_functorch_wrapped_tensor(x) or x.is_neg() or x._is_zerotensor():
         return "eager"  # there is no memory to hand to a kernel
     device = x.device
     name = _choice(device, dtype or x.dtype, scheme, backend, seed is not None, family != "quantize")
