@@ -14,7 +14,8 @@ from same_bits import edit_config
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_mxfp4 import MXFP4RLConfig
-from hf_mxfp4.checkpoint import add_evaluation, choose_card, is_generated
+from hf_mxfp4.checkpoint import add_evaluation, is_generated
+from hf_mxfp4.lab import read_schemes, without_each
 from hf_mxfp4.lab.reports import add_perplexity
 
 
@@ -97,9 +98,8 @@ def test_a_model_that_lacks_a_tensor_is_not_measured(folder, text, tmp_path):
     tensors = load_file(folder / "model.safetensors")
     del tensors["model.norm.weight"]
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
-    for command in (("eval", folder, "--out", tmp_path / "out"), ("gptq", folder, tmp_path / "out")):
-        done = finish(*command, "--text", text, code=2)
-        assert "has model.norm.weight (1 tensors are missing)" in done.stderr
+    done = finish("eval", folder, "--out", tmp_path / "out", "--text", text, code=2)
+    assert "has model.norm.weight (1 tensors are missing)" in done.stderr
     assert not (tmp_path / "out").exists()
 
 
@@ -108,31 +108,32 @@ def test_weights_that_cannot_be_read_are_named(folder, text, tmp_path):
     index = {"metadata": {}, "weight_map": {"model.norm.weight": "model-1.safetensors", "lm_head.weight": "pipe"}}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     os.mkfifo(folder / "pipe")
-    for command in (("eval", folder, "--out", tmp_path / "out"), ("smooth", folder, tmp_path / "out")):
-        assert "pipe is not a file" in finish(*command, "--text", text, code=2).stderr
+    done = finish("smooth", folder, tmp_path / "out", "--text", text, code=2)
+    assert "pipe is not a file" in done.stderr
 
 
 def test_each_layer_in_full_precision_in_turn(folder, text, tmp_path):
-    arguments = ("--text", text, "--json", "--out", tmp_path / "out", "--without-each")
-    done = finish("eval", folder, *arguments, "layer", "--scheme", "w4a16:floor")
-    plain, whole, *parts = json.loads(done.stdout)["rows"]
+    scheme = ("--scheme", "w4a16:floor", "--without-each", "layer")
+    done = finish("eval", folder, "--text", text, "--json", "--out", tmp_path / "out", *scheme)
+    _, whole, *parts = json.loads(done.stdout)["rows"]
     assert [row["name"] for row in parts] == [f"w4a16:floor without model.layers.{i}" for i in (0, 1)]
     # The layers are alike: half of the weights in 16 bits, the others in 4.25.
     assert [row["bits"] for row in (whole, *parts)] == [4.25, 10.125, 10.125]
     config = MXFP4RLConfig(preset="w4a16", scale_rule="floor", modules_to_not_convert=["layers.1"], macro_block=None)
     quantized = AutoModelForCausalLM.from_pretrained(folder, quantization_config=config)
     assert parts[1]["nats"]["value"] == pytest.approx(losses(quantized), rel=1e-6)
-    by_type = json.loads(run("eval", folder, *arguments, "type", "--scheme", "w4a16:floor").stdout)["rows"]
-    assert [row["name"] for row in by_type[2:5]] == [f"w4a16:floor without self_attn.{x}_proj" for x in "qkv"]
-    refused = run("eval", folder, *arguments[:-2], tmp_path / "other", "--without-each", "layer", "--scheme", "own")
-    assert refused.exit_code == 2
+
+
+def test_each_type_of_layer_in_full_precision_in_turn(folder):
+    (scheme,) = read_schemes(["w4a16:floor"])
+    parts = without_each(scheme, AutoModelForCausalLM.from_pretrained(folder), "type")
+    assert [part.name for part in parts[:3]] == [f"w4a16:floor without self_attn.{x}_proj" for x in "qkv"]
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["--scheme", "rciel"], "did you mean 'rceil'"),
-        (["--scheme", "own"], "no scheme of its own"),
         (["--text", "gone.jsonl"], "gone.jsonl cannot be read"),
         (["--text-field", "body"], "has no text in 'body' (it has question, answer)"),
         (["--max-length", "1"], "--max-length"),
@@ -153,11 +154,11 @@ def test_a_policy_is_measured_on_its_master_weights_and_under_its_own_scheme(pol
     equal = ("--scheme", f"config:{policy / 'config.json'}", "--scheme", "own")  # which are measured once
     done = finish("eval", policy, "--text", text, "--out", tmp_path / "out", "--card", "--json", *equal)
     full, own = json.loads(done.stdout)["rows"]
-    assert (full["name"], own["name"]) == ("full precision", "own") and own["kl"]["value"] > 0
+    assert (full["name"], own["name"]) == ("full precision", "own")
+    assert own["kl"]["value"] > 0
     quantized = AutoModelForCausalLM.from_pretrained(policy)
     assert own["nats"]["value"] == pytest.approx(losses(quantized), rel=1e-6)
     card = (policy / "README.md").read_text()
-    assert is_generated(card)
     for words in (
         "On 3 texts of `sums.jsonl`, 42 predicted tokens, in float32",
         f"| perplexity | {own['perplexity']:.3f} |",
@@ -166,38 +167,64 @@ def test_a_policy_is_measured_on_its_master_weights_and_under_its_own_scheme(pol
     ):
         assert words in card
     assert card.index("Quantization error of the weights") < card.index("## Perplexity") < card.index("## Evaluation")
-    # Again, and with the accuracies of a run besides: each takes its own place.
     add_perplexity(policy, json.loads((tmp_path / "out" / "evaluation.json").read_text()))
-    assert (policy / "README.md").read_text() == card
+    assert (policy / "README.md").read_text() == card  # in the same place
+
+
+@pytest.fixture
+def evaluation():
+    """What `hf-mxfp4 eval` writes of a checkpoint without a reference."""
+    row = {"name": "own", "perplexity": 2.0}
+    return {"rows": [row], "reference": None, "texts": 1, "text": "sums.jsonl", "tokens": 4, "dtype": "float32"}
+
+
+def test_accuracies_and_perplexity_have_a_place_each(policy, evaluation):
     accuracy = {"exact": 0.5}
-    add_evaluation(
-        policy,
-        {"task": "sums", "steps": 1, "seed": 0, "n_test": 4, "scheme": "", "accuracy_before": accuracy}
-        | {"accuracy_after": accuracy},
-    )
-    both = (policy / "README.md").read_text()
-    assert is_generated(both) and both.count("## Perplexity") == 1 and "| exact | 0.500" in both
-    assert "## Perplexity" in choose_card(None, policy, [], "me/policy").text
+    facts = {"task": "sums", "steps": 1, "seed": 0, "n_test": 4, "scheme": ""}
+    add_perplexity(policy, evaluation)
+    add_evaluation(policy, {**facts, "accuracy_before": accuracy, "accuracy_after": accuracy})
+    card = (policy / "README.md").read_text()
+    assert is_generated(card)
+    assert card.count("## Perplexity") == 1
+    assert "| exact | 0.500" in card
+
+
+def test_cards_that_get_no_perplexity(policy, evaluation):
+    other = {**evaluation, "rows": [{"name": "rceil"}]}
     with pytest.raises(ValueError, match="none of which is the checkpoint's own scheme"):
-        add_perplexity(policy, {"rows": [{"name": "rceil"}], "reference": None})
-    (policy / "README.md").write_text(both.replace("## Scheme", "Mine.\n\n## Scheme"))
-    refused = run("eval", policy, "--text", text, "--out", tmp_path / "out", "--card")
-    assert refused.exit_code == 2 and "written or edited by somebody" in refused.stderr
+        add_perplexity(policy, other)
+    card = policy / "README.md"
+    card.write_text(card.read_text().replace("## Scheme", "Mine.\n\n## Scheme"))
+    with pytest.raises(ValueError, match="written or edited by somebody"):
+        add_perplexity(policy, evaluation)
 
 
-def test_weights_that_are_stored_in_four_bits(folder, policy, text, tmp_path):
-    assert run("pack", folder, tmp_path / "packed").exit_code == 0
-    packed = save_tokenizer(tmp_path / "packed")
+@pytest.fixture
+def packed(folder, tmp_path):
+    finish("pack", folder, tmp_path / "packed")
+    return save_tokenizer(tmp_path / "packed")
+
+
+def test_weights_that_are_stored_in_four_bits(folder, packed, text, tmp_path):
     done = finish("eval", packed, "--text", text, "--out", tmp_path / "out", "--json")
     (alone,) = json.loads(done.stdout)["rows"]
-    assert alone["name"] == "as stored" and "kl" not in alone
-    done = run("eval", packed, "--text", text, "--out", tmp_path / "other", "--reference", folder, "--card", "--json")
+    assert alone["name"] == "as stored"
+    assert "kl" not in alone
+    against = ("--reference", folder, "--card")
+    done = finish("eval", packed, "--text", text, "--out", tmp_path / "other", "--json", *against)
     original, stored = json.loads(done.stdout)["rows"]
-    assert original["name"] == folder.name and stored["kl"]["value"] > 0
+    assert original["name"] == folder.name
+    assert stored["kl"]["value"] > 0
     assert stored["nats"] == alone["nats"]
     assert f"| perplexity of `{folder.name}` | {original['perplexity']:.3f} |" in (packed / "README.md").read_text()
-    refused = run("eval", packed, "--text", text, "--scheme", "rceil", "--out", tmp_path / "third")
-    assert refused.exit_code == 2 and "stores quantized weights, so no other scheme can be put on it" in refused.stderr
+
+
+def test_no_other_scheme_is_put_on_stored_weights(packed, text, tmp_path):
+    refused = finish("eval", packed, "--text", text, "--scheme", "rceil", "--out", tmp_path / "out", code=2)
+    assert "stores quantized weights, so no other scheme can be put on it" in refused.stderr
+
+
+def test_a_reference_of_other_tokens(folder, packed, text, tmp_path):
     save_tokenizer(folder, ALPHABET[::-1])
-    refused = run("eval", packed, "--text", text, "--reference", folder, "--out", tmp_path / "third")
-    assert refused.exit_code == 2 and "another vocabulary" in refused.stderr
+    refused = finish("eval", packed, "--text", text, "--reference", folder, "--out", tmp_path / "out", code=2)
+    assert "another vocabulary" in refused.stderr

@@ -23,6 +23,7 @@ from hf_mxfp4.lab.planning import read_config
 
 
 INDEX = "model.safetensors.index.json"
+SETTINGS = ("config.json", "generation_config.json")
 
 
 @pytest.fixture(scope="module")
@@ -59,22 +60,25 @@ def where(folder: Path) -> list[str]:
 
 
 def test_a_checkpoint_as_it_was_written(saved):
-    settings = ["config.json", "generation_config.json"]
-    n_bytes = sum((saved["packed"] / name).stat().st_size for name in ["model.safetensors", *settings])
-    done = run("verify", saved["packed"])
-    assert (done.exit_code, done.stderr) == (0, "")
-    size = f"29 tensors in 3 files, {n_bytes / 1e6:.1f} MB"
-    assert done.stdout == f"{saved['packed']}: {size}: all as it was written\n"
-    done = run("verify", saved["master"], "--json")
-    assert done.exit_code == 0 and json.loads(done.stdout) == {
-        "model": str(saved["master"]),
-        "checked": [*(f"model-0000{number}-of-00003.safetensors" for number in (1, 2, 3)), INDEX, *settings],
+    folder = saved["packed"]
+    n_bytes = sum((folder / name).stat().st_size for name in ("model.safetensors", *SETTINGS))
+    done = run("verify", folder)
+    assert done.exit_code == 0
+    assert done.stderr == ""
+    assert done.stdout == f"{folder}: 29 tensors in 3 files, {n_bytes / 1e6:.1f} MB: all as it was written\n"
+
+
+def test_the_verdict_as_json(saved):
+    folder = saved["master"]
+    names = [*(file.name for file in shards(folder)), INDEX, *SETTINGS]
+    done = run("verify", folder, "--json")
+    assert done.exit_code == 0
+    assert json.loads(done.stdout) == {
+        "model": str(folder),
+        "checked": names,
         "unchecked": [],
         "tensors": 15,
-        "bytes": sum(
-            file.stat().st_size
-            for file in [*shards(saved["master"]), *(saved["master"] / name for name in [INDEX, *settings])]
-        ),
+        "bytes": sum((folder / name).stat().st_size for name in names),
         "problems": [],
         "notes": [],
     }
@@ -82,80 +86,78 @@ def test_a_checkpoint_as_it_was_written(saved):
 
 def test_every_damaged_file_is_named(copy):
     folder = copy("master")
-    first, *_, last = shards(folder)
+    first, whole, last = shards(folder)
     flip(first, "lm_head.weight", "model.embed_tokens.weight")
     flip(last, "model.norm.weight")
     done = run("verify", folder)
-    assert done.exit_code == 1 and "2 problems" in done.stdout.splitlines()[-1]
+    assert done.exit_code == 1
+    assert "2 problems" in done.stdout.splitlines()[-1]
     for file in (first, last):
         assert f"{file.name} is damaged: its checksum is " in done.stdout
-    problems = json.loads(run("verify", folder, "--json").stdout)["problems"]
-    assert [problem["where"] for problem in problems] == [first.name, last.name]
-    assert run("verify", last).exit_code == 1 and run("verify", shards(folder)[1]).exit_code == 0
+    assert run("verify", last).exit_code == 1
+    assert run("verify", whole).exit_code == 0
 
 
-def test_files_that_are_missing_truncated_or_of_another_checkpoint(copy, saved):
+def test_files_that_are_missing_or_truncated(copy):
     folder = copy("master")
-    files = shards(folder)
-    files[0].unlink()
-    files[1].write_bytes(files[1].read_bytes()[:-1])
-    assert where(folder) == [files[0].name, files[1].name]
-    shutil.copy(saved["master"] / files[0].name, files[1])
-    shutil.copy(saved["master"] / files[0].name, files[0])
-    assert set(where(folder)) == {files[1].name}
+    missing, truncated, _ = shards(folder)
+    missing.unlink()
+    truncated.write_bytes(truncated.read_bytes()[:-1])
+    assert where(folder) == [missing.name, truncated.name]
+
+
+def test_a_file_in_the_place_of_another(copy):
+    folder = copy("master")
+    first, second, _ = shards(folder)
+    shutil.copy(first, second)
+    assert set(where(folder)) == {second.name}
     (folder / MANIFEST).unlink()
-    assert run("verify", folder, "--add").exit_code == 1 and set(where(folder)) == {INDEX}
+    assert run("verify", folder, "--add").exit_code == 1
+    assert set(where(folder)) == {INDEX}
 
 
-@pytest.mark.parametrize("what", ["place", "name", "text", "nothing", "outside"])
-def test_an_index_that_does_not_fit(copy, what):
+def test_an_index_that_cannot_be_read(copy):
     folder = copy("master")
-    index = json.loads((folder / INDEX).read_text())
-    places, files = index["weight_map"], [file.name for file in shards(folder)]
-    if what == "place":
-        places["model.norm.weight"] = files[0]
-    elif what == "name":
-        places["model.norm.weighs"] = places.pop("model.norm.weight")
-    elif what == "outside":
-        places["model.norm.weight"] = f"../{files[0]}"
-    text = {"text": "{", "nothing": "{}"}.get(what, json.dumps(index))
-    (folder / INDEX).write_text(text)
+    (folder / INDEX).write_text("{")
     done = run("verify", folder)
-    assert done.exit_code == 1 and set(where(folder)) == {INDEX}
+    assert done.exit_code == 1
+    assert set(where(folder)) == {INDEX}
     assert all(line.startswith(f"{INDEX} is damaged: ") for line in done.stdout.splitlines()[:-1])
 
 
-@pytest.mark.parametrize("name", ["master", "packed"])
-def test_a_config_of_another_model_or_scheme(copy, name):
-    folder = copy(name)
-    config = json.loads((folder / "config.json").read_text())
+def test_a_config_of_another_model(copy):
+    folder = copy("packed")
     edit_config(folder, intermediate_size=96)
     done = run("verify", folder)
-    assert done.exit_code == 1 and "the model needs" in done.stdout
-    config["quantization_config"]["mode"] = {"qat": "packed", "packed": "qat"}[config["quantization_config"]["mode"]]
-    edit_config(folder, **config)
-    assert where(folder) == ["config.json"]
-    (folder / "config.json").write_text("{")
+    assert done.exit_code == 1
+    assert "the model needs" in done.stdout
+
+
+@pytest.mark.parametrize(("name", "mode"), [("master", "packed"), ("packed", "qat")])
+def test_a_config_of_another_scheme(copy, name, mode):
+    folder = copy(name)
+    scheme = json.loads((folder / "config.json").read_text())["quantization_config"]
+    edit_config(folder, quantization_config={**scheme, "mode": mode})
     assert where(folder) == ["config.json"]
 
 
-@pytest.mark.parametrize(
-    "edit",
-    [{"rms_norm_eps": 0.5}, {"quantization_config": None}, {"quantization_config.modules_to_not_convert": ["up_proj"]}],
-)
-def test_a_config_that_computes_otherwise(copy, edit):
+def test_a_config_that_computes_otherwise(copy):
     """The weights fit it."""
     folder = copy("master")
-    config = json.loads((folder / "config.json").read_text())
-    for name, value in edit.items():
-        *outer, name = name.split(".")
-        (config[outer[0]] if outer else config)[name] = value
-    (folder / "config.json").write_text(json.dumps(config))
+    edit_config(folder, rms_norm_eps=0.5)
     done = run("verify", folder)
-    assert done.exit_code == 1 and "config.json is damaged: " in done.stdout and "changed on purpose" in done.stdout
+    assert done.exit_code == 1
+    assert "config.json is damaged: " in done.stdout
+    assert "changed on purpose" in done.stdout
+
+
+def test_a_config_that_was_changed_on_purpose_gets_new_checksums(copy):
+    folder = copy("master")
+    edit_config(folder, rms_norm_eps=0.5)
     assert run("verify", folder, "--add").exit_code == 1
     (folder / MANIFEST).unlink()
-    assert run("verify", folder, "--add").exit_code == 0 and run("verify", folder).exit_code == 0
+    assert run("verify", folder, "--add").exit_code == 0
+    assert run("verify", folder).exit_code == 0
 
 
 @pytest.mark.parametrize("name", [MANIFEST, "config.json", "model.safetensors"])
@@ -171,46 +173,64 @@ def test_files_without_an_end_are_not_read(copy, name):
     assert where(folder) == [name]
 
 
-def test_nothing_to_compare(saved, tmp_path):
-    done = run("verify", saved["plain"])
-    assert done.exit_code == 2 and "without checksums: model.safetensors, config.json, gen" in done.stderr
-    save_file({"x": torch.ones(1)}, tmp_path / "adapter_model.safetensors")
-    (tmp_path / "adapter_config.json").write_text("{}")
-    done = run("verify", tmp_path)
-    assert done.exit_code == 2 and "without checksums: adapter_model.safetensors" in done.stderr
-    (tmp_path / "empty").mkdir()
-    assert run("verify", tmp_path / "empty").exit_code == 2
-    done = run("verify", tmp_path / "nowhere")
-    assert done.exit_code == 2 and "does not exist" in done.stderr
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda saved, folder: saved["plain"], "without checksums: model.safetensors, config.json, gen"),
+        (lambda saved, folder: folder, ""),
+        (lambda saved, folder: folder / "nowhere", "does not exist"),
+    ],
+    ids=["plain", "empty", "missing"],
+)
+def test_nothing_to_compare(saved, tmp_path, make, words):
+    done = run("verify", make(saved, tmp_path))
+    assert done.exit_code == 2
+    assert words in done.stderr
 
 
-def test_a_file_of_another_tool_beside_and_among_the_others(copy):
+def test_a_file_of_another_tool_next_to_the_model(copy):
     folder = copy("packed")
     save_file({"x": torch.ones(1)}, folder / "adapter_model.safetensors")
     done = run("verify", folder)
-    assert done.exit_code == 0 and "not compared, without checksums: adapter_model.safetensors" in done.stdout
+    assert done.exit_code == 0
+    assert "not compared, without checksums: adapter_model.safetensors" in done.stdout
+
+
+def test_a_file_of_the_model_without_a_checksum(copy):
     folder = copy("master")
-    forget(folder, shards(folder)[1])
+    file = shards(folder)[1]
+    forget(folder, file)
     done = run("verify", folder)
     assert done.exit_code == 2
-    assert f"error: not compared, without checksums: {shards(folder)[1].name}. save_pretrained" in done.stderr
+    assert f"error: not compared, without checksums: {file.name}. save_pretrained" in done.stderr
 
 
 def test_adding_checksums(copy):
     folder = copy("master")
-    files = shards(folder)
-    forget(folder, files[1])
+    file = shards(folder)[1]
+    forget(folder, file)
     done = run("verify", folder, "--add")
-    assert done.exit_code == 0 and "checksums added to 1 files" in done.stderr, done.stdout
+    assert done.exit_code == 0, done.stdout
+    assert "checksums added to 1 files" in done.stderr
     assert "15 tensors in 6 files" in done.stdout
-    flip(files[1], "model.layers.0.mlp.up_proj.weight")
-    assert where(folder) == [files[1].name]
-    before = files[0].read_bytes()
+    flip(file, "model.layers.0.mlp.up_proj.weight")
+    assert where(folder) == [file.name]
+
+
+def test_damaged_files_get_no_new_checksums(copy):
+    folder = copy("master")
+    file = shards(folder)[1]
+    flip(file, "model.layers.0.mlp.up_proj.weight")
     done = run("verify", folder, "--add")
-    assert done.exit_code == 1 and "no checksums were added to what is damaged" in done.stderr
-    assert files[0].read_bytes() == before and where(folder) == [files[1].name]
-    done = run("verify", files[0], "--add")
-    assert done.exit_code == 2 and "--add writes into a folder" in done.stderr
+    assert done.exit_code == 1
+    assert "no checksums were added to what is damaged" in done.stderr
+    assert where(folder) == [file.name]
+
+
+def test_checksums_are_added_to_folders_only(saved):
+    done = run("verify", shards(saved["master"])[0], "--add")
+    assert done.exit_code == 2
+    assert "--add writes into a folder" in done.stderr
 
 
 RECORD = '{"size": 1, "xxh3_128": "0"}'
@@ -278,13 +298,10 @@ def test_kernels_of_the_hub_are_refused(folder, options):
     ("options", "words"),
     [
         ({"num_hidden_layers": 10**9}, "num_hidden_layers=1000000000"),
-        ({"hidden_size": 10**18}, "describes no model"),
         ({"rope_parameters": [1]}, "describes no model"),
         ({"quantization_config": {"quant_method": "mxfp4_rl", "mode": "packed", "macro_block": "x"}}, ""),
         ({"quantization_config": {"quant_method": []}}, ""),
-        ({"architectures": ["pipeline"]}, "'pipeline'"),
         ({"architectures": ["LlamaConfig"]}, "'LlamaConfig'"),
-        ({"architectures": [3]}, "3"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
