@@ -7,11 +7,10 @@ import math
 
 import pytest
 import torch
-from factors import factors_config
 from tiny_models import make_model
 from transformers import AutoModelForCausalLM, Gemma2Config, Gemma2ForCausalLM
 
-from hf_mxfp4 import lab
+from hf_mxfp4 import MXFP4RLConfig, lab
 from hf_mxfp4.lab import evaluate, read_schemes, reference_of, score, swapped
 from hf_mxfp4.lab.evaluation import scoring
 from hf_mxfp4.lab.reports import evaluation_columns, evaluation_table
@@ -78,41 +77,66 @@ def test_a_token_that_the_reference_excludes_adds_nothing():
 @pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
 @pytest.mark.parametrize("options", [{}, {"preset": "w4a16"}, FALLBACK, {"preset": "paper_b"}], ids=str)
 def test_a_swapped_model_has_the_bits_of_one_that_was_loaded_so(checkpoint, options, family):
-    folder, config = checkpoint(family, dtype=torch.bfloat16), factors_config(**options)
+    folder = checkpoint(family, dtype=torch.bfloat16)
+    config = MXFP4RLConfig(**options, smooth=False, dither_ties=False)
+    plain = AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
+    loaded = AutoModelForCausalLM.from_pretrained(folder, dtype="auto", quantization_config=config)
+    with torch.no_grad():
+        before = plain(TEXTS[1]).logits
+        with swapped(plain, config) as sqnr_db:
+            logits = [plain(ids).logits for ids in TEXTS]
+        after = plain(TEXTS[1]).logits
+        assert all(torch.equal(found, loaded(ids).logits) for found, ids in zip(logits, TEXTS, strict=True))
+    assert sqnr_db == loaded.quantization_report.sqnr_db
+    assert not torch.equal(logits[1], before)
+    assert torch.equal(after, before)
+
+
+def test_a_policy_is_its_own_reference_on_its_master_weights(checkpoint):
+    folder = checkpoint("llama", dtype=torch.bfloat16)
+    config = MXFP4RLConfig(smooth=False, dither_ties=False)
     plain = AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
     loaded = AutoModelForCausalLM.from_pretrained(folder, dtype="auto", quantization_config=config)
     reference = reference_of(plain, TEXTS)
-    with torch.no_grad():
-        before, expected = plain(TEXTS[1]).logits, [loaded(ids).logits for ids in TEXTS]
-        with swapped(plain, config) as sqnr_db:
-            logits = [plain(ids).logits for ids in TEXTS]
-        with swapped(plain, config):
-            found = score(plain, reference, TEXTS)
-        after = plain(TEXTS[1]).logits
-    assert all(map(torch.equal, logits, expected)) and sqnr_db == loaded.quantization_report.sqnr_db
-    assert not torch.equal(logits[1], before) and torch.equal(after, before)
-    # A policy that is loaded quantized is its own reference, on its master weights.
-    assert found == score(loaded, reference_of(loaded, TEXTS), TEXTS)
-    assert found[1].kl > 1e-4
+    with swapped(plain, config):
+        scores = score(plain, reference, TEXTS)
+    assert scores == score(loaded, reference_of(loaded, TEXTS), TEXTS)
+    assert scores[1].kl > 1e-4
 
 
-def test_a_model_is_left_as_it_was():
-    model = make_model("qwen3_moe").train()
-    modules, attributes = dict(model.named_modules()), set(model.__dict__)
-    with pytest.raises(KeyError), swapped(model, factors_config()):
-        assert dict(model.named_modules()) != modules
+def state(model):
+    """The modules of a model, and the names of its attributes."""
+    return dict(model.named_modules()), set(model.__dict__)
+
+
+def test_an_exception_leaves_a_model_as_it_was():
+    model = make_model("qwen3_moe")
+    before = state(model)
+    with pytest.raises(KeyError), swapped(model, MXFP4RLConfig()):
+        assert state(model) != before
         raise KeyError
-    assert dict(model.named_modules()) == modules and set(model.__dict__) == attributes
-    with (
-        pytest.raises(ValueError, match="matches no layer"),
-        swapped(model, factors_config(modules_to_not_convert=["model"])),
-    ):
+    assert state(model) == before
+
+
+def test_a_scheme_that_does_not_fit_leaves_a_model_as_it_was():
+    model = make_model("qwen3_moe")
+    before = state(model)
+    nothing = MXFP4RLConfig(modules_to_not_convert=["model"])
+    with pytest.raises(ValueError, match="matches no layer"), swapped(model, nothing):
         pass
-    assert dict(model.named_modules()) == modules and set(model.__dict__) == attributes
+    assert state(model) == before
+
+
+def test_a_reference_keeps_the_mode_of_training():
+    model = make_model("llama").train()
     reference_of(model, TEXTS)
     assert all(module.training for module in model.modules())
-    with swapped(model, factors_config()), pytest.raises(ValueError, match="is quantized; schemes are put on"):
-        with swapped(model, factors_config()):
+
+
+def test_a_quantized_model_gets_no_second_scheme():
+    model = make_model("llama")
+    with swapped(model, MXFP4RLConfig()), pytest.raises(ValueError, match="is quantized; schemes are put on"):
+        with swapped(model, MXFP4RLConfig()):
             pass
 
 
@@ -121,7 +145,7 @@ def test_what_cannot_be_measured_says_why(checkpoint):
     for ids in (torch.zeros(1, 1, dtype=torch.long), torch.zeros(2, 4, dtype=torch.long), torch.zeros(4)):
         with pytest.raises(ValueError, match=r"text 0 is \[.*\], not \[1, tokens\] with two tokens or more"):
             reference_of(model, [ids])
-    options = {"quantization_config": factors_config(mode="packed"), "dtype": torch.bfloat16}
+    options = {"quantization_config": MXFP4RLConfig(mode="packed"), "dtype": torch.bfloat16}
     packed = AutoModelForCausalLM.from_pretrained(checkpoint("llama"), **options)
     with pytest.raises(ValueError, match="exist in 4 bits only"):
         reference_of(packed, TEXTS)
@@ -154,22 +178,35 @@ def example():
     return lab.Evaluation("tiny", "test.jsonl", rows, "full precision", {"dtype": "float32", "device": "cpu"})
 
 
-def test_figures_and_files_of_an_evaluation(tmp_path):
-    found = example()
-    full, rceil, even, mantissas, fallback = found.rows
-    assert (full.perplexity, rceil.perplexity) == (pytest.approx(math.exp(1.5)), pytest.approx(math.exp(8.5 / 4)))
-    difference = rceil.difference(full)
+def test_differences_are_paired_by_text():
+    full, rceil, *_ = example().rows
+    assert full.perplexity == pytest.approx(math.exp(1.5))
+    assert rceil.perplexity == pytest.approx(math.exp(8.5 / 4))
     # 1 and 1.5 nats of 2 tokens each: paired, the texts' own difficulty does not count.
-    assert (difference.value, difference.error) == (0.625, pytest.approx(math.sqrt(2 * 2 * 0.25**2) / 4))
-    assert (rceil.kl.value, rceil.kl.error, rceil.same_top) == (0.5, 0.0, 0.5)
-    assert found.best is mantissas and mantissas.difference(fallback).value == 0.0
+    difference = rceil.difference(full)
+    assert difference.value == 0.625
+    assert difference.error == pytest.approx(math.sqrt(2 * 2 * 0.25**2) / 4)
+
+
+def test_divergence_from_the_reference():
+    rceil = example().rows[1]
+    assert (rceil.kl.value, rceil.kl.error) == (0.5, 0.0)
+    assert rceil.same_top == 0.5
+
+
+def test_the_best_scheme_and_the_front():
+    found = example()
+    assert found.best.name == "even+mbs128-blockwise+of1"
     # Weights alone are another kind than both operands. Of the two with residuals, rceil+of0.5 has fewer bits.
-    assert {kind: [each.name for each in rows] for kind, rows in found.fronts.items()} == {
+    assert {kind: [row.name for row in rows] for kind, rows in found.fronts.items()} == {
         "weights and activations": ["rceil", "rceil+of0.5"],
         "weights": ["w4a16:even"],
     }
-    data = found.to_dict()
-    assert [(each["name"], each.get("bits"), each.get("on_front")) for each in data["rows"]] == [
+
+
+def test_an_evaluation_as_data():
+    data = example().to_dict()
+    assert [(row["name"], row.get("bits"), row.get("on_front")) for row in data["rows"]] == [
         ("full precision", None, None),
         ("rceil", 4.25, True),
         ("w4a16:even", 4.25, True),
@@ -177,26 +214,45 @@ def test_figures_and_files_of_an_evaluation(tmp_path):
         ("rceil+of0.5", 8.5, True),
     ]
     assert data["differences"]["w4a16:even"]["rceil"]["value"] == -0.375
-    cells = dict(zip(evaluation_columns(found), evaluation_table(found)[1], strict=True))
-    assert cells["difference, nats"] == "+0.625 ± 0.125" and cells["KL, nats"] == "0.5000 ± 0.0000"
-    assert cells["to the best, nats"] == "+0.500 ± 0.250" and cells["weight SQNR dB"] == "18.50"
-    paths = lab.write_evaluation(found, tmp_path)
-    assert [path.name for path in paths] == ["evaluation.json", "texts.csv", "evaluation.html"]
-    assert json.loads(paths[0].read_text())["rows"][1]["kl"] == {"value": 0.5, "standard_error": 0.0}
-    lines = list(csv.reader(paths[1].open()))
-    assert lines[3] == ["rceil", "0", "2", "3.0", "1.0", "1"] and len(lines) == 1 + 5 * 2
-    page = paths[2].read_text()
+
+
+def test_the_table_of_an_evaluation():
+    found = example()
+    assert dict(zip(evaluation_columns(found), evaluation_table(found)[1], strict=True)) == {
+        "scheme": "rceil *",
+        "bits": "4.25",
+        "perplexity": "8.373",
+        "difference, nats": "+0.625 ± 0.125",
+        "KL, nats": "0.5000 ± 0.0000",
+        "same top token %": "50.0",
+        "to the best, nats": "+0.500 ± 0.250",
+        "weight SQNR dB": "18.50",
+    }
+
+
+def test_the_files_of_an_evaluation(tmp_path):
+    data, scores, page = lab.write_evaluation(example(), tmp_path)
+    assert json.loads(data.read_text())["rows"][1]["kl"] == {"value": 0.5, "standard_error": 0.0}
+    lines = list(csv.reader(scores.open()))
+    assert lines[3] == ["rceil", "0", "2", "3.0", "1.0", "1"]
+    assert len(lines) == 1 + 5 * 2
     for text in ("Perplexity of tiny", "2 texts, 4 predicted tokens of test.jsonl", "w4a16:even *", "data:image/png"):
-        assert text in page
-    figure = lab.front_figure(found)
+        assert text in page.read_text()
+
+
+def test_the_fronts_are_drawn():
+    figure = lab.front_figure(example())
     fronts = {line.get_label(): line.get_xydata().tolist() for line in figure.axes[0].get_lines()}
     assert fronts["front of weights and activations"] == [[4.25, 0.5], [8.5, 0.09375]]
     assert fronts["front of weights"] == [[4.25, 0.25]]
-    alone = lab.Evaluation("tiny", "test.jsonl", (found.rows[0],), None, {})
-    with pytest.raises(ValueError, match="nothing to plot"):
-        lab.front_figure(alone)
+
+
+def test_a_model_without_schemes_and_reference():
+    alone = lab.Evaluation("tiny", "test.jsonl", (example().rows[0],), None, {})
     assert evaluation_columns(alone) == ["scheme", "perplexity"]
     assert evaluation_table(alone) == [["full precision", "4.482"]]
+    with pytest.raises(ValueError, match="nothing to plot"):
+        lab.front_figure(alone)
 
 
 def log_of(path):
@@ -233,13 +289,20 @@ def test_an_interrupted_run_goes_on_to_the_same_figures(tmp_path):
 
 def test_another_model_as_the_reference():
     model, other = make_model("llama"), make_model("llama", seed=1)
-    first, own, scheme = evaluate(model, SHORT_TEXTS, read_schemes(["rceil"]), reference=other, reference_name="other")
-    assert (first.name, own.name, scheme.name) == ("other", "full precision", "rceil")
-    assert first.kl.value == 0.0 < own.kl.value and first.scores[0].nll != own.scores[0].nll
-    (plain, _) = evaluate(model, SHORT_TEXTS, read_schemes(["rceil"]))
-    assert [score.nll for score in plain.scores] == [score.nll for score in own.scores]
+    schemes = read_schemes(["rceil"])
+    reference, full, scheme = evaluate(model, SHORT_TEXTS, schemes, reference=other, reference_name="other")
+    assert (reference.name, full.name, scheme.name) == ("other", "full precision", "rceil")
+    assert reference.kl.value == 0.0 < full.kl.value
+    plain = evaluate(model, SHORT_TEXTS)[0]
+    assert [score.nll for score in full.scores] == [score.nll for score in plain.scores]
+
+
+def test_weights_that_are_stored_quantized_have_no_reference():
+    model = make_model("llama")
+    (stored,) = evaluate(model, SHORT_TEXTS, stored=True)
+    assert stored.name == "as stored"
+    assert stored.kl is None
+    assert stored.same_top is None
+    assert stored.perplexity == evaluate(model, SHORT_TEXTS)[0].perplexity
     with pytest.raises(ValueError, match="stored quantized, so no other scheme"):
         evaluate(model, SHORT_TEXTS, read_schemes(["rceil"]), stored=True)
-    (stored,) = evaluate(model, SHORT_TEXTS, stored=True)
-    assert stored.name == "as stored" and stored.kl is None and stored.same_top is None
-    assert stored.perplexity == plain.perplexity
