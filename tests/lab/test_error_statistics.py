@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sums of error statistics: literal values, an oracle that knows nothing of blocks, merging and chunking."""
+"""Sums of error statistics: literal values, an oracle that knows nothing of blocks, merging and chunking; and random
+data to measure."""
 
 import dataclasses
 import json
@@ -9,7 +10,7 @@ import pytest
 import torch
 from tables import gaussian
 
-from hf_mxfp4.lab import ErrorStatistics, error_statistics
+from hf_mxfp4.lab import ErrorStatistics, error_statistics, sample
 from hf_mxfp4.lab.errors import statistics as module
 from hf_mxfp4.numerics import QuantScheme, apply_scheme, decompose_scheme, parse_scheme
 
@@ -140,3 +141,32 @@ def test_non_finite_is_refused(bad):
 def test_json_round_trip_is_exact():
     s = error_statistics(gaussian(16, 64), QuantScheme("even"))
     assert ErrorStatistics.from_dict(json.loads(json.dumps(s.to_dict()))) == s
+
+
+@pytest.mark.parametrize("distribution", ["gaussian", "laplace", "student-t", "uniform", "outliers"])
+def test_samples(distribution):
+    x = sample(distribution, 2**16 - 5, seed=3)
+    assert x.shape == (64, 1024)
+    assert x.dtype == torch.float32
+    assert x.isfinite().all()
+    assert torch.equal(x, sample(distribution, 2**16, seed=3))
+    assert not torch.equal(x, sample(distribution, 2**16, seed=4))
+
+
+def test_samples_leave_the_global_generator_alone():
+    torch.manual_seed(0)
+    expected = torch.rand(3)
+    torch.manual_seed(0)
+    sample("gaussian", 1024, seed=3)
+    assert torch.equal(torch.rand(3), expected)
+
+
+def test_eight_channels_have_outliers():
+    sizes = sample("outliers", 2**16, seed=3).square().mean(dim=0).sqrt()
+    assert int((sizes > 10).sum()) == 8
+
+
+def test_standard_deviations_of_rows_are_spread_over_an_octave():
+    largest = sample("uniform", 2**16, seed=3).abs().amax(dim=-1)
+    assert 0.97 < largest.min() < 1.1
+    assert 1.9 < largest.max() <= 2.0
