@@ -216,7 +216,8 @@ class MXFP4RLConfig(QuantizationConfigMixin):
         return getattr(self._preset, name)
 
     def _check_seed(self) -> None:
-        seed, dithers = self.stochastic_seed, self.dither_ties
+        seed = self.stochastic_seed
+        dithers = self.dither_ties
         if type(dithers) is not bool:
             raise ValueError(f"dither_ties={dithers!r} must be True or False")
         if type(seed) is not int or seed < 0:
@@ -347,7 +348,8 @@ class MXFP4RLConfig(QuantizationConfigMixin):
 
     def describe(self) -> str:
         """Return one line: the preset, and each operand with a scheme of its own."""
-        scheme, fprop = self.gemms(), self.gemms().fprop
+        scheme = self.gemms()
+        fprop = scheme.fprop
         rotation = f", rotation {fprop.rotation}" if fprop.rotation else ""
         parts = [f"{self.preset} [weights {fprop.right}, activations {fprop.left}{rotation}]"]
         if not scheme.dgrad == scheme.wgrad == PLAIN:

@@ -125,7 +125,8 @@ def add_packed(
 
 def count_weights(model: nn.Module) -> tuple[int, int | None]:
     """Elements of all quantized weights, and the bytes that they are packed in (`None` when they are not packed)."""
-    n_weights, tensors = 0, list[torch.Tensor]()
+    n_weights = 0
+    tensors = list[torch.Tensor]()
     for module in _untied(model):
         if isinstance(module, (MXFP4Linear, MXFP4PackedLinear)):
             n_weights += module.in_features * module.out_features

@@ -140,7 +140,8 @@ def replaced_method(module: Any, method: str, replacement: Any) -> Iterator[None
 
 def wilson_interval(correct: int, n: int) -> tuple[float, float]:
     """Return the 95 % interval of the share ``correct / n`` after Wilson (JASA 22, 1927)."""
-    p, z = correct / n, Z_975
+    p = correct / n
+    z = Z_975
     center = (p + z * z / (2 * n)) / (1 + z * z / n)
     half = z / (1 + z * z / n) * math.sqrt(p * (1 - p) / n + z * z / (4 * n * n))
     # The ends are exactly 0 and 1 there; rounding errors are not.

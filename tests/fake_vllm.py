@@ -18,7 +18,8 @@ class FakeVLLM:
     """
 
     def __init__(self, port: int = 0, *, dies: tuple[str, int] | None = None, answers=()):
-        self.dies, self.answers = dies, dict(answers)
+        self.dies = dies
+        self.answers = dict(answers)
         self.requests: list[str] = []
         self.is_dead = False
         self._http = ThreadingHTTPServer(("127.0.0.1", port), type("Handler", (_Handler,), {"fake": self}))
@@ -79,7 +80,8 @@ class _Handler(BaseHTTPRequestHandler):
         self._reply(json.loads(text or "{}"))
 
     def _reply(self, body: dict) -> None:
-        path, fake = urlsplit(self.path).path, self.fake
+        path = urlsplit(self.path).path
+        fake = self.fake
         if fake.dies is not None and path == fake.dies[0] and fake.requests.count(path) == fake.dies[1]:
             fake.die()
         if fake.is_dead:  # also over connections that were open

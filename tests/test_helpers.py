@@ -126,7 +126,9 @@ def test_one_changed_bit(make):
 
 
 def test_the_command_ends_with_1_where_something_is_unexplained(make, tmp_path, monkeypatch, capsys):
-    before, after, intended = make("a"), make("b", text="other"), tmp_path / "intended"
+    before = make("a")
+    after = make("b", text="other")
+    intended = tmp_path / "intended"
     intended.write_text("numbers/*: meant\n")
 
     def compare(*options):

@@ -24,7 +24,8 @@ def run_python(*arguments: str) -> subprocess.CompletedProcess:
     """A new process, which has imported nothing. transformers imports torchao where it is installed, which loads much
     that is not ours: the programs below hide it."""
     path = os.pathsep.join([str(PACKAGE.parent), str(KERNELS.parent)])
-    command, environment = [sys.executable, *arguments], {**os.environ, "PYTHONPATH": path}
+    command = [sys.executable, *arguments]
+    environment = {**os.environ, "PYTHONPATH": path}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     return done

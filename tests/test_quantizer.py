@@ -78,7 +78,8 @@ def test_sizes_that_are_not_multiples_of_32(family, options, checkpoint, tmp_pat
     loss.backward()
     assert all(p.grad is not None and p.grad.shape == p.shape for p in model.parameters())
     model.save_pretrained(tmp_path / "saved")
-    saved, original = load_file(tmp_path / "saved" / "model.safetensors"), load_file(f"{folder}/model.safetensors")
+    saved = load_file(tmp_path / "saved" / "model.safetensors")
+    original = load_file(f"{folder}/model.safetensors")
     assert {name: t.shape for name, t in saved.items()} == {name: t.shape for name, t in original.items()}
 
 
@@ -179,7 +180,8 @@ def test_exactly_the_weights_of_packed_layers_are_packed_as_they_are_read(checkp
 @pytest.mark.parametrize(("dtype", "tie"), [(torch.float32, False), (torch.bfloat16, True)], ids=str)
 def test_dequantize_gives_a_plain_model_of_the_quantized_values(dtype, tie, checkpoint, tmp_path):
     model = load(checkpoint("qwen2", tie=tie, dtype=dtype), preset="w4a16")
-    expected, layers = model(IDS).logits, layers_of(model, MXFP4Linear)
+    expected = model(IDS).logits
+    layers = layers_of(model, MXFP4Linear)
     values = {name: fake_quantize(layer.weight.detach(), **DEFAULT_WEIGHT) for name, layer in layers.items()}
     others = {n: p.detach().clone() for n, p in model.named_parameters() if n.removesuffix(".weight") not in values}
     plain = model.dequantize()
@@ -276,7 +278,8 @@ def test_a_deleted_model_is_freed_at_once(checkpoint):
     ids=str,
 )
 def test_the_message_is_the_same_from_python_a_dictionary_and_a_checkpoint(options, error, message, checkpoint):
-    folder, as_dict = checkpoint("qwen2", layers=1), {"quant_method": "mxfp4_rl", **options}
+    folder = checkpoint("qwen2", layers=1)
+    as_dict = {"quant_method": "mxfp4_rl", **options}
     builds = [
         lambda: MXFP4RLConfig(**options),
         lambda: AutoModelForCausalLM.from_pretrained(folder, quantization_config=as_dict),

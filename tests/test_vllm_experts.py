@@ -45,7 +45,8 @@ def test_every_option_of_products_reaches_experts(plugin, monkeypatch):
     source, config, _ = packed_experts("qwen3_moe", {"backend": "eager", "matmul_backend": "dense"})
     engine = Engine(plugin, source, config, "qwen3_moe")
     engine.push_codes(source)
-    specs, packed_forward = [], plugin.experts.packed_forward
+    specs = []
+    packed_forward = plugin.experts.packed_forward
 
     def noted(x, packed, bias, state, *others):
         specs.append(state.spec)
@@ -80,7 +81,9 @@ def test_dense_experts_have_quantized_inputs(plugin, family):
 def test_two_processes_have_a_share_each(plugin, family, options, by_expert):
     source, config, plain = packed_experts(family, options)
     x, ids, weights = tokens()
-    expected, parts, from_plain = source(x, ids, weights), [], []
+    expected = source(x, ids, weights)
+    parts = []
+    from_plain = []
     for rank in (0, 1):
         engine = Engine(plugin, source, config, family, rank=rank, size=2, by_expert=by_expert)
         engine.push_codes(source)
@@ -188,7 +191,8 @@ def counted(name, function, *args, **kwargs):
 
 
 if __name__ == "__main__":  # in a process whose kernels are interpreted; memory that nothing was written to is NaN
-    LAUNCHES, report = Counter(), {}
+    LAUNCHES = Counter()
+    report = {}
     SIZES["intermediate"] = 64
     product = mxfp4_kernels.PackedProduct.__call__
     mxfp4_kernels.PackedProduct.__call__ = lambda *arguments: counted("product", product, *arguments)

@@ -72,7 +72,8 @@ def test_masters_that_cannot_be_quantized_alone_and_a_vllm_without_converters_ar
 @pytest.mark.parametrize("options", SCHEMES, ids=IDS)
 def test_it_computes_what_the_packed_layer_does(plugin, options, dtype):
     config = MXFP4RLConfig(mode="packed", **options)
-    source, method = packed_layer(config, dtype=dtype), linear_method(plugin, config)
+    source = packed_layer(config, dtype=dtype)
+    method = linear_method(plugin, config)
     layer = make_layer(method, [source], dtype)
     addresses = {name: parameter.data_ptr() for name, parameter in layer.named_parameters()}
     push_layers(method, layer, [packed_layer(config, dtype=dtype, seed=1)])
@@ -96,8 +97,10 @@ def test_it_computes_what_the_packed_layer_does(plugin, options, dtype):
 @needs_fp8_on_cpu
 def test_products_of_many_rows_run_on_fp8_cores(plugin):
     config = MXFP4RLConfig(mode="packed", preset="w4a8", backend="eager", matmul_backend="fp8")
-    source, method = packed_layer(config), linear_method(plugin, config)
-    layer, x = make_layer(method, [source], torch.float32), torch.randn(5, 256)
+    source = packed_layer(config)
+    method = linear_method(plugin, config)
+    layer = make_layer(method, [source], torch.float32)
+    x = torch.randn(5, 256)
     reset_matmul_counts()
     with torch.inference_mode():
         found = method.apply(layer, x)
@@ -123,7 +126,8 @@ def test_joined_layers_and_shares_of_columns(plugin, options):
 @pytest.mark.parametrize("options", [{}, *SCHEMES[-2:], {"preset": "w4a4"}], ids=str)
 def test_dense_layers_compute_the_same(plugin, options):
     config = MXFP4RLConfig(mode="packed", **options)
-    source, layer = packed_layer(config), LinearBase()
+    source = packed_layer(config)
+    layer = LinearBase()
     method = linear_method(plugin, config, weights="dense")
     layer.weight = nn.Parameter(torch.zeros(48, 256))
     layer.weight.weight_loader = lambda parameter, tensor: parameter.data.copy_(tensor)
@@ -172,7 +176,8 @@ def test_a_share_that_would_cut_blocks_is_refused(plugin, options, shares, reaso
 
 def test_parts_that_no_file_has_are_named(plugin):
     config = MXFP4RLConfig(mode="packed")
-    method, sources = linear_method(plugin, config, QKV), [packed_layer(config, rows) for rows in (64, 32, 32)]
+    method = linear_method(plugin, config, QKV)
+    sources = [packed_layer(config, rows) for rows in (64, 32, 32)]
     layer = vllm_stand_ins.Layer(method, 256, [64, 32, 32], torch.float32)
     push_layers(method, layer, sources, without=[f"{QKV[1]}.weight_macro"])
     with pytest.raises(ValueError, match=r"^model\.layers\.0\.self_attn\.k_proj\.weight_macro: in no file"):
@@ -224,7 +229,8 @@ def test_which_layers_are_quantized(plugin, quantization):
 def test_latent_attention_with_quantized_inputs_is_refused_unless_its_layers_compute_it(
     plugin, quantization, monkeypatch
 ):
-    name, kind = "model.layers.0.self_attn.kv_b_proj", plugin.linears.MXFP4RLLinearMethod
+    name = "model.layers.0.self_attn.kv_b_proj"
+    kind = plugin.linears.MXFP4RLLinearMethod
     monkeypatch.delenv("VLLM_MLA_DISABLE", raising=False)
     config = quantization.MXFP4RLVLLMConfig(MXFP4RLConfig(mode="packed", preset="w4a4"))
     with pytest.raises(ValueError, match=rf"{name}: .*VLLM_MLA_DISABLE=1"):

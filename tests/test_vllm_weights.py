@@ -81,7 +81,8 @@ def named(packed):
 
 @pytest.mark.parametrize("config", CONFIGS, ids=IDS)
 def test_masters_are_quantized_whole_for_packed_layers_and_once(config):
-    expected, weight = expected_layers(), master()
+    expected = expected_layers()
+    weight = master()
     found = convert(config, expected, [(f"{NAME}.weight", weight)])
     wanted = named(quantize_weight(weight, config.weight_scheme))
     assert dict(found).keys() == wanted.keys() == expected.loaded
@@ -92,7 +93,8 @@ def test_masters_are_quantized_whole_for_packed_layers_and_once(config):
 
 
 def test_codes_go_into_packed_layers_as_they_are_and_other_tensors_too():
-    config, expected = CONFIGS[0], expected_layers()
+    config = CONFIGS[0]
+    expected = expected_layers()
     packed = named(quantize_weight(master(), config.weight_scheme))
     others = [("lm_head.weight", master()), ("model.norm.weight", torch.ones(4)), (f"{NAME}.bias", torch.ones(64))]
     given = [*packed.items(), *others]
@@ -117,7 +119,9 @@ def test_codes_are_dequantized_for_dense_layers_once_all_are_there(config, is_lo
 
 
 def test_masters_are_quantized_for_dense_layers_until_they_are_pushed():
-    config, expected, weight = CONFIGS[1], expected_layers(weights="dense"), master()
+    config = CONFIGS[1]
+    expected = expected_layers(weights="dense")
+    weight = master()
     ((name, found),) = convert(config, expected, [(f"{NAME}.weight", weight)])
     assert name == f"{NAME}.weight"
     assert torch.equal(found, values(quantize_weight(weight, config.weight_scheme), config.weight_scheme))
@@ -127,7 +131,8 @@ def test_masters_are_quantized_for_dense_layers_until_they_are_pushed():
 
 
 def test_codes_of_other_shapes_are_refused():
-    config, expected = CONFIGS[0], expected_layers(weights="dense")
+    config = CONFIGS[0]
+    expected = expected_layers(weights="dense")
     packed = quantize_weight(master(), config.weight_scheme)
     packed["weight_macro"] = packed["weight_macro"][:, :1]
     with pytest.raises(ValueError, match=rf"{NAME}\.weight_macro is torch\.uint8 \[64, 1\]; expected uint8 \[64, 2\]"):
@@ -153,10 +158,14 @@ def load(layer, a, b, *shard):
 
 
 def test_adapters_of_joined_layers_have_ranks_of_their_own(plugin):
-    layer, add = adapted_layer(plugin, [32, 8, 8], 3), plugin.linears.add_adapters
-    x, y, addresses = torch.randn(5, 256), torch.randn(5, 48), [p.data_ptr() for p in layer.parameters()]
+    layer = adapted_layer(plugin, [32, 8, 8], 3)
+    add = plugin.linears.add_adapters
+    x = torch.randn(5, 256)
+    y = torch.randn(5, 48)
+    addresses = [p.data_ptr() for p in layer.parameters()]
     assert torch.equal(add(y, x, layer), y)
-    q, v = (torch.randn(4, 256), torch.randn(32, 4)), (torch.randn(2, 256), torch.randn(8, 2))
+    q = (torch.randn(4, 256), torch.randn(32, 4))
+    v = (torch.randn(2, 256), torch.randn(8, 2))
     load(layer, *q, "q")
     load(layer, *v, "v")
     added = torch.cat([x @ q[0].T @ q[1].T, torch.zeros(5, 8), x @ v[0].T @ v[1].T], dim=1)
@@ -169,7 +178,10 @@ def test_adapters_of_joined_layers_have_ranks_of_their_own(plugin):
 
 
 def test_processes_split_the_columns_of_an_adapter(plugin):
-    a, b, x, y = torch.randn(2, 256), torch.randn(8, 2), torch.randn(5, 256), torch.zeros(5, 8)
+    a = torch.randn(2, 256)
+    b = torch.randn(8, 2)
+    x = torch.randn(5, 256)
+    y = torch.zeros(5, 8)
     for rank in (0, 1):
         layer = adapted_layer(plugin, [8], 1, shares=2, rank=rank)
         load(layer, a, b)

@@ -63,7 +63,8 @@ class ChannelQuantScaleParameter(nn.Parameter):
         return super().__new__(cls, data=data, requires_grad=False)
 
     def __init__(self, data, output_dim, weight_loader):
-        self.output_dim, self.weight_loader = output_dim, weight_loader
+        self.output_dim = output_dim
+        self.weight_loader = weight_loader
 
 
 class ModelWeightParameter(ChannelQuantScaleParameter):
@@ -108,7 +109,8 @@ def get_current_vllm_config():
     return ENGINE
 
 
-LAYERS, FUSED_MOE = "vllm.model_executor.layers", "vllm.model_executor.layers.fused_moe"
+LAYERS = "vllm.model_executor.layers"
+FUSED_MOE = "vllm.model_executor.layers.fused_moe"
 STAND_INS = {
     **{name: [] for name in ("vllm", "vllm.model_executor", LAYERS, "vllm.model_executor.models", FUSED_MOE)},
     "vllm.config": [get_current_vllm_config],
@@ -162,7 +164,9 @@ class Engine:
         moe = SimpleNamespace(**sizes, has_bias=source.has_bias, activation=activation, swiglu_limit=None)
         moe.moe_parallel_config = parallel
         self.layer = layer = nn.Module()
-        layer.moe_config, layer.activation, layer.apply_router_weight_on_input = moe, moe.activation, False
+        layer.moe_config = moe
+        layer.activation = moe.activation
+        layer.apply_router_weight_on_input = False
         layer.expert_map_manager = SimpleNamespace(is_local_expert=own.__contains__)
         layer.expert_map = torch.tensor([own.index(e) if e in own else -1 for e in ids]) if is_split else None
         names = ("w1", "w3", "w2") if family == "mixtral" else ("gate_proj", "up_proj", "down_proj")
@@ -175,8 +179,10 @@ class Engine:
         dtype = source.compute_dtype if hasattr(source, "compute_dtype") else torch.float32
         width = columns // parallel.tp_size
         self.method.create_weights(layer, len(own), hidden, width, dtype, weight_loader=None)
-        self.expected.dtype, self.expected.is_transposed = dtype, source.is_transposed
-        self.rank, self.own = parallel.tp_rank, own
+        self.expected.dtype = dtype
+        self.expected.is_transposed = source.is_transposed
+        self.rank = parallel.tp_rank
+        self.own = own
         self.set_biases(source)
 
     def set_biases(self, source):
@@ -224,7 +230,8 @@ class Layer(LinearBase):
 
     def __init__(self, method, columns, rows, dtype, shares=1, rank=0):
         super().__init__()
-        self.rows, self.tp_rank = rows, rank
+        self.rows = rows
+        self.tp_rank = rank
         sizes = columns // shares, rows, columns, sum(rows), dtype
         method.create_weights(self, *sizes, weight_loader=self.weight_loader)
 

@@ -141,7 +141,8 @@ class ChoiceRecorder:
         other tokens than these.
         """
         tokens, choices = self._passes()
-        width, rows = self._tokens[0].shape[1], []
+        width = self._tokens[0].shape[1]
+        rows = []
         if len(tokens) != len(prompts):
             raise ValueError(f"router replay recorded {len(tokens)} sequences but {len(prompts)} came back")
         for row, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
@@ -153,7 +154,8 @@ class ChoiceRecorder:
                     f"not the {tokens.shape[1]} that were routed while it was generated; it cannot be replayed"
                 )
             rows.append(choices[row, start : start + len(fed)].clone())
-        self._tokens, self._choices = [], {}
+        self._tokens = []
+        self._choices = {}
         return rows
 
     def _passes(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -254,9 +256,13 @@ class _Replay:
     """One router, its recorded choices ``[B, L, k]``, and how far passes have come."""
 
     def __init__(self, name: str, router: nn.Module, choices: torch.Tensor, required: torch.Tensor):
-        self.name, self.router, self.choices, self.required = name, router, choices, required
+        self.name = name
+        self.router = router
+        self.choices = choices
+        self.required = required
         self.seen = 0  # rows of the batch that have passed at least once
-        self._free, self._next = router.forward, 0
+        self._free = router.forward
+        self._next = 0
         self._agreed, self._counted = 0.0, 0  # tokens
 
     def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any):
@@ -303,8 +309,10 @@ class _ReplayedTopK(TorchFunctionMode):
 
     def __init__(self, choices: torch.Tensor, router: nn.Module):
         super().__init__()
-        self.choices, self.n_experts = choices, getattr(router, "num_experts", None)
-        self.replaced, self.agreement = 0, None
+        self.choices = choices
+        self.n_experts = getattr(router, "num_experts", None)
+        self.replaced = 0
+        self.agreement = None
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}

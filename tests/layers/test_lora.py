@@ -39,7 +39,8 @@ def test_values_and_gradients_are_those_of_the_dequantized_weights(load, family,
         if isinstance(module, MXFP4LoraLinear):
             module.base_layer = module.base_layer.to_linear().requires_grad_(False)
     torch.testing.assert_close(model(IDS).logits, twin(IDS).logits, rtol=1e-5, atol=1e-5)
-    ours, theirs = gradients(model), gradients(twin)
+    ours = gradients(model)
+    theirs = gradients(twin)
     assert len(ours) >= 4
     torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
 
@@ -51,7 +52,8 @@ def test_quantized_activations_reach_the_base_and_not_the_adapter(load, mode):
     layer = model.get_submodule(UP)
     torch.manual_seed(1)
     x = torch.randn(3, 64, requires_grad=True)
-    a, b = layer.lora_A["default"].weight.detach(), layer.lora_B["default"].weight.detach()
+    a = layer.lora_A["default"].weight.detach()
+    b = layer.lora_B["default"].weight.detach()
     scheme = {"scale_rule": "rceil", "macro_block": 128, "outlier_fallback": 0.5}
     quantized_x = fake_quantize(x.detach(), **scheme, macro_search="static")
     if mode == "packed":
@@ -118,7 +120,8 @@ class Kind(NamedTuple):
     factors: int
 
 
-LINEAR, EXPERTS = {"target_modules": "all-linear"}, {"target_modules": ["experts"]}
+LINEAR = {"target_modules": "all-linear"}
+EXPERTS = {"target_modules": ["experts"]}
 PARAMETERS = {"target_modules": [], "target_parameters": ["experts.gate_up_proj", "experts.down_proj"]}
 KINDS = {
     "packed": Kind("qwen2", {"mode": "packed"}, LINEAR, adapters.MXFP4LoraLinear, 14, 28),
@@ -178,7 +181,8 @@ def test_adapters_on_a_bfloat16_base(load, kind, autocast, dtype):
 
 def test_training_moves_adapters_and_not_one_bit_of_the_base(load, kind):
     model = with_lora(load(kind.family, **{**kind.scheme, "preset": "w4a4"}), std=0.05, **kind.lora)
-    base, before = stored(model), factors(model)
+    base = stored(model)
+    before = factors(model)
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2, weight_decay=0.1)
     losses = []
     for _ in range(2):

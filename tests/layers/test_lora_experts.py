@@ -184,8 +184,11 @@ def test_names_that_experts_no_longer_have(load):
 def test_merging_packs_the_sums_and_unmerging_restores_every_bit(load, family):
     scheme = {"scale_rule": "rceil", "macro_block": 128, "macro_search": "dynamic"}
     model = with_lora(load(family, **scheme))
-    layer, before, logits = model.get_submodule(EXPERTS), stored(model), model(IDS).logits
-    base, delta = layer.get_base_layer(), changes_of(layer)["down_proj"][1]
+    layer = model.get_submodule(EXPERTS)
+    before = stored(model)
+    logits = model(IDS).logits
+    base = layer.get_base_layer()
+    delta = changes_of(layer)["down_proj"][1]
     weight = base.quantized_tensor("down_proj", 1).dequantize(torch.float32)
     expected = quantize(weight + (delta.T if base.is_transposed else delta), **scheme)
     model.merge_adapter()
@@ -230,7 +233,8 @@ def test_merged_into_bf16(load, family, targets, tmp_path):
 
 def test_a_sum_that_is_not_finite_changes_nothing(load):
     model = with_lora(load("qwen3_moe"))
-    layer, before = model.get_submodule(EXPERTS), stored(model)
+    layer = model.get_submodule(EXPERTS)
+    before = stored(model)
     b = layer.expert_factors("default")[1]
     b.data[2, 0, 0] = float("inf")
     with pytest.raises(ValueError, match=r"experts\.down_proj\.2: merging default gives weights that are not finite"):
@@ -271,9 +275,11 @@ def test_an_adapter_on_a_tied_head_is_not_given_away(load):
 def test_an_expert_by_hand_with_quantized_inputs():
     """The adapter takes the input in full precision, the weight takes it in MXFP4."""
     model = with_parameters(qat("qwen3_moe", preset="w4a4"), std=1e-4)
-    experts, ours = experts_of(model), wrappers(model)
+    experts = experts_of(model)
+    ours = wrappers(model)
     x = torch.randn(3, 64, generator=torch.Generator().manual_seed(1))
-    index, weights = torch.tensor([[2], [0], [2]]), torch.tensor([[0.5], [2.0], [1.0]])
+    index = torch.tensor([[2], [0], [2]])
+    weights = torch.tensor([[0.5], [2.0], [1.0]])
     found = model.get_submodule(EXPERTS)(x, index, weights)
     plain = {name: experts.to_experts().get_parameter(name) for name in experts.projections}
     delta = {name: ours[name].get_delta_weight("default") for name in experts.projections}

@@ -48,7 +48,8 @@ def quantized(layer, weight):
 )
 def test_unmerging_restores_every_bit(load, scheme):
     model = with_lora(load(**scheme))
-    before, logits = stored(model), model(IDS).logits
+    before = stored(model)
+    logits = model(IDS).logits
     model.merge_adapter()
     merged = stored(model)
     assert merged.keys() == before.keys() and not same_tensors(merged, before)
@@ -71,7 +72,8 @@ def test_the_order_of_merges_does_not_matter_and_errors_do_not_add_up(load):
             layer.merge(adapter_names=[name])
         assert layer.merged_adapters == order
         results.append(stored(layer))
-        packed, expected = layer.base_layer, quantize(total, **SCHEME)
+        packed = layer.base_layer
+        expected = quantize(total, **SCHEME)
         for part, field in (("weight", "codes"), ("weight_scale", "scale"), ("weight_macro", "macro")):
             assert torch.equal(getattr(packed, part), getattr(expected, field))
         assert not any(p.requires_grad for p in packed.parameters() if p.dtype == torch.uint8)
@@ -183,7 +185,8 @@ def test_the_loss_is_measured_as_it_is_and_said(std, loses_more_than_half, capsy
     assert len(layers) == 7
     update = noise = 0.0
     for layer in layers.values():
-        weight, change = layer.base_layer.weight, delta(layer)
+        weight = layer.base_layer.weight
+        change = delta(layer)
         error = quantized(layer.base_layer, weight + change) - (quantized(layer.base_layer, weight) + change)
         update, noise = update + energy(change), noise + energy(error)
     adapted = model(IDS).logits
@@ -230,7 +233,8 @@ def test_what_cannot_be_merged_is_refused_before_anything_is_touched():
 
 @pytest.mark.parametrize("safe", [False, True], ids=["in-place", "safe"])
 def test_merging_and_unmerging_are_pefts(safe):
-    model, plain = with_small_lora(qat()), with_small_lora(make_model(layers=1))
+    model = with_small_lora(qat())
+    plain = with_small_lora(make_model(layers=1))
     before = stored(model)
     for step in ("merge_adapter", "unmerge_adapter"):
         for one in (model, plain):

@@ -43,7 +43,8 @@ def test_a_router_of_another_library_is_found_by_structure():
     class Gate(nn.Module):
         def __init__(self, experts):
             super().__init__()
-            self.top_k, self.num_experts = 2, 4
+            self.top_k = 2
+            self.num_experts = 4
             self.weight = nn.Parameter(torch.zeros(experts, 8))
 
     found = find_routers(nn.ModuleDict({"a": Gate(4), "b": Gate(5), "c": nn.Linear(8, 4)}))
@@ -165,7 +166,8 @@ def weights_of(family, logits, chosen):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_recorded_experts_are_chosen_with_the_weights_of_the_architecture(family):
     model = make_moe(family)
-    routers, wanted = find_routers(model), other_choices(model)
+    routers = find_routers(model)
+    wanted = other_choices(model)
     assert not torch.equal(free_choices(model).sort().values, wanted.sort().values)
     outputs = []
     for router in routers.values():
@@ -186,7 +188,10 @@ class FixedRouter(nn.Module):
 
     def __init__(self, family, router, chosen):
         super().__init__()
-        self.family, self.weight, self.bias, self.chosen = family, router.weight, getattr(router, "bias", None), chosen
+        self.family = family
+        self.weight = router.weight
+        self.bias = getattr(router, "bias", None)
+        self.chosen = chosen
 
     def forward(self, x):
         logits = nn.functional.linear(x.reshape(-1, x.shape[-1]), self.weight, self.bias)
@@ -204,7 +209,8 @@ def gradients(model):
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "qwen2_moe", "mixtral", "gpt_oss"])
 def test_gradients_are_those_of_a_model_that_has_no_choice(family):
-    model, reference = make_moe(family), make_moe(family)
+    model = make_moe(family)
+    reference = make_moe(family)
     wanted = other_choices(model)
     with replayed_choices(find_routers(model), wanted, ALL):
         loss_of(model).backward()
@@ -218,7 +224,8 @@ def test_gradients_are_those_of_a_model_that_has_no_choice(family):
 
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_gradient_checkpointing_replays_again(reentrant):
-    model, wanted = make_moe().train(), other_choices(make_moe())
+    model = make_moe().train()
+    wanted = other_choices(make_moe())
     with replayed_choices(find_routers(model), wanted, ALL):
         loss_of(model).backward()
     plain = gradients(model)
@@ -234,7 +241,9 @@ def test_gradient_checkpointing_replays_again(reentrant):
 
 def test_tokens_without_a_recording_route_freely():
     model = make_moe()
-    routers, wanted, free = find_routers(model), other_choices(model), free_choices(model)
+    routers = find_routers(model)
+    wanted = other_choices(model)
+    free = free_choices(model)
     wanted[:, 3:] = -1
     required = wanted[..., 0, 0] >= 0
     with torch.no_grad(), recorded_choices(routers) as choices, replayed_choices(routers, wanted, required):
@@ -245,7 +254,8 @@ def test_tokens_without_a_recording_route_freely():
 
 def test_the_share_of_changed_choices_is_counted_over_required_tokens():
     model = make_moe()
-    wanted, required = free_choices(model), ALL.clone()
+    wanted = free_choices(model)
+    required = ALL.clone()
     # In the last layer, so that nothing else changes: one of two experts, for two required and one other token.
     for row, position in ((0, 1), (2, 6), (1, 4)):
         pair = wanted[row, position, 1]
@@ -260,7 +270,9 @@ def test_the_share_of_changed_choices_is_counted_over_required_tokens():
 
 def test_a_batch_in_parts_gets_the_recording_of_its_rows():
     model = make_moe()
-    routers, wanted, ids = find_routers(model), other_choices(model), tokens()
+    routers = find_routers(model)
+    wanted = other_choices(model)
+    ids = tokens()
     with torch.no_grad(), replayed_choices(routers, wanted, ALL) as report, recorded_choices(routers) as choices:
         for part in (ids[:2], ids[2:], ids[:1], ids[1:2], ids[2:]):
             model(part)
@@ -282,7 +294,8 @@ def test_missing_choices_are_an_error_with_numbers():
 
 def test_passes_that_do_not_fit_the_recording():
     model = make_moe()
-    routers, wanted = find_routers(model), other_choices(model)
+    routers = find_routers(model)
+    wanted = other_choices(model)
     for ids, message in (
         (tokens(batch=4), "got 28 tokens where 3 sequences of 7 are left"),
         (tokens(length=6), "got 18 tokens"),

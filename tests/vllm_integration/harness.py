@@ -121,7 +121,8 @@ def in_float32(replace: Callable[[Any, str, Any], None] = setattr) -> None:
     """Have TRL start vLLM in float32: it says no dtype, and float32 checkpoints are computed in bfloat16."""
     import trl.generation.vllm_generation as generation
 
-    make, options = generation.LLM, {"dtype": "float32", "enforce_eager": True, "disable_log_stats": True}
+    make = generation.LLM
+    options = {"dtype": "float32", "enforce_eager": True, "disable_log_stats": True}
     replace(generation, "LLM", lambda **given: make(**{**given, **options}))
 
 

@@ -85,7 +85,8 @@ def add_mxfp4_kernels() -> None:
         nvfp4_experts.CompressedTensorsW4A4Nvfp4MoEMethod,
         modelopt.ModelOptNvFp4FusedMoE,
     ):
-        method.process_weights_after_loading, method.apply = _decode_experts, _apply_experts
+        method.process_weights_after_loading = _decode_experts
+        method.apply = _apply_experts
     for module in (nvfp4, modelopt):
         module.init_nvfp4_linear_kernel = lambda use_a16: DecodingNvFp4Kernel(NvFp4LinearLayerConfig())
     for method in (nvfp4_experts.CompressedTensorsW4A4Nvfp4MoEMethod, modelopt.ModelOptNvFp4FusedMoE):
@@ -143,7 +144,8 @@ def _decode_experts(self, layer):
     """``w13`` and ``w2`` of all experts, from codes and scales ``[E, N, ...]``."""
     for own in ("w13", "w2"):
         name = f"{own}_weight" if hasattr(layer, f"{own}_weight") else f"{own}_weight_packed"
-        codes, scales = getattr(layer, name).data, getattr(layer, f"{own}_weight_scale").data
+        codes = getattr(layer, name).data
+        scales = getattr(layer, f"{own}_weight_scale").data
         divisor, factor = (getattr(layer, f"{own}_weight_{end}", None) for end in ("global_scale", "scale_2"))
         if divisor is None and factor is None:
             values = decode_mxfp4(codes, scales)
@@ -175,7 +177,8 @@ def _activation(layer, hidden):
         gate, up = hidden.chunk(2, dim=-1)
         return torch.nn.functional.silu(gate) * up
     assert layer.activation == MoEActivation.SWIGLUOAI
-    gate, up = hidden[:, ::2].clamp(max=7.0), hidden[:, 1::2].clamp(-7.0, 7.0)
+    gate = hidden[:, ::2].clamp(max=7.0)
+    up = hidden[:, 1::2].clamp(-7.0, 7.0)
     return (up + 1) * gate * torch.sigmoid(1.702 * gate)
 
 

@@ -33,8 +33,10 @@ class Server:
     """A `vllm serve` of the checkpoint in ``folder``; a context manager that ends it. It writes into ``work``."""
 
     def __init__(self, folder: Path, work: Path, *options: str, port: int | None = None):
-        self.port, self.work = port or free_port(), work
-        self.url, self._log = f"http://127.0.0.1:{self.port}", work / f"server-{len(list(work.iterdir()))}.log"
+        self.port = port or free_port()
+        self.work = work
+        self.url = f"http://127.0.0.1:{self.port}"
+        self._log = work / f"server-{len(list(work.iterdir()))}.log"
         command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(folder), *OPTIONS]
         command += ["--port", str(self.port), *options]
         with self._log.open("w") as log:

@@ -115,7 +115,8 @@ def test_w4a4_has_quantized_inputs(tmp_path, mode, family, settings, scheme):
     )
     expected = model_logprobs(model)
     found, methods = served(tmp_path)
-    difference, typical = (found - expected).abs(), (model_logprobs(weights_only) - expected).abs().median()
+    difference = (found - expected).abs()
+    typical = (model_logprobs(weights_only) - expected).abs().median()
     assert ("MXFP4RLExpertsMethod" in methods) == (family in EXPERTS)
     assert difference.median() < 0.02 * typical, (difference.median(), typical)
 

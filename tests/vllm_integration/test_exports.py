@@ -31,7 +31,9 @@ EXPERTS_ALONE = {"modules_to_not_convert": ["experts", "lm_head"]}
 ATTENTION_ALONE = {"modules_to_not_convert": ["self_attn", "lm_head"]}
 MANTISSAS = {"scale_rule": "even", "macro_block": 128, "macro_search": "block_mantissas"}
 EVEN = {"scale_rule": "even", "macro_block": None}
-CT, QUARK, NVFP4 = ("compressed-tensors", {}), ("quark", {}), ("nvfp4", {})
+CT = ("compressed-tensors", {})
+QUARK = ("quark", {})
+NVFP4 = ("nvfp4", {})
 #: What is exported: family, format, options of the export; and what of vLLM reads it.
 ROWS = {
     "bf16": ("qwen2", "bf16", {}, "UnquantizedLinearMethod"),

@@ -63,7 +63,8 @@ def assert_same_values(inside, model, scheme):
 def test_codes_full_precision_and_reloading_write_in_place(tmp_path):
     first, _ = packed(tmp_path / "first")
     other, full = packed(tmp_path / "other", seed=1)
-    scheme, expected = other.config.quantization_config.weight_scheme, model_logprobs(other)
+    scheme = other.config.quantization_config.weight_scheme
+    expected = model_logprobs(other)
     with engine(tmp_path / "first" / "saved") as llm:
         model = served_model(llm)
         before = addresses(model)
@@ -90,7 +91,8 @@ def test_pushed_codes_are_multiplied_on_fp8_cores(tmp_path, preset):
     scheme = {"preset": preset, "macro_search": "block_mantissas_fp8", "backend": "eager", "matmul_backend": "fp8"}
     packed(tmp_path / "first", **scheme)
     other, full = packed(tmp_path / "other", seed=1, **scheme)
-    expected, typical = model_logprobs(other), (model_logprobs(other) - model_logprobs(full)).abs().median()
+    expected = model_logprobs(other)
+    typical = (model_logprobs(other) - model_logprobs(full)).abs().median()
     with engine(tmp_path / "first" / "saved") as llm:
         model = served_model(llm)
         push(model, other.state_dict())
@@ -105,7 +107,8 @@ def test_pushed_codes_are_multiplied_on_fp8_cores(tmp_path, preset):
 @pytest.mark.parametrize("preset", ["w4a16", "w4a4"])
 def test_adapters_beside_packed_weights(tmp_path, preset):
     policy, _ = packed(tmp_path, preset=preset)
-    plain, saved = model_logprobs(policy), policy.state_dict()
+    plain = model_logprobs(policy)
+    saved = policy.state_dict()
     adapted, tensors = with_adapters(policy)
     expected = model_logprobs(adapted)
     assert (expected - plain).abs().max() > 0.05
@@ -177,7 +180,8 @@ def test_experts_are_written_in_place(tmp_path, family):
     """Codes as they are, and 16-bit weights quantized as they come, by themselves and through vLLM's reloading."""
     packed(tmp_path / "first", family, preset="w4a16")
     second, plain = packed(tmp_path / "second", family, seed=1, preset="w4a16")
-    expected, saved = model_logprobs(second), tmp_path / "second" / "saved"
+    expected = model_logprobs(second)
+    saved = tmp_path / "second" / "saved"
     with engine(tmp_path / "first" / "saved") as llm:
         first = load_file(tmp_path / "first" / "saved" / "model.safetensors")
         places = [parameter.data_ptr() for layer in expert_layers(llm) for parameter in layer.parameters()]
@@ -197,7 +201,8 @@ def test_experts_are_written_in_place(tmp_path, family):
 def test_dense_weights_take_codes_and_full_precision(tmp_path, family):
     first, _ = packed(tmp_path / "first", family, settings={"weights": "dense"}, preset="w4a16")
     second, full = packed(tmp_path / "second", family, seed=1, preset="w4a16")
-    expected, unquantized = model_logprobs(second), model_logprobs(full)
+    expected = model_logprobs(second)
+    unquantized = model_logprobs(full)
     assert (expected - unquantized).abs().max() > 0.05
     with engine(tmp_path / "first" / "saved") as llm:
         model = served_model(llm)

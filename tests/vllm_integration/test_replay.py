@@ -44,7 +44,8 @@ OPTIONS = {"router_replay": True, "aqn": False, "max_steps": 4, "num_iterations"
 def watched(trainer) -> dict[str, list]:
     """What vLLM returns, ``[tokens, layers, k]`` of each sequence, and whether training routes as its batch says."""
     found = {"returned": [], "recorded": [], "as_recorded": [], "covered": []}
-    llm, compute = trainer.vllm_generation.llm, trainer._compute_loss
+    llm = trainer.vllm_generation.llm
+    compute = trainer._compute_loss
     generate = llm.generate
 
     def generated(*args, **kwargs):
@@ -65,7 +66,8 @@ def watched(trainer) -> dict[str, list]:
         found["recorded"].append(rows)
         return loss
 
-    llm.generate, trainer._compute_loss = generated, computed
+    llm.generate = generated
+    trainer._compute_loss = computed
     return found
 
 

@@ -77,10 +77,12 @@ def trainer_on(server, folder, tmp_path, *, preset=SCHEME["preset"], **options):
 def differing(server, policy):
     """Names of the tensors that the server has otherwise than the policy: codes and scales of quantized layers, all
     others as they are. vLLM pads the vocabulary."""
-    matrices, expected = list(trainable_matrices(policy)), {}
+    matrices = list(trainable_matrices(policy))
+    expected = {}
     assert len(matrices) == 14
     for matrix in matrices:
-        name, masters = plain_name(matrix.full_name), getattr(matrix.layer, matrix.parameter)
+        name = plain_name(matrix.full_name)
+        masters = getattr(matrix.layer, matrix.parameter)
         expected.update({f"{name}{suffix}": part for suffix, part in matrix.packed_values(masters).items()})
     quantized = {plain_name(matrix.full_name) for matrix in matrices}
     plain = {plain_name(name): value.detach() for name, value in policy.named_parameters() if "lora_" not in name}
@@ -94,10 +96,12 @@ def test_the_server_has_the_weights_of_the_policy_and_its_noise(served, folder, 
     """Constant noise has two stages, the first without; evaluations have none."""
     noise = {"aqn_sigma_start": 0.02, "aqn_sigma_end": 0.02, "aqn_num_stages": 2}
     trainer = trainer_on(served, folder, tmp_path, eval_dataset=prompts(), **noise)
-    policy, client = trainer.model, trainer.vllm_generation.vllm_client
+    policy = trainer.model
+    client = trainer.vllm_generation.vllm_client
     assert "vLLM samples with" not in caplog.text  # a warning of another scheme
     norms = {name for name, _ in policy.named_parameters() if "norm" in name}
-    seen, sample = [], client.generate
+    seen = []
+    sample = client.generate
 
     def looking(*arguments, **options):
         change = served.weights()["model.norm.weight"] - policy.model.norm.weight.detach()

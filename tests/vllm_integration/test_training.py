@@ -68,7 +68,8 @@ class Look:
 
 def looked_at(trainer):
     """The list of a [`Look`] before each generation of a run, which is to be filled."""
-    engine, looks = trainer.vllm_generation, []
+    engine = trainer.vllm_generation
+    looks = []
     generate = engine.generate
 
     def looking(*arguments, **options):
@@ -81,12 +82,14 @@ def looked_at(trainer):
 
 @torch.no_grad()
 def look(trainer):
-    found, inside = Look(trainer.model.training), weights_inside(trainer)
+    found = Look(trainer.model.training)
+    inside = weights_inside(trainer)
     plain = {plain_name(name): parameter for name, parameter in trainer.model.named_parameters()}
     changes = [inside[name] - value for name, value in plain.items() if name.endswith("norm.weight")]
     found.noise = torch.cat(changes).std().item()
     expected = policy(trainer.model)
-    found.n_compared, found.wrong = len(expected), [n for n, v in expected.items() if not torch.equal(inside[n], v)]
+    found.n_compared = len(expected)
+    found.wrong = [n for n, v in expected.items() if not torch.equal(inside[n], v)]
     return found
 
 
@@ -95,7 +98,8 @@ def policy(model):
     names that vLLM has for them."""
     found = {}
     for matrix in trainable_matrices(model):
-        name, master = plain_name(matrix.full_name), getattr(matrix.layer, matrix.parameter)
+        name = plain_name(matrix.full_name)
+        master = getattr(matrix.layer, matrix.parameter)
         if matrix.expert in (None, 0):
             found.update({f"{name}{suffix}": value for suffix, value in matrix.packed_values(master).items()})
     for full_name, layer in model.named_modules():
@@ -103,7 +107,8 @@ def policy(model):
             found.update({f"{plain_name(full_name)}.{own}": p for own, p in layer.named_parameters() if own != "bias"})
         if full_name.endswith(("self_attn", "mlp")) and model is not layer and hasattr(model, "peft_config"):
             name, parts = ("qkv_proj", "qkv") if full_name.endswith("attn") else ("gate_up_proj", ("gate", "up"))
-            layers, prefix = [getattr(layer, f"{part}_proj") for part in parts], f"{plain_name(full_name)}.{name}"
+            layers = [getattr(layer, f"{part}_proj") for part in parts]
+            prefix = f"{plain_name(full_name)}.{name}"
             found[f"{prefix}.lora_A.weight"] = torch.cat([part.lora_A["default"].weight for part in layers])
             scaled = [part.lora_B["default"].weight * part.scaling["default"] for part in layers]
             found[f"{prefix}.lora_B.weight"] = torch.cat(scaled)
@@ -121,7 +126,8 @@ def weights_inside(trainer):
 @pytest.fixture
 def differences(monkeypatch):
     """Absolute differences of the log-probabilities of all sampled tokens, in vLLM and in training."""
-    found, add = [], correction.MismatchSums.add
+    found = []
+    add = correction.MismatchSums.add
 
     def recorded(self, log_ratio, mask, *limits):
         found.extend(log_ratio[mask.bool()].abs().tolist())

@@ -28,7 +28,8 @@ _PATTERNS = ("rank_pattern", "alpha_pattern")
 #: Options of `LoraConfig` that say which layers get adapters, and of what size.
 TARGETS = ("target_modules", "target_parameters", *_PATTERNS)
 #: What the projections of experts can be called, the first one of the forward pass before the last.
-_FIRST, _LAST = ("gate_up_proj", "up_proj"), ("down_proj",)
+_FIRST = ("gate_up_proj", "up_proj")
+_LAST = ("down_proj",)
 
 
 def quantized_experts(model: nn.Module) -> dict[str, MXFP4Experts | MXFP4PackedExperts]:
@@ -45,7 +46,8 @@ def target_experts(config: LoraConfig, given: dict[str, Any], model: nn.Module) 
         given: the options [`TARGETS`] before PEFT converted the names of single experts' linear layers. PEFT drops
             linear layers of the same names, as shared experts have: these are put back.
     """
-    experts, targets = quantized_experts(model), given["target_modules"]
+    experts = quantized_experts(model)
+    targets = given["target_modules"]
     if not experts:
         return
     if targets is None:
@@ -127,7 +129,8 @@ def with_peft_layout(state_dict: dict[str, torch.Tensor]) -> dict[str, torch.Ten
     for key, tensor in state_dict.items():
         owner, _, projection = key.rpartition(".")
         if owner.endswith((".lora_A", ".lora_B")) and projection in _FIRST + _LAST:
-            module, side = owner[: -len(".lora_A")], owner[-1]
+            module = owner[: -len(".lora_A")]
+            side = owner[-1]
             inner = ".base_layer" if projection in _FIRST else ""
             key, tensor = f"{module}{inner}.lora_{side}.weight", _flat(side, tensor)
         result[key] = tensor

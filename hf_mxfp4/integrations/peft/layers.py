@@ -111,7 +111,8 @@ class ExpertParameter(Merges):
 
     def expert_factors(self, adapter: str) -> tuple[torch.Tensor, torch.Tensor]:
         """Return ``A`` ``[experts, r, K]`` and ``B`` ``[experts, N, r]`` of an adapter, views of PEFT's parameters."""
-        a, b = self.lora_A[adapter].weight, self.lora_B[adapter].weight
+        a = self.lora_A[adapter].weight
+        b = self.lora_B[adapter].weight
         return a.view(self.num_experts, -1, a.shape[1]), b.view(b.shape[0], -1, self.num_experts).permute(2, 0, 1)
 
     def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
@@ -122,7 +123,8 @@ class ExpertParameter(Merges):
     def _added(self, result: torch.Tensor, x: torch.Tensor, groups: Groups) -> torch.Tensor:
         """Add ``s B_e A_e x`` of the active adapters, for the rows of expert ``e``, to ``result`` ``[S, N]``, for rows
         ``x`` ``[S, K]`` in full precision, sorted by expert."""
-        total, linear = result, compiled_linear if torch.compiler.is_compiling() else quantized_linear
+        total = result
+        linear = compiled_linear if torch.compiler.is_compiling() else quantized_linear
         for name in self.active_here():
             a, b = self.expert_factors(name)
             inner = linear(self.lora_dropout[name](self._cast_input_dtype(x, a.dtype)), a, None, groups=groups)
@@ -172,7 +174,8 @@ class MXFP4LoraPackedExpertParameter(ExpertParameter, MergesIntoPacked, ParamWra
     def get_param(self) -> torch.Tensor:
         """Return the parameter; of a packed weight, of which PEFT reads shape, dtype and device, a tensor without
         memory of its own that has those of the full-precision weight."""
-        base, parameter = self.get_base_layer(), super().get_param()
+        base = self.get_base_layer()
+        parameter = super().get_param()
         if not isinstance(base, PACKED) or not self.is_on_weight:
             return parameter
         experts, rows, columns = base.weight_size(self.parameter_name)

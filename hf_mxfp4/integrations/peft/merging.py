@@ -105,7 +105,8 @@ class MergesIntoPacked(Merges):
         Raises `ValueError`, and changes nothing, for weights that are not here in full and, with ``safe_merge``, for
         sums that are not finite.
         """
-        base, names = self.get_base_layer(), self._names_to_merge(adapter_names)
+        base = self.get_base_layer()
+        names = self._names_to_merge(adapter_names)
         if not names:
             return
         if not isinstance(base, PACKED):  # it was dequantized, to be merged in full precision
@@ -127,7 +128,8 @@ class MergesIntoPacked(Merges):
             self._unmerged = {name: getattr(base, name) for name in merged}
         for name, tensor in merged.items():
             setattr(base, name, nn.Parameter(tensor, requires_grad=False))
-        self.merged_adapters, self.merge_error = names, MergeError.summed(errors)
+        self.merged_adapters = names
+        self.merge_error = MergeError.summed(errors)
 
     @torch.no_grad()
     def sum_at(self, place: tuple, names: list[str]) -> tuple[torch.Tensor, torch.Tensor]:

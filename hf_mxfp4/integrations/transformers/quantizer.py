@@ -115,7 +115,8 @@ class MXFP4RLQuantizer(HfQuantizer):
     def _choose_layers(self, model: nn.Module, tensors: Mapping[str, StoredTensor]) -> dict[str, str]:
         """Return why layers stay in full precision, and note it in the config, by the names in ``model``."""
         config = self.quantization_config
-        given, record = config.modules_to_not_convert or (), config.full_precision
+        given = config.modules_to_not_convert or ()
+        record = config.full_precision
         unknown = unknown_names(model, (*given, *(record or ())))
         names = FileNames(model, tensors if self.pre_quantized or record is not None or unknown else {})
         if unknown:
@@ -149,8 +150,12 @@ class MXFP4RLQuantizer(HfQuantizer):
 
     def attach(self, model, skipped: Mapping[str, str], energies: list[ErrorEnergy]) -> None:
         """Make this the quantizer of a model whose layers were swapped by hand."""
-        self._skipped, self._loads, self.error_energies = dict(skipped), False, energies
-        model.hf_quantizer, model.is_quantized, model.quantization_method = self, True, QUANT_METHOD
+        self._skipped = dict(skipped)
+        self._loads = False
+        self.error_energies = energies
+        model.hf_quantizer = self
+        model.is_quantized = True
+        model.quantization_method = QUANT_METHOD
         self.postprocess_model(model)
 
     def _process_model_after_weight_loading(self, model, **kwargs):
@@ -316,7 +321,8 @@ def pack(model: nn.Module, config: MXFP4RLConfig | None = None) -> nn.Module:
         modules = model.named_modules(remove_duplicate=False)
         layers = {name: module for name, module in modules if isinstance(module, TRAINABLE)}
         report = getattr(model, "quantization_report", None)
-        skipped, kept = {} if report is None else report.skip_reasons, trained.full_precision
+        skipped = {} if report is None else report.skip_reasons
+        kept = trained.full_precision
     with progress_bar(total=len(layers), what="Packing weights", delay=2) as bar:
         swap.swap_layers(model, layers, make)
     MXFP4RLQuantizer(config.keeping(kept), pre_quantized=True).attach(model, skipped, energies)

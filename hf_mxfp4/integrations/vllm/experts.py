@@ -57,7 +57,9 @@ class _FromOurCheckpoint(Mixin):
 
     def __init__(self, moe: Any, scheme: MXFP4RLConfig, expected: ExpectedLayers, target: ExpertsTarget):
         super().__init__(moe)
-        self.scheme, self.expected, self.target = scheme, expected, target
+        self.scheme = scheme
+        self.expected = expected
+        self.target = target
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
         """Raise `ValueError` unless both projections came, all of them, through the plugin."""
@@ -87,8 +89,11 @@ class MXFP4RLExpertsMethod(_FromOurCheckpoint, FusedMoEMethodBase):
         **extra_weight_attrs: Any,
     ) -> None:
         """Make parameters. Raises `ValueError` where tensor parallelism cuts a block, or no kernel reads the scheme."""
-        target, weights, inputs = self.target, self.scheme.weight_scheme, self.scheme.activation_scheme
-        columns, schemes = target.sizes["down_proj"][1], (weights if target.is_packed else None, inputs)
+        target = self.target
+        weights = self.scheme.weight_scheme
+        inputs = self.scheme.activation_scheme
+        columns = target.sizes["down_proj"][1]
+        schemes = (weights if target.is_packed else None, inputs)
         sizes = columns // target.size, columns
         check_share(f"{target.name}.down_proj", *sizes, schemes, "enable_expert_parallel=True")
         if target.is_packed:
@@ -96,9 +101,11 @@ class MXFP4RLExpertsMethod(_FromOurCheckpoint, FusedMoEMethodBase):
         self._names = []
         for projection, (rows, columns) in target.own_sizes().items():
             shapes: dict[str, tuple[int, ...]] = {"weight": (rows, columns)}
-            dtype, attributes = params_dtype, extra_weight_attrs
+            dtype = params_dtype
+            attributes = extra_weight_attrs
             if target.is_packed:
-                dtype, attributes = torch.uint8, {"weight_loader": MethodType(write, layer)}
+                dtype = torch.uint8
+                attributes = {"weight_loader": MethodType(write, layer)}
                 shapes = packed_shapes(rows, columns, weights)
             self._names.append([parameter_name(projection, part) for part in shapes])
             for name, shape in zip(self._names[-1], shapes.values(), strict=True):
@@ -128,8 +135,10 @@ def _register(layer: Any, name: str, shape: tuple[int, ...], dtype: torch.dtype,
 
 
 def _target(layer: Any, scheme: MXFP4RLConfig, name: str) -> ExpertsTarget:
-    moe, parallel = layer.moe_config, layer.moe_config.moe_parallel_config
-    columns, is_own = moe.intermediate_size, layer.expert_map_manager.is_local_expert
+    moe = layer.moe_config
+    parallel = moe.moe_parallel_config
+    columns = moe.intermediate_size
+    is_own = layer.expert_map_manager.is_local_expert
     sizes = {"gate_up_proj": (2 * columns, moe.hidden_dim), "down_proj": (moe.hidden_dim, columns)}
     share = parallel.tp_rank, parallel.tp_size, moe.activation.value in INTERLEAVED
     own = tuple(filter(is_own, range(moe.num_experts)))
@@ -139,7 +148,8 @@ def _target(layer: Any, scheme: MXFP4RLConfig, name: str) -> ExpertsTarget:
 def _check_supported(layer: Any, name: str) -> None:
     """Raise `ValueError` for experts that [`experts_operator`] would compute otherwise than vLLM."""
     moe = layer.moe_config
-    parallel, lora = moe.moe_parallel_config, get_current_vllm_config().lora_config
+    parallel = moe.moe_parallel_config
+    lora = get_current_vllm_config().lora_config
     reason = None
     if moe.activation.value not in ACTIVATIONS:
         reason = f"their activation is {moe.activation.value!r}; known are {', '.join(ACTIVATIONS)}"
@@ -183,7 +193,8 @@ def _swiglu(states: torch.Tensor) -> torch.Tensor:
 
 def _swiglu_oai(states: torch.Tensor) -> torch.Tensor:
     """gpt-oss: gate and up columns alternate, and both are clamped."""
-    gate, up = states[..., ::2].clamp(max=7.0), states[..., 1::2].clamp(min=-7.0, max=7.0)
+    gate = states[..., ::2].clamp(max=7.0)
+    up = states[..., 1::2].clamp(min=-7.0, max=7.0)
     return (up + 1) * (gate * torch.sigmoid(gate * 1.702))
 
 
@@ -226,7 +237,8 @@ def experts_operator(
     n_tokens, k = topk_ids.shape
     ids, order, groups = _sorted(topk_ids.reshape(-1), expert_map, len(gate_up[0]))
     elsewhere = None if expert_map is None else (ids == groups.n_experts).unsqueeze(-1)
-    weights, inputs = read_scheme(weight_scheme) if weight_scheme else None, read_input_scheme(input_scheme)
+    weights = read_scheme(weight_scheme) if weight_scheme else None
+    inputs = read_input_scheme(input_scheme)
 
     def project(states: torch.Tensor, weight: list[torch.Tensor], own: list[torch.Tensor]) -> torch.Tensor:
         bias = own[0].to(x.dtype) if own else None

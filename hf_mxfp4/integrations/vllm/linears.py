@@ -81,7 +81,10 @@ class _FromOurCheckpoint(Mixin):
 
     def __init__(self, scheme: MXFP4RLConfig, name: str, expected: ExpectedLayers, parts: list[str]):
         super().__init__()
-        self.scheme, self.name, self.expected, self.parts = scheme, name, expected, parts
+        self.scheme = scheme
+        self.name = name
+        self.expected = expected
+        self.parts = parts
         self._names = packed_shapes(1, BLOCK_SIZE, scheme.weight_scheme).keys()
         self._inputs = str(scheme.activation_scheme or "")
 
@@ -107,8 +110,10 @@ class MXFP4RLLinearMethod(_FromOurCheckpoint, LinearMethodBase):
     ) -> None:
         """Make uint8 parameters of the shapes on disk, or of this process's share of the columns. Raises `ValueError`
         when a share would cut what is quantized together."""
-        weights, loader = self.scheme.weight_scheme, extra_weight_attrs["weight_loader"]
-        rotation, schemes = self.scheme.weight_rotation, (weights, self.scheme.activation_scheme)
+        weights = self.scheme.weight_scheme
+        loader = extra_weight_attrs["weight_loader"]
+        rotation = self.scheme.weight_rotation
+        schemes = (weights, self.scheme.activation_scheme)
         check_rotation(self.name, input_size, rotation)
         unit = BLOCK_SIZE if rotation is None else rotation.size
         check_share(self.name, input_size_per_partition, input_size, schemes, "tensor_parallel_size=1", unit)
@@ -164,7 +169,9 @@ class _Factor(nn.Module):
     def __init__(self, layer: nn.Module, name: str, rank: int, shape: tuple[int, int], dtype: torch.dtype):
         super().__init__()
         # vLLM's reloading remembers parameters with their loaders, for as long as the module of these loaders lives.
-        self._layer, self._name, self._rank = weakref.ref(layer), name, rank
+        self._layer = weakref.ref(layer)
+        self._name = name
+        self._rank = rank
         self.weight = nn.Parameter(torch.zeros(shape, dtype=dtype), requires_grad=False)
         self.weight.weight_loader = self.load
 
@@ -234,7 +241,9 @@ def make_room(
 
 def add_adapters(y: torch.Tensor, x: torch.Tensor, layer: nn.Module) -> torch.Tensor:
     """Return ``y`` ``[..., N]`` with what the adapters of ``layer`` add to it for inputs ``x`` ``[..., K]``."""
-    inner, up, rows = F.linear(x, layer.lora_A.weight), layer.lora_B.weight, layer.mxfp4_adapter_rows
+    inner = F.linear(x, layer.lora_A.weight)
+    up = layer.lora_B.weight
+    rows = layer.mxfp4_adapter_rows
     if len(rows) == 1:
         return y + F.linear(inner, up)
     parts = zip(inner.chunk(len(rows), dim=-1), up.split(rows), strict=True)

@@ -26,7 +26,8 @@ class ConvertingMapper(WeightsMapper):
 
     def __init__(self, convert: Callable[[Weights], Weights], others: WeightsMapper | None = None):
         super().__init__()
-        self.convert, self.others = convert, others or WeightsMapper()
+        self.convert = convert
+        self.others = others or WeightsMapper()
 
     def __or__(self, other: WeightsMapper) -> "ConvertingMapper":
         return ConvertingMapper(self.convert, self.others | other)
@@ -64,7 +65,8 @@ class MXFP4RLVLLMConfig(QuantizationConfig):
                 f"{SETTINGS_KEY}.weights={settings.weights!r}: weights that were rotated before they were packed "
                 f"({scheme.weight_rotation}) can only be kept as they are stored; use 'packed'"
             )
-        self.scheme, self.settings = scheme, settings
+        self.scheme = scheme
+        self.settings = settings
         self.expected = ExpectedLayers(settings)
 
     def __repr__(self) -> str:
@@ -97,7 +99,8 @@ class MXFP4RLVLLMConfig(QuantizationConfig):
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> Any:
         expected = self.expected
         # vLLM's, while it makes layers.
-        expected.device, expected.dtype = torch.get_default_device(), torch.get_default_dtype()
+        expected.device = torch.get_default_device()
+        expected.dtype = torch.get_default_dtype()
         if isinstance(layer, LinearBase):
             if self._skips(prefix):
                 return UnquantizedLinearMethod()
@@ -141,7 +144,8 @@ class MXFP4RLVLLMConfig(QuantizationConfig):
 
     def _skips(self, prefix: str) -> bool:
         """Return whether the layers that vLLM has joined under ``prefix`` are in full precision; they must agree."""
-        names, given = self._parts(prefix), list(self.scheme.modules_to_not_convert or ())
+        names = self._parts(prefix)
+        given = list(self.scheme.modules_to_not_convert or ())
         kept = tuple(f"{name}." for name in self.scheme.full_precision or ())
         patterns = NamePatterns((*ALWAYS_SKIPPED, *given))
         skipped = {f"{name}.".startswith(kept) or patterns.match(name) for name in names}

@@ -209,7 +209,8 @@ class WeightConverter:
     packed tensors of other shapes than the scheme's, and for adapters without room."""
 
     def __init__(self, scheme: MXFP4RLConfig, expected: ExpectedLayers):
-        self.scheme, self.expected = scheme, expected
+        self.scheme = scheme
+        self.expected = expected
 
     def __call__(self, weights: Weights) -> Iterator[tuple[str, torch.Tensor]]:
         for name, tensor in weights:
@@ -278,7 +279,8 @@ class WeightConverter:
         return [(f"{name}.{part}", _done(value)) for part, value in packed.items()]
 
     def _dequantized(self, owner: str, name: str, part: str, tensor: torch.Tensor) -> Weights:
-        parts, scheme = self.expected.pending.setdefault(owner, {}), self.scheme.weight_scheme
+        parts = self.expected.pending.setdefault(owner, {})
+        scheme = self.scheme.weight_scheme
         parts[part] = tensor
         if not parts.keys() >= packed_shapes(1, BLOCK_SIZE, scheme).keys():
             return []
