@@ -273,14 +273,15 @@ def kept_tensors(layer: MXFP4Linear, form: str) -> list[torch.Tensor]:
 @pytest.mark.parametrize("form", ["dense", "packed"])
 def test_quantized_weights_keep_their_address_from_step_to_step(form, backend):
     layer = make_layer(MXFP4RLConfig(backend=backend))
-    cache, addresses = WeightCache(layer, form=form), []
+    cache, kept = WeightCache(layer, form=form), []  # no other tensor gets the address of one that is alive
     for _ in range(3):
         with cache.open():
             found = layer(X).detach()
-            addresses.append([tensor.data_ptr() for tensor in kept_tensors(layer, form)])
+            kept.append(kept_tensors(layer, form))
         assert torch.equal(found, make_new(layer)(X))
         cache.clear()
         layer.weight.data.mul_(1.5)
+    addresses = [[tensor.data_ptr() for tensor in tensors] for tensors in kept]
     assert addresses[0] == addresses[1] == addresses[2]
 
 

@@ -3,6 +3,7 @@
 writes weights between two steps."""
 
 import functools
+import weakref
 
 import pytest
 import torch
@@ -12,8 +13,9 @@ from peft import LoraConfig
 from same_bits import assert_same, tensors_in, weights
 from transformers import TrainerCallback
 
-from hf_mxfp4 import MXFP4RLConfig
+from hf_mxfp4 import MXFP4Linear, MXFP4RLConfig
 from hf_mxfp4.integrations.transformers.swap import quantize_linears
+from hf_mxfp4.ops import weight_operand
 
 
 #: Four micro-batches of two sequences, of two groups.
@@ -66,6 +68,19 @@ def test_once_per_optimizer_step(build, tmp_path, name):
         found[form] = ended(trainer)
     assert_same(found["auto"], found["none"])
     assert_same(found.get("packed", found["none"]), found["none"])
+
+
+def test_quantized_weights_stay_in_their_memory_until_training_ends(build, tmp_path):
+    trainer = build(step_weights="dense", output_dir=str(tmp_path), **ACCUMULATED)
+    layer = next(module for module in trainer.model.modules() if isinstance(module, MXFP4Linear))
+    kept = []  # so that no other tensor gets the address of one of them
+    layer.register_forward_hook(lambda *_: kept.append(weight_operand(layer.weight, layer.weight.dtype, layer.state)))
+    trainer.train()
+    assert len(kept) > 2
+    assert len({values.data_ptr() for values in kept}) == 1
+    last = weakref.ref(kept[-1])
+    kept.clear()
+    assert last() is None
 
 
 def test_the_reference_and_the_policy_once_each(build, tmp_path):
