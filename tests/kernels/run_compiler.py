@@ -60,10 +60,11 @@ def to_fp8(x: torch.Tensor, top: torch.Tensor | None = None) -> None:
 
 
 def decode(n_rows: int, length: int, scheme: Scheme, n_experts: int = 0) -> None:
-    experts = (n_experts,) if n_experts else ()
-    packed = Packed.empty(torch.device("cuda"), (*experts, 4096, length), scheme)
+    # So few rows of the weight that several programs share a tile.
+    leading = (n_experts, 1024) if n_experts else (1024,)
+    packed = Packed.empty(torch.device("cuda"), (*leading, length), scheme)
     offsets = matrix(torch.int32, n_experts) if n_experts else None
-    linear_w4a16(matrix(BF16, n_rows, length), packed, length, scheme, matrix(BF16, *experts, 4096), offsets)
+    linear_w4a16(matrix(BF16, n_rows, length), packed, length, scheme, matrix(BF16, *leading), offsets)
 
 
 VARIANTS = {
