@@ -224,7 +224,7 @@ class ModelOptFormat(NVFP4Format):
     def tensors(self, layer: str, shape: LayerShape, packed: Packed) -> dict[str, torch.Tensor]:
         if not shape.is_fused:
             return super().tensors(layer, shape, packed)
-        tensors = super().tensors(layer, replace(shape, experts=None), packed)
+        tensors = super().tensors(layer, replace(shape, experts=None, transposed=False), packed)
         fused = {name.replace(f"{layer}.", f"{layer}_"): tensor for name, tensor in tensors.items()}
         fused[layer] = fused.pop(f"{layer}_weight")
         for name in (layer, f"{layer}_weight_scale"):
