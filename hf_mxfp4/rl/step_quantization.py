@@ -16,7 +16,8 @@ from accelerate import Accelerator
 from torch import nn
 from transformers import TrainerCallback
 
-from ..ops import GemmSpec, WeightCache, gemm_states, weight_quantizations
+from ..layers import TRAINABLE
+from ..ops import WeightCache, weight_quantizations
 from ..utils import warn_of_slow_bfloat16
 from .callbacks import StepMovementCallback
 from .callbacks.run_log import RunLogCallback, run_facts
@@ -41,7 +42,7 @@ class StepQuantization:
         record: Callable[[str, float], None],
     ):
         self._accelerator, self._record = accelerator, record
-        self._is_counted = any(isinstance(state.spec, GemmSpec) for state in gemm_states(model))
+        self._is_counted = any(isinstance(module, TRAINABLE) for module in model.modules())
         self._counts: Counter[str] = Counter()
         self._step: int | None = None
         self._is_training = False
