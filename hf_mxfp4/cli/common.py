@@ -84,8 +84,9 @@ class Command(TyperCommand):
         except RecursionError:
             fail("a file is nested too deeply to be read")
         except KeyboardInterrupt:
-            resumes = self.name in _RESUMABLE
-            kept = "the same command resumes where it stopped" if resumes else "nothing was written"
+            kept = "nothing was written"
+            if self.name in _RESUMABLE:
+                kept = "the same command resumes where it stopped"
             typer.echo(f"\ninterrupted; {kept}", err=True)
             raise typer.Exit(130) from None
 
@@ -116,7 +117,9 @@ def schemes_of(texts: Sequence[str]) -> list[Any]:
 def report_folder(model: str) -> str:
     """Return a folder name for the reports of a model: its hub id, or the last two parts of its path."""
     path = Path(model).expanduser()
-    parts = [part for part in path.resolve().parts[-2:] if part != "/"] if path.exists() else model.split("/")
+    parts = model.split("/")
+    if path.exists():
+        parts = [part for part in path.resolve().parts[-2:] if part != "/"]
     return "--".join(parts) or "model"
 
 

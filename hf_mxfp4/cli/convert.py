@@ -282,6 +282,8 @@ def _show_verification(model: str, found: "checkpoint.Verification") -> None:
     if found.checked and found.unchecked:
         say(f"not compared, without checksums: {', '.join(found.unchecked)}")
     if found.checked:
-        verdict = f"{len(found.problems)} problems" if found.problems else "all as it was written"
+        verdict = "all as it was written"
+        if found.problems:
+            verdict = f"{len(found.problems)} problems"
         size = f"{found.n_tensors} tensors in {len(found.checked)} files, {found.n_bytes / 1e6:.1f} MB"
         say(f"{model}: {size}: {verdict}")

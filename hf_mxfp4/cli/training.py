@@ -157,7 +157,9 @@ def run(
         sys.path[0] = str(Path(name).resolve().parent)
         runpy.run_path(name, run_name="__main__")
     else:
-        kind = "an option of python; -m MODULE is the only one here" if name.startswith("-") else "no such command"
+        kind = "no such command"
+        if name.startswith("-"):
+            kind = "an option of python; -m MODULE is the only one here"
         fail(f"{name!r} is {kind}. Give a console script that is installed here, a Python file, or -m and a module")
 
 

@@ -173,7 +173,9 @@ def _kept_bytes(width: int, spec: GemmSpec | None) -> float:
     MXFP8 for a block."""
     if spec is None or not spec.saves_fp8:
         return _COMPUTE * width
-    return width + 1 if spec.input_scheme is FP8 else width * bits_per_element(spec.input_scheme) / 8
+    if spec.input_scheme is FP8:
+        return width + 1
+    return width * bits_per_element(spec.input_scheme) / 8
 
 
 def plan(sizes: Sizes, setup: Setup) -> dict[str, float]:

@@ -52,7 +52,9 @@ class Selection:
 
     def reason_against(self, name: str) -> str | None:
         """Return why the user does not want the layer of this name; `None` for one that is wanted."""
-        return "--skip" if any(name_matches(name, pattern) for pattern in self.exclude) else None
+        if any(name_matches(name, pattern) for pattern in self.exclude):
+            return "--skip"
+        return None
 
     def decide(self, tensor: StoredTensor) -> int | str | None:
         """Return the axis that blocks run along, or why a tensor is left out; `None` if it is stored quantized."""

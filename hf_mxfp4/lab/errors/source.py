@@ -153,8 +153,11 @@ def open_source(model: str) -> Source:
     if not found:
         other = sorted({file.suffix for file in path.iterdir() if file.suffix in (".bin", ".pt", ".pth", ".gguf")})
         inside = model_inside(path)
-        hint = f"; give {inside}" if inside else ""
-        hint = f"; it has {', '.join(other)} files: convert them to safetensors first" if other else hint
+        hint = ""
+        if other:
+            hint = f"; it has {', '.join(other)} files: convert them to safetensors first"
+        elif inside:
+            hint = f"; give {inside}"
         raise SourceError(f"{model} holds no .safetensors file{hint}")
     if (folder / "adapter_config.json").is_file() and not config:
         raise SourceError(f"{model} holds an adapter, not a model; merge it into its base model first")

@@ -102,8 +102,10 @@ def with_interval(
 
 def t_975(freedom: int) -> float:
     """Return the 97.5 % quantile of Student's t."""
-    # Beyond the table: the normal quantile and the next two terms of its expansion in 1 / freedom.
-    return _T_975[freedom - 1] if freedom <= len(_T_975) else 1.95996 + 2.3723 / freedom + 2.823 / freedom**2
+    if freedom <= len(_T_975):
+        return _T_975[freedom - 1]
+    # The normal quantile and the next two terms of its expansion in 1 / freedom.
+    return 1.95996 + 2.3723 / freedom + 2.823 / freedom**2
 
 
 def ratio_of_sums(sums: Sequence[float], counts: Sequence[int]) -> tuple[float, float | None]:

@@ -123,7 +123,9 @@ class Evaluation:
     @property
     def best(self) -> Row | None:
         """The scheme of the least perplexity, where there are two at least."""
-        return min(self.schemes, key=lambda row: row.nats.value) if len(self.schemes) > 1 else None
+        if len(self.schemes) < 2:
+            return None
+        return min(self.schemes, key=lambda row: row.nats.value)
 
     @property
     def fronts(self) -> dict[str, list[Row]]:

@@ -182,7 +182,9 @@ def _read(text: str, own: MXFP4RLConfig | None) -> MXFP4RLConfig:
         raise
     except (TypeError, ValueError) as error:
         raise SourceError(f"--scheme {text}: {error}; known are {_SPELLINGS}") from error
-    return config if own is None else replace(config, modules_to_not_convert=own.modules_to_not_convert)
+    if own is None:
+        return config
+    return replace(config, modules_to_not_convert=own.modules_to_not_convert)
 
 
 def _scheme_options(text: str, kind: str, rest: str) -> dict[str, Any]:
@@ -191,7 +193,10 @@ def _scheme_options(text: str, kind: str, rest: str) -> dict[str, Any]:
         return {}
     if text in PRESETS:
         return {"preset": text}
-    preset, schemes = (kind, rest) if kind in _OPERANDS else ("w4a4", text)
+    if kind in _OPERANDS:
+        preset, schemes = kind, rest
+    else:
+        preset, schemes = "w4a4", text
     weights, slash, activations = schemes.partition("/")
     fprop = {"weight": str(parse_scheme(weights.replace("-hybrid", "-dynamic")))}
     if fprop["weight"] == NVFP4.value and preset == "w4a4" and not slash:

@@ -252,10 +252,16 @@ def _layers(record: RunRecord) -> Check | None:
     if facts["n_quantized"] == 0:
         return Check("none", "Quantization", "No layer is quantized: this is a run in full precision.")
     n_skipped = facts.get("n_skipped")
-    skipped = f"{n_skipped} left in full precision" if is_number(n_skipped) else "others left alone"
-    names = f" ({', '.join(facts['skipped'])})" if 0 < len(facts.get("skipped") or []) <= 4 else ""
+    skipped = "others left alone"
+    if is_number(n_skipped):
+        skipped = f"{n_skipped} left in full precision"
+    names = ""
+    if 0 < len(facts.get("skipped") or []) <= 4:
+        names = f" ({', '.join(facts['skipped'])})"
     sqnr_db = facts.get("weight_sqnr_db")
-    sqnr = f"; weight SQNR {sqnr_db:.1f} dB at the start" if is_number(sqnr_db) else ""
+    sqnr = ""
+    if is_number(sqnr_db):
+        sqnr = f"; weight SQNR {sqnr_db:.1f} dB at the start"
     return Check("green", "Quantization", f"{facts['n_quantized']} layers in MXFP4, {skipped}{names}{sqnr}.")
 
 

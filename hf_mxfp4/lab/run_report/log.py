@@ -72,7 +72,9 @@ class RunRecord:
         for entry in self.logs:
             if is_number(entry.get("movement/total")):
                 error = entry.get("movement_se/total")
-                movements.append((entry["step"], entry["movement/total"], 2 * error if is_number(error) else 0.0))
+                if not is_number(error):
+                    error = 0.0
+                movements.append((entry["step"], entry["movement/total"], 2 * error))
         return movements
 
     def add(self, entry: dict[str, Any]) -> None:
@@ -104,7 +106,8 @@ UNREADABLE = (ValueError, KeyError, TypeError, AttributeError)
 
 def _score(score: dict[str, Any]) -> dict[str, Any]:
     """Return an accuracy and its number of problems. Raises `ValueError` for numbers that are none."""
-    accuracy, n = float(score["accuracy"]), int(score["n"])
+    accuracy = float(score["accuracy"])
+    n = int(score["n"])
     if not (0 <= accuracy <= 1 and n > 0):
         raise ValueError(f"an accuracy of {accuracy} on {n} problems")
     return {**score, "accuracy": accuracy, "n": n}
@@ -151,7 +154,8 @@ def _read_state(checkpoint: Path) -> RunRecord:
     try:
         state = json.loads(path.read_text(encoding="utf-8"))
         history = [{**entry, "step": int(entry["step"])} for entry in state["log_history"] if "step" in entry]
-        step, max_steps = int(state["global_step"]), int(state["max_steps"])
+        step = int(state["global_step"])
+        max_steps = int(state["max_steps"])
     except FileNotFoundError:
         raise RunLogError(f"{checkpoint} has no {TRAINER_STATE}: saving it was not finished") from None
     except (OSError, *UNREADABLE) as error:
