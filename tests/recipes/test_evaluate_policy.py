@@ -23,7 +23,7 @@ from hf_mxfp4.recipes.tasks import ALPHABET
 from hf_mxfp4.recipes.tasks.tiny_model import build_char_tokenizer
 
 
-SCHEME = MXFP4RLConfig(outlier_fallback=None)
+SCHEME = MXFP4RLConfig()
 
 
 @pytest.fixture(scope="module")
@@ -60,14 +60,15 @@ def n_layers(policy):
     return sum(isinstance(module, QUANTIZED) for module in policy.model.modules())
 
 
-def test_b24_a_policy_is_evaluated_under_its_own_scheme(folders):
-    """73.31 % was reported as W4A4 and was BF16: the scheme comes from the checkpoint, is counted and named."""
-    found = load_policy(folders["policy"])
-    assert about(found, "computed_in", "scheme") == (SCHEME.describe(), SCHEME.describe())
-    assert (*about(found, "n_quantized", "n_skipped"), n_layers(found)) == (14, 1, 14)
-    assert found.description["weight_sqnr_db"] > 10
-    assert torch.equal(logits(found.model), logits(AutoModelForCausalLM.from_pretrained(folders["policy"])))
-    assert not torch.equal(logits(found.model), logits(load_policy(folders["base"]).model))
+def test_a_policy_is_evaluated_under_its_own_scheme(folders):
+    """The scheme comes from the checkpoint, its layers are counted, and the result names it."""
+    policy = load_policy(folders["policy"])
+    assert about(policy, "computed_in", "scheme") == (SCHEME.describe(), SCHEME.describe())
+    assert about(policy, "n_quantized", "n_skipped") == (14, 1)
+    assert n_layers(policy) == 14
+    assert policy.description["weight_sqnr_db"] > 10
+    assert torch.equal(logits(policy.model), logits(AutoModelForCausalLM.from_pretrained(folders["policy"])))
+    assert not torch.equal(logits(policy.model), logits(load_policy(folders["base"]).model))
 
 
 def test_a_folder_without_a_tokenizer_is_refused(folders, tmp_path):
@@ -96,13 +97,11 @@ def test_a_plain_model_that_lacks_a_tensor_is_refused(folders, tmp_path):
 def test_the_control_on_masters_is_full_precision_and_says_so(folders):
     control = load_policy(folders["policy"], control="masters")
     assert torch.equal(logits(control.model), logits(load_policy(folders["base"]).model))
-    found = *about(control, "n_quantized", "weight_sqnr_db", "scheme"), n_layers(control)
-    assert found == (0, None, SCHEME.describe(), 0)
-    (computed_in,) = about(control, "computed_in")
+    assert about(control, "n_quantized", "weight_sqnr_db", "scheme") == (0, None, SCHEME.describe())
+    assert n_layers(control) == 0
+    computed_in = control.description["computed_in"]
     assert computed_in.startswith("CONTROL: full precision on the master weights (float32)")
     assert SCHEME.describe() in computed_in
-    in_16_bits = load_policy(folders["policy"], control="masters", dtype="bfloat16")
-    assert "(bfloat16)" in in_16_bits.description["computed_in"]
 
 
 def test_packed_weights(folders, dense_products):
