@@ -25,10 +25,10 @@ from .common.blocks import (
 from .common.scheme import (
     Packed,
     Scheme,
-    as_stored,
     check_device,
     check_output,
     on,
+    output_bits,
     output_tensor,
     row_bytes,
     scheme_constants,
@@ -115,7 +115,7 @@ def dequantize(
         n_rows, col_tiles = out.numel() // length, triton.cdiv(length, _COLS.value)
         with on(out.device):
             dequantize_kernel[(triton.cdiv(n_rows, _ROWS.value) * col_tiles,)](
-                as_stored(out),
+                output_bits(out),
                 packed.pointers(),
                 n_rows,
                 length,

@@ -18,8 +18,7 @@ import triton
 import triton.language as tl
 
 from .common.blocks import EXPONENT_FIELD, MAGNITUDE_FIELD, NAN_BITS, NAN_BYTE, as_stored, clamp, scale_value, to_float
-from .common.scheme import INTERPRETED, bits, check_device, check_input, check_output, on, output_tensor
-from .common.scheme import as_stored as output
+from .common.scheme import INTERPRETED, bits, check_device, check_input, check_output, on, output_bits, output_tensor
 
 
 # 2**-6, the smallest normal E4M3 number, as float32 bits; and half of 1.5 * 2**23 over the 2**3 steps of a binade.
@@ -205,7 +204,7 @@ def from_fp8(
     if out.numel():
         n_cols = elements.shape[-1]
         n_rows, col_tiles = out.numel() // n_cols, triton.cdiv(n_cols, 512)
-        parts = (elements.contiguous().view(torch.uint8), byte.contiguous(), output(out))
+        parts = (elements.contiguous().view(torch.uint8), byte.contiguous(), output_bits(out))
         constants = {**_tile(4, 512, n_cols), "LARGEST": torch.finfo(dtype).max, "INTERPRETED": INTERPRETED}
         grid = (triton.cdiv(n_rows, constants["ROWS"]) * col_tiles,)
         with on(out.device):

@@ -30,12 +30,12 @@ from .common.scheme import (
     Packed,
     Scheme,
     Side,
-    as_stored,
     bits,
     check_input,
     check_output,
     has_bf16x2,
     on,
+    output_bits,
     output_packed,
     output_tensor,
     row_bytes,
@@ -271,7 +271,7 @@ def _values(
     results = []
     for shape, out in zip(_shapes(x, sides), outputs, strict=True):
         results.append(None if shape is None else output_tensor(out, shape, dtype, x.device))
-    _launch(x, Sides(*map(as_stored, results)), scheme, sides, dtype, packs=False)
+    _launch(x, Sides(*map(output_bits, results)), scheme, sides, dtype, packs=False)
     return results[0], results[1]
 
 

@@ -309,7 +309,7 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view(torch.int16) if tensor.dtype == torch.bfloat16 else tensor
 
 
-def as_stored(tensor: torch.Tensor | None) -> torch.Tensor | None:
+def output_bits(tensor: torch.Tensor | None) -> torch.Tensor | None:
     """Return an output as kernels write it: interpreted, bfloat16 passes as int16 bits."""
     return bits(tensor) if INTERPRETED and tensor is not None else tensor
 

@@ -24,8 +24,7 @@ import triton.language as tl
 from ..common import blocks
 from ..common.arguments import PackedPointers, Partial, WeightConstants
 from ..common.blocks import as_stored, to_float
-from ..common.scheme import BLOCK, INTERPRETED, Packed, Scheme, check_device
-from ..common.scheme import as_stored as stored
+from ..common.scheme import BLOCK, INTERPRETED, Packed, Scheme, check_device, output_bits
 from . import tile
 from .config import STEP, Config, gpu_of, split_steps, tile_config
 from .counters import Counters
@@ -298,7 +297,7 @@ class PackedProduct:
             partial = Partial(sums, self._counters.zeros(tiles, self.device))
         result = out
         if INTERPRETED:
-            x, bias, out = stored(x), stored(bias), stored(out)
+            x, bias, out = output_bits(x), output_bits(bias), output_bits(out)
         # Not `decode_kernel[grid](...)`, which makes a function for each launch.
         decode_kernel.run(
             x,
