@@ -48,15 +48,21 @@ class LinearPlan:
         self.device = device
         self.values = ValueProducts(spec)
         self.fp8 = FP8Products(spec)
-        n, k = (shape[-1], shape[-2]) if spec.transposed else (shape[-2], shape[-1])
-        fprop = (n, spec.padded_length(k))
-        columns = {"fprop": fprop, "dgrad": fprop if spec.reuses_weight else (n, k), "wgrad": (k,)}
+        n, k = shape[-2:]
+        if spec.transposed:
+            n, k = k, n
+        columns: dict[str, Sequence[int]] = {"fprop": (n, spec.padded_length(k)), "dgrad": (n, k), "wgrad": (k,)}
+        if spec.reuses_weight:
+            columns["dgrad"] = columns["fprop"]
         self.fp8_gemms = frozenset(gemm for gemm in columns if self._is_fp8(gemm, columns[gemm]))
-        ways: list[Any] = [self.fp8] if "fprop" in self.fp8_gemms else []
-        ways.append(self.values)
+        ways: list[Any] = [self.values]
+        if "fprop" in self.fp8_gemms:
+            ways.insert(0, self.fp8)
         fp4_ways = self._fp4_ways(shape)
         self.fprop = (*fp4_ways, *ways)
-        self.fprop_with_cache = (*fp4_ways, CodesProducts(spec), *ways) if spec.packs_weight else self.fprop
+        self.fprop_with_cache = self.fprop
+        if spec.packs_weight:
+            self.fprop_with_cache = (*fp4_ways, CodesProducts(spec), *ways)
 
     def _is_fp8(self, gemm: str, columns: Sequence[int]) -> bool:
         spec = self.spec
@@ -81,8 +87,9 @@ class LinearPlan:
         if bias is not None and bias.dtype is not self.dtype:
             bias = bias.to(self.dtype)
         quantized = Input(x, self.dtype, state, groups, weight_needs_grad)
-        # A backward pass takes values of the weight, which are made for this product too.
-        ways = self.fprop if has_backward or state.cache is None else self.fprop_with_cache
+        ways = self.fprop
+        if state.cache is not None and not has_backward:  # which takes values of the weight
+            ways = self.fprop_with_cache
         for way in ways:
             result = way.fprop(quantized, weight, bias)
             if result is not None:

@@ -103,7 +103,10 @@ class ValueProducts:
         left = quantized
         if left is None:
             left = gradient_operand(grad, product, "wgrad", "grad", self.spec, rng, dtype)
-        columns = x.transposed().values(dtype, self.spec.backend) if isinstance(x, FP8Operand) else x.t()
+        if isinstance(x, FP8Operand):
+            columns = x.transposed().values(dtype, self.spec.backend)
+        else:
+            columns = x.t()
         right = gradient_operand(columns, product, "wgrad", "x", self.spec, rng, dtype)
         return self._multiply("wgrad", left, right)
 
@@ -117,7 +120,7 @@ class ValueProducts:
     ) -> torch.Tensor:
         if self.spec.matmul_backend != "dense":
             _counts[gemm, "dense"] += 1
-        return F.linear(left, right, bias) if groups is None else matmul(left, right, bias, groups)
+        return matmul(left, right, bias, groups)
 
 
 class FP8Products:
@@ -153,7 +156,10 @@ class FP8Products:
             if quantizes_weight(product):
                 count_weight(weight, "dgrad")
             right = self._operand(weight.t(), product, "dgrad", "weight", rng, dtype)
-        left = self._operand(grad, product, "dgrad", "grad", rng, dtype) if quantized is None else to_fp8(quantized)
+        if quantized is None:
+            left = self._operand(grad, product, "dgrad", "grad", rng, dtype)
+        else:
+            left = to_fp8(quantized)
         return self._multiply("dgrad", left, right, dtype, groups=groups)
 
     def wgrad(
@@ -165,7 +171,10 @@ class FP8Products:
     ) -> torch.Tensor:
         """Return ``Q(g)^T Q(x)``; see [`ValueProducts.wgrad`]."""
         product, dtype = self.spec.scheme.wgrad, grad.dtype
-        left = self._operand(grad, product, "wgrad", "grad", rng, dtype) if quantized is None else to_fp8(quantized)
+        if quantized is None:
+            left = self._operand(grad, product, "wgrad", "grad", rng, dtype)
+        else:
+            left = to_fp8(quantized)
         if isinstance(x, FP8Operand):
             right = x.transposed()
         else:

@@ -61,7 +61,9 @@ def _choice(
         scheme = as_read(scheme)
     name, reason = backend_for(device.type, dtype, scheme, backend)
     if name == "triton" and not reason and scheme.rounding != "nearest" and not has_seed:
-        name, reason = ("eager" if backend == "auto" else name), f"{scheme} draws random numbers and needs a seed"
+        reason = f"{scheme} draws random numbers and needs a seed"
+        if backend == "auto":
+            name = "eager"
     if reason and name == backend != "eager":
         raise ValueError(f"backend={backend!r} cannot quantize here: {reason}; use backend='auto'")
     return name
@@ -72,13 +74,18 @@ def backend_for(device_type: str, dtype: torch.dtype, scheme: QuantScheme, backe
     the device) is not usable; `None` when it is."""
     if backend == "eager":
         return "eager", "eager was asked for"
-    fast = backend if backend != "auto" else ("cpu" if device_type == "cpu" else "triton")
-    if fast == "cpu":
-        on_cpu = device_type == "cpu"
-        reason = cpu.unsupported_reason(dtype, scheme) if on_cpu else f"the tensor is on {device_type}"
-    else:
+    fast = backend
+    if backend == "auto":
+        fast = "cpu" if device_type == "cpu" else "triton"
+    if fast == "triton":
         reason = triton_kernels.unsupported_reason(device_type, dtype, scheme)
-    return ("eager" if reason and backend == "auto" else fast), reason
+    elif device_type == "cpu":
+        reason = cpu.unsupported_reason(dtype, scheme)
+    else:
+        reason = f"the tensor is on {device_type}"
+    if reason and backend == "auto":
+        return "eager", reason
+    return fast, reason
 
 
 def as_read(scheme: QuantScheme) -> QuantScheme:
@@ -136,7 +143,8 @@ def fake_quantize(
         check_seed(scheme.rounding, seed)
     name = choose_backend(x, scheme, backend, seed)
     if rotation is not None and name != "triton":
-        x, rotation = rotate_rows(x, rotation, "cpu" if name == "cpu" else "eager", signs=signs), None
+        x = rotate_rows(x, rotation, "cpu" if name == "cpu" else "eager", signs=signs)
+        rotation = None
         name = choose_backend(x, scheme, backend, seed)
     if name == "triton":
         return triton_kernels.fake_quantize(x, scheme, seed, rotation, signs, dtype, out)
