@@ -207,7 +207,7 @@ class MXFP4PackedLinear(PackedLayer, nn.Linear):
         packed, bias = tuple(map(self._parameters.get, PACKED_FIELDS)), self._parameters.get("bias")
         state = self.state
         plan = state.plans.get(x.dtype)
-        if plan is not None and plan.takes(x, packed, bias, state.cache):
+        if plan is not None and plan.takes(x, packed, bias, state):
             return plan(x, packed, bias)
         packed, bias = self.packed_weight(), self.bias
         self._check_features(x)

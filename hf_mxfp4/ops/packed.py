@@ -7,7 +7,6 @@ passes the tensors that the layer has at that moment, so a plan is never stale. 
 and without, call the same plans.
 """
 
-from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -45,6 +44,9 @@ class PackedPlan:
         reader: the backend that multiplies rows with the codes; ``"eager"`` where none does.
     """
 
+    #: Whether there are products on FP8 cores.
+    has_fp8 = True
+
     def __init__(self, spec: GemmSpec, x: torch.Tensor, packed: PackedWeight, dtype: torch.dtype):
         weights = spec.weight_scheme
         codes = cast(torch.Tensor, packed[0])
@@ -64,7 +66,8 @@ class PackedPlan:
 
     def _reads_codes(self, weights: QuantScheme) -> tuple[float, Any]:
         """Return up to how many rows the codes are multiplied, and what does it."""
-        if self.reader == "cpu" and self.spec.matmul_backend != "fp8":
+        needs_values = self.has_fp8 and self.spec.matmul_backend == "fp8"
+        if self.reader == "cpu" and not needs_values:
             return float("inf"), cpu.PackedProduct(self.n, self.k, weights, self.dtype)  # panels of many rows, too
         if self.reader == "triton" and triton_kernels.unsupported_product(1, self.k, self.dtype) is None:
             product = triton_kernels.packed_product(self.n, self.k, weights, self.device)
@@ -119,12 +122,10 @@ class PackedPlan:
             codes = quantization.quantize(x.detach(), cast(QuantScheme, spec.input_scheme), spec.backend)
         return way.multiply(codes, to_fp4(self.tensor(packed), recipe), recipe, bias, self.dtype)
 
-    def takes(
-        self, x: torch.Tensor, packed: PackedWeight, bias: torch.Tensor | None, cache: WeightCache | None
-    ) -> bool:
+    def takes(self, x: torch.Tensor, packed: PackedWeight, bias: torch.Tensor | None, state: GemmState) -> bool:
         """Return whether a layer may call this plan at once: without a gradient, outside of autocast, without values in
-        the cache that is open, and with an input and tensors that the plan was made for."""
-        if cache is not None and self.uses_values_of(cache):
+        the cache that is open, and with a spec, an input and tensors that the plan was made for."""
+        if state.spec is not self.spec or state.cache is not None and self.uses_values_of(state.cache):
             return False
         if torch.is_grad_enabled() and (x.requires_grad or bias is not None and bias.requires_grad):
             return False
@@ -182,9 +183,10 @@ class PackedPlan:
 class PackedExpertsPlan(PackedPlan):
     """[`PackedPlan`] for weights ``[E, N, K]`` of experts and rows ``[S, K]`` sorted by expert."""
 
+    has_fp8 = False
+
     def __init__(self, spec: GemmSpec, x: torch.Tensor, packed: PackedWeight, dtype: torch.dtype):
-        # The product of one expert: there are none on FP8 and FP4 cores.
-        super().__init__(replace(spec, matmul_backend="dense"), x, packed, dtype)
+        super().__init__(spec, x, packed, dtype)
         self.n_experts = n_experts = len(cast(torch.Tensor, packed[0]))
         self.shapes = [None if shape is None else (n_experts, *shape) for shape in self.shapes]
         self.bias_shape = (n_experts, self.n)
@@ -207,9 +209,10 @@ class PackedExpertsPlan(PackedPlan):
         for expert, rows in groups:
             own = tuple(None if part is None else part[expert] for part in packed)
             own_bias = None if bias is None else bias[expert]
-            is_few = x[rows].numel() <= self.most_on_codes
-            multiply = self.multiply_codes if is_few else self.multiply_values
-            out[rows] = multiply(x[rows], own, own_bias)
+            if x[rows].numel() <= self.most_on_codes:
+                out[rows] = self.multiply_codes(x[rows], own, own_bias)
+            else:
+                out[rows] = F.linear(x[rows], self.values(own), own_bias)
         return out
 
     def _multiplies_at_once(self, x: torch.Tensor, groups: Groups) -> bool:
@@ -232,8 +235,8 @@ class PackedState(GemmState):
         codes = cast(torch.Tensor, packed[0])
         is_own = quantization.has_plain_memory(x) and quantization.has_plain_memory(codes)
         plan = self.plans.get(dtype)
-        if is_own and plan is not None and plan.device == x.device and plan.k == x.shape[-1]:
-            if plan.shapes[0] == codes.shape:
+        if is_own and plan is not None and plan.spec is self.spec and plan.device == x.device:
+            if plan.k == x.shape[-1] and plan.shapes[0] == codes.shape:
                 return plan
         plan = (PackedExpertsPlan if has_groups else PackedPlan)(self.spec, x, packed, dtype)
         # A plan that is made while a CUDA graph is captured cannot check whether the kernels work.

@@ -21,9 +21,9 @@ from hf_mxfp4.integrations.transformers import quantize_linears
 PARTS = ("weight", "weight_scale", "weight_macro")
 
 
-def packed(seed: int = 0, backend: str = "auto") -> MXFP4PackedLinear:
+def packed(seed: int = 0, backend: str = "auto", **scheme) -> MXFP4PackedLinear:
     torch.manual_seed(seed)
-    config = MXFP4RLConfig(mode="packed", backend=backend)
+    config = MXFP4RLConfig(mode="packed", backend=backend, **scheme)
     return MXFP4PackedLinear.from_linear(nn.Linear(160, 40), config, "a.layer")
 
 
@@ -154,6 +154,10 @@ def remove_the_bias(layer, other):
     layer.bias = None
 
 
+def exchange_the_spec(layer, other):
+    layer.state.spec = packed(0, "eager", preset="w4a4").state.spec
+
+
 CHANGES = [
     write_in_place,
     exchange_data,
@@ -164,6 +168,7 @@ CHANGES = [
     assign_a_state,
     move_and_load,
     remove_the_bias,
+    exchange_the_spec,
 ]
 
 
