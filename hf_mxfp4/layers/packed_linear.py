@@ -200,7 +200,7 @@ class MXFP4PackedLinear(PackedLayer, nn.Linear):
             TypeError: ``x`` is not floating-point, or differs from the bias in dtype outside of autocast; or the weight
                 was replaced by something that is not packed.
         """
-        if torch.compiler.is_dynamo_compiling():
+        if torch.compiler.is_compiling():
             # All that is read of the layer here is guarded in each call of compiled code.
             return compiled_packed_linear(x, self.weight, self.bias)
         # `nn.Module.__getattr__` would take longer than all of the rest.

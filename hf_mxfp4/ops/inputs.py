@@ -56,7 +56,7 @@ class Input:
         elif self._elements is not None or self._makes_elements:
             values = values_of_elements(self.elements(), self._spec, self.dtype)
         elif self.groups is None or not self._spec.draws_forward:
-            values = self._quantize(self.x, self.state.rng_of(0))
+            values = self._quantize(self.x, self.state.rng)
         else:
             values = torch.cat([self._quantize(rows, rng) for rows, rng in self._rows_and_rngs()])
         self._values = values
@@ -74,7 +74,7 @@ class Input:
         if not isinstance(scheme, QuantScheme):
             return self.elements()
         if self._codes is None:
-            rng = self.state.rng_of(0)
+            rng = self.state.rng
             rows = rotate_operand(self.x.detach(), self._spec.scheme.fprop.rotation, "fprop", rng, self._spec.backend)
             seed = operand_seed(scheme, "fprop", "x", rng)
             self._codes = quantization.quantize(rows, scheme, self._spec.backend, seed=seed)
@@ -110,9 +110,9 @@ class Input:
     def _rows_and_rngs(self) -> list[tuple[torch.Tensor, LayerRng | None]]:
         """Rows that are quantized together, with their random numbers: those of one expert where any are drawn."""
         if self.groups is None or not self._spec.draws_forward:
-            return [(self.x, self.state.rng_of(0))]
+            return [(self.x, self.state.rng)]
         parts = [(self.x[rows], self.state.rng_of(expert)) for expert, rows in self.groups]
-        return parts or [(self.x, self.state.rng_of(0))]
+        return parts or [(self.x, self.state.rng)]
 
 
 def _joined(parts: list[MXFP8Rows]) -> MXFP8Rows:

@@ -179,7 +179,7 @@ class LinearPlan:
             shape: N and K.
             state, groups: of the layer; one weight has no groups.
         """
-        return self.products_of_matrix(rows, columns, weight, x, shape[-1], state.rng_of(0))
+        return self.products_of_matrix(rows, columns, weight, x, shape[-1], state.rng)
 
     def products_of_matrix(
         self,

@@ -29,6 +29,7 @@ class GemmState:
         rngs: the random numbers of each weight matrix: one of a linear layer, one per expert of experts.
 
     Attributes:
+        rng: the random numbers of a linear layer; `None` of a layer that draws none and has no name.
         cache: the [`WeightCache`] that is open for this layer, or `None`.
         plans: how the layer multiplies, by device, dtype and shape of the weight; see [`hf_mxfp4.ops.plan`].
         layer_id: int64 without axes, the number by which compiled code finds this object when it runs. As a tensor, an
@@ -36,7 +37,9 @@ class GemmState:
     """
 
     def __init__(self, spec: GemmSpec, rngs: Sequence[LayerRng] = ()):
-        self.spec, self.rngs = spec, tuple(rngs)
+        self.spec = spec
+        self.rngs = tuple(rngs)
+        self.rng = self.rngs[0] if self.rngs else None
         self.cache: WeightCache | None = None
         self.plans: dict[Hashable, Any] = {}
         self._register()
@@ -44,10 +47,10 @@ class GemmState:
     @property
     def step(self) -> int:
         """The optimizer step whose random numbers are drawn."""
-        return self.rngs[0].step if self.rngs else 0
+        return 0 if self.rng is None else self.rng.step
 
     def rng_of(self, expert: int = 0) -> LayerRng | None:
-        """Return the random numbers of one weight matrix; `None` of a layer that draws none and has no name."""
+        """Return the random numbers of one weight matrix; see `rng`."""
         return self.rngs[expert] if self.rngs else None
 
     def set_step(self, step: int) -> None:
@@ -62,7 +65,7 @@ class GemmState:
             self.layer_id = torch.tensor(number, dtype=torch.int64, device="cpu")
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"spec": self.spec, "rngs": self.rngs, "cache": None, "plans": {}}
+        return {"spec": self.spec, "rngs": self.rngs, "rng": self.rng, "cache": None, "plans": {}}
 
     def __setstate__(self, attributes: dict[str, Any]) -> None:
         self.__dict__.update(attributes)

@@ -190,7 +190,7 @@ def matrix_operand(
     """Return ``Q(W)`` of detached rows of a weight along the last axis, in ``dtype``, by default that which it is
     computed in."""
     fprop, backend = state.spec.scheme.fprop, state.spec.backend
-    rng = state.rng_of(expert)
+    rng = state.rng if expert == 0 else state.rng_of(expert)
     return quantize_operand(
         weight, fprop.right, "fprop", "weight", rng, backend, rotation=fprop.rotation, dtype=dtype, out=out
     )
