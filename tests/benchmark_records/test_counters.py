@@ -59,8 +59,9 @@ def test_live_tensors():
         assert live.peak == 8400
 
 
-@pytest.mark.parametrize(("flow", "most"), [("cpu", 40), ("kept", 45), ("packed", 45), ("train", 90)])
+@pytest.mark.parametrize(("flow", "most"), [("cpu", 36), ("kept", 40), ("packed", 8), ("train", 90)])
 def test_a_call_of_a_layer_makes_few_python_calls(flow, most):
     counter, microseconds = call_counts.count(flow)
-    assert 5 < counter.depth <= counter.calls <= most and microseconds > 1
+    assert 2 < counter.depth <= counter.calls <= most
+    assert microseconds > 1
     assert any(file.endswith("linear.py") for file in counter.files)
