@@ -20,6 +20,25 @@ def test_what_the_map_names_exists(path):
     assert (ROOT / path).exists()
 
 
+def test_the_way_of_an_activation_names_what_each_file_defines():
+    table = MAP.partition("what it decides |")[2].partition("\n\n")[0]
+    rows = [part for line in table.splitlines()[2:] for part in line.split("|")[2].split(";")]
+    named = [(re.findall(r"`([\w.]+)`", row)[0], name) for row in rows for name in re.findall(r"`([\w.]+)`", row)[1:]]
+    missing = [
+        (file, name)
+        for file, name in named
+        if not re.search(rf"^(class|def) {name}\b", (ROOT / "hf_mxfp4/ops" / file).read_text(), re.MULTILINE)
+    ]
+    assert len(named) >= 15
+    assert missing == []
+
+
+def test_every_file_of_ops_is_on_the_way_of_an_activation():
+    way = MAP.partition("## An activation")[2].partition("\n## ")[0]
+    files = {file.name for file in (ROOT / "hf_mxfp4/ops").glob("*.py")}
+    assert {file for file in files if f"`{file}`" not in way} == {"__init__.py", "functional.py", "groups.py"}
+
+
 def test_the_map_names_every_package():
     folders = {file.parent for top in ("hf_mxfp4", "kernels/mxfp4_kernels") for file in (ROOT / top).rglob("*.py")}
     folders |= {folder for folder in (ROOT / "recipes").iterdir() if any(folder.glob("*.py"))}
