@@ -5,9 +5,10 @@ import functools
 
 import pytest
 import torch
-from factors import factors_config
 from tiny_models import make_model
 from transformers import AutoModelForCausalLM
+
+from hf_mxfp4 import MXFP4RLConfig
 
 
 @pytest.fixture(scope="session")
@@ -26,10 +27,11 @@ def saved_base(tmp_path_factory):
 
 @pytest.fixture
 def load(saved_base):
-    """`load(family, **scheme)` gives a quantized model of two layers: packed, unless ``mode`` says otherwise."""
+    """`load(family, **scheme)` gives a quantized model of two layers, packed unless ``mode`` says otherwise. Its weights
+    are not smoothed, so that they are the checkpoint's."""
 
     def load(family="qwen2", dtype=torch.float32, **scheme):
-        config = factors_config(**{"mode": "packed", **scheme})
+        config = MXFP4RLConfig(**{"mode": "packed", "smooth": False, **scheme})
         return AutoModelForCausalLM.from_pretrained(saved_base(family), dtype=dtype, quantization_config=config)
 
     return load

@@ -20,7 +20,8 @@ from hf_mxfp4.integrations.peft import MergeReport, MXFP4LoraLinear, MXFP4LoraMa
 from hf_mxfp4.layers import MXFP4Experts
 
 
-SCHEME = {"scale_rule": "rceil", "macro_block": 128, "macro_search": "dynamic"}
+#: What the default does to a weight.
+SCHEME = {"scale_rule": "even", "macro_block": 128, "macro_search": "block_mantissas_fp8"}
 #: Adapters whose sums with the weights outlive being packed.
 with_lora = functools.partial(lora_models.with_lora, lora_alpha=2)
 EXPERTS = ["experts.gate_up_proj", "experts.down_proj"]
@@ -35,24 +36,16 @@ def quantized(layer, weight):
     return fake_quantize(weight, **vars(layer.config.weight_scheme))
 
 
-@pytest.mark.parametrize(
-    "scheme",
-    [
-        {},
-        {"macro_block": None},
-        {"outlier_fallback": 0.5},
-        {"fprop": {"weight": "rceil+mbs128-dynamic+32x32"}},
-        {"preset": "w4a8"},
-    ],
-    ids=["default", "plain", "fallback", "tiles", "w4a8"],
-)
+@pytest.mark.parametrize("scheme", [{}, {"macro_block": None, "outlier_fallback": 0.5}], ids=["default", "residuals"])
 def test_unmerging_restores_every_bit(load, scheme):
     model = with_lora(load(**scheme))
     before = stored(model)
     logits = model(IDS).logits
     model.merge_adapter()
     merged = stored(model)
-    assert merged.keys() == before.keys() and not same_tensors(merged, before)
+    assert merged.keys() == before.keys()
+    assert not same_tensors(merged, before)
+
     model.unmerge_adapter()
     assert same_tensors(stored(model), before)
     assert torch.equal(model(IDS).logits, logits)
@@ -77,9 +70,6 @@ def test_the_order_of_merges_does_not_matter_and_errors_do_not_add_up(load):
         for part, field in (("weight", "codes"), ("weight_scale", "scale"), ("weight_macro", "macro")):
             assert torch.equal(getattr(packed, part), getattr(expected, field))
         assert not any(p.requires_grad for p in packed.parameters() if p.dtype == torch.uint8)
-        before_unmerge = layer.base_layer.weight
-        layer.unmerge()
-        assert not torch.equal(layer.base_layer.weight, before_unmerge) and not layer.merged
     assert same_tensors(*results)
 
 
@@ -91,9 +81,17 @@ def test_safe_merge_refuses_broken_adapters_and_changes_nothing(load):
     before = stored(model)
     with pytest.raises(ValueError, match="up_proj: merging default gives weights that are not finite"):
         layer.merge(safe_merge=True)
-    assert not layer.merged and same_tensors(stored(model), before)
-    layer.merge()  # unsafe, as in PEFT: the NaN stays visible
-    assert layer.base_layer.dequantized_weight()[0].isnan().any() and math.isnan(layer.merge_error.sqnr_db)
+    assert not layer.merged
+    assert same_tensors(stored(model), before)
+
+
+def test_an_unsafe_merge_leaves_nan_visible_as_pefts_does(load):
+    layer = with_lora(load(), target_modules=["up_proj"]).get_submodule(UP)
+    with torch.no_grad():
+        layer.lora_B["default"].weight[0, 0] = math.nan
+    layer.merge()
+    assert layer.base_layer.dequantized_weight()[0].isnan().any()
+    assert math.isnan(layer.merge_error.sqnr_db)
 
 
 @pytest.mark.parametrize("how", ["peft", "ours"])
@@ -134,22 +132,25 @@ def test_merging_into_bfloat16_rounds_each_sum_once(load):
 
 
 def test_what_cannot_be_merged_says_so(load):
-    with pytest.raises(ValueError, match="into='fp8' is not supported; choose one of 'packed', 'bf16'"):
+    with pytest.raises(ValueError, match="into='fp8' is not supported"):
         merge_adapters(with_lora(load()), into="fp8")
-    with pytest.raises(TypeError, match="takes a PeftModel with adapters in its layers, not Qwen2ForCausalLM"):
+    with pytest.raises(TypeError, match="takes a PeftModel .*, not Qwen2ForCausalLM"):
         merge_adapters(load())
-    with pytest.raises(ValueError, match="no adapter of this model is on a quantized layer; use model.merge_and_unlo"):
+    with pytest.raises(ValueError, match="no adapter of this model is on a quantized layer"):
         merge_adapters(with_lora(make_model()))
+
+
+def test_offloaded_weights_cannot_be_merged(load):
     offloaded = with_lora(load(mode="qat"), target_modules=["q_proj"])
     accelerate.cpu_offload(offloaded, torch.device("cpu"))
     for into in ("packed", "bf16"):
-        with pytest.raises(ValueError, match="embed_tokens.weight is not in memory .*; load the model without offloa"):
+        with pytest.raises(ValueError, match="embed_tokens.weight is not in memory"):
             merge_adapters(offloaded, into=into)
     with pytest.raises(ValueError, match="embed_tokens.weight is not in memory"):
         offloaded.get_base_model().dequantize()
 
 
-@pytest.mark.parametrize(("alpha", "lossy"), [(1e-4, True), (0.5, True), (2.0, False), (8.0, False)])
+@pytest.mark.parametrize(("alpha", "lossy"), [(0.1, True), (8.0, False)])
 def test_the_cost_is_measured_per_layer_and_overall_and_pointed_out(load, caplog, capsys, alpha, lossy):
     caplog.set_level(logging.INFO, logger="hf_mxfp4")
     model = with_lora(load(), lora_alpha=alpha)
