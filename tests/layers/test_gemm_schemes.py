@@ -9,24 +9,25 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from factors import factors_config
-from passes import passes
-from tables import FP8_GRADIENTS, PLAIN
+from passes import assert_product, passes
+from tables import FP8_GRADIENTS
 
-from hf_mxfp4 import MXFP4Linear, numerics
+from hf_mxfp4 import MXFP4Linear, MXFP4RLConfig, numerics
 from hf_mxfp4.ops import rng as draws_module
 
 
 OPERANDS = [
     ("fprop", "x"), ("fprop", "weight"), ("dgrad", "grad"), ("dgrad", "weight"), ("wgrad", "grad"), ("wgrad", "x"),
 ]  # fmt: skip
+#: Without macro blocks: a product of every operand rounds each block of 32.
+PLAIN = {"preset": "w4a4", "macro_block": None}
 #: Tokens, outputs and inputs, none of them a multiple of 16 or 32.
 M, N, K = 43, 37, 50
 
 
 def options_for(quantized: set, rotation: str, rounding: str) -> dict:
     """Config options that quantize exactly these operands; products without any keep their axes."""
-    text = "rceil" if rounding == "nearest" else "rceil+stochastic"
+    text = "even" if rounding == "nearest" else "even+stochastic"
     options = {}
     for gemm in ("fprop", "dgrad", "wgrad"):
         mine = {name: text if (gemm, name) in quantized else "full" for g, name in OPERANDS if g == gemm}
@@ -38,8 +39,12 @@ def options_for(quantized: set, rotation: str, rounding: str) -> dict:
 
 def make_layer(bias=True, seed=0, in_features=K, out_features=N, **options) -> MXFP4Linear:
     torch.manual_seed(seed)
-    config = factors_config(**{**PLAIN, **options})
+    config = MXFP4RLConfig(**{**PLAIN, **options})
     return MXFP4Linear(in_features, out_features, bias, config=config, name="layers.3.mlp.up_proj")
+
+
+def fake_quantize(x: torch.Tensor, **options) -> torch.Tensor:
+    return numerics.fake_quantize(x, scale_rule="even", **options)
 
 
 def rotation_matrix(rotation: str, length: int, signs: torch.Tensor | None) -> torch.Tensor:
@@ -91,7 +96,7 @@ class Oracle:
             return rotated.double()
         seed = self.rng.seed_of(gemm, name) if "stochastic" in text else None
         rounding = "stochastic" if "stochastic" in text else "nearest"
-        return numerics.fake_quantize(rotated.float(), rounding=rounding, seed=seed).double()
+        return fake_quantize(rotated.float(), rounding=rounding, seed=seed).double()
 
     def forward(self, x, weight, bias):
         left, right = self.operand("fprop", "x", x), self.operand("fprop", "weight", weight)
@@ -111,14 +116,7 @@ COMBINATIONS = [set(c) for r in range(7) for c in itertools.combinations(OPERAND
 
 @pytest.mark.parametrize(
     ("rotation", "rounding"),
-    [
-        ("none", "nearest"),
-        ("deterministic-16", "stochastic"),
-        ("random-32", "nearest"),
-        pytest.param("none", "stochastic", marks=pytest.mark.large),
-        pytest.param("deterministic-16", "nearest", marks=pytest.mark.large),
-        pytest.param("random-32", "stochastic", marks=pytest.mark.large),
-    ],
+    [("none", "nearest"), ("deterministic-16", "stochastic"), ("random-32", "nearest")],
 )
 def test_every_combination_of_operands(rotation, rounding):
     assert len(COMBINATIONS) == 64
@@ -130,9 +128,13 @@ def test_every_combination_of_operands(rotation, rounding):
         layer = make_layer(**options)
         layer.set_step(5)
         oracle = Oracle(layer, options)
-        found, weight = one_pass(layer, batch, grad), layer.weight.detach()
-        y_grad_x = oracle.forward(batch, weight, layer.bias.detach()), oracle.grad_x(grad, weight)
-        expected = (*y_grad_x, oracle.grad_weight(grad, batch))
+        found = one_pass(layer, batch, grad)
+        weight = layer.weight.detach()
+        expected = [
+            oracle.forward(batch, weight, layer.bias.detach()),
+            oracle.grad_x(grad, weight),
+            oracle.grad_weight(grad, batch),
+        ]
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=2e-5, check_dtype=False)
         torch.testing.assert_close(layer.bias.grad, grad.sum(0))
         seen.add(tuple(round(float(t.sum()), 4) for t in expected))
@@ -151,16 +153,16 @@ def test_all_off_is_a_plain_linear_layer_to_the_last_bit():
     assert torch.autograd.gradcheck(double, torch.randn(3, 6, dtype=torch.float64, requires_grad=True))
 
 
-@pytest.mark.parametrize("preset", ["w4a16", "w4a4", "paper_a"])
+@pytest.mark.parametrize("preset", ["w4a8", "w4a16", "w4a4", "paper_a"])
 def test_reuse_in_so_many_words_is_the_preset(preset):
     words = {"dgrad": {"grad": "full", "weight": "reuse"}, "wgrad": {"x": "reuse", "rotation": "none"}}
-    assert factors_config(preset=preset, **words).gemms() == factors_config(preset=preset).gemms()
+    assert MXFP4RLConfig(preset=preset, **words).gemms() == MXFP4RLConfig(preset=preset).gemms()
 
 
 @pytest.mark.parametrize("rotation", ["deterministic-16", "random-32"])
 def test_reused_operands_are_those_of_a_rotated_forward_rotated_back(rotation):
     layer = make_layer(fprop={"rotation": rotation})
-    options = {"fprop": {"x": "rceil", "weight": "rceil", "rotation": rotation}}
+    options = {"fprop": {"x": "even", "weight": "even", "rotation": rotation}}
     oracle = Oracle(layer, options)
     x, grad = torch.randn(M, K), torch.randn(M, N)
     found, weight = one_pass(layer, x, grad), layer.weight.detach()
@@ -178,49 +180,60 @@ def test_reused_operands_are_those_of_a_rotated_forward_rotated_back(rotation):
 def test_fp8_output_gradients_are_quantized_along_each_contraction():
     layer = make_layer(**FP8_GRADIENTS)
     x, grad = torch.randn(M, K), torch.randn(M, N) * torch.logspace(-6, 3, M).unsqueeze(1)
-    _, grad_x, grad_weight = one_pass(layer, x, grad)
-    weight = numerics.fake_quantize(layer.weight.detach()).double()
     by_token, by_output = numerics.fake_quantize_e4m3(grad), numerics.fake_quantize_e4m3(grad.t())
-    assert not torch.equal(by_token, grad) and not torch.equal(by_token, by_output.t())
-    close, of_x = {"rtol": 1e-5, "atol": 2e-4}, numerics.fake_quantize(x).double()
-    torch.testing.assert_close(grad_x.double(), by_token.double() @ weight, **close)
-    torch.testing.assert_close(grad_weight.double(), by_output.double() @ of_x, **close)
+    assert not torch.equal(by_token, by_output.t())
+
+    _, grad_x, grad_weight = one_pass(layer, x, grad)
+
+    assert_product(grad_x, by_token, fake_quantize(layer.weight.detach()).t())
+    assert_product(grad_weight, by_output, fake_quantize(x).t())
 
 
 RANDOM = {
     "preset": "w4a4g4",
-    "fprop": {"x": "rceil+stochastic", "weight": "rceil+stochastic", "rotation": "random-16"},
-    "dgrad": {"grad": "rceil+stochastic", "weight": "rceil+stochastic"},
-    "wgrad": {"grad": "rceil+stochastic", "x": "rceil+stochastic", "rotation": "random-32"},
+    "fprop": {"x": "even+stochastic", "weight": "even+stochastic", "rotation": "random-16"},
+    "dgrad": {"grad": "even+stochastic", "weight": "even+stochastic"},
+    "wgrad": {"grad": "even+stochastic", "x": "even+stochastic", "rotation": "random-32"},
 }
 
 
-def test_draws_are_a_function_of_seed_rank_step_layer_and_operand(monkeypatch):
+def test_draws_leave_the_generator_of_torch_alone():
+    layer, x, grad = make_layer(**RANDOM), torch.randn(M, K), torch.randn(M, N)
+    state = torch.get_rng_state()
+    one_pass(layer, x, grad)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_draws_follow_the_step_and_the_micro_batch():
     layer, x, grad = make_layer(**RANDOM), torch.randn(M, K), torch.randn(M, N)
     layer.set_step(3)
-    state = torch.get_rng_state()
     first = one_pass(layer, x, grad)
-    assert torch.equal(torch.get_rng_state(), state)
     assert same(one_pass(layer, x, grad), first) == [True, False, False]  # the next micro-batch of the step
     layer.set_step(3)
     assert same(one_pass(layer, x, grad), first) == [True, True, True]
     layer.set_step(4)
     assert same(one_pass(layer, x, grad), first) == [False, False, False]
 
-    for seed, name in ((1, layer.name), (0, "layers.4.mlp.up_proj")):
-        config = factors_config(**{**PLAIN, **RANDOM, "stochastic_seed": seed})
-        other = MXFP4Linear(K, N, config=config, name=name)
-        other.load_state_dict(layer.state_dict())
-        other.set_step(3)
-        assert same(one_pass(other, x, grad), first) == [False, False, False]
+
+@pytest.mark.parametrize(("seed", "name"), [(1, "layers.3.mlp.up_proj"), (0, "layers.4.mlp.up_proj")], ids=str)
+def test_another_seed_or_layer_draws_other_numbers(seed, name):
+    layer, x, grad = make_layer(**RANDOM), torch.randn(M, K), torch.randn(M, N)
+    config = MXFP4RLConfig(**{**PLAIN, **RANDOM, "stochastic_seed": seed})
+    other = MXFP4Linear(K, N, config=config, name=name)
+    other.load_state_dict(layer.state_dict())
+    assert same(one_pass(other, x, grad), one_pass(layer, x, grad)) == [False, False, False]
+
+
+def test_ranks_draw_other_numbers_but_for_the_weight(monkeypatch):
+    layer, x, grad = make_layer(**RANDOM), torch.randn(M, K), torch.randn(M, N)
+    first = one_pass(layer, x, grad)
+    weight = layer.quantized_weight(layer.weight, torch.float32)
 
     monkeypatch.setattr(draws_module, "_rank", lambda: 1)
-    layer.set_step(3)
-    weight = layer.quantized_weight(layer.weight, torch.float32)
+    layer.set_step(0)
+
     assert same(one_pass(layer, x, grad), first) == [False, False, False]
-    monkeypatch.undo()
-    layer.set_step(3)
-    assert torch.equal(layer.quantized_weight(layer.weight, torch.float32), weight)  # one policy on all ranks
+    assert torch.equal(layer.quantized_weight(layer.weight, torch.float32), weight)
 
 
 def test_operands_draw_independently():
@@ -258,7 +271,8 @@ def test_a_recomputed_forward_draws_the_same(reentrant):
     ids=["fprop", "dgrad", "wgrad", "wgrad-random", "wgrad-one"],
 )
 def test_stochastic_products_are_unbiased(options, index):
-    """Also where both operands are stochastic, which holds only if they are drawn independently."""
+    """Also where both operands are stochastic, which holds only if they are drawn independently. The rule is one that
+    clamps no value, since that has a bias."""
     layer = make_layer(False, **{**options_for(set(), "none", "nearest"), **options})
     x, grad = torch.randn(M, K), torch.randn(M, N)
     weight = layer.weight.detach().double()
@@ -276,21 +290,24 @@ def test_stochastic_products_are_unbiased(options, index):
     assert float(z.abs().max()) < 5.5
 
 
-@pytest.mark.parametrize("preset", ["w4a8g8", "w4a4g4", "paper_a", "paper_b"])
-@pytest.mark.parametrize("shape", [(2, 0, K), (K,), (2, 3, K)], ids=str)
+@pytest.mark.parametrize("preset", ["w4a8", "w4a8g8", "w4a4g4", "paper_b"])
+@pytest.mark.parametrize("shape", [(2, 0, K), (2, 3, K)], ids=str)
 def test_shapes_down_to_no_tokens(preset, shape):
     torch.manual_seed(0)
-    layer = MXFP4Linear(K, N, config=factors_config(preset=preset))
+    layer = MXFP4Linear(K, N, config=MXFP4RLConfig(preset=preset))
     y, grad_x, grad_weight, _ = passes(layer, torch.randn(shape))
-    assert y.shape == (*shape[:-1], N) and grad_x.shape == shape and grad_weight.shape == (N, K)
-    assert grad_weight.isfinite().all() and grad_weight.any() == (grad_x.numel() > 0)
+    assert y.shape == (*shape[:-1], N)
+    assert grad_x.shape == shape
+    assert grad_weight.shape == (N, K)
+    assert grad_weight.isfinite().all()
+    assert grad_weight.any() == (grad_x.numel() > 0)
 
 
 @pytest.mark.parametrize("preset", ["w4a8g8", "w4a4g4", "paper_b"])
 @pytest.mark.parametrize("setting", ["bfloat16", "autocast"])
 def test_bfloat16_and_autocast_follow_float32(preset, setting):
     torch.manual_seed(0)
-    layer = MXFP4Linear(64, 48, config=factors_config(preset=preset))
+    layer = MXFP4Linear(64, 48, config=MXFP4RLConfig(preset=preset))
     x, grad = torch.randn(40, 64).bfloat16(), torch.randn(40, 48).bfloat16()
     with torch.no_grad():
         layer.weight.copy_(layer.weight.bfloat16())
@@ -311,16 +328,16 @@ def test_backward_quantizes_the_weight_as_it_is_then():
     other = torch.randn(N, K)
     layer.weight.data = other
     y.backward(grad)
-    expected = numerics.fake_quantize(grad).double() @ numerics.fake_quantize(other, axis=0).double()
+    expected = fake_quantize(grad).double() @ fake_quantize(other, axis=0).double()
     torch.testing.assert_close(x.grad.double(), expected, rtol=1e-5, atol=1e-5)
 
 
 def test_tiles_serve_the_weight_and_its_transpose():
-    tiles = {"weight": "rceil+32x32"}
+    tiles = {"weight": "even+32x32"}
     layer = make_layer(preset="w4a4g4", fprop=tiles, dgrad=tiles, in_features=64, out_features=96)
     grad = torch.randn(8, 96)
     x = torch.randn(8, 64, requires_grad=True)
     layer(x).backward(grad)
     forward_weight = layer.quantized_weight(layer.weight, torch.float32)
-    expected = numerics.fake_quantize(grad).double() @ forward_weight.double()
+    expected = fake_quantize(grad).double() @ forward_weight.double()
     torch.testing.assert_close(x.grad.double(), expected, rtol=1e-5, atol=1e-5)
