@@ -7,7 +7,6 @@ import json
 import pytest
 import torch
 from commands import finish, run, save_with_texts
-from factors import factors_config
 from tiny_models import make_model
 from torch import nn
 from transformers import AutoModelForCausalLM
@@ -212,7 +211,9 @@ def test_wrong_arguments_and_layers_that_are_not_run_one_after_the_other_are_not
     with pytest.raises(ValueError, match="needs texts"):
         round_model(make_model("llama"), [], CONFIG)
     with pytest.raises(ValueError, match="0.self_attn.q_proj under mxfp4.rceil.* cannot be rounded to stay"):
-        round_model(make_model("llama"), texts(), factors_config(mode="packed", preset="w4a16"))
+        round_model(
+            make_model("llama"), texts(), MXFP4RLConfig(mode="packed", scale_rule="rceil", macro_search="hybrid")
+        )
     with pytest.raises(ValueError, match="no list of decoder layers"):
         round_model(nn.Sequential(nn.Linear(32, 32)), texts(), CONFIG)
     model = make_model("llama")

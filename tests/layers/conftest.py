@@ -27,8 +27,8 @@ def saved_base(tmp_path_factory):
 
 @pytest.fixture
 def load(saved_base):
-    """`load(family, **scheme)` gives a quantized model of two layers, packed unless ``mode`` says otherwise. Its weights
-    are not smoothed, so that they are the checkpoint's."""
+    """`load(family, **scheme)` gives a quantized model of two layers, packed unless ``mode`` says otherwise. Its
+    weights are not smoothed, so that they are the checkpoint's."""
 
     def load(family="qwen2", dtype=torch.float32, **scheme):
         config = MXFP4RLConfig(**{"mode": "packed", "smooth": False, **scheme})

@@ -26,7 +26,7 @@ M, N, K = 43, 37, 50
 #: Without macro factors, which FP8 tensor cores do not multiply.
 PLAIN = {"macro_block": None}
 MXFP8 = {"preset": "w4a8", "fprop": {"x": "mxfp8"}, **PLAIN}
-FP8_PRODUCTS = {"matmul_backend": "fp8", "scale_rule": "rceil", **PLAIN}
+FP8_PRODUCTS = {"matmul_backend": "fp8", **PLAIN}
 
 
 def scales_of(x: torch.Tensor) -> torch.Tensor:
@@ -72,17 +72,15 @@ def check_passes(layer: MXFP4Linear, x: torch.Tensor, values: torch.Tensor, weig
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize(
-    ("preset", "options"),
-    [("w4a8", {}), ("w4a8", PLAIN), ("w4a8", {"outlier_fallback": 1.0}), ("w8a8", {}), ("w4a8", MXFP8)],
-    ids=["default", "plain", "residuals", "w8a8", "mxfp8"],
-)
-def test_products_are_those_of_dequantized_operands_and_have_their_gradients(preset, options, dtype):
-    found, x = layer(dtype, **{"preset": preset, **options}), tokens(dtype)
-    weight, values = found.weight.detach(), (mxfp8 if options is MXFP8 else fp8)(x)
-    rounded = fp8(weight) if preset == "w8a8" else numerics.fake_quantize(weight, **vars(found.config.weight_scheme))
-    check_passes(found, x, values, rounded)
+@pytest.mark.parametrize("name", ["default", "w8a8", "mxfp8"])
+def test_products_are_those_of_dequantized_operands_and_have_their_gradients(name, dtype):
+    options = {"default": {}, "w8a8": {"preset": "w8a8"}, "mxfp8": MXFP8}
+    found, x = layer(dtype, **options[name]), tokens(dtype)
+    weight = found.weight.detach()
+    rounded = fp8(weight) if name == "w8a8" else numerics.apply_scheme(weight, found.config.weight_scheme)
+    values = mxfp8(x) if name == "mxfp8" else fp8(x)
     assert not torch.equal(values, x)
+    check_passes(found, x, values, rounded)
 
 
 def test_gradients_in_mxfp8_have_scales_along_each_contraction():
@@ -93,14 +91,23 @@ def test_gradients_in_mxfp8_have_scales_along_each_contraction():
     assert_product(grad_weight, mxfp8(grad.t()), mxfp8(x).t())
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_an_input_in_mxfp8_is_kept_so_and_packed_and_compiled_layers_have_its_bits(dtype, fresh_compiler):
-    trained, x = layer(dtype, **MXFP8, backend="eager"), tokens(dtype)
+def test_an_input_in_mxfp8_is_kept_as_elements_and_scales():
+    trained, x = layer(**MXFP8), tokens()
     kept = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda saved: kept.append(saved) or saved, lambda saved: saved):
+
+    def note(tensor):
+        kept.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
         trained(x)
-    found = [(saved.dtype, tuple(saved.shape)) for saved in kept if len(saved) == M]
+    found = [(tensor.dtype, tuple(tensor.shape)) for tensor in kept if len(tensor) == M]
     assert found == [(torch.float8_e4m3fn, (M, K)), (torch.uint8, (M, 2))]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_packed_and_compiled_layers_have_the_bits_of_mxfp8_inputs(dtype, fresh_compiler):
+    trained, x = layer(dtype, **MXFP8, backend="eager"), tokens(dtype)
     compiled = torch.compile(trained, backend="aot_eager", fullgraph=True)
     assert_same(passes(compiled, x), passes(trained, x))
     packed = MXFP4PackedLinear.from_linear(trained, trained.config.packed(), "up_proj")
@@ -113,23 +120,27 @@ def test_nvfp4_has_one_scale_for_the_weight_and_one_for_each_token():
     weight = numerics.fake_quantize_nvfp4(found.weight.detach())
     values = torch.cat([numerics.fake_quantize_nvfp4(token[None]) for token in x])
     check_passes(found, x, values, weight)
-    assert found.config.packing_unsupported_reason == "its fprop takes weights in nvfp4, and packed ones are in MXFP4"
 
 
 @pytest.mark.parametrize("options", [{}, pytest.param(FP8_PRODUCTS, marks=needs_fp8_on_cpu)], ids=["dense", "fp8"])
 def test_w4a8g8_folds_the_scales_of_tokens_into_the_gradient_before_that_is_rounded(options):
     found = layer(preset="w4a8g8", **options)
     x, grad = tokens(), torch.randn(M, N, generator=torch.Generator().manual_seed(2))
-    weight = numerics.fake_quantize(found.weight.detach(), **vars(found.config.weight_scheme)).double()
+    weight = numerics.apply_scheme(found.weight.detach(), found.config.weight_scheme).double()
     scaled = (grad.double() * scales_of(x)).t().float()
-    expected = fp8(x).double() @ weight.t() + found.bias.detach(), fp8(grad).double() @ weight, fp8(scaled).double()
-    expected = *expected[:2], expected[2] @ e4m3(x)
+    expected = [
+        fp8(x).double() @ weight.t() + found.bias.detach(),
+        fp8(grad).double() @ weight,
+        fp8(scaled).double() @ e4m3(x),
+    ]
     ops.reset_matmul_counts()
-    for a, b in zip(passes(found, x, grad=grad)[:3], expected, strict=True):
-        torch.testing.assert_close(a.double(), b, rtol=2e-5, atol=2e-5 * float(b.abs().max()))
-    products = "fp8" if options else "dense"
-    counted = {gemm: {products: 1} for gemm in ("fprop", "dgrad", "wgrad")}
-    assert ops.matmul_counts() == {**counted, "inexact_elements": 0}
+
+    results = passes(found, x, grad=grad)[:3]
+
+    for result, exact in zip(results, expected, strict=True):
+        torch.testing.assert_close(result.double(), exact, rtol=2e-5, atol=2e-5 * float(exact.abs().max()))
+    by = "fp8" if options else "dense"
+    assert ops.matmul_counts() == {"fprop": {by: 1}, "dgrad": {by: 1}, "wgrad": {by: 1}, "inexact_elements": 0}
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
@@ -137,12 +148,16 @@ def test_tokens_of_any_scale_keep_gradients_finite(dtype):
     x = tokens(dtype)
     x[0], x[1], x[2] = 1e30, 1e-30, 0
     found = passes(layer(dtype, preset="w4a8g8"), x)
-    assert all(bool(part.isfinite().all()) for part in found) and bool(found[2].any())
+    assert all(part.isfinite().all() for part in found)
+    assert found[2].any()
+
+
+@pytest.mark.parametrize("options", [{}, FP8_PRODUCTS], ids=["dense", "fp8"])
+def test_a_nan_reaches_the_whole_gradient_of_the_weight(options):
+    x = tokens()
     x[3, 5] = math.nan
-    for options in ({}, FP8_PRODUCTS):
-        assert bool(passes(layer(dtype, preset="w4a8g8", **options), x)[2].isnan().all())
-    empty = passes(layer(dtype, preset="w4a8g8"), x[:0])
-    assert empty[1].shape == (0, K) and not empty[2].any()
+    grad_weight = passes(layer(preset="w4a8g8", **options), x)[2]
+    assert grad_weight.isnan().all()
 
 
 def test_a_nan_reaches_the_gradients_of_its_own_experts_alone():
@@ -152,7 +167,9 @@ def test_a_nan_reaches_the_gradients_of_its_own_experts_alone():
     hidden = torch.randn(21, 64, generator=torch.Generator().manual_seed(3))
     hidden[0, 5] = math.nan
     grad_up = passes(experts, hidden, *routing, grad=torch.ones(21, 64))[2]
-    assert bool(grad_up[:2].isnan().all()) and bool(grad_up[2:].isfinite().all()) and bool(grad_up[2:].any())
+    assert grad_up[:2].isnan().all()
+    assert grad_up[2:].isfinite().all()
+    assert grad_up[2:].any()
 
 
 @pytest.mark.parametrize("rotation", ["deterministic-16", "random-16"])
@@ -163,38 +180,42 @@ def test_rotated_inputs_are_rounded_in_the_rotated_basis_and_saved_so(rotation):
     assert torch.equal(passes(found, x)[0], expected)
 
 
-def dense_and_fp8(spread: str, **options) -> list[list[torch.Tensor]]:
-    """What `passes` gives on dense and on FP8 products, of which the latter are counted, with weights whose rows, or
-    whose blocks within rows, are further apart than E4M3 with one scale holds."""
-    rows = 2.0 ** torch.linspace(-14, 14, N).round()[:, None] if spread == "rows" else torch.ones(N, 1)
-    blocks = 2.0 ** (torch.arange(K) // 32 * -24.0) if spread == "blocks" else torch.ones(K)
-    found = []
-    for backend in ("dense", "fp8"):
-        ops.reset_matmul_counts()
-        quantized = layer(preset="w4a8g8", **FP8_PRODUCTS | options | {"matmul_backend": backend})
-        with torch.no_grad():
-            quantized.weight.mul_(rows * blocks)
-        found.append(passes(quantized, tokens()))
-    return found
+#: What rows, or blocks within rows, of a weight are multiplied by, so that they are further apart than E4M3 with one
+#: scale holds.
+SPREADS = {
+    "none": torch.ones(N, 1),
+    "rows": 2.0 ** torch.linspace(-14, 14, N).round()[:, None],
+    "blocks": 2.0 ** (torch.arange(K) // 32 * -24.0),
+}
+
+
+def passes_with(backend: str, spread: str, **options) -> list[torch.Tensor]:
+    """Count the products of one pass of w4a8g8 with this backend; return the output and the gradients."""
+    quantized = layer(preset="w4a8g8", **PLAIN, matmul_backend=backend, **options)
+    with torch.no_grad():
+        quantized.weight.mul_(SPREADS[spread])
+    ops.reset_matmul_counts()
+    return passes(quantized, tokens())
 
 
 @needs_fp8_on_cpu
-@pytest.mark.parametrize("spread", ["none", "rows", "blocks"])
-def test_scales_of_weights_are_one_or_one_a_row_or_the_products_are_dense(spread):
-    found = list(zip(*dense_and_fp8(spread), strict=True))
-    for dense, fp8_result in found:
-        torch.testing.assert_close(fp8_result, dense, rtol=1e-5, atol=1e-5 * float(dense.abs().max()))
-    with_weights = "dense" if spread == "blocks" else "fp8"
+@pytest.mark.parametrize(("spread", "with_weights"), [("none", "fp8"), ("rows", "fp8"), ("blocks", "dense")])
+def test_scales_of_weights_are_one_or_one_a_row_or_the_products_are_dense(spread, with_weights):
+    dense = passes_with("dense", spread)
+    found = passes_with("fp8", spread)
     counted = {"fprop": {with_weights: 1}, "dgrad": {with_weights: 1}, "wgrad": {"fp8": 1}}
     assert ops.matmul_counts() == {**counted, "inexact_elements": 0}
-    if spread == "blocks":
-        assert torch.equal(*found[0]) and torch.equal(*found[1])
+    for fp8_result, expected in zip(found, dense, strict=True):
+        torch.testing.assert_close(fp8_result, expected, rtol=1e-5, atol=1e-5 * float(expected.abs().max()))
 
 
 @pytest.mark.parametrize("rounded", [{"rotation": "deterministic-16"}, {"grad": "rceil"}], ids=str)
 def test_what_dgrad_does_to_the_gradient_beside_scaling_it_stays_as_it_is(rounded):
-    dense, found = dense_and_fp8("rows", dgrad={"grad": "fp8"} | rounded)
-    assert ops.matmul_counts()["dgrad"] == {"dense": 1} and torch.equal(found[1], dense[1])
+    options = {"grad": "fp8"} | rounded
+    dense = passes_with("dense", "rows", dgrad=options)
+    found = passes_with("fp8", "rows", dgrad=options)
+    assert ops.matmul_counts()["dgrad"] == {"dense": 1}
+    assert torch.equal(found[1], dense[1])
 
 
 @needs_fp8_on_cpu
@@ -291,7 +312,7 @@ def test_each_expert_rounds_its_gradients_at_random_on_fp8_products_too(random, 
 @pytest.mark.parametrize("preset", ["w4a8g8", "w4a4"])
 def test_packed_layers_multiply_on_fp8_cores_as_trained_ones_do(preset):
     """The same elements in the same product, eager and compiled; adapters train through it."""
-    trained = layer(preset=preset, backend="eager", outlier_fallback=None, **FP8_PRODUCTS)
+    trained = layer(preset=preset, backend="eager", **FP8_PRODUCTS)
     packed = MXFP4PackedLinear.from_linear(trained, trained.config.packed(), "up_proj")
     assert packed.config.preset == preset.removesuffix("g8")
     x = tokens().requires_grad_()
@@ -302,24 +323,3 @@ def test_packed_layers_multiply_on_fp8_cores_as_trained_ones_do(preset):
     assert ops.matmul_counts()["fprop"] == {"fp8": 4}
     (grad,) = torch.autograd.grad(packed(x).sum(), x)
     assert_product(grad, torch.ones(M, N), packed.dequantized_weight().t())
-
-
-def test_products_on_fp8_hardware_are_chosen_by_what_the_operands_are(monkeypatch):
-    chosen = {}
-    for preset in ("w4a8", "w4a8g8", "w8a8"):
-        scheme = MXFP4RLConfig(preset=preset).gemms()
-        chosen[preset] = [select_matmul(gemm, scheme, "sm_90").name for gemm in ("fprop", "dgrad", "wgrad")]
-    dense = ["fp8", "dense", "dense"]
-    assert chosen == {"w4a8": dense, "w4a8g8": ["fp8", "fp8", "fp8"], "w8a8": dense}
-    rounded = MXFP4RLConfig(preset="w8a8", dgrad={"grad": "fp8"}).gemms()
-    axis = "lie on the axis that is summed over"
-    assert f"the scales of the reused weight {axis}" in select_matmul("dgrad", rounded, "sm_90").reason
-    nvfp4 = MXFP4RLConfig(fprop={"x": "nvfp4", "weight": "nvfp4"}).gemms()
-    assert "NVFP4 scales of x have more digits than E4M3" in select_matmul("fprop", nvfp4, "sm_90").reason
-    own = MXFP4RLConfig(preset="w4a8", wgrad={"grad": "rceil"}, **PLAIN).gemms()
-    assert f"the scales of the reused x {axis}" in select_matmul("wgrad", own, "sm_90").reason
-    reason = select_matmul("fprop", MXFP4RLConfig(**MXFP8).gemms(), "sm_90").reason
-    assert reason == "the scales of x change from block to block"
-    monkeypatch.setattr(choice, "HAS_FP8_ON_CPU", False)
-    on_cpu = select_matmul.__wrapped__("fprop", rounded, "cpu", torch.float32, requested="fp8")
-    assert (on_cpu.name, on_cpu.reason) == ("dense", "cpu has no FP8 products")

@@ -2,14 +2,11 @@
 """Products of quantized operands with the straight-through gradient: of one weight, of experts, and as FP8 tensor cores
 compute them."""
 
-import functools
 import importlib
-import itertools
 
 import pytest
 import torch
 import torch.nn.functional as F
-from factors import factors_config
 from passes import passes
 from tables import CONFIGS, needs_fp8_on_cpu, some
 from torch import nn
@@ -73,31 +70,15 @@ def test_there_is_no_second_derivative():
         grad.sum().backward()
 
 
-def test_a_rotated_weight_is_rotated_back_for_dgrad():
-    """In float64, by the matrix of Sylvester's construction."""
-    plain, rotated = (
-        GemmState(GemmSpec(config.gemms(), matmul_backend="dense"), [LayerRng(0, "a")])
-        for config in (MXFP4RLConfig(), MXFP4RLConfig(fprop={"rotation": "deterministic-32"}))
-    )
-    x, weight, grad = (torch.randn(*size, dtype=torch.float64) for size in ((6, 32), (5, 32), (6, 5)))
-    quantized_linear(x.requires_grad_(), weight, None, rotated).backward(grad)
-    pair = torch.tensor([[1.0, 1.0], [1.0, -1.0]], dtype=torch.float64) / 2**0.5
-    matrix = functools.reduce(torch.kron, [pair] * 5)
-    expected = grad @ ops.weight_operand(weight @ matrix, torch.float64, plain) @ matrix.t()
-    torch.testing.assert_close(x.grad, expected, rtol=1e-12, atol=1e-12)
+# ---- experts --------------------------------------------------------------------------------------------------------
 
 
 COUNTS = (5, 0, 33, 2)
 E, N, K = 4, 48, 40
-SCHEME = QuantScheme(macro_block=32)
 SCHEMES = some(
-    CONFIGS, "default", "w4a16", "w4a8", "w4a8g8", "fp8 gradients", "w4a4g4", "paper_a", "paper_b", "plain tiles",
-    "fallback of weights", "block_mantissas_fp8", "full", "rotated, own wgrad", "random", "random wgrad",
+    CONFIGS, "default", "w4a16", "w4a4", "w4a8g8", "fp8 gradients", "w4a4g4", "paper_a", "paper_b", "plain tiles",
+    "full", "rotated, own wgrad", "random", "random wgrad",
 )  # fmt: skip
-
-
-def quantized_as(x, dtype):
-    return fake_quantize(x.detach(), macro_block=32).to(dtype)
 
 
 def tensors(bias=True, transposed=False, dtype=torch.float32, seed=0):
@@ -112,14 +93,12 @@ def tensors(bias=True, transposed=False, dtype=torch.float32, seed=0):
     return leaves[0], leaves[1], leaves[2] if bias else None, grad
 
 
-def states(scheme=None, transposed=False, matrices=E):
-    """Of the experts, and of linear layers of their own. ``None``: what gradients reuse is all that is quantized."""
-    gemms = LinearScheme(GemmScheme(SCHEME, SCHEME))
-    if scheme is not None:
-        gemms = factors_config(**SCHEMES[scheme]).gemms()
-    rngs = [[LayerRng(0, f"experts.{e}") for e in range(matrices)] for _ in range(2)]
-    of_experts = GemmState(GemmSpec(gemms, transposed=transposed), rngs[0])
-    return of_experts, [GemmState(GemmSpec(gemms), [rng]) for rng in rngs[1]]
+def states(scheme="default", transposed=False):
+    """The state of the experts, and those of linear layers of their own."""
+    gemms = MXFP4RLConfig(**SCHEMES[scheme]).gemms()
+    names = [f"experts.{expert}" for expert in range(E)]
+    of_experts = GemmState(GemmSpec(gemms, transposed=transposed), [LayerRng(0, name) for name in names])
+    return of_experts, [GemmState(GemmSpec(gemms), [LayerRng(0, name)]) for name in names]
 
 
 def passes_of_experts(x, weight, bias, grad, state=None):
@@ -128,22 +107,26 @@ def passes_of_experts(x, weight, bias, grad, state=None):
     return out.detach(), [None if t is None else t.grad for t in (x, weight, bias)]
 
 
-def expected(x, weight, bias, grad, transposed=False, own_states=None):
-    """One linear layer for each expert."""
-    out, grads = torch.empty(len(x), N, dtype=x.dtype), [torch.zeros_like(t) for t in (x, weight, bias)]
+def expected(x, weight, bias, grad, scheme="default", transposed=False):
+    """Compute with one linear layer for each expert; also return their states."""
+    _, linear_states = states(scheme)
+    out = torch.empty(len(x), N, dtype=x.dtype)
+    grad_x, grad_weight, grad_bias = (torch.zeros_like(t) for t in (x, weight, bias))
     start = 0
-    for e, count in enumerate(COUNTS):
-        rows = slice(start, start := start + count)
-        if not count:
+    for expert, (count, state) in enumerate(zip(COUNTS, linear_states, strict=True)):
+        if count == 0:
             continue
-        own = (x[rows], weight[e].t() if transposed else weight[e], bias[e])
-        own = [t.detach().clone().requires_grad_() for t in own]
-        y = quantized_linear(*own, (own_states or states()[1])[e])
+        rows = slice(start, start + count)
+        start += count
+        matrix = weight[expert].t() if transposed else weight[expert]
+        leaves = [t.detach().clone().requires_grad_() for t in (x[rows], matrix, bias[expert])]
+        y = quantized_linear(*leaves, state)
         y.backward(grad[rows])
         out[rows] = y.detach()
-        grads[0][rows], grads[2][e] = own[0].grad, own[2].grad
-        grads[1][e] = own[1].grad.t() if transposed else own[1].grad
-    return out, grads
+        grad_x[rows] = leaves[0].grad
+        grad_weight[expert] = leaves[1].grad.t() if transposed else leaves[1].grad
+        grad_bias[expert] = leaves[2].grad
+    return out, [grad_x, grad_weight, grad_bias], linear_states
 
 
 def test_rows_are_grouped_by_expert_in_their_order():
@@ -152,40 +135,45 @@ def test_rows_are_grouped_by_expert_in_their_order():
     assert groups.offsets(torch.device("cpu")).tolist() == [2, 2, 4, 5, 5]
     assert groups.offsets(torch.device("cpu")).dtype == torch.int32
     assert groups.per_row(torch.arange(5)).tolist() == [0, 0, 2, 2, 3]
-    assert "counts" not in vars(groups)  # which are read back only when they are asked for
-    assert groups.counts == (2, 0, 2, 1, 0) and "counts" in vars(groups)
+    assert "counts" not in vars(groups), "they are read back only when they are asked for"
+    assert groups.counts == (2, 0, 2, 1, 0)
     assert list(groups) == [(0, slice(0, 2)), (2, slice(2, 4)), (3, slice(4, 5))]
 
 
 def test_no_rows():
-    order, groups = ops.group_by_expert(torch.empty(0, dtype=torch.long), 3)
-    assert order.numel() == 0 and groups.counts == (0, 0, 0) and list(groups) == []
-    x, weight = torch.empty(0, K, requires_grad=True), torch.randn(3, N, K, requires_grad=True)
-    out = quantized_linear(x, weight, None, states(matrices=3)[0], groups)
+    order, groups = ops.group_by_expert(torch.empty(0, dtype=torch.long), E)
+    assert order.numel() == 0
+    assert list(groups) == []
+    x, weight = torch.empty(0, K, requires_grad=True), torch.randn(E, N, K, requires_grad=True)
+    out = quantized_linear(x, weight, None, states()[0], groups)
     out.sum().backward()
-    assert out.shape == (0, N) and x.grad.shape == (0, K) and weight.grad.abs().sum() == 0
+    assert out.shape == (0, N)
+    assert x.grad.shape == (0, K)
+    assert not weight.grad.any()
 
 
 @pytest.mark.parametrize("wrong", [4, -1])
 def test_an_expert_that_does_not_exist(wrong):
-    with pytest.raises(ValueError, match=f"sent to expert {wrong} of 4; MXFP4 experts know no expert parallelism"):
+    with pytest.raises(ValueError, match=f"sent to expert {wrong} of 4"):
         ops.group_by_expert(torch.tensor([0, wrong, 3]), 4)
 
 
 @pytest.mark.parametrize("transposed", [False, True])
-@pytest.mark.parametrize("scheme", [None, *SCHEMES])
+@pytest.mark.parametrize("scheme", SCHEMES)
 def test_each_expert_is_a_quantized_linear_of_its_own(scheme, transposed):
-    mine, theirs = states(scheme, transposed)
-    out, grads = passes_of_experts(*tensors(transposed=transposed), mine)
-    wanted, wanted_grads = expected(*tensors(transposed=transposed), transposed, theirs)
+    state, _ = states(scheme, transposed)
+    out, grads = passes_of_experts(*tensors(transposed=transposed), state)
+
+    wanted, wanted_grads, linear_states = expected(*tensors(transposed=transposed), scheme, transposed)
+
     # One product each, on rows that lie elsewhere in memory.
     torch.testing.assert_close(out, wanted, rtol=1e-6, atol=2e-5)
     torch.testing.assert_close(grads, wanted_grads, rtol=1e-6, atol=2e-5)
-    assert grads[1][1].abs().sum() == grads[2][1].abs().sum() == 0  # the expert without rows
-    assert all(grads[1][e].abs().sum() > 0 for e in (0, 2, 3))
-    counts = [rng.n_backward for rng in mine.rngs]
-    assert counts == [state.rngs[0].n_backward for state in theirs]
-    assert counts == ([1, 0, 1, 1] if mine.spec.scheme.is_random else [0] * E)
+    has_gradient = [bool(grad.any()) for grad in grads[1]]
+    assert has_gradient == [count > 0 for count in COUNTS]
+    n_backward = [rng.n_backward for rng in state.rngs]
+    assert n_backward == [linear_state.rngs[0].n_backward for linear_state in linear_states]
+    assert n_backward == ([1, 0, 1, 1] if state.spec.scheme.is_random else [0] * E)
 
 
 def grouped_mm_of_cuda(a, b, *, offs):
@@ -234,33 +222,40 @@ def test_autocast_computes_in_its_dtype_and_gradients_have_the_masters():
 @pytest.mark.parametrize(("backend", "in_forward"), [("eager", [0, 2, 3]), ("cpu", [])])
 def test_packed_weights_are_dequantized_for_experts_with_rows_alone_or_read_as_codes(backend, in_forward, monkeypatch):
     x, weight, bias, grad = tensors()
-    packed, seen, dequantize = mxfp4_quantize(weight.detach(), macro_block=32), [], backends.dequantize
+    config = MXFP4RLConfig(mode="packed", preset="w4a8", backend=backend)
+    packed = mxfp4_quantize(weight.detach(), **vars(config.weight_scheme))
+    dequantized, dequantize = [], backends.dequantize
 
     def noted(tensor, *args):
-        seen.append((tensor.codes.data_ptr() - packed.codes.data_ptr()) // packed.codes[0].numel())
+        expert = (tensor.codes.data_ptr() - packed.codes.data_ptr()) // packed.codes[0].numel()
+        dequantized.append(expert)
         return dequantize(tensor, *args)
 
     monkeypatch.setattr(backends, "dequantize", noted)
-    state = PackedState(GemmSpec(LinearScheme(GemmScheme(SCHEME, SCHEME)), backend))
+    state = PackedState(GemmSpec(LinearScheme(config.gemms().fprop), backend))
     out = packed_linear(x, packed.parts, bias, state, Groups(COUNTS))
-    assert seen == in_forward
+    assert dequantized == in_forward
     out.backward(grad)
-    assert seen == [*in_forward, 0, 2, 3]
-    wanted, grads = expected(*tensors())
-    # On codes, sums of 41 terms in float32, in another order.
-    values = quantized_as(x, torch.float64).abs(), quantized_as(weight, torch.float64).abs().amax(dim=(0, 1))
-    size = (values[0] @ values[1] + bias.abs().max()) * (backend == "cpu")
-    assert ((out - wanted).abs() <= 2 * 42 * 2**-24 * size[:, None]).all()
+    assert dequantized == [*in_forward, 0, 2, 3]
+
+    wanted, grads, _ = expected(*tensors())
+    torch.testing.assert_close(out, wanted, rtol=1e-5, atol=2e-5)
     torch.testing.assert_close(x.grad, grads[0], rtol=1e-6, atol=2e-5)
     assert torch.equal(bias.grad, grads[2])
 
 
-PLAIN = {"macro_block": None, "outlier_fallback": None, "scale_rule": "rceil"}
-THREE_LEVELS = {**PLAIN, "scale_rule": "even", "macro_block": 128, "macro_search": "block_mantissas_fp8"}
+# ---- FP8 tensor cores -----------------------------------------------------------------------------------------------
+
+
+#: Blocks with the factors 1, 1.25 and 1.5, whose values are E4M3 numbers.
+THREE_LEVELS = {"macro_search": "block_mantissas_fp8"}
 #: Preset, and the products that have an FP8 form.
 FP8_PRODUCTS = {
-    **dict.fromkeys(("w4a4", "w4a8", "w8a8"), ("fprop",)),
-    **dict.fromkeys(("w4a4g4", "w4a8g8"), ("fprop", "dgrad", "wgrad")),
+    "w4a4": ["fprop"],
+    "w4a8": ["fprop"],
+    "w8a8": ["fprop"],
+    "w4a4g4": ["fprop", "dgrad", "wgrad"],
+    "w4a8g8": ["fprop", "dgrad", "wgrad"],
 }
 
 
@@ -315,9 +310,10 @@ def test_a_product_of_three_levels_is_exact_where_sums_are():
 
     a, b = operand(9), operand(33)
     for x in (a, b):
-        assert torch.equal(fake_quantize(x, **THREE_LEVELS), x)
+        assert torch.equal(fake_quantize(x, scale_rule="even", macro_block=128, **THREE_LEVELS), x)
     found = ops.multiply_fp8(to_fp8(a), to_fp8(b), None, None, torch.float32)
-    assert torch.equal(found.double(), a.double() @ b.double().t()) and found.unique().numel() > 100
+    assert torch.equal(found.double(), a.double() @ b.double().t())
+    assert found.unique().numel() > 100
     assert ops.matmul_counts()["inexact_elements"] == 0
 
 
@@ -329,48 +325,80 @@ def test_blocks_eleven_binades_apart_are_exact_at_every_scale_byte(apart):
     blocks = (grid * levels[:, None]).flatten() * torch.stack([scale, scale * 2.0**-apart], dim=1)[..., 0, :]
     rows = torch.cat([blocks[:, 0].repeat(1, 2)[:, :32], blocks[:, 1]], dim=1)
     elements, found = to_fp8(rows)
-    assert rows.shape == (245, 53) and torch.equal(found.flatten(), scale.flatten() / 32)
+    assert torch.equal(found.flatten(), scale.flatten() / 32)
     same = elements.double() * found.double() == rows.double()
     assert ops.matmul_counts()["inexact_elements"] == (~same).sum()
     assert same.all() == (apart <= 11)
 
 
 @needs_fp8_on_cpu
-@pytest.mark.parametrize(
-    ("preset", "options"),
-    [*itertools.product([preset for preset in FP8_PRODUCTS if preset != "w8a8"], [PLAIN, THREE_LEVELS]), ("w8a8", {})],
-    ids=str,
-)
-def test_a_layer_computes_as_with_dense_products(preset, options):
-    plain, x, found = nn.Linear(96, 48), torch.randn(2, 5, 96), []
-    for engine in ("dense", "fp8"):
-        ops.reset_matmul_counts()
-        config = MXFP4RLConfig(preset=preset, matmul_backend=engine, **options)
-        found.append(passes(MXFP4Linear.from_linear(plain, config), x))
-    torch.testing.assert_close(*found, rtol=1e-5, atol=1e-5)
-    by = {gemm: {"fp8" if gemm in FP8_PRODUCTS[preset] else "dense": 1} for gemm in ("fprop", "dgrad", "wgrad")}
-    assert ops.matmul_counts() == {**by, "inexact_elements": 0}
+@pytest.mark.parametrize("preset", FP8_PRODUCTS)
+def test_a_layer_computes_as_with_dense_products(preset):
+    options = {"preset": preset} if preset == "w8a8" else {"preset": preset, **THREE_LEVELS}
+    plain, x = nn.Linear(96, 48), torch.randn(2, 5, 96)
+    dense = MXFP4Linear.from_linear(plain, MXFP4RLConfig(matmul_backend="dense", **options))
+    fp8 = MXFP4Linear.from_linear(plain, MXFP4RLConfig(matmul_backend="fp8", **options))
+    expected = passes(dense, x)
+    ops.reset_matmul_counts()
+
+    torch.testing.assert_close(passes(fp8, x), expected, rtol=1e-5, atol=1e-5)
+
+    counts = ops.matmul_counts()
+    for product in ("fprop", "dgrad", "wgrad"):
+        assert counts[product] == {"fp8" if product in FP8_PRODUCTS[preset] else "dense": 1}
+    assert counts["inexact_elements"] == 0
+
+
+@pytest.mark.parametrize("preset", ["w4a8", "w8a8", "w4a8g8"])
+def test_which_products_are_in_fp8(preset):
+    scheme = MXFP4RLConfig(preset=preset).gemms()
+    for product in ("fprop", "dgrad", "wgrad"):
+        is_fp8 = ops.select_matmul(product, scheme, "sm_90").name == "fp8"
+        assert is_fp8 == (product in FP8_PRODUCTS[preset])
+
+
+IN_FP8 = "the values are E4M3 numbers"
+ANOTHER_AXIS = "lie on the axis that is summed over"
 
 
 @pytest.mark.parametrize(
-    ("options", "hardware", "experts", "reason"),
+    ("product", "options", "hardware", "reason"),
     [
-        ({}, "sm_90", False, "the values are E4M3 numbers"),
-        ({}, "sm_80", False, "sm_80 has no FP8 products"),
-        ({}, "cpu", False, "on the CPU there is nothing faster"),
-        ({}, "sm_90", True, "the values are E4M3 numbers"),
-        ({}, "sm_100", True, "experts are multiplied in 16 bits: sm_100 has no grouped FP8 products"),
-        ({"macro_block": 128, "macro_search": "static"}, "sm_90", False, "macro factors of x"),
-        (THREE_LEVELS, "sm_90", False, "the values are E4M3 numbers"),
-        ({**THREE_LEVELS, "macro_search": "block_mantissas"}, "sm_90", False, "block mantissas up to 1.75 of x"),
-        ({**THREE_LEVELS, "fprop": {"weight": "even+mbs128-blockwise"}}, "sm_90", False, "1.75 of weight"),
-        ({**THREE_LEVELS, "outlier_fallback": 1.0}, "sm_90", False, "residuals of x"),
-        ({"outlier_fallback": 0.5}, "sm_90", False, "residuals of x"),
-        ({"preset": "w4a16"}, "sm_90", False, "x is in full precision"),
+        ("fprop", {}, "sm_90", IN_FP8),
+        ("fprop", {"preset": "w4a4", **THREE_LEVELS}, "sm_90", IN_FP8),
+        ("fprop", {}, "sm_80", "sm_80 has no FP8 products"),
+        ("fprop", {}, "cpu", "on the CPU there is nothing faster"),
+        ("fprop", {"preset": "w4a16"}, "sm_90", "x is in full precision"),
+        ("fprop", {"preset": "w4a4"}, "sm_90", "block mantissas up to 1.75 of x"),
+        ("fprop", {"fprop": {"weight": "even+mbs128-blockwise"}}, "sm_90", "1.75 of weight"),
+        ("fprop", {"preset": "w4a4", "macro_search": "static"}, "sm_90", "macro factors of x"),
+        ("fprop", {"preset": "w4a4", "macro_block": None, "outlier_fallback": 0.5}, "sm_90", "residuals of x"),
+        ("fprop", {"fprop": {"x": "mxfp8"}}, "sm_90", "the scales of x change from block to block"),
+        ("fprop", {"fprop": {"x": "nvfp4", "weight": "nvfp4"}}, "sm_90", "NVFP4 scales of x have more digits"),
+        (
+            "dgrad",
+            {"preset": "w8a8", "dgrad": {"grad": "fp8"}},
+            "sm_90",
+            f"the scales of the reused weight {ANOTHER_AXIS}",
+        ),
+        ("wgrad", {"wgrad": {"grad": "rceil"}}, "sm_90", f"the scales of the reused x {ANOTHER_AXIS}"),
     ],
     ids=str,
 )
-def test_why_a_product_is_dense(options, hardware, experts, reason):
-    scheme = MXFP4RLConfig(**{"preset": "w4a4", **PLAIN, **options}).gemms()
-    found = ops.select_matmul("fprop", scheme, hardware, experts=experts)
-    assert reason in found.reason and (found.name == "fp8") == found.reason.startswith("the values")
+def test_why_a_product_is_dense(product, options, hardware, reason):
+    found = ops.select_matmul(product, MXFP4RLConfig(**options).gemms(), hardware)
+    assert reason in found.reason
+    assert (found.name == "fp8") == (reason == IN_FP8)
+
+
+def test_experts_are_multiplied_in_fp8_where_all_can_be_at_once():
+    scheme = MXFP4RLConfig().gemms()
+    assert ops.select_matmul("fprop", scheme, "sm_90", experts=True).name == "fp8"
+    assert "no grouped FP8 products" in ops.select_matmul("fprop", scheme, "sm_100", experts=True).reason
+
+
+def test_an_fp8_product_that_this_pytorch_lacks_is_dense(monkeypatch):
+    monkeypatch.setattr(importlib.import_module("hf_mxfp4.ops.choice"), "HAS_FP8_ON_CPU", False)
+    scheme = MXFP4RLConfig().gemms()
+    found = ops.select_matmul.__wrapped__("fprop", scheme, "cpu", torch.float32, requested="fp8")
+    assert (found.name, found.reason) == ("dense", "cpu has no FP8 products")
