@@ -10,6 +10,7 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
+from same_bits import assert_same
 from torch import nn
 from torch.nn.functional import ScalingType, SwizzleType
 from torchao.prototype.mx_formats.utils import from_blocked, to_blocked
@@ -21,8 +22,11 @@ from hf_mxfp4.ops import compiled_linear, matmul_counts, quantized_linear, selec
 
 choice, fp4 = (importlib.import_module(f"hf_mxfp4.ops.{name}") for name in ("choice", "fp4"))
 GRID = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], dtype=torch.float64)
+#: The scheme of w4a4, whose codes become NVFP4, and one of codes in MXFP4.
 MANTISSAS = {"scale_rule": "even", "macro_block": 128, "macro_search": "block_mantissas"}
 PLAIN = {"scale_rule": "rceil", "macro_block": None}
+#: Options of a layer whose product is one of MXFP8 and codes.
+MXFP8 = {"preset": "w4a8", "fprop": {"x": "mxfp8"}}
 #: Tokens (more than are decoded), outputs and inputs.
 M, N, K = 300, 48, 160
 
@@ -134,7 +138,8 @@ def test_a_product_of_codes_is_that_of_the_values(blackwell, recipe, by_rows):
     a, b = quantize(matrix(M, K), **options), quantize(matrix(N, K, seed=1), **options)
     found = fp4.fp4_product(to_fp4(a, recipe, by_rows), to_fp4(b, recipe))
     expected = a.dequantize(torch.float64) @ b.dequantize(torch.float64).t()
-    assert torch.equal(found, expected.bfloat16()) and fp4.problem(recipe, torch.device("cpu")) is None
+    assert torch.equal(found, expected.bfloat16())
+    assert fp4.problem(recipe, torch.device("cpu")) is None
 
 
 def test_torch_accepts_the_operands():
@@ -151,7 +156,8 @@ def test_a_weight_in_mxfp8_has_the_values_of_its_codes(blackwell, options):
     weight, x = quantize(matrix(N, K, seed=1), **options), numerics.quantize_mxfp8(matrix(M, K))
     found = fp4.fp4_product(to_fp4(x, "mxfp8"), to_fp4(weight, "mxfp8"))
     expected = numerics.dequantize_mxfp8(*x, torch.float64) @ weight.dequantize(torch.float64).t()
-    assert torch.equal(found, expected.bfloat16()) and fp4.problem("mxfp8", torch.device("cpu")) is None
+    assert torch.equal(found, expected.bfloat16())
+    assert fp4.problem("mxfp8", torch.device("cpu")) is None
 
 
 # ---- layers ---------------------------------------------------------------------------------------------------------
@@ -159,102 +165,123 @@ def test_a_weight_in_mxfp8_has_the_values_of_its_codes(blackwell, options):
 
 def layer(n=N, k=K, dtype=torch.bfloat16, **options) -> MXFP4Linear:
     torch.manual_seed(0)
-    config = MXFP4RLConfig(**{"preset": "w4a4", "outlier_fallback": None, **options})
+    config = MXFP4RLConfig(**{"preset": "w4a4", **options})
     return MXFP4Linear.from_linear(nn.Linear(k, n, dtype=dtype), config)
 
 
-def passes(made: MXFP4Linear, x: torch.Tensor, product=quantized_linear) -> list[torch.Tensor]:
+def passes(layer: MXFP4Linear, x: torch.Tensor, product=quantized_linear) -> list[torch.Tensor]:
+    """The output and the gradients of a layer, of its function or of its operator."""
     x = x.clone().requires_grad_()
-    y = product(x, made.weight, made.bias, made.state)
-    return [y.detach(), *torch.autograd.grad(y, (x, made.weight, made.bias), matrix(M, N + 16, 2)[:, :N].view(y.shape))]
+    y = product(x, layer.weight, layer.bias, layer.state)
+    grad = matrix(M, N + 16, seed=2)[:, :N].view(y.shape)
+    return [y.detach(), *torch.autograd.grad(y, (x, layer.weight, layer.bias), grad)]
+
+
+def assert_as_dense(found: torch.Tensor, expected: torch.Tensor) -> None:
+    """Both are bfloat16, and their sums were rounded in another order."""
+    torch.testing.assert_close(found, expected, rtol=2**-7, atol=2**-7)
 
 
 @pytest.mark.parametrize("product", [quantized_linear, compiled_linear], ids=["eager", "operator"])
 @pytest.mark.parametrize(
-    "options", [MANTISSAS, {**MANTISSAS, "macro_search": "block_mantissas_fp8"}, PLAIN], ids=["4", "3", "plain"]
+    "options", [{}, {"macro_search": "block_mantissas_fp8"}, PLAIN], ids=["four levels", "three levels", "plain"]
 )
 def test_a_layer_computes_as_with_dense_products(blackwell, options, product):
     x = matrix(M, K).view(2, M // 2, K)
     expected = passes(layer(matmul_backend="dense", **options), x)
     blackwell("sm_100")
     ops.reset_matmul_counts()
+
     found = passes(layer(**options), x, product)
+
     assert matmul_counts()["fprop"] == {"fp4": 1}
-    torch.testing.assert_close(found[0], expected[0], rtol=2**-7, atol=2**-7)
-    assert all(map(torch.equal, found[1:], expected[1:]))
+    assert_as_dense(found[0], expected[0])
+    assert_same(found[1:], expected[1:])
 
 
 @pytest.mark.parametrize("product", [quantized_linear, compiled_linear], ids=["eager", "operator"])
-@pytest.mark.parametrize("options", [PLAIN, {"macro_search": "block_mantissas_fp8"}], ids=["plain", "3"])
+@pytest.mark.parametrize("options", [{}, {"macro_block": None}], ids=["three levels", "plain"])
 def test_layers_multiply_mxfp8_inputs_with_codes(blackwell, options, product):
-    x, options = matrix(M, K).view(2, M // 2, K), {"preset": "w4a8", "fprop": {"x": "mxfp8"}, **options}
-    dense = layer(matmul_backend="dense", **options)
-    expected = passes(dense, x)
-    of_codes = MXFP4PackedLinear.from_linear(dense, layer(**options).config.packed(), "layer")
+    x = matrix(M, K).view(2, M // 2, K)
+    expected = passes(layer(matmul_backend="dense", **MXFP8, **options), x)
     blackwell("sm_100")
     ops.reset_matmul_counts()
-    found = passes(layer(**options), x, product)
-    for y in (found[0], layer(**options).requires_grad_(False)(x), of_codes(x)):
-        torch.testing.assert_close(y, expected[0], rtol=2**-7, atol=2**-7)
-    assert matmul_counts()["fprop"] == {"mxfp8": 3} and all(map(torch.equal, found[1:], expected[1:]))
+
+    found = passes(layer(**MXFP8, **options), x, product)
+
+    assert matmul_counts()["fprop"] == {"mxfp8": 1}
+    assert_as_dense(found[0], expected[0])
+    assert_same(found[1:], expected[1:])
 
 
-def test_mxfp8_products_that_are_wrong_or_of_few_rows_are_dense(blackwell, monkeypatch):
+@pytest.mark.parametrize(("options", "name"), [({}, "fp4"), (PLAIN, "fp4"), (MXFP8, "mxfp8")], ids=str)
+def test_packed_layers_multiply_their_codes(blackwell, options, name):
+    x, trained = matrix(M, K), layer(**options)
+    packed = MXFP4PackedLinear.from_linear(trained, trained.config.packed(), "layer")
+    expected = copy.deepcopy(packed)(x)
     blackwell("sm_100")
-    made = layer(preset="w4a8", fprop={"x": "mxfp8"}, **PLAIN)
-    made(matrix(256, K))
+    ops.reset_matmul_counts()
+
+    found = packed(x)
+
+    assert matmul_counts()["fprop"] == {name: 1}
+    assert_as_dense(found, expected)
+
+
+def test_an_mxfp8_product_of_few_rows_is_dense(blackwell):
+    blackwell("sm_100")
+    layer(**MXFP8)(matrix(256, K))
+    assert matmul_counts()["fprop"] == {"dense": 1}
+
+
+def test_mxfp8_products_that_are_wrong_are_dense(blackwell, monkeypatch):
+    blackwell("sm_100")
     monkeypatch.setattr(F, "scaled_mm", lambda *arguments, **options: stand_in(*arguments, **options) * 2)
-    made(matrix(M, K))
-    assert matmul_counts()["fprop"] == {"dense": 2}
+    layer(**MXFP8)(matrix(M, K))
+    assert matmul_counts()["fprop"] == {"dense": 1}
 
 
-def test_tokens_of_other_sizes_have_factors_of_their_own_and_blocks_out_of_range_a_dense_product(blackwell):
+def test_tokens_of_other_sizes_have_factors_of_their_own(blackwell):
     blackwell("sm_100")
     x = matrix(M, K)
     x[1:] *= 2.0**-30
     y = layer()(x)
-    values = quantize(x, **MANTISSAS).dequantize(torch.float64)
-    weight = quantize(layer().weight.detach(), **MANTISSAS).dequantize(torch.float64)
-    expected = values @ weight.t() + layer().bias.double()
-    torch.testing.assert_close(y.double(), expected, rtol=2**-7, atol=2**-7)
+    assert_as_dense(y, layer(matmul_backend="dense")(x))
     assert matmul_counts()["fprop"] == {"fp4": 1}
+
+
+def test_tokens_with_blocks_out_of_range_have_a_dense_product(blackwell):
+    blackwell("sm_100")
+    x = matrix(M, K) * 2.0**-30
     x[5, :32] *= 2.0**30
     assert torch.equal(layer()(x), layer(matmul_backend="dense")(x))
-    assert matmul_counts()["fprop"] == {"fp4": 1, "dense": 1}
+    assert matmul_counts()["fprop"] == {"dense": 1}
 
 
-def test_nan_and_infinite_inputs_are_nan_rows(blackwell):
+@pytest.mark.parametrize("options", [{}, PLAIN], ids=["nvfp4", "mxfp4"])
+def test_nan_and_infinite_inputs_are_nan_rows(blackwell, options):
     blackwell("sm_100")
-    for options in (MANTISSAS, PLAIN):
-        x = matrix(M, K)
-        x[3, 5], x[290, 0], x[7] = torch.nan, torch.inf, 0
-        y = layer(**options)(x)
-        assert y.isnan().any(1).nonzero().flatten().tolist() == [3, 290] and y[[3, 290]].isnan().all()
-        assert torch.equal(y[7], layer().bias)
-    assert matmul_counts()["fprop"] == {"fp4": 2}
+    x = matrix(M, K)
+    x[3, 5] = torch.nan
+    x[290, 0] = torch.inf
+    x[7] = 0
+    y = layer(**options)(x)
+    assert matmul_counts()["fprop"] == {"fp4": 1}
+    assert y.isnan().any(1).nonzero().flatten().tolist() == [3, 290]
+    assert y[[3, 290]].isnan().all()
+    assert torch.equal(y[7], layer().bias)
 
 
 def test_a_weight_is_converted_once_in_a_scope_and_products_without_gradients_are_the_same(blackwell):
     blackwell("sm_100")
-    made, x = layer(), matrix(M, K)
-    y = made(x).detach()
+    trained, x = layer(), matrix(M, K)
+    y = trained(x).detach()
     before = ops.weight_quantizations()["fprop"]
-    with cached_weights(made), torch.no_grad():
-        assert torch.equal(made(x), y) and torch.equal(made(x), y)
-    assert ops.weight_quantizations()["fprop"] == before + 1 and matmul_counts()["fprop"] == {"fp4": 3}
-
-
-@pytest.mark.parametrize("options", [MANTISSAS, PLAIN], ids=["mantissas", "plain"])
-def test_packed_layers_multiply_their_codes(blackwell, options):
-    plain, x = nn.Linear(K, N, dtype=torch.bfloat16), matrix(M, K)
-    config = MXFP4RLConfig(mode="packed", preset="w4a4", **options)
-    made = MXFP4PackedLinear.from_linear(plain, config, "layer")
-    expected = copy.deepcopy(made)(x)
-    blackwell("sm_100")
-    ops.reset_matmul_counts()
-    found = made(x)
-    assert matmul_counts()["fprop"] == {"fp4": 1}
-    torch.testing.assert_close(found, expected, rtol=2**-7, atol=2**-7)
+    with cached_weights(trained), torch.no_grad():
+        for _ in range(2):
+            assert torch.equal(trained(x), y)
+    assert ops.weight_quantizations()["fprop"] == before + 1
+    assert matmul_counts()["fprop"] == {"fp4": 3}
 
 
 @pytest.mark.parametrize(
@@ -269,10 +296,10 @@ def test_packed_layers_multiply_their_codes(blackwell, options):
 )
 def test_why_a_product_is_not_in_fp4(blackwell, options, rows, reason):
     blackwell("sm_100")
-    made = layer(matmul_backend="fp4", **options)
+    asked = layer(matmul_backend="fp4", **options)
     with pytest.warns(UserWarning, match=reason):
-        made(torch.ones(rows, made.in_features, dtype=made.weight.dtype))
-    assert "fp4" not in matmul_counts()["fprop"] and sum(matmul_counts()["fprop"].values()) == 1
+        asked(torch.ones(rows, asked.in_features, dtype=asked.weight.dtype))
+    assert "fp4" not in matmul_counts()["fprop"]
 
 
 @pytest.mark.parametrize(
@@ -291,37 +318,57 @@ def test_a_scheme_without_fp4_products_refuses_the_backend(options, reason):
     assert select_matmul("fprop", layer(**options).config.gemms(), "sm_100").name != "fp4"
 
 
-@pytest.mark.parametrize("fault", ["raises", "is wrong"])
-def test_a_recipe_that_fails_its_check_is_not_used(blackwell, monkeypatch, fault):
-    def broken(a, b, scale_a, *others, **options):
-        if isinstance(scale_a, list):
-            return stand_in(a, b, scale_a, *others, **options)
-        if fault == "raises":
-            raise NotImplementedError("MXFP4 scaling supported on ROCM and CUDA+FBGEMM_GENAI only")
-        return stand_in(a, b, scale_a.view(torch.uint8).flip(0).view(scale_a.dtype), *others, **options)
+def raises(*arguments, **options):
+    raise NotImplementedError("MXFP4 scaling supported on ROCM and CUDA+FBGEMM_GENAI only")
+
+
+def doubles(*arguments, **options):
+    return stand_in(*arguments, **options) * 2
+
+
+@pytest.mark.parametrize(("broken", "problem"), [(raises, "FBGEMM_GENAI"), (doubles, "are wrong")])
+def test_a_recipe_that_fails_its_check_is_replaced_by_the_other(blackwell, monkeypatch, broken, problem):
+    def one_recipe(a, b, scale_a, *others, **options):
+        is_nvfp4 = isinstance(scale_a, list)
+        product = stand_in if is_nvfp4 else broken
+        return product(a, b, scale_a, *others, **options)
 
     blackwell("sm_100")
-    monkeypatch.setattr(F, "scaled_mm", broken)
-    assert ("FBGEMM_GENAI" if fault == "raises" else "are wrong") in fp4.problem("mxfp4", torch.device("cpu"))
-    layer(**PLAIN)(matrix(M, K))  # by the other recipe
+    monkeypatch.setattr(F, "scaled_mm", one_recipe)
+    assert problem in fp4.problem("mxfp4", torch.device("cpu"))
+    layer(**PLAIN)(matrix(M, K))
     assert matmul_counts()["fprop"] == {"fp4": 1}
-    monkeypatch.setattr(F, "scaled_mm", lambda *arguments, **options: broken(*arguments, **options) * 2)
-    fp4.problem.cache_clear()
+
+
+def test_products_are_dense_and_say_so_where_every_recipe_fails_its_check(blackwell, monkeypatch):
+    blackwell("sm_100")
+    monkeypatch.setattr(F, "scaled_mm", doubles)
     with pytest.warns(UserWarning, match="nvfp4 products are wrong"):
         layer(matmul_backend="fp4")(matrix(M, K))
-    assert matmul_counts()["fprop"] == {"fp4": 1, "dense": 1}
+    assert matmul_counts()["fprop"] == {"dense": 1}
 
 
 @pytest.mark.parametrize(
     ("hardware", "requested", "name"),
-    [("sm_100", "auto", "fp4"), ("sm_120", "fp4", "fp4"), ("sm_100", "fp8", "fp8"), ("sm_100", "dense", "dense"),
-     ("sm_90", "fp4", "fp8"), ("sm_80", "fp4", "dense"), ("cpu", "fp4", "dense")],
-)  # fmt: skip
+    [
+        ("sm_100", "auto", "fp4"),
+        ("sm_120", "fp4", "fp4"),
+        ("sm_100", "fp8", "fp8"),
+        ("sm_100", "dense", "dense"),
+        ("sm_90", "fp4", "fp8"),
+        ("sm_80", "fp4", "dense"),
+        ("cpu", "fp4", "dense"),
+    ],
+)
 def test_what_multiplies_where(hardware, requested, name):
-    mxfp8 = layer(preset="w4a8", fprop={"x": "mxfp8"}, **PLAIN).config.gemms()
-    assert (select_matmul("fprop", mxfp8, hardware, requested=requested).name == "mxfp8") == (
-        (hardware, requested) == ("sm_100", "auto")
-    )
     scheme = layer(macro_search="block_mantissas_fp8").config.gemms()
     assert select_matmul("fprop", scheme, hardware, requested=requested).name == name
     assert select_matmul("dgrad", scheme, hardware, requested=requested).name == "dense"
+
+
+@pytest.mark.parametrize(
+    ("hardware", "requested", "name"),
+    [("sm_100", "auto", "mxfp8"), ("sm_100", "dense", "dense"), ("sm_90", "auto", "dense"), ("cpu", "auto", "dense")],
+)
+def test_where_mxfp8_inputs_are_multiplied_with_codes(hardware, requested, name):
+    assert select_matmul("fprop", layer(**MXFP8).config.gemms(), hardware, requested=requested).name == name
