@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What tests choose their cases from: one table of scale rules, of macro blocks, of schemes, of configurations.
+"""Tables of scale rules, macro blocks and configurations, from which tests choose their cases.
 
-A file takes the entries that it needs by name, with [`some`]. [`pairwise`] thins a product of options to few cases in
-which every two values of different options still meet: most faults of combined options need no more than two of them
-(Kuhn, Wallace and Gallo, IEEE Transactions on Software Engineering 30(6), 2004).
+A file selects the entries that it needs by name, with [`some`]. [`pairwise`] reduces a product of options to few cases
+in which every two values of different options still meet, because most faults of combined options need no more than two
+of them (Kuhn, Wallace and Gallo, IEEE Transactions on Software Engineering 30(6), 2004).
 """
 
 import itertools
@@ -35,10 +35,10 @@ MACROS = (
 ALPHAS = (None, 0.5, 1.0)
 
 
-#: Plain MXFP4: of what the package adds to it, nothing.
-PLAIN = {"preset": "w4a4", "macro_block": None, "outlier_fallback": None}
+#: Plain MXFP4, without macro blocks.
+PLAIN = {"preset": "w4a4", "macro_block": None}
 
-#: `w4a4` with the whole residual of both operands: the scheme that lost least before there was smoothing.
+#: `w4a4` with the whole residual of both operands.
 RESIDUALS = {"preset": "w4a4", "outlier_fallback": 1.0}
 #: `w4a4` whose output gradients are in E4M3.
 FP8_GRADIENTS = {"preset": "w4a4", "dgrad": {"grad": "fp8"}, "wgrad": {"grad": "fp8"}}
@@ -47,7 +47,6 @@ _TILES = "even+mbs128-blockwise+of1+32x32"
 #: Options of `MXFP4RLConfig`.
 CONFIGS = {
     "default": {},
-    "residuals": RESIDUALS,
     "plain": PLAIN,
     "floor": {**PLAIN, "scale_rule": "floor"},
     "even": {**PLAIN, "scale_rule": "even"},
@@ -55,14 +54,10 @@ CONFIGS = {
     **{preset: {"preset": preset} for preset in PRESETS},
     "nvfp4": {"fprop": {"x": "nvfp4", "weight": "nvfp4"}},
     "w4a16 plain": {"preset": "w4a16", "macro_block": None},
-    "w4a16 residuals": {"preset": "w4a16", "outlier_fallback": 1.0},
-    "w4a8 plain": {"preset": "w4a8", "macro_block": None},
-    "mxfp8": {"preset": "w4a8", "macro_block": None, "fprop": {"x": "mxfp8"}},
+    "mxfp8": {"fprop": {"x": "mxfp8"}},
     # Macro blocks.
-    "no macro": {**RESIDUALS, "macro_block": None},
     "static": {"preset": "w4a4", "macro_search": "static"},
     "32 static": {**RESIDUALS, "macro_block": 32, "macro_search": "static"},
-    "row": {**RESIDUALS, "macro_block": "row"},
     "row static": {"preset": "w4a4", "macro_block": "row", "macro_search": "static"},
     "mse row": {**RESIDUALS, "scale_rule": "mse", "macro_block": "row"},
     "mse row, no fallback": {"preset": "w4a4", "scale_rule": "mse", "macro_block": "row"},
@@ -78,7 +73,6 @@ CONFIGS = {
     "plain tiles": {**PLAIN, "fprop": {"weight": "rceil+32x32"}},
     "row tiles": {**RESIDUALS, "macro_block": "row", "fprop": {"weight": "even+mbsrow-dynamic+of1+32x32"}},
     # Backward products.
-    "rotated": {**PLAIN, "fprop": {"rotation": "deterministic-16"}},
     "rotated, own wgrad": {
         **PLAIN,
         "fprop": {"rotation": "deterministic-32"},
@@ -91,7 +85,6 @@ CONFIGS = {
     },
     "random wgrad": {"wgrad": {"grad": "rceil", "x": "rceil", "rotation": "random-16"}},
     "fp8 gradients": FP8_GRADIENTS,
-    "stochastic": {"dgrad": {"grad": "rceil+stochastic"}, "wgrad": {"grad": "rceil+stochastic"}},
     "full": {"dgrad": {"weight": "full"}, "wgrad": {"x": "full"}},
     # Which layers, and how they are computed.
     "eager": {"backend": "eager", "preset": "w4a4"},
