@@ -32,7 +32,6 @@ STOCHASTIC = {
     "fprop": {"x": "rceil+stochastic"},
     "wgrad": {"grad": "rceil+stochastic", "x": "rceil+stochastic", "rotation": "random-32"},
 }
-#: Blocks above a threshold that moves from step to step.
 
 
 def compiled(function, backend="aot_eager"):
@@ -75,17 +74,13 @@ def check_training(model, **options):
     torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-4)
 
 
-_MACRO = {"macro_block": 128, "macro_search": "dynamic", "outlier_fallback": 0.3}
-
-
 @pytest.mark.parametrize(
     "function",
     [
         lambda x: fake_quantize(x, axis=0),
-        lambda x: quantize(x, **_MACRO).dequantize(),
-        lambda x: quantize(x, macro_block=128, macro_search="block_mantissas_fp8").dequantize(),
+        lambda x: quantize(x, macro_block=128, macro_search="block_mantissas_fp8", outlier_fallback=0.3).dequantize(),
     ],
-    ids=["fake_quantize", "quantize", "quantize with mantissas"],
+    ids=["fake_quantize", "quantize"],
 )
 def test_functions_on_tensors(function):
     call, counter = compiled(function)
@@ -99,8 +94,8 @@ def test_functions_on_tensors(function):
 def check_layer(layer, autocast, dtype=torch.float32):
     call, counter = compiled(layer)
     for _ in range(3):
-        x, grad = torch.randn(2, 5, 70, dtype=dtype), torch.randn(2, 5, 40, dtype=torch.bfloat16 if autocast else dtype)
-        assert_same(*(passes(function, x, grad=grad, autocast=autocast) for function in (call, layer)))
+        x = torch.randn(2, 5, 70, dtype=dtype)
+        assert_same(passes(call, x, autocast=autocast), passes(layer, x, autocast=autocast))
         with torch.no_grad():  # a step of an optimizer: no stale weight
             torch._foreach_add_([parameter for parameter in layer.parameters() if parameter.requires_grad], 0.1)
     assert counter.frame_count == 1
@@ -128,8 +123,8 @@ def test_rows_may_vary():
     layer = MXFP4Linear(40, 24)
     call, counter = compiled(layer)
     for rows in (5, 7, 9, 2):
-        x, grad = torch.randn(rows, 40), torch.randn(rows, 24)
-        assert_same(passes(call, x, grad=grad), passes(layer, x, grad=grad))
+        x = torch.randn(rows, 40)
+        assert_same(passes(call, x), passes(layer, x))
     assert counter.frame_count <= 2
 
 
@@ -138,7 +133,7 @@ def test_a_step_set_between_forward_and_backward_is_an_error(is_compiled):
     layer = MXFP4Linear(32, 32, config=MXFP4RLConfig(**STOCHASTIC), name="a")
     out = (compiled(layer)[0] if is_compiled else layer)(torch.randn(2, 32))
     layer.set_step(1)
-    with pytest.raises(RuntimeError, match="the quantization step of a went from 0 to 1 between its forward and its b"):
+    with pytest.raises(RuntimeError, match="the quantization step of a went from 0 to 1"):
         out.sum().backward()
 
 
@@ -148,11 +143,13 @@ def test_the_cached_weight_is_used_and_renewed():
     for form in ("dense", "packed"):
         with torch.no_grad(), cached_weights(layer, form):
             expected, before = layer(x), weight_quantizations()
-            assert torch.equal(call(x), expected) and torch.equal(call(x), expected)
+            for _ in range(2):
+                assert torch.equal(call(x), expected)
             assert weight_quantizations() == before
         with torch.no_grad():
             layer.weight.data.neg_()
-            assert torch.equal(call(x), layer(x)) and not torch.equal(call(x), expected)
+            assert torch.equal(call(x), layer(x))
+            assert not torch.equal(call(x), expected)
 
 
 def quantized(family="qwen2", layers=1, dtype=torch.float32, **scheme):
@@ -161,16 +158,13 @@ def quantized(family="qwen2", layers=1, dtype=torch.float32, **scheme):
     return model
 
 
-#: Of models: options of the scheme, and of training. In every run each preset's layers above, and models of random and
-#: packed layers.
+LARGE = pytest.mark.large
+#: Options of the scheme, and of training. Layers of each preset are above.
 MODELS = [
-    pytest.param({**STOCHASTIC}, {"random": True, "checkpointing": True}, id="random"),
-    *(pytest.param({"preset": preset}, {}, marks=pytest.mark.large, id=preset) for preset in PRESETS),
-    pytest.param(
-        {"preset": "w4a4g4"}, {"autocast": True, "checkpointing": True}, marks=pytest.mark.large, id="autocast"
-    ),
-    pytest.param({"preset": "paper_b", "dtype": torch.bfloat16}, {}, marks=pytest.mark.large, id="bfloat16"),
-    pytest.param({"preset": "w4a8g8"}, {"backend": "inductor"}, marks=pytest.mark.large, id="inductor"),
+    pytest.param(STOCHASTIC, {"random": True, "checkpointing": True}, id="random"),
+    pytest.param({}, {"autocast": True, "checkpointing": True}, marks=LARGE, id="autocast"),
+    pytest.param({"preset": "paper_b", "dtype": torch.bfloat16}, {}, marks=LARGE, id="bfloat16"),
+    pytest.param({"preset": "w4a8g8"}, {"backend": "inductor"}, marks=LARGE, id="inductor"),
 ]
 
 
