@@ -1,4 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
+from . import (
+    checkpoint as checkpoint,
+    config as config,
+    layers as layers,
+    model as model,
+    numerics as numerics,
+    ops as ops,
+    prepare as prepare,
+    report as report,
+)
 from .config import MXFP4RLConfig as MXFP4RLConfig
 from .ops import fake_quantize as fake_quantize, quantize as quantize
 from .integrations.peft import merge_adapters as merge_adapters
