@@ -332,7 +332,9 @@ class MXFP4RLConfig(QuantizationConfigMixin):
         if self.packing_unsupported_reason:
             raise ValueError(f"this config cannot be packed: {self.packing_unsupported_reason}")
         packable = [preset for preset in PRESETS.values() if "packed" in preset.modes]
-        preset = next(preset.name for preset in packable if preset.fprop[0] == self._preset.fprop[0])
+        preset = self.preset
+        if self._preset not in packable:
+            preset = next(other.name for other in packable if other.fprop[0] == self._preset.fprop[0])
         fprop = dict(self.fprop or {})
         if self._preset.tiles:
             fprop.setdefault("weight", str(self.weight_scheme))

@@ -18,7 +18,7 @@ import hf_mxfp4
 from hf_mxfp4 import MXFP4Linear, MXFP4RLConfig, QuantScheme, ScaleRule
 from hf_mxfp4.checkpoint import CheckpointError, pack_checkpoint
 from hf_mxfp4.numerics import FP8, FULL, PLAIN, REUSE, GemmScheme, Rotation
-from hf_mxfp4.presets import PRESETS
+from hf_mxfp4.presets import MXFP4, PRESETS, Preset
 from hf_mxfp4.rl.vllm import rollout_parameters
 
 
@@ -303,6 +303,12 @@ def test_expected_names_every_preset():
 def test_presets(preset):
     scheme = MXFP4RLConfig(preset=preset).gemms()
     assert (scheme.fprop, scheme.dgrad, scheme.wgrad) == EXPECTED[preset]
+
+
+def test_packing_keeps_the_preset_where_packed_weights_have_it(monkeypatch):
+    plain = Preset("plain", "", fprop=(FP8, MXFP4), macro_block=None, modes=("qat", "packed"))
+    monkeypatch.setitem(PRESETS, "plain", plain)
+    assert MXFP4RLConfig(preset="plain").packed().preset == "plain"
 
 
 @pytest.mark.parametrize("preset", EXPECTED)

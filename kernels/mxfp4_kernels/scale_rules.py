@@ -13,7 +13,8 @@ class ScaleRule(str, Enum):
 
     Attributes:
         carry: added to the float32 bits of ``a``; the exponent ``E`` that is then read, less 2, is that of the scale.
-            It carries into the exponent, which makes the scale twice as large, where m is large enough.
+            It carries into the exponent, which makes the scale twice as large, where m is large enough: for m >= t it
+            is ``(2 - t) * 2**23``, for m > t one less.
         clips: whether ``a`` can exceed 6 scales, the top of the grid, and saturate.
         least_squares: whether the scales next to that one are tried too.
         summary: a few words for ``--help``.

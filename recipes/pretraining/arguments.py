@@ -18,6 +18,7 @@ from hf_mxfp4 import MXFP4Linear, MXFP4RLConfig
 from hf_mxfp4.numerics import FULL, GEMM_OPERANDS, REUSE
 from hf_mxfp4.recipes.common.options import CONFIGS, build, check_mapping, read_command, read_file, read_yaml
 from hf_mxfp4.utils import option
+from mxfp4_kernels.scale_rules import SCALE_RULES
 
 
 # ---- arms -----------------------------------------------------------------------------------------------------------
@@ -104,6 +105,8 @@ DEFAULT_CONFIG = CONFIGS / "pretrain_tiny_cpu.yaml"
 CORPORA = ("generated", "hub")
 TARGET_FRACTION = 0.9
 
+_OTHER_RULES = ", ".join(repr(rule) for rule in SCALE_RULES if rule != "floor")
+
 
 @dataclass
 class StudyArguments:
@@ -112,7 +115,7 @@ class StudyArguments:
     arms: list[str] = option([BASELINE, "all"], f"Arms to train, of {', '.join(NAMED_ARMS)} and those in extra_arms.")
     extra_arms: str | None = option(None, "Further arms: a mapping of names to options of MXFP4RLConfig.")
     seeds: list[int] = option([0], "One run of each arm per seed: weights, data order and rounding follow the seed.")
-    scale_rule: str = option("floor", "Of the named arms: 'floor' (OCP; the paper has none), 'rceil', 'even', 'mse'.")
+    scale_rule: str = option("floor", f"Of the named arms: 'floor' (OCP; the paper has none), {_OTHER_RULES}.")
     extra_tokens: float = option(0.4, "Share of max_steps that every arm trains longer, to reach the baseline's loss.")
 
     corpus: str = option("generated", "'generated', or 'hub' (streamed).")
