@@ -3,6 +3,7 @@
 
 import os
 from collections.abc import Mapping, Sequence, Set
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -96,49 +97,79 @@ def export(
     after = DTYPES[dtype or "bfloat16"]
     if dtype is None and before == torch.float16 and target.keeps_float16:
         after = before
+
+    # Decide what is done to each layer, and report it.
     plan = Plan(source, target, scale_rule, on_mismatch, after)
     quantized = sorted(layer for layer, cost in plan.costs.items() if cost.action not in FULL_PRECISION)
     ignored = ignored_layers(source, set(quantized))
     report = ConversionReport(
         Path(out_dir),
         format,
-        "full precision" if plan.is_plain else source.config.describe(),
+        source.config.describe(),
         notes=[*target.notes(source.config, ignored, quantized), *plan.notes(before)],
-        weights=str(plan.written) if plan.quantizes or plan.is_plain else None,
         file="export_report.json",
         serve=target.serve,
     )
+    if plan.is_plain:
+        report.scheme = "full precision"
+    if plan.quantizes or plan.is_plain:
+        report.weights = str(plan.written)
     if isinstance(source, PackedSource):
         report.against = PACKED
         report.source_sqnr_db = source.sqnr_db
+
+    # Describe the exported model in config.json.
     config = config_in_dtype(without_scheme(folder.config), after)
     if _has_own_head(source):
         config = _untied(config)
         report.notes.append("The head differs from the embeddings, so config.json has tie_word_embeddings=false.")
     files: dict[str, Any] = {}
-    options = target.quantization_config(source.config, ignored, quantized) if quantized else None
-    if options is not None:
-        config["quantization_config"] = options
-        files = target.more_files(options)
+    if quantized:
+        options = target.quantization_config(source.config, ignored, quantized)
+        if options is not None:
+            config["quantization_config"] = options
+            files = target.more_files(options)
+
+    # Write the layers, and all other tensors. A format that leaves one out must not lose it without a word.
     rest = source.plain_rest() if target.plain_names else source.model_rest()
+    unwritten = {tensor.name for tensor in rest}
+
+    def check_all_written(new_folder: Path) -> None:
+        if unwritten:
+            raise CheckpointError(
+                f"format {format!r} has no place for {min(unwritten)} of {folder.path}; use format 'bf16'"
+            )
+
     return convert(
         source,
         [plan.layer(cost) for cost in plan.costs.values()],
-        target.others(rest, names_to_cast(source, rest, before), after),
+        target.others([_watched(tensor, unwritten) for tensor in rest], names_to_cast(source, rest, before), after),
         config,
         report,
         write=target.write,
         overwrite=overwrite,
         on_bytes=on_bytes,
         files=files,
+        finish=check_all_written,
     )
+
+
+def _watched(tensor: NewTensor, unwritten: set[str]) -> NewTensor:
+    """Return a tensor that takes its name out of ``unwritten`` when it is made to be written."""
+
+    def make() -> torch.Tensor:
+        unwritten.discard(tensor.name)
+        return tensor.make()
+
+    return replace(tensor, make=make)
 
 
 def option(name: str, value: Any) -> str:
     """Return an argument with its value, and the option of the command in brackets."""
     flag = {"modules_to_not_convert": "skip"}.get(name, name.replace("_", "-"))
     values = [value] if isinstance(value, str) else value
-    return f"{name}={value!r} ({' '.join(f'--{flag} {one}' for one in values)})"
+    command = " ".join(f"--{flag} {item}" for item in values)
+    return f"{name}={value!r} ({command})"
 
 
 def _open_source(
@@ -160,7 +191,9 @@ def _open_source(
                 f"{folder.path} has a scheme of its own ({own.describe()}); leave out "
                 f"{option('modules_to_not_convert', skips)}"
             )
-        return PackedSource(folder) if own.mode == "packed" else MasterSource(folder)
+        if own.mode == "packed":
+            return PackedSource(folder)
+        return MasterSource(folder)
     options: dict[str, Any] = {**format.holds, "outlier_fallback": None, "modules_to_not_convert": skips}
     rule = scale_rule or DEFAULT_RULE
     return MasterSource(folder, MXFP4RLConfig(mode="packed", preset=preset or "w4a16", scale_rule=rule, **options))
@@ -215,7 +248,9 @@ class Plan:
         if "refused" in self.actions:
             raise self._refusal()
         if scale_rule is not None and not self.quantizes and not self.is_plain:
-            values = "quantized values are written" if self.has_masters else "packed bytes are kept"
+            values = "packed bytes are kept"
+            if self.has_masters:
+                values = "quantized values are written"
             raise CheckpointError(
                 f"{option('scale_rule', scale_rule)} has no effect here: the {values} as {source.folder.path} has them "
                 f"({self.scheme}). Leave it out, or export the original full-precision checkpoint with it"
@@ -237,30 +272,39 @@ class Plan:
             return "dequantized", None
         # Weights of a plain checkpoint were never quantized, and stay so.
         full_precision = "left" if self.is_plain else "dequantized"
-        if reason := self.format.leaves_out(shape):
+        reason = self.format.leaves_out(shape)
+        if reason is not None:
             return full_precision, reason
-        if reason := self.format.shape_misfit(shape):
-            return "refused" if on_mismatch == "refuse" else full_precision, reason
+        reason = self.format.shape_misfit(shape)
+        if reason is not None:
+            # No scheme makes the shape fit, so that "requantize" cannot help either.
+            action = "refused" if on_mismatch == "refuse" else full_precision
+            return action, reason
         if self.misfits:
             return ON_MISMATCH[on_mismatch], None
-        return "packed" if self.has_masters else "kept", None
+        if self.has_masters:
+            return "packed", None
+        return "kept", None
 
     def layer(self, cost: LayerCost) -> tuple[LayerCost, list[NewTensor]]:
         """Return a layer's entry in the report, which is filled as its tensors are made, and these."""
-        format, shape = self.format, self.source.shapes[cost.name]
+        format = self.format
+        shape = self.source.shapes[cost.name]
         name = self.source.in_plain_files(cost.name) if format.plain_names else cost.name
 
-        def quantized() -> dict[str, torch.Tensor]:
-            return format.tensors(name, shape, stack_packed(shape, lambda expert: self._packed(cost, expert)))
+        def make_quantized() -> dict[str, torch.Tensor]:
+            packed = stack_packed(shape, lambda expert: self._packed(cost, expert))
+            return format.tensors(name, shape, packed)
 
-        def full() -> dict[str, torch.Tensor]:
-            matrices = [self._full(cost, expert) for expert in shape.matrices]
+        def make_full_precision() -> dict[str, torch.Tensor]:
+            matrices = [self._full_precision(cost, expert) for expert in shape.matrices]
             weight = matrices[0] if shape.experts is None else torch.stack(matrices)
             return format.full_tensors(name, shape, weight)
 
         if cost.action in FULL_PRECISION:
-            return cost, new_tensors(format.full_tensors(name, shape, shape.meta().to(self.dtype)), full)
-        return cost, new_tensors(format.specs(name, shape), quantized)
+            specs = format.full_tensors(name, shape, shape.meta().to(self.dtype))
+            return cost, new_tensors(specs, make_full_precision)
+        return cost, new_tensors(format.specs(name, shape), make_quantized)
 
     def _packed(self, cost: LayerCost, expert: int | None) -> dict[str, torch.Tensor]:
         """Return the fields of one matrix that the format stores, in the scheme [`written`] unless they are kept."""
@@ -270,8 +314,10 @@ class Plan:
             return packed
         scheme = self.scheme if cost.action == "kept" else self.written
         values = weight_values(packed, self.source.shapes[cost.name].in_features, scheme, torch.float32)
-        before = values if before is None else before
+        if before is None:
+            before = values
         if is_converted:
+            # The blocks of this format have scales of another type, which may change values.
             packed = self.format.encode(packed, self._top_exponent(cost.name))
             stored = self.format.values(packed)
             cost.count(values, stored)
@@ -281,29 +327,31 @@ class Plan:
 
     def _quantized(self, cost: LayerCost, expert: int | None) -> tuple[torch.Tensor | None, dict[str, torch.Tensor]]:
         """Return one matrix before it is quantized here, `None` if it is kept, and its packed fields."""
-        source, layer = self.source, cost.name
+        source = self.source
         if cost.action == "packed":
-            master = source.finite_master(layer, expert)
+            master = source.finite_master(cost.name, expert)
             return master, quantize_weight(master, self.written, source.config.backend)
-        packed = source.read(layer, expert)
+        packed = source.read(cost.name, expert)
         if cost.action == "kept":
             return None, packed
-        values = weight_values(packed, source.shapes[layer].in_features, self.scheme, torch.float32)
+        values = weight_values(packed, source.shapes[cost.name].in_features, self.scheme, torch.float32)
         return values, quantize_weight(values, self.written, "auto")
 
     def _top_exponent(self, layer: str) -> int:
         """Return the largest exponent of the block scales in all layers of a module; it is computed once."""
         module = layer.rpartition(".")[0]
         if module not in self._top_exponents:
-            self._top_exponents[module] = max(
-                self.format.top_exponent(self._quantized(cost, expert)[1])
-                for other, cost in self.costs.items()
-                if other.rpartition(".")[0] == module and cost.action not in FULL_PRECISION
-                for expert in self.source.shapes[other].matrices
-            )
+            exponents = []
+            for other, cost in self.costs.items():
+                if other.rpartition(".")[0] != module or cost.action in FULL_PRECISION:
+                    continue
+                for expert in self.source.shapes[other].matrices:
+                    _, packed = self._quantized(cost, expert)
+                    exponents.append(self.format.top_exponent(packed))
+            self._top_exponents[module] = max(exponents)
         return self._top_exponents[module]
 
-    def _full(self, cost: LayerCost, expert: int | None) -> torch.Tensor:
+    def _full_precision(self, cost: LayerCost, expert: int | None) -> torch.Tensor:
         """Return one matrix in [`dtype`], with its quantized values unless it is left alone."""
         source = self.source
         before = None
@@ -331,9 +379,12 @@ class Plan:
         reasons = []
         if self.misfits:
             reasons.append(f"it has no place for {' and '.join(self.misfits)}")
-        if odd := sorted(layer for layer, reason in refused.items() if reason):
-            more = f" and {len(odd) - 1} more" if len(odd) > 1 else ""
-            reasons.append(f"of {odd[0]}{more}, {refused[odd[0]]}")
+        misshapen = sorted(layer for layer, reason in refused.items() if reason)
+        if misshapen:
+            layers = misshapen[0]
+            if len(misshapen) > 1:
+                layers += f" and {len(misshapen) - 1} more"
+            reasons.append(f"of {layers}, {refused[misshapen[0]]}")
         scheme = "" if self.is_plain else f" ({self.scheme})"
         even = option("scale_rule", DEFAULT_RULE)
         requantize = option("on_mismatch", "requantize")

@@ -16,6 +16,7 @@ from transformers.quantizers.quantizers_utils import should_convert_module
 import hf_mxfp4
 from hf_mxfp4 import MXFP4RLConfig
 from hf_mxfp4.checkpoint import CheckpointError, FolderError, export
+from hf_mxfp4.checkpoint.formats import FORMATS
 
 
 Q_PROJ = "model.layers.0.self_attn.q_proj"
@@ -183,6 +184,16 @@ def test_a_head_of_its_own_unties_the_config(tmp_path):
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.bfloat16)
     assert torch.equal(model.lm_head.weight, stored["lm_head.weight"])
     assert torch.equal(model.model.embed_tokens.weight, stored["model.embed_tokens.weight"])
+
+
+def test_a_format_that_leaves_out_a_tensor_is_refused(tmp_path, monkeypatch):
+    source = save_packed(tmp_path / "packed", layers=1)
+    monkeypatch.setattr(FORMATS["bf16"], "others", lambda tensors, *_: tensors[1:])
+
+    with pytest.raises(CheckpointError, match="no place for lm_head.weight"):
+        export(source, tmp_path / "out", "bf16")
+
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize(("config", "parts"), MISFITS.values(), ids=MISFITS)
