@@ -57,25 +57,34 @@ class LayerSource(ABC):
         model: nn.Module | None = None,
         names: FileNames | None = None,
     ):
+        if model is None:
+            model = folder.empty_model()
+        if names is None:
+            names = FileNames(model, folder.tensors)
         self.folder = folder
         self.config = config
-        self.model = folder.empty_model() if model is None else model
-        self.names = FileNames(self.model, folder.tensors) if names is None else names
-        own = stored_scheme(folder.quantization)
-        layers, self.reasons = quantizable_layers(self.names, own or config, folder.tensors, own is not None)
-        layers = {name: layer for name, layer in layers.items() if not self.names.is_tied_away(f"{name}.weight")}
+        self.model = model
+        self.names = names
+
+        # What is quantized: as the checkpoint itself says, if it has a scheme.
+        stored_config = stored_scheme(folder.quantization)
+        is_quantized = stored_config is not None
+        layers, self.reasons = quantizable_layers(names, stored_config or config, folder.tensors, is_quantized)
+        layers = {name: layer for name, layer in layers.items() if not names.is_tied_away(f"{name}.weight")}
         self.has_experts = any(not is_linear(layer) for layer in layers.values())
-        self.shapes = layer_shapes(layers, self.names)
+        self.shapes = layer_shapes(layers, names)
         for layer, shape in self.shapes.items():
             try:
                 check_rotation(layer, shape.in_features, config.weight_rotation)
             except ValueError as error:
                 raise CheckpointError(f"{folder.path}: {error}") from None
+
+        # Where it is in the files, and whether they have all else that the model needs.
         self.stored = {layer: self._find(self._specs(layer, shape)) for layer, shape in self.shapes.items()}
-        if self.names.missing:
-            self._find({min(self.names.missing): None})  # raises an error with its name
-        state = self.model.state_dict()
-        self._find({place: state[place] for name, place in self.names.places.items() if name not in self._taken})
+        if names.missing:
+            self._find({min(names.missing): None})  # raises an error with its name
+        state = model.state_dict()
+        self._find({place: state[place] for name, place in names.places.items() if name not in self._taken})
 
     @abstractmethod
     def _specs(self, layer: str, shape: LayerShape) -> dict[str, torch.Tensor]:
@@ -122,13 +131,15 @@ class LayerSource(ABC):
             tensors.append(stored)
             if spec is None:
                 continue
-            is_float = spec.is_floating_point()
-            has_dtype = stored.dtype.is_floating_point if is_float else stored.dtype == spec.dtype
-            if stored.shape != spec.shape or not has_dtype:
-                kind = "floating-point" if is_float else spec.dtype
+            needed: Any = spec.dtype
+            fits = stored.dtype == spec.dtype
+            if spec.is_floating_point():
+                needed = "floating-point"
+                fits = stored.dtype.is_floating_point
+            if not fits or stored.shape != spec.shape:
                 raise CheckpointError(
                     f"{stored.file.name}: {stored.name} is {stored.dtype} {list(stored.shape)}; the model needs "
-                    f"{kind} {list(spec.shape)}"
+                    f"{needed} {list(spec.shape)}"
                 )
         return tensors
 
@@ -142,6 +153,7 @@ class LayerSource(ABC):
 
     @cached_property
     def _taken(self) -> set[str]:
+        """The names in the files of tensors that make up quantized weights."""
         return {tensor.name for stored in self.stored.values() for tensor in stored}
 
     def notes_on_rest(self) -> list[str]:
@@ -157,13 +169,17 @@ class LayerSource(ABC):
 
     def packed_rest(self) -> list[NewTensor]:
         """Return all other tensors by the names that `save_pretrained` of the packed model gives."""
-        return self.model_rest() if self.has_experts else self._stored_rest()
+        if self.has_experts:
+            return self.model_rest()
+        return self._stored_rest()
 
     def plain_rest(self) -> list[NewTensor]:
         """Return all other tensors by the names in a plain model's files, experts in as many tensors as there."""
         # A Trainer's checkpoint has experts as they are in the model, also where all are in full precision.
         has_model_names = self.has_experts or not self.names.pieces.keys().isdisjoint(self.names.stored)
-        return self._renamed(to_files=True) if has_model_names else self._stored_rest()
+        if has_model_names:
+            return self._renamed(to_files=True)
+        return self._stored_rest()
 
     def model_rest(self) -> list[NewTensor]:
         """Return all other tensors by the names that the model has in memory."""
@@ -175,7 +191,8 @@ class LayerSource(ABC):
 
     def _renamed(self, to_files: bool) -> list[NewTensor]:
         """Return all other tensors by the names in a plain model's files (``to_files``), or else in the model."""
-        names, rest = self.names, dict(self.rest)
+        names = self.names
+        rest = dict(self.rest)
         renamed: list[NewTensor] = []
         # Fused weights of experts that are several tensors in plain files, and are not quantized.
         owners = sorted({name.rpartition(".")[0] for name in names.pieces.keys() - self.shapes.keys()})
@@ -184,14 +201,17 @@ class LayerSource(ABC):
             stored = names.stored.get(name, name)
             if stored in rest:
                 tensor = rest.pop(stored)
-                is_split = to_files and shape.pieces
-                renamed += _split(tensor, shape) if is_split else [_copy(tensor, name)]
+                if to_files and shape.pieces:
+                    renamed += _split(tensor, shape)
+                else:
+                    renamed.append(_copy(tensor, name))
             elif all(piece.name in rest for piece in shape.pieces):
                 pieces = [rest.pop(piece.name) for piece in shape.pieces]
                 if to_files:
                     renamed += [_copy(piece, piece.name) for piece in pieces]
                 else:
                     renamed += self._joined(name, shape, pieces[0].dtype)
+        # All else keeps its value: only names differ.
         for stored, tensor in rest.items():
             name = names.places.get(stored, stored)
             if to_files:
@@ -239,21 +259,22 @@ class MasterSource(LayerSource):
     own scheme, or under ``config``, of mode ``"packed"``."""
 
     def __init__(self, folder: CheckpointFolder, config: MXFP4RLConfig | None = None):
-        own = own_config(folder)
-        self.is_plain = own is None
-        if own is None:
+        trained = own_config(folder)
+        self.is_plain = trained is None
+        if trained is None:
             if config is None:
                 raise CheckpointError(f"{folder.path} has no scheme; give one, or name a QAT or packed checkpoint")
             super().__init__(folder, config)
             return
-        if own.mode != "qat":
+        if trained.mode != "qat":
             raise CheckpointError(f"{folder.path} is packed already")
+        scheme = trained.describe()
         if config is not None:
-            raise CheckpointError(f"{folder.path} was trained under a scheme of its own ({own.describe()}); give none")
-        if own.packing_unsupported_reason:
-            raise CheckpointError(f"{folder.path} was trained under {own.describe()}; {own.packing_unsupported_reason}")
-        super().__init__(folder, own.packed())
-        _record(folder, own)
+            raise CheckpointError(f"{folder.path} was trained under a scheme of its own ({scheme}); give none")
+        if trained.packing_unsupported_reason:
+            raise CheckpointError(f"{folder.path} was trained under {scheme}; {trained.packing_unsupported_reason}")
+        super().__init__(folder, trained.packed())
+        _record(folder, trained)  # raises an error unless the files fit their config.json
 
     def _specs(self, layer: str, shape: LayerShape) -> dict[str, torch.Tensor]:
         if self._is_split(layer, shape):
@@ -303,6 +324,8 @@ class ForeignSource(LayerSource):
         self.format = format
         model = folder.empty_model()
         names = FileNames(model, folder.tensors, format.plain_name)
+
+        # Layers whose scales are in the files are quantized; the others stay in full precision.
         skips = [name for name in fused_experts(model) if experts_unsupported_reason(model.get_submodule(name))]
         supported = replace(config, modules_to_not_convert=skips or None)
         candidates, _ = quantizable_layers(names, supported, folder.tensors, is_quantized=False)
@@ -315,11 +338,14 @@ class ForeignSource(LayerSource):
             if scales.isdisjoint(tensors):
                 plain.append(name)
             scales -= tensors
+
+        # Scales that are left belong to layers that this package never quantizes.
         if scales:
             foreign = min(scales).removesuffix(".weight_scale").removesuffix("_scales")
-            more = f" and {len(scales) - 1} more" if len(scales) > 1 else ""
+            if len(scales) > 1:
+                foreign += f" and {len(scales) - 1} more"
             raise CheckpointError(
-                f"{folder.path} quantizes {foreign}{more}, which this package keeps in full precision (heads, routers, "
+                f"{folder.path} quantizes {foreign}, which this package keeps in full precision (heads, routers, "
                 "embeddings) or cannot pack under that name"
             )
         super().__init__(folder, replace(config, modules_to_not_convert=[*plain, *skips] or None), model, names)
@@ -375,10 +401,13 @@ def _record(folder: CheckpointFolder, config: MXFP4RLConfig) -> dict[str, Any]:
 
 def _read(tensor: StoredTensor, index: int | None = None) -> torch.Tensor:
     """Return a tensor, or one slice of its first axis."""
-    return tensor.read() if index is None else tensor.read(index, index + 1)[0]
+    if index is None:
+        return tensor.read()
+    return tensor.read(index, index + 1)[0]
 
 
 def _copy(tensor: StoredTensor, name: str) -> NewTensor:
+    """Return a tensor of the new files that holds the bytes of a stored one."""
     return NewTensor(name, tensor.dtype, tensor.shape, tensor.read)
 
 
