@@ -49,7 +49,8 @@ ACTIONS = {
 #: Dtypes that tensors which are not quantized can be written in.
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 #: What an error is measured against: full-precision weights that were read, or the values of packed ones.
-ORIGINAL, PACKED = "the full-precision weights", "the packed values"
+ORIGINAL = "the full-precision weights"
+PACKED = "the packed values"
 
 
 @dataclass
@@ -75,9 +76,11 @@ class LayerCost(ErrorEnergy):
 
     def count(self, packed: torch.Tensor, stored: torch.Tensor) -> None:
         """Count the blocks of a quantized matrix ``[N, K]`` and those that have the same values as they are stored."""
-        same = ((packed == stored) | packed.isnan() & stored.isnan()).unflatten(1, (-1, BLOCK_SIZE)).all(dim=-1)
-        self.blocks += same.numel()
-        self.exact_blocks += int(same.sum())
+        # NaN in the weights stays NaN, though it equals nothing.
+        is_same = (packed == stored) | (packed.isnan() & stored.isnan())
+        is_same_block = is_same.unflatten(1, (-1, BLOCK_SIZE)).all(dim=-1)
+        self.blocks += is_same_block.numel()
+        self.exact_blocks += int(is_same_block.sum())
 
     @property
     def sqnr_db(self) -> float:
@@ -94,7 +97,10 @@ def sqnr_db(costs: Sequence[LayerCost]) -> float:
 def bits_per_weight(costs: Sequence[LayerCost], when: str = "after") -> float | None:
     """Return bits in the files per element of some layers, ``"before"`` or ``"after"``; `None` without elements."""
     n_weights = sum(cost.n_weights for cost in costs)
-    return 8 * sum(getattr(cost, f"bytes_{when}") for cost in costs) / n_weights if n_weights else None
+    if not n_weights:
+        return None
+    n_bytes = sum(getattr(cost, f"bytes_{when}") for cost in costs)
+    return 8 * n_bytes / n_weights
 
 
 @dataclass
@@ -150,7 +156,9 @@ class ConversionReport:
         """Return the error of all weights in one sentence, and what it is measured against."""
         error = f"SQNR {self.total_sqnr_db:.2f} dB against {self.against}"
         if self.against == ORIGINAL:
-            return error if self.changed else "no weight differs from the full-precision ones"
+            if not self.changed:
+                return "no weight differs from the full-precision ones"
+            return error
         if not self.changed:
             error = f"bit for bit {PACKED}"
         before = "whose distance from the original weights is not recorded"
@@ -231,6 +239,7 @@ def convert(
         report.layers.append(cost)
         tensors += [_counted(first, on_bytes, cost.bytes_before), *rest]
     tensors.sort(key=lambda tensor: dot_natural_key(tensor.name))  # as `save_pretrained` splits shards
+
     report.notes += source.notes_on_rest()
     report.bytes_before = sum(tensor.nbytes for tensor in source.folder.tensors.values())
     report.bytes_after = sum(tensor.nbytes for tensor in tensors)

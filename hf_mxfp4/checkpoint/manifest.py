@@ -77,10 +77,12 @@ def write_manifest(
 ) -> int:
     """Record the files ``names`` of a folder and its `config.json`, in addition to ``kept`` of another manifest; return
     how many."""
-    kept = kept or {}
-    names = {*names, *(_settings(folder) - kept.keys())}
-    records = {**kept, **{name: record_of(folder / name, on_bytes) for name in names}}
-    write_json(folder / MANIFEST, {"files": {name: asdict(records[name]) for name in sorted(records)}})
+    records = dict(kept or {})
+    names = {*names, *(_settings(folder) - records.keys())}
+    for name in names:
+        records[name] = record_of(folder / name, on_bytes)
+    files = {name: asdict(records[name]) for name in sorted(records)}
+    write_json(folder / MANIFEST, {"files": files})
     return len(names)
 
 
@@ -103,6 +105,7 @@ def weight_files(folder: Path) -> list[str]:
 
 
 def _settings(folder: Path) -> set[str]:
+    """Return the names of a folder's files of settings."""
     return {name for name in _SETTINGS if (folder / name).is_file()}
 
 
@@ -126,7 +129,9 @@ def size_problem(file: Path, record: FileRecord) -> str | None:
     if not file.is_file():
         return "it is missing"
     size = file.stat().st_size
-    return None if size == record.size else f"it has {size} bytes instead of {record.size}"
+    if size != record.size:
+        return f"it has {size} bytes instead of {record.size}"
+    return None
 
 
 def invalidate(folder: str | os.PathLike) -> None:
@@ -144,8 +149,10 @@ def why_incomplete(folder: str | os.PathLike, *, checksums: bool = False) -> str
     try:
         json.loads(regular_file(folder / TRAINER_STATE).read_text(encoding="utf-8"))["global_step"]
         records = read_manifest(folder)
+        # All sizes before the first checksum, which takes long.
         for name, record in records.items():
-            if problem := size_problem(folder / name, record):
+            problem = size_problem(folder / name, record)
+            if problem is not None:
                 return f"{name}: {problem}"
         for name, record in records.items():
             if checksums and record_of(folder / name) != record:
@@ -163,10 +170,12 @@ def last_complete_checkpoint(output_dir: str | os.PathLike, *, checksums: bool =
     """Return the last checkpoint folder in ``output_dir`` that [`why_incomplete`] has nothing against, or `None`. Warns
     of each newer one."""
     output_dir = Path(output_dir)
-    entries = output_dir.iterdir() if output_dir.is_dir() else ()
-    folders = [path for path in entries if checkpoint_step(path) is not None and path.is_dir()]
+    if not output_dir.is_dir():
+        return None
+    folders = [path for path in output_dir.iterdir() if checkpoint_step(path) is not None and path.is_dir()]
     for folder in sorted(folders, key=checkpoint_step, reverse=True):
-        if (reason := why_incomplete(folder, checksums=checksums)) is None:
+        reason = why_incomplete(folder, checksums=checksums)
+        if reason is None:
             return str(folder)
         get_logger().warning("%s is not resumed from: %s", folder, reason)
     return None
@@ -200,7 +209,9 @@ class Verification:
     def check_file(self, file: Path, record: FileRecord | None, on_bytes: OnBytes = ignore_bytes) -> None:
         """Compare a file with its record in the manifest."""
         try:
-            n_tensors = len(read_header(file).tensors) if file.suffix == ".safetensors" else 0
+            n_tensors = 0
+            if file.suffix == ".safetensors":
+                n_tensors = len(read_header(file).tensors)
             if record is None:
                 self.unchecked.append(file.name)
                 return
@@ -231,10 +242,11 @@ class Verification:
         try:
             opened = open_checkpoint(folder)
             if opened.quantization.get("quant_method") == QUANT_METHOD:
-                own = own_config(opened)
-                if own.mode == "packed":
+                config = own_config(opened)
+                # These raise an error where a tensor is missing or of another shape.
+                if config.mode == "packed":
                     PackedSource(opened)
-                elif not own.packing_unsupported_reason:
+                elif not config.packing_unsupported_reason:
                     MasterSource(opened)
         except RemoteCodeError as error:
             self.notes.append(f"the tensors were not compared with the model that {CONFIG} describes: {error}")
@@ -262,7 +274,10 @@ def verify_folder(path: str | os.PathLike, on_bytes: OnBytes = ignore_bytes) -> 
         manifest = read_manifest(folder)
     except ShardError as error:
         verification._add(MANIFEST, error)
-    names = [path.name] if is_file else _names(folder, manifest)
+    if is_file:
+        names = [path.name]
+    else:
+        names = _names(folder, manifest)
     for name in names:
         if name not in _SETTINGS:
             verification.check_file(folder / name, manifest.get(name), on_bytes)

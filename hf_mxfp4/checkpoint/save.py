@@ -87,6 +87,7 @@ def _wrap_save(original):
     def save_pretrained(self, *args, **kwargs):
         if not is_quantized(self):
             return original(self, *args, **kwargs)
+        # All options by name, however they were given.
         call = signature.bind(self, *args, **kwargs)
         call.apply_defaults()
         extra = call.arguments.pop("kwargs", {})
@@ -106,8 +107,11 @@ def _wrap_save(original):
             self.__dict__.pop(_SET_ASIDE, None)
         if options["push_to_hub"]:
             repo_id = options.get("repo_id") or os.path.basename(os.path.normpath(folder))
-            left_out = (*_NOT_PUSHED, next(iter(signature.parameters)))
-            given = {name: value for name, value in options.items() if name not in left_out and value is not None}
+            model_parameter = next(iter(signature.parameters))  # "self"
+            given = {}
+            for name, value in options.items():
+                if value is not None and name != model_parameter and name not in _NOT_PUSHED:
+                    given[name] = value
             push(self, repo_id, **given)
 
     save_pretrained.wraps_saving = True  # type: ignore[attr-defined]
@@ -135,6 +139,7 @@ def _save(model: nn.Module, original, call: inspect.BoundArguments, options: dic
 
     folder = options["save_directory"]
     with staged(folder, options.get("variant")) as staging:
+        # Only the parameters of the method: other options are those of an upload.
         local = {name: value for name, value in options.items() if name in call.signature.parameters}
         local |= {"save_directory": str(staging), "push_to_hub": False}
         model_argument = local.pop(next(iter(call.signature.parameters)))
@@ -268,12 +273,12 @@ def _check_replaceable(target: Path, overwrite: bool) -> None:
     """Raise [`FolderError`] as [`atomic_folder`] says."""
     if target.is_file():
         raise FolderError(f"{target} is a file; give a folder")
-    entries = list(target.iterdir()) if target.is_dir() else []
-    if not entries:
+    if not target.is_dir() or not any(target.iterdir()):
         return
     if not overwrite:
         raise FolderError(f"{target} is not empty; give a new folder, or overwrite=True (--overwrite)")
-    subfolders = sorted(entry.name for entry in entries if entry.is_dir() and not is_side_folder(entry.name))
+    folders = [entry.name for entry in target.iterdir() if entry.is_dir()]
+    subfolders = sorted(name for name in folders if not is_side_folder(name))
     if subfolders:
         raise FolderError(f"{target} is not replaced because it holds the folder {subfolders[0]}; give a new one")
     if not (target / CONFIG).is_file():
@@ -311,7 +316,9 @@ def staged(folder: str | os.PathLike, variant: str | None = None) -> Iterator[Pa
 
 def weight_names(variant: str | None = None) -> tuple[str, str]:
     """Return the names that transformers has for the file of all weights and for the index of shards."""
-    infix = "" if variant is None else f".{variant}"
+    infix = ""
+    if variant is not None:
+        infix = f".{variant}"
     return f"model{infix}.safetensors", f"model.safetensors.index{infix}.json"
 
 
@@ -323,14 +330,17 @@ def _weights_in(folder: Path, variant: str | None) -> set[str]:
     weights = set()
     for path in folder.iterdir():
         shard = _SHARD.fullmatch(path.name)
-        if path.name in names or shard is not None and shard["stem"] == stem:
+        is_shard = shard is not None and shard["stem"] == stem
+        if is_shard or path.name in names:
             weights.add(path.name)
     return weights
 
 
 def _move_in(staging: Path, folder: Path, variant: str | None) -> None:
-    """Move the files of a new checkpoint up."""
+    """Move the files of a new checkpoint up, in an order that leaves the old one or the new one at any moment."""
     _finish(folder, staging)  # a save that was killed
+
+    # Complete the new files, and put them on the disk.
     single, index = weight_names(variant)
     if (staging / index).is_file():
         _rename_shards(staging, index, _shards_of(folder / index))
@@ -396,9 +406,9 @@ def _finish(folder: Path, scratch: Path) -> None:
     pending = _PENDING.fullmatch(str(config.get(WEIGHTS_KEY)))
     if pending is None or not (folder / pending[0]).is_file():
         return
-    usual, other = weight_names(pending["variant"])
-    if pending["index"]:
-        usual, other = other, usual
+    single, index = weight_names(pending["variant"])
+    usual = index if pending["index"] else single
+    other = single if pending["index"] else index
     second = scratch / "second_name"
     try:
         os.link(folder / pending[0], second)
