@@ -6,7 +6,6 @@ import contextlib
 import copy
 import itertools
 from collections.abc import Iterator
-from functools import partial
 from typing import Any
 
 import torch
@@ -16,7 +15,7 @@ from peft.tuners.lora.layer import ParamWrapper
 from torch import nn
 
 from ...layers import PACKED, is_full_precision
-from ...ops import PACKED_FIELDS, Groups, compiled_linear, quantized_linear
+from ...ops import PACKED_SUFFIXES, Groups, compiled_linear, quantized_linear
 from .merging import Merges, MergesIntoMasters, MergesIntoPacked
 
 
@@ -52,7 +51,11 @@ class MXFP4LoraLinear(MergesIntoPacked, LoraLinear):
         """Return the float32 weight ``Q(W) + delta`` of the active adapters, as the forward pass computes with."""
         if self.merged:
             return self.get_base_layer().dequantized_weight(torch.float32)
-        return self.sum_at((), [] if self.disable_adapters else self.active_here())[0]
+        adapters = []
+        if not self.disable_adapters:
+            adapters = self.active_here()
+        total, _ = self.sum_at((), adapters)
+        return total
 
 
 class MXFP4LoraMasterLinear(MergesIntoMasters, LoraLinear):
@@ -85,23 +88,27 @@ class ExpertParameter(Merges):
         if kwargs.pop("adapter_names", None) is not None:
             raise ValueError("adapter_names in one batch is not supported on experts; call the model once per adapter")
         base = self.get_base_layer()
-        wrappers: dict[str, ExpertParameter] = {}
         if is_full_precision(base):
             return super().forward(x, *args, **kwargs)
+        wrappers: dict[str, ExpertParameter] = {}  # with something to add, by projection
 
         def project(projection: str, rows: torch.Tensor, groups: Groups) -> torch.Tensor:
             result = base.project(projection, rows, groups)
-            return wrappers[projection]._added(result, rows, groups) if projection in wrappers else result
+            if projection in wrappers:
+                return wrappers[projection]._added(result, rows, groups)
+            return result
 
         with contextlib.ExitStack() as stack:
             for layer in nested_wrappers(self):
                 if layer.disable_adapters and layer.merged:
                     layer.unmerge()
-                if not layer.disable_adapters and not layer.merged:
-                    if layer.is_on_weight:
-                        wrappers[layer.parameter_name] = layer
-                    else:
-                        stack.enter_context(layer._activate_lora(layer.active_adapters))
+                if layer.disable_adapters or layer.merged:
+                    continue
+                if layer.is_on_weight:
+                    wrappers[layer.parameter_name] = layer
+                else:
+                    # Biases are not quantized, so PEFT's own sum of bias and adapter is right.
+                    stack.enter_context(layer._activate_lora(layer.active_adapters))
             return base(x, *args, project=project, **kwargs)
 
     @property
@@ -117,18 +124,23 @@ class ExpertParameter(Merges):
 
     def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
         """Merge as [`Merges`] does; into a bias as PEFT does."""
-        merge = super().merge if self.is_on_weight else partial(ParamWrapper.merge, self)
-        merge(safe_merge, adapter_names)
+        if self.is_on_weight:
+            super().merge(safe_merge, adapter_names)
+        else:
+            ParamWrapper.merge(self, safe_merge, adapter_names)
 
     def _added(self, result: torch.Tensor, x: torch.Tensor, groups: Groups) -> torch.Tensor:
         """Add ``s B_e A_e x`` of the active adapters, for the rows of expert ``e``, to ``result`` ``[S, N]``, for rows
         ``x`` ``[S, K]`` in full precision, sorted by expert."""
         total = result
-        linear = compiled_linear if torch.compiler.is_compiling() else quantized_linear
+        grouped_linear = compiled_linear if torch.compiler.is_compiling() else quantized_linear
         for name in self.active_here():
             a, b = self.expert_factors(name)
-            inner = linear(self.lora_dropout[name](self._cast_input_dtype(x, a.dtype)), a, None, groups=groups)
-            total = total + linear(inner, b, None, groups=groups) * self.scaling[name]
+            rows = self._cast_input_dtype(x, a.dtype)
+            rows = self.lora_dropout[name](rows)
+            rows = grouped_linear(rows, a, None, groups=groups)
+            rows = grouped_linear(rows, b, None, groups=groups)
+            total = total + rows * self.scaling[name]
         return total.to(result.dtype)
 
 
@@ -151,7 +163,9 @@ class MXFP4LoraExpertParameter(ExpertParameter, MergesIntoMasters, ParamWrapper)
     def delta(self, adapter: str) -> torch.Tensor:
         a, b = self.expert_factors(adapter)
         delta = self.scaling[adapter] * (b.float() @ a.float())
-        return delta.transpose(1, 2) if self.get_base_layer().is_transposed else delta
+        if self.get_base_layer().is_transposed:
+            delta = delta.transpose(1, 2)
+        return delta
 
 
 class MXFP4LoraPackedExpertParameter(ExpertParameter, MergesIntoPacked, ParamWrapper):
@@ -164,12 +178,17 @@ class MXFP4LoraPackedExpertParameter(ExpertParameter, MergesIntoPacked, ParamWra
         self, base_layer: nn.Module, adapter_name: str, parameter_name: str, config: LoraConfig, **kwargs: Any
     ):
         super().__init__(base_layer, adapter_name, parameter_name, config=_without_dropout(config), **kwargs)
-        self.lora_dropout[adapter_name] = nn.Dropout(config.lora_dropout) if config.lora_dropout else nn.Identity()
+        self._set_dropout(adapter_name, config)
 
     def update_layer(self, adapter_name: str, r: int, lora_alpha: int, config: LoraConfig, **kwargs: Any) -> None:
         """Add an adapter. Raises `ValueError` for a rank below 1."""
         super().update_layer(adapter_name, r, lora_alpha, config=_without_dropout(config), **kwargs)
-        self.lora_dropout[adapter_name] = nn.Dropout(config.lora_dropout) if config.lora_dropout else nn.Identity()
+        self._set_dropout(adapter_name, config)
+
+    def _set_dropout(self, adapter_name: str, config: LoraConfig) -> None:
+        """Set the dropout of an adapter. PEFT, whose layer refuses any, has set `nn.Identity`."""
+        if config.lora_dropout:
+            self.lora_dropout[adapter_name] = nn.Dropout(config.lora_dropout)
 
     def get_param(self) -> torch.Tensor:
         """Return the parameter; of a packed weight, of which PEFT reads shape, dtype and device, a tensor without
@@ -178,43 +197,51 @@ class MXFP4LoraPackedExpertParameter(ExpertParameter, MergesIntoPacked, ParamWra
         parameter = super().get_param()
         if not isinstance(base, PACKED) or not self.is_on_weight:
             return parameter
-        experts, rows, columns = base.weight_size(self.parameter_name)
-        shape = (experts, columns, rows) if base.is_transposed else (experts, rows, columns)
-        return parameter.new_empty(1, dtype=base.compute_dtype).expand(shape)
+        shape = base.weight_size(self.parameter_name)
+        one_element = parameter.new_empty(1, dtype=base.compute_dtype)
+        weight = one_element.expand(shape)
+        return weight.transpose(1, 2) if base.is_transposed else weight
 
     def names(self) -> list[str]:
-        fields = [f"{self.parameter_name}{field.removeprefix('weight')}" for field in PACKED_FIELDS]
-        return [name for name in self.get_base_layer().shapes() if name in fields]
+        own_names = [f"{self.parameter_name}{suffix}" for suffix in PACKED_SUFFIXES]
+        return [name for name in self.get_base_layer().shapes() if name in own_names]
 
     def places(self) -> Iterator[tuple[str, int]]:
         return itertools.product([self.parameter_name], range(self.num_experts))
 
     def parts(self, tensors: dict[str, torch.Tensor], place: tuple[str, int]) -> dict[str, torch.Tensor]:
-        return {f"weight{name.removeprefix(place[0])}": tensor[place[1]] for name, tensor in tensors.items()}
+        projection, expert = place
+        return {f"weight{name.removeprefix(projection)}": tensor[expert] for name, tensor in tensors.items()}
 
     def factors(self, place: tuple[str, int], adapter: str) -> tuple[torch.Tensor, torch.Tensor]:
+        _, expert = place
         a, b = self.expert_factors(adapter)
-        return a[place[1]], b[place[1]]
+        return a[expert], b[expert]
 
     def pack(self, weight: torch.Tensor) -> dict[str, torch.Tensor]:
         return self.get_base_layer().pack_matrix(weight)
 
     def unpack(self, packed: dict[str, torch.Tensor], place: tuple[str, int]) -> torch.Tensor:
-        return self.get_base_layer().unpacked(place[0], packed, torch.float32)
+        projection, _ = place
+        return self.get_base_layer().unpacked(projection, packed, torch.float32)
 
     @torch.no_grad()
     def effective_weight(self, dtype: torch.dtype) -> torch.Tensor:
         """Return ``Q(W) + delta`` of the active adapters in the model's layout, summed in float32 and rounded once."""
         base = self.get_base_layer()
         weight = base.dequantized_weight(self.parameter_name, dtype)
-        if not self.merged and not self.disable_adapters:
-            for place in self.places():
-                rows = weight[place[1]].T if base.is_transposed else weight[place[1]]
-                rows.copy_(self.sum_at(place, self.active_here())[0])
+        if self.merged or self.disable_adapters:
+            return weight
+        rows_first = weight.transpose(1, 2) if base.is_transposed else weight
+        for place in self.places():
+            _, expert = place
+            total, _ = self.sum_at(place, self.active_here())
+            rows_first[expert].copy_(total)
         return weight
 
 
 def _without_dropout(config: LoraConfig) -> LoraConfig:
+    """Return a copy of a config without dropout, which PEFT refuses for parameters."""
     config = copy.copy(config)
     config.lora_dropout = 0.0
     return config
@@ -230,6 +257,8 @@ def lora_on_experts(
     """Return the PEFT layer on a parameter of experts; `None`, which PEFT refuses, for ``target_modules``."""
     if parameter_name is None:
         return None
-    base = target.get_base_layer() if isinstance(target, ParamWrapper) else target
+    base = target
+    if isinstance(target, ParamWrapper):  # another parameter of the same experts has an adapter
+        base = target.get_base_layer()
     wrapper = MXFP4LoraPackedExpertParameter if isinstance(base, PACKED) else MXFP4LoraExpertParameter
     return wrapper(target, adapter_name, parameter_name=parameter_name, config=config, **kwargs)

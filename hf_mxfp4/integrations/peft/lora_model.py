@@ -74,16 +74,22 @@ class MXFP4LoraModel(LoraModel):
         super().inject_adapter(model, adapter_name, *args, **kwargs)
 
     def _check_new_adapter_config(self, config: LoraConfig) -> None:
-        modules = dict(self.model.named_modules())
-        n_experts = sum(isinstance(module, MXFP4PackedExperts) for module in modules.values())
+        modules = list(self.model.modules())
+        n_experts = sum(isinstance(module, MXFP4PackedExperts) for module in modules)
         target_experts(config, self._given, self.model)
         super()._check_new_adapter_config(config)
-        if any(isinstance(module, QUANTIZED) for module in modules.values()):
+        if any(isinstance(module, QUANTIZED) for module in modules):
             config.fan_in_fan_out = False  # as PEFT does for linear layers
             _check_target_names(config, self.model, n_experts)
             _check_computation(config, targeted_layers(self.model, config, type(self)).values())
             config._register_custom_module(_LAYERS)
-        _record_base(config, self.model, next((n for n, own in self.peft_config.items() if own is config), ""))
+        # PEFT gives the config without the name of its adapter.
+        adapter_name = ""
+        for name, known_config in self.peft_config.items():
+            if known_config is config:
+                adapter_name = name
+                break
+        _record_base(config, self.model, adapter_name)
 
     @classmethod
     def _remap_adapter_state_dict_for_load(
@@ -111,10 +117,12 @@ class MXFP4LoraModel(LoraModel):
         return model
 
     def _report(self, layers: dict[str, Merges]) -> None:
+        """Keep and log what the merges of these layers cost; warn if they lost much of what was trained."""
         errors = {name: layer.merge_error for name, layer in layers.items() if layer.merge_error is not None}
-        self.merge_report = MergeReport(errors) if errors else None
         if not errors:
+            self.merge_report = None
             return
+        self.merge_report = MergeReport(errors)
         get_logger().info("%s", self.merge_report)
         kept = self.merge_report.total.update_sqnr_db
         if kept < LOSSY_DB:
@@ -144,17 +152,22 @@ def targeted_layers(model: nn.Module, config: PeftConfig, tuner: type[BaseTuner]
     """Return the quantized layers that the targets match, by the names that they have without adapters."""
     layers = _quantized_layers(model)
     targeted = {}
+
+    # Targets that are parameters.
     for name, layer in layers.items():
         parameters = [f".{name}.{parameter}" for parameter, _ in layer.named_parameters()]
         for target in getattr(config, "target_parameters", None) or ():
             if any(parameter.endswith(f".{target}") for parameter in parameters):
                 targeted[name] = layer
+
+    # Targets that are modules. PEFT has usual ones for many types of models.
     targets = getattr(config, "target_modules", None)
     if targets is None:
         model_type = getattr(getattr(model, "config", None), "model_type", None)
-        targets = (getattr(tuner, "target_module_mapping", None) or {}).get(model_type)
-        if targets is None:
-            return targeted
+        usual_targets = getattr(tuner, "target_module_mapping", None) or {}
+        targets = usual_targets.get(model_type)
+    if targets is None:
+        return targeted
     if isinstance(targets, str) and targets.lower() == "all-linear":
         return targeted | {name: layer for name, layer in layers.items() if is_linear(layer)}
     config = copy.copy(config)
@@ -175,22 +188,24 @@ def check_method(tuner: BaseTuner, model: nn.Module, config: PeftConfig) -> None
     if not targeted:
         return
     packed = [name for name, layer in targeted.items() if isinstance(layer, PACKED)]
-    is_packed = packed != []
-    name = packed[0] if is_packed else next(iter(targeted))
+    if packed:
+        supported = SUPPORTED
+        where = f"on {packed[0]}, a packed quantized layer"
+        weight_state = "is stored in 4 bits"
+    else:
+        supported = SUPPORTED | TRAINABLE_ONLY
+        where = f"on {next(iter(targeted))}, a trainable quantized layer"
+        weight_state = "is not quantized yet"
     method = config.peft_type.name
     registered = PEFT_TYPE_TO_TUNER_MAPPING.get(config.peft_type)
-    where = f"on {name}, a {'packed' if is_packed else 'trainable'} quantized layer"
     if registered is None or not isinstance(tuner, registered):
         raise ValueError(f"{type(tuner).__name__} is not supported {where}: attach {method} with get_peft_model")
     if method == "MISS" and config.init_weights == "bat":
         raise ValueError(f"MISS with init_weights='bat' is not supported {where}: it computes with the plain weight")
-    supported = SUPPORTED if is_packed else SUPPORTED | TRAINABLE_ONLY
     if method not in supported:
-        state = "is stored in 4 bits" if is_packed else "is not quantized yet"
         raise ValueError(
-            f"{method} is not supported {where}: it computes with the layer's weight, which {state}, or it has not "
-            "been tried. Use one of "
-            f"{', '.join(sorted(supported))}, or keep these layers in full precision with "
+            f"{method} is not supported {where}: it computes with the layer's weight, which {weight_state}, or it has "
+            f"not been tried. Use one of {', '.join(sorted(supported))}, or keep these layers in full precision with "
             "MXFP4RLConfig(modules_to_not_convert=[...])"
         )
 
@@ -209,7 +224,9 @@ def _check_saved_modules(config: PeftConfig, model: nn.Module) -> None:
             # Weights of experts can be named, as those of the plain model can be.
             stored |= tensors - {f"{name}.{projection}" for projection in getattr(layer, "projections", ())}
     for option in ("target_parameters", "modules_to_save", "trainable_token_indices"):
-        refused = stored | masters if option == "target_parameters" else modules
+        refused = modules
+        if option == "target_parameters":
+            refused = stored | masters
         for target in getattr(config, option, None) or ():
             matches = sorted(name for name in refused if isinstance(target, str) and name.endswith(target))
             if not matches:
@@ -241,21 +258,24 @@ def _check_computation(config: LoraConfig, targets: Iterable[nn.Module]) -> None
     """Refuse what computes with the weights of quantized layers, or is made from packed ones."""
     if not targets:
         return
-    packed = any(isinstance(layer, PACKED) for layer in targets)
-    kind = "packed layers, whose full-precision weights are gone" if packed else "layers that quantize their weight"
+    is_packed = any(isinstance(layer, PACKED) for layer in targets)
+    kind = "layers that quantize their weight"
+    if is_packed:
+        kind = "packed layers, whose full-precision weights are gone"
     advice = f"is not supported on {kind}; use plain LoRA, or load the base"
     init = config.init_lora_weights
     if init not in _EXPERT_INITS and not all(is_linear(layer) for layer in targets):
         raise ValueError(f"init_lora_weights={init!r} is not supported on experts ({_listed(_EXPERT_INITS)})")
-    if packed and init not in _INITS:
+    if is_packed and init not in _INITS:
         raise ValueError(
             f"init_lora_weights={init!r} {advice} with MXFP4RLConfig(mode='qat') or in full precision (packed layers: "
             f"{_listed(_INITS)})"
         )
     marked = {field.name for field in dataclasses.fields(config) if field.metadata.get("is_lora_variant")}
     for name in sorted(marked.union(_VARIANTS)):
-        if getattr(config, name, None):
-            raise ValueError(f"{name}={getattr(config, name)!r} {advice} in full precision")
+        value = getattr(config, name, None)
+        if value:
+            raise ValueError(f"{name}={value!r} {advice} in full precision")
 
 
 def _listed(values: Iterable[Any]) -> str:
@@ -281,13 +301,16 @@ def _check_target_names(config: LoraConfig, model: nn.Module, n_experts: int) ->
         # Below adapters that are there already, names are longer.
         names = list(dict.fromkeys(name.replace(".base_layer", "") for name in names if ".lora_" not in name))
         for target in sorted(targets):
-            if not any(f".{name}".endswith(f".{target}") for name in names):
-                near = " or ".join(map(repr, nearest_names(target, names)))
-                experts = " The packed experts of a layer are one module, called 'experts'." if n_experts else ""
-                raise ValueError(
-                    f"{option} has {target!r}, the name of no {kind} of {type(model).__name__} (near: {near}). Correct "
-                    f"it or leave it out: PEFT would train the other targets only.{experts}"
-                )
+            if any(f".{name}".endswith(f".{target}") for name in names):
+                continue
+            near = " or ".join(map(repr, nearest_names(target, names)))
+            message = (
+                f"{option} has {target!r}, the name of no {kind} of {type(model).__name__} (near: {near}). Correct it "
+                "or leave it out: PEFT would train the other targets only."
+            )
+            if n_experts:
+                message += " The packed experts of a layer are one module, called 'experts'."
+            raise ValueError(message)
 
 
 # ---- the scheme of the base ------------------------------------------------------------------------------------------
@@ -318,7 +341,9 @@ class MXFP4LoraConfig(LoraConfig):
 def base_scheme(model: nn.Module) -> MXFP4RLConfig | None:
     """Return the scheme of a model that was quantized by this package, otherwise `None`."""
     scheme = getattr(getattr(model, "config", None), "quantization_config", None)
-    return scheme if isinstance(scheme, MXFP4RLConfig) else None
+    if isinstance(scheme, MXFP4RLConfig):
+        return scheme
+    return None  # the model has no scheme, or one of another package
 
 
 def _record_base(config: LoraConfig, model: nn.Module, adapter_name: str) -> None:
@@ -328,7 +353,7 @@ def _record_base(config: LoraConfig, model: nn.Module, adapter_name: str) -> Non
     checksum = _checksum(model)
     if stored is not None:
         _compare(adapter_name, stored, scheme, _has_other_weights(config.base_checksum, checksum))
-        if config.inference_mode:
+        if config.inference_mode:  # it was loaded as it is, and keeps the base that it was trained on
             return
     if scheme is not None and type(config) is LoraConfig:
         change_class(config, MXFP4LoraConfig)
@@ -346,6 +371,8 @@ def _checksum(model: nn.Module) -> int | None:
     The lower 32 bits are of the last linear layer alone, which is all that earlier versions looked at.
     """
     layers = [module for module in model.modules() if isinstance(module, QUANTIZED)]
+    if not layers:
+        return None
     everything = last = 0
     for layer in layers:
         for name in weight_names(layer):
@@ -358,7 +385,7 @@ def _checksum(model: nn.Module) -> int | None:
             everything = zlib.crc32(bits, everything)
             if is_linear(layer):
                 last = zlib.crc32(bits)
-    return everything << 32 | last if layers else None
+    return everything << 32 | last
 
 
 def _first_rows(layer: nn.Module, projection: str) -> torch.Tensor:
@@ -380,7 +407,8 @@ def _has_other_weights(stored: int | None, checksum: int | None) -> bool:
     """Compare a stored checksum with that of the model. Earlier versions stored the lower 32 bits."""
     if stored is None or checksum is None:
         return False
-    if stored >> 32 == 0:
+    is_of_earlier_version = stored >> 32 == 0
+    if is_of_earlier_version:
         checksum &= 0xFFFFFFFF
     return stored != checksum
 
@@ -412,7 +440,10 @@ def _computation(scheme: MXFP4RLConfig) -> tuple[Any, set[str]]:
 
 
 def _described(scheme: MXFP4RLConfig | None) -> str:
+    """Return what a base is, in words that continue a sentence."""
     if scheme is None:
         return "in full precision"
-    names = scheme.modules_to_not_convert
-    return f"quantized as {scheme.describe()}" + (f" without {', '.join(names)}" if names else "")
+    text = f"quantized as {scheme.describe()}"
+    if scheme.modules_to_not_convert:
+        text += f" without {', '.join(scheme.modules_to_not_convert)}"
+    return text

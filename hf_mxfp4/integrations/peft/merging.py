@@ -67,7 +67,9 @@ class MergeReport:
 
     def __str__(self) -> str:
         lines = [f"merged into {len(self.layers)} quantized layers: {self.total}"]
-        return "\n".join([*lines, *(f"  {name}: {error}" for name, error in self.layers.items())])
+        for name, error in self.layers.items():
+            lines.append(f"  {name}: {error}")
+        return "\n".join(lines)
 
 
 class Merges(Mixin):
@@ -82,6 +84,7 @@ class Merges(Mixin):
         return [name for name in self.active_adapters if name in self.lora_A]
 
     def _names_to_merge(self, adapter_names: list[str] | None) -> list[str]:
+        """Return those of the adapters asked for (default: the active ones) that this layer has, and not merged."""
         return [name for name in check_adapters_to_merge(self, adapter_names) if name in self.lora_A]
 
 
@@ -113,7 +116,10 @@ class MergesIntoPacked(Merges):
             super().merge(safe_merge, names)
             return
         base.check()
-        names, errors = [*self.merged_adapters, *names], []
+
+        # Pack all sums before the layer is changed: the last may be refused.
+        names = [*self.merged_adapters, *names]
+        errors = []
         merged = {name: torch.empty_like(getattr(base, name)) for name in self.names()}
         for place in self.places():
             total, update = self.sum_at(place, names)
@@ -124,6 +130,8 @@ class MergesIntoPacked(Merges):
             for field, tensor in self.parts(merged, place).items():
                 tensor.copy_(packed[field])
             errors.append(MergeError.measure(total, update, self.unpack(packed, place)))
+
+        # Put them in place of the weights.
         if self._unmerged is None:
             self._unmerged = {name: getattr(base, name) for name in merged}
         for name, tensor in merged.items():
@@ -144,8 +152,10 @@ class MergesIntoPacked(Merges):
 
     def _stored(self, name: str) -> torch.Tensor:
         """Return a packed tensor of the base layer as it was before any merge, on the device that it is on now."""
-        now = getattr(self.get_base_layer(), name)
-        return now if self._unmerged is None else self._unmerged[name].to(now.device)
+        stored = getattr(self.get_base_layer(), name)
+        if self._unmerged is None:
+            return stored
+        return self._unmerged[name].to(stored.device)
 
     def unmerge(self) -> None:
         """Put back the tensors that the layer had before the first merge: the same bits."""
@@ -186,7 +196,9 @@ class MergesIntoMasters(Merges):
 def whole(tensor: torch.Tensor) -> torch.Tensor:
     """Return all values of a tensor that FSDP2 may have spread over processes."""
     tensor = tensor.detach()
-    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+    if hasattr(tensor, "full_tensor"):
+        return tensor.full_tensor()
+    return tensor
 
 
 # ---- a whole model ---------------------------------------------------------------------------------------------------
@@ -228,11 +240,15 @@ def merge_adapters(model: PeftModel, into: str = "packed") -> nn.Module:
     if masters:
         masters[0].get_base_layer().config.packed()  # raises for a scheme whose weights cannot be packed
     merged = model.merge_and_unload()
-    return pack(merged) if masters else merged
+    if masters:
+        return pack(merged)
+    return merged
 
 
 def _merged_into_bfloat16(model: PeftModel, layers: list[BaseTunerLayer]) -> nn.Module:
-    for base in dict.fromkeys(layer.get_base_layer() for layer in layers):
+    """Return a plain bfloat16 model with the adapters in its weights; ``layers`` are those on quantized layers."""
+    bases = dict.fromkeys(layer.get_base_layer() for layer in layers)  # experts have several adapters
+    for base in bases:
         _merge_into_plain(base, [layer for layer in layers if layer.get_base_layer() is base])
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "All adapters are already merged")
@@ -242,11 +258,13 @@ def _merged_into_bfloat16(model: PeftModel, layers: list[BaseTunerLayer]) -> nn.
 
 def _merge_into_plain(base: nn.Module, layers: list[BaseTunerLayer]) -> None:
     """Put a plain layer that holds ``Q(W)`` below the adapters on ``base``, and merge them into it in float32."""
-    names = [list(dict.fromkeys([*layer.merged_adapters, *layer.active_adapters])) for layer in layers]
+    names_of_layers = []
     for layer in layers:
+        names_of_layers.append(list(dict.fromkeys([*layer.merged_adapters, *layer.active_adapters])))
         if layer.merged:
             layer.unmerge()
-    layers[-1].base_layer = plain = to_plain(base, torch.float32)
-    for layer, adapters in zip(layers, names, strict=True):
-        layer.merge(adapter_names=adapters)
+    plain = to_plain(base, torch.float32)
+    layers[-1].base_layer = plain  # the innermost of the adapters
+    for layer, names in zip(layers, names_of_layers, strict=True):
+        layer.merge(adapter_names=names)
     plain.to(torch.bfloat16)
