@@ -3,7 +3,6 @@
 
 import re
 from collections.abc import Callable
-from typing import Any, cast
 
 import torch
 from torch import nn
@@ -41,38 +40,48 @@ def quantize_linears(
     """
     skips = config.modules_to_not_convert or ()
     layers, skipped = find_layers(model, skips, reasons)
-    swap_layers(model, layers, lambda layer, name: (make_layer or from_plain)(layer, config, name))
+    make = make_layer or from_plain
+    swap_layers(model, layers, lambda layer, name: make(layer, config, name))
     return quantized_names(model), skipped
 
 
 def quantized_names(model: nn.Module) -> list[str]:
     """Return the names of the linear maps of all quantized layers, each layer once."""
-    layers = ((name, layer) for name, layer in model.named_modules() if isinstance(layer, QUANTIZED))
-    return [own for name, layer in layers for own in matrix_names(name, layer)]
+    names = []
+    for name, module in model.named_modules():
+        if isinstance(module, QUANTIZED):
+            names += matrix_names(name, module)
+    return names
 
 
 def from_plain(layer: nn.Module, config: MXFP4RLConfig, name: str, *, is_empty: bool = False) -> nn.Module:
     """Return the quantized layer of the config's mode for a linear layer or for experts, plain or trainable ones.
     ``is_empty``: a packed layer that a full-precision checkpoint is loaded into."""
-    if is_empty:
-        packed_class = MXFP4PackedLinear if is_linear(layer) else MXFP4PackedExperts
-        return packed_class.placeholder(layer, config, name)
-    is_packed = config.mode == "packed"
     if is_linear(layer):
-        return (MXFP4PackedLinear if is_packed else MXFP4Linear).from_linear(layer, config, name)
-    return (MXFP4PackedExperts if is_packed else MXFP4Experts).from_experts(layer, config, name)
+        if is_empty:
+            return MXFP4PackedLinear.placeholder(layer, config, name)
+        if config.mode == "packed":
+            return MXFP4PackedLinear.from_linear(layer, config, name)
+        return MXFP4Linear.from_linear(layer, config, name)
+    if is_empty:
+        return MXFP4PackedExperts.placeholder(layer, config, name)
+    if config.mode == "packed":
+        return MXFP4PackedExperts.from_experts(layer, config, name)
+    return MXFP4Experts.from_experts(layer, config, name)
 
 
 def to_plain(layer: nn.Module, dtype: torch.dtype | None) -> nn.Module:
     """Return the plain layer that holds the quantized values."""
-    return layer.to_linear(dtype) if is_linear(layer) else layer.to_experts(dtype)
+    if is_linear(layer):
+        return layer.to_linear(dtype)
+    return layer.to_experts(dtype)
 
 
 def check_here(model: nn.Module) -> None:
     """Raise `ValueError` for a parameter that has no memory, as those of a partly offloaded model."""
-    gone = next((name for name, parameter in model.named_parameters() if parameter.is_meta), None)
-    if gone is not None:
-        raise ValueError(f"{gone} is not in memory (offloaded or not loaded); load the model without offloading")
+    for name, parameter in model.named_parameters():
+        if parameter.is_meta:
+            raise ValueError(f"{name} is not in memory (offloaded or not loaded); load the model without offloading")
 
 
 def swap_layers(model: nn.Module, layers: dict[str, nn.Module], make: Callable[[nn.Module, str], nn.Module]) -> None:
@@ -81,7 +90,8 @@ def swap_layers(model: nn.Module, layers: dict[str, nn.Module], make: Callable[[
     while layers:
         name, old = next(iter(layers.items()))
         new = make(old, name)
-        for place in [place for place, other in layers.items() if other is old]:
+        places = [place for place, layer in layers.items() if layer is old]  # several names may share one layer
+        for place in places:
             model.set_submodule(place, new)
             del layers[place]
         del old, new
@@ -97,9 +107,13 @@ def add_error(
     if is_linear(layer):
         add_packed(energies, original, packed, layer.config)
         return
-    names = {name: f"{own}{suffix}" for name, suffix in zip(PACKED_FIELDS, PACKED_SUFFIXES, strict=True)}
-    for expert, rows in enumerate(original.transpose(1, 2) if layer.is_transposed else original):
-        parts = {name: packed[full][expert] for name, full in names.items() if full in packed}
+    if layer.is_transposed:
+        original = original.transpose(1, 2)
+    for expert, rows in enumerate(original):
+        parts = {}
+        for field, suffix in zip(PACKED_FIELDS, PACKED_SUFFIXES, strict=True):
+            if f"{own}{suffix}" in packed:
+                parts[field] = packed[f"{own}{suffix}"][expert]
         add_packed(energies, rows, parts, layer.config, siblings=layer.n_experts)
 
 
@@ -112,33 +126,39 @@ class PackOnLoad(ConversionOps):
     def convert(self, input_dict, full_layer_name: str = "", model=None, **kwargs) -> dict[str, torch.Tensor]:
         """Map ``{name of the weight: [tensor]}`` to the layer's packed tensors by their full names. Of several weights
         each name is a full one. Raises `ValueError` for one of another shape than the layer's."""
-        names = [full_layer_name] if len(input_dict) == 1 else list(input_dict)
-        found: dict[str, torch.Tensor] = {}
-        for name, value in zip(names, input_dict.values(), strict=True):
-            found |= self._pack(model, name, value[0] if isinstance(value, list) else value)
-        return found
+        tensors: dict[str, torch.Tensor] = {}
+        for name, value in input_dict.items():
+            if len(input_dict) == 1:
+                name = full_layer_name
+            weight = value[0] if isinstance(value, list) else value
+            tensors |= self._pack(model, name, weight)
+        return tensors
 
-    def _pack(self, model: nn.Module, full_layer_name: str, weight: torch.Tensor) -> dict[str, torch.Tensor]:
-        owner, _, own = full_layer_name.rpartition(".")
+    def _pack(self, model: nn.Module, full_name: str, weight: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Return the packed tensors of a weight by their full names; any other tensor as it is."""
+        owner, _, parameter = full_name.rpartition(".")
         layer = model.get_submodule(owner)
-        if not isinstance(layer, PACKED) or own not in weight_names(layer):
-            return {full_layer_name: weight}
-        needed = getattr(layer, own).shape  # the placeholder's
+        if not isinstance(layer, PACKED) or parameter not in weight_names(layer):
+            return {full_name: weight}
+        needed = getattr(layer, parameter).shape  # of the placeholder
         if weight.shape != needed:
-            raise ValueError(
-                f"{full_layer_name} is {list(weight.shape)} in the checkpoint, the model needs {list(needed)}"
-            )
-        layer = cast(Any, layer)  # of one matrix or of several
-        packed = layer.pack_weight(weight) if own == "weight" else layer.pack_weight(own, weight)
-        add_error(self._energies, layer, own, weight, packed)
-        return {f"{owner}.{tensor}": nn.Parameter(data, requires_grad=False) for tensor, data in packed.items()}
+            raise ValueError(f"{full_name} is {list(weight.shape)} in the checkpoint, the model needs {list(needed)}")
+        if isinstance(layer, MXFP4PackedLinear):
+            packed = layer.pack_weight(weight)
+        else:
+            packed = layer.pack_weight(parameter, weight)
+        add_error(self._energies, layer, parameter, weight, packed)
+        return {f"{owner}.{name}": nn.Parameter(data, requires_grad=False) for name, data in packed.items()}
 
 
 def refuse_parallel_plan(model: nn.Module) -> None:
     """Raise `ValueError` for a model that transformers would split over devices as it loads, without scales."""
     plan = getattr(model.config, "distributed_config", None)
-    asked = {name: getattr(plan, name, None) for name in ("tp_plan", "tp_size", "fsdp_size", "pp_size")}
-    asked = {name: value for name, value in asked.items() if value not in (None, 0, 1)}
+    asked = {}
+    for name in ("tp_plan", "tp_size", "fsdp_size", "pp_size"):
+        value = getattr(plan, name, None)
+        if value not in (None, 0, 1):
+            asked[name] = value
     if asked:
         raise ValueError(
             f"the layers of this package cannot be split over devices as they load ({str(asked)[:200]}); leave out "
@@ -155,15 +175,20 @@ def packed_layers(model: nn.Module) -> dict[str, nn.Module]:
 def tie_packed(model: nn.Module) -> None:
     """Share all packed tensors of layers whose weights are tied, and add their names to those of tied tensors."""
     tied = getattr(model, "all_tied_weights_keys", None)
-    layers = packed_layers(model) if tied else {}
+    if not tied:
+        return
+    layers = packed_layers(model)
     if not layers:
         return
-    names = {f"{name}.{own}" for name, layer in layers.items() for own, _ in layer.named_parameters(recurse=False)}
+    names = set()
+    for name, layer in layers.items():
+        names |= {f"{name}.{parameter}" for parameter, _ in layer.named_parameters(recurse=False)}
     for target, source in tied_weights(model, names).items():
-        (owner, _, own), other = target.rpartition("."), source.rpartition(".")[0]
-        if owner in layers and other in layers and own != "bias":
+        owner, _, parameter = target.rpartition(".")
+        source_owner, _, _ = source.rpartition(".")
+        if owner in layers and source_owner in layers and parameter != "bias":
             tied[target] = source
-            setattr(layers[owner], own, getattr(layers[other], own))
+            setattr(layers[owner], parameter, getattr(layers[source_owner], parameter))
 
 
 def check_loaded(model: nn.Module) -> None:
@@ -178,10 +203,13 @@ def check_loaded(model: nn.Module) -> None:
             continue
         owner = name.rpartition(".")[0]
         in_layers = any(part.isdigit() for part in owner.split("."))
-        if in_layers or not is_plain_linear(model.get_submodule(owner)):  # which is a pooler, as of BERT
+        is_pooler = not in_layers and is_plain_linear(model.get_submodule(owner))  # as of BERT: a new head
+        if not is_pooler:
             raise ValueError(f"{name} is in no file of the checkpoint; complete the files")
     for name, layer in packed_layers(model).items():
         layer.check()
-        for own, scale in layer.named_parameters(recurse=False):
-            if own.endswith("_scale") and not scale.is_meta and (scale == E8M0_NAN).any():
-                raise not_finite(f"{name}.{own.removesuffix('_scale')}")
+        for parameter_name, scale in layer.named_parameters(recurse=False):
+            if not parameter_name.endswith("_scale") or scale.is_meta:
+                continue
+            if (scale == E8M0_NAN).any():  # a block with NaN or infinity has this scale
+                raise not_finite(f"{name}.{parameter_name.removesuffix('_scale')}")

@@ -82,13 +82,18 @@ class ExpertsTarget:
 
     def own_sizes(self) -> dict[str, tuple[int, int]]:
         """Return ``(N, K)`` of one expert's weight in this process, by projection."""
-        (up_rows, hidden), (out, columns) = (self.sizes[projection] for projection in VLLM_NAMES)
-        return {"gate_up_proj": (up_rows // self.size, hidden), "down_proj": (out, columns // self.size)}
+        up_rows, up_columns = self.sizes["gate_up_proj"]
+        down_rows, down_columns = self.sizes["down_proj"]
+        return {
+            "gate_up_proj": (up_rows // self.size, up_columns),
+            "down_proj": (down_rows, down_columns // self.size),
+        }
 
     def store(self, projection: str, part: str, whole: torch.Tensor) -> None:
         """Write one packed tensor ``[experts, N, ...]`` of all experts of the model."""
-        rows = whole if len(self.experts) == self.n_experts else whole[list(self.experts)]
-        self._copy(projection, part, slice(None), rows)
+        if len(self.experts) < self.n_experts:
+            whole = whole[list(self.experts)]
+        self._copy(projection, part, slice(None), whole)
         self.loaded[projection].add(part)
 
     def store_expert(self, projection: str, expert: int, parts: dict[str, torch.Tensor]) -> None:
@@ -98,6 +103,7 @@ class ExpertsTarget:
         self.loaded[projection].add(expert)
 
     def _copy(self, projection: str, part: str, places: int | slice, whole: torch.Tensor) -> None:
+        """Write this process's share of a packed tensor of one expert, or of all."""
         parameter = getattr(self.layer, parameter_name(projection, part))
         # Its loader, since vLLM's reloading puts another in its place, which waits until it has all of a layer.
         parameter.weight_loader(parameter, self._share(projection, whole), places)
@@ -200,8 +206,10 @@ def _called(name: str, names: Iterable[str]) -> str | None:
     """Return the same name, or the only longer or shorter one: models give weights to their parts by shorter names."""
     if name in names:
         return name
-    found = [own for own in names if own.endswith(f".{name}") or name.endswith(f".{own}")]
-    return found[0] if len(found) == 1 else None
+    matches = [known for known in names if known.endswith(f".{name}") or name.endswith(f".{known}")]
+    if len(matches) == 1:
+        return matches[0]
+    return None
 
 
 class WeightConverter:
@@ -216,28 +224,39 @@ class WeightConverter:
         for name, tensor in weights:
             if self.expected.has_old_names:
                 name = name.replace(".mlp.", ".block_sparse_moe.")
-            converted = None if getattr(tensor, _DONE, False) else self._convert(name, tensor)
-            yield from [(name, tensor)] if converted is None else converted
+            converted = None
+            if not getattr(tensor, _DONE, False):
+                converted = self._convert(name, tensor)
+            if converted is None:
+                yield name, tensor
+            else:
+                yield from converted
 
     def _convert(self, name: str, tensor: torch.Tensor) -> Weights | None:
         """Return what to load in the place of ``tensor``, maybe nothing yet; `None` for what goes on as it is."""
         if adapter := _ADAPTER.match(name):
-            if self.expected.linear(adapter[1]) is not None and not self.expected.settings.adapter_rank:
+            is_quantized = self.expected.linear(adapter[1]) is not None
+            if is_quantized and not self.expected.settings.adapter_rank:
                 raise ValueError(
                     f"{name} was pushed, and vLLM has no room for adapters; set adapter_rank in the vllm settings of "
                     "the checkpoint, or push merged weights"
                 )
             return None
         if fused := _FUSED_EXPERTS.match(name):
-            return self._fused_experts(fused[1], fused[2], fused[3], tensor)
-        if one := _ONE_EXPERT.match(name):
-            target = self.expected.experts_called(one[1])
+            owner, projection, suffix = fused.groups()
+            return self._fused_experts(owner, projection, suffix, tensor)
+        if expert := _ONE_EXPERT.match(name):
+            owner, number, projection = expert.groups()
+            target = self.expected.experts_called(owner)
             if target is not None:
-                return self._one_expert(target, one[1], int(one[2]), one[3], tensor) if self._quantizes else None
+                if not self._quantizes:
+                    return None
+                return self._one_expert(target, owner, int(number), projection, tensor)
         if linear := _LINEAR.match(name):
-            owner = self.expected.linear(linear[1])
-            if owner is not None and tensor.dim() == 2:
-                return self._linear(owner, linear[1], linear[2], tensor)
+            name, part = linear.groups()
+            checkpoint_name = self.expected.linear(name)
+            if checkpoint_name is not None and tensor.dim() == 2:
+                return self._linear(checkpoint_name, name, part, tensor)
         return None
 
     @property
@@ -249,27 +268,38 @@ class WeightConverter:
         return self.scheme.mode == "qat" and not self.expected.is_loaded
 
     def _pack(self, weight: torch.Tensor) -> dict[str, torch.Tensor]:
-        options = self.scheme.weight_scheme, self.scheme.backend, self.scheme.weight_rotation
-        return quantize_weight(self._here(weight.detach()).contiguous(), *options)
+        """Return the packed tensors of a full-precision weight ``[N, K]``."""
+        scheme = self.scheme
+        weight = self._on_device(weight.detach()).contiguous()
+        return quantize_weight(weight, scheme.weight_scheme, scheme.backend, scheme.weight_rotation)
 
     def _values(self, packed: dict[str, torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
-        packed = {name: self._here(part) for name, part in packed.items()}
-        tensor = packed_tensor(packed, 2 * packed["weight"].shape[1], self.scheme.weight_scheme, dtype)
+        """Return the values ``[N, K]`` of a packed weight, rotated where the scheme rotates."""
+        packed = {name: self._on_device(part) for name, part in packed.items()}
+        n_columns = 2 * packed["weight"].shape[1]
+        tensor = packed_tensor(packed, n_columns, self.scheme.weight_scheme, dtype)
         return dequantize(tensor, dtype, self.scheme.backend)
 
-    def _here(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor if self.expected.device is None else tensor.to(self.expected.device)
+    def _on_device(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a tensor on the device of vLLM's model, if one is known."""
+        if self.expected.device is None:
+            return tensor
+        return tensor.to(self.expected.device)
 
     @property
     def _dtype(self) -> torch.dtype:
+        """The dtype of vLLM's model."""
         return self.expected.dtype or torch.get_default_dtype()
 
     # ---- linear layers ----------------------------------------------------------------------------------------------
 
     def _linear(self, owner: str, name: str, part: str, tensor: torch.Tensor) -> Weights | None:
+        """Convert a tensor of a linear layer, which checkpoints call ``owner`` and vLLM's model here ``name``."""
         if tensor.dtype == torch.uint8:
             self.expected.loaded.add(f"{owner}.{part}")
-            return None if self.expected.is_packed else self._dequantized(owner, name, part, tensor)
+            if self.expected.is_packed:
+                return None
+            return self._dequantized(owner, name, part, tensor)
         if part != "weight" or not tensor.is_floating_point() or not self._quantizes:
             return None
         packed = self._pack(tensor)
@@ -279,6 +309,7 @@ class WeightConverter:
         return [(f"{name}.{part}", _done(value)) for part, value in packed.items()]
 
     def _dequantized(self, owner: str, name: str, part: str, tensor: torch.Tensor) -> Weights:
+        """Return the values of a linear layer's weight when its last packed tensor comes; nothing before."""
         parts = self.expected.pending.setdefault(owner, {})
         scheme = self.scheme.weight_scheme
         parts[part] = tensor
@@ -292,6 +323,7 @@ class WeightConverter:
     # ---- experts ----------------------------------------------------------------------------------------------------
 
     def _fused_experts(self, owner: str, projection: str, suffix: str, tensor: torch.Tensor) -> Weights | None:
+        """Convert a tensor of all experts: a packed one, or a full-precision weight."""
         target = self.expected.experts_called(owner)
         is_transposed = self.expected.is_transposed
         if target is not None and tensor.dtype == torch.uint8:
@@ -299,16 +331,21 @@ class WeightConverter:
         if tensor.dim() != 3 or not tensor.is_floating_point():
             return None
         if target is None or not self._quantizes:
-            return None if is_transposed else self._by_expert(owner, projection, tensor)
-        rows = tensor.transpose(1, 2) if is_transposed else tensor
+            if is_transposed:
+                return None
+            return self._by_expert(owner, projection, tensor)
+        weights = tensor.transpose(1, 2) if is_transposed else tensor  # each [N, K]
         if target.is_packed:
             for expert in target.experts:
-                target.store_expert(projection, expert, self._pack(rows[expert]))
+                target.store_expert(projection, expert, self._pack(weights[expert]))
             return ()
         target.loaded[projection].update(target.experts)
-        return self._by_expert(owner, projection, (self._values(self._pack(each), each.dtype) for each in rows))
+        # One expert at a time: the values of all may not fit in memory.
+        values = (self._values(self._pack(weight), weight.dtype) for weight in weights)
+        return self._by_expert(owner, projection, values)
 
     def _codes(self, target: ExpertsTarget, owner: str, projection: str, part: str, tensor: torch.Tensor) -> Weights:
+        """Convert a packed tensor of all experts; as values they go on when the last one has come."""
         check_packed(f"{target.name}.{projection}", {part: tensor}, target.shapes(projection), target.scheme)
         if target.is_packed:
             target.store(projection, part, tensor)
@@ -319,8 +356,13 @@ class WeightConverter:
             return ()
         del target.parts[projection]
         target.loaded[projection].update(target.experts)
-        experts = ({name: part[expert] for name, part in parts.items()} for expert in range(target.n_experts))
-        return self._by_expert(owner, projection, (self._values(own, self._dtype) for own in experts))
+
+        def values() -> Iterator[torch.Tensor]:
+            for expert in range(target.n_experts):
+                packed = {name: part[expert] for name, part in parts.items()}
+                yield self._values(packed, self._dtype)
+
+        return self._by_expert(owner, projection, values())
 
     def _one_expert(self, target: ExpertsTarget, owner: str, expert: int, name: str, tensor: torch.Tensor) -> Weights:
         """Convert gate, up or down of an expert. Gate and up are quantized as the one weight that the policy has."""
@@ -351,6 +393,7 @@ class WeightConverter:
             yield from self._of_one(owner, projection, expert, weight)
 
     def _of_one(self, owner: str, projection: str, expert: int, weight: torch.Tensor) -> Weights:
+        """Name the values of one expert; those of gate and up are two weights in vLLM."""
         gate, up, down = self.expected.projection_names
         if projection == "down_proj":
             return [(f"{owner}.{expert}.{down}.weight", _done(weight))]
@@ -359,5 +402,6 @@ class WeightConverter:
 
 
 def _done(tensor: torch.Tensor) -> torch.Tensor:
+    """Mark a tensor as converted, and return it."""
     setattr(tensor, _DONE, True)
     return tensor
