@@ -75,7 +75,8 @@ class ExpertsBase(QuantizedLayer):
         replaced = ("config", "name", *layout)
         layer.plain_attributes = {key: layer.__dict__[key] for key in replaced if key in layer.__dict__}
         layer.__dict__.update(layout)
-        layer.config, layer.name = config, name
+        layer.config = config
+        layer.name = name
         layer.projections = projections(experts)
         layer.n_experts = getattr(experts, layer.projections[0]).shape[0]
         layer.states = {}
@@ -131,12 +132,13 @@ class ExpertsBase(QuantizedLayer):
         if getattr(self, "has_post_expert_norm", False):
             states = self.post_expert_norm(states)
         states = states * top_k_weights.reshape(-1)[order].unsqueeze(-1)
+        # Back to the order of tokens, by a gather instead of a scatter: sums in a fixed order.
         places = torch.empty_like(order)
         places[order] = torch.arange(order.numel(), device=order.device)
         return states[places].view(n_tokens, k, states.shape[-1]).sum(dim=1).to(hidden_states.dtype)
 
     def project(self, projection: str, x: torch.Tensor, groups: Groups) -> torch.Tensor:
-        """``[S, K]`` to ``[S, N]``, rows sorted by expert."""
+        """Map rows ``[S, K]``, sorted by expert, to ``[S, N]``."""
         raise NotImplementedError
 
     def _check_input(self, hidden_states: torch.Tensor) -> None:
@@ -151,12 +153,14 @@ class ExpertsBase(QuantizedLayer):
         self._check_dtype(hidden_states, self._input_dtype() or hidden_states.dtype)
 
     def weight_size(self, projection: str) -> tuple[int, int, int]:
-        """``(experts, N, K)`` of a weight that maps ``K`` features to ``N``."""
+        """Return ``(experts, N, K)`` of a weight that maps ``K`` features to ``N``."""
         raise NotImplementedError
 
     def bias_of(self, projection: str) -> nn.Parameter | None:
         """Return the bias ``[experts, N]`` of a projection, or `None`."""
-        return getattr(self, f"{projection}_bias") if self.has_bias else None
+        if self.has_bias:
+            return getattr(self, f"{projection}_bias")
+        return None
 
     def extra_repr(self) -> str:
         sizes = ", ".join(f"{name} {list(self.weight_size(name))}" for name in self.projections)
@@ -189,7 +193,7 @@ class MXFP4Experts(ExpertsBase):
 
     @classmethod
     def from_experts(cls, experts: nn.Module, config: MXFP4RLConfig, name: str = "") -> "MXFP4Experts":
-        """Quantized experts around the very parameters of ``experts``.
+        """Return quantized experts around the very parameters of ``experts``.
 
         Raises `ValueError` for a module that is not laid out as transformers' experts are.
         """
@@ -223,11 +227,14 @@ class MXFP4Experts(ExpertsBase):
             state.set_step(step)
 
     def to_experts(self, dtype: torch.dtype | None = None) -> nn.Module:
-        """Plain experts whose weights hold the quantized values (in ``dtype``, default the master's)."""
+        """Return plain experts whose weights hold the quantized values (in ``dtype``, default the master's)."""
         plain = self._to_plain()
         for name, parameter in self.named_parameters(recurse=False):
-            value = self.effective_weight(name, parameter) if name in self.projections else parameter.detach()
-            value = value.to(dtype or parameter.dtype, copy=name not in self.projections)
+            value_dtype = dtype or parameter.dtype
+            if name in self.projections:
+                value = self.effective_weight(name, parameter).to(value_dtype)
+            else:
+                value = parameter.detach().to(value_dtype, copy=True)
             setattr(plain, name, nn.Parameter(value, parameter.requires_grad))
         return plain
 
@@ -238,13 +245,14 @@ class MXFP4Experts(ExpertsBase):
         return getattr(self, self.projections[0]).dtype
 
     def project(self, projection: str, x: torch.Tensor, groups: Groups) -> torch.Tensor:
-        operands = x, getattr(self, projection), self.bias_of(projection)
-        state = self.states[projection]
-        return (compiled_linear if torch.compiler.is_compiling() else quantized_linear)(*operands, state, groups)
+        product = compiled_linear if torch.compiler.is_compiling() else quantized_linear
+        return product(x, getattr(self, projection), self.bias_of(projection), self.states[projection], groups)
 
     def rows_first(self, weight: torch.Tensor) -> torch.Tensor:
         """Return a master weight as ``[experts, N, K]``, the same memory."""
-        return weight.transpose(1, 2) if self.is_transposed else weight
+        if self.is_transposed:
+            return weight.transpose(1, 2)
+        return weight
 
     @torch.no_grad()
     def effective_weight(self, projection: str, weight: torch.Tensor) -> torch.Tensor:

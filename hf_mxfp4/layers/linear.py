@@ -27,21 +27,24 @@ class QuantizedLayer(nn.Module):
     plain_class: type[nn.Module] = nn.Linear
 
     def _check_dtype(self, x: torch.Tensor, needed: torch.dtype) -> None:
+        """Raise `TypeError` for an input of another dtype than the layer's, unless autocast converts it."""
         dtype = x.dtype
-        if not dtype.is_floating_point or dtype != needed and autocast_dtype(x) is None:
+        is_converted = dtype == needed or autocast_dtype(x) is not None
+        if not is_converted or not dtype.is_floating_point:
             raise TypeError(
                 f"{self._label()}: input is {dtype} but the layer's dtype is {needed}; "
                 "convert one of them, or run under torch.autocast"
             )
 
     def _check_features(self, x: torch.Tensor) -> None:
+        """Raise `ValueError` for an input whose last axis is not `in_features`."""
         shape = x.shape
         if not shape or shape[-1] != self.in_features:
             raise ValueError(f"{self._label()}: input {tuple(shape)} does not end in in_features={self.in_features}")
 
     def _to_linear(self, weight: torch.Tensor, dtype: torch.dtype | None, requires_grad: bool) -> nn.Linear:
         """Return a plain layer around a weight, with a copy of the bias in ``dtype``, by default its own."""
-        size = self.out_features, self.in_features
+        size = (self.out_features, self.in_features)
         linear = linear_adapter(self).make_empty(self.plain_class, size, self.bias is not None)
         linear.weight = nn.Parameter(weight, requires_grad)
         if self.bias is not None:
@@ -53,6 +56,7 @@ class QuantizedLayer(nn.Module):
         return f"{super().extra_repr()}, {self.config.describe()}"
 
     def _label(self) -> str:
+        """Return what messages call the layer."""
         return f"{type(self).__name__} {self.name}".rstrip()
 
 
@@ -107,7 +111,8 @@ class MXFP4Linear(QuantizedLayer, nn.Linear):
         rows, columns = adapter.size(linear)
         layer = cls(columns, rows, linear.bias is not None, device="meta", config=config, name=name)
         layer.plain_class = plain_class_of(linear)
-        layer.weight, layer.bias = adapter.weight(linear), linear.bias
+        layer.weight = adapter.weight(linear)
+        layer.bias = linear.bias
         return layer.train(linear.training)
 
     def to_linear(self, dtype: torch.dtype | None = None) -> nn.Linear:
@@ -150,7 +155,9 @@ def plain_class_of(layer: nn.Module) -> type[nn.Module]:
     """Return the class of a plain linear layer, or that which a quantized one stands for."""
     if isinstance(layer, QuantizedLayer):
         return layer.plain_class
-    return type(layer) if is_plain_linear(layer) else nn.Linear
+    if is_plain_linear(layer):
+        return type(layer)
+    return nn.Linear
 
 
 def spec_of(config: MXFP4RLConfig, gemms: LinearScheme, transposed: bool = False) -> GemmSpec:

@@ -51,13 +51,17 @@ class WeightMatrix:
     @property
     def full_name(self) -> str:
         """The parameter's name in the model."""
-        owner = self.name if self.expert is None else self.name.removesuffix(f".{self.expert}.{self.parameter}")
+        owner = self.name
+        if self.expert is not None:
+            owner = owner.removesuffix(f".{self.expert}.{self.parameter}")
         return f"{owner}.{self.parameter}"
 
     @property
     def state(self) -> GemmState:
         """The products of the parameter."""
-        return self.layer.state if self.expert is None else self.layer.states[self.parameter]
+        if self.expert is None:
+            return self.layer.state
+        return self.layer.states[self.parameter]
 
     @property
     def fprop(self) -> GemmScheme:
@@ -76,8 +80,10 @@ class WeightMatrix:
 
     def of(self, value: torch.Tensor) -> torch.Tensor:
         """Return this matrix of a value of the parameter, the same memory."""
-        rows = rows_first(value, self.state.spec)
-        return rows if self.expert is None else rows[self.expert]
+        matrices = rows_first(value, self.state.spec)
+        if self.expert is None:
+            return matrices
+        return matrices[self.expert]
 
     def weight(self) -> torch.Tensor:
         """Return the master weight as it is now, detached."""
@@ -89,11 +95,14 @@ class WeightMatrix:
         return rows_first(weight_operand(value, value.dtype, self.state), self.state.spec)
 
     def packed_values(self, value: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Codes and scales of [`layer_values`], uint8 ``[N, ...]`` or of experts ``[E, N, ...]``, where the scheme can
-        be packed; by what their names in a packed checkpoint have after that of the parameter."""
-        rows, config = rows_first(value.detach(), self.state.spec), self.layer.config
-        pack = quantize_weight if self.expert is None else quantize_experts
-        packed = pack(rows, config.weight_scheme, config.backend)
+        """Return codes and scales of [`layer_values`], uint8 ``[N, ...]`` or of experts ``[E, N, ...]``, where the
+        scheme can be packed; by what their names in a packed checkpoint have after that of the parameter."""
+        config = self.layer.config
+        rows = rows_first(value.detach(), self.state.spec)
+        if self.expert is None:
+            packed = quantize_weight(rows, config.weight_scheme, config.backend)
+        else:
+            packed = quantize_experts(rows, config.weight_scheme, config.backend)
         return {field.removeprefix("weight"): part for field, part in packed.items()}
 
     def effective_rows(self, rows: torch.Tensor) -> torch.Tensor:
@@ -103,11 +112,13 @@ class WeightMatrix:
 
 def matrix_names(name: str, layer: nn.Module) -> list[str]:
     """Return the names of the linear maps in a quantized layer called ``name``, as they are counted and reported."""
-    return structure.matrix_names(name, layer) if isinstance(layer, ExpertsBase) else [name]
+    if isinstance(layer, ExpertsBase):
+        return structure.matrix_names(name, layer)
+    return [name]
 
 
 def trainable_matrices(model: nn.Module) -> Iterator[WeightMatrix]:
-    """All matrices of the trainable quantized layers of ``model``, in its order."""
+    """Yield all matrices of the trainable quantized layers of ``model``, in its order."""
     for name, layer in model.named_modules():
         if isinstance(layer, MXFP4Linear):
             yield WeightMatrix(name, layer, "weight")
@@ -119,8 +130,8 @@ def trainable_matrices(model: nn.Module) -> Iterator[WeightMatrix]:
 
 @contextlib.contextmanager
 def full_precision(model: nn.Module) -> Iterator[int]:
-    """Within this context the quantized layers of ``model`` compute as the plain layers that they stand for, on their
-    master weights; afterwards, even after an exception, they quantize again. Gives the number of layers switched.
+    """Let the quantized layers of ``model`` compute as the plain layers that they stand for, on their master weights,
+    within this context. Afterwards, even after an exception, they quantize again. Yields the number of these layers.
 
     Nothing is copied or written. The pass belongs to no rollout and to no gradient of a parameter: call it under
     `torch.no_grad`, or ask for gradients of hidden states alone.
@@ -143,14 +154,15 @@ def full_precision(model: nn.Module) -> Iterator[int]:
 
 
 def is_full_precision(layer: nn.Module) -> bool:
-    """Whether a quantized layer computes in full precision now, within [`full_precision`]."""
+    """Return whether a quantized layer computes in full precision now, within [`full_precision`]."""
     forward = layer.__dict__.get("forward")
     return forward is not None and forward == getattr(layer, "full_precision_forward", None)
 
 
 @contextlib.contextmanager
 def _plain(layer: nn.Module) -> Iterator[None]:
-    replaced = layer.__dict__.get("forward")
+    """Let one layer compute in full precision. An attribute hides the method, so that the class stays as it is."""
+    replaced = layer.__dict__.get("forward")  # accelerate replaces `forward` in the same way
     layer.forward = layer.full_precision_forward
     try:
         yield
@@ -190,14 +202,16 @@ def set_quantization_step(model: nn.Module, step: int) -> int:
 
 @contextlib.contextmanager
 def gathered(parameter: nn.Parameter, writes: bool = False) -> Iterator[torch.Tensor]:
-    """All of a parameter's values, detached, to be read within the context: gathered from all processes under FSDP2 and
-    ZeRO-3, whose processes must all enter it; elsewhere the parameter's own memory. With ``writes`` they can be changed
-    there, by all processes alike, but under FSDP2."""
+    """Yield all of a parameter's values, detached, to be read within the context: gathered from all processes under
+    FSDP2 and ZeRO-3, whose processes must all enter it; elsewhere the parameter's own memory. With ``writes`` they can
+    be changed there, by all processes alike, but under FSDP2."""
     with contextlib.ExitStack() as stack:
-        if hasattr(parameter, "ds_id"):
+        if hasattr(parameter, "ds_id"):  # ZeRO-3 has sharded it
             import deepspeed
 
             rank = 0 if writes else None
             stack.enter_context(deepspeed.zero.GatheredParameters([parameter], modifier_rank=rank))
         tensor = parameter.detach()
-        yield tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+        if hasattr(tensor, "full_tensor"):  # FSDP2 has sharded it
+            tensor = tensor.full_tensor()
+        yield tensor

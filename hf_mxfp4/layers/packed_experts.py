@@ -64,7 +64,9 @@ class MXFP4PackedExperts(PackedLayer, ExpertsBase):
         replaced by packed tensors as they arrive."""
         if config.mode != "packed":
             raise ValueError(f"{cls.__name__} needs a config of mode='packed', not {config.mode!r}")
-        plain = experts._to_plain() if isinstance(experts, ExpertsBase) else experts
+        plain = experts
+        if isinstance(experts, ExpertsBase):
+            plain = experts._to_plain()
         layer = cls._around(plain, config, name)
         register_owner(layer)
         layer.sizes = {projection: weight_size(plain, projection) for projection in layer.projections}
@@ -87,8 +89,10 @@ class MXFP4PackedExperts(PackedLayer, ExpertsBase):
     def pack_weight(self, projection: str, weight: torch.Tensor) -> dict[str, torch.Tensor]:
         """Return the packed tensors, by their names here, of a full-precision weight in the layout of the model, one
         expert after the other; without memory for a meta tensor."""
-        config, rows = self.config, weight.transpose(1, 2) if self.is_transposed else weight
-        packed = quantize_experts(rows, config.weight_scheme, config.backend, config.weight_rotation)
+        config = self.config
+        if self.is_transposed:
+            weight = weight.transpose(1, 2)
+        packed = quantize_experts(weight, config.weight_scheme, config.backend, config.weight_rotation)
         return {self._tensor_name(projection, field): value for field, value in packed.items()}
 
     def unpacked(
@@ -96,9 +100,9 @@ class MXFP4PackedExperts(PackedLayer, ExpertsBase):
     ) -> torch.Tensor:
         """Return the values ``[n, K]`` that tensors such as [`pack_matrix`] makes stand for, rotated back; see
         [`hf_mxfp4.ops.weight_values`]."""
-        config, in_features = self.config, self.sizes[projection][2]
-        options = config.weight_scheme, dtype, config.backend, config.weight_rotation
-        return weight_values(packed, in_features, *options)
+        config = self.config
+        in_features = self.sizes[projection][2]
+        return weight_values(packed, in_features, config.weight_scheme, dtype, config.backend, config.weight_rotation)
 
     def to_experts(self, dtype: torch.dtype | None = None) -> nn.Module:
         """Return plain experts that hold the dequantized values (in ``dtype``, default `compute_dtype`)."""
@@ -116,24 +120,34 @@ class MXFP4PackedExperts(PackedLayer, ExpertsBase):
 
     @torch.no_grad()
     def dequantized_weight(self, projection: str, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """``Q(W)`` of all experts in ``dtype``, default `compute_dtype`, laid out as the model has it; of weights that
-        are stored rotated, rotated back and rounded then."""
+        """Return ``Q(W)`` of all experts in ``dtype``, default `compute_dtype`, laid out as the model has it; of
+        weights that are stored rotated, rotated back and rounded then."""
         dtype = dtype or self.compute_dtype
-        experts, rows, columns = self.sizes[projection]
+        n_experts, rows, columns = self.sizes[projection]
         packed = self.packed_weight(projection)
-        shape = (experts, columns, rows) if self.is_transposed else (experts, rows, columns)
-        out = torch.empty(shape, dtype=dtype, device=packed[0].device)
-        for expert, values in enumerate(out.transpose(1, 2) if self.is_transposed else out):
+        device = packed[0].device
+        if self.is_transposed:
+            weight = torch.empty(n_experts, columns, rows, dtype=dtype, device=device)
+            rows_first = weight.transpose(1, 2)
+        else:
+            weight = torch.empty(n_experts, rows, columns, dtype=dtype, device=device)
+            rows_first = weight
+        # One expert after the other: unpacking needs more memory than its result.
+        for expert in range(n_experts):
             parts = tuple(None if tensor is None else tensor[expert] for tensor in packed)
-            values.copy_(self.unpacked(projection, parts, dtype))
-        return out
+            rows_first[expert].copy_(self.unpacked(projection, parts, dtype))
+        return weight
 
     @torch.no_grad()
     def forward_weight(self, projection: str, dtype: torch.dtype | None = None) -> torch.Tensor:
         """Return the values that the forward product multiplies with, exactly: ``Q(W)``, or ``Q(W H)``
         where the scheme rotates, of all experts ``[E, N, K]`` in ``dtype``, default `compute_dtype`."""
-        tensors = (self.quantized_tensor(projection, expert) for expert in range(self.n_experts))
-        return torch.stack([dequantize(each, dtype or self.compute_dtype, self.config.backend) for each in tensors])
+        dtype = dtype or self.compute_dtype
+        values = []
+        for expert in range(self.n_experts):
+            tensor = self.quantized_tensor(projection, expert)
+            values.append(dequantize(tensor, dtype, self.config.backend))
+        return torch.stack(values)
 
     def packed_weight(self, projection: str) -> PackedWeight:
         """Return the packed tensors in the order of [`PACKED_FIELDS`], `None` for those that the scheme has not."""
@@ -168,8 +182,11 @@ class MXFP4PackedExperts(PackedLayer, ExpertsBase):
         return self.sizes[projection]
 
     def _input_dtype(self) -> torch.dtype | None:
+        """Return the dtype of biases; without them, inputs may have any."""
         bias = self.bias_of(self.projections[0])
-        return None if bias is None else bias.dtype
+        if bias is None:
+            return None
+        return bias.dtype
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         return {

@@ -40,7 +40,7 @@ class PackedLayer(QuantizedLayer):
     compute_dtype: torch.dtype
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shapes of the packed tensors under the scheme, by name."""
+        """Return the shapes of the packed tensors under the scheme, by name."""
         raise NotImplementedError
 
     def packed_names(self) -> list[str]:
@@ -76,6 +76,7 @@ class PackedLayer(QuantizedLayer):
         register_owner(self)
 
     def _set(self, name: str, value: torch.Tensor | None) -> None:
+        """Make a tensor a frozen parameter of the layer: autograd refuses others than floating-point ones."""
         setattr(self, name, None if value is None else nn.Parameter(value, requires_grad=False))
 
 
@@ -116,7 +117,9 @@ class MXFP4PackedLinear(PackedLayer, nn.Linear):
         self.config = config = MXFP4RLConfig(mode="packed") if config is None else config
         if config.mode != "packed":
             raise ValueError(f"{type(self).__name__} needs a config of mode='packed', not {config.mode!r}")
-        self.in_features, self.out_features, self.name = in_features, out_features, name
+        self.in_features = in_features
+        self.out_features = out_features
+        self.name = name
         self.compute_dtype = dtype or torch.get_default_dtype()
         check_rotation(self._label(), in_features, config.weight_rotation)
         self.state = PackedState(spec_of(config, LinearScheme(config.gemms().fprop)))
@@ -166,8 +169,9 @@ class MXFP4PackedLinear(PackedLayer, nn.Linear):
         """Return the values ``[n, K]`` that tensors such as [`pack_weight`] makes stand for, rotated back; see
         [`hf_mxfp4.ops.weight_values`]."""
         config = self.config
-        options = config.weight_scheme, dtype, config.backend, config.weight_rotation
-        return weight_values(packed, self.in_features, *options)
+        return weight_values(
+            packed, self.in_features, config.weight_scheme, dtype, config.backend, config.weight_rotation
+        )
 
     def to_linear(self, dtype: torch.dtype | None = None) -> nn.Linear:
         """Return a plain layer whose weight holds the dequantized values (in ``dtype``, default `compute_dtype`); of a
@@ -183,8 +187,8 @@ class MXFP4PackedLinear(PackedLayer, nn.Linear):
         return tuple(getattr(self, name) for name in PACKED_FIELDS)
 
     def dequantized_weight(self, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """``Q(W)`` ``[out_features, in_features]`` in ``dtype``, default `compute_dtype`; of a weight that is stored
-        rotated, rotated back and rounded then. See [`forward_weight`]."""
+        """Return ``Q(W)`` ``[out_features, in_features]`` in ``dtype``, default `compute_dtype`; of a weight that is
+        stored rotated, rotated back and rounded then. See [`forward_weight`]."""
         return self.unpacked(self.packed_weight(), dtype or self.compute_dtype)
 
     def forward_weight(self, dtype: torch.dtype | None = None) -> torch.Tensor:
@@ -204,12 +208,16 @@ class MXFP4PackedLinear(PackedLayer, nn.Linear):
             # All that is read of the layer here is guarded in each call of compiled code.
             return compiled_packed_linear(x, self.weight, self.bias)
         # `nn.Module.__getattr__` would take longer than all of the rest.
-        packed, bias = tuple(map(self._parameters.get, PACKED_FIELDS)), self._parameters.get("bias")
+        packed = tuple(map(self._parameters.get, PACKED_FIELDS))
+        bias = self._parameters.get("bias")
         state = self.state
         plan = state.plans.get(x.dtype)
         if plan is not None and plan.takes(x, packed, bias, state):
             return plan(x, packed, bias)
-        packed, bias = self.packed_weight(), self.bias
+
+        # No plan yet for such an input, or one that does not fit the layer any more.
+        packed = self.packed_weight()
+        bias = self.bias
         self._check_features(x)
         self._check_dtype(x, x.dtype if bias is None else bias.dtype)
         if packed[0].dtype != torch.uint8:
@@ -221,10 +229,12 @@ class MXFP4PackedLinear(PackedLayer, nn.Linear):
 
     def packed_product(self, codes: torch.Tensor) -> tuple[PackedState, PackedWeight] | None:
         """Return what compiled code multiplies with; see [`hf_mxfp4.ops.packed_operators`]."""
-        return (self.state, self.packed_weight()) if is_same_memory(codes, self.weight) else None
+        if is_same_memory(codes, self.weight):
+            return self.state, self.packed_weight()
+        return None
 
     def quantized_input(self, x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """``Q(x)`` in ``dtype``, rotated where the scheme rotates; without ``Q`` under a weight-only preset."""
+        """Return ``Q(x)`` in ``dtype``, rotated where the scheme rotates; without ``Q`` under a weight-only preset."""
         config = self.config
         return quantize_input(x, dtype, config.activation_scheme, config.backend, config.weight_rotation)
 
