@@ -12,7 +12,9 @@ from typing import Any
 
 
 _MODULES = {
-    ".common.scheme": ("Packed", "Scheme", "Side", "unsupported_dtype", "unsupported_scheme"),
+    ".common.packed": ("Packed",),
+    ".common.scheme": ("Scheme", "Side", "unsupported_scheme"),
+    ".common.tensors": ("unsupported_dtype",),
     ".decode.product": ("PackedProduct", "linear_w4a16", "unsupported_weight"),
     ".dequantization": ("dequantize",),
     ".fp4": ("nvfp4_scales",),

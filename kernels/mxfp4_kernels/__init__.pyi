@@ -1,11 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-from .common.scheme import (
-    Packed as Packed,
-    Scheme as Scheme,
-    Side as Side,
-    unsupported_dtype as unsupported_dtype,
-    unsupported_scheme as unsupported_scheme,
-)
+from .common.packed import Packed as Packed
+from .common.scheme import Scheme as Scheme, Side as Side, unsupported_scheme as unsupported_scheme
+from .common.tensors import unsupported_dtype as unsupported_dtype
 from .decode.product import (
     PackedProduct as PackedProduct,
     linear_w4a16 as linear_w4a16,

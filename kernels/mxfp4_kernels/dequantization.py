@@ -22,17 +22,9 @@ from .common.blocks import (
     scale_value,
     without_factor,
 )
-from .common.scheme import (
-    Packed,
-    Scheme,
-    check_device,
-    check_output,
-    on,
-    output_bits,
-    output_tensor,
-    row_bytes,
-    scheme_constants,
-)
+from .common.packed import Packed, row_bytes
+from .common.scheme import Scheme, scheme_constants
+from .common.tensors import check_device, check_output, on, output_bits, output_tensor
 from .common.tile import offsets_in_tile, store
 
 

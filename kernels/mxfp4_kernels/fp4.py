@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from .common.blocks import NAN_BYTE
-from .common.scheme import check_device, on, output_tensor
+from .common.tensors import check_device, on, output_tensor
 
 
 @triton.jit(do_not_specialize=["n_rows"])
@@ -98,24 +98,35 @@ def nvfp4_scales(
         raise ValueError(f"scale bytes [R, blocks] are needed, got {list(byte.shape)}")
     n_rows, n_blocks = byte.shape
     top = byte + 1  # of a byte for NaN, 255, that is 0
-    top = top.amax(dim=1) if by_rows else top.amax()
-    row_tiles, col_tiles = triton.cdiv(n_rows, 128), triton.cdiv(n_blocks, 2)
-    scale, factor, misfits = (None, None, None) if out is None else out
-    n_bytes = row_tiles * col_tiles * 512
+    if by_rows:
+        n_factors = n_rows
+        top = top.amax(dim=1)
+    else:
+        n_factors = 1
+        top = top.amax()
+    n_macros = 0
+    if macro is not None:
+        macro = macro.contiguous()
+        n_macros = macro.shape[1]
+    scale = factor = misfits = None
+    if out is not None:
+        scale, factor, misfits = out
+    row_tiles = triton.cdiv(n_rows, 128)
+    n_bytes = row_tiles * triton.cdiv(n_blocks, 2) * 512
     scale = output_tensor(scale, (n_bytes,), torch.float8_e4m3fn, byte.device, "scale of out")
-    factor = output_tensor(factor, (n_rows if by_rows else 1, 1), torch.float32, byte.device, "factor of out")
+    factor = output_tensor(factor, (n_factors, 1), torch.float32, byte.device, "factor of out")
     misfits = output_tensor(misfits, (), torch.int32, byte.device, "misfits of out").zero_()
     with on(byte.device):
         nvfp4_scales_kernel[(row_tiles * triton.cdiv(n_blocks, 16),)](
             byte.contiguous(),
-            None if macro is None else macro.contiguous(),
+            macro,
             top,
             scale.view(torch.uint8),
             factor.view(torch.int32),
             misfits,
             n_rows,
             n_blocks,
-            0 if macro is None else macro.shape[1],
+            n_macros,
             BY_ROWS=by_rows,
             BLOCKS=16,
         )

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 
 from .common.blocks import EXPONENT_FIELD, MAGNITUDE_FIELD, NAN_BITS, NAN_BYTE, as_stored, clamp, scale_value, to_float
-from .common.scheme import INTERPRETED, bits, check_device, check_input, check_output, on, output_bits, output_tensor
+from .common.tensors import INTERPRETED, bits, check_device, check_input, check_output, on, output_bits, output_tensor
 
 
 # 2**-6, the smallest normal E4M3 number, as float32 bits; and half of 1.5 * 2**23 over the 2**3 steps of a binade.
@@ -160,26 +160,45 @@ def to_fp8(
     check_input("to_fp8", x)
     if scale_dtype not in (torch.float32, torch.uint8):
         raise TypeError(f"scales are float32 or uint8 bytes, not {scale_dtype}")
-    elements, scale = (None, None) if out is None else out
+    elements = scale = None
+    if out is not None:
+        elements, scale = out
     elements = output_tensor(elements, x.shape, torch.float8_e4m3fn, x.device, "elements of out")
     scale = output_tensor(scale, (*x.shape[:-1], 1), scale_dtype, x.device, "scale of out")
     if not x.numel():
         scale.zero_()
+        return elements, scale
+    matrix = x.detach().reshape(-1, x.shape[-1])
+    n_rows, n_cols = matrix.shape
+    # A tile is long where neighbours are in memory: along the rows, or along the columns.
+    if n_cols == 1 or matrix.stride(1) == 1:
+        tile = _tile(4, 1024, n_cols)
     else:
-        matrix = x.detach().reshape(-1, x.shape[-1])
-        n_rows, n_cols = matrix.shape
-        # Neighbours in memory are neighbours in a row, or in a column.
-        rows, cols = (4, 1024) if n_cols == 1 or matrix.stride(1) == 1 else (16, 256)
-        numbers = (n_rows, n_cols, *matrix.stride(), 1 if top is None else n_rows // top.numel())
-        constants = {**_tile(rows, cols, n_cols), "BF16": x.dtype == torch.bfloat16}
-        pointers = (bits(matrix), elements.view(torch.uint8), scale, inexact, top)
-        with on(x.device):
-            to_fp8_kernel[(triton.cdiv(n_rows, constants["ROWS"]),)](*pointers, *numbers, **constants, **_OPTIONS)
+        tile = _tile(16, 256, n_cols)
+    rows_per_top = 1
+    if top is not None:
+        rows_per_top = n_rows // top.numel()
+    with on(x.device):
+        to_fp8_kernel[(triton.cdiv(n_rows, tile["ROWS"]),)](
+            bits(matrix),
+            elements.view(torch.uint8),
+            scale,
+            inexact,
+            top,
+            n_rows,
+            n_cols,
+            *matrix.stride(),
+            rows_per_top,
+            **tile,
+            BF16=x.dtype == torch.bfloat16,
+            **_OPTIONS,
+        )
     return elements, scale
 
 
 def _tile(rows: int, cols: int, n_cols: int) -> dict[str, int]:
-    """Return the tile of a program: of short rows, such as blocks of MXFP8, more of them."""
+    """Return the tile of a program for rows of ``n_cols`` elements: ``rows x cols``, or more rows of fewer columns
+    where rows are short, as blocks of MXFP8 are."""
     width = min(cols, triton.next_power_of_2(n_cols))
     return {"ROWS": rows * min(32, cols // width), "COLS": width}
 
@@ -201,12 +220,24 @@ def from_fp8(
         raise ValueError(f"elements {list(elements.shape)} need a scale byte each row, got {list(byte.shape)}")
     check_device(elements)
     out = output_tensor(out, elements.shape, dtype, elements.device)
-    if out.numel():
-        n_cols = elements.shape[-1]
-        n_rows, col_tiles = out.numel() // n_cols, triton.cdiv(n_cols, 512)
-        parts = (elements.contiguous().view(torch.uint8), byte.contiguous(), output_bits(out))
-        constants = {**_tile(4, 512, n_cols), "LARGEST": torch.finfo(dtype).max, "INTERPRETED": INTERPRETED}
-        grid = (triton.cdiv(n_rows, constants["ROWS"]) * col_tiles,)
-        with on(out.device):
-            from_fp8_kernel[grid](*parts, n_rows, n_cols, col_tiles, **constants, **_OPTIONS)
+    if not out.numel():
+        return out
+    n_cols = elements.shape[-1]
+    n_rows = out.numel() // n_cols
+    tile = _tile(4, 512, n_cols)
+    row_tiles = triton.cdiv(n_rows, tile["ROWS"])
+    col_tiles = triton.cdiv(n_cols, 512)
+    with on(out.device):
+        from_fp8_kernel[(row_tiles * col_tiles,)](
+            elements.contiguous().view(torch.uint8),
+            byte.contiguous(),
+            output_bits(out),
+            n_rows,
+            n_cols,
+            col_tiles,
+            **tile,
+            LARGEST=torch.finfo(dtype).max,
+            INTERPRETED=INTERPRETED,
+            **_OPTIONS,
+        )
     return out

@@ -22,25 +22,9 @@ import triton.language as tl
 from .common.arguments import Lengths, PackedPointers, Random, Sides, Tile, TileShape
 from .common.bf16x2 import read_words, words_of
 from .common.blocks import to_float
-from .common.scheme import (
-    BLOCK,
-    INTERPRETED,
-    NEAREST,
-    PLAIN,
-    Packed,
-    Scheme,
-    Side,
-    bits,
-    check_input,
-    check_output,
-    has_bf16x2,
-    on,
-    output_bits,
-    output_packed,
-    output_tensor,
-    row_bytes,
-    scheme_constants,
-)
+from .common.packed import Packed, output_packed, row_bytes
+from .common.scheme import BLOCK, NEAREST, PLAIN, Scheme, Side, has_bf16x2, scheme_constants
+from .common.tensors import INTERPRETED, bits, check_input, check_output, on, output_bits, output_tensor
 from .common.tile import rotated, store_packed, store_pair_codes, store_pair_values, store_values
 
 
@@ -212,8 +196,10 @@ def fake_quantize(
     """
     x, by_columns, side = _oriented("fake_quantize", x, scheme, side)
     if by_columns:
-        return _values(x, scheme, Sides(None, side), dtype, Sides(None, out))[1]
-    return _values(x, scheme, Sides(side, None), dtype, Sides(out, None))[0]
+        _, values = _values(x, scheme, Sides(None, side), dtype, Sides(None, out))
+    else:
+        values, _ = _values(x, scheme, Sides(side, None), dtype, Sides(out, None))
+    return values
 
 
 def fake_quantize_rows_and_columns(
@@ -227,7 +213,8 @@ def fake_quantize_rows_and_columns(
 
     Arguments and errors as in [`fake_quantize`]. Contiguous tensors ``[..., M, K]`` and ``[..., K, M]``.
     """
-    return _values(*_checked_rows_and_columns("fake_quantize_rows_and_columns", x, scheme, rows, columns), dtype)
+    sides = _checked_sides("fake_quantize_rows_and_columns", x, rows, columns)
+    return _values(x.detach(), scheme, sides, dtype)
 
 
 def quantize(x: torch.Tensor, scheme: Scheme = PLAIN, side: Side = NEAREST, *, out: Packed | None = None) -> Packed:
@@ -235,31 +222,37 @@ def quantize(x: torch.Tensor, scheme: Scheme = PLAIN, side: Side = NEAREST, *, o
     as there. Under a rotation K of the result is the padded length."""
     x, by_columns, side = _oriented("quantize", x, scheme, side)
     if by_columns:
-        return _packed(x, scheme, Sides(None, side), Sides(None, out))[1]
-    return _packed(x, scheme, Sides(side, None), Sides(out, None))[0]
+        _, packed = _packed(x, scheme, Sides(None, side), Sides(None, out))
+    else:
+        packed, _ = _packed(x, scheme, Sides(side, None), Sides(out, None))
+    return packed
 
 
 def quantize_rows_and_columns(
     x: torch.Tensor, scheme: Scheme = PLAIN, rows: Side = NEAREST, columns: Side = NEAREST
 ) -> tuple[Packed, Packed]:
     """Return ``quantize(x, scheme, rows)`` and ``quantize(x.mT, scheme, columns)`` from one read of ``x``."""
-    return _packed(*_checked_rows_and_columns("quantize_rows_and_columns", x, scheme, rows, columns))
+    sides = _checked_sides("quantize_rows_and_columns", x, rows, columns)
+    return _packed(x.detach(), scheme, sides)
 
 
 def _oriented(name: str, x: torch.Tensor, scheme: Scheme, side: Side) -> tuple[torch.Tensor, bool, Side]:
-    """``x``, or its transpose where blocks are read along the columns, because neighbours of a row are not neighbours
-    in memory; and the checked side."""
+    """Return ``x`` as it is in memory, whether blocks then run along its columns, and the checked side.
+
+    A transpose is read as the matrix that it was made of, because neighbours in its rows are not neighbours in memory.
+    """
     check_input(name, x, 1 if scheme.block_rows == 1 else 2)
     side = side.checked(x, x.shape[-1])
-    by_columns = x.dim() in (2, 3) and min(x.shape[-2:]) > 1 and x.stride(-1) != 1 and x.stride(-2) == 1
-    return (x.mT if by_columns else x).detach(), by_columns, side
+    x = x.detach()
+    if x.dim() in (2, 3) and min(x.shape[-2:]) > 1 and x.stride(-1) != 1 and x.stride(-2) == 1:
+        return x.mT, True, side
+    return x, False, side
 
 
-def _checked_rows_and_columns(
-    name: str, x: torch.Tensor, scheme: Scheme, rows: Side, columns: Side
-) -> tuple[torch.Tensor, Scheme, Sides]:
+def _checked_sides(name: str, x: torch.Tensor, rows: Side, columns: Side) -> Sides:
+    """Check ``x`` and what both of its directions ask for."""
     check_input(name, x, 2)
-    return x.detach(), scheme, Sides(rows.checked(x, x.shape[-1]), columns.checked(x, x.shape[-2]))
+    return Sides(rows.checked(x, x.shape[-1]), columns.checked(x, x.shape[-2]))
 
 
 def _values(
@@ -268,44 +261,64 @@ def _values(
     """Return values for each side that is wanted, written to ``outputs`` where these are given."""
     dtype = dtype or x.dtype
     check_output(dtype)
-    results = []
-    for shape, out in zip(_shapes(x, sides), outputs, strict=True):
-        results.append(None if shape is None else output_tensor(out, shape, dtype, x.device))
-    _launch(x, Sides(*map(output_bits, results)), scheme, sides, dtype, packs=False)
-    return results[0], results[1]
+    rows = None
+    if sides.rows is not None:
+        rows = output_tensor(outputs.rows, _shape_by_rows(x, sides.rows), dtype, x.device)
+    columns = None
+    if sides.columns is not None:
+        columns = output_tensor(outputs.columns, _shape_by_columns(x, sides.columns), dtype, x.device)
+    _launch(x, Sides(output_bits(rows), output_bits(columns)), scheme, sides, dtype, packs=False)
+    return rows, columns
 
 
 def _packed(
     x: torch.Tensor, scheme: Scheme, sides: Sides, outputs: Sides = _NO_OUTPUTS
 ) -> tuple[Packed | None, Packed | None]:
     """Return codes and scales for each side that is wanted, written to ``outputs`` where these are given."""
-    results = []
-    for shape, out in zip(_shapes(x, sides), outputs, strict=True):
-        results.append(None if shape is None else output_packed(out, shape, scheme, x.device))
-    _launch(x, Sides(*(packed and packed.pointers() for packed in results)), scheme, sides, x.dtype, packs=True)
-    return results[0], results[1]
+    rows = row_pointers = None
+    if sides.rows is not None:
+        rows = output_packed(outputs.rows, _shape_by_rows(x, sides.rows), scheme, x.device)
+        row_pointers = rows.pointers()
+    columns = column_pointers = None
+    if sides.columns is not None:
+        columns = output_packed(outputs.columns, _shape_by_columns(x, sides.columns), scheme, x.device)
+        column_pointers = columns.pointers()
+    _launch(x, Sides(row_pointers, column_pointers), scheme, sides, x.dtype, packs=True)
+    return rows, columns
 
 
-def _shapes(x: torch.Tensor, sides: Sides) -> tuple[tuple[int, ...] | None, tuple[int, ...] | None]:
-    """Shapes of the results for ``x`` and for its transpose."""
-    by_rows = None if sides.rows is None else (*x.shape[:-1], sides.rows.padded(x.shape[-1]))
-    if sides.columns is None:
-        return by_rows, None
+def _shape_by_rows(x: torch.Tensor, side: Side) -> tuple[int, ...]:
+    """Return the shape of the result for ``x``."""
+    return (*x.shape[:-1], side.padded(x.shape[-1]))
+
+
+def _shape_by_columns(x: torch.Tensor, side: Side) -> tuple[int, ...]:
+    """Return the shape of the result for the transpose of ``x``."""
     *stack, rows, cols = x.shape
-    return by_rows, (*stack, cols, sides.columns.padded(rows))
+    return (*stack, cols, side.padded(rows))
 
 
 def _launch(x: torch.Tensor, out: Sides, scheme: Scheme, sides: Sides, dtype: torch.dtype, packs: bool) -> None:
+    """Start the kernel on all matrices of ``x``: it writes values to ``out``, or codes and scales if it ``packs``."""
     if x.numel() == 0:
         return
     x = _as_stack(x, scheme, sides)
     stack, n_rows, n_cols = x.shape
     constants = scheme_constants(x.dtype, scheme, dtype)
     tile = tile_shape(scheme, sides)
-    rows, columns = (side or NEAREST for side in sides)
-    out_cols, out_cols_t = rows.padded(n_cols), columns.padded(n_rows)
-    col_tiles = triton.cdiv(out_cols if sides.rows else n_cols, tile.WIDTH)
-    row_tiles = triton.cdiv(out_cols_t if sides.columns else n_rows, tile.HEIGHT)
+    # A side that is not wanted has no padding: tiles then cover the matrix as it is.
+    rows = sides.rows or NEAREST
+    columns = sides.columns or NEAREST
+    out_cols = rows.padded(n_cols)
+    out_cols_t = columns.padded(n_rows)
+    col_tiles = triton.cdiv(out_cols, tile.WIDTH)
+    row_tiles = triton.cdiv(out_cols_t, tile.HEIGHT)
+    n_bytes = Sides(None, None)
+    alpha = None
+    if packs:
+        n_bytes = Sides(row_bytes(out_cols, scheme), row_bytes(out_cols_t, scheme))
+    else:
+        alpha = scheme.alpha
     with on(x.device):
         for first in range(0, stack, _MOST_MATRICES):
             quantize_kernel[(row_tiles * col_tiles, min(stack - first, _MOST_MATRICES))](
@@ -313,12 +326,12 @@ def _launch(x: torch.Tensor, out: Sides, scheme: Scheme, sides: Sides, dtype: to
                 out,
                 Sides(rows.signs, columns.signs),
                 Lengths(n_rows, n_cols, out_cols, out_cols_t, x.stride(1), x.stride(0)),
-                Sides(row_bytes(out_cols, scheme), row_bytes(out_cols_t, scheme)) if packs else Sides(None, None),
+                n_bytes,
                 col_tiles,
                 first,
                 *rows.halves,
                 *columns.halves,
-                None if packs else scheme.alpha,
+                alpha,
                 TILE=tile,
                 SCHEME=constants,
                 SIDES=_side_constants(x, scheme, sides, dtype, packs),
@@ -327,26 +340,31 @@ def _launch(x: torch.Tensor, out: Sides, scheme: Scheme, sides: Sides, dtype: to
 
 
 def _side_constants(x: torch.Tensor, scheme: Scheme, sides: Sides, dtype: torch.dtype, packs: bool) -> Sides:
-    """Compile-time arguments of both sides. Pairs need whole blocks, and an NVIDIA GPU from sm_80 on; those of rows are
-    read as words."""
-    bf16x2 = dtype == x.dtype and has_bf16x2(x.dtype, scheme, packs)
-    if bf16x2 and not INTERPRETED:
-        bf16x2 = torch.version.hip is None and torch.cuda.get_device_capability(x.device) >= (8, 0)
-    has_words = x.stride(0) % 2 == x.stride(1) % 2 == x.data_ptr() // 2 % 2 == 0
-    rows, columns = sides
-    return Sides(
-        rows and rows.constants(bf16x2 and has_words and x.shape[2] % BLOCK == 0),
-        columns and columns.constants(bf16x2 and x.shape[1] % BLOCK == 0),
-    )
+    """Return the compile-time arguments of both sides of ``x [stack, rows, columns]``.
+
+    Pairs of bfloat16 elements need whole blocks, and an NVIDIA GPU from sm_80 on. Pairs of rows are read as words of 32
+    bits, so that each row must begin at one.
+    """
+    has_pairs = dtype == x.dtype and has_bf16x2(x.dtype, scheme, packs)
+    if has_pairs and not INTERPRETED:
+        has_pairs = torch.version.hip is None and torch.cuda.get_device_capability(x.device) >= (8, 0)
+    rows = None
+    if sides.rows is not None:
+        begins_at_words = x.stride(0) % 2 == x.stride(1) % 2 == x.data_ptr() // 2 % 2 == 0
+        rows = sides.rows.constants(has_pairs and begins_at_words and x.shape[2] % BLOCK == 0)
+    columns = None
+    if sides.columns is not None:
+        columns = sides.columns.constants(has_pairs and x.shape[1] % BLOCK == 0)
+    return Sides(rows, columns)
 
 
 def _as_stack(x: torch.Tensor, scheme: Scheme, sides: Sides) -> torch.Tensor:
-    """``x`` as matrices ``[stack, rows, columns]`` with unit stride along columns: of rows alone one matrix, unless
-    rows that share blocks would then reach into the next one."""
+    """Return ``x`` as matrices ``[stack, rows, columns]`` with unit stride along columns."""
     if x.stride(-1) != 1 and x.shape[-1] > 1 or x.dim() > 3:
         x = x.contiguous()
     if x.dim() == 1:
         return x.view(1, 1, -1)
+    # Rows alone do not care which matrix they are of, unless rows that share blocks would reach into the next one.
     if sides.columns is None and x.shape[-2] % scheme.block_rows == 0:
         return x.reshape(1, -1, x.shape[-1])
     return x.reshape(-1, *x.shape[-2:])
@@ -354,14 +372,21 @@ def _as_stack(x: torch.Tensor, scheme: Scheme, sides: Sides) -> torch.Tensor:
 
 def tile_shape(scheme: Scheme, sides: Sides) -> TileShape:
     """Return the tile of a program, whose sides are multiples of macro blocks and rotations."""
-    unit = 256 if (scheme.macro_block or BLOCK) > 128 else 128
+    unit = 128
+    if scheme.macro_block == 256:
+        unit = 256
     if sides.columns is None:
-        height = scheme.block_rows if scheme.block_rows > 1 else 16
-        return TileShape(height, 256 if scheme.block_rows == 1 else unit, height)
+        # Nothing is transposed: a tile is one strip.
+        if scheme.block_rows == 1:
+            return TileShape(16, 256, 16)
+        return TileShape(scheme.block_rows, unit, scheme.block_rows)
+    strip = 32
     # A residual needs more registers per element than half of the threads of a multiprocessor have.
-    whole = scheme.block_rows == 1 and scheme.outlier_fallback is None and unit == 128
-    strip = 64 if whole else 32
-    return TileShape(unit, unit if sides.rows is not None else strip, strip)
+    if scheme.block_rows == 1 and scheme.outlier_fallback is None and unit == 128:
+        strip = 64
+    if sides.rows is None:
+        return TileShape(unit, strip, strip)
+    return TileShape(unit, unit, strip)
 
 
 def compile_options(tile: TileShape) -> dict[str, int | bool]:

@@ -14,7 +14,8 @@ from stub_gpu import DEVICE, stub_gpu
 import mxfp4_kernels
 from hf_mxfp4 import numerics
 from mxfp4_kernels import Packed, Scheme, Side, linear_w4a16
-from mxfp4_kernels.common.scheme import output_packed, output_tensor
+from mxfp4_kernels.common.packed import output_packed
+from mxfp4_kernels.common.tensors import output_tensor
 from mxfp4_kernels.decode import counters
 
 

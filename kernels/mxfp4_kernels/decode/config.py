@@ -53,7 +53,11 @@ def gpu_of(device: torch.device) -> Gpu:
     count = properties.multi_processor_count
     if torch.version.hip:
         arch = properties.gcnArchName.split(":")[0]
-        return Gpu(arch, count, (160 if "gfx95" in arch else 64) * 1024)
+        # Shared memory (LDS) of AMD's GPUs: 160 KiB from gfx950 on.
+        shared_memory = 64 * 1024
+        if "gfx95" in arch:
+            shared_memory = 160 * 1024
+        return Gpu(arch, count, shared_memory)
     return Gpu(f"{properties.major}{properties.minor}", count, properties.shared_memory_per_block_optin)
 
 
@@ -69,10 +73,14 @@ class Config(NamedTuple):
 @functools.lru_cache(maxsize=1024)
 def tile_config(rows: int, has_fallback: bool, gpu: Gpu) -> Config:
     """Return the tile for products with so many rows (of each expert, in the mean)."""
-    smallest = 16 if gpu.arch.startswith("gfx") else 8  # of the right operand of tensor cores
+    is_amd = gpu.arch.startswith("gfx")
+    # What tensor cores need of their right operand.
+    smallest = 16 if is_amd else 8
     height = min(64, max(smallest, triton.next_power_of_2(rows)))
+    # The largest tile that fits into registers.
     while True:
-        width, warps = 64, 4
+        width = 64
+        warps = 4
         if height == 16 and gpu.arch == "90" and IN_REGISTERS:
             # Four warps multiply as a group there and read the decoded weight from shared memory; two read registers.
             warps = 2
@@ -81,19 +89,28 @@ def tile_config(rows: int, has_fallback: bool, gpu: Gpu) -> Config:
         if height == smallest or _fits(height, width, warps, has_fallback, gpu.arch):
             break
         height //= 2
-    # Rows, codes and scale bytes of a step; one stage is in registers, where codes are decoded.
-    stage = STEP * (2 * height + width * 17 // 32 * (2 if has_fallback else 1))
-    stages = 3 if 2 * stage + _BESIDES <= gpu.shared_memory and not gpu.arch.startswith("gfx") else 2
+    # Bytes of a step: bfloat16 rows, and codes with their scale bytes, twice if there is a residual.
+    weight_bytes = width * 17 // 32
+    if has_fallback:
+        weight_bytes *= 2
+    stage = STEP * (2 * height + weight_bytes)
+    # One of three stages is in registers, where codes are decoded.
+    stages = 2
+    if not is_amd and 2 * stage + _BESIDES <= gpu.shared_memory:
+        stages = 3
     return Config(height, width, warps, stages)
 
 
 def _fits(height: int, width: int, warps: int, has_fallback: bool, arch: str) -> bool:
-    """Whether threads hold a tile in registers: sums of a step and of all, decoded weights in pairs, the other operand.
-    Of what passes, compilers spill a few bytes at most on sm_90, sm_100 and sm_120."""
-    copies = 1
+    """Return whether threads hold a tile in registers: sums of a step and of all, decoded weights in pairs, and copies
+    of the other operand. Of what passes, compilers spill a few bytes at most on sm_90, sm_100 and sm_120."""
     # Instructions of a warp take both operands from registers, those of four read one from shared memory.
-    if warps < 4 or arch not in _FOUR_WARPS:
-        copies = 4 if has_fallback else 2 if warps < 4 else 1
+    takes_registers = warps < 4 or arch not in _FOUR_WARPS
+    copies = 1
+    if takes_registers and has_fallback:
+        copies = 4
+    elif warps < 4:
+        copies = 2
     values = 2 * height * width + width * STEP // 2 + height * STEP * copies
     return values <= _MOST_VALUES * 32 * warps
 
@@ -107,8 +124,10 @@ def split_steps(steps: int, tiles: int, warps: int, multiprocessors: int) -> int
 
     def time(splits: int) -> int:
         on_busiest = -(-tiles * splits // multiprocessors)
-        alone = on_busiest * warps < _BUSY_WARPS
-        return on_busiest * (-(-steps // splits) + 1) * (2 if alone else 1)
+        steps_of_program = -(-steps // splits) + 1
+        if on_busiest * warps < _BUSY_WARPS:
+            return 2 * on_busiest * steps_of_program
+        return on_busiest * steps_of_program
 
     programs = _WARPS_PER_MULTIPROCESSOR * multiprocessors // warps
     most = max(1, min(programs // tiles, steps // _LEAST_STEPS, _MOST_SPLITS))

@@ -24,7 +24,9 @@ import triton.language as tl
 from ..common import blocks
 from ..common.arguments import PackedPointers, Partial, WeightConstants
 from ..common.blocks import as_stored, to_float
-from ..common.scheme import BLOCK, INTERPRETED, Packed, Scheme, check_device, output_bits
+from ..common.packed import Packed
+from ..common.scheme import BLOCK, Scheme
+from ..common.tensors import INTERPRETED, check_device, output_bits
 from . import tile
 from .config import STEP, Config, gpu_of, split_steps, tile_config
 from .counters import Counters
@@ -217,9 +219,12 @@ def linear_w4a16(
             or on a CPU where kernels are not interpreted.
     """
     _check(x, packed, length, scheme, bias, offsets)
-    n_experts = None if offsets is None else offsets.shape[0]
+    n_experts = None
+    if offsets is not None:
+        n_experts = offsets.shape[0]
     product = _product_of(packed.codes.shape[-2], length, scheme, x.device, n_experts)
-    bias = None if bias is None else bias.detach().contiguous()
+    if bias is not None:
+        bias = bias.detach().contiguous()
     return product(x.detach(), packed.pointers(), bias, offsets)
 
 
