@@ -17,54 +17,69 @@ import torch
 DYNAMIC_CANDIDATES = 16
 #: Blocks whose mantissas share a byte.
 BLOCKS_PER_BYTE = 4
+#: Squared errors are cut to multiples of ``1 / SQUARE_UNITS``.
+SQUARE_UNITS = 2.0**23
+# Twice such a maximum, which a factor can come close to, is infinite in float32.
 _TOO_LARGE_TO_SCALE = 2.0**127
 
 
+# ---- macro factors --------------------------------------------------------------------------------------------------
+
+
 def static_macro(amax: torch.Tensor) -> torch.Tensor:
-    """``m8`` (int32, 0..255): the top eight mantissa bits of ``6 / amax``, truncated, never rounded up.
+    """Return the static macro bytes ``m8`` (int32, 0..255) of macro blocks whose largest magnitudes are ``amax``: the
+    top eight mantissa bits of ``6 / amax``, truncated, never rounded up.
 
     ``f * amax`` then sits just below ``6 * 2**k``, the top of the grid (for 7 of the 2**23 mantissas one unit in the
     last place above, where the division rounds up; none of them is a bfloat16). Zero, non-finite and the largest maxima
     (2**127 and more, where ``f * amax`` would leave float32) get 0, that is ``f = 1``.
     """
     # Not `6.0 / amax`, which torch computes as a product with the rounded reciprocal.
-    bits = torch.full_like(amax, 6.0).div_(amax).view(torch.int32)
+    quotient = torch.full_like(amax, 6.0).div_(amax)
+    m8 = (quotient.view(torch.int32) >> 15) & 0xFF
+    # Not `>=`, which is false for NaN.
     unusable = ~(amax < _TOO_LARGE_TO_SCALE)
-    return ((bits >> 15) & 0xFF).masked_fill_(unusable, 0)
+    return m8.masked_fill_(unusable, 0)
 
 
 def dynamic_candidates(amax: torch.Tensor) -> torch.Tensor:
-    """``m8`` (int32 ``[16, ...]``) that the dynamic search tries for every macro block, from the smallest factor on; 0
-    where [`static_macro`] is too."""
+    """Return the macro bytes (int32 ``[16, ...]``) that the dynamic search tries for every macro block, from the
+    smallest factor on; 0 where [`static_macro`] is too."""
     m8 = torch.arange(0, 256, 256 // DYNAMIC_CANDIDATES, dtype=torch.int32, device=amax.device)
-    return torch.where(amax < _TOO_LARGE_TO_SCALE, m8.view(-1, *[1] * amax.dim()), 0)
+    candidates = m8.view(-1, *[1] * amax.dim())
+    return torch.where(amax < _TOO_LARGE_TO_SCALE, candidates, 0)
 
 
 def macro_factor(m8: torch.Tensor) -> torch.Tensor:
-    """Float32 factors ``1 + m8 / 256`` of macro bytes (any integer dtype, 0..255); exact."""
+    """Return the float32 factors ``1 + m8 / 256`` of macro bytes (any integer dtype, 0..255); exact."""
     return m8.to(torch.float32).mul_(1.0 / 256.0).add_(1.0)
 
 
+# ---- block mantissas ------------------------------------------------------------------------------------------------
+
+
 def mantissa_factor(mantissa: torch.Tensor) -> torch.Tensor:
-    """Float32 scale factors ``1 + m / 4`` of two-bit block mantissas (any integer dtype, 0..3); exact."""
+    """Return the float32 scale factors ``1 + m / 4`` of two-bit block mantissas (any integer dtype, 0..3); exact."""
     return mantissa.to(torch.float32).mul_(0.25).add_(1.0)
 
 
 def pack_mantissas(mantissa: torch.Tensor) -> torch.Tensor:
-    """Bytes ``[..., blocks / 4]`` (int32) of block mantissas ``[..., blocks]``; block j of four has bits 2j, 2j+1."""
-    fields = mantissa.view(*mantissa.shape[:-1], mantissa.shape[-1] // BLOCKS_PER_BYTE, BLOCKS_PER_BYTE)
+    """Return the bytes ``[..., blocks / 4]`` (int32) that hold block mantissas ``[..., blocks]``; block j of four has
+    bits 2j and 2j+1."""
+    n_bytes = mantissa.shape[-1] // BLOCKS_PER_BYTE
+    fields = mantissa.view(*mantissa.shape[:-1], n_bytes, BLOCKS_PER_BYTE)
     shifts = torch.arange(0, 2 * BLOCKS_PER_BYTE, 2, dtype=torch.int32, device=mantissa.device)
     return (fields << shifts).sum(dim=-1, dtype=torch.int32)
 
 
 def unpack_mantissas(packed: torch.Tensor) -> torch.Tensor:
-    """Block mantissas ``[..., 4 * bytes]`` of what [`pack_mantissas`] packed (any integer dtype)."""
+    """Return the block mantissas ``[..., 4 * bytes]`` in bytes of [`pack_mantissas`] (any integer dtype)."""
     shifts = torch.arange(0, 2 * BLOCKS_PER_BYTE, 2, dtype=torch.int32, device=packed.device)
-    return ((packed.to(torch.int32).unsqueeze(-1) >> shifts) & 3).flatten(-2)
+    fields = (packed.to(torch.int32).unsqueeze(-1) >> shifts) & 3
+    return fields.flatten(-2)
 
 
-#: Squared errors are cut to multiples of ``1 / SQUARE_UNITS``.
-SQUARE_UNITS = 2.0**23
+# ---- squared errors, by which both searches choose ------------------------------------------------------------------
 
 
 def sum_of_squares(error: torch.Tensor) -> torch.Tensor:
@@ -74,10 +89,12 @@ def sum_of_squares(error: torch.Tensor) -> torch.Tensor:
     Each square is cut to an int32 first: ``error`` is below 16 in magnitude (scaled by [`inverse_power_of_two`], below
     4) and is consumed.
     """
-    return error.square_().mul_(SQUARE_UNITS).to(torch.int32).sum(dim=-1)
+    units = error.square_().mul_(SQUARE_UNITS).to(torch.int32)
+    return units.sum(dim=-1)
 
 
 def inverse_power_of_two(amax: torch.Tensor) -> torch.Tensor:
-    """``2**-floor(log2 amax)``, cut to exponents -126..127, so that squares of errors neither overflow nor vanish."""
+    """Return ``2**-floor(log2 amax)``, cut to exponents -126..127, so that squares of errors neither overflow nor
+    vanish."""
     exponent = (amax.view(torch.int32) >> 23) & 0xFF
     return ((254 - exponent).clamp_(1, 254) << 23).view(torch.float32)

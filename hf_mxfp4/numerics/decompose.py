@@ -59,12 +59,12 @@ class ErrorDecomposition:
         """Energy of each component over that of the whole error. The three need not sum to 1: scale bias and grid
         error are correlated. All NaN when there is no error."""
         whole = _energy(self.total)
-        return {name: _energy(getattr(self, name)) / whole if whole else math.nan for name in COMPONENTS}
+        return {name: _ratio(_energy(getattr(self, name)), whole) for name in COMPONENTS}
 
     @property
     def relative_mse(self) -> float:
         """``|Q(x) - x|**2 / |x|**2``; NaN for an all-zero ``x``."""
-        return _energy(self.total) / self.energy if self.energy else math.nan
+        return _ratio(_energy(self.total), self.energy)
 
     @property
     def sqnr_db(self) -> float:
@@ -105,6 +105,7 @@ def decompose_scheme(
     if not torch.isfinite(x).all():
         raise ValueError("cannot decompose the error of a tensor that holds NaN or infinity")
     if isinstance(scheme, QuantScheme):
+        block_size = BLOCK_SIZE
         blocks = Blocks(x, scheme, axis)
         first, residual = blocks.quantize(generator)
         _, byte = first
@@ -113,36 +114,42 @@ def decompose_scheme(
     elif scheme is not NVFP4:
         raise ValueError(f"errors of {scheme} have no such components; give a scheme of MXFP4, or nvfp4")
     else:
+        block_size = NVFP4_GROUP
         rows = x.movedim(axis, -1)
-        quantized, scale_ratio = _nvfp4(rows, nvfp4_tensor_scale(rows) if tensor_scale is None else tensor_scale)
+        if tensor_scale is None:
+            tensor_scale = nvfp4_tensor_scale(rows)
+        quantized, scale_ratio = _nvfp4(rows, tensor_scale)
         quantized = quantized.movedim(-1, axis)
-    size = BLOCK_SIZE if isinstance(scheme, QuantScheme) else NVFP4_GROUP
-    ideal, deadzone = _ideal_quantization(x.movedim(axis, -1), scheme.block_rows, size)
-    ideal, deadzone = ideal.movedim(-1, axis), deadzone.movedim(-1, axis)
+    ideal, deadzone = _ideal_quantization(x.movedim(axis, -1), scheme.block_rows, block_size)
+    ideal = ideal.movedim(-1, axis)
+    deadzone = deadzone.movedim(-1, axis)
 
     error = quantized.double() - x.double()
     zero = torch.zeros((), dtype=torch.float64, device=x.device)
     # Off the deadzone all terms are float32 numbers of similar size, so the float64 differences are exact.
     grid_error = torch.where(deadzone, zero, ideal.double() - x.double())
     scale_bias = torch.where(deadzone, zero, error - grid_error)
+    becomes_zero = (quantized == 0) & (x != 0)
     return ErrorDecomposition(
         scale_bias=scale_bias,
         deadzone=torch.where(deadzone, error, zero),
         grid=grid_error,
-        deadzone_fraction=deadzone.double().mean().item() if x.numel() else math.nan,
-        zero_fraction=((quantized == 0) & (x != 0)).double().mean().item() if x.numel() else math.nan,
+        # The mean of no elements is NaN.
+        deadzone_fraction=deadzone.double().mean().item(),
+        zero_fraction=becomes_zero.double().mean().item(),
         energy=_energy(x.double()),
         scale_ratio=scale_ratio,
     )
 
 
 def _scale_ratio(amax: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """Return scales over ideal ones, for blocks that have one."""
     ideal = amax.double() / 6.0  # of z, that is, of x before it is divided by the factor again
     return (scale.double() / ideal)[ideal > 0]
 
 
 def _nvfp4(rows: torch.Tensor, tensor_scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """``Q`` of float32 rows ``[..., K]``, and the ratios of scales."""
+    """Return ``Q`` of float32 rows ``[..., K]``, and the ratios of scales."""
     codes, scale, _ = quantize_nvfp4(rows, tensor_scale)
     amax = to_blocks(rows, NVFP4_GROUP, 1, NVFP4_GROUP).abs().amax(dim=-1)
     values = dequantize_nvfp4(codes, scale, tensor_scale, rows.shape[-1], rows.dtype)
@@ -150,7 +157,7 @@ def _nvfp4(rows: torch.Tensor, tensor_scale: torch.Tensor) -> tuple[torch.Tensor
 
 
 def _ideal_quantization(rows: torch.Tensor, block_rows: int, size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """``Q*`` rounded to float32, and the deadzone mask, of float32 rows ``[..., K]`` in blocks of ``size``."""
+    """Return ``Q*`` rounded to float32, and the deadzone mask, of float32 rows ``[..., K]`` in blocks of ``size``."""
     blocks = to_blocks(rows, size, block_rows, size).double()
     amax = blocks.abs().amax(dim=-1, keepdim=True)
     ratio = torch.where(amax > 0, blocks * 6.0 / amax.clamp(min=torch.finfo(torch.float64).tiny), 0.0)
@@ -165,6 +172,13 @@ def _energy(x: torch.Tensor) -> float:
     return float(x.square().sum())
 
 
+def _ratio(part: float, whole: float) -> float:
+    """Return a quotient; NaN when there is nothing to divide by."""
+    if whole == 0:
+        return math.nan
+    return part / whole
+
+
 def _cosine(a: torch.Tensor, b: torch.Tensor) -> float:
     norms = math.sqrt(_energy(a) * _energy(b))
-    return float((a * b).sum()) / norms if norms else math.nan
+    return _ratio(float((a * b).sum()), norms)

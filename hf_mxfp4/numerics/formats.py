@@ -63,13 +63,14 @@ def round_stochastic(y: torch.Tensor, noise: torch.Generator | torch.Tensor | No
 
 
 def _grid_step(y: torch.Tensor) -> torch.Tensor:
-    """Distance between neighbours on the grid around ``y``: half of its power of two, at least 0.5."""
-    power_of_two = (y.view(torch.int32) & _EXPONENT_FIELD).clamp_(min=_ONE_BITS).view(torch.float32)
-    return power_of_two.mul_(0.5)
+    """Return the distance between neighbours on the grid around ``y``: half of its power of two, at least 0.5."""
+    bits = (y.view(torch.int32) & _EXPONENT_FIELD).clamp_(min=_ONE_BITS)
+    return bits.view(torch.float32).mul_(0.5)
 
 
 def encode_e2m1(values: torch.Tensor) -> torch.Tensor:
-    """Codes (uint8, 0..15) of float32 values that lie on the grid; see [`round_nearest`] for values that do not.
+    """Return the codes (uint8, 0..15) of float32 values that lie on the grid; see [`round_nearest`] for values
+    that do not.
 
     Zeros of either sign become code 0.
     """
@@ -82,20 +83,25 @@ def encode_e2m1(values: torch.Tensor) -> torch.Tensor:
 
 
 def decode_e2m1(codes: torch.Tensor) -> torch.Tensor:
-    """Float32 values of 4-bit codes (any integer dtype, 0..15). Code 8 is -0.0."""
-    # Computed on the device: a table copied there makes the host wait, which CUDA graphs refuse. Steps double at codes
-    # 4 and 6.
+    """Return the float32 values of 4-bit codes (any integer dtype, 0..15). Code 8 is -0.0."""
+    # The table is computed on the device: copying it there makes the host wait, which CUDA graphs refuse.
     code = torch.arange(_SIGN_BIT, dtype=torch.float32, device=codes.device)
-    magnitudes = (code + (code - 4).clamp_(min=0) + (code - 6).clamp_(min=0).mul_(2)).mul_(0.5)
-    return torch.cat((magnitudes, -magnitudes))[codes.long()]
+    # A step is half, and doubles at codes 4 and 6.
+    beyond_4 = (code - 4).clamp_(min=0)
+    beyond_6 = (code - 6).clamp_(min=0).mul_(2)
+    magnitudes = (code + beyond_4 + beyond_6).mul_(0.5)
+    table = torch.cat((magnitudes, -magnitudes))
+    return table[codes.long()]
 
 
 def pack_codes(codes: torch.Tensor) -> torch.Tensor:
-    """Two codes per byte along the last axis, even index in the low nibble: uint8 ``[..., K]`` to ``[..., ceil(K/2)]``.
-    The last high nibble is 0 when ``K`` is odd."""
+    """Pack two codes per byte along the last axis, even index in the low nibble: uint8 ``[..., K]`` to
+    ``[..., ceil(K/2)]``. The last high nibble is 0 when ``K`` is odd."""
     if codes.shape[-1] % 2:
         codes = torch.nn.functional.pad(codes, (0, 1))
-    return codes[..., 0::2] | (codes[..., 1::2] << 4)
+    low = codes[..., 0::2]
+    high = codes[..., 1::2]
+    return low | (high << 4)
 
 
 def unpack_codes(packed: torch.Tensor, length: int) -> torch.Tensor:
@@ -118,19 +124,21 @@ _LAST_UNRESTRICTED_BYTE = 252
 
 
 def scale_from_amax(amax: torch.Tensor, rule: ScaleRule) -> torch.Tensor:
-    """Scale bytes (int32, 0..255) of block maxima (non-negative float32). For a rule of
-    least squares the first candidate.
+    """Return the scale bytes (int32, 0..255) of block maxima (non-negative float32); for a rule of least squares its
+    first candidate.
 
     A maximum of zero gives byte 0, a NaN or infinite one 255; exponents outside the range saturate at 0 and 254.
     """
     # Reductions may give a NaN with its sign bit set.
     bits = amax.view(torch.int32) & 0x7FFFFFFF
+    # The exponent of the maximum, less that of 4, the largest power of two on the grid.
     byte = (((bits + rule.carry) >> 23) - 2).clamp_(0, 254)
     return byte.masked_fill_(bits >= 0x7F800000, E8M0_NAN)
 
 
 def decode_e8m0(byte: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """Values ``2**(byte - 127)`` of scale bytes (any integer dtype); byte 255 is NaN, byte 0 a float32 subnormal."""
+    """Return the values ``2**(byte - 127)`` of scale bytes (any integer dtype); byte 255 is NaN, byte 0 a
+    float32 subnormal."""
     byte = byte.to(torch.int32)
     # Byte 0 has no normal float32; byte 255 would read as infinity.
     bits = (byte << 23).masked_fill_(byte == 0, 0x00400000).masked_fill_(byte == E8M0_NAN, 0x7FC00000)
@@ -138,14 +146,16 @@ def decode_e8m0(byte: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch
 
 
 def inverse_scale(byte: torch.Tensor) -> torch.Tensor:
-    """Float32 ``2**(127 - byte)`` of scale bytes (int32, 0..254); 0 for byte 255, whose elements mean nothing."""
+    """Return float32 ``2**(127 - byte)`` of scale bytes (int32, 0..254); 0 for byte 255, whose elements mean
+    nothing."""
+    # 2**-127, the inverse of byte 254, is subnormal.
     bits = ((254 - byte) << 23).masked_fill_(byte == 254, 0x00400000).masked_fill_(byte == E8M0_NAN, 0)
     return bits.view(torch.float32)
 
 
 def largest_finite_magnitude(byte: torch.Tensor) -> torch.Tensor | None:
-    """Per block, the largest E2M1 magnitude whose product with the scale is finite in float32, or `None` when that is
-    6 everywhere. Only blocks whose maximum is 2**127 or more are restricted."""
+    """Return for each block the largest E2M1 magnitude whose product with the scale is finite in float32, or `None`
+    when that is 6 everywhere. Only blocks whose maximum is 2**127 or more are restricted."""
     restricted = (byte > _LAST_UNRESTRICTED_BYTE) & (byte != E8M0_NAN)
     if byte.device.type == "cpu" and not restricted.any():
         return None
@@ -170,17 +180,19 @@ def quantize_e4m3(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         raise TypeError(f"FP8 quantization needs a floating-point tensor, got {x.dtype}")
     values = to_float32(x.detach())
     if x.numel() == 0:
-        return values.to(torch.float8_e4m3fn), torch.zeros(*x.shape[:-1], 1, dtype=torch.uint8, device=x.device)
+        byte = torch.zeros(*x.shape[:-1], 1, dtype=torch.uint8, device=x.device)
+        return values.to(torch.float8_e4m3fn), byte
     byte = e4m3_scale_byte(values.abs().amax(dim=-1, keepdim=True))
     return (values / decode_e8m0(byte)).to(torch.float8_e4m3fn), byte
 
 
 def e4m3_scale_byte(amax: torch.Tensor) -> torch.Tensor:
-    """Scale bytes (uint8) of rows whose largest magnitudes are ``amax`` (float32): see [`quantize_e4m3`]."""
+    """Return the scale bytes (uint8) of rows whose largest magnitudes are ``amax`` (float32): see [`quantize_e4m3`]."""
     bits = amax.view(torch.int32)
     # The largest finite E4M3 value is 448 = 1.75 * 2**8 (OCP 8-bit floating point; it has no infinity).
-    exponent = (bits >> 23) - 8 + ((bits & 0x7FFFFF) > 0x600000).to(torch.int32)
-    return exponent.clamp(min=1).masked_fill_(~amax.isfinite(), E8M0_NAN).to(torch.uint8)
+    is_above_1_75 = (bits & 0x7FFFFF) > 0x600000
+    byte = (bits >> 23) - 8 + is_above_1_75.to(torch.int32)
+    return byte.clamp(min=1).masked_fill_(~amax.isfinite(), E8M0_NAN).to(torch.uint8)
 
 
 def dequantize_e4m3(elements: torch.Tensor, byte: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

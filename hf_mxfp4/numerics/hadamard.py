@@ -11,7 +11,7 @@ from .schemes import ROTATION_SIZES, one_of
 
 
 def rotate(x: torch.Tensor, size: int, *, axis: int = -1, signs: torch.Tensor | None = None) -> torch.Tensor:
-    """``x`` with every ``size`` consecutive elements along ``axis`` multiplied by Sylvester's ``H / sqrt(size)``.
+    """Multiply every ``size`` consecutive elements of ``x`` along ``axis`` by Sylvester's ``H / sqrt(size)``.
 
     Args:
         x: floating-point tensor; computed on in float32 (float64 in float64), returned in its own dtype.
@@ -32,7 +32,8 @@ def rotate(x: torch.Tensor, size: int, *, axis: int = -1, signs: torch.Tensor | 
     if signs is not None and tuple(signs.shape) != (length,):
         raise ValueError(f"signs has shape {tuple(signs.shape)}; the rotated axis has {length} elements")
     rows = x.movedim(axis, -1)
-    rows = rows if x.dtype == torch.float64 else rows.float()
+    if x.dtype != torch.float64:
+        rows = rows.float()
     if signs is not None:
         rows = rows * signs.to(rows)
     return _transform(rows, size).to(x.dtype).movedim(-1, axis)
@@ -40,18 +41,22 @@ def rotate(x: torch.Tensor, size: int, *, axis: int = -1, signs: torch.Tensor | 
 
 def unrotate(x: torch.Tensor, size: int, *, signs: torch.Tensor | None = None) -> torch.Tensor:
     """Return the inverse of [`rotate`] along the last axis."""
+    # Sylvester's matrix is its own inverse, and so are signs.
     rows = rotate(x, size)
-    return rows if signs is None else rows * signs.to(rows)
+    if signs is None:
+        return rows
+    return rows * signs.to(rows)
 
 
 def random_signs(length: int, seed: int, device: torch.device | str = "cpu") -> torch.Tensor:
-    """Float32 ``[length]`` of 1 and -1 with equal chances, a function of ``seed`` alone (drawn on the CPU)."""
-    bits = torch.randint(0, 2, (length,), generator=torch.Generator().manual_seed(seed), device="cpu")
+    """Return float32 ``[length]`` of 1 and -1 with equal chances, a function of ``seed`` alone (drawn on the CPU)."""
+    generator = torch.Generator().manual_seed(seed)
+    bits = torch.randint(0, 2, (length,), generator=generator, device="cpu")
     return (1.0 - 2.0 * bits).to(device)
 
 
 def _transform(rows: torch.Tensor, size: int) -> torch.Tensor:
-    """Fast Walsh-Hadamard transform: sums and differences in a fixed order, the scale last."""
+    """Compute the fast Walsh-Hadamard transform: sums and differences in a fixed order, the scale last."""
     shape = rows.shape
     rows = rows.reshape(*shape[:-1], shape[-1] // size, size)
     half = 1

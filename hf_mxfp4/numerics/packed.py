@@ -50,8 +50,10 @@ class MXFP4Tensor:
 
     def map(self, function: Callable[[torch.Tensor], torch.Tensor], **changes: Any) -> "MXFP4Tensor":
         """Return this with ``function`` of each tensor, and other fields changed."""
-        parts = (None if part is None else function(part) for part in self.parts)
-        return replace(self, **dict(zip(PARTS, parts, strict=True)), **changes)
+        parts = {}
+        for name, part in zip(PARTS, self.parts, strict=True):
+            parts[name] = None if part is None else function(part)
+        return replace(self, **parts, **changes)
 
     def dequantize(self, dtype: torch.dtype | None = None) -> torch.Tensor:
         """Return the represented values, in the original layout, as ``dtype`` (default: the original dtype).
@@ -68,22 +70,27 @@ class MXFP4Tensor:
                 raise ValueError(
                     f"{name} has {part.shape[-1]} bytes along its last axis; {self.length} elements need {size}"
                 )
-        is_plain = self.macro is None and self.residual_codes is None
-        compute = torch.float64 if is_plain and dtype == torch.float64 else torch.float32
+        compute = torch.float32
+        if dtype == torch.float64 and self.macro is None and self.residual_codes is None:
+            compute = torch.float64
         out = self._values(self.codes, self.scale, compute)
         if self.residual_codes is not None:
             out = out + self.scheme.outlier_fallback * self._values(self.residual_codes, self.residual_scale, compute)
         if self.scheme.mantissas:
             out = out * self._per_element(mantissa_factor(unpack_mantissas(self.macro)), BLOCK_SIZE)
         elif self.macro is not None:
-            size = max(self.length, 1) if self.scheme.macro_block == "row" else int(self.scheme.macro_block)
+            if self.scheme.macro_block == "row":
+                size = max(self.length, 1)
+            else:
+                size = int(self.scheme.macro_block)
             out = out / self._per_element(macro_factor(self.macro), size)
         return saturate(out, dtype).to(dtype).movedim(-1, self.axis)
 
     def _values(self, codes: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """Elements times their block scales, cut to the finite range."""
+        """Return elements times their block scales, cut to the finite range."""
         elements = decode_e2m1(unpack_codes(codes, self.length)).to(dtype)
-        return saturate(elements * self._per_element(decode_e8m0(scale, dtype), BLOCK_SIZE), dtype)
+        scales = self._per_element(decode_e8m0(scale, dtype), BLOCK_SIZE)
+        return saturate(elements * scales, dtype)
 
     def _per_element(self, factors: torch.Tensor, size: int) -> torch.Tensor:
         """Repeat factors for the ``size`` elements that share one."""
@@ -92,15 +99,24 @@ class MXFP4Tensor:
 
 def part_sizes(scheme: QuantScheme, length: int) -> tuple[int | None, ...]:
     """Return the bytes of each of `PARTS` for a row of ``length`` elements; `None` for parts that the scheme lacks."""
-    n_bytes, n_blocks = (length + 1) // 2, -(-length // BLOCK_SIZE)
+    n_bytes = -(-length // 2)
+    n_blocks = -(-length // BLOCK_SIZE)
     macro = None
-    if scheme.macro_block is not None:
-        macro = min(1, length) if scheme.macro_block == "row" else -(-length // int(scheme.macro_block))
-    residual = (None, None) if scheme.outlier_fallback is None else (n_bytes, n_blocks)
-    return n_bytes, n_blocks, macro, *residual
+    if scheme.macro_block == "row":
+        macro = min(1, length)
+    elif scheme.macro_block is not None:
+        macro = -(-length // int(scheme.macro_block))
+    if scheme.outlier_fallback is None:
+        return n_bytes, n_blocks, macro, None, None
+    return n_bytes, n_blocks, macro, n_bytes, n_blocks
 
 
 def block_scales(scale: torch.Tensor, macro: torch.Tensor | None, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """Scales ``[..., blocks]`` of scale bytes, and of packed block mantissas if there are any; exact in float32."""
-    factors = 1.0 if macro is None else mantissa_factor(unpack_mantissas(macro))[..., : scale.shape[-1]]
-    return decode_e8m0(scale, dtype) * factors
+    """Return the scales ``[..., blocks]`` of scale bytes, and of packed block mantissas if there are any; exact in
+    float32."""
+    scales = decode_e8m0(scale, dtype)
+    if macro is None:
+        return scales
+    # The last byte may have mantissas of blocks that do not exist.
+    factors = mantissa_factor(unpack_mantissas(macro))[..., : scale.shape[-1]]
+    return scales * factors

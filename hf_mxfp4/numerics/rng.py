@@ -15,9 +15,11 @@ import torch
 #: Where random numbers come from: a generator, a seed for counted ones, or `None` for PyTorch's own generator.
 NoiseSource = torch.Generator | int | None
 
+# Philox4x32-10: rounds, the multipliers of counters 0 and 2, and what is added to both halves of the key each round.
 _ROUNDS = 10
-_MULTIPLIERS = 0xD2511F53, 0xCD9E8D57
-_KEY_STEPS = 0x9E3779B9, 0xBB67AE85
+_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
+_KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
+#: Mask of the lower 32 bits.
 _WORD = 0xFFFFFFFF
 #: Counters are run through all rounds in portions of this many, which stay in the processor's cache.
 _PORTION = 1 << 14
@@ -41,32 +43,43 @@ def counted_uniform(
     """Return counted numbers, multiples of ``2**-24`` in [0, 1), float32 ``[..., K]``. ``places``, int64 on ``device``,
     are the rows of a larger matrix that these are; by default its first."""
     length = shape[-1]
-    per_row = -(-length // 4)
-    rows = 1
+    n_rows = 1
     for size in shape[:-1]:
-        rows *= size
-    out = torch.empty(rows * per_row, 4, dtype=torch.float32, device=device)
-    portion = _PORTION if torch.device(device).type == "cpu" else max(1, out.shape[0])
-    for start in range(0, out.shape[0], portion):
-        some = out[start : start + portion]
-        counter = torch.arange(start, start + some.shape[0], dtype=torch.int64, device=device)
+        n_rows *= size
+    # A counter gives the numbers of four neighbours.
+    per_row = -(-length // 4)
+    n_counters = n_rows * per_row
+    out = torch.empty(n_counters, 4, dtype=torch.float32, device=device)
+    portion = max(1, n_counters)
+    if torch.device(device).type == "cpu":
+        portion = _PORTION
+    for start in range(0, n_counters, portion):
+        numbers = out[start : start + portion]
+        counter = torch.arange(start, start + numbers.shape[0], dtype=torch.int64, device=device)
         if places is not None:
             counter = places[counter // per_row] * per_row + counter % per_row
-        for column, word in zip(some.unbind(1), _philox(counter, seed, draw), strict=True):
+        for column, word in zip(numbers.unbind(1), _philox(counter, seed, draw), strict=True):
             column.copy_(word >> 8)
-    return out.mul_(2.0**-24).view(rows, per_row * 4)[:, :length].reshape(shape)
+    # The last counter of a row may give more numbers than it has elements.
+    return out.mul_(2.0**-24).view(n_rows, per_row * 4)[:, :length].reshape(shape)
 
 
 def _philox(counter: torch.Tensor, seed: int, draw: int) -> tuple[torch.Tensor, ...]:
-    """Four words of 32 bits (in int64) of each counter (int64, non-negative)."""
-    c0, c1 = counter & _WORD, counter >> 32
-    c2, c3 = torch.full_like(counter, draw), torch.zeros_like(counter)
-    k0, k1 = seed & _WORD, seed >> 32
+    """Return four words of 32 bits (in int64) for each counter (int64, non-negative)."""
+    c0 = counter & _WORD
+    c1 = counter >> 32
+    c2 = torch.full_like(counter, draw)
+    c3 = torch.zeros_like(counter)
+    k0 = seed & _WORD
+    k1 = seed >> 32
     for _ in range(_ROUNDS):
         # Products of 64 bits wrap into the sign; all their bits are there.
-        first, second = c0 * _MULTIPLIERS[0], c2 * _MULTIPLIERS[1]
+        first = c0 * _MULTIPLIERS[0]
+        second = c2 * _MULTIPLIERS[1]
         c0 = ((second >> 32) & _WORD).bitwise_xor_(c1).bitwise_xor_(k0)
+        c1 = second.bitwise_and_(_WORD)
         c2 = ((first >> 32) & _WORD).bitwise_xor_(c3).bitwise_xor_(k1)
-        c1, c3 = second.bitwise_and_(_WORD), first.bitwise_and_(_WORD)
-        k0, k1 = (k0 + _KEY_STEPS[0]) & _WORD, (k1 + _KEY_STEPS[1]) & _WORD
+        c3 = first.bitwise_and_(_WORD)
+        k0 = (k0 + _KEY_STEPS[0]) & _WORD
+        k1 = (k1 + _KEY_STEPS[1]) & _WORD
     return c0, c1, c2, c3

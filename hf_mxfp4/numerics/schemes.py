@@ -29,7 +29,9 @@ BLOCK_ROWS = (1, 32)
 
 def one_of(name: str, value: object, allowed: tuple) -> None:
     """Raise `ValueError` naming the argument and the allowed values unless ``value`` is one of them."""
-    if not any(value == choice and isinstance(value, type(choice)) for choice in allowed) or isinstance(value, bool):
+    # `True == 1` and `1.0 == 1`: a value must be of the type of the choice, too.
+    is_allowed = any(value == choice and isinstance(value, type(choice)) for choice in allowed)
+    if not is_allowed or isinstance(value, bool):
         raise ValueError(f"{name}={value!r} is not supported; choose one of {', '.join(map(repr, allowed))}")
 
 
@@ -89,12 +91,15 @@ class QuantScheme:
     @property
     def mantissas(self) -> int:
         """How many mantissas ``1 + m / 4`` of a block's scale are tried, from m = 0 on; 0 for scales without one."""
-        return 0 if self.macro_block is None else MANTISSAS.get(self.macro_search, 0)
+        if self.macro_block is None:
+            return 0
+        return MANTISSAS.get(self.macro_search, 0)
 
     @property
     def has_block_scales_alone(self) -> bool:
         """Whether values are codes times block scales, with mantissas or without: no residuals and macro factors."""
-        return not self.outlier_fallback and (self.macro_block is None or self.mantissas > 0)
+        has_macro_factors = self.macro_block is not None and self.mantissas == 0
+        return not self.outlier_fallback and not has_macro_factors
 
     @property
     def e4m3_problem(self) -> str | None:
@@ -103,7 +108,9 @@ class QuantScheme:
             return "macro factors"
         if self.mantissas == MANTISSAS["block_mantissas"]:
             return "block mantissas up to 1.75"
-        return None if self.outlier_fallback is None else "residuals"
+        if self.outlier_fallback is not None:
+            return "residuals"
+        return None
 
     def __str__(self) -> str:
         parts = ["mxfp4", self.scale_rule.value]
@@ -119,9 +126,11 @@ class QuantScheme:
 
 
 def _number_text(number: float) -> str:
-    """Short where that is exact: a scheme is read back from its text."""
+    """Return a number as text: short where that is exact, because a scheme is read back from its text."""
     short = f"{number:g}"
-    return short if float(short) == number else repr(float(number))
+    if float(short) == number:
+        return short
+    return repr(float(number))
 
 
 def check_alpha(alpha: float | None) -> None:
@@ -174,11 +183,16 @@ def parse_scheme(text: str) -> "QuantScheme | Treatment":
 
 
 def _part_options(part: str) -> dict:
+    """Return the fields of a [`QuantScheme`] that one part of a text sets. Raises `ValueError` for an unknown part."""
     if match := _MACRO.fullmatch(part):
         size = match["size"]
-        names = {text: name for name, text in _TEXTS.items()}
+        if size != "row":
+            size = int(size)
         search = match["search"] or "static"
-        return {"macro_block": size if size == "row" else int(size), "macro_search": names.get(search, search)}
+        for name, text in _TEXTS.items():
+            if search == text:
+                search = name
+        return {"macro_block": size, "macro_search": search}
     if match := _FALLBACK.fullmatch(part):
         return {"outlier_fallback": float(match["alpha"])}
     if part in ROUNDINGS:
@@ -190,8 +204,11 @@ def _part_options(part: str) -> dict:
 
 
 def _nearest(word: str, known: list[str]) -> str:
+    """Return the end of an error message for an unknown word: the known one that it resembles, or all of them."""
     close = difflib.get_close_matches(word, known, n=1)
-    return f"did you mean {close[0]!r}?" if close else f"known are {', '.join(known)}, as in {_EXAMPLE!r}"
+    if close:
+        return f"did you mean {close[0]!r}?"
+    return f"known are {', '.join(known)}, as in {_EXAMPLE!r}"
 
 
 # ---- the three products of a linear layer ---------------------------------------------------------------------------
@@ -230,7 +247,11 @@ class Treatment(enum.Enum):
         return 1
 
     def __str__(self) -> str:
-        return {"full": "full precision", "reuse": "as in fprop"}.get(self.value, self.value)
+        if self is Treatment.FULL:
+            return "full precision"
+        if self is Treatment.REUSE:
+            return "as in fprop"
+        return self.value
 
 
 FULL, REUSE, FP8, MXFP8, NVFP4 = Treatment
@@ -252,16 +273,19 @@ class Rotation:
         one_of("size", self.size, ROTATION_SIZES)
 
     def __str__(self) -> str:
-        return f"{'random' if self.random else 'deterministic'}-{self.size}"
+        kind = "random" if self.random else "deterministic"
+        return f"{kind}-{self.size}"
 
 
 def parse_rotation(text: str) -> Rotation | None:
-    """``"none"``, ``"deterministic-<size>"`` or ``"random-<size>"``. Raises `ValueError` for anything else."""
-    match = re.fullmatch(r"(deterministic|random)-(\d+)", text) if isinstance(text, str) else None
-    if match and int(match[2]) in ROTATION_SIZES:
-        return Rotation(int(match[2]), random=match[1] == "random")
+    """Read ``"none"``, ``"deterministic-<size>"`` or ``"random-<size>"``. Raises `ValueError` for anything else."""
     if text == "none":
         return None
+    # A config that is read from JSON may have a value of any type.
+    if isinstance(text, str):
+        match = re.fullmatch(r"(deterministic|random)-(\d+)", text)
+        if match and int(match[2]) in ROTATION_SIZES:
+            return Rotation(int(match[2]), random=match[1] == "random")
     sizes = ", ".join(map(str, ROTATION_SIZES))
     raise ValueError(
         f"rotation={text!r} is not supported; choose 'none', 'deterministic-<size>' or 'random-<size>' with a size of "
@@ -329,7 +353,9 @@ class LinearScheme:
             if operand is REUSE:
                 if self.fprop.rotation or product.rotation:
                     return f"the reused {name} is rotated after it was quantized"
-                operand = self.fprop.right if name == "weight" else self.fprop.left
+                operand = self.fprop.left
+                if name == "weight":
+                    operand = self.fprop.right
                 if operand is FP8 and (name == "weight" or not self.folds_scales):
                     return f"the scales of the reused {name} lie on the axis that is summed over"
             if operand is FULL:
