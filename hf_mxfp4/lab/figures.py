@@ -15,6 +15,8 @@ from .page import Figure
 
 
 _COMPONENTS = {"scale_bias": "scale bias", "deadzone": "deadzone", "grid": "grid noise"}
+#: Labels that are readable next to each other on an axis.
+_MOST_LABELS = 40
 
 
 def cosine_figure(layers: Mapping[str, ErrorStatistics], title: str = "") -> Figure:
@@ -29,11 +31,13 @@ def cosine_figure(layers: Mapping[str, ErrorStatistics], title: str = "") -> Fig
     pairs = next(iter(layers.values())).paper_cosines
     for pair, marker in zip(pairs, ("o", "s", "^"), strict=True):
         values = [statistics.paper_cosines[pair] for statistics in layers.values()]
-        axes.plot(positions, values, marker, markersize=3.5, label=pair.replace("_", " ").replace("/", " · "))
+        label = pair.replace("_", " ").replace("/", " · ")
+        axes.plot(positions, values, marker, markersize=3.5, label=label)
     axes.axhline(0, color="0.6", linewidth=0.8)
     axes.set(title=title or "Pairwise cosines of the error components", ylabel="cosine", ylim=(-1.05, 1.05))
-    if len(layers) <= 40:
-        axes.set_xticks(list(positions), list(map(plain, layers)), rotation=75, ha="right", fontsize=8)
+    if len(layers) <= _MOST_LABELS:
+        labels = [plain(name) for name in layers]
+        axes.set_xticks(list(positions), labels, rotation=75, ha="right", fontsize=8)
     else:
         axes.set_xlabel("layer, in order of the model")
     axes.legend(fontsize=8)
@@ -57,8 +61,11 @@ def delta_figure(by_scheme: Mapping[str, ErrorStatistics], title: str = "") -> F
         density = [count / (statistics.blocks * width) for count in statistics.histogram]
         label = f"{scheme}: mean {statistics.delta_mean:.3f}"
         axes.stairs(density, edges, label=label, linestyle=style, linewidth=1.6)
+    # The axis ends two bins beyond those that hold a block.
     used = [i for statistics in shown.values() for i, count in enumerate(statistics.histogram) if count]
-    axes.set_xlim(edges[max(0, min(used) - 2)], edges[min(HISTOGRAM_BINS, max(used) + 3)])
+    first_edge = max(0, min(used) - 2)
+    last_edge = min(HISTOGRAM_BINS, max(used) + 3)
+    axes.set_xlim(edges[first_edge], edges[last_edge])
     axes.set(title=title or "Scale over ideal scale", xlabel="delta = log2(s / s*)", ylabel="density of blocks")
     axes.legend(fontsize=8)
     axes.grid(alpha=0.3)
@@ -74,21 +81,29 @@ def ratio_figure(by_scheme: Mapping[str, Mapping[Any, ErrorStatistics]], axis_la
     _require(groups)
     figure = _figure((4.4 * len(by_scheme) + 0.6, 4.4))
     columns = figure.subplots(1, len(by_scheme), sharey=True, squeeze=False)[0]
-    numeric = all(isinstance(group, int) for group in groups)
-    positions = groups if numeric else range(len(groups))
+    # Depths are numbers, which lines join; layer types are not.
+    are_depths = all(isinstance(group, int) for group in groups)
+    if are_depths:
+        positions = groups
+        marker = "o-"
+        marker_of_whole = "k-"
+    else:
+        positions = list(range(len(groups)))
+        marker = "o"
+        marker_of_whole = "k_"
     for axes, (scheme, statistics) in zip(columns, by_scheme.items(), strict=True):
         for component, label in _COMPONENTS.items():
             values = [_percent(getattr(statistics[group], component), statistics[group].energy) for group in groups]
-            axes.plot(positions, values, "o-" if numeric else "o", markersize=3.5, label=label)
+            axes.plot(positions, values, marker, markersize=3.5, label=label)
         whole = [100 * statistics[group].relative_mse for group in groups]
-        axes.plot(positions, whole, "k-" if numeric else "k_", markersize=9, label="whole error")
+        axes.plot(positions, whole, marker_of_whole, markersize=9, label="whole error")
         axes.set_title(scheme, fontsize=9)
         axes.set_xlabel(axis_label)
-        if numeric:
+        if are_depths:
             axes.xaxis.get_major_locator().set_params(integer=True)
         else:
             labels = [plain(str(group)) for group in groups]
-            axes.set_xticks(list(positions), labels, rotation=75, ha="right", fontsize=8)
+            axes.set_xticks(positions, labels, rotation=75, ha="right", fontsize=8)
         axes.grid(alpha=0.3)
     columns[0].set_ylabel("energy / energy of the tensor, %")
     columns[0].set_ylim(bottom=0)
@@ -113,11 +128,12 @@ def front_figure(evaluation: Evaluation, title: str = "") -> Figure:
         for number, row in enumerate(rows, 1):
             if row.scheme.operands != operands:
                 continue
-            point = row.scheme.bits, row.kl.value
+            point = (row.scheme.bits, row.kl.value)
+            marker = "o" if row in front else "x"
             axes.errorbar(
                 *point,
                 row.kl.error or 0.0,
-                fmt="o" if row in front else "x",
+                fmt=marker,
                 color=f"C{color}",
                 label=f"{number}  {plain(row.name)}",
                 capsize=3,
@@ -125,6 +141,7 @@ def front_figure(evaluation: Evaluation, title: str = "") -> Figure:
             )
             axes.annotate(str(number), point, (6, -3), textcoords="offset points", fontsize=8)
     figure.legend(loc="outside right upper", fontsize=8)
+    # On a linear scale the smallest of such divergences would all be at zero.
     positive = [row.kl.value for row in rows if row.kl.value > 0]
     if positive and max(positive) > 10 * min(positive):
         axes.set_yscale("log")
@@ -141,6 +158,7 @@ def layer_labels(names: Sequence[str]) -> list[str]:
     "model.layers.0.self_attn.q_proj.weight"."""
     parts = [name.removesuffix(".weight").split(".") for name in names]
     shared = 0
+    # At least the last part of each name stays.
     if len(parts) > 1:
         shortest = min(len(part) for part in parts)
         while shared + 1 < shortest and len({part[shared] for part in parts}) == 1:
@@ -163,4 +181,6 @@ def _require(data: object) -> None:
 
 
 def _percent(part: float, whole: float) -> float:
-    return 100.0 * part / whole if whole else math.nan
+    if whole == 0:
+        return math.nan
+    return 100.0 * part / whole

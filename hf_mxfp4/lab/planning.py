@@ -5,7 +5,7 @@ States (weights, gradients, optimizer) follow from the number of elements. Activ
 are estimates; rollouts, which hold keys and values in place of activations, are not planned.
 """
 
-from collections.abc import Container, Mapping
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -85,7 +85,9 @@ def read_config(model: str) -> PreTrainedConfig:
     path = Path(model)
     if path.is_dir() and not (path / "config.json").is_file():
         raise ValueError(f"{model} has no config.json")
-    source = path.parent if path.name == "config.json" else model
+    source: str | Path = model
+    if path.name == "config.json":
+        source = path.parent
     try:
         options, _ = PreTrainedConfig.get_config_dict(source)
         refuse_kernels(options, model)
@@ -104,6 +106,7 @@ def sizes_of(config: PreTrainedConfig, quantization: MXFP4RLConfig | None, lora_
     Raises `ValueError` when no causal language model belongs to the config, or nothing in it can be quantized.
     """
     try:
+        # The model is planned in the scheme that is asked for, whatever its checkpoint is stored in.
         config = type(config).from_dict({**config.to_dict(), "quantization_config": None})
         del config.quantization_config
         text = config.get_text_config()
@@ -112,20 +115,31 @@ def sizes_of(config: PreTrainedConfig, quantization: MXFP4RLConfig | None, lora_
     except Exception as error:  # classes of transformers fail in any way for numbers that make no sense
         reason = f"{type(error).__name__}: {first_line(error)}"
         raise ValueError(f"no model can be built from the config: {reason}") from error
-    skips = () if quantization is None else quantization.modules_to_not_convert or ()
+    skips: Sequence[str] = ()
+    if quantization is not None:
+        skips = quantization.modules_to_not_convert or ()
     quantized = find_layers(model, skips)[0]
     layers = {**split_linears(model)[0], **quantized}
     matrices = {name: _matrices(layer) for name, layer in layers.items()}
-    adapted = [name for name, layer in layers.items() if lora_experts or is_linear(layer)]
+    n_quantized = 0
+    n_adapter = 0
+    for name, layer in layers.items():
+        for count, rows, columns in matrices[name]:
+            if name in quantized:
+                n_quantized += count * rows * columns
+            if lora_experts or is_linear(layer):
+                n_adapter += count * (rows + columns)
     depth = text.num_hidden_layers
-    is_eager = model.config._attn_implementation == "eager"
+    pair = 0
+    if model.config._attn_implementation == "eager":
+        pair = _COMPUTE * text.num_attention_heads
     return Sizes(
         elements=sum(parameter.numel() for parameter in model.parameters()),
-        quantized=sum(count * rows * columns for name in quantized for count, rows, columns in matrices[name]),
-        adapter=sum(count * (rows + columns) for name in adapted for count, rows, columns in matrices[name]),
+        quantized=n_quantized,
+        adapter=n_adapter,
         layers=depth,
         saved=_saved_bytes(layers, quantized, text, quantization) / depth,
-        pair=_COMPUTE * text.num_attention_heads * is_eager,
+        pair=pair,
         hidden=text.hidden_size,
         vocabulary=text.vocab_size,
     )
@@ -142,10 +156,11 @@ def _saved_bytes(
     layers: Mapping[str, nn.Module], quantized: Container[str], config: PreTrainedConfig, scheme: MXFP4RLConfig | None
 ) -> float:
     """Return bytes for one token in all decoder layers: what each linear layer keeps of its input, in 16 bits its
-    output and what lies between the two halves of the MLP, in 32 bits the residual stream and its norms. Layers whose
-    weights are frozen keep no input: of those that read the same one, the adapters share it."""
+    output and what is between the two halves of the MLP, in 32 bits the residual stream and its norms."""
     is_packed = scheme is not None and scheme.mode == "packed"
-    spec = None if scheme is None or is_packed else GemmSpec(scheme.gemms())
+    spec = None
+    if scheme is not None and not is_packed:
+        spec = GemmSpec(scheme.gemms())
     experts_per_token = getattr(config, "num_experts_per_tok", 1) or 1
     # Tensors between the two halves of an expert: one of SwiGLU, four of the clamped one of gpt-oss.
     between = 4 if hasattr(config, "swiglu_limit") else 1
@@ -156,16 +171,22 @@ def _saved_bytes(
         spec_of_layer = spec if name in quantized else None
         if is_linear(layer):
             out_features, in_features = linear_adapter(layer).size(layer)
-            reader = name.rpartition(".")[0] if is_packed else name
+            reader = name
+            if is_packed:
+                # A frozen layer keeps no input. Its adapter keeps it in 16 bits, together with those of the other
+                # projections in the same module, which read the same input.
+                reader = name.rpartition(".")[0]
             inputs[reader, in_features] = _kept_bytes(in_features, spec_of_layer)
             outputs += out_features
+            # The widest input is that of the MLP's second half.
             inner = max(inner, in_features)
             continue
         for index, (_, rows, columns) in enumerate(_matrices(layer)):
             inputs[name, index] = experts_per_token * _kept_bytes(columns, spec_of_layer)
             outputs += experts_per_token * (rows + between * columns * index)
     depth = config.num_hidden_layers
-    return sum(inputs.values()) + _COMPUTE * (outputs + inner * depth) + 16 * config.hidden_size * depth
+    residual_stream = 16 * config.hidden_size * depth
+    return sum(inputs.values()) + _COMPUTE * (outputs + inner * depth) + residual_stream
 
 
 def _kept_bytes(width: int, spec: GemmSpec | None) -> float:
@@ -185,41 +206,60 @@ def plan(sizes: Sizes, setup: Setup) -> dict[str, float]:
             raise ValueError(f"{name}={value!r} is not known; choose one of {', '.join(known)}")
     is_packed = setup.quantization is not None and setup.quantization.mode == "packed"
     is_sharded = setup.engine in ("fsdp2", "zero3")
-    is_deepspeed = setup.engine in ("zero2", "zero3")
     in_16_bits = _COMPUTE * sizes.elements
-    trained = sizes.elements
-    frozen = 0.0
-    copies = 0.0 if is_sharded else in_16_bits
-    layer = in_16_bits / sizes.layers
+
+    # Weights: what is trained has float32 masters, what is frozen stays as it is stored. Products read copies in 16
+    # bits; engines that shard weights gather them layer by layer instead.
     if is_packed:
         trained = sizes.adapter * setup.lora_rank
         bits = bits_per_element(setup.quantization.weight_scheme)
         frozen = sizes.quantized * bits / 8 + _COMPUTE * (sizes.elements - sizes.quantized)
         copies = 0.0
         layer = frozen / sizes.layers
+    else:
+        trained = sizes.elements
+        frozen = 0.0
+        copies = in_16_bits
+        if is_sharded:
+            copies = 0.0
+        layer = in_16_bits / sizes.layers
+
+    # Gradients, and the buffers that engines exchange them and gathered weights in.
     gradients = _MASTER * trained
-    share = setup.gpus if setup.engine != "ddp" else 1
-    buffers = {
-        "ddp": gradients if setup.gpus > 1 else 0.0,
-        "fsdp2": 2 * layer if setup.gpus > 1 else 0.0,
-        "zero2": 2 * min(_REDUCE_BUCKET, trained),
-        "zero3": 2 * min(_REDUCE_BUCKET, trained) + 2 * min(_MAX_LIVE, sizes.elements),
-    }
-    if is_deepspeed:  # all in 16 bits besides the masters, of which each GPU has a share
+    buffer = 0.0
+    if setup.engine == "ddp" and setup.gpus > 1:
+        buffer = gradients
+    elif setup.engine == "fsdp2" and setup.gpus > 1:
+        buffer = 2 * layer
+    elif setup.engine == "zero2":
+        buffer = 2 * min(_REDUCE_BUCKET, trained)
+    elif setup.engine == "zero3":
+        buffer = 2 * min(_REDUCE_BUCKET, trained) + 2 * min(_MAX_LIVE, sizes.elements)
+    if setup.engine in ("zero2", "zero3"):
+        # DeepSpeed has all in 16 bits besides the masters, of which each GPU has a share.
         frozen = frozen or in_16_bits
         gradients = _COMPUTE * trained
+
+    # Activations: with checkpointing one layer is computed again at a time, and the others keep their inputs.
     tokens = setup.batch * setup.length
-    alive = 1 if setup.checkpointing else sizes.layers
+    if setup.checkpointing:
+        alive = 1
+        boundaries = sizes.layers * _COMPUTE * sizes.hidden
+    else:
+        alive = sizes.layers
+        boundaries = 0
     in_layers = alive * sizes.saved + (alive + _PASSING) * sizes.pair * setup.length
-    boundaries = sizes.layers * _COMPUTE * sizes.hidden if setup.checkpointing else 0
+
+    share = setup.gpus if setup.engine != "ddp" else 1
+    share_of_frozen = share if is_sharded else 1
     return {
-        "weights": frozen / (share if is_sharded else 1) + _MASTER * trained / share,
+        "weights": frozen / share_of_frozen + _MASTER * trained / share,
         "gradients": gradients / share,
         "optimizer": OPTIMIZERS[setup.optimizer] * trained / share,
-        "copies of weights": copies,  # in 16 bits, for the products
+        "copies of weights": copies,
         "activations": tokens * (in_layers + boundaries),
         "logits": min(tokens, _LOGIT_TOKENS) * sizes.vocabulary * (_MASTER + _COMPUTE),
-        "buffers of the engine": buffers[setup.engine],
+        "buffers of the engine": buffer,
     }
 
 

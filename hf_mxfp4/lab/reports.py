@@ -93,15 +93,19 @@ def write_analysis(analysis: Analysis, source: Mapping[str, Any], folder: Path) 
 def analysis_summary(analysis: Analysis, source: Mapping[str, Any]) -> dict[str, Any]:
     """Return an analysis without the single tensors, JSON-clean: what `--json` prints. Numbers that do not exist (the
     SQNR of zeros) are null."""
+    kinds = {}
+    if analysis.results:
+        kinds["weight"] = _weights_summary(analysis)
+    skipped = {}
+    for reason, names in analysis.skipped.items():
+        skipped[reason] = {"count": len(names), "names": sorted(names)}
     return json_clean(
         {
             "model": analysis.model,
             "source": dict(source),
             "schemes": list(analysis.schemes),
-            "kinds": {"weight": _weights_summary(analysis)} if analysis.results else {},
-            "skipped": {
-                reason: {"count": len(names), "names": sorted(names)} for reason, names in analysis.skipped.items()
-            },
+            "kinds": kinds,
+            "skipped": skipped,
             "problems": [{"where": problem.where, "reason": problem.reason} for problem in analysis.problems],
         }
     )
@@ -130,13 +134,20 @@ def _summaries(groups: Mapping[Any, ErrorStatistics]) -> dict[str, dict[str, flo
 
 
 def _page(analysis: Analysis, source: Mapping[str, Any]) -> str:
+    facts = [str(source[key]) for key in ("architecture", "kind") if source.get(key)]
+    section = None
+    if analysis.results:
+        section = _section(analysis)
+    skipped = []
+    for reason, names in analysis.skipped.items():
+        skipped.append([reason, len(names), ", ".join(sorted(names)[:3])])
     return render_page(
         "error_analysis",
         analysis=analysis,
         version=__version__,
-        facts=", ".join(str(value) for value in (source.get("architecture"), source.get("kind")) if value),
-        section=_section(analysis) if analysis.results else None,
-        skipped=[[reason, len(names), ", ".join(sorted(names)[:3])] for reason, names in analysis.skipped.items()],
+        facts=", ".join(facts),
+        section=section,
+        skipped=skipped,
         columns=list(COLUMNS),
         legend=LEGEND,
         sqnr_note=SQNR_NOTE,
@@ -195,8 +206,9 @@ def write_comparison(result: Comparison, folder: Path) -> list[Path]:
 
 def write_evaluation(evaluation: Evaluation, folder: Path) -> list[Path]:
     """Write `evaluation.json`, `texts.csv` and `evaluation.html` into ``folder``; their paths."""
-    rows = evaluation.rows
-    compared = any(row.kl is not None for row in evaluation.schemes)
+    figure = None
+    if any(row.kl is not None for row in evaluation.schemes):
+        figure = front_figure(evaluation)
     page = render_page(
         "evaluation",
         title=f"Perplexity of {evaluation.model}",
@@ -205,14 +217,13 @@ def write_evaluation(evaluation: Evaluation, folder: Path) -> list[Path]:
         legend=evaluation_legend(evaluation),
         columns=evaluation_columns(evaluation),
         rows=evaluation_table(evaluation),
-        figure=front_figure(evaluation) if compared else None,
+        figure=figure,
         schemes=[[row.name, row.scheme.config.describe()] for row in evaluation.schemes],
     )
-    scores = [
-        [row.name, index, score.tokens, score.nll, score.kl, score.same_top]
-        for row in rows
-        for index, score in enumerate(row.scores)
-    ]
+    scores = []
+    for row in evaluation.rows:
+        for index, score in enumerate(row.scores):
+            scores.append([row.name, index, score.tokens, score.nll, score.kl, score.same_top])
     return _write(
         folder,
         {
@@ -226,8 +237,9 @@ def write_evaluation(evaluation: Evaluation, folder: Path) -> list[Path]:
 def evaluation_title(evaluation: Evaluation) -> str:
     """Say in one line what was measured, on what."""
     title = f"{evaluation.model}: {evaluation.texts} texts, {evaluation.tokens:,} predicted tokens of {evaluation.text}"
-    facts = ", ".join(evaluation.facts.values())
-    return f"{title} ({facts})" if facts else title
+    if evaluation.facts:
+        title += f" ({', '.join(evaluation.facts.values())})"
+    return title
 
 
 def evaluation_legend(evaluation: Evaluation) -> str:
@@ -269,8 +281,10 @@ def evaluation_table(evaluation: Evaluation) -> list[list[str]]:
 
 
 def _evaluation_row(evaluation: Evaluation, row: Row) -> list[str]:
-    is_on_front = len(evaluation.schemes) > 1 and row in evaluation.front
-    cells = [f"{row.name} *" if is_on_front else row.name]
+    name = row.name
+    if len(evaluation.schemes) > 1 and row in evaluation.front:
+        name += " *"
+    cells = [name]
     if evaluation.schemes:
         cells.append("-" if row.scheme is None else f"{row.scheme.bits:.2f}")
     cells.append(f"{row.perplexity:.3f}")
@@ -279,8 +293,10 @@ def _evaluation_row(evaluation: Evaluation, row: Row) -> list[str]:
     elif evaluation.base is not None:
         cells += [row.difference(evaluation.base).text(3, "+"), row.kl.text(4), f"{100 * row.same_top:.1f}"]
     if evaluation.best is not None:
-        is_compared = row.scheme is not None and row is not evaluation.best
-        cells.append(row.difference(evaluation.best).text(3, "+") if is_compared else "-")
+        if row.scheme is None or row is evaluation.best:
+            cells.append("-")
+        else:
+            cells.append(row.difference(evaluation.best).text(3, "+"))
     if evaluation.schemes:
         cells.append("-" if row.weight_sqnr_db is None else f"{row.weight_sqnr_db:.2f}")
     return cells

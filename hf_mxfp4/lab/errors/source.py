@@ -47,9 +47,13 @@ class Source:
         options = self.config.get("quantization_config")
         if not options:
             return None
-        method = options.get("quant_method") if isinstance(options, dict) else None
+        method = None
+        if isinstance(options, dict):
+            method = options.get("quant_method")
         if method != QUANT_METHOD or options.get("mode") == "packed":
-            what = f"{QUANT_METHOD!r}, mode='packed'" if method == QUANT_METHOD else repr(method)
+            what = repr(method)
+            if method == QUANT_METHOD:
+                what = f"{QUANT_METHOD!r}, mode='packed'"
             raise SourceError(
                 f"{self.name} stores quantized weights already (quant_method {what} in its config.json), so their "
                 "original values, and the error, are gone; analyse the full-precision checkpoint they were made from, "
@@ -63,19 +67,20 @@ class Source:
     @property
     def weight_scheme(self) -> QuantScheme | None:
         """How [`scheme`] quantizes weights; `None` without one. Raises [`SourceError`] for rotations and the like."""
-        own = self.scheme
-        if own is None:
+        scheme = self.scheme
+        if scheme is None:
             return None
-        if reason := own.weights_alone_unsupported_reason:
+        if reason := scheme.weights_alone_unsupported_reason:
             raise SourceError(
                 f"weights alone do not show the error of {self.name}: {reason}; use eval, or give --scheme"
             )
-        return own.weight_scheme
+        return scheme.weight_scheme
 
     @property
     def n_bytes(self) -> int:
         """Bytes of the files that are there."""
-        return sum(path.stat().st_size for shard in self.expected if (path := self.folder / shard).is_file())
+        paths = [self.folder / shard for shard in self.expected]
+        return sum(path.stat().st_size for path in paths if path.is_file())
 
     def path(self, shard: str) -> Path:
         """Return the path of a file. Raises [`ShardError`] when it is missing."""
@@ -91,23 +96,30 @@ class Source:
             try:
                 tensors = read_header(self.path(shard)).tensors
             except ShardError as error:
-                lost = f" ({len(expected)} tensors)" if expected else ""
+                lost = ""
+                if expected:
+                    lost = f" ({len(expected)} tensors)"
                 problems.append(Problem(shard, f"{error}{lost}"))
                 continue
             present = {tensor.name for tensor in tensors}
-            missing = [name for name in expected if name not in present]
-            problems += [Problem(name, f"{shard} lacks it, though the index says otherwise") for name in missing]
+            for name in expected:
+                if name not in present:
+                    problems.append(Problem(name, f"{shard} lacks it, though the index says otherwise"))
             yield shard, tensors
 
     def tensor_names(self) -> list[str]:
         """Return all tensor names that the index or, without one, the readable headers give."""
         promised = [name for names in self.expected.values() for name in names]
-        return promised or [tensor.name for _, tensors in self.shards([]) for tensor in tensors]
+        if promised:
+            return promised
+        return [tensor.name for _, tensors in self.shards([]) for tensor in tensors]
 
     def describe(self) -> dict[str, Any]:
         """Return for reports the kind of source, architecture, and number of files."""
         architectures = self.config.get("architectures")
-        architecture = architectures[0] if isinstance(architectures, list) and architectures else None
+        architecture = None
+        if isinstance(architectures, list) and architectures:
+            architecture = architectures[0]
         return {"kind": self.kind, "architecture": architecture, "files": len(self.expected)}
 
 
@@ -140,17 +152,30 @@ def open_source(model: str) -> Source:
     Raises [`SourceError`] when it holds no safetensors, and another `ValueError` for a damaged index or config.
     """
     path, kind = local_path(model)
-    folder = path.parent if kind == "file" else path
-    config = read_json(folder / "config.json") if (folder / "config.json").is_file() else {}
-    name = {"file": path.stem, "folder": path.resolve().name, "hub": model}[kind]
-    weights = weights_name(folder, config) if kind != "file" else path.name
+    folder = path
+    name = model
+    if kind == "file":
+        folder = path.parent
+        name = path.stem
+    elif kind == "folder":
+        name = path.resolve().name
+    config: dict[str, Any] = {}
+    if (folder / "config.json").is_file():
+        config = read_json(folder / "config.json")
+    weights: str | None = path.name
+    if kind != "file":
+        weights = weights_name(folder, config)
     if weights is not None and weights.endswith(".json"):
         shards: dict[str, tuple[str, ...]] = {}
         for tensor, shard in sorted(read_index(path / weights).items(), key=lambda item: item[1]):
             shards[shard] = (*shards.get(shard, ()), tensor)
         return Source(name, kind, path, config, shards)
-    found = [weights] if weights else sorted(file.name for file in path.glob("*.safetensors"))
-    if not found:
+    # Without an index: the one file, or whatever there is.
+    if weights:
+        files = [weights]
+    else:
+        files = sorted(file.name for file in path.glob("*.safetensors"))
+    if not files:
         other = sorted({file.suffix for file in path.iterdir() if file.suffix in (".bin", ".pt", ".pth", ".gguf")})
         inside = model_inside(path)
         hint = ""
@@ -161,7 +186,7 @@ def open_source(model: str) -> Source:
         raise SourceError(f"{model} holds no .safetensors file{hint}")
     if (folder / "adapter_config.json").is_file() and not config:
         raise SourceError(f"{model} holds an adapter, not a model; merge it into its base model first")
-    return Source(name, kind, folder, config, dict.fromkeys(found, ()))
+    return Source(name, kind, folder, config, dict.fromkeys(files, ()))
 
 
 def _download(repo: str, patterns: list[str]) -> Path:

@@ -18,8 +18,10 @@ from .log import RunRecord, is_number
 
 #: What a report calls the states, from worst to best; "none": there is nothing to judge.
 STATE_WORDS = {"red": "BAD", "amber": "LOOK", "green": "OK", "none": "–"}
-#: Measured over intended noise may be off by this before it is pointed out, and before it is called absent.
-_NOISE_OFF, _NOISE_ABSENT = 0.15, 0.5
+#: Measured over intended noise may be off by this before it is pointed out.
+_NOISE_OFF = 0.15
+#: Below this share of the intended noise it is called absent.
+_NOISE_ABSENT = 0.5
 #: Fall of an SQNR over the run, in dB, that is amber, and red.
 _SQNR_FALL = (1.0, 3.0)
 #: Relative change of a held-out KL that counts as one.
@@ -66,17 +68,26 @@ def graded(title: str, finding: str, value: float, limits: tuple[float, float], 
     """Return a check that is amber from the first limit on and red from the second; limits that fall are reached from
     above. Advice is given unless it is green."""
     amber, red = limits
-    sign = 1 if amber <= red else -1
-    if sign * value >= sign * red:
+    if amber > red:
+        value, amber, red = -value, -amber, -red
+    if value >= red:
         return Check("red", title, finding, advice)
-    if sign * value >= sign * amber:
+    if value >= amber:
         return Check("amber", title, finding, advice)
     return Check("green", title, finding)
 
 
+def _of_max_steps(record: RunRecord) -> str:
+    """Return " of 100" where it is known how many steps a run was to take."""
+    if not record.max_steps:
+        return ""
+    return f" of {record.max_steps}"
+
+
 def _ending(record: RunRecord) -> Check:
+    """Check whether and how a run ended."""
     title = "Course"
-    of = f" of {record.max_steps}" if record.max_steps else ""
+    of = _of_max_steps(record)
     times = len(record.starts) - 1
     resumed = ""
     if times == 1:
@@ -97,8 +108,9 @@ def _ending(record: RunRecord) -> Check:
             f"Stopped at step {record.end['step']}{of}{resumed} by {record.end['error']}",
             "Fix the cause and continue with resume_from_checkpoint; the message on the console names the checkpoint.",
         )
-    state = "green" if record.end["reason"] == "finished" else "amber"
-    return Check(state, title, f"{record.end['reason'].capitalize()} at step {record.step}{of}{resumed}.")
+    reason = record.end["reason"]
+    state = "green" if reason == "finished" else "amber"
+    return Check(state, title, f"{reason.capitalize()} at step {record.step}{of}{resumed}.")
 
 
 def _reward_change(values: Sequence[float]) -> tuple[float, float, float] | None:
@@ -107,12 +119,15 @@ def _reward_change(values: Sequence[float]) -> tuple[float, float, float] | None
     if len(values) < 6:
         return None
     width = max(3, len(values) // 5)
-    first, last = values[:width], values[-width:]
-    half = t_975(2 * (width - 1)) * math.sqrt((variance(first) + variance(last)) / width)
-    return fmean(first), fmean(last), half
+    first = values[:width]
+    last = values[-width:]
+    standard_error = math.sqrt((variance(first) + variance(last)) / width)
+    half_width = t_975(2 * (width - 1)) * standard_error
+    return fmean(first), fmean(last), half_width
 
 
 def _reward_words(record: RunRecord) -> str:
+    """Return the change of the reward in a sentence; nothing where there are too few values."""
     change = _reward_change(record.values("reward"))
     if change is None:
         return ""
@@ -121,6 +136,7 @@ def _reward_words(record: RunRecord) -> str:
 
 
 def _reward(record: RunRecord) -> Check | None:
+    """Check whether the reward rose by more than chance."""
     values = record.values("reward")
     if not values:
         return None
@@ -139,20 +155,22 @@ def _reward(record: RunRecord) -> Check | None:
 
 
 def _accuracy(record: RunRecord) -> Check | None:
+    """Check whether the last evaluation is better than the first, in the first score that both have."""
     if len(record.evaluations) < 2:
         return None
     evaluations = sorted(record.evaluations, key=lambda evaluation: evaluation["step"])
-    first, last = evaluations[0], evaluations[-1]
+    first = evaluations[0]
+    last = evaluations[-1]
     name = next((name for name in first["scores"] if name in last["scores"]), None)
     if name is None:
         return None
-    a = first["scores"][name]
-    b = last["scores"][name]
-    low, high = difference_interval(_counts(a), _counts(b))
+    before = first["scores"][name]
+    after = last["scores"][name]
+    low, high = difference_interval(_counts(before), _counts(after))
     words = (
-        f"{name}: {share_text(a['accuracy'], a['n'])} ({first['when']}) to {share_text(b['accuracy'], b['n'])} "
-        f"({last['when']}), n = {b['n']}: {b['accuracy'] - a['accuracy']:+.3f} [{low:+.3f}, {high:+.3f}] "
-        "(95 % intervals, one run)."
+        f"{name}: {share_text(before['accuracy'], before['n'])} ({first['when']}) to "
+        f"{share_text(after['accuracy'], after['n'])} ({last['when']}), n = {after['n']}: "
+        f"{after['accuracy'] - before['accuracy']:+.3f} [{low:+.3f}, {high:+.3f}] (95 % intervals, one run)."
     )
     if low > 0:
         return Check("green", "Accuracy", words)
@@ -177,7 +195,8 @@ def _held_out(record: RunRecord) -> Check | None:
     ratios = []
     for key in kls:
         values = [entry[key] for entry in record.logs if key in entry]
-        before, after = values[0], values[-1]
+        before = values[0]
+        after = values[-1]
         name = key.removeprefix("eval").removesuffix(suffix).removeprefix("_") or "held-out text"
         if not is_number(before) or not is_number(after):
             return Check("red", title, f"{name}: NaN or infinite.", "Lower learning_rate.")
@@ -199,13 +218,15 @@ def _held_out(record: RunRecord) -> Check | None:
 
 
 def _entropy(record: RunRecord) -> Check | None:
+    """Check for alarms of [`hf_mxfp4.rl.callbacks.entropy.EntropyCallback`]: 1 for an explosion, -1 for a collapse."""
     values = record.values("entropy")
     if not values:
         return None
     alarms = record.values("entropy/alarm")
     words = f"{values[0]:.3f} to {values[-1]:.3f} nats per token"
     slopes = record.values("entropy/slope")
-    words += f", slope {slopes[-1]:+.2g} per step at the end" if slopes else ""
+    if slopes:
+        words += f", slope {slopes[-1]:+.2g} per step at the end"
     if not any(alarms):
         return Check("green", "Entropy", f"{words}; no alarm.")
     counts = []
@@ -221,6 +242,7 @@ def _entropy(record: RunRecord) -> Check | None:
 
 
 def _noise(record: RunRecord) -> Check | None:
+    """Check whether the noise on norms had the standard deviation that was intended."""
     sigmas = record.values("aqn/sigma")
     stds = record.values("aqn/measured_std")
     if not sigmas or not stds:
@@ -246,6 +268,7 @@ def _noise(record: RunRecord) -> Check | None:
 
 
 def _layers(record: RunRecord) -> Check | None:
+    """Say how many layers are quantized."""
     facts = record.facts
     if not is_number(facts.get("n_quantized")):
         return None
@@ -266,6 +289,7 @@ def _layers(record: RunRecord) -> Check | None:
 
 
 def _sqnr(record: RunRecord) -> Check | None:
+    """Check whether quantization errors grew over the run."""
     falls = []
     words = []
     for key, name in (("error/sqnr_db", "weights"), ("error/activations/sqnr_db", "activations")):
@@ -280,17 +304,20 @@ def _sqnr(record: RunRecord) -> Check | None:
 
 
 def _lengths(record: RunRecord) -> Check | None:
-    cut = record.values("completions/clipped_ratio")
+    """Check how many completions ran into their limit in the last fifth of the run."""
+    clipped = record.values("completions/clipped_ratio")
     lengths = record.values("completions/mean_length")
-    if not cut or not lengths:
+    if not clipped or not lengths:
         return None
-    share = fmean(cut[-max(1, len(cut) // 5) :])
+    last_fifth = max(1, len(clipped) // 5)
+    share = fmean(clipped[-last_fifth:])
     words = f"{lengths[0]:.0f} to {lengths[-1]:.0f} tokens on average; {share:.0%} cut off in the last fifth."
     advice = "Raise max_completion_length, or reward shorter answers."
     return graded("Response length", words, share, (0.3, 0.8), advice)
 
 
 def _movement(record: RunRecord) -> Check | None:
+    """Check whether quantized weights move as far as their masters."""
     movements = record.movements()
     if not movements:
         return None
@@ -314,6 +341,7 @@ def _movement(record: RunRecord) -> Check | None:
 
 
 def _finite(record: RunRecord) -> Check | None:
+    """Check that losses and gradients are numbers."""
     bad = []
     for entry in record.logs:
         if not all(is_number(entry.get(name, 0.0)) for name in ("loss", "grad_norm")):
@@ -383,6 +411,8 @@ def summary(record: RunRecord, checks: Sequence[Check]) -> str:
         count = sum(check.state == state for check in checks)
         if count:
             reasons.append(f"{count} {STATE_WORDS[state]}")
-    of = f" of {record.max_steps}" if record.max_steps else ""
-    because = f" ({', '.join(reasons)})" if reasons else ""
-    return f"This run {words[overall(checks)]}{because}: {record.step}{of} steps. {_reward_words(record)}".strip()
+    because = ""
+    if reasons:
+        because = f" ({', '.join(reasons)})"
+    steps = f"{record.step}{_of_max_steps(record)} steps"
+    return f"This run {words[overall(checks)]}{because}: {steps}. {_reward_words(record)}".strip()
