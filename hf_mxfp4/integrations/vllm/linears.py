@@ -142,7 +142,9 @@ class MXFP4RLLinearMethod(_FromOurCheckpoint, LinearMethodBase):
         layer = self._layer()
         if layer is None or not is_same_memory(codes, layer.weight):
             return None
-        return self._state, tuple(getattr(layer, name) if name in self._names else None for name in PACKED_FIELDS)
+        # vLLM's parameters are of classes of their own; kernels read plain tensors alone.
+        parts = [getattr(layer, name) if name in self._names else None for name in PACKED_FIELDS]
+        return self._state, tuple(None if part is None else part.as_subclass(torch.Tensor) for part in parts)
 
 
 class MXFP4RLDenseLinearMethod(_FromOurCheckpoint, UnquantizedLinearMethod):
