@@ -28,16 +28,13 @@ SCHEMES = [
 
 def inputs(dtype=torch.float32) -> list[torch.Tensor]:
     """Odd lengths, no rows, batches, and another order in memory."""
-    torch.manual_seed(0)
-    shapes = torch.randn(3, 70), torch.randn(0, 33), torch.randn(2, 3, 1), torch.randn(129, 4).t()
-    return [x.to(dtype) for x in shapes]
+    tensors = [torch.randn(3, 70), torch.randn(0, 33), torch.randn(2, 3, 1), torch.randn(129, 4).t()]
+    return [x.to(dtype) for x in tensors]
 
 
 @pytest.mark.parametrize("backend", ["auto", "eager"])
-@pytest.mark.parametrize(("place", "scheme"), list(enumerate(SCHEMES)))
-def test_fake_quantize_has_the_bits_of_the_contract_and_a_straight_through_gradient(place, scheme, backend):
-    if backend == "auto":
-        opcheck(OPS.fake_quantize.default, (inputs()[place % 4].requires_grad_(), scheme, backend))
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_fake_quantize_has_the_bits_of_the_contract_and_a_straight_through_gradient(scheme, backend):
     for x in inputs():
         x.requires_grad_()
         out = OPS.fake_quantize(x, scheme, backend)
@@ -47,29 +44,33 @@ def test_fake_quantize_has_the_bits_of_the_contract_and_a_straight_through_gradi
         assert torch.equal(x.grad, grad)
 
 
-def test_all_dtypes():
-    for number, dtype in enumerate((torch.float32, torch.bfloat16, torch.float16, torch.float64)):
-        opcheck(OPS.fake_quantize.default, (inputs(dtype)[number], "rceil+mbs128", "auto"))
-
-
-@pytest.mark.parametrize(("place", "scheme"), list(enumerate(SCHEMES)))
-def test_quantize_and_dequantize(place, scheme):
-    for number, x in enumerate(inputs(torch.bfloat16)):
-        if number == place % 4:
-            opcheck(OPS.quantize.default, (x, scheme, "auto"))
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_quantize_and_dequantize_have_the_bits_of_the_contract(scheme):
+    for x in inputs(torch.bfloat16):
         expected = numerics.quantize(x, **vars(parse_scheme(scheme)))
         found = OPS.quantize(x, scheme, "auto")
         for tensor, wanted in zip(found, expected.parts, strict=True):
             assert tensor.shape == (0,) if wanted is None else torch.equal(tensor, wanted)
-        arguments = *expected.parts, x.shape[-1], scheme, torch.float32, "auto"
-        if number == place % 4:
-            opcheck(OPS.dequantize.default, arguments)
-        assert torch.equal(OPS.dequantize(*arguments), expected.dequantize(torch.float32))
+        dequantized = OPS.dequantize(*expected.parts, x.shape[-1], scheme, torch.float32, "auto")
+        assert torch.equal(dequantized, expected.dequantize(torch.float32))
 
 
-def test_errors_are_those_of_the_functions_and_what_draws_random_numbers_is_none():
-    with pytest.raises(ValueError, match="rceil.stochastic.* draws random numbers"):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
+@pytest.mark.parametrize("scheme", ["even+mbs128-blockwise_fp8", "rceil+mbsrow+of0.5"])
+def test_operators_are_registered_as_pytorch_asks(scheme, dtype):
+    for x in inputs(dtype):
+        opcheck(OPS.fake_quantize.default, (x.clone().requires_grad_(), scheme, "auto"))
+        opcheck(OPS.quantize.default, (x, scheme, "auto"))
+        parts = numerics.quantize(x, **vars(parse_scheme(scheme))).parts
+        opcheck(OPS.dequantize.default, (*parts, x.shape[-1], scheme, torch.float32, "auto"))
+
+
+def test_a_scheme_that_draws_random_numbers_is_no_operator():
+    with pytest.raises(ValueError, match="draws random numbers"):
         OPS.fake_quantize(torch.ones(32), "rceil+stochastic", "auto")
+
+
+def test_errors_are_those_of_the_functions():
     with pytest.raises(TypeError, match="floating-point"):
         OPS.fake_quantize(torch.ones(32, dtype=torch.int32), "rceil", "auto")
     with pytest.raises(ValueError, match="did you mean 'rceil'"):
@@ -108,10 +109,10 @@ def test_the_packed_linear_operator(scheme, monkeypatch):
 def test_layers_are_found_by_their_number_for_as_long_as_they_live():
     layer = MXFP4Linear(32, 32)
     others = copy.deepcopy(layer), pickle.loads(pickle.dumps(layer)), MXFP4Linear(32, 32)
-    for each in (layer, *others):
-        assert state_of(each.state.layer_id) is each.state
+    for found in (*others, layer):
+        assert state_of(found.state.layer_id) is found.state
     layer_id = layer.state.layer_id
-    del layer, each
+    del layer, found
     gc.collect()
     with pytest.raises(RuntimeError, match="is gone"):
         state_of(layer_id)
@@ -120,7 +121,8 @@ def test_layers_are_found_by_their_number_for_as_long_as_they_live():
 def test_numbers_stay_on_the_cpu_and_out_of_the_state():
     with torch.device("meta"), torch.inference_mode():
         layer = MXFP4Linear(32, 32)
-    assert layer.state.layer_id.device.type == "cpu" and not layer.state.layer_id.is_inference()
+    assert layer.state.layer_id.device.type == "cpu"
+    assert not layer.state.layer_id.is_inference()
     assert set(layer.state_dict()) == {"weight", "bias"}
     assert layer.double().state.layer_id.dtype == torch.int64
 
@@ -133,19 +135,15 @@ F32, BF16 = torch.float32, torch.bfloat16
 #: Device, dtype, scheme and backend that is asked for; the backend that is found, and words of why it cannot.
 CHOICES = [
     ("cpu", F32, STATIC, "auto", "cpu", None),
-    ("cpu", BF16, STATIC, "auto", "cpu", None),
-    ("cpu", torch.float16, STATIC, "cpu", "cpu", None),
+    ("cpu", BF16, STATIC, "cpu", "cpu", None),
     ("cpu", F32, STATIC, "eager", "eager", None),
     ("cpu", torch.float64, STATIC, "auto", "eager", "float64"),
     ("cuda", F32, STATIC, "cpu", "cpu", "the tensor is on cuda"),
     ("cuda", BF16, STATIC, "auto", "triton", None),
     ("cuda", BF16, STATIC, "triton", "triton", None),
-    ("cuda", BF16, STATIC, "eager", "eager", None),
     # Searches and tiles are no obstacle on a GPU.
-    ("cuda", F32, parse_scheme("rceil+mbs128-dynamic+of0.5"), "auto", "triton", None),
-    ("cuda", BF16, parse_scheme("mse"), "auto", "triton", None),
-    ("cuda", torch.float16, parse_scheme("even+mbs128-blockwise"), "auto", "triton", None),
-    ("cuda", F32, parse_scheme("mse+mbs256+32x32"), "auto", "triton", None),
+    ("cuda", torch.float16, parse_scheme("even+mbs128-blockwise_fp8"), "auto", "triton", None),
+    ("cuda", F32, parse_scheme("mse+mbs256+of0.5+32x32"), "auto", "triton", None),
     # These are: `auto` falls back, and says why.
     ("cuda", BF16, parse_scheme("rceil+mbsrow-dynamic"), "auto", "eager", "macro_block='row' is not supported"),
     ("cuda", F32, parse_scheme("rceil+mbsrow+32x32"), "triton", "triton", "row"),
@@ -160,7 +158,11 @@ def test_which_backend_quantizes(device, dtype, scheme, asked, name, words):
     if name == "cpu" and cpu.unsupported_reason(dtype, scheme) is not None:
         pytest.skip(cpu.unsupported_reason(dtype, scheme))
     found, reason = backend_for(device, dtype, scheme, asked)
-    assert found == name and (asked == "eager" or (words in reason if words else reason is None))
+    assert found == name
+    if words is not None:
+        assert words in reason
+    elif asked != "eager":
+        assert reason is None
 
 
 def test_triton_on_the_cpu_is_refused_with_the_reason():
