@@ -51,8 +51,10 @@ def experts_of(model) -> MXFP4Experts | MXFP4PackedExperts:
 
 
 def changes_of(module: torch.nn.Module, name: str = "default") -> dict[str, torch.Tensor]:
-    """What an adapter of experts adds to each projection in the layout of the model: of trainable ones PEFT's own sums,
-    which it rounds to the dtype of the model."""
+    """Return what an adapter of experts adds to each projection, in the layout of the model.
+
+    For trainable experts these are PEFT's own sums, rounded to the dtype of the model.
+    """
     found = {}
     for projection, wrapper in wrappers(module).items():
         if isinstance(wrapper, MXFP4LoraExpertParameter):
@@ -65,8 +67,8 @@ def changes_of(module: torch.nn.Module, name: str = "default") -> dict[str, torc
 
 
 def summed_twin(model: PeftModel):
-    """A plain model of weights ``Q(W) + s B A``, differentiable in the factors of ``model``, and those of the quantized
-    linear layers dequantized."""
+    """Return a plain model of weights ``Q(W) + s B A`` for experts, differentiable in the factors of ``model``, and
+    ``Q(W)`` for linear layers."""
     twin = copy.deepcopy(model.get_base_model())
     for name, module in list(twin.named_modules()):
         if name.endswith(".experts") and isinstance(module, WRAPPERS):
@@ -83,26 +85,29 @@ def summed_twin(model: PeftModel):
     return twin
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_every_expert_gets_factors_of_its_own(load, family):
+@pytest.mark.parametrize(("family", "width"), [("qwen3_moe", 32), ("qwen2_moe", 32), ("mixtral", 96), ("gpt_oss", 96)])
+def test_every_expert_gets_factors_of_its_own(load, family, width):
+    """Of four experts with rank 4."""
     model = with_lora(load(family), init_lora_weights=True)
-    layers = [m for m in model.modules() if isinstance(m, MXFP4LoraPackedExpertParameter)]
-    assert len(layers) == 4 and all(isinstance(layer.get_base_layer(), MXFP4PackedExperts) for layer in layers)
-    width = {"qwen3_moe": 32, "qwen2_moe": 32, "mixtral": 96, "gpt_oss": 96}[family]
     trained = {name: tuple(p.shape) for name, p in model.named_parameters() if p.requires_grad}
+    assert len(trained) == 8
     assert {name: size for name, size in trained.items() if name.startswith(EXPERTS)} == {
         f"{EXPERTS}.base_layer.lora_A.default.weight": (4 * 4, 64),
         f"{EXPERTS}.lora_A.default.weight": (4 * 4, width),
         f"{EXPERTS}.base_layer.lora_B.default.weight": (2 * width, 4 * 4),
         f"{EXPERTS}.lora_B.default.weight": (64, 4 * 4),
     }
-    assert len(trained) == 8
+
+
+def test_factors_begin_as_those_of_one_matrix(load):
+    model = with_lora(load("qwen3_moe"), init_lora_weights=True)
     a, b = wrappers(model.get_submodule(EXPERTS))["gate_up_proj"].expert_factors("default")
-    assert a.shape == (4, 4, 64) and b.shape == (4, 2 * width, 4)
+    assert a.shape == (4, 4, 64)
+    assert b.shape == (4, 64, 4)
     # kaiming_uniform of one matrix [r, K] with a = sqrt(5): bound 1/sqrt(K), whatever the number of experts.
-    assert 0.9 / 8 < a.abs().max() <= 1 / 8 and not torch.equal(a[0], a[1])
+    assert 0.9 / 8 < a.abs().max() <= 1 / 8
+    assert not torch.equal(a[0], a[1])
     assert not b.any()
-    assert "parameter_name='down_proj'" in repr(layers[0])
 
 
 def assert_values_and_gradients_of_the_sums(model):
@@ -241,26 +246,35 @@ def test_a_sum_that_is_not_finite_changes_nothing(load):
     assert not layer.merged and same_tensors(stored(model), before)
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
-def test_what_other_engines_are_given(load, family):
+def with_experts_and_a_plain_layer(model):
     """Adapters on experts, and on a linear layer that is in full precision."""
-    model = with_lora(load(family, modules_to_not_convert=["self_attn"]), target_modules=["experts", "q_proj"])
+    return with_lora(model, target_modules=["experts", "q_proj"])
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+def test_other_engines_are_given_sums(load, family):
+    model = with_experts_and_a_plain_layer(load(family, modules_to_not_convert=["self_attn"]))
+    layer = model.get_submodule(EXPERTS)
+    total = layer.get_base_layer().dequantized_weight("down_proj") + changes_of(layer)["down_proj"].detach()
+
     given = dict(adapters.policy_parameters(model))
+
+    torch.testing.assert_close(given["model.layers.0.mlp.experts.down_proj"], total)
     plain = make_model(family)
     plain.load_state_dict(given)
     torch.testing.assert_close(plain(IDS).logits, model(IDS).logits, rtol=1e-4, atol=1e-4)
-    assert adapters.adapted_parameters(model) == {
-        name for name in given if name.endswith(("q_proj.weight", "up_proj", "n_proj"))
-    }
-    layer = model.get_submodule(EXPERTS)
-    delta = changes_of(layer)["down_proj"].detach()
-    base = layer.get_base_layer()
-    expected = base.dequantized_weight("down_proj") + delta
-    torch.testing.assert_close(given["model.layers.0.mlp.experts.down_proj"], expected)
-    before = given["model.layers.0.mlp.experts.down_proj"].clone()
+    changed = {name for name in given if name.endswith(("q_proj.weight", "up_proj", "n_proj"))}
+    assert adapters.adapted_parameters(model) == changed
+
+
+def test_other_engines_are_given_merged_weights_as_they_are(load):
+    model = with_experts_and_a_plain_layer(load("qwen3_moe", modules_to_not_convert=["self_attn"]))
+    base = model.get_submodule(EXPERTS).get_base_layer()
+    before = base.dequantized_weight("down_proj")
     model.merge_adapter()
-    merged = dict(adapters.policy_parameters(model))["model.layers.0.mlp.experts.down_proj"]
-    assert torch.equal(merged, base.dequantized_weight("down_proj")) and not torch.equal(merged, before)
+    given = dict(adapters.policy_parameters(model))["model.layers.0.mlp.experts.down_proj"]
+    assert torch.equal(given, base.dequantized_weight("down_proj"))
+    assert not torch.equal(given, before)
 
 
 def test_an_adapter_on_a_tied_head_is_not_given_away(load):

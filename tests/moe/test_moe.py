@@ -47,15 +47,17 @@ def test_a_router_of_another_library_is_found_by_structure():
             self.num_experts = 4
             self.weight = nn.Parameter(torch.zeros(experts, 8))
 
-    found = find_routers(nn.ModuleDict({"a": Gate(4), "b": Gate(5), "c": nn.Linear(8, 4)}))
-    assert list(found) == ["a"]  # the others lack a row for each expert, or top_k
+    # The second lacks a row for each expert, the third top_k.
+    modules = nn.ModuleDict({"a": Gate(4), "b": Gate(5), "c": nn.Linear(8, 4)})
+    assert list(find_routers(modules)) == ["a"]
 
 
 def test_of_a_router_trained_as_a_copy_the_copy_is_taken():
     options = {"target_modules": ["q_proj"], "modules_to_save": ["gate"], "r": 2}
     model = get_peft_model(make_moe(), LoraConfig(**options))
     routers = find_routers(model)
-    assert len(routers) == 2 and all(name.endswith(".mlp.gate.modules_to_save.default") for name in routers)
+    assert len(routers) == 2
+    assert all(name.endswith(".mlp.gate.modules_to_save.default") for name in routers)
     with torch.no_grad(), recorded_choices(routers) as choices:
         model(tokens())
     assert [len(passes) for passes in choices.values()] == [1, 1]
@@ -93,9 +95,9 @@ def free_choices(model, ids=None):
     return torch.stack([passes[0].view(*ids.shape, 2) for passes in choices.values()], dim=2)
 
 
-def record(model, recorder=None, **options):
+def record(model, routers=None, **options):
     """A recorder that has recorded the choices for completions of the prompts, and these."""
-    recorder = recorder or ChoiceRecorder(model, find_routers(model))
+    recorder = ChoiceRecorder(model, routers or find_routers(model))
     with recorder.recording():
         return recorder, generate(model, **options)
 
@@ -107,7 +109,8 @@ def test_each_sequence_gets_its_own_choices(family):
     rows = recorder.rows(PROMPTS, completions)
     for prompt, completion, row in zip(PROMPTS, completions, rows, strict=True):
         (alone,) = free_choices(model, torch.tensor([[*prompt, *completion]]))
-        assert row.dtype == torch.int16 and len(row) == len(prompt) + len(completion) - 1
+        assert row.dtype == torch.int16
+        assert len(row) == len(prompt) + len(completion) - 1
         assert torch.equal(row.sort().values, alone[:-1].sort().values.to(torch.int16))
 
 
@@ -117,28 +120,34 @@ def test_sequences_that_ended_early():
     assert [len(row) for row in recorder.rows(PROMPTS, ended)] == [3 + 1, 5 + 5, 1 + 4]
 
 
-def test_what_cannot_be_told_apart_is_refused():
-    model = make_moe()
-    recorder, completions = record(model, use_cache=False)
+def test_generation_without_a_cache_is_refused():
+    recorder, completions = record(make_moe(), use_cache=False)
     with pytest.raises(ValueError, match="key-value cache.*set use_cache=True"):
         recorder.rows(PROMPTS, completions)
-    _, completions = record(model, recorder)
-    wrong = [completions[0], [completions[1][0] ^ 2, *completions[1][1:]], completions[2]]
-    with pytest.raises(ValueError, match="sequence 1 came back with 5 . 4 tokens that are not the"):
-        recorder.rows(PROMPTS, wrong)
-    with pytest.raises(ValueError, match="recorded 3 sequences but 2 came back"):
-        recorder.rows(PROMPTS[:2], completions[:2])
+
+
+def test_a_recorder_that_saw_no_pass_is_refused():
+    recorder, completions = record(make_moe())
     with recorder.recording():
         pass
     with pytest.raises(ValueError, match="key-value cache"):
         recorder.rows(PROMPTS, completions)
 
 
+def test_completions_that_were_not_recorded_are_refused():
+    recorder, completions = record(make_moe())
+    wrong = [completions[0], [completions[1][0] ^ 2, *completions[1][1:]], completions[2]]
+    with pytest.raises(ValueError, match="sequence 1 came back with 5 . 4 tokens that are not the"):
+        recorder.rows(PROMPTS, wrong)
+    with pytest.raises(ValueError, match="recorded 3 sequences but 2 came back"):
+        recorder.rows(PROMPTS[:2], completions[:2])
+
+
 def test_generation_past_the_routers_is_refused():
     model = make_moe()
     routers = dict(find_routers(model))
     routers["elsewhere"] = make_moe().model.layers[0].mlp.gate
-    recorder, completions = record(model, ChoiceRecorder(model, routers))
+    recorder, completions = record(model, routers)
     with pytest.raises(ValueError, match="elsewhere routed 0 tokens in 0 passes while the model read"):
         recorder.rows(PROMPTS, completions)
 
@@ -180,7 +189,9 @@ def test_the_recorded_experts_are_chosen_with_the_weights_of_the_architecture(fa
         weights, chosen = (next(t for t in output if t.shape[-1] == 2 and t.is_floating_point() == f) for f in (1, 0))
         assert torch.equal(chosen, wanted[:, :, layer].flatten(0, 1))
         torch.testing.assert_close(weights, weights_of(family, logits, chosen))
-    assert report.coverage == 1 and report.tokens == 21 and 0 < report.changed < 1
+    assert report.coverage == 1
+    assert report.tokens == 21
+    assert 0 < report.changed < 1
 
 
 class FixedRouter(nn.Module):
@@ -235,7 +246,8 @@ def test_gradient_checkpointing_replays_again(reentrant):
     routers = find_routers(model)
     with replayed_choices(routers, wanted, ALL), recorded_choices(routers) as choices:
         loss_of(model).backward()
-    assert all(len(passes) == 2 and torch.equal(*passes) for passes in choices.values())  # forward, and once more
+    for forward, recomputed in choices.values():
+        assert torch.equal(forward, recomputed)
     torch.testing.assert_close(gradients(model), plain)
 
 
@@ -279,7 +291,8 @@ def test_a_batch_in_parts_gets_the_recording_of_its_rows():
     for layer, passes in enumerate(choices.values()):
         twice = torch.cat([wanted[:, :, layer].flatten(0, 1)] * 2)
         assert torch.equal(torch.cat(passes), twice)
-    assert report.tokens == 21 and set(report.agreement) == set(routers)
+    assert report.tokens == 21
+    assert set(report.agreement) == set(routers)
 
 
 def test_missing_choices_are_an_error_with_numbers():
@@ -292,24 +305,35 @@ def test_missing_choices_are_an_error_with_numbers():
         pytest.fail("not entered")
 
 
-def test_passes_that_do_not_fit_the_recording():
-    model = make_moe()
-    routers = find_routers(model)
-    wanted = other_choices(model)
-    for ids, message in (
+@pytest.mark.parametrize(
+    ("ids", "message"),
+    [
         (tokens(batch=4), "got 28 tokens where 3 sequences of 7 are left"),
         (tokens(length=6), "got 18 tokens"),
         (tokens()[:2], "got 2 of 3 sequences in a pass with gradients"),
-    ):
-        with pytest.raises(RouterReplayError, match=message), replayed_choices(routers, wanted, ALL):
+    ],
+    ids=["more sequences", "shorter ones", "a part with gradients"],
+)
+def test_a_pass_that_does_not_fit_the_recording_is_an_error(ids, message):
+    model = make_moe()
+    with pytest.raises(RouterReplayError, match=message):
+        with replayed_choices(find_routers(model), other_choices(model), ALL):
             model(ids)
-    with pytest.raises(RouterReplayError, match="chose for 2 of 3 sequences"):
-        with torch.no_grad(), replayed_choices(routers, wanted, ALL):
-            model(tokens()[:2])
-    with pytest.raises(RouterReplayError, match="chose for 0 of 3 sequences"), replayed_choices(routers, wanted, ALL):
-        pass
+
+
+@pytest.mark.parametrize("count", [2, 0])
+def test_sequences_without_a_pass_are_an_error(count):
+    model = make_moe()
+    with pytest.raises(RouterReplayError, match=f"chose for {count} of 3 sequences"):
+        with torch.no_grad(), replayed_choices(find_routers(model), other_choices(model), ALL):
+            if count > 0:
+                model(tokens()[:count])
+
+
+def test_a_recording_of_other_routers_is_an_error():
+    model = make_moe()
     with pytest.raises(ValueError, match="must be .batch, length, 2 routers, k."):
-        with replayed_choices(routers, wanted[:, :, :1], ALL):
+        with replayed_choices(find_routers(model), other_choices(model)[:, :, :1], ALL):
             pass
 
 
@@ -330,5 +354,6 @@ def test_nothing_is_left_behind_by_an_exception():
     before = free_choices(model)
     with pytest.raises(ZeroDivisionError), replayed_choices(find_routers(model), other_choices(model), ALL):
         raise ZeroDivisionError
-    assert router.__dict__["forward"] is own and "forward" not in model.model.layers[1].mlp.gate.__dict__
+    assert router.__dict__["forward"] is own
+    assert "forward" not in model.model.layers[1].mlp.gate.__dict__
     assert torch.equal(free_choices(model), before)
