@@ -3,14 +3,17 @@
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from tiny_models import make_model
 from torch import nn
-from transformers import AutoModelForCausalLM, FalconConfig, FalconForCausalLM
+from transformers import AutoModelForCausalLM, FalconConfig, FalconForCausalLM, Qwen2ForCausalLM
 from transformers.models.falcon.modeling_falcon import FalconLinear
 from transformers.models.llama4.modeling_llama4 import Llama4TextExperts
 
 import hf_mxfp4
 from hf_mxfp4 import MXFP4Linear, MXFP4PackedLinear, MXFP4RLConfig
+from hf_mxfp4.checkpoint import CheckpointError
+from hf_mxfp4.checkpoint.names import FileNames, layer_shapes
 from hf_mxfp4.layers import MXFP4Experts, MXFP4PackedExperts, full_precision
 from hf_mxfp4.model import plain_layers
 from hf_mxfp4.model.layer_names import find_layers
@@ -101,6 +104,37 @@ class Scaled(nn.Linear):
         return super().forward(x)
 
 
+class KernelLinear(nn.Module):
+    """A linear layer that stores its weight transposed, under a name of its own."""
+
+    def __init__(self, in_features, out_features, has_bias, device=None):
+        super().__init__()
+        self.kernel = nn.Parameter(torch.randn(in_features, out_features, device=device) / 8)
+        self.bias = nn.Parameter(torch.zeros(out_features, device=device)) if has_bias else None
+
+    def forward(self, x):
+        product = x @ self.kernel
+        return product if self.bias is None else product + self.bias
+
+
+class KernelAdapter(LinearAdapter):
+    weight_name = "kernel"
+    is_transposed = True
+
+    def size(self, layer):
+        columns, rows = layer.kernel.shape
+        return rows, columns
+
+
+class KernelQwen2(Qwen2ForCausalLM):
+    def __init__(self, config):
+        super().__init__(config)
+        for layer in self.model.layers:
+            layer.mlp.up_proj = KernelLinear(config.hidden_size, config.intermediate_size, True)
+            layer.mlp.down_proj = KernelLinear(config.intermediate_size, config.hidden_size, False)
+        self.post_init()
+
+
 @pytest.fixture
 def registry(monkeypatch):
     """Take back what a test registers."""
@@ -115,6 +149,78 @@ def test_layers_of_a_registered_class_are_quantized(registry):
     assert list(find_layers(model)[0]) == ["0", "1"]
     layer = MXFP4Linear.from_linear(model[0], MXFP4RLConfig())
     assert type(layer.to_linear()) is Scaled
+
+
+@pytest.fixture
+def kernel_checkpoint(registry, tmp_path):
+    register_linear(f"{__name__}.KernelLinear", KernelAdapter())
+    torch.manual_seed(0)
+    model = KernelQwen2(make_model().config)
+    with torch.no_grad():
+        model.model.layers[0].post_attention_layernorm.weight[3] = 64  # which smoothing moves into up_proj
+    model.save_pretrained(tmp_path / "plain")
+    return tmp_path / "plain"
+
+
+def load_kernels(folder, **options):
+    return KernelQwen2.from_pretrained(folder, dtype=torch.float32, **options).eval()
+
+
+def test_a_smoothed_model_computes_on_converted_weights(kernel_checkpoint):
+    model = load_kernels(kernel_checkpoint, quantization_config=MXFP4RLConfig())
+    with full_precision(model):
+        smoothed = logits(model)
+    torch.testing.assert_close(smoothed, logits(load_kernels(kernel_checkpoint)), rtol=1e-4, atol=1e-4)
+    assert not torch.allclose(logits(model), smoothed, rtol=1e-3)
+
+
+@pytest.mark.parametrize("mode", ["qat", "packed"])
+def test_converted_weights_are_saved_and_loaded(mode, kernel_checkpoint, tmp_path):
+    model = load_kernels(kernel_checkpoint, quantization_config=MXFP4RLConfig(mode=mode))
+    model.save_pretrained(tmp_path / "quantized")
+    assert torch.equal(logits(load_kernels(tmp_path / "quantized")), logits(model))
+
+
+def test_converted_weights_are_trained_under_their_plain_names_in_files(kernel_checkpoint, tmp_path):
+    model = load_kernels(kernel_checkpoint, quantization_config=MXFP4RLConfig())
+    model.save_pretrained(tmp_path / "quantized")
+    stored = load_file(tmp_path / "quantized" / "model.safetensors")
+    layer = model.model.layers[0].mlp.up_proj
+    assert torch.equal(stored["model.layers.0.mlp.up_proj.kernel"], layer.weight.T)
+
+
+def test_converted_weights_are_packed_and_loaded(kernel_checkpoint, tmp_path):
+    model = load_kernels(kernel_checkpoint, quantization_config=MXFP4RLConfig())
+    packed = hf_mxfp4.pack(model)
+    packed.save_pretrained(tmp_path / "packed")
+    loaded = load_kernels(tmp_path / "packed")
+    assert type(loaded.model.layers[0].mlp.down_proj) is MXFP4PackedLinear
+    assert torch.equal(logits(loaded), logits(packed))
+
+
+def test_a_plain_model_of_converted_weights_saves_as_before(kernel_checkpoint, tmp_path):
+    model = load_kernels(kernel_checkpoint, quantization_config=MXFP4RLConfig(preset="w4a16"))
+    quantized = logits(model)
+    model.dequantize().save_pretrained(tmp_path / "plain_again")
+    plain = load_kernels(tmp_path / "plain_again")
+    assert type(plain.model.layers[0].mlp.up_proj) is KernelLinear
+    torch.testing.assert_close(logits(plain), quantized, rtol=1e-4, atol=1e-4)
+
+
+def test_layers_of_a_converted_class_can_stay_plain(kernel_checkpoint):
+    scheme = MXFP4RLConfig(modules_to_not_convert=["up_proj"])
+    model = load_kernels(kernel_checkpoint, quantization_config=scheme)
+    assert type(model.model.layers[0].mlp.up_proj) is KernelLinear
+    with full_precision(model):
+        smoothed = logits(model)
+    torch.testing.assert_close(smoothed, logits(load_kernels(kernel_checkpoint)), rtol=1e-4, atol=1e-4)
+
+
+def test_files_of_converted_weights_are_not_packed_one_by_one(kernel_checkpoint):
+    model = load_kernels(kernel_checkpoint)
+    layers = {"up_proj": model.model.layers[0].mlp.up_proj}
+    with pytest.raises(CheckpointError, match="pack"):
+        layer_shapes(layers, FileNames(model))
 
 
 def test_a_class_is_registered_once(registry):

@@ -25,7 +25,7 @@ from ..model.layer_names import (
     skip_reasons,
     unknown_names,
 )
-from ..model.plain_layers import is_linear, linear_adapter
+from ..model.plain_layers import is_linear, linear_size, needs_conversion
 from ..model.structure import HEAD, experts_layout, experts_unsupported_reason, projections, weight_names, weight_size
 from ..numerics import QuantScheme
 from ..ops import PACKED_FIELDS, PACKED_SUFFIXES, packed_shapes
@@ -353,7 +353,9 @@ def layer_shapes(layers: Mapping[str, nn.Module], names: FileNames) -> dict[str,
     shapes: dict[str, LayerShape] = {}
     for name, layer in layers.items():
         if is_linear(layer):
-            shapes[name] = LayerShape(*linear_adapter(layer).size(layer))
+            if needs_conversion(layer):
+                raise unknown_layout(names._model, name)
+            shapes[name] = LayerShape(*linear_size(layer))
             continue
         for projection in projections(layer):
             experts, rows, columns = weight_size(layer, projection)

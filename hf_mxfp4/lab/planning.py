@@ -18,7 +18,7 @@ from ..checkpoint import refuse_kernels
 from ..checkpoint.folder import CheckpointError, first_line, read_model_config
 from ..config import MXFP4RLConfig
 from ..model.layer_names import find_layers, split_linears
-from ..model.plain_layers import is_linear, linear_adapter
+from ..model.plain_layers import is_linear, linear_size
 from ..model.structure import projections, weight_size
 from ..numerics import FP8
 from ..ops import GemmSpec
@@ -148,7 +148,7 @@ def sizes_of(config: PreTrainedConfig, quantization: MXFP4RLConfig | None, lora_
 def _matrices(layer: nn.Module) -> list[tuple[int, int, int]]:
     """Return ``(how many, N, K)`` of each weight of a linear layer or of experts."""
     if is_linear(layer):
-        return [(1, *linear_adapter(layer).size(layer))]
+        return [(1, *linear_size(layer))]
     return [weight_size(layer, projection) for projection in projections(layer)]
 
 
@@ -170,7 +170,7 @@ def _saved_bytes(
     for name, layer in layers.items():
         spec_of_layer = spec if name in quantized else None
         if is_linear(layer):
-            out_features, in_features = linear_adapter(layer).size(layer)
+            out_features, in_features = linear_size(layer)
             reader = name
             if is_packed:
                 # A frozen layer keeps no input. Its adapter keeps it in 16 bits, together with those of the other

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from ..config import MXFP4RLConfig
-from ..model.plain_layers import is_plain_linear, linear_adapter
+from ..model.plain_layers import is_plain_linear, linear_adapter, linear_size, linear_weight
 from ..numerics import LinearScheme
 from ..ops import (
     GemmSpec,
@@ -45,8 +45,10 @@ class QuantizedLayer(nn.Module):
     def _to_linear(self, weight: torch.Tensor, dtype: torch.dtype | None, requires_grad: bool) -> nn.Linear:
         """Return a plain layer around a weight, with a copy of the bias in ``dtype``, by default its own."""
         size = (self.out_features, self.in_features)
-        linear = linear_adapter(self).make_empty(self.plain_class, size, self.bias is not None)
-        linear.weight = nn.Parameter(weight, requires_grad)
+        adapter = linear_adapter(self)
+        linear = adapter.make_empty(self.plain_class, size, self.bias is not None)
+        stored = weight.mT.contiguous() if adapter.is_transposed else weight
+        setattr(linear, adapter.weight_name, nn.Parameter(stored, requires_grad))
         if self.bias is not None:
             bias = self.bias.detach().to(dtype or self.bias.dtype, copy=True)
             linear.bias = nn.Parameter(bias, self.bias.requires_grad)
@@ -107,11 +109,10 @@ class MXFP4Linear(QuantizedLayer, nn.Linear):
     @classmethod
     def from_linear(cls, linear: nn.Linear, config: MXFP4RLConfig, name: str = "") -> "MXFP4Linear":
         """Return a quantized layer around the very parameters of ``linear``."""
-        adapter = linear_adapter(linear)
-        rows, columns = adapter.size(linear)
+        rows, columns = linear_size(linear)
         layer = cls(columns, rows, linear.bias is not None, device="meta", config=config, name=name)
         layer.plain_class = plain_class_of(linear)
-        layer.weight = adapter.weight(linear)
+        layer.weight = linear_weight(linear)
         layer.bias = linear.bias
         return layer.train(linear.training)
 

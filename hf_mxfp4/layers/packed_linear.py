@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from ..config import MXFP4RLConfig
-from ..model.plain_layers import linear_adapter
+from ..model.plain_layers import linear_size, linear_weight
 from ..numerics import LinearScheme, MXFP4Tensor
 from ..ops import (
     PACKED_FIELDS,
@@ -138,12 +138,11 @@ class MXFP4PackedLinear(PackedLayer, nn.Linear):
 
         Raises `TypeError` for a layer whose weight is not floating-point.
         """
-        if not linear.weight.is_floating_point():
-            raise TypeError(
-                f"{type(linear).__name__} {name} has a weight of {linear.weight.dtype}; nothing to quantize"
-            )
+        weight = linear_weight(linear)
+        if not weight.is_floating_point():
+            raise TypeError(f"{type(linear).__name__} {name} has a weight of {weight.dtype}; nothing to quantize")
         layer = cls._around(linear, config, name)
-        for tensor, value in layer.pack_weight(linear.weight).items():
+        for tensor, value in layer.pack_weight(weight).items():
             layer._set(tensor, value)
         return layer
 
@@ -152,13 +151,13 @@ class MXFP4PackedLinear(PackedLayer, nn.Linear):
         """Return a layer of meta tensors around the very bias of a meta ``linear``, for a checkpoint to be loaded into.
         Its weight is the full-precision one, to be replaced by packed tensors as it arrives."""
         layer = cls._around(linear, config, name)
-        layer.weight = nn.Parameter(linear.weight, requires_grad=False)
+        layer.weight = nn.Parameter(linear_weight(linear), requires_grad=False)
         return layer
 
     @classmethod
     def _around(cls, linear: nn.Linear, config: MXFP4RLConfig, name: str) -> "MXFP4PackedLinear":
-        rows, columns = linear_adapter(linear).size(linear)
-        layer = cls(columns, rows, False, "meta", linear.weight.dtype, config=config, name=name)
+        rows, columns = linear_size(linear)
+        layer = cls(columns, rows, False, "meta", linear_weight(linear).dtype, config=config, name=name)
         layer.plain_class = plain_class_of(linear)
         layer.bias = linear.bias
         return layer.train(linear.training)

@@ -5,8 +5,9 @@ An adapter says how the layers of a class hold their weights and how they comput
 adapter here and register it at the end of this file, or call [`register_linear`] or [`register_experts`] before a model
 is loaded. Classes are registered by their full names, so that no model of transformers is imported.
 
-A quantized layer keeps the parameters of the plain one under their names, which is how files and optimizers know them:
-``weight`` ``[N, K]`` and ``bias`` ``[N]`` of a linear layer, and a 3-D parameter for each projection of experts.
+A quantized linear layer has the parameters ``weight`` ``[N, K]`` and ``bias`` ``[N]``. Where the plain one calls its
+weight otherwise or stores it transposed, the weight is converted when a model is loaded and saved. Quantized experts
+keep a 3-D parameter for each projection, under the plain names.
 """
 
 from dataclasses import dataclass
@@ -21,18 +22,22 @@ _EXPERTS_MARKS = ("is_transposed", "is_concatenated", "has_bias", "has_gate")
 
 
 class LinearAdapter:
-    """Adapter of layers that compute ``x W^T + b`` as `nn.Linear` does, and have its constructor."""
+    """Adapter of layers that compute ``x W^T + b`` as `nn.Linear` does, and have its constructor.
+
+    Attributes:
+        weight_name: name of the weight among the parameters of the plain layer.
+        is_transposed: whether the plain layer stores it as ``[K, N]``.
+    """
+
+    weight_name = "weight"
+    is_transposed = False
 
     def size(self, layer: nn.Module) -> tuple[int, int]:
-        """Return ``(N, K)`` of a layer that maps ``K`` features to ``N``."""
+        """Return ``(N, K)`` of a plain layer that maps ``K`` features to ``N``."""
         return layer.out_features, layer.in_features
 
-    def weight(self, layer: nn.Module) -> torch.Tensor:
-        """Return the weight ``[N, K]``."""
-        return layer.weight
-
     def forward(self, layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
-        """Compute what the plain layer does from the parameters of ``layer``, which may be the quantized one."""
+        """Compute what the plain layer does from ``weight`` ``[N, K]`` and ``bias`` of the quantized ``layer``."""
         return nn.functional.linear(x, layer.weight, layer.bias)
 
     def make_empty(self, plain_class: type[nn.Module], size: tuple[int, int], has_bias: bool) -> nn.Module:
@@ -112,17 +117,17 @@ _EXPERTS: dict[str, Any] = {}
 
 
 def register_linear(class_name: str, adapter: Any) -> None:
-    """Have linear layers of exactly this class quantized. ``adapter`` has the methods of [`LinearAdapter`].
+    """Have linear layers of exactly this class quantized. ``adapter`` has the members of [`LinearAdapter`].
 
     Raises:
         ValueError: a class of this full name (``"package.module.Class"``) is registered already.
-        TypeError: the adapter lacks a method.
+        TypeError: the adapter lacks a member.
     """
     _register(_LINEARS, class_name, adapter, LinearAdapter)
 
 
 def register_experts(class_name: str, adapter: Any) -> None:
-    """Have experts of a class and its subclasses quantized. ``adapter`` has the methods of [`ExpertsAdapter`].
+    """Have experts of a class and its subclasses quantized. ``adapter`` has the members of [`ExpertsAdapter`].
 
     Raises as [`register_linear`] does.
     """
@@ -132,8 +137,8 @@ def register_experts(class_name: str, adapter: Any) -> None:
 def _register(adapters: dict[str, Any], class_name: str, adapter: Any, needed: type) -> None:
     if class_name in adapters:
         raise ValueError(f"{class_name} is registered already, with {type(adapters[class_name]).__name__}")
-    methods = [name for name in vars(needed) if not name.startswith("_")]
-    missing = [name for name in methods if not callable(getattr(adapter, name, None))]
+    members = [name for name in vars(needed) if not name.startswith("_")]
+    missing = [name for name in members if getattr(adapter, name, None) is None]
     if missing:
         raise TypeError(f"the adapter of {class_name} lacks {', '.join(missing)}; see {needed.__name__}")
     adapters[class_name] = adapter
@@ -154,6 +159,32 @@ def linear_adapter(module: nn.Module) -> Any | None:
 def is_linear(module: nn.Module) -> bool:
     """Return whether a module is a linear layer of any class, plain or quantized."""
     return linear_adapter(module) is not None
+
+
+def linear_size(layer: nn.Module) -> tuple[int, int]:
+    """Return ``(N, K)`` of a linear layer, plain or quantized."""
+    if hasattr(layer, "plain_class"):
+        return layer.out_features, layer.in_features
+    return linear_adapter(layer).size(layer)
+
+
+def linear_weight(layer: nn.Module) -> nn.Parameter:
+    """Return the weight ``[N, K]`` of a linear layer, plain or quantized; transposed ones share the memory."""
+    weight = getattr(layer, linear_weight_name(layer))
+    if hasattr(layer, "plain_class") or not linear_adapter(layer).is_transposed:
+        return weight
+    return nn.Parameter(weight.mT, weight.requires_grad)
+
+
+def linear_weight_name(layer: nn.Module) -> str:
+    """Return the name of the weight among the parameters of a linear layer, plain or quantized."""
+    return "weight" if hasattr(layer, "plain_class") else linear_adapter(layer).weight_name
+
+
+def needs_conversion(layer: nn.Module) -> bool:
+    """Return whether the weight of a linear layer, plain or quantized, has another name or layout in plain files."""
+    adapter = linear_adapter(layer)
+    return adapter.weight_name != "weight" or adapter.is_transposed
 
 
 def is_plain_linear(module: nn.Module) -> bool:

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import nn
 
-from .plain_layers import ExpertsLayout, experts_adapter, is_linear, is_plain_linear
+from .plain_layers import ExpertsLayout, experts_adapter, is_linear, is_plain_linear, linear_weight_name
 
 
 HEAD = "outside the layers of the base model, as heads, poolers and embedders are"
@@ -214,7 +214,7 @@ def projections(experts: nn.Module) -> tuple[str, str]:
 
 def weight_names(layer: nn.Module) -> tuple[str, ...]:
     """Return the names of the weights of a linear layer or of experts, plain or quantized."""
-    return ("weight",) if is_linear(layer) else projections(layer)
+    return (linear_weight_name(layer),) if is_linear(layer) else projections(layer)
 
 
 def matrix_names(name: str, experts: nn.Module) -> list[str]:

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from ..layers import TRAINABLE, MXFP4Experts
-from ..model.plain_layers import experts_adapter, is_linear, is_plain_linear
+from ..model.plain_layers import experts_adapter, is_linear, is_plain_linear, linear_weight
 from ..model.structure import experts_layout, experts_unsupported_reason, projections
 
 
@@ -181,7 +181,7 @@ def _read_weight(module: nn.Module, width: int) -> torch.Tensor | None:
     if _is_experts(module):
         weight = _rows_first(module, projections(module)[0])
         return weight if weight.shape[-1] == width else None
-    weight = module._parameters.get("weight")
+    weight = linear_weight(module) if is_linear(module) else module._parameters.get("weight")
     # Of square ones of other classes the first axis could be that of the input.
     is_known = is_linear(module) or (weight is not None and weight.shape[0] != width)
     return weight.detach()[None] if is_known and weight.dim() == 2 and weight.shape[1] == width else None
@@ -252,7 +252,7 @@ def _between(
     heads: tuple[int, int] = (1, 1),
 ) -> Place:
     """Return the place between rows of one linear layer and another one."""
-    weight = (reader.weight.detach()[None],)
+    weight = (linear_weight(reader).detach()[None],)
     return Place(names[reader], kind, reader, source, writers, weight, weight, heads)
 
 
@@ -269,7 +269,7 @@ def _is_layer(module: Any) -> bool:
 
 
 def _written_rows(layer: nn.Linear, rows: slice = slice(None)) -> tuple[torch.Tensor, ...]:
-    weight = layer.weight.detach()[rows].T[None]
+    weight = linear_weight(layer).detach()[rows].T[None]
     return (weight,) if layer.bias is None else (weight, layer.bias.detach()[rows][None, None])
 
 

@@ -30,7 +30,7 @@ from ...checkpoint import (
 from ...config import MXFP4RLConfig
 from ...layers import PACKED, QUANTIZED, TRAINABLE, MXFP4Experts, MXFP4PackedExperts
 from ...model.layer_names import find_layers, full_precision_record, skip_reasons, translate_names, unknown_names
-from ...model.plain_layers import linear_adapter
+from ...model.plain_layers import is_linear, linear_size, linear_weight
 from ...model.structure import weight_names
 from ...numerics import FP8, ErrorEnergy
 from ...ops import check_finite
@@ -58,6 +58,7 @@ class MXFP4RLQuantizer(HfQuantizer):
         self._skipped: dict[str, str] = {}
         self._loads = True
         self.error_energies: list[ErrorEnergy] = []  # of weights that were packed here
+        self._conversions: list = []  # of weights that quantized layers hold otherwise than plain ones
         self.record: dict = {}  # what the files of a quantized checkpoint say of themselves
         self.model_class: type | None = None  # whose methods know of quantized layers
 
@@ -96,6 +97,7 @@ class MXFP4RLQuantizer(HfQuantizer):
         reasons = self._choose_layers(model, tensors_by_name(headers))
         make = partial(swap.from_plain, is_empty=True) if self._packed and not self.pre_quantized else None
         self._skipped = swap.quantize_linears(model, self.quantization_config, make, reasons)[1]
+        self._conversions = swap.conversions_from_plain(model)
         experts = MXFP4Experts, MXFP4PackedExperts
         if kwargs.get("use_kernels") and any(isinstance(module, experts) for module in model.modules()):
             raise ValueError(
@@ -145,6 +147,9 @@ class MXFP4RLQuantizer(HfQuantizer):
         """Bytes per element, for `device_map="auto"`: two codes share a byte; the scales are counted by themselves."""
         return 0.5 if self.param_needs_quantization(model, param_name) else param.element_size()
 
+    def get_weight_conversions(self):
+        return self._conversions
+
     def get_quantize_ops(self):
         return swap.PackOnLoad(self.error_energies)
 
@@ -176,6 +181,8 @@ class MXFP4RLQuantizer(HfQuantizer):
         if any(isinstance(module, MXFP4PackedExperts) for module in model.modules()):
             # transformers would split the experts' weights as it saves, and not their scales: files have our names.
             model._weight_conversions = []
+        elif self._packed:
+            swap.forget_conversions(model)
         self.model_class = type(model)
         self._wrap_methods()
         # From here on PEFT's tables know what LoRA on a quantized layer is.
@@ -236,6 +243,7 @@ class MXFP4RLQuantizer(HfQuantizer):
     def make_plain(self, model, dtype=None):
         """[`dequantize`] of a model that may have no quantized layer any more."""
         swap.check_here(model)
+        swap.forget_conversions(model)
         layers = {n: m for n, m in model.named_modules(remove_duplicate=False) if isinstance(m, QUANTIZED)}
         swap.swap_layers(model, layers, lambda layer, name: swap.to_plain(layer, dtype))
         # Not model.to(dtype): that would convert buffers such as the rotary frequencies too.
@@ -310,7 +318,7 @@ def pack(model: nn.Module, config: MXFP4RLConfig | None = None) -> nn.Module:
         packed = swap.from_plain(layer, config, name)
         tensors = {own: getattr(packed, own) for own in packed.shapes()}
         for own in weight_names(packed):
-            swap.add_error(energies, packed, own, getattr(layer, own).detach(), tensors)
+            swap.add_error(energies, packed, own, _weight(layer, own).detach(), tensors)
         bar.update()
         return packed
 
@@ -329,11 +337,15 @@ def pack(model: nn.Module, config: MXFP4RLConfig | None = None) -> nn.Module:
     return model
 
 
+def _weight(layer: nn.Module, own: str) -> nn.Parameter:
+    """Return the only weight of a linear layer, or one of experts by its name."""
+    return linear_weight(layer) if is_linear(layer) else getattr(layer, own)
+
+
 def _check_weights(name: str, layer: nn.Module) -> None:
-    adapter = linear_adapter(layer)
     for own in weight_names(layer):
-        weight = getattr(layer, own)
-        whole = weight.dim() == 3 if adapter is None else weight.shape == adapter.size(layer)
+        weight = _weight(layer, own)
+        whole = weight.shape == linear_size(layer) if is_linear(layer) else weight.dim() == 3
         if type(weight.data) is not torch.Tensor or weight.is_meta or not whole:
             raise ValueError(
                 f"{name}.{own} is not here in full ({type(weight.data).__name__} {list(weight.shape)} on "

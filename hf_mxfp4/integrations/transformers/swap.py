@@ -6,13 +6,13 @@ from collections.abc import Callable
 
 import torch
 from torch import nn
-from transformers.core_model_loading import ConversionOps
+from transformers.core_model_loading import ConversionOps, WeightConverter
 
 from ...checkpoint import tied_weights
 from ...config import MXFP4RLConfig
 from ...layers import PACKED, QUANTIZED, MXFP4Experts, MXFP4Linear, MXFP4PackedExperts, MXFP4PackedLinear, matrix_names
 from ...model.layer_names import find_layers
-from ...model.plain_layers import is_linear, is_plain_linear
+from ...model.plain_layers import is_linear, is_plain_linear, linear_adapter, needs_conversion
 from ...model.structure import weight_names
 from ...numerics import ErrorEnergy
 from ...numerics.formats import E8M0_NAN
@@ -149,6 +149,46 @@ class PackOnLoad(ConversionOps):
             packed = layer.pack_weight(parameter, weight)
         add_error(self._energies, layer, parameter, weight, packed)
         return {f"{owner}.{name}": nn.Parameter(data, requires_grad=False) for name, data in packed.items()}
+
+
+class FromPlain(ConversionOps):
+    """Lays out a weight of a plain linear layer as quantized layers do, and the other way round as it is saved."""
+
+    def __init__(self, is_transposed: bool):
+        self._is_transposed = is_transposed
+
+    def convert(self, input_dict, source_patterns, target_patterns, **kwargs) -> dict[str, torch.Tensor]:
+        (value,) = input_dict.values()
+        weight = value[0] if isinstance(value, list) else value
+        return {target_patterns[0]: weight.mT.contiguous() if self._is_transposed else weight}
+
+    @property
+    def reverse_op(self) -> ConversionOps:
+        return self
+
+
+def conversions_from_plain(model: nn.Module) -> list[WeightConverter]:
+    """Return how weights of plain layers become those of the quantized layers of ``model``, where they differ."""
+    conversions = []
+    for name, layer in model.named_modules():
+        if isinstance(layer, QUANTIZED) and is_linear(layer) and needs_conversion(layer):
+            adapter = linear_adapter(layer)
+            # The files of a base model lack its prefix.
+            name = name.removeprefix(f"{getattr(model, 'base_model_prefix', '')}.")
+            source, target = f"{name}.{adapter.weight_name}", f"{name}.weight"
+            conversions.append(WeightConverter(source, target, [FromPlain(adapter.is_transposed)]))
+    return conversions
+
+
+def forget_conversions(model: nn.Module) -> None:
+    """Save the weights of linear layers under the names and in the layout that they have in ``model``."""
+    conversions = getattr(model, "_weight_conversions", None)
+    if conversions:
+        model._weight_conversions = [conversion for conversion in conversions if not _is_from_plain(conversion)]
+
+
+def _is_from_plain(conversion: Any) -> bool:
+    return any(isinstance(operation, FromPlain) for operation in getattr(conversion, "operations", ()))
 
 
 def refuse_parallel_plan(model: nn.Module) -> None:
