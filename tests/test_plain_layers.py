@@ -168,6 +168,7 @@ def load_kernels(folder, **options):
 
 def test_a_smoothed_model_computes_on_converted_weights(kernel_checkpoint):
     model = load_kernels(kernel_checkpoint, quantization_config=MXFP4RLConfig())
+    assert model.quantization_report.smoothing.n_channels > 0
     with full_precision(model):
         smoothed = logits(model)
     torch.testing.assert_close(smoothed, logits(load_kernels(kernel_checkpoint)), rtol=1e-4, atol=1e-4)
@@ -211,6 +212,7 @@ def test_layers_of_a_converted_class_can_stay_plain(kernel_checkpoint):
     scheme = MXFP4RLConfig(modules_to_not_convert=["up_proj"])
     model = load_kernels(kernel_checkpoint, quantization_config=scheme)
     assert type(model.model.layers[0].mlp.up_proj) is KernelLinear
+    assert model.quantization_report.smoothing.n_channels > 0
     with full_precision(model):
         smoothed = logits(model)
     torch.testing.assert_close(smoothed, logits(load_kernels(kernel_checkpoint)), rtol=1e-4, atol=1e-4)

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import nn
 
-from .plain_layers import ExpertsLayout, experts_adapter, is_linear, is_plain_linear, linear_weight_name
+from .plain_layers import ExpertsLayout, experts_adapter, is_linear, is_plain_linear, linear_size, linear_weight_name
 
 
 HEAD = "outside the layers of the base model, as heads, poolers and embedders are"
@@ -128,7 +128,7 @@ def _linear_routers(model: nn.Module) -> Iterator[nn.Module]:
         sizes = {1, *counts, *(count + 1 for count in counts)}
         for name, child in block.named_children():
             linears = [module for module in child.modules() if is_linear(module)]
-            if linears and not count_experts(name, child) and linears[-1].out_features in sizes:
+            if linears and not count_experts(name, child) and linear_size(linears[-1])[0] in sizes:
                 yield from linears
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from ..layers import TRAINABLE, MXFP4Experts
-from ..model.plain_layers import experts_adapter, is_linear, is_plain_linear, linear_weight
+from ..model.plain_layers import experts_adapter, is_linear, is_plain_linear, linear_size, linear_weight
 from ..model.structure import experts_layout, experts_unsupported_reason, projections
 
 
@@ -198,20 +198,20 @@ def _of_values(names: dict[nn.Module, str], decoder: nn.Module) -> Iterator[Plac
         output = next((layer for layer in outputs if layer is not None), None)
         if output is None or not isinstance(width, int):
             continue
-        n_read = output.in_features
+        n_read = linear_size(output)[1]
         values = _linear(module, "v_proj")
         fused = _linear(module, "qkv_proj")
         if values is not None:
-            n_written = values.out_features
+            n_written = linear_size(values)[0]
         elif fused is not None:  # queries, keys and values, one after the other
-            values, n_written = fused, (fused.out_features - n_read) // 2
+            values, n_written = fused, (linear_size(fused)[0] - n_read) // 2
         else:
             continue
         heads = n_read // width
         kept = n_written // width
         if kept <= 0 or heads * width != n_read or kept * width != n_written or heads % kept:
             continue
-        writers = _written_rows(values, slice(values.out_features - n_written, None))
+        writers = _written_rows(values, slice(linear_size(values)[0] - n_written, None))
         if names.keys() >= {output, values}:
             yield _between(names, VALUES, output, values, writers, (heads, heads // kept))
 
@@ -231,12 +231,12 @@ def _of_products(names: dict[nn.Module, str], decoder: nn.Module) -> Iterator[Pl
         fused = _linear(module, "gate_up_proj")
         if down is None:
             continue
-        if gate is not None and up is not None and up.out_features == down.in_features:
+        if gate is not None and up is not None and linear_size(up)[0] == linear_size(down)[1]:
             source = up
             writers = _written_rows(up)
-        elif fused is not None and fused.out_features == 2 * down.in_features:
+        elif fused is not None and linear_size(fused)[0] == 2 * linear_size(down)[1]:
             source = fused
-            writers = _written_rows(fused, slice(down.in_features, None))
+            writers = _written_rows(fused, slice(linear_size(down)[1], None))
         else:
             continue
         if names.keys() >= {down, source}:
