@@ -216,13 +216,14 @@ class MXFP4RLConfig(QuantizationConfigMixin):
         return getattr(self._preset, name)
 
     def _check_seed(self) -> None:
+        """Raise `ValueError` for a seed that is none, or that would draw nothing."""
         seed = self.stochastic_seed
-        dithers = self.dither_ties
-        if type(dithers) is not bool:
-            raise ValueError(f"dither_ties={dithers!r} must be True or False")
+        if type(self.dither_ties) is not bool:
+            raise ValueError(f"dither_ties={self.dither_ties!r} must be True or False")
         if type(seed) is not int or seed < 0:
             raise ValueError(f"stochastic_seed={seed!r} must be a whole number of at least 0")
-        if seed and not (dithers and self.mode == "qat") and not self.gemms().is_random:
+        dithers = self.dither_ties and self.mode == "qat"
+        if seed and not dithers and not self.gemms().is_random:
             raise ValueError(f"stochastic_seed={seed} has no effect, since nothing is random here; leave it out")
 
     # dataclass(frozen=True) cannot extend the mixin, which is a dataclass and not frozen.
@@ -232,6 +233,7 @@ class MXFP4RLConfig(QuantizationConfigMixin):
         super().__setattr__(name, value)
 
     def _set(self, name: str, value: Any) -> None:
+        """Set an attribute, also of a frozen config."""
         object.__setattr__(self, name, value)
 
     @property
@@ -258,12 +260,16 @@ class MXFP4RLConfig(QuantizationConfigMixin):
 
     @functools.cached_property
     def _gemms(self) -> LinearScheme:
-        hybrid = self.macro_search == "hybrid"
-        weights = self._scheme("dynamic" if hybrid else self.macro_search)
-        activations = self._scheme("static" if hybrid else self.macro_search)
-        preset = self._preset.products(weights, activations)
-        changed = {gemm: apply_options(gemm, getattr(preset, gemm), getattr(self, gemm)) for gemm in GEMM_OPERANDS}
-        return LinearScheme(**changed)
+        if self.macro_search == "hybrid":
+            weights = self._scheme("dynamic")
+            activations = self._scheme("static")
+        else:
+            weights = activations = self._scheme(self.macro_search)
+        of_preset = self._preset.products(weights, activations)
+        products = {}
+        for gemm in GEMM_OPERANDS:
+            products[gemm] = apply_options(gemm, getattr(of_preset, gemm), getattr(self, gemm))
+        return LinearScheme(**products)
 
     @property
     def packing_unsupported_reason(self) -> str | None:
@@ -273,7 +279,9 @@ class MXFP4RLConfig(QuantizationConfigMixin):
             return f"its fprop takes weights in {fprop.right}, and packed ones are in MXFP4"
         if fprop.rotation is not None and fprop.rotation.random:
             return f"its fprop rotates both operands by signs that are drawn anew in every step ({fprop.rotation})"
-        return "its fprop rounds stochastically, anew in every step" if fprop.is_random else None
+        if fprop.is_random:
+            return "its fprop rounds stochastically, anew in every step"
+        return None
 
     @property
     def weights_alone_unsupported_reason(self) -> str | None:
@@ -290,23 +298,15 @@ class MXFP4RLConfig(QuantizationConfigMixin):
         return self.gemms().fprop.rotation
 
     def _scheme(self, macro_search: str) -> QuantScheme:
-        search = macro_search if self.macro_block is not None else "static"
-        return QuantScheme(
-            ScaleRule(self.scale_rule),
-            self.macro_block,
-            search,
-            self.outlier_fallback,
-        )
+        """Return the scheme of operands in MXFP4 that the options describe, with a search of macro factors."""
+        if self.macro_block is None:
+            macro_search = "static"  # nothing to search: equal schemes compare equal
+        return QuantScheme(ScaleRule(self.scale_rule), self.macro_block, macro_search, self.outlier_fallback)
 
     def _idle_when_packed(self) -> dict[str, str]:
         """Return the options that are set although packed mode has no use for them, each with the reason."""
-        backward = "whose frozen weights have one product, also for the gradient of the input"
-        idle = {}
-        if self.dgrad is not None:
-            idle["dgrad"] = backward
-        if self.wgrad is not None:
-            idle["wgrad"] = backward
-        return idle
+        reason = "whose frozen weights have one product, also for the gradient of the input"
+        return {name: reason for name in ("dgrad", "wgrad") if getattr(self, name) is not None}
 
     def _check_effect(self) -> None:
         """Raise `IdleOptionError` for an option of the scheme that changes no operand of any product.
@@ -331,29 +331,35 @@ class MXFP4RLConfig(QuantizationConfigMixin):
         """
         if self.packing_unsupported_reason:
             raise ValueError(f"this config cannot be packed: {self.packing_unsupported_reason}")
-        packable = [preset for preset in PRESETS.values() if "packed" in preset.modes]
-        preset = self.preset
-        if self._preset not in packable:
-            preset = next(other.name for other in packable if other.fprop[0] == self._preset.fprop[0])
-        fprop = dict(self.fprop or {})
-        if self._preset.tiles:
-            fprop.setdefault("weight", str(self.weight_scheme))
         options = {option.name: getattr(self, option.name) for option in fields(self) if option.init}
-        unused = {"stochastic_seed": 0, "dgrad": None, "wgrad": None}
-        return self._from_options({**options, **unused, "mode": "packed", "preset": preset, "fprop": fprop or None})
+        options["mode"] = "packed"
+        packable = [preset for preset in PRESETS.values() if "packed" in preset.modes]
+        if self._preset not in packable:
+            # The first preset that treats inputs in the same way.
+            inputs = self._preset.fprop[0]
+            options["preset"] = next(preset.name for preset in packable if preset.fprop[0] == inputs)
+        fprop = dict(self.fprop or {})
+        if self._preset.tiles:  # which no preset of this mode has
+            fprop.setdefault("weight", str(self.weight_scheme))
+        options["fprop"] = fprop or None
+        # Of no use for frozen weights.
+        options |= {"stochastic_seed": 0, "dgrad": None, "wgrad": None}
+        return self._from_options(options)
 
     def keeping(self, full_precision: tuple[str, ...] | None) -> "MXFP4RLConfig":
         """Return a copy for a model that keeps these modules in full precision; see `full_precision`."""
         config = copy.copy(self)
-        object.__setattr__(config, "full_precision", full_precision)
+        config._set("full_precision", full_precision)
         return config
 
     def describe(self) -> str:
         """Return one line: the preset, and each operand with a scheme of its own."""
         scheme = self.gemms()
         fprop = scheme.fprop
-        rotation = f", rotation {fprop.rotation}" if fprop.rotation else ""
-        parts = [f"{self.preset} [weights {fprop.right}, activations {fprop.left}{rotation}]"]
+        operands = f"weights {fprop.right}, activations {fprop.left}"
+        if fprop.rotation is not None:
+            operands += f", rotation {fprop.rotation}"
+        parts = [f"{self.preset} [{operands}]"]
         if not scheme.dgrad == scheme.wgrad == PLAIN:
             parts += [f"{gemm} [{scheme.describe(gemm)}]" for gemm in ("dgrad", "wgrad")]
         return ", ".join(parts)
@@ -371,11 +377,17 @@ class MXFP4RLConfig(QuantizationConfigMixin):
             raise ValueError(f"this is a {method!r} quantization config; MXFP4RLConfig reads {QUANT_METHOD!r} only")
         options.pop("vllm", None)
         full_precision = read_names("full_precision", options.pop("full_precision", None))
-        names = {f.name for f in fields(cls) if f.init}
-        unused = {key: value for key, value in kwargs.items() if key not in names} if return_unused_kwargs else {}
-        options.update({key: value for key, value in kwargs.items() if key not in unused})
+        names = {option.name for option in fields(cls) if option.init}
+        unused = {}
+        for key, value in kwargs.items():
+            if return_unused_kwargs and key not in names:
+                unused[key] = value
+            else:
+                options[key] = value
         config = cls._from_options(options).keeping(full_precision)
-        return (config, unused) if return_unused_kwargs else config
+        if return_unused_kwargs:
+            return config, unused
+        return config
 
     @classmethod
     def _from_options(cls, options: dict[str, Any]) -> "MXFP4RLConfig":
@@ -403,10 +415,12 @@ class MXFP4RLConfig(QuantizationConfigMixin):
     def to_dict(self) -> dict[str, Any]:
         """Return a JSON-clean dictionary that [`from_dict`] reads back to an equal config."""
         options = asdict(self)
-        names = options["modules_to_not_convert"]
-        options["modules_to_not_convert"] = None if names is None else list(names)
+        # JSON has no tuples.
+        if self.modules_to_not_convert is not None:
+            options["modules_to_not_convert"] = list(self.modules_to_not_convert)
         for gemm in GEMM_OPERANDS:
-            options[gemm] = options[gemm] and dict(options[gemm])
+            if options[gemm] is not None:
+                options[gemm] = dict(options[gemm])
         for option in fields(self):
             if option.name in _UNWRITTEN and options[option.name] == option.default:
                 del options[option.name]

@@ -94,7 +94,8 @@ class Preset:
                 left = in_mxfp4[names[0]]
             if right == MXFP4:
                 right = in_mxfp4[names[1]]
-            products[gemm] = GemmScheme(left, right, self.wgrad_rotation if gemm == "wgrad" else None)
+            rotation = self.wgrad_rotation if gemm == "wgrad" else None
+            products[gemm] = GemmScheme(left, right, rotation)
         return LinearScheme(**products)
 
 
@@ -170,11 +171,10 @@ DEFAULT_PRESETS = {"qat": "w4a8", "packed": "w4a16"}
 
 def presets_with(macro_search: str) -> str:
     """Return the presets that find macro factors so, for help texts: ``"'w4a4' and 'w4a4g4'"``."""
-    names = [
-        repr(preset.name)
-        for preset in PRESETS.values()
-        if preset.macro_block is not None and preset.macro_search == macro_search
-    ]
+    names = []
+    for preset in PRESETS.values():
+        if preset.macro_block is not None and preset.macro_search == macro_search:
+            names.append(repr(preset.name))
     return f"{', '.join(names[:-1])} and {names[-1]}"
 
 
@@ -220,7 +220,10 @@ def read_gemm(gemm: str, options: Any) -> GemmOptions | None:
         if not isinstance(text, str):
             raise ValueError(f"{gemm} has {key}={text!r}, which must be text such as {_EXAMPLES[key]}")
         try:
-            parse_rotation(text) if key == "rotation" else parse_operand(gemm, key, text)
+            if key == "rotation":
+                parse_rotation(text)
+            else:
+                parse_operand(gemm, key, text)
         except ValueError as error:
             raise ValueError(f"{gemm}, {key}: {error}") from None
     return tuple((key, options[key]) for key in known if key in options)
@@ -256,18 +259,24 @@ def parse_operand(gemm: str, operand: str, text: str) -> OperandScheme:
 
 
 def apply_options(gemm: str, scheme: GemmScheme, options: GemmOptions | None) -> GemmScheme:
-    """``scheme`` with the options of one product in place. Its rotation goes where they leave nothing to quantize, and
-    do not ask for one themselves."""
+    """Return ``scheme`` with the options of one product in place. Its rotation goes where they leave nothing to
+    quantize, and do not ask for one themselves."""
     if options is None:
         return scheme
     given = dict(options)
-    left, right = (
-        parse_operand(gemm, name, given[name]) if name in given else default
-        for name, default in zip(GEMM_OPERANDS[gemm], (scheme.left, scheme.right), strict=True)
-    )
+    left_name, right_name = GEMM_OPERANDS[gemm]
+    left = scheme.left
+    if left_name in given:
+        left = parse_operand(gemm, left_name, given[left_name])
+    right = scheme.right
+    if right_name in given:
+        right = parse_operand(gemm, right_name, given[right_name])
+    changed = GemmScheme(left, right)
     if "rotation" in given:
-        return GemmScheme(left, right, parse_rotation(given["rotation"]))
-    return GemmScheme(left, right, scheme.rotation if GemmScheme(left, right).quantizes else None)
+        return replace(changed, rotation=parse_rotation(given["rotation"]))
+    if changed.quantizes:
+        return replace(changed, rotation=scheme.rotation)
+    return changed
 
 
 def check_products(scheme: LinearScheme, backend: str) -> None:

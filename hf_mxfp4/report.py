@@ -67,36 +67,51 @@ class QuantizationReport:
     @property
     def bits_per_weight(self) -> float | None:
         """Stored bits for each element of the packed weights; `None` when they are not packed."""
-        return None if self.packed_bytes is None else 8 * self.packed_bytes / self.n_weights
+        if self.packed_bytes is None:
+            return None
+        return 8 * self.packed_bytes / self.n_weights
 
     def __str__(self) -> str:
-        sqnr = "not measured" if self.sqnr_db is None else f"{self.sqnr_db:.2f} dB"
-        if self.packed_bytes is not None and self.sqnr_db is None:
+        counts = f"n_quantized={self.n_quantized} n_skipped={self.n_skipped}"
+        if 0 < self.n_skipped <= 4:
+            counts += f" ({', '.join(self.skipped)})"
+        if self.sqnr_db is not None:
+            sqnr = f"{self.sqnr_db:.2f} dB"
+        elif self.packed_bytes is not None:
             sqnr = "not measured (the originals of packed weights are gone)"
-        packed = "" if self.packed_bytes is None else f"packed {self.bits_per_weight:.5g} bits/weight "
-        left = f" ({', '.join(self.skipped)})" if 0 < self.n_skipped <= 4 else ""
-        counts = f"n_quantized={self.n_quantized} n_skipped={self.n_skipped}{left}"
+        else:
+            sqnr = "not measured"
+        scheme = self.scheme
+        if self.packed_bytes is not None:
+            scheme = f"packed {self.bits_per_weight:.5g} bits/weight {scheme}"
+        parts = [f"{counts} weight SQNR={sqnr}", scheme]
         readers = Counter(reason for reason in self.skip_reasons.values() if reason.endswith(READS_WEIGHT))
-        read = "".join(f" | {count} layers in full precision: {reason}" for reason, count in readers.items())
-        is_dithered = self.dither is not None and (self.dither.n_weights or set(self.dither.skipped) != {FULL_NUMBERS})
-        dither = f" | {self.dither}" if is_dithered else ""
-        smoothing = "" if self.smoothing is None else f" | {self.smoothing}"
-        return f"{counts} weight SQNR={sqnr} | {packed}{self.scheme}{read}{smoothing}{dither}"
+        parts += [f"{count} layers in full precision: {reason}" for reason, count in readers.items()]
+        if self.smoothing is not None:
+            parts.append(str(self.smoothing))
+        # That weights of full float32 precision have no ties is as expected, and not worth a word.
+        if self.dither is not None and (self.dither.n_weights or set(self.dither.skipped) != {FULL_NUMBERS}):
+            parts.append(str(self.dither))
+        return " | ".join(parts)
 
 
 def weight_sqnr(energies: Iterable[ErrorEnergy]) -> float | None:
     """Return the SQNR of several weights in decibels; `None` if there are none, or only zeros."""
     total = ErrorEnergy.total(energies)
-    return total.sqnr_db if total.signal else None
+    if not total.signal:
+        return None
+    return total.sqnr_db
 
 
 def sampled_rows(rows: int, siblings: int = 1) -> slice:
-    """Evenly spaced rows of one of ``siblings`` matrices, so many that all give about 256, and each gives one."""
-    return slice(None, None, -(-rows * siblings // _SQNR_ROWS))
+    """Return evenly spaced rows of one of ``siblings`` matrices, so many that all give about 256 and each gives one."""
+    step = math.ceil(rows * siblings / _SQNR_ROWS)
+    return slice(None, None, step)
 
 
 def master_sqnr(model: nn.Module) -> float | None:
-    """SQNR of the weights of all trainable quantized layers; `None` when they are not materialised or quantized."""
+    """Return the SQNR of the weights of all trainable quantized layers; `None` when they are not materialised or
+    quantized."""
     energies = []
     for matrix in trainable_matrices(model):
         weight = matrix.weight()
@@ -117,16 +132,20 @@ def add_packed(
     """Append the error of a weight, one of ``siblings``, by the tensors that it was packed into; nothing on meta."""
     if original.is_meta:
         return
-    rows = sampled_rows(original.shape[0], siblings)
-    some = {name: tensor[rows] for name, tensor in packed.items()}
-    options = config.weight_scheme, original.dtype, config.backend, config.weight_rotation
-    energies.append(ErrorEnergy.of(original[rows], weight_values(some, original.shape[1], *options)))
+    n_rows, n_columns = original.shape
+    rows = sampled_rows(n_rows, siblings)
+    packed_rows = {name: tensor[rows] for name, tensor in packed.items()}
+    values = weight_values(
+        packed_rows, n_columns, config.weight_scheme, original.dtype, config.backend, config.weight_rotation
+    )
+    energies.append(ErrorEnergy.of(original[rows], values))
 
 
 def count_weights(model: nn.Module) -> tuple[int, int | None]:
-    """Elements of all quantized weights, and the bytes that they are packed in (`None` when they are not packed)."""
+    """Return the elements of all quantized weights, and the bytes that they are packed in (`None` when they are not
+    packed)."""
     n_weights = 0
-    tensors = list[torch.Tensor]()
+    tensors = list[torch.Tensor | None]()
     for module in _untied(model):
         if isinstance(module, (MXFP4Linear, MXFP4PackedLinear)):
             n_weights += module.in_features * module.out_features
@@ -135,14 +154,17 @@ def count_weights(model: nn.Module) -> tuple[int, int | None]:
         if isinstance(module, MXFP4PackedLinear):
             tensors += module.packed_weight()
         elif isinstance(module, MXFP4PackedExperts):
-            tensors += [tensor for projection in module.projections for tensor in module.packed_weight(projection)]
+            for projection in module.projections:
+                tensors += module.packed_weight(projection)
+    if not tensors:
+        return n_weights, None
     # Under ZeRO-3 the shape of a parameter that is sharded away is empty.
-    packed = [getattr(tensor, "ds_numel", tensor.numel()) for tensor in tensors if tensor is not None]
-    return n_weights, sum(packed) if packed else None
+    n_bytes = sum(getattr(tensor, "ds_numel", tensor.numel()) for tensor in tensors if tensor is not None)
+    return n_weights, n_bytes
 
 
 def _untied(model: nn.Module) -> Iterator[nn.Module]:
-    """Yield the quantized layers, of those that share their weight the first one."""
+    """Yield the quantized layers; of those that share their weight only the first one."""
     seen = set()
     for module in model.modules():
         if isinstance(module, QUANTIZED):

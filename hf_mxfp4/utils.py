@@ -46,8 +46,11 @@ def lazy_names(package: str) -> tuple[Callable[[str], Any], list[str]]:
         if name not in origins:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
         origin = origins[name]
-        module = importlib.import_module("." * origin.level + (origin.module or name), package)
-        return module if origin.module is None else getattr(module, name)
+        dots = "." * origin.level
+        if origin.module is None:  # `from . import name`, a submodule
+            return importlib.import_module(dots + name, package)
+        module = importlib.import_module(dots + origin.module, package)
+        return getattr(module, name)
 
     return get, sorted(name for name, origin in origins.items() if origin.module is not None)
 
@@ -55,8 +58,10 @@ def lazy_names(package: str) -> tuple[Callable[[str], Any], list[str]]:
 def option(default: Any, help: str, compare: bool = True, **metadata: Any) -> Any:
     """Return a field of a dataclass with a default, and with what it is for, which parsers show as help. A list is the
     default of every object by itself. Without ``compare`` objects that differ in it are equal."""
-    how = {"default_factory": lambda: list(default)} if isinstance(default, list) else {"default": default}
-    return dataclasses.field(**how, compare=compare, metadata={"help": help, **metadata})
+    described = {"help": help, **metadata}
+    if isinstance(default, list):
+        return dataclasses.field(default_factory=lambda: list(default), compare=compare, metadata=described)
+    return dataclasses.field(default=default, compare=compare, metadata=described)
 
 
 def progress_bar(items: Iterable | None = None, *, what: str, **options: Any) -> Any:
@@ -90,7 +95,10 @@ def described_options(cls: _Class) -> _Class:
 
 
 def _described(option: dataclasses.Field) -> str:
-    kind = option.type.__name__ if type(option.type) is type else str(option.type)
+    """Return an option as one entry of a docstring's list of arguments."""
+    kind = str(option.type)
+    if type(option.type) is type:
+        kind = option.type.__name__
     text = f"{option.name} ({kind}, default {option.default!r}): {option.metadata['help']}"
     return textwrap.fill(text, 116, initial_indent=" " * 8, subsequent_indent=" " * 12, break_on_hyphens=False)
 
@@ -103,13 +111,19 @@ def unknown_key_message(owner: str, key: str, known: list[str], removed: Mapping
     close = difflib.get_close_matches(key, known, n=2)
     if close:
         return f"{owner} has no option {key!r}; did you mean {' or '.join(map(repr, close))}?"
-    return f"{owner} has no option {key!r}" + (f"; options are {', '.join(known)}" if len(known) < 30 else "")
+    if len(known) < 30:
+        return f"{owner} has no option {key!r}; options are {', '.join(known)}"
+    return f"{owner} has no option {key!r}"
 
 
 def nearest_names(name: str, known: Sequence[str]) -> list[str]:
     """Return at most three of the dotted names ``known``, or ends of them, that a misspelled one may have meant."""
-    size = name.count(".") + 1
-    ends = dict.fromkeys(".".join(full.split(".")[-count:]) for full in known for count in (size, size + 1))
+    n_parts = name.count(".") + 1
+    ends: dict[str, None] = {}  # in the order of ``known``, each once
+    for full_name in known:
+        parts = full_name.split(".")
+        for count in (n_parts, n_parts + 1):
+            ends[".".join(parts[-count:])] = None
     return difflib.get_close_matches(name, list(ends), n=3, cutoff=0.5) or list(known[:3])
 
 
@@ -128,14 +142,14 @@ def evaluation_mode(model: Any) -> Iterator[None]:
 @contextlib.contextmanager
 def replaced_method(module: Any, method: str, replacement: Any) -> Iterator[None]:
     """Replace a method of one object, module or class; restore it on exit."""
-    own = vars(module).get(method)
+    replaced = vars(module).get(method)  # none if the class has it, or a base class
     setattr(module, method, replacement)
     try:
         yield
     finally:
         delattr(module, method)
-        if own is not None:
-            setattr(module, method, own)
+        if replaced is not None:
+            setattr(module, method, replaced)
 
 
 def wilson_interval(correct: int, n: int) -> tuple[float, float]:
@@ -144,22 +158,31 @@ def wilson_interval(correct: int, n: int) -> tuple[float, float]:
     z = Z_975
     center = (p + z * z / (2 * n)) / (1 + z * z / n)
     half = z / (1 + z * z / n) * math.sqrt(p * (1 - p) / n + z * z / (4 * n * n))
-    # The ends are exactly 0 and 1 there; rounding errors are not.
-    return 0.0 if correct == 0 else center - half, 1.0 if correct == n else center + half
+    low = center - half
+    high = center + half
+    # These ends are exact, and sums have rounding errors.
+    if correct == 0:
+        low = 0.0
+    if correct == n:
+        high = 1.0
+    return low, high
 
 
 def share_text(accuracy: float, n: int) -> str:
     """Return an accuracy on ``n`` problems with its interval, as ``0.250 [0.071, 0.591]``."""
     correct = round(accuracy * n)
-    return "{:.3f} [{:.3f}, {:.3f}]".format(correct / n, *wilson_interval(correct, n))
+    low, high = wilson_interval(correct, n)
+    return f"{correct / n:.3f} [{low:.3f}, {high:.3f}]"
 
 
 def package_versions() -> dict[str, str | None]:
     """Return the versions of Python and of the packages that matter here, `None` for those not installed."""
     from . import __version__
 
-    versions = {"python": platform.python_version(), **{name: installed_version(name) for name in PACKAGES}}
-    versions["hf-mxfp4"] = __version__
+    versions: dict[str, str | None] = {"python": platform.python_version()}
+    for name in PACKAGES:
+        versions[name] = installed_version(name)
+    versions["hf-mxfp4"] = __version__  # also where it runs from a clone
     return versions
 
 
@@ -182,12 +205,12 @@ def machine() -> dict[str, Any]:
 
 def cpu_name() -> str:
     """Return the processor's name."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        lines = []
-    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()
+    # Linux only; elsewhere, and on some processors, Python's own answer has to do.
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    return platform.processor() or platform.machine()
 
 
 @functools.cache
@@ -221,14 +244,18 @@ def present_gpus() -> list[dict[str, Any]]:
     """Return type, name and capability of each GPU that torch sees."""
     import torch
 
-    found = []
+    gpus = []
     for kind in ("cuda", "xpu"):
         module = getattr(torch, kind)
-        for i in range(module.device_count() if module.is_available() else 0):
-            capability = f"compute capability {'.'.join(map(str, module.get_device_capability(i)))}"
+        if not module.is_available():
+            continue
+        for i in range(module.device_count()):
             if kind == "xpu":
                 capability = "xpu"
             elif torch.version.hip:
                 capability = torch.cuda.get_device_properties(i).gcnArchName
-            found.append({"type": kind, "name": module.get_device_name(i), "capability": capability})
-    return found
+            else:
+                major, minor = module.get_device_capability(i)
+                capability = f"compute capability {major}.{minor}"
+            gpus.append({"type": kind, "name": module.get_device_name(i), "capability": capability})
+    return gpus
