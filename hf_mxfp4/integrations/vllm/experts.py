@@ -40,15 +40,16 @@ from .weight_loading import VLLM_NAMES, ExpectedLayers, ExpertsTarget, check_com
 
 def experts_method(layer: Any, scheme: MXFP4RLConfig, expected: ExpectedLayers, name: str) -> Any:
     """Return the method that computes quantized experts, added to ``expected``. Raises `ValueError` if none can."""
-    method = MXFP4RLExpertsMethod
     if not expected.is_packed and scheme.activation_scheme is None:
         method = MXFP4RLDenseExpertsMethod
     else:
         _check_supported(layer, name)
-    expected.projection_names = layer.ckpt_gate_proj_name, layer.ckpt_up_proj_name, layer.ckpt_down_proj_name
-    target = expected.experts[name] = _target(layer, scheme, name)
+        method = MXFP4RLExpertsMethod
+    expected.projection_names = (layer.ckpt_gate_proj_name, layer.ckpt_up_proj_name, layer.ckpt_down_proj_name)
+    target = _target(layer, scheme, name)
     if expected.is_packed:
         target.layer = layer
+    expected.experts[name] = target
     return method(layer.moe_config, scheme, expected, target)
 
 
@@ -92,24 +93,31 @@ class MXFP4RLExpertsMethod(_FromOurCheckpoint, FusedMoEMethodBase):
         target = self.target
         weights = self.scheme.weight_scheme
         inputs = self.scheme.activation_scheme
+
+        # Only down_proj is split along the axis of blocks.
         columns = target.sizes["down_proj"][1]
         schemes = (weights if target.is_packed else None, inputs)
-        sizes = columns // target.size, columns
-        check_share(f"{target.name}.down_proj", *sizes, schemes, "enable_expert_parallel=True")
+        name = f"{target.name}.down_proj"
+        check_share(name, columns // target.size, columns, schemes, "enable_expert_parallel=True")
         if target.is_packed:
             _check_graphs(target.name, weights, self.scheme.backend)
-        self._names = []
+
+        self._names = []  # of the parameters of each projection's weight
         for projection, (rows, columns) in target.own_sizes().items():
-            shapes: dict[str, tuple[int, ...]] = {"weight": (rows, columns)}
-            dtype = params_dtype
-            attributes = extra_weight_attrs
             if target.is_packed:
+                shapes = packed_shapes(rows, columns, weights)
                 dtype = torch.uint8
                 attributes = {"weight_loader": MethodType(write, layer)}
-                shapes = packed_shapes(rows, columns, weights)
-            self._names.append([parameter_name(projection, part) for part in shapes])
-            for name, shape in zip(self._names[-1], shapes.values(), strict=True):
+            else:
+                shapes = {"weight": (rows, columns)}
+                dtype = params_dtype
+                attributes = extra_weight_attrs
+            names = []
+            for part, shape in shapes.items():
+                name = parameter_name(projection, part)
                 _register(layer, name, (num_experts, *shape), dtype, attributes)
+                names.append(name)
+            self._names.append(names)
             if self.moe.has_bias:
                 name = parameter_name(projection, "bias")
                 _register(layer, name, (num_experts, rows), params_dtype, extra_weight_attrs)
@@ -120,29 +128,55 @@ class MXFP4RLExpertsMethod(_FromOurCheckpoint, FusedMoEMethodBase):
     def apply(
         self, layer: Any, x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, *_: Any, **__: Any
     ) -> torch.Tensor:
-        gate_up, down = ([getattr(layer, name) for name in names] for names in self._names)
-        biases = [layer.w13_bias, layer.w2_bias] if self.moe.has_bias else []
-        weights = str(self.scheme.weight_scheme) if self.target.is_packed else ""
-        scheme = weights, str(self.scheme.activation_scheme or ""), layer.activation.value
-        backends = self.scheme.backend, self.scheme.matmul_backend
-        return experts_operator(x, topk_weights, topk_ids, layer.expert_map, gate_up, down, biases, *scheme, *backends)
+        # An operator accepts lists of tensors and texts, so that compiled code and CUDA graphs can hold it.
+        gate_up_names, down_names = self._names
+        biases = []
+        if self.moe.has_bias:
+            biases = [layer.w13_bias, layer.w2_bias]
+        weight_scheme = ""
+        if self.target.is_packed:
+            weight_scheme = str(self.scheme.weight_scheme)
+        return experts_operator(
+            x,
+            topk_weights,
+            topk_ids,
+            layer.expert_map,
+            [getattr(layer, name) for name in gate_up_names],
+            [getattr(layer, name) for name in down_names],
+            biases,
+            weight_scheme,
+            str(self.scheme.activation_scheme or ""),
+            layer.activation.value,
+            self.scheme.backend,
+            self.scheme.matmul_backend,
+        )
 
 
 def _register(layer: Any, name: str, shape: tuple[int, ...], dtype: torch.dtype, attributes: dict[str, Any]) -> None:
+    """Add a frozen parameter of zeros to a layer, with the attributes by which vLLM loads it."""
     parameter = torch.nn.Parameter(torch.zeros(shape, dtype=dtype), requires_grad=False)
     layer.register_parameter(name, parameter)
     set_weight_attrs(parameter, attributes)
 
 
 def _target(layer: Any, scheme: MXFP4RLConfig, name: str) -> ExpertsTarget:
+    """Describe experts that vLLM has made."""
     moe = layer.moe_config
     parallel = moe.moe_parallel_config
-    columns = moe.intermediate_size
-    is_own = layer.expert_map_manager.is_local_expert
-    sizes = {"gate_up_proj": (2 * columns, moe.hidden_dim), "down_proj": (moe.hidden_dim, columns)}
-    share = parallel.tp_rank, parallel.tp_size, moe.activation.value in INTERLEAVED
-    own = tuple(filter(is_own, range(moe.num_experts)))
-    return ExpertsTarget(name, scheme.weight_scheme, sizes, moe.num_experts, own, *share)
+    is_here = layer.expert_map_manager.is_local_expert
+    return ExpertsTarget(
+        name,
+        scheme.weight_scheme,
+        sizes={
+            "gate_up_proj": (2 * moe.intermediate_size, moe.hidden_dim),
+            "down_proj": (moe.hidden_dim, moe.intermediate_size),
+        },
+        n_experts=moe.num_experts,
+        experts=tuple(expert for expert in range(moe.num_experts) if is_here(expert)),
+        rank=parallel.tp_rank,
+        size=parallel.tp_size,
+        is_interleaved=moe.activation.value in INTERLEAVED,
+    )
 
 
 def _check_supported(layer: Any, name: str) -> None:
@@ -187,6 +221,7 @@ def _check_graphs(name: str, weights: QuantScheme, backend: str) -> None:
 
 
 def _swiglu(states: torch.Tensor) -> torch.Tensor:
+    """Qwen, Mixtral and others: all gate columns come before all up columns."""
     gate, up = states.chunk(2, dim=-1)
     return F.silu(gate) * up
 
@@ -236,28 +271,40 @@ def experts_operator(
     """
     n_tokens, k = topk_ids.shape
     ids, order, groups = _sorted(topk_ids.reshape(-1), expert_map, len(gate_up[0]))
-    elsewhere = None if expert_map is None else (ids == groups.n_experts).unsqueeze(-1)
-    weights = read_scheme(weight_scheme) if weight_scheme else None
+    is_elsewhere = None  # of each row, whether its expert is in another process
+    if expert_map is not None:
+        is_elsewhere = (ids == groups.n_experts).unsqueeze(-1)
     inputs = read_input_scheme(input_scheme)
 
-    def project(states: torch.Tensor, weight: list[torch.Tensor], own: list[torch.Tensor]) -> torch.Tensor:
-        bias = own[0].to(x.dtype) if own else None
-        if weights is not None:
-            found = dict(zip(packed_shapes(1, BLOCK_SIZE, weights), weight, strict=True))
-            packed = tuple(found.get(name) for name in PACKED_FIELDS)
+    def project(states: torch.Tensor, weight: list[torch.Tensor], bias: torch.Tensor | None) -> torch.Tensor:
+        if bias is not None:
+            bias = bias.to(x.dtype)
+        if weight_scheme:
+            fields = packed_shapes(1, BLOCK_SIZE, read_scheme(weight_scheme))
+            by_field = dict(zip(fields, weight, strict=True))
+            packed = tuple(by_field.get(name) for name in PACKED_FIELDS)
             state = _state_of(weight_scheme, input_scheme, backend, matmul_backend, tuple(weight[0].shape))
             out = packed_forward(states, packed, bias, state, groups, x.dtype)
         else:
             states = quantize_input(states, x.dtype, inputs, backend)
-            out = matmul(states, weight[0], None if elsewhere is not None else bias, groups)
-            if elsewhere is not None and bias is not None:  # products with a bias need an expert for every row
-                out = out + bias[ids.clamp(max=len(bias) - 1)]
-        # No expert has written the rows of other processes.
-        return out if elsewhere is None else out.masked_fill(elsewhere, 0)
+            if is_elsewhere is None:
+                out = matmul(states, weight[0], bias, groups)
+            else:
+                # A product with a bias needs an expert for every row.
+                out = matmul(states, weight[0], None, groups)
+                if bias is not None:
+                    out = out + bias[ids.clamp(max=len(bias) - 1)]
+        if is_elsewhere is not None:
+            # No expert has written the rows of other processes.
+            out = out.masked_fill(is_elsewhere, 0)
+        return out
 
-    states = project(x[order // k], gate_up, biases[:1])
-    states = project(ACTIVATIONS[activation](states), down, biases[1:])
+    gate_up_bias, down_bias = biases or (None, None)
+    states = project(x[order // k], gate_up, gate_up_bias)
+    states = ACTIVATIONS[activation](states)
+    states = project(states, down, down_bias)
     states = states * topk_weights.reshape(-1)[order].unsqueeze(-1)
+    # Back to the order of tokens, whose outputs are then summed in a fixed order.
     places = torch.empty_like(order)
     places[order] = torch.arange(order.numel(), device=order.device)
     return states[places].view(n_tokens, k, states.shape[-1]).sum(dim=1).to(x.dtype)
