@@ -90,7 +90,10 @@ class MXFP4DistillationTrainer(QuantizedTrainerMixin, DistillationTrainer):
         if args.train_all and isinstance(self.model, PeftModel):
             raise ValueError("train_all=True has no effect on a student with adapters, which are all that is trained")
         self.n_quantized = count_quantized(self.model)
-        check_policy(self.model, self.n_quantized, "" if args.allow_full_precision else "set allow_full_precision=True")
+        advice = "set allow_full_precision=True"
+        if args.allow_full_precision:
+            advice = ""
+        check_policy(self.model, self.n_quantized, advice)
         n_trained = _choose_trained(self.model, args.train_all)
         self.teacher_model, self.shared = self._prepare_teacher(teacher_model)
         self.tokens_distilled = 0
@@ -166,7 +169,9 @@ class MXFP4DistillationTrainer(QuantizedTrainerMixin, DistillationTrainer):
     def _generate_single_turn(self, prompt_ids: list[list[int]], *args: Any, **kwargs: Any):
         if self._given is not None:
             return [completion for _, completion in self._given]
-        sampler = self.model_wrapped if self.args.generate_with == "student" else self.teacher_model
+        sampler = self.teacher_model
+        if self.args.generate_with == "student":
+            sampler = self.model_wrapped
         with (
             replaced_method(self, "model_wrapped", sampler),
             cached_weights(self.model, self.quantization.form),
@@ -189,8 +194,9 @@ class MXFP4DistillationTrainer(QuantizedTrainerMixin, DistillationTrainer):
         output = super().evaluation_loop(*args, metric_key_prefix=metric_key_prefix, **kwargs)
         sums = self.accelerator.reduce(self._sums.to(self.args.device, torch.float32))
         kl, nll, teacher_nll = sums[:3] / sums[3]
-        values = {"kl": kl, "perplexity": nll.exp(), "teacher_perplexity": teacher_nll.exp()}
-        output.metrics.update({f"{metric_key_prefix}_{name}": value.item() for name, value in values.items()})
+        output.metrics[f"{metric_key_prefix}_kl"] = kl.item()
+        output.metrics[f"{metric_key_prefix}_perplexity"] = nll.exp().item()
+        output.metrics[f"{metric_key_prefix}_teacher_perplexity"] = teacher_nll.exp().item()
         return output
 
     def _compute_loss(self, student: nn.Module, inputs: dict[str, Any], num_items: Any):
@@ -201,8 +207,12 @@ class MXFP4DistillationTrainer(QuantizedTrainerMixin, DistillationTrainer):
         places = torch.arange(n_rows, device=self.args.device) + n_rows * self.accelerator.process_index
         counted = torch.isin(places, self.accelerator.gather_for_metrics(places))
         inputs = {**inputs, "completion_mask": inputs["completion_mask"] * counted.unsqueeze(1)}
+
+        # KL(teacher || student) of the predictions as they are, whatever is trained on.
         with replaced_method(self, "beta", 0.0), replaced_method(self, "temperature", 1.0):
             kl, entropy, tokens = super()._compute_loss(student, inputs, None)
+
+        # Log-likelihoods of both models on the same tokens.
         ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], 1)
         learned = torch.cat([torch.zeros_like(inputs["prompt_mask"]), inputs["completion_mask"]], 1)
         texts = {
@@ -212,8 +222,10 @@ class MXFP4DistillationTrainer(QuantizedTrainerMixin, DistillationTrainer):
         }
         log_likelihood = _log_likelihood(student, texts)
         teacher = self.accelerator.unwrap_model(self.teacher_model)
-        of_teacher = self._forward_redirection(self.teacher_model, teacher, _log_likelihood, teacher, texts)
-        self._sums += torch.stack([kl * tokens, -log_likelihood, -of_teacher, tokens]).double().cpu()
+        # A wrapper of the teacher (FSDP, DeepSpeed) gathers its weights in its own forward pass alone.
+        teacher_log_likelihood = self._forward_redirection(self.teacher_model, teacher, _log_likelihood, teacher, texts)
+        sums = torch.stack([kl * tokens, -log_likelihood, -teacher_log_likelihood, tokens])
+        self._sums += sums.double().cpu()
         return kl, entropy, tokens
 
     def _process_state(self) -> dict[str, Any]:
@@ -235,7 +247,9 @@ def share_frozen(student: nn.Module, teacher: nn.Module, *, any_dtype: bool = Fa
     shared = {}
     for name, parameter in list(teacher.named_parameters(remove_duplicate=False)):
         other = frozen.get(name)
-        if other is None or other.device != parameter.device or not (any_dtype or other.dtype == parameter.dtype):
+        if other is None or other.device != parameter.device:
+            continue
+        if other.dtype != parameter.dtype and not any_dtype:
             continue
         wide = torch.promote_types(other.dtype, parameter.dtype)
         if torch.equal(other.to(wide), parameter.to(wide)):
@@ -246,7 +260,9 @@ def share_frozen(student: nn.Module, teacher: nn.Module, *, any_dtype: bool = Fa
 
 
 def _base_model(model: nn.Module) -> nn.Module:
-    return model.get_base_model() if isinstance(model, PeftModel) else model
+    if isinstance(model, PeftModel):
+        return model.get_base_model()
+    return model
 
 
 def _log_likelihood(model: nn.Module, texts: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -271,7 +287,7 @@ def _tokens_of(
     """Return the tokens of a row that are only read, and those that are learned. Raises `ValueError` for a row without
     a token to learn."""
     ids, start = given_tokens(row, tokenizer, **template)
-    if not start < len(ids[:max_length]):
+    if start >= len(ids[:max_length]):
         text = str(row.get("prompt") or row[given_column(row)])[:60]
         raise ValueError(f"no token of the row {text!r} is left to learn within max_length={max_length} tokens")
     return ids[:start], ids[start:max_length]

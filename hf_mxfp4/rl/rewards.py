@@ -11,7 +11,6 @@ import functools
 import inspect
 import math
 import re
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -52,6 +51,7 @@ def _prepare(text: str) -> str:
 
 
 def _canonical(match: re.Match[str] | None) -> str | None:
+    """Return the number that `_NUMBER` matched in canonical form."""
     if match is None:
         return None
     return normalize_number((match["sign"] or "") + match["digits"])
@@ -69,8 +69,11 @@ def normalize_number(s: str) -> str:
     if match is None or not (match["whole"] or match["fraction"]):
         raise ValueError(f"not a decimal number: {s!r:.80}")
     whole = match["whole"].lstrip("0") or "0"
-    magnitude = f"{whole}.{match['fraction'] or ''}".rstrip("0").rstrip(".")
-    return f"-{magnitude}" if match["sign"] == "-" and magnitude != "0" else magnitude
+    fraction = match["fraction"] or ""
+    magnitude = f"{whole}.{fraction}".rstrip("0").rstrip(".")
+    if match["sign"] == "-" and magnitude != "0":
+        return f"-{magnitude}"
+    return magnitude
 
 
 def extract_strict(text: str) -> str | None:
@@ -80,7 +83,9 @@ def extract_strict(text: str) -> str | None:
     be, on the same line; what follows the number is ignored. Raises `TypeError` for other than a str.
     """
     _, marker, tail = _prepare(text).rpartition(ANSWER_MARKER)
-    return _canonical(_STRICT.match(tail)) if marker else None
+    if not marker:
+        return None
+    return _canonical(_STRICT.match(tail))
 
 
 def extract_flexible(text: str) -> str | None:
@@ -90,8 +95,10 @@ def extract_flexible(text: str) -> str | None:
     ``$-5``, ``-$5``, Unicode minus). A minus that directly follows a letter, a digit or a closing bracket separates two
     numbers (``3-5`` ends in 5). Raises `TypeError` for other than a str.
     """
-    last = deque(_FLEXIBLE.finditer(_prepare(text)), maxlen=1)
-    return _canonical(last[0] if last else None)
+    last = None
+    for match in _FLEXIBLE.finditer(_prepare(text)):
+        last = match
+    return _canonical(last)
 
 
 def gsm8k_gold(answer_text: str) -> str:
@@ -218,8 +225,10 @@ def guard_reward(function: Any, name: str | None = None) -> Any:
             rewards = await function(*args, **kwargs)
         return _checked(rewards, name, kwargs.get("completions"))
 
-    is_async = inspect.iscoroutinefunction(inner) or inspect.iscoroutinefunction(type(inner).__call__)
-    wrapped = guarded_async if is_async else guarded
+    # TRL awaits reward functions that are coroutines, and asks the function itself whether it is one.
+    wrapped = guarded
+    if inspect.iscoroutinefunction(inner) or inspect.iscoroutinefunction(type(inner).__call__):
+        wrapped = guarded_async
     wrapped.__name__ = name
     return wrapped
 
@@ -244,7 +253,9 @@ def _checked(rewards: Any, name: str, completions: list | None) -> list[float | 
     for index, reward in enumerate(rewards):
         # Rewards become float32 tensors, in which larger numbers are infinite.
         if reward is not None and not abs(reward) <= torch.finfo(torch.float32).max:
-            completion = repr(completions[index])[:200] if completions and index < len(completions) else "unknown"
+            completion = "unknown"
+            if completions and index < len(completions):
+                completion = repr(completions[index])[:200]
             raise RewardError(
                 f"reward function {name!r} returned {reward}, which is no finite float32 number, for completion "
                 f"{index}: {completion}"

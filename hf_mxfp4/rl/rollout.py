@@ -61,10 +61,13 @@ class SampledLogProbs(LogitsProcessor):
     def rows(self, completions: list[list[int]]) -> list[list[float]]:
         """Return one list per completion, as long as it is. Raises `RuntimeError` when fewer positions were sampled."""
         longest = max((len(row) for row in completions), default=0)
-        if self._scores is None or len(self._scores) != len(completions) or longest > len(self._steps) + 1:
-            sampled = 0 if self._scores is None else len(self._steps) + 1
+        n_sampled = 0
+        if self._scores is not None:
+            n_sampled = len(self._steps) + 1
+        if n_sampled == 0 or len(self._scores) != len(completions) or longest > n_sampled:
             raise RuntimeError(
-                f"{sampled} sampled positions are recorded for {len(completions)} completions of up to {longest} tokens"
+                f"{n_sampled} sampled positions are recorded for {len(completions)} completions of up to {longest} "
+                "tokens"
             )
         # The tokens of the last position are in no input. Completions that ended earlier do not need it.
         last = torch.tensor([row[-1] if row else 0 for row in completions], device=self._scores.device)
@@ -102,7 +105,10 @@ def recorded_log_probs(model: nn.Module) -> Iterator[SampledLogProbs]:
 def read_correction(value: Any) -> str:
     """Return one of `CORRECTION_MODES` or ``"none"``; true and false are read too. Raises `ValueError` for others."""
     known = (*CORRECTION_MODES, "none")
-    mode = _BOOLEANS.get(value.lower() if isinstance(value, str) else value, value)
+    word = value
+    if isinstance(value, str):
+        word = value.lower()
+    mode = _BOOLEANS.get(word, value)
     if mode not in known:
         raise ValueError(f"rollout_correction={value!r} is not known; choose one of {', '.join(known)}")
     return mode
@@ -127,7 +133,9 @@ def is_corrected(args: Any) -> bool:
 
 def weighting_mode(args: Any) -> str:
     """Return the mode of the weights; without correction the default mode, in which the mismatch is measured."""
-    return args.rollout_correction if is_corrected(args) else "token_truncate"
+    if not is_corrected(args):
+        return "token_truncate"
+    return args.rollout_correction
 
 
 def share_with_trl(args: Any) -> None:
@@ -248,11 +256,12 @@ class RolloutCorrection:
         if self._warned or share >= _FEW or not is_corrected(args):
             return
         self._warned = True
+        counted = "sequences" if mode.startswith("sequence") else "tokens"
         get_logger().warning(
             "step %d: the importance weights (%s) have an effective sample size of %.2g of the %s: little is learnt "
             "from the others. What samples is too far from what trains: see sampling/kl, lower the noise, quantize "
             "alike on both sides, or use rollout_correction='token_truncate'",
-            step, mode, share, "sequences" if mode.startswith("sequence") else "tokens",
+            step, mode, share, counted,
         )  # fmt: skip
 
 
@@ -270,8 +279,12 @@ class MismatchSums:
         exact = widest_float(log_ratio.device)
         has_tokens = mask.any(dim=1)
         sequence_ratio = importance_ratios(log_ratio, "sequence")[has_tokens, 0].to(exact)
-        ratio = importance_ratios(log_ratio, mode)
-        weighted = ratio[has_tokens, 0] if mode.startswith("sequence") else ratio[mask]
+        # The ratios that are weights before they are limited: of sequences, or of tokens.
+        weighted = importance_ratios(log_ratio, mode)
+        if mode.startswith("sequence"):
+            weighted = weighted[has_tokens, 0]
+        else:
+            weighted = weighted[mask]
         weights = limit_ratios(weighted, mode, cap).to(exact)
         log_ratio = log_ratio[mask].to(exact)
         ratio = log_ratio.clamp(-_LARGEST, _LARGEST).exp()
@@ -289,11 +302,12 @@ class MismatchSums:
             "weights": weights,
             "squared weights": weights.square(),
         }
-        largest = {"negative smallest ratio": -ratio, "largest ratio": ratio, "largest difference": log_ratio.abs()}
-        lowest = ratio.new_full((1,), -torch.inf)
+        maxima = {"negative smallest ratio": -ratio, "largest ratio": ratio, "largest difference": log_ratio.abs()}
         values = [value.sum() for value in sums.values()]
-        values += [torch.cat([lowest, value]).max() for value in largest.values()]
-        self._names = [*sums, *largest]
+        # A batch may have no token, of which there would be no maximum.
+        lowest = ratio.new_full((1,), -torch.inf)
+        values += [torch.cat([lowest, value]).max() for value in maxima.values()]
+        self._names = [*sums, *maxima]
         self._batches.append(torch.stack(values))
 
     def measures(self, gather: Callable[[torch.Tensor], torch.Tensor]) -> dict[str, float]:

@@ -98,7 +98,8 @@ class MXFP4GRPOTrainer(QuantizedTrainerMixin, GRPOTrainer):
         quantization_config: Any = None,
         **kwargs: Any,
     ):
-        args = MXFP4GRPOConfig() if args is None else args
+        if args is None:
+            args = MXFP4GRPOConfig()
         needs_prompt = kwargs.get("environment_factory") is None
         check_arguments(args, quantization_config)
         prompts = first_prompts(train_dataset, eval_dataset, needs_prompt)  # before a seed is set: transforms may draw
@@ -108,24 +109,31 @@ class MXFP4GRPOTrainer(QuantizedTrainerMixin, GRPOTrainer):
             reward_funcs = list(reward_funcs)  # TRL adds to the list
         with vllm_in_scheme(args):
             super().__init__(model, reward_funcs, args, train_dataset, eval_dataset, **kwargs)
-        names = self.reward_func_names  # with the rewards of environments
-        self.reward_funcs: list[Any] = list(map(guard_reward, self.reward_funcs, names))
+        # TRL has added the rewards of environments to both lists.
+        self.reward_funcs: list[Any] = list(map(guard_reward, self.reward_funcs, self.reward_func_names))
         self.n_quantized = count_quantized(self.model)
         check_tokens(self._tokenizer, prompts)
-        baseline = "" if args.allow_full_precision else "set allow_full_precision=True for a baseline"
-        check_policy(self.model, self.n_quantized, otherwise=baseline)
+        advice = "set allow_full_precision=True for a baseline"
+        if args.allow_full_precision:
+            advice = ""
+        check_policy(self.model, self.n_quantized, otherwise=advice)
         check_reference(self.model, self.ref_model)
         self._make_components(args)
         self._add_callbacks(args)
+        n_norms = 0
+        if self.noise is not None:
+            n_norms = len(self.noise.norms)
         get_logger().info(
             "MXFP4GRPOTrainer: n_quantized=%d, noise on %d norms, rollout correction %s",
-            self.n_quantized, len(self.noise.norms) if self.noise is not None else 0, args.rollout_correction,
+            self.n_quantized, n_norms, args.rollout_correction,
         )  # fmt: skip
 
     def _make_components(self, args: MXFP4GRPOConfig) -> None:
         """Make the components of a training step, which the docstring of this module lists."""
         self.quantization = StepQuantization(self.model, self.ref_model, args, self.accelerator, self._record)
-        self.noise = NormNoise(self.model, args.seed) if args.aqn else None
+        self.noise: NormNoise | None = None
+        if args.aqn:
+            self.noise = NormNoise(self.model, args.seed)
         self._warned_of_noise = False
         self.correction = RolloutCorrection(args, self.accelerator, self._record)
         self.routing: RouterReplay | None = None
@@ -158,7 +166,9 @@ class MXFP4GRPOTrainer(QuantizedTrainerMixin, GRPOTrainer):
         """Add what measures, and what watches a run."""
         for attribute, measurement in MEASUREMENTS.items():
             every = getattr(args, measurement.option)
-            callback = measurement.for_trainer(self, every) if every else None
+            callback = None
+            if every:
+                callback = measurement.for_trainer(self, every)
             setattr(self, attribute, callback)
             if callback is not None:
                 self.add_callback(callback)
@@ -227,6 +237,7 @@ class MXFP4GRPOTrainer(QuantizedTrainerMixin, GRPOTrainer):
         return self.args.noise_schedule.sigma(self.state.global_step, self.state.max_steps)
 
     def _log_noise(self, sigma: float) -> None:
+        """Record the noise of a rollout; warn once when rounding has taken it away."""
         report = self.noise.last_report
         self._record("aqn/sigma", sigma)
         self._record("aqn/measured_std", report.measured_std)
@@ -254,6 +265,8 @@ class MXFP4GRPOTrainer(QuantizedTrainerMixin, GRPOTrainer):
         return completions, log_probs
 
     def _push_rollout_policy_to_vllm(self) -> None:
+        """Have TRL push to vLLM what the policy computes with, noise included, in place of its master weights."""
+
         def rollout() -> tuple[int, float]:
             return self.state.global_step, self._sigma()
 

@@ -78,8 +78,9 @@ class VLLMPolicy:
         if self._is_adapted_trainable:
             adapter_sums(model)  # raises for adapters that cannot be pushed
         # At the level at which TRL lets vLLM sleep, it throws weights away after each generation.
-        forgets = self._is_server or getattr(generation, "enable_sleep_mode", False)
-        self._pushed = None if forgets else PushedWeights(model)
+        self._pushed: PushedWeights | None = None
+        if not self._is_server and not getattr(generation, "enable_sleep_mode", False):
+            self._pushed = PushedWeights(model)
         self._walk = generation._iter_named_params
         self._sync_of_trl = generation.sync_weights
         generation._iter_named_params = self._parameters
@@ -99,8 +100,10 @@ class VLLMPolicy:
         is_push = not (self._is_server and getattr(self._generation, "_weight_metadata", ()) is None)
         named, merged, deltas, factors = self._of_policy()
         if self._pushed is not None:
-            norms = self._noise.norms if self._noise is not None and sigma > 0 else ()
-            self._pushed.begin({*merged, *deltas, *(f"{plain_name(name)}.weight" for name in norms)})
+            changing = {*merged, *deltas}
+            if self._noise is not None and sigma > 0:
+                changing.update(f"{plain_name(name)}.weight" for name in self._noise.norms)
+            self._pushed.begin(changing)
         # From the first tensor on, and until all of them are clean again.
         self.has_noise = self.has_noise or sigma > 0
         tensors = rollout_parameters(
@@ -126,7 +129,9 @@ class VLLMPolicy:
         # Of layers without adapters vLLM has zeros, unless it throws them away; a server is to load those of a layer
         # that is joined with one that has an adapter.
         everywhere = packs and self.engine.settings.adapter_rank > 0 and self._pushed is None
-        factors = adapter_factors(model, everywhere) if packs else {}
+        factors = {}
+        if packs:
+            factors = adapter_factors(model, everywhere)
         apart = {f"{name}.weight" for name in factors}
         if self._is_adapted_packed:
             return policy_parameters(model, packed=packs), adapted_parameters(model) - apart, {}, factors
@@ -220,12 +225,18 @@ def rollout_parameters(
     """
     check_forward(model)
     quantized = {plain_name(matrix.full_name): matrix for matrix in trainable_matrices(model)}
+    # What is met is taken out; what is left at the end met no name.
     deltas = dict(deltas or {})
     factors = dict(factors or {})
-    noisy_norms = noise.norms if noise is not None and sigma > 0 else ()
-    norms = {plain_name(name): index for index, name in enumerate(noisy_norms)}
-    left_out = set() if pushed is None else pushed.left_out
-    n_quantized = n_noisy = n_elements = 0
+    norms: dict[str, int] = {}
+    if noise is not None and sigma > 0:
+        norms = {plain_name(name): index for index, name in enumerate(noise.norms)}
+    left_out: set[str] = set()
+    if pushed is not None:
+        left_out = pushed.left_out
+    n_quantized = 0
+    n_noisy = 0
+    n_elements = 0
     energy = 0.0  # of the noise, after rounding
     for name, tensor in named:
         owner = name.removesuffix(".weight")
@@ -242,7 +253,10 @@ def rollout_parameters(
         elif is_clean and matrix is None:
             yield name, tensor
         else:
-            value = tensor.detach() if matrix is None else matrix.layer_values(tensor)
+            if matrix is None:
+                value = tensor.detach()
+            else:
+                value = matrix.layer_values(tensor)
             if delta is not None:
                 value = (value.float() + delta()).to(value.dtype)
             served_dtype = dtype or value.dtype

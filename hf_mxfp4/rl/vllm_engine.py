@@ -70,13 +70,16 @@ def vllm_in_scheme(args: Any) -> Iterator[None]:
 
 def _options(model: nn.Module, args: Any) -> dict[str, Any]:
     """Return what to add to the options that TRL makes its colocated vLLM with."""
-    options: dict[str, Any] = {EXPERTS_OPTION: True} if args.router_replay else {}
+    options: dict[str, Any] = {}
+    if args.router_replay:
+        options[EXPERTS_OPTION] = True
     config, description = quantization_config(model, args)
     if config is not None:
         get_logger().info("vLLM is started in the scheme of the policy, %s", description)
         return {**options, "hf_overrides": {"quantization_config": config}}
-    is_expected = args.vllm_weights == "checkpoint" or not _quantized(model)
-    log = get_logger().info if is_expected else get_logger().warning
+    log = get_logger().warning
+    if args.vllm_weights == "checkpoint" or not _quantized(model):
+        log = get_logger().info
     log("vLLM is started on the checkpoint of the policy as it is, and not in its scheme: %s", description)
     return options
 
@@ -142,7 +145,9 @@ def _slow_experts(model: nn.Module) -> str | None:
 
 def needs_dense(model: nn.Module) -> str | None:
     """Return why vLLM cannot keep the weights of the policy in 4 bits; `None` where it can."""
-    return "adapters on experts are added to them" if has_inseparable_adapters(model) else None
+    if has_inseparable_adapters(model):
+        return "adapters on experts are added to them"
+    return None
 
 
 def check_forward(model: nn.Module) -> None:

@@ -43,7 +43,10 @@ class _ComponentsCallback(PeriodicCallback):
             return
         for key in next(iter(components.values())):
             values = [metrics[key] for metrics in components.values() if not math.isnan(metrics[key])]
-            self.record(key, sum(values) / len(values) if values else math.nan)
+            mean = math.nan
+            if values:
+                mean = sum(values) / len(values)
+            self.record(key, mean)
 
 
 class ErrorCallback(_ComponentsCallback):
@@ -123,7 +126,9 @@ class ActivationErrorCallback(_ComponentsCallback):
 
     def on_step_begin(self, args, state, control, **kwargs):
         step = state.global_step + 1
-        self._step = step if step == 1 or self.is_due(state, step) else None
+        self._step = None
+        if step == 1 or self.is_due(state, step):
+            self._step = step
 
     @contextlib.contextmanager
     def observing(self, attention_mask: torch.Tensor) -> Iterator[None]:
@@ -170,8 +175,10 @@ def _observer(components: dict[str, dict[str, float]], name: str, layer: nn.Modu
     def observe(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         if name in components:  # gradient checkpointing runs layers twice
             return
+        # Models may give the input by name.
         x = args[0] if args else next(iter(kwargs.values()))
         rows = x.detach().reshape(-1, x.shape[-1])
+        # Where a layer sees every token of the batch, padding is left out.
         if len(rows) == mask.numel():
             rows = rows[mask.flatten().bool()]
         stride = math.ceil(len(rows) / _MAX_TOKENS)

@@ -43,7 +43,9 @@ class RunLogCallback(TrainerCallback):
             self._write("log", **{**state.log_history[-1], "step": state.global_step})
 
     def on_train_end(self, args, state, control, **kwargs):
-        reason = "stopped early by a callback" if state.global_step < state.max_steps else "finished"
+        reason = "finished"
+        if state.global_step < state.max_steps:
+            reason = "stopped early by a callback"
         self._write("end", step=state.global_step, reason=reason, error=None)
 
     def stopped_by(self, error: BaseException, state: TrainerState) -> None:
@@ -81,23 +83,42 @@ class RunLogCallback(TrainerCallback):
 def run_facts(trainer: Trainer) -> dict[str, Any]:
     """Return model, scheme, counts of layers, options and which differ from their defaults, versions and machine."""
     model = trainer.accelerator.unwrap_model(trainer.model)
-    report = getattr(model, "quantization_report", None)
-    config = getattr(model.config, "quantization_config", None)
     options = trainer.args.to_dict()
+
+    scheme = "full precision"
+    n_skipped = None
+    skipped: list[str] = []
+    weight_sqnr_db = None
+    report = getattr(model, "quantization_report", None)
+    if report is not None:
+        scheme = report.scheme
+        n_skipped = report.n_skipped
+        skipped = list(report.skipped[:8])
+        weight_sqnr_db = report.sqnr_db
+
+    quantization = getattr(model.config, "quantization_config", None)
+    if hasattr(quantization, "to_dict"):
+        quantization = quantization.to_dict()
+
+    # An iterable dataset has no length.
+    train_rows = None
+    if hasattr(trainer.train_dataset, "__len__"):
+        train_rows = len(trainer.train_dataset)
+
     return {
         "model": getattr(model.config, "_name_or_path", "") or type(model).__name__,
         "architecture": type(model).__name__,
         "parameters": count_parameters(model),
         "trained_parameters": sum(_size(p) for p in model.parameters() if p.requires_grad),
-        "scheme": report.scheme if report else "full precision",
+        "scheme": scheme,
         "n_quantized": trainer.n_quantized,
-        "n_skipped": report.n_skipped if report else None,
-        "skipped": list(report.skipped[:8]) if report else [],
-        "weight_sqnr_db": report.sqnr_db if report else None,
-        "train_rows": len(trainer.train_dataset) if hasattr(trainer.train_dataset, "__len__") else None,
+        "n_skipped": n_skipped,
+        "skipped": skipped,
+        "weight_sqnr_db": weight_sqnr_db,
+        "train_rows": train_rows,
         "options": options,
         "changed_options": _changed(trainer.args, options),
-        "quantization": config.to_dict() if hasattr(config, "to_dict") else config,
+        "quantization": quantization,
         "processes": trainer.args.world_size,
         "device": str(trainer.args.device),
         "distributed": str(trainer.accelerator.distributed_type).removeprefix("DistributedType."),
@@ -121,8 +142,11 @@ def _changed(args: Any, options: dict[str, Any]) -> list[str]:
     """Return the names of the options whose values are not their defaults."""
     changed = []
     for option in fields(args):
-        if option.init and option.name in options:
-            default = option.default if option.default_factory is MISSING else option.default_factory()
-            if getattr(args, option.name) != default:
-                changed.append(option.name)
+        if not option.init or option.name not in options:
+            continue
+        default = option.default
+        if option.default_factory is not MISSING:
+            default = option.default_factory()
+        if getattr(args, option.name) != default:
+            changed.append(option.name)
     return changed
