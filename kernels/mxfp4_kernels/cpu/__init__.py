@@ -129,7 +129,9 @@ def load() -> tuple[ctypes.CDLL | None, str | None]:
         library = _open()
         for name, arguments in _SIGNATURES.items():
             function = getattr(library, name)
-            function.argtypes, function.restype = arguments, _INT64 if "_rows" in name else None
+            function.argtypes = arguments
+            function.restype = None
+        library.mxfp4_product_rows.restype = _INT64
         ctypes.c_int.in_dll(library, "mxfp4_process").value = _PROCESS
     except (CompilationError, OSError, AttributeError) as error:
         return None, str(error)
@@ -137,7 +139,9 @@ def load() -> tuple[ctypes.CDLL | None, str | None]:
 
 
 def _open() -> ctypes.CDLL:
-    key, folder = _key(), _cache_folder()
+    """Open the library in the cache, or compile it: into the cache, or else for this process alone."""
+    key = _key()
+    folder = _cache_folder()
     for path in sorted(folder.glob(f"{key}-*.so")) if folder is not None else ():
         with contextlib.suppress(OSError):  # not readable, or of a machine with another C library
             if _is_private(path) and path.stem == f"{key}-{_digest(path)}":
@@ -174,7 +178,7 @@ def _is_private(path: Path) -> bool:
 
 
 def _digest(path: Path) -> str:
-    """Of a library's bytes, in its name: a damaged one would end the process that loads it."""
+    """Return a digest of a library's bytes, which is in its name: a damaged one would end the process that loads it."""
     return hashlib.sha256(path.read_bytes()).hexdigest()[:20]
 
 
@@ -201,7 +205,8 @@ def _compile(folder: Path, key: str) -> Path:
     handle, name = tempfile.mkstemp(".part", f"{key}-", folder)  # threads, and containers, may share a process id
     os.close(handle)
     draft = Path(name)
-    started, message = time.perf_counter(), ""
+    started = time.perf_counter()
+    message = ""
     try:
         for tuning in _tuning():
             command = [compiler, *_FLAGS, *tuning.split(), *files, "-o", str(draft)]
@@ -223,6 +228,7 @@ def _compile(folder: Path, key: str) -> Path:
 
 
 def _tuning() -> tuple[str, ...]:
+    """Return the compiler's options for the instructions that the user asks for."""
     variant = os.environ.get(VARIANT_VARIABLE, "native")
     if variant not in _TUNING:
         raise CompilationError(f"{VARIANT_VARIABLE}={variant} is not known; choose one of {', '.join(_TUNING)}")
@@ -234,9 +240,12 @@ def _tuning() -> tuple[str, ...]:
 
 def in_memory(x: torch.Tensor) -> torch.Tensor:
     """Return ``x`` with contiguous elements in memory. Raises `RuntimeError` where its storage was freed."""
-    contiguous, n_bytes = x.is_contiguous(), x.nbytes
-    if n_bytes and not contiguous:
-        n_bytes = (1 + sum((n - 1) * step for n, step in zip(x.shape, x.stride(), strict=True))) * x.itemsize
+    is_contiguous = x.is_contiguous()
+    # Bytes from the first element to the last.
+    n_bytes = x.nbytes
+    if n_bytes and not is_contiguous:
+        last_element = sum((n - 1) * step for n, step in zip(x.shape, x.stride(), strict=True))
+        n_bytes = (1 + last_element) * x.itemsize
     if n_bytes and n_bytes + x.storage_offset() * x.itemsize > x.untyped_storage().nbytes():
         raise RuntimeError(
             f"the memory of a tensor {list(x.shape)} was freed (FSDP frees parameters between passes); "
@@ -244,7 +253,9 @@ def in_memory(x: torch.Tensor) -> torch.Tensor:
         )
     if x.is_neg() or x._is_zerotensor():
         return x.detach().clone(memory_format=torch.contiguous_format)
-    return x if contiguous else x.detach().contiguous()
+    if is_contiguous:
+        return x
+    return x.detach().contiguous()
 
 
 def checked_parts(
@@ -252,11 +263,11 @@ def checked_parts(
 ) -> list[torch.Tensor | None]:
     """Return the parts of a packed tensor as [`in_memory`] does, whose axes are those ``leading`` and one of a size of
     `part_sizes`. Raises `ValueError` for parts of other shapes and `RuntimeError` for one that is not on the CPU."""
-    found: list[torch.Tensor | None] = []
+    checked: list[torch.Tensor | None] = []
     rows = math.prod(leading)
     for name, part, size in zip(PARTS, parts, sizes, strict=True):
         if part is None and size is None:
-            found.append(None)
+            checked.append(None)
             continue
         if part is not None and not part.is_cpu:
             raise RuntimeError(f"the packed weight is on {part.device}, its input on cpu; move one of them")
@@ -264,14 +275,18 @@ def checked_parts(
             actual = "missing" if part is None else f"{part.dtype} {list(part.shape)}"
             expected = "none" if size is None else f"torch.uint8 {[*leading, size]}"
             raise ValueError(f"{name} of a packed tensor is {actual}; its scheme and length need {expected}")
-        whole = part.is_contiguous() and part.untyped_storage().nbytes() == rows * size
-        found.append(part if whole else in_memory(part))
-    return found
+        # A part that fills its storage needs no closer look.
+        if not part.is_contiguous() or part.untyped_storage().nbytes() != rows * size:
+            part = in_memory(part)
+        checked.append(part)
+    return checked
 
 
 def address(tensor: torch.Tensor | None) -> int | None:
     """Return where a tensor begins in memory, `None` for none."""
-    return None if tensor is None else tensor.data_ptr()
+    if tensor is None:
+        return None
+    return tensor.data_ptr()
 
 
 def check_product(x: torch.Tensor, bias: torch.Tensor | None, in_features: int, leading: tuple[int, ...]) -> None:
@@ -311,15 +326,21 @@ def over_rows(name: str, rows: torch.Tensor, described: tuple[Any, int], *rest: 
             quantization take as long as one under this scheme.
         rest: addresses of values, where they are written, and of `PARTS`; `None` for those that are not there.
     """
-    length, size = rows.shape[-1], rows.numel()
+    length = rows.shape[-1]
+    size = rows.numel()
     scheme, cost = described
     function = getattr(load()[0], name)
     function(rows.data_ptr(), TYPES[rows.dtype], length, scheme, size // length, threads_for(size * cost), *rest)
 
 
 def threads_for(cost: int) -> int:
-    """All threads that torch computes with, or one for little work: OpenMP ends threads that it is not asked for."""
-    return torch.get_num_threads() if cost > _WORTH_A_THREAD else 1
+    """Return all threads that torch computes with, or one for little work.
+
+    It is never a number between: OpenMP ends threads that it is not asked for, and would start them again.
+    """
+    if cost <= _WORTH_A_THREAD:
+        return 1
+    return torch.get_num_threads()
 
 
 def rotate(x: torch.Tensor, size: int) -> torch.Tensor:
@@ -329,6 +350,7 @@ def rotate(x: torch.Tensor, size: int) -> torch.Tensor:
         raise ValueError(f"rows of {x.shape[-1]} elements cannot be rotated in blocks of {size}")
     rows = in_memory(x)
     out = torch.empty_like(rows, dtype=torch.float32)
-    count, threads = rows.numel() // size, threads_for(rows.numel())
+    count = rows.numel() // size
+    threads = threads_for(rows.numel())
     load()[0].mxfp4_rotate(rows.data_ptr(), TYPES[x.dtype], out.data_ptr(), size, size**-0.5, count, threads)
     return out

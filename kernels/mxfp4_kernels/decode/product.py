@@ -256,8 +256,11 @@ class PackedProduct:
     """
 
     def __init__(self, n: int, k: int, scheme: Scheme, device: torch.device, n_experts: int | None = None):
-        self.n, self.k, self.n_experts = n, k, n_experts
-        self.scheme, self.device = scheme, device
+        self.n = n
+        self.k = k
+        self.n_experts = n_experts
+        self.scheme = scheme
+        self.device = device
         self._alpha = scheme.alpha
         self._has_neighbours = device.type == "cuda" and torch.cuda.device_count() > 1
         self._launches: dict[int, Launch] = {}
@@ -324,7 +327,10 @@ class PackedProduct:
         return result
 
     def _plan(self, n_rows: int) -> Launch:
-        gpu, rows, n_experts = gpu_of(self.device), n_rows, self.n_experts
+        """Choose the tile for this many rows, and how many programs share one."""
+        gpu = gpu_of(self.device)
+        rows = n_rows
+        n_experts = self.n_experts
         if n_experts is not None:
             # The mean of the experts that can have any.
             mean = n_rows / max(1, min(n_rows, n_experts))
@@ -338,7 +344,8 @@ class PackedProduct:
             # Whatever the counts: at most one tile of each expert that has rows is not full, and each has a row.
             slots = min(n_rows // config.BM + min(n_rows, n_experts), n_rows)
         weight = weight_constants(self.n, self.k, n_experts or 0, self.scheme, config, self.device.type == "cuda")
-        tiles, steps = slots * triton.cdiv(self.n, config.BN), triton.cdiv(self.k, weight.BK)
+        tiles = slots * triton.cdiv(self.n, config.BN)
+        steps = triton.cdiv(self.k, weight.BK)
         of_split = split_steps(steps, tiles, config.num_warps, gpu.multiprocessors)
         options = {"WEIGHT": weight, "num_warps": config.num_warps, "num_stages": config.num_stages}
         return Launch((tiles, triton.cdiv(steps, of_split)), of_split, options)
