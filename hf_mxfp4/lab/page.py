@@ -31,7 +31,9 @@ def number(value: float, digits: int) -> str:
     """Return ``value`` with so many decimals; a dash where it does not exist."""
     if math.isnan(value):
         return "-"
-    return "inf" if math.isinf(value) else f"{value:,.{digits}f}"
+    if math.isinf(value):
+        return "inf"
+    return f"{value:,.{digits}f}"
 
 
 def _png_base64(figure: Figure) -> Markup:
@@ -43,7 +45,9 @@ def _png_base64(figure: Figure) -> Markup:
 
 def _printable(value: Any) -> Any:
     """Escape control characters in text that comes from files; parts of the page itself are `Markup`."""
-    return printable(value) if isinstance(value, str) and not isinstance(value, Markup) else value
+    if isinstance(value, str) and not isinstance(value, Markup):
+        return printable(value)
+    return value
 
 
 @functools.cache

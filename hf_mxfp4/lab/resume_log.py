@@ -119,4 +119,6 @@ def _open_or_make(path: str, flags: int) -> int:
 
 
 def _words(value: object) -> str:
-    return ", ".join(map(str, value)) if isinstance(value, list) else str(value)
+    if isinstance(value, list):
+        return ", ".join(map(str, value))
+    return str(value)

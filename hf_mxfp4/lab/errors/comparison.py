@@ -36,7 +36,7 @@ from .weights import SLICE_ELEMENTS, selected, weight_slices
 
 #: Sums over the elements of a tensor on both sides; those of two tensors add up.
 Sums = dict[str, float]
-#: Title of a column, the number it shows, its unit, and its decimals.
+#: Title of a column, the number it shows, what it is multiplied by, and its decimals.
 Column = tuple[str, str, float, int]
 
 _COLUMNS: tuple[Column, ...] = (
@@ -92,9 +92,13 @@ class Comparison:
 
     def worst(self, count: int = 20) -> list[str]:
         """Return the tensors with the largest error; those for which it is not defined are left out."""
-        values = {name: self.derive(self.sums[name])[self.order] for name in sorted(self.sums, key=natural_key)}
-        known = [name for name, value in values.items() if not math.isnan(value)]
-        return sorted(known, key=lambda name: -values[name])[:count]
+        values = {}
+        for name in sorted(self.sums, key=natural_key):
+            value = self.derive(self.sums[name])[self.order]
+            if not math.isnan(value):
+                values[name] = value
+        # Sorting is stable: equal ones stay in the order of their names.
+        return sorted(values, key=lambda name: -values[name])[:count]
 
     def tables(self, worst: int = 20) -> list[tuple[str, list[list[str]]]]:
         """Return the titles and rows of cells of the tables, under the headings ``"tensors"`` and [`columns`]."""
@@ -109,12 +113,15 @@ class Comparison:
 
     def to_dict(self) -> dict[str, Any]:
         """Return all of it, JSON-clean; numbers that do not exist are null."""
+        total = {}
+        if self.sums:
+            total = self.derive(self.total())
         return json_clean(
             {
                 "first": self.first,
                 "second": self.second,
                 "scheme": self.scheme,
-                "total": self.derive(self.total()) if self.sums else {},
+                "total": total,
                 "by_layer_type": {name: self.derive(sums) for name, sums in self.by_layer_type().items()},
                 "worst": self.worst(),
                 "tensors": {name: self.derive(sums) for name, sums in self.sums.items()},
@@ -176,15 +183,16 @@ def compare_checkpoints(
         scheme=str(scheme),
         lines=[f"A: {first.name}", f"B: {second.name}"],
     )
-    mine = _selected(first, exclude, result.problems)
-    theirs = _selected(second, exclude, result.problems)
-    result.only_first = sorted(mine.keys() - theirs.keys(), key=natural_key)
-    result.only_second = sorted(theirs.keys() - mine.keys(), key=natural_key)
-    common = sorted(mine.keys() & theirs.keys(), key=natural_key)
+    in_first = _selected(first, exclude, result.problems)
+    in_second = _selected(second, exclude, result.problems)
+    result.only_first = sorted(in_first.keys() - in_second.keys(), key=natural_key)
+    result.only_second = sorted(in_second.keys() - in_first.keys(), key=natural_key)
+    common = sorted(in_first.keys() & in_second.keys(), key=natural_key)
     if not common and not result.problems:
         raise SourceError(f"{first.name} and {second.name} have no tensor to quantize in common")
     for name in common:
-        (a, axis), (b, other_axis) = mine[name], theirs[name]
+        a, axis = in_first[name]
+        b, other_axis = in_second[name]
         if a.shape != b.shape or axis != other_axis:
             result.problems.append(Problem(name, f"shapes differ: {list(a.shape)} and {list(b.shape)}"))
             continue
@@ -230,8 +238,15 @@ def compare_packed(
     packed_folder = open_checkpoint(packed.folder)
     folder = open_checkpoint(original.folder)
     foreign = _foreign_format(packed_folder.quantization)
-    stored = PackedSource(packed_folder) if foreign is None else ForeignSource(packed_folder, foreign)
-    masters = MasterSource(folder, stored.config if own_config(folder) is None else None)
+    if foreign is None:
+        stored: PackedSource | ForeignSource = PackedSource(packed_folder)
+    else:
+        stored = ForeignSource(packed_folder, foreign)
+    # An original without a scheme has its layers found as the packed one has them.
+    config = None
+    if own_config(folder) is None:
+        config = stored.config
+    masters = MasterSource(folder, config)
     names = list(dict.fromkeys([*stored.shapes, *masters.shapes]))
     if unmatched := selection.unmatched(names):
         raise SourceError(f"no quantized layer of {packed.name} matches the pattern {unmatched[0]!r}")
@@ -261,9 +276,11 @@ def compare_packed(
     )
     for name in common:
         shape = masters.shapes[name]
-        sizes = [[len(s.matrices), s.out_features, s.in_features] for s in (shape, stored.shapes[name])]
-        if sizes[0] != sizes[1]:
-            result.problems.append(Problem(name, f"shapes differ: {sizes[0]} and {sizes[1]}"))
+        stored_shape = stored.shapes[name]
+        size = [len(shape.matrices), shape.out_features, shape.in_features]
+        stored_size = [len(stored_shape.matrices), stored_shape.out_features, stored_shape.in_features]
+        if size != stored_size:
+            result.problems.append(Problem(name, f"shapes differ: {size} and {stored_size}"))
             continue
         try:
             result.sums[name] = _added(_compare_matrix(masters, stored, name, part, repack) for part in shape.matrices)
@@ -281,11 +298,14 @@ def _numbers(sums: Sums) -> dict[str, float]:
     first = quotient(sums["first_noise"], sums["first"])
     second = quotient(sums["second_noise"], sums["second"])
     ratio = quotient(second, first)
+    sqnr_gain_db = math.nan
+    if ratio > 0:
+        sqnr_gain_db = -10 * math.log10(ratio)
     return {
         "first_relative_mse": first,
         "second_relative_mse": second,
         "mse_ratio": ratio,
-        "sqnr_gain_db": -10 * math.log10(ratio) if ratio > 0 else math.nan,
+        "sqnr_gain_db": sqnr_gain_db,
         "relative_difference": math.sqrt(quotient(sums["distance"], sums["first"])),
     }
 
@@ -293,8 +313,11 @@ def _numbers(sums: Sums) -> dict[str, float]:
 def _packed_numbers(sums: Sums) -> dict[str, float]:
     """Return the numbers of the tables of an original and its packed weights."""
     relative = quotient(sums["noise"], sums["energy"])
+    sqnr_db = math.inf
+    if relative != 0:
+        sqnr_db = -10.0 * math.log10(relative)
     numbers = {
-        "sqnr_db": math.inf if relative == 0 else -10.0 * math.log10(relative),
+        "sqnr_db": sqnr_db,
         "relative_mse": relative,
         "relative_difference": math.sqrt(relative),
     }
@@ -304,6 +327,7 @@ def _packed_numbers(sums: Sums) -> dict[str, float]:
 
 
 def _compare_tensor(a: StoredTensor, b: StoredTensor, axis: int, scheme: OperandScheme, on_bytes: OnBytes) -> Sums:
+    """Return the sums of two tensors in full precision: their errors under a scheme, and their distance."""
     parts = []
     for x, y in zip(weight_slices(a, axis, [scheme]), weight_slices(b, axis, [scheme]), strict=True):
         bad = int((~torch.isfinite(x)).sum()) + int((~torch.isfinite(y)).sum())
@@ -345,27 +369,34 @@ def _compare_matrix(masters: MasterSource, stored: LayerSource, name: str, exper
 
 
 def _values(stored: LayerSource, packed: dict[str, torch.Tensor], columns: int) -> torch.Tensor:
+    """Return the float32 values of the packed parts of a matrix with this many columns."""
     config = stored.config
     return weight_values(packed, columns, config.weight_scheme, torch.float32, config.backend, config.weight_rotation)
 
 
 def _compare_rest(masters: LayerSource, stored: LayerSource, problems: list[Problem]) -> dict[str, list[str]]:
     """Return the names of tensors that are not quantized, with the same values on both sides or with others."""
-    names: dict[str, list[str]] = {"same": [], "changed": []}
+    same: list[str] = []
+    changed: list[str] = []
     for name in sorted(masters.rest.keys() & stored.rest.keys(), key=natural_key):
         try:
-            same = _same_values(masters.rest[name], stored.rest[name])
+            is_same = _same_values(masters.rest[name], stored.rest[name])
         except ShardError as error:
             problems.append(Problem(name, str(error)))
             continue
-        names["same" if same else "changed"].append(name)
-    return names
+        if is_same:
+            same.append(name)
+        else:
+            changed.append(name)
+    return {"same": same, "changed": changed}
 
 
 def _same_values(a: StoredTensor, b: StoredTensor) -> bool:
     """Compare two tensors, some of their rows at a time."""
-    if a.shape != b.shape or not a.shape:
-        return a.shape == b.shape  # no format stores a weight as a scalar
+    if a.shape != b.shape:
+        return False
+    if not a.shape:
+        return True  # no format stores a weight as a scalar
     step = max(1, SLICE_ELEMENTS // max(1, math.prod(a.shape[1:])))
     for start in range(0, a.shape[0], step):
         stop = min(start + step, a.shape[0])
@@ -390,11 +421,13 @@ def _packed_lines(result: Comparison, same: Sequence[str], changed: Sequence[str
         )
     elif "otherwise" in total:
         lines.append("B holds exactly what packing A now gives")
-    names = ""
+    rest = f"tensors that are not quantized: {len(same)} the same, {len(changed)} with other values"
     if changed:
-        more = ", ..." if len(changed) > 5 else ""
-        names = f" ({', '.join(changed[:5])}{more})"
-    lines.append(f"tensors that are not quantized: {len(same)} the same, {len(changed)} with other values{names}")
+        names = changed[:5]
+        if len(changed) > 5:
+            names = [*names, "..."]
+        rest += f" ({', '.join(names)})"
+    lines.append(rest)
     return lines
 
 

@@ -46,8 +46,10 @@ class Selection:
 
         Raises `SourceError` for a quantized one, and `ValueError` for a model that is not known or not supported.
         """
-        own = source.scheme
-        axes = _quantized_axes(source, own, exclude) if source.config else None
+        scheme = source.scheme
+        axes = None
+        if source.config:
+            axes = _quantized_axes(source, scheme, exclude)
         return cls(tuple(exclude), axes)
 
     def reason_against(self, name: str) -> str | None:
@@ -65,7 +67,9 @@ class Selection:
             return by_name
         if tensor.name in self.axes:
             return self.axes[tensor.name]
-        return by_name if isinstance(by_name, str) else "left alone by the model's structure or its scheme"
+        if isinstance(by_name, str):
+            return by_name
+        return "left alone by the model's structure or its scheme"
 
     def unmatched(self, names: Sequence[str]) -> list[str]:
         """Return the patterns that match none of the tensor names."""
@@ -85,13 +89,23 @@ def location_of(tensor: str) -> tuple[str, int | None]:
     numbers = [i for i, part in enumerate(parts) if part.isdigit()]
     if not numbers:
         return ".".join(parts), None
-    rest = [part for part in parts[numbers[0] + 1 :] if not part.isdigit()]
-    return ".".join(rest) or ".".join(parts[: numbers[0]]), int(parts[numbers[0]])
+    place = numbers[0]
+    below = [part for part in parts[place + 1 :] if not part.isdigit()]
+    if not below:
+        below = parts[:place]
+    return ".".join(below), int(parts[place])
 
 
 def natural_key(name: str) -> list[tuple[int, int | str]]:
     """Return a key that sorts "layers.2" before "layers.10"."""
-    return [(0, int(part)) if part.isdigit() else (1, part) for part in re.split(r"(\d+)", name) if part]
+    key: list[tuple[int, int | str]] = []
+    for part in re.split(r"(\d+)", name):
+        # The first element keeps numbers and texts from being compared.
+        if part.isdigit():
+            key.append((0, int(part)))
+        elif part:
+            key.append((1, part))
+    return key
 
 
 def classify(tensor: str, shape: Sequence[int], dtype: torch.dtype) -> int | str | None:
@@ -110,7 +124,10 @@ def classify(tensor: str, shape: Sequence[int], dtype: torch.dtype) -> int | str
     is_linear = len(shape) == 2 and tensor.endswith(".weight")
     if not is_expert and not is_linear:
         return "not the weight of a linear layer"
-    return -1 if dtype in _FLOATS else None
+    # Weights of other dtypes are quantized already.
+    if dtype not in _FLOATS:
+        return None
+    return -1
 
 
 def _quantized_axes(source: Source, own: MXFP4RLConfig | None, exclude: Sequence[str]) -> dict[str, int]:
@@ -126,7 +143,9 @@ def _quantized_axes(source: Source, own: MXFP4RLConfig | None, exclude: Sequence
     layers = quantizable_layers(names, config, tensors, own is not None)[0]
     axis_of_weight = {}
     for name, layer in layers.items():
-        axis = -1 if is_linear(layer) or not experts_layout(layer).is_transposed else 1
+        axis = -1
+        if not is_linear(layer) and experts_layout(layer).is_transposed:
+            axis = 1
         for weight in weight_names(layer):
             axis_of_weight[f"{name}.{weight}"] = axis
     axes = {name: axis_of_weight[place] for name, place in names.places.items() if place in axis_of_weight}
@@ -145,7 +164,13 @@ def conversion_rows(costs: Sequence[LayerCost]) -> list[list[str]]:
         sqnrs = [member.sqnr_db for member in members]
         shown = ["-", "-"]
         if action != "left":
-            shown = ["exact" if value == math.inf else f"{value:.2f}" for value in (median(sqnrs), min(sqnrs))]
+            shown = [_sqnr_cell(median(sqnrs)), _sqnr_cell(min(sqnrs))]
         count = sum(member.matrices for member in members)
         rows.append([layer_type, str(count), action, *shown, f"{bits_per_weight(members):.4g}"])
     return rows
+
+
+def _sqnr_cell(sqnr_db: float) -> str:
+    if sqnr_db == math.inf:
+        return "exact"
+    return f"{sqnr_db:.2f}"

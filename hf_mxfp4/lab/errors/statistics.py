@@ -73,11 +73,12 @@ class ErrorStatistics:
             return NotImplemented
         sums: dict[str, Any] = {}
         for field in dataclasses.fields(self):
-            mine, theirs = getattr(self, field.name), getattr(other, field.name)
+            first = getattr(self, field.name)
+            second = getattr(other, field.name)
             if field.name == "histogram":
-                sums[field.name] = tuple(map(operator.add, mine, theirs))
+                sums[field.name] = tuple(map(operator.add, first, second))
             else:
-                sums[field.name] = mine + theirs
+                sums[field.name] = first + second
         return ErrorStatistics(**sums)
 
     @property
@@ -192,7 +193,9 @@ def error_statistics(x: torch.Tensor, scheme: OperandScheme, *, axis: int = -1) 
     generator = None
     if scheme.rounding == "stochastic":
         generator = torch.Generator(x.device).manual_seed(0)
-    tensor_scale = nvfp4_tensor_scale(x) if scheme is NVFP4 else None
+    tensor_scale = None
+    if scheme is NVFP4:
+        tensor_scale = nvfp4_tensor_scale(x)
     total = ErrorStatistics()
     with torch.no_grad():
         for rows in _chunks(x, scheme):
@@ -205,7 +208,10 @@ def _chunks(x: torch.Tensor, scheme: OperandScheme) -> Iterator[torch.Tensor]:
     if x.numel() == 0:
         return
     tiles = max(1, CHUNK_ELEMENTS // x.shape[-1] // scheme.block_rows)
-    matrices = x.reshape(-1, *x.shape[-2:]) if x.dim() > 1 else x[None, None]
+    if x.dim() == 1:
+        matrices = x[None, None]
+    else:
+        matrices = x.reshape(-1, *x.shape[-2:])
     for matrix in matrices:
         yield from matrix.split(tiles * scheme.block_rows)
 
@@ -279,7 +285,9 @@ def _sum(x: torch.Tensor) -> float:
 
 def quotient(a: float, b: float) -> float:
     """Return ``a / b``; NaN where ``b`` is zero."""
-    return a / b if b else math.nan
+    if b == 0:
+        return math.nan
+    return a / b
 
 
 def _cosine(dot: float, a: float, b: float) -> float:
@@ -287,7 +295,10 @@ def _cosine(dot: float, a: float, b: float) -> float:
 
 
 def _variance(total: float, squares: float, count: int) -> float:
-    return max(0.0, squares / count - (total / count) ** 2) if count else math.nan
+    if count == 0:
+        return math.nan
+    # A variance of zero may come out below it by the last bits.
+    return max(0.0, squares / count - (total / count) ** 2)
 
 
 def sample(distribution: str, elements: int, seed: int) -> torch.Tensor:

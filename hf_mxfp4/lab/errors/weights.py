@@ -210,7 +210,9 @@ def _slices(tensor: StoredTensor, max_elements: int, multiple_of: int = 1) -> It
     within one matrix of the tensor; all but the last of a matrix have a multiple of ``multiple_of`` rows."""
     *matrices, rows, columns = tensor.shape
     step = max(1, max_elements // max(1, columns) // multiple_of) * multiple_of
-    indices = range(matrices[0]) if matrices else [None]
+    indices: Iterable[int | None] = [None]
+    if matrices:
+        indices = range(matrices[0])
     for index in indices:
         for start in range(0, rows, step):
             stop = min(start + step, rows)
@@ -227,7 +229,9 @@ def weight_slices(tensor: StoredTensor, axis: int, schemes: Sequence[OperandSche
         yield from _slices(tensor, SLICE_ELEMENTS, max(scheme.block_rows for scheme in schemes))
     else:
         for matrix in _slices(tensor, tensor.shape[-2] * tensor.shape[-1]):
-            yield matrix if axis == -1 else matrix.t()
+            if axis != -1:
+                matrix = matrix.t()
+            yield matrix
 
 
 def least_error(by_scheme: Mapping[str, ErrorStatistics]) -> str:
@@ -244,7 +248,9 @@ def least_error(by_scheme: Mapping[str, ErrorStatistics]) -> str:
             scheme, next_statistics = others[0]
             next_best = f", next is {scheme} with {next_statistics.sqnr_db:.2f}"
         parts.append(f"at {bits} bits an element {best} (SQNR {statistics.sqnr_db:.2f} dB{next_best})")
-    return f"Verdict, least error: {'; '.join(parts)}." if parts else ""
+    if not parts:
+        return ""
+    return f"Verdict, least error: {'; '.join(parts)}."
 
 
 def _grouped(results: Iterable[TensorResult], scheme: str, key: Callable[[TensorResult], Hashable]) -> dict:

@@ -78,9 +78,14 @@ def load(model: str, dtype: str = "auto", device: str = "auto") -> Loaded:
 
     path = Path(model).expanduser()
     _check_path(model, path)
-    name = str(path) if path.exists() else model
+    name = model
+    if path.exists():
+        name = str(path)
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
+    precision = dtype
+    if dtype != "auto":
+        precision = getattr(torch, dtype)
     try:
         options, _ = PreTrainedConfig.get_config_dict(name)
         refuse_kernels(options, name)
@@ -94,7 +99,6 @@ def load(model: str, dtype: str = "auto", device: str = "auto") -> Loaded:
             own = None
         elif own is not None:
             remove_scheme(config)  # the master weights, as they are
-        precision = dtype if dtype == "auto" else getattr(torch, dtype)
         loaded, info = kind.from_pretrained(
             name, config=config, dtype=precision, trust_remote_code=False, output_loading_info=True
         )
@@ -153,14 +157,18 @@ def rewrite_checkpoint(
         FolderError: ``out`` cannot be written.
     """
     # What is wrong with texts is known before a model is loaded.
-    texts = None if options is None else options.read()
+    texts = None
+    if options is not None:
+        texts = options.read()
     with atomic_folder(Path(out).expanduser().resolve(), overwrite=overwrite) as folder:
         loaded = load(str(model), "auto", device)
         if loaded.stored or loaded.own is not None:
             raise SourceError(f"{model} is quantized; take the original, and quantize what comes out")
         source = local_path(str(model), SIDE_FILES)[0]
         side_files = find_side_files(source)
-        batches = None if options is None else options.tokens(loaded.tokenizer, texts)
+        batches = None
+        if options is not None:
+            batches = options.tokens(loaded.tokenizer, texts)
         result = change(loaded.model, batches)
         with writing_to(Path(out)):
             loaded.model.save_pretrained(folder)

@@ -130,7 +130,9 @@ class _Run:
 
     def _scores(self, key: str, name: str, measure: _Measure) -> tuple[Score, ...]:
         """Return the scores of all texts, those in the log under ``key`` and those that ``measure`` finds."""
-        known = {} if self._log is None else self._log.scores(key)
+        known: dict[int, Score] = {}
+        if self._log is not None:
+            known = self._log.scores(key)
         for text in known.values():
             self._on_tokens(text.tokens, name)
 
@@ -181,6 +183,13 @@ def evaluate_checkpoint(
         check_same_tokens(loaded, reference)
         if reference.name in (FULL_PRECISION, AS_STORED):
             raise SourceError(f"a reference cannot be called {reference.name!r}; rename its folder")
+    reference_name = ""
+    reference_model = None
+    reference_identity = None
+    if reference is not None:
+        reference_name = reference.name
+        reference_model = reference.model
+        reference_identity = [reference.name, *reference.identity()]
     facts = {"dtype": loaded.dtype, "device": loaded.model.device.type}
     digest = hashlib.sha256(json.dumps([ids.tolist() for ids in batches]).encode()).hexdigest()[:16]
     header = {
@@ -190,7 +199,7 @@ def evaluate_checkpoint(
         "files": loaded.identity(),
         "texts": f"{len(batches)} with digest {digest}",
         **facts,
-        "reference": None if reference is None else [reference.name, *reference.identity()],
+        "reference": reference_identity,
     }
     with ScoreLog(log_path, header, overwrite=overwrite) as log:
         try:
@@ -199,12 +208,15 @@ def evaluate_checkpoint(
                 batches,
                 schemes,
                 stored=loaded.stored,
-                reference=None if reference is None else reference.model,
-                reference_name="" if reference is None else reference.name,
+                reference=reference_model,
+                reference_name=reference_name,
                 log=log,
                 on_tokens=on_tokens,
             )
         except ValueError as error:
             raise SourceError(str(error)) from error
-    base = None if reference is None and loaded.stored else rows[0].name
+    # Weights that are stored quantized have nothing to be compared with but a reference.
+    base = None
+    if reference is not None or not loaded.stored:
+        base = rows[0].name
     return Evaluation(loaded.name, Path(dataset).name, rows, base, facts)

@@ -75,7 +75,9 @@ class ModelScheme:
 
 
 def _bits_of(operand: OperandScheme) -> float | None:
-    return None if operand is FULL else bits_per_element(operand)
+    if operand is FULL:
+        return None
+    return bits_per_element(operand)
 
 
 def read_schemes(texts: list[str], own: MXFP4RLConfig | None = None) -> list[ModelScheme]:
@@ -113,11 +115,16 @@ def without_each(scheme: ModelScheme, model: nn.Module, unit: str) -> list[Model
         raise SourceError(str(error)) from error
     parts: dict[str, list[str]] = {}
     for name in layers:
-        part = location_of(name)[0]
         if unit == "layer":
+            # The name up to its first number; all of it where there is none.
             decoder_layer = re.match(r"(.*?\.\d+)\.", name)
-            part = decoder_layer[1] if decoder_layer else name
+            part = name
+            if decoder_layer:
+                part = decoder_layer[1]
+        else:
+            part, _ = location_of(name)
         parts.setdefault(part, []).append(name)
+    # Biases are not quantized.
     sizes = {name: sum(p.numel() for p in layer.parameters() if p.dim() > 1) for name, layer in layers.items()}
     schemes = []
     for part, names in parts.items():
@@ -133,7 +140,10 @@ def for_evaluation(config: MXFP4RLConfig) -> MXFP4RLConfig:
     the numbers of packed ones, and a checkpoint is measured as it is."""
     if config.mode == "qat" and not config.dither_ties:
         return config
-    seed = config.stochastic_seed if config.gemms().is_random else 0
+    # A seed of products that draw nothing would tell equal schemes apart.
+    seed = 0
+    if config.gemms().is_random:
+        seed = config.stochastic_seed
     return replace(config, mode="qat", dither_ties=False, stochastic_seed=seed)
 
 
@@ -194,9 +204,11 @@ def _scheme_options(text: str, kind: str, rest: str) -> dict[str, Any]:
     if text in PRESETS:
         return {"preset": text}
     if kind in _OPERANDS:
-        preset, schemes = kind, rest
+        preset = kind
+        schemes = rest
     else:
-        preset, schemes = "w4a4", text
+        preset = "w4a4"
+        schemes = text
     weights, slash, activations = schemes.partition("/")
     fprop = {"weight": str(parse_scheme(weights.replace("-hybrid", "-dynamic")))}
     if fprop["weight"] == NVFP4.value and preset == "w4a4" and not slash:
@@ -206,10 +218,14 @@ def _scheme_options(text: str, kind: str, rest: str) -> dict[str, Any]:
     elif preset in ("w4a16", "w4a8"):
         if slash:
             raise ValueError(f"{preset} quantizes weights alone in MXFP4; give one scheme, or w4a4:WEIGHTS/ACTIVATIONS")
+    elif activations == "full":
+        fprop["x"] = activations
     elif slash:
-        fprop["x"] = activations if activations == "full" else str(parse_scheme(activations))
+        fprop["x"] = str(parse_scheme(activations))
     else:
-        fprop["x"] = str(replace(cast(QuantScheme, parse_scheme(weights.replace("-hybrid", "-static"))), block_rows=1))
+        # That of the weights, without tiles.
+        scheme = cast(QuantScheme, parse_scheme(weights.replace("-hybrid", "-static")))
+        fprop["x"] = str(replace(scheme, block_rows=1))
     return {"preset": preset, "fprop": fprop}
 
 
@@ -219,7 +235,10 @@ def _options(file: Path) -> dict[str, Any]:
 
     try:
         content = file.read_text(encoding="utf-8")
-        options = json.loads(content) if file.suffix == ".json" else yaml.safe_load(content)
+        if file.suffix == ".json":
+            options = json.loads(content)
+        else:
+            options = yaml.safe_load(content)
     except (OSError, ValueError, yaml.YAMLError) as error:
         raise SourceError(f"{file} cannot be read: {' '.join(str(error).split())}") from error
     if isinstance(options, dict):

@@ -120,8 +120,10 @@ def score(
         for index in _indices(batches, only):
             ids = batches[index]
             logits = _logits(model, ids)
-            other = None if reference is None else reference.logits(index, ids)
-            scores.append(_scored(index, ids, logits, other))
+            reference_logits = None
+            if reference is not None:
+                reference_logits = reference.logits(index, ids)
+            scores.append(_scored(index, ids, logits, reference_logits))
             on_text(index, scores[-1])
     return scores
 
@@ -132,8 +134,10 @@ def in_full_precision(model: nn.Module) -> Iterator[None]:
 
     Raises `ValueError` for a model with packed layers.
     """
-    quantized = any(isinstance(module, QUANTIZED) for module in model.modules())
-    with full_precision(model) if quantized else contextlib.nullcontext():
+    if not any(isinstance(module, QUANTIZED) for module in model.modules()):
+        yield
+        return
+    with full_precision(model):
         yield
 
 
@@ -174,7 +178,10 @@ def _divergence(reference: torch.Tensor, own: torch.Tensor) -> float:
 
 
 def _indices(batches: Sequence[torch.Tensor], only: Sequence[int] | None) -> list[int]:
-    indices = list(range(len(batches)) if only is None else only)
+    """Return the indices of the texts to run. Raises `ValueError` for one that nothing is predicted in."""
+    if only is None:
+        only = range(len(batches))
+    indices = list(only)
     for index in indices:
         ids = batches[index]
         if ids.dim() != 2 or ids.shape[0] != 1 or ids.shape[1] < 2:

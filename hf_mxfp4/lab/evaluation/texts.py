@@ -58,7 +58,9 @@ class TextOptions:
         for number, row in enumerate(rows, 1):
             if not isinstance(row, dict):
                 raise SourceError(f"row {number} of {self.dataset} is not a JSON object; every line must be one")
-        return self._given(rows) if self._is_given(rows[0]) else self._joined(rows)
+        if self._is_given(rows[0]):
+            return self._given(rows)
+        return self._joined(rows)
 
     def _is_given(self, row: dict) -> bool:
         """Return whether rows have conversations or completions, and are no plain texts."""

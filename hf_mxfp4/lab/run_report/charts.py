@@ -70,9 +70,12 @@ class Chart:
 def _line(axes: Axes, record: RunRecord, key: str, label: str) -> bool:
     """Draw one logged quantity; return whether there was any value."""
     steps, values = _thinned(*record.series(key))
-    if steps:
-        axes.plot(steps, values, marker="." if len(steps) <= 60 else None, linewidth=1.2, label=label)
-    return bool(steps)
+    if not steps:
+        return False
+    # Points are visible one by one where they are few.
+    marker = "." if len(steps) <= 60 else None
+    axes.plot(steps, values, marker=marker, linewidth=1.2, label=label)
+    return True
 
 
 def _thinned(steps: Sequence[int], values: Sequence[float]) -> tuple[Sequence[int], Sequence[float]]:
@@ -305,7 +308,9 @@ def draw_charts(record: RunRecord) -> tuple[list[tuple[Chart, Figure]], list[Cha
         figure = Figure(figsize=(3.4, 2.7), layout="none")
         axes = figure.subplots()
         if chart.draw(axes, record):
-            figure.subplots_adjust(left=0.19, right=0.97, top=0.9, bottom=0.17 if axes.get_legend() is None else 0.33)
+            # A legend is below the axis.
+            bottom = 0.17 if axes.get_legend() is None else 0.33
+            figure.subplots_adjust(left=0.19, right=0.97, top=0.9, bottom=bottom)
             drawn.append((chart, figure))
         else:
             absent.append(chart)

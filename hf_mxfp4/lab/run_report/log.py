@@ -45,17 +45,23 @@ class RunRecord:
     @property
     def facts(self) -> dict[str, Any]:
         """Model, scheme, options, versions and machine of the last start; empty when the run did not write them."""
-        return self.starts[-1].get("facts", {}) if self.starts else {}
+        if not self.starts:
+            return {}
+        return self.starts[-1].get("facts", {})
 
     @property
     def step(self) -> int:
         """The last known step."""
-        entries = [*self.logs, self.end] if self.end else self.logs
-        return max((entry["step"] for entry in entries), default=0)
+        steps = [entry["step"] for entry in self.logs]
+        if self.end:
+            steps.append(self.end["step"])
+        return max(steps, default=0)
 
     @property
     def max_steps(self) -> int | None:
-        return self.starts[-1].get("max_steps") if self.starts else None
+        if not self.starts:
+            return None
+        return self.starts[-1].get("max_steps")
 
     def series(self, key: str) -> tuple[list[int], list[float]]:
         """Return steps and values of one logged quantity, finite ones alone."""
@@ -161,8 +167,11 @@ def _read_state(checkpoint: Path) -> RunRecord:
     except (OSError, *UNREADABLE) as error:
         raise RunLogError(f"{path} cannot be read: {error}") from error
     record = RunRecord(checkpoint, f"{checkpoint.name}/{TRAINER_STATE}")
-    beside = checkpoint.parent / RUN_LOG
-    whole = _read_lines(beside) if beside.is_file() else RunRecord(checkpoint, "")
+    # The log of the run, next to its checkpoints, has facts and evaluations that a Trainer's state lacks.
+    whole = RunRecord(checkpoint, "")
+    run_log = checkpoint.parent / RUN_LOG
+    if run_log.is_file():
+        whole = _read_lines(run_log)
     record.starts = whole.starts or [{"step": 0, "max_steps": max_steps, "facts": {}}]
     record.evaluations = [entry for entry in whole.evaluations if entry["step"] <= step]
     record.logs = history

@@ -51,6 +51,9 @@ def render_run(record: RunRecord) -> str:
     facts = record.facts
     options = facts.get("options", {})
     parts = [facts.get("architecture"), facts.get("scheme"), _when(record)]
+    overview = []
+    if facts:
+        overview = _overview(record)
     return render_page(
         "run_report",
         title=f"MXFP4 training run: {record.folder.resolve().name}",
@@ -62,7 +65,7 @@ def render_run(record: RunRecord) -> str:
         record=record,
         charts=drawn,
         absent=[[chart.title, chart.option] for chart in absent],
-        overview=_overview(record) if facts else [],
+        overview=overview,
         changed_options=_option_rows({name: options.get(name) for name in facts.get("changed_options", [])}),
         quantization=_option_rows(facts.get("quantization") or {}),
         options=_option_rows(options),
@@ -70,14 +73,20 @@ def render_run(record: RunRecord) -> str:
 
 
 def _overview(record: RunRecord) -> list[list[str]]:
+    """Return names and values of what ran, where, and how long it took."""
     facts = record.facts
     machine = facts.get("machine", {})
     cpu = machine.get("cpu", {})
     gpus = ", ".join(gpu["name"] for gpu in machine.get("gpus", [])) or "none"
     versions = ", ".join(f"{name} {version}" for name, version in facts.get("versions", {}).items() if version)
+    step_time = "not logged"
     times = record.values("step_time")
+    if times:
+        step_time = f"{sum(times) / len(times):.2f} s on average"
+    processes = str(facts.get("processes"))
     # accelerate's word for a single process is NO, which reads as an answer to another question.
-    engine = "" if facts.get("distributed") in (None, "NO") else f" ({facts['distributed']})"
+    if facts.get("distributed") not in (None, "NO"):
+        processes += f" ({facts['distributed']})"
     parameters = _millions(facts.get("parameters"))
     trained = _millions(facts.get("trained_parameters"))
     rows = [
@@ -85,13 +94,13 @@ def _overview(record: RunRecord) -> list[list[str]]:
         ["parameters", f"{parameters}, of which {trained} trained"],
         ["scheme", str(facts.get("scheme"))],
         ["training prompts", str(facts.get("train_rows"))],
-        ["processes", f"{facts.get('processes')}{engine}, on {facts.get('device')}"],
+        ["processes", f"{processes}, on {facts.get('device')}"],
         ["mixed precision", str(facts.get("precision"))],
         ["GPUs", gpus],
         ["CPU", f"{cpu.get('name')}, {cpu.get('cores')} cores"],
         ["system", str(machine.get("system"))],
         ["versions", versions],
-        ["time per step", f"{sum(times) / len(times):.2f} s on average" if times else "not logged"],
+        ["time per step", step_time],
         ["read from", f"{record.source} in {record.folder}"],
     ]
     began = record.starts[0].get("time")
@@ -102,7 +111,12 @@ def _overview(record: RunRecord) -> list[list[str]]:
 
 
 def _option_rows(options: dict[str, Any]) -> list[list[str]]:
-    return [[name, value if isinstance(value, str) else json.dumps(value)] for name, value in sorted(options.items())]
+    rows = []
+    for name, value in sorted(options.items()):
+        if not isinstance(value, str):
+            value = json.dumps(value)
+        rows.append([name, value])
+    return rows
 
 
 def _when(record: RunRecord) -> str:
@@ -115,13 +129,17 @@ def _when(record: RunRecord) -> str:
 
 
 def _millions(number: Any) -> str:
-    return f"{number / 1e6:,.2f} M" if is_number(number) else "unknown"
+    if not is_number(number):
+        return "unknown"
+    return f"{number / 1e6:,.2f} M"
 
 
 def _duration(seconds: float) -> str:
     minutes, seconds = divmod(int(seconds), 60)
     hours, minutes = divmod(minutes, 60)
-    return f"{hours} h {minutes} min" if hours else f"{minutes} min {seconds} s"
+    if hours:
+        return f"{hours} h {minutes} min"
+    return f"{minutes} min {seconds} s"
 
 
 class RunReportCallback(TrainerCallback):
