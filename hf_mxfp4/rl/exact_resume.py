@@ -183,7 +183,9 @@ class ExactResumeMixin(Mixin):
                 "that was never stopped only if the stream yields the same examples again",
                 type(self.train_dataset).__name__, epochs, steps,
             )  # fmt: skip
-        return epochs, 0 if self.args.ignore_data_skip else steps * self.args.gradient_accumulation_steps
+        if self.args.ignore_data_skip:
+            return epochs, 0
+        return epochs, steps * self.args.gradient_accumulation_steps
 
     def _run_epoch(self, *args, resume_from_checkpoint=None, **kwargs):
         # A Trainer takes one step more when it resumes from the last checkpoint of a finished run.

@@ -71,8 +71,9 @@ class CheckpointOnExit(TrainerCallback):
 
     def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
         # In float16 the optimizer itself leaves out updates that are not finite.
-        is_skipping = self.trainer.accelerator.scaler is not None
-        name = None if is_skipping else first_not_finite(model, gradients=True)
+        name = None
+        if self.trainer.accelerator.scaler is None:
+            name = first_not_finite(model, gradients=True)
         if name is not None:
             raise FloatingPointError(
                 f"the gradient of step {state.global_step + 1} holds NaN or infinity, among others that of {name}; the "

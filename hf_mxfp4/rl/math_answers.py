@@ -119,9 +119,10 @@ class _Worker:
                     process.stdin.write(json.dumps([answer, text]).encode() + b"\n")
                     process.stdin.flush()
                 reply = _read(process, seconds)
-                if reply:
-                    self._process = process
-                return reply == b"1" if reply else None
+                if not reply:
+                    return None
+                self._process = process
+                return reply == b"1"
             finally:
                 if process is not None and self._process is None:  # interrupted, too slow, or dead
                     _stop(process)
@@ -144,7 +145,10 @@ def _start() -> subprocess.Popen[bytes]:
 def _read(process: subprocess.Popen[bytes], seconds: float) -> bytes:
     """Return one byte; nothing when there is none in time, or when the process has ended."""
     stream = process.stdout.fileno()
-    return os.read(stream, 1) if select.select([stream], [], [], seconds)[0] else b""
+    readable, _, _ = select.select([stream], [], [], seconds)
+    if not readable:
+        return b""
+    return os.read(stream, 1)
 
 
 def _stop(process: subprocess.Popen[bytes]) -> None:

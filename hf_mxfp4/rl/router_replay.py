@@ -42,7 +42,10 @@ class RouterReplay:
         self.routers = find_routers(model)
         self._accelerator = accelerator
         self._record = record
-        self._recorder = ChoiceRecorder(model, self.routers) if llm is None else ServedChoices(llm, self.routers)
+        if llm is None:
+            self._recorder: ChoiceRecorder | ServedChoices = ChoiceRecorder(model, self.routers)
+        else:
+            self._recorder = ServedChoices(llm, self.routers)
         self._rows: list[torch.Tensor] | None = None
         self.is_scored_by_trl = is_scored_by_trl
         self._is_scored_next = False

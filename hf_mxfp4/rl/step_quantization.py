@@ -41,7 +41,8 @@ class StepQuantization:
         accelerator: Accelerator,
         record: Callable[[str, float], None],
     ):
-        self._accelerator, self._record = accelerator, record
+        self._accelerator = accelerator
+        self._record = record
         self._is_counted = any(isinstance(module, TRAINABLE) for module in model.modules())
         self._counts: Counter[str] = Counter()
         self._step: int | None = None
@@ -49,10 +50,15 @@ class StepQuantization:
         plugin = getattr(accelerator.state, "deepspeed_plugin", None)
         is_zero3 = plugin is not None and plugin.zero_stage == 3
         self.is_sharded = is_zero3 or getattr(accelerator.state, "fsdp_plugin", None) is not None
-        is_off = self.is_sharded or args.step_weights == "uncached"
-        self.form = "none" if is_off else args.step_weights
+        self.form = args.step_weights
+        # FSDP and ZeRO-3 free gathered weights between passes: there is nothing to keep quantizations of.
+        if self.is_sharded or args.step_weights == "uncached":
+            self.form = "none"
         self._policy = WeightCache(model, form=self.form)
-        self.reference = WeightCache(*([] if reference is None else [reference]), form=self.form)
+        references = []
+        if reference is not None:
+            references.append(reference)
+        self.reference = WeightCache(*references, form=self.form)
 
     @contextlib.contextmanager
     def training(self) -> Iterator[None]:
@@ -100,7 +106,8 @@ class StepQuantization:
         The next step's quantized weights are written to the same memory."""
         self._policy.clear()
         self.reference.clear()
-        self._counts, self._step = Counter(), None
+        self._counts = Counter()
+        self._step = None
 
     def _release(self) -> None:
         """Give back the memory of quantized weights."""
@@ -137,9 +144,12 @@ class QuantizedTrainerMixin(ExactResumeMixin):
         """
         if self.args.bf16 and self.accelerator.device.type == "cpu":
             warn_of_slow_bfloat16()
-        facts = functools.partial(run_facts, self)  # gathered when training begins
-        self.run_log = RunLogCallback(facts) if self.args.report_every else None
-        self.callback_handler.callbacks[:0] = [*first, self.run_log] if self.run_log else first
+        callbacks = list(first)
+        self.run_log = None
+        if self.args.report_every:
+            self.run_log = RunLogCallback(functools.partial(run_facts, self))  # gathered when training begins
+            callbacks.append(self.run_log)
+        self.callback_handler.callbacks[:0] = callbacks
         self.exit_checkpoint = CheckpointOnExit(self)
         self.add_callback(self.exit_checkpoint)
 

@@ -277,10 +277,13 @@ def _quantized(model: nn.Module) -> list[nn.Module]:
 
 def _stored_config(name: str) -> dict[str, Any]:
     """Return the `config.json` of a checkpoint that is here already; empty without one."""
+    if not name:
+        return {}
     try:
-        return PreTrainedConfig.get_config_dict(name, local_files_only=True)[0] if name else {}
+        options, _ = PreTrainedConfig.get_config_dict(name, local_files_only=True)
     except (OSError, ValueError):
         return {}
+    return options
 
 
 # ---- errors of a server -------------------------------------------------------------------------------------------

@@ -58,9 +58,12 @@ class EntropyCallback(TrainerCallback):
         recent = torch.tensor(self.history[-_SLOPE_VALUES:], dtype=torch.float64)
         if len(recent) < 2:
             return 0.0
+        # The line of least squares.
         step, entropy = (recent - recent.mean(dim=0)).unbind(dim=1)
         spread = step.square().sum()
-        return float((step * entropy).sum() / spread) if spread > 0 else 0.0
+        if spread == 0:
+            return 0.0
+        return float((step * entropy).sum() / spread)
 
     def _alarm(self, entropy: float) -> str:
         if entropy < _COLLAPSE:

@@ -77,7 +77,9 @@ class StepMovementCallback(PeriodicCallback):
     @classmethod
     def for_trainer(cls, trainer, every):
         # Frozen and packed weights do not move.
-        return cls(every, record=trainer._record) if _movable(trainer.model) else None
+        if not _movable(trainer.model):
+            return None
+        return cls(every, record=trainer._record)
 
     def on_train_begin(self, args, state, control, model=None, **kwargs):
         self._matrices = _movable(model)
